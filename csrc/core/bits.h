@@ -1,0 +1,69 @@
+/* bits.h - little-endian load and store, popcount, alignment. Base of the map; includes nothing of ours. */
+#ifndef SP_BITS_H
+#define SP_BITS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "spccl needs a little-endian machine: frames are little-endian and are used in place"
+#endif
+
+/* Unaligned little-endian access. */
+static inline uint16_t sp_load_le16(const void *p)
+{
+    uint16_t v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline uint32_t sp_load_le32(const void *p)
+{
+    uint32_t v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline uint64_t sp_load_le64(const void *p)
+{
+    uint64_t v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+static inline void sp_store_le16(void *p, uint16_t v)
+{
+    memcpy(p, &v, sizeof v);
+}
+static inline void sp_store_le32(void *p, uint32_t v)
+{
+    memcpy(p, &v, sizeof v);
+}
+static inline void sp_store_le64(void *p, uint64_t v)
+{
+    memcpy(p, &v, sizeof v);
+}
+
+static inline unsigned sp_popcount64(uint64_t v)
+{
+    return (unsigned)__builtin_popcountll(v);
+}
+/* Index of the lowest set bit; v must not be 0. */
+static inline unsigned sp_ctz64(uint64_t v)
+{
+    return (unsigned)__builtin_ctzll(v);
+}
+
+static inline size_t sp_ceil_div(size_t a, size_t b)
+{
+    return a / b + (a % b != 0);
+}
+/* Smallest multiple of `to` (a power of two) that is >= v; the caller knows it does not overflow. */
+static inline size_t sp_align_up(size_t v, size_t to)
+{
+    return (v + to - 1) & ~(to - 1);
+}
+static inline size_t sp_min_size(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+#endif

@@ -1,0 +1,319 @@
+/* spccl.h - the public interface of libspccl: collectives for data that is mostly zeros.
+ *
+ * The only public header. C11 and C++, standard headers only. Everything that can fail returns
+ * `spccl_status`; results go through the last parameters and are untouched on failure (a failed
+ * collective may have written part of its output buffer). After a failure
+ * `spccl_last_error()` gives, on the calling thread, one line that says who, where, got, wanted.
+ *
+ * "Zero" always means: all bits zero. -0.0, NaN payloads, infinities and denormals travel bit for
+ * bit. Reductions add in rank order 0, 1, 2, ... starting from +0.0, float16 and bfloat16
+ * accumulate in float32 and round once, so every rank and every run gets the same bits, whatever
+ * format, schedule or transport was used. Source: DESIGN notes in docs/ALGORITHMS.md; the sparse
+ * formats follow Hough et al., "Adaptive Space-efficient Collectives ..." (SpCCL), section III. */
+#ifndef SPCCL_H
+#define SPCCL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(SPCCL_BUILDING) && defined(__GNUC__)
+#define SPCCL_API __attribute__((visibility("default")))
+#else
+#define SPCCL_API
+#endif
+
+#define SPCCL_VERSION_MAJOR 0
+#define SPCCL_VERSION_MINOR 1
+#define SPCCL_VERSION_PATCH 0
+#define SPCCL_VERSION_TEXT "0.1.0"
+
+/* ---- status ---------------------------------------------------------------------------------- */
+
+/* 0 succeeded, above 0 "not yet, call again", below 0 failed. The numbers never change; docs/ERRORS.md
+ * says of each what happened and what to do. */
+typedef enum spccl_status {
+    SPCCL_OK = 0,
+    SPCCL_AGAIN = 1,             /* not finished yet; not an error */
+    SPCCL_ERR_ARG = -10,         /* an argument is out of range or NULL */
+    SPCCL_ERR_DTYPE = -11,       /* dtype unknown, or not possible for this operation */
+    SPCCL_ERR_DST_SMALL = -12,   /* destination has too little room */
+    SPCCL_ERR_ALIAS = -13,       /* buffers overlap in a way the operation does not allow */
+    SPCCL_ERR_STATE = -14,       /* handle used after destroy began, or in the wrong order */
+    SPCCL_ERR_UNSUPPORTED = -15, /* valid, but this build or this format cannot do it */
+    SPCCL_ERR_SETTING = -16,     /* an SPCCL_* variable or an option has a bad value */
+    SPCCL_ERR_FORMAT = -20,      /* a frame breaks a rule of docs/FORMAT.md */
+    SPCCL_ERR_VERSION = -21,     /* a frame of a version this library does not read */
+    SPCCL_ERR_FRAME = -22,       /* a good frame, but of another dtype, length or kind than wanted */
+    SPCCL_ERR_NOMEM = -30,       /* out of memory */
+    SPCCL_ERR_SYSTEM = -31,      /* an operating-system call failed */
+    SPCCL_ERR_PEER = -40,        /* a peer died or closed its connection */
+    SPCCL_ERR_TIMEOUT = -41,     /* a deadline passed */
+    SPCCL_ERR_MISMATCH = -42,    /* ranks called different operations, sizes or dtypes */
+    SPCCL_ERR_ABORTED = -43,     /* spccl_comm_abort was called, here or on a peer */
+    SPCCL_ERR_AUTH = -44,        /* wrong job secret */
+    SPCCL_ERR_UNREACHABLE = -45, /* no transport reaches a peer */
+    SPCCL_ERR_DEVICE = -50,      /* a device call failed */
+    SPCCL_ERR_BUG = -90          /* a bug in spccl: please report the text */
+} spccl_status;
+
+/* "SPCCL_ERR_PEER" and the like; never NULL. Threads: any. */
+SPCCL_API const char *spccl_status_name(spccl_status status);
+/* One line about the last failure on this thread; "" if none. Valid until the next failing call. */
+SPCCL_API const char *spccl_last_error(void);
+/* "0.1.0" of the library loaded (compare with SPCCL_VERSION_TEXT of the header). */
+SPCCL_API const char *spccl_version(void);
+
+/* ---- types ------------------------------------------------------------------------------------ */
+
+/* The numbers are those on the wire (docs/FORMAT.md, section 2). */
+typedef enum spccl_dtype {
+    SPCCL_FLOAT32 = 1,
+    SPCCL_FLOAT16 = 2,
+    SPCCL_BFLOAT16 = 3,
+    SPCCL_FLOAT64 = 4,
+    SPCCL_FLOAT8 = 5, /* any 8-bit float, carried as bytes: gather and broadcast, no arithmetic */
+    SPCCL_INT8 = 6,
+    SPCCL_INT16 = 7,
+    SPCCL_INT32 = 8,
+    SPCCL_INT64 = 9,
+    SPCCL_UINT8 = 10
+} spccl_dtype;
+
+/* How one slice is laid out in bytes. AUTO picks by exact size and cost; the choice never changes
+ * a bit of any result. */
+typedef enum spccl_format {
+    SPCCL_FORMAT_AUTO = -1,
+    SPCCL_FORMAT_EMPTY = 0,
+    SPCCL_FORMAT_TILE = 1,
+    SPCCL_FORMAT_PICI = 2,
+    SPCCL_FORMAT_COO = 3,
+    SPCCL_FORMAT_DENSE = 4
+} spccl_format;
+#define SPCCL_N_FORMATS 5
+
+/* What decoding does with an element. Absent elements are those the frame does not list. */
+typedef enum spccl_verb {
+    SPCCL_SET = 0,      /* listed elements take their value, absent ones become zero */
+    SPCCL_ADD = 1,      /* listed elements are added, absent ones stay */
+    SPCCL_OVERWRITE = 2 /* listed elements take their value, absent ones stay */
+} spccl_verb;
+
+/* Absent elements count as zeros. AVG divides the sum by the world size (integers: toward zero).
+ * MIN and MAX pass a NaN on, and of equal values keep the lowest rank's bits. */
+typedef enum spccl_redop {
+    SPCCL_SUM = 0,
+    SPCCL_AVG = 1,
+    SPCCL_MIN = 2,
+    SPCCL_MAX = 3,
+    SPCCL_PROD = 4
+} spccl_redop;
+
+/* Bytes per element; 0 for an unknown dtype. */
+SPCCL_API size_t spccl_dtype_bytes(spccl_dtype dtype);
+/* "float32" and the like; "?" for an unknown dtype. */
+SPCCL_API const char *spccl_dtype_name(spccl_dtype dtype);
+/* "tile" and the like; "?" for an unknown format. */
+SPCCL_API const char *spccl_format_name(spccl_format format);
+
+/* ---- codec: arrays to bytes and back ------------------------------------------------------------ */
+
+/* A stream is one frame or several back to back (docs/FORMAT.md, section 1); each frame holds one
+ * slice of the array and carries its own format. */
+
+typedef struct spccl_encode_options {
+    size_t struct_bytes;  /* sizeof(spccl_encode_options) */
+    const void *base;     /* [n_elems] or NULL: then "nonzero" means "differs in any bit from base" */
+    spccl_format format;  /* AUTO, or the format that every slice must take */
+    uint32_t slice_elems; /* elements per frame, a multiple of 4096; 0 = default (65536) */
+} spccl_encode_options;
+#define SPCCL_ENCODE_OPTIONS_INIT                                                                     \
+    {                                                                                                 \
+        sizeof(spccl_encode_options), NULL, SPCCL_FORMAT_AUTO, 0                                      \
+    }
+
+/* Bytes that always suffice for spccl_encode of `n_elems`; 0 if the arguments are bad or overflow.
+ *   options    NULL = defaults */
+SPCCL_API size_t spccl_encode_bound(size_t n_elems, spccl_dtype dtype,
+                                    const spccl_encode_options *options);
+
+/* Encode `x` as a stream in `dst`.
+ *   x          [n_elems] of `dtype`, host memory, borrowed until return; any alignment
+ *   options    NULL = defaults
+ *   dst        dst_cap bytes, not overlapping x; spccl_encode_bound() bytes always suffice
+ *   out_bytes  bytes written
+ * A forced TILE fails with SPCCL_ERR_UNSUPPORTED on a slice with 256 nonzeros in one block, a forced
+ * EMPTY on a slice that is not.
+ * Errors: ARG, DTYPE, DST_SMALL, ALIAS, UNSUPPORTED, NOMEM.  Threads: any.  Source: FORMAT.md. */
+SPCCL_API spccl_status spccl_encode(const void *x, size_t n_elems, spccl_dtype dtype,
+                                    const spccl_encode_options *options, void *dst, size_t dst_cap,
+                                    size_t *out_bytes);
+
+/* Apply a stream to `dst`. Every frame is checked before anything of it is applied; on a bad frame
+ * the elements before it have been written and those from it on are untouched.
+ *   stream     stream_bytes bytes, borrowed until return; may come from anywhere
+ *   dst        [n_elems] of `dtype`; the stream must describe exactly n_elems elements
+ * A stream encoded with a base (a delta) is refused with SPCCL_SET.
+ * Errors: ARG, DTYPE, ALIAS, FORMAT, VERSION, FRAME, UNSUPPORTED (ADD of float8).  Threads: any. */
+SPCCL_API spccl_status spccl_decode(const void *stream, size_t stream_bytes, spccl_verb verb, void *dst,
+                                    size_t n_elems, spccl_dtype dtype);
+
+/* What one frame says of itself. Offsets count from the start of the frame; 0 = no such section. */
+typedef struct spccl_frame_info {
+    size_t struct_bytes; /* set by the caller: sizeof(spccl_frame_info) */
+    uint32_t version;
+    spccl_format format;
+    spccl_dtype dtype;
+    uint32_t is_delta; /* 1: encoded against a base */
+    uint64_t n_elems;
+    uint64_t nnz; /* elements listed */
+    uint64_t frame_bytes;
+    uint64_t index_off, meta_off, values_off;
+} spccl_frame_info;
+
+/* Check the frame at the start of `stream` completely and describe it.
+ * Errors: ARG, FORMAT, VERSION.  Threads: any. */
+SPCCL_API spccl_status spccl_frame_inspect(const void *stream, size_t stream_bytes,
+                                           spccl_frame_info *out);
+
+/* ---- communicators ------------------------------------------------------------------------------ */
+
+typedef struct spccl_comm spccl_comm;       /* one rank's membership of one group */
+typedef struct spccl_request spccl_request; /* one collective under way */
+
+typedef struct spccl_config {
+    size_t struct_bytes;     /* sizeof(spccl_config) */
+    const char *name;        /* group name for texts and keys; borrowed until return; NULL = "world" */
+    int64_t timeout_ms;      /* deadline of creation and of every collective; 0 = default (600000) */
+    spccl_format format;     /* AUTO or forced for every slice (SPCCL_FORMAT wins) */
+    uint32_t slice_bytes;    /* dense bytes per slice; 0 = default */
+    const char *transports;  /* comma list tried in order, for example "shm,tcp"; NULL = default */
+    uint32_t n_sockets;      /* TCP sockets per peer and lane; 0 = default */
+    const uint8_t *secret;   /* [32] job secret, or NULL: rank 0 makes one and passes it by the store */
+} spccl_config;
+#define SPCCL_CONFIG_INIT                                                                             \
+    {                                                                                                 \
+        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL                            \
+    }
+
+/* A key-value store shared by the ranks (torch's Store, or anything alike). `set` publishes; `get`
+ * waits until the key is there or `timeout_ms` passed (then SPCCL_ERR_TIMEOUT) and copies at most
+ * `cap` bytes. Called only inside spccl_comm_create, on the calling thread. */
+typedef struct spccl_store {
+    void *ctx;
+    spccl_status (*set)(void *ctx, const char *key, const void *data, size_t bytes);
+    spccl_status (*get)(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms,
+                        size_t *out_bytes);
+} spccl_store;
+
+/* Join a group; returns when every link of this rank is up.
+ *   store      borrowed until return
+ *   config     NULL = defaults; borrowed until return
+ *   out        caller frees with spccl_comm_destroy
+ * Errors: ARG, SETTING, NOMEM, SYSTEM, TIMEOUT, AUTH, UNREACHABLE, PEER, MISMATCH. */
+SPCCL_API spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size,
+                                         const spccl_config *config, spccl_comm **out);
+
+/* Without a store, as in NCCL: one process makes an id (it then serves the rendezvous until it
+ * exits), hands the 128 bytes to all ranks by any means, and each calls spccl_comm_init_rank.
+ * An id is good for one group. SPCCL_RENDEZVOUS_ADDR names the address to listen on (default
+ * 127.0.0.1; set it to this host's address for more than one host). */
+typedef struct spccl_unique_id {
+    char bytes[128];
+} spccl_unique_id;
+SPCCL_API spccl_status spccl_get_unique_id(spccl_unique_id *out);
+SPCCL_API spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world_size,
+                                            const spccl_config *config, spccl_comm **out);
+
+SPCCL_API int spccl_comm_rank(const spccl_comm *comm);
+SPCCL_API int spccl_comm_world_size(const spccl_comm *comm);
+/* Deadline of the collectives issued from now on. Errors: ARG (timeout_ms <= 0). */
+SPCCL_API spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_ms);
+/* SPCCL_OK, or the first error that broke this communicator; its text is then spccl_last_error().
+ * A broken communicator fails every call with that error. Threads: any. */
+SPCCL_API spccl_status spccl_comm_async_error(spccl_comm *comm);
+/* Break the communicator at once: every wait on it ends with SPCCL_ERR_ABORTED, peers are told.
+ *   reason     one line for the error texts; may be NULL
+ * Threads: any. Idempotent. */
+SPCCL_API spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason);
+/* Free it. Collectives still under way are finished first (within their deadlines) unless the
+ * communicator is broken. Accepts NULL. No other thread may use it; requests stay valid. */
+SPCCL_API spccl_status spccl_comm_destroy(spccl_comm *comm);
+
+/* Counters since creation. */
+typedef struct spccl_stats {
+    size_t struct_bytes; /* set by the caller: sizeof(spccl_stats) */
+    uint64_t n_collectives;
+    uint64_t dense_bytes_sent;            /* what the payloads would have been, dense */
+    uint64_t wire_bytes_sent;             /* what was sent: frames and envelopes */
+    uint64_t wire_bytes_received;
+    uint64_t n_frames_sent[SPCCL_N_FORMATS]; /* by spccl_format */
+    uint64_t buffer_bytes;                /* memory the communicator holds now, shared rings included */
+} spccl_stats;
+SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
+/* Which transport carries the traffic to `peer`, and why: one line, valid until destroy. */
+SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text);
+
+/* ---- collectives -------------------------------------------------------------------------------- */
+
+/* All of them: buffers are host memory, contiguous, aligned to the element, borrowed until the
+ * request is done. With `req` NULL the call blocks until done; otherwise it returns at once and the
+ * caller frees *req with spccl_request_free. Calls on one communicator must come in the same order
+ * on every rank, from one thread at a time; several may be in flight. Any count, 0 included.
+ * Errors at the call: ARG, DTYPE, ALIAS, STATE, NOMEM, or the error that broke the communicator.
+ * Errors when waiting: PEER, TIMEOUT, MISMATCH, ABORTED, FORMAT. Then the communicator is broken. */
+
+/* out[r * n_elems .. ] = rank r's `in`.
+ *   in   [n_elems]; may be out + rank * n_elems exactly (in place), else must not overlap out
+ *   out  [world_size * n_elems] */
+SPCCL_API spccl_status spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                        spccl_dtype dtype, spccl_request **req);
+/* out = the reduction of everyone's block `rank` of `in`.
+ *   in   [world_size * n_elems]
+ *   out  [n_elems]; may be in + rank * n_elems exactly (in place), else must not overlap in */
+SPCCL_API spccl_status spccl_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                            spccl_dtype dtype, spccl_redop op, spccl_request **req);
+/* out = the reduction of everyone's `in`.
+ *   in, out  [n_elems]; equal (in place) or not overlapping */
+SPCCL_API spccl_status spccl_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                        spccl_dtype dtype, spccl_redop op, spccl_request **req);
+/* Every rank's `buf` becomes root's.
+ *   buf  [n_elems] */
+SPCCL_API spccl_status spccl_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype,
+                                       int root, spccl_request **req);
+
+/* SPCCL_AGAIN while under way, else how it ended. Never blocks. Threads: any. */
+SPCCL_API spccl_status spccl_request_test(spccl_request *req);
+/* Wait until done or until `timeout_ms` passed (SPCCL_ERR_TIMEOUT; the request goes on, the buffers
+ * stay borrowed). timeout_ms < 0: until the collective's own deadline. Threads: any. */
+SPCCL_API spccl_status spccl_request_wait(spccl_request *req, int64_t timeout_ms);
+/* The error text of a failed request; "" otherwise. Valid until spccl_request_free. */
+SPCCL_API const char *spccl_request_error(spccl_request *req);
+/* Call `fn(ctx, status)` once when the request is done: from the progress thread (or the thread that
+ * drives it), or at once if it is done already. Callbacks of one communicator run in the order in
+ * which the collectives were issued. `fn` must not call back into the same communicator except to
+ * issue collectives with a request. At most one callback per request. */
+SPCCL_API spccl_status spccl_request_on_done(spccl_request *req,
+                                             void (*fn)(void *ctx, spccl_status status), void *ctx);
+/* Give the handle back; a collective still under way goes on without it. Accepts NULL. */
+SPCCL_API void spccl_request_free(spccl_request *req);
+
+/* ---- this build ---------------------------------------------------------------------------------- */
+
+/* Walk through "what is in this build, and why" and every SPCCL_* setting: fills the i-th entry and
+ * returns SPCCL_OK, or SPCCL_ERR_ARG past the last. Texts live as long as the library. */
+typedef struct spccl_info_entry {
+    const char *kind;  /* "part" (transport, kernel set, device) or "setting" */
+    const char *name;  /* "tcp", "avx512", "SPCCL_FORMAT" */
+    const char *value; /* "in", "in, chosen", "absent"; for a setting its value now */
+    const char *why;   /* reason, and how to get what is absent; for a setting its help */
+} spccl_info_entry;
+SPCCL_API spccl_status spccl_info(size_t i, spccl_info_entry *out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,72 @@
+/* test.h - the whole C test harness: CHECK, a run list; exit 0 pass, 1 fail, 77 skip. */
+#ifndef SP_TEST_H
+#define SP_TEST_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int test_n_failed, test_n_checks;
+
+#define CHECK(cond, ...)                                                                              \
+    do {                                                                                              \
+        test_n_checks++;                                                                              \
+        if (!(cond)) {                                                                                \
+            test_n_failed++;                                                                          \
+            fprintf(stderr, "%s:%d: CHECK(%s): ", __FILE__, __LINE__, #cond);                         \
+            fprintf(stderr, __VA_ARGS__);                                                             \
+            fputc('\n', stderr);                                                                      \
+            if (test_n_failed > 20) {                                                                 \
+                fprintf(stderr, "too many failures, giving up\n");                                    \
+                exit(1);                                                                              \
+            }                                                                                         \
+        }                                                                                             \
+    } while (0)
+#define CHECK_OK(x)                                                                                   \
+    do {                                                                                              \
+        spccl_status check_status_ = (x);                                                             \
+        CHECK(check_status_ == SPCCL_OK, "%s: %s", spccl_status_name(check_status_),                  \
+              spccl_last_error());                                                                    \
+    } while (0)
+
+struct test_case {
+    const char *name;
+    void (*fn)(void);
+};
+
+/* splitmix64: fresh seed each run unless SPCCL_TEST_SEED is set; printed so that a failure can be repeated. */
+static uint64_t test_rng_state;
+static inline uint64_t test_rand(void)
+{
+    uint64_t z = (test_rng_state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static inline int test_main(const struct test_case *cases, int argc, char **argv)
+{
+    const char *seed = getenv("SPCCL_TEST_SEED");
+    FILE *f = seed == NULL ? fopen("/dev/urandom", "rb") : NULL;
+    uint64_t first = seed != NULL ? strtoull(seed, NULL, 0) : 1;
+    if (f != NULL) {
+        if (fread(&first, sizeof first, 1, f) != 1)
+            first = 1;
+        fclose(f);
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    printf("SPCCL_TEST_SEED=%llu\n", (unsigned long long)first);
+    for (; cases->name != NULL; cases++) {
+        int before = test_n_failed;
+        if (argc > 1 && strstr(cases->name, argv[1]) == NULL)
+            continue;
+        test_rng_state = first;
+        cases->fn();
+        printf("%s %s\n", test_n_failed == before ? "ok  " : "FAIL", cases->name);
+    }
+    printf("%d checks, %d failed\n", test_n_checks, test_n_failed);
+    return test_n_failed != 0;
+}
+
+#endif
