@@ -12,8 +12,8 @@
 
 /* Find the listed elements of x: those with any bit set, or that differ in any bit from base. */
 typedef struct sp_scan_args {
-    const void *x;      /* [n_elems], any alignment */
-    const void *base;   /* [n_elems] or NULL */
+    const void *x;    /* [n_elems], any alignment */
+    const void *base; /* [n_elems] or NULL */
     size_t n_elems;
     size_t elem_bytes;  /* 1, 2, 4, 8 */
     uint64_t *mask;     /* out [ceil(n_elems/64)]: bit i of word w is element 64*w+i; bits past the end 0 */
@@ -24,7 +24,7 @@ typedef struct sp_scan_args {
 
 /* Write the sections of one frame. Only the pointers that the format uses are set. */
 typedef struct sp_encode_args {
-    const void *x;            /* [n_elems] */
+    const void *x; /* [n_elems] */
     size_t n_elems, elem_bytes;
     const uint64_t *mask;     /* from scan; NULL for dense */
     const uint16_t *tile_nnz; /* from scan; NULL for dense */
@@ -42,15 +42,17 @@ typedef struct sp_decode_args {
     void *dst;             /* [n_elems] of dst_dtype */
     bool stream;           /* dst is large and not read again soon: bypass the cache if that helps */
 } sp_decode_args;
+/* ADD of a dense frame: a value with all bits zero leaves dst as it is, as in the formats that do not list
+ * it. */
 
 /* acc[i] = acc[i] op x[i] in rank order.  Accumulator dtype: sp_acc_dtype(dtype) (dtype.h). */
 typedef struct sp_combine_args {
-    void *acc;         /* [n_elems] of the accumulator dtype */
-    const void *x;     /* [n_elems] of dtype */
+    void *acc;     /* [n_elems] of the accumulator dtype */
+    const void *x; /* [n_elems] of dtype */
     size_t n_elems;
     spccl_dtype dtype;
-    spccl_redop op;    /* SUM and AVG add */
-    bool first;        /* acc holds nothing yet: SUM/AVG acc = 0 + x (so -0.0 becomes +0.0); others acc = x */
+    spccl_redop op; /* SUM and AVG add */
+    bool first;     /* acc holds nothing yet: SUM/AVG acc = 0 + x (so -0.0 becomes +0.0); others acc = x */
 } sp_combine_args;
 
 /* dst = round(acc), for AVG round(acc / world_size). */
@@ -67,7 +69,8 @@ typedef struct sp_finish_args {
 typedef struct sp_kernels {
     const char *name; /* "scalar", "avx2", "avx512" */
     void (*scan)(sp_scan_args *a);
-    /* By spccl_format. EMPTY entries are NULL (there is nothing to encode; SET of an empty frame is `zero`). */
+    /* By spccl_format. EMPTY entries are NULL (there is nothing to encode; SET of an empty frame is `zero`).
+     */
     void (*encode[SPCCL_N_FORMATS])(const sp_encode_args *a);
     /* By spccl_format and spccl_verb. EMPTY entries are NULL. ADD of FLOAT8 never gets here. */
     void (*decode[SPCCL_N_FORMATS][3])(const sp_decode_args *a);
@@ -76,5 +79,22 @@ typedef struct sp_kernels {
     void (*copy)(void *dst, const void *src, size_t bytes, bool stream);
     void (*zero)(void *dst, size_t bytes, bool stream);
 } sp_kernels;
+
+/* ---- choosing a set: implemented in csrc/kernels/dispatch.c ---- */
+
+/* The set to use on this CPU: the fastest usable, or the one that SPCCL_CPU_ISA names.
+ * Errors: SETTING (unknown name, or a set that this CPU or build lacks; the text says which are usable). */
+spccl_status sp_kernels_pick(const sp_kernels **out);
+
+/* One set that this version knows, slowest first, usable or not. All pointers live as long as the library. */
+typedef struct sp_kernels_info {
+    const char *name; /* "scalar", "avx2", "avx512" */
+    bool usable;      /* built in, and this CPU and OS can run it */
+    const char *why;  /* one line: what it is, or what is missing */
+} sp_kernels_info;
+/* Describe the i-th set; false (and *out untouched) past the last. */
+bool sp_kernels_describe(size_t i, sp_kernels_info *out);
+/* The i-th usable set, slowest first; NULL past the last. 0 is scalar, always there. */
+const sp_kernels *sp_kernels_at(size_t i);
 
 #endif

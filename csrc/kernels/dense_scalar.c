@@ -1,0 +1,49 @@
+/* dense_scalar.c - FORMAT.md 3.5, and plain copy and zero. The reference meaning. */
+#include "elem.h"
+#include "kernels.h"
+
+void sp_copy_scalar(void *dst, const void *src, size_t bytes, bool stream)
+{
+    (void)stream; /* the C library decides */
+    if (bytes != 0)
+        memcpy(dst, src, bytes);
+}
+void sp_zero_scalar(void *dst, size_t bytes, bool stream)
+{
+    (void)stream;
+    if (bytes != 0)
+        memset(dst, 0, bytes);
+}
+
+void sp_dense_encode_scalar(const sp_encode_args *a)
+{
+    sp_copy_scalar(a->values, a->x, a->n_elems * a->elem_bytes, false);
+}
+void sp_dense_set_scalar(const sp_decode_args *a)
+{
+    sp_copy_scalar(a->dst, a->values, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+}
+void sp_dense_overwrite_scalar(const sp_decode_args *a)
+{
+    sp_dense_set_scalar(a);
+}
+
+/* A value with all bits zero leaves dst as it is, as in the formats that would not list it: otherwise a dst
+ * of -0.0 or a signalling NaN would come out differently by format. */
+#define DENSE_APPLY(NAME, V, D, F)                                                                           \
+    static void dense_##NAME(const sp_decode_args *a)                                                        \
+    {                                                                                                        \
+        static const uint8_t zero[8];                                                                        \
+        const size_t v_bytes = sizeof(sp_get_##V(NULL, 0));                                                  \
+        for (size_t i = 0; i < a->n_elems; i++)                                                              \
+            if (memcmp(a->values + i * v_bytes, zero, v_bytes) != 0)                                         \
+                sp_put_##D(a->dst, i, F(sp_get_##D(a->dst, i), sp_get_##V(a->values, i)));                   \
+    }
+SP_APPLY_OPS(DENSE_APPLY)
+#define DENSE_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = dense_##NAME,
+static void (*const dense_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_APPLY_OPS(DENSE_ENTRY)};
+
+void sp_dense_add_scalar(const sp_decode_args *a)
+{
+    dense_apply[sp_apply_add_op(a->dtype, a->dst_dtype)](a);
+}
