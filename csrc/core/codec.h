@@ -8,7 +8,8 @@
 
 typedef struct sp_codec sp_codec;
 
-/* Scratch for slices of up to max_elems (mask and counts: about max_elems * 9/64 bytes, plus a scan cache). */
+/* Scratch for slices of up to max_elems <= SP_FRAME_ELEMS_MAX (mask and counts: about max_elems * 9/64
+ * bytes). */
 spccl_status sp_codec_create(const sp_kernels *kernels, size_t max_elems, sp_codec **out);
 void sp_codec_destroy(sp_codec *codec);
 const sp_kernels *sp_codec_kernels(const sp_codec *codec);
@@ -22,7 +23,8 @@ typedef struct sp_slice_stats {
 /* Scan x against base (NULL = zeros); the codec keeps the mask for the sp_codec_write that follows. */
 void sp_codec_scan(sp_codec *codec, const void *x, const void *base, size_t n_elems, spccl_dtype dtype,
                    sp_slice_stats *out);
-/* Can this slice take that format? (EMPTY: nnz == 0; TILE: no full block; DENSE: not for deltas) */
+/* Can this slice take that format? (EMPTY: nnz == 0; TILE: no full block; DENSE: not for deltas; a slice of
+ * no elements takes EMPTY alone; AUTO: never) */
 bool sp_codec_allows(const sp_slice_stats *stats, spccl_format format, bool is_delta);
 
 /* Write header and body of x at dst, in sp_frame_bytes(format, ...) bytes. After sp_codec_scan of the same
