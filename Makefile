@@ -1,0 +1,24 @@
+# Each target sets up what it needs first (.venv and build/, in this folder) and does nothing twice.
+#   make test    the whole test suite           make test ONLY="gcc pytest"   some stages of it
+#   make demo    DDP training, dense and pruned
+#   make lint    formatting and Python checks   make bench                    benchmarks
+#   make fuzz SECONDS=600                       each fuzzer that long
+#   make clean   removes build/                 make distclean                .venv too
+# Another Python: make PYTHON=python3.12 ...     Never call apt-get: make NO_APT=1 ...
+PYTHON ?= python3
+SECONDS ?= 600
+export NO_APT TORCH_SPEC
+
+.PHONY: all setup test demo lint bench fuzz clean distclean
+all: setup
+setup test demo lint bench fuzz clean distclean:
+	@$(PYTHON) tools/dev.py $(command)
+
+setup: command = setup
+test: command = test $(if $(ONLY),--only $(ONLY))
+demo: command = demo $(ARGS)
+lint: command = lint
+bench: command = bench $(ARGS)
+fuzz: command = fuzz --seconds $(SECONDS)
+clean: command = clean
+distclean: command = clean --all

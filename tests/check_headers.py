@@ -1,0 +1,51 @@
+"""Checks that each header compiles alone, included twice, with warnings as errors: ours as C11, those that
+outsiders include also as C++, at the oldest standards we promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror", "-fsyntax-only")
+C = ("gcc", "-x", "c", "-std=c11", "-D_GNU_SOURCE", *STRICT, "-Wstrict-prototypes", "-Wvla")
+PUBLIC_C = ("gcc", "-x", "c", "-std=c11", *STRICT, "-Wstrict-prototypes", "-Wvla")
+PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
+INTERNAL_DIRS = ("csrc", "csrc/core", "csrc/kernels", "csrc/transport")
+# An unused static function of a header is no fault of the header.
+RELAXED = ("-Wno-unused-function",)
+
+
+def jobs() -> list[tuple[Path, list[str]]]:
+    """(header, compiler command without input) of every check."""
+    public = ROOT / "csrc/spccl.h"
+    found = [(public, list(PUBLIC_C)), (public, list(PUBLIC_CXX))]
+    inside = [f"-I{ROOT / d}" for d in INTERNAL_DIRS]
+    for folder in INTERNAL_DIRS[1:]:
+        found += [(h, [*C, *RELAXED, *inside]) for h in sorted((ROOT / folder).glob("*.h"))]
+    python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
+    found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").glob("*.h"))]
+    return found
+
+
+def compile_alone(job: tuple[Path, list[str]]) -> str | None:
+    """The compiler's complaint, or None."""
+    header, command = job
+    source = f'#include "{header}"\n#include "{header}"\nint spccl_not_empty;\n'
+    done = subprocess.run([*command, "-"], input=source, capture_output=True, text=True)
+    return None if done.returncode == 0 else f"{header.relative_to(ROOT)} ({command[0]}):\n{done.stderr}"
+
+
+def main() -> int:
+    work = jobs()
+    with ThreadPoolExecutor() as pool:
+        faults = [text for text in pool.map(compile_alone, work) if text]
+    print("\n".join([*faults, f"check_headers: {len(work)} compilations, {len(faults)} faults"]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Checks that every C and C++ file includes only what stands above it in the map of docs/ARCHITECTURE.md.
+
+A file may include (1) its own header, (2) units listed before it in its own group, (3) headers of the groups
+that its group names. A file that is not in the map, and a unit of the map without a file, are errors too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SUFFIXES = {".h", ".c", ".hpp", ".cpp", ".cu", ".cuh"}
+NO_NETWORK = ("sys/socket", "netinet/", "arpa/", "netdb", "infiniband/")
+NO_BINDINGS = ("Python", "torch/", "ATen/", "c10/", "cuda")
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    folder: str
+    may_include: tuple[str, ...]  # names of groups
+    units: str  # file names without suffix, in order; each sees the ones before it
+    never: tuple[str, ...] = ()  # system headers that begin so
+
+
+MAP = (
+    Group("contract", "csrc", (), "spccl", NO_NETWORK + NO_BINDINGS),
+    Group(
+        "base",
+        "csrc/core",
+        ("contract",),
+        "bits clock status log env mem dtype trace",
+        NO_NETWORK + NO_BINDINGS,
+    ),
+    Group(
+        "contracts",
+        "csrc/core",
+        ("contract", "base"),
+        "format stream kernel_table transport codec",
+        NO_NETWORK + NO_BINDINGS,
+    ),
+    Group(
+        "planning",
+        "csrc/core",
+        ("contract", "base", "contracts"),
+        "sched sched_build sched_direct sched_oneshot tune",
+        NO_NETWORK + NO_BINDINGS,
+    ),
+    Group(
+        "running",
+        "csrc/core",
+        ("contract", "base", "contracts", "planning"),
+        "boot exec comm coll info",
+        NO_NETWORK + NO_BINDINGS,
+    ),
+    Group(
+        "kernels",
+        "csrc/kernels",
+        ("contract", "base", "contracts"),
+        "cpu_feature elem reduce kernels scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar dispatch",
+        NO_NETWORK + ("Python", "torch/"),
+    ),
+    Group("transport", "csrc/transport", ("contract", "base", "contracts"), "registry", NO_BINDINGS[:-1]),
+    Group("c10d_backend", "csrc/c10d_backend", ("contract",), "", NO_NETWORK + ("Python", "cuda")),
+    Group("ext", "python/ext", ("contract",), "module py_buffer py_error", NO_NETWORK + NO_BINDINGS[1:]),
+)
+
+
+def place(path: Path) -> tuple[Group, int] | None:
+    """The group of a file and its place in it, or None if the map does not name it."""
+    folder = path.parent.relative_to(ROOT).as_posix()
+    for group in MAP:
+        units = group.units.split()
+        if group.folder == folder and path.stem in units:
+            return group, units.index(path.stem)
+    return None
+
+
+def resolve(name: str, user: Path) -> Path | None:
+    """The file that `#include "name"` in `user` means: beside it, else in csrc or one of its folders."""
+    for folder in (user.parent, ROOT / "csrc", *(ROOT / g.folder for g in MAP)):
+        path = (folder / name).resolve()
+        if path.is_file():
+            return path
+    return None
+
+
+def refusal(user: Path, quoted: str | None, system: str | None) -> str | None:
+    """Why `user` may not have this include, or None if it may."""
+    group, index = place(user)  # type: ignore[misc]
+    if system is not None:
+        bad = any(system.startswith(prefix) for prefix in group.never)
+        return f"<{system}> does not belong into {group.name}" if bad else None
+    target = resolve(quoted or "", user)
+    if target is None:
+        return f'"{quoted}" is not a file of ours'
+    where = place(target)
+    if where is None:
+        return f'"{quoted}" is not in the map'
+    if where[0].name == group.name:
+        return f'"{quoted}" stands below {user.stem} in {group.name}' if where[1] > index else None
+    if where[0].name not in group.may_include:
+        return f'"{quoted}" is {where[0].name}, and {group.name} may include {", ".join(group.may_include) or "nothing"}'
+    return None
+
+
+def main() -> int:
+    folders = sorted({g.folder for g in MAP})
+    files = [p for f in folders for p in sorted((ROOT / f).glob("*")) if p.suffix in SUFFIXES]
+    faults = []
+    for path in files:
+        name = path.relative_to(ROOT)
+        if place(path) is None:
+            faults.append(f"{name}: not in the map: add it to MAP here and to docs/ARCHITECTURE.md")
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = re.match(r'\s*#\s*include\s+(?:"([^"]+)"|<([^>]+)>)', line)
+            why = refusal(path, *found.groups()) if found else None
+            if why:
+                faults.append(f"{name}:{number}: {why}")
+    stems = {(p.parent.relative_to(ROOT).as_posix(), p.stem) for p in files}
+    faults += [f"{g.folder}/{u}: in the map, but there is no such file" for g in MAP for u in g.units.split()
+               if (g.folder, u) not in stems]
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    faults += [f"docs/ARCHITECTURE.md does not name {p.relative_to(ROOT)}" for p in files if p.stem not in text]
+    print("\n".join([*faults, f"check_layers: {len(files)} files, {len(faults)} faults"]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Checks the sizes and words that CONTRIBUTING.md sets. Every exception stands here with its reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 6
+C_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
+LIBRARY = ("csrc/core/", "csrc/kernels/", "csrc/transport/")
+ANYWHERE = ("",)
+
+# "path" or "path:function" -> why it may be longer.
+ALLOWED_SIZE: dict[str, str] = {}
+# "path:function" -> why it takes more parameters. The public C API is free: its shape follows MPI and NCCL.
+ALLOWED_PARAMETERS: dict[str, str] = {}
+
+# (pattern, beginnings of the paths where it is looked for, what to do instead). In the library comments and
+# texts in quotes do not count.
+WORDS = (
+    (r"\b(TODO|FIXME|XXX|HACK)\b(?!\s*\(#\d+\))", ANYWHERE, "finish it, or name an issue: (#12)"),
+    (r"(?<![\w.])/(root|home/\w+|work/\w+)/", ANYWHERE, "no path of one machine"),
+    (r"^\s*#\s*if\s+0\b", ANYWHERE, "no dead code"),
+    (r"[ \t]+$", ANYWHERE, "no spaces at the end of a line"),
+    (r"(?<![\w.>])(printf|exit|abort|system)\s*\(", LIBRARY, "the library returns errors, and logs by log.h"),
+    (r"(?<![\w.>])(gets|strcpy|strcat|sprintf|alloca)\s*\(", LIBRARY, "not safe: use the bounded one"),
+)
+
+
+def tracked() -> list[str]:
+    """The text files of the project: from git, or from the folder when there is no repository."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode == 0:
+        names = listing.stdout.split("\0")
+    else:
+        skip = {".venv", "build", "__pycache__"}
+        names = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if not skip & set(p.relative_to(ROOT).parts)]
+    return sorted(n for n in names if n and (ROOT / n).is_file() and _is_text(ROOT / n))
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return path.suffix not in (".csv", ".svg", ".json") and "golden" not in path.parts and "corpus" not in path.parts
+
+
+def without_comments(text: str) -> str:
+    """C text with comments and literals blanked, line by line the same."""
+    pattern = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
+    return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), text, flags=re.DOTALL)
+
+
+def c_functions(text: str) -> Iterator[tuple[str, int, int, int]]:
+    """(name, first line, number of lines, number of parameters) of each function defined in C text laid out by
+    clang-format: the opening brace stands alone in column 0, or ends the line in C++ files."""
+    code = re.sub(r"^\s*#(?:.*\\\n)*.*$", lambda m: "\n" * m.group().count("\n"), without_comments(text), flags=re.M)
+    head_pattern = r"^[A-Za-z_][\w\s*&:<>,]*[\s*&]([\w:~]+)\s*\(([^;{}]*)\)[^;{}()]*\{"
+    for head in re.finditer(head_pattern, code, re.MULTILINE):
+        depth, end = 0, head.end() - 1
+        for end in range(head.end() - 1, len(code)):
+            depth += {"{": 1, "}": -1}.get(code[end], 0)
+            if depth == 0:
+                break
+        parameters = head.group(2).strip()
+        count = 0 if parameters in ("", "void") else _split_commas(parameters)
+        first = code.count("\n", 0, head.start()) + 1
+        yield head.group(1), first, code.count("\n", head.start(), end) + 1, count
+
+
+def _split_commas(parameters: str) -> int:
+    depth = count = 0
+    for char in parameters:
+        depth += {"(": 1, "<": 1, ")": -1, ">": -1}.get(char, 0)
+        count += char == "," and depth == 0
+    return count + 1
+
+
+def py_functions(text: str) -> Iterator[tuple[str, int, int, int]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            yield node.name, node.lineno, lines, len(node.args.posonlyargs) + len(node.args.args)
+
+
+def size_faults(name: str, text: str, used: set[str]) -> Iterator[str]:
+    """Files and functions that are too long, functions with too many parameters."""
+    n_lines = text.count("\n")
+    if n_lines > MAX_FILE_LINES and not _allowed(name, ALLOWED_SIZE, used):
+        yield f"{name}: {n_lines} lines, at most {MAX_FILE_LINES}"
+    functions = py_functions(text) if name.endswith(".py") else c_functions(text)
+    for function, first, lines, parameters in functions:
+        key = f"{name}:{function}"
+        if lines > MAX_FUNCTION_LINES and not _allowed(key, ALLOWED_SIZE, used):
+            yield f"{name}:{first}: {function} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+        public = function.startswith("spccl_") or name.endswith(".py")
+        if parameters > MAX_PARAMETERS and not public and not _allowed(key, ALLOWED_PARAMETERS, used):
+            yield f"{name}:{first}: {function} takes {parameters} parameters, at most {MAX_PARAMETERS}"
+
+
+def _allowed(key: str, table: dict[str, str], used: set[str]) -> bool:
+    used.add(key)
+    return key in table
+
+
+def word_faults(name: str, text: str) -> Iterator[str]:
+    """Words that do not belong into this file."""
+    if name == "tests/check_style.py":  # names them all
+        return
+    code = without_comments(text) if name.startswith(LIBRARY) else ""
+    for pattern, places, advice in WORDS:
+        if name.startswith(places):
+            body = code if places == LIBRARY else text
+            for number, line in enumerate(body.split("\n"), 1):
+                if re.search(pattern, line):
+                    yield f"{name}:{number}: {advice}: {line.strip()[:80]}"
+
+
+def main() -> int:
+    names, used, faults = tracked(), set(), []
+    for name in names:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        faults += word_faults(name, text)
+        if Path(name).suffix in C_SUFFIXES or name.endswith(".py"):
+            faults += size_faults(name, text, used)
+    stale = sorted((set(ALLOWED_SIZE) | set(ALLOWED_PARAMETERS)) - used)
+    faults += [f"check_style.py: the exception for {key} is no longer needed" for key in stale]
+    print("\n".join([*faults, f"check_style: {len(names)} files, {len(faults)} faults"]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

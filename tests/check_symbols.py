@@ -1,0 +1,42 @@
+"""Checks that libspccl.so exports exactly what libspccl.map lists and csrc/spccl.h declares.
+
+    check_symbols.py path/to/libspccl.so
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def declared() -> set[str]:
+    """Functions of the public header: every one is marked SPCCL_API."""
+    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/spccl.h").read_text(), flags=re.DOTALL)
+    return set(re.findall(r"^SPCCL_API\b[^;(]*?\b(\w+)\s*\(", text, re.MULTILINE))
+
+
+def listed() -> set[str]:
+    text = re.sub(r"#.*", "", (ROOT / "libspccl.map").read_text())
+    return set(re.findall(r"(\w+);", text.split("global:")[1].split("local:")[0]))
+
+
+def exported(library: Path) -> set[str]:
+    lines = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in lines.splitlines()]
+    return {row[2].split("@")[0] for row in rows if row[1] != "A"}  # A: the version node itself
+
+
+def main() -> int:
+    sets = {"spccl.h": declared(), "libspccl.map": listed(), sys.argv[1]: exported(Path(sys.argv[1]))}
+    every = set.union(*sets.values())
+    faults = [f"{name}: missing in {where}" for name in sorted(every) for where, got in sets.items() if name not in got]
+    print("\n".join([*faults, f"check_symbols: {len(every)} names, {len(faults)} faults"]))
+    return 1 if faults or not every else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""make test, demo, lint, bench, fuzz, clean: this script does the work, the Makefile only names it.
+
+    python3 tools/dev.py test [--only NAME ...]     the whole suite, or some of its stages
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from env import BUILD, ROOT, VENV, EnvError, child_env, ensure_spccl, ensure_venv, say
+from stages import run_stages
+from suite import STAGES, c_build, lint, run_fuzz
+
+
+def cmd_setup(_: argparse.Namespace) -> int:
+    ensure_spccl()
+    say(f"set-up is complete; Python with spccl: {VENV / 'bin/python'}")
+    return 0
+
+
+def cmd_test(args: argparse.Namespace) -> int:
+    unknown = set(args.only) - {stage.name for stage in STAGES}
+    if unknown:
+        raise EnvError(f"no stage {', '.join(sorted(unknown))}; there are: {', '.join(s.name for s in STAGES)}")
+    ensure_venv()
+    return 0 if run_stages([s for s in STAGES if not args.only or s.name in args.only]) else 1
+
+
+def cmd_demo(args: argparse.Namespace) -> int:
+    ensure_spccl()
+    return _hand_over([VENV / "bin/python", ROOT / "examples/ddp/demo.py", *args.rest])
+
+
+def cmd_lint(_: argparse.Namespace) -> int:
+    ensure_venv()
+    say(lint())
+    return 0
+
+
+def cmd_bench(args: argparse.Namespace) -> int:
+    ensure_spccl()
+    folder = c_build("gcc")
+    for program in sorted((folder / "bench/micro").glob("bench_*")):
+        if program.is_file() and os.access(program, os.X_OK):
+            say(f"\n==== {program.name}")
+            if os.spawnve(os.P_WAIT, program, [str(program)], child_env()) != 0:
+                raise EnvError(f"{program.name} failed")
+    say("\n==== spccl bench")
+    return _hand_over([VENV / "bin/python", "-m", "spccl", "bench", *args.rest])
+
+
+def cmd_fuzz(args: argparse.Namespace) -> int:
+    ensure_venv()
+    run_fuzz(args.seconds)
+    return 0
+
+
+def cmd_clean(args: argparse.Namespace) -> int:
+    for path in [BUILD, *([VENV] if args.all else [])]:
+        shutil.rmtree(path, ignore_errors=True)
+    return 0
+
+
+def _hand_over(argv: list[object]) -> int:
+    """Become that program, so that it owns the terminal (progress bars, Ctrl-C)."""
+    words = [str(a) for a in argv]
+    sys.stdout.flush()
+    os.chdir(ROOT)
+    os.execve(words[0], words, child_env())
+
+
+def _lock() -> object:
+    """One set-up at a time in this folder; freed when the process ends."""
+    BUILD.mkdir(exist_ok=True)
+    lock = open(BUILD / ".lock", "w")  # noqa: SIM115 (held on purpose)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("waiting: another make is running in this folder")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("setup", help="make .venv and install spccl into it").set_defaults(fn=cmd_setup)
+    test = commands.add_parser("test", help="the whole test suite")
+    test.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="some stages, by name")
+    test.set_defaults(fn=cmd_test)
+    for name, fn, text in (
+        ("demo", cmd_demo, "examples/ddp/demo.py"),
+        ("bench", cmd_bench, "micro-benchmarks, then spccl bench"),
+    ):
+        sub = commands.add_parser(name, help=text)
+        sub.add_argument("rest", nargs=argparse.REMAINDER, help="passed on")
+        sub.set_defaults(fn=fn)
+    commands.add_parser("lint", help="ruff and clang-format, checking only").set_defaults(fn=cmd_lint)
+    fuzz = commands.add_parser("fuzz", help="every libFuzzer target in turn (needs clang)")
+    fuzz.add_argument("--seconds", type=int, default=600, help="for each target")
+    fuzz.set_defaults(fn=cmd_fuzz)
+    clean = commands.add_parser("clean", help="remove build/")
+    clean.add_argument("--all", action="store_true", help=".venv too")
+    clean.set_defaults(fn=cmd_clean)
+    args = parser.parse_args()
+    if platform.system() != "Linux":
+        raise EnvError(f"spccl runs on Linux; this is {platform.system()}")
+    lock = _lock()
+    try:
+        return args.fn(args)
+    finally:
+        lock.close()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except EnvError as err:
+        sys.exit(f"{Path(__file__).name}: {err}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

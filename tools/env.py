@@ -1,0 +1,279 @@
+"""The working environment of spccl: paths, stamps, running commands, .venv, and spccl inside it.
+
+Standard library only, because it runs before anything is installed. Nothing is done twice: each step has a
+stamp file that holds a hash of everything the step depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+BUILD = ROOT / "build"
+LOGS = BUILD / "logs"
+REQUIREMENTS = ROOT / "tools" / "requirements.txt"
+PACKAGE_SOURCES = ("csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "LICENSE", "README.md")
+MIN_PYTHON, MIN_CMAKE = (3, 11), (3, 22)
+
+
+class EnvError(Exception):
+    """Something the set-up needs is missing or failed; the text says what to do."""
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+# ---- stamps ----------------------------------------------------------------------------------------------
+
+
+def files_under(paths: Iterable[str]) -> list[Path]:
+    """All files at or below `paths` (relative to ROOT), sorted, without caches."""
+    found = []
+    for name in paths:
+        top = ROOT / name
+        walk = [top] if top.is_file() else sorted(top.rglob("*"))
+        found += [p for p in walk if p.is_file() and "__pycache__" not in p.parts]
+    return found
+
+
+def digest(*parts: object) -> str:
+    """Hash of texts, and of names, modes and contents for paths."""
+    h = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            h.update(f"{part}\0{part.stat().st_mode:o}\0".encode())
+            h.update(part.read_bytes())
+        else:
+            h.update(str(part).encode())
+        h.update(b"\0")
+    return h.hexdigest()
+
+
+def is_stamped(stamp: Path, key: str) -> bool:
+    return stamp.is_file() and stamp.read_text() == key
+
+
+def write_stamp(stamp: Path, key: str) -> None:
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(key)
+
+
+# ---- running commands ------------------------------------------------------------------------------------
+
+
+def child_env(**extra: str) -> dict[str, str]:
+    """The environment of every command: .venv first on PATH, no foreign site-packages."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "MAKEFLAGS", "DESTDIR")}
+    env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+    env["VIRTUAL_ENV"] = str(VENV)
+    env.update(PYTHONNOUSERSITE="1", PYTHONUNBUFFERED="1", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
+    env.update(extra)
+    return env
+
+
+def run(
+    cmd: Sequence[object],
+    log: str,
+    *,
+    show: bool = False,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout_s: float = 1800,
+) -> tuple[int, list[str]]:
+    """Run `cmd` with its output in build/logs/<log>.log, on the terminal too if `show`.
+
+    Returns: exit status (124 after `timeout_s`; the whole process group is then killed), lines of output.
+    """
+    LOGS.mkdir(parents=True, exist_ok=True)
+    argv = [str(c) for c in cmd]
+    lines: list[str] = []
+    with open(LOGS / f"{log}.log", "a") as out:
+        out.write(f"$ {' '.join(argv)}\n")
+        proc = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=env or child_env(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        expired = threading.Event()
+        timer = threading.Timer(timeout_s, lambda: (expired.set(), _kill_group(proc)))
+        timer.start()
+        try:
+            assert proc.stdout is not None
+            for line in proc.stdout:
+                out.write(line)
+                lines.append(line.rstrip("\n"))
+                if show:
+                    say(line.rstrip("\n"))
+            status = proc.wait()
+        except BaseException:
+            _kill_group(proc)
+            raise
+        finally:
+            timer.cancel()
+        if expired.is_set():
+            status = 124
+            lines.append(f"{argv[0]}: killed after {timeout_s:.0f} s")
+        out.write(f"exit status {status}\n")
+    return status, lines
+
+
+def _kill_group(proc: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(proc.pid, signal.SIGKILL)
+
+
+def must_run(what: str, cmd: Sequence[object], log: str, **kwargs: object) -> list[str]:
+    """Run `cmd`; on failure raise EnvError with the end of its output."""
+    status, lines = run(cmd, log, **kwargs)  # type: ignore[arg-type]
+    if status != 0:
+        tail = [] if kwargs.get("show") else lines[-40:]
+        raise EnvError("\n".join([*tail, f"{what}: exit status {status}; all output is in build/logs/{log}.log"]))
+    return lines
+
+
+# ---- tools of the machine --------------------------------------------------------------------------------
+
+
+def apt_prefix() -> list[str] | None:
+    """How to call apt-get here, or None: only as root, or with a sudo that asks nothing."""
+    if os.environ.get("NO_APT") or not shutil.which("apt-get"):
+        return None
+    if os.geteuid() == 0:
+        return ["apt-get"]
+    sudo = shutil.which("sudo")
+    if sudo and subprocess.run([sudo, "-n", "true"], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0:
+        return [sudo, "-n", "apt-get"]
+    return None
+
+
+def apt_install(packages: Sequence[str], why: str) -> bool:
+    """Install Debian packages if this user may; False if not, or if it failed."""
+    apt = apt_prefix()
+    if apt is None:
+        return False
+    say(f"set-up: apt-get install {' '.join(packages)} ({why})")
+    env = child_env(DEBIAN_FRONTEND="noninteractive")
+    run([*apt, "update"], "apt", env=env)
+    return run([*apt, "install", "-y", "--no-install-recommends", *packages], "apt", env=env)[0] == 0
+
+
+def system_cmake_ok() -> bool:
+    """True if a cmake of MIN_CMAKE or later is on PATH."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        return False
+    text = subprocess.run([cmake, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"version (\d+)\.(\d+)", text)
+    return found is not None and tuple(map(int, found.groups())) >= MIN_CMAKE
+
+
+def check_machine() -> None:
+    """Refuse early, in words, what cannot work."""
+    if sys.version_info < MIN_PYTHON:
+        raise EnvError(
+            f"Python {sys.version.split()[0]} at {sys.executable}: spccl needs 3.11 or newer; "
+            "name another one: make PYTHON=python3.11 ..."
+        )
+    missing = [tool for tool in ("gcc", "g++") if shutil.which(tool) is None]
+    if missing and not apt_install(["build-essential"], "no " + " and no ".join(missing)):
+        raise EnvError(f"not found: {', '.join(missing)} (Debian: apt-get install build-essential)")
+    if not _has_python_headers() and not apt_install(["python3-dev"], "no Python.h"):
+        raise EnvError(
+            f"no Python.h for {sys.executable} (Debian: apt-get install python3-dev), "
+            "or name a Python that has it: make PYTHON=..."
+        )
+
+
+def _has_python_headers() -> bool:
+    import sysconfig
+
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
+# ---- .venv -----------------------------------------------------------------------------------------------
+
+
+def requirements() -> list[str]:
+    lines = (line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines())
+    specs = [line for line in lines if line]
+    torch = os.environ.get("TORCH_SPEC")
+    if torch:
+        specs = [torch if spec.startswith("torch==") else spec for spec in specs]
+    return specs if system_cmake_ok() else [*specs, "cmake>=3.22"]
+
+
+def make_venv(path: Path) -> None:
+    """A new virtual environment at `path`, whatever was there."""
+    if subprocess.run([sys.executable, "-c", "import venv, ensurepip"], capture_output=True).returncode != 0:
+        package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
+        if not apt_install([package], "Python has no ensurepip"):
+            raise EnvError(
+                f"{sys.executable} cannot make virtual environments: it has no ensurepip\n"
+                f"  Debian: apt-get install {package}\n"
+                "  or name a Python that can: make PYTHON=..."
+            )
+    must_run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", path], "setup")
+
+
+def ensure_venv() -> str:
+    """Make .venv hold tools/requirements.txt. Returns the key of its content."""
+    specs = requirements()
+    key = digest(*specs, sys.version, os.path.realpath(sys.executable), VENV)
+    stamp = VENV / ".stamp"
+    if not is_stamped(stamp, key):
+        check_machine()
+        say("set-up: .venv with torch and the test tools (once; a few minutes)")
+        start = time.monotonic()
+        make_venv(VENV)
+        must_run("pip install", [VENV / "bin/python", "-m", "pip", "install", *specs], "setup", timeout_s=3600)
+        write_stamp(stamp, key)
+        say(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)")
+    return key
+
+
+def ensure_spccl() -> None:
+    """Install spccl into .venv, with the glue for its torch built in; only if a source changed.
+
+    The build folder is kept, so a change recompiles what it touches and no more.
+    """
+    venv_key = ensure_venv()
+    key = digest(venv_key, *files_under(PACKAGE_SOURCES))
+    stamp = VENV / ".stamp-spccl"
+    if is_stamped(stamp, key):
+        return
+    stamp.unlink(missing_ok=True)
+    say("set-up: building spccl into .venv")
+    start = time.monotonic()
+    options = [f"build-dir={BUILD / 'wheel'}", "cmake.define.SPCCL_PREBUILD_TORCH=ON"]
+    must_run(
+        "pip install .",
+        [
+            *(VENV / "bin/python", "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--force-reinstall"),
+            *(arg for option in options for arg in ("-C", option)),
+            "-v",
+            ROOT,
+        ],
+        "spccl",
+        env=child_env(CMAKE_BUILD_PARALLEL_LEVEL=str(os.cpu_count() or 1)),
+    )
+    write_stamp(stamp, key)
+    say(f"set-up: spccl is installed ({time.monotonic() - start:.0f} s)")

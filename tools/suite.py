@@ -1,0 +1,239 @@
+"""The stages of `make test`, in the order in which they run: cheap ones first."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from env import (
+    BUILD,
+    PACKAGE_SOURCES,
+    ROOT,
+    VENV,
+    EnvError,
+    apt_install,
+    child_env,
+    digest,
+    ensure_spccl,
+    files_under,
+    is_stamped,
+    make_venv,
+    must_run,
+    run,
+    say,
+    write_stamp,
+)
+from stages import Skip, Stage
+
+PYTHON = VENV / "bin/python"
+JOBS = str(os.cpu_count() or 1)
+
+# name -> (compiler, CMake options)
+C_BUILDS = {
+    "gcc": ("gcc", []),
+    "clang": ("clang", []),
+    "asan": ("gcc", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_SANITIZE=address+undefined"]),
+    "tsan": ("gcc", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_SANITIZE=thread"]),
+    "fuzz": ("clang", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_FUZZ=ON", "-DSPCCL_BUILD_TESTS=OFF"]),
+}
+SANITIZER_ENV = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:strict_init_order=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+ISA_CPU_FLAGS = {"scalar": set(), "avx2": {"avx2", "bmi1", "bmi2"}, "avx512": {"avx512f", "avx512bw", "avx512vl"}}
+
+
+# ---- building and running C ------------------------------------------------------------------------------
+
+
+@functools.cache
+def need_clang() -> None:
+    """Make sure clang and its sanitizer runtime are there, or skip."""
+    probe = BUILD / "probe" / "fuzzer"
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    source = probe.with_suffix(".c")
+    source.write_text("int LLVMFuzzerTestOneInput(const char *d, unsigned long n) { return n > 9 && d[0] == d[1]; }\n")
+    cmd = ["clang", "-w", "-fsanitize=fuzzer,address,undefined", source, "-o", probe]
+    for install in (False, True):
+        if install and not apt_install(["clang", "libclang-rt-dev"], "clang builds and fuzzers"):
+            break
+        if shutil.which("clang") and run(cmd, "probe")[0] == 0:
+            return
+    raise Skip("no clang with libFuzzer (Debian: apt-get install clang libclang-rt-dev)")
+
+
+def c_build(name: str) -> Path:
+    """Configure and compile one of C_BUILDS. Returns its folder."""
+    compiler, options = C_BUILDS[name]
+    if compiler == "clang":
+        need_clang()
+    folder = BUILD / name
+    generator = [] if (folder / "CMakeCache.txt").exists() else ["-G", "Ninja"]
+    configure = ["cmake", "-S", ROOT, "-B", folder, *generator, f"-DCMAKE_C_COMPILER={compiler}", *options]
+    must_run(f"configuring {name}", configure, f"build-{name}")
+    must_run(f"compiling {name}", ["cmake", "--build", folder, "-j", JOBS], f"build-{name}")
+    return folder
+
+
+def ctest(name: str, prefix: tuple[str, ...] = (), **extra_env: str) -> str:
+    """Build `name`, run its C tests. Returns ctest's count."""
+    folder = c_build(name)
+    log = "ctest-" + "-".join([name, *extra_env.values()])
+    cmd = [*prefix, "ctest", "--test-dir", folder, "-j", JOBS, "--output-on-failure", "--no-tests=error"]
+    env = child_env(**SANITIZER_ENV, **extra_env)
+    status, lines = run(cmd, log, show=True, env=env)
+    totals = [line for line in lines if "tests passed" in line]
+    if status != 0:
+        raise EnvError(f"ctest: {totals[0] if totals else f'exit status {status}'}; see build/logs/{log}.log")
+    skipped = sum("***Skipped" in line for line in lines)
+    return totals[0] + (f", {skipped} skipped" if skipped else "")
+
+
+@functools.cache
+def sanitizer_prefix(flag: str) -> tuple[str, ...]:
+    """What to put before a command so that the sanitizer finds its addresses free.
+
+    Kernels with vm.mmap_rnd_bits above 28 place mappings where older sanitizer runtimes keep their shadow;
+    `setarch -R` turns the randomness off for one process tree.
+    """
+    probe = BUILD / "probe" / flag
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    source = probe.with_suffix(".c")
+    source.write_text("int main(void) { return 0; }\n")
+    if run(["gcc", f"-fsanitize={flag}", source, "-o", probe], "probe")[0] != 0:
+        raise Skip(f"this gcc has no -fsanitize={flag} runtime (Debian: apt-get install gcc libgcc-12-dev)")
+    # Randomness: once is no proof.
+    for prefix in ((), ("setarch", platform.machine(), "-R")):
+        if all(run([*prefix, probe], "probe")[0] == 0 for _ in range(20)):
+            return prefix
+    raise Skip(f"-fsanitize={flag} programs do not start on this kernel (as root: sysctl vm.mmap_rnd_bits=28)")
+
+
+# ---- stages ----------------------------------------------------------------------------------------------
+
+
+def style() -> str:
+    for script in ("check_style", "check_layers", "check_headers"):
+        must_run(script, [PYTHON, ROOT / "tests" / f"{script}.py"], script, show=True)
+    return "file and function sizes, words, include order, each header alone"
+
+
+def lint() -> str:
+    must_run("ruff", [VENV / "bin/ruff", "check", "."], "lint", show=True)
+    sources = [p for p in files_under(["csrc", "python/ext", "tests", "bench", "examples"]) if _is_c(p)]
+    must_run("clang-format", [VENV / "bin/clang-format", "--dry-run", "-Werror", *sources], "lint", show=True)
+    return f"ruff; clang-format on {len(sources)} files"
+
+
+def _is_c(path: Path) -> bool:
+    return path.suffix in (".c", ".h", ".cpp", ".hpp", ".cu", ".cuh")
+
+
+def c_gcc() -> str:
+    count = ctest("gcc")
+    library = BUILD / "gcc" / "libspccl.so"
+    must_run("check_symbols", [PYTHON, ROOT / "tests/check_symbols.py", library], "symbols", show=True)
+    return count
+
+
+def c_isa(isa: str) -> str:
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    missing = ISA_CPU_FLAGS[isa] - set(found.group(1).split() if found else [])
+    if missing:
+        raise Skip(f"this CPU has no {', '.join(sorted(missing))}")
+    return ctest("gcc", SPCCL_CPU_ISA=isa)
+
+
+def fuzz_targets() -> list[Path]:
+    folder = c_build("fuzz") / "tests/fuzz"
+    targets = [p for p in sorted(folder.glob("fuzz_*")) if p.is_file() and os.access(p, os.X_OK)]
+    if not targets:
+        raise EnvError(f"no fuzz_* program in {folder}")
+    return targets
+
+
+def seeds(target: Path) -> Path:
+    """Where the committed inputs of one fuzzer lie."""
+    folder = ROOT / "tests/fuzz/corpus" / target.name
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise EnvError(f"no corpus for {target.name}: {folder} is empty")
+    return folder
+
+
+def fuzz_corpus() -> str:
+    """Replay every committed input under ASan and UBSan."""
+    notes = []
+    for target in fuzz_targets():
+        files = [p for p in sorted(seeds(target).rglob("*")) if p.is_file()]
+        env = child_env(**SANITIZER_ENV)
+        must_run(target.name, [*sanitizer_prefix("address"), target, *files], f"corpus-{target.name}", env=env)
+        notes.append(f"{target.name} {len(files)}")
+        say(f"{target.name}: {len(files)} inputs replayed")
+    return "inputs: " + ", ".join(notes)
+
+
+def run_fuzz(seconds: int) -> None:
+    """Search for new inputs; those found stay in build/corpus, crashes in build/crashes."""
+    try:
+        targets = fuzz_targets()
+    except Skip as skip:
+        raise EnvError(str(skip)) from skip
+    for target in targets:
+        say(f"\n==== {target.name}: {seconds} s")
+        found, crashes = BUILD / "corpus" / target.name, BUILD / "crashes" / target.name
+        for folder in (found, crashes):
+            folder.mkdir(parents=True, exist_ok=True)
+        options = [f"-max_total_time={seconds}", f"-artifact_prefix={crashes}/", "-print_final_stats=1"]
+        cmd = [*sanitizer_prefix("address"), target, *options, found, seeds(target)]
+        env = child_env(**SANITIZER_ENV)
+        must_run(target.name, cmd, f"fuzz-{target.name}", show=True, env=env, timeout_s=seconds + 600)
+
+
+def package() -> str:
+    """`pip install .` as a stranger would: isolated build, no torch, then use it."""
+    folder = BUILD / "clean-venv"
+    python = folder / "bin/python"
+    key = digest(folder, *files_under(PACKAGE_SOURCES))
+    stamp = BUILD / "stamp-package"
+    if not is_stamped(stamp, key) or not python.exists():
+        stamp.unlink(missing_ok=True)
+        make_venv(folder)
+        # Without .venv on PATH: the build may only use what the machine and its own requirements give.
+        env = child_env(PATH=os.environ.get("PATH", os.defpath), VIRTUAL_ENV=str(folder))
+        must_run("pip install .", [python, "-m", "pip", "install", ROOT, "numpy"], "package", env=env)
+        write_stamp(stamp, key)
+    must_run("check_package", [python, ROOT / "tests/check_package.py"], "package", show=True)
+    return "pip install . without torch, then encode, decode and the command line"
+
+
+def python_tests() -> str:
+    ensure_spccl()
+    status, lines = run([VENV / "bin/pytest"], "pytest", show=True, timeout_s=3600)
+    last = lines[-1].strip("= ") if lines else "no output"
+    if status != 0:
+        raise EnvError(f"pytest: {last}; see build/logs/pytest.log")
+    return last
+
+
+def _ctest_stage(build: str, prefix_flag: str = "") -> Callable[[], str]:
+    return lambda: ctest(build, sanitizer_prefix(prefix_flag) if prefix_flag else ())
+
+
+STAGES = [
+    Stage("style", style, "tests/check_*.py"),
+    Stage("lint", lint, "ruff and clang-format"),
+    Stage("gcc", c_gcc, "C tests, gcc, release; exported names"),
+    *(Stage(isa, functools.partial(c_isa, isa), f"C tests with SPCCL_CPU_ISA={isa}") for isa in ISA_CPU_FLAGS),
+    Stage("clang", _ctest_stage("clang"), "C tests, clang, release"),
+    Stage("asan", _ctest_stage("asan", "address"), "C tests under address and undefined-behaviour sanitizers"),
+    Stage("tsan", _ctest_stage("tsan", "thread"), "C tests under the thread sanitizer"),
+    Stage("fuzz", fuzz_corpus, "the committed inputs of every fuzzer, clang, sanitizers"),
+    Stage("package", package, "pip install . into an empty environment"),
+    Stage("pytest", python_tests, "Python and multi-process tests"),
+]
