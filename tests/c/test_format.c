@@ -259,8 +259,10 @@ static void test_refused(void)
     for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
         const struct broken *k = &broken[i];
         struct buf b = example_frame(k->format);
-        for (size_t j = 0; j < k->bytes; j++)
-            b.p[k->at + j] = j < 8 ? (uint8_t)(k->value >> (8 * j)) : 0;
+        for (size_t j = 0; j < k->bytes; j++) {
+            uint64_t v = j < 8 ? k->value >> (8 * j) : 0;
+            b.p[k->at + j] = (uint8_t)v;
+        }
         check_refused(&b, SPCCL_ERR_FORMAT, k->text, k->rule);
         free(b.p);
     }
