@@ -6,7 +6,8 @@
  * `n_lanes` lanes each way. A lane is an ordered, bounded, reliable queue of messages; a full lane
  * never holds up another lane (schedules rely on that to be free of deadlock).
  * The sender reserves room in the queue and writes the message there; the receiver reads it in place
- * and releases it. Nothing here blocks. One thread at a time per endpoint, except wake-ups by peers. */
+ * and releases it. Nothing here blocks, but `close`, which may wait a short bounded time (docs/TRANSPORTS.md)
+ * until what was sent has arrived. One thread at a time per endpoint, except wake-ups by peers. */
 #ifndef SP_TRANSPORT_H
 #define SP_TRANSPORT_H
 
@@ -29,7 +30,7 @@ typedef struct sp_endpoint_config {
     int64_t deadline_ns;             /* connecting must be over by then (clock.h) */
 } sp_endpoint_config;
 
-/* First member of every transport's own endpoint struct. */
+/* Opaque: each transport casts it to its own struct. */
 typedef struct sp_endpoint sp_endpoint;
 
 typedef struct sp_transport {
@@ -52,8 +53,9 @@ typedef struct sp_transport {
     /* Largest message that reserve accepts. At least lane_bytes / 4. */
     size_t (*message_max)(sp_endpoint *ep);
     /* Room for a message of exactly `bytes` (> 0) at the end of the lane to `peer`, 16-byte aligned.
-     * SPCCL_AGAIN if there is none now; SPCCL_ERR_PEER if the peer is gone. At most one reservation
-     * per (peer, lane) at a time. */
+     * SPCCL_AGAIN if there is none now; SPCCL_ERR_PEER if the peer is gone. Nothing happens until commit:
+     * reserving again before that replaces the reservation (so a caller may first ask for the worst case, and
+     * then, for a smaller message, again for its exact size: that never fails). */
     spccl_status (*reserve)(sp_endpoint *ep, int peer, int lane, size_t bytes, void **out);
     /* The reserved message is written: send it. */
     spccl_status (*commit)(sp_endpoint *ep, int peer, int lane);
@@ -72,7 +74,9 @@ typedef struct sp_transport {
     /* A file descriptor that becomes readable when calling progress may change something, provided
      * that `arm` returned SPCCL_OK and disarm was not called since. For epoll, level-triggered. */
     int (*wait_fd)(sp_endpoint *ep);
-    /* About to sleep on wait_fd: SPCCL_OK, or SPCCL_AGAIN if something has happened since the last progress. */
+    /* About to sleep on wait_fd: SPCCL_OK, or SPCCL_AGAIN (then do not sleep; disarm is not needed) if something
+     * has happened since the last progress. The order is: progress, then peek and reserve whatever is wanted,
+     * then arm. A lane wakes its rank for room only if a reserve on it came back SPCCL_AGAIN since that progress. */
     spccl_status (*arm)(sp_endpoint *ep);
     void (*disarm)(sp_endpoint *ep);
     /* Tell every peer, best effort, out of band (also when lanes are full), that this rank gives up. */
@@ -88,5 +92,8 @@ typedef struct sp_transport {
 extern const sp_transport *const sp_transports[];
 /* By name; NULL if there is none. */
 const sp_transport *sp_transport_find(const char *name);
+/* A comma list ("shm,tcp"; spaces are allowed) as transports in its order: out[*n], *n <= cap.
+ * Errors: SETTING (an unknown name, a name twice, an empty list, more than cap). */
+spccl_status sp_transport_parse_list(const char *text, const sp_transport **out, size_t cap, size_t *n);
 
 #endif

@@ -1,0 +1,61 @@
+/* registry.c - the transports of this build, and the lists of them that settings give. See transport.h. */
+#include "transports.h"
+
+#include "status.h"
+
+#include <string.h>
+
+const sp_transport *const sp_transports[] = {&sp_transport_inproc, NULL};
+
+static const sp_transport *find(const char *name, size_t n)
+{
+    for (size_t i = 0; sp_transports[i] != NULL; i++)
+        if (strlen(sp_transports[i]->name) == n && strncmp(sp_transports[i]->name, name, n) == 0)
+            return sp_transports[i];
+    return NULL;
+}
+
+const sp_transport *sp_transport_find(const char *name)
+{
+    return find(name, strlen(name));
+}
+
+static spccl_status unknown(const char *list, const char *name, size_t n)
+{
+    char known[128] = "";
+    size_t used = 0;
+    for (size_t i = 0; sp_transports[i] != NULL && used < sizeof known; i++)
+        used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", i == 0 ? "" : ", ",
+                                 sp_transports[i]->name);
+    return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": \"%.*s\" is not one of %s", list, (int)n, name,
+                   known);
+}
+
+spccl_status sp_transport_parse_list(const char *text, const sp_transport **out, size_t cap, size_t *n)
+{
+    size_t count = 0;
+    for (const char *at = text;;) {
+        size_t length;
+        const sp_transport *t;
+        at += strspn(at, " ");
+        length = strcspn(at, " ,");
+        t = find(at, length);
+        if (t == NULL)
+            return unknown(text, at, length);
+        for (size_t i = 0; i < count; i++)
+            if (out[i] == t)
+                return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": \"%s\" is there twice", text, t->name);
+        if (count == cap)
+            return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": more than %zu", text, cap);
+        out[count++] = t;
+        at += length;
+        at += strspn(at, " ");
+        if (*at == '\0')
+            break;
+        if (*at++ != ',')
+            return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": wanted a comma after \"%s\"", text,
+                           t->name);
+    }
+    *n = count;
+    return SPCCL_OK;
+}
