@@ -1,0 +1,133 @@
+/* module.c - puts spccl._ext together: multi-phase init, method table, info. */
+#include "module.h"
+
+#include <string.h>
+
+ext_state *ext_state_of_type(PyTypeObject *type)
+{
+    return PyType_GetModuleState(type);
+}
+
+static PyObject *get_unique_id(PyObject *module, PyObject *unused)
+{
+    spccl_unique_id id;
+    spccl_status st;
+
+    (void)unused;
+    Py_BEGIN_ALLOW_THREADS st = spccl_get_unique_id(&id);
+    Py_END_ALLOW_THREADS if (st != SPCCL_OK) return ext_raise(PyModule_GetState(module), st);
+    return PyBytes_FromStringAndSize(id.bytes, sizeof id.bytes);
+}
+
+static PyObject *info(PyObject *module, PyObject *unused)
+{
+    spccl_info_entry e;
+    PyObject *list = PyList_New(0);
+
+    (void)module;
+    (void)unused;
+    for (size_t i = 0; list != NULL && spccl_info(i, &e) == SPCCL_OK; i++) {
+        PyObject *entry = Py_BuildValue("(ssss)", e.kind, e.name, e.value, e.why);
+        if (entry == NULL || PyList_Append(list, entry) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    return list;
+}
+
+static PyObject *version(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyUnicode_FromString(spccl_version());
+}
+
+static PyMethodDef methods[] = {
+    {"encode", EXT_KEYWORDS(ext_encode), METH_VARARGS | METH_KEYWORDS,
+     "encode(x, *, base=None, format='auto', dtype=None, slice_elems=0) -> bytes"},
+    {"decode", EXT_KEYWORDS(ext_decode), METH_VARARGS | METH_KEYWORDS,
+     "decode(stream, out, verb='set', dtype=None) -> None"},
+    {"inspect", EXT_KEYWORDS(ext_inspect), METH_VARARGS | METH_KEYWORDS,
+     "inspect(stream, offset=0) -> dict: the frame that starts at that byte"},
+    {"get_unique_id", get_unique_id, METH_NOARGS, "get_unique_id() -> bytes: 128 bytes, good for one group"},
+    {"info", info, METH_NOARGS, "info() -> list of (kind, name, value, why)"},
+    {"version", version, METH_NOARGS, "version() -> str: of the library loaded"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type != NULL && PyModule_AddType(module, type) < 0)
+        Py_CLEAR(type);
+    return type;
+}
+
+static int exec(PyObject *module)
+{
+    ext_state *state = PyModule_GetState(module);
+
+    if (ext_errors_add(module, state) < 0)
+        return -1;
+    if (strcmp(spccl_version(), SPCCL_VERSION_TEXT) != 0) {
+        PyErr_Format(
+            PyExc_ImportError,
+            "spccl._ext was built for libspccl %s, but libspccl %s was loaded: two installations are "
+            "mixed; reinstall spccl",
+            SPCCL_VERSION_TEXT, spccl_version());
+        return -1;
+    }
+    state->request_type = add_type(module, &ext_request_spec);
+    if (state->request_type == NULL)
+        return -1;
+    state->comm_type = add_type(module, &ext_comm_spec);
+    return state->comm_type != NULL ? 0 : -1;
+}
+
+static int traverse(PyObject *module, visitproc visit, void *arg)
+{
+    ext_state *state = PyModule_GetState(module);
+    for (int i = 0; i < EXT_N_ERRORS; i++)
+        Py_VISIT(state->errors[i]);
+    Py_VISIT(state->comm_type);
+    Py_VISIT(state->request_type);
+    return 0;
+}
+
+static int clear(PyObject *module)
+{
+    ext_state *state = PyModule_GetState(module);
+    for (int i = 0; i < EXT_N_ERRORS; i++)
+        Py_CLEAR(state->errors[i]);
+    Py_CLEAR(state->comm_type);
+    Py_CLEAR(state->request_type);
+    return 0;
+}
+
+static void free_module(void *module)
+{
+    (void)clear(module);
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, (void *)exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "spccl._ext",
+    .m_doc = "libspccl for Python; the typed face of it is the package spccl.",
+    .m_size = sizeof(ext_state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = traverse,
+    .m_clear = clear,
+    .m_free = free_module,
+};
+
+PyMODINIT_FUNC PyInit__ext(void); /* Python looks it up by name */
+PyMODINIT_FUNC PyInit__ext(void)
+{
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,75 @@
+/* module.h - state of the extension module spccl._ext: types and exceptions; nothing is kept in C globals.
+ * The only C of the project that includes Python.h; of ours it sees spccl.h alone. */
+#ifndef EXT_MODULE_H
+#define EXT_MODULE_H
+
+#include <Python.h>
+
+#include <spccl.h>
+
+#include <stdbool.h>
+
+/* Work on fewer bytes than this is done with the GIL held: giving it up and getting it back costs more. */
+#define EXT_GIL_BYTES (16u * 1024u)
+
+/* Places in ext_state.errors; names and bases are listed in py_error.c. */
+typedef enum ext_error_class {
+    EXT_ERROR, /* the base of all others */
+    EXT_ARGUMENT_ERROR,
+    EXT_FORMAT_ERROR,
+    EXT_STATE_ERROR,
+    EXT_UNSUPPORTED_ERROR,
+    EXT_SETTING_ERROR,
+    EXT_OUT_OF_MEMORY_ERROR,
+    EXT_SYSTEM_CALL_ERROR,
+    EXT_PEER_ERROR,
+    EXT_TIMEOUT_ERROR,
+    EXT_MISMATCH_ERROR,
+    EXT_ABORTED_ERROR,
+    EXT_AUTH_ERROR,
+    EXT_UNREACHABLE_ERROR,
+    EXT_DEVICE_ERROR,
+    EXT_INTERNAL_ERROR,
+    EXT_N_ERRORS
+} ext_error_class;
+
+typedef struct ext_state {
+    PyObject *errors[EXT_N_ERRORS];
+    PyTypeObject *comm_type, *request_type;
+} ext_state;
+
+/* State of the module that `type` belongs to. `type` is one of ours. */
+ext_state *ext_state_of_type(PyTypeObject *type);
+
+/* ---- py_error.c ---- */
+
+/* Make the exception classes and add them to the module. 0, or -1 with an exception set. */
+int ext_errors_add(PyObject *module, ext_state *state);
+/* A new exception object for a failed call: its class from `status`, its text `text`, its attribute
+ * `status`. NULL with an exception set if that fails. */
+PyObject *ext_error_new(ext_state *state, spccl_status status, const char *text);
+/* The one place where a status becomes a Python exception: raise it with spccl_last_error() as text.
+ * Returns NULL always. */
+PyObject *ext_raise(ext_state *state, spccl_status status);
+/* The same with a text of our own (printf-like, at most 1000 bytes). Returns NULL always. */
+PyObject *ext_raise_text(ext_state *state, spccl_status status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* ---- names <-> numbers (py_frame.c); 0, or -1 with ArgumentError set ---- */
+
+int ext_format_of_name(ext_state *state, const char *name, spccl_format *out);
+int ext_verb_of_name(ext_state *state, const char *name, spccl_verb *out);
+int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out);
+
+/* ---- functions and types that module.c puts together ---- */
+
+PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs);
+extern PyType_Spec ext_comm_spec;
+extern PyType_Spec ext_request_spec;
+
+/* METH_KEYWORDS functions have three parameters; the method table wants the type with two. */
+#define EXT_KEYWORDS(fn) ((PyCFunction)(void (*)(void))(fn))
+
+#endif

@@ -1,0 +1,34 @@
+/* py_buffer.h - a Python object seen as a flat array: buffer protocol first, else DLPack (CPU memory). */
+#ifndef EXT_PY_BUFFER_H
+#define EXT_PY_BUFFER_H
+
+#include "module.h"
+
+typedef struct ext_array {
+    const char *name; /* of the argument, for texts; a string literal */
+    void *data;       /* NULL only if n_elems == 0 */
+    size_t n_elems;
+    spccl_dtype dtype;
+    /* What keeps the memory alive: one of the two, or neither (released). */
+    Py_buffer view;
+    bool has_view;
+    PyObject *capsule; /* DLPack, consumed */
+} ext_array;
+
+/* View `obj` as a C-contiguous array of any shape, flattened.
+ *   name        of the argument, for error texts; a string literal
+ *   writable    refuse read-only memory
+ *   dtype_name  NULL: the object's own; else a dtype name that replaces it: memory of the same element size,
+ * or bytes, is read as that dtype (how bfloat16 and float8 come in as integers) out         zeroed by this
+ * call; on success give it to ext_array_release Returns 0, or -1 with ArgumentError, or what the object
+ * itself raised. */
+int ext_array_acquire(ext_state *state, PyObject *obj, const char *name, bool writable,
+                      const char *dtype_name, ext_array *out);
+/* Raw bytes of `obj` (any contiguous buffer), dtype uint8. */
+int ext_bytes_acquire(ext_state *state, PyObject *obj, const char *name, ext_array *out);
+/* Let go of the memory. Needs the GIL. Accepts a zeroed or released array. */
+void ext_array_release(ext_array *array);
+/* Size of the array in bytes. */
+size_t ext_array_bytes(const ext_array *array);
+
+#endif

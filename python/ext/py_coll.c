@@ -1,0 +1,182 @@
+/* py_coll.c - the collectives of the Communicator type: check the arrays, start, wait or hand out a Request.
+ */
+#include "py_comm.h"
+
+/* The arguments that the four share; `out` is NULL for broadcast. */
+typedef struct call {
+    PyObject *in, *out;
+    const char *dtype, *op_name;
+    int async_op, root;
+    spccl_redop op;
+} call;
+
+typedef spccl_status (*issue_fn)(spccl_comm *comm, const call *c, const ext_array *in, const ext_array *out,
+                                 spccl_request **req);
+
+/* Start it; then wait, or wrap it up as a Request. Takes `flight` over. */
+static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *flight)
+{
+    ext_state *state = ext_comm_state(self);
+    spccl_status st;
+
+    if (ext_comm_enter(self, true) < 0) {
+        ext_flight_free(flight);
+        return NULL;
+    }
+    ext_strays_reap(&self->strays);
+    Py_BEGIN_ALLOW_THREADS st = issue(self->comm, c, &flight->arrays[0], &flight->arrays[1], &flight->req);
+    Py_END_ALLOW_THREADS ext_comm_leave(self, true);
+    if (st != SPCCL_OK) {
+        ext_raise(state, st);
+        ext_flight_free(flight);
+        return NULL;
+    }
+    if (c->async_op)
+        return ext_request_new(state, (PyObject *)self, &self->strays, flight);
+    st = ext_flight_wait(flight, -1);
+    if (st == SPCCL_AGAIN) { /* Ctrl-C: the memory stays borrowed */
+        ext_strays_add(&self->strays, flight);
+        return NULL;
+    }
+    if (st != SPCCL_OK)
+        ext_raise_text(state, st, "%s", spccl_request_error(flight->req));
+    ext_flight_free(flight);
+    return st == SPCCL_OK ? Py_NewRef(Py_None) : NULL;
+}
+
+/* View both arrays and check out = in * mul / div in elements, and one dtype.
+ * NULL with an exception set on failure. */
+static ext_flight *acquire(ext_comm *self, const call *c, size_t mul, size_t div)
+{
+    ext_state *state = ext_comm_state(self);
+    ext_flight *flight = ext_flight_new();
+    ext_array *in, *out;
+
+    if (flight == NULL)
+        return NULL;
+    in = &flight->arrays[0];
+    out = &flight->arrays[1];
+    if (ext_array_acquire(state, c->in, "input", false, c->dtype, in) < 0 ||
+        ext_array_acquire(state, c->out, "output", true, c->dtype, out) < 0)
+        goto fail;
+    if (in->dtype != out->dtype) {
+        ext_raise_text(state, SPCCL_ERR_DTYPE, "output: got dtype %s; wanted %s, as input has",
+                       spccl_dtype_name(out->dtype), spccl_dtype_name(in->dtype));
+        goto fail;
+    }
+    if (in->n_elems * mul != out->n_elems * div) {
+        ext_raise_text(state, SPCCL_ERR_ARG, "%s: got %zu elements; wanted %zu = %zu rank(s) x the %zu of %s",
+                       div != 1 ? "input" : "output", div != 1 ? in->n_elems : out->n_elems,
+                       div != 1 ? out->n_elems * div : in->n_elems * mul, div != 1 ? div : mul,
+                       div != 1 ? out->n_elems : in->n_elems, div != 1 ? "output" : "input");
+        goto fail;
+    }
+    return flight;
+fail:
+    ext_flight_free(flight);
+    return NULL;
+}
+
+static spccl_status issue_all_gather(spccl_comm *comm, const call *c, const ext_array *in,
+                                     const ext_array *out, spccl_request **req)
+{
+    (void)c;
+    return spccl_all_gather(comm, in->data, out->data, in->n_elems, in->dtype, req);
+}
+
+static spccl_status issue_reduce_scatter(spccl_comm *comm, const call *c, const ext_array *in,
+                                         const ext_array *out, spccl_request **req)
+{
+    return spccl_reduce_scatter(comm, in->data, out->data, out->n_elems, in->dtype, c->op, req);
+}
+
+static spccl_status issue_all_reduce(spccl_comm *comm, const call *c, const ext_array *in,
+                                     const ext_array *out, spccl_request **req)
+{
+    return spccl_all_reduce(comm, in->data, out->data, in->n_elems, in->dtype, c->op, req);
+}
+
+static spccl_status issue_broadcast(spccl_comm *comm, const call *c, const ext_array *in,
+                                    const ext_array *out, spccl_request **req)
+{
+    (void)out;
+    return spccl_broadcast(comm, in->data, in->n_elems, in->dtype, c->root, req);
+}
+
+/* Which sizes fit together; both sides are element counts. */
+typedef enum shape_rule { OUT_IS_WORLD_TIMES_IN, IN_IS_WORLD_TIMES_OUT, SAME } shape_rule;
+
+static PyObject *two_buffers(ext_comm *self, call *c, shape_rule rule, issue_fn issue)
+{
+    ext_flight *flight;
+    size_t world;
+
+    if (self->comm == NULL) {
+        (void)ext_comm_enter(self, false);
+        return NULL;
+    }
+    if (c->op_name != NULL && ext_redop_of_name(ext_comm_state(self), c->op_name, &c->op) < 0)
+        return NULL;
+    world = (size_t)spccl_comm_world_size(self->comm);
+    flight = acquire(self, c, rule == OUT_IS_WORLD_TIMES_IN ? world : 1,
+                     rule == IN_IS_WORLD_TIMES_OUT ? world : 1);
+    return flight != NULL ? run(self, c, issue, flight) : NULL;
+}
+
+PyObject *ext_comm_all_gather(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"input", "output", "dtype", "async_op", NULL};
+    call c = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$zp:all_gather", names, &c.in, &c.out, &c.dtype,
+                                     &c.async_op))
+        return NULL;
+    return two_buffers((ext_comm *)self, &c, OUT_IS_WORLD_TIMES_IN, issue_all_gather);
+}
+
+PyObject *ext_comm_reduce_scatter(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"input", "output", "op", "dtype", "async_op", NULL};
+    call c = {.op_name = "sum"};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|s$zp:reduce_scatter", names, &c.in, &c.out, &c.op_name,
+                                     &c.dtype, &c.async_op))
+        return NULL;
+    return two_buffers((ext_comm *)self, &c, IN_IS_WORLD_TIMES_OUT, issue_reduce_scatter);
+}
+
+PyObject *ext_comm_all_reduce(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"input", "output", "op", "dtype", "async_op", NULL};
+    call c = {.op_name = "sum", .out = Py_None};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Os$zp:all_reduce", names, &c.in, &c.out, &c.op_name,
+                                     &c.dtype, &c.async_op))
+        return NULL;
+    if (c.out == Py_None) /* in place; viewing it as output checks that it can be written */
+        c.out = c.in;
+    return two_buffers((ext_comm *)self, &c, SAME, issue_all_reduce);
+}
+
+PyObject *ext_comm_broadcast(PyObject *obj, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"buffer", "root", "dtype", "async_op", NULL};
+    ext_comm *self = (ext_comm *)obj;
+    call c = {0};
+    ext_flight *flight;
+    bool writable;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|i$zp:broadcast", names, &c.in, &c.root, &c.dtype,
+                                     &c.async_op))
+        return NULL;
+    if (self->comm == NULL) {
+        (void)ext_comm_enter(self, false);
+        return NULL;
+    }
+    writable = spccl_comm_rank(self->comm) != c.root;
+    flight = ext_flight_new();
+    if (flight == NULL)
+        return NULL;
+    if (ext_array_acquire(ext_comm_state(self), c.in, "buffer", writable, c.dtype, &flight->arrays[0]) < 0) {
+        ext_flight_free(flight);
+        return NULL;
+    }
+    return run(self, &c, issue_broadcast, flight);
+}

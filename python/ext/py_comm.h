@@ -1,0 +1,25 @@
+/* py_comm.h - what the Communicator type (py_comm.c) and its collectives (py_coll.c) share. */
+#ifndef EXT_PY_COMM_H
+#define EXT_PY_COMM_H
+
+#include "py_request.h"
+
+typedef struct ext_comm {
+    PyObject_HEAD spccl_comm *comm; /* NULL once closed */
+    ext_strays strays;              /* collectives whose Request is gone */
+    int n_inside; /* threads that use `comm` without the GIL: close waits for none of them, it refuses */
+    bool issuing; /* one of them is starting a collective; that is for one thread at a time */
+} ext_comm;
+
+ext_state *ext_comm_state(ext_comm *self);
+/* Begin to use self->comm; `issue`: to start a collective. 0 (then ext_comm_leave), or -1 with StateError. */
+int ext_comm_enter(ext_comm *self, bool issue);
+void ext_comm_leave(ext_comm *self, bool issue);
+
+/* Methods, py_coll.c. */
+PyObject *ext_comm_all_gather(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *ext_comm_reduce_scatter(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *ext_comm_all_reduce(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *ext_comm_broadcast(PyObject *self, PyObject *args, PyObject *kwargs);
+
+#endif

@@ -1,0 +1,193 @@
+/* py_error.c - the exception classes, and the one function that turns a status into one of them. */
+#include "module.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* An error of two kinds can be caught as either: as spccl.Error and as what Python code expects. */
+static PyObject *also(ext_error_class kind)
+{
+    switch (kind) {
+    case EXT_ERROR:
+        return PyExc_RuntimeError;
+    case EXT_ARGUMENT_ERROR:
+    case EXT_FORMAT_ERROR:
+    case EXT_SETTING_ERROR:
+    case EXT_MISMATCH_ERROR:
+        return PyExc_ValueError;
+    case EXT_OUT_OF_MEMORY_ERROR:
+        return PyExc_MemoryError;
+    case EXT_SYSTEM_CALL_ERROR:
+        return PyExc_OSError;
+    case EXT_PEER_ERROR:
+    case EXT_UNREACHABLE_ERROR:
+        return PyExc_ConnectionError;
+    case EXT_TIMEOUT_ERROR:
+        return PyExc_TimeoutError;
+    case EXT_AUTH_ERROR:
+        return PyExc_PermissionError;
+    case EXT_UNSUPPORTED_ERROR:
+        return PyExc_NotImplementedError;
+    case EXT_STATE_ERROR:
+    case EXT_ABORTED_ERROR:
+    case EXT_DEVICE_ERROR:
+    case EXT_INTERNAL_ERROR:
+    case EXT_N_ERRORS:
+        return NULL;
+    }
+    return NULL;
+}
+
+static const struct {
+    const char *name, *doc;
+    spccl_status status; /* the class attribute; an instance carries its own */
+} classes[EXT_N_ERRORS] = {
+    [EXT_ERROR] = {"spccl.Error", "Any failure of spccl; `status` is its number (docs/ERRORS.md).",
+                   SPCCL_ERR_BUG},
+    [EXT_ARGUMENT_ERROR] = {"spccl.ArgumentError",
+                            "An argument is out of range, of a wrong dtype or size, or overlaps.",
+                            SPCCL_ERR_ARG},
+    [EXT_FORMAT_ERROR] = {"spccl.FormatError",
+                          "Bytes that break docs/FORMAT.md, or a frame of another kind than wanted.",
+                          SPCCL_ERR_FORMAT},
+    [EXT_STATE_ERROR] = {"spccl.StateError", "Used after close, or from two threads at once.",
+                         SPCCL_ERR_STATE},
+    [EXT_UNSUPPORTED_ERROR] = {"spccl.UnsupportedError", "Valid, but this build or this format cannot do it.",
+                               SPCCL_ERR_UNSUPPORTED},
+    [EXT_SETTING_ERROR] = {"spccl.SettingError", "A SPCCL_* variable or an option has a bad value.",
+                           SPCCL_ERR_SETTING},
+    [EXT_OUT_OF_MEMORY_ERROR] = {"spccl.OutOfMemoryError", "Out of memory.", SPCCL_ERR_NOMEM},
+    [EXT_SYSTEM_CALL_ERROR] = {"spccl.SystemCallError", "An operating-system call failed.", SPCCL_ERR_SYSTEM},
+    [EXT_PEER_ERROR] = {"spccl.PeerError", "A peer died or closed its connection.", SPCCL_ERR_PEER},
+    [EXT_TIMEOUT_ERROR] = {"spccl.TimeoutError", "A deadline passed.", SPCCL_ERR_TIMEOUT},
+    [EXT_MISMATCH_ERROR] = {"spccl.MismatchError", "Ranks called different operations, sizes or dtypes.",
+                            SPCCL_ERR_MISMATCH},
+    [EXT_ABORTED_ERROR] = {"spccl.AbortedError", "The communicator was aborted, here or on a peer.",
+                           SPCCL_ERR_ABORTED},
+    [EXT_AUTH_ERROR] = {"spccl.AuthError", "A peer has another job secret.", SPCCL_ERR_AUTH},
+    [EXT_UNREACHABLE_ERROR] = {"spccl.UnreachableError", "No transport reaches a peer.",
+                               SPCCL_ERR_UNREACHABLE},
+    [EXT_DEVICE_ERROR] = {"spccl.DeviceError", "A device call failed.", SPCCL_ERR_DEVICE},
+    [EXT_INTERNAL_ERROR] = {"spccl.InternalError", "A bug in spccl: please report the text.", SPCCL_ERR_BUG},
+};
+
+static ext_error_class class_of(spccl_status status)
+{
+    switch (status) {
+    case SPCCL_OK:
+    case SPCCL_AGAIN:
+    case SPCCL_ERR_BUG:
+        return EXT_INTERNAL_ERROR;
+    case SPCCL_ERR_ARG:
+    case SPCCL_ERR_DTYPE:
+    case SPCCL_ERR_DST_SMALL:
+    case SPCCL_ERR_ALIAS:
+        return EXT_ARGUMENT_ERROR;
+    case SPCCL_ERR_STATE:
+        return EXT_STATE_ERROR;
+    case SPCCL_ERR_UNSUPPORTED:
+        return EXT_UNSUPPORTED_ERROR;
+    case SPCCL_ERR_SETTING:
+        return EXT_SETTING_ERROR;
+    case SPCCL_ERR_FORMAT:
+    case SPCCL_ERR_VERSION:
+    case SPCCL_ERR_FRAME:
+        return EXT_FORMAT_ERROR;
+    case SPCCL_ERR_NOMEM:
+        return EXT_OUT_OF_MEMORY_ERROR;
+    case SPCCL_ERR_SYSTEM:
+        return EXT_SYSTEM_CALL_ERROR;
+    case SPCCL_ERR_PEER:
+        return EXT_PEER_ERROR;
+    case SPCCL_ERR_TIMEOUT:
+        return EXT_TIMEOUT_ERROR;
+    case SPCCL_ERR_MISMATCH:
+        return EXT_MISMATCH_ERROR;
+    case SPCCL_ERR_ABORTED:
+        return EXT_ABORTED_ERROR;
+    case SPCCL_ERR_AUTH:
+        return EXT_AUTH_ERROR;
+    case SPCCL_ERR_UNREACHABLE:
+        return EXT_UNREACHABLE_ERROR;
+    case SPCCL_ERR_DEVICE:
+        return EXT_DEVICE_ERROR;
+    }
+    return EXT_INTERNAL_ERROR;
+}
+
+static PyObject *new_class(ext_state *state, ext_error_class kind)
+{
+    PyObject *other = also(kind), *bases, *dict, *result = NULL;
+
+    if (kind == EXT_ERROR)
+        bases = PyTuple_Pack(1, other);
+    else if (other != NULL)
+        bases = PyTuple_Pack(2, state->errors[EXT_ERROR], other);
+    else
+        bases = PyTuple_Pack(1, state->errors[EXT_ERROR]);
+    dict = Py_BuildValue("{si}", "status", (int)classes[kind].status);
+    if (bases != NULL && dict != NULL)
+        result = PyErr_NewExceptionWithDoc(classes[kind].name, classes[kind].doc, bases, dict);
+    Py_XDECREF(bases);
+    Py_XDECREF(dict);
+    return result;
+}
+
+int ext_errors_add(PyObject *module, ext_state *state)
+{
+    for (int i = 0; i < EXT_N_ERRORS; i++) {
+        state->errors[i] = new_class(state, (ext_error_class)i);
+        if (state->errors[i] == NULL ||
+            PyModule_AddObjectRef(module, strchr(classes[i].name, '.') + 1, state->errors[i]) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+PyObject *ext_error_new(ext_state *state, spccl_status status, const char *text)
+{
+    PyObject *number, *error;
+
+    if (text == NULL || text[0] == '\0')
+        text = spccl_status_name(status);
+    /* "replace": a text may quote bytes that a peer or a setting gave us. */
+    PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    if (message == NULL)
+        return NULL;
+    error = PyObject_CallFunctionObjArgs(state->errors[class_of(status)], message, NULL);
+    Py_DECREF(message);
+    if (error == NULL)
+        return NULL;
+    number = PyLong_FromLong(status);
+    if (number == NULL || PyObject_SetAttrString(error, "status", number) < 0)
+        Py_CLEAR(error);
+    Py_XDECREF(number);
+    return error;
+}
+
+static PyObject *raise_with(ext_state *state, spccl_status status, const char *text)
+{
+    PyObject *error = ext_error_new(state, status, text);
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        Py_DECREF(error);
+    }
+    return NULL;
+}
+
+PyObject *ext_raise(ext_state *state, spccl_status status)
+{
+    return raise_with(state, status, spccl_last_error());
+}
+
+PyObject *ext_raise_text(ext_state *state, spccl_status status, const char *fmt, ...)
+{
+    char text[1001];
+    va_list args;
+
+    va_start(args, fmt);
+    (void)vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    return raise_with(state, status, text);
+}

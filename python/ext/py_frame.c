@@ -1,0 +1,203 @@
+/* py_frame.c - encode, decode and inspect on Python buffers; names of formats, verbs and operations. */
+#include "py_buffer.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- names ---- */
+
+int ext_format_of_name(ext_state *state, const char *name, spccl_format *out)
+{
+    if (strcmp(name, "auto") == 0) {
+        *out = SPCCL_FORMAT_AUTO;
+        return 0;
+    }
+    for (int f = 0; f < SPCCL_N_FORMATS; f++)
+        if (strcmp(name, spccl_format_name((spccl_format)f)) == 0) {
+            *out = (spccl_format)f;
+            return 0;
+        }
+    ext_raise_text(state, SPCCL_ERR_ARG, "format: got \"%s\"; wanted auto, empty, tile, pici, coo or dense",
+                   name);
+    return -1;
+}
+
+int ext_verb_of_name(ext_state *state, const char *name, spccl_verb *out)
+{
+    static const char *const names[] = {
+        [SPCCL_SET] = "set", [SPCCL_ADD] = "add", [SPCCL_OVERWRITE] = "overwrite"};
+    for (int v = 0; v < (int)(sizeof names / sizeof *names); v++)
+        if (strcmp(name, names[v]) == 0) {
+            *out = (spccl_verb)v;
+            return 0;
+        }
+    ext_raise_text(state, SPCCL_ERR_ARG, "verb: got \"%s\"; wanted set, add or overwrite", name);
+    return -1;
+}
+
+int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out)
+{
+    static const char *const names[] = {[SPCCL_SUM] = "sum",
+                                        [SPCCL_AVG] = "avg",
+                                        [SPCCL_MIN] = "min",
+                                        [SPCCL_MAX] = "max",
+                                        [SPCCL_PROD] = "prod"};
+    for (int op = 0; op < (int)(sizeof names / sizeof *names); op++)
+        if (strcmp(name, names[op]) == 0) {
+            *out = (spccl_redop)op;
+            return 0;
+        }
+    ext_raise_text(state, SPCCL_ERR_ARG, "op: got \"%s\"; wanted sum, avg, min, max or prod", name);
+    return -1;
+}
+
+/* ---- encode ---- */
+
+/* The base must be laid over x element by element. */
+static int acquire_base(ext_state *state, PyObject *obj, const ext_array *x, const char *dtype_name,
+                        ext_array *out)
+{
+    if (ext_array_acquire(state, obj, "base", false, dtype_name, out) < 0)
+        return -1;
+    if (out->dtype == x->dtype && out->n_elems == x->n_elems)
+        return 0;
+    ext_raise_text(state, SPCCL_ERR_ARG, "base: got %zu elements of %s; wanted %zu of %s, as x has",
+                   out->n_elems, spccl_dtype_name(out->dtype), x->n_elems, spccl_dtype_name(x->dtype));
+    ext_array_release(out);
+    return -1;
+}
+
+static PyObject *encode_array(ext_state *state, const ext_array *x, const spccl_encode_options *options)
+{
+    size_t cap = spccl_encode_bound(x->n_elems, x->dtype, options), bytes = 0;
+    PyThreadState *save = NULL;
+    PyObject *result;
+    spccl_status st;
+    void *dst;
+
+    if (cap == 0)
+        return ext_raise(state, SPCCL_ERR_ARG);
+    dst = malloc(
+        cap); /* untouched pages of the bound cost nothing; bytes objects cannot shrink in the limited API */
+    if (dst == NULL)
+        return ext_raise_text(state, SPCCL_ERR_NOMEM, "encode: %zu bytes for %zu elements of %s", cap,
+                              x->n_elems, spccl_dtype_name(x->dtype));
+    if (ext_array_bytes(x) > EXT_GIL_BYTES)
+        save = PyEval_SaveThread();
+    st = spccl_encode(x->data, x->n_elems, x->dtype, options, dst, cap, &bytes);
+    if (save != NULL)
+        PyEval_RestoreThread(save);
+    result = st == SPCCL_OK ? PyBytes_FromStringAndSize(dst, (Py_ssize_t)bytes) : ext_raise(state, st);
+    free(dst);
+    return result;
+}
+
+PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"x", "base", "format", "dtype", "slice_elems", NULL};
+    ext_state *state = PyModule_GetState(module);
+    spccl_encode_options options = SPCCL_ENCODE_OPTIONS_INIT;
+    PyObject *x_obj, *base_obj = Py_None, *result = NULL;
+    const char *format = "auto", *dtype = NULL;
+    unsigned long slice_elems = 0;
+    ext_array x, base;
+
+    memset(&base, 0, sizeof base);
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$Oszk:encode", names, &x_obj, &base_obj, &format,
+                                     &dtype, &slice_elems))
+        return NULL;
+    if (ext_format_of_name(state, format, &options.format) < 0)
+        return NULL;
+    if (slice_elems > UINT32_MAX)
+        return ext_raise_text(state, SPCCL_ERR_ARG, "slice_elems: got %lu; wanted at most %u", slice_elems,
+                              UINT32_MAX);
+    options.slice_elems = (uint32_t)slice_elems;
+    if (ext_array_acquire(state, x_obj, "x", false, dtype, &x) < 0)
+        return NULL;
+    if (base_obj == Py_None || acquire_base(state, base_obj, &x, dtype, &base) == 0) {
+        options.base = base_obj == Py_None ? NULL : base.data;
+        result = encode_array(state, &x, &options);
+    }
+    ext_array_release(&base);
+    ext_array_release(&x);
+    return result;
+}
+
+/* ---- decode ---- */
+
+PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"stream", "out", "verb", "dtype", NULL};
+    ext_state *state = PyModule_GetState(module);
+    PyObject *stream_obj, *out_obj;
+    const char *verb_name = "set", *dtype = NULL;
+    PyThreadState *save = NULL;
+    ext_array stream, out;
+    spccl_status st;
+    spccl_verb verb;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|sz:decode", names, &stream_obj, &out_obj, &verb_name,
+                                     &dtype))
+        return NULL;
+    if (ext_verb_of_name(state, verb_name, &verb) < 0 ||
+        ext_bytes_acquire(state, stream_obj, "stream", &stream) < 0)
+        return NULL;
+    if (ext_array_acquire(state, out_obj, "out", true, dtype, &out) < 0) {
+        ext_array_release(&stream);
+        return NULL;
+    }
+    if (ext_array_bytes(&out) > EXT_GIL_BYTES || stream.n_elems > EXT_GIL_BYTES)
+        save = PyEval_SaveThread();
+    st = spccl_decode(stream.data, stream.n_elems, verb, out.data, out.n_elems, out.dtype);
+    if (save != NULL)
+        PyEval_RestoreThread(save);
+    ext_array_release(&out);
+    ext_array_release(&stream);
+    if (st != SPCCL_OK)
+        return ext_raise(state, st);
+    Py_RETURN_NONE;
+}
+
+/* ---- inspect ---- */
+
+static PyObject *describe(const spccl_frame_info *info, Py_ssize_t offset)
+{
+    return Py_BuildValue("{sn sI ss ss sO sK sK sK sK sK sK}", "offset", offset, "version",
+                         (unsigned)info->version, "format", spccl_format_name(info->format), "dtype",
+                         spccl_dtype_name(info->dtype), "is_delta", info->is_delta ? Py_True : Py_False,
+                         "n_elems", (unsigned long long)info->n_elems, "nnz", (unsigned long long)info->nnz,
+                         "frame_bytes", (unsigned long long)info->frame_bytes, "index_off",
+                         (unsigned long long)info->index_off, "meta_off", (unsigned long long)info->meta_off,
+                         "values_off", (unsigned long long)info->values_off);
+}
+
+PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"stream", "offset", NULL};
+    ext_state *state = PyModule_GetState(module);
+    spccl_frame_info info = {.struct_bytes = sizeof info};
+    PyObject *stream_obj, *result = NULL;
+    Py_ssize_t offset = 0;
+    ext_array stream;
+    spccl_status st;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|n:inspect", names, &stream_obj, &offset))
+        return NULL;
+    if (ext_bytes_acquire(state, stream_obj, "stream", &stream) < 0)
+        return NULL;
+    if (offset < 0 || (size_t)offset > stream.n_elems) {
+        ext_raise_text(state, SPCCL_ERR_ARG, "offset: got %zd; wanted 0 to %zu, the bytes of the stream",
+                       offset, stream.n_elems);
+    } else {
+        PyThreadState *save = stream.n_elems > EXT_GIL_BYTES ? PyEval_SaveThread() : NULL;
+        st = spccl_frame_inspect((const char *)stream.data + offset, stream.n_elems - (size_t)offset, &info);
+        if (save != NULL)
+            PyEval_RestoreThread(save);
+        if (st == SPCCL_OK)
+            result = describe(&info, offset);
+        else
+            ext_raise_text(state, st, "frame at byte %zd: %s", offset, spccl_last_error());
+    }
+    ext_array_release(&stream);
+    return result;
+}
