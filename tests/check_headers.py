@@ -23,7 +23,8 @@ def jobs() -> list[tuple[Path, list[str]]]:
     """(header, compiler command without input) of every check."""
     public = ROOT / "csrc/spccl.h"
     found = [(public, list(PUBLIC_C)), (public, list(PUBLIC_CXX))]
-    inside = [f"-I{ROOT / d}" for d in INTERNAL_DIRS]
+    # As in CMakeLists.txt: our sched.h must not stand in for the system's.
+    inside = [f"-I{ROOT / 'csrc'}", *(f"-iquote{ROOT / d}" for d in INTERNAL_DIRS[1:])]
     for folder in INTERNAL_DIRS[1:]:
         found += [(h, [*C, *RELAXED, *inside]) for h in sorted((ROOT / folder).glob("*.h"))]
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]

@@ -39,7 +39,8 @@ def tracked() -> list[str]:
         names = listing.stdout.split("\0")
     else:
         skip = {".venv", "build", "__pycache__"}
-        names = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if not skip & set(p.relative_to(ROOT).parts)]
+        paths = [p.relative_to(ROOT) for p in ROOT.rglob("*")]
+        names = [str(p) for p in paths if not skip & set(p.parts)]
     return sorted(n for n in names if n and (ROOT / n).is_file() and _is_text(ROOT / n))
 
 
@@ -48,7 +49,8 @@ def _is_text(path: Path) -> bool:
         path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return False
-    return path.suffix not in (".csv", ".svg", ".json") and "golden" not in path.parts and "corpus" not in path.parts
+    data = {"golden", "corpus"} & set(path.parts)
+    return not data and path.suffix not in (".csv", ".svg", ".json")
 
 
 def without_comments(text: str) -> str:
@@ -58,9 +60,9 @@ def without_comments(text: str) -> str:
 
 
 def c_functions(text: str) -> Iterator[tuple[str, int, int, int]]:
-    """(name, first line, number of lines, number of parameters) of each function defined in C text laid out by
-    clang-format: the opening brace stands alone in column 0, or ends the line in C++ files."""
-    code = re.sub(r"^\s*#(?:.*\\\n)*.*$", lambda m: "\n" * m.group().count("\n"), without_comments(text), flags=re.M)
+    """(name, first line, number of lines, number of parameters) of each function defined at column 0."""
+    directive = r"^\s*#(?:.*\\\n)*.*$"
+    code = re.sub(directive, lambda m: "\n" * m.group().count("\n"), without_comments(text), flags=re.M)
     head_pattern = r"^[A-Za-z_][\w\s*&:<>,]*[\s*&]([\w:~]+)\s*\(([^;{}]*)\)[^;{}()]*\{"
     for head in re.finditer(head_pattern, code, re.MULTILINE):
         depth, end = 0, head.end() - 1

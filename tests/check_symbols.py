@@ -25,15 +25,16 @@ def listed() -> set[str]:
 
 
 def exported(library: Path) -> set[str]:
-    lines = subprocess.run(["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True).stdout
-    rows = [line.split() for line in lines.splitlines()]
+    cmd = ["nm", "-D", "--defined-only", library]
+    text = subprocess.run(cmd, check=True, capture_output=True, text=True).stdout
+    rows = [line.split() for line in text.splitlines()]
     return {row[2].split("@")[0] for row in rows if row[1] != "A"}  # A: the version node itself
 
 
 def main() -> int:
     sets = {"spccl.h": declared(), "libspccl.map": listed(), sys.argv[1]: exported(Path(sys.argv[1]))}
     every = set.union(*sets.values())
-    faults = [f"{name}: missing in {where}" for name in sorted(every) for where, got in sets.items() if name not in got]
+    faults = [f"{name}: not in {where}" for where, names in sets.items() for name in sorted(every - names)]
     print("\n".join([*faults, f"check_symbols: {len(every)} names, {len(faults)} faults"]))
     return 1 if faults or not every else 0
 

@@ -27,7 +27,8 @@ def cmd_setup(_: argparse.Namespace) -> int:
 def cmd_test(args: argparse.Namespace) -> int:
     unknown = set(args.only) - {stage.name for stage in STAGES}
     if unknown:
-        raise EnvError(f"no stage {', '.join(sorted(unknown))}; there are: {', '.join(s.name for s in STAGES)}")
+        names = ", ".join(stage.name for stage in STAGES)
+        raise EnvError(f"no stage {', '.join(sorted(unknown))}; there are: {names}")
     ensure_venv()
     return 0 if run_stages([s for s in STAGES if not args.only or s.name in args.only]) else 1
 
@@ -88,7 +89,8 @@ def _lock() -> object:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("setup", help="make .venv and install spccl into it").set_defaults(fn=cmd_setup)
     test = commands.add_parser("test", help="the whole test suite")

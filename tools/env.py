@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
 LOGS = BUILD / "logs"
 REQUIREMENTS = ROOT / "tools" / "requirements.txt"
-PACKAGE_SOURCES = ("csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "LICENSE", "README.md")
+PACKAGE_SOURCES = ("csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "README.md")
 MIN_PYTHON, MIN_CMAKE = (3, 11), (3, 22)
 
 
@@ -76,10 +76,12 @@ def write_stamp(stamp: Path, key: str) -> None:
 
 def child_env(**extra: str) -> dict[str, str]:
     """The environment of every command: .venv first on PATH, no foreign site-packages."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "MAKEFLAGS", "DESTDIR")}
+    foreign = ("PYTHONPATH", "PYTHONHOME", "MAKEFLAGS", "DESTDIR")
+    env = {k: v for k, v in os.environ.items() if k not in foreign}
     env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     env["VIRTUAL_ENV"] = str(VENV)
-    env.update(PYTHONNOUSERSITE="1", PYTHONUNBUFFERED="1", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
+    env.update(PYTHONNOUSERSITE="1", PYTHONUNBUFFERED="1")
+    env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
     env.update(extra)
     return env
 
@@ -146,7 +148,8 @@ def must_run(what: str, cmd: Sequence[object], log: str, **kwargs: object) -> li
     status, lines = run(cmd, log, **kwargs)  # type: ignore[arg-type]
     if status != 0:
         tail = [] if kwargs.get("show") else lines[-40:]
-        raise EnvError("\n".join([*tail, f"{what}: exit status {status}; all output is in build/logs/{log}.log"]))
+        last = f"{what}: exit status {status}; all output is in build/logs/{log}.log"
+        raise EnvError("\n".join([*tail, last]))
     return lines
 
 
@@ -160,9 +163,10 @@ def apt_prefix() -> list[str] | None:
     if os.geteuid() == 0:
         return ["apt-get"]
     sudo = shutil.which("sudo")
-    if sudo and subprocess.run([sudo, "-n", "true"], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0:
-        return [sudo, "-n", "apt-get"]
-    return None
+    if sudo is None:
+        return None
+    asked = subprocess.run([sudo, "-n", "true"], capture_output=True, stdin=subprocess.DEVNULL)
+    return [sudo, "-n", "apt-get"] if asked.returncode == 0 else None
 
 
 def apt_install(packages: Sequence[str], why: str) -> bool:
@@ -237,14 +241,15 @@ def make_venv(path: Path) -> None:
 def ensure_venv() -> str:
     """Make .venv hold tools/requirements.txt. Returns the key of its content."""
     specs = requirements()
-    key = digest(*specs, sys.version, os.path.realpath(sys.executable), VENV)
+    key = digest(*specs, sys.version, os.path.realpath(sys.executable), str(VENV))
     stamp = VENV / ".stamp"
     if not is_stamped(stamp, key):
         check_machine()
         say("set-up: .venv with torch and the test tools (once; a few minutes)")
         start = time.monotonic()
         make_venv(VENV)
-        must_run("pip install", [VENV / "bin/python", "-m", "pip", "install", *specs], "setup", timeout_s=3600)
+        install = [VENV / "bin/python", "-m", "pip", "install", *specs]
+        must_run("pip install", install, "setup", timeout_s=3600)
         write_stamp(stamp, key)
         say(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)")
     return key
@@ -264,16 +269,10 @@ def ensure_spccl() -> None:
     say("set-up: building spccl into .venv")
     start = time.monotonic()
     options = [f"build-dir={BUILD / 'wheel'}", "cmake.define.SPCCL_PREBUILD_TORCH=ON"]
-    must_run(
-        "pip install .",
-        [
-            *(VENV / "bin/python", "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--force-reinstall"),
-            *(arg for option in options for arg in ("-C", option)),
-            "-v",
-            ROOT,
-        ],
-        "spccl",
-        env=child_env(CMAKE_BUILD_PARALLEL_LEVEL=str(os.cpu_count() or 1)),
-    )
+    settings = [arg for option in options for arg in ("-C", option)]
+    flags = ["-v", "--no-build-isolation", "--no-deps", "--force-reinstall"]
+    env = child_env(CMAKE_BUILD_PARALLEL_LEVEL=str(os.cpu_count() or 1))
+    pip = [VENV / "bin/python", "-m", "pip"]
+    must_run("pip install .", [*pip, "install", *flags, *settings, ROOT], "spccl", env=env)
     write_stamp(stamp, key)
     say(f"set-up: spccl is installed ({time.monotonic() - start:.0f} s)")

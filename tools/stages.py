@@ -1,4 +1,4 @@
-"""Runs named stages one after the other and sums them up in a table. A failed stage does not stop the rest."""
+"""Runs named stages one after the other and sums them up in a table. A failed stage stops no other."""
 
 from __future__ import annotations
 
@@ -51,5 +51,6 @@ def run_stages(stages: Sequence[Stage]) -> bool:
         say(f"{r.stage.name:{width}}  {r.outcome:7}  {r.seconds:5.0f} s  {r.note}")
     count = {kind: sum(r.outcome == kind for r in results) for kind in ("passed", "FAILED", "skipped")}
     total = sum(r.seconds for r in results)
-    say(f"{count['passed']} stages passed, {count['FAILED']} failed, {count['skipped']} skipped, {total:.0f} s")
+    summary = f"{count['passed']} stages passed, {count['FAILED']} failed, {count['skipped']} skipped"
+    say(f"{summary}, {total:.0f} s")
     return count["FAILED"] == 0
