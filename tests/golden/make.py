@@ -1,0 +1,211 @@
+"""Write the golden files: `python tests/golden/make.py`. Uses tests/ref/frame_ref.py, never the library.
+
+good/NAME.bin is a stream; good/NAME.VERB is what an array becomes when the stream is applied with that verb.
+The array starts as bytes i % 251 (i = byte number); its dtype is that of the first frame, its length what the
+frames hold.
+
+bad/rNN_NAME.bin breaks rule NN of docs/FORMAT.md 4. Up to rule 28 every reader refuses it whatever array is
+given; rules 29 to 31 are about an array: 10 elements of float32, verb set.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "ref"))
+import frame_ref as ref  # noqa: E402
+
+
+def pattern(n_bytes: int) -> bytes:
+    return bytes(i % 251 for i in range(n_bytes))
+
+
+def floats(n: int, listed: dict[int, float]) -> bytes:
+    return b"".join(struct.pack("<f", listed.get(i, 0.0)) for i in range(n))
+
+
+def sparse(n: int, dtype: str, density: float, seed: int, small: bool = False) -> bytes:
+    """[n] of dtype with about that share of nonzeros; `small`: finite in every float dtype."""
+    rng = random.Random(seed)
+    e = ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1]
+    out = bytearray(n * e)
+    for i in range(n):
+        if rng.random() < density and i % 256 != 77:
+            raw = bytearray(rng.randbytes(e))
+            raw[0] |= 1
+            if small and e > 1:
+                raw[-1] = 0x3C
+            out[i * e : (i + 1) * e] = raw
+    return bytes(out)
+
+
+EXAMPLE = floats(300, {3: 1.0, 66: -2.0, 258: 0.5})  # the one of docs/FORMAT.md 7
+EXAMPLE_BASE = floats(300, {3: 1.0, 66: 1.0})
+EXAMPLE_NEW = floats(300, {66: 1.0, 258: 0.5})
+
+
+def special_bits() -> bytes:
+    """float32: -0.0, quiet and signalling NaNs with payload, infinities, denormals, at scattered places."""
+    words = [0x80000000, 0x7FC00001, 0x7F800001, 0xFFABCDEF, 0x7F800000, 0xFF800000, 0x00000001, 0x807FFFFF]
+    out = bytearray(4 * 777)
+    for i, word in enumerate(words):
+        struct.pack_into("<I", out, 4 * (i * 97), word)
+    return bytes(out)
+
+
+def good() -> dict[str, bytes]:
+    files = {}
+    for fmt in ref.FORMATS[1:]:
+        files[f"example_{fmt}"] = ref.encode(fmt, "float32", EXAMPLE)
+        files[f"special_bits_{fmt}"] = ref.encode(fmt, "float32", special_bits())
+        files[f"one_element_{fmt}"] = ref.encode(fmt, "float32", floats(1, {0: 7.0}))
+        for dtype, seed in zip(ref.DTYPE_NUMBERS, range(100), strict=False):
+            if fmt != "dense":
+                files[f"all_dtypes_{fmt}_{dtype}"] = ref.encode(
+                    fmt, dtype, sparse(333, dtype, 0.1, seed, small=True)
+                )
+    for fmt in ("tile", "pici", "coo"):
+        files[f"delta_{fmt}"] = ref.encode(fmt, "float32", EXAMPLE_NEW, EXAMPLE_BASE)
+        files[f"none_listed_{fmt}"] = ref.write_frame(fmt, "float32", 300, {})
+        files[f"zero_listed_{fmt}"] = ref.write_frame(fmt, "float32", 300, {5: bytes(4), 290: b"\1\2\3\4"})
+        files[f"tile_edges_{fmt}"] = ref.encode(fmt, "uint8", sparse(4096 + 257, "uint8", 0.3, 5))
+    files["example_empty"] = ref.encode("empty", "float32", bytes(1200))
+    files["nothing_empty"] = ref.write_frame("empty", "float64", 0, {})
+    files["empty_delta"] = ref.write_frame("empty", "float32", 20, {}, is_delta=True)
+    files["all_listed_pici"] = ref.encode("pici", "uint8", bytes(i % 255 + 1 for i in range(4097)))
+    files["all_listed_coo"] = ref.encode("coo", "uint8", bytes(i % 255 + 1 for i in range(257)))
+    files["block_of_255_tile"] = ref.encode(
+        "tile", "int8", bytes(0 if i == 255 else 9 for i in range(512 - 1))
+    )
+    files["last_element_only_pici"] = ref.encode("pici", "int16", bytes(2 * 8192 - 1) + b"\x7f")
+    files["last_element_only_tile"] = ref.encode("tile", "int16", bytes(2 * 512 - 1) + b"\x7f")
+    files["stream_of_all_formats"] = b"".join(
+        ref.encode(fmt, "int32", sparse(n, "int32", 0.0 if fmt == "empty" else 0.2, n))
+        for fmt, n in (("pici", 100), ("empty", 50), ("tile", 300), ("dense", 3), ("coo", 64), ("tile", 1))
+    )
+    files["stream_with_nothing_between"] = (
+        ref.encode("coo", "int64", sparse(9, "int64", 0.5, 1))
+        + ref.write_frame("empty", "int64", 0, {})
+        + ref.encode("dense", "int64", sparse(9, "int64", 0.5, 2))
+    )
+    files["stream_delta_and_not"] = ref.encode("coo", "float32", EXAMPLE_NEW, EXAMPLE_BASE) + ref.encode(
+        "dense", "float32", floats(5, {1: 1.0})
+    )
+    return files
+
+
+def put(frame: bytes, at: int, fmt: str, value: int) -> bytes:
+    out = bytearray(frame)
+    struct.pack_into(fmt, out, at, value)
+    return bytes(out)
+
+
+def bad() -> dict[str, bytes]:
+    tile, pici, coo, dense = (ref.encode(fmt, "float32", EXAMPLE) for fmt in ("tile", "pici", "coo", "dense"))
+    empty = ref.encode("empty", "float32", bytes(1200))
+    ten = ref.encode("coo", "float32", floats(10, {4: 1.0}))
+    return {
+        "r01_header_cut_off": tile[:63],
+        "r01_one_byte_after_the_last_frame": tile + b"\0",
+        "r02_magic": put(tile, 0, "B", ord("s")),
+        "r02_zeros_after_the_last_frame": tile + bytes(64),
+        "r03_version_0": put(tile, 4, "B", 0),
+        "r03_version_2": put(tile, 4, "B", 2),
+        "r04_format_5": put(tile, 5, "B", 5),
+        "r05_dtype_0": put(tile, 6, "B", 0),
+        "r05_dtype_11": put(tile, 6, "B", 11),
+        "r06_flag_bit_1": put(tile, 7, "B", 2),
+        "r07_reserved": put(tile, 56, "<Q", 1 << 63),
+        "r08_n_elems_above_2_31": put(empty, 8, "<Q", 2**31 + 1),
+        "r08_n_elems_2_64": put(empty, 8, "<Q", 2**64 - 1),
+        "r09_nnz_above_n_elems": put(coo, 16, "<Q", 301),
+        "r10_tile_of_nothing": put(put(tile, 8, "<Q", 0), 16, "<Q", 0),
+        "r10_dense_of_nothing": put(put(dense, 8, "<Q", 0), 16, "<Q", 0),
+        "r11_empty_with_nnz": put(empty, 16, "<Q", 1),
+        "r12_dense_with_fewer": put(dense, 16, "<Q", 3),
+        "r13_dense_delta": put(dense, 7, "B", 1),
+        "r14_index_off": put(tile, 32, "<Q", 80),
+        "r14_index_off_in_dense": put(dense, 32, "<Q", 64),
+        "r15_meta_off": put(pici, 40, "<Q", 96),
+        "r15_meta_off_in_coo": put(coo, 40, "<Q", 80),
+        "r16_values_off": put(tile, 48, "<Q", 2**64 - 16),
+        "r16_values_off_in_empty": put(empty, 48, "<Q", 64),
+        "r17_frame_bytes_too_large": put(tile, 24, "<Q", 128),
+        "r17_frame_bytes_too_small": put(tile, 24, "<Q", 96),
+        "r17_frame_bytes_0": put(empty, 24, "<Q", 0),
+        "r18_cut_off": tile[:-1],
+        "r18_cut_off_after_header": dense[:64],
+        "r18_second_frame_cut_off": tile + pici[:-16],
+        "r19_padding_after_index": put(tile, 66, "B", 1),
+        "r19_padding_after_meta": put(tile, 83, "B", 1),
+        "r19_padding_after_values": put(coo, len(coo) - 1, "B", 1),
+        "r20_tile_counts_too_high": put(tile, 64, "B", 3),
+        "r20_tile_counts_too_low": put(tile, 65, "B", 0),
+        "r21_tile_place_twice": put(tile, 81, "B", 3),
+        "r21_tile_places_fall": put(tile, 80, "B", 200),
+        "r21_tile_falls_swapped_with_border": put(tile, 64, "<H", 0x0201),
+        "r22_tile_place_past_the_end": put(tile, 82, "B", 44),
+        "r23_pici_first_prefix": put(pici, 64, "<I", 1),
+        "r23_pici_second_prefix": put(ref.encode("pici", "uint8", bytes([1] * 4097)), 68, "<I", 4095),
+        "r24_pici_bit_too_many": put(pici, 80, "<Q", 1),
+        "r24_pici_bit_too_few": put(pici, 80 + 3 * 8, "<Q", 0),
+        "r25_pici_bit_past_the_end": put(pici, 80 + 3 * 8, "<Q", 1 << 63),
+        "r25_pici_bit_just_past_the_end": put(pici, 80 + 44 * 8, "<Q", 1 << 4)[:80 + 3 * 8] + bytes(8)
+        + put(pici, 80 + 44 * 8, "<Q", 1 << 4)[80 + 4 * 8:],
+        "r26_coo_twice": put(coo, 68, "<I", 3),
+        "r26_coo_falls": put(coo, 64, "<I", 299),
+        "r27_coo_past_the_end": put(coo, 72, "<I", 300),
+        "r27_coo_far_past_the_end": put(coo, 72, "<I", 2**32 - 1),
+        "r28_no_bytes": b"",
+        "r29_other_dtype": ref.encode("coo", "int32", floats(10, {4: 1.0})),
+        "r29_other_dtype_in_second_frame": ref.encode("coo", "float32", floats(5, {4: 1.0}))
+        + ref.encode("empty", "int32", bytes(20)),
+        "r30_too_few": ref.encode("coo", "float32", floats(9, {4: 1.0})),
+        "r30_too_many": ten + ref.write_frame("empty", "float32", 1, {}),
+        "r30_far_too_many": ref.write_frame("empty", "float32", 2**31, {}),
+        "r31_delta": ref.encode("coo", "float32", floats(10, {4: 1.0}), bytes(40)),
+        "r31_empty_delta": ref.write_frame("empty", "float32", 10, {}, is_delta=True),
+    }  # fmt: skip
+
+
+def can_add(frames: list[ref.Frame]) -> bool:
+    """The second implementation adds finite floats alone; the pattern is finite in all but float16."""
+    return frames[0].dtype not in ("float8", "float16") and not any(
+        value[-1] & 0x7F == 0x7F
+        for f in frames
+        for value in f.listed.values()
+        if f.dtype.startswith(("float", "bf"))
+    )
+
+
+def wanted() -> dict[str, bytes]:
+    """Every golden file: path below this folder -> contents."""
+    files = {f"bad/{name}.bin": stream for name, stream in bad().items()}
+    for name, stream in good().items():
+        files[f"good/{name}.bin"] = stream
+        frames = ref.read_stream(stream)
+        dtype = frames[0].dtype
+        dst = pattern(sum(f.n_elems for f in frames) * ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1])
+        for verb in ref.VERBS:
+            if (verb == "set" and any(f.is_delta for f in frames)) or (verb == "add" and not can_add(frames)):
+                continue
+            files[f"good/{name}.{verb}"] = ref.decode(stream, verb, dst, dtype)
+    return files
+
+
+def main() -> None:
+    files = wanted()
+    for path in sorted(HERE.glob("good/*")) + sorted(HERE.glob("bad/*")):
+        if f"{path.parent.name}/{path.name}" not in files:
+            path.unlink()
+    for name, content in files.items():
+        (HERE / name).write_bytes(content)
+    print(f"{len(files)} files, {sum(map(len, files.values()))} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The second implementation (tests/ref/frame_ref.py) against golden files and document. Needs no library."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+ref = load(TESTS / "ref" / "frame_ref.py")
+make = load(TESTS / "golden" / "make.py")
+GOOD = sorted((TESTS / "golden" / "good").glob("*.bin"))
+BAD = sorted((TESTS / "golden" / "bad").glob("*.bin"))
+RULES = range(1, 32)
+
+
+def test_golden_files_are_what_make_writes() -> None:
+    files = make.wanted()
+    there = {
+        f"{p.parent.name}/{p.name}": p.read_bytes()
+        for d in ("good", "bad")
+        for p in (TESTS / "golden" / d).iterdir()
+    }
+    assert sorted(there) == sorted(files)
+    assert [name for name in files if files[name] != there[name]] == []
+
+
+def test_every_rule_has_a_bad_file() -> None:
+    assert {int(path.name[1:3]) for path in BAD} == set(RULES)
+
+
+def test_document_lists_the_same_rules() -> None:
+    section = (TESTS.parent / "docs" / "FORMAT.md").read_text("utf-8").split("\n## 4.")[1].split("\n## 5.")[0]
+    assert [int(m) for m in re.findall(r"^(\d+)\. ", section, re.M)] == list(RULES)
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda p: p.stem)
+def test_good(path: Path) -> None:
+    stream = path.read_bytes()
+    frames = ref.read_stream(stream)
+    dtype = frames[0].dtype
+    n_bytes = sum(f.n_elems for f in frames) * ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1]
+    verbs = [verb for verb in ref.VERBS if path.with_suffix(f".{verb}").exists()]
+    assert "overwrite" in verbs
+    for verb in verbs:
+        want = path.with_suffix(f".{verb}").read_bytes()
+        assert ref.decode(stream, verb, make.pattern(n_bytes), dtype) == want
+
+
+@pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
+def test_bad(path: Path) -> None:
+    with pytest.raises(ref.Refused) as refused:
+        ref.decode(path.read_bytes(), "set", bytes(40), "float32")
+    assert refused.value.rule == int(path.name[1:3])
+
+
+def undump(text: str) -> bytes:
+    """Bytes of a hex dump as docs/FORMAT.md section 7 has them."""
+    out = b""
+    starred = False
+    for line in text.splitlines():
+        offset, _, rest = line.partition("  ")
+        if offset == "*":
+            starred = True
+            continue
+        while starred and len(out) < int(offset, 16):
+            out += out[-16:]
+        starred = False
+        assert len(out) == int(offset, 16)
+        out += bytes.fromhex(rest)
+    return out
+
+
+def test_examples_in_the_document() -> None:
+    text = (TESTS.parent / "docs" / "FORMAT.md").read_text("utf-8")
+    examples = {name: undump(dump) for name, dump in re.findall(r"```hex (\w+)\n(.*?)```", text, re.S)}
+    assert sorted(examples) == sorted([*ref.FORMATS, "delta"])
+    for fmt in ref.FORMATS[1:]:
+        assert examples[fmt] == ref.encode(fmt, "float32", make.EXAMPLE)
+        assert ref.decode(examples[fmt], "set", make.pattern(1200), "float32") == make.EXAMPLE
+    assert examples["empty"] == ref.encode("empty", "float32", bytes(1200))
+    assert examples["delta"] == ref.encode("coo", "float32", make.EXAMPLE_NEW, make.EXAMPLE_BASE)
+    assert ref.decode(examples["delta"], "overwrite", make.EXAMPLE_BASE, "float32") == make.EXAMPLE_NEW
+
+
+def test_add_rounds_once_to_even() -> None:
+    def bf16(a: int, b: int) -> int:
+        return int.from_bytes(ref.add(a.to_bytes(2, "little"), b.to_bytes(2, "little"), "bfloat16"), "little")
+
+    assert bf16(0x3F80, 0x3B80) == 0x3F80  # 1 + 2^-8 ties down to even
+    assert bf16(0x3F81, 0x3B80) == 0x3F82  # (1 + 2^-7) + 2^-8 ties up to even
+    assert ref.add(b"\xff\x7b", b"\xff\x7b", "float16") == b"\x00\x7c"  # 65504 + 65504 is infinity
+    assert ref.add(b"\xff", b"\x02", "uint8") == b"\x01"

@@ -1,0 +1,288 @@
+"""A second reader and writer of frames, slow and plain, written from docs/FORMAT.md alone.
+
+It shares nothing with the library: the golden files are made with it, and both must agree on them. Section
+and rule numbers are those of docs/FORMAT.md. Arrays are flat `bytes`, little-endian. Only Python's standard
+library is used.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+
+FORMATS = ("empty", "tile", "pici", "coo", "dense")
+DTYPES = {
+    1: ("float32", 4), 2: ("float16", 2), 3: ("bfloat16", 2), 4: ("float64", 8), 5: ("float8", 1),
+    6: ("int8", 1), 7: ("int16", 2), 8: ("int32", 4), 9: ("int64", 8), 10: ("uint8", 1),
+}  # fmt: skip
+DTYPE_NUMBERS = {name: number for number, (name, _) in DTYPES.items()}
+HEADER = struct.Struct("<4sBBBBQQQQQQQ")
+VERBS = ("set", "add", "overwrite")
+
+
+class Refused(Exception):
+    """A frame or stream that breaks a rule of section 4."""
+
+    def __init__(self, rule: int, text: str) -> None:
+        super().__init__(f"rule {rule}: {text}")
+        self.rule = rule
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One checked frame. `listed` maps the place of each listed element in the slice to its value bytes."""
+
+    format: str
+    dtype: str
+    is_delta: bool
+    n_elems: int
+    listed: dict[int, bytes]
+    frame_bytes: int
+
+
+def _check(ok: bool, rule: int, text: str) -> None:
+    if not ok:
+        raise Refused(rule, text)
+
+
+# ---- sections 2 and 3: where things lie ----
+
+
+def section_sizes(fmt: str, n: int, k: int, e: int) -> list[int | None]:
+    """Bytes of index, meta, values before padding; None = the format has no such section."""
+    if fmt == "empty":
+        return [None, None, None]
+    if fmt == "tile":
+        return [-(-n // 256), k, e * k]
+    if fmt == "pici":
+        return [4 * -(-n // 4096), 8 * 64 * -(-n // 4096), e * k]
+    if fmt == "coo":
+        return [4 * k, None, e * k]
+    return [None, None, e * n]
+
+
+def layout(fmt: str, n: int, k: int, e: int) -> tuple[list[int], int]:
+    """Offsets of index, meta, values (0 = none) and the size of the frame."""
+    at = 64
+    offsets = []
+    for size in section_sizes(fmt, n, k, e):
+        if size is None:
+            offsets.append(0)
+        else:
+            offsets.append(at)
+            at = (at + size + 15) // 16 * 16
+    return offsets, at
+
+
+# ---- reading ----
+
+
+def read_frame(stream: bytes, at: int = 0) -> Frame:
+    """Check the frame that starts at byte `at` against rules 1 to 27 and take it apart. Raises Refused."""
+    left = len(stream) - at
+    _check(left >= 64, 1, f"{left} bytes left")
+    (magic, version, fmt_no, dtype_no, flags, n, k, frame_bytes, index_off, meta_off, values_off,
+     reserved) = HEADER.unpack_from(stream, at)  # fmt: skip
+    _check(magic == b"SPCF", 2, f"magic {magic!r}")
+    _check(version == 1, 3, f"version {version}")
+    _check(fmt_no <= 4, 4, f"format {fmt_no}")
+    _check(1 <= dtype_no <= 10, 5, f"dtype {dtype_no}")
+    _check(flags in (0, 1), 6, f"flags {flags:#x}")
+    _check(reserved == 0, 7, f"reserved {reserved}")
+    _check(n <= 2**31, 8, f"n_elems {n}")
+    _check(k <= n, 9, f"nnz {k} of {n}")
+    fmt = FORMATS[fmt_no]
+    dtype, e = DTYPES[dtype_no]
+    _check(n != 0 or fmt == "empty", 10, "n_elems 0")
+    _check(fmt != "empty" or k == 0, 11, f"empty with nnz {k}")
+    _check(fmt != "dense" or k == n, 12, f"dense with nnz {k} of {n}")
+    _check(fmt != "dense" or flags == 0, 13, "dense delta")
+    offsets, size = layout(fmt, n, k, e)
+    _check(index_off == offsets[0], 14, f"index_off {index_off}")
+    _check(meta_off == offsets[1], 15, f"meta_off {meta_off}")
+    _check(values_off == offsets[2], 16, f"values_off {values_off}")
+    _check(frame_bytes == size, 17, f"frame_bytes {frame_bytes}")
+    _check(left >= size, 18, f"{left} bytes left of {size}")
+    index, meta, values = _sections(stream[at : at + size], offsets, section_sizes(fmt, n, k, e))
+    places = {"empty": _no_places, "tile": _tile_places, "pici": _pici_places, "coo": _coo_places,
+              "dense": _dense_places}[fmt](n, k, index, meta)  # fmt: skip
+    listed = {place: values[i * e : (i + 1) * e] for i, place in enumerate(places)}
+    return Frame(fmt, dtype, flags == 1, n, listed, size)
+
+
+def _sections(frame: bytes, offsets: list[int], sizes: list[int | None]) -> list[bytes]:
+    sections = []
+    for offset, size in zip(offsets, sizes, strict=True):
+        if size is None:
+            sections.append(b"")
+            continue
+        end = offset + size
+        sections.append(frame[offset:end])
+        padding = frame[end : (end + 15) // 16 * 16]
+        _check(padding.count(0) == len(padding), 19, f"padding after byte {end}")
+    return sections
+
+
+def _no_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    return []
+
+
+def _dense_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    return list(range(n))
+
+
+def _tile_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    _check(sum(index) == k, 20, f"counts sum to {sum(index)}, nnz {k}")
+    places: list[int] = []
+    at = 0
+    for block, count in enumerate(index):
+        in_block = meta[at : at + count]
+        at += count
+        for before, this in pairwise(in_block):
+            _check(this > before, 21, f"block {block}: {this} after {before}")
+        places += [block * 256 + p for p in in_block]
+    for place in places:
+        _check(place < n, 22, f"place {place} of {n}")
+    return places
+
+
+def _pici_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    places: list[int] = []
+    for tile, (prefix,) in enumerate(struct.iter_unpack("<I", index)):
+        _check(prefix == len(places), 23, f"tile {tile}: prefix {prefix}, {len(places)} bits before it")
+        for column in range(64):
+            (word,) = struct.unpack_from("<Q", meta, (tile * 64 + column) * 8)
+            places += [tile * 4096 + 64 * row + column for row in range(64) if word >> row & 1]
+    _check(len(places) == k, 24, f"{len(places)} bits, nnz {k}")
+    for place in places:
+        _check(place < n, 25, f"bit of element {place} of {n}")
+    return places
+
+
+def _coo_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    places = [place for (place,) in struct.iter_unpack("<I", index)]
+    for before, this in pairwise(places):
+        _check(this > before, 26, f"{this} after {before}")
+    for place in places:
+        _check(place < n, 27, f"index {place} of {n}")
+    return places
+
+
+def read_stream(stream: bytes) -> list[Frame]:
+    """All frames of a stream (section 1). Raises Refused."""
+    _check(len(stream) > 0, 28, "no bytes")
+    frames = []
+    at = 0
+    while at < len(stream):
+        frame = read_frame(stream, at)
+        frames.append(frame)
+        at += frame.frame_bytes
+    return frames
+
+
+def decode(stream: bytes, verb: str, dst: bytes, dtype: str) -> bytes:
+    """Section 5: what `dst` (flat array of `dtype`) becomes when `stream` is applied. Raises Refused."""
+    e = DTYPES[DTYPE_NUMBERS[dtype]][1]
+    frames = read_stream(stream)
+    n = sum(f.n_elems for f in frames)
+    for frame in frames:
+        _check(frame.dtype == dtype, 29, f"{frame.dtype} frame, {dtype} array")
+    _check(n * e == len(dst), 30, f"{n} elements in the frames, {len(dst) // e} in the array")
+    for frame in frames:
+        _check(verb != "set" or not frame.is_delta, 31, "set of a delta")
+    out = bytearray(dst)
+    at = 0
+    for frame in frames:
+        if verb == "set":
+            out[at * e : (at + frame.n_elems) * e] = bytes(frame.n_elems * e)
+        for place, value in frame.listed.items():
+            here = slice((at + place) * e, (at + place + 1) * e)
+            out[here] = add(bytes(out[here]), value, dtype) if verb == "add" else value
+        at += frame.n_elems
+    return bytes(out)
+
+
+# ---- section 5: addition of one element (finite floats only) ----
+
+
+def add(a: bytes, b: bytes, dtype: str) -> bytes:
+    """a + b of one element. NaN and infinity are left to the library's own tests."""
+    e = len(a)
+    if dtype.startswith(("int", "uint")):
+        total = int.from_bytes(a, "little") + int.from_bytes(b, "little")
+        return (total % 2 ** (8 * e)).to_bytes(e, "little")
+    if dtype == "float64":
+        return struct.pack("<d", struct.unpack("<d", a)[0] + struct.unpack("<d", b)[0])
+    # float32 sums rounded from float64 are rounded right (24 + 24 + 2 <= 53); the 16-bit floats add in
+    # float32 and round once from there.
+    total = _to_float(a, dtype) + _to_float(b, dtype)
+    as_f32 = struct.pack("<f", total)
+    if dtype == "float32":
+        return as_f32
+    if dtype == "bfloat16":
+        (u,) = struct.unpack("<I", as_f32)
+        return struct.pack("<H", (u + 0x7FFF + (u >> 16 & 1)) >> 16 & 0xFFFF)
+    if dtype == "float16":
+        rounded = struct.unpack("<f", as_f32)[0]
+        if abs(rounded) >= 65520.0:
+            rounded = math.copysign(math.inf, rounded)
+        return struct.pack("<e", rounded)
+    raise ValueError(f"no add of {dtype}")
+
+
+def _to_float(raw: bytes, dtype: str) -> float:
+    if dtype == "bfloat16":
+        return struct.unpack("<f", b"\0\0" + raw)[0]
+    return struct.unpack("<e" if dtype == "float16" else "<f", raw)[0]
+
+
+# ---- writing ----
+
+
+def write_frame(
+    fmt: str, dtype: str, n: int, listed: dict[int, bytes], is_delta: bool = False, *, checked: bool = True
+) -> bytes:
+    """One frame. `listed` maps place to value bytes (dense: every place). `checked` reads it back first."""
+    e = DTYPES[DTYPE_NUMBERS[dtype]][1]
+    places = sorted(listed)
+    index = meta = b""
+    if fmt == "tile":
+        counts = [0] * -(-n // 256)
+        for place in places:
+            counts[place // 256] += 1
+        index, meta = bytes(counts), bytes(place % 256 for place in places)
+    elif fmt == "pici":
+        n_tiles = -(-n // 4096)
+        words = [0] * (64 * n_tiles)
+        prefixes = [sum(place < 4096 * tile for place in places) for tile in range(n_tiles)]
+        for place in places:
+            words[place // 4096 * 64 + place % 64] |= 1 << (place % 4096 // 64)
+        index, meta = struct.pack(f"<{n_tiles}I", *prefixes), struct.pack(f"<{64 * n_tiles}Q", *words)
+        places.sort(key=lambda place: (place // 4096, place % 64, place % 4096 // 64))
+    elif fmt == "coo":
+        index = struct.pack(f"<{len(places)}I", *places)
+    values = b"".join(listed[place] for place in places)
+    offsets, size = layout(fmt, n, len(places), e)
+    frame = bytearray(size)
+    numbers = (FORMATS.index(fmt), DTYPE_NUMBERS[dtype], int(is_delta), n, len(places), size, *offsets, 0)
+    HEADER.pack_into(frame, 0, b"SPCF", 1, *numbers)
+    for offset, section in zip(offsets, (index, meta, values), strict=True):
+        frame[offset : offset + len(section)] = section if offset else b""
+    if checked:
+        assert read_frame(bytes(frame)).listed == listed
+    return bytes(frame)
+
+
+def encode(fmt: str, dtype: str, x: bytes, base: bytes | None = None) -> bytes:
+    """One frame of a flat array: lists what differs from `base` in any bit (None: from zero)."""
+    e = DTYPES[DTYPE_NUMBERS[dtype]][1]
+    n = len(x) // e
+    zero = bytes(e)
+    listed = {}
+    for i in range(n):
+        value = x[i * e : (i + 1) * e]
+        if fmt == "dense" or value != (zero if base is None else base[i * e : (i + 1) * e]):
+            listed[i] = value
+    return write_frame(fmt, dtype, n, listed, base is not None)
