@@ -95,7 +95,8 @@ typedef enum spccl_format {
 } spccl_format;
 #define SPCCL_N_FORMATS 5
 
-/* What decoding does with an element. Absent elements are those the frame does not list. */
+/* What decoding does with an element. Absent elements are those the frame does not list (in dense: those with
+ * all bits zero), so the result does not depend on the format. */
 typedef enum spccl_verb {
     SPCCL_SET = 0,      /* listed elements take their value, absent ones become zero */
     SPCCL_ADD = 1,      /* listed elements are added, absent ones stay */
@@ -306,7 +307,7 @@ SPCCL_API void spccl_request_free(spccl_request *req);
 /* Walk through "what is in this build, and why" and every SPCCL_* setting: fills the i-th entry and
  * returns SPCCL_OK, or SPCCL_ERR_ARG past the last. Texts live as long as the library. */
 typedef struct spccl_info_entry {
-    const char *kind;  /* "part" (transport, kernel set, device) or "setting" */
+    const char *kind;  /* "kernels", "transport", "part" or "setting" */
     const char *name;  /* "tcp", "avx512", "SPCCL_FORMAT" */
     const char *value; /* "in", "in, chosen", "absent"; for a setting its value now */
     const char *why;   /* reason, and how to get what is absent; for a setting its help */

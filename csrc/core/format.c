@@ -195,7 +195,7 @@ static spccl_status check_counts(spccl_format format, bool is_delta, uint64_t n_
     if (format == SPCCL_FORMAT_DENSE && nnz != n_elems)
         return REFUSE("nnz %llu in format dense, wanted n_elems %llu", k, n);
     if (format == SPCCL_FORMAT_DENSE && is_delta)
-        return REFUSE("delta flag in format dense, wanted 0 (dense lists every element)");
+        return REFUSE("delta flag in format dense, wanted 0 (dense cannot say which elements differ)");
     return SPCCL_OK;
 }
 

@@ -45,7 +45,8 @@
 #define SP_PICI_TILE_WORDS 64u
 
 /* ---- FORMAT.md 3.4 coo: [nnz] u32 flat index, strictly rising (index section), [nnz] values ---- */
-/* ---- FORMAT.md 3.5 dense: [n_elems] values; nnz == n_elems ---- */
+/* ---- FORMAT.md 3.5 dense: [n_elems] values; nnz == n_elems, and yet a value with all bits zero is an absent
+ * element ---- */
 
 /* Where the sections of a frame lie, from its format and counts alone. */
 typedef struct sp_frame_layout {
@@ -53,8 +54,8 @@ typedef struct sp_frame_layout {
     size_t frame_bytes;
 } sp_frame_layout;
 
-/* Layout of a frame.  n_elems <= SP_FRAME_ELEMS_MAX, nnz <= n_elems, elem_bytes in {1,2,4,8}. Cannot overflow a
- * 64-bit size_t. Dense ignores nnz. */
+/* Layout of a frame.  n_elems <= SP_FRAME_ELEMS_MAX, nnz <= n_elems, elem_bytes in {1,2,4,8}. Cannot overflow
+ * a 64-bit size_t. Dense ignores nnz. */
 void sp_frame_layout_of(spccl_format format, size_t n_elems, size_t nnz, size_t elem_bytes,
                         sp_frame_layout *out);
 /* Exact size of a frame in bytes; same conditions. */

@@ -33,7 +33,7 @@ typedef struct sp_encode_args {
                                        a kernel must not write past the end of a section */
 } sp_encode_args;
 
-/* Apply one validated frame to dst. */
+/* Apply one validated frame to dst. ADD and OVERWRITE of DENSE leave dst where a value has all bits zero. */
 typedef struct sp_decode_args {
     const uint8_t *index, *meta, *values; /* any alignment */
     size_t n_elems, nnz;

@@ -23,13 +23,31 @@ void sp_dense_set_scalar(const sp_decode_args *a)
 {
     sp_copy_scalar(a->dst, a->values, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
 }
+
+/* With add and overwrite a value with all bits zero leaves dst as it is, as in the formats that would not
+ * list it (FORMAT.md 3.5): the result must not depend on the format. In addition that shows in a dst of -0.0
+ * or a signalling NaN. */
+#define DENSE_OVERWRITE(T)                                                                                   \
+    static void dense_overwrite_##T(const sp_decode_args *a)                                                 \
+    {                                                                                                        \
+        for (size_t i = 0; i < a->n_elems; i++)                                                              \
+            sp_put_##T(a->dst, i,                                                                            \
+                       sp_get_##T(a->values, i) != 0 ? sp_get_##T(a->values, i) : sp_get_##T(a->dst, i));    \
+    }
+DENSE_OVERWRITE(u8)
+DENSE_OVERWRITE(u16)
+DENSE_OVERWRITE(u32)
+DENSE_OVERWRITE(u64)
+
 void sp_dense_overwrite_scalar(const sp_decode_args *a)
 {
-    sp_dense_set_scalar(a);
+    static void (*const by_bytes[9])(const sp_decode_args *) = {[1] = dense_overwrite_u8,
+                                                                [2] = dense_overwrite_u16,
+                                                                [4] = dense_overwrite_u32,
+                                                                [8] = dense_overwrite_u64};
+    by_bytes[sp_dtype_bytes(a->dtype)](a);
 }
 
-/* A value with all bits zero leaves dst as it is, as in the formats that would not list it: otherwise a dst
- * of -0.0 or a signalling NaN would come out differently by format. */
 #define DENSE_APPLY(NAME, V, D, F)                                                                           \
     static void dense_##NAME(const sp_decode_args *a)                                                        \
     {                                                                                                        \

@@ -32,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Frame:
-    """One checked frame. `listed` maps the place of each listed element in the slice to its value bytes."""
+    """One checked frame. `listed` maps the place of each listed element to its value (dense: see 3.5)."""
 
     format: str
     dtype: str
@@ -109,6 +109,8 @@ def read_frame(stream: bytes, at: int = 0) -> Frame:
     places = {"empty": _no_places, "tile": _tile_places, "pici": _pici_places, "coo": _coo_places,
               "dense": _dense_places}[fmt](n, k, index, meta)  # fmt: skip
     listed = {place: values[i * e : (i + 1) * e] for i, place in enumerate(places)}
+    if fmt == "dense":
+        listed = {place: value for place, value in listed.items() if value != bytes(e)}
     return Frame(fmt, dtype, flags == 1, n, listed, size)
 
 
@@ -241,12 +243,10 @@ def _to_float(raw: bytes, dtype: str) -> float:
 # ---- writing ----
 
 
-def write_frame(
-    fmt: str, dtype: str, n: int, listed: dict[int, bytes], is_delta: bool = False, *, checked: bool = True
-) -> bytes:
-    """One frame. `listed` maps place to value bytes (dense: every place). `checked` reads it back first."""
+def write_frame(fmt: str, dtype: str, n: int, listed: dict[int, bytes], is_delta: bool = False) -> bytes:
+    """One frame. `listed` maps place to value bytes; what it does not name is absent."""
     e = DTYPES[DTYPE_NUMBERS[dtype]][1]
-    places = sorted(listed)
+    places = sorted(listed) if fmt != "dense" else list(range(n))
     index = meta = b""
     if fmt == "tile":
         counts = [0] * -(-n // 256)
@@ -263,15 +263,14 @@ def write_frame(
         places.sort(key=lambda place: (place // 4096, place % 64, place % 4096 // 64))
     elif fmt == "coo":
         index = struct.pack(f"<{len(places)}I", *places)
-    values = b"".join(listed[place] for place in places)
+    values = b"".join(listed.get(place, bytes(e)) for place in places)
     offsets, size = layout(fmt, n, len(places), e)
     frame = bytearray(size)
     numbers = (FORMATS.index(fmt), DTYPE_NUMBERS[dtype], int(is_delta), n, len(places), size, *offsets, 0)
     HEADER.pack_into(frame, 0, b"SPCF", 1, *numbers)
     for offset, section in zip(offsets, (index, meta, values), strict=True):
         frame[offset : offset + len(section)] = section if offset else b""
-    if checked:
-        assert read_frame(bytes(frame)).listed == listed
+    assert read_frame(bytes(frame)).listed == listed
     return bytes(frame)
 
 
@@ -283,6 +282,6 @@ def encode(fmt: str, dtype: str, x: bytes, base: bytes | None = None) -> bytes:
     listed = {}
     for i in range(n):
         value = x[i * e : (i + 1) * e]
-        if fmt == "dense" or value != (zero if base is None else base[i * e : (i + 1) * e]):
+        if value != (zero if base is None else base[i * e : (i + 1) * e]):
             listed[i] = value
     return write_frame(fmt, dtype, n, listed, base is not None)
