@@ -17,13 +17,13 @@ import spccl
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
-FILES = ("spccl/__init__.py", "spccl/_ext.abi3.so", "spccl/libspccl.so", "spccl/include/spccl.h", "spccl/py.typed")
+FILES = ("_ext.abi3.so", "libspccl.so", "include/spccl.h", "py.typed")
 GLUE = "spccl/c10d_src"  # compiled on first use, so that one package serves every torch
 
 
 def check_files() -> None:
     names = {str(f) for f in metadata.files("spccl") or ()}
-    missing = [f for f in FILES if f not in names]
+    missing = [f for f in FILES if f"spccl/{f}" not in names]
     assert not missing, f"not installed: {missing}"
     sources = {p.name for p in (ROOT / "csrc/c10d_backend").iterdir() if p.suffix in (".cpp", ".hpp")}
     shipped = {Path(n).name for n in names if n.startswith(GLUE + "/")}
