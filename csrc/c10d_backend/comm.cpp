@@ -1,0 +1,189 @@
+/* comm.cpp - see comm.hpp. */
+#include "comm.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace spccl_torch
+{
+
+namespace
+{
+using Clock = std::chrono::steady_clock;
+
+/* spccl_store over a c10d::Store. The callbacks may not throw through C: the text is kept here. */
+struct StoreBridge {
+    c10::intrusive_ptr<c10d::Store> store;
+    std::string error;
+};
+
+spccl_status store_set(void *ctx, const char *key, const void *data, size_t bytes)
+{
+    auto *bridge = static_cast<StoreBridge *>(ctx);
+    try {
+        const auto *first = static_cast<const uint8_t *>(data);
+        bridge->store->set(key, std::vector<uint8_t>(first, first + bytes));
+        return SPCCL_OK;
+    } catch (const c10::Error &e) {
+        bridge->error = e.what_without_backtrace();
+    } catch (const std::exception &e) {
+        bridge->error = e.what();
+    }
+    return SPCCL_ERR_SYSTEM;
+}
+
+spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms, size_t *out_bytes)
+{
+    auto *bridge = static_cast<StoreBridge *>(ctx);
+    const auto deadline = Clock::now() + milliseconds(timeout_ms);
+    try {
+        if (!bridge->store->check({key})) {
+            if (timeout_ms <= 0) /* a store takes 0 for "wait for ever" */
+                return SPCCL_ERR_TIMEOUT;
+            bridge->store->wait({key}, milliseconds(timeout_ms));
+        }
+        const std::vector<uint8_t> value = bridge->store->get(key);
+        if (value.size() > cap) {
+            bridge->error = "key " + std::string(key) + " holds " + std::to_string(value.size()) +
+                            " bytes, wanted at most " + std::to_string(cap);
+            return SPCCL_ERR_DST_SMALL;
+        }
+        std::memcpy(buf, value.data(), value.size());
+        *out_bytes = value.size();
+        return SPCCL_OK;
+    } catch (const c10::Error &e) {
+        bridge->error = e.what_without_backtrace();
+    } catch (const std::exception &e) {
+        bridge->error = e.what();
+    }
+    /* Stores have no error type of their own for "not in time". */
+    return Clock::now() >= deadline ? SPCCL_ERR_TIMEOUT : SPCCL_ERR_SYSTEM;
+}
+} // namespace
+
+std::exception_ptr make_error(spccl_status status, const std::string &where, const std::string &text)
+{
+    const std::string line = "spccl: " + where + ": " + (text.empty() ? "failed" : text) + " [" +
+                             spccl_status_name(status) + "]";
+    switch (status) {
+    case SPCCL_ERR_ARG:
+    case SPCCL_ERR_ALIAS:
+    case SPCCL_ERR_SETTING:
+        return std::make_exception_ptr(C10_BUILD_ERROR(ValueError, line));
+    case SPCCL_ERR_DTYPE:
+        return std::make_exception_ptr(C10_BUILD_ERROR(TypeError, line));
+    case SPCCL_ERR_UNSUPPORTED:
+        return std::make_exception_ptr(C10_BUILD_ERROR(NotImplementedError, line));
+    default:
+        return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, line));
+    }
+}
+
+Comm::Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings)
+    : rank_(rank), size_(size), settings_(std::move(settings)), default_timeout_(settings_.timeout),
+      current_timeout_(settings_.timeout)
+{
+    StoreBridge bridge{store, ""};
+    spccl_store callbacks{&bridge, store_set, store_get};
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.name = settings_.name.c_str();
+    config.timeout_ms = settings_.timeout.count();
+    config.format = settings_.format;
+    config.slice_bytes = settings_.slice_bytes;
+    config.transports = settings_.transports.empty() ? nullptr : settings_.transports.c_str();
+    config.n_sockets = settings_.n_sockets;
+
+    const spccl_status status = spccl_comm_create(&callbacks, rank, size, &config, &raw_);
+    if (status == SPCCL_OK)
+        return;
+    std::string text = spccl_last_error();
+    if (!bridge.error.empty())
+        text += " (the store says: " + bridge.error + ")";
+    std::rethrow_exception(make_error(status, who() + ": joining the group", text));
+}
+
+Comm::~Comm()
+{
+    close();
+}
+
+std::string Comm::who() const
+{
+    return "rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ", group '" + settings_.name + "'";
+}
+
+spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
+{
+    if (raw_ == nullptr)
+        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(),
+                                          "the group was shut down (destroy_process_group); make a new one"));
+    const milliseconds wanted = timeout == c10d::kUnsetTimeout || timeout.count() <= 0 ? default_timeout_ : timeout;
+    if (wanted == current_timeout_)
+        return SPCCL_OK;
+    const spccl_status status = spccl_comm_set_timeout(raw_, wanted.count());
+    if (status == SPCCL_OK)
+        current_timeout_ = wanted;
+    return status;
+}
+
+void Comm::set_timeout(milliseconds timeout)
+{
+    TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", timeout.count(), " ms, wanted more than 0");
+    std::lock_guard<std::mutex> lock(issue_);
+    default_timeout_ = timeout; /* open_for tells spccl */
+}
+
+void Comm::abort(const char *reason) noexcept
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    if (raw_ != nullptr)
+        spccl_comm_abort(raw_, reason);
+}
+
+spccl_status Comm::error(std::string *text)
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    if (raw_ == nullptr)
+        return SPCCL_OK;
+    const spccl_status status = spccl_comm_async_error(raw_);
+    if (status != SPCCL_OK && text != nullptr)
+        *text = spccl_last_error();
+    return status;
+}
+
+void Comm::close()
+{
+    spccl_comm *last;
+    {
+        std::scoped_lock lock(issue_, life_);
+        last = std::exchange(raw_, nullptr);
+    }
+    /* What was under way has its own way to report; there is nobody to hear of a failure here. */
+    (void)spccl_comm_destroy(last);
+}
+
+spccl_stats Comm::stats()
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    spccl_stats stats{};
+    stats.struct_bytes = sizeof stats;
+    if (raw_ == nullptr)
+        return stats;
+    const spccl_status status = spccl_comm_stats(raw_, &stats);
+    if (status != SPCCL_OK)
+        std::rethrow_exception(make_error(status, who() + ": stats", spccl_last_error()));
+    return stats;
+}
+
+std::string Comm::describe_link(int peer)
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    TORCH_CHECK(raw_ != nullptr, "spccl: ", who(), ": describe_link: the group was shut down");
+    const char *text = "";
+    const spccl_status status = spccl_comm_describe_link(raw_, peer, &text);
+    if (status != SPCCL_OK)
+        std::rethrow_exception(make_error(status, who() + ": describe_link", spccl_last_error()));
+    return text;
+}
+
+} // namespace spccl_torch

@@ -1,0 +1,92 @@
+/* comm.hpp - one spccl_comm for torch: joined through a c10d::Store, calls kept in one order, failures as
+ * exceptions.
+ *
+ * May include: spccl.h, torch_compat.hpp, tensor.hpp. */
+#pragma once
+
+#include "tensor.hpp"
+
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+
+namespace spccl_torch
+{
+
+using std::chrono::milliseconds;
+
+struct CommSettings {
+    std::string name; /* of the group, for texts and keys */
+    milliseconds timeout{0};
+    spccl_format format = SPCCL_FORMAT_AUTO;
+    uint32_t slice_bytes = 0; /* 0 = default */
+    std::string transports;   /* empty = default */
+    uint32_t n_sockets = 0;   /* 0 = default */
+};
+
+/* The exception for a failed call: ValueError for bad arguments, TypeError for a dtype, NotImplementedError
+ * for what this build cannot do, DistBackendError for everything that happened between ranks.
+ *   text   spccl's own line about the failure */
+std::exception_ptr make_error(spccl_status status, const std::string &where, const std::string &text);
+
+class Comm
+{
+  public:
+    /* Join; returns when all links of this rank are up. Throws DistBackendError and the like.
+     *   store   borrowed until return; keys are written under `settings.name` */
+    Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings);
+    Comm(const Comm &) = delete;
+    Comm &operator=(const Comm &) = delete;
+    ~Comm();
+
+    int rank() const
+    {
+        return rank_;
+    }
+    int size() const
+    {
+        return size_;
+    }
+    /* "rank 1 of 4, group 'x'" */
+    std::string who() const;
+
+    /* Run `call(comm)` -> spccl_status with no other call between, so that all threads of this process issue
+     * in one order. Throws what the status means, with `op` in the text.
+     *   timeout   c10d::kUnsetTimeout = the group's */
+    template <class Call> void issue(const OpText &op, milliseconds timeout, Call &&call)
+    {
+        std::lock_guard<std::mutex> lock(issue_);
+        spccl_status status = open_for(op, timeout);
+        if (status == SPCCL_OK)
+            status = call(raw_);
+        if (status != SPCCL_OK)
+            std::rethrow_exception(make_error(status, who() + ": " + op.str(), spccl_last_error()));
+    }
+
+    void set_timeout(milliseconds timeout);
+    /* End every wait at once, here and on the peers. Threads: any, also while another one is in issue(). */
+    void abort(const char *reason) noexcept;
+    /* SPCCL_OK or what broke the group. Threads: any. */
+    spccl_status error(std::string *text);
+    /* Finish what is under way (within its deadline), then free. Idempotent. Later calls throw. */
+    void close();
+
+    spccl_stats stats();
+    std::string describe_link(int peer);
+
+  private:
+    spccl_status open_for(const OpText &op, milliseconds timeout);
+
+    const int rank_;
+    const int size_;
+    const CommSettings settings_;
+    std::mutex issue_;       /* one call at a time; held through a blocking call */
+    std::shared_mutex life_; /* raw_ stays valid while it is held shared; abort never waits for issue_ */
+    spccl_comm *raw_ = nullptr;
+    milliseconds default_timeout_; /* guarded by issue_ */
+    milliseconds current_timeout_; /* what spccl was told last; guarded by issue_ */
+};
+
+} // namespace spccl_torch

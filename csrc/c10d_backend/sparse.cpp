@@ -1,0 +1,371 @@
+/* sparse.cpp - see sparse.hpp. */
+#include "sparse.hpp"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+
+#include <algorithm>
+#include <limits>
+#include <queue>
+
+namespace spccl_torch
+{
+
+namespace
+{
+/* What one rank says of its tensor before the entries travel. */
+struct Header {
+    int64_t nnz;
+    int64_t sparse_dim;
+    int64_t dense_dim;
+    int64_t sizes_hash;
+    int64_t dtype;
+    int64_t redop;
+};
+constexpr size_t header_words = sizeof(Header) / sizeof(int64_t);
+
+/* FNV-1a over the sizes: ranks with different shapes must hear of it, not add apples to pears. */
+int64_t hash_of(c10::IntArrayRef sizes)
+{
+    uint64_t hash = UINT64_C(14695981039346656037);
+    for (int64_t size : sizes)
+        for (int byte = 0; byte < 8; byte++)
+            hash = (hash ^ (static_cast<uint64_t>(size) >> (8 * byte) & 0xff)) * UINT64_C(1099511628211);
+    return static_cast<int64_t>(hash);
+}
+
+void check_headers(const std::vector<Header> &headers, int rank, int64_t n_positions, const std::string &who,
+                   const OpText &op)
+{
+    const Header &mine = headers[static_cast<size_t>(rank)];
+    for (size_t r = 0; r < headers.size(); r++) {
+        const Header &other = headers[r];
+        const char *what = other.sizes_hash != mine.sizes_hash   ? "shape"
+                           : other.dtype != mine.dtype           ? "dtype"
+                           : other.redop != mine.redop           ? "reduction"
+                           : other.sparse_dim != mine.sparse_dim ? "number of sparse dimensions"
+                           : other.dense_dim != mine.dense_dim   ? "number of dense dimensions"
+                                                                 : nullptr;
+        if (what != nullptr)
+            std::rethrow_exception(make_error(SPCCL_ERR_MISMATCH, who + ": " + op.str() + ", sparse_coo",
+                                              std::string("rank ") + std::to_string(r) + " gave a tensor of another " +
+                                                  what + "; all ranks must give the same"));
+        if (other.nnz < 0 || other.nnz > n_positions)
+            std::rethrow_exception(make_error(SPCCL_ERR_FORMAT, who + ": " + op.str() + ", sparse_coo",
+                                              "rank " + std::to_string(r) + " says it has " +
+                                                  std::to_string(other.nnz) + " entries, wanted 0 to " +
+                                                  std::to_string(n_positions)));
+    }
+}
+
+/* Row-major position of every entry among the sparse dimensions.
+ *   indices   [sparse_dim, nnz] int64;  returns [nnz] int64 */
+at::Tensor linear_indices(const at::Tensor &indices, c10::IntArrayRef sizes)
+{
+    at::Tensor linear = at::zeros({indices.size(1)}, indices.options());
+    for (int64_t d = 0; d < indices.size(0); d++)
+        linear.mul_(sizes[static_cast<size_t>(d)]).add_(indices.select(0, d));
+    return linear;
+}
+
+/* The inverse: [nnz] -> [sparse_dim, nnz]. */
+at::Tensor full_indices(at::Tensor linear, c10::IntArrayRef sizes, int64_t sparse_dim)
+{
+    at::Tensor indices = at::empty({sparse_dim, linear.numel()}, linear.options());
+    for (int64_t d = sparse_dim - 1; d >= 0; d--) {
+        const int64_t size = std::max<int64_t>(sizes[static_cast<size_t>(d)], 1);
+        indices.select(0, d).copy_(linear.remainder(size));
+        linear = linear.div(size, "floor");
+    }
+    return indices;
+}
+
+/* One rank's entries, in order of position. */
+struct Run {
+    const int64_t *positions;
+    size_t n;
+};
+
+/* Visit every (position, rank, entry), by position and then by rank: the order in which we add. */
+template <class Visit> void merge(const std::vector<Run> &runs, Visit &&visit)
+{
+    struct Head {
+        int64_t position;
+        size_t rank, entry;
+        bool operator<(const Head &other) const
+        {
+            return position != other.position ? position > other.position : rank > other.rank;
+        }
+    };
+    std::priority_queue<Head> heads;
+    for (size_t r = 0; r < runs.size(); r++)
+        if (runs[r].n > 0)
+            heads.push({runs[r].positions[0], r, 0});
+    while (!heads.empty()) {
+        const Head head = heads.top();
+        heads.pop();
+        visit(head.position, head.rank, head.entry);
+        if (head.entry + 1 < runs[head.rank].n)
+            heads.push({runs[head.rank].positions[head.entry + 1], head.rank, head.entry + 1});
+    }
+}
+
+template <class T> T divided(T sum, int n)
+{
+    return static_cast<T>(sum / static_cast<T>(n));
+}
+
+/* values[u, :] = the sum in rank order of every rank's row at positions[u]; +0.0 + ..., float16 in float32.
+ *   gathered   [n_ranks, max_nnz, width];  returns [n_union, width] of the same dtype */
+template <class T>
+at::Tensor sum_rows(const std::vector<Run> &runs, const at::Tensor &gathered, int64_t n_union, bool average)
+{
+    using Acc = at::opmath_type<T>;
+    const int n_ranks = static_cast<int>(runs.size());
+    const int64_t max_nnz = gathered.size(1), width = gathered.size(2);
+    at::Tensor out = at::empty({n_union, width}, gathered.options());
+    const T *in = gathered.const_data_ptr<T>();
+    T *row = out.mutable_data_ptr<T>();
+    std::vector<Acc> acc(static_cast<size_t>(width));
+    bool open = false;
+    int64_t at_position = 0;
+
+    const auto close_row = [&] {
+        for (size_t i = 0; i < acc.size(); i++)
+            *row++ = static_cast<T>(average ? divided<Acc>(acc[i], n_ranks) : acc[i]);
+    };
+    merge(runs, [&](int64_t position, size_t rank, size_t entry) {
+        if (!open || position != at_position) {
+            if (open)
+                close_row();
+            std::fill(acc.begin(), acc.end(), Acc(0));
+            open = true;
+            at_position = position;
+        }
+        const T *from = in + (static_cast<int64_t>(rank) * max_nnz + static_cast<int64_t>(entry)) * width;
+        for (size_t i = 0; i < acc.size(); i++)
+            acc[i] = static_cast<Acc>(acc[i] + static_cast<Acc>(from[i]));
+    });
+    if (open)
+        close_row();
+    return out;
+}
+
+/* Every rank's `mine`, one after the other: [n_ranks, ...]. */
+at::Tensor gather(Comm &comm, const at::Tensor &mine, const OpText &op, milliseconds timeout)
+{
+    std::vector<int64_t> shape{comm.size()};
+    shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
+    at::Tensor all = at::empty(shape, mine.options());
+    const WireType wire = wire_for_moving(mine.scalar_type(), op);
+    comm.issue(op, timeout, [&](spccl_comm *raw) {
+        return spccl_all_gather(raw, address(mine), address(all), static_cast<size_t>(mine.numel()) * wire.per_elem,
+                                wire.dtype, nullptr);
+    });
+    return all;
+}
+
+/* `t` with zero rows added up to `n` rows, contiguous. */
+at::Tensor padded(const at::Tensor &t, int64_t n)
+{
+    if (t.size(0) == n)
+        return t.contiguous();
+    std::vector<int64_t> shape = t.sizes().vec();
+    shape[0] = n;
+    at::Tensor out = at::zeros(shape, t.options());
+    out.narrow(0, 0, t.size(0)).copy_(t);
+    return out;
+}
+
+/* Received positions become indices of the user's result: never trust them. */
+void check_positions(const std::vector<Run> &runs, int64_t n_positions, const std::string &who, const OpText &op)
+{
+    for (size_t r = 0; r < runs.size(); r++)
+        for (size_t i = 0; i < runs[r].n; i++)
+            if (runs[r].positions[i] < 0 || runs[r].positions[i] >= n_positions ||
+                (i > 0 && runs[r].positions[i] <= runs[r].positions[i - 1]))
+                std::rethrow_exception(make_error(
+                    SPCCL_ERR_FORMAT, who + ": " + op.str() + ", sparse_coo",
+                    "rank " + std::to_string(r) + " sent index " + std::to_string(runs[r].positions[i]) + " at entry " +
+                        std::to_string(i) + ", wanted ascending indices below " + std::to_string(n_positions)));
+}
+
+/* The entries of every rank.
+ *   positions   [n_ranks, max_nnz] int64, borrowed as long as the runs are used */
+std::vector<Run> runs_of(const at::Tensor &positions, const std::vector<Header> &headers)
+{
+    std::vector<Run> runs;
+    const int64_t *row = positions.const_data_ptr<int64_t>();
+    for (const Header &h : headers) {
+        runs.push_back({row, static_cast<size_t>(h.nnz)});
+        row += positions.size(1);
+    }
+    return runs;
+}
+
+/* Every position that some rank has: [n_union] int64, ascending. */
+at::Tensor unite(const std::vector<Run> &runs)
+{
+    int64_t total = 0;
+    for (const Run &run : runs)
+        total += static_cast<int64_t>(run.n);
+    at::Tensor all = at::empty({total}, at::kLong);
+    int64_t *first = all.mutable_data_ptr<int64_t>(), *last = first;
+    merge(runs, [&](int64_t position, size_t, size_t) {
+        if (last == first || last[-1] != position)
+            *last++ = position;
+    });
+    return all.narrow(0, 0, last - first).clone();
+}
+} // namespace
+
+/* ---- SparseLane ---------------------------------------------------------------------------------- */
+
+SparseLane::SparseLane(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings)
+    : store_(std::move(store)), rank_(rank), size_(size), settings_(std::move(settings))
+{
+    settings_.name += "/sparse";
+}
+
+SparseLane::~SparseLane()
+{
+    close();
+}
+
+c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c10d::AllreduceOptions &opts,
+                                                    OpText op, uint64_t sequence)
+{
+    const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
+    TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Sparse, "spccl: ", op.str(), ": tensors has layout ",
+                      tensor.layout(), ": of the sparse layouts only torch.sparse_coo is taken; use "
+                      "tensor.to_sparse_coo()");
+    TORCH_CHECK_VALUE(tensor.device().is_cpu(), "spccl: ", op.str(), ": tensors is on ", tensor.device(),
+                      ": this version of spccl moves CPU tensors only");
+    TORCH_CHECK_VALUE(redop == c10d::ReduceOp::SUM || redop == c10d::ReduceOp::AVG, "spccl: ", op.str(),
+                      ": a sparse_coo tensor can be reduced by sum or avg only; use tensor.to_dense()");
+    if (reduction_taker(tensor.scalar_type(), redop) != Taker::spccl)
+        refuse_reduction(op);
+
+    auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse", std::vector<at::Tensor>{tensor},
+                                              sequence);
+    work->abort_task = [lane = weak_from_this()](const char *reason) {
+        if (auto alive = lane.lock())
+            alive->abort(reason);
+    };
+    thread_.post([this, work, tensor, redop, op, timeout = opts.timeout] {
+        work->run([&] { run(tensor, redop, op, timeout); });
+    });
+    return work;
+}
+
+std::shared_ptr<Comm> SparseLane::comm()
+{
+    CommSettings settings;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (comm_)
+            return comm_;
+        settings = settings_;
+    }
+    auto made = std::make_shared<Comm>(independent_store(store_), rank_, size_, settings);
+    std::lock_guard<std::mutex> lock(mutex_);
+    comm_ = made;
+    if (aborted_)
+        comm_->abort("the group was aborted");
+    return comm_;
+}
+
+void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op, milliseconds timeout)
+{
+    const std::shared_ptr<Comm> group = comm();
+    const at::Tensor mine = tensor.coalesce();
+    const int64_t sparse_dim = mine.sparse_dim(), nnz = mine._nnz();
+    const c10::IntArrayRef sizes = mine.sizes();
+    int64_t n_positions = 1, width = 1;
+    for (int64_t d = 0; d < mine.dim(); d++)
+        (d < sparse_dim ? n_positions : width) *= sizes[static_cast<size_t>(d)];
+
+    Header header{nnz, sparse_dim, mine.dense_dim(), hash_of(sizes), static_cast<int64_t>(mine.scalar_type()),
+                  static_cast<int64_t>(redop)};
+    std::vector<Header> headers(static_cast<size_t>(size_));
+    group->issue(op, timeout, [&](spccl_comm *raw) {
+        return spccl_all_gather(raw, &header, headers.data(), header_words, SPCCL_INT64, nullptr);
+    });
+    check_headers(headers, rank_, n_positions, group->who(), op);
+    int64_t max_nnz = 0;
+    for (const Header &h : headers)
+        max_nnz = std::max(max_nnz, h.nnz);
+
+    const bool narrow = n_positions <= std::numeric_limits<int32_t>::max();
+    at::Tensor positions = linear_indices(mine._indices(), sizes).to(narrow ? at::kInt : at::kLong);
+    positions = gather(*group, padded(positions, max_nnz), op, timeout).to(at::kLong);
+    const at::Tensor values =
+        gather(*group, padded(mine._values().reshape({nnz, width}), max_nnz), op, timeout).reshape({size_, max_nnz, width});
+
+    const std::vector<Run> runs = runs_of(positions, headers);
+    check_positions(runs, n_positions, group->who(), op);
+    const at::Tensor united = unite(runs);
+    at::Tensor sum;
+    AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, mine.scalar_type(), "spccl_sparse_all_reduce", [&] {
+        sum = sum_rows<scalar_t>(runs, values, united.numel(), redop == c10d::ReduceOp::AVG);
+    });
+    std::vector<int64_t> value_shape{united.numel()};
+    value_shape.insert(value_shape.end(), sizes.begin() + sparse_dim, sizes.end());
+    const at::Tensor result = at::_sparse_coo_tensor_unsafe(full_indices(united, sizes, sparse_dim),
+                                                            sum.reshape(value_shape), sizes, mine.options());
+    result._coalesced_(true);
+    tensor.copy_(result);
+}
+
+void SparseLane::abort(const char *reason) noexcept
+{
+    std::shared_ptr<Comm> group;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        aborted_ = true;
+        group = comm_;
+    }
+    if (group)
+        group->abort(reason);
+}
+
+void SparseLane::set_timeout(milliseconds timeout)
+{
+    std::shared_ptr<Comm> group;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        settings_.timeout = timeout;
+        group = comm_;
+    }
+    if (group)
+        group->set_timeout(timeout);
+}
+
+void SparseLane::close()
+{
+    thread_.stop();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_)
+        comm_->close();
+}
+
+void SparseLane::add_stats(spccl_stats &sum)
+{
+    std::shared_ptr<Comm> group;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        group = comm_;
+    }
+    if (!group)
+        return;
+    const spccl_stats mine = group->stats();
+    sum.n_collectives += mine.n_collectives;
+    sum.dense_bytes_sent += mine.dense_bytes_sent;
+    sum.wire_bytes_sent += mine.wire_bytes_sent;
+    sum.wire_bytes_received += mine.wire_bytes_received;
+    sum.buffer_bytes += mine.buffer_bytes;
+    for (size_t i = 0; i < SPCCL_N_FORMATS; i++)
+        sum.n_frames_sent[i] += mine.n_frames_sent[i];
+}
+
+} // namespace spccl_torch

@@ -1,0 +1,243 @@
+/* tensor.cpp - see tensor.hpp. */
+#include "tensor.hpp"
+
+#include <ATen/MemoryOverlap.h>
+
+namespace spccl_torch
+{
+
+std::string OpText::str() const
+{
+    std::string text = name;
+    if (reduction != nullptr)
+        text += std::string("(") + reduction + ")";
+    if (root >= 0)
+        text += " from rank " + std::to_string(root);
+    text += " of " + std::to_string(n_elems) + " x " + (dtype == c10::ScalarType::Undefined ? "?" : c10::toString(dtype));
+    return text;
+}
+
+WireType wire_for_moving(c10::ScalarType dtype, const OpText &op)
+{
+    TORCH_CHECK_TYPE(!c10::isQIntType(dtype), "spccl: ", op.str(), ": quantized tensors are not taken; send "
+                     "tensor.int_repr()");
+    switch (dtype) {
+    case c10::ScalarType::Float:
+        return {SPCCL_FLOAT32, 1};
+    case c10::ScalarType::Double:
+        return {SPCCL_FLOAT64, 1};
+    case c10::ScalarType::Half:
+        return {SPCCL_FLOAT16, 1};
+    case c10::ScalarType::BFloat16:
+        return {SPCCL_BFLOAT16, 1};
+    case c10::ScalarType::Char:
+        return {SPCCL_INT8, 1};
+    case c10::ScalarType::ComplexHalf:
+        return {SPCCL_FLOAT16, 2};
+    case c10::ScalarType::ComplexFloat:
+        return {SPCCL_FLOAT32, 2};
+    case c10::ScalarType::ComplexDouble:
+        return {SPCCL_FLOAT64, 2};
+    default:
+        break;
+    }
+    if (c10::isFloat8Type(dtype))
+        return {SPCCL_FLOAT8, 1};
+    switch (c10::elementSize(dtype)) {
+    case 1:
+        return {SPCCL_UINT8, 1};
+    case 2:
+        return {SPCCL_INT16, 1};
+    case 4:
+        return {SPCCL_INT32, 1};
+    case 8:
+        return {SPCCL_INT64, 1};
+    default:
+        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ", c10::elementSize(dtype), " bytes are not taken");
+    }
+}
+
+namespace
+{
+enum class Kind { floating, gloo_integer, other_integer, boolean, unknown };
+
+Kind kind_of(c10::ScalarType dtype)
+{
+    switch (dtype) {
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::BFloat16:
+        return Kind::floating;
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+        return Kind::gloo_integer;
+    case c10::ScalarType::Short: /* Gloo has no int16 */
+        return Kind::other_integer;
+    case c10::ScalarType::Bool:
+        return Kind::boolean;
+    default:
+        return Kind::unknown;
+    }
+}
+} // namespace
+
+Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
+{
+    const Kind kind = kind_of(dtype);
+    const bool integer = kind == Kind::gloo_integer || kind == Kind::other_integer;
+
+    switch (op) {
+    case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::AVG:
+    case c10d::ReduceOp::PRODUCT:
+    case c10d::ReduceOp::MIN:
+    case c10d::ReduceOp::MAX:
+        if (kind == Kind::floating || integer)
+            return Taker::spccl;
+        return kind == Kind::boolean ? Taker::gloo : Taker::nobody;
+    case c10d::ReduceOp::PREMUL_SUM:
+        return kind == Kind::floating ? Taker::spccl_scaled : Taker::nobody;
+    case c10d::ReduceOp::BAND:
+    case c10d::ReduceOp::BOR:
+    case c10d::ReduceOp::BXOR:
+        return kind == Kind::gloo_integer || kind == Kind::boolean ? Taker::gloo : Taker::nobody;
+    case c10d::ReduceOp::UNUSED:
+        return Taker::nobody;
+    }
+    return Taker::nobody; /* a reduction that a later torch added */
+}
+
+spccl_redop redop_of(c10d::ReduceOp::RedOpType op)
+{
+    switch (op) {
+    case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::PREMUL_SUM:
+        return SPCCL_SUM;
+    case c10d::ReduceOp::AVG:
+        return SPCCL_AVG;
+    case c10d::ReduceOp::PRODUCT:
+        return SPCCL_PROD;
+    case c10d::ReduceOp::MIN:
+        return SPCCL_MIN;
+    case c10d::ReduceOp::MAX:
+        return SPCCL_MAX;
+    default:
+        TORCH_INTERNAL_ASSERT(false, "spccl: reduction ", static_cast<int>(op), " is not ours");
+    }
+}
+
+spccl_dtype dtype_for_reducing(c10::ScalarType dtype)
+{
+    switch (dtype) {
+    case c10::ScalarType::Float:
+        return SPCCL_FLOAT32;
+    case c10::ScalarType::Double:
+        return SPCCL_FLOAT64;
+    case c10::ScalarType::Half:
+        return SPCCL_FLOAT16;
+    case c10::ScalarType::BFloat16:
+        return SPCCL_BFLOAT16;
+    case c10::ScalarType::Char:
+        return SPCCL_INT8;
+    case c10::ScalarType::Byte:
+        return SPCCL_UINT8;
+    case c10::ScalarType::Short:
+        return SPCCL_INT16;
+    case c10::ScalarType::Int:
+        return SPCCL_INT32;
+    case c10::ScalarType::Long:
+        return SPCCL_INT64;
+    default:
+        TORCH_INTERNAL_ASSERT(false, "spccl: reduction of ", dtype, " is not ours");
+    }
+}
+
+const char *redop_name(c10d::ReduceOp::RedOpType op)
+{
+    static const char *const names[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
+    return op < std::size(names) ? names[op] : "?";
+}
+
+void refuse_reduction(const OpText &op)
+{
+    TORCH_CHECK_TYPE(false, "spccl: ", op.str(),
+                     ": no such reduction. sum, avg, product, min and max take float16, bfloat16, float32, "
+                     "float64, int8, uint8, int16, int32, int64; premul_sum takes the floats; band, bor, bxor take "
+                     "int8, uint8, int32, int64, bool. Convert the tensor first (torch.Tensor.to), complex by "
+                     "torch.view_as_real");
+}
+
+at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op)
+{
+    TORCH_CHECK_VALUE(tensors.size() == 1, "spccl: ", op, ": ", arg, ": got ", tensors.size(),
+                      " tensors, wanted one per process");
+    return tensors[0];
+}
+
+void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op)
+{
+    TORCH_CHECK_VALUE(t.defined(), "spccl: ", op, ": ", arg, " is an undefined tensor");
+    TORCH_CHECK_VALUE(t.device().is_cpu(), "spccl: ", op, ": ", arg, " is on ", t.device(),
+                      ": this version of spccl moves CPU tensors only. Use backend=\"cpu:spccl,cuda:nccl\", or "
+                      "tensor.cpu()");
+    TORCH_CHECK_VALUE(t.layout() == c10::Layout::Strided, "spccl: ", op, ": ", arg, " has layout ", t.layout(),
+                      ": only all_reduce takes a sparse tensor, and only torch.sparse_coo; use tensor.to_dense()");
+}
+
+void check_output(const at::Tensor &t, const char *arg, const char *op)
+{
+    check_dense_cpu(t, arg, op);
+    TORCH_CHECK_VALUE(at::has_internal_overlap(t) != at::MemOverlap::Yes, "spccl: ", op, ": ", arg,
+                      ": several elements share one memory location (an expanded tensor); use tensor.clone()");
+}
+
+void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op)
+{
+    TORCH_CHECK_TYPE(t.scalar_type() == want.scalar_type(), "spccl: ", op, ": ", arg, " is ", t.scalar_type(),
+                     ", wanted ", want.scalar_type(), " as the other tensors of this call");
+}
+
+void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why)
+{
+    TORCH_CHECK_VALUE(t.numel() == want, "spccl: ", op, ": ", arg, " has ", t.numel(), " elements, wanted ", want, " (",
+                      why, ")");
+}
+
+bool is_plain(const at::Tensor &t)
+{
+    return t.is_contiguous() && !t.is_conj() && !t.is_neg() &&
+           reinterpret_cast<uintptr_t>(t.const_data_ptr()) % static_cast<uintptr_t>(t.element_size()) == 0;
+}
+
+at::Tensor as_contiguous(const at::Tensor &t)
+{
+    if (is_plain(t))
+        return t;
+    at::NoGradGuard no_grad;
+    return t.resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
+}
+
+void *address(const at::Tensor &t)
+{
+    alignas(64) static unsigned char nothing[64];
+    return t.numel() == 0 ? nothing : t.data_ptr();
+}
+
+void *address_if_adjacent(const std::vector<at::Tensor> &tensors, int64_t numel)
+{
+    if (tensors.empty() || numel == 0)
+        return nullptr;
+    auto *first = static_cast<unsigned char *>(tensors[0].data_ptr());
+    const size_t bytes = static_cast<size_t>(numel) * tensors[0].element_size();
+    for (size_t i = 0; i < tensors.size(); i++) {
+        const at::Tensor &t = tensors[i];
+        if (!is_plain(t) || !t.is_alias_of(tensors[0]) || t.data_ptr() != first + i * bytes)
+            return nullptr;
+    }
+    return first;
+}
+
+} // namespace spccl_torch

@@ -1,0 +1,69 @@
+/* tensor.hpp - at::Tensor to what spccl takes: a pointer, a count and a dtype, with checks that name the
+ * argument. Also the one table that says which calls are ours and which go to Gloo (docs/TORCH.md shows it).
+ *
+ * May include: spccl.h, torch_compat.hpp. */
+#pragma once
+
+#include "torch_compat.hpp"
+
+#include <spccl.h>
+
+#include <string>
+#include <vector>
+
+namespace spccl_torch
+{
+
+/* One collective in words, for error texts: composed only when something failed. */
+struct OpText {
+    const char *name = "";           /* "all_reduce" */
+    size_t n_elems = 0;              /* elements of the tensor that the user gave */
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    const char *reduction = nullptr; /* "sum" ..., or NULL */
+    int root = -1;                   /* of a broadcast */
+
+    std::string str() const; /* "all_reduce(sum) of 1024 x float32" */
+};
+
+/* How a tensor's elements travel: every element becomes `per_elem` wire elements of `dtype`. */
+struct WireType {
+    spccl_dtype dtype;
+    size_t per_elem;
+};
+
+/* For gather and broadcast, which move bits: every dtype has one (bool as uint8, complex as two floats,
+ * unsigned integers as signed of the same width). Throws TypeError for quantized dtypes. */
+WireType wire_for_moving(c10::ScalarType dtype, const OpText &op);
+
+/* Who takes a reduction. */
+enum class Taker { spccl, spccl_scaled, gloo, nobody };
+/* The table of docs/TORCH.md, section "Who does what". */
+Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
+/* spccl's number of a reduction that is ours; PREMUL_SUM is a sum of scaled inputs. */
+spccl_redop redop_of(c10d::ReduceOp::RedOpType op);
+/* spccl's dtype of a reduction that is ours. */
+spccl_dtype dtype_for_reducing(c10::ScalarType dtype);
+const char *redop_name(c10d::ReduceOp::RedOpType op);
+/* Throws TypeError: neither spccl nor Gloo has this reduction; says which dtypes would do. */
+[[noreturn]] void refuse_reduction(const OpText &op);
+
+/* The only tensor of `tensors`; throws ValueError if there are more (one per device is a thing of the past). */
+at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op);
+/* Throws unless `t` is a dense tensor in host memory. */
+void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op);
+/* check_dense_cpu, and no two elements may share memory (torch.Tensor.expand makes such). */
+void check_output(const at::Tensor &t, const char *arg, const char *op);
+void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op);
+void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why);
+
+/* Can spccl read and write `t` where it is? Contiguous, aligned to its elements, no lazy sign or conjugate. */
+bool is_plain(const at::Tensor &t);
+/* `t` itself if it is plain, else a plain copy of its values. */
+at::Tensor as_contiguous(const at::Tensor &t);
+/* The address of the first element, never NULL: an empty tensor has none, and needs none. */
+void *address(const at::Tensor &t);
+/* The tensors as one contiguous piece of memory in order, if that is what they are (views of one buffer,
+ * as torch.Tensor.chunk makes them); else NULL. All have `numel` elements. */
+void *address_if_adjacent(const std::vector<at::Tensor> &tensors, int64_t numel);
+
+} // namespace spccl_torch

@@ -1,0 +1,387 @@
+/* work.cpp - see work.hpp. */
+#include "work.hpp"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+namespace spccl_torch
+{
+
+namespace
+{
+void run_copy_out(const Launch &launch)
+{
+    if (!launch.copy_out)
+        return;
+    at::NoGradGuard no_grad; /* the target may be a leaf that requires a gradient */
+    launch.copy_out();
+}
+
+[[noreturn]] void throw_wait_timeout(const std::string &who, const OpText &op, milliseconds timeout)
+{
+    std::rethrow_exception(make_error(SPCCL_ERR_TIMEOUT, who + ": " + op.str(),
+                                      "not done after the " + std::to_string(timeout.count()) +
+                                          " ms given to wait(); it is still under way and may be waited for again"));
+}
+} // namespace
+
+c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future()
+{
+    return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+void run_blocking(Comm &comm, Launch launch)
+{
+    at::RecordFunction record(at::RecordScope::USER_SCOPE);
+    if (record.isActive()) {
+        const std::vector<c10::IValue> inputs(launch.inputs.begin(), launch.inputs.end());
+        record.before(launch.title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+    }
+    comm.issue(launch.op, launch.timeout, [&](spccl_comm *raw) { return launch.call(raw, nullptr); });
+    run_copy_out(launch);
+}
+
+/* ---- RequestWork ------------------------------------------------------------------------------- */
+
+RequestWork::RequestWork(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer, Launch launch,
+                         uint64_t sequence)
+    : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
+      completer_(std::move(completer)), launch_(std::move(launch)), sequence_(sequence),
+      profiled_(static_cast<bool>(recordFunctionEndCallback_)), copies_out_(static_cast<bool>(launch_.copy_out))
+{
+}
+
+RequestWork::~RequestWork()
+{
+    spccl_request_free(request_);
+}
+
+c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
+                                                   std::shared_ptr<SerialThread> completer, Launch launch,
+                                                   uint64_t sequence)
+{
+    auto work = c10::make_intrusive<RequestWork>(std::move(comm), std::move(completer), std::move(launch), sequence);
+    work->comm_->issue(work->launch_.op, work->launch_.timeout, [&](spccl_comm *raw) {
+        spccl_status status = work->launch_.call(raw, &work->request_);
+        if (status != SPCCL_OK)
+            return status;
+        /* The callback owns a reference: tensors outlive the request whatever the user does. */
+        auto owned = work;
+        void *ctx = owned.release();
+        status = spccl_request_on_done(work->request_, on_done, ctx);
+        if (status != SPCCL_OK)
+            c10::intrusive_ptr<RequestWork>::reclaim(static_cast<RequestWork *>(ctx));
+        return status;
+    });
+    return work;
+}
+
+/* On the thread that moves data: hand over whatever may take long, or may want the GIL. */
+void RequestWork::on_done(void *ctx, spccl_status)
+{
+    auto work = c10::intrusive_ptr<RequestWork>::reclaim(static_cast<RequestWork *>(ctx));
+    bool hand_over;
+    {
+        std::lock_guard<std::mutex> lock(work->future_mutex_);
+        work->callback_ran_ = true;
+        hand_over = work->future_ || work->profiled_ || work->copies_out_ || work.use_count() == 1;
+    }
+    if (!hand_over)
+        return;
+    SerialThread &completer = *work->completer_;
+    completer.post([work = std::move(work)] {
+        work->settle();
+        work->complete_future();
+    });
+}
+
+bool RequestWork::request_done() const
+{
+    return settled_ || spccl_request_test(request_) != SPCCL_AGAIN;
+}
+
+/* Take the end of the request over into this Work, once. The request is done. */
+void RequestWork::settle()
+{
+    std::lock_guard<std::mutex> lock(settle_mutex_);
+    if (settled_)
+        return;
+    std::exception_ptr error;
+    const spccl_status status = spccl_request_test(request_);
+    if (status == SPCCL_OK) {
+        try {
+            run_copy_out(launch_);
+        } catch (...) {
+            error = std::current_exception();
+        }
+    } else {
+        error = make_error(status, comm_->who() + ": " + launch_.op.str(), spccl_request_error(request_));
+    }
+    launch_.borrowed.clear();
+    launch_.copy_out = nullptr;
+    launch_.call = nullptr;
+    finish(error);
+    settled_ = true;
+}
+
+bool RequestWork::isCompleted()
+{
+    if (!request_done())
+        return false;
+    settle();
+    return true;
+}
+
+bool RequestWork::isSuccess() const
+{
+    return exception() == nullptr;
+}
+
+std::exception_ptr RequestWork::exception() const
+{
+    auto *self = const_cast<RequestWork *>(this); /* torch's signature; settling changes nothing that is visible */
+    if (self->request_done())
+        self->settle();
+    return Work::exception();
+}
+
+std::vector<at::Tensor> RequestWork::result()
+{
+    TORCH_CHECK(isCompleted(), "spccl: ", comm_->who(), ": ", launch_.op.str(), ": result() before the work is done; "
+                "call wait() first");
+    return launch_.outputs;
+}
+
+void RequestWork::synchronize()
+{
+    wait(kNoTimeout);
+}
+
+bool RequestWork::wait(milliseconds timeout)
+{
+    if (!settled_) {
+        const bool forever = timeout == kNoTimeout || timeout == c10d::kUnsetTimeout;
+        (void)spccl_request_wait(request_, forever ? -1 : timeout.count());
+        if (spccl_request_test(request_) == SPCCL_AGAIN)
+            throw_wait_timeout(comm_->who(), launch_.op, timeout);
+        settle();
+    }
+    if (std::exception_ptr error = Work::exception())
+        std::rethrow_exception(error);
+    return true;
+}
+
+void RequestWork::blockCurrentStream()
+{
+    wait(kNoTimeout);
+}
+
+void RequestWork::abort()
+{
+    comm_->abort("Work.abort()");
+}
+
+uint64_t RequestWork::getSequencenumber() const
+{
+    return sequence_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> RequestWork::getFuture()
+{
+    bool late;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+        std::lock_guard<std::mutex> lock(future_mutex_);
+        if (!future_) {
+            future_ = make_tensor_list_future();
+            future_tls_ = at::ThreadLocalState();
+        }
+        late = callback_ran_;
+        future = future_;
+    }
+    if (late) { /* the callback saw no future to complete */
+        settle();
+        complete_future();
+    }
+    return future;
+}
+
+void RequestWork::complete_future()
+{
+    {
+        std::lock_guard<std::mutex> lock(future_mutex_);
+        if (!future_ || future_completed_)
+            return;
+        future_completed_ = true;
+    }
+    at::ThreadLocalStateGuard tls(future_tls_);
+    if (std::exception_ptr error = Work::exception())
+        future_->setError(error);
+    else
+        future_->markCompleted(c10::IValue(launch_.outputs));
+}
+
+/* ---- TaskWork ---------------------------------------------------------------------------------- */
+
+TaskWork::TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
+                   uint64_t sequence)
+    : Work(rank, c10d::OpType::_ALLREDUCE_SPARSE, title, tensors), op_(op), tensors_(std::move(tensors)),
+      sequence_(sequence), future_(make_tensor_list_future())
+{
+}
+
+void TaskWork::run(const std::function<void()> &task)
+{
+    std::exception_ptr error;
+    try {
+        at::NoGradGuard no_grad;
+        task();
+    } catch (...) {
+        error = std::current_exception();
+    }
+    finish(error);
+    at::ThreadLocalStateGuard tls(tls_);
+    if (error)
+        future_->setError(error);
+    else
+        future_->markCompleted(c10::IValue(tensors_));
+}
+
+std::vector<at::Tensor> TaskWork::result()
+{
+    TORCH_CHECK(isCompleted(), "spccl: ", op_.str(), ": result() before the work is done; call wait() first");
+    return tensors_;
+}
+
+bool TaskWork::wait(milliseconds timeout)
+{
+    if (timeout == kNoTimeout || timeout == c10d::kUnsetTimeout)
+        return Work::wait(kNoTimeout); /* the collectives in the task have deadlines of their own */
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (!cv_.wait_for(lock, timeout, [&] { return completed_; }))
+            throw_wait_timeout("rank " + std::to_string(rank_), op_, timeout);
+    }
+    return Work::wait(kNoTimeout);
+}
+
+void TaskWork::blockCurrentStream()
+{
+    wait(kNoTimeout);
+}
+
+void TaskWork::abort()
+{
+    if (abort_task)
+        abort_task("Work.abort()");
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> TaskWork::getFuture()
+{
+    return future_;
+}
+
+uint64_t TaskWork::getSequencenumber() const
+{
+    return sequence_;
+}
+
+/* ---- MultiWork --------------------------------------------------------------------------------- */
+
+MultiWork::MultiWork(int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+    : Work(rank, type), parts_(std::move(parts))
+{
+}
+
+bool MultiWork::isCompleted()
+{
+    return std::all_of(parts_.begin(), parts_.end(), [](const auto &part) { return part->isCompleted(); });
+}
+
+bool MultiWork::isSuccess() const
+{
+    return exception() == nullptr;
+}
+
+std::exception_ptr MultiWork::exception() const
+{
+    for (const auto &part : parts_)
+        if (std::exception_ptr error = part->exception())
+            return error;
+    return nullptr;
+}
+
+std::vector<at::Tensor> MultiWork::result()
+{
+    std::vector<at::Tensor> all;
+    for (const auto &part : parts_) {
+        const std::vector<at::Tensor> some = part->result();
+        all.insert(all.end(), some.begin(), some.end());
+    }
+    return all;
+}
+
+void MultiWork::synchronize()
+{
+    wait(kNoTimeout);
+}
+
+bool MultiWork::wait(milliseconds timeout)
+{
+    std::exception_ptr first;
+    for (const auto &part : parts_) {
+        try {
+            part->wait(timeout);
+        } catch (...) {
+            if (!first)
+                first = std::current_exception();
+        }
+    }
+    if (first)
+        std::rethrow_exception(first);
+    return true;
+}
+
+void MultiWork::blockCurrentStream()
+{
+    wait(kNoTimeout);
+}
+
+void MultiWork::abort()
+{
+    for (const auto &part : parts_)
+        part->abort();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> MultiWork::getFuture()
+{
+    struct Join {
+        c10::intrusive_ptr<c10::ivalue::Future> all = make_tensor_list_future();
+        std::vector<c10::intrusive_ptr<c10d::Work>> parts;
+        std::atomic<size_t> open{0};
+        std::atomic<bool> failed{false};
+    };
+    auto join = std::make_shared<Join>();
+    join->parts = parts_;
+    join->open = parts_.size();
+    for (const auto &part : parts_) {
+        part->getFuture()->addCallback([join](c10::ivalue::Future &done) {
+            if (done.hasError() && !join->failed.exchange(true))
+                join->all->setError(done.exception_ptr());
+            if (--join->open != 0 || join->failed)
+                return;
+            std::vector<at::Tensor> tensors;
+            for (const auto &finished : join->parts) {
+                const std::vector<at::Tensor> some = finished->result();
+                tensors.insert(tensors.end(), some.begin(), some.end());
+            }
+            join->all->markCompleted(c10::IValue(std::move(tensors)));
+        });
+    }
+    if (parts_.empty())
+        join->all->markCompleted(c10::IValue(std::vector<at::Tensor>()));
+    return join->all;
+}
+
+} // namespace spccl_torch

@@ -1,0 +1,137 @@
+/* work.hpp - c10d::Work over an spccl_request, with the Future that torch users know.
+ *
+ * May include: spccl.h, torch_compat.hpp, serial_thread.hpp, comm.hpp. */
+#pragma once
+
+#include "comm.hpp"
+#include "serial_thread.hpp"
+
+#include <ATen/ThreadLocalState.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace spccl_torch
+{
+
+/* All that one collective needs from its call to its end. */
+struct Launch {
+    OpText op;
+    c10d::OpType type = c10d::OpType::UNKNOWN;
+    const char *title = nullptr; /* name of the profiler event: "spccl:all_reduce" */
+    milliseconds timeout = c10d::kUnsetTimeout;
+    std::vector<at::Tensor> inputs;    /* what the user gave: shown by the profiler */
+    std::vector<at::Tensor> outputs;   /* what result() and the future hand out */
+    std::vector<at::Tensor> borrowed;  /* memory that spccl reads or writes: held until the end */
+    std::function<void()> copy_out;    /* scratch to the user's tensors; empty if spccl wrote there itself */
+    std::function<spccl_status(spccl_comm *, spccl_request **)> call;
+};
+
+/* A future for a list of CPU tensors. */
+c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future();
+
+/* Run on the calling thread until done (the fastest way for small tensors). Throws what went wrong. */
+void run_blocking(Comm &comm, Launch launch);
+
+/* One collective under way. Keeps all tensors until spccl no longer touches them, even if the user drops it. */
+class RequestWork final : public c10d::Work
+{
+  public:
+    /* Issue it. `completer` runs the callbacks of futures; works of one group complete theirs in issue order. */
+    static c10::intrusive_ptr<RequestWork> issue(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer,
+                                                 Launch launch, uint64_t sequence);
+
+    RequestWork(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer, Launch launch,
+                uint64_t sequence);
+    ~RequestWork() override;
+
+    bool isCompleted() override;
+    /* As in torch: false only after a failure; true while under way. */
+    bool isSuccess() const override;
+    std::exception_ptr exception() const override;
+    std::vector<at::Tensor> result() override;
+    void synchronize() override;
+    /* timeout 0 = until the collective's own deadline. A shorter one that passes throws DistBackendError; the
+     * collective then goes on and may be waited for again. */
+    bool wait(milliseconds timeout = kNoTimeout) override;
+    void blockCurrentStream(); /* virtual from 2.9 on; host memory has no stream, so it is wait() */
+    void abort() override;
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+    uint64_t getSequencenumber() const override;
+
+  private:
+    static void on_done(void *ctx, spccl_status status);
+    bool request_done() const;
+    void settle();
+    void complete_future();
+
+    const std::shared_ptr<Comm> comm_;
+    const std::shared_ptr<SerialThread> completer_;
+    Launch launch_; /* borrowed, copy_out and call are given back when settled */
+    const uint64_t sequence_;
+    const bool profiled_;
+    const bool copies_out_;
+    spccl_request *request_ = nullptr;
+
+    std::mutex settle_mutex_; /* held while copy_out runs: nobody sees "done" before the copy is */
+    std::atomic<bool> settled_{false};
+
+    std::mutex future_mutex_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
+    at::ThreadLocalState future_tls_;
+    bool callback_ran_ = false;
+    bool future_completed_ = false;
+};
+
+/* Work that a SerialThread does: a chain of collectives on a communicator of its own. */
+class TaskWork final : public c10d::Work
+{
+  public:
+    TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors, uint64_t sequence);
+
+    /* Run `task` on the calling thread and complete this work with its end. */
+    void run(const std::function<void()> &task);
+
+    std::vector<at::Tensor> result() override;
+    bool wait(milliseconds timeout = kNoTimeout) override;
+    void blockCurrentStream();
+    void abort() override;
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+    uint64_t getSequencenumber() const override;
+
+    std::function<void(const char *reason)> abort_task; /* set before run() */
+
+  private:
+    const OpText op_;
+    const std::vector<at::Tensor> tensors_;
+    const uint64_t sequence_;
+    const c10::intrusive_ptr<c10::ivalue::Future> future_;
+    const at::ThreadLocalState tls_;
+};
+
+/* Several works as one, for the calls that torch names coalesced. */
+class MultiWork final : public c10d::Work
+{
+  public:
+    MultiWork(int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
+
+    bool isCompleted() override;
+    bool isSuccess() const override;
+    std::exception_ptr exception() const override;
+    std::vector<at::Tensor> result() override;
+    void synchronize() override;
+    /* Waits for every part, also after one has failed; then throws the first failure. */
+    bool wait(milliseconds timeout = kNoTimeout) override;
+    void blockCurrentStream();
+    void abort() override;
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  private:
+    const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+};
+
+} // namespace spccl_torch
