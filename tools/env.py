@@ -269,7 +269,7 @@ def ensure_spccl() -> None:
     say("set-up: building spccl into .venv")
     start = time.monotonic()
     options = [f"build-dir={BUILD / 'wheel'}", "cmake.define.SPCCL_PREBUILD_TORCH=ON"]
-    settings = [arg for option in options for arg in ("-C", option)]
+    settings = [f"--config-settings={option}" for option in options]
     flags = ["-v", "--no-build-isolation", "--no-deps", "--force-reinstall"]
     env = child_env(CMAKE_BUILD_PARALLEL_LEVEL=str(os.cpu_count() or 1))
     pip = [VENV / "bin/python", "-m", "pip"]
