@@ -1,0 +1,268 @@
+"""Communicators: one rank's membership of one group, and its collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from types import TracebackType
+from typing import Any
+
+from . import _ext
+from .frame import dtype_name
+
+
+def get_unique_id() -> bytes:
+    """Make the id of a new group: 128 bytes, to be handed to all ranks by any means.
+
+    This process serves the rendezvous of that group until it exits. An id is good for one group.
+    SPCCL_RENDEZVOUS_ADDR names the address to listen on (default 127.0.0.1; set it for more than one host).
+    Raises: SystemCallError, SettingError.
+    """
+    return _ext.get_unique_id()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counters of one rank since its communicator was made. All sizes in bytes.
+
+    `dense_bytes_sent` is what the payloads would have been without any format; `wire_bytes_sent` what was sent,
+    headers included; `n_frames_sent` counts frames by format; `buffer_bytes` is memory held now.
+    """
+
+    n_collectives: int
+    dense_bytes_sent: int
+    wire_bytes_sent: int
+    wire_bytes_received: int
+    buffer_bytes: int
+    n_frames_sent: dict[str, int]
+
+    def since(self, before: Stats) -> Stats:
+        """The counters of the time since `before`; `buffer_bytes` stays as it is now."""
+        return Stats(
+            self.n_collectives - before.n_collectives,
+            self.dense_bytes_sent - before.dense_bytes_sent,
+            self.wire_bytes_sent - before.wire_bytes_sent,
+            self.wire_bytes_received - before.wire_bytes_received,
+            self.buffer_bytes,
+            {name: n - before.n_frames_sent[name] for name, n in self.n_frames_sent.items()},
+        )
+
+
+def _ms(timeout: float | datetime.timedelta | None, unset: int) -> int:
+    """Seconds or timedelta -> whole milliseconds, rounded up, so that a short wait is not none."""
+    if timeout is None:
+        return unset
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
+    return max(0, -int(-seconds * 1000 // 1))
+
+
+class Request:
+    """One collective under way. Made by `async_op=True`.
+
+    Its arrays are kept alive and must not be touched until it is done, also when the Request is dropped.
+    """
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: _ext.Request) -> None:
+        self._request = request
+
+    def done(self) -> bool:
+        """Has it ended, well or not? Never blocks."""
+        return self._request.done()
+
+    def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
+        """Wait until it is done.
+
+        Args: timeout: seconds or timedelta; None: until the communicator's own deadline.
+        Raises: TimeoutError after `timeout` (the collective goes on); PeerError, MismatchError, AbortedError,
+            FormatError, TimeoutError: how it failed. The communicator is then broken: abort or close it.
+        """
+        self._request.wait(_ms(timeout, -1))
+
+    @property
+    def error(self) -> _ext.Error | None:
+        """The exception it ended with; None while under way and after success."""
+        return self._request.error
+
+
+class Communicator:
+    """One rank's membership of one group. Use it as a context manager, or call `close`.
+
+    Calls must come in the same order on every rank, from one thread at a time; several may be in flight.
+    Arrays are anything with the buffer protocol or DLPack, in host memory, C-contiguous, of any shape (taken
+    flat). Reductions add in rank order from +0.0, float16 and bfloat16 in float32 with one rounding: every rank
+    and every run gets the same bits, whatever format or transport carried them. Source: docs/ALGORITHMS.md.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        store: Any = None,
+        unique_id: bytes | None = None,
+        name: str | None = None,
+        timeout: float | datetime.timedelta | None = None,
+        format: str = "auto",
+        slice_bytes: int = 0,
+        transports: str | None = None,
+        n_sockets: int = 0,
+        secret: bytes | None = None,
+    ) -> None:
+        """Join a group; returns when every link of this rank is up.
+
+        Args:
+            rank, world_size: this process's place, 0 to world_size - 1.
+            store: object with set(key, bytes), get(key) -> bytes and wait([key], timedelta), shared by the
+                ranks: a torch.distributed.Store or anything alike. Used only here.
+            unique_id: instead of a store: the 128 bytes of `get_unique_id`, the same on every rank.
+            name: of the group, for texts and for keys in the store; "world" if None. Two groups on one store
+                need two names.
+            timeout: seconds or timedelta: deadline of joining and of each collective; None = 600 s.
+            format: "auto" or one format for every slice.
+            slice_bytes: dense bytes per slice; 0 = chosen by size.
+            transports: tried in order for each pair, such as "shm,tcp"; None = all of this build.
+            n_sockets: TCP sockets per peer and lane; 0 = chosen.
+            secret: 32 bytes that all ranks know; None: rank 0 makes one and passes it by the store.
+        Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
+            SettingError, ArgumentError.
+        """
+        self._comm = _ext.Communicator(
+            rank,
+            world_size,
+            store=store,
+            unique_id=unique_id,
+            name=name,
+            timeout_ms=_ms(timeout, 0),
+            format=format,
+            slice_bytes=slice_bytes,
+            transports=transports,
+            n_sockets=n_sockets,
+            secret=secret,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self._comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return self._comm.world_size
+
+    @property
+    def closed(self) -> bool:
+        """Was `close` called?"""
+        return self._comm.closed
+
+    def all_gather(
+        self, input: Any, output: Any, *, dtype: Any = None, async_op: bool = False
+    ) -> Request | None:
+        """output[r * n : (r + 1) * n] = rank r's input.
+
+        Args:
+            input: n elements; may be this rank's part of `output` exactly (in place), else must not overlap it.
+            output: world_size * n elements, writable, same dtype.
+            dtype: what to read both as, as in `spccl.encode`; any dtype.
+            async_op: return at once with a Request.
+        Raises: ArgumentError, StateError; and, here or in `Request.wait`: PeerError, TimeoutError,
+            MismatchError, AbortedError, FormatError (the communicator is then broken).
+        """
+        return _request(self._comm.all_gather(input, output, dtype=dtype_name(dtype), async_op=async_op))
+
+    def reduce_scatter(
+        self, input: Any, output: Any, op: str = "sum", *, dtype: Any = None, async_op: bool = False
+    ) -> Request | None:
+        """output = the reduction of every rank's block `rank` of input.
+
+        Args:
+            input: world_size * n elements.
+            output: n elements, writable, same dtype; may be this rank's block of `input` exactly (in place).
+            op: "sum", "avg", "min", "max" or "prod"; elements that are zero count as zeros.
+            dtype, async_op: as in `all_gather`; not float8, which has no arithmetic here.
+        Raises: as `all_gather`.
+        """
+        return _request(
+            self._comm.reduce_scatter(input, output, op, dtype=dtype_name(dtype), async_op=async_op)
+        )
+
+    def all_reduce(
+        self, input: Any, output: Any = None, op: str = "sum", *, dtype: Any = None, async_op: bool = False
+    ) -> Request | None:
+        """output = the reduction of every rank's input; the same bits on every rank.
+
+        Args:
+            input: n elements.
+            output: n elements, writable, same dtype; None: in place, in `input`.
+            op, dtype, async_op: as in `reduce_scatter`.
+        Raises: as `all_gather`.
+        """
+        return _request(
+            self._comm.all_reduce(input, output, op, dtype=dtype_name(dtype), async_op=async_op)
+        )
+
+    def broadcast(
+        self, buffer: Any, root: int = 0, *, dtype: Any = None, async_op: bool = False
+    ) -> Request | None:
+        """Every rank's buffer becomes root's.
+
+        Args:
+            buffer: n elements; writable except on the root.
+            root: rank that has the data.
+            dtype, async_op: as in `all_gather`.
+        Raises: as `all_gather`.
+        """
+        return _request(self._comm.broadcast(buffer, root, dtype=dtype_name(dtype), async_op=async_op))
+
+    def abort(self, reason: str | None = None) -> None:
+        """Break the communicator at once: every wait on it ends with AbortedError, peers are told. Any thread.
+
+        Args: reason: one line for the error texts, here and on the peers.
+        """
+        self._comm.abort(reason)
+
+    def async_error(self) -> _ext.Error | None:
+        """The first error that broke this communicator; None while it works. Any thread."""
+        return self._comm.async_error()
+
+    def set_timeout(self, timeout: float | datetime.timedelta) -> None:
+        """Deadline of the collectives started from now on: seconds or timedelta, above 0."""
+        self._comm.set_timeout(_ms(timeout, 0))
+
+    def stats(self) -> Stats:
+        """Counters since creation."""
+        return Stats(**self._comm.stats())
+
+    def describe_links(self) -> dict[int, str]:
+        """For each other rank: which transport carries the traffic to it, and why."""
+        comm = self._comm
+        return {peer: comm.describe_link(peer) for peer in range(comm.world_size) if peer != comm.rank}
+
+    def close(self) -> None:
+        """Leave the group: finish what is under way (within its deadline) and free everything. Idempotent.
+
+        Raises: StateError if another thread is inside a call.
+        """
+        self._comm.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an exception this rank will not take part any more: peers must learn it now, not by a time-out.
+        if error is not None and not self.closed:
+            self.abort(f"rank {self.rank} left its `with` block: {type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<spccl.Communicator closed>"
+        return f"<spccl.Communicator rank {self.rank} of {self.world_size}>"
+
+
+def _request(request: _ext.Request | None) -> Request | None:
+    return None if request is None else Request(request)

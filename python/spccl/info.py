@@ -1,0 +1,80 @@
+"""What this build contains and why, and every setting: `info`."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from importlib import metadata, util
+from typing import Any
+
+from . import _ext
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One part of this build, or one setting.
+
+    `kind`: "transport", "kernels", "part", "setting" (an SPCCL_* variable) or "python" (what the Python
+    side found). `value`: "in", "in, chosen", "absent", or a setting's or version's value. `why`: the reason, and
+    how to get what is absent.
+    """
+
+    kind: str
+    name: str
+    value: str
+    why: str
+
+
+def _installed(name: str) -> str | None:
+    """Version of an installed distribution, without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _optional(name: str, use: str, extra: str) -> Entry:
+    version = _installed(name)
+    if version is None:
+        return Entry("python", name, "absent", f"needed for {use}: pip install {extra}")
+    return Entry("python", name, version, f"used for {use}")
+
+
+def _torch_backend() -> Entry:
+    name = "torch backend"
+    if util.find_spec("torch") is None:
+        return Entry("python", name, "absent", 'no torch here: pip install torch, then backend="spccl" works')
+    try:
+        from torch.distributed import Backend
+
+        from . import backend
+
+        backend.register()
+    except Exception as error:  # whatever keeps the backend out is what the user asked to see
+        return Entry("python", name, "absent", f"{type(error).__name__}: {error}")
+    registered = "spccl" in Backend.backend_list
+    why = 'init_process_group("spccl") and "cpu:spccl" work' if registered else "register() left no entry in torch"
+    describe = getattr(backend, "describe", None)
+    return Entry("python", name, "registered" if registered else "absent", describe() if describe else why)
+
+
+def info() -> list[Entry]:
+    """Parts of this build with reasons, settings with their values now, and the state of the Python side.
+
+    Looks at torch, so it may take seconds where torch is installed. Raises: nothing.
+    """
+    entries = [Entry(*entry) for entry in _ext.info()]
+    entries += [
+        Entry("python", "spccl", _ext.version(), "libspccl as loaded by spccl._ext (limited API, Python 3.11 on)"),
+        Entry("python", "python", platform.python_version(), platform.python_implementation()),
+        _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
+        _optional("torch", 'backend="spccl", and the dense peer of spccl bench', "'spccl[torch]'"),
+        _torch_backend(),
+        _optional("matplotlib", "spccl plot", "'spccl[plot]'"),
+    ]
+    return entries
+
+
+def as_json() -> list[dict[str, Any]]:
+    """`info` as plain dictionaries."""
+    return [dataclasses.asdict(entry) for entry in info()]
