@@ -7,22 +7,29 @@
 static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_LOG] = {"SPCCL_LOG", "warn", "what goes to stderr: off, error, warn, info, debug", 0, 0, 0},
     [SP_ENV_CPU_ISA] = {"SPCCL_CPU_ISA", "auto", "kernel set: auto, scalar, avx2, avx512", 0, 0, 0},
-    [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0, 0},
-    [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto", "all-reduce and broadcast: auto, direct, oneshot", 0, 0, 0},
-    [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = chosen by size", 1, 0, 1 << 24},
-    [SP_ENV_LANE_BYTES] = {"SPCCL_LANE_BYTES", "1M", "room of a lane between two ranks, each way; a power of two", 1,
-                           1 << 16, 1 << 26},
-    [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp", "transports that a pair of ranks tries, in order", 0,
-                           0, 0},
-    [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0", "sockets per peer and lane; 0 = 2 to another host, 1 on one host", 1,
-                            0, 16},
-    [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "", "address or interface that tcp listens on; empty = found by itself", 0, 0, 0},
+    [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0,
+                       0},
+    [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto", "all-reduce and broadcast: auto, direct, oneshot", 0, 0,
+                         0},
+    [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = chosen by size", 1, 0,
+                            1 << 24},
+    [SP_ENV_LANE_BYTES] = {"SPCCL_LANE_BYTES", "1M",
+                           "room of a lane between two ranks, each way; a power of two", 1, 1 << 16, 1 << 26},
+    [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp",
+                           "transports that a pair of ranks tries, in order", 0, 0, 0},
+    [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0",
+                            "sockets per peer and lane; 0 = 2 to another host, 1 on one host", 1, 0, 16},
+    [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "",
+                         "address or interface that tcp listens on; empty = found by itself", 0, 0, 0},
     [SP_ENV_RENDEZVOUS_ADDR] = {"SPCCL_RENDEZVOUS_ADDR", "127.0.0.1",
                                 "address that spccl_get_unique_id listens on", 0, 0, 0},
-    [SP_ENV_TIMEOUT_MS] = {"SPCCL_TIMEOUT_MS", "600000", "deadline of creation and of each collective, unless given", 1, 1,
+    [SP_ENV_TIMEOUT_MS] = {"SPCCL_TIMEOUT_MS", "600000",
+                           "deadline of creation and of each collective, unless given", 1, 1,
                            INT64_C(1) << 40},
-    [SP_ENV_SPIN_US] = {"SPCCL_SPIN_US", "20", "how long a waiting thread polls before it sleeps", 1, 0, 1000000},
-    [SP_ENV_TRACE] = {"SPCCL_TRACE", "64", "events kept per communicator and printed when it breaks", 1, 0, 1 << 16},
+    [SP_ENV_SPIN_US] = {"SPCCL_SPIN_US", "20", "how long a waiting thread polls before it sleeps", 1, 0,
+                        1000000},
+    [SP_ENV_TRACE] = {"SPCCL_TRACE", "64", "events kept per communicator and printed when it breaks", 1, 0,
+                      1 << 16},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)
@@ -41,7 +48,7 @@ spccl_status sp_env_number(sp_env_id id, int64_t *out)
     const sp_env_var *v = &vars[id];
     const char *text = sp_env_text(id);
     char *end;
-    long long n;
+    long long n, unit;
     int shift = 0;
 
     errno = 0;
@@ -54,10 +61,11 @@ spccl_status sp_env_number(sp_env_id id, int64_t *out)
         shift = 30;
     if (shift != 0)
         end++;
+    unit = 1LL << shift;
     if (end == text || *end != '\0' || errno != 0 || n < (v->min >> shift) || n > (v->max >> shift) ||
-        n * (INT64_C(1) << shift) < v->min)
-        return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted a whole number from %lld to %lld (%s)", v->name, text,
-                       (long long)v->min, (long long)v->max, v->help);
-    *out = n * (INT64_C(1) << shift);
+        n * unit < v->min)
+        return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted a whole number from %lld to %lld (%s)", v->name,
+                       text, (long long)v->min, (long long)v->max, v->help);
+    *out = n * unit;
     return SPCCL_OK;
 }

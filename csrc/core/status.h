@@ -18,17 +18,17 @@ const char *sp_status_short(spccl_status status);
 #define SP_FAIL(status, ...) sp_fail((status), __VA_ARGS__)
 #define SP_FAIL_ERRNO(status, ...) sp_fail_errno((status), __VA_ARGS__)
 /* Return from this function with anything that is not SPCCL_OK. */
-#define SP_TRY(x)                                                                                     \
-    do {                                                                                              \
-        spccl_status sp_try_status_ = (x);                                                            \
-        if (sp_try_status_ != SPCCL_OK)                                                               \
-            return sp_try_status_;                                                                    \
+#define SP_TRY(x)                                                                                            \
+    do {                                                                                                     \
+        spccl_status sp_try_status_ = (x);                                                                   \
+        if (sp_try_status_ != SPCCL_OK)                                                                      \
+            return sp_try_status_;                                                                           \
     } while (0)
-#define SP_TRY_TO(label, st, x)                                                                       \
-    do {                                                                                              \
-        (st) = (x);                                                                                   \
-        if ((st) != SPCCL_OK)                                                                         \
-            goto label;                                                                               \
+#define SP_TRY_TO(label, st, x)                                                                              \
+    do {                                                                                                     \
+        (st) = (x);                                                                                          \
+        if ((st) != SPCCL_OK)                                                                                \
+            goto label;                                                                                      \
     } while (0)
 
 #endif

@@ -75,8 +75,8 @@ typedef struct sp_transport {
      * that `arm` returned SPCCL_OK and disarm was not called since. For epoll, level-triggered. */
     int (*wait_fd)(sp_endpoint *ep);
     /* About to sleep on wait_fd: SPCCL_OK, or SPCCL_AGAIN (then do not sleep; disarm is not needed) if something
-     * has happened since the last progress. The order is: progress, then peek and reserve whatever is wanted,
-     * then arm. A lane wakes its rank for room only if a reserve on it came back SPCCL_AGAIN since that progress. */
+     * has happened that peek, reserve and progress have not shown yet; each change is told once. A lane wakes its
+     * rank for room only if the last reserve on it came back SPCCL_AGAIN. */
     spccl_status (*arm)(sp_endpoint *ep);
     void (*disarm)(sp_endpoint *ep);
     /* Tell every peer, best effort, out of band (also when lanes are full), that this rank gives up. */

@@ -1,0 +1,391 @@
+/* exec_steps.c - see exec_steps.h. Sends are encoded in the lane's own memory and received frames are applied
+ * from there: a payload is written once and read once. */
+#include "exec_steps.h"
+
+#include "dtype.h"
+#include "tune.h"
+#include "tune_coll.h"
+
+#include <stdio.h>
+
+#define ENVELOPE_MAGIC 0x56455053u /* "SPEV" */
+
+/* The slice a step is at. */
+typedef struct slice {
+    const sp_op *op;
+    const sp_step *step;
+    int op_idx, step_idx;
+    uint32_t k;
+    size_t off, n; /* within the part, in elements */
+    const uint8_t *src;
+    uint8_t *dst;
+} slice;
+
+static void envelope_write(uint8_t *e, const slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    sp_store_le32(e, s->op->seq);
+    e[4] = (uint8_t)a->coll;
+    e[5] = (uint8_t)a->dtype;
+    e[6] = (uint8_t)a->redop;
+    e[7] = (uint8_t)s->step->lane_out;
+    sp_store_le64(e + 8, a->n_elems);
+    sp_store_le32(e + 16, s->k);
+    sp_store_le32(e + 20, (uint32_t)a->slice_elems);
+    sp_store_le16(e + 24, (uint16_t)s->step->part);
+    sp_store_le16(e + 26, (uint16_t)a->root);
+    sp_store_le32(e + 28, ENVELOPE_MAGIC);
+}
+
+/* Is this the message that the slice wants from `peer`? If not, the ranks called different things. */
+static spccl_status envelope_check(const sp_exec *x, const slice *s, int peer, const uint8_t *e, size_t bytes)
+{
+    const sp_coll_args *a = &s->op->a;
+    char here[160], there[160];
+    if (bytes < SP_ENVELOPE_BYTES + SP_FRAME_HEADER_BYTES || sp_load_le32(e + 28) != ENVELOPE_MAGIC)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent %zu bytes that are no spccl message",
+                       x->links->rank, peer, bytes);
+    sp_op_describe(s->op, here, sizeof here);
+    if (sp_load_le32(e) != s->op->seq || e[4] != (uint8_t)a->coll || e[5] != (uint8_t)a->dtype ||
+        e[6] != (uint8_t)a->redop || sp_load_le64(e + 8) != a->n_elems ||
+        sp_load_le16(e + 26) != (uint16_t)a->root) {
+        sp_coll_describe(there, sizeof there, sp_load_le32(e), (sp_coll)e[4], sp_load_le64(e + 8),
+                         (spccl_dtype)e[5], (spccl_redop)e[6], sp_load_le16(e + 26));
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the "
+                       "same collectives in the same order with the same sizes and dtypes",
+                       x->links->rank, here, peer, there);
+    }
+    if (sp_load_le32(e + 16) != s->k || sp_load_le16(e + 24) != (uint16_t)s->step->part ||
+        sp_load_le32(e + 20) != (uint32_t)a->slice_elems)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: %s: rank %d sent slice %u of part %u (%u elements a slice), wanted slice %u "
+                       "of part %d (%zu): "
+                       "are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all ranks?",
+                       x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
+                       sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
+    return SPCCL_OK;
+}
+
+/* A failure seen by a transport or a decoder, with the collective and the place put in front of its text. */
+static spccl_status in_context(const sp_exec *x, const slice *s, int peer, spccl_status st)
+{
+    char what[160], cause[600];
+    if (st == SPCCL_OK || st == SPCCL_AGAIN || st == SPCCL_ERR_MISMATCH)
+        return st;
+    sp_op_describe(s->op, what, sizeof what);
+    snprintf(cause, sizeof cause, "%s", spccl_last_error());
+    return SP_FAIL(st, "rank %d: %s, part %d, slice %u: rank %d: %s", x->links->rank, what, s->step->part,
+                   s->k, peer, cause);
+}
+
+static slice slice_of(const sp_exec *x, int op_idx, int step_idx)
+{
+    const sp_op *op = x->window[op_idx];
+    slice s = {.op = op,
+               .step = &op->plan->steps[step_idx],
+               .op_idx = op_idx,
+               .step_idx = step_idx,
+               .k = op->next_slice[step_idx]};
+    s.off = (size_t)s.k * op->a.slice_elems;
+    s.n = sp_min_size(op->a.slice_elems, s.step->n_elems - s.off);
+    if (op->a.in != NULL)
+        s.src = (const uint8_t *)op->a.in + (s.step->src_off + s.off) * op->elem_bytes;
+    if (op->a.out != NULL)
+        s.dst = (uint8_t *)op->a.out + (s.step->dst_off + s.off) * op->elem_bytes;
+    return s;
+}
+
+static int rank_at(const slice *s, int i)
+{
+    return s->op->plan->ranks[i];
+}
+
+/* Worst case of this slice's message, so that the room is there before the slice is scanned. */
+static size_t message_bound(const slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    return SP_ENVELOPE_BYTES + (a->format == SPCCL_FORMAT_AUTO
+                                    ? sp_frame_bound(s->n, s->op->elem_bytes)
+                                    : sp_frame_bound_forced(a->format, s->n, s->op->elem_bytes));
+}
+
+/* Is there room for `bytes` towards every receiver of the step, and is it this op's turn there? */
+static spccl_status room_for(sp_exec *x, const slice *s, size_t bytes)
+{
+    for (int i = 0; i < s->step->n_to; i++) {
+        int peer = rank_at(s, s->step->to + i);
+        void *room;
+        spccl_status st;
+        if (!sp_op_owns_lane(x, s->op_idx, 0, s->step->lane_out, peer))
+            return SPCCL_AGAIN;
+        st = sp_link_reserve(x->links, peer, s->step->lane_out, bytes, &room);
+        if (st != SPCCL_OK)
+            return in_context(x, s, peer, st);
+    }
+    return SPCCL_OK;
+}
+
+/* Is the wanted message there from every sender of the step? msgs [n_from]; checked against the envelope
+ * only. */
+static spccl_status message_from(sp_exec *x, const slice *s, int i, const uint8_t **msg, size_t *bytes)
+{
+    int peer = rank_at(s, s->step->from + i);
+    const void *p = NULL;
+    spccl_status st;
+    if (!sp_op_owns_lane(x, s->op_idx, 1, s->step->lane_in, peer))
+        return SPCCL_AGAIN;
+    st = sp_link_peek(x->links, peer, s->step->lane_in, &p, bytes);
+    if (st != SPCCL_OK)
+        return in_context(x, s, peer, st);
+    *msg = p;
+    return SPCCL_OK;
+}
+
+/* Open the message's frame and check that it fits the slice. */
+static spccl_status open_frame(const sp_exec *x, const slice *s, int peer, const uint8_t *msg, size_t bytes,
+                               sp_frame *frame)
+{
+    SP_TRY(envelope_check(x, s, peer, msg, bytes));
+    SP_TRY(
+        in_context(x, s, peer, sp_frame_validate(msg + SP_ENVELOPE_BYTES, bytes - SP_ENVELOPE_BYTES, frame)));
+    if (frame->dtype != s->op->a.dtype || frame->n_elems != s->n || frame->is_delta)
+        return in_context(x, s, peer,
+                          SP_FAIL(SPCCL_ERR_FRAME, "its frame holds %zu %s%s, wanted %zu %s", frame->n_elems,
+                                  sp_dtype_name(frame->dtype), frame->is_delta ? " as a delta" : "", s->n,
+                                  sp_dtype_name(s->op->a.dtype)));
+    return SPCCL_OK;
+}
+
+static spccl_status release_from(sp_exec *x, const slice *s, int i, size_t bytes)
+{
+    int peer = rank_at(s, s->step->from + i);
+    x->window[s->op_idx]->left[1][s->step->lane_in * x->links->world_size + peer]--;
+    atomic_fetch_add_explicit(&x->stats.wire_bytes_received, bytes, memory_order_relaxed);
+    return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->lane_in));
+}
+
+/* A sent message, for the counters and for whose turn the lane is. */
+static spccl_status commit_to(sp_exec *x, const slice *s, int peer, size_t bytes, spccl_format format)
+{
+    x->window[s->op_idx]->left[0][s->step->lane_out * x->links->world_size + peer]--;
+    atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * s->op->elem_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&x->stats.n_frames_sent[format], 1, memory_order_relaxed);
+    return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->lane_out));
+}
+
+static const sp_link_cost *link_cost(const sp_exec *x, const slice *s)
+{
+    for (int i = 0; i < s->step->n_to; i++) /* the slowest link decides */
+        if (strcmp(x->links->peers[rank_at(s, s->step->to + i)].transport->name, "tcp") == 0)
+            return &sp_link_tcp;
+    return &sp_link_shm;
+}
+
+/* The format of this slice; leaves the scan in the codec unless the answer is DENSE. */
+static spccl_status choose_format(sp_exec *x, const slice *s, const void *data, spccl_format *format,
+                                  size_t *nnz)
+{
+    const sp_coll_args *a = &s->op->a;
+    uint32_t *dense_run = &x->window[s->op_idx]->dense_run[s->step_idx];
+    sp_slice_stats stats;
+    *nnz = s->n;
+    if (a->format == SPCCL_FORMAT_DENSE ||
+        (a->format == SPCCL_FORMAT_AUTO && sp_tune_skip_scan(data, s->n, s->op->elem_bytes, *dense_run))) {
+        *format = SPCCL_FORMAT_DENSE;
+        ++*dense_run;
+        return SPCCL_OK;
+    }
+    sp_codec_scan(x->codec, data, NULL, s->n, a->dtype, &stats);
+    *nnz = stats.nnz;
+    *format = a->format;
+    if (a->format == SPCCL_FORMAT_AUTO)
+        *format = sp_tune_format(&stats, false, link_cost(x, s));
+    else if (stats.nnz == 0)
+        *format = SPCCL_FORMAT_EMPTY;
+    else if (!sp_codec_allows(&stats, a->format, false))
+        *format = SPCCL_FORMAT_DENSE; /* a full block cannot be a tile: documented in FORMAT.md 3.2 */
+    *dense_run = *format == SPCCL_FORMAT_DENSE ? *dense_run + 1 : 0;
+    return SPCCL_OK;
+}
+
+/* Encode `data` (one slice) into the lane of the first receiver and copy the frame to the others. Room was
+ * checked. */
+static spccl_status send_slice(sp_exec *x, const slice *s, const void *data)
+{
+    uint8_t *first = NULL;
+    spccl_format format = SPCCL_FORMAT_DENSE;
+    size_t nnz = 0, bytes;
+    SP_TRY(choose_format(x, s, data, &format, &nnz));
+    bytes = SP_ENVELOPE_BYTES + sp_frame_bytes(format, s->n, nnz, s->op->elem_bytes);
+    for (int i = 0; i < s->step->n_to; i++) {
+        int peer = rank_at(s, s->step->to + i);
+        void *room = NULL;
+        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, s->step->lane_out, bytes, &room)));
+        if (first == NULL) {
+            first = room;
+            envelope_write(first, s);
+            sp_codec_write(x->codec, data, s->n, s->op->a.dtype, format, false, nnz,
+                           first + SP_ENVELOPE_BYTES);
+        } else {
+            memcpy(room, first, bytes);
+        }
+    }
+    for (int i = 0; i < s->step->n_to; i++)
+        SP_TRY(commit_to(x, s, rank_at(s, s->step->to + i), bytes, format));
+    return SPCCL_OK;
+}
+
+static spccl_status run_send(sp_exec *x, const slice *s)
+{
+    SP_TRY(room_for(x, s, message_bound(s)));
+    return send_slice(x, s, s->src);
+}
+
+static spccl_status run_recv(sp_exec *x, const slice *s)
+{
+    const uint8_t *msg = NULL;
+    size_t bytes = 0;
+    sp_frame frame;
+    int peer = rank_at(s, s->step->from);
+    SP_TRY(message_from(x, s, 0, &msg, &bytes));
+    SP_TRY(room_for(x, s, bytes));
+    SP_TRY(open_frame(x, s, peer, msg, bytes, &frame));
+    for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's lane */
+        int to = rank_at(s, s->step->to + i);
+        void *room = NULL;
+        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->lane_out, bytes, &room)));
+        memcpy(room, msg, bytes);
+        ((uint8_t *)room)[7] = (uint8_t)s->step->lane_out;
+        SP_TRY(commit_to(x, s, to, bytes, frame.format));
+    }
+    SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->stream));
+    return release_from(x, s, 0, bytes);
+}
+
+/* Add one rank's contribution to the accumulator: a frame, or this rank's own values (frame NULL). */
+static spccl_status accumulate(sp_exec *x, const slice *s, const sp_frame *frame, bool *first)
+{
+    const sp_coll_args *a = &s->op->a;
+    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype);
+    bool adds = a->redop == SPCCL_SUM || a->redop == SPCCL_AVG;
+    const void *values = s->src;
+    if (frame != NULL && adds && frame->format != SPCCL_FORMAT_DENSE) {
+        if (*first) /* sums start at +0.0, so leaving out a zero never changes a bit */
+            x->kernels->zero(x->acc, s->n * sp_dtype_bytes(acc_dtype), false);
+        *first = false;
+        return sp_codec_apply(x->kernels, frame, SPCCL_ADD, x->acc, acc_dtype, false);
+    }
+    if (frame != NULL && frame->format == SPCCL_FORMAT_DENSE) {
+        values = frame->values;
+    } else if (frame != NULL) {
+        SP_TRY(sp_codec_apply(x->kernels, frame, SPCCL_SET, x->result, a->dtype, false));
+        values = x->result;
+    }
+    x->kernels->combine(&(sp_combine_args){
+        .acc = x->acc, .x = values, .n_elems = s->n, .dtype = a->dtype, .op = a->redop, .first = *first});
+    *first = false;
+    return SPCCL_OK;
+}
+
+/* The finished slice goes to the output and, in an all-reduce, to everyone. */
+static spccl_status publish_result(sp_exec *x, const slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    sp_finish_args f = {.acc = x->acc,
+                        .dst = s->dst,
+                        .n_elems = s->n,
+                        .dtype = a->dtype,
+                        .op = a->redop,
+                        .world_size = x->links->world_size,
+                        .stream = s->op->stream};
+    if (s->step->n_to == 0) {
+        x->kernels->finish(&f);
+        return SPCCL_OK;
+    }
+    f.dst = sp_acc_dtype(a->dtype) == a->dtype ? x->acc : x->result;
+    f.stream = false;
+    if (f.dst != f.acc || a->redop == SPCCL_AVG)
+        x->kernels->finish(&f);
+    x->kernels->copy(s->dst, f.dst, s->n * s->op->elem_bytes, s->op->stream);
+    return send_slice(x, s, f.dst);
+}
+
+static spccl_status run_reduce(sp_exec *x, const slice *s)
+{
+    const uint8_t *msg;
+    size_t bytes;
+    bool first = true;
+    for (int i = 0; i < s->step->n_from; i++) /* all there? */
+        SP_TRY(message_from(x, s, i, &msg, &bytes));
+    SP_TRY(room_for(x, s, message_bound(s)));
+    for (int r = 0, i = 0; r < x->links->world_size; r++) {
+        sp_frame frame;
+        if (r == x->links->rank) {
+            SP_TRY(accumulate(x, s, NULL, &first));
+            continue;
+        }
+        SP_TRY(message_from(x, s, i, &msg, &bytes));
+        SP_TRY(open_frame(x, s, r, msg, bytes, &frame));
+        SP_TRY(accumulate(x, s, &frame, &first));
+        SP_TRY(release_from(x, s, i++, bytes));
+    }
+    return publish_result(x, s);
+}
+
+spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
+{
+    slice s = slice_of(x, op_idx, step_idx);
+    if (s.step->after >= 0) {
+        const sp_step *after = &s.op->plan->steps[s.step->after];
+        size_t done = (size_t)s.op->next_slice[s.step->after] * s.op->a.slice_elems;
+        if (done < sp_min_size(s.off + s.n, after->n_elems))
+            return SPCCL_AGAIN;
+    }
+    switch (s.step->kind) {
+    case SP_STEP_SEND:
+        return run_send(x, &s);
+    case SP_STEP_RECV:
+        return run_recv(x, &s);
+    case SP_STEP_REDUCE:
+        return run_reduce(x, &s);
+    case SP_STEP_COPY:
+        if (s.dst != s.src)
+            x->kernels->copy(s.dst, s.src, s.n * s.op->elem_bytes, s.op->stream);
+        return SPCCL_OK;
+    }
+    return SP_FAIL(SPCCL_ERR_BUG, "step %d of plan %s has kind %d", step_idx, s.op->plan->name,
+                   (int)s.step->kind);
+}
+
+void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, size_t cap)
+{
+    slice s = slice_of(x, op_idx, step_idx);
+    size_t n_slices = sp_ceil_div(s.step->n_elems, s.op->a.slice_elems);
+    char ranks[120] = "";
+    bool receiving = false;
+    for (int i = 0; i < s.step->n_from; i++) {
+        const uint8_t *msg;
+        size_t bytes, used = strlen(ranks);
+        if (message_from(x, &s, i, &msg, &bytes) == SPCCL_OK)
+            continue;
+        receiving = true;
+        snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "",
+                 rank_at(&s, s.step->from + i));
+    }
+    if (receiving) {
+        snprintf(text, cap, "waiting for rank %s to send slice %u of %zu of part %d (%zu elements)", ranks,
+                 s.k, n_slices, s.step->part, s.step->n_elems);
+        return;
+    }
+    for (int i = 0; i < s.step->n_to; i++) {
+        int peer = rank_at(&s, s.step->to + i);
+        void *room;
+        size_t used = strlen(ranks);
+        if (sp_link_reserve(x->links, peer, s.step->lane_out, message_bound(&s), &room) != SPCCL_OK)
+            snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "", peer);
+    }
+    snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of part %d (%zu elements)",
+             ranks[0] != '\0' ? ranks : "(none)", s.k, n_slices, s.step->part, s.step->n_elems);
+}

@@ -1,0 +1,405 @@
+/* test_collectives.c - every collective, dtype and op against plain scalar answers, 1 to 17 ranks as threads,
+ * over inproc and tcp; sizes on edges, all densities, in place and not, forced formats and schedules, several
+ * in flight. */
+#include "dtype.h"
+#include "ranks.h"
+
+enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };
+static const char *const coll_names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+
+struct one_case {
+    int coll, root;
+    spccl_dtype dtype;
+    spccl_redop op;
+    size_t n;        /* as in spccl.h */
+    int density_pct; /* 0..100 */
+    bool in_place, async;
+    uint64_t seed;
+};
+
+struct plan_of_cases {
+    const struct one_case *cases;
+    int n_cases;
+    pthread_mutex_t mu; /* CHECK is not thread safe */
+};
+
+static uint64_t mix(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+/* The bits of element i of rank r's input: known to all ranks without sending anything. */
+static uint64_t element(const struct one_case *c, int r, size_t i)
+{
+    uint64_t h = mix(c->seed + (uint64_t)r * 0x9e3779b97f4a7c15u + i * 0xd1342543de82ef95u);
+    uint64_t v = mix(h);
+    size_t bytes = sp_dtype_bytes(c->dtype);
+    if ((int)(h % 100) >= c->density_pct)
+        return 0;
+    switch (c->dtype) {
+    case SPCCL_FLOAT32:
+        if (v % 97 == 0)
+            return 0x80000000u; /* -0.0 */
+        if (v % 89 == 0)
+            return 0x00000001u; /* denormal */
+        return sp_f32_to_bits((float)((double)(int64_t)v * 0x1p-60));
+    case SPCCL_FLOAT16:
+        return sp_f16_from_f32((float)((double)(int64_t)v * 0x1p-60));
+    case SPCCL_BFLOAT16:
+        return sp_bf16_from_f32((float)((double)(int64_t)v * 0x1p-60));
+    case SPCCL_FLOAT64: {
+        double d = (double)(int64_t)v * 0x1p-60;
+        uint64_t u;
+        memcpy(&u, &d, sizeof u);
+        return u;
+    }
+    default:
+        return bytes == 8 ? v : v & ((UINT64_C(1) << (8 * bytes)) - 1);
+    }
+}
+
+static void put(void *buf, size_t i, spccl_dtype t, uint64_t bits)
+{
+    memcpy((uint8_t *)buf + i * sp_dtype_bytes(t), &bits, sp_dtype_bytes(t));
+}
+
+static uint64_t get(const void *buf, size_t i, spccl_dtype t)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, (const uint8_t *)buf + i * sp_dtype_bytes(t), sp_dtype_bytes(t));
+    return bits;
+}
+
+static float widen(spccl_dtype t, uint64_t bits)
+{
+    return t == SPCCL_FLOAT32   ? sp_f32_from_bits((uint32_t)bits)
+           : t == SPCCL_FLOAT16 ? sp_f16_to_f32((uint16_t)bits)
+                                : sp_bf16_to_f32((uint16_t)bits);
+}
+
+static float float_op(spccl_redop op, float acc, float x)
+{
+    if (op == SPCCL_MIN)
+        return x < acc || x != x ? x : acc;
+    if (op == SPCCL_MAX)
+        return x > acc || x != x ? x : acc;
+    return op == SPCCL_PROD ? acc * x : acc + x;
+}
+
+static double double_op(spccl_redop op, double acc, double x)
+{
+    if (op == SPCCL_MIN)
+        return x < acc || x != x ? x : acc;
+    if (op == SPCCL_MAX)
+        return x > acc || x != x ? x : acc;
+    return op == SPCCL_PROD ? acc * x : acc + x;
+}
+
+static int64_t sign_extend(uint64_t bits, spccl_dtype t)
+{
+    switch (t) {
+    case SPCCL_INT8:
+        return (int8_t)bits;
+    case SPCCL_INT16:
+        return (int16_t)bits;
+    case SPCCL_INT32:
+        return (int32_t)bits;
+    default:
+        return (int64_t)bits; /* int64; uint8 is never negative */
+    }
+}
+
+/* The reduction of element i over all ranks, by the contract of spccl.h and nothing else. */
+static uint64_t reduced(const struct one_case *c, int n_ranks, size_t i)
+{
+    bool sums = c->op == SPCCL_SUM || c->op == SPCCL_AVG;
+    size_t bytes = sp_dtype_bytes(c->dtype);
+    uint64_t mask = bytes == 8 ? UINT64_MAX : (UINT64_C(1) << (8 * bytes)) - 1;
+    if (c->dtype == SPCCL_FLOAT64) {
+        double acc = 0, x;
+        uint64_t u;
+        for (int r = 0; r < n_ranks; r++) {
+            u = element(c, r, i);
+            memcpy(&x, &u, sizeof x);
+            acc = r == 0 && !sums ? x : double_op(c->op, acc, x);
+        }
+        if (c->op == SPCCL_AVG)
+            acc /= n_ranks;
+        memcpy(&u, &acc, sizeof u);
+        return u;
+    }
+    if (c->dtype == SPCCL_FLOAT32 || c->dtype == SPCCL_FLOAT16 || c->dtype == SPCCL_BFLOAT16) {
+        float acc = 0;
+        for (int r = 0; r < n_ranks; r++) {
+            float x = widen(c->dtype, element(c, r, i));
+            acc = r == 0 && !sums ? x : float_op(c->op, acc, x);
+        }
+        if (c->op == SPCCL_AVG)
+            acc /= (float)n_ranks;
+        return c->dtype == SPCCL_FLOAT32   ? sp_f32_to_bits(acc)
+               : c->dtype == SPCCL_FLOAT16 ? sp_f16_from_f32(acc)
+                                           : sp_bf16_from_f32(acc);
+    }
+    uint64_t acc = 0;
+    for (int r = 0; r < n_ranks; r++) {
+        uint64_t x = element(c, r, i);
+        int64_t a = sign_extend(acc, c->dtype), b = sign_extend(x, c->dtype);
+        if (r == 0)
+            acc = x;
+        else if (c->op == SPCCL_MIN)
+            acc = b < a ? x : acc;
+        else if (c->op == SPCCL_MAX)
+            acc = b > a ? x : acc;
+        else
+            acc = (c->op == SPCCL_PROD ? acc * x : acc + x) & mask;
+    }
+    if (c->op == SPCCL_AVG)
+        acc = (uint64_t)(sign_extend(acc, c->dtype) / n_ranks) & mask;
+    return acc;
+}
+
+static uint64_t wanted(const struct one_case *c, const struct rank_ctx *ctx, size_t i)
+{
+    switch (c->coll) {
+    case ALL_GATHER:
+        return element(c, (int)(i / c->n), i % c->n);
+    case REDUCE_SCATTER:
+        return reduced(c, ctx->n_ranks, (size_t)ctx->rank * c->n + i);
+    case ALL_REDUCE:
+        return reduced(c, ctx->n_ranks, i);
+    default:
+        return element(c, c->root, i);
+    }
+}
+
+/* Buffers of one case on one rank: exactly sized, so that the sanitizer sees a byte too much. */
+struct buffers {
+    uint8_t *in, *out;
+    size_t n_in, n_out;
+    void *alloc_in, *alloc_out;
+};
+
+static struct buffers make_buffers(const struct one_case *c, const struct rank_ctx *ctx)
+{
+    struct buffers b = {0};
+    size_t e = sp_dtype_bytes(c->dtype), n_ranks = (size_t)ctx->n_ranks, own = (size_t)ctx->rank * c->n;
+    b.n_in = c->coll == REDUCE_SCATTER ? c->n * n_ranks : c->n;
+    b.n_out = c->coll == ALL_GATHER ? c->n * n_ranks : c->n;
+    b.alloc_out = malloc(b.n_out * e);
+    b.alloc_in = malloc(b.n_in * e);
+    b.in = b.alloc_in;
+    b.out = b.alloc_out;
+    memset(b.out, 0xa5, b.n_out * e);
+    if (c->coll == BROADCAST) {
+        if (ctx->rank == c->root)
+            for (size_t i = 0; i < c->n; i++)
+                put(b.out, i, c->dtype, element(c, c->root, i));
+        return b;
+    }
+    if (c->in_place && c->coll == ALL_GATHER)
+        b.in = b.out + own * e;
+    if (c->in_place && c->coll == ALL_REDUCE)
+        b.in = b.out;
+    for (size_t i = 0; i < b.n_in; i++)
+        put(b.in, i, c->dtype, element(c, ctx->rank, i));
+    if (c->in_place && c->coll == REDUCE_SCATTER)
+        b.out = b.in + own * e;
+    return b;
+}
+
+static spccl_status issue(const struct one_case *c, spccl_comm *comm, const struct buffers *b,
+                          spccl_request **req)
+{
+    switch (c->coll) {
+    case ALL_GATHER:
+        return spccl_all_gather(comm, b->in, b->out, c->n, c->dtype, req);
+    case REDUCE_SCATTER:
+        return spccl_reduce_scatter(comm, b->in, b->out, c->n, c->dtype, c->op, req);
+    case ALL_REDUCE:
+        return spccl_all_reduce(comm, b->in, b->out, c->n, c->dtype, c->op, req);
+    default:
+        return spccl_broadcast(comm, b->out, c->n, c->dtype, c->root, req);
+    }
+}
+
+static void check_case(const struct one_case *c, struct rank_ctx *ctx, const struct buffers *b,
+                       spccl_status st)
+{
+    struct plan_of_cases *plan = ctx->arg;
+    size_t bad = 0, at = 0;
+    char error[1024];
+    snprintf(error, sizeof error, "%s", st != SPCCL_OK ? spccl_last_error() : "");
+    if (st == SPCCL_OK)
+        for (size_t i = b->n_out; i-- > 0;)
+            if (get(b->out, i, c->dtype) != wanted(c, ctx, i)) {
+                bad++;
+                at = i;
+            }
+    pthread_mutex_lock(&plan->mu);
+    CHECK(st == SPCCL_OK && bad == 0,
+          "%s of %zu %s, op %d, root %d, density %d%%, %s%s, rank %d of %d: status %d %s; %zu wrong, first "
+          "at %zu: got "
+          "%llx, wanted %llx (seed %llu)",
+          coll_names[c->coll], c->n, sp_dtype_name(c->dtype), (int)c->op, c->root, c->density_pct,
+          c->in_place ? "in place" : "out of place", c->async ? ", async" : "", ctx->rank, ctx->n_ranks,
+          (int)st, error, bad, at, bad ? (unsigned long long)get(b->out, at, c->dtype) : 0,
+          bad ? (unsigned long long)wanted(c, ctx, at) : 0, (unsigned long long)c->seed);
+    pthread_mutex_unlock(&plan->mu);
+}
+
+#define IN_FLIGHT 12
+
+static void run_cases(struct rank_ctx *ctx)
+{
+    struct plan_of_cases *plan = ctx->arg;
+    struct buffers b[IN_FLIGHT];
+    spccl_request *req[IN_FLIGHT];
+    spccl_status st[IN_FLIGHT];
+    for (int first = 0; first < plan->n_cases; first += IN_FLIGHT) {
+        int n = plan->n_cases - first < IN_FLIGHT ? plan->n_cases - first : IN_FLIGHT;
+        for (int i = 0; i < n; i++) {
+            const struct one_case *c = &plan->cases[first + i];
+            b[i] = make_buffers(c, ctx);
+            req[i] = NULL;
+            st[i] = issue(c, ctx->comm, &b[i], c->async ? &req[i] : NULL);
+        }
+        for (int i = n; i-- > 0;) { /* waited for in another order than issued */
+            if (req[i] != NULL)
+                st[i] = spccl_request_wait(req[i], -1);
+            check_case(&plan->cases[first + i], ctx, &b[i], st[i]);
+            spccl_request_free(req[i]);
+            free(b[i].alloc_in);
+            free(b[i].alloc_out);
+        }
+    }
+}
+
+static void run_plan(const struct one_case *cases, int n_cases, int n_ranks, const char *transports)
+{
+    struct plan_of_cases plan = {.cases = cases, .n_cases = n_cases};
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.timeout_ms = 60000;
+    config.transports = transports;
+    pthread_mutex_init(&plan.mu, NULL);
+    run_ranks(n_ranks, &config, run_cases, &plan, ctx);
+    for (int r = 0; r < n_ranks; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d of %d over %s: %s", r, n_ranks, transports, ctx[r].error);
+    pthread_mutex_destroy(&plan.mu);
+}
+
+static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};
+#define N_SIZES (sizeof sizes / sizeof sizes[0])
+
+static struct one_case random_case(int n_ranks, size_t n)
+{
+    static const int densities[] = {0, 1, 3, 10, 30, 50, 90, 99, 100};
+    struct one_case c = {.coll = (int)(test_rand() % N_COLLS),
+                         .root = (int)(test_rand() % (uint64_t)n_ranks),
+                         .dtype = (spccl_dtype)(1 + test_rand() % 10),
+                         .op = (spccl_redop)(test_rand() % 5),
+                         .n = n,
+                         .density_pct = densities[test_rand() % 9],
+                         .in_place = test_rand() % 2,
+                         .async = test_rand() % 2,
+                         .seed = test_rand()};
+    if (c.dtype == SPCCL_FLOAT8 && (c.coll == REDUCE_SCATTER || c.coll == ALL_REDUCE))
+        c.dtype = SPCCL_FLOAT32;
+    return c;
+}
+
+static void random_plan(int n_ranks, int n_cases, size_t n_max, const char *transports)
+{
+    struct one_case cases[256];
+    for (int i = 0; i < n_cases; i++)
+        cases[i] = random_case(n_ranks, i % 3 == 0 ? test_rand() % n_max : sizes[test_rand() % N_SIZES]);
+    run_plan(cases, n_cases, n_ranks, transports);
+}
+
+static void test_every_dtype_and_op(void)
+{
+    struct one_case cases[256];
+    int n = 0;
+    for (int t = SPCCL_FLOAT32; t <= SPCCL_UINT8; t++)
+        for (int op = SPCCL_SUM; op <= SPCCL_PROD; op++)
+            for (int coll = REDUCE_SCATTER; coll <= ALL_REDUCE; coll++)
+                if (t != SPCCL_FLOAT8)
+                    cases[n++] = (struct one_case){.coll = coll,
+                                                   .dtype = (spccl_dtype)t,
+                                                   .op = (spccl_redop)op,
+                                                   .n = 5000,
+                                                   .density_pct = 1 + (int)(test_rand() % 60),
+                                                   .seed = test_rand(),
+                                                   .async = n % 2};
+    run_plan(cases, n, 3, "inproc");
+}
+
+static void test_ranks_1_to_17(void)
+{
+    for (int n = 1; n <= 17; n++)
+        random_plan(n, n <= 4 ? 96 : 24, 20000, "inproc");
+}
+
+static void test_tcp(void)
+{
+    for (int n = 2; n <= 5; n++)
+        random_plan(n, 48, 20000, "tcp");
+}
+
+/* Larger than the lanes: flow control, streams, every format on the way. */
+static void test_large(void)
+{
+    static const int densities[] = {0, 1, 10, 50, 100};
+    struct one_case cases[32];
+    for (int n_ranks = 2; n_ranks <= 4; n_ranks += 2) {
+        int n = 0;
+        for (int coll = 0; coll < N_COLLS; coll++)
+            for (int d = 0; d < 5; d++)
+                cases[n++] = (struct one_case){.coll = coll,
+                                               .root = 1,
+                                               .dtype = d % 2 ? SPCCL_FLOAT32 : SPCCL_BFLOAT16,
+                                               .n = 1500000 + (size_t)d * 77,
+                                               .density_pct = densities[d],
+                                               .in_place = d % 2,
+                                               .async = d % 3 == 0,
+                                               .seed = test_rand()};
+        run_plan(cases, n, n_ranks, "inproc");
+        if (n_ranks == 2)
+            run_plan(cases, n, n_ranks, "tcp");
+    }
+}
+
+/* Forcing anything must not change a bit: all runs are compared with the same scalar answer. */
+static void test_forced(void)
+{
+    static const char *const formats[] = {"tile", "pici", "coo", "dense"};
+    static const char *const schedules[] = {"direct", "oneshot"};
+    for (int i = 0; i < 4; i++) {
+        setenv("SPCCL_FORMAT", formats[i], 1);
+        random_plan(3, 48, 70000, "inproc");
+    }
+    unsetenv("SPCCL_FORMAT");
+    for (int i = 0; i < 2; i++) {
+        setenv("SPCCL_SCHEDULE", schedules[i], 1);
+        random_plan(4, 48, 70000, "inproc");
+    }
+    unsetenv("SPCCL_SCHEDULE");
+    setenv("SPCCL_SLICE_BYTES", "32768", 1);
+    random_plan(3, 48, 70000, "inproc");
+    unsetenv("SPCCL_SLICE_BYTES");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"every_dtype_and_op", test_every_dtype_and_op},
+        {"ranks_1_to_17", test_ranks_1_to_17},
+        {"forced", test_forced},
+        {"large", test_large},
+        {"tcp", test_tcp},
+        {NULL, NULL},
+    };
+    return test_main(cases, argc, argv);
+}
