@@ -17,6 +17,13 @@ PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
 INTERNAL_DIRS = ("csrc", "csrc/core", "csrc/kernels", "csrc/transport")
 # An unused static function of a header is no fault of the header.
 RELAXED = ("-Wno-unused-function",)
+ISA_FLAGS = {
+    # -O2: without it the compiler's own intrinsics are macros, which the warnings then look into.
+    "avx2": ("-O2", "-march=x86-64-v3"),
+    "avx512": ("-O2", "-march=x86-64-v4", "-mavx512vbmi", "-mavx512vbmi2"),
+}
+# Written in terms of another header, which the including file picks.
+AFTER = {"flat.h": "simd_avx2.h"}
 
 
 def jobs() -> list[tuple[Path, list[str]]]:
@@ -26,7 +33,11 @@ def jobs() -> list[tuple[Path, list[str]]]:
     # As in CMakeLists.txt: our sched.h must not stand in for the system's.
     inside = [f"-I{ROOT / 'csrc'}", *(f"-iquote{ROOT / d}" for d in INTERNAL_DIRS[1:])]
     for folder in INTERNAL_DIRS[1:]:
-        found += [(h, [*C, *RELAXED, *inside]) for h in sorted((ROOT / folder).glob("*.h"))]
+        for header in sorted((ROOT / folder).glob("*.h")):
+            first = AFTER.get(header.name)
+            isa = ISA_FLAGS.get((first or header.name).removesuffix(".h").rpartition("_")[2], ())
+            prelude = ("-include", str(header.with_name(first))) if first else ()
+            found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
     found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").glob("*.h"))]
     return found

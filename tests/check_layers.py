@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUFFIXES = {".h", ".c", ".hpp", ".cpp", ".cu", ".cuh"}
+SUFFIXES = {".h", ".c", ".inc", ".hpp", ".cpp", ".cu", ".cuh"}
 NO_NETWORK = ("sys/socket", "netinet/", "arpa/", "netdb", "infiniband/")
 NO_BINDINGS = ("Python", "torch/", "ATen/", "c10/", "cuda")
 
@@ -62,22 +62,24 @@ MAP = (
         "kernels",
         "csrc/kernels",
         ("contract", "base", "contracts"),
-        "cpu_feature elem reduce kernels scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar "
-        "reduce_scalar dispatch",
+        "cpu_feature kernels elem reduce transpose simd_avx2 simd_avx512 flat.h bulk.inc pici.inc coo.inc tile.inc "
+        "scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar "
+        "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
+        "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch",
         (*NO_NETWORK, "Python", "torch/"),
     ),
     Group(
         "transport",
         "csrc/transport",
         ("contract", "base", "contracts"),
-        "auth spsc ringlink transports inproc registry",
+        "auth spsc sock handshake acceptor ringlink transports inproc registry",
         NO_BINDINGS,
     ),
     Group(
         "c10d_backend",
         "csrc/c10d_backend",
         ("contract",),
-        "torch_compat serial_thread tensor comm work sparse backend",
+        "torch_compat serial_thread tensor comm work sparse backend delegate ops glue",
         (*NO_NETWORK, "Python", "cuda"),
     ),
     Group(

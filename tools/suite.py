@@ -49,8 +49,8 @@ SANITIZER_ENV = {
 }
 ISA_CPU_FLAGS = {
     "scalar": set(),
-    "avx2": {"avx2", "bmi1", "bmi2"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "bmi1", "bmi2", "popcnt", "abm", "f16c"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_vbmi2"},
 }
 
 
