@@ -3,6 +3,7 @@ outsiders include also as C++, at the oldest standards we promise."""
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,8 @@ def jobs() -> list[tuple[Path, list[str]]]:
         for header in sorted((ROOT / folder).glob("*.h")):
             first = AFTER.get(header.name)
             isa = ISA_FLAGS.get((first or header.name).removesuffix(".h").rpartition("_")[2], ())
+            if isa and platform.machine() != "x86_64":
+                continue
             prelude = ("-include", str(header.with_name(first))) if first else ()
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]

@@ -62,7 +62,8 @@ MAP = (
         "kernels",
         "csrc/kernels",
         ("contract", "base", "contracts"),
-        "cpu_feature kernels elem reduce transpose simd_avx2 simd_avx512 flat.h bulk.inc pici.inc coo.inc tile.inc "
+        "cpu_feature kernels elem reduce transpose simd_avx2 simd_avx512 flat.h "
+        "bulk.inc pici.inc coo.inc tile.inc "
         "scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar "
         "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
         "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch",
