@@ -32,6 +32,45 @@ static const sp_kernels scalar_kernels = {
     .zero = sp_zero_scalar,
 };
 
+#if SPCCL_KERNELS_X86
+static const sp_kernels avx2_kernels = {
+    .name = "avx2",
+    .scan = sp_scan_avx2,
+    .encode = {[SPCCL_FORMAT_TILE] = sp_tile_encode_avx2,
+               [SPCCL_FORMAT_PICI] = sp_pici_encode_avx2,
+               [SPCCL_FORMAT_COO] = sp_coo_encode_avx2,
+               [SPCCL_FORMAT_DENSE] = sp_dense_encode_scalar},
+    .decode = {[SPCCL_FORMAT_TILE] = VERBS(tile, avx2),
+               [SPCCL_FORMAT_PICI] = VERBS(pici, avx2),
+               [SPCCL_FORMAT_COO] = {[SPCCL_SET] = sp_coo_set_avx2,
+                                     [SPCCL_ADD] = sp_coo_add_scalar,
+                                     [SPCCL_OVERWRITE] = sp_coo_overwrite_scalar},
+               [SPCCL_FORMAT_DENSE] = VERBS(dense, avx2)},
+    .combine = sp_combine_avx2,
+    .finish = sp_finish_avx2,
+    .copy = sp_copy_avx2,
+    .zero = sp_zero_avx2,
+};
+static const sp_kernels avx512_kernels = {
+    .name = "avx512",
+    .scan = sp_scan_avx512,
+    .encode = {[SPCCL_FORMAT_TILE] = sp_tile_encode_avx512,
+               [SPCCL_FORMAT_PICI] = sp_pici_encode_avx512,
+               [SPCCL_FORMAT_COO] = sp_coo_encode_avx512,
+               [SPCCL_FORMAT_DENSE] = sp_dense_encode_scalar},
+    .decode = {[SPCCL_FORMAT_TILE] = VERBS(tile, avx512),
+               [SPCCL_FORMAT_PICI] = VERBS(pici, avx512),
+               [SPCCL_FORMAT_COO] = {[SPCCL_SET] = sp_coo_set_avx512,
+                                     [SPCCL_ADD] = sp_coo_add_scalar,
+                                     [SPCCL_OVERWRITE] = sp_coo_overwrite_scalar},
+               [SPCCL_FORMAT_DENSE] = VERBS(dense, avx512)},
+    .combine = sp_combine_avx512,
+    .finish = sp_finish_avx512,
+    .copy = sp_copy_avx512,
+    .zero = sp_zero_avx512,
+};
+#endif
+
 static const char *scalar_lacks(void)
 {
     return NULL;
@@ -44,6 +83,10 @@ static const struct {
     const char *about;
 } sets[] = {
     {&scalar_kernels, scalar_lacks, "plain C: runs everywhere, the reference meaning"},
+#if SPCCL_KERNELS_X86
+    {&avx2_kernels, sp_cpu_lacks_avx2, "AVX2, BMI2, F16C"},
+    {&avx512_kernels, sp_cpu_lacks_avx512, "AVX-512 F, BW, DQ, VL, VBMI, VBMI2"},
+#endif
 };
 #define N_SETS (sizeof sets / sizeof sets[0])
 

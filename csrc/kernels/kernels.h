@@ -24,4 +24,22 @@ SP_DECLARE_FORMAT(coo, scalar)
 SP_DECLARE_FORMAT(dense, scalar)
 SP_DECLARE_BULK(scalar)
 
+#if SPCCL_KERNELS_X86
+/* ---- AVX2 with BMI1, BMI2, POPCNT, LZCNT, F16C ---- */
+void sp_scan_avx2(sp_scan_args *a);
+SP_DECLARE_FORMAT(tile, avx2)
+SP_DECLARE_FORMAT(pici, avx2)
+SP_DECLARE_FORMAT(coo, avx2)
+SP_DECLARE_FORMAT(dense, avx2)
+SP_DECLARE_BULK(avx2)
+
+/* ---- AVX-512 F, BW, DQ, VL, VBMI, VBMI2, and the above ---- */
+void sp_scan_avx512(sp_scan_args *a);
+SP_DECLARE_FORMAT(tile, avx512)
+SP_DECLARE_FORMAT(pici, avx512)
+SP_DECLARE_FORMAT(coo, avx512)
+SP_DECLARE_FORMAT(dense, avx512)
+SP_DECLARE_BULK(avx512)
+#endif
+
 #endif

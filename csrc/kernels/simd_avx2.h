@@ -1,0 +1,108 @@
+/* simd_avx2.h - the primitives that flat.h, tile.inc, pici.inc, coo.inc and bulk.inc ask of an instruction
+ * set, in AVX2 (with bmi1, bmi2, popcnt, lzcnt, f16c). */
+#ifndef SP_SIMD_AVX2_H
+#define SP_SIMD_AVX2_H
+
+#include "elem.h"
+#include "transpose.h"
+
+#include <immintrin.h>
+
+#define SP_ISA_NAME(x) x##_avx2
+
+/* ---- bulk ---- */
+
+static inline void simd_stream_end(void)
+{
+    _mm_sfence();
+}
+/* Bytes before dst is at a cache line, at most `bytes`. */
+static inline size_t simd_head(const void *dst, size_t bytes)
+{
+    return sp_min_size((size_t)(-(uintptr_t)dst & 63u), bytes);
+}
+/* Copy past the cache: whole lines with non-temporal stores, the ends as usual. */
+static inline void simd_stream(uint8_t *dst, const uint8_t *src, size_t bytes)
+{
+    size_t i = simd_head(dst, bytes);
+    memcpy(dst, src, i);
+    for (; i + 64 <= bytes; i += 64) {
+        __m256i v0 = _mm256_loadu_si256((const void *)(src + i)),
+                v1 = _mm256_loadu_si256((const void *)(src + i + 32));
+        _mm256_stream_si256((void *)(dst + i), v0);
+        _mm256_stream_si256((void *)(dst + i + 32), v1);
+    }
+    memcpy(dst + i, src + i, bytes - i);
+}
+static inline void simd_stream_zero(uint8_t *dst, size_t bytes)
+{
+    size_t i = simd_head(dst, bytes);
+    memset(dst, 0, i);
+    for (; i + 64 <= bytes; i += 64) {
+        _mm256_stream_si256((void *)(dst + i), _mm256_setzero_si256());
+        _mm256_stream_si256((void *)(dst + i + 32), _mm256_setzero_si256());
+    }
+    memset(dst + i, 0, bytes - i);
+}
+
+/* ---- float16, as dtype.h says: vcvtph2ps and vcvtps2ph make NaNs quiet and keep their upper payload bits
+ * ---- */
+
+static inline void simd_f16_to_f32(float *out, const void *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i,
+                         _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint8_t *)in + i * 2))));
+    for (; i < n; i++)
+        out[i] = sp_f16_to_f32(sp_get_u16(in, i));
+}
+static inline void simd_f32_to_f16(void *out, const float *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((void *)((uint8_t *)out + i * 2),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < n; i++)
+        sp_put_u16(out, i, sp_f16_from_f32(in[i]));
+}
+
+/* ---- offset lists: each writes whole groups, up to 64 entries past the end ---- */
+
+/* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. Groups of 4 without a
+ * test inside: past the last bit tzcnt gives 64, and what it writes is overwritten by the next call. */
+static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned add, uint16_t *offs)
+{
+    unsigned n = sp_popcount64(bits);
+    for (unsigned j = 0; j < n; j += 4) {
+        for (unsigned i = 0; i < 4; i++) {
+            offs[j + i] = (uint16_t)((_tzcnt_u64(bits) << shift) + add);
+            bits = _blsr_u64(bits);
+        }
+    }
+    return n;
+}
+/* offs[j] = bytes[j] + add for n <= 255 bytes; `readable` bytes may be read. */
+static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t readable, unsigned add,
+                                      uint16_t *offs)
+{
+    const __m256i plus = _mm256_set1_epi16((short)add);
+    for (size_t j = 0; j < n; j += 16) {
+        if (SP_LIKELY(j + 16 <= readable)) {
+            __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)(bytes + j)));
+            _mm256_storeu_si256((void *)(offs + j), _mm256_add_epi16(v, plus));
+        } else {
+            for (size_t i = j; i < n; i++)
+                offs[i] = (uint16_t)(bytes[i] + add);
+        }
+    }
+}
+
+/* ---- bits ---- */
+
+static inline void simd_transpose64(const uint64_t in[64], uint8_t *out)
+{
+    sp_transpose64(in, out);
+}
+
+#endif
