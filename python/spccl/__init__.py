@@ -55,7 +55,7 @@ def _torch_will_autoload() -> bool:
 
 
 def _register_backend() -> None:
-    """Make the name "spccl" known to torch.distributed, without importing torch where that can be left to torch."""
+    """Make the name "spccl" known to torch.distributed; leave it to `import torch` where that does it."""
     if "torch" not in sys.modules and (importlib.util.find_spec("torch") is None or _torch_will_autoload()):
         return
     try:

@@ -25,8 +25,8 @@ def get_unique_id() -> bytes:
 class Stats:
     """Counters of one rank since its communicator was made. All sizes in bytes.
 
-    `dense_bytes_sent` is what the payloads would have been without any format; `wire_bytes_sent` what was sent,
-    headers included; `n_frames_sent` counts frames by format; `buffer_bytes` is memory held now.
+    `dense_bytes_sent` is what the payloads would have been without any format; `wire_bytes_sent` what was
+    sent, headers included; `n_frames_sent` counts frames by format; `buffer_bytes` is memory held now.
     """
 
     n_collectives: int
@@ -91,8 +91,9 @@ class Communicator:
 
     Calls must come in the same order on every rank, from one thread at a time; several may be in flight.
     Arrays are anything with the buffer protocol or DLPack, in host memory, C-contiguous, of any shape (taken
-    flat). Reductions add in rank order from +0.0, float16 and bfloat16 in float32 with one rounding: every rank
-    and every run gets the same bits, whatever format or transport carried them. Source: docs/ALGORITHMS.md.
+    flat). Reductions add in rank order from +0.0, float16 and bfloat16 in float32 with one rounding: every
+    rank and every run gets the same bits, whatever format or transport carried them.
+    Source: docs/ALGORITHMS.md.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Communicator:
         """output[r * n : (r + 1) * n] = rank r's input.
 
         Args:
-            input: n elements; may be this rank's part of `output` exactly (in place), else must not overlap it.
+            input: n elements; may be this rank's part of `output` exactly (in place), else no overlap.
             output: world_size * n elements, writable, same dtype.
             dtype: what to read both as, as in `spccl.encode`; any dtype.
             async_op: return at once with a Request.
@@ -199,9 +200,7 @@ class Communicator:
             op, dtype, async_op: as in `reduce_scatter`.
         Raises: as `all_gather`.
         """
-        return _request(
-            self._comm.all_reduce(input, output, op, dtype=dtype_name(dtype), async_op=async_op)
-        )
+        return _request(self._comm.all_reduce(input, output, op, dtype=dtype_name(dtype), async_op=async_op))
 
     def broadcast(
         self, buffer: Any, root: int = 0, *, dtype: Any = None, async_op: bool = False
@@ -217,7 +216,9 @@ class Communicator:
         return _request(self._comm.broadcast(buffer, root, dtype=dtype_name(dtype), async_op=async_op))
 
     def abort(self, reason: str | None = None) -> None:
-        """Break the communicator at once: every wait on it ends with AbortedError, peers are told. Any thread.
+        """Break the communicator at once: every wait on it ends with AbortedError, peers are told.
+
+        Any thread.
 
         Args: reason: one line for the error texts, here and on the peers.
         """
@@ -253,7 +254,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception this rank will not take part any more: peers must learn it now, not by a time-out.
+        # After an exception this rank takes part no more: peers must learn it now, not by a time-out.
         if error is not None and not self.closed:
             self.abort(f"rank {self.rank} left its `with` block: {type(error).__name__}: {error}")
         self.close()

@@ -67,9 +67,9 @@ def dtype_name(dtype: Any) -> str | None:
     """
     if dtype is None:
         return None
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    name = str(dtype) if name is None else str(name)
-    name = name.removeprefix("torch.")
+    # numpy.dtype("int8") has a name, numpy.int8 a __name__; str(torch.int8) is "torch.int8".
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype
+    name = str(name).removeprefix("torch.")
     return "float8" if name.startswith("float8") else name
 
 
@@ -104,8 +104,8 @@ def encode(
             "float8" for uint8 bits; or a torch or numpy dtype. None: the array's own.
         slice_elems: elements per frame, a multiple of 4096; 0 = 65536.
     Returns: the stream. -0.0, NaN payloads, infinities and denormals travel bit for bit.
-    Raises: ArgumentError (dtype, size, layout of an argument, named in the text), UnsupportedError (the forced
-        format does not fit, or a CUDA tensor), OutOfMemoryError.
+    Raises: ArgumentError (dtype, size, layout of an argument, named in the text), UnsupportedError (the
+        forced format does not fit, or a CUDA tensor), OutOfMemoryError.
     Source: docs/FORMAT.md.
     """
     return _ext.encode(x, base=base, format=format, dtype=dtype_name(dtype), slice_elems=slice_elems)

@@ -15,8 +15,8 @@ class Entry:
     """One part of this build, or one setting.
 
     `kind`: "transport", "kernels", "part", "setting" (an SPCCL_* variable) or "python" (what the Python
-    side found). `value`: "in", "in, chosen", "absent", or a setting's or version's value. `why`: the reason, and
-    how to get what is absent.
+    side found). `value`: "in", "in, chosen", "absent", or a setting's or version's value. `why`: the reason,
+    and how to get what is absent.
     """
 
     kind: str
@@ -53,9 +53,9 @@ def _torch_backend() -> Entry:
     except Exception as error:  # whatever keeps the backend out is what the user asked to see
         return Entry("python", name, "absent", f"{type(error).__name__}: {error}")
     registered = "spccl" in Backend.backend_list
-    why = 'init_process_group("spccl") and "cpu:spccl" work' if registered else "register() left no entry in torch"
-    describe = getattr(backend, "describe", None)
-    return Entry("python", name, "registered" if registered else "absent", describe() if describe else why)
+    if not registered:
+        return Entry("python", name, "absent", "backend.register() left no entry in torch.distributed")
+    return Entry("python", name, "registered", 'init_process_group("spccl") and "cpu:spccl" work')
 
 
 def info() -> list[Entry]:
@@ -65,7 +65,9 @@ def info() -> list[Entry]:
     """
     entries = [Entry(*entry) for entry in _ext.info()]
     entries += [
-        Entry("python", "spccl", _ext.version(), "libspccl as loaded by spccl._ext (limited API, Python 3.11 on)"),
+        Entry(
+            "python", "spccl", _ext.version(), "libspccl, as loaded by spccl._ext (any Python from 3.11 on)"
+        ),
         Entry("python", "python", platform.python_version(), platform.python_implementation()),
         _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
         _optional("torch", 'backend="spccl", and the dense peer of spccl bench', "'spccl[torch]'"),
