@@ -98,6 +98,7 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
         sched_yield(); /* with more ranks than cores the peer needs this core */
         return SPCCL_OK;
     }
+    SP_TRY(sp_exec_check_heads(&comm->exec));
     SP_TRY(sp_exec_check_deadlines(&comm->exec));
     atomic_store(&comm->sleeping, true); /* before looking at the queue: see sp_comm_submit */
     pthread_mutex_lock(&comm->mu);
@@ -139,7 +140,7 @@ static void drive(spccl_comm *comm, spccl_request *until)
             st = sp_exec_pass(&comm->exec, &progressed);
         if (st == SPCCL_OK && progressed)
             st = sp_links_progress(&comm->links);
-        while (st == SPCCL_OK && (op = sp_exec_retire(&comm->exec)) != NULL) {
+        while (st == SPCCL_OK && (st = sp_exec_retire(&comm->exec, &op)) == SPCCL_OK && op != NULL) {
             complete(comm, op, SPCCL_OK, "");
             progressed = true;
         }

@@ -159,16 +159,19 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
     return SPCCL_OK;
 }
 
-sp_op *sp_exec_retire(sp_exec *x)
+spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
 {
     sp_op *op = x->window[0];
+    *out = NULL;
     if (x->n_ops == 0 || op->n_steps_left != 0 || !sp_links_flushed(x->links))
-        return NULL;
+        return SPCCL_OK;
+    SP_TRY(sp_exec_check_surplus(x, op));
     x->n_ops--;
     for (int i = 0; i < x->n_ops; i++)
         x->window[i] = x->window[i + 1];
     sp_trace_add(x->trace, op->seq, "done", sp_coll_name(op->a.coll), op->a.n_elems);
-    return op;
+    *out = op;
+    return SPCCL_OK;
 }
 
 int64_t sp_exec_deadline(const sp_exec *x)
@@ -180,18 +183,32 @@ int64_t sp_exec_deadline(const sp_exec *x)
     return nearest;
 }
 
-/* What the first unfinished step of an overdue op waits for. */
+/* The unfinished step to blame: one that waits for contributions, if there is any, since those wait for
+ * nothing but their sender; results and room may be late because of a third rank. */
+static int step_to_blame(const sp_op *op)
+{
+    int found = -1;
+    for (int s = 0; s < op->plan->n_steps; s++) {
+        const sp_step *step = &op->plan->steps[s];
+        if ((size_t)op->next_slice[s] * op->a.slice_elems >= step->n_elems)
+            continue;
+        if (step->n_from != 0 && step->lane_in == SP_LANE_INPUT)
+            return s;
+        if (found < 0)
+            found = s;
+    }
+    return found;
+}
+
 static spccl_status overdue(sp_exec *x, int op_idx)
 {
     const sp_op *op = x->window[op_idx];
     char what[160], wait[400];
+    int step = step_to_blame(op);
     sp_op_describe(op, what, sizeof what);
     snprintf(wait, sizeof wait, "waiting to hand the last bytes to the network");
-    for (int s = 0; s < op->plan->n_steps; s++)
-        if ((size_t)op->next_slice[s] * op->a.slice_elems < op->plan->steps[s].n_elems) {
-            sp_step_describe_wait(x, op_idx, s, wait, sizeof wait);
-            break;
-        }
+    if (step >= 0)
+        sp_step_describe_wait(x, op_idx, step, wait, sizeof wait);
     return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: %s timed out after %" PRId64 " ms: %s", x->links->rank, what,
                    op->a.timeout_ms, wait);
 }

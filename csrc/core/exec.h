@@ -88,8 +88,11 @@ void sp_exec_add(sp_exec *x, sp_op *op);
  * anything was. On failure the whole communicator is broken: PEER, FORMAT, FRAME, MISMATCH; the text names
  * op, peer, part and slice. */
 spccl_status sp_exec_pass(sp_exec *x, bool *progressed);
-/* The oldest op if it is finished (removed from the window), else NULL. Ops finish in the order of issue. */
-sp_op *sp_exec_retire(sp_exec *x);
+/* Before sleeping: MISMATCH if a peer sent a message of a collective that this rank called otherwise. */
+spccl_status sp_exec_check_heads(sp_exec *x);
+/* *out = the oldest op if it is finished (removed from the window), else NULL. Ops finish in the order of
+ * issue. MISMATCH if a peer sent more for it, or for an older one, than this rank's call takes. */
+spccl_status sp_exec_retire(sp_exec *x, sp_op **out);
 /* TIMEOUT, with what the oldest overdue op waits for, if a deadline has passed. */
 spccl_status sp_exec_check_deadlines(sp_exec *x);
 /* The nearest deadline of the window. */

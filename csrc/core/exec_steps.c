@@ -37,33 +37,102 @@ static void envelope_write(uint8_t *e, const slice *s)
     sp_store_le32(e + 28, ENVELOPE_MAGIC);
 }
 
-/* Is this the message that the slice wants from `peer`? If not, the ranks called different things. */
+/* Does the message belong to this very collective? If not, the ranks called different things. */
+static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer, const uint8_t *e)
+{
+    const sp_coll_args *a = &op->a;
+    char here[160], there[160];
+    if (sp_load_le32(e) == op->seq && e[4] == (uint8_t)a->coll && e[5] == (uint8_t)a->dtype &&
+        e[6] == (uint8_t)a->redop && sp_load_le64(e + 8) == a->n_elems &&
+        sp_load_le16(e + 26) == (uint16_t)a->root)
+        return SPCCL_OK;
+    sp_op_describe(op, here, sizeof here);
+    sp_coll_describe(there, sizeof there, sp_load_le32(e), (sp_coll)e[4], sp_load_le64(e + 8),
+                     (spccl_dtype)e[5], (spccl_redop)e[6], sp_load_le16(e + 26));
+    return SP_FAIL(SPCCL_ERR_MISMATCH,
+                   "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the same "
+                   "collectives in the "
+                   "same order with the same sizes and dtypes",
+                   x->links->rank, here, peer, there);
+}
+
+static spccl_status check_magic(const sp_exec *x, int peer, const uint8_t *e, size_t bytes)
+{
+    if (bytes >= SP_ENVELOPE_BYTES + SP_FRAME_HEADER_BYTES && sp_load_le32(e + 28) == ENVELOPE_MAGIC)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent %zu bytes that are no spccl message",
+                   x->links->rank, peer, bytes);
+}
+
+/* Is this the message that the slice wants from `peer`? */
 static spccl_status envelope_check(const sp_exec *x, const slice *s, int peer, const uint8_t *e, size_t bytes)
 {
     const sp_coll_args *a = &s->op->a;
-    char here[160], there[160];
-    if (bytes < SP_ENVELOPE_BYTES + SP_FRAME_HEADER_BYTES || sp_load_le32(e + 28) != ENVELOPE_MAGIC)
-        return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent %zu bytes that are no spccl message",
-                       x->links->rank, peer, bytes);
+    char here[160];
+    SP_TRY(check_magic(x, peer, e, bytes));
+    SP_TRY(same_collective(x, s->op, peer, e));
+    if (sp_load_le32(e + 16) == s->k && sp_load_le16(e + 24) == (uint16_t)s->step->part &&
+        sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
+        return SPCCL_OK;
     sp_op_describe(s->op, here, sizeof here);
-    if (sp_load_le32(e) != s->op->seq || e[4] != (uint8_t)a->coll || e[5] != (uint8_t)a->dtype ||
-        e[6] != (uint8_t)a->redop || sp_load_le64(e + 8) != a->n_elems ||
-        sp_load_le16(e + 26) != (uint16_t)a->root) {
-        sp_coll_describe(there, sizeof there, sp_load_le32(e), (sp_coll)e[4], sp_load_le64(e + 8),
-                         (spccl_dtype)e[5], (spccl_redop)e[6], sp_load_le16(e + 26));
-        return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the "
-                       "same collectives in the same order with the same sizes and dtypes",
-                       x->links->rank, here, peer, there);
-    }
-    if (sp_load_le32(e + 16) != s->k || sp_load_le16(e + 24) != (uint16_t)s->step->part ||
-        sp_load_le32(e + 20) != (uint32_t)a->slice_elems)
-        return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "rank %d: %s: rank %d sent slice %u of part %u (%u elements a slice), wanted slice %u "
-                       "of part %d (%zu): "
-                       "are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all ranks?",
-                       x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
-                       sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
+    return SP_FAIL(SPCCL_ERR_MISMATCH,
+                   "rank %d: %s: rank %d sent slice %u of part %u (%u elements a slice), wanted slice %u of "
+                   "part %d (%zu): "
+                   "are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all ranks?",
+                   x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
+                   sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
+}
+
+/* The message at the head of a lane, if there is one. */
+static bool head_of(const sp_exec *x, int peer, int lane, const uint8_t **e, size_t *bytes)
+{
+    const void *p = NULL;
+    if (x->links->peers[peer].ep == NULL || sp_link_peek(x->links, peer, lane, &p, bytes) != SPCCL_OK)
+        return false;
+    *e = p;
+    return true;
+}
+
+/* A message on a lane that nobody looks at, because the peer called something else, would be waited for in
+ * vain. */
+static spccl_status check_head(const sp_exec *x, int peer, int lane)
+{
+    const uint8_t *e;
+    size_t bytes;
+    if (!head_of(x, peer, lane, &e, &bytes))
+        return SPCCL_OK;
+    SP_TRY(check_magic(x, peer, e, bytes));
+    for (int i = 0; i < x->n_ops; i++)
+        if (sp_load_le32(e) <= x->window[i]->seq)
+            return same_collective(x, x->window[i], peer, e);
+    return SPCCL_OK; /* the peer is ahead */
+}
+
+spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
+{
+    const uint8_t *e;
+    size_t bytes;
+    for (int peer = 0; peer < x->links->world_size; peer++)
+        for (int lane = 0; lane < SP_N_LANES; lane++) {
+            if (!head_of(x, peer, lane, &e, &bytes))
+                continue;
+            SP_TRY(check_magic(x, peer, e, bytes));
+            if (sp_load_le32(e) > op->seq)
+                continue;
+            SP_TRY(same_collective(x, op, peer, e));
+            return SP_FAIL(SPCCL_ERR_MISMATCH,
+                           "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the "
+                           "same on all ranks?",
+                           x->links->rank, peer, sp_coll_name(op->a.coll), op->seq);
+        }
+    return SPCCL_OK;
+}
+
+spccl_status sp_exec_check_heads(sp_exec *x)
+{
+    for (int peer = 0; peer < x->links->world_size && x->n_ops > 0; peer++)
+        for (int lane = 0; lane < SP_N_LANES; lane++)
+            SP_TRY(check_head(x, peer, lane));
     return SPCCL_OK;
 }
 

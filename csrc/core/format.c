@@ -59,7 +59,7 @@ static struct sections sections_of(spccl_format format, size_t n_elems, size_t n
     case SPCCL_FORMAT_AUTO:
         break;
     }
-    assert(!"a frame has a format");
+    assert(format != SPCCL_FORMAT_AUTO);
     return s;
 }
 

@@ -1,0 +1,444 @@
+/* test_faults.c - what happens when ranks disagree, die, hang or abort: every survivor gets an error that
+ * names rank, peer, operation and sizes within the deadline; the process can make a new group; idle waiting
+ * costs no CPU. */
+#include "ranks.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+
+static int64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static void sleep_ms(int ms)
+{
+    nanosleep(&(struct timespec){ms / 1000, (long)(ms % 1000) * 1000000}, NULL);
+}
+
+/* What one rank saw; written by its thread, read after all have ended. */
+struct outcome {
+    spccl_status st;
+    char text[1024];
+    int64_t took_ms;
+};
+
+struct scene {
+    struct outcome out[RANKS_CAP];
+    atomic_int n_done;
+    int kind;
+};
+
+static void note(struct rank_ctx *c, spccl_status st, int64_t start_ms)
+{
+    struct outcome *o = &((struct scene *)c->arg)->out[c->rank];
+    o->st = st;
+    snprintf(o->text, sizeof o->text, "%s", st != SPCCL_OK ? spccl_last_error() : "");
+    o->took_ms = now_ms() - start_ms;
+}
+
+static void run_scene(int n_ranks, int timeout_ms, const char *transports, void (*fn)(struct rank_ctx *),
+                      struct scene *s)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.timeout_ms = timeout_ms;
+    config.transports = transports;
+    run_ranks(n_ranks, &config, fn, s, ctx);
+    for (int r = 0; r < n_ranks; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+}
+
+static bool has(const char *text, const char *part)
+{
+    return strstr(text, part) != NULL;
+}
+
+/* ---- ranks that call different things ---- */
+
+enum { SIZES, DTYPES, OPS, COLLS, ROOTS, N_DISAGREEMENTS };
+
+static void disagree(struct rank_ctx *c)
+{
+    const struct scene *s = c->arg;
+    int odd = c->rank == 1;
+    size_t n = s->kind == SIZES && odd ? 2000 : 1000;
+    spccl_dtype t = s->kind == DTYPES && odd ? SPCCL_INT32 : SPCCL_FLOAT32;
+    spccl_redop op = s->kind == OPS && odd ? SPCCL_MAX : SPCCL_SUM;
+    float *in = calloc(3000, sizeof *in), *out = calloc(3 * 3000, sizeof *out);
+    int64_t start = now_ms();
+    spccl_status st = SPCCL_OK;
+    for (size_t i = 0; i < 3000; i++)
+        in[i] = (float)i;
+    if (s->kind == ROOTS)
+        st = spccl_broadcast(c->comm, in, n, t, c->rank == 1 ? 1 : 0, NULL);
+    if (s->kind == ROOTS && st == SPCCL_OK) /* a root waits for nobody: the next collective notices */
+        st = spccl_all_reduce(c->comm, in, out, n, t, op, NULL);
+    if (s->kind == COLLS && odd)
+        st = spccl_all_gather(c->comm, in, out, n, t, NULL);
+    else if (s->kind != ROOTS)
+        st = spccl_all_reduce(c->comm, in, out, n, t, op, NULL);
+    note(c, st, start);
+    free(in);
+    free(out);
+}
+
+static void test_disagreement(void)
+{
+    static const char *const wanted[N_DISAGREEMENTS][2] = {{"1000 float32", "2000 float32"},
+                                                           {"1000 float32", "1000 int32"},
+                                                           {"sum", "max"},
+                                                           {"all_reduce", "all_gather"},
+                                                           {"rank", "root 1"}};
+    for (int kind = 0; kind < N_DISAGREEMENTS; kind++) {
+        struct scene s = {.kind = kind};
+        int n_named = 0;
+        run_scene(3, 5000, "inproc", disagree, &s);
+        for (int r = 0; r < 3; r++) {
+            bool named = has(s.out[r].text, wanted[kind][0]) && has(s.out[r].text, wanted[kind][1]);
+            CHECK(s.out[r].st != SPCCL_OK, "kind %d: rank %d did not notice", kind, r);
+            CHECK(s.out[r].took_ms < 4000, "kind %d: rank %d took %lld ms", kind, r,
+                  (long long)s.out[r].took_ms);
+            n_named += named;
+        }
+        CHECK(n_named >= 1, "kind %d: no text names both calls: \"%s\" | \"%s\" | \"%s\"", kind,
+              s.out[0].text, s.out[1].text, s.out[2].text);
+    }
+}
+
+/* ---- a rank that leaves in the middle ---- */
+
+#define BIG 4000000
+
+static void leave(struct rank_ctx *c)
+{
+    float *buf;
+    int64_t start;
+    if (c->rank == 1)
+        return; /* destroys its communicator at once */
+    buf = calloc(BIG, sizeof *buf);
+    start = now_ms();
+    note(c, spccl_all_reduce(c->comm, buf, buf, BIG, SPCCL_FLOAT32, SPCCL_SUM, NULL), start);
+    CHECK(spccl_all_reduce(c->comm, buf, buf, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL) != SPCCL_OK,
+          "a broken group works");
+    CHECK(has(spccl_last_error(), "broken since"), "%s", spccl_last_error());
+    CHECK(spccl_comm_async_error(c->comm) != SPCCL_OK, "no async error");
+    free(buf);
+}
+
+static void check_survivors(const struct scene *s, int n_ranks, int dead, int within_ms, const char *op)
+{
+    int n_named = 0;
+    char rank_text[16];
+    snprintf(rank_text, sizeof rank_text, "rank %d", dead);
+    for (int r = 0; r < n_ranks; r++) {
+        const struct outcome *o = &s->out[r];
+        if (r == dead)
+            continue;
+        CHECK(o->st == SPCCL_ERR_PEER || o->st == SPCCL_ERR_TIMEOUT || o->st == SPCCL_ERR_ABORTED,
+              "rank %d: %d \"%s\"", r, (int)o->st, o->text);
+        CHECK(has(o->text, rank_text) && has(o->text, op) && has(o->text, "float32"), "rank %d: \"%s\"", r,
+              o->text);
+        CHECK(o->took_ms < within_ms, "rank %d took %lld ms", r, (long long)o->took_ms);
+        n_named += o->st != SPCCL_ERR_ABORTED;
+    }
+    CHECK(n_named >= 1, "nobody saw it first hand");
+}
+
+static void test_rank_leaves(void)
+{
+    static const char *const transports[] = {"inproc", "tcp"};
+    for (int i = 0; i < 2; i++) {
+        struct scene s = {.kind = 0};
+        run_scene(3, 10000, transports[i], leave, &s);
+        check_survivors(&s, 3, 1, 5000, "all_reduce");
+    }
+}
+
+/* ---- a rank that hangs ---- */
+
+static void hang(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    float *buf = calloc(BIG, sizeof *buf);
+    int64_t start = now_ms();
+    if (c->rank == 2) {
+        while (atomic_load(&s->n_done) < c->n_ranks - 1)
+            sleep_ms(10);
+        start = now_ms();
+    }
+    note(c, spccl_all_reduce(c->comm, buf, buf, BIG, SPCCL_FLOAT32, SPCCL_SUM, NULL), start);
+    atomic_fetch_add(&s->n_done, 1);
+    free(buf);
+}
+
+static void test_rank_hangs(void)
+{
+    static const char *const transports[] = {"inproc", "tcp"};
+    for (int i = 0; i < 2; i++) {
+        struct scene s = {.kind = 0};
+        run_scene(3, 700, transports[i], hang, &s);
+        check_survivors(&s, 3, 2, 3000, "all_reduce");
+        CHECK(s.out[2].st == SPCCL_ERR_ABORTED || s.out[2].st == SPCCL_ERR_PEER, "the late rank: %d \"%s\"",
+              (int)s.out[2].st, s.out[2].text);
+    }
+}
+
+/* ---- abort from another thread; requests; callbacks ---- */
+
+static void *abort_soon(void *arg)
+{
+    sleep_ms(150);
+    spccl_comm_abort(arg, "the test says so");
+    return NULL;
+}
+
+static void aborted(struct rank_ctx *c)
+{
+    const struct scene *s = c->arg;
+    float *buf = calloc(BIG, sizeof *buf);
+    spccl_request *req = NULL;
+    pthread_t t;
+    int64_t start = now_ms();
+    if (c->rank != 0) {
+        sleep_ms(600);
+        note(c, spccl_all_reduce(c->comm, buf, buf, BIG, SPCCL_FLOAT32, SPCCL_SUM, NULL), start);
+        free(buf);
+        return;
+    }
+    pthread_create(&t, NULL, abort_soon, c->comm);
+    if (s->kind == 0) {
+        note(c, spccl_all_reduce(c->comm, buf, buf, BIG, SPCCL_FLOAT32, SPCCL_SUM, NULL), start);
+    } else {
+        CHECK_OK(spccl_all_reduce(c->comm, buf, buf, BIG, SPCCL_FLOAT32, SPCCL_SUM, &req));
+        CHECK(spccl_request_test(req) == SPCCL_AGAIN, "done before its peers came");
+        CHECK(spccl_request_wait(req, 30) == SPCCL_ERR_TIMEOUT, "a short wait");
+        CHECK(has(spccl_last_error(), "all_reduce"), "%s", spccl_last_error());
+        note(c, spccl_request_wait(req, -1), start);
+        CHECK(has(spccl_request_error(req), "the test says so"), "%s", spccl_request_error(req));
+        spccl_request_free(req);
+    }
+    pthread_join(t, NULL);
+    free(buf);
+}
+
+static void test_abort(void)
+{
+    for (int kind = 0; kind < 2; kind++) {
+        struct scene s = {.kind = kind};
+        run_scene(3, 20000, "inproc", aborted, &s);
+        CHECK(s.out[0].st == SPCCL_ERR_ABORTED && s.out[0].took_ms < 500, "rank 0: %d \"%s\" after %lld ms",
+              (int)s.out[0].st, s.out[0].text, (long long)s.out[0].took_ms);
+        for (int r = 0; r < 3; r++)
+            CHECK(s.out[r].st != SPCCL_OK && s.out[r].took_ms < 5000, "rank %d: %d", r, (int)s.out[r].st);
+        CHECK(has(s.out[1].text, "the test says so") || has(s.out[2].text, "the test says so"),
+              "\"%s\" | \"%s\"", s.out[1].text, s.out[2].text);
+    }
+}
+
+struct order {
+    atomic_int next, n_bad;
+};
+struct tick {
+    struct order *order;
+    int i;
+};
+
+static void on_done(void *ctx, spccl_status st)
+{
+    struct tick *t = ctx;
+    if (st != SPCCL_OK || atomic_fetch_add(&t->order->next, 1) != t->i)
+        atomic_fetch_add(&t->order->n_bad, 1);
+}
+
+#define N_CALLBACKS 40
+
+static void callbacks(struct rank_ctx *c)
+{
+    struct order order = {0};
+    struct tick ticks[N_CALLBACKS];
+    spccl_request *req[N_CALLBACKS];
+    float *buf = calloc(N_CALLBACKS * 1000, sizeof *buf);
+    for (int i = 0; i < N_CALLBACKS; i++) {
+        ticks[i] = (struct tick){&order, i};
+        buf[i * 1000] = (float)i;
+        CHECK_OK(spccl_all_reduce(c->comm, buf + i * 1000, buf + i * 1000, 1000, SPCCL_FLOAT32, SPCCL_SUM,
+                                  &req[i]));
+    }
+    if (c->rank == 1)
+        sleep_ms(50);
+    for (int i = 0; i < N_CALLBACKS; i++)
+        CHECK_OK(spccl_request_on_done(req[i], on_done, &ticks[i]));
+    for (int i = 0; i < N_CALLBACKS; i++) {
+        CHECK_OK(spccl_request_wait(req[i], -1));
+        CHECK(buf[i * 1000] == (float)(i * c->n_ranks), "collective %d: %f", i, (double)buf[i * 1000]);
+    }
+    sleep_ms(50); /* a callback may still run just after its request is done */
+    CHECK(atomic_load(&order.next) == N_CALLBACKS, "%d callbacks", atomic_load(&order.next));
+    CHECK(atomic_load(&order.n_bad) == 0, "%d callbacks out of order", atomic_load(&order.n_bad));
+    for (int i = 0; i < N_CALLBACKS; i++)
+        spccl_request_free(req[i]);
+    free(buf);
+}
+
+static void test_callbacks(void)
+{
+    struct scene s = {.kind = 0};
+    run_scene(2, 20000, "inproc", callbacks, &s);
+}
+
+/* ---- idle waiting ---- */
+
+static int64_t cpu_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static void idle(struct rank_ctx *c)
+{
+    float x = 1;
+    spccl_request *req = NULL;
+    int64_t before = cpu_ms();
+    if (c->rank == 0) {
+        CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, &req));
+        CHECK_OK(spccl_request_wait(req, -1));
+        spccl_request_free(req);
+    } else {
+        sleep_ms(800);
+        CHECK(cpu_ms() - before < 100, "%lld ms of CPU while everyone waits 800 ms",
+              (long long)(cpu_ms() - before));
+        CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    }
+    CHECK(x == 2, "%f", (double)x);
+}
+
+static void test_idle(void)
+{
+    struct scene s = {.kind = 0};
+    run_scene(2, 20000, "inproc", idle, &s);
+    run_scene(2, 20000, "tcp", idle, &s);
+}
+
+/* ---- arguments ---- */
+
+static void arguments(struct rank_ctx *c)
+{
+    float buf[64] = {0};
+    uint8_t *bytes = (uint8_t *)buf;
+    const char *text = NULL;
+    spccl_stats stats = {.struct_bytes = sizeof stats};
+    spccl_comm *m = c->comm;
+    CHECK(spccl_all_reduce(m, buf, buf + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS, "alias");
+    CHECK(spccl_all_gather(m, buf + 8, buf, 8, SPCCL_FLOAT32, NULL) == SPCCL_ERR_ALIAS,
+          "rank 0's place is buf");
+    CHECK(spccl_reduce_scatter(m, buf, buf + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS,
+          "alias");
+    CHECK(spccl_all_reduce(m, NULL, buf, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ARG, "NULL in");
+    CHECK(spccl_all_reduce(m, buf, NULL, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ARG, "NULL out");
+    CHECK(spccl_all_reduce(NULL, buf, buf, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ARG, "NULL comm");
+    CHECK(spccl_all_reduce(m, bytes + 1, bytes + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ARG,
+          "misaligned");
+    CHECK(spccl_all_reduce(m, buf, buf, 8, (spccl_dtype)99, SPCCL_SUM, NULL) == SPCCL_ERR_DTYPE, "dtype 99");
+    CHECK(spccl_all_reduce(m, buf, buf, 8, SPCCL_FLOAT8, SPCCL_SUM, NULL) == SPCCL_ERR_DTYPE, "float8 sum");
+    CHECK(spccl_all_reduce(m, buf, buf, 8, SPCCL_FLOAT32, (spccl_redop)9, NULL) == SPCCL_ERR_ARG, "op 9");
+    CHECK(spccl_all_reduce(m, buf, buf, SIZE_MAX / 2, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ARG,
+          "overflow");
+    CHECK(spccl_broadcast(m, buf, 8, SPCCL_FLOAT32, 2, NULL) == SPCCL_ERR_ARG, "root 2");
+    CHECK(spccl_broadcast(m, buf, 8, SPCCL_FLOAT32, -1, NULL) == SPCCL_ERR_ARG, "root -1");
+    CHECK(spccl_comm_set_timeout(m, 0) == SPCCL_ERR_ARG, "timeout 0");
+    CHECK(spccl_comm_describe_link(m, 2, &text) == SPCCL_ERR_ARG, "peer 2");
+    CHECK_OK(spccl_comm_describe_link(m, 1 - c->rank, &text));
+    CHECK(has(text, "inproc"), "%s", text);
+    /* none of that broke the group */
+    buf[0] = 1;
+    CHECK_OK(spccl_all_reduce(m, buf, buf, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    CHECK(buf[0] == 2, "%f", (double)buf[0]);
+    CHECK_OK(spccl_comm_stats(m, &stats));
+    CHECK(stats.n_collectives == 1 && stats.dense_bytes_sent == 4 && stats.wire_bytes_sent > 4,
+          "%llu collectives", (unsigned long long)stats.n_collectives);
+    stats.struct_bytes = 3;
+    CHECK(spccl_comm_stats(m, &stats) == SPCCL_ERR_ARG, "struct_bytes");
+}
+
+static void only_rank_0(struct rank_ctx *c)
+{
+    if (c->rank == 0)
+        arguments(c);
+    else {
+        float x = 1;
+        CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    }
+}
+
+static void test_arguments(void)
+{
+    struct scene s = {.kind = 0};
+    spccl_comm *comm = NULL;
+    spccl_config config = SPCCL_CONFIG_INIT;
+    run_scene(2, 5000, "inproc", only_rank_0, &s);
+    CHECK(spccl_comm_create(NULL, 0, 2, NULL, &comm) == SPCCL_ERR_ARG, "no store");
+    CHECK(spccl_comm_create(NULL, 1, 1, NULL, &comm) == SPCCL_ERR_ARG, "rank 1 of 1");
+    CHECK(spccl_comm_create(NULL, 0, 0, NULL, &comm) == SPCCL_ERR_ARG, "0 ranks");
+    config.struct_bytes = 8;
+    CHECK(spccl_comm_create(NULL, 0, 1, &config, &comm) == SPCCL_ERR_ARG, "struct_bytes");
+    setenv("SPCCL_FORMAT", "zip", 1);
+    CHECK(spccl_comm_create(NULL, 0, 1, NULL, &comm) == SPCCL_ERR_SETTING, "SPCCL_FORMAT=zip");
+    CHECK(has(spccl_last_error(), "zip"), "%s", spccl_last_error());
+    unsetenv("SPCCL_FORMAT");
+    setenv("SPCCL_SLICE_BYTES", "12", 1);
+    CHECK(spccl_comm_create(NULL, 0, 1, NULL, &comm) == SPCCL_ERR_SETTING, "SPCCL_SLICE_BYTES=12");
+    unsetenv("SPCCL_SLICE_BYTES");
+    CHECK(comm == NULL, "out was touched");
+    CHECK_OK(spccl_comm_destroy(NULL));
+}
+
+/* ---- a rank that never comes ---- */
+
+static void nothing(struct rank_ctx *c)
+{
+    (void)c;
+}
+
+static void test_missing_rank(void)
+{
+    struct mem_store store = {.first = NULL};
+    spccl_store s = {.ctx = &store, .set = mem_store_set, .get = mem_store_get};
+    spccl_config config = SPCCL_CONFIG_INIT;
+    spccl_comm *comm = NULL;
+    int64_t start = now_ms();
+    pthread_mutex_init(&store.mu, NULL);
+    pthread_cond_init(&store.cv, NULL);
+    config.timeout_ms = 300;
+    CHECK(spccl_comm_create(&s, 0, 2, &config, &comm) == SPCCL_ERR_TIMEOUT, "rank 1 is not there");
+    CHECK(has(spccl_last_error(), "rank 1"), "%s", spccl_last_error());
+    CHECK(now_ms() - start < 2000, "%lld ms", (long long)(now_ms() - start));
+    while (store.first != NULL) {
+        struct mem_entry *e = store.first;
+        store.first = e->next;
+        free(e->data);
+        free(e);
+    }
+    struct scene scene = {.kind = 0};
+    run_scene(4, 5000, "inproc", nothing, &scene); /* the process can still make groups */
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"arguments", test_arguments},
+        {"disagreement", test_disagreement},
+        {"callbacks", test_callbacks},
+        {"abort", test_abort},
+        {"missing_rank", test_missing_rank},
+        {"rank_leaves", test_rank_leaves},
+        {"rank_hangs", test_rank_hangs},
+        {"idle", test_idle},
+        {NULL, NULL},
+    };
+    setenv("SPCCL_LOG", "off", 1); /* the failures below are meant */
+    return test_main(cases, argc, argv);
+}
