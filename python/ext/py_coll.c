@@ -44,37 +44,45 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
     return st == SPCCL_OK ? Py_NewRef(Py_None) : NULL;
 }
 
-/* View both arrays and check out = in * mul / div in elements, and one dtype.
- * NULL with an exception set on failure. */
-static ext_flight *acquire(ext_comm *self, const call *c, size_t mul, size_t div)
-{
-    ext_state *state = ext_comm_state(self);
-    ext_flight *flight = ext_flight_new();
-    ext_array *in, *out;
+/* Which sizes fit together; both sides are element counts. */
+typedef enum shape_rule { OUT_IS_WORLD_TIMES_IN, IN_IS_WORLD_TIMES_OUT, SAME } shape_rule;
 
-    if (flight == NULL)
-        return NULL;
-    in = &flight->arrays[0];
-    out = &flight->arrays[1];
-    if (ext_array_acquire(state, c->in, "input", false, c->dtype, in) < 0 ||
-        ext_array_acquire(state, c->out, "output", true, c->dtype, out) < 0)
-        goto fail;
+static int check_shapes(ext_state *state, const ext_array *in, const ext_array *out, shape_rule rule,
+                        size_t world)
+{
+    const ext_array *large = rule == IN_IS_WORLD_TIMES_OUT ? in : out;
+    const ext_array *small = rule == IN_IS_WORLD_TIMES_OUT ? out : in;
+    size_t times = rule == SAME ? 1 : world;
+
     if (in->dtype != out->dtype) {
         ext_raise_text(state, SPCCL_ERR_DTYPE, "output: got dtype %s; wanted %s, as input has",
                        spccl_dtype_name(out->dtype), spccl_dtype_name(in->dtype));
-        goto fail;
+        return -1;
     }
-    if (in->n_elems * mul != out->n_elems * div) {
-        ext_raise_text(state, SPCCL_ERR_ARG, "%s: got %zu elements; wanted %zu = %zu rank(s) x the %zu of %s",
-                       div != 1 ? "input" : "output", div != 1 ? in->n_elems : out->n_elems,
-                       div != 1 ? out->n_elems * div : in->n_elems * mul, div != 1 ? div : mul,
-                       div != 1 ? out->n_elems : in->n_elems, div != 1 ? "output" : "input");
-        goto fail;
+    if (large->n_elems / times == small->n_elems && large->n_elems % times == 0)
+        return 0;
+    ext_raise_text(state, SPCCL_ERR_ARG, "%s: got %zu elements; wanted %zu times the %zu of %s%s",
+                   large->name, large->n_elems, times, small->n_elems, small->name,
+                   rule == SAME ? "" : ", a block for each rank");
+    return -1;
+}
+
+/* View both arrays and check that they fit together. NULL with an exception set on failure. */
+static ext_flight *acquire(ext_comm *self, const call *c, shape_rule rule)
+{
+    ext_state *state = ext_comm_state(self);
+    ext_flight *flight = ext_flight_new();
+
+    if (flight == NULL)
+        return NULL;
+    if (ext_array_acquire(state, c->in, "input", false, c->dtype, &flight->arrays[0]) < 0 ||
+        ext_array_acquire(state, c->out, "output", true, c->dtype, &flight->arrays[1]) < 0 ||
+        check_shapes(state, &flight->arrays[0], &flight->arrays[1], rule,
+                     (size_t)spccl_comm_world_size(self->comm)) < 0) {
+        ext_flight_free(flight);
+        return NULL;
     }
     return flight;
-fail:
-    ext_flight_free(flight);
-    return NULL;
 }
 
 static spccl_status issue_all_gather(spccl_comm *comm, const call *c, const ext_array *in,
@@ -103,13 +111,9 @@ static spccl_status issue_broadcast(spccl_comm *comm, const call *c, const ext_a
     return spccl_broadcast(comm, in->data, in->n_elems, in->dtype, c->root, req);
 }
 
-/* Which sizes fit together; both sides are element counts. */
-typedef enum shape_rule { OUT_IS_WORLD_TIMES_IN, IN_IS_WORLD_TIMES_OUT, SAME } shape_rule;
-
 static PyObject *two_buffers(ext_comm *self, call *c, shape_rule rule, issue_fn issue)
 {
     ext_flight *flight;
-    size_t world;
 
     if (self->comm == NULL) {
         (void)ext_comm_enter(self, false);
@@ -117,9 +121,7 @@ static PyObject *two_buffers(ext_comm *self, call *c, shape_rule rule, issue_fn 
     }
     if (c->op_name != NULL && ext_redop_of_name(ext_comm_state(self), c->op_name, &c->op) < 0)
         return NULL;
-    world = (size_t)spccl_comm_world_size(self->comm);
-    flight = acquire(self, c, rule == OUT_IS_WORLD_TIMES_IN ? world : 1,
-                     rule == IN_IS_WORLD_TIMES_OUT ? world : 1);
+    flight = acquire(self, c, rule);
     return flight != NULL ? run(self, c, issue, flight) : NULL;
 }
 

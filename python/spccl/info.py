@@ -66,7 +66,7 @@ def info() -> list[Entry]:
     entries = [Entry(*entry) for entry in _ext.info()]
     entries += [
         Entry(
-            "python", "spccl", _ext.version(), "libspccl, as loaded by spccl._ext (any Python from 3.11 on)"
+            "python", "spccl", _ext.version(), "libspccl, as loaded by spccl._ext"
         ),
         Entry("python", "python", platform.python_version(), platform.python_implementation()),
         _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
