@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int test_n_failed, test_n_checks;
+static _Atomic int test_n_failed, test_n_checks; /* CHECK may run on several threads */
 
 #define CHECK(cond, ...)                                                                              \
     do {                                                                                              \
