@@ -5,20 +5,32 @@
 
 /* ---- format of a slice ---- */
 
-const sp_link_cost sp_link_shm = {.ns_per_byte = 0.15, .name = "shm"};
+/* Measured on an AMD EPYC (Zen 4, 2 cores of a virtual machine, L2 1 MiB): 64 KiB chunks through a ring
+ * between two threads take 0.11 ns/byte, of which 0.04 are the copies in and out that encode and decode count
+ * themselves, rounded up because more than one pair shares the memory; 10 Gbit/s Ethernet is 0.8 (loopback
+ * took 0.53). */
+const sp_link_cost sp_link_shm = {.ns_per_byte = 0.10, .name = "shm"};
 const sp_link_cost sp_link_tcp = {.ns_per_byte = 0.80, .name = "tcp"};
-/* So much that 16 bytes (the smallest difference of two frames) outweigh every time of the largest slice. */
-const sp_link_cost sp_link_size_only = {.ns_per_byte = 1e12, .name = "size only"};
+/* So much that 16 bytes (the smallest difference of two frames) outweigh the 5e9 ns that the largest slice
+ * can take in any format. */
+const sp_link_cost sp_link_size_only = {.ns_per_byte = 1e9, .name = "size only"};
 
-/* Time of encode (without the scan, which comes before the choice) and of decode with verb set. */
+/* Time of encode (without the scan, which comes before the choice) and of check and decode (without the
+ * writing of dst, which is the same in all), in ns per element of the slice, per byte of the dense slice and
+ * per listed element. From the fits of bench/micro/bench_format.c, kernels avx512, same machine, int8 to
+ * float64. With avx2 encode costs 0.05 more per element and twice as much per listed one in tile and
+ * pici, 1.2 times as much in coo; decode costs up to twice as much per listed one in pici. */
+struct codec_cost {
+    double elem_ns, byte_ns, listed_ns;
+};
 struct format_cost {
-    double encode_elem_ns, encode_nnz_ns; /* per element of the slice, per listed element */
-    double decode_elem_ns, decode_nnz_ns;
+    struct codec_cost encode, decode;
 };
 static const struct format_cost costs[SPCCL_N_FORMATS] = {
-    [SPCCL_FORMAT_EMPTY] = {0.00, 0.0, 0.10, 0.0}, [SPCCL_FORMAT_TILE] = {0.02, 1.0, 0.12, 1.0},
-    [SPCCL_FORMAT_PICI] = {0.10, 1.5, 0.20, 1.5},  [SPCCL_FORMAT_COO] = {0.02, 1.0, 0.10, 1.0},
-    [SPCCL_FORMAT_DENSE] = {0.20, 0.0, 0.20, 0.0},
+    [SPCCL_FORMAT_TILE] = {.encode = {0.028, 0, 0.67}, .decode = {0.040, 0, 0.58}},
+    [SPCCL_FORMAT_PICI] = {.encode = {0.040, 0, 0.36}, .decode = {0.050, 0, 0.59}},
+    [SPCCL_FORMAT_COO] = {.encode = {0.022, 0, 1.05}, .decode = {0.010, 0, 1.21}},
+    [SPCCL_FORMAT_DENSE] = {.encode = {0, 0.022, 0}, .decode = {0, 0, 0}},
 };
 
 size_t sp_tune_frame_bound(size_t n_elems, size_t elem_bytes, bool is_delta)
@@ -27,12 +39,10 @@ size_t sp_tune_frame_bound(size_t n_elems, size_t elem_bytes, bool is_delta)
                     : sp_frame_bound(n_elems, elem_bytes);
 }
 
-static double format_ns(const sp_slice_stats *s, spccl_format format, size_t frame_bytes,
-                        const sp_link_cost *link)
+static double codec_ns(const struct codec_cost *c, const sp_slice_stats *s)
 {
-    const struct format_cost *c = &costs[format];
-    return (c->encode_elem_ns + c->decode_elem_ns) * (double)s->n_elems +
-           (c->encode_nnz_ns + c->decode_nnz_ns) * (double)s->nnz + link->ns_per_byte * (double)frame_bytes;
+    return (c->elem_ns + c->byte_ns * (double)s->elem_bytes) * (double)s->n_elems +
+           c->listed_ns * (double)s->nnz;
 }
 
 spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp_link_cost *link)
@@ -46,7 +56,8 @@ spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp
     for (int i = SPCCL_FORMAT_TILE; i < SPCCL_N_FORMATS; i++) {
         spccl_format format = (spccl_format)i;
         size_t bytes = sp_frame_bytes(format, stats->n_elems, stats->nnz, stats->elem_bytes);
-        double ns = format_ns(stats, format, bytes, link);
+        double ns = codec_ns(&costs[i].encode, stats) + codec_ns(&costs[i].decode, stats) +
+                    link->ns_per_byte * (double)bytes;
         if (!sp_codec_allows(stats, format, is_delta) || bytes > bound)
             continue;
         if (best == SPCCL_FORMAT_AUTO || ns < best_ns) {

@@ -13,8 +13,8 @@ typedef struct sp_link_cost {
 
 extern const sp_link_cost sp_link_shm; /* shared memory of one host */
 extern const sp_link_cost sp_link_tcp; /* sockets */
-extern const sp_link_cost
-    sp_link_size_only; /* the smallest frame wins; time decides only between equal sizes */
+/* The smallest frame wins; time decides only between equal sizes. */
+extern const sp_link_cost sp_link_size_only;
 
 /* The format for a slice: the one with the least encode + link + decode time among those that the slice
  * allows and that are no larger than sp_tune_frame_bound. Never AUTO. */
