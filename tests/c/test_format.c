@@ -108,6 +108,27 @@ static void test_good(void)
     check_good(SPCCL_FORMAT_EMPTY, 0, SPCCL_FLOAT32, 1);
 }
 
+/* As many falls in a row as can be: one listed element in each of 600 blocks, all at the same place; and as
+ * few: 255 rising places in each. */
+static void test_good_extremes(void)
+{
+    enum { N = 600 * 256 };
+    for (int full = 0; full < 2; full++) {
+        uint8_t *x = calloc(N, 1);
+        struct buf b;
+        sp_frame f;
+        for (size_t i = 0; i < N; i++)
+            x[i] = full ? i % 256 != 255 : i % 256 == 9;
+        b = encode(SPCCL_FORMAT_TILE, x, N, SPCCL_UINT8, NULL);
+        CHECK_OK(sp_frame_validate(b.p, b.bytes, &f));
+        CHECK(f.nnz == (full ? N / 256 * 255 : N / 256), "nnz %zu", f.nnz);
+        b.p[64 + 608 + 300]--; /* element 45 of block 1 if full: now the place before it once more */
+        CHECK((sp_frame_validate(b.p, b.bytes, &f) == SPCCL_OK) == !full, "one place lower");
+        free(b.p);
+        free(x);
+    }
+}
+
 /* ---- every rule: break one thing in a good frame ---- */
 
 struct broken {
@@ -326,9 +347,11 @@ static void test_examples(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"layout", test_layout},           {"header", test_header},     {"good", test_good},
-        {"refused", test_refused},         {"version", test_version},   {"cut_off", test_cut_off},
-        {"huge_claims", test_huge_claims}, {"examples", test_examples}, {NULL, NULL},
+        {"layout", test_layout},     {"header", test_header},
+        {"good", test_good},         {"good_extremes", test_good_extremes},
+        {"refused", test_refused},   {"version", test_version},
+        {"cut_off", test_cut_off},   {"huge_claims", test_huge_claims},
+        {"examples", test_examples}, {NULL, NULL},
     };
     return test_main(cases, argc, argv);
 }
