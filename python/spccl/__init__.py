@@ -56,7 +56,8 @@ def _torch_will_autoload() -> bool:
 
 def _register_backend() -> None:
     """Make the name "spccl" known to torch.distributed; leave it to `import torch` where that does it."""
-    if "torch" not in sys.modules and (importlib.util.find_spec("torch") is None or _torch_will_autoload()):
+    loaded = sys.modules.get("torch") is not None
+    if not loaded and (importlib.util.find_spec("torch") is None or _torch_will_autoload()):
         return
     try:
         from . import backend

@@ -91,7 +91,13 @@ class Communicator:
         self, input: Any, output: Any, op: str = "sum", *, dtype: str | None = None, async_op: bool = False
     ) -> Request | None: ...
     def all_reduce(
-        self, input: Any, output: Any = None, op: str = "sum", *, dtype: str | None = None, async_op: bool = False
+        self,
+        input: Any,
+        output: Any = None,
+        op: str = "sum",
+        *,
+        dtype: str | None = None,
+        async_op: bool = False,
     ) -> Request | None: ...
     def broadcast(
         self, buffer: Any, root: int = 0, *, dtype: str | None = None, async_op: bool = False

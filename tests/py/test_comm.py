@@ -3,7 +3,6 @@
 import datetime
 import gc
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -30,7 +29,9 @@ class Store:
     def wait(self, keys, timeout):
         assert isinstance(timeout, datetime.timedelta)
         with self._changed:
-            if not self._changed.wait_for(lambda: all(k in self._values for k in keys), timeout.total_seconds()):
+            if not self._changed.wait_for(
+                lambda: all(k in self._values for k in keys), timeout.total_seconds()
+            ):
                 raise RuntimeError(f"no key {keys} after {timeout}")
 
     def get(self, key):
@@ -147,8 +148,14 @@ def test_torch_tensors():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda c: c.all_gather(np.zeros(4, "f4"), np.zeros(9, "f4")), "output: got 9 elements; wanted 1 times the 4"),
-        (lambda c: c.reduce_scatter(np.zeros(4, "f4"), np.zeros(9, "f4")), "input: got 4 elements; wanted 1 times the 9"),
+        (
+            lambda c: c.all_gather(np.zeros(4, "f4"), np.zeros(9, "f4")),
+            "output: got 9 elements; wanted 1 times the 4",
+        ),
+        (
+            lambda c: c.reduce_scatter(np.zeros(4, "f4"), np.zeros(9, "f4")),
+            "input: got 4 elements; wanted 1 times the 9",
+        ),
         (lambda c: c.all_reduce(np.zeros(4, "f4"), np.zeros(4, "f8")), "output: got dtype float64"),
         (lambda c: c.all_reduce(np.zeros(4, "f4"), op="median"), 'op: got "median"'),
         (lambda c: c.all_reduce(bytes(4)), "output: the memory is read-only"),
@@ -183,7 +190,7 @@ def test_overlap_is_refused():
 def test_bad_creation():
     with pytest.raises(spccl.ArgumentError, match="neither"):
         spccl.Communicator(0, 1)
-    with pytest.raises(spccl.ArgumentError, match="no method \"wait\""):
+    with pytest.raises(spccl.ArgumentError, match='no method "wait"'):
         spccl.Communicator(0, 1, store=type("S", (), {"set": 1, "get": 1})())
     with pytest.raises(spccl.ArgumentError, match="unique_id: got 3 bytes"):
         spccl.Communicator(0, 1, unique_id=b"abc")

@@ -1,0 +1,284 @@
+"""Result rows: bandwidth formulas (here and nowhere else), table, CSV, JSON, and the machine of origin."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import io
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .cases import ELEM_BYTES, Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured case. Times in microseconds per call, of the slowest rank, medians over the iterations.
+
+    wire_bytes, dense_bytes: sent by one rank per call (mean over ranks): what travelled, and what the same
+        messages would have been dense. wrong: elements that differed from the expected answer, checked before
+        timing. ratio: peer's time / our time; its p10 and p90 over pairs of neighbouring iterations.
+    """
+
+    collective: str
+    via: str
+    ranks: int
+    size_bytes: int
+    count: int
+    dtype: str
+    op: str
+    sparsity: float
+    format_mix: str
+    wire_bytes: int
+    dense_bytes: int
+    time_us: float
+    time_p10_us: float
+    time_p90_us: float
+    algbw_gbs: float
+    busbw_gbs: float
+    peer: str
+    peer_time_us: float | None
+    peer_p10_us: float | None
+    peer_p90_us: float | None
+    ratio: float | None
+    ratio_p10: float | None
+    ratio_p90: float | None
+    wrong: int
+    peer_wrong: int | None
+    iters: int
+    calls_per_iter: int
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """busbw / algbw. Source: nccl-tests, doc/PERFORMANCE.md: bytes that the busiest link must carry."""
+    n = world_size
+    return {
+        "all_gather": (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_reduce": 2 * (n - 1) / n,
+        "broadcast": 1.0,
+    }[collective]
+
+
+def algbw_gbs(size_bytes: int, time_s: float) -> float:
+    """Dense bytes of the case per second, in 1e9 bytes/s."""
+    return size_bytes / time_s / 1e9 if time_s > 0 else 0.0
+
+
+def format_mix(frames: dict[str, int]) -> str:
+    """{"tile": 97, "dense": 3} -> "tile 97% dense 3%"; what is used most comes first."""
+    total = sum(frames.values())
+    used = sorted(((n, name) for name, n in frames.items() if n), reverse=True)
+    return " ".join(f"{name} {100 * n / total:.0f}%" for n, name in used) or "-"
+
+
+def make_row(
+    case: Case,
+    *,
+    via: str,
+    world_size: int,
+    ours_s: np.ndarray,
+    peer: str,
+    peer_s: np.ndarray | None,
+    wrong: int,
+    peer_wrong: int | None,
+    wire_bytes: float,
+    dense_bytes: float,
+    frames: dict[str, int],
+) -> Row:
+    """A row from times per call in seconds, [iters], of the slowest rank; ours and the peer's are paired."""
+    p10, median, p90 = np.percentile(ours_s, [10, 50, 90])
+    block = case.block_elems(world_size)
+    blocks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
+    size = block * blocks * ELEM_BYTES[case.dtype]
+    peer_us: list[float | None] = [None] * 3
+    ratios: list[float | None] = [None] * 3
+    if peer_s is not None:
+        peer_us = [float(1e6 * t) for t in np.percentile(peer_s, [10, 50, 90])]
+        paired = np.percentile(peer_s / ours_s, [10, 90])
+        ratios = [float(paired[0]), float(np.median(peer_s) / median), float(paired[1])]
+    algbw = algbw_gbs(size, float(median))
+    return Row(
+        collective=case.collective,
+        via=via,
+        ranks=world_size,
+        size_bytes=size,
+        count=block,
+        dtype=case.dtype,
+        op=case.op,
+        sparsity=case.sparsity,
+        format_mix=format_mix(frames),
+        wire_bytes=round(wire_bytes),
+        dense_bytes=round(dense_bytes),
+        time_us=float(1e6 * median),
+        time_p10_us=float(1e6 * p10),
+        time_p90_us=float(1e6 * p90),
+        algbw_gbs=algbw,
+        busbw_gbs=algbw * bus_factor(case.collective, world_size),
+        peer=peer,
+        peer_time_us=peer_us[1],
+        peer_p10_us=peer_us[0],
+        peer_p90_us=peer_us[2],
+        ratio=ratios[1],
+        ratio_p10=ratios[0],
+        ratio_p90=ratios[2],
+        wrong=wrong,
+        peer_wrong=peer_wrong,
+        iters=len(ours_s),
+        calls_per_iter=case.calls(),
+    )
+
+
+# ---- the table on the terminal: columns of nccl-tests, and ours ----
+
+_COLUMNS = (
+    ("collective", 14, "<"),
+    ("size", 11, ">"),
+    ("count", 11, ">"),
+    ("type", 8, ">"),
+    ("op", 5, ">"),
+    ("zeros", 7, ">"),
+    ("formats", 20, ">"),
+    ("wire", 11, ">"),
+    ("time", 10, ">"),
+    ("p10", 10, ">"),
+    ("p90", 10, ">"),
+    ("algbw", 8, ">"),
+    ("busbw", 8, ">"),
+    ("peer", 10, ">"),
+    ("ratio", 7, ">"),
+    ("#wrong", 6, ">"),
+)
+_UNITS = ("", "(B)", "(elements)", "", "", "(%)", "", "(B/rank)", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return " ".join(
+        f"{cell:{align}{width}}" for cell, (_, width, align) in zip(cells, _COLUMNS, strict=True)
+    ).rstrip()
+
+
+def table_head(peer: str) -> str:
+    """Two lines that name the columns."""
+    names = [peer if name == "peer" else name for name, _, _ in _COLUMNS]
+    units = [*_UNITS, "(us)" if peer != "none" else "", "", ""]
+    return "# " + _line(names) + "\n# " + _line(units)
+
+
+def table_line(row: Row) -> str:
+    """One row, under `table_head`."""
+    return "  " + _line(
+        [
+            row.collective,
+            str(row.size_bytes),
+            str(row.count),
+            row.dtype,
+            row.op,
+            f"{100 * row.sparsity:g}",
+            row.format_mix,
+            str(row.wire_bytes),
+            f"{row.time_us:.1f}",
+            f"{row.time_p10_us:.1f}",
+            f"{row.time_p90_us:.1f}",
+            f"{row.algbw_gbs:.2f}",
+            f"{row.busbw_gbs:.2f}",
+            "-" if row.peer_time_us is None else f"{row.peer_time_us:.1f}",
+            "-" if row.ratio is None else f"{row.ratio:.2f}x",
+            str(row.wrong + (row.peer_wrong or 0)),
+        ]
+    )
+
+
+# ---- files ----
+
+
+def machine() -> dict[str, str]:
+    """Where the numbers come from: CPU, cores, memory, versions, commit of the source tree if it is one."""
+    facts = {
+        "cpu": _cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+    for name in ("spccl", "numpy", "torch"):
+        facts[name] = _version(name)
+    return facts
+
+
+def _version(name: str) -> str:
+    if name == "spccl":
+        return importlib.import_module("spccl").__version__
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _commit() -> str:
+    """Of the source tree that this runs from, or in; "unknown" elsewhere."""
+    for folder in (Path(__file__).resolve().parent, Path.cwd()):
+        try:
+            git = ["git", "-C", str(folder)]
+            top = subprocess.run(
+                [*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=10
+            )
+            if top.returncode != 0 or not (Path(top.stdout.strip()) / "csrc" / "spccl.h").is_file():
+                continue
+            describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+            commit = subprocess.run(describe, capture_output=True, text=True, timeout=10)
+            if commit.returncode == 0:
+                return commit.stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+    return "unknown"
+
+
+def to_csv(rows: list[Row], facts: dict[str, str]) -> str:
+    """Facts as "# key: value" lines, then the rows."""
+    text = io.StringIO()
+    for key, value in facts.items():
+        text.write(f"# {key}: {value}\n")
+    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dataclasses.asdict(row) for row in rows)
+    return text.getvalue()
+
+
+def to_json(rows: list[Row], facts: dict[str, str]) -> str:
+    """{"machine": facts, "rows": [...]}."""
+    document: dict[str, Any] = {"machine": facts, "rows": [dataclasses.asdict(row) for row in rows]}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def read_csv(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Rows and facts of a file that `to_csv` wrote.
+
+    Raises: ValueError if it is another kind of file.
+    """
+    lines = path.read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    wanted = {field.name for field in dataclasses.fields(Row)}
+    if not rows or not wanted <= set(rows[0]):
+        missing = ", ".join(sorted(wanted - set(rows[0] if rows else ())))
+        raise ValueError(f"{path}: not a result of `spccl bench --csv`: no rows with columns {missing}")
+    return rows, facts

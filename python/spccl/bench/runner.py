@@ -1,0 +1,349 @@
+"""Runs cases: checks the answers, warms up, then times spccl and its dense peer in turns, in the same run.
+
+Before each timed iteration stands an untimed barrier, on a communicator of its own; the time of an iteration
+is the slowest rank's. Up to 64 KiB one iteration is a batch of calls (`Case.calls`), divided by their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import verify
+from ..comm import Communicator, Stats, get_unique_id
+from ..frame import numpy_dtype
+from .cases import Case
+from .launch import Rank, run_ranks
+from .report import Row, make_row
+
+ROOT = 0  # of broadcasts
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to run, and how. `unique_ids` and `store_file`: how spawned ranks find each other."""
+
+    cases: tuple[Case, ...]
+    via: str = "native"  # or "torch"
+    peer: str = "gloo"  # or "none"
+    transports: str | None = None
+    iters: int = 20
+    warmup: int = 3
+    timeout_s: float = 120.0  # of one collective
+    unique_ids: tuple[bytes, ...] = ()
+    store_file: str = ""
+
+    @property
+    def needs_torch(self) -> bool:
+        return self.via == "torch" or self.peer == "gloo"
+
+
+class Native:
+    """spccl through its own Communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def stats(self) -> Stats:
+        return self._comm.stats()
+
+    def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        comm, kwargs = self._comm, {"dtype": case.dtype}
+        if case.collective == "all_gather":
+            return lambda: comm.all_gather(source, target, **kwargs)
+        if case.collective == "reduce_scatter":
+            return lambda: comm.reduce_scatter(source, target, case.op, **kwargs)
+        if case.collective == "all_reduce":
+            return lambda: comm.all_reduce(target, None, case.op, **kwargs)
+        return lambda: comm.broadcast(target, ROOT, **kwargs)
+
+
+class Torch:
+    """A process group of torch.distributed: spccl's, or the dense peer."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def stats(self) -> Stats:
+        from .. import backend
+
+        s = backend.stats(self._group)
+        return Stats(
+            s.n_collectives,
+            s.dense_bytes_sent,
+            s.wire_bytes_sent,
+            s.wire_bytes_received,
+            s.buffer_bytes,
+            s.frames_sent,
+        )
+
+    def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+        import torch
+        import torch.distributed as dist
+
+        group = self._group
+        names = {"bfloat16": torch.bfloat16, "float8": torch.uint8}
+        x, y = torch.from_numpy(source), torch.from_numpy(target)
+        if case.dtype in names:
+            x, y = x.view(names[case.dtype]), y.view(names[case.dtype])
+        op = {
+            "sum": dist.ReduceOp.SUM,
+            "avg": dist.ReduceOp.AVG,
+            "min": dist.ReduceOp.MIN,
+            "max": dist.ReduceOp.MAX,
+            "prod": dist.ReduceOp.PRODUCT,
+        }.get(case.op)
+        if case.collective == "all_gather":
+            return lambda: dist.all_gather_into_tensor(y, x, group=group)
+        if case.collective == "reduce_scatter":
+            return lambda: dist.reduce_scatter_tensor(y, x, op, group=group)
+        if case.collective == "all_reduce":
+            return lambda: dist.all_reduce(y, op, group=group)
+        return lambda: dist.broadcast(y, ROOT, group=group)
+
+
+# ---- data ----
+
+
+def _base(case: Case, n_elems: int) -> np.ndarray:
+    """[n_elems]: small whole numbers, so that sums are exact in any order and the peer can be checked too."""
+    rng = np.random.default_rng([n_elems, round(1e6 * case.sparsity)])
+    high = 2 if case.op == "prod" else 4
+    values = rng.integers(1, high, n_elems, np.int8)
+    values[rng.random(n_elems, np.float32) < case.sparsity] = 0
+    if case.dtype == "bfloat16":
+        return verify.from_float(values.astype(np.float32), case.dtype)
+    return values.astype(numpy_dtype(case.dtype))
+
+
+def _input(base: np.ndarray, rank: int) -> np.ndarray:
+    """Ranks hold the same data shifted: their nonzeros stand in different places."""
+    return np.roll(base, 7919 * rank)
+
+
+def _expected(case: Case, base: np.ndarray, rank: int, world_size: int) -> np.ndarray:
+    if case.collective == "all_gather":
+        return np.concatenate([_input(base, r) for r in range(world_size)])
+    if case.collective == "broadcast":
+        return _input(base, ROOT)
+    block = slice(None)
+    if case.collective == "reduce_scatter":
+        n = case.block_elems(world_size)
+        block = slice(rank * n, (rank + 1) * n)
+    inputs = [_input(base, r)[block].copy() for r in range(world_size)]
+    return verify.reduced(inputs, case.dtype, case.op)
+
+
+# ---- one case ----
+
+
+class _Bench:
+    """One rank's side of all cases."""
+
+    def __init__(self, rank: int, world_size: int, plan: Plan, control: Communicator) -> None:
+        self.rank, self.world_size, self.plan, self.control = rank, world_size, plan, control
+        self._token = np.zeros(1, np.int8)
+
+    def barrier(self) -> None:
+        self.control.all_reduce(self._token)
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """[world_size, len(values)] float64, on every rank."""
+        out = np.empty(self.world_size * len(values), np.float64)
+        self.control.all_gather(np.ascontiguousarray(values, np.float64), out)
+        return out.reshape(self.world_size, -1)
+
+    def run(self, case: Case, ours: Native | Torch, peer: Torch | None) -> Row:
+        n = case.block_elems(self.world_size)
+        n_in = n * (self.world_size if case.collective == "reduce_scatter" else 1)
+        n_out = n * (self.world_size if case.collective == "all_gather" else 1)
+        base = _base(case, n_in)
+        source = _input(base, self.rank)
+        targets = [np.empty(n_out, source.dtype) for _ in range(case.calls())]
+        systems: list[Native | Torch] = [ours] if peer is None else [ours, peer]
+        calls = [[system.prepare(case, source, target) for target in targets] for system in systems]
+
+        expected = _expected(case, base, self.rank, self.world_size)
+        wrong = [self._wrong(case, source, targets[0], one[0], expected) for one in calls]
+        del expected
+        times = [np.empty(self.plan.iters) for _ in systems]
+        before = ours.stats()
+        for i in range(-self.plan.warmup, self.plan.iters):
+            if i == 0:
+                before = ours.stats()
+            # Take turns in who goes first: what one leaves in the caches must not help the same one always.
+            for s in range(len(systems)) if i % 2 == 0 else reversed(range(len(systems))):
+                elapsed = self._iteration(case, source, targets, calls[s])
+                if i >= 0:
+                    times[s][i] = elapsed / len(targets)
+        return self._row(case, times, wrong, ours.stats().since(before), peer is not None)
+
+    def _reset(self, case: Case, source: np.ndarray, target: np.ndarray) -> None:
+        if case.collective == "all_reduce" or (case.collective == "broadcast" and self.rank == ROOT):
+            target[:] = source
+
+    def _iteration(
+        self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
+    ) -> float:
+        for target in targets:
+            self._reset(case, source, target)
+        self.barrier()
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        return time.perf_counter() - start
+
+    def _wrong(
+        self,
+        case: Case,
+        source: np.ndarray,
+        target: np.ndarray,
+        call: Callable[[], Any],
+        expected: np.ndarray,
+    ) -> int:
+        target.view(np.uint8)[:] = 0xA5
+        self._reset(case, source, target)
+        call()
+        return int(np.count_nonzero(target != expected))
+
+    def _row(
+        self, case: Case, times: list[np.ndarray], wrong: list[int], stats: Stats, has_peer: bool
+    ) -> Row:
+        slowest = [self.gather(one).max(axis=0) for one in times]
+        n_calls = self.plan.iters * case.calls()
+        names = list(stats.n_frames_sent)
+        counts = [float(stats.n_frames_sent[name]) for name in names]
+        mine = [
+            stats.wire_bytes_sent / n_calls,
+            stats.dense_bytes_sent / n_calls,
+            *map(float, wrong),
+            *counts,
+        ]
+        everyone = self.gather(np.array(mine))
+        total = everyone.sum(axis=0)
+        return make_row(
+            case,
+            via=self.plan.via,
+            world_size=self.world_size,
+            ours_s=slowest[0],
+            peer=self.plan.peer,
+            peer_s=slowest[1] if has_peer else None,
+            wrong=int(total[2]),
+            peer_wrong=int(total[3]) if has_peer else None,
+            wire_bytes=total[0] / self.world_size,
+            dense_bytes=total[1] / self.world_size,
+            frames={name: int(n) for name, n in zip(names, total[2 + len(wrong) :], strict=True)},
+        )
+
+
+# ---- groups ----
+
+
+def _run_cases(
+    rank: int, world_size: int, plan: Plan, store: Any, send: Callable[[Row], None] | None
+) -> list[Row]:
+    """All cases on one rank. `store`: a torch store, or None where torch is not needed."""
+
+    def communicator(i: int, name: str, transports: str | None) -> Communicator:
+        how: dict[str, Any] = {"unique_id": plan.unique_ids[i]} if plan.unique_ids else {"store": store}
+        return Communicator(rank, world_size, name=name, transports=transports, timeout=plan.timeout_s, **how)
+
+    rows = []
+    with communicator(0, "bench-control", None) as control:
+        bench = _Bench(rank, world_size, plan, control)
+        gloo = ours = comm = None
+        try:
+            if plan.needs_torch:
+                gloo, ours = _torch_groups(rank, world_size, plan, store)
+            if ours is None:
+                comm = communicator(1, "bench", plan.transports)
+                ours = Native(comm)
+            for case in plan.cases:
+                row = bench.run(case, ours, gloo if plan.peer == "gloo" else None)
+                rows.append(row)
+                if send is not None:
+                    send(row)
+            bench.barrier()  # nobody leaves while others still talk to it
+        except BaseException as error:
+            if comm is not None:
+                comm.abort(f"rank {rank}: {error}")
+            raise
+        finally:
+            if comm is not None:
+                comm.close()
+        if plan.needs_torch:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+    return rows
+
+
+def _torch_groups(rank: int, world_size: int, plan: Plan, store: Any) -> tuple[Torch, Torch | None]:
+    """The Gloo group, and spccl's if it is measured through torch."""
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=plan.timeout_s)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("bench", store), rank=rank, world_size=world_size, timeout=timeout
+    )
+    gloo = Torch(dist.group.WORLD)
+    if plan.via != "torch":
+        return gloo, None
+    from .. import backend
+
+    backend.register()
+    options = backend.Options(transports=plan.transports or "")
+    return gloo, Torch(dist.new_group(backend="spccl", timeout=timeout, pg_options=options))
+
+
+def _spawned_rank(rank: Rank, plan: Plan) -> list[Row]:
+    store = None
+    if plan.needs_torch:
+        import torch.distributed as dist
+
+        store = dist.FileStore(plan.store_file, rank.world_size)
+        store.set_timeout(datetime.timedelta(seconds=plan.timeout_s))
+    return _run_cases(rank.rank, rank.world_size, plan, store, rank.send if rank.rank == 0 else None)
+
+
+def under_torchrun() -> bool:
+    """Was this process started by torchrun (or alike) as one rank of a job?"""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def run_here(plan: Plan, on_row: Callable[[Row], None]) -> list[Row]:
+    """Run as one rank of the job that torchrun started; `on_row` is called on rank 0 only."""
+    import torch.distributed as dist
+
+    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=plan.timeout_s))
+    store, rank, world_size = next(iter(rendezvous))
+    return _run_cases(rank, world_size, plan, store, on_row if rank == 0 else None)
+
+
+def run_spawned(
+    plan: Plan, world_size: int, *, deadline_s: float, on_row: Callable[[Row], None]
+) -> list[Row]:
+    """Run over `world_size` new processes of this machine; rows in the order of the cases.
+
+    Raises: RanksFailed (launch.py).
+    """
+    with tempfile.TemporaryDirectory(prefix="spccl-bench-") as folder:
+        plan = dataclasses.replace(
+            plan,
+            unique_ids=(get_unique_id(), get_unique_id()),
+            store_file=os.path.join(folder, "store"),
+        )
+        return run_ranks(
+            _spawned_rank,
+            world_size,
+            (plan,),
+            deadline_s=deadline_s,
+            on_message=lambda _rank, row: on_row(row),
+        )[0]

@@ -1,0 +1,453 @@
+"""The command line: `spccl info`, `verify`, `inspect`, `bench`, `plot`. Parse, call, print, exit code.
+
+Exit codes: 0 fine, 1 something is wrong with what was looked at (a bad file, a wrong answer, a failed rank),
+2 a bad argument. Needs click and rich; numpy for verify, bench and plot, matplotlib for plot, torch for the
+dense peer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import mmap
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import __version__, errors
+from .frame import DTYPES, FORMATS, FrameInfo, iter_frames
+from .info import as_json, info
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+_OPS = ("sum", "avg", "min", "max", "prod")
+_FRAMES_SHOWN = 20
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+# Error texts and tables must survive a narrow pipe: rich wraps at 80 columns where there is no terminal.
+_console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+class _Size(click.ParamType):
+    """Bytes with an optional K, M or G (powers of 1024)."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = value.strip().upper().removesuffix("B").removesuffix("I")
+        digits = text.rstrip("KMG")
+        scale = _SUFFIXES.get(text[len(digits) :])
+        if not digits.isdigit() or scale is None or int(digits) * scale == 0:
+            self.fail(f"{value!r}: wanted bytes above 0, such as 4096, 64K, 16M or 1G", param, ctx)
+        return int(digits) * scale
+
+
+class _List(click.ParamType):
+    """A comma list of another type."""
+
+    def __init__(self, item: click.ParamType, name: str) -> None:
+        self._item, self.name = item, name
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._item.convert(part.strip(), param, ctx) for part in value.split(","))
+
+
+class _Fail(click.ClickException):
+    """Exit code 1 with the text as it is."""
+
+
+def _need(module: str, command: str, how: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise _Fail(f"{command} needs {module}, which is not installed: {how}")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="spccl")
+def main() -> None:
+    """Collectives for data that is mostly zeros."""
+
+
+# ---- info ----
+
+
+@main.command("info")
+@click.option("--json", "as_text", is_flag=True, help="Print JSON instead of tables.")
+def info_command(as_text: bool) -> None:
+    """Say what is in this build, why, how to get the rest; and every setting."""
+    if as_text:
+        click.echo(json.dumps(as_json(), indent=1))
+        return
+    entries = info()
+    parts = Table("part", "", "state", "why, and how to get it", title=f"spccl {__version__}")
+    settings = Table("setting", "now", "meaning", title="settings (environment variables)")
+    for entry in entries:
+        if entry.kind == "setting":
+            settings.add_row(entry.name, entry.value or '""', entry.why)
+        else:
+            style = "yellow" if entry.value == "absent" else None
+            parts.add_row(entry.kind, entry.name, entry.value, entry.why, style=style)
+    _console.print(parts)
+    _console.print(settings)
+
+
+# ---- inspect ----
+
+_FIELDS = (
+    (0, 4, "magic", lambda f: '"SPCF"'),
+    (4, 1, "version", lambda f: str(f.version)),
+    (5, 1, "format", lambda f: f.format),
+    (6, 1, "dtype", lambda f: f.dtype),
+    (7, 1, "flags", lambda f: "delta: encoded against a base" if f.is_delta else "none"),
+    (8, 8, "n_elems", lambda f: f"{f.n_elems} elements in this slice"),
+    (16, 8, "nnz", lambda f: f"{f.nnz} of them listed"),
+    (24, 8, "frame_bytes", lambda f: f"{f.frame_bytes} bytes, header and padding included"),
+    (32, 8, "index_off", lambda f: f"index section at {f.index_off}" if f.index_off else "no index section"),
+    (40, 8, "meta_off", lambda f: f"meta section at {f.meta_off}" if f.meta_off else "no meta section"),
+    (48, 8, "values_off", lambda f: f"values at {f.values_off}" if f.values_off else "no values"),
+    (56, 8, "reserved", lambda f: "zero"),
+)
+
+
+def _section_text(frame: FrameInfo) -> str:
+    return " ".join(
+        f"{name} {n} ({100 * n / frame.frame_bytes:.0f}%)" for name, n in frame.sections().items()
+    )
+
+
+def _show_header(frame: FrameInfo, data: Any) -> None:
+    table = Table(
+        "offset", "bytes", "field", "meaning", title=f"frame 0: header (byte {frame.offset} of the file)"
+    )
+    for offset, size, name, meaning in _FIELDS:
+        at = frame.offset + offset
+        table.add_row(str(offset), bytes(data[at : at + size]).hex(" "), name, meaning(frame))
+    _console.print(table)
+
+
+def _show_summary(frames: list[FrameInfo]) -> None:
+    n_elems, nnz = sum(f.n_elems for f in frames), sum(f.nnz for f in frames)
+    n_bytes = sum(f.frame_bytes for f in frames)
+    mix = Counter(f.format for f in frames)
+    by_bytes = Counter({name: sum(f.frame_bytes for f in frames if f.format == name) for name in mix})
+    dtypes = sorted({f.dtype for f in frames})
+    _console.print(
+        f"{len(frames)} frame(s), {n_elems} elements of {', '.join(dtypes)}, {nnz} listed "
+        f"({100 * nnz / max(n_elems, 1):.3g}%), {n_bytes} bytes"
+    )
+    _console.print(
+        "formats: "
+        + ", ".join(
+            f"{name} {mix[name]} frame(s) {100 * by_bytes[name] / n_bytes:.0f}% of the bytes"
+            for name in FORMATS
+            if name in mix
+        )
+    )
+
+
+@main.command("inspect")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--frames",
+    "n_shown",
+    type=click.IntRange(min=0),
+    default=_FRAMES_SHOWN,
+    show_default=True,
+    help="Frames to list.",
+)
+@click.option("--json", "as_text", is_flag=True, help="Print JSON: every frame.")
+def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
+    """Explain the frames of FILE, a stream as spccl.encode writes it; check all of it.
+
+    Exit code 1 if the file breaks the format; what comes before the bad frame is still shown.
+    """
+    if file.stat().st_size == 0:
+        raise _Fail(f"{file}: 0 bytes, wanted at least one frame with a header of 64 bytes")
+    frames: list[FrameInfo] = []
+    error: errors.FormatError | None = None
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            frames.extend(iter_frames(data))
+        except errors.FormatError as caught:
+            error = caught
+        if as_text:
+            document = {
+                "file": str(file),
+                "frames": [vars(f) | {"sections": f.sections()} for f in frames],
+                "error": None if error is None else str(error),
+            }
+            click.echo(json.dumps(document, indent=1))
+        elif frames:
+            _show_header(frames[0], data)
+            table = Table("frame", "at byte", "format", "dtype", "elements", "listed", "bytes", "sections")
+            for i, f in enumerate(frames[:n_shown]):
+                kind = f"{f.format} (delta)" if f.is_delta else f.format
+                numbers = (str(f.n_elems), f"{f.nnz} ({100 * f.nnz / max(f.n_elems, 1):.3g}%)")
+                table.add_row(
+                    str(i), str(f.offset), kind, f.dtype, *numbers, str(f.frame_bytes), _section_text(f)
+                )
+            _console.print(table)
+            if len(frames) > n_shown:
+                _console.print(f"... and {len(frames) - n_shown} more (--frames {len(frames)} shows all)")
+            _show_summary(frames)
+    if error is not None:
+        raise _Fail(f"{file}: {error}")
+
+
+# ---- verify ----
+
+
+@main.command("verify")
+@click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start.")
+@click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds for everything.",
+)
+def verify_command(ranks: int, transport: str | None, timeout: float) -> None:
+    """Self-test over ranks on this machine: every collective, dtype, op, size and sparsity, bit by bit.
+
+    The expected answers come from numpy, added up in the documented order. Exit code 1 on any difference.
+    """
+    _need("numpy", "spccl verify", "pip install numpy")
+    from .bench.launch import RanksFailed
+    from .verify import cases, verify
+
+    n_cases = sum(1 for _ in cases())
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(f"{ranks} ranks", total=n_cases)
+            result = verify(
+                ranks,
+                transport,
+                deadline_s=timeout,
+                on_progress=lambda n: progress.update(task, completed=n),
+            )
+    except (RanksFailed, errors.Error) as error:
+        raise _Fail(f"spccl verify failed:\n{error}") from error
+    table = Table("collective", "dtype", "cases", "wrong", title=f"spccl {__version__}, {ranks} ranks")
+    for (collective, dtype), tally in result.tallies.items():
+        style = "red" if tally.n_wrong else None
+        table.add_row(collective, dtype, str(tally.n_cases), str(tally.n_wrong), style=style)
+    _console.print(table)
+    for line in result.links:
+        _console.print(line, soft_wrap=True)
+    _console.print("frames sent: " + ", ".join(f"{name} {n}" for name, n in result.frames.items()))
+    if result.n_wrong:
+        raise _Fail("\n".join([f"{result.n_wrong} wrong answer(s), for example:", *result.examples]))
+    _console.print(f"all {n_cases} cases right on every rank, bit by bit")
+
+
+# ---- bench ----
+
+
+def _sparsity(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise click.BadParameter(
+            f"{text!r}: wanted a share of zeros from 0 to 1, or a percentage such as 99%"
+        )
+    return value
+
+
+class _Sparsity(click.ParamType[float]):
+    name = "SHARE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        return value if isinstance(value, float) else _sparsity(value)
+
+
+def _write(path: Path | None, text: Callable[[], str]) -> None:
+    if path is not None:
+        path.write_text(text())
+        click.echo(f"# written: {path}")
+
+
+@main.command("bench")
+@click.option(
+    "--collective",
+    "collectives",
+    type=_List(click.Choice(_COLLECTIVES), "LIST"),
+    default=("all_gather", "reduce_scatter", "all_reduce"),
+    help="Comma list of all_gather, reduce_scatter, all_reduce, broadcast.  [default: the first three]",
+)
+@click.option(
+    "--sizes", type=_List(_Size(), "LIST"), help="Comma list of sizes; replaces --min, --max, --factor."
+)
+@click.option("--min", "smallest", type=_Size(), default=64 << 10, help="Smallest size.  [default: 64K]")
+@click.option("--max", "largest", type=_Size(), default=16 << 20, help="Largest size.  [default: 16M]")
+@click.option(
+    "--factor", type=click.IntRange(min=2), default=16, show_default=True, help="From one size to the next."
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=_List(click.Choice(DTYPES), "LIST"),
+    default=("float32",),
+    help="Comma list.  [default: float32]",
+)
+@click.option("--op", type=click.Choice(_OPS), default="sum", show_default=True)
+@click.option(
+    "--sparsity",
+    "sparsities",
+    type=_List(_Sparsity(), "LIST"),
+    default=(0.99, 0.9, 0.5, 0.0),
+    help="Comma list of shares of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
+)
+@click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start.")
+@click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
+@click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
+@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Iterations before.")
+@click.option(
+    "--peer",
+    type=click.Choice(["gloo", "none"]),
+    help="Dense peer, timed in turns with spccl.  [default: gloo if torch is installed]",
+)
+@click.option(
+    "--via",
+    type=click.Choice(["torch", "native"]),
+    default="native",
+    show_default=True,
+    help="spccl through torch.distributed, or through its own Communicator.",
+)
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows here.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows here.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    show_default=True,
+    help="Seconds for everything.",
+)
+def bench_command(
+    collectives: tuple[str, ...],
+    sizes: tuple[int, ...] | None,
+    smallest: int,
+    largest: int,
+    factor: int,
+    dtypes: tuple[str, ...],
+    op: str,
+    sparsities: tuple[float, ...],
+    ranks: int,
+    transport: str | None,
+    iters: int,
+    warmup: int,
+    peer: str | None,
+    via: str,
+    csv_file: Path | None,
+    json_file: Path | None,
+    timeout: float,
+) -> None:
+    """Time the collectives beside a dense peer in the same run; table and columns as in nccl-tests.
+
+    Starts its own ranks on this machine, unless torchrun started it. Answers are checked before timing. A
+    size is what nccl-tests calls it: output of all_gather, input of reduce_scatter, in bytes per rank. Time is
+    the slowest rank's, median over iterations; `wire` is what one rank sent per call; ratio = peer's time / ours.
+    """
+    _need("numpy", "spccl bench", "pip install numpy")
+    has_torch = importlib.util.find_spec("torch") is not None
+    if peer is None:
+        peer = "gloo" if has_torch else "none"
+    if (peer == "gloo" or via == "torch") and not has_torch:
+        raise _Fail(
+            "--peer gloo and --via torch need torch, which is not installed: pip install 'spccl[torch]'"
+        )
+    if peer == "gloo" and op == "avg":
+        raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
+    if "float8" in dtypes and not {"reduce_scatter", "all_reduce"}.isdisjoint(collectives):
+        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
+    from .bench import cases as bench_cases
+    from .bench import report, runner
+    from .bench.launch import RanksFailed
+
+    try:
+        size_list = sizes or bench_cases.sizes(smallest, largest, factor)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
+    plan = runner.Plan(
+        cases=tuple(bench_cases.cases(collectives, size_list, dtypes, op, sparsities)),
+        via=via,
+        peer=peer,
+        transports=transport,
+        iters=iters,
+        warmup=warmup,
+        timeout_s=min(timeout, 120.0),
+    )
+    torchrun = runner.under_torchrun()
+    is_first = not torchrun or os.environ["RANK"] == "0"
+    facts = report.machine() | {"command": "spccl " + " ".join(sys.argv[1:])} if is_first else {}
+    if is_first:
+        for key, value in facts.items():
+            click.echo(f"# {key}: {value}")
+        click.echo(report.table_head(peer))
+    try:
+        if torchrun:
+            rows = runner.run_here(plan, lambda row: click.echo(report.table_line(row)))
+        else:
+            rows = runner.run_spawned(
+                plan,
+                ranks,
+                deadline_s=timeout,
+                on_row=lambda row: click.echo(report.table_line(row)),
+            )
+    except (RanksFailed, errors.Error) as error:
+        raise _Fail(f"spccl bench failed:\n{error}") from error
+    if is_first:
+        _write(csv_file, lambda: report.to_csv(rows, facts))
+        _write(json_file, lambda: report.to_json(rows, facts))
+    wrong = sum(row.wrong + (row.peer_wrong or 0) for row in rows)
+    if wrong:
+        raise _Fail(f"{wrong} element(s) were wrong: see column #wrong")
+
+
+# ---- plot ----
+
+
+@main.command("plot")
+@click.argument(
+    "sources",
+    nargs=-1,
+    required=True,
+    metavar="CSV...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="Figure: .png, .svg or .pdf.",
+)
+def plot_command(sources: tuple[Path, ...], output: Path) -> None:
+    """Draw the speed-up over sparsity of each collective, from files of `spccl bench --csv`."""
+    _need("numpy", "spccl plot", "pip install numpy")
+    from .plot import speedup_over_sparsity
+
+    try:
+        n_points = speedup_over_sparsity(sources, output)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise _Fail(str(error)) from error
+    click.echo(f"{n_points} points drawn in {output}")
+
+
+if __name__ == "__main__":
+    main()

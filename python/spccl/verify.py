@@ -1,0 +1,275 @@
+"""`spccl verify`: every collective x dtype x op x size x sparsity over ranks on this machine, against numpy.
+
+The expected answers are computed by plain numpy in the order that the library documents (rank 0, 1, 2, ...,
+float16 and bfloat16 in float32 with one rounding), so every comparison is of bits. Needs numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .bench.launch import Rank, run_ranks
+from .comm import Communicator, get_unique_id
+from .frame import DTYPES, numpy_dtype
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+OPS = ("sum", "avg", "min", "max", "prod")
+SIZES = (0, 1, 33, 4097, 20011)
+SPARSITIES = (0.0, 0.5, 0.9, 0.99, 1.0)
+_BIG = 1_000_003  # elements: more than every queue between two ranks holds
+_FLIGHTS = 4  # collectives started before the first is waited for
+_EXAMPLES = 5  # wrong answers that a rank tells of
+
+Array = Any  # numpy.ndarray of the dtype's storage: bfloat16 as uint16, float8 as uint8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. `n_elems` is the smaller of the two buffers' element counts (per rank)."""
+
+    collective: str
+    dtype: str
+    op: str  # "" where nothing is reduced
+    n_elems: int
+    sparsity: float
+    in_place: bool
+
+    def __str__(self) -> str:
+        op = f" {self.op}" if self.op else ""
+        place = "in place" if self.in_place else "out of place"
+        return (
+            f"{self.collective}{op} {self.dtype} x {self.n_elems}, {100 * self.sparsity:g}% sparse, {place}"
+        )
+
+
+@dataclasses.dataclass
+class Tally:
+    """Outcome of all cases of one collective and dtype."""
+
+    n_cases: int = 0
+    n_wrong: int = 0
+
+
+@dataclasses.dataclass
+class Result:
+    """What all ranks found: tallies by (collective, dtype), texts of wrong answers, links, format mix."""
+
+    tallies: dict[tuple[str, str], Tally]
+    examples: list[str]
+    links: list[str]
+    frames: dict[str, int]
+
+    @property
+    def n_wrong(self) -> int:
+        return sum(tally.n_wrong for tally in self.tallies.values())
+
+
+def cases() -> Iterator[Case]:
+    """Every case, in the order in which every rank runs them; in place and out of place take turns."""
+    n = 0
+    for collective in COLLECTIVES:
+        reduces = collective in ("reduce_scatter", "all_reduce")
+        for dtype in DTYPES:
+            if reduces and dtype == "float8":
+                continue  # carried as bytes, without arithmetic
+            for op in OPS if reduces else ("",):
+                for sparsity in SPARSITIES:
+                    for n_elems in SIZES:
+                        n += 1
+                        yield Case(collective, dtype, op, n_elems, sparsity, n % 2 == 0)
+        yield Case(collective, "float32", "sum" if reduces else "", _BIG, 0.99, False)
+
+
+# ---- data and expected answers ----
+
+
+def make_input(seed: list[int], n_elems: int, dtype: str, sparsity: float, arithmetic: bool) -> Array:
+    """[n_elems] with about `sparsity` of all-zero elements, in the dtype's storage.
+
+    arithmetic=False: any bits, NaN payloads and infinities too. True: finite floats from 0.5 to 2 of both
+    signs and some -0.0, so that no sum or product overflows; integers of the full range (sums wrap).
+    """
+    rng = np.random.default_rng(seed)
+    storage = numpy_dtype(dtype)
+    if not arithmetic or (storage.kind in "iu" and dtype != "bfloat16"):
+        bits = np.frombuffer(rng.bytes(n_elems * storage.itemsize), storage).copy()
+    else:
+        values = (rng.random(n_elems, np.float32) * 1.5 + 0.5) * rng.choice([-1.0, 1.0], n_elems)
+        values[rng.random(n_elems) < 0.01] = -0.0
+        bits = from_float(values.astype(np.float64 if dtype == "float64" else np.float32), dtype)
+    bits[rng.random(n_elems) < sparsity] = 0
+    return bits
+
+
+def to_float(bits: Array, dtype: str) -> Array:
+    """Storage -> what the dtype is added up in: float32 for the 16-bit floats, else itself."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.astype(np.float32) if dtype == "float16" else bits
+
+
+def from_float(values: Array, dtype: str) -> Array:
+    """The way back, rounded to nearest, ties to even."""
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return values.astype(numpy_dtype(dtype))
+
+
+def reduced(inputs: list[Array], dtype: str, op: str) -> Array:
+    """The reduction of one array per rank, bit for bit as documented in spccl.h."""
+    parts = [to_float(bits, dtype) for bits in inputs]
+    with np.errstate(over="ignore"):
+        if op in ("sum", "avg"):
+            acc = np.zeros_like(parts[0])
+            for part in parts:
+                acc = acc + part
+            if op == "avg":
+                acc = _divided(acc, len(parts))
+        else:
+            acc = parts[0].copy()
+            for part in parts[1:]:
+                if op == "prod":
+                    acc = acc * part
+                else:
+                    acc = np.where(part < acc if op == "min" else part > acc, part, acc)
+    return from_float(acc, dtype)
+
+
+def _divided(acc: Array, by: int) -> Array:
+    if acc.dtype.kind == "f":
+        return acc / acc.dtype.type(by)
+    quotient = acc // acc.dtype.type(by)  # rounds down; spccl rounds toward zero
+    return (quotient + ((acc < 0) & (acc % acc.dtype.type(by) != 0))).astype(acc.dtype)
+
+
+# ---- one rank ----
+
+
+def _inputs(case: Case, index: int, world_size: int) -> list[Array]:
+    reduces = case.op != ""
+    n_elems = case.n_elems * (world_size if case.collective == "reduce_scatter" else 1)
+    return [
+        make_input([index, rank], n_elems, case.dtype, case.sparsity, reduces) for rank in range(world_size)
+    ]
+
+
+def _start(
+    comm: Communicator, case: Case, index: int, inputs: list[Array]
+) -> tuple[Any, Array, Array, Array]:
+    """Start the case: (request, buffer with the answer, expected answer, input or None if overwritten)."""
+    rank, world, n = comm.rank, comm.world_size, case.n_elems
+    mine = inputs[rank].copy()
+    kwargs = {"dtype": case.dtype, "async_op": True}
+    junk = np.frombuffer(b"\xa5" * 8, mine.dtype)[0]  # a forgotten element must show
+    if case.collective == "all_gather":
+        out = np.full(world * n, junk)
+        block = out[rank * n : (rank + 1) * n]
+        block[:] = mine if case.in_place else junk
+        request = comm.all_gather(block if case.in_place else mine, out, **kwargs)
+        return request, out, np.concatenate(inputs), mine
+    if case.collective == "broadcast":
+        root = index % world
+        out = mine if rank == root else np.full(n, junk)
+        return comm.broadcast(out, root, **kwargs), out, inputs[root], None
+    if case.collective == "all_reduce":
+        out = mine if case.in_place else np.full(n, junk)
+        request = comm.all_reduce(mine, None if case.in_place else out, case.op, **kwargs)
+        return request, out, reduced(inputs, case.dtype, case.op), None if case.in_place else mine
+    block = slice(rank * n, (rank + 1) * n)
+    out = mine[block] if case.in_place else np.full(n, junk)
+    request = comm.reduce_scatter(mine, out, case.op, **kwargs)
+    expected = reduced([x[block] for x in inputs], case.dtype, case.op)
+    return request, out, expected, None if case.in_place else mine
+
+
+def difference(got: Array, wanted: Array) -> str | None:
+    """Where two arrays differ in any bit; None if nowhere."""
+    unsigned = np.dtype(f"u{got.dtype.itemsize}")
+    a, b = got.view(unsigned), wanted.view(unsigned)
+    wrong = np.flatnonzero(a != b)
+    if wrong.size == 0:
+        return None
+    i, width = wrong[0], 2 * got.dtype.itemsize
+    return (
+        f"{wrong.size} of {got.size} elements wrong, the first at {i}: "
+        f"got {got[i]} (0x{int(a[i]):0{width}x}), wanted {wanted[i]} (0x{int(b[i]):0{width}x})"
+    )
+
+
+def _verify_rank(
+    rank: Rank, unique_id: bytes, transports: str | None, timeout_s: float
+) -> tuple[dict[tuple[str, str], Tally], list[str], list[str], dict[str, int]]:
+    tallies: dict[tuple[str, str], Tally] = {}
+    examples: list[str] = []
+    with Communicator(
+        rank.rank,
+        rank.world_size,
+        unique_id=unique_id,
+        name="verify",
+        transports=transports,
+        timeout=timeout_s,
+    ) as comm:
+        pending: list[tuple[Case, Any, Array, Array, Array, Array]] = []
+
+        def finish() -> None:
+            for case, request, got, wanted, left, before in pending:
+                request.wait()
+                tally = tallies.setdefault((case.collective, case.dtype), Tally())
+                tally.n_cases += 1
+                text = difference(got, wanted)
+                if text is None and left is not None and difference(left, before) is not None:
+                    text = "the input was changed"
+                if text is not None:
+                    tally.n_wrong += 1
+                    examples.append(f"rank {comm.rank}: {case}: {text}")
+            pending.clear()
+
+        for index, case in enumerate(cases()):
+            inputs = _inputs(case, index, comm.world_size)
+            pending.append((case, *_start(comm, case, index, inputs), inputs[comm.rank]))
+            if len(pending) == _FLIGHTS:
+                finish()
+            if rank.rank == 0 and index % 50 == 0:
+                rank.send(index)
+        finish()
+        links = [f"rank {comm.rank} -> {peer}: {text}" for peer, text in comm.describe_links().items()]
+        return tallies, examples[:_EXAMPLES], links, comm.stats().n_frames_sent
+
+
+def verify(
+    world_size: int,
+    transports: str | None = None,
+    *,
+    deadline_s: float = 300.0,
+    on_progress: Any = None,
+) -> Result:
+    """Run every case over `world_size` new processes of this machine.
+
+    Args:
+        transports: comma list as in `Communicator`; None = the library's choice.
+        deadline_s: seconds for everything.
+        on_progress: called with the number of cases done.
+    Raises: RanksFailed if a rank failed otherwise than by a wrong answer, or took too long.
+    """
+    outcomes = run_ranks(
+        _verify_rank,
+        world_size,
+        (get_unique_id(), transports, min(60.0, deadline_s)),
+        deadline_s=deadline_s,
+        on_message=None if on_progress is None else lambda _rank, n: on_progress(n),
+    )
+    total = Result({}, [], [], {})
+    for tallies, examples, links, frames in outcomes:
+        for key, tally in tallies.items():
+            merged = total.tallies.setdefault(key, Tally(tally.n_cases))
+            merged.n_wrong += tally.n_wrong
+        total.examples += examples
+        total.links += links
+        for name, n in frames.items():
+            total.frames[name] = total.frames.get(name, 0) + n
+    return total

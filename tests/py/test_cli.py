@@ -1,0 +1,130 @@
+"""The command line: exit codes, texts, files."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import spccl
+from spccl.cli import main
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+def test_help_and_version():
+    assert spccl.__version__ in run("--version")
+    for command in ("info", "verify", "inspect", "bench", "plot"):
+        assert command in run("--help")
+        assert "Usage" in run(command, "--help")
+
+
+def test_python_dash_m():
+    done = subprocess.run(
+        [sys.executable, "-m", "spccl", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and spccl.__version__ in done.stdout
+
+
+def test_info():
+    text = run("info")
+    for word in ("scalar", "tcp", "SPCCL_FORMAT", "python", "numpy", "torch backend"):
+        assert word in text
+    entries = json.loads(run("info", "--json"))
+    assert {"kind", "name", "value", "why"} == set(entries[0])
+    assert any(entry["name"] == "SPCCL_TRANSPORTS" and entry["kind"] == "setting" for entry in entries)
+
+
+@pytest.fixture
+def stream(tmp_path):
+    x = np.zeros(200_000, np.float32)
+    x[::100] = 1
+    x[60_000:140_000] = 2
+    path = tmp_path / "x.spccl"
+    path.write_bytes(spccl.encode(x))
+    return path
+
+
+def test_inspect_explains(stream):
+    text = run("inspect", stream)
+    for word in ("53 50 43 46", "magic", "tile", "dense", "values", "200000 elements of float32", "formats:"):
+        assert word in text, word
+    assert "and 3 more" in run("inspect", "--frames", "1", stream)
+    document = json.loads(run("inspect", "--json", stream))
+    assert document["error"] is None and len(document["frames"]) == 4
+    assert sum(f["frame_bytes"] for f in document["frames"]) == stream.stat().st_size
+    assert all(sum(f["sections"].values()) == f["frame_bytes"] for f in document["frames"])
+
+
+def test_inspect_bad_files(stream, tmp_path):
+    good = stream.read_bytes()
+    size = spccl.inspect(good)[0].frame_bytes
+    bad = tmp_path / "bad.spccl"
+    bad.write_bytes(good[:size] + b"\0" * 100)
+    text = run("inspect", bad, code=1)
+    assert f"frame at byte {size}" in text and "magic" in text and "1 frame(s)" in text
+    document = json.loads(run("inspect", "--json", bad, code=1).split("\nError:")[0])
+    assert f"byte {size}" in document["error"] and len(document["frames"]) == 1
+    bad.write_bytes(b"")
+    assert "0 bytes, wanted at least one frame" in run("inspect", bad, code=1)
+    assert "does not exist" in run("inspect", tmp_path / "none", code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--sizes", "12Q"], "wanted bytes above 0"),
+        (["--sizes", "0"], "wanted bytes above 0"),
+        (["--sparsity", "1.5"], "wanted a share of zeros"),
+        (["--sparsity", "lots"], "wanted a share of zeros"),
+        (["--collective", "all_to_all"], "all_to_all"),
+        (["--dtype", "float31"], "float31"),
+        (["--dtype", "float8"], "not reduced"),
+        (["--op", "avg", "--peer", "gloo"], "Gloo has no avg"),
+        (["--min", "4M", "--max", "1M"], "wanted 1 <= min <= max"),
+    ],
+)
+def test_bench_bad_options(args, text):
+    assert text in run("bench", *args, code=2)
+
+
+def test_bench_writes_files_and_plot_reads_them(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    csv, document, picture = tmp_path / "a.csv", tmp_path / "a.json", tmp_path / "a.png"
+    text = run(
+        "bench", "--collective", "all_reduce,broadcast", "--sizes", "64K,256K", "--sparsity", "99%,0", "--iters",
+        2, "--warmup", 0, "--csv", csv, "--json", document, "--timeout", 150,
+    )  # fmt: skip
+    assert "# cpu:" in text and "busbw" in text and text.count("all_reduce") >= 4
+    assert len(json.loads(document.read_text())["rows"]) == 8
+    assert "8 points drawn" in run("plot", csv, "-o", picture)
+    assert picture.stat().st_size > 5000
+
+
+def test_plot_refuses_other_files(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    assert "not a result of" in run("plot", tmp_path / "x.csv", "-o", tmp_path / "x.png", code=1)
+
+
+def test_verify_passes():
+    text = run("verify", "--ranks", 2, "--timeout", 250)
+    assert "cases right on every rank, bit by bit" in text
+    for word in ("all_gather", "reduce_scatter", "bfloat16", "float8", "rank 0 -> 1", "frames sent"):
+        assert word in text
+
+
+def test_verify_reports_what_failed():
+    text = run("verify", "--ranks", 2, "--transport", "pigeon", code=1)
+    assert "rank 0 of 2" in text and "pigeon" in text
+
+
+def test_verify_in_a_terrible_hurry():
+    text = run("verify", "--ranks", 2, "--timeout", 1, code=1)
+    assert "spccl verify failed" in text

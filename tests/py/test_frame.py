@@ -1,0 +1,140 @@
+"""encode, decode, inspect: arrays in, bytes out."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import spccl
+from spccl.frame import DTYPES, FORMATS, dtype_name, iter_frames, numpy_dtype
+
+EDGES = [0, 1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7, 65536, 65537]
+
+
+def pattern(n, dtype, zeros=0.9, seed=0):
+    """[n] of any bits, about `zeros` of the elements zero."""
+    rng = np.random.default_rng([seed, n])
+    storage = numpy_dtype(dtype)
+    x = np.frombuffer(rng.bytes(n * storage.itemsize), storage).copy()
+    x[rng.random(n) < zeros] = 0
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", EDGES)
+def test_round_trip_keeps_every_bit(n, dtype):
+    for zeros in (0.0, 0.9, 1.0):
+        x = pattern(n, dtype, zeros)
+        stream = spccl.encode(x, dtype=dtype)
+        back = spccl.decode(stream)
+        assert back.dtype == x.dtype and back.tobytes() == x.tobytes()
+        frames = spccl.inspect(stream)
+        assert {f.dtype for f in frames} == {dtype} and sum(f.n_elems for f in frames) == n
+
+
+@pytest.mark.parametrize("format", ["tile", "pici", "coo", "dense"])
+def test_forced_formats(format):
+    x = pattern(10_000, "float32")
+    frames = spccl.inspect(spccl.encode(x, format=format))
+    assert {f.format for f in frames} == {format}
+    assert spccl.decode(spccl.encode(x, format=format)).tobytes() == x.tobytes()
+    for frame in frames:
+        assert sum(frame.sections().values()) == frame.frame_bytes and frame.sections()["header"] == 64
+
+
+def test_special_values_travel():
+    x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 0.0], np.float64)
+    x[4:5].view(np.uint64)[0] = 0x7FF0DEADBEEF0001  # a signalling NaN with a payload
+    stream = spccl.encode(x)
+    assert spccl.decode(stream).tobytes() == x.tobytes()
+
+
+def test_slice_elems_sets_frames():
+    x = pattern(20_000, "int16")
+    assert [f.n_elems for f in spccl.inspect(spccl.encode(x, slice_elems=8192))] == [8192, 8192, 3616]
+
+
+def test_delta_and_verbs():
+    base, new = pattern(9000, "int32", 0.5, 1), pattern(9000, "int32", 0.5, 1)
+    new[::50] += 1
+    delta = spccl.encode(new, base=base)
+    assert all(f.is_delta for f in spccl.inspect(delta)) and len(delta) < new.nbytes / 10
+    out = base.copy()
+    assert spccl.decode(delta, out, "overwrite") is out
+    assert out.tobytes() == new.tobytes()
+    with pytest.raises(spccl.FormatError, match="delta"):
+        spccl.decode(delta)
+    out = np.ones(9000, np.int32)
+    spccl.decode(spccl.encode(new), out, "add")
+    assert np.array_equal(out, new + 1)
+    with pytest.raises(spccl.ArgumentError, match="pass out="):
+        spccl.decode(delta, verb="overwrite")
+    with pytest.raises(spccl.UnsupportedError):
+        spccl.decode(spccl.encode(b"\x01", dtype="float8"), bytearray(1), "add", "float8")
+
+
+def test_wrong_destination():
+    stream = spccl.encode(np.ones(10, np.float32))
+    with pytest.raises(spccl.FormatError, match="float32"):
+        spccl.decode(stream, np.zeros(10, np.int32))
+    for n in (9, 11):
+        with pytest.raises(spccl.FormatError, match="10"):
+            spccl.decode(stream, np.zeros(n, np.float32))
+
+
+def test_bad_streams_say_where():
+    good = spccl.encode(np.ones(10, np.float32))
+    for stream, place in [
+        (b"", "byte 0"),
+        (b"x" * 100, "byte 0"),
+        (good[:-1], "byte 0"),
+        (good + b"x", f"byte {len(good)}"),
+        (good + good[:70], f"byte {len(good)}"),
+    ]:
+        with pytest.raises(spccl.FormatError, match=place):
+            spccl.inspect(stream)
+        with pytest.raises(spccl.FormatError):
+            spccl.decode(stream, np.zeros(20, np.float32))
+    frames = iter_frames(good + b"junk" * 20)
+    assert next(frames).n_elems == 10
+    with pytest.raises(spccl.FormatError, match=f"byte {len(good)}"):
+        next(frames)
+
+
+def test_mixed_dtypes_in_one_stream():
+    stream = spccl.encode(np.ones(4, np.float32)) + spccl.encode(np.ones(4, np.int32))
+    assert [f.dtype for f in spccl.inspect(stream)] == ["float32", "int32"]
+    with pytest.raises(spccl.FormatError, match="one array has one dtype"):
+        spccl.decode(stream)
+
+
+def test_dtype_names():
+    assert dtype_name(None) is None and dtype_name("bfloat16") == "bfloat16"
+    assert dtype_name(np.float16) == dtype_name(np.dtype("f2")) == "float16"
+    torch = pytest.importorskip("torch")
+    assert dtype_name(torch.bfloat16) == "bfloat16" and dtype_name(torch.float8_e5m2) == "float8"
+    assert FORMATS == ("empty", "tile", "pici", "coo", "dense")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1) | st.just(0), max_size=600),
+    st.sampled_from(["auto", "pici", "coo", "dense"]),
+)
+def test_any_integers(values, format):
+    x = np.array(values, np.int32)
+    assert np.array_equal(spccl.decode(spccl.encode(x, format=format)), x)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 400), st.integers(0, 255), st.sampled_from(["auto", "tile", "pici", "coo", "dense"]))
+def test_a_changed_byte_is_an_error_or_another_array_never_a_crash(place, value, format):
+    x = np.zeros(300, np.int16)
+    x[::7] = 5
+    stream = bytearray(spccl.encode(x, format=format))
+    stream[place % len(stream)] = value
+    out = np.zeros(300, np.int16)
+    try:
+        spccl.decode(stream, out)
+    except spccl.Error as error:
+        assert str(error)
