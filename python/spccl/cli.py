@@ -360,8 +360,9 @@ def bench_command(
     """Time the collectives beside a dense peer in the same run; table and columns as in nccl-tests.
 
     Starts its own ranks on this machine, unless torchrun started it. Answers are checked before timing. A
-    size is what nccl-tests calls it: output of all_gather, input of reduce_scatter, in bytes per rank. Time is
-    the slowest rank's, median over iterations; `wire` is what one rank sent per call; ratio = peer's time / ours.
+    size is what nccl-tests calls it: output of all_gather, input of reduce_scatter, in bytes per rank. Time
+    is the slowest rank's, median over iterations; `wire` is what one rank sent per call; ratio = peer's
+    time / ours.
     """
     _need("numpy", "spccl bench", "pip install numpy")
     has_torch = importlib.util.find_spec("torch") is not None

@@ -98,10 +98,9 @@ def test_bench_writes_files_and_plot_reads_them(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     csv, document, picture = tmp_path / "a.csv", tmp_path / "a.json", tmp_path / "a.png"
-    text = run(
-        "bench", "--collective", "all_reduce,broadcast", "--sizes", "64K,256K", "--sparsity", "99%,0", "--iters",
-        2, "--warmup", 0, "--csv", csv, "--json", document, "--timeout", 150,
-    )  # fmt: skip
+    what = ["--collective", "all_reduce,broadcast", "--sizes", "64K,256K", "--sparsity", "99%,0"]
+    how = ["--iters", 2, "--warmup", 0, "--timeout", 150]
+    text = run("bench", *what, *how, "--csv", csv, "--json", document)
     assert "# cpu:" in text and "busbw" in text and text.count("all_reduce") >= 4
     assert len(json.loads(document.read_text())["rows"]) == 8
     assert "8 points drawn" in run("plot", csv, "-o", picture)
