@@ -152,19 +152,17 @@ def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
     options = _options_of(pg_options)
     _torch_glue.load()
     timeout = options.timeout or _as_timedelta(opts.timeout)
+    timeout_ms = max(1, int(timeout.total_seconds() * 1000))
     store = _store_of_this_join(dist, opts.store, opts.group_rank)
     scratch = dist.ProcessGroup(store, opts.group_rank, opts.group_size)
     gloo = _make_gloo(dist, store, opts, timeout)
     scratch._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group = torch.ops.spccl.make_process_group(
         scratch.boxed(),
-        max(1, int(timeout.total_seconds() * 1000)),
         str(opts.group_id),
         list(opts.global_ranks_in_group),
-        FORMATS[options.format],
-        options.slice_bytes,
+        [timeout_ms, FORMATS[options.format], options.slice_bytes, options.n_sockets],
         options.transports,
-        options.n_sockets,
     )
     return dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
 

@@ -43,7 +43,12 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
             size = int(row["size_bytes"])
             text = f"{size / 2**20:.4g} MiB" if size >= 1 << 20 else f"{size / 1024:.4g} KiB"
             label = f"{row['ranks']} ranks, {text} {row['dtype']}, {row['via']} against {row['peer']}"
-            point = tuple(float(row[key]) for key in ("sparsity", "ratio", "ratio_p10", "ratio_p90"))
+            point = (
+                float(row["sparsity"]),
+                float(row["ratio"]),
+                float(row["ratio_p10"]),
+                float(row["ratio_p90"]),
+            )
             lines.setdefault(row["collective"], {}).setdefault(label, []).append(point)
             n_points += 1
         captions.append(

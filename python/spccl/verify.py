@@ -164,7 +164,7 @@ def _start(
     """Start the case: (request, buffer with the answer, expected answer, input or None if overwritten)."""
     rank, world, n = comm.rank, comm.world_size, case.n_elems
     mine = inputs[rank].copy()
-    kwargs = {"dtype": case.dtype, "async_op": True}
+    kwargs: dict[str, Any] = {"dtype": case.dtype, "async_op": True}
     junk = np.frombuffer(b"\xa5" * 8, mine.dtype)[0]  # a forgotten element must show
     if case.collective == "all_gather":
         out = np.full(world * n, junk)
@@ -180,10 +180,10 @@ def _start(
         out = mine if case.in_place else np.full(n, junk)
         request = comm.all_reduce(mine, None if case.in_place else out, case.op, **kwargs)
         return request, out, reduced(inputs, case.dtype, case.op), None if case.in_place else mine
-    block = slice(rank * n, (rank + 1) * n)
-    out = mine[block] if case.in_place else np.full(n, junk)
+    own = slice(rank * n, (rank + 1) * n)
+    out = mine[own] if case.in_place else np.full(n, junk)
     request = comm.reduce_scatter(mine, out, case.op, **kwargs)
-    expected = reduced([x[block] for x in inputs], case.dtype, case.op)
+    expected = reduced([x[own] for x in inputs], case.dtype, case.op)
     return request, out, expected, None if case.in_place else mine
 
 

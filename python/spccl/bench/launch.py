@@ -120,7 +120,7 @@ def _collect(
         if left <= 0:
             timed_out = not failures
             break
-        for pipe in multiprocessing.connection.wait(list(open_pipes), timeout=left):
+        for pipe in _ready(list(open_pipes), left):
             rank = open_pipes[pipe]
             try:
                 kind, value = pipe.recv()
@@ -143,6 +143,10 @@ def _collect(
     if failures or timed_out:
         raise RanksFailed(_failure_text(failures, sorted(open_pipes.values()), len(pipes), deadline_s))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _ready(pipes: list[Any], timeout_s: float) -> list[Any]:
+    return multiprocessing.connection.wait(pipes, timeout_s)
 
 
 def _exit_text(code: int | None) -> str:

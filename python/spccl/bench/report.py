@@ -218,7 +218,7 @@ def machine() -> dict[str, str]:
 
 def _version(name: str) -> str:
     if name == "spccl":
-        return importlib.import_module("spccl").__version__
+        return str(importlib.import_module("spccl").__version__)
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

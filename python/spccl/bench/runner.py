@@ -6,6 +6,7 @@ is the slowest rank's. Up to 64 KiB one iteration is a batch of calls (`Case.cal
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -55,7 +56,8 @@ class Native:
         return self._comm.stats()
 
     def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
-        comm, kwargs = self._comm, {"dtype": case.dtype}
+        comm = self._comm
+        kwargs: dict[str, Any] = {"dtype": case.dtype}
         if case.collective == "all_gather":
             return lambda: comm.all_gather(source, target, **kwargs)
         if case.collective == "reduce_scatter":
@@ -256,28 +258,16 @@ def _run_cases(
         return Communicator(rank, world_size, name=name, transports=transports, timeout=plan.timeout_s, **how)
 
     rows = []
-    with communicator(0, "bench-control", None) as control:
-        bench = _Bench(rank, world_size, plan, control)
-        gloo = ours = comm = None
-        try:
-            if plan.needs_torch:
-                gloo, ours = _torch_groups(rank, world_size, plan, store)
-            if ours is None:
-                comm = communicator(1, "bench", plan.transports)
-                ours = Native(comm)
-            for case in plan.cases:
-                row = bench.run(case, ours, gloo if plan.peer == "gloo" else None)
-                rows.append(row)
-                if send is not None:
-                    send(row)
-            bench.barrier()  # nobody leaves while others still talk to it
-        except BaseException as error:
-            if comm is not None:
-                comm.abort(f"rank {rank}: {error}")
-            raise
-        finally:
-            if comm is not None:
-                comm.close()
+    with contextlib.ExitStack() as stack:
+        bench = _Bench(rank, world_size, plan, stack.enter_context(communicator(0, "bench-control", None)))
+        groups = _torch_groups(rank, world_size, plan, store) if plan.needs_torch else (None, None)
+        ours = groups[1] or Native(stack.enter_context(communicator(1, "bench", plan.transports)))
+        for case in plan.cases:
+            row = bench.run(case, ours, groups[0] if plan.peer == "gloo" else None)
+            rows.append(row)
+            if send is not None:
+                send(row)
+        bench.barrier()  # nobody leaves while others still talk to it
         if plan.needs_torch:
             import torch.distributed as dist
 
