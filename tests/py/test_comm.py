@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import signal
 import threading
 import weakref
 
@@ -394,3 +395,77 @@ def test_unclosed_communicator_warns_and_frees():
 def test_groups_can_be_made_again_and_again():
     for _ in range(5):
         run_threads(2, lambda comm: comm.all_reduce(np.ones(10, np.float32)))
+
+
+def test_torch_store():
+    dist = pytest.importorskip("torch.distributed")
+
+    def rank_main(comm):
+        x = np.ones(10, np.float32)
+        comm.all_reduce(x)
+        return x[0]
+
+    assert run_threads(3, rank_main, store=dist.HashStore(), name="by torch's store") == [3.0] * 3
+    with pytest.raises(spccl.TimeoutError, match="rank 1"):
+        spccl.Communicator(0, 2, store=dist.HashStore(), timeout=0.3, transports="inproc")
+
+
+def test_signal_ends_a_blocking_wait_and_keeps_the_memory():
+    class Alarm(Exception):
+        pass
+
+    def ring(signum, frame):
+        raise Alarm
+
+    store, gate, comms = Store(), threading.Event(), []
+    options = {"store": store, "timeout": TIMEOUT_S, "transports": "inproc"}
+
+    def peer():
+        with spccl.Communicator(1, 2, **options) as comm:
+            gate.wait(TIMEOUT_S)
+            x = bytearray(4000)
+            comm.all_reduce(x, dtype="float32")
+            comms.append(comm)
+
+    thread = threading.Thread(target=peer, daemon=True)
+    thread.start()
+    with spccl.Communicator(0, 2, **options) as comm:
+        x = bytearray(4000)
+        before = signal.signal(signal.SIGALRM, ring)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Alarm):
+                comm.all_reduce(x, dtype="float32")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        with pytest.raises(BufferError):  # still borrowed: the collective goes on
+            x.append(1)
+        gate.set()
+        thread.join(TIMEOUT_S)
+        assert len(comms) == 1
+    x.append(1)  # close() has ended it
+
+
+def test_two_threads_on_one_communicator():
+    """Starting collectives from several threads is refused or works; it never breaks the process."""
+    refused, done = [], []
+
+    def rank_main(comm):
+        def many():
+            for _ in range(200):
+                try:
+                    comm.all_reduce(np.ones(5000, np.float32))
+                    done.append(1)
+                except spccl.StateError as error:
+                    refused.append(str(error))
+
+        threads = [threading.Thread(target=many) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert len(done) + len(refused) == 800
+        assert all("another thread" in text for text in refused)
+
+    run_threads(1, rank_main)
