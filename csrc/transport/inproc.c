@@ -346,7 +346,6 @@ static spccl_status inproc_progress(sp_endpoint *opaque, int *peer, char *text)
         sp_ring_link *link = &ep->links[i];
         if (!link->up)
             continue;
-        sp_ring_begin_progress(link);
         if (sp_ring_take_news(link) && atomic_load(&ep->peers[i]->closed))
             sp_ring_link_set_gone(link, "closed its endpoint");
     }

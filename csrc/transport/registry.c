@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-const sp_transport *const sp_transports[] = {&sp_transport_inproc, NULL};
+const sp_transport *const sp_transports[] = {&sp_transport_inproc, &sp_transport_shm, NULL};
 
 static const sp_transport *find(const char *name, size_t n)
 {

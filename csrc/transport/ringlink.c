@@ -36,9 +36,10 @@ void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_lanes, size
 
 void sp_ring_link_set_gone(sp_ring_link *link, const char *text)
 {
-    if (!link->gone)
-        snprintf(link->gone_text, sizeof link->gone_text, "%s", text);
-    link->gone = true;
+    if (link->gone)
+        return;
+    snprintf(link->gone_text, sizeof link->gone_text, "%s", text);
+    link->gone = link->gone_news = true;
 }
 
 static spccl_status link_gone(const sp_ring_link *link)
@@ -67,6 +68,7 @@ spccl_status sp_ring_reserve(sp_ring_link *link, int lane, size_t bytes, void **
         return link_gone(link);
     switch (sp_spsc_reserve(q, bytes, out)) {
     case SP_SPSC_OK:
+        link->blocked &= ~(1u << lane);
         return SPCCL_OK;
     case SP_SPSC_AGAIN:
         link->blocked |= 1u << lane;
@@ -115,31 +117,26 @@ spccl_status sp_ring_release(sp_ring_link *link, int lane)
     return SPCCL_OK;
 }
 
-void sp_ring_begin_progress(sp_ring_link *link)
-{
-    link->blocked = 0;
-}
-
 spccl_status sp_ring_arm(sp_ring_link *link)
 {
-    spccl_status st = SPCCL_OK;
+    bool changed = link->gone_news || atomic_load(&link->in->news) != 0;
+    link->gone_news = false;
     atomic_store(&link->in->consumer_sleeps, 1);
     if (link->blocked != 0)
         atomic_store(&link->out->producer_waits, link->blocked);
-    /* Looking stores what was seen, so the same news is not told twice and a message left lying does not
-     * keep its rank awake. A broken index counts as news; the next peek or reserve reports it. */
+    /* Looking stores what was seen and forgets who waited for room, so each change is told once: a message
+     * left lying, or room that nobody wants any more, does not keep this rank awake. A broken index counts
+     * as a change; the next peek or reserve reports it. */
     for (int i = 0; i < link->n_lanes; i++) {
         sp_spsc_result in = sp_spsc_rx_look(&link->rx[i]), out = SP_SPSC_AGAIN;
         if ((link->blocked & (1u << i)) != 0)
             out = sp_spsc_tx_look(&link->tx[i]);
-        if (in != SP_SPSC_AGAIN || out != SP_SPSC_AGAIN)
-            st = SPCCL_AGAIN;
-        if (in == SP_SPSC_BROKEN || out == SP_SPSC_BROKEN)
-            link->broken = true;
+        if (out != SP_SPSC_AGAIN)
+            link->blocked &= ~(1u << i);
+        changed = changed || in != SP_SPSC_AGAIN || out != SP_SPSC_AGAIN;
+        link->broken = link->broken || in == SP_SPSC_BROKEN || out == SP_SPSC_BROKEN;
     }
-    if (atomic_load(&link->in->news) != 0)
-        st = SPCCL_AGAIN;
-    return st;
+    return changed ? SPCCL_AGAIN : SPCCL_OK;
 }
 
 void sp_ring_disarm(sp_ring_link *link)

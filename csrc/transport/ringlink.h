@@ -26,8 +26,9 @@ typedef struct sp_ring_link {
     sp_ring_block *out, *in;       /* borrowed */
     sp_spsc_tx tx[SP_LANES_MAX];
     sp_spsc_rx rx[SP_LANES_MAX];
-    uint32_t blocked; /* lanes that had no room since the last progress */
+    uint32_t blocked; /* lanes whose last reserve found no room */
     bool up, gone;
+    bool gone_news;      /* `gone` is not yet told by arm */
     bool broken;         /* the peer wrote what cannot be; sticky */
     char gone_text[160]; /* why it is gone, for error texts */
 } sp_ring_link;
@@ -45,8 +46,6 @@ spccl_status sp_ring_reserve(sp_ring_link *link, int lane, size_t bytes, void **
 spccl_status sp_ring_commit(sp_ring_link *link, int lane);
 spccl_status sp_ring_peek(sp_ring_link *link, int lane, const void **out, size_t *bytes);
 spccl_status sp_ring_release(sp_ring_link *link, int lane);
-/* Part of progress: forget which lanes had no room; who still wants room asks again. */
-void sp_ring_begin_progress(sp_ring_link *link);
 spccl_status sp_ring_arm(sp_ring_link *link);
 void sp_ring_disarm(sp_ring_link *link);
 

@@ -342,6 +342,12 @@ static void test_ranks_1_to_17(void)
         random_plan(n, n <= 4 ? 96 : 24, 20000, "inproc");
 }
 
+static void test_shm(void)
+{
+    for (int n = 2; n <= 5; n++)
+        random_plan(n, 96, 20000, "shm");
+}
+
 static void test_tcp(void)
 {
     for (int n = 2; n <= 5; n++)
@@ -366,6 +372,7 @@ static void test_large(void)
                                                .async = d % 3 == 0,
                                                .seed = test_rand()};
         run_plan(cases, n, n_ranks, "inproc");
+        run_plan(cases, n, n_ranks, "shm");
         if (n_ranks == 2)
             run_plan(cases, n, n_ranks, "tcp");
     }
@@ -398,6 +405,7 @@ int main(int argc, char **argv)
         {"ranks_1_to_17", test_ranks_1_to_17},
         {"forced", test_forced},
         {"large", test_large},
+        {"shm", test_shm},
         {"tcp", test_tcp},
         {NULL, NULL},
     };

@@ -149,8 +149,8 @@ static void check_survivors(const struct scene *s, int n_ranks, int dead, int wi
 
 static void test_rank_leaves(void)
 {
-    static const char *const transports[] = {"inproc", "tcp"};
-    for (int i = 0; i < 2; i++) {
+    static const char *const transports[] = {"inproc", "shm", "tcp"};
+    for (int i = 0; i < 3; i++) {
         struct scene s = {.kind = 0};
         run_scene(3, 10000, transports[i], leave, &s);
         check_survivors(&s, 3, 1, 5000, "all_reduce");
@@ -176,8 +176,8 @@ static void hang(struct rank_ctx *c)
 
 static void test_rank_hangs(void)
 {
-    static const char *const transports[] = {"inproc", "tcp"};
-    for (int i = 0; i < 2; i++) {
+    static const char *const transports[] = {"inproc", "shm", "tcp"};
+    for (int i = 0; i < 3; i++) {
         struct scene s = {.kind = 0};
         run_scene(3, 700, transports[i], hang, &s);
         check_survivors(&s, 3, 2, 3000, "all_reduce");
@@ -320,6 +320,7 @@ static void test_idle(void)
 {
     struct scene s = {.kind = 0};
     run_scene(2, 20000, "inproc", idle, &s);
+    run_scene(2, 20000, "shm", idle, &s);
     run_scene(2, 20000, "tcp", idle, &s);
 }
 
