@@ -103,9 +103,12 @@ class Torch:
             "prod": dist.ReduceOp.PRODUCT,
         }.get(case.op)
         if case.collective == "all_gather":
-            return lambda: dist.all_gather_into_tensor(y, x, group=group)
+            # torch 2.13 renamed these two and warns of the old names.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return lambda: gather(y, x, group=group)
         if case.collective == "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(y, x, op, group=group)
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            return lambda: scatter(y, x, op, group=group)
         if case.collective == "all_reduce":
             return lambda: dist.all_reduce(y, op, group=group)
         return lambda: dist.broadcast(y, ROOT, group=group)
