@@ -58,6 +58,27 @@ def _torch_backend() -> Entry:
     return Entry("python", name, "registered", 'init_process_group("spccl") and "cpu:spccl" work')
 
 
+def _torch_glue() -> list[Entry]:
+    """Is the compiled code between torch and libspccl there for this torch? Compiles nothing."""
+    if util.find_spec("torch") is None:
+        return []
+    name = "torch glue"
+    try:
+        import torch
+
+        from . import _torch_glue as glue
+
+        minor = ".".join(torch.__version__.split(".")[:2])
+        prebuilt = glue.PACKAGE / f"libspccl_torch-{minor}.so"
+        compiled = glue.cache_folder() / glue._key(torch, glue._compiler_for_key()) / prebuilt.name
+        for state, path in (("prebuilt", prebuilt), ("compiled", compiled)):
+            if path.is_file():
+                return [Entry("python", name, state, f"{path}, for torch {minor}")]
+        return [Entry("python", name, "not yet", f"{glue._compiler()} compiles it at the first use (about 20 s)")]
+    except Exception as error:  # a GlueError says what to do
+        return [Entry("python", name, "absent", f"{type(error).__name__}: {error}")]
+
+
 def info() -> list[Entry]:
     """Parts of this build with reasons, settings with their values now, and the state of the Python side.
 
@@ -72,6 +93,7 @@ def info() -> list[Entry]:
         _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
         _optional("torch", 'backend="spccl", and the dense peer of spccl bench', "'spccl[torch]'"),
         _torch_backend(),
+        *_torch_glue(),
         _optional("matplotlib", "spccl plot", "'spccl[plot]'"),
     ]
     return entries

@@ -296,3 +296,26 @@ def test_wrong_answers_are_counted(monkeypatch):
     source = target = np.zeros(100, np.float32)
     expected = np.ones(100, np.float32)
     assert bench._wrong(case, source, target, Liar().prepare(case, source, target), expected) == 100
+
+
+def test_verify_notices_a_wrong_expectation(monkeypatch):
+    """What `spccl verify` compares must be able to differ: an answer with one bit more is found."""
+    from test_comm import run_threads
+
+    real = verify.reduced
+
+    def off_by_a_bit(*args):
+        answer = real(*args)
+        answer.view(np.uint8)[-1] ^= 1
+        return answer
+
+    monkeypatch.setattr(verify, "reduced", off_by_a_bit)
+    case = verify.Case("all_reduce", "float32", "sum", 1000, 0.9, False)
+
+    def rank_main(comm):
+        request, got, wanted, _ = verify._start(comm, case, 0, verify._inputs(case, 0, comm.world_size))
+        request.wait()
+        return verify.difference(got, wanted)
+
+    for text in run_threads(2, rank_main):
+        assert text.startswith("1 of 1000 elements wrong, the first at 999")
