@@ -74,7 +74,7 @@ def _torch_glue() -> list[Entry]:
         for state, path in (("prebuilt", prebuilt), ("compiled", compiled)):
             if path.is_file():
                 return [Entry("python", name, state, f"{path}, for torch {minor}")]
-        return [Entry("python", name, "not yet", f"{glue._compiler()} compiles it at the first use (about 20 s)")]
+        return [Entry("python", name, "not yet", f"{glue._compiler()} compiles it at first use (20 s)")]
     except Exception as error:  # a GlueError says what to do
         return [Entry("python", name, "absent", f"{type(error).__name__}: {error}")]
 
