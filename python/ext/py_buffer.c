@@ -112,31 +112,36 @@ static spccl_dtype dtype_of_dlpack(const dl_tensor *t)
     return 0;
 }
 
-/* Settle dtype and element count. `own` is the object's dtype (0 = one that spccl has no name for). */
-static int settle(ext_state *state, ext_array *a, spccl_dtype own, const char *own_name, size_t item_bytes,
-                  size_t bytes, const char *wanted)
+/* What the object itself says of its elements. */
+typedef struct own_type {
+    spccl_dtype dtype; /* 0 = one that spccl has no name for */
+    const char *name;  /* for texts */
+    size_t item_bytes;
+} own_type;
+
+/* Settle dtype and element count of `bytes` bytes; `wanted` is a dtype name or NULL. */
+static int settle(ext_state *state, ext_array *a, const own_type *own, size_t bytes, const char *wanted)
 {
     if (wanted == NULL) {
-        if (own == 0) {
+        if (own->dtype == 0) {
             ext_raise_text(
                 state, SPCCL_ERR_DTYPE,
-                "%s: elements of type \"%s\", %zu bytes each, have no dtype in spccl; pass dtype= to read "
-                "them as one of that size",
-                a->name, own_name, item_bytes);
+                "%s: elements of type \"%s\", %zu bytes each, have no dtype in spccl; pass dtype= to "
+                "read them as one of that size",
+                a->name, own->name, own->item_bytes);
             return -1;
         }
-        a->dtype = own;
+        a->dtype = own->dtype;
     } else if (dtype_of_name(state, a->name, wanted, &a->dtype) < 0) {
         return -1;
     }
     size_t elem_bytes = spccl_dtype_bytes(a->dtype);
-    if (item_bytes != elem_bytes && (item_bytes != 1 || bytes % elem_bytes != 0)) {
+    if (own->item_bytes != elem_bytes && (own->item_bytes != 1 || bytes % elem_bytes != 0)) {
         ext_raise_text(
             state, SPCCL_ERR_DTYPE,
-            "%s: %zu bytes in elements of %zu bytes (\"%s\") cannot be read as dtype \"%s\" with %zu bytes "
-            "each; wanted elements of that size, or plain bytes in a multiple of it",
-            a->name, bytes, item_bytes, own_name, wanted != NULL ? wanted : spccl_dtype_name(a->dtype),
-            elem_bytes);
+            "%s: %zu bytes in elements of %zu bytes (\"%s\") cannot be read as dtype \"%s\" with %zu "
+            "bytes each; wanted elements of that size, or plain bytes in a multiple of it",
+            a->name, bytes, own->item_bytes, own->name, spccl_dtype_name(a->dtype), elem_bytes);
         return -1;
     }
     a->n_elems = bytes / elem_bytes;
@@ -173,9 +178,9 @@ static int acquire_view(ext_state *state, PyObject *obj, bool writable, const ch
         return -1;
     }
     a->data = a->view.buf;
-    return settle(state, a, dtype_of_format(a->view.format, a->view.itemsize),
-                  a->view.format != NULL ? a->view.format : "B", (size_t)a->view.itemsize,
-                  (size_t)a->view.len, dtype_name);
+    const own_type own = {dtype_of_format(a->view.format, a->view.itemsize),
+                          a->view.format != NULL ? a->view.format : "B", (size_t)a->view.itemsize};
+    return settle(state, a, &own, (size_t)a->view.len, dtype_name);
 }
 
 /* ---- DLPack ---- */
@@ -306,7 +311,8 @@ static int acquire_dlpack(ext_state *state, PyObject *obj, bool writable, const 
     }
     a->data = n != 0 ? (char *)t->data + t->byte_offset : NULL;
     (void)PyOS_snprintf(own_name, sizeof own_name, "DLPack code %u, %u bits", t->code, t->bits);
-    return settle(state, a, dtype_of_dlpack(t), own_name, item_bytes, n * item_bytes, dtype_name);
+    const own_type own = {dtype_of_dlpack(t), own_name, item_bytes};
+    return settle(state, a, &own, n * item_bytes, dtype_name);
 }
 
 /* ---- both ---- */

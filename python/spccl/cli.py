@@ -338,25 +338,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     show_default=True,
     help="Seconds for everything.",
 )
-def bench_command(
-    collectives: tuple[str, ...],
-    sizes: tuple[int, ...] | None,
-    smallest: int,
-    largest: int,
-    factor: int,
-    dtypes: tuple[str, ...],
-    op: str,
-    sparsities: tuple[float, ...],
-    ranks: int,
-    transport: str | None,
-    iters: int,
-    warmup: int,
-    peer: str | None,
-    via: str,
-    csv_file: Path | None,
-    json_file: Path | None,
-    timeout: float,
-) -> None:
+def bench_command(csv_file: Path | None, json_file: Path | None, **options: Any) -> None:
     """Time the collectives beside a dense peer in the same run; table and columns as in nccl-tests.
 
     Starts its own ranks on this machine, unless torchrun started it. Answers are checked before timing. A
@@ -365,51 +347,26 @@ def bench_command(
     time / ours.
     """
     _need("numpy", "spccl bench", "pip install numpy")
-    has_torch = importlib.util.find_spec("torch") is not None
-    if peer is None:
-        peer = "gloo" if has_torch else "none"
-    if (peer == "gloo" or via == "torch") and not has_torch:
-        raise _Fail(
-            "--peer gloo and --via torch need torch, which is not installed: pip install 'spccl[torch]'"
-        )
-    if peer == "gloo" and op == "avg":
-        raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
-    if "float8" in dtypes and not {"reduce_scatter", "all_reduce"}.isdisjoint(collectives):
-        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
-    from .bench import cases as bench_cases
+    plan = _bench_plan(options)
     from .bench import report, runner
     from .bench.launch import RanksFailed
 
-    try:
-        size_list = sizes or bench_cases.sizes(smallest, largest, factor)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
-    plan = runner.Plan(
-        cases=tuple(bench_cases.cases(collectives, size_list, dtypes, op, sparsities)),
-        via=via,
-        peer=peer,
-        transports=transport,
-        iters=iters,
-        warmup=warmup,
-        timeout_s=min(timeout, 120.0),
-    )
+    def on_row(row: report.Row) -> None:
+        click.echo(report.table_line(row))
+
     torchrun = runner.under_torchrun()
     is_first = not torchrun or os.environ["RANK"] == "0"
-    facts = report.machine() | {"command": "spccl " + " ".join(sys.argv[1:])} if is_first else {}
+    facts: dict[str, str] = {}
     if is_first:
+        facts = report.machine() | {"command": "spccl " + " ".join(sys.argv[1:])}
         for key, value in facts.items():
             click.echo(f"# {key}: {value}")
-        click.echo(report.table_head(peer))
+        click.echo(report.table_head(plan.peer))
     try:
         if torchrun:
-            rows = runner.run_here(plan, lambda row: click.echo(report.table_line(row)))
+            rows = runner.run_here(plan, on_row)
         else:
-            rows = runner.run_spawned(
-                plan,
-                ranks,
-                deadline_s=timeout,
-                on_row=lambda row: click.echo(report.table_line(row)),
-            )
+            rows = runner.run_spawned(plan, options["ranks"], deadline_s=options["timeout"], on_row=on_row)
     except (RanksFailed, errors.Error) as error:
         raise _Fail(f"spccl bench failed:\n{error}") from error
     if is_first:
@@ -418,6 +375,36 @@ def bench_command(
     wrong = sum(row.wrong + (row.peer_wrong or 0) for row in rows)
     if wrong:
         raise _Fail(f"{wrong} element(s) were wrong: see column #wrong")
+
+
+def _bench_plan(o: dict[str, Any]) -> Any:
+    """The options of `spccl bench` as a runner.Plan; what does not fit together is refused here."""
+    from .bench import cases as bench_cases
+    from .bench import runner
+
+    has_torch = importlib.util.find_spec("torch") is not None
+    peer = o["peer"] or ("gloo" if has_torch else "none")
+    if (peer == "gloo" or o["via"] == "torch") and not has_torch:
+        raise _Fail(
+            "--peer gloo and --via torch need torch, which is not installed: pip install 'spccl[torch]'"
+        )
+    if peer == "gloo" and o["op"] == "avg":
+        raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
+    if "float8" in o["dtypes"] and not {"reduce_scatter", "all_reduce"}.isdisjoint(o["collectives"]):
+        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
+    try:
+        sizes = o["sizes"] or bench_cases.sizes(o["smallest"], o["largest"], o["factor"])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
+    return runner.Plan(
+        cases=tuple(bench_cases.cases(o["collectives"], sizes, o["dtypes"], o["op"], o["sparsities"])),
+        via=o["via"],
+        peer=peer,
+        transports=o["transport"],
+        iters=o["iters"],
+        warmup=o["warmup"],
+        timeout_s=min(o["timeout"], 120.0),
+    )
 
 
 # ---- plot ----
