@@ -91,15 +91,17 @@ static inline __m512i simd_iota8(void)
                            42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22,
                            21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }
-/* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. */
-static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned add, uint16_t *offs)
+/* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. With `dense` both
+ * halves are always written: near 32 bits a test would be mispredicted every other time. */
+static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned add, bool dense,
+                                         uint16_t *offs)
 {
     const __m512i places = _mm512_maskz_compress_epi8(bits, simd_iota8());
     const __m512i plus = _mm512_set1_epi16((short)add), by = _mm512_set1_epi16((short)shift);
     unsigned n = sp_popcount64(bits);
     __m512i lo = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(places));
     _mm512_storeu_si512(offs, _mm512_add_epi16(_mm512_sllv_epi16(lo, by), plus));
-    if (n > 32) {
+    if (dense || SP_UNLIKELY(n > 32)) {
         __m512i hi = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(places, 1));
         _mm512_storeu_si512(offs + 32, _mm512_add_epi16(_mm512_sllv_epi16(hi, by), plus));
     }
