@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+
 import spccl
 
 ROOT = Path(__file__).resolve().parent.parent

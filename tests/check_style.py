@@ -16,9 +16,19 @@ LIBRARY = ("csrc/core/", "csrc/kernels/", "csrc/transport/")
 ANYWHERE = ("",)
 
 # "path" or "path:function" -> why it may be longer.
-ALLOWED_SIZE: dict[str, str] = {}
+ALLOWED_SIZE: dict[str, str] = {
+    "python/spccl/ddp.py": "one hook with its state, selection and checkpoint: halves would only point at each other",
+    "tests/c/test_kernels.c": "one set of guarded buffers and models, used by the cases of every kernel",
+}
 # "path:function" -> why it takes more parameters. The public C API is free: its shape follows MPI and NCCL.
-ALLOWED_PARAMETERS: dict[str, str] = {}
+ALLOWED_PARAMETERS: dict[str, str] = {
+    "csrc/core/boot.c:store_get": "the store's own callback, and the parts of the key",
+    "csrc/core/codec.c:sp_codec_write": "what, how, where to, how much came out; called in one place per direction",
+    "csrc/core/exec.c:sp_coll_describe": "the whole signature of a collective, for its error text",
+    "csrc/core/format.c:sp_frame_write_header": "the fields of the header, one each",
+    "csrc/core/sched_check.c:sp_plan_check": "what is checked, and what the check counted",
+    "csrc/transport/ringlink.c:sp_ring_link_init": "both directions of a link, two parts each",
+}
 
 # (pattern, beginnings of the paths where it is looked for, what to do instead). In the library comments and
 # texts in quotes do not count.
@@ -85,9 +95,11 @@ def _split_commas(parameters: str) -> int:
 
 
 def py_functions(text: str) -> Iterator[tuple[str, int, int, int]]:
+    """The same for Python; the signature and the docstring do not count as lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            documented = ast.get_docstring(node, clean=False) is not None and len(node.body) > 1
+            lines = (node.end_lineno or node.lineno) - node.body[documented].lineno + 1
             yield node.name, node.lineno, lines, len(node.args.posonlyargs) + len(node.args.args)
 
 

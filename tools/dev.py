@@ -47,7 +47,7 @@ def cmd_lint(_: argparse.Namespace) -> int:
 def cmd_bench(args: argparse.Namespace) -> int:
     ensure_spccl()
     folder = c_build("gcc")
-    for program in sorted((folder / "bench/micro").glob("bench_*")):
+    for program in sorted((folder / "bench/micro").glob("spccl_bench_*")):
         if program.is_file() and os.access(program, os.X_OK):
             say(f"\n==== {program.name}")
             if os.spawnve(os.P_WAIT, program, [str(program)], child_env()) != 0:
