@@ -93,7 +93,8 @@ static uint64_t rand64(void)
 static void fill(uint8_t *x, size_t n, size_t elem_bytes, double density)
 {
     for (size_t i = 0; i < n; i++) {
-        uint64_t r = rand64(), v = (double)(r >> 40) * 0x1p-24 < density ? UINT64_C(0x3c003c00) | (r & 0x83ff83ff) : 0;
+        uint64_t r = rand64(),
+                 v = (double)(r >> 40) * 0x1p-24 < density ? UINT64_C(0x3c003c00) | (r & 0x83ff83ff) : 0;
         memcpy(x + i * elem_bytes, &v, elem_bytes);
     }
 }

@@ -18,6 +18,9 @@
  */
 #define SP_CLEAR_SIXTEENTHS 3u
 
+/* From this many listed elements in a chunk on, the hardware prefetches dst by itself. */
+#define SP_PREFETCH_BELOW 512u
+
 /* values[j] = x[offs[j]]; dst[offs[j]] = values[j]; dst[offs[j]] = 0. Four at a time: loads run ahead of
  * stores. */
 #define SP_FLAT_MOVE(NAME, T)                                                                                \
@@ -119,18 +122,33 @@ struct flat_cursor {
 /* Fill offs with the chunk's list, move index and meta on, return how many. */
 typedef size_t flat_next_fn(struct flat_cursor *c, uint16_t *offs);
 
-/* ADD and OVERWRITE of a whole frame. */
+/* ADD and OVERWRITE of a whole frame. Lines of the next chunk are asked for first: sparse touches are too far
+ * apart for the hardware's prefetcher, and an addition fills too much of the core's window to run far ahead
+ * by itself. */
 static inline void flat_decode_apply(const sp_decode_args *a, flat_next_fn *next, flat_apply_fn *apply)
 {
     struct flat_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
     size_t value_bytes = sp_dtype_bytes(a->dtype), dst_bytes = sp_dtype_bytes(a->dst_dtype);
-    uint16_t offs[SP_OFFS_CAP];
-    for (size_t i = 0; i < a->n_elems; i += SP_CHUNK_ELEMS, c.chunk++) {
-        c.n_chunk = sp_min_size(SP_CHUNK_ELEMS, a->n_elems - i);
-        size_t n = next(&c, offs);
-        apply((uint8_t *)a->dst + i * dst_bytes, offs, c.values, n);
-        c.values += n * value_bytes;
-        c.n_left -= n;
+    const uint8_t *values = a->values;
+    uint8_t *dst = a->dst;
+    uint16_t offs[2][SP_OFFS_CAP];
+    size_t n[2] = {0, 0}, n_chunks = sp_ceil_div(a->n_elems, SP_CHUNK_ELEMS),
+           chunk_bytes = SP_CHUNK_ELEMS * dst_bytes;
+    for (size_t i = 0; i <= n_chunks; i++) {
+        if (i < n_chunks) {
+            c.chunk = i;
+            c.n_chunk = sp_min_size(SP_CHUNK_ELEMS, a->n_elems - i * SP_CHUNK_ELEMS);
+            n[i % 2] = next(&c, offs[i % 2]);
+            c.n_left -= n[i % 2];
+            if (n[i % 2] < SP_PREFETCH_BELOW)
+                for (size_t j = 0; j < n[i % 2]; j++)
+                    __builtin_prefetch(dst + i * chunk_bytes + offs[i % 2][j] * dst_bytes, 1, 3);
+        }
+        if (i > 0) {
+            size_t last = (i - 1) % 2;
+            apply(dst + (i - 1) * chunk_bytes, offs[last], values, n[last]);
+            values += n[last] * value_bytes;
+        }
     }
 }
 
