@@ -1,4 +1,4 @@
-"""A small byte-level GPT: pre-norm blocks, learned positions, no dropout."""
+"""A small byte-level GPT: pre-norm blocks, learned positions, no dropout; started so that plain SGD trains it."""
 
 import torch
 from torch import nn
@@ -32,21 +32,28 @@ class GPT(nn.Module):
 
     forward(idx [batch, time] int64, targets of the same shape) returns the mean cross entropy in nats per
     byte, a 0-dim float32 tensor.
+
+    Embeddings start at 0.4, not at GPT-2's 0.02: a pre-norm block divides by their size, so small ones get
+    gradients 20 times larger than every other parameter, and one learning rate cannot serve both. Adam hides that,
+    SGD does not (validation loss after 1500 steps here: 1.88 at 0.2, 1.77 at 0.4).
     """
 
-    def __init__(self, n_layers: int = 4, width: int = 192, n_heads: int = 6, context: int = 128):
+    def __init__(self, n_layers: int = 2, width: int = 192, n_heads: int = 6, context: int = 128):
         super().__init__()
         self.token = nn.Embedding(256, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, n_heads) for _ in range(n_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256)
-        for name, p in self.named_parameters():
-            if p.dim() > 1:  # the two projections into the residual stream smaller, as in GPT-2
-                std = 0.02 * (2 * n_layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 0.02
-                nn.init.normal_(p, std=std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+        nn.init.normal_(self.token.weight, std=0.4)
+        nn.init.normal_(self.position.weight, std=0.4)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        for block in self.blocks:  # what is added to the residual stream starts smaller, as in GPT-2
+            nn.init.normal_(block.out.weight, std=0.02 * (2 * n_layers) ** -0.5)
+            nn.init.normal_(block.down.weight, std=0.02 * (2 * n_layers) ** -0.5)
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.token(idx) + self.position.weight[: idx.shape[1]]

@@ -167,29 +167,40 @@ def prune_host(
     threshold = choose_threshold(low, middle, high, slot.threshold)
     n_wanted = max(1.0, rule.density * slot.numel)
     n_sent = 0
-    block = BLOCK_ELEMS * torch.get_num_threads()
-    scratch = torch.empty(min(block, slot.numel), dtype=sample.dtype)
-    for a in range(0, slot.numel, block):
-        b = min(a + block, slot.numel)
-        room = max(math.ceil(MAX_OVERSHOOT * n_wanted) - n_sent, math.ceil(rule.density * (b - a)))
-        n_sent += _prune_block(grad[a:b], slot, rule, a, b, _below(threshold), scratch[: b - a], room)
+    step_elems = min(slot.numel, BLOCK_ELEMS * torch.get_num_threads())
+    scratch = torch.empty(step_elems, dtype=sample.dtype)
+    for a in range(0, slot.numel, step_elems):
+        block = _Block.cut(grad, slot, rule, scratch, a)
+        n_here = block.grad.numel()
+        room = max(math.ceil(MAX_OVERSHOOT * n_wanted) - n_sent, math.ceil(rule.density * n_here))
+        n_sent += _prune_block(block, rule, _below(threshold), room)
     slot.threshold = adapt_threshold(threshold, n_sent, n_wanted)
     return n_sent
 
 
-def _prune_block(
-    grad: torch.Tensor,
-    slot: Slot,
-    rule: Rule,
-    a: int,
-    b: int,
-    limit: float,
-    scratch: torch.Tensor,
-    room: int,
-) -> int:
-    """`prune_host` on elements a to b; at most `room` entries are sent. Returns how many were."""
-    velocity = slot.velocity[a:b] if slot.velocity is not None and rule.momentum > 0 else None
-    residual = slot.residual[a:b] if slot.residual is not None and rule.error_feedback else None
+@dataclass(frozen=True)
+class _Block:
+    """Neighbouring elements of one parameter, small enough for the cache. All [n]."""
+
+    grad: torch.Tensor
+    velocity: torch.Tensor | None
+    residual: torch.Tensor | None
+    scratch: torch.Tensor
+
+    @classmethod
+    def cut(cls, grad: torch.Tensor, slot: Slot, rule: Rule, scratch: torch.Tensor, start: int) -> "_Block":
+        b = min(start + scratch.numel(), slot.numel)
+        return cls(
+            grad[start:b],
+            slot.velocity[start:b] if slot.velocity is not None and rule.momentum > 0 else None,
+            slot.residual[start:b] if slot.residual is not None and rule.error_feedback else None,
+            scratch[: b - start],
+        )
+
+
+def _prune_block(block: _Block, rule: Rule, limit: float, room: int) -> int:
+    """One step on a block: entries above `limit` are sent, at most `room`. Returns how many were."""
+    grad, velocity, residual, scratch = block.grad, block.velocity, block.residual, block.scratch
     narrow = grad.dtype != scratch.dtype
     # mixed-type arithmetic is eight times slower than a conversion followed by plain arithmetic
     wide = scratch.copy_(grad) if narrow else grad
