@@ -12,7 +12,8 @@ at::Tensor flat_like(const at::Tensor &t, int64_t numel)
 }
 
 /* What is the same for all of ours. */
-Launch launch_of(const char *name, const char *title, c10d::OpType type, const at::Tensor &t, milliseconds timeout)
+Launch launch_of(const char *name, const char *title, c10d::OpType type, const at::Tensor &t,
+                 milliseconds timeout)
 {
     Launch launch;
     launch.op.name = name;
@@ -28,7 +29,8 @@ Launch launch_of(const char *name, const char *title, c10d::OpType type, const a
 at::Tensor scaled(const at::Tensor &input, const c10d::ReduceOp &op, const OpText &text)
 {
     const auto *factor = static_cast<const PremulFactor *>(op.supplement_.get());
-    TORCH_CHECK_VALUE(factor != nullptr, "spccl: ", text.str(), ": PREMUL_SUM without a factor; make it with "
+    TORCH_CHECK_VALUE(factor != nullptr, "spccl: ", text.str(),
+                      ": PREMUL_SUM without a factor; make it with "
                       "torch.distributed._make_nccl_premul_sum");
     at::NoGradGuard no_grad;
     if (!factor->tensor_factor.defined())
@@ -38,8 +40,8 @@ at::Tensor scaled(const at::Tensor &input, const c10d::ReduceOp &op, const OpTex
 
 template <class List> void check_list(const List &list, int size, const char *arg, const char *op)
 {
-    TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ", list.size(),
-                      " entries, wanted ", size, ", one per rank");
+    TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ",
+                      list.size(), " entries, wanted ", size, ", one per rank");
 }
 
 void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, int64_t numel)
@@ -49,9 +51,10 @@ void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, 
 }
 } // namespace
 
-Backend::Backend(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size,
-                 const CommSettings &settings, std::vector<uint64_t> global_ranks)
-    : c10d::Backend(rank, size), gloo_(std::move(gloo)), comm_(std::make_shared<Comm>(store, rank, size, settings)),
+Backend::Backend(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> gloo, int rank,
+                 int size, const CommSettings &settings, std::vector<uint64_t> global_ranks)
+    : c10d::Backend(rank, size), gloo_(std::move(gloo)),
+      comm_(std::make_shared<Comm>(store, rank, size, settings)),
       completer_(std::make_shared<SerialThread>()),
       sparse_(std::make_shared<SparseLane>(store, rank, size, settings)),
       options_(c10::make_intrusive<Options>(settings.timeout))
@@ -166,8 +169,8 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
 {
     const at::Tensor tensor = only(tensors, "tensor", "broadcast");
     const int root = static_cast<int>(opts.rootRank);
-    TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "spccl: broadcast: src is rank ", opts.rootRank,
-                      " of a group of ", size_);
+    TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "spccl: broadcast: src is rank ",
+                      opts.rootRank, " of a group of ", size_);
     if (root == rank_)
         check_dense_cpu(tensor, "tensor", "broadcast");
     else
@@ -182,7 +185,7 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     if (!is_plain(tensor) && root != rank_)
         launch.copy_out = [tensor, buf] { tensor.copy_(buf); };
     launch.call = [p = address(buf), n = launch.op.n_elems * wire.per_elem, wire, root](spccl_comm *comm,
-                                                                                         spccl_request **req) {
+                                                                                        spccl_request **req) {
         return spccl_broadcast(comm, p, n, wire.dtype, root, req);
     };
     return start(std::move(launch), opts.asyncOp);
@@ -195,9 +198,11 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
     check_dense_cpu(input, "input_tensor", name);
     check_output(output, "output_tensor", name);
     check_same_dtype(input, output, "output_tensor", name);
-    check_numel(output, input.numel() * size_, "output_tensor", name, "those of input_tensor times the ranks");
+    check_numel(output, input.numel() * size_, "output_tensor", name,
+                "those of input_tensor times the ranks");
 
-    Launch launch = launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, input, opts.timeout);
+    Launch launch =
+        launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
@@ -214,11 +219,13 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Tensor>> &outputs,
-                                                  std::vector<at::Tensor> &inputs, const c10d::AllgatherOptions &opts)
+                                                  std::vector<at::Tensor> &inputs,
+                                                  const c10d::AllgatherOptions &opts)
 {
     const char *name = "all_gather";
     const at::Tensor input = only(inputs, "tensor", name);
-    TORCH_CHECK_VALUE(outputs.size() == 1, "spccl: all_gather: got ", outputs.size(), " output lists, wanted 1");
+    TORCH_CHECK_VALUE(outputs.size() == 1, "spccl: all_gather: got ", outputs.size(),
+                      " output lists, wanted 1");
     const std::vector<at::Tensor> &list = outputs[0];
     const int64_t numel = input.numel();
     check_dense_cpu(input, "tensor", name);
@@ -245,7 +252,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
         launch.borrowed.push_back(list[0]);
     }
     launch.call = [src = address(in), dst, n = launch.op.n_elems * wire.per_elem, wire](spccl_comm *comm,
-                                                                                         spccl_request **req) {
+                                                                                        spccl_request **req) {
         return spccl_all_gather(comm, src, dst, n, wire.dtype, req);
     };
     return start(std::move(launch), opts.asyncOp);
@@ -339,8 +346,8 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
         ++sequence_;
         return gloo_->_reduce_scatter_base(output, input, opts);
     }
-    Launch launch =
-        launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output, opts.timeout);
+    Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output,
+                              opts.timeout);
     launch.inputs = {input};
     return start_reduce_scatter(std::move(launch), output, as_contiguous(input), opts);
 }
@@ -351,7 +358,8 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
 {
     const char *name = "reduce_scatter";
     at::Tensor &output = only(outputs, "output", name);
-    TORCH_CHECK_VALUE(inputs.size() == 1, "spccl: reduce_scatter: got ", inputs.size(), " input lists, wanted 1");
+    TORCH_CHECK_VALUE(inputs.size() == 1, "spccl: reduce_scatter: got ", inputs.size(),
+                      " input lists, wanted 1");
     const std::vector<at::Tensor> &list = inputs[0];
     const int64_t numel = output.numel();
     check_output(output, "output", name);
@@ -374,7 +382,8 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
         for (size_t r = 0; r < list.size(); r++)
             flat.narrow(0, static_cast<int64_t>(r) * numel, numel).copy_(list[r].reshape({numel}));
     }
-    Launch launch = launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, output, opts.timeout);
+    Launch launch =
+        launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, output, opts.timeout);
     launch.inputs = list;
     return start_reduce_scatter(std::move(launch), output, flat, opts);
 }
@@ -399,8 +408,9 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_coalesced(std::vector<std::vec
     const char *name = "all_gather_coalesced";
     check_list(outputs, size_, "output_tensor_lists", name);
     for (const auto &list : outputs)
-        TORCH_CHECK_VALUE(list.size() == inputs.size(), "spccl: ", name, ": a list of output_tensor_lists has ",
-                          list.size(), " tensors, wanted ", inputs.size(), ", one per input tensor");
+        TORCH_CHECK_VALUE(list.size() == inputs.size(), "spccl: ", name,
+                          ": a list of output_tensor_lists has ", list.size(), " tensors, wanted ",
+                          inputs.size(), ", one per input tensor");
     c10d::AllgatherOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::ALLGATHER_COALESCED, [&](size_t i) {
@@ -416,20 +426,22 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_into_tensor_coalesced(std::vec
                                                                         std::vector<at::Tensor> &inputs,
                                                                         const c10d::AllgatherOptions &opts)
 {
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "spccl: all_gather_into_tensor_coalesced: ", outputs.size(),
-                      " outputs for ", inputs.size(), " inputs");
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
+                      "spccl: all_gather_into_tensor_coalesced: ", outputs.size(), " outputs for ",
+                      inputs.size(), " inputs");
     c10d::AllgatherOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
                      [&](size_t i) { return _allgather_base(outputs[i], inputs[i], each); });
 }
 
-c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs,
-                                                                        std::vector<at::Tensor> &inputs,
-                                                                        const c10d::ReduceScatterOptions &opts)
+c10::intrusive_ptr<c10d::Work>
+Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::vector<at::Tensor> &inputs,
+                                         const c10d::ReduceScatterOptions &opts)
 {
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "spccl: reduce_scatter_tensor_coalesced: ", outputs.size(),
-                      " outputs for ", inputs.size(), " inputs");
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
+                      "spccl: reduce_scatter_tensor_coalesced: ", outputs.size(), " outputs for ",
+                      inputs.size(), " inputs");
     c10d::ReduceScatterOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,

@@ -32,7 +32,8 @@ spccl_status store_set(void *ctx, const char *key, const void *data, size_t byte
     return SPCCL_ERR_SYSTEM;
 }
 
-spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms, size_t *out_bytes)
+spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms,
+                       size_t *out_bytes)
 {
     auto *bridge = static_cast<StoreBridge *>(ctx);
     const auto deadline = Clock::now() + milliseconds(timeout_ms);
@@ -63,8 +64,8 @@ spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_
 
 std::exception_ptr make_error(spccl_status status, const std::string &where, const std::string &text)
 {
-    const std::string line = "spccl: " + where + ": " + (text.empty() ? "failed" : text) + " [" +
-                             spccl_status_name(status) + "]";
+    const std::string line =
+        "spccl: " + where + ": " + (text.empty() ? "failed" : text) + " [" + spccl_status_name(status) + "]";
     switch (status) {
     case SPCCL_ERR_ARG:
     case SPCCL_ERR_ALIAS:
@@ -109,7 +110,8 @@ Comm::~Comm()
 
 std::string Comm::who() const
 {
-    return "rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ", group '" + settings_.name + "'";
+    return "rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ", group '" + settings_.name +
+           "'";
 }
 
 spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
@@ -117,7 +119,8 @@ spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
     if (raw_ == nullptr)
         std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(),
                                           "the group was shut down (destroy_process_group); make a new one"));
-    const milliseconds wanted = timeout == c10d::kUnsetTimeout || timeout.count() <= 0 ? default_timeout_ : timeout;
+    const milliseconds wanted =
+        timeout == c10d::kUnsetTimeout || timeout.count() <= 0 ? default_timeout_ : timeout;
     if (wanted == current_timeout_)
         return SPCCL_OK;
     const spccl_status status = spccl_comm_set_timeout(raw_, wanted.count());
@@ -128,7 +131,8 @@ spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
 
 void Comm::set_timeout(milliseconds timeout)
 {
-    TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", timeout.count(), " ms, wanted more than 0");
+    TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", timeout.count(),
+                      " ms, wanted more than 0");
     std::lock_guard<std::mutex> lock(issue_);
     default_timeout_ = timeout; /* open_for tells spccl */
 }

@@ -7,14 +7,16 @@
 namespace spccl_torch
 {
 
-c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors, const c10d::ReduceOptions &opts)
+c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors,
+                                               const c10d::ReduceOptions &opts)
 {
     ++sequence_;
     return gloo_->reduce(tensors, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::gather(std::vector<std::vector<at::Tensor>> &outputs,
-                                               std::vector<at::Tensor> &inputs, const c10d::GatherOptions &opts)
+                                               std::vector<at::Tensor> &inputs,
+                                               const c10d::GatherOptions &opts)
 {
     ++sequence_;
     return gloo_->gather(outputs, inputs, opts);
@@ -37,7 +39,8 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Te
     return gloo_->alltoall_base(output, input, output_splits, input_splits, opts);
 }
 
-c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &outputs, std::vector<at::Tensor> &inputs,
+c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &outputs,
+                                                 std::vector<at::Tensor> &inputs,
                                                  const c10d::AllToAllOptions &opts)
 {
     ++sequence_;

@@ -28,32 +28,36 @@ std::string build_info()
     return std::string(TORCH_VERSION) + " " + SPCCL_VERSION_TEXT + " " + spccl_version();
 }
 
-GroupPtr make_process_group(const GroupPtr &scratch, int64_t timeout_ms, const std::string &name,
-                            const std::vector<int64_t> &global_ranks, int64_t format, int64_t slice_bytes,
-                            const std::string &transports, int64_t n_sockets)
+/* numbers: timeout in ms, format, slice_bytes, n_sockets (op schemas know lists, but no structs) */
+GroupPtr make_process_group(const GroupPtr &scratch, const std::string &name,
+                            const std::vector<int64_t> &global_ranks, const std::vector<int64_t> &numbers,
+                            const std::string &transports)
 {
+    TORCH_INTERNAL_ASSERT(numbers.size() == 4);
     CommSettings settings;
     settings.name = name;
-    settings.timeout = milliseconds(timeout_ms);
-    settings.format = static_cast<spccl_format>(format);
-    settings.slice_bytes = static_cast<uint32_t>(slice_bytes);
+    settings.timeout = milliseconds(numbers[0]);
+    settings.format = static_cast<spccl_format>(numbers[1]);
+    settings.slice_bytes = static_cast<uint32_t>(numbers[2]);
     settings.transports = transports;
-    settings.n_sockets = static_cast<uint32_t>(n_sockets);
+    settings.n_sockets = static_cast<uint32_t>(numbers[3]);
     const int rank = scratch->getRank(), size = scratch->getSize();
-    auto backend = c10::make_intrusive<Backend>(scratch->getStore(), scratch->getBackend(c10::DeviceType::CPU), rank,
-                                                size, settings,
-                                                std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
+    auto backend = c10::make_intrusive<Backend>(
+        scratch->getStore(), scratch->getBackend(c10::DeviceType::CPU), rank, size, settings,
+        std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
     auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
-    group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM, c10::intrusive_ptr<c10d::Backend>(backend));
+    group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM,
+                      c10::intrusive_ptr<c10d::Backend>(backend));
     return group;
 }
 
-/* The counters of spccl_stats in its order: 5 numbers, then frames by format, then buffer bytes. */
+/* The counters of spccl_stats in its order: 4 numbers, frames by format, buffer bytes. */
 std::vector<int64_t> stats(const GroupPtr &group)
 {
     const spccl_stats s = backend_of(group).stats();
     std::vector<int64_t> out{static_cast<int64_t>(s.n_collectives), static_cast<int64_t>(s.dense_bytes_sent),
-                             static_cast<int64_t>(s.wire_bytes_sent), static_cast<int64_t>(s.wire_bytes_received)};
+                             static_cast<int64_t>(s.wire_bytes_sent),
+                             static_cast<int64_t>(s.wire_bytes_received)};
     for (uint64_t n : s.n_frames_sent)
         out.push_back(static_cast<int64_t>(n));
     out.push_back(static_cast<int64_t>(s.buffer_bytes));
@@ -69,8 +73,8 @@ std::string describe_link(const GroupPtr &group, int64_t peer)
 TORCH_LIBRARY_FRAGMENT(spccl, m)
 {
     m.def("build_info() -> str", build_info);
-    m.def("make_process_group(__torch__.torch.classes.c10d.ProcessGroup scratch, int timeout_ms, str name, "
-          "int[] global_ranks, int format, int slice_bytes, str transports, int n_sockets) -> "
+    m.def("make_process_group(__torch__.torch.classes.c10d.ProcessGroup scratch, str name, "
+          "int[] global_ranks, int[] numbers, str transports) -> "
           "__torch__.torch.classes.c10d.ProcessGroup",
           make_process_group);
     m.def("stats(__torch__.torch.classes.c10d.ProcessGroup group) -> int[]", stats);

@@ -48,8 +48,9 @@ void check_headers(const std::vector<Header> &headers, int rank, int64_t n_posit
                                                                  : nullptr;
         if (what != nullptr)
             std::rethrow_exception(make_error(SPCCL_ERR_MISMATCH, who + ": " + op.str() + ", sparse_coo",
-                                              std::string("rank ") + std::to_string(r) + " gave a tensor of another " +
-                                                  what + "; all ranks must give the same"));
+                                              std::string("rank ") + std::to_string(r) +
+                                                  " gave a tensor of another " + what +
+                                                  "; all ranks must give the same"));
         if (other.nnz < 0 || other.nnz > n_positions)
             std::rethrow_exception(make_error(SPCCL_ERR_FORMAT, who + ": " + op.str() + ", sparse_coo",
                                               "rank " + std::to_string(r) + " says it has " +
@@ -159,8 +160,8 @@ at::Tensor gather(Comm &comm, const at::Tensor &mine, const OpText &op, millisec
     at::Tensor all = at::empty(shape, mine.options());
     const WireType wire = wire_for_moving(mine.scalar_type(), op);
     comm.issue(op, timeout, [&](spccl_comm *raw) {
-        return spccl_all_gather(raw, address(mine), address(all), static_cast<size_t>(mine.numel()) * wire.per_elem,
-                                wire.dtype, nullptr);
+        return spccl_all_gather(raw, address(mine), address(all),
+                                static_cast<size_t>(mine.numel()) * wire.per_elem, wire.dtype, nullptr);
     });
     return all;
 }
@@ -178,16 +179,18 @@ at::Tensor padded(const at::Tensor &t, int64_t n)
 }
 
 /* Received positions become indices of the user's result: never trust them. */
-void check_positions(const std::vector<Run> &runs, int64_t n_positions, const std::string &who, const OpText &op)
+void check_positions(const std::vector<Run> &runs, int64_t n_positions, const std::string &who,
+                     const OpText &op)
 {
     for (size_t r = 0; r < runs.size(); r++)
         for (size_t i = 0; i < runs[r].n; i++)
             if (runs[r].positions[i] < 0 || runs[r].positions[i] >= n_positions ||
                 (i > 0 && runs[r].positions[i] <= runs[r].positions[i - 1]))
-                std::rethrow_exception(make_error(
-                    SPCCL_ERR_FORMAT, who + ": " + op.str() + ", sparse_coo",
-                    "rank " + std::to_string(r) + " sent index " + std::to_string(runs[r].positions[i]) + " at entry " +
-                        std::to_string(i) + ", wanted ascending indices below " + std::to_string(n_positions)));
+                std::rethrow_exception(
+                    make_error(SPCCL_ERR_FORMAT, who + ": " + op.str() + ", sparse_coo",
+                               "rank " + std::to_string(r) + " sent index " +
+                                   std::to_string(runs[r].positions[i]) + " at entry " + std::to_string(i) +
+                                   ", wanted ascending indices below " + std::to_string(n_positions)));
 }
 
 /* The entries of every rank.
@@ -237,7 +240,8 @@ c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c1
 {
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
     TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Sparse, "spccl: ", op.str(), ": tensors has layout ",
-                      tensor.layout(), ": of the sparse layouts only torch.sparse_coo is taken; use "
+                      tensor.layout(),
+                      ": of the sparse layouts only torch.sparse_coo is taken; use "
                       "tensor.to_sparse_coo()");
     TORCH_CHECK_VALUE(tensor.device().is_cpu(), "spccl: ", op.str(), ": tensors is on ", tensor.device(),
                       ": this version of spccl moves CPU tensors only");
@@ -246,8 +250,8 @@ c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c1
     if (reduction_taker(tensor.scalar_type(), redop) != Taker::spccl)
         refuse_reduction(op);
 
-    auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse", std::vector<at::Tensor>{tensor},
-                                              sequence);
+    auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse",
+                                              std::vector<at::Tensor>{tensor}, sequence);
     work->abort_task = [lane = weak_from_this()](const char *reason) {
         if (auto alive = lane.lock())
             alive->abort(reason);
@@ -275,7 +279,8 @@ std::shared_ptr<Comm> SparseLane::comm()
     return comm_;
 }
 
-void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op, milliseconds timeout)
+void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op,
+                     milliseconds timeout)
 {
     const std::shared_ptr<Comm> group = comm();
     const at::Tensor mine = tensor.coalesce();
@@ -285,7 +290,11 @@ void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const O
     for (int64_t d = 0; d < mine.dim(); d++)
         (d < sparse_dim ? n_positions : width) *= sizes[static_cast<size_t>(d)];
 
-    Header header{nnz, sparse_dim, mine.dense_dim(), hash_of(sizes), static_cast<int64_t>(mine.scalar_type()),
+    Header header{nnz,
+                  sparse_dim,
+                  mine.dense_dim(),
+                  hash_of(sizes),
+                  static_cast<int64_t>(mine.scalar_type()),
                   static_cast<int64_t>(redop)};
     std::vector<Header> headers(static_cast<size_t>(size_));
     group->issue(op, timeout, [&](spccl_comm *raw) {
@@ -300,7 +309,8 @@ void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const O
     at::Tensor positions = linear_indices(mine._indices(), sizes).to(narrow ? at::kInt : at::kLong);
     positions = gather(*group, padded(positions, max_nnz), op, timeout).to(at::kLong);
     const at::Tensor values =
-        gather(*group, padded(mine._values().reshape({nnz, width}), max_nnz), op, timeout).reshape({size_, max_nnz, width});
+        gather(*group, padded(mine._values().reshape({nnz, width}), max_nnz), op, timeout)
+            .reshape({size_, max_nnz, width});
 
     const std::vector<Run> runs = runs_of(positions, headers);
     check_positions(runs, n_positions, group->who(), op);

@@ -13,13 +13,15 @@ std::string OpText::str() const
         text += std::string("(") + reduction + ")";
     if (root >= 0)
         text += " from rank " + std::to_string(root);
-    text += " of " + std::to_string(n_elems) + " x " + (dtype == c10::ScalarType::Undefined ? "?" : c10::toString(dtype));
+    text += " of " + std::to_string(n_elems) + " x " +
+            (dtype == c10::ScalarType::Undefined ? "?" : c10::toString(dtype));
     return text;
 }
 
 WireType wire_for_moving(c10::ScalarType dtype, const OpText &op)
 {
-    TORCH_CHECK_TYPE(!c10::isQIntType(dtype), "spccl: ", op.str(), ": quantized tensors are not taken; send "
+    TORCH_CHECK_TYPE(!c10::isQIntType(dtype), "spccl: ", op.str(),
+                     ": quantized tensors are not taken; send "
                      "tensor.int_repr()");
     switch (dtype) {
     case c10::ScalarType::Float:
@@ -53,7 +55,8 @@ WireType wire_for_moving(c10::ScalarType dtype, const OpText &op)
     case 8:
         return {SPCCL_INT64, 1};
     default:
-        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ", c10::elementSize(dtype), " bytes are not taken");
+        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ", c10::elementSize(dtype),
+                         " bytes are not taken");
     }
 }
 
@@ -157,17 +160,19 @@ spccl_dtype dtype_for_reducing(c10::ScalarType dtype)
 
 const char *redop_name(c10d::ReduceOp::RedOpType op)
 {
-    static const char *const names[] = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum"};
+    static const char *const names[] = {"sum",  "avg", "product", "min",       "max",
+                                        "band", "bor", "bxor",    "premul_sum"};
     return op < std::size(names) ? names[op] : "?";
 }
 
 void refuse_reduction(const OpText &op)
 {
-    TORCH_CHECK_TYPE(false, "spccl: ", op.str(),
-                     ": no such reduction. sum, avg, product, min and max take float16, bfloat16, float32, "
-                     "float64, int8, uint8, int16, int32, int64; premul_sum takes the floats; band, bor, bxor take "
-                     "int8, uint8, int32, int64, bool. Convert the tensor first (torch.Tensor.to), complex by "
-                     "torch.view_as_real");
+    TORCH_CHECK_TYPE(
+        false, "spccl: ", op.str(),
+        ": no such reduction. sum, avg, product, min and max take float16, bfloat16, float32, "
+        "float64, int8, uint8, int16, int32, int64; premul_sum takes the floats; band, bor, bxor take "
+        "int8, uint8, int32, int64, bool. Convert the tensor first (torch.Tensor.to), complex by "
+        "torch.view_as_real");
 }
 
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op)
@@ -180,18 +185,21 @@ at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *
 void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op)
 {
     TORCH_CHECK_VALUE(t.defined(), "spccl: ", op, ": ", arg, " is an undefined tensor");
-    TORCH_CHECK_VALUE(t.device().is_cpu(), "spccl: ", op, ": ", arg, " is on ", t.device(),
-                      ": this version of spccl moves CPU tensors only. Use backend=\"cpu:spccl,cuda:nccl\", or "
-                      "tensor.cpu()");
-    TORCH_CHECK_VALUE(t.layout() == c10::Layout::Strided, "spccl: ", op, ": ", arg, " has layout ", t.layout(),
-                      ": only all_reduce takes a sparse tensor, and only torch.sparse_coo; use tensor.to_dense()");
+    TORCH_CHECK_VALUE(
+        t.device().is_cpu(), "spccl: ", op, ": ", arg, " is on ", t.device(),
+        ": this version of spccl moves CPU tensors only. Use backend=\"cpu:spccl,cuda:nccl\", or "
+        "tensor.cpu()");
+    TORCH_CHECK_VALUE(
+        t.layout() == c10::Layout::Strided, "spccl: ", op, ": ", arg, " has layout ", t.layout(),
+        ": only all_reduce takes a sparse tensor, and only torch.sparse_coo; use tensor.to_dense()");
 }
 
 void check_output(const at::Tensor &t, const char *arg, const char *op)
 {
     check_dense_cpu(t, arg, op);
-    TORCH_CHECK_VALUE(at::has_internal_overlap(t) != at::MemOverlap::Yes, "spccl: ", op, ": ", arg,
-                      ": several elements share one memory location (an expanded tensor); use tensor.clone()");
+    TORCH_CHECK_VALUE(
+        at::has_internal_overlap(t) != at::MemOverlap::Yes, "spccl: ", op, ": ", arg,
+        ": several elements share one memory location (an expanded tensor); use tensor.clone()");
 }
 
 void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op)
@@ -202,8 +210,8 @@ void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *a
 
 void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why)
 {
-    TORCH_CHECK_VALUE(t.numel() == want, "spccl: ", op, ": ", arg, " has ", t.numel(), " elements, wanted ", want, " (",
-                      why, ")");
+    TORCH_CHECK_VALUE(t.numel() == want, "spccl: ", op, ": ", arg, " has ", t.numel(), " elements, wanted ",
+                      want, " (", why, ")");
 }
 
 bool is_plain(const at::Tensor &t)

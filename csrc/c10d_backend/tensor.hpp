@@ -16,8 +16,8 @@ namespace spccl_torch
 
 /* One collective in words, for error texts: composed only when something failed. */
 struct OpText {
-    const char *name = "";           /* "all_reduce" */
-    size_t n_elems = 0;              /* elements of the tensor that the user gave */
+    const char *name = ""; /* "all_reduce" */
+    size_t n_elems = 0;    /* elements of the tensor that the user gave */
     c10::ScalarType dtype = c10::ScalarType::Undefined;
     const char *reduction = nullptr; /* "sum" ..., or NULL */
     int root = -1;                   /* of a broadcast */
@@ -47,7 +47,8 @@ const char *redop_name(c10d::ReduceOp::RedOpType op);
 /* Throws TypeError: neither spccl nor Gloo has this reduction; says which dtypes would do. */
 [[noreturn]] void refuse_reduction(const OpText &op);
 
-/* The only tensor of `tensors`; throws ValueError if there are more (one per device is a thing of the past). */
+/* The only tensor of `tensors`; throws ValueError if there are more (one per device is a thing of the past).
+ */
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op);
 /* Throws unless `t` is a dense tensor in host memory. */
 void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op);
@@ -56,7 +57,8 @@ void check_output(const at::Tensor &t, const char *arg, const char *op);
 void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op);
 void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why);
 
-/* Can spccl read and write `t` where it is? Contiguous, aligned to its elements, no lazy sign or conjugate. */
+/* Can spccl read and write `t` where it is? Contiguous, aligned to its elements, no lazy sign or conjugate.
+ */
 bool is_plain(const at::Tensor &t);
 /* `t` itself if it is plain, else a plain copy of its values. */
 at::Tensor as_contiguous(const at::Tensor &t);

@@ -28,7 +28,8 @@ using PremulFactor = c10d::NCCLPreMulSumSupplement;
 
 /* A store that another thread may wait on while this one is used. Versions without Store::clone share the
  * store itself; then a long wait of one thread delays the other. */
-template <class Store> c10::intrusive_ptr<c10d::Store> independent_store(const c10::intrusive_ptr<Store> &store)
+template <class Store>
+c10::intrusive_ptr<c10d::Store> independent_store(const c10::intrusive_ptr<Store> &store)
 {
     if constexpr (requires { store->clone(); })
         return store->clone();

@@ -20,9 +20,10 @@ void run_copy_out(const Launch &launch)
 
 [[noreturn]] void throw_wait_timeout(const std::string &who, const OpText &op, milliseconds timeout)
 {
-    std::rethrow_exception(make_error(SPCCL_ERR_TIMEOUT, who + ": " + op.str(),
-                                      "not done after the " + std::to_string(timeout.count()) +
-                                          " ms given to wait(); it is still under way and may be waited for again"));
+    std::rethrow_exception(
+        make_error(SPCCL_ERR_TIMEOUT, who + ": " + op.str(),
+                   "not done after the " + std::to_string(timeout.count()) +
+                       " ms given to wait(); it is still under way and may be waited for again"));
 }
 } // namespace
 
@@ -48,7 +49,8 @@ RequestWork::RequestWork(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThrea
                          uint64_t sequence)
     : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
       completer_(std::move(completer)), launch_(std::move(launch)), sequence_(sequence),
-      profiled_(static_cast<bool>(recordFunctionEndCallback_)), copies_out_(static_cast<bool>(launch_.copy_out))
+      profiled_(static_cast<bool>(recordFunctionEndCallback_)),
+      copies_out_(static_cast<bool>(launch_.copy_out))
 {
 }
 
@@ -61,7 +63,8 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
                                                    std::shared_ptr<SerialThread> completer, Launch launch,
                                                    uint64_t sequence)
 {
-    auto work = c10::make_intrusive<RequestWork>(std::move(comm), std::move(completer), std::move(launch), sequence);
+    auto work =
+        c10::make_intrusive<RequestWork>(std::move(comm), std::move(completer), std::move(launch), sequence);
     work->comm_->issue(work->launch_.op, work->launch_.timeout, [&](spccl_comm *raw) {
         spccl_status status = work->launch_.call(raw, &work->request_);
         if (status != SPCCL_OK)
@@ -140,7 +143,8 @@ bool RequestWork::isSuccess() const
 
 std::exception_ptr RequestWork::exception() const
 {
-    auto *self = const_cast<RequestWork *>(this); /* torch's signature; settling changes nothing that is visible */
+    auto *self =
+        const_cast<RequestWork *>(this); /* torch's signature; settling changes nothing that is visible */
     if (self->request_done())
         self->settle();
     return Work::exception();
@@ -148,7 +152,8 @@ std::exception_ptr RequestWork::exception() const
 
 std::vector<at::Tensor> RequestWork::result()
 {
-    TORCH_CHECK(isCompleted(), "spccl: ", comm_->who(), ": ", launch_.op.str(), ": result() before the work is done; "
+    TORCH_CHECK(isCompleted(), "spccl: ", comm_->who(), ": ", launch_.op.str(),
+                ": result() before the work is done; "
                 "call wait() first");
     return launch_.outputs;
 }

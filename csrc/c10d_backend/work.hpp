@@ -24,10 +24,10 @@ struct Launch {
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char *title = nullptr; /* name of the profiler event: "spccl:all_reduce" */
     milliseconds timeout = c10d::kUnsetTimeout;
-    std::vector<at::Tensor> inputs;    /* what the user gave: shown by the profiler */
-    std::vector<at::Tensor> outputs;   /* what result() and the future hand out */
-    std::vector<at::Tensor> borrowed;  /* memory that spccl reads or writes: held until the end */
-    std::function<void()> copy_out;    /* scratch to the user's tensors; empty if spccl wrote there itself */
+    std::vector<at::Tensor> inputs;   /* what the user gave: shown by the profiler */
+    std::vector<at::Tensor> outputs;  /* what result() and the future hand out */
+    std::vector<at::Tensor> borrowed; /* memory that spccl reads or writes: held until the end */
+    std::function<void()> copy_out;   /* scratch to the user's tensors; empty if spccl wrote there itself */
     std::function<spccl_status(spccl_comm *, spccl_request **)> call;
 };
 
@@ -37,13 +37,16 @@ c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future();
 /* Run on the calling thread until done (the fastest way for small tensors). Throws what went wrong. */
 void run_blocking(Comm &comm, Launch launch);
 
-/* One collective under way. Keeps all tensors until spccl no longer touches them, even if the user drops it. */
+/* One collective under way. Keeps all tensors until spccl no longer touches them, even if the user drops it.
+ */
 class RequestWork final : public c10d::Work
 {
   public:
-    /* Issue it. `completer` runs the callbacks of futures; works of one group complete theirs in issue order. */
-    static c10::intrusive_ptr<RequestWork> issue(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer,
-                                                 Launch launch, uint64_t sequence);
+    /* Issue it. `completer` runs the callbacks of futures; works of one group complete theirs in issue order.
+     */
+    static c10::intrusive_ptr<RequestWork> issue(std::shared_ptr<Comm> comm,
+                                                 std::shared_ptr<SerialThread> completer, Launch launch,
+                                                 uint64_t sequence);
 
     RequestWork(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer, Launch launch,
                 uint64_t sequence);
@@ -91,7 +94,8 @@ class RequestWork final : public c10d::Work
 class TaskWork final : public c10d::Work
 {
   public:
-    TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors, uint64_t sequence);
+    TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
+             uint64_t sequence);
 
     /* Run `task` on the calling thread and complete this work with its end. */
     void run(const std::function<void()> &task);

@@ -11,7 +11,8 @@ static void free_plans(sp_plan **plans, int n)
         sp_plan_destroy(plans[r]);
 }
 
-static int make_plans(sp_plan **plans, sp_schedule schedule, sp_coll coll, int n_ranks, size_t n_elems, int root)
+static int make_plans(sp_plan **plans, sp_schedule schedule, sp_coll coll, int n_ranks, size_t n_elems,
+                      int root)
 {
     for (int r = 0; r < n_ranks; r++) {
         sp_plan_args a = {.coll = coll, .rank = r, .world_size = n_ranks, .root = root, .n_elems = n_elems};
@@ -40,8 +41,8 @@ static void test_all_plans(void)
                     for (int cap = 1; cap <= 3; cap++) {
                         spccl_status st = sp_plan_check(plans, n, (sp_coll)coll, sizes[i], root, 3, cap);
                         CHECK(st == SPCCL_OK, "%s %s, %d ranks, %zu elements, cap %d: %s",
-                              sp_schedule_name((sp_schedule)schedule), sp_coll_name((sp_coll)coll), n, sizes[i], cap,
-                              spccl_last_error());
+                              sp_schedule_name((sp_schedule)schedule), sp_coll_name((sp_coll)coll), n,
+                              sizes[i], cap, spccl_last_error());
                     }
                     n_checked++;
                     free_plans(plans, n);
