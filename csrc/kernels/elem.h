@@ -14,17 +14,19 @@
 #define SP_UNLIKELY(x) __builtin_expect(!!(x), 0)
 #define SP_LIKELY(x) __builtin_expect(!!(x), 1)
 
-/* sp_get_u32(p, i), sp_put_u32(p, i, v): element i of an array at any alignment. */
+/* sp_get_u32(p, i), sp_put_u32(p, i, v): element i of an array at any alignment; sp_elem_u32: its type.
+ * Through a type that may lie anywhere and alias anything, not memcpy: gcc 12 takes a copied float through an
+ * integer register. */
 #define SP_ELEM_ACCESS(NAME, T)                                                                              \
+    typedef T sp_elem_##NAME;                                                                                \
+    typedef T sp_anywhere_##NAME __attribute__((may_alias, aligned(1)));                                     \
     static inline T sp_get_##NAME(const void *p, size_t i)                                                   \
     {                                                                                                        \
-        T v;                                                                                                 \
-        memcpy(&v, (const uint8_t *)p + i * sizeof v, sizeof v);                                             \
-        return v;                                                                                            \
+        return *(const sp_anywhere_##NAME *)(const void *)((const uint8_t *)p + i * sizeof(T));              \
     }                                                                                                        \
     static inline void sp_put_##NAME(void *p, size_t i, T v)                                                 \
     {                                                                                                        \
-        memcpy((uint8_t *)p + i * sizeof v, &v, sizeof v);                                                   \
+        *(sp_anywhere_##NAME *)(void *)((uint8_t *)p + i * sizeof(T)) = v;                                   \
     }
 SP_ELEM_ACCESS(u8, uint8_t)
 SP_ELEM_ACCESS(u16, uint16_t)

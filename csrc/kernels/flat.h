@@ -19,7 +19,7 @@
 #define SP_CLEAR_SIXTEENTHS 3u
 
 /* From this many listed elements in a chunk on, the hardware prefetches dst by itself. */
-#define SP_PREFETCH_BELOW 512u
+#define SP_PREFETCH_BELOW 160u
 
 /* values[j] = x[offs[j]]; dst[offs[j]] = values[j]; dst[offs[j]] = 0. Four at a time: loads run ahead of
  * stores. */
@@ -100,12 +100,23 @@ static inline void flat_clear(void *dst, const uint16_t *offs, size_t n, size_t 
         flat_clear_u8(dst, offs, n);
 }
 
-/* dst[offs[j]] = f(dst[offs[j]], values[j]) by operation; dst starts at the chunk. */
+/* dst[offs[j]] = f(dst[offs[j]], values[j]) by operation; dst starts at the chunk. Four at a time: no offset
+ * comes twice, so loads may run ahead of stores, which the compiler cannot know. */
+#define SP_FLAT_ONE(D, V, F, J) F(sp_get_##D(dst, offs[J]), sp_get_##V(values, J))
 #define SP_FLAT_APPLY(NAME, V, D, F)                                                                         \
     static void flat_##NAME(void *dst, const uint16_t *offs, const void *values, size_t n)                   \
     {                                                                                                        \
-        for (size_t j = 0; j < n; j++)                                                                       \
-            sp_put_##D(dst, offs[j], F(sp_get_##D(dst, offs[j]), sp_get_##V(values, j)));                    \
+        size_t j = 0;                                                                                        \
+        for (; j + 4 <= n; j += 4) {                                                                         \
+            sp_elem_##D r0 = SP_FLAT_ONE(D, V, F, j), r1 = SP_FLAT_ONE(D, V, F, j + 1);                      \
+            sp_elem_##D r2 = SP_FLAT_ONE(D, V, F, j + 2), r3 = SP_FLAT_ONE(D, V, F, j + 3);                  \
+            sp_put_##D(dst, offs[j], r0);                                                                    \
+            sp_put_##D(dst, offs[j + 1], r1);                                                                \
+            sp_put_##D(dst, offs[j + 2], r2);                                                                \
+            sp_put_##D(dst, offs[j + 3], r3);                                                                \
+        }                                                                                                    \
+        for (; j < n; j++)                                                                                   \
+            sp_put_##D(dst, offs[j], SP_FLAT_ONE(D, V, F, j));                                               \
     }
 SP_APPLY_OPS(SP_FLAT_APPLY)
 #define SP_FLAT_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = flat_##NAME,

@@ -49,4 +49,5 @@ static size_t simd_pici_unpack(uint8_t *dst, const uint8_t *values, const uint8_
     return (size_t)(end - values) / elem_bytes;
 }
 
+#define SP_PICI_TILES 1
 #include "pici.inc"
