@@ -34,6 +34,7 @@ class Failed(Exception):
 def run(name: str, n_steps: int, progress: Progress) -> dict:
     """One run on N_RANKS processes. Returns {"curve": [[step, loss, sent_bytes], ...], and what rank 0 told}."""
     with tempfile.TemporaryDirectory(prefix="spccl-demo-") as folder:
+        command = [sys.executable, str(HERE / "demo_rank.py")]
         env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1")
         logs = [open(Path(folder) / f"rank-{r}.log", "w+") for r in range(N_RANKS)]  # noqa: SIM115
         ranks = []
@@ -41,8 +42,7 @@ def run(name: str, n_steps: int, progress: Progress) -> dict:
             for r in range(N_RANKS):
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, str(HERE / "demo_rank.py"), name, str(r), str(N_RANKS)]
-                        + [str(n_steps), f"{folder}/store"],
+                        [*command, name, str(r), str(N_RANKS), str(n_steps), f"{folder}/store"],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE if r == 0 else logs[r],
                         stderr=logs[r],
@@ -176,9 +176,7 @@ def main() -> int:
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: wanted 1 or more")
     console = Console()
-    console.print(
-        f"A byte-level GPT reads Python's standard library: {args.steps} steps on {N_RANKS} ranks, twice.\n"
-    )
+    console.print(f"A byte-level GPT reads Python's standard library: {args.steps} steps on {N_RANKS} ranks, twice.\n")
     began = time.monotonic()
     columns = (
         TextColumn("{task.description:22}"),

@@ -1,6 +1,6 @@
 """One rank of one run of the demo. Started by demo.py; says what happens as lines of JSON on standard output.
 
-    python demo_rank.py dense|pruned RANK WORLD_SIZE STEPS STORE_FILE
+python demo_rank.py dense|pruned RANK WORLD_SIZE STEPS STORE_FILE
 """
 
 import dataclasses
@@ -119,9 +119,7 @@ def main() -> None:
     name, rank, n_ranks, n_steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     recipe = {"dense": DENSE, "pruned": PRUNED}[name]
-    dist.init_process_group(
-        recipe.backend, init_method=f"file://{sys.argv[5]}", rank=rank, world_size=n_ranks
-    )
+    dist.init_process_group(recipe.backend, init_method=f"file://{sys.argv[5]}", rank=rank, world_size=n_ranks)
     run = Run(recipe, rank, n_ranks, n_steps)
     compute_ms = run.compute_ms()
     run.learn()

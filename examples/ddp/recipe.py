@@ -30,9 +30,7 @@ class Recipe:
         """Optimizer and hook; the hook is on the model already. Weight decay is not used."""
         if self.density == 1:
             return torch.optim.SGD(model.parameters(), lr=self.peak_lr, momentum=self.momentum), None
-        hook = PrunedGradients(
-            density=self.density, momentum=self.momentum, clip_norm=self.clip_norm, norm_every=50
-        )
+        hook = PrunedGradients(density=self.density, momentum=self.momentum, clip_norm=self.clip_norm, norm_every=50)
         return torch.optim.SGD(model.parameters(), lr=self.peak_lr), hook.register(model)
 
     def lr_at(self, step: int, n_steps: int) -> float:

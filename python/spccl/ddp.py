@@ -56,10 +56,10 @@ class PrunedGradients:
         momentum: momentum correction, [0, 1): momentum is applied to the local gradient before it is
             kept or sent (another 4 bytes per entry), and cleared where an entry is sent. Set the
             optimizer's own momentum to 0. Needs error_feedback.
-        clip_norm: bound on the gradient's norm, None for none. Applied to local gradients before they are accumulated, at
-            clip_norm * sqrt(ranks), as a local gradient is that much larger than an average of
-            independent ones. Buckets of this step that are not there yet count with their norm of
-            the step before.
+        clip_norm: bound on the gradient's norm, None for none. Applied to local gradients before they are
+            accumulated, at clip_norm * sqrt(ranks), as a local gradient is that much larger than an average
+            of independent ones. Buckets of this step that are not there yet count with their norm of the
+            step before.
         grad_scaler: the torch.amp.GradScaler of the training loop, if any: residual and velocity follow its
             changes of scale. Without one, gradients are taken as they are.
         norm_every: measure the residual's norm every so many steps for `stats`; 0 never.
@@ -119,6 +119,7 @@ class PrunedGradients:
         self.step = 0  # completed hook steps: backward passes that synchronised
         self._group: dist.ProcessGroup | None = None
         self._names: dict[int, str] = {}
+        self._numels: dict[str, int] = {}
         self._slots: dict[int, prune.Slot] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._skip_unused = False
@@ -148,14 +149,14 @@ class PrunedGradients:
                 "wrap the model first"
             )
         if self._group is not None:
-            raise RuntimeError(
-                "PrunedGradients.register: already registered on a model; make one object per model"
-            )
-        names = {id(p): n for n, p in model.module.named_parameters() if p.requires_grad}
-        _check_fit(self._loaded, {n: p for n, p in model.module.named_parameters()})
+            raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
+        trained = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+        numels = {n: p.numel() for n, p in trained.items()}
+        _check_fit(self._loaded, numels)
         model.register_comm_hook(self, pruned_gradients_hook)
         self._group = model.process_group
-        self._names = names
+        self._names = {id(p): n for n, p in trained.items()}
+        self._numels = numels
         self._static_graph = bool(model.static_graph)
         self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
         return self
@@ -240,9 +241,7 @@ class PrunedGradients:
             scale=scale,
         )
         on_host = buffer.device.type == "cpu"
-        norm = torch.linalg.vector_norm(
-            buffer, dtype=torch.float32 if buffer.element_size() < 4 else buffer.dtype
-        )
+        norm = torch.linalg.vector_norm(buffer, dtype=torch.float32 if buffer.element_size() < 4 else buffer.dtype)
         alive = None if on_host else torch.isfinite(norm)
         if on_host and not math.isfinite(norm.item()):
             self._totals["nonfinite_buckets"] += 1
@@ -415,13 +414,10 @@ class PrunedGradients:
                 f"PrunedGradients.load_state_dict: state of {state['world_size']} ranks, this group has "
                 f"{world_size}; pass all ranks' states through PrunedGradients.reshard(states, {world_size})"
             )
-        self._loaded = {name: dict(entry) for name, entry in state["parameters"].items()}
+        loaded = {name: dict(entry) for name, entry in state["parameters"].items()}
         if self._group is not None:
-            sizes = {s.name: s for s in self._slots.values()}
-            unknown = sorted(set(self._loaded) - set(self._names.values()))
-            if unknown:
-                raise ValueError(f"PrunedGradients.load_state_dict: not in the model: {unknown[:5]}")
-            _check_fit(self._loaded, sizes, partial=True)
+            _check_fit(loaded, self._numels)
+        self._loaded = loaded
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         self._slots.clear()  # filled again from the loaded entries as buckets arrive
@@ -515,20 +511,16 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return group._get_backend(device).name()
 
 
-def _check_fit(loaded: dict[str, dict[str, Any]], model: dict[str, Any], partial: bool = False) -> None:
-    """ValueError unless every loaded entry has the size of the parameter of its name."""
+def _check_fit(loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> None:
+    """ValueError unless every loaded entry names a trained parameter and has its size."""
     for name, entry in loaded.items():
-        if name not in model:
-            if partial:
-                continue
-            raise ValueError(f"PrunedGradients: loaded state has {name!r}, the model has not")
-        target = model[name]
-        numel = target.numel if isinstance(target, prune.Slot) else target.numel()
+        if name not in numels:
+            raise ValueError(f"PrunedGradients: loaded state has {name!r}, the model has no such parameter")
         for key in ("residual", "velocity"):
-            if entry[key] is not None and entry[key].numel() != numel:
+            if entry[key] is not None and entry[key].numel() != numels[name]:
                 raise ValueError(
                     f"PrunedGradients: loaded {key} of {name!r} has {entry[key].numel()} elements, "
-                    f"the parameter has {numel}"
+                    f"the parameter has {numels[name]}"
                 )
 
 

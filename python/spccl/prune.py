@@ -102,9 +102,7 @@ def sample_places(slot: Slot, rule: Rule, seed: int, step: int) -> tuple[int, in
     return (mixed >> 7) % stride, stride
 
 
-def sample_magnitudes(
-    grad: torch.Tensor, slot: Slot, rule: Rule, start: int, stride: int
-) -> torch.Tensor:
+def sample_magnitudes(grad: torch.Tensor, slot: Slot, rule: Rule, start: int, stride: int) -> torch.Tensor:
     """|v| as it will be after this step's update, at the sampled places, [n_samples] float32 or 64."""
     x = grad[start::stride].to(torch.float64 if grad.dtype == torch.float64 else torch.float32)
     if slot.velocity is not None and rule.momentum > 0:
@@ -144,9 +142,7 @@ def _keep_largest(sent: torch.Tensor, n_keep: int) -> None:
     sent[places[drop]] = 0
 
 
-def prune_host(
-    grad: torch.Tensor, slot: Slot, rule: Rule, *, seed: int = 0, step: int = 0, factor: float = 1.0
-) -> int:
+def prune_host(grad: torch.Tensor, slot: Slot, rule: Rule, *, seed: int = 0, step: int = 0, factor: float = 1.0) -> int:
     """Replace `grad` by what is sent of it and keep the rest in `slot`; host memory, in place.
 
     Args:

@@ -1,0 +1,335 @@
+"""PrunedGradients under DistributedDataParallel on every rank; the backend is SPCCL_TEST_BACKEND.
+
+Gradients are chosen, not computed: the loss is sum(parameter * wanted gradient), so every rank knows every
+rank's gradient and can check what DDP hands back. The law behind most cases: what the averages have handed out
+plus what the residuals still hold, averaged over ranks, is the average of all gradients so far.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from spccl import ddp
+from workers.common import RANK, WORLD, main
+
+BACKEND = os.environ["SPCCL_TEST_BACKEND"]
+SHAPES = {"big": (150, 200), "mid": (90, 100), "bias": (50,), "small": (3, 5), "last": (600, 500)}
+
+
+class Probe(torch.nn.Module):
+    """Parameters of SHAPES whose gradients are what forward is given; missing ones are unused."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def forward(self, wanted: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((getattr(self, name) * grad).sum() for name, grad in wanted.items())
+
+
+def wanted(rank: int, step: int, names=tuple(SHAPES), dtype=torch.float32) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    made = {name: torch.randn(shape, generator=g).to(dtype) for name, shape in SHAPES.items()}
+    return {name: made[name] for name in names}
+
+
+def wrap(settings: dict, dtype=torch.float32, **ddp_settings):
+    model = DistributedDataParallel(Probe(dtype), **ddp_settings)
+    return model, ddp.PrunedGradients(**settings).register(model)
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    return {n: p.grad.detach().double() for n, p in model.module.named_parameters() if p.grad is not None}
+
+
+def step_once(model, given) -> dict[str, torch.Tensor]:
+    """One synchronised backward pass; the averages it handed out."""
+    model.zero_grad(set_to_none=True)
+    model(given).backward()
+    return {n: g.clone() for n, g in grads(model).items()}
+
+
+def owed(hook, key: str = "residual") -> dict[str, torch.Tensor]:
+    """Average over ranks of what each still holds back, by parameter name."""
+    out = {}
+    for name, entry in sorted(hook.state_dict()["parameters"].items()):
+        n = int(torch.tensor(SHAPES[name]).prod())
+        held = entry[key].double() if entry[key] is not None else torch.zeros(n, dtype=torch.float64)
+        dist.all_reduce(held)
+        out[name] = held.view(SHAPES[name]) / WORLD
+    return out
+
+
+class Ledger:
+    """Adds up what went in and what came out."""
+
+    def __init__(self):
+        zero = {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
+        self.given, self.got = zero, {n: z.clone() for n, z in zero.items()}
+
+    def gave(self, step: int, names_of=lambda rank: tuple(SHAPES), ranks=range(WORLD), dtype=torch.float32):
+        for rank in ranks:
+            for name, grad in wanted(rank, step, names_of(rank), dtype).items():
+                self.given[name] += grad.double() / WORLD
+
+    def take(self, averages: dict[str, torch.Tensor]):
+        for name, grad in averages.items():
+            self.got[name] += grad
+
+    def check(self, hook, tolerance: float = 1e-4):
+        for name, held in owed(hook).items():
+            torch.testing.assert_close(
+                self.got[name] + held, self.given[name], rtol=tolerance, atol=tolerance, msg=name
+            )
+
+
+def conserves(n_steps: int = 5, dtype=torch.float32, settings: dict | None = None, **ddp_settings):
+    model, hook = wrap(settings or {}, dtype, **ddp_settings)
+    ledger = Ledger()
+    for step in range(n_steps):
+        ledger.gave(step, dtype=dtype)
+        averages = step_once(model, wanted(RANK, step, dtype=dtype))
+        ledger.take(averages)
+        assert torch.count_nonzero(averages["big"]) <= WORLD * 5 * 0.01 * averages["big"].numel()
+        if dtype == torch.float32:  # one-dimensional and small parameters are plain averages
+            for name in ("bias", "small"):
+                plain = sum(wanted(r, step)[name].double() for r in range(WORLD)) / WORLD
+                torch.testing.assert_close(averages[name], plain, rtol=1e-5, atol=1e-6)
+    ledger.check(hook, 1e-4 if dtype == torch.float32 else 5e-2)
+    assert hook.step == n_steps
+    return model, hook
+
+
+def plain() -> dict:
+    _, hook = conserves()
+    return {"density": hook.stats()["density_pruned"]}
+
+
+def buckets_rebuilt() -> None:
+    """Iteration 0 has one bucket, later ones three (a first one of 1 MiB): state follows its parameter."""
+    model, _ = conserves(bucket_cap_mb=0.03)
+    if WORLD > 1:
+        assert len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) == 3
+
+
+def views() -> None:
+    conserves(gradient_as_bucket_view=True)
+    conserves(gradient_as_bucket_view=True, bucket_cap_mb=0.03)
+
+
+def static_graph() -> None:
+    conserves(static_graph=True)
+    conserves(static_graph=True, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+
+
+def sixteen_bits() -> None:
+    conserves(dtype=torch.bfloat16)
+
+
+def no_feedback_sends_its_own_entries_only() -> None:
+    model, hook = wrap({"error_feedback": False})
+    averages = step_once(model, wanted(RANK, 0))
+    all_ranks = sum(wanted(r, 0)["big"].double() for r in range(WORLD)) / WORLD
+    assert hook.state_dict()["parameters"]["big"]["residual"] is None
+    assert 0 < torch.count_nonzero(averages["big"]) < 0.1 * all_ranks.numel()
+
+
+def dense_is_plain_ddp() -> None:
+    """density 1 hands out exactly the average; ranks' sums of two are exact in any order."""
+    model, _ = wrap({"density": 1.0})
+    averages = step_once(model, wanted(RANK, 0))
+    for name, grad in averages.items():
+        total = sum(wanted(r, 0)[name].double() for r in range(WORLD)) / WORLD
+        torch.testing.assert_close(grad, total, rtol=1e-6, atol=1e-7)
+
+
+def momentum_of_whole_parameters() -> None:
+    """What is always sent whole follows SGD with momentum on the averaged gradient."""
+    model, _ = wrap({"momentum": 0.9})
+    velocity = 0.0
+    for step in range(4):
+        averages = step_once(model, wanted(RANK, step))
+        velocity = 0.9 * velocity + sum(wanted(r, step)["bias"].double() for r in range(WORLD)) / WORLD
+        torch.testing.assert_close(averages["bias"], velocity, rtol=1e-5, atol=1e-5)
+
+
+def accumulates_under_no_sync() -> None:
+    for as_view in (False, True):
+        model, hook = wrap({}, gradient_as_bucket_view=as_view)
+        ledger = Ledger()
+        for step in range(0, 6, 3):
+            model.zero_grad(set_to_none=True)
+            for part in range(3):
+                ledger.gave(step + part)
+                if part < 2:
+                    with model.no_sync():
+                        model(wanted(RANK, step + part)).backward()
+                else:
+                    model(wanted(RANK, step + part)).backward()
+            ledger.take(grads(model))
+        assert hook.step == 2
+        ledger.check(hook)
+
+
+def unused_parameters_wait() -> None:
+    """Used by nobody, by one rank, by all: nothing that was held back is lost."""
+    for as_view in (False, True):
+        model, hook = wrap({}, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        ledger = Ledger()
+        kept = None
+        for step in range(6):
+
+            def names_of(rank, step=step):
+                names = [n for n in SHAPES if n != "mid" or step % 2 == 0]  # mid: by nobody in odd steps
+                return [n for n in names if n != "last" or step != 4 or rank == 0]  # last: by rank 0 in step 4
+
+            ledger.gave(step, names_of)
+            averages = step_once(model, wanted(RANK, step, names_of(RANK)))
+            held = hook.state_dict()["parameters"]["mid"]["residual"]
+            if step % 2:
+                assert torch.equal(held, kept) and not averages.get("mid", torch.zeros(1)).any()
+            kept = held
+            ledger.take(averages)
+        ledger.check(hook)
+
+
+def infinite_gradients_pass_through() -> None:
+    model, hook = wrap({"momentum": 0.9})
+    step_once(model, wanted(RANK, 0))
+    before = hook.state_dict()["parameters"]
+    given = wanted(RANK, 1)
+    if RANK == 0:
+        given["big"][3, 4] = float("inf")
+        given["mid"][0, 0] = float("nan")
+    averages = step_once(model, given)
+    assert not torch.isfinite(averages["big"]).all() and not torch.isfinite(averages["mid"]).all()
+    if RANK == 0:
+        after = hook.state_dict()["parameters"]
+        assert hook.stats()["nonfinite_buckets"] == 1
+        for name in ("big", "mid", "bias", "small"):  # one bucket; "last" is in another
+            for key in ("residual", "velocity"):
+                held = before[name][key]
+                assert held is None or torch.equal(held, after[name][key]), (name, key)
+    assert all(torch.isfinite(g).all() for g in step_once(model, wanted(RANK, 2)).values())
+
+
+def loss_scale_changes() -> None:
+    """With a GradScaler that halves and doubles, the run equals one without a scale, bit for bit."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled, hook = wrap({"momentum": 0.9, "grad_scaler": scaler, "clip_norm": 50.0})
+    plainly, reference = wrap({"momentum": 0.9, "clip_norm": 50.0})
+    for step in range(4):
+        if step:
+            scaler.update(new_scale=1024.0 * (0.5, 4.0, 0.25)[step - 1])
+        scale = scaler.get_scale()
+        scaled.zero_grad(set_to_none=True)
+        scaler.scale(scaled(wanted(RANK, step))).backward()
+        unscaled = {n: g / scale for n, g in grads(scaled).items()}
+        for name, grad in step_once(plainly, wanted(RANK, step)).items():
+            torch.testing.assert_close(unscaled[name], grad, rtol=1e-6, atol=1e-7)
+    for name, entry in reference.state_dict()["parameters"].items():
+        mine = hook.state_dict()["parameters"][name]
+        torch.testing.assert_close(mine["velocity"], entry["velocity"], rtol=1e-5, atol=1e-6)
+
+
+def resumes() -> None:
+    model, hook = wrap({"momentum": 0.9})
+    for step in range(3):
+        step_once(model, wanted(RANK, step))
+    saved = hook.state_dict()
+    expected = step_once(model, wanted(RANK, 3))
+    model, hook = wrap({"momentum": 0.9})
+    hook.load_state_dict(saved)
+    for name, grad in step_once(model, wanted(RANK, 3)).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def uneven_inputs() -> None:
+    """Rank 0 has more batches; a rank that has joined counts as gradient 0 and goes on sending its residual."""
+    model, hook = wrap({})
+    ledger = Ledger()
+    n_mine = [6, 3][min(RANK, 1)]
+    for step in range(6):
+        ledger.gave(step, ranks=[r for r in range(WORLD) if r == 0 or step < 3])
+    with model.join():
+        for step in range(n_mine):
+            ledger.take(step_once(model, wanted(RANK, step)))
+    gathered = [None] * WORLD
+    dist.all_gather_object(gathered, ledger.got["big"])
+    ledger.got = {"big": gathered[0]}  # only rank 0 has seen all six averages
+    held = owed(hook)["big"]
+    torch.testing.assert_close(ledger.got["big"] + held, ledger.given["big"], rtol=1e-4, atol=1e-4)
+
+
+def sparse_embedding() -> None:
+    model = torch.nn.Embedding(500, 16, sparse=True)
+    torch.nn.init.ones_(model.weight)
+    model = DistributedDataParallel(model)
+    ddp.PrunedGradients().register(model)
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        model(torch.tensor([RANK, 7, 400 + step])).sum().backward()
+        got = model.module.weight.grad.to_dense()
+        expected = torch.zeros(500, 16)
+        for rank in range(WORLD):
+            expected[[rank, 7, 400 + step]] += 1.0 / WORLD
+        torch.testing.assert_close(got, expected)
+
+
+def warning_names_the_backend() -> None:
+    model, _ = wrap({})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step_once(model, wanted(RANK, 0))
+        step_once(model, wanted(RANK, 1))
+    texts = [str(w.message) for w in seen if "PrunedGradients" in str(w.message)]
+    assert len(texts) == (0 if BACKEND == "spccl" else 1), texts
+
+
+def bytes_are_saved() -> dict:
+    """Only spccl: the wire carries a small part of the dense bytes, and the hook's count agrees with it."""
+    if BACKEND != "spccl":
+        return {}
+    from spccl import backend
+
+    model, hook = wrap({})
+    step_once(model, wanted(RANK, 0))
+    before = backend.stats()
+    step_once(model, wanted(RANK, 1))
+    after = backend.stats()
+    sent = after.wire_bytes_sent - before.wire_bytes_sent
+    stats = hook.stats()
+    assert stats["sent_bytes"] / WORLD < sent < 0.3 * stats["dense_bytes"], (sent, stats)
+    return {"sent": sent, "dense": stats["dense_bytes"]}
+
+
+CASES = [
+    plain,
+    buckets_rebuilt,
+    views,
+    static_graph,
+    sixteen_bits,
+    no_feedback_sends_its_own_entries_only,
+    dense_is_plain_ddp,
+    momentum_of_whole_parameters,
+    accumulates_under_no_sync,
+    unused_parameters_wait,
+    infinite_gradients_pass_through,
+    loss_scale_changes,
+    resumes,
+    uneven_inputs,
+    sparse_embedding,
+    warning_names_the_backend,
+    bytes_are_saved,
+]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="PrunedGradients")
+    main(CASES, backend=BACKEND)
