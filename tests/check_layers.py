@@ -73,7 +73,8 @@ MAP = (
         "transport",
         "csrc/transport",
         ("contract", "base", "contracts"),
-        "auth spsc sock handshake acceptor ringlink transports inproc shm.h shm_connect shm.c rendezvous_wire rendezvous_server rendezvous registry",
+        "auth spsc sock handshake acceptor ringlink transports inproc shm.h shm_connect shm.c "
+        "rendezvous_wire rendezvous_server rendezvous registry",
         NO_BINDINGS,
     ),
     Group(
