@@ -126,6 +126,16 @@ static inline double sp_mul_f64(double a, double b)
     return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b, r) : r;
 }
 
+/* acc[i] += x[i], float32; with `listed` an x of all zero bits is absent and leaves acc as it is. */
+static inline void sp_sum_f32(void *acc, const void *x, size_t n, bool listed)
+{
+    for (size_t i = 0; i < n; i++) {
+        float v = sp_get_f32(x, i);
+        if (!listed || sp_f32_to_bits(v) != 0)
+            sp_put_f32(acc, i, sp_add_f32(sp_get_f32(acc, i), v));
+    }
+}
+
 /* ---- what decoding does with a listed element: put by width, add by dtype ---- */
 
 /* dst = second: the value as it is. */

@@ -3,15 +3,20 @@
 #include "kernels.h"
 #include "transpose_avx512.h"
 
-/* From here on, in listed elements of a 4096-element tile, the transpose is faster than the list (Zen 4:
- * docs/KERNELS.md). */
-#define PICI_DENSE_FROM_U32 1024u
-#define PICI_DENSE_FROM_U16 512u
-
-static inline bool simd_pici_takes(size_t n_listed, size_t elem_bytes)
+/* From so many listed elements in a tile of 4096 on the transpose beats the list (EPYC 9004, Zen 4; slice in
+ * L2). Unpacking gains earlier: a list clears, scatters and copies; unpacking and then adding later. */
+static inline bool simd_pici_packs(size_t n_listed, size_t elem_bytes)
 {
-    return (elem_bytes == 4 && n_listed >= PICI_DENSE_FROM_U32) ||
-           (elem_bytes == 2 && n_listed >= PICI_DENSE_FROM_U16);
+    return (elem_bytes == 4 && n_listed >= 820) || (elem_bytes == 2 && n_listed >= 410);
+}
+static inline bool simd_pici_unpacks(size_t n_listed, size_t elem_bytes)
+{
+    return (elem_bytes == 4 && n_listed >= 330) || (elem_bytes == 2 && n_listed >= 160);
+}
+
+static inline bool simd_pici_applies(size_t n_listed, size_t elem_bytes)
+{
+    return (elem_bytes == 4 && n_listed >= 1400) || (elem_bytes == 2 && n_listed >= 900);
 }
 
 /* Pack one whole tile; n_after: values of the frame behind this tile's, room for a last vector to run over.

@@ -67,6 +67,59 @@ static inline void simd_f32_to_f16(void *out, const float *in, size_t n)
         sp_put_u16(out, i, sp_f16_from_f32(in[i]));
 }
 
+/* ---- bfloat16 and float32 sums ---- */
+
+static inline void simd_bf16_to_f32(float *out, const void *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)((const uint8_t *)in + i * 2)));
+        _mm256_storeu_si256((void *)(out + i), _mm256_slli_epi32(v, 16));
+    }
+    for (; i < n; i++)
+        out[i] = sp_bf16_to_f32(sp_get_u16(in, i));
+}
+static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
+{
+    const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1),
+                  quiet = _mm256_set1_epi32(0x40);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256i u = _mm256_loadu_si256((const void *)(in + i)), up = _mm256_srli_epi32(u, 16);
+        __m256i odd = _mm256_and_si256(up, one);
+        __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, half), odd), 16);
+        __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(u), _mm256_castsi256_ps(u), _CMP_UNORD_Q);
+        r = _mm256_blendv_epi8(r, _mm256_or_si256(up, quiet), _mm256_castps_si256(nan));
+        r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+        _mm_storeu_si128((void *)((uint8_t *)out + i * 2), _mm256_castsi256_si128(r));
+    }
+    for (; i < n; i++)
+        sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
+}
+/* acc[i] += x[i]; with `listed` an x of all zero bits leaves acc. A vector that holds a NaN goes through
+ * elem.h. */
+static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
+{
+    uint8_t *to = acc;
+    const uint8_t *from = x;
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 a = _mm256_loadu_ps((const void *)(to + i * 4)),
+               v = _mm256_loadu_ps((const void *)(from + i * 4));
+        __m256 sum = _mm256_add_ps(a, v);
+        if (SP_UNLIKELY(_mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)) != 0)) {
+            sp_sum_f32(to + i * 4, from + i * 4, 8, listed);
+            continue;
+        }
+        if (listed) {
+            __m256i zero = _mm256_cmpeq_epi32(_mm256_castps_si256(v), _mm256_setzero_si256());
+            sum = _mm256_blendv_ps(sum, a, _mm256_castsi256_ps(zero));
+        }
+        _mm256_storeu_ps((void *)(to + i * 4), sum);
+    }
+    sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
+}
+
 /* ---- offset lists: each writes whole groups, up to 64 entries past the end ---- */
 
 /* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. The first 8 are

@@ -83,6 +83,55 @@ static inline void simd_f32_to_f16(void *out, const float *in, size_t n)
         sp_put_u16(out, i, sp_f16_from_f32(in[i]));
 }
 
+/* ---- bfloat16 and float32 sums ---- */
+
+static inline void simd_bf16_to_f32(float *out, const void *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)((const uint8_t *)in + i * 2)));
+        _mm512_storeu_si512(out + i, _mm512_slli_epi32(v, 16));
+    }
+    for (; i < n; i++)
+        out[i] = sp_bf16_to_f32(sp_get_u16(in, i));
+}
+static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
+{
+    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1),
+                  quiet = _mm512_set1_epi32(0x40);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i u = _mm512_loadu_si512(in + i), up = _mm512_srli_epi32(u, 16);
+        __m512i odd = _mm512_and_si512(up, one);
+        __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, half), odd), 16);
+        __mmask16 nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(u), _mm512_castsi512_ps(u), _CMP_UNORD_Q);
+        r = _mm512_mask_or_epi32(r, nan, up, quiet);
+        _mm256_storeu_si256((void *)((uint8_t *)out + i * 2), _mm512_cvtepi32_epi16(r));
+    }
+    for (; i < n; i++)
+        sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
+}
+/* acc[i] += x[i]; with `listed` an x of all zero bits leaves acc. A vector that holds a NaN goes through
+ * elem.h. */
+static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
+{
+    uint8_t *to = acc;
+    const uint8_t *from = x;
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512 a = _mm512_loadu_ps(to + i * 4), v = _mm512_loadu_ps(from + i * 4), sum = _mm512_add_ps(a, v);
+        if (SP_UNLIKELY(_mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0)) {
+            sp_sum_f32(to + i * 4, from + i * 4, 16, listed);
+            continue;
+        }
+        if (listed)
+            sum = _mm512_mask_mov_ps(
+                a, _mm512_test_epi32_mask(_mm512_castps_si512(v), _mm512_castps_si512(v)), sum);
+        _mm512_storeu_ps(to + i * 4, sum);
+    }
+    sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
+}
+
 /* ---- offset lists: each writes whole vectors, up to 64 entries past the end ---- */
 
 static inline __m512i simd_iota8(void)
