@@ -1,6 +1,7 @@
 /* test_kernels.c - every kernel set against the scalar one, bit for bit, and the scalar one against a model.
  * Every buffer ends (or starts) at an unreadable page, with poison on the other side: a read past the end of
- * an input faults, a write past an output changes the poison. */
+ * an input faults, a write past an output changes the poison.
+ * More than 500 lines: the buffers and the data are shared by every case, and all kernels are tested here. */
 #include "dtype.h"
 #include "kernel_table.h"
 #include "status.h"
