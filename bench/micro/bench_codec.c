@@ -255,6 +255,8 @@ static int parse(int argc, char **argv, struct options *o)
             for (int f = SPCCL_FORMAT_TILE; f <= SPCCL_FORMAT_DENSE; f++)
                 if (strcmp(argv[i + 1], spccl_format_name((spccl_format)f)) == 0)
                     o->format = (spccl_format)f;
+            if (o->format == SPCCL_FORMAT_AUTO)
+                return fprintf(stderr, "--format %s: wanted tile, pici, coo or dense\n", argv[i + 1]), 1;
         } else {
             return fprintf(stderr, "unknown option %s\n", argv[i]), 1;
         }
