@@ -62,7 +62,7 @@ MAP = (
         "kernels",
         "csrc/kernels",
         ("contract", "base", "contracts"),
-        "cpu_feature kernels elem reduce transpose simd_avx2 simd_avx512 flat.h "
+        "cpu_feature kernels elem reduce transpose simd_avx2 simd_avx512 transpose_avx512 flat.h "
         "bulk.inc pici.inc coo.inc tile.inc "
         "scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar "
         "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
@@ -73,7 +73,7 @@ MAP = (
         "transport",
         "csrc/transport",
         ("contract", "base", "contracts"),
-        "auth spsc sock handshake acceptor ringlink transports inproc shm.h shm_connect shm.c "
+        "auth spsc sock host handshake acceptor ringlink transports inproc shm.h shm_connect shm.c "
         "rendezvous_wire rendezvous_server rendezvous registry",
         NO_BINDINGS,
     ),

@@ -61,6 +61,10 @@ static inline size_t sp_align_up(size_t v, size_t to)
 {
     return (v + to - 1) & ~(to - 1);
 }
+static inline size_t sp_max_size(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
 static inline size_t sp_min_size(size_t a, size_t b)
 {
     return a < b ? a : b;

@@ -5,7 +5,8 @@
 
 #include <string.h>
 
-const sp_transport *const sp_transports[] = {&sp_transport_inproc, &sp_transport_shm, NULL};
+const sp_transport *const sp_transports[] = {&sp_transport_inproc, &sp_transport_shm, &sp_transport_tcp,
+                                             NULL};
 
 static const sp_transport *find(const char *name, size_t n)
 {

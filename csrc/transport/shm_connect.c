@@ -8,6 +8,7 @@
 #include "auth.h"
 #include "bits.h"
 #include "clock.h"
+#include "host.h"
 #include "mem.h"
 #include "status.h"
 #include "transports.h"
@@ -23,8 +24,7 @@
 #include <sys/un.h>
 
 #define ID_BYTES SP_HS_ID_BYTES
-#define BOOT_ID_BYTES 36u
-#define ADDRESS_BYTES (4u + ID_BYTES + BOOT_ID_BYTES + 8u + 4u)
+#define ADDRESS_BYTES (4u + ID_BYTES + SP_HOST_ID_BYTES + 4u)
 #define SWAP_MAGIC 0x48535053u /* "SPSH" */
 #define SWAP_BYTES 16u
 static const char address_magic[4] = {'s', 'p', 'S', '1'};
@@ -44,29 +44,12 @@ static void local_socket_name(const uint8_t id[ID_BYTES], sp_sock_address *out)
     out->bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + n);
 }
 
-static spccl_status host_identity(uint8_t boot_id[BOOT_ID_BYTES], uint64_t *netns)
-{
-    struct stat s;
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd >= 0 ? read(fd, boot_id, BOOT_ID_BYTES) : -1;
-    if (fd >= 0)
-        close(fd);
-    if (n != (ssize_t)BOOT_ID_BYTES)
-        return SP_FAIL(SPCCL_ERR_SYSTEM, "shm: cannot read /proc/sys/kernel/random/boot_id");
-    if (stat("/proc/self/ns/net", &s) != 0)
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "shm: /proc/self/ns/net");
-    *netns = (uint64_t)s.st_ino;
-    return SPCCL_OK;
-}
-
 spccl_status sp_shm_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
-    uint64_t netns = 0;
     memcpy(out, address_magic, 4);
     memcpy(out + 4, sp_shm_self(opaque)->id, ID_BYTES);
-    SP_TRY(host_identity(out + 4 + ID_BYTES, &netns));
-    sp_store_le64(out + 4 + ID_BYTES + BOOT_ID_BYTES, netns);
-    sp_store_le32(out + 4 + ID_BYTES + BOOT_ID_BYTES + 8, (uint32_t)geteuid());
+    SP_TRY(sp_host_identity(out + 4 + ID_BYTES));
+    sp_store_le32(out + 4 + ID_BYTES + SP_HOST_ID_BYTES, (uint32_t)geteuid());
     *bytes = ADDRESS_BYTES;
     return SPCCL_OK;
 }
@@ -80,11 +63,9 @@ bool sp_shm_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes,
         no = "no shm address";
     else if (sp_shm_address(opaque, mine, &n) != SPCCL_OK)
         no = "this host's identity cannot be read";
-    else if (memcmp(mine + at, address + at, BOOT_ID_BYTES) != 0)
-        no = "other host";
-    else if (memcmp(mine + at + BOOT_ID_BYTES, address + at + BOOT_ID_BYTES, 8) != 0)
-        no = "same host, other network namespace";
-    else if (memcmp(mine + at + BOOT_ID_BYTES + 8, address + at + BOOT_ID_BYTES + 8, 4) != 0)
+    else if (memcmp(mine + at, address + at, SP_HOST_ID_BYTES) != 0)
+        no = "other host, or another network namespace of this one";
+    else if (memcmp(mine + at + SP_HOST_ID_BYTES, address + at + SP_HOST_ID_BYTES, 4) != 0)
         no = "same host, other user";
     snprintf(why, why_cap, "%s", no != NULL ? no : "same host");
     return no == NULL;

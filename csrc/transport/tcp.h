@@ -1,110 +1,107 @@
-/* tcp.h - what the files of transport tcp share: tcp_connect.c (start-up), tcp_stripe.c (one socket's buffers), tcp.c. */
+/* tcp.h - what the parts of transport tcp share: tcp_address.c (who listens where), tcp_connect.c (start-up),
+ * tcp.c (messages). */
 #ifndef SP_TCP_H
 #define SP_TCP_H
 
 #include "acceptor.h"
+#include "host.h"
+#include "tcp_stream.h"
 #include "transport.h"
 
 #include <unistd.h>
 
-#define SP_TCP_RECORD_BYTES 16u /* in front of every message; see tcp_stripe.c */
+#define SP_TCP_SOCKETS_MAX 16u
+#define SP_TCP_PLACES_MAX 16 /* addresses published by one endpoint */
 #define SP_TCP_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
-#define SP_TCP_ABORT_MAGIC 0x41545053u /* "SPTA" */
-#define SP_TCP_ADDRESSES_MAX 12
-#define SP_TCP_SOCKETS_MAX 16
 
-/* ---- one data socket: messages of one lane, both ways ---- */
-typedef struct sp_tcp_stripe {
-    int fd;              /* -1: not connected, or closed */
-    int lane;
-    bool ended;          /* nothing more can be read */
-    bool broken;         /* nothing more can be written */
-    uint32_t interest;   /* in the epoll set */
-    size_t cap;          /* of each buffer */
-    /* Out: records lie whole in the buffer; [sent, head) or, after a wrap, [sent, wrap) and [0, head). */
-    uint8_t *out;
-    size_t head, sent, wrap; /* wrap 0: none */
-    size_t reserved_at, reserved_bytes; /* bytes 0: nothing is reserved */
-    /* In: [read_at, filled) holds records as they came. */
-    uint8_t *in;
-    size_t read_at, filled;
-} sp_tcp_stripe;
+enum sp_tcp_state {
+    SP_TCP_ABSENT,         /* not added */
+    SP_TCP_DIAL_CONTROL,   /* we dial: first the control connection, which finds the address that works, */
+    SP_TCP_DIAL_LANES,     /* then those of the lanes */
+    SP_TCP_EXPECT_CONTROL, /* it dials */
+    SP_TCP_EXPECT_LANES,
+    SP_TCP_UP
+};
 
-/* Buffers of `cap` bytes each, at least twice the largest record. Errors: NOMEM. */
-spccl_status sp_tcp_stripe_init(sp_tcp_stripe *s, int lane, size_t cap);
-void sp_tcp_stripe_fini(sp_tcp_stripe *s);
-/* As reserve in transport.h, but for the texts. */
-spccl_status sp_tcp_stripe_reserve(sp_tcp_stripe *s, size_t bytes, void **out);
-void sp_tcp_stripe_commit(sp_tcp_stripe *s, uint64_t seq);
-/* The oldest whole message: AGAIN if there is none, PEER if there will be none, FORMAT if its record is not what
- * must come (bytes beyond bytes_max, another lane or number). */
-spccl_status sp_tcp_stripe_peek(sp_tcp_stripe *s, uint64_t seq, size_t bytes_max, const void **out, size_t *bytes);
-void sp_tcp_stripe_release(sp_tcp_stripe *s);
-/* Move bytes as far as the kernel lets us. */
-void sp_tcp_stripe_read(sp_tcp_stripe *s);
-void sp_tcp_stripe_write(sp_tcp_stripe *s);
-bool sp_tcp_stripe_has_output(const sp_tcp_stripe *s);
-bool sp_tcp_stripe_has_room(const sp_tcp_stripe *s);
+/* An endpoint as its address tells of it. */
+typedef struct sp_tcp_address {
+    uint8_t id[SP_HS_ID_BYTES], host[SP_HOST_ID_BYTES];
+    int n_places;
+    sp_sock_address places[SP_TCP_PLACES_MAX]; /* loopback last */
+} sp_tcp_address;
 
-/* ---- a connection being made ---- */
-typedef enum sp_tcp_dial_state { SP_TCP_IDLE, SP_TCP_CONNECT, SP_TCP_PROVE, SP_TCP_DONE } sp_tcp_dial_state;
-typedef struct sp_tcp_dial {
-    sp_tcp_dial_state state;
-    int fd;
-    int64_t since_ns;
+/* One connection that is being dialled. */
+struct sp_tcp_dial {
+    int fd; /* -1: not begun */
+    bool proving;
+    int64_t since_ns, not_before_ns;
     sp_hs hs;
-} sp_tcp_dial;
+};
 
-typedef struct sp_tcp_peer {
-    bool added, up, gone, same_host;
+struct sp_tcp_lane {
+    uint32_t n_sent, n_received; /* messages; they also say which stream is next */
+    size_t reserved;             /* payload bytes; 0: nothing is reserved */
+    bool blocked;                /* the last reserve found no room */
+};
+
+struct sp_tcp_peer {
+    enum sp_tcp_state state;
+    bool gone;
     char gone_text[160];
-    uint8_t id[SP_HS_ID_BYTES];
-    int n_addresses, address; /* being tried, or found to work */
-    sp_sock_address addresses[SP_TCP_ADDRESSES_MAX];
-    bool auth_failed;      /* at some address */
-    uint32_t n_sockets;    /* per lane */
-    int control;           /* -1: not there */
+    int control;                   /* socket for aborts and liveness; -1: none */
+    uint32_t n_sockets, n_up;      /* per lane; streams connected */
+    struct sp_tcp_stream *streams; /* [n_lanes * n_sockets], lane by lane */
+    struct sp_tcp_lane lanes[SP_LANES_MAX];
     size_t abort_done;
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
-    sp_tcp_dial *dials;    /* while connecting, at the lower rank: [1 + n_lanes * n_sockets], control first */
-    sp_tcp_stripe *stripes; /* [n_lanes * n_sockets], by lane */
-    uint64_t next_send[SP_LANES_MAX], next_recv[SP_LANES_MAX]; /* message numbers: message k is on stripe k % n_sockets */
-} sp_tcp_peer;
+    /* while connecting */
+    bool same_host, refused; /* refused: some place had another secret */
+    sp_tcp_address *address;
+    int place;                 /* being tried; then the one that works */
+    struct sp_tcp_dial *dials; /* [1 + n_lanes * n_sockets]: control, streams */
+    char cause[200];           /* why the last try failed */
+};
 
-typedef struct sp_tcp {
+struct sp_tcp {
     sp_endpoint_config config;
-    uint8_t id[SP_HS_ID_BYTES];
+    sp_tcp_address self;
     int epoll_fd;
-    uint16_t port;
     sp_acceptor acceptor;
-    sp_tcp_peer *peers; /* [world_size] */
-    bool abort_seen;
-    int abort_rank;
+    struct sp_tcp_peer *peers; /* [world_size] */
+    bool news;                 /* something that arm has not told yet */
+    bool unread;               /* some stream may have more to read: its event is past */
+    int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
-    pid_t pid;
-} sp_tcp;
+    pid_t pid; /* a child of fork must leave its parent's connections alone */
+};
 
-static inline sp_tcp *sp_tcp_self(sp_endpoint *ep)
+static inline struct sp_tcp *sp_tcp_self(sp_endpoint *ep)
 {
-    return (sp_tcp *)ep;
+    return (struct sp_tcp *)ep;
 }
-static inline size_t sp_tcp_message_bytes_max(const sp_tcp *ep)
+static inline uint32_t sp_tcp_n_streams(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
 {
-    return ep->config.lane_bytes / 4;
-}
-static inline void sp_tcp_close_fd(int *fd)
-{
-    if (*fd >= 0)
-        close(*fd);
-    *fd = -1;
+    return (uint32_t)ep->config.n_lanes * p->n_sockets;
 }
 
+/* tcp_address.c. Listen where SPCCL_TCP_ADDR says, and fill self. Errors: SETTING, SYSTEM. */
+spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd);
+/* False if these bytes are no address of an endpoint. */
+bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *out);
+bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b);
+bool sp_tcp_is_loopback(const sp_sock_address *a);
 /* As in transport.h. */
-spccl_status sp_tcp_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
+spccl_status sp_tcp_write_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_tcp_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+
+/* tcp_connect.c */
+spccl_status sp_tcp_start_acceptor(struct sp_tcp *ep, int listen_fd);
 spccl_status sp_tcp_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 spccl_status sp_tcp_connect_step(sp_endpoint *ep);
-/* Listen where SPCCL_TCP_ADDR says. Errors: SETTING, SYSTEM, NOMEM. */
-spccl_status sp_tcp_listen(sp_tcp *ep);
+/* Forget what only start-up needs. */
+void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p);
+
+/* tcp.c. Read the control connection: an abort, or the peer's end. */
+void sp_tcp_look_at_control(struct sp_tcp *ep, int peer);
 
 #endif

@@ -6,7 +6,7 @@
 
 #include <stdio.h>
 
-extern const sp_transport sp_transport_inproc, sp_transport_shm;
+extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_tcp;
 
 /* Ranks as text: "1, 4, 5, ..."; starts zeroed. */
 typedef struct sp_rank_list {
