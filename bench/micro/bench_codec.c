@@ -244,9 +244,8 @@ static int parse(int argc, char **argv, struct options *o)
             o->csv = fopen(argv[i + 1], "w");
             if (o->csv == NULL)
                 return perror(argv[i + 1]), 1;
-            fprintf(o->csv,
-                    "set,dtype,sparsity,slice_elems,format,what,gbs_median,gbs_min,gbs_max,ratio,read_gbs,"
-                    "memset_gbs\n");
+            fprintf(o->csv, "set,dtype,sparsity,slice_elems,format,what,gbs_median,gbs_min,gbs_max,read_gbs,"
+                            "memset0_gbs,memset1_gbs\n");
         } else if (strcmp(argv[i], "--repeats") == 0) {
             o->repeats = atoi(argv[i + 1]);
         } else if (strcmp(argv[i], "--mib") == 0) {
