@@ -24,7 +24,7 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 N_RANKS = 2
 RUN_TIMEOUT_S = 1200
-TITLES = {"dense": "dense, Gloo, no hook", "pruned": "99% pruned, spccl"}
+TITLES = {"dense": "dense (Gloo)", "pruned": "99% pruned (spccl)"}
 
 
 class Failed(Exception):
@@ -85,6 +85,8 @@ def follow(name: str, n_steps: int, ranks: list[subprocess.Popen], progress: Pro
         elif kind == "validation":
             result["curve"].append([told["step"], told["loss"], told["sent_bytes"]])
             progress.update(task, completed=told["step"], loss=f"validation {told['loss']:.3f}")
+            if not progress.console.is_terminal:  # a log shows no moving bar
+                progress.console.print(f"{TITLES[name]}: step {told['step']}, validation {told['loss']:.3f}")
         else:
             result.update(told, done=True)
     return None
@@ -106,13 +108,13 @@ def table(dense: dict, pruned: dict) -> Table:
     for name in ("dense", "pruned"):
         out.add_column(TITLES[name], justify="right")
     rows = [
-        ("validation loss, nats per byte (lower is better)", lambda r: f"{r['curve'][-1][1]:.3f}"),
+        ("validation loss (nats/byte)", lambda r: f"{r['curve'][-1][1]:.3f}"),
         ("time per step", lambda r: f"{r['step_ms']:.1f} ms"),
-        ("  computing alone (no exchange)", lambda r: f"{r['compute_ms']:.1f} ms"),
-        ("  the rest: exchange, waiting, update", lambda r: f"{r['step_ms'] - r['compute_ms']:.1f} ms"),
-        ("    of it choosing what to send", lambda r: f"{r['hook'].get('select_ms_mean', 0):.1f} ms"),
+        ("  computing alone", lambda r: f"{r['compute_ms']:.1f} ms"),
+        ("  exchange, waiting, update", lambda r: f"{r['step_ms'] - r['compute_ms']:.1f} ms"),
+        ("    of it choosing entries", lambda r: f"{r['hook'].get('select_ms_mean', 0):.1f} ms"),
         ("sent per step and rank", lambda r: bytes_text(r["sent_bytes_per_step"])),
-        ("share of gradient entries sent", lambda r: f"{r['hook'].get('density_mean', 1.0):.2%}"),
+        ("gradient entries sent", lambda r: f"{r['hook'].get('density_mean', 1.0):.2%}"),
         ("slices by wire format", lambda r: mix(r["frames"])),
     ]
     for label, value in rows:
@@ -125,9 +127,10 @@ def bytes_text(n: float) -> str:
 
 
 def mix(frames: dict[str, int]) -> str:
+    """Formats with at least 1% of the slices, most used first, one a line."""
     total = sum(frames.values())
-    shares = [f"{name} {n / total:.0%}" for name, n in frames.items() if n > 0]
-    return ", ".join(shares) or "(all dense)"
+    shares = sorted(((n / total, name) for name, n in frames.items() if n >= 0.01 * total), reverse=True)
+    return "\n".join(f"{name} {share:.0%}" for share, name in shares) or "all dense"
 
 
 def summary(dense: dict, pruned: dict, n_steps: int) -> str:
@@ -179,7 +182,7 @@ def main() -> int:
     console.print(f"A byte-level GPT reads Python's standard library: {args.steps} steps on {N_RANKS} ranks, twice.\n")
     began = time.monotonic()
     columns = (
-        TextColumn("{task.description:22}"),
+        TextColumn("{task.description:18}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]:16}"),
