@@ -68,6 +68,11 @@ std::string describe_link(const GroupPtr &group, int64_t peer)
 {
     return backend_of(group).describe_link(static_cast<int>(peer));
 }
+
+void prepare_exit(int64_t patience_ms)
+{
+    SerialThread::prepare_exit(milliseconds(patience_ms));
+}
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(spccl, m)
@@ -79,6 +84,7 @@ TORCH_LIBRARY_FRAGMENT(spccl, m)
           make_process_group);
     m.def("stats(__torch__.torch.classes.c10d.ProcessGroup group) -> int[]", stats);
     m.def("describe_link(__torch__.torch.classes.c10d.ProcessGroup group, int peer) -> str", describe_link);
+    m.def("prepare_exit(int patience_ms) -> ()", prepare_exit);
 }
 
 } // namespace spccl_torch

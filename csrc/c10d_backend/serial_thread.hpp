@@ -4,11 +4,14 @@
  * thread that moves data), one runs sparse_coo reductions. May include: nothing of ours. */
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -20,18 +23,49 @@ class SerialThread
   public:
     SerialThread() : queue_(std::make_shared<Queue>())
     {
+        std::lock_guard<std::mutex> lock(living_mutex_);
+        living_.insert(queue_);
     }
     SerialThread(const SerialThread &) = delete;
     SerialThread &operator=(const SerialThread &) = delete;
     ~SerialThread()
     {
         stop();
+        std::lock_guard<std::mutex> lock(living_mutex_);
+        living_.erase(queue_);
+    }
+
+    /* The process is about to end: wait, at most `patience` in all, until every thread of this kind has run
+     * its tasks; from then on drop() says true. A thread that took the GIL while Python ends would be ended
+     * by Python in the middle of a C++ frame, which terminates the process. */
+    static void prepare_exit(std::chrono::milliseconds patience)
+    {
+        const auto deadline = std::chrono::steady_clock::now() + patience;
+        std::set<std::shared_ptr<Queue>> queues;
+        {
+            std::lock_guard<std::mutex> lock(living_mutex_);
+            queues = living_;
+        }
+        for (const std::shared_ptr<Queue> &queue : queues) {
+            std::unique_lock<std::mutex> lock(queue->mutex);
+            queue->idle.wait_until(lock, deadline, [&] { return queue->tasks.empty() && !queue->running; });
+        }
+        dropping_ = true;
+    }
+    /* May callbacks and tensors no longer be touched, because Python is ending? Then leak them. */
+    static bool drop()
+    {
+        return dropping_;
     }
 
     /* Run `task` after all tasks posted before it. The thread starts with the first task. After stop() the
      * task runs at once, on the calling thread. Tasks must not throw. Threads: any. */
     void post(std::function<void()> task)
     {
+        if (drop()) {
+            new std::function<void()>(std::move(task)); /* on purpose never freed */
+            return;
+        }
         {
             std::lock_guard<std::mutex> lock(queue_->mutex);
             if (!queue_->stopping) {
@@ -64,9 +98,10 @@ class SerialThread
   private:
     struct Queue {
         std::mutex mutex;
-        std::condition_variable wake;
+        std::condition_variable wake, idle;
         std::deque<std::function<void()>> tasks;
         bool stopping = false;
+        bool running = false; /* a task that has left `tasks` */
     };
 
     static void loop(std::shared_ptr<Queue> queue)
@@ -78,12 +113,19 @@ class SerialThread
                 return;
             std::function<void()> task = std::move(queue->tasks.front());
             queue->tasks.pop_front();
+            queue->running = true;
             lock.unlock();
             task();
             task = nullptr; /* may free tensors: not under the lock */
             lock.lock();
+            queue->running = false;
+            queue->idle.notify_all();
         }
     }
+
+    static inline std::mutex living_mutex_;
+    static inline std::set<std::shared_ptr<Queue>> living_;
+    static inline std::atomic<bool> dropping_{false};
 
     std::shared_ptr<Queue> queue_;
     std::thread thread_;

@@ -83,6 +83,8 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
 /* On the thread that moves data: hand over whatever may take long, or may want the GIL. */
 void RequestWork::on_done(void *ctx, spccl_status)
 {
+    if (SerialThread::drop())
+        return;
     auto work = c10::intrusive_ptr<RequestWork>::reclaim(static_cast<RequestWork *>(ctx));
     bool hand_over;
     {
@@ -246,6 +248,8 @@ void TaskWork::run(const std::function<void()> &task)
         error = std::current_exception();
     }
     finish(error);
+    if (SerialThread::drop())
+        return;
     at::ThreadLocalStateGuard tls(tls_);
     if (error)
         future_->setError(error);

@@ -12,7 +12,9 @@ Source: docs/TORCH.md.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import os
 import warnings
 from datetime import timedelta
@@ -151,6 +153,7 @@ def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
 
     options = _options_of(pg_options)
     _torch_glue.load()
+    _settle_callbacks_at_exit()
     timeout = options.timeout or _as_timedelta(opts.timeout)
     timeout_ms = max(1, int(timeout.total_seconds() * 1000))
     store = _store_of_this_join(dist, opts.store, opts.group_rank)
@@ -165,6 +168,14 @@ def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
         options.transports,
     )
     return dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
+
+
+@functools.cache
+def _settle_callbacks_at_exit() -> None:
+    """Let callbacks of futures end before Python does; a thread that comes for the GIL later would crash."""
+    import torch
+
+    atexit.register(torch.ops.spccl.prepare_exit, 10_000)
 
 
 def _options_of(pg_options: Any) -> Options:

@@ -141,10 +141,11 @@ def layouts():
         leaf = torch.nn.Parameter(xs[RANK].t().contiguous().t())
     dist.broadcast(leaf, 0)
     same_bits(leaf.detach(), xs[0], "a strided parameter")
-    z = made(0, 100, torch.complex64)
-    zs = [torch.zeros(100, dtype=torch.complex64) for _ in range(WORLD)]
-    dist.all_gather(zs, z.conj())
-    same_bits(zs[0], z.conj().resolve_conj(), "lazily conjugated input")
+    lazy = made(0, 100, torch.complex64).conj().imag  # its sign is turned only when it is read
+    assert lazy.is_neg()
+    outs = [torch.zeros(100) for _ in range(WORLD)]
+    dist.all_gather(outs, lazy)
+    same_bits(outs[1], lazy.resolve_neg().contiguous(), "lazily negated input")
 
 
 def premul_sum():
@@ -298,13 +299,11 @@ def bad_arguments():
         dist.all_reduce(torch.ones(6).to(torch.float8_e4m3fn))
     with raises(TypeError, "band", "Float"):
         dist.all_reduce(x, dist.ReduceOp.BAND)
-    with raises(ValueError, "sparse", "to_sparse_coo"):
-        dist.all_reduce(torch.eye(4).to_sparse_csr())
     group = dist.group.WORLD
     with raises(ValueError, "tensor_list", f"wanted {WORLD}"):
         group.allgather([[torch.ones(6)]], [x])
-    with raises(ValueError, "output_tensor", "wanted 6", "elements"):
-        group._allgather_base(torch.ones(5), torch.ones(6).narrow(0, 0, 6) if WORLD == 1 else x)
+    with raises(ValueError, "output_tensor", "5 elements", f"wanted {6 * WORLD}"):
+        group._allgather_base(torch.ones(5), x)
     with raises(TypeError, "output_tensor", "Double"):
         group._allgather_base(torch.ones(6 * WORLD, dtype=torch.float64), x)
     with raises(ValueError, "overlap"):

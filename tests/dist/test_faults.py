@@ -1,0 +1,91 @@
+"""Faults through torch.distributed: every survivor gets an error that names what happened, in time, and can
+make a new group afterwards; no process is left."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("torch", reason="torch.distributed is what is tested here")
+
+from launch import check_case, run_ranks  # noqa: E402
+
+
+def run(case: str, n_ranks: int = 3, survivors: int | None = None, within_s: float = 15) -> list[dict]:
+    """Run a case; returns what the survivors (the first ones) reported."""
+    ranks = run_ranks("faults", n_ranks, case, timeout_s=100)
+    alive = ranks[: survivors or n_ranks]
+    told = check_case(alive, case)
+    assert [r.returncode for r in alive] == [0] * len(alive), "\n".join(r.told() for r in ranks)
+    for report in told:
+        assert report["after_s"] < within_s, report
+    return told
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("size_mismatch", ("1000", "1001", "all_reduce")),
+        ("dtype_mismatch", ("float32", "int32", "all_reduce")),
+        ("operation_mismatch", ("all_reduce", "broadcast")),
+    ],
+)
+def test_ranks_that_disagree(case, words):
+    told = run(case)
+    texts = [t["text"] for t in told]
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} of 3" in text, text
+        assert "rank" in text and ("all_reduce" in text or "broadcast" in text), text
+    # the rank that sees it first names both sides
+    assert any(all(w in text for w in words) for text in texts), texts
+
+
+def test_broken_group_stays_broken():
+    for told in run("broken_group_stays_broken"):
+        assert "SPCCL_ERR" in told["again"] and "rank" in told["again"], told
+
+
+@pytest.mark.parametrize("case", ["killed_peer", "killed_peer_async"])
+def test_killed_peer(case):
+    told = run(case, survivors=2)
+    for report in told:  # who hears it from a neighbour that saw it first is told the same cause
+        assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], told
+        assert str(1 << 20) in report["text"], told
+    assert any("SPCCL_ERR_PEER" in report["text"] for report in told), told
+
+
+def test_hanging_peer():
+    told = run("hanging_peer")
+    for report in told[:2]:  # the second to notice may hear it from the first
+        assert "all_reduce" in report["text"] and "rank 2" in report["text"], told
+    assert any("SPCCL_ERR_TIMEOUT" in report["text"] for report in told[:2]), told
+
+
+@pytest.mark.parametrize("case", ["abort_from_a_thread", "abort_work"])
+def test_abort(case):
+    told = run(case, n_ranks=2, within_s=10)
+    assert "SPCCL_ERR_ABORTED" in told[0]["text"], told
+    assert any(word in told[1]["text"] for word in ("SPCCL_ERR_ABORTED", "SPCCL_ERR_PEER")), told
+
+
+def test_absent_rank_at_start():
+    told = run("absent_rank_at_start", n_ranks=2, survivors=1, within_s=60)
+    assert "rank" in told[0]["text"] or "timeout" in told[0]["text"].lower(), told
+
+
+def test_exit_without_destroy():
+    run("exit_without_destroy", n_ranks=2)
+
+
+def test_tensor_not_in_host_memory():
+    for told in run("cuda_tensor_is_refused", n_ranks=2):
+        assert "CPU tensors only" in told["text"] and "cuda:nccl" in told["text"], told
+
+
+def test_no_segments_left():
+    """Shared memory of dead ranks is gone too."""
+    before = set(os.listdir("/dev/shm"))
+    run("killed_peer", survivors=2)
+    left = {n for n in set(os.listdir("/dev/shm")) - before if "spccl" in n}
+    assert not left, left

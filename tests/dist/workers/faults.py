@@ -1,0 +1,178 @@
+"""Cases, one per run: what every rank sees when ranks disagree, die, hang or abort, and what works afterwards.
+
+Each case ends with `works_again`: the survivors destroy the broken group and make a new one in the same process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from workers.common import FOLDER, RANK, WORLD, join, raises, report
+
+ELEMENTS = 1 << 20  # 4 MiB: several slices, so that a fault falls into the middle
+
+
+def works_again(ranks: list[int]) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "spccl",
+        init_method=f"file://{FOLDER}/again",
+        rank=ranks.index(RANK),
+        world_size=len(ranks),
+        timeout=timedelta(seconds=60),
+    )
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.full((1000,), float(len(ranks))))
+    dist.destroy_process_group()
+
+
+def caught(action, kind=dist.DistBackendError) -> dict:
+    """Run `action`, which must fail; returns the text and how long it took."""
+    started = time.monotonic()
+    try:
+        action()
+    except kind as error:
+        return {"text": str(error), "after_s": time.monotonic() - started}
+    raise AssertionError(f"nothing raised, wanted {kind.__name__}")
+
+
+def size_mismatch():
+    join(timeout_s=20)
+    x = torch.ones(1000 if RANK == 0 else 1001)
+    told = caught(lambda: dist.all_reduce(x))
+    works_again(list(range(WORLD)))
+    return told
+
+
+def dtype_mismatch():
+    join(timeout_s=20)
+    x = torch.ones(1000, dtype=torch.float32 if RANK == 0 else torch.int32)
+    told = caught(lambda: dist.all_reduce(x))
+    works_again(list(range(WORLD)))
+    return told
+
+
+def operation_mismatch():
+    join(timeout_s=20)
+    x = torch.ones(1000)
+    told = caught(lambda: dist.all_reduce(x) if RANK == 0 else dist.broadcast(x, 0))
+    works_again(list(range(WORLD)))
+    return told
+
+
+def broken_group_stays_broken():
+    """After a failure every call says so at once, with the first cause; get_error tells it too."""
+    join(timeout_s=20)
+    x = torch.ones(1000 if RANK == 0 else 1001)
+    first = caught(lambda: dist.all_reduce(x))
+    again = caught(lambda: dist.all_reduce(torch.ones(1)))
+    later = caught(lambda: dist.all_gather([torch.ones(1)] * WORLD, torch.ones(1), async_op=True).wait())
+    assert again["after_s"] < 1 and later["after_s"] < 1
+    works_again(list(range(WORLD)))
+    return first | {"again": again["text"]}
+
+
+def killed_peer():
+    """The last rank is killed (no goodbye) while the others are inside the collective."""
+    join(timeout_s=30)
+    x = torch.randn(ELEMENTS)
+    dist.all_reduce(x)
+    if RANK == WORLD - 1:
+        dist.all_reduce(x, async_op=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = caught(lambda: [dist.all_reduce(x) for _ in range(50)])
+    works_again(list(range(WORLD - 1)))
+    return told
+
+
+def killed_peer_async():
+    """The same, seen through Work and Future."""
+    join(timeout_s=30)
+    x = torch.randn(ELEMENTS)
+    dist.all_reduce(x)
+    if RANK == WORLD - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(x, async_op=True)
+    future = work.get_future()
+    told = caught(work.wait)
+    assert work.is_completed() and work.exception() is not None
+    caught(future.wait, RuntimeError)
+    caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its lane cannot be joined, or is broken
+    works_again(list(range(WORLD - 1)))
+    return told
+
+
+def hanging_peer():
+    """The last rank does something else for longer than the timeout."""
+    join(timeout_s=3)
+    if RANK == WORLD - 1:
+        time.sleep(6)
+        told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+    else:
+        told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+    works_again(list(range(WORLD)))
+    return told
+
+
+def abort_from_a_thread():
+    """Rank 0 aborts while it waits itself; everyone ends at once, far before the timeout."""
+    join(timeout_s=60)
+    if RANK == 0:
+        threading.Timer(1.0, dist.group.WORLD.abort).start()
+    if RANK == WORLD - 1:
+        time.sleep(2)  # joins nothing: the others can only be freed by the abort
+    told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+    works_again(list(range(WORLD)))
+    return told
+
+
+def abort_work():
+    join(timeout_s=60)
+    if RANK == 0:
+        work = dist.all_reduce(torch.ones(ELEMENTS), async_op=True)
+        with raises(dist.DistBackendError, "300 ms"):
+            work.wait(timedelta(milliseconds=300))
+        dist.group.WORLD.abort()
+        told = caught(work.wait)
+    else:
+        time.sleep(2)
+        told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+    works_again(list(range(WORLD)))
+    return told
+
+
+def absent_rank_at_start():
+    """The last rank never comes: making the group fails within the timeout, and says who is missing."""
+    if RANK == WORLD - 1:
+        return {"text": "", "after_s": 0.0}
+    return caught(lambda: join(timeout_s=3), RuntimeError)
+
+
+def exit_without_destroy():
+    """A script that forgets destroy_process_group ends by itself, with work under way on other ranks done."""
+    join(timeout_s=30)
+    x = torch.ones(100)
+    dist.all_reduce(x, async_op=True).get_future().then(lambda f: None).wait()
+    return {"text": "", "after_s": 0.0}
+
+
+def cuda_tensor_is_refused():
+    """Without a GPU: a meta tensor stands for every tensor that is not in host memory."""
+    join(timeout_s=30)
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    told = caught(lambda: group.allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions()), ValueError)
+    works_again(list(range(WORLD)))
+    return told
+
+
+name = sys.argv[1]
+told = globals()[name]()
+report(name, ok=True, **told)
