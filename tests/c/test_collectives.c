@@ -325,14 +325,16 @@ static void test_every_dtype_and_op(void)
     for (int t = SPCCL_FLOAT32; t <= SPCCL_UINT8; t++)
         for (int op = SPCCL_SUM; op <= SPCCL_PROD; op++)
             for (int coll = REDUCE_SCATTER; coll <= ALL_REDUCE; coll++)
-                if (t != SPCCL_FLOAT8)
-                    cases[n++] = (struct one_case){.coll = coll,
-                                                   .dtype = (spccl_dtype)t,
-                                                   .op = (spccl_redop)op,
-                                                   .n = 5000,
-                                                   .density_pct = 1 + (int)(test_rand() % 60),
-                                                   .seed = test_rand(),
-                                                   .async = n % 2};
+                if (t != SPCCL_FLOAT8) {
+                    cases[n] = (struct one_case){.coll = coll,
+                                                 .dtype = (spccl_dtype)t,
+                                                 .op = (spccl_redop)op,
+                                                 .n = 5000,
+                                                 .density_pct = 1 + (int)(test_rand() % 60),
+                                                 .seed = test_rand(),
+                                                 .async = n % 2};
+                    n++;
+                }
     run_plan(cases, n, 3, "inproc");
 }
 
