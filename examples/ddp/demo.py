@@ -111,7 +111,7 @@ def table(dense: dict, pruned: dict) -> Table:
         ("validation loss (nats/byte)", lambda r: f"{r['curve'][-1][1]:.3f}"),
         ("time per step", lambda r: f"{r['step_ms']:.1f} ms"),
         ("  computing alone", lambda r: f"{r['compute_ms']:.1f} ms"),
-        ("  exchange, waiting, update", lambda r: f"{r['step_ms'] - r['compute_ms']:.1f} ms"),
+        ("  exchange, waiting, update", lambda r: difference(r["step_ms"], r["compute_ms"])),
         ("    of it choosing entries", lambda r: f"{r['hook'].get('select_ms_mean', 0):.1f} ms"),
         ("sent per step and rank", lambda r: bytes_text(r["sent_bytes_per_step"])),
         ("gradient entries sent", lambda r: f"{r['hook'].get('density_mean', 1.0):.2%}"),
@@ -120,6 +120,10 @@ def table(dense: dict, pruned: dict) -> Table:
     for label, value in rows:
         out.add_row(label, value(dense), value(pruned))
     return out
+
+
+def difference(step_ms: float, compute_ms: float) -> str:
+    return f"{step_ms - compute_ms:.1f} ms" if step_ms > compute_ms else "too little to measure"
 
 
 def bytes_text(n: float) -> str:

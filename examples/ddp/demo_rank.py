@@ -37,6 +37,7 @@ class Run:
         self.generator = torch.Generator().manual_seed(1 + rank)
         self.windows = corpus.windows(validation, 16, CONTEXT, 16)
         self.step_ms: list[float] = []
+        self.alone_ms: list[float] = []
         self.wire = {"bytes": 0, "frames": {}}
 
     def compute(self) -> torch.Tensor:
@@ -51,19 +52,20 @@ class Run:
             group["lr"] = self.recipe.lr_at(step, self.n_steps)
         self.optimizer.step()
 
-    def compute_ms(self, n_steps: int = 30) -> float:
-        """Median time of a step that exchanges nothing, all ranks busy; leaves the model as it is."""
-        times = []
+    def compute_alone(self, n_steps: int = 3) -> None:
+        """Time steps that exchange nothing, all ranks busy; model and text go on as if they had not been.
+
+        Done now and then during the run, not once before it: the machine may be busier at one time than another.
+        """
         generator_state = self.generator.get_state()
+        dist.barrier()
         for _ in range(n_steps):
             began = time.perf_counter()
             with self.model.no_sync():
                 self.compute()
-            times.append((time.perf_counter() - began) * 1e3)
+            self.alone_ms.append((time.perf_counter() - began) * 1e3)
             self.optimizer.zero_grad()
         self.generator.set_state(generator_state)
-        dist.barrier()
-        return statistics.median(times[5:])
 
     def validate(self, n_batches: int) -> float:
         """Mean validation loss in nats per byte; the ranks share the batches."""
@@ -90,6 +92,7 @@ class Run:
                 value = self.validate(len(self.windows) if step == self.n_steps - 1 else 8)
                 if self.rank == 0:
                     tell("validation", step=step + 1, loss=value, sent_bytes=self.sent_bytes(step + 1))
+                self.compute_alone()
                 before = self.counters()
 
     def counters(self) -> dict | None:
@@ -121,7 +124,6 @@ def main() -> None:
     recipe = {"dense": DENSE, "pruned": PRUNED}[name]
     dist.init_process_group(recipe.backend, init_method=f"file://{sys.argv[5]}", rank=rank, world_size=n_ranks)
     run = Run(recipe, rank, n_ranks, n_steps)
-    compute_ms = run.compute_ms()
     run.learn()
     if rank == 0:
         hook = run.hook.stats() if run.hook else {}
@@ -129,7 +131,7 @@ def main() -> None:
             "done",
             n_parameters=sum(p.numel() for p in run.model.parameters()),
             train_bytes=run.train.numel(),
-            compute_ms=compute_ms,
+            compute_ms=statistics.median(run.alone_ms),
             step_ms=statistics.median(run.step_ms),
             sent_bytes_per_step=run.sent_bytes(n_steps) / n_steps,
             frames=run.wire["frames"],
