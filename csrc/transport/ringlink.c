@@ -124,16 +124,19 @@ spccl_status sp_ring_arm(sp_ring_link *link)
     atomic_store(&link->in->consumer_sleeps, 1);
     if (link->blocked != 0)
         atomic_store(&link->out->producer_waits, link->blocked);
-    /* Looking stores what was seen and forgets who waited for room, so each change is told once: a message
-     * left lying, or room that nobody wants any more, does not keep this rank awake. A broken index counts
-     * as a change; the next peek or reserve reports it. */
+    /* What was seen is stored, and who waited for room forgotten, so each change is told once: a message left
+     * lying, or room that nobody wants any more, does not keep this rank awake. A message counts as news
+     * even if some peek has seen it: it may have come after the pass that could have used it. A broken
+     * index counts as a change; the next peek or reserve reports it. */
     for (int i = 0; i < link->n_lanes; i++) {
         sp_spsc_result in = sp_spsc_rx_look(&link->rx[i]), out = SP_SPSC_AGAIN;
         if ((link->blocked & (1u << i)) != 0)
             out = sp_spsc_tx_look(&link->tx[i]);
         if (out != SP_SPSC_AGAIN)
             link->blocked &= ~(1u << i);
-        changed = changed || in != SP_SPSC_AGAIN || out != SP_SPSC_AGAIN;
+        changed =
+            changed || in == SP_SPSC_BROKEN || out != SP_SPSC_AGAIN || link->told[i] != link->rx[i].head;
+        link->told[i] = link->rx[i].head;
         link->broken = link->broken || in == SP_SPSC_BROKEN || out == SP_SPSC_BROKEN;
     }
     return changed ? SPCCL_AGAIN : SPCCL_OK;

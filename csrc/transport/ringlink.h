@@ -26,7 +26,8 @@ typedef struct sp_ring_link {
     sp_ring_block *out, *in;       /* borrowed */
     sp_spsc_tx tx[SP_LANES_MAX];
     sp_spsc_rx rx[SP_LANES_MAX];
-    uint32_t blocked; /* lanes whose last reserve found no room */
+    uint64_t told[SP_LANES_MAX]; /* rx[i].head as of the last arm: what came before it is no news */
+    uint32_t blocked;            /* lanes whose last reserve found no room */
     bool up, gone;
     bool gone_news;      /* `gone` is not yet told by arm */
     bool broken;         /* the peer wrote what cannot be; sticky */

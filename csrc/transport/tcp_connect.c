@@ -42,9 +42,8 @@ void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p)
 /* Bytes of a stream's buffers: the lane's room split over its sockets, but each takes the largest message. */
 static size_t buffer_bytes(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
 {
-    size_t share = ep->config.lane_bytes / p->n_sockets,
-           least = ep->config.lane_bytes / 4 + SP_TCP_HEAD_BYTES;
-    return share > least ? share : least;
+    size_t lane_bytes = ep->config.lane_bytes;
+    return sp_max_size(lane_bytes / p->n_sockets, lane_bytes / 4 + SP_TCP_HEAD_BYTES);
 }
 
 /* Tables for n_sockets per lane. Errors: NOMEM. */

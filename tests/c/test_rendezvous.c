@@ -1,0 +1,233 @@
+/* test_rendezvous.c - the key-value rendezvous behind unique ids: keys in any order, time-outs, wrong
+ * secrets, damaged ids, strangers, many clients at once. */
+#include "rendezvous.h"
+#include "rendezvous_wire.h"
+#include "test.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+static int64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static void refresh_checksum(spccl_unique_id *id)
+{
+    sp_store_le32(id->bytes + SP_RDV_CHECKSUM_AT, sp_rdv_checksum(id->bytes));
+}
+
+static void set_and_get(const char *listen_addr)
+{
+    spccl_unique_id id;
+    spccl_store a, b;
+    uint8_t secret[2][SP_SECRET_BYTES], big[60000], out[60000];
+    size_t n = 0;
+    CHECK_OK(sp_rendezvous_start(listen_addr, &id));
+    CHECK_OK(sp_rendezvous_connect(&id, 5000, &a, secret[0]));
+    CHECK_OK(sp_rendezvous_connect(&id, 5000, &b, secret[1]));
+    CHECK(memcmp(secret[0], secret[1], SP_SECRET_BYTES) == 0, "two secrets");
+    for (size_t i = 0; i < sizeof big; i++)
+        big[i] = (uint8_t)test_rand();
+    CHECK_OK(a.set(a.ctx, "k", big, sizeof big));
+    CHECK_OK(a.set(a.ctx, "empty", big, 0));
+    CHECK_OK(b.get(b.ctx, "k", out, sizeof out, 1000, &n));
+    CHECK(n == sizeof big && memcmp(big, out, n) == 0, "%zu bytes came back", n);
+    CHECK_OK(
+        b.get(b.ctx, "k", out, 7, 1000, &n)); /* what does not fit is left out, and the line stays in step */
+    CHECK_OK(b.get(b.ctx, "empty", out, sizeof out, 1000, &n));
+    CHECK(n == 0, "%zu bytes of nothing", n);
+    CHECK_OK(b.set(b.ctx, "k", "new", 3));
+    CHECK_OK(a.get(a.ctx, "k", out, sizeof out, 1000, &n));
+    CHECK(n == 3 && memcmp(out, "new", 3) == 0, "%zu bytes, wanted the new value", n);
+    CHECK(a.set(a.ctx, "", "x", 1) == SPCCL_ERR_ARG, "an empty key");
+    sp_rendezvous_disconnect(&a);
+    sp_rendezvous_disconnect(&b);
+    CHECK(a.ctx == NULL, "not cleared");
+    sp_rendezvous_disconnect(&a); /* again: nothing */
+}
+
+static void test_set_and_get(void)
+{
+    set_and_get("127.0.0.1");
+    set_and_get("::1");
+}
+
+static void test_timeout(void)
+{
+    spccl_unique_id id;
+    spccl_store s;
+    uint8_t secret[SP_SECRET_BYTES], out[8];
+    size_t n;
+    int64_t start = now_ms();
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    CHECK_OK(sp_rendezvous_connect(&id, 5000, &s, secret));
+    CHECK(s.get(s.ctx, "nobody sets it", out, sizeof out, 200, &n) == SPCCL_ERR_TIMEOUT,
+          "a key that is not there");
+    CHECK(now_ms() - start >= 190 && now_ms() - start < 3000, "%lld ms", (long long)(now_ms() - start));
+    CHECK(strstr(spccl_last_error(), "nobody sets it") != NULL &&
+              strstr(spccl_last_error(), "127.0.0.1:") != NULL,
+          "\"%s\"", spccl_last_error());
+    CHECK_OK(s.set(s.ctx, "x", "y", 1)); /* the session goes on */
+    sp_rendezvous_disconnect(&s);
+}
+
+static void test_bad_ids(void)
+{
+    spccl_unique_id id, bad;
+    spccl_store s;
+    uint8_t secret[SP_SECRET_BYTES];
+    CHECK(sp_rendezvous_start("nowhere", &id) == SPCCL_ERR_ARG, "an address");
+    CHECK(strstr(spccl_last_error(), "nowhere") != NULL, "\"%s\"", spccl_last_error());
+    CHECK(sp_rendezvous_start("203.0.113.7", &id) == SPCCL_ERR_SYSTEM, "not an address of this host");
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    for (int i = 0; i < 128; i += 3) {
+        bad = id;
+        bad.bytes[i] = (char)(bad.bytes[i] ^ 0x10);
+        CHECK(sp_rendezvous_connect(&bad, 1000, &s, secret) == SPCCL_ERR_ARG, "byte %d flipped", i);
+    }
+    bad = id;
+    bad.bytes[4] = 99;
+    refresh_checksum(&bad);
+    CHECK(sp_rendezvous_connect(&bad, 1000, &s, secret) == SPCCL_ERR_VERSION, "version 99");
+    bad = id;
+    bad.bytes[50] = (char)(bad.bytes[50] ^ 1); /* the secret */
+    refresh_checksum(&bad);
+    CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_AUTH, "%s", spccl_last_error());
+    bad = id;
+    bad.bytes[30] = (char)(bad.bytes[30] ^ 1); /* which rendezvous */
+    refresh_checksum(&bad);
+    CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
+    bad = id;
+    sp_store_le16(bad.bytes + 8, 1); /* a port where nobody listens */
+    refresh_checksum(&bad);
+    CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
+    CHECK(strstr(spccl_last_error(), "127.0.0.1:1") != NULL, "\"%s\"", spccl_last_error());
+}
+
+static int dial_raw(const spccl_unique_id *id)
+{
+    struct sockaddr_in in = {.sin_family = AF_INET, .sin_port = htons(sp_load_le16(id->bytes + 8))};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(connect(fd, (const struct sockaddr *)&in, sizeof in) == 0, "a stranger cannot connect");
+    return fd;
+}
+
+/* More silent and noisy strangers than there are places: real clients still get in. */
+static void test_strangers(void)
+{
+    enum { N = 100 };
+    spccl_unique_id id;
+    spccl_store s;
+    uint8_t secret[SP_SECRET_BYTES];
+    int fds[N];
+    int64_t start = now_ms();
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    for (int i = 0; i < N; i++) {
+        fds[i] = dial_raw(&id);
+        if (i % 2 == 1)
+            CHECK(send(fds[i], "GET / HTTP/1.1\r\n\r\n", 18, MSG_NOSIGNAL) == 18, "noise");
+    }
+    CHECK_OK(sp_rendezvous_connect(&id, 20000, &s, secret));
+    CHECK_OK(s.set(s.ctx, "x", "y", 1));
+    CHECK(now_ms() - start < 10000, "%lld ms", (long long)(now_ms() - start));
+    sp_rendezvous_disconnect(&s);
+    for (int i = 0; i < N; i++)
+        close(fds[i]);
+}
+
+#define N_CLIENTS 24
+struct client {
+    const spccl_unique_id *id;
+    int rank;
+    pthread_t thread;
+};
+
+/* Everybody sets its key and gets everybody's: whoever asks early waits for the set. */
+static void *run_client(void *arg)
+{
+    struct client *c = arg;
+    uint8_t secret[SP_SECRET_BYTES];
+    spccl_store s;
+    char key[32];
+    int value;
+    size_t n;
+    if (sp_rendezvous_connect(c->id, 10000, &s, secret) != SPCCL_OK) {
+        CHECK(false, "client %d: %s", c->rank, spccl_last_error());
+        return NULL;
+    }
+    snprintf(key, sizeof key, "k%d", c->rank);
+    CHECK_OK(s.set(s.ctx, key, &c->rank, sizeof c->rank));
+    for (int i = 0; i < N_CLIENTS; i++) {
+        int k = (c->rank + i) % N_CLIENTS;
+        snprintf(key, sizeof key, "k%d", k);
+        CHECK_OK(s.get(s.ctx, key, &value, sizeof value, 10000, &n));
+        CHECK(n == sizeof value && value == k, "key %d holds %d", k, value);
+    }
+    sp_rendezvous_disconnect(&s);
+    return NULL;
+}
+
+static void test_many_clients(void)
+{
+    spccl_unique_id id;
+    struct client c[N_CLIENTS];
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    for (int i = 0; i < N_CLIENTS; i++) {
+        c[i] = (struct client){.id = &id, .rank = i};
+        CHECK(pthread_create(&c[i].thread, NULL, run_client, &c[i]) == 0, "thread");
+    }
+    for (int i = 0; i < N_CLIENTS; i++)
+        pthread_join(c[i].thread, NULL);
+}
+
+static void *run_rank(void *arg)
+{
+    const struct client *c = arg;
+    spccl_config config = SPCCL_CONFIG_INIT;
+    spccl_comm *comm = NULL;
+    float x = (float)(c->rank + 1);
+    config.timeout_ms = 20000;
+    CHECK_OK(spccl_comm_init_rank(c->id, c->rank, 3, &config, &comm));
+    if (comm == NULL)
+        return NULL;
+    CHECK_OK(spccl_all_reduce(comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    CHECK(x == 6, "%f", (double)x);
+    CHECK_OK(spccl_comm_destroy(comm));
+    return NULL;
+}
+
+static void test_group(void)
+{
+    spccl_unique_id id;
+    struct client c[3];
+    CHECK(spccl_get_unique_id(NULL) == SPCCL_ERR_ARG, "NULL");
+    CHECK_OK(spccl_get_unique_id(&id));
+    for (int i = 0; i < 3; i++) {
+        c[i] = (struct client){.id = &id, .rank = i};
+        CHECK(pthread_create(&c[i].thread, NULL, run_rank, &c[i]) == 0, "thread");
+    }
+    for (int i = 0; i < 3; i++)
+        pthread_join(c[i].thread, NULL);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"set_and_get", test_set_and_get},
+        {"timeout", test_timeout},
+        {"bad_ids", test_bad_ids},
+        {"strangers", test_strangers},
+        {"many_clients", test_many_clients},
+        {"group", test_group},
+        {NULL, NULL},
+    };
+    return test_main(cases, argc, argv);
+}
