@@ -126,11 +126,9 @@ def run(
                 if show:
                     say(line.rstrip("\n"))
             status = proc.wait()
-        except BaseException:
-            _kill_group(proc)
-            raise
         finally:
             timer.cancel()
+            _kill_group(proc)  # nothing of it may outlive it, whether it ended, failed or was interrupted
         if expired.is_set():
             status = 124
             lines.append(f"{argv[0]}: killed after {timeout_s:.0f} s")
