@@ -118,7 +118,7 @@ def _compiler() -> str:
         if shutil.which(shlex.split(candidate)[0]):
             return candidate
     raise GlueError(
-        f"torch.distributed's backend \"spccl\" has to be compiled once for this torch, and no C++ compiler was found "
+        f'torch.distributed\'s backend "spccl" has to be compiled once for this torch, and no C++ compiler was found '
         f"(looked for {', '.join(candidates)}). Install one (Debian: apt-get install g++; conda: gxx), or set CXX, or "
         f"install spccl with SPCCL_PREBUILD_TORCH: pip install --no-build-isolation "
         f"-C cmake.define.SPCCL_PREBUILD_TORCH=ON spccl"

@@ -115,7 +115,8 @@ def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
     """
     import torch
 
-    n = list(torch.ops.spccl.stats(_boxed(group)))
+    boxed = _boxed(group)  # first: the ops are there only once a group is
+    n = list(torch.ops.spccl.stats(boxed))
     names = ("empty", "tile", "pici", "coo", "dense")
     return GroupStats(*n[:4], frames_sent=dict(zip(names, n[4:9], strict=True)), buffer_bytes=n[9])
 
@@ -127,7 +128,8 @@ def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
     """
     import torch
 
-    return torch.ops.spccl.describe_link(_boxed(group), peer)
+    boxed = _boxed(group)
+    return torch.ops.spccl.describe_link(boxed, peer)
 
 
 def _boxed(group: dist.ProcessGroup | None) -> Any:
@@ -206,9 +208,7 @@ def _make_gloo(dist: Any, store: Any, opts: Any, timeout: timedelta) -> Any:
     """The inner Gloo, made as torch's own _new_process_group_helper makes one."""
     if not dist.is_gloo_available():
         raise RuntimeError("spccl: this torch was built without Gloo, to which spccl hands what is not its own")
-    gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("gloo/", store), opts.group_rank, opts.group_size, timeout=timeout
-    )
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), opts.group_rank, opts.group_size, timeout=timeout)
     gloo.options.global_ranks_in_group = list(opts.global_ranks_in_group)
     gloo.options.group_name = opts.group_id
     gloo._set_sequence_number_for_group()

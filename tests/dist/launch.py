@@ -7,6 +7,7 @@ own; nothing listens on a port that another test could take.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -105,10 +106,8 @@ def _wait(processes: list[subprocess.Popen], timeout_s: float) -> list[int | Non
 
 def _kill_session(process: subprocess.Popen) -> None:
     """End a rank and whatever it started (it leads its own session)."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch.distributed is what is tested here")
 
-from launch import check_case, run_ranks  # noqa: E402
+from launch import check_case, run_ranks
 
 
 def run(case: str, n_ranks: int = 3, survivors: int | None = None, within_s: float = 15) -> list[dict]:

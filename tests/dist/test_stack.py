@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch.distributed is what is tested here")
 
-from launch import check_case, run_ranks  # noqa: E402
+from launch import check_case, run_ranks
 
 CASES = [
     "delegated",

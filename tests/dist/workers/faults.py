@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from workers.common import FOLDER, RANK, WORLD, join, raises, report
 
 ELEMENTS = 1 << 20  # 4 MiB: several slices, so that a fault falls into the middle

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
 from workers.common import FOLDER, RANK, WORLD, bits, made, main, raises, reduced, same_bits, same_everywhere
 
 # ---- Gloo's share ------------------------------------------------------------------------------------------

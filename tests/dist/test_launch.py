@@ -1,0 +1,119 @@
+"""How a user gets to backend="spccl": by torchrun, by backend strings, without `import spccl`, in debug mode;
+and how registration and options behave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch.distributed is what is tested here")
+
+from launch import HERE  # noqa: E402
+
+from spccl import backend  # noqa: E402
+
+LAUNCHED = Path(HERE) / "workers" / "launched.py"
+
+
+def torchrun(*args: str, **env: str) -> str:
+    """Run workers/launched.py under torchrun with 2 ranks on a free port; returns what it printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(LAUNCHED),
+        *args,
+    ]
+    settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **env)
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def installed():
+    """The name "spccl" without an import needs the entry point of an installed package."""
+    if not any(e.name == "spccl" for e in metadata.entry_points(group="torch.backends")):
+        pytest.fail("spccl's entry point torch.backends is not installed: run the tests on an installed package")
+
+
+@pytest.mark.parametrize("name", ["spccl", "cpu:spccl", "cpu:spccl,cuda:nccl"])
+def test_torchrun_without_importing_spccl(installed, name):
+    if "nccl" in name and not torch.distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    assert torchrun(name).count("launched ok") == 2
+
+
+def test_debug_detail_wraps_it(installed):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts torch's checking wrapper around the backend."""
+    code = LAUNCHED.read_text().replace('assert name == "spccl", name', "")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    wrapped = subprocess.run(
+        [*launcher, sys.executable, "-c", code, "spccl"],
+        env=dict(os.environ, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert wrapped.returncode == 0 and wrapped.stdout.count("launched ok") == 2, wrapped.stdout + wrapped.stderr
+
+
+def test_import_torch_registers_lazily(installed):
+    """After `import torch` the name is known, and nothing of the glue is loaded yet."""
+    code = (
+        "import torch, sys; from torch.distributed import Backend; assert 'SPCCL' in Backend._plugins; "
+        "assert Backend('spccl') == 'spccl'; assert 'libspccl_torch' not in open('/proc/self/maps').read()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_autoload_never_raises(monkeypatch):
+    def broken():
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(backend, "register", broken)
+    with pytest.warns(RuntimeWarning, match="no such thing"):
+        backend.autoload()
+
+
+def test_register_twice():
+    backend.register()
+    backend.register()
+    assert "SPCCL" in torch.distributed.Backend._plugins
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"format": "zip"}, "wanted one of auto, tile"),
+        ({"slice_bytes": -1}, "slice_bytes=-1"),
+        ({"n_sockets": 1.5}, "n_sockets=1.5"),
+        ({"timeout": timedelta(0)}, "timeout"),
+    ],
+)
+def test_options_are_checked(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        backend.Options(**wrong)
+
+
+def test_stats_without_a_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        backend.stats()
+
+
+def test_stats_of_another_backend(tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="'gloo', wanted 'spccl'"):
+            backend.stats()
+    finally:
+        dist.destroy_process_group()
