@@ -1,0 +1,318 @@
+/* endpoints.h - what the tests of transports run on: endpoints of one group, each in a thread or a process of
+ * its own, that find each other's addresses in shared memory. */
+#ifndef SP_TEST_ENDPOINTS_H
+#define SP_TEST_ENDPOINTS_H
+
+#include "clock.h"
+#include "test.h"
+#include "transport.h"
+
+#include <dirent.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MEMBERS_CAP 8
+#define PATIENCE_MS 30000 /* for anything that must happen; a machine may be slow */
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define SLOWDOWN 10
+#else
+#define SLOWDOWN 1
+#endif
+
+/* Where the members of a group live. */
+struct ground {
+    const char *transport;
+    bool processes;
+};
+static const struct ground grounds[] = {
+    {"inproc", false}, {"shm", true}, {"tcp", true}, {"shm", false}, {"tcp", false}};
+#define N_GROUNDS (sizeof grounds / sizeof *grounds)
+
+/* In memory that threads and processes see. */
+struct shared {
+    atomic_int n_published, n_done, step;
+    struct {
+        uint8_t bytes[SP_ADDRESS_BYTES_MAX];
+        size_t n_bytes;
+    } address[MEMBERS_CAP];
+};
+
+struct member {
+    const sp_transport *t;
+    sp_endpoint *ep;
+    int rank, n;
+    sp_endpoint_config config;
+    struct shared *shared;
+    uint64_t seed;
+    int kind; /* the case's own */
+    void (*fn)(struct member *);
+    int killed_rank; /* this one dies by SIGKILL, and shall; -1: none */
+    pthread_t thread;
+    pid_t pid;
+};
+
+static inline uint64_t mix(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+static inline int count_entries(const char *folder)
+{
+    int n = 0;
+    DIR *d = opendir(folder);
+    while (d != NULL && readdir(d) != NULL)
+        n++;
+    if (d != NULL)
+        closedir(d);
+    return n;
+}
+
+/* A group of n with these settings; a test may change them before it runs the members. */
+static inline struct member make_group(const struct ground *g, int n, void (*fn)(struct member *))
+{
+    struct member m = {
+        .t = sp_transport_find(g->transport), .n = n, .fn = fn, .seed = test_rand(), .killed_rank = -1};
+    m.config = (sp_endpoint_config){.world_size = n,
+                                    .group_tag = 7,
+                                    .n_lanes = 2,
+                                    .lane_bytes = 1 << 16,
+                                    .deadline_ns = sp_deadline_in_ms(PATIENCE_MS)};
+    for (size_t i = 0; i < SP_SECRET_BYTES; i++)
+        m.config.secret[i] = (uint8_t)mix(m.seed + i);
+    return m;
+}
+
+/* Open and publish. */
+static inline bool open_member(struct member *m)
+{
+    spccl_status st;
+    m->config.rank = m->rank;
+    st = m->t->open(&m->config, &m->ep);
+    CHECK(st == SPCCL_OK, "%s: open: %s", m->t->name, spccl_last_error());
+    if (st != SPCCL_OK)
+        return false;
+    CHECK_OK(m->t->address(m->ep, m->shared->address[m->rank].bytes, &m->shared->address[m->rank].n_bytes));
+    atomic_fetch_add(&m->shared->n_published, 1);
+    return true;
+}
+
+/* Find everyone and connect; the outcome of add_peer or connect_step. */
+static inline spccl_status connect_member(struct member *m)
+{
+    spccl_status st = SPCCL_OK;
+    while (atomic_load(&m->shared->n_published) < m->n)
+        usleep(100);
+    for (int i = 0; i < m->n && st == SPCCL_OK; i++) {
+        char why[96] = "";
+        if (i == m->rank)
+            continue;
+        CHECK(m->t->can_reach(m->ep, m->shared->address[i].bytes, m->shared->address[i].n_bytes, why,
+                              sizeof why),
+              "%s: %s", m->t->name, why);
+        st = m->t->add_peer(m->ep, i, m->shared->address[i].bytes, m->shared->address[i].n_bytes);
+    }
+    if (st != SPCCL_OK)
+        return st;
+    while ((st = m->t->connect_step(m->ep)) == SPCCL_AGAIN)
+        usleep(100);
+    return st;
+}
+
+static inline bool join_group(struct member *m)
+{
+    spccl_status st;
+    if (!open_member(m))
+        return false;
+    st = connect_member(m);
+    CHECK(st == SPCCL_OK, "%s: rank %d of %d: %s", m->t->name, m->rank, m->n, spccl_last_error());
+    return st == SPCCL_OK;
+}
+
+static inline void leave_group(struct member *m)
+{
+    m->t->close(m->ep);
+    m->ep = NULL;
+}
+
+static inline void *member_thread(void *arg)
+{
+    struct member *m = arg;
+    m->fn(m);
+    return NULL;
+}
+
+static inline void member_process(struct member *m)
+{
+    int n_fds = count_entries("/proc/self/fd"), n_threads = count_entries("/proc/self/task");
+    test_n_failed = 0;
+    m->fn(m);
+    CHECK(count_entries("/proc/self/fd") == n_fds, "%s: descriptors were left open", m->t->name);
+    CHECK(count_entries("/proc/self/task") == n_threads, "%s: threads were left", m->t->name);
+    exit(test_n_failed != 0);
+}
+
+static inline void wait_for_process(const struct member *m)
+{
+    int status = 0;
+    int64_t deadline_ns = sp_deadline_in_ms(2 * PATIENCE_MS);
+    pid_t got;
+    while ((got = waitpid(m->pid, &status, WNOHANG)) == 0 && !sp_deadline_passed(deadline_ns))
+        usleep(500);
+    CHECK(got == m->pid, "%s: rank %d hangs", m->t->name, m->rank);
+    if (got == 0) {
+        kill(m->pid, SIGKILL);
+        waitpid(m->pid, &status, 0);
+    }
+    if (m->rank == m->killed_rank)
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "rank %d was not killed: %x", m->rank,
+              status);
+    else
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: rank %d failed (%x)", m->t->name, m->rank,
+              status);
+}
+
+/* Run a group made by make_group; every rank must end by itself. */
+static inline void run_group(const struct ground *g, const struct member *model)
+{
+    struct member m[MEMBERS_CAP];
+    struct shared *shared =
+        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    int n_fds = count_entries("/proc/self/fd");
+    fflush(stdout);
+    for (int i = 0; i < model->n; i++) {
+        m[i] = *model;
+        m[i].rank = i;
+        m[i].shared = shared;
+        if (!g->processes) {
+            CHECK(pthread_create(&m[i].thread, NULL, member_thread, &m[i]) == 0, "thread");
+        } else if ((m[i].pid = fork()) == 0) {
+            member_process(&m[i]);
+        }
+    }
+    for (int i = 0; i < model->n; i++)
+        if (g->processes)
+            wait_for_process(&m[i]);
+        else
+            pthread_join(m[i].thread, NULL);
+    CHECK(count_entries("/proc/self/fd") == n_fds, "%s: descriptors were left open", g->transport);
+    munmap(shared, sizeof *shared);
+}
+
+/* ---- messages ---- */
+
+static inline void fill_message(uint8_t *p, size_t n, uint64_t seed)
+{
+    for (size_t i = 0; i < n; i++)
+        p[i] = (uint8_t)(seed + i * 7 + (i >> 8) * 13);
+}
+
+static inline bool is_message(const uint8_t *p, size_t n, uint64_t seed)
+{
+    for (size_t i = 0; i < n; i++)
+        if (p[i] != (uint8_t)(seed + i * 7 + (i >> 8) * 13))
+            return false;
+    return true;
+}
+
+/* AGAIN if there is no room now. */
+static inline spccl_status try_send(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+{
+    void *room = NULL;
+    spccl_status st = m->t->reserve(m->ep, peer, lane, n, &room);
+    if (st != SPCCL_OK)
+        return st;
+    CHECK((uintptr_t)room % 16 == 0, "reserve: %p", room);
+    fill_message(room, n, seed);
+    return m->t->commit(m->ep, peer, lane);
+}
+
+/* Take the next message, which must be this one; AGAIN if none is there. */
+static inline spccl_status try_take(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+{
+    const void *p = NULL;
+    size_t bytes = 0;
+    spccl_status st = m->t->peek(m->ep, peer, lane, &p, &bytes);
+    if (st != SPCCL_OK)
+        return st;
+    CHECK((uintptr_t)p % 16 == 0, "peek: %p", p);
+    CHECK(bytes == n && is_message(p, bytes, seed),
+          "%s: rank %d from %d, lane %d: %zu bytes, wanted %zu, or another content", m->t->name, m->rank,
+          peer, lane, bytes, n);
+    return m->t->release(m->ep, peer, lane);
+}
+
+static inline spccl_status progress(struct member *m)
+{
+    int peer = -1;
+    char text[SP_ABORT_TEXT_CAP];
+    return m->t->progress(m->ep, &peer, text);
+}
+
+/* Sleep until something happens; false if nothing does, though something must. */
+static inline bool sleep_armed(struct member *m)
+{
+    struct pollfd p = {.fd = m->t->wait_fd(m->ep), .events = POLLIN};
+    int n;
+    if (m->t->arm(m->ep) != SPCCL_OK)
+        return true;
+    n = poll(&p, 1, PATIENCE_MS);
+    m->t->disarm(m->ep);
+    return n == 1;
+}
+
+static inline void send_now(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    spccl_status st;
+    while ((st = try_send(m, peer, lane, n, seed)) == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns)) {
+        CHECK_OK(progress(m));
+        sched_yield();
+    }
+    CHECK(st == SPCCL_OK, "%s: rank %d to %d: %d", m->t->name, m->rank, peer, (int)st);
+}
+
+/* Take the message that must come; what peek said at last. */
+static inline spccl_status take_now(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    spccl_status st;
+    while ((st = try_take(m, peer, lane, n, seed)) == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns)) {
+        (void)progress(m);
+        sched_yield();
+    }
+    return st;
+}
+
+static inline void flush_now(struct member *m, int peer)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    while (!m->t->flushed(m->ep, peer) && !sp_deadline_passed(deadline_ns)) {
+        CHECK_OK(progress(m));
+        sched_yield();
+    }
+    CHECK(m->t->flushed(m->ep, peer), "%s: never flushed", m->t->name);
+}
+
+/* Everybody has come this far. */
+static inline void meet(struct member *m, int step)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    atomic_fetch_add(&m->shared->n_done, 1);
+    while (atomic_load(&m->shared->n_done) < step * m->n && !sp_deadline_passed(deadline_ns)) {
+        if (m->ep != NULL)
+            (void)progress(m);
+        usleep(200);
+    }
+    CHECK(atomic_load(&m->shared->n_done) >= step * m->n, "rank %d waits for the others in vain", m->rank);
+}
+
+#endif

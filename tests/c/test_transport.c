@@ -1,0 +1,381 @@
+/* test_transport.c - the contract of transport.h, the same cases on every transport, with ranks as threads
+ * and as processes. What happens when ranks die or strangers call: test_transport_faults.c. */
+#include "endpoints.h"
+
+/* ---- messages of random sizes on all lanes, both ways, between all ranks ---- */
+
+#define N_MESSAGES (400 / SLOWDOWN)
+
+static uint64_t message_seed(const struct member *m, int from, int to, int lane, int i)
+{
+    return mix(m->seed + (uint64_t)from * 1000003 + (uint64_t)to * 7919 + (uint64_t)lane * 104729 +
+               (uint64_t)i * 1299709);
+}
+
+static size_t message_size(const struct member *m, uint64_t seed)
+{
+    size_t max = m->t->message_max(m->ep), n = (size_t)(mix(seed) % 100);
+    if (n < 40)
+        return 1 + (size_t)(seed % 100);
+    if (n < 90)
+        return 1 + (size_t)(seed % (max / 4));
+    if (n < 95)
+        return max - (size_t)(seed % 40);
+    return 4096 - 40 + (size_t)(seed % 80);
+}
+
+struct counts {
+    int sent[MEMBERS_CAP][SP_LANES_MAX], taken[MEMBERS_CAP][SP_LANES_MAX];
+};
+
+/* One look at every lane; true if anything moved. */
+static bool exchange_once(struct member *m, struct counts *c, int *left)
+{
+    bool moved = false;
+    for (int peer = 0; peer < m->n; peer++)
+        for (int lane = 0; lane < m->config.n_lanes && peer != m->rank; lane++) {
+            int *sent = &c->sent[peer][lane], *taken = &c->taken[peer][lane];
+            uint64_t out = message_seed(m, m->rank, peer, lane, *sent);
+            uint64_t in = message_seed(m, peer, m->rank, lane, *taken);
+            if (*sent < N_MESSAGES && try_send(m, peer, lane, message_size(m, out), out) == SPCCL_OK) {
+                moved = true;
+                ++*sent;
+                --*left;
+            }
+            if (*taken < N_MESSAGES && try_take(m, peer, lane, message_size(m, in), in) == SPCCL_OK) {
+                moved = true;
+                ++*taken;
+                --*left;
+            }
+        }
+    return moved;
+}
+
+static void exchange(struct member *m)
+{
+    struct counts c = {0};
+    int left = 2 * N_MESSAGES * m->config.n_lanes * (m->n - 1);
+    bool sleepy = (m->seed >> m->rank) % 2 == 1, fine = true;
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    if (!join_group(m))
+        return;
+    CHECK(m->t->message_max(m->ep) >= m->config.lane_bytes / 4, "message_max");
+    while (left > 0 && fine && !sp_deadline_passed(deadline_ns)) {
+        bool moved = exchange_once(m, &c, &left);
+        CHECK_OK(progress(m));
+        if (!moved && sleepy)
+            fine = sleep_armed(m);
+        else if (!moved)
+            sched_yield();
+    }
+    CHECK(left == 0, "%s: rank %d of %d: %d messages left%s", m->t->name, m->rank, m->n, left,
+          fine ? "" : ", asleep");
+    CHECK(m->t->memory_bytes(m->ep) > 0, "no memory is counted");
+    for (int peer = 0; peer < m->n; peer++)
+        if (peer != m->rank)
+            flush_now(m, peer);
+    leave_group(m); /* at once: what was sent must arrive all the same */
+}
+
+static void test_exchange(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++)
+        for (int n = 2; n <= 5; n++) {
+            struct member m = make_group(&grounds[g], n, exchange);
+            m.config.n_lanes = 1 + (int)(test_rand() % SP_LANES_MAX);
+            m.config.lane_bytes = (size_t)1 << (16 + test_rand() % 3);
+            m.config.n_sockets = (uint32_t[]){0, 1, 3, 16}[n % 4];
+            run_group(&grounds[g], &m);
+        }
+}
+
+/* ---- sizes at the edge, reservations ---- */
+
+static void reservations(struct member *m)
+{
+    void *room = NULL;
+    const void *p;
+    size_t bytes, max;
+    if (!join_group(m))
+        return;
+    max = m->t->message_max(m->ep);
+    if (m->rank == 0) {
+        CHECK(m->t->reserve(m->ep, 1, 0, 0, &room) == SPCCL_ERR_BUG, "0 bytes");
+        CHECK(m->t->reserve(m->ep, 1, 0, max + 1, &room) == SPCCL_ERR_BUG, "more than message_max");
+        CHECK(m->t->commit(m->ep, 1, 0) == SPCCL_ERR_BUG, "commit without reserve");
+        CHECK(m->t->release(m->ep, 1, 0) == SPCCL_ERR_BUG, "release without peek");
+        CHECK(m->t->peek(m->ep, 1, 0, &p, &bytes) == SPCCL_AGAIN, "a message that nobody sent");
+    }
+    for (int i = 0; i < 300 / SLOWDOWN;
+         i++) { /* worst case first, then the exact size: wraps at every place */
+        size_t n = i % 7 == 0 ? max : 1 + (size_t)(mix(m->seed + (uint64_t)i) % max);
+        if (m->rank == 0) {
+            while (m->t->reserve(m->ep, 1, 0, max, &room) == SPCCL_AGAIN)
+                CHECK_OK(progress(m));
+            if (i % 3 == 0)
+                CHECK_OK(progress(m)); /* changes nothing about what is reserved */
+            CHECK_OK(m->t->reserve(m->ep, 1, 0, n, &room));
+            fill_message(room, n, (uint64_t)i);
+            if (i % 3 == 1)
+                CHECK_OK(progress(m));
+            CHECK_OK(m->t->commit(m->ep, 1, 0));
+        } else {
+            CHECK_OK(take_now(m, 0, 0, n, (uint64_t)i));
+        }
+    }
+    if (m->rank == 0)
+        flush_now(m, 1);
+    meet(m, 1);
+    leave_group(m);
+}
+
+static void test_reservations(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, reservations);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* A peeked message stays where it is, whatever comes after it. */
+static void peeked(struct member *m)
+{
+    const void *first, *again;
+    size_t bytes;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0) {
+        for (uint64_t i = 0; i < 40; i++)
+            send_now(m, 1, 0, 1000, i);
+        flush_now(m, 1);
+        meet(m, 1);
+    } else {
+        while (m->t->peek(m->ep, 0, 0, &first, &bytes) == SPCCL_AGAIN)
+            CHECK_OK(progress(m));
+        meet(m, 1);
+        for (int i = 0; i < 100; i++)
+            CHECK_OK(progress(m));
+        CHECK_OK(m->t->peek(m->ep, 0, 0, &again, &bytes));
+        CHECK(first == again && bytes == 1000 && is_message(first, bytes, 0), "the message moved");
+        for (uint64_t i = 0; i < 40; i++)
+            CHECK_OK(take_now(m, 0, 0, 1000, i));
+    }
+    meet(m, 2);
+    leave_group(m);
+}
+
+static void test_peeked(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, peeked);
+        m.config.n_lanes = 1;
+        m.config.n_sockets = 1 + (uint32_t)(g % 3);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* ---- lanes do not hold each other up ---- */
+
+/* Fill a lane until it takes no more for a while; how many messages went in. */
+static int fill_lane(struct member *m, int peer, int lane)
+{
+    int n = 0;
+    int64_t full_since_ns = sp_now_ns();
+    while (sp_now_ns() - full_since_ns < 100 * INT64_C(1000000)) {
+        if (try_send(m, peer, lane, 5000, (uint64_t)n) == SPCCL_OK) {
+            n++;
+            full_since_ns = sp_now_ns();
+        }
+        CHECK_OK(progress(m));
+    }
+    return n;
+}
+
+static void full_lane(struct member *m)
+{
+    int n_messages = 0;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0) {
+        n_messages = fill_lane(m, 1, 0);
+        CHECK(n_messages >= 8, "%s: a lane took %d messages", m->t->name, n_messages);
+        atomic_store(&m->shared->step, n_messages);
+        for (uint64_t i = 0; i < 300; i++) {
+            send_now(m, 1, 1, 3000, i);
+            CHECK_OK(take_now(m, 1, 1, 3000, i));
+        }
+        while (!m->t->flushed(m->ep, 1))
+            CHECK_OK(progress(m));
+    } else {
+        for (uint64_t i = 0; i < 300; i++) {
+            CHECK_OK(take_now(m, 0, 1, 3000, i));
+            send_now(m, 0, 1, 3000, i);
+        }
+        flush_now(m, 0);
+        n_messages = atomic_load(&m->shared->step);
+        for (int i = 0; i < n_messages; i++)
+            CHECK_OK(take_now(m, 0, 0, 5000, (uint64_t)i));
+    }
+    meet(m, 1);
+    leave_group(m);
+}
+
+static void test_full_lane(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, full_lane);
+        m.config.n_sockets = 2;
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* ---- sleeping ---- */
+
+#define N_ROUNDS (50000 / (SLOWDOWN * SLOWDOWN))
+
+/* Wait for a message, asleep whenever nothing is there. */
+static bool take_asleep(struct member *m, int peer, int lane, uint64_t seed)
+{
+    spccl_status st;
+    while ((st = try_take(m, peer, lane, 64, seed)) == SPCCL_AGAIN) {
+        CHECK_OK(progress(m));
+        if ((st = try_take(m, peer, lane, 64, seed)) != SPCCL_AGAIN)
+            break;
+        if (!sleep_armed(m))
+            return false;
+    }
+    return st == SPCCL_OK;
+}
+
+static void ping_pong(struct member *m)
+{
+    bool fine = true;
+    if (!join_group(m))
+        return;
+    for (uint64_t i = 0; i < N_ROUNDS && fine; i++) {
+        int lane = (int)(mix(i) % 2);
+        if (m->rank == 0)
+            send_now(m, 1, lane, 64, i);
+        fine = take_asleep(m, 1 - m->rank, lane, i);
+        if (m->rank == 1 && fine)
+            send_now(m, 0, lane, 64, i);
+        CHECK(fine, "%s: rank %d: a wake-up got lost in round %llu", m->t->name, m->rank,
+              (unsigned long long)i);
+    }
+    flush_now(m, 1 - m->rank);
+    leave_group(m);
+}
+
+static void test_ping_pong(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, ping_pong);
+        m.config.n_sockets = 1 + (uint32_t)(g % 2);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* Each change is told once: a message left lying and room that nobody wants keep nobody awake; but a message
+ * that some peek has shown is still told. */
+static void quiet(struct member *m)
+{
+    struct pollfd p;
+    int n_told = 0;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0) {
+        send_now(m, 1, 0, 100, 1);
+        flush_now(m, 1);
+        meet(m, 1);
+    } else {
+        const void *message;
+        size_t bytes;
+        meet(m, 1);
+        while (m->t->peek(m->ep, 0, 0, &message, &bytes) == SPCCL_AGAIN)
+            CHECK_OK(progress(m));
+        for (int i = 0; i < 10; i++) {
+            CHECK_OK(progress(m));
+            if (m->t->arm(m->ep) != SPCCL_OK) {
+                n_told++;
+                continue;
+            }
+            p = (struct pollfd){.fd = m->t->wait_fd(m->ep), .events = POLLIN};
+            CHECK(poll(&p, 1, 20) == 0 || i < 3, "%s: woken for nothing, time %d", m->t->name, i);
+            m->t->disarm(m->ep);
+        }
+        CHECK(n_told == 1, "%s: told %d times", m->t->name, n_told);
+        CHECK_OK(take_now(m, 0, 0, 100, 1));
+    }
+    meet(m, 2);
+    leave_group(m);
+}
+
+static void test_quiet(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, quiet);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* A sender that found no room sleeps until there is some. */
+static void room(struct member *m)
+{
+    enum { N = 2000 / SLOWDOWN };
+    bool fine = true;
+    if (!join_group(m))
+        return;
+    for (uint64_t i = 0; i < N && fine; i++)
+        if (m->rank == 0) {
+            while (fine && try_send(m, 1, 0, 9000, i) == SPCCL_AGAIN) {
+                CHECK_OK(progress(m));
+                if (try_send(m, 1, 0, 9000, i) == SPCCL_OK)
+                    break;
+                fine = sleep_armed(m);
+            }
+            CHECK(fine, "%s: the wake-up for room got lost at message %llu", m->t->name,
+                  (unsigned long long)i);
+        } else {
+            if (i % 256 == 0)
+                usleep(2000);
+            CHECK_OK(take_now(m, 0, 0, 9000, i));
+        }
+    if (m->rank == 0)
+        flush_now(m, 1);
+    leave_group(m);
+}
+
+static void test_room(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, room);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* ---- the list of transports ---- */
+
+static void test_registry(void)
+{
+    const sp_transport *list[8];
+    size_t n = 0;
+    CHECK_OK(sp_transport_parse_list("tcp, inproc ,shm", list, 8, &n));
+    CHECK(n == 3 && list[0] == sp_transport_find("tcp") && list[2] == sp_transport_find("shm"), "%zu", n);
+    CHECK(sp_transport_parse_list("shm,carrier", list, 8, &n) == SPCCL_ERR_SETTING, "an unknown one");
+    CHECK(strstr(spccl_last_error(), "carrier") != NULL, "%s", spccl_last_error());
+    CHECK(sp_transport_parse_list("shm,shm", list, 8, &n) == SPCCL_ERR_SETTING, "twice");
+    CHECK(sp_transport_parse_list("", list, 8, &n) == SPCCL_ERR_SETTING, "none");
+    CHECK(sp_transport_parse_list("shm tcp", list, 8, &n) == SPCCL_ERR_SETTING, "no comma");
+    CHECK(sp_transport_parse_list("shm,tcp", list, 1, &n) == SPCCL_ERR_SETTING, "too many");
+    CHECK(sp_transport_find("shm ") == NULL, "names are exact");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"registry", test_registry}, {"exchange", test_exchange},   {"reservations", test_reservations},
+        {"peeked", test_peeked},     {"full_lane", test_full_lane}, {"ping_pong", test_ping_pong},
+        {"quiet", test_quiet},       {"room", test_room},           {NULL, NULL},
+    };
+    return test_main(cases, argc, argv);
+}
