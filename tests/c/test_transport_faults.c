@@ -1,0 +1,445 @@
+/* test_transport_faults.c - ranks that die, give up, never come or are none: every transport names them,
+ * delivers what was sent, lets no stranger hold up the group, and leaves nothing behind. */
+#include "auth.h"
+#include "endpoints.h"
+#include "tcp.h"
+
+#include <stddef.h>
+#include <sys/un.h>
+
+/* ---- death and leaving ---- */
+
+enum { N_SENT = 60 };
+
+/* Rank 1 sends and leaves or dies at once; rank 0 has sent something too, which rank 1 never reads. Not so if
+ * rank 1 is killed over tcp: its kernel then resets the connection, and takes back what the other end's has
+ * not acknowledged (docs/TRANSPORTS.md). */
+static void die(struct member *m)
+{
+    void *room;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0 && (m->killed_rank < 0 || strcmp(m->t->name, "tcp") != 0))
+        for (uint64_t i = 0; i < 3; i++)
+            send_now(m, 1, 0, 2000, i);
+    meet(m, 1);
+    if (m->rank == 1) {
+        for (uint64_t i = 0; i < N_SENT; i++)
+            send_now(m, 0, (int)(i % 2), 1 + i * 13, i);
+        flush_now(m, 0);
+        if (m->killed_rank == 1)
+            kill(getpid(), SIGKILL);
+        leave_group(m);
+        return;
+    }
+    usleep(m->kind == 1 ? 100000 : 0);
+    for (uint64_t i = 0; i < N_SENT; i++)
+        CHECK_OK(take_now(m, 1, (int)(i % 2), 1 + i * 13, i));
+    CHECK(take_now(m, 1, 0, 1, 0) == SPCCL_ERR_PEER, "%s: rank 1 is gone", m->t->name);
+    CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "\"%s\"", spccl_last_error());
+    CHECK(m->t->reserve(m->ep, 1, 1, 10, &room) == SPCCL_ERR_PEER, "%s: room at a dead peer", m->t->name);
+    CHECK(m->t->flushed(m->ep, 1), "nothing can be pending for a dead peer");
+    CHECK_OK(progress(m)); /* a peer that is merely gone is no error */
+    leave_group(m);
+}
+
+static void test_die(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++)
+        for (int kind = 0; kind < 2; kind++) {
+            struct member m = make_group(&grounds[g], 2, die);
+            m.kind = kind;
+            run_group(&grounds[g], &m);
+            if (!grounds[g].processes)
+                continue;
+            m.killed_rank = 1;
+            run_group(&grounds[g], &m);
+        }
+}
+
+/* Killed in mid-stream: what arrives is a beginning of what was sent, then the error, even asleep. */
+static void die_streaming(struct member *m)
+{
+    spccl_status st = SPCCL_OK;
+    int64_t start_ns;
+    uint64_t n = 0;
+    if (!join_group(m))
+        return;
+    if (m->rank == 1) {
+        for (uint64_t i = 0; i < 4000; i++)
+            send_now(m, 0, 0, 7000, i);
+        kill(getpid(), SIGKILL);
+    }
+    start_ns = sp_now_ns();
+    while (st == SPCCL_OK || st == SPCCL_AGAIN) {
+        st = try_take(m, 1, 0, 7000, n);
+        n += st == SPCCL_OK;
+        CHECK_OK(progress(m));
+        if (st == SPCCL_AGAIN)
+            CHECK(sleep_armed(m), "%s: asleep while rank 1 is dead", m->t->name);
+    }
+    CHECK(st == SPCCL_ERR_PEER, "%s: %s", m->t->name, spccl_last_error());
+    CHECK(n > 3000, "%s: only %llu messages", m->t->name, (unsigned long long)n);
+    CHECK(sp_now_ns() - start_ns < 10 * INT64_C(1000000000), "too late");
+    leave_group(m);
+}
+
+static void test_die_streaming(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++)
+        if (grounds[g].processes) {
+            struct member m = make_group(&grounds[g], 2, die_streaming);
+            m.killed_rank = 1;
+            m.config.n_sockets = 3;
+            run_group(&grounds[g], &m);
+        }
+}
+
+/* ---- aborts ---- */
+
+static void abort_full(struct member *m)
+{
+    char text[SP_ABORT_TEXT_CAP] = "", why[600];
+    int peer = -1;
+    spccl_status st;
+    if (!join_group(m))
+        return;
+    for (int lane = 0; lane < 2; lane++)
+        for (int i = 0; i < 20000 && try_send(m, 1 - m->rank, lane, 9000, 1) == SPCCL_OK; i++)
+            (void)progress(m);
+    meet(m, 1);
+    memset(why, 'x', sizeof why);
+    why[sizeof why - 1] = '\0'; /* longer than travels: it is cut */
+    memcpy(why, "out of luck", 11);
+    if (m->rank == 1) {
+        m->t->abort_peers(m->ep, why);
+        meet(m, 2);
+        leave_group(m);
+        return;
+    }
+    while ((st = m->t->progress(m->ep, &peer, text)) == SPCCL_OK)
+        CHECK(sleep_armed(m), "%s: the abort woke nobody", m->t->name);
+    CHECK(st == SPCCL_ERR_ABORTED && peer == 1, "%s: %d from %d", m->t->name, (int)st, peer);
+    CHECK(strncmp(text, "out of luckxxx", 14) == 0 && strlen(text) < SP_ABORT_TEXT_CAP, "\"%s\"", text);
+    CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "\"%s\"", spccl_last_error());
+    meet(m, 2);
+    leave_group(m);
+}
+
+static void test_abort_full(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 2, abort_full);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* ---- strangers ---- */
+
+static int dial_at(const struct sockaddr *to, socklen_t n)
+{
+    int fd = socket(to->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(fd >= 0 && connect(fd, to, n) == 0, "a stranger cannot connect");
+    return fd;
+}
+
+/* A connection to the listener behind an address, made without the library. */
+static int dial_listener(const struct member *m, int rank)
+{
+    const uint8_t *address = m->shared->address[rank].bytes;
+    struct sockaddr_un un = {.sun_family = AF_UNIX};
+    sp_tcp_address tcp;
+    if (strcmp(m->t->name, "tcp") == 0) {
+        CHECK(sp_tcp_parse_address(address, m->shared->address[rank].n_bytes, &tcp), "no address");
+        return dial_at((const struct sockaddr *)&tcp.places[tcp.n_places - 1].storage,
+                       tcp.places[tcp.n_places - 1].bytes);
+    }
+    snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "spccl-");
+    for (size_t i = 0; i < 16; i++)
+        snprintf(un.sun_path + 7 + 2 * i, 3, "%02x", address[4 + i]);
+    return dial_at((const struct sockaddr *)&un,
+                   (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 7 + 32));
+}
+
+/* Says the right things with the wrong secret, up to the proof. */
+static void knock(int fd, uint8_t secret_byte)
+{
+    uint8_t secret[SP_SECRET_BYTES];
+    sp_hs_hello hello = {.kind = SP_HS_TCP_CONTROL, .world_size = 3};
+    sp_hs hs;
+    memset(secret, secret_byte, sizeof secret);
+    CHECK_OK(sp_hs_dial(&hs, fd, &hello, secret));
+    for (int i = 0; i < 20 && sp_hs_step(&hs) == SPCCL_AGAIN; i++)
+        usleep(1000);
+    (void)send(fd, secret, sizeof secret, MSG_NOSIGNAL); /* a wrong proof */
+}
+
+static void strangers(struct member *m)
+{
+    enum { N = 24 };
+    int fds[N];
+    int64_t start_ns = sp_now_ns();
+    if (!open_member(m))
+        return;
+    while (atomic_load(&m->shared->n_published) < m->n)
+        usleep(100);
+    for (int i = 0; i < N; i++) {
+        fds[i] = dial_listener(m, m->n - 1);
+        if (i % 4 == 1)
+            CHECK(send(fds[i], "GET / HTTP/1.1\r\nHost: x\r\n\r\n", 27, MSG_NOSIGNAL) == 27, "noise");
+        if (i % 4 == 2)
+            shutdown(fds[i], SHUT_RDWR);
+        if (i % 8 == 3)
+            knock(fds[i], (uint8_t)i);
+    }
+    CHECK_OK(connect_member(m));
+    CHECK(sp_now_ns() - start_ns < 8 * INT64_C(1000000000), "%s: strangers held up rank %d", m->t->name,
+          m->rank);
+    for (int i = 0; i < m->n; i++)
+        if (i != m->rank)
+            send_now(m, i, 0, 100, (uint64_t)m->rank);
+    for (int i = 0; i < m->n; i++)
+        if (i != m->rank)
+            CHECK_OK(take_now(m, i, 0, 100, (uint64_t)i));
+    for (int i = 0; i < N; i++)
+        close(fds[i]);
+    meet(m, 1);
+    leave_group(m);
+}
+
+static void test_strangers(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++)
+        if (strcmp(grounds[g].transport, "inproc") != 0) {
+            struct member m = make_group(&grounds[g], 3, strangers);
+            run_group(&grounds[g], &m);
+        }
+}
+
+/* ---- ranks that do not fit ---- */
+
+enum { WRONG_SECRET, OTHER_SETTINGS, OTHER_GROUP, N_MISFITS };
+
+static void misfit(struct member *m)
+{
+    spccl_status st;
+    m->config.deadline_ns = sp_deadline_in_ms(1500);
+    if (m->rank == 1 && m->kind == WRONG_SECRET)
+        m->config.secret[31] ^= 1;
+    if (m->rank == 1 && m->kind == OTHER_SETTINGS)
+        m->config.lane_bytes *= 2;
+    if (m->rank == 1 && m->kind == OTHER_GROUP)
+        m->config.group_tag++;
+    if (!open_member(m))
+        return;
+    st = connect_member(m);
+    CHECK(st == SPCCL_ERR_AUTH || st == SPCCL_ERR_MISMATCH || st == SPCCL_ERR_TIMEOUT || st == SPCCL_ERR_PEER,
+          "%s: kind %d, rank %d: %d", m->t->name, m->kind, m->rank, (int)st);
+    if (m->rank == 0 && m->kind == WRONG_SECRET)
+        CHECK(st == SPCCL_ERR_AUTH && strstr(spccl_last_error(), "secret") != NULL, "%s: %d \"%s\"",
+              m->t->name, (int)st, spccl_last_error());
+    if (m->rank == 0 && m->kind == OTHER_SETTINGS)
+        CHECK(st == SPCCL_ERR_MISMATCH && strstr(spccl_last_error(), "65536") != NULL, "%s: %d \"%s\"",
+              m->t->name, (int)st, spccl_last_error());
+    CHECK(strstr(spccl_last_error(), "rank") != NULL, "\"%s\"", spccl_last_error());
+    atomic_fetch_add(&m->shared->n_done, 1);
+    while (atomic_load(&m->shared->n_done) < 2)
+        usleep(200);
+    leave_group(m);
+}
+
+static void test_misfits(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++)
+        for (int kind = 0; kind < N_MISFITS; kind++) {
+            struct member m = make_group(&grounds[g], 2, misfit);
+            m.kind = kind;
+            run_group(&grounds[g], &m);
+        }
+}
+
+/* Ranks 1 and 3 open, but never connect. */
+static void missing(struct member *m)
+{
+    spccl_status st;
+    if (!open_member(m))
+        return;
+    if (m->rank % 2 == 0) {
+        m->config.deadline_ns = sp_deadline_in_ms(500);
+        st = connect_member(m);
+        CHECK(st == SPCCL_ERR_TIMEOUT, "%s: %d", m->t->name, (int)st);
+        CHECK(strstr(spccl_last_error(), "rank 1, 3") != NULL, "%s: \"%s\"", m->t->name, spccl_last_error());
+    }
+    atomic_fetch_add(&m->shared->n_done, 1);
+    while (atomic_load(&m->shared->n_done) < m->n)
+        usleep(200);
+    leave_group(m);
+}
+
+static void test_missing(void)
+{
+    for (size_t g = 0; g < N_GROUNDS; g++) {
+        struct member m = make_group(&grounds[g], 4, missing);
+        m.config.deadline_ns = sp_deadline_in_ms(1000);
+        run_group(&grounds[g], &m);
+    }
+}
+
+/* ---- a peer with the right secret that sends nonsense over tcp ---- */
+
+enum { LENGTH_0, LENGTH_BIG, LENGTH_MAX_PLUS_1, SEQUENCE, LANE, MAGIC, CUT_SHORT, CONTROL_NOISE, N_EVILS };
+
+static int dial_proven(const struct member *m, const sp_tcp_address *to, uint32_t kind, uint32_t lane)
+{
+    sp_hs_hello h = {.group_tag = m->config.group_tag,
+                     .lane_bytes = m->config.lane_bytes,
+                     .kind = kind,
+                     .from = 0,
+                     .to = 1,
+                     .world_size = 2,
+                     .lane = lane,
+                     .n_lanes = 2,
+                     .n_sockets = 1};
+    sp_hs hs;
+    spccl_status st;
+    int fd = dial_listener(m, 1);
+    memcpy(h.to_id, to->id, sizeof h.to_id);
+    CHECK_OK(sp_hs_dial(&hs, fd, &h, m->config.secret));
+    while ((st = sp_hs_step(&hs)) == SPCCL_AGAIN)
+        usleep(100);
+    CHECK_OK(st);
+    return fd;
+}
+
+static void send_evil(const struct member *m, const int fds[3])
+{
+    uint32_t max = (uint32_t)(m->config.lane_bytes / 4);
+    uint32_t head[8] = {16, 0, 0, 0x534d5053u, 1, 2, 3, 4}; /* a good message of 16 bytes on lane 0 */
+    size_t n = sizeof head;
+    switch (m->kind) {
+    case LENGTH_0:
+        head[0] = 0;
+        break;
+    case LENGTH_BIG:
+        head[0] = 0xffffffffu;
+        break;
+    case LENGTH_MAX_PLUS_1:
+        head[0] = max + 1;
+        break;
+    case SEQUENCE:
+        head[1] = 1;
+        break;
+    case LANE:
+        head[2] = 1;
+        break;
+    case MAGIC:
+        head[3] ^= 1;
+        break;
+    case CUT_SHORT:
+        n = 20;
+        break;
+    default:
+        break;
+    }
+    if (m->kind == CONTROL_NOISE) {
+        uint8_t noise[SP_TCP_ABORT_BYTES] = {1, 2, 3};
+        CHECK(send(fds[0], noise, sizeof noise, MSG_NOSIGNAL) == (ssize_t)sizeof noise, "control");
+    } else {
+        CHECK(send(fds[1], head, n, MSG_NOSIGNAL) == (ssize_t)n, "lane");
+    }
+}
+
+static void evil(struct member *m)
+{
+    const void *p;
+    size_t bytes;
+    spccl_status st;
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    if (!open_member(m))
+        return;
+    if (m->rank == 0) {
+        sp_tcp_address to;
+        int fds[3];
+        while (atomic_load(&m->shared->n_published) < m->n)
+            usleep(100);
+        CHECK(sp_tcp_parse_address(m->shared->address[1].bytes, m->shared->address[1].n_bytes, &to),
+              "address");
+        fds[0] = dial_proven(m, &to, SP_HS_TCP_CONTROL, 0);
+        fds[1] = dial_proven(m, &to, SP_HS_TCP_LANE, 0);
+        fds[2] = dial_proven(m, &to, SP_HS_TCP_LANE, 1);
+        send_evil(m, fds);
+        if (m->kind != CUT_SHORT)
+            meet(m, 1);
+        for (int i = 0; i < 3; i++)
+            close(fds[i]);
+        leave_group(m);
+        return;
+    }
+    CHECK_OK(connect_member(m));
+    do {
+        (void)progress(m);
+        st = m->kind == CONTROL_NOISE ? m->t->reserve(m->ep, 0, 0, 10, (void **)&p)
+                                      : m->t->peek(m->ep, 0, 0, &p, &bytes);
+    } while ((st == SPCCL_AGAIN || (st == SPCCL_OK && m->kind == CONTROL_NOISE)) &&
+             !sp_deadline_passed(deadline_ns));
+    CHECK(st == (m->kind >= CUT_SHORT ? SPCCL_ERR_PEER : SPCCL_ERR_FORMAT), "kind %d: %d", m->kind, (int)st);
+    CHECK(strstr(spccl_last_error(), "rank 0") != NULL, "\"%s\"", spccl_last_error());
+    if (m->kind != CUT_SHORT)
+        meet(m, 1);
+    leave_group(m);
+}
+
+static void test_evil(void)
+{
+    static const struct ground tcp = {"tcp", false};
+    for (int kind = 0; kind < N_EVILS; kind++) {
+        struct member m = make_group(&tcp, 2, evil);
+        m.kind = kind;
+        run_group(&tcp, &m);
+    }
+}
+
+/* ---- addresses ---- */
+
+static void test_tcp_addresses(void)
+{
+    struct ground tcp = {"tcp", false};
+    struct member m = make_group(&tcp, 2, NULL);
+    uint8_t address[SP_ADDRESS_BYTES_MAX];
+    sp_tcp_address parsed;
+    size_t n;
+    sp_endpoint *ep = NULL;
+    setenv("SPCCL_TCP_ADDR", "no-such-if0", 1);
+    CHECK(m.t->open(&m.config, &ep) == SPCCL_ERR_SETTING, "an interface that is not there");
+    CHECK(strstr(spccl_last_error(), "no-such-if0") != NULL && ep == NULL, "%s", spccl_last_error());
+    setenv("SPCCL_TCP_ADDR", "203.0.113.77", 1);
+    CHECK(m.t->open(&m.config, &ep) == SPCCL_ERR_SETTING, "an address of another host: %s",
+          spccl_last_error());
+    setenv("SPCCL_TCP_ADDR", "lo", 1);
+    CHECK_OK(m.t->open(&m.config, &ep));
+    CHECK_OK(m.t->address(ep, address, &n));
+    CHECK(sp_tcp_parse_address(address, n, &parsed) && parsed.n_places == 1 &&
+              sp_tcp_is_loopback(&parsed.places[0]),
+          "%d places", parsed.n_places);
+    for (size_t cut = 0; cut < n; cut++)
+        CHECK(!sp_tcp_parse_address(address, cut, &parsed), "cut to %zu bytes", cut);
+    m.t->close(ep);
+    unsetenv("SPCCL_TCP_ADDR");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"die", test_die},
+        {"die_streaming", test_die_streaming},
+        {"abort_full", test_abort_full},
+        {"strangers", test_strangers},
+        {"misfits", test_misfits},
+        {"missing", test_missing},
+        {"evil", test_evil},
+        {"tcp_addresses", test_tcp_addresses},
+        {NULL, NULL},
+    };
+    signal(SIGPIPE, SIG_DFL); /* writing to the dead must not raise it */
+    return test_main(cases, argc, argv);
+}
