@@ -55,7 +55,7 @@ MAP = (
         "running",
         "csrc/core",
         ("contract", "base", "contracts", "planning"),
-        "boot exec.h exec_steps exec.c tune_coll.c comm engine request coll unique_id stream info",
+        "boot exec.h exec_steps exec_reduce exec.c tune_coll.c comm engine request coll unique_id stream info",
         NO_NETWORK + NO_BINDINGS,
     ),
     Group(

@@ -22,7 +22,8 @@ spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels
     SP_TRY(sp_codec_create(kernels, x->slice_elems_max, &x->codec));
     x->acc = sp_alloc64(2 * slice_bytes); /* 16-bit floats accumulate in twice the bytes */
     x->result = sp_alloc64(slice_bytes);
-    if (x->acc == NULL || x->result == NULL)
+    x->frames = sp_calloc((size_t)links->world_size, sizeof *x->frames);
+    if (x->acc == NULL || x->result == NULL || x->frames == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "scratch for slices of %zu bytes", slice_bytes);
     return SPCCL_OK;
 }
@@ -34,6 +35,7 @@ void sp_exec_fini(sp_exec *x)
     sp_codec_destroy(x->codec);
     sp_free(x->acc);
     sp_free(x->result);
+    sp_free(x->frames);
     *x = (sp_exec){0};
 }
 

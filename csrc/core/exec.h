@@ -64,6 +64,7 @@ typedef struct sp_exec {
     sp_trace *trace; /* borrowed */
     size_t slice_elems_max, slice_bytes_max;
     uint8_t *acc, *result; /* scratch of one slice: accumulator, and values of the dtype */
+    sp_frame *frames;      /* [world_size] contributions to the slice at hand, by rank */
     sp_op *window[SP_EXEC_WINDOW];
     int n_ops;
     sp_exec_stats stats;

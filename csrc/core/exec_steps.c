@@ -10,18 +10,7 @@
 
 #define ENVELOPE_MAGIC 0x56455053u /* "SPEV" */
 
-/* The slice a step is at. */
-typedef struct slice {
-    const sp_op *op;
-    const sp_step *step;
-    int op_idx, step_idx;
-    uint32_t k;
-    size_t off, n; /* within the part, in elements */
-    const uint8_t *src;
-    uint8_t *dst;
-} slice;
-
-static void envelope_write(uint8_t *e, const slice *s)
+static void envelope_write(uint8_t *e, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     sp_store_le32(e, s->op->seq);
@@ -65,7 +54,8 @@ static spccl_status check_magic(const sp_exec *x, int peer, const uint8_t *e, si
 }
 
 /* Is this the message that the slice wants from `peer`? */
-static spccl_status envelope_check(const sp_exec *x, const slice *s, int peer, const uint8_t *e, size_t bytes)
+static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *e,
+                                   size_t bytes)
 {
     const sp_coll_args *a = &s->op->a;
     char here[160];
@@ -137,7 +127,7 @@ spccl_status sp_exec_check_heads(sp_exec *x)
 }
 
 /* A failure seen by a transport or a decoder, with the collective and the place put in front of its text. */
-static spccl_status in_context(const sp_exec *x, const slice *s, int peer, spccl_status st)
+static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, spccl_status st)
 {
     char what[160], cause[600];
     if (st == SPCCL_OK || st == SPCCL_AGAIN || st == SPCCL_ERR_MISMATCH)
@@ -148,14 +138,14 @@ static spccl_status in_context(const sp_exec *x, const slice *s, int peer, spccl
                    s->k, peer, cause);
 }
 
-static slice slice_of(const sp_exec *x, int op_idx, int step_idx)
+static sp_slice slice_of(const sp_exec *x, int op_idx, int step_idx)
 {
     const sp_op *op = x->window[op_idx];
-    slice s = {.op = op,
-               .step = &op->plan->steps[step_idx],
-               .op_idx = op_idx,
-               .step_idx = step_idx,
-               .k = op->next_slice[step_idx]};
+    sp_slice s = {.op = op,
+                  .step = &op->plan->steps[step_idx],
+                  .op_idx = op_idx,
+                  .step_idx = step_idx,
+                  .k = op->next_slice[step_idx]};
     s.off = (size_t)s.k * op->a.slice_elems;
     s.n = sp_min_size(op->a.slice_elems, s.step->n_elems - s.off);
     if (op->a.in != NULL)
@@ -165,13 +155,12 @@ static slice slice_of(const sp_exec *x, int op_idx, int step_idx)
     return s;
 }
 
-static int rank_at(const slice *s, int i)
+int sp_slice_rank(const sp_slice *s, int i)
 {
     return s->op->plan->ranks[i];
 }
 
-/* Worst case of this slice's message, so that the room is there before the slice is scanned. */
-static size_t message_bound(const slice *s)
+size_t sp_slice_bound(const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     return SP_ENVELOPE_BYTES + (a->format == SPCCL_FORMAT_AUTO
@@ -179,11 +168,10 @@ static size_t message_bound(const slice *s)
                                     : sp_frame_bound_forced(a->format, s->n, s->op->elem_bytes));
 }
 
-/* Is there room for `bytes` towards every receiver of the step, and is it this op's turn there? */
-static spccl_status room_for(sp_exec *x, const slice *s, size_t bytes)
+spccl_status sp_slice_room(sp_exec *x, const sp_slice *s, size_t bytes)
 {
     for (int i = 0; i < s->step->n_to; i++) {
-        int peer = rank_at(s, s->step->to + i);
+        int peer = sp_slice_rank(s, s->step->to + i);
         void *room;
         spccl_status st;
         if (!sp_op_owns_lane(x, s->op_idx, 0, s->step->lane_out, peer))
@@ -195,11 +183,9 @@ static spccl_status room_for(sp_exec *x, const slice *s, size_t bytes)
     return SPCCL_OK;
 }
 
-/* Is the wanted message there from every sender of the step? msgs [n_from]; checked against the envelope
- * only. */
-static spccl_status message_from(sp_exec *x, const slice *s, int i, const uint8_t **msg, size_t *bytes)
+spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_t **msg, size_t *bytes)
 {
-    int peer = rank_at(s, s->step->from + i);
+    int peer = sp_slice_rank(s, s->step->from + i);
     const void *p = NULL;
     spccl_status st;
     if (!sp_op_owns_lane(x, s->op_idx, 1, s->step->lane_in, peer))
@@ -211,9 +197,8 @@ static spccl_status message_from(sp_exec *x, const slice *s, int i, const uint8_
     return SPCCL_OK;
 }
 
-/* Open the message's frame and check that it fits the slice. */
-static spccl_status open_frame(const sp_exec *x, const slice *s, int peer, const uint8_t *msg, size_t bytes,
-                               sp_frame *frame)
+spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *msg, size_t bytes,
+                           sp_frame *frame)
 {
     SP_TRY(envelope_check(x, s, peer, msg, bytes));
     SP_TRY(
@@ -226,16 +211,16 @@ static spccl_status open_frame(const sp_exec *x, const slice *s, int peer, const
     return SPCCL_OK;
 }
 
-static spccl_status release_from(sp_exec *x, const slice *s, int i, size_t bytes)
+spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes)
 {
-    int peer = rank_at(s, s->step->from + i);
+    int peer = sp_slice_rank(s, s->step->from + i);
     x->window[s->op_idx]->left[1][s->step->lane_in * x->links->world_size + peer]--;
     atomic_fetch_add_explicit(&x->stats.wire_bytes_received, bytes, memory_order_relaxed);
     return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->lane_in));
 }
 
 /* A sent message, for the counters and for whose turn the lane is. */
-static spccl_status commit_to(sp_exec *x, const slice *s, int peer, size_t bytes, spccl_format format)
+static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t bytes, spccl_format format)
 {
     x->window[s->op_idx]->left[0][s->step->lane_out * x->links->world_size + peer]--;
     atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
@@ -244,16 +229,16 @@ static spccl_status commit_to(sp_exec *x, const slice *s, int peer, size_t bytes
     return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->lane_out));
 }
 
-static const sp_link_cost *link_cost(const sp_exec *x, const slice *s)
+static const sp_link_cost *link_cost(const sp_exec *x, const sp_slice *s)
 {
     for (int i = 0; i < s->step->n_to; i++) /* the slowest link decides */
-        if (strcmp(x->links->peers[rank_at(s, s->step->to + i)].transport->name, "tcp") == 0)
+        if (strcmp(x->links->peers[sp_slice_rank(s, s->step->to + i)].transport->name, "tcp") == 0)
             return &sp_link_tcp;
     return &sp_link_shm;
 }
 
 /* The format of this slice; leaves the scan in the codec unless the answer is DENSE. */
-static spccl_status choose_format(sp_exec *x, const slice *s, const void *data, spccl_format *format,
+static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *data, spccl_format *format,
                                   size_t *nnz)
 {
     const sp_coll_args *a = &s->op->a;
@@ -279,50 +264,56 @@ static spccl_status choose_format(sp_exec *x, const slice *s, const void *data, 
     return SPCCL_OK;
 }
 
-/* Encode `data` (one slice) into the lane of the first receiver and copy the frame to the others. Room was
- * checked. */
-static spccl_status send_slice(sp_exec *x, const slice *s, const void *data)
+spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp_encoded *out)
 {
-    uint8_t *first = NULL;
-    spccl_format format = SPCCL_FORMAT_DENSE;
-    size_t nnz = 0, bytes;
-    SP_TRY(choose_format(x, s, data, &format, &nnz));
-    bytes = SP_ENVELOPE_BYTES + sp_frame_bytes(format, s->n, nnz, s->op->elem_bytes);
-    for (int i = 0; i < s->step->n_to; i++) {
-        int peer = rank_at(s, s->step->to + i);
+    const sp_step *step = s->step;
+    size_t nnz = 0;
+    SP_TRY(choose_format(x, s, data, &out->format, &nnz));
+    sp_frame_layout_of(out->format, s->n, nnz, s->op->elem_bytes, &out->layout);
+    out->nnz = nnz;
+    out->bytes = SP_ENVELOPE_BYTES + out->layout.frame_bytes;
+    for (int i = 0; i < step->n_to; i++) {
+        int peer = sp_slice_rank(s, step->to + i);
         void *room = NULL;
-        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, s->step->lane_out, bytes, &room)));
-        if (first == NULL) {
-            first = room;
-            envelope_write(first, s);
-            sp_codec_write(x->codec, data, s->n, s->op->a.dtype, format, false, nnz,
-                           first + SP_ENVELOPE_BYTES);
-        } else {
-            memcpy(room, first, bytes);
+        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->lane_out, out->bytes, &room)));
+        if (i != 0) {
+            memcpy(room, out->message, out->bytes);
+            continue;
         }
+        out->message = room;
+        envelope_write(out->message, s);
+        sp_codec_write(x->codec, data, s->n, s->op->a.dtype, out->format, false, nnz,
+                       out->message + SP_ENVELOPE_BYTES);
     }
-    for (int i = 0; i < s->step->n_to; i++)
-        SP_TRY(commit_to(x, s, rank_at(s, s->step->to + i), bytes, format));
     return SPCCL_OK;
 }
 
-static spccl_status run_send(sp_exec *x, const slice *s)
+spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e)
 {
-    SP_TRY(room_for(x, s, message_bound(s)));
-    return send_slice(x, s, s->src);
+    for (int i = 0; i < s->step->n_to; i++)
+        SP_TRY(commit_to(x, s, sp_slice_rank(s, s->step->to + i), e->bytes, e->format));
+    return SPCCL_OK;
 }
 
-static spccl_status run_recv(sp_exec *x, const slice *s)
+static spccl_status run_send(sp_exec *x, const sp_slice *s)
+{
+    sp_encoded e = {0};
+    SP_TRY(sp_slice_room(x, s, sp_slice_bound(s)));
+    SP_TRY(sp_slice_encode(x, s, s->src, &e));
+    return sp_slice_commit(x, s, &e);
+}
+
+static spccl_status run_recv(sp_exec *x, const sp_slice *s)
 {
     const uint8_t *msg = NULL;
     size_t bytes = 0;
     sp_frame frame;
-    int peer = rank_at(s, s->step->from);
-    SP_TRY(message_from(x, s, 0, &msg, &bytes));
-    SP_TRY(room_for(x, s, bytes));
-    SP_TRY(open_frame(x, s, peer, msg, bytes, &frame));
+    int peer = sp_slice_rank(s, s->step->from);
+    SP_TRY(sp_slice_message(x, s, 0, &msg, &bytes));
+    SP_TRY(sp_slice_room(x, s, bytes));
+    SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &frame));
     for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's lane */
-        int to = rank_at(s, s->step->to + i);
+        int to = sp_slice_rank(s, s->step->to + i);
         void *room = NULL;
         SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->lane_out, bytes, &room)));
         memcpy(room, msg, bytes);
@@ -330,82 +321,12 @@ static spccl_status run_recv(sp_exec *x, const slice *s)
         SP_TRY(commit_to(x, s, to, bytes, frame.format));
     }
     SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->stream));
-    return release_from(x, s, 0, bytes);
-}
-
-/* Add one rank's contribution to the accumulator: a frame, or this rank's own values (frame NULL). */
-static spccl_status accumulate(sp_exec *x, const slice *s, const sp_frame *frame, bool *first)
-{
-    const sp_coll_args *a = &s->op->a;
-    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype);
-    bool adds = a->redop == SPCCL_SUM || a->redop == SPCCL_AVG;
-    const void *values = s->src;
-    if (frame != NULL && adds && frame->format != SPCCL_FORMAT_DENSE) {
-        if (*first) /* sums start at +0.0, so leaving out a zero never changes a bit */
-            x->kernels->zero(x->acc, s->n * sp_dtype_bytes(acc_dtype), false);
-        *first = false;
-        return sp_codec_apply(x->kernels, frame, SPCCL_ADD, x->acc, acc_dtype, false);
-    }
-    if (frame != NULL && frame->format == SPCCL_FORMAT_DENSE) {
-        values = frame->values;
-    } else if (frame != NULL) {
-        SP_TRY(sp_codec_apply(x->kernels, frame, SPCCL_SET, x->result, a->dtype, false));
-        values = x->result;
-    }
-    x->kernels->combine(&(sp_combine_args){
-        .acc = x->acc, .x = values, .n_elems = s->n, .dtype = a->dtype, .op = a->redop, .first = *first});
-    *first = false;
-    return SPCCL_OK;
-}
-
-/* The finished slice goes to the output and, in an all-reduce, to everyone. */
-static spccl_status publish_result(sp_exec *x, const slice *s)
-{
-    const sp_coll_args *a = &s->op->a;
-    sp_finish_args f = {.acc = x->acc,
-                        .dst = s->dst,
-                        .n_elems = s->n,
-                        .dtype = a->dtype,
-                        .op = a->redop,
-                        .world_size = x->links->world_size,
-                        .stream = s->op->stream};
-    if (s->step->n_to == 0) {
-        x->kernels->finish(&f);
-        return SPCCL_OK;
-    }
-    f.dst = sp_acc_dtype(a->dtype) == a->dtype ? x->acc : x->result;
-    f.stream = false;
-    if (f.dst != f.acc || a->redop == SPCCL_AVG)
-        x->kernels->finish(&f);
-    x->kernels->copy(s->dst, f.dst, s->n * s->op->elem_bytes, s->op->stream);
-    return send_slice(x, s, f.dst);
-}
-
-static spccl_status run_reduce(sp_exec *x, const slice *s)
-{
-    const uint8_t *msg;
-    size_t bytes;
-    bool first = true;
-    for (int i = 0; i < s->step->n_from; i++) /* all there? */
-        SP_TRY(message_from(x, s, i, &msg, &bytes));
-    SP_TRY(room_for(x, s, message_bound(s)));
-    for (int r = 0, i = 0; r < x->links->world_size; r++) {
-        sp_frame frame;
-        if (r == x->links->rank) {
-            SP_TRY(accumulate(x, s, NULL, &first));
-            continue;
-        }
-        SP_TRY(message_from(x, s, i, &msg, &bytes));
-        SP_TRY(open_frame(x, s, r, msg, bytes, &frame));
-        SP_TRY(accumulate(x, s, &frame, &first));
-        SP_TRY(release_from(x, s, i++, bytes));
-    }
-    return publish_result(x, s);
+    return sp_slice_release(x, s, 0, bytes);
 }
 
 spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
 {
-    slice s = slice_of(x, op_idx, step_idx);
+    sp_slice s = slice_of(x, op_idx, step_idx);
     if (s.step->after >= 0) {
         const sp_step *after = &s.op->plan->steps[s.step->after];
         size_t done = (size_t)s.op->next_slice[s.step->after] * s.op->a.slice_elems;
@@ -418,7 +339,7 @@ spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
     case SP_STEP_RECV:
         return run_recv(x, &s);
     case SP_STEP_REDUCE:
-        return run_reduce(x, &s);
+        return sp_reduce_run(x, &s);
     case SP_STEP_COPY:
         if (s.dst != s.src)
             x->kernels->copy(s.dst, s.src, s.n * s.op->elem_bytes, s.op->stream);
@@ -430,18 +351,18 @@ spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
 
 void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, size_t cap)
 {
-    slice s = slice_of(x, op_idx, step_idx);
+    sp_slice s = slice_of(x, op_idx, step_idx);
     size_t n_slices = sp_ceil_div(s.step->n_elems, s.op->a.slice_elems);
     char ranks[120] = "";
     bool receiving = false;
     for (int i = 0; i < s.step->n_from; i++) {
         const uint8_t *msg;
         size_t bytes, used = strlen(ranks);
-        if (message_from(x, &s, i, &msg, &bytes) == SPCCL_OK)
+        if (sp_slice_message(x, &s, i, &msg, &bytes) == SPCCL_OK)
             continue;
         receiving = true;
         snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "",
-                 rank_at(&s, s.step->from + i));
+                 sp_slice_rank(&s, s.step->from + i));
     }
     if (receiving) {
         snprintf(text, cap, "waiting for rank %s to send slice %u of %zu of part %d (%zu elements)", ranks,
@@ -449,10 +370,10 @@ void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, siz
         return;
     }
     for (int i = 0; i < s.step->n_to; i++) {
-        int peer = rank_at(&s, s.step->to + i);
+        int peer = sp_slice_rank(&s, s.step->to + i);
         void *room;
         size_t used = strlen(ranks);
-        if (sp_link_reserve(x->links, peer, s.step->lane_out, message_bound(&s), &room) != SPCCL_OK)
+        if (sp_link_reserve(x->links, peer, s.step->lane_out, sp_slice_bound(&s), &room) != SPCCL_OK)
             snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "", peer);
     }
     snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of part %d (%zu elements)",

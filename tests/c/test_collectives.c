@@ -400,12 +400,50 @@ static void test_forced(void)
     unsetenv("SPCCL_SLICE_BYTES");
 }
 
+/* NaN payloads: no scalar answer (C leaves open which payload a sum keeps), but no format may change it. */
+#define N_NAN 20000
+
+static void nan_sum(struct rank_ctx *ctx)
+{
+    uint32_t *out = (uint32_t *)ctx->arg + (size_t)ctx->rank * N_NAN;
+    for (size_t i = 0; i < N_NAN; i++) {
+        uint64_t h = mix((uint64_t)ctx->rank * 77777 + i / 3 * 1234567);
+        bool is_nan = h % 3 == 0;
+        out[i] = i % 23 > 2 ? 0
+                 : is_nan   ? 0x7f800001u | (uint32_t)(h >> 32 & 0x807fffff)
+                            : 0x3f800000u + (uint32_t)(h >> 50);
+    }
+    CHECK_OK(spccl_all_reduce(ctx->comm, out, out, N_NAN, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+}
+
+static void test_nan_payloads(void)
+{
+    static const char *const formats[] = {"dense", "auto", "tile", "pici", "coo"};
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    uint32_t *want = malloc(4 * N_NAN * sizeof *want), *got = malloc(4 * N_NAN * sizeof *got);
+    for (int n_ranks = 2; n_ranks <= 4; n_ranks++)
+        for (int f = 0; f < 5; f++) {
+            setenv("SPCCL_FORMAT", formats[f], 1);
+            run_ranks(n_ranks, &config, nan_sum, f == 0 ? want : got, ctx);
+            for (int r = 1; r < n_ranks; r++)
+                CHECK(memcmp(want, want + (size_t)r * N_NAN, N_NAN * sizeof *want) == 0,
+                      "rank %d of %d has other bits", r, n_ranks);
+            CHECK(f == 0 || memcmp(want, got, (size_t)n_ranks * N_NAN * sizeof *want) == 0,
+                  "%d ranks: %s gives other bits than dense", n_ranks, formats[f]);
+        }
+    unsetenv("SPCCL_FORMAT");
+    free(want);
+    free(got);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"every_dtype_and_op", test_every_dtype_and_op},
         {"ranks_1_to_17", test_ranks_1_to_17},
         {"forced", test_forced},
+        {"nan_payloads", test_nan_payloads},
         {"large", test_large},
         {"shm", test_shm},
         {"tcp", test_tcp},
