@@ -5,8 +5,11 @@
 
 #include <string.h>
 
+/* Only programs that link fault.c have it, that is, tests; elsewhere it is NULL and ends the list. */
+extern const sp_transport sp_transport_fault __attribute__((weak, visibility("hidden")));
+
 const sp_transport *const sp_transports[] = {&sp_transport_inproc, &sp_transport_shm, &sp_transport_tcp,
-                                             NULL};
+                                             &sp_transport_fault, NULL};
 
 static const sp_transport *find(const char *name, size_t n)
 {

@@ -110,6 +110,11 @@ void sp_sock_text(const sp_sock_address *address, char *out, size_t cap)
     } else if (address->storage.ss_family == AF_INET6) {
         struct sockaddr_in6 in6;
         memcpy(&in6, &address->storage, sizeof in6);
+        if (IN6_IS_ADDR_V4MAPPED(&in6.sin6_addr)) { /* an IPv4 caller at a socket for both */
+            inet_ntop(AF_INET, (const uint8_t *)&in6.sin6_addr + 12, host, sizeof host);
+            snprintf(out, cap, "%s:%u", host, (unsigned)ntohs(in6.sin6_port));
+            return;
+        }
         inet_ntop(AF_INET6, &in6.sin6_addr, host, sizeof host);
         snprintf(out, cap, "[%s]:%u", host, (unsigned)ntohs(in6.sin6_port));
     } else {

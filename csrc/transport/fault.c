@@ -1,0 +1,256 @@
+/* fault.c - see fault.h. Stays within the contract of transport.h: what was shown stays shown, what was
+ * reserved can be reserved again smaller, and whoever was told SPCCL_AGAIN without reason is not left asleep.
+ */
+#include "fault.h"
+
+#include "mem.h"
+#include "status.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+struct lane {
+    bool reserved, shown; /* not to be taken back */
+    void *message;        /* the reserved one */
+    size_t bytes;
+};
+
+struct fault {
+    sp_fault_plan plan;
+    const sp_transport *t;
+    sp_endpoint *inner;
+    int rank, world_size, n_lanes;
+    uint64_t rng;
+    unsigned n_sent;
+    bool cut, news;
+    struct lane *lanes; /* [world_size * n_lanes] */
+};
+
+sp_fault_plan sp_fault;
+static atomic_uint n_flipped;
+
+unsigned sp_fault_n_flipped(void)
+{
+    return atomic_load(&n_flipped);
+}
+
+static struct fault *self(sp_endpoint *ep)
+{
+    return (struct fault *)ep;
+}
+
+static struct lane *lane_of(struct fault *f, int peer, int lane)
+{
+    return &f->lanes[peer * f->n_lanes + lane];
+}
+
+/* splitmix64 */
+static uint64_t draw(struct fault *f)
+{
+    uint64_t z = (f->rng += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+static bool one_in(struct fault *f, unsigned n)
+{
+    return n != 0 && draw(f) % n == 0;
+}
+
+static spccl_status gone(const struct fault *f, int peer)
+{
+    return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d is gone: the connection was cut for a test", f->rank,
+                   peer);
+}
+
+static void fault_close(sp_endpoint *ep)
+{
+    struct fault *f = self(ep);
+    if (f == NULL)
+        return;
+    f->t->close(f->inner);
+    sp_free(f->lanes);
+    sp_free(f);
+}
+
+static spccl_status fault_open(const sp_endpoint_config *config, sp_endpoint **out)
+{
+    struct fault *f = sp_calloc(1, sizeof *f);
+    spccl_status st;
+    if (f == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "fault");
+    f->plan = sp_fault;
+    f->t = sp_transport_find(sp_fault.inner);
+    f->rank = config->rank;
+    f->world_size = config->world_size;
+    f->n_lanes = config->n_lanes;
+    f->rng = sp_fault.seed + (uint64_t)config->rank * 7919;
+    f->lanes = sp_calloc((size_t)config->world_size * (size_t)config->n_lanes, sizeof *f->lanes);
+    if (f->lanes == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "fault: lanes");
+        goto fail;
+    }
+    SP_TRY_TO(fail, st, f->t->open(config, &f->inner));
+    *out = (sp_endpoint *)f;
+    return SPCCL_OK;
+fail:
+    fault_close((sp_endpoint *)f);
+    return st;
+}
+
+static spccl_status fault_address(sp_endpoint *ep, uint8_t *out, size_t *bytes)
+{
+    return self(ep)->t->address(self(ep)->inner, out, bytes);
+}
+
+static bool fault_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
+{
+    return self(ep)->t->can_reach(self(ep)->inner, address, bytes, why, why_cap);
+}
+
+static spccl_status fault_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes)
+{
+    return self(ep)->t->add_peer(self(ep)->inner, peer, address, bytes);
+}
+
+static spccl_status fault_connect_step(sp_endpoint *ep)
+{
+    return self(ep)->t->connect_step(self(ep)->inner);
+}
+
+static size_t fault_message_max(sp_endpoint *ep)
+{
+    return self(ep)->t->message_max(self(ep)->inner);
+}
+
+static spccl_status fault_reserve(sp_endpoint *ep, int peer, int lane, size_t bytes, void **out)
+{
+    struct fault *f = self(ep);
+    struct lane *l = lane_of(f, peer, lane);
+    spccl_status st;
+    if (f->cut)
+        return gone(f, peer);
+    if (!(l->reserved && bytes <= l->bytes) && one_in(f, f->plan.hold_one_in)) {
+        f->news = true;
+        return SPCCL_AGAIN;
+    }
+    st = f->t->reserve(f->inner, peer, lane, bytes, out);
+    l->reserved = st == SPCCL_OK;
+    if (l->reserved) {
+        l->message = *out;
+        l->bytes = bytes;
+    }
+    return st;
+}
+
+static spccl_status fault_commit(sp_endpoint *ep, int peer, int lane)
+{
+    struct fault *f = self(ep);
+    struct lane *l = lane_of(f, peer, lane);
+    spccl_status st;
+    if (f->cut)
+        return SPCCL_OK; /* as a peer that died a moment later */
+    if (l->reserved && one_in(f, f->plan.flip_one_in)) {
+        size_t within =
+            f->plan.flip_within != 0 && f->plan.flip_within < l->bytes ? f->plan.flip_within : l->bytes;
+        ((uint8_t *)l->message)[draw(f) % within] ^= (uint8_t)(1u << draw(f) % 8);
+        atomic_fetch_add(&n_flipped, 1);
+    }
+    st = f->t->commit(f->inner, peer, lane);
+    l->reserved = false;
+    if (++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) {
+        f->t->close(f->inner);
+        f->inner = NULL;
+        f->cut = f->news = true;
+    }
+    return st;
+}
+
+static spccl_status fault_peek(sp_endpoint *ep, int peer, int lane, const void **out, size_t *bytes)
+{
+    struct fault *f = self(ep);
+    struct lane *l = lane_of(f, peer, lane);
+    spccl_status st;
+    if (f->cut)
+        return gone(f, peer);
+    if (!l->shown && one_in(f, f->plan.hold_one_in)) {
+        f->news = true;
+        return SPCCL_AGAIN;
+    }
+    st = f->t->peek(f->inner, peer, lane, out, bytes);
+    l->shown = st == SPCCL_OK;
+    return st;
+}
+
+static spccl_status fault_release(sp_endpoint *ep, int peer, int lane)
+{
+    struct fault *f = self(ep);
+    lane_of(f, peer, lane)->shown = false;
+    return f->cut ? SPCCL_OK : f->t->release(f->inner, peer, lane);
+}
+
+static bool fault_flushed(sp_endpoint *ep, int peer)
+{
+    return self(ep)->cut || self(ep)->t->flushed(self(ep)->inner, peer);
+}
+
+static spccl_status fault_progress(sp_endpoint *ep, int *peer, char *text)
+{
+    return self(ep)->cut ? SPCCL_OK : self(ep)->t->progress(self(ep)->inner, peer, text);
+}
+
+static int fault_wait_fd(sp_endpoint *ep)
+{
+    return self(ep)->t->wait_fd(self(ep)->inner);
+}
+
+static spccl_status fault_arm(sp_endpoint *ep)
+{
+    struct fault *f = self(ep);
+    bool news = f->news;
+    f->news = false;
+    if (news)
+        return SPCCL_AGAIN;
+    return f->cut ? SPCCL_OK : f->t->arm(f->inner);
+}
+
+static void fault_disarm(sp_endpoint *ep)
+{
+    if (!self(ep)->cut)
+        self(ep)->t->disarm(self(ep)->inner);
+}
+
+static void fault_abort_peers(sp_endpoint *ep, const char *text)
+{
+    if (!self(ep)->cut)
+        self(ep)->t->abort_peers(self(ep)->inner, text);
+}
+
+static size_t fault_memory_bytes(sp_endpoint *ep)
+{
+    return self(ep)->cut ? 0 : self(ep)->t->memory_bytes(self(ep)->inner);
+}
+
+const sp_transport sp_transport_fault = {
+    .name = "fault",
+    .open = fault_open,
+    .address = fault_address,
+    .can_reach = fault_can_reach,
+    .add_peer = fault_add_peer,
+    .connect_step = fault_connect_step,
+    .message_max = fault_message_max,
+    .reserve = fault_reserve,
+    .commit = fault_commit,
+    .peek = fault_peek,
+    .release = fault_release,
+    .flushed = fault_flushed,
+    .progress = fault_progress,
+    .wait_fd = fault_wait_fd,
+    .arm = fault_arm,
+    .disarm = fault_disarm,
+    .abort_peers = fault_abort_peers,
+    .memory_bytes = fault_memory_bytes,
+    .close = fault_close,
+};
