@@ -140,13 +140,13 @@ static double one_way(struct side *s, size_t bytes, size_t total)
     size_t n = total / bytes;
     for (size_t i = 0; i < n; i++)
         if (s->rank == 0)
-            send_message(s, bytes, (int)i, false);
+            send_message(s, bytes, (int)i, true);
         else
-            (void)take_message(s, false);
+            (void)take_message(s, true);
     if (s->rank == 1)
-        send_message(s, 64, 0, false);
+        send_message(s, 64, 0, true);
     else
-        (void)take_message(s, false);
+        (void)take_message(s, true);
     flush(s);
     return (double)(n * bytes) / NS_PER_S / ((double)(sp_now_ns() - t0) / NS_PER_S);
 }
