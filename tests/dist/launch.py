@@ -111,6 +111,27 @@ def _kill_session(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def run_command(command: list[str], env: dict[str, str], timeout_s: float = 200) -> tuple[int, str]:
+    """Run a launcher such as torchrun; returns exit status and all it printed.
+
+    At the time-out it is asked to end first: its ranks lead sessions of their own, and only it knows them.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+        finally:
+            _kill_session(process)
+        log.seek(0)
+        return process.returncode, log.read()
+
+
 def _cases(output: str) -> dict[str, dict]:
     cases = {}
     for line in output.splitlines():

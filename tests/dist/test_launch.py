@@ -14,28 +14,19 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch.distributed is what is tested here")
 
-from launch import HERE  # noqa: E402
+from launch import HERE, run_command  # noqa: E402
 
 from spccl import backend  # noqa: E402
 
 LAUNCHED = Path(HERE) / "workers" / "launched.py"
 
 
-def torchrun(*args: str, **env: str) -> str:
-    """Run workers/launched.py under torchrun with 2 ranks on a free port; returns what it printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(LAUNCHED),
-        *args,
-    ]
+def torchrun(*program: str, **env: str) -> None:
+    """Run a program under torchrun with 2 ranks on a free port; both must say "launched ok"."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
     settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **env)
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    status, output = run_command(command, settings)
+    assert status == 0 and output.count("launched ok") == 2, f"exit {status}\n{output}"
 
 
 @pytest.fixture
@@ -49,21 +40,14 @@ def installed():
 def test_torchrun_without_importing_spccl(installed, name):
     if "nccl" in name and not torch.distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    assert torchrun(name).count("launched ok") == 2
+    torchrun(str(LAUNCHED), name)
 
 
 def test_debug_detail_wraps_it(installed):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts torch's checking wrapper around the backend."""
-    code = LAUNCHED.read_text().replace('assert name == "spccl", name', "")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    wrapped = subprocess.run(
-        [*launcher, sys.executable, "-c", code, "spccl"],
-        env=dict(os.environ, TORCH_DISTRIBUTED_DEBUG="DETAIL", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert wrapped.returncode == 0 and wrapped.stdout.count("launched ok") == 2, wrapped.stdout + wrapped.stderr
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts torch's checking wrapper around the backend. One life only: the
+    wrapper's own Gloo meets the addresses of the first one in the agent's store, whatever the backend."""
+    code = LAUNCHED.read_text().replace('assert name == "spccl", name', "").replace("range(2)", "range(1)")
+    torchrun("--no-python", sys.executable, "-c", code, "spccl", TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 def test_import_torch_registers_lazily(installed):
