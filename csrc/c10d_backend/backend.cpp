@@ -41,7 +41,7 @@ at::Tensor scaled(const at::Tensor &input, const c10d::ReduceOp &op, const OpTex
 template <class List> void check_list(const List &list, int size, const char *arg, const char *op)
 {
     TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ",
-                      list.size(), " entries, wanted ", size, ", one per rank");
+                      std::to_string(list.size()), " entries, wanted ", std::to_string(size), ", one per rank");
 }
 
 void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, int64_t numel)
@@ -56,7 +56,7 @@ Backend::Backend(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d:
     : c10d::Backend(rank, size), gloo_(std::move(gloo)),
       comm_(std::make_shared<Comm>(store, rank, size, settings)),
       completer_(std::make_shared<SerialThread>()),
-      sparse_(std::make_shared<SparseLane>(store, rank, size, settings)),
+      sparse_(std::make_shared<SparseLane>(store, rank, size, settings, comm_, completer_)),
       options_(c10::make_intrusive<Options>(settings.timeout))
 {
     init();
@@ -119,11 +119,12 @@ void Backend::abort()
     gloo_->abort();
 }
 
-/* First the communicators: they end what is under way, so that the completer has everything to complete. */
+/* First what ends the work under way, so that the completer has everything to complete; the lane before the
+ * communicator that it asks whether the group is still whole. */
 void Backend::shutdown()
 {
-    comm_->close();
     sparse_->close();
+    comm_->close();
     completer_->stop();
     gloo_->shutdown();
 }
@@ -138,6 +139,12 @@ spccl_stats Backend::stats()
 std::string Backend::describe_link(int peer)
 {
     return comm_->describe_link(peer);
+}
+
+c10d::Backend &Backend::gloo(const char *op)
+{
+    comm_->check_usable(op);
+    return *gloo_;
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::start(Launch launch, bool async)
@@ -170,7 +177,7 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     const at::Tensor tensor = only(tensors, "tensor", "broadcast");
     const int root = static_cast<int>(opts.rootRank);
     TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "spccl: broadcast: src is rank ",
-                      opts.rootRank, " of a group of ", size_);
+                      std::to_string(opts.rootRank), " of a group of ", std::to_string(size_));
     if (root == rank_)
         check_dense_cpu(tensor, "tensor", "broadcast");
     else
@@ -224,7 +231,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
 {
     const char *name = "all_gather";
     const at::Tensor input = only(inputs, "tensor", name);
-    TORCH_CHECK_VALUE(outputs.size() == 1, "spccl: all_gather: got ", outputs.size(),
+    TORCH_CHECK_VALUE(outputs.size() == 1, "spccl: all_gather: got ", std::to_string(outputs.size()),
                       " output lists, wanted 1");
     const std::vector<at::Tensor> &list = outputs[0];
     const int64_t numel = input.numel();
@@ -276,7 +283,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     const Taker taker = reduction_taker(tensor.scalar_type(), redop);
     if (taker == Taker::gloo) {
         ++sequence_;
-        return gloo_->allreduce(tensors, opts);
+        return gloo(name).allreduce(tensors, opts);
     }
     if (taker == Taker::nobody)
         refuse_reduction(launch.op);
@@ -344,7 +351,7 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
     check_numel(input, output.numel() * size_, "input", name, "those of output times the ranks");
     if (reduction_taker(output.scalar_type(), opts.reduceOp.op_) == Taker::gloo) {
         ++sequence_;
-        return gloo_->_reduce_scatter_base(output, input, opts);
+        return gloo(name)._reduce_scatter_base(output, input, opts);
     }
     Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output,
                               opts.timeout);
@@ -358,7 +365,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
 {
     const char *name = "reduce_scatter";
     at::Tensor &output = only(outputs, "output", name);
-    TORCH_CHECK_VALUE(inputs.size() == 1, "spccl: reduce_scatter: got ", inputs.size(),
+    TORCH_CHECK_VALUE(inputs.size() == 1, "spccl: reduce_scatter: got ", std::to_string(inputs.size()),
                       " input lists, wanted 1");
     const std::vector<at::Tensor> &list = inputs[0];
     const int64_t numel = output.numel();
@@ -371,7 +378,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
     }
     if (reduction_taker(output.scalar_type(), opts.reduceOp.op_) == Taker::gloo) {
         ++sequence_;
-        return gloo_->reduce_scatter(outputs, inputs, opts);
+        return gloo(name).reduce_scatter(outputs, inputs, opts);
     }
     at::NoGradGuard no_grad;
     at::Tensor flat;
@@ -409,8 +416,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_coalesced(std::vector<std::vec
     check_list(outputs, size_, "output_tensor_lists", name);
     for (const auto &list : outputs)
         TORCH_CHECK_VALUE(list.size() == inputs.size(), "spccl: ", name,
-                          ": a list of output_tensor_lists has ", list.size(), " tensors, wanted ",
-                          inputs.size(), ", one per input tensor");
+                          ": a list of output_tensor_lists has ", std::to_string(list.size()), " tensors, wanted ",
+                          std::to_string(inputs.size()), ", one per input tensor");
     c10d::AllgatherOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::ALLGATHER_COALESCED, [&](size_t i) {
@@ -427,8 +434,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_into_tensor_coalesced(std::vec
                                                                         const c10d::AllgatherOptions &opts)
 {
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: all_gather_into_tensor_coalesced: ", outputs.size(), " outputs for ",
-                      inputs.size(), " inputs");
+                      "spccl: all_gather_into_tensor_coalesced: ", std::to_string(outputs.size()), " outputs for ",
+                      std::to_string(inputs.size()), " inputs");
     c10d::AllgatherOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
@@ -440,8 +447,8 @@ Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::
                                          const c10d::ReduceScatterOptions &opts)
 {
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: reduce_scatter_tensor_coalesced: ", outputs.size(), " outputs for ",
-                      inputs.size(), " inputs");
+                      "spccl: reduce_scatter_tensor_coalesced: ", std::to_string(outputs.size()), " outputs for ",
+                      std::to_string(inputs.size()), " inputs");
     c10d::ReduceScatterOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,

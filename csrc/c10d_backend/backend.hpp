@@ -100,6 +100,8 @@ class Backend final : public c10d::Backend
     std::string describe_link(int peer);
 
   private:
+    /* Gloo, for the call `op`. A group that is broken or shut down is so for Gloo's calls too: throws why. */
+    c10d::Backend &gloo(const char *op);
     c10::intrusive_ptr<c10d::Work> start(Launch launch, bool async);
     c10::intrusive_ptr<c10d::Work> start_reduce_scatter(Launch launch, const at::Tensor &output,
                                                         const at::Tensor &input,

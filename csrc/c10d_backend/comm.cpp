@@ -11,9 +11,12 @@ namespace
 {
 using Clock = std::chrono::steady_clock;
 
+constexpr const char *shut_down = "the group was shut down (destroy_process_group); make a new one";
+
 /* spccl_store over a c10d::Store. The callbacks may not throw through C: the text is kept here. */
 struct StoreBridge {
     c10::intrusive_ptr<c10d::Store> store;
+    std::function<std::string()> stop; /* may be empty */
     std::string error;
 };
 
@@ -32,6 +35,33 @@ spccl_status store_set(void *ctx, const char *key, const void *data, size_t byte
     return SPCCL_ERR_SYSTEM;
 }
 
+/* Wait for `key`; in pieces if somebody may want to stop it, because stores cannot be interrupted.
+ * Throws what the store throws, also when the time is over. */
+spccl_status wait_for_key(StoreBridge &bridge, const char *key, Clock::time_point deadline)
+{
+    const auto piece = milliseconds(250), slack = milliseconds(20);
+    for (;;) {
+        const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+        if (left.count() <= 0) /* a store takes 0 for "wait for ever" */
+            return SPCCL_ERR_TIMEOUT;
+        if (!bridge.stop) {
+            bridge.store->wait({key}, left);
+            return SPCCL_OK;
+        }
+        bridge.error = bridge.stop();
+        if (!bridge.error.empty())
+            return SPCCL_ERR_ABORTED;
+        const auto piece_end = Clock::now() + std::min(left, piece);
+        try {
+            bridge.store->wait({key}, std::min(left, piece));
+            return SPCCL_OK;
+        } catch (const std::exception &) {
+            if (Clock::now() < piece_end - slack) /* something else than "not in time" */
+                throw;
+        }
+    }
+}
+
 spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms,
                        size_t *out_bytes)
 {
@@ -39,9 +69,9 @@ spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_
     const auto deadline = Clock::now() + milliseconds(timeout_ms);
     try {
         if (!bridge->store->check({key})) {
-            if (timeout_ms <= 0) /* a store takes 0 for "wait for ever" */
-                return SPCCL_ERR_TIMEOUT;
-            bridge->store->wait({key}, milliseconds(timeout_ms));
+            const spccl_status status = wait_for_key(*bridge, key, deadline);
+            if (status != SPCCL_OK)
+                return status;
         }
         const std::vector<uint8_t> value = bridge->store->get(key);
         if (value.size() > cap) {
@@ -80,11 +110,12 @@ std::exception_ptr make_error(spccl_status status, const std::string &where, con
     }
 }
 
-Comm::Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings)
+Comm::Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings,
+           std::function<std::string()> stop)
     : rank_(rank), size_(size), settings_(std::move(settings)), default_timeout_(settings_.timeout),
       current_timeout_(settings_.timeout)
 {
-    StoreBridge bridge{store, ""};
+    StoreBridge bridge{store, std::move(stop), ""};
     spccl_store callbacks{&bridge, store_set, store_get};
     spccl_config config = SPCCL_CONFIG_INIT;
     config.name = settings_.name.c_str();
@@ -117,8 +148,7 @@ std::string Comm::who() const
 spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
 {
     if (raw_ == nullptr)
-        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(),
-                                          "the group was shut down (destroy_process_group); make a new one"));
+        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(), shut_down));
     const milliseconds wanted =
         timeout == c10d::kUnsetTimeout || timeout.count() <= 0 ? default_timeout_ : timeout;
     if (wanted == current_timeout_)
@@ -131,7 +161,7 @@ spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
 
 void Comm::set_timeout(milliseconds timeout)
 {
-    TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", timeout.count(),
+    TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", std::to_string(timeout.count()),
                       " ms, wanted more than 0");
     std::lock_guard<std::mutex> lock(issue_);
     default_timeout_ = timeout; /* open_for tells spccl */
@@ -153,6 +183,16 @@ spccl_status Comm::error(std::string *text)
     if (status != SPCCL_OK && text != nullptr)
         *text = spccl_last_error();
     return status;
+}
+
+void Comm::check_usable(const std::string &op)
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    if (raw_ == nullptr)
+        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op, shut_down));
+    const spccl_status status = spccl_comm_async_error(raw_);
+    if (status != SPCCL_OK)
+        std::rethrow_exception(make_error(status, who() + ": " + op, spccl_last_error()));
 }
 
 void Comm::close()

@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
@@ -35,8 +36,10 @@ class Comm
 {
   public:
     /* Join; returns when all links of this rank are up. Throws DistBackendError and the like.
-     *   store   borrowed until return; keys are written under `settings.name` */
-    Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings);
+     *   store   borrowed until return; keys are written under `settings.name`
+     *   stop    asked now and then while this waits for a peer's keys: why to give up, or "" */
+    Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings,
+         std::function<std::string()> stop = nullptr);
     Comm(const Comm &) = delete;
     Comm &operator=(const Comm &) = delete;
     ~Comm();
@@ -70,6 +73,8 @@ class Comm
     void abort(const char *reason) noexcept;
     /* SPCCL_OK or what broke the group. Threads: any. */
     spccl_status error(std::string *text);
+    /* Throw what broke the group, or that it was shut down; `op` goes into the text. Threads: any. */
+    void check_usable(const std::string &op);
     /* Finish what is under way (within its deadline), then free. Idempotent. Later calls throw. */
     void close();
 

@@ -11,7 +11,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors,
                                                const c10d::ReduceOptions &opts)
 {
     ++sequence_;
-    return gloo_->reduce(tensors, opts);
+    return gloo("reduce").reduce(tensors, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::gather(std::vector<std::vector<at::Tensor>> &outputs,
@@ -19,7 +19,7 @@ c10::intrusive_ptr<c10d::Work> Backend::gather(std::vector<std::vector<at::Tenso
                                                const c10d::GatherOptions &opts)
 {
     ++sequence_;
-    return gloo_->gather(outputs, inputs, opts);
+    return gloo("gather").gather(outputs, inputs, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::scatter(std::vector<at::Tensor> &outputs,
@@ -27,7 +27,7 @@ c10::intrusive_ptr<c10d::Work> Backend::scatter(std::vector<at::Tensor> &outputs
                                                 const c10d::ScatterOptions &opts)
 {
     ++sequence_;
-    return gloo_->scatter(outputs, inputs, opts);
+    return gloo("scatter").scatter(outputs, inputs, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Tensor &input,
@@ -36,7 +36,7 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Te
                                                       const c10d::AllToAllOptions &opts)
 {
     ++sequence_;
-    return gloo_->alltoall_base(output, input, output_splits, input_splits, opts);
+    return gloo("all_to_all_single").alltoall_base(output, input, output_splits, input_splits, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &outputs,
@@ -44,32 +44,33 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &output
                                                  const c10d::AllToAllOptions &opts)
 {
     ++sequence_;
-    return gloo_->alltoall(outputs, inputs, opts);
+    return gloo("all_to_all").alltoall(outputs, inputs, opts);
 }
 
 /* Point-to-point calls are not counted: their number differs from rank to rank. */
 
 c10::intrusive_ptr<c10d::Work> Backend::send(std::vector<at::Tensor> &tensors, int peer, int tag)
 {
-    return gloo_->send(tensors, peer, tag);
+    return gloo("send").send(tensors, peer, tag);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::recv(std::vector<at::Tensor> &tensors, int peer, int tag)
 {
-    return gloo_->recv(tensors, peer, tag);
+    return gloo("recv").recv(tensors, peer, tag);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor> &tensors, int tag)
 {
-    return gloo_->recvAnysource(tensors, tag);
+    return gloo("recv").recvAnysource(tensors, tag);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts)
 {
     ++sequence_;
-    return gloo_->barrier(opts);
+    return gloo("barrier").barrier(opts);
 }
 
+/* Asks which rank is missing: of use on a broken group as well. */
 void Backend::monitoredBarrier(const c10d::BarrierOptions &opts, bool wait_all_ranks)
 {
     ++sequence_;

@@ -1,7 +1,8 @@
 /* serial_thread.hpp - one thread that runs tasks in the order in which they were posted.
  *
  * A group has two: one completes futures (so that user callbacks, which may want the GIL, never run on the
- * thread that moves data), one runs sparse_coo reductions. May include: nothing of ours. */
+ * thread that moves data), one runs sparse_coo reductions. A callback that itself waits for a future gets a
+ * further thread (`awaitable`). May include: nothing of ours. */
 #pragma once
 
 #include <atomic>
@@ -46,9 +47,14 @@ class SerialThread
             std::lock_guard<std::mutex> lock(living_mutex_);
             queues = living_;
         }
-        for (const std::shared_ptr<Queue> &queue : queues) {
-            std::unique_lock<std::mutex> lock(queue->mutex);
-            queue->idle.wait_until(lock, deadline, [&] { return queue->tasks.empty() && !queue->running; });
+        bool all_idle = false;
+        while (!all_idle && std::chrono::steady_clock::now() < deadline) {
+            all_idle = true; /* a task may post to a queue that was idle a moment ago: look again */
+            for (const std::shared_ptr<Queue> &queue : queues) {
+                std::unique_lock<std::mutex> lock(queue->mutex);
+                all_idle = all_idle && queue->is_idle();
+                queue->idle.wait_until(lock, deadline, [&] { return queue->is_idle(); });
+            }
         }
         dropping_ = true;
     }
@@ -56,6 +62,17 @@ class SerialThread
     static bool drop()
     {
         return dropping_;
+    }
+
+    /* Where to post what the calling thread may wait for: `first`; or, if the caller is a task of `first` (of
+     * a further one), the next further thread, which is made when it is needed. A task that waited for
+     * another one of its own thread would wait for ever. Threads: any. */
+    static std::shared_ptr<SerialThread> awaitable(const std::shared_ptr<SerialThread> &first)
+    {
+        for (auto thread = first; thread; thread = thread->further(false))
+            if (running_here_ == thread->queue_.get())
+                return thread->further(true);
+        return first;
     }
 
     /* Run `task` after all tasks posted before it. The thread starts with the first task. After stop() the
@@ -79,8 +96,38 @@ class SerialThread
         task();
     }
 
-    /* Run what has been posted, then end the thread. Idempotent; not from two threads at once. */
+    /* Run what has been posted, then end the thread, and the further ones. Idempotent; not from two threads
+     * at once. */
     void stop()
+    {
+        end_loop();
+        if (auto next = further(false))
+            next->stop();
+    }
+
+  private:
+    struct Queue {
+        std::mutex mutex;
+        std::condition_variable wake, idle;
+        std::deque<std::function<void()>> tasks;
+        bool stopping = false;
+        bool running = false; /* a task that has left `tasks` */
+
+        bool is_idle() const
+        {
+            return tasks.empty() && !running;
+        }
+    };
+
+    std::shared_ptr<SerialThread> further(bool make)
+    {
+        std::lock_guard<std::mutex> lock(queue_->mutex);
+        if (!further_ && make)
+            further_ = std::make_shared<SerialThread>();
+        return further_;
+    }
+
+    void end_loop()
     {
         {
             std::lock_guard<std::mutex> lock(queue_->mutex);
@@ -95,17 +142,9 @@ class SerialThread
             thread_.join();
     }
 
-  private:
-    struct Queue {
-        std::mutex mutex;
-        std::condition_variable wake, idle;
-        std::deque<std::function<void()>> tasks;
-        bool stopping = false;
-        bool running = false; /* a task that has left `tasks` */
-    };
-
     static void loop(std::shared_ptr<Queue> queue)
     {
+        running_here_ = queue.get();
         std::unique_lock<std::mutex> lock(queue->mutex);
         for (;;) {
             queue->wake.wait(lock, [&] { return queue->stopping || !queue->tasks.empty(); });
@@ -126,9 +165,11 @@ class SerialThread
     static inline std::mutex living_mutex_;
     static inline std::set<std::shared_ptr<Queue>> living_;
     static inline std::atomic<bool> dropping_{false};
+    static inline thread_local const Queue *running_here_ = nullptr;
 
-    std::shared_ptr<Queue> queue_;
-    std::thread thread_;
+    const std::shared_ptr<Queue> queue_;
+    std::thread thread_;                    /* guarded by queue_->mutex until stop() */
+    std::shared_ptr<SerialThread> further_; /* guarded by queue_->mutex */
 };
 
 } // namespace spccl_torch

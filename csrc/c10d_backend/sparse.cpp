@@ -224,8 +224,10 @@ at::Tensor unite(const std::vector<Run> &runs)
 
 /* ---- SparseLane ---------------------------------------------------------------------------------- */
 
-SparseLane::SparseLane(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings)
-    : store_(std::move(store)), rank_(rank), size_(size), settings_(std::move(settings))
+SparseLane::SparseLane(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
+                       std::shared_ptr<Comm> group, std::shared_ptr<SerialThread> completer)
+    : store_(std::move(store)), rank_(rank), size_(size), settings_(std::move(settings)),
+      group_(std::move(group)), completer_(std::move(completer))
 {
     settings_.name += "/sparse";
 }
@@ -251,7 +253,7 @@ c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c1
         refuse_reduction(op);
 
     auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse",
-                                              std::vector<at::Tensor>{tensor}, sequence);
+                                              std::vector<at::Tensor>{tensor}, sequence, completer_);
     work->abort_task = [lane = weak_from_this()](const char *reason) {
         if (auto alive = lane.lock())
             alive->abort(reason);
@@ -260,6 +262,27 @@ c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c1
         work->run([&] { run(tensor, redop, op, timeout); });
     });
     return work;
+}
+
+/* Why a lane that is being joined should give up, or "". */
+std::string SparseLane::why_stop()
+{
+    std::string text;
+    if (group_->error(&text) != SPCCL_OK)
+        return text;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return aborted_ ? "the group was aborted" : "";
+}
+
+/* Throws the cause if the group is broken; a peer that waits in this lane then hears of it too. */
+void SparseLane::check_group(const OpText &op)
+{
+    try {
+        group_->check_usable(op.str());
+    } catch (...) {
+        abort("the group is broken");
+        throw;
+    }
 }
 
 std::shared_ptr<Comm> SparseLane::comm()
@@ -271,7 +294,8 @@ std::shared_ptr<Comm> SparseLane::comm()
             return comm_;
         settings = settings_;
     }
-    auto made = std::make_shared<Comm>(independent_store(store_), rank_, size_, settings);
+    auto made = std::make_shared<Comm>(independent_store(store_), rank_, size_, settings,
+                                       [this] { return why_stop(); });
     std::lock_guard<std::mutex> lock(mutex_);
     comm_ = made;
     if (aborted_)
@@ -282,6 +306,7 @@ std::shared_ptr<Comm> SparseLane::comm()
 void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op,
                      milliseconds timeout)
 {
+    check_group(op);
     const std::shared_ptr<Comm> group = comm();
     const at::Tensor mine = tensor.coalesce();
     const int64_t sparse_dim = mine.sparse_dim(), nnz = mine._nnz();

@@ -17,8 +17,11 @@ namespace spccl_torch
 class SparseLane : public std::enable_shared_from_this<SparseLane>
 {
   public:
-    /* settings: as the group's; the name gets "/sparse" added. */
-    SparseLane(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings);
+    /* settings   as the group's; the name gets "/sparse" added
+     * group      what everything else of the group runs on: once it is broken, so is this
+     * completer  runs the callbacks of futures */
+    SparseLane(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
+               std::shared_ptr<Comm> group, std::shared_ptr<SerialThread> completer);
     ~SparseLane();
 
     /* tensor := the sum (or average) of every rank's `tensor`, coalesced, the same bits on every rank.
@@ -40,12 +43,16 @@ class SparseLane : public std::enable_shared_from_this<SparseLane>
 
   private:
     std::shared_ptr<Comm> comm();
+    std::string why_stop();
+    void check_group(const OpText &op);
     void run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op, milliseconds timeout);
 
     const c10::intrusive_ptr<c10d::Store> store_;
     const int rank_;
     const int size_;
     CommSettings settings_;
+    const std::shared_ptr<Comm> group_;
+    const std::shared_ptr<SerialThread> completer_;
     SerialThread thread_;
     std::mutex mutex_; /* guards comm_, aborted_, settings_.timeout; not held while joining */
     std::shared_ptr<Comm> comm_;

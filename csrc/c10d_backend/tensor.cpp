@@ -55,7 +55,7 @@ WireType wire_for_moving(c10::ScalarType dtype, const OpText &op)
     case 8:
         return {SPCCL_INT64, 1};
     default:
-        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ", c10::elementSize(dtype),
+        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ", std::to_string(c10::elementSize(dtype)),
                          " bytes are not taken");
     }
 }
@@ -177,7 +177,7 @@ void refuse_reduction(const OpText &op)
 
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op)
 {
-    TORCH_CHECK_VALUE(tensors.size() == 1, "spccl: ", op, ": ", arg, ": got ", tensors.size(),
+    TORCH_CHECK_VALUE(tensors.size() == 1, "spccl: ", op, ": ", arg, ": got ", std::to_string(tensors.size()),
                       " tensors, wanted one per process");
     return tensors[0];
 }
@@ -210,8 +210,8 @@ void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *a
 
 void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why)
 {
-    TORCH_CHECK_VALUE(t.numel() == want, "spccl: ", op, ": ", arg, " has ", t.numel(), " elements, wanted ",
-                      want, " (", why, ")");
+    TORCH_CHECK_VALUE(t.numel() == want, "spccl: ", op, ": ", arg, " has ", std::to_string(t.numel()),
+                      " elements, wanted ", std::to_string(want), " (", why, ")");
 }
 
 bool is_plain(const at::Tensor &t)

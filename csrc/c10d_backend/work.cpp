@@ -60,11 +60,11 @@ RequestWork::~RequestWork()
 }
 
 c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
-                                                   std::shared_ptr<SerialThread> completer, Launch launch,
-                                                   uint64_t sequence)
+                                                   const std::shared_ptr<SerialThread> &completer,
+                                                   Launch launch, uint64_t sequence)
 {
-    auto work =
-        c10::make_intrusive<RequestWork>(std::move(comm), std::move(completer), std::move(launch), sequence);
+    auto work = c10::make_intrusive<RequestWork>(std::move(comm), SerialThread::awaitable(completer),
+                                                 std::move(launch), sequence);
     work->comm_->issue(work->launch_.op, work->launch_.timeout, [&](spccl_comm *raw) {
         spccl_status status = work->launch_.call(raw, &work->request_);
         if (status != SPCCL_OK)
@@ -232,9 +232,9 @@ void RequestWork::complete_future()
 /* ---- TaskWork ---------------------------------------------------------------------------------- */
 
 TaskWork::TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
-                   uint64_t sequence)
+                   uint64_t sequence, const std::shared_ptr<SerialThread> &completer)
     : Work(rank, c10d::OpType::_ALLREDUCE_SPARSE, title, tensors), op_(op), tensors_(std::move(tensors)),
-      sequence_(sequence), future_(make_tensor_list_future())
+      sequence_(sequence), completer_(SerialThread::awaitable(completer)), future_(make_tensor_list_future())
 {
 }
 
@@ -248,13 +248,13 @@ void TaskWork::run(const std::function<void()> &task)
         error = std::current_exception();
     }
     finish(error);
-    if (SerialThread::drop())
-        return;
-    at::ThreadLocalStateGuard tls(tls_);
-    if (error)
-        future_->setError(error);
-    else
-        future_->markCompleted(c10::IValue(tensors_));
+    completer_->post([future = future_, tensors = tensors_, tls = tls_, error] {
+        at::ThreadLocalStateGuard guard(tls);
+        if (error)
+            future->setError(error);
+        else
+            future->markCompleted(c10::IValue(tensors));
+    });
 }
 
 std::vector<at::Tensor> TaskWork::result()

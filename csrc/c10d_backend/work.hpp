@@ -42,11 +42,11 @@ void run_blocking(Comm &comm, Launch launch);
 class RequestWork final : public c10d::Work
 {
   public:
-    /* Issue it. `completer` runs the callbacks of futures; works of one group complete theirs in issue order.
-     */
+    /* Issue it. `completer` runs the callbacks of futures; works of one group complete theirs in issue order,
+     * except that those issued by a callback have a thread of their own, so that it may wait for them. */
     static c10::intrusive_ptr<RequestWork> issue(std::shared_ptr<Comm> comm,
-                                                 std::shared_ptr<SerialThread> completer, Launch launch,
-                                                 uint64_t sequence);
+                                                 const std::shared_ptr<SerialThread> &completer,
+                                                 Launch launch, uint64_t sequence);
 
     RequestWork(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer, Launch launch,
                 uint64_t sequence);
@@ -90,12 +90,13 @@ class RequestWork final : public c10d::Work
     bool future_completed_ = false;
 };
 
-/* Work that a SerialThread does: a chain of collectives on a communicator of its own. */
+/* Work that a SerialThread does: a chain of collectives on a communicator of its own. Its future is completed
+ * on `completer`, as those of RequestWork are. */
 class TaskWork final : public c10d::Work
 {
   public:
     TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
-             uint64_t sequence);
+             uint64_t sequence, const std::shared_ptr<SerialThread> &completer);
 
     /* Run `task` on the calling thread and complete this work with its end. */
     void run(const std::function<void()> &task);
@@ -113,6 +114,7 @@ class TaskWork final : public c10d::Work
     const OpText op_;
     const std::vector<at::Tensor> tensors_;
     const uint64_t sequence_;
+    const std::shared_ptr<SerialThread> completer_;
     const c10::intrusive_ptr<c10::ivalue::Future> future_;
     const at::ThreadLocalState tls_;
 };
