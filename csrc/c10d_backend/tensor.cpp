@@ -55,8 +55,8 @@ WireType wire_for_moving(c10::ScalarType dtype, const OpText &op)
     case 8:
         return {SPCCL_INT64, 1};
     default:
-        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ", std::to_string(c10::elementSize(dtype)),
-                         " bytes are not taken");
+        TORCH_CHECK_TYPE(false, "spccl: ", op.str(), ": elements of ",
+                         std::to_string(c10::elementSize(dtype)), " bytes are not taken");
     }
 }
 

@@ -2,7 +2,11 @@
  *
  * Supported: torch 2.9 and later; 2.11 and 2.13 are tested. Methods of c10d::Backend and c10d::Work that
  * some version lacks, or has non-virtual, are declared without `override` in our classes; what cannot be
- * said that way is here. May include: nothing of ours. */
+ * said that way is here. May include: nothing of ours.
+ *
+ * Numbers in texts go through std::to_string, never into c10::str as they are: there they meet a stream's
+ * locale, and torch 2.11's CUDA build, which brings parts of its own libstdc++, crashed on that (seen with
+ * gcc 13). */
 #pragma once
 
 #if __cplusplus < 202002L
