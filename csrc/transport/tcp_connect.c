@@ -129,7 +129,7 @@ static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
         if (h->kind == SP_HS_TCP_CONTROL && p->state == SP_TCP_EXPECT_CONTROL)
             return SPCCL_OK;
         if (h->kind == SP_HS_TCP_LANE && p->state == SP_TCP_EXPECT_LANES && h->n_sockets == p->n_sockets &&
-            (int)h->lane < ep->config.n_lanes && h->stripe < p->n_sockets &&
+            h->lane < (uint32_t)ep->config.n_lanes && h->stripe < p->n_sockets &&
             p->streams[h->lane * p->n_sockets + h->stripe].fd < 0)
             return SPCCL_OK;
     }

@@ -288,8 +288,11 @@ static void test_missing(void)
 /* ---- a peer with the right secret that sends nonsense over tcp ---- */
 
 enum { LENGTH_0, LENGTH_BIG, LENGTH_MAX_PLUS_1, SEQUENCE, LANE, MAGIC, CUT_SHORT, CONTROL_NOISE, N_EVILS };
+#define WILD 0xffffffffu /* a lane that would be negative as an int */
 
-static int dial_proven(const struct member *m, const sp_tcp_address *to, uint32_t kind, uint32_t lane)
+/* A connection that knows the secret and claims this lane (place % 1000) and socket of it (place / 1000); the
+ * verdict on it. */
+static spccl_status dial_proven(const struct member *m, uint32_t kind, uint32_t place, int *fd)
 {
     sp_hs_hello h = {.group_tag = m->config.group_tag,
                      .lane_bytes = m->config.lane_bytes,
@@ -297,18 +300,34 @@ static int dial_proven(const struct member *m, const sp_tcp_address *to, uint32_
                      .from = 0,
                      .to = 1,
                      .world_size = 2,
-                     .lane = lane,
+                     .lane = place == WILD ? 0x80000000u : place % 1000,
+                     .stripe = place == WILD ? 0 : place / 1000,
                      .n_lanes = 2,
                      .n_sockets = 1};
+    sp_tcp_address to;
     sp_hs hs;
     spccl_status st;
-    int fd = dial_listener(m, 1);
-    memcpy(h.to_id, to->id, sizeof h.to_id);
-    CHECK_OK(sp_hs_dial(&hs, fd, &h, m->config.secret));
+    CHECK(sp_tcp_parse_address(m->shared->address[1].bytes, m->shared->address[1].n_bytes, &to), "address");
+    *fd = dial_listener(m, 1);
+    memcpy(h.to_id, to.id, sizeof h.to_id);
+    CHECK_OK(sp_hs_dial(&hs, *fd, &h, m->config.secret));
     while ((st = sp_hs_step(&hs)) == SPCCL_AGAIN)
         usleep(100);
-    CHECK_OK(st);
-    return fd;
+    return st;
+}
+
+/* A lane that is up already, lanes and sockets that are not there, a second control connection. */
+static void dial_refused(const struct member *m)
+{
+    static const uint32_t places[] = {0, 2, 1001, WILD};
+    int fd;
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        CHECK(dial_proven(m, SP_HS_TCP_LANE, places[i], &fd) == SPCCL_ERR_PEER, "place %u is given",
+              places[i]);
+        close(fd);
+    }
+    CHECK(dial_proven(m, SP_HS_TCP_CONTROL, 0, &fd) == SPCCL_ERR_PEER, "a second control connection");
+    close(fd);
 }
 
 static void send_evil(const struct member *m, const int fds[3])
@@ -358,15 +377,13 @@ static void evil(struct member *m)
     if (!open_member(m))
         return;
     if (m->rank == 0) {
-        sp_tcp_address to;
         int fds[3];
         while (atomic_load(&m->shared->n_published) < m->n)
             usleep(100);
-        CHECK(sp_tcp_parse_address(m->shared->address[1].bytes, m->shared->address[1].n_bytes, &to),
-              "address");
-        fds[0] = dial_proven(m, &to, SP_HS_TCP_CONTROL, 0);
-        fds[1] = dial_proven(m, &to, SP_HS_TCP_LANE, 0);
-        fds[2] = dial_proven(m, &to, SP_HS_TCP_LANE, 1);
+        CHECK_OK(dial_proven(m, SP_HS_TCP_CONTROL, 0, &fds[0]));
+        CHECK_OK(dial_proven(m, SP_HS_TCP_LANE, 0, &fds[1]));
+        dial_refused(m);
+        CHECK_OK(dial_proven(m, SP_HS_TCP_LANE, 1, &fds[2]));
         send_evil(m, fds);
         if (m->kind != CUT_SHORT)
             meet(m, 1);
