@@ -19,8 +19,8 @@
 #include <sys/mman.h>
 
 #define ABORT_MAGIC 0x42415053u /* "SPAB" */
-#define LOOK_NS 2000000 /* sockets are looked at this often while the ranks are busy, and after every sleep  \
-                         */
+/* Sockets are looked at this often while the ranks are busy, and after every sleep. */
+#define LOOK_NS 2000000
 
 static void shm_close(sp_endpoint *opaque)
 {
