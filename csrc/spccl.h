@@ -131,15 +131,14 @@ typedef struct spccl_encode_options {
     spccl_format format;  /* AUTO, or the format that every slice must take */
     uint32_t slice_elems; /* elements per frame, a multiple of 4096; 0 = default (65536) */
 } spccl_encode_options;
-#define SPCCL_ENCODE_OPTIONS_INIT                                                                     \
-    {                                                                                                 \
-        sizeof(spccl_encode_options), NULL, SPCCL_FORMAT_AUTO, 0                                      \
+#define SPCCL_ENCODE_OPTIONS_INIT                                                                            \
+    {                                                                                                        \
+        sizeof(spccl_encode_options), NULL, SPCCL_FORMAT_AUTO, 0                                             \
     }
 
 /* Bytes that always suffice for spccl_encode of `n_elems`; 0 if the arguments are bad or overflow.
  *   options    NULL = defaults */
-SPCCL_API size_t spccl_encode_bound(size_t n_elems, spccl_dtype dtype,
-                                    const spccl_encode_options *options);
+SPCCL_API size_t spccl_encode_bound(size_t n_elems, spccl_dtype dtype, const spccl_encode_options *options);
 
 /* Encode `x` as a stream in `dst`.
  *   x          [n_elems] of `dtype`, host memory, borrowed until return; any alignment
@@ -177,8 +176,7 @@ typedef struct spccl_frame_info {
 
 /* Check the frame at the start of `stream` completely and describe it.
  * Errors: ARG, FORMAT, VERSION.  Threads: any. */
-SPCCL_API spccl_status spccl_frame_inspect(const void *stream, size_t stream_bytes,
-                                           spccl_frame_info *out);
+SPCCL_API spccl_status spccl_frame_inspect(const void *stream, size_t stream_bytes, spccl_frame_info *out);
 
 /* ---- communicators ------------------------------------------------------------------------------ */
 
@@ -186,18 +184,18 @@ typedef struct spccl_comm spccl_comm;       /* one rank's membership of one grou
 typedef struct spccl_request spccl_request; /* one collective under way */
 
 typedef struct spccl_config {
-    size_t struct_bytes;     /* sizeof(spccl_config) */
-    const char *name;        /* group name for texts and keys; borrowed until return; NULL = "world" */
-    int64_t timeout_ms;      /* deadline of creation and of every collective; 0 = default (600000) */
-    spccl_format format;     /* AUTO or forced for every slice (SPCCL_FORMAT wins) */
-    uint32_t slice_bytes;    /* dense bytes per slice; 0 = default */
-    const char *transports;  /* comma list tried in order, for example "shm,tcp"; NULL = default */
-    uint32_t n_sockets;      /* TCP sockets per peer and lane; 0 = default */
-    const uint8_t *secret;   /* [32] job secret, or NULL: rank 0 makes one and passes it by the store */
+    size_t struct_bytes;    /* sizeof(spccl_config) */
+    const char *name;       /* group name for texts and keys; borrowed until return; NULL = "world" */
+    int64_t timeout_ms;     /* deadline of creation and of every collective; 0 = default (600000) */
+    spccl_format format;    /* AUTO or forced for every slice (SPCCL_FORMAT wins) */
+    uint32_t slice_bytes;   /* dense bytes per slice; 0 = default */
+    const char *transports; /* comma list tried in order, for example "shm,tcp"; NULL = default */
+    uint32_t n_sockets;     /* TCP sockets per peer and lane; 0 = default */
+    const uint8_t *secret;  /* [32] job secret, or NULL: rank 0 makes one and passes it by the store */
 } spccl_config;
-#define SPCCL_CONFIG_INIT                                                                             \
-    {                                                                                                 \
-        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL                            \
+#define SPCCL_CONFIG_INIT                                                                                    \
+    {                                                                                                        \
+        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL                                   \
     }
 
 /* A key-value store shared by the ranks (torch's Store, or anything alike). `set` publishes; `get`
@@ -248,11 +246,11 @@ SPCCL_API spccl_status spccl_comm_destroy(spccl_comm *comm);
 typedef struct spccl_stats {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_stats) */
     uint64_t n_collectives;
-    uint64_t dense_bytes_sent;            /* what the payloads would have been, dense */
-    uint64_t wire_bytes_sent;             /* what was sent: frames and envelopes */
+    uint64_t dense_bytes_sent; /* what the payloads would have been, dense */
+    uint64_t wire_bytes_sent;  /* what was sent: frames and envelopes */
     uint64_t wire_bytes_received;
     uint64_t n_frames_sent[SPCCL_N_FORMATS]; /* by spccl_format */
-    uint64_t buffer_bytes;                /* memory the communicator holds now, shared rings included */
+    uint64_t buffer_bytes;                   /* memory the communicator holds now, shared rings included */
 } spccl_stats;
 SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 /* Which transport carries the traffic to `peer`, and why: one line, valid until destroy. */
@@ -297,8 +295,8 @@ SPCCL_API const char *spccl_request_error(spccl_request *req);
  * drives it), or at once if it is done already. Callbacks of one communicator run in the order in
  * which the collectives were issued. `fn` must not call back into the same communicator except to
  * issue collectives with a request. At most one callback per request. */
-SPCCL_API spccl_status spccl_request_on_done(spccl_request *req,
-                                             void (*fn)(void *ctx, spccl_status status), void *ctx);
+SPCCL_API spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spccl_status status),
+                                             void *ctx);
 /* Give the handle back; a collective still under way goes on without it. Accepts NULL. */
 SPCCL_API void spccl_request_free(spccl_request *req);
 

@@ -41,7 +41,8 @@ at::Tensor scaled(const at::Tensor &input, const c10d::ReduceOp &op, const OpTex
 template <class List> void check_list(const List &list, int size, const char *arg, const char *op)
 {
     TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ",
-                      std::to_string(list.size()), " entries, wanted ", std::to_string(size), ", one per rank");
+                      std::to_string(list.size()), " entries, wanted ", std::to_string(size),
+                      ", one per rank");
 }
 
 void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, int64_t numel)
@@ -416,8 +417,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_coalesced(std::vector<std::vec
     check_list(outputs, size_, "output_tensor_lists", name);
     for (const auto &list : outputs)
         TORCH_CHECK_VALUE(list.size() == inputs.size(), "spccl: ", name,
-                          ": a list of output_tensor_lists has ", std::to_string(list.size()), " tensors, wanted ",
-                          std::to_string(inputs.size()), ", one per input tensor");
+                          ": a list of output_tensor_lists has ", std::to_string(list.size()),
+                          " tensors, wanted ", std::to_string(inputs.size()), ", one per input tensor");
     c10d::AllgatherOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::ALLGATHER_COALESCED, [&](size_t i) {
@@ -434,8 +435,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather_into_tensor_coalesced(std::vec
                                                                         const c10d::AllgatherOptions &opts)
 {
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: all_gather_into_tensor_coalesced: ", std::to_string(outputs.size()), " outputs for ",
-                      std::to_string(inputs.size()), " inputs");
+                      "spccl: all_gather_into_tensor_coalesced: ", std::to_string(outputs.size()),
+                      " outputs for ", std::to_string(inputs.size()), " inputs");
     c10d::AllgatherOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
@@ -447,8 +448,8 @@ Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::
                                          const c10d::ReduceScatterOptions &opts)
 {
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: reduce_scatter_tensor_coalesced: ", std::to_string(outputs.size()), " outputs for ",
-                      std::to_string(inputs.size()), " inputs");
+                      "spccl: reduce_scatter_tensor_coalesced: ", std::to_string(outputs.size()),
+                      " outputs for ", std::to_string(inputs.size()), " inputs");
     c10d::ReduceScatterOptions each = opts;
     each.asyncOp = true;
     return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,

@@ -21,8 +21,9 @@ static inline size_t sp_dtype_bytes(spccl_dtype t)
 }
 static inline const char *sp_dtype_name(spccl_dtype t)
 {
-    static const char *const names[SP_N_DTYPES] = {"?",       "float32", "float16", "bfloat16", "float64", "float8",
-                                                   "int8",    "int16",   "int32",   "int64",    "uint8"};
+    static const char *const names[SP_N_DTYPES] = {"?",       "float32", "float16", "bfloat16",
+                                                   "float64", "float8",  "int8",    "int16",
+                                                   "int32",   "int64",   "uint8"};
     return sp_dtype_ok(t) ? names[t] : "?";
 }
 /* float8 is carried as bytes; nothing is added in it. */
@@ -75,7 +76,8 @@ static inline float sp_f16_to_f32(uint16_t h)
     }
     return sp_f32_from_bits(sign | ((exp + 112u) << 23) | (man << 13));
 }
-/* Round to nearest, ties to even; overflow to infinity. A NaN becomes quiet and keeps its upper payload bits. */
+/* Round to nearest, ties to even; overflow to infinity. A NaN becomes quiet and keeps its upper payload bits.
+ */
 static inline uint16_t sp_f16_from_f32(float f)
 {
     uint32_t u = sp_f32_to_bits(f);

@@ -66,8 +66,8 @@ size_t sp_frame_bound(size_t n_elems, size_t elem_bytes);
 size_t sp_frame_bound_forced(spccl_format format, size_t n_elems, size_t elem_bytes);
 
 /* Write the 64 header bytes and zero the padding between sections. dst has layout->frame_bytes. */
-void sp_frame_write_header(void *dst, spccl_format format, spccl_dtype dtype, bool is_delta,
-                           size_t n_elems, size_t nnz, const sp_frame_layout *layout);
+void sp_frame_write_header(void *dst, spccl_format format, spccl_dtype dtype, bool is_delta, size_t n_elems,
+                           size_t nnz, const sp_frame_layout *layout);
 
 /* A frame that passed sp_frame_validate. Pointers borrow the frame's bytes. */
 typedef struct sp_frame {

@@ -36,7 +36,8 @@ typedef struct sp_endpoint sp_endpoint;
 typedef struct sp_transport {
     const char *name; /* "shm" */
 
-    /* Make an endpoint that peers can find; *out is zero-initialised by the caller. Borrows config until return. */
+    /* Make an endpoint that peers can find; *out is zero-initialised by the caller. Borrows config until
+     * return. */
     spccl_status (*open)(const sp_endpoint_config *config, sp_endpoint **out);
     /* This endpoint's address for its peers: *bytes <= SP_ADDRESS_BYTES_MAX. */
     spccl_status (*address)(sp_endpoint *ep, uint8_t *out, size_t *bytes);
@@ -45,9 +46,9 @@ typedef struct sp_transport {
     bool (*can_reach)(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
     /* The pair (this rank, peer) will use this transport. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
-    /* Go on connecting: SPCCL_AGAIN until every added peer is up in both directions. A stranger (wrong secret,
-     * noise, silence) is dropped and logged, and does not disturb the others. When the deadline passes:
-     * SPCCL_ERR_TIMEOUT with the ranks still missing; SPCCL_ERR_AUTH if a peer refused our secret. */
+    /* Go on connecting: SPCCL_AGAIN until every added peer is up in both directions. A stranger (wrong
+     * secret, noise, silence) is dropped and logged, and does not disturb the others. When the deadline
+     * passes: SPCCL_ERR_TIMEOUT with the ranks still missing; SPCCL_ERR_AUTH if a peer refused our secret. */
     spccl_status (*connect_step)(sp_endpoint *ep);
 
     /* Largest message that reserve accepts. At least lane_bytes / 4. */
@@ -59,9 +60,9 @@ typedef struct sp_transport {
     spccl_status (*reserve)(sp_endpoint *ep, int peer, int lane, size_t bytes, void **out);
     /* The reserved message is written: send it. */
     spccl_status (*commit)(sp_endpoint *ep, int peer, int lane);
-    /* The oldest message not released, 16-byte aligned; it stays where it is until released. SPCCL_AGAIN if none is
-     * there; SPCCL_ERR_PEER if none is there and the peer is gone (what a peer sent before it went
-     * is still delivered). */
+    /* The oldest message not released, 16-byte aligned; it stays where it is until released. SPCCL_AGAIN if
+     * none is there; SPCCL_ERR_PEER if none is there and the peer is gone (what a peer sent before it went is
+     * still delivered). */
     spccl_status (*peek)(sp_endpoint *ep, int peer, int lane, const void **out, size_t *bytes);
     spccl_status (*release)(sp_endpoint *ep, int peer, int lane);
     /* True when everything committed has left this process's hands: it reaches the peer even if
@@ -69,14 +70,15 @@ typedef struct sp_transport {
     bool (*flushed)(sp_endpoint *ep, int peer);
 
     /* Move bytes and take note of peers that left. SPCCL_ERR_ABORTED if a peer sent an abort: its
-     * rank and text then go to *peer and text[SP_ABORT_TEXT_CAP]. A peer that is merely gone is no error here. */
+     * rank and text then go to *peer and text[SP_ABORT_TEXT_CAP]. A peer that is merely gone is no error
+     * here. */
     spccl_status (*progress)(sp_endpoint *ep, int *peer, char *text);
     /* A file descriptor that becomes readable when calling progress may change something, provided
      * that `arm` returned SPCCL_OK and disarm was not called since. For epoll, level-triggered. */
     int (*wait_fd)(sp_endpoint *ep);
-    /* About to sleep on wait_fd: SPCCL_OK, or SPCCL_AGAIN (then do not sleep; disarm is not needed) if something
-     * has happened that peek, reserve and progress have not shown yet; each change is told once. A lane wakes its
-     * rank for room only if the last reserve on it came back SPCCL_AGAIN. */
+    /* About to sleep on wait_fd: SPCCL_OK, or SPCCL_AGAIN (then do not sleep; disarm is not needed) if
+     * something has happened that peek, reserve and progress have not shown yet; each change is told once. A
+     * lane wakes its rank for room only if the last reserve on it came back SPCCL_AGAIN. */
     spccl_status (*arm)(sp_endpoint *ep);
     void (*disarm)(sp_endpoint *ep);
     /* Tell every peer, best effort, out of band (also when lanes are full), that this rank gives up. */

@@ -2,8 +2,8 @@
  *
  *   cc -o all_reduce all_reduce.c -I<include> -L<lib> -lspccl && ./all_reduce
  *
- * The first process makes the unique id and hands its 128 bytes to the second (here through a pipe; any way will do:
- * a file, MPI_Bcast, a job script), then both join the group and call the same collective. */
+ * The first process makes the unique id and hands its 128 bytes to the second (here through a pipe; any way
+ * will do: a file, MPI_Bcast, a job script), then both join the group and call the same collective. */
 #include <spccl.h>
 
 #include <stdio.h>
@@ -41,8 +41,8 @@ static int run(int rank, const spccl_unique_id *id)
         n_wrong += x[i] != (float)((i % 100 == 0 ? 1 : 0) + (i % 100 == 7 ? 2 : 0));
 
     check(spccl_comm_stats(comm, &stats), rank, "stats");
-    printf("rank %d: %zu wrong of %zu; sent %.2f MB where dense data is %.2f MB (%.0fx less)\n", rank, n_wrong, N_ELEMS,
-           (double)stats.wire_bytes_sent * 1e-6, (double)stats.dense_bytes_sent * 1e-6,
+    printf("rank %d: %zu wrong of %zu; sent %.2f MB where dense data is %.2f MB (%.0fx less)\n", rank,
+           n_wrong, N_ELEMS, (double)stats.wire_bytes_sent * 1e-6, (double)stats.dense_bytes_sent * 1e-6,
            (double)stats.dense_bytes_sent / (double)stats.wire_bytes_sent);
     check(spccl_comm_destroy(comm), rank, "destroy");
     free(x);

@@ -9,25 +9,24 @@
 
 static _Atomic int test_n_failed, test_n_checks; /* CHECK may run on several threads */
 
-#define CHECK(cond, ...)                                                                              \
-    do {                                                                                              \
-        test_n_checks++;                                                                              \
-        if (!(cond)) {                                                                                \
-            test_n_failed++;                                                                          \
-            fprintf(stderr, "%s:%d: CHECK(%s): ", __FILE__, __LINE__, #cond);                         \
-            fprintf(stderr, __VA_ARGS__);                                                             \
-            fputc('\n', stderr);                                                                      \
-            if (test_n_failed > 20) {                                                                 \
-                fprintf(stderr, "too many failures, giving up\n");                                    \
-                exit(1);                                                                              \
-            }                                                                                         \
-        }                                                                                             \
+#define CHECK(cond, ...)                                                                                     \
+    do {                                                                                                     \
+        test_n_checks++;                                                                                     \
+        if (!(cond)) {                                                                                       \
+            test_n_failed++;                                                                                 \
+            fprintf(stderr, "%s:%d: CHECK(%s): ", __FILE__, __LINE__, #cond);                                \
+            fprintf(stderr, __VA_ARGS__);                                                                    \
+            fputc('\n', stderr);                                                                             \
+            if (test_n_failed > 20) {                                                                        \
+                fprintf(stderr, "too many failures, giving up\n");                                           \
+                exit(1);                                                                                     \
+            }                                                                                                \
+        }                                                                                                    \
     } while (0)
-#define CHECK_OK(x)                                                                                   \
-    do {                                                                                              \
-        spccl_status check_status_ = (x);                                                             \
-        CHECK(check_status_ == SPCCL_OK, "%s: %s", spccl_status_name(check_status_),                  \
-              spccl_last_error());                                                                    \
+#define CHECK_OK(x)                                                                                          \
+    do {                                                                                                     \
+        spccl_status check_status_ = (x);                                                                    \
+        CHECK(check_status_ == SPCCL_OK, "%s: %s", spccl_status_name(check_status_), spccl_last_error());    \
     } while (0)
 
 struct test_case {
@@ -35,7 +34,8 @@ struct test_case {
     void (*fn)(void);
 };
 
-/* splitmix64: fresh seed each run unless SPCCL_TEST_SEED is set; printed so that a failure can be repeated. */
+/* splitmix64: fresh seed each run unless SPCCL_TEST_SEED is set; printed so that a failure can be repeated.
+ */
 static uint64_t test_rng_state;
 static inline uint64_t test_rand(void)
 {
