@@ -1,4 +1,4 @@
-"""spccl's own collectives through torch.distributed, on 2 and 3 ranks; and over TCP, and in every format."""
+"""spccl's own collectives through torch.distributed, on 2, 3 and 4 ranks; and over TCP, and in every format."""
 
 from __future__ import annotations
 
@@ -38,9 +38,19 @@ def ranks(request):
     return run_ranks("collectives", request.param)
 
 
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_ranks("collectives", 4, *VALUES)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_case(ranks, case):
     check_case(ranks, case)
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_four_ranks(four_ranks, case):
+    check_case(four_ranks, case)
 
 
 def test_all_ranks_end(ranks):

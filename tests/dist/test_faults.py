@@ -43,7 +43,8 @@ def test_ranks_that_disagree(case, words):
 
 def test_broken_group_stays_broken():
     for told in run("broken_group_stays_broken"):
-        assert "SPCCL_ERR" in told["again"] and "rank" in told["again"], told
+        for text in told["again"]:
+            assert "SPCCL_ERR" in text and "rank" in text, text
 
 
 @pytest.mark.parametrize("case", ["killed_peer", "killed_peer_async"])
@@ -53,6 +54,11 @@ def test_killed_peer(case):
         assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], told
         assert str(1 << 20) in report["text"], told
     assert any("SPCCL_ERR_PEER" in report["text"] for report in told), told
+
+
+def test_killed_peer_while_the_sparse_lane_is_made():
+    for report in run("killed_peer_while_the_sparse_lane_is_made", survivors=2):
+        assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], report
 
 
 def test_hanging_peer():

@@ -1,6 +1,7 @@
 """Cases, one per run: what every rank sees when ranks disagree, die, hang or abort, and what works afterwards.
 
-Each case ends with `works_again`: the survivors destroy the broken group and make a new one in the same process.
+Each case ends with `works_again`: the survivors destroy the broken group and make a new one in the same process;
+what the broken group held (file descriptors, threads, shared memory) is gone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,24 @@ from workers.common import FOLDER, RANK, WORLD, join, raises, report
 ELEMENTS = 1 << 20  # 4 MiB: several slices, so that a fault falls into the middle
 
 
-def works_again(ranks: list[int]) -> None:
+def held() -> tuple[int, int, list[str]]:
+    """What this process holds: file descriptors, threads, names of shared memory."""
+    segments = [n for n in os.listdir("/dev/shm") if n.startswith(f"spccl-{os.getpid()}")]
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments
+
+
+def alone_once() -> None:
+    """One whole life of a group of one: afterwards all that torch starts once per process is there."""
+    dist.init_process_group("spccl", store=dist.HashStore(), rank=0, world_size=1)
+    for x in (torch.ones(1), torch.eye(2).to_sparse_coo()):
+        dist.all_reduce(x, async_op=True).get_future().wait()
     dist.destroy_process_group()
+
+
+def works_again(ranks: list[int], before: tuple | None = None) -> None:
+    dist.destroy_process_group()
+    if before is not None:
+        assert wait_for(lambda: held() == before), f"before: {before}, after: {held()}"
     dist.init_process_group(
         "spccl",
         init_method=f"file://{FOLDER}/again",
@@ -33,6 +50,16 @@ def works_again(ranks: list[int]) -> None:
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((1000,), float(len(ranks))))
     dist.destroy_process_group()
+
+
+def wait_for(true, within_s: float = 5) -> bool:
+    """Threads need a moment to leave /proc."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def caught(action, kind=dist.DistBackendError) -> dict:
@@ -70,19 +97,27 @@ def operation_mismatch():
 
 
 def broken_group_stays_broken():
-    """After a failure every call says so at once, with the first cause; get_error tells it too."""
+    """After a failure every call says so at once, with the first cause, Gloo's share and the sparse lane too."""
+    alone_once()
+    before = held()
     join(timeout_s=20)
     x = torch.ones(1000 if RANK == 0 else 1001)
     first = caught(lambda: dist.all_reduce(x))
     again = caught(lambda: dist.all_reduce(torch.ones(1)))
     later = caught(lambda: dist.all_gather([torch.ones(1)] * WORLD, torch.ones(1), async_op=True).wait())
-    assert again["after_s"] < 1 and later["after_s"] < 1
-    works_again(list(range(WORLD)))
-    return first | {"again": again["text"]}
+    sparse = caught(lambda: dist.all_reduce(torch.eye(3).to_sparse_coo()))
+    barrier = caught(dist.barrier)
+    flag = caught(lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.MAX))
+    for told in (again, later, sparse, barrier, flag):
+        assert told["after_s"] < 1, told
+    works_again(list(range(WORLD)), before)
+    return first | {"again": [told["text"] for told in (again, later, sparse, barrier, flag)]}
 
 
 def killed_peer():
     """The last rank is killed (no goodbye) while the others are inside the collective."""
+    alone_once()
+    before = held()
     join(timeout_s=30)
     x = torch.randn(ELEMENTS)
     dist.all_reduce(x)
@@ -90,7 +125,7 @@ def killed_peer():
         dist.all_reduce(x, async_op=True)
         os.kill(os.getpid(), signal.SIGKILL)
     told = caught(lambda: [dist.all_reduce(x) for _ in range(50)])
-    works_again(list(range(WORLD - 1)))
+    works_again(list(range(WORLD - 1)), before)
     return told
 
 
@@ -106,7 +141,8 @@ def killed_peer_async():
     told = caught(work.wait)
     assert work.is_completed() and work.exception() is not None
     caught(future.wait, RuntimeError)
-    caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its lane cannot be joined, or is broken
+    sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its lane would wait for the dead
+    assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < 1, sparse
     works_again(list(range(WORLD - 1)))
     return told
 
@@ -120,6 +156,19 @@ def hanging_peer():
     else:
         told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
+    return told
+
+
+def killed_peer_while_the_sparse_lane_is_made():
+    """The last rank dies before its first sparse call, which the others are in already."""
+    join(timeout_s=30)
+    if RANK == WORLD - 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(torch.eye(4).to_sparse_coo(), async_op=True)
+    caught(lambda: dist.all_reduce(torch.ones(10)))  # this is what sees the death
+    told = caught(work.wait)
+    works_again(list(range(WORLD - 1)))
     return told
 
 
