@@ -139,7 +139,9 @@ def killed_peer_async():
     work = dist.all_reduce(x, async_op=True)
     future = work.get_future()
     told = caught(work.wait)
-    assert work.is_completed() and work.exception() is not None
+    assert work.is_completed()
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, torch cannot hand an exception to Python
+        assert work.exception() is not None
     caught(future.wait, RuntimeError)
     sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its lane would wait for the dead
     assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < 1, sparse
