@@ -100,7 +100,7 @@ Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
     case c10d::ReduceOp::MAX:
         if (kind == Kind::floating || integer)
             return Taker::spccl;
-        return kind == Kind::boolean ? Taker::gloo : Taker::nobody;
+        return kind == Kind::boolean && op != c10d::ReduceOp::AVG ? Taker::gloo : Taker::nobody;
     case c10d::ReduceOp::PREMUL_SUM:
         return kind == Kind::floating ? Taker::spccl_scaled : Taker::nobody;
     case c10d::ReduceOp::BAND:
@@ -170,9 +170,9 @@ void refuse_reduction(const OpText &op)
     TORCH_CHECK_TYPE(
         false, "spccl: ", op.str(),
         ": no such reduction. sum, avg, product, min and max take float16, bfloat16, float32, "
-        "float64, int8, uint8, int16, int32, int64; premul_sum takes the floats; band, bor, bxor take "
-        "int8, uint8, int32, int64, bool. Convert the tensor first (torch.Tensor.to), complex by "
-        "torch.view_as_real");
+        "float64, int8, uint8, int16, int32, int64, all but avg bool too; premul_sum takes the floats; band, "
+        "bor, bxor take int8, uint8, int32, int64, bool. Convert the tensor first (torch.Tensor.to), complex "
+        "by torch.view_as_real");
 }
 
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op)

@@ -2,6 +2,7 @@
 #include "work.hpp"
 
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -10,11 +11,26 @@ namespace spccl_torch
 
 namespace
 {
+/* Makes any of the user's tensors writable, on any thread: leaves that require a gradient, and tensors of
+ * inference mode, which may be written in that mode only. */
+class WriteGuard
+{
+  public:
+    explicit WriteGuard(const std::vector<at::Tensor> &targets)
+        : mode_(std::any_of(targets.begin(), targets.end(), [](const auto &t) { return t.is_inference(); }))
+    {
+    }
+
+  private:
+    c10::InferenceMode mode_; /* leaving it turns gradients on: so the next comes after it */
+    at::NoGradGuard no_grad_;
+};
+
 void run_copy_out(const Launch &launch)
 {
     if (!launch.copy_out)
         return;
-    at::NoGradGuard no_grad; /* the target may be a leaf that requires a gradient */
+    WriteGuard guard(launch.outputs);
     launch.copy_out();
 }
 
@@ -242,7 +258,7 @@ void TaskWork::run(const std::function<void()> &task)
 {
     std::exception_ptr error;
     try {
-        at::NoGradGuard no_grad;
+        WriteGuard guard(tensors_);
         task();
     } catch (...) {
         error = std::current_exception();

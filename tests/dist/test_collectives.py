@@ -16,6 +16,7 @@ CASES = [
     "special_values_survive_gather",
     "in_place",
     "layouts",
+    "inference_mode",
     "premul_sum",
     "many_in_flight",
     "dropped_work",

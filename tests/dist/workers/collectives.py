@@ -149,6 +149,37 @@ def layouts():
     same_bits(outs[1], lazy.resolve_neg().contiguous(), "lazily negated input")
 
 
+def inference_mode():
+    """Tensors of inference mode may be written only in it; ours are, whichever thread copies them out."""
+    with torch.inference_mode():
+        for async_op in (False, True):
+            plain, strided = torch.ones(6), torch.ones(6, 2)[:, 0]
+            coo = torch.eye(3).to_sparse_coo()
+            works = [dist.all_reduce(t, async_op=async_op) for t in (plain, strided, coo)]
+            if async_op:
+                finish(works)
+            for t in (plain, strided):
+                assert torch.equal(t, torch.full((6,), float(WORLD))), (async_op, t)
+            assert torch.equal(coo.to_dense(), WORLD * torch.eye(3))
+        normal = torch.zeros(WORLD)
+    outside = torch.nn.Parameter(torch.ones(6, 2))
+    with torch.inference_mode():
+        dist.broadcast(outside[:, 0], 0)
+        dist.all_gather_into_tensor(normal, torch.full((1,), float(RANK)))
+    assert normal.tolist() == [float(r) for r in range(WORLD)]
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def finish(works):
+    """Poll, never wait: the copy out is done by another thread."""
+    deadline = time.monotonic() + 30
+    for work in works:
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        work.wait()
+
+
 def premul_sum():
     for dtype in FLOATS:
         xs = inputs(1000, dtype)
@@ -306,6 +337,8 @@ def bad_arguments():
         dist.all_reduce(torch.ones(1).expand(6))
     with raises(TypeError, "all_reduce(sum)", "Float8"):
         dist.all_reduce(torch.ones(6).to(torch.float8_e4m3fn))
+    with raises(TypeError, "avg", "Bool"):
+        dist.all_reduce(torch.ones(6, dtype=torch.bool), dist.ReduceOp.AVG)
     with raises(TypeError, "band", "Float"):
         dist.all_reduce(x, dist.ReduceOp.BAND)
     group = dist.group.WORLD
@@ -377,6 +410,7 @@ main(
         special_values_survive_gather,
         in_place,
         layouts,
+        inference_mode,
         premul_sum,
         many_in_flight,
         dropped_work,
