@@ -25,8 +25,8 @@ static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const cha
     sp_op_destroy(op);
     sp_request_complete(req, status, error);
     pthread_mutex_lock(&comm->mu);
-    if (--comm->n_under_way == 0)
-        pthread_cond_broadcast(&comm->cv);
+    comm->n_under_way--;
+    pthread_cond_broadcast(&comm->cv); /* a blocking caller waits for its own, sp_comm_stop for all */
     pthread_mutex_unlock(&comm->mu);
 }
 
@@ -119,6 +119,12 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
     return SPCCL_OK;
 }
 
+static spccl_status abort_status(const spccl_comm *comm)
+{
+    return SP_FAIL(SPCCL_ERR_ABORTED, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
+                   comm->abort_text);
+}
+
 /* Run with the driver's role until `until` is done (NULL: until there is nothing to do). */
 static void drive(spccl_comm *comm, spccl_request *until)
 {
@@ -134,8 +140,7 @@ static void drive(spccl_comm *comm, spccl_request *until)
         if (over)
             return;
         if (atomic_load(&comm->abort_asked))
-            st = SP_FAIL(SPCCL_ERR_ABORTED, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
-                         comm->abort_text);
+            st = abort_status(comm);
         if (st == SPCCL_OK)
             st = sp_exec_pass(&comm->exec, &progressed);
         if (st == SPCCL_OK && progressed)
@@ -156,6 +161,25 @@ static void drive(spccl_comm *comm, spccl_request *until)
     }
 }
 
+/* Hand the driver's role back. An abort that was asked for while this thread drove, too late for drive() to
+ * see it, is carried out first: sp_comm_break left it to the driver. */
+static void stop_driving(spccl_comm *comm)
+{
+    char text[sizeof comm->error];
+    for (;;) {
+        pthread_mutex_lock(&comm->mu);
+        if (!atomic_load(&comm->abort_asked) || comm->broken != SPCCL_OK)
+            break;
+        pthread_mutex_unlock(&comm->mu);
+        (void)abort_status(comm);
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        fail_all(comm, SPCCL_ERR_ABORTED, text);
+    }
+    comm->driver = SP_DRIVER_NONE;
+    pthread_cond_broadcast(&comm->cv);
+    pthread_mutex_unlock(&comm->mu);
+}
+
 static void *progress_thread(void *arg)
 {
     spccl_comm *comm = arg;
@@ -168,9 +192,8 @@ static void *progress_thread(void *arg)
         comm->driver = SP_DRIVER_THREAD;
         pthread_mutex_unlock(&comm->mu);
         drive(comm, NULL);
+        stop_driving(comm);
         pthread_mutex_lock(&comm->mu);
-        comm->driver = SP_DRIVER_NONE;
-        pthread_cond_broadcast(&comm->cv);
     }
     pthread_mutex_unlock(&comm->mu);
     return NULL;
@@ -191,28 +214,24 @@ static spccl_status start_thread_locked(spccl_comm *comm)
     return SPCCL_OK;
 }
 
-/* Hand the driver's role back and let the thread go on with what is left. */
-static void stop_driving(spccl_comm *comm)
-{
-    pthread_mutex_lock(&comm->mu);
-    comm->driver = SP_DRIVER_NONE;
-    pthread_cond_broadcast(&comm->cv);
-    pthread_mutex_unlock(&comm->mu);
-}
-
-/* Wait for a blocking call's request: drive if nobody does. */
+/* Wait for a blocking call's request; drive whenever nobody does. Whoever drives now (the progress thread,
+ * another caller, somebody who only polls) may stop before it is done. */
 static spccl_status see_through(spccl_comm *comm, spccl_request *req)
 {
     spccl_status st;
     pthread_mutex_lock(&comm->mu);
-    if (comm->driver == SP_DRIVER_NONE) {
+    while (!atomic_load(&req->done)) {
+        if (comm->driver != SP_DRIVER_NONE) {
+            pthread_cond_wait(&comm->cv, &comm->mu);
+            continue;
+        }
         comm->driver = SP_DRIVER_CALLER;
         pthread_mutex_unlock(&comm->mu);
         drive(comm, req);
         stop_driving(comm);
-    } else {
-        pthread_mutex_unlock(&comm->mu);
+        pthread_mutex_lock(&comm->mu);
     }
+    pthread_mutex_unlock(&comm->mu);
     st = spccl_request_wait(req, -1);
     spccl_request_free(req);
     return st;

@@ -427,6 +427,73 @@ static void test_missing_rank(void)
     run_scene(4, 5000, "inproc", nothing, &scene); /* the process can still make groups */
 }
 
+/* ---- others who poll, and an abort at any moment, while blocking calls go on ---- */
+
+struct poller {
+    spccl_comm *comm;
+    atomic_bool stop;
+};
+
+static void *poll_errors(void *arg)
+{
+    struct poller *p = arg;
+    while (!atomic_load(&p->stop))
+        (void)spccl_comm_async_error(p->comm);
+    return NULL;
+}
+
+static void polled(struct rank_ctx *c)
+{
+    struct poller p = {.comm = c->comm};
+    pthread_t t;
+    float x[64];
+    pthread_create(&t, NULL, poll_errors, &p);
+    for (int i = 0; i < 2000; i++) {
+        for (int k = 0; k < 64; k++)
+            x[k] = (float)k;
+        CHECK_OK(spccl_all_reduce(c->comm, x, x, 64, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+        CHECK(x[63] == 63.0f * (float)c->n_ranks, "%f", (double)x[63]);
+    }
+    atomic_store(&p.stop, true);
+    pthread_join(t, NULL);
+}
+
+static void *abort_after(void *arg)
+{
+    struct timespec t = {0, (long)(((uintptr_t)arg >> 4) % 400) * 1000};
+    nanosleep(&t, NULL);
+    spccl_comm_abort(arg, "now");
+    return NULL;
+}
+
+static void abort_any_time(struct rank_ctx *c)
+{
+    pthread_t t;
+    float x[64] = {1};
+    spccl_status st = SPCCL_OK;
+    if (c->rank == 0)
+        pthread_create(&t, NULL, abort_after, c->comm);
+    for (int i = 0; i < 200000 && st == SPCCL_OK; i++)
+        st = spccl_all_reduce(c->comm, x, x, 64, SPCCL_FLOAT32, SPCCL_MAX, NULL);
+    CHECK(st == SPCCL_ERR_ABORTED || st == SPCCL_ERR_PEER, "rank %d: %d \"%s\"", c->rank, (int)st,
+          spccl_last_error());
+    if (c->rank == 0) {
+        pthread_join(t, NULL);
+        CHECK(spccl_comm_async_error(c->comm) == SPCCL_ERR_ABORTED, "the abort was lost");
+    }
+}
+
+static void test_polled(void)
+{
+    struct scene s = {.kind = 0};
+    int64_t start = now_ms();
+    run_scene(2, 20000, "shm", polled, &s);
+    for (int i = 0; i < 50; i++)
+        run_scene(2, 20000, "inproc", abort_any_time, &s);
+    CHECK(now_ms() - start < 15000, "took %lld ms: somebody waited for a deadline",
+          (long long)(now_ms() - start));
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
@@ -438,6 +505,7 @@ int main(int argc, char **argv)
         {"rank_leaves", test_rank_leaves},
         {"rank_hangs", test_rank_hangs},
         {"idle", test_idle},
+        {"polled", test_polled},
         {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 1); /* the failures below are meant */
