@@ -99,26 +99,42 @@ static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
     return nnz * IN_PLACE_SPARSITY <= s->n && (x->links->rank == 0 || !has_nan(&x->frames[0]));
 }
 
-/* [n] elements of elem_bytes 4 or 8: is one of them -0.0? */
-static bool has_negative_zero(const uint8_t *values, size_t n, size_t elem_bytes)
+/* Is 0 + v another bit pattern than v? That is so for -0.0, which becomes +0.0, and for signalling NaNs,
+ * which become quiet. */
+static bool differs32(uint32_t u)
+{
+    return u == UINT32_C(1) << 31 || ((u & 0x7fffffffu) > 0x7f800000u && (u & 0x00400000u) == 0);
+}
+static bool differs64(uint64_t u)
+{
+    return u == UINT64_C(1) << 63 ||
+           ((u & ~(UINT64_C(1) << 63)) > UINT64_C(0x7ff) << 52 && (u & UINT64_C(1) << 51) == 0);
+}
+
+/* values [n], elem_bytes 4 or 8: would adding them to 0 change one? */
+static bool needs_normal(const uint8_t *values, size_t n, size_t elem_bytes)
 {
     bool found = false;
     if (elem_bytes == 4)
         for (size_t i = 0; i < n; i++)
-            found |= sp_load_le32(values + 4 * i) == UINT32_C(1) << 31;
+            found |= differs32(sp_load_le32(values + 4 * i));
     else
         for (size_t i = 0; i < n; i++)
-            found |= sp_load_le64(values + 8 * i) == UINT64_C(1) << 63;
+            found |= differs64(sp_load_le64(values + 8 * i));
     return found;
 }
 
-/* A sum never is -0.0, since it starts at +0.0; here, where it starts at this rank's own value, a -0.0 to
- * which nothing or only -0.0 was added is still there. */
-static void clear_negative_zeros(uint8_t *values, size_t n, size_t elem_bytes)
+/* A sum starts at +0.0; here it started at this rank's own value. Where nothing was added, or only -0.0, that
+ * still shows: add the 0 now. */
+static void make_normal(uint8_t *values, size_t n, size_t elem_bytes)
 {
-    for (size_t i = 0; i < n; i++)
-        if (has_negative_zero(values + i * elem_bytes, 1, elem_bytes))
-            memset(values + i * elem_bytes, 0, elem_bytes);
+    for (size_t i = 0; i < n; i++) {
+        uint8_t *v = values + i * elem_bytes;
+        if (elem_bytes == 4 && differs32(sp_load_le32(v)))
+            sp_store_le32(v, sp_load_le32(v) == UINT32_C(1) << 31 ? 0 : sp_load_le32(v) | 0x00400000u);
+        if (elem_bytes == 8 && differs64(sp_load_le64(v)))
+            sp_store_le64(v, sp_load_le64(v) == UINT64_C(1) << 63 ? 0 : sp_load_le64(v) | UINT64_C(1) << 51);
+    }
 }
 
 /* In the output itself: what is not listed is neither read nor written but for the scan. */
@@ -130,8 +146,8 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
         if (r != x->links->rank)
             SP_TRY(sp_codec_apply(x->kernels, &x->frames[r], SPCCL_ADD, s->dst, a->dtype, false));
     SP_TRY(sp_slice_encode(x, s, s->dst, &e));
-    if (has_negative_zero(e.message + SP_ENVELOPE_BYTES + e.layout.values_off, e.nnz, s->op->elem_bytes)) {
-        clear_negative_zeros(s->dst, s->n, s->op->elem_bytes);
+    if (needs_normal(e.message + SP_ENVELOPE_BYTES + e.layout.values_off, e.nnz, s->op->elem_bytes)) {
+        make_normal(s->dst, s->n, s->op->elem_bytes);
         SP_TRY(sp_slice_encode(x, s, s->dst, &e));
     }
     return sp_slice_commit(x, s, &e);

@@ -61,8 +61,8 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
     char here[160];
     SP_TRY(check_magic(x, peer, e, bytes));
     SP_TRY(same_collective(x, s->op, peer, e));
-    if (sp_load_le32(e + 16) == s->k && sp_load_le16(e + 24) == (uint16_t)s->step->part &&
-        sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
+    if (e[7] == (uint8_t)s->step->lane_in && sp_load_le32(e + 16) == s->k &&
+        sp_load_le16(e + 24) == (uint16_t)s->step->part && sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
         return SPCCL_OK;
     sp_op_describe(s->op, here, sizeof here);
     return SP_FAIL(SPCCL_ERR_MISMATCH,
@@ -270,7 +270,7 @@ spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp
     size_t nnz = 0;
     SP_TRY(choose_format(x, s, data, &out->format, &nnz));
     sp_frame_layout_of(out->format, s->n, nnz, s->op->elem_bytes, &out->layout);
-    out->nnz = nnz;
+    out->nnz = out->format == SPCCL_FORMAT_DENSE ? s->n : nnz; /* values in the frame */
     out->bytes = SP_ENVELOPE_BYTES + out->layout.frame_bytes;
     for (int i = 0; i < step->n_to; i++) {
         int peer = sp_slice_rank(s, step->to + i);

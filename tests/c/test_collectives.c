@@ -437,6 +437,38 @@ static void test_nan_payloads(void)
     free(got);
 }
 
+/* In place the sum starts at this rank's own value instead of 0. Own part nearly full, with -0.0 at the end
+ * of each slice, peers nearly empty; and signalling NaNs, which adding 0 makes quiet. */
+static void odd_values(struct rank_ctx *ctx)
+{
+    static const uint32_t odd[] = {0x80000000u, 0x7f800001u, 0xffa00000u, 0x3f800000u};
+    bool in_place = ctx->arg != NULL;
+    uint32_t *x = calloc(N_NAN, sizeof *x), *out = in_place ? x : calloc(N_NAN, sizeof *x);
+    for (size_t i = 0; i < N_NAN; i++)
+        if (ctx->rank == (i < N_NAN / 2 ? 0 : 1))
+            x[i] = i % 40 == 0 ? 0 : i % 8192 > 7000 || i % 911 == 0 ? odd[i % 4] : 0x3f800000u + (uint32_t)i;
+    CHECK_OK(spccl_all_reduce(ctx->comm, x, out, N_NAN, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    for (size_t i = 0; i < N_NAN; i++) {
+        bool is_nan = (out[i] & 0x7fffffffu) > 0x7f800000u;
+        CHECK(out[i] != 0x80000000u, "element %zu is -0.0 (in place %d)", i, in_place);
+        CHECK(!is_nan || (out[i] & 0x00400000u) != 0, "element %zu is a signalling NaN (in place %d)", i,
+              in_place);
+    }
+    if (!in_place)
+        free(out);
+    free(x);
+}
+
+static void test_odd_values(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    for (int n_ranks = 2; n_ranks <= 3; n_ranks++) {
+        run_ranks(n_ranks, &config, odd_values, NULL, ctx);
+        run_ranks(n_ranks, &config, odd_values, &config, ctx);
+    }
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
@@ -444,6 +476,7 @@ int main(int argc, char **argv)
         {"ranks_1_to_17", test_ranks_1_to_17},
         {"forced", test_forced},
         {"nan_payloads", test_nan_payloads},
+        {"odd_values", test_odd_values},
         {"large", test_large},
         {"shm", test_shm},
         {"tcp", test_tcp},
