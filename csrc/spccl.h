@@ -200,7 +200,7 @@ typedef struct spccl_config {
 
 /* A key-value store shared by the ranks (torch's Store, or anything alike). `set` publishes; `get`
  * waits until the key is there or `timeout_ms` passed (then SPCCL_ERR_TIMEOUT) and copies at most
- * `cap` bytes. Called only inside spccl_comm_create, on the calling thread. */
+ * `cap` bytes, *out_bytes says how many. Called only inside spccl_comm_create, on the calling thread. */
 typedef struct spccl_store {
     void *ctx;
     spccl_status (*set)(void *ctx, const char *key, const void *data, size_t bytes);

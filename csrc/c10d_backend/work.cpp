@@ -102,14 +102,12 @@ void RequestWork::on_done(void *ctx, spccl_status)
     if (SerialThread::drop())
         return;
     auto work = c10::intrusive_ptr<RequestWork>::reclaim(static_cast<RequestWork *>(ctx));
-    bool hand_over;
     {
         std::lock_guard<std::mutex> lock(work->future_mutex_);
         work->callback_ran_ = true;
-        hand_over = work->future_ || work->profiled_ || work->copies_out_ || work.use_count() == 1;
     }
-    if (!hand_over)
-        return;
+    /* Always handed over, and the last reference with it: dropped here it might destroy the communicator on
+     * the very thread that drives it, if the user has let go of everything else meanwhile. */
     SerialThread &completer = *work->completer_;
     completer.post([work = std::move(work)] {
         work->settle();

@@ -44,6 +44,10 @@ static spccl_status store_get(const spccl_store *store, const sp_boot_config *c,
     spccl_status st;
     make_key(key, c, what, rank);
     st = store->get(store->ctx, key, buf, cap, sp_deadline_left_ms(c->deadline_ns, INT32_MAX), bytes);
+    if (st == SPCCL_OK && *bytes > cap)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: group \"%s\": the store gave %zu bytes for %s, asked for at most %zu",
+                       c->rank, c->name, *bytes, key, cap);
     if (st == SPCCL_ERR_TIMEOUT)
         return SP_FAIL(
             st,
