@@ -1,6 +1,6 @@
 /* torch_compat.hpp - the torch headers of the glue, and everything in which one torch differs from another.
  *
- * Supported: torch 2.9 and later; 2.11 and 2.13 are tested. Methods of c10d::Backend and c10d::Work that
+ * Supported: torch 2.9 and later; 2.13 is tested in every run of the suite, 2.11 by hand. Methods of c10d::Backend and c10d::Work that
  * some version lacks, or has non-virtual, are declared without `override` in our classes; what cannot be
  * said that way is here. May include: nothing of ours.
  *
