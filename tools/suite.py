@@ -81,7 +81,8 @@ def c_build(name: str) -> Path:
         need_clang()
     folder = BUILD / name
     generator = [] if (folder / "CMakeCache.txt").exists() else ["-G", "Ninja"]
-    configure = ["cmake", "-S", ROOT, "-B", folder, *generator, f"-DCMAKE_C_COMPILER={compiler}", "-DSPCCL_WERROR=ON", *options]
+    options = [f"-DCMAKE_C_COMPILER={compiler}", "-DSPCCL_WERROR=ON", *options]
+    configure = ["cmake", "-S", ROOT, "-B", folder, *generator, *options]
     must_run(f"configuring {name}", configure, f"build-{name}")
     must_run(f"compiling {name}", ["cmake", "--build", folder, "-j", JOBS], f"build-{name}")
     return folder
