@@ -100,9 +100,7 @@ def main() -> int:
         ("demo", cmd_demo, "examples/ddp/demo.py"),
         ("bench", cmd_bench, "micro-benchmarks, then spccl bench"),
     ):
-        sub = commands.add_parser(name, help=text)
-        sub.add_argument("rest", nargs=argparse.REMAINDER, help="passed on")
-        sub.set_defaults(fn=fn)
+        commands.add_parser(name, help=text + "; further arguments are passed on").set_defaults(fn=fn, passes_on=True)
     commands.add_parser("lint", help="ruff and clang-format, checking only").set_defaults(fn=cmd_lint)
     fuzz = commands.add_parser("fuzz", help="every libFuzzer target in turn (needs clang)")
     fuzz.add_argument("--seconds", type=int, default=600, help="for each target")
@@ -110,7 +108,9 @@ def main() -> int:
     clean = commands.add_parser("clean", help="remove build/")
     clean.add_argument("--all", action="store_true", help=".venv too")
     clean.set_defaults(fn=cmd_clean)
-    args = parser.parse_args()
+    args, args.rest = parser.parse_known_args()
+    if args.rest and not getattr(args, "passes_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     if platform.system() != "Linux":
         raise EnvError(f"spccl runs on Linux; this is {platform.system()}")
     lock = _lock()
