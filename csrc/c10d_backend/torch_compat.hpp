@@ -1,8 +1,8 @@
 /* torch_compat.hpp - the torch headers of the glue, and everything in which one torch differs from another.
  *
- * Supported: torch 2.9 and later; 2.13 is tested in every run of the suite, 2.11 by hand. Methods of c10d::Backend and c10d::Work that
- * some version lacks, or has non-virtual, are declared without `override` in our classes; what cannot be
- * said that way is here. May include: nothing of ours.
+ * Supported: torch 2.9 and later; 2.13 is tested in every run of the suite, 2.11 by hand. Methods of
+ * c10d::Backend and c10d::Work that some version lacks, or has non-virtual, are declared without `override`
+ * in our classes; what cannot be said that way is here. May include: nothing of ours.
  *
  * Numbers in texts go through std::to_string, never into c10::str as they are: there they meet a stream's
  * locale, and torch 2.11's CUDA build, which brings parts of its own libstdc++, crashed on that (seen with
