@@ -73,7 +73,7 @@ MAP = (
         "transport",
         "csrc/transport",
         ("contract", "base", "contracts"),
-        "auth spsc sock host handshake acceptor ringlink transports inproc shm.h shm_connect shm.c "
+        "auth spsc sock host forks handshake acceptor ringlink transports inproc shm.h shm_connect shm.c "
         "mirror tcp_stream tcp.h tcp_address tcp_connect tcp.c "
         "rendezvous_wire rendezvous_server rendezvous registry fault",
         NO_BINDINGS,

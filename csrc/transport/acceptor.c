@@ -24,17 +24,21 @@ spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_c
     return SPCCL_OK;
 }
 
-void sp_acceptor_close(sp_acceptor *a)
+void sp_acceptor_close_descriptors(sp_acceptor *a)
 {
     for (int i = 0; i < a->n_pending; i++)
         close(a->pending[i].hs.fd);
-    if (a->pending != NULL || a->listen_fd > 0)
-        if (a->listen_fd >= 0)
-            close(a->listen_fd);
-    sp_free(a->pending);
-    a->pending = NULL;
+    if (a->listen_fd > 0 || (a->listen_fd == 0 && a->pending != NULL)) /* zeroed: nothing is open */
+        close(a->listen_fd);
     a->n_pending = 0;
     a->listen_fd = -1;
+}
+
+void sp_acceptor_close(sp_acceptor *a)
+{
+    sp_acceptor_close_descriptors(a);
+    sp_free(a->pending);
+    a->pending = NULL;
 }
 
 static void drop_log(sp_acceptor *a, int fd, const char *why)

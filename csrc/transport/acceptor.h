@@ -36,5 +36,7 @@ spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_c
 spccl_status sp_acceptor_step(sp_acceptor *a);
 /* Accepts a zeroed or closed one. */
 void sp_acceptor_close(sp_acceptor *a);
+/* Only the descriptors: what a child of fork may do (forks.h). */
+void sp_acceptor_close_descriptors(sp_acceptor *a);
 
 #endif

@@ -4,6 +4,7 @@
 #include "acceptor.h"
 #include "auth.h"
 #include "clock.h"
+#include "forks.h"
 #include "mem.h"
 #include "rendezvous.h"
 #include "rendezvous_wire.h"
@@ -50,6 +51,7 @@ struct server {
     struct client *clients;
     struct pollfd *polls; /* [CLIENTS_MAX + SP_ACCEPTOR_PENDING + 1] */
     int n_clients;
+    sp_fork_guard guard;
 };
 
 /* ---- server ---- */
@@ -230,32 +232,50 @@ static bool has_left(const struct client *c)
     return c->state == WAIT_KEY && recv(c->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0;
 }
 
+static void step_all_clients(struct server *s)
+{
+    uint64_t n_sets;
+    do { /* again after a set: it may answer clients looked at before it */
+        n_sets = s->n_sets;
+        for (int i = 0; i < s->n_clients;) {
+            struct client *c = &s->clients[i];
+            if (!has_left(c) && step_client(s, c)) {
+                i++;
+                continue;
+            }
+            close(c->fd);
+            sp_free(c->body);
+            *c = s->clients[--s->n_clients];
+        }
+    } while (n_sets != s->n_sets);
+}
+
 static void *serve(void *arg)
 {
     struct server *s = arg;
     for (;;) {
-        uint64_t n_sets;
         wait_for_events(s);
+        pthread_mutex_lock(&s->guard.lock);
         (void)sp_acceptor_step(&s->acceptor); /* strangers are its own business */
-        do { /* again after a set: it may answer clients looked at before it */
-            n_sets = s->n_sets;
-            for (int i = 0; i < s->n_clients;) {
-                struct client *c = &s->clients[i];
-                if (!has_left(c) && step_client(s, c)) {
-                    i++;
-                    continue;
-                }
-                close(c->fd);
-                sp_free(c->body);
-                *c = s->clients[--s->n_clients];
-            }
-        } while (n_sets != s->n_sets);
+        step_all_clients(s);
+        pthread_mutex_unlock(&s->guard.lock);
     }
     return NULL;
 }
 
+/* A child has no server thread: who asks there shall be refused, not kept waiting. */
+static void close_in_child(void *owner)
+{
+    struct server *s = owner;
+    for (int i = 0; i < s->n_clients; i++)
+        close(s->clients[i].fd);
+    s->n_clients = 0;
+    sp_acceptor_close_descriptors(&s->acceptor);
+}
+
 static void server_free(struct server *s)
 {
+    sp_fork_unwatch(&s->guard);
     sp_acceptor_close(&s->acceptor);
     sp_free(s->clients);
     sp_free(s->polls);
@@ -278,6 +298,19 @@ static bool parse_address(const char *text, sp_sock_address *out)
         return true;
     }
     return false;
+}
+
+/* "Every address of this host": good to listen on, but the id must name one that can be dialled. */
+static bool is_wildcard(const sp_sock_address *at)
+{
+    struct sockaddr_in in;
+    struct sockaddr_in6 in6;
+    if (at->storage.ss_family == AF_INET) {
+        memcpy(&in, &at->storage, sizeof in);
+        return in.sin_addr.s_addr == htonl(INADDR_ANY);
+    }
+    memcpy(&in6, &at->storage, sizeof in6);
+    return IN6_IS_ADDR_UNSPECIFIED(&in6.sin6_addr) != 0;
 }
 
 /* The id of a server that listens on fd. */
@@ -336,6 +369,12 @@ spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
     if (!parse_address(listen_addr, &at))
         return SP_FAIL(SPCCL_ERR_ARG, "rendezvous: \"%s\" is no IPv4 or IPv6 address (SPCCL_RENDEZVOUS_ADDR)",
                        listen_addr);
+    if (is_wildcard(&at))
+        return SP_FAIL(
+            SPCCL_ERR_ARG,
+            "rendezvous: nobody can dial \"%s\": set SPCCL_RENDEZVOUS_ADDR to an address of this host "
+            "that the other ranks reach",
+            listen_addr);
     s = sp_calloc(1, sizeof *s);
     if (s == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous");
@@ -364,6 +403,7 @@ spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
                                                      .check = check_hello,
                                                      .ready = take_client}));
     SP_TRY_TO(fail, st, write_id(s, fd, &id));
+    sp_fork_watch(&s->guard, close_in_child, s);
     SP_TRY_TO(fail, st, start_thread(s));
     *out = id;
     return SPCCL_OK;

@@ -22,15 +22,36 @@
 /* Sockets are looked at this often while the ranks are busy, and after every sleep. */
 #define LOOK_NS 2000000
 
+static void close_in_child(void *owner)
+{
+    struct sp_shm *ep = owner;
+    for (int i = 0; i < ep->config.world_size; i++)
+        sp_shm_close_fd(&ep->peers[i].sock);
+    sp_acceptor_close_descriptors(&ep->acceptor);
+}
+
+/* Tell the peers, also those whose socket some child has a copy of. */
+static void hang_up(struct sp_shm *ep)
+{
+    for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
+        struct sp_shm_peer *p = &ep->peers[i];
+        if (p->sock >= 0)
+            (void)shutdown(p->sock, SHUT_RDWR);
+        if (p->state == SP_SHM_UP)
+            sp_ring_tell_news(&p->link); /* a busy peer looks at the socket at once */
+    }
+}
+
 static void shm_close(sp_endpoint *opaque)
 {
     struct sp_shm *ep = sp_shm_self(opaque);
     if (ep == NULL)
         return;
+    if (ep->pid == getpid())
+        hang_up(ep);
+    sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
         struct sp_shm_peer *p = &ep->peers[i];
-        if (p->state == SP_SHM_UP && ep->pid == getpid())
-            sp_ring_tell_news(&p->link); /* a busy peer looks at the socket at once */
         sp_shm_close_fd(&p->sock);
         sp_shm_close_fd(&p->out_fd);
         sp_shm_close_fd(&p->bell);
@@ -72,6 +93,7 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
     }
     SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->bell));
     SP_TRY_TO(fail, st, sp_shm_listen(ep));
+    sp_fork_watch(&ep->guard, close_in_child, ep);
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
 fail:
@@ -127,7 +149,9 @@ static void look_at_socket(struct sp_shm *ep, int rank)
     sp_ring_link_set_gone(&p->link, st == SPCCL_OK ? "sent noise over its local socket"
                                                    : "is gone: its process ended or left the group");
     p->state = SP_SHM_GONE;
+    pthread_mutex_lock(&ep->guard.lock);
     sp_shm_close_fd(&p->sock); /* also takes it out of the epoll set */
+    pthread_mutex_unlock(&ep->guard.lock);
 }
 
 static spccl_status shm_progress(sp_endpoint *opaque, int *peer, char *text)

@@ -4,6 +4,7 @@
 #define SP_SHM_H
 
 #include "acceptor.h"
+#include "forks.h"
 #include "ringlink.h"
 
 #include <unistd.h>
@@ -43,7 +44,8 @@ struct sp_shm {
     bool look_now;
     int abort_rank; /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
-    pid_t pid;
+    pid_t pid; /* a child of fork must leave its parent's connections alone */
+    sp_fork_guard guard;
 };
 
 static inline struct sp_shm *sp_shm_self(sp_endpoint *ep)

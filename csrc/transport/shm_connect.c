@@ -296,9 +296,8 @@ static spccl_status connect_peer(struct sp_shm *ep, struct sp_shm_peer *p, int r
     return p->state == SP_SHM_EXPECTED ? SPCCL_AGAIN : SPCCL_OK;
 }
 
-spccl_status sp_shm_connect_step(sp_endpoint *opaque)
+static spccl_status connect_all(struct sp_shm *ep)
 {
-    struct sp_shm *ep = sp_shm_self(opaque);
     sp_rank_list missing = {0};
     if (ep->acceptor.listen_fd >= 0)
         SP_TRY(sp_acceptor_step(&ep->acceptor));
@@ -324,4 +323,14 @@ spccl_status sp_shm_connect_step(sp_endpoint *opaque)
         return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no shm connection with rank %s before the deadline",
                        ep->config.rank, missing.text);
     return SPCCL_AGAIN;
+}
+
+spccl_status sp_shm_connect_step(sp_endpoint *opaque)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    spccl_status st;
+    pthread_mutex_lock(&ep->guard.lock);
+    st = connect_all(ep);
+    pthread_mutex_unlock(&ep->guard.lock);
+    return st;
 }

@@ -303,14 +303,35 @@ static void wind_up(struct sp_tcp *ep)
     }
 }
 
+static void close_fd(int *fd)
+{
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
+}
+
 static void close_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
     sp_tcp_end_connecting(ep, p);
-    if (p->control >= 0)
-        close(p->control);
+    close_fd(&p->control);
     for (uint32_t k = 0; p->streams != NULL && k < sp_tcp_n_streams(ep, p); k++)
         sp_tcp_stream_close(&p->streams[k]);
     sp_free(p->streams);
+}
+
+static void close_in_child(void *owner)
+{
+    struct sp_tcp *ep = owner;
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        uint32_t n = sp_tcp_n_streams(ep, p);
+        close_fd(&p->control);
+        for (uint32_t k = 0; p->streams != NULL && k < n; k++)
+            close_fd(&p->streams[k].fd);
+        for (uint32_t k = 0; p->dials != NULL && k < 1 + n; k++)
+            close_fd(&p->dials[k].fd);
+    }
+    sp_acceptor_close_descriptors(&ep->acceptor);
 }
 
 static void tcp_close(sp_endpoint *opaque)
@@ -320,6 +341,7 @@ static void tcp_close(sp_endpoint *opaque)
         return;
     if (ep->peers != NULL && ep->pid == getpid())
         wind_up(ep);
+    sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
         close_peer(ep, &ep->peers[i]);
     sp_acceptor_close(&ep->acceptor);
@@ -355,6 +377,7 @@ static spccl_status tcp_open(const sp_endpoint_config *config, sp_endpoint **out
     }
     SP_TRY_TO(fail, st, sp_tcp_listen(ep, &listen_fd));
     SP_TRY_TO(fail, st, sp_tcp_start_acceptor(ep, listen_fd));
+    sp_fork_watch(&ep->guard, close_in_child, ep);
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
 fail:

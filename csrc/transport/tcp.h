@@ -4,6 +4,7 @@
 #define SP_TCP_H
 
 #include "acceptor.h"
+#include "forks.h"
 #include "host.h"
 #include "tcp_stream.h"
 #include "transport.h"
@@ -73,6 +74,7 @@ struct sp_tcp {
     int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
     pid_t pid; /* a child of fork must leave its parent's connections alone */
+    sp_fork_guard guard;
 };
 
 static inline struct sp_tcp *sp_tcp_self(sp_endpoint *ep)

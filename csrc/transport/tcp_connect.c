@@ -172,9 +172,8 @@ spccl_status sp_tcp_start_acceptor(struct sp_tcp *ep, int listen_fd)
     return sp_acceptor_init(&ep->acceptor, listen_fd, &ac);
 }
 
-spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address, size_t bytes)
 {
-    struct sp_tcp *ep = sp_tcp_self(opaque);
     struct sp_tcp_peer *p;
     if (peer < 0 || peer >= ep->config.world_size || peer == ep->config.rank ||
         ep->peers[peer].state != SP_TCP_ABSENT)
@@ -199,6 +198,16 @@ spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
         p->dials[i].fd = -1;
     p->state = SP_TCP_DIAL_CONTROL;
     return SPCCL_OK;
+}
+
+spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    spccl_status st;
+    pthread_mutex_lock(&ep->guard.lock);
+    st = add_peer(ep, peer, address, bytes);
+    pthread_mutex_unlock(&ep->guard.lock);
+    return st;
 }
 
 /* ---- dialling ---- */
@@ -346,9 +355,8 @@ static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
     return SPCCL_AGAIN;
 }
 
-spccl_status sp_tcp_connect_step(sp_endpoint *opaque)
+static spccl_status connect_all(struct sp_tcp *ep)
 {
-    struct sp_tcp *ep = sp_tcp_self(opaque);
     sp_rank_list missing = {0};
     const char *cause = "";
     if (ep->acceptor.listen_fd >= 0)
@@ -377,4 +385,14 @@ spccl_status sp_tcp_connect_step(sp_endpoint *opaque)
         return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no tcp connection with rank %s before the deadline%s%s",
                        ep->config.rank, missing.text, cause[0] != '\0' ? "; last try: " : "", cause);
     return SPCCL_AGAIN;
+}
+
+spccl_status sp_tcp_connect_step(sp_endpoint *opaque)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    spccl_status st;
+    pthread_mutex_lock(&ep->guard.lock);
+    st = connect_all(ep);
+    pthread_mutex_unlock(&ep->guard.lock);
+    return st;
 }

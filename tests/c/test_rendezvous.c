@@ -7,7 +7,9 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -85,6 +87,8 @@ static void test_bad_ids(void)
     uint8_t secret[SP_SECRET_BYTES];
     CHECK(sp_rendezvous_start("nowhere", &id) == SPCCL_ERR_ARG, "an address");
     CHECK(strstr(spccl_last_error(), "nowhere") != NULL, "\"%s\"", spccl_last_error());
+    CHECK(sp_rendezvous_start("0.0.0.0", &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
+    CHECK(sp_rendezvous_start("::", &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
     CHECK(sp_rendezvous_start("203.0.113.7", &id) == SPCCL_ERR_SYSTEM, "not an address of this host");
     CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
     for (int i = 0; i < 128; i += 3) {
@@ -109,6 +113,53 @@ static void test_bad_ids(void)
     refresh_checksum(&bad);
     CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
     CHECK(strstr(spccl_last_error(), "127.0.0.1:1") != NULL, "\"%s\"", spccl_last_error());
+}
+
+/* The process that made the id is killed, but has a child that lives on with copies of its descriptors: who
+ * waits there and who comes later are told so, and do not wait in vain. */
+static void test_forked(void)
+{
+    spccl_unique_id id = {{0}};
+    spccl_store s, late;
+    uint8_t secret[SP_SECRET_BYTES];
+    char value[8];
+    size_t n;
+    int64_t start;
+    int from[2], stop[2];
+    pid_t server;
+    CHECK(pipe(from) == 0 && pipe(stop) == 0, "pipe");
+    fflush(stdout);
+    if ((server = fork()) == 0) {
+        close(stop[1]);
+        if (sp_rendezvous_start("127.0.0.1", &id) != SPCCL_OK ||
+            write(from[1], &id, sizeof id) != sizeof id ||
+            read(stop[0], value, 1) != 1) /* until the client below is connected */
+            _exit(1);
+        if (fork() == 0) {
+            ssize_t got = write(from[1], "c", 1);
+            while ((got = read(stop[0], value, 1)) > 0) /* until the test ends */
+                continue;
+            _exit(got != 0);
+        }
+        for (;;)
+            pause();
+    }
+    close(stop[0]);
+    CHECK(read(from[0], &id, sizeof id) == sizeof id, "the server did not start");
+    CHECK_OK(sp_rendezvous_connect(&id, 5000, &s, secret));
+    CHECK_OK(s.set(s.ctx, "k", "v", 1));
+    CHECK(write(stop[1], "x", 1) == 1 && read(from[0], value, 1) == 1, "the child does not live");
+    CHECK_OK(s.get(s.ctx, "k", value, sizeof value, 5000, &n)); /* the parent serves on */
+    kill(server, SIGKILL);
+    CHECK(waitpid(server, NULL, 0) == server, "waitpid");
+    start = now_ms();
+    CHECK(s.get(s.ctx, "later", value, sizeof value, 10000, &n) == SPCCL_ERR_PEER, "%s", spccl_last_error());
+    CHECK(sp_rendezvous_connect(&id, 10000, &late, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
+    CHECK(now_ms() - start < 5000, "told after %lld ms", (long long)(now_ms() - start));
+    sp_rendezvous_disconnect(&s);
+    close(stop[1]); /* the child ends */
+    close(from[0]);
+    close(from[1]);
 }
 
 static int dial_raw(const spccl_unique_id *id)
@@ -221,6 +272,7 @@ static void test_group(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
+        {"forked", test_forked}, /* first: it forks, and the others start threads */
         {"set_and_get", test_set_and_get},
         {"timeout", test_timeout},
         {"bad_ids", test_bad_ids},
