@@ -21,9 +21,12 @@
 #include <stdint.h>
 
 #define SP_SPSC_HEAD_BYTES 16u
-/* A drained queue starts again at its beginning once it has come this far: the pages and the cache lines
- * touched stay few while the consumer keeps up. */
+/* A drained queue starts again at its beginning once it has come this far, and SP_SPSC_HOT_RECORDS records of
+ * the largest kind so far: the pages and the cache lines touched stay few while the consumer keeps up. What
+ * is skipped counts as used until the consumer has passed it, so a queue that starts again too early has no
+ * room left for the producer to run ahead, and both sides sleep in turns at every message. */
 #define SP_SPSC_HOT_BYTES (64u * 1024u)
+#define SP_SPSC_HOT_RECORDS 8u
 
 enum { SP_SPSC_MESSAGE = 0x53500001, SP_SPSC_SKIP = 0x53500002 };
 typedef enum sp_spsc_result { SP_SPSC_OK, SP_SPSC_AGAIN, SP_SPSC_BROKEN } sp_spsc_result;
@@ -43,6 +46,7 @@ typedef struct sp_spsc_tx {
     uint8_t *data;
     uint64_t cap, head, tail; /* tail: last look */
     uint64_t next;            /* head after commit; equal to head: nothing is reserved */
+    uint64_t largest;         /* record so far */
 } sp_spsc_tx;
 typedef struct sp_spsc_rx {
     sp_spsc_ctl *ctl;
@@ -86,7 +90,9 @@ static inline sp_spsc_result sp_spsc_tx_look(sp_spsc_tx *q)
 static inline sp_spsc_result sp_spsc_reserve(sp_spsc_tx *q, size_t bytes, void **out)
 {
     uint64_t total = sp_spsc_record_bytes(bytes), pos = q->head & (q->cap - 1), rest = q->cap - pos, skip = 0;
-    if (pos >= SP_SPSC_HOT_BYTES && pos >= total) {
+    if (total > q->largest)
+        q->largest = total;
+    if (pos >= SP_SPSC_HOT_BYTES && pos >= SP_SPSC_HOT_RECORDS * q->largest) {
         if (q->tail != q->head && (pos & (SP_SPSC_HOT_BYTES - 1)) < total &&
             sp_spsc_tx_look(q) == SP_SPSC_BROKEN)
             return SP_SPSC_BROKEN;

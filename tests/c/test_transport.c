@@ -1,6 +1,7 @@
 /* test_transport.c - the contract of transport.h, the same cases on every transport, with ranks as threads
  * and as processes. What happens when ranks die or strangers call: test_transport_faults.c. */
 #include "endpoints.h"
+#include "spsc.h"
 
 /* ---- messages of random sizes on all lanes, both ways, between all ranks ---- */
 
@@ -353,6 +354,35 @@ static void test_room(void)
     }
 }
 
+/* However far a queue has come when it is drained, the producer may then run ahead of a consumer that does
+ * not move: it starts again at the beginning only where that leaves room. */
+static void test_runs_ahead(void)
+{
+    enum { CAP = 1 << 20 };
+    static const size_t sizes[] = {100, 1000, 16000, CAP / 16 - 16, CAP / 16, CAP / 8, CAP / 4};
+    uint8_t *data = aligned_alloc(64, CAP);
+    CHECK(data != NULL, "out of memory");
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        sp_spsc_ctl ctl = {0};
+        sp_spsc_tx tx = {.ctl = &ctl, .data = data, .cap = CAP};
+        sp_spsc_rx rx = {.ctl = &ctl, .data = data, .cap = CAP};
+        size_t wanted = CAP / (sizes[i] + 16) - 2 < 7 ? CAP / (sizes[i] + 16) - 1 : 7;
+        for (int round = 0; round < 2000; round++) {
+            size_t ahead = 0, bytes;
+            const void *got;
+            void *room;
+            for (; ahead < 1 + (size_t)round % 7 && sp_spsc_reserve(&tx, sizes[i], &room) == SP_SPSC_OK;
+                 ahead++)
+                CHECK(sp_spsc_commit(&tx) == SP_SPSC_OK, "commit");
+            CHECK(ahead == 1 + (size_t)round % 7 || ahead >= wanted,
+                  "%zu messages of %zu bytes ahead; wanted %zu", ahead, sizes[i], wanted);
+            while (sp_spsc_peek(&rx, &got, &bytes) == SP_SPSC_OK)
+                CHECK(bytes == sizes[i] && sp_spsc_release(&rx) == SP_SPSC_OK, "%zu bytes", bytes);
+        }
+    }
+    free(data);
+}
+
 /* ---- the list of transports ---- */
 
 static void test_registry(void)
@@ -373,9 +403,16 @@ static void test_registry(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"registry", test_registry}, {"exchange", test_exchange},   {"reservations", test_reservations},
-        {"peeked", test_peeked},     {"full_lane", test_full_lane}, {"ping_pong", test_ping_pong},
-        {"quiet", test_quiet},       {"room", test_room},           {NULL, NULL},
+        {"runs_ahead", test_runs_ahead},
+        {"registry", test_registry},
+        {"exchange", test_exchange},
+        {"reservations", test_reservations},
+        {"peeked", test_peeked},
+        {"full_lane", test_full_lane},
+        {"ping_pong", test_ping_pong},
+        {"quiet", test_quiet},
+        {"room", test_room},
+        {NULL, NULL},
     };
     return test_main(cases, argc, argv);
 }
