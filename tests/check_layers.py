@@ -41,14 +41,14 @@ MAP = (
         "contracts",
         "csrc/core",
         ("contract", "base"),
-        "format kernel_table transport rendezvous codec",
+        "format kernel_table transport rendezvous codec inbox gpu gpu_share",
         NO_NETWORK + NO_BINDINGS,
     ),
     Group(
         "planning",
         "csrc/core",
         ("contract", "base", "contracts"),
-        "sched.h sched_build sched.c sched_direct sched_oneshot sched_check tune tune_coll.h",
+        "sched.h sched_build sched.c sched_direct sched_oneshot sched_check tune tune_coll.h tune_gpu",
         NO_NETWORK + NO_BINDINGS,
     ),
     Group(
@@ -66,7 +66,8 @@ MAP = (
         "bulk.inc pici.inc coo.inc tile.inc "
         "scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar "
         "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
-        "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch",
+        "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch "
+        "kernels_cuda device_cuda memory_cuda device_none",
         (*NO_NETWORK, "Python", "torch/"),
     ),
     Group(
@@ -82,7 +83,7 @@ MAP = (
         "c10d_backend",
         "csrc/c10d_backend",
         ("contract",),
-        "torch_compat serial_thread tensor comm work sparse backend delegate ops glue",
+        "torch_compat serial_thread tensor comm order work sparse cuda backend coalesced delegate ops glue",
         (*NO_NETWORK, "Python", "cuda"),
     ),
     Group(

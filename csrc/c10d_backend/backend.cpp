@@ -8,7 +8,7 @@ namespace
 {
 at::Tensor flat_like(const at::Tensor &t, int64_t numel)
 {
-    return at::empty({numel}, at::TensorOptions().dtype(t.scalar_type()));
+    return at::empty({numel}, at::TensorOptions().dtype(t.scalar_type()).device(t.device()));
 }
 
 /* What is the same for all of ours. */
@@ -25,6 +25,20 @@ Launch launch_of(const char *name, const char *title, c10d::OpType type, const a
     return launch;
 }
 
+/* Fill in what spccl is called with; plain tensors. */
+void set_call(Launch &launch, Coll::Kind kind, const at::Tensor &in, const at::Tensor &out, size_t n_elems,
+              spccl_dtype dtype)
+{
+    launch.in = in;
+    launch.out = out;
+    launch.borrowed = {in, out};
+    launch.coll.kind = kind;
+    launch.coll.in = address(in);
+    launch.coll.out = address(out);
+    launch.coll.n_elems = n_elems;
+    launch.coll.dtype = dtype;
+}
+
 /* `input` times the factor of ReduceOp.PREMUL_SUM, in the dtype of `input`. */
 at::Tensor scaled(const at::Tensor &input, const c10d::ReduceOp &op, const OpText &text)
 {
@@ -38,13 +52,6 @@ at::Tensor scaled(const at::Tensor &input, const c10d::ReduceOp &op, const OpTex
     return at::mul(input, factor->tensor_factor.to(input.options())).contiguous();
 }
 
-template <class List> void check_list(const List &list, int size, const char *arg, const char *op)
-{
-    TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ",
-                      std::to_string(list.size()), " entries, wanted ", std::to_string(size),
-                      ", one per rank");
-}
-
 void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, int64_t numel)
 {
     for (size_t r = 0; r < targets.size(); r++)
@@ -52,16 +59,31 @@ void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, 
 }
 } // namespace
 
-Backend::Backend(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<c10d::Backend> gloo, int rank,
-                 int size, const CommSettings &settings, std::vector<uint64_t> global_ranks)
-    : c10d::Backend(rank, size), gloo_(std::move(gloo)),
-      comm_(std::make_shared<Comm>(store, rank, size, settings)),
+namespace
+{
+/* NCCL, if `scratch` carries it. */
+c10::intrusive_ptr<c10d::Backend> nccl_of(c10d::ProcessGroup &scratch)
+{
+    for (const c10::Device &device : scratch.getDeviceTypes())
+        if (device.is_cuda())
+            return scratch.getBackend(c10::DeviceType::CUDA);
+    return nullptr;
+}
+} // namespace
+
+Backend::Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSettings settings,
+                 std::vector<uint64_t> global_ranks)
+    : c10d::Backend(scratch->getRank(), scratch->getSize()), store_(scratch->getStore()),
+      gloo_(scratch->getBackend(c10::DeviceType::CPU)), nccl_(nccl_of(*scratch)),
+      settings_(std::move(settings)), comm_(std::make_shared<Comm>(store_, rank_, size_, settings_.comm)),
       completer_(std::make_shared<SerialThread>()),
-      sparse_(std::make_shared<SparseLane>(store, rank, size, settings, comm_, completer_)),
-      options_(c10::make_intrusive<Options>(settings.timeout))
+      sparse_(std::make_shared<SparseLane>(store_, rank_, size_, settings_.comm, comm_, completer_)),
+      cuda_(std::make_unique<CudaSide>(comm_, nccl_, settings_.cuda)),
+      options_(c10::make_intrusive<Options>(settings_.comm.timeout)),
+      last_split_(c10::intrusive_ptr<c10d::Backend>())
 {
     init();
-    options_->group_name = settings.name;
+    options_->group_name = settings_.comm.name;
     options_->global_ranks_in_group = std::move(global_ranks);
 }
 
@@ -79,6 +101,8 @@ void Backend::setGroupUid(const std::string &uid)
 {
     c10d::Backend::setGroupUid(uid);
     gloo_->setGroupUid(uid);
+    if (nccl_)
+        nccl_->setGroupUid(uid);
 }
 
 void Backend::setTimeout(milliseconds timeout)
@@ -86,6 +110,8 @@ void Backend::setTimeout(milliseconds timeout)
     comm_->set_timeout(timeout);
     sparse_->set_timeout(timeout);
     gloo_->setTimeout(timeout);
+    if (nccl_)
+        nccl_->setTimeout(timeout);
     options_->timeout = timeout;
 }
 
@@ -118,16 +144,23 @@ void Backend::abort()
     comm_->abort("ProcessGroup.abort()");
     sparse_->abort("ProcessGroup.abort()");
     gloo_->abort();
+    if (nccl_)
+        nccl_->abort();
 }
 
 /* First what ends the work under way, so that the completer has everything to complete; the lane before the
  * communicator that it asks whether the group is still whole. */
 void Backend::shutdown()
 {
+    const bool broken = comm_->error(nullptr) != SPCCL_OK;
     sparse_->close();
     comm_->close();
     completer_->stop();
     gloo_->shutdown();
+    if (nccl_ && broken)
+        nccl_->abort(); /* its communicators may wait for a rank that is gone */
+    if (nccl_)
+        nccl_->shutdown();
 }
 
 spccl_stats Backend::stats()
@@ -135,6 +168,15 @@ spccl_stats Backend::stats()
     spccl_stats sum = comm_->stats();
     sparse_->add_stats(sum);
     return sum;
+}
+
+spccl_cuda_stats Backend::cuda_stats()
+{
+    if (cuda_->known_path() == CudaPath::engine)
+        return comm_->cuda_stats();
+    spccl_cuda_stats none{};
+    none.device = cuda_->known_path() == CudaPath::unknown ? -1 : cuda_->device().index();
+    return none;
 }
 
 std::string Backend::describe_link(int peer)
@@ -151,23 +193,12 @@ c10d::Backend &Backend::gloo(const char *op)
 c10::intrusive_ptr<c10d::Work> Backend::start(Launch launch, bool async)
 {
     const uint64_t sequence = ++sequence_;
+    if (launch.out.is_cuda())
+        return noted(cuda_->start(launch, async, sequence));
     if (async)
-        return RequestWork::issue(comm_, completer_, std::move(launch), sequence);
+        return noted(RequestWork::issue(comm_, completer_, std::move(launch), sequence));
     run_blocking(*comm_, std::move(launch));
     return nullptr; /* torch: "the backend has synced at C++ level" */
-}
-
-template <class One>
-c10::intrusive_ptr<c10d::Work> Backend::coalesced(size_t n, bool async, c10d::OpType type, One &&one)
-{
-    std::vector<c10::intrusive_ptr<c10d::Work>> parts;
-    for (size_t i = 0; i < n; i++)
-        parts.push_back(one(i));
-    auto work = c10::make_intrusive<MultiWork>(rank_, type, std::move(parts));
-    if (async)
-        return work;
-    work->wait();
-    return nullptr;
 }
 
 /* ---- broadcast and all-gather: bits move --------------------------------------------------------- */
@@ -180,22 +211,21 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "spccl: broadcast: src is rank ",
                       std::to_string(opts.rootRank), " of a group of ", std::to_string(size_));
     if (root == rank_)
-        check_dense_cpu(tensor, "tensor", "broadcast");
+        check_dense(tensor, "tensor", "broadcast");
     else
         check_output(tensor, "tensor", "broadcast");
 
     Launch launch = launch_of("broadcast", "spccl:broadcast", c10d::OpType::BROADCAST, tensor, opts.timeout);
     launch.op.root = root;
     const WireType wire = wire_for_moving(tensor.scalar_type(), launch.op);
+    if (tensor.is_cuda())
+        cuda_->path(tensor.device(), "broadcast");
     const at::Tensor buf = as_contiguous(tensor);
     launch.inputs = launch.outputs = {tensor};
-    launch.borrowed = {buf};
     if (!is_plain(tensor) && root != rank_)
         launch.copy_out = [tensor, buf] { tensor.copy_(buf); };
-    launch.call = [p = address(buf), n = launch.op.n_elems * wire.per_elem, wire, root](spccl_comm *comm,
-                                                                                        spccl_request **req) {
-        return spccl_broadcast(comm, p, n, wire.dtype, root, req);
-    };
+    set_call(launch, Coll::Kind::broadcast, buf, buf, launch.op.n_elems * wire.per_elem, wire.dtype);
+    launch.coll.root = root;
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -203,26 +233,24 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
                                                         const c10d::AllgatherOptions &opts)
 {
     const char *name = "all_gather_into_tensor";
-    check_dense_cpu(input, "input_tensor", name);
+    check_dense(input, "input_tensor", name);
     check_output(output, "output_tensor", name);
-    check_same_dtype(input, output, "output_tensor", name);
+    check_like(input, output, "output_tensor", name);
     check_numel(output, input.numel() * size_, "output_tensor", name,
                 "those of input_tensor times the ranks");
 
     Launch launch =
         launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
+    if (input.is_cuda())
+        cuda_->path(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.inputs = {input};
     launch.outputs = {output};
-    launch.borrowed = {in, out};
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
-    launch.call = [src = address(in), dst = address(out), n = launch.op.n_elems * wire.per_elem,
-                   wire](spccl_comm *comm, spccl_request **req) {
-        return spccl_all_gather(comm, src, dst, n, wire.dtype, req);
-    };
+    set_call(launch, Coll::Kind::all_gather, in, out, launch.op.n_elems * wire.per_elem, wire.dtype);
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -236,33 +264,28 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
                       " output lists, wanted 1");
     const std::vector<at::Tensor> &list = outputs[0];
     const int64_t numel = input.numel();
-    check_dense_cpu(input, "tensor", name);
+    check_dense(input, "tensor", name);
     check_list(list, size_, "tensor_list", name);
     for (const at::Tensor &t : list) {
         check_output(t, "tensor_list", name);
-        check_same_dtype(input, t, "tensor_list", name);
+        check_like(input, t, "tensor_list", name);
         check_numel(t, numel, "a tensor of tensor_list", name, "those of tensor: all ranks give as many");
     }
 
     Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
+    if (input.is_cuda())
+        cuda_->path(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     launch.inputs = {input};
     launch.outputs = list;
-    launch.borrowed = {in};
-    void *dst = address_if_adjacent(list, numel);
-    if (dst == nullptr) {
-        const at::Tensor flat = flat_like(input, numel * size_);
-        dst = address(flat);
-        launch.borrowed.push_back(flat);
-        launch.copy_out = [list, flat, numel] { copy_parts(list, flat, numel); };
-    } else {
-        launch.borrowed.push_back(list[0]);
-    }
-    launch.call = [src = address(in), dst, n = launch.op.n_elems * wire.per_elem, wire](spccl_comm *comm,
-                                                                                        spccl_request **req) {
-        return spccl_all_gather(comm, src, dst, n, wire.dtype, req);
-    };
+    at::NoGradGuard no_grad;
+    const bool adjacent = address_if_adjacent(list, numel) != nullptr;
+    const at::Tensor out =
+        adjacent ? list[0].as_strided({numel * size_}, {1}) : flat_like(input, numel * size_);
+    if (!adjacent)
+        launch.copy_out = [list, out, numel] { copy_parts(list, out, numel); };
+    set_call(launch, Coll::Kind::all_gather, in, out, launch.op.n_elems * wire.per_elem, wire.dtype);
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -281,26 +304,36 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
     Launch launch = launch_of(name, "spccl:all_reduce", c10d::OpType::ALLREDUCE, tensor, opts.timeout);
     launch.op.reduction = redop_name(redop);
+    launch.reduce_op = opts.reduceOp;
     const Taker taker = reduction_taker(tensor.scalar_type(), redop);
-    if (taker == Taker::gloo) {
-        ++sequence_;
-        return gloo(name).allreduce(tensors, opts);
-    }
+    if (taker == Taker::gloo || is_nccls(tensor, taker, name))
+        return delegated(described(name, launch.title, launch.type, tensors), opts.asyncOp,
+                         [&](c10d::Backend &backend, Staging &staging, bool async) {
+                             c10d::AllreduceOptions theirs = opts;
+                             theirs.asyncOp = async;
+                             std::vector<at::Tensor> list = staging.both(tensors);
+                             return backend.allreduce(list, theirs);
+                         });
     if (taker == Taker::nobody)
         refuse_reduction(launch.op);
 
     const at::Tensor out = as_contiguous(tensor);
     const at::Tensor in = taker == Taker::spccl_scaled ? scaled(out, opts.reduceOp, launch.op) : out;
     launch.inputs = launch.outputs = {tensor};
-    launch.borrowed = {in, out};
     if (!is_plain(tensor))
         launch.copy_out = [tensor, out] { tensor.copy_(out); };
-    launch.call = [src = address(in), dst = address(out), n = launch.op.n_elems,
-                   dtype = dtype_for_reducing(tensor.scalar_type()),
-                   op = redop_of(redop)](spccl_comm *comm, spccl_request **req) {
-        return spccl_all_reduce(comm, src, dst, n, dtype, op, req);
-    };
+    set_call(launch, Coll::Kind::all_reduce, in, out, launch.op.n_elems,
+             dtype_for_reducing(tensor.scalar_type()));
+    launch.coll.redop = redop_of(redop);
     return start(std::move(launch), opts.asyncOp);
+}
+
+bool Backend::is_nccls(const at::Tensor &t, Taker taker, const char *op)
+{
+    if (!t.is_cuda())
+        return false;
+    const CudaPath path = cuda_->path(t.device(), op);
+    return taker != Taker::spccl && nccl_ && path != CudaPath::stage;
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor> &tensors,
@@ -309,11 +342,37 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor>
     at::Tensor &tensor = only(tensors, "tensor", "all_reduce");
     OpText op{"all_reduce", static_cast<size_t>(tensor.numel()), tensor.scalar_type(),
               redop_name(opts.reduceOp.op_), -1};
+    if (tensor.is_cuda()) {
+        const CudaPath path = cuda_->path(tensor.device(), op.name);
+        TORCH_CHECK(path == CudaPath::stage || !StreamOrder::of_device(tensor.device())->capturing(),
+                    "spccl: ", op.str(),
+                    ", sparse_coo: its size is known on the way only, so it cannot be captured into a "
+                    "graph; use tensor.to_dense()");
+        const uint64_t sequence = ++sequence_;
+        sparse_all_reduce_cuda(tensor, opts.reduceOp.op_, op, opts.timeout, *comm_,
+                               [&](const at::Tensor &mine) { return gathered(mine, opts.timeout); });
+        Launch launch = launch_of(op.name, "spccl:all_reduce_sparse", c10d::OpType::_ALLREDUCE_SPARSE, tensor,
+                                  opts.timeout);
+        launch.inputs = launch.outputs = {tensor};
+        return noted(cuda_->finished(launch, opts.asyncOp, sequence));
+    }
     auto work = sparse_->all_reduce(tensor, opts, op, ++sequence_);
     if (opts.asyncOp)
         return work;
     work->wait();
     return nullptr;
+}
+
+at::Tensor Backend::gathered(const at::Tensor &mine, milliseconds timeout)
+{
+    std::vector<int64_t> shape{size_};
+    shape.insert(shape.end(), mine.sizes().begin(), mine.sizes().end());
+    at::Tensor all = at::empty(shape, mine.options()), input = mine;
+    c10d::AllgatherOptions opts;
+    opts.timeout = timeout;
+    opts.asyncOp = false;
+    _allgather_base(all, input, opts);
+    return all;
 }
 
 /* Both forms of reduce-scatter that are ours, once their arguments are checked.
@@ -331,14 +390,12 @@ c10::intrusive_ptr<c10d::Work> Backend::start_reduce_scatter(Launch launch, cons
     const at::Tensor in = taker == Taker::spccl_scaled ? scaled(input, opts.reduceOp, launch.op) : input;
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.outputs = {output};
-    launch.borrowed = {in, out};
+    launch.reduce_op = opts.reduceOp;
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
-    launch.call = [src = address(in), dst = address(out), n = launch.op.n_elems,
-                   dtype = dtype_for_reducing(input.scalar_type()),
-                   op = redop_of(redop)](spccl_comm *comm, spccl_request **req) {
-        return spccl_reduce_scatter(comm, src, dst, n, dtype, op, req);
-    };
+    set_call(launch, Coll::Kind::reduce_scatter, in, out, launch.op.n_elems,
+             dtype_for_reducing(input.scalar_type()));
+    launch.coll.redop = redop_of(redop);
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -346,14 +403,20 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
                                                              const c10d::ReduceScatterOptions &opts)
 {
     const char *name = "reduce_scatter_tensor";
-    check_dense_cpu(input, "input", name);
+    check_dense(input, "input", name);
     check_output(output, "output", name);
-    check_same_dtype(input, output, "output", name);
+    check_like(input, output, "output", name);
     check_numel(input, output.numel() * size_, "input", name, "those of output times the ranks");
-    if (reduction_taker(output.scalar_type(), opts.reduceOp.op_) == Taker::gloo) {
-        ++sequence_;
-        return gloo(name)._reduce_scatter_base(output, input, opts);
-    }
+    const Taker taker = reduction_taker(output.scalar_type(), opts.reduceOp.op_);
+    if (taker == Taker::gloo || is_nccls(output, taker, name))
+        return delegated(described(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
+                                   {output, input}),
+                         opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+                             c10d::ReduceScatterOptions theirs = opts;
+                             theirs.asyncOp = async;
+                             at::Tensor to = staging.both(output), from = staging.in(input);
+                             return backend._reduce_scatter_base(to, from, theirs);
+                         });
     Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output,
                               opts.timeout);
     launch.inputs = {input};
@@ -373,13 +436,23 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
     check_output(output, "output", name);
     check_list(list, size_, "input_list", name);
     for (const at::Tensor &t : list) {
-        check_dense_cpu(t, "input_list", name);
-        check_same_dtype(output, t, "input_list", name);
+        check_dense(t, "input_list", name);
+        check_like(output, t, "input_list", name);
         check_numel(t, numel, "a tensor of input_list", name, "those of output: all ranks take as many");
     }
-    if (reduction_taker(output.scalar_type(), opts.reduceOp.op_) == Taker::gloo) {
-        ++sequence_;
-        return gloo(name).reduce_scatter(outputs, inputs, opts);
+    const Taker taker = reduction_taker(output.scalar_type(), opts.reduceOp.op_);
+    if (taker == Taker::gloo || is_nccls(output, taker, name)) {
+        std::vector<at::Tensor> used{output};
+        used.insert(used.end(), list.begin(), list.end());
+        return delegated(
+            described(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, std::move(used)),
+            opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+                c10d::ReduceScatterOptions theirs = opts;
+                theirs.asyncOp = async;
+                std::vector<at::Tensor> to = staging.both(outputs);
+                std::vector<std::vector<at::Tensor>> from = staging.in(inputs);
+                return backend.reduce_scatter(to, from, theirs);
+            });
     }
     at::NoGradGuard no_grad;
     at::Tensor flat;
@@ -394,66 +467,6 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
         launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, output, opts.timeout);
     launch.inputs = list;
     return start_reduce_scatter(std::move(launch), output, flat, opts);
-}
-
-/* ---- several at once ----------------------------------------------------------------------------- */
-
-c10::intrusive_ptr<c10d::Work> Backend::allreduce_coalesced(std::vector<at::Tensor> &tensors,
-                                                            const c10d::AllreduceCoalescedOptions &opts)
-{
-    c10d::AllreduceOptions each = opts;
-    each.asyncOp = true;
-    return coalesced(tensors.size(), opts.asyncOp, c10d::OpType::ALLREDUCE_COALESCED, [&](size_t i) {
-        std::vector<at::Tensor> one{tensors[i]};
-        return allreduce(one, each);
-    });
-}
-
-c10::intrusive_ptr<c10d::Work> Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>> &outputs,
-                                                            std::vector<at::Tensor> &inputs,
-                                                            const c10d::AllgatherOptions &opts)
-{
-    const char *name = "all_gather_coalesced";
-    check_list(outputs, size_, "output_tensor_lists", name);
-    for (const auto &list : outputs)
-        TORCH_CHECK_VALUE(list.size() == inputs.size(), "spccl: ", name,
-                          ": a list of output_tensor_lists has ", std::to_string(list.size()),
-                          " tensors, wanted ", std::to_string(inputs.size()), ", one per input tensor");
-    c10d::AllgatherOptions each = opts;
-    each.asyncOp = true;
-    return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::ALLGATHER_COALESCED, [&](size_t i) {
-        std::vector<std::vector<at::Tensor>> out(1);
-        for (const auto &of_rank : outputs)
-            out[0].push_back(of_rank[i]);
-        std::vector<at::Tensor> in{inputs[i]};
-        return allgather(out, in, each);
-    });
-}
-
-c10::intrusive_ptr<c10d::Work> Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor> &outputs,
-                                                                        std::vector<at::Tensor> &inputs,
-                                                                        const c10d::AllgatherOptions &opts)
-{
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: all_gather_into_tensor_coalesced: ", std::to_string(outputs.size()),
-                      " outputs for ", std::to_string(inputs.size()), " inputs");
-    c10d::AllgatherOptions each = opts;
-    each.asyncOp = true;
-    return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
-                     [&](size_t i) { return _allgather_base(outputs[i], inputs[i], each); });
-}
-
-c10::intrusive_ptr<c10d::Work>
-Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::vector<at::Tensor> &inputs,
-                                         const c10d::ReduceScatterOptions &opts)
-{
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
-                      "spccl: reduce_scatter_tensor_coalesced: ", std::to_string(outputs.size()),
-                      " outputs for ", std::to_string(inputs.size()), " inputs");
-    c10d::ReduceScatterOptions each = opts;
-    each.asyncOp = true;
-    return coalesced(inputs.size(), opts.asyncOp, c10d::OpType::COALESCED,
-                     [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], each); });
 }
 
 } // namespace spccl_torch

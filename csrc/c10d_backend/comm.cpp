@@ -219,6 +219,41 @@ spccl_stats Comm::stats()
     return stats;
 }
 
+spccl_status Comm::attach_cuda(const spccl_cuda_config &config, milliseconds timeout, std::string *text)
+{
+    std::lock_guard<std::mutex> lock(issue_);
+    spccl_status status = open_for(OpText{"the first CUDA collective"}, timeout);
+    if (status == SPCCL_OK)
+        status = spccl_cuda_attach(raw_, &config);
+    if (status != SPCCL_OK)
+        *text = spccl_last_error();
+    return status;
+}
+
+void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    if (raw_ == nullptr)
+        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(), shut_down));
+    const spccl_status status =
+        spccl_cuda_wait(raw_, stream, timeout.count() > 0 ? timeout.count() : INT64_C(-1));
+    if (status != SPCCL_OK)
+        std::rethrow_exception(make_error(status, who() + ": " + op.str(), spccl_last_error()));
+}
+
+spccl_cuda_stats Comm::cuda_stats()
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    spccl_cuda_stats stats{};
+    stats.struct_bytes = sizeof stats;
+    if (raw_ == nullptr)
+        return stats;
+    const spccl_status status = spccl_cuda_get_stats(raw_, &stats);
+    if (status != SPCCL_OK)
+        std::rethrow_exception(make_error(status, who() + ": cuda_stats", spccl_last_error()));
+    return stats;
+}
+
 std::string Comm::describe_link(int peer)
 {
     std::shared_lock<std::shared_mutex> alive(life_);

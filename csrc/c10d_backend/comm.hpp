@@ -81,6 +81,13 @@ class Comm
     spccl_stats stats();
     std::string describe_link(int peer);
 
+    /* spccl_cuda_attach; *text = what went wrong. All ranks call it in the same place. */
+    spccl_status attach_cuda(const spccl_cuda_config &config, milliseconds timeout, std::string *text);
+    /* Block until `stream` (cudaStream_t) has done what is on it. Throws what ends the wait before that.
+     *   timeout   0 = the group's */
+    void wait_cuda(const OpText &op, void *stream, milliseconds timeout);
+    spccl_cuda_stats cuda_stats();
+
   private:
     spccl_status open_for(const OpText &op, milliseconds timeout);
 

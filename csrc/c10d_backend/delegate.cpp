@@ -1,33 +1,232 @@
-/* delegate.cpp - the Backend methods that are Gloo's: called through, and counted as calls of the group.
+/* delegate.cpp - the Backend methods that are not ours: called through to Gloo or NCCL, and counted as calls
+ * of the group.
  *
  * On CPU nothing has to order Gloo's work against ours: they share no device queue, and both run while the
- * caller does something else. */
+ * caller does something else. On a GPU NCCL's collectives take their place in the device's order (order.hpp).
+ */
 #include "backend.hpp"
+
+#include <ATen/core/dispatch/Dispatcher.h>
 
 namespace spccl_torch
 {
 
+/* ---- Staging ------------------------------------------------------------------------------------- */
+
+at::Tensor Staging::both(const at::Tensor &t)
+{
+    if (idle_)
+        return t;
+    at::Tensor copy = t.cpu();
+    back_.emplace_back(t, copy);
+    return copy;
+}
+
+std::vector<at::Tensor> Staging::in(const std::vector<at::Tensor> &list)
+{
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor &t : list)
+        copies.push_back(in(t));
+    return copies;
+}
+
+std::vector<at::Tensor> Staging::both(const std::vector<at::Tensor> &list)
+{
+    std::vector<at::Tensor> copies;
+    for (const at::Tensor &t : list)
+        copies.push_back(both(t));
+    return copies;
+}
+
+std::vector<std::vector<at::Tensor>> Staging::in(const std::vector<std::vector<at::Tensor>> &lists)
+{
+    std::vector<std::vector<at::Tensor>> copies;
+    for (const auto &list : lists)
+        copies.push_back(in(list));
+    return copies;
+}
+
+std::vector<std::vector<at::Tensor>> Staging::both(const std::vector<std::vector<at::Tensor>> &lists)
+{
+    std::vector<std::vector<at::Tensor>> copies;
+    for (const auto &list : lists)
+        copies.push_back(both(list));
+    return copies;
+}
+
+void Staging::finish()
+{
+    at::NoGradGuard no_grad;
+    for (const auto &[to, from] : back_)
+        to.copy_(from);
+}
+
+/* ---- the two ways -------------------------------------------------------------------------------- */
+
+Launch described(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used)
+{
+    Launch launch;
+    launch.op = OpText{name, static_cast<size_t>(used.at(0).numel()), used[0].scalar_type()};
+    launch.title = title;
+    launch.type = type;
+    launch.inputs = used;
+    launch.outputs = std::move(used);
+    return launch;
+}
+
+namespace
+{
+std::vector<at::Tensor> joined(std::vector<at::Tensor> first,
+                               const std::vector<std::vector<at::Tensor>> &lists)
+{
+    for (const auto &list : lists)
+        first.insert(first.end(), list.begin(), list.end());
+    return first;
+}
+} // namespace
+
+c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool async, Delegate call)
+{
+    const uint64_t sequence = ++sequence_;
+    const char *name = launch.op.name;
+    const at::Tensor &where = launch.inputs[0];
+    Staging idle(true);
+    if (!where.is_cuda())
+        return noted(call(gloo(name), idle, async));
+    if (cuda_->path(where.device(), name) != CudaPath::stage && nccl_)
+        return noted(cuda_->hand_over(launch, async, sequence,
+                                      [&](c10d::Backend &nccl) { return call(nccl, idle, false); }));
+    Staging staging(false);
+    if (auto work = call(gloo(name), staging, true))
+        work->wait();
+    staging.finish();
+    return noted(cuda_->finished(launch, async, sequence));
+}
+
+/* Not counted: the number of these differs from rank to rank. For the same reason they cannot be the call
+ * that gives a group its GPU. */
+c10::intrusive_ptr<c10d::Work> Backend::point_to_point(const char *name, c10d::OpType type,
+                                                       std::vector<at::Tensor> &tensors, Delegate call)
+{
+    Staging idle(true);
+    const at::Tensor &tensor = only(tensors, "tensor", name);
+    if (!tensor.is_cuda())
+        return noted(call(gloo(name), idle, true));
+    if (nccl_ && !settings_.cuda.stage) {
+        c10d::Backend &nccl = cuda_->nccl(name);
+        if (!coalescing_)
+            return call(nccl, idle, true);
+        std::lock_guard<std::mutex> lock(coalesced_mutex_);
+        if (!std::exchange(nccl_batch_, true))
+            nccl.startCoalescing();
+        return call(nccl, idle, true); /* endCoalescing() has the Work of them all */
+    }
+    Staging staging(false);
+    if (auto work = call(gloo(name), staging, true))
+        work->wait();
+    staging.finish();
+    auto done = c10::make_intrusive<MultiWork>(rank_, type, std::vector<c10::intrusive_ptr<c10d::Work>>());
+    return noted(done);
+}
+
+/* ---- groups out of groups ------------------------------------------------------------------------ */
+
+bool Backend::supportsSplitting() const
+{
+    return static_cast<bool>(nccl_);
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device)
+{
+    if (!device.is_cuda())
+        return;
+    const CudaPath path = cuda_->path(device, "eager_connect_single_device");
+    if (nccl_ && path != CudaPath::stage) {
+        nccl_->setBoundDeviceId(device);
+        nccl_->eagerConnectSingleDevice(device);
+    }
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store> &store,
+                                                 const std::vector<int> &ranks,
+                                                 const c10::intrusive_ptr<c10d::Backend::Options> &opts)
+{
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+    if (mine == ranks.end())
+        return nullptr;
+    std::lock_guard<std::mutex> lock(split_mutex_);
+    if (opts->group_name == last_split_name_)
+        if (auto same = last_split_.lock())
+            return same;
+
+    std::vector<int64_t> global_ranks;
+    for (int r : ranks)
+        global_ranks.push_back(
+            static_cast<int64_t>(options_->global_ranks_in_group.at(static_cast<size_t>(r))));
+    GroupSettings settings = settings_;
+    settings.comm.name = opts->group_name;
+    if (opts->timeout.count() > 0)
+        settings.comm.timeout = opts->timeout;
+    auto bare = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(mine - ranks.begin()),
+                                                        static_cast<int>(ranks.size()));
+    /* Python makes the inner groups, as it did for this one (backend.py). */
+    static const auto with_inner_groups =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("spccl::with_inner_groups", "")
+            .typed<c10::intrusive_ptr<c10d::ProcessGroup>(const c10::intrusive_ptr<c10d::ProcessGroup> &,
+                                                          c10::string_view, at::IntArrayRef, int64_t)>();
+    const auto scratch =
+        with_inner_groups.call(bare, settings.comm.name, global_ranks, settings.comm.timeout.count());
+    auto child = c10::make_intrusive<Backend>(
+        scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
+    last_split_name_ = opts->group_name;
+    last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(child));
+    return child;
+}
+
+/* ---- Gloo's and NCCL's --------------------------------------------------------------------------- */
+
 c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors,
                                                const c10d::ReduceOptions &opts)
 {
-    ++sequence_;
-    return gloo("reduce").reduce(tensors, opts);
+    only(tensors, "tensor", "reduce");
+    return delegated(described("reduce", "spccl:reduce", c10d::OpType::REDUCE, tensors), opts.asyncOp,
+                     [&](c10d::Backend &backend, Staging &staging, bool async) {
+                         c10d::ReduceOptions theirs = opts;
+                         theirs.asyncOp = async;
+                         std::vector<at::Tensor> list = staging.both(tensors);
+                         return backend.reduce(list, theirs);
+                     });
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::gather(std::vector<std::vector<at::Tensor>> &outputs,
                                                std::vector<at::Tensor> &inputs,
                                                const c10d::GatherOptions &opts)
 {
-    ++sequence_;
-    return gloo("gather").gather(outputs, inputs, opts);
+    only(inputs, "tensor", "gather");
+    return delegated(described("gather", "spccl:gather", c10d::OpType::GATHER, joined(inputs, outputs)),
+                     opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+                         c10d::GatherOptions theirs = opts;
+                         theirs.asyncOp = async;
+                         std::vector<std::vector<at::Tensor>> to = staging.both(outputs);
+                         std::vector<at::Tensor> from = staging.in(inputs);
+                         return backend.gather(to, from, theirs);
+                     });
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::scatter(std::vector<at::Tensor> &outputs,
                                                 std::vector<std::vector<at::Tensor>> &inputs,
                                                 const c10d::ScatterOptions &opts)
 {
-    ++sequence_;
-    return gloo("scatter").scatter(outputs, inputs, opts);
+    only(outputs, "tensor", "scatter");
+    return delegated(described("scatter", "spccl:scatter", c10d::OpType::SCATTER, joined(outputs, inputs)),
+                     opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+                         c10d::ScatterOptions theirs = opts;
+                         theirs.asyncOp = async;
+                         std::vector<at::Tensor> to = staging.both(outputs);
+                         std::vector<std::vector<at::Tensor>> from = staging.in(inputs);
+                         return backend.scatter(to, from, theirs);
+                     });
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Tensor &input,
@@ -35,39 +234,75 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Te
                                                       std::vector<int64_t> &input_splits,
                                                       const c10d::AllToAllOptions &opts)
 {
-    ++sequence_;
-    return gloo("all_to_all_single").alltoall_base(output, input, output_splits, input_splits, opts);
+    return delegated(
+        described("all_to_all_single", "spccl:all_to_all", c10d::OpType::ALLTOALL_BASE, {input, output}),
+        opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+            c10d::AllToAllOptions theirs = opts;
+            theirs.asyncOp = async;
+            at::Tensor to = staging.both(output), from = staging.in(input);
+            return backend.alltoall_base(to, from, output_splits, input_splits, theirs);
+        });
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &outputs,
                                                  std::vector<at::Tensor> &inputs,
                                                  const c10d::AllToAllOptions &opts)
 {
-    ++sequence_;
-    return gloo("all_to_all").alltoall(outputs, inputs, opts);
+    TORCH_CHECK_VALUE(!inputs.empty(), "spccl: all_to_all: input_tensor_list is empty");
+    return delegated(
+        described("all_to_all", "spccl:all_to_all", c10d::OpType::ALLTOALL, joined(inputs, {outputs})),
+        opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+            c10d::AllToAllOptions theirs = opts;
+            theirs.asyncOp = async;
+            std::vector<at::Tensor> to = staging.both(outputs), from = staging.in(inputs);
+            return backend.alltoall(to, from, theirs);
+        });
 }
-
-/* Point-to-point calls are not counted: their number differs from rank to rank. */
 
 c10::intrusive_ptr<c10d::Work> Backend::send(std::vector<at::Tensor> &tensors, int peer, int tag)
 {
-    return gloo("send").send(tensors, peer, tag);
+    return point_to_point("send", c10d::OpType::SEND, tensors,
+                          [&](c10d::Backend &backend, Staging &staging, bool) {
+                              std::vector<at::Tensor> list = staging.in(tensors);
+                              return backend.send(list, peer, tag);
+                          });
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::recv(std::vector<at::Tensor> &tensors, int peer, int tag)
 {
-    return gloo("recv").recv(tensors, peer, tag);
+    return point_to_point("recv", c10d::OpType::RECV, tensors,
+                          [&](c10d::Backend &backend, Staging &staging, bool) {
+                              std::vector<at::Tensor> list = staging.both(tensors);
+                              return backend.recv(list, peer, tag);
+                          });
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor> &tensors, int tag)
 {
-    return gloo("recv").recvAnysource(tensors, tag);
+    return point_to_point("recv", c10d::OpType::RECVANYSOURCE, tensors,
+                          [&](c10d::Backend &backend, Staging &staging, bool) {
+                              std::vector<at::Tensor> list = staging.both(tensors);
+                              return backend.recvAnysource(list, tag);
+                          });
 }
 
+/* On the GPU's side once the group has one, or if the caller names one: then all work before it on the
+ * current stream is done too, everywhere. */
 c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts)
 {
-    ++sequence_;
-    return gloo("barrier").barrier(opts);
+    CudaPath path = cuda_->known_path();
+    if (path == CudaPath::unknown && nccl_ && !opts.device_ids.empty())
+        path = cuda_->path(
+            c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(opts.device_ids[0])), "barrier");
+    const uint64_t sequence = ++sequence_;
+    if (path == CudaPath::engine)
+        return noted(cuda_->barrier(opts.asyncOp, opts.timeout, sequence));
+    if (path == CudaPath::nccl) {
+        c10d::BarrierOptions theirs = opts;
+        theirs.device_ids = {cuda_->device().index()};
+        return noted(cuda_->nccl("barrier").barrier(theirs));
+    }
+    return noted(gloo("barrier").barrier(opts));
 }
 
 /* Asks which rank is missing: of use on a broken group as well. */

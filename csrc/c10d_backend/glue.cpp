@@ -6,9 +6,15 @@
 
 #include "work.cpp"
 
+#include "order.cpp"
+
 #include "sparse.cpp"
 
+#include "cuda.cpp"
+
 #include "backend.cpp"
+
+#include "coalesced.cpp"
 
 #include "delegate.cpp"
 

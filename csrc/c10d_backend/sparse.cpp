@@ -206,6 +206,70 @@ std::vector<Run> runs_of(const at::Tensor &positions, const std::vector<Header> 
     return runs;
 }
 
+void check_arguments(const at::Tensor &tensor, c10d::ReduceOp::RedOpType redop, const OpText &op)
+{
+    TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Sparse, "spccl: ", op.str(), ": tensors has layout ",
+                      tensor.layout(),
+                      ": of the sparse layouts only torch.sparse_coo is taken; use "
+                      "tensor.to_sparse_coo()");
+    TORCH_CHECK_VALUE(redop == c10d::ReduceOp::SUM || redop == c10d::ReduceOp::AVG, "spccl: ", op.str(),
+                      ": a sparse_coo tensor can be reduced by sum or avg only; use tensor.to_dense()");
+    if (reduction_taker(tensor.scalar_type(), redop) != Taker::spccl)
+        refuse_reduction(op);
+}
+
+/* Places of the sparse dimensions, and elements of one entry. */
+struct Extent {
+    int64_t n_positions = 1, width = 1;
+};
+
+Extent extent_of(const at::Tensor &t)
+{
+    Extent extent;
+    for (int64_t d = 0; d < t.dim(); d++)
+        (d < t.sparse_dim() ? extent.n_positions : extent.width) *= t.size(d);
+    return extent;
+}
+
+/* What every rank says of its coalesced tensor, checked. */
+std::vector<Header> exchange_headers(Comm &comm, const at::Tensor &mine, c10d::ReduceOp::RedOpType redop,
+                                     const OpText &op, milliseconds timeout)
+{
+    const Header header{mine._nnz(),
+                        mine.sparse_dim(),
+                        mine.dense_dim(),
+                        hash_of(mine.sizes()),
+                        static_cast<int64_t>(mine.scalar_type()),
+                        static_cast<int64_t>(redop)};
+    std::vector<Header> headers(static_cast<size_t>(comm.size()));
+    comm.issue(op, timeout, [&](spccl_comm *raw) {
+        return spccl_all_gather(raw, &header, headers.data(), header_words, SPCCL_INT64, nullptr);
+    });
+    check_headers(headers, comm.rank(), extent_of(mine).n_positions, comm.who(), op);
+    return headers;
+}
+
+int64_t largest_nnz(const std::vector<Header> &headers)
+{
+    int64_t most = 0;
+    for (const Header &h : headers)
+        most = std::max(most, h.nnz);
+    return most;
+}
+
+/* tensor := the coalesced tensor of its shape with these entries.
+ *   united   [n_union] int64, ascending;  sum   [n_union, width] */
+void replace(at::Tensor &tensor, const at::Tensor &united, const at::Tensor &sum, int64_t sparse_dim)
+{
+    const c10::IntArrayRef sizes = tensor.sizes();
+    std::vector<int64_t> value_shape{united.numel()};
+    value_shape.insert(value_shape.end(), sizes.begin() + sparse_dim, sizes.end());
+    const at::Tensor result = at::_sparse_coo_tensor_unsafe(
+        full_indices(united, sizes, sparse_dim), sum.reshape(value_shape), sizes, tensor.options());
+    result._coalesced_(true);
+    tensor.copy_(result);
+}
+
 /* Every position that some rank has: [n_union] int64, ascending. */
 at::Tensor unite(const std::vector<Run> &runs)
 {
@@ -221,6 +285,70 @@ at::Tensor unite(const std::vector<Run> &runs)
     return all.narrow(0, 0, last - first).clone();
 }
 } // namespace
+
+/* ---- CUDA ---------------------------------------------------------------------------------------- */
+
+namespace
+{
+/* The sum in rank order of every rank's rows, as sum_rows: a rank has each position once, so that every
+ * addition of a rank is to another row, and the order is that of the ranks.
+ *   positions   [n_ranks][nnz of the rank] int64;  values   [n_ranks, max_nnz, width] */
+at::Tensor sum_rows_cuda(const std::vector<at::Tensor> &positions, const at::Tensor &values,
+                         const at::Tensor &united, bool average)
+{
+    const at::ScalarType dtype = values.scalar_type();
+    const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+    at::Tensor acc =
+        at::zeros({united.numel(), values.size(2)}, values.options().dtype(half ? at::kFloat : dtype));
+    for (size_t r = 0; r < positions.size(); r++) {
+        const int64_t nnz = positions[r].numel();
+        if (nnz == 0)
+            continue;
+        const at::Tensor rows = at::searchsorted(united, positions[r]);
+        const at::Tensor mine =
+            values.select(0, static_cast<int64_t>(r)).narrow(0, 0, nnz).to(acc.scalar_type());
+        acc.index_copy_(0, rows, acc.index_select(0, rows).add_(mine));
+    }
+    if (average && at::isFloatingType(dtype))
+        acc.div_(static_cast<int64_t>(positions.size()));
+    else if (average)
+        acc.div_(static_cast<int64_t>(positions.size()), "trunc");
+    return acc.to(dtype);
+}
+} // namespace
+
+void sparse_all_reduce_cuda(at::Tensor &tensor, c10d::ReduceOp::RedOpType redop, const OpText &op,
+                            milliseconds timeout, Comm &comm,
+                            c10::function_ref<at::Tensor(const at::Tensor &)> gather)
+{
+    check_arguments(tensor, redop, op);
+    at::NoGradGuard no_grad;
+    const at::Tensor mine = tensor.coalesce();
+    const auto [n_positions, width] = extent_of(mine);
+    const std::vector<Header> headers = exchange_headers(comm, mine, redop, op, timeout);
+    const int64_t max_nnz = largest_nnz(headers);
+    if (max_nnz == 0) {
+        replace(tensor, mine._indices().new_empty({0}), mine._values().new_empty({0, width}),
+                mine.sparse_dim());
+        return;
+    }
+    const bool narrow = n_positions <= std::numeric_limits<int32_t>::max();
+    at::Tensor all = linear_indices(mine._indices(), mine.sizes()).to(narrow ? at::kInt : at::kLong);
+    all = gather(padded(all, max_nnz)).to(at::kLong);
+    const at::Tensor values = gather(padded(mine._values().reshape({mine._nnz(), width}), max_nnz));
+
+    std::vector<at::Tensor> positions;
+    for (int r = 0; r < comm.size(); r++)
+        positions.push_back(all.select(0, r).narrow(0, 0, headers[static_cast<size_t>(r)].nnz));
+    const at::Tensor united = std::get<0>(at::_unique2(at::cat(positions), /*sorted=*/true));
+    const int64_t first = united[0].item<int64_t>(), last = united[-1].item<int64_t>();
+    if (first < 0 || last >= n_positions)
+        std::rethrow_exception(make_error(SPCCL_ERR_FORMAT, comm.who() + ": " + op.str() + ", sparse_coo",
+                                          "a rank sent index " + std::to_string(first < 0 ? first : last) +
+                                              ", wanted indices below " + std::to_string(n_positions)));
+    replace(tensor, united, sum_rows_cuda(positions, values, united, redop == c10d::ReduceOp::AVG),
+            mine.sparse_dim());
+}
 
 /* ---- SparseLane ---------------------------------------------------------------------------------- */
 
@@ -241,16 +369,7 @@ c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c1
                                                     OpText op, uint64_t sequence)
 {
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
-    TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Sparse, "spccl: ", op.str(), ": tensors has layout ",
-                      tensor.layout(),
-                      ": of the sparse layouts only torch.sparse_coo is taken; use "
-                      "tensor.to_sparse_coo()");
-    TORCH_CHECK_VALUE(tensor.device().is_cpu(), "spccl: ", op.str(), ": tensors is on ", tensor.device(),
-                      ": this version of spccl moves CPU tensors only");
-    TORCH_CHECK_VALUE(redop == c10d::ReduceOp::SUM || redop == c10d::ReduceOp::AVG, "spccl: ", op.str(),
-                      ": a sparse_coo tensor can be reduced by sum or avg only; use tensor.to_dense()");
-    if (reduction_taker(tensor.scalar_type(), redop) != Taker::spccl)
-        refuse_reduction(op);
+    check_arguments(tensor, redop, op);
 
     auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse",
                                               std::vector<at::Tensor>{tensor}, sequence, completer_);
@@ -309,32 +428,15 @@ void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const O
     check_group(op);
     const std::shared_ptr<Comm> group = comm();
     const at::Tensor mine = tensor.coalesce();
-    const int64_t sparse_dim = mine.sparse_dim(), nnz = mine._nnz();
-    const c10::IntArrayRef sizes = mine.sizes();
-    int64_t n_positions = 1, width = 1;
-    for (int64_t d = 0; d < mine.dim(); d++)
-        (d < sparse_dim ? n_positions : width) *= sizes[static_cast<size_t>(d)];
-
-    Header header{nnz,
-                  sparse_dim,
-                  mine.dense_dim(),
-                  hash_of(sizes),
-                  static_cast<int64_t>(mine.scalar_type()),
-                  static_cast<int64_t>(redop)};
-    std::vector<Header> headers(static_cast<size_t>(size_));
-    group->issue(op, timeout, [&](spccl_comm *raw) {
-        return spccl_all_gather(raw, &header, headers.data(), header_words, SPCCL_INT64, nullptr);
-    });
-    check_headers(headers, rank_, n_positions, group->who(), op);
-    int64_t max_nnz = 0;
-    for (const Header &h : headers)
-        max_nnz = std::max(max_nnz, h.nnz);
+    const auto [n_positions, width] = extent_of(mine);
+    const std::vector<Header> headers = exchange_headers(*group, mine, redop, op, timeout);
+    const int64_t max_nnz = largest_nnz(headers);
 
     const bool narrow = n_positions <= std::numeric_limits<int32_t>::max();
-    at::Tensor positions = linear_indices(mine._indices(), sizes).to(narrow ? at::kInt : at::kLong);
+    at::Tensor positions = linear_indices(mine._indices(), mine.sizes()).to(narrow ? at::kInt : at::kLong);
     positions = gather(*group, padded(positions, max_nnz), op, timeout).to(at::kLong);
     const at::Tensor values =
-        gather(*group, padded(mine._values().reshape({nnz, width}), max_nnz), op, timeout)
+        gather(*group, padded(mine._values().reshape({mine._nnz(), width}), max_nnz), op, timeout)
             .reshape({size_, max_nnz, width});
 
     const std::vector<Run> runs = runs_of(positions, headers);
@@ -344,12 +446,7 @@ void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const O
     AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, mine.scalar_type(), "spccl_sparse_all_reduce", [&] {
         sum = sum_rows<scalar_t>(runs, values, united.numel(), redop == c10d::ReduceOp::AVG);
     });
-    std::vector<int64_t> value_shape{united.numel()};
-    value_shape.insert(value_shape.end(), sizes.begin() + sparse_dim, sizes.end());
-    const at::Tensor result = at::_sparse_coo_tensor_unsafe(full_indices(united, sizes, sparse_dim),
-                                                            sum.reshape(value_shape), sizes, mine.options());
-    result._coalesced_(true);
-    tensor.copy_(result);
+    replace(tensor, united, sum, mine.sparse_dim());
 }
 
 void SparseLane::abort(const char *reason) noexcept

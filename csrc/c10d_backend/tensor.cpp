@@ -182,13 +182,11 @@ at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *
     return tensors[0];
 }
 
-void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op)
+void check_dense(const at::Tensor &t, const char *arg, const char *op)
 {
     TORCH_CHECK_VALUE(t.defined(), "spccl: ", op, ": ", arg, " is an undefined tensor");
-    TORCH_CHECK_VALUE(
-        t.device().is_cpu(), "spccl: ", op, ": ", arg, " is on ", t.device(),
-        ": this version of spccl moves CPU tensors only. Use backend=\"cpu:spccl,cuda:nccl\", or "
-        "tensor.cpu()");
+    TORCH_CHECK_VALUE(t.device().is_cpu() || t.device().is_cuda(), "spccl: ", op, ": ", arg, " is on ",
+                      t.device(), ": spccl moves CPU and CUDA tensors; use tensor.cpu()");
     TORCH_CHECK_VALUE(
         t.layout() == c10::Layout::Strided, "spccl: ", op, ": ", arg, " has layout ", t.layout(),
         ": only all_reduce takes a sparse tensor, and only torch.sparse_coo; use tensor.to_dense()");
@@ -196,16 +194,19 @@ void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op)
 
 void check_output(const at::Tensor &t, const char *arg, const char *op)
 {
-    check_dense_cpu(t, arg, op);
+    check_dense(t, arg, op);
     TORCH_CHECK_VALUE(
         at::has_internal_overlap(t) != at::MemOverlap::Yes, "spccl: ", op, ": ", arg,
         ": several elements share one memory location (an expanded tensor); use tensor.clone()");
 }
 
-void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op)
+void check_like(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op)
 {
     TORCH_CHECK_TYPE(t.scalar_type() == want.scalar_type(), "spccl: ", op, ": ", arg, " is ", t.scalar_type(),
                      ", wanted ", want.scalar_type(), " as the other tensors of this call");
+    TORCH_CHECK_VALUE(t.device() == want.device(), "spccl: ", op, ": ", arg, " is on ", t.device(),
+                      ", wanted ", want.device(),
+                      " as the other tensors of this call: move one of them (tensor.to)");
 }
 
 void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why)

@@ -1,5 +1,6 @@
 /* tensor.hpp - at::Tensor to what spccl takes: a pointer, a count and a dtype, with checks that name the
- * argument. Also the one table that says which calls are ours and which go to Gloo (docs/TORCH.md shows it).
+ * argument. Also the one table that says which calls are ours and which go to Gloo or NCCL (docs/TORCH.md
+ * shows it).
  *
  * May include: spccl.h, torch_compat.hpp. */
 #pragma once
@@ -44,18 +45,28 @@ spccl_redop redop_of(c10d::ReduceOp::RedOpType op);
 /* spccl's dtype of a reduction that is ours. */
 spccl_dtype dtype_for_reducing(c10::ScalarType dtype);
 const char *redop_name(c10d::ReduceOp::RedOpType op);
-/* Throws TypeError: neither spccl nor Gloo has this reduction; says which dtypes would do. */
+/* Throws TypeError: neither spccl nor Gloo has this reduction; says which dtypes would do. For CUDA tensors
+ * NCCL is asked instead. */
 [[noreturn]] void refuse_reduction(const OpText &op);
 
 /* The only tensor of `tensors`; throws ValueError if there are more (one per device is a thing of the past).
  */
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op);
-/* Throws unless `t` is a dense tensor in host memory. */
-void check_dense_cpu(const at::Tensor &t, const char *arg, const char *op);
-/* check_dense_cpu, and no two elements may share memory (torch.Tensor.expand makes such). */
+/* Throws unless `t` is a dense tensor in host memory or on a CUDA device. */
+void check_dense(const at::Tensor &t, const char *arg, const char *op);
+/* check_dense, and no two elements may share memory (torch.Tensor.expand makes such). */
 void check_output(const at::Tensor &t, const char *arg, const char *op);
-void check_same_dtype(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op);
+/* Throws unless `t` has the dtype, and is on the device, of `want`. */
+void check_like(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op);
 void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why);
+
+/* One tensor, or list of tensors, for each rank. */
+template <class List> void check_list(const List &list, int size, const char *arg, const char *op)
+{
+    TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ",
+                      std::to_string(list.size()), " entries, wanted ", std::to_string(size),
+                      ", one per rank");
+}
 
 /* Can spccl read and write `t` where it is? Contiguous, aligned to its elements, no lazy sign or conjugate.
  */

@@ -20,6 +20,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/version.h>
 
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
+#include <dlfcn.h>
+
 namespace spccl_torch
 {
 
@@ -39,6 +44,51 @@ c10::intrusive_ptr<c10d::Store> independent_store(const c10::intrusive_ptr<Store
         return store->clone();
     else
         return store;
+}
+
+/* The cudaStream_t of `stream`. torch 2.11 gave streams native_handle(); before, the CUDA build says only
+ * what the current one is, through a C function that its inductor uses. */
+template <class Stream> void *native_handle(const Stream &stream)
+{
+    if constexpr (requires { stream.native_handle(); }) {
+        return stream.native_handle();
+    } else {
+        using Current = int (*)(int32_t device, void **out);
+        static const auto current =
+            reinterpret_cast<Current>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            current != nullptr, "spccl: torch ", TORCH_VERSION,
+            " does not tell the CUDA stream of a c10::Stream: use torch 2.11 or later");
+        const c10::StreamGuard guard(stream);
+        void *handle = nullptr;
+        TORCH_CHECK(current(stream.device_index(), &handle) == 0,
+                    "spccl: aoti_torch_get_current_cuda_stream failed on ", stream.device());
+        return handle;
+    }
+}
+
+/* Which CUDA graph capture a cudaStream_t is part of: its id, or 0. c10 has no id, and before 2.13 not even
+ * the question; so the driver is asked, which is loaded wherever there is such a stream. The legacy default
+ * stream cannot be captured, and asking for it would disturb the capture of another stream. */
+inline uint64_t capture_id(void *stream)
+{
+    /* cuStreamGetCaptureInfo_v2 of cuda.h: status 1 = active; the last three may be NULL */
+    using Info = int (*)(void *stream, int *status, unsigned long long *id, void **graph, const void **deps,
+                         size_t *n_deps);
+    static const auto info = [] {
+        void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+        return driver == nullptr ? nullptr
+                                 : reinterpret_cast<Info>(dlsym(driver, "cuStreamGetCaptureInfo_v2"));
+    }();
+    if (stream == nullptr)
+        return 0;
+    TORCH_CHECK(info != nullptr,
+                "spccl: the CUDA driver (libcuda.so.1) has no cuStreamGetCaptureInfo_v2: update the driver");
+    int status = 0;
+    unsigned long long id = 0;
+    if (info(stream, &status, &id, nullptr, nullptr, nullptr) != 0 || status == 0)
+        return 0;
+    return id == 0 ? UINT64_MAX : id;
 }
 
 } // namespace spccl_torch

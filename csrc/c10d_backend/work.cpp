@@ -1,7 +1,6 @@
 /* work.cpp - see work.hpp. */
 #include "work.hpp"
 
-#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -26,14 +25,6 @@ class WriteGuard
     at::NoGradGuard no_grad_;
 };
 
-void run_copy_out(const Launch &launch)
-{
-    if (!launch.copy_out)
-        return;
-    WriteGuard guard(launch.outputs);
-    launch.copy_out();
-}
-
 [[noreturn]] void throw_wait_timeout(const std::string &who, const OpText &op, milliseconds timeout)
 {
     std::rethrow_exception(
@@ -43,19 +34,66 @@ void run_copy_out(const Launch &launch)
 }
 } // namespace
 
-c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future()
+spccl_status call_host(const Coll &c, spccl_comm *comm, spccl_request **req)
 {
-    return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    switch (c.kind) {
+    case Coll::Kind::all_gather:
+        return spccl_all_gather(comm, c.in, c.out, c.n_elems, c.dtype, req);
+    case Coll::Kind::reduce_scatter:
+        return spccl_reduce_scatter(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, req);
+    case Coll::Kind::all_reduce:
+        return spccl_all_reduce(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, req);
+    case Coll::Kind::broadcast:
+        return spccl_broadcast(comm, c.out, c.n_elems, c.dtype, c.root, req);
+    }
+    return SPCCL_ERR_BUG;
+}
+
+spccl_status call_cuda(const Coll &c, spccl_comm *comm, void *stream)
+{
+    if (c.n_elems == 0)
+        return spccl_comm_async_error(comm);
+    switch (c.kind) {
+    case Coll::Kind::all_gather:
+        return spccl_cuda_all_gather(comm, c.in, c.out, c.n_elems, c.dtype, stream);
+    case Coll::Kind::reduce_scatter:
+        return spccl_cuda_reduce_scatter(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, stream);
+    case Coll::Kind::all_reduce:
+        return spccl_cuda_all_reduce(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, stream);
+    case Coll::Kind::broadcast:
+        return spccl_cuda_broadcast(comm, c.out, c.n_elems, c.dtype, c.root, stream);
+    }
+    return SPCCL_ERR_BUG;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future(std::vector<c10::Device> devices)
+{
+    return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                    std::move(devices));
+}
+
+CallRecord::CallRecord(const char *title, const std::vector<at::Tensor> &inputs)
+    : record_(at::RecordScope::USER_SCOPE)
+{
+    if (!record_.isActive())
+        return;
+    const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+    record_.before(title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+}
+
+void run_copy_out(const Launch &launch)
+{
+    if (!launch.copy_out)
+        return;
+    WriteGuard guard(launch.outputs);
+    launch.copy_out();
 }
 
 void run_blocking(Comm &comm, Launch launch)
 {
-    at::RecordFunction record(at::RecordScope::USER_SCOPE);
-    if (record.isActive()) {
-        const std::vector<c10::IValue> inputs(launch.inputs.begin(), launch.inputs.end());
-        record.before(launch.title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
-    }
-    comm.issue(launch.op, launch.timeout, [&](spccl_comm *raw) { return launch.call(raw, nullptr); });
+    const CallRecord record(launch.title, launch.inputs);
+    comm.issue(launch.op, launch.timeout,
+               [&](spccl_comm *raw) { return call_host(launch.coll, raw, nullptr); });
     run_copy_out(launch);
 }
 
@@ -82,7 +120,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
     auto work = c10::make_intrusive<RequestWork>(std::move(comm), SerialThread::awaitable(completer),
                                                  std::move(launch), sequence);
     work->comm_->issue(work->launch_.op, work->launch_.timeout, [&](spccl_comm *raw) {
-        spccl_status status = work->launch_.call(raw, &work->request_);
+        spccl_status status = call_host(work->launch_.coll, raw, &work->request_);
         if (status != SPCCL_OK)
             return status;
         /* The callback owns a reference: tensors outlive the request whatever the user does. */
@@ -139,7 +177,6 @@ void RequestWork::settle()
     }
     launch_.borrowed.clear();
     launch_.copy_out = nullptr;
-    launch_.call = nullptr;
     finish(error);
     settled_ = true;
 }
@@ -312,8 +349,17 @@ uint64_t TaskWork::getSequencenumber() const
 
 /* ---- MultiWork --------------------------------------------------------------------------------- */
 
+namespace
+{
+std::vector<c10::intrusive_ptr<c10d::Work>> present(std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+{
+    std::erase_if(parts, [](const auto &part) { return !part; });
+    return parts;
+}
+} // namespace
+
 MultiWork::MultiWork(int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
-    : Work(rank, type), parts_(std::move(parts))
+    : Work(rank, type), parts_(present(std::move(parts)))
 {
 }
 
@@ -380,23 +426,32 @@ void MultiWork::abort()
 c10::intrusive_ptr<c10::ivalue::Future> MultiWork::getFuture()
 {
     struct Join {
-        c10::intrusive_ptr<c10::ivalue::Future> all = make_tensor_list_future();
+        c10::intrusive_ptr<c10::ivalue::Future> all;
+        std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
         std::vector<c10::intrusive_ptr<c10d::Work>> parts;
         std::atomic<size_t> open{0};
         std::atomic<bool> failed{false};
     };
     auto join = std::make_shared<Join>();
+    std::vector<c10::Device> devices;
+    for (const auto &part : parts_) {
+        join->futures.push_back(part->getFuture());
+        const auto &some = join->futures.back()->devices();
+        devices.insert(devices.end(), some.begin(), some.end());
+    }
+    join->all = make_tensor_list_future(std::move(devices));
     join->parts = parts_;
     join->open = parts_.size();
-    for (const auto &part : parts_) {
-        part->getFuture()->addCallback([join](c10::ivalue::Future &done) {
+    for (const auto &future : join->futures) {
+        future->addCallback([join](c10::ivalue::Future &done) {
             if (done.hasError() && !join->failed.exchange(true))
                 join->all->setError(done.exception_ptr());
             if (--join->open != 0 || join->failed)
                 return;
             std::vector<at::Tensor> tensors;
-            for (const auto &finished : join->parts) {
-                const std::vector<at::Tensor> some = finished->result();
+            for (size_t i = 0; i < join->parts.size(); i++) {
+                join->futures[i]->wait(); /* done; on a GPU it orders this callback's stream behind it */
+                const std::vector<at::Tensor> some = join->parts[i]->result();
                 tensors.insert(tensors.end(), some.begin(), some.end());
             }
             join->all->markCompleted(c10::IValue(std::move(tensors)));

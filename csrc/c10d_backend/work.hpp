@@ -7,6 +7,7 @@
 #include "serial_thread.hpp"
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
 
 #include <atomic>
 #include <functional>
@@ -18,6 +19,21 @@
 namespace spccl_torch
 {
 
+/* One call of the four that are ours, for either side of spccl.h. */
+struct Coll {
+    enum class Kind { all_gather, reduce_scatter, all_reduce, broadcast };
+    Kind kind;
+    const void *in; /* broadcast: = out */
+    void *out;
+    size_t n_elems; /* as spccl.h counts them for this kind, in elements of `dtype` */
+    spccl_dtype dtype;
+    spccl_redop redop = SPCCL_SUM;
+    int root = 0;
+};
+spccl_status call_host(const Coll &coll, spccl_comm *comm, spccl_request **req);
+/*   stream   cudaStream_t. An empty collective is not launched. */
+spccl_status call_cuda(const Coll &coll, spccl_comm *comm, void *stream);
+
 /* All that one collective needs from its call to its end. */
 struct Launch {
     OpText op;
@@ -28,11 +44,26 @@ struct Launch {
     std::vector<at::Tensor> outputs;  /* what result() and the future hand out */
     std::vector<at::Tensor> borrowed; /* memory that spccl reads or writes: held until the end */
     std::function<void()> copy_out;   /* scratch to the user's tensors; empty if spccl wrote there itself */
-    std::function<spccl_status(spccl_comm *, spccl_request **)> call;
+    at::Tensor in, out;               /* plain tensors at coll.in and coll.out; broadcast: the same */
+    c10d::ReduceOp reduce_op;         /* as the user gave it */
+    Coll coll{};
 };
 
-/* A future for a list of CPU tensors. */
-c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future();
+/* A future for a list of tensors.
+ *   devices   where they are, if not on the CPU: without them the future orders no streams */
+c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future(std::vector<c10::Device> devices = {});
+
+/* Profiler event of a call that leaves no Work behind; it lasts as long as this object. */
+class CallRecord
+{
+  public:
+    CallRecord(const char *title, const std::vector<at::Tensor> &inputs);
+
+  private:
+    at::RecordFunction record_;
+};
+/* Runs launch.copy_out, if there is one, in the mode that the outputs need. */
+void run_copy_out(const Launch &launch);
 
 /* Run on the calling thread until done (the fastest way for small tensors). Throws what went wrong. */
 void run_blocking(Comm &comm, Launch launch);
@@ -74,7 +105,7 @@ class RequestWork final : public c10d::Work
 
     const std::shared_ptr<Comm> comm_;
     const std::shared_ptr<SerialThread> completer_;
-    Launch launch_; /* borrowed, copy_out and call are given back when settled */
+    Launch launch_; /* borrowed and copy_out are given back when settled */
     const uint64_t sequence_;
     const bool profiled_;
     const bool copies_out_;
@@ -119,7 +150,7 @@ class TaskWork final : public c10d::Work
     const at::ThreadLocalState tls_;
 };
 
-/* Several works as one, for the calls that torch names coalesced. */
+/* Several works as one, for the calls that torch names coalesced. Parts that are NULL are done already. */
 class MultiWork final : public c10d::Work
 {
   public:

@@ -1,12 +1,12 @@
-"""spccl as a backend of torch.distributed, for CPU tensors.
+"""spccl as a backend of torch.distributed, for CPU and CUDA tensors.
 
     import torch.distributed as dist
-    dist.init_process_group("spccl")                 # or "cpu:spccl", "cpu:spccl,cuda:nccl"
+    dist.init_process_group("spccl")                 # or "cuda:spccl", "cpu:gloo,cuda:spccl", "cpu:spccl,cuda:nccl"
     dist.all_reduce(tensor)
 
 An installed spccl registers itself when torch is imported (entry point `torch.backends`); otherwise
 `import spccl` does, or `register()`. All-gather, reduce-scatter, all-reduce and broadcast are spccl's, also
-all-reduce of torch.sparse_coo; everything else is handed to a Gloo group over the same ranks.
+all-reduce of torch.sparse_coo; everything else is handed to a Gloo or NCCL group over the same ranks.
 Source: docs/TORCH.md.
 """
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 NAME = "spccl"
 FORMATS = {"auto": -1, "tile": 1, "pici": 2, "coo": 3, "dense": 4}  # spccl_format in spccl.h
+FALLBACKS = ("nccl", "stage")
+ORDERS = ("device", "group")
+FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,14 @@ class Options:
         slice_bytes: dense bytes per slice; 0 = chosen by spccl.
         transports: comma list tried in order for each pair of ranks, such as "shm,tcp"; "" = default.
         n_sockets: TCP sockets per peer; 0 = default.
+        max_ctas: most thread blocks (one per multiprocessor) of a CUDA collective; 0 = all.
+        inbox_bytes: most GPU memory for what peers send; 0 = default.
+        cuda_fallback: where CUDA tensors go if the GPUs of the group cannot reach each other: "nccl", or "stage"
+            through host memory (which also is what happens if torch has no NCCL). SPCCL_CUDA_FALLBACK.
+        order: "device": collectives of all groups of a GPU form one order, as kernels that wait for peers need;
+            "group": each group has its own. SPCCL_ORDER.
+        blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise what went wrong.
+            SPCCL_BLOCKING_WAIT=1.
     """
 
     timeout: timedelta | None = None
@@ -48,14 +59,20 @@ class Options:
     slice_bytes: int = 0
     transports: str = ""
     n_sockets: int = 0
+    max_ctas: int = 0
+    inbox_bytes: int = 0
+    cuda_fallback: str = "nccl"
+    order: str = "device"
+    blocking_wait: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"spccl: Options.format={self.format!r}, wanted one of {', '.join(FORMATS)}")
-        for name in ("slice_bytes", "n_sockets"):
+        for name, allowed in (("format", FORMATS), ("cuda_fallback", FALLBACKS), ("order", ORDERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"spccl: Options.{name}={getattr(self, name)!r}, wanted one of {', '.join(allowed)}")
+        for name, bits in (("slice_bytes", 32), ("n_sockets", 32), ("max_ctas", 32), ("inbox_bytes", 48)):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < 2**32:
-                raise ValueError(f"spccl: Options.{name}={value!r}, wanted a whole number from 0 to 4294967295")
+            if not isinstance(value, int) or not 0 <= value < 2**bits:
+                raise ValueError(f"spccl: Options.{name}={value!r}, wanted a whole number from 0 to {2**bits - 1}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"spccl: Options.timeout={self.timeout!r}, wanted more than 0")
 
@@ -78,6 +95,32 @@ class GroupStats:
     wire_bytes_received: int
     frames_sent: dict[str, int]
     buffer_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaStats:
+    """The GPU side of one rank of one group.
+
+    Attributes:
+        path: who moves CUDA tensors: "engine" (spccl, GPU to GPU), "nccl", "stage" (through host memory), or
+            "unknown" before the first CUDA collective.
+        why: for "nccl" and "stage" the reason.
+        device: CUDA ordinal; -1 while unknown.
+        n_ctas: most thread blocks that a collective uses.
+        inbox_bytes: GPU memory held for what peers send.
+        n_collectives: launches and captures.
+        wire_bytes_sent: bytes of frames written to peers by collectives that have ended.
+        frames_sent: number of slices by format.
+    """
+
+    path: str
+    why: str
+    device: int
+    n_ctas: int
+    inbox_bytes: int
+    n_collectives: int
+    wire_bytes_sent: int
+    frames_sent: dict[str, int]
 
 
 def register() -> None:
@@ -111,20 +154,33 @@ def autoload() -> None:
 def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
     """What spccl has sent and received for `group` (default: the world) on this rank.
 
-    Raises: ValueError if the group's CPU backend is not spccl.
+    Raises: ValueError if no backend of the group is spccl.
     """
     import torch
 
     boxed = _boxed(group)  # first: the ops are there only once a group is
     n = list(torch.ops.spccl.stats(boxed))
-    names = ("empty", "tile", "pici", "coo", "dense")
-    return GroupStats(*n[:4], frames_sent=dict(zip(names, n[4:9], strict=True)), buffer_bytes=n[9])
+    return GroupStats(*n[:4], frames_sent=dict(zip(FORMAT_NAMES, n[4:9], strict=True)), buffer_bytes=n[9])
+
+
+def cuda_stats(group: dist.ProcessGroup | None = None) -> CudaStats:
+    """What the GPU side of `group` (default: the world) holds and has done on this rank. Waits for a small copy
+    from the GPU, for no stream.
+
+    Raises: ValueError if no backend of the group is spccl.
+    """
+    import torch
+
+    boxed = _boxed(group)
+    path, _, why = torch.ops.spccl.cuda_path(boxed).partition(": ")
+    n = list(torch.ops.spccl.cuda_stats(boxed))
+    return CudaStats(path, why, *n[:5], frames_sent=dict(zip(FORMAT_NAMES, n[5:10], strict=True)))
 
 
 def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
     """Which transport carries the traffic to rank `peer` of `group`, and why: one line.
 
-    Raises: ValueError if the group's CPU backend is not spccl, or `peer` is not one of its ranks.
+    Raises: ValueError if no backend of the group is spccl, or `peer` is not one of its ranks.
     """
     import torch
 
@@ -133,15 +189,14 @@ def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
 
 
 def _boxed(group: dist.ProcessGroup | None) -> Any:
-    import torch
     import torch.distributed as dist
 
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("spccl: there is no default group: call torch.distributed.init_process_group first")
-    name = group._get_backend(torch.device("cpu")).name()
-    if name != NAME:
-        raise ValueError(f"spccl: the group's CPU backend is {name!r}, wanted 'spccl'")
+    names = [group._get_backend(device).name() for device in group._device_types]
+    if NAME not in names:
+        raise ValueError(f"spccl: the backends of this group are {', '.join(names)}, wanted 'spccl'")
     return group.boxed()
 
 
@@ -153,23 +208,78 @@ def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
     import torch
     import torch.distributed as dist
 
-    options = _options_of(pg_options)
+    options = _with_environment(_options_of(pg_options))
     _torch_glue.load()
     _settle_callbacks_at_exit()
+    _offer_split()
     timeout = options.timeout or _as_timedelta(opts.timeout)
     timeout_ms = max(1, int(timeout.total_seconds() * 1000))
     store = _store_of_this_join(dist, opts.store, opts.group_rank)
-    scratch = dist.ProcessGroup(store, opts.group_rank, opts.group_size)
-    gloo = _make_gloo(dist, store, opts, timeout)
-    scratch._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    bare = dist.ProcessGroup(store, opts.group_rank, opts.group_size)
+    ranks = list(opts.global_ranks_in_group)
     group = torch.ops.spccl.make_process_group(
-        scratch.boxed(),
+        _with_inner_groups(bare, str(opts.group_id), ranks, timeout_ms).boxed(),
         str(opts.group_id),
-        list(opts.global_ranks_in_group),
-        [timeout_ms, FORMATS[options.format], options.slice_bytes, options.n_sockets],
+        ranks,
+        [
+            timeout_ms,
+            FORMATS[options.format],
+            options.slice_bytes,
+            options.n_sockets,
+            int(options.cuda_fallback == "stage"),
+            int(options.order == "group"),
+            int(options.blocking_wait),
+            options.max_ctas,
+            options.inbox_bytes,
+        ],
         options.transports,
     )
     return dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu"))
+
+
+def _with_inner_groups(bare: Any, name: str, ranks: list[int], timeout_ms: int) -> Any:
+    """`bare`, a group that has a store and no backends, with the inner Gloo and, where there is one, NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(milliseconds=timeout_ms)
+    kinds = dist.ProcessGroup.BackendType
+    bare._register_backend(torch.device("cpu"), kinds.GLOO, _make_gloo(dist, bare, name, ranks, timeout))
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        bare._register_backend(torch.device("cuda"), kinds.NCCL, _make_nccl(dist, bare, name, ranks, timeout))
+    return bare
+
+
+@functools.cache
+def _offer_split() -> None:
+    """Make split_group and new_group work where a device is bound.
+
+    The glue asks for inner groups of a group that is split through an op that Python implements. And torch
+    expects two things of a backend that can be split that only its own classes have in Python: `options` to
+    copy, and `perform_nocolor_split`, which ranks outside of a new group call (NCCL's matter, not ours).
+    """
+    import torch
+    import torch.distributed as dist
+
+    def with_inner_groups(boxed: Any, name: str, ranks: list[int], timeout_ms: int) -> Any:
+        return _with_inner_groups(dist.ProcessGroup.unbox(boxed), name, list(ranks), timeout_ms).boxed()
+
+    library = torch.library.Library(NAME, "FRAGMENT")  # ends with its owner: this cache
+    group = "__torch__.torch.classes.c10d.ProcessGroup"
+    library.define(f"with_inner_groups({group} bare, str name, int[] ranks, int timeout_ms) -> {group}")
+    library.impl("with_inner_groups", with_inner_groups, "CompositeExplicitAutograd")
+    _offer_split.library = library  # type: ignore[attr-defined]
+
+    base = dist.Backend if hasattr(dist.Backend, "Options") else torch._C._distributed_c10d.Backend
+
+    class SplitOptions(base.Options):
+        def __deepcopy__(self, memo: dict[int, Any]) -> SplitOptions:
+            return SplitOptions(self.backend, self._timeout)
+
+    if not hasattr(base, "options"):
+        base.options = property(lambda self: SplitOptions(self.name()))
+    if not hasattr(base, "perform_nocolor_split"):
+        base.perform_nocolor_split = lambda self, device: None
 
 
 @functools.cache
@@ -188,6 +298,23 @@ def _options_of(pg_options: Any) -> Options:
     raise TypeError(f"spccl: pg_options is a {type(pg_options).__name__}, wanted spccl.backend.Options")
 
 
+def _with_environment(options: Options) -> Options:
+    """`options` with what SPCCL_CUDA_FALLBACK, SPCCL_ORDER and SPCCL_BLOCKING_WAIT say instead."""
+    found: dict[str, Any] = {}
+    for field, variable, allowed in (
+        ("cuda_fallback", "SPCCL_CUDA_FALLBACK", FALLBACKS),
+        ("order", "SPCCL_ORDER", ORDERS),
+        ("blocking_wait", "SPCCL_BLOCKING_WAIT", ("0", "1")),
+    ):
+        value = os.environ.get(variable, "")
+        if value == "":
+            continue
+        if value not in allowed:
+            raise ValueError(f"spccl: {variable}={value!r}, wanted one of {', '.join(allowed)}")
+        found[field] = value == "1" if field == "blocking_wait" else value
+    return dataclasses.replace(options, **found)
+
+
 def _as_timedelta(timeout: Any) -> timedelta:
     """torch hands the group's timeout on as a timedelta, or as seconds in some versions."""
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
@@ -204,15 +331,29 @@ def _store_of_this_join(dist: Any, store: Any, rank: int) -> Any:
     return dist.PrefixStore(f"spccl/{count}/", store)
 
 
-def _make_gloo(dist: Any, store: Any, opts: Any, timeout: timedelta) -> Any:
+def _make_gloo(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timedelta) -> Any:
     """The inner Gloo, made as torch's own _new_process_group_helper makes one."""
     if not dist.is_gloo_available():
         raise RuntimeError("spccl: this torch was built without Gloo, to which spccl hands what is not its own")
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), opts.group_rank, opts.group_size, timeout=timeout)
-    gloo.options.global_ranks_in_group = list(opts.global_ranks_in_group)
-    gloo.options.group_name = opts.group_id
+    store = dist.PrefixStore("gloo/", bare.get_group_store())
+    gloo = dist.ProcessGroupGloo(store, bare.rank(), bare.size(), timeout=timeout)
+    gloo.options.global_ranks_in_group = ranks
+    gloo.options.group_name = name
     gloo._set_sequence_number_for_group()
     return gloo
+
+
+def _make_nccl(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timedelta) -> Any:
+    """The inner NCCL, likewise. It connects on first use, or at once where a device is bound."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    store = dist.PrefixStore("nccl/", bare.get_group_store())
+    nccl = dist.ProcessGroupNCCL(store, bare.rank(), bare.size(), options)
+    nccl._set_sequence_number_for_group()
+    return nccl
 
 
 if os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0") not in ("", "0"):

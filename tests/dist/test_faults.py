@@ -84,9 +84,9 @@ def test_exit_without_destroy():
     run("exit_without_destroy", n_ranks=2)
 
 
-def test_tensor_not_in_host_memory():
-    for told in run("cuda_tensor_is_refused", n_ranks=2):
-        assert "CPU tensors only" in told["text"] and "cuda:nccl" in told["text"], told
+def test_tensor_of_no_memory():
+    for told in run("meta_tensor_is_refused", n_ranks=2):
+        assert "CPU and CUDA tensors" in told["text"] and "tensor.cpu()" in told["text"], told
 
 
 def test_no_segments_left():

@@ -227,8 +227,8 @@ def exit_without_destroy():
     return {"text": "", "after_s": 0.0}
 
 
-def cuda_tensor_is_refused():
-    """Without a GPU: a meta tensor stands for every tensor that is not in host memory."""
+def meta_tensor_is_refused():
+    """A tensor that is neither in host memory nor on a CUDA device."""
     join(timeout_s=30)
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
     told = caught(lambda: group.allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions()), ValueError)

@@ -1,0 +1,342 @@
+/* cuda.cpp - see cuda.hpp. */
+#include "cuda.hpp"
+
+namespace spccl_torch
+{
+
+/* ---- CudaWork ------------------------------------------------------------------------------------ */
+
+CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
+                   uint64_t sequence, bool host_wait)
+    : Work(comm->rank(), launch.type, launch.title, launch.inputs), end(order->take_event()),
+      comm_(std::move(comm)), order_(std::move(order)), op_(launch.op), outputs_(launch.outputs),
+      sequence_(sequence), host_wait_(host_wait), held_(launch.borrowed)
+{
+    held_.insert(held_.end(), launch.inputs.begin(), launch.inputs.end());
+    held_.insert(held_.end(), launch.outputs.begin(), launch.outputs.end());
+}
+
+CudaWork::~CudaWork()
+{
+    if (stream_ && !held_.empty() && !SerialThread::drop()) {
+        try {
+            for (const at::Tensor &t : held_)
+                order_->keep_alive(t, *stream_);
+        } catch (const std::exception &) { /* CUDA is being unloaded: nobody takes the memory any more */
+        }
+    }
+    order_->give_back(std::move(end));
+}
+
+void CudaWork::enqueued(const c10::Stream &stream)
+{
+    stream_ = stream;
+    Work::finish(); /* ends the profiler event; what torch asks of us is overridden */
+}
+
+std::exception_ptr CudaWork::broken() const
+{
+    std::string text;
+    const spccl_status status = comm_->error(&text);
+    return status == SPCCL_OK ? nullptr : make_error(status, comm_->who() + ": " + op_.str(), text);
+}
+
+bool CudaWork::isCompleted()
+{
+    if (fine_)
+        return true;
+    if (!end.query())
+        return false;
+    fine_ = broken() == nullptr;
+    return true;
+}
+
+bool CudaWork::isSuccess() const
+{
+    return exception() == nullptr;
+}
+
+std::exception_ptr CudaWork::exception() const
+{
+    return fine_ ? nullptr : broken();
+}
+
+std::vector<at::Tensor> CudaWork::result()
+{
+    return outputs_;
+}
+
+void CudaWork::release()
+{
+    std::vector<at::Tensor> held;
+    std::lock_guard<std::mutex> lock(held_mutex_);
+    held.swap(held_);
+}
+
+void CudaWork::synchronize()
+{
+    end.block(order_->current());
+    if (std::exception_ptr error = exception())
+        std::rethrow_exception(error);
+    release();
+}
+
+bool CudaWork::wait(milliseconds timeout)
+{
+    const bool bounded = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
+    end.block(order_->current());
+    if ((host_wait_ || bounded) && !order_->capturing())
+        comm_->wait_cuda(op_, native_handle(order_->current()), bounded ? timeout : kNoTimeout);
+    if (std::exception_ptr error = exception())
+        std::rethrow_exception(error);
+    release();
+    return true;
+}
+
+void CudaWork::blockCurrentStream()
+{
+    synchronize();
+}
+
+void CudaWork::abort()
+{
+    comm_->abort("Work.abort()");
+}
+
+uint64_t CudaWork::getSequencenumber() const
+{
+    return sequence_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture()
+{
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    if (future_)
+        return future_;
+    future_ = make_tensor_list_future({order_->device()});
+    if (std::exception_ptr error = exception()) {
+        future_->setError(error);
+        return future_;
+    }
+    const c10::StreamGuard guard(*stream_); /* whose end is what the future's value waits for */
+    future_->markCompleted(c10::IValue(outputs_));
+    return future_;
+}
+
+/* ---- which path ---------------------------------------------------------------------------------- */
+
+CudaSide::CudaSide(std::shared_ptr<Comm> comm, c10::intrusive_ptr<c10d::Backend> nccl,
+                   const CudaSettings &settings)
+    : comm_(std::move(comm)), nccl_(std::move(nccl)), settings_(settings)
+{
+}
+
+c10d::Backend &CudaSide::nccl(const char *op)
+{
+    comm_->check_usable(op);
+    TORCH_CHECK_NOT_IMPLEMENTED(nccl_, "spccl: ", comm_->who(), ": ", op,
+                                " of CUDA tensors is NCCL's, and this torch has none; use tensor.cpu()");
+    return *nccl_;
+}
+
+CudaPath CudaSide::path(const c10::Device &device, const char *op)
+{
+    const CudaPath known = known_path();
+    if (known == CudaPath::unknown)
+        return attach(device, op);
+    TORCH_CHECK_VALUE(device == order_->device(), "spccl: ", comm_->who(), ": ", op, ": a tensor is on ",
+                      device, ", this group's GPU is ", order_->device(),
+                      " (that of its first CUDA collective): one GPU per rank and group; use tensor.to, or "
+                      "torch.distributed.new_group for the other GPU");
+    return known;
+}
+
+CudaPath CudaSide::attach(const c10::Device &device, const char *op)
+{
+    std::lock_guard<std::mutex> lock(attach_mutex_);
+    if (known_path() != CudaPath::unknown)
+        return known_path();
+    auto order =
+        settings_.order_per_group ? std::make_shared<StreamOrder>(device) : StreamOrder::of_device(device);
+    TORCH_CHECK(
+        !order->capturing(), "spccl: ", comm_->who(), ": ", op,
+        ": the first CUDA collective of a group allocates memory and cannot be captured into a graph: run "
+        "one before the capture, or give init_process_group a device_id");
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    config.device = device.index();
+    config.max_ctas = settings_.max_ctas;
+    config.inbox_bytes = settings_.inbox_bytes;
+    const c10::DeviceGuard guard(device);
+    std::string text;
+    const spccl_status status = comm_->attach_cuda(config, c10d::kUnsetTimeout, &text);
+    CudaPath path = CudaPath::engine;
+    if (status == SPCCL_ERR_UNREACHABLE || status == SPCCL_ERR_UNSUPPORTED) {
+        path = nccl_ && !settings_.stage ? CudaPath::nccl : CudaPath::stage;
+        why_ = text;
+        TORCH_WARN("spccl: ", comm_->who(), ": CUDA collectives go ",
+                   path == CudaPath::nccl ? "to NCCL, dense" : "through host memory", ": ", text);
+    } else if (status != SPCCL_OK) {
+        std::rethrow_exception(make_error(status, comm_->who() + ": " + op, text));
+    }
+    order_ = std::move(order);
+    path_.store(path, std::memory_order_release);
+    return path;
+}
+
+bool CudaSide::takes_nccl(const Launch &launch) const
+{
+    if (known_path() != CudaPath::engine)
+        return known_path() == CudaPath::nccl;
+    const size_t bytes = std::max(launch.in.nbytes(), launch.out.nbytes());
+    switch (launch.coll.kind) {
+    case Coll::Kind::all_gather:
+        return nccl_ && bytes < CudaThresholds::all_gather;
+    case Coll::Kind::reduce_scatter:
+        return nccl_ && bytes < CudaThresholds::reduce_scatter;
+    case Coll::Kind::all_reduce:
+        return nccl_ && bytes < CudaThresholds::all_reduce;
+    case Coll::Kind::broadcast:
+        return nccl_ && bytes < CudaThresholds::broadcast;
+    }
+    return false;
+}
+
+/* ---- running ------------------------------------------------------------------------------------- */
+
+c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool async, uint64_t sequence,
+                                                  bool host_wait, Enqueue enqueue)
+{
+    host_wait = host_wait || settings_.blocking_wait;
+    if (async) {
+        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait);
+        work->enqueued(order_->run(true, &work->end, enqueue));
+        return work;
+    }
+    const CallRecord record(launch.title, launch.inputs);
+    order_->run(false, nullptr, enqueue);
+    if (host_wait && !order_->capturing())
+        comm_->wait_cuda(launch.op, native_handle(order_->current()), launch.timeout);
+    return nullptr; /* torch: "the backend has synced at C++ level" */
+}
+
+c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence,
+                                               bool by_nccl)
+{
+    if (known_path() == CudaPath::stage)
+        return run_staged(launch, async, sequence);
+    by_nccl = by_nccl || takes_nccl(launch);
+    if (by_nccl)
+        comm_->check_usable(launch.op.name);
+    return in_order(launch, async, sequence, false, [&](void *stream) {
+        if (by_nccl) {
+            if (auto inner = call_nccl(launch))
+                inner->synchronize();
+        } else {
+            comm_->issue(launch.op, launch.timeout,
+                         [&](spccl_comm *raw) { return call_cuda(launch.coll, raw, stream); });
+        }
+        run_copy_out(launch);
+    });
+}
+
+c10::intrusive_ptr<c10d::Work>
+CudaSide::hand_over(const Launch &launch, bool async, uint64_t sequence,
+                    c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call)
+{
+    c10d::Backend &backend = nccl(launch.op.name);
+    return in_order(launch, async, sequence, false, [&](void *) {
+        if (auto inner = call(backend))
+            inner->synchronize(); /* not wait(), which may block the host */
+    });
+}
+
+/* One of our four by NCCL, on the current stream. What only moves bits goes as bytes: NCCL knows fewer
+ * dtypes. */
+c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
+{
+    const auto bytes = [](const at::Tensor &t) { return t.view({-1}).view(at::kByte); };
+    at::NoGradGuard no_grad;
+    at::Tensor in = launch.in, out = launch.out;
+    switch (launch.coll.kind) {
+    case Coll::Kind::all_gather: {
+        c10d::AllgatherOptions opts;
+        opts.timeout = launch.timeout;
+        opts.asyncOp = false;
+        in = bytes(in);
+        out = bytes(out);
+        return nccl_->_allgather_base(out, in, opts);
+    }
+    case Coll::Kind::reduce_scatter: {
+        c10d::ReduceScatterOptions opts;
+        opts.reduceOp = launch.reduce_op;
+        opts.timeout = launch.timeout;
+        opts.asyncOp = false;
+        in = in.view({-1});
+        out = out.view({-1});
+        return nccl_->_reduce_scatter_base(out, in, opts);
+    }
+    case Coll::Kind::all_reduce: {
+        c10d::AllreduceOptions opts;
+        opts.reduceOp = launch.reduce_op;
+        opts.timeout = launch.timeout;
+        opts.asyncOp = false;
+        std::vector<at::Tensor> one{out};
+        return nccl_->allreduce(one, opts);
+    }
+    case Coll::Kind::broadcast: {
+        c10d::BroadcastOptions opts;
+        opts.rootRank = launch.coll.root;
+        opts.timeout = launch.timeout;
+        opts.asyncOp = false;
+        std::vector<at::Tensor> one{bytes(out)};
+        return nccl_->broadcast(one, opts);
+    }
+    }
+    return nullptr;
+}
+
+/* Through host memory, on the calling thread. */
+c10::intrusive_ptr<c10d::Work> CudaSide::run_staged(Launch launch, bool async, uint64_t sequence)
+{
+    TORCH_CHECK(!order_->capturing(), "spccl: ", comm_->who(), ": ", launch.op.str(),
+                ": goes through host memory here and cannot be captured into a graph (", why_, ")");
+    at::NoGradGuard no_grad;
+    const at::Tensor in = launch.in.cpu();
+    const bool in_place = launch.coll.in == launch.coll.out;
+    const at::Tensor out = in_place ? in : at::empty_like(launch.out, launch.out.options().device(at::kCPU));
+    launch.coll.in = address(in);
+    launch.coll.out = address(out);
+    comm_->issue(launch.op, launch.timeout,
+                 [&](spccl_comm *raw) { return call_host(launch.coll, raw, nullptr); });
+    launch.out.copy_(out);
+    run_copy_out(launch);
+    return finished(launch, async, sequence);
+}
+
+c10::intrusive_ptr<c10d::Work> CudaSide::finished(const Launch &launch, bool async, uint64_t sequence)
+{
+    if (!async)
+        return nullptr;
+    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false);
+    const c10::Stream current = order_->current();
+    work->end.record(current);
+    work->enqueued(current);
+    return work;
+}
+
+c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeout, uint64_t sequence)
+{
+    Launch launch;
+    launch.op = OpText{"barrier", 1, c10::ScalarType::Int};
+    launch.type = c10d::OpType::BARRIER;
+    launch.title = "spccl:barrier";
+    launch.timeout = timeout;
+    const at::Tensor token = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(device()));
+    launch.borrowed = {token}; /* what is in it does not matter */
+    const Coll coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
+    return in_order(launch, async, sequence, /*host_wait=*/true, [&](void *stream) {
+        comm_->issue(launch.op, timeout, [&](spccl_comm *raw) { return call_cuda(coll, raw, stream); });
+    });
+}
+
+} // namespace spccl_torch

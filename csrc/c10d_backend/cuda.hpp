@@ -1,0 +1,151 @@
+/* cuda.hpp - CUDA tensors of a group: spccl's GPU engine where the GPUs reach each other, else NCCL or host
+ * memory; always in the one order of the device, and as a c10d::Work that waits on streams.
+ *
+ * Links no CUDA library: streams and events are torch's generic ones. May include: the headers above it. */
+#pragma once
+
+#include "order.hpp"
+#include "work.hpp"
+
+#include <atomic>
+
+namespace spccl_torch
+{
+
+struct CudaSettings {
+    bool stage = false;           /* where GPUs do not reach each other: through host memory, not NCCL */
+    bool order_per_group = false; /* SPCCL_ORDER=group: see StreamOrder */
+    bool blocking_wait = false;   /* SPCCL_BLOCKING_WAIT: calls and wait() return when the GPU is done */
+    uint32_t max_ctas = 0;        /* 0 = default; as in spccl_cuda_config */
+    size_t inbox_bytes = 0;
+};
+
+/* Who moves a group's CUDA tensors. Known after the first CUDA collective, the same on all ranks. */
+enum class CudaPath { unknown, engine, nccl, stage };
+
+/* Below so many bytes of the larger buffer NCCL's launch is the faster one: measured, one number each. */
+struct CudaThresholds {
+    static constexpr size_t all_gather = 0;
+    static constexpr size_t reduce_scatter = 0;
+    static constexpr size_t all_reduce = 0;
+    static constexpr size_t broadcast = 0;
+};
+
+/* A collective that is on its way on a stream. Holds its tensors until somebody waits for it; dropped before
+ * that, it leaves their memory to the allocator, which waits for the stream. */
+class CudaWork final : public c10d::Work
+{
+  public:
+    /*   host_wait   wait() blocks the host too (a barrier, SPCCL_BLOCKING_WAIT) */
+    CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
+             uint64_t sequence, bool host_wait);
+    ~CudaWork() override;
+
+    /* Where `end` was recorded: called once, when the collective is on its stream. */
+    void enqueued(const c10::Stream &stream);
+
+    /* Is the GPU done? Not to be asked while a graph is being captured. */
+    bool isCompleted() override;
+    bool isSuccess() const override;
+    /* What broke the group, unless this work was seen to be done before. */
+    std::exception_ptr exception() const override;
+    std::vector<at::Tensor> result() override;
+    /* The caller's current stream waits; the host does not. Throws if the group is broken. */
+    void synchronize() override;
+    /* As synchronize(). With a timeout, or if the group's waits block, the host waits too. */
+    bool wait(milliseconds timeout = kNoTimeout) override;
+    void blockCurrentStream();
+    void abort() override;
+    /* Complete from the start, like NCCL's: callbacks run at once, on a stream that waits for the tensors. */
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+    uint64_t getSequencenumber() const override;
+
+    c10::Event end; /* behind the collective */
+
+  private:
+    std::exception_ptr broken() const;
+    void release();
+
+    const std::shared_ptr<Comm> comm_;
+    const std::shared_ptr<StreamOrder> order_;
+    const OpText op_;
+    const std::vector<at::Tensor> outputs_;
+    const uint64_t sequence_;
+    const bool host_wait_;
+    std::optional<c10::Stream> stream_;
+    std::atomic<bool> fine_{false}; /* seen to be done while the group was whole */
+    std::mutex held_mutex_;
+    std::vector<at::Tensor> held_; /* guarded by held_mutex_; empty once somebody has waited */
+    std::mutex future_mutex_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+/* The CUDA side of one group. */
+class CudaSide
+{
+  public:
+    /*   nccl   over the same ranks, for what is not ours; NULL where torch has none */
+    CudaSide(std::shared_ptr<Comm> comm, c10::intrusive_ptr<c10d::Backend> nccl,
+             const CudaSettings &settings);
+
+    bool has_nccl() const
+    {
+        return static_cast<bool>(nccl_);
+    }
+    /* Throws if there is none; `op` goes into the text. */
+    c10d::Backend &nccl(const char *op);
+
+    /* Who moves tensors on `device`. The first call of a group gives it its GPU, which all ranks must do in
+     * the same place. Throws ValueError for another GPU than the group's, and what attaching throws. */
+    CudaPath path(const c10::Device &device, const char *op);
+    CudaPath known_path() const
+    {
+        return path_.load(std::memory_order_acquire);
+    }
+    const CudaSettings &settings() const
+    {
+        return settings_;
+    }
+    /* The GPU and why this path was taken; the path is known. */
+    c10::Device device() const
+    {
+        return order_->device();
+    }
+    const std::string &why() const
+    {
+        return why_;
+    }
+
+    /* One of our four, prepared. path() was called. Returns NULL when it is not async.
+     *   by_nccl   whatever the path is */
+    c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence,
+                                         bool by_nccl = false);
+    /* What is NCCL's: `call(nccl)` in the group's order, with asyncOp false; launch.inputs and launch.outputs
+     * are kept until it is done. */
+    c10::intrusive_ptr<c10d::Work>
+    hand_over(const Launch &launch, bool async, uint64_t sequence,
+              c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call);
+    /* All ranks have come here, and this GPU has done what was on the current stream; waits on the host. */
+    c10::intrusive_ptr<c10d::Work> barrier(bool async, milliseconds timeout, uint64_t sequence);
+    /* A Work for something that is on the current stream already. NULL when it is not async. */
+    c10::intrusive_ptr<c10d::Work> finished(const Launch &launch, bool async, uint64_t sequence);
+
+  private:
+    using Enqueue = c10::function_ref<void(void *stream)>;
+    CudaPath attach(const c10::Device &device, const char *op);
+    bool takes_nccl(const Launch &launch) const;
+    c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
+                                            bool host_wait, Enqueue enqueue);
+    c10::intrusive_ptr<c10d::Work> run_staged(Launch launch, bool async, uint64_t sequence);
+    c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
+
+    const std::shared_ptr<Comm> comm_;
+    const c10::intrusive_ptr<c10d::Backend> nccl_;
+    const CudaSettings settings_;
+    std::mutex attach_mutex_;
+    std::atomic<CudaPath> path_{CudaPath::unknown}; /* set last: the rest is constant then */
+    std::shared_ptr<StreamOrder> order_;
+    std::string why_;
+};
+
+} // namespace spccl_torch
