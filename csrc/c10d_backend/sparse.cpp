@@ -302,17 +302,14 @@ at::Tensor sum_rows_cuda(const std::vector<at::Tensor> &positions, const at::Ten
         at::zeros({united.numel(), values.size(2)}, values.options().dtype(half ? at::kFloat : dtype));
     for (size_t r = 0; r < positions.size(); r++) {
         const int64_t nnz = positions[r].numel();
-        if (nnz == 0)
-            continue;
         const at::Tensor rows = at::searchsorted(united, positions[r]);
         const at::Tensor mine =
             values.select(0, static_cast<int64_t>(r)).narrow(0, 0, nnz).to(acc.scalar_type());
         acc.index_copy_(0, rows, acc.index_select(0, rows).add_(mine));
     }
-    if (average && at::isFloatingType(dtype))
-        acc.div_(static_cast<int64_t>(positions.size()));
-    else if (average)
-        acc.div_(static_cast<int64_t>(positions.size()), "trunc");
+    const auto n_ranks = static_cast<int64_t>(positions.size());
+    if (average)
+        at::isFloatingType(dtype) ? acc.div_(n_ranks) : acc.div_(n_ranks, "trunc");
     return acc.to(dtype);
 }
 } // namespace
@@ -327,11 +324,9 @@ void sparse_all_reduce_cuda(at::Tensor &tensor, c10d::ReduceOp::RedOpType redop,
     const auto [n_positions, width] = extent_of(mine);
     const std::vector<Header> headers = exchange_headers(comm, mine, redop, op, timeout);
     const int64_t max_nnz = largest_nnz(headers);
-    if (max_nnz == 0) {
-        replace(tensor, mine._indices().new_empty({0}), mine._values().new_empty({0, width}),
-                mine.sparse_dim());
-        return;
-    }
+    if (max_nnz == 0)
+        return replace(tensor, mine._indices().new_empty({0}), mine._values().new_empty({0, width}),
+                       mine.sparse_dim());
     const bool narrow = n_positions <= std::numeric_limits<int32_t>::max();
     at::Tensor all = linear_indices(mine._indices(), mine.sizes()).to(narrow ? at::kInt : at::kLong);
     all = gather(padded(all, max_nnz)).to(at::kLong);
