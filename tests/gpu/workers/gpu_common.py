@@ -1,0 +1,90 @@
+"""What every GPU worker shares: its device, joining, running cases, and the two references: the plain answer in
+rank order, and the same call on CPU tensors of the same group, whose bits must be the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from workers import common
+from workers.common import RANK, report, same_bits
+
+DEVICE = torch.device("cuda", RANK)
+
+
+def start(backend: str = "spccl", *, bind: bool = False, timeout_s: float = 60, name: str = "store", **kwargs: object):
+    """Join on this rank's GPU; `bind` gives torch the device_id."""
+    torch.cuda.set_device(DEVICE)
+    common.join(backend, timeout_s, name, **({"device_id": DEVICE} if bind else {}), **kwargs)
+
+
+def main(cases: list[Callable[[], dict | None]], *, bind: bool = False, engine: bool = True) -> None:
+    """Run all cases, or those named on the command line. Exit status 1 at the first that fails here.
+
+    engine: the cases must have been moved by spccl's own kernels, not by a fallback.
+    """
+    from spccl import backend
+
+    wanted = sys.argv[1:]
+    start(bind=bind)
+    for case in cases:
+        if wanted and case.__name__ not in wanted:
+            continue
+        started = time.monotonic()
+        try:
+            extra = case() or {}
+            torch.cuda.synchronize()
+            if engine:
+                stats = backend.cuda_stats()
+                assert stats.path == "engine" and stats.device == RANK, stats
+        except BaseException:
+            report(case.__name__, ok=False, error=traceback.format_exc())
+            os._exit(1)  # peers see the links close, and end
+        report(case.__name__, ok=True, seconds=round(time.monotonic() - started, 3), **extra)
+    dist.destroy_process_group()
+
+
+def cuda(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """A copy on this rank's GPU, `offset` elements into its allocation."""
+    whole = torch.empty(x.numel() + offset, dtype=x.dtype, device=DEVICE)
+    return whole[offset:].view(x.shape).copy_(x)
+
+
+def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+    same_bits(got.cpu(), want.cpu(), what)
+
+
+def patterned(kind: str, rank: int, world: int, numel: int, density: float, dtype: torch.dtype, seed: int):
+    """Rank `rank`'s input [numel], with its nonzeros where `kind` puts them."""
+    g = torch.Generator().manual_seed(7919 * seed + rank)
+    if kind == "one slice":
+        keep = torch.zeros(numel, dtype=torch.bool)
+        first = int(torch.randint(max(1, numel), (1,), generator=torch.Generator().manual_seed(seed)))
+        keep[first : first + 4096] = True
+    elif kind == "one rank empty":
+        keep = torch.rand(numel, generator=g) < density
+        if rank == seed % world:
+            keep[:] = False
+    elif kind == "alternating":
+        keep = torch.arange(numel) % 2 == rank % 2
+    elif kind == "one rank full":
+        keep = torch.full((numel,), rank == seed % world)
+    elif kind == "ends":
+        keep = torch.zeros(numel, dtype=torch.bool)
+        keep[:1] = keep[-1:] = True
+    else:
+        keep = torch.rand(numel, generator=g) < density
+    if dtype.is_floating_point:
+        x = torch.randn(numel, generator=g, dtype=torch.float32)
+        x = torch.where(torch.rand(numel, generator=g) < 0.01, -0.0, x)
+    else:
+        x = torch.randint(0 if dtype == torch.uint8 else -100, 100, (numel,), generator=g)
+    return torch.where(keep, x, torch.zeros((), dtype=x.dtype)).to(dtype)
+
+
+KINDS = ("random", "one slice", "one rank empty", "alternating", "one rank full", "ends")
