@@ -168,13 +168,15 @@ CudaPath CudaSide::attach(const c10::Device &device, const char *op)
     config.inbox_bytes = settings_.inbox_bytes;
     const c10::DeviceGuard guard(device);
     std::string text;
-    const spccl_status status = comm_->attach_cuda(config, c10d::kUnsetTimeout, &text);
+    const spccl_status status =
+        settings_.engine ? comm_->attach_cuda(config, c10d::kUnsetTimeout, &text) : SPCCL_ERR_UNREACHABLE;
     CudaPath path = CudaPath::engine;
     if (status == SPCCL_ERR_UNREACHABLE || status == SPCCL_ERR_UNSUPPORTED) {
         path = nccl_ && !settings_.stage ? CudaPath::nccl : CudaPath::stage;
-        why_ = text;
-        TORCH_WARN("spccl: ", comm_->who(), ": CUDA collectives go ",
-                   path == CudaPath::nccl ? "to NCCL, dense" : "through host memory", ": ", text);
+        why_ = settings_.engine ? text : "SPCCL_CUDA_ENGINE=0";
+        if (settings_.engine)
+            TORCH_WARN("spccl: ", comm_->who(), ": CUDA collectives go ",
+                       path == CudaPath::nccl ? "to NCCL, dense" : "through host memory", ": ", text);
     } else if (status != SPCCL_OK) {
         std::rethrow_exception(make_error(status, comm_->who() + ": " + op, text));
     }

@@ -13,6 +13,7 @@ namespace spccl_torch
 {
 
 struct CudaSettings {
+    bool engine = true;           /* false: always the fallback */
     bool stage = false;           /* where GPUs do not reach each other: through host memory, not NCCL */
     bool order_per_group = false; /* SPCCL_ORDER=group: see StreamOrder */
     bool blocking_wait = false;   /* SPCCL_BLOCKING_WAIT: calls and wait() return when the GPU is done */

@@ -33,12 +33,12 @@ std::string build_info()
 }
 
 /* numbers: timeout in ms, format, slice_bytes, n_sockets, stage, order_per_group, blocking_wait, max_ctas,
- * inbox_bytes (op schemas know lists, but no structs) */
+ * inbox_bytes, engine (op schemas know lists, but no structs) */
 GroupPtr make_process_group(const GroupPtr &scratch, const std::string &name,
                             const std::vector<int64_t> &global_ranks, const std::vector<int64_t> &numbers,
                             const std::string &transports)
 {
-    TORCH_INTERNAL_ASSERT(numbers.size() == 9);
+    TORCH_INTERNAL_ASSERT(numbers.size() == 10);
     GroupSettings settings;
     settings.comm.name = name;
     settings.comm.timeout = milliseconds(numbers[0]);
@@ -51,6 +51,7 @@ GroupPtr make_process_group(const GroupPtr &scratch, const std::string &name,
     settings.cuda.blocking_wait = numbers[6] != 0;
     settings.cuda.max_ctas = static_cast<uint32_t>(numbers[7]);
     settings.cuda.inbox_bytes = static_cast<size_t>(numbers[8]);
+    settings.cuda.engine = numbers[9] != 0;
     auto backend = c10::make_intrusive<Backend>(
         scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
     auto group = c10::make_intrusive<c10d::ProcessGroup>(scratch->getRank(), scratch->getSize());

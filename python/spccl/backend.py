@@ -52,6 +52,7 @@ class Options:
             "group": each group has its own. SPCCL_ORDER.
         blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise what went wrong.
             SPCCL_BLOCKING_WAIT=1.
+        cuda_engine: False moves CUDA tensors by the fallback always. SPCCL_CUDA_ENGINE=0.
     """
 
     timeout: timedelta | None = None
@@ -64,6 +65,7 @@ class Options:
     cuda_fallback: str = "nccl"
     order: str = "device"
     blocking_wait: bool = False
+    cuda_engine: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("format", FORMATS), ("cuda_fallback", FALLBACKS), ("order", ORDERS)):
@@ -231,6 +233,7 @@ def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
             int(options.blocking_wait),
             options.max_ctas,
             options.inbox_bytes,
+            int(options.cuda_engine),
         ],
         options.transports,
     )
@@ -299,19 +302,20 @@ def _options_of(pg_options: Any) -> Options:
 
 
 def _with_environment(options: Options) -> Options:
-    """`options` with what SPCCL_CUDA_FALLBACK, SPCCL_ORDER and SPCCL_BLOCKING_WAIT say instead."""
+    """`options` with what the environment says instead."""
     found: dict[str, Any] = {}
     for field, variable, allowed in (
         ("cuda_fallback", "SPCCL_CUDA_FALLBACK", FALLBACKS),
         ("order", "SPCCL_ORDER", ORDERS),
         ("blocking_wait", "SPCCL_BLOCKING_WAIT", ("0", "1")),
+        ("cuda_engine", "SPCCL_CUDA_ENGINE", ("0", "1")),
     ):
         value = os.environ.get(variable, "")
         if value == "":
             continue
         if value not in allowed:
             raise ValueError(f"spccl: {variable}={value!r}, wanted one of {', '.join(allowed)}")
-        found[field] = value == "1" if field == "blocking_wait" else value
+        found[field] = value == "1" if allowed == ("0", "1") else value
     return dataclasses.replace(options, **found)
 
 
