@@ -10,6 +10,7 @@ order, made from NCCL's gather of all inputs. Ends with status 1 and the draw's 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import sys
 import time
@@ -17,6 +18,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+if "--worker" in sys.argv:
+    sys.path.insert(0, str(HERE / "workers"))
+    import torch
+    import torch.distributed as dist
+    from gpu_common import DEVICE, KINDS, cuda, patterned, start
+    from workers.common import FLOATS, INTEGERS, OPS, RANK, WORLD, reduced, report
 
 
 def parent(args: argparse.Namespace) -> int:
@@ -31,13 +38,74 @@ def parent(args: argparse.Namespace) -> int:
     return 0
 
 
-def worker(args: argparse.Namespace) -> None:
-    sys.path.insert(0, str(HERE / "workers"))
-    import torch
-    import torch.distributed as dist
-    from gpu_common import DEVICE, KINDS, cuda, patterned, start
-    from workers.common import FLOATS, INTEGERS, OPS, RANK, WORLD, reduced, report
+@dataclasses.dataclass
+class Draw:
+    """One round's call, the same on all ranks."""
 
+    call: str
+    op: str
+    dtype: torch.dtype
+    kind: str
+    density: float
+    numel: int  # of a rank's block
+    offset: int
+    async_op: bool
+    group: int
+    stream: int
+    root: int
+
+    @staticmethod
+    def make(rng: random.Random, world: int, max_bytes: int) -> Draw:
+        dtype = rng.choice((*FLOATS, *INTEGERS))
+        return Draw(
+            call=rng.choice(["all_reduce", "all_gather", "reduce_scatter", "broadcast"]),
+            op=rng.choice(list(OPS)),
+            dtype=dtype,
+            kind=rng.choice(KINDS),
+            density=rng.choice([0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0]),
+            numel=int((max_bytes // dtype.itemsize // world) ** rng.random()) + rng.randint(0, 3),
+            offset=rng.choice([0, 0, 1, 3]),
+            async_op=rng.random() < 0.5,
+            group=rng.randrange(3),
+            stream=rng.randrange(3),
+            root=rng.randrange(world),
+        )
+
+
+def gathered(x: torch.Tensor, nccl: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's `x`, [ranks, numel], by NCCL."""
+    flat = torch.empty(WORLD * x.numel() * x.element_size(), dtype=torch.uint8, device=DEVICE)
+    dist.all_gather_into_tensor(flat, x.contiguous().view(torch.uint8), group=nccl)
+    return flat.view(x.dtype).view(WORLD, x.numel())
+
+
+def differing_bytes(d: Draw, seed: int, group: dist.ProcessGroup, nccl: dist.ProcessGroup) -> int:
+    """Run the draw on the current stream; how many bytes differ from the reference."""
+    blocks = WORLD if d.call == "reduce_scatter" else 1
+    x = cuda(patterned(d.kind, RANK, WORLD, d.numel * blocks, d.density, d.dtype, seed), d.offset)
+    every = gathered(x, nccl)
+    out = x
+    if d.call in ("all_gather", "reduce_scatter"):
+        n = d.numel * (WORLD if d.call == "all_gather" else 1)
+        out = torch.full((n + d.offset,), 3, dtype=d.dtype, device=DEVICE)[d.offset :]
+    if d.call == "all_gather":
+        work = dist.all_gather_into_tensor(out, x, group, d.async_op)
+        want = every.view(-1)
+    elif d.call == "broadcast":
+        work = dist.broadcast(out, d.root, group, d.async_op)
+        want = every[d.root]
+    elif d.call == "reduce_scatter":
+        work = dist.reduce_scatter_tensor(out, x, OPS[d.op], group, d.async_op)
+        want = reduced(list(every), d.op).view(WORLD, -1)[RANK]
+    else:
+        work = dist.all_reduce(out, OPS[d.op], group, d.async_op)
+        want = reduced(list(every), d.op)
+    if work is not None:
+        work.wait()
+    return int((out.view(torch.uint8) != want.contiguous().view(torch.uint8)).sum())
+
+
+def worker(args: argparse.Namespace) -> None:
     from spccl import backend
 
     start(timeout_s=120)
@@ -48,56 +116,17 @@ def worker(args: argparse.Namespace) -> None:
     deadline = time.monotonic() + 60 * args.minutes
     stop = torch.zeros(1, device=DEVICE)
     rounds = 0
-
-    def gathered(x: torch.Tensor) -> torch.Tensor:
-        flat = torch.empty(WORLD * x.numel() * x.element_size(), dtype=torch.uint8, device=DEVICE)
-        dist.all_gather_into_tensor(flat, x.contiguous().view(torch.uint8), group=nccl)
-        return flat.view(x.dtype).view(WORLD, x.numel())
-
     while True:
         if rounds % 20 == 0:  # all ranks stop in the same round
             stop.fill_(float(time.monotonic() > deadline))
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=nccl)
             if stop.item():
                 break
-        dtype = rng.choice((*FLOATS, *INTEGERS))
-        kind, density = rng.choice(KINDS), rng.choice([0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0])
-        most = (args.max_mb << 20) // dtype.itemsize // WORLD
-        numel = int(most ** rng.random()) + rng.randint(0, 3)
-        offset, async_op = rng.choice([0, 0, 1, 3]), rng.random() < 0.5
-        call, op = rng.choice(["all_reduce", "all_gather", "reduce_scatter", "broadcast"]), rng.choice(list(OPS))
-        group, stream, root = rng.choice(groups), rng.choice(streams), rng.randrange(WORLD)
-        what = f"round {rounds}: {call} {op} {dtype} {kind} {density} x {numel} + {offset} async={async_op}"
-        host = patterned(
-            kind, RANK, WORLD, numel * WORLD if call == "reduce_scatter" else numel, density, dtype, rounds
-        )
-        with torch.cuda.stream(stream):
-            x = cuda(host, offset)
-            every = gathered(x)
-            if call == "all_gather":
-                out = torch.full((WORLD * numel + offset,), 3, dtype=dtype, device=DEVICE)[offset:]
-                work = dist.all_gather_into_tensor(out, x, group, async_op)
-            elif call == "reduce_scatter":
-                out = torch.full((numel + offset,), 3, dtype=dtype, device=DEVICE)[offset:]
-                work = dist.reduce_scatter_tensor(out, x, OPS[op], group, async_op)
-            elif call == "broadcast":
-                out = x
-                work = dist.broadcast(out, root, group, async_op)
-            else:
-                out = x
-                work = dist.all_reduce(out, OPS[op], group, async_op)
-            if work is not None:
-                work.wait()
-            if call == "all_gather":
-                want = every.view(-1)
-            elif call == "broadcast":
-                want = every[root]
-            else:
-                want = reduced(list(every), op)
-                want = want.view(WORLD, -1)[RANK] if call == "reduce_scatter" else want
-            wrong = int((out.view(torch.uint8) != want.contiguous().view(torch.uint8)).sum())
+        draw = Draw.make(rng, WORLD, args.max_mb << 20)
+        with torch.cuda.stream(streams[draw.stream]):
+            wrong = differing_bytes(draw, rounds, groups[draw.group], nccl)
         if wrong:
-            raise SystemExit(f"soak: rank {RANK}: {what}: {wrong} bytes differ")
+            raise SystemExit(f"soak: rank {RANK}, round {rounds}: {draw}: {wrong} bytes differ")
         rounds += 1
     assert backend.cuda_stats().path == "engine"
     report("soak", ok=True, rounds=rounds)
