@@ -160,9 +160,10 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
             return same;
 
     std::vector<int64_t> global_ranks;
+    const auto &mine_globally = options_->global_ranks_in_group; /* empty for the default group */
     for (int r : ranks)
         global_ranks.push_back(
-            static_cast<int64_t>(options_->global_ranks_in_group.at(static_cast<size_t>(r))));
+            mine_globally.empty() ? r : static_cast<int64_t>(mine_globally.at(static_cast<size_t>(r))));
     GroupSettings settings = settings_;
     settings.comm.name = opts->group_name;
     if (opts->timeout.count() > 0)

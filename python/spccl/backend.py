@@ -273,7 +273,7 @@ def _offer_split() -> None:
     library.impl("with_inner_groups", with_inner_groups, "CompositeExplicitAutograd")
     _offer_split.library = library  # type: ignore[attr-defined]
 
-    base = dist.Backend if hasattr(dist.Backend, "Options") else torch._C._distributed_c10d.Backend
+    base = torch._C._distributed_c10d.Backend
 
     class SplitOptions(base.Options):
         def __deepcopy__(self, memo: dict[int, Any]) -> SplitOptions:

@@ -14,6 +14,7 @@ CASES = [
     "mixed_order",
     "objects",
     "groups",
+    "split",
     "sparse_values",
     "sparse_async",
     "sparse_refused",

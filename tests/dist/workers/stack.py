@@ -143,6 +143,30 @@ def groups():
         everyone.allreduce([torch.ones(1)])
 
 
+def split():
+    """A group out of a group, as torch.distributed.split_group asks for one where a device is bound."""
+    import copy
+
+    parent = dist.group.WORLD
+    backend = parent._get_backend(torch.device("cpu"))
+    members = [0, WORLD - 1]
+    options = copy.deepcopy(backend.options)
+    child = parent.split_group(
+        members, timeout=timedelta(seconds=30), opts=options, group_name="pair", group_desc="first and last"
+    )
+    backend.perform_nocolor_split(torch.device("cpu"))
+    if RANK not in members:
+        assert child is None
+        return
+    assert child.size() == 2 and child.rank() == members.index(RANK) and child.group_name == "pair"
+    assert child._get_backend(torch.device("cpu")).name() == "spccl"
+    x = torch.full((1000,), RANK + 1.0)
+    child.allreduce([x]).wait()
+    assert torch.equal(x, torch.full((1000,), WORLD + 1.0))
+    child.barrier().wait()
+    child.shutdown()
+
+
 def destroy_and_join_again():
     """Five lives of the default group, three groups each: no file descriptor, thread or segment stays."""
     dist.destroy_process_group()
@@ -405,6 +429,7 @@ main(
         mixed_order,
         objects,
         groups,
+        split,
         sparse_values,
         sparse_async,
         sparse_refused,
