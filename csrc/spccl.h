@@ -129,7 +129,7 @@ typedef struct spccl_encode_options {
     size_t struct_bytes;  /* sizeof(spccl_encode_options) */
     const void *base;     /* [n_elems] or NULL: then "nonzero" means "differs in any bit from base" */
     spccl_format format;  /* AUTO, or the format that every slice must take */
-    uint32_t slice_elems; /* elements per frame, a multiple of 4096; 0 = default (65536) */
+    uint32_t slice_elems; /* elements per frame, a multiple of 2048; 0 = default (65536) */
 } spccl_encode_options;
 #define SPCCL_ENCODE_OPTIONS_INIT                                                                            \
     {                                                                                                        \
@@ -258,7 +258,7 @@ SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, cons
 
 /* ---- collectives -------------------------------------------------------------------------------- */
 
-/* All of them: buffers are host memory, contiguous, aligned to the element, borrowed until the
+/* All of them: buffers are host memory (GPUs: below), contiguous, aligned to the element, borrowed until the
  * request is done. With `req` NULL the call blocks until done; otherwise it returns at once and the
  * caller frees *req with spccl_request_free. Calls on one communicator must come in the same order
  * on every rank, from one thread at a time; several may be in flight. Any count, 0 included.
@@ -299,6 +299,95 @@ SPCCL_API spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void
                                              void *ctx);
 /* Give the handle back; a collective still under way goes on without it. Accepts NULL. */
 SPCCL_API void spccl_request_free(spccl_request *req);
+
+/* ---- CUDA ------------------------------------------------------------------------------------------ */
+
+/* Collectives on GPU memory between GPUs that can map each other's memory (NVLink, PCIe peer access): one
+ * launch each, on the caller's stream, ordered like any other kernel there. No call waits for the GPU or
+ * reads a size from it, so all of them can be captured into CUDA graphs and replayed. The bits are those of
+ * the host collectives. `stream` is a cudaStream_t (NULL = the default stream) of the communicator's device.
+ */
+typedef struct spccl_cuda_config {
+    size_t struct_bytes; /* sizeof(spccl_cuda_config) */
+    int device;          /* CUDA ordinal of this rank's GPU; -1 = current on the calling thread */
+    uint32_t max_ctas; /* most thread blocks (one per multiprocessor) of a collective; 0 = all. SPCCL_MAX_CTAS
+                          wins */
+    size_t inbox_bytes; /* most GPU memory for what peers send here; 0 = 256 MiB. SPCCL_INBOX_BYTES wins */
+} spccl_cuda_config;
+#define SPCCL_CUDA_CONFIG_INIT                                                                               \
+    {                                                                                                        \
+        sizeof(spccl_cuda_config), -1, 0, 0                                                                  \
+    }
+
+/* Number of GPUs this process can use: 0 without a GPU, a driver, or CUDA in this build. Never fails. */
+SPCCL_API int spccl_cuda_device_count(void);
+
+/* Give a communicator its GPU: allocates this rank's inbox and maps those of the peers. All ranks call it,
+ * once, in the same place of their order of calls; returns when all inboxes are mapped. Errors: ARG, SETTING,
+ * STATE (done already), UNSUPPORTED (no CUDA in this build), DEVICE, NOMEM (too little GPU memory: the text
+ * says how much is needed and free), UNREACHABLE (a peer's GPU cannot be mapped: the text says which pair and
+ * why), MISMATCH, PEER, TIMEOUT. After UNREACHABLE, which all ranks get, the communicator works on host
+ * memory as before. */
+SPCCL_API spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config);
+
+/* As the functions without `cuda`, on memory of the communicator's GPU. Return once launched; a rank that
+ * does not take part, dies or aborts ends the kernel within the communicator's timeout, breaks the
+ * communicator (spccl_comm_async_error says who and where), and leaves the GPU usable. Errors at the call:
+ * ARG (also memory of the host or of another GPU), DTYPE, ALIAS, STATE (not attached), DEVICE, or what broke
+ * the communicator. */
+SPCCL_API spccl_status spccl_cuda_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                             spccl_dtype dtype, void *stream);
+SPCCL_API spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                                 spccl_dtype dtype, spccl_redop op, void *stream);
+SPCCL_API spccl_status spccl_cuda_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                             spccl_dtype dtype, spccl_redop op, void *stream);
+SPCCL_API spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype,
+                                            int root, void *stream);
+/* Wait on the host until `stream` has done what is on it, or the communicator is broken, or `timeout_ms`
+ * passed (SPCCL_ERR_TIMEOUT; < 0: the communicator's). Not while the stream is capturing. */
+SPCCL_API spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms);
+
+/* What the GPU part of a communicator holds and has done. Reads GPU memory: waits for a copy of a few KiB,
+ * for no stream. */
+typedef struct spccl_cuda_stats {
+    size_t struct_bytes; /* set by the caller: sizeof(spccl_cuda_stats) */
+    int device;
+    uint32_t n_ctas;          /* most that a collective uses */
+    uint64_t inbox_bytes;     /* GPU memory held for peers */
+    uint64_t n_collectives;   /* launches and captures */
+    uint64_t wire_bytes_sent; /* bytes of frames written to peers, by launches that have ended */
+    uint64_t n_frames_sent[SPCCL_N_FORMATS];
+} spccl_cuda_stats;
+SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out);
+
+/* The codec on GPU memory. Slices are shorter than the host's default, so that a block holds one on chip:
+ * 16 KiB of the dtype. The bytes are those that spccl_encode writes with the same slice_elems. */
+
+/* Elements per frame for `wanted` (0 = the default, 16 KiB; else a multiple of 2048 up to that); 0 if that is
+ * not possible. */
+SPCCL_API uint32_t spccl_cuda_slice_elems(spccl_dtype dtype, uint32_t wanted);
+/* Bytes of scratch that spccl_cuda_encode wants. */
+SPCCL_API size_t spccl_cuda_encode_scratch_bytes(size_t n_elems, spccl_dtype dtype, uint32_t slice_elems);
+
+/* Encode `x` as a stream in `dst`, on `stream`. All pointers are memory of the current device.
+ *   x          [n_elems], n_elems > 0
+ *   options    as for spccl_encode (base on the device too); NULL = defaults
+ *   dst        dst_cap bytes, aligned to 16; spccl_encode_bound() bytes always suffice
+ *   offsets    [n_slices + 1] u64: where each frame starts; the last one is the size of the stream
+ *   scratch    spccl_cuda_encode_scratch_bytes() bytes, aligned to 16; free again when the work is done
+ *   status     u32: 0, or minus the spccl_status that spccl_encode would have returned (DST_SMALL,
+ * UNSUPPORTED); then dst holds no stream Errors at the call: ARG, DTYPE, UNSUPPORTED (no CUDA in this build;
+ * slice_elems), DEVICE. */
+SPCCL_API spccl_status spccl_cuda_encode(const void *x, size_t n_elems, spccl_dtype dtype,
+                                         const spccl_encode_options *options, void *dst, size_t dst_cap,
+                                         uint64_t *offsets, void *scratch, uint32_t *status, void *stream);
+/* Apply a stream to `dst` [n_elems], on `stream`. Every frame is checked completely before anything of it is
+ * applied; frames are applied independently, so if one is bad the good ones are applied all the same. offsets
+ * as spccl_cuda_encode wrote them; checked, not trusted slice_elems  of the stream (0 = default) status u32:
+ * 0, or minus the spccl_status of a bad frame (FORMAT, VERSION, FRAME) Errors at the call: as above. */
+SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes, const uint64_t *offsets,
+                                         spccl_verb verb, void *dst, size_t n_elems, spccl_dtype dtype,
+                                         uint32_t slice_elems, uint32_t *status, void *stream);
 
 /* ---- this build ---------------------------------------------------------------------------------- */
 

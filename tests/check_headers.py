@@ -23,6 +23,8 @@ ISA_FLAGS = {
     "avx2": ("-O2", "-march=x86-64-v3"),
     "avx512": ("-O2", "-march=x86-64-v4", "-mavx512vbmi", "-mavx512vbmi2"),
 }
+# Includes headers of a toolkit that need not be here; the CUDA build compiles it.
+FOREIGN = {"cuda_check.h", "device_cuda.h"}
 # Written in terms of another header, which the including file picks.
 AFTER = {"flat.h": "simd_avx2.h"}
 
@@ -37,7 +39,7 @@ def jobs() -> list[tuple[Path, list[str]]]:
         for header in sorted((ROOT / folder).glob("*.h")):
             first = AFTER.get(header.name)
             isa = ISA_FLAGS.get((first or header.name).removesuffix(".h").rpartition("_")[2], ())
-            if isa and platform.machine() != "x86_64":
+            if header.name in FOREIGN or (isa and platform.machine() != "x86_64"):
                 continue
             prelude = ("-include", str(header.with_name(first))) if first else ()
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))

@@ -55,7 +55,8 @@ MAP = (
         "running",
         "csrc/core",
         ("contract", "base", "contracts", "planning"),
-        "boot exec.h exec_steps exec_reduce exec.c tune_coll.c comm engine request coll unique_id stream info",
+        "boot exec.h exec_steps exec_reduce exec.c tune_coll.c comm.h gpu_comm.h comm.c engine request "
+        "coll_check coll gpu_comm.c gpu_watch gpu_attach gpu_coll gpu_stream unique_id stream info",
         NO_NETWORK + NO_BINDINGS,
     ),
     Group(
@@ -67,7 +68,7 @@ MAP = (
         "scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar "
         "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
         "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch "
-        "kernels_cuda device_cuda memory_cuda device_none",
+        "cuda_check kernels_cuda device_cuda memory_cuda device_none",
         (*NO_NETWORK, "Python", "torch/"),
     ),
     Group(
@@ -76,7 +77,7 @@ MAP = (
         ("contract", "base", "contracts"),
         "auth spsc sock host forks handshake acceptor ringlink transports inproc shm.h shm_connect shm.c "
         "mirror tcp_stream tcp.h tcp_address tcp_connect tcp.c "
-        "rendezvous_wire rendezvous_server rendezvous registry fault",
+        "rendezvous_wire rendezvous_server rendezvous registry fault nvlink",
         NO_BINDINGS,
     ),
     Group(

@@ -10,6 +10,13 @@
 #error "spccl needs a little-endian machine: frames are little-endian and are used in place"
 #endif
 
+/* A function that the GPU runs too, from the same text. */
+#ifdef __CUDACC__
+#define SP_HD __host__ __device__
+#else
+#define SP_HD
+#endif
+
 /* Unaligned little-endian access. */
 static inline uint16_t sp_load_le16(const void *p)
 {

@@ -280,6 +280,8 @@ spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_b
     if (c->world_size == 1)
         return SPCCL_OK;
     SP_TRY(agree_secret(store, c, secret));
+    memcpy(links->secret, secret, sizeof links->secret);
+    links->group_tag = hash_text(c->name);
     SP_TRY(open_endpoints(links, c, secret));
     SP_TRY(publish(links, store, c));
     for (int peer = 0; peer < c->world_size; peer++) {
@@ -303,6 +305,7 @@ void sp_links_close(sp_links *links)
     for (int i = 0; i < links->n_endpoints; i++)
         links->transports[i]->close(links->endpoints[i]);
     sp_free(links->peers);
+    explicit_bzero(links->secret, sizeof links->secret);
     *links = (sp_links){0};
 }
 

@@ -24,6 +24,8 @@ typedef struct sp_links {
     const sp_transport *transports[SP_TRANSPORTS_MAX];
     sp_endpoint *endpoints[SP_TRANSPORTS_MAX]; /* those in use */
     size_t message_max;                        /* smallest over the endpoints */
+    uint8_t secret[SP_SECRET_BYTES];           /* for connections made later: GPU memory */
+    uint64_t group_tag;
 } sp_links;
 
 typedef struct sp_boot_config {

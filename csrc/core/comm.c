@@ -2,6 +2,7 @@
 #include "comm.h"
 
 #include "env.h"
+#include "gpu_comm.h"
 #include "log.h"
 #include "tune.h"
 #include "tune_coll.h"
@@ -178,36 +179,20 @@ spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_ms)
 
 spccl_status spccl_comm_async_error(spccl_comm *comm)
 {
-    spccl_status st;
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_async_error: comm is NULL");
     sp_comm_poll(comm);
-    pthread_mutex_lock(&comm->mu);
-    st = comm->broken;
-    if (st != SPCCL_OK)
-        sp_set_error(comm->error);
-    pthread_mutex_unlock(&comm->mu);
-    return st;
+    sp_gpu_comm_look(comm);
+    return sp_comm_broken(comm);
 }
 
 spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason)
 {
     char text[sizeof comm->error];
-    bool first = false;
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_abort: comm is NULL");
-    pthread_mutex_lock(&comm->mu);
-    if (!atomic_load(&comm->abort_asked)) {
-        snprintf(comm->abort_text, sizeof comm->abort_text, "%s",
-                 reason != NULL ? reason : "spccl_comm_abort was called");
-        first = true;
-    }
-    atomic_store(&comm->abort_asked, true);
-    pthread_mutex_unlock(&comm->mu);
-    if (!first)
-        return SPCCL_OK;
     snprintf(text, sizeof text, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
-             comm->abort_text);
+             reason != NULL ? reason : "spccl_comm_abort was called");
     sp_comm_break(comm, SPCCL_ERR_ABORTED, text);
     return SPCCL_OK;
 }
@@ -216,6 +201,7 @@ spccl_status spccl_comm_destroy(spccl_comm *comm)
 {
     if (comm == NULL)
         return SPCCL_OK;
+    sp_gpu_comm_detach(comm);
     sp_comm_stop(comm);
     comm_free(comm);
     return SPCCL_OK;

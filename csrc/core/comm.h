@@ -53,9 +53,12 @@ struct spccl_comm {
     pthread_t thread;
     spccl_status broken; /* SPCCL_OK, or the first error */
     char error[1024];
-    atomic_bool abort_asked; /* with abort_text, set once */
-    char abort_text[SP_ABORT_TEXT_CAP];
-    atomic_bool sleeping; /* the driver sleeps in epoll_wait: kick it */
+    atomic_bool abort_asked; /* the driver shall break it, with asked_status and asked_text; set once */
+    spccl_status asked_status;
+    char asked_text[1024];
+    uint32_t *gpu_abort; /* the abort flag of the GPU's kernels, set with the first error; NULL = no GPU */
+    struct sp_gpu_comm *_Atomic gpu; /* gpu_comm.h; NULL = no GPU attached */
+    atomic_bool sleeping;            /* the driver sleeps in epoll_wait: kick it */
 };
 
 /* request.c */
@@ -67,13 +70,19 @@ void sp_request_complete(spccl_request *req, spccl_status status,
 /* engine.c */
 /* Queue an op and, without a request handle wanted, see it through.  Takes over the op. */
 spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **req);
-/* Break the communicator with an error seen outside the executor (abort). */
+/* Break the communicator with an error seen outside the executor (abort, the GPU). Once: later ones are
+ * ignored. Threads: any. */
 void sp_comm_break(spccl_comm *comm, spccl_status status, const char *text);
+/* SPCCL_OK, or the error that broke it, with its text. Threads: any. */
+spccl_status sp_comm_broken(spccl_comm *comm);
 /* Wake the driver if it sleeps. */
 void sp_comm_kick(spccl_comm *comm);
 /* Wait until nothing is under way and nobody drives, then stop the thread. */
 void sp_comm_stop(spccl_comm *comm);
 /* Look at the network once if nobody drives: an idle communicator learns of a peer's abort. */
 void sp_comm_poll(spccl_comm *comm);
+/* The same, and PEER (with text) if a peer is gone, which is no fault as long as nobody needs it. Breaks
+ * nothing for that. */
+spccl_status sp_comm_poll_peers(spccl_comm *comm);
 
 #endif

@@ -30,6 +30,13 @@ static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const cha
     pthread_mutex_unlock(&comm->mu);
 }
 
+/* Every wait of this group's kernels ends. */
+static void stop_gpu_locked(spccl_comm *comm)
+{
+    if (comm->gpu_abort != NULL)
+        __atomic_store_n(comm->gpu_abort, 1, __ATOMIC_RELEASE);
+}
+
 /* Record the first error; true if this is it. */
 static bool record_error(spccl_comm *comm, spccl_status status, const char *text, int *n_under_way)
 {
@@ -40,6 +47,7 @@ static bool record_error(spccl_comm *comm, spccl_status status, const char *text
     if (first) {
         comm->broken = status;
         snprintf(comm->error, sizeof comm->error, "%s", text);
+        stop_gpu_locked(comm);
     }
     pthread_mutex_unlock(&comm->mu);
     return first;
@@ -121,8 +129,7 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
 
 static spccl_status abort_status(const spccl_comm *comm)
 {
-    return SP_FAIL(SPCCL_ERR_ABORTED, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
-                   comm->abort_text);
+    return SP_FAIL(comm->asked_status, "%s", comm->asked_text);
 }
 
 /* Run with the driver's role until `until` is done (NULL: until there is nothing to do). */
@@ -171,9 +178,8 @@ static void stop_driving(spccl_comm *comm)
         if (!atomic_load(&comm->abort_asked) || comm->broken != SPCCL_OK)
             break;
         pthread_mutex_unlock(&comm->mu);
-        (void)abort_status(comm);
-        snprintf(text, sizeof text, "%s", spccl_last_error());
-        fail_all(comm, SPCCL_ERR_ABORTED, text);
+        snprintf(text, sizeof text, "%s", comm->asked_text);
+        fail_all(comm, comm->asked_status, text);
     }
     comm->driver = SP_DRIVER_NONE;
     pthread_cond_broadcast(&comm->cv);
@@ -282,13 +288,22 @@ fail:
 
 void sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
 {
-    bool mine = false;
+    bool first, mine = false;
     pthread_mutex_lock(&comm->mu);
-    if (comm->driver == SP_DRIVER_NONE) {
+    first = !atomic_load(&comm->abort_asked);
+    if (first) {
+        stop_gpu_locked(comm); /* at once: the driver may be busy for a while */
+        comm->asked_status = status;
+        snprintf(comm->asked_text, sizeof comm->asked_text, "%s", text);
+        atomic_store(&comm->abort_asked, true);
+    }
+    if (first && comm->driver == SP_DRIVER_NONE) {
         comm->driver = SP_DRIVER_CALLER;
         mine = true;
     }
     pthread_mutex_unlock(&comm->mu);
+    if (!first)
+        return;
     if (!mine) {
         sp_comm_kick(comm);
         return;
@@ -297,9 +312,20 @@ void sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
     stop_driving(comm);
 }
 
-void sp_comm_poll(spccl_comm *comm)
+spccl_status sp_comm_broken(spccl_comm *comm)
 {
     spccl_status st;
+    pthread_mutex_lock(&comm->mu);
+    st = comm->broken;
+    if (st != SPCCL_OK)
+        sp_set_error(comm->error);
+    pthread_mutex_unlock(&comm->mu);
+    return st;
+}
+
+/* Take the driver's role for one look; false if somebody has it, who then looks too. */
+static bool drive_once(spccl_comm *comm)
+{
     bool mine = false;
     pthread_mutex_lock(&comm->mu);
     if (comm->driver == SP_DRIVER_NONE && comm->broken == SPCCL_OK) {
@@ -307,15 +333,44 @@ void sp_comm_poll(spccl_comm *comm)
         mine = true;
     }
     pthread_mutex_unlock(&comm->mu);
-    if (!mine)
-        return;
-    st = sp_links_progress(&comm->links);
+    return mine;
+}
+
+static spccl_status look(spccl_comm *comm)
+{
+    spccl_status st = sp_links_progress(&comm->links);
     if (st != SPCCL_OK) {
         char text[sizeof comm->error];
         snprintf(text, sizeof text, "%s", spccl_last_error());
         fail_all(comm, st, text);
     }
+    return st;
+}
+
+void sp_comm_poll(spccl_comm *comm)
+{
+    if (!drive_once(comm))
+        return;
+    (void)look(comm);
     stop_driving(comm);
+}
+
+spccl_status sp_comm_poll_peers(spccl_comm *comm)
+{
+    spccl_status found = SPCCL_OK;
+    if (!drive_once(comm))
+        return SPCCL_OK;
+    if (look(comm) == SPCCL_OK)
+        for (int r = 0; r < comm->world_size && found == SPCCL_OK; r++)
+            for (int lane = 0; lane < SP_N_LANES && r != comm->rank && found == SPCCL_OK; lane++) {
+                const void *message;
+                size_t bytes;
+                spccl_status st = sp_link_peek(&comm->links, r, lane, &message, &bytes);
+                if (st == SPCCL_ERR_PEER)
+                    found = st;
+            }
+    stop_driving(comm);
+    return found;
 }
 
 void sp_comm_stop(spccl_comm *comm)

@@ -30,6 +30,14 @@ static const sp_env_var vars[SP_N_ENV] = {
                         1000000},
     [SP_ENV_TRACE] = {"SPCCL_TRACE", "64", "events kept per communicator and printed when it breaks", 1, 0,
                       1 << 16},
+    [SP_ENV_MAX_CTAS] = {"SPCCL_MAX_CTAS", "0",
+                         "GPU collectives: thread blocks of one at most, one per multiprocessor; 0 = all", 1,
+                         0, 1 << 16},
+    [SP_ENV_INBOX_BYTES] = {"SPCCL_INBOX_BYTES", "256M",
+                            "GPU collectives: GPU memory of a group at most for what peers send", 1, 1,
+                            INT64_C(1) << 40},
+    [SP_ENV_NVLINK_HANDLES] = {"SPCCL_NVLINK_HANDLES", "auto",
+                               "how peers map GPU memory: auto, fd (VMM), ipc (CUDA IPC)", 0, 0, 0},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)

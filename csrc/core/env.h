@@ -22,6 +22,9 @@ typedef enum sp_env_id {
     SP_ENV_TIMEOUT_MS,      /* number */
     SP_ENV_SPIN_US,         /* number */
     SP_ENV_TRACE,           /* number */
+    SP_ENV_MAX_CTAS,        /* number */
+    SP_ENV_INBOX_BYTES,     /* number */
+    SP_ENV_NVLINK_HANDLES,  /* text */
     SP_N_ENV
 } sp_env_id;
 

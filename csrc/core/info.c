@@ -1,17 +1,16 @@
 /* info.c - spccl_info, spccl_version: what is in this build and why, and every setting. */
 #include "env.h"
+#include "gpu_comm.h"
 #include "kernel_table.h"
 #include "transport.h"
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 
 /* Parts that this version does not have: said, rather than left to be guessed. */
 static const spccl_info_entry absent_parts[] = {
-    {"part", "cuda", "absent",
-     "GPU collectives are not part of version " SPCCL_VERSION_TEXT
-     ": CUDA tensors are refused with a clear error"},
     {"part", "ib", "absent",
      "InfiniBand/RoCE is not part of version " SPCCL_VERSION_TEXT ": pairs on different hosts use tcp"},
 };
@@ -22,6 +21,27 @@ static const spccl_info_entry transport_why[] = {
      "processes of one host: shared memory without names, so nothing can be left behind"},
     {"transport", "tcp", "in", "everything else; SPCCL_TCP_ADDR picks the interface"},
 };
+
+/* The GPU engine: what it was built with and what it finds here. Valid until this thread's next call. */
+static void cuda_entry(spccl_info_entry *out)
+{
+    static _Thread_local char why[400];
+    const sp_gpu_ops *ops = sp_gpu_ops_here();
+    int n = 0;
+    if (ops == NULL) {
+        *out = (spccl_info_entry){
+            "part", "cuda", "absent",
+            "this build had no CUDA compiler (nvcc 12 or newer): put it in PATH or name it "
+            "in CUDACXX, then install again; cmake -DSPCCL_CUDA=ON says what is missing"};
+        return;
+    }
+    if (ops->device_count(&n) != SPCCL_OK)
+        snprintf(why, sizeof why, "%s; no GPU can be used: %.200s", ops->about, spccl_last_error());
+    else
+        snprintf(why, sizeof why, "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers",
+                 ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES));
+    *out = (spccl_info_entry){"part", "cuda", "in", why};
+}
 
 static bool kernel_entry(size_t i, spccl_info_entry *out)
 {
@@ -67,6 +87,10 @@ spccl_status spccl_info(size_t i, spccl_info_entry *out)
         return SPCCL_OK;
     }
     i -= n_transports;
+    if (i-- == 0) {
+        cuda_entry(out);
+        return SPCCL_OK;
+    }
     if (i < n_absent) {
         *out = absent_parts[i];
         return SPCCL_OK;

@@ -20,7 +20,7 @@
 #define SP_HS_PROOF_BYTES 32u
 #define SP_HS_VERDICT_BYTES 256u
 
-enum { SP_HS_SHM = 1, SP_HS_TCP_LANE, SP_HS_TCP_CONTROL, SP_HS_RENDEZVOUS };
+enum { SP_HS_SHM = 1, SP_HS_TCP_LANE, SP_HS_TCP_CONTROL, SP_HS_RENDEZVOUS, SP_HS_GPU };
 
 /* What the dialler says about itself; believed only after the proof. */
 typedef struct sp_hs_hello {

@@ -1,0 +1,139 @@
+/* test_tune_gpu.c - the GPU engine's choices: arenas, slices, blocks. No GPU is needed. */
+#include "tune_gpu.h"
+
+#include "dtype.h"
+#include "format.h"
+#include "test.h"
+
+static const sp_gpu_limits h200 = {
+    .world_size = 4, .n_sms = 132, .workers_per_cta = 4, .inbox_bytes = (size_t)256 << 20};
+
+static sp_inbox_shape shape_of(const sp_gpu_limits *l)
+{
+    sp_inbox_shape s = {0};
+    CHECK_OK(sp_tune_gpu_shape(l, &s));
+    return s;
+}
+
+static void test_shape(void)
+{
+    sp_gpu_limits l = h200;
+    sp_inbox_shape s = shape_of(&l);
+    CHECK(s.n_workers == 132 * 4 && s.world_size == 4, "%u workers of %u ranks", s.n_workers, s.world_size);
+    l.max_ctas = 32;
+    CHECK(shape_of(&l).n_workers == 32 * 4, "max_ctas");
+    l.max_ctas = 1000;
+    CHECK(shape_of(&l).n_workers == 132 * 4, "max_ctas above what there is");
+    l = h200;
+    l.n_sms = 0; /* 200 ranks on one GPU of 132 */
+    CHECK(shape_of(&l).n_workers == 4, "one block at least");
+    for (uint32_t world_size = 1; world_size <= SP_GPU_RANKS_MAX; world_size++)
+        for (size_t bytes = (size_t)8 << 20; bytes <= (size_t)1 << 30; bytes *= 2) {
+            l = h200;
+            l.world_size = world_size;
+            l.inbox_bytes = bytes;
+            s = shape_of(&l);
+            CHECK(sp_inbox_bytes(s) <= bytes, "%u ranks: %zu of %zu bytes", world_size, sp_inbox_bytes(s),
+                  bytes);
+            CHECK(s.n_workers <= 132 * 4 && (s.n_workers % 132 == 0 || s.n_workers < 132),
+                  "%u ranks, %zu bytes: %u workers leave multiprocessors idle", world_size, bytes,
+                  s.n_workers);
+            if (s.n_workers < 132 * 4) { /* as many as fit */
+                s.n_workers += s.n_workers >= 132 ? 132 : 1;
+                CHECK(sp_inbox_bytes(s) > bytes, "%u ranks, %zu bytes: more would fit", world_size, bytes);
+            }
+        }
+}
+
+static void test_shape_too_small(void)
+{
+    sp_gpu_limits l = h200;
+    sp_inbox_shape s = {.world_size = 4, .n_workers = 1};
+    l.inbox_bytes = sp_inbox_bytes(s);
+    CHECK(shape_of(&l).n_workers == 1, "one worker fits exactly");
+    l.inbox_bytes--;
+    CHECK(sp_tune_gpu_shape(&l, &s) == SPCCL_ERR_SETTING, "one byte less");
+    CHECK(strstr(spccl_last_error(), "SPCCL_INBOX_BYTES") != NULL, "%s", spccl_last_error());
+}
+
+static const spccl_format formats[] = {SPCCL_FORMAT_AUTO, SPCCL_FORMAT_TILE, SPCCL_FORMAT_PICI,
+                                       SPCCL_FORMAT_COO, SPCCL_FORMAT_DENSE};
+static const uint64_t sizes[] = {
+    1, 2047, 2048, 2049, 100000, 1 << 20, (1 << 20) + 1, 134217728, UINT64_C(1) << 40};
+
+static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl_dtype dtype,
+                       spccl_format format)
+{
+    sp_inbox_shape s = shape_of(l);
+    size_t elem_bytes = sp_dtype_bytes(dtype), frame;
+    sp_gpu_plan p;
+    uint64_t n_slices;
+    sp_tune_gpu_plan(l, s, op, n, dtype, format, &p);
+    frame = format == SPCCL_FORMAT_AUTO ? sp_frame_bound(p.slice_elems, elem_bytes)
+                                        : sp_frame_bound_forced(format, p.slice_elems, elem_bytes);
+    CHECK(frame <= SP_INBOX_FRAME_BYTES, "%s %s: a frame of %zu bytes", spccl_dtype_name(dtype),
+          spccl_format_name(format), frame);
+    CHECK(p.slice_elems >= 1024 && (p.slice_elems & (p.slice_elems - 1)) == 0 &&
+              p.slice_elems * elem_bytes <= SP_GPU_SLICE_BYTES,
+          "slices of %u elements", p.slice_elems);
+    CHECK(!(op == SP_FUSED_REDUCE_SCATTER && sp_acc_dtype(dtype) != dtype) ||
+              p.slice_elems * sizeof(float) <= SP_GPU_SLICE_BYTES,
+          "%s: %u accumulators", spccl_dtype_name(dtype), p.slice_elems);
+    CHECK(p.n_ctas >= 1 && p.workers_per_cta >= 1 && p.workers_per_cta <= l->workers_per_cta &&
+              p.n_ctas * p.workers_per_cta <= s.n_workers && (l->max_ctas == 0 || p.n_ctas <= l->max_ctas),
+          "%u blocks of %u workers, %u in all", p.n_ctas, p.workers_per_cta, s.n_workers);
+    n_slices = (n + p.slice_elems - 1) / p.slice_elems;
+    if (p.op == SP_FUSED_ALL_REDUCE || p.op == SP_FUSED_BROADCAST)
+        n_slices = (n_slices + l->world_size - 1) / l->world_size;
+    CHECK(p.n_ctas <= n_slices && (uint64_t)(p.n_ctas - 1) * p.workers_per_cta < n_slices,
+          "%u blocks of %u workers for %llu slices", p.n_ctas, p.workers_per_cta,
+          (unsigned long long)n_slices);
+    CHECK(p.op == op || (op == SP_FUSED_ALL_REDUCE && p.op == SP_FUSED_ALL_REDUCE_ONESHOT), "op %d -> %d",
+          (int)op, (int)p.op);
+}
+
+static void test_plan(void)
+{
+    for (int i = 0; i < 4; i++) {
+        sp_gpu_limits l = h200;
+        l.world_size = i == 0 ? 1 : i == 1 ? 2 : i == 2 ? 4 : 8;
+        l.max_ctas = i == 2 ? 7 : 0;
+        for (sp_fused_op op = SP_FUSED_ALL_GATHER; op <= SP_FUSED_BROADCAST; op++)
+            for (size_t n = 0; n < sizeof sizes / sizeof *sizes; n++)
+                for (int dtype = SPCCL_FLOAT32; dtype <= SPCCL_UINT8; dtype++)
+                    for (size_t f = 0; f < sizeof formats / sizeof *formats; f++)
+                        check_plan(&l, op, sizes[n], (spccl_dtype)dtype, formats[f]);
+    }
+}
+
+static void test_known_plans(void)
+{
+    sp_gpu_limits l = h200;
+    sp_inbox_shape s = shape_of(&l);
+    sp_gpu_plan p;
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 1 << 27, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 4096 && p.n_ctas == 132 && p.workers_per_cta == 4, "512 MiB: %u, %u x %u",
+          p.slice_elems, p.n_ctas, p.workers_per_cta);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 4096 && p.op == SP_FUSED_ALL_REDUCE, "bfloat16: %u", p.slice_elems);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 2048 && p.n_ctas == 132 && p.workers_per_cta == 1, "one slice each: %u, %u x %u",
+          p.slice_elems, p.n_ctas, p.workers_per_cta);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 16384, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "64 KiB: one hop");
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 16385, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE, "more: two");
+    l.world_size = 2;
+    sp_tune_gpu_plan(&l, shape_of(&l), SP_FUSED_ALL_REDUCE, 65536, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "256 KiB, two ranks: one hop");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"shape", test_shape},
+                                             {"shape_too_small", test_shape_too_small},
+                                             {"plan", test_plan},
+                                             {"known_plans", test_known_plans},
+                                             {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
