@@ -65,7 +65,9 @@ c10::Stream StreamOrder::run(bool async, c10::Event *end, c10::function_ref<void
             end->record(on);
     };
     try {
-        const c10::StreamGuard guard(on);
+        c10::OptionalStreamGuard guard; /* the caller's stream is current already */
+        if (on != caller)
+            guard.reset_stream(on);
         enqueue(handle);
     } catch (...) {
         close();

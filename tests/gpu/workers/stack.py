@@ -292,7 +292,7 @@ def bad_input():
     """Refused before any launch: nothing is lost."""
     x = torch.ones(6, device=DEVICE)
     group = dist.group.WORLD
-    with raises(ValueError, "on cpu", "wanted cuda"):
+    with raises(ValueError, "output_tensor", "cuda", "wanted cpu"):
         group._allgather_base(torch.ones(6 * WORLD, device=DEVICE), torch.ones(6)).wait()
     with raises(ValueError, "output_tensor", "5 elements"):
         group._allgather_base(torch.ones(5, device=DEVICE), x)
