@@ -1,0 +1,126 @@
+/* stream_order.cpp - StreamOrder (csrc/c10d_backend/order.cpp) on a GPU that only writes down what it is
+ * asked.
+ *
+ * Stands in for torch's CUDA guard, and for the one driver call that tells captures. Prints a line per call
+ * of run(): "R<event>@<stream>" recorded, "W<event>@<stream>" waits, "K@<stream>" the collective; streams 100
+ * and 101 are the order's own, of eager calls and of captures. Built and read by test_stream_order.py. */
+#include <cstdio>
+#include <string>
+
+#include "order.cpp"
+
+namespace
+{
+c10::StreamId current_id = 0;
+unsigned long long capture_of_9 = 0;
+std::string told;
+
+struct Recorder final : c10::impl::DeviceGuardImplInterface {
+    static inline c10::StreamId next_stream = 100;
+    static inline size_t next_event = 1;
+
+    c10::DeviceType type() const override
+    {
+        return c10::DeviceType::CUDA;
+    }
+    c10::Device exchangeDevice(c10::Device d) const override
+    {
+        return d;
+    }
+    c10::Device getDevice() const override
+    {
+        return {c10::DeviceType::CUDA, 0};
+    }
+    void setDevice(c10::Device) const override
+    {
+    }
+    void uncheckedSetDevice(c10::Device) const noexcept override
+    {
+    }
+    c10::Stream getStream(c10::Device d) const override
+    {
+        return c10::Stream(c10::Stream::UNSAFE, d, current_id);
+    }
+    c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override
+    {
+        return c10::Stream(c10::Stream::UNSAFE, d, next_stream++);
+    }
+    c10::Stream exchangeStream(c10::Stream s) const override
+    {
+        const c10::Stream before = getStream(s.device());
+        current_id = s.id();
+        return before;
+    }
+    void *getStreamNativeHandle(const c10::Stream s) const
+    {
+        return reinterpret_cast<void *>(static_cast<size_t>(s.id()));
+    }
+    c10::DeviceIndex deviceCount() const noexcept override
+    {
+        return 1;
+    }
+    void record(void **event, const c10::Stream &s, const c10::DeviceIndex,
+                const c10::EventFlag) const override
+    {
+        if (*event == nullptr)
+            *event = reinterpret_cast<void *>(next_event++);
+        told += "R" + std::to_string(reinterpret_cast<size_t>(*event)) + "@" + std::to_string(s.id()) + " ";
+    }
+    void block(void *event, const c10::Stream &s) const override
+    {
+        told += "W" + std::to_string(reinterpret_cast<size_t>(event)) + "@" + std::to_string(s.id()) + " ";
+    }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Recorder);
+
+void call(spccl_torch::StreamOrder &order, bool async, c10::StreamId on, bool fails = false)
+{
+    told.clear();
+    current_id = on;
+    c10::Event end(c10::DeviceType::CUDA);
+    try {
+        order.run(async, nullptr, [&](void *stream) {
+            told += "K@" + std::to_string(reinterpret_cast<size_t>(stream)) + " ";
+            if (current_id != static_cast<c10::StreamId>(reinterpret_cast<size_t>(stream)))
+                told += "(not current) ";
+            if (fails)
+                throw 1;
+        });
+    } catch (int) {
+        told += "threw ";
+    }
+    std::printf("%s%s\n", told.c_str(), current_id == on ? "" : "(stream not restored)");
+}
+} // namespace
+
+/* As cuda.h declares it; the file is linked under the name libcuda.so.1 as well. */
+extern "C" __attribute__((visibility("default"))) int
+cuStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *id, void **, const void **, size_t *)
+{
+    *id = reinterpret_cast<size_t>(stream) == 9 ? capture_of_9 : 0;
+    *status = *id != 0;
+    return 0;
+}
+
+extern "C" __attribute__((visibility("default"))) void play()
+{
+    spccl_torch::StreamOrder order(c10::Device(c10::DeviceType::CUDA, 0));
+    call(order, false, 0);
+    call(order, false, 0);
+    call(order, true, 0);
+    call(order, true, 7);
+    call(order, false, 7);
+    call(order, false, 0);
+    call(order, true, 0, true);
+    capture_of_9 = 5;
+    call(order, false, 9);
+    call(order, true, 9);
+    call(order, false, 9);
+    call(order, true, 9, true);
+    capture_of_9 = 6;
+    call(order, true, 9);
+    capture_of_9 = 0;
+    call(order, false, 9);
+    call(order, true, 0);
+    std::fflush(stdout);
+}
