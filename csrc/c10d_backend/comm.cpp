@@ -167,6 +167,12 @@ void Comm::set_timeout(milliseconds timeout)
     default_timeout_ = timeout; /* open_for tells spccl */
 }
 
+milliseconds Comm::timeout()
+{
+    std::lock_guard<std::mutex> lock(issue_);
+    return default_timeout_;
+}
+
 void Comm::abort(const char *reason) noexcept
 {
     std::shared_lock<std::shared_mutex> alive(life_);

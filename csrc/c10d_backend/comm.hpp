@@ -69,6 +69,8 @@ class Comm
     }
 
     void set_timeout(milliseconds timeout);
+    /* The group's deadline. */
+    milliseconds timeout();
     /* End every wait at once, here and on the peers. Threads: any, also while another one is in issue(). */
     void abort(const char *reason) noexcept;
     /* SPCCL_OK or what broke the group. Threads: any. */

@@ -4,13 +4,34 @@
 namespace spccl_torch
 {
 
+void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &op, milliseconds timeout)
+{
+    if (path == CudaPath::engine)
+        return comm.wait_cuda(op, native_handle(order.current()), timeout);
+    if (timeout.count() <= 0)
+        timeout = comm.timeout();
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    c10::Event reached = order.take_event();
+    reached.record(order.current());
+    for (int looks = 0; !reached.query(); looks++) {
+        comm.check_usable(op.str());
+        if (std::chrono::steady_clock::now() > deadline)
+            std::rethrow_exception(make_error(SPCCL_ERR_TIMEOUT, comm.who() + ": " + op.str(),
+                                              "the GPU was not done after " +
+                                                  std::to_string(timeout.count()) +
+                                                  " ms; it goes on and may be waited for again"));
+        std::this_thread::sleep_for(std::chrono::microseconds(looks < 100 ? 20 : 500));
+    }
+    order.give_back(std::move(reached));
+}
+
 /* ---- CudaWork ------------------------------------------------------------------------------------ */
 
 CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
-                   uint64_t sequence, bool host_wait)
+                   uint64_t sequence, bool host_wait, CudaPath path)
     : Work(comm->rank(), launch.type, launch.title, launch.inputs), end(order->take_event()),
       comm_(std::move(comm)), order_(std::move(order)), op_(launch.op), outputs_(launch.outputs),
-      sequence_(sequence), host_wait_(host_wait), held_(launch.borrowed)
+      sequence_(sequence), host_wait_(host_wait), path_(path), held_(launch.borrowed)
 {
     held_.insert(held_.end(), launch.inputs.begin(), launch.inputs.end());
     held_.insert(held_.end(), launch.outputs.begin(), launch.outputs.end());
@@ -86,7 +107,7 @@ bool CudaWork::wait(milliseconds timeout)
     const bool bounded = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
     end.block(order_->current());
     if ((host_wait_ || bounded) && !order_->capturing())
-        comm_->wait_cuda(op_, native_handle(order_->current()), bounded ? timeout : kNoTimeout);
+        wait_on_host(*comm_, *order_, path_, op_, bounded ? timeout : kNoTimeout);
     if (std::exception_ptr error = exception())
         std::rethrow_exception(error);
     release();
@@ -210,14 +231,14 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
 {
     host_wait = host_wait || settings_.blocking_wait;
     if (async) {
-        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait);
+        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, known_path());
         work->enqueued(order_->run(true, &work->end, enqueue));
         return work;
     }
     const CallRecord record(launch.title, launch.inputs);
     order_->run(false, nullptr, enqueue);
     if (host_wait && !order_->capturing())
-        comm_->wait_cuda(launch.op, native_handle(order_->current()), launch.timeout);
+        wait_on_host(*comm_, *order_, known_path(), launch.op, launch.timeout);
     return nullptr; /* torch: "the backend has synced at C++ level" */
 }
 
@@ -319,7 +340,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::finished(const Launch &launch, bool asy
 {
     if (!async)
         return nullptr;
-    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false);
+    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false, known_path());
     const c10::Stream current = order_->current();
     work->end.record(current);
     work->enqueued(current);

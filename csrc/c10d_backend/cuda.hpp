@@ -32,6 +32,11 @@ struct CudaThresholds {
     static constexpr size_t broadcast = 0;
 };
 
+/* Block until what is on the order's current stream is done. Throws what ends the wait before that.
+ *   path      of the group
+ *   timeout   0 or kUnsetTimeout = the group's */
+void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &op, milliseconds timeout);
+
 /* A collective that is on its way on a stream. Holds its tensors until somebody waits for it; dropped before
  * that, it leaves their memory to the allocator, which waits for the stream. */
 class CudaWork final : public c10d::Work
@@ -39,7 +44,7 @@ class CudaWork final : public c10d::Work
   public:
     /*   host_wait   wait() blocks the host too (a barrier, SPCCL_BLOCKING_WAIT) */
     CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
-             uint64_t sequence, bool host_wait);
+             uint64_t sequence, bool host_wait, CudaPath path);
     ~CudaWork() override;
 
     /* Where `end` was recorded: called once, when the collective is on its stream. */
@@ -73,6 +78,7 @@ class CudaWork final : public c10d::Work
     const std::vector<at::Tensor> outputs_;
     const uint64_t sequence_;
     const bool host_wait_;
+    const CudaPath path_;
     std::optional<c10::Stream> stream_;
     std::atomic<bool> fine_{false}; /* seen to be done while the group was whole */
     std::mutex held_mutex_;
