@@ -384,6 +384,7 @@ spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config
 {
     static const spccl_cuda_config defaults = SPCCL_CUDA_CONFIG_INIT;
     struct attach *a;
+    char text[1024];
     spccl_status st;
     if (config == NULL)
         config = &defaults;
@@ -408,8 +409,10 @@ fail:
         comm->gpu_abort = NULL;
         pthread_mutex_unlock(&comm->mu);
     }
+    snprintf(text, sizeof text, "%s", spccl_last_error());
     sp_gpu_share_close(a->share);
     sp_gpu_comm_free(a->g);
     sp_free(a);
+    sp_set_error(text); /* freeing may have failed too */
     return st;
 }

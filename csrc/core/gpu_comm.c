@@ -142,7 +142,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
     int before;
     if (g == NULL)
         return;
-    if (g->ops != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+    if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
         free_imports(g);
         g->ops->memory_destroy(g->own);
         g->ops->event_destroy(g->event);

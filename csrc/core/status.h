@@ -5,6 +5,10 @@
 
 #include "../spccl.h"
 
+#ifdef __cplusplus
+extern "C" { /* the launchers of kernels report errors too */
+#endif
+
 /* Set this thread's error text (one line: who, where, got, wanted) and return `status`. */
 spccl_status sp_fail(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 /* The same with errno's text and number appended. */
@@ -13,6 +17,10 @@ spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...) __attribut
 void sp_set_error(const char *text);
 /* Printable name of a status without "SPCCL_ERR_": "PEER"; "?" if unknown. */
 const char *sp_status_short(spccl_status status);
+
+#ifdef __cplusplus
+}
+#endif
 
 /* Used once, where a fault is first seen; above that, only forward. */
 #define SP_FAIL(status, ...) sp_fail((status), __VA_ARGS__)
