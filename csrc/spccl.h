@@ -239,7 +239,9 @@ SPCCL_API spccl_status spccl_comm_async_error(spccl_comm *comm);
  * Threads: any. Idempotent. */
 SPCCL_API spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason);
 /* Free it. Collectives still under way are finished first (within their deadlines) unless the
- * communicator is broken. Accepts NULL. No other thread may use it; requests stay valid. */
+ * communicator is broken. With a GPU attached the ranks meet here, for at most 10 s, and captured graphs that
+ * hold its collectives must not be replayed any more. Accepts NULL. No other thread may use it; requests stay
+ * valid. */
 SPCCL_API spccl_status spccl_comm_destroy(spccl_comm *comm);
 
 /* Counters since creation. */

@@ -59,6 +59,12 @@ struct sp_gpu_share {
     sp_fork_guard guard;
 };
 
+/* The first mapping that failed: told at the end, so that the peers get all they need to try theirs. */
+struct refusal {
+    spccl_status status; /* SPCCL_OK: none */
+    char text[500];
+};
+
 /* What swap is about. */
 struct swap {
     const sp_gpu_ops *ops;
@@ -68,6 +74,7 @@ struct swap {
     uint8_t message[MESSAGE_BYTES]; /* ours */
     int fd;                         /* ours; -1: none */
     sp_gpu_memory **out;
+    struct refusal refusal;
 };
 
 static void close_fd(int *fd)
@@ -201,15 +208,14 @@ bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b)
 
 /* ---- connecting ---- */
 
-static spccl_status dial(const sp_gpu_share *s, struct peer *p, const uint8_t *address)
+static spccl_status dial(struct peer *p, const uint8_t *address)
 {
     sp_sock_address name;
     local_socket_name(address, &name);
     if (sp_sock_dial(&name, &p->sock) != SPCCL_OK) {
         if (errno == EAGAIN)
             return SPCCL_AGAIN; /* its queue of connections is full */
-        return SP_FAIL(SPCCL_ERR_PEER, "it stopped listening (rank %d of another group, or it died)",
-                       s->config.rank);
+        return SP_FAIL(SPCCL_ERR_PEER, "it stopped listening before it gave its memory");
     }
     p->state = PEER_CONNECT;
     return SPCCL_OK;
@@ -294,30 +300,41 @@ static spccl_status receive_message(struct peer *p)
     return SPCCL_OK;
 }
 
-static spccl_status map_memory(const struct swap *w, struct peer *p, int rank)
+static void note_refusal(const sp_gpu_share *s, struct swap *w, int rank, spccl_status st)
 {
     char why[300];
+    if (w->refusal.status != SPCCL_OK)
+        return;
+    snprintf(why, sizeof why, "%s", spccl_last_error());
+    w->refusal.status = st == SPCCL_ERR_DEVICE ? SPCCL_ERR_UNREACHABLE : st;
+    snprintf(w->refusal.text, sizeof w->refusal.text,
+             "rank %d: GPU memory of rank %d: its GPU memory cannot be mapped here: %s", s->config.rank, rank,
+             why);
+}
+
+static spccl_status map_memory(const sp_gpu_share *s, struct swap *w, struct peer *p, int rank)
+{
     spccl_status st;
     if (sp_load_le32(p->message) != MESSAGE_MAGIC)
         return SP_FAIL(SPCCL_ERR_PEER, "it passed something that is not its memory");
     if (sp_load_le64(p->message + 8) != w->bytes)
-        return SP_FAIL(SPCCL_ERR_MISMATCH, "it has an inbox of %llu bytes, this rank one of %zu",
-                       (unsigned long long)sp_load_le64(p->message + 8), w->bytes);
-    st = w->ops->memory_import(w->ordinal, p->message + HANDLE_AT, p->fd, w->bytes, &w->out[rank]);
+        st = SP_FAIL(SPCCL_ERR_MISMATCH, "it has an inbox of %llu bytes, this rank one of %zu",
+                     (unsigned long long)sp_load_le64(p->message + 8), w->bytes);
+    else
+        st = w->ops->memory_import(w->ordinal, p->message + HANDLE_AT, p->fd, w->bytes, &w->out[rank]);
     close_fd(&p->fd);
-    if (st != SPCCL_ERR_DEVICE)
-        return st;
-    snprintf(why, sizeof why, "%s", spccl_last_error());
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "its GPU memory cannot be mapped here: %s", why);
+    if (st != SPCCL_OK)
+        note_refusal(s, w, rank, st);
+    return SPCCL_OK;
 }
 
-static spccl_status step_peer(sp_gpu_share *s, const struct swap *w, int rank)
+static spccl_status step_peer(sp_gpu_share *s, struct swap *w, int rank)
 {
     struct peer *p = &s->peers[rank];
     const uint8_t *address = w->addresses + (size_t)rank * SP_GPU_SHARE_ADDRESS_BYTES;
     switch (p->state) {
     case PEER_DIAL:
-        SP_TRY(dial(s, p, address)); /* fall through */
+        SP_TRY(dial(p, address)); /* fall through */
     case PEER_CONNECT:
         SP_TRY(start_proof(s, p, rank, address)); /* fall through */
     case PEER_PROVE:
@@ -327,7 +344,7 @@ static spccl_status step_peer(sp_gpu_share *s, const struct swap *w, int rank)
         if (!p->sent)
             SP_TRY(send_message(w, p));
         SP_TRY(receive_message(p));
-        SP_TRY(map_memory(w, p, rank));
+        SP_TRY(map_memory(s, w, p, rank));
         p->state = PEER_DONE;
         return SPCCL_OK;
     case PEER_EXPECTED:
@@ -339,7 +356,7 @@ static spccl_status step_peer(sp_gpu_share *s, const struct swap *w, int rank)
 }
 
 /* One look at everybody: AGAIN while somebody is missing. */
-static spccl_status step_all(sp_gpu_share *s, const struct swap *w, sp_rank_list *missing)
+static spccl_status step_all(sp_gpu_share *s, struct swap *w, sp_rank_list *missing)
 {
     SP_TRY(sp_acceptor_step(&s->acceptor));
     for (int i = 0; i < s->config.world_size; i++) {
@@ -355,7 +372,7 @@ static spccl_status step_all(sp_gpu_share *s, const struct swap *w, sp_rank_list
     return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
 }
 
-static spccl_status run_swap(sp_gpu_share *s, const struct swap *w, int64_t deadline_ns)
+static spccl_status run_swap(sp_gpu_share *s, struct swap *w, int64_t deadline_ns)
 {
     int64_t asked_ns = sp_now_ns();
     for (;;) {
@@ -391,5 +408,6 @@ spccl_status sp_gpu_share_swap(sp_gpu_share *s, const sp_gpu_ops *ops, int ordin
     SP_TRY(ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
     st = run_swap(s, &w, deadline_ns);
     close_fd(&w.fd);
-    return st;
+    SP_TRY(st);
+    return w.refusal.status == SPCCL_OK ? SPCCL_OK : SP_FAIL(w.refusal.status, "%s", w.refusal.text);
 }

@@ -1,0 +1,348 @@
+/* fake_gpu.h - GPUs made of host memory, for tests of everything around the kernels: arenas are memfds that
+ * really travel between threads and processes; a "kernel" is a thread that marks the peers' arenas and waits
+ * for their marks, as the real ones do: with a deadline, an abort flag and a report. */
+#ifndef SP_TEST_FAKE_GPU_H
+#define SP_TEST_FAKE_GPU_H
+
+#include "bits.h"
+#include "clock.h"
+#include "gpu.h"
+#include "mem.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define FAKE_GPUS 4
+#define FAKE_BYTES 65536
+
+/* Set by a test before the ranks start. */
+static struct {
+    int n_gpus;
+    bool no_access[FAKE_GPUS][FAKE_GPUS], no_fd[FAKE_GPUS];
+    size_t free_bytes;
+    bool import_fails, create_fails, launch_fails;
+    atomic_int n_memories, n_waits, n_kernels; /* alive; stream_wait calls; launches */
+    _Atomic unsigned long long capture;        /* id of the capture that all streams are in; 0 = none */
+} fake = {.n_gpus = FAKE_GPUS, .free_bytes = (size_t)1 << 40};
+
+/* Memory "of" each GPU, for the arguments of collectives. */
+static _Alignas(64) uint8_t fake_memory[FAKE_GPUS][FAKE_BYTES];
+static _Thread_local int fake_current;
+
+struct sp_gpu_memory {
+    int fd;
+    size_t bytes;
+    void *at;
+};
+struct fake_stream {
+    unsigned long long id;
+    atomic_uint n_launched, n_done;
+};
+struct fake_event {
+    struct fake_stream *stream;
+    unsigned n;
+};
+
+static spccl_status fake_count(int *out)
+{
+    *out = fake.n_gpus;
+    return SPCCL_OK;
+}
+static spccl_status fake_current_device(int *out)
+{
+    *out = fake_current;
+    return SPCCL_OK;
+}
+static spccl_status fake_describe(int ordinal, sp_gpu_device *out)
+{
+    *out = (sp_gpu_device){.ordinal = ordinal, .n_sms = 8, .can_share_fd = !fake.no_fd[ordinal]};
+    snprintf(out->name, sizeof out->name, "Fake %c", 'A' + ordinal);
+    memset(out->uuid, 'a' + ordinal, sizeof out->uuid);
+    return SPCCL_OK;
+}
+static spccl_status fake_enter(int ordinal, int *before)
+{
+    *before = fake_current;
+    fake_current = ordinal;
+    return SPCCL_OK;
+}
+static void fake_leave(int before)
+{
+    fake_current = before;
+}
+static spccl_status fake_device_of(const void *p, int *ordinal)
+{
+    const uint8_t *at = p;
+    *ordinal = -1;
+    for (int d = 0; d < FAKE_GPUS; d++)
+        if (at >= fake_memory[d] && at < fake_memory[d] + FAKE_BYTES)
+            *ordinal = d;
+    return SPCCL_OK;
+}
+static spccl_status fake_can_access(int a, int b, bool *out)
+{
+    *out = !fake.no_access[a][b];
+    return SPCCL_OK;
+}
+static spccl_status fake_memory_free(size_t *out)
+{
+    *out = fake.free_bytes;
+    return SPCCL_OK;
+}
+
+static void fake_memory_destroy(sp_gpu_memory *m)
+{
+    if (m == NULL)
+        return;
+    if (m->at != NULL)
+        munmap(m->at, m->bytes);
+    if (m->fd >= 0)
+        close(m->fd);
+    free(m);
+    fake.n_memories--;
+}
+static spccl_status fake_map(int fd, size_t bytes, sp_gpu_memory **out)
+{
+    sp_gpu_memory *m = calloc(1, sizeof *m);
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    *m = (sp_gpu_memory){.fd = fd, .bytes = bytes, .at = at == MAP_FAILED ? NULL : at};
+    fake.n_memories++;
+    if (m->at == NULL) {
+        fake_memory_destroy(m);
+        return SP_FAIL(SPCCL_ERR_DEVICE, "fakeMap: no mapping");
+    }
+    *out = m;
+    return SPCCL_OK;
+}
+static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out)
+{
+    int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
+    (void)ordinal;
+    if (fake.create_fails || fd < 0 || ftruncate(fd, (off_t)bytes) != 0) {
+        if (fd >= 0)
+            close(fd);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "fakeCreate: out of memory, shared by %s", share);
+    }
+    return fake_map(fd, bytes, out);
+}
+static spccl_status fake_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
+{
+    memset(handle, 0x5a, SP_GPU_HANDLE_BYTES);
+    sp_store_le64(handle, m->bytes);
+    *fd = dup(m->fd);
+    return SPCCL_OK;
+}
+static spccl_status fake_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
+                                       sp_gpu_memory **out)
+{
+    (void)ordinal;
+    if (fake.import_fails || fd < 0 || sp_load_le64(handle) != bytes ||
+        handle[SP_GPU_HANDLE_BYTES - 1] != 0x5a)
+        return SP_FAIL(SPCCL_ERR_DEVICE, "fakeImport: refused");
+    return fake_map(dup(fd), bytes, out);
+}
+static void *fake_memory_address(const sp_gpu_memory *m)
+{
+    return m->at;
+}
+
+static spccl_status fake_control_create(sp_gpu_control **host, sp_gpu_control **device)
+{
+    *host = *device = calloc(1, sizeof **host);
+    return SPCCL_OK;
+}
+static void fake_control_destroy(sp_gpu_control *host)
+{
+    free(host);
+}
+static spccl_status fake_read(void *host, const void *device, size_t bytes)
+{
+    memcpy(host, device, bytes);
+    return SPCCL_OK;
+}
+
+static spccl_status fake_event_create(void **out)
+{
+    *out = calloc(1, sizeof(struct fake_event));
+    return SPCCL_OK;
+}
+static spccl_status fake_event_record(void *event, void *stream)
+{
+    struct fake_event *e = event;
+    struct fake_stream *s = stream;
+    *e = (struct fake_event){.stream = s, .n = s->n_launched};
+    return SPCCL_OK;
+}
+static spccl_status fake_event_query(void *event)
+{
+    const struct fake_event *e = event;
+    return e->stream->n_done >= e->n ? SPCCL_OK : SPCCL_AGAIN;
+}
+static spccl_status fake_stream_wait(void *stream, void *event)
+{
+    (void)stream;
+    (void)event;
+    fake.n_waits++;
+    return SPCCL_OK;
+}
+static spccl_status fake_stream_query(void *stream)
+{
+    struct fake_stream *s = stream;
+    return s->n_done >= s->n_launched ? SPCCL_OK : SPCCL_AGAIN;
+}
+static spccl_status fake_capture_id(void *stream, unsigned long long *id)
+{
+    (void)stream;
+    *id = fake.capture;
+    return SPCCL_OK;
+}
+static spccl_status fake_stream_id(void *stream, unsigned long long *id)
+{
+    *id = ((struct fake_stream *)stream)->id;
+    return SPCCL_OK;
+}
+
+/* ---- the kernel ---- */
+
+struct fake_launch {
+    sp_fused_args a;
+    struct fake_stream *stream;
+};
+
+/* The mark of rank `from` in an arena: in the first tail of its slot. */
+static uint64_t *fake_mark(const sp_fused_args *a, int to, int from)
+{
+    uint32_t slot = sp_inbox_slot((uint32_t)to, (uint32_t)from, (uint32_t)a->world_size);
+    return (uint64_t *)(void *)(a->arenas[to] + sp_inbox_tail_off(a->shape, SP_INBOX_INPUT, slot, 0));
+}
+
+/* Kernels of one stream run in any order here, so a mark only rises. */
+static void fake_raise(uint64_t *mark, uint64_t wanted)
+{
+    uint64_t seen = __atomic_load_n(mark, __ATOMIC_ACQUIRE);
+    while (seen < wanted &&
+           !__atomic_compare_exchange_n(mark, &seen, wanted, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE))
+        ;
+}
+
+static void fake_report(const sp_fused_args *a, int peer, uint64_t wanted, uint64_t seen)
+{
+    sp_gpu_report *r = &a->control->report;
+    r->peer = (uint32_t)peer;
+    r->worker = 12;
+    r->slice = 4;
+    r->seq = a->seq;
+    r->wanted = wanted;
+    r->seen = seen;
+    __atomic_store_n(&r->trouble, SP_GPU_NO_DATA, __ATOMIC_RELEASE);
+}
+
+static void *fake_kernel(void *arg)
+{
+    struct fake_launch *l = arg;
+    const sp_fused_args *a = &l->a;
+    int64_t deadline_ns = sp_now_ns() + (int64_t)a->timeout_ns;
+    uint64_t wanted = (uint64_t)a->seq + 1, seen = 0;
+    sp_inbox_state *state = (sp_inbox_state *)(void *)(a->arenas[a->rank] + sp_inbox_state_off(a->shape, 0));
+    for (int r = 0; r < a->world_size; r++)
+        if (r != a->rank)
+            fake_raise(fake_mark(a, r, a->rank), wanted);
+    for (int r = 0; r < a->world_size; r++)
+        while (r != a->rank &&
+               (seen = __atomic_load_n(fake_mark(a, a->rank, r), __ATOMIC_ACQUIRE)) < wanted) {
+            if (__atomic_load_n(&a->control->abort, __ATOMIC_ACQUIRE) != 0)
+                goto out;
+            if (sp_deadline_passed(deadline_ns)) {
+                fake_report(a, r, wanted, seen);
+                goto out;
+            }
+            usleep(200);
+        }
+    __atomic_fetch_add(&state->frame_bytes, 64, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&state->n_frames[SPCCL_FORMAT_DENSE], 1, __ATOMIC_RELAXED);
+out:
+    l->stream->n_done++;
+    free(l);
+    return NULL;
+}
+
+static spccl_status fake_fused(const sp_fused_args *a, void *stream)
+{
+    struct fake_launch *l = calloc(1, sizeof *l);
+    pthread_t thread;
+    if (fake.launch_fails) {
+        free(l);
+        return SP_FAIL(SPCCL_ERR_DEVICE, "fakeLaunch: refused");
+    }
+    *l = (struct fake_launch){.a = *a, .stream = stream};
+    fake.n_kernels++;
+    l->stream->n_launched++;
+    if (pthread_create(&thread, NULL, fake_kernel, l) != 0)
+        return SP_FAIL(SPCCL_ERR_DEVICE, "fakeLaunch: no thread");
+    pthread_detach(thread);
+    return SPCCL_OK;
+}
+static spccl_status fake_workers_per_cta(int ordinal, uint32_t *out)
+{
+    (void)ordinal;
+    *out = 2;
+    return SPCCL_OK;
+}
+static size_t fake_scratch_bytes(uint64_t n_slices)
+{
+    return 16 * n_slices;
+}
+static spccl_status fake_encode(const sp_gpu_encode_args *a, void *stream)
+{
+    (void)stream;
+    *a->status = a->slice_elems; /* for the test to see */
+    return SPCCL_OK;
+}
+static spccl_status fake_decode(const sp_gpu_decode_args *a, void *stream)
+{
+    (void)stream;
+    *a->status = a->slice_elems;
+    return SPCCL_OK;
+}
+
+extern const sp_gpu_ops sp_gpu_ops_fake;
+const sp_gpu_ops sp_gpu_ops_fake = {
+    .name = "fake",
+    .about = "host memory",
+    .device_count = fake_count,
+    .current_device = fake_current_device,
+    .describe = fake_describe,
+    .enter = fake_enter,
+    .leave = fake_leave,
+    .device_of = fake_device_of,
+    .can_access = fake_can_access,
+    .memory_free = fake_memory_free,
+    .memory_create = fake_memory_create,
+    .memory_export = fake_memory_export,
+    .memory_import = fake_memory_import,
+    .memory_address = fake_memory_address,
+    .memory_destroy = fake_memory_destroy,
+    .control_create = fake_control_create,
+    .control_destroy = fake_control_destroy,
+    .read = fake_read,
+    .event_create = fake_event_create,
+    .event_record = fake_event_record,
+    .event_query = fake_event_query,
+    .stream_wait = fake_stream_wait,
+    .event_destroy = free,
+    .stream_query = fake_stream_query,
+    .capture_id = fake_capture_id,
+    .stream_id = fake_stream_id,
+    .fused_workers_per_cta = fake_workers_per_cta,
+    .fused = fake_fused,
+    .encode_scratch_bytes = fake_scratch_bytes,
+    .encode = fake_encode,
+    .decode = fake_decode,
+};
+
+#endif

@@ -1,0 +1,448 @@
+/* test_gpu_group.c - everything around the kernels, over fake GPUs: attaching, one decision on all ranks,
+ * order of launches, time-outs, aborts, dead peers, ending. Real kernels: test_cuda_*.c. */
+#include "fake_gpu.h"
+
+#include "comm.h"
+#include "gpu_comm.h"
+#include "ranks.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+
+#define N 1000u /* elements of every collective here */
+
+static struct fake_stream streams[RANKS_CAP][2];
+static atomic_int n_arrived; /* a barrier of the test's own */
+
+static void reset(void)
+{
+    CHECK(fake.n_memories == 0, "%d memories are left of the last test", fake.n_memories);
+    fake.n_memories = 0;
+    memset(streams, 0, sizeof streams);
+    for (int r = 0; r < RANKS_CAP; r++)
+        for (int i = 0; i < 2; i++)
+            streams[r][i].id = (unsigned long long)(10 * r + i + 1);
+    n_arrived = 0;
+    fake.n_waits = fake.n_kernels = 0;
+    fake.capture = 0;
+}
+
+static void meet(int n)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(30000);
+    n_arrived++;
+    while (n_arrived < n && !sp_deadline_passed(deadline_ns))
+        usleep(100);
+}
+
+static spccl_cuda_config config_of(int device)
+{
+    spccl_cuda_config c = SPCCL_CUDA_CONFIG_INIT;
+    c.device = device;
+    return c;
+}
+
+static spccl_status attach(struct rank_ctx *c)
+{
+    spccl_cuda_config config = config_of(c->rank % FAKE_GPUS);
+    return spccl_cuda_attach(c->comm, &config);
+}
+
+static spccl_status reduce(struct rank_ctx *c, int stream)
+{
+    void *x = fake_memory[c->rank % FAKE_GPUS];
+    return spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[c->rank][stream]);
+}
+
+/* ---- everything well ---- */
+
+static void works(struct rank_ctx *c)
+{
+    spccl_cuda_stats s = {.struct_bytes = sizeof s};
+    void *x = fake_memory[c->rank % FAKE_GPUS], *out = fake_memory[c->rank % FAKE_GPUS] + 16384;
+    void *stream = &streams[c->rank][0];
+    CHECK_OK(attach(c));
+    CHECK(attach(c) == SPCCL_ERR_STATE, "twice");
+    for (int i = 0; i < 5; i++)
+        CHECK_OK(reduce(c, 0));
+    CHECK_OK(spccl_cuda_all_gather(c->comm, x, out, 100, SPCCL_INT8, stream));
+    CHECK_OK(spccl_cuda_reduce_scatter(c->comm, x, out, 100, SPCCL_INT8, SPCCL_MAX, stream));
+    CHECK_OK(spccl_cuda_broadcast(c->comm, x, 100, SPCCL_FLOAT64, c->n_ranks - 1, stream));
+    CHECK_OK(spccl_cuda_broadcast(c->comm, NULL, 0, SPCCL_FLOAT64, 0, stream));
+    CHECK_OK(spccl_cuda_wait(c->comm, stream, 20000));
+    CHECK_OK(spccl_cuda_get_stats(c->comm, &s));
+    CHECK(s.n_collectives == 8 && s.device == c->rank % FAKE_GPUS && s.wire_bytes_sent == 8 * 64 &&
+              s.n_frames_sent[SPCCL_FORMAT_DENSE] == 8 && s.inbox_bytes > 0 && s.n_ctas > 0,
+          "%llu collectives, %llu bytes", (unsigned long long)s.n_collectives,
+          (unsigned long long)s.wire_bytes_sent);
+    CHECK_OK(spccl_comm_async_error(c->comm));
+}
+
+static void test_works(void)
+{
+    static const int sizes[] = {1, 2, 4, 7}; /* 7 ranks on 4 GPUs share some */
+    struct rank_ctx ctx[RANKS_CAP];
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        reset();
+        run_ranks(sizes[i], NULL, works, NULL, ctx);
+        CHECK(fake.n_memories == 0, "%d ranks left %d memories", sizes[i], fake.n_memories);
+        CHECK(fake.n_kernels == 8 * sizes[i], "%d launches", fake.n_kernels);
+    }
+}
+
+static void limits(struct rank_ctx *c)
+{
+    sp_gpu_comm *g;
+    spccl_cuda_config config = config_of(c->rank % 2); /* two ranks on each */
+    config.max_ctas = c->rank == 1 ? 3 : 0;
+    config.inbox_bytes = (size_t)64 << 20;
+    CHECK_OK(spccl_cuda_attach(c->comm, &config));
+    g = atomic_load(&c->comm->gpu);
+    CHECK(g->limits.n_sms == 4 && g->limits.max_ctas == 3 && g->shape.n_workers == 6 &&
+              g->limits.inbox_bytes == (size_t)64 << 20,
+          "%u multiprocessors, %u blocks, %u workers", g->limits.n_sms, g->limits.max_ctas,
+          g->shape.n_workers);
+    CHECK_OK(spccl_comm_async_error(c->comm));
+}
+
+static void test_limits(void)
+{
+    struct rank_ctx ctx[4];
+    reset();
+    run_ranks(4, NULL, limits, NULL, ctx);
+}
+
+/* ---- what all ranks refuse alike ---- */
+
+struct refusal {
+    spccl_status status;
+    const char *word;
+};
+
+static void refused(struct rank_ctx *c)
+{
+    const struct refusal *r = c->arg;
+    spccl_cuda_config config = config_of(c->rank == 1 && r->status == SPCCL_ERR_ARG ? 99 : c->rank);
+    uint32_t one = 1, sum = 0;
+    spccl_status st = spccl_cuda_attach(c->comm, &config);
+    CHECK(st == r->status && strstr(spccl_last_error(), r->word) != NULL,
+          "rank %d: wanted %s with \"%s\", got %s: %s", c->rank, spccl_status_name(r->status), r->word,
+          spccl_status_name(st), spccl_last_error());
+    CHECK_OK(spccl_all_reduce(c->comm, &one, &sum, 1, SPCCL_INT32, SPCCL_SUM, NULL));
+    CHECK(sum == (uint32_t)c->n_ranks, "host memory works as before");
+}
+
+static void expect_refusal(spccl_status status, const char *word)
+{
+    struct rank_ctx ctx[3];
+    struct refusal r = {status, word};
+    reset();
+    run_ranks(3, NULL, refused, &r, ctx);
+    CHECK(fake.n_memories == 0, "%s: %d memories are left", word, fake.n_memories);
+}
+
+static void test_refusals(void)
+{
+    expect_refusal(SPCCL_ERR_ARG, "rank 1: GPU 99");
+    fake.no_access[2][0] = true;
+    expect_refusal(SPCCL_ERR_UNREACHABLE,
+                   "no peer access between GPU 2 'Fake C' of rank 2 and GPU 0 'Fake A' of rank 0");
+    fake.no_access[2][0] = false;
+    fake.import_fails = true;
+    expect_refusal(SPCCL_ERR_UNREACHABLE, "rank 0: GPU memory of rank 1");
+    fake.import_fails = false;
+    fake.create_fails = true;
+    expect_refusal(SPCCL_ERR_NOMEM, "rank 0: an inbox of");
+    fake.create_fails = false;
+    fake.free_bytes = 1000;
+    expect_refusal(SPCCL_ERR_NOMEM, "has 1000 bytes free");
+    fake.free_bytes = (size_t)1 << 40;
+    fake.n_gpus = 0;
+    expect_refusal(SPCCL_ERR_DEVICE, "no GPU");
+    fake.n_gpus = FAKE_GPUS;
+    setenv("SPCCL_INBOX_BYTES", "4096", 1);
+    expect_refusal(SPCCL_ERR_SETTING, "SPCCL_INBOX_BYTES");
+    unsetenv("SPCCL_INBOX_BYTES");
+    setenv("SPCCL_NVLINK_HANDLES", "smoke", 1);
+    expect_refusal(SPCCL_ERR_SETTING, "auto, fd or ipc");
+    setenv("SPCCL_NVLINK_HANDLES", "fd", 1);
+    fake.no_fd[1] = true;
+    expect_refusal(SPCCL_ERR_SETTING, "GPU 1 'Fake B' of rank 1");
+    fake.no_fd[1] = false;
+    unsetenv("SPCCL_NVLINK_HANDLES");
+}
+
+static void shares_ipc(struct rank_ctx *c)
+{
+    CHECK_OK(attach(c));
+    CHECK(strcmp(((sp_gpu_comm *)atomic_load(&c->comm->gpu))->share, "ipc") == 0, "ipc, as one cannot do fd");
+    CHECK_OK(reduce(c, 0));
+    CHECK_OK(spccl_cuda_wait(c->comm, &streams[c->rank][0], 20000));
+}
+
+static void test_ipc(void)
+{
+    struct rank_ctx ctx[3];
+    reset();
+    fake.no_fd[2] = true;
+    run_ranks(3, NULL, shares_ipc, NULL, ctx);
+    fake.no_fd[2] = false;
+    CHECK(fake.n_memories == 0, "%d memories are left", fake.n_memories);
+}
+
+/* ---- arguments ---- */
+
+static void bad_arguments(struct rank_ctx *c)
+{
+    float host[4];
+    uint8_t *mine = fake_memory[c->rank], *other = fake_memory[1 - c->rank];
+    void *s = &streams[c->rank][0];
+    CHECK_OK(attach(c));
+    CHECK(spccl_cuda_all_reduce(c->comm, host, host, 4, SPCCL_FLOAT32, SPCCL_SUM, s) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "host memory") != NULL,
+          "%s", spccl_last_error());
+    CHECK(spccl_cuda_all_reduce(c->comm, mine, other, 4, SPCCL_FLOAT32, SPCCL_SUM, s) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "out (") != NULL,
+          "%s", spccl_last_error());
+    CHECK(spccl_cuda_all_reduce(c->comm, mine + 1, mine + 1, 4, SPCCL_FLOAT32, SPCCL_SUM, s) == SPCCL_ERR_ARG,
+          "alignment");
+    CHECK(spccl_cuda_all_reduce(c->comm, mine, mine + 8, 4, SPCCL_FLOAT32, SPCCL_SUM, s) == SPCCL_ERR_ALIAS,
+          "overlap");
+    CHECK(spccl_cuda_all_reduce(c->comm, mine, mine, 4, SPCCL_FLOAT8, SPCCL_SUM, s) == SPCCL_ERR_DTYPE,
+          "dtype");
+    CHECK(spccl_cuda_all_gather(c->comm, mine, mine, SIZE_MAX / 4, SPCCL_FLOAT32, s) == SPCCL_ERR_ARG,
+          "overflow");
+    CHECK(spccl_cuda_broadcast(c->comm, mine, 4, SPCCL_FLOAT32, 2, s) == SPCCL_ERR_ARG, "root");
+    CHECK(spccl_cuda_broadcast(c->comm, NULL, 4, SPCCL_FLOAT32, 1, s) == SPCCL_ERR_ARG, "NULL");
+    CHECK_OK(spccl_comm_async_error(c->comm)); /* nothing was lost */
+    CHECK_OK(reduce(c, 0));
+    CHECK_OK(spccl_cuda_wait(c->comm, s, 20000));
+}
+
+static void test_bad_arguments(void)
+{
+    struct rank_ctx ctx[2];
+    reset();
+    run_ranks(2, NULL, bad_arguments, NULL, ctx);
+    CHECK(fake.n_kernels == 2, "%d launches", fake.n_kernels);
+}
+
+static void test_codec_arguments(void)
+{
+    uint8_t *g = fake_memory[0];
+    uint32_t *status = (uint32_t *)(void *)(g + 65000);
+    uint64_t *offsets = (uint64_t *)(void *)(g + 64000);
+    spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
+    reset();
+    CHECK(spccl_cuda_encode_scratch_bytes(4097, SPCCL_FLOAT32, 0) == 32, "two slices");
+    CHECK_OK(spccl_cuda_encode(g, 100, SPCCL_FLOAT32, NULL, g + 1024, 1024, offsets, g + 4096, status, NULL));
+    CHECK(*status == 4096, "default slices: %u", *status);
+    CHECK_OK(
+        spccl_cuda_decode(g + 1024, 1024, offsets, SPCCL_ADD, g, 100, SPCCL_FLOAT32, 2048, status, NULL));
+    CHECK(*status == 2048, "slices: %u", *status);
+    CHECK(spccl_cuda_encode(g, 0, SPCCL_FLOAT32, NULL, g + 1024, 1024, offsets, g + 4096, status, NULL) ==
+              SPCCL_ERR_ARG,
+          "nothing");
+    CHECK(spccl_cuda_encode(g, 100, SPCCL_FLOAT32, NULL, g + 1025, 1024, offsets, g + 4096, status, NULL) ==
+              SPCCL_ERR_ARG,
+          "alignment");
+    CHECK(spccl_cuda_encode(g, 100, SPCCL_FLOAT32, NULL, g + 16, 1024, offsets, g + 4096, status, NULL) ==
+              SPCCL_ERR_ALIAS,
+          "overlap");
+    CHECK(spccl_cuda_encode(fake_memory[1], 100, SPCCL_FLOAT32, NULL, g + 1024, 1024, offsets, g + 4096,
+                            status, NULL) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "x (") != NULL && strstr(spccl_last_error(), "GPU 1") != NULL,
+          "%s", spccl_last_error());
+    o.slice_elems = 65536;
+    CHECK(spccl_cuda_encode(g, 100, SPCCL_FLOAT32, &o, g + 1024, 1024, offsets, g + 4096, status, NULL) ==
+              SPCCL_ERR_UNSUPPORTED,
+          "a slice that fits no chip");
+    CHECK(spccl_cuda_decode(g + 1024, 1024, offsets, SPCCL_ADD, g, 100, SPCCL_FLOAT8, 0, status, NULL) ==
+              SPCCL_ERR_UNSUPPORTED,
+          "float8 cannot be added");
+}
+
+/* ---- order ---- */
+
+static void ordered(struct rank_ctx *c)
+{
+    CHECK_OK(attach(c));
+    CHECK_OK(reduce(c, 0));
+    CHECK_OK(reduce(c, 0)); /* same stream: in order anyway */
+    CHECK(fake.n_waits == 0, "%d waits", fake.n_waits);
+    CHECK_OK(reduce(c, 1));
+    CHECK(fake.n_waits == 1, "another stream waits");
+    fake.capture = 7;
+    CHECK_OK(reduce(c, 0)); /* the first of a capture: nothing of that capture to wait for */
+    CHECK(fake.n_waits == 1, "a capture does not wait for what is outside");
+    CHECK_OK(reduce(c, 1));
+    CHECK(fake.n_waits == 2, "inside a capture");
+    fake.capture = 8;
+    CHECK_OK(reduce(c, 0));
+    CHECK(fake.n_waits == 2, "another capture");
+    fake.capture = 0;
+    CHECK_OK(reduce(c, 1));
+    CHECK(fake.n_waits == 2, "stream 1 was the last outside of captures");
+    CHECK_OK(reduce(c, 0));
+    CHECK(fake.n_waits == 3, "and now stream 0");
+}
+
+static void test_order(void)
+{
+    struct rank_ctx ctx[1];
+    reset();
+    run_ranks(1, NULL, ordered, NULL, ctx);
+}
+
+/* ---- trouble ---- */
+
+/* Rank 2 does not take part: it times out at the others, who say what they waited for. */
+static void late(struct rank_ctx *c)
+{
+    spccl_status st = SPCCL_OK;
+    CHECK_OK(attach(c));
+    meet(3);
+    CHECK_OK(spccl_comm_set_timeout(c->comm, 400));
+    if (c->rank != 2) {
+        CHECK_OK(reduce(c, 0));
+        st = spccl_cuda_wait(c->comm, &streams[c->rank][0], 20000);
+        CHECK(st == SPCCL_ERR_TIMEOUT || st == SPCCL_ERR_ABORTED, "rank %d: %s: %s", c->rank,
+              spccl_status_name(st), spccl_last_error());
+        CHECK(strstr(spccl_last_error(),
+                     "all_reduce no. 0 (1000 float32): waited 0.4 s for inputs of rank 2 (worker 12, "
+                     "slice 4") != NULL,
+              "%s", spccl_last_error());
+    } else {
+        int64_t deadline_ns = sp_deadline_in_ms(20000);
+        while ((st = spccl_comm_async_error(c->comm)) == SPCCL_OK && !sp_deadline_passed(deadline_ns))
+            usleep(1000);
+        CHECK(st == SPCCL_ERR_ABORTED && strstr(spccl_last_error(), "gave up") != NULL, "%s",
+              spccl_last_error());
+    }
+    CHECK(reduce(c, 0) == st, "later calls fail alike: %s", spccl_last_error());
+}
+
+static void test_timeout(void)
+{
+    struct rank_ctx ctx[3];
+    reset();
+    run_ranks(3, NULL, late, NULL, ctx);
+    CHECK(fake.n_memories == 0, "%d memories are left", fake.n_memories);
+}
+
+/* Rank 1 aborts while rank 0's kernel waits. */
+static void aborts(struct rank_ctx *c)
+{
+    int64_t start_ns;
+    CHECK_OK(attach(c));
+    meet(2);
+    start_ns = sp_now_ns();
+    if (c->rank == 0) {
+        spccl_status st;
+        CHECK_OK(reduce(c, 0));
+        st = spccl_cuda_wait(c->comm, &streams[0][0], 20000);
+        CHECK(st == SPCCL_ERR_ABORTED && strstr(spccl_last_error(), "enough") != NULL, "%s: %s",
+              spccl_status_name(st), spccl_last_error());
+    } else {
+        usleep(50000);
+        CHECK_OK(spccl_comm_abort(c->comm, "enough"));
+        CHECK(reduce(c, 0) == SPCCL_ERR_ABORTED, "after the abort");
+    }
+    CHECK(sp_now_ns() - start_ns < INT64_C(10000000000), "ended late");
+}
+
+static void test_abort(void)
+{
+    struct rank_ctx ctx[2];
+    reset();
+    run_ranks(2, NULL, aborts, NULL, ctx);
+}
+
+/* A launch that fails at rank 1 ends the wait of rank 0. */
+static void launch_fails(struct rank_ctx *c)
+{
+    spccl_status st;
+    CHECK_OK(attach(c));
+    if (c->rank == 0) {
+        CHECK_OK(reduce(c, 0));
+        meet(2);
+        st = spccl_cuda_wait(c->comm, &streams[0][0], 20000);
+        CHECK(st == SPCCL_ERR_ABORTED && strstr(spccl_last_error(), "fakeLaunch") != NULL, "%s",
+              spccl_last_error());
+        return;
+    }
+    meet(2);
+    fake.launch_fails = true;
+    st = reduce(c, 0);
+    fake.launch_fails = false;
+    CHECK(st == SPCCL_ERR_DEVICE && strstr(spccl_last_error(), "fakeLaunch") != NULL, "%s",
+          spccl_last_error());
+    CHECK(spccl_comm_async_error(c->comm) == SPCCL_ERR_DEVICE, "broken");
+}
+
+static void test_launch_fails(void)
+{
+    struct rank_ctx ctx[2];
+    reset();
+    run_ranks(2, NULL, launch_fails, NULL, ctx);
+}
+
+/* ---- processes, one of which is killed ---- */
+
+static int run_killed(const spccl_unique_id *id, int rank)
+{
+    struct rank_ctx c = {.rank = rank, .n_ranks = 3};
+    spccl_config config = SPCCL_CONFIG_INIT;
+    spccl_status st;
+    config.timeout_ms = 60000;
+    CHECK_OK(spccl_comm_init_rank(id, rank, 3, &config, &c.comm));
+    CHECK_OK(attach(&c));
+    CHECK_OK(reduce(&c, 0));
+    CHECK_OK(spccl_cuda_wait(c.comm, &streams[rank][0], 20000));
+    if (rank == 1)
+        raise(SIGKILL);
+    CHECK_OK(reduce(&c, 0));
+    st = spccl_cuda_wait(c.comm, &streams[rank][0], 20000);
+    /* Whoever noticed first tells the other. */
+    CHECK((st == SPCCL_ERR_PEER || st == SPCCL_ERR_ABORTED) && strstr(spccl_last_error(), "rank 1") != NULL,
+          "%s: %s", spccl_status_name(st), spccl_last_error());
+    CHECK(spccl_comm_async_error(c.comm) == st, "%s", spccl_last_error());
+    CHECK_OK(spccl_comm_destroy(c.comm));
+    CHECK(fake.n_memories == 0, "%d memories are left", fake.n_memories);
+    return test_n_failed != 0;
+}
+
+static void test_killed_peer(void)
+{
+    spccl_unique_id id;
+    pid_t pids[3];
+    reset();
+    CHECK_OK(spccl_get_unique_id(&id));
+    for (int r = 0; r < 3; r++)
+        if ((pids[r] = fork()) == 0)
+            _exit(run_killed(&id, r));
+    for (int r = 0; r < 3; r++) {
+        int status = 0;
+        waitpid(pids[r], &status, 0);
+        CHECK(r == 1 ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0,
+              "rank %d: status %d", r, status);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"killed_peer", test_killed_peer}, /* first: forks without threads */
+        {"works", test_works},
+        {"limits", test_limits},
+        {"refusals", test_refusals},
+        {"ipc", test_ipc},
+        {"bad_arguments", test_bad_arguments},
+        {"codec_arguments", test_codec_arguments},
+        {"order", test_order},
+        {"timeout", test_timeout},
+        {"abort", test_abort},
+        {"launch_fails", test_launch_fails},
+        {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}

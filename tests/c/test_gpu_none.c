@@ -1,0 +1,82 @@
+/* test_gpu_none.c - without a GPU, in builds with and without CUDA: clear errors, and groups work on as
+ * before. */
+#include "ranks.h"
+
+static void no_gpu(struct rank_ctx *c)
+{
+    uint32_t mine = (uint32_t)c->rank, sum = 0;
+    spccl_cuda_stats stats = {.struct_bytes = sizeof stats};
+    spccl_cuda_config bad = SPCCL_CUDA_CONFIG_INIT;
+    float x[4] = {0};
+    spccl_status st = spccl_cuda_attach(c->comm, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "attach: %s", spccl_status_name(st));
+    CHECK(strstr(spccl_last_error(), "rank 0: ") != NULL &&
+              (strstr(spccl_last_error(), "no CUDA") != NULL || strstr(spccl_last_error(), "no GPU") != NULL),
+          "%s", spccl_last_error());
+    bad.struct_bytes = 1;
+    CHECK(spccl_cuda_attach(c->comm, &bad) == SPCCL_ERR_ARG, "struct_bytes");
+    CHECK(spccl_cuda_all_reduce(c->comm, x, x, 4, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_STATE, "%s",
+          spccl_last_error());
+    CHECK(strstr(spccl_last_error(), "spccl_cuda_attach") != NULL, "%s", spccl_last_error());
+    CHECK(spccl_cuda_wait(c->comm, NULL, 0) == SPCCL_ERR_STATE, "wait");
+    CHECK(spccl_cuda_get_stats(c->comm, &stats) == SPCCL_ERR_STATE, "stats");
+    CHECK_OK(spccl_all_reduce(c->comm, &mine, &sum, 1, SPCCL_INT32, SPCCL_SUM, NULL));
+    CHECK(sum == 3, "the group works on: %u", sum);
+}
+
+static void test_group(void)
+{
+    struct rank_ctx ctx[3];
+    run_ranks(3, NULL, no_gpu, NULL, ctx);
+}
+
+static void test_single(void)
+{
+    CHECK(spccl_cuda_device_count() == 0, "no GPU is visible");
+    CHECK(spccl_cuda_attach(NULL, NULL) == SPCCL_ERR_ARG, "comm NULL");
+    CHECK(spccl_cuda_all_gather(NULL, NULL, NULL, 0, SPCCL_INT8, NULL) == SPCCL_ERR_ARG, "comm NULL");
+}
+
+static void test_codec(void)
+{
+    _Alignas(16) float x[4096] = {0};
+    uint64_t offsets[3];
+    uint32_t status = 0;
+    spccl_status st;
+    CHECK(spccl_cuda_slice_elems(SPCCL_FLOAT32, 0) == 4096, "16 KiB");
+    CHECK(spccl_cuda_slice_elems(SPCCL_UINT8, 0) == 16384, "16 KiB");
+    CHECK(spccl_cuda_slice_elems(SPCCL_FLOAT64, 2048) == 2048, "16 KiB");
+    CHECK(spccl_cuda_slice_elems(SPCCL_FLOAT64, 4096) == 0, "too long");
+    CHECK(spccl_cuda_slice_elems(SPCCL_FLOAT32, 1024) == 0, "no multiple of 2048");
+    CHECK(spccl_cuda_slice_elems((spccl_dtype)77, 0) == 0, "dtype");
+    st = spccl_cuda_encode(x, 1024, SPCCL_FLOAT32, NULL, x + 1024, 4096, offsets, x + 2048, &status, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "encode: %s %s", spccl_status_name(st),
+          spccl_last_error());
+    st = spccl_cuda_decode(x, 64, offsets, SPCCL_SET, x + 1024, 1024, SPCCL_FLOAT32, 0, &status, NULL);
+    CHECK(st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE, "decode: %s %s", spccl_status_name(st),
+          spccl_last_error());
+}
+
+static void test_info(void)
+{
+    spccl_info_entry e;
+    int n = 0;
+    for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK; i++)
+        if (strcmp(e.name, "cuda") == 0) {
+            n++;
+            CHECK(strcmp(e.value, "in") == 0 ? strstr(e.why, "CUDA") != NULL : strstr(e.why, "nvcc") != NULL,
+                  "%s: %s", e.value, e.why);
+        }
+    CHECK(n == 1, "one entry, got %d", n);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"single", test_single},
+                                             {"group", test_group},
+                                             {"codec", test_codec},
+                                             {"info", test_info},
+                                             {NULL, NULL}};
+    setenv("CUDA_VISIBLE_DEVICES", "", 1); /* so that machines with GPUs have none either */
+    return test_main(cases, argc, argv);
+}
