@@ -28,6 +28,7 @@ ALLOWED_PARAMETERS: dict[str, str] = {
     "csrc/core/exec.c:sp_coll_describe": "the whole signature of a collective, for its error text",
     "csrc/core/format.c:sp_frame_write_header": "the fields of the header, one each",
     "csrc/core/sched_check.c:sp_plan_check": "what is checked, and what the check counted",
+    "csrc/core/tune_gpu.c:sp_tune_gpu_plan": "what the group has, and the parts of a call that a plan depends on",
     "csrc/transport/rendezvous.c:call": "a request and its reply: what set and get together pass on",
     "csrc/transport/ringlink.c:sp_ring_link_init": "both directions of a link, two parts each",
 }

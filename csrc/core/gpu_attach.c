@@ -115,6 +115,8 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
                               .world_size = comm->world_size,
                               .secret = comm->links.secret,
                               .group_tag = comm->links.group_tag,
+                              .ops = a->g->ops,
+                              .deadline_ns = a->deadline_ns,
                               .still = still_whole,
                               .ctx = comm};
     a->mine.magic = FACTS_MAGIC;
@@ -125,6 +127,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     SP_TRY(read_settings(config, &a->mine));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
+    sc.ordinal = a->g->device.ordinal;
     SP_TRY(sp_gpu_share_open(&sc, &a->share));
     return sp_gpu_share_address(a->share, a->mine.address);
 }
@@ -314,8 +317,7 @@ static spccl_status map_memory(struct attach *a)
     for (int r = 0; r < a->comm->world_size; r++)
         memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, a->all[r].address,
                SP_GPU_SHARE_ADDRESS_BYTES);
-    st = sp_gpu_share_swap(a->share, g->ops, g->device.ordinal, g->own, sp_inbox_bytes(g->shape), addresses,
-                           a->deadline_ns, g->peers);
+    st = sp_gpu_share_swap(a->share, g->own, sp_inbox_bytes(g->shape), addresses, g->peers);
     sp_gpu_share_close(a->share); /* so that nobody waits for a rank that failed */
     a->share = NULL;
     SP_TRY(st);

@@ -14,6 +14,9 @@ typedef struct sp_gpu_share_config {
     int rank, world_size;
     const uint8_t *secret; /* [SP_SECRET_BYTES], borrowed until close */
     uint64_t group_tag;
+    const sp_gpu_ops *ops; /* of the device `ordinal` that memory is mapped for */
+    int ordinal;
+    int64_t deadline_ns; /* of swap */
     /* Asked now and then while waiting: anything but SPCCL_OK ends the wait with it (a peer died). May be
      * NULL. */
     spccl_status (*still)(void *ctx);
@@ -29,15 +32,14 @@ spccl_status sp_gpu_share_address(const sp_gpu_share *s, uint8_t out[SP_GPU_SHAR
 /* Are two addresses on one host (the same kernel and network namespace)? */
 bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b);
 
-/* Give every peer `own`, map theirs for the GPU `ordinal`.
+/* Give every peer `own`, map theirs.
  *   own        `bytes` of this rank; stays the caller's
  *   addresses  [world_size][SP_GPU_SHARE_ADDRESS_BYTES]
  *   out        [world_size], zeroed by the caller: the peers' memory, freed by the caller with
  *              ops->memory_destroy, after a failure too; the own entry stays NULL
  * Errors: PEER (names it), AUTH, MISMATCH, SYSTEM, NOMEM, TIMEOUT (names who is missing), UNREACHABLE (a
  * peer's memory cannot be mapped, with the device's reason), or what `still` said. */
-spccl_status sp_gpu_share_swap(sp_gpu_share *s, const sp_gpu_ops *ops, int ordinal, sp_gpu_memory *own,
-                               size_t bytes, const uint8_t *addresses, int64_t deadline_ns,
+spccl_status sp_gpu_share_swap(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes, const uint8_t *addresses,
                                sp_gpu_memory **out);
 /* Accepts NULL. Leaves no socket behind. */
 void sp_gpu_share_close(sp_gpu_share *s);

@@ -67,8 +67,6 @@ struct refusal {
 
 /* What swap is about. */
 struct swap {
-    const sp_gpu_ops *ops;
-    int ordinal;
     size_t bytes;
     const uint8_t *addresses;
     uint8_t message[MESSAGE_BYTES]; /* ours */
@@ -321,7 +319,8 @@ static spccl_status map_memory(const sp_gpu_share *s, struct swap *w, struct pee
         st = SP_FAIL(SPCCL_ERR_MISMATCH, "it has an inbox of %llu bytes, this rank one of %zu",
                      (unsigned long long)sp_load_le64(p->message + 8), w->bytes);
     else
-        st = w->ops->memory_import(w->ordinal, p->message + HANDLE_AT, p->fd, w->bytes, &w->out[rank]);
+        st = s->config.ops->memory_import(s->config.ordinal, p->message + HANDLE_AT, p->fd, w->bytes,
+                                          &w->out[rank]);
     close_fd(&p->fd);
     if (st != SPCCL_OK)
         note_refusal(s, w, rank, st);
@@ -372,7 +371,7 @@ static spccl_status step_all(sp_gpu_share *s, struct swap *w, sp_rank_list *miss
     return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
 }
 
-static spccl_status run_swap(sp_gpu_share *s, struct swap *w, int64_t deadline_ns)
+static spccl_status run_swap(sp_gpu_share *s, struct swap *w)
 {
     int64_t asked_ns = sp_now_ns();
     for (;;) {
@@ -383,7 +382,7 @@ static spccl_status run_swap(sp_gpu_share *s, struct swap *w, int64_t deadline_n
         pthread_mutex_unlock(&s->guard.lock);
         if (st != SPCCL_AGAIN)
             return st;
-        if (sp_deadline_passed(deadline_ns))
+        if (sp_deadline_passed(s->config.deadline_ns))
             return SP_FAIL(SPCCL_ERR_TIMEOUT,
                            "rank %d: no GPU memory from rank %s before the deadline: did they call "
                            "spccl_cuda_attach?",
@@ -396,17 +395,15 @@ static spccl_status run_swap(sp_gpu_share *s, struct swap *w, int64_t deadline_n
     }
 }
 
-spccl_status sp_gpu_share_swap(sp_gpu_share *s, const sp_gpu_ops *ops, int ordinal, sp_gpu_memory *own,
-                               size_t bytes, const uint8_t *addresses, int64_t deadline_ns,
+spccl_status sp_gpu_share_swap(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes, const uint8_t *addresses,
                                sp_gpu_memory **out)
 {
-    struct swap w = {
-        .ops = ops, .ordinal = ordinal, .bytes = bytes, .addresses = addresses, .fd = -1, .out = out};
+    struct swap w = {.bytes = bytes, .addresses = addresses, .fd = -1, .out = out};
     spccl_status st;
     sp_store_le32(w.message, MESSAGE_MAGIC);
     sp_store_le64(w.message + 8, bytes);
-    SP_TRY(ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
-    st = run_swap(s, &w, deadline_ns);
+    SP_TRY(s->config.ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
+    st = run_swap(s, &w);
     close_fd(&w.fd);
     SP_TRY(st);
     return w.refusal.status == SPCCL_OK ? SPCCL_OK : SP_FAIL(w.refusal.status, "%s", w.refusal.text);

@@ -389,13 +389,25 @@ static void test_launch_fails(void)
 
 /* ---- processes, one of which is killed ---- */
 
-static int run_killed(const spccl_unique_id *id, int rank)
+/* Rank 0 serves the rendezvous: a process that has threads should not fork. */
+struct shared_id {
+    atomic_bool ready;
+    spccl_unique_id id;
+};
+
+static int run_killed(struct shared_id *shared, int rank)
 {
     struct rank_ctx c = {.rank = rank, .n_ranks = 3};
     spccl_config config = SPCCL_CONFIG_INIT;
     spccl_status st;
     config.timeout_ms = 60000;
-    CHECK_OK(spccl_comm_init_rank(id, rank, 3, &config, &c.comm));
+    if (rank == 0) {
+        CHECK_OK(spccl_get_unique_id(&shared->id));
+        shared->ready = true;
+    }
+    while (!shared->ready)
+        usleep(1000);
+    CHECK_OK(spccl_comm_init_rank(&shared->id, rank, 3, &config, &c.comm));
     CHECK_OK(attach(&c));
     CHECK_OK(reduce(&c, 0));
     CHECK_OK(spccl_cuda_wait(c.comm, &streams[rank][0], 20000));
@@ -414,19 +426,20 @@ static int run_killed(const spccl_unique_id *id, int rank)
 
 static void test_killed_peer(void)
 {
-    spccl_unique_id id;
+    struct shared_id *shared =
+        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pid_t pids[3];
     reset();
-    CHECK_OK(spccl_get_unique_id(&id));
     for (int r = 0; r < 3; r++)
         if ((pids[r] = fork()) == 0)
-            _exit(run_killed(&id, r));
+            _exit(run_killed(shared, r));
     for (int r = 0; r < 3; r++) {
         int status = 0;
         waitpid(pids[r], &status, 0);
         CHECK(r == 1 ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0,
               "rank %d: status %d", r, status);
     }
+    munmap(shared, sizeof *shared);
 }
 
 int main(int argc, char **argv)

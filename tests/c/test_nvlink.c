@@ -59,6 +59,8 @@ static void *run_member(void *arg)
                              .world_size = s->n,
                              .secret = s->secrets[m->rank],
                              .group_tag = 5,
+                             .ops = &sp_gpu_ops_fake,
+                             .deadline_ns = sp_deadline_in_ms(s->timeout_ms),
                              .still = s->broken == m->rank ? not_whole : NULL};
     sp_gpu_memory *own = NULL, *peers[RANKS] = {NULL};
     sp_gpu_share *share = NULL;
@@ -72,8 +74,7 @@ static void *run_member(void *arg)
         usleep(100);
     if (s->absent == m->rank)
         goto out;
-    st = sp_gpu_share_swap(share, &sp_gpu_ops_fake, 0, own, s->bytes[m->rank], s->addresses[0],
-                           sp_deadline_in_ms(s->timeout_ms), peers);
+    st = sp_gpu_share_swap(share, own, s->bytes[m->rank], s->addresses[0], peers);
     if (st == SPCCL_OK)
         st = check_memory(m, own, peers);
 out:
