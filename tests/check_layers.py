@@ -68,7 +68,8 @@ MAP = (
         "scan_scalar dense_scalar pici_scalar coo_scalar tile_scalar reduce_scalar "
         "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
         "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch "
-        "cuda_check kernels_cuda device_cuda memory_cuda device_none",
+        "cuda_check kernels_cuda device_cuda memory_cuda device_none "
+        "ptx.cuh elem.cuh slice.cuh frame.cuh encode.cuh decode.cuh link.cuh codec_cuda direct_cuda",
         (*NO_NETWORK, "Python", "torch/"),
     ),
     Group(

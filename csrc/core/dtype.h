@@ -37,25 +37,25 @@ static inline spccl_dtype sp_acc_dtype(spccl_dtype t)
     return t == SPCCL_FLOAT16 || t == SPCCL_BFLOAT16 ? SPCCL_FLOAT32 : t;
 }
 
-static inline float sp_f32_from_bits(uint32_t u)
+static inline SP_HD float sp_f32_from_bits(uint32_t u)
 {
     float f;
     memcpy(&f, &u, sizeof f);
     return f;
 }
-static inline uint32_t sp_f32_to_bits(float f)
+static inline SP_HD uint32_t sp_f32_to_bits(float f)
 {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
     return u;
 }
 
-static inline float sp_bf16_to_f32(uint16_t h)
+static inline SP_HD float sp_bf16_to_f32(uint16_t h)
 {
     return sp_f32_from_bits((uint32_t)h << 16);
 }
 /* Round to nearest, ties to even. A NaN becomes quiet and keeps its upper payload bits and sign. */
-static inline uint16_t sp_bf16_from_f32(float f)
+static inline SP_HD uint16_t sp_bf16_from_f32(float f)
 {
     uint32_t u = sp_f32_to_bits(f);
     if ((u & 0x7fffffffu) > 0x7f800000u)
@@ -63,7 +63,7 @@ static inline uint16_t sp_bf16_from_f32(float f)
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-static inline float sp_f16_to_f32(uint16_t h)
+static inline SP_HD float sp_f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t exp = (h >> 10) & 0x1fu;
@@ -78,7 +78,7 @@ static inline float sp_f16_to_f32(uint16_t h)
 }
 /* Round to nearest, ties to even; overflow to infinity. A NaN becomes quiet and keeps its upper payload bits.
  */
-static inline uint16_t sp_f16_from_f32(float f)
+static inline SP_HD uint16_t sp_f16_from_f32(float f)
 {
     uint32_t u = sp_f32_to_bits(f);
     uint32_t sign = (u >> 16) & 0x8000u;

@@ -45,6 +45,25 @@ static double codec_ns(const struct codec_cost *c, const sp_slice_stats *s)
            c->listed_ns * (double)s->nnz;
 }
 
+/* The smallest frame; of equal ones the first in this order. The GPU's sp_choose_smallest says the same:
+ * streams have the same bytes wherever they are written. */
+static spccl_format smallest(const sp_slice_stats *stats, bool is_delta)
+{
+    static const spccl_format order[] = {SPCCL_FORMAT_DENSE, SPCCL_FORMAT_PICI, SPCCL_FORMAT_COO,
+                                         SPCCL_FORMAT_TILE};
+    spccl_format best = SPCCL_FORMAT_AUTO;
+    size_t best_bytes = SIZE_MAX;
+
+    for (size_t i = 0; i < sizeof order / sizeof *order; i++) {
+        size_t bytes = sp_frame_bytes(order[i], stats->n_elems, stats->nnz, stats->elem_bytes);
+        if (sp_codec_allows(stats, order[i], is_delta) && bytes < best_bytes) {
+            best = order[i];
+            best_bytes = bytes;
+        }
+    }
+    return best;
+}
+
 spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp_link_cost *link)
 {
     size_t bound = sp_tune_frame_bound(stats->n_elems, stats->elem_bytes, is_delta);
@@ -53,6 +72,8 @@ spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp
 
     if (stats->nnz == 0)
         return SPCCL_FORMAT_EMPTY;
+    if (link == &sp_link_size_only)
+        return smallest(stats, is_delta);
     for (int i = SPCCL_FORMAT_TILE; i < SPCCL_N_FORMATS; i++) {
         spccl_format format = (spccl_format)i;
         size_t bytes = sp_frame_bytes(format, stats->n_elems, stats->nnz, stats->elem_bytes);

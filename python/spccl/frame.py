@@ -102,7 +102,7 @@ def encode(
         format: "auto" (each slice takes the cheapest), or "tile", "pici", "coo", "dense" for every slice.
         dtype: what to read the memory as, where the array cannot say it: "bfloat16" for uint16 bits,
             "float8" for uint8 bits; or a torch or numpy dtype. None: the array's own.
-        slice_elems: elements per frame, a multiple of 4096; 0 = 65536.
+        slice_elems: elements per frame, a multiple of 2048; 0 = 65536.
     Returns: the stream. -0.0, NaN payloads, infinities and denormals travel bit for bit.
     Raises: ArgumentError (dtype, size, layout of an argument, named in the text), UnsupportedError (the
         forced format does not fit, or a CUDA tensor), OutOfMemoryError.

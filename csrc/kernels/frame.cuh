@@ -1,0 +1,204 @@
+// frame.cuh - frames on the GPU: layout, choice of the format, header. The twin of core/format.c
+// (docs/FORMAT.md); sizes are 32-bit here, as a slice is 16 KiB.
+#ifndef SP_FRAME_CUH
+#define SP_FRAME_CUH
+
+#include "slice.cuh"
+
+struct sp_layout {
+    uint32_t index, meta, values, bytes; // offsets; 0 = no such section
+};
+
+__device__ __forceinline__ uint32_t sp_up16(uint32_t v)
+{
+    return (v + 15u) & ~15u;
+}
+
+// FORMAT.md 2 and 3. E: bytes of an element.
+template <uint32_t E>
+__device__ __forceinline__ sp_layout sp_layout_cuda(uint32_t format, uint32_t n, uint32_t nnz)
+{
+    uint32_t tiles = (n + 4095) / 4096, blocks = (n + 255) / 256, at = SP_FRAME_HEADER_BYTES;
+    sp_layout l = {0, 0, 0, SP_FRAME_HEADER_BYTES};
+    if (format == SPCCL_FORMAT_EMPTY)
+        return l;
+    if (format == SPCCL_FORMAT_TILE) {
+        l.index = at;
+        l.meta = at = sp_up16(at + blocks);
+        at = sp_up16(at + nnz);
+    } else if (format == SPCCL_FORMAT_PICI) {
+        l.index = at;
+        l.meta = at = sp_up16(at + tiles * 4);
+        at += tiles * 512;
+    } else if (format == SPCCL_FORMAT_COO) {
+        l.index = at;
+        at = sp_up16(at + nnz * 4);
+    }
+    l.values = at;
+    l.bytes = sp_up16(at + (format == SPCCL_FORMAT_DENSE ? n : nnz) * E);
+    return l;
+}
+
+// The smallest frame; of equal ones the first in this order (sp_tune_format with sp_link_size_only says the
+// same).
+template <uint32_t E>
+__device__ __forceinline__ uint32_t sp_choose_smallest(uint32_t n, uint32_t nnz, bool full_block,
+                                                       bool is_delta)
+{
+    uint32_t best = SPCCL_FORMAT_PICI, bytes = sp_layout_cuda<E>(SPCCL_FORMAT_PICI, n, nnz).bytes, b;
+    if (nnz == 0)
+        return SPCCL_FORMAT_EMPTY;
+    if (!is_delta && (b = sp_layout_cuda<E>(SPCCL_FORMAT_DENSE, n, nnz).bytes) <= bytes) {
+        best = SPCCL_FORMAT_DENSE;
+        bytes = b;
+    }
+    if ((b = sp_layout_cuda<E>(SPCCL_FORMAT_COO, n, nnz).bytes) < bytes) {
+        best = SPCCL_FORMAT_COO;
+        bytes = b;
+    }
+    if (!full_block && sp_layout_cuda<E>(SPCCL_FORMAT_TILE, n, nnz).bytes < bytes)
+        best = SPCCL_FORMAT_TILE;
+    return best;
+}
+
+// Can the slice take this format? (sp_codec_allows; n > 0)
+__device__ __forceinline__ bool sp_allows(uint32_t format, uint32_t nnz, bool full_block, bool is_delta)
+{
+    return format == SPCCL_FORMAT_EMPTY   ? nnz == 0
+           : format == SPCCL_FORMAT_TILE  ? !full_block
+           : format == SPCCL_FORMAT_DENSE ? !is_delta
+                                          : true;
+}
+
+// Unit i (of 4) of the header.
+__device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uint32_t dtype, bool is_delta,
+                                                uint32_t n, uint32_t nnz, const sp_layout &l)
+{
+    if (i == 0)
+        return make_uint4(
+            SP_FRAME_MAGIC,
+            SP_FRAME_VERSION | format << 8 | dtype << 16 | (is_delta ? SP_FRAME_FLAG_DELTA << 24 : 0u), n, 0);
+    if (i == 1)
+        return make_uint4(format == SPCCL_FORMAT_DENSE ? n : nnz, 0, l.bytes, 0);
+    if (i == 2)
+        return make_uint4(l.index, 0, l.meta, 0);
+    return make_uint4(l.values, 0, 0, 0);
+}
+
+// A frame whose header has been checked.
+struct sp_view {
+    const uint8_t *p; // global or shared memory, aligned to 16
+    uint32_t format, n, nnz, is_delta;
+    sp_layout at;
+};
+
+// What was wrong: the number of FORMAT.md section 4, what it said and what was wanted.
+struct sp_wrong {
+    uint32_t rule, seen, wanted;
+};
+
+// Check the header of a frame of at most MAX_ELEMS elements; wanted_n: elements it must have. Rules 1 to 18
+// and 29, 30.
+template <uint32_t E>
+__device__ __forceinline__ bool sp_open(const uint8_t *p, uint32_t bytes, uint32_t dtype, uint32_t wanted_n,
+                                        sp_view *v, sp_wrong *wrong)
+{
+    uint4 a, b, c, d;
+    *wrong = {1, bytes, SP_FRAME_HEADER_BYTES};
+    if (bytes < SP_FRAME_HEADER_BYTES)
+        return false;
+    a = ((const uint4 *)p)[0], b = ((const uint4 *)p)[1], c = ((const uint4 *)p)[2],
+    d = ((const uint4 *)p)[3];
+    v->p = p;
+    v->format = a.y >> 8 & 0xff;
+    v->is_delta = a.y >> 24 & SP_FRAME_FLAG_DELTA;
+    v->n = a.z;
+    v->nnz = b.x;
+    *wrong = {2, a.x, SP_FRAME_MAGIC};
+    if (a.x != SP_FRAME_MAGIC)
+        return false;
+    *wrong = {3, a.y & 0xff, SP_FRAME_VERSION};
+    if ((a.y & 0xff) != SP_FRAME_VERSION)
+        return false;
+    *wrong = {4, v->format, SPCCL_N_FORMATS - 1};
+    if (v->format >= SPCCL_N_FORMATS)
+        return false;
+    *wrong = {29, a.y >> 16 & 0xff, dtype};
+    if ((a.y >> 16 & 0xff) != dtype)
+        return false;
+    *wrong = {6, a.y >> 24, 1};
+    if ((a.y >> 24 & ~SP_FRAME_FLAG_DELTA) != 0)
+        return false;
+    *wrong = {7, d.z | d.w, 0};
+    if ((d.z | d.w) != 0)
+        return false;
+    *wrong = {30, v->n, wanted_n};
+    if (v->n != wanted_n || a.w != 0)
+        return false;
+    *wrong = {9, v->nnz, v->n};
+    if (v->nnz > v->n || b.y != 0 || (v->n == 0 && v->format != SPCCL_FORMAT_EMPTY))
+        return false;
+    if ((v->format == SPCCL_FORMAT_EMPTY && v->nnz != 0) ||
+        (v->format == SPCCL_FORMAT_DENSE && v->nnz != v->n) ||
+        (v->format == SPCCL_FORMAT_DENSE && v->is_delta != 0))
+        return false;
+    v->at = sp_layout_cuda<E>(v->format, v->n, v->nnz);
+    *wrong = {14, c.x, v->at.index};
+    if (c.x != v->at.index || c.y != 0)
+        return false;
+    *wrong = {15, c.z, v->at.meta};
+    if (c.z != v->at.meta || c.w != 0)
+        return false;
+    *wrong = {16, d.x, v->at.values};
+    if (d.x != v->at.values || d.y != 0)
+        return false;
+    *wrong = {17, b.z, v->at.bytes};
+    if (b.z != v->at.bytes || b.w != 0)
+        return false;
+    *wrong = {18, bytes, v->at.bytes};
+    return bytes >= v->at.bytes;
+}
+
+// Rule 19: padding is zero. Thread tid of the worker looks at its bytes (at most 15 in each of three gaps).
+template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(const sp_worker &w, const sp_view &v)
+{
+    uint32_t gap = w.tid / 16, i = w.tid % 16, from, to;
+    uint32_t n_values = v.format == SPCCL_FORMAT_DENSE ? v.n : v.nnz;
+    if (gap > 2 || v.format == SPCCL_FORMAT_EMPTY)
+        return true;
+    if (gap == 0) {
+        from = v.format == SPCCL_FORMAT_TILE   ? v.at.index + (v.n + 255) / 256
+               : v.format == SPCCL_FORMAT_PICI ? v.at.index + (v.n + 4095) / 4096 * 4
+               : v.format == SPCCL_FORMAT_COO  ? v.at.index + v.nnz * 4
+                                               : v.at.values;
+    } else if (gap == 1) {
+        from = v.format == SPCCL_FORMAT_TILE ? v.at.meta + v.nnz : v.at.values;
+    } else {
+        from = v.at.values + n_values * E;
+    }
+    to = sp_up16(from);
+    return from + i >= to || v.p[from + i] == 0;
+}
+
+// Zero the padding of a frame that is being written. The same threads, the same gaps.
+template <uint32_t E>
+__device__ __forceinline__ void sp_padding_write(const sp_worker &w, uint8_t *p, uint32_t format, uint32_t n,
+                                                 uint32_t nnz, const sp_layout &at)
+{
+    uint32_t gap = w.tid / 16, i = w.tid % 16, from;
+    if (gap > 2 || format == SPCCL_FORMAT_EMPTY)
+        return;
+    if (gap == 0)
+        from = format == SPCCL_FORMAT_TILE   ? at.index + (n + 255) / 256
+               : format == SPCCL_FORMAT_PICI ? at.index + (n + 4095) / 4096 * 4
+               : format == SPCCL_FORMAT_COO  ? at.index + nnz * 4
+                                             : at.values;
+    else if (gap == 1)
+        from = format == SPCCL_FORMAT_TILE ? at.meta + nnz : at.values;
+    else
+        from = at.values + (format == SPCCL_FORMAT_DENSE ? n : nnz) * E;
+    if (from + i < sp_up16(from))
+        p[from + i] = 0;
+}
+
+#endif
