@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# Builds spccl on a machine with GPUs and runs stages there. Needs CUDA 12.8+ (nvcc), gcc, cmake, ninja, python3 with torch
+# for CUDA, pytest, click and rich. Downloads and installs nothing: the package lies in BUILD/site, on PYTHONPATH.
+#   bench/gpu.sh [OPTIONS] STAGE...
+# Stages, each under `timeout`; one that fails does not stop the others:
+#   ctest     the C tests                           sanitize  tests/c/test_cuda_* under compute-sanitizer
+#   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
+#   soak      tests/gpu/soak.py                     figure    spccl plot of this bench
+# Options:
+#   --gpus G        for bench and soak (default: all)      --minutes N   of the soak (default 1)
+#   --seconds S     budget of the bench (default 180)      --limit S     of every stage instead of its own
+#   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments of spccl bench
+# Environment: OUT (logs and CSVs, default bench/results/gpu; 8 files at most), BUILD (default build-gpu),
+#   ARCHS (default 90-real), PYTHON, SPCCL_COMMIT (names the commit where there is no git), SPCCL_MACHINE.
+# Exit status: 0 if all stages passed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
+export PATH="$PATH:/usr/local/cuda/bin"
+python=${PYTHON:-python3}
+build=$(realpath -m "${BUILD:-build-gpu}")
+site=$build/site
+out=$(realpath -m "${OUT:-bench/results/gpu}")
+gpus= minutes=1 seconds=180 limit= only= bench_args=
+stages=()
+
+usage() {
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit "$1"
+}
+
+while (($#)); do
+    case $1 in
+    --gpus | --minutes | --seconds | --limit | --only | --bench)
+        (($# > 1)) || { echo "gpu.sh: $1 wants a value" >&2; exit 2; }
+        name=${1#--}
+        [[ $name == bench ]] && name=bench_args
+        printf -v "$name" %s "$2"
+        shift 2
+        ;;
+    ctest | sanitize | pytest | bench | soak | figure) stages+=("$1") && shift ;;
+    -h | --help) usage 0 ;;
+    *) echo "gpu.sh: $1: no such stage or option" >&2; usage 2 >&2 ;;
+    esac
+done
+((${#stages[@]})) || usage 2 >&2
+mkdir -p "$out" "$build"
+if [[ -z ${SPCCL_COMMIT:-} ]]; then
+    SPCCL_COMMIT=$(git describe --always --dirty --abbrev=12 --exclude='*' 2>/dev/null) || SPCCL_COMMIT=unknown
+fi
+export SPCCL_COMMIT
+
+# ---- stages: each prints to its log; the last line that matters is picked by `note` ----
+
+run_build() {
+    local version
+    cmake -S . -B "$build" -G Ninja -DSPCCL_BUILD_PYTHON=ON -DSPCCL_PREBUILD_TORCH=ON -DSPCCL_CUDA=ON \
+        -DSPCCL_CUDA_ARCHS="${ARCHS:-90-real}" -DPython_EXECUTABLE="$(command -v "$python")" &&
+        cmake --build "$build" -j "$(nproc)" || return 1
+    rm -rf "$site" && cmake --install "$build" --prefix "$site" && cp -r python/spccl/* "$site/spccl/" || return 1
+    version=$(sed -n 's/^#define SPCCL_VERSION_TEXT "\(.*\)"$/\1/p' csrc/spccl.h)
+    mkdir -p "$site/spccl-$version.dist-info" || return 1
+    printf 'Metadata-Version: 2.1\nName: spccl\nVersion: %s\n' "$version" >"$site/spccl-$version.dist-info/METADATA"
+    printf '[torch.backends]\nspccl = spccl.backend:autoload\n' >"$site/spccl-$version.dist-info/entry_points.txt"
+    PYTHONPATH=$site "$python" -c '
+import torch, torch.distributed as dist, spccl
+from spccl import _torch_glue
+assert "SPCCL" in dist.Backend._plugins, "torch did not load the entry point torch.backends"
+print(_torch_glue.load())
+print(f"spccl {spccl.__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")'
+}
+
+run_ctest() {
+    ctest --test-dir "$build" -j "$(($(nproc) / 4 + 1))" --output-on-failure --no-tests=error
+}
+
+run_sanitize() {
+    local failed=0 found=0 program tool
+    for program in "$build"/tests/c/test_cuda_*; do
+        [[ -f $program && -x $program ]] || continue
+        found=1
+        for tool in memcheck racecheck; do
+            echo "==== $tool $(basename "$program")"
+            compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all "$program" --small
+            local status=$?
+            # 77: the test skipped itself, which is no pass of the sanitizer
+            if ((status != 0)); then
+                echo "FAILED $tool $(basename "$program"): exit status $status"
+                failed=1
+            fi
+        done
+    done
+    ((found)) || echo "FAILED: no program $build/tests/c/test_cuda_*"
+    ((found && !failed))
+}
+
+run_pytest() {
+    "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider --tb=short ${only:+-k "$only"}
+}
+
+run_bench() {
+    # shellcheck disable=SC2086  # bench_args are words
+    "$python" -m spccl bench --device cuda ${gpus:+--ranks "$gpus"} --seconds "$seconds" --timeout "$1" \
+        --csv "$out/bench.csv" --codec-csv "$out/codec.csv" $bench_args
+}
+
+run_soak() {
+    local n=${gpus:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
+    "$python" tests/gpu/soak.py --minutes "$minutes" --gpus "$n"
+}
+
+run_figure() {
+    "$python" -m spccl plot "$out/bench.csv" --figure gpu -o "$out/gpu-speedup.png"
+}
+
+# ---- running them ----
+
+own_limit() {
+    case $1 in
+    build) echo 300 ;;
+    ctest | sanitize) echo 400 ;;
+    pytest) echo 560 ;;
+    bench) echo $((${seconds%.*} + 90)) ;;
+    soak) "$python" -c "print(int(60 * $minutes) + 240)" ;;
+    figure) echo 60 ;;
+    esac
+}
+
+# One line of a log that says how it went.
+note() {
+    case $1 in
+    ctest) grep -E 'tests passed' "$2" | tail -1 ;;
+    sanitize) grep -cE '^====' "$2" | sed 's/$/ runs/'; grep -E '^FAILED' "$2" | head -3 | tr '\n' ';' ;;
+    pytest) grep -E '(passed|failed|skipped|error).* in ' "$2" | tail -1 | tr -d '=' ;;
+    *) tail -1 "$2" ;;
+    esac | tr '\n' ' ' | cut -c1-200
+}
+
+table=()
+status_of_all=0
+run_stage() {
+    local stage=$1 log="$out/$1.log" seconds_limit=${limit:-$(own_limit "$1")} start=$SECONDS status outcome
+    echo "==== $stage (at most $seconds_limit s)"
+    (
+        # In a shell of its own, so that `timeout` covers functions and ends the whole process group.
+        export -f "run_$stage"
+        export python build site out gpus minutes seconds only bench_args
+        [[ $stage == build ]] || export PYTHONPATH=$site
+        exec timeout -k 15 "$seconds_limit" bash -uo pipefail -c 'run_"$0" "$1"' "$stage" "$((seconds_limit > 30 ? seconds_limit - 15 : seconds_limit))"
+    ) >"$log" 2>&1 </dev/null
+    status=$?
+    outcome=passed
+    if ((status != 0)); then
+        outcome=FAILED
+        ((status == 124 || status == 137)) && outcome="TIMED OUT"
+        status_of_all=1
+        echo "---- $stage: exit status $status; $log ends:"
+        tail -n 40 "$log" | cut -c1-300 | tail -c 3500
+    fi
+    table+=("$(printf '%-9s %-9s %5d s  %s' "$stage" "$outcome" "$((SECONDS - start))" "$(note "$stage" "$log")")")
+    return "$status"
+}
+
+if run_stage build; then
+    for stage in "${stages[@]}"; do
+        run_stage "$stage"
+    done
+fi
+echo
+printf '%s\n' "commit $SPCCL_COMMIT" "${table[@]}"
+if [[ " ${stages[*]} " == *" bench "* && -f $out/bench.log ]]; then
+    echo
+    sed -n '/^# summary/,$p' "$out/bench.log"
+fi
+exit "$status_of_all"
