@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+REDUCING = ("reduce_scatter", "all_reduce")
 OPS = ("sum", "avg", "min", "max", "prod")
 ELEM_BYTES = {
     "float32": 4,
@@ -31,6 +33,7 @@ class Case:
         all-gather, the input of a reduce-scatter, either of an all-reduce or broadcast. Rounded down to a
         whole number of elements per rank.
     sparsity: fraction of elements that are zero, 0 to 1.
+    max_ctas: GPUs: most thread blocks that spccl may use, 0 = all. target: ratio to the peer that is wanted.
     """
 
     collective: str
@@ -38,6 +41,8 @@ class Case:
     dtype: str
     op: str  # "none" where nothing is reduced
     sparsity: float
+    max_ctas: int = 0
+    target: float | None = None
 
     def block_elems(self, world_size: int) -> int:
         """Elements of the smaller buffer: a rank's block where there are blocks, else everything."""
@@ -67,11 +72,35 @@ def cases(
     dtypes: Sequence[str],
     op: str,
     sparsities: Sequence[float],
+    max_ctas: Sequence[int] = (0,),
 ) -> Iterator[Case]:
     """Every combination, in the order of the table."""
-    for collective in collectives:
-        for dtype in dtypes:
-            for size in size_list:
-                for sparsity in sparsities:
-                    reduces = collective in ("reduce_scatter", "all_reduce")
-                    yield Case(collective, size, dtype, op if reduces else "none", sparsity)
+    for collective, dtype, size, sparsity, n in itertools.product(
+        collectives, dtypes, size_list, sparsities, max_ctas
+    ):
+        yield Case(collective, size, dtype, op if collective in REDUCING else "none", sparsity, n)
+
+
+# What 4 H200 have to reach, as a multiple of NCCL (its defaults or symmetric windows, the better of the two in
+# the same run): (dtype, MiB, zeros) -> all-gather, reduce-scatter, all-reduce; None: measured, without a target.
+_GPU_TARGETS: dict[tuple[str, int, float], tuple[float | None, float | None, float | None]] = {
+    ("float32", 512, 0.99): (8.0, 7.0, 8.0),
+    ("float32", 512, 0.9): (6.0, 6.0, 3.6),
+    ("float32", 512, 0.5): (2.0, 2.0, 1.3),
+    ("float32", 512, 0.0): (0.98, 0.98, 0.98),
+    ("bfloat16", 512, 0.99): (7.0, 6.0, 6.0),
+    ("float32", 64, 0.99): (7.0, 6.0, 6.5),
+    ("float32", 16, 0.99): (5.0, 4.5, 4.0),
+    ("float32", 2048, 0.99): (None, None, None),
+    ("float32", 512, 0.999): (None, None, None),
+}
+_FEW_CTAS = (32, 3.0)  # all-reduce of 512 MiB at 99% with so many thread blocks
+
+
+def gpu_targets() -> Iterator[Case]:
+    """The cases of the table in docs/PERFORMANCE.md, each with its target; what matters most comes first."""
+    for (dtype, mib, sparsity), wanted in _GPU_TARGETS.items():
+        for collective, target in zip(COLLECTIVES[:3], wanted, strict=True):
+            op = "sum" if collective in REDUCING else "none"
+            yield Case(collective, mib << 20, dtype, op, sparsity, 0, target)
+    yield Case("all_reduce", 512 << 20, "float32", "sum", 0.99, *_FEW_CTAS)

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,10 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """Of the source tree that this runs from, or in; "unknown" elsewhere."""
+    """SPCCL_COMMIT, else of the source tree that this runs from, or in; "unknown" elsewhere."""
+    told = os.environ.get("SPCCL_COMMIT", "").strip()
+    if told:
+        return told
     for folder in (Path(__file__).resolve().parent, Path.cwd()):
         try:
             git = ["git", "-C", str(folder)]
@@ -252,18 +255,19 @@ def _commit() -> str:
     return "unknown"
 
 
-def to_csv(rows: list[Row], facts: dict[str, str]) -> str:
-    """Facts as "# key: value" lines, then the rows."""
+def to_csv(rows: Sequence[Any], facts: dict[str, str]) -> str:
+    """Facts as "# key: value" lines, then the rows: dataclasses of one kind."""
     text = io.StringIO()
     for key, value in facts.items():
         text.write(f"# {key}: {value}\n")
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+    fields = dataclasses.fields(rows[0] if rows else Row)
+    writer = csv.DictWriter(text, [field.name for field in fields], lineterminator="\n")
     writer.writeheader()
     writer.writerows(dataclasses.asdict(row) for row in rows)
     return text.getvalue()
 
 
-def to_json(rows: list[Row], facts: dict[str, str]) -> str:
+def to_json(rows: Sequence[Any], facts: dict[str, str]) -> str:
     """{"machine": facts, "rows": [...]}."""
     document: dict[str, Any] = {"machine": facts, "rows": [dataclasses.asdict(row) for row in rows]}
     return json.dumps(document, indent=1) + "\n"

@@ -1,0 +1,365 @@
+"""`spccl bench --device cuda`: one process per GPU, spccl and NCCL through torch.distributed, in turns.
+
+Before anything is timed, each system's answer is compared with the expected one, from a poisoned output. Each
+timed call stands between two CUDA events. Before the first of them a sleep lets the host get ahead, and a tiny
+NCCL all-reduce lines the GPUs up; neither is timed. The time of an iteration is the slowest rank's. The same
+code runs on CPU tensors (Gloo for NCCL, the host's clock for events), so that it can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import gpu_torch
+from .cases import ELEM_BYTES, REDUCING, Case
+from .gpu_report import GpuRow, Measured, Rates, make_gpu_row
+from .gpu_torch import ROOT, expected_output, input_of, make_clock, same_bits, starter
+from .launch import Rank, run_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+_LEAST_ITERS = 5
+_HOST_BATCH = 100  # calls that are enqueued in a row: fewer than the driver's queue holds, which would block
+_HOST_CASE_BYTES = 128 << 10  # one call per iteration (Case.calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuPlan:
+    """What to run, and how.
+
+    seconds: budget of the timing, without start-up; then rows are left out, never cut short. None: no limit.
+    place: "in" = the all-gather's input is a part of its output.
+    host_calls: calls that the host cost is measured over; 0 = not measured.
+    """
+
+    cases: tuple[Case, ...]
+    device: str = "cuda"
+    with_peers: bool = True
+    iters: int = 20
+    warmup: int = 3
+    seconds: float | None = None
+    place: str = "in"
+    graph: bool = False
+    host_calls: int = 1000
+    timeout_s: float = 120.0  # of one collective
+    store_file: str = ""
+
+
+class System:
+    """One way to carry the collectives: a process group, and the memory that it is measured on.
+
+    source, target: bytes, enough for the largest case: NCCL's symmetric windows must be registered before use.
+    """
+
+    def __init__(self, name: str, group: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.name, self.group, self.source, self.target = name, group, source, target
+
+
+class Trial:
+    """One system ready to run one case: buffers as views, calls to make, how to put the input back."""
+
+    def __init__(self, system: System, case: Case, data: torch.Tensor, rank: int, world: int, plan: GpuPlan):
+        self.system, self.case, self._data = system, case, data
+        n = case.block_elems(world)
+        n_out = n * (world if case.collective == "all_gather" else 1)
+        flat = system.target.view(data.dtype)
+        self.targets = [flat[i * n_out : (i + 1) * n_out] for i in range(case.calls())]
+        self._refill = case.collective == "all_reduce" or (case.collective == "broadcast" and rank == ROOT)
+        self._own = None
+        source = data
+        if case.collective == "all_gather" and plan.place == "in":
+            self._own = slice(rank * n, (rank + 1) * n)
+        elif not self._refill:
+            source = system.source.view(data.dtype)[: data.numel()]
+            source.copy_(data)
+        self.calls: list[Callable[[], Any]] = []
+        for target in self.targets:
+            mine = source if self._own is None else target[self._own]
+            self.calls.append(starter(case, system.group, mine, target))
+        for target in self.targets:
+            self.reset(target)
+            if self._own is not None:
+                target[self._own].copy_(data)
+
+    def reset(self, target: torch.Tensor) -> None:
+        """What a call destroyed or must find."""
+        if self._refill:
+            target.copy_(self._data)
+
+    def wrong(self, wanted: torch.Tensor) -> int:
+        """Elements that differ from the expected answer, out of a poisoned output."""
+        target = self.targets[0]
+        gpu_torch.poison(target)
+        self.reset(target)
+        if self._own is not None:
+            target[self._own].copy_(self._data)
+        self.calls[0]()
+        return target.numel() - same_bits(target, wanted)
+
+
+def iterations(seconds_left: float | None, rows_left: int, seconds_each: float, most: int) -> int:
+    """How many iterations the next row gets: its share of what is left, at least _LEAST_ITERS; 0 = leave it out."""
+    if seconds_left is None:
+        return most
+    if seconds_left <= 0:
+        return 0
+    share = seconds_left / max(rows_left, 1) / max(seconds_each, 1e-9)
+    return max(min(int(share), most), min(_LEAST_ITERS, most))
+
+
+class Bench:
+    """One rank's side."""
+
+    def __init__(self, rank: int, world: int, plan: GpuPlan, control: Any, align: Any) -> None:
+        """control: a Gloo group on CPU tensors. align: the group whose all-reduce lines the devices up."""
+        import torch
+
+        self.rank, self.world, self.plan, self._control, self._align = rank, world, plan, control, align
+        self.clock = make_clock(plan.device)
+        self._token = torch.zeros(1, device=self.clock.device)
+        self._host: dict[tuple[str, str, int], float] = {}
+        self._deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
+
+    # ---- talking to the other ranks ----
+
+    def gather(self, values: Any) -> np.ndarray:
+        """[world, len(values)] float64, on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.from_numpy(np.ascontiguousarray(values, np.float64))
+        every = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(every, mine, group=self._control)
+        return torch.stack(every).numpy()
+
+    def line_up(self) -> None:
+        import torch.distributed as dist
+
+        self.clock.let_host_run_ahead()
+        dist.all_reduce(self._token, group=self._align)
+
+    # ---- one case ----
+
+    def run(self, case: Case, systems: list[System], stats: Any, rows_left: int) -> Measured | None:
+        """None: the budget is spent. Ranks agree on that, and on the number of iterations, by rank 0's clock."""
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        if self.gather([1.0 if left is None or left > 0 else 0.0])[0, 0] == 0:
+            return None
+        data = input_of(case, self.rank, self.world, self.clock.device)
+        trials = [Trial(s, case, data, self.rank, self.world, self.plan) for s in systems]
+        wanted = expected_output(case, self.rank, self.world, self.clock.device)
+        with contextlib.ExitStack() as stack:
+            if self.plan.graph:
+                for trial in trials:
+                    trial.calls = [stack.enter_context(self.clock.captured(call)) for call in trial.calls]
+            wrong = [float(trial.wrong(wanted)) for trial in trials]
+            self.clock.synchronize()
+            del wanted
+            times, n_calls, sent = self._time(trials, stats, rows_left)
+        return self._measured(case, trials, times, wrong, [x / n_calls for x in sent])
+
+    def _time(self, trials: list[Trial], stats: Any, rows_left: int) -> tuple[list[np.ndarray], int, list[float]]:
+        """([iters] seconds per system on this rank, timed calls of ours, counters of ours meanwhile)."""
+        before_warmup = time.monotonic()
+        for i in range(max(self.plan.warmup, 1)):
+            self._round(trials, i)
+        self.clock.synchronize()
+        each = (time.monotonic() - before_warmup) / max(self.plan.warmup, 1)
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        # What a row costs besides its iterations (data, check, warm-up) is about as long as ten of them.
+        iters = iterations(None if left is None else max(left, 0.001) / 2, rows_left, each, self.plan.iters)
+        iters = int(self.gather([float(iters)])[0, 0])
+        before = stats()
+        rounds = [self._round(trials, i) for i in range(iters)]
+        self.clock.synchronize()
+        after = stats()
+        times = [
+            np.array([self.clock.seconds(*one[s]) / len(trials[s].calls) for one in rounds])
+            for s in range(len(trials))
+        ]
+        return times, iters * len(trials[0].calls), [b - a for a, b in zip(before, after, strict=True)]
+
+    def _round(self, trials: list[Trial], i: int) -> list[Any]:
+        """Every system once; who goes first takes turns, as what one leaves in the caches helps the next."""
+        marks: list[Any] = [None] * len(trials)
+        order = range(len(trials))
+        for s in order if i % 2 == 0 else reversed(order):
+            trial = trials[s]
+            for target in trial.targets:
+                trial.reset(target)
+            self.line_up()
+            start = self.clock.mark()
+            for call in trial.calls:
+                call()
+            marks[s] = (start, self.clock.mark())
+        return marks
+
+    def _measured(
+        self, case: Case, trials: list[Trial], times: list[np.ndarray], wrong: list[float], sent: list[float]
+    ) -> Measured:
+        names = [trial.system.name for trial in trials]
+        slowest = [self.gather(one).max(axis=0) for one in times]
+        total = self.gather([*wrong, *sent]).sum(axis=0)
+        wrongs, counters = total[: len(wrong)], total[len(wrong) :]
+        host = {}
+        for trial in trials:
+            if trial.system.name != "nccl_symm" and self.plan.host_calls:
+                host[trial.system.name] = self._host_cost(case, trial.system)
+        return Measured(
+            times=dict(zip(names, slowest, strict=True)),
+            wrong={name: int(n) for name, n in zip(names, wrongs, strict=True)},
+            wire_bytes=counters[0] / self.world,
+            frames={name: round(1000 * n) for name, n in zip(gpu_torch.FORMATS, counters[1:], strict=True)},
+            host=host,
+        )
+
+    def _host_cost(self, case: Case, system: System) -> float:
+        """Seconds that one call keeps the calling thread, median over batches, of the slowest rank. Measured once
+        per collective: it does not depend on the size."""
+        key = (case.collective, system.name, case.max_ctas)
+        if key not in self._host:
+            small = dataclasses.replace(case, size_bytes=_HOST_CASE_BYTES, sparsity=0.99)
+            data = input_of(small, self.rank, self.world, self.clock.device)
+            call = Trial(system, small, data, self.rank, self.world, self.plan).calls[0]
+            batch = min(_HOST_BATCH, self.plan.host_calls)
+            costs = []
+            for _ in range(max(self.plan.host_calls // batch, 1) + 1):
+                self.clock.synchronize()
+                self.gather([0.0])
+                start = time.perf_counter()
+                for _ in range(batch):
+                    call()
+                costs.append((time.perf_counter() - start) / batch)
+            self.clock.synchronize()
+            self._host[key] = float(self.gather([np.median(costs[1:])]).max())
+        return self._host[key]
+
+
+# ---- all cases on one rank ----
+
+
+def _buffer_bytes(plan: GpuPlan, world: int) -> tuple[int, int]:
+    """(source, target) that suffice for every case."""
+    source = target = _HOST_CASE_BYTES
+    for case in plan.cases:
+        block = case.block_elems(world) * ELEM_BYTES[case.dtype]
+        blocks = world if case.collective in ("all_gather", "reduce_scatter") else 1
+        target = max(target, block * blocks * case.calls())
+        source = max(source, block * blocks)
+    return -(-source // 512) * 512, -(-target // 512) * 512
+
+
+def _run_cases(rank: int, world: int, ordinal: int, plan: GpuPlan, store: Any, send: Callable[[Any], None]) -> list[GpuRow]:
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=plan.timeout_s)
+    device = gpu_torch.take_device(plan.device, ordinal)
+    backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
+    where = dist.PrefixStore("bench", store)
+    dist.init_process_group(backend, store=where, rank=rank, world_size=world, timeout=timeout)
+    rows: list[GpuRow] = []
+    left_out: list[Case] = []
+    with contextlib.ExitStack() as stack:
+        source, target = gpu_torch.buffers(device, *_buffer_bytes(plan, world))
+        align = dist.group.WORLD
+        dist.all_reduce(source[:4].float(), group=align)  # connects
+        peers = [System("nccl", align, source, target)] if plan.with_peers else []
+        facts = {"peers": "none"}
+        if plan.with_peers:
+            symm, why = _symmetric(stack, plan, timeout, source.numel(), target.numel())
+            peers += symm
+            facts["peers"] = "nccl, nccl_symm" if symm else f"nccl; nccl_symm skipped: {why}"
+        rates = gpu_torch.rates(device) if plan.device == "cuda" else None
+        send(("facts", facts | gpu_torch.facts(device, world, rates)))
+        groups: dict[int, Any] = {}
+        bench = Bench(rank, world, plan, dist.new_group(backend="gloo", timeout=timeout), align)
+        for i, case in enumerate(plan.cases):
+            if case.max_ctas not in groups:
+                groups[case.max_ctas] = gpu_torch.spccl_group(case.max_ctas, timeout)
+            ours = System("spccl", groups[case.max_ctas], source, target)
+            read = gpu_torch.counters(ours.group, plan.device)
+            measured = bench.run(case, [ours, *peers], read, len(plan.cases) - i)
+            if measured is None:
+                left_out.append(case)
+                continue
+            rows.append(_row(case, measured, world, plan, rates))
+            send(("row", rows[-1]))
+        bench.clock.synchronize()
+        bench.gather([0.0])  # nobody leaves while others still talk to it
+    dist.destroy_process_group()
+    send(("left out", left_out))
+    return rows
+
+
+def _row(case: Case, measured: Measured, world: int, plan: GpuPlan, rates: Rates | None) -> GpuRow:
+    in_place = plan.place == "in" if case.collective == "all_gather" else case.collective not in REDUCING[:1]
+    return make_gpu_row(
+        case,
+        measured,
+        world_size=world,
+        device=plan.device,
+        in_place=in_place,
+        graph=plan.graph,
+        rates=rates,
+    )
+
+
+def _symmetric(
+    stack: contextlib.ExitStack, plan: GpuPlan, timeout: datetime.timedelta, source: int, target: int
+) -> tuple[list[System], str]:
+    """NCCL on registered symmetric windows, or why that is not to be had (on any rank)."""
+    if plan.device != "cuda":
+        return [], "only CUDA memory has windows"
+    made, why = gpu_torch.symmetric_group(timeout, source, target)
+    if made is None:
+        return [], why
+    stack.callback(made.close)
+    return [System("nccl_symm", made.group, made.source, made.target)], ""
+
+
+# ---- starting the ranks ----
+
+
+def _spawned_rank(rank: Rank, plan: GpuPlan) -> list[GpuRow]:
+    import torch.distributed as dist
+
+    store = dist.FileStore(plan.store_file, rank.world_size)
+    store.set_timeout(datetime.timedelta(seconds=plan.timeout_s))
+    return _run_cases(rank.rank, rank.world_size, rank.rank, plan, store, _sender(rank))
+
+
+def _sender(rank: Rank) -> Callable[[Any], None]:
+    return rank.send if rank.rank == 0 else lambda _message: None
+
+
+def run_gpus_here(plan: GpuPlan, on_message: Callable[[Any], None]) -> list[GpuRow]:
+    """Run as one rank of the job that torchrun started; `on_message` is called on rank 0 only."""
+    import torch.distributed as dist
+
+    rendezvous = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=plan.timeout_s))
+    store, rank, world = next(iter(rendezvous))
+    ordinal = int(os.environ.get("LOCAL_RANK", rank))
+    return _run_cases(rank, world, ordinal, plan, store, on_message if rank == 0 else lambda _message: None)
+
+
+def run_gpus(plan: GpuPlan, world: int, *, deadline_s: float, on_message: Callable[[Any], None]) -> list[GpuRow]:
+    """Run over `world` new processes, one per GPU.
+
+    on_message: gets ("facts", dict) once, ("row", GpuRow) for each case, ("left out", [Case]) at the end.
+    Raises: RanksFailed (launch.py).
+    """
+    with tempfile.TemporaryDirectory(prefix="spccl-bench-") as folder:
+        plan = dataclasses.replace(plan, store_file=os.path.join(folder, "store"))
+        return run_ranks(
+            _spawned_rank, world, (plan,), deadline_s=deadline_s, on_message=lambda _rank, m: on_message(m)
+        )[0]

@@ -1,0 +1,298 @@
+"""Rows of `spccl bench --device cuda`: floors (here and nowhere else), the better of two peers, table, summary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .cases import ELEM_BYTES, Case
+from .report import Row, make_row
+
+# GB/s out of one GPU while all write to all others at once: 4 H200, 18 links each, NVSwitch.
+LINK_GBS = 357.0
+PEERS = ("nccl", "nccl_symm")
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Of one GPU's own memory, measured in the same run: 1e9 bytes/s; copy counts bytes read plus written."""
+
+    read_gbs: float
+    write_gbs: float
+    copy_gbs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuRow(Row):
+    """One measured case on GPUs. `peer` is the better of NCCL's two ways, by its median.
+
+    in_place: the all-gather's input is a part of its output (an all-reduce of torch is always in place).
+    graph: one call captured in a CUDA graph, replayed. host_us, nccl_host_us: what a call of this collective
+        costs the calling thread, enqueueing alone. hbm_bytes: read and written by one GPU at least (`hbm_bytes`).
+    floor_us: the shortest time that the memory and links of this machine allow; of_floor: that / time_us.
+    target: the ratio that is wanted, if one is.
+    """
+
+    device: str
+    in_place: bool
+    max_ctas: int
+    graph: bool
+    nccl_time_us: float | None
+    nccl_symm_time_us: float | None
+    host_us: float | None
+    nccl_host_us: float | None
+    hbm_bytes: int
+    floor_us: float | None
+    of_floor: float | None
+    target: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecRow:
+    """encode or decode of one array on one GPU. Times in us, medians and spread.
+
+    gbs: dense bytes / time; of_rate: that / the rate that bounds it (read for encode, write for decode), which
+        is what `target` is about. moved_gbs: (dense + stream bytes) / time. floor_us: reading the one and writing
+        the other at the measured rates. wrong: elements that did not come back, or bytes of the stream that
+        differ from those of the CPU's encoder.
+    """
+
+    what: str
+    dtype: str
+    sparsity: float
+    dense_bytes: int
+    stream_bytes: int
+    time_us: float
+    time_p10_us: float
+    time_p90_us: float
+    gbs: float
+    of_rate: float
+    moved_gbs: float
+    floor_us: float
+    target: float | None
+    wrong: int
+    iters: int
+    hbm_read_gbs: float
+    hbm_write_gbs: float
+    hbm_copy_gbs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What the ranks found out about one case. times: seconds per call of the slowest rank, [iters], by system;
+    "spccl" is one. wrong: elements that differed from the answer, over all ranks, by system. wire_bytes: mean
+    over the ranks, per call. host: seconds per call, by system."""
+
+    times: dict[str, np.ndarray]
+    wrong: dict[str, int]
+    wire_bytes: float
+    frames: dict[str, int]
+    host: dict[str, float]
+
+
+def hbm_bytes(case: Case, world_size: int, in_place: bool) -> tuple[int, int]:
+    """(read, written) by one GPU if every input byte is read once and every output byte written once."""
+    block = case.block_elems(world_size) * ELEM_BYTES[case.dtype]
+    if case.collective == "all_gather":
+        return block, (world_size - in_place) * block
+    if case.collective == "reduce_scatter":
+        return world_size * block, block
+    return (block if case.collective == "all_reduce" else 0), block  # broadcast: all but the root
+
+
+def dense_bytes_sent(case: Case, world_size: int) -> float:
+    """Bytes that one rank would send (mean) if the same messages were dense: each contribution goes to its owner,
+    each result from there to all."""
+    block = case.block_elems(world_size) * ELEM_BYTES[case.dtype]
+    if case.collective in ("all_gather", "reduce_scatter"):
+        return block * (world_size - 1)
+    share = block * (world_size - 1) / world_size
+    return 2 * share if case.collective == "all_reduce" else share
+
+
+def floor_s(read: float, written: float, wire: float, rates: Rates) -> float:
+    """Memory at its measured rates or the links at theirs, whichever takes longer. Bytes, of one GPU."""
+    memory = read / rates.read_gbs + written / rates.write_gbs
+    return max(memory, wire / LINK_GBS) / 1e9
+
+
+def make_gpu_row(
+    case: Case, m: Measured, *, world_size: int, device: str, in_place: bool, graph: bool, rates: Rates | None
+) -> GpuRow:
+    """A row; the peer is the one with the smaller median, or "none"."""
+    medians = {name: float(np.median(m.times[name])) for name in PEERS if name in m.times}
+    peer = min(medians, key=lambda name: medians[name]) if medians else "none"
+    base = make_row(
+        case,
+        via="torch",
+        world_size=world_size,
+        ours_s=m.times["spccl"],
+        peer=peer,
+        peer_s=m.times.get(peer),
+        wrong=m.wrong["spccl"],
+        peer_wrong=sum(m.wrong[name] for name in medians) if medians else None,
+        wire_bytes=m.wire_bytes,
+        dense_bytes=dense_bytes_sent(case, world_size),
+        frames=m.frames,
+    )
+    read, written = hbm_bytes(case, world_size, in_place)
+    floor = None if rates is None else 1e6 * floor_s(read, written, m.wire_bytes, rates)
+
+    def us(seconds: float | None) -> float | None:
+        return None if seconds is None else 1e6 * seconds
+
+    return GpuRow(
+        **vars(base),
+        device=device,
+        in_place=in_place,
+        max_ctas=case.max_ctas,
+        graph=graph,
+        nccl_time_us=us(medians.get("nccl")),
+        nccl_symm_time_us=us(medians.get("nccl_symm")),
+        host_us=us(m.host.get("spccl")),
+        nccl_host_us=us(m.host.get("nccl")),
+        hbm_bytes=read + written,
+        floor_us=floor,
+        of_floor=None if floor is None else floor / base.time_us,
+        target=case.target,
+    )
+
+
+def make_codec_row(
+    what: str, case: Case, stream_bytes: int, seconds: Sequence[float], wrong: int, rates: Rates
+) -> CodecRow:
+    """what: "encode", "decode". seconds: of each iteration."""
+    p10, median, p90 = (float(t) for t in np.percentile(seconds, [10, 50, 90]))
+    dense = case.size_bytes
+    read, written = (dense, stream_bytes) if what == "encode" else (stream_bytes, dense)
+    gbs = dense / median / 1e9
+    wanted = 0.85 if case.sparsity >= 0.9 else 0.6 if case.sparsity >= 0.5 else None
+    return CodecRow(
+        what=what,
+        dtype=case.dtype,
+        sparsity=case.sparsity,
+        dense_bytes=dense,
+        stream_bytes=stream_bytes,
+        time_us=1e6 * median,
+        time_p10_us=1e6 * p10,
+        time_p90_us=1e6 * p90,
+        gbs=gbs,
+        of_rate=gbs / (rates.read_gbs if what == "encode" else rates.write_gbs),
+        moved_gbs=(dense + stream_bytes) / median / 1e9,
+        floor_us=1e-3 * (read / rates.read_gbs + written / rates.write_gbs),
+        target=wanted,
+        wrong=wrong,
+        iters=len(seconds),
+        hbm_read_gbs=rates.read_gbs,
+        hbm_write_gbs=rates.write_gbs,
+        hbm_copy_gbs=rates.copy_gbs,
+    )
+
+
+# ---- the table on the terminal ----
+
+_COLUMNS = (
+    ("collective", "", 14, "<"),
+    ("MiB", "", 7, ">"),
+    ("type", "", 8, ">"),
+    ("zeros", "(%)", 6, ">"),
+    ("ctas", "", 5, ">"),
+    ("formats", "", 20, ">"),
+    ("wire", "(MB)", 9, ">"),
+    ("time", "(us)", 9, ">"),
+    ("p10", "(us)", 9, ">"),
+    ("p90", "(us)", 9, ">"),
+    ("nccl", "(us)", 9, ">"),
+    ("symm", "(us)", 9, ">"),
+    ("ratio", "", 7, ">"),
+    ("wanted", "", 7, ">"),
+    ("floor", "(us)", 8, ">"),
+    ("host", "(us)", 6, ">"),
+    ("#wrong", "", 6, ">"),
+)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " ".join(
+        f"{cell:{align}{width}}" for cell, (_, _, width, align) in zip(cells, _COLUMNS, strict=True)
+    ).rstrip()
+
+
+def _number(value: float | None, digits: int = 1, end: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{end}"
+
+
+def gpu_table_head() -> str:
+    """Two lines that name the columns."""
+    return "# " + _line([c[0] for c in _COLUMNS]) + "\n# " + _line([c[1] for c in _COLUMNS])
+
+
+def gpu_table_line(row: GpuRow) -> str:
+    """One row, under `gpu_table_head`."""
+    return "  " + _line(
+        [
+            row.collective,
+            f"{row.size_bytes / MIB:.4g}",
+            row.dtype,
+            f"{100 * row.sparsity:g}",
+            str(row.max_ctas or "all"),
+            row.format_mix,
+            f"{row.wire_bytes / 1e6:.3g}",
+            f"{row.time_us:.1f}",
+            f"{row.time_p10_us:.1f}",
+            f"{row.time_p90_us:.1f}",
+            _number(row.nccl_time_us),
+            _number(row.nccl_symm_time_us),
+            _number(row.ratio, 2, "x"),
+            _number(row.target, 2, "x"),
+            _number(row.floor_us),
+            _number(row.host_us),
+            str(row.wrong + (row.peer_wrong or 0)),
+        ]
+    )
+
+
+def codec_line(row: CodecRow) -> str:
+    """One row of the codec."""
+    return (
+        f"  {row.what:14} {row.dense_bytes / MIB:7.4g} {row.dtype:>8} {100 * row.sparsity:6g} "
+        f"{row.time_us:9.1f} us, {row.gbs:.0f} GB/s of dense data, {row.of_rate:.2f} of the "
+        f"{'read' if row.what == 'encode' else 'write'} rate (wanted {_number(row.target, 2)}), "
+        f"floor {row.floor_us:.1f} us, {row.wrong} wrong"
+    )
+
+
+def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequence[Any]) -> str:
+    """Ratios by share of zeros, the codec's shares, what was left out: it fits a screen. < = below its target."""
+    zeros = sorted({r.sparsity for r in (*rows, *codec)}, reverse=True)
+    text = [
+        "# summary: time of the better NCCL / time of spccl, by share of zeros; < marks what is below its target",
+        f"{'':36}" + " ".join(f"{f'{100 * z:g}%':>7}" for z in zeros),
+    ]
+    table: dict[str, dict[float, tuple[float | None, float | None]]] = {}
+    for r in rows:
+        name = f"{r.collective} {r.dtype} {r.size_bytes / MIB:.4g}M" + (f" {r.max_ctas} CTAs" if r.max_ctas else "")
+        table.setdefault(name, {})[r.sparsity] = (r.ratio, r.target)
+    for c in codec:
+        name = f"{c.what} {c.dtype} {c.dense_bytes / MIB:.4g}M, of rate"
+        table.setdefault(name, {})[c.sparsity] = (c.of_rate, c.target)
+    for name, cells in table.items():
+        text.append(f"{name:36}" + " ".join(_cell(*cells.get(z, (None, None))) for z in zeros).rstrip())
+    hosts = {(r.collective, r.max_ctas): (r.host_us, r.nccl_host_us) for r in rows if r.host_us is not None}
+    for (collective, ctas), (ours, nccl) in hosts.items():
+        if not ctas:
+            text.append(f"host cost of one {collective}: {_number(ours)} us (NCCL {_number(nccl)} us)")
+    text += [f"# not measured, --seconds were over: {case}" for case in left_out]
+    wrong = sum(r.wrong + (r.peer_wrong or 0) for r in rows) + sum(c.wrong for c in codec)
+    text.append(f"{len(rows) + len(codec)} rows, {len(left_out)} left out, {wrong} wrong elements")
+    return "\n".join(text)
+
+
+def _cell(value: float | None, target: float | None) -> str:
+    if value is None:
+        return f"{'-':>7}"
+    return f"{value:6.2f}" + ("<" if target is not None and value < target else " ")

@@ -1,0 +1,322 @@
+"""What `spccl bench --device cuda` asks torch for: data, clocks, groups, symmetric windows, facts of the GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cases import Case
+from .gpu_report import LINK_GBS, Rates
+
+ROOT = 0  # of broadcasts
+FORMATS = ("empty", "tile", "pici", "coo", "dense")
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "float8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 26  # elements made at a time
+_HEAD_START_CYCLES = 400_000  # about 0.2 ms of a GPU: a few calls are enqueued meanwhile
+_POISON = 0xA5
+
+
+# ---- data ----
+
+
+def input_of(case: Case, rank: int, world: int, device: torch.device) -> torch.Tensor:
+    """Rank `rank`'s input, the same wherever it is made: small whole numbers at random places, other ones on each
+    rank, so that sums are exact in any order and every system can be checked bit by bit."""
+    n = case.block_elems(world) * (world if case.collective == "reduce_scatter" else 1)
+    random = torch.Generator(device).manual_seed(1_000_003 * rank + round(1e6 * case.sparsity) + n)
+    x = torch.empty(n, dtype=DTYPES[case.dtype], device=device)
+    high = 2 if case.op == "prod" else 4
+    for part in x.split(_CHUNK):
+        part.copy_(torch.randint(1, high, (part.numel(),), generator=random, device=device, dtype=torch.int8))
+        part.mul_(torch.rand(part.numel(), generator=random, device=device) >= case.sparsity)
+    return x
+
+
+def expected_output(case: Case, rank: int, world: int, device: torch.device) -> torch.Tensor:
+    """What rank `rank` must get, computed without any of the systems."""
+    if case.collective == "all_gather":
+        return torch.cat([input_of(case, r, world, device) for r in range(world)])
+    if case.collective == "broadcast":
+        return input_of(case, ROOT, world, device)
+    n = case.block_elems(world)
+    block = slice(rank * n, (rank + 1) * n) if case.collective == "reduce_scatter" else slice(None)
+    total = input_of(case, 0, world, device)[block].clone()
+    for r in range(1, world):
+        other = input_of(case, r, world, device)[block]
+        if case.op == "prod":
+            total.mul_(other)
+        elif case.op in ("min", "max"):
+            total = torch.minimum(total, other) if case.op == "min" else torch.maximum(total, other)
+        else:
+            total.add_(other)
+    return total
+
+
+def poison(x: torch.Tensor) -> None:
+    """Bits that no answer has, so that a forgotten element shows."""
+    x.view(torch.uint8).fill_(_POISON)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Number of elements with equal bits."""
+    bits = _BITS[a.element_size()]
+    return int((a.view(bits) == b.view(bits)).sum())
+
+
+def starter(case: Case, group: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
+    """One call of the case's collective. All-reduce and broadcast work on `target` alone."""
+    op = _OPS.get(case.op)
+    if case.collective == "all_gather":
+        # torch 2.13 renamed these two and warns of the old names.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(target, source, group=group)
+    if case.collective == "reduce_scatter":
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return lambda: scatter(target, source, op, group=group)
+    if case.collective == "all_reduce":
+        return lambda: dist.all_reduce(target, op, group=group)
+    return lambda: dist.broadcast(target, ROOT, group=group)
+
+
+# ---- time ----
+
+
+class CudaClock:
+    """Time between two places of the current stream."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return 1e-3 * start.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def let_host_run_ahead(self) -> None:
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+
+    @contextlib.contextmanager
+    def captured(self, call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """The call as a CUDA graph: gives its replay."""
+        call()  # what is made on first use must not be captured
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: threads of NCCL and spccl that look at events are not part of it.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        yield graph.replay
+        self.synchronize()
+        graph.reset()
+
+
+class HostClock:
+    """The same where a call has ended when it returns."""
+
+    device = torch.device("cpu")
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def synchronize(self) -> None:
+        pass
+
+    def let_host_run_ahead(self) -> None:
+        pass
+
+    def captured(self, call: Callable[[], Any]) -> contextlib.AbstractContextManager[Callable[[], Any]]:
+        raise ValueError("graphs are for GPUs")
+
+
+def make_clock(device: str) -> CudaClock | HostClock:
+    return CudaClock() if device == "cuda" else HostClock()
+
+
+# ---- groups and memory ----
+
+
+def take_device(device: str, ordinal: int) -> torch.device:
+    """Make GPU `ordinal` this process's; `device` "cpu" is there for tests."""
+    if device != "cuda":
+        return torch.device(device)
+    found = torch.cuda.device_count()
+    if ordinal >= found:
+        raise RuntimeError(f"rank {ordinal} wants GPU {ordinal}, but torch {torch.__version__} sees {found}")
+    torch.cuda.set_device(ordinal)
+    return torch.device("cuda", ordinal)
+
+
+def buffers(device: torch.device, source_bytes: int, target_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two arrays of bytes; 0 in the source."""
+    return (
+        torch.zeros(source_bytes, dtype=torch.uint8, device=device),
+        torch.zeros(target_bytes, dtype=torch.uint8, device=device),
+    )
+
+
+def spccl_group(max_ctas: int, timeout: datetime.timedelta) -> Any:
+    """A group of spccl over all ranks."""
+    from .. import backend
+
+    backend.register()
+    return dist.new_group(backend="spccl", timeout=timeout, pg_options=backend.Options(max_ctas=max_ctas))
+
+
+def counters(group: Any, device: str) -> Callable[[], list[float]]:
+    """Reads [bytes on the wire, frames by format] of a group of spccl. On GPUs it insists that spccl's own kernels
+    do the work: a fallback would be NCCL measured against itself."""
+    from .. import backend
+
+    def read() -> list[float]:
+        if device != "cuda":
+            s = backend.stats(group)
+            return [float(s.wire_bytes_sent), *(float(s.frames_sent[name]) for name in FORMATS)]
+        c = backend.cuda_stats(group)
+        if c.path != "engine":
+            raise RuntimeError(f"spccl does not move CUDA tensors here, {c.path} does: {c.why}")
+        return [float(c.wire_bytes_sent), *(float(c.frames_sent[name]) for name in FORMATS)]
+
+    return read
+
+
+class Symmetric:
+    """An NCCL group with its memory in registered symmetric windows."""
+
+    def __init__(self, group: Any, nccl: Any, pool: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.group, self.source, self.target = group, source, target
+        self._nccl, self._pool = nccl, pool
+
+    def close(self) -> None:
+        """All ranks: before the group ends."""
+        torch.cuda.synchronize()
+        self._nccl.deregister_mem_pool(self._pool)
+
+
+def symmetric_group(
+    timeout: datetime.timedelta, source_bytes: int, target_bytes: int
+) -> tuple[Symmetric | None, str]:
+    """A new NCCL group with windows for two buffers, or (None, why not). All ranks get the same kind of answer."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    group = dist.new_group(backend="nccl", timeout=timeout)
+    token = torch.zeros(1, device=device)
+    dist.all_reduce(token, group=group)  # windows want a communicator that is connected
+    made, why = None, ""
+    nccl = group._get_backend(device)
+    if _everybody(hasattr(nccl, "register_mem_pool") and hasattr(torch.cuda, "MemPool")):
+        try:
+            pool = torch.cuda.MemPool(nccl.mem_allocator)
+            with torch.cuda.use_mem_pool(pool, device=device):
+                source, target = buffers(device, source_bytes, target_bytes)
+            nccl.register_mem_pool(pool, symm=True)
+            made = Symmetric(group, nccl, pool, source, target)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        why = f"torch {torch.__version__} cannot register memory pools with NCCL"
+    if not _everybody(made is not None):
+        return None, why or "another rank could not register its windows"
+    return made, ""
+
+
+def _everybody(yes: bool) -> bool:
+    """Is it so on all ranks?"""
+    vote = torch.tensor([float(yes)])
+    dist.all_reduce(vote, dist.ReduceOp.MIN)  # the world group takes CPU tensors by Gloo
+    return bool(vote.item())
+
+
+# ---- facts ----
+
+
+def _driver() -> str:
+    """The driver's version, as its kernel module says it."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return "unknown"
+    return next((word for word in line.split() if word[:1].isdigit() and "." in word), "unknown")
+
+
+def facts(device: torch.device, world: int, rates: Rates | None) -> dict[str, str]:
+    """What a reader of the numbers must know of these GPUs and of what was measured beside them."""
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "SPCCL_", "TORCH_"))]
+    found = {"settings": " ".join(settings) or "none"}
+    if device.type != "cuda" or rates is None:
+        return found
+    p = torch.cuda.get_device_properties(device)
+    return found | {
+        "gpu": f"{world} x {p.name}, {p.multi_processor_count} multiprocessors, {p.total_memory / 2**30:.0f} GiB",
+        "driver": _driver(),
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "hbm_read_gbs": f"{rates.read_gbs:.0f}",
+        "hbm_write_gbs": f"{rates.write_gbs:.0f}",
+        "hbm_copy_gbs": f"{rates.copy_gbs:.0f}",
+        "link_gbs": f"{LINK_GBS:.0f}",
+    }
+
+
+def stream_seconds(call: Callable[[], Any], iters: int = 20, before: Callable[[], Any] | None = None) -> list[float]:
+    """Seconds of each of `iters` calls on the current stream, after three untimed ones; `before` is not timed."""
+    clock = CudaClock()
+    marks = []
+    for _ in range(iters + 3):
+        if before is not None:
+            before()
+        clock.let_host_run_ahead()
+        start = clock.mark()
+        call()
+        marks.append((start, clock.mark()))
+    clock.synchronize()
+    return [clock.seconds(*pair) for pair in marks[3:]]
+
+
+def rates(device: torch.device, n_bytes: int = 2 << 30) -> Rates:
+    """The best that torch's own kernels reach on arrays far larger than the cache, medians: sum and max read, fill
+    and memset write, a copy does both."""
+    x = torch.zeros(n_bytes // 4, device=device)
+    y = torch.empty_like(x)
+
+    def best(*calls: Callable[[], Any]) -> float:
+        return n_bytes / min(sorted(stream_seconds(call))[10] for call in calls) / 1e9
+
+    return Rates(
+        read_gbs=best(lambda: x.sum(), lambda: x.amax(), lambda: x.view(torch.int32).amax()),
+        write_gbs=best(lambda: y.zero_(), lambda: y.fill_(1.5)),
+        copy_gbs=2 * best(lambda: y.copy_(x)),
+    )
