@@ -1,9 +1,11 @@
 """Checks that each header compiles alone, included twice, with warnings as errors: ours as C11, those that
-outsiders include also as C++, at the oldest standards we promise."""
+outsiders include also as C++, at the oldest standards we promise, those for GPUs by nvcc where it is found."""
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +25,10 @@ ISA_FLAGS = {
     "avx2": ("-O2", "-march=x86-64-v3"),
     "avx512": ("-O2", "-march=x86-64-v4", "-mavx512vbmi", "-mavx512vbmi2"),
 }
+NVCC_FLAGS = (
+    *("-x", "cu", "-std=c++17", "-arch=sm_90", "-cubin", "-o", os.devnull),
+    *("-Werror=all-warnings", "-diag-suppress=177"),  # 177: the unused static function
+)
 # Includes headers of a toolkit that need not be here; the CUDA build compiles it.
 FOREIGN = {"cuda_check.h", "device_cuda.h"}
 # Written in terms of another header, which the including file picks.
@@ -43,9 +49,17 @@ def jobs() -> list[tuple[Path, list[str]]]:
                 continue
             prelude = ("-include", str(header.with_name(first))) if first else ()
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
+    nvcc = find_nvcc()
+    if nvcc:
+        found += [(h, [nvcc, *NVCC_FLAGS]) for h in sorted((ROOT / "csrc/kernels").glob("*.cuh"))]
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
     found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").glob("*.h"))]
     return found
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler on PATH or in its usual place."""
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def compile_alone(job: tuple[Path, list[str]]) -> str | None:
@@ -60,6 +74,8 @@ def main() -> int:
     work = jobs()
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(compile_alone, work) if text]
+    if not find_nvcc():
+        print("check_headers: no nvcc: *.cuh not looked at")
     print("\n".join([*faults, f"check_headers: {len(work)} compilations, {len(faults)} faults"]))
     return 1 if faults else 0
 
