@@ -1,10 +1,14 @@
 """Checks an installed spccl: its files and tags, that nothing of it wants torch, and that it works.
 
-Run it with the Python of an environment that got `pip install .` and numpy, and has no torch."""
+Run it with the Python of an environment that got `pip install .` and numpy, and has no torch.
+`--cuda in` or `--cuda absent` says whether the library must have been built with CUDA."""
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -49,10 +53,29 @@ def check_metadata() -> None:
     assert len(hooks) == 1
     (hook,) = hooks
     hook.load()()  # never raises, torch or not
-    command = ["readelf", "-d", spccl._ext.__file__]
-    dynamic = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    needed = needed_by(Path(spccl._ext.__file__))
     assert "libspccl.so" in needed and not any("python" in n or "torch" in n for n in needed), needed
+
+
+def needed_by(library: Path) -> list[str]:
+    """The shared libraries that must be there before `library` loads."""
+    dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+
+
+def check_cuda(wanted: str) -> None:
+    """One file for machines with and without a GPU: nothing of CUDA's must be there for it to load."""
+    library = Path(spccl.__file__).parent / "libspccl.so"
+    of_cuda = [n for n in needed_by(library) if re.match(r"lib(cu|nv)", n)]
+    assert not of_cuda, f"{library.name} does not load without {of_cuda}"
+    words = [str(SCRIPTS / "spccl"), "info", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    (entry,) = (e for e in json.loads(done.stdout) if (e["kind"], e["name"]) == ("part", "cuda"))
+    assert entry["value"] == wanted, f"wanted cuda {wanted}: {entry}"
+    n_gpus = ctypes.CDLL(str(library)).spccl_cuda_device_count()
+    if wanted == "absent" or not Path("/dev/nvidiactl").exists():
+        assert n_gpus == 0, f"{n_gpus} GPUs, where none can be used"
+    print(f"     cuda {entry['value']}: {entry['why']}; {n_gpus} GPUs")
 
 
 def check_codec() -> None:
@@ -87,10 +110,15 @@ def main() -> int:
     assert importlib.util.find_spec("torch") is None, "this environment has torch: it proves nothing"
     place = Path(spccl.__file__).resolve()
     assert ROOT / "python" not in place.parents, f"{place} is the source tree, not the installed package"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cuda", choices=["in", "absent"], required=True)
+    cuda = parser.parse_args().cuda
     for check in (check_files, check_metadata, check_codec, check_commands):
         check()
         print(f"ok   {check.__name__}")
-    print("check_package: 4 passed, 0 failed")
+    check_cuda(cuda)
+    print("ok   check_cuda")
+    print("check_package: 5 passed, 0 failed")
     return 0
 
 

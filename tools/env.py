@@ -154,6 +154,23 @@ def must_run(what: str, cmd: Sequence[object], log: str, **kwargs: object) -> li
 # ---- tools of the machine --------------------------------------------------------------------------------
 
 
+def has_gpu() -> bool:
+    """Is there an NVIDIA driver with a GPU? (Its device files, so that nothing of it need be installed.)"""
+    return Path("/dev/nvidiactl").exists() and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler where csrc/kernels/cuda.cmake looks for it."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    places = [os.environ.get("CUDACXX"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((place for place in places if place and shutil.which(place)), None)
+
+
+def cuda_here() -> str:
+    """SPCCL_CUDA for builds that are for this machine alone: without a GPU nothing of it could run."""
+    return "AUTO" if has_gpu() else "OFF"
+
+
 def apt_prefix() -> list[str] | None:
     """How to call apt-get here, or None: only as root, or with a sudo that asks nothing."""
     if os.environ.get("NO_APT") or not shutil.which("apt-get"):
@@ -259,14 +276,15 @@ def ensure_spccl() -> None:
     The build folder is kept, so a change recompiles what it touches and no more.
     """
     venv_key = ensure_venv()
-    key = digest(venv_key, *files_under(PACKAGE_SOURCES))
+    key = digest(venv_key, cuda_here(), *files_under(PACKAGE_SOURCES))
     stamp = VENV / ".stamp-spccl"
     if is_stamped(stamp, key):
         return
     stamp.unlink(missing_ok=True)
     say("set-up: building spccl into .venv")
     start = time.monotonic()
-    options = [f"build-dir={BUILD / 'wheel'}", "cmake.define.SPCCL_PREBUILD_TORCH=ON"]
+    defines = ["cmake.define.SPCCL_PREBUILD_TORCH=ON", f"cmake.define.SPCCL_CUDA={cuda_here()}"]
+    options = [f"build-dir={BUILD / 'wheel'}", *defines]
     settings = [f"--config-settings={option}" for option in options]
     flags = ["-v", "--no-build-isolation", "--no-deps", "--force-reinstall"]
     env = child_env(CMAKE_BUILD_PARALLEL_LEVEL=str(os.cpu_count() or 1))

@@ -18,9 +18,11 @@ from env import (
     EnvError,
     apt_install,
     child_env,
+    cuda_here,
     digest,
     ensure_spccl,
     files_under,
+    find_nvcc,
     is_stamped,
     make_venv,
     must_run,
@@ -33,10 +35,10 @@ from stages import Skip, Stage
 PYTHON = VENV / "bin/python"
 JOBS = str(os.cpu_count() or 1)
 
-# name -> (compiler, CMake options)
+# name -> (compiler, CMake options). CUDA is compiled once, by the package stage, and by "gcc" where a GPU can run it.
 C_BUILDS = {
-    "gcc": ("gcc", []),
-    "clang": ("clang", []),
+    "gcc": ("gcc", [f"-DSPCCL_CUDA={cuda_here()}"]),
+    "clang": ("clang", ["-DSPCCL_CUDA=OFF"]),
     "asan": ("gcc", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_SANITIZE=address+undefined"]),
     "tsan": ("gcc", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_SANITIZE=thread"]),
     "fuzz": ("clang", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_FUZZ=ON", "-DSPCCL_BUILD_TESTS=OFF"]),
@@ -204,10 +206,11 @@ def run_fuzz(seconds: int) -> None:
 
 
 def package() -> str:
-    """`pip install .` as a stranger would: isolated build, no torch, then use it."""
+    """`pip install .` as a stranger would: isolated build, no torch, with CUDA if nvcc is found; then use it."""
     folder = BUILD / "clean-venv"
     python = folder / "bin/python"
-    key = digest(sys.version, str(folder), *files_under(PACKAGE_SOURCES))
+    nvcc = find_nvcc()
+    key = digest(sys.version, str(folder), nvcc, *files_under(PACKAGE_SOURCES))
     stamp = BUILD / "stamp-package"
     if not is_stamped(stamp, key) or not python.exists():
         stamp.unlink(missing_ok=True)
@@ -216,8 +219,10 @@ def package() -> str:
         env = child_env(PATH=os.environ.get("PATH", os.defpath), VIRTUAL_ENV=str(folder))
         must_run("pip install .", [python, "-m", "pip", "install", ROOT, "numpy"], "package", env=env)
         write_stamp(stamp, key)
-    must_run("check_package", [python, ROOT / "tests/check_package.py"], "package", show=True)
-    return "pip install . without torch, then encode, decode and the command line"
+    wanted = "in" if nvcc else "absent"
+    must_run("check_package", [python, ROOT / "tests/check_package.py", "--cuda", wanted], "package", show=True)
+    cuda = f"with CUDA ({nvcc})" if nvcc else "no nvcc: without CUDA"
+    return f"pip install . without torch, {cuda}; then encode, decode and the command line"
 
 
 def python_tests() -> str:
