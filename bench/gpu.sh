@@ -110,7 +110,7 @@ run_soak() {
 }
 
 run_figure() {
-    "$python" -m spccl plot "$out/bench.csv" --figure gpu -o "$out/gpu-speedup.png"
+    "$python" -m spccl plot "$out/bench.csv" -o "$out/gpu-speedup.png"
 }
 
 # ---- running them ----

@@ -426,12 +426,21 @@ def _bench_plan(o: dict[str, Any]) -> Any:
     help="Figure: .png, .svg or .pdf.",
 )
 def plot_command(sources: tuple[Path, ...], output: Path) -> None:
-    """Draw the speed-up over sparsity of each collective, from files of `spccl bench --csv`."""
+    """Draw the speed-up over sparsity of each collective, from files of `spccl bench --csv`.
+
+    A file of `spccl bench --device cuda` stands alone: 512 MiB of float32, with the machine's roofline and the
+    figures of the paper that the formats come from.
+    """
     _need("numpy", "spccl plot", "pip install numpy")
-    from .plot import speedup_over_sparsity
+    from .plot import gpu_speedup_with_roofline, is_gpu_result, speedup_over_sparsity
 
     try:
-        n_points = speedup_over_sparsity(sources, output)
+        if not any(is_gpu_result(source) for source in sources):
+            n_points = speedup_over_sparsity(sources, output)
+        elif len(sources) == 1:
+            n_points = gpu_speedup_with_roofline(sources[0], output)
+        else:
+            raise ValueError(f"{len(sources)} files, wanted one alone where results on GPUs are drawn")
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise _Fail(str(error)) from error
     click.echo(f"{n_points} points drawn in {output}")

@@ -8,6 +8,11 @@ from typing import Any
 
 from .bench.report import read_csv
 
+# Hough et al. (SpCCL), at 99% zeros, over dense NCCL: "up to", on A100 over Slingshot 11.
+PAPER = {"all_gather": 5.25, "reduce_scatter": 2.5, "all_reduce": 2.66}
+PAPER_SPARSITY = 0.99
+MIB = 1 << 20
+
 
 def _figure_module() -> Any:
     try:
@@ -81,3 +86,97 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
     figure.savefig(output, dpi=150)
     plt.close(figure)
     return n_points
+
+
+def is_gpu_result(source: Path) -> bool:
+    """Was the file written by `spccl bench --device cuda`?  Raises: ValueError if it is no result."""
+    rows, _ = read_csv(source)
+    return any(row.get("device") == "cuda" for row in rows)
+
+
+def gpu_points(
+    rows: Sequence[dict[str, str]], size_bytes: int, dtype: str
+) -> dict[str, dict[float, tuple[float, float, float, float]]]:
+    """{collective: {sparsity: (ratio, its p10, its p90, roofline)}} of the rows of that size and dtype that used the
+    whole GPU. The roofline is the peer's time over the row's floor: memory and links at their rates.
+
+    Raises: ValueError if there are none; the text says what there is.
+    """
+    found: dict[str, dict[float, tuple[float, float, float, float]]] = {}
+    there = set()
+    for row in rows:
+        size = int(row["size_bytes"])
+        there.add(f"{size / MIB:g} MiB {row['dtype']}")
+        # Sizes are rounded down to whole elements per rank.
+        close = size_bytes - 4096 < size <= size_bytes
+        if not close or row["dtype"] != dtype or int(row["max_ctas"]) != 0 or not row["ratio"] or not row["floor_us"]:
+            continue
+        roofline = float(row["peer_time_us"]) / float(row["floor_us"])
+        point = (float(row["ratio"]), float(row["ratio_p10"]), float(row["ratio_p90"]), roofline)
+        found.setdefault(row["collective"], {})[float(row["sparsity"])] = point
+    if not found:
+        wanted = f"{size_bytes / MIB:g} MiB {dtype}"
+        raise ValueError(f"no row of {wanted} with a peer's time and a floor; there is {', '.join(sorted(there))}")
+    return found
+
+
+def gpu_speedup_with_roofline(
+    source: Path, output: Path, *, size_bytes: int = 512 * MIB, dtype: str = "float32"
+) -> int:
+    """One panel per collective: time of the better NCCL / time of spccl over the share of zeros, below the roofline of
+    that machine, beside the paper's own figure. The caption names the file, the machine and the command.
+
+    Args: output: its ending picks the kind (.png, .svg, .pdf).
+    Returns: number of points drawn. Raises: ValueError if the file is no result on GPUs or has no such rows.
+    """
+    plt = _figure_module()
+    rows, facts = read_csv(source)
+    try:
+        found = gpu_points([row for row in rows if row.get("device") == "cuda"], size_bytes, dtype)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+    figure, panels = plt.subplots(
+        1, len(found), figsize=(4.6 * len(found), 4.6), squeeze=False, sharey=True, layout="constrained"
+    )
+    for panel, (collective, points) in zip(panels[0], found.items(), strict=True):
+        _gpu_panel(panel, collective, points)
+    panels[0][0].set_ylabel("speed-up over NCCL (the better of default and symmetric), same run")
+    world = rows[0]["ranks"]
+    figure.suptitle(f"{size_bytes / MIB:g} MiB {dtype}, {world} GPUs")
+    rates = ", ".join(f"{name} {facts[key]}" for name, key in _RATES if key in facts)
+    versions = ", ".join(f"{name} {facts.get(name, '?')}" for name in ("driver", "cuda", "nccl", "torch", "commit"))
+    figure.supxlabel(
+        f"{source.name}: {facts.get('gpu', '?')}, {versions}\n"
+        f"{facts.get('command', '?')}\nroofline: NCCL's time / max(bytes of memory / rate, bytes on the wire / rate); "
+        f"GB/s: {rates or '?'}. Paper: Hough et al. (SpCCL), best figure at 99%, A100 and Slingshot 11",
+        fontsize="x-small",
+    )
+    figure.savefig(output, dpi=150)
+    plt.close(figure)
+    return sum(len(points) for points in found.values())
+
+
+_RATES = (("read", "hbm_read_gbs"), ("write", "hbm_write_gbs"), ("link", "link_gbs"))
+
+
+def _gpu_panel(panel: Any, collective: str, points: dict[float, tuple[float, float, float, float]]) -> None:
+    zeros = sorted(points)
+    places = range(len(zeros))
+    ratio, low, high, roofline = zip(*(points[zero] for zero in zeros), strict=True)
+    spread = [
+        [max(0.0, r - edge) for r, edge in zip(ratio, low, strict=True)],
+        [max(0.0, edge - r) for r, edge in zip(ratio, high, strict=True)],
+    ]
+    panel.plot(places, roofline, color="grey", linestyle="--", marker=".", label="roofline of this machine")
+    panel.errorbar(places, ratio, yerr=spread, marker="o", capsize=3, label="spccl, p10 to p90")
+    if PAPER_SPARSITY in zeros and collective in PAPER:
+        panel.plot(
+            zeros.index(PAPER_SPARSITY), PAPER[collective], "*", color="black", markersize=11, label="the paper, up to"
+        )
+    panel.axhline(1.0, color="grey", linewidth=1)
+    panel.set_yscale("log", base=2)
+    panel.yaxis.set_major_formatter("{x:g}×")
+    panel.set_xticks(places, [f"{100 * zero:g}%" for zero in zeros])
+    panel.set_title(collective)
+    panel.set_xlabel("zeros in the input")
+    panel.legend(fontsize="x-small")
