@@ -284,6 +284,13 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 
 @main.command("bench")
 @click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: a rank per GPU, beside NCCL; without options that choose cases, all of docs/PERFORMANCE.md.",
+)
+@click.option(
     "--collective",
     "collectives",
     type=_List(click.Choice(_COLLECTIVES), "LIST"),
@@ -313,14 +320,19 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     default=(0.99, 0.9, 0.5, 0.0),
     help="Comma list of shares of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
 )
-@click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 64),
+    default=2,
+    help="Processes to start.  [default: 2; on GPUs one for each]",
+)
 @click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
 @click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Iterations before.")
 @click.option(
     "--peer",
-    type=click.Choice(["gloo", "none"]),
-    help="Dense peer, timed in turns with spccl.  [default: gloo if torch is installed]",
+    type=click.Choice(["gloo", "nccl", "none"]),
+    help="Dense peer, timed in turns with spccl.  [default: gloo if torch is installed; on GPUs nccl]",
 )
 @click.option(
     "--via",
@@ -329,7 +341,29 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     show_default=True,
     help="spccl through torch.distributed, or through its own Communicator.",
 )
+@click.option(
+    "--max-ctas",
+    type=_List(click.IntRange(0, 1 << 16), "LIST"),
+    default=(0,),
+    help="GPUs: comma list of most thread blocks of spccl, 0 = all.  [default: 0]",
+)
+@click.option("--graph", is_flag=True, help="GPUs: time replays of a captured CUDA graph.")
+@click.option("--out-of-place", is_flag=True, help="GPUs: all_gather from a buffer beside its output.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="GPUs: budget of the measuring: fewer iterations (at least 5), then cases left out.  [default: none]",
+)
+@click.option(
+    "--codec/--no-codec", default=None, help="GPUs: measure encode and decode.  [default: with the whole table]"
+)
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows here.")
+@click.option(
+    "--codec-csv",
+    "codec_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="GPUs: write the rows of encode and decode here.",
+)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows here.")
 @click.option(
     "--timeout",
@@ -338,15 +372,36 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     show_default=True,
     help="Seconds for everything.",
 )
-def bench_command(csv_file: Path | None, json_file: Path | None, **options: Any) -> None:
+@click.pass_context
+def bench_command(
+    ctx: click.Context, csv_file: Path | None, codec_file: Path | None, json_file: Path | None, **options: Any
+) -> None:
     """Time the collectives beside a dense peer in the same run; table and columns as in nccl-tests.
 
     Starts its own ranks on this machine, unless torchrun started it. Answers are checked before timing. A
     size is what nccl-tests calls it: output of all_gather, input of reduce_scatter, in bytes per rank. Time
     is the slowest rank's, median over iterations; `wire` is what one rank sent per call; ratio = peer's
-    time / ours.
+    time / ours. On GPUs the peer is NCCL, with its defaults or registered symmetric windows, the better of
+    the two in each case; time is between events on the stream.
     """
     _need("numpy", "spccl bench", "pip install numpy")
+    unset = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) not in unset}
+    if codec_file is not None:
+        given["codec_csv"] = codec_file
+    if options["device"] == "cuda":
+        _need("torch", "spccl bench --device cuda", "pip install 'spccl[torch]'")
+        from .bench import gpu_cli
+
+        if codec_file is not None:
+            given.setdefault("codec", True)
+        gpu_cli.bench(given, options, {"csv": csv_file, "codec_csv": codec_file, "json": json_file})
+        return
+    for name in ("max_ctas", "graph", "out_of_place", "seconds", "codec", "codec_csv"):
+        if name in given:
+            raise click.BadParameter("is for --device cuda", param_hint="--" + name.replace("_", "-"))
+    if options["peer"] == "nccl":
+        raise click.BadParameter("NCCL is the peer of --device cuda; here: gloo, none", param_hint="--peer")
     plan = _bench_plan(options)
     from .bench import report, runner
     from .bench.launch import RanksFailed

@@ -40,9 +40,11 @@ class GpuPlan:
     seconds: budget of the timing, without start-up; then rows are left out, never cut short. None: no limit.
     place: "in" = the all-gather's input is a part of its output.
     host_calls: calls that the host cost is measured over; 0 = not measured.
+    codec: arrays that rank 0's GPU encodes and decodes, before the collectives.
     """
 
     cases: tuple[Case, ...]
+    codec: tuple[Case, ...] = ()
     device: str = "cuda"
     with_peers: bool = True
     iters: int = 20
@@ -142,10 +144,10 @@ class Bench:
         dist.all_gather(every, mine, group=self._control)
         return torch.stack(every).numpy()
 
-    def line_up(self) -> None:
+    def line_up(self, n_calls: int) -> None:
         import torch.distributed as dist
 
-        self.clock.let_host_run_ahead()
+        self.clock.let_host_run_ahead(n_calls)
         dist.all_reduce(self._token, group=self._align)
 
     # ---- one case ----
@@ -197,7 +199,7 @@ class Bench:
             trial = trials[s]
             for target in trial.targets:
                 trial.reset(target)
-            self.line_up()
+            self.line_up(len(trial.calls))
             start = self.clock.mark()
             for call in trial.calls:
                 call()
@@ -259,7 +261,9 @@ def _buffer_bytes(plan: GpuPlan, world: int) -> tuple[int, int]:
     return -(-source // 512) * 512, -(-target // 512) * 512
 
 
-def _run_cases(rank: int, world: int, ordinal: int, plan: GpuPlan, store: Any, send: Callable[[Any], None]) -> list[GpuRow]:
+def _run_cases(
+    rank: int, world: int, ordinal: int, plan: GpuPlan, store: Any, send: Callable[[Any], None]
+) -> list[GpuRow]:
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=plan.timeout_s)
@@ -279,10 +283,12 @@ def _run_cases(rank: int, world: int, ordinal: int, plan: GpuPlan, store: Any, s
             symm, why = _symmetric(stack, plan, timeout, source.numel(), target.numel())
             peers += symm
             facts["peers"] = "nccl, nccl_symm" if symm else f"nccl; nccl_symm skipped: {why}"
+        bench = Bench(rank, world, plan, dist.new_group(backend="gloo", timeout=timeout), align)
         rates = gpu_torch.rates(device) if plan.device == "cuda" else None
         send(("facts", facts | gpu_torch.facts(device, world, rates)))
+        if plan.codec and rank == 0:
+            _measure_codec(plan, rates, send)
         groups: dict[int, Any] = {}
-        bench = Bench(rank, world, plan, dist.new_group(backend="gloo", timeout=timeout), align)
         for i, case in enumerate(plan.cases):
             if case.max_ctas not in groups:
                 groups[case.max_ctas] = gpu_torch.spccl_group(case.max_ctas, timeout)
@@ -299,6 +305,14 @@ def _run_cases(rank: int, world: int, ordinal: int, plan: GpuPlan, store: Any, s
     dist.destroy_process_group()
     send(("left out", left_out))
     return rows
+
+
+def _measure_codec(plan: GpuPlan, rates: Rates | None, send: Callable[[Any], None]) -> None:
+    from . import gpu_codec
+
+    if rates is None:
+        raise ValueError("the codec is measured on GPUs")
+    gpu_codec.measure(rates, plan.codec, plan.iters, lambda row: send(("codec", row)))
 
 
 def _row(case: Case, measured: Measured, world: int, plan: GpuPlan, rates: Rates | None) -> GpuRow:
@@ -355,7 +369,8 @@ def run_gpus_here(plan: GpuPlan, on_message: Callable[[Any], None]) -> list[GpuR
 def run_gpus(plan: GpuPlan, world: int, *, deadline_s: float, on_message: Callable[[Any], None]) -> list[GpuRow]:
     """Run over `world` new processes, one per GPU.
 
-    on_message: gets ("facts", dict) once, ("row", GpuRow) for each case, ("left out", [Case]) at the end.
+    on_message: gets ("facts", dict) once, ("codec", CodecRow) and ("row", GpuRow) for each case,
+        ("left out", [Case]) at the end.
     Raises: RanksFailed (launch.py).
     """
     with tempfile.TemporaryDirectory(prefix="spccl-bench-") as folder:

@@ -39,7 +39,7 @@ _OPS = {
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 26  # elements made at a time
-_HEAD_START_CYCLES = 400_000  # about 0.2 ms of a GPU: a few calls are enqueued meanwhile
+_HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # of a GPU's clock, 2 GHz: longer than enqueueing takes
 _POISON = 0xA5
 
 
@@ -125,8 +125,8 @@ class CudaClock:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def let_host_run_ahead(self) -> None:
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+    def let_host_run_ahead(self, n_calls: int = 1) -> None:
+        torch.cuda._sleep(_HEAD_START_CYCLES + n_calls * _CALL_CYCLES)
 
     @contextlib.contextmanager
     def captured(self, call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
@@ -156,7 +156,7 @@ class HostClock:
     def synchronize(self) -> None:
         pass
 
-    def let_host_run_ahead(self) -> None:
+    def let_host_run_ahead(self, n_calls: int = 1) -> None:
         pass
 
     def captured(self, call: Callable[[], Any]) -> contextlib.AbstractContextManager[Callable[[], Any]]:

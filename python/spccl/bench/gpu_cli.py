@@ -1,0 +1,148 @@
+"""The command `spccl bench --device cuda`: options to a plan, results to files and the terminal. Needs torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from .. import errors
+from . import cases, gpu, gpu_codec, gpu_report, report
+from .launch import RanksFailed
+from .runner import under_torchrun
+
+_CPU_ONLY = ("transport", "via")
+_CHOOSES_CASES = ("collectives", "sizes", "smallest", "largest", "factor", "dtypes", "op", "sparsities", "max_ctas")
+_SIZE = 512 << 20
+_CODEC_DTYPES, _CODEC_SPARSITIES = ("float32", "bfloat16"), (0.999, 0.99, 0.9, 0.5, 0.0)
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What rank 0 told, as it came."""
+
+    facts: dict[str, str]
+    rows: list[gpu_report.GpuRow] = dataclasses.field(default_factory=list)
+    codec: list[gpu_report.CodecRow] = dataclasses.field(default_factory=list)
+    left_out: list[cases.Case] = dataclasses.field(default_factory=list)
+
+    def take(self, message: tuple[str, Any]) -> None:
+        kind, value = message
+        if kind == "facts":
+            self.facts |= value
+            for key, text in self.facts.items():
+                click.echo(f"# {key}: {text}")
+            click.echo(gpu_report.gpu_table_head())
+        elif kind == "row":
+            self.rows.append(value)
+            click.echo(gpu_report.gpu_table_line(value))
+        elif kind == "codec":
+            self.codec.append(value)
+            click.echo(gpu_report.codec_line(value))
+        else:
+            self.left_out += value
+
+
+def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path | None]) -> None:
+    """Run it. given: the options that stand on the command line; options: all; files: csv, codec_csv, json.
+
+    Raises: click.ClickException.
+    """
+    plan = plan_of(given, options)
+    heard = _Heard(report.machine() | {"command": "spccl " + " ".join(sys.argv[1:])})
+    failure = None
+    try:
+        if under_torchrun():
+            gpu.run_gpus_here(plan, heard.take)
+            if os.environ["RANK"] != "0":
+                return
+        else:
+            gpu.run_gpus(plan, n_ranks(given), deadline_s=options["timeout"], on_message=heard.take)
+    except (RanksFailed, errors.Error) as error:
+        failure = str(error)
+        heard.facts["failed"] = failure.replace("\n", "; ")
+    if heard.rows or heard.codec or failure is None:  # what was measured before a failure is kept
+        _write_files(heard, files)
+        click.echo(gpu_report.summary(heard.rows, heard.codec, heard.left_out))
+    if failure is not None:
+        raise click.ClickException(f"spccl bench failed:\n{failure}")
+    wrong = sum(r.wrong + (r.peer_wrong or 0) for r in heard.rows) + sum(c.wrong for c in heard.codec)
+    if wrong:
+        raise click.ClickException(f"{wrong} element(s) were wrong")
+    if heard.left_out:
+        raise click.ClickException(f"{len(heard.left_out)} case(s) were not measured: --seconds were over")
+
+
+def _write_files(heard: _Heard, files: dict[str, Path | None]) -> None:
+    texts = {
+        "csv": lambda: report.to_csv(heard.rows, heard.facts),
+        "codec_csv": lambda: report.to_csv(heard.codec, heard.facts),
+        "json": lambda: report.to_json([*heard.rows, *heard.codec], heard.facts),
+    }
+    for name, text in texts.items():
+        path = files[name]
+        if path is not None:
+            path.write_text(text())
+            click.echo(f"# written: {path}")
+
+
+def n_ranks(given: dict[str, Any]) -> int:
+    """Processes to start: what was asked for, else one per GPU. Raises: ClickException without so many GPUs."""
+    found = torch.cuda.device_count()
+    wanted = given.get("ranks", max(found, 1))
+    if found < wanted:
+        raise click.ClickException(
+            f"spccl bench --device cuda: {wanted} GPU(s) wanted, torch {torch.__version__} sees {found}"
+            + ("" if torch.version.cuda else "; this torch was built without CUDA")
+        )
+    return wanted
+
+
+def plan_of(given: dict[str, Any], options: dict[str, Any]) -> gpu.GpuPlan:
+    """The plan; what does not fit `--device cuda` is refused. Without options that choose cases: the table of
+    docs/PERFORMANCE.md with its targets, and the codec."""
+    for name in _CPU_ONLY:
+        if name in given:
+            raise click.BadParameter("is for --device cpu", param_hint=f"--{name}")
+    if given.get("peer") == "gloo":
+        raise click.BadParameter("Gloo is the peer of --device cpu; here: nccl, none", param_hint="--peer")
+    if options["op"] == "avg":
+        raise click.BadParameter("avg is rounded differently by the peer: take sum", param_hint="--op")
+    whole_table = not set(_CHOOSES_CASES) & set(given)
+    chosen = tuple(cases.gpu_targets()) if whole_table else _chosen(given, options)
+    with_codec = given.get("codec", whole_table)
+    return gpu.GpuPlan(
+        cases=chosen,
+        codec=gpu_codec.codec_cases(_CODEC_DTYPES, _CODEC_SPARSITIES, _SIZE) if with_codec else (),
+        with_peers=options["peer"] != "none",
+        iters=options["iters"],
+        warmup=options["warmup"],
+        seconds=options["seconds"],
+        place="out" if options["out_of_place"] else "in",
+        graph=options["graph"],
+        timeout_s=min(options["timeout"], 120.0),
+    )
+
+
+def _chosen(given: dict[str, Any], options: dict[str, Any]) -> tuple[cases.Case, ...]:
+    sizes: Any = given.get("sizes")
+    if sizes is None and {"smallest", "largest", "factor"} & set(given):
+        try:
+            sizes = cases.sizes(options["smallest"], options["largest"], options["factor"])
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
+    found = cases.cases(
+        options["collectives"],
+        sizes or (_SIZE,),
+        options["dtypes"],
+        options["op"],
+        options["sparsities"],
+        options["max_ctas"],
+    )
+    wanted = {(c.collective, c.size_bytes, c.dtype, c.op, c.sparsity, c.max_ctas): c for c in cases.gpu_targets()}
+    return tuple(wanted.get((c.collective, c.size_bytes, c.dtype, c.op, c.sparsity, c.max_ctas), c) for c in found)
