@@ -140,14 +140,14 @@ def gpu_speedup_with_roofline(
     )
     for panel, (collective, points) in zip(panels[0], found.items(), strict=True):
         _gpu_panel(panel, collective, points)
-    panels[0][0].set_ylabel("speed-up over NCCL (the better of default and symmetric), same run")
+    panels[0][0].set_ylabel("speed-up over NCCL, same run")
     world = rows[0]["ranks"]
     figure.suptitle(f"{size_bytes / MIB:g} MiB {dtype}, {world} GPUs")
     rates = ", ".join(f"{name} {facts[key]}" for name, key in _RATES if key in facts)
     versions = ", ".join(f"{name} {facts.get(name, '?')}" for name in ("driver", "cuda", "nccl", "torch", "commit"))
     figure.supxlabel(
         f"{source.name}: {facts.get('gpu', '?')}, {versions}\n"
-        f"{facts.get('command', '?')}\nroofline: NCCL's time / max(bytes of memory / rate, bytes on the wire / rate); "
+        f"{facts.get('command', '?')}\nNCCL: the better of its defaults and symmetric windows. Roofline: NCCL's time / max(bytes of memory / rate, bytes on the wire / rate); "
         f"GB/s: {rates or '?'}. Paper: Hough et al. (SpCCL), best figure at 99%, A100 and Slingshot 11",
         fontsize="x-small",
     )
