@@ -146,9 +146,9 @@ def gpu_speedup_with_roofline(
     rates = ", ".join(f"{name} {facts[key]}" for name, key in _RATES if key in facts)
     versions = ", ".join(f"{name} {facts.get(name, '?')}" for name in ("driver", "cuda", "nccl", "torch", "commit"))
     figure.supxlabel(
-        f"{source.name}: {facts.get('gpu', '?')}, {versions}\n"
-        f"{facts.get('command', '?')}\nNCCL: the better of its defaults and symmetric windows. Roofline: NCCL's time / max(bytes of memory / rate, bytes on the wire / rate); "
-        f"GB/s: {rates or '?'}. Paper: Hough et al. (SpCCL), best figure at 99%, A100 and Slingshot 11",
+        f"{source.name}: {facts.get('gpu', '?')}, {versions}\n{facts.get('command', '?')}\n"
+        "NCCL: the better of its defaults and symmetric windows. Roofline: NCCL's time / max(memory's time, links' time); "
+        f"GB/s: {rates or '?'}.\nPaper: Hough et al. (SpCCL), its best figures at 99%, A100 and Slingshot 11",
         fontsize="x-small",
     )
     figure.savefig(output, dpi=150)
