@@ -147,7 +147,7 @@ def gpu_speedup_with_roofline(
     versions = ", ".join(f"{name} {facts.get(name, '?')}" for name in ("driver", "cuda", "nccl", "torch", "commit"))
     figure.supxlabel(
         f"{source.name}: {facts.get('gpu', '?')}, {versions}\n{facts.get('command', '?')}\n"
-        "NCCL: the better of its defaults and symmetric windows. Roofline: NCCL's time / max(time of memory, of links); "
+        "NCCL: the better of its defaults and symmetric windows; roofline: NCCL's time / max(time of memory, links); "
         f"GB/s: {rates or '?'}.\nPaper: Hough et al. (SpCCL), its best figures at 99%, A100 and Slingshot 11",
         fontsize="x-small",
     )
