@@ -1,0 +1,223 @@
+/* cuda_test.h - for tests on a GPU: arguments, waits with a deadline, arrays of every kind of sparsity.
+ * A test includes it and calls cuda_test_start first thing in main. */
+#ifndef SP_CUDA_TEST_H
+#define SP_CUDA_TEST_H
+
+#include "../../csrc/spccl.h"
+#include "test.h"
+
+#include <cuda_runtime_api.h>
+#include <stdbool.h>
+#include <time.h>
+#include <unistd.h>
+
+#define N_DTYPES 10
+#define GUARD_BYTES 256u
+#define POISON 0xa5
+
+/* --small: under a sanitizer; --long: soak. SPCCL_TEST_ROUNDS multiplies what is random. */
+static bool is_small, is_long;
+static int n_rounds = 1, n_gpus;
+
+/* A failed CUDA call ends the test: nothing after it means anything. */
+#define CUDA_OK(x)                                                                                           \
+    do {                                                                                                     \
+        cudaError_t e_ = (x);                                                                                \
+        if (e_ != cudaSuccess) {                                                                             \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorName(e_));                \
+            _exit(1);                                                                                        \
+        }                                                                                                    \
+    } while (0)
+
+static inline int64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static inline void sleep_ms(int ms)
+{
+    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000}, NULL);
+}
+
+/* How long the GPU may take for anything here; a sanitizer makes it a hundred times slower. */
+static inline int wait_ms(void)
+{
+    return is_small ? 60000 : 10000;
+}
+
+/* Until the stream is done. A kernel that hangs ends the test: there is no way to go on. */
+static inline void sync_stream(cudaStream_t stream)
+{
+    int64_t until = now_ms() + wait_ms();
+    cudaError_t e;
+    while ((e = cudaStreamQuery(stream)) == cudaErrorNotReady) {
+        if (now_ms() > until) {
+            fprintf(stderr, "the GPU is not done after %d ms: a kernel hangs\n", wait_ms());
+            _exit(1);
+        }
+    }
+    CUDA_OK(e);
+}
+
+/* Take the options out of argv and find the GPUs; exits 77 without one. Sets what must be set before CUDA
+ * starts: ranks that are threads of one process wait for each other's kernels, so modules may not be loaded
+ * while they run, and each stream needs a hardware queue of its own. */
+static inline void cuda_test_start(int *argc, char **argv)
+{
+    const char *rounds = getenv("SPCCL_TEST_ROUNDS");
+    int kept = 1;
+    setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
+    for (int i = 1; i < *argc; i++) {
+        if (strcmp(argv[i], "--small") == 0)
+            is_small = true;
+        else if (strcmp(argv[i], "--long") == 0)
+            is_long = true;
+        else
+            argv[kept++] = argv[i];
+    }
+    *argc = kept;
+    n_rounds = rounds != NULL && atoi(rounds) > 0 ? atoi(rounds) : is_long ? 10 : 1;
+    n_gpus = spccl_cuda_device_count();
+    if (n_gpus == 0) {
+        printf("skipped: no GPU that CUDA can use here\n");
+        exit(77);
+    }
+}
+
+/* ---- random arrays; each thread has its own state ---- */
+
+static inline uint64_t next_rand(uint64_t *rng)
+{
+    uint64_t z = (*rng += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+/* 0 <= result < n, n < 2^32 */
+static inline uint32_t rand_below(uint64_t *rng, uint32_t n)
+{
+    return (uint32_t)((next_rand(rng) >> 32) * n >> 32);
+}
+
+typedef enum array_kind {
+    KIND_ZERO,
+    KIND_ONE, /* one nonzero */
+    KIND_PERMILLE_1,
+    KIND_PERCENT_1,
+    KIND_PERCENT_10,
+    KIND_PERCENT_50,
+    KIND_PERCENT_90,
+    KIND_FULL,
+    KIND_ONE_BLOCK,  /* all in one block of 256 */
+    KIND_ONE_SLICE,  /* all in one slice of 2048, half full */
+    KIND_FULL_BLOCK, /* 1%, and one block of 256 without a zero: tile cannot hold it */
+    KIND_ALTERNATING,
+    KIND_SPECIAL, /* every third one: NaNs with payload, -0.0, denormals, infinities */
+    N_KINDS
+} array_kind;
+
+static const char *const kind_names[N_KINDS] = {
+    "zero", "one element", "0.1%",      "1%",         "10%",         "50%",    "90%",
+    "100%", "one block",   "one slice", "full block", "alternating", "special"};
+
+/* -0.0, quiet and signalling NaNs with payload, infinities, denormals, the largest; of integers the edges. */
+static inline uint64_t special_bits(spccl_dtype dtype, uint32_t i)
+{
+    static const uint64_t f32[8] = {0x80000000, 0x7fc00123, 0x7f800001, 0xffabcdef,
+                                    0x7f800000, 0xff800000, 1,          0x807fffff};
+    static const uint64_t f16[8] = {0x8000, 0x7e12, 0x7c01, 0xfdef, 0x7c00, 0xfc00, 1, 0x83ff};
+    static const uint64_t bf16[8] = {0x8000, 0x7fc5, 0x7f81, 0xffab, 0x7f80, 0xff80, 1, 0x807f};
+    static const uint64_t f64[8] = {0x8000000000000000,
+                                    0x7ff8000000000123,
+                                    0x7ff0000000000001,
+                                    0xfff0abcdef012345,
+                                    0x7ff0000000000000,
+                                    0xfff0000000000000,
+                                    1,
+                                    0x800fffffffffffff};
+    static const uint64_t ints[8] = {0x8080808080808080, 0x7f, 0xff,      ~UINT64_C(0), 0x8000,
+                                     0x7fffffff,         1,    0x80000000};
+    switch (dtype) {
+    case SPCCL_FLOAT32:
+        return f32[i];
+    case SPCCL_FLOAT16:
+        return f16[i];
+    case SPCCL_BFLOAT16:
+        return bf16[i];
+    case SPCCL_FLOAT64:
+        return f64[i];
+    default:
+        return ints[i];
+    }
+}
+
+/* Element i becomes nonzero bits: any, or one in eight (or every one) a special value. */
+static inline void put_value(uint8_t *x, size_t i, spccl_dtype dtype, uint64_t *rng, bool special)
+{
+    size_t e = spccl_dtype_bytes(dtype);
+    uint64_t v = next_rand(rng), mask = e == 8 ? ~UINT64_C(0) : (UINT64_C(1) << (8 * e)) - 1;
+    if (special || v % 8 == 0)
+        v = special_bits(dtype, (uint32_t)(v >> 8) % 8);
+    v &= mask;
+    if (v == 0)
+        v = 1;
+    memcpy(x + i * e, &v, e);
+}
+
+/* About n * permille / 1000 values in x[from, to), at random gaps. */
+static inline void scatter(uint8_t *x, size_t from, size_t to, uint32_t permille, spccl_dtype dtype,
+                           uint64_t *rng)
+{
+    if (permille >= 100) {
+        for (size_t i = from; i < to; i++)
+            if (rand_below(rng, 1000) < permille)
+                put_value(x, i, dtype, rng, false);
+        return;
+    }
+    for (size_t i = from + rand_below(rng, 2000 / permille); i < to;
+         i += 1 + rand_below(rng, 2000 / permille))
+        put_value(x, i, dtype, rng, false);
+}
+
+/* x [n] of dtype. */
+static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kind kind, uint64_t *rng)
+{
+    static const uint32_t permille[N_KINDS] = {
+        [KIND_PERMILLE_1] = 1,   [KIND_PERCENT_1] = 10, [KIND_PERCENT_10] = 100, [KIND_PERCENT_50] = 500,
+        [KIND_PERCENT_90] = 900, [KIND_FULL] = 1000,    [KIND_FULL_BLOCK] = 10};
+    size_t block = kind == KIND_ONE_SLICE ? 2048 : 256, from, to;
+    memset(x, 0, n * spccl_dtype_bytes(dtype));
+    if (n == 0)
+        return;
+    from = next_rand(rng) % ((n + block - 1) / block) * block;
+    to = from + block < n ? from + block : n;
+    if (permille[kind] != 0)
+        scatter(x, 0, n, permille[kind], dtype, rng);
+    if (kind == KIND_ONE)
+        put_value(x, next_rand(rng) % n, dtype, rng, false);
+    if (kind == KIND_ONE_BLOCK || kind == KIND_ONE_SLICE)
+        scatter(x, from, to, 500, dtype, rng);
+    if (kind == KIND_FULL_BLOCK)
+        for (size_t i = from; i < to; i++)
+            put_value(x, i, dtype, rng, false);
+    if (kind == KIND_ALTERNATING || kind == KIND_SPECIAL)
+        for (size_t i = 0; i < n; i += kind == KIND_SPECIAL ? 3 : 2)
+            put_value(x, i, dtype, rng, kind == KIND_SPECIAL);
+}
+
+/* Where a and b [bytes] first differ; `bytes` if nowhere. */
+static inline size_t first_difference(const uint8_t *a, const uint8_t *b, size_t bytes)
+{
+    size_t i = 0;
+    if (memcmp(a, b, bytes) == 0)
+        return bytes;
+    while (a[i] == b[i])
+        i++;
+    return i;
+}
+
+#endif
