@@ -9,7 +9,8 @@
 # Options:
 #   --gpus G        for bench and soak (default: all)      --minutes N   of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     of every stage instead of its own
-#   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments of spccl bench
+#   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments of spccl bench, for other cases:
+#     --bench "--codec --dtype float32,bfloat16 --sizes 16M,64M,512M,2048M --sparsity 0,50%,90%,99%,99.9%"
 # Environment: OUT (logs and CSVs, default bench/results/gpu; 8 files at most), BUILD (default build-gpu),
 #   ARCHS (default 90-real), PYTHON, SPCCL_COMMIT (names the commit where there is no git), SPCCL_MACHINE.
 # Exit status: 0 if all stages passed.
@@ -95,6 +96,8 @@ run_sanitize() {
 }
 
 run_pytest() {
+    # Skipping everything is no pass here.
+    "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "torch sees no GPU")' || return 1
     "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider --tb=short ${only:+-k "$only"}
 }
 
