@@ -211,7 +211,12 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
 
 
 @main.command("verify")
-@click.option("--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes to start.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: a rank per GPU."
+)
+@click.option(
+    "--ranks", type=click.IntRange(1, 64), help="Processes to start.  [default: 2; on GPUs one for each]"
+)
 @click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
 @click.option(
     "--timeout",
@@ -220,7 +225,7 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
     show_default=True,
     help="Seconds for everything.",
 )
-def verify_command(ranks: int, transport: str | None, timeout: float) -> None:
+def verify_command(device: str, ranks: int | None, transport: str | None, timeout: float) -> None:
     """Self-test over ranks on this machine: every collective, dtype, op, size and sparsity, bit by bit.
 
     The expected answers come from numpy, added up in the documented order. Exit code 1 on any difference.
@@ -229,16 +234,25 @@ def verify_command(ranks: int, transport: str | None, timeout: float) -> None:
     from .bench.launch import RanksFailed
     from .verify import cases, verify
 
+    on_gpus = device == "cuda"
+    if on_gpus:
+        _need("torch", "spccl verify --device cuda", "pip install 'spccl[torch]'")
+        if transport is not None:
+            raise click.BadParameter("is for --device cpu", param_hint="--transport")
+        from .bench.gpu_cli import n_ranks
+        from .bench.gpu_verify import verify_gpus
+
+        ranks = n_ranks("spccl verify", ranks)
+    ranks = ranks or 2
     n_cases = sum(1 for _ in cases())
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task(f"{ranks} ranks", total=n_cases)
-            result = verify(
-                ranks,
-                transport,
-                deadline_s=timeout,
-                on_progress=lambda n: progress.update(task, completed=n),
-            )
+            how: dict[str, Any] = {
+                "deadline_s": timeout,
+                "on_progress": lambda n: progress.update(task, completed=n),
+            }
+            result = verify_gpus(ranks, **how) if on_gpus else verify(ranks, transport, **how)
     except (RanksFailed, errors.Error) as error:
         raise _Fail(f"spccl verify failed:\n{error}") from error
     table = Table("collective", "dtype", "cases", "wrong", title=f"spccl {__version__}, {ranks} ranks")
@@ -402,9 +416,10 @@ def bench_command(
             raise click.BadParameter("is for --device cuda", param_hint="--" + name.replace("_", "-"))
     if options["peer"] == "nccl":
         raise click.BadParameter("NCCL is the peer of --device cuda; here: gloo, none", param_hint="--peer")
-    plan = _bench_plan(options)
-    from .bench import report, runner
+    from .bench import cpu_cli, report, runner
     from .bench.launch import RanksFailed
+
+    plan = cpu_cli.plan_of(options)
 
     def on_row(row: report.Row) -> None:
         click.echo(report.table_line(row))
@@ -430,36 +445,6 @@ def bench_command(
     wrong = sum(row.wrong + (row.peer_wrong or 0) for row in rows)
     if wrong:
         raise _Fail(f"{wrong} element(s) were wrong: see column #wrong")
-
-
-def _bench_plan(o: dict[str, Any]) -> Any:
-    """The options of `spccl bench` as a runner.Plan; what does not fit together is refused here."""
-    from .bench import cases as bench_cases
-    from .bench import runner
-
-    has_torch = importlib.util.find_spec("torch") is not None
-    peer = o["peer"] or ("gloo" if has_torch else "none")
-    if (peer == "gloo" or o["via"] == "torch") and not has_torch:
-        raise _Fail(
-            "--peer gloo and --via torch need torch, which is not installed: pip install 'spccl[torch]'"
-        )
-    if peer == "gloo" and o["op"] == "avg":
-        raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
-    if "float8" in o["dtypes"] and not {"reduce_scatter", "all_reduce"}.isdisjoint(o["collectives"]):
-        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
-    try:
-        sizes = o["sizes"] or bench_cases.sizes(o["smallest"], o["largest"], o["factor"])
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
-    return runner.Plan(
-        cases=tuple(bench_cases.cases(o["collectives"], sizes, o["dtypes"], o["op"], o["sparsities"])),
-        via=o["via"],
-        peer=peer,
-        transports=o["transport"],
-        iters=o["iters"],
-        warmup=o["warmup"],
-        timeout_s=min(o["timeout"], 120.0),
-    )
 
 
 # ---- plot ----

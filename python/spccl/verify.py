@@ -263,6 +263,13 @@ def verify(
         deadline_s=deadline_s,
         on_message=None if on_progress is None else lambda _rank, n: on_progress(n),
     )
+    return merged(outcomes)
+
+
+def merged(
+    outcomes: list[tuple[dict[tuple[str, str], Tally], list[str], list[str], dict[str, int]]],
+) -> Result:
+    """What all ranks found, from each rank's (tallies, examples, links, frames)."""
     total = Result({}, [], [], {})
     for tallies, examples, links, frames in outcomes:
         for key, tally in tallies.items():

@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 click_testing = pytest.importorskip("click.testing")
 
-from spccl import cli  # noqa: E402
-from spccl.bench import cases, gpu, gpu_cli, gpu_codec, gpu_report, gpu_torch, report  # noqa: E402
+from spccl import cli, verify  # noqa: E402
+from spccl.bench import cases, gpu, gpu_cli, gpu_codec, gpu_report, gpu_torch, gpu_verify, report  # noqa: E402
 
 RATES = gpu_report.Rates(4000.0, 4000.0, 3900.0)
 CPU = torch.device("cpu")
@@ -200,6 +200,7 @@ def test_plan_without_and_with_chosen_cases():
         (["--device", "cuda", "--via", "torch"], "--via: is for --device cpu"),
         (["--device", "cuda", "--transport", "tcp"], "--transport: is for --device cpu"),
         (["--device", "cuda", "--peer", "gloo"], "Gloo is the peer of --device cpu"),
+        (["--device", "cuda", "--dtype", "float8"], "not reduced"),
         (["--device", "cuda", "--op", "avg"], "avg is rounded differently"),
         (["--device", "cuda", "--min", "8", "--max", "4"], "wanted 1 <= min <= max"),
         (["--graph"], "--graph: is for --device cuda"),
@@ -223,9 +224,44 @@ def test_what_was_measured_before_a_failure_is_written(monkeypatch, tmp_path):
         on_message(("row", gpu_row()))
         raise gpu_cli.RanksFailed("rank 1 of 4: died without a word")
 
-    monkeypatch.setattr(gpu_cli, "n_ranks", lambda given: 4)
+    monkeypatch.setattr(gpu_cli, "n_ranks", lambda command, asked: 4)
     monkeypatch.setattr(gpu_cli.gpu, "run_gpus", fail)
     text = run("--device", "cuda", "--csv", tmp_path / "r.csv", code=1)
     assert "rank 1 of 4: died without a word" in text and "1 rows" in text
     rows, facts = report.read_csv(tmp_path / "r.csv")
     assert len(rows) == 1 and facts["failed"] == "rank 1 of 4: died without a word"
+
+
+# ---- verify ----
+
+
+def test_verify_over_two_processes():
+    heard = []
+    result = gpu_verify.verify_gpus(2, deadline_s=280, on_progress=heard.append, device="cpu")
+    assert result.n_wrong == 0 and not result.examples, result.examples
+    n_cases = sum(1 for _ in verify.cases())
+    assert sum(tally.n_cases for tally in result.tallies.values()) == n_cases
+    assert heard and heard == sorted(heard) and sum(result.frames.values()) > n_cases
+    assert result.links == ["rank 0: host memory", "rank 1: host memory"]
+
+
+def test_verify_can_fail():
+    c = verify.Case("all_gather", "float32", "", 8, 0.0, False)
+
+    class Done:
+        def wait(self):
+            pass
+
+    wanted = np.arange(8, dtype=np.float32)
+    got, source = torch.arange(8.0), torch.arange(8.0)
+    assert gpu_verify._Flight(c, Done(), got, wanted, source, wanted).problem() is None
+    source[3] = -1.0
+    assert "the input was changed: 1 of 8" in gpu_verify._Flight(c, Done(), got, wanted, source, wanted).problem()
+    got[7] = 0.0
+    assert "1 of 8 elements wrong, the first at 7" in gpu_verify._Flight(c, Done(), got, wanted, None, wanted).problem()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_verify_without_gpus_says_so():
+    done = click_testing.CliRunner().invoke(cli.main, ["verify", "--device", "cuda"])
+    assert done.exit_code == 1 and "spccl verify --device cuda: 1 GPU(s) wanted" in done.output

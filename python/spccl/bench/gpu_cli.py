@@ -62,7 +62,8 @@ def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path 
             if os.environ["RANK"] != "0":
                 return
         else:
-            gpu.run_gpus(plan, n_ranks(given), deadline_s=options["timeout"], on_message=heard.take)
+            ranks = n_ranks("spccl bench", given.get("ranks"))
+            gpu.run_gpus(plan, ranks, deadline_s=options["timeout"], on_message=heard.take)
     except (RanksFailed, errors.Error) as error:
         failure = str(error)
         heard.facts["failed"] = failure.replace("\n", "; ")
@@ -91,13 +92,13 @@ def _write_files(heard: _Heard, files: dict[str, Path | None]) -> None:
             click.echo(f"# written: {path}")
 
 
-def n_ranks(given: dict[str, Any]) -> int:
+def n_ranks(command: str, asked: int | None) -> int:
     """Processes to start: what was asked for, else one per GPU. Raises: ClickException without so many GPUs."""
     found = torch.cuda.device_count()
-    wanted = given.get("ranks", max(found, 1))
+    wanted = asked or max(found, 1)
     if found < wanted:
         raise click.ClickException(
-            f"spccl bench --device cuda: {wanted} GPU(s) wanted, torch {torch.__version__} sees {found}"
+            f"{command} --device cuda: {wanted} GPU(s) wanted, torch {torch.__version__} sees {found}"
             + ("" if torch.version.cuda else "; this torch was built without CUDA")
         )
     return wanted
@@ -113,6 +114,8 @@ def plan_of(given: dict[str, Any], options: dict[str, Any]) -> gpu.GpuPlan:
         raise click.BadParameter("Gloo is the peer of --device cpu; here: nccl, none", param_hint="--peer")
     if options["op"] == "avg":
         raise click.BadParameter("avg is rounded differently by the peer: take sum", param_hint="--op")
+    if "float8" in options["dtypes"] and set(cases.REDUCING) & set(options["collectives"]):
+        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
     whole_table = not set(_CHOOSES_CASES) & set(given)
     chosen = tuple(cases.gpu_targets()) if whole_table else _chosen(given, options)
     with_codec = given.get("codec", whole_table)

@@ -30,7 +30,7 @@ DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
-_OPS = {
+OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
     "min": dist.ReduceOp.MIN,
@@ -92,7 +92,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def starter(case: Case, group: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
     """One call of the case's collective. All-reduce and broadcast work on `target` alone."""
-    op = _OPS.get(case.op)
+    op = OPS.get(case.op)
     if case.collective == "all_gather":
         # torch 2.13 renamed these two and warns of the old names.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

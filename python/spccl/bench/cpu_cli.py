@@ -1,0 +1,37 @@
+"""The command `spccl bench --device cpu`: its options as a plan."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import click
+
+from . import cases, runner
+
+
+def plan_of(o: dict[str, Any]) -> runner.Plan:
+    """The options of `spccl bench` as a plan; what does not fit together is refused here."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    peer = o["peer"] or ("gloo" if has_torch else "none")
+    if (peer == "gloo" or o["via"] == "torch") and not has_torch:
+        raise click.ClickException(
+            "--peer gloo and --via torch need torch, which is not installed: pip install 'spccl[torch]'"
+        )
+    if peer == "gloo" and o["op"] == "avg":
+        raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
+    if "float8" in o["dtypes"] and not {"reduce_scatter", "all_reduce"}.isdisjoint(o["collectives"]):
+        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
+    try:
+        sizes = o["sizes"] or cases.sizes(o["smallest"], o["largest"], o["factor"])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
+    return runner.Plan(
+        cases=tuple(cases.cases(o["collectives"], sizes, o["dtypes"], o["op"], o["sparsities"])),
+        via=o["via"],
+        peer=peer,
+        transports=o["transport"],
+        iters=o["iters"],
+        warmup=o["warmup"],
+        timeout_s=min(o["timeout"], 120.0),
+    )

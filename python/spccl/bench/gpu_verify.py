@@ -1,0 +1,165 @@
+"""`spccl verify --device cuda`: the cases of verify.py on GPU memory, through torch.distributed, bit by bit.
+
+One process per GPU; the expected answers are the same, computed by numpy on the host. Runs on CPU tensors too, so
+that it can be tested without a GPU. Needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .. import verify
+from . import gpu_torch
+from .cases import REDUCING
+from .launch import Rank, run_ranks
+
+_FLIGHTS = 4  # collectives started before the first is waited for
+
+
+@dataclasses.dataclass
+class _Flight:
+    """One call under way. source: the input, where it must stay as it was."""
+
+    case: verify.Case
+    work: Any
+    out: torch.Tensor
+    wanted: verify.Array
+    source: torch.Tensor | None
+    before: verify.Array
+
+    def problem(self) -> str | None:
+        """Wait; what is wrong, if anything."""
+        self.work.wait()
+        text = verify.difference(_bits(self.out, self.wanted), self.wanted)
+        if text is None and self.source is not None:
+            changed = verify.difference(_bits(self.source, self.before), self.before)
+            text = None if changed is None else f"the input was changed: {changed}"
+        return text
+
+
+def _bits(x: torch.Tensor, like: verify.Array) -> verify.Array:
+    return x.view(torch.uint8).cpu().numpy().view(like.dtype)
+
+
+def _tensor(bits: verify.Array, dtype: str, device: torch.device) -> torch.Tensor:
+    x = torch.empty(bits.size, dtype=gpu_torch.DTYPES[dtype], device=device)
+    x.view(torch.uint8).copy_(torch.from_numpy(bits.view(np.uint8).copy()))
+    return x
+
+
+def _poisoned(n_elems: int, dtype: str, device: torch.device) -> torch.Tensor:
+    out = torch.empty(n_elems, dtype=gpu_torch.DTYPES[dtype], device=device)
+    gpu_torch.poison(out)
+    return out
+
+
+def start(case: verify.Case, index: int, inputs: list[verify.Array], rank: int, device: torch.device, group: Any):
+    """Start the case on `inputs[rank]`. torch's all-reduce is always in place."""
+    mine, n = inputs[rank], case.n_elems
+    x = _tensor(mine, case.dtype, device)
+    own = slice(rank * n, (rank + 1) * n)
+    source: torch.Tensor | None = x
+    op = gpu_torch.OPS.get(case.op)
+    if case.collective == "all_gather":
+        out, wanted = _poisoned(len(inputs) * n, case.dtype, device), np.concatenate(inputs)
+        if case.in_place:
+            out[own].copy_(x)
+            x, source = out[own], None
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(out, x, group=group, async_op=True)
+    elif case.collective == "reduce_scatter":
+        out = x[own] if case.in_place else _poisoned(n, case.dtype, device)
+        source = None if case.in_place else x
+        wanted = verify.reduced([one[own] for one in inputs], case.dtype, case.op)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = scatter(out, x, op, group=group, async_op=True)
+    elif case.collective == "all_reduce":
+        out, source, wanted = x, None, verify.reduced(inputs, case.dtype, case.op)
+        work = dist.all_reduce(out, op, group=group, async_op=True)
+    else:
+        root = index % len(inputs)
+        out, source, wanted = x if rank == root else _poisoned(n, case.dtype, device), None, inputs[root]
+        work = dist.broadcast(out, root, group=group, async_op=True)
+    return _Flight(case, work, out, wanted, source, mine)
+
+
+def _inputs(case: verify.Case, index: int, world: int) -> list[verify.Array]:
+    n = case.n_elems * (world if case.collective == "reduce_scatter" else 1)
+    reduces = case.collective in REDUCING
+    return [verify.make_input([index, r], n, case.dtype, case.sparsity, reduces) for r in range(world)]
+
+
+Outcome = tuple[dict[tuple[str, str], verify.Tally], list[str], list[str], dict[str, int]]
+
+
+def _verify_rank(rank: Rank, device_name: str, store_file: str, timeout_s: float) -> Outcome:
+    device = gpu_torch.take_device(device_name, rank.rank)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = dist.FileStore(store_file, rank.world_size)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=timeout)
+    group = gpu_torch.spccl_group(0, timeout)
+    tallies: dict[tuple[str, str], verify.Tally] = {}
+    examples: list[str] = []
+    flights: list[_Flight] = []
+
+    def finish() -> None:
+        for flight in flights:
+            tally = tallies.setdefault((flight.case.collective, flight.case.dtype), verify.Tally())
+            tally.n_cases += 1
+            text = flight.problem()
+            if text is not None:
+                tally.n_wrong += 1
+                examples.append(f"rank {rank.rank}: {flight.case}: {text}")
+        flights.clear()
+
+    for index, case in enumerate(verify.cases()):
+        inputs = _inputs(case, index, rank.world_size)
+        flights.append(start(case, index, inputs, rank.rank, device, group))
+        if len(flights) == _FLIGHTS:
+            finish()
+        if rank.rank == 0 and index % 50 == 0:
+            rank.send(index)
+    finish()
+    frames = gpu_torch.counters(group, device_name)()[1:]
+    links = [f"rank {rank.rank}: {_path(group, device)}"]
+    dist.barrier()
+    dist.destroy_process_group()
+    return tallies, examples[:5], links, {k: int(n) for k, n in zip(gpu_torch.FORMATS, frames, strict=True)}
+
+
+def _path(group: Any, device: torch.device) -> str:
+    from .. import backend
+
+    if device.type != "cuda":
+        return "host memory"
+    c = backend.cuda_stats(group)
+    name = torch.cuda.get_device_name(device)
+    return f"GPU {c.device} ({name}), {c.n_ctas} thread blocks, {c.inbox_bytes / 2**20:.1f} MiB for peers"
+
+
+def verify_gpus(
+    world_size: int, *, deadline_s: float = 300.0, on_progress: Any = None, device: str = "cuda"
+) -> verify.Result:
+    """Run every case over `world_size` new processes, one per GPU.
+
+    Raises: RanksFailed if a rank failed otherwise than by a wrong answer, took too long, or spccl's own kernels
+    did not do the work.
+    """
+    with tempfile.TemporaryDirectory(prefix="spccl-verify-") as folder:
+        outcomes = run_ranks(
+            _verify_rank,
+            world_size,
+            (device, os.path.join(folder, "store"), min(60.0, deadline_s)),
+            deadline_s=deadline_s,
+            on_message=None if on_progress is None else lambda _rank, n: on_progress(n),
+        )
+    return verify.merged(outcomes)
