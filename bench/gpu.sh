@@ -12,7 +12,7 @@
 #   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments of spccl bench, for other cases:
 #     --bench "--codec --dtype float32,bfloat16 --sizes 16M,64M,512M,2048M --sparsity 0,50%,90%,99%,99.9%"
 # Environment: OUT (logs and CSVs, default bench/results/gpu; 8 files at most), BUILD (default build-gpu),
-#   ARCHS (default 90-real), PYTHON, SPCCL_COMMIT (names the commit where there is no git), SPCCL_MACHINE.
+#   ARCHS (default 90-real), PYTHON, SPCCL_COMMIT (names the commit where there is no git).
 # Exit status: 0 if all stages passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
