@@ -61,6 +61,21 @@ static inline void sync_stream(cudaStream_t stream)
     CUDA_OK(e);
 }
 
+/* Host memory that copies of streams can use, zeroed; memory of the current GPU. Never freed. */
+static inline uint8_t *pinned_room(size_t bytes)
+{
+    void *p = NULL;
+    CUDA_OK(cudaHostAlloc(&p, bytes, cudaHostAllocPortable));
+    memset(p, 0, bytes);
+    return p;
+}
+static inline uint8_t *device_room(size_t bytes)
+{
+    void *p = NULL;
+    CUDA_OK(cudaMalloc(&p, bytes));
+    return p;
+}
+
 /* Take the options out of argv and find the GPUs; exits 77 without one. Sets what must be set before CUDA
  * starts: ranks that are threads of one process wait for each other's kernels, so modules may not be loaded
  * while they run, and each stream needs a hardware queue of its own. */

@@ -22,36 +22,21 @@ static struct {
     cudaStream_t on;
 } g;
 
-static uint8_t *host_room(size_t bytes)
-{
-    void *p = NULL;
-    CUDA_OK(cudaHostAlloc(&p, bytes, cudaHostAllocDefault));
-    memset(p, 0, bytes);
-    return p;
-}
-
-static uint8_t *device_room(size_t bytes)
-{
-    void *p = NULL;
-    CUDA_OK(cudaMalloc(&p, bytes));
-    return p;
-}
-
 static void make_rooms(void)
 {
     size_t array = (is_small ? SMALL_BYTES * 2 : BIG_BYTES) + 4 * GUARD_BYTES;
     g.array_cap = array;
     g.stream_cap = array + array / 4 + (is_small ? 8 : 48) * SMALL_BYTES;
     g.offsets_cap = array / 2048 + 64;
-    g.x = host_room(array), g.base = host_room(array), g.dst = host_room(array);
-    g.want = host_room(array), g.got = host_room(array);
+    g.x = pinned_room(array), g.base = pinned_room(array), g.dst = pinned_room(array);
+    g.want = pinned_room(array), g.got = pinned_room(array);
     g.x_d = device_room(array), g.base_d = device_room(array), g.dst_d = device_room(array);
-    g.stream = host_room(g.stream_cap), g.stream_got = host_room(g.stream_cap);
+    g.stream = pinned_room(g.stream_cap), g.stream_got = pinned_room(g.stream_cap);
     g.stream_d = device_room(g.stream_cap);
-    g.offsets = (uint64_t *)host_room(g.offsets_cap * 8);
+    g.offsets = (uint64_t *)pinned_room(g.offsets_cap * 8);
     g.offsets_d = (uint64_t *)device_room(g.offsets_cap * 8);
     g.scratch_d = device_room(g.offsets_cap * 16);
-    g.status = (uint32_t *)host_room(4);
+    g.status = (uint32_t *)pinned_room(4);
     g.status_d = (uint32_t *)device_room(4);
     CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
 }
