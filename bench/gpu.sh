@@ -6,8 +6,9 @@
 #   ctest     the C tests                           sanitize  tests/c/test_cuda_* under compute-sanitizer
 #   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
 #   soak      tests/gpu/soak.py                     figure    spccl plot of this bench
+#   verify    spccl verify --device cuda
 # Options:
-#   --gpus G        for bench and soak (default: all)      --minutes N   of the soak (default 1)
+#   --gpus G        for bench, soak, verify (def.: all)    --minutes N   of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     of every stage instead of its own
 #   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments of spccl bench, for other cases:
 #     --bench "--codec --dtype float32,bfloat16 --sizes 16M,64M,512M,2048M --sparsity 0,50%,90%,99%,99.9%"
@@ -39,7 +40,7 @@ while (($#)); do
         printf -v "$name" %s "$2"
         shift 2
         ;;
-    ctest | sanitize | pytest | bench | soak | figure) stages+=("$1") && shift ;;
+    ctest | sanitize | pytest | bench | soak | figure | verify) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
     *) echo "gpu.sh: $1: no such stage or option" >&2; usage 2 >&2 ;;
     esac
@@ -82,7 +83,8 @@ run_sanitize() {
         found=1
         for tool in memcheck racecheck; do
             echo "==== $tool $(basename "$program")"
-            compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all "$program" --small
+            # A limit for each: one that hangs must not take the time of the others.
+            timeout --foreground -k 5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all "$program" --small
             local status=$?
             # 77: the test skipped itself, which is no pass of the sanitizer
             if ((status != 0)); then
@@ -107,6 +109,10 @@ run_bench() {
         --csv "$out/bench.csv" --codec-csv "$out/codec.csv" $bench_args
 }
 
+run_verify() {
+    "$python" -m spccl verify --device cuda ${gpus:+--ranks "$gpus"}
+}
+
 run_soak() {
     local n=${gpus:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
     "$python" tests/gpu/soak.py --minutes "$minutes" --gpus "$n"
@@ -126,6 +132,7 @@ own_limit() {
     bench) echo $((${seconds%.*} + 90)) ;;
     soak) "$python" -c "print(int(60 * $minutes) + 240)" ;;
     figure) echo 60 ;;
+    verify) echo 300 ;;
     esac
 }
 
