@@ -1,5 +1,6 @@
 """spccl bench --device cuda without a GPU: the same code on CPU tensors, and its pure parts."""
 
+import ctypes
 import dataclasses
 
 import numpy as np
@@ -265,3 +266,78 @@ def test_verify_can_fail():
 def test_verify_without_gpus_says_so():
     done = click_testing.CliRunner().invoke(cli.main, ["verify", "--device", "cuda"])
     assert done.exit_code == 1 and "spccl verify --device cuda: 1 GPU(s) wanted" in done.output
+
+
+# ---- the codec, with the CPU's encoder in the place of the GPU's ----
+
+
+class HostLibrary:
+    """The functions of libspccl.so that gpu_codec calls, on host memory; `damage` bytes of each stream are wrong."""
+
+    damage = 0
+
+    def spccl_cuda_slice_elems(self, dtype, wanted):
+        return 2048
+
+    def spccl_encode_bound(self, n_elems, dtype, options):
+        return 8 * n_elems + 4096
+
+    def spccl_cuda_encode_scratch_bytes(self, n_elems, dtype, slice_elems):
+        return 64
+
+    def spccl_last_error(self):
+        return b"the device said no"
+
+    def spccl_cuda_encode(self, x, n_elems, dtype, options, dst, dst_cap, offsets, scratch, status, stream):
+        import spccl
+
+        name = spccl.frame.DTYPES[dtype - 1]
+        array = np.ctypeslib.as_array(ctypes.cast(x, ctypes.POINTER(ctypes.c_uint8)), (n_elems * 4,))
+        frames = bytearray(spccl.encode(array.view(np.float32), dtype=name, slice_elems=2048))
+        starts = [f.offset for f in spccl.frame.iter_frames(bytes(frames))] + [len(frames)]
+        for i in range(self.damage):
+            frames[-1 - i] ^= 1
+        ctypes.memmove(dst, bytes(frames), len(frames))
+        ctypes.memmove(offsets, np.array(starts, np.int64).tobytes(), 8 * len(starts))
+        return 0
+
+    def spccl_cuda_decode(self, frames, n_bytes, offsets, verb, dst, n_elems, dtype, slice_elems, status, stream):
+        import spccl
+
+        back = spccl.decode(ctypes.string_at(frames, n_bytes)).tobytes()
+        ctypes.memmove(dst, back, len(back))
+        return 0
+
+
+@pytest.fixture
+def host_codec(monkeypatch):
+    stream = type("Stream", (), {"cuda_stream": 0})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu_codec.torch, "device", lambda *_: CPU)
+    monkeypatch.setattr(gpu_codec, "_library", HostLibrary)
+    monkeypatch.setattr(gpu_torch, "stream_seconds", lambda call, iters: (call(), [1e-3] * iters)[1])
+
+
+def test_codec_rows(host_codec):
+    chosen = gpu_codec.codec_cases(["float32"], [0.99, 0.0], 1 << 18)
+    sent = []
+    rows = gpu_codec.measure(RATES, chosen, 3, sent.append)
+    assert rows == sent and [(r.what, r.sparsity) for r in rows] == [
+        ("encode", 0.99),
+        ("decode", 0.99),
+        ("encode", 0.0),
+        ("decode", 0.0),
+    ]
+    assert all(r.wrong == 0 and r.iters == 3 for r in rows)
+    assert rows[0].stream_bytes < rows[0].dense_bytes / 5 < rows[2].stream_bytes
+
+
+def test_codec_faults_show(host_codec, monkeypatch):
+    monkeypatch.setattr(HostLibrary, "damage", 3)
+    chosen = gpu_codec.codec_cases(["float32"], [0.0], 1 << 16)
+    encode, decode = gpu_codec.measure(RATES, chosen, 1)
+    assert encode.wrong == 3 and decode.wrong == 1  # the last three bytes are in the last element
+    monkeypatch.setattr(HostLibrary, "spccl_cuda_encode", lambda *_: -50)
+    with pytest.raises(RuntimeError, match="status -50: the device said no"):
+        gpu_codec.measure(RATES, chosen, 1)
