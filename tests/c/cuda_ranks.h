@@ -58,4 +58,69 @@ static inline bool attach_gpu(spccl_comm *comm, int rank, uint32_t max_ctas)
     return st == SPCCL_OK;
 }
 
+/* ---- one collective, on the GPU and by the host's engine, which is the judge ---- */
+
+enum coll { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };
+static const char *const coll_names[N_COLLS] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+static const char *const op_names[] = {"sum", "avg", "min", "max", "prod"};
+#define N_OPS 5
+
+struct call {
+    enum coll coll;
+    spccl_dtype dtype;
+    spccl_redop op;
+    size_t n; /* as in spccl.h */
+    int root;
+};
+
+static inline bool call_reduces(const struct call *c)
+{
+    return c->coll == REDUCE_SCATTER || c->coll == ALL_REDUCE;
+}
+/* Bytes of the block that n counts, and of the buffers. */
+static inline size_t block_bytes(const struct call *c)
+{
+    return c->n * spccl_dtype_bytes(c->dtype);
+}
+static inline size_t in_bytes(const struct call *c, int n_ranks)
+{
+    return block_bytes(c) * (c->coll == REDUCE_SCATTER ? (size_t)n_ranks : 1);
+}
+static inline size_t out_bytes(const struct call *c, int n_ranks)
+{
+    return block_bytes(c) * (c->coll == ALL_GATHER ? (size_t)n_ranks : 1);
+}
+
+/* Broadcast: `out` is the buffer. */
+static inline spccl_status gpu_call(spccl_comm *comm, const struct call *c, const void *in, void *out,
+                                    cudaStream_t stream)
+{
+    switch (c->coll) {
+    case ALL_GATHER:
+        return spccl_cuda_all_gather(comm, in, out, c->n, c->dtype, stream);
+    case REDUCE_SCATTER:
+        return spccl_cuda_reduce_scatter(comm, in, out, c->n, c->dtype, c->op, stream);
+    case ALL_REDUCE:
+        return spccl_cuda_all_reduce(comm, in, out, c->n, c->dtype, c->op, stream);
+    default:
+        return spccl_cuda_broadcast(comm, out, c->n, c->dtype, c->root, stream);
+    }
+}
+
+/* `in` is kept. */
+static inline spccl_status host_call(spccl_comm *comm, const struct call *c, const void *in, void *out)
+{
+    switch (c->coll) {
+    case ALL_GATHER:
+        return spccl_all_gather(comm, in, out, c->n, c->dtype, NULL);
+    case REDUCE_SCATTER:
+        return spccl_reduce_scatter(comm, in, out, c->n, c->dtype, c->op, NULL);
+    case ALL_REDUCE:
+        return spccl_all_reduce(comm, in, out, c->n, c->dtype, c->op, NULL);
+    default:
+        memcpy(out, in, block_bytes(c));
+        return spccl_broadcast(comm, out, c->n, c->dtype, c->root, NULL);
+    }
+}
+
 #endif
