@@ -76,10 +76,10 @@ static inline uint8_t *device_room(size_t bytes)
     return p;
 }
 
-/* Take the options out of argv and find the GPUs; exits 77 without one. Sets what must be set before CUDA
- * starts: ranks that are threads of one process wait for each other's kernels, so modules may not be loaded
- * while they run, and each stream needs a hardware queue of its own. */
-static inline void cuda_test_start(int *argc, char **argv)
+/* Take the options out of argv. Sets what must be set before CUDA starts: ranks that are threads of one
+ * process wait for each other's kernels, so modules may not be loaded while they run, and each stream needs a
+ * hardware queue of its own. */
+static inline void cuda_test_options(int *argc, char **argv)
 {
     const char *rounds = getenv("SPCCL_TEST_ROUNDS");
     int kept = 1;
@@ -95,6 +95,12 @@ static inline void cuda_test_start(int *argc, char **argv)
     }
     *argc = kept;
     n_rounds = rounds != NULL && atoi(rounds) > 0 ? atoi(rounds) : is_long ? 10 : 1;
+}
+
+/* The options, and the GPUs; exits 77 without one. */
+static inline void cuda_test_start(int *argc, char **argv)
+{
+    cuda_test_options(argc, argv);
     n_gpus = spccl_cuda_device_count();
     if (n_gpus == 0) {
         printf("skipped: no GPU that CUDA can use here\n");
