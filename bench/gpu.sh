@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds spccl on a machine with GPUs and runs stages there. Needs CUDA 12.8+ (nvcc), gcc, cmake, ninja, python3 with torch
+# Builds spccl on a machine with GPUs and runs stages there. Needs CUDA 12+ (nvcc), gcc, cmake, ninja, python3 with torch
 # for CUDA, pytest, click and rich. Downloads and installs nothing: the package lies in BUILD/site, on PYTHONPATH.
 #   bench/gpu.sh [OPTIONS] STAGE...
 # Stages, each under `timeout`; one that fails does not stop the others:
