@@ -6,7 +6,7 @@
 #   ctest     the C tests                           sanitize  tests/c/test_cuda_* under compute-sanitizer
 #   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
 #   soak      tests/gpu/soak.py                     figure    spccl plot of this bench
-#   verify    spccl verify --device cuda
+#   verify    spccl verify --device cuda            micro     rates of memory and links (bench/micro/bench_hbm.cu)
 # Options:
 #   --gpus G        for bench, soak, verify (def.: all)    --minutes N   of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     of every stage instead of its own
@@ -18,7 +18,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
-export PATH="$PATH:/usr/local/cuda/bin"
+export PATH="$PATH:/usr/local/cuda/bin" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 python=${PYTHON:-python3}
 build=$(realpath -m "${BUILD:-build-gpu}")
 site=$build/site
@@ -40,7 +40,7 @@ while (($#)); do
         printf -v "$name" %s "$2"
         shift 2
         ;;
-    ctest | sanitize | pytest | bench | soak | figure | verify) stages+=("$1") && shift ;;
+    ctest | sanitize | pytest | bench | soak | figure | verify | micro) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
     *) echo "gpu.sh: $1: no such stage or option" >&2; usage 2 >&2 ;;
     esac
@@ -109,6 +109,10 @@ run_bench() {
         --csv "$out/bench.csv" --codec-csv "$out/codec.csv" $bench_args
 }
 
+run_micro() {
+    "$build/bench/micro/spccl_bench_hbm" --csv "$out/hbm.csv"
+}
+
 run_verify() {
     "$python" -m spccl verify --device cuda ${gpus:+--ranks "$gpus"}
 }
@@ -133,6 +137,7 @@ own_limit() {
     soak) "$python" -c "print(int(60 * $minutes) + 240)" ;;
     figure) echo 60 ;;
     verify) echo 300 ;;
+    micro) echo 60 ;;
     esac
 }
 
@@ -142,6 +147,7 @@ note() {
     ctest) grep -E 'tests passed' "$2" | tail -1 ;;
     sanitize) grep -cE '^====' "$2" | sed 's/$/ runs/'; grep -E '^FAILED' "$2" | head -3 | tr '\n' ';' ;;
     pytest) grep -E '(passed|failed|skipped|error).* in ' "$2" | tail -1 | tr -d '=' ;;
+    micro) grep 'GB/s' "$2" | sed -E 's/ +[0-9.]+ us +/ /' | tr '\n' ';' ;;
     *) tail -1 "$2" ;;
     esac | tr '\n' ' ' | cut -c1-200
 }
@@ -181,5 +187,11 @@ printf '%s\n' "commit $SPCCL_COMMIT" "${table[@]}"
 if [[ " ${stages[*]} " == *" bench "* && -f $out/bench.log ]]; then
     echo
     sed -n '/^# summary/,$p' "$out/bench.log"
+fi
+# Not all ways back from such a machine take many files.
+if (($(find "$out" -type f | wc -l) > 8)); then
+    for log in "$out"/*.log; do
+        printf '######## %s\n' "$(basename "$log")" && cat "$log"
+    done >"$out/logs.txt" && rm "$out"/*.log
 fi
 exit "$status_of_all"
