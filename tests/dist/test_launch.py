@@ -97,7 +97,7 @@ def test_stats_of_another_backend(tmp_path):
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="'gloo', wanted 'spccl'"):
+        with pytest.raises(ValueError, match="gloo, wanted 'spccl'"):
             backend.stats()
     finally:
         dist.destroy_process_group()
