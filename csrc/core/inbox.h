@@ -21,7 +21,7 @@
 
 #include "bits.h"
 
-#define SP_GPU_RANKS_MAX 32
+#define SP_GPU_RANKS_MAX 16
 #define SP_GPU_WORKER_THREADS 256u
 /* Dense bytes of a slice at most: 64 bytes for each thread of a worker, in registers or shared memory. */
 #define SP_GPU_SLICE_BYTES 16384u

@@ -21,7 +21,6 @@ struct __align__(16) sp_encode_room
     uint8_t scratch[sizeof(sp_pici_scratch<sp_geometry<uint8_t, 4>>)];
     sp_encode_shared counts;
     uint64_t offset; // of a frame in the stream
-    uint32_t ticket[2];
 };
 
 // Where a slice's frame starts: the sum of all before it, found by looking back in two levels (after Merrill
@@ -29,15 +28,13 @@ struct __align__(16) sp_encode_room
 // sees 32 groups of 32 slices. All words start at 0; each is written by one atomic or one store that says by
 // itself what it is.
 struct sp_sums {
-    unsigned long long *ticket; // next slice to be taken
-    uint64_t *own;              // [n_slices] 1 + bytes of the frame
-    uint64_t *group;            // [n_groups] bytes of the frames known so far, and how many, from bit 56 on
-    uint64_t *all;              // [n_groups] 1 + bytes of this group and all before it
+    uint64_t *own;   // [n_slices] 1 + bytes of the frame
+    uint64_t *group; // [n_groups] bytes of the frames known so far, and how many, from bit 56 on
+    uint64_t *all;   // [n_groups] 1 + bytes of this group and all before it
 
     __device__ __forceinline__ sp_sums(void *scratch, uint32_t n_slices)
     {
-        ticket = (unsigned long long *)scratch;
-        own = (uint64_t *)scratch + 1;
+        own = (uint64_t *)scratch;
         group = own + n_slices;
         all = group + (n_slices + 31) / 32;
     }
@@ -47,14 +44,18 @@ struct sp_sums {
         sp_store_relaxed_gpu(own + s, 1 + (uint64_t)bytes);
         atomicAdd((unsigned long long *)group + s / 32, (1ull << 56) | bytes);
     }
-    // Where slice s starts. One warp; waits for slices with smaller tickets only, which never wait for s.
-    __device__ __forceinline__ uint64_t start_of(uint32_t s, uint32_t bytes, uint32_t lane) const
+    // What start_of will want to know first, asked for early.
+    __device__ __forceinline__ uint64_t peek(uint32_t s, uint32_t lane) const
+    {
+        return lane < s % 32 ? sp_load_relaxed_gpu(own + (s & ~31u) + lane) : 1;
+    }
+    // Where slice s starts. One warp; waits for the slices before it, whose blocks run (cooperative launch).
+    __device__ __forceinline__ uint64_t start_of(uint32_t s, uint32_t bytes, uint64_t v, uint32_t lane) const
     {
         uint32_t g = s / 32, in_group = s % 32;
-        uint64_t sum = 0, v;
-        do
-            v = lane < in_group ? sp_load_relaxed_gpu(own + g * 32 + lane) : 1;
-        while (__any_sync(~0u, v == 0));
+        uint64_t sum = 0;
+        while (__any_sync(~0u, v == 0))
+            v = peek(s, lane);
         sum = v - 1;
         for (int64_t last = (int64_t)g - 1; last >= 0; last -= 32) {
             int64_t i = last - lane;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void sp_tell_status(uint32_t *status, spccl_status st
     atomicCAS(status, 0u, (uint32_t) - (int)st);
 }
 
-template <class G> struct sp_encoder {
+template <class G, bool BASE> struct sp_encoder {
     typedef typename G::U U;
     const sp_gpu_encode_args &a;
     sp_encode_room &room;
@@ -107,15 +108,15 @@ template <class G> struct sp_encoder {
         }
         uint64_t from = (uint64_t)s * a.slice_elems;
         sp_slice_load<G>(w, run(buffer), (const U *)a.x + from, elems(s));
-        if (a.base != nullptr)
+        if (BASE)
             sp_slice_load<G>(w, run(buffer ^ 1), (const U *)a.base + from, elems(s));
     }
     // Find the place of slice s, for all threads after the next barrier. Called by all, done by the last
     // warp.
-    __device__ __forceinline__ void locate(uint32_t s, uint32_t bytes) const
+    __device__ __forceinline__ void locate(uint32_t s, uint32_t bytes, uint64_t peek) const
     {
         if (w.warp == SP_WORKER_WARPS - 1) {
-            uint64_t offset = sp_sums(a.scratch, n_slices).start_of(s, bytes, w.lane);
+            uint64_t offset = sp_sums(a.scratch, n_slices).start_of(s, bytes, peek, w.lane);
             if (w.lane == 0) {
                 room.offset = offset;
                 a.offsets[s] = offset;
@@ -142,35 +143,36 @@ template <class G> struct sp_encoder {
         for (uint32_t r = 0; r < G::ROWS; r++) {
             uint32_t off = SP_FRAME_HEADER_BYTES + w.warp * G::WARP_BYTES + (r * 32 + w.lane) * 16;
             if (off < at.bytes)
-                sp_store16(dst + off, ((const uint4 *)from)[r * 32 + w.lane]);
+                sp_store16(dst + off, ((const uint4 *)from)[sp_unit_at(r * 32 + w.lane)]);
         }
     }
     // The frame that waits, if any, goes out. Ends without a barrier.
-    __device__ __forceinline__ void flush()
+    __device__ __forceinline__ void flush(uint64_t peek)
     {
         if (waiting_bytes == 0)
             return;
-        locate(waiting, waiting_bytes);
+        locate(waiting, waiting_bytes, peek);
         sp_bar_sync(w.bar);
         copy_out(room.stage[parity ^ 1], waiting_bytes);
         waiting_bytes = 0;
     }
-    // Slice s, loaded in buffer `cur`; meanwhile the next ticket is drawn.
+    // Slice s, loaded in buffer `cur`.
     __device__ __forceinline__ void encode(uint32_t s, uint32_t cur)
     {
-        bool is_delta = a.base != nullptr, ok;
+        bool ok;
+        uint64_t peek = 0;
         uint32_t n = elems(s), format;
         const U *from = run(cur);
         sp_pici_scratch<G> *scratch = (sp_pici_scratch<G> *)room.scratch;
-        sp_scan<G> scan = sp_encode_scan<G>(w, from, is_delta ? run(cur ^ 1) : nullptr);
+        if (w.warp == SP_WORKER_WARPS - 1 && waiting_bytes != 0)
+            peek = sp_sums(a.scratch, n_slices).peek(waiting, w.lane);
+        sp_scan<G> scan = sp_encode_scan<G, BASE>(w, from, run(cur ^ 1));
         sp_encode_tell<G>(w, scan, &room.counts, parity);
-        if (w.tid == 0)
-            room.ticket[parity] = (uint32_t)atomicAdd((unsigned long long *)a.scratch, 1ull);
         sp_bar_sync(w.bar);
         sp_counts c = sp_encode_sum(w, &room.counts, parity);
-        format = a.format == SPCCL_FORMAT_AUTO ? sp_choose_smallest<G::E>(n, c.nnz, c.full_block, is_delta)
+        format = a.format == SPCCL_FORMAT_AUTO ? sp_choose_smallest<G::E>(n, c.nnz, c.full_block, BASE)
                                                : (uint32_t)a.format;
-        ok = sp_allows(format, c.nnz, c.full_block, is_delta);
+        ok = sp_allows(format, c.nnz, c.full_block, BASE);
         sp_layout at = sp_layout_cuda<G::E>(ok ? format : (uint32_t)SPCCL_FORMAT_EMPTY, n, c.nnz);
         if (w.tid == 0) {
             sp_sums(a.scratch, n_slices).tell(s, at.bytes);
@@ -178,67 +180,53 @@ template <class G> struct sp_encoder {
                 sp_tell_status(a.status, SPCCL_ERR_UNSUPPORTED);
         }
         if (ok && format != SPCCL_FORMAT_DENSE && at.bytes <= SP_STAGE_BYTES) {
-            sp_encode_body<G>(w, from, scan, c, format, a.dtype, is_delta, n, at, room.stage[parity],
-                              scratch);
-            flush();
+            sp_encode_body<G>(w, from, scan, c, format, a.dtype, BASE, n, at, room.stage[parity], scratch);
+            flush(peek);
             waiting = s;
             waiting_bytes = at.bytes;
             return;
         }
-        flush();
+        flush(peek);
         sp_bar_sync(w.bar); // room.offset has been read
-        locate(s, at.bytes);
+        locate(s, at.bytes, 0);
         sp_bar_sync(w.bar);
         if (!ok || room.offset + at.bytes > a.dst_cap)
             return;
         if (format == SPCCL_FORMAT_DENSE)
             write_dense(from, n, at);
         else
-            sp_encode_body<G>(w, from, scan, c, format, a.dtype, is_delta, n, at, a.dst + room.offset,
-                              scratch);
+            sp_encode_body<G>(w, from, scan, c, format, a.dtype, BASE, n, at, a.dst + room.offset, scratch);
     }
 };
 
-template <int BYTES>
-__global__ void __launch_bounds__(256, 4) sp_encode_kernel(const __grid_constant__ sp_gpu_encode_args a)
+template <int BYTES, bool BASE>
+__global__ void __launch_bounds__(256, 3) sp_encode_kernel(const __grid_constant__ sp_gpu_encode_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
     extern __shared__ __align__(16) uint8_t shared[];
     sp_encode_room &room = *(sp_encode_room *)shared;
-    sp_encoder<G> e = {
-        a, room, sp_worker_here(), (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems), 0, 0, 0};
-    uint32_t s, next = 0, cur = 0;
-    bool ahead = a.base == nullptr; // else both buffers are in use at once
-    if (e.w.tid == 0) {
-        room.ticket[0] = (uint32_t)atomicAdd((unsigned long long *)a.scratch, 1ull);
-        room.ticket[1] = ahead ? (uint32_t)atomicAdd((unsigned long long *)a.scratch, 1ull) : 0;
-    }
-    sp_bar_sync(e.w.bar);
-    s = room.ticket[0];
-    next = room.ticket[1];
-    sp_bar_sync(e.w.bar);
-    e.load(s, 0);
-    while (s < e.n_slices) {
-        if (ahead) {
-            e.load(next, cur ^ 1);
-            sp_copy_wait<1>();
-        } else {
+    uint32_t n_slices = (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems), cur = 0;
+    sp_encoder<G, BASE> e = {a, room, sp_worker_here(), n_slices, 0, 0, 0};
+    e.load(blockIdx.x, 0);
+    for (uint32_t s = blockIdx.x; s < n_slices; s += gridDim.x) {
+        if (BASE) { // both buffers are in use at once
             sp_copy_wait<0>();
+        } else {
+            e.load(s + gridDim.x, cur ^ 1);
+            sp_copy_wait<1>();
         }
         __syncwarp();
         e.encode(s, cur);
         __syncwarp();
-        s = ahead ? next : room.ticket[e.parity];
-        next = room.ticket[e.parity];
         e.parity ^= 1;
-        if (ahead)
-            cur ^= 1;
+        if (BASE)
+            e.load(s + gridDim.x, 0);
         else
-            e.load(s, 0);
+            cur ^= 1;
     }
     sp_copy_wait<0>();
     sp_bar_sync(e.w.bar);
-    e.flush();
+    e.flush(0);
 }
 
 // ---- decode ----
@@ -249,6 +237,8 @@ struct __align__(16) sp_decode_room
 {
     uint8_t buf[SP_GPU_SLICE_BYTES];
     uint8_t frame[2][SP_PEEK_BYTES]; // short frames, or the start of long ones
+    sp_view view[2];
+    uint32_t trouble[2]; // 0, or minus the status of a header that is no good
 };
 
 __device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
@@ -256,28 +246,45 @@ __device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
     return wrong.rule == 3 ? SPCCL_ERR_VERSION : wrong.rule >= 29 ? SPCCL_ERR_FRAME : SPCCL_ERR_FORMAT;
 }
 
-// One frame into dst [n]; APPLY(dst, i, value) for the verbs that keep what is not listed. Whole worker.
+// Look at the header of a frame; the first warp, whose lanes 0 to 3 hold it.
+template <class G, bool SET>
+__device__ __forceinline__ void sp_look(const sp_gpu_decode_args &a, sp_decode_room &room, uint32_t parity,
+                                        uint4 unit, const uint8_t *whole, uint32_t bytes, uint32_t n,
+                                        uint32_t lane)
+{
+    sp_view v;
+    sp_wrong wrong;
+    // The table of offsets must not leave bytes between frames.
+    bool ok = sp_open<G::E>(unit, bytes, a.dtype, n, &v, &wrong);
+    if (ok && v.at.bytes != bytes) {
+        ok = false;
+        wrong.rule = 17;
+    }
+    spccl_status st = !ok ? sp_status_of(wrong) : SET && v.is_delta != 0 ? SPCCL_ERR_FRAME : SPCCL_OK;
+    if (lane != 0)
+        return;
+    v.p = ok && v.at.bytes <= SP_PEEK_BYTES ? room.frame[parity] : whole;
+    room.view[parity] = v;
+    room.trouble[parity] = (uint32_t) - (int)st;
+    if (st != SPCCL_OK)
+        sp_tell_status(a.status, st);
+}
+
+// One frame with a good header into dst [n]; APPLY(old, value) for the verbs that keep what is not listed.
+// Whole worker.
 template <class G, bool SET, class APPLY>
 __device__ __forceinline__ void sp_decode_frame(const sp_worker &w, const sp_gpu_decode_args &a,
-                                                const uint8_t *start, const uint8_t *whole, uint32_t bytes,
-                                                typename G::U *dst, uint32_t n, uint8_t *buf, APPLY apply)
+                                                const sp_view &v, typename G::U *dst, uint32_t n,
+                                                uint8_t *buf, APPLY apply)
 {
     typedef typename G::U U;
     U *run = (U *)(buf + w.warp * G::WARP_BYTES), *mine = dst + w.warp * G::WARP_ELEMS;
-    sp_view v;
-    sp_wrong wrong;
-    bool ok = sp_open<G::E>(start, bytes, a.dtype, n, &v, &wrong); // the same for all threads
-    if (!ok || (SET && v.is_delta != 0)) {
-        if (w.tid == 0)
-            sp_tell_status(a.status, ok ? SPCCL_ERR_FRAME : sp_status_of(wrong));
-        return;
-    }
-    v.p = v.at.bytes <= SP_PEEK_BYTES ? start : whole;
-    ok = sp_padding_is_zero<G::E>(w, v);
+    bool ok;
+    ok = w.warp > 2 || sp_padding_is_zero<G::E>(w, v);
     if (SET && v.format != SPCCL_FORMAT_EMPTY && v.format != SPCCL_FORMAT_DENSE) {
-        sp_run_zero(w, run, G::WARP_BYTES / 16);
+        sp_run_zero<G::WARP_BYTES / 16>(w, run);
         __syncwarp();
-        ok &= sp_decode<G>(w, v, [&](uint32_t i, U x) { run[i] = x; });
+        ok &= sp_decode<G>(w, v, [&](uint32_t i, U x) { run[sp_elem_at<G>(i)] = x; });
     } else if (!SET) {
         ok &= sp_decode<G>(w, v, [](uint32_t, U) {});
     }
@@ -296,7 +303,7 @@ __device__ __forceinline__ void sp_decode_frame(const sp_worker &w, const sp_gpu
             for (uint32_t r = 0; r < G::ROWS; r++) {
                 uint32_t off = w.warp * G::WARP_BYTES + (r * 32 + w.lane) * 16;
                 if (off < n * G::E)
-                    ((uint4 *)run)[r * 32 + w.lane] = *(const uint4 *)(v.p + v.at.values + off);
+                    ((uint4 *)run)[sp_unit_at(r * 32 + w.lane)] = *(const uint4 *)(v.p + v.at.values + off);
             }
         }
         __syncwarp();
@@ -332,34 +339,36 @@ __device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, sp_de
         uint32_t n = (uint32_t)min(a.n_elems - from, (uint64_t)a.slice_elems), bytes = (uint32_t)(hi - lo);
         const uint8_t *whole = a.stream + lo;
         ((uint4 *)room.frame[parity])[w.tid] = peek;
+        if (w.warp == 0)
+            sp_look<G, SET>(a, room, parity, peek, whole, bytes, n, w.lane);
         peek = look(next_lo, next_hi);
         lo = next_lo;
         hi = next_hi;
         offsets(s + 2 * (uint64_t)gridDim.x, &next_lo, &next_hi);
         sp_bar_sync(w.bar);
-        sp_decode_frame<G, SET>(w, a, room.frame[parity], whole, bytes, (U *)a.dst + from, n, room.buf,
-                                apply);
+        if (room.trouble[parity] == 0)
+            sp_decode_frame<G, SET>(w, a, room.view[parity], (U *)a.dst + from, n, room.buf, apply);
         if (SET)
             __syncwarp();
     }
 }
 
 template <int BYTES>
-__global__ void __launch_bounds__(256, 5) sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
+__global__ void __launch_bounds__(256, 4) sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
     __shared__ sp_decode_room room;
     sp_decode_all<G, true>(a, room, [](typename G::U, typename G::U x) { return x; });
 }
 template <int BYTES>
-__global__ void __launch_bounds__(256, 5) sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
+__global__ void __launch_bounds__(256, 4) sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
     __shared__ sp_decode_room room;
     sp_decode_all<G, false>(a, room, [](typename G::U, typename G::U x) { return x; });
 }
 template <int DTYPE>
-__global__ void __launch_bounds__(256, 5) sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
+__global__ void __launch_bounds__(256, 4) sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_elem<DTYPE> T;
     typedef typename T::U U;
@@ -397,14 +406,16 @@ static spccl_status grid_of(const void *kernel, size_t shared, uint64_t n_slices
 
 extern "C" size_t sp_encode_cuda_scratch_bytes(uint64_t n_slices)
 {
-    return (size_t)(1 + n_slices + 2 * ((n_slices + 31) / 32)) * 8;
+    return (size_t)(n_slices + 2 * ((n_slices + 31) / 32)) * 8;
 }
 
 extern "C" spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream)
 {
-    static const sp_encode_fn kernels[] = {sp_encode_kernel<1>, sp_encode_kernel<2>, sp_encode_kernel<4>,
-                                           sp_encode_kernel<8>};
-    const void *kernel = (const void *)kernels[width_index(a->dtype)];
+    static const sp_encode_fn kernels[2][4] = {{sp_encode_kernel<1, false>, sp_encode_kernel<2, false>,
+                                                sp_encode_kernel<4, false>, sp_encode_kernel<8, false>},
+                                               {sp_encode_kernel<1, true>, sp_encode_kernel<2, true>,
+                                                sp_encode_kernel<4, true>, sp_encode_kernel<8, true>}};
+    const void *kernel = (const void *)kernels[a->base != nullptr][width_index(a->dtype)];
     uint64_t n_slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems;
     void *params[] = {const_cast<sp_gpu_encode_args *>(a)};
     size_t shared = sizeof(sp_encode_room);
@@ -413,8 +424,8 @@ extern "C" spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream
     SP_TRY(grid_of(kernel, shared, n_slices, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
     SP_TRY_CUDA(cudaMemsetAsync(a->scratch, 0, sp_encode_cuda_scratch_bytes(n_slices), (cudaStream_t)stream));
-    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(grid), dim3(SP_GPU_WORKER_THREADS), params, shared,
-                                          (cudaStream_t)stream),
+    return sp_cuda_check(cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(SP_GPU_WORKER_THREADS), params,
+                                                     shared, (cudaStream_t)stream),
                          "launch of the encode kernel");
 }
 

@@ -9,8 +9,8 @@
 #ifdef __cplusplus
 extern "C"
 #endif
-    /* SPCCL_OK, or an error with the call and CUDA's name and text for it: NOMEM for want of memory, else DEVICE.
-     * Clears the runtime's last error, so that the caller's own checks do not find ours. */
+    /* SPCCL_OK, or an error with the call and CUDA's name and text for it: NOMEM for want of memory, else
+     * DEVICE. Clears the runtime's last error, so that the caller's own checks do not find ours. */
     spccl_status
     sp_cuda_check(cudaError_t e, const char *call);
 

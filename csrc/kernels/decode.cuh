@@ -14,15 +14,16 @@ __device__ __forceinline__ bool sp_decode_tile(const sp_worker &w, const sp_view
     typedef typename G::U U;
     const uint8_t *counts = v.p + v.at.index, *places = v.p + v.at.meta;
     const U *values = (const U *)(v.p + v.at.values);
-    uint32_t n_blocks = (v.n + 255) / 256, first = w.warp * G::BLOCKS, before = 0, all = 0, mine[G::BLOCKS],
-             sum = 0;
-    uint32_t have = sp_warp_elems<G>(w, v.n);
+    constexpr uint32_t ALL = G::MAX_ELEMS / SP_TILE_ELEMS, EACH = (ALL + 31) / 32; // blocks; per lane
+    uint32_t n_blocks = (v.n + 255) / 256, first = w.warp * G::BLOCKS, have = sp_warp_elems<G>(w, v.n);
+    uint32_t before = 0, all = 0, sum = 0, mine[G::BLOCKS], seen[EACH];
     bool ok = true;
-    for (uint32_t b = w.lane; b < n_blocks; b += 32) {
-        uint32_t c = counts[b];
-        all += c;
-        if (b < first)
-            before += c;
+#pragma unroll
+    for (uint32_t i = 0; i < EACH; i++) {
+        uint32_t b = i * 32 + w.lane;
+        seen[i] = b < n_blocks ? counts[b] : 0;
+        all += seen[i];
+        before += b < first ? seen[i] : 0;
     }
     before = __reduce_add_sync(~0u, before);
     all = __reduce_add_sync(~0u, all);
@@ -31,7 +32,7 @@ __device__ __forceinline__ bool sp_decode_tile(const sp_worker &w, const sp_view
 #pragma unroll
     for (uint32_t b = 0; b < G::BLOCKS; b++) {
         mine[b] = sum; // start of block b among the run's
-        sum += first + b < n_blocks ? counts[first + b] : 0;
+        sum += __shfl_sync(~0u, EACH > 1 && first >= 32 ? seen[EACH - 1] : seen[0], (first + b) % 32);
     }
     for (uint32_t k = w.lane; k < sum; k += 32) {
         uint32_t block = 0, i;
@@ -75,7 +76,7 @@ __device__ __forceinline__ bool sp_decode_pici(const sp_worker &w, const sp_view
         if (t == tile) {
             a = x.x;
             b = x.y;
-            start = sum + sp_warp_sum2(count, w.lane) - count;
+            start = sum + sp_warp_sum(count, w.lane) - count;
         }
         sum += __reduce_add_sync(~0u, count);
     }

@@ -13,6 +13,12 @@
 #include "kernels_cuda.h"
 #include "link.cuh"
 
+// Workers in a block, which has a multiprocessor to itself. With four there would be 64 registers a thread,
+// and what does not fit would go to memory.
+#ifndef SP_CTA_WORKERS
+#define SP_CTA_WORKERS 3u
+#endif
+
 // What a collective is made of.
 __device__ __forceinline__ bool
 sp_is_sharded(const sp_fused_args &a) // the array is cut into a shard per rank
@@ -44,20 +50,18 @@ __device__ __forceinline__ uint32_t sp_gather_delay(const sp_fused_args &a)
     return sp_result_delay(a) + 1;
 }
 
-// Slice s of shard j: where it starts in the buffer that holds all shards, and how many elements it has.
+// A slice: where it starts in its buffer, and how many elements it has.
 struct sp_range {
     uint64_t start;
     uint32_t n;
 };
-__device__ __forceinline__ sp_range sp_range_of(const sp_fused_args &a, uint64_t shard_slices, uint32_t shard,
-                                                uint64_t slice)
+
+// Elements of slice t of a shard that may be short or not there at all.
+__device__ __noinline__ uint32_t sp_short_elems(const sp_fused_args &a, const sp_link_shared &s,
+                                                uint32_t shard, uint32_t t)
 {
-    bool blocks = a.op == SP_FUSED_ALL_GATHER || a.op == SP_FUSED_REDUCE_SCATTER;
-    uint64_t in_block = (sp_is_sharded(a) ? shard * shard_slices + slice : slice) * a.slice_elems;
-    sp_range r;
-    r.n = in_block >= a.n_elems ? 0 : (uint32_t)min(a.n_elems - in_block, (uint64_t)a.slice_elems);
-    r.start = in_block + (blocks ? shard * a.n_elems : 0);
-    return r;
+    uint64_t before = (sp_is_sharded(a) ? shard * s.shard_stride : 0) + s.first + t * s.step;
+    return before >= a.n_elems ? 0 : (uint32_t)min(a.n_elems - before, (uint64_t)a.slice_elems);
 }
 
 // The loads of a worker, one after the other: the next one is always under way.
@@ -71,9 +75,21 @@ template <class G> struct sp_fused {
     uint32_t cur; // buffer of the job that is next
     sp_job job;
 
+    // Elements of slice t of a shard. Asked for often: almost always it is a whole slice.
+    __device__ __forceinline__ uint32_t elems(uint32_t shard, uint32_t t) const
+    {
+        return t < l.s.n_whole ? l.a.slice_elems : sp_short_elems(l.a, l.s, shard, t);
+    }
+    // The same slice in the buffer that holds all shards.
     __device__ __forceinline__ sp_range range(uint32_t shard, uint32_t t) const
     {
-        return sp_range_of(l.a, l.s.shard_slices, shard, l.q() + (uint64_t)t * l.n_q());
+        return {shard * l.s.shard_stride + l.s.first + t * l.s.step, elems(shard, t)};
+    }
+    // In a buffer that holds this rank's shard alone, where the other has all: all-gather's in,
+    // reduce-scatter's out.
+    __device__ __forceinline__ uint64_t own_start(uint32_t t) const
+    {
+        return (sp_is_sharded(l.a) ? l.me() * l.s.shard_stride : 0) + l.s.first + t * l.s.step;
     }
     __device__ __forceinline__ U *run(uint32_t i) const
     {
@@ -108,25 +124,26 @@ template <class G> struct sp_fused {
             return;
         }
         bool own = j.k >= n_sends(j.t);
-        sp_range r = own ? range(l.me(), j.t - sp_result_delay(l.a))
-                         : range(sp_one_input(l.a) ? l.me() : l.peer(j.k), j.t);
+        uint32_t shard = own || sp_one_input(l.a) ? l.me() : l.peer(j.k);
+        uint32_t t = own ? j.t - sp_result_delay(l.a) : j.t;
         // All-gather: `in` is this rank's block alone.
-        uint64_t start = l.a.op == SP_FUSED_ALL_GATHER ? r.start - l.me() * l.a.n_elems : r.start;
-        sp_slice_load<G>(l.w, run(buffer), (const U *)l.a.in + start, r.n);
+        uint64_t start = l.a.op == SP_FUSED_ALL_GATHER ? own_start(t) : range(shard, t).start;
+        sp_slice_load<G>(l.w, run(buffer), (const U *)l.a.in + start, elems(shard, t));
     }
     // Step 1 of t.
     __device__ __forceinline__ bool send_inputs(uint32_t t)
     {
         uint32_t n = n_sends(t);
         for (uint32_t k = 0; k < n; k++) {
-            sp_range r = range(sp_one_input(l.a) ? l.me() : l.peer(k), t);
+            uint32_t n_elems = elems(sp_one_input(l.a) ? l.me() : l.peer(k), t);
             job.k++;
             settle(&job);
             start_load(job, cur ^ 1);
             sp_copy_wait<1>();
             __syncwarp();
-            if (r.n != 0 && !sp_link_send<G>(l, run(cur), r.n, SP_INBOX_INPUT, sp_one_input(l.a) ? 0 : k,
-                                             sp_one_input(l.a) ? l.n_peers() : 1, t))
+            if (n_elems != 0 &&
+                !sp_link_send<G>(l, run(cur), n_elems, SP_INBOX_INPUT, sp_one_input(l.a) ? 0 : k,
+                                 sp_one_input(l.a) ? l.n_peers() : 1, t))
                 return false;
             __syncwarp();
             cur ^= 1;
@@ -140,22 +157,17 @@ template <class G> struct sp_fused {
     {
         U *scratch = run(cur ^ 1);
         uint32_t bad = 0;
-        auto wanted = [&](uint32_t slot) { return range(l.peer(slot), t).n != 0; };
+        auto n_of = [&](uint32_t slot) { return elems(l.peer(slot), t); };
         if (l.n_peers() == 0)
             return true;
-        if (!sp_link_take(l, SP_INBOX_RESULT, t, wanted))
+        if (!sp_link_take<G>(l, SP_INBOX_RESULT, t, n_of))
             return false;
         for (uint32_t slot = 0; slot < l.n_peers(); slot++) {
             sp_range r = range(l.peer(slot), t);
-            sp_view v;
-            if (r.n == 0)
-                continue;
-            if (!sp_link_view<G>(l, SP_INBOX_RESULT, slot, r.n, t, &v))
-                return false;
-            if (!write(v, scratch, (U *)l.a.out + r.start))
+            if (r.n != 0 && !write(l.s.view[slot], scratch, (U *)l.a.out + r.start))
                 bad = slot + 1;
         }
-        return sp_link_taken(l, SP_INBOX_RESULT, t, bad, wanted);
+        return sp_link_taken(l, SP_INBOX_RESULT, t, bad, n_of);
     }
     // A frame becomes this warp's part of dst [v.n]; scratch: this warp's run.
     __device__ __forceinline__ bool write(const sp_view &v, U *scratch, U *dst) const
@@ -170,11 +182,11 @@ template <class G> struct sp_fused {
 #pragma unroll
             for (uint32_t r = 0; r < G::ROWS; r++)
                 if (l.w.warp * G::WARP_ELEMS + (r * 32 + l.w.lane) * G::K < v.n)
-                    ((uint4 *)scratch)[r * 32 + l.w.lane] = from[r * 32 + l.w.lane];
+                    ((uint4 *)scratch)[sp_unit_at(r * 32 + l.w.lane)] = from[r * 32 + l.w.lane];
         } else {
-            sp_run_zero(l.w, scratch, G::WARP_BYTES / 16);
+            sp_run_zero<G::WARP_BYTES / 16>(l.w, scratch);
             __syncwarp();
-            ok = sp_decode<G>(l.w, v, [&](uint32_t i, U x) { scratch[i] = x; });
+            ok = sp_decode<G>(l.w, v, [&](uint32_t i, U x) { scratch[sp_elem_at<G>(i)] = x; });
         }
         __syncwarp();
         sp_slice_store<G>(l.w, scratch, dst, v.n);
@@ -197,8 +209,7 @@ template <class G> struct sp_fused {
         sp_range r = range(l.me(), t);
         uint32_t mine = cur;
         U *dst = (U *)l.a.out + r.start;
-        const U *src =
-            (const U *)l.a.in + (l.a.op == SP_FUSED_ALL_GATHER ? r.start - l.me() * l.a.n_elems : r.start);
+        const U *src = (const U *)l.a.in + (l.a.op == SP_FUSED_ALL_GATHER ? own_start(t) : r.start);
         job.k++;
         settle(&job);
         start_load(job, cur ^ 1);
@@ -219,25 +230,24 @@ template <class G> struct sp_fused {
     {
         sp_range r = range(l.me(), t);
         U *scratch = run(cur ^ 1);
-        sp_view v;
         uint32_t root = sp_inbox_slot(l.me(), (uint32_t)l.a.root, (uint32_t)l.a.world_size);
-        auto wanted = [&](uint32_t slot) { return slot == root; };
+        auto elems = [&](uint32_t slot) { return slot == root ? r.n : 0; };
         bool ok;
         if (r.n == 0)
             return true;
-        if (!sp_link_take(l, SP_INBOX_INPUT, t, wanted) ||
-            !sp_link_view<G>(l, SP_INBOX_INPUT, root, r.n, t, &v))
+        if (!sp_link_take<G>(l, SP_INBOX_INPUT, t, elems))
             return false;
+        const sp_view v = l.s.view[root];
         if (v.format == SPCCL_FORMAT_EMPTY)
-            sp_run_zero(l.w, scratch, G::WARP_BYTES / 16);
+            sp_run_zero<G::WARP_BYTES / 16>(l.w, scratch);
         ok = write(v, scratch, (U *)l.a.out + r.start);
         if (v.format == SPCCL_FORMAT_DENSE &&
             l.w.warp * G::WARP_ELEMS + G::WARP_ELEMS > v.n) { // a short last slice
             for (uint32_t i = sp_warp_elems<G>(l.w, v.n) + l.w.lane; i < G::WARP_ELEMS; i += 32)
-                scratch[i] = 0;
+                scratch[sp_elem_at<G>(i)] = 0;
             __syncwarp();
         }
-        if (!sp_link_taken(l, SP_INBOX_INPUT, t, ok ? 0 : root + 1, wanted))
+        if (!sp_link_taken(l, SP_INBOX_INPUT, t, ok ? 0 : root + 1, elems))
             return false;
         return send_result(scratch, r.n, t);
     }
@@ -250,7 +260,14 @@ template <class G> struct sp_fused {
             uint32_t delay =
                 sp_has_results(l.a) && l.n_peers() != 0 ? sp_gather_delay(l.a) : sp_result_delay(l.a);
             uint64_t shard = sp_is_sharded(l.a) ? (slices + p - 1) / p : slices;
-            l.s.shard_slices = shard;
+            bool blocks = l.a.op == SP_FUSED_ALL_GATHER || l.a.op == SP_FUSED_REDUCE_SCATTER;
+            // Slices of the last shard that are whole; those before it have at least as many.
+            uint64_t whole = l.a.n_elems / l.a.slice_elems, rest = sp_is_sharded(l.a) ? (p - 1) * shard : 0;
+            whole = whole > rest ? whole - rest : 0;
+            l.s.n_whole = l.q() < whole ? (uint32_t)((whole - l.q() + l.n_q() - 1) / l.n_q()) : 0;
+            l.s.shard_stride = sp_is_sharded(l.a) ? shard * l.a.slice_elems : blocks ? l.a.n_elems : 0;
+            l.s.first = (uint64_t)l.q() * l.a.slice_elems;
+            l.s.step = (uint64_t)l.n_q() * l.a.slice_elems;
             l.s.n_slices = l.q() < shard ? (uint32_t)((shard - l.q() + l.n_q() - 1) / l.n_q()) : 0;
             l.s.n_steps = l.s.n_slices == 0 ? 0 : l.s.n_slices + delay;
             l.s.area = l.n_peers() == 0 ? SP_FETCH_BYTES : SP_FETCH_BYTES / l.n_peers() & ~15u;
@@ -278,7 +295,8 @@ __device__ __forceinline__ sp_link_shared &sp_shared_here()
 
 // All-gather and broadcast of elements of BYTES bytes.
 template <int BYTES>
-__global__ void __launch_bounds__(1024, 1) sp_gather_kernel(const __grid_constant__ sp_fused_args a)
+__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS, 1)
+    sp_gather_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
     sp_fused<G> f = {{a, sp_shared_here(), sp_worker_here(), 0}, 0, {0, 0}};
@@ -318,22 +336,65 @@ __device__ __forceinline__ bool sp_accumulate(const sp_link &l, typename T::A *a
                                               const sp_view &v, bool first)
 {
     typedef typename G::U U;
+    typedef typename T::A A;
     bool sums = l.a.redop == SPCCL_SUM || l.a.redop == SPCCL_AVG, ok = true;
     const U *values = own;
+    if (sums && own == nullptr && v.format == SPCCL_FORMAT_DENSE) {
+        // Adding +0.0 changes nothing: a sum that began at +0.0 is never -0.0, and its NaNs are quiet.
+        uint32_t left = sp_warp_elems<G>(l.w, v.n);
+        const uint4 *from = (const uint4 *)(v.p + v.at.values) + l.w.warp * G::ROWS * 32 + l.w.lane;
+        union {
+            uint4 v;
+            U e[G::K];
+        } x[G::ROWS];
+#pragma unroll
+        for (uint32_t r = 0; r < G::ROWS; r++)
+            x[r].v = (r * 32 + l.w.lane) * G::K < left ? from[r * 32] : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (uint32_t r = 0; r < G::ROWS; r++) {
+            A *to = acc + sp_unit_at(r * 32 + l.w.lane) * G::K;
+#pragma unroll
+            for (uint32_t c = 0; c < G::K; c++)
+                to[c] = T::add(to[c], T::widen(x[r].e[c]));
+        }
+        return true;
+    }
     if (sums && own == nullptr)
-        return sp_decode<G>(l.w, v, [&](uint32_t i, U x) { acc[i] = T::add(acc[i], T::widen(x)); });
+        return sp_decode<G>(l.w, v, [&](uint32_t i, U x) {
+            A *at = acc + sp_elem_at<G>(i);
+            *at = T::add(*at, T::widen(x));
+        });
     if (own == nullptr) { // absent elements count as zeros: spread them out
         U *spread = (U *)(l.s.frame + l.w.warp * (SP_GPU_SLICE_BYTES / SP_WORKER_WARPS));
-        sp_run_zero(l.w, spread, G::WARP_BYTES / 16);
+        sp_run_zero<G::WARP_BYTES / 16>(l.w, spread);
         __syncwarp();
-        ok = sp_decode<G>(l.w, v, [&](uint32_t i, U x) { spread[i] = x; });
+        ok = sp_decode<G>(l.w, v, [&](uint32_t i, U x) { spread[sp_elem_at<G>(i)] = x; });
         __syncwarp();
         values = spread;
     }
-#pragma unroll 4
-    for (uint32_t i = l.w.lane; i < G::WARP_ELEMS; i += 32) {
-        typename T::A x = T::widen(values[i]);
-        acc[i] = sums ? T::add(acc[i], x) : first ? x : sp_combine<T>(l.a.redop, acc[i], x);
+    // acc, own and spread have their elements in the same places: no need to know which.
+    constexpr uint32_t N = 16 / sizeof(A); // of an accumulator unit
+    for (uint32_t u = l.w.lane; u < G::WARP_ELEMS / N; u += 32) {
+        union {
+            uint4 v;
+            A e[N];
+        } to;
+        union {
+            uint4 v;
+            uint2 half;
+            U e[N];
+        } x;
+        to.v = ((const uint4 *)acc)[u];
+        if (sizeof(A) == sizeof(U))
+            x.v = ((const uint4 *)values)[u];
+        else
+            x.half = ((const uint2 *)values)[u];
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++) {
+            A e = T::widen(x.e[i]);
+            to.e[i] = sums ? T::add(to.e[i], e) : first ? e : sp_combine<T>(l.a.redop, to.e[i], e);
+        }
+        ((uint4 *)acc)[u] = to.v;
     }
     return ok;
 }
@@ -374,19 +435,17 @@ template <class T, class G> __device__ __forceinline__ bool sp_reduce(sp_fused<G
     const U *own = f.run(f.cur);
     A *acc = (A *)f.run(f.cur ^ 1);
     uint32_t bad = 0;
-    auto wanted = [&](uint32_t) { return r.n != 0; };
-    U *dst = (U *)l.a.out + (l.a.op == SP_FUSED_REDUCE_SCATTER ? r.start - l.me() * l.a.n_elems : r.start);
-    if (r.n != 0 && l.n_peers() != 0 && !sp_link_take(l, SP_INBOX_INPUT, t, wanted))
+    auto elems = [&](uint32_t) { return r.n; };
+    U *dst = (U *)l.a.out + (l.a.op == SP_FUSED_REDUCE_SCATTER ? f.own_start(t) : r.start);
+    if (r.n != 0 && l.n_peers() != 0 && !sp_link_take<G>(l, SP_INBOX_INPUT, t, elems))
         return false;
     sp_copy_wait<0>();
-    sp_run_zero(l.w, acc, G::WARP_ELEMS * sizeof(A) / 16);
+    sp_run_zero<G::WARP_ELEMS * sizeof(A) / 16>(l.w, acc);
     __syncwarp();
     for (uint32_t rank = 0; r.n != 0 && rank < (uint32_t)l.a.world_size; rank++) {
-        sp_view v;
-        uint32_t slot = sp_inbox_slot(l.me(), rank, (uint32_t)l.a.world_size);
-        if (rank != l.me() && !sp_link_view<G>(l, SP_INBOX_INPUT, slot, r.n, t, &v))
-            return false;
-        if (!sp_accumulate<T, G>(l, acc, rank == l.me() ? own : nullptr, v, rank == 0))
+        bool mine = rank == l.me();
+        uint32_t slot = mine ? 0 : sp_inbox_slot(l.me(), rank, (uint32_t)l.a.world_size);
+        if (!sp_accumulate<T, G>(l, acc, mine ? own : nullptr, l.s.view[slot], rank == 0))
             bad = slot + 1;
         __syncwarp();
     }
@@ -398,10 +457,10 @@ template <class T, class G> __device__ __forceinline__ bool sp_reduce(sp_fused<G
     sp_finish<T, G>(l, acc);
     // Elements past the end may not be zero (0 / 0 and the like): the frame must not list them.
     for (uint32_t i = sp_warp_elems<G>(l.w, r.n) + l.w.lane; i < G::WARP_ELEMS; i += 32)
-        ((U *)acc)[i] = 0;
+        ((U *)acc)[sp_elem_at<G>(i)] = 0;
     __syncwarp();
     sp_slice_store<G>(l.w, (const U *)acc, dst, r.n);
-    if (l.n_peers() != 0 && !sp_link_taken(l, SP_INBOX_INPUT, t, bad, wanted))
+    if (l.n_peers() != 0 && !sp_link_taken(l, SP_INBOX_INPUT, t, bad, elems))
         return false;
     if (sp_has_results(l.a) && !f.send_result((const U *)acc, r.n, t))
         return false;
@@ -411,7 +470,8 @@ template <class T, class G> __device__ __forceinline__ bool sp_reduce(sp_fused<G
 
 // Reduce-scatter and all-reduce.
 template <int DTYPE>
-__global__ void __launch_bounds__(1024, 1) sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
+__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS, 1)
+    sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
@@ -432,42 +492,39 @@ __global__ void __launch_bounds__(1024, 1) sp_reduce_kernel(const __grid_constan
 
 typedef void (*sp_fused_kernel)(const sp_fused_args);
 
+static const sp_fused_kernel gather_kernels[] = {sp_gather_kernel<1>, sp_gather_kernel<2>,
+                                                 sp_gather_kernel<4>, sp_gather_kernel<8>};
+// By dtype; float8 is carried, never reduced: refused above.
+static const sp_fused_kernel reduce_kernels[SP_N_DTYPES] = {nullptr,
+                                                            sp_reduce_kernel<SPCCL_FLOAT32>,
+                                                            sp_reduce_kernel<SPCCL_FLOAT16>,
+                                                            sp_reduce_kernel<SPCCL_BFLOAT16>,
+                                                            sp_reduce_kernel<SPCCL_FLOAT64>,
+                                                            nullptr,
+                                                            sp_reduce_kernel<SPCCL_INT8>,
+                                                            sp_reduce_kernel<SPCCL_INT16>,
+                                                            sp_reduce_kernel<SPCCL_INT32>,
+                                                            sp_reduce_kernel<SPCCL_INT64>,
+                                                            sp_reduce_kernel<SPCCL_UINT8>};
+
 static sp_fused_kernel kernel_of(const sp_fused_args *a)
 {
-    if (a->op == SP_FUSED_ALL_GATHER || a->op == SP_FUSED_BROADCAST) {
-        switch (sp_dtype_bytes(a->dtype)) {
-        case 1:
-            return sp_gather_kernel<1>;
-        case 2:
-            return sp_gather_kernel<2>;
-        case 4:
-            return sp_gather_kernel<4>;
-        default:
-            return sp_gather_kernel<8>;
-        }
-    }
-    switch (a->dtype) {
-    case SPCCL_FLOAT32:
-        return sp_reduce_kernel<SPCCL_FLOAT32>;
-    case SPCCL_FLOAT16:
-        return sp_reduce_kernel<SPCCL_FLOAT16>;
-    case SPCCL_BFLOAT16:
-        return sp_reduce_kernel<SPCCL_BFLOAT16>;
-    case SPCCL_FLOAT64:
-        return sp_reduce_kernel<SPCCL_FLOAT64>;
-    case SPCCL_INT8:
-        return sp_reduce_kernel<SPCCL_INT8>;
-    case SPCCL_INT16:
-        return sp_reduce_kernel<SPCCL_INT16>;
-    case SPCCL_INT32:
-        return sp_reduce_kernel<SPCCL_INT32>;
-    case SPCCL_INT64:
-        return sp_reduce_kernel<SPCCL_INT64>;
-    case SPCCL_UINT8:
-        return sp_reduce_kernel<SPCCL_UINT8>;
-    default:
-        return nullptr; // float8 is carried, never reduced: refused above
-    }
+    size_t bytes = sp_dtype_bytes(a->dtype);
+    if (a->op == SP_FUSED_ALL_GATHER || a->op == SP_FUSED_BROADCAST)
+        return gather_kernels[bytes == 1 ? 0 : bytes == 2 ? 1 : bytes == 4 ? 2 : 3];
+    return sp_dtype_ok(a->dtype) ? reduce_kernels[a->dtype] : nullptr;
+}
+
+// Load a kernel on the current device now: the first launch would otherwise do it, and loading waits for
+// kernels that may be waiting for the one to be launched.
+static spccl_status prepare(sp_fused_kernel kernel, uint32_t workers)
+{
+    if (kernel == nullptr)
+        return SPCCL_OK;
+    return sp_cuda_check(cudaFuncSetAttribute((const void *)kernel,
+                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              (int)(workers * sizeof(sp_link_shared))),
+                         "cudaFuncSetAttribute of a collective's kernel");
 }
 
 extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t *out)
@@ -475,12 +532,16 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t *out
     int shared = 0;
     SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
     *out = (uint32_t)shared / (uint32_t)sizeof(sp_link_shared);
-    if (*out > 4)
-        *out = 4;
+    if (*out > SP_CTA_WORKERS)
+        *out = SP_CTA_WORKERS;
     if (*out == 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal, shared,
                        sizeof(sp_link_shared));
+    for (sp_fused_kernel kernel : gather_kernels)
+        SP_TRY(prepare(kernel, *out));
+    for (sp_fused_kernel kernel : reduce_kernels)
+        SP_TRY(prepare(kernel, *out));
     return SPCCL_OK;
 }
 

@@ -21,14 +21,14 @@ template <class G> struct sp_pici_scratch {
 };
 
 template <class G> struct sp_scan {
-    uint64_t mask;     // bit r * K + c: element c of this lane's unit in row r is listed
-    uint64_t places;   // 16 bits per row: listed elements of the run before this lane's unit in row r
+    uint64_t mask;     // bit i: element i of this lane's ROWS * K is listed
+    uint32_t before;   // listed elements of the run before this lane's
     uint32_t in_block; // lane b < G::BLOCKS: listed elements of the run's block b
     uint32_t warp_nnz; // of the run
 };
 
-// Inclusive sum over the lanes; two 16-bit numbers in one word.
-__device__ __forceinline__ uint32_t sp_warp_sum2(uint32_t v, uint32_t lane)
+// Inclusive sum over the lanes.
+__device__ __forceinline__ uint32_t sp_warp_sum(uint32_t v, uint32_t lane)
 {
 #pragma unroll
     for (uint32_t d = 1; d < 32; d <<= 1) {
@@ -39,48 +39,37 @@ __device__ __forceinline__ uint32_t sp_warp_sum2(uint32_t v, uint32_t lane)
     return v;
 }
 
-// run: this warp's elements, loaded by its lanes; base_run: the same of the base, or null.
-template <class G>
+// run: this warp's elements; base_run, with BASE: the same of the base. Loaded by the warp: __syncwarp
+// before.
+template <class G, bool BASE>
 __device__ __forceinline__ sp_scan<G> sp_encode_scan(const sp_worker &w, const typename G::U *run,
                                                      const typename G::U *base_run)
 {
+    constexpr uint32_t BLOCK_LANES = SP_TILE_ELEMS / G::LANE_ELEMS;
     sp_scan<G> s;
-    uint32_t sums[G::ROWS / 2], counts[G::ROWS], before = 0;
+    uint32_t count, upto, block, last, first = w.lane * G::ROWS;
     s.mask = 0;
-    s.places = 0;
-    s.in_block = 0;
 #pragma unroll
     for (uint32_t r = 0; r < G::ROWS; r++) {
-        uint4 v = ((const uint4 *)run)[r * 32 + w.lane];
-        if (base_run != nullptr) {
-            uint4 b = ((const uint4 *)base_run)[r * 32 + w.lane];
+        uint32_t at = sp_unit_at(first) ^ r; // = sp_unit_at(w.lane * G::ROWS + r)
+        uint4 v = ((const uint4 *)run)[at];
+        if (BASE) {
+            uint4 b = ((const uint4 *)base_run)[at];
             v = make_uint4(v.x ^ b.x, v.y ^ b.y, v.z ^ b.z, v.w ^ b.w);
         }
-        uint32_t m = sp_unit_mask<G::E>(v);
-        s.mask |= (uint64_t)m << (r * G::K);
-        counts[r] = __popc(m);
+        if (G::LANE_ELEMS > 32)
+            s.mask |= (uint64_t)sp_unit_mask<G::E>(v) << (r * G::K);
+        else
+            s.mask = (uint32_t)s.mask | sp_unit_mask<G::E>(v) << (r * G::K);
     }
-#pragma unroll
-    for (uint32_t i = 0; i < G::ROWS / 2; i++)
-        sums[i] = sp_warp_sum2(counts[2 * i] | counts[2 * i + 1] << 16, w.lane);
-#pragma unroll
-    for (uint32_t r = 0; r < G::ROWS; r++) {
-        uint32_t in_row = sums[r / 2] >> (r % 2 * 16) & 0xffff;
-        uint32_t row = __shfl_sync(~0u, in_row, 31);
-        s.places |= (uint64_t)(before + in_row - counts[r]) << (r * 16);
-        before += row;
-        if constexpr (G::K == 16) { // two blocks in a row
-            uint32_t half = __shfl_sync(~0u, in_row, 15);
-            if (w.lane == 2 * r)
-                s.in_block = half;
-            if (w.lane == 2 * r + 1)
-                s.in_block = row - half;
-        } else { // 8 / K rows in a block
-            if (w.lane == r / (8 / G::K))
-                s.in_block += row;
-        }
-    }
-    s.warp_nnz = before;
+    count = G::LANE_ELEMS > 32 ? __popcll(s.mask) : __popc((uint32_t)s.mask);
+    upto = sp_warp_sum(count, w.lane);
+    s.before = upto - count;
+    s.warp_nnz = __shfl_sync(~0u, upto, 31);
+    block = min(w.lane, G::BLOCKS - 1);
+    last = __shfl_sync(~0u, upto, block * BLOCK_LANES + BLOCK_LANES - 1);
+    count = __shfl_sync(~0u, s.before, block * BLOCK_LANES);
+    s.in_block = last - count;
     return s;
 }
 
@@ -102,16 +91,28 @@ struct sp_counts {
 __device__ __forceinline__ sp_counts sp_encode_sum(const sp_worker &w, const sp_encode_shared *shared,
                                                    uint32_t parity)
 {
-    sp_counts c = {0, 0, false};
-#pragma unroll
-    for (uint32_t i = 0; i < SP_WORKER_WARPS; i++) {
-        uint32_t t = shared->total[parity][i];
-        if (i == w.warp)
-            c.before = c.nnz;
-        c.nnz += t & 0x7fffffffu;
-        c.full_block |= t >> 31 != 0;
-    }
+    sp_counts c;
+    uint32_t t = w.lane < SP_WORKER_WARPS ? shared->total[parity][w.lane] : 0, n = t & 0x7fffffffu;
+    c.nnz = __reduce_add_sync(~0u, n);
+    c.before = __reduce_add_sync(~0u, w.lane < w.warp ? n : 0);
+    c.full_block = __any_sync(~0u, t >> 31);
     return c;
+}
+
+// A lane's elements as bits, in one register where they fit.
+template <uint32_t N> struct sp_lane_mask {
+    typedef uint32_t type;
+};
+template <> struct sp_lane_mask<64> {
+    typedef uint64_t type;
+};
+__device__ __forceinline__ uint32_t sp_lowest(uint32_t v)
+{
+    return (uint32_t)__ffs((int)v) - 1;
+}
+__device__ __forceinline__ uint32_t sp_lowest(uint64_t v)
+{
+    return (uint32_t)__ffsll((long long)v) - 1;
 }
 
 // Tile and coo: the listed elements in order, each by its own lane.
@@ -121,21 +122,25 @@ __device__ __forceinline__ void sp_encode_flat(const sp_worker &w, const typenam
                                                uint32_t before, const sp_layout &at, uint8_t *frame)
 {
     typedef typename G::U U;
-    U *values = (U *)(frame + at.values);
-    uint64_t left = s.mask, places = s.places;
-    if (format == SPCCL_FORMAT_TILE && w.lane < G::BLOCKS && w.warp * G::BLOCKS + w.lane < (n + 255) / 256)
-        frame[at.index + w.warp * G::BLOCKS + w.lane] = (uint8_t)s.in_block;
-    while (left != 0) {
-        uint32_t bit = __ffsll((long long)left) - 1, r = bit / G::K;
-        uint32_t i = (r * 32 + w.lane) * G::K + bit % G::K;
-        uint32_t k = before + (uint32_t)(places >> (r * 16) & 0xffff);
-        left &= left - 1;
-        places += (uint64_t)1 << (r * 16);
-        values[k] = run[i];
-        if (format == SPCCL_FORMAT_TILE)
-            frame[at.meta + k] = (uint8_t)i;
-        else
-            ((uint32_t *)(frame + at.index))[k] = w.warp * G::WARP_ELEMS + i;
+    typedef typename sp_lane_mask<G::LANE_ELEMS>::type MASK;
+    uint32_t k = before + s.before, block = w.warp * G::BLOCKS + w.lane, first = w.lane * G::LANE_ELEMS;
+    U *value = (U *)(frame + at.values) + k;
+    if (format == SPCCL_FORMAT_TILE) {
+        uint8_t *place = frame + at.meta + k;
+        if (w.lane < G::BLOCKS && block < (n + 255) / 256)
+            frame[at.index + block] = (uint8_t)s.in_block;
+        for (MASK left = (MASK)s.mask; left != 0; left &= left - 1) {
+            uint32_t i = first + sp_lowest(left);
+            *value++ = run[sp_elem_at<G>(i)];
+            *place++ = (uint8_t)i;
+        }
+    } else {
+        uint32_t *index = (uint32_t *)(frame + at.index) + k;
+        for (MASK left = (MASK)s.mask; left != 0; left &= left - 1) {
+            uint32_t i = first + sp_lowest(left);
+            *value++ = run[sp_elem_at<G>(i)];
+            *index++ = w.warp * G::WARP_ELEMS + i;
+        }
     }
 }
 
@@ -148,20 +153,16 @@ sp_encode_pici(const sp_worker &w, const typename G::U *run, const sp_scan<G> &s
     typedef typename G::U U;
     U *values = (U *)(frame + at.values);
     uint64_t *words = (uint64_t *)(frame + at.meta);
-    uint8_t *bytes = (uint8_t *)scratch->rows + w.warp * (G::WARP_ELEMS / 8);
+    uint8_t *bytes = (uint8_t *)scratch->rows + w.warp * (G::WARP_ELEMS / 8) + w.lane * (G::LANE_ELEMS / 8);
     uint32_t n_tiles = (n + 4095) / 4096;
-#pragma unroll
-    for (uint32_t r = 0; r < G::ROWS; r++) {
-        uint32_t m = (uint32_t)(s.mask >> (r * G::K)) & ((1u << G::K) - 1), unit = r * 32 + w.lane;
-        if (G::K == 16)
-            ((uint16_t *)bytes)[unit] = (uint16_t)m;
-        if (G::K <= 2)
-            m |= __shfl_down_sync(~0u, m, 2) << 4, m |= __shfl_down_sync(~0u, m, 1) << 2;
-        if (G::K == 4)
-            m |= __shfl_down_sync(~0u, m, 1) << 4;
-        if (G::K <= 8 && w.lane % (8 / min(G::K, 8u)) == 0)
-            bytes[unit * G::K / 8] = (uint8_t)m;
-    }
+    if (G::LANE_ELEMS == 64)
+        *(uint64_t *)bytes = s.mask;
+    else if (G::LANE_ELEMS == 32)
+        *(uint32_t *)bytes = (uint32_t)s.mask;
+    else if (G::LANE_ELEMS == 16)
+        *(uint16_t *)bytes = (uint16_t)s.mask;
+    else
+        *bytes = (uint8_t)s.mask;
     sp_bar_sync(w.bar);
     for (uint32_t t = 0; t < n_tiles; t++) {
         const uint8_t *rows = (const uint8_t *)&scratch->rows[t * 64];
@@ -185,7 +186,7 @@ sp_encode_pici(const sp_worker &w, const typename G::U *run, const sp_scan<G> &s
                                                  __popcll(words[t * 64 + 32 + w.lane]));
         a = __popcll(words[w.warp * 64 + 2 * w.lane]);
         b = __popcll(words[w.warp * 64 + 2 * w.lane + 1]);
-        sum = sp_warp_sum2(a + b, w.lane);
+        sum = sp_warp_sum(a + b, w.lane);
         scratch->starts[w.warp * 64 + 2 * w.lane] = (uint16_t)(prefix + sum - a - b);
         scratch->starts[w.warp * 64 + 2 * w.lane + 1] = (uint16_t)(prefix + sum - b);
         if (w.lane == 0)
@@ -193,10 +194,10 @@ sp_encode_pici(const sp_worker &w, const typename G::U *run, const sp_scan<G> &s
     }
     sp_bar_sync(w.bar);
     for (uint64_t left = s.mask; left != 0; left &= left - 1) {
-        uint32_t bit = __ffsll((long long)left) - 1, i = (bit / G::K * 32 + w.lane) * G::K + bit % G::K;
+        uint32_t i = w.lane * G::LANE_ELEMS + __ffsll((long long)left) - 1;
         uint32_t e = w.warp * G::WARP_ELEMS + i, word = e / 4096 * 64 + e % 64, row = e % 4096 / 64;
         uint64_t below = words[word] & (((uint64_t)1 << row) - 1);
-        values[scratch->starts[word] + __popcll(below)] = run[i];
+        values[scratch->starts[word] + __popcll(below)] = run[sp_elem_at<G>(i)];
     }
     (void)nnz;
 }
@@ -210,9 +211,10 @@ __device__ __forceinline__ void sp_encode_body(const sp_worker &w, const typenam
                                                uint32_t dtype, bool is_delta, uint32_t n, const sp_layout &at,
                                                uint8_t *frame, sp_pici_scratch<G> *scratch)
 {
-    if (w.tid < 4)
-        ((uint4 *)frame)[w.tid] = sp_header_unit(w.tid, format, dtype, is_delta, n, c.nnz, at);
-    sp_padding_write<G::E>(w, frame, format, n, c.nnz, at);
+    if (w.warp == 0 && w.lane < 4)
+        ((uint4 *)frame)[w.lane] = sp_header_unit(w.lane, format, dtype, is_delta, n, c.nnz, at);
+    if (w.warp < 3)
+        sp_padding_write<G::E>(w, frame, format, n, c.nnz, at);
     if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO)
         sp_encode_flat<G>(w, run, s, format, n, c.before, at, frame);
     else if (format == SPCCL_FORMAT_PICI)

@@ -39,26 +39,28 @@ __device__ __forceinline__ sp_layout sp_layout_cuda(uint32_t format, uint32_t n,
     return l;
 }
 
-// The smallest frame; of equal ones the first in this order (sp_tune_format with sp_link_size_only says the
-// same).
+// The smallest frame; of equal ones the first in this order: dense, pici, coo, tile (sp_tune_format with
+// sp_link_size_only says the same).
 template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_choose_smallest(uint32_t n, uint32_t nnz, bool full_block,
                                                        bool is_delta)
 {
-    uint32_t best = SPCCL_FORMAT_PICI, bytes = sp_layout_cuda<E>(SPCCL_FORMAT_PICI, n, nnz).bytes, b;
+    // Every format but dense has its values behind what is compared here, rounded up alike.
+    uint32_t values = sp_up16(nnz * E), tiles = (n + 4095) / 4096;
+    uint32_t pici = sp_up16(tiles * 4) + tiles * 512, coo = sp_up16(nnz * 4),
+             tile = sp_up16((n + 255) / 256) + sp_up16(nnz);
+    uint32_t best = SPCCL_FORMAT_PICI, bytes = pici;
     if (nnz == 0)
         return SPCCL_FORMAT_EMPTY;
-    if (!is_delta && (b = sp_layout_cuda<E>(SPCCL_FORMAT_DENSE, n, nnz).bytes) <= bytes) {
+    if (!is_delta && sp_up16(n * E) <= pici + values) {
         best = SPCCL_FORMAT_DENSE;
-        bytes = b;
+        bytes = sp_up16(n * E) - values; // nnz <= n
     }
-    if ((b = sp_layout_cuda<E>(SPCCL_FORMAT_COO, n, nnz).bytes) < bytes) {
+    if (coo < bytes) {
         best = SPCCL_FORMAT_COO;
-        bytes = b;
+        bytes = coo;
     }
-    if (!full_block && sp_layout_cuda<E>(SPCCL_FORMAT_TILE, n, nnz).bytes < bytes)
-        best = SPCCL_FORMAT_TILE;
-    return best;
+    return !full_block && tile < bytes ? (uint32_t)SPCCL_FORMAT_TILE : best;
 }
 
 // Can the slice take this format? (sp_codec_allows; n > 0)
@@ -86,10 +88,11 @@ __device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uin
 }
 
 // A frame whose header has been checked.
-struct sp_view {
-    const uint8_t *p; // global or shared memory, aligned to 16
-    uint32_t format, n, nnz, is_delta;
+struct __align__(16) sp_view
+{
     sp_layout at;
+    uint32_t format, n, nnz, is_delta;
+    const uint8_t *p; // global or shared memory, aligned to 16
 };
 
 // What was wrong: the number of FORMAT.md section 4, what it said and what was wanted.
@@ -97,19 +100,24 @@ struct sp_wrong {
     uint32_t rule, seen, wanted;
 };
 
-// Check the header of a frame of at most MAX_ELEMS elements; wanted_n: elements it must have. Rules 1 to 18
-// and 29, 30.
+// The header unit that a lane holds, for all lanes of the warp.
+__device__ __forceinline__ uint4 sp_unit_of(uint4 unit, int lane)
+{
+    return make_uint4(__shfl_sync(~0u, unit.x, lane), __shfl_sync(~0u, unit.y, lane),
+                      __shfl_sync(~0u, unit.z, lane), __shfl_sync(~0u, unit.w, lane));
+}
+
+// Check the header of a frame of `bytes` bytes at most; wanted_n: elements it must have. Rules 1 to 18 and
+// 29, 30. One warp, of which lanes 0 to 3 hold the four units of the header; all its lanes get the view, but
+// for v->p.
 template <uint32_t E>
-__device__ __forceinline__ bool sp_open(const uint8_t *p, uint32_t bytes, uint32_t dtype, uint32_t wanted_n,
+__device__ __forceinline__ bool sp_open(uint4 unit, uint32_t bytes, uint32_t dtype, uint32_t wanted_n,
                                         sp_view *v, sp_wrong *wrong)
 {
-    uint4 a, b, c, d;
+    uint4 a = sp_unit_of(unit, 0), b = sp_unit_of(unit, 1), c = sp_unit_of(unit, 2), d = sp_unit_of(unit, 3);
     *wrong = {1, bytes, SP_FRAME_HEADER_BYTES};
     if (bytes < SP_FRAME_HEADER_BYTES)
         return false;
-    a = ((const uint4 *)p)[0], b = ((const uint4 *)p)[1], c = ((const uint4 *)p)[2],
-    d = ((const uint4 *)p)[3];
-    v->p = p;
     v->format = a.y >> 8 & 0xff;
     v->is_delta = a.y >> 24 & SP_FRAME_FLAG_DELTA;
     v->n = a.z;
@@ -159,10 +167,10 @@ __device__ __forceinline__ bool sp_open(const uint8_t *p, uint32_t bytes, uint32
     return bytes >= v->at.bytes;
 }
 
-// Rule 19: padding is zero. Thread tid of the worker looks at its bytes (at most 15 in each of three gaps).
+// Rule 19: padding is zero. Warps 0 to 2 look at one gap each, of at most 15 bytes.
 template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(const sp_worker &w, const sp_view &v)
 {
-    uint32_t gap = w.tid / 16, i = w.tid % 16, from, to;
+    uint32_t gap = w.warp, i = w.lane, from, to;
     uint32_t n_values = v.format == SPCCL_FORMAT_DENSE ? v.n : v.nnz;
     if (gap > 2 || v.format == SPCCL_FORMAT_EMPTY)
         return true;
@@ -180,12 +188,12 @@ template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(const s
     return from + i >= to || v.p[from + i] == 0;
 }
 
-// Zero the padding of a frame that is being written. The same threads, the same gaps.
+// Zero the padding of a frame that is being written. The same warps, the same gaps.
 template <uint32_t E>
 __device__ __forceinline__ void sp_padding_write(const sp_worker &w, uint8_t *p, uint32_t format, uint32_t n,
                                                  uint32_t nnz, const sp_layout &at)
 {
-    uint32_t gap = w.tid / 16, i = w.tid % 16, from;
+    uint32_t gap = w.warp, i = w.lane, from;
     if (gap > 2 || format == SPCCL_FORMAT_EMPTY)
         return;
     if (gap == 0)

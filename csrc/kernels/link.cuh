@@ -23,12 +23,13 @@ struct __align__(16) sp_link_shared
     uint64_t credit[SP_INBOX_LANES][SP_PEERS_MAX], reported[SP_INBOX_LANES][SP_PEERS_MAX];
     uint32_t sent_off[SP_INBOX_LANES][SP_PEERS_MAX], taken_off[SP_INBOX_LANES][SP_PEERS_MAX]; // in the ring
     uint32_t guess[SP_INBOX_LANES][SP_PEERS_MAX]; // bytes of the next frame to copy unseen
-    uint32_t got[SP_PEERS_MAX];                   // bytes of the frame that was taken
+    sp_view view[SP_PEERS_MAX];                   // the frames that were taken
     uint8_t *dst[SP_PEERS_MAX];                   // where the next frame to a peer goes
     const uint8_t *src[SP_PEERS_MAX];             // where the awaited frame of a peer is
     uint64_t frame_bytes, n_frames[SPCCL_N_FORMATS];
-    uint64_t shard_slices;            // of the collective
-    uint32_t n_slices, n_steps, area; // of this worker; bytes of `fetch` per peer
+    uint64_t shard_stride, first, step;  // elements from shard to shard, to the first slice, to the next one
+    uint32_t n_slices, n_whole, n_steps; // of this worker; n_whole: all shards have them whole
+    uint32_t area;                       // bytes of `fetch` per peer
 };
 static_assert(sizeof(sp_link_shared) <= 55600, "three workers of a block must fit into the 163 KiB of sm_80");
 static_assert(sizeof(sp_pici_scratch<sp_geometry<uint8_t, 4>>) <= SP_FETCH_BYTES,
@@ -96,22 +97,33 @@ __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gp
     sp_store_relaxed_sys(&a.control->abort, 1);
 }
 
+// The host's word to abort is looked at this often while waiting: it lies behind PCIe, and a thousand workers
+// that wait at once would queue up there for longer than the wait (measured: 300 us each on 4 GPUs).
+#define SP_LOOK_AT_HOST_NS 2000000ull
+
 // Until *word >= wanted (> 0): what it says. 0: aborted, or the deadline passed and a report was left. One
 // thread.
 __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
                                          uint64_t wanted, sp_gpu_trouble trouble, uint32_t lane,
                                          uint32_t slot, uint32_t slice)
 {
-    uint64_t start = sp_clock_ns();
+    uint64_t start = 0, looked = 0;
     for (uint32_t i = 1;; i++) {
-        uint64_t v = sp_load_acquire_sys(word);
+        // Only the look that succeeds acquires: acquiring empties L1.
+        uint64_t v = sp_load_relaxed_sys(word), now;
         if (v >= wanted)
-            return v;
+            return sp_load_acquire_sys(word);
         if (i % 64 != 0)
             continue;
+        now = sp_clock_ns();
+        if (start == 0)
+            start = looked = now;
+        if (now - looked < SP_LOOK_AT_HOST_NS)
+            continue;
+        looked = now;
         if (sp_load_relaxed_sys(&a.control->abort) != 0)
             return 0;
-        if (sp_clock_ns() - start > a.timeout_ns) {
+        if (now - start > a.timeout_ns) {
             sp_report(a, q, trouble, lane, slot, slice, wanted, v, 0);
             return 0;
         }
@@ -224,7 +236,7 @@ template <class G>
 __device__ __forceinline__ bool sp_link_send(sp_link &l, const typename G::U *run, uint32_t n, uint32_t lane,
                                              uint32_t first, uint32_t n_slots, uint32_t slice)
 {
-    sp_scan<G> scan = sp_encode_scan<G>(l.w, run, nullptr);
+    sp_scan<G> scan = sp_encode_scan<G, false>(l.w, run, nullptr);
     bool ok = true;
     sp_encode_tell<G>(l.w, scan, &l.s.encode, l.parity);
     if (l.w.warp == SP_WORKER_WARPS - 1 && l.w.lane < n_slots)
@@ -245,7 +257,7 @@ __device__ __forceinline__ bool sp_link_send(sp_link &l, const typename G::U *ru
 #pragma unroll
         for (uint32_t r = 0; r < G::ROWS; r++) {
             uint32_t off = SP_FRAME_HEADER_BYTES + l.w.warp * G::WARP_BYTES + (r * 32 + l.w.lane) * 16;
-            uint4 v = ((const uint4 *)run)[r * 32 + l.w.lane];
+            uint4 v = ((const uint4 *)run)[sp_unit_at(r * 32 + l.w.lane)];
             if (off < at.bytes)
                 for (uint32_t k = 0; k < n_slots; k++)
                     sp_store16(l.s.dst[first + k] + off, v);
@@ -275,12 +287,14 @@ __device__ __forceinline__ bool sp_link_send(sp_link &l, const typename G::U *ru
 
 // ---- receiving ----
 
-// Wait for the next frame of every peer for which wanted(slot), and copy their starts on chip. Whole worker.
-template <class WANTED>
-__device__ __forceinline__ bool sp_link_take(const sp_link &l, uint32_t lane, uint32_t slice, WANTED wanted)
+// Wait for the next frame of every peer for which elems(slot) is not 0, copy their starts on chip and check
+// their headers: a frame must have elems(slot) elements. Whole worker. False: the wait ended without, or a
+// header is broken, and a report was left.
+template <class G, class ELEMS>
+__device__ __forceinline__ bool sp_link_take(const sp_link &l, uint32_t lane, uint32_t slice, ELEMS elems)
 {
     bool ok = true;
-    if (l.w.warp == 0 && l.w.lane < l.n_peers() && wanted(l.w.lane)) {
+    if (l.w.warp == 0 && l.w.lane < l.n_peers() && elems(l.w.lane) != 0) {
         uint32_t slot = l.w.lane, off = l.s.taken_off[lane][slot];
         uint64_t at = l.s.taken[lane][slot];
         if (SP_INBOX_RING_BYTES - off < SP_INBOX_FRAME_BYTES) {
@@ -297,45 +311,47 @@ __device__ __forceinline__ bool sp_link_take(const sp_link &l, uint32_t lane, ui
     __syncwarp();
     if (!sp_bar_and(l.w.bar, ok))
         return false;
-    for (uint32_t slot = l.w.warp; slot < l.n_peers(); slot += SP_WORKER_WARPS)
-        if (wanted(slot))
-            for (uint32_t i = l.w.lane; i < l.s.guess[lane][slot] / 16; i += 32)
-                ((uint4 *)(l.s.fetch + slot * l.s.area))[i] = sp_load16_l2(l.s.src[slot] + i * 16);
-    sp_bar_sync(l.w.bar);
-    return true;
-}
-
-// The taken frame of one peer. False: it is broken, and a report was left.
-template <class G>
-__device__ __forceinline__ bool sp_link_view(const sp_link &l, uint32_t lane, uint32_t slot, uint32_t n,
-                                             uint32_t slice, sp_view *v)
-{
-    sp_wrong wrong;
-    const uint8_t *start = l.s.fetch + slot * l.s.area;
-    if (!sp_open<G::E>(start, SP_INBOX_FRAME_BYTES, l.a.dtype, n, v, &wrong)) {
-        if (l.w.tid == 0)
-            sp_report(l.a, l.q(), SP_GPU_BAD_FRAME, lane, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
-        return false;
+    for (uint32_t slot = l.w.warp; slot < l.n_peers(); slot += SP_WORKER_WARPS) {
+        uint32_t n = elems(slot), guess = l.s.guess[lane][slot];
+        const uint8_t *src = l.s.src[slot];
+        uint8_t *start = l.s.fetch + slot * l.s.area;
+        uint4 unit = make_uint4(0, 0, 0, 0);
+        sp_view v;
+        sp_wrong wrong;
+        if (n == 0)
+            continue;
+        if (l.w.lane < guess / 16)
+            unit = sp_load16_l2(src + l.w.lane * 16);
+        for (uint32_t i = l.w.lane + 32; i < guess / 16; i += 32)
+            ((uint4 *)start)[i] = sp_load16_l2(src + i * 16);
+        if (l.w.lane < guess / 16)
+            ((uint4 *)start)[l.w.lane] = unit;
+        ok &= sp_open<G::E>(unit, SP_INBOX_FRAME_BYTES, l.a.dtype, n, &v, &wrong) && v.is_delta == 0;
+        if (l.w.lane == 0) {
+            if (!ok)
+                sp_report(l.a, l.q(), SP_GPU_BAD_FRAME, lane, slot, slice, wrong.wanted, wrong.seen,
+                          wrong.rule);
+            v.p = v.at.bytes <= guess ? start : src;
+            l.s.view[slot] = v;
+        }
     }
-    v->p = v->at.bytes <= l.s.guess[lane][slot] ? start : l.s.src[slot];
-    if (l.w.tid == 0)
-        l.s.got[slot] = v->at.bytes;
-    return true;
+    __syncwarp();
+    return sp_bar_and(l.w.bar, ok);
 }
 
 // Done with the frames of sp_link_take. Whole worker; bad: 1 + the slot whose frame this thread found broken,
 // or 0.
-template <class WANTED>
+template <class ELEMS>
 __device__ __forceinline__ bool sp_link_taken(const sp_link &l, uint32_t lane, uint32_t slice, uint32_t bad,
-                                              WANTED wanted)
+                                              ELEMS elems)
 {
     if (!sp_bar_and(l.w.bar, bad == 0)) {
         if (bad != 0)
             sp_report(l.a, l.q(), SP_GPU_BAD_FRAME, lane, bad - 1, slice, 0, 0, SP_RULE_INDEX);
         return false;
     }
-    if (l.w.warp == 0 && l.w.lane < l.n_peers() && wanted(l.w.lane)) {
-        uint32_t slot = l.w.lane, bytes = l.s.got[slot];
+    if (l.w.warp == 0 && l.w.lane < l.n_peers() && elems(l.w.lane) != 0) {
+        uint32_t slot = l.w.lane, bytes = l.s.view[slot].at.bytes;
         l.s.taken[lane][slot] += bytes;
         l.s.taken_off[lane][slot] += bytes;
         l.s.guess[lane][slot] = min((bytes + 255) & ~127u, l.s.area);

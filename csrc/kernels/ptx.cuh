@@ -36,6 +36,12 @@ __device__ __forceinline__ uint64_t sp_load_acquire_sys(const uint64_t *p)
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
+__device__ __forceinline__ uint64_t sp_load_relaxed_sys(const uint64_t *p)
+{
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
 __device__ __forceinline__ uint32_t sp_load_relaxed_sys(const uint32_t *p)
 {
     uint32_t v;

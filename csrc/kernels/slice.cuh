@@ -1,9 +1,11 @@
 // slice.cuh - a slice on chip: which thread of a worker holds which elements, loading and storing.
 //
-// A worker is 256 threads, 8 warps. A slice is cut into units of 16 bytes. Warp w owns ROWS * 32 units in one
-// run: row r, lane l is unit w * ROWS * 32 + r * 32 + l, so that a warp moves 512 bytes at a time. Whole
-// 256-blocks of format tile and whole rows of a pici tile fall to one warp: warps encode and decode their own
-// run without meeting the others, but for one exchange of counts.
+// A worker is 256 threads, 8 warps. A slice is cut into units of 16 bytes. Each warp has one run of them, and
+// in it each lane ROWS neighbours, so that elements come in the order of the lanes. Whole 256-blocks of
+// format tile and whole rows of a pici tile fall to one warp: warps encode and decode their own run without
+// meeting the others, but for one exchange of counts. In shared memory the units of a run are permuted
+// (sp_unit_at), so that the lanes meet no bank conflict whether each reads its own units or all read
+// neighbours.
 #ifndef SP_SLICE_CUH
 #define SP_SLICE_CUH
 
@@ -33,7 +35,8 @@ template <class UINT, int N_ROWS> struct sp_geometry {
     static constexpr uint32_t E = sizeof(UINT);
     static constexpr uint32_t K = 16 / E; // elements per unit
     static constexpr uint32_t ROWS = N_ROWS;
-    static constexpr uint32_t WARP_ELEMS = 32 * ROWS * K;
+    static constexpr uint32_t LANE_ELEMS = ROWS * K;
+    static constexpr uint32_t WARP_ELEMS = 32 * LANE_ELEMS;
     static constexpr uint32_t WARP_BYTES = 512 * ROWS;
     static constexpr uint32_t MAX_ELEMS = SP_WORKER_WARPS * WARP_ELEMS;
     static constexpr uint32_t BLOCKS = WARP_ELEMS / SP_TILE_ELEMS; // tile blocks per warp
@@ -44,6 +47,17 @@ template <class UINT, int N_ROWS> struct sp_geometry {
     static_assert(WARP_ELEMS % SP_TILE_ELEMS == 0 && 4096 % WARP_ELEMS == 0,
                   "blocks and tiles must not straddle warps");
 };
+
+// Where unit u of a run lies in shared memory: the lowest two bits turned by the bits from 8 units on.
+__device__ __forceinline__ uint32_t sp_unit_at(uint32_t u)
+{
+    return u ^ (u >> 3 & 3);
+}
+// Where element i of a run lies.
+template <class G> __device__ __forceinline__ uint32_t sp_elem_at(uint32_t i)
+{
+    return sp_unit_at(i / G::K) * G::K + i % G::K;
+}
 
 // Elements of this warp's run that exist, given n in the slice.
 template <class G> __device__ __forceinline__ uint32_t sp_warp_elems(const sp_worker &w, uint32_t n)
@@ -61,20 +75,16 @@ __device__ __forceinline__ void sp_slice_load(const sp_worker &w, typename G::U 
     typedef typename G::U U;
     const U *from = (const U *)src + w.warp * G::WARP_ELEMS;
     uint32_t left = sp_warp_elems<G>(w, n);
-    if (((uintptr_t)src & 15) == 0) {
+    if (((uintptr_t)src & 15) == 0 && left == G::WARP_ELEMS) {
+        // A row of 32 units is permuted like any other: whole addresses, and rows as offsets.
+        const uint4 *unit = (const uint4 *)from + w.lane;
+        uint4 *to = (uint4 *)run + sp_unit_at(w.lane);
 #pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++) {
-            uint32_t first = (r * 32 + w.lane) * G::K;
-            if (first + G::K <= left) {
-                sp_copy16_async(run + first, from + first);
-            } else {
-                for (uint32_t c = 0; c < G::K; c++)
-                    run[first + c] = first + c < left ? from[first + c] : (U)0;
-            }
-        }
+        for (uint32_t r = 0; r < G::ROWS; r++)
+            sp_copy16_async(to + r * 32, unit + r * 32);
     } else {
         for (uint32_t i = w.lane; i < G::WARP_ELEMS; i += 32)
-            run[i] = i < left ? from[i] : (U)0;
+            run[sp_elem_at<G>(i)] = i < left ? from[i] : (U)0;
     }
     sp_copy_commit();
 }
@@ -88,20 +98,14 @@ __device__ __forceinline__ void sp_slice_store(const sp_worker &w, const typenam
     typedef typename G::U U;
     U *to = (U *)dst + w.warp * G::WARP_ELEMS;
     uint32_t left = sp_warp_elems<G>(w, n);
-    if (((uintptr_t)dst & 15) == 0) {
+    if (((uintptr_t)dst & 15) == 0 && left == G::WARP_ELEMS) {
+        const uint4 *unit = (const uint4 *)run + sp_unit_at(w.lane);
 #pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++) {
-            uint32_t first = (r * 32 + w.lane) * G::K;
-            if (first + G::K <= left) {
-                sp_store16_stream(to + first, ((const uint4 *)run)[r * 32 + w.lane]);
-            } else {
-                for (uint32_t c = 0; c < G::K && first + c < left; c++)
-                    to[first + c] = run[first + c];
-            }
-        }
+        for (uint32_t r = 0; r < G::ROWS; r++)
+            sp_store16_stream((uint4 *)to + w.lane + r * 32, unit[r * 32]);
     } else {
         for (uint32_t i = w.lane; i < left; i += 32)
-            to[i] = run[i];
+            to[i] = run[sp_elem_at<G>(i)];
     }
 }
 
@@ -112,28 +116,22 @@ __device__ __forceinline__ void sp_slice_store_zero(const sp_worker &w, void *ds
     typedef typename G::U U;
     U *to = (U *)dst + w.warp * G::WARP_ELEMS;
     uint32_t left = sp_warp_elems<G>(w, n);
-    if (((uintptr_t)dst & 15) == 0) {
+    if (((uintptr_t)dst & 15) == 0 && left == G::WARP_ELEMS) {
 #pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++) {
-            uint32_t first = (r * 32 + w.lane) * G::K;
-            if (first + G::K <= left) {
-                sp_store16_stream(to + first, make_uint4(0, 0, 0, 0));
-            } else {
-                for (uint32_t c = 0; c < G::K && first + c < left; c++)
-                    to[first + c] = 0;
-            }
-        }
+        for (uint32_t r = 0; r < G::ROWS; r++)
+            sp_store16_stream((uint4 *)to + w.lane + r * 32, make_uint4(0, 0, 0, 0));
     } else {
         for (uint32_t i = w.lane; i < left; i += 32)
             to[i] = 0;
     }
 }
 
-// Zero n_units16 units of 16 bytes, this warp's, in shared memory.
-__device__ __forceinline__ void sp_run_zero(const sp_worker &w, void *run, uint32_t n_units)
+// This warp's UNITS units of 16 bytes in shared memory become zero.
+template <uint32_t UNITS> __device__ __forceinline__ void sp_run_zero(const sp_worker &w, void *run)
 {
-    for (uint32_t i = w.lane; i < n_units; i += 32)
-        ((uint4 *)run)[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < UNITS; i += 32)
+        ((uint4 *)run)[i + w.lane] = make_uint4(0, 0, 0, 0);
 }
 
 // Which of the K elements of a unit have a bit set: bit c for element c.
