@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 
 #define RANKS_MAX 4
@@ -24,7 +25,8 @@ static struct {
     spccl_comm *comm;
     uint8_t *in, *out, *got, *in_d, *out_d;
     cudaStream_t on;
-    uint64_t rng; /* in step on all ranks */
+    uint64_t rng;        /* in step on all ranks */
+    _Atomic int *n_here; /* shared by the processes: ranks that are ready for the loss */
 } me;
 
 enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };
@@ -137,17 +139,29 @@ static void make_room(int rank)
     CUDA_OK(cudaStreamCreateWithFlags(&me.on, cudaStreamNonBlocking));
 }
 
-/* Rank 1 dies: alone, or (in_flight) with launches of all ranks under way. */
+/* Not over the communicator: it may break before the last one is through. */
+static void meet(void)
+{
+    int64_t until = now_ms() + 60000;
+    ++*me.n_here;
+    while (*me.n_here < me.n_ranks && now_ms() < until)
+        sleep_ms(1);
+    CHECK(*me.n_here == me.n_ranks, "rank %d: only %d of %d ranks are here", me.rank, *me.n_here, me.n_ranks);
+}
+
+/* Rank 1 dies: before it launches anything, or (in_flight) with its launches under way. */
 static void lose_rank_1(bool in_flight)
 {
     struct call c = {.coll = ALL_REDUCE, .dtype = SPCCL_FLOAT32, .op = SPCCL_SUM, .n = 50000};
     int64_t start;
     spccl_status st = SPCCL_OK;
-    for (int i = 0; i < 20 && in_flight; i++)
-        CHECK_OK(on_gpu(&c));
-    if (me.rank == 1)
-        raise(SIGKILL);
+    meet();
     start = now_ms();
+    if (me.rank == 1) {
+        for (int i = 0; i < 10 && in_flight; i++)
+            (void)on_gpu(&c);
+        raise(SIGKILL);
+    }
     for (int i = 0; i < 20 && st == SPCCL_OK; i++) /* the communicator may break before the last one */
         st = on_gpu(&c);
     if (st == SPCCL_OK)
@@ -162,7 +176,8 @@ static void lose_rank_1(bool in_flight)
     sync_stream(me.on);
 }
 
-/* worker RANK N_RANKS SCENE RNG ID ID2: ids are hexadecimal, the second of the group after the loss. */
+/* worker RANK N_RANKS SCENE RNG ID ID2 FD: ids are hexadecimal, the second of the group after the loss; FD is
+ * memory that the processes share. */
 static void read_id(const char *hex, spccl_unique_id *out)
 {
     for (size_t i = 0; i < sizeof out->bytes; i++) {
@@ -179,6 +194,10 @@ static int run_worker(char **argv)
     me.rng = strtoull(argv[3], NULL, 0);
     read_id(argv[4], &id);
     read_id(argv[5], &id2);
+    me.n_here = mmap(NULL, sizeof *me.n_here, PROT_READ | PROT_WRITE, MAP_SHARED, atoi(argv[6]), 0);
+    CHECK(me.n_here != MAP_FAILED, "memory of the processes: %s", strerror(errno));
+    if (test_n_failed != 0)
+        return 1;
     make_room(rank);
     if (!join_group(&id, rank, n_ranks))
         return 1;
@@ -233,10 +252,13 @@ static void write_id(char *hex)
 static void run_scene(const char *scene, int n_ranks)
 {
     char id[2 * sizeof(spccl_unique_id) + 1], id2[sizeof id], rng[32], size_option[16], scene_text[32];
-    char ranks_text[8];
+    char ranks_text[8], fd_text[16];
     pid_t pids[RANKS_MAX];
     int64_t until = now_ms() + (is_small ? 200000 : 60000) * (int64_t)n_rounds;
     bool kills = strncmp(scene, "killed", 6) == 0;
+    int fd = memfd_create("ranks", 0); /* the ranks inherit it */
+    CHECK(fd >= 0 && ftruncate(fd, 4096) == 0, "memory of the processes: %s", strerror(errno));
+    snprintf(fd_text, sizeof fd_text, "%d", fd);
     write_id(id);
     write_id(id2);
     snprintf(rng, sizeof rng, "%llu", (unsigned long long)(test_rand() >> 1));
@@ -245,7 +267,7 @@ static void run_scene(const char *scene, int n_ranks)
     snprintf(size_option, sizeof size_option, "%s", is_small ? "--small" : is_long ? "--long" : "--usual");
     for (int r = 0; r < n_ranks; r++) {
         char self[] = SELF, worker[] = "worker", rank[8];
-        char *argv[] = {self, worker, rank, ranks_text, scene_text, rng, id, id2, size_option, NULL};
+        char *argv[] = {self, worker, rank, ranks_text, scene_text, rng, id, id2, fd_text, size_option, NULL};
         snprintf(rank, sizeof rank, "%d", r);
         pids[r] = spawn(argv);
     }
@@ -255,6 +277,7 @@ static void run_scene(const char *scene, int n_ranks)
                                     : WIFEXITED(status) && WEXITSTATUS(status) == 0;
         CHECK(well, "%s of %d ranks, rank %d: wait status %#x", scene, n_ranks, r, (unsigned)status);
     }
+    close(fd);
 }
 
 static void test_works(void)
@@ -303,7 +326,7 @@ int main(int argc, char **argv)
         {"works", test_works}, {"handles", test_handles}, {"killed", test_killed}, {NULL, NULL}};
     if (argc > 1 && strcmp(argv[1], "count") == 0)
         return spccl_cuda_device_count();
-    if (argc > 8 && strcmp(argv[1], "worker") == 0) {
+    if (argc > 9 && strcmp(argv[1], "worker") == 0) {
         cuda_test_start(&argc, argv);
         return run_worker(argv + 2);
     }
