@@ -319,6 +319,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
 
     const at::Tensor out = as_contiguous(tensor);
     const at::Tensor in = taker == Taker::spccl_scaled ? scaled(out, opts.reduceOp, launch.op) : out;
+    if (taker == Taker::spccl_scaled)
+        launch.reduce_op = c10d::ReduceOp::SUM;
     launch.inputs = launch.outputs = {tensor};
     if (!is_plain(tensor))
         launch.copy_out = [tensor, out] { tensor.copy_(out); };
@@ -333,7 +335,9 @@ bool Backend::is_nccls(const at::Tensor &t, Taker taker, const char *op)
     if (!t.is_cuda())
         return false;
     const CudaPath path = cuda_->path(t.device(), op);
-    return taker != Taker::spccl && nccl_ && path != CudaPath::stage;
+    /* PREMUL_SUM is a sum of scaled inputs on every path: through torch 2.11's NCCL the sums were wrong (H200,
+     * tests/gpu, premul_sum). */
+    return taker != Taker::spccl && taker != Taker::spccl_scaled && nccl_ && path != CudaPath::stage;
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor> &tensors,
@@ -390,7 +394,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start_reduce_scatter(Launch launch, cons
     const at::Tensor in = taker == Taker::spccl_scaled ? scaled(input, opts.reduceOp, launch.op) : input;
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.outputs = {output};
-    launch.reduce_op = opts.reduceOp;
+    launch.reduce_op = taker == Taker::spccl_scaled ? c10d::ReduceOp(c10d::ReduceOp::SUM) : opts.reduceOp;
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
     set_call(launch, Coll::Kind::reduce_scatter, in, out, launch.op.n_elems,

@@ -303,6 +303,8 @@ c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
         opts.reduceOp = launch.reduce_op;
         opts.timeout = launch.timeout;
         opts.asyncOp = false;
+        if (launch.coll.in != launch.coll.out)
+            out.copy_(in);
         std::vector<at::Tensor> one{out};
         return nccl_->allreduce(one, opts);
     }

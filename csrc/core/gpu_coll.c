@@ -103,7 +103,10 @@ static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *s
     unsigned long long id = 0, capture = 0;
     sp_fused_args f;
     SP_TRY(g->ops->capture_id(stream, &capture));
-    SP_TRY(g->ops->stream_id(stream, &id));
+    if (capture != 0) /* a capturing stream may not be asked for its id; it cannot go away meanwhile */
+        id = (unsigned long long)(uintptr_t)stream;
+    else
+        SP_TRY(g->ops->stream_id(stream, &id));
     SP_TRY(wait_for_last(g, stream, id, capture));
     f = make_args(g, a);
     g->history[f.seq % SP_GPU_HISTORY] =
