@@ -283,6 +283,9 @@ template <class G> struct sp_fused {
         sp_bar_sync(l.w.bar);
         if (ok)
             sp_link_close(l);
+        sp_bar_sync(l.w.bar);
+        if (l.w.tid == 0)
+            sp_link_done(l);
     }
 };
 
@@ -295,10 +298,14 @@ __device__ __forceinline__ sp_link_shared &sp_shared_here()
 
 // All-gather and broadcast of elements of BYTES bytes.
 template <int BYTES>
-__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS, 1)
+__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS + 32, 1)
     sp_gather_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
+    if (threadIdx.x >= a.workers_per_cta * SP_GPU_WORKER_THREADS) {
+        sp_herald<SP_CTA_WORKERS>(a, (sp_link_shared *)sp_dynamic_shared);
+        return;
+    }
     sp_fused<G> f = {{a, sp_shared_here(), sp_worker_here(), 0}, 0, {0, 0}};
     bool ok = true;
     f.begin();
@@ -470,11 +477,15 @@ template <class T, class G> __device__ __forceinline__ bool sp_reduce(sp_fused<G
 
 // Reduce-scatter and all-reduce.
 template <int DTYPE>
-__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS, 1)
+__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS + 32, 1)
     sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
+    if (threadIdx.x >= a.workers_per_cta * SP_GPU_WORKER_THREADS) {
+        sp_herald<SP_CTA_WORKERS>(a, (sp_link_shared *)sp_dynamic_shared);
+        return;
+    }
     sp_fused<G> f = {{a, sp_shared_here(), sp_worker_here(), 0}, 0, {0, 0}};
     bool ok = true;
     f.begin();
@@ -555,7 +566,7 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
     SP_TRY_CUDA(
         cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     SP_TRY_CUDA(cudaLaunchKernel((const void *)kernel, dim3(a->n_ctas),
-                                 dim3(a->workers_per_cta * SP_GPU_WORKER_THREADS), params, shared,
+                                 dim3(a->workers_per_cta * SP_GPU_WORKER_THREADS + 32), params, shared,
                                  (cudaStream_t)stream));
     return SPCCL_OK;
 }

@@ -22,10 +22,12 @@ struct __align__(16) sp_link_shared
     uint64_t sent[SP_INBOX_LANES][SP_PEERS_MAX], taken[SP_INBOX_LANES][SP_PEERS_MAX];
     uint64_t credit[SP_INBOX_LANES][SP_PEERS_MAX], reported[SP_INBOX_LANES][SP_PEERS_MAX];
     uint32_t sent_off[SP_INBOX_LANES][SP_PEERS_MAX], taken_off[SP_INBOX_LANES][SP_PEERS_MAX]; // in the ring
-    uint32_t guess[SP_INBOX_LANES][SP_PEERS_MAX]; // bytes of the next frame to copy unseen
-    sp_view view[SP_PEERS_MAX];                   // the frames that were taken
-    uint8_t *dst[SP_PEERS_MAX];                   // where the next frame to a peer goes
-    const uint8_t *src[SP_PEERS_MAX];             // where the awaited frame of a peer is
+    uint32_t guess[SP_INBOX_LANES][SP_PEERS_MAX];  // bytes of the next frame to copy unseen
+    sp_view view[SP_PEERS_MAX];                    // the frames that were taken
+    uint8_t *dst[SP_PEERS_MAX];                    // where the next frame to a peer goes
+    const uint8_t *src[SP_PEERS_MAX];              // where the awaited frame of a peer is
+    uint64_t posted[SP_INBOX_LANES][SP_PEERS_MAX]; // how far has been sent, for the herald to tell the peers
+    uint64_t done;                                 // 1: nothing more will be posted
     uint64_t frame_bytes, n_frames[SPCCL_N_FORMATS];
     uint64_t shard_stride, first, step;  // elements from shard to shard, to the first slice, to the next one
     uint32_t n_slices, n_whole, n_steps; // of this worker; n_whole: all shards have them whole
@@ -107,7 +109,9 @@ __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, con
                                          uint64_t wanted, sp_gpu_trouble trouble, uint32_t lane,
                                          uint32_t slot, uint32_t slice)
 {
-    uint64_t start = 0, looked = 0;
+    uint64_t start = 0, looked = 0, first = sp_load_acquire_sys(word);
+    if (first >= wanted) // mostly it is there
+        return first;
     for (uint32_t i = 1;; i++) {
         // Only the look that succeeds acquires: acquiring empties L1.
         uint64_t v = sp_load_relaxed_sys(word), now;
@@ -140,6 +144,7 @@ __device__ __forceinline__ void sp_link_open(sp_link &l)
         l.s.sent[lane][slot] = sent;
         l.s.taken[lane][slot] = l.s.reported[lane][slot] = taken;
         l.s.credit[lane][slot] = 0; // looked up when it is needed
+        l.s.posted[lane][slot] = sent;
         l.s.sent_off[lane][slot] = (uint32_t)(sent % SP_INBOX_RING_BYTES);
         l.s.taken_off[lane][slot] = (uint32_t)(taken % SP_INBOX_RING_BYTES);
         l.s.guess[lane][slot] = min(512u, l.s.area);
@@ -147,15 +152,16 @@ __device__ __forceinline__ void sp_link_open(sp_link &l)
     if (l.w.tid < SPCCL_N_FORMATS)
         l.s.n_frames[l.w.tid] = 0;
     if (l.w.tid == 0)
-        l.s.frame_bytes = 0;
-    sp_bar_sync(l.w.bar);
+        l.s.frame_bytes = l.s.done = 0;
+    __syncthreads(); // with the herald
 }
 
 // Tell a peer how far its frames have been taken.
 __device__ __forceinline__ void sp_link_credit(const sp_link &l, uint32_t lane, uint32_t slot)
 {
+    // No fence: what was read there has been used before the barrier, so no read is still under way.
     uint8_t *to = l.a.arenas[l.peer(slot)] + sp_inbox_credit_off(l.a.shape, lane, l.slot_there(slot), l.q());
-    sp_store_release_sys((uint64_t *)to, l.s.taken[lane][slot]);
+    sp_store_relaxed_sys((uint64_t *)to, l.s.taken[lane][slot]);
     l.s.reported[lane][slot] = l.s.taken[lane][slot];
 }
 
@@ -174,6 +180,57 @@ __device__ __forceinline__ void sp_link_close(const sp_link &l)
         state->n_frames[l.w.tid] += l.s.n_frames[l.w.tid];
     if (l.w.tid == 0)
         state->frame_bytes += l.s.frame_bytes;
+}
+
+// Nothing more will be posted. After a barrier; one thread.
+__device__ __forceinline__ void sp_link_done(const sp_link &l)
+{
+    sp_store_release_cta(&l.s.done, 1);
+}
+
+// The herald: the last warp of a block. A fence between GPUs takes microseconds, so it is not the workers
+// that wait for it: the herald looks at what they have posted, waits once for all of them until what they
+// wrote before is there, then tells the peers. WORKERS: at most so many in the block.
+template <uint32_t WORKERS>
+__device__ __forceinline__ void sp_herald(const sp_fused_args &a, sp_link_shared *workers)
+{
+    static_assert(SP_INBOX_LANES * SP_PEERS_MAX <= 32, "a lane for each post of a worker");
+    uint32_t lane = threadIdx.x % 32, n_peers = (uint32_t)a.world_size - 1;
+    uint32_t ring = n_peers != 0 ? lane / n_peers : SP_INBOX_LANES, slot = n_peers != 0 ? lane % n_peers : 0;
+    uint64_t told[WORKERS], now[WORKERS];
+    __syncthreads(); // the workers have filled in where they begin
+    for (bool first = true;; first = false) {
+        bool all_done = true, news = false;
+        for (uint32_t w = 0; w < a.workers_per_cta;
+             w++) // before the posts: what was posted last is then seen
+            all_done &= sp_load_acquire_cta(&workers[w].done) != 0;
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++) {
+            if (w >= a.workers_per_cta || ring >= SP_INBOX_LANES)
+                continue;
+            now[w] = sp_load_acquire_cta(&workers[w].posted[ring][slot]);
+            if (first)
+                told[w] = 0; // telling a peer again what it knows does no harm
+            news |= now[w] != told[w];
+        }
+        if (!__any_sync(~0u, news)) {
+            if (all_done && !first)
+                return;
+            __nanosleep(100);
+            continue;
+        }
+        sp_fence_sys();
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++) {
+            if (w >= a.workers_per_cta || ring >= SP_INBOX_LANES || now[w] == told[w])
+                continue;
+            uint8_t *arena = a.arenas[sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size)];
+            size_t off =
+                sp_inbox_tail_off(a.shape, ring, n_peers - 1 - slot, blockIdx.x * a.workers_per_cta + w);
+            sp_store_relaxed_sys((uint64_t *)(arena + off), now[w]);
+            told[w] = now[w];
+        }
+    }
 }
 
 // ---- sending ----
@@ -203,16 +260,11 @@ __device__ __forceinline__ bool sp_link_room(const sp_link &l, uint32_t lane, ui
     return true;
 }
 
-// The frames written so far become visible to the peers in n slots. After a barrier; threads of the last
-// warp.
+// Have the peers in n slots told of the frames written so far. After a barrier; threads of the last warp.
 __device__ __forceinline__ void sp_link_publish(const sp_link &l, uint32_t lane, uint32_t n_slots)
 {
-    if (l.w.warp == SP_WORKER_WARPS - 1 && l.w.lane < n_slots) {
-        uint32_t slot = l.w.lane;
-        uint8_t *to =
-            l.a.arenas[l.peer(slot)] + sp_inbox_tail_off(l.a.shape, lane, l.slot_there(slot), l.q());
-        sp_store_release_sys((uint64_t *)to, l.s.sent[lane][slot]);
-    }
+    if (l.w.warp == SP_WORKER_WARPS - 1 && l.w.lane < n_slots)
+        sp_store_release_cta(&l.s.posted[lane][l.w.lane], l.s.sent[lane][l.w.lane]);
     __syncwarp();
 }
 

@@ -53,6 +53,33 @@ __device__ __forceinline__ void sp_store_relaxed_sys(uint32_t *p, uint32_t v)
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+__device__ __forceinline__ void sp_fence_sys()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+__device__ __forceinline__ void sp_store_relaxed_sys(uint64_t *p, uint64_t v)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// ---- between warps of a block, through shared memory ----
+
+__device__ __forceinline__ void sp_store_release_cta(uint64_t *shared, uint64_t v)
+{
+    asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(v)
+                 : "memory");
+}
+__device__ __forceinline__ uint64_t sp_load_acquire_cta(const uint64_t *shared)
+{
+    uint64_t v;
+    asm volatile("ld.acquire.cta.shared.u64 %0, [%1];"
+                 : "=l"(v)
+                 : "r"((uint32_t)__cvta_generic_to_shared(shared))
+                 : "memory");
+    return v;
+}
+
 // ---- inside one GPU: a word that carries its own flag needs no other order ----
 
 __device__ __forceinline__ void sp_store_relaxed_gpu(uint64_t *p, uint64_t v)
