@@ -335,8 +335,8 @@ bool Backend::is_nccls(const at::Tensor &t, Taker taker, const char *op)
     if (!t.is_cuda())
         return false;
     const CudaPath path = cuda_->path(t.device(), op);
-    /* PREMUL_SUM is a sum of scaled inputs on every path: through torch 2.11's NCCL the sums were wrong (H200,
-     * tests/gpu, premul_sum). */
+    /* PREMUL_SUM is a sum of scaled inputs on every path: through torch 2.11's NCCL the sums were wrong
+     * (H200, tests/gpu, premul_sum). */
     return taker != Taker::spccl && taker != Taker::spccl_scaled && nccl_ && path != CudaPath::stage;
 }
 
