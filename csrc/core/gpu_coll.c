@@ -109,8 +109,8 @@ static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *s
         SP_TRY(g->ops->stream_id(stream, &id));
     SP_TRY(wait_for_last(g, stream, id, capture));
     f = make_args(g, a);
-    g->history[f.seq % SP_GPU_HISTORY] =
-        (sp_gpu_launch){.seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype};
+    g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
+        .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
     *launching = true;
     SP_TRY(g->ops->fused(&f, stream));
     g->n_launches++;

@@ -15,6 +15,7 @@ typedef struct sp_gpu_launch {
     sp_coll coll;
     uint64_t n_elems;
     spccl_dtype dtype;
+    uint64_t timeout_ns; /* of each of its waits */
 } sp_gpu_launch;
 
 typedef struct sp_gpu_comm {

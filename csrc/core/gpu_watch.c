@@ -19,17 +19,22 @@ static pthread_mutex_t list_mu = PTHREAD_MUTEX_INITIALIZER;
 static sp_gpu_comm *list, *visited; /* visited: stays in the list until that is over */
 static bool thread_runs;
 
-static void describe_launch(sp_gpu_comm *g, uint32_t seq, char *text, size_t cap)
+/* waited: " 30 s" of a launch that is still known, else "". */
+static void describe_launch(sp_gpu_comm *g, uint32_t seq, char *text, size_t cap, char *waited,
+                            size_t waited_cap)
 {
     sp_gpu_launch l;
     pthread_mutex_lock(&g->mu);
     l = g->history[seq % SP_GPU_HISTORY];
     pthread_mutex_unlock(&g->mu);
-    if (l.seq != seq || l.n_elems == 0)
+    waited[0] = '\0';
+    if (l.seq != seq || l.n_elems == 0) {
         snprintf(text, cap, "collective no. %" PRIu32, seq);
-    else
-        snprintf(text, cap, "%s no. %" PRIu32 " (%" PRIu64 " %s)", sp_coll_name(l.coll), seq, l.n_elems,
-                 sp_dtype_name(l.dtype));
+        return;
+    }
+    snprintf(waited, waited_cap, " %.3g s", (double)l.timeout_ns / 1e9);
+    snprintf(text, cap, "%s no. %" PRIu32 " (%" PRIu64 " %s)", sp_coll_name(l.coll), seq, l.n_elems,
+             sp_dtype_name(l.dtype));
 }
 
 /* Text of a report: who, where, wanted, got. */
@@ -37,24 +42,22 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
 {
     const spccl_comm *comm = g->comm;
     const char *lane = r->lane == SP_INBOX_INPUT ? "inputs" : "results";
-    char launch[120], where[320];
-    describe_launch(g, r->seq, launch, sizeof launch);
+    char launch[120], where[320], waited[32];
+    describe_launch(g, r->seq, launch, sizeof launch, waited, sizeof waited);
     snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: %s:", comm->rank, comm->name,
              g->device.ordinal, launch);
     switch ((sp_gpu_trouble)r->trouble) {
     case SP_GPU_NO_DATA:
         snprintf(text, cap,
-                 "%s waited %.3g s for %s of rank %u (worker %u, slice %u: its frame starts at %" PRIu64
+                 "%s waited%s for %s of rank %u (worker %u, slice %u: its frame starts at %" PRIu64
                  ", sent is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, (double)comm->timeout_ms / 1e3, lane, r->peer, r->worker, r->slice, r->wanted,
-                 r->seen);
+                 where, waited, lane, r->peer, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_NO_ROOM:
         snprintf(text, cap,
-                 "%s waited %.3g s for rank %u to take %s (worker %u, slice %u: wanted up to %" PRIu64
+                 "%s waited%s for rank %u to take %s (worker %u, slice %u: wanted up to %" PRIu64
                  ", taken is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, (double)comm->timeout_ms / 1e3, r->peer, lane, r->worker, r->slice, r->wanted,
-                 r->seen);
+                 where, waited, r->peer, lane, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_BAD_FRAME:
         snprintf(text, cap,
