@@ -328,6 +328,13 @@ static spccl_status map_memory(struct attach *a)
 
 /* ---- the call ---- */
 
+/* All that can fail, before the ranks agree for the last time: then anybody may launch. */
+static spccl_status map_and_watch(struct attach *a)
+{
+    SP_TRY(map_memory(a));
+    return sp_gpu_watch_add(a->g);
+}
+
 static spccl_status run(struct attach *a, const spccl_cuda_config *config)
 {
     spccl_status st = gather_facts(a, config);
@@ -337,7 +344,9 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     SP_TRY(spccl_all_gather(a->comm, &a->mine, a->all, sizeof a->mine, SPCCL_UINT8, NULL));
     SP_TRY(judge(a));
     SP_TRY(agree(a, make_memory(a)));
-    st = agree(a, map_memory(a));
+    st = agree(a, map_and_watch(a));
+    if (st != SPCCL_OK)
+        sp_gpu_watch_remove(a->g);
     if (st != SPCCL_OK && sp_comm_broken(a->comm) == SPCCL_OK) {
         /* Nobody frees what another still has mapped. */
         char text[600];
@@ -352,7 +361,7 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     return st;
 }
 
-static spccl_status start(spccl_comm *comm, sp_gpu_comm *g)
+static void start(spccl_comm *comm, sp_gpu_comm *g)
 {
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = &g->control->abort;
@@ -362,7 +371,6 @@ static spccl_status start(spccl_comm *comm, sp_gpu_comm *g)
            "group \"%s\": GPU %d (%s), %u workers on %u multiprocessors, inbox of %zu bytes shared by %s",
            comm->name, g->device.ordinal, g->device.name, g->shape.n_workers,
            sp_tune_gpu_ctas(&g->limits, g->shape), sp_inbox_bytes(g->shape), g->share);
-    return sp_gpu_watch_add(g);
 }
 
 static spccl_status check_call(spccl_comm *comm, const spccl_cuda_config *config)
@@ -402,15 +410,10 @@ spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config
     pthread_mutex_init(&a->g->mu, NULL);
     pthread_mutex_init(&a->g->look_mu, NULL);
     SP_TRY_TO(fail, st, run(a, config));
-    SP_TRY_TO(fail, st, start(comm, a->g));
+    start(comm, a->g);
     sp_free(a);
     return SPCCL_OK;
 fail:
-    if (atomic_exchange(&comm->gpu, NULL) != NULL) {
-        pthread_mutex_lock(&comm->mu);
-        comm->gpu_abort = NULL;
-        pthread_mutex_unlock(&comm->mu);
-    }
     snprintf(text, sizeof text, "%s", spccl_last_error());
     sp_gpu_share_close(a->share);
     sp_gpu_comm_free(a->g);
