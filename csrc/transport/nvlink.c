@@ -265,13 +265,22 @@ static spccl_status send_message(const struct swap *w, struct peer *p)
 static bool take_descriptor(struct peer *p, struct msghdr *m)
 {
     struct cmsghdr *c = CMSG_FIRSTHDR(m);
+    bool had = p->fd >= 0;
+    size_t n;
     if (c == NULL)
         return (m->msg_flags & MSG_CTRUNC) == 0;
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS || c->cmsg_len != CMSG_LEN(sizeof(int)))
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS || c->cmsg_len < CMSG_LEN(0))
         return false;
-    close_fd(&p->fd);
-    memcpy(&p->fd, CMSG_DATA(c), sizeof(int));
-    return (m->msg_flags & MSG_CTRUNC) == 0;
+    n = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); /* the buffer may have room for two */
+    for (size_t i = 0; i < n; i++) {
+        int fd;
+        memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
+        if (n == 1 && p->fd < 0)
+            p->fd = fd;
+        else
+            close_fd(&fd);
+    }
+    return n == 1 && !had && (m->msg_flags & MSG_CTRUNC) == 0;
 }
 
 static spccl_status receive_message(struct peer *p)
