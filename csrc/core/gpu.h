@@ -28,7 +28,8 @@ typedef enum sp_fused_op {
     SP_FUSED_REDUCE_SCATTER,
     SP_FUSED_ALL_REDUCE,         /* reduce-scatter, then all-gather of the result, in one pass */
     SP_FUSED_ALL_REDUCE_ONESHOT, /* everyone sends everything to everyone: one hop, for small arrays */
-    SP_FUSED_BROADCAST
+    SP_FUSED_BROADCAST,
+    SP_FUSED_OPS
 } sp_fused_op;
 
 /* What a wait on the GPU saw when it gave up, or what was wrong with a frame. Written once, by the first
@@ -66,7 +67,9 @@ typedef struct sp_fused_args {
     const void *in;      /* as in spccl.h for the collective; broadcast: in = out = buf */
     void *out;
     uint64_t n_elems; /* as in spccl.h: of the block for all-gather and reduce-scatter, else of the array */
-    uint32_t slice_elems; /* elements per slice; see sp_tune_gpu */
+    uint32_t slice_elems;  /* elements per slice; see sp_tune_gpu */
+    uint64_t shard_slices; /* slices of the longest shard (set by `fused`) */
+    uint64_t shard_stride; /* elements from shard to shard in the buffer that holds all (set by `fused`) */
     int rank, world_size, root;
     sp_inbox_shape shape;
     uint32_t n_ctas, workers_per_cta;  /* n_ctas * workers_per_cta <= shape.n_workers */
@@ -155,8 +158,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*stream_id)(void *stream, unsigned long long *id);
 
     /* ---- work ---- */
-    /* Workers that one CTA of the fused kernels can hold on a device, 1 to 4. */
-    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t *out);
+    /* Workers that one CTA can hold on a device, by operation: 1 to 255. */
+    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t out[SP_FUSED_OPS]);
     spccl_status (*fused)(const sp_fused_args *a, void *stream);
     size_t (*encode_scratch_bytes)(uint64_t n_slices);
     spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);

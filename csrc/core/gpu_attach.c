@@ -27,13 +27,16 @@ struct facts {
     char version[16];
     int32_t status; /* anything but SPCCL_OK: this rank cannot take part, and `error` says why */
     int32_t ordinal, pid, format;
-    uint32_t n_sms, workers_per_cta, max_ctas, handles, can_share_fd;
+    uint32_t n_sms;
+    uint8_t workers[12]; /* of a block, by operation; the rest is zero */
+    uint32_t max_ctas, handles, can_share_fd;
     uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
     uint8_t uuid[16];
     uint64_t inbox_bytes, free_bytes;
     char name[64];
-    char error[464];
+    char error[456];
 };
+_Static_assert(SP_FUSED_OPS <= 12, "facts.workers");
 _Static_assert(sizeof(struct facts) == 680, "no padding, and the same for every compiler");
 
 struct attach {
@@ -84,6 +87,7 @@ static spccl_status ask_device(struct attach *a)
 {
     sp_gpu_comm *g = a->g;
     struct facts *f = &a->mine;
+    uint32_t workers[SP_FUSED_OPS] = {0};
     size_t free_bytes = 0;
     spccl_status st;
     int before;
@@ -95,8 +99,10 @@ static spccl_status ask_device(struct attach *a)
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
     st = g->ops->memory_free(&free_bytes);
     if (st == SPCCL_OK)
-        st = g->ops->fused_workers_per_cta(g->device.ordinal, &f->workers_per_cta);
+        st = g->ops->fused_workers_per_cta(g->device.ordinal, workers);
     g->ops->leave(before);
+    for (int op = 0; op < SP_FUSED_OPS; op++)
+        f->workers[op] = (uint8_t)workers[op];
     f->free_bytes = free_bytes;
     return st;
 }
@@ -180,16 +186,15 @@ static uint32_t least_not_zero(uint32_t a, uint32_t b)
 
 static void find_limits(const struct facts *all, int n_ranks, sp_gpu_limits *l)
 {
-    *l = (sp_gpu_limits){.world_size = (uint32_t)n_ranks,
-                         .n_sms = UINT32_MAX,
-                         .workers_per_cta = all[0].workers_per_cta,
-                         .inbox_bytes = all[0].inbox_bytes};
+    *l = (sp_gpu_limits){
+        .world_size = (uint32_t)n_ranks, .n_sms = UINT32_MAX, .inbox_bytes = all[0].inbox_bytes};
     for (int r = 0; r < n_ranks; r++) {
         uint32_t n_sms = all[r].n_sms / n_sharing(all, n_ranks, r);
         if (n_sms < l->n_sms)
             l->n_sms = n_sms;
-        if (all[r].workers_per_cta < l->workers_per_cta)
-            l->workers_per_cta = all[r].workers_per_cta;
+        for (int op = 0; op < SP_FUSED_OPS; op++)
+            if (r == 0 || all[r].workers[op] < l->workers_per_cta[op])
+                l->workers_per_cta[op] = all[r].workers[op];
         if (all[r].inbox_bytes < l->inbox_bytes)
             l->inbox_bytes = all[r].inbox_bytes;
         l->max_ctas = least_not_zero(l->max_ctas, all[r].max_ctas);

@@ -3,41 +3,54 @@
  * size.
  *
  * A rank has one arena in its GPU's memory, mapped by all its peers. Work is cut over `n_workers` workers
- * (256 threads each); worker q of one rank talks with worker q of the others and with nobody else. For each
+ * (a few warps each); worker q of one rank talks with worker q of the others and with nobody else. For each
  * pair of ranks, each worker and each of two lanes there is one ring of bytes in the receiver's arena:
  *
- *   ring     frames in order, each starting where the last ended; a frame never wraps: if fewer than
- *            SP_INBOX_FRAME_BYTES are left before the end, the rest is skipped and the next one starts at 0
- *   tail     in the receiver's arena, written by the sender after the frame (release, system scope): how far
- * the sender has come, as a position that only grows (skipped bytes count) credit   in the sender's arena,
- * written by the receiver: the position up to which the ring is free again state    of a worker, private to
- * the rank: positions survive from launch to launch, so that a captured CUDA graph replays
+ * - ring: frames in order, each starting where the last ended. A frame never wraps: if fewer bytes are left
+ *   before the end than it needs, the rest is skipped and it starts at 0. If a header would fit there, its
+ *   place holds SP_INBOX_WRAP.
+ * - tail: in the receiver's arena, written by the sender after the frame (release, system scope): how far the
+ *   sender has come, as a position that only grows (skipped bytes count).
+ * - credit: in the sender's arena, written by the receiver: the position up to which the ring is free again.
+ * - state of a worker, private to the rank: positions survive from launch to launch, so that a captured CUDA
+ *   graph replays.
  *
- * A worker sends slice t before it takes slice t-1, so a ring must hold two frames of any size, a skip, and
- * what the receiver has taken but not yet reported: SP_INBOX_RING_BYTES. docs/ALGORITHMS.md has the proof
- * that no rank waits for ever. */
+ * A receiver reports each frame that it has taken. A sender waits until its frame fits; when all before
+ * it has been taken, a skip and a frame of any size must fit: a ring has at least SP_INBOX_RING_FRAMES_MIN.
+ * docs/ALGORITHMS.md has the proof that no rank waits for ever. */
 #ifndef SP_INBOX_H
 #define SP_INBOX_H
 
 #include "bits.h"
 
 #define SP_GPU_RANKS_MAX 16
-#define SP_GPU_WORKER_THREADS 256u
-/* Dense bytes of a slice at most: 64 bytes for each thread of a worker, in registers or shared memory. */
+/* Dense bytes of a slice, at most: of the codec, and of a fused collective, where smaller ones let more
+ * workers share a multiprocessor. */
 #define SP_GPU_SLICE_BYTES 16384u
-/* The largest frame of a slice: dense, with its header. Forced formats take smaller slices to stay below it.
- */
-#define SP_INBOX_FRAME_BYTES (SP_GPU_SLICE_BYTES + 128u)
-/* The receiver reports at least every so many bytes (and at the end of a launch). */
-#define SP_INBOX_CREDIT_BYTES 4096u
-#define SP_INBOX_RING_BYTES (3u * SP_INBOX_FRAME_BYTES + SP_INBOX_CREDIT_BYTES)
+#define SP_INBOX_SLICE_BYTES 8192u
+/* The largest frame of a slice: dense, with its header, or pici where the index is longer than what it saves
+ * (a tile's index is whole even if the slice is half a tile or less). Forced formats tile and coo take
+ * smaller slices. */
+#define SP_INBOX_FRAME_BYTES (SP_INBOX_SLICE_BYTES + 640u)
+#define SP_INBOX_RING_FRAMES_MIN 2u
+#define SP_INBOX_RING_FRAMES_MAX 4u
+/* The first word of what is no frame (whose first word is SP_FRAME_MAGIC): the next one starts at 0. */
+#define SP_INBOX_WRAP 0x50415257u /* "WRAP" */
+/* Frames of forced formats tile and coo are put together on chip in so many bytes. */
+#define SP_GPU_STAGE_BYTES 2192u
 
 enum sp_inbox_lane { SP_INBOX_INPUT = 0, SP_INBOX_RESULT = 1, SP_INBOX_LANES = 2 };
 
 typedef struct sp_inbox_shape {
-    uint32_t world_size; /* 1 to SP_GPU_RANKS_MAX */
-    uint32_t n_workers;  /* the same on all ranks */
+    uint32_t world_size;  /* 1 to SP_GPU_RANKS_MAX */
+    uint32_t n_workers;   /* the same on all ranks, as is the next */
+    uint32_t ring_frames; /* the largest frames that a ring holds */
 } sp_inbox_shape;
+
+static inline SP_HD uint32_t sp_inbox_ring_bytes(sp_inbox_shape s)
+{
+    return s.ring_frames * SP_INBOX_FRAME_BYTES;
+}
 
 /* One worker's positions, by lane and peer slot. */
 typedef struct sp_inbox_state {
@@ -52,12 +65,12 @@ typedef struct sp_inbox_state {
 /* A peer's place among the others, 0 to world_size - 2, seen from `rank`: the one behind it first. */
 static inline SP_HD uint32_t sp_inbox_slot(uint32_t rank, uint32_t peer, uint32_t world_size)
 {
-    return (peer + world_size - rank - 1) % world_size;
+    return peer > rank ? peer - rank - 1 : peer + world_size - rank - 1;
 }
 /* The peer in a slot. */
 static inline SP_HD uint32_t sp_inbox_peer(uint32_t rank, uint32_t slot, uint32_t world_size)
 {
-    return (rank + 1 + slot) % world_size;
+    return rank + 1 + slot < world_size ? rank + 1 + slot : rank + 1 + slot - world_size;
 }
 
 /* Rings of an arena: [lane][slot of the sender][worker]. */
@@ -71,23 +84,25 @@ static inline SP_HD size_t sp_inbox_n_rings(sp_inbox_shape s)
 }
 static inline SP_HD size_t sp_inbox_ring_off(sp_inbox_shape s, uint32_t lane, uint32_t slot, uint32_t worker)
 {
-    return sp_inbox_index(s, lane, slot, worker) * SP_INBOX_RING_BYTES;
+    return sp_inbox_index(s, lane, slot, worker) * sp_inbox_ring_bytes(s);
 }
 /* Tails: u64, [lane][slot of the sender][worker], behind the rings. */
 static inline SP_HD size_t sp_inbox_tail_off(sp_inbox_shape s, uint32_t lane, uint32_t slot, uint32_t worker)
 {
-    return sp_inbox_n_rings(s) * SP_INBOX_RING_BYTES + sp_inbox_index(s, lane, slot, worker) * 8;
+    return sp_inbox_n_rings(s) * sp_inbox_ring_bytes(s) + sp_inbox_index(s, lane, slot, worker) * 8;
 }
 /* Credits: u64, [lane][slot of the receiver][worker], behind the tails. */
 static inline SP_HD size_t sp_inbox_credit_off(sp_inbox_shape s, uint32_t lane, uint32_t slot,
                                                uint32_t worker)
 {
-    return sp_inbox_n_rings(s) * (SP_INBOX_RING_BYTES + 8) + sp_inbox_index(s, lane, slot, worker) * 8;
+    return sp_inbox_n_rings(s) * ((size_t)sp_inbox_ring_bytes(s) + 8) +
+           sp_inbox_index(s, lane, slot, worker) * 8;
 }
 /* State: sp_inbox_state, [worker], behind the credits. */
 static inline SP_HD size_t sp_inbox_state_off(sp_inbox_shape s, uint32_t worker)
 {
-    return sp_inbox_n_rings(s) * (SP_INBOX_RING_BYTES + 16) + (size_t)worker * sizeof(sp_inbox_state);
+    return sp_inbox_n_rings(s) * ((size_t)sp_inbox_ring_bytes(s) + 16) +
+           (size_t)worker * sizeof(sp_inbox_state);
 }
 /* Bytes of an arena; all zero before the first launch. */
 static inline SP_HD size_t sp_inbox_bytes(sp_inbox_shape s)

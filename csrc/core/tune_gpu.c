@@ -11,7 +11,7 @@
 #define ONESHOT_BYTES 65536u
 /* Slices are not cut below these to give every worker one: headers and waits would cost more than they gain.
  */
-#define SLICE_ELEMS_MIN 2048u
+#define SLICE_ELEMS_MIN 1024u
 #define SLICE_BYTES_MIN 4096u
 
 static uint32_t ctas_allowed(const sp_gpu_limits *l)
@@ -23,19 +23,25 @@ static uint32_t ctas_allowed(const sp_gpu_limits *l)
 spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
 {
     sp_inbox_shape s = {.world_size = l->world_size};
-    uint32_t n_ctas = ctas_allowed(l);
+    uint32_t n_ctas = ctas_allowed(l), most = 0;
     size_t least;
-    /* Fewer workers per block before fewer blocks: every multiprocessor takes part in moving memory. */
-    for (uint32_t per_cta = l->workers_per_cta; per_cta > 0; per_cta--) {
-        s.n_workers = n_ctas * per_cta;
-        if (sp_inbox_bytes(s) <= l->inbox_bytes) {
-            *out = s;
-            return SPCCL_OK;
+    for (int op = 0; op < SP_FUSED_OPS; op++)
+        most = l->workers_per_cta[op] > most ? l->workers_per_cta[op] : most;
+    /* Shorter rings before fewer workers, and these before fewer blocks: every multiprocessor takes part in
+     * moving memory. */
+    for (uint32_t per_cta = most; per_cta > 0; per_cta--)
+        for (s.ring_frames = SP_INBOX_RING_FRAMES_MAX; s.ring_frames >= SP_INBOX_RING_FRAMES_MIN;
+             s.ring_frames--) {
+            s.n_workers = n_ctas * per_cta;
+            if (sp_inbox_bytes(s) <= l->inbox_bytes) {
+                *out = s;
+                return SPCCL_OK;
+            }
         }
-    }
     s.n_workers = 1;
+    s.ring_frames = SP_INBOX_RING_FRAMES_MIN;
     least = sp_inbox_bytes(s);
-    if (least > l->inbox_bytes || l->workers_per_cta == 0)
+    if (least > l->inbox_bytes || most == 0)
         return SP_FAIL(SPCCL_ERR_SETTING,
                        "an inbox of %zu bytes is too small for %u ranks: one worker needs %zu, all %u "
                        "blocks %zu (SPCCL_INBOX_BYTES)",
@@ -49,6 +55,11 @@ uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape)
 {
     uint32_t n = ctas_allowed(l);
     return n < shape.n_workers ? n : shape.n_workers;
+}
+
+static uint32_t min_u32(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
 }
 
 static bool reduces(sp_fused_op op)
@@ -70,16 +81,20 @@ static uint32_t pick_slice_elems(const sp_gpu_limits *l, sp_inbox_shape shape, s
                                  uint64_t n_elems, spccl_dtype dtype, spccl_format format)
 {
     size_t elem_bytes = sp_dtype_bytes(dtype);
-    uint32_t elems = (uint32_t)(SP_GPU_SLICE_BYTES / elem_bytes);
+    uint32_t n_workers = min_u32(shape.n_workers, sp_tune_gpu_ctas(l, shape) * l->workers_per_cta[op]);
+    uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes);
     uint32_t least = (uint32_t)(SLICE_BYTES_MIN / elem_bytes);
     if (least < SLICE_ELEMS_MIN)
         least = SLICE_ELEMS_MIN;
     if (reduces(op) && sp_acc_dtype(dtype) != dtype)
         elems /= 2; /* accumulated in float32: twice the room */
-    if (format != SPCCL_FORMAT_AUTO)
+    if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO) /* put together on chip */
+        while (elems > 128 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_GPU_STAGE_BYTES)
+            elems /= 2;
+    else if (format != SPCCL_FORMAT_AUTO)
         while (elems > 1024 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_INBOX_FRAME_BYTES)
             elems /= 2;
-    while (elems / 2 >= least && slices_per_rank(l, op, n_elems, elems) < shape.n_workers)
+    while (elems / 2 >= least && slices_per_rank(l, op, n_elems, elems) < n_workers)
         elems /= 2;
     return elems;
 }
@@ -96,6 +111,8 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op 
     out->slice_elems = pick_slice_elems(l, shape, op, n_elems, dtype, format);
     n_slices = slices_per_rank(l, op, n_elems, out->slice_elems);
     per_cta = shape.n_workers / n_ctas;
+    if (per_cta > l->workers_per_cta[op])
+        per_cta = l->workers_per_cta[op];
     /* Few slices: first one worker on each multiprocessor, and no more blocks than have something to do. */
     needed = n_slices / n_ctas + (n_slices % n_ctas != 0);
     if (needed < per_cta)

@@ -8,10 +8,10 @@
 /* What all ranks of a group have in common. */
 typedef struct sp_gpu_limits {
     uint32_t world_size;
-    uint32_t n_sms;           /* the least over the ranks, divided by the ranks that share a GPU */
-    uint32_t workers_per_cta; /* the least over the ranks */
-    uint32_t max_ctas;        /* 0 = no limit; the least over the ranks */
-    size_t inbox_bytes;       /* the least over the ranks */
+    uint32_t n_sms; /* the least over the ranks, divided by the ranks that share a GPU */
+    uint32_t workers_per_cta[SP_FUSED_OPS]; /* by operation; the least over the ranks */
+    uint32_t max_ctas;                      /* 0 = no limit; the least over the ranks */
+    size_t inbox_bytes;                     /* the least over the ranks */
 } sp_gpu_limits;
 
 /* The arena that fits the limits.  Errors: SETTING if not even one worker fits (the text names the bytes). */

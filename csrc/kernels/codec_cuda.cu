@@ -1,26 +1,24 @@
-// codec_cuda.cu - arrays in GPU memory to streams of frames and back, one worker (256 threads) per block.
+// codec_cuda.cu - arrays in GPU memory to streams of frames and back, a warp for each slice.
 //
-// Encode reads the array once: while one slice is loaded, the next one before it is encoded, and the one
-// before that finds its place in the stream. Decode finds each frame by the table of offsets that encode
-// wrote. Bytes moved, floor: encode reads n * e and writes the stream; decode reads the stream and writes n *
-// e.
+// Encode reads the array once: while the frame of one slice waits on chip for its place in the stream, the
+// next slice is loaded. Decode finds each frame by the table of offsets that encode wrote. Bytes moved,
+// floor: encode reads n * e and writes the stream; decode reads the stream and writes n * e.
 #include "cuda_check.h"
 #include "decode.cuh"
 #include "kernels_cuda.h"
 
 // ---- encode ----
 
-// Frames of at most so many bytes wait on chip for their place while the next slice is encoded: half of a
-// dense one, so that four blocks fit on a multiprocessor.
-#define SP_STAGE_BYTES 10496u
+// Frames of at most so many bytes wait on chip for their place.
+#define SP_WAITING_BYTES 2688u
+static_assert(SP_WAITING_BYTES >= SP_PICI_STAGE_BYTES, "room for pici");
 
-struct __align__(16) sp_encode_room
+template <bool BASE> struct __align__(16) sp_encode_room
 {
-    uint8_t buf[2][SP_GPU_SLICE_BYTES]; // slices in turn; with a base: slice and base
-    uint8_t stage[2][SP_STAGE_BYTES];
-    uint8_t scratch[sizeof(sp_pici_scratch<sp_geometry<uint8_t, 4>>)];
-    sp_encode_shared counts;
-    uint64_t offset; // of a frame in the stream
+    uint8_t buf[BASE ? 2 : 1][SP_GPU_SLICE_BYTES]; // the slice, and the base
+    uint8_t stage[2][SP_WAITING_BYTES];
+    uint8_t counts[SP_BLOCKS_MAX];
+    uint64_t barriers[2]; // of the buffers
 };
 
 // Where a slice's frame starts: the sum of all before it, found by looking back in two levels (after Merrill
@@ -87,158 +85,141 @@ __device__ __forceinline__ void sp_tell_status(uint32_t *status, spccl_status st
 template <class G, bool BASE> struct sp_encoder {
     typedef typename G::U U;
     const sp_gpu_encode_args &a;
-    sp_encode_room &room;
-    sp_worker w;
-    uint32_t n_slices, parity;
+    sp_encode_room<BASE> &room;
+    uint32_t lane, n_slices, parity;
     uint32_t waiting, waiting_bytes; // the slice whose frame waits in stage[parity ^ 1]; 0 bytes: none
+    sp_loader<G, 0> loader, base_loader;
 
-    __device__ __forceinline__ U *run(uint32_t i) const
+    __device__ __forceinline__ sp_encoder(const sp_gpu_encode_args &args, sp_encode_room<BASE> &shared,
+                                          uint32_t n)
+        : a(args), room(shared), lane(threadIdx.x), n_slices(n), parity(0), waiting(0), waiting_bytes(0),
+          loader(lane, shared.barriers), base_loader(lane, shared.barriers + 1)
     {
-        return (U *)(room.buf[i] + w.warp * G::WARP_BYTES);
     }
     __device__ __forceinline__ uint32_t elems(uint32_t s) const
     {
         return (uint32_t)min(a.n_elems - (uint64_t)s * a.slice_elems, (uint64_t)a.slice_elems);
     }
-    __device__ __forceinline__ void load(uint32_t s, uint32_t buffer) const
+    __device__ __forceinline__ const U *at(const void *array, uint32_t s) const
     {
-        if (s >= n_slices) {
-            sp_copy_commit();
+        return (const U *)array + (uint64_t)s * a.slice_elems;
+    }
+    __device__ __forceinline__ void load(uint32_t s) const
+    {
+        if (s >= n_slices)
             return;
-        }
-        uint64_t from = (uint64_t)s * a.slice_elems;
-        sp_slice_load<G>(w, run(buffer), (const U *)a.x + from, elems(s));
+        loader.start(lane, 0, (U *)room.buf[0], at(a.x, s), elems(s));
         if (BASE)
-            sp_slice_load<G>(w, run(buffer ^ 1), (const U *)a.base + from, elems(s));
+            base_loader.start(lane, 0, (U *)room.buf[BASE ? 1 : 0], at(a.base, s), elems(s));
     }
-    // Find the place of slice s, for all threads after the next barrier. Called by all, done by the last
-    // warp.
-    __device__ __forceinline__ void locate(uint32_t s, uint32_t bytes, uint64_t peek) const
+    __device__ __forceinline__ void loaded(uint32_t s)
     {
-        if (w.warp == SP_WORKER_WARPS - 1) {
-            uint64_t offset = sp_sums(a.scratch, n_slices).start_of(s, bytes, peek, w.lane);
-            if (w.lane == 0) {
-                room.offset = offset;
-                a.offsets[s] = offset;
-                if (s + 1 == n_slices)
-                    a.offsets[n_slices] = offset + bytes;
-                if (offset + bytes > a.dst_cap)
-                    sp_tell_status(a.status, SPCCL_ERR_DST_SMALL);
-            }
+        loader.finish(lane, 0, (U *)room.buf[0], at(a.x, s), elems(s));
+        if (BASE)
+            base_loader.finish(lane, 0, (U *)room.buf[BASE ? 1 : 0], at(a.base, s), elems(s));
+    }
+    // The place of slice s in the stream.
+    __device__ __forceinline__ uint64_t locate(uint32_t s, uint32_t bytes) const
+    {
+        sp_sums sums(a.scratch, n_slices);
+        uint64_t offset = sums.start_of(s, bytes, sums.peek(s, lane), lane);
+        if (lane == 0) {
+            a.offsets[s] = offset;
+            if (s + 1 == n_slices)
+                a.offsets[n_slices] = offset + bytes;
+            if (offset + bytes > a.dst_cap)
+                sp_tell_status(a.status, SPCCL_ERR_DST_SMALL);
         }
+        return offset;
     }
-    // A frame on chip goes to the place that was found.
-    __device__ __forceinline__ void copy_out(const uint8_t *frame, uint32_t bytes) const
+    // The frame that waits, if any, goes out.
+    __device__ __forceinline__ void flush()
     {
-        if (room.offset + bytes <= a.dst_cap)
-            for (uint32_t i = w.tid; i < bytes / 16; i += SP_GPU_WORKER_THREADS)
-                sp_store16(a.dst + room.offset + i * 16, ((const uint4 *)frame)[i]);
-    }
-    __device__ __forceinline__ void write_dense(const U *from, uint32_t n, const sp_layout &at) const
-    {
-        uint8_t *dst = a.dst + room.offset;
-        if (w.tid < 4)
-            sp_store16(dst + w.tid * 16, sp_header_unit(w.tid, SPCCL_FORMAT_DENSE, a.dtype, false, n, n, at));
-#pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++) {
-            uint32_t off = SP_FRAME_HEADER_BYTES + w.warp * G::WARP_BYTES + (r * 32 + w.lane) * 16;
-            if (off < at.bytes)
-                sp_store16(dst + off, ((const uint4 *)from)[sp_unit_at(r * 32 + w.lane)]);
-        }
-    }
-    // The frame that waits, if any, goes out. Ends without a barrier.
-    __device__ __forceinline__ void flush(uint64_t peek)
-    {
+        uint64_t offset;
         if (waiting_bytes == 0)
             return;
-        locate(waiting, waiting_bytes, peek);
-        sp_bar_sync(w.bar);
-        copy_out(room.stage[parity ^ 1], waiting_bytes);
+        offset = locate(waiting, waiting_bytes);
+        if (offset + waiting_bytes <= a.dst_cap)
+            for (uint32_t i = lane * 16; i < waiting_bytes; i += 512)
+                sp_store16(a.dst + offset + i, *(const uint4 *)(room.stage[parity ^ 1] + i));
         waiting_bytes = 0;
     }
-    // Slice s, loaded in buffer `cur`.
-    __device__ __forceinline__ void encode(uint32_t s, uint32_t cur)
+    // Slice s, which has been loaded; starts to load slice `next`.
+    __device__ __forceinline__ void encode(uint32_t s, uint32_t next)
     {
-        bool ok;
-        uint64_t peek = 0;
+        const U *buf = (const U *)room.buf[0], *base = (const U *)room.buf[BASE ? 1 : 0];
         uint32_t n = elems(s), format;
-        const U *from = run(cur);
-        sp_pici_scratch<G> *scratch = (sp_pici_scratch<G> *)room.scratch;
-        if (w.warp == SP_WORKER_WARPS - 1 && waiting_bytes != 0)
-            peek = sp_sums(a.scratch, n_slices).peek(waiting, w.lane);
-        sp_scan<G> scan = sp_encode_scan<G, BASE>(w, from, run(cur ^ 1));
-        sp_encode_tell<G>(w, scan, &room.counts, parity);
-        sp_bar_sync(w.bar);
-        sp_counts c = sp_encode_sum(w, &room.counts, parity);
-        format = a.format == SPCCL_FORMAT_AUTO ? sp_choose_smallest<G::E>(n, c.nnz, c.full_block, BASE)
+        bool ok;
+        sp_scan<G> scan = sp_encode_scan<G, BASE>(lane, buf, base, n, room.counts);
+        format = a.format == SPCCL_FORMAT_AUTO ? sp_choose_smallest<G::E>(n, scan.nnz, scan.full_block, BASE)
                                                : (uint32_t)a.format;
-        ok = sp_allows(format, c.nnz, c.full_block, BASE);
-        sp_layout at = sp_layout_cuda<G::E>(ok ? format : (uint32_t)SPCCL_FORMAT_EMPTY, n, c.nnz);
-        if (w.tid == 0) {
+        ok = sp_allows(format, scan.nnz, scan.full_block, BASE);
+        sp_layout at = sp_layout_cuda<G::E>(ok ? format : (uint32_t)SPCCL_FORMAT_EMPTY, n, scan.nnz);
+        if (lane == 0) {
             sp_sums(a.scratch, n_slices).tell(s, at.bytes);
             if (!ok)
                 sp_tell_status(a.status, SPCCL_ERR_UNSUPPORTED);
         }
-        if (ok && format != SPCCL_FORMAT_DENSE && at.bytes <= SP_STAGE_BYTES) {
-            sp_encode_body<G>(w, from, scan, c, format, a.dtype, BASE, n, at, room.stage[parity], scratch);
-            flush(peek);
+        __syncwarp();
+        if (ok && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI &&
+            at.bytes <= SP_WAITING_BYTES) {
+            sp_encode_listed<G>(lane, buf, scan, format, a.dtype, BASE, n, at, room.stage[parity],
+                                room.counts);
+            __syncwarp();
+            load(next);
+            flush();
             waiting = s;
             waiting_bytes = at.bytes;
-            return;
+        } else {
+            flush();
+            uint64_t offset = locate(s, at.bytes);
+            if (ok && offset + at.bytes <= a.dst_cap)
+                write(scan, n, format, at, a.dst + offset);
+            __syncwarp();
+            load(next);
         }
-        flush(peek);
-        sp_bar_sync(w.bar); // room.offset has been read
-        locate(s, at.bytes, 0);
-        sp_bar_sync(w.bar);
-        if (!ok || room.offset + at.bytes > a.dst_cap)
-            return;
+        parity ^= 1;
+    }
+    // A frame straight to its place.
+    __device__ __forceinline__ void write(const sp_scan<G> &scan, uint32_t n, uint32_t format,
+                                          const sp_layout &at, uint8_t *dst) const
+    {
+        const U *buf = (const U *)room.buf[0], *base = (const U *)room.buf[BASE ? 1 : 0];
+        auto out = [&](uint32_t off, uint4 v) { sp_store16(dst + off, v); };
         if (format == SPCCL_FORMAT_DENSE)
-            write_dense(from, n, at);
+            sp_encode_dense<G>(lane, buf, a.dtype, n, at, out);
+        else if (format == SPCCL_FORMAT_PICI)
+            sp_encode_pici<G, BASE>(lane, buf, base, a.dtype, n, scan.nnz, at, (U *)room.stage[parity], out);
         else
-            sp_encode_body<G>(w, from, scan, c, format, a.dtype, BASE, n, at, a.dst + room.offset, scratch);
+            sp_encode_listed<G>(lane, buf, scan, format, a.dtype, BASE, n, at, dst, room.counts);
     }
 };
 
 template <int BYTES, bool BASE>
-__global__ void __launch_bounds__(256, 3) sp_encode_kernel(const __grid_constant__ sp_gpu_encode_args a)
+__global__ void __launch_bounds__(32, BASE ? 6 : 10)
+    sp_encode_kernel(const __grid_constant__ sp_gpu_encode_args a)
 {
-    typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
+    typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_GPU_SLICE_BYTES> G;
     extern __shared__ __align__(16) uint8_t shared[];
-    sp_encode_room &room = *(sp_encode_room *)shared;
-    uint32_t n_slices = (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems), cur = 0;
-    sp_encoder<G, BASE> e = {a, room, sp_worker_here(), n_slices, 0, 0, 0};
-    e.load(blockIdx.x, 0);
+    uint32_t n_slices = (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems);
+    sp_encoder<G, BASE> e(a, *(sp_encode_room<BASE> *)shared, n_slices);
+    e.load(blockIdx.x);
     for (uint32_t s = blockIdx.x; s < n_slices; s += gridDim.x) {
-        if (BASE) { // both buffers are in use at once
-            sp_copy_wait<0>();
-        } else {
-            e.load(s + gridDim.x, cur ^ 1);
-            sp_copy_wait<1>();
-        }
-        __syncwarp();
-        e.encode(s, cur);
-        __syncwarp();
-        e.parity ^= 1;
-        if (BASE)
-            e.load(s + gridDim.x, 0);
-        else
-            cur ^= 1;
+        e.loaded(s);
+        e.encode(s, s + gridDim.x);
     }
-    sp_copy_wait<0>();
-    sp_bar_sync(e.w.bar);
-    e.flush(0);
+    e.flush();
 }
 
 // ---- decode ----
 
-#define SP_PEEK_BYTES (SP_GPU_WORKER_THREADS * 16)
+// Of each frame so many bytes are fetched ahead; a longer one is read where it lies.
+#define SP_PEEK_BYTES 2560u
 
 struct __align__(16) sp_decode_room
 {
     uint8_t buf[SP_GPU_SLICE_BYTES];
-    uint8_t frame[2][SP_PEEK_BYTES]; // short frames, or the start of long ones
-    sp_view view[2];
-    uint32_t trouble[2]; // 0, or minus the status of a header that is no good
+    uint8_t frame[2][SP_PEEK_BYTES];
 };
 
 __device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
@@ -246,69 +227,55 @@ __device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
     return wrong.rule == 3 ? SPCCL_ERR_VERSION : wrong.rule >= 29 ? SPCCL_ERR_FRAME : SPCCL_ERR_FORMAT;
 }
 
-// Look at the header of a frame; the first warp, whose lanes 0 to 3 hold it.
-template <class G, bool SET>
-__device__ __forceinline__ void sp_look(const sp_gpu_decode_args &a, sp_decode_room &room, uint32_t parity,
-                                        uint4 unit, const uint8_t *whole, uint32_t bytes, uint32_t n,
-                                        uint32_t lane)
-{
-    sp_view v;
-    sp_wrong wrong;
-    // The table of offsets must not leave bytes between frames.
-    bool ok = sp_open<G::E>(unit, bytes, a.dtype, n, &v, &wrong);
-    if (ok && v.at.bytes != bytes) {
-        ok = false;
-        wrong.rule = 17;
+// Adding to, or overwriting, what is listed; APPLY(old, value).
+template <class G, class APPLY> struct sp_sink_apply {
+    typename G::U *dst;
+    APPLY apply;
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        dst[i] = apply(dst[i], x);
     }
-    spccl_status st = !ok ? sp_status_of(wrong) : SET && v.is_delta != 0 ? SPCCL_ERR_FRAME : SPCCL_OK;
-    if (lane != 0)
-        return;
-    v.p = ok && v.at.bytes <= SP_PEEK_BYTES ? room.frame[parity] : whole;
-    room.view[parity] = v;
-    room.trouble[parity] = (uint32_t) - (int)st;
-    if (st != SPCCL_OK)
-        sp_tell_status(a.status, st);
-}
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t bits, const sp_unit<G> &x) const
+    {
+#pragma unroll
+        for (uint32_t c = 0; c < G::K; c++)
+            if (bits >> c & 1)
+                put(u * G::K + c, x.e[c]);
+    }
+};
 
-// One frame with a good header into dst [n]; APPLY(old, value) for the verbs that keep what is not listed.
-// Whole worker.
+// One frame of `bytes` bytes, which starts at `start` on chip and is whole at `whole`, into dst [n].
 template <class G, bool SET, class APPLY>
-__device__ __forceinline__ void sp_decode_frame(const sp_worker &w, const sp_gpu_decode_args &a,
-                                                const sp_view &v, typename G::U *dst, uint32_t n,
-                                                uint8_t *buf, APPLY apply)
+__device__ __forceinline__ spccl_status sp_decode_frame(uint32_t lane, const sp_gpu_decode_args &a,
+                                                        const uint8_t *start, const uint8_t *whole,
+                                                        uint32_t bytes, typename G::U *dst, uint32_t n,
+                                                        uint8_t *buf, APPLY apply)
 {
     typedef typename G::U U;
-    U *run = (U *)(buf + w.warp * G::WARP_BYTES), *mine = dst + w.warp * G::WARP_ELEMS;
+    sp_sink_none<G> none;
+    sp_sink_apply<G, APPLY> sink = {dst, apply};
+    sp_view v;
+    sp_wrong wrong;
     bool ok;
-    ok = w.warp > 2 || sp_padding_is_zero<G::E>(w, v);
-    if (SET && v.format != SPCCL_FORMAT_EMPTY && v.format != SPCCL_FORMAT_DENSE) {
-        sp_run_zero<G::WARP_BYTES / 16>(w, run);
-        __syncwarp();
-        ok &= sp_decode<G>(w, v, [&](uint32_t i, U x) { run[sp_elem_at<G>(i)] = x; });
-    } else if (!SET) {
-        ok &= sp_decode<G>(w, v, [](uint32_t, U) {});
-    }
-    if (!sp_bar_and(w.bar, ok)) {
-        if (w.tid == 0)
-            sp_tell_status(a.status, SPCCL_ERR_FORMAT);
-        return;
-    }
-    if (!SET) {
-        sp_decode<G>(w, v, [&](uint32_t i, U x) { mine[i] = apply(mine[i], x); });
-    } else if (v.format == SPCCL_FORMAT_EMPTY) {
-        sp_slice_store_zero<G>(w, dst, n);
-    } else {
-        if (v.format == SPCCL_FORMAT_DENSE) {
-#pragma unroll
-            for (uint32_t r = 0; r < G::ROWS; r++) {
-                uint32_t off = w.warp * G::WARP_BYTES + (r * 32 + w.lane) * 16;
-                if (off < n * G::E)
-                    ((uint4 *)run)[sp_unit_at(r * 32 + w.lane)] = *(const uint4 *)(v.p + v.at.values + off);
-            }
-        }
-        __syncwarp();
-        sp_slice_store<G>(w, run, dst, n);
-    }
+    if (!sp_open<G::E>((const uint4 *)start, bytes, a.dtype, n, &v, &wrong))
+        return sp_status_of(wrong);
+    if (v.at.bytes != bytes) // the table of offsets must not leave bytes between frames
+        return SPCCL_ERR_FORMAT;
+    if (SET && v.is_delta != 0)
+        return SPCCL_ERR_FRAME;
+    v.p = bytes <= SP_PEEK_BYTES ? start : whole;
+    v.values = v.p + v.at.values;
+    ok = sp_padding_is_zero<G::E>(lane, v);
+    if (SET)
+        return sp_decode_store<G, true>(
+                   lane, v, (U *)buf, dst, [&](sp_sink_chip<G> &chip) { return sp_decode<G>(lane, v, chip); },
+                   ok)
+                   ? SPCCL_OK
+                   : SPCCL_ERR_FORMAT;
+    if (!__all_sync(~0u, sp_decode<G>(lane, v, none) && ok))
+        return SPCCL_ERR_FORMAT;
+    sp_decode<G>(lane, v, sink);
+    return SPCCL_OK;
 }
 
 // All frames; worker q takes slices q, q + workers, ... Two frames ahead its offsets are read, one ahead its
@@ -317,62 +284,61 @@ template <class G, bool SET, class APPLY>
 __device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, sp_decode_room &room, APPLY apply)
 {
     typedef typename G::U U;
-    sp_worker w = sp_worker_here();
-    uint32_t n_slices = (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems), parity = 0;
-    uint64_t lo = 0, hi = 0, next_lo = 0, next_hi = 0;
-    uint4 peek = make_uint4(0, 0, 0, 0);
+    uint32_t lane = threadIdx.x, parity = 0;
+    uint64_t n_slices = (a.n_elems + a.slice_elems - 1) / a.slice_elems, lo, hi, next_lo, next_hi;
     auto offsets = [&](uint64_t s, uint64_t *from, uint64_t *to) {
         *from = s < n_slices ? a.offsets[s] : 0;
         *to = s < n_slices ? a.offsets[s + 1] : 0;
+    };
+    auto fetch = [&](uint64_t *from, uint64_t *to, uint8_t *frame) {
         if (*from % 16 != 0 || *to > a.stream_bytes || *from > *to || *to - *from > 1u << 30)
             *to = *from = 0; // no bytes: refused as a frame that is cut off
-    };
-    auto look = [&](uint64_t from, uint64_t to) {
-        uint64_t at = from + w.tid * 16;
-        return at + 16 <= to ? sp_load16_l2(a.stream + at) : make_uint4(0, 0, 0, 0);
+        for (uint32_t i = lane * 16; i < SP_PEEK_BYTES && i + 16 <= *to - *from; i += 512)
+            sp_copy16_async(frame + i, a.stream + *from + i);
+        sp_copy_commit();
     };
     offsets(blockIdx.x, &lo, &hi);
     offsets((uint64_t)blockIdx.x + gridDim.x, &next_lo, &next_hi);
-    peek = look(lo, hi);
+    fetch(&lo, &hi, room.frame[0]);
     for (uint64_t s = blockIdx.x; s < n_slices; s += gridDim.x, parity ^= 1) {
         uint64_t from = s * a.slice_elems;
         uint32_t n = (uint32_t)min(a.n_elems - from, (uint64_t)a.slice_elems), bytes = (uint32_t)(hi - lo);
         const uint8_t *whole = a.stream + lo;
-        ((uint4 *)room.frame[parity])[w.tid] = peek;
-        if (w.warp == 0)
-            sp_look<G, SET>(a, room, parity, peek, whole, bytes, n, w.lane);
-        peek = look(next_lo, next_hi);
+        fetch(&next_lo, &next_hi, room.frame[parity ^ 1]);
         lo = next_lo;
         hi = next_hi;
         offsets(s + 2 * (uint64_t)gridDim.x, &next_lo, &next_hi);
-        sp_bar_sync(w.bar);
-        if (room.trouble[parity] == 0)
-            sp_decode_frame<G, SET>(w, a, room.view[parity], (U *)a.dst + from, n, room.buf, apply);
-        if (SET)
-            __syncwarp();
+        sp_copy_wait<1>();
+        __syncwarp();
+        spccl_status st = sp_decode_frame<G, SET>(lane, a, room.frame[parity], whole, bytes,
+                                                  (U *)a.dst + from, n, room.buf, apply);
+        if (st != SPCCL_OK && lane == 0)
+            sp_tell_status(a.status, st);
+        __syncwarp();
     }
+    sp_slice_stored(lane);
 }
 
 template <int BYTES>
-__global__ void __launch_bounds__(256, 4) sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
+__global__ void __launch_bounds__(32, 10) sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
-    typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
+    typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_GPU_SLICE_BYTES> G;
     __shared__ sp_decode_room room;
     sp_decode_all<G, true>(a, room, [](typename G::U, typename G::U x) { return x; });
 }
 template <int BYTES>
-__global__ void __launch_bounds__(256, 4) sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
+__global__ void __launch_bounds__(32, 10) sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
-    typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
+    typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_GPU_SLICE_BYTES> G;
     __shared__ sp_decode_room room;
     sp_decode_all<G, false>(a, room, [](typename G::U, typename G::U x) { return x; });
 }
 template <int DTYPE>
-__global__ void __launch_bounds__(256, 4) sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
+__global__ void __launch_bounds__(32, 10) sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_elem<DTYPE> T;
     typedef typename T::U U;
-    typedef sp_geometry<U, 4> G;
+    typedef sp_geometry<U, SP_GPU_SLICE_BYTES> G;
     __shared__ sp_decode_room room;
     sp_decode_all<G, false>(a, room, [](U d, U x) { return T::narrow(T::add(T::widen(d), T::widen(x))); });
 }
@@ -395,7 +361,7 @@ static spccl_status grid_of(const void *kernel, size_t shared, uint64_t n_slices
     int device = 0, n_sms = 0, each = 0;
     SP_TRY_CUDA(cudaGetDevice(&device));
     SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, SP_GPU_WORKER_THREADS, shared));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, 32, shared));
     if (each == 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "GPU %d has too little shared memory for the codec (%zu bytes a block)", device,
@@ -418,15 +384,15 @@ extern "C" spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream
     const void *kernel = (const void *)kernels[a->base != nullptr][width_index(a->dtype)];
     uint64_t n_slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems;
     void *params[] = {const_cast<sp_gpu_encode_args *>(a)};
-    size_t shared = sizeof(sp_encode_room);
+    size_t shared = a->base != nullptr ? sizeof(sp_encode_room<true>) : sizeof(sp_encode_room<false>);
     unsigned grid = 0;
     SP_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     SP_TRY(grid_of(kernel, shared, n_slices, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
     SP_TRY_CUDA(cudaMemsetAsync(a->scratch, 0, sp_encode_cuda_scratch_bytes(n_slices), (cudaStream_t)stream));
-    return sp_cuda_check(cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(SP_GPU_WORKER_THREADS), params,
-                                                     shared, (cudaStream_t)stream),
-                         "launch of the encode kernel");
+    return sp_cuda_check(
+        cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(32), params, shared, (cudaStream_t)stream),
+        "launch of the encode kernel");
 }
 
 static sp_decode_fn add_kernel_of(spccl_dtype dtype)
@@ -470,7 +436,7 @@ extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream
                        "decode: no add of float8 (it is carried as bytes): set or overwrite");
     SP_TRY(grid_of((const void *)kernel, 0, (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
-    return sp_cuda_check(cudaLaunchKernel((const void *)kernel, dim3(grid), dim3(SP_GPU_WORKER_THREADS),
-                                          params, 0, (cudaStream_t)stream),
-                         "launch of the decode kernel");
+    return sp_cuda_check(
+        cudaLaunchKernel((const void *)kernel, dim3(grid), dim3(32), params, 0, (cudaStream_t)stream),
+        "launch of the decode kernel");
 }

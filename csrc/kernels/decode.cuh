@@ -1,168 +1,275 @@
-// decode.cuh - a frame becomes elements: each warp finds those of its own run, whatever the format, and hands
-// them to `put(i, value)`, i counted from the start of the run; at most once per i. Checks what
-// docs/FORMAT.md section 4 asks of the index sections on the way; whatever a frame says, nothing outside of
-// it is read and put is called with i < the run's elements only.
+// decode.cuh - a frame becomes elements, by one warp. The listed ones are handed to a sink:
+// - sink.put(i, value): element i of the slice; at most once per i.
+// - sink.unit(u, bits, x), formats pici and dense: unit u. x.e[c] is its element c where bit c is set, else
+// 0;
+//   of dense frames the bits of elements that are not zero, which is what adding and overwriting want. Each
+//   unit of the slice at most once.
+// Checks what docs/FORMAT.md section 4 asks of the index sections on the way; whatever a frame says, nothing
+// outside of it is read and the sink is called with elements of the slice only.
 #ifndef SP_DECODE_CUH
 #define SP_DECODE_CUH
 
 #include "encode.cuh"
 
-// Rules 20 to 22. Lane b of the warps of tile blocks; places rise inside a block.
-template <class G, class PUT>
-__device__ __forceinline__ bool sp_decode_tile(const sp_worker &w, const sp_view &v, PUT put)
+// 16 bytes as elements.
+template <class G> union sp_unit {
+    uint4 v;
+    typename G::U e[G::K];
+};
+
+// Rules 20 to 22: counts of blocks in lanes; each entry looks for its block among them.
+template <class G, class SINK>
+__device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, SINK &sink)
 {
     typedef typename G::U U;
     const uint8_t *counts = v.p + v.at.index, *places = v.p + v.at.meta;
-    const U *values = (const U *)(v.p + v.at.values);
-    constexpr uint32_t ALL = G::MAX_ELEMS / SP_TILE_ELEMS, EACH = (ALL + 31) / 32; // blocks; per lane
-    uint32_t n_blocks = (v.n + 255) / 256, first = w.warp * G::BLOCKS, have = sp_warp_elems<G>(w, v.n);
-    uint32_t before = 0, all = 0, sum = 0, mine[G::BLOCKS], seen[EACH];
+    const U *values = (const U *)v.values;
+    constexpr uint32_t PARTS = (G::N_BLOCKS + 31) / 32; // of 32 blocks
+    uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS, start[PARTS], first[PARTS + 1];
     bool ok = true;
+    first[0] = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < EACH; i++) {
-        uint32_t b = i * 32 + w.lane;
-        seen[i] = b < n_blocks ? counts[b] : 0;
-        all += seen[i];
-        before += b < first ? seen[i] : 0;
+    for (uint32_t h = 0; h < PARTS; h++) {
+        uint32_t b = h * 32 + lane, count = b < n_blocks ? counts[b] : 0, upto = sp_warp_sum(count, lane);
+        start[h] = first[h] + upto - count;
+        first[h + 1] = first[h] + __shfl_sync(~0u, upto, 31);
     }
-    before = __reduce_add_sync(~0u, before);
-    all = __reduce_add_sync(~0u, all);
-    if (all != v.nnz) // then no place among the values can be trusted
+    if (first[PARTS] != v.nnz) // then no place among the values can be trusted
         return false;
 #pragma unroll
-    for (uint32_t b = 0; b < G::BLOCKS; b++) {
-        mine[b] = sum; // start of block b among the run's
-        sum += __shfl_sync(~0u, EACH > 1 && first >= 32 ? seen[EACH - 1] : seen[0], (first + b) % 32);
-    }
-    for (uint32_t k = w.lane; k < sum; k += 32) {
-        uint32_t block = 0, i;
+    for (uint32_t h = 0; h < PARTS; h++)
+        for (uint32_t k0 = first[h]; k0 < first[h + 1]; k0 += 32) {
+            uint32_t k = k0 + lane, b = 0, at, place = 0, before;
+            bool mine = k < first[h + 1];
+            U x = 0;
+            if (mine) {
+                place = places[k];
+                x = values[k];
+            }
+            if (G::N_BLOCKS <= 8) { // the last block that starts at k or before it
+                at = __shfl_sync(~0u, start[h], 0);
 #pragma unroll
-        for (uint32_t b = 1; b < G::BLOCKS; b++)
-            block += k >= mine[b] ? 1 : 0;
-        i = block * 256 + places[before + k];
-        bool starts = false;
+                for (uint32_t j = 1; j < G::N_BLOCKS; j++) {
+                    uint32_t next = __shfl_sync(~0u, start[h], j);
+                    b += next <= k ? 1 : 0;
+                    at = next <= k ? next : at;
+                }
+            } else {
 #pragma unroll
-        for (uint32_t b = 0; b < G::BLOCKS; b++)
-            starts |= k == mine[b];
-        ok &= starts || places[before + k] > places[before + k - 1];
-        if (i < have)
-            put(i, values[before + k]);
-        ok &= i < have;
-    }
+                for (uint32_t step = 16; step != 0; step >>= 1) {
+                    at = __shfl_sync(~0u, start[h], b + step);
+                    b += at <= k ? step : 0;
+                }
+                at = __shfl_sync(~0u, start[h], b);
+            }
+            before = __shfl_up_sync(~0u, place, 1);
+            if (lane == 0 && k != 0)
+                before = places[k - 1];
+            if (mine) {
+                uint32_t i = (h * 32 + b) * SP_TILE_ELEMS + place;
+                ok &= i < v.n && (k == at || place > before);
+                if (i < v.n)
+                    sink.put(i, x);
+            }
+        }
     return ok;
 }
 
-// Rules 23 to 25. A lane takes two columns, and of these the rows of the warp.
-template <class G, class PUT>
-__device__ __forceinline__ bool sp_decode_pici(const sp_worker &w, const sp_view &v, PUT put)
+// Rules 23 to 25. word[t]: columns 2 * lane and 2 * lane + 1 of tile t, a bit for each row.
+template <class G>
+__device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v, uint64_t word[G::TILES][2])
 {
-    typedef typename G::U U;
     const uint32_t *prefixes = (const uint32_t *)(v.p + v.at.index);
     const ulonglong2 *pairs = (const ulonglong2 *)(v.p + v.at.meta);
-    const U *values = (const U *)(v.p + v.at.values);
-    uint32_t n_tiles = (v.n + 4095) / 4096, tile = w.warp * G::WARP_ELEMS / 4096, sum = 0, start = 0;
-    uint32_t row0 = w.warp * G::WARP_ELEMS % 4096 / 64, col = 2 * w.lane;
-    uint64_t a = 0, b = 0;
+    uint32_t n_tiles = (v.n + 4095) / 4096, sum = 0;
     bool ok = true;
-    for (uint32_t t = 0; t < n_tiles; t++) {
-        ulonglong2 x = pairs[t * 32 + w.lane];
-        uint32_t have = min(v.n - t * 4096, 4096u); // elements of the tile that exist
-        uint32_t rows_a = have > col ? (have - col + 63) / 64 : 0,
-                 rows_b = have > col + 1 ? (have - col + 62) / 64 : 0;
-        uint32_t count = __popcll(x.x) + __popcll(x.y);
-        ok &= rows_a >= 64 || x.x >> rows_a == 0;
-        ok &= rows_b >= 64 || x.y >> rows_b == 0;
-        ok &= prefixes[t] == sum;
-        if (t == tile) {
-            a = x.x;
-            b = x.y;
-            start = sum + sp_warp_sum(count, w.lane) - count;
+#pragma unroll
+    for (uint32_t t = 0; t < G::TILES; t++) {
+        word[t][0] = word[t][1] = 0;
+        if (t < n_tiles) {
+            ulonglong2 x = pairs[t * 32 + lane];
+            uint32_t have = v.n - t * 4096, col = 2 * lane; // elements from this tile on
+            uint32_t rows_a = have > col ? (have - col + 63) / 64 : 0,
+                     rows_b = have > col + 1 ? (have - col + 62) / 64 : 0;
+            ok &= rows_a >= 64 || x.x >> rows_a == 0;
+            ok &= rows_b >= 64 || x.y >> rows_b == 0;
+            ok &= prefixes[t] == sum;
+            sum += __reduce_add_sync(~0u, (uint32_t)(__popcll(x.x) + __popcll(x.y)));
+            word[t][0] = x.x;
+            word[t][1] = x.y;
         }
-        sum += __reduce_add_sync(~0u, count);
     }
-    if (!__all_sync(~0u, ok) || sum != v.nnz)
+    return __all_sync(~0u, ok) && sum == v.nnz;
+}
+
+// A lane takes rows `lane` and `lane + 32` of a tile; a column's values lie one behind the other.
+template <class G, class SINK>
+__device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, SINK &sink)
+{
+    typedef typename G::U U;
+    // Units of a row whose values are asked for at once: a long frame may lie in L2, which is far away.
+    constexpr uint32_t ROW_UNITS = 64 / G::K, AHEAD = G::K <= 4 ? 16 / G::K : G::K == 8 ? 2 : 1;
+    constexpr bool TWO_ROWS = G::TILE_ROWS == 64;
+    const U *values = (const U *)v.values;
+    uint32_t k = 0, below = sp_lanes_below();
+    uint64_t word[G::TILES][2];
+    if (!sp_pici_words<G>(lane, v, word))
         return false;
-    uint64_t below = ((uint64_t)1 << row0) - 1;
-    uint32_t at_a = start + __popcll(a & below), at_b = start + __popcll(a) + __popcll(b & below);
-    a >>= row0;
-    b >>= row0;
-#pragma unroll 4
-    for (uint32_t r = 0; r < G::TILE_ROWS; r++) {
-        if (a >> r & 1)
-            put(r * 64 + col, values[at_a++]);
-        if (b >> r & 1)
-            put(r * 64 + col + 1, values[at_b++]);
+#pragma unroll
+    for (uint32_t t = 0; t < G::TILES; t++) {
+        if (t * 4096 >= v.n)
+            break;
+        for (uint32_t g = 0; g < ROW_UNITS; g += AHEAD) {
+            sp_unit<G> lo[AHEAD], hi[AHEAD];
+            uint32_t bits_lo[AHEAD], bits_hi[AHEAD];
+#pragma unroll
+            for (uint32_t i = 0; i < AHEAD; i++) {
+                bits_lo[i] = bits_hi[i] = 0;
+#pragma unroll
+                for (uint32_t c = 0; c < G::K; c++) {
+                    uint64_t mine = word[t][c % 2];
+                    uint32_t from = ((g + i) * G::K + c) / 2, w_lo = __shfl_sync(~0u, (uint32_t)mine, from),
+                             w_hi = TWO_ROWS ? __shfl_sync(~0u, (uint32_t)(mine >> 32), from) : 0;
+                    lo[i].e[c] = w_lo >> lane & 1 ? values[k + __popc(w_lo & below)] : (U)0;
+                    bits_lo[i] |= (w_lo >> lane & 1) << c;
+                    k += __popc(w_lo);
+                    hi[i].e[c] = w_hi >> lane & 1 ? values[k + __popc(w_hi & below)] : (U)0;
+                    bits_hi[i] |= (w_hi >> lane & 1) << c;
+                    k += __popc(w_hi);
+                }
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < AHEAD; i++) {
+                if (lane < G::TILE_ROWS)
+                    sink.unit((t * 64 + lane) * ROW_UNITS + g + i, bits_lo[i], lo[i]);
+                if (TWO_ROWS)
+                    sink.unit((t * 64 + 32 + lane) * ROW_UNITS + g + i, bits_hi[i], hi[i]);
+            }
+        }
     }
     return true;
 }
 
-// Rules 26 and 27. The run's entries are found by bisection, or, if there are few, by looking at all of them;
-// each warp checks the order of a share of all entries.
-template <class G, class PUT>
-__device__ __forceinline__ bool sp_decode_coo(const sp_worker &w, const sp_view &v, PUT put)
+// Rules 26 and 27.
+template <class G, class SINK>
+__device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, SINK &sink)
 {
     typedef typename G::U U;
     const uint32_t *index = (const uint32_t *)(v.p + v.at.index);
-    const U *values = (const U *)(v.p + v.at.values);
-    uint32_t from = w.warp * G::WARP_ELEMS, have = sp_warp_elems<G>(w, v.n);
-    constexpr uint32_t FEW = 256;
-    uint32_t wanted = w.lane == 0 ? from : from + G::WARP_ELEMS, lo = 0, hi = v.nnz;
-    bool ok = v.nnz == 0 || index[v.nnz - 1] < v.n;
-    for (uint32_t k = w.tid; k < v.nnz; k += SP_GPU_WORKER_THREADS)
-        ok &= k == 0 || index[k] > index[k - 1];
-    if (v.nnz <= FEW) {
-        for (uint32_t k = w.lane; k < v.nnz; k += 32) {
-            uint32_t i = index[k] - from;
-            if (i < have && (k == 0 || index[k] > index[k - 1]))
-                put(i, values[k]);
-        }
-        return ok;
-    }
-    while (lo < hi) { // first entry that is not below `wanted`
-        uint32_t mid = (lo + hi) / 2;
-        if (index[mid] < wanted)
-            lo = mid + 1;
-        else
-            hi = mid;
-    }
-    __syncwarp();
-    hi = __shfl_sync(~0u, lo, 1);
-    lo = __shfl_sync(~0u, lo, 0);
-    for (uint32_t k = lo + w.lane; k < hi; k += 32) {
-        uint32_t i = index[k] - from;
-        if (i < have && (k == 0 || index[k] > index[k - 1]))
-            put(i, values[k]);
+    const U *values = (const U *)v.values;
+    bool ok = true;
+    for (uint32_t k = lane; k < v.nnz; k += 32) {
+        uint32_t i = index[k];
+        bool good = i < v.n && (k == 0 || i > index[k - 1]);
+        if (good)
+            sink.put(i, values[k]);
+        ok &= good;
     }
     return ok;
 }
 
-// Elements of a dense frame that are not all zero bits.
-template <class G, class PUT>
-__device__ __forceinline__ void sp_decode_dense(const sp_worker &w, const sp_view &v, PUT put)
+// Units [first, first + n_units) of a dense slice, which lie at `units`, as far as they are whole.
+template <class G, class SINK>
+__device__ __forceinline__ void sp_decode_units(uint32_t lane, const uint4 *units, uint32_t first,
+                                                uint32_t n_units, SINK &sink)
 {
-    typedef typename G::U U;
-    const U *values = (const U *)(v.p + v.at.values) + w.warp * G::WARP_ELEMS;
-    uint32_t have = sp_warp_elems<G>(w, v.n);
-    for (uint32_t i = w.lane; i < have; i += 32) {
-        U x = values[i];
-        if (x != 0)
-            put(i, x);
+    constexpr uint32_t AHEAD = 8;
+    uint32_t u = lane;
+    for (; u + 32 * (AHEAD - 1) < n_units; u += 32 * AHEAD) {
+        sp_unit<G> x[AHEAD];
+#pragma unroll
+        for (uint32_t i = 0; i < AHEAD; i++)
+            x[i].v = units[u + 32 * i];
+#pragma unroll
+        for (uint32_t i = 0; i < AHEAD; i++)
+            sink.unit(first + u + 32 * i, sp_unit_mask<G::E>(x[i].v), x[i]);
+    }
+    for (; u < n_units; u += 32) {
+        sp_unit<G> x;
+        x.v = units[u];
+        sink.unit(first + u, sp_unit_mask<G::E>(x.v), x);
+    }
+}
+template <class G, class SINK>
+__device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v, SINK &sink)
+{
+    uint32_t whole = v.n / G::K;
+    sp_decode_units<G>(lane, (const uint4 *)v.values, 0, whole, sink);
+    if (lane == 0 && v.n % G::K != 0) {
+        sp_unit<G> x;
+        x.v = ((const uint4 *)v.values)[whole];
+#pragma unroll
+        for (uint32_t c = 0; c < G::K; c++)
+            if (c >= v.n % G::K)
+                x.e[c] = 0;
+        sink.unit(whole, sp_unit_mask<G::E>(x.v), x);
     }
 }
 
-// All formats. False: a rule is broken (for this thread; the worker's threads must agree by a barrier).
-template <class G, class PUT>
-__device__ __forceinline__ bool sp_decode(const sp_worker &w, const sp_view &v, PUT put)
+// All formats. False: a rule is broken (for this lane; the lanes must agree).
+template <class G, class SINK>
+__device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK &sink)
 {
     if (v.format == SPCCL_FORMAT_TILE)
-        return sp_decode_tile<G>(w, v, put);
+        return sp_decode_tile<G>(lane, v, sink);
     if (v.format == SPCCL_FORMAT_PICI)
-        return sp_decode_pici<G>(w, v, put);
+        return sp_decode_pici<G>(lane, v, sink);
     if (v.format == SPCCL_FORMAT_COO)
-        return sp_decode_coo<G>(w, v, put);
+        return sp_decode_coo<G>(lane, v, sink);
     if (v.format == SPCCL_FORMAT_DENSE)
-        sp_decode_dense<G>(w, v, put);
+        sp_decode_dense<G>(lane, v, sink);
     return true;
+}
+
+// ---- a frame as the slice that it is ----
+
+// Into a slice on chip that holds zeros where the frame may say nothing (tile, coo).
+template <class G> struct sp_sink_chip {
+    typename G::U *buf;
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        buf[i] = x;
+    }
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t, const sp_unit<G> &x) const
+    {
+        ((uint4 *)buf)[u] = x.v;
+    }
+};
+// Nowhere: only the rules are checked.
+template <class G> struct sp_sink_none {
+    __device__ __forceinline__ void put(uint32_t, typename G::U) const
+    {
+    }
+    __device__ __forceinline__ void unit(uint32_t, uint32_t, const sp_unit<G> &) const
+    {
+    }
+};
+
+// dst [v.n] in global memory becomes what the frame says, zeros where it says nothing; DECODE hands it to the
+// sink that it is given. buf: room for a slice on chip; stores from it are waited for first. False: as
+// sp_decode; then dst holds anything, but with CHECKED what it held before (and the lanes agree). good: with
+// CHECKED, what the lane knows of the frame so far.
+template <class G, bool CHECKED, class DECODE>
+__device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v, typename G::U *buf,
+                                                typename G::U *dst, DECODE decode, bool good = true)
+{
+    sp_sink_chip<G> sink = {buf};
+    if (v.format == SPCCL_FORMAT_EMPTY) {
+        if (CHECKED && !__all_sync(~0u, good))
+            return false;
+        sp_slice_store_zero<G>(lane, dst, v.n);
+        return true;
+    }
+    sp_slice_stored(lane);
+    if (v.format == SPCCL_FORMAT_TILE || v.format == SPCCL_FORMAT_COO) {
+        sp_zero_units(lane, buf, G::UNITS);
+        __syncwarp();
+    }
+    good &= decode(sink);
+    if (CHECKED && !__all_sync(~0u, good))
+        return false;
+    sp_slice_store<G>(lane, buf, dst, v.n);
+    return good;
 }
 
 #endif

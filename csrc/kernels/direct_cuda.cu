@@ -1,53 +1,84 @@
 // direct_cuda.cu - a whole collective in one launch over mapped inboxes: the direct schedule
-// (docs/ALGORITHMS.md), fused. Each worker does its slices of every shard in steps; in step t it
-//   sends its contribution to slice t of every other shard to the shard's owner          (lane INPUT)
-//   takes the contributions to slice t-1 of its own shard, adds them in rank order,
-//     writes the result to the output and sends it to everyone                            (lane RESULT)
-//   takes the results of slice t-2 of the other shards and writes them to the output
-// so that reading, the wire and writing go on at the same time, and every message has a step to arrive.
+// (docs/ALGORITHMS.md: The direct schedule on a GPU). roles.cuh says what a worker is and what its warps do;
+// here are the owners of reductions, the kernels and their launch.
 //
 // Bytes of GPU memory moved, floor: all-reduce reads and writes the array once; reduce-scatter reads it and
 // writes a shard; all-gather reads a shard and writes the array; the rings stay in L2 while frames are small.
 #include "cuda_check.h"
 #include "kernels_cuda.h"
-#include "steps.cuh"
+#include "roles.cuh"
 
-// Workers in a block, which has a multiprocessor to itself. With four there would be 64 registers a thread,
-// and what does not fit would go to memory.
-#ifndef SP_CTA_WORKERS
-#define SP_CTA_WORKERS 3u
-#endif
+// Warps of a block, which has a multiprocessor to itself: those of its workers and, the last, the herald.
+#define SP_CTA_WARPS 16u
+#define SP_CTA_THREADS (SP_CTA_WARPS * 32)
+#define SP_CTA_WORKERS 10u // at most
 
 extern __shared__ __align__(16) uint8_t sp_dynamic_shared[];
 
-__device__ __forceinline__ sp_link_shared &sp_shared_here()
-{
-    return ((sp_link_shared *)sp_dynamic_shared)[threadIdx.x / SP_GPU_WORKER_THREADS];
-}
+// Warps of each role in a block of n workers. In an all-gather a feeder has a third of a gatherer's work: it
+// serves two workers.
+struct sp_crew {
+    uint32_t n_feed, n_own, n_gather;
 
-// All-gather and broadcast of elements of BYTES bytes.
+    __host__ __device__ __forceinline__ sp_crew(sp_fused_op op, uint32_t n)
+        : n_feed(op == SP_FUSED_ALL_GATHER ? (n + 1) / 2 : n),
+          n_own(op == SP_FUSED_ALL_GATHER || op == SP_FUSED_BROADCAST ? 0 : n),
+          n_gather(op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0 : n)
+    {
+    }
+    __host__ __device__ __forceinline__ uint32_t warps() const
+    {
+        return n_feed + n_own + n_gather + 1;
+    }
+};
+
+// Shared memory of a block: boards, then the rooms of each role.
+struct sp_rooms {
+    sp_board *boards;
+    sp_feed_room *feed;
+    sp_own_room *own;
+    sp_gather_room *gather;
+
+    __device__ __forceinline__ sp_rooms(const sp_crew &crew, uint32_t n)
+    {
+        boards = (sp_board *)sp_dynamic_shared;
+        feed = (sp_feed_room *)(boards + n);
+        own = (sp_own_room *)(feed + crew.n_feed);
+        gather = (sp_gather_room *)(own + crew.n_own);
+    }
+};
+static_assert(sizeof(sp_board) % 16 == 0, "rooms are aligned to 16");
+
+// All-gather and broadcast of elements of BYTES bytes: feeders (or relays) and gatherers.
 template <int BYTES>
-__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS + 32, 1)
-    sp_gather_kernel(const __grid_constant__ sp_fused_args a)
+__global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __grid_constant__ sp_fused_args a)
 {
-    typedef sp_geometry<typename sp_unsigned<BYTES>::type, 4> G;
-    if (threadIdx.x >= a.workers_per_cta * SP_GPU_WORKER_THREADS) {
-        sp_herald<SP_CTA_WORKERS>(a, (sp_link_shared *)sp_dynamic_shared);
+    typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_INBOX_SLICE_BYTES> G;
+    uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32;
+    sp_crew crew(a.op, n);
+    sp_rooms rooms(crew, n);
+    sp_boards_open(a, rooms.boards, crew.n_own != 0, true);
+    if (warp + 1 == crew.warps()) {
+        sp_herald<SP_CTA_WORKERS> herald(a);
+        __syncthreads();
+        herald.run(rooms.boards);
         return;
     }
-    sp_fused<G> f = {{a, sp_shared_here(), sp_worker_here(), 0}, 0, {0, 0}};
-    bool ok = true;
-    f.begin();
-    for (uint32_t t = 0; ok && t < f.l.s.n_steps; t++) {
-        ok = f.send_inputs(t);
-        if (ok && f.has_own(t))
-            ok = f.result_own(t - sp_result_delay(a));
-        else if (ok && f.has_result(t))
-            ok = f.result_relayed(t - sp_result_delay(a));
-        if (ok && t >= sp_gather_delay(a))
-            ok = f.gather(t - sp_gather_delay(a));
+    __syncthreads();
+    if (warp < crew.n_feed) {
+        uint32_t each = a.op == SP_FUSED_ALL_GATHER ? 2 : 1, w = warp * each, n_served = min(each, n - w);
+        sp_place at(a, blockIdx.x * n + w);
+        if (a.op == SP_FUSED_BROADCAST && a.rank != a.root)
+            sp_relay<G>(at, rooms.feed[warp], rooms.boards[w]);
+        else
+            sp_feed<G>(at, n_served, rooms.feed[warp], rooms.boards + w);
+        for (uint32_t i = 0; i < n_served; i++)
+            sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
+    } else {
+        uint32_t w = warp - crew.n_feed;
+        sp_gather<G>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards + w);
+        sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
     }
-    f.end(ok);
 }
 
 // ---- reductions ----
@@ -55,7 +86,8 @@ __global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS + 32, 1)
 template <int DTYPE> struct sp_reduce_geometry {
     typedef sp_elem<DTYPE> T;
     // 16-bit floats accumulate in twice the room: half the slice.
-    typedef sp_geometry<typename T::U, (sizeof(typename T::A) > sizeof(typename T::U) ? 2 : 4)> G;
+    typedef sp_geometry<typename T::U, SP_INBOX_SLICE_BYTES * sizeof(typename T::U) / sizeof(typename T::A)>
+        G;
 };
 
 // acc op x of MIN, MAX and PROD.
@@ -65,177 +97,267 @@ __device__ __forceinline__ typename T::A sp_combine(spccl_redop op, typename T::
     return op == SPCCL_MIN ? T::min(acc, x) : op == SPCCL_MAX ? T::max(acc, x) : T::mul(acc, x);
 }
 
-// A dense frame into the accumulators of this warp.
-template <class T, class G>
-__device__ __forceinline__ void sp_add_dense(const sp_worker &w, typename T::A *acc, const sp_view &v)
-{
-    typedef typename G::U U;
+// Sums. Adding +0.0 changes nothing: a sum that began at +0.0 is never -0.0, and its NaNs are quiet.
+template <class T, class G> struct sp_sink_add {
     typedef typename T::A A;
+    A *acc;
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        A *at = acc + i;
+        *at = T::add(*at, T::widen(x));
+    }
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t, const sp_unit<G> &x) const
+    {
+        constexpr uint32_t N = sizeof(A) * G::K / 16;
+        uint4 *at = (uint4 *)acc + u * N;
+        union {
+            uint4 v[N];
+            A e[G::K];
+        } sum;
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            sum.v[i] = at[i];
+        sp_add_each<T, G::K>(sum.e, x.e);
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            at[i] = sum.v[i];
+    }
+};
 
-    // Adding +0.0 changes nothing: a sum that began at +0.0 is never -0.0, and its NaNs are quiet.
-    uint32_t left = sp_warp_elems<G>(w, v.n);
-    const uint4 *from = (const uint4 *)(v.p + v.at.values) + w.warp * G::ROWS * 32 + w.lane;
-    union {
-        uint4 v;
-        U e[G::K];
-    } x[G::ROWS];
-#pragma unroll
-    for (uint32_t r = 0; r < G::ROWS; r++)
-        x[r].v = (r * 32 + w.lane) * G::K < left ? from[r * 32] : make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (uint32_t r = 0; r < G::ROWS; r++) {
-        A *to = acc + sp_unit_at(r * 32 + w.lane) * G::K;
+// MIN, MAX and PROD: which elements were listed is kept, as the others count as zeros.
+template <class T, class G> struct sp_sink_combine {
+    typedef typename T::A A;
+    A *acc;
+    uint32_t *listed; // [MAX_ELEMS / 32]
+    spccl_redop op;
+    bool first; // the first contribution becomes the value
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        A *at = acc + i, e = T::widen(x);
+        *at = first ? e : sp_combine<T>(op, *at, e);
+        atomicOr(listed + i / 32, 1u << i % 32);
+    }
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t bits, const sp_unit<G> &x) const
+    {
 #pragma unroll
         for (uint32_t c = 0; c < G::K; c++)
-            to[c] = T::add(to[c], T::widen(x[r].e[c]));
+            if (bits >> c & 1)
+                put(u * G::K + c, x.e[c]);
     }
-}
-
-// One rank's contribution into the accumulators of this warp, acc [WARP_ELEMS]. own: its run, or null: the
-// frame v.
-template <class T, class G>
-__device__ __forceinline__ bool sp_accumulate(const sp_link &l, typename T::A *acc, const typename G::U *own,
-                                              const sp_view &v, bool first)
-{
-    typedef typename G::U U;
-    typedef typename T::A A;
-    bool sums = l.a.redop == SPCCL_SUM || l.a.redop == SPCCL_AVG, ok = true;
-    const U *values = own;
-    if (sums && own == nullptr && v.format == SPCCL_FORMAT_DENSE) {
-        sp_add_dense<T, G>(l.w, acc, v);
-        return true;
-    }
-    if (sums && own == nullptr)
-        return sp_decode<G>(l.w, v, [&](uint32_t i, U x) {
-            A *at = acc + sp_elem_at<G>(i);
-            *at = T::add(*at, T::widen(x));
-        });
-    if (own == nullptr) { // absent elements count as zeros: spread them out
-        U *spread = (U *)(l.s.frame + l.w.warp * (SP_GPU_SLICE_BYTES / SP_WORKER_WARPS));
-        sp_run_zero<G::WARP_BYTES / 16>(l.w, spread);
+    __device__ __forceinline__ void rest(uint32_t lane, uint32_t n) const
+    {
         __syncwarp();
-        ok = sp_decode<G>(l.w, v, [&](uint32_t i, U x) { spread[sp_elem_at<G>(i)] = x; });
+        for (uint32_t i = lane; i < n && !first; i += 32)
+            if ((listed[i / 32] >> i % 32 & 1) == 0) {
+                A *at = acc + i;
+                *at = sp_combine<T>(op, *at, T::widen(0));
+            }
         __syncwarp();
-        values = spread;
     }
-    // acc, own and spread have their elements in the same places: no need to know which.
-    constexpr uint32_t N = 16 / sizeof(A); // of an accumulator unit
-    for (uint32_t u = l.w.lane; u < G::WARP_ELEMS / N; u += 32) {
-        union {
-            uint4 v;
-            A e[N];
-        } to;
-        union {
-            uint4 v;
-            uint2 half;
-            U e[N];
-        } x;
-        to.v = ((const uint4 *)acc)[u];
-        if (sizeof(A) == sizeof(U))
-            x.v = ((const uint4 *)values)[u];
-        else
-            x.half = ((const uint2 *)values)[u];
-#pragma unroll
-        for (uint32_t i = 0; i < N; i++) {
-            A e = T::widen(x.e[i]);
-            to.e[i] = sums ? T::add(to.e[i], e) : first ? e : sp_combine<T>(l.a.redop, to.e[i], e);
-        }
-        ((uint4 *)acc)[u] = to.v;
-    }
-    return ok;
-}
+};
+#define SP_LISTED_BYTES (SP_INBOX_SLICE_BYTES / 8) // a bit for each element of a slice
 
-// acc [WARP_ELEMS] of this warp becomes values of the dtype, at the same address.
-template <class T, class G> __device__ __forceinline__ void sp_finish(const sp_link &l, typename T::A *acc)
+// This rank's own contribution, src [n] in global memory, as if it were a dense frame.
+template <class G, class SINK>
+__device__ __forceinline__ void sp_decode_own(uint32_t lane, const typename G::U *src, uint32_t n, SINK &sink)
 {
-    typedef typename G::U U;
-    constexpr uint32_t EACH = G::WARP_ELEMS / 32;
-    bool avg = l.a.redop == SPCCL_AVG;
-    if (sizeof(typename T::A) == sizeof(U) && !avg)
+    sp_view v = {};
+    v.values = (const uint8_t *)src;
+    if (((uintptr_t)src & 15) != 0) {
+        for (uint32_t i = lane; i < n; i += 32)
+            sink.put(i, src[i]);
         return;
-    if (sizeof(typename T::A) == sizeof(U)) {
-        for (uint32_t i = l.w.lane; i < G::WARP_ELEMS; i += 32)
-            acc[i] = T::div(acc[i], l.a.world_size);
-    } else { // all are read before the first is written
-        U mine[sizeof(typename T::A) == sizeof(U) ? 1 : EACH];
-#pragma unroll
-        for (uint32_t i = 0; i < (sizeof(typename T::A) == sizeof(U) ? 1 : EACH); i++) {
-            typename T::A x = acc[i * 32 + l.w.lane];
-            mine[i] = T::narrow(avg ? T::div(x, l.a.world_size) : x);
-        }
-        __syncwarp();
-#pragma unroll
-        for (uint32_t i = 0; i < (sizeof(typename T::A) == sizeof(U) ? 1 : EACH); i++)
-            ((U *)acc)[i * 32 + l.w.lane] = mine[i];
     }
-    __syncwarp();
+    v.n = n / G::K * G::K; // whole units: nothing behind the array is read
+    sp_decode_dense<G>(lane, v, sink);
+    if (lane < n - v.n)
+        sink.put(v.n + lane, src[v.n + lane]);
 }
 
-// Slice t of the own shard: everyone's contributions in rank order.
-template <class T, class G> __device__ __forceinline__ bool sp_reduce(sp_fused<G> &f, uint32_t t)
-{
+// An owner: one slice of its shard after the other.
+template <class T, class G> struct sp_owner {
     typedef typename G::U U;
     typedef typename T::A A;
-    sp_link &l = f.l;
-    sp_range r = f.range(l.me(), t);
-    const U *own = f.run(f.cur);
-    A *acc = (A *)f.run(f.cur ^ 1);
-    uint32_t bad = 0;
-    auto elems = [&](uint32_t) { return r.n; };
-    U *dst = (U *)l.a.out + (l.a.op == SP_FUSED_REDUCE_SCATTER ? f.own_start(t) : r.start);
-    if (r.n != 0 && l.n_peers() != 0 && !sp_link_take<G>(l, SP_INBOX_INPUT, t, elems))
-        return false;
-    sp_copy_wait<0>();
-    sp_run_zero<G::WARP_ELEMS * sizeof(A) / 16>(l.w, acc);
-    __syncwarp();
-    for (uint32_t rank = 0; r.n != 0 && rank < (uint32_t)l.a.world_size; rank++) {
-        bool mine = rank == l.me();
-        uint32_t slot = mine ? 0 : sp_inbox_slot(l.me(), rank, (uint32_t)l.a.world_size);
-        if (!sp_accumulate<T, G>(l, acc, mine ? own : nullptr, l.s.view[slot], rank == 0))
-            bad = slot + 1;
+    const sp_place &at;
+    sp_share share;
+    sp_shard mine;
+    sp_own_room &room;
+    sp_board &board;
+    sp_outbox outbox;
+    sp_inlet<G, false> inlet; // by bulk copies it was slower: they queue up behind the feeders'
+
+    __device__ __forceinline__ sp_owner(const sp_place &place, sp_own_room &r, sp_board &b)
+        : at(place), share(place.a, place.q), mine(share.shard(place.me())), room(r), board(b),
+          outbox(place, r.outbox, b),
+          inlet(place, SP_INBOX_INPUT, r.pool,
+                is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr)
+    {
+    }
+    __device__ __forceinline__ bool is_sum() const
+    {
+        return at.a.redop == SPCCL_SUM || at.a.redop == SPCCL_AVG;
+    }
+    __device__ __forceinline__ const U *own(uint32_t t) const
+    {
+        return (const U *)at.a.in + mine.base + share.start(t);
+    }
+    // The own contribution to slice t will be wanted soon.
+    __device__ __forceinline__ void prefetch_own(uint32_t t) const
+    {
+        uint32_t bytes = share.elems(mine, t) * (uint32_t)sizeof(U);
+        for (uint32_t i = at.lane * 128; i < bytes; i += 32 * 128)
+            sp_prefetch_l2((const uint8_t *)own(t) + i);
+    }
+    // In one hop the output may be the input of the feeder, who must have seen the slice.
+    __device__ __forceinline__ bool is_fed(uint32_t t) const
+    {
+        bool ended = false;
+        if (!sp_one_input(at.a) || at.n_peers == 0)
+            return true;
+        for (;;) {
+            if (sp_load_acquire_cta(&board.fed) > t)
+                return true;
+            if (ended)
+                return false;
+            ended = sp_load_acquire_cta(&board.done[SP_ROLE_FEED]) != 0;
+            __nanosleep(50);
+        }
+    }
+    // One rank's contribution to slice t, n elements. 0, or 1 + the slot whose frame this lane found broken.
+    template <class SINK>
+    __device__ __forceinline__ uint32_t accumulate(uint32_t t, uint32_t n, uint32_t rank, SINK &sink)
+    {
+        uint32_t k = rank - (rank > at.me() ? 1 : 0);
+        if (rank != at.me())
+            return sp_decode<G>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
+        sp_decode_own<G>(at.lane, own(t), n, sink);
+        return 0;
+    }
+    // Everyone's contributions in rank order; 1 + the slot of a broken frame, or 0.
+    __device__ __forceinline__ uint32_t accumulate_all(uint32_t t, uint32_t n)
+    {
+        uint32_t bad = 0;
+        if (is_sum()) {
+            sp_sink_add<T, G> sink = {(A *)room.sums};
+            for (uint32_t rank = 0; rank < (uint32_t)at.a.world_size; rank++) {
+                bad = max(bad, accumulate(t, n, rank, sink));
+                __syncwarp();
+            }
+            return bad;
+        }
+        uint32_t *listed = (uint32_t *)(room.pool + SP_OWN_POOL_BYTES - SP_LISTED_BYTES);
+        sp_sink_combine<T, G> sink = {(A *)room.sums, listed, at.a.redop, true};
+        for (uint32_t rank = 0; rank < (uint32_t)at.a.world_size; rank++, sink.first = false) {
+            sp_zero_units(at.lane, listed, SP_LISTED_BYTES / 16);
+            __syncwarp();
+            bad = max(bad, accumulate(t, n, rank, sink));
+            sink.rest(at.lane, n);
+        }
+        return bad;
+    }
+    // The sums become elements of the dtype, at the same address, with zeros up to sp_filled.
+    __device__ __forceinline__ void finish(uint32_t n) const
+    {
+        A *acc = (A *)room.sums;
+        U *buf = (U *)room.sums;
+        bool avg = at.a.redop == SPCCL_AVG;
+        if (sizeof(A) == sizeof(U)) {
+            for (uint32_t i = at.lane; avg && i < sp_filled<G>(n); i += 32)
+                acc[i] = T::div(acc[i], at.a.world_size);
+        } else {
+            // From the start on: what is written lies before what is still to be read.
+            for (uint32_t u = at.lane; u < sp_filled<G>(n) / G::K; u += 32) {
+                constexpr uint32_t N = G::K * sizeof(A) / 16;
+                sp_unit<G> x;
+                union {
+                    uint4 v[N];
+                    A e[G::K];
+                } sum;
+#pragma unroll
+                for (uint32_t j = 0; j < N; j++)
+                    sum.v[j] = ((const uint4 *)acc)[u * N + j];
+#pragma unroll
+                for (uint32_t c = 0; c < G::K; c++)
+                    x.e[c] = T::narrow(avg ? T::div(sum.e[c], at.a.world_size) : sum.e[c]);
+                __syncwarp();
+                ((uint4 *)buf)[u] = x.v;
+                __syncwarp();
+            }
+        }
+        __syncwarp();
+        // Elements past the end may not be zero (0 / 0 and the like): a frame must not list them.
+        for (uint32_t i = n + at.lane; i < sp_filled<G>(n); i += 32)
+            buf[i] = 0;
         __syncwarp();
     }
-    f.job.k++;
-    f.settle(&f.job);
-    f.start_load(f.job, f.cur);
-    if (r.n == 0)
-        return true;
-    sp_finish<T, G>(l, acc);
-    // Elements past the end may not be zero (0 / 0 and the like): the frame must not list them.
-    for (uint32_t i = sp_warp_elems<G>(l.w, r.n) + l.w.lane; i < G::WARP_ELEMS; i += 32)
-        ((U *)acc)[sp_elem_at<G>(i)] = 0;
-    __syncwarp();
-    sp_slice_store<G>(l.w, (const U *)acc, dst, r.n);
-    if (l.n_peers() != 0 && !sp_link_taken(l, SP_INBOX_INPUT, t, bad, elems))
-        return false;
-    if (sp_has_results(l.a) && !f.send_result((const U *)acc, r.n, t))
-        return false;
-    __syncwarp();
-    return true;
-}
+    __device__ __forceinline__ bool slice(uint32_t t)
+    {
+        sp_range r = share.range(mine, t);
+        uint32_t bad, parity;
+        bool sends = at.n_peers != 0 && sp_has_results(at.a);
+        prefetch_own(t + 1);
+        sp_slice_stored(at.lane);
+        sp_zero_units(at.lane, room.sums, G::UNITS * sizeof(A) / sizeof(U));
+        if (at.n_peers != 0) {
+            if (!inlet.take(t, r.n))
+                return false;
+            if (is_sum()) // else the pool is too small
+                inlet.look_ahead(share.elems(mine, t + 1));
+        }
+        if (!is_fed(t))
+            return false;
+        __syncwarp();
+        bad = accumulate_all(t, r.n);
+        finish(r.n);
+        sp_slice_store<G>(
+            at.lane, (const U *)room.sums,
+            (U *)at.a.out + (at.a.op == SP_FUSED_REDUCE_SCATTER ? share.own_start(mine, t) : r.start), r.n);
+        parity = is_sum() ? inlet.parity : 0;
+        if (at.n_peers != 0 && !inlet.give_back(t, bad))
+            return false;
+        if (at.lane == 0)
+            sp_store_release_cta(&board.taken, t + 1);
+        // The result is put together in the half that its contributions have left.
+        return !sends || outbox.template send<G>((const U *)room.sums, r.n, inlet.half_of(parity),
+                                                 SP_INBOX_RESULT, 0, at.n_peers, t);
+    }
+    __device__ __forceinline__ void run()
+    {
+        prefetch_own(0);
+        bool ok = true;
+        for (uint32_t t = 0; ok && t < share.n_slices && share.elems(mine, t) != 0; t++)
+            ok = slice(t);
+        inlet.close(ok);
+        if (ok)
+            outbox.close(sp_has_results(at.a) ? 1u << SP_INBOX_RESULT : 0);
+    }
+};
 
-// Reduce-scatter and all-reduce.
+// Reduce-scatter (also all-reduce in one hop: everything is everyone's) and all-reduce.
 template <int DTYPE>
-__global__ void __launch_bounds__(SP_CTA_WORKERS *SP_GPU_WORKER_THREADS + 32, 1)
-    sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
+__global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
-    if (threadIdx.x >= a.workers_per_cta * SP_GPU_WORKER_THREADS) {
-        sp_herald<SP_CTA_WORKERS>(a, (sp_link_shared *)sp_dynamic_shared);
+    uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32, w = warp % n, role = warp / n;
+    sp_crew crew(a.op, n);
+    sp_rooms rooms(crew, n);
+    sp_boards_open(a, rooms.boards, true, crew.n_gather != 0);
+    if (warp + 1 == crew.warps()) {
+        sp_herald<SP_CTA_WORKERS> herald(a);
+        __syncthreads();
+        herald.run(rooms.boards);
         return;
     }
-    sp_fused<G> f = {{a, sp_shared_here(), sp_worker_here(), 0}, 0, {0, 0}};
-    bool ok = true;
-    f.begin();
-    for (uint32_t t = 0; ok && t < f.l.s.n_steps; t++) {
-        ok = f.send_inputs(t);
-        if (ok && f.has_result(t))
-            ok = sp_reduce<T, G>(f, t - sp_result_delay(a));
-        if (ok && sp_has_results(a) && t >= sp_gather_delay(a))
-            ok = f.gather(t - sp_gather_delay(a));
-    }
-    f.end(ok);
+    __syncthreads();
+    sp_place at(a, blockIdx.x * n + w);
+    if (role == SP_ROLE_FEED)
+        sp_feed<G>(at, 1, rooms.feed[w], rooms.boards + w);
+    else if (role == SP_ROLE_OWN)
+        sp_owner<T, G>(at, rooms.own[w], rooms.boards[w]).run();
+    else
+        sp_gather<G>(at, rooms.gather[w], nullptr);
+    sp_role_done(rooms.boards[w], (sp_role)role);
 }
 
 // ---- launching ----
@@ -267,45 +389,62 @@ static sp_fused_kernel kernel_of(const sp_fused_args *a)
 
 // Load a kernel on the current device now: the first launch would otherwise do it, and loading waits for
 // kernels that may be waiting for the one to be launched.
-static spccl_status prepare(sp_fused_kernel kernel, uint32_t workers)
+static spccl_status prepare(sp_fused_kernel kernel, int shared)
 {
     if (kernel == nullptr)
         return SPCCL_OK;
-    return sp_cuda_check(cudaFuncSetAttribute((const void *)kernel,
-                                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              (int)(workers * sizeof(sp_link_shared))),
-                         "cudaFuncSetAttribute of a collective's kernel");
+    return sp_cuda_check(
+        cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+        "cudaFuncSetAttribute of a collective's kernel");
 }
 
-extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t *out)
+// Shared memory of a block of n workers.
+static size_t block_bytes(sp_fused_op op, uint32_t n)
 {
+    sp_crew crew(op, n);
+    return n * sizeof(sp_board) + crew.n_feed * sizeof(sp_feed_room) + crew.n_own * sizeof(sp_own_room) +
+           crew.n_gather * sizeof(sp_gather_room);
+}
+
+extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t out[SP_FUSED_OPS])
+{
+    uint32_t workers[SP_FUSED_OPS];
     int shared = 0;
     SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
-    *out = (uint32_t)shared / (uint32_t)sizeof(sp_link_shared);
-    if (*out > SP_CTA_WORKERS)
-        *out = SP_CTA_WORKERS;
-    if (*out == 0)
-        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                       "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal, shared,
-                       sizeof(sp_link_shared));
+    for (int op = 0; op < SP_FUSED_OPS; op++) {
+        uint32_t n = SP_CTA_WORKERS;
+        while (n != 0 && (block_bytes((sp_fused_op)op, n) > (size_t)shared ||
+                          sp_crew((sp_fused_op)op, n).warps() > SP_CTA_WARPS))
+            n--;
+        if (n == 0)
+            return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                           "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal,
+                           shared, block_bytes((sp_fused_op)op, 1));
+    }
     for (sp_fused_kernel kernel : gather_kernels)
-        SP_TRY(prepare(kernel, *out));
+        SP_TRY(prepare(kernel, shared));
     for (sp_fused_kernel kernel : reduce_kernels)
-        SP_TRY(prepare(kernel, *out));
+        SP_TRY(prepare(kernel, shared));
+    memcpy(out, workers, sizeof workers);
     return SPCCL_OK;
 }
 
 extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
 {
     sp_fused_kernel kernel = kernel_of(a);
-    size_t shared = a->workers_per_cta * sizeof(sp_link_shared);
-    void *params[] = {const_cast<sp_fused_args *>(a)};
+    size_t shared = block_bytes(a->op, a->workers_per_cta);
+    uint64_t slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems, p = (uint64_t)a->world_size;
+    bool sharded = a->op == SP_FUSED_ALL_REDUCE || a->op == SP_FUSED_BROADCAST;
+    sp_fused_args args = *a;
+    void *params[] = {&args};
+    args.shard_slices = sharded ? (slices + p - 1) / p : slices;
+    args.shard_stride = sharded                                ? args.shard_slices * a->slice_elems
+                        : a->op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0
+                                                               : a->n_elems;
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
-    SP_TRY_CUDA(
-        cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    SP_TRY_CUDA(cudaLaunchKernel((const void *)kernel, dim3(a->n_ctas),
-                                 dim3(a->workers_per_cta * SP_GPU_WORKER_THREADS + 32), params, shared,
-                                 (cudaStream_t)stream));
-    return SPCCL_OK;
+    return sp_cuda_check(cudaLaunchKernel((const void *)kernel, dim3(a->n_ctas),
+                                          dim3(sp_crew(a->op, a->workers_per_cta).warps() * 32), params,
+                                          shared, (cudaStream_t)stream),
+                         "launch of a collective's kernel");
 }

@@ -5,9 +5,9 @@
 #define SP_ELEM_CUH
 
 #include "../core/dtype.h"
+#include "ptx.cuh"
 
-// ---- addition and multiplication: of NaNs the left one, made quiet; a NaN born here is x86's default NaN
-// ----
+// ---- addition and multiplication: of NaNs the left one, made quiet; a NaN born here is x86's ----
 
 __device__ __forceinline__ float sp_nan2(float a, float b)
 {
@@ -92,6 +92,10 @@ template <class T, class BITS> struct sp_int_elem {
     {
         return (A)((W)a + (W)b);
     }
+    static __device__ __forceinline__ A add_plain(A a, A b)
+    {
+        return add(a, b);
+    }
     static __device__ __forceinline__ A mul(A a, A b)
     {
         return (A)((W)a * (W)b);
@@ -118,23 +122,49 @@ template <class T, class BITS> struct sp_float_elem {
     {
         return sp_add(a, b);
     }
+    static __device__ __forceinline__ A add_plain(A a, A b) // NaNs are any NaN
+    {
+        return a + b; // never contracted: -fmad=false
+    }
     static __device__ __forceinline__ A mul(A a, A b)
     {
         return sp_mul(a, b);
     }
     static __device__ __forceinline__ A min(A a, A x)
     {
-        return x < a || x != x ? x : a;
+        return sp_choose(x < a || x != x, x, a);
     }
     static __device__ __forceinline__ A max(A a, A x)
     {
-        return x > a || x != x ? x : a;
+        return sp_choose(x > a || x != x, x, a);
     }
     static __device__ __forceinline__ A div(A a, int by)
     {
         return sp_div(a, (A)by);
     }
 };
+
+// sum[c] = add(sum[c], x[c]), with one look for NaNs at all of them.
+template <class T, uint32_t N>
+__device__ __forceinline__ void sp_add_each(typename T::A *sum, const typename T::U *x)
+{
+    typedef typename T::A A;
+    A r[N];
+    bool nan = false;
+#pragma unroll
+    for (uint32_t c = 0; c < N; c++) {
+        r[c] = T::add_plain(sum[c], T::widen(x[c]));
+        nan |= T::is_float && r[c] != r[c];
+    }
+    if (nan) {
+#pragma unroll
+        for (uint32_t c = 0; c < N; c++)
+            r[c] = T::add(sum[c], T::widen(x[c]));
+    }
+#pragma unroll
+    for (uint32_t c = 0; c < N; c++)
+        sum[c] = r[c];
+}
 
 template <int DTYPE> struct sp_elem;
 template <> struct sp_elem<SPCCL_FLOAT32> : sp_float_elem<float, uint32_t> {

@@ -1,8 +1,9 @@
-// encode.cuh - a slice on chip becomes a frame. Three steps, with one exchange between the warps of the
-// worker:
-//   sp_encode_scan    each warp: which elements are listed, and where they come in its run; its counts to the
-//   others (barrier) sp_encode_sum     counts of the whole slice; the caller chooses format and place
-//   sp_encode_body    header and sections
+// encode.cuh - a slice on chip becomes a frame, by one warp. Two steps:
+//   sp_encode_scan   which elements are listed, how many, and where each lane's come among them; the caller
+//                    chooses format and place
+//   sp_encode_*      header and sections. Tile and coo frames are put together in one piece of memory; pici
+//                    and dense ones leave unit by unit through `out(offset, unit)`, so that a frame of any
+//                    size needs little room on chip.
 // Values are taken from shared memory by index, not from registers: at 99% sparsity only one in a hundred is
 // touched.
 #ifndef SP_ENCODE_CUH
@@ -10,96 +11,10 @@
 
 #include "frame.cuh"
 
-// What the warps of a worker tell each other. Two sets in turn, so that one barrier per slice is enough.
-struct sp_encode_shared {
-    uint32_t total[2][SP_WORKER_WARPS]; // listed elements; bit 31: has a full 256-block
-};
-// Scratch of format pici: the rows' bits, and where each column's values start.
-template <class G> struct sp_pici_scratch {
-    uint64_t rows[G::TILES * 64];
-    uint16_t starts[G::TILES * 64]; // a slice has at most 16384 elements
-};
+// Room that sp_encode_pici needs on chip.
+#define SP_PICI_STAGE_BYTES 2064u
 
-template <class G> struct sp_scan {
-    uint64_t mask;     // bit i: element i of this lane's ROWS * K is listed
-    uint32_t before;   // listed elements of the run before this lane's
-    uint32_t in_block; // lane b < G::BLOCKS: listed elements of the run's block b
-    uint32_t warp_nnz; // of the run
-};
-
-// Inclusive sum over the lanes.
-__device__ __forceinline__ uint32_t sp_warp_sum(uint32_t v, uint32_t lane)
-{
-#pragma unroll
-    for (uint32_t d = 1; d < 32; d <<= 1) {
-        uint32_t o = __shfl_up_sync(~0u, v, d);
-        if (lane >= d)
-            v += o;
-    }
-    return v;
-}
-
-// run: this warp's elements; base_run, with BASE: the same of the base. Loaded by the warp: __syncwarp
-// before.
-template <class G, bool BASE>
-__device__ __forceinline__ sp_scan<G> sp_encode_scan(const sp_worker &w, const typename G::U *run,
-                                                     const typename G::U *base_run)
-{
-    constexpr uint32_t BLOCK_LANES = SP_TILE_ELEMS / G::LANE_ELEMS;
-    sp_scan<G> s;
-    uint32_t count, upto, block, last, first = w.lane * G::ROWS;
-    s.mask = 0;
-#pragma unroll
-    for (uint32_t r = 0; r < G::ROWS; r++) {
-        uint32_t at = sp_unit_at(first) ^ r; // = sp_unit_at(w.lane * G::ROWS + r)
-        uint4 v = ((const uint4 *)run)[at];
-        if (BASE) {
-            uint4 b = ((const uint4 *)base_run)[at];
-            v = make_uint4(v.x ^ b.x, v.y ^ b.y, v.z ^ b.z, v.w ^ b.w);
-        }
-        if (G::LANE_ELEMS > 32)
-            s.mask |= (uint64_t)sp_unit_mask<G::E>(v) << (r * G::K);
-        else
-            s.mask = (uint32_t)s.mask | sp_unit_mask<G::E>(v) << (r * G::K);
-    }
-    count = G::LANE_ELEMS > 32 ? __popcll(s.mask) : __popc((uint32_t)s.mask);
-    upto = sp_warp_sum(count, w.lane);
-    s.before = upto - count;
-    s.warp_nnz = __shfl_sync(~0u, upto, 31);
-    block = min(w.lane, G::BLOCKS - 1);
-    last = __shfl_sync(~0u, upto, block * BLOCK_LANES + BLOCK_LANES - 1);
-    count = __shfl_sync(~0u, s.before, block * BLOCK_LANES);
-    s.in_block = last - count;
-    return s;
-}
-
-// Tell the others; a barrier of the worker must follow before sp_encode_sum.
-template <class G>
-__device__ __forceinline__ void sp_encode_tell(const sp_worker &w, const sp_scan<G> &s,
-                                               sp_encode_shared *shared, uint32_t parity)
-{
-    bool full = __any_sync(~0u, s.in_block == SP_TILE_ELEMS);
-    if (w.lane == 0)
-        shared->total[parity][w.warp] = s.warp_nnz | (full ? 1u << 31 : 0u);
-}
-
-struct sp_counts {
-    uint32_t nnz, before; // of the slice; of the runs before this warp's
-    bool full_block;
-};
-
-__device__ __forceinline__ sp_counts sp_encode_sum(const sp_worker &w, const sp_encode_shared *shared,
-                                                   uint32_t parity)
-{
-    sp_counts c;
-    uint32_t t = w.lane < SP_WORKER_WARPS ? shared->total[parity][w.lane] : 0, n = t & 0x7fffffffu;
-    c.nnz = __reduce_add_sync(~0u, n);
-    c.before = __reduce_add_sync(~0u, w.lane < w.warp ? n : 0);
-    c.full_block = __any_sync(~0u, t >> 31);
-    return c;
-}
-
-// A lane's elements as bits, in one register where they fit.
+// A lane's elements of a run as bits, in one register where they fit.
 template <uint32_t N> struct sp_lane_mask {
     typedef uint32_t type;
 };
@@ -114,111 +29,263 @@ __device__ __forceinline__ uint32_t sp_lowest(uint64_t v)
 {
     return (uint32_t)__ffsll((long long)v) - 1;
 }
-
-// Tile and coo: the listed elements in order, each by its own lane.
-template <class G>
-__device__ __forceinline__ void sp_encode_flat(const sp_worker &w, const typename G::U *run,
-                                               const sp_scan<G> &s, uint32_t format, uint32_t n,
-                                               uint32_t before, const sp_layout &at, uint8_t *frame)
+__device__ __forceinline__ uint32_t sp_count(uint32_t v)
 {
-    typedef typename G::U U;
-    typedef typename sp_lane_mask<G::LANE_ELEMS>::type MASK;
-    uint32_t k = before + s.before, block = w.warp * G::BLOCKS + w.lane, first = w.lane * G::LANE_ELEMS;
-    U *value = (U *)(frame + at.values) + k;
-    if (format == SPCCL_FORMAT_TILE) {
-        uint8_t *place = frame + at.meta + k;
-        if (w.lane < G::BLOCKS && block < (n + 255) / 256)
-            frame[at.index + block] = (uint8_t)s.in_block;
-        for (MASK left = (MASK)s.mask; left != 0; left &= left - 1) {
-            uint32_t i = first + sp_lowest(left);
-            *value++ = run[sp_elem_at<G>(i)];
-            *place++ = (uint8_t)i;
-        }
-    } else {
-        uint32_t *index = (uint32_t *)(frame + at.index) + k;
-        for (MASK left = (MASK)s.mask; left != 0; left &= left - 1) {
-            uint32_t i = first + sp_lowest(left);
-            *value++ = run[sp_elem_at<G>(i)];
-            *index++ = w.warp * G::WARP_ELEMS + i;
-        }
-    }
+    return (uint32_t)__popc(v);
+}
+__device__ __forceinline__ uint32_t sp_count(uint64_t v)
+{
+    return (uint32_t)__popcll(v);
 }
 
-// Pici, whole worker. Bits by column: the rows' bytes, transposed by ballots.
-template <class G>
-__device__ __forceinline__ void
-sp_encode_pici(const sp_worker &w, const typename G::U *run, const sp_scan<G> &s, uint32_t n, uint32_t nnz,
-               const sp_layout &at, uint8_t *frame, sp_pici_scratch<G> *scratch)
+// The lowest BITS bits, turned left.
+template <uint32_t BITS, class MASK> __device__ __forceinline__ MASK sp_rotate(MASK v, uint32_t by)
 {
-    typedef typename G::U U;
-    U *values = (U *)(frame + at.values);
-    uint64_t *words = (uint64_t *)(frame + at.meta);
-    uint8_t *bytes = (uint8_t *)scratch->rows + w.warp * (G::WARP_ELEMS / 8) + w.lane * (G::LANE_ELEMS / 8);
-    uint32_t n_tiles = (n + 4095) / 4096;
-    if (G::LANE_ELEMS == 64)
-        *(uint64_t *)bytes = s.mask;
-    else if (G::LANE_ELEMS == 32)
-        *(uint32_t *)bytes = (uint32_t)s.mask;
-    else if (G::LANE_ELEMS == 16)
-        *(uint16_t *)bytes = (uint16_t)s.mask;
-    else
-        *bytes = (uint8_t)s.mask;
-    sp_bar_sync(w.bar);
-    for (uint32_t t = 0; t < n_tiles; t++) {
-        const uint8_t *rows = (const uint8_t *)&scratch->rows[t * 64];
-        bool upper = t * 4096 + 2048 < G::MAX_ELEMS;
-        uint32_t lo = rows[w.lane * 8 + w.warp], hi = upper ? rows[(w.lane + 32) * 8 + w.warp] : 0;
-        uint64_t mine = 0;
+    if (BITS == 32)
+        return (MASK)__funnelshift_l((uint32_t)v, (uint32_t)v, by);
+    MASK high = by == 0 ? 0 : v >> (BITS - by);
+    v = v << by | high;
+    return BITS == sizeof(MASK) * 8 ? v : v & (((MASK)1 << BITS % (sizeof(MASK) * 8)) - 1);
+}
+
+// Inclusive sum over the lanes.
+__device__ __forceinline__ uint32_t sp_warp_sum(uint32_t v, uint32_t lane)
+{
 #pragma unroll
-        for (uint32_t c = 0; c < 8; c++) {
-            uint64_t word = __ballot_sync(~0u, lo >> c & 1) | (uint64_t)__ballot_sync(~0u, hi >> c & 1) << 32;
-            if (w.lane == c)
-                mine = word;
-        }
-        if (w.lane < 8)
-            words[t * 64 + w.warp * 8 + w.lane] = mine;
+    for (uint32_t d = 1; d < 32; d <<= 1) {
+        uint32_t o = __shfl_up_sync(~0u, v, d);
+        if (lane >= d)
+            v += o;
     }
-    sp_bar_sync(w.bar);
-    if (w.warp < n_tiles) { // starts of the columns of one tile; the tiles before it are counted again
-        uint32_t prefix = 0, a, b, sum;
-        for (uint32_t t = 0; t < w.warp; t++)
-            prefix += __reduce_add_sync(~0u, __popcll(words[t * 64 + w.lane]) +
-                                                 __popcll(words[t * 64 + 32 + w.lane]));
-        a = __popcll(words[w.warp * 64 + 2 * w.lane]);
-        b = __popcll(words[w.warp * 64 + 2 * w.lane + 1]);
-        sum = sp_warp_sum(a + b, w.lane);
-        scratch->starts[w.warp * 64 + 2 * w.lane] = (uint16_t)(prefix + sum - a - b);
-        scratch->starts[w.warp * 64 + 2 * w.lane + 1] = (uint16_t)(prefix + sum - b);
-        if (w.lane == 0)
-            ((uint32_t *)(frame + at.index))[w.warp] = prefix;
-    }
-    sp_bar_sync(w.bar);
-    for (uint64_t left = s.mask; left != 0; left &= left - 1) {
-        uint32_t i = w.lane * G::LANE_ELEMS + __ffsll((long long)left) - 1;
-        uint32_t e = w.warp * G::WARP_ELEMS + i, word = e / 4096 * 64 + e % 64, row = e % 4096 / 64;
-        uint64_t below = words[word] & (((uint64_t)1 << row) - 1);
-        values[scratch->starts[word] + __popcll(below)] = run[sp_elem_at<G>(i)];
-    }
-    (void)nnz;
+    return v;
 }
 
-// Header and sections of a frame of any format but dense with its values, which the caller moves straight
-// from the run. frame: shared or global memory, aligned to 16. A barrier must follow before the frame is
-// read.
-template <class G>
-__device__ __forceinline__ void sp_encode_body(const sp_worker &w, const typename G::U *run,
-                                               const sp_scan<G> &s, const sp_counts &c, uint32_t format,
-                                               uint32_t dtype, bool is_delta, uint32_t n, const sp_layout &at,
-                                               uint8_t *frame, sp_pici_scratch<G> *scratch)
+template <class G> struct sp_scan {
+    typedef typename sp_lane_mask<G::LANE_ELEMS>::type mask_type;
+    mask_type mask[G::RUNS]; // bit i: element i of this lane's part of the run is listed
+    uint32_t
+        start[G::RUNS / 2]; // listed elements before this lane's part: of an even run, and << 16 of the odd
+    uint32_t nnz;           // of the slice
+    bool full_block;        // a tile block has all its elements listed
+};
+
+// buf: the slice [n], filled up with zeros to sp_filled(n); base: the same of the base, with BASE. counts
+// [SP_BLOCKS_MAX] in shared memory gets the index section of format tile. Both buffers have been written by
+// the whole warp: __syncwarp before; __syncwarp before counts are read.
+template <class G, bool BASE>
+__device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typename G::U *buf,
+                                                     const typename G::U *base, uint32_t n, uint8_t *counts)
 {
-    if (w.warp == 0 && w.lane < 4)
-        ((uint4 *)frame)[w.lane] = sp_header_unit(w.lane, format, dtype, is_delta, n, c.nnz, at);
-    if (w.warp < 3)
-        sp_padding_write<G::E>(w, frame, format, n, c.nnz, at);
-    if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO)
-        sp_encode_flat<G>(w, run, s, format, n, c.before, at, frame);
-    else if (format == SPCCL_FORMAT_PICI)
-        sp_encode_pici<G>(w, run, s, n, c.nnz, at, frame, scratch);
+    typedef typename sp_scan<G>::mask_type MASK;
+    sp_scan<G> s;
+    uint32_t sum = 0;
+    bool full = false;
+#pragma unroll
+    for (uint32_t r = 0; r < G::RUNS; r += 2) {
+        MASK m[2] = {0, 0};
+        if (r * G::RUN_ELEMS < n) {
+            uint32_t upto, before, total, in_block;
+#pragma unroll
+            for (uint32_t i = 0; i < 2; i++)
+#pragma unroll
+                for (uint32_t j = 0; j < G::ROWS; j++) {
+                    uint32_t at = ((r + i) * 32 + lane) * G::ROWS + sp_row_of<G>(lane, j);
+                    uint4 v = ((const uint4 *)buf)[at];
+                    if (BASE) {
+                        uint4 b = ((const uint4 *)base)[at];
+                        v = make_uint4(v.x ^ b.x, v.y ^ b.y, v.z ^ b.z, v.w ^ b.w);
+                    }
+                    m[i] |= (MASK)sp_unit_mask<G::E>(v) << (j * G::K);
+                }
+#pragma unroll
+            for (uint32_t i = 0; i < 2; i++) // from the order of turns to that of units
+                m[i] = sp_rotate<G::LANE_ELEMS>(m[i], sp_row_of<G>(lane, 0) * G::K);
+            // Two runs in one word: a run has at most 2048 elements.
+            before = sp_count(m[0]) | sp_count(m[1]) << 16;
+            upto = sp_warp_sum(before, lane);
+            before = upto - before;
+            total = __shfl_sync(~0u, upto, 31);
+            in_block = __shfl_up_sync(~0u, upto, G::BLOCK_LANES);
+            in_block = upto - (lane >= G::BLOCK_LANES ? in_block : 0);
+            if (lane % G::BLOCK_LANES == G::BLOCK_LANES - 1) {
+                counts[r * G::RUN_BLOCKS + lane / G::BLOCK_LANES] = (uint8_t)in_block;
+                counts[(r + 1) * G::RUN_BLOCKS + lane / G::BLOCK_LANES] = (uint8_t)(in_block >> 16);
+                full |= (in_block & 0xffff) == SP_TILE_ELEMS || in_block >> 16 == SP_TILE_ELEMS;
+            }
+            s.start[r / 2] = before + (sum | (sum + (total & 0xffff)) << 16);
+            sum += (total & 0xffff) + (total >> 16);
+        } else {
+            s.start[r / 2] = 0;
+        }
+        s.mask[r] = m[0];
+        s.mask[r + 1] = m[1];
+    }
+    s.nnz = sum;
+    s.full_block = __any_sync(~0u, full);
+    return s;
+}
+
+// A whole frame of format empty, tile or coo. frame: shared or global memory, aligned to 16; __syncwarp
+// before it is read, and before the call (counts).
+template <class G>
+__device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G::U *buf, const sp_scan<G> &s,
+                                                 uint32_t format, uint32_t dtype, bool is_delta, uint32_t n,
+                                                 const sp_layout &at, uint8_t *frame, const uint8_t *counts)
+{
+    typedef typename G::U U;
+    typedef typename sp_scan<G>::mask_type MASK;
+    U *values = (U *)(frame + at.values);
+    uint8_t *places = frame + at.meta;
+    uint32_t *index = (uint32_t *)(frame + at.index);
+    if (lane < 4)
+        ((uint4 *)frame)[lane] = sp_header_unit(lane, format, dtype, is_delta, n, s.nnz, at);
+    if (format == SPCCL_FORMAT_EMPTY)
+        return;
+    sp_padding_write<G::E>(lane, frame, format, n, s.nnz, at);
+    if (format == SPCCL_FORMAT_TILE)
+        for (uint32_t b = lane; b < (n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS; b += 32)
+            frame[at.index + b] = counts[b];
+#pragma unroll
+    for (uint32_t r = 0; r < G::RUNS; r++) {
+        uint32_t k = s.start[r / 2] >> r % 2 * 16 & 0xffff;
+        for (MASK left = s.mask[r]; left != 0; left &= left - 1, k++) {
+            uint32_t i = r * G::RUN_ELEMS + lane * G::LANE_ELEMS + sp_lowest(left);
+            values[k] = buf[i];
+            if (format == SPCCL_FORMAT_TILE)
+                places[k] = (uint8_t)i;
+            else
+                index[k] = i;
+        }
+    }
+}
+
+// The values of a pici frame, one column behind the other, leave through a stage of SP_PICI_STAGE_BYTES on
+// chip.
+template <class G> struct sp_column_stage {
+    typedef typename G::U U;
+    U *stage;
+    uint32_t fill, sent, below; // elements on the stage, elements that have left; the lanes below this one
+
+    __device__ __forceinline__ explicit sp_column_stage(U *shared)
+        : stage(shared), fill(0), sent(0), below(sp_lanes_below())
+    {
+    }
+    // Value x of each lane that has a bit.
+    __device__ __forceinline__ void add(uint32_t bits, bool mine, U x)
+    {
+        if (mine)
+            stage[fill + __popc(bits & below)] = x;
+        fill += __popc(bits);
+    }
+    // Whole units leave if there are many; a begun one stays.
+    template <class OUT> __device__ __forceinline__ void drain(uint32_t lane, uint32_t values_at, OUT out)
+    {
+        uint32_t units = fill / G::K;
+        uint4 rest;
+        if (fill * G::E < 1024)
+            return;
+        __syncwarp();
+        for (uint32_t i = lane; i < units; i += 32)
+            out(values_at + sent * G::E + i * 16, ((const uint4 *)stage)[i]);
+        rest = ((const uint4 *)stage)[units];
+        __syncwarp();
+        if (lane == 0)
+            ((uint4 *)stage)[0] = rest;
+        __syncwarp();
+        sent += units * G::K;
+        fill -= units * G::K;
+    }
+    // The rest leaves, with its padding.
+    template <class OUT> __device__ __forceinline__ void end(uint32_t lane, uint32_t values_at, OUT out)
+    {
+        __syncwarp();
+        if (lane < (G::K - fill % G::K) % G::K)
+            stage[fill + lane] = 0;
+        __syncwarp();
+        for (uint32_t i = lane; i < (fill + G::K - 1) / G::K; i += 32)
+            out(values_at + sent * G::E + i * 16, ((const uint4 *)stage)[i]);
+    }
+};
+
+// A unit of a slice and, with BASE, what of it differs from the base; zeros where there is none.
+template <class G, bool BASE> struct sp_pici_unit {
+    union {
+        uint4 v;
+        typename G::U e[G::K];
+    } x, differs;
+
+    __device__ __forceinline__ sp_pici_unit(const typename G::U *buf, const typename G::U *base, uint32_t u,
+                                            bool has)
+    {
+        x.v = has ? ((const uint4 *)buf)[u] : make_uint4(0, 0, 0, 0);
+        differs.v = x.v;
+        if (BASE) {
+            uint4 b = has ? ((const uint4 *)base)[u] : make_uint4(0, 0, 0, 0);
+            differs.v = make_uint4(x.v.x ^ b.x, x.v.y ^ b.y, x.v.z ^ b.z, x.v.w ^ b.w);
+        }
+    }
+};
+
+// A pici frame. A lane takes rows `lane` and `lane + 32` of a tile, all lanes the same columns: ballots give
+// a column's bits, and its values come out one behind the other. stage [SP_PICI_STAGE_BYTES] in shared
+// memory, aligned to 16.
+template <class G, bool BASE, class OUT>
+__device__ __forceinline__ void
+sp_encode_pici(uint32_t lane, const typename G::U *buf, const typename G::U *base, uint32_t dtype, uint32_t n,
+               uint32_t nnz, const sp_layout &at, typename G::U *stage, OUT out)
+{
+    constexpr uint32_t ROW_UNITS = 64 / G::K;
+    constexpr bool TWO_ROWS = G::TILE_ROWS == 64;
+    sp_column_stage<G> values(stage);
+    uint32_t n_tiles = (n + 4095) / 4096, filled = sp_filled<G>(n), prefix = 0;
+    for (uint32_t t = 0; t < n_tiles; t++) {
+        uint64_t word_a = 0, word_b = 0; // columns 2 * lane and 2 * lane + 1
+        bool has_lo = t * 4096 + lane * 64 < filled,
+             has_hi = TWO_ROWS && t * 4096 + 2048 + lane * 64 < filled;
+        if (lane == t)
+            prefix = values.sent + values.fill;
+        for (uint32_t g = 0; g < ROW_UNITS; g++) {
+            uint32_t u = (t * 64 + lane) * ROW_UNITS + g;
+            sp_pici_unit<G, BASE> lo(buf, base, u, has_lo), hi(buf, base, u + 32 * ROW_UNITS, has_hi);
+#pragma unroll
+            for (uint32_t c = 0; c < G::K; c++) {
+                uint32_t bits_lo = __ballot_sync(~0u, lo.differs.e[c] != 0),
+                         bits_hi = TWO_ROWS ? __ballot_sync(~0u, hi.differs.e[c] != 0) : 0;
+                if (lane == (g * G::K + c) / 2) {
+                    uint64_t word = bits_lo | (uint64_t)bits_hi << 32;
+                    if (c % 2 == 0)
+                        word_a = word;
+                    else
+                        word_b = word;
+                }
+                values.add(bits_lo, lo.differs.e[c] != 0, lo.x.e[c]);
+                values.add(bits_hi, hi.differs.e[c] != 0, hi.x.e[c]);
+            }
+            values.drain(lane, at.values, out);
+        }
+        out(at.meta + t * 512 + lane * 16, make_uint4((uint32_t)word_a, (uint32_t)(word_a >> 32),
+                                                      (uint32_t)word_b, (uint32_t)(word_b >> 32)));
+    }
+    values.end(lane, at.values, out);
+    // The index section is one unit: a slice has at most 4 tiles, and padding is zero.
+    uint4 index = make_uint4(__shfl_sync(~0u, prefix, 0), __shfl_sync(~0u, prefix, 1),
+                             __shfl_sync(~0u, prefix, 2), __shfl_sync(~0u, prefix, 3));
+    if (lane < 4)
+        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_PICI, dtype, BASE, n, nnz, at));
+    else if (lane == 4)
+        out(at.index, index);
+}
+
+// A dense frame.
+template <class G, class OUT>
+__device__ __forceinline__ void sp_encode_dense(uint32_t lane, const typename G::U *buf, uint32_t dtype,
+                                                uint32_t n, const sp_layout &at, OUT out)
+{
+    if (lane < 4)
+        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_DENSE, dtype, false, n, n, at));
+#pragma unroll 8
+    for (uint32_t u = lane; u < (n + G::K - 1) / G::K; u += 32)
+        out(SP_FRAME_HEADER_BYTES + u * 16, ((const uint4 *)buf)[u]);
 }
 
 #endif

@@ -92,7 +92,8 @@ struct __align__(16) sp_view
 {
     sp_layout at;
     uint32_t format, n, nnz, is_delta;
-    const uint8_t *p; // global or shared memory, aligned to 16
+    const uint8_t *p;      // header, index and meta: global or shared memory, aligned to 16
+    const uint8_t *values; // the values, the same
 };
 
 // What was wrong: the number of FORMAT.md section 4, what it said and what was wanted.
@@ -100,21 +101,13 @@ struct sp_wrong {
     uint32_t rule, seen, wanted;
 };
 
-// The header unit that a lane holds, for all lanes of the warp.
-__device__ __forceinline__ uint4 sp_unit_of(uint4 unit, int lane)
-{
-    return make_uint4(__shfl_sync(~0u, unit.x, lane), __shfl_sync(~0u, unit.y, lane),
-                      __shfl_sync(~0u, unit.z, lane), __shfl_sync(~0u, unit.w, lane));
-}
-
-// Check the header of a frame of `bytes` bytes at most; wanted_n: elements it must have. Rules 1 to 18 and
-// 29, 30. One warp, of which lanes 0 to 3 hold the four units of the header; all its lanes get the view, but
-// for v->p.
+// Check the header [4] of a frame of `bytes` bytes at most; wanted_n: elements it must have.
+// Rules 1 to 18 and 29, 30. One lane; v->p is left to the caller.
 template <uint32_t E>
-__device__ __forceinline__ bool sp_open(uint4 unit, uint32_t bytes, uint32_t dtype, uint32_t wanted_n,
-                                        sp_view *v, sp_wrong *wrong)
+__device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uint32_t dtype,
+                                        uint32_t wanted_n, sp_view *v, sp_wrong *wrong)
 {
-    uint4 a = sp_unit_of(unit, 0), b = sp_unit_of(unit, 1), c = sp_unit_of(unit, 2), d = sp_unit_of(unit, 3);
+    uint4 a = header[0], b = header[1], c = header[2], d = header[3];
     *wrong = {1, bytes, SP_FRAME_HEADER_BYTES};
     if (bytes < SP_FRAME_HEADER_BYTES)
         return false;
@@ -167,46 +160,46 @@ __device__ __forceinline__ bool sp_open(uint4 unit, uint32_t bytes, uint32_t dty
     return bytes >= v->at.bytes;
 }
 
-// Rule 19: padding is zero. Warps 0 to 2 look at one gap each, of at most 15 bytes.
-template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(const sp_worker &w, const sp_view &v)
-{
-    uint32_t gap = w.warp, i = w.lane, from, to;
-    uint32_t n_values = v.format == SPCCL_FORMAT_DENSE ? v.n : v.nnz;
-    if (gap > 2 || v.format == SPCCL_FORMAT_EMPTY)
-        return true;
-    if (gap == 0) {
-        from = v.format == SPCCL_FORMAT_TILE   ? v.at.index + (v.n + 255) / 256
-               : v.format == SPCCL_FORMAT_PICI ? v.at.index + (v.n + 4095) / 4096 * 4
-               : v.format == SPCCL_FORMAT_COO  ? v.at.index + v.nnz * 4
-                                               : v.at.values;
-    } else if (gap == 1) {
-        from = v.format == SPCCL_FORMAT_TILE ? v.at.meta + v.nnz : v.at.values;
-    } else {
-        from = v.at.values + n_values * E;
-    }
-    to = sp_up16(from);
-    return from + i >= to || v.p[from + i] == 0;
-}
-
-// Zero the padding of a frame that is being written. The same warps, the same gaps.
+// The gaps of padding, of at most 15 bytes each: behind index (0), meta (1) and values (2).
 template <uint32_t E>
-__device__ __forceinline__ void sp_padding_write(const sp_worker &w, uint8_t *p, uint32_t format, uint32_t n,
-                                                 uint32_t nnz, const sp_layout &at)
+__device__ __forceinline__ uint32_t sp_padding_from(uint32_t gap, uint32_t format, uint32_t n, uint32_t nnz,
+                                                    const sp_layout &at)
 {
-    uint32_t gap = w.warp, i = w.lane, from;
-    if (gap > 2 || format == SPCCL_FORMAT_EMPTY)
-        return;
     if (gap == 0)
-        from = format == SPCCL_FORMAT_TILE   ? at.index + (n + 255) / 256
+        return format == SPCCL_FORMAT_TILE   ? at.index + (n + 255) / 256
                : format == SPCCL_FORMAT_PICI ? at.index + (n + 4095) / 4096 * 4
                : format == SPCCL_FORMAT_COO  ? at.index + nnz * 4
                                              : at.values;
-    else if (gap == 1)
-        from = format == SPCCL_FORMAT_TILE ? at.meta + nnz : at.values;
-    else
-        from = at.values + (format == SPCCL_FORMAT_DENSE ? n : nnz) * E;
-    if (from + i < sp_up16(from))
-        p[from + i] = 0;
+    if (gap == 1)
+        return format == SPCCL_FORMAT_TILE ? at.meta + nnz : at.values;
+    return at.values + (format == SPCCL_FORMAT_DENSE ? n : nnz) * E;
+}
+
+// Rule 19: padding is zero. One warp; for each lane what it has seen.
+template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(uint32_t lane, const sp_view &v)
+{
+    bool ok = true;
+    if (v.format == SPCCL_FORMAT_EMPTY)
+        return true;
+#pragma unroll
+    for (uint32_t gap = 0; gap < 3; gap++) {
+        uint32_t from = sp_padding_from<E>(gap, v.format, v.n, v.nnz, v.at);
+        ok &= from + lane >= sp_up16(from) || v.p[from + lane] == 0;
+    }
+    return ok;
+}
+
+// Zero the padding of a frame that is being written. One warp.
+template <uint32_t E>
+__device__ __forceinline__ void sp_padding_write(uint32_t lane, uint8_t *p, uint32_t format, uint32_t n,
+                                                 uint32_t nnz, const sp_layout &at)
+{
+#pragma unroll
+    for (uint32_t gap = 0; gap < 3; gap++) {
+        uint32_t from = sp_padding_from<E>(gap, format, n, nnz, at);
+        if (from + lane < sp_up16(from))
+            p[from + lane] = 0;
+    }
 }
 
 #endif

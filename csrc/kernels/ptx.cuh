@@ -1,35 +1,12 @@
-// ptx.cuh - the only inline PTX of the project: barriers of a worker, ordered loads and stores between GPUs,
+// ptx.cuh - the inline PTX of the project: ordered loads and stores between GPUs,
 // asynchronous copies into shared memory, the clock. Base of the CUDA files; includes nothing of ours.
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
 
 #include <stdint.h>
 
-// ---- barriers of 256 threads; `bar` is 1 to 15 and the same for all of them ----
-
-__device__ __forceinline__ void sp_bar_sync(uint32_t bar)
-{
-    asm volatile("bar.sync %0, 256;" ::"r"(bar) : "memory");
-}
-// Every thread's `ok`?
-__device__ __forceinline__ bool sp_bar_and(uint32_t bar, bool ok)
-{
-    int all;
-    asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.s32 p, %2, 0;\n\tbar.red.and.pred q, %1, 256, p;\n\t"
-                 "selp.s32 %0, 1, 0, q;\n\t}"
-                 : "=r"(all)
-                 : "r"(bar), "r"((int)ok)
-                 : "memory");
-    return all != 0;
-}
-
 // ---- between GPUs, and between GPU and host ----
 
-// What this thread has seen or written before is there for whoever acquires this value.
-__device__ __forceinline__ void sp_store_release_sys(uint64_t *p, uint64_t v)
-{
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
 __device__ __forceinline__ uint64_t sp_load_acquire_sys(const uint64_t *p)
 {
     uint64_t v;
@@ -64,17 +41,17 @@ __device__ __forceinline__ void sp_store_relaxed_sys(uint64_t *p, uint64_t v)
 
 // ---- between warps of a block, through shared memory ----
 
-__device__ __forceinline__ void sp_store_release_cta(uint64_t *shared, uint64_t v)
+__device__ __forceinline__ void sp_store_release_cta(uint32_t *shared, uint32_t v)
 {
-    asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-                 "l"(v)
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "r"(v)
                  : "memory");
 }
-__device__ __forceinline__ uint64_t sp_load_acquire_cta(const uint64_t *shared)
+__device__ __forceinline__ uint32_t sp_load_acquire_cta(const uint32_t *shared)
 {
-    uint64_t v;
-    asm volatile("ld.acquire.cta.shared.u64 %0, [%1];"
-                 : "=l"(v)
+    uint32_t v;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+                 : "=r"(v)
                  : "r"((uint32_t)__cvta_generic_to_shared(shared))
                  : "memory");
     return v;
@@ -95,16 +72,6 @@ __device__ __forceinline__ uint64_t sp_load_relaxed_gpu(const uint64_t *p)
 
 // ---- 16 bytes at a time ----
 
-// Past L1: frames in an inbox are read once, and an old line in L1 must never be taken for a new frame.
-__device__ __forceinline__ uint4 sp_load16_l2(const void *p)
-{
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
 // Written once and not read again here: leave the caches to others.
 __device__ __forceinline__ void sp_store16_stream(void *p, uint4 v)
 {
@@ -116,6 +83,12 @@ __device__ __forceinline__ void sp_store16(void *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
+}
+
+// Ask for the line at p, to lie in L2 when it is loaded.
+__device__ __forceinline__ void sp_prefetch_l2(const void *p)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // ---- asynchronous copies of 16 bytes from global into shared memory (sm_80 and up) ----
@@ -135,6 +108,117 @@ __device__ __forceinline__ void sp_copy_commit()
 template <int N> __device__ __forceinline__ void sp_copy_wait()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ---- bulk copies: one lane moves a whole piece, between addresses and of a size that are multiples of 16
+// (sm_90 and up; before that nothing calls these) ----
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define SP_HAS_BULK 1
+#else
+#define SP_HAS_BULK 0
+#endif
+
+#if SP_HAS_BULK
+__device__ __forceinline__ uint64_t sp_policy_once() // used once: first to leave L2
+{
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// A barrier in shared memory that one lane arrives at; before use: __syncwarp.
+__device__ __forceinline__ void sp_barrier_init(uint64_t *shared)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.proxy.async.shared::cta;" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(shared))
+                 : "memory");
+}
+// Start to copy; the barrier's phase ends when all bytes are there, and sp_barrier_arrive was called.
+__device__ __forceinline__ void sp_bulk_load(void *shared, const void *global, uint32_t bytes,
+                                             uint64_t *barrier)
+{
+    uint32_t bar = (uint32_t)__cvta_generic_to_shared(barrier);
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+        "[%3], %4;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+        "l"(global), "r"(bytes), "r"(bar), "l"(sp_policy_once())
+        : "memory");
+}
+__device__ __forceinline__ void sp_barrier_arrive(uint64_t *barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((uint32_t)__cvta_generic_to_shared(barrier))
+                 : "memory");
+}
+__device__ __forceinline__ void sp_barrier_wait(uint64_t *barrier, uint32_t parity)
+{
+    uint32_t done = 0;
+    while (done == 0)
+        asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, p;\n\t}"
+                     : "=r"(done)
+                     : "r"((uint32_t)__cvta_generic_to_shared(barrier)), "r"(parity)
+                     : "memory");
+}
+// What this thread has acquired from other GPUs is there for bulk copies.
+__device__ __forceinline__ void sp_fence_bulk_global()
+{
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// What this thread has written to shared memory is there for bulk copies.
+__device__ __forceinline__ void sp_fence_bulk()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void sp_bulk_store(void *global, const void *shared, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\n\t"
+                 "cp.async.bulk.commit_group;" ::"l"(global),
+                 "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(bytes), "l"(sp_policy_once())
+                 : "memory");
+}
+// Until this thread's bulk stores have read shared memory.
+__device__ __forceinline__ void sp_bulk_stores_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+#endif
+
+// ---- what the compiler must not rewrite ----
+
+// 1 if any bit is set. (Written out: the compiler would compare and select.)
+__device__ __forceinline__ uint32_t sp_any_bit(uint32_t w)
+{
+    uint32_t r;
+    asm("min.u32 %0, %1, 1;" : "=r"(r) : "r"(w));
+    return r;
+}
+// first ? x : a, bit for bit. Written out: the compiler takes a choice between floats that are compared for a
+// minimum or maximum, whose NaN is not the one that was chosen.
+__device__ __forceinline__ float sp_choose(bool first, float x, float a)
+{
+    float r;
+    asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.b32 %0, %1, %2, p;\n\t}"
+        : "=f"(r)
+        : "f"(x), "f"(a), "r"((uint32_t)first));
+    return r;
+}
+__device__ __forceinline__ double sp_choose(bool first, double x, double a)
+{
+    double r;
+    asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.b64 %0, %1, %2, p;\n\t}"
+        : "=d"(r)
+        : "d"(x), "d"(a), "r"((uint32_t)first));
+    return r;
+}
+
+// The lanes below this one, a bit for each.
+__device__ __forceinline__ uint32_t sp_lanes_below()
+{
+    uint32_t below;
+    asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+    return below;
 }
 
 // ---- time ----

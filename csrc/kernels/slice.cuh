@@ -1,11 +1,9 @@
-// slice.cuh - a slice on chip: which thread of a worker holds which elements, loading and storing.
+// slice.cuh - a slice on chip: which lane holds which elements, loading and storing.
 //
-// A worker is 256 threads, 8 warps. A slice is cut into units of 16 bytes. Each warp has one run of them, and
-// in it each lane ROWS neighbours, so that elements come in the order of the lanes. Whole 256-blocks of
-// format tile and whole rows of a pici tile fall to one warp: warps encode and decode their own run without
-// meeting the others, but for one exchange of counts. In shared memory the units of a run are permuted
-// (sp_unit_at), so that the lanes meet no bank conflict whether each reads its own units or all read
-// neighbours.
+// A slice is one warp's: nothing here waits for another. It lies in shared memory as it does in the array, in
+// units of 16 bytes. To be scanned it is cut into runs in which each lane has ROWS neighbouring units, so
+// that elements come in the order of the lanes; each lane begins with another of its units (sp_row_of), so
+// that all banks are used. A run is a whole number of tile blocks and of pici rows.
 #ifndef SP_SLICE_CUH
 #define SP_SLICE_CUH
 
@@ -14,135 +12,166 @@
 #include "elem.cuh"
 #include "ptx.cuh"
 
-#define SP_WORKER_WARPS (SP_GPU_WORKER_THREADS / 32)
-
-// This thread's place in its worker.
-struct sp_worker {
-    uint32_t tid, lane, warp; // 0..255, 0..31, 0..7
-    uint32_t bar;             // its named barrier
-};
-
-__device__ __forceinline__ sp_worker sp_worker_here()
-{
-    uint32_t tid = threadIdx.x % SP_GPU_WORKER_THREADS;
-    return {tid, tid % 32, tid / 32, 1 + threadIdx.x / SP_GPU_WORKER_THREADS};
-}
-
-// Shape of a slice of elements of type U. ROWS: 4 for 16 KiB; 2 where an accumulator twice as wide must fit
-// as well.
-template <class UINT, int N_ROWS> struct sp_geometry {
+// Shape of a slice of BYTES bytes, of elements of type UINT.
+template <class UINT, uint32_t BYTES> struct sp_geometry {
     typedef UINT U;
     static constexpr uint32_t E = sizeof(UINT);
-    static constexpr uint32_t K = 16 / E; // elements per unit
-    static constexpr uint32_t ROWS = N_ROWS;
+    static constexpr uint32_t K = 16 / E;                            // elements per unit
+    static constexpr uint32_t ROWS = E > 1 && BYTES >= 8192 ? 8 : 4; // units per lane and run
+    static constexpr uint32_t UNITS = BYTES / 16;
+    static constexpr uint32_t RUNS = UNITS / (32 * ROWS);
     static constexpr uint32_t LANE_ELEMS = ROWS * K;
-    static constexpr uint32_t WARP_ELEMS = 32 * LANE_ELEMS;
-    static constexpr uint32_t WARP_BYTES = 512 * ROWS;
-    static constexpr uint32_t MAX_ELEMS = SP_WORKER_WARPS * WARP_ELEMS;
-    static constexpr uint32_t BLOCKS = WARP_ELEMS / SP_TILE_ELEMS; // tile blocks per warp
-    static constexpr uint32_t TILES = (MAX_ELEMS + 4095) / 4096;   // pici tiles per slice
-    static constexpr uint32_t TILE_ROWS = WARP_ELEMS / 64;         // rows of a pici tile per warp
-    static constexpr uint32_t TILE_WARPS = 4096 / WARP_ELEMS;      // warps per pici tile
-    static_assert(ROWS == 2 || ROWS == 4, "rows");
-    static_assert(WARP_ELEMS % SP_TILE_ELEMS == 0 && 4096 % WARP_ELEMS == 0,
-                  "blocks and tiles must not straddle warps");
+    static constexpr uint32_t RUN_ELEMS = 32 * LANE_ELEMS;
+    static constexpr uint32_t MAX_ELEMS = RUNS * RUN_ELEMS;
+    static constexpr uint32_t RUN_BLOCKS = RUN_ELEMS / SP_TILE_ELEMS;             // tile blocks per run
+    static constexpr uint32_t N_BLOCKS = MAX_ELEMS / SP_TILE_ELEMS;               // at most 64
+    static constexpr uint32_t BLOCK_LANES = SP_TILE_ELEMS / LANE_ELEMS;           // lanes that share a block
+    static constexpr uint32_t TILES = (MAX_ELEMS + 4095) / 4096;                  // pici tiles
+    static constexpr uint32_t TILE_ROWS = MAX_ELEMS < 4096 ? MAX_ELEMS / 64 : 64; // of a pici tile that exist
+    static_assert(RUNS % 2 == 0, "runs are scanned in pairs");
+    static_assert(RUN_ELEMS % SP_TILE_ELEMS == 0 && RUN_ELEMS % 64 == 0,
+                  "blocks and rows must not straddle runs");
 };
 
-// Where unit u of a run lies in shared memory: the lowest two bits turned by the bits from 8 units on.
-__device__ __forceinline__ uint32_t sp_unit_at(uint32_t u)
+// The most tile blocks of a slice.
+#define SP_BLOCKS_MAX (SP_GPU_SLICE_BYTES / SP_TILE_ELEMS)
+
+// Elements of a slice of n that are filled in behind the last one too: whole pairs of runs.
+template <class G> __device__ __forceinline__ uint32_t sp_filled(uint32_t n)
 {
-    return u ^ (u >> 3 & 3);
-}
-// Where element i of a run lies.
-template <class G> __device__ __forceinline__ uint32_t sp_elem_at(uint32_t i)
-{
-    return sp_unit_at(i / G::K) * G::K + i % G::K;
+    return (n + 2 * G::RUN_ELEMS - 1) / (2 * G::RUN_ELEMS) * (2 * G::RUN_ELEMS);
 }
 
-// Elements of this warp's run that exist, given n in the slice.
-template <class G> __device__ __forceinline__ uint32_t sp_warp_elems(const sp_worker &w, uint32_t n)
+// Which of its units of a run a lane reads in turn j: eight neighbouring lanes are in different banks.
+template <class G> __device__ __forceinline__ uint32_t sp_row_of(uint32_t lane, uint32_t j)
 {
-    uint32_t first = w.warp * G::WARP_ELEMS;
-    return n <= first ? 0 : min(n - first, G::WARP_ELEMS);
+    return (j + (G::ROWS == 8 ? lane : lane >> 1)) % G::ROWS;
 }
 
-// Start to load this warp's run of src [n] into run [WARP_ELEMS] in shared memory, with zeros behind the last
-// element. One group of asynchronous copies; before use: sp_copy_wait, __syncwarp.
+// Can [p, p + n) of a slice be moved by bulk copies?
+template <class G> __device__ __forceinline__ bool sp_is_bulk(const void *p, uint32_t n)
+{
+    return SP_HAS_BULK && ((uintptr_t)p & 15) == 0 && n % G::K == 0;
+}
+
+// Loads slices into buffers in shared memory ahead of their use, one after the other: start for each, PENDING
+// of them ahead of finish. One warp.
+template <class G, uint32_t PENDING> struct sp_loader {
+    typedef typename G::U U;
+    uint64_t *barriers; // [PENDING + 1] in shared memory
+    uint32_t phases;    // bit i: of barrier i
+
+    __device__ __forceinline__ sp_loader(uint32_t lane, uint64_t *shared) : barriers(shared), phases(0)
+    {
+#if SP_HAS_BULK
+        if (lane <= PENDING)
+            sp_barrier_init(barriers + lane);
+        __syncwarp();
+#endif
+    }
+    // Slice src [n] into buf, the buffer numbered i, which nobody reads any more. n == 0: no slice.
+    __device__ __forceinline__ void start(uint32_t lane, uint32_t i, U *buf, const U *src, uint32_t n) const
+    {
+#if SP_HAS_BULK
+        if (n != 0 && lane == 0 && sp_is_bulk<G>(src, n)) {
+            sp_bulk_load(buf, src, n * G::E, barriers + i);
+            sp_barrier_arrive(barriers + i);
+        }
+#else
+        if (((uintptr_t)src & 15) == 0)
+            for (uint32_t u = lane; u < n / G::K; u += 32)
+                sp_copy16_async((uint4 *)buf + u, (const uint4 *)src + u);
+        sp_copy_commit();
+#endif
+    }
+    // The same slice is there, with zeros behind it up to sp_filled(n).
+    __device__ __forceinline__ void finish(uint32_t lane, uint32_t i, U *buf, const U *src, uint32_t n)
+    {
+        uint32_t have = 0;
+#if SP_HAS_BULK
+        if (n != 0 && sp_is_bulk<G>(src, n)) {
+            sp_barrier_wait(barriers + i, phases >> i & 1);
+            phases ^= 1u << i;
+            have = n;
+        }
+#else
+        sp_copy_wait<PENDING>();
+        have = ((uintptr_t)src & 15) == 0 ? n / G::K * G::K : 0;
+#endif
+        for (uint32_t k = have + lane; k < sp_filled<G>(n); k += 32)
+            buf[k] = k < n ? src[k] : (U)0;
+        __syncwarp();
+    }
+};
+
+// Write buf to dst [n] in global memory. The warp may read buf afterwards; before it writes there again:
+// sp_slice_stored.
 template <class G>
-__device__ __forceinline__ void sp_slice_load(const sp_worker &w, typename G::U *run, const void *src,
-                                              uint32_t n)
+__device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::U *buf, void *dst, uint32_t n)
 {
     typedef typename G::U U;
-    const U *from = (const U *)src + w.warp * G::WARP_ELEMS;
-    uint32_t left = sp_warp_elems<G>(w, n);
-    if (((uintptr_t)src & 15) == 0 && left == G::WARP_ELEMS) {
-        // A row of 32 units is permuted like any other: whole addresses, and rows as offsets.
-        const uint4 *unit = (const uint4 *)from + w.lane;
-        uint4 *to = (uint4 *)run + sp_unit_at(w.lane);
-#pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++)
-            sp_copy16_async(to + r * 32, unit + r * 32);
-    } else {
-        for (uint32_t i = w.lane; i < G::WARP_ELEMS; i += 32)
-            run[sp_elem_at<G>(i)] = i < left ? from[i] : (U)0;
+    uint32_t have = 0;
+#if SP_HAS_BULK
+    sp_fence_bulk();
+    __syncwarp();
+    if (n != 0 && sp_is_bulk<G>(dst, n)) {
+        if (lane == 0)
+            sp_bulk_store(dst, buf, n * G::E);
+        return;
     }
-    sp_copy_commit();
+#else
+    __syncwarp();
+#endif
+    if (((uintptr_t)dst & 15) == 0) {
+        for (uint32_t u = lane; u < n / G::K; u += 32)
+            sp_store16_stream((uint4 *)dst + u, ((const uint4 *)buf)[u]);
+        have = n / G::K * G::K;
+    }
+    for (uint32_t i = have + lane; i < n; i += 32)
+        ((U *)dst)[i] = buf[i];
+}
+__device__ __forceinline__ void sp_slice_stored(uint32_t lane)
+{
+#if SP_HAS_BULK
+    sp_fence_bulk(); // what this lane has written or read there comes before a bulk load into it
+    if (lane == 0)
+        sp_bulk_stores_read();
+#endif
+    __syncwarp();
 }
 
-// Write this warp's run to dst [n] in global memory. The run has been written by the whole warp: __syncwarp
-// before.
-template <class G>
-__device__ __forceinline__ void sp_slice_store(const sp_worker &w, const typename G::U *run, void *dst,
-                                               uint32_t n)
+// dst [n] becomes zero.
+template <class G> __device__ __forceinline__ void sp_slice_store_zero(uint32_t lane, void *dst, uint32_t n)
 {
     typedef typename G::U U;
-    U *to = (U *)dst + w.warp * G::WARP_ELEMS;
-    uint32_t left = sp_warp_elems<G>(w, n);
-    if (((uintptr_t)dst & 15) == 0 && left == G::WARP_ELEMS) {
-        const uint4 *unit = (const uint4 *)run + sp_unit_at(w.lane);
-#pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++)
-            sp_store16_stream((uint4 *)to + w.lane + r * 32, unit[r * 32]);
-    } else {
-        for (uint32_t i = w.lane; i < left; i += 32)
-            to[i] = run[sp_elem_at<G>(i)];
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint32_t have = 0;
+    if (((uintptr_t)dst & 15) == 0) {
+        for (uint32_t u = lane; u < n / G::K; u += 32)
+            sp_store16_stream((uint4 *)dst + u, zero);
+        have = n / G::K * G::K;
     }
+    for (uint32_t i = have + lane; i < n; i += 32)
+        ((U *)dst)[i] = 0;
 }
 
-// This warp's part of dst [n] becomes zero.
-template <class G>
-__device__ __forceinline__ void sp_slice_store_zero(const sp_worker &w, void *dst, uint32_t n)
+// `units` units (a multiple of 32) in shared memory become zero.
+__device__ __forceinline__ void sp_zero_units(uint32_t lane, void *shared, uint32_t units)
 {
-    typedef typename G::U U;
-    U *to = (U *)dst + w.warp * G::WARP_ELEMS;
-    uint32_t left = sp_warp_elems<G>(w, n);
-    if (((uintptr_t)dst & 15) == 0 && left == G::WARP_ELEMS) {
-#pragma unroll
-        for (uint32_t r = 0; r < G::ROWS; r++)
-            sp_store16_stream((uint4 *)to + w.lane + r * 32, make_uint4(0, 0, 0, 0));
-    } else {
-        for (uint32_t i = w.lane; i < left; i += 32)
-            to[i] = 0;
-    }
-}
-
-// This warp's UNITS units of 16 bytes in shared memory become zero.
-template <uint32_t UNITS> __device__ __forceinline__ void sp_run_zero(const sp_worker &w, void *run)
-{
-#pragma unroll
-    for (uint32_t i = 0; i < UNITS; i += 32)
-        ((uint4 *)run)[i + w.lane] = make_uint4(0, 0, 0, 0);
+#pragma unroll 8
+    for (uint32_t i = 0; i < units; i += 32)
+        ((uint4 *)shared)[i + lane] = make_uint4(0, 0, 0, 0);
 }
 
 // Which of the K elements of a unit have a bit set: bit c for element c.
 template <int E> __device__ __forceinline__ uint32_t sp_unit_mask(uint4 v);
 template <> __device__ __forceinline__ uint32_t sp_unit_mask<8>(uint4 v)
 {
-    return ((v.x | v.y) != 0 ? 1u : 0u) | ((v.z | v.w) != 0 ? 2u : 0u);
+    return sp_any_bit(v.x | v.y) + 2 * sp_any_bit(v.z | v.w);
 }
 template <> __device__ __forceinline__ uint32_t sp_unit_mask<4>(uint4 v)
 {
-    return (v.x != 0 ? 1u : 0u) | (v.y != 0 ? 2u : 0u) | (v.z != 0 ? 4u : 0u) | (v.w != 0 ? 8u : 0u);
+    return ((sp_any_bit(v.w) * 2 + sp_any_bit(v.z)) * 2 + sp_any_bit(v.y)) * 2 + sp_any_bit(v.x);
 }
 // The top bit of each half (byte) of a word says whether it is not zero: adding 0x7f.. to the lower bits
 // carries into it unless they are all zero.

@@ -53,6 +53,10 @@ static size_t draw_n(const struct call *c, int n_ranks, bool large, uint64_t *rn
                             2047,
                             2048,
                             2049,
+                            slice / 4 - 1, /* slices are 8 KiB, or 4 where 16-bit floats are added */
+                            slice / 4 + 1,
+                            slice / 2 - 1,
+                            slice / 2,
                             slice / 2 + 1,
                             slice - 1,
                             slice,

@@ -6,7 +6,7 @@
 #include "test.h"
 
 static const sp_gpu_limits h200 = {
-    .world_size = 4, .n_sms = 132, .workers_per_cta = 4, .inbox_bytes = (size_t)256 << 20};
+    .world_size = 4, .n_sms = 132, .workers_per_cta = {10, 7, 5, 7, 7}, .inbox_bytes = (size_t)256 << 20};
 
 static sp_inbox_shape shape_of(const sp_gpu_limits *l)
 {
@@ -19,14 +19,14 @@ static void test_shape(void)
 {
     sp_gpu_limits l = h200;
     sp_inbox_shape s = shape_of(&l);
-    CHECK(s.n_workers == 132 * 4 && s.world_size == 4, "%u workers of %u ranks", s.n_workers, s.world_size);
+    CHECK(s.n_workers == 132 * 10 && s.world_size == 4, "%u workers of %u ranks", s.n_workers, s.world_size);
     l.max_ctas = 32;
-    CHECK(shape_of(&l).n_workers == 32 * 4, "max_ctas");
+    CHECK(shape_of(&l).n_workers == 32 * 10, "max_ctas");
     l.max_ctas = 1000;
-    CHECK(shape_of(&l).n_workers == 132 * 4, "max_ctas above what there is");
+    CHECK(shape_of(&l).n_workers == 132 * 10, "max_ctas above what there is");
     l = h200;
     l.n_sms = 0; /* 200 ranks on one GPU of 132 */
-    CHECK(shape_of(&l).n_workers == 4, "one block at least");
+    CHECK(shape_of(&l).n_workers == 10, "one block at least");
     for (uint32_t world_size = 1; world_size <= SP_GPU_RANKS_MAX; world_size++)
         for (size_t bytes = (size_t)8 << 20; bytes <= (size_t)1 << 30; bytes *= 2) {
             l = h200;
@@ -35,11 +35,20 @@ static void test_shape(void)
             s = shape_of(&l);
             CHECK(sp_inbox_bytes(s) <= bytes, "%u ranks: %zu of %zu bytes", world_size, sp_inbox_bytes(s),
                   bytes);
-            CHECK(s.n_workers <= 132 * 4 && (s.n_workers % 132 == 0 || s.n_workers < 132),
+            CHECK(s.n_workers <= 132 * 10 && (s.n_workers % 132 == 0 || s.n_workers < 132),
                   "%u ranks, %zu bytes: %u workers leave multiprocessors idle", world_size, bytes,
                   s.n_workers);
-            if (s.n_workers < 132 * 4) { /* as many as fit */
+            CHECK(s.ring_frames >= SP_INBOX_RING_FRAMES_MIN && s.ring_frames <= SP_INBOX_RING_FRAMES_MAX,
+                  "rings of %u frames", s.ring_frames);
+            if (s.ring_frames < SP_INBOX_RING_FRAMES_MAX) {
+                sp_inbox_shape longer = s;
+                longer.ring_frames++;
+                CHECK(sp_inbox_bytes(longer) > bytes, "%u ranks, %zu bytes: longer rings would fit",
+                      world_size, bytes);
+            }
+            if (s.n_workers < 132 * 10) { /* as many as fit */
                 s.n_workers += s.n_workers >= 132 ? 132 : 1;
+                s.ring_frames = SP_INBOX_RING_FRAMES_MIN;
                 CHECK(sp_inbox_bytes(s) > bytes, "%u ranks, %zu bytes: more would fit", world_size, bytes);
             }
         }
@@ -48,7 +57,7 @@ static void test_shape(void)
 static void test_shape_too_small(void)
 {
     sp_gpu_limits l = h200;
-    sp_inbox_shape s = {.world_size = 4, .n_workers = 1};
+    sp_inbox_shape s = {.world_size = 4, .n_workers = 1, .ring_frames = SP_INBOX_RING_FRAMES_MIN};
     l.inbox_bytes = sp_inbox_bytes(s);
     CHECK(shape_of(&l).n_workers == 1, "one worker fits exactly");
     l.inbox_bytes--;
@@ -71,15 +80,16 @@ static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl
     sp_tune_gpu_plan(l, s, op, n, dtype, format, &p);
     frame = format == SPCCL_FORMAT_AUTO ? sp_frame_bound(p.slice_elems, elem_bytes)
                                         : sp_frame_bound_forced(format, p.slice_elems, elem_bytes);
-    CHECK(frame <= SP_INBOX_FRAME_BYTES, "%s %s: a frame of %zu bytes", spccl_dtype_name(dtype),
-          spccl_format_name(format), frame);
-    CHECK(p.slice_elems >= 1024 && (p.slice_elems & (p.slice_elems - 1)) == 0 &&
-              p.slice_elems * elem_bytes <= SP_GPU_SLICE_BYTES,
+    CHECK(frame <= (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO ? SP_GPU_STAGE_BYTES
+                                                                              : SP_INBOX_FRAME_BYTES),
+          "%s %s: a frame of %zu bytes", spccl_dtype_name(dtype), spccl_format_name(format), frame);
+    CHECK(p.slice_elems >= 128 && (p.slice_elems & (p.slice_elems - 1)) == 0 &&
+              p.slice_elems * elem_bytes <= SP_INBOX_SLICE_BYTES,
           "slices of %u elements", p.slice_elems);
     CHECK(!(op == SP_FUSED_REDUCE_SCATTER && sp_acc_dtype(dtype) != dtype) ||
-              p.slice_elems * sizeof(float) <= SP_GPU_SLICE_BYTES,
+              p.slice_elems * sizeof(float) <= SP_INBOX_SLICE_BYTES,
           "%s: %u accumulators", spccl_dtype_name(dtype), p.slice_elems);
-    CHECK(p.n_ctas >= 1 && p.workers_per_cta >= 1 && p.workers_per_cta <= l->workers_per_cta &&
+    CHECK(p.n_ctas >= 1 && p.workers_per_cta >= 1 && p.workers_per_cta <= l->workers_per_cta[p.op] &&
               p.n_ctas * p.workers_per_cta <= s.n_workers && (l->max_ctas == 0 || p.n_ctas <= l->max_ctas),
           "%u blocks of %u workers, %u in all", p.n_ctas, p.workers_per_cta, s.n_workers);
     n_slices = (n + p.slice_elems - 1) / p.slice_elems;
@@ -112,12 +122,12 @@ static void test_known_plans(void)
     sp_inbox_shape s = shape_of(&l);
     sp_gpu_plan p;
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 1 << 27, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.slice_elems == 4096 && p.n_ctas == 132 && p.workers_per_cta == 4, "512 MiB: %u, %u x %u",
+    CHECK(p.slice_elems == 2048 && p.n_ctas == 132 && p.workers_per_cta == 10, "512 MiB: %u, %u x %u",
           p.slice_elems, p.n_ctas, p.workers_per_cta);
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.slice_elems == 4096 && p.op == SP_FUSED_ALL_REDUCE, "bfloat16: %u", p.slice_elems);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.slice_elems == 2048 && p.n_ctas == 132 && p.workers_per_cta == 1, "one slice each: %u, %u x %u",
+    CHECK(p.slice_elems == 2048 && p.op == SP_FUSED_ALL_REDUCE, "bfloat16: %u", p.slice_elems);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 1024, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 1024 && p.n_ctas == 132 && p.workers_per_cta == 1, "one slice each: %u, %u x %u",
           p.slice_elems, p.n_ctas, p.workers_per_cta);
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 16384, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
     CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "64 KiB: one hop");

@@ -1,0 +1,294 @@
+// outbox.cuh - the sending end of a worker's links: room in the peers' rings, frames written there, and the
+// herald who tells the peers. How rings, tails and credits work: core/inbox.h.
+#ifndef SP_OUTBOX_CUH
+#define SP_OUTBOX_CUH
+
+#include "encode.cuh"
+#include "wait.cuh"
+
+static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "room for pici");
+
+// What the warps of a worker and the herald tell each other.
+enum sp_role { SP_ROLE_FEED, SP_ROLE_OWN, SP_ROLE_GATHER, SP_ROLES };
+struct sp_board {
+    uint32_t posted[32];     // by link: how far has been sent; 32 bits of it
+    uint32_t done[SP_ROLES]; // 1: this role will post nothing more
+    uint32_t fed;            // slices that the feeder has on chip (one-hop all-reduce)
+    uint32_t taken;          // slices whose frames the owner, or in an all-gather the gatherer, has taken
+    uint32_t pad[3];
+};
+
+// Shared memory of an outbox beside the stage.
+struct sp_outbox_shared {
+    uint8_t *dst[SP_GPU_RANKS_MAX]; // where the next frame to a peer goes
+    uint8_t counts[SP_BLOCKS_MAX];  // of sp_encode_scan
+};
+
+struct sp_outbox {
+    // The links of one worker.
+    struct links {
+        uint32_t q;            // the worker
+        sp_board *board;       // its board
+        uint8_t *to;           // L: the ring in the peer's arena
+        uint64_t sent, credit; // L: positions: next frame to send; free for sending
+        uint32_t sent_off;     // L: `sent` in the ring
+    };
+    const sp_place &at;
+    sp_outbox_shared &s;
+    links now, other;
+    uint32_t ring_bytes;
+    bool paced;           // dense frames wait for the board's `taken`
+    uint32_t n_frames;    // L: sent in format `lane`
+    uint64_t frame_bytes; // sent
+
+    // For one worker: place.q.
+    __device__ __forceinline__ sp_outbox(const sp_place &place, sp_outbox_shared &shared, sp_board &board)
+        : at(place), s(shared), now(open(place, place.q, &board)), other(now),
+          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), paced(false), n_frames(0), frame_bytes(0)
+    {
+    }
+    // Positions from the last launch.
+    static __device__ __forceinline__ links open(const sp_place &at, uint32_t q, sp_board *board)
+    {
+        links l = {q, board, nullptr, 0, 0, 0};
+        if (at.slot() < at.n_peers) {
+            l.sent = at.state(q)->sent[at.ring()][at.slot()];
+            l.sent_off = (uint32_t)(l.sent % sp_inbox_ring_bytes(at.a.shape));
+            l.credit = sp_load_acquire_sys(credit_word(at, q, at.ring()));
+            l.to = at.a.arenas[at.peer(at.slot())] +
+                   sp_inbox_ring_off(at.a.shape, at.ring(), at.slot_there(at.slot()), q);
+        }
+        return l;
+    }
+    // Another worker's links as well; turn changes between the two.
+    __device__ __forceinline__ void open_other(uint32_t q, sp_board *board)
+    {
+        other = open(at, q, board);
+    }
+    __device__ __forceinline__ void turn()
+    {
+        links l = now;
+        now = other;
+        other = l;
+    }
+    // Positions for the next launch, of the rings that this warp has sent on (bits by ring).
+    __device__ __forceinline__ void close(uint32_t rings) const
+    {
+        bool mine = at.slot() < at.n_peers && (rings >> at.ring() & 1);
+        if (mine)
+            at.state(now.q)->sent[at.ring()][at.slot()] = now.sent;
+        if (mine && other.q != now.q)
+            at.state(other.q)->sent[at.ring()][at.slot()] = other.sent;
+        if (at.lane < SPCCL_N_FORMATS && n_frames != 0)
+            atomicAdd((unsigned long long *)&at.state(now.q)->n_frames[at.lane], n_frames);
+        if (at.lane == 0)
+            atomicAdd((unsigned long long *)&at.state(now.q)->frame_bytes, frame_bytes);
+    }
+    static __device__ __forceinline__ const uint64_t *credit_word(const sp_place &at, uint32_t q,
+                                                                  uint32_t ring) // L
+    {
+        return at.word(sp_inbox_credit_off(at.a.shape, ring, at.slot(), q));
+    }
+
+    // Finds where the next frames, of so many bytes, to the peers in slots [first, first + n_slots) go; waits
+    // until they fit.
+    __device__ __forceinline__ bool room(uint32_t bytes, uint32_t ring, uint32_t first, uint32_t n_slots,
+                                         uint32_t slice)
+    {
+        bool ok = true;
+        if (at.is_mine(ring, first, n_slots)) {
+            uint32_t left = ring_bytes - now.sent_off;
+            uint64_t wanted = now.sent + bytes + (left < bytes ? left : 0); // <= credit + ring
+            if (wanted > now.credit + ring_bytes) {
+                now.credit = sp_wait(at.a, now.q, credit_word(at, now.q, ring), wanted - ring_bytes,
+                                     SP_GPU_NO_ROOM, ring, at.slot(), slice);
+                ok = now.credit != 0;
+            }
+            if (left < bytes) {
+                if (ok && left >= SP_FRAME_HEADER_BYTES)
+                    sp_store16(now.to + now.sent_off, make_uint4(SP_INBOX_WRAP, 0, 0, 0));
+                now.sent += left;
+                now.sent_off = 0;
+            }
+            s.dst[at.slot()] = now.to + now.sent_off;
+        }
+        ok = __all_sync(~0u, ok);
+        __syncwarp();
+        return ok;
+    }
+    // The format of a slice on NVLink: the smallest, but dense where the others save less than a sixteenth.
+    // (Not to the byte what the codec chooses: what must fit on chip counts too.)
+    template <class G>
+    __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block) const
+    {
+        uint32_t f = (uint32_t)at.a.format, tiles = (n + 4095) / 4096,
+                 values = SP_FRAME_HEADER_BYTES + sp_up16(nnz * G::E);
+        uint32_t pici = 16 + tiles * 512, best = pici, coo = sp_up16(nnz * 4),
+                 tile = sp_up16((n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS) + sp_up16(nnz),
+                 dense = SP_FRAME_HEADER_BYTES + n * G::E;
+        if (nnz == 0)
+            return SPCCL_FORMAT_EMPTY;
+        if (at.a.format != SPCCL_FORMAT_AUTO && sp_allows(f, nnz, full_block, false) &&
+            (f == SPCCL_FORMAT_PICI || f == SPCCL_FORMAT_DENSE ||
+             sp_layout_cuda<G::E>(f, n, nnz).bytes <= SP_GPU_STAGE_BYTES))
+            return f;
+        f = SPCCL_FORMAT_PICI;
+        if (coo < best) {
+            f = SPCCL_FORMAT_COO;
+            best = coo;
+        }
+        if (!full_block && tile < best) {
+            f = SPCCL_FORMAT_TILE;
+            best = tile;
+        }
+        if (best + values > SP_GPU_STAGE_BYTES && f != SPCCL_FORMAT_PICI) {
+            f = SPCCL_FORMAT_PICI;
+            best = pici;
+        }
+        return best + values > dense - dense / 16 ? (uint32_t)SPCCL_FORMAT_DENSE : f;
+    }
+    // Until this worker has taken the frames of all slices before. All ranks are about as far; a feeder that
+    // runs ahead with dense frames only fills the rings, and then everyone waits for frames and for room by
+    // turns (measured: a tenth slower). Ends when the taker ends.
+    __device__ __forceinline__ void keep_pace(uint32_t slice) const
+    {
+        while (sp_load_acquire_cta(&now.board->taken) < slice &&
+               (sp_load_acquire_cta(&now.board->done[SP_ROLE_OWN]) == 0 ||
+                sp_load_acquire_cta(&now.board->done[SP_ROLE_GATHER]) == 0))
+            __nanosleep(200);
+        __syncwarp();
+    }
+    // Encode the slice buf [n] and write it to the peers in slots [first, first + n_slots), who will be told.
+    // stage [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16. Ends with __syncwarp: buf and stage may be
+    // written again.
+    template <class G>
+    __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage, uint32_t ring,
+                                         uint32_t first, uint32_t n_slots, uint32_t slice)
+    {
+        sp_scan<G> scan = sp_encode_scan<G, false>(at.lane, buf, nullptr, n, s.counts);
+        uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
+        sp_layout layout = sp_layout_cuda<G::E>(format, n, scan.nnz);
+        if (paced && format == SPCCL_FORMAT_DENSE)
+            keep_pace(slice);
+        if (!room(layout.bytes, ring, first, n_slots, slice))
+            return false;
+        auto out = [&](uint32_t off, uint4 v) {
+            for (uint32_t k = 0; k < n_slots; k++)
+                sp_store16(s.dst[first + k] + off, v);
+        };
+        if (format == SPCCL_FORMAT_DENSE) {
+            sp_encode_dense<G>(at.lane, buf, at.a.dtype, n, layout, out);
+        } else if (format == SPCCL_FORMAT_PICI) {
+            sp_encode_pici<G, false>(at.lane, buf, nullptr, at.a.dtype, n, scan.nnz, layout,
+                                     (typename G::U *)stage, out);
+        } else {
+            sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, false, n, layout, stage, s.counts);
+            __syncwarp();
+            for (uint32_t i = at.lane; i < layout.bytes / 16; i += 32)
+                out(i * 16, ((const uint4 *)stage)[i]);
+        }
+        __syncwarp();
+        if (at.is_mine(ring, first, n_slots)) {
+            now.sent += layout.bytes;
+            now.sent_off += layout.bytes;
+            sp_store_release_cta(&now.board->posted[at.lane], (uint32_t)now.sent);
+        }
+        frame_bytes += (uint64_t)layout.bytes * n_slots;
+        n_frames += at.lane == format ? n_slots : 0;
+        return true;
+    }
+};
+
+// ---- the herald: the last warp of a block ----
+//
+// A fence between GPUs takes microseconds, so it is not the workers that wait for it: the herald looks at
+// what they have posted, waits once for all of them until what they wrote before is there, then tells the
+// peers.
+
+// The boards of a block's workers before anyone posts; the whole block, __syncthreads after.
+__device__ __forceinline__ void sp_boards_open(const sp_fused_args &a, sp_board *boards, bool owns,
+                                               bool gathers)
+{
+    uint32_t lane = threadIdx.x % 32, ring = lane / 16, slot = lane % 16;
+    for (uint32_t w = threadIdx.x / 32; w < a.workers_per_cta; w += blockDim.x / 32) {
+        const sp_inbox_state *state =
+            (const sp_inbox_state *)(a.arenas[a.rank] +
+                                     sp_inbox_state_off(a.shape, blockIdx.x * a.workers_per_cta + w));
+        boards[w].posted[lane] = slot < (uint32_t)a.world_size - 1 ? (uint32_t)state->sent[ring][slot] : 0;
+        if (lane < SP_ROLES)
+            boards[w].done[lane] = (lane == SP_ROLE_OWN && !owns) || (lane == SP_ROLE_GATHER && !gathers);
+        if (lane == 0)
+            boards[w].fed = boards[w].taken = 0;
+    }
+}
+
+#define SP_FENCE_LONG_NS 4000u
+
+// WORKERS: at most so many in the block.
+template <uint32_t WORKERS> struct sp_herald {
+    const sp_fused_args &a;
+    uint32_t lane;
+    bool linked;
+    uint64_t *tails;        // L: of the first worker
+    uint64_t told[WORKERS]; // L: what the peer knows
+
+    // Before anyone posts: __syncthreads after.
+    __device__ __forceinline__ explicit sp_herald(const sp_fused_args &args)
+        : a(args), lane(threadIdx.x % 32), linked(lane % 16 < (uint32_t)args.world_size - 1), tails(nullptr)
+    {
+        uint32_t n_peers = (uint32_t)a.world_size - 1, ring = lane / 16, slot = lane % 16;
+        uint32_t q0 = blockIdx.x * a.workers_per_cta;
+        if (linked)
+            tails = (uint64_t *)(a.arenas[sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size)] +
+                                 sp_inbox_tail_off(a.shape, ring, n_peers - 1 - slot, q0));
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++) {
+            const uint8_t *state = a.arenas[a.rank] + sp_inbox_state_off(a.shape, q0 + w);
+            told[w] = linked && w < a.workers_per_cta ? ((const sp_inbox_state *)state)->sent[ring][slot] : 0;
+        }
+    }
+    __device__ __forceinline__ bool all_done(const sp_board *boards) const
+    {
+        bool done = true;
+        for (uint32_t i = lane; i < a.workers_per_cta * SP_ROLES; i += 32)
+            done &= sp_load_acquire_cta(&boards[i / SP_ROLES].done[i % SP_ROLES]) != 0;
+        done = __all_sync(~0u, done);
+        __syncwarp(); // what was posted before is seen by the lane that looks for it
+        return done;
+    }
+    // Until all have posted their last.
+    __device__ __forceinline__ void run(const sp_board *boards)
+    {
+        uint32_t now[WORKERS];
+        for (;;) {
+            bool last = all_done(boards), news = false;
+#pragma unroll
+            for (uint32_t w = 0; w < WORKERS; w++) {
+                now[w] = (uint32_t)told[w];
+                if (linked && w < a.workers_per_cta)
+                    now[w] = sp_load_acquire_cta(&boards[w].posted[lane]);
+                news |= now[w] != (uint32_t)told[w];
+            }
+            if (!__any_sync(~0u, news)) {
+                if (last)
+                    return;
+                __nanosleep(50);
+                continue;
+            }
+            uint64_t before = sp_clock_ns();
+            sp_fence_sys();
+            uint32_t took = (uint32_t)(sp_clock_ns() - before);
+#pragma unroll
+            for (uint32_t w = 0; w < WORKERS; w++)
+                if (now[w] != (uint32_t)told[w]) {
+                    told[w] += now[w] - (uint32_t)told[w]; // positions grow by less than 4 GiB at a time
+                    sp_store_relaxed_sys(tails + w, told[w]);
+                }
+            // A fence that takes long is a busy link; the next one had better speak for more frames.
+            if (took > SP_FENCE_LONG_NS)
+                __nanosleep(min(took, 8000u));
+        }
+    }
+};
+
+#endif

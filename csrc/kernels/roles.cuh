@@ -1,0 +1,249 @@
+// roles.cuh - what the warps of a worker do that add nothing: feeding, relaying, gathering. direct_cuda.cu
+// adds the reductions and launches.
+//
+// A worker is a warp for each role. They share nothing but the board, so that memory is read, links are used
+// and results are written at the same time, each as fast as it can. They wait for frames and for room; a
+// feeder of dense frames keeps pace with its own worker, and an owner in one hop does not overtake its
+// feeder.
+// - feed: loads this rank's slices, one or more ahead, and sends them: contributions to the owners of their
+//   shards (lane INPUT), or its own shard to everyone (RESULT).
+// - own, in reductions: takes the contributions to its shard (INPUT), adds them, writes the result and, in an
+//   all-reduce, sends it to everyone (RESULT); direct_cuda.cu.
+// - gather: takes the results of the other shards (RESULT) and writes them.
+// In a broadcast the feeder of every rank but the root relays: takes root's slices of its shard, writes them
+// and sends them on.
+#ifndef SP_ROLES_CUH
+#define SP_ROLES_CUH
+
+#include "inlet.cuh"
+#include "outbox.cuh"
+#include "share.cuh"
+
+// ---- shared memory by role ----
+
+#define SP_FEED_BYTES (2 * SP_INBOX_SLICE_BYTES) // of slices that are loaded and sent
+#define SP_OWN_POOL_BYTES 5376u
+#define SP_GATHER_POOL_BYTES 5024u
+
+static_assert((SP_OWN_POOL_BYTES - (SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >= SP_GPU_STAGE_BYTES,
+              "an owner puts its results together in half of its pool");
+
+struct __align__(16) sp_feed_room
+{
+    uint8_t buf[SP_FEED_BYTES];
+    uint8_t stage[SP_GPU_STAGE_BYTES];
+    sp_outbox_shared outbox;
+    uint64_t barriers[4]; // of the buffers
+};
+struct __align__(16) sp_own_room
+{
+    uint8_t sums[SP_INBOX_SLICE_BYTES];
+    uint8_t pool[SP_OWN_POOL_BYTES];
+    sp_outbox_shared outbox;
+};
+struct __align__(16) sp_gather_room
+{
+    uint8_t buf[SP_INBOX_SLICE_BYTES];
+    uint8_t pool[SP_GATHER_POOL_BYTES];
+    uint64_t barriers[2]; // of the pool
+};
+
+// This warp has nothing more to post.
+__device__ __forceinline__ void sp_role_done(sp_board &board, sp_role role)
+{
+    sp_slice_stored(threadIdx.x % 32);
+    if (threadIdx.x % 32 == 0)
+        sp_store_release_cta(&board.done[role], 1);
+}
+
+// ---- feed ----
+
+// What a feeder sends, in order: of each of its slices t, for each worker that it serves, first the
+// contributions to the other shards, then, in all-gathers and at the root of a broadcast, the slice of its
+// own shard.
+struct sp_feed_list {
+    const sp_share &share; // of the first worker
+    sp_shard own;
+    uint32_t n_served, n_slices[2]; // workers served, and the slices of each
+    uint32_t n_inputs, n_each;      // of each t and worker
+
+    __device__ __forceinline__ sp_feed_list(const sp_share &s, const sp_share &second, uint32_t served,
+                                            uint32_t n_peers)
+        : share(s), own(s.shard((uint32_t)s.a.rank)), n_served(served), n_slices{s.n_slices, second.n_slices}
+    {
+        const sp_fused_args &a = s.a;
+        n_inputs = n_peers == 0 || !sp_sends_inputs(a) ? 0 : sp_one_input(a) ? 1 : n_peers;
+        n_each = n_inputs + (a.op == SP_FUSED_ALL_GATHER || a.op == SP_FUSED_BROADCAST ? 1 : 0);
+    }
+    struct item {
+        uint32_t t, worker, k; // k < n_inputs: contribution k; else the own slice
+    };
+    __device__ __forceinline__ void next(item &i) const
+    {
+        if (++i.k < n_each)
+            return;
+        i.k = 0;
+        if (++i.worker < n_served)
+            return;
+        i.worker = 0;
+        i.t++;
+    }
+    __device__ __forceinline__ bool is_own(const item &i) const
+    {
+        return i.k >= n_inputs;
+    }
+    // Where the slice starts in a shard.
+    __device__ __forceinline__ uint64_t start(const item &i) const
+    {
+        return share.start(i.t) + i.worker * share.a.slice_elems;
+    }
+    // Where it lies in the input; no elements: behind the end.
+    __device__ __forceinline__ sp_range range(const item &i) const
+    {
+        const sp_fused_args &a = share.a;
+        sp_shard shard = own;
+        uint64_t at = start(i), base;
+        if (!is_own(i) && !sp_one_input(a))
+            shard = share.shard(sp_inbox_peer((uint32_t)a.rank, i.k, (uint32_t)a.world_size));
+        base = is_own(i) && !sp_is_sharded(a) ? 0 : shard.base; // an all-gather's input is the shard
+        return {base + at, i.t < (i.worker == 0 ? n_slices[0] : n_slices[1]) && at < shard.left
+                               ? (uint32_t)min(shard.left - at, (uint64_t)a.slice_elems)
+                               : 0};
+    }
+};
+
+// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them.
+template <class G>
+__device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
+                                        sp_board *boards)
+{
+    typedef typename G::U U;
+    constexpr uint32_t DEPTH = SP_FEED_BYTES / (G::UNITS * 16);
+    static_assert(DEPTH >= 2 && DEPTH <= 4, "a barrier for each");
+    sp_share share(at.a, at.q), second(at.a, at.q + 1);
+    sp_feed_list list(share, second, n_served, at.n_peers);
+    sp_outbox outbox(at, room.outbox, boards[0]);
+    sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
+    sp_feed_list::item now = {0, 0, 0}, ahead = {0, 0, 0};
+    uint32_t i = 0; // of the buffers
+    bool ok = true;
+    auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
+    auto start = [&](uint32_t b) {
+        sp_range r = list.range(ahead);
+        loader.start(at.lane, b, buf_of(b), (const U *)at.a.in + r.start, r.n);
+        list.next(ahead);
+    };
+    if (list.n_each == 0)
+        return;
+    // (Not in an all-reduce, where it was slower; nor where the taker is no other warp.)
+    outbox.paced = at.n_peers != 0 && (at.a.op == SP_FUSED_ALL_GATHER || at.a.op == SP_FUSED_REDUCE_SCATTER);
+    if (n_served == 2)
+        outbox.open_other(at.q + 1, boards + 1);
+    for (uint32_t b = 0; b < DEPTH; b++)
+        start(b);
+    while (ok && now.t < share.n_slices) {
+        sp_range r = list.range(now);
+        bool own = list.is_own(now), to_all = own || sp_one_input(at.a);
+        loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
+        if (sp_one_input(at.a) && at.lane == 0)
+            sp_store_release_cta(&boards[0].fed, now.t + 1);
+        if (r.n != 0) {
+            U *to = (U *)at.a.out + list.own.base + list.start(now);
+            if (own && to != (const U *)at.a.in + r.start)
+                sp_slice_store<G>(at.lane, buf_of(i), to, r.n);
+            if (at.n_peers != 0)
+                ok = outbox.send<G>(buf_of(i), r.n, room.stage, own ? SP_INBOX_RESULT : SP_INBOX_INPUT,
+                                    to_all ? 0 : now.k, to_all ? at.n_peers : 1, now.t);
+        }
+        sp_slice_stored(at.lane);
+        start(i);
+        i = (i + 1) % DEPTH;
+        if (n_served == 2) // one item for each worker and t: in all-gathers only
+            outbox.turn();
+        list.next(now);
+    }
+    for (uint32_t b = 0; b < DEPTH;
+         b++, i = (i + 1) % DEPTH, list.next(now)) { // no copy may arrive after the end
+        sp_range r = list.range(now);
+        loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
+    }
+    sp_copy_wait<0>();
+    if (ok)
+        outbox.close((list.n_inputs != 0 ? 1u << SP_INBOX_INPUT : 0) |
+                     (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
+}
+
+// ---- relay: a broadcast's slices of the own shard, from root to the output and on to the others ----
+
+template <class G>
+__device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room, sp_board &board)
+{
+    typedef typename G::U U;
+    sp_share share(at.a, at.q);
+    U *buf = (U *)room.buf;
+    uint32_t root = (uint32_t)at.a.root, slot = sp_inbox_slot(at.me(), root, (uint32_t)at.a.world_size);
+    sp_shard own = share.shard(at.me());
+    sp_outbox outbox(at, room.outbox, board);
+    sp_inlet<G, true> inlet(at, SP_INBOX_INPUT, room.buf + SP_INBOX_SLICE_BYTES, SP_INBOX_SLICE_BYTES,
+                            room.barriers);
+    bool ok = true;
+    for (uint32_t t = 0; ok && t < share.n_slices; t++) {
+        sp_range r = share.range(own, t);
+        sp_sink_chip<G> sink = {buf};
+        uint32_t k = root - (root > at.me() ? 1 : 0);
+        bool good;
+        if (r.n == 0)
+            continue;
+        ok = inlet.take(t, at.slot() == slot ? r.n : 0);
+        if (!ok)
+            break;
+        inlet.look_ahead(at.slot() == slot ? share.elems(own, t + 1) : 0);
+        sp_slice_stored(at.lane);
+        sp_zero_units(at.lane, buf, G::UNITS);
+        __syncwarp();
+        good = sp_decode<G>(at.lane, inlet.view(k), sink);
+        sp_slice_store<G>(at.lane, buf, (U *)at.a.out + r.start, r.n);
+        ok = inlet.give_back(t, good ? 0 : slot + 1) &&
+             outbox.send<G>(buf, r.n, room.stage, SP_INBOX_RESULT, 0, at.n_peers, t);
+    }
+    inlet.close(ok);
+    if (ok)
+        outbox.close(1u << SP_INBOX_RESULT);
+}
+
+// ---- gather ----
+
+// board: is told how many slices have been taken, or nullptr.
+template <class G>
+__device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &room, sp_board *board)
+{
+    typedef typename G::U U;
+    sp_share share(at.a, at.q);
+    sp_inlet<G, true> inlet(at, SP_INBOX_RESULT, room.pool, SP_GATHER_POOL_BYTES, room.barriers);
+    bool ok = true;
+    sp_shard mine = share.shard(at.peer(min(at.slot(), at.n_peers - 1))); // L: of this lane's link
+    if (at.n_peers == 0)
+        return;
+    for (uint32_t t = 0; ok && t < share.n_slices; t++) {
+        uint32_t bad = 0;
+        ok = inlet.take(t, share.elems(mine, t));
+        if (!ok)
+            break;
+        inlet.look_ahead(share.elems(mine, t + 1));
+        for (uint32_t k = 0; k < at.n_peers; k++) {
+            sp_view v = inlet.view(k);
+            U *dst = (U *)at.a.out + (k + (k >= at.me() ? 1 : 0)) * at.a.shard_stride + share.start(t);
+            if (v.n != 0 &&
+                !sp_decode_store<G, false>(at.lane, v, (U *)room.buf, dst, [&](sp_sink_chip<G> &sink) {
+                    return sp_decode<G>(at.lane, v, sink);
+                }))
+                bad = inlet.slot_of(k) + 1;
+        }
+        ok = inlet.give_back(t, bad);
+        if (board != nullptr && at.lane == 0)
+            sp_store_release_cta(&board->taken, t + 1);
+    }
+    inlet.close(ok);
+}
+
+#endif
