@@ -68,6 +68,7 @@ if(SPCCL_HAS_CUDA)
   set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
   set(CMAKE_CUDA_SEPARABLE_COMPILATION OFF)
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+  string(APPEND CMAKE_CUDA_FLAGS " --threads=4") # architectures side by side: one takes over a minute
   list(JOIN archs " " archs_text)
   message(STATUS "spccl: with CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), sm: ${archs_text}")
 else()
