@@ -42,6 +42,9 @@ typedef enum sp_gpu_trouble {
                         `detail` */
 } sp_gpu_trouble;
 
+/* In `detail` of BAD_FRAME: one of the rules 20 to 27 of docs/FORMAT.md 4, without `wanted` and `seen`. */
+#define SP_GPU_RULE_INDEX 20u
+
 typedef struct sp_gpu_report {
     uint32_t claimed; /* 0, or 1 + the worker that writes; the rest is valid once `trouble` is not FINE */
     uint32_t trouble; /* sp_gpu_trouble */

@@ -60,6 +60,14 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
                  where, waited, r->peer, lane, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_BAD_FRAME:
+        if (r->detail == SP_GPU_RULE_INDEX) {
+            snprintf(
+                text, cap,
+                "%s the list of elements in a frame of rank %u is broken (%s, worker %u, slice %u; rules 20 "
+                "to 27 of docs/FORMAT.md): do all ranks run the same version of spccl?",
+                where, r->peer, lane, r->worker, r->slice);
+            return SPCCL_ERR_FORMAT;
+        }
         snprintf(text, cap,
                  "%s a frame of rank %u breaks a rule (%s, worker %u, slice %u, field %u: got %" PRIu64
                  ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",

@@ -11,9 +11,6 @@
 #include "decode.cuh"
 #include "wait.cuh"
 
-// Reported for a frame whose index section breaks one of the rules 20 to 27.
-#define SP_RULE_INDEX 20u
-
 // BULK: frames come by bulk copies, where there are any.
 template <class G, bool BULK> struct sp_inlet {
     const sp_place &at;
@@ -279,7 +276,7 @@ template <class G, bool BULK> struct sp_inlet {
     {
         if (__any_sync(~0u, bad != 0)) {
             if (bad != 0)
-                sp_report(at.a, at.q, SP_GPU_BAD_FRAME, which, bad - 1, slice, 0, 0, SP_RULE_INDEX);
+                sp_report(at.a, at.q, SP_GPU_BAD_FRAME, which, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
             return false;
         }
         __syncwarp();

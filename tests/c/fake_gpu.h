@@ -26,6 +26,7 @@ static struct {
     bool no_access[FAKE_GPUS][FAKE_GPUS], no_fd[FAKE_GPUS];
     size_t free_bytes;
     bool import_fails, create_fails, launch_fails;
+    uint32_t bad_rule; /* not 0: rank 0's kernels report a frame of rank 1 that breaks it */
     atomic_int n_memories, n_waits, n_kernels; /* alive; stream_wait calls; launches */
     _Atomic unsigned long long capture;        /* id of the capture that all streams are in; 0 = none */
 } fake = {.n_gpus = FAKE_GPUS, .free_bytes = (size_t)1 << 40};
@@ -241,7 +242,8 @@ static void fake_report(const sp_fused_args *a, int peer, uint64_t wanted, uint6
     r->seq = a->seq;
     r->wanted = wanted;
     r->seen = seen;
-    __atomic_store_n(&r->trouble, SP_GPU_NO_DATA, __ATOMIC_RELEASE);
+    r->detail = fake.bad_rule;
+    __atomic_store_n(&r->trouble, fake.bad_rule != 0 ? SP_GPU_BAD_FRAME : SP_GPU_NO_DATA, __ATOMIC_RELEASE);
 }
 
 static void *fake_kernel(void *arg)
@@ -265,6 +267,10 @@ static void *fake_kernel(void *arg)
             }
             usleep(200);
         }
+    if (fake.bad_rule != 0 && a->rank == 0) {
+        fake_report(a, 1, 1000, 999);
+        goto out;
+    }
     __atomic_fetch_add(&state->frame_bytes, 64, __ATOMIC_RELAXED);
     __atomic_fetch_add(&state->n_frames[SPCCL_FORMAT_DENSE], 1, __ATOMIC_RELAXED);
 out:

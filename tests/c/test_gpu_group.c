@@ -387,6 +387,34 @@ static void test_launch_fails(void)
     run_ranks(2, NULL, launch_fails, NULL, ctx);
 }
 
+/* A frame that breaks a rule: who sent it, where, and what is wrong with it. */
+static void bad_frame(struct rank_ctx *c)
+{
+    spccl_status st;
+    CHECK_OK(attach(c));
+    CHECK_OK(reduce(c, 0));
+    st = spccl_cuda_wait(c->comm, &streams[c->rank][0], 20000);
+    if (c->rank == 0)
+        CHECK(st == SPCCL_ERR_FORMAT && strstr(spccl_last_error(), c->arg) != NULL, "%s: %s",
+              spccl_status_name(st), spccl_last_error());
+    meet(2);
+}
+
+static void test_bad_frame(void)
+{
+    static char in_header[] =
+        "a frame of rank 1 breaks a rule (inputs, worker 12, slice 4, field 9: got 999, "
+        "wanted 1000)",
+                in_list[] = "the list of elements in a frame of rank 1 is broken (inputs, worker 12, slice 4";
+    struct rank_ctx ctx[2];
+    for (int i = 0; i < 2; i++) {
+        reset();
+        fake.bad_rule = i == 0 ? 9 : SP_GPU_RULE_INDEX;
+        run_ranks(2, NULL, bad_frame, i == 0 ? in_header : in_list, ctx);
+        fake.bad_rule = 0;
+    }
+}
+
 /* ---- processes, one of which is killed ---- */
 
 /* Rank 0 serves the rendezvous: a process that has threads should not fork. */
@@ -456,6 +484,7 @@ int main(int argc, char **argv)
         {"timeout", test_timeout},
         {"abort", test_abort},
         {"launch_fails", test_launch_fails},
+        {"bad_frame", test_bad_frame},
         {NULL, NULL}};
     return test_main(cases, argc, argv);
 }
