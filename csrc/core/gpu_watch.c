@@ -122,6 +122,13 @@ void sp_gpu_comm_look(spccl_comm *comm)
     pthread_mutex_unlock(&g->look_mu);
 }
 
+void sp_gpu_comm_look_at_report(sp_gpu_comm *g)
+{
+    pthread_mutex_lock(&g->look_mu);
+    look_at_report(g);
+    pthread_mutex_unlock(&g->look_mu);
+}
+
 /* ---- the thread ---- */
 
 static void *watch(void *arg)
