@@ -317,8 +317,12 @@ spccl_status sp_comm_broken(spccl_comm *comm)
     spccl_status st;
     pthread_mutex_lock(&comm->mu);
     st = comm->broken;
-    if (st != SPCCL_OK)
+    if (st != SPCCL_OK) {
         sp_set_error(comm->error);
+    } else if (atomic_load(&comm->abort_asked)) { /* the driver has not come to it yet */
+        st = comm->asked_status;
+        sp_set_error(comm->asked_text);
+    }
     pthread_mutex_unlock(&comm->mu);
     return st;
 }

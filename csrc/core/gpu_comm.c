@@ -59,9 +59,7 @@ static spccl_status wait_stream(sp_gpu_comm *g, void *stream, int64_t timeout_ms
     int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(timeout_ms);
     for (;;) {
         spccl_status st = g->ops->stream_query(stream);
-        sp_gpu_comm_look(g->comm);
-        if (st != SPCCL_AGAIN) /* the kernels may have ended by giving up */
-            sp_gpu_comm_look_at_report(g);
+        sp_gpu_comm_look(g->comm); /* also when it is done: the kernels may have ended by giving up */
         SP_TRY(sp_comm_broken(g->comm));
         if (st != SPCCL_AGAIN)
             return st;

@@ -39,7 +39,7 @@ typedef struct sp_gpu_comm {
 
     /* gpu_watch.c */
     struct sp_gpu_comm *next;
-    pthread_mutex_t look_mu; /* one look at a time */
+    pthread_mutex_t look_mu; /* one look at the peers at a time */
     int64_t gone_since_ns;   /* a peer's connection ended; 0 = all are there */
 } sp_gpu_comm;
 
@@ -62,8 +62,5 @@ void sp_gpu_watch_remove(sp_gpu_comm *g);
 /* Look at the GPU's report, the peers and their aborts, and break the communicator if need be. Makes no
  * device call, so it disturbs no capture. Nothing without a GPU. Threads: any. */
 void sp_gpu_comm_look(spccl_comm *comm);
-/* The GPU's report alone, also if another thread is looking: what a kernel that has ended reported is known
- * after. */
-void sp_gpu_comm_look_at_report(sp_gpu_comm *g);
 
 #endif

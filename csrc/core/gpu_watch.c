@@ -114,19 +114,15 @@ static void look_at_peers(sp_gpu_comm *g)
 void sp_gpu_comm_look(spccl_comm *comm)
 {
     sp_gpu_comm *g = atomic_load(&comm->gpu);
-    if (g == NULL || pthread_mutex_trylock(&g->look_mu) != 0)
+    if (g == NULL)
         return;
+    /* Whoever looks: one who has seen a kernel end must know afterwards what it reported, also if another
+     * thread is looking just now. */
     look_at_report(g);
-    if (comm->world_size > 1)
+    if (comm->world_size > 1 && pthread_mutex_trylock(&g->look_mu) == 0) {
         look_at_peers(g);
-    pthread_mutex_unlock(&g->look_mu);
-}
-
-void sp_gpu_comm_look_at_report(sp_gpu_comm *g)
-{
-    pthread_mutex_lock(&g->look_mu);
-    look_at_report(g);
-    pthread_mutex_unlock(&g->look_mu);
+        pthread_mutex_unlock(&g->look_mu);
+    }
 }
 
 /* ---- the thread ---- */
