@@ -408,7 +408,6 @@ static size_t block_bytes(sp_fused_op op, uint32_t n)
 
 extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t out[SP_FUSED_OPS])
 {
-    uint32_t workers[SP_FUSED_OPS];
     int shared = 0;
     SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
     for (int op = 0; op < SP_FUSED_OPS; op++) {
@@ -420,12 +419,12 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t out[
             return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                            "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal,
                            shared, block_bytes((sp_fused_op)op, 1));
+        out[op] = n;
     }
     for (sp_fused_kernel kernel : gather_kernels)
         SP_TRY(prepare(kernel, shared));
     for (sp_fused_kernel kernel : reduce_kernels)
         SP_TRY(prepare(kernel, shared));
-    memcpy(out, workers, sizeof workers);
     return SPCCL_OK;
 }
 
