@@ -69,8 +69,9 @@ MAP = (
         "scan_avx2 bulk_avx2 pici_avx2 coo_avx2 tile_avx2 "
         "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch "
         "cuda_check kernels_cuda device_cuda memory_cuda device_none "
-        "ptx.cuh elem.cuh slice.cuh frame.cuh encode.cuh decode.cuh wait.cuh outbox.cuh inlet.cuh share.cuh roles.cuh "
-        "codec_cuda direct_cuda",
+        "ptx.cuh elem.cuh slice.cuh frame.cuh encode.cuh decode.cuh share.cuh wait.cuh outbox.cuh inlet.cuh roles.cuh "
+        "fused.cuh reduce.cuh codec_cuda direct_cuda gather_cuda "
+        "reduce_float_cuda reduce_half_cuda reduce_int_cuda reduce_small_int_cuda",
         (*NO_NETWORK, "Python", "torch/"),
     ),
     Group(

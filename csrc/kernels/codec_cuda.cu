@@ -267,11 +267,7 @@ __device__ __forceinline__ spccl_status sp_decode_frame(uint32_t lane, const sp_
     v.values = v.p + v.at.values;
     ok = sp_padding_is_zero<G::E>(lane, v);
     if (SET)
-        return sp_decode_store<G, true>(
-                   lane, v, (U *)buf, dst, [&](sp_sink_chip<G> &chip) { return sp_decode<G>(lane, v, chip); },
-                   ok)
-                   ? SPCCL_OK
-                   : SPCCL_ERR_FORMAT;
+        return sp_decode_store<G, true>(lane, v, (U *)buf, dst, ok) ? SPCCL_OK : SPCCL_ERR_FORMAT;
     if (!__all_sync(~0u, sp_decode<G>(lane, v, none) && ok))
         return SPCCL_ERR_FORMAT;
     sp_decode<G>(lane, v, sink);

@@ -17,16 +17,65 @@ template <class G> union sp_unit {
     typename G::U e[G::K];
 };
 
-// Rules 20 to 22: counts of blocks in lanes; each entry looks for its block among them.
+// Entries [from, to) of a tile frame, of the blocks from `base` on. find(k, b, at): the block of entry k,
+// from `base` on, and its first entry.
+template <class G, class SINK, class FIND>
+__device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &v, SINK &sink, uint32_t from,
+                                                  uint32_t to, uint32_t base, FIND find)
+{
+    typedef typename G::U U;
+    const uint8_t *places = v.p + v.at.meta;
+    const U *values = (const U *)v.values;
+    bool ok = true;
+    for (uint32_t k0 = from; k0 < to; k0 += 32) {
+        uint32_t k = k0 + lane, b = 0, at = 0, place = 0, before = 0;
+        U x = 0;
+        if (k < to) {
+            place = places[k];
+            before = places[k - (k != 0 ? 1 : 0)];
+            x = values[k];
+        }
+        find(k, b, at);
+        if (k < to) {
+            uint32_t i = (base + b) * SP_TILE_ELEMS + place;
+            ok &= i < v.n && (k == at || place > before);
+            if (i < v.n)
+                sink.put(i, x);
+        }
+    }
+    return ok;
+}
+
+// Rules 20 to 22: each entry looks for its block.
 template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, SINK &sink)
 {
-    typedef typename G::U U;
-    const uint8_t *counts = v.p + v.at.index, *places = v.p + v.at.meta;
-    const U *values = (const U *)v.values;
+    const uint8_t *counts = v.p + v.at.index;
     constexpr uint32_t PARTS = (G::N_BLOCKS + 31) / 32; // of 32 blocks
-    uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS, start[PARTS], first[PARTS + 1];
+    uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS;
     bool ok = true;
+    if (G::N_BLOCKS <= 8) { // every lane has them all
+        uint2 w = *(const uint2 *)counts;
+        uint64_t all = w.x | (uint64_t)w.y << 32;
+        uint32_t first[8], sum = 0;
+        if (n_blocks < 8)
+            all &= ((uint64_t)1 << 8 * n_blocks) - 1;
+#pragma unroll
+        for (uint32_t j = 0; j < 8; j++) {
+            first[j] = sum;
+            sum += (uint32_t)(all >> 8 * j) & 0xff;
+        }
+        if (sum != v.nnz) // then no place among the values can be trusted
+            return false;
+        return sp_decode_entries<G>(lane, v, sink, 0, v.nnz, 0, [&](uint32_t k, uint32_t &b, uint32_t &at) {
+#pragma unroll
+            for (uint32_t j = 1; j < 8; j++) { // the last block that starts at k or before it
+                b += first[j] <= k ? 1 : 0;
+                at = first[j] <= k ? first[j] : at;
+            }
+        });
+    }
+    uint32_t start[PARTS], first[PARTS + 1]; // counts of blocks in lanes
     first[0] = 0;
 #pragma unroll
     for (uint32_t h = 0; h < PARTS; h++) {
@@ -34,44 +83,17 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
         start[h] = first[h] + upto - count;
         first[h + 1] = first[h] + __shfl_sync(~0u, upto, 31);
     }
-    if (first[PARTS] != v.nnz) // then no place among the values can be trusted
+    if (first[PARTS] != v.nnz)
         return false;
 #pragma unroll
     for (uint32_t h = 0; h < PARTS; h++)
-        for (uint32_t k0 = first[h]; k0 < first[h + 1]; k0 += 32) {
-            uint32_t k = k0 + lane, b = 0, at, place = 0, before;
-            bool mine = k < first[h + 1];
-            U x = 0;
-            if (mine) {
-                place = places[k];
-                x = values[k];
-            }
-            if (G::N_BLOCKS <= 8) { // the last block that starts at k or before it
-                at = __shfl_sync(~0u, start[h], 0);
+        ok &= sp_decode_entries<G>(lane, v, sink, first[h], first[h + 1], h * 32,
+                                   [&](uint32_t k, uint32_t &b, uint32_t &at) {
 #pragma unroll
-                for (uint32_t j = 1; j < G::N_BLOCKS; j++) {
-                    uint32_t next = __shfl_sync(~0u, start[h], j);
-                    b += next <= k ? 1 : 0;
-                    at = next <= k ? next : at;
-                }
-            } else {
-#pragma unroll
-                for (uint32_t step = 16; step != 0; step >>= 1) {
-                    at = __shfl_sync(~0u, start[h], b + step);
-                    b += at <= k ? step : 0;
-                }
-                at = __shfl_sync(~0u, start[h], b);
-            }
-            before = __shfl_up_sync(~0u, place, 1);
-            if (lane == 0 && k != 0)
-                before = places[k - 1];
-            if (mine) {
-                uint32_t i = (h * 32 + b) * SP_TILE_ELEMS + place;
-                ok &= i < v.n && (k == at || place > before);
-                if (i < v.n)
-                    sink.put(i, x);
-            }
-        }
+                                       for (uint32_t step = 16; step != 0; step >>= 1)
+                                           b += __shfl_sync(~0u, start[h], b + step) <= k ? step : 0;
+                                       at = __shfl_sync(~0u, start[h], b);
+                                   });
     return ok;
 }
 
@@ -168,36 +190,29 @@ __device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, S
     return ok;
 }
 
-// Units [first, first + n_units) of a dense slice, which lie at `units`, as far as they are whole.
 template <class G, class SINK>
-__device__ __forceinline__ void sp_decode_units(uint32_t lane, const uint4 *units, uint32_t first,
-                                                uint32_t n_units, SINK &sink)
+__device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v, SINK &sink)
 {
-    constexpr uint32_t AHEAD = 8;
-    uint32_t u = lane;
-    for (; u + 32 * (AHEAD - 1) < n_units; u += 32 * AHEAD) {
+    constexpr uint32_t AHEAD = G::K > 4 ? 4 : 8; // more would spill registers
+    const uint4 *units = (const uint4 *)v.values;
+    uint32_t whole = v.n / G::K, u = lane;
+    for (; u + 32 * (AHEAD - 1) < whole; u += 32 * AHEAD) {
         sp_unit<G> x[AHEAD];
 #pragma unroll
         for (uint32_t i = 0; i < AHEAD; i++)
             x[i].v = units[u + 32 * i];
 #pragma unroll
         for (uint32_t i = 0; i < AHEAD; i++)
-            sink.unit(first + u + 32 * i, sp_unit_mask<G::E>(x[i].v), x[i]);
+            sink.unit(u + 32 * i, sp_unit_mask<G::E>(x[i].v), x[i]);
     }
-    for (; u < n_units; u += 32) {
+    for (; u < whole; u += 32) {
         sp_unit<G> x;
         x.v = units[u];
-        sink.unit(first + u, sp_unit_mask<G::E>(x.v), x);
+        sink.unit(u, sp_unit_mask<G::E>(x.v), x);
     }
-}
-template <class G, class SINK>
-__device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v, SINK &sink)
-{
-    uint32_t whole = v.n / G::K;
-    sp_decode_units<G>(lane, (const uint4 *)v.values, 0, whole, sink);
     if (lane == 0 && v.n % G::K != 0) {
         sp_unit<G> x;
-        x.v = ((const uint4 *)v.values)[whole];
+        x.v = units[whole];
 #pragma unroll
         for (uint32_t c = 0; c < G::K; c++)
             if (c >= v.n % G::K)
@@ -235,6 +250,14 @@ template <class G> struct sp_sink_chip {
         ((uint4 *)buf)[u] = x.v;
     }
 };
+// Into a slice in global memory that holds zeros.
+template <class G> struct sp_sink_zeros {
+    typename G::U *dst;
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        dst[i] = x;
+    }
+};
 // Nowhere: only the rules are checked.
 template <class G> struct sp_sink_none {
     __device__ __forceinline__ void put(uint32_t, typename G::U) const
@@ -245,13 +268,13 @@ template <class G> struct sp_sink_none {
     }
 };
 
-// dst [v.n] in global memory becomes what the frame says, zeros where it says nothing; DECODE hands it to the
-// sink that it is given. buf: room for a slice on chip; stores from it are waited for first. False: as
-// sp_decode; then dst holds anything, but with CHECKED what it held before (and the lanes agree). good: with
-// CHECKED, what the lane knows of the frame so far.
-template <class G, bool CHECKED, class DECODE>
+// dst [v.n] in global memory becomes what the frame says, zeros where it says nothing. buf: room for a slice
+// on chip; stores from it are waited for first. False: as sp_decode; then dst holds anything, but with
+// CHECKED what it held before (and the lanes agree). good: with CHECKED, what the lane knows of the frame so
+// far.
+template <class G, bool CHECKED>
 __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v, typename G::U *buf,
-                                                typename G::U *dst, DECODE decode, bool good = true)
+                                                typename G::U *dst, bool good = true)
 {
     sp_sink_chip<G> sink = {buf};
     if (v.format == SPCCL_FORMAT_EMPTY) {
@@ -265,7 +288,7 @@ __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v,
         sp_zero_units(lane, buf, G::UNITS);
         __syncwarp();
     }
-    good &= decode(sink);
+    good &= sp_decode<G>(lane, v, sink);
     if (CHECKED && !__all_sync(~0u, good))
         return false;
     sp_slice_store<G>(lane, buf, dst, v.n);

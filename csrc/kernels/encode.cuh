@@ -87,7 +87,7 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
             uint32_t upto, before, total, in_block;
 #pragma unroll
             for (uint32_t i = 0; i < 2; i++)
-#pragma unroll
+#pragma unroll 4 // more code would crowd out that of the other roles
                 for (uint32_t j = 0; j < G::ROWS; j++) {
                     uint32_t at = ((r + i) * 32 + lane) * G::ROWS + sp_row_of<G>(lane, j);
                     uint4 v = ((const uint4 *)buf)[at];
@@ -126,11 +126,13 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
 }
 
 // A whole frame of format empty, tile or coo. frame: shared or global memory, aligned to 16; __syncwarp
-// before it is read, and before the call (counts).
+// before it is read, and before the call (counts). clear: nullptr, or a slice [n] in global memory whose
+// listed elements become zero.
 template <class G>
 __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G::U *buf, const sp_scan<G> &s,
                                                  uint32_t format, uint32_t dtype, bool is_delta, uint32_t n,
-                                                 const sp_layout &at, uint8_t *frame, const uint8_t *counts)
+                                                 const sp_layout &at, uint8_t *frame, const uint8_t *counts,
+                                                 typename G::U *clear = nullptr)
 {
     typedef typename G::U U;
     typedef typename sp_scan<G>::mask_type MASK;
@@ -141,7 +143,7 @@ __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G
         ((uint4 *)frame)[lane] = sp_header_unit(lane, format, dtype, is_delta, n, s.nnz, at);
     if (format == SPCCL_FORMAT_EMPTY)
         return;
-    sp_padding_write<G::E>(lane, frame, format, n, s.nnz, at);
+    sp_padding_write(lane, frame, at);
     if (format == SPCCL_FORMAT_TILE)
         for (uint32_t b = lane; b < (n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS; b += 32)
             frame[at.index + b] = counts[b];
@@ -151,6 +153,8 @@ __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G
         for (MASK left = s.mask[r]; left != 0; left &= left - 1, k++) {
             uint32_t i = r * G::RUN_ELEMS + lane * G::LANE_ELEMS + sp_lowest(left);
             values[k] = buf[i];
+            if (clear != nullptr)
+                clear[i] = 0;
             if (format == SPCCL_FORMAT_TILE)
                 places[k] = (uint8_t)i;
             else

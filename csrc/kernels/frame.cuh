@@ -189,17 +189,14 @@ template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(uint32_
     return ok;
 }
 
-// Zero the padding of a frame that is being written. One warp.
-template <uint32_t E>
-__device__ __forceinline__ void sp_padding_write(uint32_t lane, uint8_t *p, uint32_t format, uint32_t n,
-                                                 uint32_t nnz, const sp_layout &at)
+// Zero the last unit of each section of a frame, which may end in padding, before the section is written. One
+// warp; ends with __syncwarp.
+__device__ __forceinline__ void sp_padding_write(uint32_t lane, uint8_t *p, const sp_layout &at)
 {
-#pragma unroll
-    for (uint32_t gap = 0; gap < 3; gap++) {
-        uint32_t from = sp_padding_from<E>(gap, format, n, nnz, at);
-        if (from + lane < sp_up16(from))
-            p[from + lane] = 0;
-    }
+    uint32_t end = lane == 0 && at.meta != 0 ? at.meta : lane < 2 ? at.values : at.bytes;
+    if (lane < 3)
+        *(uint4 *)(p + end - 16) = make_uint4(0, 0, 0, 0);
+    __syncwarp();
 }
 
 #endif

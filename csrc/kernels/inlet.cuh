@@ -22,16 +22,15 @@ template <class G, bool BULK> struct sp_inlet {
     uint32_t which;     // the ring: INPUT or RESULT
     uint32_t ring_bytes;
     uint32_t parity;           // the half of this slice
-    bool ahead;                // the starts of the next frames are on their way
-    uint32_t ahead_half;       // to this half
+    uint32_t ahead;            // 0, or 1 + the half to which the starts of the next frames are on their way
     bool one_by_one;           // long frames
     bool coming;               // with one_by_one: the next frame is on its way to its half
     const uint8_t *from;       // L: the ring in the own arena
-    uint64_t taken, tail;      // L: positions: next frame to take; how far the peer has come, as last seen
-    uint32_t taken_off, guess; // L: `taken` in the ring; bytes of the next frame to copy unseen
+    uint64_t taken;            // L: position of the next frame to take
+    uint32_t taken_off, guess; // L: the same in the ring; bytes of the next frame to copy unseen
+    int32_t come;              // L: bytes from `taken` on that have come, as last seen
     uint32_t n, bytes;         // L: elements and bytes of the frame at hand; bytes 0: none
-    const uint8_t *frame;      // L: where it lies
-    uint32_t fetched;          // L: bytes of its start that are on chip
+    uint32_t frame_off;        // L: where it lies in the ring
 
     // Positions from the last launch. pool_bytes: at least 192 for each peer.
     __device__ __forceinline__ sp_inlet(const sp_place &place, uint32_t ring, uint8_t *shared,
@@ -39,9 +38,9 @@ template <class G, bool BULK> struct sp_inlet {
         : at(place), pool(shared), barriers(shared_barriers), phases(0),
           half((pool_bytes - place.n_peers * SP_FRAME_HEADER_BYTES) / 2 & ~15u),
           area(place.n_peers == 0 ? 0 : half / place.n_peers & ~15u), which(ring),
-          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), parity(0), ahead(false), ahead_half(0),
-          one_by_one(false), coming(false), from(nullptr), taken(0), tail(0), taken_off(0), guess(0), n(0),
-          bytes(0), frame(nullptr), fetched(0)
+          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), parity(0), ahead(0), one_by_one(false),
+          coming(false), from(nullptr), taken(0), taken_off(0), guess(0), come(0), n(0), bytes(0),
+          frame_off(0)
     {
         if (at.is_mine(which, 0, at.n_peers)) {
             taken = at.state(at.q)->taken[which][at.slot()];
@@ -58,8 +57,8 @@ template <class G, bool BULK> struct sp_inlet {
     // The last call. ok: nothing went wrong, and the positions are kept for the next launch.
     __device__ __forceinline__ void close(bool ok)
     {
-        if (ahead) // no copy may arrive after the end
-            landed(ahead_half, false);
+        if (ahead != 0) // no copy may arrive after the end
+            landed(ahead - 1, false);
         if (ok && at.is_mine(which, 0, at.n_peers))
             at.state(at.q)->taken[which][at.slot()] = taken;
     }
@@ -72,11 +71,12 @@ template <class G, bool BULK> struct sp_inlet {
     {
         if (ring_bytes - taken_off < SP_FRAME_HEADER_BYTES)
             wrap();
-        return tail > taken;
+        return come > 0;
     }
     __device__ __forceinline__ void wrap() // L
     {
         taken += ring_bytes - taken_off;
+        come -= (int32_t)(ring_bytes - taken_off);
         taken_off = 0;
     }
     __device__ __forceinline__ uint4 *header_of(uint32_t slot) const
@@ -121,7 +121,8 @@ template <class G, bool BULK> struct sp_inlet {
     __device__ __forceinline__ void bring(uint32_t slot, uint32_t n_bytes, uint32_t to) const
     {
         uint32_t link = which * 16 + slot;
-        const uint8_t *whole = (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)frame, link);
+        const uint8_t *whole =
+            (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off), link);
 #if SP_HAS_BULK
         if (BULK) {
             if (at.lane == link) {
@@ -173,19 +174,22 @@ template <class G, bool BULK> struct sp_inlet {
     {
         bool ok = true;
         n = at.is_mine(which, 0, at.n_peers) ? n_wanted : 0;
-        if (!ahead) {
+        if (ahead == 0) {
             if (n != 0 && !has_come()) {
-                tail = sp_wait(at.a, at.q, tail_word(), taken + 1, SP_GPU_NO_DATA, which, at.slot(), slice);
+                uint64_t tail =
+                    sp_wait(at.a, at.q, tail_word(), taken + 1, SP_GPU_NO_DATA, which, at.slot(), slice);
                 ok = tail != 0;
+                come = (int32_t)(tail - taken);
             }
             if (!__all_sync(~0u, ok))
                 return false;
             __syncwarp();
             fetch(parity, n);
         }
-        ahead = false;
+        ahead = 0;
         arrive();
         bytes = 0;
+        one_by_one = false;
         if (n != 0) {
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
             sp_view v;
@@ -196,15 +200,16 @@ template <class G, bool BULK> struct sp_inlet {
                 sp_report(at.a, at.q, SP_GPU_BAD_FRAME, which, at.slot(), slice, wrong.wanted, wrong.seen,
                           wrong.rule);
             bytes = v.at.bytes;
-            frame = from + taken_off;
-            fetched = guess; // more than what lies before the end of the ring is not asked for
+            frame_off = taken_off;
+            one_by_one = bytes > guess; // more than what lies before the end of the ring is not asked for
             taken += bytes;
+            come -= (int32_t)bytes;
             taken_off += bytes;
             guess = min((bytes + 255) & ~127u, area);
         }
         for (uint32_t i = at.lane; i < at.n_peers * 4; i += 32)
             header_of(i / 4)[i % 4] = ((const uint4 *)start_of(parity, i / 4))[i % 4];
-        one_by_one = __any_sync(~0u, bytes > fetched);
+        one_by_one = __any_sync(~0u, one_by_one);
         coming = false;
         __syncwarp();
         return __all_sync(~0u, ok);
@@ -216,14 +221,15 @@ template <class G, bool BULK> struct sp_inlet {
         if (one_by_one) // both halves are needed
             return;
         if (at.is_mine(which, 0, at.n_peers) && n_wanted != 0 && !has_come()) {
-            tail = sp_load_acquire_sys(tail_word());
-            ready = tail > taken;
+            come = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
+            ready = come > 0;
         }
-        ahead = __all_sync(~0u, ready);
+        ready = __all_sync(~0u, ready);
         __syncwarp();
-        ahead_half = parity ^ 1;
-        if (ahead)
-            fetch(ahead_half, at.is_mine(which, 0, at.n_peers) ? n_wanted : 0);
+        if (!ready)
+            return;
+        ahead = 1 + (parity ^ 1);
+        fetch(parity ^ 1, at.is_mine(which, 0, at.n_peers) ? n_wanted : 0);
     }
     // The peers in rank order, k < n_peers.
     __device__ __forceinline__ uint32_t slot_of(uint32_t k) const
@@ -263,9 +269,10 @@ template <class G, bool BULK> struct sp_inlet {
             }
             if (fits || alone)
                 landed(to, coming);
-            chip = fits || alone ? half_of(to)
-                                 : (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)frame,
-                                                                which * 16 + slot);
+            chip = fits || alone
+                       ? half_of(to)
+                       : (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off),
+                                                      which * 16 + slot);
         }
         v.p = chip;
         v.values = chip + v.at.values;

@@ -4,6 +4,7 @@
 #define SP_OUTBOX_CUH
 
 #include "encode.cuh"
+#include "share.cuh"
 #include "wait.cuh"
 
 static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "room for pici");
@@ -15,7 +16,10 @@ struct sp_board {
     uint32_t done[SP_ROLES]; // 1: this role will post nothing more
     uint32_t fed;            // slices that the feeder has on chip (one-hop all-reduce)
     uint32_t taken;          // slices whose frames the owner, or in an all-gather the gatherer, has taken
-    uint32_t pad[3];
+    uint32_t gathered;       // slices whose results the gatherer has taken
+    uint32_t pad[2];
+    // By slot of the owner, bit t % 32: of slice t of its shard the feeder has left nothing but zeros.
+    uint32_t cleared[SP_GPU_RANKS_MAX];
 };
 
 // Shared memory of an outbox beside the stage.
@@ -27,11 +31,12 @@ struct sp_outbox_shared {
 struct sp_outbox {
     // The links of one worker.
     struct links {
-        uint32_t q;            // the worker
-        sp_board *board;       // its board
-        uint8_t *to;           // L: the ring in the peer's arena
-        uint64_t sent, credit; // L: positions: next frame to send; free for sending
-        uint32_t sent_off;     // L: `sent` in the ring
+        uint32_t q;      // the worker
+        sp_board *board; // its board
+        uint8_t *to;     // L: the ring in the peer's arena
+        uint64_t sent;   // L: position of the next frame
+        uint32_t off;    // L: the same in the ring
+        uint32_t free;   // L: bytes of the ring that are free, as last seen
     };
     const sp_place &at;
     sp_outbox_shared &s;
@@ -39,12 +44,12 @@ struct sp_outbox {
     uint32_t ring_bytes;
     bool paced;           // dense frames wait for the board's `taken`
     uint32_t n_frames;    // L: sent in format `lane`
-    uint64_t frame_bytes; // sent
+    uint32_t frame_units; // sent, of 16 bytes
 
     // For one worker: place.q.
     __device__ __forceinline__ sp_outbox(const sp_place &place, sp_outbox_shared &shared, sp_board &board)
         : at(place), s(shared), now(open(place, place.q, &board)), other(now),
-          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), paced(false), n_frames(0), frame_bytes(0)
+          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), paced(false), n_frames(0), frame_units(0)
     {
     }
     // Positions from the last launch.
@@ -52,9 +57,10 @@ struct sp_outbox {
     {
         links l = {q, board, nullptr, 0, 0, 0};
         if (at.slot() < at.n_peers) {
+            uint32_t ring_bytes = sp_inbox_ring_bytes(at.a.shape);
             l.sent = at.state(q)->sent[at.ring()][at.slot()];
-            l.sent_off = (uint32_t)(l.sent % sp_inbox_ring_bytes(at.a.shape));
-            l.credit = sp_load_acquire_sys(credit_word(at, q, at.ring()));
+            l.off = (uint32_t)(l.sent % ring_bytes);
+            l.free = (uint32_t)(sp_load_acquire_sys(credit_word(at, q, at.ring())) + ring_bytes - l.sent);
             l.to = at.a.arenas[at.peer(at.slot())] +
                    sp_inbox_ring_off(at.a.shape, at.ring(), at.slot_there(at.slot()), q);
         }
@@ -82,7 +88,7 @@ struct sp_outbox {
         if (at.lane < SPCCL_N_FORMATS && n_frames != 0)
             atomicAdd((unsigned long long *)&at.state(now.q)->n_frames[at.lane], n_frames);
         if (at.lane == 0)
-            atomicAdd((unsigned long long *)&at.state(now.q)->frame_bytes, frame_bytes);
+            atomicAdd((unsigned long long *)&at.state(now.q)->frame_bytes, (uint64_t)frame_units * 16);
     }
     static __device__ __forceinline__ const uint64_t *credit_word(const sp_place &at, uint32_t q,
                                                                   uint32_t ring) // L
@@ -97,20 +103,22 @@ struct sp_outbox {
     {
         bool ok = true;
         if (at.is_mine(ring, first, n_slots)) {
-            uint32_t left = ring_bytes - now.sent_off;
-            uint64_t wanted = now.sent + bytes + (left < bytes ? left : 0); // <= credit + ring
-            if (wanted > now.credit + ring_bytes) {
-                now.credit = sp_wait(at.a, now.q, credit_word(at, now.q, ring), wanted - ring_bytes,
-                                     SP_GPU_NO_ROOM, ring, at.slot(), slice);
-                ok = now.credit != 0;
+            uint32_t left = ring_bytes - now.off, skip = left < bytes ? left : 0;
+            if (skip + bytes > now.free) {
+                uint64_t credit =
+                    sp_wait(at.a, now.q, credit_word(at, now.q, ring), now.sent + skip + bytes - ring_bytes,
+                            SP_GPU_NO_ROOM, ring, at.slot(), slice);
+                ok = credit != 0;
+                now.free = (uint32_t)(credit + ring_bytes - now.sent);
             }
             if (left < bytes) {
                 if (ok && left >= SP_FRAME_HEADER_BYTES)
-                    sp_store16(now.to + now.sent_off, make_uint4(SP_INBOX_WRAP, 0, 0, 0));
+                    sp_store16(now.to + now.off, make_uint4(SP_INBOX_WRAP, 0, 0, 0));
                 now.sent += left;
-                now.sent_off = 0;
+                now.free -= left;
+                now.off = 0;
             }
-            s.dst[at.slot()] = now.to + now.sent_off;
+            s.dst[at.slot()] = now.to + now.off;
         }
         ok = __all_sync(~0u, ok);
         __syncwarp();
@@ -158,16 +166,27 @@ struct sp_outbox {
             __nanosleep(200);
         __syncwarp();
     }
+    // The gatherer learns whether slice `slice` of the shard of the peer in `slot` is all zeros now.
+    __device__ __forceinline__ void mark(uint32_t slot, uint32_t slice, bool cleared) const
+    {
+        uint32_t bit = 1u << slice % 32, *word = now.board->cleared + slot;
+        if (at.lane == 0) // the only one to write it
+            sp_store_release_cta(word, cleared ? *word | bit : *word & ~bit);
+    }
     // Encode the slice buf [n] and write it to the peers in slots [first, first + n_slots), who will be told.
+    // clear: nullptr, or where the slice came from: it becomes zero if it lists few elements, and is marked.
     // stage [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16. Ends with __syncwarp: buf and stage may be
     // written again.
     template <class G>
     __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage, uint32_t ring,
-                                         uint32_t first, uint32_t n_slots, uint32_t slice)
+                                         uint32_t first, uint32_t n_slots, uint32_t slice,
+                                         typename G::U *clear = nullptr)
     {
         sp_scan<G> scan = sp_encode_scan<G, false>(at.lane, buf, nullptr, n, s.counts);
         uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
         sp_layout layout = sp_layout_cuda<G::E>(format, n, scan.nnz);
+        bool few =
+            scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI;
         if (paced && format == SPCCL_FORMAT_DENSE)
             keep_pace(slice);
         if (!room(layout.bytes, ring, first, n_slots, slice))
@@ -182,18 +201,22 @@ struct sp_outbox {
             sp_encode_pici<G, false>(at.lane, buf, nullptr, at.a.dtype, n, scan.nnz, layout,
                                      (typename G::U *)stage, out);
         } else {
-            sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, false, n, layout, stage, s.counts);
+            sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, false, n, layout, stage, s.counts,
+                                few ? clear : nullptr);
             __syncwarp();
             for (uint32_t i = at.lane; i < layout.bytes / 16; i += 32)
                 out(i * 16, ((const uint4 *)stage)[i]);
         }
+        if (clear != nullptr)
+            mark(first, slice, few);
         __syncwarp();
         if (at.is_mine(ring, first, n_slots)) {
             now.sent += layout.bytes;
-            now.sent_off += layout.bytes;
+            now.off += layout.bytes;
+            now.free -= layout.bytes;
             sp_store_release_cta(&now.board->posted[at.lane], (uint32_t)now.sent);
         }
-        frame_bytes += (uint64_t)layout.bytes * n_slots;
+        frame_units += layout.bytes / 16 * n_slots;
         n_frames += at.lane == format ? n_slots : 0;
         return true;
     }
@@ -217,8 +240,10 @@ __device__ __forceinline__ void sp_boards_open(const sp_fused_args &a, sp_board 
         boards[w].posted[lane] = slot < (uint32_t)a.world_size - 1 ? (uint32_t)state->sent[ring][slot] : 0;
         if (lane < SP_ROLES)
             boards[w].done[lane] = (lane == SP_ROLE_OWN && !owns) || (lane == SP_ROLE_GATHER && !gathers);
+        if (lane < SP_GPU_RANKS_MAX)
+            boards[w].cleared[lane] = 0;
         if (lane == 0)
-            boards[w].fed = boards[w].taken = 0;
+            boards[w].fed = boards[w].taken = boards[w].gathered = 0;
     }
 }
 
@@ -260,8 +285,9 @@ template <uint32_t WORKERS> struct sp_herald {
     __device__ __forceinline__ void run(const sp_board *boards)
     {
         uint32_t now[WORKERS];
+        bool quiet = true; // nothing was new in the last round
         for (;;) {
-            bool last = all_done(boards), news = false;
+            bool last = quiet && all_done(boards), news = false;
 #pragma unroll
             for (uint32_t w = 0; w < WORKERS; w++) {
                 now[w] = (uint32_t)told[w];
@@ -269,7 +295,8 @@ template <uint32_t WORKERS> struct sp_herald {
                     now[w] = sp_load_acquire_cta(&boards[w].posted[lane]);
                 news |= now[w] != (uint32_t)told[w];
             }
-            if (!__any_sync(~0u, news)) {
+            quiet = !__any_sync(~0u, news);
+            if (quiet) {
                 if (last)
                     return;
                 __nanosleep(50);

@@ -1,5 +1,5 @@
-// roles.cuh - what the warps of a worker do that add nothing: feeding, relaying, gathering. direct_cuda.cu
-// adds the reductions and launches.
+// roles.cuh - what the warps of a worker do that add nothing: feeding, relaying, gathering. reduce.cuh
+// has those that do.
 //
 // A worker is a warp for each role. They share nothing but the board, so that memory is read, links are used
 // and results are written at the same time, each as fast as it can. They wait for frames and for room; a
@@ -8,7 +8,7 @@
 // - feed: loads this rank's slices, one or more ahead, and sends them: contributions to the owners of their
 //   shards (lane INPUT), or its own shard to everyone (RESULT).
 // - own, in reductions: takes the contributions to its shard (INPUT), adds them, writes the result and, in an
-//   all-reduce, sends it to everyone (RESULT); direct_cuda.cu.
+//   all-reduce, sends it to everyone (RESULT); reduce.cuh.
 // - gather: takes the results of the other shards (RESULT) and writes them.
 // In a broadcast the feeder of every rank but the root relays: takes root's slices of its shard, writes them
 // and sends them on.
@@ -34,6 +34,7 @@ struct __align__(16) sp_feed_room
     uint8_t stage[SP_GPU_STAGE_BYTES];
     sp_outbox_shared outbox;
     uint64_t barriers[4]; // of the buffers
+    sp_range ranges[4];   // what is in them
 };
 struct __align__(16) sp_own_room
 {
@@ -112,6 +113,29 @@ struct sp_feed_list {
     }
 };
 
+// Bits of `cleared` can be told apart as long as the feeder is less than 32 slices ahead of the gatherer.
+__device__ __forceinline__ void sp_follow(const sp_board &board, uint32_t slice)
+{
+    while (slice >= sp_load_acquire_cta(&board.gathered) + 32 &&
+           sp_load_acquire_cta(&board.done[SP_ROLE_GATHER]) == 0)
+        __nanosleep(200);
+    __syncwarp();
+}
+
+// No copy may arrive after the end: finishes those that have been started, buffer i first.
+template <class G, uint32_t DEPTH>
+__device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &room,
+                                              sp_loader<G, DEPTH - 1> &loader, uint32_t i)
+{
+    typedef typename G::U U;
+    __syncwarp();
+    for (uint32_t b = 0; b < DEPTH; b++, i = (i + 1) % DEPTH) {
+        sp_range r = room.ranges[i];
+        loader.finish(at.lane, i, (U *)room.buf + i * G::MAX_ELEMS, (const U *)at.a.in + r.start, r.n);
+    }
+    sp_copy_wait<0>();
+}
+
 // Serves worker at.q and, with n_served 2, the next one. boards: of the first of them.
 template <class G>
 __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
@@ -126,10 +150,12 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
     sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
     sp_feed_list::item now = {0, 0, 0}, ahead = {0, 0, 0};
     uint32_t i = 0; // of the buffers
-    bool ok = true;
+    bool ok = true, patches = sp_patches(at.a);
     auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
     auto start = [&](uint32_t b) {
         sp_range r = list.range(ahead);
+        if (at.lane == 0)
+            room.ranges[b] = r;
         loader.start(at.lane, b, buf_of(b), (const U *)at.a.in + r.start, r.n);
         list.next(ahead);
     };
@@ -142,9 +168,12 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
     for (uint32_t b = 0; b < DEPTH; b++)
         start(b);
     while (ok && now.t < share.n_slices) {
-        sp_range r = list.range(now);
+        __syncwarp(); // for the ranges
+        sp_range r = room.ranges[i];
         bool own = list.is_own(now), to_all = own || sp_one_input(at.a);
         loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
+        if (patches)
+            sp_follow(boards[0], now.t);
         if (sp_one_input(at.a) && at.lane == 0)
             sp_store_release_cta(&boards[0].fed, now.t + 1);
         if (r.n != 0) {
@@ -153,7 +182,8 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
                 sp_slice_store<G>(at.lane, buf_of(i), to, r.n);
             if (at.n_peers != 0)
                 ok = outbox.send<G>(buf_of(i), r.n, room.stage, own ? SP_INBOX_RESULT : SP_INBOX_INPUT,
-                                    to_all ? 0 : now.k, to_all ? at.n_peers : 1, now.t);
+                                    to_all ? 0 : now.k, to_all ? at.n_peers : 1, now.t,
+                                    patches ? (U *)at.a.out + r.start : nullptr);
         }
         sp_slice_stored(at.lane);
         start(i);
@@ -162,12 +192,7 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
             outbox.turn();
         list.next(now);
     }
-    for (uint32_t b = 0; b < DEPTH;
-         b++, i = (i + 1) % DEPTH, list.next(now)) { // no copy may arrive after the end
-        sp_range r = list.range(now);
-        loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
-    }
-    sp_copy_wait<0>();
+    sp_feed_drain<G, DEPTH>(at, room, loader, i);
     if (ok)
         outbox.close((list.n_inputs != 0 ? 1u << SP_INBOX_INPUT : 0) |
                      (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
@@ -213,14 +238,32 @@ __device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room,
 
 // ---- gather ----
 
-// board: is told how many slices have been taken, or nullptr.
+// The frame of a result becomes slice dst [v.n] of the output. zeros: which holds nothing but zeros.
 template <class G>
-__device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &room, sp_board *board)
+__device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v, typename G::U *buf,
+                                                typename G::U *dst, bool zeros)
+{
+    sp_sink_zeros<G> sink = {dst};
+    if (zeros && v.nnz <= SP_PATCH_RESULT(v.n)) {
+        if (v.format == SPCCL_FORMAT_EMPTY)
+            return true;
+        if (v.format == SPCCL_FORMAT_TILE)
+            return sp_decode_tile<G>(lane, v, sink);
+        if (v.format == SPCCL_FORMAT_COO)
+            return sp_decode_coo<G>(lane, v, sink);
+    }
+    return sp_decode_store<G, false>(lane, v, buf, dst);
+}
+
+// taken: is told how many slices have been taken.
+template <class G>
+__device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &room, sp_board &board,
+                                          uint32_t &taken)
 {
     typedef typename G::U U;
     sp_share share(at.a, at.q);
     sp_inlet<G, true> inlet(at, SP_INBOX_RESULT, room.pool, SP_GATHER_POOL_BYTES, room.barriers);
-    bool ok = true;
+    bool ok = true, patches = sp_patches(at.a);
     sp_shard mine = share.shard(at.peer(min(at.slot(), at.n_peers - 1))); // L: of this lane's link
     if (at.n_peers == 0)
         return;
@@ -233,15 +276,14 @@ __device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &ro
         for (uint32_t k = 0; k < at.n_peers; k++) {
             sp_view v = inlet.view(k);
             U *dst = (U *)at.a.out + (k + (k >= at.me() ? 1 : 0)) * at.a.shard_stride + share.start(t);
-            if (v.n != 0 &&
-                !sp_decode_store<G, false>(at.lane, v, (U *)room.buf, dst, [&](sp_sink_chip<G> &sink) {
-                    return sp_decode<G>(at.lane, v, sink);
-                }))
+            bool zeros =
+                patches && (sp_load_acquire_cta(board.cleared + inlet.slot_of(k)) >> t % 32 & 1) != 0;
+            if (v.n != 0 && !sp_result_store<G>(at.lane, v, (U *)room.buf, dst, zeros))
                 bad = inlet.slot_of(k) + 1;
         }
         ok = inlet.give_back(t, bad);
-        if (board != nullptr && at.lane == 0)
-            sp_store_release_cta(&board->taken, t + 1);
+        if (at.lane == 0)
+            sp_store_release_cta(&taken, t + 1);
     }
     inlet.close(ok);
 }

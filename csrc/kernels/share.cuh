@@ -27,6 +27,16 @@ __device__ __forceinline__ bool sp_has_results(const sp_fused_args &a) // result
     return a.op == SP_FUSED_ALL_GATHER || sp_is_sharded(a);
 }
 
+// In place, an all-reduce need not write zeros where there are zeros: the feeder clears what it has sent, and
+// the gatherer writes what a result lists. Worth it for slices and results with so few elements that most of
+// memory is not touched (docs/PERFORMANCE.md).
+#define SP_PATCH_SENT(n) ((n) / 256)
+#define SP_PATCH_RESULT(n) ((n) / 32)
+__device__ __forceinline__ bool sp_patches(const sp_fused_args &a)
+{
+    return a.op == SP_FUSED_ALL_REDUCE && a.in == a.out;
+}
+
 // A slice: where it starts in its buffer, and how many elements it has.
 struct sp_range {
     uint64_t start;

@@ -59,9 +59,9 @@ struct sp_place {
 };
 
 // Leave word of what went wrong, the first worker only, and end all waits of this rank.
-__device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_trouble trouble,
-                                       uint32_t lane, uint32_t slot, uint32_t slice, uint64_t wanted,
-                                       uint64_t seen, uint32_t detail)
+inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_trouble trouble,
+                                              uint32_t lane, uint32_t slot, uint32_t slice, uint64_t wanted,
+                                              uint64_t seen, uint32_t detail)
 {
     sp_gpu_report *r = &a.control->report;
     sp_inbox_state *first = (sp_inbox_state *)(a.arenas[a.rank] + sp_inbox_state_off(a.shape, 0));
@@ -87,9 +87,9 @@ __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gp
 
 // Until *word >= wanted (> 0): what it says. 0: aborted, or the deadline passed and a report was left. One
 // thread.
-__device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
-                                         uint64_t wanted, sp_gpu_trouble trouble, uint32_t lane,
-                                         uint32_t slot, uint32_t slice)
+inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
+                                                uint64_t wanted, sp_gpu_trouble trouble, uint32_t lane,
+                                                uint32_t slot, uint32_t slice)
 {
     uint64_t start = 0, looked = 0;
     for (uint32_t i = 1;; i++) {

@@ -1,0 +1,60 @@
+// fused.cuh - a block of a fused collective: its warps and its shared memory. The kernels lie in
+// gather_cuda.cu and, a few dtypes in each, in reduce_*_cuda.cu, so that they are compiled side by side;
+// direct_cuda.cu launches them.
+#ifndef SP_FUSED_CUH
+#define SP_FUSED_CUH
+
+#include "roles.cuh"
+
+// Warps of a block, which has a multiprocessor to itself: those of its workers and, the last, the herald.
+#define SP_CTA_WARPS 16u
+#define SP_CTA_THREADS (SP_CTA_WARPS * 32)
+#define SP_CTA_WORKERS 10u // at most
+
+extern __shared__ __align__(16) uint8_t sp_dynamic_shared[];
+
+// Warps of each role in a block of n workers. In an all-gather a feeder has a third of a gatherer's work: it
+// serves two workers.
+struct sp_crew {
+    uint32_t n_feed, n_own, n_gather;
+
+    __host__ __device__ __forceinline__ sp_crew(sp_fused_op op, uint32_t n)
+        : n_feed(op == SP_FUSED_ALL_GATHER ? (n + 1) / 2 : n),
+          n_own(op == SP_FUSED_ALL_GATHER || op == SP_FUSED_BROADCAST ? 0 : n),
+          n_gather(op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0 : n)
+    {
+    }
+    __host__ __device__ __forceinline__ uint32_t warps() const
+    {
+        return n_feed + n_own + n_gather + 1;
+    }
+};
+
+// Shared memory of a block: boards, then the rooms of each role.
+struct sp_rooms {
+    sp_board *boards;
+    sp_feed_room *feed;
+    sp_own_room *own;
+    sp_gather_room *gather;
+
+    __device__ __forceinline__ sp_rooms(const sp_crew &crew, uint32_t n)
+    {
+        boards = (sp_board *)sp_dynamic_shared;
+        feed = (sp_feed_room *)(boards + n);
+        own = (sp_own_room *)(feed + crew.n_feed);
+        gather = (sp_gather_room *)(own + crew.n_own);
+    }
+};
+static_assert(sizeof(sp_board) % 16 == 0, "rooms are aligned to 16");
+
+typedef void (*sp_fused_kernel)(const sp_fused_args);
+
+// gather_cuda.cu: all-gather and broadcast of elements of so many bytes.
+sp_fused_kernel sp_gather_kernel_of(size_t elem_bytes);
+// reduce_*_cuda.cu: reductions of a dtype, nullptr if it is none of the file's.
+sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype);
+sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype);
+sp_fused_kernel sp_reduce_kernel_of_ints(spccl_dtype dtype);
+sp_fused_kernel sp_reduce_kernel_of_small_ints(spccl_dtype dtype);
+
+#endif
