@@ -194,7 +194,7 @@ template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(uint32_
 __device__ __forceinline__ void sp_padding_write(uint32_t lane, uint8_t *p, const sp_layout &at)
 {
     uint32_t end = lane == 0 && at.meta != 0 ? at.meta : lane < 2 ? at.values : at.bytes;
-    if (lane < 3)
+    if (lane < 3 && end > SP_FRAME_HEADER_BYTES) // else there is no such section
         *(uint4 *)(p + end - 16) = make_uint4(0, 0, 0, 0);
     __syncwarp();
 }
