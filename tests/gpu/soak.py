@@ -31,6 +31,7 @@ def parent(args: argparse.Namespace) -> int:
 
     if missing(args.gpus):
         raise SystemExit(f"soak: {missing(args.gpus)}")
+    print(f"soak: {args.minutes} min on {args.gpus} GPUs, seed {args.seed}", flush=True)
     words = ["--minutes", str(args.minutes), "--seed", str(args.seed), "--max-mb", str(args.max_mb), "--worker"]
     ranks = run_gpus("../soak", args.gpus, *words, timeout_s=60 * args.minutes + 180)
     told = check_case(ranks, "soak")
@@ -82,7 +83,7 @@ def gathered(x: torch.Tensor, nccl: dist.ProcessGroup) -> torch.Tensor:
 def differing_bytes(d: Draw, seed: int, group: dist.ProcessGroup, nccl: dist.ProcessGroup) -> int:
     """Run the draw on the current stream; how many bytes differ from the reference."""
     blocks = WORLD if d.call == "reduce_scatter" else 1
-    x = cuda(patterned(d.kind, RANK, WORLD, d.numel * blocks, d.density, d.dtype, seed), d.offset)
+    x = cuda(patterned(d.kind, RANK, WORLD, d.numel * blocks, d.density, d.dtype, seed, DEVICE), d.offset)
     every = gathered(x, nccl)
     out = x
     if d.call in ("all_gather", "reduce_scatter"):

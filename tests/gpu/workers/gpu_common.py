@@ -59,32 +59,41 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     same_bits(got.cpu(), want.cpu(), what)
 
 
-def patterned(kind: str, rank: int, world: int, numel: int, density: float, dtype: torch.dtype, seed: int):
-    """Rank `rank`'s input [numel], with its nonzeros where `kind` puts them."""
-    g = torch.Generator().manual_seed(7919 * seed + rank)
+def patterned(
+    kind: str,
+    rank: int,
+    world: int,
+    numel: int,
+    density: float,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Rank `rank`'s input [numel] on `device`, with its nonzeros where `kind` puts them."""
+    g = torch.Generator(device).manual_seed(7919 * seed + rank)
     if kind == "one slice":
-        keep = torch.zeros(numel, dtype=torch.bool)
+        keep = torch.zeros(numel, dtype=torch.bool, device=device)
         first = int(torch.randint(max(1, numel), (1,), generator=torch.Generator().manual_seed(seed)))
         keep[first : first + 4096] = True
     elif kind == "one rank empty":
-        keep = torch.rand(numel, generator=g) < density
+        keep = torch.rand(numel, generator=g, device=device) < density
         if rank == seed % world:
             keep[:] = False
     elif kind == "alternating":
-        keep = torch.arange(numel) % 2 == rank % 2
+        keep = torch.arange(numel, device=device) % 2 == rank % 2
     elif kind == "one rank full":
-        keep = torch.full((numel,), rank == seed % world)
+        keep = torch.full((numel,), rank == seed % world, device=device)
     elif kind == "ends":
-        keep = torch.zeros(numel, dtype=torch.bool)
+        keep = torch.zeros(numel, dtype=torch.bool, device=device)
         keep[:1] = keep[-1:] = True
     else:
-        keep = torch.rand(numel, generator=g) < density
+        keep = torch.rand(numel, generator=g, device=device) < density
     if dtype.is_floating_point:
-        x = torch.randn(numel, generator=g, dtype=torch.float32)
-        x = torch.where(torch.rand(numel, generator=g) < 0.01, -0.0, x)
+        x = torch.randn(numel, generator=g, dtype=torch.float32, device=device)
+        x = torch.where(torch.rand(numel, generator=g, device=device) < 0.01, -0.0, x)
     else:
-        x = torch.randint(0 if dtype == torch.uint8 else -100, 100, (numel,), generator=g)
-    return torch.where(keep, x, torch.zeros((), dtype=x.dtype)).to(dtype)
+        x = torch.randint(0 if dtype == torch.uint8 else -100, 100, (numel,), generator=g, device=device)
+    return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=device)).to(dtype)
 
 
 KINDS = ("random", "one slice", "one rank empty", "alternating", "one rank full", "ends")
