@@ -77,6 +77,8 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
                                                      const typename G::U *base, uint32_t n, uint8_t *counts)
 {
     typedef typename sp_scan<G>::mask_type MASK;
+    // In fused collectives more code would crowd out that of the other roles.
+    constexpr uint32_t AT_ONCE = G::UNITS * 16 > SP_INBOX_SLICE_BYTES ? G::ROWS : 4;
     sp_scan<G> s;
     uint32_t sum = 0;
     bool full = false;
@@ -87,7 +89,7 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
             uint32_t upto, before, total, in_block;
 #pragma unroll
             for (uint32_t i = 0; i < 2; i++)
-#pragma unroll 4 // more code would crowd out that of the other roles
+#pragma unroll AT_ONCE
                 for (uint32_t j = 0; j < G::ROWS; j++) {
                     uint32_t at = ((r + i) * 32 + lane) * G::ROWS + sp_row_of<G>(lane, j);
                     uint4 v = ((const uint4 *)buf)[at];
