@@ -6,7 +6,7 @@
 #   ctest     the C tests                           sanitize  tests/c/test_cuda_* under compute-sanitizer
 #   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
 #   soak      tests/gpu/soak.py                     figure    spccl plot of this bench
-#   verify    spccl verify --device cuda            micro     rates of memory and links (bench/micro/bench_hbm.cu)
+#   verify    spccl verify --device cuda            micro     rates of memory and links, kernels alone (bench/micro/*.cu)
 # Options:
 #   --gpus G        for bench, soak, verify (def.: all)    --minutes N   of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     of every stage instead of its own
@@ -82,21 +82,26 @@ run_sanitize() {
         [[ -f $program && -x $program ]] || continue
         found=1
         for tool in memcheck racecheck; do
-            echo "==== $tool $(basename "$program")"
-            local part="$build/$tool.log" status
+            local name part="$build/sanitize.part" status
+            name=$(basename "$program")
             # Frames that break the rules on purpose may name an element twice: a race in a result that is refused.
-            [[ $tool == racecheck && $program == */test_cuda_hostile ]] && continue
+            [[ $tool == racecheck && $name == test_cuda_hostile ]] && continue
+            echo "==== $tool $name"
             # A limit for each: one that hangs must not take the time of the others.
             timeout --foreground -k 5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 100000 \
                 --target-processes all "$program" --small >"$part" 2>&1
             status=$?
-            cut -c1-400 "$part" | tail -n 60
             if [[ $tool == racecheck && $status == 9 ]]; then
                 "$python" bench/races.py csrc/kernels/ptx.cuh <"$part" && status=0
             fi
+            if ((status != 0)); then # all that matters: the tests' own words, and errors from both ends
+                grep -vE '^=====' "$part" | tail -n 40 | cut -c1-400
+                grep -E '^=====' "$part" | sed -n '1,60p' | cut -c1-400
+            fi
+            tail -n 4 "$part" | cut -c1-400
             # 77: the test skipped itself, which is no pass of the sanitizer
             if ((status != 0)); then
-                echo "FAILED $tool $(basename "$program"): exit status $status"
+                echo "FAILED $tool $name: exit status $status"
                 failed=1
             fi
         done
@@ -118,7 +123,8 @@ run_bench() {
 }
 
 run_micro() {
-    "$build/bench/micro/spccl_bench_hbm" --csv "$out/hbm.csv"
+    "$build/bench/micro/spccl_bench_hbm" --csv "$out/hbm.csv" &&
+        "$build/bench/micro/spccl_bench_fused" && "$build/bench/micro/spccl_bench_fused" --dtype bfloat16
 }
 
 run_verify() {

@@ -1,10 +1,12 @@
 """Judge a racecheck report of compute-sanitizer, read from stdin: exit status 1 if it holds a race that matters.
 
-    compute-sanitizer --tool racecheck PROGRAM | python bench/races.py csrc/kernels/ptx.cuh
+    compute-sanitizer --tool racecheck --print-limit 100000 PROGRAM | python bench/races.py csrc/kernels/ptx.cuh
 
 The warps of a block talk through words on chip that are written with release and read with acquire. racecheck knows
-barriers only and reports each such word; what they guard it does not miss. So a race is left out if both of its
-accesses lie in the functions that do this. Wants code compiled with -lineinfo: a race without lines counts.
+barriers only and reports each such word; what they guard it does not miss. So a race is left out if it is between a
+write and a read in the functions that do this; each word has one warp that writes it, so two writes count. Wants code
+compiled with -lineinfo: a race without lines counts. A report that was cut, or that reads otherwise than expected, is
+no pass.
 """
 
 import re
@@ -14,7 +16,9 @@ from pathlib import Path
 FLAG_FUNCTIONS = ("sp_store_release_cta", "sp_load_acquire_cta")
 ACCESS = re.compile(r"(?:between|and) (?P<what>Read|Write) access at (?P<where>.+?)(?: \[\d+ hazards?\])?\s*$")
 PLACE = re.compile(r" in (?P<file>[^ ]+):(?P<line>\d+)")
-REPORTED = re.compile(r"Race reported between|hazard detected", re.IGNORECASE)
+REPORTED = re.compile(r"Race reported between")
+SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
+Access = tuple[str, str]  # Read or Write; where
 
 
 def flag_lines(header: Path) -> set[int]:
@@ -30,20 +34,21 @@ def flag_lines(header: Path) -> set[int]:
     return lines
 
 
-def is_flag(where: str, header: Path, lines: set[int]) -> bool:
-    place = PLACE.search(where)
-    return bool(place) and Path(place["file"]).name == header.name and int(place["line"]) in lines
+def is_flag(race: list[Access], header: Path, lines: set[int]) -> bool:
+    places = [PLACE.search(where) for _, where in race]
+    in_flags = all(p and Path(p["file"]).name == header.name and int(p["line"]) in lines for p in places)
+    return in_flags and len(race) > 1 and all(what != race[0][0] for what, _ in race[1:])
 
 
-def races(report: list[str]) -> list[list[str]]:
-    """The accesses of each race: one or more lines after the one that says so."""
-    found: list[list[str]] = []
+def races(report: list[str]) -> list[list[Access]]:
+    """The accesses of each race: the first, then those that it meets."""
+    found: list[list[Access]] = []
     for text in report:
         access = ACCESS.search(text)
         if REPORTED.search(text):
             found.append([])
         if access and found:
-            found[-1].append(access["where"])
+            found[-1].append((access["what"], access["where"]))
     return found
 
 
@@ -53,16 +58,22 @@ def main() -> int:
     header = Path(sys.argv[1])
     lines = flag_lines(header)
     report = sys.stdin.read().splitlines()
-    if not any("RACECHECK SUMMARY" in text for text in report):
-        print("races: no summary in the report: racecheck did not end")
+    summaries = [SUMMARY.search(text) for text in report if "RACECHECK SUMMARY" in text]
+    if not summaries or None in summaries:
+        print("races: no summary in the report, or one in other words: did racecheck end?")
         return 1
     if any("Maximum number of hazards" in text for text in report):
         print("races: racecheck left some out: raise NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS")
         return 1
     found = races(report)
-    bad = [race for race in found if len(race) < 2 or not all(is_flag(where, header, lines) for where in race)]
+    shown = sum(int(s[1]) for s in summaries if s)
+    seen = sum(int(s[2]) + int(s[3]) for s in summaries if s)
+    if not shown == seen == len(found):
+        print(f"races: racecheck saw {seen}, displayed {shown}, {len(found)} can be read here: raise --print-limit")
+        return 1
+    bad = [race for race in found if not is_flag(race, header, lines)]
     for race in bad[:20]:
-        print("races: " + " | ".join(race or ["a race without accesses"]))
+        print("races: " + " | ".join(f"{what} at {where}" for what, where in race))
     print(f"races: {len(found)} reported, {len(found) - len(bad)} of flags between warps, {len(bad)} that matter")
     return 1 if bad else 0
 

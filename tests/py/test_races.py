@@ -8,7 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEADER = ROOT / "csrc/kernels/ptx.cuh"
-SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+
+
+def summary(shown: int, seen: int) -> str:
+    words = "hazard" if shown == 1 else "hazards", "error" if seen == 1 else "errors"
+    return f"========= RACECHECK SUMMARY: {shown} {words[0]} displayed ({seen} {words[1]}, 0 warnings)"
 
 
 def line_of(text: str) -> int:
@@ -19,10 +23,10 @@ def line_of(text: str) -> int:
 STORE, LOAD = line_of("st.release.cta.shared"), line_of("ld.acquire.cta.shared")
 
 
-def race(*places: str) -> str:
+def race(*places: str, second: str = "Read") -> str:
     kernel = "void sp_reduce_kernel<(int)1>(sp_fused_args)"
     lines = [f"========= Error: Race reported between Write access at {kernel}+0x5e740{places[0]}"]
-    lines += [f"=========     and Read access at {kernel}+0x5f970{place} [16 hazards]" for place in places[1:]]
+    lines += [f"=========     and {second} access at {kernel}+0x5f970{place} [16 hazards]" for place in places[1:]]
     return "\n".join(lines)
 
 
@@ -40,11 +44,11 @@ def judged(*report: str) -> tuple[int, str]:
 
 def test_flags_between_warps_are_left_out() -> None:
     flags = race(f" in /x/csrc/kernels/ptx.cuh:{STORE}", f" in /x/csrc/kernels/ptx.cuh:{LOAD}")
-    assert judged(flags, flags, SUMMARY) == (
+    assert judged(flags, flags, summary(2, 2)) == (
         0,
         "races: 2 reported, 2 of flags between warps, 0 that matter\n",
     )
-    assert judged("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")[0] == 0
+    assert judged(summary(0, 0))[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,24 @@ def test_flags_between_warps_are_left_out() -> None:
     ],
 )
 def test_other_races_matter(places: tuple[str, ...]) -> None:
-    status, told = judged(race(*places), SUMMARY)
+    status, told = judged(race(*places), summary(1, 1))
     assert status == 1 and told.endswith("races: 1 reported, 0 of flags between warps, 1 that matter\n")
 
 
-def test_half_a_report_is_no_pass() -> None:
-    assert judged(race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}"))[0] == 1
-    assert judged("========= Warning: Maximum number of hazards reached.", SUMMARY)[0] == 1
+def test_two_writers_of_a_flag_matter() -> None:
+    both = race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{STORE}", second="Write")
+    assert judged(both, summary(1, 1))[0] == 1
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        [race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}")],  # did not end
+        [race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}"), summary(1, 2)],  # a limit cut it
+        [summary(3, 3)],  # races in other words
+        ["========= RACECHECK SUMMARY: fine"],
+        ["========= Warning: Maximum number of hazards reached.", summary(0, 0)],
+    ],
+)
+def test_half_a_report_is_no_pass(report: list[str]) -> None:
+    assert judged(*report)[0] == 1

@@ -1,0 +1,295 @@
+// bench_fused.cu - the kernels of the GPU collectives on one GPU that plays all ranks by being its own peers.
+//
+//     spccl_bench_fused [--mib N] [--ranks P] [--ctas C] [--dtype float32|bfloat16] [--iters N]
+//                       [--sparsity 0.999,0.99,...] [--only all_gather,reduce_scatter,all_reduce,in_place]
+//
+// All arenas are the same memory, so what rank 0 sends to its peers comes back to it as theirs. No link is in
+// the way: this is the time of the kernels alone, within 10% of that on 4 GPUs while frames are short, and a
+// profiler sees one launch of one process. Every result is compared with the host's before it is timed.
+// Defaults: 512 MiB (the larger buffer), 4 ranks, all blocks, float32, 15 launches, medians.
+extern "C" {
+#include "../../csrc/core/tune_gpu.h"
+#include "../../csrc/kernels/kernels_cuda.h"
+}
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <cuda_runtime.h>
+#include <string>
+#include <vector>
+
+#define CHECK(call)                                                                                          \
+    do {                                                                                                     \
+        cudaError_t e = (call);                                                                              \
+        if (e != cudaSuccess) {                                                                              \
+            fprintf(stderr, "spccl_bench_fused: %s: %s\n", #call, cudaGetErrorString(e));                    \
+            exit(1);                                                                                         \
+        }                                                                                                    \
+    } while (0)
+#define TRY(call)                                                                                            \
+    do {                                                                                                     \
+        if ((call) != SPCCL_OK) {                                                                            \
+            fprintf(stderr, "spccl_bench_fused: %s: %s\n", #call, spccl_last_error());                       \
+            exit(1);                                                                                         \
+        }                                                                                                    \
+    } while (0)
+
+struct options {
+    size_t mib = 512;
+    unsigned ranks = 4, ctas = 0;
+    int iters = 15;
+    spccl_dtype dtype = SPCCL_FLOAT32;
+    std::vector<double> sparsity = {0.999, 0.99, 0.9, 0.5, 0.0};
+    std::vector<std::string> only = {"all_gather", "reduce_scatter", "all_reduce", "in_place"};
+};
+
+static std::vector<std::string> split(const std::string &text)
+{
+    std::vector<std::string> words;
+    for (size_t at = 0; at <= text.size();) {
+        size_t end = std::min(text.find(',', at), text.size());
+        words.push_back(text.substr(at, end - at));
+        at = end + 1;
+    }
+    return words;
+}
+
+static options read_options(int argc, char **argv)
+{
+    options o;
+    for (int i = 1; i < argc; i += 2) {
+        std::string name = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+        if (name == "--mib")
+            o.mib = strtoul(value.c_str(), nullptr, 10);
+        else if (name == "--ranks")
+            o.ranks = (unsigned)strtoul(value.c_str(), nullptr, 10);
+        else if (name == "--ctas")
+            o.ctas = (unsigned)strtoul(value.c_str(), nullptr, 10);
+        else if (name == "--iters")
+            o.iters = atoi(value.c_str());
+        else if (name == "--dtype" && (value == "float32" || value == "bfloat16"))
+            o.dtype = value == "float32" ? SPCCL_FLOAT32 : SPCCL_BFLOAT16;
+        else if (name == "--only")
+            o.only = split(value);
+        else if (name == "--sparsity") {
+            o.sparsity.clear();
+            for (const std::string &word : split(value))
+                o.sparsity.push_back(atof(word.c_str()));
+        } else
+            name = "";
+        if (name.empty() || value.empty()) {
+            fprintf(stderr, "spccl_bench_fused: %s %s: see the head of bench/micro/bench_fused.cu\n", argv[i],
+                    value.c_str());
+            exit(2);
+        }
+    }
+    if (o.mib == 0 || o.ranks < 2 || o.ranks > SP_GPU_RANKS_MAX || o.iters < 1) {
+        fprintf(stderr, "spccl_bench_fused: wanted --mib and --iters of 1 or more, --ranks 2 to %d\n",
+                SP_GPU_RANKS_MAX);
+        exit(2);
+    }
+    return o;
+}
+
+// ---- elements: 1.x of both signs where a hash is below the density, as float32 or its upper half ----
+
+__host__ __device__ static uint32_t element_bits(uint64_t i, uint64_t below, int elem_bytes)
+{
+    uint64_t z = (i + 1) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    if ((z & 0xffffffff) >= below)
+        return 0;
+    uint32_t bits = 0x3f800000u | (uint32_t)(z >> 41) | (uint32_t)(z >> 32 & 1) << 31;
+    return elem_bytes == 4 ? bits : bits >> 16;
+}
+
+__global__ void fill_kernel(uint8_t *x, uint64_t n, uint64_t below, int elem_bytes)
+{
+    for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < n;
+         i += (uint64_t)gridDim.x * blockDim.x) {
+        uint32_t bits = element_bits(i, below, elem_bytes);
+        if (elem_bytes == 4)
+            ((uint32_t *)x)[i] = bits;
+        else
+            ((uint16_t *)x)[i] = (uint16_t)bits;
+    }
+}
+
+static float as_float(uint32_t bits, int elem_bytes)
+{
+    float f;
+    bits = elem_bytes == 4 ? bits : bits << 16;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static uint32_t as_bits(float f, int elem_bytes)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return elem_bytes == 4 ? bits : (bits + 0x7fff + (bits >> 16 & 1)) >> 16; // to nearest even
+}
+
+// ---- one collective ----
+
+struct machine {
+    options o;
+    sp_gpu_limits limits;
+    sp_inbox_shape shape;
+    uint8_t *in, *out, *arena;
+    sp_gpu_control *control, *control_device;
+    int elem_bytes;
+    uint64_t n; // elements of the larger buffer
+};
+
+static machine open_machine(const options &o)
+{
+    machine m = {};
+    size_t bytes;
+    m.o = o;
+    m.elem_bytes = o.dtype == SPCCL_FLOAT32 ? 4 : 2;
+    m.n = (o.mib << 20) / m.elem_bytes / o.ranks * o.ranks;
+    bytes = m.n * m.elem_bytes;
+    CHECK(cudaSetDevice(0));
+    cudaDeviceProp about;
+    CHECK(cudaGetDeviceProperties(&about, 0));
+    m.limits.world_size = o.ranks;
+    m.limits.n_sms = (uint32_t)about.multiProcessorCount;
+    m.limits.max_ctas = o.ctas;
+    m.limits.inbox_bytes = (size_t)256 << 20;
+    TRY(sp_fused_cuda_workers_per_cta(0, m.limits.workers_per_cta));
+    TRY(sp_tune_gpu_shape(&m.limits, &m.shape));
+    CHECK(cudaMalloc(&m.in, bytes));
+    CHECK(cudaMalloc(&m.out, bytes));
+    CHECK(cudaMalloc(&m.arena, sp_inbox_bytes(m.shape)));
+    CHECK(cudaMemset(m.arena, 0, sp_inbox_bytes(m.shape)));
+    CHECK(cudaHostAlloc(&m.control, sizeof *m.control, cudaHostAllocMapped));
+    memset(m.control, 0, sizeof *m.control);
+    CHECK(cudaHostGetDevicePointer(&m.control_device, m.control, 0));
+    printf("%s, %u ranks, inbox %zu bytes\n", about.name, o.ranks, sp_inbox_bytes(m.shape));
+    return m;
+}
+
+static sp_fused_args args_of(const machine &m, const std::string &what)
+{
+    sp_fused_args a = {};
+    sp_fused_op op = what == "all_gather"       ? SP_FUSED_ALL_GATHER
+                     : what == "reduce_scatter" ? SP_FUSED_REDUCE_SCATTER
+                                                : SP_FUSED_ALL_REDUCE;
+    sp_gpu_plan plan;
+    a.n_elems = op == SP_FUSED_ALL_REDUCE ? m.n : m.n / m.o.ranks;
+    sp_tune_gpu_plan(&m.limits, m.shape, op, a.n_elems, m.o.dtype, SPCCL_FORMAT_AUTO, &plan);
+    a.op = plan.op;
+    a.dtype = m.o.dtype;
+    a.redop = SPCCL_SUM;
+    a.format = SPCCL_FORMAT_AUTO;
+    a.in = m.in;
+    a.out = what == "in_place" || what == "all_gather" ? m.in : m.out; // a gathered block is the first
+    a.slice_elems = plan.slice_elems;
+    a.world_size = (int)m.o.ranks;
+    a.shape = m.shape;
+    a.n_ctas = plan.n_ctas;
+    a.workers_per_cta = plan.workers_per_cta;
+    for (unsigned r = 0; r < m.o.ranks; r++)
+        a.arenas[r] = m.arena;
+    a.control = m.control_device;
+    a.timeout_ns = 2000000000ull;
+    a.seq = 1;
+    return a;
+}
+
+static void fill(const machine &m, uint64_t below)
+{
+    fill_kernel<<<1024, 256>>>(m.in, m.n, below, m.elem_bytes);
+    CHECK(cudaMemset(m.out, 0x5a, m.n * m.elem_bytes));
+}
+
+static float launch(const machine &m, const sp_fused_args &a)
+{
+    cudaEvent_t before, after;
+    float ms = 0;
+    CHECK(cudaEventCreate(&before));
+    CHECK(cudaEventCreate(&after));
+    CHECK(cudaEventRecord(before));
+    TRY(sp_fused_cuda(&a, nullptr));
+    CHECK(cudaEventRecord(after));
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaEventElapsedTime(&ms, before, after));
+    CHECK(cudaEventDestroy(before));
+    CHECK(cudaEventDestroy(after));
+    if (m.control->report.trouble != 0) {
+        fprintf(stderr, "spccl_bench_fused: the kernel gave up: trouble %u, worker %u, slice %u\n",
+                m.control->report.trouble, m.control->report.worker, m.control->report.slice);
+        exit(1);
+    }
+    return ms;
+}
+
+// Elements from block to block, as sp_fused_cuda cuts them.
+static uint64_t stride_of(const machine &m, const sp_fused_args &a)
+{
+    uint64_t slices = (a.n_elems + a.slice_elems - 1) / a.slice_elems;
+    return a.op == SP_FUSED_ALL_REDUCE ? (slices + m.o.ranks - 1) / m.o.ranks * a.slice_elems : a.n_elems;
+}
+
+// What element i of a block must be. Rank r > 0 is heard as what was sent to the peer in the slot that
+// mirrors its own: block P - r.
+static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uint64_t below)
+{
+    uint64_t stride = stride_of(m, a);
+    float sum = 0;
+    if (a.op == SP_FUSED_ALL_GATHER)
+        return element_bits(i, below, m.elem_bytes);
+    for (uint64_t r = 0; r < m.o.ranks; r++) {
+        uint64_t at = (r == 0 ? 0 : m.o.ranks - r) * stride + i;
+        sum += at < m.n ? as_float(element_bits(at, below, m.elem_bytes), m.elem_bytes) : 0;
+    }
+    return as_bits(sum, m.elem_bytes);
+}
+
+// A sample of all elements.
+static void compare(const machine &m, const sp_fused_args &a, const std::string &what, uint64_t below)
+{
+    uint64_t block = a.op == SP_FUSED_REDUCE_SCATTER ? a.n_elems : m.n, wrong = 0;
+    std::vector<uint8_t> got(block * m.elem_bytes);
+    uint64_t stride = stride_of(m, a), step = std::max<uint64_t>(1, block / 4000000);
+    CHECK(cudaMemcpy(got.data(), a.out, got.size(), cudaMemcpyDeviceToHost));
+    for (uint64_t i = 0; i < block; i += step) {
+        uint32_t bits = 0;
+        memcpy(&bits, &got[i * m.elem_bytes], m.elem_bytes);
+        wrong += bits != wanted(m, a, i % stride, below);
+    }
+    if (wrong != 0) {
+        fprintf(stderr, "spccl_bench_fused: %s: %llu elements of a sample are wrong\n", what.c_str(),
+                (unsigned long long)wrong);
+        exit(1);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    machine m = open_machine(read_options(argc, argv));
+    for (const std::string &what : m.o.only)
+        for (double sparsity : m.o.sparsity) {
+            uint64_t below = (uint64_t)llround((1 - sparsity) * 4294967296.0);
+            sp_fused_args a = args_of(m, what);
+            std::vector<float> ms;
+            fill(m, below);
+            launch(m, a);
+            compare(m, a, what, below);
+            for (int i = 0; i < m.o.iters; i++) {
+                fill(m, below);
+                ms.push_back(launch(m, a));
+            }
+            std::sort(ms.begin(), ms.end());
+            printf("%-14s %5.1f%% zeros: %8.4f ms   (%u blocks of %u workers, slices of %u)\n", what.c_str(),
+                   100 * sparsity, ms[ms.size() / 2], a.n_ctas, a.workers_per_cta, a.slice_elems);
+            fflush(stdout);
+        }
+    return 0;
+}
