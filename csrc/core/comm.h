@@ -71,9 +71,9 @@ void sp_request_complete(spccl_request *req, spccl_status status,
 /* Queue an op and, without a request handle wanted, see it through.  Takes over the op. */
 spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **req);
 /* Break the communicator with an error seen outside the executor (abort, the GPU). Once: later ones are
- * ignored. Threads: any. */
-void sp_comm_break(spccl_comm *comm, spccl_status status, const char *text);
-/* SPCCL_OK, or the error that broke it, with its text. Threads: any. */
+ * ignored, and false. Threads: any. */
+bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text);
+/* SPCCL_OK, or the error that broke it, or that it was asked to break with, with its text. Threads: any. */
 spccl_status sp_comm_broken(spccl_comm *comm);
 /* Wake the driver if it sleeps. */
 void sp_comm_kick(spccl_comm *comm);

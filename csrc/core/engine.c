@@ -286,7 +286,7 @@ fail:
     return st;
 }
 
-void sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
+bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
 {
     bool first, mine = false;
     pthread_mutex_lock(&comm->mu);
@@ -303,13 +303,14 @@ void sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
     }
     pthread_mutex_unlock(&comm->mu);
     if (!first)
-        return;
+        return false;
     if (!mine) {
         sp_comm_kick(comm);
-        return;
+        return true;
     }
     fail_all(comm, status, text);
     stop_driving(comm);
+    return true;
 }
 
 spccl_status sp_comm_broken(spccl_comm *comm)

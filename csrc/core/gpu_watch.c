@@ -92,8 +92,8 @@ static void look_at_report(sp_gpu_comm *g)
         return; /* the kernels ended because of that */
     r = g->control->report;
     st = describe_report(g, &r, text, sizeof text);
-    sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
-    sp_comm_break(comm, st, text);
+    if (sp_comm_break(comm, st, text)) /* several may look at once */
+        sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
 }
 
 static void look_at_peers(sp_gpu_comm *g)

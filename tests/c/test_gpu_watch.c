@@ -1,0 +1,78 @@
+/* test_gpu_watch.c - who asks how a group is learns it at once, over fake GPUs: what a kernel reported, also
+ * while another thread looks at the peers; an abort, also while the driver is busy. */
+#include "fake_gpu.h"
+
+#include "comm.h"
+#include "gpu_comm.h"
+#include "ranks.h"
+
+#define N 1000u
+
+static struct fake_stream streams[2];
+
+/* Rank 0's kernel reports a broken frame while somebody looks at the peers, for as long as it takes. */
+static void reported(struct rank_ctx *c)
+{
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    void *x = fake_memory[c->rank];
+    config.device = c->rank;
+    CHECK_OK(spccl_cuda_attach(c->comm, &config));
+    if (c->rank == 0) {
+        sp_gpu_comm *g = atomic_load(&c->comm->gpu);
+        sp_gpu_report *r = &g->control->report;
+        int64_t deadline_ns = sp_deadline_in_ms(20000);
+        spccl_status st;
+        pthread_mutex_lock(&g->look_mu);
+        CHECK_OK(spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[0]));
+        while (__atomic_load_n(&r->trouble, __ATOMIC_ACQUIRE) == SP_GPU_FINE &&
+               !sp_deadline_passed(deadline_ns))
+            usleep(100);
+        st = spccl_comm_async_error(c->comm);
+        CHECK(st == SPCCL_ERR_FORMAT, "wanted SPCCL_ERR_FORMAT at the first question, got %s",
+              spccl_status_name(st));
+        pthread_mutex_unlock(&g->look_mu);
+    } else {
+        CHECK_OK(spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[1]));
+        (void)spccl_cuda_wait(c->comm, &streams[1], 20000);
+    }
+}
+
+static void test_reported(void)
+{
+    struct rank_ctx ctx[2];
+    memset(streams, 0, sizeof streams);
+    fake.bad_rule = 9;
+    run_ranks(2, NULL, reported, NULL, ctx);
+    fake.bad_rule = 0;
+    CHECK(fake.n_memories == 0, "%d memories are left", fake.n_memories);
+}
+
+static void set_driver(spccl_comm *comm, sp_driver driver)
+{
+    pthread_mutex_lock(&comm->mu);
+    comm->driver = driver;
+    pthread_mutex_unlock(&comm->mu);
+}
+
+static void asked(struct rank_ctx *c)
+{
+    set_driver(c->comm, SP_DRIVER_CALLER); /* who drives will come to it later */
+    CHECK(sp_comm_break(c->comm, SPCCL_ERR_PEER, "the first reason"), "the first counts");
+    CHECK(!sp_comm_break(c->comm, SPCCL_ERR_BUG, "the second"), "later ones do not");
+    CHECK(sp_comm_broken(c->comm) == SPCCL_ERR_PEER, "broken from then on");
+    CHECK(strcmp(spccl_last_error(), "the first reason") == 0, "%s", spccl_last_error());
+    set_driver(c->comm, SP_DRIVER_NONE);
+}
+
+static void test_asked(void)
+{
+    struct rank_ctx ctx[1];
+    run_ranks(1, NULL, asked, NULL, ctx);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"reported", test_reported}, {"asked", test_asked}, {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
