@@ -315,10 +315,13 @@ typedef struct spccl_cuda_config {
     uint32_t max_ctas; /* most thread blocks (one per multiprocessor) of a collective; 0 = all. SPCCL_MAX_CTAS
                           wins */
     size_t inbox_bytes; /* most GPU memory for what peers send here; 0 = 256 MiB. SPCCL_INBOX_BYTES wins */
+    int32_t decline;    /* 1: this rank keeps its GPU out. All ranks get UNREACHABLE, which names it */
+    uint32_t fallback;  /* what the caller does instead after UNREACHABLE or UNSUPPORTED, as a number of its
+                           own: MISMATCH unless all ranks give the same */
 } spccl_cuda_config;
 #define SPCCL_CUDA_CONFIG_INIT                                                                               \
     {                                                                                                        \
-        sizeof(spccl_cuda_config), -1, 0, 0                                                                  \
+        sizeof(spccl_cuda_config), -1, 0, 0, 0, 0                                                            \
     }
 
 /* Number of GPUs this process can use: 0 without a GPU, a driver, or CUDA in this build. Never fails. */
@@ -328,8 +331,8 @@ SPCCL_API int spccl_cuda_device_count(void);
  * once, in the same place of their order of calls; returns when all inboxes are mapped. Errors: ARG, SETTING,
  * STATE (done already), UNSUPPORTED (no CUDA in this build), DEVICE, NOMEM (too little GPU memory: the text
  * says how much is needed and free), UNREACHABLE (a peer's GPU cannot be mapped: the text says which pair and
- * why), MISMATCH, PEER, TIMEOUT. After UNREACHABLE, which all ranks get, the communicator works on host
- * memory as before. */
+ * why; or a rank declined), MISMATCH, PEER, TIMEOUT. After UNREACHABLE, which all ranks get, the communicator
+ * works on host memory as before. */
 SPCCL_API spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config);
 
 /* As the functions without `cuda`, on memory of the communicator's GPU. Return once launched; a rank that

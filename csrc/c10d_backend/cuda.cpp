@@ -187,14 +187,16 @@ CudaPath CudaSide::attach(const c10::Device &device, const char *op)
     config.device = device.index();
     config.max_ctas = settings_.max_ctas;
     config.inbox_bytes = settings_.inbox_bytes;
+    config.decline = settings_.engine ? 0 : 1;
+    const CudaPath fallback = nccl_ && !settings_.stage ? CudaPath::nccl : CudaPath::stage;
+    config.fallback = static_cast<uint32_t>(fallback);
     const c10::DeviceGuard guard(device);
     std::string text;
-    const spccl_status status =
-        settings_.engine ? comm_->attach_cuda(config, c10d::kUnsetTimeout, &text) : SPCCL_ERR_UNREACHABLE;
+    const spccl_status status = comm_->attach_cuda(config, c10d::kUnsetTimeout, &text);
     CudaPath path = CudaPath::engine;
     if (status == SPCCL_ERR_UNREACHABLE || status == SPCCL_ERR_UNSUPPORTED) {
-        path = nccl_ && !settings_.stage ? CudaPath::nccl : CudaPath::stage;
-        why_ = settings_.engine ? text : "SPCCL_CUDA_ENGINE=0";
+        path = fallback;
+        why_ = text;
         if (settings_.engine)
             TORCH_WARN("spccl: ", comm_->who(), ": CUDA collectives go ",
                        path == CudaPath::nccl ? "to NCCL, dense" : "through host memory", ": ", text);

@@ -33,8 +33,9 @@ struct facts {
     uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
     uint8_t uuid[16];
     uint64_t inbox_bytes, free_bytes;
+    uint32_t fallback;
     char name[64];
-    char error[456];
+    char error[452];
 };
 _Static_assert(SP_FUSED_OPS <= 12, "facts.workers");
 _Static_assert(sizeof(struct facts) == 680, "no padding, and the same for every compiler");
@@ -130,6 +131,9 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     a->mine.pid = (int32_t)getpid();
     a->mine.format = (int32_t)comm->format;
     snprintf(a->mine.version, sizeof a->mine.version, "%s", SPCCL_VERSION_TEXT);
+    a->mine.fallback = config->fallback;
+    if (config->decline)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "it keeps its GPU out (SPCCL_CUDA_ENGINE=0)");
     SP_TRY(read_settings(config, &a->mine));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
@@ -149,6 +153,12 @@ static spccl_status compare_with_first(const struct facts *all, int r)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "rank %d has spccl %.16s, rank 0 has %.16s: install the same on all", r, f->version,
                        first->version);
+    if (f->fallback != first->fallback)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank 0 and rank %d would move CUDA tensors by different ways where their GPUs do not "
+                       "reach each other (%u and %u): set SPCCL_CUDA_FALLBACK alike on all, with the same "
+                       "torch",
+                       r, first->fallback, f->fallback);
     if (f->status != SPCCL_OK)
         return SP_FAIL((spccl_status)f->status, "rank %d: %s", r, f->error);
     if (!sp_gpu_share_same_host(f->address, first->address))

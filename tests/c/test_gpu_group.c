@@ -117,6 +117,7 @@ static void test_limits(void)
 struct refusal {
     spccl_status status;
     const char *word;
+    bool declines, other_fallback; /* rank 1 */
 };
 
 static void refused(struct rank_ctx *c)
@@ -124,7 +125,10 @@ static void refused(struct rank_ctx *c)
     const struct refusal *r = c->arg;
     spccl_cuda_config config = config_of(c->rank == 1 && r->status == SPCCL_ERR_ARG ? 99 : c->rank);
     uint32_t one = 1, sum = 0;
-    spccl_status st = spccl_cuda_attach(c->comm, &config);
+    spccl_status st;
+    config.decline = c->rank == 1 && r->declines;
+    config.fallback = c->rank == 1 && r->other_fallback ? 2 : 1;
+    st = spccl_cuda_attach(c->comm, &config);
     CHECK(st == r->status && strstr(spccl_last_error(), r->word) != NULL,
           "rank %d: wanted %s with \"%s\", got %s: %s", c->rank, spccl_status_name(r->status), r->word,
           spccl_status_name(st), spccl_last_error());
@@ -132,13 +136,17 @@ static void refused(struct rank_ctx *c)
     CHECK(sum == (uint32_t)c->n_ranks, "host memory works as before");
 }
 
-static void expect_refusal(spccl_status status, const char *word)
+static void expect(struct refusal r)
 {
     struct rank_ctx ctx[3];
-    struct refusal r = {status, word};
     reset();
     run_ranks(3, NULL, refused, &r, ctx);
-    CHECK(fake.n_memories == 0, "%s: %d memories are left", word, fake.n_memories);
+    CHECK(fake.n_memories == 0, "%s: %d memories are left", r.word, fake.n_memories);
+}
+
+static void expect_refusal(spccl_status status, const char *word)
+{
+    expect((struct refusal){status, word, false, false});
 }
 
 static void test_refusals(void)
@@ -170,6 +178,8 @@ static void test_refusals(void)
     expect_refusal(SPCCL_ERR_SETTING, "GPU 1 'Fake B' of rank 1");
     fake.no_fd[1] = false;
     unsetenv("SPCCL_NVLINK_HANDLES");
+    expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: it keeps its GPU out", true, false});
+    expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_FALLBACK alike", true, true});
 }
 
 static void shares_ipc(struct rank_ctx *c)

@@ -34,4 +34,12 @@ def test_gpus_that_do_not_reach_each_other(path):
     for told in check_case(
         run_gpus("faults", 2, "fallback", SPCCL_CUDA_FALLBACK=path, SPCCL_CUDA_ENGINE="0"), "fallback"
     ):
-        assert told["text"] == f"{path}: SPCCL_CUDA_ENGINE=0", told
+        assert told["text"].startswith(f"{path}: ") and "rank 0: it keeps its GPU out" in told["text"], told
+
+
+def test_one_rank_without_the_engine():
+    """All ranks take the fallback then, and know whose setting it is."""
+    for told in check_case(
+        run_gpus("faults", 2, "one_without_engine", SPCCL_CUDA_FALLBACK="stage"), "one_without_engine"
+    ):
+        assert told["text"].startswith("stage: ") and "rank 1: it keeps its GPU out" in told["text"], told
