@@ -105,8 +105,11 @@ bool Backend::supportsCoalescing() const
 
 void Backend::startCoalescing()
 {
-    TORCH_CHECK(!coalescing_.exchange(true), "spccl: ", comm_->who(),
-                ": startCoalescing before the end of another batch");
+    std::lock_guard<std::mutex> lock(coalesced_mutex_);
+    coalesced_.clear(); /* an exception inside a batch leaves it open: torch does not end it */
+    if (std::exchange(nccl_batch_, false))
+        nccl_->endCoalescing();
+    coalescing_ = true;
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::endCoalescing()

@@ -311,6 +311,14 @@ def coalesced():
             dist.reduce_scatter_tensor(o, x[RANK].clone())
     for o, x in zip(outs, ins, strict=True):
         same_bits(o, reduced(x, "sum")[RANK], "reduce_scatter_tensor coalesced")
+    # An exception inside a batch leaves it open; the next batch is whole all the same.
+    group, cpu, t = dist.group.WORLD, torch.device("cpu"), torch.ones(7)
+    group._start_coalescing(cpu)
+    dist.all_reduce(t, async_op=True).wait()
+    group._start_coalescing(cpu)
+    dist.all_reduce(t, async_op=True)
+    group._end_coalescing(cpu).wait()
+    assert torch.equal(t, torch.full((7,), float(WORLD**2)))
 
 
 def functional():
