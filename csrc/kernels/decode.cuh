@@ -1,5 +1,5 @@
 // decode.cuh - a frame becomes elements, by one warp. The listed ones are handed to a sink:
-// - sink.put(i, value): element i of the slice; at most once per i.
+// - sink.put(i, value): element i of the slice; at most once per i, unless the frame breaks a rule.
 // - sink.unit(u, bits, x), formats pici and dense: unit u. x.e[c] is its element c where bit c is set, else
 // 0;
 //   of dense frames the bits of elements that are not zero, which is what adding and overwriting want. Each

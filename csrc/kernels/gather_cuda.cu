@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __gr
         if (a.op == SP_FUSED_BROADCAST && a.rank != a.root)
             sp_relay<G>(at, rooms.feed[warp], rooms.boards[w]);
         else
-            sp_feed<G>(at, n_served, rooms.feed[warp], rooms.boards + w);
+            sp_feed<G, false>(at, n_served, rooms.feed[warp], rooms.boards + w);
         for (uint32_t i = 0; i < n_served; i++)
             sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
     } else {
         uint32_t w = warp - crew.n_feed;
-        sp_gather<G>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
-                     rooms.boards[w].taken);
+        sp_gather<G, false>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
+                            rooms.boards[w].taken);
         sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
     }
 }

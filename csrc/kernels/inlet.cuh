@@ -28,7 +28,7 @@ template <class G, bool BULK> struct sp_inlet {
     const uint8_t *from;       // L: the ring in the own arena
     uint64_t taken;            // L: position of the next frame to take
     uint32_t taken_off, guess; // L: the same in the ring; bytes of the next frame to copy unseen
-    int32_t come;              // L: bytes from `taken` on that have come, as last seen
+    int32_t come_bytes;        // L: bytes from `taken` on that have come, as last seen
     uint32_t n, bytes;         // L: elements and bytes of the frame at hand; bytes 0: none
     uint32_t frame_off;        // L: where it lies in the ring
 
@@ -39,7 +39,7 @@ template <class G, bool BULK> struct sp_inlet {
           half((pool_bytes - place.n_peers * SP_FRAME_HEADER_BYTES) / 2 & ~15u),
           area(place.n_peers == 0 ? 0 : half / place.n_peers & ~15u), which(ring),
           ring_bytes(sp_inbox_ring_bytes(place.a.shape)), parity(0), ahead(0), one_by_one(false),
-          coming(false), from(nullptr), taken(0), taken_off(0), guess(0), come(0), n(0), bytes(0),
+          coming(false), from(nullptr), taken(0), taken_off(0), guess(0), come_bytes(0), n(0), bytes(0),
           frame_off(0)
     {
         if (at.is_mine(which, 0, at.n_peers)) {
@@ -71,12 +71,12 @@ template <class G, bool BULK> struct sp_inlet {
     {
         if (ring_bytes - taken_off < SP_FRAME_HEADER_BYTES)
             wrap();
-        return come > 0;
+        return come_bytes > 0;
     }
     __device__ __forceinline__ void wrap() // L
     {
         taken += ring_bytes - taken_off;
-        come -= (int32_t)(ring_bytes - taken_off);
+        come_bytes -= (int32_t)(ring_bytes - taken_off);
         taken_off = 0;
     }
     __device__ __forceinline__ uint4 *header_of(uint32_t slot) const
@@ -179,7 +179,7 @@ template <class G, bool BULK> struct sp_inlet {
                 uint64_t tail =
                     sp_wait(at.a, at.q, tail_word(), taken + 1, SP_GPU_NO_DATA, which, at.slot(), slice);
                 ok = tail != 0;
-                come = (int32_t)(tail - taken);
+                come_bytes = (int32_t)(tail - taken);
             }
             if (!__all_sync(~0u, ok))
                 return false;
@@ -203,7 +203,7 @@ template <class G, bool BULK> struct sp_inlet {
             frame_off = taken_off;
             one_by_one = bytes > guess; // more than what lies before the end of the ring is not asked for
             taken += bytes;
-            come -= (int32_t)bytes;
+            come_bytes -= (int32_t)bytes;
             taken_off += bytes;
             guess = min((bytes + 255) & ~127u, area);
         }
@@ -221,8 +221,8 @@ template <class G, bool BULK> struct sp_inlet {
         if (one_by_one) // both halves are needed
             return;
         if (at.is_mine(which, 0, at.n_peers) && n_wanted != 0 && !has_come()) {
-            come = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
-            ready = come > 0;
+            come_bytes = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
+            ready = come_bytes > 0;
         }
         ready = __all_sync(~0u, ready);
         __syncwarp();
@@ -286,6 +286,10 @@ template <class G, bool BULK> struct sp_inlet {
                 sp_report(at.a, at.q, SP_GPU_BAD_FRAME, which, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
             return false;
         }
+#if SP_HAS_BULK
+        if (BULK)
+            sp_fence_bulk(); // what this lane has read there comes before the next bulk load into it
+#endif
         __syncwarp();
         if (bytes != 0) {
             uint64_t *credit =

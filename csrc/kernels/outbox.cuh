@@ -31,12 +31,12 @@ struct sp_outbox_shared {
 struct sp_outbox {
     // The links of one worker.
     struct links {
-        uint32_t q;      // the worker
-        sp_board *board; // its board
-        uint8_t *to;     // L: the ring in the peer's arena
-        uint64_t sent;   // L: position of the next frame
-        uint32_t off;    // L: the same in the ring
-        uint32_t free;   // L: bytes of the ring that are free, as last seen
+        uint32_t q;          // the worker
+        sp_board *board;     // its board
+        uint8_t *to;         // L: the ring in the peer's arena
+        uint64_t sent;       // L: position of the next frame
+        uint32_t off;        // L: the same in the ring
+        uint32_t free_bytes; // L: bytes of the ring that are free, as last seen
     };
     const sp_place &at;
     sp_outbox_shared &s;
@@ -60,7 +60,8 @@ struct sp_outbox {
             uint32_t ring_bytes = sp_inbox_ring_bytes(at.a.shape);
             l.sent = at.state(q)->sent[at.ring()][at.slot()];
             l.off = (uint32_t)(l.sent % ring_bytes);
-            l.free = (uint32_t)(sp_load_acquire_sys(credit_word(at, q, at.ring())) + ring_bytes - l.sent);
+            l.free_bytes =
+                (uint32_t)(sp_load_acquire_sys(credit_word(at, q, at.ring())) + ring_bytes - l.sent);
             l.to = at.a.arenas[at.peer(at.slot())] +
                    sp_inbox_ring_off(at.a.shape, at.ring(), at.slot_there(at.slot()), q);
         }
@@ -104,18 +105,18 @@ struct sp_outbox {
         bool ok = true;
         if (at.is_mine(ring, first, n_slots)) {
             uint32_t left = ring_bytes - now.off, skip = left < bytes ? left : 0;
-            if (skip + bytes > now.free) {
+            if (skip + bytes > now.free_bytes) {
                 uint64_t credit =
                     sp_wait(at.a, now.q, credit_word(at, now.q, ring), now.sent + skip + bytes - ring_bytes,
                             SP_GPU_NO_ROOM, ring, at.slot(), slice);
                 ok = credit != 0;
-                now.free = (uint32_t)(credit + ring_bytes - now.sent);
+                now.free_bytes = (uint32_t)(credit + ring_bytes - now.sent);
             }
             if (left < bytes) {
                 if (ok && left >= SP_FRAME_HEADER_BYTES)
                     sp_store16(now.to + now.off, make_uint4(SP_INBOX_WRAP, 0, 0, 0));
                 now.sent += left;
-                now.free -= left;
+                now.free_bytes -= left;
                 now.off = 0;
             }
             s.dst[at.slot()] = now.to + now.off;
@@ -174,7 +175,8 @@ struct sp_outbox {
             sp_store_release_cta(word, cleared ? *word | bit : *word & ~bit);
     }
     // Encode the slice buf [n] and write it to the peers in slots [first, first + n_slots), who will be told.
-    // clear: nullptr, or where the slice came from: it becomes zero if it lists few elements, and is marked.
+    // clear: nullptr, or where the slice came from, if it goes to one slot: it becomes zero if it lists few
+    // elements, and is marked.
     // stage [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16. Ends with __syncwarp: buf and stage may be
     // written again.
     template <class G>
@@ -213,7 +215,7 @@ struct sp_outbox {
         if (at.is_mine(ring, first, n_slots)) {
             now.sent += layout.bytes;
             now.off += layout.bytes;
-            now.free -= layout.bytes;
+            now.free_bytes -= layout.bytes;
             sp_store_release_cta(&now.board->posted[at.lane], (uint32_t)now.sent);
         }
         frame_units += layout.bytes / 16 * n_slots;

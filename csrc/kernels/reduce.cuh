@@ -2,7 +2,7 @@
 // GPU): the owners, who add what the others send, and the kernel.
 //
 // Bytes of GPU memory moved, floor: reduce-scatter reads the array and writes a shard, all-reduce writes the
-// array as well; the rings stay in L2 while frames are small.
+// array as well, in place only what changes if that is little; the rings stay in L2 while frames are small.
 #ifndef SP_REDUCE_CUH
 #define SP_REDUCE_CUH
 
@@ -277,11 +277,11 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
     __syncthreads();
     sp_place at(a, blockIdx.x * n + w);
     if (role == SP_ROLE_FEED)
-        sp_feed<G>(at, 1, rooms.feed[w], rooms.boards + w);
+        sp_feed<G, true>(at, 1, rooms.feed[w], rooms.boards + w);
     else if (role == SP_ROLE_OWN)
         sp_owner<T, G>(at, rooms.own[w], rooms.boards[w]).run();
     else
-        sp_gather<G>(at, rooms.gather[w], rooms.boards[w], rooms.boards[w].gathered);
+        sp_gather<G, true>(at, rooms.gather[w], rooms.boards[w], rooms.boards[w].gathered);
     sp_role_done(rooms.boards[w], (sp_role)role);
 }
 

@@ -3,13 +3,13 @@
 //
 // A worker is a warp for each role. They share nothing but the board, so that memory is read, links are used
 // and results are written at the same time, each as fast as it can. They wait for frames and for room; a
-// feeder of dense frames keeps pace with its own worker, and an owner in one hop does not overtake its
-// feeder.
+// feeder of dense frames keeps pace with its own worker, one that clears what it has sent (sp_patches) stays
+// near its gatherer, and an owner in one hop does not overtake its feeder.
 // - feed: loads this rank's slices, one or more ahead, and sends them: contributions to the owners of their
-//   shards (lane INPUT), or its own shard to everyone (RESULT).
+//   shards (lane INPUT), or its own shard to everyone (RESULT). May clear what it has sent.
 // - own, in reductions: takes the contributions to its shard (INPUT), adds them, writes the result and, in an
 //   all-reduce, sends it to everyone (RESULT); reduce.cuh.
-// - gather: takes the results of the other shards (RESULT) and writes them.
+// - gather: takes the results of the other shards (RESULT) and writes them, whole or what they list.
 // In a broadcast the feeder of every rank but the root relays: takes root's slices of its shard, writes them
 // and sends them on.
 #ifndef SP_ROLES_CUH
@@ -136,8 +136,9 @@ __device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &
     sp_copy_wait<0>();
 }
 
-// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them.
-template <class G>
+// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
+// of reductions, and may patch.
+template <class G, bool REDUCES>
 __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
                                         sp_board *boards)
 {
@@ -150,7 +151,7 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
     sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
     sp_feed_list::item now = {0, 0, 0}, ahead = {0, 0, 0};
     uint32_t i = 0; // of the buffers
-    bool ok = true, patches = sp_patches(at.a);
+    bool ok = true, patches = REDUCES && sp_patches(at.a);
     auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
     auto start = [&](uint32_t b) {
         sp_range r = list.range(ahead);
@@ -255,15 +256,15 @@ __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v,
     return sp_decode_store<G, false>(lane, v, buf, dst);
 }
 
-// taken: is told how many slices have been taken.
-template <class G>
+// taken: is told how many slices have been taken. REDUCES: as in sp_feed.
+template <class G, bool REDUCES>
 __device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &room, sp_board &board,
                                           uint32_t &taken)
 {
     typedef typename G::U U;
     sp_share share(at.a, at.q);
     sp_inlet<G, true> inlet(at, SP_INBOX_RESULT, room.pool, SP_GATHER_POOL_BYTES, room.barriers);
-    bool ok = true, patches = sp_patches(at.a);
+    bool ok = true, patches = REDUCES && sp_patches(at.a);
     sp_shard mine = share.shard(at.peer(min(at.slot(), at.n_peers - 1))); // L: of this lane's link
     if (at.n_peers == 0)
         return;
