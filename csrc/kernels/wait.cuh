@@ -7,8 +7,8 @@
 #include "ptx.cuh"
 
 // A warp of a worker and its place: what every role knows. Lane 16 * ring + slot of the warp has the link to
-// the peer in `slot` through the rings INPUT or RESULT. In what follows members marked L are that lane's own,
-// the others the same in all lanes.
+// the peer in `slot` through the rings INPUT or RESULT (inbox.h's lanes: here a lane is a thread of the
+// warp). In what follows members marked L are that lane's own, the others the same in all lanes.
 static_assert(SP_INBOX_LANES == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
 struct sp_place {
     const sp_fused_args &a;

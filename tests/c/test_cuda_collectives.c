@@ -258,6 +258,10 @@ static void test_formats(void)
         struct group g = {.n_ranks = is_small ? 2 : 2 + format % 2, .format = (spccl_format)format};
         g.n_random = is_small ? 4 : 40;
         run_group(&g);
+        g.n_ranks = 5; /* less room on chip for each frame */
+        g.n_random = 15;
+        if (!is_small)
+            run_group(&g);
     }
 }
 
@@ -278,7 +282,7 @@ int main(int argc, char **argv)
     cuda_test_start(&argc, argv);
     make_rank_rooms(is_small  ? 2
                     : is_long ? 8
-                              : 4,
+                              : 5,
                     (is_small ? TOTAL_BYTES_SMALL : TOTAL_BYTES) + 4 * GUARD_BYTES);
     return test_main(cases, argc, argv);
 }
