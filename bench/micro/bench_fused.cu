@@ -72,9 +72,13 @@ static options read_options(int argc, char **argv)
             o.iters = atoi(value.c_str());
         else if (name == "--dtype" && (value == "float32" || value == "bfloat16"))
             o.dtype = value == "float32" ? SPCCL_FLOAT32 : SPCCL_BFLOAT16;
-        else if (name == "--only")
+        else if (name == "--only") {
+            std::vector<std::string> known = o.only;
             o.only = split(value);
-        else if (name == "--sparsity") {
+            for (const std::string &word : o.only)
+                if (std::find(known.begin(), known.end(), word) == known.end())
+                    value = "";
+        } else if (name == "--sparsity") {
             o.sparsity.clear();
             for (const std::string &word : split(value))
                 o.sparsity.push_back(atof(word.c_str()));
@@ -82,7 +86,7 @@ static options read_options(int argc, char **argv)
             name = "";
         if (name.empty() || value.empty()) {
             fprintf(stderr, "spccl_bench_fused: %s %s: see the head of bench/micro/bench_fused.cu\n", argv[i],
-                    value.c_str());
+                    i + 1 < argc ? argv[i + 1] : "");
             exit(2);
         }
     }

@@ -133,7 +133,9 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     snprintf(a->mine.version, sizeof a->mine.version, "%s", SPCCL_VERSION_TEXT);
     a->mine.fallback = config->fallback;
     if (config->decline)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "it keeps its GPU out (SPCCL_CUDA_ENGINE=0)");
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "it keeps its GPU out (config.decline; in torch SPCCL_CUDA_ENGINE=0 "
+                       "or cuda_engine=False)");
     SP_TRY(read_settings(config, &a->mine));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
@@ -156,8 +158,8 @@ static spccl_status compare_with_first(const struct facts *all, int r)
     if (f->fallback != first->fallback)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "rank 0 and rank %d would move CUDA tensors by different ways where their GPUs do not "
-                       "reach each other (%u and %u): set SPCCL_CUDA_FALLBACK alike on all, with the same "
-                       "torch",
+                       "reach each other (config.fallback %u and %u): in torch set SPCCL_CUDA_FALLBACK alike "
+                       "on all, and install the same torch",
                        r, first->fallback, f->fallback);
     if (f->status != SPCCL_OK)
         return SP_FAIL((spccl_status)f->status, "rank %d: %s", r, f->error);

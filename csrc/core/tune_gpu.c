@@ -57,11 +57,6 @@ uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape)
     return n < shape.n_workers ? n : shape.n_workers;
 }
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static bool reduces(sp_fused_op op)
 {
     return op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_ALL_REDUCE_ONESHOT;
@@ -81,7 +76,8 @@ static uint32_t pick_slice_elems(const sp_gpu_limits *l, sp_inbox_shape shape, s
                                  uint64_t n_elems, spccl_dtype dtype, spccl_format format)
 {
     size_t elem_bytes = sp_dtype_bytes(dtype);
-    uint32_t n_workers = min_u32(shape.n_workers, sp_tune_gpu_ctas(l, shape) * l->workers_per_cta[op]);
+    uint32_t n_workers =
+        (uint32_t)sp_min_size(shape.n_workers, sp_tune_gpu_ctas(l, shape) * l->workers_per_cta[op]);
     uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes);
     uint32_t least = (uint32_t)(SLICE_BYTES_MIN / elem_bytes);
     if (least < SLICE_ELEMS_MIN)

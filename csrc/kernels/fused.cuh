@@ -47,6 +47,21 @@ struct sp_rooms {
 };
 static_assert(sizeof(sp_board) % 16 == 0, "rooms are aligned to 16");
 
+// First thing in a block: the boards, and the last warp becomes the herald. True: this warp was it, and all
+// is done.
+__device__ __forceinline__ bool sp_block_open(const sp_fused_args &a, const sp_crew &crew, sp_board *boards)
+{
+    sp_boards_open(a, boards, crew.n_own != 0, crew.n_gather != 0);
+    if (threadIdx.x / 32 + 1 == crew.warps()) {
+        sp_herald<SP_CTA_WORKERS> herald(a);
+        __syncthreads();
+        herald.run(boards);
+        return true;
+    }
+    __syncthreads();
+    return false;
+}
+
 typedef void (*sp_fused_kernel)(const sp_fused_args);
 
 // gather_cuda.cu: all-gather and broadcast of elements of so many bytes.

@@ -13,14 +13,8 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __gr
     uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32;
     sp_crew crew(a.op, n);
     sp_rooms rooms(crew, n);
-    sp_boards_open(a, rooms.boards, crew.n_own != 0, true);
-    if (warp + 1 == crew.warps()) {
-        sp_herald<SP_CTA_WORKERS> herald(a);
-        __syncthreads();
-        herald.run(rooms.boards);
+    if (sp_block_open(a, crew, rooms.boards))
         return;
-    }
-    __syncthreads();
     if (warp < crew.n_feed) {
         uint32_t each = a.op == SP_FUSED_ALL_GATHER ? 2 : 1, w = warp * each, n_served = min(each, n - w);
         sp_place at(a, blockIdx.x * n + w);

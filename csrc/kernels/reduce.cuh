@@ -234,9 +234,7 @@ template <class T, class G> struct sp_owner {
         __syncwarp();
         bad = accumulate_all(t, r.n);
         finish(r.n);
-        sp_slice_store<G>(
-            at.lane, (const U *)room.sums,
-            (U *)at.a.out + (at.a.op == SP_FUSED_REDUCE_SCATTER ? share.own_start(mine, t) : r.start), r.n);
+        sp_slice_store<G>(at.lane, (const U *)room.sums, (U *)at.a.out + share.own_start(mine, t), r.n);
         parity = is_sum() ? inlet.parity : 0;
         if (at.n_peers != 0 && !inlet.give_back(t, bad))
             return false;
@@ -267,14 +265,8 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
     uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32, w = warp % n, role = warp / n;
     sp_crew crew(a.op, n);
     sp_rooms rooms(crew, n);
-    sp_boards_open(a, rooms.boards, true, crew.n_gather != 0);
-    if (warp + 1 == crew.warps()) {
-        sp_herald<SP_CTA_WORKERS> herald(a);
-        __syncthreads();
-        herald.run(rooms.boards);
+    if (sp_block_open(a, crew, rooms.boards))
         return;
-    }
-    __syncthreads();
     sp_place at(a, blockIdx.x * n + w);
     if (role == SP_ROLE_FEED)
         sp_feed<G, true>(at, 1, rooms.feed[w], rooms.boards + w);

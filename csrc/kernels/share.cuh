@@ -10,13 +10,9 @@ sp_is_sharded(const sp_fused_args &a) // the array is cut into a shard per rank
 {
     return a.op == SP_FUSED_ALL_REDUCE || a.op == SP_FUSED_BROADCAST;
 }
-__device__ __forceinline__ bool sp_has_inputs(const sp_fused_args &a) // contributions travel
+__device__ __forceinline__ bool sp_sends_inputs(const sp_fused_args &a) // contributions, or root's array
 {
-    return a.op != SP_FUSED_ALL_GATHER;
-}
-__device__ __forceinline__ bool sp_sends_inputs(const sp_fused_args &a)
-{
-    return sp_has_inputs(a) && (a.op != SP_FUSED_BROADCAST || a.rank == a.root);
+    return a.op != SP_FUSED_ALL_GATHER && (a.op != SP_FUSED_BROADCAST || a.rank == a.root);
 }
 __device__ __forceinline__ bool sp_one_input(const sp_fused_args &a) // the same contribution goes to all
 {
@@ -82,8 +78,7 @@ struct sp_share {
     {
         return {s.base + start(t), elems(s, t)};
     }
-    // In a buffer that holds this rank's shard alone, where the other has all: all-gather's in,
-    // reduce-scatter's out.
+    // In the output of the shard's owner, which may hold this shard alone (reduce-scatter).
     __device__ __forceinline__ uint64_t own_start(const sp_shard &s, uint32_t t) const
     {
         return (sp_is_sharded(a) ? s.base : 0) + start(t);
