@@ -22,6 +22,11 @@
 #define N_EVENTS 64
 #define CLOSE_NS                                                                                             \
     (INT64_C(500) * 1000000) /* for what was sent to arrive; a peer that reads needs a round trip */
+/* A peer that gives up says so on its control connection and then closes all of them, but nothing orders what
+ * arrives over different connections: after a stream's end its last word gets this long to arrive. Without
+ * it, ranks would blame the first victim. Longer than CLOSE_NS, as a peer that leaves ends its streams first.
+ */
+#define LAST_WORD_NS (INT64_C(600) * 1000000)
 
 static size_t tcp_message_max(sp_endpoint *opaque)
 {
@@ -32,8 +37,21 @@ static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
 {
     if (p->gone)
         return;
+    if (p->ended_ns != 0)
+        ep->n_ending--;
     snprintf(p->gone_text, sizeof p->gone_text, "%s", text);
     p->gone = ep->news = true;
+}
+
+/* A stream to or from the peer ended: it is gone once its control connection says so too, or says nothing. */
+static void note_end(struct sp_tcp *ep, int peer)
+{
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    if (p->gone || p->ended_ns != 0)
+        return;
+    p->ended_ns = sp_now_ns();
+    ep->n_ending++;
+    ep->news = true;
 }
 
 static spccl_status peer_gone(const struct sp_tcp *ep, int peer)
@@ -49,14 +67,15 @@ static struct sp_tcp_stream *stream_of(const struct sp_tcp_peer *p, int lane, ui
 }
 
 /* Write, and take note of what that changes. */
-static void flush_stream(struct sp_tcp *ep, struct sp_tcp_peer *p, int lane, struct sp_tcp_stream *s)
+static void flush_stream(struct sp_tcp *ep, int peer, int lane, struct sp_tcp_stream *s)
 {
+    struct sp_tcp_peer *p = &ep->peers[peer];
     if (sp_tcp_stream_flush(s) && p->lanes[lane].blocked) {
         p->lanes[lane].blocked = false;
         ep->news = true;
     }
     if (s->cut)
-        set_gone(ep, p, "is gone: its connection broke");
+        note_end(ep, peer);
 }
 
 static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int lane, size_t bytes, void **out)
@@ -70,7 +89,8 @@ static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int lane, size_t 
                        ep->config.rank, bytes, peer, tcp_message_max(opaque));
     if (p->gone)
         return peer_gone(ep, peer);
-    room = sp_tcp_stream_reserve(stream_of(p, lane, l->n_sent), bytes);
+    room = stream_of(p, lane, l->n_sent)->cut ? NULL /* until it is known whether the peer is gone */
+                                              : sp_tcp_stream_reserve(stream_of(p, lane, l->n_sent), bytes);
     l->blocked = room == NULL;
     l->reserved = room == NULL ? 0 : bytes;
     if (room == NULL)
@@ -91,7 +111,7 @@ static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int lane)
     sp_tcp_stream_commit(s, (uint32_t)lane, l->n_sent, l->reserved);
     l->reserved = 0;
     l->n_sent++;
-    flush_stream(ep, p, lane, s);
+    flush_stream(ep, peer, lane, s);
     return SPCCL_OK;
 }
 
@@ -109,7 +129,7 @@ static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int lane, const void
         return SP_FAIL(st, "rank %d: rank %d sent something that is no message: %s", ep->config.rank, peer,
                        text);
     }
-    return st == SPCCL_AGAIN && s->ended ? peer_gone(ep, peer) : st;
+    return st == SPCCL_AGAIN && s->ended && p->gone ? peer_gone(ep, peer) : st;
 }
 
 static spccl_status tcp_release(sp_endpoint *opaque, int peer, int lane)
@@ -164,10 +184,8 @@ static void read_stream(struct sp_tcp *ep, int peer, struct sp_tcp_stream *s)
 {
     if (sp_tcp_stream_fill(s)) {
         ep->news = ep->news || s->ended || sp_tcp_stream_has_message(s);
-        if (s->ended) {
-            sp_tcp_look_at_control(ep, peer); /* an abort explains more than an end */
-            set_gone(ep, &ep->peers[peer], "is gone: its process ended or left the group");
-        }
+        if (s->ended)
+            note_end(ep, peer);
     }
     ep->unread = ep->unread || (s->readable && !s->ended);
 }
@@ -190,7 +208,7 @@ static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
     }
     if ((e->events & EPOLLOUT) != 0) {
         s->writable = !s->cut;
-        flush_stream(ep, p, (int)((place - 1) / p->n_sockets), s);
+        flush_stream(ep, peer, (int)((place - 1) / p->n_sockets), s);
     }
 }
 
@@ -205,6 +223,19 @@ static void read_again(struct sp_tcp *ep)
                 read_stream(ep, i, &ep->peers[i].streams[k]);
 }
 
+/* Peers of which a stream ended: have they said more meanwhile? */
+static void look_for_last_words(struct sp_tcp *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        if (p->ended_ns == 0 || p->gone)
+            continue;
+        sp_tcp_look_at_control(ep, i);
+        if (sp_now_ns() - p->ended_ns > LAST_WORD_NS)
+            set_gone(ep, p, "is gone: its connection broke");
+    }
+}
+
 static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
@@ -215,6 +246,8 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
     n = epoll_wait(ep->epoll_fd, events, N_EVENTS, 0);
     for (int i = 0; i < n; i++)
         handle_event(ep, &events[i]);
+    if (ep->n_ending != 0)
+        look_for_last_words(ep);
     if (ep->abort_rank < 0)
         return SPCCL_OK;
     *peer = ep->abort_rank;
@@ -246,7 +279,7 @@ static spccl_status tcp_arm(sp_endpoint *opaque)
     struct sp_tcp *ep = sp_tcp_self(opaque);
     bool news = ep->news;
     ep->news = false;
-    return news || can_read_more(ep) ? SPCCL_AGAIN : SPCCL_OK;
+    return news || ep->n_ending != 0 || can_read_more(ep) ? SPCCL_AGAIN : SPCCL_OK;
 }
 
 static void tcp_disarm(sp_endpoint *opaque)

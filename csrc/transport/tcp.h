@@ -49,6 +49,7 @@ struct sp_tcp_peer {
     enum sp_tcp_state state;
     bool gone;
     char gone_text[160];
+    int64_t ended_ns;              /* when a stream was found to have ended; 0: none has */
     int control;                   /* socket for aborts and liveness; -1: none */
     uint32_t n_sockets, n_up;      /* per lane; streams connected */
     struct sp_tcp_stream *streams; /* [n_lanes * n_sockets], lane by lane */
@@ -71,6 +72,7 @@ struct sp_tcp {
     struct sp_tcp_peer *peers; /* [world_size] */
     bool news;                 /* something that arm has not told yet */
     bool unread;               /* some stream may have more to read: its event is past */
+    int n_ending;              /* peers of which a stream ended and that are not `gone` yet */
     int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
     pid_t pid; /* a child of fork must leave its parent's connections alone */
