@@ -98,26 +98,36 @@ void sp_op_destroy(sp_op *op)
     sp_free(op);
 }
 
-void sp_coll_describe(char *text, size_t cap, uint32_t seq, sp_coll coll, uint64_t n_elems, spccl_dtype dtype,
-                      spccl_redop redop, int root)
+void sp_call_describe(const sp_call *c, char *text, size_t cap)
 {
     static const char *const redops[] = {"sum", "avg", "min", "max", "product"};
-    int n =
-        snprintf(text, cap, "%s #%u (%" PRIu64 " %s", sp_coll_name(coll), seq, n_elems, sp_dtype_name(dtype));
+    int n = snprintf(text, cap, "%s #%" PRIu32 " (%" PRIu64 " %s", sp_coll_name(c->coll), c->seq, c->n_elems,
+                     sp_dtype_name(c->dtype));
     size_t used = n > 0 ? (size_t)n : 0;
     if (used >= cap)
         return;
-    if (coll == SP_ALL_REDUCE || coll == SP_REDUCE_SCATTER)
-        snprintf(text + used, cap - used, ", %s)", (unsigned)redop < 5 ? redops[redop] : "?");
-    else if (coll == SP_BROADCAST)
-        snprintf(text + used, cap - used, ", root %d)", root);
+    if (c->coll == SP_ALL_REDUCE || c->coll == SP_REDUCE_SCATTER)
+        snprintf(text + used, cap - used, ", %s)", (unsigned)c->redop < 5 ? redops[c->redop] : "?");
+    else if (c->coll == SP_BROADCAST)
+        snprintf(text + used, cap - used, ", root %d)", c->root);
     else
         snprintf(text + used, cap - used, ")");
 }
 
+sp_call sp_op_call(const sp_op *op)
+{
+    return (sp_call){.seq = op->seq,
+                     .coll = op->a.coll,
+                     .dtype = op->a.dtype,
+                     .redop = op->a.redop,
+                     .root = op->a.root,
+                     .n_elems = op->a.n_elems};
+}
+
 void sp_op_describe(const sp_op *op, char *text, size_t cap)
 {
-    sp_coll_describe(text, cap, op->seq, op->a.coll, op->a.n_elems, op->a.dtype, op->a.redop, op->a.root);
+    sp_call call = sp_op_call(op);
+    sp_call_describe(&call, text, cap);
 }
 
 void sp_exec_add(sp_exec *x, sp_op *op)
@@ -168,6 +178,7 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
     if (x->n_ops == 0 || op->n_steps_left != 0 || !sp_links_flushed(x->links))
         return SPCCL_OK;
     SP_TRY(sp_exec_check_surplus(x, op));
+    x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);
     x->n_ops--;
     for (int i = 0; i < x->n_ops; i++)
         x->window[i] = x->window[i + 1];

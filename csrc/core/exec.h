@@ -15,6 +15,10 @@
  * a collective that waits for a slow peer does not hold up the sends of the next. */
 #define SP_EXEC_WINDOW 8
 
+/* Calls that are remembered after they ended, so that a message that comes too late, of a peer that called
+ * something else, is told from this rank's call of the same number and not from its latest. */
+#define SP_EXEC_PAST 16
+
 /* In front of every frame on the wire: which message this is. 32 bytes, little-endian (docs/ALGORITHMS.md):
  *  0 u32 seq   4 u8 coll  5 u8 dtype  6 u8 redop  7 u8 lane   8 u64 n_elems  16 u32 slice  20 u32 slice_elems
  *  24 u16 part  26 u16 root  28 u32 magic "SPEV" */
@@ -34,6 +38,16 @@ typedef struct sp_coll_args {
     spccl_format format; /* AUTO or forced */
     int64_t timeout_ms;
 } sp_coll_args;
+
+/* What all ranks must agree on, of one collective: what an envelope says and error texts name. */
+typedef struct sp_call {
+    uint32_t seq;
+    sp_coll coll;
+    spccl_dtype dtype;
+    spccl_redop redop;
+    int root;
+    uint64_t n_elems;
+} sp_call;
 
 typedef struct sp_op sp_op;
 struct sp_op {
@@ -67,6 +81,8 @@ typedef struct sp_exec {
     sp_frame *frames;      /* [world_size] contributions to the slice at hand, by rank */
     sp_op *window[SP_EXEC_WINDOW];
     int n_ops;
+    sp_call past[SP_EXEC_PAST]; /* a ring of ended calls; n_past were put in */
+    uint32_t n_past;
     sp_exec_stats stats;
 } sp_exec;
 

@@ -26,18 +26,64 @@ static void envelope_write(uint8_t *e, const sp_slice *s)
     sp_store_le32(e + 28, ENVELOPE_MAGIC);
 }
 
-/* Does the message belong to this very collective? If not, the ranks called different things. */
+static sp_call envelope_call(const uint8_t *e)
+{
+    return (sp_call){.seq = sp_load_le32(e),
+                     .coll = (sp_coll)e[4],
+                     .dtype = (spccl_dtype)e[5],
+                     .redop = (spccl_redop)e[6],
+                     .root = sp_load_le16(e + 26),
+                     .n_elems = sp_load_le64(e + 8)};
+}
+
+static bool same_call(const sp_call *a, const sp_call *b)
+{
+    return a->seq == b->seq && a->coll == b->coll && a->dtype == b->dtype && a->redop == b->redop &&
+           (uint16_t)a->root == (uint16_t)b->root && a->n_elems == b->n_elems;
+}
+
+/* This rank's call number `seq`, if it is under way or remembered. */
+static bool own_call(const sp_exec *x, uint32_t seq, sp_call *out)
+{
+    for (int i = 0; i < x->n_ops; i++)
+        if (x->window[i]->seq == seq) {
+            *out = sp_op_call(x->window[i]);
+            return true;
+        }
+    for (uint32_t i = 0; i < SP_EXEC_PAST && i < x->n_past; i++)
+        if (x->past[i].seq == seq) {
+            *out = x->past[i];
+            return true;
+        }
+    return false;
+}
+
+static spccl_status surplus(const sp_exec *x, const sp_call *call, int peer)
+{
+    return SP_FAIL(
+        SPCCL_ERR_MISMATCH,
+        "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the same on all "
+        "ranks?",
+        x->links->rank, peer, sp_coll_name(call->coll), call->seq);
+}
+
+/* Does the message belong to this very collective? If not, the ranks called different things: the text names
+ * both calls of the message's number where they differ, for a rank that got through its own (the root of a
+ * broadcast waits for nobody) finds the peer's message only when it is in the next. */
 static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer, const uint8_t *e)
 {
-    const sp_coll_args *a = &op->a;
+    sp_call ours = sp_op_call(op), theirs = envelope_call(e), then;
     char here[160], there[160];
-    if (sp_load_le32(e) == op->seq && e[4] == (uint8_t)a->coll && e[5] == (uint8_t)a->dtype &&
-        e[6] == (uint8_t)a->redop && sp_load_le64(e + 8) == a->n_elems &&
-        sp_load_le16(e + 26) == (uint16_t)a->root)
+    if (same_call(&ours, &theirs))
         return SPCCL_OK;
-    sp_op_describe(op, here, sizeof here);
-    sp_coll_describe(there, sizeof there, sp_load_le32(e), (sp_coll)e[4], sp_load_le64(e + 8),
-                     (spccl_dtype)e[5], (spccl_redop)e[6], sp_load_le16(e + 26));
+    if (own_call(x, theirs.seq, &then)) {
+        bool same = same_call(&then, &theirs);
+        if (same && then.seq < ours.seq)
+            return surplus(x, &theirs, peer);
+        ours = same ? ours : then;
+    }
+    sp_call_describe(&ours, here, sizeof here);
+    sp_call_describe(&theirs, there, sizeof there);
     return SP_FAIL(SPCCL_ERR_MISMATCH,
                    "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the same "
                    "collectives in the "
@@ -110,10 +156,7 @@ spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
             if (sp_load_le32(e) > op->seq)
                 continue;
             SP_TRY(same_collective(x, op, peer, e));
-            return SP_FAIL(SPCCL_ERR_MISMATCH,
-                           "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the "
-                           "same on all ranks?",
-                           x->links->rank, peer, sp_coll_name(op->a.coll), op->seq);
+            return surplus(x, &(sp_call){.coll = op->a.coll, .seq = op->seq}, peer);
         }
     return SPCCL_OK;
 }

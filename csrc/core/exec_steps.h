@@ -56,8 +56,8 @@ void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, siz
 bool sp_op_owns_lane(const sp_exec *x, int op_idx, int dir, int lane, int peer);
 /* MISMATCH if a peer sent more for this finished op, or for an older one, than the op takes. */
 spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op);
+sp_call sp_op_call(const sp_op *op);
 /* "all_reduce #12 (1048576 float32, sum)" */
-void sp_coll_describe(char *text, size_t cap, uint32_t seq, sp_coll coll, uint64_t n_elems, spccl_dtype dtype,
-                      spccl_redop redop, int root);
+void sp_call_describe(const sp_call *call, char *text, size_t cap);
 
 #endif

@@ -1,0 +1,129 @@
+/* test_disagree.c - ranks that call different things: all of them fail, soon, and are told both calls. */
+#include "comm.h"
+#include "scene.h"
+
+enum { SIZES, DTYPES, OPS, COLLS, ROOTS, N_DISAGREEMENTS };
+
+static void disagree(struct rank_ctx *c)
+{
+    const struct scene *s = c->arg;
+    int odd = c->rank == 1;
+    size_t n = s->kind == SIZES && odd ? 2000 : 1000;
+    spccl_dtype t = s->kind == DTYPES && odd ? SPCCL_INT32 : SPCCL_FLOAT32;
+    spccl_redop op = s->kind == OPS && odd ? SPCCL_MAX : SPCCL_SUM;
+    float *in = calloc(3000, sizeof *in), *out = calloc(3 * 3000, sizeof *out);
+    int64_t start = now_ms();
+    spccl_status st = SPCCL_OK;
+    for (size_t i = 0; i < 3000; i++)
+        in[i] = (float)i;
+    if (s->kind == ROOTS)
+        st = spccl_broadcast(c->comm, in, n, t, c->rank == 1 ? 1 : 0, NULL);
+    if (s->kind == ROOTS && st == SPCCL_OK) /* a root waits for nobody: the next collective notices */
+        st = spccl_all_reduce(c->comm, in, out, n, t, op, NULL);
+    if (s->kind == COLLS && odd)
+        st = spccl_all_gather(c->comm, in, out, n, t, NULL);
+    else if (s->kind != ROOTS)
+        st = spccl_all_reduce(c->comm, in, out, n, t, op, NULL);
+    note(c, st, start);
+    free(in);
+    free(out);
+}
+
+static void test_disagreement(void)
+{
+    static const char *const wanted[N_DISAGREEMENTS][2] = {{"1000 float32", "2000 float32"},
+                                                           {"1000 float32", "1000 int32"},
+                                                           {"sum", "max"},
+                                                           {"all_reduce", "all_gather"},
+                                                           {"root 0", "root 1"}};
+    for (int kind = 0; kind < N_DISAGREEMENTS; kind++) {
+        struct scene s = {.kind = kind};
+        int n_named = 0;
+        run_scene(3, 5000, "inproc", disagree, &s);
+        for (int r = 0; r < 3; r++) {
+            bool named = has(s.out[r].text, wanted[kind][0]) && has(s.out[r].text, wanted[kind][1]);
+            CHECK(s.out[r].st != SPCCL_OK, "kind %d: rank %d did not notice", kind, r);
+            CHECK(s.out[r].took_ms < 4000, "kind %d: rank %d took %lld ms", kind, r,
+                  (long long)s.out[r].took_ms);
+            n_named += named;
+        }
+        CHECK(n_named >= 1, "kind %d: no text names both calls: \"%s\" | \"%s\" | \"%s\"", kind,
+              s.out[0].text, s.out[1].text, s.out[2].text);
+    }
+}
+
+/* ---- a rank that got through the call it disagrees about ---- */
+
+/* Rank 0's side by hand, in the order that a busy machine brings about once in a while: its broadcast leaves
+ * after rank 1's is over, and it does not look itself. */
+static void send_late(struct rank_ctx *c, const void *buf, size_t n)
+{
+    sp_coll_args a = {.coll = SP_BROADCAST,
+                      .in = buf,
+                      .out = NULL,
+                      .n_elems = n,
+                      .dtype = SPCCL_FLOAT32,
+                      .schedule = SP_SCHED_ONESHOT,
+                      .slice_elems = c->comm->slice_bytes / sizeof(float),
+                      .timeout_ms = 5000};
+    bool progressed;
+    sp_op *op = NULL;
+    CHECK_OK(sp_op_create(&a, 0, c->n_ranks, &op));
+    op->seq = c->comm->next_seq;
+    sp_exec_add(&c->comm->exec, op); /* nobody drives while nothing is under way */
+    CHECK_OK(sp_exec_pass(&c->comm->exec, &progressed));
+    CHECK(progressed, "nothing was sent");
+}
+
+static void late(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    float buf[1000] = {0};
+    spccl_status st;
+    int64_t start = now_ms();
+    if (c->rank == 0) {
+        while (atomic_load(&s->n_done) == 0)
+            sleep_ms(1);
+        send_late(c, buf, 1000);
+        while (atomic_load(&s->n_done) == 1)
+            sleep_ms(1);
+        return;
+    }
+    for (int i = 0; i < s->kind; i++)
+        CHECK_OK(spccl_broadcast(c->comm, buf, 1000, SPCCL_FLOAT32, 1, NULL)); /* a root waits for nobody */
+    atomic_store(&s->n_done, 1);
+    st = spccl_all_reduce(c->comm, buf, buf, 1000, SPCCL_FLOAT32, SPCCL_SUM, NULL);
+    note(c, st, start);
+    atomic_store(&s->n_done, 2);
+}
+
+/* The first of so many calls is the wrong one: named as long as it is remembered. */
+static void test_late_message(void)
+{
+    static const int n_calls[] = {1, SP_EXEC_PAST, SP_EXEC_PAST + 1, 40};
+    for (int i = 0; i < 4; i++) {
+        struct scene s = {.kind = n_calls[i]};
+        const char *text = s.out[1].text;
+        char ours[80];
+        run_scene(2, 5000, "inproc", late, &s);
+        if (n_calls[i] <= SP_EXEC_PAST)
+            snprintf(ours, sizeof ours, "rank 1 called broadcast #0 (1000 float32, root 1)");
+        else
+            snprintf(ours, sizeof ours, "rank 1 called all_reduce #%d (1000 float32, sum)", n_calls[i]);
+        CHECK(s.out[1].st == SPCCL_ERR_MISMATCH, "%d calls: %d \"%s\"", n_calls[i], (int)s.out[1].st, text);
+        CHECK(has(text, "rank 0 called broadcast #0 (1000 float32, root 0)"), "%d calls: \"%s\"", n_calls[i],
+              text);
+        CHECK(has(text, ours), "%d calls: \"%s\"", n_calls[i], text);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"disagreement", test_disagreement},
+        {"late_message", test_late_message},
+        {NULL, NULL},
+    };
+    setenv("SPCCL_LOG", "off", 1); /* the failures are meant */
+    return test_main(cases, argc, argv);
+}
