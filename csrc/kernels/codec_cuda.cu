@@ -200,9 +200,8 @@ __global__ void __launch_bounds__(32, BASE ? 6 : 10)
     sp_encode_kernel(const __grid_constant__ sp_gpu_encode_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_GPU_SLICE_BYTES> G;
-    extern __shared__ __align__(16) uint8_t shared[];
     uint32_t n_slices = (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems);
-    sp_encoder<G, BASE> e(a, *(sp_encode_room<BASE> *)shared, n_slices);
+    sp_encoder<G, BASE> e(a, *(sp_encode_room<BASE> *)sp_block_shared(), n_slices);
     e.load(blockIdx.x);
     for (uint32_t s = blockIdx.x; s < n_slices; s += gridDim.x) {
         e.loaded(s);
@@ -277,9 +276,10 @@ __device__ __forceinline__ spccl_status sp_decode_frame(uint32_t lane, const sp_
 // All frames; worker q takes slices q, q + workers, ... Two frames ahead its offsets are read, one ahead its
 // start.
 template <class G, bool SET, class APPLY>
-__device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, sp_decode_room &room, APPLY apply)
+__device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, APPLY apply)
 {
     typedef typename G::U U;
+    sp_decode_room &room = *(sp_decode_room *)sp_block_shared();
     uint32_t lane = threadIdx.x, parity = 0;
     uint64_t n_slices = (a.n_elems + a.slice_elems - 1) / a.slice_elems, lo, hi, next_lo, next_hi;
     auto offsets = [&](uint64_t s, uint64_t *from, uint64_t *to) {
@@ -319,15 +319,13 @@ template <int BYTES>
 __global__ void __launch_bounds__(32, 10) sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_GPU_SLICE_BYTES> G;
-    __shared__ sp_decode_room room;
-    sp_decode_all<G, true>(a, room, [](typename G::U, typename G::U x) { return x; });
+    sp_decode_all<G, true>(a, [](typename G::U, typename G::U x) { return x; });
 }
 template <int BYTES>
 __global__ void __launch_bounds__(32, 10) sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_GPU_SLICE_BYTES> G;
-    __shared__ sp_decode_room room;
-    sp_decode_all<G, false>(a, room, [](typename G::U, typename G::U x) { return x; });
+    sp_decode_all<G, false>(a, [](typename G::U, typename G::U x) { return x; });
 }
 template <int DTYPE>
 __global__ void __launch_bounds__(32, 10) sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
@@ -335,8 +333,7 @@ __global__ void __launch_bounds__(32, 10) sp_add_kernel(const __grid_constant__ 
     typedef sp_elem<DTYPE> T;
     typedef typename T::U U;
     typedef sp_geometry<U, SP_GPU_SLICE_BYTES> G;
-    __shared__ sp_decode_room room;
-    sp_decode_all<G, false>(a, room, [](U d, U x) { return T::narrow(T::add(T::widen(d), T::widen(x))); });
+    sp_decode_all<G, false>(a, [](U d, U x) { return T::narrow(T::add(T::widen(d), T::widen(x))); });
 }
 
 // ---- launching ----
@@ -377,13 +374,14 @@ extern "C" spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream
                                                 sp_encode_kernel<4, false>, sp_encode_kernel<8, false>},
                                                {sp_encode_kernel<1, true>, sp_encode_kernel<2, true>,
                                                 sp_encode_kernel<4, true>, sp_encode_kernel<8, true>}};
-    const void *kernel = (const void *)kernels[a->base != nullptr][width_index(a->dtype)];
+    sp_encode_fn kernel = kernels[a->base != nullptr][width_index(a->dtype)];
     uint64_t n_slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems;
     void *params[] = {const_cast<sp_gpu_encode_args *>(a)};
     size_t shared = a->base != nullptr ? sizeof(sp_encode_room<true>) : sizeof(sp_encode_room<false>);
     unsigned grid = 0;
-    SP_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    SP_TRY(grid_of(kernel, shared, n_slices, &grid));
+    SP_TRY_CUDA(
+        cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    SP_TRY(grid_of((const void *)kernel, shared, n_slices, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
     SP_TRY_CUDA(cudaMemsetAsync(a->scratch, 0, sp_encode_cuda_scratch_bytes(n_slices), (cudaStream_t)stream));
     return sp_cuda_check(
@@ -430,9 +428,10 @@ extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "decode: no add of float8 (it is carried as bytes): set or overwrite");
-    SP_TRY(grid_of((const void *)kernel, 0, (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
+    SP_TRY(grid_of((const void *)kernel, sizeof(sp_decode_room),
+                   (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
     return sp_cuda_check(
-        cudaLaunchKernel((const void *)kernel, dim3(grid), dim3(32), params, 0, (cudaStream_t)stream),
+        cudaLaunchKernel(kernel, dim3(grid), dim3(32), params, sizeof(sp_decode_room), (cudaStream_t)stream),
         "launch of the decode kernel");
 }

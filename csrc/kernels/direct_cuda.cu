@@ -79,7 +79,7 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
                                                                : a->n_elems;
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
-    return sp_cuda_check(cudaLaunchKernel((const void *)kernel, dim3(a->n_ctas),
+    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(a->n_ctas),
                                           dim3(sp_crew(a->op, a->workers_per_cta).warps() * 32), params,
                                           shared, (cudaStream_t)stream),
                          "launch of a collective's kernel");

@@ -11,8 +11,6 @@
 #define SP_CTA_THREADS (SP_CTA_WARPS * 32)
 #define SP_CTA_WORKERS 10u // at most
 
-extern __shared__ __align__(16) uint8_t sp_dynamic_shared[];
-
 // Warps of each role in a block of n workers. In an all-gather a feeder has a third of a gatherer's work: it
 // serves two workers.
 struct sp_crew {
@@ -39,7 +37,7 @@ struct sp_rooms {
 
     __device__ __forceinline__ sp_rooms(const sp_crew &crew, uint32_t n)
     {
-        boards = (sp_board *)sp_dynamic_shared;
+        boards = (sp_board *)sp_block_shared();
         feed = (sp_feed_room *)(boards + n);
         own = (sp_own_room *)(feed + crew.n_feed);
         gather = (sp_gather_room *)(own + crew.n_own);

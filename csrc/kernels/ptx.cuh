@@ -5,6 +5,13 @@
 
 #include <stdint.h>
 
+// The dynamic shared memory of the block.
+__device__ __forceinline__ uint8_t *sp_block_shared()
+{
+    extern __shared__ __align__(16) uint8_t sp_dynamic_shared[];
+    return sp_dynamic_shared;
+}
+
 // ---- between GPUs, and between GPU and host ----
 
 __device__ __forceinline__ uint64_t sp_load_acquire_sys(const uint64_t *p)
