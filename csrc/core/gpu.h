@@ -42,6 +42,14 @@ typedef enum sp_gpu_trouble {
                         `detail` */
 } sp_gpu_trouble;
 
+/* How long a wait lasts. Contributions wait for nobody but their sender. Results and room may be late because
+ * of a third rank, which is the one to name: such waits last an eighth longer, one second at most. */
+static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_trouble trouble, uint32_t lane)
+{
+    uint64_t more = timeout_ns / 8 < 1000000000u ? timeout_ns / 8 : 1000000000u;
+    return timeout_ns + (trouble == SP_GPU_NO_DATA && lane == SP_INBOX_INPUT ? 0 : more);
+}
+
 /* In `detail` of BAD_FRAME: one of the rules 20 to 27 of docs/FORMAT.md 4, without `wanted` and `seen`. */
 #define SP_GPU_RULE_INDEX 20u
 

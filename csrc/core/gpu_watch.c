@@ -20,10 +20,11 @@ static sp_gpu_comm *list, *visited; /* visited: stays in the list until that is 
 static bool thread_runs;
 
 /* waited: " 30 s" of a launch that is still known, else "". */
-static void describe_launch(sp_gpu_comm *g, uint32_t seq, char *text, size_t cap, char *waited,
+static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap, char *waited,
                             size_t waited_cap)
 {
     sp_gpu_launch l;
+    uint32_t seq = r->seq;
     pthread_mutex_lock(&g->mu);
     l = g->history[seq % SP_GPU_HISTORY];
     pthread_mutex_unlock(&g->mu);
@@ -32,7 +33,8 @@ static void describe_launch(sp_gpu_comm *g, uint32_t seq, char *text, size_t cap
         snprintf(text, cap, "collective no. %" PRIu32, seq);
         return;
     }
-    snprintf(waited, waited_cap, " %.3g s", (double)l.timeout_ns / 1e9);
+    snprintf(waited, waited_cap, " %.3g s",
+             (double)sp_gpu_wait_ns(l.timeout_ns, (sp_gpu_trouble)r->trouble, r->lane) / 1e9);
     snprintf(text, cap, "%s no. %" PRIu32 " (%" PRIu64 " %s)", sp_coll_name(l.coll), seq, l.n_elems,
              sp_dtype_name(l.dtype));
 }
@@ -43,7 +45,7 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
     const spccl_comm *comm = g->comm;
     const char *lane = r->lane == SP_INBOX_INPUT ? "inputs" : "results";
     char launch[120], where[320], waited[32];
-    describe_launch(g, r->seq, launch, sizeof launch, waited, sizeof waited);
+    describe_launch(g, r, launch, sizeof launch, waited, sizeof waited);
     snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: %s:", comm->rank, comm->name,
              g->device.ordinal, launch);
     switch ((sp_gpu_trouble)r->trouble) {

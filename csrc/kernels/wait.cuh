@@ -107,7 +107,7 @@ inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t
         looked = now;
         if (sp_load_relaxed_sys(&a.control->abort) != 0)
             return 0;
-        if (now - start > a.timeout_ns) {
+        if (now - start > sp_gpu_wait_ns(a.timeout_ns, trouble, lane)) {
             sp_report(a, q, trouble, lane, slot, slice, wanted, v, 0);
             return 0;
         }
