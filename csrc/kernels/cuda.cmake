@@ -1,10 +1,11 @@
 # Is there CUDA to build with? Sets SPCCL_HAS_CUDA, says which compiler or why not. Included before the sources.
-set(SPCCL_CUDA AUTO CACHE STRING "the GPU engine: AUTO (if a CUDA compiler is found), ON, OFF")
-set_property(CACHE SPCCL_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(SPCCL_CUDA AUTO CACHE STRING
+  "the GPU engine: AUTO (if a CUDA compiler is found), ON, OFF; SIM: on GPUs in software, for its tests alone")
+set_property(CACHE SPCCL_CUDA PROPERTY STRINGS AUTO ON OFF SIM)
 set(SPCCL_CUDA_ARCHS "" CACHE STRING
   "CUDA architectures, as CMAKE_CUDA_ARCHITECTURES; empty: sm_80, 90, 100, 120 and PTX, as far as the compiler can")
-if(NOT SPCCL_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "SPCCL_CUDA=${SPCCL_CUDA}: wanted AUTO, ON or OFF")
+if(NOT SPCCL_CUDA MATCHES "^(AUTO|ON|OFF|SIM)$")
+  message(FATAL_ERROR "SPCCL_CUDA=${SPCCL_CUDA}: wanted AUTO, ON, OFF or SIM")
 endif()
 
 # What this compiler can of the architectures we want; the newest of them also as PTX, for GPUs to come.
@@ -27,7 +28,12 @@ endfunction()
 
 set(SPCCL_HAS_CUDA OFF)
 set(no_cuda_why "SPCCL_CUDA=OFF")
-if(NOT SPCCL_CUDA STREQUAL "OFF" AND (SPCCL_SANITIZE OR SPCCL_FUZZ))
+if(SPCCL_CUDA STREQUAL "SIM")
+  if(SPCCL_SANITIZE STREQUAL "thread" OR SPCCL_FUZZ OR SPCCL_BUILD_PYTHON)
+    message(FATAL_ERROR "SPCCL_CUDA=SIM is for the C tests of the GPU: without the thread sanitizer, fuzzers and Python")
+  endif()
+  enable_language(CXX)
+elseif(NOT SPCCL_CUDA STREQUAL "OFF" AND (SPCCL_SANITIZE OR SPCCL_FUZZ))
   set(no_cuda_why "sanitizer and fuzzer builds are for host code")
   if(SPCCL_CUDA STREQUAL "ON")
     message(FATAL_ERROR "SPCCL_CUDA=ON: ${no_cuda_why}")
@@ -71,6 +77,8 @@ if(SPCCL_HAS_CUDA)
   string(APPEND CMAKE_CUDA_FLAGS " --threads=4") # architectures side by side: one takes over a minute
   list(JOIN archs " " archs_text)
   message(STATUS "spccl: with CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), sm: ${archs_text}")
+elseif(SPCCL_CUDA STREQUAL "SIM")
+  message(STATUS "spccl: with GPUs in software (tests/gpusim)")
 else()
   message(STATUS "spccl: without CUDA: ${no_cuda_why}")
 endif()

@@ -15,8 +15,9 @@
 #define GUARD_BYTES 256u
 #define POISON 0xa5
 
-/* --small: under a sanitizer; --long: soak. SPCCL_TEST_ROUNDS multiplies what is random. */
-static bool is_small, is_long;
+/* --small: under a sanitizer; --long: soak; --slow: on the GPU in software, everything but large arrays.
+ * SPCCL_TEST_ROUNDS multiplies what is random. */
+static bool is_small, is_long, is_slow;
 static int n_rounds = 1, n_gpus;
 
 /* A failed CUDA call ends the test: nothing after it means anything. */
@@ -44,7 +45,7 @@ static inline void sleep_ms(int ms)
 /* How long the GPU may take for anything here; a sanitizer makes it a hundred times slower. */
 static inline int wait_ms(void)
 {
-    return is_small ? 60000 : 10000;
+    return is_small || is_slow ? 60000 : 10000;
 }
 
 /* Until the stream is done. A kernel that hangs ends the test: there is no way to go on. */
@@ -90,6 +91,8 @@ static inline void cuda_test_options(int *argc, char **argv)
             is_small = true;
         else if (strcmp(argv[i], "--long") == 0)
             is_long = true;
+        else if (strcmp(argv[i], "--slow") == 0)
+            is_slow = true;
         else
             argv[kept++] = argv[i];
     }

@@ -241,7 +241,10 @@ static void test_edges(void)
     for (int round = 0; round < n_rounds; round++)
         for (int d = 1; d <= N_DTYPES; d++) {
             for (size_t i = 0; i < sizeof edges / sizeof *edges; i += is_small ? 4 : 1)
-                for (int kind = 0; kind < N_KINDS; kind += is_small ? 3 : 1) {
+                for (int kind = is_slow ? (int)(i + (size_t)d) % 2 : 0; kind < N_KINDS; kind += is_small ? 3
+                                                                                                : is_slow
+                                                                                                    ? 2
+                                                                                                    : 1) {
                     struct shot s = {.dtype = (spccl_dtype)d, .n = edges[i], .kind = (array_kind)kind};
                     s.slice_elems = spccl_cuda_slice_elems(s.dtype, i % 2 == 0 ? 0 : 2048);
                     s.has_base = test_rand() % 2 == 0;
@@ -254,7 +257,7 @@ static void test_edges(void)
 static void test_slices(void)
 {
     for (int d = 1; d <= N_DTYPES; d += is_small ? 3 : 1)
-        for (uint32_t wanted = 0; wanted <= 16384; wanted += is_small ? 8192 : 2048) {
+        for (uint32_t wanted = 0; wanted <= 16384; wanted += is_small || is_slow ? 8192 : 2048) {
             uint32_t slice = spccl_cuda_slice_elems((spccl_dtype)d, wanted);
             const size_t edges[] = {slice - 1, slice, slice + 1, 3 * (size_t)slice + 7,
                                     40 * (size_t)slice + 1};
@@ -273,9 +276,9 @@ static void test_slices(void)
 static void test_million(void)
 {
     for (int d = 1; d <= N_DTYPES; d += is_small ? 5 : 1)
-        for (int kind = 0; kind < N_KINDS; kind += is_small ? 6 : 1) {
+        for (int kind = 0; kind < N_KINDS; kind += is_small ? 6 : is_slow ? 3 : 1) {
             struct shot s = {.dtype = (spccl_dtype)d, .kind = (array_kind)kind};
-            s.n = (is_small ? 50000 : 1000000) + test_rand() % 5000;
+            s.n = (is_small || is_slow ? 50000 : 1000000) + test_rand() % 5000;
             s.slice_elems = spccl_cuda_slice_elems(s.dtype, kind % 2 == 0 ? 0 : 2048);
             s.has_base = kind % 3 == 1;
             s.skew = (unsigned)test_rand() % 2;
@@ -292,7 +295,7 @@ static void test_forty_million(void)
                {SPCCL_BFLOAT16, KIND_PERCENT_10},
                {SPCCL_INT8, KIND_FULL_BLOCK},
                {SPCCL_FLOAT32, KIND_PERCENT_90}};
-    for (size_t i = 0; i < sizeof big / sizeof *big && !is_small; i++) {
+    for (size_t i = 0; i < sizeof big / sizeof *big && !is_small && !is_slow; i++) {
         struct shot s = {.dtype = big[i].dtype, .kind = big[i].kind, .format = SPCCL_FORMAT_AUTO, .skew = 1};
         s.n = 40000000 + test_rand() % 9999;
         s.slice_elems = spccl_cuda_slice_elems(s.dtype, 0);

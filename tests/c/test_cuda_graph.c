@@ -122,7 +122,7 @@ static void fly(struct rank_ctx *ctx, const struct scene *scene, spccl_comm *sec
 {
     struct rank_room *m = &rank_rooms[ctx->rank];
     struct flight f;
-    for (int round = 0; round < (is_small ? 1 : 6 * n_rounds); round++) {
+    for (int round = 0; round < (is_small ? 1 : is_slow ? 2 : 6 * n_rounds); round++) {
         uint64_t seed = scene->seed + (uint64_t)round * 31;
         draw_flight(&f, is_small ? 6 : N_ROOMS, ctx->n_ranks, seed);
         if (!prepare(&f, ctx, seed, m->in, m->want))
@@ -158,8 +158,8 @@ static void run_scene(void (*fn)(struct rank_ctx *), bool two_streams, bool two_
 {
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
-    config.timeout_ms = is_small ? 60000 : 5000;
-    for (int n = is_small ? 2 : 1; n <= (is_small ? 2 : is_long ? 8 : 4); n++) {
+    config.timeout_ms = is_small || is_slow ? 60000 : 5000;
+    for (int n = is_small ? 2 : 1; n <= (is_small ? 2 : is_long ? 8 : 4); n += is_slow ? 3 : 1) {
         struct scene scene = {.seed = test_rand(), .two_streams = two_streams, .two_comms = two_comms};
         run_ranks(n, &config, fn, &scene, ctx);
         for (int r = 0; r < n; r++)
@@ -255,7 +255,7 @@ static void graphs(struct rank_ctx *ctx)
     exec = ok ? capture(ctx) : NULL;
     /* instantiating takes memory: not while a peer's kernel runs */
     if (all_here(ctx->comm) && exec != NULL)
-        for (int i = 0; ok && i < (is_small ? 10 : 1000); i++)
+        for (int i = 0; ok && i < (is_small ? 10 : is_slow ? 100 : 1000); i++)
             ok = replay(ctx, exec, i, (int)rand_below(&rng, N_VARIANTS));
     (void)all_here(ctx->comm);
     if (exec != NULL)

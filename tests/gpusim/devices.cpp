@@ -1,0 +1,237 @@
+// devices.cpp - the CUDA runtime's devices, memory and errors over the GPU in software, and what the driver
+// is asked for. GPUSIM_GPUS (4) devices.
+#include "runtime.h"
+
+#include <cuda.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace
+{
+
+constexpr int MULTIPROCESSORS = 3, BLOCKS_EACH = 2; // BLOCKS_EACH: of the codec
+constexpr size_t MEMORY_BYTES = (size_t)8 << 30;
+
+std::mutex &mu = *new std::mutex;                                     // never destroyed: see runtime.cpp
+auto &allocations = *new std::map<uintptr_t, std::pair<size_t, int>>; // start -> bytes, device
+size_t allocated;
+thread_local int device_now = -1;
+thread_local cudaError_t last_error = cudaSuccess;
+
+int n_devices()
+{
+    const char *text = getenv("GPUSIM_GPUS");
+    return text != nullptr ? atoi(text) : 4;
+}
+
+} // namespace
+
+cudaError_t gpusim_fail(cudaError_t e)
+{
+    last_error = e;
+    return e;
+}
+
+extern "C" {
+
+// ---- errors, driver ----
+
+const char *cudaGetErrorName(cudaError_t e)
+{
+    static const char *const names[] = {"cudaSuccess",
+                                        "cudaErrorInvalidValue",
+                                        "cudaErrorMemoryAllocation",
+                                        "cudaErrorInsufficientDriver",
+                                        "cudaErrorInvalidDevice",
+                                        "cudaErrorNoDevice",
+                                        "cudaErrorNotReady",
+                                        "cudaErrorNotSupported",
+                                        "cudaErrorPeerAccessAlreadyEnabled",
+                                        "cudaErrorStreamCaptureInvalidated"};
+    return names[e];
+}
+const char *cudaGetErrorString(cudaError_t e)
+{
+    return cudaGetErrorName(e);
+}
+cudaError_t cudaGetLastError(void)
+{
+    cudaError_t e = last_error;
+    last_error = cudaSuccess;
+    return e;
+}
+cudaError_t cudaDriverGetVersion(int *version)
+{
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+static CUresult get_context(CUcontext *out)
+{
+    *out = device_now < 0 ? nullptr : (CUcontext)(uintptr_t)(device_now + 1);
+    return CUDA_SUCCESS;
+}
+static CUresult set_context(CUcontext c)
+{
+    device_now = (int)(uintptr_t)c - 1;
+    return CUDA_SUCCESS;
+}
+static CUresult get_attribute(int *value, CUdevice_attribute, CUdevice)
+{
+    *value = 0; // no virtual memory management: arenas go the other way, as pointers within the process
+    return CUDA_SUCCESS;
+}
+static CUresult not_supported(void)
+{
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **p, unsigned, unsigned long long,
+                                             enum cudaDriverEntryPointQueryResult *found)
+{
+    *found = cudaDriverEntryPointSuccess;
+    *p = strcmp(name, "cuCtxGetCurrent") == 0        ? (void *)get_context
+         : strcmp(name, "cuCtxSetCurrent") == 0      ? (void *)set_context
+         : strcmp(name, "cuDeviceGetAttribute") == 0 ? (void *)get_attribute
+                                                     : (void *)not_supported;
+    return cudaSuccess;
+}
+
+// ---- devices ----
+
+cudaError_t cudaGetDeviceCount(int *n)
+{
+    *n = n_devices();
+    return *n > 0 ? cudaSuccess : gpusim_fail(cudaErrorNoDevice);
+}
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = device_now < 0 ? 0 : device_now;
+    return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device)
+{
+    if (device < 0 || device >= n_devices())
+        return gpusim_fail(cudaErrorInvalidDevice);
+    device_now = device;
+    return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *out, int device)
+{
+    if (device < 0 || device >= n_devices())
+        return gpusim_fail(cudaErrorInvalidDevice);
+    *out = {};
+    snprintf(out->name, sizeof out->name, "GPU in software");
+    out->uuid.bytes[0] = (char)(device + 1);
+    out->major = 9;
+    out->multiProcessorCount = MULTIPROCESSORS;
+    out->totalGlobalMem = MEMORY_BYTES;
+    out->sharedMemPerBlockOptin = GPUSIM_SHARED_BYTES;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int)
+{
+    *value = attribute == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : (int)GPUSIM_SHARED_BYTES;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceCanAccessPeer(int *yes, int, int)
+{
+    *yes = 1;
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned)
+{
+    return cudaSuccess;
+}
+
+// ---- memory ----
+
+cudaError_t cudaMalloc(void **p, size_t bytes)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    size_t room = (bytes + 255) / 256 * 256;
+    if (bytes == 0 || allocated + room > MEMORY_BYTES)
+        return gpusim_fail(cudaErrorMemoryAllocation);
+    if (posix_memalign(p, 256, bytes) != 0) // to the byte, for sanitizers
+        return gpusim_fail(cudaErrorMemoryAllocation);
+    memset(*p, 0xa5, bytes);
+    allocated += room;
+    allocations[(uintptr_t)*p] = {room, device_now < 0 ? 0 : device_now};
+    return cudaSuccess;
+}
+cudaError_t cudaFree(void *p)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    auto found = allocations.find((uintptr_t)p);
+    if (p == nullptr)
+        return cudaSuccess;
+    if (found == allocations.end())
+        return gpusim_fail(cudaErrorInvalidValue);
+    allocated -= found->second.first;
+    allocations.erase(found);
+    free(p);
+    return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned)
+{
+    return posix_memalign(p, 256, bytes) == 0 ? cudaSuccess : gpusim_fail(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaFreeHost(void *p)
+{
+    free(p);
+    return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned)
+{
+    *device = host;
+    return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *p)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    auto after = allocations.upper_bound((uintptr_t)p);
+    *out = {cudaMemoryTypeUnregistered, -1};
+    if (after != allocations.begin()) {
+        auto &a = *--after;
+        if ((uintptr_t)p - a.first < a.second.first)
+            *out = {cudaMemoryTypeDevice, a.second.second};
+    }
+    return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    *total = MEMORY_BYTES;
+    *free_bytes = MEMORY_BYTES - allocated;
+    return cudaSuccess;
+}
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *)
+{
+    memset(out, 0, sizeof *out); // the library uses the pointer within a process
+    return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned)
+{
+    return gpusim_fail(cudaErrorNotSupported);
+}
+cudaError_t cudaIpcCloseMemHandle(void *)
+{
+    return gpusim_fail(cudaErrorNotSupported);
+}
+
+// ---- kernels ----
+
+cudaError_t cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int value)
+{
+    return (size_t)value <= GPUSIM_SHARED_BYTES ? cudaSuccess : gpusim_fail(cudaErrorInvalidValue);
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, const void *, int, size_t shared)
+{
+    *out = shared * BLOCKS_EACH <= GPUSIM_SHARED_BYTES ? BLOCKS_EACH : 1;
+    return cudaSuccess;
+}
+}

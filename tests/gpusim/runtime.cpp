@@ -1,0 +1,303 @@
+// runtime.cpp - the CUDA runtime's streams, events, graphs and launches over the GPU in software. A thread of
+// its own runs what streams hold; all devices share it. Devices and memory: devices.cpp.
+#include "runtime.h"
+#include "warps.h"
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <malloc.h>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "gpusim_device.h"
+
+namespace
+{
+
+struct moment { // of a stream: what an event stands for
+    bool passed = false;
+};
+struct task {
+    enum { CALL, KERNEL, RECORD, WAIT } kind;
+    std::function<void()> call; // or the kernel's thread
+    gpusim_grid_size size;
+    std::shared_ptr<moment> when;
+    std::shared_ptr<gpusim_kernel> kernel;
+};
+
+// The device's thread runs on while the program exits: nothing of this is ever destroyed.
+std::mutex &mu = *new std::mutex;
+std::condition_variable &changed = *new std::condition_variable;
+std::vector<gpusim_stream *> &streams = *new std::vector<gpusim_stream *>;
+unsigned long long last_id;
+bool added; // a task, since the device's thread looked last
+} // namespace
+
+struct gpusim_graph {
+    unsigned long long id;
+    std::vector<task> tasks; // in one order that all dependences allow
+};
+struct gpusim_graph_exec {
+    std::vector<task> tasks;
+};
+struct gpusim_event {
+    std::shared_ptr<moment> when;       // null: never recorded
+    unsigned long long recorded_in = 0; // id of the capture; 0: none
+};
+struct gpusim_stream {
+    unsigned long long id;
+    std::deque<task> tasks;
+    gpusim_graph *capture = nullptr;
+};
+
+namespace
+{
+
+// The head of a stream, as far as it goes without waiting. True: it moved.
+bool advance(gpusim_stream &s)
+{
+    task &t = s.tasks.front();
+    switch (t.kind) {
+    case task::CALL:
+        t.call();
+        break;
+    case task::RECORD:
+        t.when->passed = true;
+        break;
+    case task::WAIT:
+        if (!t.when->passed)
+            return false;
+        break;
+    case task::KERNEL:
+        if (t.kernel == nullptr) {
+            t.kernel = gpusim_kernel_start(t.call, t.size);
+            return true;
+        }
+        if (!gpusim_kernel_done(*t.kernel))
+            return false;
+    }
+    s.tasks.pop_front();
+    return true;
+}
+
+[[noreturn]] void run_device()
+{
+    mallopt(M_MMAP_THRESHOLD, 64 << 20); // blocks come and go: do not ask the kernel for pages each time
+    mallopt(M_TRIM_THRESHOLD, 256 << 20);
+    std::unique_lock<std::mutex> lock(mu);
+    for (;;) {
+        bool moved = false, running;
+        for (gpusim_stream *s : streams)
+            while (!s->tasks.empty() && advance(*s))
+                moved = true;
+        if (moved)
+            changed.notify_all();
+        lock.unlock();
+        running = true;
+        for (int i = 0; i < 256 && running; i++)
+            running = gpusim_run_some();
+        lock.lock();
+        if (!running && !moved && !added)
+            changed.wait_for(lock, std::chrono::milliseconds(20));
+        added = false;
+    }
+}
+
+// mu held.
+void add(gpusim_stream *s, task t)
+{
+    static bool started;
+    if (s->capture != nullptr) {
+        s->capture->tasks.push_back(std::move(t));
+        return;
+    }
+    if (!started) {
+        std::thread(run_device).detach();
+        started = true;
+    }
+    s->tasks.push_back(std::move(t));
+    added = true;
+    changed.notify_all();
+}
+
+cudaError_t add_call(cudaStream_t s, std::function<void()> call)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    add(s, {task::CALL, std::move(call), {}, nullptr, nullptr});
+    return cudaSuccess;
+}
+
+} // namespace
+
+cudaError_t gpusim_launch(std::function<void()> thread, dim3 grid, dim3 block, size_t shared, cudaStream_t s)
+{
+    if (grid.x == 0 || block.x == 0 || block.x % 32 != 0 || block.x > 1024 || shared > GPUSIM_SHARED_BYTES)
+        return gpusim_fail(cudaErrorInvalidValue);
+    std::lock_guard<std::mutex> lock(mu);
+    add(s, {task::KERNEL, std::move(thread), {grid.x, block.x, shared}, nullptr, nullptr});
+    return cudaSuccess;
+}
+
+extern "C" {
+
+// ---- streams and events ----
+
+cudaError_t cudaDeviceSynchronize(void)
+{
+    std::unique_lock<std::mutex> lock(mu);
+    changed.wait(lock, [] {
+        for (gpusim_stream *s : streams)
+            if (!s->tasks.empty())
+                return false;
+        return true;
+    });
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    *out = new gpusim_stream;
+    (*out)->id = ++last_id;
+    streams.push_back(*out);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t s)
+{
+    std::unique_lock<std::mutex> lock(mu);
+    changed.wait(lock, [s] { return s->tasks.empty(); });
+    return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t s)
+{
+    cudaStreamSynchronize(s);
+    std::lock_guard<std::mutex> lock(mu);
+    for (size_t i = 0; i < streams.size(); i++)
+        if (streams[i] == s)
+            streams.erase(streams.begin() + (ptrdiff_t)i);
+    delete s;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t s)
+{
+    {
+        std::lock_guard<std::mutex> lock(mu);
+        if (s->tasks.empty())
+            return cudaSuccess;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50)); // callers poll; the device wants the core
+    return cudaErrorNotReady;
+}
+cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long *id)
+{
+    *id = s->id;
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned)
+{
+    *out = new gpusim_event;
+    return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t e)
+{
+    delete e;
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    e->recorded_in = s->capture != nullptr ? s->capture->id : 0;
+    if (s->capture != nullptr) // order inside a graph is that of its list
+        return cudaSuccess;
+    e->when = std::make_shared<moment>();
+    add(s, {task::RECORD, nullptr, {}, e->when, nullptr});
+    return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    if (e->recorded_in != 0) { // the stream joins the capture
+        for (gpusim_stream *other : streams)
+            if (other->capture != nullptr && other->capture->id == e->recorded_in) {
+                s->capture = other->capture;
+                return cudaSuccess;
+            }
+        return gpusim_fail(cudaErrorInvalidValue); // which has ended
+    }
+    if (e->when != nullptr)
+        add(s, {task::WAIT, nullptr, {}, e->when, nullptr});
+    return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t e)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    return e->when == nullptr || e->when->passed ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind, cudaStream_t s)
+{
+    return add_call(s, [=] { memmove(to, from, bytes); });
+}
+cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t s)
+{
+    return add_call(s, [=] { memset(p, value, bytes); });
+}
+
+// ---- graphs ----
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    s->capture = new gpusim_graph;
+    s->capture->id = ++last_id;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *out)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    *out = s->capture;
+    for (gpusim_stream *other : streams)
+        if (other->capture == *out)
+            other->capture = nullptr;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *id, void *, void *, void *, void *)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    *status = s->capture != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *id = s->capture != nullptr ? s->capture->id : 0;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long)
+{
+    *out = new gpusim_graph_exec{graph->tasks};
+    return cudaSuccess;
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t)
+{
+    return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    for (const task &t : exec->tasks)
+        add(s, t);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+    delete graph;
+    return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
+{
+    delete exec;
+    return cudaSuccess;
+}
+}

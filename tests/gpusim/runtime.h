@@ -1,0 +1,12 @@
+// runtime.h - what runtime.cpp and devices.cpp share.
+#ifndef SP_GPUSIM_RUNTIME_H
+#define SP_GPUSIM_RUNTIME_H
+
+#include <cuda_runtime_api.h>
+
+constexpr size_t GPUSIM_SHARED_BYTES = 227 << 10; // that a block may have
+
+// Remembers e as this thread's last error; returns it.
+cudaError_t gpusim_fail(cudaError_t e);
+
+#endif

@@ -1,0 +1,484 @@
+// warps.cpp - blocks, warps and lanes as fibers of one thread, in an order drawn at random. See README.md for
+// what is modelled: lanes that run on until they meet, stores that others see late, copies that land late.
+#include "warps.h"
+
+#include "fiber.h"
+#include "gpusim_device.h"
+
+#include <algorithm>
+#include <random>
+#include <time.h>
+#include <vector>
+
+namespace
+{
+
+constexpr unsigned ROUNDS_MAX = 64;  // of a warp before another has its turn
+constexpr unsigned LANDING_MAX = 40; // turns until a copy lands
+constexpr uint8_t POISON = 0xe7;
+
+// The thread that uses all this runs on while the program exits: nothing is ever destroyed.
+uint64_t draw_seed()
+{
+    const char *text = getenv("GPUSIM_SEED");
+    return text != nullptr ? strtoull(text, nullptr, 0) : std::random_device{}();
+}
+const uint64_t seed = draw_seed();
+std::mt19937_64 &rng = *new std::mt19937_64(seed);
+unsigned below(unsigned n)
+{
+    return (unsigned)(rng() % n);
+}
+
+[[noreturn]] void give_up(const char *what, const char *file = "", int line = 0)
+{
+    fprintf(stderr, "gpusim: %s%s%s", what, line != 0 ? " at " : "", file);
+    if (line != 0)
+        fprintf(stderr, ":%d", line);
+    fprintf(stderr, " (block %u, thread %u; GPUSIM_SEED=%llu)\n", gpusim_here ? gpusim_here->block.x : 0,
+            gpusim_here ? gpusim_here->thread.x : 0, (unsigned long long)seed);
+    abort();
+}
+
+// ---- what runs ----
+
+enum lane_state { READY, MET, IN_SYNC_BLOCK, DONE };
+
+struct warp;
+struct block;
+struct lane {
+    gpusim_place place;
+    warp *of = nullptr;
+    gpusim_fiber *fiber = nullptr;
+    lane_state state = READY;
+    bool idle = false; // its last step was to yield
+    unsigned meetings = 0;
+    gpusim_meeting what = GPUSIM_SYNC;
+    const char *file = "";
+    int line = 0;
+    struct copy {
+        void *to;
+        const void *from;
+    };
+    std::vector<copy> open;                // cp.async: the open group
+    std::vector<std::vector<copy>> groups; // and those under way
+    unsigned n_bulk = 0;                   // bulk copies under way that have no barrier
+};
+
+struct late_store {
+    uint4 *to;
+    uint4 v;
+    lane *by;
+    bool released;
+};
+struct warp {
+    block *of = nullptr;
+    lane lanes[32];
+    uint64_t met[2][32];
+    std::vector<late_store> stores;
+    size_t n_synced = 0; // stores before the last __syncwarp
+    bool slow = false;
+    bool done() const
+    {
+        for (const lane &l : lanes)
+            if (l.state != DONE)
+                return false;
+        return true;
+    }
+};
+
+struct bulk_copy {
+    void *to;
+    const void *from;
+    uint32_t bytes;
+    uint64_t *barrier;
+    lane *by;
+    unsigned turns; // until it lands
+};
+struct block {
+    gpusim_kernel *of = nullptr;
+    std::vector<std::unique_ptr<warp>> warps;
+    uint8_t *shared = nullptr;
+    std::vector<bulk_copy> copies;
+    unsigned n_live = 0;
+};
+
+std::vector<warp *> &live = *new std::vector<warp *>; // of all kernels
+lane *now;
+
+} // namespace
+
+class gpusim_kernel
+{
+  public:
+    std::function<void()> thread;
+    std::vector<std::unique_ptr<block>> blocks;
+    unsigned n_live = 0; // warps
+};
+
+const gpusim_place *gpusim_here;
+
+namespace
+{
+
+void wait_as(lane_state state)
+{
+    now->state = state;
+    gpusim_fiber_pause();
+}
+
+// What a fiber does: all of one thread.
+void run_thread()
+{
+    now->of->of->of->thread();
+    now->state = DONE;
+}
+
+void resume(lane &l)
+{
+    now = &l;
+    gpusim_here = &l.place;
+    l.idle = false;
+    if (l.fiber == nullptr)
+        l.fiber = gpusim_fiber_take(run_thread);
+    gpusim_fiber_resume(l.fiber);
+}
+
+// ---- memory ----
+
+void store_now(const late_store &s)
+{
+    *s.to = s.v;
+}
+
+// Of a warp's stores, those that may be seen now: all, or what was released.
+void flush(warp &w, bool all)
+{
+    size_t kept = 0, synced = 0;
+    for (size_t i = 0; i < w.stores.size(); i++) {
+        if (all || w.stores[i].released) {
+            store_now(w.stores[i]);
+            continue;
+        }
+        synced += i < w.n_synced;
+        w.stores[kept++] = w.stores[i];
+    }
+    w.stores.resize(kept);
+    w.n_synced = synced;
+}
+
+// mbarrier: bit 0 its phase, bit 1 whether the arrival is still awaited, from bit 32 on the bytes awaited.
+void barrier_settle(uint64_t *b)
+{
+    if (*b >> 32 == 0 && (*b & 2) == 0)
+        *b = (*b ^ 1) | 2;
+}
+
+void land(block &b, size_t i)
+{
+    bulk_copy c = b.copies[i];
+    b.copies[i] = b.copies.back();
+    b.copies.pop_back();
+    memcpy(c.to, c.from, c.bytes);
+    if (c.barrier != nullptr) {
+        *c.barrier -= (uint64_t)c.bytes << 32;
+        barrier_settle(c.barrier);
+    } else {
+        c.by->n_bulk--;
+    }
+}
+
+void run_group(lane &l);
+void land_some(block &b)
+{
+    for (auto &w : b.warps) {
+        lane &l = w->lanes[below(32)];
+        if (!l.groups.empty() && below(4) == 0)
+            run_group(l);
+    }
+    for (size_t i = b.copies.size(); i-- > 0;)
+        if (b.copies[i].turns-- == 0)
+            land(b, i);
+}
+
+// cp.async: the oldest group lands.
+void run_group(lane &l)
+{
+    for (const lane::copy &c : l.groups.front())
+        memcpy(c.to, c.from, 16);
+    l.groups.erase(l.groups.begin());
+}
+
+// ---- scheduling ----
+
+// All lanes wait at one place: on with them.
+void meet(warp &w)
+{
+    const lane &first = *std::find_if(w.lanes, w.lanes + 32, [](const lane &l) { return l.state == MET; });
+    for (lane &l : w.lanes) {
+        gpusim_here = &l.place;
+        if (l.state != MET)
+            give_up("lanes wait for this one, which waits elsewhere or has ended", first.file, first.line);
+        if (l.what != first.what ||
+            (l.what != GPUSIM_SYNC &&
+             (l.line != first.line || (l.file != first.file && strcmp(l.file, first.file) != 0))))
+            give_up("lanes of a warp meet at different places", l.file, l.line);
+    }
+    if (first.what == GPUSIM_SYNC)
+        w.n_synced = w.stores.size();
+    for (lane &l : w.lanes)
+        l.state = READY;
+}
+
+void sync_block(block &b)
+{
+    unsigned n_waiting = 0, n_done = 0, n = 0;
+    for (auto &w : b.warps)
+        for (const lane &l : w->lanes) {
+            n++;
+            n_waiting += l.state == IN_SYNC_BLOCK;
+            n_done += l.state == DONE;
+        }
+    if (n_waiting != 0 && n_done != 0)
+        give_up("a block waits in __syncthreads for threads that have ended");
+    if (n_waiting != n)
+        return;
+    for (auto &w : b.warps) {
+        w->n_synced = w->stores.size();
+        for (lane &l : w->lanes)
+            l.state = READY;
+    }
+}
+
+// Each lane that can, once. False: none did anything but look.
+bool round_of(warp &w)
+{
+    unsigned first = below(32), step = 2 * below(16) + 1, n_ready = 0, n_met = 0, n_sync = 0;
+    bool worked = false;
+    for (unsigned i = 0; i < 32; i++) {
+        lane &l = w.lanes[(first + i * step) % 32];
+        if (l.state == READY) {
+            resume(l);
+            worked |= !l.idle;
+        }
+        n_ready += l.state == READY;
+        n_met += l.state == MET;
+        n_sync += l.state == IN_SYNC_BLOCK;
+    }
+    gpusim_here = nullptr;
+    if (n_ready == 0 && n_met != 0)
+        meet(w);
+    else if (n_ready == 0 && n_sync != 0)
+        sync_block(*w.of);
+    return worked;
+}
+
+void end_block(block &b)
+{
+    for (const bulk_copy &c : b.copies) {
+        gpusim_here = &c.by->place;
+        if (c.barrier != nullptr)
+            give_up("a block ended with a copy into its shared memory under way");
+    }
+    while (!b.copies.empty())
+        land(b, 0);
+    free(b.shared);
+    b.shared = nullptr;
+}
+
+void end_warp(warp &w)
+{
+    flush(w, true);
+    for (lane &l : w.lanes) {
+        gpusim_here = &l.place;
+        for (auto &g : l.groups)
+            if (!g.empty())
+                give_up("a thread ended with a copy into shared memory under way");
+        if (!l.open.empty())
+            give_up("a thread ended with a copy that it never committed");
+        gpusim_fiber_give(l.fiber);
+    }
+    if (--w.of->n_live == 0)
+        end_block(*w.of);
+    else
+        sync_block(*w.of);
+    w.of->of->n_live--;
+}
+
+// Now and then some warps become much slower than the others.
+void change_pace()
+{
+    unsigned share = below(3) == 0 ? 1 + below(4) : 0; // of 5
+    for (warp *w : live)
+        w->slow = below(5) < share;
+}
+
+} // namespace
+
+std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &thread, gpusim_grid_size size)
+{
+    auto k = std::make_shared<gpusim_kernel>();
+    k->thread = thread;
+    for (unsigned i = 0; i < size.blocks; i++) {
+        auto b = std::make_unique<block>();
+        b->of = k.get();
+        b->n_live = size.threads / 32;
+        if (posix_memalign((void **)&b->shared, 128, std::max<size_t>(size.shared, 1)) != 0)
+            give_up("no memory for the shared memory of a block");
+        memset(b->shared, POISON, size.shared);
+        for (unsigned j = 0; j < size.threads / 32; j++) {
+            auto w = std::make_unique<warp>();
+            w->of = b.get();
+            for (unsigned n = 0; n < 32; n++) {
+                w->lanes[n].of = w.get();
+                w->lanes[n].place = {dim3(j * 32 + n), dim3(i), dim3(size.threads), dim3(size.blocks), n};
+            }
+            live.push_back(w.get());
+            k->n_live++;
+            b->warps.push_back(std::move(w));
+        }
+        k->blocks.push_back(std::move(b));
+    }
+    return k;
+}
+
+bool gpusim_kernel_done(const gpusim_kernel &kernel)
+{
+    return kernel.n_live == 0;
+}
+
+bool gpusim_run_some()
+{
+    if (live.empty())
+        return false;
+    if (below(300) == 0)
+        change_pace();
+    size_t i = below((unsigned)live.size());
+    warp &w = *live[i];
+    if (w.slow && below(16) != 0)
+        return true;
+    for (unsigned n = 1 + below(ROUNDS_MAX); n != 0 && !w.done(); n--)
+        if (!round_of(w))
+            break;
+    land_some(*w.of);
+    if (below(64) == 0)
+        flush(w, true);
+    if (w.done()) {
+        live[i] = live.back();
+        live.pop_back();
+        end_warp(w);
+    }
+    return true;
+}
+
+// ---- what device code calls ----
+
+const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, const char *file, int line)
+{
+    lane *self = now;
+    uint64_t *all = self->of->met[self->meetings++ % 2];
+    if (mask != ~0u)
+        give_up("a meeting of some lanes only: not modelled", file, line);
+    all[self->place.lane] = value;
+    self->what = what;
+    self->file = file;
+    self->line = line;
+    wait_as(MET);
+    return all;
+}
+
+void gpusim_sync_block()
+{
+    wait_as(IN_SYNC_BLOCK);
+}
+
+void gpusim_yield()
+{
+    now->idle = true;
+    wait_as(READY);
+}
+
+uint8_t *gpusim_shared()
+{
+    return now->of->of->shared;
+}
+
+void gpusim_store_late(void *p, uint4 v)
+{
+    now->of->stores.push_back({(uint4 *)p, v, now, false});
+}
+
+void gpusim_release()
+{
+    warp &w = *now->of;
+    for (size_t i = 0; i < w.stores.size(); i++)
+        w.stores[i].released |= i < w.n_synced || w.stores[i].by == now;
+}
+
+void gpusim_fence()
+{
+    for (auto &w : now->of->of->warps)
+        flush(*w, false);
+}
+
+void gpusim_copy16(void *shared, const void *global)
+{
+    memset(shared, POISON, 16);
+    now->open.push_back({shared, global});
+}
+
+void gpusim_copy_commit()
+{
+    now->groups.push_back(std::move(now->open));
+    now->open.clear();
+}
+
+void gpusim_copy_wait(int n)
+{
+    while (now->groups.size() > (size_t)n)
+        run_group(*now);
+}
+
+void gpusim_bulk(void *to, const void *from, uint32_t bytes, uint64_t *barrier)
+{
+    if (((uintptr_t)to | (uintptr_t)from | bytes) % 16 != 0)
+        give_up("a bulk copy that is not aligned to 16 bytes");
+    if (barrier != nullptr) {
+        memset(to, POISON, bytes);
+        *barrier += (uint64_t)bytes << 32;
+    } else {
+        now->n_bulk++;
+    }
+    now->of->of->copies.push_back({to, from, bytes, barrier, now, below(LANDING_MAX)});
+}
+
+void gpusim_bulk_wait()
+{
+    while (now->n_bulk != 0)
+        gpusim_yield();
+}
+
+void gpusim_barrier_init(uint64_t *barrier)
+{
+    *barrier = 2;
+}
+
+void gpusim_barrier_arrive(uint64_t *barrier)
+{
+    if ((*barrier & 2) == 0)
+        give_up("a second arrival at a barrier in one phase");
+    *barrier &= ~UINT64_C(2);
+    barrier_settle(barrier);
+}
+
+bool gpusim_barrier_passed(const uint64_t *barrier, uint32_t parity)
+{
+    return (*(const volatile uint64_t *)barrier & 1) != parity;
+}
+
+uint64_t gpusim_clock_ns()
+{
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
