@@ -1,0 +1,102 @@
+/* test_tcp_endings.c - the end of one connection of a tcp peer is not the end of the peer: its last word may
+ * be on its way over another one, and is waited for. */
+#include "endpoints.h"
+#include "tcp.h"
+
+#include <fcntl.h>
+
+enum { ABORTS, SAYS_NOTHING };
+#define ABORT_AFTER_MS 150
+#define WORD "the first reason"
+
+/* Rank 1's end of a lane goes away as if the network had cut it: its owner does not notice. */
+static void cut_lane(struct member *m, int lane)
+{
+    struct sp_tcp_peer *p = &sp_tcp_self(m->ep)->peers[0];
+    int nowhere = open("/dev/null", O_RDWR | O_CLOEXEC);
+    CHECK(nowhere >= 0 && dup2(nowhere, p->streams[(uint32_t)lane * p->n_sockets].fd) >= 0, "no lane to cut");
+    close(nowhere);
+}
+
+/* Rank 0 sends and takes what it can until it is told of rank 1's end, by an abort or as PEER. */
+static spccl_status watch(struct member *m, char *text, bool *room_was_refused)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    while (!sp_deadline_passed(deadline_ns)) {
+        const void *p;
+        void *room;
+        size_t bytes;
+        int peer = -1;
+        spccl_status st = m->t->progress(m->ep, &peer, text);
+        if (st != SPCCL_OK)
+            return st;
+        st = m->t->peek(m->ep, 1, 0, &p, &bytes);
+        if (st != SPCCL_AGAIN)
+            return st;
+        st = m->t->reserve(m->ep, 1, 0, 16, &room);
+        CHECK(st == SPCCL_AGAIN || (st == SPCCL_OK && !*room_was_refused) || st == SPCCL_ERR_PEER,
+              "reserve: %d, room was refused before: %d", (int)st, *room_was_refused);
+        *room_was_refused = *room_was_refused || st == SPCCL_AGAIN;
+        if (st == SPCCL_OK)
+            CHECK_OK(m->t->commit(m->ep, 1, 0));
+        usleep(1000);
+    }
+    return SPCCL_ERR_TIMEOUT;
+}
+
+static void ending(struct member *m)
+{
+    int64_t start_ns;
+    if (!join_group(m))
+        return;
+    start_ns = sp_now_ns();
+    if (m->rank == 1) {
+        cut_lane(m, 0);
+        usleep(ABORT_AFTER_MS * 1000);
+        if (m->kind == ABORTS)
+            m->t->abort_peers(m->ep, WORD);
+        while (atomic_load(&m->shared->n_done) == 0)
+            usleep(1000);
+    } else {
+        char text[SP_ABORT_TEXT_CAP] = "";
+        bool room_was_refused = false;
+        spccl_status st = watch(m, text, &room_was_refused);
+        int64_t took_ms = (sp_now_ns() - start_ns) / 1000000;
+        CHECK(room_was_refused, "a lane that is cut has room");
+        if (m->kind == ABORTS)
+            CHECK(st == SPCCL_ERR_ABORTED && strcmp(text, WORD) == 0, "%d \"%s\" after %d ms: %s", (int)st,
+                  text, (int)took_ms, spccl_last_error());
+        else
+            CHECK(st == SPCCL_ERR_PEER && took_ms >= 2 * ABORT_AFTER_MS &&
+                      strstr(spccl_last_error(), "connection broke") != NULL,
+                  "%d after %d ms: %s", (int)st, (int)took_ms, spccl_last_error());
+        atomic_store(&m->shared->n_done, 1);
+    }
+    leave_group(m);
+}
+
+static void run_ending(int kind)
+{
+    const struct ground tcp = {"tcp", false};
+    struct member m = make_group(&tcp, 2, ending);
+    m.kind = kind;
+    run_group(&tcp, &m);
+}
+
+static void test_last_word(void)
+{
+    for (int i = 0; i < 3; i++)
+        run_ending(ABORTS);
+}
+
+static void test_no_word(void)
+{
+    run_ending(SAYS_NOTHING);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"last_word", test_last_word}, {"no_word", test_no_word}, {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
