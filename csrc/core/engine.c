@@ -123,8 +123,8 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
                     sp_log(SP_LOG_ERROR, comm->rank, "reading the wake-up: errno %d", errno);
             }
     } else {
-        sched_yield(); /* there is work, or a transport waits for a peer's last word: that peer needs a core
-                        */
+        /* There is work, or a transport waits for a peer's last word, and that peer needs a core. */
+        sched_yield();
     }
     atomic_store(&comm->sleeping, false);
     return SPCCL_OK;

@@ -58,13 +58,12 @@ static bool own_call(const sp_exec *x, uint32_t seq, sp_call *out)
     return false;
 }
 
-static spccl_status surplus(const sp_exec *x, const sp_call *call, int peer)
+static spccl_status surplus(const sp_exec *x, sp_coll coll, uint32_t seq, int peer)
 {
-    return SP_FAIL(
-        SPCCL_ERR_MISMATCH,
-        "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the same on all "
-        "ranks?",
-        x->links->rank, peer, sp_coll_name(call->coll), call->seq);
+    return SP_FAIL(SPCCL_ERR_MISMATCH,
+                   "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the same on "
+                   "all ranks?",
+                   x->links->rank, peer, sp_coll_name(coll), seq);
 }
 
 /* Does the message belong to this very collective? If not, the ranks called different things: the text names
@@ -79,7 +78,7 @@ static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer,
     if (own_call(x, theirs.seq, &then)) {
         bool same = same_call(&then, &theirs);
         if (same && then.seq < ours.seq)
-            return surplus(x, &theirs, peer);
+            return surplus(x, theirs.coll, theirs.seq, peer);
         ours = same ? ours : then;
     }
     sp_call_describe(&ours, here, sizeof here);
@@ -156,7 +155,7 @@ spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
             if (sp_load_le32(e) > op->seq)
                 continue;
             SP_TRY(same_collective(x, op, peer, e));
-            return surplus(x, &(sp_call){.coll = op->a.coll, .seq = op->seq}, peer);
+            return surplus(x, op->a.coll, op->seq, peer);
         }
     return SPCCL_OK;
 }

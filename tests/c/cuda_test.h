@@ -30,18 +30,6 @@ static int n_rounds = 1, n_gpus;
         }                                                                                                    \
     } while (0)
 
-static inline int64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
-static inline void sleep_ms(int ms)
-{
-    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000}, NULL);
-}
-
 /* How long the GPU may take for anything here; a sanitizer makes it a hundred times slower. */
 static inline int wait_ms(void)
 {

@@ -7,18 +7,6 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-static inline int64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
-static inline void sleep_ms(int ms)
-{
-    nanosleep(&(struct timespec){ms / 1000, (long)(ms % 1000) * 1000000}, NULL);
-}
-
 /* What one rank saw; written by its thread, read after all have ended. */
 struct outcome {
     spccl_status st;

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static _Atomic int test_n_failed, test_n_checks; /* CHECK may run on several threads */
 
@@ -28,6 +29,18 @@ static _Atomic int test_n_failed, test_n_checks; /* CHECK may run on several thr
         spccl_status check_status_ = (x);                                                                    \
         CHECK(check_status_ == SPCCL_OK, "%s: %s", spccl_status_name(check_status_), spccl_last_error());    \
     } while (0)
+
+static inline int64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static inline void sleep_ms(int ms)
+{
+    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000}, NULL);
+}
 
 struct test_case {
     const char *name;

@@ -13,13 +13,6 @@
 #include <time.h>
 #include <unistd.h>
 
-static int64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
 static void refresh_checksum(spccl_unique_id *id)
 {
     sp_store_le32(id->bytes + SP_RDV_CHECKSUM_AT, sp_rdv_checksum(id->bytes));

@@ -153,14 +153,13 @@ cudaError_t cudaDeviceEnablePeerAccess(int, unsigned)
 cudaError_t cudaMalloc(void **p, size_t bytes)
 {
     std::lock_guard<std::mutex> lock(mu);
-    size_t room = (bytes + 255) / 256 * 256;
-    if (bytes == 0 || allocated + room > MEMORY_BYTES)
+    if (bytes == 0 || allocated + bytes > MEMORY_BYTES)
         return gpusim_fail(cudaErrorMemoryAllocation);
     if (posix_memalign(p, 256, bytes) != 0) // to the byte, for sanitizers
         return gpusim_fail(cudaErrorMemoryAllocation);
     memset(*p, 0xa5, bytes);
-    allocated += room;
-    allocations[(uintptr_t)*p] = {room, device_now < 0 ? 0 : device_now};
+    allocated += bytes;
+    allocations[(uintptr_t)*p] = {bytes, device_now < 0 ? 0 : device_now};
     return cudaSuccess;
 }
 cudaError_t cudaFree(void *p)

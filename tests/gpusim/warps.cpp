@@ -108,9 +108,7 @@ lane *now;
 
 } // namespace
 
-class gpusim_kernel
-{
-  public:
+struct gpusim_kernel {
     std::function<void()> thread;
     std::vector<std::unique_ptr<block>> blocks;
     unsigned n_live = 0; // warps
@@ -146,18 +144,13 @@ void resume(lane &l)
 
 // ---- memory ----
 
-void store_now(const late_store &s)
-{
-    *s.to = s.v;
-}
-
 // Of a warp's stores, those that may be seen now: all, or what was released.
 void flush(warp &w, bool all)
 {
     size_t kept = 0, synced = 0;
     for (size_t i = 0; i < w.stores.size(); i++) {
         if (all || w.stores[i].released) {
-            store_now(w.stores[i]);
+            *w.stores[i].to = w.stores[i].v;
             continue;
         }
         synced += i < w.n_synced;
@@ -188,7 +181,14 @@ void land(block &b, size_t i)
     }
 }
 
-void run_group(lane &l);
+// cp.async: the oldest group lands.
+void run_group(lane &l)
+{
+    for (const lane::copy &c : l.groups.front())
+        memcpy(c.to, c.from, 16);
+    l.groups.erase(l.groups.begin());
+}
+
 void land_some(block &b)
 {
     for (auto &w : b.warps) {
@@ -199,14 +199,6 @@ void land_some(block &b)
     for (size_t i = b.copies.size(); i-- > 0;)
         if (b.copies[i].turns-- == 0)
             land(b, i);
-}
-
-// cp.async: the oldest group lands.
-void run_group(lane &l)
-{
-    for (const lane::copy &c : l.groups.front())
-        memcpy(c.to, c.from, 16);
-    l.groups.erase(l.groups.begin());
 }
 
 // ---- scheduling ----

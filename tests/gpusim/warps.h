@@ -13,7 +13,7 @@ struct gpusim_grid_size {
 };
 
 // A kernel under way: all its blocks run from the start.
-class gpusim_kernel;
+struct gpusim_kernel;
 std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &thread,
                                                    gpusim_grid_size size);
 bool gpusim_kernel_done(const gpusim_kernel &kernel);
