@@ -2,6 +2,8 @@
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
 
+#include "../../../csrc/core/dtype.h"
+
 #ifndef GPUSIM_BULK
 #define GPUSIM_BULK 1 // 0: as compiled for GPUs before sm_90
 #endif
@@ -116,6 +118,11 @@ inline void sp_fence_bulk_global()
 inline void sp_fence_bulk()
 {
 }
+inline void sp_bulk_prefetch(const void *p, uint32_t bytes)
+{
+    if (((uintptr_t)p | bytes) % 16 != 0)
+        __builtin_trap(); // the hardware refuses it
+}
 inline void sp_bulk_store(void *global, const void *shared, uint32_t bytes)
 {
     gpusim_bulk(global, shared, bytes, nullptr);
@@ -125,6 +132,24 @@ inline void sp_bulk_stores_read()
     gpusim_bulk_wait();
 }
 #endif
+
+// ---- 16-bit floats: as in dtype.h, but all NaNs become one ----
+
+inline uint32_t sp_pack_f16(float low, float high)
+{
+    return (low != low ? 0x7fffu : sp_f16_from_f32(low)) |
+           (high != high ? 0x7fffu : (uint32_t)sp_f16_from_f32(high)) << 16;
+}
+inline uint32_t sp_pack_bf16(float low, float high)
+{
+    return (low != low ? 0x7fffu : sp_bf16_from_f32(low)) |
+           (high != high ? 0x7fffu : (uint32_t)sp_bf16_from_f32(high)) << 16;
+}
+inline float sp_unpack_f16(uint16_t u)
+{
+    float v = sp_f16_to_f32(u);
+    return v != v ? __uint_as_float(0x7fffffff) : v;
+}
 
 // ---- the rest ----
 
