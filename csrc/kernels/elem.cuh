@@ -1,6 +1,6 @@
 // elem.cuh - one element on the GPU: access by width, the arithmetic of each dtype. The twin of elem.h and
 // reduce.h, bit for bit: the NaN rule is written out, float16 and bfloat16 go through dtype.h's own
-// functions.
+// functions, or through the hardware's where no NaN is about.
 #ifndef SP_ELEM_CUH
 #define SP_ELEM_CUH
 
@@ -75,12 +75,17 @@ template <> struct sp_unsigned<8> {
 
 // ---- the dtype: what reductions compute in. U: the bits; A: the accumulator ----
 
+// *_plain: the same but for NaNs, which become any NaN.
 template <class T, class BITS> struct sp_int_elem {
     typedef BITS U;
     typedef T A;
     typedef uint64_t W; // wraps
     static constexpr bool is_float = false;
     static __device__ __forceinline__ A widen(U u)
+    {
+        return (A)u;
+    }
+    static __device__ __forceinline__ A widen_plain(U u)
     {
         return (A)u;
     }
@@ -122,7 +127,7 @@ template <class T, class BITS> struct sp_float_elem {
     {
         return sp_add(a, b);
     }
-    static __device__ __forceinline__ A add_plain(A a, A b) // NaNs are any NaN
+    static __device__ __forceinline__ A add_plain(A a, A b)
     {
         return a + b; // never contracted: -fmad=false
     }
@@ -153,7 +158,7 @@ __device__ __forceinline__ void sp_add_each(typename T::A *sum, const typename T
     bool nan = false;
 #pragma unroll
     for (uint32_t c = 0; c < N; c++) {
-        r[c] = T::add_plain(sum[c], T::widen(x[c]));
+        r[c] = T::add_plain(sum[c], T::widen_plain(x[c]));
         nan |= T::is_float && r[c] != r[c];
     }
     if (nan) {
@@ -166,11 +171,38 @@ __device__ __forceinline__ void sp_add_each(typename T::A *sum, const typename T
         sum[c] = r[c];
 }
 
+// add(sum, x) of one.
+template <class T> __device__ __forceinline__ typename T::A sp_add_one(typename T::A sum, typename T::U x)
+{
+    typename T::A r = T::add_plain(sum, T::widen_plain(x));
+    return T::is_float && r != r ? T::add(sum, T::widen(x)) : r;
+}
+// x[c] = narrow(a[c]) of 16-bit floats, N even, two in a word, with one look for NaNs at all of them.
+template <class T, uint32_t N> __device__ __forceinline__ void sp_narrow_each(const float *a, uint32_t *x)
+{
+    bool nan = false;
+#pragma unroll
+    for (uint32_t c = 0; c < N; c++)
+        nan |= a[c] != a[c];
+#pragma unroll
+    for (uint32_t c = 0; c < N; c += 2)
+        x[c / 2] = T::narrow_plain(a[c], a[c + 1]);
+    if (nan) {
+#pragma unroll
+        for (uint32_t c = 0; c < N; c += 2)
+            x[c / 2] = T::narrow(a[c]) | (uint32_t)T::narrow(a[c + 1]) << 16;
+    }
+}
+
 template <int DTYPE> struct sp_elem;
 template <> struct sp_elem<SPCCL_FLOAT32> : sp_float_elem<float, uint32_t> {
     static __device__ __forceinline__ float widen(uint32_t u)
     {
         return __uint_as_float(u);
+    }
+    static __device__ __forceinline__ float widen_plain(uint32_t u)
+    {
+        return widen(u);
     }
     static __device__ __forceinline__ uint32_t narrow(float a)
     {
@@ -182,6 +214,10 @@ template <> struct sp_elem<SPCCL_FLOAT64> : sp_float_elem<double, uint64_t> {
     {
         return __longlong_as_double((long long)u);
     }
+    static __device__ __forceinline__ double widen_plain(uint64_t u)
+    {
+        return widen(u);
+    }
     static __device__ __forceinline__ uint64_t narrow(double a)
     {
         return (uint64_t)__double_as_longlong(a);
@@ -192,6 +228,14 @@ template <> struct sp_elem<SPCCL_FLOAT16> : sp_float_elem<float, uint16_t> {
     {
         return sp_f16_to_f32(u);
     }
+    static __device__ __forceinline__ float widen_plain(uint16_t u)
+    {
+        return sp_unpack_f16(u);
+    }
+    static __device__ __forceinline__ uint32_t narrow_plain(float low, float high)
+    {
+        return sp_pack_f16(low, high);
+    }
     static __device__ __forceinline__ uint16_t narrow(float a)
     {
         return sp_f16_from_f32(a);
@@ -201,6 +245,14 @@ template <> struct sp_elem<SPCCL_BFLOAT16> : sp_float_elem<float, uint16_t> {
     static __device__ __forceinline__ float widen(uint16_t u)
     {
         return sp_bf16_to_f32(u);
+    }
+    static __device__ __forceinline__ float widen_plain(uint16_t u)
+    {
+        return widen(u);
+    }
+    static __device__ __forceinline__ uint32_t narrow_plain(float low, float high)
+    {
+        return sp_pack_bf16(low, high);
     }
     static __device__ __forceinline__ uint16_t narrow(float a)
     {

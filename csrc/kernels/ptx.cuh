@@ -192,6 +192,28 @@ __device__ __forceinline__ void sp_bulk_stores_read()
 }
 #endif
 
+// ---- 16-bit floats: the hardware's conversions are dtype.h's but for NaNs, whose payload they drop ----
+
+// Two of them in a word, `low` in the lower half; to nearest, ties to even. NaNs: some NaN.
+__device__ __forceinline__ uint32_t sp_pack_f16(float low, float high)
+{
+    uint32_t r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ uint32_t sp_pack_bf16(float low, float high)
+{
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float sp_unpack_f16(uint16_t u)
+{
+    float r;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(u));
+    return r;
+}
+
 // ---- what the compiler must not rewrite ----
 
 // 1 if any bit is set. (Written out: the compiler would compare and select.)

@@ -29,7 +29,7 @@ template <class T, class G> struct sp_sink_add {
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
     {
         A *at = acc + i;
-        *at = T::add(*at, T::widen(x));
+        *at = sp_add_one<T>(*at, x);
     }
     __device__ __forceinline__ void unit(uint32_t u, uint32_t, const sp_unit<G> &x) const
     {
@@ -186,14 +186,17 @@ template <class T, class G> struct sp_owner {
         A *acc = (A *)room.sums;
         U *buf = (U *)room.sums;
         bool avg = at.a.redop == SPCCL_AVG;
-        if (sizeof(A) == sizeof(U)) {
+        if constexpr (sizeof(A) == sizeof(U)) {
             for (uint32_t i = at.lane; avg && i < sp_filled<G>(n); i += 32)
                 acc[i] = T::div(acc[i], at.a.world_size);
         } else {
             // From the start on: what is written lies before what is still to be read.
             for (uint32_t u = at.lane; u < sp_filled<G>(n) / G::K; u += 32) {
                 constexpr uint32_t N = G::K * sizeof(A) / 16;
-                sp_unit<G> x;
+                union {
+                    uint4 v;
+                    uint32_t w[4];
+                } x;
                 union {
                     uint4 v[N];
                     A e[G::K];
@@ -202,8 +205,9 @@ template <class T, class G> struct sp_owner {
                 for (uint32_t j = 0; j < N; j++)
                     sum.v[j] = ((const uint4 *)acc)[u * N + j];
 #pragma unroll
-                for (uint32_t c = 0; c < G::K; c++)
-                    x.e[c] = T::narrow(avg ? T::div(sum.e[c], at.a.world_size) : sum.e[c]);
+                for (uint32_t c = 0; avg && c < G::K; c++)
+                    sum.e[c] = T::div(sum.e[c], at.a.world_size);
+                sp_narrow_each<T, G::K>(sum.e, x.w);
                 __syncwarp();
                 ((uint4 *)buf)[u] = x.v;
                 __syncwarp();
