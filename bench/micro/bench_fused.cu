@@ -166,7 +166,7 @@ static machine open_machine(const options &o)
     m.limits.n_sms = (uint32_t)about.multiProcessorCount;
     m.limits.max_ctas = o.ctas;
     m.limits.inbox_bytes = (size_t)256 << 20;
-    TRY(sp_fused_cuda_workers_per_cta(0, m.limits.workers_per_cta));
+    TRY(sp_fused_cuda_workers_per_cta(0, o.ranks, m.limits.workers_per_cta));
     TRY(sp_tune_gpu_shape(&m.limits, &m.shape));
     CHECK(cudaMalloc(&m.in, bytes));
     CHECK(cudaMalloc(&m.out, bytes));

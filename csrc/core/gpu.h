@@ -170,7 +170,7 @@ typedef struct sp_gpu_ops {
 
     /* ---- work ---- */
     /* Workers that one CTA can hold on a device, by operation: 1 to 255. */
-    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t out[SP_FUSED_OPS]);
+    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t out[SP_FUSED_OPS]);
     spccl_status (*fused)(const sp_fused_args *a, void *stream);
     size_t (*encode_scratch_bytes)(uint64_t n_slices);
     spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);

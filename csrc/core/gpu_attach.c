@@ -100,7 +100,7 @@ static spccl_status ask_device(struct attach *a)
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
     st = g->ops->memory_free(&free_bytes);
     if (st == SPCCL_OK)
-        st = g->ops->fused_workers_per_cta(g->device.ordinal, workers);
+        st = g->ops->fused_workers_per_cta(g->device.ordinal, (uint32_t)a->comm->world_size, workers);
     g->ops->leave(before);
     for (int op = 0; op < SP_FUSED_OPS; op++)
         f->workers[op] = (uint8_t)workers[op];

@@ -266,19 +266,27 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
 {
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
-    uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32, w = warp % n, role = warp / n;
-    sp_crew crew(a.op, n);
+    uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32;
+    sp_crew crew(a.op, n, (uint32_t)a.world_size);
     sp_rooms rooms(crew, n);
     if (sp_block_open(a, crew, rooms.boards))
         return;
-    sp_place at(a, blockIdx.x * n + w);
-    if (role == SP_ROLE_FEED)
-        sp_feed<G, true>(at, 1, rooms.feed[w], rooms.boards + w);
-    else if (role == SP_ROLE_OWN)
+    if (warp < crew.n_feed) {
+        uint32_t w = warp * crew.each, n_served = min(crew.each, n - w);
+        sp_feed<G, true>(sp_place(a, blockIdx.x * n + w), n_served, rooms.feed[warp], rooms.boards + w);
+        for (uint32_t i = 0; i < n_served; i++)
+            sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
+    } else if (warp - crew.n_feed < crew.n_own) {
+        uint32_t w = warp - crew.n_feed;
+        sp_place at(a, blockIdx.x * n + w);
         sp_owner<T, G>(at, rooms.own[w], rooms.boards[w]).run();
-    else
-        sp_gather<G, true>(at, rooms.gather[w], rooms.boards[w], rooms.boards[w].gathered);
-    sp_role_done(rooms.boards[w], (sp_role)role);
+        sp_role_done(rooms.boards[w], SP_ROLE_OWN);
+    } else {
+        uint32_t w = warp - crew.n_feed - crew.n_own;
+        sp_gather<G, true>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
+                           rooms.boards[w].gathered);
+        sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
+    }
 }
 
 #endif

@@ -174,9 +174,9 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
         bool own = list.is_own(now), to_all = own || sp_one_input(at.a);
         loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
         if (patches)
-            sp_follow(boards[0], now.t);
+            sp_follow(boards[now.worker], now.t);
         if (sp_one_input(at.a) && at.lane == 0)
-            sp_store_release_cta(&boards[0].fed, now.t + 1);
+            sp_store_release_cta(&boards[now.worker].fed, now.t + 1);
         if (r.n != 0) {
             U *to = (U *)at.a.out + list.own.base + list.start(now);
             if (own && to != (const U *)at.a.in + r.start)
@@ -189,7 +189,7 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
         sp_slice_stored(at.lane);
         start(i);
         i = (i + 1) % DEPTH;
-        if (n_served == 2) // one item for each worker and t: in all-gathers only
+        if (n_served == 2) // one item for each worker and t
             outbox.turn();
         list.next(now);
     }
