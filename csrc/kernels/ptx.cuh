@@ -153,6 +153,11 @@ __device__ __forceinline__ void sp_bulk_load(void *shared, const void *global, u
         "l"(global), "r"(bytes), "r"(bar), "l"(sp_policy_once())
         : "memory");
 }
+// Ask for `bytes` at p, to lie in L2 when they are loaded.
+__device__ __forceinline__ void sp_bulk_prefetch(const void *p, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void sp_barrier_arrive(uint64_t *barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((uint32_t)__cvta_generic_to_shared(barrier))

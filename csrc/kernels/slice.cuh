@@ -54,6 +54,19 @@ template <class G> __device__ __forceinline__ bool sp_is_bulk(const void *p, uin
     return SP_HAS_BULK && ((uintptr_t)p & 15) == 0 && n % G::K == 0;
 }
 
+// Slice src [n] will be loaded soon: to lie in L2 by then. One warp.
+template <class G>
+__device__ __forceinline__ void sp_slice_prefetch(uint32_t lane, const typename G::U *src, uint32_t n)
+{
+#if SP_HAS_BULK
+    if (lane == 0 && n != 0 && sp_is_bulk<G>(src, n))
+        sp_bulk_prefetch(src, n * G::E);
+#else
+    for (uint32_t i = lane * 128; i < n * G::E; i += 32 * 128)
+        sp_prefetch_l2((const uint8_t *)src + i);
+#endif
+}
+
 // Loads slices into buffers in shared memory ahead of their use, one after the other: start for each, PENDING
 // of them ahead of finish. One warp.
 template <class G, uint32_t PENDING> struct sp_loader {
