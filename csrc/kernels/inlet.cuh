@@ -44,7 +44,7 @@ template <class G, bool BULK> struct sp_inlet {
     {
         if (at.is_mine(which, 0, at.n_peers)) {
             taken = at.state(at.q)->taken[which][at.slot()];
-            taken_off = (uint32_t)(taken % ring_bytes);
+            taken_off = at.state(at.q)->taken_off[which][at.slot()];
             guess = min(512u, area);
             from = at.arena() + sp_inbox_ring_off(at.a.shape, which, at.slot(), at.q);
         }
@@ -59,8 +59,10 @@ template <class G, bool BULK> struct sp_inlet {
     {
         if (ahead != 0) // no copy may arrive after the end
             landed(ahead - 1, false);
-        if (ok && at.is_mine(which, 0, at.n_peers))
+        if (ok && at.is_mine(which, 0, at.n_peers)) {
             at.state(at.q)->taken[which][at.slot()] = taken;
+            at.state(at.q)->taken_off[which][at.slot()] = taken_off;
+        }
     }
     __device__ __forceinline__ const uint64_t *tail_word() const // L
     {

@@ -59,7 +59,7 @@ struct sp_outbox {
         if (at.slot() < at.n_peers) {
             uint32_t ring_bytes = sp_inbox_ring_bytes(at.a.shape);
             l.sent = at.state(q)->sent[at.ring()][at.slot()];
-            l.off = (uint32_t)(l.sent % ring_bytes);
+            l.off = at.state(q)->sent_off[at.ring()][at.slot()];
             l.free_bytes =
                 (uint32_t)(sp_load_acquire_sys(credit_word(at, q, at.ring())) + ring_bytes - l.sent);
             l.to = at.a.arenas[at.peer(at.slot())] +
@@ -78,14 +78,19 @@ struct sp_outbox {
         now = other;
         other = l;
     }
+    __device__ __forceinline__ void keep(const links &l) const // L
+    {
+        at.state(l.q)->sent[at.ring()][at.slot()] = l.sent;
+        at.state(l.q)->sent_off[at.ring()][at.slot()] = l.off;
+    }
     // Positions for the next launch, of the rings that this warp has sent on (bits by ring).
     __device__ __forceinline__ void close(uint32_t rings) const
     {
         bool mine = at.slot() < at.n_peers && (rings >> at.ring() & 1);
         if (mine)
-            at.state(now.q)->sent[at.ring()][at.slot()] = now.sent;
+            keep(now);
         if (mine && other.q != now.q)
-            at.state(other.q)->sent[at.ring()][at.slot()] = other.sent;
+            keep(other);
         if (at.lane < SPCCL_N_FORMATS && n_frames != 0)
             atomicAdd((unsigned long long *)&at.state(now.q)->n_frames[at.lane], n_frames);
         if (at.lane == 0)
