@@ -1,10 +1,10 @@
 // roles.cuh - what the warps of a worker do that add nothing: feeding, relaying, gathering. reduce.cuh
 // has those that do.
 //
-// A worker is a warp for each role. They share nothing but the board, so that memory is read, links are used
-// and results are written at the same time, each as fast as it can. They wait for frames and for room; a
-// feeder of dense frames keeps pace with its own worker, one that clears what it has sent (sp_patches) stays
-// near its gatherer, and an owner in one hop does not overtake its feeder.
+// A worker is a warp for each role (a feeder may serve two workers). They share nothing but the board, so
+// that memory is read, links are used and results are written at the same time, each as fast as it can. They
+// wait for frames and for room; a feeder of dense frames keeps pace with its own worker, one that clears what
+// it has sent (sp_patches) stays near its gatherer, and an owner in one hop does not overtake its feeder.
 // - feed: loads this rank's slices, one or more ahead, and sends them: contributions to the owners of their
 //   shards (lane INPUT), or its own shard to everyone (RESULT). May clear what it has sent.
 // - own, in reductions: takes the contributions to its shard (INPUT), adds them, writes the result and, in an

@@ -59,8 +59,9 @@ template <class G>
 __device__ __forceinline__ void sp_slice_prefetch(uint32_t lane, const typename G::U *src, uint32_t n)
 {
 #if SP_HAS_BULK
-    if (lane == 0 && n != 0 && sp_is_bulk<G>(src, n))
-        sp_bulk_prefetch(src, n * G::E);
+    uint32_t bytes = n * G::E & ~15u; // whole units, from the one where it begins
+    if (lane == 0 && bytes != 0)
+        sp_bulk_prefetch((const void *)((uintptr_t)src & ~(uintptr_t)15), bytes);
 #else
     for (uint32_t i = lane * 128; i < n * G::E; i += 32 * 128)
         sp_prefetch_l2((const uint8_t *)src + i);
