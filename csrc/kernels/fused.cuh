@@ -29,6 +29,13 @@ struct sp_crew {
     }
 };
 
+// The number of this warp in its block. The shuffle says that it is the same in all lanes: what depends on it
+// needs no branches of single lanes, and registers of the warp instead of the lanes'.
+__device__ __forceinline__ uint32_t sp_warp_index()
+{
+    return __shfl_sync(~0u, threadIdx.x / 32, 0);
+}
+
 // Shared memory of a block: boards, then the rooms of each role.
 struct sp_rooms {
     sp_board *boards;

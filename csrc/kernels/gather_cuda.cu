@@ -10,7 +10,7 @@ template <int BYTES>
 __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_INBOX_SLICE_BYTES> G;
-    uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32;
+    uint32_t n = a.workers_per_cta, warp = sp_warp_index();
     sp_crew crew(a.op, n, (uint32_t)a.world_size);
     sp_rooms rooms(crew, n);
     if (sp_block_open(a, crew, rooms.boards))

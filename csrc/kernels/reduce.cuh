@@ -129,7 +129,7 @@ template <class T, class G> struct sp_owner {
     // The own contribution to slice t will be wanted soon.
     __device__ __forceinline__ void prefetch_own(uint32_t t) const
     {
-        sp_slice_prefetch<G>(at.lane, own(t), share.elems(mine, t));
+        sp_slice_prefetch<G, false>(at.lane, own(t), share.elems(mine, t)); // bulk ones were slower
     }
     // In one hop the output may be the input of the feeder, who must have seen the slice.
     __device__ __forceinline__ bool is_fed(uint32_t t) const
@@ -213,8 +213,7 @@ template <class T, class G> struct sp_owner {
         }
         __syncwarp();
         // Elements past the end may not be zero (0 / 0 and the like): a frame must not list them.
-        for (uint32_t i = n + at.lane; i < sp_filled<G>(n); i += 32)
-            buf[i] = 0;
+        sp_fill<G>(at.lane, buf, n);
         __syncwarp();
     }
     __device__ __forceinline__ bool slice(uint32_t t)
@@ -264,7 +263,7 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
 {
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
-    uint32_t n = a.workers_per_cta, warp = threadIdx.x / 32;
+    uint32_t n = a.workers_per_cta, warp = sp_warp_index();
     sp_crew crew(a.op, n, (uint32_t)a.world_size);
     sp_rooms rooms(crew, n);
     if (sp_block_open(a, crew, rooms.boards))

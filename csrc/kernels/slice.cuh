@@ -41,6 +41,15 @@ template <class G> __device__ __forceinline__ uint32_t sp_filled(uint32_t n)
 {
     return (n + 2 * G::RUN_ELEMS - 1) / (2 * G::RUN_ELEMS) * (2 * G::RUN_ELEMS);
 }
+// Zeros behind the last element of buf [n] in shared memory, up to sp_filled(n). One warp.
+template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typename G::U *buf, uint32_t n)
+{
+    uint32_t whole = (n + G::K - 1) / G::K; // units
+    if (n + lane < whole * G::K)
+        buf[n + lane] = 0;
+    for (uint32_t u = whole + lane; u < sp_filled<G>(n) / G::K; u += 32)
+        ((uint4 *)buf)[u] = make_uint4(0, 0, 0, 0);
+}
 
 // Which of its units of a run a lane reads in turn j: eight neighbouring lanes are in different banks.
 template <class G> __device__ __forceinline__ uint32_t sp_row_of(uint32_t lane, uint32_t j)
@@ -54,18 +63,20 @@ template <class G> __device__ __forceinline__ bool sp_is_bulk(const void *p, uin
     return SP_HAS_BULK && ((uintptr_t)p & 15) == 0 && n % G::K == 0;
 }
 
-// Slice src [n] will be loaded soon: to lie in L2 by then. One warp.
-template <class G>
+// Slice src [n] will be loaded soon: to lie in L2 by then. BULK: by one bulk prefetch, where there are any.
+// One warp.
+template <class G, bool BULK>
 __device__ __forceinline__ void sp_slice_prefetch(uint32_t lane, const typename G::U *src, uint32_t n)
 {
 #if SP_HAS_BULK
     uint32_t bytes = n * G::E & ~15u; // whole units, from the one where it begins
-    if (lane == 0 && bytes != 0)
-        sp_bulk_prefetch((const void *)((uintptr_t)src & ~(uintptr_t)15), bytes);
-#else
-    for (uint32_t i = lane * 128; i < n * G::E; i += 32 * 128)
-        sp_prefetch_l2((const uint8_t *)src + i);
+    if constexpr (BULK) {
+        if (lane == 0 && bytes != 0)
+            sp_bulk_prefetch((const void *)((uintptr_t)src & ~(uintptr_t)15), bytes);
+    } else
 #endif
+        for (uint32_t i = lane * 128; i < n * G::E; i += 32 * 128)
+            sp_prefetch_l2((const uint8_t *)src + i);
 }
 
 // Loads slices into buffers in shared memory ahead of their use, one after the other: start for each, PENDING
@@ -107,13 +118,16 @@ template <class G, uint32_t PENDING> struct sp_loader {
             sp_barrier_wait(barriers + i, phases >> i & 1);
             phases ^= 1u << i;
             have = n;
+            if (n % (2 * G::RUN_ELEMS) == 0) // almost always: nothing to fill
+                return;
         }
 #else
         sp_copy_wait<PENDING>();
         have = ((uintptr_t)src & 15) == 0 ? n / G::K * G::K : 0;
 #endif
-        for (uint32_t k = have + lane; k < sp_filled<G>(n); k += 32)
-            buf[k] = k < n ? src[k] : (U)0;
+        for (uint32_t k = have + lane; k < n; k += 32)
+            buf[k] = src[k];
+        sp_fill<G>(lane, buf, n);
         __syncwarp();
     }
 };
