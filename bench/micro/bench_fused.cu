@@ -1,7 +1,8 @@
 // bench_fused.cu - the kernels of the GPU collectives on one GPU that plays all ranks by being its own peers.
 //
 //     spccl_bench_fused [--mib N] [--ranks P] [--ctas C] [--dtype float32|bfloat16] [--iters N]
-//                       [--sparsity 0.999,0.99,...] [--only all_gather,reduce_scatter,all_reduce,in_place]
+//                       [--sparsity 0.999,0.99,...] [--only
+//                       all_gather,reduce_scatter,all_reduce,in_place,one_hop]
 //
 // All arenas are the same memory, so what rank 0 sends to its peers comes back to it as theirs. No link is in
 // the way: this is the time of the kernels alone, within 10% of that on 4 GPUs while frames are short, and a
@@ -43,7 +44,7 @@ struct options {
     int iters = 15;
     spccl_dtype dtype = SPCCL_FLOAT32;
     std::vector<double> sparsity = {0.999, 0.99, 0.9, 0.5, 0.0};
-    std::vector<std::string> only = {"all_gather", "reduce_scatter", "all_reduce", "in_place"};
+    std::vector<std::string> only = {"all_gather", "reduce_scatter", "all_reduce", "in_place", "one_hop"};
 };
 
 static std::vector<std::string> split(const std::string &text)
@@ -166,7 +167,8 @@ static machine open_machine(const options &o)
     m.limits.n_sms = (uint32_t)about.multiProcessorCount;
     m.limits.max_ctas = o.ctas;
     m.limits.inbox_bytes = (size_t)256 << 20;
-    TRY(sp_fused_cuda_workers_per_cta(0, o.ranks, m.limits.workers_per_cta));
+    for (uint32_t served = 1; served <= SP_FUSED_SERVED_MAX; served++)
+        TRY(sp_fused_cuda_workers_per_cta(0, o.ranks, served, m.limits.workers_per_cta[served - 1]));
     TRY(sp_tune_gpu_shape(&m.limits, &m.shape));
     CHECK(cudaMalloc(&m.in, bytes));
     CHECK(cudaMalloc(&m.out, bytes));
@@ -184,10 +186,13 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
     sp_fused_args a = {};
     sp_fused_op op = what == "all_gather"       ? SP_FUSED_ALL_GATHER
                      : what == "reduce_scatter" ? SP_FUSED_REDUCE_SCATTER
+                     : what == "one_hop"        ? SP_FUSED_ALL_REDUCE_ONESHOT
                                                 : SP_FUSED_ALL_REDUCE;
     sp_gpu_plan plan;
-    a.n_elems = op == SP_FUSED_ALL_REDUCE ? m.n : m.n / m.o.ranks;
+    a.n_elems = what == "all_gather" || what == "reduce_scatter" ? m.n / m.o.ranks : m.n;
     sp_tune_gpu_plan(&m.limits, m.shape, op, a.n_elems, m.o.dtype, SPCCL_FORMAT_AUTO, &plan);
+    if (op == SP_FUSED_ALL_REDUCE) // shards of the same length: a rank is its own peer
+        a.n_elems -= a.n_elems % ((uint64_t)plan.slice_elems * m.o.ranks);
     a.op = plan.op;
     a.dtype = m.o.dtype;
     a.redop = SPCCL_SUM;
@@ -199,6 +204,7 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
     a.shape = m.shape;
     a.n_ctas = plan.n_ctas;
     a.workers_per_cta = plan.workers_per_cta;
+    a.n_served = plan.n_served;
     for (unsigned r = 0; r < m.o.ranks; r++)
         a.arenas[r] = m.arena;
     a.control = m.control_device;
@@ -242,7 +248,7 @@ static uint64_t stride_of(const machine &m, const sp_fused_args &a)
 }
 
 // What element i of a block must be. Rank r > 0 is heard as what was sent to the peer in the slot that
-// mirrors its own: block P - r.
+// mirrors its own: block P - r; in one hop the whole array.
 static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uint64_t below)
 {
     uint64_t stride = stride_of(m, a);
@@ -250,7 +256,7 @@ static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uin
     if (a.op == SP_FUSED_ALL_GATHER)
         return element_bits(i, below, m.elem_bytes);
     for (uint64_t r = 0; r < m.o.ranks; r++) {
-        uint64_t at = (r == 0 ? 0 : m.o.ranks - r) * stride + i;
+        uint64_t at = (r == 0 || a.op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0 : m.o.ranks - r) * stride + i;
         sum += at < m.n ? as_float(element_bits(at, below, m.elem_bytes), m.elem_bytes) : 0;
     }
     return as_bits(sum, m.elem_bytes);
@@ -259,7 +265,7 @@ static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uin
 // A sample of all elements.
 static void compare(const machine &m, const sp_fused_args &a, const std::string &what, uint64_t below)
 {
-    uint64_t block = a.op == SP_FUSED_REDUCE_SCATTER ? a.n_elems : m.n, wrong = 0;
+    uint64_t block = a.op == SP_FUSED_ALL_GATHER ? m.n : a.n_elems, wrong = 0;
     std::vector<uint8_t> got(block * m.elem_bytes);
     uint64_t stride = stride_of(m, a), step = std::max<uint64_t>(1, block / 4000000);
     CHECK(cudaMemcpy(got.data(), a.out, got.size(), cudaMemcpyDeviceToHost));

@@ -31,6 +31,8 @@ typedef enum sp_fused_op {
     SP_FUSED_BROADCAST,
     SP_FUSED_OPS
 } sp_fused_op;
+/* A worker has a warp for each of its roles, but a feeder may serve so many workers. */
+#define SP_FUSED_SERVED_MAX 2u
 
 /* What a wait on the GPU saw when it gave up, or what was wrong with a frame. Written once, by the first
  * worker. */
@@ -84,6 +86,7 @@ typedef struct sp_fused_args {
     int rank, world_size, root;
     sp_inbox_shape shape;
     uint32_t n_ctas, workers_per_cta;  /* n_ctas * workers_per_cta <= shape.n_workers */
+    uint32_t n_served;                 /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
     uint8_t *arenas[SP_GPU_RANKS_MAX]; /* by rank, as mapped on this device */
     sp_gpu_control *control;           /* device address */
     uint64_t timeout_ns;               /* of each wait */
@@ -169,8 +172,10 @@ typedef struct sp_gpu_ops {
     spccl_status (*stream_id)(void *stream, unsigned long long *id);
 
     /* ---- work ---- */
-    /* Workers that one CTA can hold on a device, by operation: 1 to 255. */
-    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t out[SP_FUSED_OPS]);
+    /* Workers that one CTA can hold on a device if a feeder serves n_served of them, by operation: 1 to 255;
+     * 0 where feeders do not do that (only with n_served > 1). */
+    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t n_served,
+                                          uint32_t out[SP_FUSED_OPS]);
     spccl_status (*fused)(const sp_fused_args *a, void *stream);
     size_t (*encode_scratch_bytes)(uint64_t n_slices);
     spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);

@@ -28,16 +28,17 @@ struct facts {
     int32_t status; /* anything but SPCCL_OK: this rank cannot take part, and `error` says why */
     int32_t ordinal, pid, format;
     uint32_t n_sms;
-    uint8_t workers[12]; /* of a block, by operation; the rest is zero */
+    uint8_t workers[SP_FUSED_SERVED_MAX][6]; /* as in sp_gpu_limits; the rest is zero */
     uint32_t max_ctas, handles, can_share_fd;
     uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
     uint8_t uuid[16];
     uint64_t inbox_bytes, free_bytes;
     uint32_t fallback;
     char name[64];
-    char error[452];
+    uint32_t hops; /* as in sp_gpu_limits */
+    char error[448];
 };
-_Static_assert(SP_FUSED_OPS <= 12, "facts.workers");
+_Static_assert(SP_FUSED_OPS <= 6, "facts.workers");
 _Static_assert(sizeof(struct facts) == 680, "no padding, and the same for every compiler");
 
 struct attach {
@@ -88,7 +89,7 @@ static spccl_status ask_device(struct attach *a)
 {
     sp_gpu_comm *g = a->g;
     struct facts *f = &a->mine;
-    uint32_t workers[SP_FUSED_OPS] = {0};
+    uint32_t workers[SP_FUSED_OPS] = {0}, world_size = (uint32_t)a->comm->world_size;
     size_t free_bytes = 0;
     spccl_status st;
     int before;
@@ -99,11 +100,12 @@ static spccl_status ask_device(struct attach *a)
     snprintf(f->name, sizeof f->name, "%s", g->device.name);
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
     st = g->ops->memory_free(&free_bytes);
-    if (st == SPCCL_OK)
-        st = g->ops->fused_workers_per_cta(g->device.ordinal, (uint32_t)a->comm->world_size, workers);
+    for (uint32_t served = 1; st == SPCCL_OK && served <= SP_FUSED_SERVED_MAX; served++) {
+        st = g->ops->fused_workers_per_cta(g->device.ordinal, world_size, served, workers);
+        for (int op = 0; op < SP_FUSED_OPS; op++)
+            f->workers[served - 1][op] = (uint8_t)workers[op];
+    }
     g->ops->leave(before);
-    for (int op = 0; op < SP_FUSED_OPS; op++)
-        f->workers[op] = (uint8_t)workers[op];
     f->free_bytes = free_bytes;
     return st;
 }
@@ -132,6 +134,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     a->mine.format = (int32_t)comm->format;
     snprintf(a->mine.version, sizeof a->mine.version, "%s", SPCCL_VERSION_TEXT);
     a->mine.fallback = config->fallback;
+    a->mine.hops = !comm->schedule_forced ? 0 : comm->schedule == SP_SCHED_ONESHOT ? 1 : 2;
     if (config->decline)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                        "it keeps its GPU out (config.decline; in torch SPCCL_CUDA_ENGINE=0 "
@@ -176,6 +179,11 @@ static spccl_status compare_with_first(const struct facts *all, int r)
                        "rank 0 forces format %s, rank %d %s: set SPCCL_FORMAT alike on all",
                        first->format < 0 ? "auto" : spccl_format_name((spccl_format)first->format), r,
                        f->format < 0 ? "auto" : spccl_format_name((spccl_format)f->format));
+    if (f->hops != first->hops)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank 0 and rank %d take all-reduces by different schedules: set SPCCL_SCHEDULE alike "
+                       "on all",
+                       r);
     if (f->handles == HANDLES_FD && !f->can_share_fd)
         return SP_FAIL(SPCCL_ERR_SETTING,
                        "SPCCL_NVLINK_HANDLES=fd: GPU %d '%s' of rank %d cannot export memory as descriptors",
@@ -198,15 +206,18 @@ static uint32_t least_not_zero(uint32_t a, uint32_t b)
 
 static void find_limits(const struct facts *all, int n_ranks, sp_gpu_limits *l)
 {
-    *l = (sp_gpu_limits){
-        .world_size = (uint32_t)n_ranks, .n_sms = UINT32_MAX, .inbox_bytes = all[0].inbox_bytes};
+    *l = (sp_gpu_limits){.world_size = (uint32_t)n_ranks,
+                         .n_sms = UINT32_MAX,
+                         .inbox_bytes = all[0].inbox_bytes,
+                         .hops = all[0].hops};
     for (int r = 0; r < n_ranks; r++) {
         uint32_t n_sms = all[r].n_sms / n_sharing(all, n_ranks, r);
         if (n_sms < l->n_sms)
             l->n_sms = n_sms;
-        for (int op = 0; op < SP_FUSED_OPS; op++)
-            if (r == 0 || all[r].workers[op] < l->workers_per_cta[op])
-                l->workers_per_cta[op] = all[r].workers[op];
+        for (uint32_t served = 0; served < SP_FUSED_SERVED_MAX; served++)
+            for (int op = 0; op < SP_FUSED_OPS; op++)
+                if (r == 0 || all[r].workers[served][op] < l->workers_per_cta[served][op])
+                    l->workers_per_cta[served][op] = all[r].workers[served][op];
         if (all[r].inbox_bytes < l->inbox_bytes)
             l->inbox_bytes = all[r].inbox_bytes;
         l->max_ctas = least_not_zero(l->max_ctas, all[r].max_ctas);

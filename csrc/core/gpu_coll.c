@@ -63,6 +63,7 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .shape = g->shape,
                         .n_ctas = p.n_ctas,
                         .workers_per_cta = p.workers_per_cta,
+                        .n_served = p.n_served,
                         .control = g->control_device,
                         .timeout_ns = comm->timeout_ms < INT64_MAX / 1000000
                                           ? (uint64_t)comm->timeout_ms * 1000000u

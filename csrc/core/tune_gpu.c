@@ -6,13 +6,16 @@
 
 #include <inttypes.h>
 
-/* An all-reduce of at most this many bytes goes in one hop: everybody sends everything, so a second wait for
- * results is saved at the price of more bytes. With two ranks the bytes are the same either way. */
-#define ONESHOT_BYTES 65536u
+/* An all-reduce that brings a rank at most so many dense bytes from all its peers goes in one hop: everybody
+ * sends everything. That saves the second wait, 10 to 14 us on an H200, at the price of more bytes, which
+ * take the links as long if they are dense (docs/PERFORMANCE.md). */
+#define ONESHOT_BYTES ((uint64_t)3 << 20)
 /* Slices are not cut below these to give every worker one: headers and waits would cost more than they gain.
  */
 #define SLICE_ELEMS_MIN 1024u
 #define SLICE_BYTES_MIN 4096u
+/* Slices start at multiples of so many elements of the array: whole cache lines. */
+#define SLICE_ELEMS_STEP 128u
 
 static uint32_t ctas_allowed(const sp_gpu_limits *l)
 {
@@ -26,7 +29,8 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
     uint32_t n_ctas = ctas_allowed(l), most = 0;
     size_t least;
     for (int op = 0; op < SP_FUSED_OPS; op++)
-        most = l->workers_per_cta[op] > most ? l->workers_per_cta[op] : most;
+        for (uint32_t served = 0; served < SP_FUSED_SERVED_MAX; served++)
+            most = l->workers_per_cta[served][op] > most ? l->workers_per_cta[served][op] : most;
     /* Shorter rings before fewer workers, and these before fewer blocks: every multiprocessor takes part in
      * moving memory. */
     for (uint32_t per_cta = most; per_cta > 0; per_cta--)
@@ -62,26 +66,24 @@ static bool reduces(sp_fused_op op)
     return op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_ALL_REDUCE_ONESHOT;
 }
 
+static uint64_t ceil_div(uint64_t n, uint64_t by)
+{
+    return n / by + (n % by != 0);
+}
+
 /* Slices of the part that one rank owns (or, in one hop, of everything). */
 static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t n_elems,
                                 uint32_t slice_elems)
 {
-    uint64_t n = n_elems / slice_elems + (n_elems % slice_elems != 0);
-    if (op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST)
-        n = n / l->world_size + (n % l->world_size != 0);
-    return n;
+    uint64_t n = ceil_div(n_elems, slice_elems);
+    return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? ceil_div(n, l->world_size) : n;
 }
 
-static uint32_t pick_slice_elems(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op,
-                                 uint64_t n_elems, spccl_dtype dtype, spccl_format format)
+/* The most elements that there is room for. */
+static uint32_t slice_elems_max(sp_fused_op op, spccl_dtype dtype, spccl_format format)
 {
     size_t elem_bytes = sp_dtype_bytes(dtype);
-    uint32_t n_workers =
-        (uint32_t)sp_min_size(shape.n_workers, sp_tune_gpu_ctas(l, shape) * l->workers_per_cta[op]);
     uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes);
-    uint32_t least = (uint32_t)(SLICE_BYTES_MIN / elem_bytes);
-    if (least < SLICE_ELEMS_MIN)
-        least = SLICE_ELEMS_MIN;
     if (reduces(op) && sp_acc_dtype(dtype) != dtype)
         elems /= 2; /* accumulated in float32: twice the room */
     if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO) /* put together on chip */
@@ -90,9 +92,48 @@ static uint32_t pick_slice_elems(const sp_gpu_limits *l, sp_inbox_shape shape, s
     else if (format != SPCCL_FORMAT_AUTO)
         while (elems > 1024 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_INBOX_FRAME_BYTES)
             elems /= 2;
-    while (elems / 2 >= least && slices_per_rank(l, op, n_elems, elems) < n_workers)
-        elems /= 2;
     return elems;
+}
+
+static uint32_t workers_per_cta(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op,
+                                uint32_t n_served)
+{
+    return (uint32_t)sp_min_size(shape.n_workers / sp_tune_gpu_ctas(l, shape),
+                                 l->workers_per_cta[n_served - 1][op]);
+}
+
+/* How many workers a feeder serves, and the elements of a slice. An array that is one slice for each worker,
+ * all with feeders of their own, takes as long as one slice: as short as they can be, then. Longer ones need
+ * as much as possible done by as many as possible. */
+static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
+                        spccl_format format, sp_gpu_plan *p)
+{
+    uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), most = slice_elems_max(p->op, dtype, format);
+    uint32_t least = (uint32_t)(SLICE_BYTES_MIN / sp_dtype_bytes(dtype));
+    uint64_t alone = (uint64_t)n_ctas * workers_per_cta(l, shape, p->op, 1), wanted;
+    p->n_served = 1;
+    p->slice_elems = most;
+    if (slices_per_rank(l, p->op, n_elems, most) > alone) {
+        for (uint32_t served = 2; served <= SP_FUSED_SERVED_MAX; served++)
+            if (workers_per_cta(l, shape, p->op, served) > workers_per_cta(l, shape, p->op, p->n_served))
+                p->n_served = served;
+        return;
+    }
+    if (least < SLICE_ELEMS_MIN)
+        least = SLICE_ELEMS_MIN;
+    wanted = ceil_div(slices_per_rank(l, p->op, n_elems, 1), alone);
+    wanted = ceil_div(wanted, SLICE_ELEMS_STEP) * SLICE_ELEMS_STEP;
+    if (wanted < least)
+        wanted = least;
+    if (wanted < most)
+        p->slice_elems = (uint32_t)wanted;
+}
+
+static bool one_hop(const sp_gpu_limits *l, uint64_t n_elems, spccl_dtype dtype)
+{
+    if (l->world_size == 1 || l->hops != 0)
+        return l->hops == 1;
+    return n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(dtype);
 }
 
 void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op, uint64_t n_elems,
@@ -100,15 +141,12 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op 
 {
     uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), per_cta;
     uint64_t n_slices, needed;
-    if (op == SP_FUSED_ALL_REDUCE && l->world_size > 1 &&
-        n_elems <= (uint64_t)ONESHOT_BYTES * (l->world_size == 2 ? 4 : 1) / sp_dtype_bytes(dtype))
+    if (op == SP_FUSED_ALL_REDUCE && one_hop(l, n_elems, dtype))
         op = SP_FUSED_ALL_REDUCE_ONESHOT;
     out->op = op;
-    out->slice_elems = pick_slice_elems(l, shape, op, n_elems, dtype, format);
+    pick_slices(l, shape, n_elems, dtype, format, out);
     n_slices = slices_per_rank(l, op, n_elems, out->slice_elems);
-    per_cta = shape.n_workers / n_ctas;
-    if (per_cta > l->workers_per_cta[op])
-        per_cta = l->workers_per_cta[op];
+    per_cta = workers_per_cta(l, shape, op, out->n_served);
     /* Few slices: first one worker on each multiprocessor, and no more blocks than have something to do. */
     needed = n_slices / n_ctas + (n_slices % n_ctas != 0);
     if (needed < per_cta)

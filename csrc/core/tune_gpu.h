@@ -9,9 +9,11 @@
 typedef struct sp_gpu_limits {
     uint32_t world_size;
     uint32_t n_sms; /* the least over the ranks, divided by the ranks that share a GPU */
-    uint32_t workers_per_cta[SP_FUSED_OPS]; /* by operation; the least over the ranks */
-    uint32_t max_ctas;                      /* 0 = no limit; the least over the ranks */
-    size_t inbox_bytes;                     /* the least over the ranks */
+    /* By workers that a feeder serves, less 1, and operation; the least over the ranks. 0: feeders do not. */
+    uint32_t workers_per_cta[SP_FUSED_SERVED_MAX][SP_FUSED_OPS];
+    uint32_t max_ctas;  /* 0 = no limit; the least over the ranks */
+    size_t inbox_bytes; /* the least over the ranks */
+    uint32_t hops;      /* of an all-reduce: 1 or 2; 0 = by its size */
 } sp_gpu_limits;
 
 /* The arena that fits the limits.  Errors: SETTING if not even one worker fits (the text names the bytes). */
@@ -25,6 +27,7 @@ typedef struct sp_gpu_plan {
     sp_fused_op op;
     uint32_t slice_elems;
     uint32_t n_ctas, workers_per_cta;
+    uint32_t n_served;
 } sp_gpu_plan;
 /*   op        ALL_REDUCE may become ALL_REDUCE_ONESHOT
  *   n_elems   as in spccl.h for the collective */

@@ -36,27 +36,34 @@ static spccl_status prepare(sp_fused_kernel kernel, int shared)
 }
 
 // Shared memory of a block of n workers.
-static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t world_size)
+static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
 {
-    sp_crew crew(op, n, world_size);
+    sp_crew crew(op, n, n_served);
     return n * sizeof(sp_board) + crew.n_feed * sizeof(sp_feed_room) + crew.n_own * sizeof(sp_own_room) +
            crew.n_gather * sizeof(sp_gather_room);
 }
 
-extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size,
+// Where a feeder has little to do beside the other roles (one of a slice's frames in an all-gather, one
+// contribution between two ranks) it can serve more than one worker.
+static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
+{
+    return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);
+}
+
+extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
                                                       uint32_t out[SP_FUSED_OPS])
 {
     int shared = 0;
     SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
     for (int op = 0; op < SP_FUSED_OPS; op++) {
-        uint32_t n = SP_CTA_WORKERS;
-        while (n != 0 && (block_bytes((sp_fused_op)op, n, world_size) > (size_t)shared ||
-                          sp_crew((sp_fused_op)op, n, world_size).warps() > SP_CTA_WARPS))
+        uint32_t n = may_serve((sp_fused_op)op, world_size, n_served) ? SP_CTA_WORKERS : 0;
+        while (n != 0 && (block_bytes((sp_fused_op)op, n, n_served) > (size_t)shared ||
+                          sp_crew((sp_fused_op)op, n, n_served).warps() > SP_CTA_WARPS))
             n--;
-        if (n == 0)
+        if (n == 0 && n_served == 1)
             return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                            "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal,
-                           shared, block_bytes((sp_fused_op)op, 1, world_size));
+                           shared, block_bytes((sp_fused_op)op, 1, 1));
         out[op] = n;
     }
     for (size_t bytes = 1; bytes <= 8; bytes *= 2)
@@ -69,7 +76,7 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
 extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
 {
     sp_fused_kernel kernel = kernel_of(a);
-    size_t shared = block_bytes(a->op, a->workers_per_cta, (uint32_t)a->world_size);
+    size_t shared = block_bytes(a->op, a->workers_per_cta, a->n_served);
     uint64_t slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems, p = (uint64_t)a->world_size;
     bool sharded = a->op == SP_FUSED_ALL_REDUCE || a->op == SP_FUSED_BROADCAST;
     sp_fused_args args = *a;
@@ -80,9 +87,8 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
                                                                : a->n_elems;
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
-    return sp_cuda_check(
-        cudaLaunchKernel(kernel, dim3(a->n_ctas),
-                         dim3(sp_crew(a->op, a->workers_per_cta, (uint32_t)a->world_size).warps() * 32),
-                         params, shared, (cudaStream_t)stream),
-        "launch of a collective's kernel");
+    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(a->n_ctas),
+                                          dim3(sp_crew(a->op, a->workers_per_cta, a->n_served).warps() * 32),
+                                          params, shared, (cudaStream_t)stream),
+                         "launch of a collective's kernel");
 }

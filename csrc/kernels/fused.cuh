@@ -11,15 +11,13 @@
 #define SP_CTA_THREADS (SP_CTA_WARPS * 32)
 #define SP_CTA_WORKERS 10u // at most
 
-// Warps of each role in a block of n workers. Where a feeder has little to do beside the other roles (one of
-// a slice's frames in an all-gather, one contribution between two ranks) it serves two workers.
+// Warps of each role in a block of n workers, of which a feeder serves n_served.
 struct sp_crew {
-    uint32_t each; // workers that a feeder serves
     uint32_t n_feed, n_own, n_gather;
 
-    __host__ __device__ __forceinline__ sp_crew(sp_fused_op op, uint32_t n, uint32_t world_size)
-        : each(op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2) ? 2 : 1),
-          n_feed((n + each - 1) / each), n_own(op == SP_FUSED_ALL_GATHER || op == SP_FUSED_BROADCAST ? 0 : n),
+    __host__ __device__ __forceinline__ sp_crew(sp_fused_op op, uint32_t n, uint32_t n_served)
+        : n_feed((n + n_served - 1) / n_served),
+          n_own(op == SP_FUSED_ALL_GATHER || op == SP_FUSED_BROADCAST ? 0 : n),
           n_gather(op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0 : n)
     {
     }

@@ -11,12 +11,12 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __gr
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_INBOX_SLICE_BYTES> G;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
-    sp_crew crew(a.op, n, (uint32_t)a.world_size);
+    sp_crew crew(a.op, n, a.n_served);
     sp_rooms rooms(crew, n);
     if (sp_block_open(a, crew, rooms.boards))
         return;
     if (warp < crew.n_feed) {
-        uint32_t w = warp * crew.each, n_served = min(crew.each, n - w);
+        uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
         sp_place at(a, blockIdx.x * n + w);
         if (a.op == SP_FUSED_BROADCAST && a.rank != a.root)
             sp_relay<G>(at, rooms.feed[warp], rooms.boards[w]);

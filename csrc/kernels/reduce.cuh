@@ -264,12 +264,12 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
-    sp_crew crew(a.op, n, (uint32_t)a.world_size);
+    sp_crew crew(a.op, n, a.n_served);
     sp_rooms rooms(crew, n);
     if (sp_block_open(a, crew, rooms.boards))
         return;
     if (warp < crew.n_feed) {
-        uint32_t w = warp * crew.each, n_served = min(crew.each, n - w);
+        uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
         sp_feed<G, true>(sp_place(a, blockIdx.x * n + w), n_served, rooms.feed[warp], rooms.boards + w);
         for (uint32_t i = 0; i < n_served; i++)
             sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);

@@ -299,12 +299,13 @@ static spccl_status fake_fused(const sp_fused_args *a, void *stream)
     pthread_detach(thread);
     return SPCCL_OK;
 }
-static spccl_status fake_workers_per_cta(int ordinal, uint32_t world_size, uint32_t out[SP_FUSED_OPS])
+static spccl_status fake_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
+                                         uint32_t out[SP_FUSED_OPS])
 {
     (void)world_size;
     (void)ordinal;
     for (int op = 0; op < SP_FUSED_OPS; op++)
-        out[op] = op == SP_FUSED_ALL_REDUCE ? 1 : 2;
+        out[op] = op == SP_FUSED_ALL_REDUCE ? 1 : n_served == 1 || op == SP_FUSED_ALL_GATHER ? 2 : 0;
     return SPCCL_OK;
 }
 static size_t fake_scratch_bytes(uint64_t n_slices)

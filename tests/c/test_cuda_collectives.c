@@ -49,6 +49,7 @@ static const char *case_text(const struct one_case *c, const struct rank_ctx *ct
 static size_t draw_n(const struct call *c, int n_ranks, bool large, uint64_t *rng)
 {
     size_t e = spccl_dtype_bytes(c->dtype), slice = 16384 / e;
+    size_t one_hop = (3u << 20) / (n_ranks > 1 ? (size_t)n_ranks - 1 : 1); /* all-reduces, at most */
     const size_t sizes[] = {0,
                             1,
                             7,
@@ -67,8 +68,8 @@ static size_t draw_n(const struct call *c, int n_ranks, bool large, uint64_t *rn
                             3 * slice + 7,
                             9 * slice - 31,
                             (1u << 20) / e,
-                            65536 / e,
-                            65536 / e + 1};
+                            one_hop / e,
+                            one_hop / e + 1};
     size_t most =
         total_bytes() / e / (c->coll == ALL_GATHER || c->coll == REDUCE_SCATTER ? (size_t)n_ranks : 1);
     size_t n = sizes[rand_below(rng, sizeof sizes / sizeof *sizes)];
@@ -234,6 +235,9 @@ static void run_group(const struct group *given)
     struct rank_ctx ctx[RANKS_CAP];
     struct group g = *given;
     spccl_config config = SPCCL_CONFIG_INIT;
+    static unsigned n_groups;
+    /* By size nearly all of these all-reduces would go in one hop. */
+    setenv("SPCCL_SCHEDULE", n_groups++ % 3 == 2 ? "auto" : "direct", 1);
     g.seed = test_rand();
     g.n_random *= n_rounds;
     config.timeout_ms = is_small || is_slow ? 60000 : 5000;

@@ -328,6 +328,7 @@ int main(int argc, char **argv)
         return spccl_cuda_device_count();
     if (argc > 9 && strcmp(argv[1], "worker") == 0) {
         cuda_test_start(&argc, argv);
+        setenv("SPCCL_SCHEDULE", "direct", 1); /* both rings are used */
         return run_worker(argv + 2);
     }
     cuda_test_options(&argc, argv);

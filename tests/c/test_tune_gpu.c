@@ -5,8 +5,10 @@
 #include "format.h"
 #include "test.h"
 
-static const sp_gpu_limits h200 = {
-    .world_size = 4, .n_sms = 132, .workers_per_cta = {10, 7, 5, 7, 7}, .inbox_bytes = (size_t)256 << 20};
+static const sp_gpu_limits h200 = {.world_size = 4,
+                                   .n_sms = 132,
+                                   .workers_per_cta = {{7, 7, 5, 7, 7}, {10}},
+                                   .inbox_bytes = (size_t)256 << 20};
 
 static sp_inbox_shape shape_of(const sp_gpu_limits *l)
 {
@@ -83,13 +85,15 @@ static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl
     CHECK(frame <= (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO ? SP_GPU_STAGE_BYTES
                                                                               : SP_INBOX_FRAME_BYTES),
           "%s %s: a frame of %zu bytes", spccl_dtype_name(dtype), spccl_format_name(format), frame);
-    CHECK(p.slice_elems >= 128 && (p.slice_elems & (p.slice_elems - 1)) == 0 &&
+    CHECK(p.slice_elems >= 128 && p.slice_elems % 128 == 0 &&
               p.slice_elems * elem_bytes <= SP_INBOX_SLICE_BYTES,
           "slices of %u elements", p.slice_elems);
     CHECK(!(op == SP_FUSED_REDUCE_SCATTER && sp_acc_dtype(dtype) != dtype) ||
               p.slice_elems * sizeof(float) <= SP_INBOX_SLICE_BYTES,
           "%s: %u accumulators", spccl_dtype_name(dtype), p.slice_elems);
-    CHECK(p.n_ctas >= 1 && p.workers_per_cta >= 1 && p.workers_per_cta <= l->workers_per_cta[p.op] &&
+    CHECK(p.n_served == 1 || p.n_served == 2, "feeders of %u workers", p.n_served);
+    CHECK(p.n_ctas >= 1 && p.workers_per_cta >= 1 &&
+              p.workers_per_cta <= l->workers_per_cta[p.n_served - 1][p.op] &&
               p.n_ctas * p.workers_per_cta <= s.n_workers && (l->max_ctas == 0 || p.n_ctas <= l->max_ctas),
           "%u blocks of %u workers, %u in all", p.n_ctas, p.workers_per_cta, s.n_workers);
     n_slices = (n + p.slice_elems - 1) / p.slice_elems;
@@ -122,20 +126,35 @@ static void test_known_plans(void)
     sp_inbox_shape s = shape_of(&l);
     sp_gpu_plan p;
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 1 << 27, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.slice_elems == 2048 && p.n_ctas == 132 && p.workers_per_cta == 10, "512 MiB: %u, %u x %u",
-          p.slice_elems, p.n_ctas, p.workers_per_cta);
+    CHECK(p.slice_elems == 2048 && p.n_ctas == 132 && p.workers_per_cta == 10 && p.n_served == 2,
+          "512 MiB: %u, %u x %u", p.slice_elems, p.n_ctas, p.workers_per_cta);
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO, &p);
     CHECK(p.slice_elems == 2048 && p.op == SP_FUSED_ALL_REDUCE, "bfloat16: %u", p.slice_elems);
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 1024, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.slice_elems == 1024 && p.n_ctas == 132 && p.workers_per_cta == 1, "one slice each: %u, %u x %u",
-          p.slice_elems, p.n_ctas, p.workers_per_cta);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 16384, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "64 KiB: one hop");
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 16385, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 1024 && p.n_ctas == 132 && p.workers_per_cta == 1 && p.n_served == 1,
+          "one slice each: %u, %u x %u", p.slice_elems, p.n_ctas, p.workers_per_cta);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 4 << 20, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 1664 && p.n_ctas * p.workers_per_cta == 635,
+          "16 MiB, a slice for each worker: %u, %u x %u", p.slice_elems, p.n_ctas, p.workers_per_cta);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 2048 && p.workers_per_cta == 7 && p.n_served == 1, "as long as possible: %u x %u",
+          p.slice_elems, p.workers_per_cta);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.slice_elems == 2048 && p.n_served == 2, "one more: %u, feeders of %u", p.slice_elems, p.n_served);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "1 MiB: one hop");
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, (1 << 18) + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
     CHECK(p.op == SP_FUSED_ALL_REDUCE, "more: two");
+    l.hops = 1;
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "one hop is forced");
+    l.hops = 2;
+    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE, "two hops are forced");
+    l.hops = 0;
     l.world_size = 2;
-    sp_tune_gpu_plan(&l, shape_of(&l), SP_FUSED_ALL_REDUCE, 65536, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
-    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "256 KiB, two ranks: one hop");
+    sp_tune_gpu_plan(&l, shape_of(&l), SP_FUSED_ALL_REDUCE, 3 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "3 MiB, two ranks: one hop");
 }
 
 int main(int argc, char **argv)
