@@ -150,11 +150,6 @@ template <class G, bool BASE> struct sp_encoder {
         const U *buf = (const U *)room.buf[0], *base = (const U *)room.buf[BASE ? 1 : 0];
         uint32_t n = elems(s), format;
         bool ok;
-        if (next < n_slices) { // there is no second buffer to load it into yet
-            sp_slice_prefetch<G, true>(lane, at(a.x, next), elems(next));
-            if (BASE)
-                sp_slice_prefetch<G, true>(lane, at(a.base, next), elems(next));
-        }
         sp_scan<G> scan = sp_encode_scan<G, BASE>(lane, buf, base, n, room.counts);
         format = a.format == SPCCL_FORMAT_AUTO ? sp_choose_smallest<G::E>(n, scan.nnz, scan.full_block, BASE)
                                                : (uint32_t)a.format;

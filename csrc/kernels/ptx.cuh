@@ -1,5 +1,6 @@
 // ptx.cuh - the inline PTX of the project: ordered loads and stores between GPUs,
-// asynchronous copies into shared memory, the clock. Base of the CUDA files; includes nothing of ours.
+// asynchronous copies into shared memory, conversions, the clock. Base of the CUDA files; includes nothing of
+// ours.
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
 
@@ -152,11 +153,6 @@ __device__ __forceinline__ void sp_bulk_load(void *shared, const void *global, u
         "[%3], %4;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
         "l"(global), "r"(bytes), "r"(bar), "l"(sp_policy_once())
         : "memory");
-}
-// Ask for `bytes` at p, to lie in L2 when they are loaded.
-__device__ __forceinline__ void sp_bulk_prefetch(const void *p, uint32_t bytes)
-{
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void sp_barrier_arrive(uint64_t *barrier)
 {

@@ -129,7 +129,9 @@ template <class T, class G> struct sp_owner {
     // The own contribution to slice t will be wanted soon.
     __device__ __forceinline__ void prefetch_own(uint32_t t) const
     {
-        sp_slice_prefetch<G, false>(at.lane, own(t), share.elems(mine, t)); // bulk ones were slower
+        uint32_t bytes = share.elems(mine, t) * (uint32_t)sizeof(U);
+        for (uint32_t i = at.lane * 128; i < bytes; i += 32 * 128) // one bulk prefetch was slower
+            sp_prefetch_l2((const uint8_t *)own(t) + i);
     }
     // In one hop the output may be the input of the feeder, who must have seen the slice.
     __device__ __forceinline__ bool is_fed(uint32_t t) const

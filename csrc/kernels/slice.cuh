@@ -63,22 +63,6 @@ template <class G> __device__ __forceinline__ bool sp_is_bulk(const void *p, uin
     return SP_HAS_BULK && ((uintptr_t)p & 15) == 0 && n % G::K == 0;
 }
 
-// Slice src [n] will be loaded soon: to lie in L2 by then. BULK: by one bulk prefetch, where there are any.
-// One warp.
-template <class G, bool BULK>
-__device__ __forceinline__ void sp_slice_prefetch(uint32_t lane, const typename G::U *src, uint32_t n)
-{
-#if SP_HAS_BULK
-    uint32_t bytes = n * G::E & ~15u; // whole units, from the one where it begins
-    if constexpr (BULK) {
-        if (lane == 0 && bytes != 0)
-            sp_bulk_prefetch((const void *)((uintptr_t)src & ~(uintptr_t)15), bytes);
-    } else
-#endif
-        for (uint32_t i = lane * 128; i < n * G::E; i += 32 * 128)
-            sp_prefetch_l2((const uint8_t *)src + i);
-}
-
 // Loads slices into buffers in shared memory ahead of their use, one after the other: start for each, PENDING
 // of them ahead of finish. One warp.
 template <class G, uint32_t PENDING> struct sp_loader {

@@ -141,6 +141,14 @@ static void test_known_plans(void)
           p.slice_elems, p.workers_per_cta);
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
     CHECK(p.slice_elems == 2048 && p.n_served == 2, "one more: %u, feeders of %u", p.slice_elems, p.n_served);
+    l.workers_per_cta[1][SP_FUSED_REDUCE_SCATTER] = 9; /* as between two ranks */
+    sp_tune_gpu_plan(&l, s, SP_FUSED_REDUCE_SCATTER, 132 * 9 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.n_served == 2 && p.workers_per_cta == 9, "one slice each: feeders of %u", p.n_served);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_REDUCE_SCATTER, 132 * 9 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO,
+                     &p);
+    CHECK(p.n_served == 1 && p.workers_per_cta == 7, "more: feeders of %u", p.n_served);
+    sp_tune_gpu_plan(&l, s, SP_FUSED_REDUCE_SCATTER, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO, &p);
+    CHECK(p.n_served == 2 && p.workers_per_cta == 9, "bfloat16: feeders of %u", p.n_served);
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
     CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "1 MiB: one hop");
     sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, (1 << 18) + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);

@@ -118,11 +118,6 @@ inline void sp_fence_bulk_global()
 inline void sp_fence_bulk()
 {
 }
-inline void sp_bulk_prefetch(const void *p, uint32_t bytes)
-{
-    if (((uintptr_t)p | bytes) % 16 != 0)
-        __builtin_trap(); // the hardware refuses it
-}
 inline void sp_bulk_store(void *global, const void *shared, uint32_t bytes)
 {
     gpusim_bulk(global, shared, bytes, nullptr);
