@@ -1,8 +1,8 @@
 // bench_fused.cu - the kernels of the GPU collectives on one GPU that plays all ranks by being its own peers.
 //
 //     spccl_bench_fused [--mib N] [--ranks P] [--ctas C] [--dtype float32|bfloat16] [--iters N]
-//                       [--sparsity 0.999,0.99,...] [--only
-//                       all_gather,reduce_scatter,all_reduce,in_place,one_hop]
+//                       [--sparsity 0.999,0.99,...]
+//                       [--only all_gather,reduce_scatter,all_reduce,in_place,one_hop]
 //
 // All arenas are the same memory, so what rank 0 sends to its peers comes back to it as theirs. No link is in
 // the way: this is the time of the kernels alone, within 10% of that on 4 GPUs while frames are short, and a
@@ -190,8 +190,10 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
                                                 : SP_FUSED_ALL_REDUCE;
     sp_gpu_plan plan;
     a.n_elems = what == "all_gather" || what == "reduce_scatter" ? m.n / m.o.ranks : m.n;
-    sp_tune_gpu_plan(&m.limits, m.shape, op, a.n_elems, m.o.dtype, SPCCL_FORMAT_AUTO, &plan);
-    if (op == SP_FUSED_ALL_REDUCE) // shards of the same length: a rank is its own peer
+    sp_gpu_limits limits = m.limits;
+    limits.hops = 2; // all_reduce and in_place, whatever their size
+    sp_tune_gpu_plan(&limits, m.shape, op, a.n_elems, m.o.dtype, SPCCL_FORMAT_AUTO, &plan);
+    if (op == SP_FUSED_ALL_REDUCE) // trimmed to shards of one length: a rank is its own peer
         a.n_elems -= a.n_elems % ((uint64_t)plan.slice_elems * m.o.ranks);
     a.op = plan.op;
     a.dtype = m.o.dtype;

@@ -31,6 +31,7 @@ typedef enum sp_fused_op {
     SP_FUSED_BROADCAST,
     SP_FUSED_OPS
 } sp_fused_op;
+
 /* A worker has a warp for each of its roles, but a feeder may serve so many workers. */
 #define SP_FUSED_SERVED_MAX 2u
 
@@ -80,7 +81,7 @@ typedef struct sp_fused_args {
     const void *in;      /* as in spccl.h for the collective; broadcast: in = out = buf */
     void *out;
     uint64_t n_elems; /* as in spccl.h: of the block for all-gather and reduce-scatter, else of the array */
-    uint32_t slice_elems;  /* elements per slice; see sp_tune_gpu */
+    uint32_t slice_elems;  /* elements per slice; see sp_gpu_plan */
     uint64_t shard_slices; /* slices of the longest shard (set by `fused`) */
     uint64_t shard_stride; /* elements from shard to shard in the buffer that holds all (set by `fused`) */
     int rank, world_size, root;

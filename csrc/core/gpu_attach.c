@@ -149,6 +149,11 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
 
 /* ---- the judgement: the same on every rank ---- */
 
+static const char *hops_name(uint32_t hops)
+{
+    return hops == 0 ? "auto" : hops == 1 ? "oneshot" : "direct";
+}
+
 static spccl_status compare_with_first(const struct facts *all, int r)
 {
     const struct facts *f = &all[r], *first = &all[0];
@@ -180,10 +185,8 @@ static spccl_status compare_with_first(const struct facts *all, int r)
                        first->format < 0 ? "auto" : spccl_format_name((spccl_format)first->format), r,
                        f->format < 0 ? "auto" : spccl_format_name((spccl_format)f->format));
     if (f->hops != first->hops)
-        return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "rank 0 and rank %d take all-reduces by different schedules: set SPCCL_SCHEDULE alike "
-                       "on all",
-                       r);
+        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank 0 has SPCCL_SCHEDULE=%s, rank %d %s: set it alike on all",
+                       hops_name(first->hops), r, hops_name(f->hops));
     if (f->handles == HANDLES_FD && !f->can_share_fd)
         return SP_FAIL(SPCCL_ERR_SETTING,
                        "SPCCL_NVLINK_HANDLES=fd: GPU %d '%s' of rank %d cannot export memory as descriptors",

@@ -54,13 +54,13 @@ static inline SP_HD uint32_t sp_inbox_ring_bytes(sp_inbox_shape s)
 
 /* One worker's positions, by lane and peer slot. */
 typedef struct sp_inbox_state {
-    uint64_t sent[SP_INBOX_LANES][SP_GPU_RANKS_MAX];      /* as sender: next frame goes here */
-    uint64_t taken[SP_INBOX_LANES][SP_GPU_RANKS_MAX];     /* as receiver: next frame is here */
-    uint32_t sent_off[SP_INBOX_LANES][SP_GPU_RANKS_MAX];  /* the same as places in the ring: */
-    uint32_t taken_off[SP_INBOX_LANES][SP_GPU_RANKS_MAX]; /* a kernel need not divide to find them */
-    uint64_t frame_bytes;                                 /* statistics: bytes of frames sent */
-    uint64_t n_frames[5];                                 /* statistics: frames sent, by format */
-    uint32_t claimed; /* of worker 0: 1 + the worker that writes the report; 0 = none yet */
+    uint64_t sent[SP_INBOX_LANES][SP_GPU_RANKS_MAX];  /* as sender: next frame goes here */
+    uint64_t taken[SP_INBOX_LANES][SP_GPU_RANKS_MAX]; /* as receiver: next frame is here */
+    /* The same as places in the ring, 0 to its length (which means 0), so that a kernel need not divide. */
+    uint32_t sent_off[SP_INBOX_LANES][SP_GPU_RANKS_MAX], taken_off[SP_INBOX_LANES][SP_GPU_RANKS_MAX];
+    uint64_t frame_bytes; /* statistics: bytes of frames sent */
+    uint64_t n_frames[5]; /* statistics: frames sent, by format */
+    uint32_t claimed;     /* of worker 0: 1 + the worker that writes the report; 0 = none yet */
     uint32_t pad;
 } sp_inbox_state;
 

@@ -6,9 +6,10 @@
 
 #include <inttypes.h>
 
-/* An all-reduce that brings a rank at most so many dense bytes from all its peers goes in one hop: everybody
- * sends everything. That saves the second wait, 10 to 14 us on an H200, at the price of more bytes, which
- * take the links as long if they are dense (docs/PERFORMANCE.md). */
+/* An all-reduce that brings a rank at most so many dense bytes from all its peers goes in one hop, if every
+ * worker has one slice of it at most: everybody sends everything. That saves the second wait, 10 to 14 us on
+ * an H200, at the price of P / 2 times the bytes (none between two ranks); at 3 MiB those that are more take
+ * the links about as long as the wait if they are dense (docs/PERFORMANCE.md: Small arrays). */
 #define ONESHOT_BYTES ((uint64_t)3 << 20)
 /* Slices are not cut below these to give every worker one: headers and waits would cost more than they gain.
  */
@@ -103,9 +104,9 @@ static uint32_t workers_per_cta(const sp_gpu_limits *l, sp_inbox_shape shape, sp
 }
 
 /* How many workers a feeder serves, and the elements of a slice. An array that is at most one slice for each
- * worker takes as long as one slice: as short as they can be, then, and feeders for one worker each if that
- * is enough of them. Longer arrays: more workers are worth fewer feeders in an all-gather, and where owners
- * add 16-bit floats; where they add others, dense frames get 8% slower (2 H200). */
+ * worker takes as long as one slice: with feeders for one worker each if that is enough of them, and slices
+ * as short as they can be then. Longer arrays: more workers are worth fewer feeders in an all-gather, and
+ * where owners add 16-bit floats; where they add others, dense frames get 8% slower (2 H200). */
 static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
                         spccl_format format, sp_gpu_plan *p)
 {
@@ -130,11 +131,17 @@ static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n
         p->slice_elems = (uint32_t)wanted;
 }
 
-static bool one_hop(const sp_gpu_limits *l, uint64_t n_elems, spccl_dtype dtype)
+static bool one_hop(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
+                    spccl_format format)
 {
-    if (l->world_size == 1 || l->hops != 0)
+    const sp_fused_op op = SP_FUSED_ALL_REDUCE_ONESHOT;
+    if (l->world_size == 1)
+        return false;
+    if (l->hops != 0)
         return l->hops == 1;
-    return n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(dtype);
+    return n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(dtype) &&
+           slices_per_rank(l, op, n_elems, slice_elems_max(op, dtype, format)) <=
+               (uint64_t)sp_tune_gpu_ctas(l, shape) * workers_per_cta(l, shape, op, 1);
 }
 
 void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op, uint64_t n_elems,
@@ -142,7 +149,7 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op 
 {
     uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), per_cta;
     uint64_t n_slices, needed;
-    if (op == SP_FUSED_ALL_REDUCE && one_hop(l, n_elems, dtype))
+    if (op == SP_FUSED_ALL_REDUCE && one_hop(l, shape, n_elems, dtype, format))
         op = SP_FUSED_ALL_REDUCE_ONESHOT;
     out->op = op;
     pick_slices(l, shape, n_elems, dtype, format, out);

@@ -25,9 +25,9 @@ uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape);
 /* One call: the same on every rank, as it depends on nothing else. */
 typedef struct sp_gpu_plan {
     sp_fused_op op;
-    uint32_t slice_elems;
+    uint32_t slice_elems; /* a multiple of 128 */
     uint32_t n_ctas, workers_per_cta;
-    uint32_t n_served;
+    uint32_t n_served; /* workers that a feeder serves */
 } sp_gpu_plan;
 /*   op        ALL_REDUCE may become ALL_REDUCE_ONESHOT
  *   n_elems   as in spccl.h for the collective */

@@ -44,7 +44,8 @@ static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
 }
 
 // Where a feeder has little to do beside the other roles (one of a slice's frames in an all-gather, one
-// contribution between two ranks) it can serve more than one worker.
+// contribution between two ranks) it can serve more than one worker. (It sends one frame for each in turn:
+// sp_feed_list.n_each must be 1.)
 static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
 {
     return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);

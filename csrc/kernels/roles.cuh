@@ -136,8 +136,7 @@ __device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &
     sp_copy_wait<0>();
 }
 
-// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
-// of reductions, and may patch.
+// sp_feed, for one worker or for two.
 template <class G, bool REDUCES>
 __device__ __forceinline__ void sp_feed_for(const sp_place &at, uint32_t n_served, sp_feed_room &room,
                                             sp_board *boards)
@@ -199,6 +198,8 @@ __device__ __forceinline__ void sp_feed_for(const sp_place &at, uint32_t n_serve
                      (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
 }
 
+// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
+// of reductions, and may patch.
 template <class G, bool REDUCES>
 __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
                                         sp_board *boards)

@@ -27,6 +27,7 @@ struct group {
     bool every_op; /* each collective, dtype and op; else random ones alone */
     int n_random;
     uint64_t seed;
+    const char *schedule; /* of all-reduces; NULL: two hops (by size nearly all of these would take one) */
 };
 
 static const char *case_text(const struct one_case *c, const struct rank_ctx *ctx)
@@ -235,9 +236,7 @@ static void run_group(const struct group *given)
     struct rank_ctx ctx[RANKS_CAP];
     struct group g = *given;
     spccl_config config = SPCCL_CONFIG_INIT;
-    static unsigned n_groups;
-    /* By size nearly all of these all-reduces would go in one hop. */
-    setenv("SPCCL_SCHEDULE", n_groups++ % 3 == 2 ? "auto" : "direct", 1);
+    setenv("SPCCL_SCHEDULE", g.schedule != NULL ? g.schedule : "direct", 1);
     g.seed = test_rand();
     g.n_random *= n_rounds;
     config.timeout_ms = is_small || is_slow ? 60000 : 5000;
@@ -273,18 +272,36 @@ static void test_formats(void)
 
 static void test_few_blocks(void)
 {
-    static const struct group groups[] = {{2, SPCCL_FORMAT_AUTO, 1, false, 30, 0},
-                                          {3, SPCCL_FORMAT_AUTO, 3, false, 30, 0},
-                                          {4, SPCCL_FORMAT_AUTO, 1, false, 20, 0},
-                                          {2, SPCCL_FORMAT_PICI, 3, false, 20, 0}};
+    static const struct group groups[] = {{2, SPCCL_FORMAT_AUTO, 1, false, 30, 0, NULL},
+                                          {3, SPCCL_FORMAT_AUTO, 3, false, 30, 0, NULL},
+                                          {4, SPCCL_FORMAT_AUTO, 1, false, 20, 0, NULL},
+                                          {2, SPCCL_FORMAT_PICI, 3, false, 20, 0, NULL}};
     for (size_t i = 0; i < sizeof groups / sizeof *groups && !is_small; i++)
         run_group(&groups[i]);
 }
 
+/* One hop, with many slices for each worker too; by size. */
+static void test_schedules(void)
+{
+    static const struct group groups[] = {{2, SPCCL_FORMAT_AUTO, 0, false, 20, 0, "oneshot"},
+                                          {2, SPCCL_FORMAT_AUTO, 1, false, 20, 0, "oneshot"},
+                                          {4, SPCCL_FORMAT_AUTO, 2, false, 20, 0, "oneshot"},
+                                          {3, SPCCL_FORMAT_AUTO, 0, false, 20, 0, "auto"},
+                                          {2, SPCCL_FORMAT_AUTO, 1, false, 20, 0, "auto"}};
+    for (size_t i = 0; i < (is_small ? 1 : sizeof groups / sizeof *groups); i++) {
+        struct group g = groups[i];
+        g.n_random = is_small ? 5 : g.n_random;
+        run_group(&g);
+    }
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"ranks", test_ranks}, {"formats", test_formats}, {"few_blocks", test_few_blocks}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"ranks", test_ranks},
+                                             {"formats", test_formats},
+                                             {"few_blocks", test_few_blocks},
+                                             {"schedules", test_schedules},
+                                             {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_rooms(is_small ? 2 : is_long || is_slow ? 8 : 5, total_bytes() + 4 * GUARD_BYTES);
     return test_main(cases, argc, argv);

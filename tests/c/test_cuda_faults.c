@@ -270,6 +270,7 @@ int main(int argc, char **argv)
         {"abort_queue", test_abort_queue},   {"missing_rank", test_missing_rank},
         {"disagreement", test_disagreement}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
+    setenv("SPCCL_SCHEDULE", "direct", 1); /* waits of both hops */
     make_rank_rooms(N_RANKS, CAP);
     return test_main(cases, argc, argv);
 }

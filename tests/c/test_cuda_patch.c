@@ -166,6 +166,8 @@ static void test_launches(void)
     for (int i = 0; i < (is_small ? 1 : 3); i++)
         for (int k = 0; k < (is_small ? 2 : 3); k++)
             run_scene(is_small || (i + k) % 3 == 0 ? 2 : N_RANKS, dtypes[i], ops[k], false);
+    if (!is_small) /* feeders of two workers */
+        run_scene(2, SPCCL_BFLOAT16, SPCCL_SUM, false);
 }
 
 static void test_graphs(void)

@@ -10,20 +10,18 @@
 #include <sys/wait.h>
 
 #define N 1000u /* elements of every collective here */
-
 static struct fake_stream streams[RANKS_CAP][2];
 static atomic_int n_arrived; /* a barrier of the test's own */
 
 static void reset(void)
 {
     CHECK(fake.n_memories == 0, "%d memories are left of the last test", fake.n_memories);
-    fake.n_memories = 0;
     memset(streams, 0, sizeof streams);
     for (int r = 0; r < RANKS_CAP; r++)
         for (int i = 0; i < 2; i++)
             streams[r][i].id = (unsigned long long)(10 * r + i + 1);
     n_arrived = 0;
-    fake.n_waits = fake.n_kernels = 0;
+    fake.n_memories = fake.n_waits = fake.n_kernels = 0;
     fake.capture = 0;
 }
 
@@ -117,7 +115,7 @@ static void test_limits(void)
 struct refusal {
     spccl_status status;
     const char *word;
-    bool declines, other_fallback; /* rank 1 */
+    bool declines, other_fallback, other_schedule; /* rank 1 */
 };
 
 static void refused(struct rank_ctx *c)
@@ -125,10 +123,11 @@ static void refused(struct rank_ctx *c)
     const struct refusal *r = c->arg;
     spccl_cuda_config config = config_of(c->rank == 1 && r->status == SPCCL_ERR_ARG ? 99 : c->rank);
     uint32_t one = 1, sum = 0;
-    spccl_status st;
     config.decline = c->rank == 1 && r->declines;
     config.fallback = c->rank == 1 && r->other_fallback ? 2 : 1;
-    st = spccl_cuda_attach(c->comm, &config);
+    c->comm->schedule_forced = c->rank == 1 && r->other_schedule;
+    spccl_status st = spccl_cuda_attach(c->comm, &config);
+    c->comm->schedule_forced = false;
     CHECK(st == r->status && strstr(spccl_last_error(), r->word) != NULL,
           "rank %d: wanted %s with \"%s\", got %s: %s", c->rank, spccl_status_name(r->status), r->word,
           spccl_status_name(st), spccl_last_error());
@@ -146,7 +145,7 @@ static void expect(struct refusal r)
 
 static void expect_refusal(spccl_status status, const char *word)
 {
-    expect((struct refusal){status, word, false, false});
+    expect((struct refusal){status, word, false, false, false});
 }
 
 static void test_refusals(void)
@@ -178,8 +177,9 @@ static void test_refusals(void)
     expect_refusal(SPCCL_ERR_SETTING, "GPU 1 'Fake B' of rank 1");
     fake.no_fd[1] = false;
     unsetenv("SPCCL_NVLINK_HANDLES");
-    expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: it keeps its GPU out", true, false});
-    expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_FALLBACK alike", true, true});
+    expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: it keeps its GPU out", true, false, false});
+    expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_FALLBACK alike", true, true, false});
+    expect((struct refusal){SPCCL_ERR_MISMATCH, "SCHEDULE=auto, rank 1 direct", false, false, true});
 }
 
 static void shares_ipc(struct rank_ctx *c)

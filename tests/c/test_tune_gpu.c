@@ -70,7 +70,8 @@ static void test_shape_too_small(void)
 static const spccl_format formats[] = {SPCCL_FORMAT_AUTO, SPCCL_FORMAT_TILE, SPCCL_FORMAT_PICI,
                                        SPCCL_FORMAT_COO, SPCCL_FORMAT_DENSE};
 static const uint64_t sizes[] = {
-    1, 2047, 2048, 2049, 100000, 1 << 20, (1 << 20) + 1, 134217728, UINT64_C(1) << 40};
+    1,       2047,    2048,    2049,    100000,    1 << 20,          (1 << 20) + 1,
+    1310720, 1700001, 4 << 20, 5000000, 134217728, UINT64_C(1) << 40};
 
 static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl_dtype dtype,
                        spccl_format format)
@@ -88,7 +89,7 @@ static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl
     CHECK(p.slice_elems >= 128 && p.slice_elems % 128 == 0 &&
               p.slice_elems * elem_bytes <= SP_INBOX_SLICE_BYTES,
           "slices of %u elements", p.slice_elems);
-    CHECK(!(op == SP_FUSED_REDUCE_SCATTER && sp_acc_dtype(dtype) != dtype) ||
+    CHECK(op == SP_FUSED_ALL_GATHER || op == SP_FUSED_BROADCAST || sp_acc_dtype(dtype) == dtype ||
               p.slice_elems * sizeof(float) <= SP_INBOX_SLICE_BYTES,
           "%s: %u accumulators", spccl_dtype_name(dtype), p.slice_elems);
     CHECK(p.n_served == 1 || p.n_served == 2, "feeders of %u workers", p.n_served);
@@ -102,6 +103,10 @@ static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl
     CHECK(p.n_ctas <= n_slices && (uint64_t)(p.n_ctas - 1) * p.workers_per_cta < n_slices,
           "%u blocks of %u workers for %llu slices", p.n_ctas, p.workers_per_cta,
           (unsigned long long)n_slices);
+    /* What is no power of two was cut so that each worker has one. */
+    CHECK(n_slices <= (uint64_t)p.n_ctas * p.workers_per_cta || (p.slice_elems & (p.slice_elems - 1)) == 0,
+          "%llu slices of %u for %u workers", (unsigned long long)n_slices, p.slice_elems,
+          p.n_ctas * p.workers_per_cta);
     CHECK(p.op == op || (op == SP_FUSED_ALL_REDUCE && p.op == SP_FUSED_ALL_REDUCE_ONESHOT), "op %d -> %d",
           (int)op, (int)p.op);
 }
@@ -112,6 +117,10 @@ static void test_plan(void)
         sp_gpu_limits l = h200;
         l.world_size = i == 0 ? 1 : i == 1 ? 2 : i == 2 ? 4 : 8;
         l.max_ctas = i == 2 ? 7 : 0;
+        l.hops = (uint32_t)i % 3;
+        if (l.world_size == 2) /* feeders that serve two workers of a reduction */
+            memcpy(l.workers_per_cta[1], (uint32_t[SP_FUSED_OPS]){10, 9, 6, 9, 0},
+                   sizeof l.workers_per_cta[1]);
         for (sp_fused_op op = SP_FUSED_ALL_GATHER; op <= SP_FUSED_BROADCAST; op++)
             for (size_t n = 0; n < sizeof sizes / sizeof *sizes; n++)
                 for (int dtype = SPCCL_FLOAT32; dtype <= SPCCL_UINT8; dtype++)
