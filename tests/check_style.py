@@ -64,7 +64,7 @@ def _is_text(path: Path) -> bool:
     except UnicodeDecodeError:
         return False
     data = {"golden", "corpus"} & set(path.parts)
-    return not data and path.suffix not in (".csv", ".svg", ".json")
+    return not data and path.suffix not in (".svg", ".json")
 
 
 def without_comments(text: str) -> str:

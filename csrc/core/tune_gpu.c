@@ -8,8 +8,8 @@
 
 /* An all-reduce that brings a rank at most so many dense bytes from all its peers goes in one hop, if every
  * worker has one slice of it at most: everybody sends everything. That saves the second wait, 10 to 14 us on
- * an H200, at the price of P / 2 times the bytes (none between two ranks); at 3 MiB those that are more take
- * the links about as long as the wait if they are dense (docs/PERFORMANCE.md: Small arrays). */
+ * an H200 (spccl_bench_fused), at the price of P / 2 times the bytes (none between two ranks); if they are
+ * dense, those that are more take a link of 357 GB/s 4 to 8 us at 3 MiB. */
 #define ONESHOT_BYTES ((uint64_t)3 << 20)
 /* Slices are not cut below these to give every worker one: headers and waits would cost more than they gain.
  */
@@ -67,17 +67,12 @@ static bool reduces(sp_fused_op op)
     return op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_ALL_REDUCE_ONESHOT;
 }
 
-static uint64_t ceil_div(uint64_t n, uint64_t by)
-{
-    return n / by + (n % by != 0);
-}
-
 /* Slices of the part that one rank owns (or, in one hop, of everything). */
 static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t n_elems,
                                 uint32_t slice_elems)
 {
-    uint64_t n = ceil_div(n_elems, slice_elems);
-    return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? ceil_div(n, l->world_size) : n;
+    uint64_t n = sp_ceil_div(n_elems, slice_elems);
+    return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? sp_ceil_div(n, l->world_size) : n;
 }
 
 /* The most elements that there is room for. */
@@ -123,8 +118,8 @@ static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n
         return;
     if (least < SLICE_ELEMS_MIN)
         least = SLICE_ELEMS_MIN;
-    wanted = ceil_div(slices_per_rank(l, p->op, n_elems, 1), alone);
-    wanted = ceil_div(wanted, SLICE_ELEMS_STEP) * SLICE_ELEMS_STEP;
+    wanted = sp_ceil_div(slices_per_rank(l, p->op, n_elems, 1), alone);
+    wanted = sp_ceil_div(wanted, SLICE_ELEMS_STEP) * SLICE_ELEMS_STEP;
     if (wanted < least)
         wanted = least;
     if (wanted < most)
@@ -156,10 +151,10 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op 
     n_slices = slices_per_rank(l, op, n_elems, out->slice_elems);
     per_cta = workers_per_cta(l, shape, op, out->n_served);
     /* Few slices: first one worker on each multiprocessor, and no more blocks than have something to do. */
-    needed = n_slices / n_ctas + (n_slices % n_ctas != 0);
+    needed = sp_ceil_div(n_slices, n_ctas);
     if (needed < per_cta)
         per_cta = needed != 0 ? (uint32_t)needed : 1;
-    needed = n_slices / per_cta + (n_slices % per_cta != 0);
+    needed = sp_ceil_div(n_slices, per_cta);
     if (needed < n_ctas)
         n_ctas = needed != 0 ? (uint32_t)needed : 1;
     out->n_ctas = n_ctas;

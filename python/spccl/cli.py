@@ -428,7 +428,7 @@ def bench_command(
     is_first = not torchrun or os.environ["RANK"] == "0"
     facts: dict[str, str] = {}
     if is_first:
-        facts = report.machine() | {"command": "spccl " + " ".join(sys.argv[1:])}
+        facts = report.machine() | {"command": report.command()}
         for key, value in facts.items():
             click.echo(f"# {key}: {value}")
         click.echo(report.table_head(plan.peer))

@@ -162,6 +162,12 @@ def test_row_takes_medians_and_pairs():
     assert "algbw" in head and "gloo" in head and "4.00x" in line and "1048576" in line
 
 
+def test_command_names_no_folder_of_the_machine(monkeypatch):
+    words = ["bench", "--csv", "/tmp/out/b.csv", "--codec-csv=/tmp/c.csv", "--sparsity", "0,50%", "--json", "x/j.json"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/spccl", *words])
+    assert report.command() == "spccl bench --csv b.csv --codec-csv=c.csv --sparsity 0,50% --json x/j.json"
+
+
 def test_csv_and_json_keep_everything(tmp_path):
     facts = report.machine()
     assert {"cpu", "cores", "memory", "spccl", "torch", "commit"} <= set(facts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path 
     Raises: click.ClickException.
     """
     plan = plan_of(given, options)
-    heard = _Heard(report.machine() | {"command": "spccl " + " ".join(sys.argv[1:])})
+    heard = _Heard(report.machine() | {"command": report.command()})
     failure = None
     try:
         if under_torchrun():

@@ -9,7 +9,9 @@ import io
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -199,6 +201,11 @@ def table_line(row: Row) -> str:
 
 
 # ---- files ----
+
+
+def command() -> str:
+    """The command line, for results that others read: of absolute paths only the last part."""
+    return " ".join(["spccl"] + [re.sub(r"^(--[\w-]+=)?/.*/", r"\1", word) for word in sys.argv[1:]])
 
 
 def machine() -> dict[str, str]:
