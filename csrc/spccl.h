@@ -397,7 +397,7 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
 /* ---- this build ---------------------------------------------------------------------------------- */
 
 /* Walk through "what is in this build, and why" and every SPCCL_* setting: fills the i-th entry and
- * returns SPCCL_OK, or SPCCL_ERR_ARG past the last. Texts live as long as the library. */
+ * returns SPCCL_OK, or SPCCL_ERR_ARG past the last. Texts are valid until this thread's next call. */
 typedef struct spccl_info_entry {
     const char *kind;  /* "kernels", "transport", "part" or "setting" */
     const char *name;  /* "tcp", "avx512", "SPCCL_FORMAT" */

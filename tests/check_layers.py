@@ -100,6 +100,10 @@ MAP = (
 )
 
 
+# Headers that CMake makes in the build folder, and the file that may include each.
+MADE = {"no_cuda_why.h": "device_none.c"}
+
+
 def place(path: Path) -> tuple[Group, int] | None:
     """The group of a file and its place in it, or None if the map does not name it."""
     folder = path.parent.relative_to(ROOT).as_posix()
@@ -126,6 +130,8 @@ def refusal(user: Path, quoted: str | None, system: str | None) -> str | None:
     if system is not None:
         bad = any(system.startswith(prefix) for prefix in group.never)
         return f"<{system}> does not belong into {group.name}" if bad else None
+    if quoted in MADE:
+        return None if user.name == MADE[quoted] else f'"{quoted}" is for {MADE[quoted]}'
     target = resolve(quoted or "", user)
     if target is None:
         return f'"{quoted}" is not a file of ours'

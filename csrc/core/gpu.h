@@ -183,7 +183,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*decode)(const sp_gpu_decode_args *a, void *stream);
 } sp_gpu_ops;
 
-/* The table, or NULL in a build without CUDA. */
-const sp_gpu_ops *sp_gpu_ops_get(void);
+/* The table, or NULL in a build without CUDA: then *why_none says why that is; else it is NULL. Nor need
+ * why_none be given. */
+const sp_gpu_ops *sp_gpu_ops_get(const char **why_none);
 
 #endif

@@ -19,7 +19,7 @@ extern const sp_gpu_ops sp_gpu_ops_fake __attribute__((weak, visibility("hidden"
 
 const sp_gpu_ops *sp_gpu_ops_here(void)
 {
-    return &sp_gpu_ops_fake != NULL ? &sp_gpu_ops_fake : sp_gpu_ops_get();
+    return &sp_gpu_ops_fake != NULL ? &sp_gpu_ops_fake : sp_gpu_ops_get(NULL);
 }
 
 int spccl_cuda_device_count(void)

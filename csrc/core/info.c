@@ -27,12 +27,12 @@ static void cuda_entry(spccl_info_entry *out)
 {
     static _Thread_local char why[400];
     const sp_gpu_ops *ops = sp_gpu_ops_here();
+    const char *why_none = NULL;
     int n = 0;
     if (ops == NULL) {
-        *out = (spccl_info_entry){
-            "part", "cuda", "absent",
-            "this build had no CUDA compiler (nvcc 12 or newer): put it in PATH or name it "
-            "in CUDACXX, then install again; cmake -DSPCCL_CUDA=ON says what is missing"};
+        (void)sp_gpu_ops_get(&why_none);
+        snprintf(why, sizeof why, "not in this build: %s", why_none);
+        *out = (spccl_info_entry){"part", "cuda", "absent", why};
         return;
     }
     if (ops->device_count(&n) != SPCCL_OK)

@@ -317,7 +317,9 @@ static const sp_gpu_ops ops = {
     .decode = sp_decode_cuda,
 };
 
-const sp_gpu_ops *sp_gpu_ops_get(void)
+const sp_gpu_ops *sp_gpu_ops_get(const char **why_none)
 {
+    if (why_none != NULL)
+        *why_none = NULL;
     return &ops;
 }
