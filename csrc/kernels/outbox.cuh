@@ -28,103 +28,99 @@ struct sp_outbox_shared {
     uint8_t counts[SP_BLOCKS_MAX];  // of sp_encode_scan
 };
 
+// Where frames go: to the peers in n_slots slots from `first` on, through a ring, as those of worker `worker`
+// (of the one or two that the outbox is for).
+struct sp_route {
+    uint32_t ring, worker, first, n_slots;
+};
+
+// The links of one worker, or of two that send on the same ring alone: then the upper half of the warp has
+// the links of the second, and not those of ring RESULT.
 struct sp_outbox {
-    // The links of one worker.
-    struct links {
-        uint32_t q;          // the worker
-        sp_board *board;     // its board
-        uint8_t *to;         // L: the ring in the peer's arena
-        uint64_t sent;       // L: position of the next frame
-        uint32_t off;        // L: the same in the ring
-        uint32_t free_bytes; // L: bytes of the ring that are free, as last seen
-    };
     const sp_place &at;
     sp_outbox_shared &s;
-    links now, other;
+    sp_board *boards;   // of the workers
+    uint32_t shared_by; // workers
+    uint32_t shared_on; // with two: their ring
     uint32_t ring_bytes;
+    uint8_t *to;          // L: the ring in the peer's arena
+    uint64_t sent;        // L: position of the next frame
+    uint32_t off;         // L: the same in the ring
+    uint32_t free_bytes;  // L: bytes of the ring that are free, as last seen
     bool paced;           // dense frames wait for the board's `taken`
     uint32_t n_frames;    // L: sent in format `lane`
     uint32_t frame_units; // sent, of 16 bytes
 
-    // For one worker: place.q.
-    __device__ __forceinline__ sp_outbox(const sp_place &place, sp_outbox_shared &shared, sp_board &board)
-        : at(place), s(shared), now(open(place, place.q, &board)), other(now),
-          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), paced(false), n_frames(0), frame_units(0)
+    // For n workers, 1 or 2, the first of them place.q; with two, `ring` is the only one. Positions come from
+    // the last launch.
+    __device__ __forceinline__ sp_outbox(const sp_place &place, sp_outbox_shared &shared,
+                                         sp_board *their_boards, uint32_t n = 1, uint32_t ring = 0)
+        : at(place), s(shared), boards(their_boards), shared_by(n), shared_on(ring),
+          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), to(nullptr), sent(0), off(0), free_bytes(0),
+          paced(false), n_frames(0), frame_units(0)
     {
-    }
-    // Positions from the last launch.
-    static __device__ __forceinline__ links open(const sp_place &at, uint32_t q, sp_board *board)
-    {
-        links l = {q, board, nullptr, 0, 0, 0};
         if (at.slot() < at.n_peers) {
-            uint32_t ring_bytes = sp_inbox_ring_bytes(at.a.shape);
-            l.sent = at.state(q)->sent[at.ring()][at.slot()];
-            l.off = at.state(q)->sent_off[at.ring()][at.slot()];
-            l.free_bytes =
-                (uint32_t)(sp_load_acquire_sys(credit_word(at, q, at.ring())) + ring_bytes - l.sent);
-            l.to = at.a.arenas[at.peer(at.slot())] +
-                   sp_inbox_ring_off(at.a.shape, at.ring(), at.slot_there(at.slot()), q);
+            sent = at.state(q())->sent[link_ring()][at.slot()];
+            off = at.state(q())->sent_off[link_ring()][at.slot()];
+            free_bytes = (uint32_t)(sp_load_acquire_sys(credit_word()) + ring_bytes - sent);
+            to = at.a.arenas[at.peer(at.slot())] +
+                 sp_inbox_ring_off(at.a.shape, link_ring(), at.slot_there(at.slot()), q());
         }
-        return l;
     }
-    // Another worker's links as well; turn changes between the two.
-    __device__ __forceinline__ void open_other(uint32_t q, sp_board *board)
+    // Of this lane's link: the ring, which of the workers, that one's number.
+    __device__ __forceinline__ uint32_t link_ring() const // L
     {
-        other = open(at, q, board);
+        return shared_by == 2 ? shared_on : at.ring();
     }
-    __device__ __forceinline__ void turn()
+    __device__ __forceinline__ uint32_t link_worker() const // L
     {
-        links l = now;
-        now = other;
-        other = l;
+        return shared_by == 2 ? at.lane / 16 : 0;
     }
-    __device__ __forceinline__ void keep(const links &l) const // L
+    __device__ __forceinline__ uint32_t q() const // L
     {
-        at.state(l.q)->sent[at.ring()][at.slot()] = l.sent;
-        at.state(l.q)->sent_off[at.ring()][at.slot()] = l.off;
+        return at.q + link_worker();
+    }
+    __device__ __forceinline__ bool is_on(const sp_route &r) const // L
+    {
+        return at.lane - (shared_by == 2 ? r.worker : r.ring) * 16 - r.first < r.n_slots;
     }
     // Positions for the next launch, of the rings that this warp has sent on (bits by ring).
     __device__ __forceinline__ void close(uint32_t rings) const
     {
-        bool mine = at.slot() < at.n_peers && (rings >> at.ring() & 1);
-        if (mine)
-            keep(now);
-        if (mine && other.q != now.q)
-            keep(other);
+        if (at.slot() < at.n_peers && (rings >> link_ring() & 1)) {
+            at.state(q())->sent[link_ring()][at.slot()] = sent;
+            at.state(q())->sent_off[link_ring()][at.slot()] = off;
+        }
         if (at.lane < SPCCL_N_FORMATS && n_frames != 0)
-            atomicAdd((unsigned long long *)&at.state(now.q)->n_frames[at.lane], n_frames);
+            atomicAdd((unsigned long long *)&at.state(at.q)->n_frames[at.lane], n_frames);
         if (at.lane == 0)
-            atomicAdd((unsigned long long *)&at.state(now.q)->frame_bytes, (uint64_t)frame_units * 16);
+            atomicAdd((unsigned long long *)&at.state(at.q)->frame_bytes, (uint64_t)frame_units * 16);
     }
-    static __device__ __forceinline__ const uint64_t *credit_word(const sp_place &at, uint32_t q,
-                                                                  uint32_t ring) // L
+    __device__ __forceinline__ const uint64_t *credit_word() const // L
     {
-        return at.word(sp_inbox_credit_off(at.a.shape, ring, at.slot(), q));
+        return at.word(sp_inbox_credit_off(at.a.shape, link_ring(), at.slot(), q()));
     }
 
-    // Finds where the next frames, of so many bytes, to the peers in slots [first, first + n_slots) go; waits
-    // until they fit.
-    __device__ __forceinline__ bool room(uint32_t bytes, uint32_t ring, uint32_t first, uint32_t n_slots,
-                                         uint32_t slice)
+    // Finds where the next frames, of so many bytes, go; waits until they fit.
+    __device__ __forceinline__ bool room(uint32_t bytes, const sp_route &r, uint32_t slice)
     {
         bool ok = true;
-        if (at.is_mine(ring, first, n_slots)) {
-            uint32_t left = ring_bytes - now.off, skip = left < bytes ? left : 0;
-            if (skip + bytes > now.free_bytes) {
-                uint64_t credit =
-                    sp_wait(at.a, now.q, credit_word(at, now.q, ring), now.sent + skip + bytes - ring_bytes,
-                            SP_GPU_NO_ROOM, ring, at.slot(), slice);
+        if (is_on(r)) {
+            uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
+            if (skip + bytes > free_bytes) {
+                uint64_t credit = sp_wait(at.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
+                                          SP_GPU_NO_ROOM, r.ring, at.slot(), slice);
                 ok = credit != 0;
-                now.free_bytes = (uint32_t)(credit + ring_bytes - now.sent);
+                free_bytes = (uint32_t)(credit + ring_bytes - sent);
             }
             if (left < bytes) {
                 if (ok && left >= SP_FRAME_HEADER_BYTES)
-                    sp_store16(now.to + now.off, make_uint4(SP_INBOX_WRAP, 0, 0, 0));
-                now.sent += left;
-                now.free_bytes -= left;
-                now.off = 0;
+                    sp_store16(to + off, make_uint4(SP_INBOX_WRAP, 0, 0, 0));
+                sent += left;
+                free_bytes -= left;
+                off = 0;
             }
-            s.dst[at.slot()] = now.to + now.off;
+            s.dst[at.slot()] = to + off;
         }
         ok = __all_sync(~0u, ok);
         __syncwarp();
@@ -164,30 +160,36 @@ struct sp_outbox {
     // Until this worker has taken the frames of all slices before. All ranks are about as far; a feeder that
     // runs ahead with dense frames only fills the rings, and then everyone waits for frames and for room by
     // turns (measured: a tenth slower). Ends when the taker ends.
-    __device__ __forceinline__ void keep_pace(uint32_t slice) const
+    __device__ __forceinline__ void keep_pace(const sp_board &board, uint32_t slice) const
     {
-        while (sp_load_acquire_cta(&now.board->taken) < slice &&
-               (sp_load_acquire_cta(&now.board->done[SP_ROLE_OWN]) == 0 ||
-                sp_load_acquire_cta(&now.board->done[SP_ROLE_GATHER]) == 0))
+        while (sp_load_acquire_cta(&board.taken) < slice &&
+               (sp_load_acquire_cta(&board.done[SP_ROLE_OWN]) == 0 ||
+                sp_load_acquire_cta(&board.done[SP_ROLE_GATHER]) == 0))
             __nanosleep(200);
         __syncwarp();
     }
     // The gatherer learns whether slice `slice` of the shard of the peer in `slot` is all zeros now.
-    __device__ __forceinline__ void mark(uint32_t slot, uint32_t slice, bool cleared) const
+    __device__ __forceinline__ void mark(sp_board &board, uint32_t slot, uint32_t slice, bool cleared) const
     {
-        uint32_t bit = 1u << slice % 32, *word = now.board->cleared + slot;
+        uint32_t bit = 1u << slice % 32, *word = board.cleared + slot;
         if (at.lane == 0) // the only one to write it
             sp_store_release_cta(word, cleared ? *word | bit : *word & ~bit);
     }
-    // Encode the slice buf [n] and write it to the peers in slots [first, first + n_slots), who will be told.
-    // clear: nullptr, or where the slice came from, if it goes to one slot: it becomes zero if it lists few
-    // elements, and is marked.
+    // The frame is written once for each peer, one after the other: write(to) writes it to one.
+    template <class WRITE> __device__ __forceinline__ void write_each(const sp_route &r, WRITE write) const
+    {
+#pragma unroll 1
+        for (uint32_t k = 0; k < r.n_slots; k++)
+            write(s.dst[r.first + k]);
+    }
+    // Encode the slice buf [n] and write it to the peers on the route, who will be told. clear: nullptr, or
+    // where the slice came from, if it goes to one slot: it becomes zero if it lists few elements, and is
+    // marked.
     // stage [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16. Ends with __syncwarp: buf and stage may be
     // written again.
     template <class G>
-    __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage, uint32_t ring,
-                                         uint32_t first, uint32_t n_slots, uint32_t slice,
-                                         typename G::U *clear = nullptr)
+    __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage,
+                                         const sp_route &r, uint32_t slice, typename G::U *clear = nullptr)
     {
         sp_scan<G> scan = sp_encode_scan<G, false>(at.lane, buf, nullptr, n, s.counts);
         uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
@@ -195,36 +197,38 @@ struct sp_outbox {
         bool few =
             scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI;
         if (paced && format == SPCCL_FORMAT_DENSE)
-            keep_pace(slice);
-        if (!room(layout.bytes, ring, first, n_slots, slice))
+            keep_pace(boards[r.worker], slice);
+        if (!room(layout.bytes, r, slice))
             return false;
-        auto out = [&](uint32_t off, uint4 v) {
-            for (uint32_t k = 0; k < n_slots; k++)
-                sp_store16(s.dst[first + k] + off, v);
-        };
         if (format == SPCCL_FORMAT_DENSE) {
-            sp_encode_dense<G>(at.lane, buf, at.a.dtype, n, layout, out);
+            write_each(r, [&](uint8_t *dst) {
+                sp_encode_dense<G>(at.lane, buf, at.a.dtype, n, layout,
+                                   [&](uint32_t i, uint4 v) { sp_store16(dst + i, v); });
+            });
         } else if (format == SPCCL_FORMAT_PICI) {
-            sp_encode_pici<G, false>(at.lane, buf, nullptr, at.a.dtype, n, scan.nnz, layout,
-                                     (typename G::U *)stage, out);
+            sp_encode_pici<G, false>(
+                at.lane, buf, nullptr, at.a.dtype, n, scan.nnz, layout, (typename G::U *)stage,
+                [&](uint32_t i, uint4 v) { write_each(r, [&](uint8_t *dst) { sp_store16(dst + i, v); }); });
         } else {
             sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, false, n, layout, stage, s.counts,
                                 few ? clear : nullptr);
             __syncwarp();
-            for (uint32_t i = at.lane; i < layout.bytes / 16; i += 32)
-                out(i * 16, ((const uint4 *)stage)[i]);
+            write_each(r, [&](uint8_t *dst) {
+                for (uint32_t i = at.lane * 16; i < layout.bytes; i += 512)
+                    sp_store16(dst + i, *(const uint4 *)(stage + i));
+            });
         }
         if (clear != nullptr)
-            mark(first, slice, few);
+            mark(boards[r.worker], r.first, slice, few);
         __syncwarp();
-        if (at.is_mine(ring, first, n_slots)) {
-            now.sent += layout.bytes;
-            now.off += layout.bytes;
-            now.free_bytes -= layout.bytes;
-            sp_store_release_cta(&now.board->posted[at.lane], (uint32_t)now.sent);
+        if (is_on(r)) {
+            sent += layout.bytes;
+            off += layout.bytes;
+            free_bytes -= layout.bytes;
+            sp_store_release_cta(&boards[r.worker].posted[r.ring * 16 + at.slot()], (uint32_t)sent);
         }
-        frame_units += layout.bytes / 16 * n_slots;
-        n_frames += at.lane == format ? n_slots : 0;
+        frame_units += layout.bytes / 16 * r.n_slots;
+        n_frames += at.lane == format ? r.n_slots : 0;
         return true;
     }
 };

@@ -113,7 +113,7 @@ template <class T, class G> struct sp_owner {
 
     __device__ __forceinline__ sp_owner(const sp_place &place, sp_own_room &r, sp_board &b)
         : at(place), share(place.a, place.q), mine(share.shard(place.me())), room(r), board(b),
-          outbox(place, r.outbox, b),
+          outbox(place, r.outbox, &b),
           inlet(place, SP_INBOX_INPUT, r.pool,
                 is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr)
     {
@@ -245,7 +245,7 @@ template <class T, class G> struct sp_owner {
             sp_store_release_cta(&board.taken, t + 1);
         // The result is put together in the half that its contributions have left.
         return !sends || outbox.template send<G>((const U *)room.sums, r.n, inlet.half_of(parity),
-                                                 SP_INBOX_RESULT, 0, at.n_peers, t);
+                                                 {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
     }
     __device__ __forceinline__ void run()
     {

@@ -60,19 +60,16 @@ __device__ __forceinline__ void sp_role_done(sp_board &board, sp_role role)
 // ---- feed ----
 
 // What a feeder sends, in order: of each of its slices t, for each worker that it serves, first the
-// contributions to the other shards, then, in all-gathers and at the root of a broadcast, the slice of its
-// own shard.
+// contributions to the other shards, from the next rank's on, then, in all-gathers and at the root of a
+// broadcast, the slice of its own shard.
 struct sp_feed_list {
-    const sp_share &share; // of the first worker
-    sp_shard own;
-    uint32_t n_served, n_slices[2]; // workers served, and the slices of each
-    uint32_t n_inputs, n_each;      // of each t and worker
+    const sp_fused_args &a;
+    uint32_t n_served, n_inputs, n_each; // workers served; items of each t and worker: contributions, all
 
-    __device__ __forceinline__ sp_feed_list(const sp_share &s, const sp_share &second, uint32_t served,
-                                            uint32_t n_peers)
-        : share(s), own(s.shard((uint32_t)s.a.rank)), n_served(served), n_slices{s.n_slices, second.n_slices}
+    __device__ __forceinline__ sp_feed_list(const sp_fused_args &args, uint32_t served)
+        : a(args), n_served(served)
     {
-        const sp_fused_args &a = s.a;
+        uint32_t n_peers = (uint32_t)a.world_size - 1;
         n_inputs = n_peers == 0 || !sp_sends_inputs(a) ? 0 : sp_one_input(a) ? 1 : n_peers;
         n_each = n_inputs + (a.op == SP_FUSED_ALL_GATHER || a.op == SP_FUSED_BROADCAST ? 1 : 0);
     }
@@ -93,23 +90,48 @@ struct sp_feed_list {
     {
         return i.k >= n_inputs;
     }
-    // Where the slice starts in a shard.
-    __device__ __forceinline__ uint64_t start(const item &i) const
+};
+
+// Where the items of a list lie in the input, one after the other.
+struct sp_feed_ranges {
+    const sp_feed_list &list;
+    uint32_t worker, k;
+    uint32_t first, shard; // whose shard contribution 0 is for; this one's. 0 where the input is no shards
+    uint32_t step;         // elements from a slice of the last worker to the next one of the first
+    uint64_t stride;       // from shard to shard of the input
+    uint64_t at, base;     // where the slice starts in its shard, and the shard in the input
+    uint64_t end;          // of the slices of a shard
+    bool cut;              // the input is the whole array, and its last shards are shorter
+
+    __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, const sp_share &share)
+        : list(l), worker(0), k(0), first(0), shard(0), step(share.pace - (l.n_served - 1) * l.a.slice_elems),
+          stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride), at(share.first), base(0),
+          end(l.a.shard_slices * l.a.slice_elems), cut(sp_is_sharded(l.a))
     {
-        return share.start(i.t) + i.worker * share.a.slice_elems;
+        if (list.n_inputs != 0)
+            first = sp_inbox_peer((uint32_t)l.a.rank, 0, (uint32_t)l.a.world_size);
+        shard = first;
+        base = first * stride;
     }
-    // Where it lies in the input; no elements: behind the end.
-    __device__ __forceinline__ sp_range range(const item &i) const
+    // The range of this item (no elements: behind the end); then on to the next.
+    __device__ __forceinline__ sp_range next()
     {
-        const sp_fused_args &a = share.a;
-        sp_shard shard = own;
-        uint64_t at = start(i), base;
-        if (!is_own(i) && !sp_one_input(a))
-            shard = share.shard(sp_inbox_peer((uint32_t)a.rank, i.k, (uint32_t)a.world_size));
-        base = is_own(i) && !sp_is_sharded(a) ? 0 : shard.base; // an all-gather's input is the shard
-        return {base + at, i.t < (i.worker == 0 ? n_slices[0] : n_slices[1]) && at < shard.left
-                               ? (uint32_t)min(shard.left - at, (uint64_t)a.slice_elems)
-                               : 0};
+        int64_t left = (int64_t)(list.a.n_elems - (cut ? base : 0) - at);
+        uint32_t most = list.a.slice_elems;
+        sp_range r = {base + at, left >= (int64_t)most ? most : left > 0 ? (uint32_t)left : 0};
+        if (at >= end) // the next shard begins here
+            r.n = 0;
+        if (++k < list.n_each) {
+            shard = shard + 1 < (uint32_t)list.a.world_size ? shard + 1 : 0;
+            base = shard == 0 ? 0 : base + stride;
+            return r;
+        }
+        k = 0;
+        shard = first;
+        base = first * stride;
+        worker = worker + 1 < list.n_served ? worker + 1 : 0;
+        at += worker != 0 ? most : step;
+        return r;
     }
 };
 
@@ -129,6 +151,7 @@ __device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &
 {
     typedef typename G::U U;
     __syncwarp();
+#pragma unroll 1
     for (uint32_t b = 0; b < DEPTH; b++, i = (i + 1) % DEPTH) {
         sp_range r = room.ranges[i];
         loader.finish(at.lane, i, (U *)room.buf + i * G::MAX_ELEMS, (const U *)at.a.in + r.start, r.n);
@@ -136,37 +159,40 @@ __device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &
     sp_copy_wait<0>();
 }
 
-// sp_feed, for one worker or for two.
+// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
+// of reductions, and may patch.
 template <class G, bool REDUCES>
-__device__ __forceinline__ void sp_feed_for(const sp_place &at, uint32_t n_served, sp_feed_room &room,
-                                            sp_board *boards)
+__device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
+                                        sp_board *boards)
 {
     typedef typename G::U U;
     constexpr uint32_t DEPTH = SP_FEED_BYTES / (G::UNITS * 16);
     static_assert(DEPTH >= 2 && DEPTH <= 4, "a barrier for each");
-    sp_share share(at.a, at.q), second(at.a, at.q + 1);
-    sp_feed_list list(share, second, n_served, at.n_peers);
+    sp_share share(at.a, at.q);
+    sp_feed_list list(at.a, n_served);
+    sp_feed_ranges ranges(list, share);
     sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
-    sp_feed_list::item now = {0, 0, 0}, ahead = {0, 0, 0};
+    sp_feed_list::item now = {0, 0, 0};
     uint32_t i = 0; // of the buffers
     bool ok = true, patches = REDUCES && sp_patches(at.a);
+    // An all-gather's input is a shard of its output.
+    uint64_t own_at = at.a.op == SP_FUSED_ALL_GATHER ? at.me() * at.a.shard_stride : 0;
     auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
     auto start = [&](uint32_t b) {
-        sp_range r = list.range(ahead);
+        sp_range r = ranges.next();
         if (at.lane == 0)
             room.ranges[b] = r;
         loader.start(at.lane, b, buf_of(b), (const U *)at.a.in + r.start, r.n);
-        list.next(ahead);
     };
     if (list.n_each == 0)
         return;
-    sp_outbox outbox(at, room.outbox, boards[0]);
+    // With two workers every item goes through the same ring.
+    sp_outbox outbox(at, room.outbox, boards, n_served,
+                     list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
     for (uint32_t b = 0; b < DEPTH; b++)
         start(b);
     // (Not in an all-reduce, where it was slower; nor where the taker is no other warp.)
     outbox.paced = at.n_peers != 0 && (at.a.op == SP_FUSED_ALL_GATHER || at.a.op == SP_FUSED_REDUCE_SCATTER);
-    if (n_served == 2)
-        outbox.open_other(at.q + 1, boards + 1);
     while (ok && now.t < share.n_slices) {
         __syncwarp(); // for the ranges
         sp_range r = room.ranges[i];
@@ -177,38 +203,24 @@ __device__ __forceinline__ void sp_feed_for(const sp_place &at, uint32_t n_serve
         if (sp_one_input(at.a) && at.lane == 0)
             sp_store_release_cta(&boards[now.worker].fed, now.t + 1);
         if (r.n != 0) {
-            U *to = (U *)at.a.out + list.own.base + list.start(now);
+            U *to = (U *)at.a.out + own_at + r.start;
             if (own && to != (const U *)at.a.in + r.start)
                 sp_slice_store<G>(at.lane, buf_of(i), to, r.n);
+            sp_route route = {own ? SP_INBOX_RESULT + 0u : SP_INBOX_INPUT + 0u, now.worker,
+                              to_all ? 0 : now.k, to_all ? at.n_peers : 1};
             if (at.n_peers != 0)
-                ok = outbox.send<G>(buf_of(i), r.n, room.stage, own ? SP_INBOX_RESULT : SP_INBOX_INPUT,
-                                    to_all ? 0 : now.k, to_all ? at.n_peers : 1, now.t,
+                ok = outbox.send<G>(buf_of(i), r.n, room.stage, route, now.t,
                                     patches ? (U *)at.a.out + r.start : nullptr);
         }
         sp_slice_stored(at.lane);
         start(i);
         i = (i + 1) % DEPTH;
-        if (n_served == 2) // one item for each worker and t
-            outbox.turn();
         list.next(now);
     }
     sp_feed_drain<G, DEPTH>(at, room, loader, i);
     if (ok)
         outbox.close((list.n_inputs != 0 ? 1u << SP_INBOX_INPUT : 0) |
                      (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
-}
-
-// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
-// of reductions, and may patch.
-template <class G, bool REDUCES>
-__device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
-                                        sp_board *boards)
-{
-    // Code of its own for one: what is there for two makes it 1 to 3% slower.
-    if (at.a.n_served == 1)
-        sp_feed_for<G, REDUCES>(at, 1, room, boards);
-    else
-        sp_feed_for<G, REDUCES>(at, n_served, room, boards);
 }
 
 // ---- relay: a broadcast's slices of the own shard, from root to the output and on to the others ----
@@ -221,7 +233,7 @@ __device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room,
     U *buf = (U *)room.buf;
     uint32_t root = (uint32_t)at.a.root, slot = sp_inbox_slot(at.me(), root, (uint32_t)at.a.world_size);
     sp_shard own = share.shard(at.me());
-    sp_outbox outbox(at, room.outbox, board);
+    sp_outbox outbox(at, room.outbox, &board);
     sp_inlet<G, true> inlet(at, SP_INBOX_INPUT, room.buf + SP_INBOX_SLICE_BYTES, SP_INBOX_SLICE_BYTES,
                             room.barriers);
     bool ok = true;
@@ -242,7 +254,7 @@ __device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room,
         good = sp_decode<G>(at.lane, inlet.view(k), sink);
         sp_slice_store<G>(at.lane, buf, (U *)at.a.out + r.start, r.n);
         ok = inlet.give_back(t, good ? 0 : slot + 1) &&
-             outbox.send<G>(buf, r.n, room.stage, SP_INBOX_RESULT, 0, at.n_peers, t);
+             outbox.send<G>(buf, r.n, room.stage, {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
     }
     inlet.close(ok);
     if (ok)
