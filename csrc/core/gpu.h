@@ -84,6 +84,7 @@ typedef struct sp_fused_args {
     uint32_t slice_elems;  /* elements per slice; see sp_gpu_plan */
     uint64_t shard_slices; /* slices of the longest shard (set by `fused`) */
     uint64_t shard_stride; /* elements from shard to shard in the buffer that holds all (set by `fused`) */
+    uint32_t whole_slices, rest_elems; /* of n_elems; elements behind the last whole one (set by `fused`) */
     int rank, world_size, root;
     sp_inbox_shape shape;
     uint32_t n_ctas, workers_per_cta;  /* n_ctas * workers_per_cta <= shape.n_workers */

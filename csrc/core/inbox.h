@@ -36,7 +36,8 @@
 #define SP_INBOX_RING_FRAMES_MAX 4u
 /* The first word of what is no frame (whose first word is SP_FRAME_MAGIC): the next one starts at 0. */
 #define SP_INBOX_WRAP 0x50415257u /* "WRAP" */
-/* Frames of forced formats tile and coo are put together on chip in so many bytes. */
+/* Frames of formats tile and coo are put together on chip in so many bytes; a receiver refuses longer ones.
+ */
 #define SP_GPU_STAGE_BYTES 2192u
 
 enum sp_inbox_lane { SP_INBOX_INPUT = 0, SP_INBOX_RESULT = 1, SP_INBOX_LANES = 2 };

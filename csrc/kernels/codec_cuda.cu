@@ -267,9 +267,9 @@ __device__ __forceinline__ spccl_status sp_decode_frame(uint32_t lane, const sp_
     ok = sp_padding_is_zero<G::E>(lane, v);
     if (SET)
         return sp_decode_store<G, true>(lane, v, (U *)buf, dst, ok) ? SPCCL_OK : SPCCL_ERR_FORMAT;
-    if (!__all_sync(~0u, sp_decode<G>(lane, v, none) && ok))
+    if (!__all_sync(~0u, sp_decode<G, false>(lane, v, none) && ok))
         return SPCCL_ERR_FORMAT;
-    sp_decode<G>(lane, v, sink);
+    sp_decode<G, false>(lane, v, sink);
     return SPCCL_OK;
 }
 

@@ -17,28 +17,32 @@ template <class G> union sp_unit {
     typename G::U e[G::K];
 };
 
-// Entries [from, to) of a tile frame, of the blocks from `base` on. find(k, b, at): the block of entry k,
-// from `base` on, and its first entry.
-template <class G, class SINK, class FIND>
-__device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &v, SINK &sink, uint32_t from,
-                                                  uint32_t to, uint32_t base, FIND find)
+// Entries [from, to) of a tile frame at p, of the blocks from `base` on. block_of(k): the block of entry k,
+// from `base` on; it does not fall, so places grow inside each block if and only if elements do.
+template <class G, class SINK, class BLOCK_OF>
+__device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &v, const uint8_t *p,
+                                                  SINK &sink, uint32_t from, uint32_t to, uint32_t base,
+                                                  BLOCK_OF block_of)
 {
     typedef typename G::U U;
-    const uint8_t *places = v.p + v.at.meta;
-    const U *values = (const U *)v.values;
+    const uint8_t *places = p + v.at.meta;
+    const U *values = (const U *)(p + v.at.values);
+    uint32_t least = 0; // the first element that may follow
     bool ok = true;
+#pragma unroll 1
     for (uint32_t k0 = from; k0 < to; k0 += 32) {
-        uint32_t k = k0 + lane, b = 0, at = 0, place = 0, before = 0;
+        uint32_t k = k0 + lane, place = 0, i, before;
         U x = 0;
         if (k < to) {
             place = places[k];
-            before = places[k - (k != 0 ? 1 : 0)];
             x = values[k];
         }
-        find(k, b, at);
+        i = (base + block_of(k)) * SP_TILE_ELEMS + place;
+        before = __shfl_up_sync(~0u, i + 1, 1);
+        before = lane == 0 ? least : before;
+        least = __shfl_sync(~0u, i + 1, 31);
         if (k < to) {
-            uint32_t i = (base + b) * SP_TILE_ELEMS + place;
-            ok &= i < v.n && (k == at || place > before);
+            ok &= i < v.n && i >= before;
             if (i < v.n)
                 sink.put(i, x);
         }
@@ -46,11 +50,11 @@ __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &
     return ok;
 }
 
-// Rules 20 to 22: each entry looks for its block.
+// Rules 20 to 22: each entry looks for its block. p: the frame.
 template <class G, class SINK>
-__device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, SINK &sink)
+__device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink)
 {
-    const uint8_t *counts = v.p + v.at.index;
+    const uint8_t *counts = p + v.at.index;
     constexpr uint32_t PARTS = (G::N_BLOCKS + 31) / 32; // of 32 blocks
     uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS;
     bool ok = true;
@@ -67,12 +71,12 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
         }
         if (sum != v.nnz) // then no place among the values can be trusted
             return false;
-        return sp_decode_entries<G>(lane, v, sink, 0, v.nnz, 0, [&](uint32_t k, uint32_t &b, uint32_t &at) {
+        return sp_decode_entries<G>(lane, v, p, sink, 0, v.nnz, 0, [&](uint32_t k) {
+            uint32_t b = 0;
 #pragma unroll
-            for (uint32_t j = 1; j < 8; j++) { // the last block that starts at k or before it
+            for (uint32_t j = 1; j < 8; j++) // the last block that starts at k or before it
                 b += first[j] <= k ? 1 : 0;
-                at = first[j] <= k ? first[j] : at;
-            }
+            return b;
         });
     }
     uint32_t start[PARTS], first[PARTS + 1]; // counts of blocks in lanes
@@ -87,13 +91,13 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
         return false;
 #pragma unroll
     for (uint32_t h = 0; h < PARTS; h++)
-        ok &= sp_decode_entries<G>(lane, v, sink, first[h], first[h + 1], h * 32,
-                                   [&](uint32_t k, uint32_t &b, uint32_t &at) {
+        ok &= sp_decode_entries<G>(lane, v, p, sink, first[h], first[h + 1], h * 32, [&](uint32_t k) {
+            uint32_t b = 0;
 #pragma unroll
-                                       for (uint32_t step = 16; step != 0; step >>= 1)
-                                           b += __shfl_sync(~0u, start[h], b + step) <= k ? step : 0;
-                                       at = __shfl_sync(~0u, start[h], b);
-                                   });
+            for (uint32_t step = 16; step != 0; step >>= 1)
+                b += __shfl_sync(~0u, start[h], b + step) <= k ? step : 0;
+            return b;
+        });
     return ok;
 }
 
@@ -174,11 +178,11 @@ __device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, 
 
 // Rules 26 and 27.
 template <class G, class SINK>
-__device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, SINK &sink)
+__device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink)
 {
     typedef typename G::U U;
-    const uint32_t *index = (const uint32_t *)(v.p + v.at.index);
-    const U *values = (const U *)v.values;
+    const uint32_t *index = (const uint32_t *)(p + v.at.index);
+    const U *values = (const U *)(p + v.at.values);
     bool ok = true;
     for (uint32_t k = lane; k < v.nnz; k += 32) {
         uint32_t i = index[k];
@@ -205,6 +209,7 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
         for (uint32_t i = 0; i < AHEAD; i++)
             sink.unit(u + 32 * i, sp_unit_mask<G::E>(x[i].v), x[i]);
     }
+#pragma unroll 1
     for (; u < whole; u += 32) {
         sp_unit<G> x;
         x.v = units[u];
@@ -221,16 +226,16 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
     }
 }
 
-// All formats. False: a rule is broken (for this lane; the lanes must agree).
-template <class G, class SINK>
+// All formats. False: a rule is broken (for this lane; the lanes must agree). CHIP: v.chip is set.
+template <class G, bool CHIP, class SINK>
 __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK &sink)
 {
     if (v.format == SPCCL_FORMAT_TILE)
-        return sp_decode_tile<G>(lane, v, sink);
+        return sp_decode_tile<G>(lane, v, CHIP ? v.chip : v.p, sink);
     if (v.format == SPCCL_FORMAT_PICI)
         return sp_decode_pici<G>(lane, v, sink);
     if (v.format == SPCCL_FORMAT_COO)
-        return sp_decode_coo<G>(lane, v, sink);
+        return sp_decode_coo<G>(lane, v, CHIP ? v.chip : v.p, sink);
     if (v.format == SPCCL_FORMAT_DENSE)
         sp_decode_dense<G>(lane, v, sink);
     return true;
@@ -271,7 +276,7 @@ template <class G> struct sp_sink_none {
 // dst [v.n] in global memory becomes what the frame says, zeros where it says nothing. buf: room for a slice
 // on chip; stores from it are waited for first. False: as sp_decode; then dst holds anything, but with
 // CHECKED what it held before (and the lanes agree). good: with CHECKED, what the lane knows of the frame so
-// far.
+// far. Without CHECKED: v.chip is set.
 template <class G, bool CHECKED>
 __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v, typename G::U *buf,
                                                 typename G::U *dst, bool good = true)
@@ -284,11 +289,11 @@ __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v,
         return true;
     }
     sp_slice_stored(lane);
-    if (v.format == SPCCL_FORMAT_TILE || v.format == SPCCL_FORMAT_COO) {
+    if (sp_is_listed(v.format)) {
         sp_zero_units(lane, buf, G::UNITS);
         __syncwarp();
     }
-    good &= sp_decode<G>(lane, v, sink);
+    good &= sp_decode<G, !CHECKED>(lane, v, sink);
     if (CHECKED && !__all_sync(~0u, good))
         return false;
     sp_slice_store<G>(lane, buf, dst, v.n);

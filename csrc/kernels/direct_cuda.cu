@@ -44,8 +44,8 @@ static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
 }
 
 // Where a feeder has little to do beside the other roles (one of a slice's frames in an all-gather, one
-// contribution between two ranks) it can serve more than one worker. (It sends one frame for each in turn:
-// sp_feed_list.n_each must be 1.)
+// contribution between two ranks) it can serve more than one worker. (All its frames must go through one
+// ring: sp_outbox.)
 static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
 {
     return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);
@@ -86,6 +86,8 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
     args.shard_stride = sharded                                ? args.shard_slices * a->slice_elems
                         : a->op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0
                                                                : a->n_elems;
+    args.whole_slices = (uint32_t)(a->n_elems / a->slice_elems);
+    args.rest_elems = (uint32_t)(a->n_elems % a->slice_elems);
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
     return sp_cuda_check(cudaLaunchKernel(kernel, dim3(a->n_ctas),

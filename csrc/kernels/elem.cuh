@@ -149,34 +149,6 @@ template <class T, class BITS> struct sp_float_elem {
     }
 };
 
-// sum[c] = add(sum[c], x[c]), with one look for NaNs at all of them.
-template <class T, uint32_t N>
-__device__ __forceinline__ void sp_add_each(typename T::A *sum, const typename T::U *x)
-{
-    typedef typename T::A A;
-    A r[N];
-    bool nan = false;
-#pragma unroll
-    for (uint32_t c = 0; c < N; c++) {
-        r[c] = T::add_plain(sum[c], T::widen_plain(x[c]));
-        nan |= T::is_float && r[c] != r[c];
-    }
-    if (nan) {
-#pragma unroll
-        for (uint32_t c = 0; c < N; c++)
-            r[c] = T::add(sum[c], T::widen(x[c]));
-    }
-#pragma unroll
-    for (uint32_t c = 0; c < N; c++)
-        sum[c] = r[c];
-}
-
-// add(sum, x) of one.
-template <class T> __device__ __forceinline__ typename T::A sp_add_one(typename T::A sum, typename T::U x)
-{
-    typename T::A r = T::add_plain(sum, T::widen_plain(x));
-    return T::is_float && r != r ? T::add(sum, T::widen(x)) : r;
-}
 // x[c] = narrow(a[c]) of 16-bit floats, N even, two in a word, with one look for NaNs at all of them.
 template <class T, uint32_t N> __device__ __forceinline__ void sp_narrow_each(const float *a, uint32_t *x)
 {

@@ -87,18 +87,24 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
         MASK m[2] = {0, 0};
         if (r * G::RUN_ELEMS < n) {
             uint32_t upto, before, total, in_block;
+#pragma unroll 1
+            for (uint32_t j0 = 0; j0 < G::ROWS; j0 += AT_ONCE) {
+                MASK part[2] = {0, 0};
 #pragma unroll
-            for (uint32_t i = 0; i < 2; i++)
-#pragma unroll AT_ONCE
-                for (uint32_t j = 0; j < G::ROWS; j++) {
-                    uint32_t at = ((r + i) * 32 + lane) * G::ROWS + sp_row_of<G>(lane, j);
-                    uint4 v = ((const uint4 *)buf)[at];
-                    if (BASE) {
-                        uint4 b = ((const uint4 *)base)[at];
-                        v = make_uint4(v.x ^ b.x, v.y ^ b.y, v.z ^ b.z, v.w ^ b.w);
+                for (uint32_t j = 0; j < AT_ONCE; j++)
+#pragma unroll
+                    for (uint32_t i = 0; i < 2; i++) {
+                        uint32_t at = ((r + i) * 32 + lane) * G::ROWS + sp_row_of<G>(lane, j0 + j);
+                        uint4 v = ((const uint4 *)buf)[at];
+                        if (BASE) {
+                            uint4 b = ((const uint4 *)base)[at];
+                            v = make_uint4(v.x ^ b.x, v.y ^ b.y, v.z ^ b.z, v.w ^ b.w);
+                        }
+                        part[i] |= (MASK)sp_unit_mask<G::E>(v) << (j * G::K);
                     }
-                    m[i] |= (MASK)sp_unit_mask<G::E>(v) << (j * G::K);
-                }
+                m[0] |= part[0] << (j0 * G::K);
+                m[1] |= part[1] << (j0 * G::K);
+            }
 #pragma unroll
             for (uint32_t i = 0; i < 2; i++) // from the order of turns to that of units
                 m[i] = sp_rotate<G::LANE_ELEMS>(m[i], sp_row_of<G>(lane, 0) * G::K);
@@ -147,6 +153,7 @@ __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G
         return;
     sp_padding_write(lane, frame, at);
     if (format == SPCCL_FORMAT_TILE)
+#pragma unroll 1
         for (uint32_t b = lane; b < (n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS; b += 32)
             frame[at.index + b] = counts[b];
 #pragma unroll

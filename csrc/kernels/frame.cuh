@@ -87,12 +87,21 @@ __device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uin
     return make_uint4(l.values, 0, 0, 0);
 }
 
+// Formats whose values come with their places. In a fused collective they are put together on chip before
+// they are sent, and on chip again before they are read.
+__device__ __forceinline__ bool sp_is_listed(uint32_t format)
+{
+    return format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO;
+}
+
 // A frame whose header has been checked.
 struct __align__(16) sp_view
 {
     sp_layout at;
     uint32_t format, n, nnz, is_delta;
     const uint8_t *p;      // header, index and meta: global or shared memory, aligned to 16
+    const uint8_t *chip;   // in a fused collective, of listed frames: p, but the compiler knows that it is
+                           // shared memory; of others anything
     const uint8_t *values; // the values, the same
 };
 
@@ -158,6 +167,26 @@ __device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uin
         return false;
     *wrong = {18, bytes, v->at.bytes};
     return bytes >= v->at.bytes;
+}
+
+// Bytes of the frame, at most `bytes`, if its header [4] is to the bit that of a frame without delta of n > 0
+// elements, as a fused collective sends it; else 0 (sp_report_header finds out why). One lane.
+template <uint32_t E>
+__device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t bytes, uint32_t dtype,
+                                                  uint32_t n)
+{
+    uint4 a = header[0], b = header[1], c = header[2], d = header[3];
+    uint32_t format = a.y >> 8 & 0xff, nnz = b.x;
+    sp_layout at = sp_layout_cuda<E>(format, n, nnz);
+    uint32_t wrong = (a.x ^ SP_FRAME_MAGIC) | (a.y ^ (SP_FRAME_VERSION | format << 8 | dtype << 16)) |
+                     (a.z ^ n) | a.w | b.y | (b.z ^ at.bytes) | b.w | (c.x ^ at.index) | c.y |
+                     (c.z ^ at.meta) | c.w | (d.x ^ at.values) | d.y | d.z | d.w;
+    bool fits = format == SPCCL_FORMAT_EMPTY   ? nnz == 0
+                : format == SPCCL_FORMAT_DENSE ? nnz == n
+                                               : format < SPCCL_N_FORMATS && nnz <= n;
+    if (sp_is_listed(format)) // sent in one piece from a stage
+        bytes = min(bytes, SP_GPU_STAGE_BYTES);
+    return wrong == 0 && fits && at.bytes <= bytes ? at.bytes : 0;
 }
 
 // The gaps of padding, of at most 15 bytes each: behind index (0), meta (1) and values (2).

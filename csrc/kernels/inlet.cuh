@@ -11,6 +11,20 @@
 #include "decode.cuh"
 #include "wait.cuh"
 
+// Leave word of the frame in a slot of ring `which`, whose header is not that of a frame of n elements.
+template <uint32_t E>
+__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t which,
+                                              uint32_t slot, uint32_t slice, const uint4 *header,
+                                              uint32_t most, uint32_t n)
+{
+    sp_view v;
+    sp_wrong wrong;
+    // A good frame, but none that a collective sends: with a delta (its flag), or too long for its format.
+    if (sp_open<E>(header, most, a.dtype, n, &v, &wrong))
+        wrong = v.is_delta != 0 ? sp_wrong{6, v.is_delta, 0} : sp_wrong{17, v.at.bytes, SP_GPU_STAGE_BYTES};
+    sp_report(a, q, SP_GPU_BAD_FRAME, which, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
+}
+
 // BULK: frames come by bulk copies, where there are any.
 template <class G, bool BULK> struct sp_inlet {
     const sp_place &at;
@@ -42,7 +56,7 @@ template <class G, bool BULK> struct sp_inlet {
           coming(false), from(nullptr), taken(0), taken_off(0), guess(0), come_bytes(0), n(0), bytes(0),
           frame_off(0)
     {
-        if (at.is_mine(which, 0, at.n_peers)) {
+        if (at.is_mine(which)) {
             taken = at.state(at.q)->taken[which][at.slot()];
             taken_off = at.state(at.q)->taken_off[which][at.slot()];
             guess = min(512u, area);
@@ -59,7 +73,7 @@ template <class G, bool BULK> struct sp_inlet {
     {
         if (ahead != 0) // no copy may arrive after the end
             landed(ahead - 1, false);
-        if (ok && at.is_mine(which, 0, at.n_peers)) {
+        if (ok && at.is_mine(which)) {
             at.state(at.q)->taken[which][at.slot()] = taken;
             at.state(at.q)->taken_off[which][at.slot()] = taken_off;
         }
@@ -113,6 +127,7 @@ template <class G, bool BULK> struct sp_inlet {
                 uint32_t link = which * 16 + slot, n_bytes = __shfl_sync(~0u, wanted, link);
                 const uint8_t *src = (const uint8_t *)__shfl_sync(
                     ~0u, (unsigned long long)(uintptr_t)(from + taken_off), link);
+#pragma unroll 1
                 for (uint32_t i = at.lane * 16; i < n_bytes; i += 512)
                     sp_copy16_async(start_of(to, slot) + i, src + i);
             }
@@ -134,6 +149,7 @@ template <class G, bool BULK> struct sp_inlet {
         } else
 #endif
         {
+#pragma unroll 1
             for (uint32_t i = at.lane * 16; i < n_bytes; i += 512)
                 sp_copy16_async(half_of(to) + i, whole + i);
             sp_copy_commit();
@@ -175,7 +191,7 @@ template <class G, bool BULK> struct sp_inlet {
     __device__ __forceinline__ bool take(uint32_t slice, uint32_t n_wanted)
     {
         bool ok = true;
-        n = at.is_mine(which, 0, at.n_peers) ? n_wanted : 0;
+        n = at.is_mine(which) ? n_wanted : 0;
         if (ahead == 0) {
             if (n != 0 && !has_come()) {
                 uint64_t tail =
@@ -193,15 +209,12 @@ template <class G, bool BULK> struct sp_inlet {
         bytes = 0;
         one_by_one = false;
         if (n != 0) {
+            const uint4 *header = (const uint4 *)start_of(parity, at.slot());
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
-            sp_view v;
-            sp_wrong wrong;
-            ok = sp_open<G::E>((const uint4 *)start_of(parity, at.slot()), most, at.a.dtype, n, &v, &wrong) &&
-                 v.is_delta == 0;
+            bytes = sp_open_plain<G::E>(header, most, at.a.dtype, n);
+            ok = bytes != 0;
             if (!ok)
-                sp_report(at.a, at.q, SP_GPU_BAD_FRAME, which, at.slot(), slice, wrong.wanted, wrong.seen,
-                          wrong.rule);
-            bytes = v.at.bytes;
+                sp_report_header<G::E>(at.a, at.q, which, at.slot(), slice, header, most, n);
             frame_off = taken_off;
             one_by_one = bytes > guess; // more than what lies before the end of the ring is not asked for
             taken += bytes;
@@ -222,7 +235,7 @@ template <class G, bool BULK> struct sp_inlet {
         bool ready = true;
         if (one_by_one) // both halves are needed
             return;
-        if (at.is_mine(which, 0, at.n_peers) && n_wanted != 0 && !has_come()) {
+        if (at.is_mine(which) && n_wanted != 0 && !has_come()) {
             come_bytes = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
             ready = come_bytes > 0;
         }
@@ -231,7 +244,7 @@ template <class G, bool BULK> struct sp_inlet {
         if (!ready)
             return;
         ahead = 1 + (parity ^ 1);
-        fetch(parity ^ 1, at.is_mine(which, 0, at.n_peers) ? n_wanted : 0);
+        fetch(parity ^ 1, at.is_mine(which) ? n_wanted : 0);
     }
     // The peers in rank order, k < n_peers.
     __device__ __forceinline__ uint32_t slot_of(uint32_t k) const
@@ -248,7 +261,7 @@ template <class G, bool BULK> struct sp_inlet {
     {
         uint32_t slot = slot_of(k);
         const uint4 *header = header_of(slot);
-        const uint8_t *chip = start_of(parity, slot);
+        const uint8_t *chip = start_of(parity, slot), *p = chip;
         uint4 a = header[0], b = header[1], c = header[2];
         sp_view v;
         v.n = elems_of(slot);
@@ -271,13 +284,14 @@ template <class G, bool BULK> struct sp_inlet {
             }
             if (fits || alone)
                 landed(to, coming);
-            chip = fits || alone
-                       ? half_of(to)
-                       : (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off),
-                                                      which * 16 + slot);
+            chip = p = half_of(to);
+            if (!fits && !alone)
+                p = (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off),
+                                                 which * 16 + slot);
         }
-        v.p = chip;
-        v.values = chip + v.at.values;
+        v.p = p;
+        v.values = p + v.at.values;
+        v.chip = chip; // listed frames are no longer than two halves: SP_GPU_STAGE_BYTES
         return v;
     }
     // Done with the frames of take. bad: 1 + the slot whose frame this lane found broken, or 0.

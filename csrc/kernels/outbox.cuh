@@ -44,6 +44,7 @@ struct sp_outbox {
     uint32_t shared_on; // with two: their ring
     uint32_t ring_bytes;
     uint8_t *to;          // L: the ring in the peer's arena
+    uint32_t *posted;     // L: how far this has been sent, on the worker's board
     uint64_t sent;        // L: position of the next frame
     uint32_t off;         // L: the same in the ring
     uint32_t free_bytes;  // L: bytes of the ring that are free, as last seen
@@ -56,8 +57,9 @@ struct sp_outbox {
     __device__ __forceinline__ sp_outbox(const sp_place &place, sp_outbox_shared &shared,
                                          sp_board *their_boards, uint32_t n = 1, uint32_t ring = 0)
         : at(place), s(shared), boards(their_boards), shared_by(n), shared_on(ring),
-          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), to(nullptr), sent(0), off(0), free_bytes(0),
-          paced(false), n_frames(0), frame_units(0)
+          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), to(nullptr),
+          posted(their_boards[link_worker()].posted + link_ring() * 16 + place.slot()), sent(0), off(0),
+          free_bytes(0), paced(false), n_frames(0), frame_units(0)
     {
         if (at.slot() < at.n_peers) {
             sent = at.state(q())->sent[link_ring()][at.slot()];
@@ -126,22 +128,21 @@ struct sp_outbox {
         __syncwarp();
         return ok;
     }
-    // The format of a slice on NVLink: the smallest, but dense where the others save less than a sixteenth.
-    // (Not to the byte what the codec chooses: what must fit on chip counts too.)
+    // The format of a slice on NVLink, and its layout: the smallest, but dense where the others save less
+    // than a sixteenth. (Not to the byte what the codec chooses: what must fit on chip counts too.)
     template <class G>
-    __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block) const
+    __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block,
+                                               sp_layout &layout) const
     {
-        uint32_t f = (uint32_t)at.a.format, tiles = (n + 4095) / 4096,
-                 values = SP_FRAME_HEADER_BYTES + sp_up16(nnz * G::E);
+        uint32_t f = (uint32_t)at.a.format, tiles = (n + 4095) / 4096, values = sp_up16(nnz * G::E);
         uint32_t pici = 16 + tiles * 512, best = pici, coo = sp_up16(nnz * 4),
-                 tile = sp_up16((n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS) + sp_up16(nnz),
+                 blocks = sp_up16((n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS), tile = blocks + sp_up16(nnz),
                  dense = SP_FRAME_HEADER_BYTES + n * G::E;
-        if (nnz == 0)
-            return SPCCL_FORMAT_EMPTY;
-        if (at.a.format != SPCCL_FORMAT_AUTO && sp_allows(f, nnz, full_block, false) &&
-            (f == SPCCL_FORMAT_PICI || f == SPCCL_FORMAT_DENSE ||
-             sp_layout_cuda<G::E>(f, n, nnz).bytes <= SP_GPU_STAGE_BYTES))
-            return f;
+        if (at.a.format != SPCCL_FORMAT_AUTO && nnz != 0 && sp_allows(f, nnz, full_block, false)) {
+            layout = sp_layout_cuda<G::E>(f, n, nnz);
+            if (f == SPCCL_FORMAT_PICI || f == SPCCL_FORMAT_DENSE || layout.bytes <= SP_GPU_STAGE_BYTES)
+                return f;
+        }
         f = SPCCL_FORMAT_PICI;
         if (coo < best) {
             f = SPCCL_FORMAT_COO;
@@ -151,11 +152,25 @@ struct sp_outbox {
             f = SPCCL_FORMAT_TILE;
             best = tile;
         }
-        if (best + values > SP_GPU_STAGE_BYTES && f != SPCCL_FORMAT_PICI) {
+        if (SP_FRAME_HEADER_BYTES + best + values > SP_GPU_STAGE_BYTES && f != SPCCL_FORMAT_PICI) {
             f = SPCCL_FORMAT_PICI;
             best = pici;
         }
-        return best + values > dense - dense / 16 ? (uint32_t)SPCCL_FORMAT_DENSE : f;
+        // What sp_layout_cuda says, from what is at hand.
+        layout = {SP_FRAME_HEADER_BYTES,
+                  f == SPCCL_FORMAT_TILE   ? SP_FRAME_HEADER_BYTES + blocks
+                  : f == SPCCL_FORMAT_PICI ? SP_FRAME_HEADER_BYTES + 16
+                                           : 0,
+                  SP_FRAME_HEADER_BYTES + best, SP_FRAME_HEADER_BYTES + best + values};
+        if (nnz == 0) {
+            layout = {0, 0, 0, SP_FRAME_HEADER_BYTES};
+            return SPCCL_FORMAT_EMPTY;
+        }
+        if (layout.bytes > dense - dense / 16) {
+            layout = {0, 0, SP_FRAME_HEADER_BYTES, sp_up16(dense)};
+            return SPCCL_FORMAT_DENSE;
+        }
+        return f;
     }
     // Until this worker has taken the frames of all slices before. All ranks are about as far; a feeder that
     // runs ahead with dense frames only fills the rings, and then everyone waits for frames and for room by
@@ -192,8 +207,8 @@ struct sp_outbox {
                                          const sp_route &r, uint32_t slice, typename G::U *clear = nullptr)
     {
         sp_scan<G> scan = sp_encode_scan<G, false>(at.lane, buf, nullptr, n, s.counts);
-        uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
-        sp_layout layout = sp_layout_cuda<G::E>(format, n, scan.nnz);
+        sp_layout layout;
+        uint32_t format = choose<G>(n, scan.nnz, scan.full_block, layout);
         bool few =
             scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI;
         if (paced && format == SPCCL_FORMAT_DENSE)
@@ -214,6 +229,7 @@ struct sp_outbox {
                                 few ? clear : nullptr);
             __syncwarp();
             write_each(r, [&](uint8_t *dst) {
+#pragma unroll 1
                 for (uint32_t i = at.lane * 16; i < layout.bytes; i += 512)
                     sp_store16(dst + i, *(const uint4 *)(stage + i));
             });
@@ -225,7 +241,7 @@ struct sp_outbox {
             sent += layout.bytes;
             off += layout.bytes;
             free_bytes -= layout.bytes;
-            sp_store_release_cta(&boards[r.worker].posted[r.ring * 16 + at.slot()], (uint32_t)sent);
+            sp_store_release_cta(posted, (uint32_t)sent);
         }
         frame_units += layout.bytes / 16 * r.n_slots;
         n_frames += at.lane == format ? r.n_slots : 0;

@@ -22,14 +22,32 @@ __device__ __forceinline__ typename T::A sp_combine(spccl_redop op, typename T::
     return op == SPCCL_MIN ? T::min(acc, x) : op == SPCCL_MAX ? T::max(acc, x) : T::mul(acc, x);
 }
 
+// *acc = add(*acc, x); the same of the K elements of a unit. Not inlined, as only NaNs come here: what is
+// rare must not lie between what is not.
+template <class T> __device__ __noinline__ void sp_add_one_rare(typename T::A *acc, typename T::U x)
+{
+    *acc = T::add(*acc, T::widen(x));
+}
+template <class T, class G> __device__ __noinline__ void sp_add_rare(typename T::A *acc, uint4 v)
+{
+    sp_unit<G> x;
+    x.v = v;
+#pragma unroll
+    for (uint32_t c = 0; c < G::K; c++)
+        acc[c] = T::add(acc[c], T::widen(x.e[c]));
+}
+
 // Sums. Adding +0.0 changes nothing: a sum that began at +0.0 is never -0.0, and its NaNs are quiet.
 template <class T, class G> struct sp_sink_add {
     typedef typename T::A A;
     A *acc;
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
     {
-        A *at = acc + i;
-        *at = sp_add_one<T>(*at, x);
+        A sum = T::add_plain(acc[i], T::widen_plain(x));
+        if (__builtin_expect(T::is_float && sum != sum, 0))
+            sp_add_one_rare<T>(acc + i, x);
+        else
+            acc[i] = sum;
     }
     __device__ __forceinline__ void unit(uint32_t u, uint32_t, const sp_unit<G> &x) const
     {
@@ -39,15 +57,35 @@ template <class T, class G> struct sp_sink_add {
             uint4 v[N];
             A e[G::K];
         } sum;
+        bool nan = false; // one look for all of them
 #pragma unroll
         for (uint32_t i = 0; i < N; i++)
             sum.v[i] = at[i];
-        sp_add_each<T, G::K>(sum.e, x.e);
+#pragma unroll
+        for (uint32_t c = 0; c < G::K; c++) {
+            sum.e[c] = T::add_plain(sum.e[c], T::widen_plain(x.e[c]));
+            nan |= T::is_float && sum.e[c] != sum.e[c];
+        }
+        if (__builtin_expect(nan, 0)) {
+            sp_add_rare<T, G>(acc + u * G::K, x.v);
+            return;
+        }
 #pragma unroll
         for (uint32_t i = 0; i < N; i++)
             at[i] = sum.v[i];
     }
 };
+
+// Element i of a contribution, of MIN, MAX or PROD; the first one becomes the value. `listed`: a bit for each
+// element. Not inlined: it would stand in a hundred places.
+template <class T>
+__device__ __noinline__ void sp_combine_one(spccl_redop op, bool first, typename T::A *acc, uint32_t *listed,
+                                            uint32_t i, typename T::U x)
+{
+    typename T::A e = T::widen(x);
+    acc[i] = first ? e : sp_combine<T>(op, acc[i], e);
+    atomicOr(listed + i / 32, 1u << i % 32);
+}
 
 // MIN, MAX and PROD: which elements were listed is kept, as the others count as zeros.
 template <class T, class G> struct sp_sink_combine {
@@ -58,9 +96,7 @@ template <class T, class G> struct sp_sink_combine {
     bool first; // the first contribution becomes the value
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
     {
-        A *at = acc + i, e = T::widen(x);
-        *at = first ? e : sp_combine<T>(op, *at, e);
-        atomicOr(listed + i / 32, 1u << i % 32);
+        sp_combine_one<T>(op, first, acc, listed, i, x);
     }
     __device__ __forceinline__ void unit(uint32_t u, uint32_t bits, const sp_unit<G> &x) const
     {
@@ -81,6 +117,7 @@ template <class T, class G> struct sp_sink_combine {
     }
 };
 #define SP_LISTED_BYTES (SP_INBOX_SLICE_BYTES / 8) // a bit for each element of a slice
+static_assert(SP_OWN_POOL_BYTES - SP_LISTED_BYTES >= SP_POOL_BYTES_MIN, "listed frames come on chip");
 
 // This rank's own contribution, src [n] in global memory, as if it were a dense frame.
 template <class G, class SINK>
@@ -130,6 +167,7 @@ template <class T, class G> struct sp_owner {
     __device__ __forceinline__ void prefetch_own(uint32_t t) const
     {
         uint32_t bytes = share.elems(mine, t) * (uint32_t)sizeof(U);
+#pragma unroll 1
         for (uint32_t i = at.lane * 128; i < bytes; i += 32 * 128) // one bulk prefetch was slower
             sp_prefetch_l2((const uint8_t *)own(t) + i);
     }
@@ -154,7 +192,7 @@ template <class T, class G> struct sp_owner {
     {
         uint32_t k = rank - (rank > at.me() ? 1 : 0);
         if (rank != at.me())
-            return sp_decode<G>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
+            return sp_decode<G, true>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
         sp_decode_own<G>(at.lane, own(t), n, sink);
         return 0;
     }

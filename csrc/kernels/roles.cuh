@@ -25,6 +25,10 @@
 #define SP_OWN_POOL_BYTES 5376u
 #define SP_GATHER_POOL_BYTES 5024u
 
+// The pool of an inlet holds the headers of all peers and, in its halves, the longest listed frame.
+#define SP_POOL_BYTES_MIN ((SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES + SP_GPU_STAGE_BYTES + 32)
+static_assert(SP_GATHER_POOL_BYTES >= SP_POOL_BYTES_MIN && SP_INBOX_SLICE_BYTES >= SP_POOL_BYTES_MIN,
+              "listed frames come on chip");
 static_assert((SP_OWN_POOL_BYTES - (SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >= SP_GPU_STAGE_BYTES,
               "an owner puts its results together in half of its pool");
 
@@ -90,47 +94,59 @@ struct sp_feed_list {
     {
         return i.k >= n_inputs;
     }
+    __device__ __forceinline__ sp_route route(const item &i) const
+    {
+        uint32_t n_peers = (uint32_t)a.world_size - 1, ring = SP_INBOX_INPUT;
+        if (is_own(i))
+            ring = SP_INBOX_RESULT;
+        return is_own(i) || sp_one_input(a) ? sp_route{ring, i.worker, 0, n_peers}
+                                            : sp_route{ring, i.worker, i.k, 1};
+    }
 };
 
-// Where the items of a list lie in the input, one after the other.
+// Where the items of a list lie in the input, one after the other. Counts slices: they fit in 32 bits.
 struct sp_feed_ranges {
     const sp_feed_list &list;
     uint32_t worker, k;
-    uint32_t first, shard; // whose shard contribution 0 is for; this one's. 0 where the input is no shards
-    uint32_t step;         // elements from a slice of the last worker to the next one of the first
-    uint64_t stride;       // from shard to shard of the input
-    uint64_t at, base;     // where the slice starts in its shard, and the shard in the input
-    uint64_t end;          // of the slices of a shard
-    bool cut;              // the input is the whole array, and its last shards are shorter
+    uint32_t first, shard; // whose shard contribution 0 is for, and this one (of no use if stride is 0)
+    uint32_t at;           // the slice in its shard
+    uint32_t step;         // from one of the last worker to the next one of the first
+    uint32_t before, cut;  // slices of the shards before, and of each, if the shards are cut from one array
+    uint64_t stride, base; // elements from shard to shard of the input; where the shard starts
 
-    __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, const sp_share &share)
-        : list(l), worker(0), k(0), first(0), shard(0), step(share.pace - (l.n_served - 1) * l.a.slice_elems),
-          stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride), at(share.first), base(0),
-          end(l.a.shard_slices * l.a.slice_elems), cut(sp_is_sharded(l.a))
+    __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, uint32_t q)
+        : list(l), worker(0), k(0), first(0), at(q), step(l.a.n_ctas * l.a.workers_per_cta - l.n_served + 1),
+          cut(sp_is_sharded(l.a) ? (uint32_t)l.a.shard_slices : 0),
+          stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride)
     {
         if (list.n_inputs != 0)
             first = sp_inbox_peer((uint32_t)l.a.rank, 0, (uint32_t)l.a.world_size);
-        shard = first;
-        base = first * stride;
+        go_to(first);
+    }
+    __device__ __forceinline__ void go_to(uint32_t rank)
+    {
+        shard = rank;
+        before = rank * cut;
+        base = rank * stride;
     }
     // The range of this item (no elements: behind the end); then on to the next.
     __device__ __forceinline__ sp_range next()
     {
-        int64_t left = (int64_t)(list.a.n_elems - (cut ? base : 0) - at);
-        uint32_t most = list.a.slice_elems;
-        sp_range r = {base + at, left >= (int64_t)most ? most : left > 0 ? (uint32_t)left : 0};
-        if (at >= end) // the next shard begins here
+        const sp_fused_args &a = list.a;
+        uint32_t i = before + at;
+        sp_range r = {base + (uint64_t)at * a.slice_elems, i < a.whole_slices    ? a.slice_elems
+                                                           : i == a.whole_slices ? a.rest_elems
+                                                                                 : 0};
+        if (at >= (uint32_t)a.shard_slices) // there begins the next shard
             r.n = 0;
         if (++k < list.n_each) {
-            shard = shard + 1 < (uint32_t)list.a.world_size ? shard + 1 : 0;
-            base = shard == 0 ? 0 : base + stride;
+            go_to(shard + 1 < (uint32_t)a.world_size ? shard + 1 : 0);
             return r;
         }
         k = 0;
-        shard = first;
-        base = first * stride;
+        go_to(first);
         worker = worker + 1 < list.n_served ? worker + 1 : 0;
-        at += worker != 0 ? most : step;
+        at += worker != 0 ? 1 : step;
         return r;
     }
 };
@@ -170,12 +186,12 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
     static_assert(DEPTH >= 2 && DEPTH <= 4, "a barrier for each");
     sp_share share(at.a, at.q);
     sp_feed_list list(at.a, n_served);
-    sp_feed_ranges ranges(list, share);
+    sp_feed_ranges ranges(list, at.q);
     sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
     sp_feed_list::item now = {0, 0, 0};
     uint32_t i = 0; // of the buffers
     bool ok = true, patches = REDUCES && sp_patches(at.a);
-    // An all-gather's input is a shard of its output.
+    // From a place in the input to that in the output.
     uint64_t own_at = at.a.op == SP_FUSED_ALL_GATHER ? at.me() * at.a.shard_stride : 0;
     auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
     auto start = [&](uint32_t b) {
@@ -196,7 +212,6 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
     while (ok && now.t < share.n_slices) {
         __syncwarp(); // for the ranges
         sp_range r = room.ranges[i];
-        bool own = list.is_own(now), to_all = own || sp_one_input(at.a);
         loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
         if (patches)
             sp_follow(boards[now.worker], now.t);
@@ -204,12 +219,10 @@ __device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, s
             sp_store_release_cta(&boards[now.worker].fed, now.t + 1);
         if (r.n != 0) {
             U *to = (U *)at.a.out + own_at + r.start;
-            if (own && to != (const U *)at.a.in + r.start)
+            if (list.is_own(now) && to != (const U *)at.a.in + r.start)
                 sp_slice_store<G>(at.lane, buf_of(i), to, r.n);
-            sp_route route = {own ? SP_INBOX_RESULT + 0u : SP_INBOX_INPUT + 0u, now.worker,
-                              to_all ? 0 : now.k, to_all ? at.n_peers : 1};
             if (at.n_peers != 0)
-                ok = outbox.send<G>(buf_of(i), r.n, room.stage, route, now.t,
+                ok = outbox.send<G>(buf_of(i), r.n, room.stage, list.route(now), now.t,
                                     patches ? (U *)at.a.out + r.start : nullptr);
         }
         sp_slice_stored(at.lane);
@@ -251,7 +264,7 @@ __device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room,
         sp_slice_stored(at.lane);
         sp_zero_units(at.lane, buf, G::UNITS);
         __syncwarp();
-        good = sp_decode<G>(at.lane, inlet.view(k), sink);
+        good = sp_decode<G, true>(at.lane, inlet.view(k), sink);
         sp_slice_store<G>(at.lane, buf, (U *)at.a.out + r.start, r.n);
         ok = inlet.give_back(t, good ? 0 : slot + 1) &&
              outbox.send<G>(buf, r.n, room.stage, {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
@@ -273,9 +286,9 @@ __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v,
         if (v.format == SPCCL_FORMAT_EMPTY)
             return true;
         if (v.format == SPCCL_FORMAT_TILE)
-            return sp_decode_tile<G>(lane, v, sink);
+            return sp_decode_tile<G>(lane, v, v.chip, sink);
         if (v.format == SPCCL_FORMAT_COO)
-            return sp_decode_coo<G>(lane, v, sink);
+            return sp_decode_coo<G>(lane, v, v.chip, sink);
     }
     return sp_decode_store<G, false>(lane, v, buf, dst);
 }

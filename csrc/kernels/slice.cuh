@@ -47,8 +47,20 @@ template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typena
     uint32_t whole = (n + G::K - 1) / G::K; // units
     if (n + lane < whole * G::K)
         buf[n + lane] = 0;
+#pragma unroll 1
     for (uint32_t u = whole + lane; u < sp_filled<G>(n) / G::K; u += 32)
         ((uint4 *)buf)[u] = make_uint4(0, 0, 0, 0);
+}
+
+// What a copy of whole units has left of slice src [n], from element `have` on, into buf, and zeros behind
+// it. One warp. Not inlined: what is rare must not lie between what is not.
+template <class G>
+__device__ __noinline__ void sp_slice_load_rest(uint32_t lane, typename G::U *buf, const typename G::U *src,
+                                                uint32_t have, uint32_t n)
+{
+    for (uint32_t k = have + lane; k < n; k += 32)
+        buf[k] = src[k];
+    sp_fill<G>(lane, buf, n);
 }
 
 // Which of its units of a run a lane reads in turn j: eight neighbouring lanes are in different banks.
@@ -102,27 +114,38 @@ template <class G, uint32_t PENDING> struct sp_loader {
             sp_barrier_wait(barriers + i, phases >> i & 1);
             phases ^= 1u << i;
             have = n;
-            if (n % (2 * G::RUN_ELEMS) == 0) // almost always: nothing to fill
-                return;
         }
 #else
         sp_copy_wait<PENDING>();
         have = ((uintptr_t)src & 15) == 0 ? n / G::K * G::K : 0;
 #endif
-        for (uint32_t k = have + lane; k < n; k += 32)
-            buf[k] = src[k];
-        sp_fill<G>(lane, buf, n);
+        if (have != n || n % (2 * G::RUN_ELEMS) != 0)
+            sp_slice_load_rest<G>(lane, buf, src, have, n);
         __syncwarp();
     }
 };
+
+// The same as sp_slice_store without bulk copies: before sm_90, and of what is unaligned. Not inlined, as
+// above.
+template <class G>
+__device__ __noinline__ void sp_slice_store_units(uint32_t lane, const typename G::U *buf, typename G::U *dst,
+                                                  uint32_t n)
+{
+    uint32_t have = 0;
+    if (((uintptr_t)dst & 15) == 0) {
+        for (uint32_t u = lane; u < n / G::K; u += 32)
+            sp_store16_stream((uint4 *)dst + u, ((const uint4 *)buf)[u]);
+        have = n / G::K * G::K;
+    }
+    for (uint32_t i = have + lane; i < n; i += 32)
+        dst[i] = buf[i];
+}
 
 // Write buf to dst [n] in global memory. The warp may read buf afterwards; before it writes there again:
 // sp_slice_stored.
 template <class G>
 __device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::U *buf, void *dst, uint32_t n)
 {
-    typedef typename G::U U;
-    uint32_t have = 0;
 #if SP_HAS_BULK
     sp_fence_bulk();
     __syncwarp();
@@ -134,13 +157,7 @@ __device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::
 #else
     __syncwarp();
 #endif
-    if (((uintptr_t)dst & 15) == 0) {
-        for (uint32_t u = lane; u < n / G::K; u += 32)
-            sp_store16_stream((uint4 *)dst + u, ((const uint4 *)buf)[u]);
-        have = n / G::K * G::K;
-    }
-    for (uint32_t i = have + lane; i < n; i += 32)
-        ((U *)dst)[i] = buf[i];
+    sp_slice_store_units<G>(lane, buf, (typename G::U *)dst, n);
 }
 __device__ __forceinline__ void sp_slice_stored(uint32_t lane)
 {

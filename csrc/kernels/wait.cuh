@@ -8,7 +8,8 @@
 
 // A warp of a worker and its place: what every role knows. Lane 16 * ring + slot of the warp has the link to
 // the peer in `slot` through the rings INPUT or RESULT (inbox.h's lanes: here a lane is a thread of the
-// warp). In what follows members marked L are that lane's own, the others the same in all lanes.
+// warp), but in an sp_outbox of two workers. In what follows members marked L are that lane's own, the others
+// the same in all lanes.
 static_assert(SP_INBOX_LANES == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
 struct sp_place {
     const sp_fused_args &a;
@@ -47,10 +48,10 @@ struct sp_place {
     {
         return lane % 16;
     }
-    // L: is this lane's link one of the n from slot `first` on of a ring?
-    __device__ __forceinline__ bool is_mine(uint32_t which, uint32_t first, uint32_t n_slots) const
+    // L: is this lane's link one of ring `which`?
+    __device__ __forceinline__ bool is_mine(uint32_t which) const
     {
-        return ring() == which && slot() - first < n_slots;
+        return ring() == which && slot() < n_peers;
     }
     __device__ __forceinline__ uint64_t *word(size_t off) const
     {
