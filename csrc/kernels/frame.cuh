@@ -175,15 +175,14 @@ template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t bytes, uint32_t dtype,
                                                   uint32_t n)
 {
-    uint4 a = header[0], b = header[1], c = header[2], d = header[3];
-    uint32_t format = a.y >> 8 & 0xff, nnz = b.x;
+    uint32_t format = header[0].y >> 8 & 0xff, nnz = header[1].x, wrong = 0;
     sp_layout at = sp_layout_cuda<E>(format, n, nnz);
-    uint32_t wrong = (a.x ^ SP_FRAME_MAGIC) | (a.y ^ (SP_FRAME_VERSION | format << 8 | dtype << 16)) |
-                     (a.z ^ n) | a.w | b.y | (b.z ^ at.bytes) | b.w | (c.x ^ at.index) | c.y |
-                     (c.z ^ at.meta) | c.w | (d.x ^ at.values) | d.y | d.z | d.w;
-    bool fits = format == SPCCL_FORMAT_EMPTY   ? nnz == 0
-                : format == SPCCL_FORMAT_DENSE ? nnz == n
-                                               : format < SPCCL_N_FORMATS && nnz <= n;
+    bool fits = format == SPCCL_FORMAT_EMPTY ? nnz == 0 : format < SPCCL_N_FORMATS && nnz <= n;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        uint4 is = header[i], must = sp_header_unit(i, format, dtype, false, n, nnz, at);
+        wrong |= (is.x ^ must.x) | (is.y ^ must.y) | (is.z ^ must.z) | (is.w ^ must.w);
+    }
     if (sp_is_listed(format)) // sent in one piece from a stage
         bytes = min(bytes, SP_GPU_STAGE_BYTES);
     return wrong == 0 && fits && at.bytes <= bytes ? at.bytes : 0;

@@ -128,21 +128,22 @@ struct sp_outbox {
         __syncwarp();
         return ok;
     }
-    // The format of a slice on NVLink, and its layout: the smallest, but dense where the others save less
-    // than a sixteenth. (Not to the byte what the codec chooses: what must fit on chip counts too.)
+    // The format of a slice on NVLink: the smallest, but dense where the others save less than a sixteenth.
+    // (Not to the byte what the codec chooses: what must fit on chip counts too.)
     template <class G>
-    __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block,
-                                               sp_layout &layout) const
+    __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block) const
     {
-        uint32_t f = (uint32_t)at.a.format, tiles = (n + 4095) / 4096, values = sp_up16(nnz * G::E);
+        uint32_t f = (uint32_t)at.a.format, tiles = (n + 4095) / 4096,
+                 values = SP_FRAME_HEADER_BYTES + sp_up16(nnz * G::E);
         uint32_t pici = 16 + tiles * 512, best = pici, coo = sp_up16(nnz * 4),
-                 blocks = sp_up16((n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS), tile = blocks + sp_up16(nnz),
+                 tile = sp_up16((n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS) + sp_up16(nnz),
                  dense = SP_FRAME_HEADER_BYTES + n * G::E;
-        if (at.a.format != SPCCL_FORMAT_AUTO && nnz != 0 && sp_allows(f, nnz, full_block, false)) {
-            layout = sp_layout_cuda<G::E>(f, n, nnz);
-            if (f == SPCCL_FORMAT_PICI || f == SPCCL_FORMAT_DENSE || layout.bytes <= SP_GPU_STAGE_BYTES)
-                return f;
-        }
+        if (nnz == 0)
+            return SPCCL_FORMAT_EMPTY;
+        if (at.a.format != SPCCL_FORMAT_AUTO && sp_allows(f, nnz, full_block, false) &&
+            (f == SPCCL_FORMAT_PICI || f == SPCCL_FORMAT_DENSE ||
+             sp_layout_cuda<G::E>(f, n, nnz).bytes <= SP_GPU_STAGE_BYTES))
+            return f;
         f = SPCCL_FORMAT_PICI;
         if (coo < best) {
             f = SPCCL_FORMAT_COO;
@@ -152,25 +153,11 @@ struct sp_outbox {
             f = SPCCL_FORMAT_TILE;
             best = tile;
         }
-        if (SP_FRAME_HEADER_BYTES + best + values > SP_GPU_STAGE_BYTES && f != SPCCL_FORMAT_PICI) {
+        if (best + values > SP_GPU_STAGE_BYTES && f != SPCCL_FORMAT_PICI) {
             f = SPCCL_FORMAT_PICI;
             best = pici;
         }
-        // What sp_layout_cuda says, from what is at hand.
-        layout = {SP_FRAME_HEADER_BYTES,
-                  f == SPCCL_FORMAT_TILE   ? SP_FRAME_HEADER_BYTES + blocks
-                  : f == SPCCL_FORMAT_PICI ? SP_FRAME_HEADER_BYTES + 16
-                                           : 0,
-                  SP_FRAME_HEADER_BYTES + best, SP_FRAME_HEADER_BYTES + best + values};
-        if (nnz == 0) {
-            layout = {0, 0, 0, SP_FRAME_HEADER_BYTES};
-            return SPCCL_FORMAT_EMPTY;
-        }
-        if (layout.bytes > dense - dense / 16) {
-            layout = {0, 0, SP_FRAME_HEADER_BYTES, sp_up16(dense)};
-            return SPCCL_FORMAT_DENSE;
-        }
-        return f;
+        return best + values > dense - dense / 16 ? (uint32_t)SPCCL_FORMAT_DENSE : f;
     }
     // Until this worker has taken the frames of all slices before. All ranks are about as far; a feeder that
     // runs ahead with dense frames only fills the rings, and then everyone waits for frames and for room by
@@ -207,8 +194,8 @@ struct sp_outbox {
                                          const sp_route &r, uint32_t slice, typename G::U *clear = nullptr)
     {
         sp_scan<G> scan = sp_encode_scan<G, false>(at.lane, buf, nullptr, n, s.counts);
-        sp_layout layout;
-        uint32_t format = choose<G>(n, scan.nnz, scan.full_block, layout);
+        uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
+        sp_layout layout = sp_layout_cuda<G::E>(format, n, scan.nnz);
         bool few =
             scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI;
         if (paced && format == SPCCL_FORMAT_DENSE)

@@ -111,40 +111,35 @@ struct sp_feed_ranges {
     uint32_t first, shard; // whose shard contribution 0 is for, and this one (of no use if stride is 0)
     uint32_t at;           // the slice in its shard
     uint32_t step;         // from one of the last worker to the next one of the first
-    uint32_t before, cut;  // slices of the shards before, and of each, if the shards are cut from one array
-    uint64_t stride, base; // elements from shard to shard of the input; where the shard starts
+    uint32_t cut;          // slices of a shard, if the shards are cut from one array
+    uint64_t stride;       // elements from shard to shard of the input
 
     __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, uint32_t q)
-        : list(l), worker(0), k(0), first(0), at(q), step(l.a.n_ctas * l.a.workers_per_cta - l.n_served + 1),
+        : list(l), worker(0), k(0), first(0), shard(0), at(q),
+          step(l.a.n_ctas * l.a.workers_per_cta - l.n_served + 1),
           cut(sp_is_sharded(l.a) ? (uint32_t)l.a.shard_slices : 0),
           stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride)
     {
         if (list.n_inputs != 0)
             first = sp_inbox_peer((uint32_t)l.a.rank, 0, (uint32_t)l.a.world_size);
-        go_to(first);
-    }
-    __device__ __forceinline__ void go_to(uint32_t rank)
-    {
-        shard = rank;
-        before = rank * cut;
-        base = rank * stride;
+        shard = first;
     }
     // The range of this item (no elements: behind the end); then on to the next.
     __device__ __forceinline__ sp_range next()
     {
         const sp_fused_args &a = list.a;
-        uint32_t i = before + at;
-        sp_range r = {base + (uint64_t)at * a.slice_elems, i < a.whole_slices    ? a.slice_elems
-                                                           : i == a.whole_slices ? a.rest_elems
-                                                                                 : 0};
+        uint32_t i = shard * cut + at;
+        sp_range r = {shard * stride + (uint64_t)at * a.slice_elems, i < a.whole_slices    ? a.slice_elems
+                                                                     : i == a.whole_slices ? a.rest_elems
+                                                                                           : 0};
         if (at >= (uint32_t)a.shard_slices) // there begins the next shard
             r.n = 0;
         if (++k < list.n_each) {
-            go_to(shard + 1 < (uint32_t)a.world_size ? shard + 1 : 0);
+            shard = shard + 1 < (uint32_t)a.world_size ? shard + 1 : 0;
             return r;
         }
         k = 0;
-        go_to(first);
+        shard = first;
         worker = worker + 1 < list.n_served ? worker + 1 : 0;
         at += worker != 0 ? 1 : step;
         return r;
