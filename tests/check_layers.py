@@ -70,7 +70,7 @@ MAP = (
         "scan_avx512 bulk_avx512 pici_avx512 coo_avx512 tile_avx512 dispatch "
         "cuda_check kernels_cuda device_cuda memory_cuda device_none "
         "ptx.cuh elem.cuh slice.cuh frame.cuh encode.cuh decode.cuh share.cuh wait.cuh outbox.cuh inlet.cuh roles.cuh "
-        "fused.cuh reduce.cuh codec_cuda direct_cuda gather_cuda "
+        "fused.cuh reduce.cuh codec.cuh columns.cuh encode_cuda decode_cuda direct_cuda gather_cuda "
         "reduce_float_cuda reduce_half_cuda reduce_int_cuda reduce_small_int_cuda",
         (*NO_NETWORK, "Python", "torch/"),
     ),

@@ -6,16 +6,13 @@
 //   unit of the slice at most once.
 // Checks what docs/FORMAT.md section 4 asks of the index sections on the way; whatever a frame says, nothing
 // outside of it is read and the sink is called with elements of the slice only.
+//
+// PARTS warps may take a frame together (decode_cuda.cu), warp `part` its part of the elements of tile and
+// dense frames, and any entries of coo ones. Elsewhere PARTS is 1 and `part` 0.
 #ifndef SP_DECODE_CUH
 #define SP_DECODE_CUH
 
 #include "encode.cuh"
-
-// 16 bytes as elements.
-template <class G> union sp_unit {
-    uint4 v;
-    typename G::U e[G::K];
-};
 
 // Entries [from, to) of a tile frame at p, of the blocks from `base` on. block_of(k): the block of entry k,
 // from `base` on; it does not fall, so places grow inside each block if and only if elements do.
@@ -50,48 +47,70 @@ __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &
     return ok;
 }
 
-// Rules 20 to 22: each entry looks for its block. p: the frame.
-template <class G, class SINK>
-__device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink)
+// Entries of a tile frame that lie in blocks before `base`. False: all blocks have not nnz of them.
+template <class G>
+__device__ __forceinline__ bool sp_tile_before(uint32_t lane, const uint8_t *counts, uint32_t n_blocks,
+                                               uint32_t base, uint32_t nnz, uint32_t *before)
 {
-    const uint8_t *counts = p + v.at.index;
-    constexpr uint32_t PARTS = (G::N_BLOCKS + 31) / 32; // of 32 blocks
-    uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS;
-    bool ok = true;
-    if (G::N_BLOCKS <= 8) { // every lane has them all
-        uint2 w = *(const uint2 *)counts;
-        uint64_t all = w.x | (uint64_t)w.y << 32;
-        uint32_t first[8], sum = 0;
-        if (n_blocks < 8)
-            all &= ((uint64_t)1 << 8 * n_blocks) - 1;
+    uint32_t sum = 0;
+    *before = 0;
 #pragma unroll
-        for (uint32_t j = 0; j < 8; j++) {
-            first[j] = sum;
-            sum += (uint32_t)(all >> 8 * j) & 0xff;
+    for (uint32_t h = 0; h < G::N_BLOCKS; h += 32) {
+        uint32_t b = h + lane, count = b < n_blocks ? counts[b] : 0;
+        sum += __reduce_add_sync(~0u, count);
+        *before += __reduce_add_sync(~0u, b < base ? count : 0);
+    }
+    return sum == nnz;
+}
+
+// Rules 20 to 22: each entry looks for its block. p: the frame.
+template <class G, uint32_t PARTS = 1, class SINK>
+__device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink,
+                                               uint32_t part = 0)
+{
+    constexpr uint32_t BLOCKS = G::N_BLOCKS / PARTS, GROUPS = (BLOCKS + 31) / 32; // of 32 blocks
+    const uint8_t *counts = p + v.at.index;
+    uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS, base = part * BLOCKS, before = 0;
+    bool ok = true;
+    if (PARTS > 1 && !sp_tile_before<G>(lane, counts, n_blocks, base, v.nnz, &before))
+        return false;
+    static_assert(BLOCKS >= 4, "whole words of counts");
+    if (BLOCKS <= 8) { // every lane has them all
+        uint2 w =
+            BLOCKS == 8 ? *(const uint2 *)(counts + base) : uint2{*(const uint32_t *)(counts + base), 0};
+        uint64_t all = w.x | (uint64_t)w.y << 32;
+        uint32_t first[8], upto = before, have = n_blocks > base ? n_blocks - base : 0;
+        if (have < 8)
+            all &= ((uint64_t)1 << 8 * have) - 1;
+#pragma unroll
+        for (uint32_t j = 0; j < BLOCKS; j++) {
+            first[j] = upto;
+            upto += (uint32_t)(all >> 8 * j) & 0xff;
         }
-        if (sum != v.nnz) // then no place among the values can be trusted
+        if (PARTS == 1 && upto != v.nnz) // then no place among the values can be trusted
             return false;
-        return sp_decode_entries<G>(lane, v, p, sink, 0, v.nnz, 0, [&](uint32_t k) {
+        return sp_decode_entries<G>(lane, v, p, sink, before, upto, base, [&](uint32_t k) {
             uint32_t b = 0;
 #pragma unroll
-            for (uint32_t j = 1; j < 8; j++) // the last block that starts at k or before it
+            for (uint32_t j = 1; j < BLOCKS; j++) // the last block that starts at k or before it
                 b += first[j] <= k ? 1 : 0;
             return b;
         });
     }
-    uint32_t start[PARTS], first[PARTS + 1]; // counts of blocks in lanes
-    first[0] = 0;
+    uint32_t start[GROUPS], first[GROUPS + 1]; // counts of blocks in lanes
+    first[0] = before;
 #pragma unroll
-    for (uint32_t h = 0; h < PARTS; h++) {
-        uint32_t b = h * 32 + lane, count = b < n_blocks ? counts[b] : 0, upto = sp_warp_sum(count, lane);
+    for (uint32_t h = 0; h < GROUPS; h++) {
+        uint32_t j = h * 32 + lane, count = j < BLOCKS && base + j < n_blocks ? counts[base + j] : 0,
+                 upto = sp_warp_sum(count, lane);
         start[h] = first[h] + upto - count;
         first[h + 1] = first[h] + __shfl_sync(~0u, upto, 31);
     }
-    if (first[PARTS] != v.nnz)
+    if (PARTS == 1 && first[GROUPS] != v.nnz)
         return false;
 #pragma unroll
-    for (uint32_t h = 0; h < PARTS; h++)
-        ok &= sp_decode_entries<G>(lane, v, p, sink, first[h], first[h + 1], h * 32, [&](uint32_t k) {
+    for (uint32_t h = 0; h < GROUPS; h++)
+        ok &= sp_decode_entries<G>(lane, v, p, sink, first[h], first[h + 1], base + h * 32, [&](uint32_t k) {
             uint32_t b = 0;
 #pragma unroll
             for (uint32_t step = 16; step != 0; step >>= 1)
@@ -177,14 +196,15 @@ __device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, 
 }
 
 // Rules 26 and 27.
-template <class G, class SINK>
-__device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink)
+template <class G, uint32_t PARTS = 1, class SINK>
+__device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink,
+                                              uint32_t part = 0)
 {
     typedef typename G::U U;
     const uint32_t *index = (const uint32_t *)(p + v.at.index);
     const U *values = (const U *)(p + v.at.values);
     bool ok = true;
-    for (uint32_t k = lane; k < v.nnz; k += 32) {
+    for (uint32_t k = part * 32 + lane; k < v.nnz; k += 32 * PARTS) {
         uint32_t i = index[k];
         bool good = i < v.n && (k == 0 || i > index[k - 1]);
         if (good)
@@ -194,13 +214,16 @@ __device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, c
     return ok;
 }
 
-template <class G, class SINK>
-__device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v, SINK &sink)
+template <class G, uint32_t PARTS = 1, class SINK>
+__device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v, SINK &sink,
+                                                uint32_t part = 0)
 {
     constexpr uint32_t AHEAD = G::K > 4 ? 4 : 8; // more would spill registers
+    constexpr uint32_t PART_UNITS = G::UNITS / PARTS;
     const uint4 *units = (const uint4 *)v.values;
-    uint32_t whole = v.n / G::K, u = lane;
-    for (; u + 32 * (AHEAD - 1) < whole; u += 32 * AHEAD) {
+    uint32_t whole = v.n / G::K, end = PARTS == 1 ? whole : min(whole, (part + 1) * PART_UNITS),
+             u = part * PART_UNITS + lane;
+    for (; u + 32 * (AHEAD - 1) < end; u += 32 * AHEAD) {
         sp_unit<G> x[AHEAD];
 #pragma unroll
         for (uint32_t i = 0; i < AHEAD; i++)
@@ -210,12 +233,12 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
             sink.unit(u + 32 * i, sp_unit_mask<G::E>(x[i].v), x[i]);
     }
 #pragma unroll 1
-    for (; u < whole; u += 32) {
+    for (; u < end; u += 32) {
         sp_unit<G> x;
         x.v = units[u];
         sink.unit(u, sp_unit_mask<G::E>(x.v), x);
     }
-    if (lane == 0 && v.n % G::K != 0) {
+    if (lane == 0 && v.n % G::K != 0 && (PARTS == 1 || part == whole / PART_UNITS)) {
         sp_unit<G> x;
         x.v = units[whole];
 #pragma unroll
@@ -263,28 +286,15 @@ template <class G> struct sp_sink_zeros {
         dst[i] = x;
     }
 };
-// Nowhere: only the rules are checked.
-template <class G> struct sp_sink_none {
-    __device__ __forceinline__ void put(uint32_t, typename G::U) const
-    {
-    }
-    __device__ __forceinline__ void unit(uint32_t, uint32_t, const sp_unit<G> &) const
-    {
-    }
-};
-
 // dst [v.n] in global memory becomes what the frame says, zeros where it says nothing. buf: room for a slice
-// on chip; stores from it are waited for first. False: as sp_decode; then dst holds anything, but with
-// CHECKED what it held before (and the lanes agree). good: with CHECKED, what the lane knows of the frame so
-// far. Without CHECKED: v.chip is set.
-template <class G, bool CHECKED>
+// on chip; stores from it are waited for first. False: as sp_decode; then dst holds anything.
+template <class G>
 __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v, typename G::U *buf,
-                                                typename G::U *dst, bool good = true)
+                                                typename G::U *dst)
 {
     sp_sink_chip<G> sink = {buf};
+    bool good;
     if (v.format == SPCCL_FORMAT_EMPTY) {
-        if (CHECKED && !__all_sync(~0u, good))
-            return false;
         sp_slice_store_zero<G>(lane, dst, v.n);
         return true;
     }
@@ -293,9 +303,7 @@ __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v,
         sp_zero_units(lane, buf, G::UNITS);
         __syncwarp();
     }
-    good &= sp_decode<G, !CHECKED>(lane, v, sink);
-    if (CHECKED && !__all_sync(~0u, good))
-        return false;
+    good = sp_decode<G, true>(lane, v, sink);
     sp_slice_store<G>(lane, buf, dst, v.n);
     return good;
 }

@@ -5,7 +5,8 @@
 //                    and dense ones leave unit by unit through `out(offset, unit)`, so that a frame of any
 //                    size needs little room on chip.
 // Values are taken from shared memory by index, not from registers: at 99% sparsity only one in a hundred is
-// touched.
+// touched. The warps of a team (codec.cuh) each scan their part of a slice as if it were one, then write one
+// frame together.
 #ifndef SP_ENCODE_CUH
 #define SP_ENCODE_CUH
 
@@ -71,14 +72,14 @@ template <class G> struct sp_scan {
 
 // buf: the slice [n], filled up with zeros to sp_filled(n); base: the same of the base, with BASE. counts
 // [SP_BLOCKS_MAX] in shared memory gets the index section of format tile. Both buffers have been written by
-// the whole warp: __syncwarp before; __syncwarp before counts are read.
-template <class G, bool BASE>
+// the whole warp: __syncwarp before; __syncwarp before counts are read. AT_ONCE: units of a run and lane
+// whose code stands one behind the other; in fused collectives more of it would crowd out that of the other
+// roles.
+template <class G, bool BASE, uint32_t AT_ONCE = 4>
 __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typename G::U *buf,
                                                      const typename G::U *base, uint32_t n, uint8_t *counts)
 {
     typedef typename sp_scan<G>::mask_type MASK;
-    // In fused collectives more code would crowd out that of the other roles.
-    constexpr uint32_t AT_ONCE = G::UNITS * 16 > SP_INBOX_SLICE_BYTES ? G::ROWS : 4;
     sp_scan<G> s;
     uint32_t sum = 0;
     bool full = false;
@@ -133,6 +134,35 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
     return s;
 }
 
+// What a scan has found, as entries of a frame of format tile or coo: from entry first_k on, elements counted
+// from first_i on. frame, clear: as below.
+template <class G>
+__device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename G::U *buf,
+                                                  const sp_scan<G> &s, uint32_t format, const sp_layout &at,
+                                                  uint8_t *frame, uint32_t first_k, uint32_t first_i,
+                                                  typename G::U *clear = nullptr)
+{
+    typedef typename G::U U;
+    typedef typename sp_scan<G>::mask_type MASK;
+    U *values = (U *)(frame + at.values);
+    uint8_t *places = frame + at.meta;
+    uint32_t *index = (uint32_t *)(frame + at.index);
+#pragma unroll
+    for (uint32_t r = 0; r < G::RUNS; r++) {
+        uint32_t k = first_k + (s.start[r / 2] >> r % 2 * 16 & 0xffff);
+        for (MASK left = s.mask[r]; left != 0; left &= left - 1, k++) {
+            uint32_t i = r * G::RUN_ELEMS + lane * G::LANE_ELEMS + sp_lowest(left);
+            values[k] = buf[i];
+            if (clear != nullptr)
+                clear[i] = 0;
+            if (format == SPCCL_FORMAT_TILE)
+                places[k] = (uint8_t)i; // first_i is a multiple of SP_TILE_ELEMS
+            else
+                index[k] = first_i + i;
+        }
+    }
+}
+
 // A whole frame of format empty, tile or coo. frame: shared or global memory, aligned to 16; __syncwarp
 // before it is read, and before the call (counts). clear: nullptr, or a slice [n] in global memory whose
 // listed elements become zero.
@@ -142,11 +172,6 @@ __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G
                                                  const sp_layout &at, uint8_t *frame, const uint8_t *counts,
                                                  typename G::U *clear = nullptr)
 {
-    typedef typename G::U U;
-    typedef typename sp_scan<G>::mask_type MASK;
-    U *values = (U *)(frame + at.values);
-    uint8_t *places = frame + at.meta;
-    uint32_t *index = (uint32_t *)(frame + at.index);
     if (lane < 4)
         ((uint4 *)frame)[lane] = sp_header_unit(lane, format, dtype, is_delta, n, s.nnz, at);
     if (format == SPCCL_FORMAT_EMPTY)
@@ -156,21 +181,14 @@ __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G
 #pragma unroll 1
         for (uint32_t b = lane; b < (n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS; b += 32)
             frame[at.index + b] = counts[b];
-#pragma unroll
-    for (uint32_t r = 0; r < G::RUNS; r++) {
-        uint32_t k = s.start[r / 2] >> r % 2 * 16 & 0xffff;
-        for (MASK left = s.mask[r]; left != 0; left &= left - 1, k++) {
-            uint32_t i = r * G::RUN_ELEMS + lane * G::LANE_ELEMS + sp_lowest(left);
-            values[k] = buf[i];
-            if (clear != nullptr)
-                clear[i] = 0;
-            if (format == SPCCL_FORMAT_TILE)
-                places[k] = (uint8_t)i;
-            else
-                index[k] = i;
-        }
-    }
+    sp_encode_entries<G>(lane, buf, s, format, at, frame, 0, 0, clear);
 }
+
+// 16 bytes as elements.
+template <class G> union sp_unit {
+    uint4 v;
+    typename G::U e[G::K];
+};
 
 // The values of a pici frame, one column behind the other, leave through a stage of SP_PICI_STAGE_BYTES on
 // chip.
@@ -220,32 +238,13 @@ template <class G> struct sp_column_stage {
     }
 };
 
-// A unit of a slice and, with BASE, what of it differs from the base; zeros where there is none.
-template <class G, bool BASE> struct sp_pici_unit {
-    union {
-        uint4 v;
-        typename G::U e[G::K];
-    } x, differs;
-
-    __device__ __forceinline__ sp_pici_unit(const typename G::U *buf, const typename G::U *base, uint32_t u,
-                                            bool has)
-    {
-        x.v = has ? ((const uint4 *)buf)[u] : make_uint4(0, 0, 0, 0);
-        differs.v = x.v;
-        if (BASE) {
-            uint4 b = has ? ((const uint4 *)base)[u] : make_uint4(0, 0, 0, 0);
-            differs.v = make_uint4(x.v.x ^ b.x, x.v.y ^ b.y, x.v.z ^ b.z, x.v.w ^ b.w);
-        }
-    }
-};
-
 // A pici frame. A lane takes rows `lane` and `lane + 32` of a tile, all lanes the same columns: ballots give
-// a column's bits, and its values come out one behind the other. stage [SP_PICI_STAGE_BYTES] in shared
-// memory, aligned to 16.
-template <class G, bool BASE, class OUT>
-__device__ __forceinline__ void
-sp_encode_pici(uint32_t lane, const typename G::U *buf, const typename G::U *base, uint32_t dtype, uint32_t n,
-               uint32_t nnz, const sp_layout &at, typename G::U *stage, OUT out)
+// a column's bits, and its values come out one behind the other. (The codec has more room on chip and does
+// without ballots: columns.cuh.) stage [SP_PICI_STAGE_BYTES] in shared memory, aligned to 16.
+template <class G, class OUT>
+__device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::U *buf, uint32_t dtype,
+                                               uint32_t n, uint32_t nnz, const sp_layout &at,
+                                               typename G::U *stage, OUT out)
 {
     constexpr uint32_t ROW_UNITS = 64 / G::K;
     constexpr bool TWO_ROWS = G::TILE_ROWS == 64;
@@ -259,11 +258,13 @@ sp_encode_pici(uint32_t lane, const typename G::U *buf, const typename G::U *bas
             prefix = values.sent + values.fill;
         for (uint32_t g = 0; g < ROW_UNITS; g++) {
             uint32_t u = (t * 64 + lane) * ROW_UNITS + g;
-            sp_pici_unit<G, BASE> lo(buf, base, u, has_lo), hi(buf, base, u + 32 * ROW_UNITS, has_hi);
+            sp_unit<G> lo, hi;
+            lo.v = has_lo ? ((const uint4 *)buf)[u] : make_uint4(0, 0, 0, 0);
+            hi.v = has_hi ? ((const uint4 *)buf)[u + 32 * ROW_UNITS] : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (uint32_t c = 0; c < G::K; c++) {
-                uint32_t bits_lo = __ballot_sync(~0u, lo.differs.e[c] != 0),
-                         bits_hi = TWO_ROWS ? __ballot_sync(~0u, hi.differs.e[c] != 0) : 0;
+                uint32_t bits_lo = __ballot_sync(~0u, lo.e[c] != 0),
+                         bits_hi = TWO_ROWS ? __ballot_sync(~0u, hi.e[c] != 0) : 0;
                 if (lane == (g * G::K + c) / 2) {
                     uint64_t word = bits_lo | (uint64_t)bits_hi << 32;
                     if (c % 2 == 0)
@@ -271,8 +272,8 @@ sp_encode_pici(uint32_t lane, const typename G::U *buf, const typename G::U *bas
                     else
                         word_b = word;
                 }
-                values.add(bits_lo, lo.differs.e[c] != 0, lo.x.e[c]);
-                values.add(bits_hi, hi.differs.e[c] != 0, hi.x.e[c]);
+                values.add(bits_lo, lo.e[c] != 0, lo.e[c]);
+                values.add(bits_hi, hi.e[c] != 0, hi.e[c]);
             }
             values.drain(lane, at.values, out);
         }
@@ -284,20 +285,21 @@ sp_encode_pici(uint32_t lane, const typename G::U *buf, const typename G::U *bas
     uint4 index = make_uint4(__shfl_sync(~0u, prefix, 0), __shfl_sync(~0u, prefix, 1),
                              __shfl_sync(~0u, prefix, 2), __shfl_sync(~0u, prefix, 3));
     if (lane < 4)
-        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_PICI, dtype, BASE, n, nnz, at));
+        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_PICI, dtype, false, n, nnz, at));
     else if (lane == 4)
         out(at.index, index);
 }
 
-// A dense frame.
-template <class G, class OUT>
+// A dense frame: the header and, of the elements, those of a part.
+template <class G, uint32_t PARTS = 1, class OUT>
 __device__ __forceinline__ void sp_encode_dense(uint32_t lane, const typename G::U *buf, uint32_t dtype,
-                                                uint32_t n, const sp_layout &at, OUT out)
+                                                uint32_t n, const sp_layout &at, OUT out, uint32_t part = 0)
 {
-    if (lane < 4)
+    uint32_t end = min((n + G::K - 1) / G::K, (part + 1) * (G::UNITS / PARTS));
+    if (part == 0 && lane < 4)
         out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_DENSE, dtype, false, n, n, at));
 #pragma unroll 8
-    for (uint32_t u = lane; u < (n + G::K - 1) / G::K; u += 32)
+    for (uint32_t u = part * (G::UNITS / PARTS) + lane; u < end; u += 32)
         out(SP_FRAME_HEADER_BYTES + u * 16, ((const uint4 *)buf)[u]);
 }
 

@@ -169,23 +169,36 @@ __device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uin
     return bytes >= v->at.bytes;
 }
 
+// Is a header [4] to the bit what it must be?
+__device__ __forceinline__ bool sp_header_is(const uint4 *header, uint32_t format, uint32_t dtype,
+                                             bool is_delta, uint32_t n, uint32_t nnz, const sp_layout &at)
+{
+    uint32_t wrong = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        uint4 is = header[i], must = sp_header_unit(i, format, dtype, is_delta, n, nnz, at);
+        wrong |= (is.x ^ must.x) | (is.y ^ must.y) | (is.z ^ must.z) | (is.w ^ must.w);
+    }
+    return wrong == 0;
+}
+// May a frame of n > 0 elements say so?
+__device__ __forceinline__ bool sp_header_fits(uint32_t format, uint32_t n, uint32_t nnz)
+{
+    return format == SPCCL_FORMAT_EMPTY ? nnz == 0 : format < SPCCL_N_FORMATS && nnz <= n;
+}
+
 // Bytes of the frame, at most `bytes`, if its header [4] is to the bit that of a frame without delta of n > 0
 // elements, as a fused collective sends it; else 0 (sp_report_header finds out why). One lane.
 template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t bytes, uint32_t dtype,
                                                   uint32_t n)
 {
-    uint32_t format = header[0].y >> 8 & 0xff, nnz = header[1].x, wrong = 0;
+    uint32_t format = header[0].y >> 8 & 0xff, nnz = header[1].x;
     sp_layout at = sp_layout_cuda<E>(format, n, nnz);
-    bool fits = format == SPCCL_FORMAT_EMPTY ? nnz == 0 : format < SPCCL_N_FORMATS && nnz <= n;
-#pragma unroll
-    for (uint32_t i = 0; i < 4; i++) {
-        uint4 is = header[i], must = sp_header_unit(i, format, dtype, false, n, nnz, at);
-        wrong |= (is.x ^ must.x) | (is.y ^ must.y) | (is.z ^ must.z) | (is.w ^ must.w);
-    }
+    bool fits = sp_header_fits(format, n, nnz) && sp_header_is(header, format, dtype, false, n, nnz, at);
     if (sp_is_listed(format)) // sent in one piece from a stage
         bytes = min(bytes, SP_GPU_STAGE_BYTES);
-    return wrong == 0 && fits && at.bytes <= bytes ? at.bytes : 0;
+    return fits && at.bytes <= bytes ? at.bytes : 0;
 }
 
 // The gaps of padding, of at most 15 bytes each: behind index (0), meta (1) and values (2).
@@ -225,6 +238,19 @@ __device__ __forceinline__ void sp_padding_write(uint32_t lane, uint8_t *p, cons
     if (lane < 3 && end > SP_FRAME_HEADER_BYTES) // else there is no such section
         *(uint4 *)(p + end - 16) = make_uint4(0, 0, 0, 0);
     __syncwarp();
+}
+
+// The same to the byte, while other warps write the sections.
+template <uint32_t E>
+__device__ __forceinline__ void sp_padding_write_bytes(uint32_t lane, uint8_t *p, uint32_t format, uint32_t n,
+                                                       uint32_t nnz, const sp_layout &at)
+{
+#pragma unroll
+    for (uint32_t gap = 0; gap < 3; gap++) {
+        uint32_t from = sp_padding_from<E>(gap, format, n, nnz, at);
+        if (from + lane < sp_up16(from))
+            p[from + lane] = 0;
+    }
 }
 
 #endif

@@ -13,7 +13,7 @@ spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uin
                                            uint32_t out[SP_FUSED_OPS]);
 spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream);
 
-/* codec_cuda.cu */
+/* encode_cuda.cu, decode_cuda.cu */
 size_t sp_encode_cuda_scratch_bytes(uint64_t n_slices);
 spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream);
 spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream);

@@ -208,8 +208,8 @@ struct sp_outbox {
                                    [&](uint32_t i, uint4 v) { sp_store16(dst + i, v); });
             });
         } else if (format == SPCCL_FORMAT_PICI) {
-            sp_encode_pici<G, false>(
-                at.lane, buf, nullptr, at.a.dtype, n, scan.nnz, layout, (typename G::U *)stage,
+            sp_encode_pici<G>(
+                at.lane, buf, at.a.dtype, n, scan.nnz, layout, (typename G::U *)stage,
                 [&](uint32_t i, uint4 v) { write_each(r, [&](uint8_t *dst) { sp_store16(dst + i, v); }); });
         } else {
             sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, false, n, layout, stage, s.counts,

@@ -243,6 +243,12 @@ __device__ __forceinline__ double sp_choose(bool first, double x, double a)
     return r;
 }
 
+// The same value, of which the compiler no longer knows where it came from.
+__device__ __forceinline__ void sp_opaque(uint64_t &v)
+{
+    asm("" : "+l"(v));
+}
+
 // The lanes below this one, a bit for each.
 __device__ __forceinline__ uint32_t sp_lanes_below()
 {

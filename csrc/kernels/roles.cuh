@@ -285,7 +285,7 @@ __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v,
         if (v.format == SPCCL_FORMAT_COO)
             return sp_decode_coo<G>(lane, v, v.chip, sink);
     }
-    return sp_decode_store<G, false>(lane, v, buf, dst);
+    return sp_decode_store<G>(lane, v, buf, dst);
 }
 
 // taken: is told how many slices have been taken. REDUCES: as in sp_feed.

@@ -159,6 +159,14 @@ __device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::
 #endif
     sp_slice_store_units<G>(lane, buf, (typename G::U *)dst, n);
 }
+// What this lane has written to a buffer, another warp may store after the next barrier.
+__device__ __forceinline__ void sp_slice_written()
+{
+#if SP_HAS_BULK
+    sp_fence_bulk();
+#endif
+}
+// This warp's stores have read their buffers.
 __device__ __forceinline__ void sp_slice_stored(uint32_t lane)
 {
 #if SP_HAS_BULK

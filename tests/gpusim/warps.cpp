@@ -101,6 +101,7 @@ struct block {
     uint8_t *shared = nullptr;
     std::vector<bulk_copy> copies;
     unsigned n_live = 0;
+    bool vote = true, voted = true; // in the __syncthreads_and under way: so far; in the last one: of all
 };
 
 std::vector<warp *> &live = *new std::vector<warp *>; // of all kernels
@@ -235,6 +236,8 @@ void sync_block(block &b)
         give_up("a block waits in __syncthreads for threads that have ended");
     if (n_waiting != n)
         return;
+    b.voted = b.vote;
+    b.vote = true;
     for (auto &w : b.warps) {
         w->n_synced = w->stores.size();
         for (lane &l : w->lanes)
@@ -379,9 +382,12 @@ const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, 
     return all;
 }
 
-void gpusim_sync_block()
+bool gpusim_sync_block(bool vote)
 {
+    block &b = *now->of->of;
+    b.vote &= vote;
     wait_as(IN_SYNC_BLOCK);
+    return b.voted;
 }
 
 void gpusim_yield()

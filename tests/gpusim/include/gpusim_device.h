@@ -49,7 +49,7 @@ enum gpusim_meeting { GPUSIM_SYNC, GPUSIM_SHUFFLE, GPUSIM_VOTE, GPUSIM_SUM };
 // All 32 lanes of the warp come here, `value` of each in the result [32], which lasts until the lane's next
 // but one meeting. Lanes that meet at different places, or never: the program ends with a text.
 const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, const char *file, int line);
-void gpusim_sync_block();
+bool gpusim_sync_block(bool vote); // do all threads say yes?
 void gpusim_yield();
 
 // ---- memory ----
@@ -208,7 +208,11 @@ inline void __syncwarp(uint32_t mask = ~0u, GPUSIM_WHERE)
 }
 inline void __syncthreads()
 {
-    gpusim_sync_block();
+    gpusim_sync_block(true);
+}
+inline int __syncthreads_and(int v)
+{
+    return gpusim_sync_block(v != 0);
 }
 template <class T> T __shfl_sync(uint32_t mask, T v, uint32_t from, GPUSIM_WHERE)
 {

@@ -160,6 +160,9 @@ inline double sp_choose(bool first, double x, double a)
 {
     return __longlong_as_double(first ? __double_as_longlong(x) : __double_as_longlong(a));
 }
+inline void sp_opaque(uint64_t &)
+{
+}
 inline uint32_t sp_lanes_below()
 {
     return (1u << gpusim_here->lane) - 1;
