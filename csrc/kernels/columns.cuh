@@ -7,6 +7,9 @@
 
 #include "codec.cuh"
 
+// Tiles of a slice, or parts of one, at most.
+#define SP_COLUMN_TOTALS 4u
+
 // What a warp has of a slice. A lane's sequences, in the order in which their values follow each other in the
 // frame: first come all columns of a tile, one lane behind the other.
 template <class G> struct sp_columns {
@@ -19,6 +22,7 @@ template <class G> struct sp_columns {
     typedef typename sp_unsigned<(int)(EACH *G::E)>::type CELL;  // what it has of a row of a tile
     typedef typename sp_unsigned<(G::E == 8 ? 8 : 4)>::type ROW; // and of a row of all its tiles
     static_assert(SHARED_BY <= 2 && SEQS * G::E <= sizeof(ROW), "a register for each row");
+    static_assert(G::TILES * SHARED_BY <= SP_COLUMN_TOTALS, "one index unit, too");
 
     const sp_team &team;
     uint32_t tile, column; // the warp's first tile, the lane's first column
@@ -44,8 +48,10 @@ template <class G> struct sp_columns {
     {
         ROW all = 0;
 #pragma unroll
-        for (uint32_t t = 0; t < N_TILES; t++)
-            all |= (ROW) * (const CELL *)(slice + place(r, t)) << t * sizeof(CELL) * 8 % (sizeof(ROW) * 8);
+        for (uint32_t t = 0; t < N_TILES; t++) {
+            CELL cell = *(const CELL *)(slice + place(r, t));
+            all |= (ROW)cell << t * sizeof(CELL) * 8 % (sizeof(ROW) * 8);
+        }
         return all;
     }
     // Rows and bits of a slice in shared memory, all tiles of it filled up with zeros. base: the same of the
@@ -66,8 +72,9 @@ template <class G> struct sp_columns {
                 bits[q] |= element(differs, q) != 0 ? (uint64_t)1 << r : 0;
         }
     }
-    // From the bits of all: what lies before. totals [G::TILES * SHARED_BY] on chip: of tiles, or of the
-    // parts of one. Ends with team.sync; read before that, the buffers that held the slice may be written.
+    // From the bits of all: what lies before. totals [SP_COLUMN_TOTALS] on chip become those of the tiles, or
+    // of the parts of one. Has a team.sync in it: after `count` the buffers that held the slice may be
+    // written, totals only after another one.
     __device__ __forceinline__ void count(uint32_t *totals)
     {
         uint32_t sum = 0;

@@ -75,7 +75,7 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
     if (PARTS > 1 && !sp_tile_before<G>(lane, counts, n_blocks, base, v.nnz, &before))
         return false;
     static_assert(BLOCKS >= 4, "whole words of counts");
-    if (BLOCKS <= 8) { // every lane has them all
+    if constexpr (BLOCKS <= 8) { // every lane has them all
         uint2 w =
             BLOCKS == 8 ? *(const uint2 *)(counts + base) : uint2{*(const uint32_t *)(counts + base), 0};
         uint64_t all = w.x | (uint64_t)w.y << 32;
@@ -96,28 +96,30 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
                 b += first[j] <= k ? 1 : 0;
             return b;
         });
+    } else {
+        uint32_t start[GROUPS], first[GROUPS + 1]; // counts of blocks in lanes
+        first[0] = before;
+#pragma unroll
+        for (uint32_t h = 0; h < GROUPS; h++) {
+            uint32_t j = h * 32 + lane, count = j < BLOCKS && base + j < n_blocks ? counts[base + j] : 0,
+                     upto = sp_warp_sum(count, lane);
+            start[h] = first[h] + upto - count;
+            first[h + 1] = first[h] + __shfl_sync(~0u, upto, 31);
+        }
+        if (PARTS == 1 && first[GROUPS] != v.nnz)
+            return false;
+#pragma unroll
+        for (uint32_t h = 0; h < GROUPS; h++)
+            ok &= sp_decode_entries<G>(lane, v, p, sink, first[h], first[h + 1], base + h * 32,
+                                       [&](uint32_t k) {
+                                           uint32_t b = 0;
+#pragma unroll
+                                           for (uint32_t step = 16; step != 0; step >>= 1)
+                                               b += __shfl_sync(~0u, start[h], b + step) <= k ? step : 0;
+                                           return b;
+                                       });
+        return ok;
     }
-    uint32_t start[GROUPS], first[GROUPS + 1]; // counts of blocks in lanes
-    first[0] = before;
-#pragma unroll
-    for (uint32_t h = 0; h < GROUPS; h++) {
-        uint32_t j = h * 32 + lane, count = j < BLOCKS && base + j < n_blocks ? counts[base + j] : 0,
-                 upto = sp_warp_sum(count, lane);
-        start[h] = first[h] + upto - count;
-        first[h + 1] = first[h] + __shfl_sync(~0u, upto, 31);
-    }
-    if (PARTS == 1 && first[GROUPS] != v.nnz)
-        return false;
-#pragma unroll
-    for (uint32_t h = 0; h < GROUPS; h++)
-        ok &= sp_decode_entries<G>(lane, v, p, sink, first[h], first[h + 1], base + h * 32, [&](uint32_t k) {
-            uint32_t b = 0;
-#pragma unroll
-            for (uint32_t step = 16; step != 0; step >>= 1)
-                b += __shfl_sync(~0u, start[h], b + step) <= k ? step : 0;
-            return b;
-        });
-    return ok;
 }
 
 // Rules 23 to 25. word[t]: columns 2 * lane and 2 * lane + 1 of tile t, a bit for each row.
@@ -249,16 +251,17 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
     }
 }
 
-// All formats. False: a rule is broken (for this lane; the lanes must agree). CHIP: v.chip is set.
-template <class G, bool CHIP, class SINK>
+// All formats, in a fused collective: v.chip is set. False: a rule is broken (for this lane; the lanes must
+// agree).
+template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK &sink)
 {
     if (v.format == SPCCL_FORMAT_TILE)
-        return sp_decode_tile<G>(lane, v, CHIP ? v.chip : v.p, sink);
+        return sp_decode_tile<G>(lane, v, v.chip, sink);
     if (v.format == SPCCL_FORMAT_PICI)
         return sp_decode_pici<G>(lane, v, sink);
     if (v.format == SPCCL_FORMAT_COO)
-        return sp_decode_coo<G>(lane, v, CHIP ? v.chip : v.p, sink);
+        return sp_decode_coo<G>(lane, v, v.chip, sink);
     if (v.format == SPCCL_FORMAT_DENSE)
         sp_decode_dense<G>(lane, v, sink);
     return true;
@@ -303,7 +306,7 @@ __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v,
         sp_zero_units(lane, buf, G::UNITS);
         __syncwarp();
     }
-    good = sp_decode<G, true>(lane, v, sink);
+    good = sp_decode<G>(lane, v, sink);
     sp_slice_store<G>(lane, buf, dst, v.n);
     return good;
 }

@@ -11,7 +11,7 @@ struct __align__(16) sp_decode_room
 {
     uint8_t buf[SP_GPU_SLICE_BYTES];
     uint8_t frame[2][SP_PEEK_BYTES];
-    uint32_t totals[4]; // of sp_columns
+    uint32_t totals[SP_COLUMN_TOTALS]; // of sp_columns
 };
 
 __device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
@@ -54,9 +54,7 @@ __device__ __noinline__ spccl_status sp_why_refused(const uint8_t *start, uint32
     sp_view v;
     sp_wrong wrong;
     return sp_open<E>((const uint4 *)start, bytes, dtype, n, &v, &wrong) ? SPCCL_ERR_FORMAT
-           : wrong.rule == 3                                             ? SPCCL_ERR_VERSION
-           : wrong.rule >= 29                                            ? SPCCL_ERR_FRAME
-                                                                         : SPCCL_ERR_FORMAT;
+                                                                         : sp_status_of(wrong);
 }
 
 // One warp of a team. APPLY(old, value): what becomes of an element that is listed; SET: dst becomes what the
@@ -193,10 +191,9 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             sp_slice_store_zero<P>(team.lane, dst + from, T::elems(v.n, team.warp));
             return true;
         }
-        if (sp_is_listed(v.format)) {
+        if (sp_is_listed(v.format)) { // entries of coo frames go anywhere, of tile frames into the own part
             sp_zero_units(team.lane, buf + from, P::UNITS);
-            if (v.format ==
-                SPCCL_FORMAT_COO) // its entries go anywhere, those of tile frames into the own part
+            if (v.format == SPCCL_FORMAT_COO)
                 team.sync();
             else
                 __syncwarp();

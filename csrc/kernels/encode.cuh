@@ -168,12 +168,12 @@ __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename 
 // listed elements become zero.
 template <class G>
 __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G::U *buf, const sp_scan<G> &s,
-                                                 uint32_t format, uint32_t dtype, bool is_delta, uint32_t n,
+                                                 uint32_t format, uint32_t dtype, uint32_t n,
                                                  const sp_layout &at, uint8_t *frame, const uint8_t *counts,
                                                  typename G::U *clear = nullptr)
 {
     if (lane < 4)
-        ((uint4 *)frame)[lane] = sp_header_unit(lane, format, dtype, is_delta, n, s.nnz, at);
+        ((uint4 *)frame)[lane] = sp_header_unit(lane, format, dtype, false, n, s.nnz, at);
     if (format == SPCCL_FORMAT_EMPTY)
         return;
     sp_padding_write(lane, frame, at);
@@ -290,7 +290,7 @@ __device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::
         out(at.index, index);
 }
 
-// A dense frame: the header and, of the elements, those of a part.
+// A part of a dense frame: of its elements, and of the first part the header.
 template <class G, uint32_t PARTS = 1, class OUT>
 __device__ __forceinline__ void sp_encode_dense(uint32_t lane, const typename G::U *buf, uint32_t dtype,
                                                 uint32_t n, const sp_layout &at, OUT out, uint32_t part = 0)

@@ -13,8 +13,8 @@ struct sp_team_board {
     uint32_t found[2][SP_TEAM_WARPS]; // nnz of each part, and a bit for a full block
     uint8_t counts[2][SP_BLOCKS_MAX]; // of tile blocks
     // Of this slice alone.
-    uint32_t totals[4]; // of sp_columns
-    uint64_t offset;    // of the frame in the stream
+    uint32_t totals[SP_COLUMN_TOTALS]; // of sp_columns
+    uint64_t offset;                   // of the frame in the stream
 };
 #define SP_FULL_BLOCK (1u << 31)
 
@@ -150,7 +150,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
                 if (mine.tile + t < n_tiles)
                     ((uint64_t *)(dst + at.meta))[(mine.tile + t) * 64 + mine.column + c] =
                         mine.bits[t * C::EACH + c];
-        if (team.warp == 0 && team.lane < 4) {
+        if (team.warp == 0 && team.lane < SP_COLUMN_TOTALS) {
             uint32_t prefix = 0; // of tile `lane`; behind the last one padding
 #pragma unroll
             for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++)
@@ -198,13 +198,13 @@ template <int BYTES, bool BASE> struct sp_encoder {
     sp_encode_room<BASE> &room;
     sp_team team;
     sp_sums sums;
-    uint32_t n_slices, parity;
+    uint32_t parity;
     uint32_t waiting, waiting_bytes; // the slice whose frame waits on the stage parity ^ 1; 0 bytes: none
     sp_loader<P, 0> loader, base_loader;
 
     __device__ __forceinline__ sp_encoder(const sp_gpu_encode_args &args, sp_encode_room<BASE> &shared,
                                           uint32_t n)
-        : a(args), room(shared), sums(args.scratch, n), n_slices(n), parity(0), waiting(0), waiting_bytes(0),
+        : a(args), room(shared), sums(args.scratch, n), parity(0), waiting(0), waiting_bytes(0),
           loader(team.lane, shared.barriers[0] + team.warp),
           base_loader(team.lane, shared.barriers[1] + team.warp)
     {
@@ -225,7 +225,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
     }
     __device__ __forceinline__ void load(uint32_t s) const
     {
-        if (s >= n_slices)
+        if (s >= sums.n_slices)
             return;
         uint32_t n = T::elems(elems(s), team.warp);
         loader.start(team.lane, 0, part_of(0), at(a.x, s), n);
@@ -307,7 +307,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
         } else {
             flush();
             if (ok && format == SPCCL_FORMAT_PICI) {
-                sp_encode_pici_slice<BYTES, BASE>(a, n_slices, s, n, nnz);
+                sp_encode_pici_slice<BYTES, BASE>(a, sums.n_slices, s, n, nnz);
             } else {
                 uint64_t offset = sp_locate_team(a, sums, team, room.board, s, layout.bytes);
                 if (ok && offset + layout.bytes <= a.dst_cap)
@@ -333,7 +333,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
     __device__ __forceinline__ void run()
     {
         load(blockIdx.x);
-        for (uint32_t s = blockIdx.x; s < n_slices; s += gridDim.x) {
+        for (uint32_t s = blockIdx.x; s < sums.n_slices; s += gridDim.x) {
             loaded(s);
             encode(s, s + gridDim.x);
         }

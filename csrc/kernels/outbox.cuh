@@ -212,7 +212,7 @@ struct sp_outbox {
                 at.lane, buf, at.a.dtype, n, scan.nnz, layout, (typename G::U *)stage,
                 [&](uint32_t i, uint4 v) { write_each(r, [&](uint8_t *dst) { sp_store16(dst + i, v); }); });
         } else {
-            sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, false, n, layout, stage, s.counts,
+            sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, n, layout, stage, s.counts,
                                 few ? clear : nullptr);
             __syncwarp();
             write_each(r, [&](uint8_t *dst) {

@@ -192,7 +192,7 @@ template <class T, class G> struct sp_owner {
     {
         uint32_t k = rank - (rank > at.me() ? 1 : 0);
         if (rank != at.me())
-            return sp_decode<G, true>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
+            return sp_decode<G>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
         sp_decode_own<G>(at.lane, own(t), n, sink);
         return 0;
     }

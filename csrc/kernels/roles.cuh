@@ -259,7 +259,7 @@ __device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room,
         sp_slice_stored(at.lane);
         sp_zero_units(at.lane, buf, G::UNITS);
         __syncwarp();
-        good = sp_decode<G, true>(at.lane, inlet.view(k), sink);
+        good = sp_decode<G>(at.lane, inlet.view(k), sink);
         sp_slice_store<G>(at.lane, buf, (U *)at.a.out + r.start, r.n);
         ok = inlet.give_back(t, good ? 0 : slot + 1) &&
              outbox.send<G>(buf, r.n, room.stage, {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);

@@ -1,9 +1,10 @@
 // slice.cuh - a slice on chip: which lane holds which elements, loading and storing.
 //
-// A slice is one warp's: nothing here waits for another. It lies in shared memory as it does in the array, in
-// units of 16 bytes. To be scanned it is cut into runs in which each lane has ROWS neighbouring units, so
-// that elements come in the order of the lanes; each lane begins with another of its units (sp_row_of), so
-// that all banks are used. A run is a whole number of tile blocks and of pici rows.
+// A slice, or a team's part of one (codec.cuh), is one warp's: nothing here waits for another. It lies in
+// shared memory as it does in the array, in units of 16 bytes. To be scanned it is cut into runs in which
+// each lane has ROWS neighbouring units, so that elements come in the order of the lanes; each lane begins
+// with another of its units (sp_row_of), so that all banks are used. A run is a whole number of tile blocks
+// and of pici rows.
 #ifndef SP_SLICE_CUH
 #define SP_SLICE_CUH
 
@@ -142,7 +143,7 @@ __device__ __noinline__ void sp_slice_store_units(uint32_t lane, const typename 
 }
 
 // Write buf to dst [n] in global memory. The warp may read buf afterwards; before it writes there again:
-// sp_slice_stored.
+// sp_slice_stored, and before another warp does, a barrier too.
 template <class G>
 __device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::U *buf, void *dst, uint32_t n)
 {

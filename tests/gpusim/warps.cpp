@@ -102,6 +102,7 @@ struct block {
     std::vector<bulk_copy> copies;
     unsigned n_live = 0;
     bool vote = true, voted = true; // in the __syncthreads_and under way: so far; in the last one: of all
+    int with_vote = -1; // of those who wait: 1 in __syncthreads_and, 0 in __syncthreads; -1: nobody
 };
 
 std::vector<warp *> &live = *new std::vector<warp *>; // of all kernels
@@ -238,6 +239,7 @@ void sync_block(block &b)
         return;
     b.voted = b.vote;
     b.vote = true;
+    b.with_vote = -1;
     for (auto &w : b.warps) {
         w->n_synced = w->stores.size();
         for (lane &l : w->lanes)
@@ -382,9 +384,12 @@ const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, 
     return all;
 }
 
-bool gpusim_sync_block(bool vote)
+bool gpusim_sync_block(int with_vote, bool vote)
 {
     block &b = *now->of->of;
+    if (b.with_vote >= 0 && b.with_vote != with_vote)
+        give_up("some threads of a block are in __syncthreads, others in __syncthreads_and");
+    b.with_vote = with_vote;
     b.vote &= vote;
     wait_as(IN_SYNC_BLOCK);
     return b.voted;

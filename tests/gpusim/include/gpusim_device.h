@@ -49,7 +49,8 @@ enum gpusim_meeting { GPUSIM_SYNC, GPUSIM_SHUFFLE, GPUSIM_VOTE, GPUSIM_SUM };
 // All 32 lanes of the warp come here, `value` of each in the result [32], which lasts until the lane's next
 // but one meeting. Lanes that meet at different places, or never: the program ends with a text.
 const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, const char *file, int line);
-bool gpusim_sync_block(bool vote); // do all threads say yes?
+// __syncthreads, or with a vote __syncthreads_and: which, 0 or 1, must be the same for all threads.
+bool gpusim_sync_block(int with_vote, bool vote);
 void gpusim_yield();
 
 // ---- memory ----
@@ -208,11 +209,11 @@ inline void __syncwarp(uint32_t mask = ~0u, GPUSIM_WHERE)
 }
 inline void __syncthreads()
 {
-    gpusim_sync_block(true);
+    gpusim_sync_block(0, true);
 }
 inline int __syncthreads_and(int v)
 {
-    return gpusim_sync_block(v != 0);
+    return gpusim_sync_block(1, v != 0);
 }
 template <class T> T __shfl_sync(uint32_t mask, T v, uint32_t from, GPUSIM_WHERE)
 {
