@@ -13,6 +13,7 @@
 #include <malloc.h>
 #include <mutex>
 #include <thread>
+#include <time.h>
 #include <vector>
 
 #include "gpusim_device.h"
@@ -300,4 +301,11 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
     delete exec;
     return cudaSuccess;
 }
+}
+
+uint64_t gpusim_clock_ns()
+{
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <random>
-#include <time.h>
 #include <vector>
 
 namespace
@@ -99,6 +98,7 @@ struct block {
     gpusim_kernel *of = nullptr;
     std::vector<std::unique_ptr<warp>> warps;
     uint8_t *shared = nullptr;
+    size_t shared_bytes = 0;
     std::vector<bulk_copy> copies;
     unsigned n_live = 0;
     bool vote = true, voted = true; // in the __syncthreads_and under way: so far; in the last one: of all
@@ -302,6 +302,15 @@ void end_warp(warp &w)
     w.of->of->n_live--;
 }
 
+// Some instructions know the block's shared memory only, others global memory only.
+void must_be(bool shared, const void *p, size_t bytes)
+{
+    const block &b = *now->of->of;
+    if (((const uint8_t *)p >= b.shared && (const uint8_t *)p + bytes <= b.shared + b.shared_bytes) != shared)
+        give_up(shared ? "an address that is not in the block's shared memory, where it must be"
+                       : "an address in shared memory where it must be in global memory");
+}
+
 // Now and then some warps become much slower than the others.
 void change_pace()
 {
@@ -322,6 +331,7 @@ std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &
         b->n_live = size.threads / 32;
         if (posix_memalign((void **)&b->shared, 128, std::max<size_t>(size.shared, 1)) != 0)
             give_up("no memory for the shared memory of a block");
+        b->shared_bytes = size.shared;
         memset(b->shared, POISON, size.shared);
         for (unsigned j = 0; j < size.threads / 32; j++) {
             auto w = std::make_unique<warp>();
@@ -408,6 +418,7 @@ uint8_t *gpusim_shared()
 
 void gpusim_store_late(void *p, uint4 v)
 {
+    must_be(false, p, 16);
     now->of->stores.push_back({(uint4 *)p, v, now, false});
 }
 
@@ -426,6 +437,8 @@ void gpusim_fence()
 
 void gpusim_copy16(void *shared, const void *global)
 {
+    must_be(true, shared, 16);
+    must_be(false, global, 16);
     memset(shared, POISON, 16);
     now->open.push_back({shared, global});
 }
@@ -446,6 +459,8 @@ void gpusim_bulk(void *to, const void *from, uint32_t bytes, uint64_t *barrier)
 {
     if (((uintptr_t)to | (uintptr_t)from | bytes) % 16 != 0)
         give_up("a bulk copy that is not aligned to 16 bytes");
+    must_be(true, barrier != nullptr ? to : from, bytes);
+    must_be(false, barrier != nullptr ? from : to, bytes);
     if (barrier != nullptr) {
         memset(to, POISON, bytes);
         *barrier += (uint64_t)bytes << 32;
@@ -477,11 +492,4 @@ void gpusim_barrier_arrive(uint64_t *barrier)
 bool gpusim_barrier_passed(const uint64_t *barrier, uint32_t parity)
 {
     return (*(const volatile uint64_t *)barrier & 1) != parity;
-}
-
-uint64_t gpusim_clock_ns()
-{
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
