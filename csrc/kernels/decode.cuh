@@ -71,7 +71,6 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
     constexpr uint32_t BLOCKS = G::N_BLOCKS / PARTS, GROUPS = (BLOCKS + 31) / 32; // of 32 blocks
     const uint8_t *counts = p + v.at.index;
     uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS, base = part * BLOCKS, before = 0;
-    bool ok = true;
     if (PARTS > 1 && !sp_tile_before<G>(lane, counts, n_blocks, base, v.nnz, &before))
         return false;
     static_assert(BLOCKS >= 4, "whole words of counts");
@@ -98,6 +97,7 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
         });
     } else {
         uint32_t start[GROUPS], first[GROUPS + 1]; // counts of blocks in lanes
+        bool ok = true;
         first[0] = before;
 #pragma unroll
         for (uint32_t h = 0; h < GROUPS; h++) {
@@ -289,6 +289,7 @@ template <class G> struct sp_sink_zeros {
         dst[i] = x;
     }
 };
+
 // dst [v.n] in global memory becomes what the frame says, zeros where it says nothing. buf: room for a slice
 // on chip; stores from it are waited for first. False: as sp_decode; then dst holds anything.
 template <class G>
