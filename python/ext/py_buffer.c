@@ -10,6 +10,7 @@ enum {
     DL_INT = 0,
     DL_UINT = 1,
     DL_FLOAT = 2,
+    DL_OPAQUE_HANDLE = 3,
     DL_BFLOAT = 4,
     DL_BOOL = 6,
     DL_FLOAT8_FIRST = 7,
@@ -58,8 +59,8 @@ static int dtype_of_name(ext_state *state, const char *arg, const char *name, sp
     return -1;
 }
 
-/* The dtype of a struct-module format with one native element, 0 if there is none. Widths of 'l' and the
- * like differ between platforms, so the size decides. */
+/* The dtype of a struct-module format with one native element, 0 if there is none. The width of 'l' differs
+ * between platforms, so `itemsize` decides among the integers. */
 static spccl_dtype dtype_of_format(const char *format, Py_ssize_t itemsize)
 {
     if (format == NULL)
@@ -112,6 +113,37 @@ static spccl_dtype dtype_of_dlpack(const dl_tensor *t)
     return 0;
 }
 
+/* Whether elements of this format hold references: Python objects ('O') or addresses (PEP 3118 'P', '&' and
+ * 'X{}'; ctypes 'z' and 'Z' for strings). Looks into structs and skips field names, which stand between
+ * colons. 'Z' before a float type is a complex number. */
+static bool holds_references(const char *format)
+{
+    bool in_name = false;
+
+    for (; format != NULL && *format != '\0'; format++) {
+        if (*format == ':')
+            in_name = !in_name;
+        else if (in_name)
+            continue;
+        else if (strchr("OP&Xz", *format) != NULL)
+            return true;
+        else if (*format == 'Z' && (format[1] == '\0' || strchr("fdg", format[1]) == NULL))
+            return true;
+    }
+    return false;
+}
+
+/* Raises for an array of references. No dtype makes such memory safe to read or write: a decoded value would
+ * be taken for the address of an object. */
+static int refuse_references(ext_state *state, const char *arg, const char *type_name)
+{
+    ext_raise_text(state, SPCCL_ERR_DTYPE,
+                   "%s: the elements are references to objects or addresses (\"%s\"), not numbers; wanted an "
+                   "array of numbers, such as %s.astype(\"float64\")",
+                   arg, type_name, arg);
+    return -1;
+}
+
 /* What the object itself says of its elements. */
 typedef struct own_type {
     spccl_dtype dtype; /* 0 = one that spccl has no name for */
@@ -150,7 +182,7 @@ static int settle(ext_state *state, ext_array *a, const own_type *own, size_t by
 
 /* ---- buffer protocol ---- */
 
-/* PyBUF_C_CONTIGUOUS alone would fail with a text that does not name the argument. */
+/* Asks for any layout and checks it here: a refusal by the exporter would not name the argument. */
 static int acquire_view(ext_state *state, PyObject *obj, bool writable, const char *dtype_name, ext_array *a)
 {
     if (PyObject_GetBuffer(obj, &a->view, PyBUF_FULL_RO) < 0)
@@ -177,6 +209,8 @@ static int acquire_view(ext_state *state, PyObject *obj, bool writable, const ch
                        a->view.format);
         return -1;
     }
+    if (holds_references(a->view.format))
+        return refuse_references(state, a->name, a->view.format);
     a->data = a->view.buf;
     const own_type own = {dtype_of_format(a->view.format, a->view.itemsize),
                           a->view.format != NULL ? a->view.format : "B", (size_t)a->view.itemsize};
@@ -210,7 +244,8 @@ static int check_device(ext_state *state, PyObject *obj, const char *name)
     return -1;
 }
 
-/* Ask for a version 1 capsule, which tells read-only memory; producers from before that take no arguments. */
+/* Asks for a version 1 capsule, which says whether the memory is read-only. Older producers take no arguments
+ * and raise a TypeError; they are asked again without. */
 static PyObject *dlpack_capsule(PyObject *obj)
 {
     PyObject *method = PyObject_GetAttrString(obj, "__dlpack__");
@@ -231,7 +266,8 @@ static PyObject *dlpack_capsule(PyObject *obj)
     return capsule;
 }
 
-/* Take the capsule over as the specification asks: rename it, so that its own destructor leaves it alone. */
+/* Takes ownership of the capsule's tensor as the specification asks: a renamed capsule's own destructor does
+ * not free it. */
 static const dl_tensor *open_capsule(ext_state *state, PyObject *capsule, ext_array *a, bool *read_only)
 {
     const dl_tensor *tensor;
@@ -300,6 +336,8 @@ static int acquire_dlpack(ext_state *state, PyObject *obj, bool writable, const 
                        a->name);
         return -1;
     }
+    if (t->code == DL_OPAQUE_HANDLE)
+        return refuse_references(state, a->name, "DLPack opaque handle");
     size_t n = contiguous_elems(t), item_bytes = ((size_t)t->bits * t->lanes + 7) / 8;
     if (n == SIZE_MAX) {
         ext_raise_text(

@@ -16,12 +16,14 @@ typedef struct ext_array {
 } ext_array;
 
 /* View `obj` as a C-contiguous array of any shape, flattened.
- *   name        of the argument, for error texts; a string literal
+ *   name        the argument's name for error texts; a string literal
  *   writable    refuse read-only memory
- *   dtype_name  NULL: the object's own; else a dtype name that replaces it: memory of the same element size,
- * or bytes, is read as that dtype (how bfloat16 and float8 come in as integers) out         zeroed by this
- * call; on success give it to ext_array_release Returns 0, or -1 with ArgumentError, or what the object
- * itself raised. */
+ *   dtype_name  NULL: the object's own dtype.
+ *               Else the dtype to read the memory as: its elements must have that size, or be single bytes.
+ *               (This is how bfloat16 and float8 come in as integers.)
+ *   out         zeroed by this call; on success the caller gives it to ext_array_release
+ * Elements that hold references (Python objects, addresses) are refused whatever dtype_name is.
+ * Returns 0, or -1 with ArgumentError or what the object itself raised. */
 int ext_array_acquire(ext_state *state, PyObject *obj, const char *name, bool writable,
                       const char *dtype_name, ext_array *out);
 /* Raw bytes of `obj` (any contiguous buffer), dtype uint8. */

@@ -2,6 +2,7 @@
 
 import array
 import builtins
+import ctypes
 import gc
 import pickle
 import subprocess
@@ -111,6 +112,59 @@ REFUSED = [
 def test_refused_arguments_are_named(call, text):
     with pytest.raises(spccl.ArgumentError, match=text):
         call()
+
+
+# ---- references: no dtype makes them numbers ----
+
+
+def arrays_of_references():
+    objects = np.array([object(), "text", 7, None], object)
+    fields = np.zeros(4, [("O_is_a_name", "i8")])  # no reference: only the name has the letter
+    assert _ext.encode(fields, dtype="int64")
+    aligned = np.dtype([("a", "i4"), ("b", "O")], align=True)
+    return {
+        "object array": objects,
+        "struct with an object": np.zeros(4, [("o", "O")]),
+        "struct in a struct": np.zeros(4, [("s", [("o", "O")])]),
+        "padded struct": np.zeros(2, aligned),
+        "array of objects in a struct": np.zeros(2, [("o", "O", (1,))]),
+        "memoryview": memoryview(objects),
+        "ctypes.py_object": (ctypes.py_object * 4)(),
+        "ctypes.c_char_p": (ctypes.c_char_p * 4)(),
+        "ctypes.c_wchar_p": (ctypes.c_wchar_p * 4)(),
+        "ctypes.c_void_p": (ctypes.c_void_p * 4)(),
+        "ctypes.POINTER": (ctypes.POINTER(ctypes.c_int) * 4)(),
+        "ctypes function": (ctypes.CFUNCTYPE(None) * 4)(),
+    }
+
+
+@pytest.mark.parametrize("kind", arrays_of_references())
+@pytest.mark.parametrize("dtype", [None, "int64", "uint8", "float64"])
+def test_references_are_never_read_as_numbers(kind, dtype):
+    x = arrays_of_references()[kind]
+    stream = _ext.encode(np.arange(4, dtype="i8"))
+    numbers = np.zeros(4, "i8")
+    with spccl.Communicator(0, 1, unique_id=spccl.get_unique_id()) as comm:
+        for call in (
+            lambda: _ext.encode(x, dtype=dtype),
+            lambda: _ext.encode(numbers, base=x, dtype=dtype),
+            lambda: _ext.decode(stream, x, "set", dtype),
+            lambda: _ext.decode(x, numbers),
+            lambda: _ext.inspect(x),
+            lambda: comm.all_reduce(x, dtype=dtype),
+            lambda: comm.all_reduce(numbers, x, dtype=dtype),
+            lambda: comm.all_gather(x, numbers, dtype=dtype),
+            lambda: comm.reduce_scatter(x, numbers, dtype=dtype),
+            lambda: comm.broadcast(x, dtype=dtype),
+        ):
+            with pytest.raises(spccl.ArgumentError) as caught:
+                call()
+            if dtype in (None, "int64"):
+                assert "references" in str(caught.value) and "dtype=" not in str(caught.value)
+
+
+def test_complex_numbers_are_not_references():
+    assert _ext.inspect(_ext.encode(np.zeros(4, "c8"), dtype="float64"))["n_elems"] == 4
 
 
 # ---- DLPack ----
