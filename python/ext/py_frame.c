@@ -53,7 +53,7 @@ int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out)
 
 /* ---- encode ---- */
 
-/* The base must be laid over x element by element. */
+/* Views the base, which must have x's dtype and number of elements. */
 static int acquire_base(ext_state *state, PyObject *obj, const ext_array *x, const char *dtype_name,
                         ext_array *out)
 {
@@ -77,8 +77,9 @@ static PyObject *encode_array(ext_state *state, const ext_array *x, const spccl_
 
     if (cap == 0)
         return ext_raise(state, SPCCL_ERR_ARG);
-    dst = malloc(
-        cap); /* untouched pages of the bound cost nothing; bytes objects cannot shrink in the limited API */
+    /* The bound is mostly untouched pages, which cost nothing. A bytes object would need that many bytes for
+     * good: the limited API cannot shrink one. */
+    dst = malloc(cap);
     if (dst == NULL)
         return ext_raise_text(state, SPCCL_ERR_NOMEM, "encode: %zu bytes for %zu elements of %s", cap,
                               x->n_elems, spccl_dtype_name(x->dtype));
@@ -127,32 +128,32 @@ PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs)
 
 PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"stream", "out", "verb", "dtype", NULL};
+    static char *names[] = {"encoded", "out", "verb", "dtype", NULL};
     ext_state *state = PyModule_GetState(module);
-    PyObject *stream_obj, *out_obj;
+    PyObject *encoded_obj, *out_obj;
     const char *verb_name = "set", *dtype = NULL;
     PyThreadState *save = NULL;
-    ext_array stream, out;
+    ext_array encoded, out;
     spccl_status st;
     spccl_verb verb;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|sz:decode", names, &stream_obj, &out_obj, &verb_name,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|sz:decode", names, &encoded_obj, &out_obj, &verb_name,
                                      &dtype))
         return NULL;
     if (ext_verb_of_name(state, verb_name, &verb) < 0 ||
-        ext_bytes_acquire(state, stream_obj, "stream", &stream) < 0)
+        ext_bytes_acquire(state, encoded_obj, "encoded", &encoded) < 0)
         return NULL;
     if (ext_array_acquire(state, out_obj, "out", true, dtype, &out) < 0) {
-        ext_array_release(&stream);
+        ext_array_release(&encoded);
         return NULL;
     }
-    if (ext_array_bytes(&out) > EXT_GIL_BYTES || stream.n_elems > EXT_GIL_BYTES)
+    if (ext_array_bytes(&out) > EXT_GIL_BYTES || encoded.n_elems > EXT_GIL_BYTES)
         save = PyEval_SaveThread();
-    st = spccl_decode(stream.data, stream.n_elems, verb, out.data, out.n_elems, out.dtype);
+    st = spccl_decode(encoded.data, encoded.n_elems, verb, out.data, out.n_elems, out.dtype);
     if (save != NULL)
         PyEval_RestoreThread(save);
     ext_array_release(&out);
-    ext_array_release(&stream);
+    ext_array_release(&encoded);
     if (st != SPCCL_OK)
         return ext_raise(state, st);
     Py_RETURN_NONE;
@@ -173,24 +174,26 @@ static PyObject *describe(const spccl_frame_info *info, Py_ssize_t offset)
 
 PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"stream", "offset", NULL};
+    static char *names[] = {"encoded", "offset", NULL};
     ext_state *state = PyModule_GetState(module);
     spccl_frame_info info = {.struct_bytes = sizeof info};
-    PyObject *stream_obj, *result = NULL;
+    PyObject *encoded_obj, *result = NULL;
     Py_ssize_t offset = 0;
-    ext_array stream;
+    ext_array encoded;
     spccl_status st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|n:inspect", names, &stream_obj, &offset))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|n:inspect", names, &encoded_obj, &offset))
         return NULL;
-    if (ext_bytes_acquire(state, stream_obj, "stream", &stream) < 0)
+    if (ext_bytes_acquire(state, encoded_obj, "encoded", &encoded) < 0)
         return NULL;
-    if (offset < 0 || (size_t)offset > stream.n_elems) {
-        ext_raise_text(state, SPCCL_ERR_ARG, "offset: got %zd; wanted 0 to %zu, the bytes of the stream",
-                       offset, stream.n_elems);
+    if (offset < 0 || (size_t)offset > encoded.n_elems) {
+        ext_raise_text(state, SPCCL_ERR_ARG,
+                       "offset: got %zd; wanted 0 to %zu, the bytes of the encoded array", offset,
+                       encoded.n_elems);
     } else {
-        PyThreadState *save = stream.n_elems > EXT_GIL_BYTES ? PyEval_SaveThread() : NULL;
-        st = spccl_frame_inspect((const char *)stream.data + offset, stream.n_elems - (size_t)offset, &info);
+        PyThreadState *save = encoded.n_elems > EXT_GIL_BYTES ? PyEval_SaveThread() : NULL;
+        st =
+            spccl_frame_inspect((const char *)encoded.data + offset, encoded.n_elems - (size_t)offset, &info);
         if (save != NULL)
             PyEval_RestoreThread(save);
         if (st == SPCCL_OK)
@@ -198,6 +201,6 @@ PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs)
         else
             ext_raise_text(state, st, "frame at byte %zd: %s", offset, spccl_last_error());
     }
-    ext_array_release(&stream);
+    ext_array_release(&encoded);
     return result;
 }

@@ -1,7 +1,7 @@
 """spccl: collectives for data that is mostly zeros.
 
-    stream = spccl.encode(array)          # numpy array, torch tensor, any buffer -> bytes
-    array = spccl.decode(stream)
+    encoded = spccl.encode(array)         # numpy array, torch tensor, any buffer -> bytes
+    array = spccl.decode(encoded)
     with spccl.Communicator(rank, world_size, store=store) as comm:
         comm.all_reduce(array)
 

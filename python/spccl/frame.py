@@ -27,16 +27,32 @@ _NUMPY_NAMES = {
 }
 DTYPES = tuple(_NUMPY_NAMES)
 """Names of all dtypes."""
+_ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float64": 8,
+    "float8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+}
+DEFAULT_MAX_BYTES = 1 << 30
+"""Most bytes that `decode` allocates for a new array unless it is told otherwise: 1 GiB."""
 FORMATS = ("empty", "tile", "pici", "coo", "dense")
 """Names of all formats; `"auto"` picks one of them for each slice."""
+
+_MISSING: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class FrameInfo:
-    """What one frame of a stream says of itself. Source: docs/FORMAT.md, section 2.
+    """The header of one frame. Source: docs/FORMAT.md, section 2.
 
-    `offset` counts bytes from the start of the stream; `index_off`, `meta_off` and `values_off` from the
-    start of the frame, 0 = the frame has no such section.
+    `offset` counts bytes from the start of the encoded array. `index_off`, `meta_off` and `values_off` count
+    bytes from the start of the frame; 0 means that the frame has no such section.
     """
 
     offset: int
@@ -94,16 +110,16 @@ def _numpy() -> Any:
 def encode(
     x: Any, *, base: Any = None, format: str = "auto", dtype: Any = None, slice_elems: int = 0
 ) -> bytes:
-    """Encode an array as a stream of frames.
+    """Encode an array as frames, one for each slice.
 
     Args:
         x: array of any shape, taken flat, in host memory, C-contiguous.
         base: array like `x`: then only the elements that differ from it in any bit are listed (a delta).
-        format: "auto" (each slice takes the cheapest), or "tile", "pici", "coo", "dense" for every slice.
-        dtype: what to read the memory as, where the array cannot say it: "bfloat16" for uint16 bits,
+        format: "auto" (each slice takes the smallest), or "tile", "pici", "coo", "dense" for every slice.
+        dtype: the dtype to read the memory as, where the array has no name for it: "bfloat16" for uint16 bits,
             "float8" for uint8 bits; or a torch or numpy dtype. None: the array's own.
         slice_elems: elements per frame, a multiple of 2048; 0 = 65536.
-    Returns: the stream. -0.0, NaN payloads, infinities and denormals travel bit for bit.
+    Returns: the encoded array. -0.0, NaN payloads, infinities and denormals travel bit for bit.
     Raises: ArgumentError (dtype, size, layout of an argument, named in the text), UnsupportedError (the
         forced format does not fit, or a CUDA tensor), OutOfMemoryError.
     Source: docs/FORMAT.md.
@@ -111,58 +127,91 @@ def encode(
     return _ext.encode(x, base=base, format=format, dtype=dtype_name(dtype), slice_elems=slice_elems)
 
 
-def decode(stream: Any, out: Any = None, verb: str = "set", dtype: Any = None) -> Any:
-    """Apply a stream to an array.
+def decode(
+    encoded: Any = _MISSING,
+    out: Any = None,
+    verb: str = "set",
+    dtype: Any = None,
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    stream: Any = _MISSING,
+) -> Any:
+    """Apply an encoded array to an array.
 
     Args:
-        stream: bytes from `encode`, or from anywhere: it is checked completely, frame by frame.
-        out: writable array with exactly the stream's elements and dtype, any shape. None: a new numpy array,
-            flat; its dtype is the stream's (bfloat16 comes as uint16, float8 as uint8 bits).
+        encoded: bytes from `encode`, or from anywhere: they are checked completely, frame by frame.
+        out: writable array with exactly the encoded array's elements and dtype, any shape. None: a new numpy
+            array, flat, of the encoded array's dtype (bfloat16 comes as uint16, float8 as uint8 bits).
         verb: "set": elements not listed become zero; "add": listed ones are added; "overwrite": listed ones
             are replaced, the others stay (how a delta is applied).
-        dtype: what to read `out` as, as in `encode`.
-    Returns: `out`.
+        dtype: the dtype to read `out` as, as in `encode`.
+        max_bytes: most bytes of the new array; unused where `out` is given. A few hundred encoded bytes can
+            stand for gigabytes of zeros, so raise it only for bytes that you trust.
+        stream: the former name of `encoded`, still accepted.
+    Returns: `out`, or the new array.
     Raises: FormatError (bad or foreign bytes, or another dtype or length than `out`; elements before the bad
-        frame are written, those from it on are not), ArgumentError, UnsupportedError (adding float8).
+        frame are written, those from it on are not), ArgumentError (also: the new array would have more than
+        `max_bytes`), UnsupportedError (adding float8).
     Source: docs/FORMAT.md.
     """
+    encoded = _renamed("decode", encoded, stream)
     if out is None:
         if verb != "set":
             raise _ext.ArgumentError(
                 f'decode: verb "{verb}" changes an array that exists; pass out=, or use verb "set"'
             )
-        dtype, n_elems = _shape(stream)
+        dtype, n_elems = _shape(encoded, max_bytes)
         out = _numpy().empty(n_elems, numpy_dtype(dtype))
-    _ext.decode(stream, out, verb, dtype_name(dtype))
+    _ext.decode(encoded, out, verb, dtype_name(dtype))
     return out
 
 
-def _shape(stream: Any) -> tuple[str, int]:
-    frames = inspect(stream)
-    for frame in frames:
-        if frame.dtype != frames[0].dtype:
+def _renamed(function: str, encoded: Any, stream: Any) -> Any:
+    """The one argument of two names; a TypeError, as Python's own, if both or neither are given."""
+    if (encoded is _MISSING) == (stream is _MISSING):
+        what = "both 'encoded' and" if stream is not _MISSING else "neither 'encoded' nor"
+        raise TypeError(f"{function}() got {what} 'stream', its former name; wanted 'encoded'")
+    return stream if encoded is _MISSING else encoded
+
+
+def _shape(encoded: Any, max_bytes: int) -> tuple[str, int]:
+    """The dtype and number of elements of an encoded array, which may have at most `max_bytes` decoded."""
+    dtype, n_elems = None, 0
+    for frame in iter_frames(encoded):
+        dtype = dtype or frame.dtype
+        if frame.dtype != dtype:
             raise _ext.FormatError(
-                f"stream: the frame at byte {frame.offset} has dtype {frame.dtype}, those before it "
-                f"{frames[0].dtype}; one array has one dtype"
+                f"encoded: the frame at byte {frame.offset} has dtype {frame.dtype}, those before it "
+                f"{dtype}; one array has one dtype"
             )
-    return frames[0].dtype, sum(frame.n_elems for frame in frames)
+        n_elems += frame.n_elems
+        if n_elems * _ITEM_BYTES[dtype] > max_bytes:
+            raise _ext.ArgumentError(
+                f"decode: the frames up to byte {frame.offset + frame.frame_bytes} stand for {n_elems} elements of "
+                f"{dtype}, {n_elems * _ITEM_BYTES[dtype]} bytes; wanted at most max_bytes={max_bytes}. For bytes "
+                "that you trust pass a larger max_bytes=, or pass out="
+            )
+    assert dtype is not None  # iter_frames yields a frame or raises
+    return dtype, n_elems
 
 
-def iter_frames(stream: Any) -> Iterator[FrameInfo]:
-    """`inspect`, one frame at a time: what comes before a bad frame is still told."""
-    offset, n_bytes = 0, memoryview(stream).nbytes
+def iter_frames(encoded: Any) -> Iterator[FrameInfo]:
+    """`inspect`, one frame at a time: the frames before a bad one are still yielded."""
+    offset, n_bytes = 0, memoryview(encoded).nbytes
     while offset < n_bytes or offset == 0:
-        frame = FrameInfo(**_ext.inspect(stream, offset))
+        frame = FrameInfo(**_ext.inspect(encoded, offset))
         offset += frame.frame_bytes
         yield frame
 
 
-def inspect(stream: Any) -> list[FrameInfo]:
-    """Check every frame of a stream completely and describe it.
+def inspect(encoded: Any = _MISSING, *, stream: Any = _MISSING) -> list[FrameInfo]:
+    """Check every frame of an encoded array completely and describe it.
 
-    Args: stream: bytes-like, one frame or several back to back.
+    Args:
+        encoded: bytes-like, one frame or several back to back.
+        stream: the former name of `encoded`, still accepted.
     Returns: the frames in order.
     Raises: FormatError: the text says at which byte the bad frame starts, what was found and what was wanted.
     Source: docs/FORMAT.md.
     """
-    return list(iter_frames(stream))
+    return list(iter_frames(_renamed("inspect", encoded, stream)))

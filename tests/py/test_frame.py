@@ -108,6 +108,43 @@ def test_mixed_dtypes_in_one_stream():
         spccl.decode(stream)
 
 
+def empty_frames(n_bytes, dtype):
+    """An encoded array of zeros: `n_bytes` when decoded, 64 bytes a frame."""
+    frame = spccl.encode(np.zeros(1 << 20, dtype), slice_elems=1 << 20)
+    return frame * (n_bytes // (np.dtype(dtype).itemsize << 20))
+
+
+def test_decode_allocates_at_most_max_bytes():
+    small = empty_frames(1 << 24, "float64")
+    assert spccl.decode(small).nbytes == 1 << 24
+    assert spccl.decode(small, max_bytes=1 << 24).nbytes == 1 << 24
+    with pytest.raises(spccl.ArgumentError, match=rf"at most max_bytes={(1 << 24) - 1}\."):
+        spccl.decode(small, max_bytes=(1 << 24) - 1)
+    large = empty_frames((1 << 30) + (8 << 20), "float64")
+    assert len(large) < 10_000
+    with pytest.raises(spccl.ArgumentError, match="max_bytes=1073741824"):
+        spccl.decode(large)
+    assert spccl.decode(small, np.ones(1 << 21), max_bytes=1).sum() == 0, "unused with out="
+
+
+def test_max_bytes_stops_at_the_frame_that_passes_it():
+    """Bytes behind that frame are not looked at: neither time nor memory grows with a hostile length."""
+    with pytest.raises(spccl.ArgumentError, match="up to byte 128 "):
+        spccl.decode(empty_frames(8 << 20, "int8") + b"junk" * 100, max_bytes=(1 << 21) - 1)
+
+
+def test_the_former_keyword_stream():
+    x = pattern(100, "int32")
+    encoded = spccl.encode(x)
+    assert spccl.decode(encoded=encoded).tobytes() == spccl.decode(stream=encoded).tobytes() == x.tobytes()
+    assert spccl.inspect(encoded=encoded) == spccl.inspect(stream=encoded) == spccl.inspect(encoded)
+    for call in (spccl.decode, spccl.inspect):
+        with pytest.raises(TypeError, match="both"):
+            call(encoded, stream=encoded)
+        with pytest.raises(TypeError, match="neither"):
+            call()
+
+
 def test_dtype_names():
     assert dtype_name(None) is None and dtype_name("bfloat16") == "bfloat16"
     assert dtype_name(np.float16) == dtype_name(np.dtype("f2")) == "float16"
