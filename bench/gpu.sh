@@ -92,7 +92,7 @@ run_sanitize() {
                 --target-processes all "$program" --small >"$part" 2>&1
             status=$?
             if [[ $tool == racecheck && $status == 9 ]]; then
-                "$python" bench/races.py csrc/kernels/ptx.cuh <"$part" && status=0
+                "$python" bench/races.py csrc/kernels/cuda/ptx.cuh <"$part" && status=0
             fi
             if ((status != 0)); then # all that matters: the tests' own words, and errors from both ends
                 grep -vE '^=====' "$part" | tail -n 40 | cut -c1-400

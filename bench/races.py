@@ -1,6 +1,6 @@
 """Judge a racecheck report of compute-sanitizer, read from stdin: exit status 1 if it holds a race that matters.
 
-    compute-sanitizer --tool racecheck --print-limit 100000 PROGRAM | python bench/races.py csrc/kernels/ptx.cuh
+    compute-sanitizer --tool racecheck --print-limit 100000 PROGRAM | python bench/races.py csrc/kernels/cuda/ptx.cuh
 
 The warps of a block talk through words on chip that are written with release and read with acquire. racecheck knows
 barriers only and reports each such word; what they guard it does not miss. So a race is left out if it is between a

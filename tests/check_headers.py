@@ -17,7 +17,7 @@ STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror
 C = ("gcc", "-x", "c", "-std=c11", "-D_GNU_SOURCE", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_C = ("gcc", "-x", "c", "-std=c11", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
-INTERNAL_DIRS = ("csrc", "csrc/core", "csrc/kernels", "csrc/transport")
+INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport")
 # An unused static function of a header is no fault of the header.
 RELAXED = ("-Wno-unused-function",)
 ISA_FLAGS = {
@@ -39,10 +39,9 @@ def jobs() -> list[tuple[Path, list[str]]]:
     """(header, compiler command without input) of every check."""
     public = ROOT / "csrc/spccl.h"
     found = [(public, list(PUBLIC_C)), (public, list(PUBLIC_CXX))]
-    # As in CMakeLists.txt: our sched.h must not stand in for the system's.
-    inside = [f"-I{ROOT / 'csrc'}", *(f"-iquote{ROOT / d}" for d in INTERNAL_DIRS[1:])]
-    for folder in INTERNAL_DIRS[1:]:
-        for header in sorted((ROOT / folder).glob("*.h")):
+    inside = [f"-I{ROOT / 'csrc'}"]
+    for folder in INTERNAL_DIRS:
+        for header in sorted((ROOT / folder).rglob("*.h")):
             first = AFTER.get(header.name)
             isa = ISA_FLAGS.get((first or header.name).removesuffix(".h").rpartition("_")[2], ())
             if header.name in FOREIGN or (isa and platform.machine() != "x86_64"):
@@ -51,7 +50,7 @@ def jobs() -> list[tuple[Path, list[str]]]:
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
     nvcc = find_nvcc()
     if nvcc:
-        found += [(h, [nvcc, *NVCC_FLAGS]) for h in sorted((ROOT / "csrc/kernels").glob("*.cuh"))]
+        found += [(h, [nvcc, *NVCC_FLAGS, *inside]) for h in sorted((ROOT / "csrc/kernels").rglob("*.cuh"))]
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
     found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").glob("*.h"))]
     return found

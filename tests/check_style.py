@@ -25,13 +25,13 @@ ALLOWED_SIZE: dict[str, str] = {
 # "path:function" -> why it takes more parameters. The public C API is free: its shape follows MPI and NCCL.
 ALLOWED_PARAMETERS: dict[str, str] = {
     "tests/gpusim/runtime.cpp:cudaStreamGetCaptureInfo": "CUDA's own signature",
-    "csrc/core/boot.c:store_get": "the store's own callback, and the parts of the key",
-    "csrc/core/codec.c:sp_codec_write": "what, how, where to, how much came out; called in one place per direction",
-    "csrc/core/format.c:sp_frame_write_header": "the fields of the header, one each",
-    "csrc/core/sched_check.c:sp_plan_check": "what is checked, and what the check counted",
-    "csrc/core/tune_gpu.c:sp_tune_gpu_plan": "what the group has, and the parts of a call that a plan depends on",
-    "csrc/transport/rendezvous.c:call": "a request and its reply: what set and get together pass on",
-    "csrc/transport/ringlink.c:sp_ring_link_init": "both directions of a link, two parts each",
+    "csrc/core/run/boot.c:store_get": "the store's own callback, and the parts of the key",
+    "csrc/core/format/codec.c:sp_codec_write": "what, how, where to, how much came out; called once per direction",
+    "csrc/core/format/format.c:sp_frame_write_header": "the fields of the header, one each",
+    "csrc/core/plan/sched_check.c:sp_plan_check": "what is checked, and what the check counted",
+    "csrc/core/gpu/tune_gpu.c:sp_tune_gpu_plan": "what the group has, and the parts of a call that a plan depends on",
+    "csrc/transport/start/rendezvous.c:call": "a request and its reply: what set and get together pass on",
+    "csrc/transport/local/ringlink.c:sp_ring_link_init": "both directions of a link, two parts each",
 }
 
 # (pattern, beginnings of the paths where it is looked for, what to do instead). In the library comments and

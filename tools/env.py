@@ -160,7 +160,7 @@ def has_gpu() -> bool:
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler where csrc/kernels/cuda.cmake looks for it."""
+    """The CUDA compiler where csrc/kernels/cuda/cuda.cmake looks for it."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     places = [os.environ.get("CUDACXX"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((place for place in places if place and shutil.which(place)), None)

@@ -6,10 +6,10 @@
  *   add      decode ADD of the same frames into the same array
  * memset is timed twice, with 0 and with 1: on AMD Zen 4 lines of zeros leave the core about three times as
  * fast. */
-#include "clock.h"
-#include "dtype.h"
-#include "kernel_table.h"
-#include "mem.h"
+#include "core/base/clock.h"
+#include "core/base/dtype.h"
+#include "core/base/mem.h"
+#include "core/format/kernel_table.h"
 
 #include <stdio.h>
 #include <stdlib.h>

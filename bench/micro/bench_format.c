@@ -4,9 +4,9 @@
  * header and body after the scan (the scan comes before the choice).  check: sp_frame_validate.  set: decode
  * with verb set. Medians over all slices, ns per slice; the fit is least squares of encode and of check + set
  * against elements and listed elements over the densities shown. */
-#include "clock.h"
-#include "codec.h"
-#include "dtype.h"
+#include "core/base/clock.h"
+#include "core/base/dtype.h"
+#include "core/format/codec.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -9,8 +9,8 @@
 // profiler sees one launch of one process. Every result is compared with the host's before it is timed.
 // Defaults: 512 MiB (the larger buffer), 4 ranks, all blocks, float32, 15 launches, medians.
 extern "C" {
-#include "../../csrc/core/tune_gpu.h"
-#include "../../csrc/kernels/kernels_cuda.h"
+#include "core/gpu/tune_gpu.h"
+#include "kernels/cuda/kernels_cuda.h"
 }
 
 #include <algorithm>

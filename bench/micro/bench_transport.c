@@ -4,8 +4,8 @@
  * 99th percentile, in us throughput  one way, messages of 1 KiB to 256 KiB written and read in place (memset,
  * sum over words): payload GB/s = 1e9 bytes/s, median of 5 runs inproc runs with two threads. Ranks are not
  * pinned; with fewer than two free cores spinning ranks get in each other's way. */
-#include "clock.h"
-#include "transport.h"
+#include "core/base/clock.h"
+#include "core/contract/transport.h"
 
 #include <poll.h>
 #include <pthread.h>

@@ -1,10 +1,10 @@
 /* fault.c - see fault.h. Stays within the contract of transport.h: what was shown stays shown, what was
  * reserved can be reserved again smaller, and whoever was told SPCCL_AGAIN without reason is not left asleep.
  */
-#include "fault.h"
+#include "transport/fault.h"
 
-#include "mem.h"
-#include "status.h"
+#include "core/base/mem.h"
+#include "core/base/status.h"
 
 #include <stdatomic.h>
 #include <stdio.h>

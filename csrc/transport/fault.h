@@ -3,7 +3,7 @@
 #ifndef SP_FAULT_H
 #define SP_FAULT_H
 
-#include "transport.h"
+#include "core/contract/transport.h"
 
 #include <stdbool.h>
 

@@ -1,7 +1,7 @@
 /* registry.c - the transports of this build, and the lists of them that settings give. See transport.h. */
-#include "transports.h"
+#include "transport/common/transports.h"
 
-#include "status.h"
+#include "core/base/status.h"
 
 #include <string.h>
 

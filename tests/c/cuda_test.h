@@ -3,7 +3,7 @@
 #ifndef SP_CUDA_TEST_H
 #define SP_CUDA_TEST_H
 
-#include "../../csrc/spccl.h"
+#include "spccl.h"
 #include "test.h"
 
 #include <cuda_runtime_api.h>

@@ -3,9 +3,9 @@
 #ifndef SP_TEST_ENDPOINTS_H
 #define SP_TEST_ENDPOINTS_H
 
-#include "clock.h"
+#include "core/base/clock.h"
+#include "core/contract/transport.h"
 #include "test.h"
-#include "transport.h"
 
 #include <dirent.h>
 #include <poll.h>

@@ -4,10 +4,10 @@
 #ifndef SP_TEST_FAKE_GPU_H
 #define SP_TEST_FAKE_GPU_H
 
-#include "bits.h"
-#include "clock.h"
-#include "gpu.h"
-#include "mem.h"
+#include "core/base/bits.h"
+#include "core/base/clock.h"
+#include "core/base/mem.h"
+#include "core/contract/gpu.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

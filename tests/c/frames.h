@@ -2,8 +2,8 @@
 #ifndef SP_TEST_FRAMES_H
 #define SP_TEST_FRAMES_H
 
-#include "codec.h"
-#include "dtype.h"
+#include "core/base/dtype.h"
+#include "core/format/codec.h"
 #include "test.h"
 
 static const spccl_format formats[] = {SPCCL_FORMAT_EMPTY, SPCCL_FORMAT_TILE, SPCCL_FORMAT_PICI,

@@ -3,7 +3,7 @@
 #ifndef SP_TEST_RANKS_H
 #define SP_TEST_RANKS_H
 
-#include "../../csrc/spccl.h"
+#include "spccl.h"
 #include "test.h"
 
 #include <errno.h>

@@ -1,6 +1,6 @@
 /* test_auth.c - SHA-256 and HMAC against published vectors: FIPS 180-4 examples, RFC 4231 section 4. */
-#include "auth.h"
 #include "test.h"
+#include "transport/common/auth.h"
 
 static void check_hex(const uint8_t got[SP_SHA256_BYTES], const char *want, const char *what)
 {

@@ -1,7 +1,7 @@
 /* test_codec.c - core/codec.c, core/stream.c and the format choice of core/tune.c: round trips of every
  * dtype, format, verb and base; errors; the choice of format never changes a decoded bit. */
-#include "codec.h"
-#include "dtype.h"
+#include "core/base/dtype.h"
+#include "core/format/codec.h"
 #include "test.h"
 
 static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};

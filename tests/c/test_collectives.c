@@ -1,7 +1,7 @@
 /* test_collectives.c - every collective, dtype and op against plain scalar answers, 1 to 17 ranks as threads,
  * over inproc and tcp; sizes on edges, all densities, in place and not, forced formats and schedules, several
  * in flight. */
-#include "dtype.h"
+#include "core/base/dtype.h"
 #include "ranks.h"
 
 enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };

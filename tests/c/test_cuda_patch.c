@@ -17,7 +17,7 @@ struct scene {
 };
 
 /* A slice of a rank has so many elements: what is cleared after it was sent has at most 1 in 256, what is
- * patched when it is received at most 1 in 32 (csrc/kernels/share.cuh). */
+ * patched when it is received at most 1 in 32 (csrc/kernels/cuda/work_split.cuh). */
 static size_t draw_count(size_t slice_elems, uint64_t *rng)
 {
     size_t counts[] = {0,

@@ -1,5 +1,5 @@
 /* test_disagree.c - ranks that call different things: all of them fail, soon, and are told both calls. */
-#include "comm.h"
+#include "core/run/comm.h"
 #include "scene.h"
 
 enum { SIZES, DTYPES, OPS, COLLS, ROOTS, N_DISAGREEMENTS };

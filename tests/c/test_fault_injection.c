@@ -2,8 +2,8 @@
  * held back, connections are cut, bits are flipped. Held back: every result is right. Cut: every rank gets an
  * error that names a rank. Flipped in an envelope or a frame's header: an error or the right result; flipped
  * in the payload, which carries no checksum: never a crash, a hang, or an access outside a buffer. */
-#include "fault.h"
 #include "ranks.h"
+#include "transport/fault.h"
 
 #include <stdbool.h>
 

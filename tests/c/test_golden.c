@@ -1,8 +1,8 @@
 /* test_golden.c - the golden files, made by the second implementation: every good stream is read to the
  * expected bytes with every verb, every bad one is refused with the right status. See tests/golden/make.py.
  */
-#include "codec.h"
-#include "dtype.h"
+#include "core/base/dtype.h"
+#include "core/format/codec.h"
 #include "test.h"
 
 #include <dirent.h>

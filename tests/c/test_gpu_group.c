@@ -2,8 +2,8 @@
  * order of launches, time-outs, aborts, dead peers, ending. Real kernels: test_cuda_*.c. */
 #include "fake_gpu.h"
 
-#include "comm.h"
-#include "gpu_comm.h"
+#include "core/gpu/gpu_comm.h"
+#include "core/run/comm.h"
 #include "ranks.h"
 
 #include <signal.h>

@@ -2,8 +2,8 @@
  * while another thread looks at the peers; an abort, also while the driver is busy. */
 #include "fake_gpu.h"
 
-#include "comm.h"
-#include "gpu_comm.h"
+#include "core/gpu/gpu_comm.h"
+#include "core/run/comm.h"
 #include "ranks.h"
 
 #define N 1000u

@@ -2,9 +2,9 @@
  * Every buffer ends (or starts) at an unreadable page, with poison on the other side: a read past the end of
  * an input faults, a write past an output changes the poison.
  * More than 500 lines: the buffers and the data are shared by every case, and all kernels are tested here. */
-#include "dtype.h"
-#include "kernel_table.h"
-#include "status.h"
+#include "core/base/dtype.h"
+#include "core/base/status.h"
+#include "core/format/kernel_table.h"
 #include "test.h"
 
 #include <sys/mman.h>

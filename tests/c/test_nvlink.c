@@ -2,7 +2,7 @@
  */
 #include "fake_gpu.h"
 
-#include "gpu_share.h"
+#include "core/contract/gpu_share.h"
 #include "test.h"
 
 #include <signal.h>

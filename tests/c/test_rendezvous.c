@@ -1,8 +1,8 @@
 /* test_rendezvous.c - the key-value rendezvous behind unique ids: keys in any order, time-outs, wrong
  * secrets, damaged ids, strangers, many clients at once. */
-#include "rendezvous.h"
-#include "rendezvous_wire.h"
+#include "core/contract/rendezvous.h"
 #include "test.h"
+#include "transport/start/rendezvous_wire.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

@@ -1,6 +1,6 @@
 /* test_sched.c - every schedule, every collective, 1 to 17 ranks: run on paper by sp_plan_check. */
-#include "sched.h"
-#include "sched_build.h"
+#include "core/plan/sched.h"
+#include "core/plan/sched_build.h"
 #include "test.h"
 
 #define RANKS_MAX 17

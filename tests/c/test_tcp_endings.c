@@ -1,7 +1,7 @@
 /* test_tcp_endings.c - the end of one connection of a tcp peer is not the end of the peer: its last word may
  * be on its way over another one, and is waited for. */
 #include "endpoints.h"
-#include "tcp.h"
+#include "transport/net/tcp.h"
 
 #include <fcntl.h>
 

@@ -1,7 +1,7 @@
 /* test_transport.c - the contract of transport.h, the same cases on every transport, with ranks as threads
  * and as processes. What happens when ranks die or strangers call: test_transport_faults.c. */
 #include "endpoints.h"
-#include "spsc.h"
+#include "transport/local/spsc.h"
 
 /* ---- messages of random sizes on all lanes, both ways, between all ranks ---- */
 

@@ -1,8 +1,8 @@
 /* test_transport_faults.c - ranks that die, give up, never come or are none: every transport names them,
  * delivers what was sent, lets no stranger hold up the group, and leaves nothing behind. */
-#include "auth.h"
 #include "endpoints.h"
-#include "tcp.h"
+#include "transport/common/auth.h"
+#include "transport/net/tcp.h"
 
 #include <stddef.h>
 #include <sys/un.h>

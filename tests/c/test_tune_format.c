@@ -1,6 +1,6 @@
 /* test_tune_format.c - core/tune.c: which format a slice takes, and format names as text. */
+#include "core/format/tune_format.h"
 #include "test.h"
-#include "tune.h"
 
 static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};
 #define N_SIZES (sizeof sizes / sizeof *sizes)

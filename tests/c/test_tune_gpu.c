@@ -1,8 +1,8 @@
 /* test_tune_gpu.c - the GPU engine's choices: arenas, slices, blocks. No GPU is needed. */
-#include "tune_gpu.h"
+#include "core/gpu/tune_gpu.h"
 
-#include "dtype.h"
-#include "format.h"
+#include "core/base/dtype.h"
+#include "core/format/format.h"
 #include "test.h"
 
 static const sp_gpu_limits h200 = {.world_size = 4,

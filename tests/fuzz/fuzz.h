@@ -2,7 +2,7 @@
 #ifndef SP_FUZZ_H
 #define SP_FUZZ_H
 
-#include "../../csrc/spccl.h"
+#include "spccl.h"
 
 #include <stdio.h>
 #include <stdlib.h>

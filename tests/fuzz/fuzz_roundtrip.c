@@ -4,8 +4,8 @@
  * Input: 8 bytes of options, then commands of 4 bytes that fill the array: skip u16, run u8, value u8.
  *   0 dtype   1 format   2 flags (bit 0 base, bit 1 small slices, bits 2-4 misalignment)   3 format compared
  *   4 n_elems u16   6 seed u16 of the values */
-#include "codec.h"
-#include "dtype.h"
+#include "core/base/dtype.h"
+#include "core/format/codec.h"
 #include "fuzz.h"
 
 #define N_MAX 8500u /* two pici tiles and a part: more only makes each run slower */

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEADER = ROOT / "csrc/kernels/ptx.cuh"
+HEADER = ROOT / "csrc/kernels/cuda/ptx.cuh"
 
 
 def summary(shown: int, seen: int) -> str:
@@ -43,7 +43,7 @@ def judged(*report: str) -> tuple[int, str]:
 
 
 def test_flags_between_warps_are_left_out() -> None:
-    flags = race(f" in /x/csrc/kernels/ptx.cuh:{STORE}", f" in /x/csrc/kernels/ptx.cuh:{LOAD}")
+    flags = race(f" in /x/csrc/kernels/cuda/ptx.cuh:{STORE}", f" in /x/csrc/kernels/cuda/ptx.cuh:{LOAD}")
     assert judged(flags, flags, summary(2, 2)) == (
         0,
         "races: 2 reported, 2 of flags between warps, 0 that matter\n",

@@ -1,8 +1,9 @@
-// gpusim_ptx.h - the functions of csrc/kernels/ptx.cuh on the GPU in software; takes its place by its guard.
+// gpusim_ptx.h - the functions of csrc/kernels/cuda/ptx.cuh on the GPU in software; takes its place by its
+// guard.
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
 
-#include "../../../csrc/core/dtype.h"
+#include "core/base/dtype.h"
 
 #ifndef GPUSIM_BULK
 #define GPUSIM_BULK 1 // 0: as compiled for GPUs before sm_90

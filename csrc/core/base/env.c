@@ -1,0 +1,79 @@
+/* env.c - see env.h. */
+#include "core/base/env.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+static const sp_env_var vars[SP_N_ENV] = {
+    [SP_ENV_LOG] = {"SPCCL_LOG", "warn", "what goes to stderr: off, error, warn, info, debug", 0, 0, 0},
+    [SP_ENV_CPU_ISA] = {"SPCCL_CPU_ISA", "auto", "kernel set: auto, scalar, avx2, avx512", 0, 0, 0},
+    [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0,
+                       0},
+    [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto", "all-reduce, on CPUs broadcast too: auto, direct, oneshot",
+                         0, 0, 0},
+    [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = chosen by size", 1, 0,
+                            1 << 24},
+    [SP_ENV_LANE_BYTES] = {"SPCCL_LANE_BYTES", "1M",
+                           "room of a lane between two ranks, each way; a power of two", 1, 1 << 16, 1 << 26},
+    [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp",
+                           "transports that a pair of ranks tries, in order", 0, 0, 0},
+    [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0",
+                            "sockets per peer and lane; 0 = 2 to another host, 1 on one host", 1, 0, 16},
+    [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "",
+                         "address or interface that tcp listens on; empty = found by itself", 0, 0, 0},
+    [SP_ENV_RENDEZVOUS_ADDR] = {"SPCCL_RENDEZVOUS_ADDR", "127.0.0.1",
+                                "address that spccl_get_unique_id listens on", 0, 0, 0},
+    [SP_ENV_TIMEOUT_MS] = {"SPCCL_TIMEOUT_MS", "600000",
+                           "deadline of creation and of each collective, unless given", 1, 1,
+                           INT64_C(1) << 40},
+    [SP_ENV_SPIN_US] = {"SPCCL_SPIN_US", "20", "how long a waiting thread polls before it sleeps", 1, 0,
+                        1000000},
+    [SP_ENV_TRACE] = {"SPCCL_TRACE", "64", "events kept per communicator and printed when it breaks", 1, 0,
+                      1 << 16},
+    [SP_ENV_MAX_CTAS] = {"SPCCL_MAX_CTAS", "0",
+                         "GPU collectives: thread blocks of one at most, one per multiprocessor; 0 = all", 1,
+                         0, 1 << 16},
+    [SP_ENV_INBOX_BYTES] = {"SPCCL_INBOX_BYTES", "256M",
+                            "GPU collectives: GPU memory of a group at most for what peers send", 1, 1,
+                            INT64_C(1) << 40},
+    [SP_ENV_NVLINK_HANDLES] = {"SPCCL_NVLINK_HANDLES", "auto",
+                               "how peers map GPU memory: auto, fd (VMM), ipc (CUDA IPC)", 0, 0, 0},
+};
+
+const sp_env_var *sp_env_describe(sp_env_id id)
+{
+    return (unsigned)id < SP_N_ENV ? &vars[id] : NULL;
+}
+
+const char *sp_env_text(sp_env_id id)
+{
+    const char *text = getenv(vars[id].name);
+    return text != NULL && text[0] != '\0' ? text : vars[id].default_text;
+}
+
+spccl_status sp_env_number(sp_env_id id, int64_t *out)
+{
+    const sp_env_var *v = &vars[id];
+    const char *text = sp_env_text(id);
+    char *end;
+    long long n, unit;
+    int shift = 0;
+
+    errno = 0;
+    n = strtoll(text, &end, 0);
+    if (*end == 'K' || *end == 'k')
+        shift = 10;
+    else if (*end == 'M' || *end == 'm')
+        shift = 20;
+    else if (*end == 'G' || *end == 'g')
+        shift = 30;
+    if (shift != 0)
+        end++;
+    unit = 1LL << shift;
+    if (end == text || *end != '\0' || errno != 0 || n < (v->min >> shift) || n > (v->max >> shift) ||
+        n * unit < v->min)
+        return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted a whole number from %lld to %lld (%s)", v->name,
+                       text, (long long)v->min, (long long)v->max, v->help);
+    *out = n * unit;
+    return SPCCL_OK;
+}

@@ -1,0 +1,44 @@
+/* env.h - the one table of SPCCL_* variables: name, type, default, help. Base of the map.
+ * A variable is read where a communicator or the process starts, never in the middle of work. */
+#ifndef SP_ENV_H
+#define SP_ENV_H
+
+#include "core/base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum sp_env_id {
+    SP_ENV_LOG,             /* text */
+    SP_ENV_CPU_ISA,         /* text */
+    SP_ENV_FORMAT,          /* text */
+    SP_ENV_SCHEDULE,        /* text */
+    SP_ENV_SLICE_BYTES,     /* number */
+    SP_ENV_LANE_BYTES,      /* number */
+    SP_ENV_TRANSPORTS,      /* text */
+    SP_ENV_TCP_SOCKETS,     /* number */
+    SP_ENV_TCP_ADDR,        /* text */
+    SP_ENV_RENDEZVOUS_ADDR, /* text */
+    SP_ENV_TIMEOUT_MS,      /* number */
+    SP_ENV_SPIN_US,         /* number */
+    SP_ENV_TRACE,           /* number */
+    SP_ENV_MAX_CTAS,        /* number */
+    SP_ENV_INBOX_BYTES,     /* number */
+    SP_ENV_NVLINK_HANDLES,  /* text */
+    SP_N_ENV
+} sp_env_id;
+
+typedef struct sp_env_var {
+    const char *name, *default_text, *help;
+    int is_number;
+    int64_t min, max; /* numbers: allowed range */
+} sp_env_var;
+
+const sp_env_var *sp_env_describe(sp_env_id id);
+/* The text now in force; the default when unset or empty. Never NULL. */
+const char *sp_env_text(sp_env_id id);
+/* The number now in force. Errors: SETTING (not a number, or outside its range); K, M and G suffixes are
+ * powers of 1024. */
+spccl_status sp_env_number(sp_env_id id, int64_t *out);
+
+#endif

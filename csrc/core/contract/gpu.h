@@ -1,0 +1,191 @@
+/* gpu.h - what core knows of a GPU: a table of calls that kernels/ fills in when the build has CUDA.
+ * A contract. No CUDA type appears: streams, events and device addresses are plain pointers. All calls return
+ * SPCCL_ERR_DEVICE with the CUDA error's name in the text when CUDA refuses. */
+#ifndef SP_GPU_H
+#define SP_GPU_H
+
+#include "core/base/status.h"
+#include "core/contract/inbox.h"
+
+#include <stdbool.h>
+
+/* One GPU, as seen by this process. */
+typedef struct sp_gpu_device {
+    char name[64];
+    int ordinal;
+    int major, minor;        /* compute capability */
+    uint32_t n_sms;          /* multiprocessors */
+    uint32_t smem_per_block; /* shared memory that a block may ask for, bytes */
+    size_t memory_bytes;
+    uint8_t uuid[16];
+    bool can_share_fd; /* VMM memory can be exported as a file descriptor */
+} sp_gpu_device;
+
+/* ---- the fused collectives: a whole collective in one launch over mapped arenas ---- */
+
+typedef enum sp_fused_op {
+    SP_FUSED_ALL_GATHER,
+    SP_FUSED_REDUCE_SCATTER,
+    SP_FUSED_ALL_REDUCE,         /* reduce-scatter, then all-gather of the result, in one pass */
+    SP_FUSED_ALL_REDUCE_ONESHOT, /* everyone sends everything to everyone: one hop, for small arrays */
+    SP_FUSED_BROADCAST,
+    SP_FUSED_OPS
+} sp_fused_op;
+
+/* A worker has a warp for each of its roles, but a feeder may serve so many workers. */
+#define SP_FUSED_SERVED_MAX 2u
+
+/* What a wait on the GPU saw when it gave up, or what was wrong with a frame. Written once, by the first
+ * worker. */
+typedef enum sp_gpu_trouble {
+    SP_GPU_FINE = 0,
+    SP_GPU_NO_DATA,  /* waited for a frame of `peer`: position `wanted`, its tail says `seen` */
+    SP_GPU_NO_ROOM,  /* waited for `peer` to take what it was sent: wanted a credit of `wanted`, `seen` */
+    SP_GPU_BAD_FRAME /* a frame of `peer` breaks a rule: `wanted` and `seen` of the header field or count
+                        `detail` */
+} sp_gpu_trouble;
+
+/* How long a wait lasts. Contributions wait for nobody but their sender. Results and room may be late because
+ * of a third rank, which is the one to name: such waits last an eighth longer, one second at most. */
+static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_trouble trouble, uint32_t lane)
+{
+    uint64_t more = timeout_ns / 8 < 1000000000u ? timeout_ns / 8 : 1000000000u;
+    return timeout_ns + (trouble == SP_GPU_NO_DATA && lane == SP_INBOX_INPUT ? 0 : more);
+}
+
+/* In `detail` of BAD_FRAME: one of the rules 20 to 27 of docs/FORMAT.md 4, without `wanted` and `seen`. */
+#define SP_GPU_RULE_INDEX 20u
+
+typedef struct sp_gpu_report {
+    uint32_t claimed; /* 0, or 1 + the worker that writes; the rest is valid once `trouble` is not FINE */
+    uint32_t trouble; /* sp_gpu_trouble */
+    uint32_t worker, peer, lane, detail;
+    uint32_t seq;   /* sp_fused_args.seq of the launch */
+    uint32_t slice; /* of the worker's slices in this launch, counted from 0 */
+    uint64_t wanted, seen;
+} sp_gpu_report;
+
+/* In host memory that the GPU can read and write. */
+typedef struct sp_gpu_control {
+    uint32_t abort; /* the host sets 1: every wait ends, every launch from now on returns at once */
+    uint32_t pad[15];
+    sp_gpu_report report;
+} sp_gpu_control;
+
+/* Arguments of one launch; the same on all ranks but for rank, in, out and addresses. */
+typedef struct sp_fused_args {
+    sp_fused_op op;
+    spccl_dtype dtype;
+    spccl_redop redop;
+    spccl_format format; /* AUTO, or what every slice that can take it must take */
+    const void *in;      /* as in spccl.h for the collective; broadcast: in = out = buf */
+    void *out;
+    uint64_t n_elems; /* as in spccl.h: of the block for all-gather and reduce-scatter, else of the array */
+    uint32_t slice_elems;  /* elements per slice; see sp_gpu_plan */
+    uint64_t shard_slices; /* slices of the longest shard (set by `fused`) */
+    uint64_t shard_stride; /* elements from shard to shard in the buffer that holds all (set by `fused`) */
+    uint32_t whole_slices, rest_elems; /* of n_elems; elements behind the last whole one (set by `fused`) */
+    int rank, world_size, root;
+    sp_inbox_shape shape;
+    uint32_t n_ctas, workers_per_cta;  /* n_ctas * workers_per_cta <= shape.n_workers */
+    uint32_t n_served;                 /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
+    uint8_t *arenas[SP_GPU_RANKS_MAX]; /* by rank, as mapped on this device */
+    sp_gpu_control *control;           /* device address */
+    uint64_t timeout_ns;               /* of each wait */
+    uint32_t seq;                      /* number of the launch, for reports */
+} sp_fused_args;
+
+/* ---- the codec on GPU memory ---- */
+
+typedef struct sp_gpu_encode_args {
+    const void *x, *base; /* [n_elems]; base NULL = none */
+    uint64_t n_elems;
+    spccl_dtype dtype;
+    spccl_format format;
+    uint32_t slice_elems;
+    uint8_t *dst; /* aligned to 16 */
+    uint64_t dst_cap;
+    uint64_t *offsets; /* [n_slices + 1]: where each frame starts; the last = bytes of the stream */
+    void *scratch;     /* scratch_bytes(n_slices) */
+    uint32_t
+        *status; /* device memory: 0, or -spccl_status (DST_SMALL, UNSUPPORTED) of the first trouble seen */
+} sp_gpu_encode_args;
+
+typedef struct sp_gpu_decode_args {
+    const uint8_t *stream; /* aligned to 16 */
+    uint64_t stream_bytes;
+    const uint64_t *offsets; /* [n_slices + 1] as encode wrote them */
+    uint64_t n_elems;
+    spccl_dtype dtype;
+    spccl_verb verb;
+    uint32_t slice_elems; /* every frame but the last has so many */
+    void *dst;
+    uint32_t *status; /* device memory: 0, or -spccl_status (FORMAT, VERSION, FRAME) */
+} sp_gpu_decode_args;
+
+/* A peer's memory as it travels to the others: bytes for the store, and a descriptor for the socket (or -1).
+ */
+#define SP_GPU_HANDLE_BYTES 128
+typedef struct sp_gpu_memory sp_gpu_memory; /* an arena: own or mapped from a peer */
+
+typedef struct sp_gpu_ops {
+    const char *name;  /* "cuda" */
+    const char *about; /* "CUDA 13.0, compiled for 80-real 90-real 100-real 120" */
+
+    /* ---- devices ---- */
+    spccl_status (*device_count)(int *out); /* 0 without a driver: not an error */
+    spccl_status (*current_device)(int *out);
+    spccl_status (*describe)(int ordinal, sp_gpu_device *out);
+    /* Make `ordinal` current on this thread; *before = what was, for leave. Makes no context on other GPUs.
+     */
+    spccl_status (*enter)(int ordinal, int *before);
+    void (*leave)(int before);
+    /* Which device an address belongs to: *ordinal = -1 for host memory. */
+    spccl_status (*device_of)(const void *p, int *ordinal);
+    spccl_status (*can_access)(int ordinal, int peer_ordinal, bool *out);
+    spccl_status (*memory_free)(size_t *out_bytes); /* of the current device */
+
+    /* ---- memory that peers map ---- */
+    /* `bytes` of zeros on the current device; share: "fd" (VMM) or "ipc" */
+    spccl_status (*memory_create)(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out);
+    /* handle[SP_GPU_HANDLE_BYTES] for the peer, *fd for "fd" (the caller closes it), else -1. */
+    spccl_status (*memory_export)(sp_gpu_memory *m, uint8_t *handle, int *fd);
+    /* Map a peer's for `ordinal`; fd is borrowed. */
+    spccl_status (*memory_import)(int ordinal, const uint8_t *handle, int fd, size_t bytes,
+                                  sp_gpu_memory **out);
+    void *(*memory_address)(const sp_gpu_memory *m);
+    void (*memory_destroy)(sp_gpu_memory *m);
+    /* *device = the address of *host on the GPU. Zeroed. */
+    spccl_status (*control_create)(sp_gpu_control **host, sp_gpu_control **device);
+    void (*control_destroy)(sp_gpu_control *host);
+    spccl_status (*read)(void *host, const void *device,
+                         size_t bytes); /* waits for nothing on any stream but its own */
+
+    /* ---- streams and events ---- */
+    spccl_status (*event_create)(void **out);
+    spccl_status (*event_record)(void *event, void *stream);
+    spccl_status (*event_query)(void *event); /* SPCCL_AGAIN: not yet */
+    spccl_status (*stream_wait)(void *stream, void *event);
+    void (*event_destroy)(void *event);
+    spccl_status (*stream_query)(void *stream); /* SPCCL_AGAIN: busy */
+    /* *id = 0: not capturing; else the capture's id. */
+    spccl_status (*capture_id)(void *stream, unsigned long long *id);
+    /* Never used twice, unlike the handles of streams. */
+    spccl_status (*stream_id)(void *stream, unsigned long long *id);
+
+    /* ---- work ---- */
+    /* Workers that one CTA can hold on a device if a feeder serves n_served of them, by operation: 1 to 255;
+     * 0 where feeders do not do that (only with n_served > 1). */
+    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t n_served,
+                                          uint32_t out[SP_FUSED_OPS]);
+    spccl_status (*fused)(const sp_fused_args *a, void *stream);
+    size_t (*encode_scratch_bytes)(uint64_t n_slices);
+    spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);
+    spccl_status (*decode)(const sp_gpu_decode_args *a, void *stream);
+} sp_gpu_ops;
+
+/* The table, or NULL in a build without CUDA: then *why_none says why that is; else it is NULL. Nor need
+ * why_none be given. */
+const sp_gpu_ops *sp_gpu_ops_get(const char **why_none);
+
+#endif

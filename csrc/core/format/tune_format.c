@@ -1,0 +1,105 @@
+/* tune_format.c - see tune.h. */
+#include "core/format/tune_format.h"
+
+#include <assert.h>
+
+/* ---- format of a slice ---- */
+
+/* Measured on an AMD EPYC (Zen 4, 2 cores of a virtual machine, L2 1 MiB): 64 KiB chunks through a ring
+ * between two threads take 0.11 ns/byte, of which 0.04 are the copies in and out that encode and decode count
+ * themselves, rounded up because more than one pair shares the memory; 10 Gbit/s Ethernet is 0.8 (loopback
+ * took 0.53). */
+const sp_link_cost sp_link_shm = {.ns_per_byte = 0.10, .name = "shm"};
+const sp_link_cost sp_link_tcp = {.ns_per_byte = 0.80, .name = "tcp"};
+/* So much that 16 bytes (the smallest difference of two frames) outweigh the 5e9 ns that the largest slice
+ * can take in any format. */
+const sp_link_cost sp_link_size_only = {.ns_per_byte = 1e9, .name = "size only"};
+
+/* Time of encode (without the scan, which comes before the choice) and of check and decode (without the
+ * writing of dst, which is the same in all), in ns per element of the slice, per byte of the dense slice and
+ * per listed element. From the fits of bench/micro/bench_format.c, kernels avx512, same machine, int8 to
+ * float64. With avx2 encode costs 0.05 more per element and twice as much per listed one in tile and
+ * pici, 1.2 times as much in coo; decode costs up to twice as much per listed one in pici. */
+struct codec_cost {
+    double elem_ns, byte_ns, listed_ns;
+};
+struct format_cost {
+    struct codec_cost encode, decode;
+};
+static const struct format_cost costs[SPCCL_N_FORMATS] = {
+    [SPCCL_FORMAT_TILE] = {.encode = {0.028, 0, 0.67}, .decode = {0.040, 0, 0.58}},
+    [SPCCL_FORMAT_PICI] = {.encode = {0.040, 0, 0.36}, .decode = {0.050, 0, 0.59}},
+    [SPCCL_FORMAT_COO] = {.encode = {0.022, 0, 1.05}, .decode = {0.010, 0, 1.21}},
+    [SPCCL_FORMAT_DENSE] = {.encode = {0, 0.022, 0}, .decode = {0, 0, 0}},
+};
+
+size_t sp_tune_frame_bound(size_t n_elems, size_t elem_bytes, bool is_delta)
+{
+    return is_delta ? sp_frame_bound_forced(SPCCL_FORMAT_PICI, n_elems, elem_bytes)
+                    : sp_frame_bound(n_elems, elem_bytes);
+}
+
+static double codec_ns(const struct codec_cost *c, const sp_slice_stats *s)
+{
+    return (c->elem_ns + c->byte_ns * (double)s->elem_bytes) * (double)s->n_elems +
+           c->listed_ns * (double)s->nnz;
+}
+
+/* The smallest frame; of equal ones the first in this order. The GPU's sp_choose_smallest says the same:
+ * streams have the same bytes wherever they are written. */
+static spccl_format smallest(const sp_slice_stats *stats, bool is_delta)
+{
+    static const spccl_format order[] = {SPCCL_FORMAT_DENSE, SPCCL_FORMAT_PICI, SPCCL_FORMAT_COO,
+                                         SPCCL_FORMAT_TILE};
+    spccl_format best = SPCCL_FORMAT_AUTO;
+    size_t best_bytes = SIZE_MAX;
+
+    for (size_t i = 0; i < sizeof order / sizeof *order; i++) {
+        size_t bytes = sp_frame_bytes(order[i], stats->n_elems, stats->nnz, stats->elem_bytes);
+        if (sp_codec_allows(stats, order[i], is_delta) && bytes < best_bytes) {
+            best = order[i];
+            best_bytes = bytes;
+        }
+    }
+    return best;
+}
+
+spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp_link_cost *link)
+{
+    size_t bound = sp_tune_frame_bound(stats->n_elems, stats->elem_bytes, is_delta);
+    spccl_format best = SPCCL_FORMAT_AUTO;
+    double best_ns = 0;
+
+    if (stats->nnz == 0)
+        return SPCCL_FORMAT_EMPTY;
+    if (link == &sp_link_size_only)
+        return smallest(stats, is_delta);
+    for (int i = SPCCL_FORMAT_TILE; i < SPCCL_N_FORMATS; i++) {
+        spccl_format format = (spccl_format)i;
+        size_t bytes = sp_frame_bytes(format, stats->n_elems, stats->nnz, stats->elem_bytes);
+        double ns = codec_ns(&costs[i].encode, stats) + codec_ns(&costs[i].decode, stats) +
+                    link->ns_per_byte * (double)bytes;
+        if (!sp_codec_allows(stats, format, is_delta) || bytes > bound)
+            continue;
+        if (best == SPCCL_FORMAT_AUTO || ns < best_ns) {
+            best = format;
+            best_ns = ns;
+        }
+    }
+    assert(best != SPCCL_FORMAT_AUTO); /* dense, or pici for a delta, is always among them */
+    return best;
+}
+
+spccl_status sp_tune_parse_format(const char *text, spccl_format *out)
+{
+    static const spccl_format formats[] = {SPCCL_FORMAT_AUTO, SPCCL_FORMAT_TILE, SPCCL_FORMAT_PICI,
+                                           SPCCL_FORMAT_COO, SPCCL_FORMAT_DENSE};
+    for (size_t i = 0; text != NULL && i < sizeof formats / sizeof *formats; i++) {
+        if (strcmp(text, spccl_format_name(formats[i])) == 0) {
+            *out = formats[i];
+            return SPCCL_OK;
+        }
+    }
+    return SP_FAIL(SPCCL_ERR_SETTING, "format \"%s\": wanted auto, tile, pici, coo or dense",
+                   text != NULL ? text : "(null)");
+}

@@ -1,0 +1,184 @@
+/* gpu_coll.c - the public collectives on GPU memory: check, plan, order, launch. See gpu_comm.h.
+ *
+ * Order: the launches of a communicator follow each other on the GPU in the order of the calls, whatever
+ * streams they are on, because they share the inboxes. Outside of captures each launch leaves an event that
+ * the next one on another stream waits for; inside a capture the same holds among the launches of that
+ * capture. A graph that is replayed is ordered by the stream it is launched on. */
+#include "core/gpu/gpu_comm.h"
+#include "core/run/coll_check.h"
+
+#include "core/base/dtype.h"
+
+#include <stdio.h>
+
+static const struct {
+    const char *name;
+    sp_fused_op op;
+} calls[SP_N_COLLS] = {
+    [SP_ALL_GATHER] = {"spccl_cuda_all_gather", SP_FUSED_ALL_GATHER},
+    [SP_REDUCE_SCATTER] = {"spccl_cuda_reduce_scatter", SP_FUSED_REDUCE_SCATTER},
+    [SP_ALL_REDUCE] = {"spccl_cuda_all_reduce", SP_FUSED_ALL_REDUCE},
+    [SP_BROADCAST] = {"spccl_cuda_broadcast", SP_FUSED_BROADCAST},
+};
+
+static spccl_status check_device(const sp_gpu_comm *g, const sp_coll_args *a, const char *name, const void *p)
+{
+    int ordinal = -1;
+    SP_TRY(g->ops->device_of(p, &ordinal));
+    if (ordinal == g->device.ordinal)
+        return SPCCL_OK;
+    if (ordinal < 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is host memory, wanted memory of GPU %d",
+                       calls[a->coll].name, name, p, g->device.ordinal);
+    return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is memory of GPU %d, wanted GPU %d", calls[a->coll].name, name,
+                   p, ordinal, g->device.ordinal);
+}
+
+/* Both in device, but for a zero-size one. */
+static spccl_status check_devices(const sp_gpu_comm *g, const sp_coll_args *a)
+{
+    if (a->coll == SP_BROADCAST)
+        return check_device(g, a, "buf", a->in);
+    SP_TRY(check_device(g, a, "in", a->in));
+    return check_device(g, a, "out", a->out);
+}
+
+static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
+{
+    const spccl_comm *comm = g->comm;
+    sp_gpu_plan p;
+    sp_fused_args f;
+    sp_tune_gpu_plan(&g->limits, g->shape, calls[a->coll].op, a->n_elems, a->dtype, comm->format, &p);
+    f = (sp_fused_args){.op = p.op,
+                        .dtype = a->dtype,
+                        .redop = a->redop,
+                        .format = comm->format,
+                        .in = a->in,
+                        .out = a->out,
+                        .n_elems = a->n_elems,
+                        .slice_elems = p.slice_elems,
+                        .rank = comm->rank,
+                        .world_size = comm->world_size,
+                        .root = a->root,
+                        .shape = g->shape,
+                        .n_ctas = p.n_ctas,
+                        .workers_per_cta = p.workers_per_cta,
+                        .n_served = p.n_served,
+                        .control = g->control_device,
+                        .timeout_ns = comm->timeout_ms < INT64_MAX / 1000000
+                                          ? (uint64_t)comm->timeout_ms * 1000000u
+                                          : (uint64_t)INT64_MAX,
+                        .seq = g->n_launches};
+    memcpy(f.arenas, g->arenas, sizeof f.arenas);
+    return f;
+}
+
+/* Behind the last launch that may still run when this one starts. */
+static spccl_status wait_for_last(const sp_gpu_comm *g, void *stream, unsigned long long id,
+                                  unsigned long long capture)
+{
+    if (capture == 0)
+        return g->launched && g->last_stream != id ? g->ops->stream_wait(stream, g->event) : SPCCL_OK;
+    if (capture == g->last_capture && g->last_capture_stream != id)
+        return g->ops->stream_wait(stream, g->capture_event);
+    return SPCCL_OK;
+}
+
+static spccl_status mark_last(sp_gpu_comm *g, void *stream, unsigned long long id, unsigned long long capture)
+{
+    if (capture == 0) {
+        SP_TRY(g->ops->event_record(g->event, stream));
+        g->launched = true;
+        g->last_stream = id;
+        return SPCCL_OK;
+    }
+    SP_TRY(g->ops->event_record(g->capture_event, stream));
+    g->last_capture = capture;
+    g->last_capture_stream = id;
+    return SPCCL_OK;
+}
+
+/* Device current, mu held. *launched: peers will wait for this rank's part from here on. */
+static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *stream, bool *launching)
+{
+    unsigned long long id = 0, capture = 0;
+    sp_fused_args f;
+    SP_TRY(g->ops->capture_id(stream, &capture));
+    if (capture != 0) /* a capturing stream may not be asked for its id; it cannot go away meanwhile */
+        id = (unsigned long long)(uintptr_t)stream;
+    else
+        SP_TRY(g->ops->stream_id(stream, &id));
+    SP_TRY(wait_for_last(g, stream, id, capture));
+    f = make_args(g, a);
+    g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
+        .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
+    *launching = true;
+    SP_TRY(g->ops->fused(&f, stream));
+    g->n_launches++;
+    return mark_last(g, stream, id, capture);
+}
+
+static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
+{
+    sp_gpu_comm *g = NULL;
+    size_t total_bytes;
+    bool launching = false;
+    spccl_status st;
+    int before;
+    SP_TRY(sp_coll_check(comm, a, &total_bytes));
+    SP_TRY(sp_gpu_comm_get(comm, calls[a->coll].name, &g));
+    st = sp_comm_broken(comm);
+    if (st != SPCCL_OK) {
+        char why[sizeof comm->error];
+        snprintf(why, sizeof why, "%.900s", spccl_last_error());
+        return SP_FAIL(st, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name, why);
+    }
+    if (a->n_elems == 0)
+        return SPCCL_OK;
+    SP_TRY(check_devices(g, a));
+    SP_TRY(g->ops->enter(g->device.ordinal, &before));
+    pthread_mutex_lock(&g->mu);
+    st = launch_locked(g, a, stream, &launching);
+    pthread_mutex_unlock(&g->mu);
+    g->ops->leave(before);
+    if (st != SPCCL_OK && launching) { /* the peers wait for a part that does not come: tell them */
+        char text[sizeof comm->error];
+        snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %s of %zu %s: %.600s", comm->rank,
+                 comm->name, g->device.ordinal, calls[a->coll].name, a->n_elems, sp_dtype_name(a->dtype),
+                 spccl_last_error());
+        sp_comm_break(comm, st, text);
+        sp_set_error(text);
+    }
+    return st;
+}
+
+spccl_status spccl_cuda_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                   spccl_dtype dtype, void *stream)
+{
+    sp_coll_args a = {.coll = SP_ALL_GATHER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype};
+    return submit(comm, &a, stream);
+}
+
+spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                       spccl_dtype dtype, spccl_redop op, void *stream)
+{
+    sp_coll_args a = {
+        .coll = SP_REDUCE_SCATTER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    return submit(comm, &a, stream);
+}
+
+spccl_status spccl_cuda_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                   spccl_dtype dtype, spccl_redop op, void *stream)
+{
+    sp_coll_args a = {
+        .coll = SP_ALL_REDUCE, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    return submit(comm, &a, stream);
+}
+
+spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype, int root,
+                                  void *stream)
+{
+    sp_coll_args a = {
+        .coll = SP_BROADCAST, .in = buf, .out = buf, .n_elems = n_elems, .dtype = dtype, .root = root};
+    return submit(comm, &a, stream);
+}

@@ -1,0 +1,230 @@
+/* gpu_comm.c - asking, waiting for and ending a communicator's GPU; see gpu_comm.h. */
+#include "core/gpu/gpu_comm.h"
+
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+
+#include <sched.h>
+
+/* How long destroy waits for the peers to come there too, and for kernels to end once the flag is up. */
+#define GOODBYE_MS 10000
+#define ABORT_MS 10000
+/* ipc memory must outlive the peers' use of it, and a broken communicator cannot ask them. */
+#define BROKEN_IPC_MS 1000
+#define WAIT_SPIN_NS 50000
+
+/* Only programs that link one have it, that is, tests: a GPU made of host memory. */
+extern const sp_gpu_ops sp_gpu_ops_fake __attribute__((weak, visibility("hidden")));
+
+const sp_gpu_ops *sp_gpu_ops_here(void)
+{
+    return &sp_gpu_ops_fake != NULL ? &sp_gpu_ops_fake : sp_gpu_ops_get(NULL);
+}
+
+int spccl_cuda_device_count(void)
+{
+    const sp_gpu_ops *ops = sp_gpu_ops_here();
+    int n = 0;
+    return ops != NULL && ops->device_count(&n) == SPCCL_OK ? n : 0;
+}
+
+spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out)
+{
+    sp_gpu_comm *g = NULL;
+    if (comm == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: comm is NULL", call);
+    g = atomic_load(&comm->gpu);
+    if (g == NULL)
+        return SP_FAIL(SPCCL_ERR_STATE,
+                       "%s: rank %d of group \"%s\" has no GPU: call spccl_cuda_attach first", call,
+                       comm->rank, comm->name);
+    *out = g;
+    return SPCCL_OK;
+}
+
+/* ---- waiting ---- */
+
+static void pause_ns(int64_t since_ns)
+{
+    if (sp_now_ns() - since_ns < WAIT_SPIN_NS)
+        sched_yield();
+    else
+        nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
+}
+
+/* Device made current by the caller. */
+static spccl_status wait_stream(sp_gpu_comm *g, void *stream, int64_t timeout_ms)
+{
+    int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(timeout_ms);
+    for (;;) {
+        spccl_status st = g->ops->stream_query(stream);
+        sp_gpu_comm_look(g->comm); /* also when it is done: the kernels may have ended by giving up */
+        SP_TRY(sp_comm_broken(g->comm));
+        if (st != SPCCL_AGAIN)
+            return st;
+        if (sp_deadline_passed(deadline_ns))
+            return SP_FAIL(SPCCL_ERR_TIMEOUT,
+                           "rank %d, group \"%s\", GPU %d: the stream was not done after %lld ms",
+                           g->comm->rank, g->comm->name, g->device.ordinal, (long long)timeout_ms);
+        pause_ns(start_ns);
+    }
+}
+
+spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms)
+{
+    sp_gpu_comm *g = NULL;
+    spccl_status st;
+    int before;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_wait", &g));
+    SP_TRY(g->ops->enter(g->device.ordinal, &before));
+    st = wait_stream(g, stream, timeout_ms >= 0 ? timeout_ms : comm->timeout_ms);
+    g->ops->leave(before);
+    return st;
+}
+
+/* ---- counting ---- */
+
+static spccl_status read_states(const sp_gpu_comm *g, sp_inbox_state *states)
+{
+    const uint8_t *at = g->arenas[g->comm->rank] + sp_inbox_state_off(g->shape, 0);
+    spccl_status st;
+    int before;
+    SP_TRY(g->ops->enter(g->device.ordinal, &before));
+    st = g->ops->read(states, at, g->shape.n_workers * sizeof *states);
+    g->ops->leave(before);
+    return st;
+}
+
+spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out)
+{
+    sp_inbox_state *states;
+    sp_gpu_comm *g = NULL;
+    spccl_status st;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_get_stats", &g));
+    if (out == NULL || out->struct_bytes != sizeof *out)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_get_stats: out is NULL or out.struct_bytes is not %zu",
+                       sizeof *out);
+    states = sp_calloc(g->shape.n_workers, sizeof *states);
+    if (states == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "spccl_cuda_get_stats: %u workers", g->shape.n_workers);
+    st = read_states(g, states);
+    if (st == SPCCL_OK) {
+        *out = (spccl_cuda_stats){.struct_bytes = sizeof *out,
+                                  .device = g->device.ordinal,
+                                  .n_ctas = sp_tune_gpu_ctas(&g->limits, g->shape),
+                                  .inbox_bytes = sp_inbox_bytes(g->shape)};
+        pthread_mutex_lock(&g->mu);
+        out->n_collectives = g->n_launches;
+        pthread_mutex_unlock(&g->mu);
+        for (uint32_t w = 0; w < g->shape.n_workers; w++) {
+            out->wire_bytes_sent += states[w].frame_bytes;
+            for (int f = 0; f < SPCCL_N_FORMATS; f++)
+                out->n_frames_sent[f] += states[w].n_frames[f];
+        }
+    }
+    sp_free(states);
+    return st;
+}
+
+/* ---- ending ---- */
+
+static void free_imports(sp_gpu_comm *g)
+{
+    for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
+        g->ops->memory_destroy(g->peers[r]);
+        g->peers[r] = NULL;
+    }
+}
+
+void sp_gpu_comm_free(sp_gpu_comm *g)
+{
+    int before;
+    if (g == NULL)
+        return;
+    if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+        free_imports(g);
+        g->ops->memory_destroy(g->own);
+        g->ops->event_destroy(g->event);
+        g->ops->event_destroy(g->capture_event);
+        g->ops->control_destroy(g->control);
+        g->ops->leave(before);
+    }
+    pthread_mutex_destroy(&g->mu);
+    pthread_mutex_destroy(&g->look_mu);
+    sp_free(g);
+}
+
+/* Wait until the last launch has ended. False: it does not end. */
+static bool drain(sp_gpu_comm *g)
+{
+    spccl_comm *comm = g->comm;
+    int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
+    bool flagged = false;
+    for (;;) {
+        spccl_status st = g->launched ? g->ops->event_query(g->event) : SPCCL_OK;
+        if (st != SPCCL_AGAIN)
+            return true; /* done, or the GPU is lost and runs nothing any more */
+        sp_gpu_comm_look(comm);
+        if (!flagged && (sp_comm_broken(comm) != SPCCL_OK || sp_deadline_passed(deadline_ns))) {
+            __atomic_store_n(&g->control->abort, 1, __ATOMIC_RELEASE);
+            deadline_ns = sp_deadline_in_ms(ABORT_MS);
+            flagged = true;
+        }
+        if (flagged && sp_deadline_passed(deadline_ns))
+            return false;
+        pause_ns(start_ns);
+    }
+}
+
+/* All ranks are here, or the communicator is broken. */
+static void meet(spccl_comm *comm)
+{
+    uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
+    int64_t timeout_ms = comm->timeout_ms;
+    if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK)
+        return;
+    if (comm->timeout_ms > GOODBYE_MS)
+        comm->timeout_ms = GOODBYE_MS;
+    if (spccl_all_gather(comm, &mine, all, 1, SPCCL_UINT8, NULL) != SPCCL_OK)
+        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": ending without the others: %s", comm->name,
+               spccl_last_error());
+    comm->timeout_ms = timeout_ms;
+}
+
+void sp_gpu_comm_detach(spccl_comm *comm)
+{
+    sp_gpu_comm *g = atomic_load(&comm->gpu);
+    bool drained = false;
+    int before;
+    if (g == NULL)
+        return;
+    if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+        drained = drain(g);
+        g->ops->leave(before);
+    }
+    sp_gpu_watch_remove(g); /* before meeting: the others may then leave at any time */
+    atomic_store(&comm->gpu, NULL);
+    meet(comm);
+    pthread_mutex_lock(&comm->mu);
+    comm->gpu_abort = NULL;
+    pthread_mutex_unlock(&comm->mu);
+    if (!drained) {
+        /* Freeing what a kernel still uses would cost the process its GPU. */
+        sp_log(SP_LOG_ERROR, comm->rank,
+               "group \"%s\": a kernel on GPU %d does not end: its %zu bytes stay allocated", comm->name,
+               g->device.ordinal, sp_inbox_bytes(g->shape));
+        return;
+    }
+    if (strcmp(g->share, "ipc") == 0 && comm->world_size > 1) {
+        if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+            free_imports(g);
+            g->ops->leave(before);
+        }
+        if (sp_comm_broken(comm) == SPCCL_OK)
+            meet(comm);
+        else
+            nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
+    }
+    sp_gpu_comm_free(g);
+}

@@ -1,0 +1,196 @@
+/* gpu_watch.c - one thread per process watches the GPUs of all communicators; see gpu_comm.h. What a kernel
+ * saw when it gave up becomes the communicator's error; what broke a communicator reaches its kernels as the
+ * abort flag, which sp_comm_break and the engine set themselves. */
+#include "core/gpu/gpu_comm.h"
+
+#include "core/base/clock.h"
+#include "core/base/dtype.h"
+#include "core/base/log.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
+
+#define PERIOD_NS (20 * 1000000)
+/* A peer that is gone may have sent all it had to: kernels get this long to use it. */
+#define GRACE_NS (INT64_C(200) * 1000000)
+
+static pthread_mutex_t list_mu = PTHREAD_MUTEX_INITIALIZER;
+static sp_gpu_comm *list, *visited; /* visited: stays in the list until that is over */
+static bool thread_runs;
+
+/* waited: " 30 s" of a launch that is still known, else "". */
+static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap, char *waited,
+                            size_t waited_cap)
+{
+    sp_gpu_launch l;
+    uint32_t seq = r->seq;
+    pthread_mutex_lock(&g->mu);
+    l = g->history[seq % SP_GPU_HISTORY];
+    pthread_mutex_unlock(&g->mu);
+    waited[0] = '\0';
+    if (l.seq != seq || l.n_elems == 0) {
+        snprintf(text, cap, "collective no. %" PRIu32, seq);
+        return;
+    }
+    snprintf(waited, waited_cap, " %.3g s",
+             (double)sp_gpu_wait_ns(l.timeout_ns, (sp_gpu_trouble)r->trouble, r->lane) / 1e9);
+    snprintf(text, cap, "%s no. %" PRIu32 " (%" PRIu64 " %s)", sp_coll_name(l.coll), seq, l.n_elems,
+             sp_dtype_name(l.dtype));
+}
+
+/* Text of a report: who, where, wanted, got. */
+static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap)
+{
+    const spccl_comm *comm = g->comm;
+    const char *lane = r->lane == SP_INBOX_INPUT ? "inputs" : "results";
+    char launch[120], where[320], waited[32];
+    describe_launch(g, r, launch, sizeof launch, waited, sizeof waited);
+    snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: %s:", comm->rank, comm->name,
+             g->device.ordinal, launch);
+    switch ((sp_gpu_trouble)r->trouble) {
+    case SP_GPU_NO_DATA:
+        snprintf(text, cap,
+                 "%s waited%s for %s of rank %u (worker %u, slice %u: its frame starts at %" PRIu64
+                 ", sent is up to %" PRIu64 "): it died, is too slow, or called something else",
+                 where, waited, lane, r->peer, r->worker, r->slice, r->wanted, r->seen);
+        return SPCCL_ERR_TIMEOUT;
+    case SP_GPU_NO_ROOM:
+        snprintf(text, cap,
+                 "%s waited%s for rank %u to take %s (worker %u, slice %u: wanted up to %" PRIu64
+                 ", taken is up to %" PRIu64 "): it died, is too slow, or called something else",
+                 where, waited, r->peer, lane, r->worker, r->slice, r->wanted, r->seen);
+        return SPCCL_ERR_TIMEOUT;
+    case SP_GPU_BAD_FRAME:
+        if (r->detail == SP_GPU_RULE_INDEX) {
+            snprintf(
+                text, cap,
+                "%s the list of elements in a frame of rank %u is broken (%s, worker %u, slice %u; rules 20 "
+                "to 27 of docs/FORMAT.md): do all ranks run the same version of spccl?",
+                where, r->peer, lane, r->worker, r->slice);
+            return SPCCL_ERR_FORMAT;
+        }
+        snprintf(text, cap,
+                 "%s a frame of rank %u breaks a rule (%s, worker %u, slice %u, field %u: got %" PRIu64
+                 ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",
+                 where, r->peer, lane, r->worker, r->slice, r->detail, r->seen, r->wanted);
+        return SPCCL_ERR_FORMAT;
+    case SP_GPU_FINE:
+        break;
+    }
+    snprintf(text, cap, "%s a report of unknown kind %u", where, r->trouble);
+    return SPCCL_ERR_BUG;
+}
+
+static void look_at_report(sp_gpu_comm *g)
+{
+    spccl_comm *comm = g->comm;
+    sp_gpu_report r;
+    char text[sizeof comm->error];
+    spccl_status st;
+    if (__atomic_load_n(&g->control->report.trouble, __ATOMIC_ACQUIRE) == SP_GPU_FINE)
+        return;
+    if (atomic_load(&comm->abort_asked) || sp_comm_broken(comm) != SPCCL_OK)
+        return; /* the kernels ended because of that */
+    r = g->control->report;
+    st = describe_report(g, &r, text, sizeof text);
+    if (sp_comm_break(comm, st, text)) /* several may look at once */
+        sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
+}
+
+static void look_at_peers(sp_gpu_comm *g)
+{
+    spccl_comm *comm = g->comm;
+    char text[sizeof comm->error];
+    if (sp_comm_poll_peers(comm) == SPCCL_OK)
+        return;
+    if (g->gone_since_ns == 0)
+        g->gone_since_ns = sp_now_ns();
+    if (sp_now_ns() - g->gone_since_ns < GRACE_NS)
+        return;
+    snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %.700s", comm->rank, comm->name,
+             g->device.ordinal, spccl_last_error());
+    sp_comm_break(comm, SPCCL_ERR_PEER, text);
+}
+
+void sp_gpu_comm_look(spccl_comm *comm)
+{
+    sp_gpu_comm *g = atomic_load(&comm->gpu);
+    if (g == NULL)
+        return;
+    /* Whoever looks: one who has seen a kernel end must know afterwards what it reported, also if another
+     * thread is looking just now. */
+    look_at_report(g);
+    if (comm->world_size > 1 && pthread_mutex_trylock(&g->look_mu) == 0) {
+        look_at_peers(g);
+        pthread_mutex_unlock(&g->look_mu);
+    }
+}
+
+/* ---- the thread ---- */
+
+static void *watch(void *arg)
+{
+    (void)arg;
+    pthread_mutex_lock(&list_mu);
+    while (list != NULL) {
+        for (visited = list; visited != NULL; visited = visited->next) {
+            pthread_mutex_unlock(&list_mu);
+            sp_gpu_comm_look(visited->comm);
+            pthread_mutex_lock(&list_mu);
+        }
+        pthread_mutex_unlock(&list_mu);
+        nanosleep(&(struct timespec){.tv_nsec = PERIOD_NS}, NULL);
+        pthread_mutex_lock(&list_mu);
+    }
+    thread_runs = false; /* with the list empty: the next one added starts another thread */
+    pthread_mutex_unlock(&list_mu);
+    return NULL;
+}
+
+static spccl_status start_locked(void)
+{
+    pthread_t thread;
+    int err;
+    if (thread_runs)
+        return SPCCL_OK;
+    err = pthread_create(&thread, NULL, watch, NULL);
+    if (err != 0) {
+        errno = err;
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "the thread that watches GPUs");
+    }
+    pthread_setname_np(thread, "spccl-gpu");
+    pthread_detach(thread);
+    thread_runs = true;
+    return SPCCL_OK;
+}
+
+spccl_status sp_gpu_watch_add(sp_gpu_comm *g)
+{
+    spccl_status st;
+    pthread_mutex_lock(&list_mu);
+    g->next = list;
+    list = g;
+    st = start_locked();
+    if (st != SPCCL_OK)
+        list = g->next;
+    pthread_mutex_unlock(&list_mu);
+    return st;
+}
+
+void sp_gpu_watch_remove(sp_gpu_comm *g)
+{
+    pthread_mutex_lock(&list_mu);
+    while (visited == g) {
+        /* The walk goes on over g->next, so g must not leave the list under it. */
+        pthread_mutex_unlock(&list_mu);
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+        pthread_mutex_lock(&list_mu);
+    }
+    for (sp_gpu_comm **at = &list; *at != NULL; at = &(*at)->next)
+        if (*at == g) {
+            *at = g->next;
+            break;
+        }
+    pthread_mutex_unlock(&list_mu);
+}

@@ -1,0 +1,162 @@
+/* tune_gpu.c - see tune_gpu.h. */
+#include "core/gpu/tune_gpu.h"
+
+#include "core/base/dtype.h"
+#include "core/format/format.h"
+
+#include <inttypes.h>
+
+/* An all-reduce that brings a rank at most so many dense bytes from all its peers goes in one hop, if every
+ * worker has one slice of it at most: everybody sends everything. That saves the second wait, 10 to 14 us on
+ * an H200 (spccl_bench_fused), at the price of P / 2 times the bytes (none between two ranks); if they are
+ * dense, those that are more take a link of 357 GB/s 4 to 8 us at 3 MiB. */
+#define ONESHOT_BYTES ((uint64_t)3 << 20)
+/* Slices are not cut below these to give every worker one: headers and waits would cost more than they gain.
+ */
+#define SLICE_ELEMS_MIN 1024u
+#define SLICE_BYTES_MIN 4096u
+/* Slices start at multiples of so many elements of the array: whole cache lines. */
+#define SLICE_ELEMS_STEP 128u
+
+static uint32_t ctas_allowed(const sp_gpu_limits *l)
+{
+    uint32_t n = l->max_ctas != 0 && l->max_ctas < l->n_sms ? l->max_ctas : l->n_sms;
+    return n != 0 ? n : 1; /* more ranks than multiprocessors on one GPU */
+}
+
+spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
+{
+    sp_inbox_shape s = {.world_size = l->world_size};
+    uint32_t n_ctas = ctas_allowed(l), most = 0;
+    size_t least;
+    for (int op = 0; op < SP_FUSED_OPS; op++)
+        for (uint32_t served = 0; served < SP_FUSED_SERVED_MAX; served++)
+            most = l->workers_per_cta[served][op] > most ? l->workers_per_cta[served][op] : most;
+    /* Shorter rings before fewer workers, and these before fewer blocks: every multiprocessor takes part in
+     * moving memory. */
+    for (uint32_t per_cta = most; per_cta > 0; per_cta--)
+        for (s.ring_frames = SP_INBOX_RING_FRAMES_MAX; s.ring_frames >= SP_INBOX_RING_FRAMES_MIN;
+             s.ring_frames--) {
+            s.n_workers = n_ctas * per_cta;
+            if (sp_inbox_bytes(s) <= l->inbox_bytes) {
+                *out = s;
+                return SPCCL_OK;
+            }
+        }
+    s.n_workers = 1;
+    s.ring_frames = SP_INBOX_RING_FRAMES_MIN;
+    least = sp_inbox_bytes(s);
+    if (least > l->inbox_bytes || most == 0)
+        return SP_FAIL(SPCCL_ERR_SETTING,
+                       "an inbox of %zu bytes is too small for %u ranks: one worker needs %zu, all %u "
+                       "blocks %zu (SPCCL_INBOX_BYTES)",
+                       l->inbox_bytes, l->world_size, least, n_ctas, least * n_ctas);
+    s.n_workers = (uint32_t)(l->inbox_bytes / least); /* bytes are proportional to workers */
+    *out = s;
+    return SPCCL_OK;
+}
+
+uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape)
+{
+    uint32_t n = ctas_allowed(l);
+    return n < shape.n_workers ? n : shape.n_workers;
+}
+
+static bool reduces(sp_fused_op op)
+{
+    return op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_ALL_REDUCE_ONESHOT;
+}
+
+/* Slices of the part that one rank owns (or, in one hop, of everything). */
+static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t n_elems,
+                                uint32_t slice_elems)
+{
+    uint64_t n = sp_ceil_div(n_elems, slice_elems);
+    return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? sp_ceil_div(n, l->world_size) : n;
+}
+
+/* The most elements that there is room for. */
+static uint32_t slice_elems_max(sp_fused_op op, spccl_dtype dtype, spccl_format format)
+{
+    size_t elem_bytes = sp_dtype_bytes(dtype);
+    uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes);
+    if (reduces(op) && sp_acc_dtype(dtype) != dtype)
+        elems /= 2; /* accumulated in float32: twice the room */
+    if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO) /* put together on chip */
+        while (elems > 128 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_GPU_STAGE_BYTES)
+            elems /= 2;
+    else if (format != SPCCL_FORMAT_AUTO)
+        while (elems > 1024 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_INBOX_FRAME_BYTES)
+            elems /= 2;
+    return elems;
+}
+
+static uint32_t workers_per_cta(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op,
+                                uint32_t n_served)
+{
+    return (uint32_t)sp_min_size(shape.n_workers / sp_tune_gpu_ctas(l, shape),
+                                 l->workers_per_cta[n_served - 1][op]);
+}
+
+/* How many workers a feeder serves, and the elements of a slice. An array that is at most one slice for each
+ * worker takes as long as one slice: with feeders for one worker each if that is enough of them, and slices
+ * as short as they can be then. Longer arrays: more workers are worth fewer feeders in an all-gather, and
+ * where owners add 16-bit floats; where they add others, dense frames get 8% slower (2 H200). */
+static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
+                        spccl_format format, sp_gpu_plan *p)
+{
+    uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), most = slice_elems_max(p->op, dtype, format);
+    uint32_t least = (uint32_t)(SLICE_BYTES_MIN / sp_dtype_bytes(dtype));
+    uint64_t alone = (uint64_t)n_ctas * workers_per_cta(l, shape, p->op, 1), wanted;
+    uint64_t shared = (uint64_t)n_ctas * workers_per_cta(l, shape, p->op, SP_FUSED_SERVED_MAX);
+    uint64_t n_slices = slices_per_rank(l, p->op, n_elems, most);
+    bool keep_shared = !reduces(p->op) || sp_acc_dtype(dtype) != dtype;
+    p->n_served =
+        n_slices > alone && shared > alone && (n_slices <= shared || keep_shared) ? SP_FUSED_SERVED_MAX : 1;
+    p->slice_elems = most;
+    if (n_slices > alone)
+        return;
+    if (least < SLICE_ELEMS_MIN)
+        least = SLICE_ELEMS_MIN;
+    wanted = sp_ceil_div(slices_per_rank(l, p->op, n_elems, 1), alone);
+    wanted = sp_ceil_div(wanted, SLICE_ELEMS_STEP) * SLICE_ELEMS_STEP;
+    if (wanted < least)
+        wanted = least;
+    if (wanted < most)
+        p->slice_elems = (uint32_t)wanted;
+}
+
+static bool one_hop(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
+                    spccl_format format)
+{
+    const sp_fused_op op = SP_FUSED_ALL_REDUCE_ONESHOT;
+    if (l->world_size == 1)
+        return false;
+    if (l->hops != 0)
+        return l->hops == 1;
+    return n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(dtype) &&
+           slices_per_rank(l, op, n_elems, slice_elems_max(op, dtype, format)) <=
+               (uint64_t)sp_tune_gpu_ctas(l, shape) * workers_per_cta(l, shape, op, 1);
+}
+
+void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op, uint64_t n_elems,
+                      spccl_dtype dtype, spccl_format format, sp_gpu_plan *out)
+{
+    uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), per_cta;
+    uint64_t n_slices, needed;
+    if (op == SP_FUSED_ALL_REDUCE && one_hop(l, shape, n_elems, dtype, format))
+        op = SP_FUSED_ALL_REDUCE_ONESHOT;
+    out->op = op;
+    pick_slices(l, shape, n_elems, dtype, format, out);
+    n_slices = slices_per_rank(l, op, n_elems, out->slice_elems);
+    per_cta = workers_per_cta(l, shape, op, out->n_served);
+    /* Few slices: first one worker on each multiprocessor, and no more blocks than have something to do. */
+    needed = sp_ceil_div(n_slices, n_ctas);
+    if (needed < per_cta)
+        per_cta = needed != 0 ? (uint32_t)needed : 1;
+    needed = sp_ceil_div(n_slices, per_cta);
+    if (needed < n_ctas)
+        n_ctas = needed != 0 ? (uint32_t)needed : 1;
+    out->n_ctas = n_ctas;
+    out->workers_per_cta = per_cta;
+}

@@ -1,0 +1,134 @@
+/* sched.c - making, cutting and freeing plans. See sched.h; the check is in sched_check.c. */
+#include "core/plan/sched.h"
+
+#include "core/base/bits.h"
+#include "core/base/mem.h"
+#include "core/plan/sched_build.h"
+
+#define PART_ALIGN_ELEMS 64 /* a word of the scan mask; keeps parts on vector boundaries */
+
+const char *sp_coll_name(sp_coll coll)
+{
+    static const char *const names[SP_N_COLLS] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+    return (unsigned)coll < SP_N_COLLS ? names[coll] : "?";
+}
+
+typedef bool (*schedule_fn)(sp_plan_builder *b, const sp_plan_args *args);
+
+static const struct {
+    const char *name;
+    schedule_fn build;
+} schedules[SP_N_SCHEDULES] = {
+    [SP_SCHED_DIRECT] = {"direct", sp_sched_direct},
+    [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot},
+};
+
+const char *sp_schedule_name(sp_schedule schedule)
+{
+    return (unsigned)schedule < SP_N_SCHEDULES ? schedules[schedule].name : "?";
+}
+
+void sp_part_range(size_t n_elems, int n_parts, int part, size_t *off, size_t *len)
+{
+    size_t each = sp_ceil_div(n_elems, (size_t)n_parts);
+    each = sp_align_up(each, PART_ALIGN_ELEMS);
+    *off = sp_min_size((size_t)part * each, n_elems);
+    *len = sp_min_size(each, n_elems - *off);
+}
+
+sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src_off, size_t dst_off,
+                     size_t n_elems)
+{
+    sp_step *s;
+    if (n_elems == 0 || b->plan->n_steps >= b->steps_cap)
+        return NULL;
+    s = &b->plan->steps[b->plan->n_steps++];
+    *s = (sp_step){.kind = kind,
+                   .part = part,
+                   .lane_in = SP_LANE_INPUT,
+                   .lane_out = SP_LANE_INPUT,
+                   .after = -1,
+                   .src_off = src_off,
+                   .dst_off = dst_off,
+                   .n_elems = n_elems};
+    return s;
+}
+
+static void push_rank(sp_plan_builder *b, int rank)
+{
+    if (b->n_ranks < b->ranks_cap)
+        b->plan->ranks[b->n_ranks++] = rank;
+}
+
+void sp_step_from(sp_plan_builder *b, sp_step *step, int lane, int rank)
+{
+    step->lane_in = lane;
+    step->from = b->n_ranks;
+    push_rank(b, rank);
+    step->n_from = 1;
+}
+
+void sp_step_from_all(sp_plan_builder *b, sp_step *step, int lane)
+{
+    step->lane_in = lane;
+    step->from = b->n_ranks;
+    for (int r = 0; r < b->plan->world_size; r++)
+        if (r != b->plan->rank)
+            push_rank(b, r);
+    step->n_from = b->n_ranks - step->from;
+}
+
+void sp_step_to(sp_plan_builder *b, sp_step *step, int lane, int rank)
+{
+    step->lane_out = lane;
+    step->to = b->n_ranks;
+    push_rank(b, rank);
+    step->n_to = 1;
+}
+
+void sp_step_to_all(sp_plan_builder *b, sp_step *step, int lane, int except)
+{
+    int world_size = b->plan->world_size;
+    step->lane_out = lane;
+    step->to = b->n_ranks;
+    for (int i = 1; i < world_size; i++) {
+        int r = (b->plan->rank + i) % world_size;
+        if (r != except)
+            push_rank(b, r);
+    }
+    step->n_to = b->n_ranks - step->to;
+}
+
+spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out)
+{
+    int steps_cap = 2 * args->world_size + 2; /* no schedule here has more: all-reduce has 2*world-1 */
+    int ranks_cap = 5 * args->world_size + 4;
+    sp_plan *plan =
+        sp_calloc(1, sizeof *plan + (size_t)steps_cap * sizeof(sp_step) + (size_t)ranks_cap * sizeof(int));
+    sp_plan_builder b = {.plan = plan, .steps_cap = steps_cap, .ranks_cap = ranks_cap};
+    if (plan == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "plan of %s for %d ranks", sp_coll_name(args->coll),
+                       args->world_size);
+    plan->name = schedules[schedule].name;
+    plan->rank = args->rank;
+    plan->world_size = args->world_size;
+    plan->steps = (sp_step *)(plan + 1);
+    plan->ranks = (int *)(plan->steps + steps_cap);
+    if (!schedules[schedule].build(&b, args)) {
+        sp_plan_destroy(plan);
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "schedule %s has no %s", schedules[schedule].name,
+                       sp_coll_name(args->coll));
+    }
+    if (plan->n_steps == steps_cap || b.n_ranks == ranks_cap) {
+        sp_plan_destroy(plan);
+        return SP_FAIL(SPCCL_ERR_BUG, "schedule %s: %s of %d ranks overflows its plan",
+                       schedules[schedule].name, sp_coll_name(args->coll), args->world_size);
+    }
+    *out = plan;
+    return SPCCL_OK;
+}
+
+void sp_plan_destroy(sp_plan *plan)
+{
+    sp_free(plan);
+}

@@ -1,0 +1,107 @@
+/* sched_direct.c - every rank sends its contribution straight to the owner of each part; the owner adds in
+ * rank order, encodes the result once and sends it to everyone. Steps and bytes: docs/ALGORITHMS.md. Why not
+ * a ring: contributions travel once, never re-encoded, at the density of the input, where step k of a ring
+ * carries 1-(1-d)^k (Hough et al., SpCCL, section IV.C, fight that fill-in with thresholds). */
+#include "core/plan/sched_build.h"
+
+/* Own block to everyone, everyone's block to its place. */
+static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
+{
+    sp_step *s;
+    for (int i = 1; i < a->world_size; i++) {
+        int peer = (a->rank + i) % a->world_size;
+        s = sp_plan_add(b, SP_STEP_RECV, peer, 0, (size_t)peer * a->n_elems, a->n_elems);
+        sp_step_from(b, s, SP_LANE_RESULT, peer);
+    }
+    s = sp_plan_add(b, SP_STEP_SEND, a->rank, 0, 0, a->n_elems);
+    sp_step_to_all(b, s, SP_LANE_RESULT, -1);
+    sp_plan_add(b, SP_STEP_COPY, a->rank, 0, (size_t)a->rank * a->n_elems, a->n_elems);
+}
+
+/* Reduce part `rank` of the input into out[dst_off ..]; send the other parts to their owners.
+ * part_elems(p) is given by cutting n_elems into world_size parts (all-reduce) or by equal blocks
+ * (reduce-scatter). */
+static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_reduce)
+{
+    size_t off = (size_t)a->rank * a->n_elems, len = a->n_elems;
+    sp_step *s;
+    if (is_all_reduce)
+        sp_part_range(a->n_elems, a->world_size, a->rank, &off, &len);
+    s = sp_plan_add(b, SP_STEP_REDUCE, a->rank, off, is_all_reduce ? off : 0, len);
+    if (s != NULL) {
+        sp_step_from_all(b, s, SP_LANE_INPUT);
+        if (is_all_reduce)
+            sp_step_to_all(b, s, SP_LANE_RESULT, -1);
+    }
+    for (int i = 1; i < a->world_size; i++) {
+        int peer = (a->rank + i) % a->world_size;
+        off = (size_t)peer * a->n_elems;
+        if (is_all_reduce)
+            sp_part_range(a->n_elems, a->world_size, peer, &off, &len);
+        s = sp_plan_add(b, SP_STEP_SEND, peer, off, 0, len);
+        if (s != NULL)
+            sp_step_to(b, s, SP_LANE_INPUT, peer);
+    }
+}
+
+/* In place is safe: the result of a slice can arrive only after this rank sent its contribution to it. */
+static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
+{
+    for (int i = 1; i < a->world_size; i++) {
+        int peer = (a->rank + i) % a->world_size;
+        size_t off, len;
+        sp_step *s;
+        sp_part_range(a->n_elems, a->world_size, peer, &off, &len);
+        s = sp_plan_add(b, SP_STEP_RECV, peer, 0, off, len);
+        if (s != NULL)
+            sp_step_from(b, s, SP_LANE_RESULT, peer);
+    }
+    reduce_phase(b, a, true);
+}
+
+/* The root deals one part to each other rank, which relays it to the rest: the root sends the data once
+ * instead of world_size-1 times. (van de Geijn's scatter and all-gather, without re-encoding.) */
+static void broadcast(sp_plan_builder *b, const sp_plan_args *a)
+{
+    int n_parts = a->world_size - 1;
+    for (int i = 1; i < a->world_size; i++) {
+        int owner = (a->root + i) % a->world_size;
+        size_t off, len;
+        sp_step *s;
+        sp_part_range(a->n_elems, n_parts, i - 1, &off, &len);
+        s = sp_plan_add(b, a->rank == a->root ? SP_STEP_SEND : SP_STEP_RECV, i - 1, off, off, len);
+        if (s == NULL)
+            continue;
+        if (a->rank == a->root) {
+            sp_step_to(b, s, SP_LANE_INPUT, owner);
+        } else if (a->rank == owner) {
+            sp_step_from(b, s, SP_LANE_INPUT, a->root);
+            sp_step_to_all(b, s, SP_LANE_RESULT, a->root);
+        } else {
+            sp_step_from(b, s, SP_LANE_RESULT, owner);
+        }
+    }
+}
+
+bool sp_sched_direct(sp_plan_builder *b, const sp_plan_args *a)
+{
+    if (a->n_elems == 0)
+        return true;
+    switch (a->coll) {
+    case SP_ALL_GATHER:
+        all_gather(b, a);
+        return true;
+    case SP_REDUCE_SCATTER:
+        reduce_phase(b, a, false);
+        return true;
+    case SP_ALL_REDUCE:
+        all_reduce(b, a);
+        return true;
+    case SP_BROADCAST:
+        broadcast(b, a);
+        return true;
+    case SP_N_COLLS:
+        break;
+    }
+    return false;
+}

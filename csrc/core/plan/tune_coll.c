@@ -1,0 +1,76 @@
+/* tune_coll.c - see tune_coll.h. */
+#include "core/plan/tune_coll.h"
+
+#include "core/format/format.h"
+#include "core/run/exec.h"
+
+#include <string.h>
+
+/* Below this many bytes of traffic per rank, one hop beats two: a wake-up costs as much as moving this. */
+#define ONESHOT_BYTES ((size_t)64 << 10)
+/* A slice and its scratch stay in a 1 MiB L2, and a message fills at most an eighth of a lane. */
+#define SLICE_BYTES ((size_t)128 << 10)
+#define SAMPLE_ELEMS 64
+#define RESCAN_EVERY 16
+
+spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out)
+{
+    *forced = strcmp(text, "auto") != 0;
+    if (!*forced)
+        return SPCCL_OK;
+    for (int i = 0; i < SP_N_SCHEDULES; i++)
+        if (strcmp(text, sp_schedule_name((sp_schedule)i)) == 0) {
+            *out = (sp_schedule)i;
+            return SPCCL_OK;
+        }
+    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct or oneshot", text);
+}
+
+sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size)
+{
+    if (coll != SP_ALL_REDUCE && coll != SP_BROADCAST)
+        return SP_SCHED_DIRECT;
+    if (coll == SP_BROADCAST && world_size == 2)
+        return SP_SCHED_ONESHOT; /* with one receiver there is nobody to relay to */
+    return bytes * (size_t)(world_size - 1) <= ONESHOT_BYTES ? SP_SCHED_ONESHOT : SP_SCHED_DIRECT;
+}
+
+size_t sp_tune_slice_bytes(void)
+{
+    return SLICE_BYTES;
+}
+
+size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format forced, size_t message_max)
+{
+    size_t n = slice_bytes / elem_bytes;
+    n -= n % SP_PICI_TILE_ELEMS; /* whole pici tiles */
+    if (n < SP_PICI_TILE_ELEMS)
+        n = SP_PICI_TILE_ELEMS;
+    while (n > SP_PICI_TILE_ELEMS) {
+        size_t bound = forced == SPCCL_FORMAT_AUTO ? sp_frame_bound(n, elem_bytes)
+                                                   : sp_frame_bound_forced(forced, n, elem_bytes);
+        if (SP_ENVELOPE_BYTES + bound <= message_max)
+            break;
+        n -= SP_PICI_TILE_ELEMS;
+    }
+    return n;
+}
+
+/* Element i of x has a set bit. */
+static bool is_nonzero(const uint8_t *x, size_t elem_bytes, size_t i)
+{
+    for (size_t b = 0; b < elem_bytes; b++)
+        if (x[i * elem_bytes + b] != 0)
+            return true;
+    return false;
+}
+
+bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, uint32_t dense_run)
+{
+    if (dense_run == 0 || dense_run % RESCAN_EVERY == 0 || n_elems < SAMPLE_ELEMS)
+        return false;
+    for (size_t i = 0; i < SAMPLE_ELEMS; i++)
+        if (!is_nonzero(x, elem_bytes, i * (n_elems / SAMPLE_ELEMS) + i % (n_elems / SAMPLE_ELEMS)))
+            return false;
+    return true;
+}

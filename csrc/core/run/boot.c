@@ -1,0 +1,364 @@
+/* boot.c - see boot.h. What a rank publishes under "spccl/<name>/<rank>":
+ *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, then for each
+ *   u32 name bytes, name, u32 address bytes, address.   (little-endian) */
+#include "core/run/boot.h"
+
+#include "core/base/bits.h"
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/random.h>
+
+#define BOOT_MAGIC 0x54425053u /* "SPBT" */
+#define WIRE_VERSION 1u
+#define BOOT_HEAD_BYTES 20u
+#define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
+#define KEY_CAP 200
+
+static uint64_t hash_text(const char *text)
+{
+    uint64_t h = 0xcbf29ce484222325u; /* FNV-1a */
+    for (; *text != '\0'; text++)
+        h = (h ^ (uint8_t)*text) * 0x100000001b3u;
+    return h;
+}
+
+static void make_key(char key[KEY_CAP], const sp_boot_config *c, const char *what, int rank)
+{
+    if (rank >= 0)
+        snprintf(key, KEY_CAP, "spccl/%s/%s/%d", c->name, what, rank);
+    else
+        snprintf(key, KEY_CAP, "spccl/%s/%s", c->name, what);
+}
+
+/* Get a key; a time-out is reworded to name who is missing. */
+static spccl_status store_get(const spccl_store *store, const sp_boot_config *c, const char *what, int rank,
+                              void *buf, size_t cap, size_t *bytes)
+{
+    char key[KEY_CAP];
+    spccl_status st;
+    make_key(key, c, what, rank);
+    st = store->get(store->ctx, key, buf, cap, sp_deadline_left_ms(c->deadline_ns, INT32_MAX), bytes);
+    if (st == SPCCL_OK && *bytes > cap)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: group \"%s\": the store gave %zu bytes for %s, asked for at most %zu",
+                       c->rank, c->name, *bytes, key, cap);
+    if (st == SPCCL_ERR_TIMEOUT)
+        return SP_FAIL(
+            st,
+            "rank %d: group \"%s\": rank %d of %d did not show up in time (waited for its %s in the store)",
+            c->rank, c->name, rank < 0 ? 0 : rank, c->world_size, what);
+    return st;
+}
+
+static spccl_status agree_secret(const spccl_store *store, const sp_boot_config *c,
+                                 uint8_t secret[SP_SECRET_BYTES])
+{
+    char key[KEY_CAP];
+    size_t bytes = 0;
+    if (c->secret != NULL) {
+        memcpy(secret, c->secret, SP_SECRET_BYTES);
+        return SPCCL_OK;
+    }
+    if (c->rank != 0) {
+        SP_TRY(store_get(store, c, "secret", -1, secret, SP_SECRET_BYTES, &bytes));
+        if (bytes != SP_SECRET_BYTES)
+            return SP_FAIL(SPCCL_ERR_MISMATCH,
+                           "rank %d: group \"%s\": secret in the store has %zu bytes, wanted %u", c->rank,
+                           c->name, bytes, SP_SECRET_BYTES);
+        return SPCCL_OK;
+    }
+    if (getrandom(secret, SP_SECRET_BYTES, 0) != (ssize_t)SP_SECRET_BYTES)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank 0: getrandom for the job secret");
+    make_key(key, c, "secret", -1);
+    return store->set(store->ctx, key, secret, SP_SECRET_BYTES);
+}
+
+/* Open every transport of the list; one that cannot be opened here is left out with a log line, unless none
+ * is left. */
+static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c,
+                                   const uint8_t secret[SP_SECRET_BYTES])
+{
+    const sp_transport *list[SP_TRANSPORTS_MAX];
+    size_t n = 0;
+    sp_endpoint_config ec = {.rank = c->rank,
+                             .world_size = c->world_size,
+                             .group_tag = hash_text(c->name),
+                             .n_lanes = 2,
+                             .lane_bytes = c->lane_bytes,
+                             .n_sockets = c->n_sockets,
+                             .deadline_ns = c->deadline_ns};
+    memcpy(ec.secret, secret, SP_SECRET_BYTES);
+    SP_TRY(sp_transport_parse_list(c->transports, list, SP_TRANSPORTS_MAX, &n));
+    for (size_t i = 0; i < n; i++) {
+        sp_endpoint *ep = NULL;
+        spccl_status st = list[i]->open(&ec, &ep);
+        if (st != SPCCL_OK) {
+            list[i]->close(ep);
+            if (n == 1)
+                return st;
+            sp_log(SP_LOG_WARN, c->rank, "transport %s is left out: %s", list[i]->name, spccl_last_error());
+            continue;
+        }
+        links->transports[links->n_endpoints] = list[i];
+        links->endpoints[links->n_endpoints++] = ep;
+    }
+    if (links->n_endpoints == 0)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: none of the transports \"%s\" could be opened",
+                       c->rank, c->transports);
+    return SPCCL_OK;
+}
+
+static spccl_status publish(sp_links *links, const spccl_store *store, const sp_boot_config *c)
+{
+    uint8_t blob[BLOB_CAP];
+    size_t n = BOOT_HEAD_BYTES;
+    char key[KEY_CAP];
+    sp_store_le32(blob, BOOT_MAGIC);
+    sp_store_le32(blob + 4, WIRE_VERSION);
+    sp_store_le32(blob + 8, (uint32_t)c->world_size);
+    sp_store_le32(blob + 12, c->slice_bytes);
+    sp_store_le32(blob + 16, (uint32_t)links->n_endpoints);
+    for (int i = 0; i < links->n_endpoints; i++) {
+        const char *name = links->transports[i]->name;
+        size_t name_bytes = strlen(name), address_bytes = 0;
+        sp_store_le32(blob + n, (uint32_t)name_bytes);
+        memcpy(blob + n + 4, name, name_bytes);
+        n += 4 + name_bytes;
+        SP_TRY(links->transports[i]->address(links->endpoints[i], blob + n + 4, &address_bytes));
+        sp_store_le32(blob + n, (uint32_t)address_bytes);
+        n += 4 + address_bytes;
+    }
+    make_key(key, c, "address", c->rank);
+    return store->set(store->ctx, key, blob, n);
+}
+
+/* Find a transport in a peer's blob: its address and its place in the peer's order; false if the peer does
+ * not offer it or the blob is cut short. */
+static bool find_address(const uint8_t *blob, size_t bytes, const char *name, const uint8_t **address,
+                         size_t *address_bytes, int *place)
+{
+    uint32_t n = sp_load_le32(blob + 16);
+    size_t at = BOOT_HEAD_BYTES, name_bytes = strlen(name);
+    for (uint32_t i = 0; i < n; i++) {
+        const uint8_t *its_name;
+        size_t its_name_bytes, its_bytes;
+        if (bytes - at < 4 || (its_name_bytes = sp_load_le32(blob + at)) > bytes - at - 4)
+            return false;
+        its_name = blob + at + 4;
+        at += 4 + its_name_bytes;
+        if (bytes - at < 4 || (its_bytes = sp_load_le32(blob + at)) > bytes - at - 4)
+            return false;
+        at += 4;
+        if (its_name_bytes == name_bytes && memcmp(its_name, name, name_bytes) == 0) {
+            *address = blob + at;
+            *address_bytes = its_bytes;
+            *place = (int)i;
+            return true;
+        }
+        at += its_bytes;
+    }
+    return false;
+}
+
+/* Ranks whose settings differ would wait for each other for ever: say it now. */
+static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
+{
+    if (bytes < BOOT_HEAD_BYTES || sp_load_le32(blob) != BOOT_MAGIC)
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank %d: group \"%s\": rank %d published something that is not an spccl address (%zu bytes)",
+            c->rank, c->name, peer, bytes);
+    if (sp_load_le32(blob + 4) != WIRE_VERSION)
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank %d: rank %d speaks wire version %u, this library %u: install the same spccl on all ranks",
+            c->rank, peer, sp_load_le32(blob + 4), WIRE_VERSION);
+    if (sp_load_le32(blob + 8) != (uint32_t)c->world_size)
+        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d: group \"%s\" has world size %d here, %u at rank %d",
+                       c->rank, c->name, c->world_size, sp_load_le32(blob + 8), peer);
+    if (sp_load_le32(blob + 12) != c->slice_bytes)
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank %d: slice size is %u bytes here, %u at rank %d: set SPCCL_SLICE_BYTES alike on all ranks",
+            c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
+    return SPCCL_OK;
+}
+
+/* The first transport, in the order of the lower of the two ranks, that both offer and that can reach: the
+ * lower rank's order so that both ends agree even when their settings differ. */
+static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, const uint8_t *blob,
+                         size_t bytes)
+{
+    char why[96], tried[400] = "";
+    sp_link *link = &links->peers[peer];
+    int best_place = INT32_MAX;
+    const uint8_t *best = NULL;
+    size_t best_bytes = 0;
+    for (int i = 0; i < links->n_endpoints; i++) {
+        const sp_transport *t = links->transports[i];
+        const uint8_t *address = NULL;
+        size_t address_bytes = 0, used = strlen(tried);
+        int place = 0;
+        if (!find_address(blob, bytes, t->name, &address, &address_bytes, &place)) {
+            snprintf(tried + used, sizeof tried - used, "%s%s: the peer does not offer it",
+                     used != 0 ? "; " : "", t->name);
+            continue;
+        }
+        why[0] = '\0';
+        if (!t->can_reach(links->endpoints[i], address, address_bytes, why, sizeof why)) {
+            snprintf(tried + used, sizeof tried - used, "%s%s: %s", used != 0 ? "; " : "", t->name, why);
+            continue;
+        }
+        if (c->rank < peer)
+            place = i;
+        if (place >= best_place)
+            continue;
+        best_place = place;
+        best = address;
+        best_bytes = address_bytes;
+        link->transport = t;
+        link->ep = links->endpoints[i];
+        snprintf(link->text, sizeof link->text, "%s: %s", t->name, why);
+    }
+    if (best == NULL)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "rank %d: no transport reaches rank %d (%s): see SPCCL_TRANSPORTS and `spccl info`",
+                       c->rank, peer, tried);
+    return link->transport->add_peer(link->ep, peer, best, best_bytes);
+}
+
+/* Keep the endpoints that some pair uses. */
+static void drop_unused(sp_links *links)
+{
+    int n = 0;
+    for (int i = 0; i < links->n_endpoints; i++) {
+        bool used = false;
+        for (int r = 0; r < links->world_size; r++)
+            used = used || links->peers[r].ep == links->endpoints[i];
+        if (!used) {
+            links->transports[i]->close(links->endpoints[i]);
+            continue;
+        }
+        links->transports[n] = links->transports[i];
+        links->endpoints[n++] = links->endpoints[i];
+    }
+    links->n_endpoints = n;
+}
+
+static spccl_status connect_all(sp_links *links)
+{
+    for (;;) {
+        bool again = false;
+        for (int i = 0; i < links->n_endpoints; i++) {
+            spccl_status st = links->transports[i]->connect_step(links->endpoints[i]);
+            if (st == SPCCL_AGAIN)
+                again = true;
+            else if (st != SPCCL_OK)
+                return st;
+        }
+        if (!again)
+            return SPCCL_OK;
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); /* start-up only */
+    }
+}
+
+spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_boot_config *c)
+{
+    uint8_t secret[SP_SECRET_BYTES], blob[BLOB_CAP];
+    links->rank = c->rank;
+    links->world_size = c->world_size;
+    links->message_max = SIZE_MAX;
+    links->peers = sp_calloc((size_t)c->world_size, sizeof *links->peers);
+    if (links->peers == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "links to %d ranks", c->world_size);
+    if (c->world_size == 1)
+        return SPCCL_OK;
+    SP_TRY(agree_secret(store, c, secret));
+    memcpy(links->secret, secret, sizeof links->secret);
+    links->group_tag = hash_text(c->name);
+    SP_TRY(open_endpoints(links, c, secret));
+    SP_TRY(publish(links, store, c));
+    for (int peer = 0; peer < c->world_size; peer++) {
+        size_t bytes = 0;
+        if (peer == c->rank)
+            continue;
+        SP_TRY(store_get(store, c, "address", peer, blob, sizeof blob, &bytes));
+        SP_TRY(check_blob(c, peer, blob, bytes));
+        SP_TRY(pick(links, c, peer, blob, bytes));
+    }
+    drop_unused(links);
+    SP_TRY(connect_all(links));
+    for (int i = 0; i < links->n_endpoints; i++)
+        links->message_max =
+            sp_min_size(links->message_max, links->transports[i]->message_max(links->endpoints[i]));
+    return SPCCL_OK;
+}
+
+void sp_links_close(sp_links *links)
+{
+    for (int i = 0; i < links->n_endpoints; i++)
+        links->transports[i]->close(links->endpoints[i]);
+    sp_free(links->peers);
+    explicit_bzero(links->secret, sizeof links->secret);
+    *links = (sp_links){0};
+}
+
+spccl_status sp_links_progress(sp_links *links)
+{
+    for (int i = 0; i < links->n_endpoints; i++) {
+        int peer = -1;
+        char text[SP_ABORT_TEXT_CAP] = "";
+        spccl_status st = links->transports[i]->progress(links->endpoints[i], &peer, text);
+        if (st == SPCCL_ERR_ABORTED)
+            return SP_FAIL(st, "rank %d gave up: %s", peer, text);
+        if (st != SPCCL_OK)
+            return st;
+    }
+    return SPCCL_OK;
+}
+
+spccl_status sp_links_arm(sp_links *links)
+{
+    for (int i = 0; i < links->n_endpoints; i++) {
+        spccl_status st = links->transports[i]->arm(links->endpoints[i]);
+        if (st != SPCCL_OK) {
+            sp_links_disarm(links);
+            return st;
+        }
+    }
+    return SPCCL_OK;
+}
+
+void sp_links_disarm(sp_links *links)
+{
+    for (int i = 0; i < links->n_endpoints; i++)
+        links->transports[i]->disarm(links->endpoints[i]);
+}
+
+bool sp_links_flushed(sp_links *links)
+{
+    for (int r = 0; r < links->world_size; r++)
+        if (links->peers[r].ep != NULL && !links->peers[r].transport->flushed(links->peers[r].ep, r))
+            return false;
+    return true;
+}
+
+void sp_links_abort_peers(sp_links *links, const char *text)
+{
+    for (int i = 0; i < links->n_endpoints; i++)
+        links->transports[i]->abort_peers(links->endpoints[i], text);
+}
+
+size_t sp_links_memory_bytes(sp_links *links)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < links->n_endpoints; i++)
+        bytes += links->transports[i]->memory_bytes(links->endpoints[i]);
+    return bytes;
+}

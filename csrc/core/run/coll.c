@@ -1,0 +1,52 @@
+/* coll.c - the public collectives: check the arguments, choose, plan, hand to the engine. No other logic. */
+#include "core/run/coll_check.h"
+
+#include "core/base/dtype.h"
+#include "core/plan/tune_coll.h"
+
+static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **req)
+{
+    sp_op *op = NULL;
+    size_t total_bytes;
+    SP_TRY(sp_coll_check(comm, a, &total_bytes));
+    a->schedule = comm->schedule_forced && (a->coll == SP_ALL_REDUCE || a->coll == SP_BROADCAST)
+                      ? comm->schedule
+                      : sp_tune_schedule(a->coll, total_bytes, comm->world_size);
+    a->format = comm->format;
+    a->slice_elems =
+        sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(a->dtype), a->format, comm->links.message_max);
+    a->timeout_ms = comm->timeout_ms;
+    SP_TRY(sp_op_create(a, comm->rank, comm->world_size, &op));
+    return sp_comm_submit(comm, op, req);
+}
+
+spccl_status spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems, spccl_dtype dtype,
+                              spccl_request **req)
+{
+    sp_coll_args a = {.coll = SP_ALL_GATHER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype};
+    return submit(comm, &a, req);
+}
+
+spccl_status spccl_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
+                                  spccl_dtype dtype, spccl_redop op, spccl_request **req)
+{
+    sp_coll_args a = {
+        .coll = SP_REDUCE_SCATTER, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    return submit(comm, &a, req);
+}
+
+spccl_status spccl_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems, spccl_dtype dtype,
+                              spccl_redop op, spccl_request **req)
+{
+    sp_coll_args a = {
+        .coll = SP_ALL_REDUCE, .in = in, .out = out, .n_elems = n_elems, .dtype = dtype, .redop = op};
+    return submit(comm, &a, req);
+}
+
+spccl_status spccl_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype, int root,
+                             spccl_request **req)
+{
+    sp_coll_args a = {
+        .coll = SP_BROADCAST, .in = buf, .out = buf, .n_elems = n_elems, .dtype = dtype, .root = root};
+    return submit(comm, &a, req);
+}

@@ -1,0 +1,238 @@
+/* comm.c - making, asking and ending a communicator: the public spccl_comm_* functions. See comm.h. */
+#include "core/run/comm.h"
+
+#include "core/base/env.h"
+#include "core/base/log.h"
+#include "core/format/tune_format.h"
+#include "core/gpu/gpu_comm.h"
+#include "core/plan/tune_coll.h"
+
+#include <stdio.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define WORLD_SIZE_MAX 4096
+
+/* Settings: the environment wins over the config for what users force from outside, else the config, else the
+ * default. */
+static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, sp_boot_config *boot)
+{
+    int64_t n;
+    SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &n));
+    comm->timeout_ms = config->timeout_ms > 0 ? config->timeout_ms : n;
+    SP_TRY(sp_env_number(SP_ENV_SPIN_US, &n));
+    comm->spin_ns = n * 1000;
+    SP_TRY(sp_tune_parse_format(sp_env_text(SP_ENV_FORMAT), &comm->format));
+    if (comm->format == SPCCL_FORMAT_AUTO)
+        comm->format = config->format;
+    SP_TRY(sp_tune_parse_schedule(sp_env_text(SP_ENV_SCHEDULE), &comm->schedule_forced, &comm->schedule));
+    SP_TRY(sp_env_number(SP_ENV_SLICE_BYTES, &n));
+    comm->slice_bytes = n != 0                     ? (size_t)n
+                        : config->slice_bytes != 0 ? config->slice_bytes
+                                                   : sp_tune_slice_bytes();
+    if (comm->slice_bytes < SP_SLICE_BYTES_MIN || comm->slice_bytes > (1u << 24))
+        return SP_FAIL(SPCCL_ERR_SETTING, "slice of %zu bytes: wanted %u to 16777216 (SPCCL_SLICE_BYTES)",
+                       comm->slice_bytes, SP_SLICE_BYTES_MIN);
+    SP_TRY(sp_env_number(SP_ENV_LANE_BYTES, &n));
+    if ((n & (n - 1)) != 0)
+        return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_LANE_BYTES=%lld: wanted a power of two", (long long)n);
+    boot->lane_bytes = (size_t)n;
+    while (boot->lane_bytes < 8 * comm->slice_bytes) /* a lane holds several worst-case messages */
+        boot->lane_bytes *= 2;
+    SP_TRY(sp_env_number(SP_ENV_TCP_SOCKETS, &n));
+    boot->n_sockets = n != 0 ? (uint32_t)n : config->n_sockets;
+    boot->transports = sp_env_text(SP_ENV_TRANSPORTS);
+    if (config->transports != NULL &&
+        strcmp(boot->transports, sp_env_describe(SP_ENV_TRANSPORTS)->default_text) == 0)
+        boot->transports = config->transports;
+    boot->slice_bytes = (uint32_t)comm->slice_bytes;
+    return SPCCL_OK;
+}
+
+static spccl_status check_config(const spccl_store *store, int rank, int world_size,
+                                 const spccl_config *config)
+{
+    if (world_size < 1 || world_size > WORLD_SIZE_MAX)
+        return SP_FAIL(SPCCL_ERR_ARG, "world_size %d: wanted 1 to %d", world_size, WORLD_SIZE_MAX);
+    if (rank < 0 || rank >= world_size)
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: wanted 0 to %d", rank, world_size - 1);
+    if (world_size > 1 && (store == NULL || store->set == NULL || store->get == NULL))
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: a store with set and get is needed for %d ranks", rank,
+                       world_size);
+    if (config->struct_bytes != sizeof *config)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "config.struct_bytes is %zu, wanted %zu: use SPCCL_CONFIG_INIT of the header you link",
+                       config->struct_bytes, sizeof *config);
+    if (config->timeout_ms < 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.timeout_ms is %lld, wanted 0 (default) or more",
+                       (long long)config->timeout_ms);
+    if ((int)config->format < SPCCL_FORMAT_AUTO || (int)config->format > SPCCL_FORMAT_DENSE ||
+        config->format == SPCCL_FORMAT_EMPTY)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.format is %d, wanted AUTO, TILE, PICI, COO or DENSE",
+                       (int)config->format);
+    if (config->n_sockets > 16)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.n_sockets is %u, wanted 0 to 16", config->n_sockets);
+    return SPCCL_OK;
+}
+
+/* One epoll set for the driver's sleep: every endpoint, and the kick. */
+static spccl_status open_epoll(spccl_comm *comm)
+{
+    struct epoll_event e = {.events = EPOLLIN};
+    comm->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    comm->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (comm->epoll_fd < 0 || comm->kick_fd < 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: epoll and eventfd", comm->rank);
+    e.data.fd = comm->kick_fd;
+    if (epoll_ctl(comm->epoll_fd, EPOLL_CTL_ADD, comm->kick_fd, &e) != 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: epoll_ctl", comm->rank);
+    for (int i = 0; i < comm->links.n_endpoints; i++) {
+        e.data.fd = comm->links.transports[i]->wait_fd(comm->links.endpoints[i]);
+        if (epoll_ctl(comm->epoll_fd, EPOLL_CTL_ADD, e.data.fd, &e) != 0)
+            return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: epoll_ctl of %s", comm->rank,
+                                 comm->links.transports[i]->name);
+    }
+    return SPCCL_OK;
+}
+
+static void comm_free(spccl_comm *comm)
+{
+    sp_exec_fini(&comm->exec);
+    if (comm->epoll_fd >= 0)
+        close(comm->epoll_fd);
+    if (comm->kick_fd >= 0)
+        close(comm->kick_fd);
+    sp_links_close(&comm->links);
+    sp_trace_fini(&comm->trace);
+    pthread_cond_destroy(&comm->cv);
+    pthread_mutex_destroy(&comm->mu);
+    sp_free(comm);
+}
+
+spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size, const spccl_config *config,
+                               spccl_comm **out)
+{
+    static const spccl_config defaults = SPCCL_CONFIG_INIT;
+    sp_boot_config boot = {.rank = rank, .world_size = world_size};
+    spccl_comm *comm;
+    spccl_status st;
+    int64_t n_trace;
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_create: out is NULL");
+    if (config == NULL)
+        config = &defaults;
+    SP_TRY(check_config(store, rank, world_size, config));
+    comm = sp_calloc(1, sizeof *comm);
+    if (comm == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "communicator: %zu bytes", sizeof *comm);
+    comm->rank = rank;
+    comm->world_size = world_size;
+    comm->epoll_fd = comm->kick_fd = -1;
+    comm->queue_tail = &comm->queue_head;
+    pthread_mutex_init(&comm->mu, NULL);
+    pthread_cond_init(&comm->cv, NULL);
+    snprintf(comm->name, sizeof comm->name, "%s", config->name != NULL ? config->name : "world");
+    SP_TRY_TO(fail, st, read_settings(comm, config, &boot));
+    SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
+    SP_TRY_TO(fail, st, sp_env_number(SP_ENV_TRACE, &n_trace));
+    SP_TRY_TO(fail, st, sp_trace_init(&comm->trace, (uint32_t)n_trace));
+    boot.name = comm->name;
+    boot.secret = config->secret;
+    boot.deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
+    SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, &boot));
+    SP_TRY_TO(fail, st,
+              sp_exec_init(&comm->exec, &comm->links, comm->kernels, &comm->trace, comm->slice_bytes));
+    SP_TRY_TO(fail, st, open_epoll(comm));
+    sp_log(SP_LOG_INFO, rank, "group \"%s\": %d ranks, kernels %s, slices of %zu bytes", comm->name,
+           world_size, comm->kernels->name, comm->slice_bytes);
+    for (int r = 0; r < world_size; r++)
+        if (r != rank)
+            sp_log(SP_LOG_INFO, rank, "link to rank %d: %s", r, comm->links.peers[r].text);
+    *out = comm;
+    return SPCCL_OK;
+fail:
+    comm_free(comm);
+    return st;
+}
+
+int spccl_comm_rank(const spccl_comm *comm)
+{
+    return comm != NULL ? comm->rank : -1;
+}
+
+int spccl_comm_world_size(const spccl_comm *comm)
+{
+    return comm != NULL ? comm->world_size : -1;
+}
+
+spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_ms)
+{
+    if (comm == NULL || timeout_ms <= 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_set_timeout: %s",
+                       comm == NULL ? "comm is NULL" : "timeout_ms must be above 0");
+    pthread_mutex_lock(&comm->mu);
+    comm->timeout_ms = timeout_ms;
+    pthread_mutex_unlock(&comm->mu);
+    return SPCCL_OK;
+}
+
+spccl_status spccl_comm_async_error(spccl_comm *comm)
+{
+    if (comm == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_async_error: comm is NULL");
+    sp_comm_poll(comm);
+    sp_gpu_comm_look(comm);
+    return sp_comm_broken(comm);
+}
+
+spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason)
+{
+    char text[sizeof comm->error];
+    if (comm == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_abort: comm is NULL");
+    snprintf(text, sizeof text, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
+             reason != NULL ? reason : "spccl_comm_abort was called");
+    sp_comm_break(comm, SPCCL_ERR_ABORTED, text);
+    return SPCCL_OK;
+}
+
+spccl_status spccl_comm_destroy(spccl_comm *comm)
+{
+    if (comm == NULL)
+        return SPCCL_OK;
+    sp_gpu_comm_detach(comm);
+    sp_comm_stop(comm);
+    comm_free(comm);
+    return SPCCL_OK;
+}
+
+spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out)
+{
+    sp_exec_stats *s;
+    if (comm == NULL || out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_stats: %s is NULL", comm == NULL ? "comm" : "out");
+    if (out->struct_bytes != sizeof *out)
+        return SP_FAIL(SPCCL_ERR_ARG, "stats.struct_bytes is %zu, wanted %zu", out->struct_bytes,
+                       sizeof *out);
+    s = &comm->exec.stats;
+    out->n_collectives = atomic_load(&s->n_collectives);
+    out->dense_bytes_sent = atomic_load(&s->dense_bytes_sent);
+    out->wire_bytes_sent = atomic_load(&s->wire_bytes_sent);
+    out->wire_bytes_received = atomic_load(&s->wire_bytes_received);
+    for (int i = 0; i < SPCCL_N_FORMATS; i++)
+        out->n_frames_sent[i] = atomic_load(&s->n_frames_sent[i]);
+    out->buffer_bytes =
+        sp_links_memory_bytes(&comm->links) + sp_exec_memory_bytes(&comm->exec) + sizeof *comm;
+    return SPCCL_OK;
+}
+
+spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text)
+{
+    if (comm == NULL || out_text == NULL || peer < 0 || peer >= comm->world_size)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "spccl_comm_describe_link: comm or out_text is NULL, or peer %d is not in the group",
+                       peer);
+    *out_text = peer == comm->rank ? "itself" : comm->links.peers[peer].text;
+    return SPCCL_OK;
+}

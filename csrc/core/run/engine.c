@@ -1,0 +1,394 @@
+/* engine.c - drives a communicator: queue, progress thread, spinning, sleeping, breaking. See comm.h. */
+#include "core/run/comm.h"
+
+#include "core/base/log.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#define SLEEP_MAX_MS 1000 /* a lost wake-up would cost this much, not a hang */
+
+void sp_comm_kick(spccl_comm *comm)
+{
+    uint64_t one = 1;
+    if (write(comm->kick_fd, &one, sizeof one) < 0 && errno != EAGAIN)
+        sp_log(SP_LOG_ERROR, comm->rank, "wake-up of the progress thread: errno %d", errno);
+}
+
+/* Give an op's outcome to its request and forget it. mu not held: callbacks run here. */
+static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const char *error)
+{
+    spccl_request *req = op->owner;
+    sp_op_destroy(op);
+    sp_request_complete(req, status, error);
+    pthread_mutex_lock(&comm->mu);
+    comm->n_under_way--;
+    pthread_cond_broadcast(&comm->cv); /* a blocking caller waits for its own, sp_comm_stop for all */
+    pthread_mutex_unlock(&comm->mu);
+}
+
+/* Every wait of this group's kernels ends. */
+static void stop_gpu_locked(spccl_comm *comm)
+{
+    if (comm->gpu_abort != NULL)
+        __atomic_store_n(comm->gpu_abort, 1, __ATOMIC_RELEASE);
+}
+
+/* Record the first error; true if this is it. */
+static bool record_error(spccl_comm *comm, spccl_status status, const char *text, int *n_under_way)
+{
+    bool first;
+    pthread_mutex_lock(&comm->mu);
+    *n_under_way = comm->n_under_way;
+    first = comm->broken == SPCCL_OK;
+    if (first) {
+        comm->broken = status;
+        snprintf(comm->error, sizeof comm->error, "%s", text);
+        stop_gpu_locked(comm);
+    }
+    pthread_mutex_unlock(&comm->mu);
+    return first;
+}
+
+/* The driver ends everything under way with the first error and tells the peers why. */
+static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
+{
+    sp_op *op;
+    int n_under_way;
+    if (record_error(comm, status, text, &n_under_way)) {
+        char note[SP_ABORT_TEXT_CAP];
+        snprintf(note, sizeof note, "%.*s", (int)sizeof note - 1, text);
+        sp_log(n_under_way != 0 ? SP_LOG_ERROR : SP_LOG_INFO, comm->rank, "group \"%s\" is broken: %s",
+               comm->name, text);
+        if (n_under_way != 0)
+            sp_trace_dump(&comm->trace, comm->rank);
+        sp_links_abort_peers(&comm->links, note);
+    }
+    while (comm->exec.n_ops > 0) {
+        op = comm->exec.window[0];
+        comm->exec.n_ops--;
+        memmove(comm->exec.window, comm->exec.window + 1, (size_t)comm->exec.n_ops * sizeof op);
+        complete(comm, op, comm->broken, comm->error);
+    }
+    for (;;) {
+        pthread_mutex_lock(&comm->mu);
+        op = comm->queue_head;
+        if (op != NULL && (comm->queue_head = op->next) == NULL)
+            comm->queue_tail = &comm->queue_head;
+        pthread_mutex_unlock(&comm->mu);
+        if (op == NULL)
+            return;
+        complete(comm, op, comm->broken, comm->error);
+    }
+}
+
+/* Move issued ops into the executor's window. mu held. */
+static void take_queue_locked(spccl_comm *comm)
+{
+    while (comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW) {
+        sp_op *op = comm->queue_head;
+        if ((comm->queue_head = op->next) == NULL)
+            comm->queue_tail = &comm->queue_head;
+        sp_exec_add(&comm->exec, op);
+    }
+}
+
+/* Nothing to do right now: poll for a moment, then sleep until a peer, the caller or a deadline wakes us. */
+static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
+{
+    struct epoll_event events[SP_TRANSPORTS_MAX + 1];
+    int timeout_ms, n;
+    SP_TRY(sp_links_progress(&comm->links));
+    if (sp_now_ns() - idle_since_ns < comm->spin_ns) {
+        sched_yield(); /* with more ranks than cores the peer needs this core */
+        return SPCCL_OK;
+    }
+    SP_TRY(sp_exec_check_heads(&comm->exec));
+    SP_TRY(sp_exec_check_deadlines(&comm->exec));
+    atomic_store(&comm->sleeping, true); /* before looking at the queue: see sp_comm_submit */
+    pthread_mutex_lock(&comm->mu);
+    n = comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW;
+    pthread_mutex_unlock(&comm->mu);
+    if (n == 0 && !atomic_load(&comm->abort_asked) && sp_links_arm(&comm->links) == SPCCL_OK) {
+        timeout_ms = sp_deadline_left_ms(sp_exec_deadline(&comm->exec), SLEEP_MAX_MS);
+        n = epoll_wait(comm->epoll_fd, events, SP_TRANSPORTS_MAX + 1, timeout_ms);
+        sp_links_disarm(&comm->links);
+        for (int i = 0; i < n; i++)
+            if (events[i].data.fd == comm->kick_fd) {
+                uint64_t count;
+                if (read(comm->kick_fd, &count, sizeof count) < 0 && errno != EAGAIN)
+                    sp_log(SP_LOG_ERROR, comm->rank, "reading the wake-up: errno %d", errno);
+            }
+    } else {
+        /* There is work, or a transport waits for a peer's last word, and that peer needs a core. */
+        sched_yield();
+    }
+    atomic_store(&comm->sleeping, false);
+    return SPCCL_OK;
+}
+
+static spccl_status abort_status(const spccl_comm *comm)
+{
+    return SP_FAIL(comm->asked_status, "%s", comm->asked_text);
+}
+
+/* Run with the driver's role until `until` is done (NULL: until there is nothing to do). */
+static void drive(spccl_comm *comm, spccl_request *until)
+{
+    int64_t idle_since_ns = sp_now_ns();
+    for (;;) {
+        bool progressed = false, over;
+        spccl_status st = SPCCL_OK;
+        sp_op *op;
+        pthread_mutex_lock(&comm->mu);
+        take_queue_locked(comm);
+        over = until != NULL ? atomic_load(&until->done) : comm->exec.n_ops == 0;
+        pthread_mutex_unlock(&comm->mu);
+        if (over)
+            return;
+        if (atomic_load(&comm->abort_asked))
+            st = abort_status(comm);
+        if (st == SPCCL_OK)
+            st = sp_exec_pass(&comm->exec, &progressed);
+        if (st == SPCCL_OK && progressed)
+            st = sp_links_progress(&comm->links);
+        while (st == SPCCL_OK && (st = sp_exec_retire(&comm->exec, &op)) == SPCCL_OK && op != NULL) {
+            complete(comm, op, SPCCL_OK, "");
+            progressed = true;
+        }
+        if (st == SPCCL_OK && !progressed)
+            st = wait_for_work(comm, idle_since_ns);
+        if (st != SPCCL_OK) {
+            char text[sizeof comm->error];
+            snprintf(text, sizeof text, "%s", spccl_last_error());
+            fail_all(comm, st, text);
+        }
+        if (progressed)
+            idle_since_ns = sp_now_ns();
+    }
+}
+
+/* Hand the driver's role back. An abort that was asked for while this thread drove, too late for drive() to
+ * see it, is carried out first: sp_comm_break left it to the driver. */
+static void stop_driving(spccl_comm *comm)
+{
+    char text[sizeof comm->error];
+    for (;;) {
+        pthread_mutex_lock(&comm->mu);
+        if (!atomic_load(&comm->abort_asked) || comm->broken != SPCCL_OK)
+            break;
+        pthread_mutex_unlock(&comm->mu);
+        snprintf(text, sizeof text, "%s", comm->asked_text);
+        fail_all(comm, comm->asked_status, text);
+    }
+    comm->driver = SP_DRIVER_NONE;
+    pthread_cond_broadcast(&comm->cv);
+    pthread_mutex_unlock(&comm->mu);
+}
+
+static void *progress_thread(void *arg)
+{
+    spccl_comm *comm = arg;
+    pthread_mutex_lock(&comm->mu);
+    while (!comm->stop) {
+        if (comm->n_under_way == 0 || comm->driver != SP_DRIVER_NONE) {
+            pthread_cond_wait(&comm->cv, &comm->mu);
+            continue;
+        }
+        comm->driver = SP_DRIVER_THREAD;
+        pthread_mutex_unlock(&comm->mu);
+        drive(comm, NULL);
+        stop_driving(comm);
+        pthread_mutex_lock(&comm->mu);
+    }
+    pthread_mutex_unlock(&comm->mu);
+    return NULL;
+}
+
+static spccl_status start_thread_locked(spccl_comm *comm)
+{
+    int err;
+    if (comm->thread_started)
+        return SPCCL_OK;
+    err = pthread_create(&comm->thread, NULL, progress_thread, comm);
+    if (err != 0) {
+        errno = err;
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: progress thread", comm->rank);
+    }
+    pthread_setname_np(comm->thread, "spccl");
+    comm->thread_started = true;
+    return SPCCL_OK;
+}
+
+/* Wait for a blocking call's request; drive whenever nobody does. Whoever drives now (the progress thread,
+ * another caller, somebody who only polls) may stop before it is done. */
+static spccl_status see_through(spccl_comm *comm, spccl_request *req)
+{
+    spccl_status st;
+    pthread_mutex_lock(&comm->mu);
+    while (!atomic_load(&req->done)) {
+        if (comm->driver != SP_DRIVER_NONE) {
+            pthread_cond_wait(&comm->cv, &comm->mu);
+            continue;
+        }
+        comm->driver = SP_DRIVER_CALLER;
+        pthread_mutex_unlock(&comm->mu);
+        drive(comm, req);
+        stop_driving(comm);
+        pthread_mutex_lock(&comm->mu);
+    }
+    pthread_mutex_unlock(&comm->mu);
+    st = spccl_request_wait(req, -1);
+    spccl_request_free(req);
+    return st;
+}
+
+spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
+{
+    spccl_request *req = NULL;
+    spccl_status st;
+    bool wake;
+    op->deadline_ns = sp_deadline_in_ms(op->a.timeout_ms);
+    SP_TRY_TO(fail, st, sp_request_create(op, &req));
+    op->owner = req;
+    pthread_mutex_lock(&comm->mu);
+    if (comm->broken != SPCCL_OK)
+        st = SP_FAIL(comm->broken, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name,
+                     comm->error);
+    else if (out != NULL || comm->driver != SP_DRIVER_NONE) /* else the caller drives */
+        st = start_thread_locked(comm);
+    if (st != SPCCL_OK) {
+        pthread_mutex_unlock(&comm->mu);
+        goto fail;
+    }
+    op->seq = comm->next_seq++;
+    sp_op_describe(op, req->what, sizeof req->what);
+    op->next = NULL;
+    *comm->queue_tail = op;
+    comm->queue_tail = &op->next;
+    comm->n_under_way++;
+    if (out != NULL)
+        pthread_cond_broadcast(&comm->cv);
+    wake = comm->driver != SP_DRIVER_NONE;
+    pthread_mutex_unlock(&comm->mu);
+    if (wake && atomic_load(&comm->sleeping))
+        sp_comm_kick(comm);
+    if (out == NULL)
+        return see_through(comm, req);
+    *out = req;
+    return SPCCL_OK;
+fail:
+    if (req != NULL) {
+        spccl_request_free(req);
+        spccl_request_free(req);
+    }
+    sp_op_destroy(op);
+    return st;
+}
+
+bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
+{
+    bool first, mine = false;
+    pthread_mutex_lock(&comm->mu);
+    first = !atomic_load(&comm->abort_asked);
+    if (first) {
+        stop_gpu_locked(comm); /* at once: the driver may be busy for a while */
+        comm->asked_status = status;
+        snprintf(comm->asked_text, sizeof comm->asked_text, "%s", text);
+        atomic_store(&comm->abort_asked, true);
+    }
+    if (first && comm->driver == SP_DRIVER_NONE) {
+        comm->driver = SP_DRIVER_CALLER;
+        mine = true;
+    }
+    pthread_mutex_unlock(&comm->mu);
+    if (!first)
+        return false;
+    if (!mine) {
+        sp_comm_kick(comm);
+        return true;
+    }
+    fail_all(comm, status, text);
+    stop_driving(comm);
+    return true;
+}
+
+spccl_status sp_comm_broken(spccl_comm *comm)
+{
+    spccl_status st;
+    pthread_mutex_lock(&comm->mu);
+    st = comm->broken;
+    if (st != SPCCL_OK) {
+        sp_set_error(comm->error);
+    } else if (atomic_load(&comm->abort_asked)) { /* the driver has not come to it yet */
+        st = comm->asked_status;
+        sp_set_error(comm->asked_text);
+    }
+    pthread_mutex_unlock(&comm->mu);
+    return st;
+}
+
+/* Take the driver's role for one look; false if somebody has it, who then looks too. */
+static bool drive_once(spccl_comm *comm)
+{
+    bool mine = false;
+    pthread_mutex_lock(&comm->mu);
+    if (comm->driver == SP_DRIVER_NONE && comm->broken == SPCCL_OK) {
+        comm->driver = SP_DRIVER_CALLER;
+        mine = true;
+    }
+    pthread_mutex_unlock(&comm->mu);
+    return mine;
+}
+
+static spccl_status look(spccl_comm *comm)
+{
+    spccl_status st = sp_links_progress(&comm->links);
+    if (st != SPCCL_OK) {
+        char text[sizeof comm->error];
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        fail_all(comm, st, text);
+    }
+    return st;
+}
+
+void sp_comm_poll(spccl_comm *comm)
+{
+    if (!drive_once(comm))
+        return;
+    (void)look(comm);
+    stop_driving(comm);
+}
+
+spccl_status sp_comm_poll_peers(spccl_comm *comm)
+{
+    spccl_status found = SPCCL_OK;
+    if (!drive_once(comm))
+        return SPCCL_OK;
+    if (look(comm) == SPCCL_OK)
+        for (int r = 0; r < comm->world_size && found == SPCCL_OK; r++)
+            for (int lane = 0; lane < SP_N_LANES && r != comm->rank && found == SPCCL_OK; lane++) {
+                const void *message;
+                size_t bytes;
+                spccl_status st = sp_link_peek(&comm->links, r, lane, &message, &bytes);
+                if (st == SPCCL_ERR_PEER)
+                    found = st;
+            }
+    stop_driving(comm);
+    return found;
+}
+
+void sp_comm_stop(spccl_comm *comm)
+{
+    pthread_mutex_lock(&comm->mu);
+    while (comm->n_under_way != 0 || comm->driver != SP_DRIVER_NONE)
+        pthread_cond_wait(&comm->cv, &comm->mu); /* bounded: every op has a deadline */
+    comm->stop = true;
+    pthread_cond_broadcast(&comm->cv);
+    pthread_mutex_unlock(&comm->mu);
+    if (comm->thread_started)
+        pthread_join(comm->thread, NULL);
+}

@@ -1,0 +1,236 @@
+/* exec.c - see exec.h. The three kinds of step that move data are in exec_steps.c. */
+#include "core/run/exec.h"
+
+#include "core/base/dtype.h"
+#include "core/run/exec_steps.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+/* Outputs from this size on bypass the caches: they would push out what the next slice needs, and a plain
+ * store reads the line first. Half of a usual share of L3 per core. */
+#define STREAM_BYTES ((size_t)4 << 20)
+
+spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, sp_trace *trace,
+                          size_t slice_bytes)
+{
+    *x = (sp_exec){.links = links,
+                   .kernels = kernels,
+                   .trace = trace,
+                   .slice_bytes_max = slice_bytes,
+                   .slice_elems_max = slice_bytes}; /* one-byte elements */
+    SP_TRY(sp_codec_create(kernels, x->slice_elems_max, &x->codec));
+    x->acc = sp_alloc64(2 * slice_bytes); /* 16-bit floats accumulate in twice the bytes */
+    x->result = sp_alloc64(slice_bytes);
+    x->frames = sp_calloc((size_t)links->world_size, sizeof *x->frames);
+    if (x->acc == NULL || x->result == NULL || x->frames == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "scratch for slices of %zu bytes", slice_bytes);
+    return SPCCL_OK;
+}
+
+void sp_exec_fini(sp_exec *x)
+{
+    for (int i = 0; i < x->n_ops; i++)
+        sp_op_destroy(x->window[i]);
+    sp_codec_destroy(x->codec);
+    sp_free(x->acc);
+    sp_free(x->result);
+    sp_free(x->frames);
+    *x = (sp_exec){0};
+}
+
+size_t sp_exec_memory_bytes(const sp_exec *x)
+{
+    return 3 * x->slice_bytes_max +
+           x->slice_elems_max / 64 * 9; /* scratch, and the codec's masks and counts */
+}
+
+/* How many messages this plan sends to and expects from each rank on each lane. */
+static void count_messages(sp_op *op)
+{
+    for (int i = 0; i < op->plan->n_steps; i++) {
+        const sp_step *s = &op->plan->steps[i];
+        uint32_t n_slices = (uint32_t)sp_ceil_div(s->n_elems, op->a.slice_elems);
+        for (int j = 0; j < s->n_to; j++)
+            op->left[0][s->lane_out * op->plan->world_size + op->plan->ranks[s->to + j]] += n_slices;
+        for (int j = 0; j < s->n_from; j++)
+            op->left[1][s->lane_in * op->plan->world_size + op->plan->ranks[s->from + j]] += n_slices;
+    }
+}
+
+spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp_op **out)
+{
+    size_t n_lanes = (size_t)SP_N_LANES * (size_t)world_size, steps;
+    sp_plan_args pa = {.coll = args->coll,
+                       .rank = rank,
+                       .world_size = world_size,
+                       .root = args->root,
+                       .n_elems = args->n_elems};
+    sp_plan *plan = NULL;
+    sp_op *op;
+    SP_TRY(sp_plan_create(args->schedule, &pa, &plan));
+    steps = (size_t)plan->n_steps;
+    op = sp_calloc(1, sizeof *op + (2 * steps + 2 * n_lanes) * sizeof(uint32_t));
+    if (op == NULL) {
+        sp_plan_destroy(plan);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(args->coll), args->n_elems);
+    }
+    op->a = *args;
+    op->plan = plan;
+    op->elem_bytes = sp_dtype_bytes(args->dtype);
+    op->next_slice = (uint32_t *)(op + 1);
+    op->dense_run = op->next_slice + steps;
+    op->left[0] = op->dense_run + steps;
+    op->left[1] = op->left[0] + n_lanes;
+    op->n_steps_left = plan->n_steps;
+    op->stream = args->n_elems * op->elem_bytes * (args->coll == SP_ALL_GATHER ? (size_t)world_size : 1) >=
+                 STREAM_BYTES;
+    count_messages(op);
+    *out = op;
+    return SPCCL_OK;
+}
+
+void sp_op_destroy(sp_op *op)
+{
+    if (op == NULL)
+        return;
+    sp_plan_destroy(op->plan);
+    sp_free(op);
+}
+
+void sp_call_describe(const sp_call *c, char *text, size_t cap)
+{
+    static const char *const redops[] = {"sum", "avg", "min", "max", "product"};
+    int n = snprintf(text, cap, "%s #%" PRIu32 " (%" PRIu64 " %s", sp_coll_name(c->coll), c->seq, c->n_elems,
+                     sp_dtype_name(c->dtype));
+    size_t used = n > 0 ? (size_t)n : 0;
+    if (used >= cap)
+        return;
+    if (c->coll == SP_ALL_REDUCE || c->coll == SP_REDUCE_SCATTER)
+        snprintf(text + used, cap - used, ", %s)", (unsigned)c->redop < 5 ? redops[c->redop] : "?");
+    else if (c->coll == SP_BROADCAST)
+        snprintf(text + used, cap - used, ", root %d)", c->root);
+    else
+        snprintf(text + used, cap - used, ")");
+}
+
+sp_call sp_op_call(const sp_op *op)
+{
+    return (sp_call){.seq = op->seq,
+                     .coll = op->a.coll,
+                     .dtype = op->a.dtype,
+                     .redop = op->a.redop,
+                     .root = op->a.root,
+                     .n_elems = op->a.n_elems};
+}
+
+void sp_op_describe(const sp_op *op, char *text, size_t cap)
+{
+    sp_call call = sp_op_call(op);
+    sp_call_describe(&call, text, cap);
+}
+
+void sp_exec_add(sp_exec *x, sp_op *op)
+{
+    x->window[x->n_ops++] = op;
+    atomic_fetch_add_explicit(&x->stats.n_collectives, 1, memory_order_relaxed);
+}
+
+bool sp_op_owns_lane(const sp_exec *x, int op_idx, int dir, int lane, int peer)
+{
+    int slot = lane * x->links->world_size + peer;
+    for (int i = 0; i < op_idx; i++)
+        if (x->window[i]->left[dir][slot] != 0)
+            return false;
+    return true;
+}
+
+spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
+{
+    *progressed = false;
+    for (int i = 0; i < x->n_ops; i++) {
+        sp_op *op = x->window[i];
+        for (int s = 0; s < op->plan->n_steps; s++) {
+            spccl_status st;
+            if ((size_t)op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems)
+                continue;
+            st = sp_step_run(x, i, s);
+            if (st == SPCCL_AGAIN)
+                continue;
+            if (st != SPCCL_OK)
+                return st;
+            *progressed = true;
+            if (!op->is_started) {
+                op->is_started = true;
+                sp_trace_add(x->trace, op->seq, "first slice", sp_coll_name(op->a.coll), op->a.n_elems);
+            }
+            if ((size_t)++op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems)
+                op->n_steps_left--;
+        }
+    }
+    return SPCCL_OK;
+}
+
+spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
+{
+    sp_op *op = x->window[0];
+    *out = NULL;
+    if (x->n_ops == 0 || op->n_steps_left != 0 || !sp_links_flushed(x->links))
+        return SPCCL_OK;
+    SP_TRY(sp_exec_check_surplus(x, op));
+    x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);
+    x->n_ops--;
+    for (int i = 0; i < x->n_ops; i++)
+        x->window[i] = x->window[i + 1];
+    sp_trace_add(x->trace, op->seq, "done", sp_coll_name(op->a.coll), op->a.n_elems);
+    *out = op;
+    return SPCCL_OK;
+}
+
+int64_t sp_exec_deadline(const sp_exec *x)
+{
+    int64_t nearest = SP_NEVER;
+    for (int i = 0; i < x->n_ops; i++)
+        if (x->window[i]->deadline_ns < nearest)
+            nearest = x->window[i]->deadline_ns;
+    return nearest;
+}
+
+/* The unfinished step to blame: one that waits for contributions, if there is any, since those wait for
+ * nothing but their sender; results and room may be late because of a third rank. */
+static int step_to_blame(const sp_op *op)
+{
+    int found = -1;
+    for (int s = 0; s < op->plan->n_steps; s++) {
+        const sp_step *step = &op->plan->steps[s];
+        if ((size_t)op->next_slice[s] * op->a.slice_elems >= step->n_elems)
+            continue;
+        if (step->n_from != 0 && step->lane_in == SP_LANE_INPUT)
+            return s;
+        if (found < 0)
+            found = s;
+    }
+    return found;
+}
+
+static spccl_status overdue(sp_exec *x, int op_idx)
+{
+    const sp_op *op = x->window[op_idx];
+    char what[160], wait[400];
+    int step = step_to_blame(op);
+    sp_op_describe(op, what, sizeof what);
+    snprintf(wait, sizeof wait, "waiting to hand the last bytes to the network");
+    if (step >= 0)
+        sp_step_describe_wait(x, op_idx, step, wait, sizeof wait);
+    return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: %s timed out after %" PRId64 " ms: %s", x->links->rank, what,
+                   op->a.timeout_ms, wait);
+}
+
+spccl_status sp_exec_check_deadlines(sp_exec *x)
+{
+    int64_t now = sp_now_ns();
+    for (int i = 0; i < x->n_ops; i++)
+        if (now >= x->window[i]->deadline_ns)
+            return overdue(x, i);
+    return SPCCL_OK;
+}

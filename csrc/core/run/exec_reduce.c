@@ -1,0 +1,174 @@
+/* exec_reduce.c - one slice of a REDUCE step: everyone's contributions in rank order, then the result to the
+ * output and, in an all-reduce, to everyone. Two ways, the same bits: through an accumulator, or, for sparse
+ * sums in place, in the output itself. */
+#include "core/run/exec_steps.h"
+
+#include "core/base/dtype.h"
+
+/* In place pays while the contributions touch few cache lines of the slice: at most one element in this many.
+ */
+#define IN_PLACE_SPARSITY 4
+
+/* Add one rank's contribution to the accumulator: a frame, or this rank's own values (frame NULL). */
+static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *frame, bool *first)
+{
+    const sp_coll_args *a = &s->op->a;
+    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype);
+    bool adds = a->redop == SPCCL_SUM || a->redop == SPCCL_AVG;
+    const void *values = s->src;
+    if (frame != NULL && adds && frame->format != SPCCL_FORMAT_DENSE) {
+        if (*first) /* sums start at +0.0, so leaving out a zero never changes a bit */
+            x->kernels->zero(x->acc, s->n * sp_dtype_bytes(acc_dtype), false);
+        *first = false;
+        return sp_codec_apply(x->kernels, frame, SPCCL_ADD, x->acc, acc_dtype, false);
+    }
+    if (frame != NULL && frame->format == SPCCL_FORMAT_DENSE) {
+        values = frame->values;
+    } else if (frame != NULL) {
+        SP_TRY(sp_codec_apply(x->kernels, frame, SPCCL_SET, x->result, a->dtype, false));
+        values = x->result;
+    }
+    x->kernels->combine(&(sp_combine_args){
+        .acc = x->acc, .x = values, .n_elems = s->n, .dtype = a->dtype, .op = a->redop, .first = *first});
+    *first = false;
+    return SPCCL_OK;
+}
+
+static void finish(sp_exec *x, const sp_slice *s, void *dst, bool stream)
+{
+    x->kernels->finish(&(sp_finish_args){.acc = x->acc,
+                                         .dst = dst,
+                                         .n_elems = s->n,
+                                         .dtype = s->op->a.dtype,
+                                         .op = s->op->a.redop,
+                                         .world_size = x->links->world_size,
+                                         .stream = stream});
+}
+
+/* Through the accumulator: any op, dtype and density. */
+static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    /* In place the lines are in the cache already, as this rank's contribution: bypassing it would cost more.
+     */
+    bool first = true, stream = s->op->stream && s->dst != s->src;
+    bool same_dtype = sp_acc_dtype(a->dtype) == a->dtype;
+    sp_encoded e = {0};
+    void *result = same_dtype ? x->acc : x->result;
+    for (int r = 0; r < x->links->world_size; r++)
+        SP_TRY(accumulate(x, s, r == x->links->rank ? NULL : &x->frames[r], &first));
+    if (s->step->n_to == 0) {
+        finish(x, s, s->dst, stream);
+        return SPCCL_OK;
+    }
+    if (!same_dtype || a->redop == SPCCL_AVG)
+        finish(x, s, result, false);
+    x->kernels->copy(s->dst, result, s->n * s->op->elem_bytes, stream);
+    SP_TRY(sp_slice_encode(x, s, result, &e));
+    return sp_slice_commit(x, s, &e);
+}
+
+/* Is a value of the frame a NaN? [nnz] float32 or float64. */
+static bool has_nan(const sp_frame *f)
+{
+    bool found = false;
+    for (size_t i = 0; i < f->nnz; i++)
+        found |= f->dtype == SPCCL_FLOAT32
+                     ? (sp_load_le32(f->values + 4 * i) & 0x7fffffffu) > 0x7f800000u
+                     : (sp_load_le64(f->values + 8 * i) & ~(UINT64_C(1) << 63)) > UINT64_C(0x7ff) << 52;
+    return found;
+}
+
+/* May the contributions be added to this rank's own values where these lie? In place, few elements, and the
+ * order of additions is kept: rank 0 adds the others behind its own, rank 1 has one term in front of its own,
+ * and two terms commute unless both are NaNs, of which the sum keeps the left one's payload. */
+static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    size_t nnz = 0;
+    if (s->dst != s->src || s->step->n_to == 0 || x->links->rank > 1 || a->redop != SPCCL_SUM ||
+        (a->dtype != SPCCL_FLOAT32 && a->dtype != SPCCL_FLOAT64))
+        return false;
+    for (int r = 0; r < x->links->world_size; r++) {
+        if (r == x->links->rank)
+            continue;
+        if (x->frames[r].format == SPCCL_FORMAT_DENSE)
+            return false;
+        nnz += x->frames[r].nnz;
+    }
+    return nnz * IN_PLACE_SPARSITY <= s->n && (x->links->rank == 0 || !has_nan(&x->frames[0]));
+}
+
+/* Is 0 + v another bit pattern than v? That is so for -0.0, which becomes +0.0, and for signalling NaNs,
+ * which become quiet. */
+static bool differs32(uint32_t u)
+{
+    return u == UINT32_C(1) << 31 || ((u & 0x7fffffffu) > 0x7f800000u && (u & 0x00400000u) == 0);
+}
+static bool differs64(uint64_t u)
+{
+    return u == UINT64_C(1) << 63 ||
+           ((u & ~(UINT64_C(1) << 63)) > UINT64_C(0x7ff) << 52 && (u & UINT64_C(1) << 51) == 0);
+}
+
+/* values [n], elem_bytes 4 or 8: would adding them to 0 change one? */
+static bool needs_normal(const uint8_t *values, size_t n, size_t elem_bytes)
+{
+    bool found = false;
+    if (elem_bytes == 4)
+        for (size_t i = 0; i < n; i++)
+            found |= differs32(sp_load_le32(values + 4 * i));
+    else
+        for (size_t i = 0; i < n; i++)
+            found |= differs64(sp_load_le64(values + 8 * i));
+    return found;
+}
+
+/* A sum starts at +0.0; here it started at this rank's own value. Where nothing was added, or only -0.0, that
+ * still shows: add the 0 now. */
+static void make_normal(uint8_t *values, size_t n, size_t elem_bytes)
+{
+    for (size_t i = 0; i < n; i++) {
+        uint8_t *v = values + i * elem_bytes;
+        if (elem_bytes == 4 && differs32(sp_load_le32(v)))
+            sp_store_le32(v, sp_load_le32(v) == UINT32_C(1) << 31 ? 0 : sp_load_le32(v) | 0x00400000u);
+        if (elem_bytes == 8 && differs64(sp_load_le64(v)))
+            sp_store_le64(v, sp_load_le64(v) == UINT64_C(1) << 63 ? 0 : sp_load_le64(v) | UINT64_C(1) << 51);
+    }
+}
+
+/* In the output itself: what is not listed is neither read nor written but for the scan. */
+static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    sp_encoded e = {0};
+    for (int r = 0; r < x->links->world_size; r++)
+        if (r != x->links->rank)
+            SP_TRY(sp_codec_apply(x->kernels, &x->frames[r], SPCCL_ADD, s->dst, a->dtype, false));
+    SP_TRY(sp_slice_encode(x, s, s->dst, &e));
+    if (needs_normal(e.message + SP_ENVELOPE_BYTES + e.layout.values_off, e.nnz, s->op->elem_bytes)) {
+        make_normal(s->dst, s->n, s->op->elem_bytes);
+        SP_TRY(sp_slice_encode(x, s, s->dst, &e));
+    }
+    return sp_slice_commit(x, s, &e);
+}
+
+spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
+{
+    const uint8_t *msg = NULL;
+    size_t bytes = 0;
+    for (int i = 0; i < s->step->n_from; i++) /* all there? */
+        SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
+    SP_TRY(sp_slice_room(x, s, sp_slice_bound(s)));
+    for (int i = 0; i < s->step->n_from; i++) { /* all good? before anything is written */
+        int peer = sp_slice_rank(s, s->step->from + i);
+        SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
+        SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &x->frames[peer]));
+    }
+    SP_TRY(can_reduce_in_place(x, s) ? reduce_in_place(x, s) : reduce_dense(x, s));
+    for (int i = 0; i < s->step->n_from; i++) {
+        SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
+        SP_TRY(sp_slice_release(x, s, i, bytes));
+    }
+    return SPCCL_OK;
+}

@@ -1,0 +1,423 @@
+/* exec_steps.c - see exec_steps.h. Sends are encoded in the lane's own memory and received frames are applied
+ * from there: a payload is written once and read once. */
+#include "core/run/exec_steps.h"
+
+#include "core/base/dtype.h"
+#include "core/format/tune_format.h"
+#include "core/plan/tune_coll.h"
+
+#include <stdio.h>
+
+#define ENVELOPE_MAGIC 0x56455053u /* "SPEV" */
+
+static void envelope_write(uint8_t *e, const sp_slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    sp_store_le32(e, s->op->seq);
+    e[4] = (uint8_t)a->coll;
+    e[5] = (uint8_t)a->dtype;
+    e[6] = (uint8_t)a->redop;
+    e[7] = (uint8_t)s->step->lane_out;
+    sp_store_le64(e + 8, a->n_elems);
+    sp_store_le32(e + 16, s->k);
+    sp_store_le32(e + 20, (uint32_t)a->slice_elems);
+    sp_store_le16(e + 24, (uint16_t)s->step->part);
+    sp_store_le16(e + 26, (uint16_t)a->root);
+    sp_store_le32(e + 28, ENVELOPE_MAGIC);
+}
+
+static sp_call envelope_call(const uint8_t *e)
+{
+    return (sp_call){.seq = sp_load_le32(e),
+                     .coll = (sp_coll)e[4],
+                     .dtype = (spccl_dtype)e[5],
+                     .redop = (spccl_redop)e[6],
+                     .root = sp_load_le16(e + 26),
+                     .n_elems = sp_load_le64(e + 8)};
+}
+
+static bool same_call(const sp_call *a, const sp_call *b)
+{
+    return a->seq == b->seq && a->coll == b->coll && a->dtype == b->dtype && a->redop == b->redop &&
+           (uint16_t)a->root == (uint16_t)b->root && a->n_elems == b->n_elems;
+}
+
+/* This rank's call number `seq`, if it is under way or remembered. */
+static bool own_call(const sp_exec *x, uint32_t seq, sp_call *out)
+{
+    for (int i = 0; i < x->n_ops; i++)
+        if (x->window[i]->seq == seq) {
+            *out = sp_op_call(x->window[i]);
+            return true;
+        }
+    for (uint32_t i = 0; i < SP_EXEC_PAST && i < x->n_past; i++)
+        if (x->past[i].seq == seq) {
+            *out = x->past[i];
+            return true;
+        }
+    return false;
+}
+
+static spccl_status surplus(const sp_exec *x, sp_coll coll, uint32_t seq, int peer)
+{
+    return SP_FAIL(SPCCL_ERR_MISMATCH,
+                   "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the same on "
+                   "all ranks?",
+                   x->links->rank, peer, sp_coll_name(coll), seq);
+}
+
+/* Does the message belong to this very collective? If not, the ranks called different things: the text names
+ * both calls of the message's number where they differ, for a rank that got through its own (the root of a
+ * broadcast waits for nobody) finds the peer's message only when it is in the next. */
+static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer, const uint8_t *e)
+{
+    sp_call ours = sp_op_call(op), theirs = envelope_call(e), then;
+    char here[160], there[160];
+    if (same_call(&ours, &theirs))
+        return SPCCL_OK;
+    if (own_call(x, theirs.seq, &then)) {
+        bool same = same_call(&then, &theirs);
+        if (same && then.seq < ours.seq)
+            return surplus(x, theirs.coll, theirs.seq, peer);
+        ours = same ? ours : then;
+    }
+    sp_call_describe(&ours, here, sizeof here);
+    sp_call_describe(&theirs, there, sizeof there);
+    return SP_FAIL(SPCCL_ERR_MISMATCH,
+                   "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the same "
+                   "collectives in the "
+                   "same order with the same sizes and dtypes",
+                   x->links->rank, here, peer, there);
+}
+
+static spccl_status check_magic(const sp_exec *x, int peer, const uint8_t *e, size_t bytes)
+{
+    if (bytes >= SP_ENVELOPE_BYTES + SP_FRAME_HEADER_BYTES && sp_load_le32(e + 28) == ENVELOPE_MAGIC)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent %zu bytes that are no spccl message",
+                   x->links->rank, peer, bytes);
+}
+
+/* Is this the message that the slice wants from `peer`? */
+static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *e,
+                                   size_t bytes)
+{
+    const sp_coll_args *a = &s->op->a;
+    char here[160];
+    SP_TRY(check_magic(x, peer, e, bytes));
+    SP_TRY(same_collective(x, s->op, peer, e));
+    if (e[7] == (uint8_t)s->step->lane_in && sp_load_le32(e + 16) == s->k &&
+        sp_load_le16(e + 24) == (uint16_t)s->step->part && sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
+        return SPCCL_OK;
+    sp_op_describe(s->op, here, sizeof here);
+    return SP_FAIL(SPCCL_ERR_MISMATCH,
+                   "rank %d: %s: rank %d sent slice %u of part %u (%u elements a slice), wanted slice %u of "
+                   "part %d (%zu): "
+                   "are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all ranks?",
+                   x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
+                   sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
+}
+
+/* The message at the head of a lane, if there is one. */
+static bool head_of(const sp_exec *x, int peer, int lane, const uint8_t **e, size_t *bytes)
+{
+    const void *p = NULL;
+    if (x->links->peers[peer].ep == NULL || sp_link_peek(x->links, peer, lane, &p, bytes) != SPCCL_OK)
+        return false;
+    *e = p;
+    return true;
+}
+
+/* A message on a lane that nobody looks at, because the peer called something else, would be waited for in
+ * vain. */
+static spccl_status check_head(const sp_exec *x, int peer, int lane)
+{
+    const uint8_t *e;
+    size_t bytes;
+    if (!head_of(x, peer, lane, &e, &bytes))
+        return SPCCL_OK;
+    SP_TRY(check_magic(x, peer, e, bytes));
+    for (int i = 0; i < x->n_ops; i++)
+        if (sp_load_le32(e) <= x->window[i]->seq)
+            return same_collective(x, x->window[i], peer, e);
+    return SPCCL_OK; /* the peer is ahead */
+}
+
+spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
+{
+    const uint8_t *e;
+    size_t bytes;
+    for (int peer = 0; peer < x->links->world_size; peer++)
+        for (int lane = 0; lane < SP_N_LANES; lane++) {
+            if (!head_of(x, peer, lane, &e, &bytes))
+                continue;
+            SP_TRY(check_magic(x, peer, e, bytes));
+            if (sp_load_le32(e) > op->seq)
+                continue;
+            SP_TRY(same_collective(x, op, peer, e));
+            return surplus(x, op->a.coll, op->seq, peer);
+        }
+    return SPCCL_OK;
+}
+
+spccl_status sp_exec_check_heads(sp_exec *x)
+{
+    for (int peer = 0; peer < x->links->world_size && x->n_ops > 0; peer++)
+        for (int lane = 0; lane < SP_N_LANES; lane++)
+            SP_TRY(check_head(x, peer, lane));
+    return SPCCL_OK;
+}
+
+/* A failure seen by a transport or a decoder, with the collective and the place put in front of its text. */
+static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, spccl_status st)
+{
+    char what[160], cause[600];
+    if (st == SPCCL_OK || st == SPCCL_AGAIN || st == SPCCL_ERR_MISMATCH)
+        return st;
+    sp_op_describe(s->op, what, sizeof what);
+    snprintf(cause, sizeof cause, "%s", spccl_last_error());
+    return SP_FAIL(st, "rank %d: %s, part %d, slice %u: rank %d: %s", x->links->rank, what, s->step->part,
+                   s->k, peer, cause);
+}
+
+static sp_slice slice_of(const sp_exec *x, int op_idx, int step_idx)
+{
+    const sp_op *op = x->window[op_idx];
+    sp_slice s = {.op = op,
+                  .step = &op->plan->steps[step_idx],
+                  .op_idx = op_idx,
+                  .step_idx = step_idx,
+                  .k = op->next_slice[step_idx]};
+    s.off = (size_t)s.k * op->a.slice_elems;
+    s.n = sp_min_size(op->a.slice_elems, s.step->n_elems - s.off);
+    if (op->a.in != NULL)
+        s.src = (const uint8_t *)op->a.in + (s.step->src_off + s.off) * op->elem_bytes;
+    if (op->a.out != NULL)
+        s.dst = (uint8_t *)op->a.out + (s.step->dst_off + s.off) * op->elem_bytes;
+    return s;
+}
+
+int sp_slice_rank(const sp_slice *s, int i)
+{
+    return s->op->plan->ranks[i];
+}
+
+size_t sp_slice_bound(const sp_slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    return SP_ENVELOPE_BYTES + (a->format == SPCCL_FORMAT_AUTO
+                                    ? sp_frame_bound(s->n, s->op->elem_bytes)
+                                    : sp_frame_bound_forced(a->format, s->n, s->op->elem_bytes));
+}
+
+spccl_status sp_slice_room(sp_exec *x, const sp_slice *s, size_t bytes)
+{
+    for (int i = 0; i < s->step->n_to; i++) {
+        int peer = sp_slice_rank(s, s->step->to + i);
+        void *room;
+        spccl_status st;
+        if (!sp_op_owns_lane(x, s->op_idx, 0, s->step->lane_out, peer))
+            return SPCCL_AGAIN;
+        st = sp_link_reserve(x->links, peer, s->step->lane_out, bytes, &room);
+        if (st != SPCCL_OK)
+            return in_context(x, s, peer, st);
+    }
+    return SPCCL_OK;
+}
+
+spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_t **msg, size_t *bytes)
+{
+    int peer = sp_slice_rank(s, s->step->from + i);
+    const void *p = NULL;
+    spccl_status st;
+    if (!sp_op_owns_lane(x, s->op_idx, 1, s->step->lane_in, peer))
+        return SPCCL_AGAIN;
+    st = sp_link_peek(x->links, peer, s->step->lane_in, &p, bytes);
+    if (st != SPCCL_OK)
+        return in_context(x, s, peer, st);
+    *msg = p;
+    return SPCCL_OK;
+}
+
+spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *msg, size_t bytes,
+                           sp_frame *frame)
+{
+    SP_TRY(envelope_check(x, s, peer, msg, bytes));
+    SP_TRY(
+        in_context(x, s, peer, sp_frame_validate(msg + SP_ENVELOPE_BYTES, bytes - SP_ENVELOPE_BYTES, frame)));
+    if (frame->dtype != s->op->a.dtype || frame->n_elems != s->n || frame->is_delta)
+        return in_context(x, s, peer,
+                          SP_FAIL(SPCCL_ERR_FRAME, "its frame holds %zu %s%s, wanted %zu %s", frame->n_elems,
+                                  sp_dtype_name(frame->dtype), frame->is_delta ? " as a delta" : "", s->n,
+                                  sp_dtype_name(s->op->a.dtype)));
+    return SPCCL_OK;
+}
+
+spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes)
+{
+    int peer = sp_slice_rank(s, s->step->from + i);
+    x->window[s->op_idx]->left[1][s->step->lane_in * x->links->world_size + peer]--;
+    atomic_fetch_add_explicit(&x->stats.wire_bytes_received, bytes, memory_order_relaxed);
+    return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->lane_in));
+}
+
+/* A sent message, for the counters and for whose turn the lane is. */
+static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t bytes, spccl_format format)
+{
+    x->window[s->op_idx]->left[0][s->step->lane_out * x->links->world_size + peer]--;
+    atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * s->op->elem_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&x->stats.n_frames_sent[format], 1, memory_order_relaxed);
+    return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->lane_out));
+}
+
+static const sp_link_cost *link_cost(const sp_exec *x, const sp_slice *s)
+{
+    for (int i = 0; i < s->step->n_to; i++) /* the slowest link decides */
+        if (strcmp(x->links->peers[sp_slice_rank(s, s->step->to + i)].transport->name, "tcp") == 0)
+            return &sp_link_tcp;
+    return &sp_link_shm;
+}
+
+/* The format of this slice; leaves the scan in the codec unless the answer is DENSE. */
+static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *data, spccl_format *format,
+                                  size_t *nnz)
+{
+    const sp_coll_args *a = &s->op->a;
+    uint32_t *dense_run = &x->window[s->op_idx]->dense_run[s->step_idx];
+    sp_slice_stats stats;
+    *nnz = s->n;
+    if (a->format == SPCCL_FORMAT_DENSE ||
+        (a->format == SPCCL_FORMAT_AUTO && sp_tune_skip_scan(data, s->n, s->op->elem_bytes, *dense_run))) {
+        *format = SPCCL_FORMAT_DENSE;
+        ++*dense_run;
+        return SPCCL_OK;
+    }
+    sp_codec_scan(x->codec, data, NULL, s->n, a->dtype, &stats);
+    *nnz = stats.nnz;
+    *format = a->format;
+    if (a->format == SPCCL_FORMAT_AUTO)
+        *format = sp_tune_format(&stats, false, link_cost(x, s));
+    else if (stats.nnz == 0)
+        *format = SPCCL_FORMAT_EMPTY;
+    else if (!sp_codec_allows(&stats, a->format, false))
+        *format = SPCCL_FORMAT_DENSE; /* a full block cannot be a tile: documented in FORMAT.md 3.2 */
+    *dense_run = *format == SPCCL_FORMAT_DENSE ? *dense_run + 1 : 0;
+    return SPCCL_OK;
+}
+
+spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp_encoded *out)
+{
+    const sp_step *step = s->step;
+    size_t nnz = 0;
+    SP_TRY(choose_format(x, s, data, &out->format, &nnz));
+    sp_frame_layout_of(out->format, s->n, nnz, s->op->elem_bytes, &out->layout);
+    out->nnz = out->format == SPCCL_FORMAT_DENSE ? s->n : nnz; /* values in the frame */
+    out->bytes = SP_ENVELOPE_BYTES + out->layout.frame_bytes;
+    for (int i = 0; i < step->n_to; i++) {
+        int peer = sp_slice_rank(s, step->to + i);
+        void *room = NULL;
+        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->lane_out, out->bytes, &room)));
+        if (i != 0) {
+            memcpy(room, out->message, out->bytes);
+            continue;
+        }
+        out->message = room;
+        envelope_write(out->message, s);
+        sp_codec_write(x->codec, data, s->n, s->op->a.dtype, out->format, false, nnz,
+                       out->message + SP_ENVELOPE_BYTES);
+    }
+    return SPCCL_OK;
+}
+
+spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e)
+{
+    for (int i = 0; i < s->step->n_to; i++)
+        SP_TRY(commit_to(x, s, sp_slice_rank(s, s->step->to + i), e->bytes, e->format));
+    return SPCCL_OK;
+}
+
+static spccl_status run_send(sp_exec *x, const sp_slice *s)
+{
+    sp_encoded e = {0};
+    SP_TRY(sp_slice_room(x, s, sp_slice_bound(s)));
+    SP_TRY(sp_slice_encode(x, s, s->src, &e));
+    return sp_slice_commit(x, s, &e);
+}
+
+static spccl_status run_recv(sp_exec *x, const sp_slice *s)
+{
+    const uint8_t *msg = NULL;
+    size_t bytes = 0;
+    sp_frame frame;
+    int peer = sp_slice_rank(s, s->step->from);
+    SP_TRY(sp_slice_message(x, s, 0, &msg, &bytes));
+    SP_TRY(sp_slice_room(x, s, bytes));
+    SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &frame));
+    for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's lane */
+        int to = sp_slice_rank(s, s->step->to + i);
+        void *room = NULL;
+        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->lane_out, bytes, &room)));
+        memcpy(room, msg, bytes);
+        ((uint8_t *)room)[7] = (uint8_t)s->step->lane_out;
+        SP_TRY(commit_to(x, s, to, bytes, frame.format));
+    }
+    SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->stream));
+    return sp_slice_release(x, s, 0, bytes);
+}
+
+spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
+{
+    sp_slice s = slice_of(x, op_idx, step_idx);
+    if (s.step->after >= 0) {
+        const sp_step *after = &s.op->plan->steps[s.step->after];
+        size_t done = (size_t)s.op->next_slice[s.step->after] * s.op->a.slice_elems;
+        if (done < sp_min_size(s.off + s.n, after->n_elems))
+            return SPCCL_AGAIN;
+    }
+    switch (s.step->kind) {
+    case SP_STEP_SEND:
+        return run_send(x, &s);
+    case SP_STEP_RECV:
+        return run_recv(x, &s);
+    case SP_STEP_REDUCE:
+        return sp_reduce_run(x, &s);
+    case SP_STEP_COPY:
+        if (s.dst != s.src)
+            x->kernels->copy(s.dst, s.src, s.n * s.op->elem_bytes, s.op->stream);
+        return SPCCL_OK;
+    }
+    return SP_FAIL(SPCCL_ERR_BUG, "step %d of plan %s has kind %d", step_idx, s.op->plan->name,
+                   (int)s.step->kind);
+}
+
+void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, size_t cap)
+{
+    sp_slice s = slice_of(x, op_idx, step_idx);
+    size_t n_slices = sp_ceil_div(s.step->n_elems, s.op->a.slice_elems);
+    char ranks[120] = "";
+    bool receiving = false;
+    for (int i = 0; i < s.step->n_from; i++) {
+        const uint8_t *msg;
+        size_t bytes, used = strlen(ranks);
+        if (sp_slice_message(x, &s, i, &msg, &bytes) == SPCCL_OK)
+            continue;
+        receiving = true;
+        snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "",
+                 sp_slice_rank(&s, s.step->from + i));
+    }
+    if (receiving) {
+        snprintf(text, cap, "waiting for rank %s to send slice %u of %zu of part %d (%zu elements)", ranks,
+                 s.k, n_slices, s.step->part, s.step->n_elems);
+        return;
+    }
+    for (int i = 0; i < s.step->n_to; i++) {
+        int peer = sp_slice_rank(&s, s.step->to + i);
+        void *room;
+        size_t used = strlen(ranks);
+        if (sp_link_reserve(x->links, peer, s.step->lane_out, sp_slice_bound(&s), &room) != SPCCL_OK)
+            snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "", peer);
+    }
+    snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of part %d (%zu elements)",
+             ranks[0] != '\0' ? ranks : "(none)", s.k, n_slices, s.step->part, s.step->n_elems);
+}

@@ -1,0 +1,141 @@
+/* request.c - the caller's handle on a collective under way. It outlives the communicator. */
+#include "core/run/comm.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+spccl_status sp_request_create(const sp_op *op, spccl_request **out)
+{
+    spccl_request *req = sp_calloc(1, sizeof *req);
+    pthread_condattr_t attr;
+    if (req == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "request: %zu bytes", sizeof *req);
+    atomic_init(&req->refs, 2);
+    pthread_mutex_init(&req->mu, NULL);
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&req->done_cv, &attr);
+    pthread_condattr_destroy(&attr);
+    req->status = SPCCL_AGAIN;
+    req->timeout_ms = op->a.timeout_ms;
+    req->deadline_ns = op->deadline_ns;
+    *out = req;
+    return SPCCL_OK;
+}
+
+static void request_unref(spccl_request *req)
+{
+    if (atomic_fetch_sub(&req->refs, 1) != 1)
+        return;
+    pthread_cond_destroy(&req->done_cv);
+    pthread_mutex_destroy(&req->mu);
+    sp_free(req->error);
+    sp_free(req);
+}
+
+void sp_request_complete(spccl_request *req, spccl_status status, const char *error)
+{
+    void (*fn)(void *, spccl_status);
+    void *ctx;
+    char *copy = NULL;
+    if (status != SPCCL_OK && (copy = sp_calloc(strlen(error) + 1, 1)) != NULL)
+        memcpy(copy, error, strlen(error));
+    pthread_mutex_lock(&req->mu);
+    req->status = status;
+    req->error = copy;
+    req->done = true;
+    fn = req->fn;
+    ctx = req->fn_ctx;
+    pthread_cond_broadcast(&req->done_cv);
+    pthread_mutex_unlock(&req->mu);
+    if (fn != NULL)
+        fn(ctx, status);
+    request_unref(req);
+}
+
+/* With mu held: the outcome, with its text for this thread. */
+static spccl_status outcome_locked(const spccl_request *req)
+{
+    if (req->status != SPCCL_OK)
+        sp_set_error(req->error != NULL ? req->error : "out of memory while reporting an error");
+    return req->status;
+}
+
+spccl_status spccl_request_test(spccl_request *req)
+{
+    spccl_status st = SPCCL_AGAIN;
+    if (req == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_request_test: req is NULL");
+    pthread_mutex_lock(&req->mu);
+    if (req->done)
+        st = outcome_locked(req);
+    pthread_mutex_unlock(&req->mu);
+    return st;
+}
+
+spccl_status spccl_request_wait(spccl_request *req, int64_t timeout_ms)
+{
+    spccl_status st;
+    int64_t deadline_ns;
+    struct timespec until;
+    if (req == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_request_wait: req is NULL");
+    /* The executor reports an overdue collective itself, and better; the slack lets it. */
+    deadline_ns = timeout_ms >= 0 ? sp_deadline_in_ms(timeout_ms) : SP_NEVER;
+    until.tv_sec = (time_t)(deadline_ns / 1000000000);
+    until.tv_nsec = (long)(deadline_ns % 1000000000);
+    pthread_mutex_lock(&req->mu);
+    while (!req->done) {
+        if (deadline_ns == SP_NEVER)
+            pthread_cond_wait(&req->done_cv, &req->mu);
+        else if (pthread_cond_timedwait(&req->done_cv, &req->mu, &until) != 0 && !req->done)
+            break;
+    }
+    if (req->done)
+        st = outcome_locked(req);
+    else
+        st = SP_FAIL(SPCCL_ERR_TIMEOUT,
+                     "%s not done after waiting %" PRId64 " ms (it goes on; its own deadline is %" PRId64
+                     " ms)",
+                     req->what, timeout_ms, req->timeout_ms);
+    pthread_mutex_unlock(&req->mu);
+    return st;
+}
+
+const char *spccl_request_error(spccl_request *req)
+{
+    const char *text = "";
+    if (req == NULL)
+        return text;
+    pthread_mutex_lock(&req->mu);
+    if (req->done && req->error != NULL)
+        text = req->error;
+    pthread_mutex_unlock(&req->mu);
+    return text;
+}
+
+spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spccl_status status), void *ctx)
+{
+    spccl_status status = SPCCL_AGAIN;
+    if (req == NULL || fn == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_request_on_done: %s is NULL", req == NULL ? "req" : "fn");
+    pthread_mutex_lock(&req->mu);
+    if (req->fn != NULL) {
+        pthread_mutex_unlock(&req->mu);
+        return SP_FAIL(SPCCL_ERR_STATE, "spccl_request_on_done: the request has a callback already");
+    }
+    req->fn = fn;
+    req->fn_ctx = ctx;
+    if (req->done)
+        status = req->status;
+    pthread_mutex_unlock(&req->mu);
+    if (status != SPCCL_AGAIN)
+        fn(ctx, status);
+    return SPCCL_OK;
+}
+
+void spccl_request_free(spccl_request *req)
+{
+    if (req != NULL)
+        request_unref(req);
+}

@@ -1,0 +1,31 @@
+/* unique_id.c - groups without a store: the id names our own rendezvous (rendezvous.h). */
+#include "core/base/env.h"
+#include "core/contract/rendezvous.h"
+
+spccl_status spccl_get_unique_id(spccl_unique_id *out)
+{
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_get_unique_id: out is NULL");
+    return sp_rendezvous_start(sp_env_text(SP_ENV_RENDEZVOUS_ADDR), out);
+}
+
+spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world_size,
+                                  const spccl_config *config, spccl_comm **out)
+{
+    spccl_config c = SPCCL_CONFIG_INIT;
+    uint8_t secret[SP_SECRET_BYTES];
+    spccl_store store;
+    spccl_status st;
+    int64_t timeout_ms;
+    if (id == NULL || out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_init_rank: %s is NULL", id == NULL ? "id" : "out");
+    if (config != NULL)
+        c = *config;
+    SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
+    SP_TRY(sp_rendezvous_connect(id, c.timeout_ms > 0 ? c.timeout_ms : timeout_ms, &store, secret));
+    if (c.secret == NULL)
+        c.secret = secret;
+    st = spccl_comm_create(&store, rank, world_size, &c, out);
+    sp_rendezvous_disconnect(&store);
+    return st;
+}

@@ -1,0 +1,67 @@
+/* dense_scalar.c - FORMAT.md 3.5, and plain copy and zero. The reference meaning. */
+#include "kernels/cpu/elem.h"
+#include "kernels/cpu/kernels.h"
+
+void sp_copy_scalar(void *dst, const void *src, size_t bytes, bool stream)
+{
+    (void)stream; /* the C library decides */
+    if (bytes != 0)
+        memcpy(dst, src, bytes);
+}
+void sp_zero_scalar(void *dst, size_t bytes, bool stream)
+{
+    (void)stream;
+    if (bytes != 0)
+        memset(dst, 0, bytes);
+}
+
+void sp_dense_encode_scalar(const sp_encode_args *a)
+{
+    sp_copy_scalar(a->values, a->x, a->n_elems * a->elem_bytes, false);
+}
+void sp_dense_set_scalar(const sp_decode_args *a)
+{
+    sp_copy_scalar(a->dst, a->values, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+}
+
+/* With add and overwrite a value with all bits zero leaves dst as it is, as in the formats that would not
+ * list it (FORMAT.md 3.5): the result must not depend on the format. In addition that shows in a dst of -0.0
+ * or a signalling NaN. */
+#define DENSE_OVERWRITE(T)                                                                                   \
+    static void dense_overwrite_##T(const sp_decode_args *a)                                                 \
+    {                                                                                                        \
+        for (size_t i = 0; i < a->n_elems; i++)                                                              \
+            sp_put_##T(a->dst, i,                                                                            \
+                       sp_get_##T(a->values, i) != 0 ? sp_get_##T(a->values, i) : sp_get_##T(a->dst, i));    \
+    }
+DENSE_OVERWRITE(u8)
+DENSE_OVERWRITE(u16)
+DENSE_OVERWRITE(u32)
+DENSE_OVERWRITE(u64)
+
+void sp_dense_overwrite_scalar(const sp_decode_args *a)
+{
+    static void (*const by_bytes[9])(const sp_decode_args *) = {[1] = dense_overwrite_u8,
+                                                                [2] = dense_overwrite_u16,
+                                                                [4] = dense_overwrite_u32,
+                                                                [8] = dense_overwrite_u64};
+    by_bytes[sp_dtype_bytes(a->dtype)](a);
+}
+
+#define DENSE_APPLY(NAME, V, D, F)                                                                           \
+    static void dense_##NAME(const sp_decode_args *a)                                                        \
+    {                                                                                                        \
+        static const uint8_t zero[8];                                                                        \
+        const size_t v_bytes = sizeof(sp_get_##V(NULL, 0));                                                  \
+        for (size_t i = 0; i < a->n_elems; i++)                                                              \
+            if (memcmp(a->values + i * v_bytes, zero, v_bytes) != 0)                                         \
+                sp_put_##D(a->dst, i, F(sp_get_##D(a->dst, i), sp_get_##V(a->values, i)));                   \
+    }
+SP_APPLY_OPS(DENSE_APPLY)
+#define DENSE_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = dense_##NAME,
+static void (*const dense_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_APPLY_OPS(DENSE_ENTRY)};
+
+void sp_dense_add_scalar(const sp_decode_args *a)
+{
+    dense_apply[sp_apply_add_op(a->dtype, a->dst_dtype)](a);
+}

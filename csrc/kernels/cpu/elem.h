@@ -1,0 +1,217 @@
+/* elem.h - one element at a time: access at any alignment, and the arithmetic of each dtype. Included by
+ * every kernel file (vector kernels use it for heads, tails and rare cases). Scalar C here is the meaning.
+ *
+ * NaN rule of addition and multiplication: if the left operand is a NaN the result is that NaN made quiet,
+ * else if the right one is, that one made quiet; a NaN born here (inf - inf, 0 * inf) is the CPU's default
+ * NaN. Written out because a compiler may swap the operands of + and *, and the CPU passes on the first NaN
+ * it sees. */
+#ifndef SP_ELEM_H
+#define SP_ELEM_H
+
+#include "core/base/dtype.h"
+#include "core/format/kernel_table.h"
+
+#define SP_UNLIKELY(x) __builtin_expect(!!(x), 0)
+#define SP_LIKELY(x) __builtin_expect(!!(x), 1)
+
+/* sp_get_u32(p, i), sp_put_u32(p, i, v): element i of an array at any alignment; sp_elem_u32: its type.
+ * Through a type that may lie anywhere and alias anything, not memcpy: gcc 12 takes a copied float through an
+ * integer register. */
+#define SP_ELEM_ACCESS(NAME, T)                                                                              \
+    typedef T sp_elem_##NAME;                                                                                \
+    typedef T sp_anywhere_##NAME __attribute__((may_alias, aligned(1)));                                     \
+    static inline T sp_get_##NAME(const void *p, size_t i)                                                   \
+    {                                                                                                        \
+        return *(const sp_anywhere_##NAME *)(const void *)((const uint8_t *)p + i * sizeof(T));              \
+    }                                                                                                        \
+    static inline void sp_put_##NAME(void *p, size_t i, T v)                                                 \
+    {                                                                                                        \
+        *(sp_anywhere_##NAME *)(void *)((uint8_t *)p + i * sizeof(T)) = v;                                   \
+    }
+SP_ELEM_ACCESS(u8, uint8_t)
+SP_ELEM_ACCESS(u16, uint16_t)
+SP_ELEM_ACCESS(u32, uint32_t)
+SP_ELEM_ACCESS(u64, uint64_t)
+SP_ELEM_ACCESS(i8, int8_t)
+SP_ELEM_ACCESS(i16, int16_t)
+SP_ELEM_ACCESS(i32, int32_t)
+SP_ELEM_ACCESS(i64, int64_t)
+SP_ELEM_ACCESS(f32, float)
+SP_ELEM_ACCESS(f64, double)
+
+/* ---- bits of the wide floats ---- */
+
+static inline double sp_f64_from_bits(uint64_t u)
+{
+    double d;
+    memcpy(&d, &u, sizeof d);
+    return d;
+}
+static inline uint64_t sp_f64_to_bits(double d)
+{
+    uint64_t u;
+    memcpy(&u, &d, sizeof u);
+    return u;
+}
+/* r = a op b came out as a NaN: apply the rule above. */
+static inline float sp_nan_f32(float a, float b, float r)
+{
+    if (a != a)
+        return sp_f32_from_bits(sp_f32_to_bits(a) | 0x00400000u);
+    if (b != b)
+        return sp_f32_from_bits(sp_f32_to_bits(b) | 0x00400000u);
+    return r;
+}
+static inline double sp_nan_f64(double a, double b, double r)
+{
+    if (a != a)
+        return sp_f64_from_bits(sp_f64_to_bits(a) | 0x0008000000000000u);
+    if (b != b)
+        return sp_f64_from_bits(sp_f64_to_bits(b) | 0x0008000000000000u);
+    return r;
+}
+
+/* ---- addition ---- */
+
+static inline uint8_t sp_add_u8(uint8_t a, uint8_t b)
+{
+    return (uint8_t)(a + b);
+}
+static inline uint16_t sp_add_u16(uint16_t a, uint16_t b)
+{
+    return (uint16_t)(a + b);
+}
+static inline uint32_t sp_add_u32(uint32_t a, uint32_t b)
+{
+    return a + b;
+}
+static inline uint64_t sp_add_u64(uint64_t a, uint64_t b)
+{
+    return a + b;
+}
+static inline float sp_add_f32(float a, float b)
+{
+    float r = a + b;
+    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b, r) : r;
+}
+static inline double sp_add_f64(double a, double b)
+{
+    double r = a + b;
+    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b, r) : r;
+}
+static inline uint16_t sp_add_f16(uint16_t a, uint16_t b)
+{
+    return sp_f16_from_f32(sp_add_f32(sp_f16_to_f32(a), sp_f16_to_f32(b)));
+}
+static inline uint16_t sp_add_bf16(uint16_t a, uint16_t b)
+{
+    return sp_bf16_from_f32(sp_add_f32(sp_bf16_to_f32(a), sp_bf16_to_f32(b)));
+}
+static inline float sp_add_f16_f32(float a, uint16_t b)
+{
+    return sp_add_f32(a, sp_f16_to_f32(b));
+}
+static inline float sp_add_bf16_f32(float a, uint16_t b)
+{
+    return sp_add_f32(a, sp_bf16_to_f32(b));
+}
+static inline float sp_mul_f32(float a, float b)
+{
+    float r = a * b;
+    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b, r) : r;
+}
+static inline double sp_mul_f64(double a, double b)
+{
+    double r = a * b;
+    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b, r) : r;
+}
+
+/* acc[i] += x[i], float32; with `listed` an x of all zero bits is absent and leaves acc as it is. */
+static inline void sp_sum_f32(void *acc, const void *x, size_t n, bool listed)
+{
+    for (size_t i = 0; i < n; i++) {
+        float v = sp_get_f32(x, i);
+        if (!listed || sp_f32_to_bits(v) != 0)
+            sp_put_f32(acc, i, sp_add_f32(sp_get_f32(acc, i), v));
+    }
+}
+
+/* ---- what decoding does with a listed element: put by width, add by dtype ---- */
+
+/* dst = second: the value as it is. */
+static inline uint8_t sp_take_u8(uint8_t d, uint8_t v)
+{
+    (void)d;
+    return v;
+}
+static inline uint16_t sp_take_u16(uint16_t d, uint16_t v)
+{
+    (void)d;
+    return v;
+}
+static inline uint32_t sp_take_u32(uint32_t d, uint32_t v)
+{
+    (void)d;
+    return v;
+}
+static inline uint64_t sp_take_u64(uint64_t d, uint64_t v)
+{
+    (void)d;
+    return v;
+}
+
+/* X(name, access of the value, access of dst, new = f(old, value)). Integers add by width: they wrap. */
+#define SP_APPLY_OPS(X)                                                                                      \
+    X(take_u8, u8, u8, sp_take_u8)                                                                           \
+    X(take_u16, u16, u16, sp_take_u16)                                                                       \
+    X(take_u32, u32, u32, sp_take_u32)                                                                       \
+    X(take_u64, u64, u64, sp_take_u64)                                                                       \
+    X(add_u8, u8, u8, sp_add_u8)                                                                             \
+    X(add_u16, u16, u16, sp_add_u16)                                                                         \
+    X(add_u32, u32, u32, sp_add_u32)                                                                         \
+    X(add_u64, u64, u64, sp_add_u64)                                                                         \
+    X(add_f32, f32, f32, sp_add_f32)                                                                         \
+    X(add_f64, f64, f64, sp_add_f64)                                                                         \
+    X(add_f16, u16, u16, sp_add_f16)                                                                         \
+    X(add_bf16, u16, u16, sp_add_bf16)                                                                       \
+    X(add_f16_f32, u16, f32, sp_add_f16_f32)                                                                 \
+    X(add_bf16_f32, u16, f32, sp_add_bf16_f32)
+
+#define SP_APPLY_ENUM(NAME, V, D, F) SP_APPLY_##NAME,
+enum sp_apply_op { SP_APPLY_OPS(SP_APPLY_ENUM) SP_N_APPLY_OPS };
+#undef SP_APPLY_ENUM
+
+/* The add of values of `dtype` into dst_dtype (sp_decode_args says which pairs exist). */
+static inline enum sp_apply_op sp_apply_add_op(spccl_dtype dtype, spccl_dtype dst_dtype)
+{
+    switch (dtype) {
+    case SPCCL_FLOAT32:
+        return SP_APPLY_add_f32;
+    case SPCCL_FLOAT64:
+        return SP_APPLY_add_f64;
+    case SPCCL_FLOAT16:
+        return dst_dtype == SPCCL_FLOAT32 ? SP_APPLY_add_f16_f32 : SP_APPLY_add_f16;
+    case SPCCL_BFLOAT16:
+        return dst_dtype == SPCCL_FLOAT32 ? SP_APPLY_add_bf16_f32 : SP_APPLY_add_bf16;
+    case SPCCL_INT16:
+        return SP_APPLY_add_u16;
+    case SPCCL_INT32:
+        return SP_APPLY_add_u32;
+    case SPCCL_INT64:
+        return SP_APPLY_add_u64;
+    case SPCCL_INT8:
+    case SPCCL_UINT8:
+    case SPCCL_FLOAT8: /* never gets here: codec refuses it */
+        return SP_APPLY_add_u8;
+    }
+    return SP_APPLY_add_u8;
+}
+static inline enum sp_apply_op sp_apply_take_op(size_t elem_bytes)
+{
+    return elem_bytes == 1   ? SP_APPLY_take_u8
+           : elem_bytes == 2 ? SP_APPLY_take_u16
+           : elem_bytes == 4 ? SP_APPLY_take_u32
+                             : SP_APPLY_take_u64;
+}
+
+#endif

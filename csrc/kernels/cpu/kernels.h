@@ -1,0 +1,45 @@
+/* kernels.h - declares every <format>_<operation>_<isa> function; nothing else. The meaning of the arguments
+ * is in kernel_table.h. A file of an ISA runs only after dispatch.c saw that the CPU and the OS have it. */
+#ifndef SP_KERNELS_H
+#define SP_KERNELS_H
+
+#include "core/format/kernel_table.h"
+
+#define SP_DECLARE_FORMAT(FORMAT, ISA)                                                                       \
+    void sp_##FORMAT##_encode_##ISA(const sp_encode_args *a);                                                \
+    void sp_##FORMAT##_set_##ISA(const sp_decode_args *a);                                                   \
+    void sp_##FORMAT##_add_##ISA(const sp_decode_args *a);                                                   \
+    void sp_##FORMAT##_overwrite_##ISA(const sp_decode_args *a);
+#define SP_DECLARE_BULK(ISA)                                                                                 \
+    void sp_combine_##ISA(const sp_combine_args *a);                                                         \
+    void sp_finish_##ISA(const sp_finish_args *a);                                                           \
+    void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool stream);                               \
+    void sp_zero_##ISA(void *dst, size_t bytes, bool stream);
+
+/* ---- scalar: the meaning ---- */
+void sp_scan_scalar(sp_scan_args *a);
+SP_DECLARE_FORMAT(tile, scalar)
+SP_DECLARE_FORMAT(pici, scalar)
+SP_DECLARE_FORMAT(coo, scalar)
+SP_DECLARE_FORMAT(dense, scalar)
+SP_DECLARE_BULK(scalar)
+
+#if SPCCL_KERNELS_X86
+/* ---- AVX2 with BMI1, BMI2, POPCNT, LZCNT, F16C ---- */
+void sp_scan_avx2(sp_scan_args *a);
+SP_DECLARE_FORMAT(tile, avx2)
+SP_DECLARE_FORMAT(pici, avx2)
+SP_DECLARE_FORMAT(coo, avx2)
+SP_DECLARE_FORMAT(dense, avx2)
+SP_DECLARE_BULK(avx2)
+
+/* ---- AVX-512 F, BW, DQ, VL, VBMI, VBMI2, and the above ---- */
+void sp_scan_avx512(sp_scan_args *a);
+SP_DECLARE_FORMAT(tile, avx512)
+SP_DECLARE_FORMAT(pici, avx512)
+SP_DECLARE_FORMAT(coo, avx512)
+SP_DECLARE_FORMAT(dense, avx512)
+SP_DECLARE_BULK(avx512)
+#endif
+
+#endif

@@ -1,0 +1,165 @@
+/* simd_avx2.h - the primitives that flat.h, tile.inc, pici.inc, coo.inc and bulk.inc ask of an instruction
+ * set, in AVX2 (with bmi1, bmi2, popcnt, lzcnt, f16c). */
+#ifndef SP_SIMD_AVX2_H
+#define SP_SIMD_AVX2_H
+
+#include "kernels/cpu/elem.h"
+#include "kernels/cpu/transpose.h"
+
+#include <immintrin.h>
+
+#define SP_ISA_NAME(x) x##_avx2
+
+/* ---- bulk ---- */
+
+static inline void simd_stream_end(void)
+{
+    _mm_sfence();
+}
+/* Bytes before dst is at a cache line, at most `bytes`. */
+static inline size_t simd_head(const void *dst, size_t bytes)
+{
+    return sp_min_size((size_t)(-(uintptr_t)dst & 63u), bytes);
+}
+/* Copy past the cache: whole lines with non-temporal stores, the ends as usual. */
+static inline void simd_stream(uint8_t *dst, const uint8_t *src, size_t bytes)
+{
+    size_t i = simd_head(dst, bytes);
+    memcpy(dst, src, i);
+    for (; i + 64 <= bytes; i += 64) {
+        __m256i v0 = _mm256_loadu_si256((const void *)(src + i)),
+                v1 = _mm256_loadu_si256((const void *)(src + i + 32));
+        _mm256_stream_si256((void *)(dst + i), v0);
+        _mm256_stream_si256((void *)(dst + i + 32), v1);
+    }
+    memcpy(dst + i, src + i, bytes - i);
+}
+static inline void simd_stream_zero(uint8_t *dst, size_t bytes)
+{
+    size_t i = simd_head(dst, bytes);
+    memset(dst, 0, i);
+    for (; i + 64 <= bytes; i += 64) {
+        _mm256_stream_si256((void *)(dst + i), _mm256_setzero_si256());
+        _mm256_stream_si256((void *)(dst + i + 32), _mm256_setzero_si256());
+    }
+    memset(dst + i, 0, bytes - i);
+}
+
+/* ---- float16, as dtype.h says: vcvtph2ps and vcvtps2ph make NaNs quiet and keep their upper payload bits
+ * ---- */
+
+static inline void simd_f16_to_f32(float *out, const void *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i,
+                         _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint8_t *)in + i * 2))));
+    for (; i < n; i++)
+        out[i] = sp_f16_to_f32(sp_get_u16(in, i));
+}
+static inline void simd_f32_to_f16(void *out, const float *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((void *)((uint8_t *)out + i * 2),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < n; i++)
+        sp_put_u16(out, i, sp_f16_from_f32(in[i]));
+}
+
+/* ---- bfloat16 and float32 sums ---- */
+
+static inline void simd_bf16_to_f32(float *out, const void *in, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)((const uint8_t *)in + i * 2)));
+        _mm256_storeu_si256((void *)(out + i), _mm256_slli_epi32(v, 16));
+    }
+    for (; i < n; i++)
+        out[i] = sp_bf16_to_f32(sp_get_u16(in, i));
+}
+static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
+{
+    const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1),
+                  quiet = _mm256_set1_epi32(0x40);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256i u = _mm256_loadu_si256((const void *)(in + i)), up = _mm256_srli_epi32(u, 16);
+        __m256i odd = _mm256_and_si256(up, one);
+        __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, half), odd), 16);
+        __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(u), _mm256_castsi256_ps(u), _CMP_UNORD_Q);
+        r = _mm256_blendv_epi8(r, _mm256_or_si256(up, quiet), _mm256_castps_si256(nan));
+        r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+        _mm_storeu_si128((void *)((uint8_t *)out + i * 2), _mm256_castsi256_si128(r));
+    }
+    for (; i < n; i++)
+        sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
+}
+/* acc[i] += x[i]; with `listed` an x of all zero bits leaves acc. A vector that holds a NaN goes through
+ * elem.h. */
+static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
+{
+    uint8_t *to = acc;
+    const uint8_t *from = x;
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 a = _mm256_loadu_ps((const void *)(to + i * 4)),
+               v = _mm256_loadu_ps((const void *)(from + i * 4));
+        __m256 sum = _mm256_add_ps(a, v);
+        if (SP_UNLIKELY(_mm256_movemask_ps(_mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)) != 0)) {
+            sp_sum_f32(to + i * 4, from + i * 4, 8, listed);
+            continue;
+        }
+        if (listed) {
+            __m256i zero = _mm256_cmpeq_epi32(_mm256_castps_si256(v), _mm256_setzero_si256());
+            sum = _mm256_blendv_ps(sum, a, _mm256_castsi256_ps(zero));
+        }
+        _mm256_storeu_ps((void *)(to + i * 4), sum);
+    }
+    sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
+}
+
+/* ---- offset lists: each writes whole groups, up to 64 entries past the end ---- */
+
+/* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. The first 8 are
+ * written without a test: a mispredicted branch costs more. Past the last bit tzcnt gives 64, and what it
+ * writes is overwritten by the next call. `dense` changes nothing here. */
+static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned add, bool dense,
+                                         uint16_t *offs)
+{
+    unsigned n = sp_popcount64(bits), j = 0;
+    (void)dense;
+    do {
+        for (unsigned i = 0; i < 8; i++) {
+            offs[j + i] = (uint16_t)((_tzcnt_u64(bits) << shift) + add);
+            bits = _blsr_u64(bits);
+        }
+        j += 8;
+    } while (SP_UNLIKELY(j < n));
+    return n;
+}
+/* offs[j] = bytes[j] + add for n <= 255 bytes; `readable` bytes may be read. */
+static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t readable, unsigned add,
+                                      uint16_t *offs)
+{
+    const __m256i plus = _mm256_set1_epi16((short)add);
+    for (size_t j = 0; j < n; j += 16) {
+        if (SP_LIKELY(j + 16 <= readable)) {
+            __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)(bytes + j)));
+            _mm256_storeu_si256((void *)(offs + j), _mm256_add_epi16(v, plus));
+        } else {
+            for (size_t i = j; i < n; i++)
+                offs[i] = (uint16_t)(bytes[i] + add);
+        }
+    }
+}
+
+/* ---- bits ---- */
+
+static inline void simd_transpose64(const uint64_t in[64], uint8_t *out)
+{
+    sp_transpose64(in, out);
+}
+
+#endif

@@ -1,0 +1,336 @@
+// decode_cuda.cu - a stream of frames is applied to an array in GPU memory, a team of warps for each frame.
+//
+// Each frame is found by the table of offsets that encode wrote, and checked before anything of it is
+// applied. Bytes moved, floor: reads the stream, writes n * e (adding and overwriting: what is listed).
+#include "kernels/cuda/columns.cuh"
+
+// Of each frame so many bytes are fetched ahead; a longer one is read where it lies.
+#define SP_PEEK_BYTES 2560u
+
+struct __align__(16) sp_decode_room
+{
+    uint8_t buf[SP_GPU_SLICE_BYTES];
+    uint8_t frame[2][SP_PEEK_BYTES];
+    uint32_t totals[SP_COLUMN_TOTALS]; // of sp_columns
+};
+
+__device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
+{
+    return wrong.rule == 3 ? SPCCL_ERR_VERSION : wrong.rule >= 29 ? SPCCL_ERR_FRAME : SPCCL_ERR_FORMAT;
+}
+
+// Adding to, or overwriting, what is listed; APPLY(old, value).
+template <class G, class APPLY> struct sp_sink_apply {
+    typename G::U *dst;
+    APPLY apply;
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        dst[i] = apply(dst[i], x);
+    }
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t bits, const sp_unit<G> &x) const
+    {
+#pragma unroll
+        for (uint32_t c = 0; c < G::K; c++)
+            if (bits >> c & 1)
+                put(u * G::K + c, x.e[c]);
+    }
+};
+
+// Nowhere: only the rules are checked.
+template <class G> struct sp_sink_none {
+    __device__ __forceinline__ void put(uint32_t, typename G::U) const
+    {
+    }
+    __device__ __forceinline__ void unit(uint32_t, uint32_t, const sp_unit<G> &) const
+    {
+    }
+};
+
+// What to call a frame that sp_decoder::open refused. (The table of offsets must not leave bytes behind it.)
+template <uint32_t E>
+__device__ __noinline__ spccl_status sp_why_refused(const uint8_t *start, uint32_t bytes, uint32_t dtype,
+                                                    uint32_t n)
+{
+    sp_view v;
+    sp_wrong wrong;
+    return sp_open<E>((const uint4 *)start, bytes, dtype, n, &v, &wrong) ? SPCCL_ERR_FORMAT
+                                                                         : sp_status_of(wrong);
+}
+
+// One warp of a team. APPLY(old, value): what becomes of an element that is listed; SET: dst becomes what the
+// frame says.
+template <int BYTES, bool SET, class APPLY> struct sp_decoder {
+    typedef sp_team_geometry<BYTES> T;
+    typedef typename T::U U;
+    typedef typename T::G G;
+    typedef typename T::P P;
+    const sp_gpu_decode_args &a;
+    sp_decode_room &room;
+    sp_team team;
+    uint64_t n_slices;
+    APPLY apply;
+
+    __device__ __forceinline__ sp_decoder(const sp_gpu_decode_args &args, sp_decode_room &shared, APPLY f)
+        : a(args), room(shared), n_slices((args.n_elems + args.slice_elems - 1) / args.slice_elems), apply(f)
+    {
+    }
+    // Where frame s lies in the stream.
+    struct span {
+        uint64_t from, to;
+    };
+    __device__ __forceinline__ span find(uint64_t s) const
+    {
+        if (s >= n_slices)
+            return {0, 0};
+        return {a.offsets[s], a.offsets[s + 1]};
+    }
+    // Start to copy the start of a frame on chip. One that cannot be has no bytes then: it is refused as cut
+    // off.
+    __device__ __forceinline__ void fetch(span &at, uint8_t *frame) const
+    {
+        if (at.from % 16 != 0 || at.to > a.stream_bytes || at.from > at.to || at.to - at.from > 1u << 30)
+            at = {0, 0};
+        for (uint32_t i = threadIdx.x * 16; i < SP_PEEK_BYTES && i + 16 <= at.to - at.from;
+             i += SP_TEAM_THREADS * 16)
+            sp_copy16_async(frame + i, a.stream + at.from + i);
+        sp_copy_commit();
+    }
+    // The header of a frame of n elements in exactly `bytes` bytes.
+    __device__ __forceinline__ bool open(const uint4 *header, uint32_t bytes, uint32_t n, sp_view *v) const
+    {
+        v->format = header[0].y >> 8 & 0xff;
+        v->is_delta = header[0].y >> 24 & SP_FRAME_FLAG_DELTA;
+        v->n = n;
+        v->nnz = header[1].x;
+        v->at = sp_layout_cuda<G::E>(v->format, n, v->nnz);
+        return bytes >= SP_FRAME_HEADER_BYTES && sp_header_fits(v->format, n, v->nnz) &&
+               (v->is_delta == 0 || v->format != SPCCL_FORMAT_DENSE) && v->at.bytes == bytes &&
+               sp_header_is(header, v->format, a.dtype, v->is_delta != 0, n, v->nnz, v->at);
+    }
+    // Rules 23 to 25 of a pici frame, for this warp's columns; their bits. Its values are on their way to the
+    // buffer, and then there for all. True for all warps if the bits are as many as the frame says.
+    __device__ __forceinline__ bool read_words(const sp_view &v, const uint8_t *whole, sp_columns<G> &mine,
+                                               bool *good) const
+    {
+        typedef sp_columns<G> C;
+        const uint32_t *prefixes = (const uint32_t *)(v.p + v.at.index);
+        const uint64_t *words = (const uint64_t *)(v.p + v.at.meta);
+        uint32_t n_tiles = (v.n + 4095) / 4096, sum = 0;
+        for (uint32_t i = threadIdx.x * 16; i < v.at.bytes - v.at.values; i += SP_TEAM_THREADS * 16)
+            sp_copy16_async(room.buf + i, whole + v.at.values + i);
+        sp_copy_commit();
+#pragma unroll
+        for (uint32_t q = 0; q < C::SEQS; q++) {
+            uint32_t t = mine.tile + q / C::EACH, column = mine.column + q % C::EACH;
+            uint32_t have = v.n > t * 4096 + column ? v.n - t * 4096 - column : 0, rows = (have + 63) / 64;
+            mine.bits[q] = t < n_tiles ? words[t * 64 + column] : 0;
+            *good &= rows >= 64 || mine.bits[q] >> rows == 0;
+        }
+        sp_copy_wait<0>();
+        mine.count(room.totals);
+#pragma unroll
+        for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++) {
+            if (i % C::SHARED_BY == 0 && i / C::SHARED_BY < n_tiles)
+                *good &= prefixes[i / C::SHARED_BY] == sum;
+            sum += room.totals[i];
+        }
+        return sum == v.nnz;
+    }
+    // A pici frame is applied. The buffer has been left by all. False for all warps if a rule is broken; then
+    // dst is as before. whole: the frame in global memory. good: what this lane knows so far.
+    __device__ __forceinline__ bool columns(const sp_view &v, const uint8_t *whole, U *dst, bool good) const
+    {
+        typedef sp_columns<G> C;
+        U *buf = (U *)room.buf;
+        C mine(team);
+        if (!read_words(v, whole, mine, &good)) // then no value has a place
+            return false;
+        mine.unpack(buf);
+        if (!team.all(good))
+            return false;
+        if constexpr (SET) {
+            mine.write(buf);
+            sp_slice_written();
+            team.sync();
+            store(v.n, dst);
+        } else {
+#pragma unroll
+            for (uint32_t r = 0; r < C::ROWS; r++)
+#pragma unroll
+                for (uint32_t q = 0; q < C::SEQS; q++)
+                    if (mine.bits[q] >> r & 1) {
+                        U *at = dst + mine.place(r, q / C::EACH) + q % C::EACH;
+                        *at = apply(*at, C::element(mine.row[r], q));
+                    }
+        }
+        return true;
+    }
+    // This warp's part of the buffer to that of dst [n].
+    __device__ __forceinline__ void store(uint32_t n, U *dst) const
+    {
+        uint32_t from = team.warp * P::MAX_ELEMS;
+        sp_slice_store<P>(team.lane, (U *)room.buf + from, dst + from, T::elems(n, team.warp));
+    }
+    template <class SINK> __device__ __forceinline__ bool decode(const sp_view &v, SINK &sink) const
+    {
+        if (v.format == SPCCL_FORMAT_TILE)
+            return sp_decode_tile<G, SP_TEAM_WARPS>(team.lane, v, v.p, sink, team.warp);
+        if (v.format == SPCCL_FORMAT_COO)
+            return sp_decode_coo<G, SP_TEAM_WARPS>(team.lane, v, v.p, sink, team.warp);
+        if (v.format == SPCCL_FORMAT_DENSE)
+            sp_decode_dense<G, SP_TEAM_WARPS>(team.lane, v, sink, team.warp);
+        return true;
+    }
+    // dst [n] becomes what a frame says that is not pici. The rest as `columns`.
+    __device__ __forceinline__ bool set(const sp_view &v, U *dst, bool good) const
+    {
+        uint32_t from = team.warp * P::MAX_ELEMS;
+        U *buf = (U *)room.buf;
+        sp_sink_chip<G> sink = {buf};
+        if (v.format == SPCCL_FORMAT_EMPTY) { // nothing of it can be broken
+            sp_slice_store_zero<P>(team.lane, dst + from, T::elems(v.n, team.warp));
+            return true;
+        }
+        if (sp_is_listed(v.format)) { // entries of coo frames go anywhere, of tile frames into the own part
+            sp_zero_units(team.lane, buf + from, P::UNITS);
+            if (v.format == SPCCL_FORMAT_COO)
+                team.sync();
+            else
+                __syncwarp();
+        }
+        good &= decode(v, sink);
+        sp_slice_written();
+        if (!team.all(good))
+            return false;
+        store(v.n, dst);
+        return true;
+    }
+    // One frame of `bytes` bytes, which starts at `start` on chip and is whole at `whole`, into dst [n].
+    __device__ __forceinline__ spccl_status frame(const uint8_t *start, const uint8_t *whole, uint32_t bytes,
+                                                  U *dst, uint32_t n) const
+    {
+        sp_sink_none<G> none;
+        sp_sink_apply<G, APPLY> sink = {dst, apply};
+        sp_view v;
+        bool ok;
+        if (!open((const uint4 *)start, bytes, n, &v))
+            return sp_why_refused<G::E>(start, bytes, a.dtype, n);
+        if (SET && v.is_delta != 0)
+            return SPCCL_ERR_FRAME;
+        v.p = bytes <= SP_PEEK_BYTES ? start : whole;
+        v.values = v.p + v.at.values;
+        ok = sp_padding_is_zero<G::E>(team.lane, v);
+        if (v.format == SPCCL_FORMAT_PICI)
+            return columns(v, whole, dst, ok) ? SPCCL_OK : SPCCL_ERR_FORMAT;
+        if (SET)
+            return set(v, dst, ok) ? SPCCL_OK : SPCCL_ERR_FORMAT;
+        if (!team.all(decode(v, none) && ok))
+            return SPCCL_ERR_FORMAT;
+        decode(v, sink);
+        return SPCCL_OK;
+    }
+    // All frames; team q takes q, q + teams, ... Two frames ahead its offsets are read, one ahead its start.
+    __device__ __forceinline__ void run() const
+    {
+        uint32_t parity = 0;
+        span now = find(blockIdx.x), next = find((uint64_t)blockIdx.x + gridDim.x);
+        fetch(now, room.frame[0]);
+        for (uint64_t s = blockIdx.x; s < n_slices; s += gridDim.x, parity ^= 1) {
+            uint64_t from = s * a.slice_elems;
+            const uint8_t *whole = a.stream + now.from;
+            uint32_t bytes = (uint32_t)(now.to - now.from);
+            sp_copy_wait<0>();
+            sp_slice_stored(team.lane);
+            team.sync(); // the frame is there, and all have left the one before and the buffer
+            fetch(next, room.frame[parity ^ 1]);
+            now = next;
+            next = find(s + 2 * (uint64_t)gridDim.x);
+            spccl_status st = frame(room.frame[parity], whole, bytes, (U *)a.dst + from,
+                                    (uint32_t)min(a.n_elems - from, (uint64_t)a.slice_elems));
+            if (st != SPCCL_OK && team.is_first())
+                sp_tell_status(a.status, st);
+        }
+        sp_copy_wait<0>();
+        sp_slice_stored(team.lane);
+    }
+};
+
+template <int BYTES, bool SET, class APPLY>
+__device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, APPLY apply)
+{
+    sp_decoder<BYTES, SET, APPLY>(a, *(sp_decode_room *)sp_block_shared(), apply).run();
+}
+
+template <int BYTES>
+__global__ void __launch_bounds__(SP_TEAM_THREADS, 10)
+    sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
+{
+    typedef typename sp_unsigned<BYTES>::type U;
+    sp_decode_all<BYTES, true>(a, [](U, U x) { return x; });
+}
+template <int BYTES>
+__global__ void __launch_bounds__(SP_TEAM_THREADS, 8)
+    sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
+{
+    typedef typename sp_unsigned<BYTES>::type U;
+    sp_decode_all<BYTES, false>(a, [](U, U x) { return x; });
+}
+template <int DTYPE>
+__global__ void __launch_bounds__(SP_TEAM_THREADS, 8)
+    sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
+{
+    typedef sp_elem<DTYPE> E;
+    typedef typename E::U U;
+    sp_decode_all<sizeof(U), false>(a, [](U d, U x) { return E::narrow(E::add(E::widen(d), E::widen(x))); });
+}
+
+// ---- launching ----
+
+typedef void (*sp_decode_fn)(const sp_gpu_decode_args);
+
+static sp_decode_fn add_kernel_of(spccl_dtype dtype)
+{
+    switch (dtype) {
+    case SPCCL_FLOAT32:
+        return sp_add_kernel<SPCCL_FLOAT32>;
+    case SPCCL_FLOAT16:
+        return sp_add_kernel<SPCCL_FLOAT16>;
+    case SPCCL_BFLOAT16:
+        return sp_add_kernel<SPCCL_BFLOAT16>;
+    case SPCCL_FLOAT64:
+        return sp_add_kernel<SPCCL_FLOAT64>;
+    case SPCCL_INT8:
+    case SPCCL_UINT8: // integers wrap: the same bits
+        return sp_add_kernel<SPCCL_UINT8>;
+    case SPCCL_INT16:
+        return sp_add_kernel<SPCCL_INT16>;
+    case SPCCL_INT32:
+        return sp_add_kernel<SPCCL_INT32>;
+    case SPCCL_INT64:
+        return sp_add_kernel<SPCCL_INT64>;
+    default:
+        return nullptr; // float8 is carried as bytes: refused above
+    }
+}
+
+extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream)
+{
+    static const sp_decode_fn set[] = {sp_set_kernel<1>, sp_set_kernel<2>, sp_set_kernel<4>,
+                                       sp_set_kernel<8>};
+    static const sp_decode_fn overwrite[] = {sp_overwrite_kernel<1>, sp_overwrite_kernel<2>,
+                                             sp_overwrite_kernel<4>, sp_overwrite_kernel<8>};
+    sp_decode_fn kernel = a->verb == SPCCL_SET         ? set[sp_width_index(a->dtype)]
+                          : a->verb == SPCCL_OVERWRITE ? overwrite[sp_width_index(a->dtype)]
+                                                       : add_kernel_of(a->dtype);
+    void *params[] = {const_cast<sp_gpu_decode_args *>(a)};
+    unsigned grid = 0;
+    if (kernel == nullptr)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                       "decode: no add of float8 (it is carried as bytes): set or overwrite");
+    SP_TRY(sp_team_grid((const void *)kernel, sizeof(sp_decode_room),
+                        (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
+    SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
+    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(grid), dim3(SP_TEAM_THREADS), params,
+                                          sizeof(sp_decode_room), (cudaStream_t)stream),
+                         "launch of the decode kernel");
+}

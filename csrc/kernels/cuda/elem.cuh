@@ -1,0 +1,245 @@
+// elem.cuh - one element on the GPU: access by width, the arithmetic of each dtype. The twin of elem.h and
+// reduce.h, bit for bit: the NaN rule is written out, float16 and bfloat16 go through dtype.h's own
+// functions, or through the hardware's where no NaN is about.
+#ifndef SP_ELEM_CUH
+#define SP_ELEM_CUH
+
+#include "core/base/dtype.h"
+#include "kernels/cuda/ptx.cuh"
+
+// ---- addition and multiplication: of NaNs the left one, made quiet; a NaN born here is x86's ----
+
+__device__ __forceinline__ float sp_nan2(float a, float b)
+{
+    uint32_t u = __float_as_uint(a), v = __float_as_uint(b);
+    if ((u & 0x7fffffffu) > 0x7f800000u)
+        return __uint_as_float(u | 0x00400000u);
+    if ((v & 0x7fffffffu) > 0x7f800000u)
+        return __uint_as_float(v | 0x00400000u);
+    return __uint_as_float(0xffc00000u);
+}
+__device__ __forceinline__ double sp_nan2(double a, double b)
+{
+    if (a != a)
+        return __longlong_as_double(__double_as_longlong(a) | 0x0008000000000000ll);
+    if (b != b)
+        return __longlong_as_double(__double_as_longlong(b) | 0x0008000000000000ll);
+    return __longlong_as_double((long long)0xfff8000000000000ull);
+}
+__device__ __forceinline__ float sp_add(float a, float b)
+{
+    float r = __fadd_rn(a, b);
+    return r != r ? sp_nan2(a, b) : r;
+}
+__device__ __forceinline__ double sp_add(double a, double b)
+{
+    double r = __dadd_rn(a, b);
+    return r != r ? sp_nan2(a, b) : r;
+}
+__device__ __forceinline__ float sp_mul(float a, float b)
+{
+    float r = __fmul_rn(a, b);
+    return r != r ? sp_nan2(a, b) : r;
+}
+__device__ __forceinline__ double sp_mul(double a, double b)
+{
+    double r = __dmul_rn(a, b);
+    return r != r ? sp_nan2(a, b) : r;
+}
+__device__ __forceinline__ float sp_div(float a, float b)
+{
+    float r = __fdiv_rn(a, b);
+    return r != r ? sp_nan2(a, b) : r;
+}
+__device__ __forceinline__ double sp_div(double a, double b)
+{
+    double r = __ddiv_rn(a, b);
+    return r != r ? sp_nan2(a, b) : r;
+}
+
+// ---- the element of a width: what formats move ----
+
+template <int BYTES> struct sp_unsigned;
+template <> struct sp_unsigned<1> {
+    typedef uint8_t type;
+};
+template <> struct sp_unsigned<2> {
+    typedef uint16_t type;
+};
+template <> struct sp_unsigned<4> {
+    typedef uint32_t type;
+};
+template <> struct sp_unsigned<8> {
+    typedef uint64_t type;
+};
+
+// ---- the dtype: what reductions compute in. U: the bits; A: the accumulator ----
+
+// *_plain: the same but for NaNs, which become any NaN.
+template <class T, class BITS> struct sp_int_elem {
+    typedef BITS U;
+    typedef T A;
+    typedef uint64_t W; // wraps
+    static constexpr bool is_float = false;
+    static __device__ __forceinline__ A widen(U u)
+    {
+        return (A)u;
+    }
+    static __device__ __forceinline__ A widen_plain(U u)
+    {
+        return (A)u;
+    }
+    static __device__ __forceinline__ U narrow(A a)
+    {
+        return (U)a;
+    }
+    static __device__ __forceinline__ A add(A a, A b)
+    {
+        return (A)((W)a + (W)b);
+    }
+    static __device__ __forceinline__ A add_plain(A a, A b)
+    {
+        return add(a, b);
+    }
+    static __device__ __forceinline__ A mul(A a, A b)
+    {
+        return (A)((W)a * (W)b);
+    }
+    static __device__ __forceinline__ A min(A a, A x)
+    {
+        return x < a ? x : a;
+    }
+    static __device__ __forceinline__ A max(A a, A x)
+    {
+        return x > a ? x : a;
+    }
+    static __device__ __forceinline__ A div(A a, int by)
+    {
+        return (A)(a / (A)by);
+    }
+};
+
+template <class T, class BITS> struct sp_float_elem {
+    typedef BITS U;
+    typedef T A;
+    static constexpr bool is_float = true;
+    static __device__ __forceinline__ A add(A a, A b)
+    {
+        return sp_add(a, b);
+    }
+    static __device__ __forceinline__ A add_plain(A a, A b)
+    {
+        return a + b; // never contracted: -fmad=false
+    }
+    static __device__ __forceinline__ A mul(A a, A b)
+    {
+        return sp_mul(a, b);
+    }
+    static __device__ __forceinline__ A min(A a, A x)
+    {
+        return sp_choose(x < a || x != x, x, a);
+    }
+    static __device__ __forceinline__ A max(A a, A x)
+    {
+        return sp_choose(x > a || x != x, x, a);
+    }
+    static __device__ __forceinline__ A div(A a, int by)
+    {
+        return sp_div(a, (A)by);
+    }
+};
+
+// x[c] = narrow(a[c]) of 16-bit floats, N even, two in a word, with one look for NaNs at all of them.
+template <class T, uint32_t N> __device__ __forceinline__ void sp_narrow_each(const float *a, uint32_t *x)
+{
+    bool nan = false;
+#pragma unroll
+    for (uint32_t c = 0; c < N; c++)
+        nan |= a[c] != a[c];
+#pragma unroll
+    for (uint32_t c = 0; c < N; c += 2)
+        x[c / 2] = T::narrow_plain(a[c], a[c + 1]);
+    if (nan) {
+#pragma unroll
+        for (uint32_t c = 0; c < N; c += 2)
+            x[c / 2] = T::narrow(a[c]) | (uint32_t)T::narrow(a[c + 1]) << 16;
+    }
+}
+
+template <int DTYPE> struct sp_elem;
+template <> struct sp_elem<SPCCL_FLOAT32> : sp_float_elem<float, uint32_t> {
+    static __device__ __forceinline__ float widen(uint32_t u)
+    {
+        return __uint_as_float(u);
+    }
+    static __device__ __forceinline__ float widen_plain(uint32_t u)
+    {
+        return widen(u);
+    }
+    static __device__ __forceinline__ uint32_t narrow(float a)
+    {
+        return __float_as_uint(a);
+    }
+};
+template <> struct sp_elem<SPCCL_FLOAT64> : sp_float_elem<double, uint64_t> {
+    static __device__ __forceinline__ double widen(uint64_t u)
+    {
+        return __longlong_as_double((long long)u);
+    }
+    static __device__ __forceinline__ double widen_plain(uint64_t u)
+    {
+        return widen(u);
+    }
+    static __device__ __forceinline__ uint64_t narrow(double a)
+    {
+        return (uint64_t)__double_as_longlong(a);
+    }
+};
+template <> struct sp_elem<SPCCL_FLOAT16> : sp_float_elem<float, uint16_t> {
+    static __device__ __forceinline__ float widen(uint16_t u)
+    {
+        return sp_f16_to_f32(u);
+    }
+    static __device__ __forceinline__ float widen_plain(uint16_t u)
+    {
+        return sp_unpack_f16(u);
+    }
+    static __device__ __forceinline__ uint32_t narrow_plain(float low, float high)
+    {
+        return sp_pack_f16(low, high);
+    }
+    static __device__ __forceinline__ uint16_t narrow(float a)
+    {
+        return sp_f16_from_f32(a);
+    }
+};
+template <> struct sp_elem<SPCCL_BFLOAT16> : sp_float_elem<float, uint16_t> {
+    static __device__ __forceinline__ float widen(uint16_t u)
+    {
+        return sp_bf16_to_f32(u);
+    }
+    static __device__ __forceinline__ float widen_plain(uint16_t u)
+    {
+        return widen(u);
+    }
+    static __device__ __forceinline__ uint32_t narrow_plain(float low, float high)
+    {
+        return sp_pack_bf16(low, high);
+    }
+    static __device__ __forceinline__ uint16_t narrow(float a)
+    {
+        return sp_bf16_from_f32(a);
+    }
+};
+template <> struct sp_elem<SPCCL_INT8> : sp_int_elem<int8_t, uint8_t> {
+};
+template <> struct sp_elem<SPCCL_INT16> : sp_int_elem<int16_t, uint16_t> {
+};
+template <> struct sp_elem<SPCCL_INT32> : sp_int_elem<int32_t, uint32_t> {
+};
+template <> struct sp_elem<SPCCL_INT64> : sp_int_elem<int64_t, uint64_t> {
+};
+template <> struct sp_elem<SPCCL_UINT8> : sp_int_elem<uint8_t, uint8_t> {
+};
+
+#endif

@@ -1,0 +1,47 @@
+// gather_cuda.cu - all-gather and broadcast in one launch (docs/ALGORITHMS.md: The direct schedule on a GPU).
+// Dtypes of one size share a kernel: elements are moved, never computed with.
+//
+// Bytes of GPU memory moved, floor: all-gather reads a shard and writes the array; the rings stay in L2 while
+// frames are small.
+#include "kernels/cuda/fused.cuh"
+
+// All-gather and broadcast of elements of BYTES bytes: feeders (or relays) and gatherers.
+template <int BYTES>
+__global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __grid_constant__ sp_fused_args a)
+{
+    typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_INBOX_SLICE_BYTES> G;
+    uint32_t n = a.workers_per_cta, warp = sp_warp_index();
+    sp_crew crew(a.op, n, a.n_served);
+    sp_rooms rooms(crew, n);
+    if (sp_block_open(a, crew, rooms.boards))
+        return;
+    if (warp < crew.n_feed) {
+        uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
+        sp_place at(a, blockIdx.x * n + w);
+        if (a.op == SP_FUSED_BROADCAST && a.rank != a.root)
+            sp_relay<G>(at, rooms.feed[warp], rooms.boards[w]);
+        else
+            sp_feed<G, false>(at, n_served, rooms.feed[warp], rooms.boards + w);
+        for (uint32_t i = 0; i < n_served; i++)
+            sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
+    } else {
+        uint32_t w = warp - crew.n_feed;
+        sp_gather<G, false>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
+                            rooms.boards[w].taken);
+        sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
+    }
+}
+
+sp_fused_kernel sp_gather_kernel_of(size_t elem_bytes)
+{
+    switch (elem_bytes) {
+    case 1:
+        return sp_gather_kernel<1>;
+    case 2:
+        return sp_gather_kernel<2>;
+    case 4:
+        return sp_gather_kernel<4>;
+    default:
+        return sp_gather_kernel<8>;
+    }
+}

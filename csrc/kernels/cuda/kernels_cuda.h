@@ -1,0 +1,25 @@
+/* kernels_cuda.h - the launchers of the .cu files, as the table in core/gpu.h wants them. C and CUDA. */
+#ifndef SP_KERNELS_CUDA_H
+#define SP_KERNELS_CUDA_H
+
+#include "core/contract/gpu.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* direct_cuda.cu */
+spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
+                                           uint32_t out[SP_FUSED_OPS]);
+spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream);
+
+/* encode_cuda.cu, decode_cuda.cu */
+size_t sp_encode_cuda_scratch_bytes(uint64_t n_slices);
+spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream);
+spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,97 @@
+// launch_cuda.cu - a whole collective in one launch over mapped inboxes: the direct schedule
+// (docs/ALGORITHMS.md: The direct schedule on a GPU). Picks the kernel and launches it. fused.cuh says where
+// they are, roles.cuh what a worker is and what its warps do.
+#include "kernels/cuda/cuda_check.h"
+#include "kernels/cuda/fused.cuh"
+#include "kernels/cuda/kernels_cuda.h"
+
+// nullptr: float8 is carried, never reduced (refused before).
+static sp_fused_kernel reduce_kernel_of(spccl_dtype dtype)
+{
+    for (sp_fused_kernel (*of)(spccl_dtype) : {sp_reduce_kernel_of_floats, sp_reduce_kernel_of_halves,
+                                               sp_reduce_kernel_of_ints, sp_reduce_kernel_of_small_ints})
+        if (of(dtype) != nullptr)
+            return of(dtype);
+    return nullptr;
+}
+
+static sp_fused_kernel kernel_of(const sp_fused_args *a)
+{
+    if (!sp_dtype_ok(a->dtype))
+        return nullptr;
+    return a->op == SP_FUSED_ALL_GATHER || a->op == SP_FUSED_BROADCAST
+               ? sp_gather_kernel_of(sp_dtype_bytes(a->dtype))
+               : reduce_kernel_of(a->dtype);
+}
+
+// Load a kernel on the current device now: the first launch would otherwise do it, and loading waits for
+// kernels that may be waiting for the one to be launched.
+static spccl_status prepare(sp_fused_kernel kernel, int shared)
+{
+    if (kernel == nullptr)
+        return SPCCL_OK;
+    return sp_cuda_check(
+        cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+        "cudaFuncSetAttribute of a collective's kernel");
+}
+
+// Shared memory of a block of n workers.
+static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
+{
+    sp_crew crew(op, n, n_served);
+    return n * sizeof(sp_board) + crew.n_feed * sizeof(sp_feed_room) + crew.n_own * sizeof(sp_own_room) +
+           crew.n_gather * sizeof(sp_gather_room);
+}
+
+// Where a feeder has little to do beside the other roles (one of a slice's frames in an all-gather, one
+// contribution between two ranks) it can serve more than one worker. (All its frames must go through one
+// ring: sp_outbox.)
+static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
+{
+    return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);
+}
+
+extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
+                                                      uint32_t out[SP_FUSED_OPS])
+{
+    int shared = 0;
+    SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
+    for (int op = 0; op < SP_FUSED_OPS; op++) {
+        uint32_t n = may_serve((sp_fused_op)op, world_size, n_served) ? SP_CTA_WORKERS : 0;
+        while (n != 0 && (block_bytes((sp_fused_op)op, n, n_served) > (size_t)shared ||
+                          sp_crew((sp_fused_op)op, n, n_served).warps() > SP_CTA_WARPS))
+            n--;
+        if (n == 0 && n_served == 1)
+            return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                           "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal,
+                           shared, block_bytes((sp_fused_op)op, 1, 1));
+        out[op] = n;
+    }
+    for (size_t bytes = 1; bytes <= 8; bytes *= 2)
+        SP_TRY(prepare(sp_gather_kernel_of(bytes), shared));
+    for (int dtype = 0; dtype < SP_N_DTYPES; dtype++)
+        SP_TRY(prepare(reduce_kernel_of((spccl_dtype)dtype), shared));
+    return SPCCL_OK;
+}
+
+extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
+{
+    sp_fused_kernel kernel = kernel_of(a);
+    size_t shared = block_bytes(a->op, a->workers_per_cta, a->n_served);
+    uint64_t slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems, p = (uint64_t)a->world_size;
+    bool sharded = a->op == SP_FUSED_ALL_REDUCE || a->op == SP_FUSED_BROADCAST;
+    sp_fused_args args = *a;
+    void *params[] = {&args};
+    args.shard_slices = sharded ? (slices + p - 1) / p : slices;
+    args.shard_stride = sharded                                ? args.shard_slices * a->slice_elems
+                        : a->op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0
+                                                               : a->n_elems;
+    args.whole_slices = (uint32_t)(a->n_elems / a->slice_elems);
+    args.rest_elems = (uint32_t)(a->n_elems % a->slice_elems);
+    if (kernel == nullptr)
+        return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
+    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(a->n_ctas),
+                                          dim3(sp_crew(a->op, a->workers_per_cta, a->n_served).warps() * 32),
+                                          params, shared, (cudaStream_t)stream),
+                         "launch of a collective's kernel");
+}

@@ -1,0 +1,301 @@
+/* memory_cuda.c - GPU memory that peers map: VMM allocations that travel as file descriptors, or cudaMalloc
+ * with CUDA IPC handles. See sp_gpu_ops in gpu.h.
+ *
+ * A handle, SP_GPU_HANDLE_BYTES: 0 u32 kind  4 i32 ordinal at the owner  8 u64 bytes allocated
+ *   16 u64 address at the owner  24 u64 process token  32 cudaIpcMemHandle_t */
+#include "kernels/cuda/device_cuda.h"
+
+#include "core/base/bits.h"
+#include "core/base/mem.h"
+
+#include <pthread.h>
+#include <string.h>
+#include <sys/random.h>
+
+enum { KIND_FD = 1, KIND_IPC = 2 };
+#define IPC_AT 32u
+_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) <= SP_GPU_HANDLE_BYTES, "the handle has room");
+
+struct sp_gpu_memory {
+    int kind;
+    int ordinal;   /* of the GPU that this mapping is for */
+    bool is_peer;  /* imported */
+    bool is_plain; /* another thread's pointer, used as it is: nothing to undo */
+    bool is_mapped;
+    size_t bytes; /* allocated or mapped: a multiple of the granularity for KIND_FD */
+    CUdeviceptr address;
+    CUmemGenericAllocationHandle handle;
+    bool has_handle;
+};
+
+/* Tells this process from all others, also from those in other pid namespaces. */
+static uint64_t token;
+static pthread_once_t token_once = PTHREAD_ONCE_INIT;
+static void make_token(void)
+{
+    if (getrandom(&token, sizeof token, 0) != (ssize_t)sizeof token)
+        token = 0; /* 0 matches nobody */
+}
+static uint64_t process_token(void)
+{
+    pthread_once(&token_once, make_token);
+    return token;
+}
+
+static CUmemAllocationProp properties(int ordinal)
+{
+    return (CUmemAllocationProp){.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                 .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                                 .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = ordinal}};
+}
+
+bool sp_cuda_can_share_fd(int ordinal)
+{
+    static const CUdevice_attribute wanted[] = {
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED};
+    const sp_cuda_driver *d;
+    if (sp_cuda_driver_get(&d) != SPCCL_OK)
+        return false;
+    for (size_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) {
+        int yes = 0;
+        if (d->device_get_attribute(&yes, wanted[i], ordinal) != CUDA_SUCCESS || yes == 0)
+            return false;
+    }
+    return true;
+}
+
+/* ---- a stream of one's own: the default stream would wait for kernels that wait for peers ---- */
+
+static spccl_status with_own_stream(cudaError_t (*work)(cudaStream_t stream, void *ctx), void *ctx,
+                                    const char *what)
+{
+    cudaStream_t stream;
+    cudaError_t e;
+    SP_TRY(sp_cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
+    e = work(stream, ctx);
+    if (e == cudaSuccess)
+        e = cudaStreamSynchronize(stream);
+    (void)cudaStreamDestroy(stream);
+    return sp_cuda_check(e, what);
+}
+
+static cudaError_t fill_zero(cudaStream_t stream, void *ctx)
+{
+    const sp_gpu_memory *m = ctx;
+    return cudaMemsetAsync((void *)m->address, 0, m->bytes, stream);
+}
+
+struct copy {
+    void *to;
+    const void *from;
+    size_t bytes;
+};
+static cudaError_t copy_out(cudaStream_t stream, void *ctx)
+{
+    const struct copy *c = ctx;
+    return cudaMemcpyAsync(c->to, c->from, c->bytes, cudaMemcpyDeviceToHost, stream);
+}
+
+spccl_status sp_cuda_read(void *host, const void *device, size_t bytes)
+{
+    struct copy c = {.to = host, .from = device, .bytes = bytes};
+    return with_own_stream(copy_out, &c, "cudaMemcpyAsync");
+}
+
+/* ---- VMM ---- */
+
+/* Address space for m->handle, open to m->ordinal. */
+static spccl_status map_handle(const sp_cuda_driver *d, sp_gpu_memory *m)
+{
+    CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = m->ordinal},
+                              .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    SP_TRY(sp_cu_check(d->address_reserve(&m->address, m->bytes, 0, 0, 0), "cuMemAddressReserve"));
+    SP_TRY(sp_cu_check(d->mem_map(m->address, m->bytes, 0, m->handle, 0), "cuMemMap"));
+    m->is_mapped = true;
+    return sp_cu_check(d->mem_set_access(m->address, m->bytes, &access, 1), "cuMemSetAccess");
+}
+
+static spccl_status create_fd(sp_gpu_memory *m, size_t bytes)
+{
+    const sp_cuda_driver *d;
+    CUmemAllocationProp prop = properties(m->ordinal);
+    size_t granularity = 0;
+    SP_TRY(sp_cuda_driver_get(&d));
+    SP_TRY(sp_cu_check(d->mem_granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+                       "cuMemGetAllocationGranularity"));
+    m->bytes = sp_align_up(bytes, granularity);
+    SP_TRY(sp_cu_check(d->mem_create(&m->handle, m->bytes, &prop, 0), "cuMemCreate"));
+    m->has_handle = true;
+    return map_handle(d, m);
+}
+
+static spccl_status import_fd(sp_gpu_memory *m, int fd)
+{
+    const sp_cuda_driver *d;
+    SP_TRY(sp_cuda_driver_get(&d));
+    if (fd < 0)
+        return SP_FAIL(SPCCL_ERR_DEVICE, "the handle came without its descriptor");
+    /* The descriptor travels as a pointer's value: that is how the driver wants it. */
+    SP_TRY(sp_cu_check(
+        d->mem_import(&m->handle, (void *)(uintptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+        "cuMemImportFromShareableHandle"));
+    m->has_handle = true;
+    return map_handle(d, m);
+}
+
+static void destroy_fd(sp_gpu_memory *m)
+{
+    const sp_cuda_driver *d;
+    if (sp_cuda_driver_get(&d) != SPCCL_OK)
+        return;
+    if (m->is_mapped)
+        (void)d->mem_unmap(m->address, m->bytes);
+    if (m->address != 0)
+        (void)d->address_free(m->address, m->bytes);
+    if (m->has_handle)
+        (void)d->mem_release(m->handle);
+}
+
+/* ---- CUDA IPC ---- */
+
+static spccl_status create_ipc(sp_gpu_memory *m, size_t bytes)
+{
+    void *p = NULL;
+    m->bytes = bytes;
+    SP_TRY(sp_cuda_check(cudaMalloc(&p, bytes), "cudaMalloc"));
+    m->address = (CUdeviceptr)p;
+    return SPCCL_OK;
+}
+
+static spccl_status import_ipc(sp_gpu_memory *m, const uint8_t *handle)
+{
+    int peer = (int)sp_load_le32(handle + 4);
+    cudaIpcMemHandle_t ipc;
+    void *p = NULL;
+    cudaError_t e;
+    if (process_token() != 0 && sp_load_le64(handle + 24) == process_token()) {
+        m->is_plain = true; /* a process cannot open its own handle, and need not */
+        m->address = (CUdeviceptr)sp_load_le64(handle + 16);
+        if (peer == m->ordinal)
+            return SPCCL_OK;
+        e = cudaDeviceEnablePeerAccess(peer, 0);
+        if (e == cudaErrorPeerAccessAlreadyEnabled) {
+            (void)cudaGetLastError();
+            e = cudaSuccess;
+        }
+        return sp_cuda_check(e, "cudaDeviceEnablePeerAccess");
+    }
+    memcpy(&ipc, handle + IPC_AT, sizeof ipc);
+    SP_TRY(
+        sp_cuda_check(cudaIpcOpenMemHandle(&p, ipc, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"));
+    m->address = (CUdeviceptr)p;
+    return SPCCL_OK;
+}
+
+static void destroy_ipc(sp_gpu_memory *m)
+{
+    cudaError_t e = cudaSuccess;
+    if (m->is_peer && !m->is_plain && m->address != 0)
+        e = cudaIpcCloseMemHandle((void *)m->address);
+    else if (!m->is_peer)
+        e = cudaFree((void *)m->address);
+    if (e != cudaSuccess)
+        (void)cudaGetLastError();
+}
+
+/* ---- both ---- */
+
+void sp_cuda_memory_destroy(sp_gpu_memory *m)
+{
+    int before;
+    if (m == NULL)
+        return;
+    if (sp_cuda_enter(m->ordinal, &before) == SPCCL_OK) {
+        if (m->kind == KIND_FD)
+            destroy_fd(m);
+        else
+            destroy_ipc(m);
+        sp_cuda_leave(before);
+    }
+    sp_free(m);
+}
+
+spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out)
+{
+    spccl_status st;
+    sp_gpu_memory *m = sp_calloc(1, sizeof *m);
+    int before;
+    if (m == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: %zu bytes of host memory to describe it", sizeof *m);
+    m->ordinal = ordinal;
+    m->kind = strcmp(share, "fd") == 0 ? KIND_FD : KIND_IPC;
+    SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
+    st = m->kind == KIND_FD ? create_fd(m, bytes) : create_ipc(m, bytes);
+    if (st == SPCCL_OK)
+        st = with_own_stream(fill_zero, m, "cudaMemsetAsync");
+    sp_cuda_leave(before);
+    if (st != SPCCL_OK)
+        goto fail;
+    *out = m;
+    return SPCCL_OK;
+fail:
+    sp_cuda_memory_destroy(m);
+    return st;
+}
+
+spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
+{
+    const sp_cuda_driver *d;
+    cudaIpcMemHandle_t ipc;
+    memset(handle, 0, SP_GPU_HANDLE_BYTES);
+    sp_store_le32(handle, (uint32_t)m->kind);
+    sp_store_le32(handle + 4, (uint32_t)m->ordinal);
+    sp_store_le64(handle + 8, m->bytes);
+    sp_store_le64(handle + 16, m->address);
+    sp_store_le64(handle + 24, process_token());
+    *fd = -1;
+    if (m->kind == KIND_FD) {
+        SP_TRY(sp_cuda_driver_get(&d));
+        return sp_cu_check(d->mem_export(fd, m->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+                           "cuMemExportToShareableHandle");
+    }
+    SP_TRY(sp_cuda_check(cudaIpcGetMemHandle(&ipc, (void *)m->address), "cudaIpcGetMemHandle"));
+    memcpy(handle + IPC_AT, &ipc, sizeof ipc);
+    return SPCCL_OK;
+}
+
+spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
+                                   sp_gpu_memory **out)
+{
+    spccl_status st;
+    sp_gpu_memory *m;
+    int before;
+    uint32_t kind = sp_load_le32(handle);
+    uint64_t mapped = sp_load_le64(handle + 8);
+    if ((kind != KIND_FD && kind != KIND_IPC) || mapped < bytes)
+        return SP_FAIL(SPCCL_ERR_MISMATCH, "a handle of kind %u for %llu bytes, wanted %zu bytes", kind,
+                       (unsigned long long)mapped, bytes);
+    m = sp_calloc(1, sizeof *m);
+    if (m == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: %zu bytes of host memory to describe it", sizeof *m);
+    m->ordinal = ordinal;
+    m->kind = (int)kind;
+    m->is_peer = true;
+    m->bytes = mapped;
+    SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
+    st = kind == KIND_FD ? import_fd(m, fd) : import_ipc(m, handle);
+    sp_cuda_leave(before);
+    if (st != SPCCL_OK)
+        goto fail;
+    *out = m;
+    return SPCCL_OK;
+fail:
+    sp_cuda_memory_destroy(m);
+    return st;
+}
+
+void *sp_cuda_memory_address(const sp_gpu_memory *m)
+{
+    return (void *)m->address;
+}

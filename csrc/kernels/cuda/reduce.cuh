@@ -1,0 +1,329 @@
+// reduce.cuh - reduce-scatter and all-reduce in one launch (docs/ALGORITHMS.md: The direct schedule on a
+// GPU): the owners, who add what the others send, and the kernel.
+//
+// Bytes of GPU memory moved, floor: reduce-scatter reads the array and writes a shard, all-reduce writes the
+// array as well, in place only what changes if that is little; the rings stay in L2 while frames are small.
+#ifndef SP_REDUCE_CUH
+#define SP_REDUCE_CUH
+
+#include "kernels/cuda/fused.cuh"
+
+template <int DTYPE> struct sp_reduce_geometry {
+    typedef sp_elem<DTYPE> T;
+    // 16-bit floats accumulate in twice the room: half the slice.
+    typedef sp_geometry<typename T::U, SP_INBOX_SLICE_BYTES * sizeof(typename T::U) / sizeof(typename T::A)>
+        G;
+};
+
+// acc op x of MIN, MAX and PROD.
+template <class T>
+__device__ __forceinline__ typename T::A sp_combine(spccl_redop op, typename T::A acc, typename T::A x)
+{
+    return op == SPCCL_MIN ? T::min(acc, x) : op == SPCCL_MAX ? T::max(acc, x) : T::mul(acc, x);
+}
+
+// *acc = add(*acc, x); the same of the K elements of a unit. Not inlined, as only NaNs come here: what is
+// rare must not lie between what is not.
+template <class T> __device__ __noinline__ void sp_add_one_rare(typename T::A *acc, typename T::U x)
+{
+    *acc = T::add(*acc, T::widen(x));
+}
+template <class T, class G> __device__ __noinline__ void sp_add_rare(typename T::A *acc, uint4 v)
+{
+    sp_unit<G> x;
+    x.v = v;
+#pragma unroll
+    for (uint32_t c = 0; c < G::K; c++)
+        acc[c] = T::add(acc[c], T::widen(x.e[c]));
+}
+
+// Sums. Adding +0.0 changes nothing: a sum that began at +0.0 is never -0.0, and its NaNs are quiet.
+template <class T, class G> struct sp_sink_add {
+    typedef typename T::A A;
+    A *acc;
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        A sum = T::add_plain(acc[i], T::widen_plain(x));
+        if (__builtin_expect(T::is_float && sum != sum, 0))
+            sp_add_one_rare<T>(acc + i, x);
+        else
+            acc[i] = sum;
+    }
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t, const sp_unit<G> &x) const
+    {
+        constexpr uint32_t N = sizeof(A) * G::K / 16;
+        uint4 *at = (uint4 *)acc + u * N;
+        union {
+            uint4 v[N];
+            A e[G::K];
+        } sum;
+        bool nan = false; // one look for all of them
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            sum.v[i] = at[i];
+#pragma unroll
+        for (uint32_t c = 0; c < G::K; c++) {
+            sum.e[c] = T::add_plain(sum.e[c], T::widen_plain(x.e[c]));
+            nan |= T::is_float && sum.e[c] != sum.e[c];
+        }
+        if (__builtin_expect(nan, 0)) {
+            sp_add_rare<T, G>(acc + u * G::K, x.v);
+            return;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < N; i++)
+            at[i] = sum.v[i];
+    }
+};
+
+// Element i of a contribution, of MIN, MAX or PROD; the first one becomes the value. `listed`: a bit for each
+// element. Not inlined: it would stand in a hundred places.
+template <class T>
+__device__ __noinline__ void sp_combine_one(spccl_redop op, bool first, typename T::A *acc, uint32_t *listed,
+                                            uint32_t i, typename T::U x)
+{
+    typename T::A e = T::widen(x);
+    acc[i] = first ? e : sp_combine<T>(op, acc[i], e);
+    atomicOr(listed + i / 32, 1u << i % 32);
+}
+
+// MIN, MAX and PROD: which elements were listed is kept, as the others count as zeros.
+template <class T, class G> struct sp_sink_combine {
+    typedef typename T::A A;
+    A *acc;
+    uint32_t *listed; // [MAX_ELEMS / 32]
+    spccl_redop op;
+    bool first; // the first contribution becomes the value
+    __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
+    {
+        sp_combine_one<T>(op, first, acc, listed, i, x);
+    }
+    __device__ __forceinline__ void unit(uint32_t u, uint32_t bits, const sp_unit<G> &x) const
+    {
+#pragma unroll
+        for (uint32_t c = 0; c < G::K; c++)
+            if (bits >> c & 1)
+                put(u * G::K + c, x.e[c]);
+    }
+    __device__ __forceinline__ void rest(uint32_t lane, uint32_t n) const
+    {
+        __syncwarp();
+        for (uint32_t i = lane; i < n && !first; i += 32)
+            if ((listed[i / 32] >> i % 32 & 1) == 0) {
+                A *at = acc + i;
+                *at = sp_combine<T>(op, *at, T::widen(0));
+            }
+        __syncwarp();
+    }
+};
+#define SP_LISTED_BYTES (SP_INBOX_SLICE_BYTES / 8) // a bit for each element of a slice
+static_assert(SP_OWN_POOL_BYTES - SP_LISTED_BYTES >= SP_POOL_BYTES_MIN, "listed frames come on chip");
+
+// This rank's own contribution, src [n] in global memory, as if it were a dense frame.
+template <class G, class SINK>
+__device__ __forceinline__ void sp_decode_own(uint32_t lane, const typename G::U *src, uint32_t n, SINK &sink)
+{
+    sp_view v = {};
+    v.values = (const uint8_t *)src;
+    if (((uintptr_t)src & 15) != 0) {
+        for (uint32_t i = lane; i < n; i += 32)
+            sink.put(i, src[i]);
+        return;
+    }
+    v.n = n / G::K * G::K; // whole units: nothing behind the array is read
+    sp_decode_dense<G>(lane, v, sink);
+    if (lane < n - v.n)
+        sink.put(v.n + lane, src[v.n + lane]);
+}
+
+// An owner: one slice of its shard after the other.
+template <class T, class G> struct sp_owner {
+    typedef typename G::U U;
+    typedef typename T::A A;
+    const sp_place &at;
+    sp_share share;
+    sp_shard mine;
+    sp_own_room &room;
+    sp_board &board;
+    sp_outbox outbox;
+    sp_inlet<G, false> inlet; // by bulk copies it was slower: they queue up behind the feeders'
+
+    __device__ __forceinline__ sp_owner(const sp_place &place, sp_own_room &r, sp_board &b)
+        : at(place), share(place.a, place.q), mine(share.shard(place.me())), room(r), board(b),
+          outbox(place, r.outbox, &b),
+          inlet(place, SP_INBOX_INPUT, r.pool,
+                is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr)
+    {
+    }
+    __device__ __forceinline__ bool is_sum() const
+    {
+        return at.a.redop == SPCCL_SUM || at.a.redop == SPCCL_AVG;
+    }
+    __device__ __forceinline__ const U *own(uint32_t t) const
+    {
+        return (const U *)at.a.in + mine.base + share.start(t);
+    }
+    // The own contribution to slice t will be wanted soon.
+    __device__ __forceinline__ void prefetch_own(uint32_t t) const
+    {
+        uint32_t bytes = share.elems(mine, t) * (uint32_t)sizeof(U);
+#pragma unroll 1
+        for (uint32_t i = at.lane * 128; i < bytes; i += 32 * 128) // one bulk prefetch was slower
+            sp_prefetch_l2((const uint8_t *)own(t) + i);
+    }
+    // In one hop the output may be the input of the feeder, who must have seen the slice.
+    __device__ __forceinline__ bool is_fed(uint32_t t) const
+    {
+        bool ended = false;
+        if (!sp_one_input(at.a) || at.n_peers == 0)
+            return true;
+        for (;;) {
+            if (sp_load_acquire_cta(&board.fed) > t)
+                return true;
+            if (ended)
+                return false;
+            ended = sp_load_acquire_cta(&board.done[SP_ROLE_FEED]) != 0;
+            __nanosleep(50);
+        }
+    }
+    // One rank's contribution to slice t, n elements. 0, or 1 + the slot whose frame this lane found broken.
+    template <class SINK>
+    __device__ __forceinline__ uint32_t accumulate(uint32_t t, uint32_t n, uint32_t rank, SINK &sink)
+    {
+        uint32_t k = rank - (rank > at.me() ? 1 : 0);
+        if (rank != at.me())
+            return sp_decode<G>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
+        sp_decode_own<G>(at.lane, own(t), n, sink);
+        return 0;
+    }
+    // Everyone's contributions in rank order; 1 + the slot of a broken frame, or 0.
+    __device__ __forceinline__ uint32_t accumulate_all(uint32_t t, uint32_t n)
+    {
+        uint32_t bad = 0;
+        if (is_sum()) {
+            sp_sink_add<T, G> sink = {(A *)room.sums};
+            for (uint32_t rank = 0; rank < (uint32_t)at.a.world_size; rank++) {
+                bad = max(bad, accumulate(t, n, rank, sink));
+                __syncwarp();
+            }
+            return bad;
+        }
+        uint32_t *listed = (uint32_t *)(room.pool + SP_OWN_POOL_BYTES - SP_LISTED_BYTES);
+        sp_sink_combine<T, G> sink = {(A *)room.sums, listed, at.a.redop, true};
+        for (uint32_t rank = 0; rank < (uint32_t)at.a.world_size; rank++, sink.first = false) {
+            sp_zero_units(at.lane, listed, SP_LISTED_BYTES / 16);
+            __syncwarp();
+            bad = max(bad, accumulate(t, n, rank, sink));
+            sink.rest(at.lane, n);
+        }
+        return bad;
+    }
+    // The sums become elements of the dtype, at the same address, with zeros up to sp_filled.
+    __device__ __forceinline__ void finish(uint32_t n) const
+    {
+        A *acc = (A *)room.sums;
+        U *buf = (U *)room.sums;
+        bool avg = at.a.redop == SPCCL_AVG;
+        if constexpr (sizeof(A) == sizeof(U)) {
+            for (uint32_t i = at.lane; avg && i < sp_filled<G>(n); i += 32)
+                acc[i] = T::div(acc[i], at.a.world_size);
+        } else {
+            // From the start on: what is written lies before what is still to be read.
+            for (uint32_t u = at.lane; u < sp_filled<G>(n) / G::K; u += 32) {
+                constexpr uint32_t N = G::K * sizeof(A) / 16;
+                union {
+                    uint4 v;
+                    uint32_t w[4];
+                } x;
+                union {
+                    uint4 v[N];
+                    A e[G::K];
+                } sum;
+#pragma unroll
+                for (uint32_t j = 0; j < N; j++)
+                    sum.v[j] = ((const uint4 *)acc)[u * N + j];
+#pragma unroll
+                for (uint32_t c = 0; avg && c < G::K; c++)
+                    sum.e[c] = T::div(sum.e[c], at.a.world_size);
+                sp_narrow_each<T, G::K>(sum.e, x.w);
+                __syncwarp();
+                ((uint4 *)buf)[u] = x.v;
+                __syncwarp();
+            }
+        }
+        __syncwarp();
+        // Elements past the end may not be zero (0 / 0 and the like): a frame must not list them.
+        sp_fill<G>(at.lane, buf, n);
+        __syncwarp();
+    }
+    __device__ __forceinline__ bool slice(uint32_t t)
+    {
+        sp_range r = share.range(mine, t);
+        uint32_t bad, parity;
+        bool sends = at.n_peers != 0 && sp_has_results(at.a);
+        prefetch_own(t + 1);
+        sp_slice_stored(at.lane);
+        sp_zero_units(at.lane, room.sums, G::UNITS * sizeof(A) / sizeof(U));
+        if (at.n_peers != 0) {
+            if (!inlet.take(t, r.n))
+                return false;
+            if (is_sum()) // else the pool is too small
+                inlet.look_ahead(share.elems(mine, t + 1));
+        }
+        if (!is_fed(t))
+            return false;
+        __syncwarp();
+        bad = accumulate_all(t, r.n);
+        finish(r.n);
+        sp_slice_store<G>(at.lane, (const U *)room.sums, (U *)at.a.out + share.own_start(mine, t), r.n);
+        parity = is_sum() ? inlet.parity : 0;
+        if (at.n_peers != 0 && !inlet.give_back(t, bad))
+            return false;
+        if (at.lane == 0)
+            sp_store_release_cta(&board.taken, t + 1);
+        // The result is put together in the half that its contributions have left.
+        return !sends || outbox.template send<G>((const U *)room.sums, r.n, inlet.half_of(parity),
+                                                 {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
+    }
+    __device__ __forceinline__ void run()
+    {
+        prefetch_own(0);
+        bool ok = true;
+        for (uint32_t t = 0; ok && t < share.n_slices && share.elems(mine, t) != 0; t++)
+            ok = slice(t);
+        inlet.close(ok);
+        if (ok)
+            outbox.close(sp_has_results(at.a) ? 1u << SP_INBOX_RESULT : 0);
+    }
+};
+
+// Reduce-scatter (also all-reduce in one hop: everything is everyone's) and all-reduce.
+template <int DTYPE>
+__global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
+{
+    typedef sp_elem<DTYPE> T;
+    typedef typename sp_reduce_geometry<DTYPE>::G G;
+    uint32_t n = a.workers_per_cta, warp = sp_warp_index();
+    sp_crew crew(a.op, n, a.n_served);
+    sp_rooms rooms(crew, n);
+    if (sp_block_open(a, crew, rooms.boards))
+        return;
+    if (warp < crew.n_feed) {
+        uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
+        sp_feed<G, true>(sp_place(a, blockIdx.x * n + w), n_served, rooms.feed[warp], rooms.boards + w);
+        for (uint32_t i = 0; i < n_served; i++)
+            sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
+    } else if (warp - crew.n_feed < crew.n_own) {
+        uint32_t w = warp - crew.n_feed;
+        sp_place at(a, blockIdx.x * n + w);
+        sp_owner<T, G>(at, rooms.own[w], rooms.boards[w]).run();
+        sp_role_done(rooms.boards[w], SP_ROLE_OWN);
+    } else {
+        uint32_t w = warp - crew.n_feed - crew.n_own;
+        sp_gather<G, true>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
+                           rooms.boards[w].gathered);
+        sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
+    }
+}
+
+#endif

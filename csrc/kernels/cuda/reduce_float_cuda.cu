@@ -1,0 +1,14 @@
+// reduce_float_cuda.cu - the reduction kernels of float32, float64: reduce.cuh.
+#include "kernels/cuda/reduce.cuh"
+
+sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype)
+{
+    switch (dtype) {
+    case SPCCL_FLOAT32:
+        return sp_reduce_kernel<SPCCL_FLOAT32>;
+    case SPCCL_FLOAT64:
+        return sp_reduce_kernel<SPCCL_FLOAT64>;
+    default:
+        return nullptr;
+    }
+}

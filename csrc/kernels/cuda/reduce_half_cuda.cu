@@ -1,0 +1,14 @@
+// reduce_half_cuda.cu - the reduction kernels of float16, bfloat16: reduce.cuh.
+#include "kernels/cuda/reduce.cuh"
+
+sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype)
+{
+    switch (dtype) {
+    case SPCCL_FLOAT16:
+        return sp_reduce_kernel<SPCCL_FLOAT16>;
+    case SPCCL_BFLOAT16:
+        return sp_reduce_kernel<SPCCL_BFLOAT16>;
+    default:
+        return nullptr;
+    }
+}

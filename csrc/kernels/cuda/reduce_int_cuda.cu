@@ -1,0 +1,14 @@
+// reduce_int_cuda.cu - the reduction kernels of int32, int64: reduce.cuh.
+#include "kernels/cuda/reduce.cuh"
+
+sp_fused_kernel sp_reduce_kernel_of_ints(spccl_dtype dtype)
+{
+    switch (dtype) {
+    case SPCCL_INT32:
+        return sp_reduce_kernel<SPCCL_INT32>;
+    case SPCCL_INT64:
+        return sp_reduce_kernel<SPCCL_INT64>;
+    default:
+        return nullptr;
+    }
+}

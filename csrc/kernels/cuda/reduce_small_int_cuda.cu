@@ -1,0 +1,16 @@
+// reduce_small_int_cuda.cu - the reduction kernels of int8, int16, uint8: reduce.cuh.
+#include "kernels/cuda/reduce.cuh"
+
+sp_fused_kernel sp_reduce_kernel_of_small_ints(spccl_dtype dtype)
+{
+    switch (dtype) {
+    case SPCCL_INT8:
+        return sp_reduce_kernel<SPCCL_INT8>;
+    case SPCCL_INT16:
+        return sp_reduce_kernel<SPCCL_INT16>;
+    case SPCCL_UINT8:
+        return sp_reduce_kernel<SPCCL_UINT8>;
+    default:
+        return nullptr;
+    }
+}

@@ -1,0 +1,324 @@
+// roles.cuh - what the warps of a worker do that add nothing: feeding, relaying, gathering. reduce.cuh
+// has those that do.
+//
+// A worker is a warp for each role (a feeder may serve two workers). They share nothing but the board, so
+// that memory is read, links are used and results are written at the same time, each as fast as it can. They
+// wait for frames and for room; a feeder of dense frames keeps pace with its own worker, one that clears what
+// it has sent (sp_patches) stays near its gatherer, and an owner in one hop does not overtake its feeder.
+// - feed: loads this rank's slices, one or more ahead, and sends them: contributions to the owners of their
+//   shards (lane INPUT), or its own shard to everyone (RESULT). May clear what it has sent.
+// - own, in reductions: takes the contributions to its shard (INPUT), adds them, writes the result and, in an
+//   all-reduce, sends it to everyone (RESULT); reduce.cuh.
+// - gather: takes the results of the other shards (RESULT) and writes them, whole or what they list.
+// In a broadcast the feeder of every rank but the root relays: takes root's slices of its shard, writes them
+// and sends them on.
+#ifndef SP_ROLES_CUH
+#define SP_ROLES_CUH
+
+#include "kernels/cuda/inlet.cuh"
+#include "kernels/cuda/outbox.cuh"
+#include "kernels/cuda/work_split.cuh"
+
+// ---- shared memory by role ----
+
+#define SP_FEED_BYTES (2 * SP_INBOX_SLICE_BYTES) // of slices that are loaded and sent
+#define SP_OWN_POOL_BYTES 5376u
+#define SP_GATHER_POOL_BYTES 5024u
+
+// The pool of an inlet holds the headers of all peers and, in its halves, the longest listed frame.
+#define SP_POOL_BYTES_MIN ((SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES + SP_GPU_STAGE_BYTES + 32)
+static_assert(SP_GATHER_POOL_BYTES >= SP_POOL_BYTES_MIN && SP_INBOX_SLICE_BYTES >= SP_POOL_BYTES_MIN,
+              "listed frames come on chip");
+static_assert((SP_OWN_POOL_BYTES - (SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >= SP_GPU_STAGE_BYTES,
+              "an owner puts its results together in half of its pool");
+
+struct __align__(16) sp_feed_room
+{
+    uint8_t buf[SP_FEED_BYTES];
+    uint8_t stage[SP_GPU_STAGE_BYTES];
+    sp_outbox_shared outbox;
+    uint64_t barriers[4]; // of the buffers
+    sp_range ranges[4];   // what is in them
+};
+struct __align__(16) sp_own_room
+{
+    uint8_t sums[SP_INBOX_SLICE_BYTES];
+    uint8_t pool[SP_OWN_POOL_BYTES];
+    sp_outbox_shared outbox;
+};
+struct __align__(16) sp_gather_room
+{
+    uint8_t buf[SP_INBOX_SLICE_BYTES];
+    uint8_t pool[SP_GATHER_POOL_BYTES];
+    uint64_t barriers[2]; // of the pool
+};
+
+// This warp has nothing more to post.
+__device__ __forceinline__ void sp_role_done(sp_board &board, sp_role role)
+{
+    sp_slice_stored(threadIdx.x % 32);
+    if (threadIdx.x % 32 == 0)
+        sp_store_release_cta(&board.done[role], 1);
+}
+
+// ---- feed ----
+
+// What a feeder sends, in order: of each of its slices t, for each worker that it serves, first the
+// contributions to the other shards, from the next rank's on, then, in all-gathers and at the root of a
+// broadcast, the slice of its own shard.
+struct sp_feed_list {
+    const sp_fused_args &a;
+    uint32_t n_served, n_inputs, n_each; // workers served; items of each t and worker: contributions, all
+
+    __device__ __forceinline__ sp_feed_list(const sp_fused_args &args, uint32_t served)
+        : a(args), n_served(served)
+    {
+        uint32_t n_peers = (uint32_t)a.world_size - 1;
+        n_inputs = n_peers == 0 || !sp_sends_inputs(a) ? 0 : sp_one_input(a) ? 1 : n_peers;
+        n_each = n_inputs + (a.op == SP_FUSED_ALL_GATHER || a.op == SP_FUSED_BROADCAST ? 1 : 0);
+    }
+    struct item {
+        uint32_t t, worker, k; // k < n_inputs: contribution k; else the own slice
+    };
+    __device__ __forceinline__ void next(item &i) const
+    {
+        if (++i.k < n_each)
+            return;
+        i.k = 0;
+        if (++i.worker < n_served)
+            return;
+        i.worker = 0;
+        i.t++;
+    }
+    __device__ __forceinline__ bool is_own(const item &i) const
+    {
+        return i.k >= n_inputs;
+    }
+    __device__ __forceinline__ sp_route route(const item &i) const
+    {
+        uint32_t n_peers = (uint32_t)a.world_size - 1, ring = SP_INBOX_INPUT;
+        if (is_own(i))
+            ring = SP_INBOX_RESULT;
+        return is_own(i) || sp_one_input(a) ? sp_route{ring, i.worker, 0, n_peers}
+                                            : sp_route{ring, i.worker, i.k, 1};
+    }
+};
+
+// Where the items of a list lie in the input, one after the other. Counts slices: they fit in 32 bits.
+struct sp_feed_ranges {
+    const sp_feed_list &list;
+    uint32_t worker, k;
+    uint32_t first, shard; // whose shard contribution 0 is for, and this one (of no use if stride is 0)
+    uint32_t at;           // the slice in its shard
+    uint32_t step;         // from one of the last worker to the next one of the first
+    uint32_t cut;          // slices of a shard, if the shards are cut from one array
+    uint64_t stride;       // elements from shard to shard of the input
+
+    __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, uint32_t q)
+        : list(l), worker(0), k(0), first(0), shard(0), at(q),
+          step(l.a.n_ctas * l.a.workers_per_cta - l.n_served + 1),
+          cut(sp_is_sharded(l.a) ? (uint32_t)l.a.shard_slices : 0),
+          stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride)
+    {
+        if (list.n_inputs != 0)
+            first = sp_inbox_peer((uint32_t)l.a.rank, 0, (uint32_t)l.a.world_size);
+        shard = first;
+    }
+    // The range of this item (no elements: behind the end); then on to the next.
+    __device__ __forceinline__ sp_range next()
+    {
+        const sp_fused_args &a = list.a;
+        uint32_t i = shard * cut + at;
+        sp_range r = {shard * stride + (uint64_t)at * a.slice_elems, i < a.whole_slices    ? a.slice_elems
+                                                                     : i == a.whole_slices ? a.rest_elems
+                                                                                           : 0};
+        if (at >= (uint32_t)a.shard_slices) // there begins the next shard
+            r.n = 0;
+        if (++k < list.n_each) {
+            shard = shard + 1 < (uint32_t)a.world_size ? shard + 1 : 0;
+            return r;
+        }
+        k = 0;
+        shard = first;
+        worker = worker + 1 < list.n_served ? worker + 1 : 0;
+        at += worker != 0 ? 1 : step;
+        return r;
+    }
+};
+
+// Bits of `cleared` can be told apart as long as the feeder is less than 32 slices ahead of the gatherer.
+__device__ __forceinline__ void sp_follow(const sp_board &board, uint32_t slice)
+{
+    while (slice >= sp_load_acquire_cta(&board.gathered) + 32 &&
+           sp_load_acquire_cta(&board.done[SP_ROLE_GATHER]) == 0)
+        __nanosleep(200);
+    __syncwarp();
+}
+
+// No copy may arrive after the end: finishes those that have been started, buffer i first.
+template <class G, uint32_t DEPTH>
+__device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &room,
+                                              sp_loader<G, DEPTH - 1> &loader, uint32_t i)
+{
+    typedef typename G::U U;
+    __syncwarp();
+#pragma unroll 1
+    for (uint32_t b = 0; b < DEPTH; b++, i = (i + 1) % DEPTH) {
+        sp_range r = room.ranges[i];
+        loader.finish(at.lane, i, (U *)room.buf + i * G::MAX_ELEMS, (const U *)at.a.in + r.start, r.n);
+    }
+    sp_copy_wait<0>();
+}
+
+// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
+// of reductions, and may patch.
+template <class G, bool REDUCES>
+__device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
+                                        sp_board *boards)
+{
+    typedef typename G::U U;
+    constexpr uint32_t DEPTH = SP_FEED_BYTES / (G::UNITS * 16);
+    static_assert(DEPTH >= 2 && DEPTH <= 4, "a barrier for each");
+    sp_share share(at.a, at.q);
+    sp_feed_list list(at.a, n_served);
+    sp_feed_ranges ranges(list, at.q);
+    sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
+    sp_feed_list::item now = {0, 0, 0};
+    uint32_t i = 0; // of the buffers
+    bool ok = true, patches = REDUCES && sp_patches(at.a);
+    // From a place in the input to that in the output.
+    uint64_t own_at = at.a.op == SP_FUSED_ALL_GATHER ? at.me() * at.a.shard_stride : 0;
+    auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
+    auto start = [&](uint32_t b) {
+        sp_range r = ranges.next();
+        if (at.lane == 0)
+            room.ranges[b] = r;
+        loader.start(at.lane, b, buf_of(b), (const U *)at.a.in + r.start, r.n);
+    };
+    if (list.n_each == 0)
+        return;
+    // With two workers every item goes through the same ring.
+    sp_outbox outbox(at, room.outbox, boards, n_served,
+                     list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
+    for (uint32_t b = 0; b < DEPTH; b++)
+        start(b);
+    // (Not in an all-reduce, where it was slower; nor where the taker is no other warp.)
+    outbox.paced = at.n_peers != 0 && (at.a.op == SP_FUSED_ALL_GATHER || at.a.op == SP_FUSED_REDUCE_SCATTER);
+    while (ok && now.t < share.n_slices) {
+        __syncwarp(); // for the ranges
+        sp_range r = room.ranges[i];
+        loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
+        if (patches)
+            sp_follow(boards[now.worker], now.t);
+        if (sp_one_input(at.a) && at.lane == 0)
+            sp_store_release_cta(&boards[now.worker].fed, now.t + 1);
+        if (r.n != 0) {
+            U *to = (U *)at.a.out + own_at + r.start;
+            if (list.is_own(now) && to != (const U *)at.a.in + r.start)
+                sp_slice_store<G>(at.lane, buf_of(i), to, r.n);
+            if (at.n_peers != 0)
+                ok = outbox.send<G>(buf_of(i), r.n, room.stage, list.route(now), now.t,
+                                    patches ? (U *)at.a.out + r.start : nullptr);
+        }
+        sp_slice_stored(at.lane);
+        start(i);
+        i = (i + 1) % DEPTH;
+        list.next(now);
+    }
+    sp_feed_drain<G, DEPTH>(at, room, loader, i);
+    if (ok)
+        outbox.close((list.n_inputs != 0 ? 1u << SP_INBOX_INPUT : 0) |
+                     (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
+}
+
+// ---- relay: a broadcast's slices of the own shard, from root to the output and on to the others ----
+
+template <class G>
+__device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room, sp_board &board)
+{
+    typedef typename G::U U;
+    sp_share share(at.a, at.q);
+    U *buf = (U *)room.buf;
+    uint32_t root = (uint32_t)at.a.root, slot = sp_inbox_slot(at.me(), root, (uint32_t)at.a.world_size);
+    sp_shard own = share.shard(at.me());
+    sp_outbox outbox(at, room.outbox, &board);
+    sp_inlet<G, true> inlet(at, SP_INBOX_INPUT, room.buf + SP_INBOX_SLICE_BYTES, SP_INBOX_SLICE_BYTES,
+                            room.barriers);
+    bool ok = true;
+    for (uint32_t t = 0; ok && t < share.n_slices; t++) {
+        sp_range r = share.range(own, t);
+        sp_sink_chip<G> sink = {buf};
+        uint32_t k = root - (root > at.me() ? 1 : 0);
+        bool good;
+        if (r.n == 0)
+            continue;
+        ok = inlet.take(t, at.slot() == slot ? r.n : 0);
+        if (!ok)
+            break;
+        inlet.look_ahead(at.slot() == slot ? share.elems(own, t + 1) : 0);
+        sp_slice_stored(at.lane);
+        sp_zero_units(at.lane, buf, G::UNITS);
+        __syncwarp();
+        good = sp_decode<G>(at.lane, inlet.view(k), sink);
+        sp_slice_store<G>(at.lane, buf, (U *)at.a.out + r.start, r.n);
+        ok = inlet.give_back(t, good ? 0 : slot + 1) &&
+             outbox.send<G>(buf, r.n, room.stage, {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
+    }
+    inlet.close(ok);
+    if (ok)
+        outbox.close(1u << SP_INBOX_RESULT);
+}
+
+// ---- gather ----
+
+// The frame of a result becomes slice dst [v.n] of the output. zeros: which holds nothing but zeros.
+template <class G>
+__device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v, typename G::U *buf,
+                                                typename G::U *dst, bool zeros)
+{
+    sp_sink_zeros<G> sink = {dst};
+    if (zeros && v.nnz <= SP_PATCH_RESULT(v.n)) {
+        if (v.format == SPCCL_FORMAT_EMPTY)
+            return true;
+        if (v.format == SPCCL_FORMAT_TILE)
+            return sp_decode_tile<G>(lane, v, v.chip, sink);
+        if (v.format == SPCCL_FORMAT_COO)
+            return sp_decode_coo<G>(lane, v, v.chip, sink);
+    }
+    return sp_decode_store<G>(lane, v, buf, dst);
+}
+
+// taken: is told how many slices have been taken. REDUCES: as in sp_feed.
+template <class G, bool REDUCES>
+__device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &room, sp_board &board,
+                                          uint32_t &taken)
+{
+    typedef typename G::U U;
+    sp_share share(at.a, at.q);
+    sp_inlet<G, true> inlet(at, SP_INBOX_RESULT, room.pool, SP_GATHER_POOL_BYTES, room.barriers);
+    bool ok = true, patches = REDUCES && sp_patches(at.a);
+    sp_shard mine = share.shard(at.peer(min(at.slot(), at.n_peers - 1))); // L: of this lane's link
+    if (at.n_peers == 0)
+        return;
+    for (uint32_t t = 0; ok && t < share.n_slices; t++) {
+        uint32_t bad = 0;
+        ok = inlet.take(t, share.elems(mine, t));
+        if (!ok)
+            break;
+        inlet.look_ahead(share.elems(mine, t + 1));
+        for (uint32_t k = 0; k < at.n_peers; k++) {
+            sp_view v = inlet.view(k);
+            U *dst = (U *)at.a.out + (k + (k >= at.me() ? 1 : 0)) * at.a.shard_stride + share.start(t);
+            bool zeros =
+                patches && (sp_load_acquire_cta(board.cleared + inlet.slot_of(k)) >> t % 32 & 1) != 0;
+            if (v.n != 0 && !sp_result_store<G>(at.lane, v, (U *)room.buf, dst, zeros))
+                bad = inlet.slot_of(k) + 1;
+        }
+        ok = inlet.give_back(t, bad);
+        if (at.lane == 0)
+            sp_store_release_cta(&taken, t + 1);
+    }
+    inlet.close(ok);
+}
+
+#endif

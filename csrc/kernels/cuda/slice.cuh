@@ -1,0 +1,240 @@
+// slice.cuh - a slice on chip: which lane holds which elements, loading and storing.
+//
+// A slice, or a team's part of one (codec.cuh), is one warp's: nothing here waits for another. It lies in
+// shared memory as it does in the array, in units of 16 bytes. To be scanned it is cut into runs in which
+// each lane has ROWS neighbouring units, so that elements come in the order of the lanes; each lane begins
+// with another of its units (sp_row_of), so that all banks are used. A run is a whole number of tile blocks
+// and of pici rows.
+#ifndef SP_SLICE_CUH
+#define SP_SLICE_CUH
+
+#include "core/contract/inbox.h"
+#include "core/format/format.h"
+#include "kernels/cuda/elem.cuh"
+#include "kernels/cuda/ptx.cuh"
+
+// Shape of a slice of BYTES bytes, of elements of type UINT.
+template <class UINT, uint32_t BYTES> struct sp_geometry {
+    typedef UINT U;
+    static constexpr uint32_t E = sizeof(UINT);
+    static constexpr uint32_t K = 16 / E;                            // elements per unit
+    static constexpr uint32_t ROWS = E > 1 && BYTES >= 8192 ? 8 : 4; // units per lane and run
+    static constexpr uint32_t UNITS = BYTES / 16;
+    static constexpr uint32_t RUNS = UNITS / (32 * ROWS);
+    static constexpr uint32_t LANE_ELEMS = ROWS * K;
+    static constexpr uint32_t RUN_ELEMS = 32 * LANE_ELEMS;
+    static constexpr uint32_t MAX_ELEMS = RUNS * RUN_ELEMS;
+    static constexpr uint32_t RUN_BLOCKS = RUN_ELEMS / SP_TILE_ELEMS;             // tile blocks per run
+    static constexpr uint32_t N_BLOCKS = MAX_ELEMS / SP_TILE_ELEMS;               // at most 64
+    static constexpr uint32_t BLOCK_LANES = SP_TILE_ELEMS / LANE_ELEMS;           // lanes that share a block
+    static constexpr uint32_t TILES = (MAX_ELEMS + 4095) / 4096;                  // pici tiles
+    static constexpr uint32_t TILE_ROWS = MAX_ELEMS < 4096 ? MAX_ELEMS / 64 : 64; // of a pici tile that exist
+    static_assert(RUNS % 2 == 0, "runs are scanned in pairs");
+    static_assert(RUN_ELEMS % SP_TILE_ELEMS == 0 && RUN_ELEMS % 64 == 0,
+                  "blocks and rows must not straddle runs");
+};
+
+// The most tile blocks of a slice.
+#define SP_BLOCKS_MAX (SP_GPU_SLICE_BYTES / SP_TILE_ELEMS)
+
+// Elements of a slice of n that are filled in behind the last one too: whole pairs of runs.
+template <class G> __device__ __forceinline__ uint32_t sp_filled(uint32_t n)
+{
+    return (n + 2 * G::RUN_ELEMS - 1) / (2 * G::RUN_ELEMS) * (2 * G::RUN_ELEMS);
+}
+// Zeros behind the last element of buf [n] in shared memory, up to sp_filled(n). One warp.
+template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typename G::U *buf, uint32_t n)
+{
+    uint32_t whole = (n + G::K - 1) / G::K; // units
+    if (n + lane < whole * G::K)
+        buf[n + lane] = 0;
+#pragma unroll 1
+    for (uint32_t u = whole + lane; u < sp_filled<G>(n) / G::K; u += 32)
+        ((uint4 *)buf)[u] = make_uint4(0, 0, 0, 0);
+}
+
+// What a copy of whole units has left of slice src [n], from element `have` on, into buf, and zeros behind
+// it. One warp. Not inlined: what is rare must not lie between what is not.
+template <class G>
+__device__ __noinline__ void sp_slice_load_rest(uint32_t lane, typename G::U *buf, const typename G::U *src,
+                                                uint32_t have, uint32_t n)
+{
+    for (uint32_t k = have + lane; k < n; k += 32)
+        buf[k] = src[k];
+    sp_fill<G>(lane, buf, n);
+}
+
+// Which of its units of a run a lane reads in turn j: eight neighbouring lanes are in different banks.
+template <class G> __device__ __forceinline__ uint32_t sp_row_of(uint32_t lane, uint32_t j)
+{
+    return (j + (G::ROWS == 8 ? lane : lane >> 1)) % G::ROWS;
+}
+
+// Can [p, p + n) of a slice be moved by bulk copies?
+template <class G> __device__ __forceinline__ bool sp_is_bulk(const void *p, uint32_t n)
+{
+    return SP_HAS_BULK && ((uintptr_t)p & 15) == 0 && n % G::K == 0;
+}
+
+// Loads slices into buffers in shared memory ahead of their use, one after the other: start for each, PENDING
+// of them ahead of finish. One warp.
+template <class G, uint32_t PENDING> struct sp_loader {
+    typedef typename G::U U;
+    uint64_t *barriers; // [PENDING + 1] in shared memory
+    uint32_t phases;    // bit i: of barrier i
+
+    __device__ __forceinline__ sp_loader(uint32_t lane, uint64_t *shared) : barriers(shared), phases(0)
+    {
+#if SP_HAS_BULK
+        if (lane <= PENDING)
+            sp_barrier_init(barriers + lane);
+        __syncwarp();
+#endif
+    }
+    // Slice src [n] into buf, the buffer numbered i, which nobody reads any more. n == 0: no slice.
+    __device__ __forceinline__ void start(uint32_t lane, uint32_t i, U *buf, const U *src, uint32_t n) const
+    {
+#if SP_HAS_BULK
+        if (n != 0 && lane == 0 && sp_is_bulk<G>(src, n)) {
+            sp_bulk_load(buf, src, n * G::E, barriers + i);
+            sp_barrier_arrive(barriers + i);
+        }
+#else
+        if (((uintptr_t)src & 15) == 0)
+            for (uint32_t u = lane; u < n / G::K; u += 32)
+                sp_copy16_async((uint4 *)buf + u, (const uint4 *)src + u);
+        sp_copy_commit();
+#endif
+    }
+    // The same slice is there, with zeros behind it up to sp_filled(n).
+    __device__ __forceinline__ void finish(uint32_t lane, uint32_t i, U *buf, const U *src, uint32_t n)
+    {
+        uint32_t have = 0;
+#if SP_HAS_BULK
+        if (n != 0 && sp_is_bulk<G>(src, n)) {
+            sp_barrier_wait(barriers + i, phases >> i & 1);
+            phases ^= 1u << i;
+            have = n;
+        }
+#else
+        sp_copy_wait<PENDING>();
+        have = ((uintptr_t)src & 15) == 0 ? n / G::K * G::K : 0;
+#endif
+        if (have != n || n % (2 * G::RUN_ELEMS) != 0)
+            sp_slice_load_rest<G>(lane, buf, src, have, n);
+        __syncwarp();
+    }
+};
+
+// The same as sp_slice_store without bulk copies: before sm_90, and of what is unaligned. Not inlined, as
+// above.
+template <class G>
+__device__ __noinline__ void sp_slice_store_units(uint32_t lane, const typename G::U *buf, typename G::U *dst,
+                                                  uint32_t n)
+{
+    uint32_t have = 0;
+    if (((uintptr_t)dst & 15) == 0) {
+        for (uint32_t u = lane; u < n / G::K; u += 32)
+            sp_store16_stream((uint4 *)dst + u, ((const uint4 *)buf)[u]);
+        have = n / G::K * G::K;
+    }
+    for (uint32_t i = have + lane; i < n; i += 32)
+        dst[i] = buf[i];
+}
+
+// Write buf to dst [n] in global memory. The warp may read buf afterwards; before it writes there again:
+// sp_slice_stored, and before another warp does, a barrier too.
+template <class G>
+__device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::U *buf, void *dst, uint32_t n)
+{
+#if SP_HAS_BULK
+    sp_fence_bulk();
+    __syncwarp();
+    if (n != 0 && sp_is_bulk<G>(dst, n)) {
+        if (lane == 0)
+            sp_bulk_store(dst, buf, n * G::E);
+        return;
+    }
+#else
+    __syncwarp();
+#endif
+    sp_slice_store_units<G>(lane, buf, (typename G::U *)dst, n);
+}
+// What this lane has written to a buffer, another warp may store after the next barrier.
+__device__ __forceinline__ void sp_slice_written()
+{
+#if SP_HAS_BULK
+    sp_fence_bulk();
+#endif
+}
+// This warp's stores have read their buffers.
+__device__ __forceinline__ void sp_slice_stored(uint32_t lane)
+{
+#if SP_HAS_BULK
+    sp_fence_bulk(); // what this lane has written or read there comes before a bulk load into it
+    if (lane == 0)
+        sp_bulk_stores_read();
+#endif
+    __syncwarp();
+}
+
+// dst [n] becomes zero.
+template <class G> __device__ __forceinline__ void sp_slice_store_zero(uint32_t lane, void *dst, uint32_t n)
+{
+    typedef typename G::U U;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint32_t have = 0;
+    if (((uintptr_t)dst & 15) == 0) {
+        for (uint32_t u = lane; u < n / G::K; u += 32)
+            sp_store16_stream((uint4 *)dst + u, zero);
+        have = n / G::K * G::K;
+    }
+    for (uint32_t i = have + lane; i < n; i += 32)
+        ((U *)dst)[i] = 0;
+}
+
+// `units` units (a multiple of 32) in shared memory become zero.
+__device__ __forceinline__ void sp_zero_units(uint32_t lane, void *shared, uint32_t units)
+{
+#pragma unroll 8
+    for (uint32_t i = 0; i < units; i += 32)
+        ((uint4 *)shared)[i + lane] = make_uint4(0, 0, 0, 0);
+}
+
+// Which of the K elements of a unit have a bit set: bit c for element c.
+template <int E> __device__ __forceinline__ uint32_t sp_unit_mask(uint4 v);
+template <> __device__ __forceinline__ uint32_t sp_unit_mask<8>(uint4 v)
+{
+    return sp_any_bit(v.x | v.y) + 2 * sp_any_bit(v.z | v.w);
+}
+template <> __device__ __forceinline__ uint32_t sp_unit_mask<4>(uint4 v)
+{
+    return ((sp_any_bit(v.w) * 2 + sp_any_bit(v.z)) * 2 + sp_any_bit(v.y)) * 2 + sp_any_bit(v.x);
+}
+// The top bit of each half (byte) of a word says whether it is not zero: adding 0x7f.. to the lower bits
+// carries into it unless they are all zero.
+__device__ __forceinline__ uint32_t sp_tops16(uint32_t w)
+{
+    return (((w & 0x7fff7fffu) + 0x7fff7fffu) | w) & 0x80008000u;
+}
+__device__ __forceinline__ uint32_t sp_tops8(uint32_t w)
+{
+    return (((w & 0x7f7f7f7fu) + 0x7f7f7f7fu) | w) & 0x80808080u;
+}
+template <> __device__ __forceinline__ uint32_t sp_unit_mask<2>(uint4 v)
+{
+    uint32_t z =
+        (sp_tops16(v.x) >> 15) | (sp_tops16(v.y) >> 13) | (sp_tops16(v.z) >> 11) | (sp_tops16(v.w) >> 9);
+    return (z | (z >> 15)) & 0xffu;
+}
+__device__ __forceinline__ uint32_t sp_word_mask8(uint32_t w)
+{
+    return ((sp_tops8(w) >> 7) * 0x10204080u) >> 28;
+}
+template <> __device__ __forceinline__ uint32_t sp_unit_mask<1>(uint4 v)
+{
+    return sp_word_mask8(v.x) | (sp_word_mask8(v.y) << 4) | (sp_word_mask8(v.z) << 8) |
+           (sp_word_mask8(v.w) << 12);
+}
+
+#endif

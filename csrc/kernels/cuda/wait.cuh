@@ -1,0 +1,118 @@
+// wait.cuh - the only loop on the GPU that waits for another GPU, and the report that it leaves when it gives
+// up.
+#ifndef SP_WAIT_CUH
+#define SP_WAIT_CUH
+
+#include "core/contract/gpu.h"
+#include "kernels/cuda/ptx.cuh"
+
+// A warp of a worker and its place: what every role knows. Lane 16 * ring + slot of the warp has the link to
+// the peer in `slot` through the rings INPUT or RESULT (inbox.h's lanes: here a lane is a thread of the
+// warp), but in an sp_outbox of two workers. In what follows members marked L are that lane's own, the others
+// the same in all lanes.
+static_assert(SP_INBOX_LANES == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
+struct sp_place {
+    const sp_fused_args &a;
+    uint32_t lane, q, n_peers; // q: number of the worker
+
+    __device__ __forceinline__ sp_place(const sp_fused_args &args, uint32_t worker)
+        : a(args), lane(threadIdx.x % 32), q(worker), n_peers((uint32_t)args.world_size - 1)
+    {
+    }
+    __device__ __forceinline__ uint32_t me() const
+    {
+        return (uint32_t)a.rank;
+    }
+    __device__ __forceinline__ uint32_t peer(uint32_t slot) const
+    {
+        return sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size);
+    }
+    // The slot of this rank, as its peer in `slot` counts.
+    __device__ __forceinline__ uint32_t slot_there(uint32_t slot) const
+    {
+        return n_peers - 1 - slot;
+    }
+    __device__ __forceinline__ uint8_t *arena() const
+    {
+        return a.arenas[a.rank];
+    }
+    __device__ __forceinline__ sp_inbox_state *state(uint32_t worker) const
+    {
+        return (sp_inbox_state *)(arena() + sp_inbox_state_off(a.shape, worker));
+    }
+    __device__ __forceinline__ uint32_t ring() const // L
+    {
+        return lane / 16;
+    }
+    __device__ __forceinline__ uint32_t slot() const // L
+    {
+        return lane % 16;
+    }
+    // L: is this lane's link one of ring `which`?
+    __device__ __forceinline__ bool is_mine(uint32_t which) const
+    {
+        return ring() == which && slot() < n_peers;
+    }
+    __device__ __forceinline__ uint64_t *word(size_t off) const
+    {
+        return (uint64_t *)(arena() + off);
+    }
+};
+
+// Leave word of what went wrong, the first worker only, and end all waits of this rank.
+inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_trouble trouble,
+                                              uint32_t lane, uint32_t slot, uint32_t slice, uint64_t wanted,
+                                              uint64_t seen, uint32_t detail)
+{
+    sp_gpu_report *r = &a.control->report;
+    sp_inbox_state *first = (sp_inbox_state *)(a.arenas[a.rank] + sp_inbox_state_off(a.shape, 0));
+    if (atomicCAS(&first->claimed, 0u, 1 + q) == 0) {
+        r->claimed = 1 + q;
+        r->worker = q;
+        r->peer = sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size);
+        r->lane = lane;
+        r->detail = detail;
+        r->seq = a.seq;
+        r->slice = slice;
+        r->wanted = wanted;
+        r->seen = seen;
+        __threadfence_system();
+        sp_store_relaxed_sys(&r->trouble, (uint32_t)trouble);
+    }
+    sp_store_relaxed_sys(&a.control->abort, 1);
+}
+
+// The host's word to abort is looked at this often while waiting: it lies behind PCIe, and a thousand workers
+// that wait at once would queue up there for longer than the wait (measured: 300 us each on 4 GPUs).
+#define SP_LOOK_AT_HOST_NS 2000000ull
+
+// Until *word >= wanted (> 0): what it says. 0: aborted, or the deadline passed and a report was left. One
+// thread.
+inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
+                                                uint64_t wanted, sp_gpu_trouble trouble, uint32_t lane,
+                                                uint32_t slot, uint32_t slice)
+{
+    uint64_t start = 0, looked = 0;
+    for (uint32_t i = 1;; i++) {
+        // Only the look that succeeds acquires: acquiring empties L1.
+        uint64_t v = sp_load_relaxed_sys(word), now;
+        if (v >= wanted)
+            return sp_load_acquire_sys(word);
+        if (i % 64 != 0)
+            continue;
+        now = sp_clock_ns();
+        if (start == 0)
+            start = looked = now;
+        if (now - looked < SP_LOOK_AT_HOST_NS)
+            continue;
+        looked = now;
+        if (sp_load_relaxed_sys(&a.control->abort) != 0)
+            return 0;
+        if (now - start > sp_gpu_wait_ns(a.timeout_ns, trouble, lane)) {
+            sp_report(a, q, trouble, lane, slot, slice, wanted, v, 0);
+            return 0;
+        }
+    }
+}
+
+#endif

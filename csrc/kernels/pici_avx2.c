@@ -1,6 +1,0 @@
-/* pici_avx2.c - the pici format in AVX2: pici.inc over simd_avx2.h. AVX2 has neither compress nor expand, so
- * every tile goes through its list. */
-#include "simd_avx2.h"
-
-#define SP_PICI_TILES 0
-#include "pici.inc"

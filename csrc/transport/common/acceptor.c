@@ -1,0 +1,125 @@
+/* acceptor.c - see acceptor.h. */
+#include "transport/common/acceptor.h"
+
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+#include "core/base/status.h"
+
+#include <errno.h>
+#include <unistd.h>
+
+#define PATIENCE_NS (INT64_C(10) * 1000000000) /* for one handshake */
+#define EVICT_NS (INT64_C(1) * 1000000000)     /* the same when all places are taken */
+#define N_LOGGED 20                            /* lines about strangers, per listener */
+
+spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config)
+{
+    *a = (sp_acceptor){.config = *config, .listen_fd = listen_fd};
+    a->pending = sp_calloc(SP_ACCEPTOR_PENDING, sizeof *a->pending);
+    if (a->pending == NULL) {
+        sp_acceptor_close(a);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%d places for connections", SP_ACCEPTOR_PENDING);
+    }
+    return SPCCL_OK;
+}
+
+void sp_acceptor_close_descriptors(sp_acceptor *a)
+{
+    for (int i = 0; i < a->n_pending; i++)
+        close(a->pending[i].hs.fd);
+    if (a->listen_fd > 0 || (a->listen_fd == 0 && a->pending != NULL)) /* zeroed: nothing is open */
+        close(a->listen_fd);
+    a->n_pending = 0;
+    a->listen_fd = -1;
+}
+
+void sp_acceptor_close(sp_acceptor *a)
+{
+    sp_acceptor_close_descriptors(a);
+    sp_free(a->pending);
+    a->pending = NULL;
+}
+
+static void drop_log(sp_acceptor *a, int fd, const char *why)
+{
+    char from[SP_SOCK_TEXT_CAP];
+    sp_sock_peer_text(fd, from, sizeof from);
+    if (++a->n_dropped > N_LOGGED)
+        return;
+    sp_log(SP_LOG_WARN, a->config.rank, "dropped a connection from %s: %s%s", from, why,
+           a->n_dropped == N_LOGGED ? " (more of these are not shown)" : "");
+}
+
+static void take_out(sp_acceptor *a, int i)
+{
+    a->pending[i] = a->pending[--a->n_pending];
+}
+
+static void drop(sp_acceptor *a, int i, const char *why)
+{
+    drop_log(a, a->pending[i].hs.fd, why);
+    close(a->pending[i].hs.fd);
+    take_out(a, i);
+}
+
+static void evict_oldest(sp_acceptor *a, int64_t now_ns)
+{
+    int oldest = 0;
+    for (int i = 1; i < a->n_pending; i++)
+        if (a->pending[i].since_ns < a->pending[oldest].since_ns)
+            oldest = i;
+    if (now_ns - a->pending[oldest].since_ns >= EVICT_NS)
+        drop(a, oldest, "too many connections wait, and it is the oldest");
+}
+
+static void accept_new(sp_acceptor *a, int64_t now_ns)
+{
+    for (;;) {
+        struct sp_pending *p;
+        int fd;
+        if (a->n_pending == SP_ACCEPTOR_PENDING)
+            evict_oldest(a, now_ns);
+        if (a->n_pending == SP_ACCEPTOR_PENDING)
+            return; /* the others wait in the kernel's queue */
+        fd = accept4(a->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0) {
+            if (errno == EINTR || errno == ECONNABORTED)
+                continue;
+            if (errno != EAGAIN && errno != EWOULDBLOCK && a->n_dropped++ < N_LOGGED)
+                sp_log(SP_LOG_WARN, a->config.rank, "cannot accept connections: errno %d", errno);
+            return;
+        }
+        if (a->config.tcp)
+            sp_sock_tune_tcp(fd);
+        p = &a->pending[a->n_pending++];
+        p->since_ns = now_ns;
+        sp_hs_accept(&p->hs, fd, a->config.secret, a->config.check, a->config.ctx);
+    }
+}
+
+spccl_status sp_acceptor_step(sp_acceptor *a)
+{
+    int64_t now_ns = sp_now_ns();
+    accept_new(a, now_ns);
+    for (int i = 0; i < a->n_pending;) {
+        sp_hs *hs = &a->pending[i].hs;
+        spccl_status st = sp_hs_step(hs);
+        if (st == SPCCL_OK) {
+            sp_hs_hello hello = hs->hello;
+            int fd = hs->fd;
+            take_out(a, i);
+            SP_TRY(a->config.ready(a->config.ctx, fd, &hello));
+        } else if (st == SPCCL_AGAIN && now_ns - a->pending[i].since_ns > PATIENCE_NS) {
+            drop(a, i, "it did not finish the handshake in time");
+        } else if (st == SPCCL_AGAIN) {
+            i++;
+        } else {
+            bool ours = hs->state == SP_HS_OVER && hs->verdict == SPCCL_ERR_MISMATCH;
+            drop(a, i, spccl_last_error());
+            if (ours)
+                return st;
+        }
+    }
+    return SPCCL_OK;
+}

@@ -1,0 +1,62 @@
+/* forks.c - see forks.h. */
+#include "transport/common/forks.h"
+
+#include <stddef.h>
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
+static sp_fork_guard *list;
+
+static void prepare(void)
+{
+    pthread_mutex_lock(&list_lock);
+    for (sp_fork_guard *g = list; g != NULL; g = g->next)
+        pthread_mutex_lock(&g->lock);
+}
+
+static void in_parent(void)
+{
+    for (sp_fork_guard *g = list; g != NULL; g = g->next)
+        pthread_mutex_unlock(&g->lock);
+    pthread_mutex_unlock(&list_lock);
+}
+
+static void in_child(void)
+{
+    for (sp_fork_guard *g = list; g != NULL; g = g->next)
+        g->in_child(g->owner);
+    in_parent();
+}
+
+static void install(void)
+{
+    pthread_atfork(prepare, in_parent, in_child);
+}
+
+void sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
+{
+    pthread_once(&once, install);
+    g->in_child = child;
+    g->owner = owner;
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_mutex_lock(&list_lock);
+    g->next = list;
+    g->at = &list;
+    if (list != NULL)
+        list->at = &g->next;
+    list = g;
+    pthread_mutex_unlock(&list_lock);
+}
+
+void sp_fork_unwatch(sp_fork_guard *g)
+{
+    if (g->in_child == NULL) /* not `at`: a neighbour that leaves writes that one */
+        return;
+    pthread_mutex_lock(&list_lock);
+    *g->at = g->next;
+    if (g->next != NULL)
+        g->next->at = g->at;
+    pthread_mutex_unlock(&list_lock);
+    g->in_child = NULL;
+    pthread_mutex_destroy(&g->lock);
+}

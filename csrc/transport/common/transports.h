@@ -1,0 +1,31 @@
+/* transports.h - the tables of this folder, for registry.c, and the list of ranks in their error texts. */
+#ifndef SP_TRANSPORTS_H
+#define SP_TRANSPORTS_H
+
+#include "core/contract/transport.h"
+
+#include <stdio.h>
+
+extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_tcp;
+
+/* Ranks as text: "1, 4, 5, ..."; starts zeroed. */
+typedef struct sp_rank_list {
+    int n;
+    size_t used;
+    char text[96];
+} sp_rank_list;
+
+static inline void sp_rank_list_add(sp_rank_list *list, int rank)
+{
+    enum { N_SHOWN = 8 };
+    int n = 0;
+    if (list->n < N_SHOWN)
+        n = snprintf(list->text + list->used, sizeof list->text - list->used, "%s%d",
+                     list->n == 0 ? "" : ", ", rank);
+    else if (list->n == N_SHOWN)
+        n = snprintf(list->text + list->used, sizeof list->text - list->used, ", ...");
+    list->used += n > 0 ? (size_t)n : 0;
+    list->n++;
+}
+
+#endif

@@ -1,0 +1,186 @@
+/* ringlink.c - see ringlink.h. */
+#include "transport/local/ringlink.h"
+
+#include "core/base/status.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+size_t sp_ring_block_bytes(int n_lanes, size_t lane_bytes)
+{
+    return SP_RING_DATA_OFFSET + (size_t)n_lanes * lane_bytes;
+}
+
+void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_lanes, size_t lane_bytes, void *out,
+                       void *in, int bell)
+{
+    memset(link, 0, sizeof *link);
+    link->rank = rank;
+    link->peer = peer;
+    link->n_lanes = n_lanes;
+    link->bell = bell;
+    link->out = out;
+    link->in = in;
+    for (int i = 0; i < n_lanes; i++) {
+        size_t offset = SP_RING_DATA_OFFSET + (size_t)i * lane_bytes;
+        link->tx[i] =
+            (sp_spsc_tx){.ctl = &link->out->lanes[i], .data = (uint8_t *)out + offset, .cap = lane_bytes};
+        link->rx[i] =
+            (sp_spsc_rx){.ctl = &link->in->lanes[i], .data = (uint8_t *)in + offset, .cap = lane_bytes};
+    }
+    link->up = true;
+}
+
+void sp_ring_link_set_gone(sp_ring_link *link, const char *text)
+{
+    if (link->gone)
+        return;
+    snprintf(link->gone_text, sizeof link->gone_text, "%s", text);
+    link->gone = link->gone_news = true;
+}
+
+static spccl_status link_gone(const sp_ring_link *link)
+{
+    return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", link->rank, link->peer, link->gone_text);
+}
+
+static spccl_status link_broken(sp_ring_link *link, int lane)
+{
+    link->broken = true;
+    return SP_FAIL(SPCCL_ERR_FORMAT,
+                   "rank %d: the queue shared with rank %d (lane %d) holds an impossible length or position: "
+                   "memory of rank %d is damaged; start the job again",
+                   link->rank, link->peer, lane, link->peer);
+}
+
+spccl_status sp_ring_reserve(sp_ring_link *link, int lane, size_t bytes, void **out)
+{
+    sp_spsc_tx *q = &link->tx[lane];
+    if (bytes == 0 || bytes > sp_spsc_message_max(q->cap))
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu", link->rank,
+                       bytes, link->peer, sp_spsc_message_max(q->cap));
+    if (link->broken)
+        return link_broken(link, lane);
+    if (link->gone)
+        return link_gone(link);
+    switch (sp_spsc_reserve(q, bytes, out)) {
+    case SP_SPSC_OK:
+        link->blocked &= ~(1u << lane);
+        return SPCCL_OK;
+    case SP_SPSC_AGAIN:
+        link->blocked |= 1u << lane;
+        return SPCCL_AGAIN;
+    case SP_SPSC_BROKEN:
+        break;
+    }
+    return link_broken(link, lane);
+}
+
+spccl_status sp_ring_commit(sp_ring_link *link, int lane)
+{
+    if (sp_spsc_commit(&link->tx[lane]) != SP_SPSC_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, lane %d, without reserve", link->rank,
+                       link->peer, lane);
+    /* Load first: the exchange would take the line from the sleeper's core at every message. */
+    if (atomic_load(&link->out->consumer_sleeps) != 0 && atomic_exchange(&link->out->consumer_sleeps, 0) != 0)
+        sp_bell_ring(link->bell);
+    return SPCCL_OK;
+}
+
+spccl_status sp_ring_peek(sp_ring_link *link, int lane, const void **out, size_t *bytes)
+{
+    if (link->broken)
+        return link_broken(link, lane);
+    switch (sp_spsc_peek(&link->rx[lane], out, bytes)) {
+    case SP_SPSC_OK:
+        return SPCCL_OK;
+    case SP_SPSC_AGAIN:
+        /* `gone` was found before the look that came back empty, so nothing sent earlier is missed. */
+        return link->gone ? link_gone(link) : SPCCL_AGAIN;
+    case SP_SPSC_BROKEN:
+        break;
+    }
+    return link_broken(link, lane);
+}
+
+spccl_status sp_ring_release(sp_ring_link *link, int lane)
+{
+    if (sp_spsc_release(&link->rx[lane]) != SP_SPSC_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, lane %d, without peek", link->rank,
+                       link->peer, lane);
+    if ((atomic_load(&link->in->producer_waits) & (1u << lane)) != 0 &&
+        atomic_exchange(&link->in->producer_waits, 0) != 0)
+        sp_bell_ring(link->bell);
+    return SPCCL_OK;
+}
+
+spccl_status sp_ring_arm(sp_ring_link *link)
+{
+    bool changed = link->gone_news || atomic_load(&link->in->news) != 0;
+    link->gone_news = false;
+    atomic_store(&link->in->consumer_sleeps, 1);
+    if (link->blocked != 0)
+        atomic_store(&link->out->producer_waits, link->blocked);
+    /* What was seen is stored, and who waited for room forgotten, so each change is told once: a message left
+     * lying, or room that nobody wants any more, does not keep this rank awake. A message counts as news
+     * even if some peek has seen it: it may have come after the pass that could have used it. A broken
+     * index counts as a change; the next peek or reserve reports it. */
+    for (int i = 0; i < link->n_lanes; i++) {
+        sp_spsc_result in = sp_spsc_rx_look(&link->rx[i]), out = SP_SPSC_AGAIN;
+        if ((link->blocked & (1u << i)) != 0)
+            out = sp_spsc_tx_look(&link->tx[i]);
+        if (out != SP_SPSC_AGAIN)
+            link->blocked &= ~(1u << i);
+        changed =
+            changed || in == SP_SPSC_BROKEN || out != SP_SPSC_AGAIN || link->told[i] != link->rx[i].head;
+        link->told[i] = link->rx[i].head;
+        link->broken = link->broken || in == SP_SPSC_BROKEN || out == SP_SPSC_BROKEN;
+    }
+    return changed ? SPCCL_AGAIN : SPCCL_OK;
+}
+
+void sp_ring_disarm(sp_ring_link *link)
+{
+    atomic_store_explicit(&link->in->consumer_sleeps, 0, memory_order_relaxed);
+    atomic_store_explicit(&link->out->producer_waits, 0, memory_order_relaxed);
+}
+
+void sp_ring_tell_news(sp_ring_link *link)
+{
+    atomic_store(&link->out->news, 1);
+    sp_bell_ring(link->bell);
+}
+
+bool sp_ring_take_news(sp_ring_link *link)
+{
+    return atomic_load_explicit(&link->in->news, memory_order_acquire) != 0 &&
+           atomic_exchange(&link->in->news, 0) != 0;
+}
+
+spccl_status sp_bell_open(int *out)
+{
+    int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (fd < 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "eventfd");
+    *out = fd;
+    return SPCCL_OK;
+}
+
+void sp_bell_ring(int bell)
+{
+    uint64_t one = 1;
+    ssize_t n;
+    do
+        n = write(bell, &one, sizeof one);
+    while (n < 0 && errno == EINTR); /* EAGAIN: it rings already */
+}
+
+void sp_bell_drain(int bell)
+{
+    uint64_t n;
+    while (read(bell, &n, sizeof n) < 0 && errno == EINTR)
+        continue;
+}

@@ -1,0 +1,254 @@
+/* shm.c - transport "shm": ranks that are processes of one host. Queues lie in anonymous shared memory
+ * (memfd), bells are eventfds; both are passed over a local socket (SCM_RIGHTS, shm_connect.c), which then
+ * stays open: its end is the sign that the peer is gone, and aborts travel over it. Nothing has a name in the
+ * file system, so nothing is left behind, whatever way a process ends. Once connected, the socket carries
+ * nothing but aborts: u32 "SPAB", text[SP_ABORT_TEXT_CAP]. */
+#include "transport/local/shm.h"
+
+#include "core/base/bits.h"
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+#include "core/base/status.h"
+#include "transport/common/auth.h"
+#include "transport/common/transports.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+
+#define ABORT_MAGIC 0x42415053u /* "SPAB" */
+/* Sockets are looked at this often while the ranks are busy, and after every sleep. */
+#define LOOK_NS 2000000
+
+static void close_in_child(void *owner)
+{
+    struct sp_shm *ep = owner;
+    for (int i = 0; i < ep->config.world_size; i++)
+        sp_shm_close_fd(&ep->peers[i].sock);
+    sp_acceptor_close_descriptors(&ep->acceptor);
+}
+
+/* Tell the peers, also those whose socket some child has a copy of. */
+static void hang_up(struct sp_shm *ep)
+{
+    for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
+        struct sp_shm_peer *p = &ep->peers[i];
+        if (p->sock >= 0)
+            (void)shutdown(p->sock, SHUT_RDWR);
+        if (p->state == SP_SHM_UP)
+            sp_ring_tell_news(&p->link); /* a busy peer looks at the socket at once */
+    }
+}
+
+static void shm_close(sp_endpoint *opaque)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    if (ep == NULL)
+        return;
+    if (ep->pid == getpid())
+        hang_up(ep);
+    sp_fork_unwatch(&ep->guard);
+    for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
+        struct sp_shm_peer *p = &ep->peers[i];
+        sp_shm_close_fd(&p->sock);
+        sp_shm_close_fd(&p->out_fd);
+        sp_shm_close_fd(&p->bell);
+        if (p->out != NULL)
+            munmap(p->out, sp_shm_block_bytes(ep));
+        if (p->in != NULL)
+            munmap(p->in, sp_shm_block_bytes(ep));
+    }
+    sp_acceptor_close(&ep->acceptor);
+    sp_shm_close_fd(&ep->bell);
+    sp_shm_close_fd(&ep->epoll_fd);
+    explicit_bzero(ep->config.secret, sizeof ep->config.secret);
+    sp_free(ep->peers);
+    sp_free(ep);
+}
+
+static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpoint **out)
+{
+    spccl_status st;
+    struct sp_shm *ep = sp_calloc(1, sizeof *ep);
+    if (ep == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "shm: an endpoint of %zu bytes", sizeof *ep);
+    ep->config = *config;
+    ep->pid = getpid();
+    ep->bell = ep->epoll_fd = ep->acceptor.listen_fd = ep->abort_rank = -1;
+    ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
+    if (ep->peers == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "shm: tables for %d ranks", config->world_size);
+        goto fail;
+    }
+    for (int i = 0; i < config->world_size; i++)
+        ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].bell = -1;
+    SP_TRY_TO(fail, st, sp_random_bytes(ep->id, sizeof ep->id));
+    SP_TRY_TO(fail, st, sp_bell_open(&ep->bell));
+    ep->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (ep->epoll_fd < 0) {
+        st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: shm: epoll", config->rank);
+        goto fail;
+    }
+    SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->bell));
+    SP_TRY_TO(fail, st, sp_shm_listen(ep));
+    sp_fork_watch(&ep->guard, close_in_child, ep);
+    *out = (sp_endpoint *)ep;
+    return SPCCL_OK;
+fail:
+    shm_close((sp_endpoint *)ep);
+    return st;
+}
+
+/* ---- moving messages ---- */
+
+static size_t shm_message_max(sp_endpoint *opaque)
+{
+    return sp_spsc_message_max(sp_shm_self(opaque)->config.lane_bytes);
+}
+static spccl_status shm_reserve(sp_endpoint *opaque, int peer, int lane, size_t bytes, void **out)
+{
+    return sp_ring_reserve(&sp_shm_self(opaque)->peers[peer].link, lane, bytes, out);
+}
+static spccl_status shm_commit(sp_endpoint *opaque, int peer, int lane)
+{
+    return sp_ring_commit(&sp_shm_self(opaque)->peers[peer].link, lane);
+}
+static spccl_status shm_peek(sp_endpoint *opaque, int peer, int lane, const void **out, size_t *bytes)
+{
+    return sp_ring_peek(&sp_shm_self(opaque)->peers[peer].link, lane, out, bytes);
+}
+static spccl_status shm_release(sp_endpoint *opaque, int peer, int lane)
+{
+    return sp_ring_release(&sp_shm_self(opaque)->peers[peer].link, lane);
+}
+static bool shm_flushed(sp_endpoint *opaque, int peer)
+{
+    (void)opaque; /* committed is in the peer's hands */
+    (void)peer;
+    return true;
+}
+
+/* Read what came over the socket: an abort, or its end. */
+static void look_at_socket(struct sp_shm *ep, int rank)
+{
+    struct sp_shm_peer *p = &ep->peers[rank];
+    spccl_status st = sp_sock_read(p->sock, p->abort_bytes, SP_SHM_ABORT_BYTES, &p->abort_done);
+    if (st == SPCCL_AGAIN)
+        return;
+    if (st == SPCCL_OK && sp_load_le32(p->abort_bytes) == ABORT_MAGIC) {
+        if (ep->abort_rank < 0) {
+            ep->abort_rank = rank;
+            memcpy(ep->abort_text, p->abort_bytes + 4, SP_ABORT_TEXT_CAP);
+            ep->abort_text[SP_ABORT_TEXT_CAP - 1] = '\0';
+        }
+        p->abort_done = 0;
+        return;
+    }
+    sp_ring_link_set_gone(&p->link, st == SPCCL_OK ? "sent noise over its local socket"
+                                                   : "is gone: its process ended or left the group");
+    p->state = SP_SHM_GONE;
+    pthread_mutex_lock(&ep->guard.lock);
+    sp_shm_close_fd(&p->sock); /* also takes it out of the epoll set */
+    pthread_mutex_unlock(&ep->guard.lock);
+}
+
+static spccl_status shm_progress(sp_endpoint *opaque, int *peer, char *text)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    int64_t now_ns = sp_now_ns();
+    bool look = ep->look_now || now_ns - ep->looked_ns > LOOK_NS;
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].state == SP_SHM_UP && sp_ring_take_news(&ep->peers[i].link))
+            look_at_socket(ep, i);
+    if (look) {
+        ep->look_now = false;
+        ep->looked_ns = now_ns;
+        for (int i = 0; i < ep->config.world_size; i++)
+            if (ep->peers[i].state == SP_SHM_UP)
+                look_at_socket(ep, i);
+    }
+    if (ep->abort_rank < 0)
+        return SPCCL_OK;
+    *peer = ep->abort_rank;
+    memcpy(text, ep->abort_text, SP_ABORT_TEXT_CAP);
+    return SP_FAIL(SPCCL_ERR_ABORTED, "rank %d: rank %d gave up: %s", ep->config.rank, ep->abort_rank,
+                   ep->abort_text);
+}
+
+static int shm_wait_fd(sp_endpoint *opaque)
+{
+    return sp_shm_self(opaque)->epoll_fd;
+}
+
+static void shm_disarm(sp_endpoint *opaque)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].state >= SP_SHM_UP)
+            sp_ring_disarm(&ep->peers[i].link);
+    sp_bell_drain(ep->bell);
+}
+
+static spccl_status shm_arm(sp_endpoint *opaque)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    spccl_status st = SPCCL_OK;
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].state >= SP_SHM_UP && sp_ring_arm(&ep->peers[i].link) != SPCCL_OK)
+            st = SPCCL_AGAIN;
+    if (st != SPCCL_OK)
+        shm_disarm(opaque);
+    else
+        ep->look_now = true; /* after the sleep */
+    return st;
+}
+
+static void shm_abort_peers(sp_endpoint *opaque, const char *text)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    uint8_t note[SP_SHM_ABORT_BYTES] = {0};
+    sp_store_le32(note, ABORT_MAGIC);
+    snprintf((char *)note + 4, SP_ABORT_TEXT_CAP, "%s", text);
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_shm_peer *p = &ep->peers[i];
+        size_t done = 0;
+        if (p->state != SP_SHM_UP)
+            continue;
+        if (sp_sock_write(p->sock, note, sizeof note, &done) != SPCCL_OK)
+            sp_log(SP_LOG_INFO, ep->config.rank, "rank %d could not be told of the abort", i);
+        sp_ring_tell_news(&p->link);
+    }
+}
+
+static size_t shm_memory_bytes(sp_endpoint *opaque)
+{
+    struct sp_shm *ep = sp_shm_self(opaque);
+    size_t n = 0;
+    for (int i = 0; i < ep->config.world_size; i++)
+        n += ep->peers[i].out != NULL ? sp_shm_block_bytes(ep) : 0;
+    return n;
+}
+
+const sp_transport sp_transport_shm = {
+    .name = "shm",
+    .open = shm_open_endpoint,
+    .address = sp_shm_address,
+    .can_reach = sp_shm_can_reach,
+    .add_peer = sp_shm_add_peer,
+    .connect_step = sp_shm_connect_step,
+    .message_max = shm_message_max,
+    .reserve = shm_reserve,
+    .commit = shm_commit,
+    .peek = shm_peek,
+    .release = shm_release,
+    .flushed = shm_flushed,
+    .progress = shm_progress,
+    .wait_fd = shm_wait_fd,
+    .arm = shm_arm,
+    .disarm = shm_disarm,
+    .abort_peers = shm_abort_peers,
+    .memory_bytes = shm_memory_bytes,
+    .close = shm_close,
+};

@@ -1,0 +1,441 @@
+/* tcp.c - transport "tcp": ranks on any hosts. Each lane has n_sockets connections of its own, over which its
+ * messages are dealt in turn, so that a full lane cannot hold up another; one more connection per peer
+ * carries aborts (u32 "SPAB", text[SP_ABORT_TEXT_CAP]) and shows by its end that the peer is gone. Messages
+ * are written when they are committed; what the socket does not take then leaves in `progress`. See
+ * tcp_stream.h for the bytes, tcp_connect.c for start-up. */
+#include "transport/net/tcp.h"
+
+#include "core/base/bits.h"
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+#include "core/base/status.h"
+#include "transport/common/auth.h"
+#include "transport/common/transports.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <time.h>
+
+#define ABORT_MAGIC 0x42415053u /* "SPAB" */
+#define N_EVENTS 64
+#define CLOSE_NS                                                                                             \
+    (INT64_C(500) * 1000000) /* for what was sent to arrive; a peer that reads needs a round trip */
+/* A peer that gives up says so on its control connection and then closes all of them, but nothing orders what
+ * arrives over different connections: after a stream's end its last word gets this long to arrive. Without
+ * it, ranks would blame the first victim. Longer than CLOSE_NS, as a peer that leaves ends its streams first.
+ */
+#define LAST_WORD_NS (INT64_C(600) * 1000000)
+
+static size_t tcp_message_max(sp_endpoint *opaque)
+{
+    return sp_tcp_self(opaque)->config.lane_bytes / 4;
+}
+
+static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
+{
+    if (p->gone)
+        return;
+    if (p->ended_ns != 0)
+        ep->n_ending--;
+    snprintf(p->gone_text, sizeof p->gone_text, "%s", text);
+    p->gone = ep->news = true;
+}
+
+/* A stream to or from the peer ended: it is gone once its control connection says so too, or says nothing. */
+static void note_end(struct sp_tcp *ep, int peer)
+{
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    if (p->gone || p->ended_ns != 0)
+        return;
+    p->ended_ns = sp_now_ns();
+    ep->n_ending++;
+    ep->news = true;
+}
+
+static spccl_status peer_gone(const struct sp_tcp *ep, int peer)
+{
+    return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer, ep->peers[peer].gone_text);
+}
+
+/* ---- messages ---- */
+
+static struct sp_tcp_stream *stream_of(const struct sp_tcp_peer *p, int lane, uint32_t n)
+{
+    return &p->streams[(uint32_t)lane * p->n_sockets + n % p->n_sockets];
+}
+
+/* Write, and take note of what that changes. */
+static void flush_stream(struct sp_tcp *ep, int peer, int lane, struct sp_tcp_stream *s)
+{
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    if (sp_tcp_stream_flush(s) && p->lanes[lane].blocked) {
+        p->lanes[lane].blocked = false;
+        ep->news = true;
+    }
+    if (s->cut)
+        note_end(ep, peer);
+}
+
+static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int lane, size_t bytes, void **out)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    struct sp_tcp_lane *l = &p->lanes[lane];
+    void *room;
+    if (bytes == 0 || bytes > tcp_message_max(opaque))
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu",
+                       ep->config.rank, bytes, peer, tcp_message_max(opaque));
+    if (p->gone)
+        return peer_gone(ep, peer);
+    room = stream_of(p, lane, l->n_sent)->cut ? NULL /* until it is known whether the peer is gone */
+                                              : sp_tcp_stream_reserve(stream_of(p, lane, l->n_sent), bytes);
+    l->blocked = room == NULL;
+    l->reserved = room == NULL ? 0 : bytes;
+    if (room == NULL)
+        return SPCCL_AGAIN;
+    *out = room;
+    return SPCCL_OK;
+}
+
+static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int lane)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    struct sp_tcp_lane *l = &p->lanes[lane];
+    struct sp_tcp_stream *s = stream_of(p, lane, l->n_sent);
+    if (l->reserved == 0)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, lane %d, without reserve", ep->config.rank,
+                       peer, lane);
+    sp_tcp_stream_commit(s, (uint32_t)lane, l->n_sent, l->reserved);
+    l->reserved = 0;
+    l->n_sent++;
+    flush_stream(ep, peer, lane, s);
+    return SPCCL_OK;
+}
+
+static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int lane, const void **out, size_t *bytes)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    const struct sp_tcp_peer *p = &ep->peers[peer];
+    const struct sp_tcp_stream *s = stream_of(p, lane, p->lanes[lane].n_received);
+    sp_tcp_expected want = {
+        .lane = (uint32_t)lane, .sequence = p->lanes[lane].n_received, .bytes_max = tcp_message_max(opaque)};
+    spccl_status st = sp_tcp_stream_peek(s, &want, out, bytes);
+    if (st == SPCCL_ERR_FORMAT) {
+        char text[200];
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        return SP_FAIL(st, "rank %d: rank %d sent something that is no message: %s", ep->config.rank, peer,
+                       text);
+    }
+    return st == SPCCL_AGAIN && s->ended && p->gone ? peer_gone(ep, peer) : st;
+}
+
+static spccl_status tcp_release(sp_endpoint *opaque, int peer, int lane)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    const void *message;
+    size_t bytes;
+    if (tcp_peek(opaque, peer, lane, &message, &bytes) != SPCCL_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, lane %d, without peek", ep->config.rank,
+                       peer, lane);
+    sp_tcp_stream_release(stream_of(p, lane, p->lanes[lane].n_received++), bytes);
+    return SPCCL_OK;
+}
+
+static bool tcp_flushed(sp_endpoint *opaque, int peer)
+{
+    const struct sp_tcp *ep = sp_tcp_self(opaque);
+    const struct sp_tcp_peer *p = &ep->peers[peer];
+    for (uint32_t i = 0; !p->gone && i < sp_tcp_n_streams(ep, p); i++)
+        if (p->streams[i].out.used != 0)
+            return false;
+    return true;
+}
+
+/* ---- progress ---- */
+
+void sp_tcp_look_at_control(struct sp_tcp *ep, int peer)
+{
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    spccl_status st = SPCCL_OK;
+    while (p->control >= 0 && st == SPCCL_OK) {
+        st = sp_sock_read(p->control, p->abort_bytes, sizeof p->abort_bytes, &p->abort_done);
+        if (st == SPCCL_AGAIN)
+            return;
+        if (st == SPCCL_OK && sp_load_le32(p->abort_bytes) != ABORT_MAGIC) {
+            set_gone(ep, p, "sent noise over its control connection");
+            return;
+        }
+        if (st == SPCCL_OK && ep->abort_rank < 0) {
+            ep->abort_rank = peer;
+            memcpy(ep->abort_text, p->abort_bytes + 4, SP_ABORT_TEXT_CAP);
+            ep->abort_text[SP_ABORT_TEXT_CAP - 1] = '\0';
+        }
+        p->abort_done = 0;
+    }
+    if (st != SPCCL_OK)
+        set_gone(ep, p, "is gone: its process ended or left the group");
+}
+
+static void read_stream(struct sp_tcp *ep, int peer, struct sp_tcp_stream *s)
+{
+    if (sp_tcp_stream_fill(s)) {
+        ep->news = ep->news || s->ended || sp_tcp_stream_has_message(s);
+        if (s->ended)
+            note_end(ep, peer);
+    }
+    ep->unread = ep->unread || (s->readable && !s->ended);
+}
+
+static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
+{
+    int peer = (int)(e->data.u64 >> 32);
+    uint32_t place = (uint32_t)e->data.u64;
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    struct sp_tcp_stream *s;
+    if (place == 0) {
+        sp_tcp_look_at_control(ep, peer);
+        return;
+    }
+    s = &p->streams[place - 1];
+    if ((e->events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) {
+        s->hung_up = s->hung_up || (e->events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+        s->readable = true;
+        read_stream(ep, peer, s);
+    }
+    if ((e->events & EPOLLOUT) != 0) {
+        s->writable = !s->cut;
+        flush_stream(ep, peer, (int)((place - 1) / p->n_sockets), s);
+    }
+}
+
+/* Streams whose event is past and that were not read to their end: their buffer was full, or a read stopped.
+ */
+static void read_again(struct sp_tcp *ep)
+{
+    ep->unread = false;
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].state == SP_TCP_UP)
+            for (uint32_t k = 0; k < sp_tcp_n_streams(ep, &ep->peers[i]); k++)
+                read_stream(ep, i, &ep->peers[i].streams[k]);
+}
+
+/* Peers of which a stream ended: have they said more meanwhile? */
+static void look_for_last_words(struct sp_tcp *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        if (p->ended_ns == 0 || p->gone)
+            continue;
+        sp_tcp_look_at_control(ep, i);
+        if (sp_now_ns() - p->ended_ns > LAST_WORD_NS)
+            set_gone(ep, p, "is gone: its connection broke");
+    }
+}
+
+static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    struct epoll_event events[N_EVENTS];
+    int n;
+    if (ep->unread)
+        read_again(ep);
+    n = epoll_wait(ep->epoll_fd, events, N_EVENTS, 0);
+    for (int i = 0; i < n; i++)
+        handle_event(ep, &events[i]);
+    if (ep->n_ending != 0)
+        look_for_last_words(ep);
+    if (ep->abort_rank < 0)
+        return SPCCL_OK;
+    *peer = ep->abort_rank;
+    memcpy(text, ep->abort_text, SP_ABORT_TEXT_CAP);
+    return SP_FAIL(SPCCL_ERR_ABORTED, "rank %d: rank %d gave up: %s", ep->config.rank, ep->abort_rank,
+                   ep->abort_text);
+}
+
+/* ---- sleeping: the kernel's events wait in our epoll set until progress takes them, so none is lost ---- */
+
+static int tcp_wait_fd(sp_endpoint *opaque)
+{
+    return sp_tcp_self(opaque)->epoll_fd;
+}
+
+static bool can_read_more(const struct sp_tcp *ep)
+{
+    for (int i = 0; ep->unread && i < ep->config.world_size; i++) {
+        const struct sp_tcp_peer *p = &ep->peers[i];
+        for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_streams(ep, p); k++)
+            if (p->streams[k].readable && !p->streams[k].ended && sp_mirror_room(&p->streams[k].in) != 0)
+                return true;
+    }
+    return false;
+}
+
+static spccl_status tcp_arm(sp_endpoint *opaque)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    bool news = ep->news;
+    ep->news = false;
+    return news || ep->n_ending != 0 || can_read_more(ep) ? SPCCL_AGAIN : SPCCL_OK;
+}
+
+static void tcp_disarm(sp_endpoint *opaque)
+{
+    (void)opaque;
+}
+
+static void tcp_abort_peers(sp_endpoint *opaque, const char *text)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    uint8_t note[SP_TCP_ABORT_BYTES] = {0};
+    sp_store_le32(note, ABORT_MAGIC);
+    snprintf((char *)note + 4, SP_ABORT_TEXT_CAP, "%s", text);
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        size_t done = 0;
+        if (p->control >= 0 && !p->gone && sp_sock_write(p->control, note, sizeof note, &done) != SPCCL_OK)
+            sp_log(SP_LOG_INFO, ep->config.rank, "rank %d could not be told of the abort", i);
+    }
+}
+
+static size_t tcp_memory_bytes(sp_endpoint *opaque)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    size_t bytes = 0;
+    for (int i = 0; i < ep->config.world_size; i++)
+        for (uint32_t k = 0; ep->peers[i].streams != NULL && k < sp_tcp_n_streams(ep, &ep->peers[i]); k++)
+            bytes += ep->peers[i].streams[k].in.cap + ep->peers[i].streams[k].out.cap;
+    return bytes;
+}
+
+/* ---- opening and closing ---- */
+
+/* Wait, a short time, until the peers' kernels have all that was sent: closing a socket while something is
+ * unread makes the kernel throw away what is still on its way out. */
+static void wind_up(struct sp_tcp *ep)
+{
+    int64_t deadline_ns = sp_now_ns() + CLOSE_NS;
+    bool busy = true;
+    while (busy) {
+        busy = false;
+        for (int i = 0; i < ep->config.world_size; i++) {
+            struct sp_tcp_peer *p = &ep->peers[i];
+            for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_streams(ep, p); k++)
+                busy = sp_tcp_stream_wind_up(&p->streams[k]) || busy;
+        }
+        if (!busy)
+            return;
+        if (sp_deadline_passed(deadline_ns)) {
+            sp_log(SP_LOG_DEBUG, ep->config.rank, "tcp: closed before all peers had taken what was sent");
+            return;
+        }
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+}
+
+static void close_fd(int *fd)
+{
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
+}
+
+static void close_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
+{
+    sp_tcp_end_connecting(ep, p);
+    close_fd(&p->control);
+    for (uint32_t k = 0; p->streams != NULL && k < sp_tcp_n_streams(ep, p); k++)
+        sp_tcp_stream_close(&p->streams[k]);
+    sp_free(p->streams);
+}
+
+static void close_in_child(void *owner)
+{
+    struct sp_tcp *ep = owner;
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        uint32_t n = sp_tcp_n_streams(ep, p);
+        close_fd(&p->control);
+        for (uint32_t k = 0; p->streams != NULL && k < n; k++)
+            close_fd(&p->streams[k].fd);
+        for (uint32_t k = 0; p->dials != NULL && k < 1 + n; k++)
+            close_fd(&p->dials[k].fd);
+    }
+    sp_acceptor_close_descriptors(&ep->acceptor);
+}
+
+static void tcp_close(sp_endpoint *opaque)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    if (ep == NULL)
+        return;
+    if (ep->peers != NULL && ep->pid == getpid())
+        wind_up(ep);
+    sp_fork_unwatch(&ep->guard);
+    for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
+        close_peer(ep, &ep->peers[i]);
+    sp_acceptor_close(&ep->acceptor);
+    if (ep->epoll_fd >= 0)
+        close(ep->epoll_fd);
+    explicit_bzero(ep->config.secret, sizeof ep->config.secret);
+    sp_free(ep->peers);
+    sp_free(ep);
+}
+
+static spccl_status tcp_open(const sp_endpoint_config *config, sp_endpoint **out)
+{
+    spccl_status st;
+    int listen_fd = -1;
+    struct sp_tcp *ep = sp_calloc(1, sizeof *ep);
+    if (ep == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "tcp: an endpoint of %zu bytes", sizeof *ep);
+    ep->config = *config;
+    ep->pid = getpid();
+    ep->epoll_fd = ep->acceptor.listen_fd = ep->abort_rank = -1;
+    ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
+    if (ep->peers == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "tcp: tables for %d ranks", config->world_size);
+        goto fail;
+    }
+    for (int i = 0; i < config->world_size; i++)
+        ep->peers[i].control = -1;
+    SP_TRY_TO(fail, st, sp_random_bytes(ep->self.id, sizeof ep->self.id));
+    ep->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (ep->epoll_fd < 0) {
+        st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: tcp: epoll", config->rank);
+        goto fail;
+    }
+    SP_TRY_TO(fail, st, sp_tcp_listen(ep, &listen_fd));
+    SP_TRY_TO(fail, st, sp_tcp_start_acceptor(ep, listen_fd));
+    sp_fork_watch(&ep->guard, close_in_child, ep);
+    *out = (sp_endpoint *)ep;
+    return SPCCL_OK;
+fail:
+    tcp_close((sp_endpoint *)ep);
+    return st;
+}
+
+const sp_transport sp_transport_tcp = {
+    .name = "tcp",
+    .open = tcp_open,
+    .address = sp_tcp_write_address,
+    .can_reach = sp_tcp_can_reach,
+    .add_peer = sp_tcp_add_peer,
+    .connect_step = sp_tcp_connect_step,
+    .message_max = tcp_message_max,
+    .reserve = tcp_reserve,
+    .commit = tcp_commit,
+    .peek = tcp_peek,
+    .release = tcp_release,
+    .flushed = tcp_flushed,
+    .progress = tcp_progress,
+    .wait_fd = tcp_wait_fd,
+    .arm = tcp_arm,
+    .disarm = tcp_disarm,
+    .abort_peers = tcp_abort_peers,
+    .memory_bytes = tcp_memory_bytes,
+    .close = tcp_close,
+};

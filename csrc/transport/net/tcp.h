@@ -1,0 +1,111 @@
+/* tcp.h - what the parts of transport tcp share: tcp_address.c (who listens where), tcp_connect.c (start-up),
+ * tcp.c (messages). */
+#ifndef SP_TCP_H
+#define SP_TCP_H
+
+#include "core/contract/transport.h"
+#include "transport/common/acceptor.h"
+#include "transport/common/forks.h"
+#include "transport/common/host.h"
+#include "transport/net/tcp_socket.h"
+
+#include <unistd.h>
+
+#define SP_TCP_SOCKETS_MAX 16u
+#define SP_TCP_PLACES_MAX 16 /* addresses published by one endpoint */
+#define SP_TCP_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
+
+enum sp_tcp_state {
+    SP_TCP_ABSENT,         /* not added */
+    SP_TCP_DIAL_CONTROL,   /* we dial: first the control connection, which finds the address that works, */
+    SP_TCP_DIAL_LANES,     /* then those of the lanes */
+    SP_TCP_EXPECT_CONTROL, /* it dials */
+    SP_TCP_EXPECT_LANES,
+    SP_TCP_UP
+};
+
+/* An endpoint as its address tells of it. */
+typedef struct sp_tcp_address {
+    uint8_t id[SP_HS_ID_BYTES], host[SP_HOST_ID_BYTES];
+    int n_places;
+    sp_sock_address places[SP_TCP_PLACES_MAX]; /* loopback last */
+} sp_tcp_address;
+
+/* One connection that is being dialled. */
+struct sp_tcp_dial {
+    int fd; /* -1: not begun */
+    bool proving;
+    int64_t since_ns, not_before_ns;
+    sp_hs hs;
+};
+
+struct sp_tcp_lane {
+    uint32_t n_sent, n_received; /* messages; they also say which stream is next */
+    size_t reserved;             /* payload bytes; 0: nothing is reserved */
+    bool blocked;                /* the last reserve found no room */
+};
+
+struct sp_tcp_peer {
+    enum sp_tcp_state state;
+    bool gone;
+    char gone_text[160];
+    int64_t ended_ns;              /* when a stream was found to have ended; 0: none has */
+    int control;                   /* socket for aborts and liveness; -1: none */
+    uint32_t n_sockets, n_up;      /* per lane; streams connected */
+    struct sp_tcp_stream *streams; /* [n_lanes * n_sockets], lane by lane */
+    struct sp_tcp_lane lanes[SP_LANES_MAX];
+    size_t abort_done;
+    uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
+    /* while connecting */
+    bool same_host, refused; /* refused: some place had another secret */
+    sp_tcp_address *address;
+    int place;                 /* being tried; then the one that works */
+    struct sp_tcp_dial *dials; /* [1 + n_lanes * n_sockets]: control, streams */
+    char cause[200];           /* why the last try failed */
+};
+
+struct sp_tcp {
+    sp_endpoint_config config;
+    sp_tcp_address self;
+    int epoll_fd;
+    sp_acceptor acceptor;
+    struct sp_tcp_peer *peers; /* [world_size] */
+    bool news;                 /* something that arm has not told yet */
+    bool unread;               /* some stream may have more to read: its event is past */
+    int n_ending;              /* peers of which a stream ended and that are not `gone` yet */
+    int abort_rank;            /* -1: none */
+    char abort_text[SP_ABORT_TEXT_CAP];
+    pid_t pid; /* a child of fork must leave its parent's connections alone */
+    sp_fork_guard guard;
+};
+
+static inline struct sp_tcp *sp_tcp_self(sp_endpoint *ep)
+{
+    return (struct sp_tcp *)ep;
+}
+static inline uint32_t sp_tcp_n_streams(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
+{
+    return (uint32_t)ep->config.n_lanes * p->n_sockets;
+}
+
+/* tcp_address.c. Listen where SPCCL_TCP_ADDR says, and fill self. Errors: SETTING, SYSTEM. */
+spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd);
+/* False if these bytes are no address of an endpoint. */
+bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *out);
+bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b);
+bool sp_tcp_is_loopback(const sp_sock_address *a);
+/* As in transport.h. */
+spccl_status sp_tcp_write_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
+bool sp_tcp_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+
+/* tcp_connect.c */
+spccl_status sp_tcp_start_acceptor(struct sp_tcp *ep, int listen_fd);
+spccl_status sp_tcp_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
+spccl_status sp_tcp_connect_step(sp_endpoint *ep);
+/* Forget what only start-up needs. */
+void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p);
+
+/* tcp.c. Read the control connection: an abort, or the peer's end. */
+void sp_tcp_look_at_control(struct sp_tcp *ep, int peer);
+
+#endif

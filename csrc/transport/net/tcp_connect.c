@@ -1,0 +1,398 @@
+/* tcp_connect.c - start-up of transport tcp. See tcp.h.
+ *
+ * Between two ranks the lower dials: first the control connection, place by place until one answers with the
+ * right secret; its hello says how many sockets each lane gets. Then every socket of every lane, to that same
+ * place. A place that does not answer costs patience, which doubles from round to round. */
+#include "core/base/bits.h"
+#include "core/base/clock.h"
+#include "core/base/mem.h"
+#include "core/base/status.h"
+#include "transport/common/transports.h"
+#include "transport/net/tcp.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+
+#define MS INT64_C(1000000)
+#define CONNECT_NS (1000 * MS) /* until a place is up to connect(), first round */
+#define PROVE_NS (10000 * MS)  /* and until what answers there proves itself: it may still wait for others */
+#define RETRY_NS (50 * MS)
+#define PATIENCE_SHIFT_MAX 4
+
+static void dial_reset(struct sp_tcp_dial *d, int64_t wait_ns)
+{
+    if (d->fd >= 0)
+        close(d->fd);
+    d->fd = -1;
+    d->proving = false;
+    d->not_before_ns = sp_now_ns() + wait_ns;
+}
+
+void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p)
+{
+    for (uint32_t i = 0; p->dials != NULL && i < 1 + sp_tcp_n_streams(ep, p); i++)
+        dial_reset(&p->dials[i], 0);
+    sp_free(p->dials);
+    sp_free(p->address);
+    p->dials = NULL;
+    p->address = NULL;
+}
+
+/* Bytes of a stream's buffers: the lane's room split over its sockets, but each takes the largest message. */
+static size_t buffer_bytes(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
+{
+    size_t lane_bytes = ep->config.lane_bytes;
+    return sp_max_size(lane_bytes / p->n_sockets, lane_bytes / 4 + SP_TCP_HEAD_BYTES);
+}
+
+/* Tables for n_sockets per lane. Errors: NOMEM. */
+static spccl_status prepare_streams(const struct sp_tcp *ep, struct sp_tcp_peer *p, uint32_t n_sockets)
+{
+    p->n_sockets = n_sockets;
+    p->streams = sp_calloc(sp_tcp_n_streams(ep, p), sizeof *p->streams);
+    if (p->streams == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "tables for %u sockets", sp_tcp_n_streams(ep, p));
+    for (uint32_t i = 0; i < sp_tcp_n_streams(ep, p); i++)
+        p->streams[i].fd = -1;
+    return SPCCL_OK;
+}
+
+/* Edge-triggered, so that neither a full buffer nor an idle socket needs a call: see tcp_stream.h. */
+static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32_t place)
+{
+    struct epoll_event e = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                            .data = {.u64 = (uint64_t)peer << 32 | place}};
+    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, fd, &e) != 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "epoll_ctl");
+    return SPCCL_OK;
+}
+
+/* A proven connection becomes stream i, or control if i < 0. Takes fd over if it succeeds. */
+static spccl_status adopt(struct sp_tcp *ep, int peer, int i, int fd)
+{
+    struct sp_tcp_peer *p = &ep->peers[peer];
+    SP_TRY(watch(ep, fd, (uint32_t)peer, (uint32_t)(i + 1)));
+    if (i < 0) {
+        p->control = fd;
+        return SPCCL_OK;
+    }
+    if (sp_tcp_stream_open(&p->streams[i], fd, buffer_bytes(ep, p)) != SPCCL_OK) {
+        sp_tcp_stream_close(&p->streams[i]);
+        return SPCCL_ERR_NOMEM;
+    }
+    p->n_up++;
+    ep->unread = true;
+    return SPCCL_OK;
+}
+
+static bool all_up(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
+{
+    return p->n_up == sp_tcp_n_streams(ep, p);
+}
+
+static void enter_up(struct sp_tcp *ep, struct sp_tcp_peer *p)
+{
+    p->state = SP_TCP_UP;
+    sp_tcp_end_connecting(ep, p);
+}
+
+/* ---- listening ---- */
+
+/* Does a proven dialler belong to this group, and does it have our settings? */
+static spccl_status check_group(const struct sp_tcp *ep, const sp_hs_hello *h)
+{
+    const sp_endpoint_config *c = &ep->config;
+    if (h->group_tag != c->group_tag || h->to != c->rank ||
+        memcmp(h->to_id, ep->self.id, SP_HS_ID_BYTES) != 0)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not whom this connection is for", c->rank);
+    if (h->world_size != c->world_size || (int)h->n_lanes != c->n_lanes || h->lane_bytes != c->lane_bytes)
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank %d has %d ranks, %u lanes of %llu bytes, but rank %d has %d ranks, %d lanes of %zu "
+            "bytes: give every rank the same settings",
+            h->from, h->world_size, h->n_lanes, (unsigned long long)h->lane_bytes, c->rank, c->world_size,
+            c->n_lanes, c->lane_bytes);
+    if (h->n_sockets < 1 || h->n_sockets > SP_TCP_SOCKETS_MAX)
+        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d wants %u sockets per lane; wanted 1 to %u", h->from,
+                       h->n_sockets, SP_TCP_SOCKETS_MAX);
+    return SPCCL_OK;
+}
+
+static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
+{
+    struct sp_tcp *ep = ctx;
+    const struct sp_tcp_peer *p;
+    SP_TRY(check_group(ep, h));
+    if (h->from >= 0 && h->from < ep->config.rank) {
+        p = &ep->peers[h->from];
+        if (h->kind == SP_HS_TCP_CONTROL && p->state == SP_TCP_EXPECT_CONTROL)
+            return SPCCL_OK;
+        if (h->kind == SP_HS_TCP_LANE && p->state == SP_TCP_EXPECT_LANES && h->n_sockets == p->n_sockets &&
+            h->lane < (uint32_t)ep->config.n_lanes && h->stripe < p->n_sockets &&
+            p->streams[h->lane * p->n_sockets + h->stripe].fd < 0)
+            return SPCCL_OK;
+    }
+    return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d (connection of kind %u, lane %u, %u)",
+                   ep->config.rank, h->from, h->kind, h->lane, h->stripe);
+}
+
+static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *h)
+{
+    struct sp_tcp *ep = ctx;
+    struct sp_tcp_peer *p = &ep->peers[h->from];
+    spccl_status st;
+    int i = h->kind == SP_HS_TCP_CONTROL ? -1 : (int)(h->lane * p->n_sockets + h->stripe);
+    /* Two connections may claim one place before the first of them is taken. */
+    if (i < 0 ? p->state != SP_TCP_EXPECT_CONTROL : p->streams[i].fd >= 0) {
+        close(fd);
+        return SPCCL_OK;
+    }
+    if (i < 0)
+        SP_TRY_TO(fail, st, prepare_streams(ep, p, h->n_sockets));
+    SP_TRY_TO(fail, st, adopt(ep, h->from, i, fd));
+    if (i < 0)
+        p->state = SP_TCP_EXPECT_LANES;
+    if (all_up(ep, p))
+        enter_up(ep, p);
+    return SPCCL_OK;
+fail:
+    close(fd);
+    return st;
+}
+
+spccl_status sp_tcp_start_acceptor(struct sp_tcp *ep, int listen_fd)
+{
+    sp_acceptor_config ac = {.rank = ep->config.rank,
+                             .secret = ep->config.secret,
+                             .tcp = true,
+                             .ctx = ep,
+                             .check = check_hello,
+                             .ready = take_connection};
+    return sp_acceptor_init(&ep->acceptor, listen_fd, &ac);
+}
+
+static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address, size_t bytes)
+{
+    struct sp_tcp_peer *p;
+    if (peer < 0 || peer >= ep->config.world_size || peer == ep->config.rank ||
+        ep->peers[peer].state != SP_TCP_ABSENT)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: tcp: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
+    p = &ep->peers[peer];
+    p->address = sp_calloc(1, sizeof *p->address);
+    if (p->address == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: the address of rank %d", ep->config.rank, peer);
+    if (!sp_tcp_parse_address(address, bytes, p->address))
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: tcp: %zu bytes are no address of rank %d", ep->config.rank,
+                       bytes, peer);
+    p->same_host = sp_tcp_same_host(&ep->self, p->address);
+    if (peer < ep->config.rank) {
+        p->state = SP_TCP_EXPECT_CONTROL;
+        return SPCCL_OK;
+    }
+    SP_TRY(prepare_streams(ep, p, ep->config.n_sockets != 0 ? ep->config.n_sockets : p->same_host ? 1 : 2));
+    p->dials = sp_calloc(1 + sp_tcp_n_streams(ep, p), sizeof *p->dials);
+    if (p->dials == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: tables to dial rank %d", ep->config.rank, peer);
+    for (uint32_t i = 0; i < 1 + sp_tcp_n_streams(ep, p); i++)
+        p->dials[i].fd = -1;
+    p->state = SP_TCP_DIAL_CONTROL;
+    return SPCCL_OK;
+}
+
+spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    spccl_status st;
+    pthread_mutex_lock(&ep->guard.lock);
+    st = add_peer(ep, peer, address, bytes);
+    pthread_mutex_unlock(&ep->guard.lock);
+    return st;
+}
+
+/* ---- dialling ---- */
+
+/* The place for try number `n`: on one host loopback first, elsewhere never. NULL: skip it. */
+static const sp_sock_address *place_of(const struct sp_tcp_peer *p, int n)
+{
+    int i = n % p->address->n_places;
+    if (p->same_host)
+        return &p->address->places[p->address->n_places - 1 - i];
+    return sp_tcp_is_loopback(&p->address->places[i]) ? NULL : &p->address->places[i];
+}
+
+static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer *p, int i)
+{
+    const sp_endpoint_config *c = &ep->config;
+    sp_hs_hello h = {.group_tag = c->group_tag,
+                     .lane_bytes = c->lane_bytes,
+                     .kind = i < 0 ? SP_HS_TCP_CONTROL : SP_HS_TCP_LANE,
+                     .from = c->rank,
+                     .to = (int32_t)(p - ep->peers),
+                     .world_size = c->world_size,
+                     .lane = i < 0 ? 0 : (uint32_t)i / p->n_sockets,
+                     .stripe = i < 0 ? 0 : (uint32_t)i % p->n_sockets,
+                     .n_lanes = (uint32_t)c->n_lanes,
+                     .n_sockets = p->n_sockets};
+    memcpy(h.to_id, p->address->id, sizeof h.to_id);
+    return h;
+}
+
+/* Is there still a reason to wait? Not for ever at a place that may be the wrong one. */
+static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_dial *d)
+{
+    int round = p->place / p->address->n_places;
+    int64_t limit_ns = (d->proving ? PROVE_NS : CONNECT_NS)
+                       << (round < PATIENCE_SHIFT_MAX ? round : PATIENCE_SHIFT_MAX);
+    if ((d->proving && (p->same_host || sp_hs_dial_trusted(&d->hs))) || sp_now_ns() - d->since_ns < limit_ns)
+        return SPCCL_AGAIN;
+    return SP_FAIL(SPCCL_ERR_PEER, "no answer for %lld ms", (long long)(limit_ns / MS));
+}
+
+/* Bring one connection up. OK: it is proven. AGAIN: go on later. Otherwise this try failed. */
+static spccl_status dial_step(struct sp_tcp *ep, struct sp_tcp_peer *p, int i, const sp_sock_address *to)
+{
+    struct sp_tcp_dial *d = &p->dials[i + 1];
+    spccl_status st;
+    if (d->fd < 0) {
+        if (sp_now_ns() < d->not_before_ns)
+            return SPCCL_AGAIN;
+        d->since_ns = sp_now_ns();
+        SP_TRY(sp_sock_dial(to, &d->fd));
+    }
+    if (!d->proving) {
+        sp_hs_hello hello = make_hello(ep, p, i);
+        st = sp_sock_connected(d->fd);
+        if (st == SPCCL_AGAIN)
+            return wait_on(p, d);
+        SP_TRY(st);
+        SP_TRY(sp_hs_dial(&d->hs, d->fd, &hello, ep->config.secret));
+        d->proving = true;
+        d->since_ns = sp_now_ns();
+    }
+    st = sp_hs_step(&d->hs);
+    if (st == SPCCL_AGAIN)
+        return wait_on(p, d);
+    SP_TRY(st);
+    SP_TRY(adopt(ep, (int)(p - ep->peers), i, d->fd));
+    d->fd = -1;
+    return SPCCL_OK;
+}
+
+/* Will other places or later tries not help? */
+static bool is_final(spccl_status st)
+{
+    return st == SPCCL_ERR_MISMATCH || st == SPCCL_ERR_SYSTEM || st == SPCCL_ERR_NOMEM;
+}
+
+static spccl_status dial_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
+{
+    const sp_sock_address *to = place_of(p, p->place);
+    char at[SP_SOCK_TEXT_CAP];
+    bool last = p->place % p->address->n_places == p->address->n_places - 1;
+    spccl_status st;
+    if (to != NULL) {
+        st = dial_step(ep, p, -1, to);
+        if (st == SPCCL_OK)
+            p->state = SP_TCP_DIAL_LANES;
+        if (st == SPCCL_OK || st == SPCCL_AGAIN)
+            return st;
+        sp_sock_text(to, at, sizeof at);
+        snprintf(p->cause, sizeof p->cause, "at %s: %.110s", at, spccl_last_error());
+        if (is_final(st))
+            return st;
+        /* At another place something else may answer; the right one may come later in the list. */
+        p->refused = p->refused || st == SPCCL_ERR_AUTH || st == SPCCL_ERR_VERSION;
+        if (last && p->refused)
+            return SP_FAIL(st == SPCCL_ERR_VERSION ? st : SPCCL_ERR_AUTH, "%s", p->cause);
+    }
+    p->place++;
+    dial_reset(&p->dials[0], last ? RETRY_NS : 0);
+    return SPCCL_AGAIN;
+}
+
+static spccl_status dial_lanes(struct sp_tcp *ep, struct sp_tcp_peer *p)
+{
+    const sp_sock_address *to = place_of(p, p->place);
+    for (uint32_t i = 0; i < sp_tcp_n_streams(ep, p); i++) {
+        spccl_status st;
+        if (p->streams[i].fd >= 0)
+            continue;
+        st = dial_step(ep, p, (int)i, to);
+        if (st == SPCCL_OK || st == SPCCL_AGAIN)
+            continue;
+        snprintf(p->cause, sizeof p->cause, "%.180s", spccl_last_error());
+        if (is_final(st) || st == SPCCL_ERR_AUTH)
+            return st;
+        dial_reset(&p->dials[i + 1], RETRY_NS);
+    }
+    if (!all_up(ep, p))
+        return SPCCL_AGAIN;
+    enter_up(ep, p);
+    return SPCCL_OK;
+}
+
+static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
+{
+    int peer = (int)(p - ep->peers);
+    if (p->state == SP_TCP_DIAL_CONTROL)
+        SP_TRY(dial_control(ep, p));
+    /* The other end may be up with us, and gone, before our last connection is: what it sent is there. So its
+     * end counts only if it was seen before a look at the connections that found one missing. */
+    if (p->state == SP_TCP_DIAL_LANES || p->state == SP_TCP_EXPECT_LANES)
+        sp_tcp_look_at_control(ep, peer);
+    if (p->state == SP_TCP_DIAL_LANES) {
+        spccl_status st = dial_lanes(ep, p);
+        if (st != SPCCL_AGAIN)
+            return st;
+    } else if (p->state == SP_TCP_EXPECT_LANES && p->gone) {
+        SP_TRY(sp_acceptor_step(&ep->acceptor));
+    }
+    if (p->state == SP_TCP_UP)
+        return SPCCL_OK;
+    if (p->gone)
+        return SP_FAIL(SPCCL_ERR_PEER, "it closed its endpoint before the group was up");
+    return SPCCL_AGAIN;
+}
+
+static spccl_status connect_all(struct sp_tcp *ep)
+{
+    sp_rank_list missing = {0};
+    const char *cause = "";
+    if (ep->acceptor.listen_fd >= 0)
+        SP_TRY(sp_acceptor_step(&ep->acceptor));
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        char text[300];
+        spccl_status st;
+        if (p->state == SP_TCP_ABSENT || p->state == SP_TCP_UP)
+            continue;
+        st = connect_peer(ep, p);
+        if (st == SPCCL_AGAIN) {
+            sp_rank_list_add(&missing, i);
+            cause = cause[0] == '\0' ? p->cause : cause;
+        }
+        if (st == SPCCL_AGAIN || st == SPCCL_OK)
+            continue;
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        return SP_FAIL(st, "rank %d: connecting to rank %d over tcp: %s", ep->config.rank, i, text);
+    }
+    if (missing.n == 0) {
+        sp_acceptor_close(&ep->acceptor); /* everybody is here: no more callers */
+        return SPCCL_OK;
+    }
+    if (sp_deadline_passed(ep->config.deadline_ns))
+        return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no tcp connection with rank %s before the deadline%s%s",
+                       ep->config.rank, missing.text, cause[0] != '\0' ? "; last try: " : "", cause);
+    return SPCCL_AGAIN;
+}
+
+spccl_status sp_tcp_connect_step(sp_endpoint *opaque)
+{
+    struct sp_tcp *ep = sp_tcp_self(opaque);
+    spccl_status st;
+    pthread_mutex_lock(&ep->guard.lock);
+    st = connect_all(ep);
+    pthread_mutex_unlock(&ep->guard.lock);
+    return st;
+}

@@ -1,0 +1,153 @@
+/* tcp_socket.c - see tcp_stream.h. */
+#include "transport/net/tcp_socket.h"
+
+#include "core/base/bits.h"
+#include "core/base/status.h"
+
+#include <errno.h>
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define HEAD_MAGIC 0x534d5053u /* "SPMS" */
+/* One read takes at most this much: it is still in the L2 cache when it is decoded, and one busy peer does
+ * not keep the others waiting. */
+#define READ_BYTES ((size_t)256 << 10)
+#define WIND_UP_READS 64 /* a peer that goes on sending must not keep us */
+
+static size_t record_bytes(size_t bytes)
+{
+    return SP_TCP_HEAD_BYTES + sp_align_up(bytes, 16);
+}
+
+spccl_status sp_tcp_stream_open(sp_tcp_stream *s, int fd, size_t buffer_bytes)
+{
+    *s = (sp_tcp_stream){.fd = -1, .readable = true, .writable = true};
+    SP_TRY(sp_mirror_open(&s->in, buffer_bytes));
+    SP_TRY(sp_mirror_open(&s->out, buffer_bytes));
+    s->fd = fd;
+    return SPCCL_OK;
+}
+
+void sp_tcp_stream_close(sp_tcp_stream *s)
+{
+    if (s->fd >= 0)
+        close(s->fd);
+    s->fd = -1;
+    sp_mirror_close(&s->in);
+    sp_mirror_close(&s->out);
+}
+
+void *sp_tcp_stream_reserve(sp_tcp_stream *s, size_t bytes)
+{
+    if (sp_mirror_room(&s->out) < record_bytes(bytes))
+        return NULL;
+    s->out.held = true;
+    return sp_mirror_free(&s->out) + SP_TCP_HEAD_BYTES;
+}
+
+void sp_tcp_stream_commit(sp_tcp_stream *s, uint32_t lane, uint32_t sequence, size_t bytes)
+{
+    uint8_t *head = sp_mirror_free(&s->out);
+    sp_store_le32(head, (uint32_t)bytes);
+    sp_store_le32(head + 4, sequence);
+    sp_store_le32(head + 8, lane);
+    sp_store_le32(head + 12, HEAD_MAGIC);
+    memset(head + SP_TCP_HEAD_BYTES + bytes, 0, record_bytes(bytes) - SP_TCP_HEAD_BYTES - bytes);
+    s->out.used += record_bytes(bytes);
+    s->out.held = false;
+}
+
+bool sp_tcp_stream_flush(sp_tcp_stream *s)
+{
+    bool moved = false;
+    while (s->out.used != 0 && s->writable) {
+        ssize_t n = send(s->fd, sp_mirror_first(&s->out), s->out.used, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n > 0) {
+            sp_mirror_drop(&s->out, (size_t)n);
+            moved = true;
+        } else if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            s->writable = false;
+        } else if (n == 0 || errno != EINTR) {
+            s->cut = moved = true;
+            s->writable = false;
+            sp_mirror_drop(&s->out, s->out.used);
+        }
+    }
+    return moved;
+}
+
+bool sp_tcp_stream_fill(sp_tcp_stream *s)
+{
+    size_t want = sp_min_size(sp_mirror_room(&s->in), READ_BYTES);
+    ssize_t n;
+    if (!s->readable || s->ended || want == 0)
+        return false;
+    do
+        n = recv(s->fd, sp_mirror_free(&s->in), want, MSG_DONTWAIT);
+    while (n < 0 && errno == EINTR);
+    if (n > 0) {
+        s->in.used += (size_t)n;
+        /* Less than asked for: it is empty now, and more will be an event of its own. */
+        s->readable = (size_t)n == want || s->hung_up;
+        return true;
+    }
+    s->readable = false;
+    s->ended = n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK);
+    return s->ended;
+}
+
+spccl_status sp_tcp_stream_peek(const sp_tcp_stream *s, const sp_tcp_expected *want, const void **out,
+                                size_t *bytes)
+{
+    const uint8_t *head = sp_mirror_first(&s->in);
+    size_t n;
+    if (s->in.used < SP_TCP_HEAD_BYTES)
+        return SPCCL_AGAIN;
+    n = sp_load_le32(head);
+    if (sp_load_le32(head + 12) != HEAD_MAGIC || n == 0 || n > want->bytes_max ||
+        sp_load_le32(head + 4) != want->sequence || sp_load_le32(head + 8) != want->lane)
+        return SP_FAIL(SPCCL_ERR_FORMAT,
+                       "magic %08x, message %u of lane %u, %zu bytes; wanted magic %08x, message %u of lane "
+                       "%u, 1 to %zu bytes",
+                       sp_load_le32(head + 12), sp_load_le32(head + 4), sp_load_le32(head + 8), n, HEAD_MAGIC,
+                       want->sequence, want->lane, want->bytes_max);
+    if (s->in.used < record_bytes(n))
+        return SPCCL_AGAIN;
+    *out = head + SP_TCP_HEAD_BYTES;
+    *bytes = n;
+    return SPCCL_OK;
+}
+
+void sp_tcp_stream_release(sp_tcp_stream *s, size_t bytes)
+{
+    sp_mirror_drop(&s->in, record_bytes(bytes));
+}
+
+bool sp_tcp_stream_has_message(const sp_tcp_stream *s)
+{
+    size_t n;
+    if (s->in.used < SP_TCP_HEAD_BYTES)
+        return false;
+    n = sp_load_le32(sp_mirror_first(&s->in));
+    return n > s->in.cap - SP_TCP_HEAD_BYTES || s->in.used >= record_bytes(n);
+}
+
+bool sp_tcp_stream_wind_up(sp_tcp_stream *s)
+{
+    int unacknowledged = 0;
+    s->writable = s->readable = true;
+    (void)sp_tcp_stream_flush(s);
+    if (s->out.used == 0 && !s->shut) {
+        (void)shutdown(s->fd, SHUT_WR);
+        s->shut = true;
+    }
+    for (int i = 0; i < WIND_UP_READS && !s->ended; i++) {
+        s->in.at = s->in.used = 0;
+        if (!sp_tcp_stream_fill(s))
+            break;
+    }
+    return !s->ended && !s->cut &&
+           (!s->shut || (ioctl(s->fd, SIOCOUTQ, &unacknowledged) == 0 && unacknowledged > 0));
+}

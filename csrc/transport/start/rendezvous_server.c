@@ -1,0 +1,413 @@
+/* rendezvous_server.c - the key-value server behind spccl_unique_id. See rendezvous.h; bytes in
+ * rendezvous_wire.h. One thread serves everybody and lives as long as the process; what clients may make it
+ * hold is bounded. */
+#include "core/base/clock.h"
+#include "core/base/mem.h"
+#include "core/base/status.h"
+#include "core/contract/rendezvous.h"
+#include "transport/common/acceptor.h"
+#include "transport/common/auth.h"
+#include "transport/common/forks.h"
+#include "transport/start/rendezvous_wire.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#define STORE_MAX ((size_t)64 << 20)
+#define CLIENTS_MAX 4096
+
+struct entry {
+    struct entry *next;
+    size_t bytes;
+    uint8_t *data;
+    char key[SP_RDV_KEY_MAX + 1];
+};
+
+enum client_state { READ_HEAD, READ_BODY, WAIT_KEY, WRITE_REPLY };
+
+struct client {
+    int fd;
+    enum client_state state;
+    size_t done, want;
+    int64_t deadline_ns;
+    uint8_t head[SP_RDV_REQUEST_BYTES];
+    uint8_t *body; /* key, then data; or the reply */
+    char key[SP_RDV_KEY_MAX + 1];
+};
+
+struct server {
+    sp_acceptor acceptor;
+    uint8_t id[SP_HS_ID_BYTES], secret[SP_SECRET_BYTES];
+    struct entry *entries;
+    size_t stored_bytes;
+    uint64_t n_sets; /* ever */
+    struct client *clients;
+    struct pollfd *polls; /* [CLIENTS_MAX + SP_ACCEPTOR_PENDING + 1] */
+    int n_clients;
+    sp_fork_guard guard;
+};
+
+/* ---- server ---- */
+
+static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
+{
+    const struct server *s = ctx;
+    if (h->kind != SP_HS_RENDEZVOUS || memcmp(h->to_id, s->id, sizeof s->id) != 0)
+        return SP_FAIL(SPCCL_ERR_PEER, "this rendezvous belongs to another unique id");
+    if (s->n_clients == CLIENTS_MAX)
+        return SP_FAIL(SPCCL_ERR_PEER, "this rendezvous serves %d clients already", CLIENTS_MAX);
+    return SPCCL_OK;
+}
+
+static spccl_status take_client(void *ctx, int fd, const sp_hs_hello *hello)
+{
+    struct server *s = ctx;
+    (void)hello;
+    s->clients[s->n_clients++] = (struct client){.fd = fd, .want = SP_RDV_REQUEST_BYTES};
+    return SPCCL_OK;
+}
+
+static struct entry *find_entry(const struct server *s, const char *key)
+{
+    for (struct entry *e = s->entries; e != NULL; e = e->next)
+        if (strcmp(e->key, key) == 0)
+            return e;
+    return NULL;
+}
+
+/* Store, replacing what is there. SPCCL_ERR_NOMEM when the store is full. */
+static spccl_status put_entry(struct server *s, const char *key, const uint8_t *data, size_t bytes)
+{
+    struct entry *e = find_entry(s, key);
+    uint8_t *copy = sp_calloc(bytes, 1);
+    if (copy == NULL || s->stored_bytes + bytes + sizeof *e > STORE_MAX) {
+        sp_free(copy);
+        return SPCCL_ERR_NOMEM;
+    }
+    if (e == NULL) {
+        e = sp_calloc(1, sizeof *e);
+        if (e == NULL) {
+            sp_free(copy);
+            return SPCCL_ERR_NOMEM;
+        }
+        snprintf(e->key, sizeof e->key, "%s", key);
+        e->next = s->entries;
+        s->entries = e;
+        s->stored_bytes += sizeof *e;
+    }
+    memcpy(copy, data, bytes);
+    s->stored_bytes += bytes - e->bytes;
+    sp_free(e->data);
+    e->data = copy;
+    e->bytes = bytes;
+    return SPCCL_OK;
+}
+
+/* Queue a reply. False: out of memory, drop the client. */
+static bool reply(struct client *c, spccl_status status, const uint8_t *data, size_t bytes)
+{
+    uint8_t *out = sp_calloc(SP_RDV_REPLY_BYTES + bytes, 1);
+    if (out == NULL)
+        return false;
+    sp_store_le32(out, (uint32_t)status);
+    sp_store_le32(out + 4, (uint32_t)bytes);
+    if (bytes != 0)
+        memcpy(out + SP_RDV_REPLY_BYTES, data, bytes);
+    sp_free(c->body);
+    c->body = out;
+    c->done = 0;
+    c->want = SP_RDV_REPLY_BYTES + bytes;
+    c->state = WRITE_REPLY;
+    return true;
+}
+
+static bool handle_head(struct client *c)
+{
+    size_t key_bytes = sp_load_le32(c->head + 4), data_bytes = sp_load_le32(c->head + 8);
+    if (key_bytes == 0 || key_bytes > SP_RDV_KEY_MAX || data_bytes > SP_RDV_DATA_MAX)
+        return false;
+    c->body = sp_calloc(key_bytes + data_bytes, 1);
+    c->done = 0;
+    c->want = key_bytes + data_bytes;
+    c->state = READ_BODY;
+    return c->body != NULL;
+}
+
+static bool handle_request(struct server *s, struct client *c)
+{
+    size_t key_bytes = sp_load_le32(c->head + 4), data_bytes = sp_load_le32(c->head + 8);
+    memset(c->key, 0, sizeof c->key);
+    memcpy(c->key, c->body, key_bytes);
+    switch (sp_load_le32(c->head)) {
+    case SP_RDV_SET:
+        s->n_sets++;
+        return reply(c, put_entry(s, c->key, c->body + key_bytes, data_bytes), NULL, 0);
+    case SP_RDV_GET:
+        c->deadline_ns = sp_deadline_in_ms((int64_t)sp_load_le32(c->head + 12));
+        c->state = WAIT_KEY;
+        return true;
+    default:
+        return false;
+    }
+}
+
+static bool try_answer(const struct server *s, struct client *c)
+{
+    const struct entry *e = find_entry(s, c->key);
+    if (e != NULL)
+        return reply(c, SPCCL_OK, e->data, e->bytes);
+    return !sp_deadline_passed(c->deadline_ns) || reply(c, SPCCL_ERR_TIMEOUT, NULL, 0);
+}
+
+/* Go on with one client as far as it goes. False: it is done for. */
+static bool step_client(struct server *s, struct client *c)
+{
+    for (;;) {
+        spccl_status st = SPCCL_OK;
+        if (c->state == READ_HEAD)
+            st = sp_sock_read(c->fd, c->head, c->want, &c->done);
+        else if (c->state == READ_BODY)
+            st = sp_sock_read(c->fd, c->body, c->want, &c->done);
+        else if (c->state == WRITE_REPLY)
+            st = sp_sock_write(c->fd, c->body, c->want, &c->done);
+        if (st != SPCCL_OK)
+            return st == SPCCL_AGAIN;
+        switch (c->state) {
+        case READ_HEAD:
+            if (!handle_head(c))
+                return false;
+            break;
+        case READ_BODY:
+            if (!handle_request(s, c))
+                return false;
+            break;
+        case WAIT_KEY:
+            if (!try_answer(s, c))
+                return false;
+            if (c->state == WAIT_KEY)
+                return true;
+            break;
+        case WRITE_REPLY:
+            sp_free(c->body);
+            c->body = NULL;
+            c->done = 0;
+            c->want = SP_RDV_REQUEST_BYTES;
+            c->state = READ_HEAD;
+            break;
+        }
+    }
+}
+
+/* Sleep until something may have happened: clients' sockets, new connections, or a waiting client's deadline.
+ */
+static void wait_for_events(struct server *s)
+{
+    int n = 0, timeout_ms = 1000;
+    s->polls[n++] = (struct pollfd){.fd = s->acceptor.listen_fd, .events = POLLIN};
+    for (int i = 0; i < s->acceptor.n_pending; i++)
+        s->polls[n++] = (struct pollfd){.fd = s->acceptor.pending[i].hs.fd, .events = POLLIN};
+    for (int i = 0; i < s->n_clients; i++) {
+        const struct client *c = &s->clients[i];
+        s->polls[n++] = (struct pollfd){.fd = c->fd, .events = c->state == WRITE_REPLY ? POLLOUT : POLLIN};
+        if (c->state == WAIT_KEY) {
+            int left_ms = sp_deadline_left_ms(c->deadline_ns, timeout_ms);
+            timeout_ms = left_ms < timeout_ms ? left_ms : timeout_ms;
+        }
+    }
+    (void)poll(s->polls, (nfds_t)n, timeout_ms);
+}
+
+/* A client that waits for a key sends nothing; if its socket becomes readable it has left, and must not spin
+ * us. */
+static bool has_left(const struct client *c)
+{
+    uint8_t byte;
+    return c->state == WAIT_KEY && recv(c->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) >= 0;
+}
+
+static void step_all_clients(struct server *s)
+{
+    uint64_t n_sets;
+    do { /* again after a set: it may answer clients looked at before it */
+        n_sets = s->n_sets;
+        for (int i = 0; i < s->n_clients;) {
+            struct client *c = &s->clients[i];
+            if (!has_left(c) && step_client(s, c)) {
+                i++;
+                continue;
+            }
+            close(c->fd);
+            sp_free(c->body);
+            *c = s->clients[--s->n_clients];
+        }
+    } while (n_sets != s->n_sets);
+}
+
+static void *serve(void *arg)
+{
+    struct server *s = arg;
+    for (;;) {
+        wait_for_events(s);
+        pthread_mutex_lock(&s->guard.lock);
+        (void)sp_acceptor_step(&s->acceptor); /* strangers are its own business */
+        step_all_clients(s);
+        pthread_mutex_unlock(&s->guard.lock);
+    }
+    return NULL;
+}
+
+/* A child has no server thread: who asks there shall be refused, not kept waiting. */
+static void close_in_child(void *owner)
+{
+    struct server *s = owner;
+    for (int i = 0; i < s->n_clients; i++)
+        close(s->clients[i].fd);
+    s->n_clients = 0;
+    sp_acceptor_close_descriptors(&s->acceptor);
+}
+
+static void server_free(struct server *s)
+{
+    sp_fork_unwatch(&s->guard);
+    sp_acceptor_close(&s->acceptor);
+    sp_free(s->clients);
+    sp_free(s->polls);
+    sp_free(s);
+}
+
+static bool parse_address(const char *text, sp_sock_address *out)
+{
+    struct sockaddr_in in = {.sin_family = AF_INET};
+    struct sockaddr_in6 in6 = {.sin6_family = AF_INET6};
+    memset(out, 0, sizeof *out);
+    if (inet_pton(AF_INET, text, &in.sin_addr) == 1) {
+        memcpy(&out->storage, &in, sizeof in);
+        out->bytes = sizeof in;
+        return true;
+    }
+    if (inet_pton(AF_INET6, text, &in6.sin6_addr) == 1) {
+        memcpy(&out->storage, &in6, sizeof in6);
+        out->bytes = sizeof in6;
+        return true;
+    }
+    return false;
+}
+
+/* "Every address of this host": good to listen on, but the id must name one that can be dialled. */
+static bool is_wildcard(const sp_sock_address *at)
+{
+    struct sockaddr_in in;
+    struct sockaddr_in6 in6;
+    if (at->storage.ss_family == AF_INET) {
+        memcpy(&in, &at->storage, sizeof in);
+        return in.sin_addr.s_addr == htonl(INADDR_ANY);
+    }
+    memcpy(&in6, &at->storage, sizeof in6);
+    return IN6_IS_ADDR_UNSPECIFIED(&in6.sin6_addr) != 0;
+}
+
+/* The id of a server that listens on fd. */
+static spccl_status write_id(const struct server *s, int fd, spccl_unique_id *out)
+{
+    sp_sock_address bound = {.bytes = sizeof bound.storage};
+    struct sockaddr_in in;
+    struct sockaddr_in6 in6;
+    if (getsockname(fd, (struct sockaddr *)&bound.storage, &bound.bytes) != 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rendezvous: getsockname");
+    memset(out, 0, sizeof *out);
+    sp_store_le32(out->bytes, SP_RDV_ID_MAGIC);
+    sp_store_le32(out->bytes + 4, SP_RDV_ID_VERSION);
+    if (bound.storage.ss_family == AF_INET) {
+        memcpy(&in, &bound.storage, sizeof in);
+        sp_store_le16(out->bytes + 8, ntohs(in.sin_port));
+        out->bytes[10] = 4;
+        memcpy(out->bytes + 12, &in.sin_addr, sizeof in.sin_addr);
+    } else {
+        memcpy(&in6, &bound.storage, sizeof in6);
+        sp_store_le16(out->bytes + 8, ntohs(in6.sin6_port));
+        out->bytes[10] = 6;
+        memcpy(out->bytes + 12, &in6.sin6_addr, sizeof in6.sin6_addr);
+    }
+    memcpy(out->bytes + 28, s->id, sizeof s->id);
+    memcpy(out->bytes + 44, s->secret, sizeof s->secret);
+    sp_store_le32(out->bytes + SP_RDV_CHECKSUM_AT, sp_rdv_checksum(out->bytes));
+    return SPCCL_OK;
+}
+
+/* The thread takes no signals: they are the application's. */
+static spccl_status start_thread(struct server *s)
+{
+    sigset_t all, before;
+    pthread_t thread;
+    int err;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    err = pthread_create(&thread, NULL, serve, s);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    errno = err;
+    if (err != 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rendezvous: thread");
+    pthread_setname_np(thread, "spccl-rdv");
+    pthread_detach(thread);
+    return SPCCL_OK;
+}
+
+spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
+{
+    sp_sock_address at;
+    spccl_unique_id id;
+    spccl_status st = SPCCL_OK;
+    int fd = -1;
+    struct server *s;
+    if (!parse_address(listen_addr, &at))
+        return SP_FAIL(SPCCL_ERR_ARG, "rendezvous: \"%s\" is no IPv4 or IPv6 address (SPCCL_RENDEZVOUS_ADDR)",
+                       listen_addr);
+    if (is_wildcard(&at))
+        return SP_FAIL(
+            SPCCL_ERR_ARG,
+            "rendezvous: nobody can dial \"%s\": set SPCCL_RENDEZVOUS_ADDR to an address of this host "
+            "that the other ranks reach",
+            listen_addr);
+    s = sp_calloc(1, sizeof *s);
+    if (s == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous");
+    s->acceptor.listen_fd = -1;
+    s->clients = sp_calloc(CLIENTS_MAX, sizeof *s->clients);
+    s->polls = sp_calloc(CLIENTS_MAX + SP_ACCEPTOR_PENDING + 1, sizeof *s->polls);
+    if (s->clients == NULL || s->polls == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous: tables for %d clients", CLIENTS_MAX);
+        goto fail;
+    }
+    SP_TRY_TO(fail, st, sp_random_bytes(s->id, sizeof s->id));
+    SP_TRY_TO(fail, st, sp_random_bytes(s->secret, sizeof s->secret));
+    fd = socket(at.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0 || bind(fd, (const struct sockaddr *)&at.storage, at.bytes) != 0 || listen(fd, 512) != 0) {
+        st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rendezvous: listening on %s", listen_addr);
+        if (fd >= 0)
+            close(fd);
+        goto fail;
+    }
+    SP_TRY_TO(fail, st,
+              sp_acceptor_init(&s->acceptor, fd,
+                               &(sp_acceptor_config){.rank = -1,
+                                                     .secret = s->secret,
+                                                     .tcp = true,
+                                                     .ctx = s,
+                                                     .check = check_hello,
+                                                     .ready = take_client}));
+    SP_TRY_TO(fail, st, write_id(s, fd, &id));
+    sp_fork_watch(&s->guard, close_in_child, s);
+    SP_TRY_TO(fail, st, start_thread(s));
+    *out = id;
+    return SPCCL_OK;
+fail:
+    server_free(s);
+    return st;
+}

@@ -1,0 +1,31 @@
+/* rendezvous_wire.h - bytes of the unique id and of the rendezvous' messages, shared by its server and its
+ * client.
+ *
+ * The id: 0 u32 "SPID"  4 u32 version  8 u16 port  10 u8 family (4, 6)  11 u8 zero  12 address[16]  28
+ * endpoint id[16] 44 secret[32]  76 zero[48]  124 u32 checksum (FNV-1a of bytes 0..123) After the handshake,
+ * client -> server:  u32 op (1 set, 2 get), u32 key bytes, u32 data bytes, u32 timeout ms, key, data server
+ * -> client:  i32 status, u32 bytes, data */
+#ifndef SP_RENDEZVOUS_WIRE_H
+#define SP_RENDEZVOUS_WIRE_H
+
+#include "core/base/bits.h"
+#include "spccl.h"
+
+#define SP_RDV_ID_MAGIC 0x44495053u /* "SPID" */
+#define SP_RDV_ID_VERSION 1u
+#define SP_RDV_CHECKSUM_AT 124u
+#define SP_RDV_REQUEST_BYTES 16u
+#define SP_RDV_REPLY_BYTES 8u
+#define SP_RDV_KEY_MAX 255u
+#define SP_RDV_DATA_MAX 65536u
+enum { SP_RDV_SET = 1, SP_RDV_GET = 2 };
+
+static inline uint32_t sp_rdv_checksum(const char *id)
+{
+    uint32_t h = 0x811c9dc5u;
+    for (size_t i = 0; i < SP_RDV_CHECKSUM_AT; i++)
+        h = (h ^ (uint8_t)id[i]) * 0x01000193u;
+    return h;
+}
+
+#endif
