@@ -43,12 +43,6 @@ NEVER = {
     "csrc/c10d_backend": (*NETWORK, "Python", "cuda"),
     "python/ext": (*NETWORK, *TORCH, "cuda"),
 }
-# Includes that still run up; each is to go.
-UPWARD = {
-    ("csrc/core/plan/tune_coll.c", "core/run/exec.h"),
-    ("csrc/core/run/comm.c", "core/gpu/gpu_comm.h"),
-    ("csrc/core/run/info.c", "core/gpu/gpu_comm.h"),
-}
 # CMake writes this header into the build folder.
 GENERATED = {"no_cuda_why.h": "csrc/kernels/cuda/device_none.c"}
 
@@ -72,8 +66,6 @@ def refusal(user: str, quoted: str | None, system: str | None) -> str | None:
         return f"<{system}> must not be used in {folder}" if system.startswith(never) and never else None
     if quoted in GENERATED:
         return None if user == GENERATED[quoted] else f'"{quoted}" is for {GENERATED[quoted]} alone'
-    if (user, quoted) in UPWARD:
-        return None
     beside = folder in ("csrc/c10d_backend", "python/ext") and (ROOT / folder / (quoted or "")).is_file()
     target = f"{folder}/{quoted}" if beside else f"csrc/{quoted}"
     if not (ROOT / target).is_file():

@@ -1,6 +1,8 @@
-/* test_tune_format.c - core/tune.c: which format a slice takes, and format names as text. */
+/* test_tune_format.c - core/format/tune_format.c: which format a slice takes, and format names as text. */
 #include "core/format/tune_format.h"
 #include "test.h"
+
+#include <math.h>
 
 static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};
 #define N_SIZES (sizeof sizes / sizeof *sizes)
@@ -14,7 +16,7 @@ static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095
 
 static void check_choice(const sp_slice_stats *s, bool is_delta)
 {
-    const sp_link_cost *const links[] = {&sp_link_shm, &sp_link_tcp, &sp_link_size_only};
+    static const double links[] = {0.1, 0.8, INFINITY}; /* ns per byte: shared memory, TCP, smallest frame */
     size_t smallest = SIZE_MAX, bound = sp_tune_frame_bound(s->n_elems, s->elem_bytes, is_delta);
 
     for (int f = 0; f < SPCCL_N_FORMATS; f++) {
@@ -25,11 +27,11 @@ static void check_choice(const sp_slice_stats *s, bool is_delta)
     for (size_t l = 0; l < 3; l++) {
         spccl_format f = sp_tune_format(s, is_delta, links[l]);
         size_t bytes;
-        CHECK(sp_codec_allows(s, f, is_delta), "n %zu nnz %zu, %s: format %d", s->n_elems, s->nnz,
-              links[l]->name, f);
+        CHECK(sp_codec_allows(s, f, is_delta), "n %zu nnz %zu, %g ns per byte: format %d", s->n_elems, s->nnz,
+              links[l], f);
         bytes = sp_frame_bytes(f, s->n_elems, s->nnz, s->elem_bytes);
-        CHECK(bytes <= bound, "n %zu nnz %zu, %s: %zu bytes above the bound", s->n_elems, s->nnz,
-              links[l]->name, bytes);
+        CHECK(bytes <= bound, "n %zu nnz %zu, %g ns per byte: %zu bytes above the bound", s->n_elems, s->nnz,
+              links[l], bytes);
         CHECK(l != 2 || bytes == smallest, "n %zu nnz %zu: %zu bytes, wanted %zu", s->n_elems, s->nnz, bytes,
               smallest);
     }
@@ -48,7 +50,7 @@ static void test_choice(void)
         }
     }
     for (int is_tcp = 0; is_tcp < 2; is_tcp++) { /* what the cost table must come to, whatever its numbers */
-        const sp_link_cost *link = is_tcp ? &sp_link_tcp : &sp_link_shm;
+        double link = is_tcp ? 0.8 : 0.1;
         sp_slice_stats s = {.n_elems = 65536, .elem_bytes = 4, .nnz = 0};
         CHECK(sp_tune_format(&s, false, link) == SPCCL_FORMAT_EMPTY, "0%%");
         s.nnz = 655;

@@ -4,6 +4,8 @@
 #include "core/format/codec.h"
 #include "core/format/tune_format.h"
 
+#include <math.h>
+
 /* A slice in float32 is 256 KiB: it stays in the second-level cache between scan and encode. */
 /* Half a pici tile: what a GPU block holds of the 8-byte types. */
 #define SLICE_STEP 2048u
@@ -138,7 +140,7 @@ static spccl_format choose(const struct encode_job *j, const sp_slice_stats *s)
     if (s->n_elems == 0)
         return SPCCL_FORMAT_EMPTY; /* no other format can hold nothing, forced or not */
     if (j->forced == SPCCL_FORMAT_AUTO)
-        return sp_tune_format(s, j->base != NULL, &sp_link_size_only);
+        return sp_tune_format(s, j->base != NULL, INFINITY);
     return sp_codec_allows(s, j->forced, j->base != NULL) ? j->forced : SPCCL_FORMAT_AUTO;
 }
 

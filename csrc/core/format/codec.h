@@ -14,12 +14,6 @@ spccl_status sp_codec_create(const sp_kernels *kernels, size_t max_elems, sp_cod
 void sp_codec_destroy(sp_codec *codec);
 const sp_kernels *sp_codec_kernels(const sp_codec *codec);
 
-/* What a scan found: all that a format choice may look at. */
-typedef struct sp_slice_stats {
-    size_t n_elems, elem_bytes, nnz;
-    bool has_full_tile; /* forbids TILE */
-} sp_slice_stats;
-
 /* Scan x against base (NULL = zeros); the codec keeps the mask for the sp_codec_write that follows. */
 void sp_codec_scan(sp_codec *codec, const void *x, const void *base, size_t n_elems, spccl_dtype dtype,
                    sp_slice_stats *out);

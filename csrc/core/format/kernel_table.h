@@ -22,6 +22,12 @@ typedef struct sp_scan_args {
     bool has_full_tile; /* out: some block has all 256 listed */
 } sp_scan_args;
 
+/* What a scan found: all that a format choice may look at. */
+typedef struct sp_slice_stats {
+    size_t n_elems, elem_bytes, nnz;
+    bool has_full_tile; /* forbids TILE */
+} sp_slice_stats;
+
 /* Write the sections of one frame. Only the pointers that the format uses are set. */
 typedef struct sp_encode_args {
     const void *x; /* [n_elems] */

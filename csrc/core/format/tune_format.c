@@ -1,19 +1,10 @@
-/* tune_format.c - see tune.h. */
+/* tune_format.c - see tune_format.h. */
 #include "core/format/tune_format.h"
 
 #include <assert.h>
+#include <math.h>
 
 /* ---- format of a slice ---- */
-
-/* Measured on an AMD EPYC (Zen 4, 2 cores of a virtual machine, L2 1 MiB): 64 KiB chunks through a ring
- * between two threads take 0.11 ns/byte, of which 0.04 are the copies in and out that encode and decode count
- * themselves, rounded up because more than one pair shares the memory; 10 Gbit/s Ethernet is 0.8 (loopback
- * took 0.53). */
-const sp_link_cost sp_link_shm = {.ns_per_byte = 0.10, .name = "shm"};
-const sp_link_cost sp_link_tcp = {.ns_per_byte = 0.80, .name = "tcp"};
-/* So much that 16 bytes (the smallest difference of two frames) outweigh the 5e9 ns that the largest slice
- * can take in any format. */
-const sp_link_cost sp_link_size_only = {.ns_per_byte = 1e9, .name = "size only"};
 
 /* Time of encode (without the scan, which comes before the choice) and of check and decode (without the
  * writing of dst, which is the same in all), in ns per element of the slice, per byte of the dense slice and
@@ -64,7 +55,7 @@ static spccl_format smallest(const sp_slice_stats *stats, bool is_delta)
     return best;
 }
 
-spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp_link_cost *link)
+spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, double link_ns_per_byte)
 {
     size_t bound = sp_tune_frame_bound(stats->n_elems, stats->elem_bytes, is_delta);
     spccl_format best = SPCCL_FORMAT_AUTO;
@@ -72,13 +63,13 @@ spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, const sp
 
     if (stats->nnz == 0)
         return SPCCL_FORMAT_EMPTY;
-    if (link == &sp_link_size_only)
+    if (isinf(link_ns_per_byte))
         return smallest(stats, is_delta);
     for (int i = SPCCL_FORMAT_TILE; i < SPCCL_N_FORMATS; i++) {
         spccl_format format = (spccl_format)i;
         size_t bytes = sp_frame_bytes(format, stats->n_elems, stats->nnz, stats->elem_bytes);
         double ns = codec_ns(&costs[i].encode, stats) + codec_ns(&costs[i].decode, stats) +
-                    link->ns_per_byte * (double)bytes;
+                    link_ns_per_byte * (double)bytes;
         if (!sp_codec_allows(stats, format, is_delta) || bytes > bound)
             continue;
         if (best == SPCCL_FORMAT_AUTO || ns < best_ns) {

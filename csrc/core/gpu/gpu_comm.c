@@ -2,10 +2,12 @@
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/clock.h"
+#include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
 
 #include <sched.h>
+#include <stdio.h>
 
 /* How long destroy waits for the peers to come there too, and for kernels to end once the flag is up. */
 #define GOODBYE_MS 10000
@@ -192,7 +194,7 @@ static void meet(spccl_comm *comm)
     comm->timeout_ms = timeout_ms;
 }
 
-void sp_gpu_comm_detach(spccl_comm *comm)
+static void detach(spccl_comm *comm)
 {
     sp_gpu_comm *g = atomic_load(&comm->gpu);
     bool drained = false;
@@ -228,3 +230,26 @@ void sp_gpu_comm_detach(spccl_comm *comm)
     }
     sp_gpu_comm_free(g);
 }
+
+/* The GPU engine: what it was built with and what it finds here. Valid until this thread's next call. */
+static void describe(spccl_info_entry *out)
+{
+    static _Thread_local char why[400];
+    const sp_gpu_ops *ops = sp_gpu_ops_here();
+    const char *why_none = NULL;
+    int n = 0;
+    if (ops == NULL) {
+        (void)sp_gpu_ops_get(&why_none);
+        snprintf(why, sizeof why, "not in this build: %s", why_none);
+        *out = (spccl_info_entry){"part", "cuda", "absent", why};
+        return;
+    }
+    if (ops->device_count(&n) != SPCCL_OK)
+        snprintf(why, sizeof why, "%s; no GPU can be used: %.200s", ops->about, spccl_last_error());
+    else
+        snprintf(why, sizeof why, "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers",
+                 ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES));
+    *out = (spccl_info_entry){"part", "cuda", "in", why};
+}
+
+const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look, .detach = detach, .describe = describe};

@@ -6,6 +6,7 @@
 
 #include "core/gpu/tune_gpu.h"
 #include "core/run/comm.h"
+#include "core/run/gpu_part.h"
 
 /* The last launches, for the texts of reports. */
 #define SP_GPU_HISTORY 64u
@@ -49,8 +50,6 @@ const sp_gpu_ops *sp_gpu_ops_here(void);
 /* gpu_comm.c: frees what there is, waits for nothing; accepts NULL. ipc memory only once peers have closed
  * it. */
 void sp_gpu_comm_free(sp_gpu_comm *g);
-/* End the GPU part: wait for its work, agree with the peers, free. Nothing without a GPU. */
-void sp_gpu_comm_detach(spccl_comm *comm);
 /* The communicator's GPU. Errors: ARG, STATE (none attached). */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 

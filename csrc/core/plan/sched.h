@@ -41,6 +41,12 @@ typedef struct sp_plan {
     int *ranks; /* shared by the steps */
 } sp_plan;
 
+/* The envelope in front of every frame on the wire says which message this is. 32 bytes, little-endian
+ * (docs/ALGORITHMS.md):
+ *  0 u32 seq   4 u8 coll  5 u8 dtype  6 u8 redop  7 u8 lane   8 u64 n_elems  16 u32 slice  20 u32 slice_elems
+ *  24 u16 part  26 u16 root  28 u32 magic "SPEV" */
+#define SP_ENVELOPE_BYTES 32u
+
 /* Lanes: a message on lane 1 can always be consumed at once; one on lane 0 may wait for others. Keeping them
  * apart is what makes the schedules free of deadlock with bounded lanes. */
 #define SP_LANE_INPUT 0  /* contributions */

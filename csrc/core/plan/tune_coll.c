@@ -2,7 +2,6 @@
 #include "core/plan/tune_coll.h"
 
 #include "core/format/format.h"
-#include "core/run/exec.h"
 
 #include <string.h>
 

@@ -4,8 +4,8 @@
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/format/tune_format.h"
-#include "core/gpu/gpu_comm.h"
 #include "core/plan/tune_coll.h"
+#include "core/run/gpu_part.h"
 
 #include <stdio.h>
 #include <sys/epoll.h>
@@ -182,7 +182,7 @@ spccl_status spccl_comm_async_error(spccl_comm *comm)
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_async_error: comm is NULL");
     sp_comm_poll(comm);
-    sp_gpu_comm_look(comm);
+    sp_gpu_part_here.look(comm);
     return sp_comm_broken(comm);
 }
 
@@ -201,7 +201,7 @@ spccl_status spccl_comm_destroy(spccl_comm *comm)
 {
     if (comm == NULL)
         return SPCCL_OK;
-    sp_gpu_comm_detach(comm);
+    sp_gpu_part_here.detach(comm);
     sp_comm_stop(comm);
     comm_free(comm);
     return SPCCL_OK;

@@ -19,11 +19,6 @@
  * something else, is told from this rank's call of the same number and not from its latest. */
 #define SP_EXEC_PAST 16
 
-/* In front of every frame on the wire: which message this is. 32 bytes, little-endian (docs/ALGORITHMS.md):
- *  0 u32 seq   4 u8 coll  5 u8 dtype  6 u8 redop  7 u8 lane   8 u64 n_elems  16 u32 slice  20 u32 slice_elems
- *  24 u16 part  26 u16 root  28 u32 magic "SPEV" */
-#define SP_ENVELOPE_BYTES 32u
-
 /* One collective, as the caller issued it. */
 typedef struct sp_coll_args {
     sp_coll coll;

@@ -271,12 +271,15 @@ static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t by
     return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->lane_out));
 }
 
-static const sp_link_cost *link_cost(const sp_exec *x, const sp_slice *s)
+/* What a byte costs on the slowest link that the slice takes. */
+static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
 {
-    for (int i = 0; i < s->step->n_to; i++) /* the slowest link decides */
-        if (strcmp(x->links->peers[sp_slice_rank(s, s->step->to + i)].transport->name, "tcp") == 0)
-            return &sp_link_tcp;
-    return &sp_link_shm;
+    double most = 0;
+    for (int i = 0; i < s->step->n_to; i++) {
+        double cost = x->links->peers[sp_slice_rank(s, s->step->to + i)].transport->ns_per_byte;
+        most = cost > most ? cost : most;
+    }
+    return most;
 }
 
 /* The format of this slice; leaves the scan in the codec unless the answer is DENSE. */
@@ -297,7 +300,7 @@ static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *dat
     *nnz = stats.nnz;
     *format = a->format;
     if (a->format == SPCCL_FORMAT_AUTO)
-        *format = sp_tune_format(&stats, false, link_cost(x, s));
+        *format = sp_tune_format(&stats, false, link_ns_per_byte(x, s));
     else if (stats.nnz == 0)
         *format = SPCCL_FORMAT_EMPTY;
     else if (!sp_codec_allows(&stats, a->format, false))

@@ -2,7 +2,7 @@
 #include "core/base/env.h"
 #include "core/contract/transport.h"
 #include "core/format/kernel_table.h"
-#include "core/gpu/gpu_comm.h"
+#include "core/run/gpu_part.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -21,27 +21,6 @@ static const spccl_info_entry transport_why[] = {
      "processes of one host: shared memory without names, so nothing can be left behind"},
     {"transport", "tcp", "in", "everything else; SPCCL_TCP_ADDR picks the interface"},
 };
-
-/* The GPU engine: what it was built with and what it finds here. Valid until this thread's next call. */
-static void cuda_entry(spccl_info_entry *out)
-{
-    static _Thread_local char why[400];
-    const sp_gpu_ops *ops = sp_gpu_ops_here();
-    const char *why_none = NULL;
-    int n = 0;
-    if (ops == NULL) {
-        (void)sp_gpu_ops_get(&why_none);
-        snprintf(why, sizeof why, "not in this build: %s", why_none);
-        *out = (spccl_info_entry){"part", "cuda", "absent", why};
-        return;
-    }
-    if (ops->device_count(&n) != SPCCL_OK)
-        snprintf(why, sizeof why, "%s; no GPU can be used: %.200s", ops->about, spccl_last_error());
-    else
-        snprintf(why, sizeof why, "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers",
-                 ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES));
-    *out = (spccl_info_entry){"part", "cuda", "in", why};
-}
 
 static bool kernel_entry(size_t i, spccl_info_entry *out)
 {
@@ -88,7 +67,7 @@ spccl_status spccl_info(size_t i, spccl_info_entry *out)
     }
     i -= n_transports;
     if (i-- == 0) {
-        cuda_entry(out);
+        sp_gpu_part_here.describe(out);
         return SPCCL_OK;
     }
     if (i < n_absent) {

@@ -40,7 +40,7 @@ __device__ __forceinline__ sp_layout sp_layout_cuda(uint32_t format, uint32_t n,
 }
 
 // The smallest frame; of equal ones the first in this order: dense, pici, coo, tile (sp_tune_format with
-// sp_link_size_only says the same).
+// sp_tune_format for a link of infinite cost says the same).
 template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_choose_smallest(uint32_t n, uint32_t nnz, bool full_block,
                                                        bool is_delta)

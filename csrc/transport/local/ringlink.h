@@ -12,6 +12,12 @@
 
 #define SP_RING_DATA_OFFSET 4096u
 
+/* sp_transport.ns_per_byte of inproc and shm. Measured on an AMD EPYC (Zen 4, 2 cores of a virtual machine,
+ * L2 1 MiB): 64 KiB chunks through a ring between two threads take 0.11 ns/byte. 0.04 of these are the copies
+ * in and out, which encode and decode count themselves. The rest is rounded up, because several pairs share
+ * the memory. */
+#define SP_LOCAL_NS_PER_BYTE 0.10
+
 /* Start of a block. Zeroed memory is a valid, empty one. */
 typedef struct sp_ring_block {
     _Alignas(128) _Atomic uint32_t consumer_sleeps; /* set by a consumer that arms, taken by who rings */

@@ -420,6 +420,7 @@ fail:
 
 const sp_transport sp_transport_tcp = {
     .name = "tcp",
+    .ns_per_byte = 0.80, /* 10 Gbit/s Ethernet. Loopback took 0.53 on two cores of an AMD EPYC (Zen 4). */
     .open = tcp_open,
     .address = sp_tcp_write_address,
     .can_reach = sp_tcp_can_reach,
