@@ -4,6 +4,7 @@
 #include "core/run/exec_steps.h"
 
 #include "core/base/dtype.h"
+#include "core/base/float_bits.h"
 
 /* In place pays while the contributions touch few cache lines of the slice: at most one element in this many.
  */
@@ -68,17 +69,6 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
     return sp_slice_commit(x, s, &e);
 }
 
-/* Is a value of the frame a NaN? [nnz] float32 or float64. */
-static bool has_nan(const sp_frame *f)
-{
-    bool found = false;
-    for (size_t i = 0; i < f->nnz; i++)
-        found |= f->dtype == SPCCL_FLOAT32
-                     ? (sp_load_le32(f->values + 4 * i) & 0x7fffffffu) > 0x7f800000u
-                     : (sp_load_le64(f->values + 8 * i) & ~(UINT64_C(1) << 63)) > UINT64_C(0x7ff) << 52;
-    return found;
-}
-
 /* May the contributions be added to this rank's own values where these lie? In place, few elements, and the
  * order of additions is kept: rank 0 adds the others behind its own, rank 1 has one term in front of its own,
  * and two terms commute unless both are NaNs, of which the sum keeps the left one's payload. */
@@ -96,45 +86,9 @@ static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
             return false;
         nnz += x->frames[r].nnz;
     }
-    return nnz * IN_PLACE_SPARSITY <= s->n && (x->links->rank == 0 || !has_nan(&x->frames[0]));
-}
-
-/* Is 0 + v another bit pattern than v? That is so for -0.0, which becomes +0.0, and for signalling NaNs,
- * which become quiet. */
-static bool differs32(uint32_t u)
-{
-    return u == UINT32_C(1) << 31 || ((u & 0x7fffffffu) > 0x7f800000u && (u & 0x00400000u) == 0);
-}
-static bool differs64(uint64_t u)
-{
-    return u == UINT64_C(1) << 63 ||
-           ((u & ~(UINT64_C(1) << 63)) > UINT64_C(0x7ff) << 52 && (u & UINT64_C(1) << 51) == 0);
-}
-
-/* values [n], elem_bytes 4 or 8: would adding them to 0 change one? */
-static bool needs_normal(const uint8_t *values, size_t n, size_t elem_bytes)
-{
-    bool found = false;
-    if (elem_bytes == 4)
-        for (size_t i = 0; i < n; i++)
-            found |= differs32(sp_load_le32(values + 4 * i));
-    else
-        for (size_t i = 0; i < n; i++)
-            found |= differs64(sp_load_le64(values + 8 * i));
-    return found;
-}
-
-/* A sum starts at +0.0; here it started at this rank's own value. Where nothing was added, or only -0.0, that
- * still shows: add the 0 now. */
-static void make_normal(uint8_t *values, size_t n, size_t elem_bytes)
-{
-    for (size_t i = 0; i < n; i++) {
-        uint8_t *v = values + i * elem_bytes;
-        if (elem_bytes == 4 && differs32(sp_load_le32(v)))
-            sp_store_le32(v, sp_load_le32(v) == UINT32_C(1) << 31 ? 0 : sp_load_le32(v) | 0x00400000u);
-        if (elem_bytes == 8 && differs64(sp_load_le64(v)))
-            sp_store_le64(v, sp_load_le64(v) == UINT64_C(1) << 63 ? 0 : sp_load_le64(v) | UINT64_C(1) << 51);
-    }
+    return nnz * IN_PLACE_SPARSITY <= s->n &&
+           (x->links->rank == 0 ||
+            !sp_floats_any_nan(x->frames[0].values, x->frames[0].nnz, s->op->elem_bytes));
 }
 
 /* In the output itself: what is not listed is neither read nor written but for the scan. */
@@ -146,8 +100,11 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
         if (r != x->links->rank)
             SP_TRY(sp_codec_apply(x->kernels, &x->frames[r], SPCCL_ADD, s->dst, a->dtype, false));
     SP_TRY(sp_slice_encode(x, s, s->dst, &e));
-    if (needs_normal(e.message + SP_ENVELOPE_BYTES + e.layout.values_off, e.nnz, s->op->elem_bytes)) {
-        make_normal(s->dst, s->n, s->op->elem_bytes);
+    /* A sum starts at +0.0; here it started at this rank's own value. Where nothing was added, or only -0.0,
+     * that still shows: add the 0 now. */
+    if (sp_floats_any_changed_by_zero(e.message + SP_ENVELOPE_BYTES + e.layout.values_off, e.nnz,
+                                      s->op->elem_bytes)) {
+        sp_floats_add_zero(s->dst, s->n, s->op->elem_bytes);
         SP_TRY(sp_slice_encode(x, s, s->dst, &e));
     }
     return sp_slice_commit(x, s, &e);
