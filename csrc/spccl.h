@@ -122,7 +122,7 @@ SPCCL_API const char *spccl_format_name(spccl_format format);
 
 /* ---- codec: arrays to bytes and back ------------------------------------------------------------ */
 
-/* A stream is one frame or several back to back (docs/FORMAT.md, section 1); each frame holds one
+/* An encoded array is one frame or several back to back (docs/FORMAT.md, section 1); each frame holds one
  * slice of the array and carries its own format. */
 
 typedef struct spccl_encode_options {
@@ -140,7 +140,7 @@ typedef struct spccl_encode_options {
  *   options    NULL = defaults */
 SPCCL_API size_t spccl_encode_bound(size_t n_elems, spccl_dtype dtype, const spccl_encode_options *options);
 
-/* Encode `x` as a stream in `dst`.
+/* Encode `x` into `dst`.
  *   x          [n_elems] of `dtype`, host memory, borrowed until return; any alignment
  *   options    NULL = defaults
  *   dst        dst_cap bytes, not overlapping x; spccl_encode_bound() bytes always suffice
@@ -152,13 +152,13 @@ SPCCL_API spccl_status spccl_encode(const void *x, size_t n_elems, spccl_dtype d
                                     const spccl_encode_options *options, void *dst, size_t dst_cap,
                                     size_t *out_bytes);
 
-/* Apply a stream to `dst`. Every frame is checked before anything of it is applied; on a bad frame
+/* Apply an encoded array to `dst`. Every frame is checked before anything of it is applied; on a bad frame
  * the elements before it have been written and those from it on are untouched.
- *   stream     stream_bytes bytes, borrowed until return; may come from anywhere
- *   dst        [n_elems] of `dtype`; the stream must describe exactly n_elems elements
- * A stream encoded with a base (a delta) is refused with SPCCL_SET.
+ *   encoded    encoded_bytes bytes, borrowed until return; may come from anywhere
+ *   dst        [n_elems] of `dtype`; the encoded array must describe exactly n_elems elements
+ * An array encoded with a base (a delta) is refused with SPCCL_SET.
  * Errors: ARG, DTYPE, ALIAS, FORMAT, VERSION, FRAME, UNSUPPORTED (ADD of float8).  Threads: any. */
-SPCCL_API spccl_status spccl_decode(const void *stream, size_t stream_bytes, spccl_verb verb, void *dst,
+SPCCL_API spccl_status spccl_decode(const void *encoded, size_t encoded_bytes, spccl_verb verb, void *dst,
                                     size_t n_elems, spccl_dtype dtype);
 
 /* What one frame says of itself. Offsets count from the start of the frame; 0 = no such section. */
@@ -174,9 +174,9 @@ typedef struct spccl_frame_info {
     uint64_t index_off, meta_off, values_off;
 } spccl_frame_info;
 
-/* Check the frame at the start of `stream` completely and describe it.
+/* Check the frame at the start of `encoded` completely and describe it.
  * Errors: ARG, FORMAT, VERSION.  Threads: any. */
-SPCCL_API spccl_status spccl_frame_inspect(const void *stream, size_t stream_bytes, spccl_frame_info *out);
+SPCCL_API spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spccl_frame_info *out);
 
 /* ---- communicators ------------------------------------------------------------------------------ */
 
@@ -190,7 +190,7 @@ typedef struct spccl_config {
     spccl_format format;    /* AUTO or forced for every slice (SPCCL_FORMAT wins) */
     uint32_t slice_bytes;   /* dense bytes per slice; 0 = default */
     const char *transports; /* comma list tried in order, for example "shm,tcp"; NULL = default */
-    uint32_t n_sockets;     /* TCP sockets per peer and lane; 0 = default */
+    uint32_t n_sockets;     /* TCP sockets per peer and queue; 0 = default */
     const uint8_t *secret;  /* [32] job secret, or NULL: rank 0 makes one and passes it by the store */
 } spccl_config;
 #define SPCCL_CONFIG_INIT                                                                                    \
@@ -374,22 +374,23 @@ SPCCL_API uint32_t spccl_cuda_slice_elems(spccl_dtype dtype, uint32_t wanted);
 /* Bytes of scratch that spccl_cuda_encode wants. */
 SPCCL_API size_t spccl_cuda_encode_scratch_bytes(size_t n_elems, spccl_dtype dtype, uint32_t slice_elems);
 
-/* Encode `x` as a stream in `dst`, on `stream`. All pointers are memory of the current device.
+/* Encode `x` into `dst`, on the CUDA stream `stream`. All pointers are memory of the current device.
  *   x          [n_elems], n_elems > 0
  *   options    as for spccl_encode (base on the device too); NULL = defaults
  *   dst        dst_cap bytes, aligned to 16; spccl_encode_bound() bytes always suffice
- *   offsets    [n_slices + 1] u64: where each frame starts; the last one is the size of the stream
+ *   offsets    [n_slices + 1] u64: where each frame starts; the last one is the size of the encoded array
  *   scratch    spccl_cuda_encode_scratch_bytes() bytes, aligned to 16; free again when the work is done
  *   status     u32: 0, or minus the spccl_status that spccl_encode would have returned (DST_SMALL,
- * UNSUPPORTED); then dst holds no stream Errors at the call: ARG, DTYPE, UNSUPPORTED (no CUDA in this build;
- * slice_elems), DEVICE. */
+ * UNSUPPORTED); then dst holds no encoded array Errors at the call: ARG, DTYPE, UNSUPPORTED (no CUDA in this
+ * build; slice_elems), DEVICE. */
 SPCCL_API spccl_status spccl_cuda_encode(const void *x, size_t n_elems, spccl_dtype dtype,
                                          const spccl_encode_options *options, void *dst, size_t dst_cap,
                                          uint64_t *offsets, void *scratch, uint32_t *status, void *stream);
-/* Apply a stream to `dst` [n_elems], on `stream`. Every frame is checked completely before anything of it is
- * applied; frames are applied independently, so if one is bad the good ones are applied all the same. offsets
- * as spccl_cuda_encode wrote them; checked, not trusted slice_elems  of the stream (0 = default) status u32:
- * 0, or minus the spccl_status of a bad frame (FORMAT, VERSION, FRAME) Errors at the call: as above. */
+/* Apply an encoded array to `dst` [n_elems], on the CUDA stream `stream`. Every frame is checked completely
+ * before anything of it is applied; frames are applied independently, so if one is bad the good ones are
+ * applied all the same. offsets as spccl_cuda_encode wrote them; checked, not trusted slice_elems  of the
+ * encoded array (0 = default) status u32: 0, or minus the spccl_status of a bad frame (FORMAT, VERSION,
+ * FRAME) Errors at the call: as above. */
 SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes, const uint64_t *offsets,
                                          spccl_verb verb, void *dst, size_t n_elems, spccl_dtype dtype,
                                          uint32_t slice_elems, uint32_t *status, void *stream);

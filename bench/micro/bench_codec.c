@@ -2,10 +2,9 @@
  *   spccl_bench_codec [--csv FILE] [--repeats N] [--format tile|pici|coo|dense] [--mib N]
  * SPCCL_CPU_ISA picks the kernel set. GB/s = 1e9 bytes of dense data per second, whatever the frame's size.
  *   encode   scan + format by exact size + encode of a 64 MiB array, slice by slice, into one reused buffer
- *   set      decode SET, stream, of frames made before, into a 64 MiB array (frames lie one after the other)
- *   add      decode ADD of the same frames into the same array
- * memset is timed twice, with 0 and with 1: on AMD Zen 4 lines of zeros leave the core about three times as
- * fast. */
+ *   set      decode SET, non_temporal, of frames made before, into a 64 MiB array (frames lie one after the
+ * other) add      decode ADD of the same frames into the same array memset is timed twice, with 0 and with 1:
+ * on AMD Zen 4 lines of zeros leave the core about three times as fast. */
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
 #include "core/base/mem.h"
@@ -195,7 +194,7 @@ static int time_decode(struct bench *b, const struct row *r, spccl_verb verb)
                                 .dtype = r->dtype,
                                 .dst_dtype = r->dtype,
                                 .dst = b->dst + i * eb,
-                                .stream = verb == SPCCL_SET};
+                                .non_temporal = verb == SPCCL_SET};
             if (fr.format != SPCCL_FORMAT_EMPTY)
                 b->k->decode[fr.format][verb](&d);
             else if (verb == SPCCL_SET)

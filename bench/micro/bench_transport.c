@@ -20,7 +20,7 @@
 
 #define N_ROUNDS_MAX 200000
 #define N_RUNS 5
-#define LANE_BYTES ((size_t)1 << 20)
+#define QUEUE_BYTES ((size_t)1 << 20)
 #define NS_PER_S 1e9
 
 struct shared {
@@ -168,8 +168,8 @@ static void *run_side(void *arg)
     struct side *s = arg;
     sp_endpoint_config c = {.rank = s->rank,
                             .world_size = 2,
-                            .n_lanes = 2,
-                            .lane_bytes = LANE_BYTES,
+                            .n_queues = 2,
+                            .queue_bytes = QUEUE_BYTES,
                             .deadline_ns = sp_deadline_in_ms(10000)};
     spccl_status st;
     must(s->t->open(&c, &s->ep), "open");

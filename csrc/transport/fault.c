@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-struct lane {
+struct queue {
     bool reserved, shown; /* not to be taken back */
     void *message;        /* the reserved one */
     size_t bytes;
@@ -20,11 +20,11 @@ struct fault {
     sp_fault_plan plan;
     const sp_transport *t;
     sp_endpoint *inner;
-    int rank, world_size, n_lanes;
+    int rank, world_size, n_queues;
     uint64_t rng;
     unsigned n_sent;
     bool cut, news;
-    struct lane *lanes; /* [world_size * n_lanes] */
+    struct queue *queues; /* [world_size * n_queues] */
 };
 
 sp_fault_plan sp_fault;
@@ -40,9 +40,9 @@ static struct fault *self(sp_endpoint *ep)
     return (struct fault *)ep;
 }
 
-static struct lane *lane_of(struct fault *f, int peer, int lane)
+static struct queue *queue_of(struct fault *f, int peer, int queue)
 {
-    return &f->lanes[peer * f->n_lanes + lane];
+    return &f->queues[peer * f->n_queues + queue];
 }
 
 /* splitmix64 */
@@ -71,7 +71,7 @@ static void fault_close(sp_endpoint *ep)
     if (f == NULL)
         return;
     f->t->close(f->inner);
-    sp_free(f->lanes);
+    sp_free(f->queues);
     sp_free(f);
 }
 
@@ -85,11 +85,11 @@ static spccl_status fault_open(const sp_endpoint_config *config, sp_endpoint **o
     f->t = sp_transport_find(sp_fault.inner);
     f->rank = config->rank;
     f->world_size = config->world_size;
-    f->n_lanes = config->n_lanes;
+    f->n_queues = config->n_queues;
     f->rng = sp_fault.seed + (uint64_t)config->rank * 7919;
-    f->lanes = sp_calloc((size_t)config->world_size * (size_t)config->n_lanes, sizeof *f->lanes);
-    if (f->lanes == NULL) {
-        st = SP_FAIL(SPCCL_ERR_NOMEM, "fault: lanes");
+    f->queues = sp_calloc((size_t)config->world_size * (size_t)config->n_queues, sizeof *f->queues);
+    if (f->queues == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "fault: queues");
         goto fail;
     }
     SP_TRY_TO(fail, st, f->t->open(config, &f->inner));
@@ -125,10 +125,10 @@ static size_t fault_message_max(sp_endpoint *ep)
     return self(ep)->t->message_max(self(ep)->inner);
 }
 
-static spccl_status fault_reserve(sp_endpoint *ep, int peer, int lane, size_t bytes, void **out)
+static spccl_status fault_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out)
 {
     struct fault *f = self(ep);
-    struct lane *l = lane_of(f, peer, lane);
+    struct queue *l = queue_of(f, peer, queue);
     spccl_status st;
     if (f->cut)
         return gone(f, peer);
@@ -136,7 +136,7 @@ static spccl_status fault_reserve(sp_endpoint *ep, int peer, int lane, size_t by
         f->news = true;
         return SPCCL_AGAIN;
     }
-    st = f->t->reserve(f->inner, peer, lane, bytes, out);
+    st = f->t->reserve(f->inner, peer, queue, bytes, out);
     l->reserved = st == SPCCL_OK;
     if (l->reserved) {
         l->message = *out;
@@ -145,10 +145,10 @@ static spccl_status fault_reserve(sp_endpoint *ep, int peer, int lane, size_t by
     return st;
 }
 
-static spccl_status fault_commit(sp_endpoint *ep, int peer, int lane)
+static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue)
 {
     struct fault *f = self(ep);
-    struct lane *l = lane_of(f, peer, lane);
+    struct queue *l = queue_of(f, peer, queue);
     spccl_status st;
     if (f->cut)
         return SPCCL_OK; /* as a peer that died a moment later */
@@ -158,7 +158,7 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int lane)
         ((uint8_t *)l->message)[draw(f) % within] ^= (uint8_t)(1u << draw(f) % 8);
         atomic_fetch_add(&n_flipped, 1);
     }
-    st = f->t->commit(f->inner, peer, lane);
+    st = f->t->commit(f->inner, peer, queue);
     l->reserved = false;
     if (++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) {
         f->t->close(f->inner);
@@ -168,10 +168,10 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int lane)
     return st;
 }
 
-static spccl_status fault_peek(sp_endpoint *ep, int peer, int lane, const void **out, size_t *bytes)
+static spccl_status fault_peek(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes)
 {
     struct fault *f = self(ep);
-    struct lane *l = lane_of(f, peer, lane);
+    struct queue *l = queue_of(f, peer, queue);
     spccl_status st;
     if (f->cut)
         return gone(f, peer);
@@ -179,16 +179,16 @@ static spccl_status fault_peek(sp_endpoint *ep, int peer, int lane, const void *
         f->news = true;
         return SPCCL_AGAIN;
     }
-    st = f->t->peek(f->inner, peer, lane, out, bytes);
+    st = f->t->peek(f->inner, peer, queue, out, bytes);
     l->shown = st == SPCCL_OK;
     return st;
 }
 
-static spccl_status fault_release(sp_endpoint *ep, int peer, int lane)
+static spccl_status fault_release(sp_endpoint *ep, int peer, int queue)
 {
     struct fault *f = self(ep);
-    lane_of(f, peer, lane)->shown = false;
-    return f->cut ? SPCCL_OK : f->t->release(f->inner, peer, lane);
+    queue_of(f, peer, queue)->shown = false;
+    return f->cut ? SPCCL_OK : f->t->release(f->inner, peer, queue);
 }
 
 static bool fault_flushed(sp_endpoint *ep, int peer)

@@ -83,8 +83,8 @@ static inline struct member make_group(const struct ground *g, int n, void (*fn)
         .t = sp_transport_find(g->transport), .n = n, .fn = fn, .seed = test_rand(), .killed_rank = -1};
     m.config = (sp_endpoint_config){.world_size = n,
                                     .group_tag = 7,
-                                    .n_lanes = 2,
-                                    .lane_bytes = 1 << 16,
+                                    .n_queues = 2,
+                                    .queue_bytes = 1 << 16,
                                     .deadline_ns = sp_deadline_in_ms(PATIENCE_MS)};
     for (size_t i = 0; i < SP_SECRET_BYTES; i++)
         m.config.secret[i] = (uint8_t)mix(m.seed + i);
@@ -224,30 +224,30 @@ static inline bool is_message(const uint8_t *p, size_t n, uint64_t seed)
 }
 
 /* AGAIN if there is no room now. */
-static inline spccl_status try_send(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+static inline spccl_status try_send(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     void *room = NULL;
-    spccl_status st = m->t->reserve(m->ep, peer, lane, n, &room);
+    spccl_status st = m->t->reserve(m->ep, peer, queue, n, &room);
     if (st != SPCCL_OK)
         return st;
     CHECK((uintptr_t)room % 16 == 0, "reserve: %p", room);
     fill_message(room, n, seed);
-    return m->t->commit(m->ep, peer, lane);
+    return m->t->commit(m->ep, peer, queue);
 }
 
 /* Take the next message, which must be this one; AGAIN if none is there. */
-static inline spccl_status try_take(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+static inline spccl_status try_take(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     const void *p = NULL;
     size_t bytes = 0;
-    spccl_status st = m->t->peek(m->ep, peer, lane, &p, &bytes);
+    spccl_status st = m->t->peek(m->ep, peer, queue, &p, &bytes);
     if (st != SPCCL_OK)
         return st;
     CHECK((uintptr_t)p % 16 == 0, "peek: %p", p);
     CHECK(bytes == n && is_message(p, bytes, seed),
-          "%s: rank %d from %d, lane %d: %zu bytes, wanted %zu, or another content", m->t->name, m->rank,
-          peer, lane, bytes, n);
-    return m->t->release(m->ep, peer, lane);
+          "%s: rank %d from %d, queue %d: %zu bytes, wanted %zu, or another content", m->t->name, m->rank,
+          peer, queue, bytes, n);
+    return m->t->release(m->ep, peer, queue);
 }
 
 static inline spccl_status progress(struct member *m)
@@ -269,11 +269,11 @@ static inline bool sleep_armed(struct member *m)
     return n == 1;
 }
 
-static inline void send_now(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+static inline void send_now(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     spccl_status st;
-    while ((st = try_send(m, peer, lane, n, seed)) == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns)) {
+    while ((st = try_send(m, peer, queue, n, seed)) == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns)) {
         CHECK_OK(progress(m));
         sched_yield();
     }
@@ -281,11 +281,11 @@ static inline void send_now(struct member *m, int peer, int lane, size_t n, uint
 }
 
 /* Take the message that must come; what peek said at last. */
-static inline spccl_status take_now(struct member *m, int peer, int lane, size_t n, uint64_t seed)
+static inline spccl_status take_now(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     spccl_status st;
-    while ((st = try_take(m, peer, lane, n, seed)) == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns)) {
+    while ((st = try_take(m, peer, queue, n, seed)) == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns)) {
         (void)progress(m);
         sched_yield();
     }

@@ -1,5 +1,5 @@
-/* test_array_codec.c - core/stream.c: arguments, errors, slices and struct sizes of the public codec
- * functions. What the bytes mean is tested in test_codec.c and test_format.c. */
+/* test_array_codec.c - core/format/array_codec.c: arguments, errors, slices and struct sizes of the public
+ * codec functions. What the bytes mean is tested in test_codec.c and test_format.c. */
 #include "core/format/format.h"
 #include "test.h"
 
@@ -10,16 +10,16 @@
               spccl_status_name(got_), spccl_last_error());                                                  \
     } while (0)
 
-struct stream {
+struct encoded {
     uint8_t *p;
     size_t bytes;
 };
 
-/* The stream of x in memory of exactly its size. */
-static struct stream encode(const void *x, size_t n, spccl_dtype dtype, const spccl_encode_options *o)
+/* The encoded array of x in memory of exactly its size. */
+static struct encoded encode(const void *x, size_t n, spccl_dtype dtype, const spccl_encode_options *o)
 {
     size_t cap = spccl_encode_bound(n, dtype, o);
-    struct stream s = {malloc(cap), 0};
+    struct encoded s = {malloc(cap), 0};
     CHECK_OK(spccl_encode(x, n, dtype, o, s.p, cap, &s.bytes));
     s.p = realloc(s.p, s.bytes);
     return s;
@@ -34,7 +34,7 @@ static void test_slices(void)
     static const spccl_format want[] = {SPCCL_FORMAT_EMPTY, SPCCL_FORMAT_TILE,  SPCCL_FORMAT_PICI,
                                         SPCCL_FORMAT_DENSE, SPCCL_FORMAT_EMPTY, SPCCL_FORMAT_COO};
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
-    struct stream s;
+    struct encoded s;
     size_t at = 0;
 
     for (int i = 0; i < 4096; i++) {
@@ -59,12 +59,12 @@ static void test_slices(void)
 }
 
 /* A bad third frame: what lies before it is written, it and the rest are untouched. */
-static void test_bad_frame_in_a_stream(void)
+static void test_bad_frame_in_an_array(void)
 {
     enum { N = 3 * 4096 + 50 };
     static int16_t x[N], dst[N];
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
-    struct stream s;
+    struct encoded s;
     size_t at = 0;
 
     for (int i = 0; i < N; i++) {
@@ -150,19 +150,19 @@ static void test_struct_sizes(void)
     longer.o.struct_bytes = 8;
     CHECK_FAILS(spccl_encode(x, 10, SPCCL_FLOAT32, &longer.o, dst, 256, &bytes), SPCCL_ERR_ARG,
                 "struct_bytes 8");
-    CHECK_FAILS(spccl_frame_inspect(NULL, bytes, &info), SPCCL_ERR_ARG, "stream is NULL");
+    CHECK_FAILS(spccl_frame_inspect(NULL, bytes, &info), SPCCL_ERR_ARG, "encoded is NULL");
     CHECK_FAILS(spccl_frame_inspect(dst, bytes, NULL), SPCCL_ERR_ARG, "out is NULL");
 }
 
 static void test_decode_arguments(void)
 {
     float x[300] = {[7] = 1.0f}, y[300], base[300] = {0};
-    struct stream s = encode(x, 300, SPCCL_FLOAT32, NULL), delta;
+    struct encoded s = encode(x, 300, SPCCL_FLOAT32, NULL), delta;
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
     uint8_t *p = s.p;
     size_t b = s.bytes, huge = SIZE_MAX / 4 + 1;
 
-    CHECK_FAILS(spccl_decode(NULL, b, SPCCL_SET, y, 300, SPCCL_FLOAT32), SPCCL_ERR_ARG, "stream is NULL");
+    CHECK_FAILS(spccl_decode(NULL, b, SPCCL_SET, y, 300, SPCCL_FLOAT32), SPCCL_ERR_ARG, "encoded is NULL");
     CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, NULL, 300, SPCCL_FLOAT32), SPCCL_ERR_ARG, "dst is NULL");
     CHECK_FAILS(spccl_decode(p, b, (spccl_verb)3, y, 300, SPCCL_FLOAT32), SPCCL_ERR_ARG, "verb 3");
     CHECK_FAILS(spccl_decode(p, b, (spccl_verb)-1, y, 300, SPCCL_FLOAT32), SPCCL_ERR_ARG, "verb -1");
@@ -190,7 +190,7 @@ int main(int argc, char **argv)
         {"encode_arguments", test_encode_arguments},
         {"struct_sizes", test_struct_sizes},
         {"decode_arguments", test_decode_arguments},
-        {"bad_frame_in_a_stream", test_bad_frame_in_a_stream},
+        {"bad_frame_in_an_array", test_bad_frame_in_an_array},
         {NULL, NULL},
     };
     return test_main(cases, argc, argv);

@@ -1,5 +1,6 @@
-/* test_codec.c - core/codec.c, core/stream.c and the format choice of core/tune.c: round trips of every
- * dtype, format, verb and base; errors; the choice of format never changes a decoded bit. */
+/* test_codec.c - core/format/codec.c, core/format/array_codec.c and the format choice of
+ * core/format/tune_format.c: round trips of every dtype, format, verb and base; errors; the choice of format
+ * never changes a decoded bit. */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
 #include "test.h"
@@ -72,15 +73,15 @@ static int is_listed(const uint8_t *x, const uint8_t *base, size_t i, size_t eb)
 
 /* ---- encode with checks of everything that must hold whatever the data ---- */
 
-struct stream {
+struct encoded {
     uint8_t *p;
     size_t bytes;
     spccl_status st;
 };
 
-static struct stream encode(const void *x, size_t n, spccl_dtype dtype, const spccl_encode_options *o)
+static struct encoded encode(const void *x, size_t n, spccl_dtype dtype, const spccl_encode_options *o)
 {
-    struct stream s = {NULL, SIZE_MAX, SPCCL_OK};
+    struct encoded s = {NULL, SIZE_MAX, SPCCL_OK};
     size_t cap = spccl_encode_bound(n, dtype, o), again = SIZE_MAX;
     uint8_t *tmp = malloc(cap);
 
@@ -126,7 +127,7 @@ static int is_integer(spccl_dtype t)
     return t >= SPCCL_INT8;
 }
 
-static void check_decodes(const struct stream *s, const uint8_t *x, const uint8_t *base, size_t n,
+static void check_decodes(const struct encoded *s, const uint8_t *x, const uint8_t *base, size_t n,
                           spccl_dtype dtype)
 {
     size_t eb = sp_dtype_bytes(dtype), bytes = n * eb;
@@ -150,7 +151,7 @@ static void check_decodes(const struct stream *s, const uint8_t *x, const uint8_
     free(got);
 }
 
-static void check_formats(const struct stream *s, spccl_format want, int is_delta, size_t n)
+static void check_formats(const struct encoded *s, spccl_format want, int is_delta, size_t n)
 {
     size_t total = 0;
     for (size_t at = 0; at < s->bytes;) {
@@ -205,7 +206,7 @@ static void round_trip(size_t n, spccl_dtype dtype, unsigned every, int with_bas
     }
     for (int f = SPCCL_FORMAT_AUTO; f < SPCCL_N_FORMATS; f++) {
         spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
-        struct stream s;
+        struct encoded s;
         o.format = (spccl_format)f;
         o.base = base;
         o.slice_elems = test_rand() % 2 == 0 ? 4096 : 0;
@@ -256,7 +257,7 @@ static void check_same_bits(size_t n, spccl_dtype dtype, unsigned every, spccl_v
     for (int f = SPCCL_FORMAT_AUTO; f < SPCCL_N_FORMATS; f++) {
         spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
         uint8_t *dst = poison(n * eb);
-        struct stream s;
+        struct encoded s;
         if (f == SPCCL_FORMAT_EMPTY) {
             free(dst);
             continue;
@@ -291,7 +292,7 @@ static void test_format_never_changes_bits(void)
 
 /* ---- alignment ---- */
 
-/* x, stream and dst one byte off every alignment. */
+/* x, encoded array and dst one byte off every alignment. */
 static void test_alignment(void)
 {
     enum { N = 5000 };
@@ -303,13 +304,13 @@ static void test_alignment(void)
         memcpy(odd_x + 1, x, bytes);
         for (int f = SPCCL_FORMAT_TILE; f < SPCCL_N_FORMATS; f++) {
             spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
-            struct stream s, plain;
+            struct encoded s, plain;
             uint8_t *moved;
             o.format = (spccl_format)f;
             s = encode(odd_x + 1, N, dtype, &o);
             plain = encode(x, N, dtype, &o);
             CHECK(s.bytes == plain.bytes && memcmp(s.p, plain.p, s.bytes) == 0,
-                  "alignment of x changes the stream");
+                  "alignment of x changes the encoded array");
             moved = malloc(s.bytes + 1);
             memcpy(moved + 1, s.p, s.bytes);
             CHECK_OK(spccl_decode(moved + 1, s.bytes, SPCCL_SET, odd + 1, N, dtype));
@@ -338,7 +339,7 @@ static void test_add_into_float32(void)
         uint16_t *x = calloc(N, 2);
         float *acc = calloc(N, 4);
         spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
-        struct stream s;
+        struct encoded s;
         sp_frame f;
         o.format = (spccl_format)(c / 2);
         o.slice_elems = 8192;

@@ -356,7 +356,7 @@ static void test_tcp(void)
         random_plan(n, 48, 20000, "tcp");
 }
 
-/* Larger than the lanes: flow control, streams, every format on the way. */
+/* Larger than the queues: flow control, streams, every format on the way. */
 static void test_large(void)
 {
     static const int densities[] = {0, 1, 10, 50, 100};

@@ -1,5 +1,6 @@
-/* test_golden.c - the golden files, made by the second implementation: every good stream is read to the
- * expected bytes with every verb, every bad one is refused with the right status. See tests/golden/make.py.
+/* test_golden.c - the golden files, made by the second implementation: every good encoded array is read to
+ * the expected bytes with every verb, every bad one is refused with the right status. See
+ * tests/golden/make.py.
  */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
@@ -38,7 +39,7 @@ static int read_file(const char *folder, const char *name, const char *suffix, s
 }
 
 /* Call fn on every NAME.bin of a folder; returns how many there were. */
-static size_t each_bin(const char *folder, void (*fn)(const struct file *stream))
+static size_t each_bin(const char *folder, void (*fn)(const struct file *encoded))
 {
     char path[2048], name[256];
     struct dirent *e;
@@ -49,7 +50,7 @@ static size_t each_bin(const char *folder, void (*fn)(const struct file *stream)
     d = opendir(path);
     CHECK(d != NULL, "cannot open %s", path);
     while (d != NULL && (e = readdir(d)) != NULL) {
-        struct file stream;
+        struct file encoded;
         char *dot;
         snprintf(name, sizeof name, "%s", e->d_name);
         dot = strrchr(name, '.');
@@ -57,9 +58,9 @@ static size_t each_bin(const char *folder, void (*fn)(const struct file *stream)
             continue;
         *dot = '\0';
         n++;
-        if (read_file(folder, name, ".bin", &stream)) {
-            fn(&stream);
-            free(stream.p);
+        if (read_file(folder, name, ".bin", &encoded)) {
+            fn(&encoded);
+            free(encoded.p);
         }
     }
     if (d != NULL)

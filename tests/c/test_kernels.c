@@ -236,7 +236,7 @@ static void check_encode(const struct codec_case *c, spccl_format format)
 }
 
 static void check_decode(const struct codec_case *c, spccl_format format, spccl_verb verb, spccl_dtype dtype,
-                         spccl_dtype dst_dtype, bool stream)
+                         spccl_dtype dst_dtype, bool non_temporal)
 {
     size_t dst_bytes = sp_dtype_bytes(dst_dtype), shift = (c->shift * 5 + c->n) % 64;
     for (int who = 0; who < 2; who++) {
@@ -247,7 +247,7 @@ static void check_decode(const struct codec_case *c, spccl_format format, spccl_
                             .nnz = format == SPCCL_FORMAT_DENSE ? c->n : c->scan[0].nnz,
                             .dtype = dtype,
                             .dst_dtype = dst_dtype,
-                            .stream = stream};
+                            .non_temporal = non_temporal};
         a.dst = take(DST, who, c->n * dst_bytes, shift);
         if (who == 0)
             fill_any(a.dst, c->n, dst_bytes);
@@ -257,8 +257,8 @@ static void check_decode(const struct codec_case *c, spccl_format format, spccl_
             memcpy(take(BASE, 1, c->n * dst_bytes, 0), a.dst, c->n * dst_bytes);
         (who == 0 ? c->ref : c->k)->decode[format][verb](&a);
     }
-    CHECK(same(DST, c->n * dst_bytes), "format %d verb %d %s -> %s stream=%d: %s", (int)format, (int)verb,
-          sp_dtype_name(dtype), sp_dtype_name(dst_dtype), stream, case_text(c));
+    CHECK(same(DST, c->n * dst_bytes), "format %d verb %d %s -> %s non_temporal=%d: %s", (int)format,
+          (int)verb, sp_dtype_name(dtype), sp_dtype_name(dst_dtype), non_temporal, case_text(c));
 }
 
 static void check_codec(struct codec_case *c, bool all_adds)
@@ -273,9 +273,9 @@ static void check_codec(struct codec_case *c, bool all_adds)
         if (f == SPCCL_FORMAT_TILE && c->scan[0].has_full_tile)
             continue;
         check_encode(c, (spccl_format)f);
-        for (int stream = 0; stream < 2; stream++) {
-            check_decode(c, (spccl_format)f, SPCCL_SET, t, t, stream != 0);
-            check_decode(c, (spccl_format)f, SPCCL_OVERWRITE, t, t, stream != 0);
+        for (int non_temporal = 0; non_temporal < 2; non_temporal++) {
+            check_decode(c, (spccl_format)f, SPCCL_SET, t, t, non_temporal != 0);
+            check_decode(c, (spccl_format)f, SPCCL_OVERWRITE, t, t, non_temporal != 0);
         }
         for (size_t i = 0; i < N_ADDS; i++)
             if (sp_dtype_bytes(adds[i].dtype) == c->bytes && (all_adds || test_rand() % 4 == 0))
@@ -447,7 +447,7 @@ static void check_finish(const sp_kernels *k, spccl_dtype dtype, spccl_redop op,
 {
     size_t bytes = sp_dtype_bytes(dtype), acc_bytes = sp_dtype_bytes(sp_acc_dtype(dtype)),
            shift = test_rand() % 64;
-    bool in_place = bytes == acc_bytes && test_rand() % 2 != 0, stream = test_rand() % 2 != 0;
+    bool in_place = bytes == acc_bytes && test_rand() % 2 != 0, non_temporal = test_rand() % 2 != 0;
     uint8_t *acc;
     at_end = (int)(test_rand() % 2);
     acc = take(X, 0, n * acc_bytes, test_rand() % 64);
@@ -459,7 +459,7 @@ static void check_finish(const sp_kernels *k, spccl_dtype dtype, spccl_redop op,
                             .dtype = dtype,
                             .op = op,
                             .world_size = world_size,
-                            .stream = stream};
+                            .non_temporal = non_temporal};
         if (in_place) {
             memcpy(a.dst, acc, n * bytes);
             a.acc = a.dst;
@@ -521,15 +521,15 @@ static void bulk_every_set(void)
         for (int i = 0; i < 400; i++) {
             size_t bytes = (size_t)(test_rand() % (i % 8 == 0 ? 600000 : i % 2 == 0 ? 300 : 20000));
             size_t shift = test_rand() % 80;
-            bool stream = test_rand() % 2 != 0;
+            bool non_temporal = test_rand() % 2 != 0;
             at_end = (int)(test_rand() % 2);
             uint8_t *src = take(X, 0, bytes, test_rand() % 80), *dst = take(DST, 0, bytes, shift);
             for (size_t j = 0; j < bytes; j++)
                 src[j] = (uint8_t)(j % 251);
-            k->copy(dst, src, bytes, stream);
+            k->copy(dst, src, bytes, non_temporal);
             CHECK(guards_whole(DST, 0) && memcmp(src, dst, bytes) == 0, "%s copy %zu shift %zu", k->name,
                   bytes, shift);
-            k->zero(dst, bytes, stream);
+            k->zero(dst, bytes, non_temporal);
             size_t j = 0;
             while (j < bytes && dst[j] == 0)
                 j++;

@@ -9,12 +9,13 @@ enum { ABORTS, SAYS_NOTHING };
 #define ABORT_AFTER_MS 150
 #define WORD "the first reason"
 
-/* Rank 1's end of a lane goes away as if the network had cut it: its owner does not notice. */
-static void cut_lane(struct member *m, int lane)
+/* Rank 1's end of a queue goes away as if the network had cut it: its owner does not notice. */
+static void cut_queue(struct member *m, int queue)
 {
     struct sp_tcp_peer *p = &sp_tcp_self(m->ep)->peers[0];
     int nowhere = open("/dev/null", O_RDWR | O_CLOEXEC);
-    CHECK(nowhere >= 0 && dup2(nowhere, p->streams[(uint32_t)lane * p->n_sockets].fd) >= 0, "no lane to cut");
+    CHECK(nowhere >= 0 && dup2(nowhere, p->sockets[(uint32_t)queue * p->n_sockets].fd) >= 0,
+          "no queue to cut");
     close(nowhere);
 }
 
@@ -51,7 +52,7 @@ static void ending(struct member *m)
         return;
     start_ns = sp_now_ns();
     if (m->rank == 1) {
-        cut_lane(m, 0);
+        cut_queue(m, 0);
         usleep(ABORT_AFTER_MS * 1000);
         if (m->kind == ABORTS)
             m->t->abort_peers(m->ep, WORD);
@@ -62,7 +63,7 @@ static void ending(struct member *m)
         bool room_was_refused = false;
         spccl_status st = watch(m, text, &room_was_refused);
         int64_t took_ms = (sp_now_ns() - start_ns) / 1000000;
-        CHECK(room_was_refused, "a lane that is cut has room");
+        CHECK(room_was_refused, "a queue that is cut has room");
         if (m->kind == ABORTS)
             CHECK(st == SPCCL_ERR_ABORTED && strcmp(text, WORD) == 0, "%d \"%s\" after %d ms: %s", (int)st,
                   text, (int)took_ms, spccl_last_error());

@@ -3,13 +3,13 @@
 #include "endpoints.h"
 #include "transport/local/spsc.h"
 
-/* ---- messages of random sizes on all lanes, both ways, between all ranks ---- */
+/* ---- messages of random sizes on all queues, both ways, between all ranks ---- */
 
 #define N_MESSAGES (400 / SLOWDOWN)
 
-static uint64_t message_seed(const struct member *m, int from, int to, int lane, int i)
+static uint64_t message_seed(const struct member *m, int from, int to, int queue, int i)
 {
-    return mix(m->seed + (uint64_t)from * 1000003 + (uint64_t)to * 7919 + (uint64_t)lane * 104729 +
+    return mix(m->seed + (uint64_t)from * 1000003 + (uint64_t)to * 7919 + (uint64_t)queue * 104729 +
                (uint64_t)i * 1299709);
 }
 
@@ -26,24 +26,24 @@ static size_t message_size(const struct member *m, uint64_t seed)
 }
 
 struct counts {
-    int sent[MEMBERS_CAP][SP_LANES_MAX], taken[MEMBERS_CAP][SP_LANES_MAX];
+    int sent[MEMBERS_CAP][SP_QUEUES_MAX], taken[MEMBERS_CAP][SP_QUEUES_MAX];
 };
 
-/* One look at every lane; true if anything moved. */
+/* One look at every queue; true if anything moved. */
 static bool exchange_once(struct member *m, struct counts *c, int *left)
 {
     bool moved = false;
     for (int peer = 0; peer < m->n; peer++)
-        for (int lane = 0; lane < m->config.n_lanes && peer != m->rank; lane++) {
-            int *sent = &c->sent[peer][lane], *taken = &c->taken[peer][lane];
-            uint64_t out = message_seed(m, m->rank, peer, lane, *sent);
-            uint64_t in = message_seed(m, peer, m->rank, lane, *taken);
-            if (*sent < N_MESSAGES && try_send(m, peer, lane, message_size(m, out), out) == SPCCL_OK) {
+        for (int queue = 0; queue < m->config.n_queues && peer != m->rank; queue++) {
+            int *sent = &c->sent[peer][queue], *taken = &c->taken[peer][queue];
+            uint64_t out = message_seed(m, m->rank, peer, queue, *sent);
+            uint64_t in = message_seed(m, peer, m->rank, queue, *taken);
+            if (*sent < N_MESSAGES && try_send(m, peer, queue, message_size(m, out), out) == SPCCL_OK) {
                 moved = true;
                 ++*sent;
                 --*left;
             }
-            if (*taken < N_MESSAGES && try_take(m, peer, lane, message_size(m, in), in) == SPCCL_OK) {
+            if (*taken < N_MESSAGES && try_take(m, peer, queue, message_size(m, in), in) == SPCCL_OK) {
                 moved = true;
                 ++*taken;
                 --*left;
@@ -55,12 +55,12 @@ static bool exchange_once(struct member *m, struct counts *c, int *left)
 static void exchange(struct member *m)
 {
     struct counts c = {0};
-    int left = 2 * N_MESSAGES * m->config.n_lanes * (m->n - 1);
+    int left = 2 * N_MESSAGES * m->config.n_queues * (m->n - 1);
     bool sleepy = (m->seed >> m->rank) % 2 == 1, fine = true;
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     if (!join_group(m))
         return;
-    CHECK(m->t->message_max(m->ep) >= m->config.lane_bytes / 4, "message_max");
+    CHECK(m->t->message_max(m->ep) >= m->config.queue_bytes / 4, "message_max");
     while (left > 0 && fine && !sp_deadline_passed(deadline_ns)) {
         bool moved = exchange_once(m, &c, &left);
         CHECK_OK(progress(m));
@@ -83,8 +83,8 @@ static void test_exchange(void)
     for (size_t g = 0; g < N_GROUNDS; g++)
         for (int n = 2; n <= 5; n++) {
             struct member m = make_group(&grounds[g], n, exchange);
-            m.config.n_lanes = 1 + (int)(test_rand() % SP_LANES_MAX);
-            m.config.lane_bytes = (size_t)1 << (16 + test_rand() % 3);
+            m.config.n_queues = 1 + (int)(test_rand() % SP_QUEUES_MAX);
+            m.config.queue_bytes = (size_t)1 << (16 + test_rand() % 3);
             m.config.n_sockets = (uint32_t[]){0, 1, 3, 16}[n % 4];
             run_group(&grounds[g], &m);
         }
@@ -169,21 +169,21 @@ static void test_peeked(void)
 {
     for (size_t g = 0; g < N_GROUNDS; g++) {
         struct member m = make_group(&grounds[g], 2, peeked);
-        m.config.n_lanes = 1;
+        m.config.n_queues = 1;
         m.config.n_sockets = 1 + (uint32_t)(g % 3);
         run_group(&grounds[g], &m);
     }
 }
 
-/* ---- lanes do not hold each other up ---- */
+/* ---- queues do not hold each other up ---- */
 
-/* Fill a lane until it takes no more for a while; how many messages went in. */
-static int fill_lane(struct member *m, int peer, int lane)
+/* Fill a queue until it takes no more for a while; how many messages went in. */
+static int fill_queue(struct member *m, int peer, int queue)
 {
     int n = 0;
     int64_t full_since_ns = sp_now_ns();
     while (sp_now_ns() - full_since_ns < 100 * INT64_C(1000000)) {
-        if (try_send(m, peer, lane, 5000, (uint64_t)n) == SPCCL_OK) {
+        if (try_send(m, peer, queue, 5000, (uint64_t)n) == SPCCL_OK) {
             n++;
             full_since_ns = sp_now_ns();
         }
@@ -192,14 +192,14 @@ static int fill_lane(struct member *m, int peer, int lane)
     return n;
 }
 
-static void full_lane(struct member *m)
+static void full_queue(struct member *m)
 {
     int n_messages = 0;
     if (!join_group(m))
         return;
     if (m->rank == 0) {
-        n_messages = fill_lane(m, 1, 0);
-        CHECK(n_messages >= 8, "%s: a lane took %d messages", m->t->name, n_messages);
+        n_messages = fill_queue(m, 1, 0);
+        CHECK(n_messages >= 8, "%s: a queue took %d messages", m->t->name, n_messages);
         atomic_store(&m->shared->step, n_messages);
         for (uint64_t i = 0; i < 300; i++) {
             send_now(m, 1, 1, 3000, i);
@@ -221,10 +221,10 @@ static void full_lane(struct member *m)
     leave_group(m);
 }
 
-static void test_full_lane(void)
+static void test_full_queue(void)
 {
     for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, full_lane);
+        struct member m = make_group(&grounds[g], 2, full_queue);
         m.config.n_sockets = 2;
         run_group(&grounds[g], &m);
     }
@@ -235,12 +235,12 @@ static void test_full_lane(void)
 #define N_ROUNDS (50000 / (SLOWDOWN * SLOWDOWN))
 
 /* Wait for a message, asleep whenever nothing is there. */
-static bool take_asleep(struct member *m, int peer, int lane, uint64_t seed)
+static bool take_asleep(struct member *m, int peer, int queue, uint64_t seed)
 {
     spccl_status st;
-    while ((st = try_take(m, peer, lane, 64, seed)) == SPCCL_AGAIN) {
+    while ((st = try_take(m, peer, queue, 64, seed)) == SPCCL_AGAIN) {
         CHECK_OK(progress(m));
-        if ((st = try_take(m, peer, lane, 64, seed)) != SPCCL_AGAIN)
+        if ((st = try_take(m, peer, queue, 64, seed)) != SPCCL_AGAIN)
             break;
         if (!sleep_armed(m))
             return false;
@@ -254,12 +254,12 @@ static void ping_pong(struct member *m)
     if (!join_group(m))
         return;
     for (uint64_t i = 0; i < N_ROUNDS && fine; i++) {
-        int lane = (int)(mix(i) % 2);
+        int queue = (int)(mix(i) % 2);
         if (m->rank == 0)
-            send_now(m, 1, lane, 64, i);
-        fine = take_asleep(m, 1 - m->rank, lane, i);
+            send_now(m, 1, queue, 64, i);
+        fine = take_asleep(m, 1 - m->rank, queue, i);
         if (m->rank == 1 && fine)
-            send_now(m, 0, lane, 64, i);
+            send_now(m, 0, queue, 64, i);
         CHECK(fine, "%s: rank %d: a wake-up got lost in round %llu", m->t->name, m->rank,
               (unsigned long long)i);
     }
@@ -408,7 +408,7 @@ int main(int argc, char **argv)
         {"exchange", test_exchange},
         {"reservations", test_reservations},
         {"peeked", test_peeked},
-        {"full_lane", test_full_lane},
+        {"full_queue", test_full_queue},
         {"ping_pong", test_ping_pong},
         {"quiet", test_quiet},
         {"room", test_room},

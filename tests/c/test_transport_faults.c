@@ -104,8 +104,8 @@ static void abort_full(struct member *m)
     spccl_status st;
     if (!join_group(m))
         return;
-    for (int lane = 0; lane < 2; lane++)
-        for (int i = 0; i < 20000 && try_send(m, 1 - m->rank, lane, 9000, 1) == SPCCL_OK; i++)
+    for (int queue = 0; queue < 2; queue++)
+        for (int i = 0; i < 20000 && try_send(m, 1 - m->rank, queue, 9000, 1) == SPCCL_OK; i++)
             (void)progress(m);
     meet(m, 1);
     memset(why, 'x', sizeof why);
@@ -227,7 +227,7 @@ static void misfit(struct member *m)
     if (m->rank == 1 && m->kind == WRONG_SECRET)
         m->config.secret[31] ^= 1;
     if (m->rank == 1 && m->kind == OTHER_SETTINGS)
-        m->config.lane_bytes *= 2;
+        m->config.queue_bytes *= 2;
     if (m->rank == 1 && m->kind == OTHER_GROUP)
         m->config.group_tag++;
     if (!open_member(m))
@@ -287,22 +287,22 @@ static void test_missing(void)
 
 /* ---- a peer with the right secret that sends nonsense over tcp ---- */
 
-enum { LENGTH_0, LENGTH_BIG, LENGTH_MAX_PLUS_1, SEQUENCE, LANE, MAGIC, CUT_SHORT, CONTROL_NOISE, N_EVILS };
-#define WILD 0xffffffffu /* a lane that would be negative as an int */
+enum { LENGTH_0, LENGTH_BIG, LENGTH_MAX_PLUS_1, SEQUENCE, QUEUE, MAGIC, CUT_SHORT, CONTROL_NOISE, N_EVILS };
+#define WILD 0xffffffffu /* a queue that would be negative as an int */
 
-/* A connection that knows the secret and claims this lane (place % 1000) and socket of it (place / 1000); the
- * verdict on it. */
+/* A connection that knows the secret and claims this queue (place % 1000) and socket of it (place / 1000);
+ * the verdict on it. */
 static spccl_status dial_proven(const struct member *m, uint32_t kind, uint32_t place, int *fd)
 {
     sp_hs_hello h = {.group_tag = m->config.group_tag,
-                     .lane_bytes = m->config.lane_bytes,
+                     .queue_bytes = m->config.queue_bytes,
                      .kind = kind,
                      .from = 0,
                      .to = 1,
                      .world_size = 2,
-                     .lane = place == WILD ? 0x80000000u : place % 1000,
+                     .queue = place == WILD ? 0x80000000u : place % 1000,
                      .stripe = place == WILD ? 0 : place / 1000,
-                     .n_lanes = 2,
+                     .n_queues = 2,
                      .n_sockets = 1};
     sp_tcp_address to;
     sp_hs hs;
@@ -316,13 +316,13 @@ static spccl_status dial_proven(const struct member *m, uint32_t kind, uint32_t 
     return st;
 }
 
-/* A lane that is up already, lanes and sockets that are not there, a second control connection. */
+/* A queue that is up already, queues and sockets that are not there, a second control connection. */
 static void dial_refused(const struct member *m)
 {
     static const uint32_t places[] = {0, 2, 1001, WILD};
     int fd;
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-        CHECK(dial_proven(m, SP_HS_TCP_LANE, places[i], &fd) == SPCCL_ERR_PEER, "place %u is given",
+        CHECK(dial_proven(m, SP_HS_TCP_QUEUE, places[i], &fd) == SPCCL_ERR_PEER, "place %u is given",
               places[i]);
         close(fd);
     }
@@ -332,8 +332,8 @@ static void dial_refused(const struct member *m)
 
 static void send_evil(const struct member *m, const int fds[3])
 {
-    uint32_t max = (uint32_t)(m->config.lane_bytes / 4);
-    uint32_t head[8] = {16, 0, 0, 0x534d5053u, 1, 2, 3, 4}; /* a good message of 16 bytes on lane 0 */
+    uint32_t max = (uint32_t)(m->config.queue_bytes / 4);
+    uint32_t head[8] = {16, 0, 0, 0x534d5053u, 1, 2, 3, 4}; /* a good message of 16 bytes on queue 0 */
     size_t n = sizeof head;
     switch (m->kind) {
     case LENGTH_0:
@@ -348,7 +348,7 @@ static void send_evil(const struct member *m, const int fds[3])
     case SEQUENCE:
         head[1] = 1;
         break;
-    case LANE:
+    case QUEUE:
         head[2] = 1;
         break;
     case MAGIC:
@@ -364,7 +364,7 @@ static void send_evil(const struct member *m, const int fds[3])
         uint8_t noise[SP_TCP_ABORT_BYTES] = {1, 2, 3};
         CHECK(send(fds[0], noise, sizeof noise, MSG_NOSIGNAL) == (ssize_t)sizeof noise, "control");
     } else {
-        CHECK(send(fds[1], head, n, MSG_NOSIGNAL) == (ssize_t)n, "lane");
+        CHECK(send(fds[1], head, n, MSG_NOSIGNAL) == (ssize_t)n, "queue");
     }
 }
 
@@ -381,9 +381,9 @@ static void evil(struct member *m)
         while (atomic_load(&m->shared->n_published) < m->n)
             usleep(100);
         CHECK_OK(dial_proven(m, SP_HS_TCP_CONTROL, 0, &fds[0]));
-        CHECK_OK(dial_proven(m, SP_HS_TCP_LANE, 0, &fds[1]));
+        CHECK_OK(dial_proven(m, SP_HS_TCP_QUEUE, 0, &fds[1]));
         dial_refused(m);
-        CHECK_OK(dial_proven(m, SP_HS_TCP_LANE, 1, &fds[2]));
+        CHECK_OK(dial_proven(m, SP_HS_TCP_QUEUE, 1, &fds[2]));
         send_evil(m, fds);
         if (m->kind != CUT_SHORT)
             meet(m, 1);

@@ -1,6 +1,7 @@
-/* fuzz_decode.c - any bytes as a stream: inspect it frame by frame, decode it with every verb into memory of
- * exactly the right and of wrong sizes. Whatever comes: no access out of bounds, and inspect and decode
- * agree. Built as a libFuzzer target (SPCCL_FUZZ) and, with replay.c, as a test over the committed corpus. */
+/* fuzz_decode.c - any bytes as an encoded array: inspect it frame by frame, decode it with every verb into
+ * memory of exactly the right and of wrong sizes. Whatever comes: no access out of bounds, and inspect and
+ * decode agree. Built as a libFuzzer target (SPCCL_FUZZ) and, with replay.c, as a test over the committed
+ * corpus. */
 #include "core/base/dtype.h"
 #include "core/format/format.h"
 #include "fuzz.h"

@@ -67,11 +67,11 @@ static int read_input(const uint8_t *data, size_t bytes, struct input *in)
 static void round_trip(const struct input *in)
 {
     size_t cap = spccl_encode_bound(in->n, in->dtype, &in->options), bytes = 0, total = 0;
-    uint8_t *stream = malloc(cap), *dst = malloc(in->bytes + 1);
+    uint8_t *encoded = malloc(cap), *dst = malloc(in->bytes + 1);
     spccl_status st;
 
-    EXPECT(cap >= 64 && stream != NULL && dst != NULL);
-    st = spccl_encode(in->x, in->n, in->dtype, &in->options, stream, cap, &bytes);
+    EXPECT(cap >= 64 && encoded != NULL && dst != NULL);
+    st = spccl_encode(in->x, in->n, in->dtype, &in->options, encoded, cap, &bytes);
     if (st == SPCCL_ERR_UNSUPPORTED) {
         spccl_format f = in->options.format;
         EXPECT(f == SPCCL_FORMAT_EMPTY || f == SPCCL_FORMAT_TILE || f == SPCCL_FORMAT_DENSE);
@@ -79,20 +79,20 @@ static void round_trip(const struct input *in)
         EXPECT(st == SPCCL_OK && bytes <= cap);
         for (size_t at = 0; at < bytes;) {
             spccl_frame_info info = {.struct_bytes = sizeof info};
-            EXPECT(spccl_frame_inspect(stream + at, bytes - at, &info) == SPCCL_OK);
+            EXPECT(spccl_frame_inspect(encoded + at, bytes - at, &info) == SPCCL_OK);
             at += info.frame_bytes;
             total += info.n_elems;
         }
         EXPECT(total == in->n);
         memset(dst, 0x5a, in->bytes);
         if (in->options.base == NULL)
-            EXPECT(spccl_decode(stream, bytes, SPCCL_SET, dst, in->n, in->dtype) == SPCCL_OK);
+            EXPECT(spccl_decode(encoded, bytes, SPCCL_SET, dst, in->n, in->dtype) == SPCCL_OK);
         else
             memcpy(dst, in->base, in->bytes);
-        EXPECT(spccl_decode(stream, bytes, SPCCL_OVERWRITE, dst, in->n, in->dtype) == SPCCL_OK);
+        EXPECT(spccl_decode(encoded, bytes, SPCCL_OVERWRITE, dst, in->n, in->dtype) == SPCCL_OK);
         EXPECT(memcmp(dst, in->x, in->bytes) == 0);
     }
-    free(stream);
+    free(encoded);
     free(dst);
 }
 

@@ -14,7 +14,7 @@ typedef enum sp_env_id {
     SP_ENV_FORMAT,          /* text */
     SP_ENV_SCHEDULE,        /* text */
     SP_ENV_SLICE_BYTES,     /* number */
-    SP_ENV_LANE_BYTES,      /* number */
+    SP_ENV_QUEUE_BYTES,     /* number */
     SP_ENV_TRANSPORTS,      /* text */
     SP_ENV_TCP_SOCKETS,     /* number */
     SP_ENV_TCP_ADDR,        /* text */

@@ -47,10 +47,10 @@ typedef enum sp_gpu_trouble {
 
 /* How long a wait lasts. Contributions wait for nobody but their sender. Results and room may be late because
  * of a third rank, which is the one to name: such waits last an eighth longer, one second at most. */
-static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_trouble trouble, uint32_t lane)
+static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_trouble trouble, uint32_t kind)
 {
     uint64_t more = timeout_ns / 8 < 1000000000u ? timeout_ns / 8 : 1000000000u;
-    return timeout_ns + (trouble == SP_GPU_NO_DATA && lane == SP_INBOX_INPUT ? 0 : more);
+    return timeout_ns + (trouble == SP_GPU_NO_DATA && kind == SP_INBOX_INPUT ? 0 : more);
 }
 
 /* In `detail` of BAD_FRAME: one of the rules 20 to 27 of docs/FORMAT.md 4, without `wanted` and `seen`. */
@@ -59,7 +59,7 @@ static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_trouble 
 typedef struct sp_gpu_report {
     uint32_t claimed; /* 0, or 1 + the worker that writes; the rest is valid once `trouble` is not FINE */
     uint32_t trouble; /* sp_gpu_trouble */
-    uint32_t worker, peer, lane, detail;
+    uint32_t worker, peer, kind, detail;
     uint32_t seq;   /* sp_fused_args.seq of the launch */
     uint32_t slice; /* of the worker's slices in this launch, counted from 0 */
     uint64_t wanted, seen;

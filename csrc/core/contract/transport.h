@@ -3,8 +3,8 @@
  * and no schedules: it carries messages of any bytes.
  *
  * An endpoint is one rank's end of one communicator in one transport. Between two ranks there are
- * `n_lanes` lanes each way. A lane is an ordered, bounded, reliable queue of messages; a full lane
- * never holds up another lane (schedules rely on that to be free of deadlock).
+ * `n_queues` queues each way. A queue is an ordered, bounded, reliable queue of messages; a full queue
+ * never holds up another queue (schedules rely on that to be free of deadlock).
  * The sender reserves room in the queue and writes the message there; the receiver reads it in place
  * and releases it. Nothing here blocks, but `close`, which may wait a short bounded time (docs/TRANSPORTS.md)
  * until what was sent has arrived. One thread at a time per endpoint, except wake-ups by peers. */
@@ -18,15 +18,15 @@
 #define SP_ADDRESS_BYTES_MAX 512u /* one endpoint's address, as published in the store */
 #define SP_SECRET_BYTES 32u
 #define SP_ABORT_TEXT_CAP 400u
-#define SP_LANES_MAX 4
+#define SP_QUEUES_MAX 4
 
 typedef struct sp_endpoint_config {
     int rank, world_size;
     uint8_t secret[SP_SECRET_BYTES]; /* every connection proves that it knows this */
     uint64_t group_tag;              /* hash of the group's name: keeps groups of one job apart */
-    int n_lanes;                     /* 1 .. SP_LANES_MAX */
-    size_t lane_bytes;               /* room of one lane in one direction; a power of two */
-    uint32_t n_sockets;              /* tcp: sockets per peer and lane, 1 .. 16 */
+    int n_queues;                    /* 1 .. SP_QUEUES_MAX */
+    size_t queue_bytes;              /* room of one queue in one direction; a power of two */
+    uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     int64_t deadline_ns;             /* connecting must be over by then (clock.h) */
 } sp_endpoint_config;
 
@@ -54,20 +54,20 @@ typedef struct sp_transport {
      * passes: SPCCL_ERR_TIMEOUT with the ranks still missing; SPCCL_ERR_AUTH if a peer refused our secret. */
     spccl_status (*connect_step)(sp_endpoint *ep);
 
-    /* Largest message that reserve accepts. At least lane_bytes / 4. */
+    /* Largest message that reserve accepts. At least queue_bytes / 4. */
     size_t (*message_max)(sp_endpoint *ep);
-    /* Room for a message of exactly `bytes` (> 0) at the end of the lane to `peer`, 16-byte aligned.
+    /* Room for a message of exactly `bytes` (> 0) at the end of the queue to `peer`, 16-byte aligned.
      * SPCCL_AGAIN if there is none now; SPCCL_ERR_PEER if the peer is gone. Nothing happens until commit:
      * reserving again before that replaces the reservation (so a caller may first ask for the worst case, and
      * then, for a smaller message, again for its exact size: that never fails). */
-    spccl_status (*reserve)(sp_endpoint *ep, int peer, int lane, size_t bytes, void **out);
+    spccl_status (*reserve)(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out);
     /* The reserved message is written: send it. */
-    spccl_status (*commit)(sp_endpoint *ep, int peer, int lane);
+    spccl_status (*commit)(sp_endpoint *ep, int peer, int queue);
     /* The oldest message not released, 16-byte aligned; it stays where it is until released. SPCCL_AGAIN if
      * none is there; SPCCL_ERR_PEER if none is there and the peer is gone (what a peer sent before it went is
      * still delivered). */
-    spccl_status (*peek)(sp_endpoint *ep, int peer, int lane, const void **out, size_t *bytes);
-    spccl_status (*release)(sp_endpoint *ep, int peer, int lane);
+    spccl_status (*peek)(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes);
+    spccl_status (*release)(sp_endpoint *ep, int peer, int queue);
     /* True when everything committed has left this process's hands: it reaches the peer even if
      * this process exits now. */
     bool (*flushed)(sp_endpoint *ep, int peer);
@@ -81,10 +81,10 @@ typedef struct sp_transport {
     int (*wait_fd)(sp_endpoint *ep);
     /* About to sleep on wait_fd: SPCCL_OK, or SPCCL_AGAIN (then do not sleep; disarm is not needed) if
      * something has happened that peek, reserve and progress have not shown yet; each change is told once. A
-     * lane wakes its rank for room only if the last reserve on it came back SPCCL_AGAIN. */
+     * queue wakes its rank for room only if the last reserve on it came back SPCCL_AGAIN. */
     spccl_status (*arm)(sp_endpoint *ep);
     void (*disarm)(sp_endpoint *ep);
-    /* Tell every peer, best effort, out of band (also when lanes are full), that this rank gives up. */
+    /* Tell every peer, best effort, out of band (also when queues are full), that this rank gives up. */
     void (*abort_peers)(sp_endpoint *ep, const char *text);
 
     /* Memory held for queues, in bytes, counted once (shared memory at the rank that made it). */

@@ -1,4 +1,4 @@
-/* array_codec.c - the public codec functions of spccl.h: arrays to streams of frames and back; names of
+/* array_codec.c - the public codec functions of spccl.h: arrays to encoded arrays and back; names of
  * formats and dtypes. Place in the map: running, above codec. Knows no ranks, schedules or transports. */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
@@ -13,7 +13,7 @@
 
 /* From here on stores bypass the cache. Measured on an AMD EPYC (Zen 4) with 32 MiB of L3, decode of tile
  * frames at 1%: cached 61 GB/s at 16 MiB, 32 at 32 MiB, 28 at 64 MiB; bypassing 44, 31 and 42. */
-#define STREAM_DST_BYTES_MIN ((size_t)32 << 20)
+#define NT_DST_BYTES_MIN ((size_t)32 << 20)
 
 /* ---- names ---- */
 
@@ -225,8 +225,8 @@ done:
 /* ---- decode ---- */
 
 struct decode_job {
-    const uint8_t *stream;
-    size_t stream_bytes;
+    const uint8_t *encoded;
+    size_t encoded_bytes;
     spccl_verb verb;
     uint8_t *dst;
     size_t n_elems, dst_bytes;
@@ -239,14 +239,14 @@ static spccl_status check_decode(struct decode_job *j)
         return SP_FAIL(SPCCL_ERR_DTYPE, "decode: dtype %d, wanted 1..%d", (int)j->dtype, SP_N_DTYPES - 1);
     if ((int)j->verb < SPCCL_SET || (int)j->verb > SPCCL_OVERWRITE)
         return SP_FAIL(SPCCL_ERR_ARG, "decode: verb %d, wanted 0..2", (int)j->verb);
-    if (j->stream == NULL || (j->dst == NULL && j->n_elems != 0))
-        return SP_FAIL(SPCCL_ERR_ARG, "decode: %s is NULL", j->stream == NULL ? "stream" : "dst");
+    if (j->encoded == NULL || (j->dst == NULL && j->n_elems != 0))
+        return SP_FAIL(SPCCL_ERR_ARG, "decode: %s is NULL", j->encoded == NULL ? "encoded" : "dst");
     if (!sp_mul_size(j->n_elems, sp_dtype_bytes(j->dtype), &j->dst_bytes))
         return SP_FAIL(SPCCL_ERR_ARG, "decode: n_elems %zu of %s: size overflows", j->n_elems,
                        sp_dtype_name(j->dtype));
-    if (sp_overlap(j->stream, j->stream_bytes, j->dst, j->dst_bytes))
-        return SP_FAIL(SPCCL_ERR_ALIAS, "decode: stream (%zu bytes) and dst (%zu bytes) overlap",
-                       j->stream_bytes, j->dst_bytes);
+    if (sp_overlap(j->encoded, j->encoded_bytes, j->dst, j->dst_bytes))
+        return SP_FAIL(SPCCL_ERR_ALIAS, "decode: encoded array (%zu bytes) and dst (%zu bytes) overlap",
+                       j->encoded_bytes, j->dst_bytes);
     if (j->verb == SPCCL_ADD && !sp_dtype_can_reduce(j->dtype))
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "decode: no add of %s (it is carried as bytes): set or overwrite",
@@ -266,11 +266,11 @@ static spccl_status check_fits(const struct decode_job *j, const sp_frame *f, si
     return SPCCL_OK;
 }
 
-spccl_status spccl_decode(const void *stream, size_t stream_bytes, spccl_verb verb, void *dst, size_t n_elems,
-                          spccl_dtype dtype)
+spccl_status spccl_decode(const void *encoded, size_t encoded_bytes, spccl_verb verb, void *dst,
+                          size_t n_elems, spccl_dtype dtype)
 {
-    struct decode_job j = {.stream = stream,
-                           .stream_bytes = stream_bytes,
+    struct decode_job j = {.encoded = encoded,
+                           .encoded_bytes = encoded_bytes,
                            .verb = verb,
                            .dst = dst,
                            .n_elems = n_elems,
@@ -281,39 +281,39 @@ spccl_status spccl_decode(const void *stream, size_t stream_bytes, spccl_verb ve
 
     SP_TRY(check_decode(&j));
     SP_TRY(sp_kernels_pick(&kernels));
-    if (stream_bytes == 0)
-        return SP_FAIL(SPCCL_ERR_FORMAT, "decode: stream of 0 bytes, wanted at least one frame");
-    while (at < stream_bytes) {
+    if (encoded_bytes == 0)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "decode: encoded array of 0 bytes, wanted at least one frame");
+    while (at < encoded_bytes) {
         sp_frame f;
-        SP_TRY_TO(bad_frame, st, sp_frame_validate(j.stream + at, stream_bytes - at, &f));
+        SP_TRY_TO(bad_frame, st, sp_frame_validate(j.encoded + at, encoded_bytes - at, &f));
         SP_TRY_TO(bad_frame, st, check_fits(&j, &f, done));
         SP_TRY_TO(bad_frame, st,
                   sp_codec_apply(kernels, &f, verb, f.n_elems != 0 ? j.dst + done * elem_bytes : NULL, dtype,
-                                 j.dst_bytes >= STREAM_DST_BYTES_MIN));
+                                 j.dst_bytes >= NT_DST_BYTES_MIN));
         at += f.frame_bytes;
         done += f.n_elems;
     }
     if (done != n_elems)
-        return SP_FAIL(SPCCL_ERR_FRAME, "decode: stream of %zu bytes holds %zu elements, wanted %zu",
-                       stream_bytes, done, n_elems);
+        return SP_FAIL(SPCCL_ERR_FRAME, "decode: encoded array of %zu bytes holds %zu elements, wanted %zu",
+                       encoded_bytes, done, n_elems);
     return SPCCL_OK;
 bad_frame:
-    return SP_FAIL(st, "decode: at byte %zu of %zu: %s", at, stream_bytes, spccl_last_error());
+    return SP_FAIL(st, "decode: at byte %zu of %zu: %s", at, encoded_bytes, spccl_last_error());
 }
 
 /* ---- inspect ---- */
 
-spccl_status spccl_frame_inspect(const void *stream, size_t stream_bytes, spccl_frame_info *out)
+spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spccl_frame_info *out)
 {
     sp_frame f;
     sp_frame_layout layout;
 
-    if (stream == NULL || out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "inspect: %s is NULL", stream == NULL ? "stream" : "out");
+    if (encoded == NULL || out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "inspect: %s is NULL", encoded == NULL ? "encoded" : "out");
     if (out->struct_bytes < sizeof *out)
         return SP_FAIL(SPCCL_ERR_ARG, "inspect: out->struct_bytes %zu, wanted at least %zu",
                        out->struct_bytes, sizeof *out);
-    SP_TRY(sp_frame_validate(stream, stream_bytes, &f));
+    SP_TRY(sp_frame_validate(encoded, encoded_bytes, &f));
     sp_frame_layout_of(f.format, f.n_elems, f.nnz, sp_dtype_bytes(f.dtype), &layout);
     out->version = SP_FRAME_VERSION;
     out->format = f.format;

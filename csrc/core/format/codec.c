@@ -113,7 +113,7 @@ static bool dst_dtype_fits(spccl_verb verb, spccl_dtype dtype, spccl_dtype dst_d
 }
 
 spccl_status sp_codec_apply(const sp_kernels *kernels, const sp_frame *frame, spccl_verb verb, void *dst,
-                            spccl_dtype dst_dtype, bool stream)
+                            spccl_dtype dst_dtype, bool non_temporal)
 {
     sp_decode_args a = {.index = frame->index,
                         .meta = frame->meta,
@@ -123,7 +123,7 @@ spccl_status sp_codec_apply(const sp_kernels *kernels, const sp_frame *frame, sp
                         .dtype = frame->dtype,
                         .dst_dtype = dst_dtype,
                         .dst = dst,
-                        .stream = stream};
+                        .non_temporal = non_temporal};
 
     if (!dst_dtype_fits(verb, frame->dtype, dst_dtype))
         return SP_FAIL(SPCCL_ERR_BUG, "codec: %s frame into %s with verb %d", sp_dtype_name(frame->dtype),
@@ -137,7 +137,7 @@ spccl_status sp_codec_apply(const sp_kernels *kernels, const sp_frame *frame, sp
                        "set: use overwrite on a copy of the base");
     if (frame->nnz == 0) {
         if (verb == SPCCL_SET && frame->n_elems != 0)
-            kernels->zero(dst, frame->n_elems * sp_dtype_bytes(dst_dtype), stream);
+            kernels->zero(dst, frame->n_elems * sp_dtype_bytes(dst_dtype), non_temporal);
         return SPCCL_OK;
     }
     kernels->decode[frame->format][verb](&a);

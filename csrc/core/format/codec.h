@@ -26,9 +26,9 @@ bool sp_codec_allows(const sp_slice_stats *stats, spccl_format format, bool is_d
 void sp_codec_write(sp_codec *codec, const void *x, size_t n_elems, spccl_dtype dtype, spccl_format format,
                     bool is_delta, size_t nnz, void *dst);
 
-/* Apply a validated frame to dst.  dst_dtype: see sp_decode_args. `stream`: dst bypasses the cache.
+/* Apply a validated frame to dst.  dst_dtype: see sp_decode_args. `non_temporal`: dst bypasses the cache.
  * Errors: FRAME (SET of a delta), UNSUPPORTED (ADD of float8). */
 spccl_status sp_codec_apply(const sp_kernels *kernels, const sp_frame *frame, spccl_verb verb, void *dst,
-                            spccl_dtype dst_dtype, bool stream);
+                            spccl_dtype dst_dtype, bool non_temporal);
 
 #endif

@@ -46,7 +46,7 @@ typedef struct sp_decode_args {
     spccl_dtype dtype;     /* of the values */
     spccl_dtype dst_dtype; /* ADD: dtype, or FLOAT32 for 16-bit float values; otherwise == dtype */
     void *dst;             /* [n_elems] of dst_dtype */
-    bool stream;           /* dst is large and not read again soon: bypass the cache if that helps */
+    bool non_temporal;     /* dst is large and not read again soon: bypass the cache if that helps */
 } sp_decode_args;
 /* ADD of a dense frame: a value with all bits zero leaves dst as it is, as in the formats that do not list
  * it. */
@@ -69,7 +69,7 @@ typedef struct sp_finish_args {
     spccl_dtype dtype;
     spccl_redop op;
     int world_size;
-    bool stream;
+    bool non_temporal;
 } sp_finish_args;
 
 typedef struct sp_kernels {
@@ -82,8 +82,8 @@ typedef struct sp_kernels {
     void (*decode[SPCCL_N_FORMATS][3])(const sp_decode_args *a);
     void (*combine)(const sp_combine_args *a);
     void (*finish)(const sp_finish_args *a);
-    void (*copy)(void *dst, const void *src, size_t bytes, bool stream);
-    void (*zero)(void *dst, size_t bytes, bool stream);
+    void (*copy)(void *dst, const void *src, size_t bytes, bool non_temporal);
+    void (*zero)(void *dst, size_t bytes, bool non_temporal);
 } sp_kernels;
 
 /* ---- choosing a set: implemented in csrc/kernels/cpu/dispatch.c ---- */

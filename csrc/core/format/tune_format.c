@@ -37,7 +37,7 @@ static double codec_ns(const struct codec_cost *c, const sp_slice_stats *s)
 }
 
 /* The smallest frame; of equal ones the first in this order. The GPU's sp_choose_smallest says the same:
- * streams have the same bytes wherever they are written. */
+ * encoded arrays have the same bytes wherever they are written. */
 static spccl_format smallest(const sp_slice_stats *stats, bool is_delta)
 {
     static const spccl_format order[] = {SPCCL_FORMAT_DENSE, SPCCL_FORMAT_PICI, SPCCL_FORMAT_COO,

@@ -34,7 +34,7 @@ static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, 
         return;
     }
     snprintf(waited, waited_cap, " %.3g s",
-             (double)sp_gpu_wait_ns(l.timeout_ns, (sp_gpu_trouble)r->trouble, r->lane) / 1e9);
+             (double)sp_gpu_wait_ns(l.timeout_ns, (sp_gpu_trouble)r->trouble, r->kind) / 1e9);
     snprintf(text, cap, "%s no. %" PRIu32 " (%" PRIu64 " %s)", sp_coll_name(l.coll), seq, l.n_elems,
              sp_dtype_name(l.dtype));
 }
@@ -43,7 +43,7 @@ static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, 
 static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap)
 {
     const spccl_comm *comm = g->comm;
-    const char *lane = r->lane == SP_INBOX_INPUT ? "inputs" : "results";
+    const char *kind = r->kind == SP_INBOX_INPUT ? "inputs" : "results";
     char launch[120], where[320], waited[32];
     describe_launch(g, r, launch, sizeof launch, waited, sizeof waited);
     snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: %s:", comm->rank, comm->name,
@@ -53,13 +53,13 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
         snprintf(text, cap,
                  "%s waited%s for %s of rank %u (worker %u, slice %u: its frame starts at %" PRIu64
                  ", sent is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, waited, lane, r->peer, r->worker, r->slice, r->wanted, r->seen);
+                 where, waited, kind, r->peer, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_NO_ROOM:
         snprintf(text, cap,
                  "%s waited%s for rank %u to take %s (worker %u, slice %u: wanted up to %" PRIu64
                  ", taken is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, waited, r->peer, lane, r->worker, r->slice, r->wanted, r->seen);
+                 where, waited, r->peer, kind, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_BAD_FRAME:
         if (r->detail == SP_GPU_RULE_INDEX) {
@@ -67,13 +67,13 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
                 text, cap,
                 "%s the list of elements in a frame of rank %u is broken (%s, worker %u, slice %u; rules 20 "
                 "to 27 of docs/FORMAT.md): do all ranks run the same version of spccl?",
-                where, r->peer, lane, r->worker, r->slice);
+                where, r->peer, kind, r->worker, r->slice);
             return SPCCL_ERR_FORMAT;
         }
         snprintf(text, cap,
                  "%s a frame of rank %u breaks a rule (%s, worker %u, slice %u, field %u: got %" PRIu64
                  ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",
-                 where, r->peer, lane, r->worker, r->slice, r->detail, r->seen, r->wanted);
+                 where, r->peer, kind, r->worker, r->slice, r->detail, r->seen, r->wanted);
         return SPCCL_ERR_FORMAT;
     case SP_GPU_FINE:
         break;

@@ -45,8 +45,8 @@ sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src
     s = &b->plan->steps[b->plan->n_steps++];
     *s = (sp_step){.kind = kind,
                    .part = part,
-                   .lane_in = SP_LANE_INPUT,
-                   .lane_out = SP_LANE_INPUT,
+                   .queue_in = SP_QUEUE_INPUT,
+                   .queue_out = SP_QUEUE_INPUT,
                    .after = -1,
                    .src_off = src_off,
                    .dst_off = dst_off,
@@ -60,17 +60,17 @@ static void push_rank(sp_plan_builder *b, int rank)
         b->plan->ranks[b->n_ranks++] = rank;
 }
 
-void sp_step_from(sp_plan_builder *b, sp_step *step, int lane, int rank)
+void sp_step_from(sp_plan_builder *b, sp_step *step, int queue, int rank)
 {
-    step->lane_in = lane;
+    step->queue_in = queue;
     step->from = b->n_ranks;
     push_rank(b, rank);
     step->n_from = 1;
 }
 
-void sp_step_from_all(sp_plan_builder *b, sp_step *step, int lane)
+void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue)
 {
-    step->lane_in = lane;
+    step->queue_in = queue;
     step->from = b->n_ranks;
     for (int r = 0; r < b->plan->world_size; r++)
         if (r != b->plan->rank)
@@ -78,18 +78,18 @@ void sp_step_from_all(sp_plan_builder *b, sp_step *step, int lane)
     step->n_from = b->n_ranks - step->from;
 }
 
-void sp_step_to(sp_plan_builder *b, sp_step *step, int lane, int rank)
+void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank)
 {
-    step->lane_out = lane;
+    step->queue_out = queue;
     step->to = b->n_ranks;
     push_rank(b, rank);
     step->n_to = 1;
 }
 
-void sp_step_to_all(sp_plan_builder *b, sp_step *step, int lane, int except)
+void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except)
 {
     int world_size = b->plan->world_size;
-    step->lane_out = lane;
+    step->queue_out = queue;
     step->to = b->n_ranks;
     for (int i = 1; i < world_size; i++) {
         int r = (b->plan->rank + i) % world_size;

@@ -1,6 +1,6 @@
 /* sched_check.c - runs the plans of all ranks on paper. See sp_plan_check in sched.h.
  * Every message carries the set of ranks whose data it holds, so that a part built from too few, or from one
- * twice, shows; lanes are FIFOs with room for lane_cap messages, so that a deadlock shows. */
+ * twice, shows; queues are FIFOs with room for queue_cap messages, so that a deadlock shows. */
 #include "core/base/mem.h"
 #include "core/plan/sched.h"
 
@@ -13,23 +13,23 @@ typedef struct message {
     uint64_t holds; /* bit r: rank r's data */
 } message;
 
-typedef struct lane {
+typedef struct queue {
     message *fifo;
     int n;
-} lane;
+} queue;
 
 typedef struct check {
     sp_plan *const *plans;
-    int world_size, n_slices, lane_cap;
+    int world_size, n_slices, queue_cap;
     sp_coll coll;
-    lane *lanes; /* [from][to][lane] */
-    int *next;   /* [rank][step] */
+    queue *queues; /* [from][to][queue] */
+    int *next;     /* [rank][step] */
     int steps_cap;
 } check;
 
-static lane *lane_of(check *c, int from, int to, int l)
+static queue *queue_of(check *c, int from, int to, int l)
 {
-    return &c->lanes[(from * c->world_size + to) * SP_N_LANES + l];
+    return &c->queues[(from * c->world_size + to) * SP_N_QUEUES + l];
 }
 
 static bool slice_ready(check *c, int rank, const sp_step *s, int k)
@@ -38,10 +38,10 @@ static bool slice_ready(check *c, int rank, const sp_step *s, int k)
     if (s->after >= 0 && c->next[rank * c->steps_cap + s->after] <= k)
         return false;
     for (int i = 0; i < s->n_from; i++)
-        if (lane_of(c, plan->ranks[s->from + i], rank, s->lane_in)->n == 0)
+        if (queue_of(c, plan->ranks[s->from + i], rank, s->queue_in)->n == 0)
             return false;
     for (int i = 0; i < s->n_to; i++)
-        if (lane_of(c, rank, plan->ranks[s->to + i], s->lane_out)->n >= c->lane_cap)
+        if (queue_of(c, rank, plan->ranks[s->to + i], s->queue_out)->n >= c->queue_cap)
             return false;
     return true;
 }
@@ -54,7 +54,7 @@ static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
     uint64_t all = c->world_size == RANKS_MAX ? UINT64_MAX : (UINT64_C(1) << c->world_size) - 1;
     for (int i = 0; i < s->n_from; i++) {
         int from = plan->ranks[s->from + i];
-        lane *l = lane_of(c, from, rank, s->lane_in);
+        queue *l = queue_of(c, from, rank, s->queue_in);
         message m = l->fifo[0];
         if (i > 0 && from <= plan->ranks[s->from + i - 1])
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: senders are not in rank order", plan->name,
@@ -76,7 +76,7 @@ static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
         return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: result of part %d lacks ranks", plan->name, rank,
                        s->part);
     for (int i = 0; i < s->n_to; i++) {
-        lane *l = lane_of(c, rank, plan->ranks[s->to + i], s->lane_out);
+        queue *l = queue_of(c, rank, plan->ranks[s->to + i], s->queue_out);
         l->fifo[l->n++] = (message){s->part, k, holds};
     }
     return SPCCL_OK;
@@ -130,39 +130,40 @@ static spccl_status run_all(check *c)
             if (c->next[r * c->steps_cap + i] < c->n_slices)
                 return SP_FAIL(SPCCL_ERR_BUG, "plan %s: deadlock: rank %d waits in step %d at slice %d",
                                c->plans[r]->name, r, i, c->next[r * c->steps_cap + i]);
-    for (int i = 0; i < c->world_size * c->world_size * SP_N_LANES; i++)
-        if (c->lanes[i].n != 0)
+    for (int i = 0; i < c->world_size * c->world_size * SP_N_QUEUES; i++)
+        if (c->queues[i].n != 0)
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s: a message from rank %d to rank %d is never read",
-                           c->plans[0]->name, i / SP_N_LANES / c->world_size, i / SP_N_LANES % c->world_size);
+                           c->plans[0]->name, i / SP_N_QUEUES / c->world_size,
+                           i / SP_N_QUEUES % c->world_size);
     return SPCCL_OK;
 }
 
 spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, size_t n_elems, int root,
-                           int n_slices, int lane_cap)
+                           int n_slices, int queue_cap)
 {
     check c = {
-        .plans = plans, .world_size = world_size, .n_slices = n_slices, .lane_cap = lane_cap, .coll = coll};
-    size_t n_lanes = (size_t)world_size * (size_t)world_size * SP_N_LANES;
+        .plans = plans, .world_size = world_size, .n_slices = n_slices, .queue_cap = queue_cap, .coll = coll};
+    size_t n_queues = (size_t)world_size * (size_t)world_size * SP_N_QUEUES;
     spccl_status st = SPCCL_OK;
     message *room = NULL;
     if (world_size < 1 || world_size > RANKS_MAX)
         return SP_FAIL(SPCCL_ERR_ARG, "sp_plan_check: %d ranks, wanted 1 to %d", world_size, RANKS_MAX);
     for (int r = 0; r < world_size; r++)
         c.steps_cap = plans[r]->n_steps > c.steps_cap ? plans[r]->n_steps : c.steps_cap;
-    c.lanes = sp_calloc(n_lanes, sizeof *c.lanes);
+    c.queues = sp_calloc(n_queues, sizeof *c.queues);
     c.next = sp_calloc((size_t)world_size * (size_t)c.steps_cap, sizeof *c.next);
-    room = sp_calloc(n_lanes * (size_t)lane_cap, sizeof *room);
-    if (c.lanes == NULL || c.next == NULL || room == NULL)
+    room = sp_calloc(n_queues * (size_t)queue_cap, sizeof *room);
+    if (c.queues == NULL || c.next == NULL || room == NULL)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", world_size);
-    for (size_t i = 0; st == SPCCL_OK && i < n_lanes; i++)
-        c.lanes[i].fifo = room + i * (size_t)lane_cap;
+    for (size_t i = 0; st == SPCCL_OK && i < n_queues; i++)
+        c.queues[i].fifo = room + i * (size_t)queue_cap;
     for (int r = 0; st == SPCCL_OK && r < world_size; r++) {
         size_t out_elems = coll == SP_ALL_GATHER ? n_elems * (size_t)world_size : n_elems;
         st = check_coverage(&c, r, coll == SP_BROADCAST && r == root ? 0 : out_elems);
     }
     if (st == SPCCL_OK)
         st = run_all(&c);
-    sp_free(c.lanes);
+    sp_free(c.queues);
     sp_free(c.next);
     sp_free(room);
     return st;

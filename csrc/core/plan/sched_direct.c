@@ -11,10 +11,10 @@ static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
     for (int i = 1; i < a->world_size; i++) {
         int peer = (a->rank + i) % a->world_size;
         s = sp_plan_add(b, SP_STEP_RECV, peer, 0, (size_t)peer * a->n_elems, a->n_elems);
-        sp_step_from(b, s, SP_LANE_RESULT, peer);
+        sp_step_from(b, s, SP_QUEUE_RESULT, peer);
     }
     s = sp_plan_add(b, SP_STEP_SEND, a->rank, 0, 0, a->n_elems);
-    sp_step_to_all(b, s, SP_LANE_RESULT, -1);
+    sp_step_to_all(b, s, SP_QUEUE_RESULT, -1);
     sp_plan_add(b, SP_STEP_COPY, a->rank, 0, (size_t)a->rank * a->n_elems, a->n_elems);
 }
 
@@ -29,9 +29,9 @@ static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_
         sp_part_range(a->n_elems, a->world_size, a->rank, &off, &len);
     s = sp_plan_add(b, SP_STEP_REDUCE, a->rank, off, is_all_reduce ? off : 0, len);
     if (s != NULL) {
-        sp_step_from_all(b, s, SP_LANE_INPUT);
+        sp_step_from_all(b, s, SP_QUEUE_INPUT);
         if (is_all_reduce)
-            sp_step_to_all(b, s, SP_LANE_RESULT, -1);
+            sp_step_to_all(b, s, SP_QUEUE_RESULT, -1);
     }
     for (int i = 1; i < a->world_size; i++) {
         int peer = (a->rank + i) % a->world_size;
@@ -40,7 +40,7 @@ static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_
             sp_part_range(a->n_elems, a->world_size, peer, &off, &len);
         s = sp_plan_add(b, SP_STEP_SEND, peer, off, 0, len);
         if (s != NULL)
-            sp_step_to(b, s, SP_LANE_INPUT, peer);
+            sp_step_to(b, s, SP_QUEUE_INPUT, peer);
     }
 }
 
@@ -54,7 +54,7 @@ static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
         sp_part_range(a->n_elems, a->world_size, peer, &off, &len);
         s = sp_plan_add(b, SP_STEP_RECV, peer, 0, off, len);
         if (s != NULL)
-            sp_step_from(b, s, SP_LANE_RESULT, peer);
+            sp_step_from(b, s, SP_QUEUE_RESULT, peer);
     }
     reduce_phase(b, a, true);
 }
@@ -73,12 +73,12 @@ static void broadcast(sp_plan_builder *b, const sp_plan_args *a)
         if (s == NULL)
             continue;
         if (a->rank == a->root) {
-            sp_step_to(b, s, SP_LANE_INPUT, owner);
+            sp_step_to(b, s, SP_QUEUE_INPUT, owner);
         } else if (a->rank == owner) {
-            sp_step_from(b, s, SP_LANE_INPUT, a->root);
-            sp_step_to_all(b, s, SP_LANE_RESULT, a->root);
+            sp_step_from(b, s, SP_QUEUE_INPUT, a->root);
+            sp_step_to_all(b, s, SP_QUEUE_RESULT, a->root);
         } else {
-            sp_step_from(b, s, SP_LANE_RESULT, owner);
+            sp_step_from(b, s, SP_QUEUE_RESULT, owner);
         }
     }
 }

@@ -11,19 +11,19 @@ bool sp_sched_oneshot(sp_plan_builder *b, const sp_plan_args *a)
     if (a->coll == SP_BROADCAST && a->rank != a->root) {
         s = sp_plan_add(b, SP_STEP_RECV, 0, 0, 0, a->n_elems);
         if (s != NULL)
-            sp_step_from(b, s, SP_LANE_RESULT, a->root);
+            sp_step_from(b, s, SP_QUEUE_RESULT, a->root);
         return true;
     }
     if (a->world_size > 1) {
         s = sp_plan_add(b, SP_STEP_SEND, 0, 0, 0, a->n_elems);
         if (s != NULL)
-            sp_step_to_all(b, s, a->coll == SP_BROADCAST ? SP_LANE_RESULT : SP_LANE_INPUT, -1);
+            sp_step_to_all(b, s, a->coll == SP_BROADCAST ? SP_QUEUE_RESULT : SP_QUEUE_INPUT, -1);
     }
     if (a->coll == SP_BROADCAST)
         return true;
     s = sp_plan_add(b, SP_STEP_REDUCE, 0, 0, 0, a->n_elems);
     if (s != NULL) {
-        sp_step_from_all(b, s, SP_LANE_INPUT);
+        sp_step_from_all(b, s, SP_QUEUE_INPUT);
         s->after = a->world_size > 1 ? 0 : -1; /* in place: a slice must be sent before it is overwritten */
     }
     return true;

@@ -7,7 +7,7 @@
 
 /* Below this many bytes of traffic per rank, one hop beats two: a wake-up costs as much as moving this. */
 #define ONESHOT_BYTES ((size_t)64 << 10)
-/* A slice and its scratch stay in a 1 MiB L2, and a message fills at most an eighth of a lane. */
+/* A slice and its scratch stay in a 1 MiB L2, and a message fills at most an eighth of a queue. */
 #define SLICE_BYTES ((size_t)128 << 10)
 #define SAMPLE_ELEMS 64
 #define RESCAN_EVERY 16

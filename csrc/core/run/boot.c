@@ -89,8 +89,8 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c,
     sp_endpoint_config ec = {.rank = c->rank,
                              .world_size = c->world_size,
                              .group_tag = hash_text(c->name),
-                             .n_lanes = 2,
-                             .lane_bytes = c->lane_bytes,
+                             .n_queues = 2,
+                             .queue_bytes = c->queue_bytes,
                              .n_sockets = c->n_sockets,
                              .deadline_ns = c->deadline_ns};
     memcpy(ec.secret, secret, SP_SECRET_BYTES);

@@ -34,7 +34,7 @@ typedef struct sp_boot_config {
     const uint8_t *secret;  /* [SP_SECRET_BYTES] or NULL: rank 0 makes one and publishes it in the store */
     const char *transports; /* comma list, in order */
     uint32_t n_sockets;     /* 0 = default */
-    size_t lane_bytes;
+    size_t queue_bytes;
     uint32_t slice_bytes; /* published, so that ranks with other settings are told at once */
     int64_t deadline_ns;
 } sp_boot_config;
@@ -53,22 +53,22 @@ bool sp_links_flushed(sp_links *links);
 void sp_links_abort_peers(sp_links *links, const char *text);
 size_t sp_links_memory_bytes(sp_links *links);
 
-/* The lane calls of transport.h, by peer; a failure's text starts with the peer. */
-static inline spccl_status sp_link_reserve(sp_links *l, int peer, int lane, size_t bytes, void **out)
+/* The queue calls of transport.h, by peer; a failure's text starts with the peer. */
+static inline spccl_status sp_link_reserve(sp_links *l, int peer, int queue, size_t bytes, void **out)
 {
-    return l->peers[peer].transport->reserve(l->peers[peer].ep, peer, lane, bytes, out);
+    return l->peers[peer].transport->reserve(l->peers[peer].ep, peer, queue, bytes, out);
 }
-static inline spccl_status sp_link_commit(sp_links *l, int peer, int lane)
+static inline spccl_status sp_link_commit(sp_links *l, int peer, int queue)
 {
-    return l->peers[peer].transport->commit(l->peers[peer].ep, peer, lane);
+    return l->peers[peer].transport->commit(l->peers[peer].ep, peer, queue);
 }
-static inline spccl_status sp_link_peek(sp_links *l, int peer, int lane, const void **out, size_t *bytes)
+static inline spccl_status sp_link_peek(sp_links *l, int peer, int queue, const void **out, size_t *bytes)
 {
-    return l->peers[peer].transport->peek(l->peers[peer].ep, peer, lane, out, bytes);
+    return l->peers[peer].transport->peek(l->peers[peer].ep, peer, queue, out, bytes);
 }
-static inline spccl_status sp_link_release(sp_links *l, int peer, int lane)
+static inline spccl_status sp_link_release(sp_links *l, int peer, int queue)
 {
-    return l->peers[peer].transport->release(l->peers[peer].ep, peer, lane);
+    return l->peers[peer].transport->release(l->peers[peer].ep, peer, queue);
 }
 
 #endif

@@ -34,12 +34,12 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     if (comm->slice_bytes < SP_SLICE_BYTES_MIN || comm->slice_bytes > (1u << 24))
         return SP_FAIL(SPCCL_ERR_SETTING, "slice of %zu bytes: wanted %u to 16777216 (SPCCL_SLICE_BYTES)",
                        comm->slice_bytes, SP_SLICE_BYTES_MIN);
-    SP_TRY(sp_env_number(SP_ENV_LANE_BYTES, &n));
+    SP_TRY(sp_env_number(SP_ENV_QUEUE_BYTES, &n));
     if ((n & (n - 1)) != 0)
-        return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_LANE_BYTES=%lld: wanted a power of two", (long long)n);
-    boot->lane_bytes = (size_t)n;
-    while (boot->lane_bytes < 8 * comm->slice_bytes) /* a lane holds several worst-case messages */
-        boot->lane_bytes *= 2;
+        return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_QUEUE_BYTES=%lld: wanted a power of two", (long long)n);
+    boot->queue_bytes = (size_t)n;
+    while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several worst-case messages */
+        boot->queue_bytes *= 2;
     SP_TRY(sp_env_number(SP_ENV_TCP_SOCKETS, &n));
     boot->n_sockets = n != 0 ? (uint32_t)n : config->n_sockets;
     boot->transports = sp_env_text(SP_ENV_TRANSPORTS);

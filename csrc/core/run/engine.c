@@ -370,10 +370,10 @@ spccl_status sp_comm_poll_peers(spccl_comm *comm)
         return SPCCL_OK;
     if (look(comm) == SPCCL_OK)
         for (int r = 0; r < comm->world_size && found == SPCCL_OK; r++)
-            for (int lane = 0; lane < SP_N_LANES && r != comm->rank && found == SPCCL_OK; lane++) {
+            for (int queue = 0; queue < SP_N_QUEUES && r != comm->rank && found == SPCCL_OK; queue++) {
                 const void *message;
                 size_t bytes;
-                spccl_status st = sp_link_peek(&comm->links, r, lane, &message, &bytes);
+                spccl_status st = sp_link_peek(&comm->links, r, queue, &message, &bytes);
                 if (st == SPCCL_ERR_PEER)
                     found = st;
             }

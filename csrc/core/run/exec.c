@@ -45,22 +45,22 @@ size_t sp_exec_memory_bytes(const sp_exec *x)
            x->slice_elems_max / 64 * 9; /* scratch, and the codec's masks and counts */
 }
 
-/* How many messages this plan sends to and expects from each rank on each lane. */
+/* How many messages this plan sends to and expects from each rank on each queue. */
 static void count_messages(sp_op *op)
 {
     for (int i = 0; i < op->plan->n_steps; i++) {
         const sp_step *s = &op->plan->steps[i];
         uint32_t n_slices = (uint32_t)sp_ceil_div(s->n_elems, op->a.slice_elems);
         for (int j = 0; j < s->n_to; j++)
-            op->left[0][s->lane_out * op->plan->world_size + op->plan->ranks[s->to + j]] += n_slices;
+            op->left[0][s->queue_out * op->plan->world_size + op->plan->ranks[s->to + j]] += n_slices;
         for (int j = 0; j < s->n_from; j++)
-            op->left[1][s->lane_in * op->plan->world_size + op->plan->ranks[s->from + j]] += n_slices;
+            op->left[1][s->queue_in * op->plan->world_size + op->plan->ranks[s->from + j]] += n_slices;
     }
 }
 
 spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp_op **out)
 {
-    size_t n_lanes = (size_t)SP_N_LANES * (size_t)world_size, steps;
+    size_t n_queues = (size_t)SP_N_QUEUES * (size_t)world_size, steps;
     sp_plan_args pa = {.coll = args->coll,
                        .rank = rank,
                        .world_size = world_size,
@@ -70,7 +70,7 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
     sp_op *op;
     SP_TRY(sp_plan_create(args->schedule, &pa, &plan));
     steps = (size_t)plan->n_steps;
-    op = sp_calloc(1, sizeof *op + (2 * steps + 2 * n_lanes) * sizeof(uint32_t));
+    op = sp_calloc(1, sizeof *op + (2 * steps + 2 * n_queues) * sizeof(uint32_t));
     if (op == NULL) {
         sp_plan_destroy(plan);
         return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(args->coll), args->n_elems);
@@ -81,10 +81,11 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
     op->next_slice = (uint32_t *)(op + 1);
     op->dense_run = op->next_slice + steps;
     op->left[0] = op->dense_run + steps;
-    op->left[1] = op->left[0] + n_lanes;
+    op->left[1] = op->left[0] + n_queues;
     op->n_steps_left = plan->n_steps;
-    op->stream = args->n_elems * op->elem_bytes * (args->coll == SP_ALL_GATHER ? (size_t)world_size : 1) >=
-                 STREAM_BYTES;
+    op->non_temporal =
+        args->n_elems * op->elem_bytes * (args->coll == SP_ALL_GATHER ? (size_t)world_size : 1) >=
+        STREAM_BYTES;
     count_messages(op);
     *out = op;
     return SPCCL_OK;
@@ -136,9 +137,9 @@ void sp_exec_add(sp_exec *x, sp_op *op)
     atomic_fetch_add_explicit(&x->stats.n_collectives, 1, memory_order_relaxed);
 }
 
-bool sp_op_owns_lane(const sp_exec *x, int op_idx, int dir, int lane, int peer)
+bool sp_op_owns_queue(const sp_exec *x, int op_idx, int dir, int queue, int peer)
 {
-    int slot = lane * x->links->world_size + peer;
+    int slot = queue * x->links->world_size + peer;
     for (int i = 0; i < op_idx; i++)
         if (x->window[i]->left[dir][slot] != 0)
             return false;
@@ -205,7 +206,7 @@ static int step_to_blame(const sp_op *op)
         const sp_step *step = &op->plan->steps[s];
         if ((size_t)op->next_slice[s] * op->a.slice_elems >= step->n_elems)
             continue;
-        if (step->n_from != 0 && step->lane_in == SP_LANE_INPUT)
+        if (step->n_from != 0 && step->queue_in == SP_QUEUE_INPUT)
             return s;
         if (found < 0)
             found = s;

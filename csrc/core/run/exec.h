@@ -52,12 +52,12 @@ struct sp_op {
     uint32_t seq;
     int64_t deadline_ns;
     size_t elem_bytes;
-    bool stream; /* output larger than the caches: bypass them */
+    bool non_temporal; /* output larger than the caches: bypass them */
     bool is_started;
     sp_plan *plan;
     uint32_t *next_slice; /* [n_steps] */
     uint32_t *dense_run;  /* [n_steps] slices in a row that went out dense */
-    uint32_t *left[2];    /* [SP_N_LANES * world_size] messages still to send (0) and to receive (1) */
+    uint32_t *left[2];    /* [SP_N_QUEUES * world_size] messages still to send (0) and to receive (1) */
     int n_steps_left;
 };
 

@@ -35,7 +35,7 @@ static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *fr
     return SPCCL_OK;
 }
 
-static void finish(sp_exec *x, const sp_slice *s, void *dst, bool stream)
+static void finish(sp_exec *x, const sp_slice *s, void *dst, bool non_temporal)
 {
     x->kernels->finish(&(sp_finish_args){.acc = x->acc,
                                          .dst = dst,
@@ -43,7 +43,7 @@ static void finish(sp_exec *x, const sp_slice *s, void *dst, bool stream)
                                          .dtype = s->op->a.dtype,
                                          .op = s->op->a.redop,
                                          .world_size = x->links->world_size,
-                                         .stream = stream});
+                                         .non_temporal = non_temporal});
 }
 
 /* Through the accumulator: any op, dtype and density. */
@@ -52,19 +52,19 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
     const sp_coll_args *a = &s->op->a;
     /* In place the lines are in the cache already, as this rank's contribution: bypassing it would cost more.
      */
-    bool first = true, stream = s->op->stream && s->dst != s->src;
+    bool first = true, non_temporal = s->op->non_temporal && s->dst != s->src;
     bool same_dtype = sp_acc_dtype(a->dtype) == a->dtype;
     sp_encoded e = {0};
     void *result = same_dtype ? x->acc : x->result;
     for (int r = 0; r < x->links->world_size; r++)
         SP_TRY(accumulate(x, s, r == x->links->rank ? NULL : &x->frames[r], &first));
     if (s->step->n_to == 0) {
-        finish(x, s, s->dst, stream);
+        finish(x, s, s->dst, non_temporal);
         return SPCCL_OK;
     }
     if (!same_dtype || a->redop == SPCCL_AVG)
         finish(x, s, result, false);
-    x->kernels->copy(s->dst, result, s->n * s->op->elem_bytes, stream);
+    x->kernels->copy(s->dst, result, s->n * s->op->elem_bytes, non_temporal);
     SP_TRY(sp_slice_encode(x, s, result, &e));
     return sp_slice_commit(x, s, &e);
 }

@@ -1,5 +1,5 @@
-/* exec_steps.c - see exec_steps.h. Sends are encoded in the lane's own memory and received frames are applied
- * from there: a payload is written once and read once. */
+/* exec_steps.c - see exec_steps.h. Sends are encoded in the queue's own memory and received frames are
+ * applied from there: a payload is written once and read once. */
 #include "core/run/exec_steps.h"
 
 #include "core/base/dtype.h"
@@ -17,7 +17,7 @@ static void envelope_write(uint8_t *e, const sp_slice *s)
     e[4] = (uint8_t)a->coll;
     e[5] = (uint8_t)a->dtype;
     e[6] = (uint8_t)a->redop;
-    e[7] = (uint8_t)s->step->lane_out;
+    e[7] = (uint8_t)s->step->queue_out;
     sp_store_le64(e + 8, a->n_elems);
     sp_store_le32(e + 16, s->k);
     sp_store_le32(e + 20, (uint32_t)a->slice_elems);
@@ -106,7 +106,7 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
     char here[160];
     SP_TRY(check_magic(x, peer, e, bytes));
     SP_TRY(same_collective(x, s->op, peer, e));
-    if (e[7] == (uint8_t)s->step->lane_in && sp_load_le32(e + 16) == s->k &&
+    if (e[7] == (uint8_t)s->step->queue_in && sp_load_le32(e + 16) == s->k &&
         sp_load_le16(e + 24) == (uint16_t)s->step->part && sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
         return SPCCL_OK;
     sp_op_describe(s->op, here, sizeof here);
@@ -118,23 +118,23 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
                    sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
 }
 
-/* The message at the head of a lane, if there is one. */
-static bool head_of(const sp_exec *x, int peer, int lane, const uint8_t **e, size_t *bytes)
+/* The message at the head of a queue, if there is one. */
+static bool head_of(const sp_exec *x, int peer, int queue, const uint8_t **e, size_t *bytes)
 {
     const void *p = NULL;
-    if (x->links->peers[peer].ep == NULL || sp_link_peek(x->links, peer, lane, &p, bytes) != SPCCL_OK)
+    if (x->links->peers[peer].ep == NULL || sp_link_peek(x->links, peer, queue, &p, bytes) != SPCCL_OK)
         return false;
     *e = p;
     return true;
 }
 
-/* A message on a lane that nobody looks at, because the peer called something else, would be waited for in
+/* A message on a queue that nobody looks at, because the peer called something else, would be waited for in
  * vain. */
-static spccl_status check_head(const sp_exec *x, int peer, int lane)
+static spccl_status check_head(const sp_exec *x, int peer, int queue)
 {
     const uint8_t *e;
     size_t bytes;
-    if (!head_of(x, peer, lane, &e, &bytes))
+    if (!head_of(x, peer, queue, &e, &bytes))
         return SPCCL_OK;
     SP_TRY(check_magic(x, peer, e, bytes));
     for (int i = 0; i < x->n_ops; i++)
@@ -148,8 +148,8 @@ spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
     const uint8_t *e;
     size_t bytes;
     for (int peer = 0; peer < x->links->world_size; peer++)
-        for (int lane = 0; lane < SP_N_LANES; lane++) {
-            if (!head_of(x, peer, lane, &e, &bytes))
+        for (int queue = 0; queue < SP_N_QUEUES; queue++) {
+            if (!head_of(x, peer, queue, &e, &bytes))
                 continue;
             SP_TRY(check_magic(x, peer, e, bytes));
             if (sp_load_le32(e) > op->seq)
@@ -163,8 +163,8 @@ spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
 spccl_status sp_exec_check_heads(sp_exec *x)
 {
     for (int peer = 0; peer < x->links->world_size && x->n_ops > 0; peer++)
-        for (int lane = 0; lane < SP_N_LANES; lane++)
-            SP_TRY(check_head(x, peer, lane));
+        for (int queue = 0; queue < SP_N_QUEUES; queue++)
+            SP_TRY(check_head(x, peer, queue));
     return SPCCL_OK;
 }
 
@@ -216,9 +216,9 @@ spccl_status sp_slice_room(sp_exec *x, const sp_slice *s, size_t bytes)
         int peer = sp_slice_rank(s, s->step->to + i);
         void *room;
         spccl_status st;
-        if (!sp_op_owns_lane(x, s->op_idx, 0, s->step->lane_out, peer))
+        if (!sp_op_owns_queue(x, s->op_idx, 0, s->step->queue_out, peer))
             return SPCCL_AGAIN;
-        st = sp_link_reserve(x->links, peer, s->step->lane_out, bytes, &room);
+        st = sp_link_reserve(x->links, peer, s->step->queue_out, bytes, &room);
         if (st != SPCCL_OK)
             return in_context(x, s, peer, st);
     }
@@ -230,9 +230,9 @@ spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_
     int peer = sp_slice_rank(s, s->step->from + i);
     const void *p = NULL;
     spccl_status st;
-    if (!sp_op_owns_lane(x, s->op_idx, 1, s->step->lane_in, peer))
+    if (!sp_op_owns_queue(x, s->op_idx, 1, s->step->queue_in, peer))
         return SPCCL_AGAIN;
-    st = sp_link_peek(x->links, peer, s->step->lane_in, &p, bytes);
+    st = sp_link_peek(x->links, peer, s->step->queue_in, &p, bytes);
     if (st != SPCCL_OK)
         return in_context(x, s, peer, st);
     *msg = p;
@@ -256,19 +256,19 @@ spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const 
 spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes)
 {
     int peer = sp_slice_rank(s, s->step->from + i);
-    x->window[s->op_idx]->left[1][s->step->lane_in * x->links->world_size + peer]--;
+    x->window[s->op_idx]->left[1][s->step->queue_in * x->links->world_size + peer]--;
     atomic_fetch_add_explicit(&x->stats.wire_bytes_received, bytes, memory_order_relaxed);
-    return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->lane_in));
+    return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->queue_in));
 }
 
-/* A sent message, for the counters and for whose turn the lane is. */
+/* A sent message, for the counters and for whose turn the queue is. */
 static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t bytes, spccl_format format)
 {
-    x->window[s->op_idx]->left[0][s->step->lane_out * x->links->world_size + peer]--;
+    x->window[s->op_idx]->left[0][s->step->queue_out * x->links->world_size + peer]--;
     atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * s->op->elem_bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.n_frames_sent[format], 1, memory_order_relaxed);
-    return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->lane_out));
+    return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->queue_out));
 }
 
 /* What a byte costs on the slowest link that the slice takes. */
@@ -320,7 +320,7 @@ spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp
     for (int i = 0; i < step->n_to; i++) {
         int peer = sp_slice_rank(s, step->to + i);
         void *room = NULL;
-        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->lane_out, out->bytes, &room)));
+        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->queue_out, out->bytes, &room)));
         if (i != 0) {
             memcpy(room, out->message, out->bytes);
             continue;
@@ -357,15 +357,15 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
     SP_TRY(sp_slice_message(x, s, 0, &msg, &bytes));
     SP_TRY(sp_slice_room(x, s, bytes));
     SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &frame));
-    for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's lane */
+    for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's queue */
         int to = sp_slice_rank(s, s->step->to + i);
         void *room = NULL;
-        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->lane_out, bytes, &room)));
+        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->queue_out, bytes, &room)));
         memcpy(room, msg, bytes);
-        ((uint8_t *)room)[7] = (uint8_t)s->step->lane_out;
+        ((uint8_t *)room)[7] = (uint8_t)s->step->queue_out;
         SP_TRY(commit_to(x, s, to, bytes, frame.format));
     }
-    SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->stream));
+    SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->non_temporal));
     return sp_slice_release(x, s, 0, bytes);
 }
 
@@ -387,7 +387,7 @@ spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
         return sp_reduce_run(x, &s);
     case SP_STEP_COPY:
         if (s.dst != s.src)
-            x->kernels->copy(s.dst, s.src, s.n * s.op->elem_bytes, s.op->stream);
+            x->kernels->copy(s.dst, s.src, s.n * s.op->elem_bytes, s.op->non_temporal);
         return SPCCL_OK;
     }
     return SP_FAIL(SPCCL_ERR_BUG, "step %d of plan %s has kind %d", step_idx, s.op->plan->name,
@@ -418,7 +418,7 @@ void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, siz
         int peer = sp_slice_rank(&s, s.step->to + i);
         void *room;
         size_t used = strlen(ranks);
-        if (sp_link_reserve(x->links, peer, s.step->lane_out, sp_slice_bound(&s), &room) != SPCCL_OK)
+        if (sp_link_reserve(x->links, peer, s.step->queue_out, sp_slice_bound(&s), &room) != SPCCL_OK)
             snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "", peer);
     }
     snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of part %d (%zu elements)",

@@ -30,9 +30,9 @@ spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const 
                            sp_frame *frame);
 spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes);
 
-/* A slice encoded in the lanes of all receivers, not yet sent. */
+/* A slice encoded in the queues of all receivers, not yet sent. */
 typedef struct sp_encoded {
-    uint8_t *message; /* in the first receiver's lane: envelope and frame */
+    uint8_t *message; /* in the first receiver's queue: envelope and frame */
     size_t bytes, nnz;
     spccl_format format;
     sp_frame_layout layout;
@@ -51,9 +51,9 @@ spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s);
 spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx);
 /* Which ranks that slice waits for, and what for. */
 void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, size_t cap);
-/* May window[op_idx] use that lane now? Earlier collectives go first, so that both ends see one order. dir: 0
- * send, 1 receive. */
-bool sp_op_owns_lane(const sp_exec *x, int op_idx, int dir, int lane, int peer);
+/* May window[op_idx] use that queue now? Earlier collectives go first, so that both ends see one order. dir:
+ * 0 send, 1 receive. */
+bool sp_op_owns_queue(const sp_exec *x, int op_idx, int dir, int queue, int peer);
 /* MISMATCH if a peer sent more for this finished op, or for an older one, than the op takes. */
 spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op);
 sp_call sp_op_call(const sp_op *op);

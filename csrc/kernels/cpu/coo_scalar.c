@@ -46,7 +46,7 @@ static void (*const coo_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_AP
 
 void sp_coo_set_scalar(const sp_decode_args *a)
 {
-    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
     sp_coo_overwrite_scalar(a);
 }
 void sp_coo_overwrite_scalar(const sp_decode_args *a)

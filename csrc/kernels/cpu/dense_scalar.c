@@ -2,15 +2,15 @@
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
-void sp_copy_scalar(void *dst, const void *src, size_t bytes, bool stream)
+void sp_copy_scalar(void *dst, const void *src, size_t bytes, bool non_temporal)
 {
-    (void)stream; /* the C library decides */
+    (void)non_temporal; /* the C library decides */
     if (bytes != 0)
         memcpy(dst, src, bytes);
 }
-void sp_zero_scalar(void *dst, size_t bytes, bool stream)
+void sp_zero_scalar(void *dst, size_t bytes, bool non_temporal)
 {
-    (void)stream;
+    (void)non_temporal;
     if (bytes != 0)
         memset(dst, 0, bytes);
 }
@@ -21,7 +21,7 @@ void sp_dense_encode_scalar(const sp_encode_args *a)
 }
 void sp_dense_set_scalar(const sp_decode_args *a)
 {
-    sp_copy_scalar(a->dst, a->values, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+    sp_copy_scalar(a->dst, a->values, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
 }
 
 /* With add and overwrite a value with all bits zero leaves dst as it is, as in the formats that would not

@@ -1,8 +1,8 @@
 /* flat.h - what the vector sets share: a chunk's listed elements as a flat list of u16 offsets, and plain
  * loops over that list. A format's vector code only turns its index sections into the list (or the mask into
  * both). Why a list: bit by bit, each word or block ends in a mispredicted branch (about 15 cycles, the time
- * to stream 100 bytes); a list has one such branch per chunk. Included by the files of one instruction set
- * each. */
+ * to non_temporal 100 bytes); a list has one such branch per chunk. Included by the files of one instruction
+ * set each. */
 #ifndef SP_FLAT_H
 #define SP_FLAT_H
 
@@ -180,10 +180,10 @@ static inline void flat_decode_set_cached(const sp_decode_args *a, flat_next_fn 
     }
 }
 
-/* SET of a whole frame past the cache: a chunk is made in a buffer that is otherwise zero, and streamed to
- * dst one chunk later (its narrow stores have left the store queue by then: wide loads cannot be forwarded
- * from them). */
-static inline void flat_decode_set_stream(const sp_decode_args *a, flat_next_fn *next, size_t eb)
+/* SET of a whole frame past the cache: a chunk is made in a buffer that is otherwise zero, and stored past
+ * the cache to dst one chunk later (its narrow stores have left the store queue by then: wide loads cannot be
+ * forwarded from them). */
+static inline void flat_decode_set_nt(const sp_decode_args *a, flat_next_fn *next, size_t eb)
 {
     struct flat_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
     _Alignas(64) uint8_t bufs[2][SP_CHUNK_ELEMS * 8];
@@ -202,27 +202,27 @@ static inline void flat_decode_set_stream(const sp_decode_args *a, flat_next_fn 
         }
         if (i > 0) {
             size_t at = (i - 1) * SP_CHUNK_ELEMS, b = (i - 1) % 2;
-            simd_stream((uint8_t *)a->dst + at * eb, bufs[b],
-                        sp_min_size(SP_CHUNK_ELEMS, a->n_elems - at) * eb);
+            simd_store_nt((uint8_t *)a->dst + at * eb, bufs[b],
+                          sp_min_size(SP_CHUNK_ELEMS, a->n_elems - at) * eb);
             flat_clear(bufs[b], offs[b], n[b], eb);
         }
     }
-    simd_stream_end();
+    simd_nt_end();
 }
 
 static inline void flat_decode_set(const sp_decode_args *a, flat_next_fn *next)
 {
     size_t eb = sp_dtype_bytes(a->dtype);
-    if (!a->stream)
+    if (!a->non_temporal)
         flat_decode_set_cached(a, next);
     else if (eb == 4) /* constants, so that the loops above are made for one width each */
-        flat_decode_set_stream(a, next, 4);
+        flat_decode_set_nt(a, next, 4);
     else if (eb == 2)
-        flat_decode_set_stream(a, next, 2);
+        flat_decode_set_nt(a, next, 2);
     else if (eb == 8)
-        flat_decode_set_stream(a, next, 8);
+        flat_decode_set_nt(a, next, 8);
     else
-        flat_decode_set_stream(a, next, 1);
+        flat_decode_set_nt(a, next, 1);
 }
 
 #endif

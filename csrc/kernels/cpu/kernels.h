@@ -13,8 +13,8 @@
 #define SP_DECLARE_BULK(ISA)                                                                                 \
     void sp_combine_##ISA(const sp_combine_args *a);                                                         \
     void sp_finish_##ISA(const sp_finish_args *a);                                                           \
-    void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool stream);                               \
-    void sp_zero_##ISA(void *dst, size_t bytes, bool stream);
+    void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool non_temporal);                         \
+    void sp_zero_##ISA(void *dst, size_t bytes, bool non_temporal);
 
 /* ---- scalar: the meaning ---- */
 void sp_scan_scalar(sp_scan_args *a);

@@ -36,21 +36,21 @@ static void simd_pici_pack(uint8_t *values, const uint8_t *x, const uint8_t *met
 }
 
 /* Unpack one whole tile, of n_left values from here to the frame's end; returns how many it took. With
- * `stream` dst is aligned to 64 bytes and bypasses the cache. */
+ * `non_temporal` dst is aligned to 64 bytes and bypasses the cache. */
 static size_t simd_pici_unpack(uint8_t *dst, const uint8_t *values, const uint8_t *meta, size_t elem_bytes,
-                               size_t n_left, bool stream)
+                               size_t n_left, bool non_temporal)
 {
     /* A tile takes at most 4096: with that much and a vector more left, nothing can run over. */
     bool exact = n_left < SP_PICI_TILE_ELEMS + SP_SIMD_BYTES;
     const uint8_t *end;
     if (elem_bytes == 4)
-        end = exact    ? unpack_tile_u32(values, meta, dst, true, stream)
-              : stream ? unpack_tile_u32(values, meta, dst, false, true)
-                       : unpack_tile_u32(values, meta, dst, false, false);
+        end = exact          ? unpack_tile_u32(values, meta, dst, true, non_temporal)
+              : non_temporal ? unpack_tile_u32(values, meta, dst, false, true)
+                             : unpack_tile_u32(values, meta, dst, false, false);
     else
-        end = exact    ? unpack_tile_u16(values, meta, dst, true, stream)
-              : stream ? unpack_tile_u16(values, meta, dst, false, true)
-                       : unpack_tile_u16(values, meta, dst, false, false);
+        end = exact          ? unpack_tile_u16(values, meta, dst, true, non_temporal)
+              : non_temporal ? unpack_tile_u16(values, meta, dst, false, true)
+                             : unpack_tile_u16(values, meta, dst, false, false);
     return (size_t)(end - values) / elem_bytes;
 }
 

@@ -68,7 +68,7 @@ static void (*const pici_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_A
 
 void sp_pici_set_scalar(const sp_decode_args *a)
 {
-    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
     sp_pici_overwrite_scalar(a);
 }
 void sp_pici_overwrite_scalar(const sp_decode_args *a)

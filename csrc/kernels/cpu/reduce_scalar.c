@@ -146,5 +146,5 @@ void sp_finish_scalar(const sp_finish_args *a)
     else if (a->dtype == SPCCL_BFLOAT16)
         finish_bf16(a);
     else if (a->dst != a->acc)
-        sp_copy_scalar(a->dst, a->acc, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+        sp_copy_scalar(a->dst, a->acc, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
 }

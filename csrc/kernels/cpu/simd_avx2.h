@@ -12,7 +12,7 @@
 
 /* ---- bulk ---- */
 
-static inline void simd_stream_end(void)
+static inline void simd_nt_end(void)
 {
     _mm_sfence();
 }
@@ -22,7 +22,7 @@ static inline size_t simd_head(const void *dst, size_t bytes)
     return sp_min_size((size_t)(-(uintptr_t)dst & 63u), bytes);
 }
 /* Copy past the cache: whole lines with non-temporal stores, the ends as usual. */
-static inline void simd_stream(uint8_t *dst, const uint8_t *src, size_t bytes)
+static inline void simd_store_nt(uint8_t *dst, const uint8_t *src, size_t bytes)
 {
     size_t i = simd_head(dst, bytes);
     memcpy(dst, src, i);
@@ -34,7 +34,7 @@ static inline void simd_stream(uint8_t *dst, const uint8_t *src, size_t bytes)
     }
     memcpy(dst + i, src + i, bytes - i);
 }
-static inline void simd_stream_zero(uint8_t *dst, size_t bytes)
+static inline void simd_nt_zero(uint8_t *dst, size_t bytes)
 {
     size_t i = simd_head(dst, bytes);
     memset(dst, 0, i);

@@ -13,7 +13,7 @@
 
 /* ---- bulk ---- */
 
-static inline void simd_stream_end(void)
+static inline void simd_nt_end(void)
 {
     _mm_sfence();
 }
@@ -28,7 +28,7 @@ static inline __mmask64 simd_low64(size_t n)
     return _bzhi_u64(~UINT64_C(0), (unsigned)n);
 }
 /* Copy past the cache: whole lines with non-temporal stores, the ends with masked ones. */
-static inline void simd_stream(uint8_t *dst, const uint8_t *src, size_t bytes)
+static inline void simd_store_nt(uint8_t *dst, const uint8_t *src, size_t bytes)
 {
     size_t i = simd_head(dst, bytes);
     if (i != 0) {
@@ -50,7 +50,7 @@ static inline void simd_stream(uint8_t *dst, const uint8_t *src, size_t bytes)
         _mm512_mask_storeu_epi8(dst + i, m, _mm512_maskz_loadu_epi8(m, src + i));
     }
 }
-static inline void simd_stream_zero(uint8_t *dst, size_t bytes)
+static inline void simd_nt_zero(uint8_t *dst, size_t bytes)
 {
     const __m512i zero = _mm512_setzero_si512();
     size_t i = simd_head(dst, bytes);

@@ -52,7 +52,7 @@ static void (*const tile_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_A
 
 void sp_tile_set_scalar(const sp_decode_args *a)
 {
-    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->stream);
+    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
     sp_tile_overwrite_scalar(a);
 }
 void sp_tile_overwrite_scalar(const sp_decode_args *a)

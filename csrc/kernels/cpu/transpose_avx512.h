@@ -68,7 +68,7 @@ static inline uint8_t *pack_tile_u32(const uint8_t *x, const uint8_t *meta, uint
 
 /* Values by column -> dst [64][64], absent elements zero; returns the end of the values. */
 static inline const uint8_t *unpack_tile_u32(const uint8_t *in, const uint8_t *meta, uint8_t *dst, bool exact,
-                                             bool stream)
+                                             bool non_temporal)
 {
     _Alignas(64) uint32_t cols[16][64];
     for (size_t g = 0; g < 4; g++) {
@@ -90,7 +90,7 @@ static inline const uint8_t *unpack_tile_u32(const uint8_t *in, const uint8_t *m
             transpose16(v);
             for (size_t r = 0; r < 16; r++) {
                 uint8_t *to = dst + ((q * 16 + r) * 64 + g * 16) * 4;
-                if (stream)
+                if (non_temporal)
                     _mm512_stream_si512((void *)to, v[r]);
                 else
                     _mm512_storeu_si512(to, v[r]);
@@ -143,7 +143,7 @@ static inline uint8_t *pack_tile_u16(const uint8_t *x, const uint8_t *meta, uint
 }
 
 static inline const uint8_t *unpack_tile_u16(const uint8_t *in, const uint8_t *meta, uint8_t *dst, bool exact,
-                                             bool stream)
+                                             bool non_temporal)
 {
     const __m512i low = _mm512_set1_epi32(0xffff);
     _Alignas(64) uint16_t cols[32][64];
@@ -174,7 +174,7 @@ static inline const uint8_t *unpack_tile_u16(const uint8_t *in, const uint8_t *m
                 __m512i l = pairs[0][r], h = pairs[1][r];
                 __m512i even = _mm512_packus_epi32(_mm512_and_si512(l, low), _mm512_and_si512(h, low));
                 __m512i odd = _mm512_packus_epi32(_mm512_srli_epi32(l, 16), _mm512_srli_epi32(h, 16));
-                if (stream) {
+                if (non_temporal) {
                     _mm512_stream_si512((void *)to, even);
                     _mm512_stream_si512((void *)(to + 128), odd);
                 } else {

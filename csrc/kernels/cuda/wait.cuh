@@ -10,7 +10,7 @@
 // the peer in `slot` through the rings INPUT or RESULT (inbox.h's lanes: here a lane is a thread of the
 // warp), but in an sp_outbox of two workers. In what follows members marked L are that lane's own, the others
 // the same in all lanes.
-static_assert(SP_INBOX_LANES == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
+static_assert(SP_INBOX_KINDS == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
 struct sp_place {
     const sp_fused_args &a;
     uint32_t lane, q, n_peers; // q: number of the worker
@@ -61,7 +61,7 @@ struct sp_place {
 
 // Leave word of what went wrong, the first worker only, and end all waits of this rank.
 inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_trouble trouble,
-                                              uint32_t lane, uint32_t slot, uint32_t slice, uint64_t wanted,
+                                              uint32_t ring, uint32_t slot, uint32_t slice, uint64_t wanted,
                                               uint64_t seen, uint32_t detail)
 {
     sp_gpu_report *r = &a.control->report;
@@ -70,7 +70,7 @@ inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q
         r->claimed = 1 + q;
         r->worker = q;
         r->peer = sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size);
-        r->lane = lane;
+        r->kind = ring;
         r->detail = detail;
         r->seq = a.seq;
         r->slice = slice;
@@ -89,7 +89,7 @@ inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q
 // Until *word >= wanted (> 0): what it says. 0: aborted, or the deadline passed and a report was left. One
 // thread.
 inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
-                                                uint64_t wanted, sp_gpu_trouble trouble, uint32_t lane,
+                                                uint64_t wanted, sp_gpu_trouble trouble, uint32_t ring,
                                                 uint32_t slot, uint32_t slice)
 {
     uint64_t start = 0, looked = 0;
@@ -108,8 +108,8 @@ inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t
         looked = now;
         if (sp_load_relaxed_sys(&a.control->abort) != 0)
             return 0;
-        if (now - start > sp_gpu_wait_ns(a.timeout_ns, trouble, lane)) {
-            sp_report(a, q, trouble, lane, slot, slice, wanted, v, 0);
+        if (now - start > sp_gpu_wait_ns(a.timeout_ns, trouble, ring)) {
+            sp_report(a, q, trouble, ring, slot, slice, wanted, v, 0);
             return 0;
         }
     }

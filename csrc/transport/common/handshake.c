@@ -1,6 +1,6 @@
 /* handshake.c - see handshake.h. Numbers are little-endian.
- *   hello      0 magic[8]  8 version u32  12 kind u32  16 to_id[16]  32 group_tag u64  40 lane_bytes u64
- *              48 from i32  52 to i32  56 world_size i32  60 lane u32  64 stripe u32  68 n_lanes u32
+ *   hello      0 magic[8]  8 version u32  12 kind u32  16 to_id[16]  32 group_tag u64  40 queue_bytes u64
+ *              48 from i32  52 to i32  56 world_size i32  60 queue u32  64 stripe u32  68 n_queues u32
  *              72 n_sockets u32  76 zero[20]  96 random[32]
  *   challenge  0 magic[8]  8 version u32  12 status i32  16 random[32]  48 mac[32]
  *   verdict    0 status i32  4 text[252], zero-ended */
@@ -19,14 +19,15 @@ static const char magic[8] = {'S', 'P', 'C', 'C', 'L', 'h', 's', '1'};
 
 static void put_hello(uint8_t *p, const sp_hs_hello *h)
 {
-    const uint32_t words[] = {(uint32_t)h->from, (uint32_t)h->to, (uint32_t)h->world_size, h->lane, h->stripe,
-                              h->n_lanes,        h->n_sockets};
+    const uint32_t words[] = {(uint32_t)h->from, (uint32_t)h->to, (uint32_t)h->world_size,
+                              h->queue,          h->stripe,       h->n_queues,
+                              h->n_sockets};
     memcpy(p, magic, sizeof magic);
     sp_store_le32(p + 8, HS_VERSION);
     sp_store_le32(p + 12, h->kind);
     memcpy(p + 16, h->to_id, SP_HS_ID_BYTES);
     sp_store_le64(p + 32, h->group_tag);
-    sp_store_le64(p + 40, h->lane_bytes);
+    sp_store_le64(p + 40, h->queue_bytes);
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         sp_store_le32(p + 48 + 4 * i, words[i]);
 }
@@ -36,13 +37,13 @@ static void get_hello(const uint8_t *p, sp_hs_hello *h)
     h->kind = sp_load_le32(p + 12);
     memcpy(h->to_id, p + 16, SP_HS_ID_BYTES);
     h->group_tag = sp_load_le64(p + 32);
-    h->lane_bytes = sp_load_le64(p + 40);
+    h->queue_bytes = sp_load_le64(p + 40);
     h->from = (int32_t)sp_load_le32(p + 48);
     h->to = (int32_t)sp_load_le32(p + 52);
     h->world_size = (int32_t)sp_load_le32(p + 56);
-    h->lane = sp_load_le32(p + 60);
+    h->queue = sp_load_le32(p + 60);
     h->stripe = sp_load_le32(p + 64);
-    h->n_lanes = sp_load_le32(p + 68);
+    h->n_queues = sp_load_le32(p + 68);
     h->n_sockets = sp_load_le32(p + 72);
 }
 

@@ -20,15 +20,15 @@
 #define SP_HS_PROOF_BYTES 32u
 #define SP_HS_VERDICT_BYTES 256u
 
-enum { SP_HS_SHM = 1, SP_HS_TCP_LANE, SP_HS_TCP_CONTROL, SP_HS_RENDEZVOUS, SP_HS_GPU };
+enum { SP_HS_SHM = 1, SP_HS_TCP_QUEUE, SP_HS_TCP_CONTROL, SP_HS_RENDEZVOUS, SP_HS_GPU };
 
 /* What the dialler says about itself; believed only after the proof. */
 typedef struct sp_hs_hello {
     uint8_t to_id[SP_HS_ID_BYTES]; /* random id of the endpoint it means to reach */
-    uint64_t group_tag, lane_bytes;
+    uint64_t group_tag, queue_bytes;
     uint32_t kind; /* SP_HS_SHM .. */
     int32_t from, to, world_size;
-    uint32_t lane, stripe, n_lanes, n_sockets;
+    uint32_t queue, stripe, n_queues, n_sockets;
 } sp_hs_hello;
 
 typedef enum sp_hs_state {

@@ -112,7 +112,7 @@ static struct node *registry_find(const uint8_t id[ID_BYTES])
 
 static size_t node_block_bytes(const struct node *n)
 {
-    return sp_ring_block_bytes(n->config.n_lanes, n->config.lane_bytes);
+    return sp_ring_block_bytes(n->config.n_queues, n->config.queue_bytes);
 }
 
 static void node_unref(struct node *n)
@@ -240,13 +240,13 @@ static spccl_status inproc_check_peer(const struct node *me, const struct node *
     if (a->group_tag != b->group_tag || b->rank != rank)
         return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d: the address of rank %d belongs to rank %d of %s group",
                        a->rank, rank, b->rank, a->group_tag == b->group_tag ? "this" : "another");
-    if (a->world_size != b->world_size || a->n_lanes != b->n_lanes || a->lane_bytes != b->lane_bytes)
+    if (a->world_size != b->world_size || a->n_queues != b->n_queues || a->queue_bytes != b->queue_bytes)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "rank %d has %d ranks, %d lanes of %zu bytes, but rank %d has %d ranks, %d lanes of "
+                       "rank %d has %d ranks, %d queues of %zu bytes, but rank %d has %d ranks, %d queues of "
                        "%zu bytes: give every "
                        "rank the same settings",
-                       a->rank, a->world_size, a->n_lanes, a->lane_bytes, rank, b->world_size, b->n_lanes,
-                       b->lane_bytes);
+                       a->rank, a->world_size, a->n_queues, a->queue_bytes, rank, b->world_size, b->n_queues,
+                       b->queue_bytes);
     return SPCCL_OK;
 }
 
@@ -282,8 +282,8 @@ static bool inproc_try_up(struct inproc_endpoint *ep, int peer)
     void *in = atomic_load(&other->out[node->config.rank]);
     if (in == NULL || !atomic_load(&node->attached[peer]))
         return false;
-    sp_ring_link_init(&ep->links[peer], node->config.rank, peer, node->config.n_lanes,
-                      node->config.lane_bytes, atomic_load(&node->out[peer]), in, other->bell);
+    sp_ring_link_init(&ep->links[peer], node->config.rank, peer, node->config.n_queues,
+                      node->config.queue_bytes, atomic_load(&node->out[peer]), in, other->bell);
     return true;
 }
 
@@ -313,23 +313,23 @@ static spccl_status inproc_connect_step(sp_endpoint *opaque)
 
 static size_t inproc_message_max(sp_endpoint *opaque)
 {
-    return sp_spsc_message_max(((struct inproc_endpoint *)opaque)->node->config.lane_bytes);
+    return sp_spsc_message_max(((struct inproc_endpoint *)opaque)->node->config.queue_bytes);
 }
-static spccl_status inproc_reserve(sp_endpoint *opaque, int peer, int lane, size_t bytes, void **out)
+static spccl_status inproc_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
 {
-    return sp_ring_reserve(&((struct inproc_endpoint *)opaque)->links[peer], lane, bytes, out);
+    return sp_ring_reserve(&((struct inproc_endpoint *)opaque)->links[peer], queue, bytes, out);
 }
-static spccl_status inproc_commit(sp_endpoint *opaque, int peer, int lane)
+static spccl_status inproc_commit(sp_endpoint *opaque, int peer, int queue)
 {
-    return sp_ring_commit(&((struct inproc_endpoint *)opaque)->links[peer], lane);
+    return sp_ring_commit(&((struct inproc_endpoint *)opaque)->links[peer], queue);
 }
-static spccl_status inproc_peek(sp_endpoint *opaque, int peer, int lane, const void **out, size_t *bytes)
+static spccl_status inproc_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
 {
-    return sp_ring_peek(&((struct inproc_endpoint *)opaque)->links[peer], lane, out, bytes);
+    return sp_ring_peek(&((struct inproc_endpoint *)opaque)->links[peer], queue, out, bytes);
 }
-static spccl_status inproc_release(sp_endpoint *opaque, int peer, int lane)
+static spccl_status inproc_release(sp_endpoint *opaque, int peer, int queue)
 {
-    return sp_ring_release(&((struct inproc_endpoint *)opaque)->links[peer], lane);
+    return sp_ring_release(&((struct inproc_endpoint *)opaque)->links[peer], queue);
 }
 static bool inproc_flushed(sp_endpoint *opaque, int peer)
 {

@@ -9,27 +9,27 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-size_t sp_ring_block_bytes(int n_lanes, size_t lane_bytes)
+size_t sp_ring_block_bytes(int n_queues, size_t queue_bytes)
 {
-    return SP_RING_DATA_OFFSET + (size_t)n_lanes * lane_bytes;
+    return SP_RING_DATA_OFFSET + (size_t)n_queues * queue_bytes;
 }
 
-void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_lanes, size_t lane_bytes, void *out,
+void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, size_t queue_bytes, void *out,
                        void *in, int bell)
 {
     memset(link, 0, sizeof *link);
     link->rank = rank;
     link->peer = peer;
-    link->n_lanes = n_lanes;
+    link->n_queues = n_queues;
     link->bell = bell;
     link->out = out;
     link->in = in;
-    for (int i = 0; i < n_lanes; i++) {
-        size_t offset = SP_RING_DATA_OFFSET + (size_t)i * lane_bytes;
+    for (int i = 0; i < n_queues; i++) {
+        size_t offset = SP_RING_DATA_OFFSET + (size_t)i * queue_bytes;
         link->tx[i] =
-            (sp_spsc_tx){.ctl = &link->out->lanes[i], .data = (uint8_t *)out + offset, .cap = lane_bytes};
+            (sp_spsc_tx){.ctl = &link->out->queues[i], .data = (uint8_t *)out + offset, .cap = queue_bytes};
         link->rx[i] =
-            (sp_spsc_rx){.ctl = &link->in->lanes[i], .data = (uint8_t *)in + offset, .cap = lane_bytes};
+            (sp_spsc_rx){.ctl = &link->in->queues[i], .data = (uint8_t *)in + offset, .cap = queue_bytes};
     }
     link->up = true;
 }
@@ -47,54 +47,55 @@ static spccl_status link_gone(const sp_ring_link *link)
     return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", link->rank, link->peer, link->gone_text);
 }
 
-static spccl_status link_broken(sp_ring_link *link, int lane)
+static spccl_status link_broken(sp_ring_link *link, int queue)
 {
     link->broken = true;
-    return SP_FAIL(SPCCL_ERR_FORMAT,
-                   "rank %d: the queue shared with rank %d (lane %d) holds an impossible length or position: "
-                   "memory of rank %d is damaged; start the job again",
-                   link->rank, link->peer, lane, link->peer);
+    return SP_FAIL(
+        SPCCL_ERR_FORMAT,
+        "rank %d: the queue shared with rank %d (queue %d) holds an impossible length or position: "
+        "memory of rank %d is damaged; start the job again",
+        link->rank, link->peer, queue, link->peer);
 }
 
-spccl_status sp_ring_reserve(sp_ring_link *link, int lane, size_t bytes, void **out)
+spccl_status sp_ring_reserve(sp_ring_link *link, int queue, size_t bytes, void **out)
 {
-    sp_spsc_tx *q = &link->tx[lane];
+    sp_spsc_tx *q = &link->tx[queue];
     if (bytes == 0 || bytes > sp_spsc_message_max(q->cap))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu", link->rank,
                        bytes, link->peer, sp_spsc_message_max(q->cap));
     if (link->broken)
-        return link_broken(link, lane);
+        return link_broken(link, queue);
     if (link->gone)
         return link_gone(link);
     switch (sp_spsc_reserve(q, bytes, out)) {
     case SP_SPSC_OK:
-        link->blocked &= ~(1u << lane);
+        link->blocked &= ~(1u << queue);
         return SPCCL_OK;
     case SP_SPSC_AGAIN:
-        link->blocked |= 1u << lane;
+        link->blocked |= 1u << queue;
         return SPCCL_AGAIN;
     case SP_SPSC_BROKEN:
         break;
     }
-    return link_broken(link, lane);
+    return link_broken(link, queue);
 }
 
-spccl_status sp_ring_commit(sp_ring_link *link, int lane)
+spccl_status sp_ring_commit(sp_ring_link *link, int queue)
 {
-    if (sp_spsc_commit(&link->tx[lane]) != SP_SPSC_OK)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, lane %d, without reserve", link->rank,
-                       link->peer, lane);
+    if (sp_spsc_commit(&link->tx[queue]) != SP_SPSC_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve", link->rank,
+                       link->peer, queue);
     /* Load first: the exchange would take the line from the sleeper's core at every message. */
     if (atomic_load(&link->out->consumer_sleeps) != 0 && atomic_exchange(&link->out->consumer_sleeps, 0) != 0)
         sp_bell_ring(link->bell);
     return SPCCL_OK;
 }
 
-spccl_status sp_ring_peek(sp_ring_link *link, int lane, const void **out, size_t *bytes)
+spccl_status sp_ring_peek(sp_ring_link *link, int queue, const void **out, size_t *bytes)
 {
     if (link->broken)
-        return link_broken(link, lane);
-    switch (sp_spsc_peek(&link->rx[lane], out, bytes)) {
+        return link_broken(link, queue);
+    switch (sp_spsc_peek(&link->rx[queue], out, bytes)) {
     case SP_SPSC_OK:
         return SPCCL_OK;
     case SP_SPSC_AGAIN:
@@ -103,15 +104,15 @@ spccl_status sp_ring_peek(sp_ring_link *link, int lane, const void **out, size_t
     case SP_SPSC_BROKEN:
         break;
     }
-    return link_broken(link, lane);
+    return link_broken(link, queue);
 }
 
-spccl_status sp_ring_release(sp_ring_link *link, int lane)
+spccl_status sp_ring_release(sp_ring_link *link, int queue)
 {
-    if (sp_spsc_release(&link->rx[lane]) != SP_SPSC_OK)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, lane %d, without peek", link->rank,
-                       link->peer, lane);
-    if ((atomic_load(&link->in->producer_waits) & (1u << lane)) != 0 &&
+    if (sp_spsc_release(&link->rx[queue]) != SP_SPSC_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", link->rank,
+                       link->peer, queue);
+    if ((atomic_load(&link->in->producer_waits) & (1u << queue)) != 0 &&
         atomic_exchange(&link->in->producer_waits, 0) != 0)
         sp_bell_ring(link->bell);
     return SPCCL_OK;
@@ -128,7 +129,7 @@ spccl_status sp_ring_arm(sp_ring_link *link)
      * lying, or room that nobody wants any more, does not keep this rank awake. A message counts as news
      * even if some peek has seen it: it may have come after the pass that could have used it. A broken
      * index counts as a change; the next peek or reserve reports it. */
-    for (int i = 0; i < link->n_lanes; i++) {
+    for (int i = 0; i < link->n_queues; i++) {
         sp_spsc_result in = sp_spsc_rx_look(&link->rx[i]), out = SP_SPSC_AGAIN;
         if ((link->blocked & (1u << i)) != 0)
             out = sp_spsc_tx_look(&link->tx[i]);

@@ -1,8 +1,8 @@
-/* ringlink.h - what inproc and shm share: the lanes between two ranks as spsc queues in memory that both
+/* ringlink.h - what inproc and shm share: the queues between two ranks as spsc queues in memory that both
  * see, and the bells that wake a sleeping rank. A link knows nothing of how that memory came about or
  * how a dead peer is noticed.
  *
- * One block of memory per direction, made by the producer: flags, indices, then the data of each lane.
+ * One block of memory per direction, made by the producer: flags, indices, then the data of each queue.
  * Untouched pages cost nothing. A bell is an eventfd; it is rung only for a rank that says it sleeps. */
 #ifndef SP_RINGLINK_H
 #define SP_RINGLINK_H
@@ -21,38 +21,38 @@
 /* Start of a block. Zeroed memory is a valid, empty one. */
 typedef struct sp_ring_block {
     _Alignas(128) _Atomic uint32_t consumer_sleeps; /* set by a consumer that arms, taken by who rings */
-    _Alignas(128) _Atomic uint32_t producer_waits;  /* mask of lanes; the same for a producer without room */
+    _Alignas(128) _Atomic uint32_t producer_waits;  /* mask of queues; the same for a producer without room */
     _Alignas(128) _Atomic uint32_t news;            /* producer -> consumer: look at the side channel */
-    sp_spsc_ctl lanes[SP_LANES_MAX];
+    sp_spsc_ctl queues[SP_QUEUES_MAX];
 } sp_ring_block;
 _Static_assert(sizeof(sp_ring_block) <= SP_RING_DATA_OFFSET, "indices fit before the data");
 
 typedef struct sp_ring_link {
-    int rank, peer, n_lanes, bell; /* bell: the peer's, borrowed */
-    sp_ring_block *out, *in;       /* borrowed */
-    sp_spsc_tx tx[SP_LANES_MAX];
-    sp_spsc_rx rx[SP_LANES_MAX];
-    uint64_t told[SP_LANES_MAX]; /* rx[i].head as of the last arm: what came before it is no news */
-    uint32_t blocked;            /* lanes whose last reserve found no room */
+    int rank, peer, n_queues, bell; /* bell: the peer's, borrowed */
+    sp_ring_block *out, *in;        /* borrowed */
+    sp_spsc_tx tx[SP_QUEUES_MAX];
+    sp_spsc_rx rx[SP_QUEUES_MAX];
+    uint64_t told[SP_QUEUES_MAX]; /* rx[i].head as of the last arm: what came before it is no news */
+    uint32_t blocked;             /* queues whose last reserve found no room */
     bool up, gone;
     bool gone_news;      /* `gone` is not yet told by arm */
     bool broken;         /* the peer wrote what cannot be; sticky */
     char gone_text[160]; /* why it is gone, for error texts */
 } sp_ring_link;
 
-/* Bytes of a block for these lanes; lane_bytes is a power of two. */
-size_t sp_ring_block_bytes(int n_lanes, size_t lane_bytes);
+/* Bytes of a block for these queues; queue_bytes is a power of two. */
+size_t sp_ring_block_bytes(int n_queues, size_t queue_bytes);
 /* Both blocks hold sp_ring_block_bytes; borrowed as long as the link is used. Sets `up`. */
-void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_lanes, size_t lane_bytes, void *out,
+void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, size_t queue_bytes, void *out,
                        void *in, int bell);
 /* The peer is gone: what it sent is still delivered. `text` is a clause: "closed its endpoint". */
 void sp_ring_link_set_gone(sp_ring_link *link, const char *text);
 
 /* As in transport.h. */
-spccl_status sp_ring_reserve(sp_ring_link *link, int lane, size_t bytes, void **out);
-spccl_status sp_ring_commit(sp_ring_link *link, int lane);
-spccl_status sp_ring_peek(sp_ring_link *link, int lane, const void **out, size_t *bytes);
-spccl_status sp_ring_release(sp_ring_link *link, int lane);
+spccl_status sp_ring_reserve(sp_ring_link *link, int queue, size_t bytes, void **out);
+spccl_status sp_ring_commit(sp_ring_link *link, int queue);
+spccl_status sp_ring_peek(sp_ring_link *link, int queue, const void **out, size_t *bytes);
+spccl_status sp_ring_release(sp_ring_link *link, int queue);
 spccl_status sp_ring_arm(sp_ring_link *link);
 void sp_ring_disarm(sp_ring_link *link);
 

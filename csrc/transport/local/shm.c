@@ -105,23 +105,23 @@ fail:
 
 static size_t shm_message_max(sp_endpoint *opaque)
 {
-    return sp_spsc_message_max(sp_shm_self(opaque)->config.lane_bytes);
+    return sp_spsc_message_max(sp_shm_self(opaque)->config.queue_bytes);
 }
-static spccl_status shm_reserve(sp_endpoint *opaque, int peer, int lane, size_t bytes, void **out)
+static spccl_status shm_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
 {
-    return sp_ring_reserve(&sp_shm_self(opaque)->peers[peer].link, lane, bytes, out);
+    return sp_ring_reserve(&sp_shm_self(opaque)->peers[peer].link, queue, bytes, out);
 }
-static spccl_status shm_commit(sp_endpoint *opaque, int peer, int lane)
+static spccl_status shm_commit(sp_endpoint *opaque, int peer, int queue)
 {
-    return sp_ring_commit(&sp_shm_self(opaque)->peers[peer].link, lane);
+    return sp_ring_commit(&sp_shm_self(opaque)->peers[peer].link, queue);
 }
-static spccl_status shm_peek(sp_endpoint *opaque, int peer, int lane, const void **out, size_t *bytes)
+static spccl_status shm_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
 {
-    return sp_ring_peek(&sp_shm_self(opaque)->peers[peer].link, lane, out, bytes);
+    return sp_ring_peek(&sp_shm_self(opaque)->peers[peer].link, queue, out, bytes);
 }
-static spccl_status shm_release(sp_endpoint *opaque, int peer, int lane)
+static spccl_status shm_release(sp_endpoint *opaque, int peer, int queue)
 {
-    return sp_ring_release(&sp_shm_self(opaque)->peers[peer].link, lane);
+    return sp_ring_release(&sp_shm_self(opaque)->peers[peer].link, queue);
 }
 static bool shm_flushed(sp_endpoint *opaque, int peer)
 {

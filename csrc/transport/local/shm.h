@@ -54,7 +54,7 @@ static inline struct sp_shm *sp_shm_self(sp_endpoint *ep)
 }
 static inline size_t sp_shm_block_bytes(const struct sp_shm *ep)
 {
-    return sp_ring_block_bytes(ep->config.n_lanes, ep->config.lane_bytes);
+    return sp_ring_block_bytes(ep->config.n_queues, ep->config.queue_bytes);
 }
 static inline void sp_shm_close_fd(int *fd)
 {

@@ -81,13 +81,13 @@ static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
     if (h->kind != SP_HS_SHM || h->group_tag != c->group_tag || h->to != c->rank ||
         memcmp(h->to_id, ep->id, ID_BYTES) != 0)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not whom this connection is for", c->rank);
-    if (h->world_size != c->world_size || (int)h->n_lanes != c->n_lanes || h->lane_bytes != c->lane_bytes)
+    if (h->world_size != c->world_size || (int)h->n_queues != c->n_queues || h->queue_bytes != c->queue_bytes)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
-            "rank %d has %d ranks, %u lanes of %llu bytes, but rank %d has %d ranks, %d lanes of %zu "
+            "rank %d has %d ranks, %u queues of %llu bytes, but rank %d has %d ranks, %d queues of %zu "
             "bytes: give every rank the same settings",
-            h->from, h->world_size, h->n_lanes, (unsigned long long)h->lane_bytes, c->rank, c->world_size,
-            c->n_lanes, c->lane_bytes);
+            h->from, h->world_size, h->n_queues, (unsigned long long)h->queue_bytes, c->rank, c->world_size,
+            c->n_queues, c->queue_bytes);
     if (h->from < 0 || h->from >= c->rank || ep->peers[h->from].state != SP_SHM_EXPECTED)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d", c->rank, h->from);
     return SPCCL_OK;
@@ -181,12 +181,12 @@ static spccl_status start_proof(struct sp_shm *ep, struct sp_shm_peer *p, int ra
 {
     const sp_endpoint_config *c = &ep->config;
     sp_hs_hello h = {.group_tag = c->group_tag,
-                     .lane_bytes = c->lane_bytes,
+                     .queue_bytes = c->queue_bytes,
                      .kind = SP_HS_SHM,
                      .from = c->rank,
                      .to = rank,
                      .world_size = c->world_size,
-                     .n_lanes = (uint32_t)c->n_lanes};
+                     .n_queues = (uint32_t)c->n_queues};
     SP_TRY(sp_sock_connected(p->sock));
     memcpy(h.to_id, p->id, ID_BYTES);
     SP_TRY(sp_hs_dial(&p->hs, p->sock, &h, c->secret));
@@ -275,7 +275,7 @@ static spccl_status swap(struct sp_shm *ep, struct sp_shm_peer *p, int rank)
         SP_TRY(send_descriptors(ep, p));
     SP_TRY(receive_descriptors(ep, p));
     SP_TRY(sp_shm_watch(ep, p->sock));
-    sp_ring_link_init(&p->link, ep->config.rank, rank, ep->config.n_lanes, ep->config.lane_bytes, p->out,
+    sp_ring_link_init(&p->link, ep->config.rank, rank, ep->config.n_queues, ep->config.queue_bytes, p->out,
                       p->in, p->bell);
     p->state = SP_SHM_UP;
     return SPCCL_OK;

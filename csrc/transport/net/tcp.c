@@ -1,8 +1,8 @@
-/* tcp.c - transport "tcp": ranks on any hosts. Each lane has n_sockets connections of its own, over which its
- * messages are dealt in turn, so that a full lane cannot hold up another; one more connection per peer
+/* tcp.c - transport "tcp": ranks on any hosts. Each queue has n_sockets connections of its own, over which
+ * its messages are dealt in turn, so that a full queue cannot hold up another; one more connection per peer
  * carries aborts (u32 "SPAB", text[SP_ABORT_TEXT_CAP]) and shows by its end that the peer is gone. Messages
  * are written when they are committed; what the socket does not take then leaves in `progress`. See
- * tcp_stream.h for the bytes, tcp_connect.c for start-up. */
+ * tcp_socket.h for the bytes, tcp_connect.c for start-up. */
 #include "transport/net/tcp.h"
 
 #include "core/base/bits.h"
@@ -23,14 +23,14 @@
 #define CLOSE_NS                                                                                             \
     (INT64_C(500) * 1000000) /* for what was sent to arrive; a peer that reads needs a round trip */
 /* A peer that gives up says so on its control connection and then closes all of them, but nothing orders what
- * arrives over different connections: after a stream's end its last word gets this long to arrive. Without
- * it, ranks would blame the first victim. Longer than CLOSE_NS, as a peer that leaves ends its streams first.
+ * arrives over different connections: after a socket's end its last word gets this long to arrive. Without
+ * it, ranks would blame the first victim. Longer than CLOSE_NS, as a peer that leaves ends its sockets first.
  */
 #define LAST_WORD_NS (INT64_C(600) * 1000000)
 
 static size_t tcp_message_max(sp_endpoint *opaque)
 {
-    return sp_tcp_self(opaque)->config.lane_bytes / 4;
+    return sp_tcp_self(opaque)->config.queue_bytes / 4;
 }
 
 static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
@@ -43,7 +43,7 @@ static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
     p->gone = ep->news = true;
 }
 
-/* A stream to or from the peer ended: it is gone once its control connection says so too, or says nothing. */
+/* A socket to or from the peer ended: it is gone once its control connection says so too, or says nothing. */
 static void note_end(struct sp_tcp *ep, int peer)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
@@ -61,36 +61,36 @@ static spccl_status peer_gone(const struct sp_tcp *ep, int peer)
 
 /* ---- messages ---- */
 
-static struct sp_tcp_stream *stream_of(const struct sp_tcp_peer *p, int lane, uint32_t n)
+static struct sp_tcp_socket *socket_of(const struct sp_tcp_peer *p, int queue, uint32_t n)
 {
-    return &p->streams[(uint32_t)lane * p->n_sockets + n % p->n_sockets];
+    return &p->sockets[(uint32_t)queue * p->n_sockets + n % p->n_sockets];
 }
 
 /* Write, and take note of what that changes. */
-static void flush_stream(struct sp_tcp *ep, int peer, int lane, struct sp_tcp_stream *s)
+static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *s)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
-    if (sp_tcp_stream_flush(s) && p->lanes[lane].blocked) {
-        p->lanes[lane].blocked = false;
+    if (sp_tcp_socket_flush(s) && p->queues[queue].blocked) {
+        p->queues[queue].blocked = false;
         ep->news = true;
     }
     if (s->cut)
         note_end(ep, peer);
 }
 
-static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int lane, size_t bytes, void **out)
+static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
     struct sp_tcp_peer *p = &ep->peers[peer];
-    struct sp_tcp_lane *l = &p->lanes[lane];
+    struct sp_tcp_queue *l = &p->queues[queue];
     void *room;
     if (bytes == 0 || bytes > tcp_message_max(opaque))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu",
                        ep->config.rank, bytes, peer, tcp_message_max(opaque));
     if (p->gone)
         return peer_gone(ep, peer);
-    room = stream_of(p, lane, l->n_sent)->cut ? NULL /* until it is known whether the peer is gone */
-                                              : sp_tcp_stream_reserve(stream_of(p, lane, l->n_sent), bytes);
+    room = socket_of(p, queue, l->n_sent)->cut ? NULL /* until it is known whether the peer is gone */
+                                               : sp_tcp_socket_reserve(socket_of(p, queue, l->n_sent), bytes);
     l->blocked = room == NULL;
     l->reserved = room == NULL ? 0 : bytes;
     if (room == NULL)
@@ -99,30 +99,31 @@ static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int lane, size_t 
     return SPCCL_OK;
 }
 
-static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int lane)
+static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int queue)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
     struct sp_tcp_peer *p = &ep->peers[peer];
-    struct sp_tcp_lane *l = &p->lanes[lane];
-    struct sp_tcp_stream *s = stream_of(p, lane, l->n_sent);
+    struct sp_tcp_queue *l = &p->queues[queue];
+    struct sp_tcp_socket *s = socket_of(p, queue, l->n_sent);
     if (l->reserved == 0)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, lane %d, without reserve", ep->config.rank,
-                       peer, lane);
-    sp_tcp_stream_commit(s, (uint32_t)lane, l->n_sent, l->reserved);
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
+                       ep->config.rank, peer, queue);
+    sp_tcp_socket_commit(s, (uint32_t)queue, l->n_sent, l->reserved);
     l->reserved = 0;
     l->n_sent++;
-    flush_stream(ep, peer, lane, s);
+    flush_socket(ep, peer, queue, s);
     return SPCCL_OK;
 }
 
-static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int lane, const void **out, size_t *bytes)
+static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
     const struct sp_tcp_peer *p = &ep->peers[peer];
-    const struct sp_tcp_stream *s = stream_of(p, lane, p->lanes[lane].n_received);
-    sp_tcp_expected want = {
-        .lane = (uint32_t)lane, .sequence = p->lanes[lane].n_received, .bytes_max = tcp_message_max(opaque)};
-    spccl_status st = sp_tcp_stream_peek(s, &want, out, bytes);
+    const struct sp_tcp_socket *s = socket_of(p, queue, p->queues[queue].n_received);
+    sp_tcp_expected want = {.queue = (uint32_t)queue,
+                            .sequence = p->queues[queue].n_received,
+                            .bytes_max = tcp_message_max(opaque)};
+    spccl_status st = sp_tcp_socket_peek(s, &want, out, bytes);
     if (st == SPCCL_ERR_FORMAT) {
         char text[200];
         snprintf(text, sizeof text, "%s", spccl_last_error());
@@ -132,16 +133,16 @@ static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int lane, const void
     return st == SPCCL_AGAIN && s->ended && p->gone ? peer_gone(ep, peer) : st;
 }
 
-static spccl_status tcp_release(sp_endpoint *opaque, int peer, int lane)
+static spccl_status tcp_release(sp_endpoint *opaque, int peer, int queue)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
     struct sp_tcp_peer *p = &ep->peers[peer];
     const void *message;
     size_t bytes;
-    if (tcp_peek(opaque, peer, lane, &message, &bytes) != SPCCL_OK)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, lane %d, without peek", ep->config.rank,
-                       peer, lane);
-    sp_tcp_stream_release(stream_of(p, lane, p->lanes[lane].n_received++), bytes);
+    if (tcp_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", ep->config.rank,
+                       peer, queue);
+    sp_tcp_socket_release(socket_of(p, queue, p->queues[queue].n_received++), bytes);
     return SPCCL_OK;
 }
 
@@ -149,8 +150,8 @@ static bool tcp_flushed(sp_endpoint *opaque, int peer)
 {
     const struct sp_tcp *ep = sp_tcp_self(opaque);
     const struct sp_tcp_peer *p = &ep->peers[peer];
-    for (uint32_t i = 0; !p->gone && i < sp_tcp_n_streams(ep, p); i++)
-        if (p->streams[i].out.used != 0)
+    for (uint32_t i = 0; !p->gone && i < sp_tcp_n_sockets(ep, p); i++)
+        if (p->sockets[i].out.used != 0)
             return false;
     return true;
 }
@@ -180,10 +181,10 @@ void sp_tcp_look_at_control(struct sp_tcp *ep, int peer)
         set_gone(ep, p, "is gone: its process ended or left the group");
 }
 
-static void read_stream(struct sp_tcp *ep, int peer, struct sp_tcp_stream *s)
+static void read_socket(struct sp_tcp *ep, int peer, struct sp_tcp_socket *s)
 {
-    if (sp_tcp_stream_fill(s)) {
-        ep->news = ep->news || s->ended || sp_tcp_stream_has_message(s);
+    if (sp_tcp_socket_fill(s)) {
+        ep->news = ep->news || s->ended || sp_tcp_socket_has_message(s);
         if (s->ended)
             note_end(ep, peer);
     }
@@ -195,20 +196,20 @@ static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
     int peer = (int)(e->data.u64 >> 32);
     uint32_t place = (uint32_t)e->data.u64;
     struct sp_tcp_peer *p = &ep->peers[peer];
-    struct sp_tcp_stream *s;
+    struct sp_tcp_socket *s;
     if (place == 0) {
         sp_tcp_look_at_control(ep, peer);
         return;
     }
-    s = &p->streams[place - 1];
+    s = &p->sockets[place - 1];
     if ((e->events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) {
         s->hung_up = s->hung_up || (e->events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
         s->readable = true;
-        read_stream(ep, peer, s);
+        read_socket(ep, peer, s);
     }
     if ((e->events & EPOLLOUT) != 0) {
         s->writable = !s->cut;
-        flush_stream(ep, peer, (int)((place - 1) / p->n_sockets), s);
+        flush_socket(ep, peer, (int)((place - 1) / p->n_sockets), s);
     }
 }
 
@@ -219,11 +220,11 @@ static void read_again(struct sp_tcp *ep)
     ep->unread = false;
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].state == SP_TCP_UP)
-            for (uint32_t k = 0; k < sp_tcp_n_streams(ep, &ep->peers[i]); k++)
-                read_stream(ep, i, &ep->peers[i].streams[k]);
+            for (uint32_t k = 0; k < sp_tcp_n_sockets(ep, &ep->peers[i]); k++)
+                read_socket(ep, i, &ep->peers[i].sockets[k]);
 }
 
-/* Peers of which a stream ended: have they said more meanwhile? */
+/* Peers of which a socket ended: have they said more meanwhile? */
 static void look_for_last_words(struct sp_tcp *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++) {
@@ -267,8 +268,8 @@ static bool can_read_more(const struct sp_tcp *ep)
 {
     for (int i = 0; ep->unread && i < ep->config.world_size; i++) {
         const struct sp_tcp_peer *p = &ep->peers[i];
-        for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_streams(ep, p); k++)
-            if (p->streams[k].readable && !p->streams[k].ended && sp_mirror_room(&p->streams[k].in) != 0)
+        for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_sockets(ep, p); k++)
+            if (p->sockets[k].readable && !p->sockets[k].ended && sp_mirror_room(&p->sockets[k].in) != 0)
                 return true;
     }
     return false;
@@ -306,8 +307,8 @@ static size_t tcp_memory_bytes(sp_endpoint *opaque)
     struct sp_tcp *ep = sp_tcp_self(opaque);
     size_t bytes = 0;
     for (int i = 0; i < ep->config.world_size; i++)
-        for (uint32_t k = 0; ep->peers[i].streams != NULL && k < sp_tcp_n_streams(ep, &ep->peers[i]); k++)
-            bytes += ep->peers[i].streams[k].in.cap + ep->peers[i].streams[k].out.cap;
+        for (uint32_t k = 0; ep->peers[i].sockets != NULL && k < sp_tcp_n_sockets(ep, &ep->peers[i]); k++)
+            bytes += ep->peers[i].sockets[k].in.cap + ep->peers[i].sockets[k].out.cap;
     return bytes;
 }
 
@@ -323,8 +324,8 @@ static void wind_up(struct sp_tcp *ep)
         busy = false;
         for (int i = 0; i < ep->config.world_size; i++) {
             struct sp_tcp_peer *p = &ep->peers[i];
-            for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_streams(ep, p); k++)
-                busy = sp_tcp_stream_wind_up(&p->streams[k]) || busy;
+            for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_sockets(ep, p); k++)
+                busy = sp_tcp_socket_wind_up(&p->sockets[k]) || busy;
         }
         if (!busy)
             return;
@@ -347,9 +348,9 @@ static void close_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
     sp_tcp_end_connecting(ep, p);
     close_fd(&p->control);
-    for (uint32_t k = 0; p->streams != NULL && k < sp_tcp_n_streams(ep, p); k++)
-        sp_tcp_stream_close(&p->streams[k]);
-    sp_free(p->streams);
+    for (uint32_t k = 0; p->sockets != NULL && k < sp_tcp_n_sockets(ep, p); k++)
+        sp_tcp_socket_close(&p->sockets[k]);
+    sp_free(p->sockets);
 }
 
 static void close_in_child(void *owner)
@@ -357,10 +358,10 @@ static void close_in_child(void *owner)
     struct sp_tcp *ep = owner;
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_tcp_peer *p = &ep->peers[i];
-        uint32_t n = sp_tcp_n_streams(ep, p);
+        uint32_t n = sp_tcp_n_sockets(ep, p);
         close_fd(&p->control);
-        for (uint32_t k = 0; p->streams != NULL && k < n; k++)
-            close_fd(&p->streams[k].fd);
+        for (uint32_t k = 0; p->sockets != NULL && k < n; k++)
+            close_fd(&p->sockets[k].fd);
         for (uint32_t k = 0; p->dials != NULL && k < 1 + n; k++)
             close_fd(&p->dials[k].fd);
     }

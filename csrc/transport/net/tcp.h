@@ -18,9 +18,9 @@
 enum sp_tcp_state {
     SP_TCP_ABSENT,         /* not added */
     SP_TCP_DIAL_CONTROL,   /* we dial: first the control connection, which finds the address that works, */
-    SP_TCP_DIAL_LANES,     /* then those of the lanes */
+    SP_TCP_DIAL_QUEUES,    /* then those of the queues */
     SP_TCP_EXPECT_CONTROL, /* it dials */
-    SP_TCP_EXPECT_LANES,
+    SP_TCP_EXPECT_QUEUES,
     SP_TCP_UP
 };
 
@@ -39,8 +39,8 @@ struct sp_tcp_dial {
     sp_hs hs;
 };
 
-struct sp_tcp_lane {
-    uint32_t n_sent, n_received; /* messages; they also say which stream is next */
+struct sp_tcp_queue {
+    uint32_t n_sent, n_received; /* messages; they also say which socket is next */
     size_t reserved;             /* payload bytes; 0: nothing is reserved */
     bool blocked;                /* the last reserve found no room */
 };
@@ -49,18 +49,18 @@ struct sp_tcp_peer {
     enum sp_tcp_state state;
     bool gone;
     char gone_text[160];
-    int64_t ended_ns;              /* when a stream was found to have ended; 0: none has */
+    int64_t ended_ns;              /* when a socket was found to have ended; 0: none has */
     int control;                   /* socket for aborts and liveness; -1: none */
-    uint32_t n_sockets, n_up;      /* per lane; streams connected */
-    struct sp_tcp_stream *streams; /* [n_lanes * n_sockets], lane by lane */
-    struct sp_tcp_lane lanes[SP_LANES_MAX];
+    uint32_t n_sockets, n_up;      /* per queue; sockets connected */
+    struct sp_tcp_socket *sockets; /* [n_queues * n_sockets], queue by queue */
+    struct sp_tcp_queue queues[SP_QUEUES_MAX];
     size_t abort_done;
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
     /* while connecting */
     bool same_host, refused; /* refused: some place had another secret */
     sp_tcp_address *address;
     int place;                 /* being tried; then the one that works */
-    struct sp_tcp_dial *dials; /* [1 + n_lanes * n_sockets]: control, streams */
+    struct sp_tcp_dial *dials; /* [1 + n_queues * n_sockets]: control, sockets */
     char cause[200];           /* why the last try failed */
 };
 
@@ -71,8 +71,8 @@ struct sp_tcp {
     sp_acceptor acceptor;
     struct sp_tcp_peer *peers; /* [world_size] */
     bool news;                 /* something that arm has not told yet */
-    bool unread;               /* some stream may have more to read: its event is past */
-    int n_ending;              /* peers of which a stream ended and that are not `gone` yet */
+    bool unread;               /* some socket may have more to read: its event is past */
+    int n_ending;              /* peers of which a socket ended and that are not `gone` yet */
     int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
     pid_t pid; /* a child of fork must leave its parent's connections alone */
@@ -83,9 +83,9 @@ static inline struct sp_tcp *sp_tcp_self(sp_endpoint *ep)
 {
     return (struct sp_tcp *)ep;
 }
-static inline uint32_t sp_tcp_n_streams(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
+static inline uint32_t sp_tcp_n_sockets(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
 {
-    return (uint32_t)ep->config.n_lanes * p->n_sockets;
+    return (uint32_t)ep->config.n_queues * p->n_sockets;
 }
 
 /* tcp_address.c. Listen where SPCCL_TCP_ADDR says, and fill self. Errors: SETTING, SYSTEM. */

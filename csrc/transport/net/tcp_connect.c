@@ -1,8 +1,8 @@
 /* tcp_connect.c - start-up of transport tcp. See tcp.h.
  *
  * Between two ranks the lower dials: first the control connection, place by place until one answers with the
- * right secret; its hello says how many sockets each lane gets. Then every socket of every lane, to that same
- * place. A place that does not answer costs patience, which doubles from round to round. */
+ * right secret; its hello says how many sockets each queue gets. Then every socket of every queue, to that
+ * same place. A place that does not answer costs patience, which doubles from round to round. */
 #include "core/base/bits.h"
 #include "core/base/clock.h"
 #include "core/base/mem.h"
@@ -31,7 +31,7 @@ static void dial_reset(struct sp_tcp_dial *d, int64_t wait_ns)
 
 void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
-    for (uint32_t i = 0; p->dials != NULL && i < 1 + sp_tcp_n_streams(ep, p); i++)
+    for (uint32_t i = 0; p->dials != NULL && i < 1 + sp_tcp_n_sockets(ep, p); i++)
         dial_reset(&p->dials[i], 0);
     sp_free(p->dials);
     sp_free(p->address);
@@ -39,26 +39,27 @@ void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p)
     p->address = NULL;
 }
 
-/* Bytes of a stream's buffers: the lane's room split over its sockets, but each takes the largest message. */
+/* Bytes of a socket's buffers: the queue's room split over its sockets, but each takes the largest message.
+ */
 static size_t buffer_bytes(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
 {
-    size_t lane_bytes = ep->config.lane_bytes;
-    return sp_max_size(lane_bytes / p->n_sockets, lane_bytes / 4 + SP_TCP_HEAD_BYTES);
+    size_t queue_bytes = ep->config.queue_bytes;
+    return sp_max_size(queue_bytes / p->n_sockets, queue_bytes / 4 + SP_TCP_HEAD_BYTES);
 }
 
-/* Tables for n_sockets per lane. Errors: NOMEM. */
-static spccl_status prepare_streams(const struct sp_tcp *ep, struct sp_tcp_peer *p, uint32_t n_sockets)
+/* Tables for n_sockets per queue. Errors: NOMEM. */
+static spccl_status prepare_sockets(const struct sp_tcp *ep, struct sp_tcp_peer *p, uint32_t n_sockets)
 {
     p->n_sockets = n_sockets;
-    p->streams = sp_calloc(sp_tcp_n_streams(ep, p), sizeof *p->streams);
-    if (p->streams == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "tables for %u sockets", sp_tcp_n_streams(ep, p));
-    for (uint32_t i = 0; i < sp_tcp_n_streams(ep, p); i++)
-        p->streams[i].fd = -1;
+    p->sockets = sp_calloc(sp_tcp_n_sockets(ep, p), sizeof *p->sockets);
+    if (p->sockets == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "tables for %u sockets", sp_tcp_n_sockets(ep, p));
+    for (uint32_t i = 0; i < sp_tcp_n_sockets(ep, p); i++)
+        p->sockets[i].fd = -1;
     return SPCCL_OK;
 }
 
-/* Edge-triggered, so that neither a full buffer nor an idle socket needs a call: see tcp_stream.h. */
+/* Edge-triggered, so that neither a full buffer nor an idle socket needs a call: see tcp_socket.h. */
 static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32_t place)
 {
     struct epoll_event e = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
@@ -68,7 +69,7 @@ static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32
     return SPCCL_OK;
 }
 
-/* A proven connection becomes stream i, or control if i < 0. Takes fd over if it succeeds. */
+/* A proven connection becomes socket i, or control if i < 0. Takes fd over if it succeeds. */
 static spccl_status adopt(struct sp_tcp *ep, int peer, int i, int fd)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
@@ -77,8 +78,8 @@ static spccl_status adopt(struct sp_tcp *ep, int peer, int i, int fd)
         p->control = fd;
         return SPCCL_OK;
     }
-    if (sp_tcp_stream_open(&p->streams[i], fd, buffer_bytes(ep, p)) != SPCCL_OK) {
-        sp_tcp_stream_close(&p->streams[i]);
+    if (sp_tcp_socket_open(&p->sockets[i], fd, buffer_bytes(ep, p)) != SPCCL_OK) {
+        sp_tcp_socket_close(&p->sockets[i]);
         return SPCCL_ERR_NOMEM;
     }
     p->n_up++;
@@ -88,7 +89,7 @@ static spccl_status adopt(struct sp_tcp *ep, int peer, int i, int fd)
 
 static bool all_up(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
 {
-    return p->n_up == sp_tcp_n_streams(ep, p);
+    return p->n_up == sp_tcp_n_sockets(ep, p);
 }
 
 static void enter_up(struct sp_tcp *ep, struct sp_tcp_peer *p)
@@ -106,15 +107,15 @@ static spccl_status check_group(const struct sp_tcp *ep, const sp_hs_hello *h)
     if (h->group_tag != c->group_tag || h->to != c->rank ||
         memcmp(h->to_id, ep->self.id, SP_HS_ID_BYTES) != 0)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not whom this connection is for", c->rank);
-    if (h->world_size != c->world_size || (int)h->n_lanes != c->n_lanes || h->lane_bytes != c->lane_bytes)
+    if (h->world_size != c->world_size || (int)h->n_queues != c->n_queues || h->queue_bytes != c->queue_bytes)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
-            "rank %d has %d ranks, %u lanes of %llu bytes, but rank %d has %d ranks, %d lanes of %zu "
+            "rank %d has %d ranks, %u queues of %llu bytes, but rank %d has %d ranks, %d queues of %zu "
             "bytes: give every rank the same settings",
-            h->from, h->world_size, h->n_lanes, (unsigned long long)h->lane_bytes, c->rank, c->world_size,
-            c->n_lanes, c->lane_bytes);
+            h->from, h->world_size, h->n_queues, (unsigned long long)h->queue_bytes, c->rank, c->world_size,
+            c->n_queues, c->queue_bytes);
     if (h->n_sockets < 1 || h->n_sockets > SP_TCP_SOCKETS_MAX)
-        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d wants %u sockets per lane; wanted 1 to %u", h->from,
+        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d wants %u sockets per queue; wanted 1 to %u", h->from,
                        h->n_sockets, SP_TCP_SOCKETS_MAX);
     return SPCCL_OK;
 }
@@ -128,13 +129,13 @@ static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
         p = &ep->peers[h->from];
         if (h->kind == SP_HS_TCP_CONTROL && p->state == SP_TCP_EXPECT_CONTROL)
             return SPCCL_OK;
-        if (h->kind == SP_HS_TCP_LANE && p->state == SP_TCP_EXPECT_LANES && h->n_sockets == p->n_sockets &&
-            h->lane < (uint32_t)ep->config.n_lanes && h->stripe < p->n_sockets &&
-            p->streams[h->lane * p->n_sockets + h->stripe].fd < 0)
+        if (h->kind == SP_HS_TCP_QUEUE && p->state == SP_TCP_EXPECT_QUEUES && h->n_sockets == p->n_sockets &&
+            h->queue < (uint32_t)ep->config.n_queues && h->stripe < p->n_sockets &&
+            p->sockets[h->queue * p->n_sockets + h->stripe].fd < 0)
             return SPCCL_OK;
     }
-    return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d (connection of kind %u, lane %u, %u)",
-                   ep->config.rank, h->from, h->kind, h->lane, h->stripe);
+    return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d (connection of kind %u, queue %u, %u)",
+                   ep->config.rank, h->from, h->kind, h->queue, h->stripe);
 }
 
 static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *h)
@@ -142,17 +143,17 @@ static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *h)
     struct sp_tcp *ep = ctx;
     struct sp_tcp_peer *p = &ep->peers[h->from];
     spccl_status st;
-    int i = h->kind == SP_HS_TCP_CONTROL ? -1 : (int)(h->lane * p->n_sockets + h->stripe);
+    int i = h->kind == SP_HS_TCP_CONTROL ? -1 : (int)(h->queue * p->n_sockets + h->stripe);
     /* Two connections may claim one place before the first of them is taken. */
-    if (i < 0 ? p->state != SP_TCP_EXPECT_CONTROL : p->streams[i].fd >= 0) {
+    if (i < 0 ? p->state != SP_TCP_EXPECT_CONTROL : p->sockets[i].fd >= 0) {
         close(fd);
         return SPCCL_OK;
     }
     if (i < 0)
-        SP_TRY_TO(fail, st, prepare_streams(ep, p, h->n_sockets));
+        SP_TRY_TO(fail, st, prepare_sockets(ep, p, h->n_sockets));
     SP_TRY_TO(fail, st, adopt(ep, h->from, i, fd));
     if (i < 0)
-        p->state = SP_TCP_EXPECT_LANES;
+        p->state = SP_TCP_EXPECT_QUEUES;
     if (all_up(ep, p))
         enter_up(ep, p);
     return SPCCL_OK;
@@ -190,11 +191,11 @@ static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address
         p->state = SP_TCP_EXPECT_CONTROL;
         return SPCCL_OK;
     }
-    SP_TRY(prepare_streams(ep, p, ep->config.n_sockets != 0 ? ep->config.n_sockets : p->same_host ? 1 : 2));
-    p->dials = sp_calloc(1 + sp_tcp_n_streams(ep, p), sizeof *p->dials);
+    SP_TRY(prepare_sockets(ep, p, ep->config.n_sockets != 0 ? ep->config.n_sockets : p->same_host ? 1 : 2));
+    p->dials = sp_calloc(1 + sp_tcp_n_sockets(ep, p), sizeof *p->dials);
     if (p->dials == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: tables to dial rank %d", ep->config.rank, peer);
-    for (uint32_t i = 0; i < 1 + sp_tcp_n_streams(ep, p); i++)
+    for (uint32_t i = 0; i < 1 + sp_tcp_n_sockets(ep, p); i++)
         p->dials[i].fd = -1;
     p->state = SP_TCP_DIAL_CONTROL;
     return SPCCL_OK;
@@ -225,14 +226,14 @@ static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer 
 {
     const sp_endpoint_config *c = &ep->config;
     sp_hs_hello h = {.group_tag = c->group_tag,
-                     .lane_bytes = c->lane_bytes,
-                     .kind = i < 0 ? SP_HS_TCP_CONTROL : SP_HS_TCP_LANE,
+                     .queue_bytes = c->queue_bytes,
+                     .kind = i < 0 ? SP_HS_TCP_CONTROL : SP_HS_TCP_QUEUE,
                      .from = c->rank,
                      .to = (int32_t)(p - ep->peers),
                      .world_size = c->world_size,
-                     .lane = i < 0 ? 0 : (uint32_t)i / p->n_sockets,
+                     .queue = i < 0 ? 0 : (uint32_t)i / p->n_sockets,
                      .stripe = i < 0 ? 0 : (uint32_t)i % p->n_sockets,
-                     .n_lanes = (uint32_t)c->n_lanes,
+                     .n_queues = (uint32_t)c->n_queues,
                      .n_sockets = p->n_sockets};
     memcpy(h.to_id, p->address->id, sizeof h.to_id);
     return h;
@@ -294,7 +295,7 @@ static spccl_status dial_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
     if (to != NULL) {
         st = dial_step(ep, p, -1, to);
         if (st == SPCCL_OK)
-            p->state = SP_TCP_DIAL_LANES;
+            p->state = SP_TCP_DIAL_QUEUES;
         if (st == SPCCL_OK || st == SPCCL_AGAIN)
             return st;
         sp_sock_text(to, at, sizeof at);
@@ -311,12 +312,12 @@ static spccl_status dial_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
     return SPCCL_AGAIN;
 }
 
-static spccl_status dial_lanes(struct sp_tcp *ep, struct sp_tcp_peer *p)
+static spccl_status dial_queues(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
     const sp_sock_address *to = place_of(p, p->place);
-    for (uint32_t i = 0; i < sp_tcp_n_streams(ep, p); i++) {
+    for (uint32_t i = 0; i < sp_tcp_n_sockets(ep, p); i++) {
         spccl_status st;
-        if (p->streams[i].fd >= 0)
+        if (p->sockets[i].fd >= 0)
             continue;
         st = dial_step(ep, p, (int)i, to);
         if (st == SPCCL_OK || st == SPCCL_AGAIN)
@@ -339,13 +340,13 @@ static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
         SP_TRY(dial_control(ep, p));
     /* The other end may be up with us, and gone, before our last connection is: what it sent is there. So its
      * end counts only if it was seen before a look at the connections that found one missing. */
-    if (p->state == SP_TCP_DIAL_LANES || p->state == SP_TCP_EXPECT_LANES)
+    if (p->state == SP_TCP_DIAL_QUEUES || p->state == SP_TCP_EXPECT_QUEUES)
         sp_tcp_look_at_control(ep, peer);
-    if (p->state == SP_TCP_DIAL_LANES) {
-        spccl_status st = dial_lanes(ep, p);
+    if (p->state == SP_TCP_DIAL_QUEUES) {
+        spccl_status st = dial_queues(ep, p);
         if (st != SPCCL_AGAIN)
             return st;
-    } else if (p->state == SP_TCP_EXPECT_LANES && p->gone) {
+    } else if (p->state == SP_TCP_EXPECT_QUEUES && p->gone) {
         SP_TRY(sp_acceptor_step(&ep->acceptor));
     }
     if (p->state == SP_TCP_UP)

@@ -1,4 +1,4 @@
-/* tcp_socket.c - see tcp_stream.h. */
+/* tcp_socket.c - see tcp_socket.h. */
 #include "transport/net/tcp_socket.h"
 
 #include "core/base/bits.h"
@@ -21,16 +21,16 @@ static size_t record_bytes(size_t bytes)
     return SP_TCP_HEAD_BYTES + sp_align_up(bytes, 16);
 }
 
-spccl_status sp_tcp_stream_open(sp_tcp_stream *s, int fd, size_t buffer_bytes)
+spccl_status sp_tcp_socket_open(sp_tcp_socket *s, int fd, size_t buffer_bytes)
 {
-    *s = (sp_tcp_stream){.fd = -1, .readable = true, .writable = true};
+    *s = (sp_tcp_socket){.fd = -1, .readable = true, .writable = true};
     SP_TRY(sp_mirror_open(&s->in, buffer_bytes));
     SP_TRY(sp_mirror_open(&s->out, buffer_bytes));
     s->fd = fd;
     return SPCCL_OK;
 }
 
-void sp_tcp_stream_close(sp_tcp_stream *s)
+void sp_tcp_socket_close(sp_tcp_socket *s)
 {
     if (s->fd >= 0)
         close(s->fd);
@@ -39,7 +39,7 @@ void sp_tcp_stream_close(sp_tcp_stream *s)
     sp_mirror_close(&s->out);
 }
 
-void *sp_tcp_stream_reserve(sp_tcp_stream *s, size_t bytes)
+void *sp_tcp_socket_reserve(sp_tcp_socket *s, size_t bytes)
 {
     if (sp_mirror_room(&s->out) < record_bytes(bytes))
         return NULL;
@@ -47,19 +47,19 @@ void *sp_tcp_stream_reserve(sp_tcp_stream *s, size_t bytes)
     return sp_mirror_free(&s->out) + SP_TCP_HEAD_BYTES;
 }
 
-void sp_tcp_stream_commit(sp_tcp_stream *s, uint32_t lane, uint32_t sequence, size_t bytes)
+void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, size_t bytes)
 {
     uint8_t *head = sp_mirror_free(&s->out);
     sp_store_le32(head, (uint32_t)bytes);
     sp_store_le32(head + 4, sequence);
-    sp_store_le32(head + 8, lane);
+    sp_store_le32(head + 8, queue);
     sp_store_le32(head + 12, HEAD_MAGIC);
     memset(head + SP_TCP_HEAD_BYTES + bytes, 0, record_bytes(bytes) - SP_TCP_HEAD_BYTES - bytes);
     s->out.used += record_bytes(bytes);
     s->out.held = false;
 }
 
-bool sp_tcp_stream_flush(sp_tcp_stream *s)
+bool sp_tcp_socket_flush(sp_tcp_socket *s)
 {
     bool moved = false;
     while (s->out.used != 0 && s->writable) {
@@ -78,7 +78,7 @@ bool sp_tcp_stream_flush(sp_tcp_stream *s)
     return moved;
 }
 
-bool sp_tcp_stream_fill(sp_tcp_stream *s)
+bool sp_tcp_socket_fill(sp_tcp_socket *s)
 {
     size_t want = sp_min_size(sp_mirror_room(&s->in), READ_BYTES);
     ssize_t n;
@@ -98,7 +98,7 @@ bool sp_tcp_stream_fill(sp_tcp_stream *s)
     return s->ended;
 }
 
-spccl_status sp_tcp_stream_peek(const sp_tcp_stream *s, const sp_tcp_expected *want, const void **out,
+spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_tcp_expected *want, const void **out,
                                 size_t *bytes)
 {
     const uint8_t *head = sp_mirror_first(&s->in);
@@ -107,12 +107,13 @@ spccl_status sp_tcp_stream_peek(const sp_tcp_stream *s, const sp_tcp_expected *w
         return SPCCL_AGAIN;
     n = sp_load_le32(head);
     if (sp_load_le32(head + 12) != HEAD_MAGIC || n == 0 || n > want->bytes_max ||
-        sp_load_le32(head + 4) != want->sequence || sp_load_le32(head + 8) != want->lane)
-        return SP_FAIL(SPCCL_ERR_FORMAT,
-                       "magic %08x, message %u of lane %u, %zu bytes; wanted magic %08x, message %u of lane "
-                       "%u, 1 to %zu bytes",
-                       sp_load_le32(head + 12), sp_load_le32(head + 4), sp_load_le32(head + 8), n, HEAD_MAGIC,
-                       want->sequence, want->lane, want->bytes_max);
+        sp_load_le32(head + 4) != want->sequence || sp_load_le32(head + 8) != want->queue)
+        return SP_FAIL(
+            SPCCL_ERR_FORMAT,
+            "magic %08x, message %u of queue %u, %zu bytes; wanted magic %08x, message %u of queue "
+            "%u, 1 to %zu bytes",
+            sp_load_le32(head + 12), sp_load_le32(head + 4), sp_load_le32(head + 8), n, HEAD_MAGIC,
+            want->sequence, want->queue, want->bytes_max);
     if (s->in.used < record_bytes(n))
         return SPCCL_AGAIN;
     *out = head + SP_TCP_HEAD_BYTES;
@@ -120,12 +121,12 @@ spccl_status sp_tcp_stream_peek(const sp_tcp_stream *s, const sp_tcp_expected *w
     return SPCCL_OK;
 }
 
-void sp_tcp_stream_release(sp_tcp_stream *s, size_t bytes)
+void sp_tcp_socket_release(sp_tcp_socket *s, size_t bytes)
 {
     sp_mirror_drop(&s->in, record_bytes(bytes));
 }
 
-bool sp_tcp_stream_has_message(const sp_tcp_stream *s)
+bool sp_tcp_socket_has_message(const sp_tcp_socket *s)
 {
     size_t n;
     if (s->in.used < SP_TCP_HEAD_BYTES)
@@ -134,18 +135,18 @@ bool sp_tcp_stream_has_message(const sp_tcp_stream *s)
     return n > s->in.cap - SP_TCP_HEAD_BYTES || s->in.used >= record_bytes(n);
 }
 
-bool sp_tcp_stream_wind_up(sp_tcp_stream *s)
+bool sp_tcp_socket_wind_up(sp_tcp_socket *s)
 {
     int unacknowledged = 0;
     s->writable = s->readable = true;
-    (void)sp_tcp_stream_flush(s);
+    (void)sp_tcp_socket_flush(s);
     if (s->out.used == 0 && !s->shut) {
         (void)shutdown(s->fd, SHUT_WR);
         s->shut = true;
     }
     for (int i = 0; i < WIND_UP_READS && !s->ended; i++) {
         s->in.at = s->in.used = 0;
-        if (!sp_tcp_stream_fill(s))
+        if (!sp_tcp_socket_fill(s))
             break;
     }
     return !s->ended && !s->cut &&
