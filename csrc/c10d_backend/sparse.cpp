@@ -1,6 +1,8 @@
 /* sparse.cpp - see sparse.hpp. */
 #include "sparse.hpp"
 
+#include "arithmetic.hpp"
+
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 
@@ -111,11 +113,6 @@ template <class Visit> void merge(const std::vector<Run> &runs, Visit &&visit)
     }
 }
 
-template <class T> T divided(T sum, int n)
-{
-    return static_cast<T>(sum / static_cast<T>(n));
-}
-
 /* values[u, :] = the sum in rank order of every rank's row at positions[u]; +0.0 + ..., float16 in float32.
  *   gathered   [n_ranks, max_nnz, width];  returns [n_union, width] of the same dtype */
 template <class T>
@@ -133,7 +130,7 @@ at::Tensor sum_rows(const std::vector<Run> &runs, const at::Tensor &gathered, in
 
     const auto close_row = [&] {
         for (size_t i = 0; i < acc.size(); i++)
-            *row++ = static_cast<T>(average ? divided<Acc>(acc[i], n_ranks) : acc[i]);
+            *row++ = static_cast<T>(average ? average_of<Acc>(acc[i], n_ranks) : acc[i]);
     };
     merge(runs, [&](int64_t position, size_t rank, size_t entry) {
         if (!open || position != at_position) {
@@ -145,7 +142,7 @@ at::Tensor sum_rows(const std::vector<Run> &runs, const at::Tensor &gathered, in
         }
         const T *from = in + (static_cast<int64_t>(rank) * max_nnz + static_cast<int64_t>(entry)) * width;
         for (size_t i = 0; i < acc.size(); i++)
-            acc[i] = static_cast<Acc>(acc[i] + static_cast<Acc>(from[i]));
+            acc[i] = sum_of<Acc>(acc[i], static_cast<Acc>(from[i]));
     });
     if (open)
         close_row();
@@ -308,8 +305,10 @@ at::Tensor sum_rows_cuda(const std::vector<at::Tensor> &positions, const at::Ten
         acc.index_copy_(0, rows, acc.index_select(0, rows).add_(mine));
     }
     const auto n_ranks = static_cast<int64_t>(positions.size());
-    if (average)
-        at::isFloatingType(dtype) ? acc.div_(n_ranks) : acc.div_(n_ranks, "trunc");
+    if (average && at::isFloatingType(dtype))
+        acc.div_(n_ranks);
+    else if (average) /* as int64: 256 ranks are 0 in an int8 */
+        acc = acc.to(at::kLong).div_(n_ranks, "trunc");
     return acc.to(dtype);
 }
 } // namespace

@@ -16,6 +16,7 @@ CASES = [
     "groups",
     "split",
     "sparse_values",
+    "sparse_integers",
     "sparse_async",
     "sparse_refused",
     "ddp_plain",

@@ -230,8 +230,21 @@ def sparse_values():
     same_bits(x.to_dense() + 0, reduced([t.coalesce().to_dense() for t in inputs], "avg") + 0, "sparse average")
 
 
+def sparse_integers():
+    """Sums that overflow, and averages of them, are those of the dense all-reduce."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        limits = torch.iinfo(dtype)
+        values = torch.tensor([limits.max, limits.min, limits.max - RANK, 1, limits.min + 1 + RANK], dtype=dtype)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            dense = values.clone()
+            dist.all_reduce(dense, op)
+            x = torch.sparse_coo_tensor(torch.arange(5)[None], values.clone(), (5,))
+            dist.all_reduce(x, op)
+            assert torch.equal(x.to_dense(), dense), f"{dtype} {op}: {x.to_dense()}, dense {dense}"
+
+
 def sparse_async():
-    """In flight with dense ones: a lane of their own keeps the order on every rank."""
+    """In flight with dense ones: a communicator of their own keeps the order on every rank."""
     sparse = [coo(RANK, (500, 4), 30 + 10 * RANK, dense=1, seed=s) for s in range(4)]
     dense = [made(RANK, 3000, torch.float32, seed=s) for s in range(4)]
     works = []
@@ -431,6 +444,7 @@ main(
         groups,
         split,
         sparse_values,
+        sparse_integers,
         sparse_async,
         sparse_refused,
         ddp_plain,
