@@ -255,11 +255,12 @@ def _with_inner_groups(bare: Any, name: str, ranks: list[int], timeout_ms: int) 
 
 @functools.cache
 def _offer_split() -> None:
-    """Make split_group and new_group work where a device is bound.
+    """Make split_group and new_group work where a device is bound. Changes torch's own classes, once.
 
-    The glue asks for inner groups of a group that is split through an op that Python implements. And torch
-    expects two things of a backend that can be split that only its own classes have in Python: `options` to
-    copy, and `perform_nocolor_split`, which ranks outside of a new group call (NCCL's matter, not ours).
+    A split makes a new group with inner groups of its own. The glue gets those from an op that Python
+    implements. torch also expects two attributes of a backend that supports splitting, which in Python only
+    its own classes have: `options`, which split_group copies, and `perform_nocolor_split`, which NCCL needs
+    on the ranks outside of a new group and we do not.
     """
     import torch
     import torch.distributed as dist
@@ -283,6 +284,27 @@ def _offer_split() -> None:
         base.options = property(lambda self: SplitOptions(self.name()))
     if not hasattr(base, "perform_nocolor_split"):
         base.perform_nocolor_split = lambda self, device: None
+    _keep_nccl_from_splitting_us()
+
+
+def _keep_nccl_from_splitting_us() -> None:
+    """Make new_group(backend="nccl") work where the default group is spccl's and has a bound device.
+
+    torch then gives the default group's backend to the new NCCL as the communicator to split, if the backend
+    supports splitting. It does not ask whether the backend is NCCL, and NCCL's options refuse any other with
+    a TypeError. So torch's choice of what to split is told to leave our backends out.
+    """
+    from torch.distributed import distributed_c10d
+
+    choose = getattr(distributed_c10d, "_get_split_source", None)
+    if choose is None:  # a torch that chooses in another way: 2.9 to 2.13 have it
+        return
+
+    def choose_unless_ours(group: Any) -> Any:
+        source = choose(group)
+        return None if source is not None and source.name() == NAME else source
+
+    distributed_c10d._get_split_source = functools.wraps(choose)(choose_unless_ours)
 
 
 @functools.cache

@@ -101,3 +101,28 @@ def test_stats_of_another_backend(tmp_path):
             backend.stats()
     finally:
         dist.destroy_process_group()
+
+
+class SplitSource:
+    """What torch looks at in a default group whose backend supports splitting, as ours does beside NCCL."""
+
+    bound_device_id = torch.device("cuda:0")
+    supports_splitting = True
+
+    def __init__(self, name):
+        self.name = lambda: name
+
+    def _get_backend(self, device):
+        return self
+
+
+def test_nccl_does_not_split_our_backend():
+    """new_group(backend="nccl") with a bound device passes this choice to NCCL's options, which refuse ours."""
+    from torch.distributed import distributed_c10d
+
+    backend._offer_split()
+    if not hasattr(distributed_c10d, "_get_split_source"):
+        pytest.skip(f"torch {torch.__version__} chooses what to split in another way")
+    assert distributed_c10d._get_split_source(SplitSource("spccl")) is None
+    other = SplitSource("nccl")
+    assert distributed_c10d._get_split_source(other) is other

@@ -127,6 +127,10 @@ def groups():
         out = torch.zeros(10)
         dist.reduce_scatter_tensor(out, x, group=alone)
         assert torch.equal(out, x)
+    other = dist.new_group(backend="gloo")
+    x = torch.full((10,), float(RANK))
+    dist.all_reduce(x, group=other)
+    assert x[0] == sum(range(WORLD)) and other._get_backend(torch.device("cpu")).name() == "gloo"
     x = torch.zeros(100000)
     x[::100] = 1
     dist.all_reduce(x, group=tuned)
@@ -134,7 +138,7 @@ def groups():
     assert frames["coo"] + frames["empty"] == sum(frames.values()), frames
     with raises(TypeError, "pg_options", "spccl.backend.Options"):
         dist.new_group(pg_options=object())
-    for group in (everyone, tuned, *pairs):
+    for group in (everyone, tuned, other, *pairs):
         dist.destroy_process_group(group)
     x = torch.ones(1)
     dist.all_reduce(x)

@@ -231,10 +231,7 @@ def fsdp2_equals_nccl():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # torch 2.11 hands the bound default backend to NCCL as the one to split from, whichever it is.
-    bound, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, None
-    nccl = dist.new_group(backend="nccl")
-    dist.group.WORLD.bound_device_id = bound
+    nccl = dist.new_group(backend="nccl")  # the default group has a bound device: NCCL must not split it
     meshes = [DeviceMesh.from_group(g, "cuda") for g in (dist.group.WORLD, nccl)]
     for reduce_dtype in (torch.float32, torch.bfloat16):
         results = []
