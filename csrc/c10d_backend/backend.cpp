@@ -77,7 +77,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSet
       gloo_(scratch->getBackend(c10::DeviceType::CPU)), nccl_(nccl_of(*scratch)),
       settings_(std::move(settings)), comm_(std::make_shared<Comm>(store_, rank_, size_, settings_.comm)),
       completer_(std::make_shared<SerialThread>()),
-      sparse_(std::make_shared<SparseLane>(store_, rank_, size_, settings_.comm, comm_, completer_)),
+      sparse_(std::make_shared<SparseRunner>(store_, rank_, size_, settings_.comm, comm_, completer_)),
       cuda_(std::make_unique<CudaSide>(comm_, nccl_, settings_.cuda)),
       options_(c10::make_intrusive<Options>(settings_.comm.timeout)),
       last_split_(c10::intrusive_ptr<c10d::Backend>())
@@ -148,8 +148,8 @@ void Backend::abort()
         nccl_->abort();
 }
 
-/* First what ends the work under way, so that the completer has everything to complete; the lane before the
- * communicator that it asks whether the group is still whole. */
+/* The order matters: closing the communicators ends all work, and the completer then completes it. The sparse
+ * runner closes first, because it asks the group's communicator whether the group is broken. */
 void Backend::shutdown()
 {
     const bool broken = comm_->error(nullptr) != SPCCL_OK;

@@ -183,7 +183,7 @@ class Backend final : public c10d::Backend
     const GroupSettings settings_;
     const std::shared_ptr<Comm> comm_;
     const std::shared_ptr<SerialThread> completer_;
-    const std::shared_ptr<SparseLane> sparse_;
+    const std::shared_ptr<SparseRunner> sparse_;
     const std::unique_ptr<CudaSide> cuda_;
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};

@@ -1,7 +1,8 @@
-/* ops.cpp - the glue's face to Python: a few torch ops, so that no Python header is needed.
+/* ops.cpp - what Python can call in the glue: a few torch ops, so that the glue needs no Python header.
  *
- * A group crosses as the script class c10d.ProcessGroup. `make_process_group` gets a scratch one that carries
- * the Store and Gloo, and returns one that carries our Backend; python/spccl/backend.py takes it out. */
+ * A process group crosses as the script class c10d.ProcessGroup. `make_process_group` gets a group that holds
+ * the Store, Gloo and NCCL, and returns one that holds our Backend. python/spccl/backend.py takes the Backend
+ * out of it. */
 #include "backend.hpp"
 
 #include <torch/library.h>
@@ -26,32 +27,55 @@ Backend &backend_of(const GroupPtr &group)
                       ", wanted spccl (TORCH_DISTRIBUTED_DEBUG=DETAIL hides it behind a wrapper)");
 }
 
-/* What this file was compiled for; backend.py compares it with what is running. */
+/* The torch and spccl that the glue was compiled for, and the libspccl that is loaded. _torch_glue.py
+ * compares them with what is running. */
 std::string build_info()
 {
     return std::string(TORCH_VERSION) + " " + SPCCL_VERSION_TEXT + " " + spccl_version();
 }
 
-/* numbers: timeout in ms, format, slice_bytes, n_sockets, stage, order_per_group, blocking_wait, max_ctas,
- * inbox_bytes, engine (op schemas know lists, but no structs) */
-GroupPtr make_process_group(const GroupPtr &scratch, const std::string &name,
-                            const std::vector<int64_t> &global_ranks, const std::vector<int64_t> &numbers,
-                            const std::string &transports)
+/* Removes option `name` from `options` and returns it. Throws if it is not there. */
+int64_t take(c10::Dict<std::string, int64_t> &options, const std::string &name)
 {
-    TORCH_INTERNAL_ASSERT(numbers.size() == 10);
+    TORCH_CHECK_VALUE(
+        options.contains(name), "spccl: make_process_group: option ", name,
+        " is missing: the Python package and the glue are of two spccl versions; reinstall spccl");
+    const int64_t value = options.at(name);
+    options.erase(name);
+    return value;
+}
+
+/* The settings of a group from the dictionary that backend.py passes: numbers by name, as op schemas know no
+ * structs. Throws for a name that is missing or not known. */
+GroupSettings settings_of(const std::string &name, const c10::Dict<std::string, int64_t> &given,
+                          const std::string &transports)
+{
+    c10::Dict<std::string, int64_t> options = given.copy(); /* a Dict is shared with the caller */
     GroupSettings settings;
     settings.comm.name = name;
-    settings.comm.timeout = milliseconds(numbers[0]);
-    settings.comm.format = static_cast<spccl_format>(numbers[1]);
-    settings.comm.slice_bytes = static_cast<uint32_t>(numbers[2]);
+    settings.comm.timeout = milliseconds(take(options, "timeout_ms"));
+    settings.comm.format = static_cast<spccl_format>(take(options, "format"));
+    settings.comm.slice_bytes = static_cast<uint32_t>(take(options, "slice_bytes"));
     settings.comm.transports = transports;
-    settings.comm.n_sockets = static_cast<uint32_t>(numbers[3]);
-    settings.cuda.stage = numbers[4] != 0;
-    settings.cuda.order_per_group = numbers[5] != 0;
-    settings.cuda.blocking_wait = numbers[6] != 0;
-    settings.cuda.max_ctas = static_cast<uint32_t>(numbers[7]);
-    settings.cuda.inbox_bytes = static_cast<size_t>(numbers[8]);
-    settings.cuda.engine = numbers[9] != 0;
+    settings.comm.n_sockets = static_cast<uint32_t>(take(options, "n_sockets"));
+    settings.cuda.stage = take(options, "stage") != 0;
+    settings.cuda.order_per_group = take(options, "order_per_group") != 0;
+    settings.cuda.blocking_wait = take(options, "blocking_wait") != 0;
+    settings.cuda.max_ctas = static_cast<uint32_t>(take(options, "max_ctas"));
+    settings.cuda.inbox_bytes = static_cast<size_t>(take(options, "inbox_bytes"));
+    settings.cuda.engine = take(options, "cuda_engine") != 0;
+    TORCH_CHECK_VALUE(
+        options.empty(), "spccl: make_process_group: option ", options.empty() ? "" : options.begin()->key(),
+        " is not known: the Python package and the glue are of two spccl versions; reinstall spccl");
+    return settings;
+}
+
+/* A group that holds our Backend. `scratch` holds the Store and the inner Gloo and NCCL. */
+GroupPtr make_process_group(const GroupPtr &scratch, const std::string &name,
+                            const std::vector<int64_t> &global_ranks,
+                            const c10::Dict<std::string, int64_t> &options, const std::string &transports)
+{
+    const GroupSettings settings = settings_of(name, options, transports);
     auto backend = c10::make_intrusive<Backend>(
         scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
     auto group = c10::make_intrusive<c10d::ProcessGroup>(scratch->getRank(), scratch->getSize());
@@ -116,7 +140,7 @@ TORCH_LIBRARY_FRAGMENT(spccl, m)
 {
     m.def("build_info() -> str", build_info);
     m.def("make_process_group(__torch__.torch.classes.c10d.ProcessGroup scratch, str name, "
-          "int[] global_ranks, int[] numbers, str transports) -> "
+          "int[] global_ranks, Dict(str, int) options, str transports) -> "
           "__torch__.torch.classes.c10d.ProcessGroup",
           make_process_group);
     m.def("stats(__torch__.torch.classes.c10d.ProcessGroup group) -> int[]", stats);

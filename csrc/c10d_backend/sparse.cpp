@@ -15,7 +15,7 @@ namespace spccl_torch
 
 namespace
 {
-/* What one rank says of its tensor before the entries travel. */
+/* What one rank tells the others about its tensor before the entries are sent. */
 struct Header {
     int64_t nnz;
     int64_t sparse_dim;
@@ -26,7 +26,7 @@ struct Header {
 };
 constexpr size_t header_words = sizeof(Header) / sizeof(int64_t);
 
-/* FNV-1a over the sizes: ranks with different shapes must hear of it, not add apples to pears. */
+/* FNV-1a over the sizes: by its value ranks notice that their shapes differ. */
 int64_t hash_of(c10::IntArrayRef sizes)
 {
     uint64_t hash = UINT64_C(14695981039346656037);
@@ -113,7 +113,8 @@ template <class Visit> void merge(const std::vector<Run> &runs, Visit &&visit)
     }
 }
 
-/* values[u, :] = the sum in rank order of every rank's row at positions[u]; +0.0 + ..., float16 in float32.
+/* out[u, :] = the sum, from +0.0 in rank order, of all ranks' rows at the u-th position of the union. 16-bit
+ * floats add in float32.
  *   gathered   [n_ranks, max_nnz, width];  returns [n_union, width] of the same dtype */
 template <class T>
 at::Tensor sum_rows(const std::vector<Run> &runs, const at::Tensor &gathered, int64_t n_union, bool average)
@@ -149,7 +150,7 @@ at::Tensor sum_rows(const std::vector<Run> &runs, const at::Tensor &gathered, in
     return out;
 }
 
-/* Every rank's `mine`, one after the other: [n_ranks, ...]. */
+/* All ranks' `mine` in rank order: [n_ranks, ...]. */
 at::Tensor gather(Comm &comm, const at::Tensor &mine, const OpText &op, milliseconds timeout)
 {
     std::vector<int64_t> shape{comm.size()};
@@ -175,7 +176,8 @@ at::Tensor padded(const at::Tensor &t, int64_t n)
     return out;
 }
 
-/* Received positions become indices of the user's result: never trust them. */
+/* Throws unless each rank's positions ascend and lie within the shape: they were received, and become indices
+ * of the user's result. */
 void check_positions(const std::vector<Run> &runs, int64_t n_positions, const std::string &who,
                      const OpText &op)
 {
@@ -215,7 +217,7 @@ void check_arguments(const at::Tensor &tensor, c10d::ReduceOp::RedOpType redop, 
         refuse_reduction(op);
 }
 
-/* Places of the sparse dimensions, and elements of one entry. */
+/* n_positions: product of the sparse sizes. width: elements of one entry, the product of the dense sizes. */
 struct Extent {
     int64_t n_positions = 1, width = 1;
 };
@@ -228,7 +230,7 @@ Extent extent_of(const at::Tensor &t)
     return extent;
 }
 
-/* What every rank says of its coalesced tensor, checked. */
+/* Exchanges and checks the headers of all ranks' coalesced tensors. */
 std::vector<Header> exchange_headers(Comm &comm, const at::Tensor &mine, c10d::ReduceOp::RedOpType redop,
                                      const OpText &op, milliseconds timeout)
 {
@@ -287,8 +289,8 @@ at::Tensor unite(const std::vector<Run> &runs)
 
 namespace
 {
-/* The sum in rank order of every rank's rows, as sum_rows: a rank has each position once, so that every
- * addition of a rank is to another row, and the order is that of the ranks.
+/* sum_rows on the GPU. Ranks are added one after the other; one rank has each position once, so no two of its
+ * additions go to the same row.
  *   positions   [n_ranks][nnz of the rank] int64;  values   [n_ranks, max_nnz, width] */
 at::Tensor sum_rows_cuda(const std::vector<at::Tensor> &positions, const at::Tensor &values,
                          const at::Tensor &united, bool average)
@@ -344,31 +346,31 @@ void sparse_all_reduce_cuda(at::Tensor &tensor, c10d::ReduceOp::RedOpType redop,
             mine.sparse_dim());
 }
 
-/* ---- SparseLane ---------------------------------------------------------------------------------- */
+/* ---- SparseRunner -------------------------------------------------------------------------------- */
 
-SparseLane::SparseLane(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
-                       std::shared_ptr<Comm> group, std::shared_ptr<SerialThread> completer)
+SparseRunner::SparseRunner(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
+                           std::shared_ptr<Comm> group, std::shared_ptr<SerialThread> completer)
     : store_(std::move(store)), rank_(rank), size_(size), settings_(std::move(settings)),
       group_(std::move(group)), completer_(std::move(completer))
 {
     settings_.name += "/sparse";
 }
 
-SparseLane::~SparseLane()
+SparseRunner::~SparseRunner()
 {
     close();
 }
 
-c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c10d::AllreduceOptions &opts,
-                                                    OpText op, uint64_t sequence)
+c10::intrusive_ptr<TaskWork> SparseRunner::all_reduce(at::Tensor &tensor, const c10d::AllreduceOptions &opts,
+                                                      OpText op, uint64_t sequence)
 {
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
     check_arguments(tensor, redop, op);
 
     auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse",
                                               std::vector<at::Tensor>{tensor}, sequence, completer_);
-    work->abort_task = [lane = weak_from_this()](const char *reason) {
-        if (auto alive = lane.lock())
+    work->abort_task = [runner = weak_from_this()](const char *reason) {
+        if (auto alive = runner.lock())
             alive->abort(reason);
     };
     thread_.post([this, work, tensor, redop, op, timeout = opts.timeout] {
@@ -377,8 +379,8 @@ c10::intrusive_ptr<TaskWork> SparseLane::all_reduce(at::Tensor &tensor, const c1
     return work;
 }
 
-/* Why a lane that is being joined should give up, or "". */
-std::string SparseLane::why_stop()
+/* Why joining the communicator should stop, or "" if it should go on. */
+std::string SparseRunner::why_stop()
 {
     std::string text;
     if (group_->error(&text) != SPCCL_OK)
@@ -387,8 +389,9 @@ std::string SparseLane::why_stop()
     return aborted_ ? "the group was aborted" : "";
 }
 
-/* Throws the cause if the group is broken; a peer that waits in this lane then hears of it too. */
-void SparseLane::check_group(const OpText &op)
+/* Throws the cause if the group is broken. This communicator is then aborted too, so that a peer that waits
+ * on it learns of the failure. */
+void SparseRunner::check_group(const OpText &op)
 {
     try {
         group_->check_usable(op.str());
@@ -398,7 +401,7 @@ void SparseLane::check_group(const OpText &op)
     }
 }
 
-std::shared_ptr<Comm> SparseLane::comm()
+std::shared_ptr<Comm> SparseRunner::comm()
 {
     CommSettings settings;
     {
@@ -416,8 +419,8 @@ std::shared_ptr<Comm> SparseLane::comm()
     return comm_;
 }
 
-void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op,
-                     milliseconds timeout)
+void SparseRunner::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const OpText &op,
+                       milliseconds timeout)
 {
     check_group(op);
     const std::shared_ptr<Comm> group = comm();
@@ -443,7 +446,7 @@ void SparseLane::run(at::Tensor tensor, c10d::ReduceOp::RedOpType redop, const O
     replace(tensor, united, sum, mine.sparse_dim());
 }
 
-void SparseLane::abort(const char *reason) noexcept
+void SparseRunner::abort(const char *reason) noexcept
 {
     std::shared_ptr<Comm> group;
     {
@@ -455,7 +458,7 @@ void SparseLane::abort(const char *reason) noexcept
         group->abort(reason);
 }
 
-void SparseLane::set_timeout(milliseconds timeout)
+void SparseRunner::set_timeout(milliseconds timeout)
 {
     std::shared_ptr<Comm> group;
     {
@@ -467,7 +470,7 @@ void SparseLane::set_timeout(milliseconds timeout)
         group->set_timeout(timeout);
 }
 
-void SparseLane::close()
+void SparseRunner::close()
 {
     thread_.stop();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -475,7 +478,7 @@ void SparseLane::close()
         comm_->close();
 }
 
-void SparseLane::add_stats(spccl_stats &sum)
+void SparseRunner::add_stats(spccl_stats &sum)
 {
     std::shared_ptr<Comm> group;
     {

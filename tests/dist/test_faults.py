@@ -56,8 +56,8 @@ def test_killed_peer(case):
     assert any("SPCCL_ERR_PEER" in report["text"] for report in told), told
 
 
-def test_killed_peer_while_the_sparse_lane_is_made():
-    for report in run("killed_peer_while_the_sparse_lane_is_made", survivors=2):
+def test_killed_peer_while_the_sparse_runner_is_made():
+    for report in run("killed_peer_while_the_sparse_runner_is_made", survivors=2):
         assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], report
 
 

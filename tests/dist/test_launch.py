@@ -103,6 +103,18 @@ def test_stats_of_another_backend(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(("options", "text"), [({}, "timeout_ms is missing"), (None, "zip is not known")])
+def test_options_cross_to_the_glue_by_name(options, text):
+    """A Python package and a glue of two versions notice it, instead of taking one option for another."""
+    backend._torch_glue.load()
+    known = ("timeout_ms", "format", "slice_bytes", "n_sockets", "stage", "order_per_group", "blocking_wait")
+    known += ("max_ctas", "inbox_bytes", "cuda_engine", "zip")
+    scratch = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1).boxed()
+    given = dict.fromkeys(known, 0) if options is None else options
+    with pytest.raises(ValueError, match=text):
+        torch.ops.spccl.make_process_group(scratch, "g", [0], given, "")
+
+
 class SplitSource:
     """What torch looks at in a default group whose backend supports splitting, as ours does beside NCCL."""
 

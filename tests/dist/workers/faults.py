@@ -108,7 +108,7 @@ def operation_mismatch():
 
 
 def broken_group_stays_broken():
-    """After a failure every call says so at once, with the first cause, Gloo's share and the sparse lane too."""
+    """After a failure every call says so at once, with the first cause, Gloo's share and the sparse runner too."""
     alone_once()
     before = held()
     join(timeout_s=20)
@@ -154,7 +154,7 @@ def killed_peer_async():
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, torch cannot hand an exception to Python
         assert work.exception() is not None
     caught(future.wait, RuntimeError)
-    sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its lane would wait for the dead
+    sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its runner would wait for the dead
     assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < 1, sparse
     works_again(list(range(WORLD - 1)))
     return told
@@ -172,7 +172,7 @@ def hanging_peer():
     return told
 
 
-def killed_peer_while_the_sparse_lane_is_made():
+def killed_peer_while_the_sparse_runner_is_made():
     """The last rank dies before its first sparse call, which the others are in already."""
     join(timeout_s=30)
     if RANK == WORLD - 1:
