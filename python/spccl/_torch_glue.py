@@ -1,18 +1,23 @@
-"""Finds, or compiles once, the C++ glue between this spccl and the torch that is running, and loads it.
+"""Finds or compiles the torch glue, the C++ between libspccl and the torch that is running, and loads it.
 
-The glue is one shared library per torch minor version, without Python or CUDA in it. Tried in order:
-`libspccl_torch-<major.minor>.so` in the package; the cache; the system's C++ compiler, whose result goes into
-the cache ($XDG_CACHE_HOME/spccl or ~/.cache/spccl), so that it is needed once per torch and spccl version.
-SPCCL_TORCH_GLUE forces one way: `prebuilt`, `compile`, or the path of a library. Knows torch's folders, but
-imports torch only to load the library. Source: docs/TORCH.md, section "The glue".
+The glue is one shared library for each torch minor version and machine; it contains no Python and no CUDA.
+It is looked for in this order:
+  1. `libspccl_torch-<major.minor>.so` in the package
+  2. the cache: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl
+  3. the system's C++ compiler, whose result goes into the cache
+So each torch and spccl version is compiled for once. SPCCL_TORCH_GLUE forces one way: `prebuilt`, `compile`,
+or the path of a library. Imports torch only to load the library. Source: docs/TORCH.md, section "The glue".
 """
 
 import ctypes
 import fcntl
 import hashlib
 import os
+import platform
+import re
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,10 +30,12 @@ SOURCES = PACKAGE / "c10d_src"
 HEADER_FOLDER = PACKAGE / "include"
 LIBRARY = PACKAGE / "libspccl.so"
 COMPILE_TIMEOUT_S = 600
+OLDEST_TORCH = (2, 9)
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 _lock = threading.Lock()
 _loaded: Path | None = None
+_last_failure_s = 0.0  # time.time() when compiling last failed in this process
 
 
 class GlueError(RuntimeError):
@@ -46,7 +53,9 @@ def load() -> Path:
         if _loaded is None:
             import torch
 
+            check_torch_version(torch.__version__)
             path = _choose(torch)
+            _check_elf(path)
             ctypes.CDLL(str(LIBRARY))  # by its full path, so that the glue finds it by name
             try:
                 torch.ops.load_library(str(path))
@@ -57,6 +66,21 @@ def load() -> Path:
             _check(torch, path)
             _loaded = path
         return _loaded
+
+
+def check_torch_version(version: str) -> None:
+    """Refuse a torch that is too old for the glue. A newer one than those tested is let through: whether the
+    glue compiles for it shows then.
+
+    Raises: GlueError.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        wanted = ".".join(map(str, OLDEST_TORCH))
+        raise GlueError(
+            f'spccl: this is torch {version}; backend="spccl" needs torch {wanted} or later: '
+            f'pip install "torch>={wanted}"'
+        )
 
 
 def _choose(torch) -> Path:
@@ -97,7 +121,7 @@ def cache_folder() -> Path:
 
 
 def _key(torch, compiler: str) -> str:
-    """Names one result: everything that the compiled code depends on."""
+    """The name of the cache folder: everything that the compiled code depends on, the machine included."""
     digest = hashlib.sha256()
     files = sorted(SOURCES.glob("*.[ch]pp"))
     if SOURCES / "glue.cpp" not in files or not (HEADER_FOLDER / "spccl.h").is_file():
@@ -107,7 +131,8 @@ def _key(torch, compiler: str) -> str:
         digest.update(file.read_bytes())
     digest.update("\0".join([compiler, *_FLAGS]).encode())
     git = (torch.version.git_version or "")[:12]
-    return f"torch-{torch.__version__}-{git}-abi{int(torch.compiled_with_cxx11_abi())}-{digest.hexdigest()[:16]}"
+    abi = int(torch.compiled_with_cxx11_abi())
+    return f"torch-{torch.__version__}-{git}-{platform.machine()}-abi{abi}-{digest.hexdigest()[:16]}"
 
 
 def _compiler() -> str:
@@ -120,30 +145,66 @@ def _compiler() -> str:
     raise GlueError(
         f'torch.distributed\'s backend "spccl" has to be compiled once for this torch, and no C++ compiler was found '
         f"(looked for {', '.join(candidates)}). Install one (Debian: apt-get install g++; conda: gxx), or set CXX, or "
-        f"install spccl with SPCCL_PREBUILD_TORCH: pip install --no-build-isolation "
-        f"-C cmake.define.SPCCL_PREBUILD_TORCH=ON spccl"
+        f"install spccl with the glue in it, from a clone of the repository: pip install --no-build-isolation "
+        f"-C cmake.define.SPCCL_PREBUILD_TORCH=ON ."
     )
 
 
+def cached_library(torch) -> Path:
+    """Where the cache has the library for this torch, whether it is there or not."""
+    folder = cache_folder() / _key(torch, _compiler_for_key())
+    return folder / f"libspccl_torch-{_minor(torch.__version__)}.so"
+
+
 def _compiled(torch) -> Path:
-    """The library for this torch from the cache; compiled first if it is not there."""
-    compiler = _compiler_for_key()
-    folder = cache_folder() / _key(torch, compiler)
-    library = folder / f"libspccl_torch-{_minor(torch.__version__)}.so"
-    if library.is_file():
+    """The library for this torch from the cache; compiled first if it is missing or damaged."""
+    library = cached_library(torch)
+    if is_whole(library):
         return library
+    folder = library.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             _wait_for_lock(lock, folder)
-            if not library.is_file():
-                _compile(torch, _compiler(), library)
+            if not is_whole(library):
+                _compile_once(torch, library)
     except OSError as error:
         raise GlueError(
             f"cannot write the compiled torch glue to {folder}: {error}. Set XDG_CACHE_HOME to a folder that can be "
             f"written"
         ) from error
     return library
+
+
+def _compile_once(torch, library: Path) -> None:
+    """Compile, unless another rank of this start has just failed to: then raise its failure. Needs the lock.
+
+    Ranks of one start compile the same, so a failure of one is the failure of all. It is taken for one of
+    this start if it is younger than this process. After a failure this process tries again when asked again.
+    """
+    global _last_failure_s
+    failure = library.with_suffix(".failed")
+    for leftover in library.parent.glob("*.tmp"):  # of a process that was killed: we hold the lock
+        leftover.unlink()
+    try:
+        if failure.is_file() and failure.stat().st_mtime > max(_process_start_s(), _last_failure_s):
+            raise GlueError(f"another process of this start has just tried and failed: {failure.read_text()}")
+        failure.unlink(missing_ok=True)
+        try:
+            _compile(torch, _compiler(), library)
+        except GlueError as error:
+            failure.write_text(str(error))
+            raise
+    except GlueError:
+        _last_failure_s = time.time()
+        raise
+
+
+def _process_start_s() -> float:
+    """When this process started, as time.time() counts. Source: proc(5), field 22 of /proc/pid/stat."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _compiler_for_key() -> str:
@@ -186,7 +247,7 @@ def command(torch, compiler: str, output: Path) -> list[str]:
 
 
 def _compile(torch, compiler: str, library: Path) -> None:
-    """Compile into a file beside `library`, then rename: no process ever sees half a library."""
+    """Compile into a file beside `library`, note its digest, then rename it: no process sees half a library."""
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so.tmp")
     os.close(handle)
     argv = command(torch, compiler, Path(name))
@@ -196,11 +257,65 @@ def _compile(torch, compiler: str, library: Path) -> None:
         if result.returncode != 0:
             raise GlueError(_explain(argv, result.stderr))
         os.chmod(name, 0o755)
+        data = Path(name).read_bytes()
+        _replace(_digest_file(library), f"{len(data)} {hashlib.sha256(data).hexdigest()}\n".encode())
+        _flush_to_disk(name)
         os.replace(name, library)
     except subprocess.TimeoutExpired:
         raise GlueError(f"compiling the torch glue took over {COMPILE_TIMEOUT_S} s: {shlex.join(argv)}") from None
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Write `file` so that it holds `data` or what it held before, also after a crash of the machine."""
+    part = file.with_name(file.name + ".tmp")
+    part.write_bytes(data)
+    _flush_to_disk(part)
+    os.replace(part, file)
+
+
+def _flush_to_disk(path: Path | str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+# ---- is a library whole? -----------------------------------------------------------------------------------
+
+
+def _digest_file(library: Path) -> Path:
+    """Holds size and SHA-256 of a library in the cache."""
+    return library.with_name(library.name + ".sha256")
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library of the cache is there as it was compiled. Loading a truncated one would end this process
+    by SIGBUS."""
+    try:
+        size, digest = _digest_file(library).read_text().split()
+        data = library.read_bytes()
+    except (OSError, ValueError):
+        return False
+    return len(data) == int(size) and hashlib.sha256(data).hexdigest() == digest
+
+
+def _check_elf(path: Path) -> None:
+    """Refuse a file that is no ELF library of 64 bits, or that ends before its section headers, which stand at
+    its end. Source: elf(5).
+
+    Raises: GlueError.
+    """
+    with open(path, "rb") as file:
+        header = file.read(64)
+        size = file.seek(0, os.SEEK_END)
+    wanted = 64
+    if len(header) == 64 and header[:5] == b"\x7fELF\x02":
+        table, entry_size, n_entries = struct.unpack_from("<Q", header, 40)[0], *struct.unpack_from("<HH", header, 58)
+        wanted = table + entry_size * n_entries
+    elif len(header) == 64:
+        raise GlueError(f"{path} is not a library of 64 bits (ELF): delete it, then try again")
+    if size < wanted:
+        raise GlueError(f"{path} has {size} bytes, wanted at least {wanted}: it was cut off; delete it, then try again")
 
 
 def _explain(argv: list[str], output: str) -> str:

@@ -124,7 +124,7 @@ class Communicator:
             format: "auto" or one format for every slice.
             slice_bytes: dense bytes per slice; 0 = chosen by size.
             transports: tried in order for each pair, such as "shm,tcp"; None = all of this build.
-            n_sockets: TCP sockets per peer and lane; 0 = chosen.
+            n_sockets: TCP sockets per peer and queue; 0 = chosen.
             secret: 32 bytes that all ranks know; None: rank 0 makes one and passes it by the store.
         Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
             SettingError, ArgumentError.

@@ -68,9 +68,10 @@ def _torch_glue() -> list[Entry]:
 
         from . import _torch_glue as glue
 
-        minor = ".".join(torch.__version__.split(".")[:2])
+        glue.check_torch_version(torch.__version__)
+        minor = glue._minor(torch.__version__)
         prebuilt = glue.PACKAGE / f"libspccl_torch-{minor}.so"
-        compiled = glue.cache_folder() / glue._key(torch, glue._compiler_for_key()) / prebuilt.name
+        compiled = glue.cached_library(torch)
         for state, path in (("prebuilt", prebuilt), ("compiled", compiled)):
             if path.is_file():
                 return [Entry("python", name, state, f"{path}, for torch {minor}")]

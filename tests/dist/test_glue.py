@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,8 +71,124 @@ def test_compiler_that_fails(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.so*"))
 
 
-def test_key_depends_on_sources_and_compiler(monkeypatch, tmp_path):
+def script(path: Path, text: str) -> str:
+    """An executable shell script, as $CXX."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+LOAD = """
+import sys
+from spccl import _torch_glue
+try:
+    print("loaded", _torch_glue.load())
+except _torch_glue.GlueError as e:
+    print("told:", e)
+"""
+
+
+def load_in_processes(n: int, **env: str) -> list[str]:
+    """What `n` processes, started together, print about loading the glue."""
+    settings = dict(os.environ, SPCCL_TORCH_GLUE="compile", **env)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOAD], env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(n)
+    ]
+    told = []
+    for process in running:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
+        told.append(out)
+    return told
+
+
+def test_damaged_library_in_the_cache_is_made_again(tmp_path):
+    """Loading a truncated library would end the process by SIGBUS; one with a changed byte may do anything."""
+    compiler = script(tmp_path / "c++", f'for last; do :; done; echo x >> "{tmp_path}/calls"; cp "{built()}" "$last"')
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler}
+    damage = (
+        (None, 1),
+        (lambda library: None, 1),  # whole: taken from the cache
+        (lambda library: os.truncate(library, library.stat().st_size // 2), 2),
+        (lambda library: library.write_bytes(library.read_bytes()[:-1] + b"!"), 3),
+        (lambda library: library.with_name(library.name + ".sha256").unlink(), 4),
+    )
+    library = None
+    for hurt, n_calls in damage:
+        if library is not None:
+            hurt(library)
+        (told,) = load_in_processes(1, **env)
+        assert told.startswith("loaded"), told
+        assert (tmp_path / "calls").read_text().count("x") == n_calls
+        library = Path(told.removeprefix("loaded ").strip())
+
+
+def built() -> Path:
+    """The glue that this environment uses."""
+    return _torch_glue.load()
+
+
+def test_a_library_that_was_cut_off_is_refused(tmp_path):
+    cut = tmp_path / "libcut.so"
+    cut.write_bytes(built().read_bytes()[:-1000])
+    text = failure(SPCCL_TORCH_GLUE=str(cut))
+    assert "libcut.so" in text and "cut off" in text
+
+
+def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
+    """The compiler fails once, not once per rank; all ranks tell its words; the next start tries again."""
+    compiler = script(
+        tmp_path / "c++", f'echo x >> "{tmp_path}/calls"; sleep 3; echo "ld: no space on device" >&2; exit 1'
+    )
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler}
+    for n_starts in (1, 2):
+        told = load_in_processes(3, **env)
+        assert all("told:" in text and "no space on device" in text for text in told), told
+        assert sum("another process of this start" in text for text in told) == 2, told
+        assert (tmp_path / "calls").read_text().count("x") == n_starts
+    leftovers = [p.name for p in (tmp_path / "cache").rglob("*.tmp")]
+    assert not leftovers, leftovers
+
+
+def test_a_process_that_failed_may_try_again(monkeypatch, tmp_path):
+    """In a notebook: after the compiler was installed, the same process compiles."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", f'echo x >> "{tmp_path}/calls"; exit 1'))
+    for n_calls in (1, 2):
+        with pytest.raises(_torch_glue.GlueError, match="did not compile"):
+            _torch_glue._compiled(torch)
+        assert (tmp_path / "calls").read_text().count("x") == n_calls
+
+
+def test_leftovers_of_a_killed_compiler_are_removed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", f'for last; do :; done; cp "{built()}" "$last"'))
+    library = _torch_glue.cached_library(torch)
+    library.parent.mkdir(parents=True)
+    (library.parent / "tmpkilled.so.tmp").write_bytes(b"half")
+    assert _torch_glue._compiled(torch) == library
+    assert sorted(p.suffix for p in library.parent.iterdir()) == ["", ".sha256", ".so"]
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.0+cu126", "1.13.1", "2.0.0a0+git1234"])
+def test_old_torch_is_refused(version):
+    with pytest.raises(_torch_glue.GlueError, match=r"needs torch 2\.9 or later.*torch>=2\.9"):
+        _torch_glue.check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.1+cu128", "2.10.0", "2.13.0+cpu", "2.14.0a0+git1", "3.0.0"])
+def test_later_torch_is_taken(version):
+    _torch_glue.check_torch_version(version)
+
+
+def test_key_depends_on_sources_compiler_and_machine(monkeypatch, tmp_path):
     first = _torch_glue._key(torch, "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64x")
+    assert "aarch64x" in _torch_glue._key(torch, "") != first
+    monkeypatch.undo()
     assert torch.__version__ in first and first == _torch_glue._key(torch, "")
     assert first != _torch_glue._key(torch, "clang++")
     for file in _torch_glue.SOURCES.iterdir():
