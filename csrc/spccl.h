@@ -381,16 +381,18 @@ SPCCL_API size_t spccl_cuda_encode_scratch_bytes(size_t n_elems, spccl_dtype dty
  *   offsets    [n_slices + 1] u64: where each frame starts; the last one is the size of the encoded array
  *   scratch    spccl_cuda_encode_scratch_bytes() bytes, aligned to 16; free again when the work is done
  *   status     u32: 0, or minus the spccl_status that spccl_encode would have returned (DST_SMALL,
- * UNSUPPORTED); then dst holds no encoded array Errors at the call: ARG, DTYPE, UNSUPPORTED (no CUDA in this
- * build; slice_elems), DEVICE. */
+ *              UNSUPPORTED); then dst holds no encoded array
+ * Errors at the call: ARG, DTYPE, UNSUPPORTED (no CUDA in this build; slice_elems), DEVICE. */
 SPCCL_API spccl_status spccl_cuda_encode(const void *x, size_t n_elems, spccl_dtype dtype,
                                          const spccl_encode_options *options, void *dst, size_t dst_cap,
                                          uint64_t *offsets, void *scratch, uint32_t *status, void *stream);
 /* Apply an encoded array to `dst` [n_elems], on the CUDA stream `stream`. Every frame is checked completely
  * before anything of it is applied; frames are applied independently, so if one is bad the good ones are
- * applied all the same. offsets as spccl_cuda_encode wrote them; checked, not trusted slice_elems  of the
- * encoded array (0 = default) status u32: 0, or minus the spccl_status of a bad frame (FORMAT, VERSION,
- * FRAME) Errors at the call: as above. */
+ * applied all the same.
+ *   offsets      as spccl_cuda_encode wrote them; checked, not trusted
+ *   slice_elems  of the encoded array (0 = default)
+ *   status       u32: 0, or minus the spccl_status of a bad frame (FORMAT, VERSION, FRAME)
+ * Errors at the call: as above. */
 SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes, const uint64_t *offsets,
                                          spccl_verb verb, void *dst, size_t n_elems, spccl_dtype dtype,
                                          uint32_t slice_elems, uint32_t *status, void *stream);

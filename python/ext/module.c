@@ -14,8 +14,11 @@ static PyObject *get_unique_id(PyObject *module, PyObject *unused)
     spccl_status st;
 
     (void)unused;
-    Py_BEGIN_ALLOW_THREADS st = spccl_get_unique_id(&id);
-    Py_END_ALLOW_THREADS if (st != SPCCL_OK) return ext_raise(PyModule_GetState(module), st);
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_get_unique_id(&id);
+    Py_END_ALLOW_THREADS
+    if (st != SPCCL_OK)
+        return ext_raise(PyModule_GetState(module), st);
     return PyBytes_FromStringAndSize(id.bytes, sizeof id.bytes);
 }
 

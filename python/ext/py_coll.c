@@ -24,8 +24,10 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
         return NULL;
     }
     ext_strays_reap(&self->strays);
-    Py_BEGIN_ALLOW_THREADS st = issue(self->comm, c, &flight->arrays[0], &flight->arrays[1], &flight->req);
-    Py_END_ALLOW_THREADS ext_comm_leave(self, true);
+    Py_BEGIN_ALLOW_THREADS
+    st = issue(self->comm, c, &flight->arrays[0], &flight->arrays[1], &flight->req);
+    Py_END_ALLOW_THREADS
+    ext_comm_leave(self, true);
     if (st != SPCCL_OK) {
         ext_raise(state, st);
         ext_flight_free(flight);

@@ -117,8 +117,11 @@ static int create_from_id(ext_comm *self, create_args *a)
     }
     memcpy(id.bytes, bytes.data, sizeof id.bytes);
     ext_array_release(&bytes);
-    Py_BEGIN_ALLOW_THREADS st = spccl_comm_init_rank(&id, a->rank, a->world_size, &a->config, &self->comm);
-    Py_END_ALLOW_THREADS if (st == SPCCL_OK) return 0;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_comm_init_rank(&id, a->rank, a->world_size, &a->config, &self->comm);
+    Py_END_ALLOW_THREADS
+    if (st == SPCCL_OK)
+        return 0;
     ext_raise(state, st);
     return -1;
 }
@@ -147,8 +150,10 @@ static spccl_status destroy(ext_comm *self)
     spccl_status st;
 
     self->comm = NULL;
-    Py_BEGIN_ALLOW_THREADS st = spccl_comm_destroy(comm);
-    Py_END_ALLOW_THREADS ext_strays_reap(&self->strays);
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_comm_destroy(comm);
+    Py_END_ALLOW_THREADS
+    ext_strays_reap(&self->strays);
     return st;
 }
 
@@ -206,8 +211,10 @@ static PyObject *comm_abort(PyObject *obj, PyObject *args)
 
     if (!PyArg_ParseTuple(args, "|z:abort", &reason) || ext_comm_enter(self, false) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS st = spccl_comm_abort(self->comm, reason);
-    Py_END_ALLOW_THREADS ext_comm_leave(self, false);
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_comm_abort(self->comm, reason);
+    Py_END_ALLOW_THREADS
+    ext_comm_leave(self, false);
     if (st != SPCCL_OK)
         return ext_raise(ext_comm_state(self), st);
     Py_RETURN_NONE;
@@ -253,8 +260,10 @@ static PyObject *comm_stats(PyObject *obj, PyObject *unused)
     (void)unused;
     if (ext_comm_enter(self, false) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS st = spccl_comm_stats(self->comm, &s);
-    Py_END_ALLOW_THREADS ext_comm_leave(self, false);
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_comm_stats(self->comm, &s);
+    Py_END_ALLOW_THREADS
+    ext_comm_leave(self, false);
     if (st != SPCCL_OK)
         return ext_raise(ext_comm_state(self), st);
     frames = PyDict_New();

@@ -72,10 +72,12 @@ spccl_status ext_flight_wait(ext_flight *flight, int64_t timeout_ms)
         spccl_status st;
 
         left = left < 0 ? 0 : left > SIGNAL_MS ? SIGNAL_MS : left;
-        Py_BEGIN_ALLOW_THREADS st = spccl_request_wait(flight->req, left);
+        Py_BEGIN_ALLOW_THREADS
+        st = spccl_request_wait(flight->req, left);
         Py_END_ALLOW_THREADS
-            /* A time-out is this short wait's, unless the collective itself ended with one. */
-            if (st == SPCCL_ERR_TIMEOUT) st = spccl_request_test(flight->req);
+        /* A time-out is this short wait's, unless the collective itself ended with one. */
+        if (st == SPCCL_ERR_TIMEOUT)
+            st = spccl_request_test(flight->req);
         if (st != SPCCL_AGAIN)
             return st;
         if (PyErr_CheckSignals() < 0 || (end != INT64_MAX && now_ms() >= end))

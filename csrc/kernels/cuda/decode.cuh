@@ -1,9 +1,8 @@
 // decode.cuh - a frame becomes elements, by one warp. The listed ones are handed to a sink:
 // - sink.put(i, value): element i of the slice; at most once per i, unless the frame breaks a rule.
-// - sink.unit(u, bits, x), formats pici and dense: unit u. x.e[c] is its element c where bit c is set, else
-// 0;
-//   of dense frames the bits of elements that are not zero, which is what adding and overwriting want. Each
-//   unit of the slice at most once.
+// - sink.unit(u, bits, x), formats pici and dense: unit u, each unit of the slice at most once.
+//   x.e[c] is element c of the unit where bit c of bits is set, else 0. In dense frames bit c is set if
+//   element c is not zero: adding and overwriting want that.
 // Checks what docs/FORMAT.md section 4 asks of the index sections on the way; whatever a frame says, nothing
 // outside of it is read and the sink is called with elements of the slice only.
 //
@@ -251,8 +250,8 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
     }
 }
 
-// All formats, in a fused collective: v.chip is set. False: a rule is broken (for this lane; the lanes must
-// agree).
+// All formats, in a fused collective: v.chip is set.
+// False: a rule is broken (for this lane; the lanes must agree).
 template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK &sink)
 {

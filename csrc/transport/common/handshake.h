@@ -2,9 +2,10 @@
  * who is calling whom, and proof at both ends that the job secret is known, without showing it.
  *
  *   dialler -> acceptor   hello      128 bytes: magic, version, who and what, a random number
- *   acceptor -> dialler   challenge   80 bytes: magic, version, a random number, HMAC(secret, "accept",
- * hello, number) dialler -> acceptor   proof       32 bytes: HMAC(secret, "dial", hello, challenge) acceptor
- * -> dialler   verdict    256 bytes: a status and, if it is not SPCCL_OK, a text
+ *   acceptor -> dialler   challenge   80 bytes: magic, version, a random number,
+ *                                               HMAC(secret, "accept", hello, number)
+ *   dialler -> acceptor   proof       32 bytes: HMAC(secret, "dial", hello, challenge)
+ *   acceptor -> dialler   verdict    256 bytes: a status and, if it is not SPCCL_OK, a text
  *
  * Nothing blocks: call step until it returns something other than SPCCL_AGAIN. The bytes that follow on the
  * connection are not protected: the proof keeps strangers out, it does not encrypt. */

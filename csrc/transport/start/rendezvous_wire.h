@@ -1,10 +1,20 @@
-/* rendezvous_wire.h - bytes of the unique id and of the rendezvous' messages, shared by its server and its
- * client.
+/* rendezvous_wire.h - bytes of the unique id, and of the messages between the rendezvous server and a client.
  *
- * The id: 0 u32 "SPID"  4 u32 version  8 u16 port  10 u8 family (4, 6)  11 u8 zero  12 address[16]  28
- * endpoint id[16] 44 secret[32]  76 zero[48]  124 u32 checksum (FNV-1a of bytes 0..123) After the handshake,
- * client -> server:  u32 op (1 set, 2 get), u32 key bytes, u32 data bytes, u32 timeout ms, key, data server
- * -> client:  i32 status, u32 bytes, data */
+ * The unique id, 128 bytes:
+ *     0  u32          "SPID"
+ *     4  u32          version
+ *     8  u16          port
+ *    10  u8           address family: 4 or 6
+ *    11  u8           zero
+ *    12  16 bytes     address
+ *    28  16 bytes     id of the endpoint
+ *    44  32 bytes     secret
+ *    76  48 bytes     zero
+ *   124  u32          checksum: FNV-1a of bytes 0 to 123
+ *
+ * After the handshake:
+ *   client -> server   u32 op (1 set, 2 get), u32 key bytes, u32 data bytes, u32 timeout in ms, key, data
+ *   server -> client   i32 status, u32 data bytes, data */
 #ifndef SP_RENDEZVOUS_WIRE_H
 #define SP_RENDEZVOUS_WIRE_H
 
