@@ -1,10 +1,11 @@
 """Gradient pruning for DistributedDataParallel: `PrunedGradients`, a communication hook.
 
-Holds what DDP needs around `spccl.prune`: buckets, state per parameter, schedules, mixed precision,
-checkpoints, statistics. Imports torch; knows nothing of formats or transports: it hands each bucket,
-mostly zeros by then, to the group's own all_reduce, once.
+`spccl.prune` selects entries of one parameter. This file adds what DDP needs around it: buckets, state per
+parameter, schedules, mixed precision, checkpoints, statistics. Imports torch; knows nothing of formats or
+transports. It calls the group's all_reduce once per bucket; most elements of the bucket are zero by then.
 """
 
+import gc
 import math
 import time
 import warnings
@@ -23,7 +24,8 @@ def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotation
     """Communication hook for `DistributedDataParallel.register_comm_hook(state, hook)`.
 
     Args:
-        state: a `PrunedGradients`; `PrunedGradients.register` calls register_comm_hook for you.
+        state: a `PrunedGradients`. `PrunedGradients.register(model)` does the same, and also finds the
+            DDP module inside a wrapper.
         bucket: torch.distributed.GradBucket, flat gradient [n], any floating dtype.
     Returns: torch.futures.Future of the average over ranks, [n], the bucket's dtype and device; it is
         the bucket's own buffer.
@@ -35,44 +37,51 @@ def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotation
 class PrunedGradients:
     """Sends only the largest entries of each gradient; keeps the rest for later steps.
 
-    Each rank replaces its local gradient by its entries above a threshold and adds the others to a
-    residual that later steps release (error feedback). What is sent is a dense tensor that is mostly
-    zeros; the backend makes the saving: with backend="spccl" only the non-zeros travel. With another
-    backend training is the same and no bytes are saved (one warning says so).
+    Each rank replaces its local gradient by its entries above a threshold and adds the others to a residual,
+    which later steps send (error feedback). The hook hands the backend a dense tensor that is mostly zeros.
+    With backend="spccl" only the non-zeros travel. With another backend training is the same and no bytes
+    are saved; one warning says so.
 
         hook = spccl.ddp.PrunedGradients(density=0.01, momentum=0.9, warmup_steps=200).register(ddp_model)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)          # momentum is in the hook
 
+    `ddp_model.register_comm_hook(hook, spccl.ddp.pruned_gradients_hook)` is the same as `hook.register`.
+
     Args:
-        density: share of each parameter's entries sent per step, (0, 1]. Steady to within a few percent
-            on average over parameters, not exact.
-        sample: share of a parameter looked at to find the threshold, (0, 1]; raised for small parameters so
-            that 16 sampled entries lie above it.
+        density: share of each parameter's entries sent per step, (0, 1]. The share holds to within a few
+            percent on average over parameters; it is not exact.
+        sample: share of a parameter that is looked at to find the threshold, (0, 1]. Small parameters take a
+            larger share, so that 16 sampled entries lie above the threshold.
         error_feedback: keep what is not sent (4 bytes per parameter entry). False drops it.
         leak: factor on the residual per step, (0, 1]. 1 loses nothing; below 1 forgets old entries.
-        dense_steps: first steps in which everything is sent.
-        warmup_steps: steps after those in which the density falls geometrically from 1 to `density`.
-        min_numel: parameters with fewer elements, and those with fewer than two dimensions, are always sent whole.
-        momentum: momentum correction, [0, 1): momentum is applied to the local gradient before it is
-            kept or sent (another 4 bytes per entry), and cleared where an entry is sent. Set the
-            optimizer's own momentum to 0. Needs error_feedback.
-        clip_norm: bound on the gradient's norm, None for none. Applied to local gradients before they are
-            accumulated, at clip_norm * sqrt(ranks), as a local gradient is that much larger than an average
-            of independent ones. Buckets of this step that are not there yet count with their norm of the
-            step before.
+        dense_steps: number of first steps in which everything is sent.
+        warmup_steps: number of steps after those in which the density falls geometrically from 1 to `density`.
+        min_numel: parameters with fewer elements are always sent whole, as are those with fewer than two
+            dimensions.
+        momentum: momentum correction, [0, 1): momentum is applied to the local gradient before entries are
+            selected (another 4 bytes per entry), and cleared where an entry is sent. Set the optimizer's own
+            momentum to 0. Needs error_feedback.
+        clip_norm: bound on the gradient's norm, None for none. It applies to local gradients before they are
+            added to the residual, as clip_norm * sqrt(ranks): a local gradient is that much larger than an
+            average of independent ones. Buckets that have not arrived in this step count with their norm of
+            the step before.
         grad_scaler: the torch.amp.GradScaler of the training loop, if any: residual and velocity follow its
             changes of scale. Without one, gradients are taken as they are.
         norm_every: measure the residual's norm every so many steps for `stats`; 0 never.
-        seed: moves the sampled places.
+        seed: of the random choice of sampled places.
     Errors: ValueError for a setting out of range, with its name and the allowed range.
 
-    DDP features. no_sync: the hook sees the accumulated gradient once. gradient_as_bucket_view,
-    static_graph and bucket rebuilding: state belongs to parameters, so nothing changes.
-    find_unused_parameters: a parameter whose whole local gradient is 0 is left alone in that step, its residual
-    waits. Uneven inputs (Join): a rank that has joined counts as having gradient 0 and goes on sending its
-    residual. A bucket with inf or nan goes out whole and leaves residual and velocity alone, so
-    that every rank sees it and GradScaler skips the step; what other buckets and ranks sent in that step is lost with
-    it, as in dense DDP. Sparse gradients (nn.Embedding(sparse=True)) are averaged as they are.
+    DDP features:
+        no_sync: the hook sees the accumulated gradient once.
+        gradient_as_bucket_view, static_graph, bucket rebuilding: no effect, as state belongs to parameters.
+        find_unused_parameters: a parameter whose whole local gradient is 0 sends nothing in that step; its
+            residual stays.
+        Join (uneven inputs): a rank that has joined counts as having gradient 0 and goes on sending its
+            residual.
+        inf and nan: such a bucket is sent whole and leaves residual and velocity unchanged, so every rank sees
+            the value and GradScaler skips the step. What other buckets and ranks sent in that step is lost,
+            as in dense DDP.
+        sparse gradients (nn.Embedding(sparse=True)): averaged without pruning.
 
     Sources: Lin et al. 2018, "Deep Gradient Compression", ICLR, sections 3 and 5; Hough et al., "SpCCL",
     section VI.B. The threshold's control and the local clipping from running norms are this project's.
@@ -137,29 +146,49 @@ class PrunedGradients:
 
     # -- registration ------------------------------------------------------------------------------
 
-    def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "PrunedGradients":
+    def register(self, model: torch.nn.Module) -> "PrunedGradients":
         """Install this hook on `model`, once, before its first backward pass. Returns self.
 
-        Raises: TypeError if `model` is not DistributedDataParallel; RuntimeError if this object is already on a
-            model; ValueError if loaded state does not fit the model.
+        Args:
+            model: DistributedDataParallel, or a module that wraps one: torch.compile(ddp), what Accelerate's
+                prepare() or Fabric's setup() returned, Trainer.model_wrapped.
+        Raises: TypeError if there is no DistributedDataParallel in `model`, or more than one; RuntimeError if this
+            object is already on a model; ValueError if loaded state does not fit the model.
         """
-        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"PrunedGradients.register: wanted DistributedDataParallel, got {type(model).__name__}; "
-                "wrap the model first"
-            )
+        wrapped = _find_ddp(model)
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
-        trained = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-        numels = {n: p.numel() for n, p in trained.items()}
-        _check_fit(self._loaded, numels)
-        model.register_comm_hook(self, pruned_gradients_hook)
+        _check_fit(self._loaded, _trained_numels(wrapped))
+        wrapped.register_comm_hook(self, pruned_gradients_hook)
+        self._attach(wrapped)
+        return self
+
+    def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Take group, parameter names and DDP settings from the model that calls this hook."""
+        self._numels = _trained_numels(model)
+        _check_fit(self._loaded, self._numels)
         self._group = model.process_group
-        self._names = {id(p): n for n, p in trained.items()}
-        self._numels = numels
+        self._names = {id(p): n for n, p in _trained(model)}
         self._static_graph = bool(model.static_graph)
         self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
-        return self
+
+    def _attach_to_caller(self) -> None:
+        """Find the model after `model.register_comm_hook(self, ...)`: DDP does not tell a hook whose it is.
+
+        Searches this process's objects, once. Raises: RuntimeError if no model, or more than one, has this hook.
+        """
+        kind = torch.nn.parallel.DistributedDataParallel
+        models = [
+            thing
+            for thing in gc.get_objects()
+            if issubclass(type(thing), kind) and any(state is self for _, state in vars(thing).get("_comm_hooks", ()))
+        ]
+        if len(models) != 1:
+            raise RuntimeError(
+                f"PrunedGradients: {len(models)} DistributedDataParallel modules have this object as state of a hook, "
+                "wanted 1; call PrunedGradients(...).register(model), with one object per model"
+            )
+        self._attach(models[0])
 
     # -- one bucket --------------------------------------------------------------------------------
 
@@ -170,6 +199,8 @@ class PrunedGradients:
                 f"pruned_gradients_hook: wanted a GradBucket, got {type(bucket).__name__}; "
                 'torch._dynamo.config.optimize_ddp = "python_reducer" is not supported, use "ddp_optimizer"'
             )
+        if self._group is None:
+            self._attach_to_caller()
         began = time.perf_counter()
         if bucket.index() == 0:
             self._begin_step()
@@ -303,7 +334,12 @@ class PrunedGradients:
     def _slot(self, param: torch.Tensor) -> prune.Slot:
         slot = self._slots.get(id(param))
         if slot is None:
-            name = self._names[id(param)]
+            name = self._names.get(id(param))
+            if name is None:
+                raise RuntimeError(
+                    f"PrunedGradients: a parameter of shape {tuple(param.shape)} is not of the model that this object "
+                    "was registered on first; make one object per model"
+                )
             pruned = param.dim() > 1 and param.numel() >= self.min_numel
             slot = self._slots[id(param)] = prune.Slot(name, param.numel(), pruned)
             if name in self._loaded:
@@ -478,6 +514,36 @@ class _Tally:
         if pruned:
             self.pruned_elems += elems
             self.pruned_sent = self.pruned_sent + sent
+
+
+def _find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
+    """The one DistributedDataParallel that `model` is or contains. Wrappers keep what they wrap as a submodule."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"PrunedGradients.register: got a {type(model).__name__}, wanted DistributedDataParallel")
+    found = [m for m in model.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
+    if not found:
+        raise TypeError(
+            f"PrunedGradients.register: got a {type(model).__name__} with no DistributedDataParallel in it; wrap the "
+            "model in DistributedDataParallel first (Accelerate: call prepare() first; Trainer: use "
+            "spccl.integrations.PrunedGradientsCallback)"
+        )
+    if len(found) > 1:
+        raise TypeError(
+            f"PrunedGradients.register: the {type(model).__name__} contains {len(found)} DistributedDataParallel "
+            "modules, wanted 1; register one object on each"
+        )
+    return found[0]
+
+
+def _trained(model: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters that DDP reduces. A compiled module's prefix is taken off, so that a checkpoint fits
+    the model compiled and not."""
+    named = model.module.named_parameters()
+    return [(name.replace("_orig_mod.", ""), param) for name, param in named if param.requires_grad]
+
+
+def _trained_numels(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, int]:
+    return {name: param.numel() for name, param in _trained(model)}
 
 
 def _require(name: str, value: object, ok: bool, wanted: str) -> None:

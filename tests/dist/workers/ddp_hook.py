@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from spccl import ddp
-from workers.common import RANK, WORLD, main
+from workers.common import RANK, WORLD, main, raises
 
 BACKEND = os.environ["SPCCL_TEST_BACKEND"]
 SHAPES = {"big": (150, 200), "mid": (90, 100), "bias": (50,), "small": (3, 5), "last": (600, 500)}
@@ -282,6 +282,83 @@ def sparse_embedding() -> None:
         torch.testing.assert_close(got, expected)
 
 
+def registered_by_ddp() -> None:
+    """model.register_comm_hook(state, hook), as torch documents it and Lightning calls it, is register()."""
+    model, hook = wrap({"momentum": 0.9})
+    other = DistributedDataParallel(Probe())
+    state = ddp.PrunedGradients(momentum=0.9)
+    other.register_comm_hook(state, ddp.pruned_gradients_hook)
+    DistributedDataParallel(Probe()).register_comm_hook(None, lambda state, bucket: None)  # of no concern
+    for step in range(3):
+        expected = step_once(model, wanted(RANK, step))
+        for name, grad in step_once(other, wanted(RANK, step)).items():
+            assert torch.equal(grad, expected[name]), name
+    assert state.state_dict()["parameters"].keys() == hook.state_dict()["parameters"].keys() == SHAPES.keys()
+    assert state.stats()["density_pruned"] == hook.stats()["density_pruned"]
+    resumed = ddp.PrunedGradients(momentum=0.9)
+    resumed.load_state_dict(state.state_dict())
+    third = DistributedDataParallel(Probe())
+    third.register_comm_hook(resumed, ddp.pruned_gradients_hook)
+    expected = step_once(model, wanted(RANK, 3))
+    for name, grad in step_once(third, wanted(RANK, 3)).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def one_object_on_two_models_is_refused() -> None:
+    state = ddp.PrunedGradients()
+    models = [DistributedDataParallel(Probe()) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(state, ddp.pruned_gradients_hook)
+    with raises(RuntimeError, "2 DistributedDataParallel modules", "register(model)"):
+        step_once(models[0], wanted(RANK, 0))
+    first, state = wrap({})
+    second = DistributedDataParallel(Probe())
+    second.register_comm_hook(state, ddp.pruned_gradients_hook)
+    step_once(first, wanted(RANK, 0))
+    with raises(RuntimeError, "one object per model"):
+        step_once(second, wanted(RANK, 0))
+
+
+class Wrapper(torch.nn.Module):
+    """As Fabric's: the wrapped module is an attribute, and so is the original."""
+
+    def __init__(self, forward_module, original):
+        super().__init__()
+        self._forward_module, self._original_module = forward_module, original
+
+    def forward(self, *args):
+        return self._forward_module(*args)
+
+
+def wrapped_models() -> None:
+    """register() finds the DDP module in torch.compile's and other wrappers, and names no wrapper's prefix."""
+    plain_model, _ = wrap({})
+    expected = step_once(plain_model, wanted(RANK, 0))
+    probe, inner = Probe(), DistributedDataParallel(Probe())
+    in_ddp = DistributedDataParallel(torch.compile(probe, backend="eager"))
+    for model, module in (
+        (torch.compile(DistributedDataParallel(Probe()), backend="eager"), None),
+        (in_ddp, probe),
+        (Wrapper(inner, inner.module), inner.module),
+        (
+            Wrapper(torch.compile(inner := DistributedDataParallel(Probe()), backend="eager"), inner.module),
+            inner.module,
+        ),
+    ):
+        hook = ddp.PrunedGradients().register(model)
+        module = module if module is not None else model._orig_mod.module
+        model(wanted(RANK, 0)).backward()
+        for name, param in module.named_parameters():
+            assert torch.equal(param.grad.double(), expected[name]), name
+        assert hook.state_dict()["parameters"].keys() == SHAPES.keys()
+    with raises(TypeError, "no DistributedDataParallel in it", "prepare()"):
+        ddp.PrunedGradients().register(Probe())
+    with raises(TypeError, "2 DistributedDataParallel"):
+        ddp.PrunedGradients().register(torch.nn.ModuleList([plain_model, inner]))
+    with raises(TypeError, "got a list"):
+        ddp.PrunedGradients().register([plain_model])
+
+
 def warning_names_the_backend() -> None:
     model, _ = wrap({})
     with warnings.catch_warnings(record=True) as seen:
@@ -325,6 +402,9 @@ CASES = [
     resumes,
     uneven_inputs,
     sparse_embedding,
+    registered_by_ddp,
+    one_object_on_two_models_is_refused,
+    wrapped_models,
     warning_names_the_backend,
     bytes_are_saved,
 ]
