@@ -180,6 +180,9 @@ SPCCL_API spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_b
 
 /* ---- communicators ------------------------------------------------------------------------------ */
 
+/* A child of fork cannot use its parent's handles: every call on one fails with SPCCL_ERR_STATE, except that
+ * spccl_comm_destroy and spccl_request_free do nothing. The parent's group goes on. The child may make groups
+ * of its own. */
 typedef struct spccl_comm spccl_comm;       /* one rank's membership of one group */
 typedef struct spccl_request spccl_request; /* one collective under way */
 

@@ -408,6 +408,7 @@ static spccl_status check_call(spccl_comm *comm, const spccl_cuda_config *config
 {
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_attach: comm is NULL");
+    SP_TRY(sp_comm_check_process(comm, "spccl_cuda_attach"));
     if (config->struct_bytes != sizeof *config)
         return SP_FAIL(SPCCL_ERR_ARG, "config.struct_bytes is %zu, wanted %zu: use SPCCL_CUDA_CONFIG_INIT",
                        config->struct_bytes, sizeof *config);

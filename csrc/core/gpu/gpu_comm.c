@@ -36,6 +36,7 @@ spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **o
     sp_gpu_comm *g = NULL;
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: comm is NULL", call);
+    SP_TRY(sp_comm_check_process(comm, call));
     g = atomic_load(&comm->gpu);
     if (g == NULL)
         return SP_FAIL(SPCCL_ERR_STATE,

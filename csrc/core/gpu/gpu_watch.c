@@ -18,6 +18,27 @@
 static pthread_mutex_t list_mu = PTHREAD_MUTEX_INITIALIZER;
 static sp_gpu_comm *list, *visited; /* visited: stays in the list until that is over */
 static bool thread_runs;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* A child of fork has no watching thread, and the groups in the list are its parent's. */
+static void before_fork(void)
+{
+    pthread_mutex_lock(&list_mu);
+}
+static void in_parent(void)
+{
+    pthread_mutex_unlock(&list_mu);
+}
+static void in_child(void)
+{
+    list = visited = NULL;
+    thread_runs = false;
+    pthread_mutex_unlock(&list_mu);
+}
+static void install_fork_handlers(void)
+{
+    pthread_atfork(before_fork, in_parent, in_child);
+}
 
 /* waited: " 30 s" of a launch that is still known, else "". */
 static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap, char *waited,
@@ -168,6 +189,7 @@ static spccl_status start_locked(void)
 spccl_status sp_gpu_watch_add(sp_gpu_comm *g)
 {
     spccl_status st;
+    pthread_once(&once, install_fork_handlers);
     pthread_mutex_lock(&list_mu);
     g->next = list;
     list = g;

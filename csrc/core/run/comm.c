@@ -128,6 +128,8 @@ spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_siz
         return SP_FAIL(SPCCL_ERR_NOMEM, "communicator: %zu bytes", sizeof *comm);
     comm->rank = rank;
     comm->world_size = world_size;
+    comm->process_stamp = sp_process_stamp();
+    comm->pid = getpid();
     comm->epoll_fd = comm->kick_fd = -1;
     comm->queue_tail = &comm->queue_head;
     pthread_mutex_init(&comm->mu, NULL);
@@ -156,6 +158,15 @@ fail:
     return st;
 }
 
+spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call)
+{
+    return SP_FAIL(
+        SPCCL_ERR_STATE,
+        "%s: rank %d of group \"%s\": process %d is a child of fork of process %d, which made the group "
+        "and alone can use it: make a new group in the child, or start the child with spawn",
+        call, comm->rank, comm->name, (int)getpid(), (int)comm->pid);
+}
+
 int spccl_comm_rank(const spccl_comm *comm)
 {
     return comm != NULL ? comm->rank : -1;
@@ -171,6 +182,7 @@ spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_ms)
     if (comm == NULL || timeout_ms <= 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_set_timeout: %s",
                        comm == NULL ? "comm is NULL" : "timeout_ms must be above 0");
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_set_timeout"));
     pthread_mutex_lock(&comm->mu);
     comm->timeout_ms = timeout_ms;
     pthread_mutex_unlock(&comm->mu);
@@ -181,6 +193,7 @@ spccl_status spccl_comm_async_error(spccl_comm *comm)
 {
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_async_error: comm is NULL");
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_async_error"));
     sp_comm_poll(comm);
     sp_gpu_part_here.look(comm);
     return sp_comm_broken(comm);
@@ -191,6 +204,7 @@ spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason)
     char text[sizeof comm->error];
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_abort: comm is NULL");
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_abort"));
     snprintf(text, sizeof text, "rank %d: group \"%s\" was aborted: %s", comm->rank, comm->name,
              reason != NULL ? reason : "spccl_comm_abort was called");
     sp_comm_break(comm, SPCCL_ERR_ABORTED, text);
@@ -199,7 +213,8 @@ spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason)
 
 spccl_status spccl_comm_destroy(spccl_comm *comm)
 {
-    if (comm == NULL)
+    if (comm == NULL ||
+        sp_process_forked(comm->process_stamp)) /* the parent's: nothing here is the child's to end */
         return SPCCL_OK;
     sp_gpu_part_here.detach(comm);
     sp_comm_stop(comm);
@@ -215,6 +230,7 @@ spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out)
     if (out->struct_bytes != sizeof *out)
         return SP_FAIL(SPCCL_ERR_ARG, "stats.struct_bytes is %zu, wanted %zu", out->struct_bytes,
                        sizeof *out);
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_stats"));
     s = &comm->exec.stats;
     out->n_collectives = atomic_load(&s->n_collectives);
     out->dense_bytes_sent = atomic_load(&s->dense_bytes_sent);
@@ -233,6 +249,7 @@ spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **o
         return SP_FAIL(SPCCL_ERR_ARG,
                        "spccl_comm_describe_link: comm or out_text is NULL, or peer %d is not in the group",
                        peer);
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_describe_link"));
     *out_text = peer == comm->rank ? "itself" : comm->links.peers[peer].text;
     return SPCCL_OK;
 }

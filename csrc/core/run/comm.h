@@ -8,9 +8,11 @@
 #ifndef SP_COMM_H
 #define SP_COMM_H
 
+#include "core/base/process.h"
 #include "core/run/exec.h"
 
 #include <pthread.h>
+#include <sys/types.h>
 
 typedef enum sp_driver { SP_DRIVER_NONE, SP_DRIVER_THREAD, SP_DRIVER_CALLER } sp_driver;
 
@@ -24,12 +26,15 @@ struct spccl_request {
     int64_t timeout_ms;
     int64_t deadline_ns;
     char what[160];
+    uint32_t process_stamp; /* process.h */
     void (*fn)(void *ctx, spccl_status status);
     void *fn_ctx;
 };
 
 struct spccl_comm {
     int rank, world_size;
+    uint32_t process_stamp; /* process.h */
+    pid_t pid;              /* of the process that made it, for texts */
     char name[96];
     int64_t timeout_ms;
     int64_t spin_ns;
@@ -60,6 +65,16 @@ struct spccl_comm {
     struct sp_gpu_comm *_Atomic gpu; /* gpu_comm.h; NULL = no GPU attached */
     atomic_bool sleeping;            /* the driver sleeps in epoll_wait: kick it */
 };
+
+/* comm.c */
+/* Sets the text of SPCCL_ERR_STATE and returns it: this process is a child of fork. */
+spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call);
+/* STATE in a child of fork of the process that made the communicator. Every public call asks this first: the
+ * child has the parent's descriptors and shared memory, but none of its threads, and locks may be held. */
+static inline spccl_status sp_comm_check_process(const spccl_comm *comm, const char *call)
+{
+    return sp_process_forked(comm->process_stamp) ? sp_comm_refuse_child(comm, call) : SPCCL_OK;
+}
 
 /* request.c */
 spccl_status sp_request_create(const sp_op *op,

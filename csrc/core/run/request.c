@@ -17,10 +17,23 @@ spccl_status sp_request_create(const sp_op *op, spccl_request **out)
     pthread_cond_init(&req->done_cv, &attr);
     pthread_condattr_destroy(&attr);
     req->status = SPCCL_AGAIN;
+    req->process_stamp = sp_process_stamp();
     req->timeout_ms = op->a.timeout_ms;
     req->deadline_ns = op->deadline_ns;
     *out = req;
     return SPCCL_OK;
+}
+
+static const char child_text[] =
+    "this process is a child of fork of the one that started the collective, which alone can ask for it";
+
+/* STATE in a child of fork: what would finish the request is a thread of the parent, and its lock may be
+ * held. */
+static spccl_status check_process(const spccl_request *req, const char *call)
+{
+    return sp_process_forked(req->process_stamp)
+               ? SP_FAIL(SPCCL_ERR_STATE, "%s: %s: %s", call, req->what, child_text)
+               : SPCCL_OK;
 }
 
 static void request_unref(spccl_request *req)
@@ -66,6 +79,7 @@ spccl_status spccl_request_test(spccl_request *req)
     spccl_status st = SPCCL_AGAIN;
     if (req == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_request_test: req is NULL");
+    SP_TRY(check_process(req, "spccl_request_test"));
     pthread_mutex_lock(&req->mu);
     if (req->done)
         st = outcome_locked(req);
@@ -80,7 +94,7 @@ spccl_status spccl_request_wait(spccl_request *req, int64_t timeout_ms)
     struct timespec until;
     if (req == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_request_wait: req is NULL");
-    /* The executor reports an overdue collective itself, and better; the slack lets it. */
+    SP_TRY(check_process(req, "spccl_request_wait"));
     deadline_ns = timeout_ms >= 0 ? sp_deadline_in_ms(timeout_ms) : SP_NEVER;
     until.tv_sec = (time_t)(deadline_ns / 1000000000);
     until.tv_nsec = (long)(deadline_ns % 1000000000);
@@ -107,6 +121,8 @@ const char *spccl_request_error(spccl_request *req)
     const char *text = "";
     if (req == NULL)
         return text;
+    if (sp_process_forked(req->process_stamp))
+        return child_text;
     pthread_mutex_lock(&req->mu);
     if (req->done && req->error != NULL)
         text = req->error;
@@ -119,6 +135,7 @@ spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spc
     spccl_status status = SPCCL_AGAIN;
     if (req == NULL || fn == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_request_on_done: %s is NULL", req == NULL ? "req" : "fn");
+    SP_TRY(check_process(req, "spccl_request_on_done"));
     pthread_mutex_lock(&req->mu);
     if (req->fn != NULL) {
         pthread_mutex_unlock(&req->mu);
@@ -136,6 +153,6 @@ spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spc
 
 void spccl_request_free(spccl_request *req)
 {
-    if (req != NULL)
+    if (req != NULL && !sp_process_forked(req->process_stamp))
         request_unref(req);
 }
