@@ -38,6 +38,7 @@ struct side {
     sp_endpoint *ep;
     struct shared *shared;
     int rank;
+    uint64_t n_sent; /* messages on queue 0 */
 };
 
 static const size_t sizes[] = {1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10};
@@ -78,6 +79,7 @@ static void send_message(struct side *s, size_t bytes, int fill, bool asleep)
     must(st, "reserve");
     memset(room, fill, bytes);
     must(s->t->commit(s->ep, 1 - s->rank, 0), "commit");
+    s->n_sent++;
 }
 
 static uint64_t take_message(struct side *s, bool asleep)
@@ -99,7 +101,7 @@ static uint64_t take_message(struct side *s, bool asleep)
 
 static void flush(struct side *s)
 {
-    while (!s->t->flushed(s->ep, 1 - s->rank))
+    while (!s->t->flushed(s->ep, 1 - s->rank, 0, s->n_sent))
         idle(s, false);
 }
 

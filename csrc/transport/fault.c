@@ -191,9 +191,9 @@ static spccl_status fault_release(sp_endpoint *ep, int peer, int queue)
     return f->cut ? SPCCL_OK : f->t->release(f->inner, peer, queue);
 }
 
-static bool fault_flushed(sp_endpoint *ep, int peer)
+static bool fault_flushed(sp_endpoint *ep, int peer, int queue, uint64_t n)
 {
-    return self(ep)->cut || self(ep)->t->flushed(self(ep)->inner, peer);
+    return self(ep)->cut || self(ep)->t->flushed(self(ep)->inner, peer, queue, n);
 }
 
 static spccl_status fault_progress(sp_endpoint *ep, int *peer, char *text)

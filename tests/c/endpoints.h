@@ -53,7 +53,8 @@ struct member {
     uint64_t seed;
     int kind; /* the case's own */
     void (*fn)(struct member *);
-    int killed_rank; /* this one dies by SIGKILL, and shall; -1: none */
+    uint64_t n_sent[MEMBERS_CAP][SP_QUEUES_MAX]; /* messages by try_send */
+    int killed_rank;                             /* this one dies by SIGKILL, and shall; -1: none */
     pthread_t thread;
     pid_t pid;
 };
@@ -232,6 +233,7 @@ static inline spccl_status try_send(struct member *m, int peer, int queue, size_
         return st;
     CHECK((uintptr_t)room % 16 == 0, "reserve: %p", room);
     fill_message(room, n, seed);
+    m->n_sent[peer][queue]++;
     return m->t->commit(m->ep, peer, queue);
 }
 
@@ -292,14 +294,23 @@ static inline spccl_status take_now(struct member *m, int peer, int queue, size_
     return st;
 }
 
+/* Has all that try_send sent to this peer left? */
+static inline bool is_flushed(struct member *m, int peer)
+{
+    for (int queue = 0; queue < m->config.n_queues; queue++)
+        if (!m->t->flushed(m->ep, peer, queue, m->n_sent[peer][queue]))
+            return false;
+    return true;
+}
+
 static inline void flush_now(struct member *m, int peer)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
-    while (!m->t->flushed(m->ep, peer) && !sp_deadline_passed(deadline_ns)) {
+    while (!is_flushed(m, peer) && !sp_deadline_passed(deadline_ns)) {
         CHECK_OK(progress(m));
         sched_yield();
     }
-    CHECK(m->t->flushed(m->ep, peer), "%s: never flushed", m->t->name);
+    CHECK(is_flushed(m, peer), "%s: never flushed", m->t->name);
 }
 
 /* Everybody has come this far. */

@@ -200,13 +200,15 @@ static void full_queue(struct member *m)
     if (m->rank == 0) {
         n_messages = fill_queue(m, 1, 0);
         CHECK(n_messages >= 8, "%s: a queue took %d messages", m->t->name, n_messages);
+        CHECK(m->t->flushed(m->ep, 1, 0, 1), "%s: the first message waits for later ones", m->t->name);
+        CHECK(strcmp(m->t->name, "tcp") != 0 || !is_flushed(m, 1), "%s: a full queue is empty", m->t->name);
         atomic_store(&m->shared->step, n_messages);
         for (uint64_t i = 0; i < 300; i++) {
             send_now(m, 1, 1, 3000, i);
             CHECK_OK(take_now(m, 1, 1, 3000, i));
         }
-        while (!m->t->flushed(m->ep, 1))
-            CHECK_OK(progress(m));
+        CHECK(m->t->flushed(m->ep, 1, 1, 300), "%s: queue 1 waits for queue 0", m->t->name);
+        flush_now(m, 1);
     } else {
         for (uint64_t i = 0; i < 300; i++) {
             CHECK_OK(take_now(m, 0, 1, 3000, i));

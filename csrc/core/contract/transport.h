@@ -68,9 +68,9 @@ typedef struct sp_transport {
      * still delivered). */
     spccl_status (*peek)(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes);
     spccl_status (*release)(sp_endpoint *ep, int peer, int queue);
-    /* True when everything committed has left this process's hands: it reaches the peer even if
-     * this process exits now. */
-    bool (*flushed)(sp_endpoint *ep, int peer);
+    /* True when the first n messages that were committed on this queue have left this process: they reach the
+     * peer even if this process exits now. Also true if the peer is gone. */
+    bool (*flushed)(sp_endpoint *ep, int peer, int queue, uint64_t n);
 
     /* Move bytes and take note of peers that left. SPCCL_ERR_ABORTED if a peer sent an abort: its
      * rank and text then go to *peer and text[SP_ABORT_TEXT_CAP]. A peer that is merely gone is no error

@@ -341,14 +341,6 @@ void sp_links_disarm(sp_links *links)
         links->transports[i]->disarm(links->endpoints[i]);
 }
 
-bool sp_links_flushed(sp_links *links)
-{
-    for (int r = 0; r < links->world_size; r++)
-        if (links->peers[r].ep != NULL && !links->peers[r].transport->flushed(links->peers[r].ep, r))
-            return false;
-    return true;
-}
-
 void sp_links_abort_peers(sp_links *links, const char *text)
 {
     for (int i = 0; i < links->n_endpoints; i++)

@@ -49,7 +49,6 @@ void sp_links_close(sp_links *links);
 spccl_status sp_links_progress(sp_links *links); /* ABORTED with the peer's text */
 spccl_status sp_links_arm(sp_links *links);
 void sp_links_disarm(sp_links *links);
-bool sp_links_flushed(sp_links *links);
 void sp_links_abort_peers(sp_links *links, const char *text);
 size_t sp_links_memory_bytes(sp_links *links);
 
@@ -61,6 +60,10 @@ static inline spccl_status sp_link_reserve(sp_links *l, int peer, int queue, siz
 static inline spccl_status sp_link_commit(sp_links *l, int peer, int queue)
 {
     return l->peers[peer].transport->commit(l->peers[peer].ep, peer, queue);
+}
+static inline bool sp_link_flushed(sp_links *l, int peer, int queue, uint64_t n)
+{
+    return l->peers[peer].transport->flushed(l->peers[peer].ep, peer, queue, n);
 }
 static inline spccl_status sp_link_peek(sp_links *l, int peer, int queue, const void **out, size_t *bytes)
 {

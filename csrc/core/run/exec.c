@@ -23,7 +23,8 @@ spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels
     x->acc = sp_alloc64(2 * slice_bytes); /* 16-bit floats accumulate in twice the bytes */
     x->result = sp_alloc64(slice_bytes);
     x->frames = sp_calloc((size_t)links->world_size, sizeof *x->frames);
-    if (x->acc == NULL || x->result == NULL || x->frames == NULL)
+    x->n_sent = sp_calloc(SP_N_QUEUES * (size_t)links->world_size, sizeof *x->n_sent);
+    if (x->acc == NULL || x->result == NULL || x->frames == NULL || x->n_sent == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "scratch for slices of %zu bytes", slice_bytes);
     return SPCCL_OK;
 }
@@ -36,6 +37,7 @@ void sp_exec_fini(sp_exec *x)
     sp_free(x->acc);
     sp_free(x->result);
     sp_free(x->frames);
+    sp_free(x->n_sent);
     *x = (sp_exec){0};
 }
 
@@ -70,7 +72,8 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
     sp_op *op;
     SP_TRY(sp_plan_create(args->schedule, &pa, &plan));
     steps = (size_t)plan->n_steps;
-    op = sp_calloc(1, sizeof *op + (2 * steps + 2 * n_queues) * sizeof(uint32_t));
+    op = sp_calloc(1,
+                   sizeof *op + n_queues * sizeof(uint64_t) + (2 * steps + 2 * n_queues) * sizeof(uint32_t));
     if (op == NULL) {
         sp_plan_destroy(plan);
         return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(args->coll), args->n_elems);
@@ -78,7 +81,8 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
     op->a = *args;
     op->plan = plan;
     op->elem_bytes = sp_dtype_bytes(args->dtype);
-    op->next_slice = (uint32_t *)(op + 1);
+    op->sent_end = (uint64_t *)(op + 1);
+    op->next_slice = (uint32_t *)(op->sent_end + n_queues);
     op->dense_run = op->next_slice + steps;
     op->left[0] = op->dense_run + steps;
     op->left[1] = op->left[0] + n_queues;
@@ -172,11 +176,23 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
     return SPCCL_OK;
 }
 
+/* Have the bytes of this op left? Those of later ops may still wait for their turn. */
+static bool is_flushed(const sp_exec *x, const sp_op *op)
+{
+    for (int queue = 0; queue < SP_N_QUEUES; queue++)
+        for (int peer = 0; peer < x->links->world_size; peer++) {
+            uint64_t end = op->sent_end[queue * x->links->world_size + peer];
+            if (end != 0 && !sp_link_flushed(x->links, peer, queue, end))
+                return false;
+        }
+    return true;
+}
+
 spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
 {
-    sp_op *op = x->window[0];
+    sp_op *op = x->n_ops != 0 ? x->window[0] : NULL;
     *out = NULL;
-    if (x->n_ops == 0 || op->n_steps_left != 0 || !sp_links_flushed(x->links))
+    if (op == NULL || op->n_steps_left != 0 || !is_flushed(x, op))
         return SPCCL_OK;
     SP_TRY(sp_exec_check_surplus(x, op));
     x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);

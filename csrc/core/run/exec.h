@@ -58,6 +58,8 @@ struct sp_op {
     uint32_t *next_slice; /* [n_steps] */
     uint32_t *dense_run;  /* [n_steps] slices in a row that went out dense */
     uint32_t *left[2];    /* [SP_N_QUEUES * world_size] messages still to send (0) and to receive (1) */
+    uint64_t *
+        sent_end; /* [SP_N_QUEUES * world_size] messages on each queue up to this op's last; 0: it sends none */
     int n_steps_left;
 };
 
@@ -74,6 +76,7 @@ typedef struct sp_exec {
     size_t slice_elems_max, slice_bytes_max;
     uint8_t *acc, *result; /* scratch of one slice: accumulator, and values of the dtype */
     sp_frame *frames;      /* [world_size] contributions to the slice at hand, by rank */
+    uint64_t *n_sent;      /* [SP_N_QUEUES * world_size] messages committed on each queue, ever */
     sp_op *window[SP_EXEC_WINDOW];
     int n_ops;
     sp_call past[SP_EXEC_PAST]; /* a ring of ended calls; n_past were put in */

@@ -264,7 +264,9 @@ spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes
 /* A sent message, for the counters and for whose turn the queue is. */
 static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t bytes, spccl_format format)
 {
-    x->window[s->op_idx]->left[0][s->step->queue_out * x->links->world_size + peer]--;
+    int slot = s->step->queue_out * x->links->world_size + peer;
+    x->window[s->op_idx]->left[0][slot]--;
+    x->window[s->op_idx]->sent_end[slot] = ++x->n_sent[slot];
     atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * s->op->elem_bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.n_frames_sent[format], 1, memory_order_relaxed);

@@ -331,10 +331,12 @@ static spccl_status inproc_release(sp_endpoint *opaque, int peer, int queue)
 {
     return sp_ring_release(&((struct inproc_endpoint *)opaque)->links[peer], queue);
 }
-static bool inproc_flushed(sp_endpoint *opaque, int peer)
+static bool inproc_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
-    (void)opaque; /* committed is in the peer's hands */
+    (void)opaque; /* what is committed lies in memory that the peer has mapped */
     (void)peer;
+    (void)queue;
+    (void)n;
     return true;
 }
 

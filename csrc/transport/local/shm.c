@@ -123,10 +123,12 @@ static spccl_status shm_release(sp_endpoint *opaque, int peer, int queue)
 {
     return sp_ring_release(&sp_shm_self(opaque)->peers[peer].link, queue);
 }
-static bool shm_flushed(sp_endpoint *opaque, int peer)
+static bool shm_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
-    (void)opaque; /* committed is in the peer's hands */
+    (void)opaque; /* what is committed lies in memory that the peer has mapped */
     (void)peer;
+    (void)queue;
+    (void)n;
     return true;
 }
 

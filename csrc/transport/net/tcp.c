@@ -61,7 +61,7 @@ static spccl_status peer_gone(const struct sp_tcp *ep, int peer)
 
 /* ---- messages ---- */
 
-static struct sp_tcp_socket *socket_of(const struct sp_tcp_peer *p, int queue, uint32_t n)
+static struct sp_tcp_socket *socket_of(const struct sp_tcp_peer *p, int queue, uint64_t n)
 {
     return &p->sockets[(uint32_t)queue * p->n_sockets + n % p->n_sockets];
 }
@@ -108,7 +108,7 @@ static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int queue)
     if (l->reserved == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
                        ep->config.rank, peer, queue);
-    sp_tcp_socket_commit(s, (uint32_t)queue, l->n_sent, l->reserved);
+    sp_tcp_socket_commit(s, (uint32_t)queue, (uint32_t)l->n_sent, l->reserved);
     l->reserved = 0;
     l->n_sent++;
     flush_socket(ep, peer, queue, s);
@@ -121,7 +121,7 @@ static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int queue, const voi
     const struct sp_tcp_peer *p = &ep->peers[peer];
     const struct sp_tcp_socket *s = socket_of(p, queue, p->queues[queue].n_received);
     sp_tcp_expected want = {.queue = (uint32_t)queue,
-                            .sequence = p->queues[queue].n_received,
+                            .sequence = (uint32_t)p->queues[queue].n_received,
                             .bytes_max = tcp_message_max(opaque)};
     spccl_status st = sp_tcp_socket_peek(s, &want, out, bytes);
     if (st == SPCCL_ERR_FORMAT) {
@@ -146,12 +146,12 @@ static spccl_status tcp_release(sp_endpoint *opaque, int peer, int queue)
     return SPCCL_OK;
 }
 
-static bool tcp_flushed(sp_endpoint *opaque, int peer)
+static bool tcp_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
-    const struct sp_tcp *ep = sp_tcp_self(opaque);
-    const struct sp_tcp_peer *p = &ep->peers[peer];
-    for (uint32_t i = 0; !p->gone && i < sp_tcp_n_sockets(ep, p); i++)
-        if (p->sockets[i].out.used != 0)
+    const struct sp_tcp_peer *p = &sp_tcp_self(opaque)->peers[peer];
+    for (uint32_t k = 0; !p->gone && k < p->n_sockets;
+         k++) /* of the first n, socket k has every n_sockets-th */
+        if (socket_of(p, queue, k)->n_left < n / p->n_sockets + (k < n % p->n_sockets))
             return false;
     return true;
 }

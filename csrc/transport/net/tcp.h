@@ -40,7 +40,7 @@ struct sp_tcp_dial {
 };
 
 struct sp_tcp_queue {
-    uint32_t n_sent, n_received; /* messages; they also say which socket is next */
+    uint64_t n_sent, n_received; /* messages; they also say which socket is next */
     size_t reserved;             /* payload bytes; 0: nothing is reserved */
     bool blocked;                /* the last reserve found no room */
 };

@@ -55,8 +55,25 @@ void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, s
     sp_store_le32(head + 8, queue);
     sp_store_le32(head + 12, HEAD_MAGIC);
     memset(head + SP_TCP_HEAD_BYTES + bytes, 0, record_bytes(bytes) - SP_TCP_HEAD_BYTES - bytes);
+    if (s->out.used == 0)
+        s->first_left = record_bytes(bytes);
     s->out.used += record_bytes(bytes);
     s->out.held = false;
+}
+
+/* The kernel took the first n bytes of `out`: count the messages that end in them. */
+static void drop_sent(sp_tcp_socket *s, size_t n)
+{
+    while (s->first_left != 0 && s->first_left <= n) {
+        s->n_left++;
+        if (s->first_left == s->out.used)
+            s->first_left = 0;
+        else
+            s->first_left += record_bytes(sp_load_le32(sp_mirror_first(&s->out) + s->first_left));
+    }
+    if (s->first_left != 0)
+        s->first_left -= n;
+    sp_mirror_drop(&s->out, n);
 }
 
 bool sp_tcp_socket_flush(sp_tcp_socket *s)
@@ -65,14 +82,14 @@ bool sp_tcp_socket_flush(sp_tcp_socket *s)
     while (s->out.used != 0 && s->writable) {
         ssize_t n = send(s->fd, sp_mirror_first(&s->out), s->out.used, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n > 0) {
-            sp_mirror_drop(&s->out, (size_t)n);
+            drop_sent(s, (size_t)n);
             moved = true;
         } else if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
             s->writable = false;
         } else if (n == 0 || errno != EINTR) {
             s->cut = moved = true;
             s->writable = false;
-            sp_mirror_drop(&s->out, s->out.used);
+            drop_sent(s, s->out.used); /* nobody takes them any more */
         }
     }
     return moved;

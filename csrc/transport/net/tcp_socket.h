@@ -18,6 +18,8 @@
 typedef struct sp_tcp_socket {
     int fd; /* owned; -1: not connected */
     sp_mirror in, out;
+    uint64_t n_left;   /* messages of which every byte was handed to the kernel, ever */
+    size_t first_left; /* bytes up to the end of the first message in `out`; 0: it is empty */
     bool readable, writable;
     bool hung_up; /* the kernel said that the end is near: read until it is there */
     bool ended;   /* nothing more will come */
