@@ -379,6 +379,36 @@ static void abort_any_time(struct rank_ctx *c)
     }
 }
 
+/* Another thread sets the deadline all the time: what ThreadSanitizer is for. */
+static void *set_timeouts(void *arg)
+{
+    struct poller *p = arg;
+    for (int64_t i = 0; !atomic_load(&p->stop); i++)
+        CHECK_OK(spccl_comm_set_timeout(p->comm, 60000 + i % 60000));
+    return NULL;
+}
+
+static void timeout_set_meanwhile(struct rank_ctx *c)
+{
+    struct poller p = {.comm = c->comm};
+    pthread_t t;
+    float x;
+    CHECK(pthread_create(&t, NULL, set_timeouts, &p) == 0, "thread");
+    for (int i = 0; i < 300; i++) {
+        x = 1;
+        CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+        CHECK(x == (float)c->n_ranks, "%f", (double)x);
+    }
+    atomic_store(&p.stop, true);
+    pthread_join(t, NULL);
+}
+
+static void test_timeout_set_meanwhile(void)
+{
+    struct scene s = {.kind = 0};
+    run_scene(2, 60000, "inproc", timeout_set_meanwhile, &s);
+}
+
 static void test_polled(void)
 {
     struct scene s = {.kind = 0};
@@ -402,6 +432,7 @@ int main(int argc, char **argv)
         {"rank_hangs", test_rank_hangs},
         {"idle", test_idle},
         {"polled", test_polled},
+        {"timeout_set_meanwhile", test_timeout_set_meanwhile},
         {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 1); /* the failures below are meant */

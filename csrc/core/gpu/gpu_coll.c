@@ -46,6 +46,7 @@ static spccl_status check_devices(const sp_gpu_comm *g, const sp_coll_args *a)
 static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
 {
     const spccl_comm *comm = g->comm;
+    int64_t timeout_ms = comm->timeout_ms; /* once: any thread may set it */
     sp_gpu_plan p;
     sp_fused_args f;
     sp_tune_gpu_plan(&g->limits, g->shape, calls[a->coll].op, a->n_elems, a->dtype, comm->format, &p);
@@ -65,9 +66,8 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .workers_per_cta = p.workers_per_cta,
                         .n_served = p.n_served,
                         .control = g->control_device,
-                        .timeout_ns = comm->timeout_ms < INT64_MAX / 1000000
-                                          ? (uint64_t)comm->timeout_ms * 1000000u
-                                          : (uint64_t)INT64_MAX,
+                        .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
+                                                                       : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
     memcpy(f.arenas, g->arenas, sizeof f.arenas);
     return f;

@@ -183,9 +183,7 @@ spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_ms)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_set_timeout: %s",
                        comm == NULL ? "comm is NULL" : "timeout_ms must be above 0");
     SP_TRY(sp_comm_check_process(comm, "spccl_comm_set_timeout"));
-    pthread_mutex_lock(&comm->mu);
-    comm->timeout_ms = timeout_ms;
-    pthread_mutex_unlock(&comm->mu);
+    atomic_store(&comm->timeout_ms, timeout_ms);
     return SPCCL_OK;
 }
 

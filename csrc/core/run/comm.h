@@ -36,7 +36,7 @@ struct spccl_comm {
     uint32_t process_stamp; /* process.h */
     pid_t pid;              /* of the process that made it, for texts */
     char name[96];
-    int64_t timeout_ms;
+    _Atomic int64_t timeout_ms; /* of collectives issued from now on; set by any thread */
     int64_t spin_ns;
     spccl_format format;
     bool schedule_forced;
