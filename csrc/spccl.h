@@ -94,6 +94,7 @@ typedef enum spccl_format {
     SPCCL_FORMAT_DENSE = 4
 } spccl_format;
 #define SPCCL_N_FORMATS 5
+#define SPCCL_N_FORMATS_MAX 16 /* length of arrays by format: later formats find their place there */
 
 /* What decoding does with an element. Absent elements are those the frame does not list (in dense: those with
  * all bits zero), so the result does not depend on the format. */
@@ -205,7 +206,8 @@ typedef struct spccl_config {
  * waits until the key is there or `timeout_ms` passed (then SPCCL_ERR_TIMEOUT) and copies at most
  * `cap` bytes, *out_bytes says how many. Called only inside spccl_comm_create, on the calling thread. */
 typedef struct spccl_store {
-    void *ctx;
+    size_t struct_bytes; /* sizeof(spccl_store) */
+    void *ctx;           /* given to both functions */
     spccl_status (*set)(void *ctx, const char *key, const void *data, size_t bytes);
     spccl_status (*get)(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms,
                         size_t *out_bytes);
@@ -254,8 +256,8 @@ typedef struct spccl_stats {
     uint64_t dense_bytes_sent; /* what the payloads would have been, dense */
     uint64_t wire_bytes_sent;  /* what was sent: frames and envelopes */
     uint64_t wire_bytes_received;
-    uint64_t n_frames_sent[SPCCL_N_FORMATS]; /* by spccl_format */
-    uint64_t buffer_bytes;                   /* memory the communicator holds now, shared rings included */
+    uint64_t n_frames_sent[SPCCL_N_FORMATS_MAX]; /* by spccl_format */
+    uint64_t buffer_bytes;                       /* memory the communicator holds now, shared rings included */
 } spccl_stats;
 SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 /* Which transport carries the traffic to `peer`, and why: one line, valid until destroy. */
@@ -364,7 +366,7 @@ typedef struct spccl_cuda_stats {
     uint64_t inbox_bytes;     /* GPU memory held for peers */
     uint64_t n_collectives;   /* launches and captures */
     uint64_t wire_bytes_sent; /* bytes of frames written to peers, by launches that have ended */
-    uint64_t n_frames_sent[SPCCL_N_FORMATS];
+    uint64_t n_frames_sent[SPCCL_N_FORMATS_MAX]; /* by spccl_format */
 } spccl_cuda_stats;
 SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out);
 
@@ -405,6 +407,7 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
 /* Walk through "what is in this build, and why" and every SPCCL_* setting: fills the i-th entry and
  * returns SPCCL_OK, or SPCCL_ERR_ARG past the last. Texts are valid until this thread's next call. */
 typedef struct spccl_info_entry {
+    size_t struct_bytes; /* set by the caller: sizeof(spccl_info_entry) */
     const char *kind;  /* "kernels", "transport", "part" or "setting" */
     const char *name;  /* "tcp", "avx512", "SPCCL_FORMAT" */
     const char *value; /* "in", "in, chosen", "absent"; for a setting its value now */

@@ -116,7 +116,7 @@ Comm::Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, Com
       current_timeout_(settings_.timeout)
 {
     StoreBridge bridge{store, std::move(stop), ""};
-    spccl_store callbacks{&bridge, store_set, store_get};
+    spccl_store callbacks{sizeof callbacks, &bridge, store_set, store_get};
     spccl_config config = SPCCL_CONFIG_INIT;
     config.name = settings_.name.c_str();
     config.timeout_ms = settings_.timeout.count();

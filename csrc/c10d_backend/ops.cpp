@@ -91,8 +91,8 @@ std::vector<int64_t> stats(const GroupPtr &group)
     std::vector<int64_t> out{static_cast<int64_t>(s.n_collectives), static_cast<int64_t>(s.dense_bytes_sent),
                              static_cast<int64_t>(s.wire_bytes_sent),
                              static_cast<int64_t>(s.wire_bytes_received)};
-    for (uint64_t n : s.n_frames_sent)
-        out.push_back(static_cast<int64_t>(n));
+    for (size_t i = 0; i < SPCCL_N_FORMATS; i++)
+        out.push_back(static_cast<int64_t>(s.n_frames_sent[i]));
     out.push_back(static_cast<int64_t>(s.buffer_bytes));
     return out;
 }
@@ -103,8 +103,8 @@ std::vector<int64_t> cuda_stats(const GroupPtr &group)
     const spccl_cuda_stats s = backend_of(group).cuda_stats();
     std::vector<int64_t> out{s.device, static_cast<int64_t>(s.n_ctas), static_cast<int64_t>(s.inbox_bytes),
                              static_cast<int64_t>(s.n_collectives), static_cast<int64_t>(s.wire_bytes_sent)};
-    for (uint64_t n : s.n_frames_sent)
-        out.push_back(static_cast<int64_t>(n));
+    for (size_t i = 0; i < SPCCL_N_FORMATS; i++)
+        out.push_back(static_cast<int64_t>(s.n_frames_sent[i]));
     return out;
 }
 

@@ -493,7 +493,7 @@ void SparseRunner::add_stats(spccl_stats &sum)
     sum.wire_bytes_sent += mine.wire_bytes_sent;
     sum.wire_bytes_received += mine.wire_bytes_received;
     sum.buffer_bytes += mine.buffer_bytes;
-    for (size_t i = 0; i < SPCCL_N_FORMATS; i++)
+    for (size_t i = 0; i < SPCCL_N_FORMATS_MAX; i++)
         sum.n_frames_sent[i] += mine.n_frames_sent[i];
 }
 

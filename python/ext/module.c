@@ -24,7 +24,7 @@ static PyObject *get_unique_id(PyObject *module, PyObject *unused)
 
 static PyObject *info(PyObject *module, PyObject *unused)
 {
-    spccl_info_entry e;
+    spccl_info_entry e = {.struct_bytes = sizeof e};
     PyObject *list = PyList_New(0);
 
     (void)module;

@@ -109,7 +109,7 @@ struct scene {
 
 static bool second_comm(struct rank_ctx *ctx, spccl_comm **out)
 {
-    spccl_store store = {.ctx = ctx->store, .set = mem_store_set, .get = mem_store_get};
+    spccl_store store = {.struct_bytes = sizeof store, .ctx = ctx->store, .set = mem_store_set, .get = mem_store_get};
     spccl_config config = *ctx->config;
     spccl_status st;
     config.name = "second";

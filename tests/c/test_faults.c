@@ -280,7 +280,7 @@ static void test_arguments(void)
     CHECK(spccl_comm_create(NULL, 0, 2, NULL, &comm) == SPCCL_ERR_ARG, "no store");
     CHECK(spccl_comm_create(NULL, 1, 1, NULL, &comm) == SPCCL_ERR_ARG, "rank 1 of 1");
     CHECK(spccl_comm_create(NULL, 0, 0, NULL, &comm) == SPCCL_ERR_ARG, "0 ranks");
-    config.struct_bytes = 8;
+    config.struct_bytes = 7;
     CHECK(spccl_comm_create(NULL, 0, 1, &config, &comm) == SPCCL_ERR_ARG, "struct_bytes");
     setenv("SPCCL_FORMAT", "zip", 1);
     CHECK(spccl_comm_create(NULL, 0, 1, NULL, &comm) == SPCCL_ERR_SETTING, "SPCCL_FORMAT=zip");
@@ -303,7 +303,7 @@ static void nothing(struct rank_ctx *c)
 static void test_missing_rank(void)
 {
     struct mem_store store = {.first = NULL};
-    spccl_store s = {.ctx = &store, .set = mem_store_set, .get = mem_store_get};
+    spccl_store s = {.struct_bytes = sizeof s, .ctx = &store, .set = mem_store_set, .get = mem_store_get};
     spccl_config config = SPCCL_CONFIG_INIT;
     spccl_comm *comm = NULL;
     int64_t start = now_ms();

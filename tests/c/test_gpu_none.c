@@ -60,7 +60,7 @@ static void test_codec(void)
 
 static void test_info(void)
 {
-    spccl_info_entry e;
+    spccl_info_entry e = {.struct_bytes = sizeof e};
     int n = 0;
     for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK; i++)
         if (strcmp(e.name, "cuda") == 0) {

@@ -1,5 +1,6 @@
 /* array_codec.c - the public codec functions of spccl.h: arrays to encoded arrays and back; names of
  * formats and dtypes. Place in the map: running, above codec. Knows no ranks, schedules or transports. */
+#include "core/base/abi.h"
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
 #include "core/format/tune_format.h"
@@ -48,24 +49,11 @@ const char *spccl_format_name(spccl_format format)
 
 /* ---- encode ---- */
 
-/* Read the caller's options into our version of the struct. A caller built against a newer header may pass
- * a longer one; what we do not know of must then be zero, which is "default" for every option. */
 static spccl_status read_options(const spccl_encode_options *given, spccl_encode_options *out)
 {
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
 
-    if (given != NULL) {
-        const uint8_t *bytes = (const uint8_t *)given;
-        if (given->struct_bytes < sizeof o)
-            return SP_FAIL(SPCCL_ERR_ARG, "encode: options->struct_bytes %zu, wanted at least %zu",
-                           given->struct_bytes, sizeof o);
-        for (size_t i = sizeof o; i < given->struct_bytes; i++) {
-            if (bytes[i] != 0)
-                return SP_FAIL(SPCCL_ERR_ARG,
-                               "encode: options has a field at byte %zu that this library does not know", i);
-        }
-        o = *given;
-    }
+    SP_TRY(sp_options_copy("spccl_encode_options", given, &o, sizeof o));
     if ((int)o.format < SPCCL_FORMAT_AUTO || (int)o.format >= SPCCL_N_FORMATS)
         return SP_FAIL(SPCCL_ERR_ARG, "encode: options->format %d, wanted -1..%d", (int)o.format,
                        SPCCL_N_FORMATS - 1);
@@ -307,23 +295,21 @@ spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spcc
 {
     sp_frame f;
     sp_frame_layout layout;
+    spccl_frame_info info;
 
-    if (encoded == NULL || out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "inspect: %s is NULL", encoded == NULL ? "encoded" : "out");
-    if (out->struct_bytes < sizeof *out)
-        return SP_FAIL(SPCCL_ERR_ARG, "inspect: out->struct_bytes %zu, wanted at least %zu",
-                       out->struct_bytes, sizeof *out);
+    if (encoded == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "inspect: encoded is NULL");
     SP_TRY(sp_frame_validate(encoded, encoded_bytes, &f));
     sp_frame_layout_of(f.format, f.n_elems, f.nnz, sp_dtype_bytes(f.dtype), &layout);
-    out->version = SP_FRAME_VERSION;
-    out->format = f.format;
-    out->dtype = f.dtype;
-    out->is_delta = f.is_delta ? 1 : 0;
-    out->n_elems = f.n_elems;
-    out->nnz = f.nnz;
-    out->frame_bytes = f.frame_bytes;
-    out->index_off = layout.index_off;
-    out->meta_off = layout.meta_off;
-    out->values_off = layout.values_off;
-    return SPCCL_OK;
+    info = (spccl_frame_info){.version = SP_FRAME_VERSION,
+                              .format = f.format,
+                              .dtype = f.dtype,
+                              .is_delta = f.is_delta ? 1 : 0,
+                              .n_elems = f.n_elems,
+                              .nnz = f.nnz,
+                              .frame_bytes = f.frame_bytes,
+                              .index_off = layout.index_off,
+                              .meta_off = layout.meta_off,
+                              .values_off = layout.values_off};
+    return sp_result_copy("spccl_frame_info", &info, sizeof info, out);
 }

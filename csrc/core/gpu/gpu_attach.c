@@ -6,6 +6,7 @@
  * launches. */
 #include "core/gpu/gpu_comm.h"
 
+#include "core/base/abi.h"
 #include "core/base/clock.h"
 #include "core/base/env.h"
 #include "core/base/log.h"
@@ -404,14 +405,11 @@ static void start(spccl_comm *comm, sp_gpu_comm *g)
            sp_tune_gpu_ctas(&g->limits, g->shape), sp_inbox_bytes(g->shape), g->share);
 }
 
-static spccl_status check_call(spccl_comm *comm, const spccl_cuda_config *config)
+static spccl_status check_call(const spccl_comm *comm)
 {
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_attach: comm is NULL");
     SP_TRY(sp_comm_check_process(comm, "spccl_cuda_attach"));
-    if (config->struct_bytes != sizeof *config)
-        return SP_FAIL(SPCCL_ERR_ARG, "config.struct_bytes is %zu, wanted %zu: use SPCCL_CUDA_CONFIG_INIT",
-                       config->struct_bytes, sizeof *config);
     if (atomic_load(&comm->gpu) != NULL)
         return SP_FAIL(SPCCL_ERR_STATE, "spccl_cuda_attach: rank %d of group \"%s\" has its GPU already",
                        comm->rank, comm->name);
@@ -422,15 +420,14 @@ static spccl_status check_call(spccl_comm *comm, const spccl_cuda_config *config
     return SPCCL_OK;
 }
 
-spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config)
+spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *given)
 {
-    static const spccl_cuda_config defaults = SPCCL_CUDA_CONFIG_INIT;
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
     struct attach *a;
     char text[1024];
     spccl_status st;
-    if (config == NULL)
-        config = &defaults;
-    SP_TRY(check_call(comm, config));
+    SP_TRY(check_call(comm));
+    SP_TRY(sp_options_copy("spccl_cuda_config", given, &config, sizeof config));
     a = sp_calloc(1, sizeof *a);
     if (a == NULL || (a->g = sp_calloc(1, sizeof *a->g)) == NULL) {
         sp_free(a);
@@ -441,7 +438,7 @@ spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config
     a->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     pthread_mutex_init(&a->g->mu, NULL);
     pthread_mutex_init(&a->g->look_mu, NULL);
-    SP_TRY_TO(fail, st, run(a, config));
+    SP_TRY_TO(fail, st, run(a, &config));
     start(comm, a->g);
     sp_free(a);
     return SPCCL_OK;

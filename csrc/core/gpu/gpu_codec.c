@@ -1,6 +1,7 @@
 /* gpu_codec.c - the public codec on GPU memory: check the arguments, launch. The twin of stream.c. */
 #include "core/gpu/gpu_comm.h"
 
+#include "core/base/abi.h"
 #include "core/base/dtype.h"
 #include "core/format/format.h"
 
@@ -84,12 +85,10 @@ static spccl_status check_array(const char *call, size_t n_elems, spccl_dtype dt
     return SPCCL_OK;
 }
 
-static spccl_status check_options(const spccl_encode_options *o)
+/* *o holds the defaults. */
+static spccl_status read_options(const spccl_encode_options *given, spccl_encode_options *o)
 {
-    if (o->struct_bytes != sizeof *o)
-        return SP_FAIL(SPCCL_ERR_ARG,
-                       "options.struct_bytes is %zu, wanted %zu: use SPCCL_ENCODE_OPTIONS_INIT",
-                       o->struct_bytes, sizeof *o);
+    SP_TRY(sp_options_copy("spccl_encode_options", given, o, sizeof *o));
     if ((int)o->format < SPCCL_FORMAT_AUTO || (int)o->format >= SPCCL_N_FORMATS)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_encode: format %d is unknown", (int)o->format);
     if (o->base != NULL && o->format == SPCCL_FORMAT_DENSE)
@@ -101,7 +100,7 @@ spccl_status spccl_cuda_encode(const void *x, size_t n_elems, spccl_dtype dtype,
                                const spccl_encode_options *options, void *dst, size_t dst_cap,
                                uint64_t *offsets, void *scratch, uint32_t *status, void *stream)
 {
-    static const spccl_encode_options defaults = SPCCL_ENCODE_OPTIONS_INIT;
+    spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
     const char *call = "spccl_cuda_encode";
     const sp_gpu_ops *ops = sp_gpu_ops_here();
     sp_gpu_encode_args a = {.x = x,
@@ -113,12 +112,10 @@ spccl_status spccl_cuda_encode(const void *x, size_t n_elems, spccl_dtype dtype,
                             .scratch = scratch,
                             .status = status};
     size_t elem_bytes = sp_dtype_bytes(dtype);
-    if (options == NULL)
-        options = &defaults;
-    SP_TRY(check_options(options));
-    SP_TRY(check_array(call, n_elems, dtype, options->slice_elems, &a.slice_elems));
-    a.base = options->base;
-    a.format = options->format;
+    SP_TRY(read_options(options, &o));
+    SP_TRY(check_array(call, n_elems, dtype, o.slice_elems, &a.slice_elems));
+    a.base = o.base;
+    a.format = o.format;
     {
         const struct gpu_arg args[] = {{"x", x, elem_bytes, false},     {"base", a.base, elem_bytes, true},
                                        {"dst", dst, 16, dst_cap == 0},  {"offsets", offsets, 8, false},

@@ -1,6 +1,7 @@
 /* gpu_comm.c - asking, waiting for and ending a communicator's GPU; see gpu_comm.h. */
 #include "core/gpu/gpu_comm.h"
 
+#include "core/base/abi.h"
 #include "core/base/clock.h"
 #include "core/base/env.h"
 #include "core/base/log.h"
@@ -103,28 +104,26 @@ spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out)
 {
     sp_inbox_state *states;
     sp_gpu_comm *g = NULL;
+    spccl_cuda_stats s;
     spccl_status st;
     SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_get_stats", &g));
-    if (out == NULL || out->struct_bytes != sizeof *out)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_get_stats: out is NULL or out.struct_bytes is not %zu",
-                       sizeof *out);
     states = sp_calloc(g->shape.n_workers, sizeof *states);
     if (states == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "spccl_cuda_get_stats: %u workers", g->shape.n_workers);
     st = read_states(g, states);
     if (st == SPCCL_OK) {
-        *out = (spccl_cuda_stats){.struct_bytes = sizeof *out,
-                                  .device = g->device.ordinal,
-                                  .n_ctas = sp_tune_gpu_ctas(&g->limits, g->shape),
-                                  .inbox_bytes = sp_inbox_bytes(g->shape)};
+        s = (spccl_cuda_stats){.device = g->device.ordinal,
+                               .n_ctas = sp_tune_gpu_ctas(&g->limits, g->shape),
+                               .inbox_bytes = sp_inbox_bytes(g->shape)};
         pthread_mutex_lock(&g->mu);
-        out->n_collectives = g->n_launches;
+        s.n_collectives = g->n_launches;
         pthread_mutex_unlock(&g->mu);
         for (uint32_t w = 0; w < g->shape.n_workers; w++) {
-            out->wire_bytes_sent += states[w].frame_bytes;
+            s.wire_bytes_sent += states[w].frame_bytes;
             for (int f = 0; f < SPCCL_N_FORMATS; f++)
-                out->n_frames_sent[f] += states[w].n_frames[f];
+                s.n_frames_sent[f] += states[w].n_frames[f];
         }
+        st = sp_result_copy("spccl_cuda_stats", &s, sizeof s, out);
     }
     sp_free(states);
     return st;
@@ -242,7 +241,7 @@ static void describe(spccl_info_entry *out)
     if (ops == NULL) {
         (void)sp_gpu_ops_get(&why_none);
         snprintf(why, sizeof why, "not in this build: %s", why_none);
-        *out = (spccl_info_entry){"part", "cuda", "absent", why};
+        *out = (spccl_info_entry){.kind = "part", .name = "cuda", .value = "absent", .why = why};
         return;
     }
     if (ops->device_count(&n) != SPCCL_OK)
@@ -250,7 +249,7 @@ static void describe(spccl_info_entry *out)
     else
         snprintf(why, sizeof why, "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers",
                  ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES));
-    *out = (spccl_info_entry){"part", "cuda", "in", why};
+    *out = (spccl_info_entry){.kind = "part", .name = "cuda", .value = "in", .why = why};
 }
 
 const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look, .detach = detach, .describe = describe};

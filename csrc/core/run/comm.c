@@ -1,6 +1,7 @@
 /* comm.c - making, asking and ending a communicator: the public spccl_comm_* functions. See comm.h. */
 #include "core/run/comm.h"
 
+#include "core/base/abi.h"
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/format/tune_format.h"
@@ -57,13 +58,9 @@ static spccl_status check_config(const spccl_store *store, int rank, int world_s
         return SP_FAIL(SPCCL_ERR_ARG, "world_size %d: wanted 1 to %d", world_size, WORLD_SIZE_MAX);
     if (rank < 0 || rank >= world_size)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: wanted 0 to %d", rank, world_size - 1);
-    if (world_size > 1 && (store == NULL || store->set == NULL || store->get == NULL))
+    if (world_size > 1 && (store->set == NULL || store->get == NULL))
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: a store with set and get is needed for %d ranks", rank,
                        world_size);
-    if (config->struct_bytes != sizeof *config)
-        return SP_FAIL(SPCCL_ERR_ARG,
-                       "config.struct_bytes is %zu, wanted %zu: use SPCCL_CONFIG_INIT of the header you link",
-                       config->struct_bytes, sizeof *config);
     if (config->timeout_ms < 0)
         return SP_FAIL(SPCCL_ERR_ARG, "config.timeout_ms is %lld, wanted 0 (default) or more",
                        (long long)config->timeout_ms);
@@ -110,19 +107,20 @@ static void comm_free(spccl_comm *comm)
     sp_free(comm);
 }
 
-spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size, const spccl_config *config,
-                               spccl_comm **out)
+spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int world_size,
+                               const spccl_config *given, spccl_comm **out)
 {
-    static const spccl_config defaults = SPCCL_CONFIG_INIT;
+    spccl_store store = {.struct_bytes = sizeof store};
+    spccl_config config = SPCCL_CONFIG_INIT;
     sp_boot_config boot = {.rank = rank, .world_size = world_size};
     spccl_comm *comm;
     spccl_status st;
     int64_t n_trace;
     if (out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_create: out is NULL");
-    if (config == NULL)
-        config = &defaults;
-    SP_TRY(check_config(store, rank, world_size, config));
+    SP_TRY(sp_options_copy("spccl_store", given_store, &store, sizeof store));
+    SP_TRY(sp_options_copy("spccl_config", given, &config, sizeof config));
+    SP_TRY(check_config(&store, rank, world_size, &config));
     comm = sp_calloc(1, sizeof *comm);
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "communicator: %zu bytes", sizeof *comm);
@@ -134,15 +132,15 @@ spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_siz
     comm->queue_tail = &comm->queue_head;
     pthread_mutex_init(&comm->mu, NULL);
     pthread_cond_init(&comm->cv, NULL);
-    snprintf(comm->name, sizeof comm->name, "%s", config->name != NULL ? config->name : "world");
-    SP_TRY_TO(fail, st, read_settings(comm, config, &boot));
+    snprintf(comm->name, sizeof comm->name, "%s", config.name != NULL ? config.name : "world");
+    SP_TRY_TO(fail, st, read_settings(comm, &config, &boot));
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
     SP_TRY_TO(fail, st, sp_env_number(SP_ENV_TRACE, &n_trace));
     SP_TRY_TO(fail, st, sp_trace_init(&comm->trace, (uint32_t)n_trace));
     boot.name = comm->name;
-    boot.secret = config->secret;
+    boot.secret = config.secret;
     boot.deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
-    SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, &boot));
+    SP_TRY_TO(fail, st, sp_links_open(&comm->links, &store, &boot));
     SP_TRY_TO(fail, st,
               sp_exec_init(&comm->exec, &comm->links, comm->kernels, &comm->trace, comm->slice_bytes));
     SP_TRY_TO(fail, st, open_epoll(comm));
@@ -222,23 +220,21 @@ spccl_status spccl_comm_destroy(spccl_comm *comm)
 
 spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out)
 {
-    sp_exec_stats *s;
-    if (comm == NULL || out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_stats: %s is NULL", comm == NULL ? "comm" : "out");
-    if (out->struct_bytes != sizeof *out)
-        return SP_FAIL(SPCCL_ERR_ARG, "stats.struct_bytes is %zu, wanted %zu", out->struct_bytes,
-                       sizeof *out);
+    spccl_stats stats = {0};
+    const sp_exec_stats *s;
+    if (comm == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_stats: comm is NULL");
     SP_TRY(sp_comm_check_process(comm, "spccl_comm_stats"));
     s = &comm->exec.stats;
-    out->n_collectives = atomic_load(&s->n_collectives);
-    out->dense_bytes_sent = atomic_load(&s->dense_bytes_sent);
-    out->wire_bytes_sent = atomic_load(&s->wire_bytes_sent);
-    out->wire_bytes_received = atomic_load(&s->wire_bytes_received);
+    stats.n_collectives = atomic_load(&s->n_collectives);
+    stats.dense_bytes_sent = atomic_load(&s->dense_bytes_sent);
+    stats.wire_bytes_sent = atomic_load(&s->wire_bytes_sent);
+    stats.wire_bytes_received = atomic_load(&s->wire_bytes_received);
     for (int i = 0; i < SPCCL_N_FORMATS; i++)
-        out->n_frames_sent[i] = atomic_load(&s->n_frames_sent[i]);
-    out->buffer_bytes =
+        stats.n_frames_sent[i] = atomic_load(&s->n_frames_sent[i]);
+    stats.buffer_bytes =
         sp_links_memory_bytes(&comm->links) + sp_exec_memory_bytes(&comm->exec) + sizeof *comm;
-    return SPCCL_OK;
+    return sp_result_copy("spccl_stats", &stats, sizeof stats, out);
 }
 
 spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text)

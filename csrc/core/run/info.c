@@ -1,4 +1,5 @@
 /* info.c - spccl_info, spccl_version: what is in this build and why, and every setting. */
+#include "core/base/abi.h"
 #include "core/base/env.h"
 #include "core/contract/transport.h"
 #include "core/format/kernel_table.h"
@@ -11,15 +12,19 @@
 
 /* Parts that this version does not have: said, rather than left to be guessed. */
 static const spccl_info_entry absent_parts[] = {
-    {"part", "ib", "absent",
-     "InfiniBand/RoCE is not part of version " SPCCL_VERSION_TEXT ": pairs on different hosts use tcp"},
+    {.kind = "part",
+     .name = "ib",
+     .value = "absent",
+     .why =
+         "InfiniBand/RoCE is not part of version " SPCCL_VERSION_TEXT ": pairs on different hosts use tcp"},
 };
 
-static const spccl_info_entry transport_why[] = {
-    {"transport", "inproc", "in", "ranks that are threads of one process"},
-    {"transport", "shm", "in",
-     "processes of one host: shared memory without names, so nothing can be left behind"},
-    {"transport", "tcp", "in", "everything else; SPCCL_TCP_ADDR picks the interface"},
+static const struct {
+    const char *name, *why;
+} transport_why[] = {
+    {"inproc", "ranks that are threads of one process"},
+    {"shm", "processes of one host: shared memory without names, so nothing can be left behind"},
+    {"tcp", "everything else; SPCCL_TCP_ADDR picks the interface"},
 };
 
 static bool kernel_entry(size_t i, spccl_info_entry *out)
@@ -28,7 +33,8 @@ static bool kernel_entry(size_t i, spccl_info_entry *out)
     sp_kernels_info k;
     if (!sp_kernels_describe(i, &k))
         return false;
-    *out = (spccl_info_entry){"kernels", k.name, k.usable ? "in" : "absent", k.why};
+    *out = (spccl_info_entry){
+        .kind = "kernels", .name = k.name, .value = k.usable ? "in" : "absent", .why = k.why};
     if (sp_kernels_pick(&chosen) == SPCCL_OK && k.usable && chosen->name == k.name)
         out->value = "in, chosen";
     return true;
@@ -39,48 +45,52 @@ static bool transport_entry(size_t i, spccl_info_entry *out)
     for (size_t j = 0; j <= i; j++)
         if (sp_transports[j] == NULL)
             return false;
-    *out = (spccl_info_entry){"transport", sp_transports[i]->name, "in", ""};
+    *out = (spccl_info_entry){.kind = "transport", .name = sp_transports[i]->name, .value = "in", .why = ""};
     for (size_t j = 0; j < sizeof transport_why / sizeof transport_why[0]; j++)
         if (strcmp(transport_why[j].name, out->name) == 0)
-            *out = transport_why[j];
+            out->why = transport_why[j].why;
     return true;
 }
 
-spccl_status spccl_info(size_t i, spccl_info_entry *out)
+/* Entry `i`, in the order kernels, transports, parts, settings. False: past the last. */
+static bool find_entry(size_t i, spccl_info_entry *out)
 {
     size_t n_kernels = 0, n_transports = 0, n_absent = sizeof absent_parts / sizeof absent_parts[0];
     spccl_info_entry e;
-    if (out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_info: out is NULL");
     while (kernel_entry(n_kernels, &e))
         n_kernels++;
     while (transport_entry(n_transports, &e))
         n_transports++;
-    if (i < n_kernels) {
-        kernel_entry(i, out);
-        return SPCCL_OK;
-    }
+    if (i < n_kernels)
+        return kernel_entry(i, out);
     i -= n_kernels;
-    if (i < n_transports) {
-        transport_entry(i, out);
-        return SPCCL_OK;
-    }
+    if (i < n_transports)
+        return transport_entry(i, out);
     i -= n_transports;
     if (i-- == 0) {
         sp_gpu_part_here.describe(out);
-        return SPCCL_OK;
+        return true;
     }
     if (i < n_absent) {
         *out = absent_parts[i];
-        return SPCCL_OK;
+        return true;
     }
     i -= n_absent;
     if (i < SP_N_ENV) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
-        *out = (spccl_info_entry){"setting", v->name, sp_env_text((sp_env_id)i), v->help};
-        return SPCCL_OK;
+        *out = (spccl_info_entry){
+            .kind = "setting", .name = v->name, .value = sp_env_text((sp_env_id)i), .why = v->help};
+        return true;
     }
-    return SP_FAIL(SPCCL_ERR_ARG, "spccl_info: no entry past the last");
+    return false;
+}
+
+spccl_status spccl_info(size_t i, spccl_info_entry *out)
+{
+    spccl_info_entry e;
+    if (!find_entry(i, &e))
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_info: no entry %zu: it is past the last", i);
+    return sp_result_copy("spccl_info_entry", &e, sizeof e, out);
 }
 
 const char *spccl_version(void)

@@ -168,7 +168,7 @@ spccl_status sp_rendezvous_connect(const spccl_unique_id *id, int64_t timeout_ms
     memcpy(secret, id->bytes + 44, SP_SECRET_BYTES);
     SP_TRY_TO(fail, st, sp_sock_dial(&to, &s->fd));
     SP_TRY_TO(fail, st, prove(s->fd, id, secret, deadline_ns));
-    *out_store = (spccl_store){.ctx = s, .set = client_set, .get = client_get};
+    *out_store = (spccl_store){.struct_bytes = sizeof *out_store, .ctx = s, .set = client_set, .get = client_get};
     return SPCCL_OK;
 fail:
     st = at_rendezvous(s->at, "connecting", st);
