@@ -32,7 +32,7 @@ NVCC_FLAGS = (
 # Includes headers of a toolkit that need not be here; the CUDA build compiles it.
 FOREIGN = {"cuda_check.h", "device_cuda.h"}
 # Written in terms of another header, which the including file picks.
-AFTER = {"flat.h": "simd_avx2.h"}
+AFTER = {"offset_list.h": "simd_avx2.h"}
 
 
 def jobs() -> list[tuple[Path, list[str]]]:

@@ -1,4 +1,5 @@
-/* coo_scalar.c - FORMAT.md 3.4: a flat u32 index and a value per listed element. The reference meaning. */
+/* coo_scalar.c - the coo format (FORMAT.md 3.4): a u32 index and a value per listed element.
+ * The vector kernels must give the same bytes as this code. */
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 

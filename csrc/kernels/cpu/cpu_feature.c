@@ -1,5 +1,5 @@
-/* cpu_feature.c - CPUID and XGETBV, once. Bit numbers: Intel SDM volume 2A (CPUID) and volume 1,
- * section 13.3. */
+/* cpu_feature.c - asks CPUID and XGETBV once which instruction sets can run.
+ * Bit numbers are from the Intel SDM: volume 2A (CPUID), and volume 1, section 13.3 (XCR0). */
 #include "kernels/cpu/cpu_feature.h"
 
 #include <stddef.h>
@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 struct feature {
-    const char *lack; /* text when the bit is clear */
+    const char *lack; /* text for a user whose CPU has the bit clear */
     uint32_t leaf;
     int reg; /* 0 eax, 1 ebx, 2 ecx, 3 edx */
     int bit;
@@ -30,7 +30,7 @@ static const struct feature avx512_features[] = {
     {"this CPU lacks avx512_vbmi", 7, 2, 1}, {"this CPU lacks avx512_vbmi2", 7, 2, 6},
 };
 #define XCR0_YMM 0x06u /* xmm and ymm */
-#define XCR0_ZMM 0xe6u /* the above, mask registers and both halves of zmm */
+#define XCR0_ZMM 0xe6u /* xmm, ymm, mask registers, and both halves of zmm */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const char *lacks_avx2, *lacks_avx512;
@@ -45,7 +45,8 @@ static const char *first_lack(const struct feature *f, size_t n)
     return NULL;
 }
 
-/* Which register state the OS saves; 0 when it has not switched XSAVE on (CPUID.1:ECX.27). */
+/* The register state that the OS saves, as bits of XCR0. 0 if the OS did not enable XSAVE (CPUID.1:ECX.27).
+ */
 static uint32_t os_state(void)
 {
     unsigned eax, ebx, ecx, edx;

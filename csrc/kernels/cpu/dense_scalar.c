@@ -1,10 +1,11 @@
-/* dense_scalar.c - FORMAT.md 3.5, and plain copy and zero. The reference meaning. */
+/* dense_scalar.c - the dense format (FORMAT.md 3.5), copy and zero.
+ * The vector kernels must give the same bytes as this code. */
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
 void sp_copy_scalar(void *dst, const void *src, size_t bytes, bool non_temporal)
 {
-    (void)non_temporal; /* the C library decides */
+    (void)non_temporal; /* memcpy decides */
     if (bytes != 0)
         memcpy(dst, src, bytes);
 }
@@ -24,9 +25,9 @@ void sp_dense_set_scalar(const sp_decode_args *a)
     sp_copy_scalar(a->dst, a->values, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
 }
 
-/* With add and overwrite a value with all bits zero leaves dst as it is, as in the formats that would not
- * list it (FORMAT.md 3.5): the result must not depend on the format. In addition that shows in a dst of -0.0
- * or a signalling NaN. */
+/* ADD and OVERWRITE of a value with all bits zero leave dst as it is (FORMAT.md 3.5). The sparse formats do
+ * not list such a value, and the result must not depend on the format. ADD needs the rule for a dst of -0.0
+ * or a signalling NaN: adding 0 would change their bits. */
 #define DENSE_OVERWRITE(T)                                                                                   \
     static void dense_overwrite_##T(const sp_decode_args *a)                                                 \
     {                                                                                                        \

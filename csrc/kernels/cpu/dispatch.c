@@ -1,5 +1,5 @@
-/* dispatch.c - every kernel table side by side, and the one place that picks one. An entry that a set does
- * not provide names the function of the next lower set, in plain sight. */
+/* dispatch.c - the table of each kernel set, and the function that picks one.
+ * Where a set has no function of its own, its table names the function of a slower set. */
 #include "core/base/env.h"
 #include "core/base/status.h"
 #include "kernels/cpu/cpu_feature.h"
@@ -82,7 +82,7 @@ static const struct {
     const char *(*lacks)(void);
     const char *about;
 } sets[] = {
-    {&scalar_kernels, scalar_lacks, "plain C: runs everywhere, the reference meaning"},
+    {&scalar_kernels, scalar_lacks, "plain C, runs everywhere; the other sets give the same bits"},
 #if SPCCL_KERNELS_X86
     {&avx2_kernels, sp_cpu_lacks_avx2, "AVX2, BMI2, F16C"},
     {&avx512_kernels, sp_cpu_lacks_avx512, "AVX-512 F, BW, DQ, VL, VBMI, VBMI2"},
@@ -110,7 +110,7 @@ const sp_kernels *sp_kernels_at(size_t i)
     return NULL;
 }
 
-/* "scalar, avx2": what SPCCL_CPU_ISA may be here. */
+/* Writes ", scalar, avx2" and so on: the names that SPCCL_CPU_ISA may have here, besides "auto". */
 static void list_usable(char *text, size_t cap)
 {
     const sp_kernels *k;

@@ -1,10 +1,13 @@
-/* elem.h - one element at a time: access at any alignment, and the arithmetic of each dtype. Included by
- * every kernel file (vector kernels use it for heads, tails and rare cases). Scalar C here is the meaning.
+/* elem.h - access to one element at any alignment, and the arithmetic of each dtype.
+ * Every kernel file includes this file: vector kernels use it for heads, tails and rare cases. All kernel
+ * sets must give the same bits as the scalar C here.
  *
- * NaN rule of addition and multiplication: if the left operand is a NaN the result is that NaN made quiet,
- * else if the right one is, that one made quiet; a NaN born here (inf - inf, 0 * inf) is the CPU's default
- * NaN. Written out because a compiler may swap the operands of + and *, and the CPU passes on the first NaN
- * it sees. */
+ * NaN rule of addition and multiplication:
+ *   - If the left operand is a NaN, the result is that NaN made quiet.
+ *   - Else, if the right operand is a NaN, the result is that NaN made quiet.
+ *   - If neither operand is a NaN (inf - inf, 0 * inf), the result is the CPU's default NaN.
+ * The code applies the rule itself: the CPU returns the NaN of the first operand, but a compiler may swap the
+ * operands of + and *. */
 #ifndef SP_ELEM_H
 #define SP_ELEM_H
 
@@ -14,9 +17,9 @@
 #define SP_UNLIKELY(x) __builtin_expect(!!(x), 0)
 #define SP_LIKELY(x) __builtin_expect(!!(x), 1)
 
-/* sp_get_u32(p, i), sp_put_u32(p, i, v): element i of an array at any alignment; sp_elem_u32: its type.
- * Through a type that may lie anywhere and alias anything, not memcpy: gcc 12 takes a copied float through an
- * integer register. */
+/* sp_get_u32(p, i) and sp_put_u32(p, i, v) load and store element i of an array at any alignment.
+ * sp_elem_u32 is the type of the element. The access goes through a type with alignment 1 that may alias
+ * anything. memcpy would be slower: gcc 12 moves a float that memcpy copies through an integer register. */
 #define SP_ELEM_ACCESS(NAME, T)                                                                              \
     typedef T sp_elem_##NAME;                                                                                \
     typedef T sp_anywhere_##NAME __attribute__((may_alias, aligned(1)));                                     \
@@ -39,7 +42,7 @@ SP_ELEM_ACCESS(i64, int64_t)
 SP_ELEM_ACCESS(f32, float)
 SP_ELEM_ACCESS(f64, double)
 
-/* ---- bits of the wide floats ---- */
+/* ---- bits of float64, and the NaN rule ---- */
 
 static inline double sp_f64_from_bits(uint64_t u)
 {
@@ -53,7 +56,7 @@ static inline uint64_t sp_f64_to_bits(double d)
     memcpy(&u, &d, sizeof u);
     return u;
 }
-/* r = a op b came out as a NaN: apply the rule above. */
+/* Apply the NaN rule: r = a op b is a NaN. */
 static inline float sp_nan_f32(float a, float b, float r)
 {
     if (a != a)
@@ -126,7 +129,7 @@ static inline double sp_mul_f64(double a, double b)
     return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b, r) : r;
 }
 
-/* acc[i] += x[i], float32; with `listed` an x of all zero bits is absent and leaves acc as it is. */
+/* acc[i] += x[i], float32. With `listed`, an x with all bits zero is absent and leaves acc as it is. */
 static inline void sp_sum_f32(void *acc, const void *x, size_t n, bool listed)
 {
     for (size_t i = 0; i < n; i++) {
@@ -136,9 +139,9 @@ static inline void sp_sum_f32(void *acc, const void *x, size_t n, bool listed)
     }
 }
 
-/* ---- what decoding does with a listed element: put by width, add by dtype ---- */
+/* ---- what decoding does with a listed element: SET and OVERWRITE go by width, ADD by dtype ---- */
 
-/* dst = second: the value as it is. */
+/* new dst = value, whatever dst held. */
 static inline uint8_t sp_take_u8(uint8_t d, uint8_t v)
 {
     (void)d;
@@ -160,7 +163,8 @@ static inline uint64_t sp_take_u64(uint64_t d, uint64_t v)
     return v;
 }
 
-/* X(name, access of the value, access of dst, new = f(old, value)). Integers add by width: they wrap. */
+/* X(name, access of the value, access of dst, function: new dst = f(old dst, value)).
+ * Signed integers use the unsigned functions of their width, so that sums wrap. */
 #define SP_APPLY_OPS(X)                                                                                      \
     X(take_u8, u8, u8, sp_take_u8)                                                                           \
     X(take_u16, u16, u16, sp_take_u16)                                                                       \
@@ -181,7 +185,7 @@ static inline uint64_t sp_take_u64(uint64_t d, uint64_t v)
 enum sp_apply_op { SP_APPLY_OPS(SP_APPLY_ENUM) SP_N_APPLY_OPS };
 #undef SP_APPLY_ENUM
 
-/* The add of values of `dtype` into dst_dtype (sp_decode_args says which pairs exist). */
+/* The operation that adds values of `dtype` to a dst of `dst_dtype`. sp_decode_args lists the valid pairs. */
 static inline enum sp_apply_op sp_apply_add_op(spccl_dtype dtype, spccl_dtype dst_dtype)
 {
     switch (dtype) {
@@ -201,7 +205,7 @@ static inline enum sp_apply_op sp_apply_add_op(spccl_dtype dtype, spccl_dtype ds
         return SP_APPLY_add_u64;
     case SPCCL_INT8:
     case SPCCL_UINT8:
-    case SPCCL_FLOAT8: /* never gets here: codec refuses it */
+    case SPCCL_FLOAT8: /* not reached: the codec refuses ADD of float8 */
         return SP_APPLY_add_u8;
     }
     return SP_APPLY_add_u8;

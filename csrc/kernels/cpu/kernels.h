@@ -1,5 +1,5 @@
-/* kernels.h - declares every <format>_<operation>_<isa> function; nothing else. The meaning of the arguments
- * is in kernel_table.h. A file of an ISA runs only after dispatch.c saw that the CPU and the OS have it. */
+/* kernels.h - declares every kernel of the CPU: sp_<format>_<operation>_<isa>. kernel_table.h explains the
+ * arguments. dispatch.c checks that the CPU and the OS support an ISA before any kernel of that ISA runs. */
 #ifndef SP_KERNELS_H
 #define SP_KERNELS_H
 
@@ -16,7 +16,7 @@
     void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool non_temporal);                         \
     void sp_zero_##ISA(void *dst, size_t bytes, bool non_temporal);
 
-/* ---- scalar: the meaning ---- */
+/* ---- scalar: the reference that the other sets must equal bit for bit ---- */
 void sp_scan_scalar(sp_scan_args *a);
 SP_DECLARE_FORMAT(tile, scalar)
 SP_DECLARE_FORMAT(pici, scalar)
@@ -33,7 +33,7 @@ SP_DECLARE_FORMAT(coo, avx2)
 SP_DECLARE_FORMAT(dense, avx2)
 SP_DECLARE_BULK(avx2)
 
-/* ---- AVX-512 F, BW, DQ, VL, VBMI, VBMI2, and the above ---- */
+/* ---- AVX-512 F, BW, DQ, VL, VBMI, VBMI2, and all that the AVX2 kernels need ---- */
 void sp_scan_avx512(sp_scan_args *a);
 SP_DECLARE_FORMAT(tile, avx512)
 SP_DECLARE_FORMAT(pici, avx512)

@@ -1,10 +1,10 @@
-/* pici_scalar.c - FORMAT.md 3.3 (Hough et al., section III.B): 64x64 tiles, one bit word per column, an
- * exclusive prefix per tile, values in the order of the bits. The reference meaning. */
+/* pici_scalar.c - the pici format (FORMAT.md 3.3; Hough et al., section III.B): 64x64 tiles, one bit word per
+ * column, an exclusive prefix per tile, values in the order of the bits.
+ * The vector kernels must give the same bytes as this code. */
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
-/* Prefixes and bit words. Bit r of word c of a tile is bit c of the scan's word r: a transpose, bit by bit.
- */
+/* Write prefixes and bit words. Bit r of a tile's word c is bit c of the scan's word r: a transpose. */
 static void pici_encode_bits(const sp_encode_args *a)
 {
     size_t n_words = sp_ceil_div(a->n_elems, 64), n_blocks = sp_ceil_div(a->n_elems, SP_TILE_ELEMS);
@@ -21,7 +21,7 @@ static void pici_encode_bits(const sp_encode_args *a)
     }
 }
 
-/* Calls BODY for each listed element, in order: its index i in the slice, its place k among the values. */
+/* Run BODY for each listed element, in order. i is its index in the slice, k its index in the values. */
 #define PICI_EACH(META, BODY)                                                                                \
     do {                                                                                                     \
         size_t k = 0;                                                                                        \

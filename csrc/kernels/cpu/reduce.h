@@ -1,5 +1,5 @@
-/* reduce.h - the arithmetic of combine and finish, one element at a time, by dtype. The meaning; used by
- * reduce_scalar.c and by the heads, tails and NaN cases of the vector files. */
+/* reduce.h - the arithmetic of combine and finish for one element, by dtype. reduce_scalar.c and bulk.inc use
+ * it. */
 #ifndef SP_REDUCE_H
 #define SP_REDUCE_H
 
@@ -7,7 +7,7 @@
 
 #define SP_AS_IS(x) (x)
 
-/* ---- acc op x; U computes what must wrap ---- */
+/* ---- acc op x. Integer sums and products are computed in the unsigned type U, so that they wrap ---- */
 #define SP_SUM_INT(T, U, acc, x) ((T)((U)(acc) + (U)(x)))
 #define SP_PROD_INT(T, U, acc, x) ((T)((U)(acc) * (U)(x)))
 #define SP_MIN_INT(acc, x) ((x) < (acc) ? (x) : (acc))
@@ -15,14 +15,14 @@
 #define SP_MIN_FLOAT(acc, x) ((x) < (acc) || (x) != (x) ? (x) : (acc))
 #define SP_MAX_FLOAT(acc, x) ((x) > (acc) || (x) != (x) ? (x) : (acc))
 
-/* Name, accessor of x, accessor and type of acc, type of the wrapping arithmetic. */
+/* X(name of the access functions, type, unsigned type for arithmetic that wraps). */
 #define SP_INT_KINDS(X)                                                                                      \
     X(i8, int8_t, uint32_t)                                                                                  \
     X(i16, int16_t, uint32_t)                                                                                \
     X(i32, int32_t, uint32_t)                                                                                \
     X(i64, int64_t, uint64_t)                                                                                \
     X(u8, uint8_t, uint32_t)
-/* Name, accessor of x, accessor of acc, type of acc, x -> acc. */
+/* X(name, access of x, access of acc, type of acc, conversion of x to the type of acc). */
 #define SP_FLOAT_KINDS(X)                                                                                    \
     X(f32, f32, f32, float, SP_AS_IS)                                                                        \
     X(f64, f64, f64, double, SP_AS_IS)                                                                       \

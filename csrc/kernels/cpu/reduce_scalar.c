@@ -1,4 +1,5 @@
-/* reduce_scalar.c - combine and finish: adding in rank order and rounding once. The reference meaning. */
+/* reduce_scalar.c - combine and finish: add one contribution at a time, round once at the end.
+ * The vector kernels must give the same bytes as this code. */
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/reduce.h"
 
@@ -74,12 +75,12 @@ void sp_combine_scalar(const sp_combine_args *a)
         combine_u8(a);
         return;
     case SPCCL_FLOAT8:
-        return; /* carried, never reduced: refused above */
+        return; /* not reached: the callers of the kernel refuse to reduce float8 */
     }
 }
 
-/* acc / world_size, rounded to dtype; BY is 1 for the operations that do not divide: then nothing changes but
- * the rounding (a division by 1.0 would make a signalling NaN quiet). */
+/* finish_<dtype> rounds acc to dtype; finish_avg_<dtype> first divides acc by world_size. Operations other
+ * than AVG do not divide: a division by 1.0 would make a signalling NaN quiet. */
 #define FINISH(NAME, ACC, DST, T, EXPR)                                                                      \
     static void finish_##NAME(const sp_finish_args *a)                                                       \
     {                                                                                                        \

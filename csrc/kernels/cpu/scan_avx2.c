@@ -1,15 +1,15 @@
-/* scan_avx2.c - which elements a slice lists: one streaming pass, 64 elements to a mask word. */
+/* scan_avx2.c - finds the listed elements of a slice: one pass, one mask word per 64 elements. */
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/simd_avx2.h"
 
-/* How far ahead to ask for lines. The hardware prefetcher stops at 4 KiB pages. */
+/* Distance of the software prefetch. The hardware prefetcher stops at the end of a 4 KiB page. */
 #define SCAN_AHEAD_BYTES 4096u
 
 static inline __m256i load32(const uint8_t *p)
 {
     return _mm256_loadu_si256((const void *)p);
 }
-/* All bits set in the elements that are equal to base (NULL: zero). */
+/* Compare vector i: all bits are set in elements that equal base. If base is NULL, compare with zero. */
 #define SCAN_EQ(BITS)                                                                                        \
     static inline __m256i equal_##BITS(const uint8_t *x, const uint8_t *base, size_t i)                      \
     {                                                                                                        \
@@ -21,14 +21,14 @@ SCAN_EQ(16)
 SCAN_EQ(32)
 SCAN_EQ(64)
 
-/* One bit per 16-bit lane of lo, then of hi. */
+/* One bit per 16-bit element of lo, then of hi. */
 static inline uint64_t pack16(__m256i lo, __m256i hi)
 {
     __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(lo, hi), 0xd8);
     return (uint32_t)_mm256_movemask_epi8(bytes);
 }
-/* 64 elements: bits of those that differ. Packing narrows the compare results to bytes before the move to a
- * word. */
+/* scan_word_<bits>: the mask word of 64 elements, with a bit set for each element that differs. The results
+ * of the compares are packed to bytes, because movemask takes one bit per byte. */
 static inline uint64_t scan_word_8(const uint8_t *x, const uint8_t *base)
 {
     uint64_t lo = (uint32_t)_mm256_movemask_epi8(equal_8(x, base, 0));
@@ -76,7 +76,7 @@ static inline uint64_t scan_word_64(const uint8_t *x, const uint8_t *base)
                     scan_word_##BITS(x + w * word_bytes, base == NULL ? NULL : base + w * word_bytes);       \
                 in_tile += sp_popcount64(a->mask[w]);                                                        \
             }                                                                                                \
-            if (w < first + 4 && w * 64 < a->n_elems) { /* a last word that is not whole */                  \
+            if (w < first + 4 && w * 64 < a->n_elems) { /* a last word of fewer than 64 elements */          \
                 uint64_t bits = 0;                                                                           \
                 for (size_t i = w * 64; i < a->n_elems; i++)                                                 \
                     bits |= (uint64_t)(sp_get_##NAME(x, i) != (base == NULL ? 0 : sp_get_##NAME(base, i)))   \
@@ -96,7 +96,7 @@ SCAN_ALL(16, u16)
 SCAN_ALL(32, u32)
 SCAN_ALL(64, u64)
 
-/* With and without base as two copies of the loop. */
+/* The compiler makes two copies of the loop: without base, and with base. */
 #define SCAN_CALL(BITS)                                                                                      \
     do {                                                                                                     \
         if (a->base == NULL)                                                                                 \

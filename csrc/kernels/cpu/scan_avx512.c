@@ -1,11 +1,12 @@
-/* scan_avx512.c - which elements a slice lists: one streaming pass, 64 elements to a mask word. */
+/* scan_avx512.c - finds the listed elements of a slice: one pass, one mask word per 64 elements. */
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/simd_avx512.h"
 
-/* How far ahead to ask for lines. The hardware prefetcher stops at 4 KiB pages. */
+/* Distance of the software prefetch. The hardware prefetcher stops at the end of a 4 KiB page. */
 #define SCAN_AHEAD_BYTES 4096u
 
-/* Mask of the SP_SIMD_BYTES at x against those at base (NULL: zero); only `live` elements are read. */
+/* scan_vector_<bits>: compare the SP_SIMD_BYTES at x with those at base; if base is NULL, with zero.
+ * scan_part_<bits> does the same, but reads only the first n elements. */
 #define SCAN_VECTOR(BITS, MASK)                                                                              \
     static inline uint64_t scan_vector_##BITS(const uint8_t *x, const uint8_t *base)                         \
     {                                                                                                        \
@@ -13,15 +14,15 @@
         return base == NULL ? _mm512_test_epi##BITS##_mask(v, v)                                             \
                             : _mm512_cmpneq_epi##BITS##_mask(v, _mm512_loadu_si512(base));                   \
     }                                                                                                        \
-    static inline uint64_t scan_part_##BITS(const uint8_t *x, const uint8_t *base, size_t live)              \
+    static inline uint64_t scan_part_##BITS(const uint8_t *x, const uint8_t *base, size_t n)                 \
     {                                                                                                        \
-        __mmask64 m = simd_low64(live);                                                                      \
+        __mmask64 m = simd_low64(n);                                                                         \
         __m512i v = _mm512_maskz_loadu_epi##BITS((MASK)m, x);                                                \
         return base == NULL                                                                                  \
                    ? _mm512_test_epi##BITS##_mask(v, v)                                                      \
                    : _mm512_cmpneq_epi##BITS##_mask(v, _mm512_maskz_loadu_epi##BITS((MASK)m, base));         \
     }                                                                                                        \
-    /* 64 elements. */                                                                                       \
+    /* The mask word of 64 elements. */                                                                      \
     static inline uint64_t scan_word_##BITS(const uint8_t *x, const uint8_t *base)                           \
     {                                                                                                        \
         uint64_t bits = 0;                                                                                   \
@@ -30,7 +31,7 @@
                     << i * (512 / (BITS));                                                                   \
         return bits;                                                                                         \
     }                                                                                                        \
-    /* The last n < 64 elements. */                                                                          \
+    /* The mask word of the last n < 64 elements. */                                                         \
     static inline uint64_t scan_tail_##BITS(const uint8_t *x, const uint8_t *base, size_t n)                 \
     {                                                                                                        \
         const size_t per = 512 / (BITS);                                                                     \
@@ -61,7 +62,7 @@
             full |= in_tile == SP_TILE_ELEMS;                                                                \
             nnz += in_tile;                                                                                  \
         }                                                                                                    \
-        if (w * 64 < a->n_elems) { /* a last block that is not whole */                                      \
+        if (w * 64 < a->n_elems) { /* a last block of fewer than 256 elements */                             \
             unsigned in_tile = 0;                                                                            \
             for (; w * 64 < a->n_elems; w++) {                                                               \
                 const uint8_t *b = base == NULL ? NULL : base + w * word_bytes;                              \
@@ -81,7 +82,7 @@ SCAN_VECTOR(16, __mmask32)
 SCAN_VECTOR(32, __mmask16)
 SCAN_VECTOR(64, __mmask8)
 
-/* With and without base as two copies of the loop. */
+/* The compiler makes two copies of the loop: without base, and with base. */
 #define SCAN_CALL(BITS)                                                                                      \
     do {                                                                                                     \
         if (a->base == NULL)                                                                                 \

@@ -1,8 +1,9 @@
-/* scan_scalar.c - which elements a slice lists, as bits and counts. The reference meaning. */
+/* scan_scalar.c - finds the listed elements of a slice: mask words, and a count per block of 256.
+ * The vector kernels must give the same results as this code. */
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
-/* Bits of the up to 64 elements from `first` on. */
+/* The mask word of the n <= 64 elements from `first` on. */
 #define SCAN_WORD(NAME)                                                                                      \
     static uint64_t scan_word_##NAME(const sp_scan_args *a, size_t first, size_t n)                          \
     {                                                                                                        \

@@ -1,5 +1,5 @@
-/* simd_avx2.h - the primitives that flat.h, tile.inc, pici.inc, coo.inc and bulk.inc ask of an instruction
- * set, in AVX2 (with bmi1, bmi2, popcnt, lzcnt, f16c). */
+/* simd_avx2.h - the primitives that offset_list.h, tile.inc, pici.inc, coo.inc and bulk.inc need, in AVX2
+ * (with bmi1, bmi2, popcnt, lzcnt, f16c). */
 #ifndef SP_SIMD_AVX2_H
 #define SP_SIMD_AVX2_H
 
@@ -16,12 +16,12 @@ static inline void simd_nt_end(void)
 {
     _mm_sfence();
 }
-/* Bytes before dst is at a cache line, at most `bytes`. */
+/* Number of bytes from dst to the next cache line, at most `bytes`. */
 static inline size_t simd_head(const void *dst, size_t bytes)
 {
     return sp_min_size((size_t)(-(uintptr_t)dst & 63u), bytes);
 }
-/* Copy past the cache: whole lines with non-temporal stores, the ends as usual. */
+/* Copy with non-temporal stores. Bytes before the first and after the last whole cache line use memcpy. */
 static inline void simd_store_nt(uint8_t *dst, const uint8_t *src, size_t bytes)
 {
     size_t i = simd_head(dst, bytes);
@@ -45,8 +45,8 @@ static inline void simd_nt_zero(uint8_t *dst, size_t bytes)
     memset(dst + i, 0, bytes - i);
 }
 
-/* ---- float16, as dtype.h says: vcvtph2ps and vcvtps2ph make NaNs quiet and keep their upper payload bits
- * ---- */
+/* ---- float16. As dtype.h demands, vcvtph2ps and vcvtps2ph make NaNs quiet and keep the upper payload bits.
+ */
 
 static inline void simd_f16_to_f32(float *out, const void *in, size_t n)
 {
@@ -96,8 +96,8 @@ static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
     for (; i < n; i++)
         sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
 }
-/* acc[i] += x[i]; with `listed` an x of all zero bits leaves acc. A vector that holds a NaN goes through
- * elem.h. */
+/* acc[i] += x[i]. With `listed`, an x with all bits zero leaves acc as it is. If a sum is a NaN, elem.h adds
+ * the whole vector again. */
 static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
 {
     uint8_t *to = acc;
@@ -120,11 +120,11 @@ static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
     sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
 }
 
-/* ---- offset lists: each writes whole groups, up to 64 entries past the end ---- */
+/* ---- offset lists: both functions write whole groups, up to 64 entries past the end ---- */
 
-/* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. The first 8 are
- * written without a test: a mispredicted branch costs more. Past the last bit tzcnt gives 64, and what it
- * writes is overwritten by the next call. `dense` changes nothing here. */
+/* offs[j] = (position of the j-th set bit << shift) + add. Returns the number of set bits.
+ * Groups of 8 entries are written without a test per bit: a mispredicted branch costs more. After the last
+ * bit tzcnt returns 64, and the next call overwrites those entries. `dense` is for AVX-512; not used here. */
 static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned add, bool dense,
                                          uint16_t *offs)
 {
@@ -139,7 +139,7 @@ static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned
     } while (SP_UNLIKELY(j < n));
     return n;
 }
-/* offs[j] = bytes[j] + add for n <= 255 bytes; `readable` bytes may be read. */
+/* offs[j] = bytes[j] + add for n <= 255 bytes. `readable` is the number of bytes that may be read. */
 static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t readable, unsigned add,
                                       uint16_t *offs)
 {

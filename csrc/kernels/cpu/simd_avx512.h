@@ -1,6 +1,6 @@
-/* simd_avx512.h - the primitives that flat.h, tile.inc, pici.inc, coo.inc and bulk.inc ask of an instruction
- * set, in AVX-512 (f, bw, dq, vl, vbmi, vbmi2). Zen 4: vpcompress to memory is microcoded, so compress into a
- * register. */
+/* simd_avx512.h - the primitives that offset_list.h, tile.inc, pici.inc, coo.inc and bulk.inc need, in
+ * AVX-512 (f, bw, dq, vl, vbmi, vbmi2). The code compresses into a register and then stores: on Zen 4
+ * vpcompress to memory is microcoded. */
 #ifndef SP_SIMD_AVX512_H
 #define SP_SIMD_AVX512_H
 
@@ -17,17 +17,18 @@ static inline void simd_nt_end(void)
 {
     _mm_sfence();
 }
-/* Bytes before dst is aligned, at most `bytes`. */
+/* Number of bytes from dst to the next cache line, at most `bytes`. */
 static inline size_t simd_head(const void *dst, size_t bytes)
 {
     return sp_min_size((size_t)(-(uintptr_t)dst & 63u), bytes);
 }
-/* The first n < 64 bytes. */
+/* Mask of the first n < 64 bytes. */
 static inline __mmask64 simd_low64(size_t n)
 {
     return _bzhi_u64(~UINT64_C(0), (unsigned)n);
 }
-/* Copy past the cache: whole lines with non-temporal stores, the ends with masked ones. */
+/* Copy with non-temporal stores. Bytes before the first and after the last whole cache line use masked
+ * stores. */
 static inline void simd_store_nt(uint8_t *dst, const uint8_t *src, size_t bytes)
 {
     size_t i = simd_head(dst, bytes);
@@ -60,8 +61,8 @@ static inline void simd_nt_zero(uint8_t *dst, size_t bytes)
     _mm512_mask_storeu_epi8(dst + i, simd_low64(bytes - i), zero);
 }
 
-/* ---- float16, as dtype.h says: vcvtph2ps and vcvtps2ph make NaNs quiet and keep their upper payload bits
- * ---- */
+/* ---- float16. As dtype.h demands, vcvtph2ps and vcvtps2ph make NaNs quiet and keep the upper payload bits.
+ */
 
 static inline void simd_f16_to_f32(float *out, const void *in, size_t n)
 {
@@ -111,8 +112,8 @@ static inline void simd_f32_to_bf16(void *out, const float *in, size_t n)
     for (; i < n; i++)
         sp_put_u16(out, i, sp_bf16_from_f32(in[i]));
 }
-/* acc[i] += x[i]; with `listed` an x of all zero bits leaves acc. A vector that holds a NaN goes through
- * elem.h. */
+/* acc[i] += x[i]. With `listed`, an x with all bits zero leaves acc as it is. If a sum is a NaN, elem.h adds
+ * the whole vector again. */
 static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
 {
     uint8_t *to = acc;
@@ -132,7 +133,7 @@ static inline void simd_sum_f32(void *acc, const void *x, size_t n, bool listed)
     sp_sum_f32(to + i * 4, from + i * 4, n - i, listed);
 }
 
-/* ---- offset lists: each writes whole vectors, up to 64 entries past the end ---- */
+/* ---- offset lists: both functions write whole vectors, up to 64 entries past the end ---- */
 
 static inline __m512i simd_iota8(void)
 {
@@ -140,24 +141,24 @@ static inline __m512i simd_iota8(void)
                            42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22,
                            21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }
-/* offs[j] = (place of the j-th set bit << shift) + add; returns how many bits are set. With `dense` both
- * halves are always written: near 32 bits a test would be mispredicted every other time. (Writing 16 instead
- * of 32 was a third slower, for no reason that we found.) */
+/* offs[j] = (position of the j-th set bit << shift) + add. Returns the number of set bits.
+ * With `dense`, both halves of 32 entries are always written: near 32 set bits, a branch would be
+ * mispredicted every other time. Writing 16 entries at a time was a third slower; we do not know why. */
 static inline unsigned simd_bits_to_offs(uint64_t bits, unsigned shift, unsigned add, bool dense,
                                          uint16_t *offs)
 {
-    const __m512i places = _mm512_maskz_compress_epi8(bits, simd_iota8());
+    const __m512i positions = _mm512_maskz_compress_epi8(bits, simd_iota8());
     const __m512i plus = _mm512_set1_epi16((short)add), by = _mm512_set1_epi16((short)shift);
     unsigned n = sp_popcount64(bits);
-    __m512i lo = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(places));
+    __m512i lo = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(positions));
     _mm512_storeu_si512(offs, _mm512_add_epi16(_mm512_sllv_epi16(lo, by), plus));
     if (dense || SP_UNLIKELY(n > 32)) {
-        __m512i hi = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(places, 1));
+        __m512i hi = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(positions, 1));
         _mm512_storeu_si512(offs + 32, _mm512_add_epi16(_mm512_sllv_epi16(hi, by), plus));
     }
     return n;
 }
-/* offs[j] = bytes[j] + add for n <= 255 bytes; `readable` bytes may be read. */
+/* offs[j] = bytes[j] + add for n <= 255 bytes. `readable` is the number of bytes that may be read. */
 static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t readable, unsigned add,
                                       uint16_t *offs)
 {
@@ -178,11 +179,11 @@ static inline void simd_bytes_to_offs(const uint8_t *bytes, size_t n, size_t rea
 
 /* ---- bits ---- */
 
-/* Transpose a 64x64 bit matrix: bit r of out[c] = bit c of in[r]. Bytes first: byte g of every row into one
- * vector; then one test per bit of that byte gives a column. */
+/* Transpose a 64x64 bit matrix: bit r of out[c] = bit c of in[r]. First, byte g of every row is gathered into
+ * one vector. Then one test per bit of that byte gives a column. */
 static inline void simd_transpose64(const uint64_t in[64], uint8_t *out)
 {
-    /* Within a vector of 8 rows: byte g of the 8 rows together. */
+    /* In a vector of 8 rows: moves byte g of all 8 rows side by side. */
     const __m512i gather8 =
         _mm512_set_epi8(63, 55, 47, 39, 31, 23, 15, 7, 62, 54, 46, 38, 30, 22, 14, 6, 61, 53, 45, 37, 29, 21,
                         13, 5, 60, 52, 44, 36, 28, 20, 12, 4, 59, 51, 43, 35, 27, 19, 11, 3, 58, 50, 42, 34,

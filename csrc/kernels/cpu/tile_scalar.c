@@ -1,5 +1,5 @@
-/* tile_scalar.c - FORMAT.md 3.2: per 256-block a count, then one place byte per listed element, then values.
- * The reference meaning. */
+/* tile_scalar.c - the tile format (FORMAT.md 3.2): a count per block of 256, one offset byte per listed
+ * element, then values. The vector kernels must give the same bytes as this code. */
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 

@@ -1,11 +1,11 @@
-/* transpose.h - 64x64 bit transpose in plain C: swap off-diagonal blocks of 32, 16, ... 1 (Warren, Hacker's
- * Delight, 2nd edition, section 7-3, there for 32x32). */
+/* transpose.h - 64x64 bit transpose in plain C: swaps off-diagonal blocks of 32, 16, ... 1. Warren, Hacker's
+ * Delight, 2nd edition, section 7-3, has it for 32x32. */
 #ifndef SP_TRANSPOSE_H
 #define SP_TRANSPOSE_H
 
 #include "core/base/bits.h"
 
-/* Bit r of the little-endian word c at out = bit c of in[r]. */
+/* Bit r of word c at out = bit c of in[r]. The words at out are little-endian. */
 static inline void sp_transpose64(const uint64_t in[64], uint8_t *out)
 {
     uint64_t rows[64];

@@ -1,13 +1,13 @@
-/* transpose_avx512.h - a full 64x64 pici tile of 4- or 2-byte elements between row order and packed column
- * order, through 16x16 transposes of 32-bit lanes in registers. The cost does not depend on the density, so
- * it wins where many elements are listed (pici_avx512.c holds the threshold). 2-byte elements: two rows side
- * by side are one row of 32-bit lanes, so the same transpose serves. */
+/* transpose_avx512.h - converts a full 64x64 pici tile between row order and packed column order, for
+ * elements of 4 or 2 bytes. It transposes blocks of 16x16 32-bit words in registers. The cost does not depend
+ * on the density, so this is faster when many elements are listed; pici_avx512.c holds the thresholds. For
+ * 2-byte elements, two rows are interleaved into rows of 32-bit words, and the same transpose is used. */
 #ifndef SP_TRANSPOSE_AVX512_H
 #define SP_TRANSPOSE_AVX512_H
 
 #include "kernels/cpu/simd_avx512.h"
 
-/* v[i] lane j <-> v[j] lane i. */
+/* Swap word j of v[i] with word i of v[j], for all i and j. */
 static inline void transpose16(__m512i v[16])
 {
     __m512i t[16], u[16];
@@ -20,7 +20,7 @@ static inline void transpose16(__m512i v[16])
         u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
         u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
         u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    } /* 128-bit lane l of u[i + j]: column 4l + j of rows i .. i+3 */
+    } /* 128-bit quarter q of u[i + j] holds column 4q + j of rows i .. i+3 */
     for (int j = 0; j < 4; j++) {
         __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88),
                 b = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
@@ -33,10 +33,10 @@ static inline void transpose16(__m512i v[16])
     }
 }
 
-/* ---- 4-byte elements; all four below: `exact` = touch no byte past the listed values (the last tile) ----
- */
+/* ---- 4-byte elements. With `exact`, each of the four functions below touches no byte after the listed
+ * values: the caller sets it near the end of the frame. */
 
-/* x [64][64] -> listed elements by column at out; returns the end. */
+/* Pack the listed elements of x [64][64] at out, by column. Returns the end of what was written. */
 static inline uint8_t *pack_tile_u32(const uint8_t *x, const uint8_t *meta, uint8_t *out, bool exact)
 {
     _Alignas(64) uint32_t cols[16][64];
@@ -66,7 +66,8 @@ static inline uint8_t *pack_tile_u32(const uint8_t *x, const uint8_t *meta, uint
     return out;
 }
 
-/* Values by column -> dst [64][64], absent elements zero; returns the end of the values. */
+/* Unpack the values, which are ordered by column, to dst [64][64]. Absent elements become zero. Returns the
+ * end of the values. */
 static inline const uint8_t *unpack_tile_u32(const uint8_t *in, const uint8_t *meta, uint8_t *dst, bool exact,
                                              bool non_temporal)
 {
@@ -102,10 +103,11 @@ static inline const uint8_t *unpack_tile_u32(const uint8_t *in, const uint8_t *m
 
 /* ---- 2-byte elements ---- */
 
-/* unpacklo_epi16 of two rows holds columns 0-3, 8-11, 16-19, 24-27 of the 32, unpackhi the others. */
-static inline size_t column_of_lane(size_t lane, size_t hi)
+/* The column (of 32) of word i after unpacklo_epi16 (hi 0) or unpackhi_epi16 (hi 1) of two rows.
+ * unpacklo gives columns 0-3, 8-11, 16-19 and 24-27; unpackhi gives the others. */
+static inline size_t column_of_word(size_t i, size_t hi)
 {
-    return lane / 4 * 8 + lane % 4 + hi * 4;
+    return i / 4 * 8 + i % 4 + hi * 4;
 }
 
 static inline uint8_t *pack_tile_u16(const uint8_t *x, const uint8_t *meta, uint8_t *out, bool exact)
@@ -122,7 +124,7 @@ static inline uint8_t *pack_tile_u16(const uint8_t *x, const uint8_t *meta, uint
                 }
                 transpose16(v);
                 for (size_t i = 0; i < 16; i++)
-                    _mm512_store_si512(cols[column_of_lane(i, hi)] + q * 32, v[i]);
+                    _mm512_store_si512(cols[column_of_word(i, hi)] + q * 32, v[i]);
             }
         }
         for (size_t c = 0; c < 32; c++) {
@@ -164,7 +166,7 @@ static inline const uint8_t *unpack_tile_u16(const uint8_t *in, const uint8_t *m
             for (size_t hi = 0; hi < 2; hi++) {
                 __m512i v[16];
                 for (size_t i = 0; i < 16; i++)
-                    v[i] = _mm512_load_si512(cols[column_of_lane(i, hi)] + q * 32);
+                    v[i] = _mm512_load_si512(cols[column_of_word(i, hi)] + q * 32);
                 transpose16(v);
                 for (size_t r = 0; r < 16; r++)
                     pairs[hi][r] = v[r];

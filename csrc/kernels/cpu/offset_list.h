@@ -1,30 +1,30 @@
-/* flat.h - what the vector sets share: a chunk's listed elements as a flat list of u16 offsets, and plain
- * loops over that list. A format's vector code only turns its index sections into the list (or the mask into
- * both). Why a list: bit by bit, each word or block ends in a mispredicted branch (about 15 cycles, the time
- * to non_temporal 100 bytes); a list has one such branch per chunk. Included by the files of one instruction
- * set each. */
-#ifndef SP_FLAT_H
-#define SP_FLAT_H
+/* offset_list.h - offset lists: the u16 offsets of a chunk's listed elements, and plain loops over such a
+ * list. The AVX2 and AVX-512 kernels use it. A format's encoder makes the list from the scan's mask, and its
+ * decoder makes the list from the index section.
+ * A list is faster than a loop over bits. Bit by bit, each word or block ends in a mispredicted branch: about
+ * 15 cycles, the time to write 100 bytes. A list has one such branch per chunk.
+ * The .inc files include this file, so it is compiled once per instruction set. */
+#ifndef SP_OFFSET_LIST_H
+#define SP_OFFSET_LIST_H
 
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
 
-/* A chunk: 16 blocks of the tile format, one pici tile. Its offsets fit 16 bits and its elements fit the
- * L1/L2. */
+/* A chunk is 16 blocks of the tile format, or one pici tile. Its offsets fit in 16 bits, and its elements fit
+ * in the L1 or L2 cache. */
 #define SP_CHUNK_ELEMS 4096u
-/* Room of an offset list: generators write whole vectors, up to 64 entries past the end. */
+/* Capacity of an offset list. simd_*_to_offs write whole vectors: up to 64 entries past the end. */
 #define SP_OFFS_CAP (SP_CHUNK_ELEMS + 64u)
-/* Below this many listed elements per 16, putting zeros back one by one is cheaper than clearing the chunk.
- */
+/* Up to this many listed elements per 16, storing single zeros is cheaper than clearing the whole chunk. */
 #define SP_CLEAR_SIXTEENTHS 3u
 
-/* From this many listed elements in a chunk on, the hardware prefetches dst by itself. */
+/* With fewer listed elements in a chunk, the code prefetches dst. With more, the hardware does it. */
 #define SP_PREFETCH_BELOW 160u
 
-/* values[j] = x[offs[j]]; dst[offs[j]] = values[j]; dst[offs[j]] = 0. Four at a time: loads run ahead of
- * stores. */
-#define SP_FLAT_MOVE(NAME, T)                                                                                \
-    static inline void flat_gather_##NAME(void *values, const void *x, const uint16_t *offs, size_t n)       \
+/* gather: values[j] = x[offs[j]]; scatter: dst[offs[j]] = values[j]; clear: dst[offs[j]] = 0.
+ * Gather and scatter take four elements at a time, so that four loads come before the first store. */
+#define SP_LIST_MOVE(NAME, T)                                                                                \
+    static inline void list_gather_##NAME(void *values, const void *x, const uint16_t *offs, size_t n)       \
     {                                                                                                        \
         size_t j = 0;                                                                                        \
         for (; j + 4 <= n; j += 4) {                                                                         \
@@ -38,7 +38,7 @@
         for (; j < n; j++)                                                                                   \
             sp_put_##NAME(values, j, sp_get_##NAME(x, offs[j]));                                             \
     }                                                                                                        \
-    static inline void flat_scatter_##NAME(void *dst, const uint16_t *offs, const void *values, size_t n)    \
+    static inline void list_scatter_##NAME(void *dst, const uint16_t *offs, const void *values, size_t n)    \
     {                                                                                                        \
         size_t j = 0;                                                                                        \
         for (; j + 4 <= n; j += 4) {                                                                         \
@@ -52,93 +52,94 @@
         for (; j < n; j++)                                                                                   \
             sp_put_##NAME(dst, offs[j], sp_get_##NAME(values, j));                                           \
     }                                                                                                        \
-    static inline void flat_clear_##NAME(void *dst, const uint16_t *offs, size_t n)                          \
+    static inline void list_clear_##NAME(void *dst, const uint16_t *offs, size_t n)                          \
     {                                                                                                        \
         for (size_t j = 0; j < n; j++)                                                                       \
             sp_put_##NAME(dst, offs[j], 0);                                                                  \
     }
-SP_FLAT_MOVE(u8, uint8_t)
-SP_FLAT_MOVE(u16, uint16_t)
-SP_FLAT_MOVE(u32, uint32_t)
-SP_FLAT_MOVE(u64, uint64_t)
+SP_LIST_MOVE(u8, uint8_t)
+SP_LIST_MOVE(u16, uint16_t)
+SP_LIST_MOVE(u32, uint32_t)
+SP_LIST_MOVE(u64, uint64_t)
 
-static inline void flat_gather(void *values, const void *x, const uint16_t *offs, size_t n, size_t elem_bytes)
+static inline void list_gather(void *values, const void *x, const uint16_t *offs, size_t n, size_t elem_bytes)
 {
     if (elem_bytes == 4)
-        flat_gather_u32(values, x, offs, n);
+        list_gather_u32(values, x, offs, n);
     else if (elem_bytes == 2)
-        flat_gather_u16(values, x, offs, n);
+        list_gather_u16(values, x, offs, n);
     else if (elem_bytes == 8)
-        flat_gather_u64(values, x, offs, n);
+        list_gather_u64(values, x, offs, n);
     else
-        flat_gather_u8(values, x, offs, n);
+        list_gather_u8(values, x, offs, n);
 }
-static inline void flat_scatter(void *dst, const uint16_t *offs, const void *values, size_t n,
+static inline void list_scatter(void *dst, const uint16_t *offs, const void *values, size_t n,
                                 size_t elem_bytes)
 {
     if (elem_bytes == 4)
-        flat_scatter_u32(dst, offs, values, n);
+        list_scatter_u32(dst, offs, values, n);
     else if (elem_bytes == 2)
-        flat_scatter_u16(dst, offs, values, n);
+        list_scatter_u16(dst, offs, values, n);
     else if (elem_bytes == 8)
-        flat_scatter_u64(dst, offs, values, n);
+        list_scatter_u64(dst, offs, values, n);
     else
-        flat_scatter_u8(dst, offs, values, n);
+        list_scatter_u8(dst, offs, values, n);
 }
-/* Make a chunk of zeros again out of one that held the listed elements. */
-static inline void flat_clear(void *dst, const uint16_t *offs, size_t n, size_t elem_bytes)
+/* Set the listed elements of a chunk back to zero: the whole chunk is zero again. */
+static inline void list_clear(void *dst, const uint16_t *offs, size_t n, size_t elem_bytes)
 {
     if (n * 16 > SP_CHUNK_ELEMS * SP_CLEAR_SIXTEENTHS)
         memset(dst, 0, SP_CHUNK_ELEMS * elem_bytes);
     else if (elem_bytes == 4)
-        flat_clear_u32(dst, offs, n);
+        list_clear_u32(dst, offs, n);
     else if (elem_bytes == 2)
-        flat_clear_u16(dst, offs, n);
+        list_clear_u16(dst, offs, n);
     else if (elem_bytes == 8)
-        flat_clear_u64(dst, offs, n);
+        list_clear_u64(dst, offs, n);
     else
-        flat_clear_u8(dst, offs, n);
+        list_clear_u8(dst, offs, n);
 }
 
-/* dst[offs[j]] = f(dst[offs[j]], values[j]) by operation; dst starts at the chunk. Four at a time: no offset
- * comes twice, so loads may run ahead of stores, which the compiler cannot know. */
-#define SP_FLAT_ONE(D, V, F, J) F(sp_get_##D(dst, offs[J]), sp_get_##V(values, J))
-#define SP_FLAT_APPLY(NAME, V, D, F)                                                                         \
-    static void flat_##NAME(void *dst, const uint16_t *offs, const void *values, size_t n)                   \
+/* dst[offs[j]] = f(dst[offs[j]], values[j]), one function per operation. dst points to the chunk.
+ * Four elements at a time: no offset occurs twice, so four loads may come before the first store. The
+ * compiler cannot know that. */
+#define SP_LIST_ONE(D, V, F, J) F(sp_get_##D(dst, offs[J]), sp_get_##V(values, J))
+#define SP_LIST_APPLY(NAME, V, D, F)                                                                         \
+    static void list_##NAME(void *dst, const uint16_t *offs, const void *values, size_t n)                   \
     {                                                                                                        \
         size_t j = 0;                                                                                        \
         for (; j + 4 <= n; j += 4) {                                                                         \
-            sp_elem_##D r0 = SP_FLAT_ONE(D, V, F, j), r1 = SP_FLAT_ONE(D, V, F, j + 1);                      \
-            sp_elem_##D r2 = SP_FLAT_ONE(D, V, F, j + 2), r3 = SP_FLAT_ONE(D, V, F, j + 3);                  \
+            sp_elem_##D r0 = SP_LIST_ONE(D, V, F, j), r1 = SP_LIST_ONE(D, V, F, j + 1);                      \
+            sp_elem_##D r2 = SP_LIST_ONE(D, V, F, j + 2), r3 = SP_LIST_ONE(D, V, F, j + 3);                  \
             sp_put_##D(dst, offs[j], r0);                                                                    \
             sp_put_##D(dst, offs[j + 1], r1);                                                                \
             sp_put_##D(dst, offs[j + 2], r2);                                                                \
             sp_put_##D(dst, offs[j + 3], r3);                                                                \
         }                                                                                                    \
         for (; j < n; j++)                                                                                   \
-            sp_put_##D(dst, offs[j], SP_FLAT_ONE(D, V, F, j));                                               \
+            sp_put_##D(dst, offs[j], SP_LIST_ONE(D, V, F, j));                                               \
     }
-SP_APPLY_OPS(SP_FLAT_APPLY)
-#define SP_FLAT_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = flat_##NAME,
-typedef void flat_apply_fn(void *dst, const uint16_t *offs, const void *values, size_t n);
-static flat_apply_fn *const flat_apply[SP_N_APPLY_OPS] = {SP_APPLY_OPS(SP_FLAT_ENTRY)};
+SP_APPLY_OPS(SP_LIST_APPLY)
+#define SP_LIST_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = list_##NAME,
+typedef void list_apply_fn(void *dst, const uint16_t *offs, const void *values, size_t n);
+static list_apply_fn *const list_apply[SP_N_APPLY_OPS] = {SP_APPLY_OPS(SP_LIST_ENTRY)};
 
-/* Where a decoder is in a frame: what is left of each section. */
-struct flat_cursor {
+/* Position of a decoder in a frame. The pointers are at the part of each section that is not read yet. */
+struct list_cursor {
     const uint8_t *index, *meta, *values;
     size_t chunk;   /* number of the chunk */
     size_t n_chunk; /* elements of the chunk */
-    size_t n_left;  /* listed elements not yet taken */
+    size_t n_left;  /* listed elements not yet decoded */
 };
-/* Fill offs with the chunk's list, move index and meta on, return how many. */
-typedef size_t flat_next_fn(struct flat_cursor *c, uint16_t *offs);
+/* Write the chunk's list to offs, advance index and meta, and return the number of listed elements. */
+typedef size_t list_next_fn(struct list_cursor *c, uint16_t *offs);
 
-/* ADD and OVERWRITE of a whole frame. Lines of the next chunk are asked for first: sparse touches are too far
- * apart for the hardware's prefetcher, and an addition fills too much of the core's window to run far ahead
- * by itself. */
-static inline void flat_decode_apply(const sp_decode_args *a, flat_next_fn *next, flat_apply_fn *apply)
+/* ADD and OVERWRITE of a whole frame. Cache lines of the next chunk are prefetched before a chunk is applied.
+ * The listed elements are too far apart for the hardware prefetcher. Additions fill the core's out-of-order
+ * window, so its own loads do not run far enough ahead. */
+static inline void list_decode_apply(const sp_decode_args *a, list_next_fn *next, list_apply_fn *apply)
 {
-    struct flat_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
+    struct list_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
     size_t value_bytes = sp_dtype_bytes(a->dtype), dst_bytes = sp_dtype_bytes(a->dst_dtype);
     const uint8_t *values = a->values;
     uint8_t *dst = a->dst;
@@ -163,10 +164,10 @@ static inline void flat_decode_apply(const sp_decode_args *a, flat_next_fn *next
     }
 }
 
-/* SET of a whole frame, dst in cache: clear a chunk, then put its elements. */
-static inline void flat_decode_set_cached(const sp_decode_args *a, flat_next_fn *next)
+/* SET of a whole frame with ordinary stores: clear a chunk, then store its listed elements. */
+static inline void list_decode_set_cached(const sp_decode_args *a, list_next_fn *next)
 {
-    struct flat_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
+    struct list_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
     size_t eb = sp_dtype_bytes(a->dtype);
     uint16_t offs[SP_OFFS_CAP];
     for (size_t i = 0; i < a->n_elems; i += SP_CHUNK_ELEMS, c.chunk++) {
@@ -174,18 +175,18 @@ static inline void flat_decode_set_cached(const sp_decode_args *a, flat_next_fn 
         c.n_chunk = sp_min_size(SP_CHUNK_ELEMS, a->n_elems - i);
         size_t n = next(&c, offs);
         memset(dst, 0, c.n_chunk * eb);
-        flat_scatter(dst, offs, c.values, n, eb);
+        list_scatter(dst, offs, c.values, n, eb);
         c.values += n * eb;
         c.n_left -= n;
     }
 }
 
-/* SET of a whole frame past the cache: a chunk is made in a buffer that is otherwise zero, and stored past
- * the cache to dst one chunk later (its narrow stores have left the store queue by then: wide loads cannot be
- * forwarded from them). */
-static inline void flat_decode_set_nt(const sp_decode_args *a, flat_next_fn *next, size_t eb)
+/* SET of a whole frame with non-temporal stores. A chunk is put together in a buffer of zeros, and copied to
+ * dst one chunk later. By then its narrow stores have left the store queue: the CPU cannot forward narrow
+ * stores to wide loads. */
+static inline void list_decode_set_nt(const sp_decode_args *a, list_next_fn *next, size_t eb)
 {
-    struct flat_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
+    struct list_cursor c = {a->index, a->meta, a->values, 0, 0, a->nnz};
     _Alignas(64) uint8_t bufs[2][SP_CHUNK_ELEMS * 8];
     uint16_t offs[2][SP_OFFS_CAP];
     size_t n[2] = {0, 0}, n_chunks = sp_ceil_div(a->n_elems, SP_CHUNK_ELEMS);
@@ -196,7 +197,7 @@ static inline void flat_decode_set_nt(const sp_decode_args *a, flat_next_fn *nex
             c.chunk = i;
             c.n_chunk = sp_min_size(SP_CHUNK_ELEMS, a->n_elems - i * SP_CHUNK_ELEMS);
             n[i % 2] = next(&c, offs[i % 2]);
-            flat_scatter(bufs[i % 2], offs[i % 2], c.values, n[i % 2], eb);
+            list_scatter(bufs[i % 2], offs[i % 2], c.values, n[i % 2], eb);
             c.values += n[i % 2] * eb;
             c.n_left -= n[i % 2];
         }
@@ -204,25 +205,25 @@ static inline void flat_decode_set_nt(const sp_decode_args *a, flat_next_fn *nex
             size_t at = (i - 1) * SP_CHUNK_ELEMS, b = (i - 1) % 2;
             simd_store_nt((uint8_t *)a->dst + at * eb, bufs[b],
                           sp_min_size(SP_CHUNK_ELEMS, a->n_elems - at) * eb);
-            flat_clear(bufs[b], offs[b], n[b], eb);
+            list_clear(bufs[b], offs[b], n[b], eb);
         }
     }
     simd_nt_end();
 }
 
-static inline void flat_decode_set(const sp_decode_args *a, flat_next_fn *next)
+static inline void list_decode_set(const sp_decode_args *a, list_next_fn *next)
 {
     size_t eb = sp_dtype_bytes(a->dtype);
     if (!a->non_temporal)
-        flat_decode_set_cached(a, next);
-    else if (eb == 4) /* constants, so that the loops above are made for one width each */
-        flat_decode_set_nt(a, next, 4);
+        list_decode_set_cached(a, next);
+    else if (eb == 4) /* constants: the compiler makes one copy of the loop per width */
+        list_decode_set_nt(a, next, 4);
     else if (eb == 2)
-        flat_decode_set_nt(a, next, 2);
+        list_decode_set_nt(a, next, 2);
     else if (eb == 8)
-        flat_decode_set_nt(a, next, 8);
+        list_decode_set_nt(a, next, 8);
     else
-        flat_decode_set_nt(a, next, 1);
+        list_decode_set_nt(a, next, 1);
 }
 
 #endif
