@@ -1,6 +1,6 @@
 /* all_reduce.c - two processes add two sparse arrays with libspccl's C interface.
  *
- *   cc -o all_reduce all_reduce.c -I<include> -L<lib> -lspccl && ./all_reduce
+ *   cc -o all_reduce all_reduce.c $(pkg-config --cflags --libs spccl) && ./all_reduce
  *
  * The first process makes the unique id and hands its 128 bytes to the second (here through a pipe; any way
  * will do: a file, MPI_Bcast, a job script), then both join the group and call the same collective. */

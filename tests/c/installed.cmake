@@ -1,0 +1,67 @@
+# Installs a build of spccl and builds examples/c against it, outside of the source tree, as a stranger would:
+# with find_package and with pkg-config. The paths have spaces.
+#   cmake -DBUILD=<build folder> -DEXAMPLE=<examples/c> -DWORK=<folder to use> -DCC=<compiler>
+#         -DVERSION=0.1.0 -P installed.cmake
+cmake_minimum_required(VERSION 3.22)
+set(prefix "${WORK}/an installed spccl")
+set(example "${WORK}/an example")
+file(REMOVE_RECURSE "${WORK}")
+file(COPY "${EXAMPLE}/" DESTINATION "${example}")
+
+function(must)
+  execute_process(COMMAND ${ARGV} RESULT_VARIABLE status OUTPUT_VARIABLE text ERROR_VARIABLE text)
+  string(JOIN " " command ${ARGV})
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "${command}: ${status}\n${text}")
+  endif()
+  message(STATUS "${command}")
+  set(output "${text}" PARENT_SCOPE)
+endfunction()
+
+must(${CMAKE_COMMAND} --install "${BUILD}" --prefix "${prefix}")
+
+# find_package
+must(${CMAKE_COMMAND} -S "${example}" -B "${example}/build" "-DCMAKE_PREFIX_PATH=${prefix}" "-DCMAKE_C_COMPILER=${CC}")
+must(${CMAKE_COMMAND} --build "${example}/build")
+must("${example}/build/all_reduce")
+string(REGEX MATCHALL "rank [01]: 0 wrong" right "${output}")
+list(LENGTH right n_right)
+if(NOT n_right EQUAL 2)
+  message(FATAL_ERROR "all_reduce printed:\n${output}")
+endif()
+
+# The next minor version is another interface: find_package must not take this one for it.
+string(REGEX MATCH "^([0-9]+)\\.([0-9]+)" minor "${VERSION}")
+math(EXPR next "${CMAKE_MATCH_2} + 1")
+file(WRITE "${WORK}/next/CMakeLists.txt" "cmake_minimum_required(VERSION 3.22)\nproject(next LANGUAGES NONE)\n"
+  "find_package(spccl ${CMAKE_MATCH_1}.${next} REQUIRED)\n")
+execute_process(COMMAND ${CMAKE_COMMAND} -S "${WORK}/next" -B "${WORK}/next/build" "-DCMAKE_PREFIX_PATH=${prefix}"
+  RESULT_VARIABLE status OUTPUT_QUIET ERROR_VARIABLE text)
+if(status EQUAL 0 OR NOT text MATCHES "version: ${VERSION}")
+  message(FATAL_ERROR "find_package(spccl ${CMAKE_MATCH_1}.${next}) with ${VERSION} installed: ${status}\n${text}")
+endif()
+
+# The name that programs ask the loader for.
+file(GLOB_RECURSE library "${prefix}/*/libspccl.so.${minor}")
+if(library STREQUAL "")
+  message(FATAL_ERROR "no libspccl.so.${minor} in ${prefix}")
+endif()
+get_filename_component(lib_dir "${library}" DIRECTORY)
+
+# pkg-config
+find_program(pkg_config NAMES pkg-config pkgconf)
+if(NOT pkg_config)
+  message(STATUS "skipped: no pkg-config")
+  return()
+endif()
+set(ENV{PKG_CONFIG_PATH} "${lib_dir}/pkgconfig")
+must("${pkg_config}" --modversion spccl)
+string(STRIP "${output}" modversion)
+if(NOT modversion STREQUAL VERSION)
+  message(FATAL_ERROR "pkg-config --modversion spccl: ${modversion}, wanted ${VERSION}")
+endif()
+must("${pkg_config}" --cflags --libs spccl)
+separate_arguments(flags UNIX_COMMAND "${output}")
+must("${CC}" -o "${example}/with_pkg_config" "${example}/all_reduce.c" ${flags})
+set(ENV{LD_LIBRARY_PATH} "${lib_dir}")
+must("${example}/with_pkg_config")
