@@ -5,9 +5,8 @@
     dist.all_reduce(tensor)
 
 An installed spccl registers itself when torch is imported (entry point `torch.backends`); otherwise
-`import spccl` does, or `register()`. All-gather, reduce-scatter, all-reduce and broadcast are spccl's, also
-all-reduce of torch.sparse_coo; everything else is handed to a Gloo or NCCL group over the same ranks.
-Source: docs/TORCH.md.
+`import spccl` does, or `register()`. spccl runs all-gather, reduce-scatter, all-reduce (of torch.sparse_coo
+too) and broadcast. A Gloo or NCCL group over the same ranks runs everything else. Source: docs/TORCH.md.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ NAME = "spccl"
 FORMATS = {"auto": -1, "tile": 1, "pici": 2, "coo": 3, "dense": 4}  # spccl_format in spccl.h
 FALLBACKS = ("nccl", "stage")
 ORDERS = ("device", "group")
+DEFAULT_TIMEOUT = timedelta(seconds=600)
 FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
 
 
@@ -205,24 +205,87 @@ def _boxed(group: dist.ProcessGroup | None) -> Any:
 # ---- making a group ------------------------------------------------------------------------------------------
 
 
-def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
-    """torch.distributed calls this once per group and rank, on all ranks of the group."""
+def make_process_group(
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    name: str = "spccl",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    options: Options | None = None,
+) -> dist.ProcessGroup:
+    """Make a process group without init_process_group, for CPU and CUDA tensors. All its ranks call this.
+
+    For frameworks that make groups anew as workers come and go (torchft), and for programs that want no
+    default group. torch.distributed does not know the group: pass it as `process_group=` to
+    DistributedDataParallel, or call its own methods (`group.allreduce(...)`). Functions that look ranks up,
+    such as `dist.get_rank(group)` and `dist.broadcast(..., group)`, do not take it. docs/FRAMEWORKS.md has the
+    lines for torchft.
+
+    Args:
+        store: torch.distributed.Store that all ranks of the group share.
+        rank, world_size: this process's place in the group.
+        name: of the group, for error texts and for keys in the store. Two groups on one store that exist at
+            the same time need two names.
+        timeout: deadline of joining and of each collective.
+        options: settings of the group.
+    Returns: the group, when all ranks have joined. `group.shutdown()` or dropping it frees it.
+    Raises: TypeError, ValueError for a bad argument; DistBackendError if a rank does not join in time.
+    """
     import torch
     import torch.distributed as dist
 
-    options = _with_environment(_options_of(pg_options))
+    if not isinstance(store, dist.Store):
+        kind = type(store).__name__
+        raise TypeError(f"spccl: make_process_group: store is a {kind}, wanted a torch.distributed.Store")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"spccl: make_process_group: rank {rank} of {world_size}, wanted 0 to world_size - 1")
+    if timeout <= timedelta(0):
+        raise ValueError(f"spccl: make_process_group: timeout={timeout!r}, wanted more than 0")
+    place = _Place(store, rank, world_size, name, list(range(world_size)))
+    backend = _join(place, timeout, _options_of(options))
+    custom = dist.ProcessGroup.BackendType.CUSTOM
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(custom)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), custom, backend)
+    group._set_group_name(name)
+    return group
+
+
+def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
+    """torch.distributed calls this once per group and rank, on all ranks of the group."""
+    ranks = list(opts.global_ranks_in_group)
+    place = _Place(opts.store, opts.group_rank, opts.group_size, str(opts.group_id), ranks)
+    return _join(place, _as_timedelta(opts.timeout), _options_of(pg_options))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """This process's place in a group. `global_ranks` holds the global rank of each rank of the group."""
+
+    store: Any
+    rank: int
+    size: int
+    name: str
+    global_ranks: list[int]
+
+
+def _join(place: _Place, timeout: timedelta, options: Options) -> dist.Backend:
+    """Make this rank's backend of the group; returns when all ranks have joined."""
+    import torch
+    import torch.distributed as dist
+
+    options = _with_environment(options)
     _torch_glue.load()
     _settle_callbacks_at_exit()
     _offer_split()
-    timeout = options.timeout or _as_timedelta(opts.timeout)
-    timeout_ms = max(1, int(timeout.total_seconds() * 1000))
-    store = _store_of_this_join(dist, opts.store, opts.group_rank)
-    bare = dist.ProcessGroup(store, opts.group_rank, opts.group_size)
-    ranks = list(opts.global_ranks_in_group)
+    timeout_ms = max(1, int((options.timeout or timeout).total_seconds() * 1000))
+    bare = dist.ProcessGroup(_store_of_this_join(dist, place.store, place.rank), place.rank, place.size)
     group = torch.ops.spccl.make_process_group(
-        _with_inner_groups(bare, str(opts.group_id), ranks, timeout_ms).boxed(),
-        str(opts.group_id),
-        ranks,
+        _with_inner_groups(bare, place.name, place.global_ranks, timeout_ms).boxed(),
+        place.name,
+        place.global_ranks,
         {
             "timeout_ms": timeout_ms,
             "format": FORMATS[options.format],
