@@ -6,7 +6,8 @@
         comm.all_reduce(array)
 
 Needs neither torch nor numpy. Where torch is installed, `import spccl` makes
-`torch.distributed.init_process_group("spccl")` work; `spccl.ddp` and `spccl.backend` load on first use.
+`torch.distributed.init_process_group("spccl")` work; `spccl.ddp`, `spccl.backend` and
+`spccl.integrations` load on first use.
 """
 
 import importlib
@@ -38,7 +39,7 @@ __all__ = [
     *errors.__all__,
 ]
 
-_LAZY = ("backend", "ddp", "prune")
+_LAZY = ("backend", "ddp", "integrations", "prune")
 
 
 def __getattr__(name: str) -> object:

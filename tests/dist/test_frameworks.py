@@ -1,0 +1,154 @@
+"""spccl under Accelerate, transformers.Trainer, Lightning, Fabric and torchft: the lines of docs/FRAMEWORKS.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the frameworks train torch models")
+
+from launch import check_case, run_ranks  # noqa: E402
+
+from spccl import ddp, integrations  # noqa: E402
+
+# case -> the library that it needs
+CASES = {
+    "accelerate": "accelerate",
+    "accelerate_ignores_comm_hook": "accelerate",
+    "trainer": "transformers",
+    "lightning": "lightning",
+    "fabric": "lightning",
+    "torchft": "torchft",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_real_library(case):
+    library = CASES[case]
+    needed = [library, "accelerate"] if library == "transformers" else [library]
+    for name in needed:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed (pip install {name}; it is no dependency of spccl)")
+    ranks = run_ranks("frameworks", 2, case)
+    check_case(ranks, case)
+    assert [r.returncode for r in ranks] == [0, 0], "\n".join(r.told() for r in ranks)
+
+
+# ---- without the libraries ----
+
+
+class Settings:
+    """What the callback reads of TrainingArguments, TrainerState and Trainer."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+@pytest.fixture
+def callback_class(monkeypatch):
+    """PrunedGradientsCallback over a stand-in for transformers' base class."""
+    module = types.ModuleType("transformers")
+    module.TrainerCallback = type("TrainerCallback", (), {})
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    integrations._trainer_callback.cache_clear()
+    yield integrations.PrunedGradientsCallback
+    integrations._trainer_callback.cache_clear()
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    torch.distributed.destroy_process_group()
+
+
+def begin(callback, args, global_step=0, optimizer=None):
+    callback.on_train_begin(args, Settings(global_step=global_step), None, model=None, optimizer=optimizer)
+
+
+def arguments(tmp_path, **more):
+    values = {"world_size": 2, "process_index": 0, "max_grad_norm": 0, "resume_from_checkpoint": None}
+    return Settings(output_dir=str(tmp_path), **(values | more))
+
+
+@pytest.mark.filterwarnings("ignore:PrunedGradients. the group's backend")
+def test_trainer_callback_registers_saves_and_resumes(callback_class, model, tmp_path):
+    hook = ddp.PrunedGradients(min_numel=1, density=0.1)
+    callback = callback_class(Settings(model_wrapped=model, accelerator=Settings(scaler=None)), hook)
+    args = arguments(tmp_path)
+    begin(callback, args)
+    begin(callback, args)  # train() called again: nothing is registered twice
+    model(torch.randn(8, 100)).sum().backward()
+    assert hook.step == 1
+    callback.on_save(args, Settings(global_step=1), None)
+    (file,) = (tmp_path / "checkpoint-1").iterdir()
+    assert file.name == "spccl-rank-0-of-2.pt"
+
+    other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    resumed = ddp.PrunedGradients(min_numel=1, density=0.1)
+    state = torch.load(file, weights_only=True) | {"world_size": 1}
+    torch.save(state, file)
+    begin(callback_class(Settings(model_wrapped=other, accelerator=Settings()), resumed), args, global_step=1)
+    assert resumed.step == 1 and resumed.state_dict()["parameters"].keys() == {"weight", "bias"}
+
+
+def test_state_of_another_number_of_ranks(tmp_path):
+    def state(rank):
+        entry = {"residual": torch.full((4,), rank + 1.0), "velocity": None, "threshold": None}
+        return {"version": 1, "world_size": 12, "step": 7, "seed": 0, "parameters": {"w": entry}}
+
+    for rank in range(12):
+        integrations.save_state(Settings(state_dict=lambda rank=rank: state(rank)), tmp_path, rank, 12)
+    hook = ddp.PrunedGradients()
+    integrations.load_state(hook, tmp_path, 1, 2)
+    held = hook.state_dict()["parameters"]["w"]["residual"]
+    assert hook.step == 7 and torch.equal(held, torch.full((4,), sum(range(2, 13, 2)) * 2 / 12))
+    with pytest.warns(UserWarning, match="goes on without what was not sent"):
+        integrations.load_state(hook, tmp_path / "nothing", 0, 2)
+    (tmp_path / "spccl-rank-3-of-12.pt").unlink()
+    with pytest.raises(ValueError, match="all ranks"):
+        integrations.load_state(hook, tmp_path, 0, 2)
+
+
+def test_trainer_callback_warns_of_what_fights(callback_class, model, tmp_path):
+    weights = list(model.parameters())
+    for optimizer, more, words in (
+        (torch.optim.SGD(weights, lr=1.0), {"max_grad_norm": 1.0}, ["max_grad_norm=1.0", "clip_norm=1.0"]),
+        (torch.optim.AdamW(weights), {}, ["AdamW does not converge"]),
+        (Settings(optimizer=torch.optim.AdamW(weights)), {}, ["AdamW does not converge"]),
+        (torch.optim.SGD(weights, lr=1.0, momentum=0.5), {}, ["momentum=0.5 in SGD"]),
+        (torch.optim.SGD(weights, lr=1.0), {}, []),
+        (None, {}, []),
+    ):
+        one = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+        trainer = Settings(model_wrapped=one, accelerator=Settings(scaler=None))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            begin(
+                callback_class(trainer, ddp.PrunedGradients(momentum=0.9)),
+                arguments(tmp_path, **more),
+                optimizer=optimizer,
+            )
+        texts = [str(w.message) for w in seen]
+        assert len(texts) == bool(words) and all(word in texts[0] for word in words), texts
+
+
+def test_trainer_callback_without_ddp(callback_class, tmp_path):
+    callback = callback_class(Settings(model_wrapped=torch.nn.Linear(1, 1)), ddp.PrunedGradients())
+    with pytest.warns(UserWarning, match="one process has nothing to send"):
+        begin(callback, arguments(tmp_path, world_size=1))
+    callback.on_save(arguments(tmp_path), Settings(global_step=1), None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_transformers_is_imported_only_when_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    integrations._trainer_callback.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="pip install transformers"):
+        _ = integrations.PrunedGradientsCallback
+    with pytest.raises(AttributeError):
+        _ = integrations.SomethingElse
