@@ -4,7 +4,7 @@
 //                       [--sparsity 0.999,0.99,...]
 //                       [--only all_gather,reduce_scatter,all_reduce,in_place,one_hop]
 //
-// All arenas are the same memory, so what rank 0 sends to its peers comes back to it as theirs. No link is in
+// All inboxes are the same memory, so what rank 0 sends to its peers comes back to it as theirs. No link is in
 // the way: this is the time of the kernels alone, within 10% of that on 4 GPUs while frames are short, and a
 // profiler sees one launch of one process. Every result is compared with the host's before it is timed.
 // Defaults: 512 MiB (the larger buffer), 4 ranks, all blocks, float32, 15 launches, medians.
@@ -146,7 +146,7 @@ struct machine {
     options o;
     sp_gpu_limits limits;
     sp_inbox_shape shape;
-    uint8_t *in, *out, *arena;
+    uint8_t *in, *out, *inbox;
     sp_gpu_control *control, *control_device;
     int elem_bytes;
     uint64_t n; // elements of the larger buffer
@@ -172,8 +172,8 @@ static machine open_machine(const options &o)
     TRY(sp_tune_gpu_shape(&m.limits, &m.shape));
     CHECK(cudaMalloc(&m.in, bytes));
     CHECK(cudaMalloc(&m.out, bytes));
-    CHECK(cudaMalloc(&m.arena, sp_inbox_bytes(m.shape)));
-    CHECK(cudaMemset(m.arena, 0, sp_inbox_bytes(m.shape)));
+    CHECK(cudaMalloc(&m.inbox, sp_inbox_bytes(m.shape)));
+    CHECK(cudaMemset(m.inbox, 0, sp_inbox_bytes(m.shape)));
     CHECK(cudaHostAlloc(&m.control, sizeof *m.control, cudaHostAllocMapped));
     memset(m.control, 0, sizeof *m.control);
     CHECK(cudaHostGetDevicePointer(&m.control_device, m.control, 0));
@@ -208,7 +208,7 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
     a.workers_per_cta = plan.workers_per_cta;
     a.n_served = plan.n_served;
     for (unsigned r = 0; r < m.o.ranks; r++)
-        a.arenas[r] = m.arena;
+        a.inboxes[r] = m.inbox;
     a.control = m.control_device;
     a.timeout_ns = 2000000000ull;
     a.seq = 1;
@@ -234,9 +234,9 @@ static float launch(const machine &m, const sp_fused_args &a)
     CHECK(cudaEventElapsedTime(&ms, before, after));
     CHECK(cudaEventDestroy(before));
     CHECK(cudaEventDestroy(after));
-    if (m.control->report.trouble != 0) {
-        fprintf(stderr, "spccl_bench_fused: the kernel gave up: trouble %u, worker %u, slice %u\n",
-                m.control->report.trouble, m.control->report.worker, m.control->report.slice);
+    if (m.control->report.fault != 0) {
+        fprintf(stderr, "spccl_bench_fused: the kernel gave up: fault %u, worker %u, slice %u\n",
+                m.control->report.fault, m.control->report.worker, m.control->report.slice);
         exit(1);
     }
     return ms;

@@ -1,5 +1,5 @@
-/* fake_gpu.h - GPUs made of host memory, for tests of everything around the kernels: arenas are memfds that
- * really travel between threads and processes; a "kernel" is a thread that marks the peers' arenas and waits
+/* fake_gpu.h - GPUs made of host memory, for tests of everything around the kernels: inboxes are memfds that
+ * really travel between threads and processes; a "kernel" is a thread that marks the peers' inboxes and waits
  * for their marks, as the real ones do: with a deadline, an abort flag and a report. */
 #ifndef SP_TEST_FAKE_GPU_H
 #define SP_TEST_FAKE_GPU_H
@@ -120,14 +120,14 @@ static spccl_status fake_map(int fd, size_t bytes, sp_gpu_memory **out)
     *out = m;
     return SPCCL_OK;
 }
-static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out)
+static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out)
 {
     int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
     (void)ordinal;
     if (fake.create_fails || fd < 0 || ftruncate(fd, (off_t)bytes) != 0) {
         if (fd >= 0)
             close(fd);
-        return SP_FAIL(SPCCL_ERR_NOMEM, "fakeCreate: out of memory, shared by %s", share);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "fakeCreate: out of memory, shared by %s", handles);
     }
     return fake_map(fd, bytes, out);
 }
@@ -217,11 +217,11 @@ struct fake_launch {
     struct fake_stream *stream;
 };
 
-/* The mark of rank `from` in an arena: in the first tail of its slot. */
+/* The mark of rank `from` in an inbox: in the first tail of its slot. */
 static uint64_t *fake_mark(const sp_fused_args *a, int to, int from)
 {
     uint32_t slot = sp_inbox_slot((uint32_t)to, (uint32_t)from, (uint32_t)a->world_size);
-    return (uint64_t *)(void *)(a->arenas[to] + sp_inbox_tail_off(a->shape, SP_INBOX_INPUT, slot, 0));
+    return (uint64_t *)(void *)(a->inboxes[to] + sp_inbox_tail_off(a->shape, SP_INBOX_INPUT, slot, 0));
 }
 
 /* Kernels of one stream run in any order here, so a mark only rises. */
@@ -243,7 +243,7 @@ static void fake_report(const sp_fused_args *a, int peer, uint64_t wanted, uint6
     r->wanted = wanted;
     r->seen = seen;
     r->detail = fake.bad_rule;
-    __atomic_store_n(&r->trouble, fake.bad_rule != 0 ? SP_GPU_BAD_FRAME : SP_GPU_NO_DATA, __ATOMIC_RELEASE);
+    __atomic_store_n(&r->fault, fake.bad_rule != 0 ? SP_GPU_BAD_FRAME : SP_GPU_NO_DATA, __ATOMIC_RELEASE);
 }
 
 static void *fake_kernel(void *arg)
@@ -252,7 +252,7 @@ static void *fake_kernel(void *arg)
     const sp_fused_args *a = &l->a;
     int64_t deadline_ns = sp_now_ns() + (int64_t)a->timeout_ns;
     uint64_t wanted = (uint64_t)a->seq + 1, seen = 0;
-    sp_inbox_state *state = (sp_inbox_state *)(void *)(a->arenas[a->rank] + sp_inbox_state_off(a->shape, 0));
+    sp_inbox_state *state = (sp_inbox_state *)(void *)(a->inboxes[a->rank] + sp_inbox_state_off(a->shape, 0));
     for (int r = 0; r < a->world_size; r++)
         if (r != a->rank)
             fake_raise(fake_mark(a, r, a->rank), wanted);

@@ -185,7 +185,7 @@ static void test_refusals(void)
 static void shares_ipc(struct rank_ctx *c)
 {
     CHECK_OK(attach(c));
-    CHECK(strcmp(((sp_gpu_comm *)atomic_load(&c->comm->gpu))->share, "ipc") == 0, "ipc, as one cannot do fd");
+    CHECK(strcmp(((sp_gpu_comm *)atomic_load(&c->comm->gpu))->handles, "ipc") == 0, "one GPU cannot do fd");
     CHECK_OK(reduce(c, 0));
     CHECK_OK(spccl_cuda_wait(c->comm, &streams[c->rank][0], 20000));
 }
@@ -304,7 +304,7 @@ static void test_order(void)
     run_ranks(1, NULL, ordered, NULL, ctx);
 }
 
-/* ---- trouble ---- */
+/* ---- fault ---- */
 
 /* Rank 2 does not take part: it times out at the others, who say what they waited for. */
 static void late(struct rank_ctx *c)

@@ -1,4 +1,4 @@
-/* test_tune_gpu.c - the GPU engine's choices: arenas, slices, blocks. No GPU is needed. */
+/* test_tune_gpu.c - the GPU engine's choices: inboxes, slices, blocks. No GPU is needed. */
 #include "core/gpu/tune_gpu.h"
 
 #include "core/base/dtype.h"

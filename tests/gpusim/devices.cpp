@@ -82,7 +82,7 @@ static CUresult set_context(CUcontext c)
 }
 static CUresult get_attribute(int *value, CUdevice_attribute, CUdevice)
 {
-    *value = 0; // no virtual memory management: arenas go the other way, as pointers within the process
+    *value = 0; // no virtual memory management: inboxes go the other way, as pointers within the process
     return CUDA_SUCCESS;
 }
 static CUresult not_supported(void)

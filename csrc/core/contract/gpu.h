@@ -21,7 +21,7 @@ typedef struct sp_gpu_device {
     bool can_share_fd; /* VMM memory can be exported as a file descriptor */
 } sp_gpu_device;
 
-/* ---- the fused collectives: a whole collective in one launch over mapped arenas ---- */
+/* ---- the fused collectives: a whole collective in one launch over mapped inboxes ---- */
 
 typedef enum sp_fused_op {
     SP_FUSED_ALL_GATHER,
@@ -37,29 +37,29 @@ typedef enum sp_fused_op {
 
 /* What a wait on the GPU saw when it gave up, or what was wrong with a frame. Written once, by the first
  * worker. */
-typedef enum sp_gpu_trouble {
-    SP_GPU_FINE = 0,
+typedef enum sp_gpu_fault {
+    SP_GPU_NO_FAULT = 0,
     SP_GPU_NO_DATA,  /* waited for a frame of `peer`: position `wanted`, its tail says `seen` */
-    SP_GPU_NO_ROOM,  /* waited for `peer` to take what it was sent: wanted a credit of `wanted`, `seen` */
+    SP_GPU_NO_SPACE, /* waited for `peer` to take what it was sent: wanted a credit of `wanted`, `seen` */
     SP_GPU_BAD_FRAME /* a frame of `peer` breaks a rule: `wanted` and `seen` of the header field or count
                         `detail` */
-} sp_gpu_trouble;
+} sp_gpu_fault;
 
 /* How long a wait lasts. Contributions wait for nobody but their sender. Results and room may be late because
  * of a third rank, which is the one to name: such waits last an eighth longer, one second at most. */
-static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_trouble trouble, uint32_t kind)
+static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_fault fault, uint32_t queue)
 {
     uint64_t more = timeout_ns / 8 < 1000000000u ? timeout_ns / 8 : 1000000000u;
-    return timeout_ns + (trouble == SP_GPU_NO_DATA && kind == SP_INBOX_INPUT ? 0 : more);
+    return timeout_ns + (fault == SP_GPU_NO_DATA && queue == SP_INBOX_INPUT ? 0 : more);
 }
 
 /* In `detail` of BAD_FRAME: one of the rules 20 to 27 of docs/FORMAT.md 4, without `wanted` and `seen`. */
 #define SP_GPU_RULE_INDEX 20u
 
 typedef struct sp_gpu_report {
-    uint32_t claimed; /* 0, or 1 + the worker that writes; the rest is valid once `trouble` is not FINE */
-    uint32_t trouble; /* sp_gpu_trouble */
-    uint32_t worker, peer, kind, detail;
+    uint32_t claimed; /* 0, or 1 + the worker that writes; the rest is valid once `fault` is not FINE */
+    uint32_t fault;   /* sp_gpu_fault */
+    uint32_t worker, peer, queue, detail;
     uint32_t seq;   /* sp_fused_args.seq of the launch */
     uint32_t slice; /* of the worker's slices in this launch, counted from 0 */
     uint64_t wanted, seen;
@@ -87,12 +87,12 @@ typedef struct sp_fused_args {
     uint32_t whole_slices, rest_elems; /* of n_elems; elements behind the last whole one (set by `fused`) */
     int rank, world_size, root;
     sp_inbox_shape shape;
-    uint32_t n_ctas, workers_per_cta;  /* n_ctas * workers_per_cta <= shape.n_workers */
-    uint32_t n_served;                 /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
-    uint8_t *arenas[SP_GPU_RANKS_MAX]; /* by rank, as mapped on this device */
-    sp_gpu_control *control;           /* device address */
-    uint64_t timeout_ns;               /* of each wait */
-    uint32_t seq;                      /* number of the launch, for reports */
+    uint32_t n_ctas, workers_per_cta;   /* n_ctas * workers_per_cta <= shape.n_workers */
+    uint32_t n_served;                  /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
+    uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, as mapped on this device */
+    sp_gpu_control *control;            /* device address */
+    uint64_t timeout_ns;                /* of each wait */
+    uint32_t seq;                       /* number of the launch, for reports */
 } sp_fused_args;
 
 /* ---- the codec on GPU memory ---- */
@@ -108,12 +108,12 @@ typedef struct sp_gpu_encode_args {
     uint64_t *offsets; /* [n_slices + 1]: where each frame starts; the last = bytes of the stream */
     void *scratch;     /* scratch_bytes(n_slices) */
     uint32_t
-        *status; /* device memory: 0, or -spccl_status (DST_SMALL, UNSUPPORTED) of the first trouble seen */
+        *status; /* device memory: 0, or -spccl_status (DST_SMALL, UNSUPPORTED) of the first fault seen */
 } sp_gpu_encode_args;
 
 typedef struct sp_gpu_decode_args {
-    const uint8_t *stream; /* aligned to 16 */
-    uint64_t stream_bytes;
+    const uint8_t *encoded; /* aligned to 16 */
+    uint64_t encoded_bytes;
     const uint64_t *offsets; /* [n_slices + 1] as encode wrote them */
     uint64_t n_elems;
     spccl_dtype dtype;
@@ -126,7 +126,7 @@ typedef struct sp_gpu_decode_args {
 /* A peer's memory as it travels to the others: bytes for the store, and a descriptor for the socket (or -1).
  */
 #define SP_GPU_HANDLE_BYTES 128
-typedef struct sp_gpu_memory sp_gpu_memory; /* an arena: own or mapped from a peer */
+typedef struct sp_gpu_memory sp_gpu_memory; /* an inbox: own or mapped from a peer */
 
 typedef struct sp_gpu_ops {
     const char *name;  /* "cuda" */
@@ -146,8 +146,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*memory_free)(size_t *out_bytes); /* of the current device */
 
     /* ---- memory that peers map ---- */
-    /* `bytes` of zeros on the current device; share: "fd" (VMM) or "ipc" */
-    spccl_status (*memory_create)(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out);
+    /* `bytes` of zeros on the current device; handles: "fd" (VMM) or "ipc" */
+    spccl_status (*memory_create)(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
     /* handle[SP_GPU_HANDLE_BYTES] for the peer, *fd for "fd" (the caller closes it), else -1. */
     spccl_status (*memory_export)(sp_gpu_memory *m, uint8_t *handle, int *fd);
     /* Map a peer's for `ordinal`; fd is borrowed. */

@@ -39,8 +39,8 @@ bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b);
  *              ops->memory_destroy, after a failure too; the own entry stays NULL
  * Errors: PEER (names it), AUTH, MISMATCH, SYSTEM, NOMEM, TIMEOUT (names who is missing), UNREACHABLE (a
  * peer's memory cannot be mapped, with the device's reason), or what `still` said. */
-spccl_status sp_gpu_share_swap(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes, const uint8_t *addresses,
-                               sp_gpu_memory **out);
+spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes,
+                                   const uint8_t *addresses, sp_gpu_memory **out);
 /* Accepts NULL. Leaves no socket behind. */
 void sp_gpu_share_close(sp_gpu_share *s);
 

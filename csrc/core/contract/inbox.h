@@ -2,16 +2,16 @@
  * A contract: the same offsets on host and device, in C and CUDA. Knows no formats beyond a frame's largest
  * size.
  *
- * A rank has one arena in its GPU's memory, mapped by all its peers. Work is cut over `n_workers` workers
+ * A rank has one inbox in its GPU's memory, mapped by all its peers. Work is cut over `n_workers` workers
  * (a few warps each); worker q of one rank talks with worker q of the others and with nobody else. For each
- * pair of ranks, each worker and each of two kinds there is one ring of bytes in the receiver's arena:
+ * pair of ranks, each worker and each of two kinds there is one ring of bytes in the receiver's inbox:
  *
  * - ring: frames in order, each starting where the last ended. A frame never wraps: if fewer bytes are left
  *   before the end than it needs, the rest is skipped and it starts at 0. If a header would fit there, its
  *   place holds SP_INBOX_WRAP.
- * - tail: in the receiver's arena, written by the sender after the frame (release, system scope): how far the
+ * - tail: in the receiver's inbox, written by the sender after the frame (release, system scope): how far the
  *   sender has come, as a position that only grows (skipped bytes count).
- * - credit: in the sender's arena, written by the receiver: the position up to which the ring is free again.
+ * - credit: in the sender's inbox, written by the receiver: the position up to which the ring is free again.
  * - state of a worker, private to the rank: positions survive from launch to launch, so that a captured CUDA
  *   graph replays.
  *
@@ -40,7 +40,7 @@
  */
 #define SP_GPU_STAGE_BYTES 2192u
 
-enum sp_inbox_kind { SP_INBOX_INPUT = 0, SP_INBOX_RESULT = 1, SP_INBOX_KINDS = 2 };
+enum sp_inbox_queue { SP_INBOX_INPUT = 0, SP_INBOX_RESULT = 1, SP_INBOX_QUEUES = 2 };
 
 typedef struct sp_inbox_shape {
     uint32_t world_size;  /* 1 to SP_GPU_RANKS_MAX */
@@ -53,12 +53,12 @@ static inline SP_HD uint32_t sp_inbox_ring_bytes(sp_inbox_shape s)
     return s.ring_frames * SP_INBOX_FRAME_BYTES;
 }
 
-/* One worker's positions, by kind and peer slot. */
+/* One worker's positions, by queue and peer slot. */
 typedef struct sp_inbox_state {
-    uint64_t sent[SP_INBOX_KINDS][SP_GPU_RANKS_MAX];  /* as sender: next frame goes here */
-    uint64_t taken[SP_INBOX_KINDS][SP_GPU_RANKS_MAX]; /* as receiver: next frame is here */
+    uint64_t sent[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX];  /* as sender: next frame goes here */
+    uint64_t taken[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX]; /* as receiver: next frame is here */
     /* The same as places in the ring, 0 to its length (which means 0), so that a kernel need not divide. */
-    uint32_t sent_off[SP_INBOX_KINDS][SP_GPU_RANKS_MAX], taken_off[SP_INBOX_KINDS][SP_GPU_RANKS_MAX];
+    uint32_t sent_off[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX], taken_off[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX];
     uint64_t frame_bytes; /* statistics: bytes of frames sent */
     uint64_t n_frames[5]; /* statistics: frames sent, by format */
     uint32_t claimed;     /* of worker 0: 1 + the worker that writes the report; 0 = none yet */
@@ -76,30 +76,30 @@ static inline SP_HD uint32_t sp_inbox_peer(uint32_t rank, uint32_t slot, uint32_
     return rank + 1 + slot < world_size ? rank + 1 + slot : rank + 1 + slot - world_size;
 }
 
-/* Rings of an arena: [kind][slot of the sender][worker]. */
-static inline SP_HD size_t sp_inbox_index(sp_inbox_shape s, uint32_t kind, uint32_t slot, uint32_t worker)
+/* Rings of an inbox: [queue][slot of the sender][worker]. */
+static inline SP_HD size_t sp_inbox_index(sp_inbox_shape s, uint32_t queue, uint32_t slot, uint32_t worker)
 {
-    return ((size_t)kind * (s.world_size - 1) + slot) * s.n_workers + worker;
+    return ((size_t)queue * (s.world_size - 1) + slot) * s.n_workers + worker;
 }
 static inline SP_HD size_t sp_inbox_n_rings(sp_inbox_shape s)
 {
-    return (size_t)SP_INBOX_KINDS * (s.world_size - 1) * s.n_workers;
+    return (size_t)SP_INBOX_QUEUES * (s.world_size - 1) * s.n_workers;
 }
-static inline SP_HD size_t sp_inbox_ring_off(sp_inbox_shape s, uint32_t kind, uint32_t slot, uint32_t worker)
+static inline SP_HD size_t sp_inbox_ring_off(sp_inbox_shape s, uint32_t queue, uint32_t slot, uint32_t worker)
 {
-    return sp_inbox_index(s, kind, slot, worker) * sp_inbox_ring_bytes(s);
+    return sp_inbox_index(s, queue, slot, worker) * sp_inbox_ring_bytes(s);
 }
-/* Tails: u64, [kind][slot of the sender][worker], behind the rings. */
-static inline SP_HD size_t sp_inbox_tail_off(sp_inbox_shape s, uint32_t kind, uint32_t slot, uint32_t worker)
+/* Tails: u64, [queue][slot of the sender][worker], behind the rings. */
+static inline SP_HD size_t sp_inbox_tail_off(sp_inbox_shape s, uint32_t queue, uint32_t slot, uint32_t worker)
 {
-    return sp_inbox_n_rings(s) * sp_inbox_ring_bytes(s) + sp_inbox_index(s, kind, slot, worker) * 8;
+    return sp_inbox_n_rings(s) * sp_inbox_ring_bytes(s) + sp_inbox_index(s, queue, slot, worker) * 8;
 }
-/* Credits: u64, [kind][slot of the receiver][worker], behind the tails. */
-static inline SP_HD size_t sp_inbox_credit_off(sp_inbox_shape s, uint32_t kind, uint32_t slot,
+/* Credits: u64, [queue][slot of the receiver][worker], behind the tails. */
+static inline SP_HD size_t sp_inbox_credit_off(sp_inbox_shape s, uint32_t queue, uint32_t slot,
                                                uint32_t worker)
 {
     return sp_inbox_n_rings(s) * ((size_t)sp_inbox_ring_bytes(s) + 8) +
-           sp_inbox_index(s, kind, slot, worker) * 8;
+           sp_inbox_index(s, queue, slot, worker) * 8;
 }
 /* State: sp_inbox_state, [worker], behind the credits. */
 static inline SP_HD size_t sp_inbox_state_off(sp_inbox_shape s, uint32_t worker)
@@ -107,7 +107,7 @@ static inline SP_HD size_t sp_inbox_state_off(sp_inbox_shape s, uint32_t worker)
     return sp_inbox_n_rings(s) * ((size_t)sp_inbox_ring_bytes(s) + 16) +
            (size_t)worker * sizeof(sp_inbox_state);
 }
-/* Bytes of an arena; all zero before the first launch. */
+/* Bytes of an inbox; all zero before the first launch. */
 static inline SP_HD size_t sp_inbox_bytes(sp_inbox_shape s)
 {
     return sp_inbox_state_off(s, s.n_workers);

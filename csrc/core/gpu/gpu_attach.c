@@ -237,7 +237,7 @@ static spccl_status judge(struct attach *a)
         SP_TRY(compare_with_first(a->all, r));
         all_fd = all_fd && a->all[r].can_share_fd;
     }
-    g->share = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
+    g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
     find_limits(a->all, n, &g->limits);
     SP_TRY(sp_tune_gpu_shape(&g->limits, &g->shape));
     for (int r = 0; r < n; r++) {
@@ -328,7 +328,7 @@ static spccl_status make_memory(struct attach *a)
     SP_TRY_TO(out, st, g->ops->control_create(&g->control, &g->control_device));
     SP_TRY_TO(out, st, g->ops->event_create(&g->event));
     SP_TRY_TO(out, st, g->ops->event_create(&g->capture_event));
-    st = g->ops->memory_create(g->device.ordinal, sp_inbox_bytes(g->shape), g->share, &g->own);
+    st = g->ops->memory_create(g->device.ordinal, sp_inbox_bytes(g->shape), g->handles, &g->own);
 out:
     g->ops->leave(before);
     if (st != SPCCL_OK) {
@@ -349,12 +349,12 @@ static spccl_status map_memory(struct attach *a)
     for (int r = 0; r < a->comm->world_size; r++)
         memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, a->all[r].address,
                SP_GPU_SHARE_ADDRESS_BYTES);
-    st = sp_gpu_share_swap(a->share, g->own, sp_inbox_bytes(g->shape), addresses, g->peers);
+    st = sp_gpu_share_exchange(a->share, g->own, sp_inbox_bytes(g->shape), addresses, g->peers);
     sp_gpu_share_close(a->share); /* so that nobody waits for a rank that failed */
     a->share = NULL;
     SP_TRY(st);
     for (int r = 0; r < a->comm->world_size; r++)
-        g->arenas[r] = g->ops->memory_address(r == a->comm->rank ? g->own : g->peers[r]);
+        g->inboxes[r] = g->ops->memory_address(r == a->comm->rank ? g->own : g->peers[r]);
     return SPCCL_OK;
 }
 
@@ -364,7 +364,7 @@ static spccl_status map_memory(struct attach *a)
 static spccl_status map_and_watch(struct attach *a)
 {
     SP_TRY(map_memory(a));
-    return sp_gpu_watch_add(a->g);
+    return sp_gpu_watchdog_add(a->g);
 }
 
 static spccl_status run(struct attach *a, const spccl_cuda_config *config)
@@ -378,7 +378,7 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     SP_TRY(agree(a, make_memory(a)));
     st = agree(a, map_and_watch(a));
     if (st != SPCCL_OK)
-        sp_gpu_watch_remove(a->g);
+        sp_gpu_watchdog_remove(a->g);
     if (st != SPCCL_OK && sp_comm_broken(a->comm) == SPCCL_OK) {
         /* Nobody frees what another still has mapped. */
         char text[600];
@@ -402,7 +402,7 @@ static void start(spccl_comm *comm, sp_gpu_comm *g)
     sp_log(SP_LOG_INFO, comm->rank,
            "group \"%s\": GPU %d (%s), %u workers on %u multiprocessors, inbox of %zu bytes shared by %s",
            comm->name, g->device.ordinal, g->device.name, g->shape.n_workers,
-           sp_tune_gpu_ctas(&g->limits, g->shape), sp_inbox_bytes(g->shape), g->share);
+           sp_tune_gpu_ctas(&g->limits, g->shape), sp_inbox_bytes(g->shape), g->handles);
 }
 
 static spccl_status check_call(const spccl_comm *comm)

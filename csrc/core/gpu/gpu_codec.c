@@ -1,4 +1,4 @@
-/* gpu_codec.c - the public codec on GPU memory: check the arguments, launch. The twin of stream.c. */
+/* gpu_codec.c - the public codec on GPU memory: check the arguments, launch. The counterpart of array_codec.c. */
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/abi.h"
@@ -134,8 +134,8 @@ spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes, const ui
 {
     const char *call = "spccl_cuda_decode";
     const sp_gpu_ops *ops = sp_gpu_ops_here();
-    sp_gpu_decode_args a = {.stream = frames,
-                            .stream_bytes = frames_bytes,
+    sp_gpu_decode_args a = {.encoded = frames,
+                            .encoded_bytes = frames_bytes,
                             .offsets = offsets,
                             .n_elems = n_elems,
                             .dtype = dtype,

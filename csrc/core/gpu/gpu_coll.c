@@ -69,7 +69,7 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
                                                                        : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
-    memcpy(f.arenas, g->arenas, sizeof f.arenas);
+    memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
     return f;
 }
 

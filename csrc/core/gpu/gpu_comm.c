@@ -91,7 +91,7 @@ spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms)
 
 static spccl_status read_states(const sp_gpu_comm *g, sp_inbox_state *states)
 {
-    const uint8_t *at = g->arenas[g->comm->rank] + sp_inbox_state_off(g->shape, 0);
+    const uint8_t *at = g->inboxes[g->comm->rank] + sp_inbox_state_off(g->shape, 0);
     spccl_status st;
     int before;
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
@@ -180,7 +180,7 @@ static bool drain(sp_gpu_comm *g)
 }
 
 /* All ranks are here, or the communicator is broken. */
-static void meet(spccl_comm *comm)
+static void barrier(spccl_comm *comm)
 {
     uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
     int64_t timeout_ms = comm->timeout_ms;
@@ -205,9 +205,9 @@ static void detach(spccl_comm *comm)
         drained = drain(g);
         g->ops->leave(before);
     }
-    sp_gpu_watch_remove(g); /* before meeting: the others may then leave at any time */
+    sp_gpu_watchdog_remove(g); /* before meeting: the others may then leave at any time */
     atomic_store(&comm->gpu, NULL);
-    meet(comm);
+    barrier(comm);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
     pthread_mutex_unlock(&comm->mu);
@@ -218,13 +218,13 @@ static void detach(spccl_comm *comm)
                g->device.ordinal, sp_inbox_bytes(g->shape));
         return;
     }
-    if (strcmp(g->share, "ipc") == 0 && comm->world_size > 1) {
+    if (strcmp(g->handles, "ipc") == 0 && comm->world_size > 1) {
         if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
             free_imports(g);
             g->ops->leave(before);
         }
         if (sp_comm_broken(comm) == SPCCL_OK)
-            meet(comm);
+            barrier(comm);
         else
             nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
     }

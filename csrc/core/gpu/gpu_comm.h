@@ -1,5 +1,5 @@
-/* gpu_comm.h - a communicator's GPU: its arena, the peers' as mapped here, the order of its launches, and who
- * watches it. Place in the map: running. gpu_attach.c makes it, gpu_coll.c launches, gpu_watch.c watches,
+/* gpu_comm.h - a communicator's GPU: its inbox, the peers' as mapped here, the order of its launches, and who
+ * watches it. Place in the map: running. gpu_attach.c makes it, gpu_coll.c launches, gpu_watchdog.c watches,
  * gpu_comm.c waits, counts and ends it. */
 #ifndef SP_GPU_COMM_H
 #define SP_GPU_COMM_H
@@ -25,9 +25,9 @@ typedef struct sp_gpu_comm {
     sp_gpu_device device;
     sp_gpu_limits limits;
     sp_inbox_shape shape;
-    const char *share; /* "fd", "ipc" */
+    const char *handles; /* "fd", "ipc" */
     sp_gpu_memory *own, *peers[SP_GPU_RANKS_MAX];
-    uint8_t *arenas[SP_GPU_RANKS_MAX]; /* by rank, addresses on this GPU */
+    uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, addresses on this GPU */
     sp_gpu_control *control, *control_device;
 
     pthread_mutex_t mu;  /* guards what follows */
@@ -38,7 +38,7 @@ typedef struct sp_gpu_comm {
     uint32_t n_launches;
     sp_gpu_launch history[SP_GPU_HISTORY]; /* by seq */
 
-    /* gpu_watch.c */
+    /* gpu_watchdog.c */
     struct sp_gpu_comm *next;
     pthread_mutex_t look_mu; /* one look at the peers at a time */
     int64_t gone_since_ns;   /* a peer's connection ended; 0 = all are there */
@@ -53,11 +53,11 @@ void sp_gpu_comm_free(sp_gpu_comm *g);
 /* The communicator's GPU. Errors: ARG, STATE (none attached). */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 
-/* gpu_watch.c */
+/* gpu_watchdog.c */
 /* Watch it from now on. Errors: SYSTEM (no thread). */
-spccl_status sp_gpu_watch_add(sp_gpu_comm *g);
+spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);
 /* And no longer; waits for a look under way. Accepts one that is not watched. */
-void sp_gpu_watch_remove(sp_gpu_comm *g);
+void sp_gpu_watchdog_remove(sp_gpu_comm *g);
 /* Look at the GPU's report, the peers and their aborts, and break the communicator if need be. Makes no
  * device call, so it disturbs no capture. Nothing without a GPU. Threads: any. */
 void sp_gpu_comm_look(spccl_comm *comm);

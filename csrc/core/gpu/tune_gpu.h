@@ -16,7 +16,7 @@ typedef struct sp_gpu_limits {
     uint32_t hops;      /* of an all-reduce: 1 or 2; 0 = by its size */
 } sp_gpu_limits;
 
-/* The arena that fits the limits.  Errors: SETTING if not even one worker fits (the text names the bytes). */
+/* The inbox that fits the limits.  Errors: SETTING if not even one worker fits (the text names the bytes). */
 spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out);
 
 /* Most blocks that a collective uses. */

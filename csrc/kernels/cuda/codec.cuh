@@ -1,7 +1,7 @@
 // codec.cuh - what encode_cuda.cu and decode_cuda.cu share: the team of warps that has a slice, launching.
 //
 // A slice is 16 KiB on chip, so a multiprocessor has room for about ten; one warp for each would leave most
-// of its issue slots empty. So each slice is a team's: a block of SP_TEAM_WARPS warps, each with a part of
+// of its issue slots empty. So each slice is a team's: a block of SP_CODEC_WARPS warps, each with a part of
 // the elements.
 #ifndef SP_CODEC_CUH
 #define SP_CODEC_CUH
@@ -10,15 +10,16 @@
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/kernels_cuda.h"
 
-#define SP_TEAM_WARPS 2u
-#define SP_TEAM_THREADS (SP_TEAM_WARPS * 32)
-#define SP_PART_BYTES (SP_GPU_SLICE_BYTES / SP_TEAM_WARPS)
+#define SP_CODEC_WARPS 2u
+#define SP_CODEC_THREADS (SP_CODEC_WARPS * 32)
+#define SP_PART_BYTES (SP_GPU_SLICE_BYTES / SP_CODEC_WARPS)
 
 // A warp's place in its team, which is its block.
-struct sp_team {
+struct sp_codec_cta {
     uint32_t warp, lane; // warp: the same in all lanes, and the compiler is told so
 
-    __device__ __forceinline__ sp_team() : warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), lane(threadIdx.x % 32)
+    __device__ __forceinline__ sp_codec_cta()
+        : warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), lane(threadIdx.x % 32)
     {
     }
     __device__ __forceinline__ bool is_first() const // one thread of all
@@ -27,7 +28,7 @@ struct sp_team {
     }
     __device__ __forceinline__ bool is_last() const // the last warp
     {
-        return warp + 1 == SP_TEAM_WARPS;
+        return warp + 1 == SP_CODEC_WARPS;
     }
     // What all have written to shared memory is there for all.
     __device__ __forceinline__ void sync() const
@@ -41,7 +42,7 @@ struct sp_team {
 };
 
 // Shapes of a slice of elements of BYTES bytes and of a warp's part of it.
-template <int BYTES> struct sp_team_geometry {
+template <int BYTES> struct sp_codec_geometry {
     typedef typename sp_unsigned<BYTES>::type U;
     typedef sp_geometry<U, SP_GPU_SLICE_BYTES> G;
     typedef sp_geometry<U, SP_PART_BYTES> P;
@@ -52,8 +53,8 @@ template <int BYTES> struct sp_team_geometry {
     }
 };
 
-// The first trouble that is seen stays.
-__device__ __forceinline__ void sp_tell_status(uint32_t *status, spccl_status st)
+// The first fault that is seen stays.
+__device__ __forceinline__ void sp_set_status(uint32_t *status, spccl_status st)
 {
     atomicCAS(status, 0u, (uint32_t) - (int)st);
 }
@@ -65,13 +66,13 @@ static inline int sp_width_index(spccl_dtype dtype)
     return bytes == 1 ? 0 : bytes == 2 ? 1 : bytes == 4 ? 2 : 3;
 }
 
-// Blocks of SP_TEAM_THREADS threads and `shared` bytes that fill the current device, no more than slices.
-static inline spccl_status sp_team_grid(const void *kernel, size_t shared, uint64_t n_slices, unsigned *out)
+// Blocks of SP_CODEC_THREADS threads and `shared` bytes that fill the current device, no more than slices.
+static inline spccl_status sp_codec_grid(const void *kernel, size_t shared, uint64_t n_slices, unsigned *out)
 {
     int device = 0, n_sms = 0, each = 0;
     SP_TRY_CUDA(cudaGetDevice(&device));
     SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, (int)SP_TEAM_THREADS, shared));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, (int)SP_CODEC_THREADS, shared));
     if (each == 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "GPU %d has too little shared memory for the codec (%zu bytes a block)", device,

@@ -15,23 +15,24 @@
 template <class G> struct sp_columns {
     typedef typename G::U U;
     static constexpr uint32_t ROWS = G::TILE_ROWS;
-    static constexpr uint32_t SHARED_BY = SP_TEAM_WARPS > G::TILES ? SP_TEAM_WARPS / G::TILES : 1; // a tile
-    static constexpr uint32_t N_TILES = SP_TEAM_WARPS > G::TILES ? 1 : G::TILES / SP_TEAM_WARPS; // of a warp
-    static constexpr uint32_t EACH = 2 / SHARED_BY;              // columns of a tile that a lane has
-    static constexpr uint32_t SEQS = N_TILES * EACH;             // the lane's columns
-    typedef typename sp_unsigned<(int)(EACH *G::E)>::type CELL;  // what it has of a row of a tile
-    typedef typename sp_unsigned<(G::E == 8 ? 8 : 4)>::type ROW; // and of a row of all its tiles
+    static constexpr uint32_t SHARED_BY = SP_CODEC_WARPS > G::TILES ? SP_CODEC_WARPS / G::TILES : 1; // a tile
+    static constexpr uint32_t N_TILES =
+        SP_CODEC_WARPS > G::TILES ? 1 : G::TILES / SP_CODEC_WARPS; // of a warp
+    static constexpr uint32_t EACH = 2 / SHARED_BY;                // columns of a tile that a lane has
+    static constexpr uint32_t SEQS = N_TILES * EACH;               // the lane's columns
+    typedef typename sp_unsigned<(int)(EACH *G::E)>::type CELL;    // what it has of a row of a tile
+    typedef typename sp_unsigned<(G::E == 8 ? 8 : 4)>::type ROW;   // and of a row of all its tiles
     static_assert(SHARED_BY <= 2 && SEQS * G::E <= sizeof(ROW), "a register for each row");
     static_assert(G::TILES * SHARED_BY <= SP_COLUMN_TOTALS, "one index unit, too");
 
-    const sp_team &team;
+    const sp_codec_cta &cta;
     uint32_t tile, column; // the warp's first tile, the lane's first column
     ROW row[ROWS];
     uint64_t bits[SEQS];      // of a column's elements, by row, those that are listed
     uint32_t before[N_TILES]; // values of the frame before the lane's first in that tile
 
-    __device__ __forceinline__ explicit sp_columns(const sp_team &t)
-        : team(t), tile(t.warp / SHARED_BY * N_TILES), column(t.warp % SHARED_BY * 32 + t.lane * EACH)
+    __device__ __forceinline__ explicit sp_columns(const sp_codec_cta &t)
+        : cta(t), tile(t.warp / SHARED_BY * N_TILES), column(t.warp % SHARED_BY * 32 + t.lane * EACH)
     {
     }
     // Element of a row that belongs to a sequence.
@@ -40,7 +41,7 @@ template <class G> struct sp_columns {
         return (U)(r >> seq * G::E * 8 % (sizeof(ROW) * 8));
     }
     // Where the lane's elements of a row lie in a slice.
-    __device__ __forceinline__ uint32_t place(uint32_t r, uint32_t t) const
+    __device__ __forceinline__ uint32_t offset_of(uint32_t r, uint32_t t) const
     {
         return (tile + t) * 4096 + r * 64 + column;
     }
@@ -49,7 +50,7 @@ template <class G> struct sp_columns {
         ROW all = 0;
 #pragma unroll
         for (uint32_t t = 0; t < N_TILES; t++) {
-            CELL cell = *(const CELL *)(slice + place(r, t));
+            CELL cell = *(const CELL *)(slice + offset_of(r, t));
             all |= (ROW)cell << t * sizeof(CELL) * 8 % (sizeof(ROW) * 8);
         }
         return all;
@@ -73,7 +74,7 @@ template <class G> struct sp_columns {
         }
     }
     // From the bits of all: what lies before. totals [SP_COLUMN_TOTALS] on chip become those of the tiles, or
-    // of the parts of one. Has a team.sync in it: after `count` the buffers that held the slice may be
+    // of the parts of one. Has a cta.sync in it: after `count` the buffers that held the slice may be
     // written, totals only after another one.
     __device__ __forceinline__ void count(uint32_t *totals)
     {
@@ -84,17 +85,17 @@ template <class G> struct sp_columns {
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
                 mine += (uint32_t)__popcll(bits[t * EACH + c]);
-            upto = sp_warp_sum(mine, team.lane);
+            upto = sp_warp_sum(mine, cta.lane);
             before[t] = upto - mine;
-            if (team.lane == 31)
-                totals[team.warp * N_TILES + t] = upto;
+            if (cta.lane == 31)
+                totals[cta.warp * N_TILES + t] = upto;
         }
-        team.sync();
+        cta.sync();
 #pragma unroll
         for (uint32_t i = 0; i < G::TILES * SHARED_BY; i++) {
 #pragma unroll
             for (uint32_t t = 0; t < N_TILES; t++)
-                before[t] += i == team.warp * N_TILES + t ? sum : 0;
+                before[t] += i == cta.warp * N_TILES + t ? sum : 0;
             sum += totals[i];
         }
     }
@@ -138,7 +139,8 @@ template <class G> struct sp_columns {
         for (uint32_t r = 0; r < ROWS; r++)
 #pragma unroll
             for (uint32_t t = 0; t < N_TILES; t++)
-                *(CELL *)(slice + place(r, t)) = (CELL)(row[r] >> t * sizeof(CELL) * 8 % (sizeof(ROW) * 8));
+                *(CELL *)(slice + offset_of(r, t)) =
+                    (CELL)(row[r] >> t * sizeof(CELL) * 8 % (sizeof(ROW) * 8));
     }
 };
 

@@ -21,19 +21,19 @@ __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &
                                                   BLOCK_OF block_of)
 {
     typedef typename G::U U;
-    const uint8_t *places = p + v.at.meta;
+    const uint8_t *offsets = p + v.at.meta;
     const U *values = (const U *)(p + v.at.values);
     uint32_t least = 0; // the first element that may follow
     bool ok = true;
 #pragma unroll 1
     for (uint32_t k0 = from; k0 < to; k0 += 32) {
-        uint32_t k = k0 + lane, place = 0, i, before;
+        uint32_t k = k0 + lane, offset = 0, i, before;
         U x = 0;
         if (k < to) {
-            place = places[k];
+            offset = offsets[k];
             x = values[k];
         }
-        i = (base + block_of(k)) * SP_TILE_ELEMS + place;
+        i = (base + block_of(k)) * SP_TILE_ELEMS + offset;
         before = __shfl_up_sync(~0u, i + 1, 1);
         before = lane == 0 ? least : before;
         least = __shfl_sync(~0u, i + 1, 31);
@@ -250,17 +250,17 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
     }
 }
 
-// All formats, in a fused collective: v.chip is set.
+// All formats, in a fused collective: v.smem is set.
 // False: a rule is broken (for this lane; the lanes must agree).
 template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK &sink)
 {
     if (v.format == SPCCL_FORMAT_TILE)
-        return sp_decode_tile<G>(lane, v, v.chip, sink);
+        return sp_decode_tile<G>(lane, v, v.smem, sink);
     if (v.format == SPCCL_FORMAT_PICI)
         return sp_decode_pici<G>(lane, v, sink);
     if (v.format == SPCCL_FORMAT_COO)
-        return sp_decode_coo<G>(lane, v, v.chip, sink);
+        return sp_decode_coo<G>(lane, v, v.smem, sink);
     if (v.format == SPCCL_FORMAT_DENSE)
         sp_decode_dense<G>(lane, v, sink);
     return true;
@@ -269,7 +269,7 @@ __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK 
 // ---- a frame as the slice that it is ----
 
 // Into a slice on chip that holds zeros where the frame may say nothing (tile, coo).
-template <class G> struct sp_sink_chip {
+template <class G> struct sp_sink_smem {
     typename G::U *buf;
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
     {
@@ -295,7 +295,7 @@ template <class G>
 __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v, typename G::U *buf,
                                                 typename G::U *dst)
 {
-    sp_sink_chip<G> sink = {buf};
+    sp_sink_smem<G> sink = {buf};
     bool good;
     if (v.format == SPCCL_FORMAT_EMPTY) {
         sp_slice_store_zero<G>(lane, dst, v.n);

@@ -5,12 +5,12 @@
 #include "kernels/cuda/columns.cuh"
 
 // Of each frame so many bytes are fetched ahead; a longer one is read where it lies.
-#define SP_PEEK_BYTES 2560u
+#define SP_FETCH_BYTES 2560u
 
-struct __align__(16) sp_decode_room
+struct __align__(16) sp_decode_smem
 {
     uint8_t buf[SP_GPU_SLICE_BYTES];
-    uint8_t frame[2][SP_PEEK_BYTES];
+    uint8_t frame[2][SP_FETCH_BYTES];
     uint32_t totals[SP_COLUMN_TOTALS]; // of sp_columns
 };
 
@@ -57,21 +57,21 @@ __device__ __noinline__ spccl_status sp_why_refused(const uint8_t *start, uint32
                                                                          : sp_status_of(wrong);
 }
 
-// One warp of a team. APPLY(old, value): what becomes of an element that is listed; SET: dst becomes what the
+// One warp of a cta. APPLY(old, value): what becomes of an element that is listed; SET: dst becomes what the
 // frame says.
 template <int BYTES, bool SET, class APPLY> struct sp_decoder {
-    typedef sp_team_geometry<BYTES> T;
+    typedef sp_codec_geometry<BYTES> T;
     typedef typename T::U U;
     typedef typename T::G G;
     typedef typename T::P P;
     const sp_gpu_decode_args &a;
-    sp_decode_room &room;
-    sp_team team;
+    sp_decode_smem &smem;
+    sp_codec_cta cta;
     uint64_t n_slices;
     APPLY apply;
 
-    __device__ __forceinline__ sp_decoder(const sp_gpu_decode_args &args, sp_decode_room &shared, APPLY f)
-        : a(args), room(shared), n_slices((args.n_elems + args.slice_elems - 1) / args.slice_elems), apply(f)
+    __device__ __forceinline__ sp_decoder(const sp_gpu_decode_args &args, sp_decode_smem &shared, APPLY f)
+        : a(args), smem(shared), n_slices((args.n_elems + args.slice_elems - 1) / args.slice_elems), apply(f)
     {
     }
     // Where frame s lies in the stream.
@@ -88,11 +88,11 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
     // off.
     __device__ __forceinline__ void fetch(span &at, uint8_t *frame) const
     {
-        if (at.from % 16 != 0 || at.to > a.stream_bytes || at.from > at.to || at.to - at.from > 1u << 30)
+        if (at.from % 16 != 0 || at.to > a.encoded_bytes || at.from > at.to || at.to - at.from > 1u << 30)
             at = {0, 0};
-        for (uint32_t i = threadIdx.x * 16; i < SP_PEEK_BYTES && i + 16 <= at.to - at.from;
-             i += SP_TEAM_THREADS * 16)
-            sp_copy16_async(frame + i, a.stream + at.from + i);
+        for (uint32_t i = threadIdx.x * 16; i < SP_FETCH_BYTES && i + 16 <= at.to - at.from;
+             i += SP_CODEC_THREADS * 16)
+            sp_copy16_async(frame + i, a.encoded + at.from + i);
         sp_copy_commit();
     }
     // The header of a frame of n elements in exactly `bytes` bytes.
@@ -116,8 +116,8 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         const uint32_t *prefixes = (const uint32_t *)(v.p + v.at.index);
         const uint64_t *words = (const uint64_t *)(v.p + v.at.meta);
         uint32_t n_tiles = (v.n + 4095) / 4096, sum = 0;
-        for (uint32_t i = threadIdx.x * 16; i < v.at.bytes - v.at.values; i += SP_TEAM_THREADS * 16)
-            sp_copy16_async(room.buf + i, whole + v.at.values + i);
+        for (uint32_t i = threadIdx.x * 16; i < v.at.bytes - v.at.values; i += SP_CODEC_THREADS * 16)
+            sp_copy16_async(smem.buf + i, whole + v.at.values + i);
         sp_copy_commit();
 #pragma unroll
         for (uint32_t q = 0; q < C::SEQS; q++) {
@@ -127,12 +127,12 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             *good &= rows >= 64 || mine.bits[q] >> rows == 0;
         }
         sp_copy_wait<0>();
-        mine.count(room.totals);
+        mine.count(smem.totals);
 #pragma unroll
         for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++) {
             if (i % C::SHARED_BY == 0 && i / C::SHARED_BY < n_tiles)
                 *good &= prefixes[i / C::SHARED_BY] == sum;
-            sum += room.totals[i];
+            sum += smem.totals[i];
         }
         return sum == v.nnz;
     }
@@ -141,17 +141,17 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
     __device__ __forceinline__ bool columns(const sp_view &v, const uint8_t *whole, U *dst, bool good) const
     {
         typedef sp_columns<G> C;
-        U *buf = (U *)room.buf;
-        C mine(team);
+        U *buf = (U *)smem.buf;
+        C mine(cta);
         if (!read_words(v, whole, mine, &good)) // then no value has a place
             return false;
         mine.unpack(buf);
-        if (!team.all(good))
+        if (!cta.all(good))
             return false;
         if constexpr (SET) {
             mine.write(buf);
             sp_slice_written();
-            team.sync();
+            cta.sync();
             store(v.n, dst);
         } else {
 #pragma unroll
@@ -159,7 +159,7 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
 #pragma unroll
                 for (uint32_t q = 0; q < C::SEQS; q++)
                     if (mine.bits[q] >> r & 1) {
-                        U *at = dst + mine.place(r, q / C::EACH) + q % C::EACH;
+                        U *at = dst + mine.offset_of(r, q / C::EACH) + q % C::EACH;
                         *at = apply(*at, C::element(mine.row[r], q));
                     }
         }
@@ -168,39 +168,39 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
     // This warp's part of the buffer to that of dst [n].
     __device__ __forceinline__ void store(uint32_t n, U *dst) const
     {
-        uint32_t from = team.warp * P::MAX_ELEMS;
-        sp_slice_store<P>(team.lane, (U *)room.buf + from, dst + from, T::elems(n, team.warp));
+        uint32_t from = cta.warp * P::MAX_ELEMS;
+        sp_slice_store<P>(cta.lane, (U *)smem.buf + from, dst + from, T::elems(n, cta.warp));
     }
     template <class SINK> __device__ __forceinline__ bool decode(const sp_view &v, SINK &sink) const
     {
         if (v.format == SPCCL_FORMAT_TILE)
-            return sp_decode_tile<G, SP_TEAM_WARPS>(team.lane, v, v.p, sink, team.warp);
+            return sp_decode_tile<G, SP_CODEC_WARPS>(cta.lane, v, v.p, sink, cta.warp);
         if (v.format == SPCCL_FORMAT_COO)
-            return sp_decode_coo<G, SP_TEAM_WARPS>(team.lane, v, v.p, sink, team.warp);
+            return sp_decode_coo<G, SP_CODEC_WARPS>(cta.lane, v, v.p, sink, cta.warp);
         if (v.format == SPCCL_FORMAT_DENSE)
-            sp_decode_dense<G, SP_TEAM_WARPS>(team.lane, v, sink, team.warp);
+            sp_decode_dense<G, SP_CODEC_WARPS>(cta.lane, v, sink, cta.warp);
         return true;
     }
     // dst [n] becomes what a frame says that is not pici. The rest as `columns`.
     __device__ __forceinline__ bool set(const sp_view &v, U *dst, bool good) const
     {
-        uint32_t from = team.warp * P::MAX_ELEMS;
-        U *buf = (U *)room.buf;
-        sp_sink_chip<G> sink = {buf};
+        uint32_t from = cta.warp * P::MAX_ELEMS;
+        U *buf = (U *)smem.buf;
+        sp_sink_smem<G> sink = {buf};
         if (v.format == SPCCL_FORMAT_EMPTY) { // nothing of it can be broken
-            sp_slice_store_zero<P>(team.lane, dst + from, T::elems(v.n, team.warp));
+            sp_slice_store_zero<P>(cta.lane, dst + from, T::elems(v.n, cta.warp));
             return true;
         }
         if (sp_is_listed(v.format)) { // entries of coo frames go anywhere, of tile frames into the own part
-            sp_zero_units(team.lane, buf + from, P::UNITS);
+            sp_zero_units(cta.lane, buf + from, P::UNITS);
             if (v.format == SPCCL_FORMAT_COO)
-                team.sync();
+                cta.sync();
             else
                 __syncwarp();
         }
         good &= decode(v, sink);
         sp_slice_written();
-        if (!team.all(good))
+        if (!cta.all(good))
             return false;
         store(v.n, dst);
         return true;
@@ -217,14 +217,14 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             return sp_why_refused<G::E>(start, bytes, a.dtype, n);
         if (SET && v.is_delta != 0)
             return SPCCL_ERR_FRAME;
-        v.p = bytes <= SP_PEEK_BYTES ? start : whole;
+        v.p = bytes <= SP_FETCH_BYTES ? start : whole;
         v.values = v.p + v.at.values;
-        ok = sp_padding_is_zero<G::E>(team.lane, v);
+        ok = sp_padding_is_zero<G::E>(cta.lane, v);
         if (v.format == SPCCL_FORMAT_PICI)
             return columns(v, whole, dst, ok) ? SPCCL_OK : SPCCL_ERR_FORMAT;
         if (SET)
             return set(v, dst, ok) ? SPCCL_OK : SPCCL_ERR_FORMAT;
-        if (!team.all(decode(v, none) && ok))
+        if (!cta.all(decode(v, none) && ok))
             return SPCCL_ERR_FORMAT;
         decode(v, sink);
         return SPCCL_OK;
@@ -234,49 +234,49 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
     {
         uint32_t parity = 0;
         span now = find(blockIdx.x), next = find((uint64_t)blockIdx.x + gridDim.x);
-        fetch(now, room.frame[0]);
+        fetch(now, smem.frame[0]);
         for (uint64_t s = blockIdx.x; s < n_slices; s += gridDim.x, parity ^= 1) {
             uint64_t from = s * a.slice_elems;
-            const uint8_t *whole = a.stream + now.from;
+            const uint8_t *whole = a.encoded + now.from;
             uint32_t bytes = (uint32_t)(now.to - now.from);
             sp_copy_wait<0>();
-            sp_slice_stored(team.lane);
-            team.sync(); // the frame is there, and all have left the one before and the buffer
-            fetch(next, room.frame[parity ^ 1]);
+            sp_slice_stored(cta.lane);
+            cta.sync(); // the frame is there, and all have left the one before and the buffer
+            fetch(next, smem.frame[parity ^ 1]);
             now = next;
             next = find(s + 2 * (uint64_t)gridDim.x);
-            spccl_status st = frame(room.frame[parity], whole, bytes, (U *)a.dst + from,
+            spccl_status st = frame(smem.frame[parity], whole, bytes, (U *)a.dst + from,
                                     (uint32_t)min(a.n_elems - from, (uint64_t)a.slice_elems));
-            if (st != SPCCL_OK && team.is_first())
-                sp_tell_status(a.status, st);
+            if (st != SPCCL_OK && cta.is_first())
+                sp_set_status(a.status, st);
         }
         sp_copy_wait<0>();
-        sp_slice_stored(team.lane);
+        sp_slice_stored(cta.lane);
     }
 };
 
 template <int BYTES, bool SET, class APPLY>
 __device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, APPLY apply)
 {
-    sp_decoder<BYTES, SET, APPLY>(a, *(sp_decode_room *)sp_block_shared(), apply).run();
+    sp_decoder<BYTES, SET, APPLY>(a, *(sp_decode_smem *)sp_block_shared(), apply).run();
 }
 
 template <int BYTES>
-__global__ void __launch_bounds__(SP_TEAM_THREADS, 10)
+__global__ void __launch_bounds__(SP_CODEC_THREADS, 10)
     sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef typename sp_unsigned<BYTES>::type U;
     sp_decode_all<BYTES, true>(a, [](U, U x) { return x; });
 }
 template <int BYTES>
-__global__ void __launch_bounds__(SP_TEAM_THREADS, 8)
+__global__ void __launch_bounds__(SP_CODEC_THREADS, 8)
     sp_overwrite_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef typename sp_unsigned<BYTES>::type U;
     sp_decode_all<BYTES, false>(a, [](U, U x) { return x; });
 }
 template <int DTYPE>
-__global__ void __launch_bounds__(SP_TEAM_THREADS, 8)
+__global__ void __launch_bounds__(SP_CODEC_THREADS, 8)
     sp_add_kernel(const __grid_constant__ sp_gpu_decode_args a)
 {
     typedef sp_elem<DTYPE> E;
@@ -327,10 +327,10 @@ extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "decode: no add of float8 (it is carried as bytes): set or overwrite");
-    SP_TRY(sp_team_grid((const void *)kernel, sizeof(sp_decode_room),
-                        (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
+    SP_TRY(sp_codec_grid((const void *)kernel, sizeof(sp_decode_smem),
+                         (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
-    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(grid), dim3(SP_TEAM_THREADS), params,
-                                          sizeof(sp_decode_room), (cudaStream_t)stream),
+    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(grid), dim3(SP_CODEC_THREADS), params,
+                                          sizeof(sp_decode_smem), (cudaStream_t)stream),
                          "launch of the decode kernel");
 }

@@ -40,7 +40,7 @@ spccl_status sp_cuda_driver_get(const sp_cuda_driver **out);
 
 /* memory_cuda.c: the entries of the table that deal with memory; see gpu.h. */
 bool sp_cuda_can_share_fd(int ordinal);
-spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out);
+spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
 spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd);
 spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
                                    sp_gpu_memory **out);

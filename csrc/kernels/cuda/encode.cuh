@@ -145,7 +145,7 @@ __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename 
     typedef typename G::U U;
     typedef typename sp_scan<G>::mask_type MASK;
     U *values = (U *)(frame + at.values);
-    uint8_t *places = frame + at.meta;
+    uint8_t *offsets = frame + at.meta;
     uint32_t *index = (uint32_t *)(frame + at.index);
 #pragma unroll
     for (uint32_t r = 0; r < G::RUNS; r++) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename 
             if (clear != nullptr)
                 clear[i] = 0;
             if (format == SPCCL_FORMAT_TILE)
-                places[k] = (uint8_t)i; // first_i is a multiple of SP_TILE_ELEMS
+                offsets[k] = (uint8_t)i; // first_i is a multiple of SP_TILE_ELEMS
             else
                 index[k] = first_i + i;
         }

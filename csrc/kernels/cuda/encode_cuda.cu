@@ -8,22 +8,22 @@
 #define SP_WAITING_BYTES 2688u
 
 // What the warps of a team tell each other about a slice.
-struct sp_team_board {
+struct sp_slice_totals {
     // Of this slice and, for a warp that is ahead, of the next one, by turns.
-    uint32_t found[2][SP_TEAM_WARPS]; // nnz of each part, and a bit for a full block
-    uint8_t counts[2][SP_BLOCKS_MAX]; // of tile blocks
+    uint32_t found[2][SP_CODEC_WARPS]; // nnz of each part, and a bit for a full block
+    uint8_t counts[2][SP_BLOCKS_MAX];  // of tile blocks
     // Of this slice alone.
-    uint32_t totals[SP_COLUMN_TOTALS]; // of sp_columns
-    uint64_t offset;                   // of the frame in the stream
+    uint32_t columns[SP_COLUMN_TOTALS]; // of sp_columns
+    uint64_t offset;                    // of the frame in the stream
 };
 #define SP_FULL_BLOCK (1u << 31)
 
-template <bool BASE> struct __align__(16) sp_encode_room
+template <bool BASE> struct __align__(16) sp_encode_smem
 {
     uint8_t buf[BASE ? 2 : 1][SP_GPU_SLICE_BYTES]; // the slice, and the base
     uint8_t stage[2][SP_WAITING_BYTES];            // a frame that waits, and the next one
-    sp_team_board board;
-    uint64_t barriers[2][SP_TEAM_WARPS]; // of the parts of the buffers
+    sp_slice_totals totals;
+    uint64_t barriers[2][SP_CODEC_WARPS]; // of the parts of the buffers
 };
 
 // Where a slice's frame starts: the sum of all before it, found by looking back in two levels (after Merrill
@@ -43,7 +43,7 @@ struct sp_sums {
         all = group + (n_slices + 31) / 32;
     }
     // Slice s has so many bytes. One thread.
-    __device__ __forceinline__ void tell(uint32_t s, uint32_t bytes) const
+    __device__ __forceinline__ void publish(uint32_t s, uint32_t bytes) const
     {
         sp_store_relaxed_gpu(own + s, 1 + (uint64_t)bytes);
         atomicAdd((unsigned long long *)group + s / 32, (1ull << 56) | bytes);
@@ -90,59 +90,59 @@ __device__ __forceinline__ uint64_t sp_locate(const sp_gpu_encode_args &a, const
         if (s + 1 == sums.n_slices)
             a.offsets[s + 1] = offset + bytes;
         if (offset + bytes > a.dst_cap)
-            sp_tell_status(a.status, SPCCL_ERR_DST_SMALL);
+            sp_set_status(a.status, SPCCL_ERR_DST_SMALL);
     }
     return offset;
 }
-// The same for all warps of a team, with team.sync.
-__device__ __forceinline__ uint64_t sp_locate_team(const sp_gpu_encode_args &a, const sp_sums &sums,
-                                                   const sp_team &team, sp_team_board &board, uint32_t s,
-                                                   uint32_t bytes)
+// The same for all warps of a team, with cta.sync.
+__device__ __forceinline__ uint64_t sp_locate_cta(const sp_gpu_encode_args &a, const sp_sums &sums,
+                                                  const sp_codec_cta &cta, sp_slice_totals &totals,
+                                                  uint32_t s, uint32_t bytes)
 {
-    if (team.is_last()) {
-        uint64_t offset = sp_locate(a, sums, team.lane, s, bytes);
-        if (team.lane == 0)
-            board.offset = offset;
+    if (cta.is_last()) {
+        uint64_t offset = sp_locate(a, sums, cta.lane, s, bytes);
+        if (cta.lane == 0)
+            totals.offset = offset;
     }
-    team.sync();
-    return board.offset;
+    cta.sync();
+    return totals.offset;
 }
 
 // One warp of a team and a slice that becomes a pici frame. The values are put together where the slice was.
 template <int BYTES, bool BASE> struct sp_pici_encoder {
-    typedef sp_team_geometry<BYTES> T;
+    typedef sp_codec_geometry<BYTES> T;
     typedef typename T::U U;
     typedef typename T::G G;
     typedef typename T::P P;
     const sp_gpu_encode_args &a;
-    sp_encode_room<BASE> &room;
-    sp_team team;
+    sp_encode_smem<BASE> &smem;
+    sp_codec_cta cta;
 
-    __device__ __forceinline__ sp_pici_encoder(const sp_gpu_encode_args &args, sp_encode_room<BASE> &shared)
-        : a(args), room(shared)
+    __device__ __forceinline__ sp_pici_encoder(const sp_gpu_encode_args &args, sp_encode_smem<BASE> &shared)
+        : a(args), smem(shared)
     {
     }
     // The values to where the slice was, with their padding.
     __device__ __forceinline__ void pack(sp_columns<G> &mine, uint32_t n, uint32_t nnz,
                                          const sp_layout &at) const
     {
-        U *buf = (U *)room.buf[0], *base = BASE ? (U *)room.buf[BASE ? 1 : 0] : nullptr;
+        U *buf = (U *)smem.buf[0], *base = BASE ? (U *)smem.buf[BASE ? 1 : 0] : nullptr;
         if (n != G::MAX_ELEMS)
             fill_rest(n);
         mine.read(buf, base);
-        mine.count(room.board.totals);
+        mine.count(smem.totals.columns);
         mine.pack(buf);
-        if (team.is_last() && (nnz + team.lane) * G::E < at.bytes - at.values)
-            buf[nnz + team.lane] = 0;
+        if (cta.is_last() && (nnz + cta.lane) * G::E < at.bytes - at.values)
+            buf[nnz + cta.lane] = 0;
     }
-    // This warp's part of the frame at dst, after `pack` and team.sync.
+    // This warp's part of the frame at dst, after `pack` and cta.sync.
     __device__ __forceinline__ void write(const sp_columns<G> &mine, uint32_t n, uint32_t nnz,
                                           const sp_layout &at, uint8_t *dst) const
     {
         typedef sp_columns<G> C;
         uint32_t n_tiles = (n + 4095) / 4096, units = (at.bytes - at.values) / 16;
-        for (uint32_t u = threadIdx.x; u < units; u += SP_TEAM_THREADS)
-            sp_store16(dst + at.values + u * 16, ((const uint4 *)room.buf[0])[u]);
+        for (uint32_t u = threadIdx.x; u < units; u += SP_CODEC_THREADS)
+            sp_store16(dst + at.values + u * 16, ((const uint4 *)smem.buf[0])[u]);
 #pragma unroll
         for (uint32_t t = 0; t < C::N_TILES; t++)
 #pragma unroll
@@ -150,14 +150,13 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
                 if (mine.tile + t < n_tiles)
                     ((uint64_t *)(dst + at.meta))[(mine.tile + t) * 64 + mine.column + c] =
                         mine.bits[t * C::EACH + c];
-        if (team.warp == 0 && team.lane < SP_COLUMN_TOTALS) {
+        if (cta.warp == 0 && cta.lane < SP_COLUMN_TOTALS) {
             uint32_t prefix = 0; // of tile `lane`; behind the last one padding
 #pragma unroll
             for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++)
-                prefix += i / C::SHARED_BY < team.lane && team.lane < n_tiles ? room.board.totals[i] : 0;
-            ((uint32_t *)(dst + at.index))[team.lane] = prefix;
-            ((uint4 *)dst)[team.lane] =
-                sp_header_unit(team.lane, SPCCL_FORMAT_PICI, a.dtype, BASE, n, nnz, at);
+                prefix += i / C::SHARED_BY < cta.lane && cta.lane < n_tiles ? smem.totals.columns[i] : 0;
+            ((uint32_t *)(dst + at.index))[cta.lane] = prefix;
+            ((uint4 *)dst)[cta.lane] = sp_header_unit(cta.lane, SPCCL_FORMAT_PICI, a.dtype, BASE, n, nnz, at);
         }
     }
     // Zeros behind a slice of n, and its base, up to the end of the buffer.
@@ -165,17 +164,17 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
     {
         uint32_t last = (n - 1) / P::MAX_ELEMS;
         uint32_t filled = last * P::MAX_ELEMS + sp_filled<P>(n - last * P::MAX_ELEMS);
-        for (uint32_t u = filled / G::K + threadIdx.x; u < G::UNITS; u += SP_TEAM_THREADS)
+        for (uint32_t u = filled / G::K + threadIdx.x; u < G::UNITS; u += SP_CODEC_THREADS)
             for (uint32_t i = 0; i < (BASE ? 2 : 1); i++)
-                ((uint4 *)room.buf[i])[u] = make_uint4(0, 0, 0, 0);
-        team.sync();
+                ((uint4 *)smem.buf[i])[u] = make_uint4(0, 0, 0, 0);
+        cta.sync();
     }
     __device__ __forceinline__ void run(uint32_t n_slices, uint32_t s, uint32_t n, uint32_t nnz) const
     {
         sp_layout at = sp_layout_cuda<G::E>(SPCCL_FORMAT_PICI, n, nnz);
-        sp_columns<G> mine(team);
+        sp_columns<G> mine(cta);
         pack(mine, n, nnz, at); // meanwhile the slices before become known
-        uint64_t offset = sp_locate_team(a, sp_sums(a.scratch, n_slices), team, room.board, s, at.bytes);
+        uint64_t offset = sp_locate_cta(a, sp_sums(a.scratch, n_slices), cta, smem.totals, s, at.bytes);
         if (offset + at.bytes <= a.dst_cap)
             write(mine, n, nnz, at, a.dst + offset);
     }
@@ -185,28 +184,28 @@ template <int BYTES, bool BASE>
 __device__ __noinline__ void sp_encode_pici_slice(const sp_gpu_encode_args &a, uint32_t n_slices, uint32_t s,
                                                   uint32_t n, uint32_t nnz)
 {
-    sp_pici_encoder<BYTES, BASE>(a, *(sp_encode_room<BASE> *)sp_block_shared()).run(n_slices, s, n, nnz);
+    sp_pici_encoder<BYTES, BASE>(a, *(sp_encode_smem<BASE> *)sp_block_shared()).run(n_slices, s, n, nnz);
 }
 
-// One warp of a team.
+// One warp of a cta.
 template <int BYTES, bool BASE> struct sp_encoder {
-    typedef sp_team_geometry<BYTES> T;
+    typedef sp_codec_geometry<BYTES> T;
     typedef typename T::U U;
     typedef typename T::G G;
     typedef typename T::P P;
     const sp_gpu_encode_args &a;
-    sp_encode_room<BASE> &room;
-    sp_team team;
+    sp_encode_smem<BASE> &smem;
+    sp_codec_cta cta;
     sp_sums sums;
     uint32_t parity;
     uint32_t waiting, waiting_bytes; // the slice whose frame waits on the stage parity ^ 1; 0 bytes: none
     sp_loader<P, 0> loader, base_loader;
 
-    __device__ __forceinline__ sp_encoder(const sp_gpu_encode_args &args, sp_encode_room<BASE> &shared,
+    __device__ __forceinline__ sp_encoder(const sp_gpu_encode_args &args, sp_encode_smem<BASE> &shared,
                                           uint32_t n)
-        : a(args), room(shared), sums(args.scratch, n), parity(0), waiting(0), waiting_bytes(0),
-          loader(team.lane, shared.barriers[0] + team.warp),
-          base_loader(team.lane, shared.barriers[1] + team.warp)
+        : a(args), smem(shared), sums(args.scratch, n), parity(0), waiting(0), waiting_bytes(0),
+          loader(cta.lane, shared.barriers[0] + cta.warp),
+          base_loader(cta.lane, shared.barriers[1] + cta.warp)
     {
     }
     // Elements of slice s.
@@ -217,36 +216,36 @@ template <int BYTES, bool BASE> struct sp_encoder {
     // This warp's part of the slice, in an array and in a buffer.
     __device__ __forceinline__ const U *at(const void *array, uint32_t s) const
     {
-        return (const U *)array + (uint64_t)s * a.slice_elems + team.warp * P::MAX_ELEMS;
+        return (const U *)array + (uint64_t)s * a.slice_elems + cta.warp * P::MAX_ELEMS;
     }
     __device__ __forceinline__ U *part_of(uint32_t i) const
     {
-        return (U *)room.buf[i] + team.warp * P::MAX_ELEMS;
+        return (U *)smem.buf[i] + cta.warp * P::MAX_ELEMS;
     }
     __device__ __forceinline__ void load(uint32_t s) const
     {
         if (s >= sums.n_slices)
             return;
-        uint32_t n = T::elems(elems(s), team.warp);
-        loader.start(team.lane, 0, part_of(0), at(a.x, s), n);
+        uint32_t n = T::elems(elems(s), cta.warp);
+        loader.start(cta.lane, 0, part_of(0), at(a.x, s), n);
         if (BASE)
-            base_loader.start(team.lane, 0, part_of(BASE ? 1 : 0), at(a.base, s), n);
+            base_loader.start(cta.lane, 0, part_of(BASE ? 1 : 0), at(a.base, s), n);
     }
     __device__ __forceinline__ void loaded(uint32_t s)
     {
-        uint32_t n = T::elems(elems(s), team.warp);
-        loader.finish(team.lane, 0, part_of(0), at(a.x, s), n);
+        uint32_t n = T::elems(elems(s), cta.warp);
+        loader.finish(cta.lane, 0, part_of(0), at(a.x, s), n);
         if (BASE)
-            base_loader.finish(team.lane, 0, part_of(BASE ? 1 : 0), at(a.base, s), n);
+            base_loader.finish(cta.lane, 0, part_of(BASE ? 1 : 0), at(a.base, s), n);
     }
     // The frame that waits, if any, goes out. The last warp does it: the first one writes the headers.
     __device__ __forceinline__ void flush()
     {
-        if (waiting_bytes != 0 && team.is_last()) {
-            uint64_t offset = sp_locate(a, sums, team.lane, waiting, waiting_bytes);
+        if (waiting_bytes != 0 && cta.is_last()) {
+            uint64_t offset = sp_locate(a, sums, cta.lane, waiting, waiting_bytes);
             if (offset + waiting_bytes <= a.dst_cap)
-                for (uint32_t i = team.lane * 16; i < waiting_bytes; i += 512)
-                    sp_store16(a.dst + offset + i, *(const uint4 *)(room.stage[parity ^ 1] + i));
+                for (uint32_t i = cta.lane * 16; i < waiting_bytes; i += 512)
+                    sp_store16(a.dst + offset + i, *(const uint4 *)(smem.stage[parity ^ 1] + i));
         }
         waiting_bytes = 0;
     }
@@ -255,18 +254,18 @@ template <int BYTES, bool BASE> struct sp_encoder {
                                                  uint32_t nnz, uint32_t before, const sp_layout &at,
                                                  uint8_t *frame) const
     {
-        if (team.warp == 0) {
-            if (team.lane < 4)
-                ((uint4 *)frame)[team.lane] = sp_header_unit(team.lane, format, a.dtype, BASE, n, nnz, at);
+        if (cta.warp == 0) {
+            if (cta.lane < 4)
+                ((uint4 *)frame)[cta.lane] = sp_header_unit(cta.lane, format, a.dtype, BASE, n, nnz, at);
             if (format != SPCCL_FORMAT_EMPTY)
-                sp_padding_write_bytes<G::E>(team.lane, frame, format, n, nnz, at);
+                sp_padding_write_bytes<G::E>(cta.lane, frame, format, n, nnz, at);
             if (format == SPCCL_FORMAT_TILE)
-                for (uint32_t b = team.lane; b < (n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS; b += 32)
-                    frame[at.index + b] = room.board.counts[parity][b];
+                for (uint32_t b = cta.lane; b < (n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS; b += 32)
+                    frame[at.index + b] = smem.totals.counts[parity][b];
         }
         if (format != SPCCL_FORMAT_EMPTY)
-            sp_encode_entries<P>(team.lane, part_of(0), scan, format, at, frame, before,
-                                 team.warp * P::MAX_ELEMS);
+            sp_encode_entries<P>(cta.lane, part_of(0), scan, format, at, frame, before,
+                                 cta.warp * P::MAX_ELEMS);
     }
     // Slice s, this warp's part of which has been loaded; starts to load slice `next`.
     __device__ __forceinline__ void encode(uint32_t s, uint32_t next)
@@ -274,15 +273,15 @@ template <int BYTES, bool BASE> struct sp_encoder {
         uint32_t n = elems(s), format, nnz = 0, before = 0;
         bool full_block = false, ok;
         sp_scan<P> scan = sp_encode_scan<P, BASE, P::ROWS>(
-            team.lane, part_of(0), part_of(BASE ? 1 : 0), T::elems(n, team.warp),
-            room.board.counts[parity] + team.warp * P::N_BLOCKS);
-        if (team.lane == 0)
-            room.board.found[parity][team.warp] = scan.nnz | (scan.full_block ? SP_FULL_BLOCK : 0);
-        team.sync();
+            cta.lane, part_of(0), part_of(BASE ? 1 : 0), T::elems(n, cta.warp),
+            smem.totals.counts[parity] + cta.warp * P::N_BLOCKS);
+        if (cta.lane == 0)
+            smem.totals.found[parity][cta.warp] = scan.nnz | (scan.full_block ? SP_FULL_BLOCK : 0);
+        cta.sync();
 #pragma unroll
-        for (uint32_t w = 0; w < SP_TEAM_WARPS; w++) {
-            uint32_t found = room.board.found[parity][w];
-            before += w < team.warp ? found & ~SP_FULL_BLOCK : 0;
+        for (uint32_t w = 0; w < SP_CODEC_WARPS; w++) {
+            uint32_t found = smem.totals.found[parity][w];
+            before += w < cta.warp ? found & ~SP_FULL_BLOCK : 0;
             nnz += found & ~SP_FULL_BLOCK;
             full_block |= (found & SP_FULL_BLOCK) != 0;
         }
@@ -290,14 +289,14 @@ template <int BYTES, bool BASE> struct sp_encoder {
                                                : (uint32_t)a.format;
         ok = sp_allows(format, nnz, full_block, BASE);
         sp_layout layout = sp_layout_cuda<G::E>(ok ? format : (uint32_t)SPCCL_FORMAT_EMPTY, n, nnz);
-        if (team.is_first()) {
-            sums.tell(s, layout.bytes);
+        if (cta.is_first()) {
+            sums.publish(s, layout.bytes);
             if (!ok)
-                sp_tell_status(a.status, SPCCL_ERR_UNSUPPORTED);
+                sp_set_status(a.status, SPCCL_ERR_UNSUPPORTED);
         }
         if (ok && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI &&
             layout.bytes <= SP_WAITING_BYTES) {
-            write_listed(scan, format, n, nnz, before, layout, room.stage[parity]);
+            write_listed(scan, format, n, nnz, before, layout, smem.stage[parity]);
             __syncwarp();
             load(next);
             flush();
@@ -309,12 +308,12 @@ template <int BYTES, bool BASE> struct sp_encoder {
             if (ok && format == SPCCL_FORMAT_PICI) {
                 sp_encode_pici_slice<BYTES, BASE>(a, sums.n_slices, s, n, nnz);
             } else {
-                uint64_t offset = sp_locate_team(a, sums, team, room.board, s, layout.bytes);
+                uint64_t offset = sp_locate_cta(a, sums, cta, smem.totals, s, layout.bytes);
                 if (ok && offset + layout.bytes <= a.dst_cap)
                     write(scan, format, n, nnz, before, layout, a.dst + offset);
             }
             sp_slice_written(); // before copies write there
-            team.sync();
+            cta.sync();
             load(next);
         }
         parity ^= 1;
@@ -324,9 +323,9 @@ template <int BYTES, bool BASE> struct sp_encoder {
                                           uint32_t before, const sp_layout &layout, uint8_t *dst) const
     {
         if (format == SPCCL_FORMAT_DENSE)
-            sp_encode_dense<G, SP_TEAM_WARPS>(
-                team.lane, (const U *)room.buf[0], a.dtype, n, layout,
-                [&](uint32_t off, uint4 v) { sp_store16(dst + off, v); }, team.warp);
+            sp_encode_dense<G, SP_CODEC_WARPS>(
+                cta.lane, (const U *)smem.buf[0], a.dtype, n, layout,
+                [&](uint32_t off, uint4 v) { sp_store16(dst + off, v); }, cta.warp);
         else
             write_listed(scan, format, n, nnz, before, layout, dst);
     }
@@ -337,17 +336,17 @@ template <int BYTES, bool BASE> struct sp_encoder {
             loaded(s);
             encode(s, s + gridDim.x);
         }
-        team.sync();
+        cta.sync();
         flush();
     }
 };
 
 template <int BYTES, bool BASE>
-__global__ void __launch_bounds__(SP_TEAM_THREADS, BASE ? 6 : 10)
+__global__ void __launch_bounds__(SP_CODEC_THREADS, BASE ? 6 : 10)
     sp_encode_kernel(const __grid_constant__ sp_gpu_encode_args a)
 {
     uint32_t n_slices = (uint32_t)((a.n_elems + a.slice_elems - 1) / a.slice_elems);
-    sp_encoder<BYTES, BASE>(a, *(sp_encode_room<BASE> *)sp_block_shared(), n_slices).run();
+    sp_encoder<BYTES, BASE>(a, *(sp_encode_smem<BASE> *)sp_block_shared(), n_slices).run();
 }
 
 // ---- launching ----
@@ -368,14 +367,14 @@ extern "C" spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream
     sp_encode_fn kernel = kernels[a->base != nullptr][sp_width_index(a->dtype)];
     uint64_t n_slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems;
     void *params[] = {const_cast<sp_gpu_encode_args *>(a)};
-    size_t shared = a->base != nullptr ? sizeof(sp_encode_room<true>) : sizeof(sp_encode_room<false>);
+    size_t shared = a->base != nullptr ? sizeof(sp_encode_smem<true>) : sizeof(sp_encode_smem<false>);
     unsigned grid = 0;
     SP_TRY_CUDA(
         cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-    SP_TRY(sp_team_grid((const void *)kernel, shared, n_slices, &grid));
+    SP_TRY(sp_codec_grid((const void *)kernel, shared, n_slices, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
     SP_TRY_CUDA(cudaMemsetAsync(a->scratch, 0, sp_encode_cuda_scratch_bytes(n_slices), (cudaStream_t)stream));
-    return sp_cuda_check(cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(SP_TEAM_THREADS), params,
+    return sp_cuda_check(cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(SP_CODEC_THREADS), params,
                                                      shared, (cudaStream_t)stream),
                          "launch of the encode kernel");
 }

@@ -100,7 +100,7 @@ struct __align__(16) sp_view
     sp_layout at;
     uint32_t format, n, nnz, is_delta;
     const uint8_t *p;      // header, index and meta: global or shared memory, aligned to 16
-    const uint8_t *chip;   // in a fused collective, of listed frames: p, but the compiler knows that it is
+    const uint8_t *smem;   // in a fused collective, of listed frames: p, but the compiler knows that it is
                            // shared memory; of others anything
     const uint8_t *values; // the values, the same
 };

@@ -1,27 +1,27 @@
 // fused.cuh - a block of a fused collective: its warps and its shared memory. The kernels lie in
 // gather_cuda.cu and, a few dtypes in each, in reduce_*_cuda.cu, so that they are compiled side by side;
-// direct_cuda.cu launches them.
+// launch_cuda.cu launches them.
 #ifndef SP_FUSED_CUH
 #define SP_FUSED_CUH
 
 #include "kernels/cuda/roles.cuh"
 
-// Warps of a block, which has a multiprocessor to itself: those of its workers and, the last, the herald.
+// Warps of a block, which has a multiprocessor to itself: those of its workers and, the last, the notifier.
 #define SP_CTA_WARPS 16u
 #define SP_CTA_THREADS (SP_CTA_WARPS * 32)
 #define SP_CTA_WORKERS 10u // at most
 
 // Warps of each role in a block of n workers, of which a feeder serves n_served.
-struct sp_crew {
+struct sp_warp_counts {
     uint32_t n_feed, n_own, n_gather;
 
-    __host__ __device__ __forceinline__ sp_crew(sp_fused_op op, uint32_t n, uint32_t n_served)
+    __host__ __device__ __forceinline__ sp_warp_counts(sp_fused_op op, uint32_t n, uint32_t n_served)
         : n_feed((n + n_served - 1) / n_served),
           n_own(op == SP_FUSED_ALL_GATHER || op == SP_FUSED_BROADCAST ? 0 : n),
           n_gather(op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0 : n)
     {
     }
-    __host__ __device__ __forceinline__ uint32_t warps() const
+    __host__ __device__ __forceinline__ uint32_t total() const
     {
         return n_feed + n_own + n_gather + 1;
     }
@@ -34,32 +34,33 @@ __device__ __forceinline__ uint32_t sp_warp_index()
     return __shfl_sync(~0u, threadIdx.x / 32, 0);
 }
 
-// Shared memory of a block: boards, then the rooms of each role.
-struct sp_rooms {
-    sp_board *boards;
-    sp_feed_room *feed;
-    sp_own_room *own;
-    sp_gather_room *gather;
+// Shared memory of a block: progress, then the smem of each role.
+struct sp_block_smem {
+    sp_progress *progress;
+    sp_feed_smem *feed;
+    sp_own_smem *own;
+    sp_gather_smem *gather;
 
-    __device__ __forceinline__ sp_rooms(const sp_crew &crew, uint32_t n)
+    __device__ __forceinline__ sp_block_smem(const sp_warp_counts &counts, uint32_t n)
     {
-        boards = (sp_board *)sp_block_shared();
-        feed = (sp_feed_room *)(boards + n);
-        own = (sp_own_room *)(feed + crew.n_feed);
-        gather = (sp_gather_room *)(own + crew.n_own);
+        progress = (sp_progress *)sp_block_shared();
+        feed = (sp_feed_smem *)(progress + n);
+        own = (sp_own_smem *)(feed + counts.n_feed);
+        gather = (sp_gather_smem *)(own + counts.n_own);
     }
 };
-static_assert(sizeof(sp_board) % 16 == 0, "rooms are aligned to 16");
+static_assert(sizeof(sp_progress) % 16 == 0, "smem are aligned to 16");
 
-// First thing in a block: the boards, and the last warp becomes the herald. True: this warp was it, and all
+// First thing in a block: the progress, and the last warp becomes the notifier. True: this warp was it, and all
 // is done.
-__device__ __forceinline__ bool sp_block_open(const sp_fused_args &a, const sp_crew &crew, sp_board *boards)
+__device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_warp_counts &counts,
+                                               sp_progress *progress)
 {
-    sp_boards_open(a, boards, crew.n_own != 0, crew.n_gather != 0);
-    if (threadIdx.x / 32 + 1 == crew.warps()) {
-        sp_herald<SP_CTA_WORKERS> herald(a);
+    sp_progress_init(a, progress, counts.n_own != 0, counts.n_gather != 0);
+    if (threadIdx.x / 32 + 1 == counts.total()) {
+        sp_notifier<SP_CTA_WORKERS> notifier(a);
         __syncthreads();
-        herald.run(boards);
+        notifier.run(progress);
         return true;
     }
     __syncthreads();

@@ -11,24 +11,24 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __gr
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_INBOX_SLICE_BYTES> G;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
-    sp_crew crew(a.op, n, a.n_served);
-    sp_rooms rooms(crew, n);
-    if (sp_block_open(a, crew, rooms.boards))
+    sp_warp_counts counts(a.op, n, a.n_served);
+    sp_block_smem smem(counts, n);
+    if (sp_block_begin(a, counts, smem.progress))
         return;
-    if (warp < crew.n_feed) {
+    if (warp < counts.n_feed) {
         uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
-        sp_place at(a, blockIdx.x * n + w);
+        sp_warp_context ctx(a, blockIdx.x * n + w);
         if (a.op == SP_FUSED_BROADCAST && a.rank != a.root)
-            sp_relay<G>(at, rooms.feed[warp], rooms.boards[w]);
+            sp_relay<G>(ctx, smem.feed[warp], smem.progress[w]);
         else
-            sp_feed<G, false>(at, n_served, rooms.feed[warp], rooms.boards + w);
+            sp_feed<G, false>(ctx, n_served, smem.feed[warp], smem.progress + w);
         for (uint32_t i = 0; i < n_served; i++)
-            sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
+            sp_role_done(smem.progress[w + i], SP_ROLE_FEED);
     } else {
-        uint32_t w = warp - crew.n_feed;
-        sp_gather<G, false>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
-                            rooms.boards[w].taken);
-        sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
+        uint32_t w = warp - counts.n_feed;
+        sp_gather<G, false>(sp_warp_context(a, blockIdx.x * n + w), smem.gather[w], smem.progress[w],
+                            smem.progress[w].taken);
+        sp_role_done(smem.progress[w], SP_ROLE_GATHER);
     }
 }
 

@@ -38,14 +38,14 @@ static spccl_status prepare(sp_fused_kernel kernel, int shared)
 // Shared memory of a block of n workers.
 static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
 {
-    sp_crew crew(op, n, n_served);
-    return n * sizeof(sp_board) + crew.n_feed * sizeof(sp_feed_room) + crew.n_own * sizeof(sp_own_room) +
-           crew.n_gather * sizeof(sp_gather_room);
+    sp_warp_counts counts(op, n, n_served);
+    return n * sizeof(sp_progress) + counts.n_feed * sizeof(sp_feed_smem) +
+           counts.n_own * sizeof(sp_own_smem) + counts.n_gather * sizeof(sp_gather_smem);
 }
 
 // Where a feeder has little to do beside the other roles (one of a slice's frames in an all-gather, one
 // contribution between two ranks) it can serve more than one worker. (All its frames must go through one
-// ring: sp_outbox.)
+// ring: sp_send_side.)
 static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
 {
     return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);
@@ -59,7 +59,7 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
     for (int op = 0; op < SP_FUSED_OPS; op++) {
         uint32_t n = may_serve((sp_fused_op)op, world_size, n_served) ? SP_CTA_WORKERS : 0;
         while (n != 0 && (block_bytes((sp_fused_op)op, n, n_served) > (size_t)shared ||
-                          sp_crew((sp_fused_op)op, n, n_served).warps() > SP_CTA_WARPS))
+                          sp_warp_counts((sp_fused_op)op, n, n_served).total() > SP_CTA_WARPS))
             n--;
         if (n == 0 && n_served == 1)
             return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
@@ -90,8 +90,9 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
     args.rest_elems = (uint32_t)(a->n_elems % a->slice_elems);
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
-    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(a->n_ctas),
-                                          dim3(sp_crew(a->op, a->workers_per_cta, a->n_served).warps() * 32),
-                                          params, shared, (cudaStream_t)stream),
-                         "launch of a collective's kernel");
+    return sp_cuda_check(
+        cudaLaunchKernel(kernel, dim3(a->n_ctas),
+                         dim3(sp_warp_counts(a->op, a->workers_per_cta, a->n_served).total() * 32), params,
+                         shared, (cudaStream_t)stream),
+        "launch of a collective's kernel");
 }

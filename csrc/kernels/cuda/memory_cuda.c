@@ -221,7 +221,7 @@ void sp_cuda_memory_destroy(sp_gpu_memory *m)
     sp_free(m);
 }
 
-spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *share, sp_gpu_memory **out)
+spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out)
 {
     spccl_status st;
     sp_gpu_memory *m = sp_calloc(1, sizeof *m);
@@ -229,7 +229,7 @@ spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *share,
     if (m == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: %zu bytes of host memory to describe it", sizeof *m);
     m->ordinal = ordinal;
-    m->kind = strcmp(share, "fd") == 0 ? KIND_FD : KIND_IPC;
+    m->kind = strcmp(handles, "fd") == 0 ? KIND_FD : KIND_IPC;
     SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
     st = m->kind == KIND_FD ? create_fd(m, bytes) : create_ipc(m, bytes);
     if (st == SPCCL_OK)

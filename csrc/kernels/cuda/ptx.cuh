@@ -81,7 +81,7 @@ __device__ __forceinline__ uint64_t sp_load_relaxed_gpu(const uint64_t *p)
 // ---- 16 bytes at a time ----
 
 // Written once and not read again here: leave the caches to others.
-__device__ __forceinline__ void sp_store16_stream(void *p, uint4 v)
+__device__ __forceinline__ void sp_store16_non_temporal(void *p, uint4 v)
 {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)

@@ -140,49 +140,49 @@ __device__ __forceinline__ void sp_decode_own(uint32_t lane, const typename G::U
 template <class T, class G> struct sp_owner {
     typedef typename G::U U;
     typedef typename T::A A;
-    const sp_place &at;
-    sp_share share;
+    const sp_warp_context &ctx;
+    sp_work_split split;
     sp_shard mine;
-    sp_own_room &room;
-    sp_board &board;
-    sp_outbox outbox;
-    sp_inlet<G, false> inlet; // by bulk copies it was slower: they queue up behind the feeders'
+    sp_own_smem &smem;
+    sp_progress &progress;
+    sp_send_side send_side;
+    sp_recv_side<G, false> recv_side; // by bulk copies it was slower: they queue up behind the feeders'
 
-    __device__ __forceinline__ sp_owner(const sp_place &place, sp_own_room &r, sp_board &b)
-        : at(place), share(place.a, place.q), mine(share.shard(place.me())), room(r), board(b),
-          outbox(place, r.outbox, &b),
-          inlet(place, SP_INBOX_INPUT, r.pool,
-                is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr)
+    __device__ __forceinline__ sp_owner(const sp_warp_context &context, sp_own_smem &r, sp_progress &b)
+        : ctx(context), split(context.a, context.q), mine(split.shard(context.me())), smem(r), progress(b),
+          send_side(context, r.send_side, &b),
+          recv_side(context, SP_INBOX_INPUT, r.pool,
+                    is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr)
     {
     }
     __device__ __forceinline__ bool is_sum() const
     {
-        return at.a.redop == SPCCL_SUM || at.a.redop == SPCCL_AVG;
+        return ctx.a.redop == SPCCL_SUM || ctx.a.redop == SPCCL_AVG;
     }
     __device__ __forceinline__ const U *own(uint32_t t) const
     {
-        return (const U *)at.a.in + mine.base + share.start(t);
+        return (const U *)ctx.a.in + mine.base + split.start(t);
     }
     // The own contribution to slice t will be wanted soon.
     __device__ __forceinline__ void prefetch_own(uint32_t t) const
     {
-        uint32_t bytes = share.elems(mine, t) * (uint32_t)sizeof(U);
+        uint32_t bytes = split.elems(mine, t) * (uint32_t)sizeof(U);
 #pragma unroll 1
-        for (uint32_t i = at.lane * 128; i < bytes; i += 32 * 128) // one bulk prefetch was slower
+        for (uint32_t i = ctx.lane * 128; i < bytes; i += 32 * 128) // one bulk prefetch was slower
             sp_prefetch_l2((const uint8_t *)own(t) + i);
     }
     // In one hop the output may be the input of the feeder, who must have seen the slice.
     __device__ __forceinline__ bool is_fed(uint32_t t) const
     {
         bool ended = false;
-        if (!sp_one_input(at.a) || at.n_peers == 0)
+        if (!sp_one_input(ctx.a) || ctx.n_peers == 0)
             return true;
         for (;;) {
-            if (sp_load_acquire_cta(&board.fed) > t)
+            if (sp_load_acquire_cta(&progress.fed) > t)
                 return true;
             if (ended)
                 return false;
-            ended = sp_load_acquire_cta(&board.done[SP_ROLE_FEED]) != 0;
+            ended = sp_load_acquire_cta(&progress.done[SP_ROLE_FEED]) != 0;
             __nanosleep(50);
         }
     }
@@ -190,10 +190,10 @@ template <class T, class G> struct sp_owner {
     template <class SINK>
     __device__ __forceinline__ uint32_t accumulate(uint32_t t, uint32_t n, uint32_t rank, SINK &sink)
     {
-        uint32_t k = rank - (rank > at.me() ? 1 : 0);
-        if (rank != at.me())
-            return sp_decode<G>(at.lane, inlet.view(k), sink) ? 0 : inlet.slot_of(k) + 1;
-        sp_decode_own<G>(at.lane, own(t), n, sink);
+        uint32_t k = rank - (rank > ctx.me() ? 1 : 0);
+        if (rank != ctx.me())
+            return sp_decode<G>(ctx.lane, recv_side.view(k), sink) ? 0 : recv_side.slot_of(k) + 1;
+        sp_decode_own<G>(ctx.lane, own(t), n, sink);
         return 0;
     }
     // Everyone's contributions in rank order; 1 + the slot of a broken frame, or 0.
@@ -201,35 +201,35 @@ template <class T, class G> struct sp_owner {
     {
         uint32_t bad = 0;
         if (is_sum()) {
-            sp_sink_add<T, G> sink = {(A *)room.sums};
-            for (uint32_t rank = 0; rank < (uint32_t)at.a.world_size; rank++) {
+            sp_sink_add<T, G> sink = {(A *)smem.sums};
+            for (uint32_t rank = 0; rank < (uint32_t)ctx.a.world_size; rank++) {
                 bad = max(bad, accumulate(t, n, rank, sink));
                 __syncwarp();
             }
             return bad;
         }
-        uint32_t *listed = (uint32_t *)(room.pool + SP_OWN_POOL_BYTES - SP_LISTED_BYTES);
-        sp_sink_combine<T, G> sink = {(A *)room.sums, listed, at.a.redop, true};
-        for (uint32_t rank = 0; rank < (uint32_t)at.a.world_size; rank++, sink.first = false) {
-            sp_zero_units(at.lane, listed, SP_LISTED_BYTES / 16);
+        uint32_t *listed = (uint32_t *)(smem.pool + SP_OWN_POOL_BYTES - SP_LISTED_BYTES);
+        sp_sink_combine<T, G> sink = {(A *)smem.sums, listed, ctx.a.redop, true};
+        for (uint32_t rank = 0; rank < (uint32_t)ctx.a.world_size; rank++, sink.first = false) {
+            sp_zero_units(ctx.lane, listed, SP_LISTED_BYTES / 16);
             __syncwarp();
             bad = max(bad, accumulate(t, n, rank, sink));
-            sink.rest(at.lane, n);
+            sink.rest(ctx.lane, n);
         }
         return bad;
     }
     // The sums become elements of the dtype, at the same address, with zeros up to sp_filled.
     __device__ __forceinline__ void finish(uint32_t n) const
     {
-        A *acc = (A *)room.sums;
-        U *buf = (U *)room.sums;
-        bool avg = at.a.redop == SPCCL_AVG;
+        A *acc = (A *)smem.sums;
+        U *buf = (U *)smem.sums;
+        bool avg = ctx.a.redop == SPCCL_AVG;
         if constexpr (sizeof(A) == sizeof(U)) {
-            for (uint32_t i = at.lane; avg && i < sp_filled<G>(n); i += 32)
-                acc[i] = T::div(acc[i], at.a.world_size);
+            for (uint32_t i = ctx.lane; avg && i < sp_filled<G>(n); i += 32)
+                acc[i] = T::div(acc[i], ctx.a.world_size);
         } else {
             // From the start on: what is written lies before what is still to be read.
-            for (uint32_t u = at.lane; u < sp_filled<G>(n) / G::K; u += 32) {
+            for (uint32_t u = ctx.lane; u < sp_filled<G>(n) / G::K; u += 32) {
                 constexpr uint32_t N = G::K * sizeof(A) / 16;
                 union {
                     uint4 v;
@@ -244,7 +244,7 @@ template <class T, class G> struct sp_owner {
                     sum.v[j] = ((const uint4 *)acc)[u * N + j];
 #pragma unroll
                 for (uint32_t c = 0; avg && c < G::K; c++)
-                    sum.e[c] = T::div(sum.e[c], at.a.world_size);
+                    sum.e[c] = T::div(sum.e[c], ctx.a.world_size);
                 sp_narrow_each<T, G::K>(sum.e, x.w);
                 __syncwarp();
                 ((uint4 *)buf)[u] = x.v;
@@ -253,47 +253,47 @@ template <class T, class G> struct sp_owner {
         }
         __syncwarp();
         // Elements past the end may not be zero (0 / 0 and the like): a frame must not list them.
-        sp_fill<G>(at.lane, buf, n);
+        sp_fill<G>(ctx.lane, buf, n);
         __syncwarp();
     }
     __device__ __forceinline__ bool slice(uint32_t t)
     {
-        sp_range r = share.range(mine, t);
+        sp_range r = split.range(mine, t);
         uint32_t bad, parity;
-        bool sends = at.n_peers != 0 && sp_has_results(at.a);
+        bool sends = ctx.n_peers != 0 && sp_has_results(ctx.a);
         prefetch_own(t + 1);
-        sp_slice_stored(at.lane);
-        sp_zero_units(at.lane, room.sums, G::UNITS * sizeof(A) / sizeof(U));
-        if (at.n_peers != 0) {
-            if (!inlet.take(t, r.n))
+        sp_slice_stored(ctx.lane);
+        sp_zero_units(ctx.lane, smem.sums, G::UNITS * sizeof(A) / sizeof(U));
+        if (ctx.n_peers != 0) {
+            if (!recv_side.take(t, r.n))
                 return false;
             if (is_sum()) // else the pool is too small
-                inlet.look_ahead(share.elems(mine, t + 1));
+                recv_side.prefetch(split.elems(mine, t + 1));
         }
         if (!is_fed(t))
             return false;
         __syncwarp();
         bad = accumulate_all(t, r.n);
         finish(r.n);
-        sp_slice_store<G>(at.lane, (const U *)room.sums, (U *)at.a.out + share.own_start(mine, t), r.n);
-        parity = is_sum() ? inlet.parity : 0;
-        if (at.n_peers != 0 && !inlet.give_back(t, bad))
+        sp_slice_store<G>(ctx.lane, (const U *)smem.sums, (U *)ctx.a.out + split.own_start(mine, t), r.n);
+        parity = is_sum() ? recv_side.parity : 0;
+        if (ctx.n_peers != 0 && !recv_side.give_credit(t, bad))
             return false;
-        if (at.lane == 0)
-            sp_store_release_cta(&board.taken, t + 1);
+        if (ctx.lane == 0)
+            sp_store_release_cta(&progress.taken, t + 1);
         // The result is put together in the half that its contributions have left.
-        return !sends || outbox.template send<G>((const U *)room.sums, r.n, inlet.half_of(parity),
-                                                 {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
+        return !sends || send_side.template send<G>((const U *)smem.sums, r.n, recv_side.half_of(parity),
+                                                    {SP_INBOX_RESULT, 0, 0, ctx.n_peers}, t);
     }
     __device__ __forceinline__ void run()
     {
         prefetch_own(0);
         bool ok = true;
-        for (uint32_t t = 0; ok && t < share.n_slices && share.elems(mine, t) != 0; t++)
+        for (uint32_t t = 0; ok && t < split.n_slices && split.elems(mine, t) != 0; t++)
             ok = slice(t);
-        inlet.close(ok);
+        recv_side.close(ok);
         if (ok)
-            outbox.close(sp_has_results(at.a) ? 1u << SP_INBOX_RESULT : 0);
+            send_side.close(sp_has_results(ctx.a) ? 1u << SP_INBOX_RESULT : 0);
     }
 };
 
@@ -304,25 +304,26 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
-    sp_crew crew(a.op, n, a.n_served);
-    sp_rooms rooms(crew, n);
-    if (sp_block_open(a, crew, rooms.boards))
+    sp_warp_counts counts(a.op, n, a.n_served);
+    sp_block_smem smem(counts, n);
+    if (sp_block_begin(a, counts, smem.progress))
         return;
-    if (warp < crew.n_feed) {
+    if (warp < counts.n_feed) {
         uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
-        sp_feed<G, true>(sp_place(a, blockIdx.x * n + w), n_served, rooms.feed[warp], rooms.boards + w);
+        sp_feed<G, true>(sp_warp_context(a, blockIdx.x * n + w), n_served, smem.feed[warp],
+                         smem.progress + w);
         for (uint32_t i = 0; i < n_served; i++)
-            sp_role_done(rooms.boards[w + i], SP_ROLE_FEED);
-    } else if (warp - crew.n_feed < crew.n_own) {
-        uint32_t w = warp - crew.n_feed;
-        sp_place at(a, blockIdx.x * n + w);
-        sp_owner<T, G>(at, rooms.own[w], rooms.boards[w]).run();
-        sp_role_done(rooms.boards[w], SP_ROLE_OWN);
+            sp_role_done(smem.progress[w + i], SP_ROLE_FEED);
+    } else if (warp - counts.n_feed < counts.n_own) {
+        uint32_t w = warp - counts.n_feed;
+        sp_warp_context ctx(a, blockIdx.x * n + w);
+        sp_owner<T, G>(ctx, smem.own[w], smem.progress[w]).run();
+        sp_role_done(smem.progress[w], SP_ROLE_OWN);
     } else {
-        uint32_t w = warp - crew.n_feed - crew.n_own;
-        sp_gather<G, true>(sp_place(a, blockIdx.x * n + w), rooms.gather[w], rooms.boards[w],
-                           rooms.boards[w].gathered);
-        sp_role_done(rooms.boards[w], SP_ROLE_GATHER);
+        uint32_t w = warp - counts.n_feed - counts.n_own;
+        sp_gather<G, true>(sp_warp_context(a, blockIdx.x * n + w), smem.gather[w], smem.progress[w],
+                           smem.progress[w].gathered);
+        sp_role_done(smem.progress[w], SP_ROLE_GATHER);
     }
 }
 

@@ -15,8 +15,8 @@
 #ifndef SP_ROLES_CUH
 #define SP_ROLES_CUH
 
-#include "kernels/cuda/inlet.cuh"
-#include "kernels/cuda/outbox.cuh"
+#include "kernels/cuda/recv_side.cuh"
+#include "kernels/cuda/send_side.cuh"
 #include "kernels/cuda/work_split.cuh"
 
 // ---- shared memory by role ----
@@ -25,28 +25,28 @@
 #define SP_OWN_POOL_BYTES 5376u
 #define SP_GATHER_POOL_BYTES 5024u
 
-// The pool of an inlet holds the headers of all peers and, in its halves, the longest listed frame.
+// The pool of an recv_side holds the headers of all peers and, in its halves, the longest listed frame.
 #define SP_POOL_BYTES_MIN ((SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES + SP_GPU_STAGE_BYTES + 32)
 static_assert(SP_GATHER_POOL_BYTES >= SP_POOL_BYTES_MIN && SP_INBOX_SLICE_BYTES >= SP_POOL_BYTES_MIN,
               "listed frames come on chip");
 static_assert((SP_OWN_POOL_BYTES - (SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >= SP_GPU_STAGE_BYTES,
               "an owner puts its results together in half of its pool");
 
-struct __align__(16) sp_feed_room
+struct __align__(16) sp_feed_smem
 {
     uint8_t buf[SP_FEED_BYTES];
     uint8_t stage[SP_GPU_STAGE_BYTES];
-    sp_outbox_shared outbox;
+    sp_send_smem send_side;
     uint64_t barriers[4]; // of the buffers
     sp_range ranges[4];   // what is in them
 };
-struct __align__(16) sp_own_room
+struct __align__(16) sp_own_smem
 {
     uint8_t sums[SP_INBOX_SLICE_BYTES];
     uint8_t pool[SP_OWN_POOL_BYTES];
-    sp_outbox_shared outbox;
+    sp_send_smem send_side;
 };
-struct __align__(16) sp_gather_room
+struct __align__(16) sp_gather_smem
 {
     uint8_t buf[SP_INBOX_SLICE_BYTES];
     uint8_t pool[SP_GATHER_POOL_BYTES];
@@ -54,11 +54,11 @@ struct __align__(16) sp_gather_room
 };
 
 // This warp has nothing more to post.
-__device__ __forceinline__ void sp_role_done(sp_board &board, sp_role role)
+__device__ __forceinline__ void sp_role_done(sp_progress &progress, sp_role role)
 {
     sp_slice_stored(threadIdx.x % 32);
     if (threadIdx.x % 32 == 0)
-        sp_store_release_cta(&board.done[role], 1);
+        sp_store_release_cta(&progress.done[role], 1);
 }
 
 // ---- feed ----
@@ -96,11 +96,11 @@ struct sp_feed_list {
     }
     __device__ __forceinline__ sp_route route(const item &i) const
     {
-        uint32_t n_peers = (uint32_t)a.world_size - 1, ring = SP_INBOX_INPUT;
+        uint32_t n_peers = (uint32_t)a.world_size - 1, queue = SP_INBOX_INPUT;
         if (is_own(i))
-            ring = SP_INBOX_RESULT;
-        return is_own(i) || sp_one_input(a) ? sp_route{ring, i.worker, 0, n_peers}
-                                            : sp_route{ring, i.worker, i.k, 1};
+            queue = SP_INBOX_RESULT;
+        return is_own(i) || sp_one_input(a) ? sp_route{queue, i.worker, 0, n_peers}
+                                            : sp_route{queue, i.worker, i.k, 1};
     }
 };
 
@@ -147,126 +147,128 @@ struct sp_feed_ranges {
 };
 
 // Bits of `cleared` can be told apart as long as the feeder is less than 32 slices ahead of the gatherer.
-__device__ __forceinline__ void sp_follow(const sp_board &board, uint32_t slice)
+__device__ __forceinline__ void sp_follow(const sp_progress &progress, uint32_t slice)
 {
-    while (slice >= sp_load_acquire_cta(&board.gathered) + 32 &&
-           sp_load_acquire_cta(&board.done[SP_ROLE_GATHER]) == 0)
+    while (slice >= sp_load_acquire_cta(&progress.gathered) + 32 &&
+           sp_load_acquire_cta(&progress.done[SP_ROLE_GATHER]) == 0)
         __nanosleep(200);
     __syncwarp();
 }
 
 // No copy may arrive after the end: finishes those that have been started, buffer i first.
 template <class G, uint32_t DEPTH>
-__device__ __forceinline__ void sp_feed_drain(const sp_place &at, sp_feed_room &room,
+__device__ __forceinline__ void sp_feed_drain(const sp_warp_context &ctx, sp_feed_smem &smem,
                                               sp_loader<G, DEPTH - 1> &loader, uint32_t i)
 {
     typedef typename G::U U;
     __syncwarp();
 #pragma unroll 1
     for (uint32_t b = 0; b < DEPTH; b++, i = (i + 1) % DEPTH) {
-        sp_range r = room.ranges[i];
-        loader.finish(at.lane, i, (U *)room.buf + i * G::MAX_ELEMS, (const U *)at.a.in + r.start, r.n);
+        sp_range r = smem.ranges[i];
+        loader.finish(ctx.lane, i, (U *)smem.buf + i * G::MAX_ELEMS, (const U *)ctx.a.in + r.start, r.n);
     }
     sp_copy_wait<0>();
 }
 
-// Serves worker at.q and, with n_served 2, the next one. boards: of the first of them. REDUCES: the kernel is
+// Serves worker ctx.q and, with n_served 2, the next one. progress: of the first of them. REDUCES: the kernel is
 // of reductions, and may patch.
 template <class G, bool REDUCES>
-__device__ __forceinline__ void sp_feed(const sp_place &at, uint32_t n_served, sp_feed_room &room,
-                                        sp_board *boards)
+__device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_served, sp_feed_smem &smem,
+                                        sp_progress *progress)
 {
     typedef typename G::U U;
     constexpr uint32_t DEPTH = SP_FEED_BYTES / (G::UNITS * 16);
     static_assert(DEPTH >= 2 && DEPTH <= 4, "a barrier for each");
-    sp_share share(at.a, at.q);
-    sp_feed_list list(at.a, n_served);
-    sp_feed_ranges ranges(list, at.q);
-    sp_loader<G, DEPTH - 1> loader(at.lane, room.barriers);
+    sp_work_split split(ctx.a, ctx.q);
+    sp_feed_list list(ctx.a, n_served);
+    sp_feed_ranges ranges(list, ctx.q);
+    sp_loader<G, DEPTH - 1> loader(ctx.lane, smem.barriers);
     sp_feed_list::item now = {0, 0, 0};
     uint32_t i = 0; // of the buffers
-    bool ok = true, patches = REDUCES && sp_patches(at.a);
+    bool ok = true, patches = REDUCES && sp_patches(ctx.a);
     // From a place in the input to that in the output.
-    uint64_t own_at = at.a.op == SP_FUSED_ALL_GATHER ? at.me() * at.a.shard_stride : 0;
-    auto buf_of = [&](uint32_t b) { return (U *)room.buf + b * G::MAX_ELEMS; };
+    uint64_t own_at = ctx.a.op == SP_FUSED_ALL_GATHER ? ctx.me() * ctx.a.shard_stride : 0;
+    auto buf_of = [&](uint32_t b) { return (U *)smem.buf + b * G::MAX_ELEMS; };
     auto start = [&](uint32_t b) {
         sp_range r = ranges.next();
-        if (at.lane == 0)
-            room.ranges[b] = r;
-        loader.start(at.lane, b, buf_of(b), (const U *)at.a.in + r.start, r.n);
+        if (ctx.lane == 0)
+            smem.ranges[b] = r;
+        loader.start(ctx.lane, b, buf_of(b), (const U *)ctx.a.in + r.start, r.n);
     };
     if (list.n_each == 0)
         return;
     // With two workers every item goes through the same ring.
-    sp_outbox outbox(at, room.outbox, boards, n_served,
-                     list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
+    sp_send_side send_side(ctx, smem.send_side, progress, n_served,
+                           list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
     for (uint32_t b = 0; b < DEPTH; b++)
         start(b);
     // (Not in an all-reduce, where it was slower; nor where the taker is no other warp.)
-    outbox.paced = at.n_peers != 0 && (at.a.op == SP_FUSED_ALL_GATHER || at.a.op == SP_FUSED_REDUCE_SCATTER);
-    while (ok && now.t < share.n_slices) {
+    send_side.paced =
+        ctx.n_peers != 0 && (ctx.a.op == SP_FUSED_ALL_GATHER || ctx.a.op == SP_FUSED_REDUCE_SCATTER);
+    while (ok && now.t < split.n_slices) {
         __syncwarp(); // for the ranges
-        sp_range r = room.ranges[i];
-        loader.finish(at.lane, i, buf_of(i), (const U *)at.a.in + r.start, r.n);
+        sp_range r = smem.ranges[i];
+        loader.finish(ctx.lane, i, buf_of(i), (const U *)ctx.a.in + r.start, r.n);
         if (patches)
-            sp_follow(boards[now.worker], now.t);
-        if (sp_one_input(at.a) && at.lane == 0)
-            sp_store_release_cta(&boards[now.worker].fed, now.t + 1);
+            sp_follow(progress[now.worker], now.t);
+        if (sp_one_input(ctx.a) && ctx.lane == 0)
+            sp_store_release_cta(&progress[now.worker].fed, now.t + 1);
         if (r.n != 0) {
-            U *to = (U *)at.a.out + own_at + r.start;
-            if (list.is_own(now) && to != (const U *)at.a.in + r.start)
-                sp_slice_store<G>(at.lane, buf_of(i), to, r.n);
-            if (at.n_peers != 0)
-                ok = outbox.send<G>(buf_of(i), r.n, room.stage, list.route(now), now.t,
-                                    patches ? (U *)at.a.out + r.start : nullptr);
+            U *to = (U *)ctx.a.out + own_at + r.start;
+            if (list.is_own(now) && to != (const U *)ctx.a.in + r.start)
+                sp_slice_store<G>(ctx.lane, buf_of(i), to, r.n);
+            if (ctx.n_peers != 0)
+                ok = send_side.send<G>(buf_of(i), r.n, smem.stage, list.route(now), now.t,
+                                       patches ? (U *)ctx.a.out + r.start : nullptr);
         }
-        sp_slice_stored(at.lane);
+        sp_slice_stored(ctx.lane);
         start(i);
         i = (i + 1) % DEPTH;
         list.next(now);
     }
-    sp_feed_drain<G, DEPTH>(at, room, loader, i);
+    sp_feed_drain<G, DEPTH>(ctx, smem, loader, i);
     if (ok)
-        outbox.close((list.n_inputs != 0 ? 1u << SP_INBOX_INPUT : 0) |
-                     (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
+        send_side.close((list.n_inputs != 0 ? 1u << SP_INBOX_INPUT : 0) |
+                        (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
 }
 
 // ---- relay: a broadcast's slices of the own shard, from root to the output and on to the others ----
 
 template <class G>
-__device__ __forceinline__ void sp_relay(const sp_place &at, sp_feed_room &room, sp_board &board)
+__device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_smem &smem,
+                                         sp_progress &progress)
 {
     typedef typename G::U U;
-    sp_share share(at.a, at.q);
-    U *buf = (U *)room.buf;
-    uint32_t root = (uint32_t)at.a.root, slot = sp_inbox_slot(at.me(), root, (uint32_t)at.a.world_size);
-    sp_shard own = share.shard(at.me());
-    sp_outbox outbox(at, room.outbox, &board);
-    sp_inlet<G, true> inlet(at, SP_INBOX_INPUT, room.buf + SP_INBOX_SLICE_BYTES, SP_INBOX_SLICE_BYTES,
-                            room.barriers);
+    sp_work_split split(ctx.a, ctx.q);
+    U *buf = (U *)smem.buf;
+    uint32_t root = (uint32_t)ctx.a.root, slot = sp_inbox_slot(ctx.me(), root, (uint32_t)ctx.a.world_size);
+    sp_shard own = split.shard(ctx.me());
+    sp_send_side send_side(ctx, smem.send_side, &progress);
+    sp_recv_side<G, true> recv_side(ctx, SP_INBOX_INPUT, smem.buf + SP_INBOX_SLICE_BYTES,
+                                    SP_INBOX_SLICE_BYTES, smem.barriers);
     bool ok = true;
-    for (uint32_t t = 0; ok && t < share.n_slices; t++) {
-        sp_range r = share.range(own, t);
-        sp_sink_chip<G> sink = {buf};
-        uint32_t k = root - (root > at.me() ? 1 : 0);
+    for (uint32_t t = 0; ok && t < split.n_slices; t++) {
+        sp_range r = split.range(own, t);
+        sp_sink_smem<G> sink = {buf};
+        uint32_t k = root - (root > ctx.me() ? 1 : 0);
         bool good;
         if (r.n == 0)
             continue;
-        ok = inlet.take(t, at.slot() == slot ? r.n : 0);
+        ok = recv_side.take(t, ctx.slot() == slot ? r.n : 0);
         if (!ok)
             break;
-        inlet.look_ahead(at.slot() == slot ? share.elems(own, t + 1) : 0);
-        sp_slice_stored(at.lane);
-        sp_zero_units(at.lane, buf, G::UNITS);
+        recv_side.prefetch(ctx.slot() == slot ? split.elems(own, t + 1) : 0);
+        sp_slice_stored(ctx.lane);
+        sp_zero_units(ctx.lane, buf, G::UNITS);
         __syncwarp();
-        good = sp_decode<G>(at.lane, inlet.view(k), sink);
-        sp_slice_store<G>(at.lane, buf, (U *)at.a.out + r.start, r.n);
-        ok = inlet.give_back(t, good ? 0 : slot + 1) &&
-             outbox.send<G>(buf, r.n, room.stage, {SP_INBOX_RESULT, 0, 0, at.n_peers}, t);
+        good = sp_decode<G>(ctx.lane, recv_side.view(k), sink);
+        sp_slice_store<G>(ctx.lane, buf, (U *)ctx.a.out + r.start, r.n);
+        ok = recv_side.give_credit(t, good ? 0 : slot + 1) &&
+             send_side.send<G>(buf, r.n, smem.stage, {SP_INBOX_RESULT, 0, 0, ctx.n_peers}, t);
     }
-    inlet.close(ok);
+    recv_side.close(ok);
     if (ok)
-        outbox.close(1u << SP_INBOX_RESULT);
+        send_side.close(1u << SP_INBOX_RESULT);
 }
 
 // ---- gather ----
@@ -281,44 +283,44 @@ __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v,
         if (v.format == SPCCL_FORMAT_EMPTY)
             return true;
         if (v.format == SPCCL_FORMAT_TILE)
-            return sp_decode_tile<G>(lane, v, v.chip, sink);
+            return sp_decode_tile<G>(lane, v, v.smem, sink);
         if (v.format == SPCCL_FORMAT_COO)
-            return sp_decode_coo<G>(lane, v, v.chip, sink);
+            return sp_decode_coo<G>(lane, v, v.smem, sink);
     }
     return sp_decode_store<G>(lane, v, buf, dst);
 }
 
 // taken: is told how many slices have been taken. REDUCES: as in sp_feed.
 template <class G, bool REDUCES>
-__device__ __forceinline__ void sp_gather(const sp_place &at, sp_gather_room &room, sp_board &board,
-                                          uint32_t &taken)
+__device__ __forceinline__ void sp_gather(const sp_warp_context &ctx, sp_gather_smem &smem,
+                                          sp_progress &progress, uint32_t &taken)
 {
     typedef typename G::U U;
-    sp_share share(at.a, at.q);
-    sp_inlet<G, true> inlet(at, SP_INBOX_RESULT, room.pool, SP_GATHER_POOL_BYTES, room.barriers);
-    bool ok = true, patches = REDUCES && sp_patches(at.a);
-    sp_shard mine = share.shard(at.peer(min(at.slot(), at.n_peers - 1))); // L: of this lane's link
-    if (at.n_peers == 0)
+    sp_work_split split(ctx.a, ctx.q);
+    sp_recv_side<G, true> recv_side(ctx, SP_INBOX_RESULT, smem.pool, SP_GATHER_POOL_BYTES, smem.barriers);
+    bool ok = true, patches = REDUCES && sp_patches(ctx.a);
+    sp_shard mine = split.shard(ctx.peer(min(ctx.slot(), ctx.n_peers - 1))); // L: of this lane's link
+    if (ctx.n_peers == 0)
         return;
-    for (uint32_t t = 0; ok && t < share.n_slices; t++) {
+    for (uint32_t t = 0; ok && t < split.n_slices; t++) {
         uint32_t bad = 0;
-        ok = inlet.take(t, share.elems(mine, t));
+        ok = recv_side.take(t, split.elems(mine, t));
         if (!ok)
             break;
-        inlet.look_ahead(share.elems(mine, t + 1));
-        for (uint32_t k = 0; k < at.n_peers; k++) {
-            sp_view v = inlet.view(k);
-            U *dst = (U *)at.a.out + (k + (k >= at.me() ? 1 : 0)) * at.a.shard_stride + share.start(t);
+        recv_side.prefetch(split.elems(mine, t + 1));
+        for (uint32_t k = 0; k < ctx.n_peers; k++) {
+            sp_view v = recv_side.view(k);
+            U *dst = (U *)ctx.a.out + (k + (k >= ctx.me() ? 1 : 0)) * ctx.a.shard_stride + split.start(t);
             bool zeros =
-                patches && (sp_load_acquire_cta(board.cleared + inlet.slot_of(k)) >> t % 32 & 1) != 0;
-            if (v.n != 0 && !sp_result_store<G>(at.lane, v, (U *)room.buf, dst, zeros))
-                bad = inlet.slot_of(k) + 1;
+                patches && (sp_load_acquire_cta(progress.cleared + recv_side.slot_of(k)) >> t % 32 & 1) != 0;
+            if (v.n != 0 && !sp_result_store<G>(ctx.lane, v, (U *)smem.buf, dst, zeros))
+                bad = recv_side.slot_of(k) + 1;
         }
-        ok = inlet.give_back(t, bad);
-        if (at.lane == 0)
+        ok = recv_side.give_credit(t, bad);
+        if (ctx.lane == 0)
             sp_store_release_cta(&taken, t + 1);
     }
-    inlet.close(ok);
+    recv_side.close(ok);
 }
 
 #endif

@@ -135,7 +135,7 @@ __device__ __noinline__ void sp_slice_store_units(uint32_t lane, const typename 
     uint32_t have = 0;
     if (((uintptr_t)dst & 15) == 0) {
         for (uint32_t u = lane; u < n / G::K; u += 32)
-            sp_store16_stream((uint4 *)dst + u, ((const uint4 *)buf)[u]);
+            sp_store16_non_temporal((uint4 *)dst + u, ((const uint4 *)buf)[u]);
         have = n / G::K * G::K;
     }
     for (uint32_t i = have + lane; i < n; i += 32)
@@ -186,7 +186,7 @@ template <class G> __device__ __forceinline__ void sp_slice_store_zero(uint32_t 
     uint32_t have = 0;
     if (((uintptr_t)dst & 15) == 0) {
         for (uint32_t u = lane; u < n / G::K; u += 32)
-            sp_store16_stream((uint4 *)dst + u, zero);
+            sp_store16_non_temporal((uint4 *)dst + u, zero);
         have = n / G::K * G::K;
     }
     for (uint32_t i = have + lane; i < n; i += 32)

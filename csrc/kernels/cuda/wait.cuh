@@ -8,14 +8,14 @@
 
 // A warp of a worker and its place: what every role knows. Lane 16 * ring + slot of the warp has the link to
 // the peer in `slot` through the rings INPUT or RESULT (inbox.h's lanes: here a lane is a thread of the
-// warp), but in an sp_outbox of two workers. In what follows members marked L are that lane's own, the others
+// warp), but in an sp_send_side of two workers. In what follows members marked L are that lane's own, the others
 // the same in all lanes.
-static_assert(SP_INBOX_KINDS == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
-struct sp_place {
+static_assert(SP_INBOX_QUEUES == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
+struct sp_warp_context {
     const sp_fused_args &a;
     uint32_t lane, q, n_peers; // q: number of the worker
 
-    __device__ __forceinline__ sp_place(const sp_fused_args &args, uint32_t worker)
+    __device__ __forceinline__ sp_warp_context(const sp_fused_args &args, uint32_t worker)
         : a(args), lane(threadIdx.x % 32), q(worker), n_peers((uint32_t)args.world_size - 1)
     {
     }
@@ -32,15 +32,15 @@ struct sp_place {
     {
         return n_peers - 1 - slot;
     }
-    __device__ __forceinline__ uint8_t *arena() const
+    __device__ __forceinline__ uint8_t *inbox() const
     {
-        return a.arenas[a.rank];
+        return a.inboxes[a.rank];
     }
     __device__ __forceinline__ sp_inbox_state *state(uint32_t worker) const
     {
-        return (sp_inbox_state *)(arena() + sp_inbox_state_off(a.shape, worker));
+        return (sp_inbox_state *)(inbox() + sp_inbox_state_off(a.shape, worker));
     }
-    __device__ __forceinline__ uint32_t ring() const // L
+    __device__ __forceinline__ uint32_t queue() const // L
     {
         return lane / 16;
     }
@@ -51,45 +51,45 @@ struct sp_place {
     // L: is this lane's link one of ring `which`?
     __device__ __forceinline__ bool is_mine(uint32_t which) const
     {
-        return ring() == which && slot() < n_peers;
+        return queue() == which && slot() < n_peers;
     }
     __device__ __forceinline__ uint64_t *word(size_t off) const
     {
-        return (uint64_t *)(arena() + off);
+        return (uint64_t *)(inbox() + off);
     }
 };
 
 // Leave word of what went wrong, the first worker only, and end all waits of this rank.
-inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_trouble trouble,
-                                              uint32_t ring, uint32_t slot, uint32_t slice, uint64_t wanted,
+inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
+                                              uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
                                               uint64_t seen, uint32_t detail)
 {
     sp_gpu_report *r = &a.control->report;
-    sp_inbox_state *first = (sp_inbox_state *)(a.arenas[a.rank] + sp_inbox_state_off(a.shape, 0));
+    sp_inbox_state *first = (sp_inbox_state *)(a.inboxes[a.rank] + sp_inbox_state_off(a.shape, 0));
     if (atomicCAS(&first->claimed, 0u, 1 + q) == 0) {
         r->claimed = 1 + q;
         r->worker = q;
         r->peer = sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size);
-        r->kind = ring;
+        r->queue = queue;
         r->detail = detail;
         r->seq = a.seq;
         r->slice = slice;
         r->wanted = wanted;
         r->seen = seen;
         __threadfence_system();
-        sp_store_relaxed_sys(&r->trouble, (uint32_t)trouble);
+        sp_store_relaxed_sys(&r->fault, (uint32_t)fault);
     }
     sp_store_relaxed_sys(&a.control->abort, 1);
 }
 
 // The host's word to abort is looked at this often while waiting: it lies behind PCIe, and a thousand workers
 // that wait at once would queue up there for longer than the wait (measured: 300 us each on 4 GPUs).
-#define SP_LOOK_AT_HOST_NS 2000000ull
+#define SP_ABORT_POLL_NS 2000000ull
 
 // Until *word >= wanted (> 0): what it says. 0: aborted, or the deadline passed and a report was left. One
 // thread.
 inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
-                                                uint64_t wanted, sp_gpu_trouble trouble, uint32_t ring,
+                                                uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
                                                 uint32_t slot, uint32_t slice)
 {
     uint64_t start = 0, looked = 0;
@@ -103,13 +103,13 @@ inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t
         now = sp_clock_ns();
         if (start == 0)
             start = looked = now;
-        if (now - looked < SP_LOOK_AT_HOST_NS)
+        if (now - looked < SP_ABORT_POLL_NS)
             continue;
         looked = now;
         if (sp_load_relaxed_sys(&a.control->abort) != 0)
             return 0;
-        if (now - start > sp_gpu_wait_ns(a.timeout_ns, trouble, ring)) {
-            sp_report(a, q, trouble, ring, slot, slice, wanted, v, 0);
+        if (now - start > sp_gpu_wait_ns(a.timeout_ns, fault, queue)) {
+            sp_report(a, q, fault, queue, slot, slice, wanted, v, 0);
             return 0;
         }
     }

@@ -1,6 +1,6 @@
 // work_split.cuh - what a collective is made of, and which slices of it a worker has.
-#ifndef SP_SHARE_CUH
-#define SP_SHARE_CUH
+#ifndef SP_WORK_SPLIT_CUH
+#define SP_WORK_SPLIT_CUH
 
 #include "core/contract/gpu.h"
 
@@ -45,12 +45,12 @@ struct sp_shard {
 };
 
 // The slices of worker q: q, q + workers, ... of every shard.
-struct sp_share {
+struct sp_work_split {
     const sp_fused_args &a;
     uint32_t n_slices;    // of this worker, in the longest shard
     uint32_t first, pace; // elements: where its first slice starts in a shard, and from one to the next
 
-    __device__ __forceinline__ sp_share(const sp_fused_args &args, uint32_t q) : a(args)
+    __device__ __forceinline__ sp_work_split(const sp_fused_args &args, uint32_t q) : a(args)
     {
         uint32_t n_q = a.n_ctas * a.workers_per_cta;
         n_slices = q < a.shard_slices ? (uint32_t)((a.shard_slices - q + n_q - 1) / n_q) : 0;

@@ -404,8 +404,8 @@ static spccl_status run_swap(sp_gpu_share *s, struct swap *w)
     }
 }
 
-spccl_status sp_gpu_share_swap(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes, const uint8_t *addresses,
-                               sp_gpu_memory **out)
+spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes,
+                                   const uint8_t *addresses, sp_gpu_memory **out)
 {
     struct swap w = {.bytes = bytes, .addresses = addresses, .fd = -1, .out = out};
     spccl_status st;

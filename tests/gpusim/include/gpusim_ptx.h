@@ -69,7 +69,7 @@ inline uint64_t sp_load_relaxed_gpu(const uint64_t *p)
 
 // ---- 16 bytes at a time ----
 
-inline void sp_store16_stream(void *p, uint4 v)
+inline void sp_store16_non_temporal(void *p, uint4 v)
 {
     *(uint4 *)p = v;
 }

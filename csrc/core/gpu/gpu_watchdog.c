@@ -1,4 +1,4 @@
-/* gpu_watch.c - one thread per process watches the GPUs of all communicators; see gpu_comm.h. What a kernel
+/* gpu_watchdog.c - one thread per process watches the GPUs of all communicators; see gpu_comm.h. What a kernel
  * saw when it gave up becomes the communicator's error; what broke a communicator reaches its kernels as the
  * abort flag, which sp_comm_break and the engine set themselves. */
 #include "core/gpu/gpu_comm.h"
@@ -55,7 +55,7 @@ static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, 
         return;
     }
     snprintf(waited, waited_cap, " %.3g s",
-             (double)sp_gpu_wait_ns(l.timeout_ns, (sp_gpu_trouble)r->trouble, r->kind) / 1e9);
+             (double)sp_gpu_wait_ns(l.timeout_ns, (sp_gpu_fault)r->fault, r->queue) / 1e9);
     snprintf(text, cap, "%s no. %" PRIu32 " (%" PRIu64 " %s)", sp_coll_name(l.coll), seq, l.n_elems,
              sp_dtype_name(l.dtype));
 }
@@ -64,23 +64,23 @@ static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, 
 static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap)
 {
     const spccl_comm *comm = g->comm;
-    const char *kind = r->kind == SP_INBOX_INPUT ? "inputs" : "results";
+    const char *what = r->queue == SP_INBOX_INPUT ? "inputs" : "results";
     char launch[120], where[320], waited[32];
     describe_launch(g, r, launch, sizeof launch, waited, sizeof waited);
     snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: %s:", comm->rank, comm->name,
              g->device.ordinal, launch);
-    switch ((sp_gpu_trouble)r->trouble) {
+    switch ((sp_gpu_fault)r->fault) {
     case SP_GPU_NO_DATA:
         snprintf(text, cap,
                  "%s waited%s for %s of rank %u (worker %u, slice %u: its frame starts at %" PRIu64
                  ", sent is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, waited, kind, r->peer, r->worker, r->slice, r->wanted, r->seen);
+                 where, waited, what, r->peer, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
-    case SP_GPU_NO_ROOM:
+    case SP_GPU_NO_SPACE:
         snprintf(text, cap,
                  "%s waited%s for rank %u to take %s (worker %u, slice %u: wanted up to %" PRIu64
                  ", taken is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, waited, r->peer, kind, r->worker, r->slice, r->wanted, r->seen);
+                 where, waited, r->peer, what, r->worker, r->slice, r->wanted, r->seen);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_BAD_FRAME:
         if (r->detail == SP_GPU_RULE_INDEX) {
@@ -88,18 +88,18 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
                 text, cap,
                 "%s the list of elements in a frame of rank %u is broken (%s, worker %u, slice %u; rules 20 "
                 "to 27 of docs/FORMAT.md): do all ranks run the same version of spccl?",
-                where, r->peer, kind, r->worker, r->slice);
+                where, r->peer, what, r->worker, r->slice);
             return SPCCL_ERR_FORMAT;
         }
         snprintf(text, cap,
                  "%s a frame of rank %u breaks a rule (%s, worker %u, slice %u, field %u: got %" PRIu64
                  ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",
-                 where, r->peer, kind, r->worker, r->slice, r->detail, r->seen, r->wanted);
+                 where, r->peer, what, r->worker, r->slice, r->detail, r->seen, r->wanted);
         return SPCCL_ERR_FORMAT;
-    case SP_GPU_FINE:
+    case SP_GPU_NO_FAULT:
         break;
     }
-    snprintf(text, cap, "%s a report of unknown kind %u", where, r->trouble);
+    snprintf(text, cap, "%s a report of unknown kind %u", where, r->fault);
     return SPCCL_ERR_BUG;
 }
 
@@ -109,7 +109,7 @@ static void look_at_report(sp_gpu_comm *g)
     sp_gpu_report r;
     char text[sizeof comm->error];
     spccl_status st;
-    if (__atomic_load_n(&g->control->report.trouble, __ATOMIC_ACQUIRE) == SP_GPU_FINE)
+    if (__atomic_load_n(&g->control->report.fault, __ATOMIC_ACQUIRE) == SP_GPU_NO_FAULT)
         return;
     if (atomic_load(&comm->abort_asked) || sp_comm_broken(comm) != SPCCL_OK)
         return; /* the kernels ended because of that */
@@ -186,7 +186,7 @@ static spccl_status start_locked(void)
     return SPCCL_OK;
 }
 
-spccl_status sp_gpu_watch_add(sp_gpu_comm *g)
+spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g)
 {
     spccl_status st;
     pthread_once(&once, install_fork_handlers);
@@ -200,7 +200,7 @@ spccl_status sp_gpu_watch_add(sp_gpu_comm *g)
     return st;
 }
 
-void sp_gpu_watch_remove(sp_gpu_comm *g)
+void sp_gpu_watchdog_remove(sp_gpu_comm *g)
 {
     pthread_mutex_lock(&list_mu);
     while (visited == g) {

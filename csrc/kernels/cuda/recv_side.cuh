@@ -1,19 +1,19 @@
-// inlet.cuh - the receiving end of a worker's links: frames are waited for, checked, read and given back. How
+// recv_side.cuh - the receiving end of a worker's links: frames are waited for, checked, read and given back. How
 // rings, tails and credits work: core/inbox.h.
 //
-// The pool on chip holds the headers of a slice's frames and has two halves. Short frames: a half holds all
-// frames of a slice, the other those of the next, which are copied while these are decoded, if they have
+// The pool on smem holds the headers of a slice's frames and has two halves. Short frames: a half holds all
+// frames of a slice, the other those of the next, queue are copied while these are decoded, if they have
 // come. Long frames: a half holds one frame, the other the next of the same slice. Longer ones have the pool
 // for themselves, or are read where they lie.
-#ifndef SP_INLET_CUH
-#define SP_INLET_CUH
+#ifndef SP_RECV_SIDE_CUH
+#define SP_RECV_SIDE_CUH
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/wait.cuh"
 
-// Leave word of the frame in a slot of ring `which`, whose header is not that of a frame of n elements.
+// Leave word of the frame in a slot of ring `queue`, whose header is not that of a frame of n elements.
 template <uint32_t E>
-__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t which,
+__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
                                               uint32_t slot, uint32_t slice, const uint4 *header,
                                               uint32_t most, uint32_t n)
 {
@@ -22,77 +22,77 @@ __device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q
     // A good frame, but none that a collective sends: with a delta (its flag), or too long for its format.
     if (sp_open<E>(header, most, a.dtype, n, &v, &wrong))
         wrong = v.is_delta != 0 ? sp_wrong{6, v.is_delta, 0} : sp_wrong{17, v.at.bytes, SP_GPU_STAGE_BYTES};
-    sp_report(a, q, SP_GPU_BAD_FRAME, which, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
+    sp_report(a, q, SP_GPU_BAD_FRAME, queue, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
 }
 
 // BULK: frames come by bulk copies, where there are any.
-template <class G, bool BULK> struct sp_inlet {
-    const sp_place &at;
+template <class G, bool BULK> struct sp_recv_side {
+    const sp_warp_context &ctx;
     uint8_t *pool;      // in shared memory, aligned to 16
     uint64_t *barriers; // [2] in shared memory: of the halves
     uint32_t phases;    // bit i: of barrier i
     uint32_t half;      // bytes of a half
     uint32_t area;      // bytes in a half for each peer's
-    uint32_t which;     // the ring: INPUT or RESULT
+    uint32_t queue;     // the ring: INPUT or RESULT
     uint32_t ring_bytes;
     uint32_t parity;           // the half of this slice
-    uint32_t ahead;            // 0, or 1 + the half to which the starts of the next frames are on their way
+    uint32_t prefetched;       // 0, or 1 + the half to queue the starts of the next frames are on their way
     bool one_by_one;           // long frames
-    bool coming;               // with one_by_one: the next frame is on its way to its half
-    const uint8_t *from;       // L: the ring in the own arena
+    bool next_prefetched;      // with one_by_one: the next frame is on its way to its half
+    const uint8_t *from;       // L: the ring in the own inbox
     uint64_t taken;            // L: position of the next frame to take
     uint32_t taken_off, guess; // L: the same in the ring; bytes of the next frame to copy unseen
-    int32_t come_bytes;        // L: bytes from `taken` on that have come, as last seen
+    int32_t arrived_bytes;     // L: bytes from `taken` on that have come, as last seen
     uint32_t n, bytes;         // L: elements and bytes of the frame at hand; bytes 0: none
     uint32_t frame_off;        // L: where it lies in the ring
 
     // Positions from the last launch. pool_bytes: at least 192 for each peer.
-    __device__ __forceinline__ sp_inlet(const sp_place &place, uint32_t ring, uint8_t *shared,
-                                        uint32_t pool_bytes, uint64_t *shared_barriers)
-        : at(place), pool(shared), barriers(shared_barriers), phases(0),
-          half((pool_bytes - place.n_peers * SP_FRAME_HEADER_BYTES) / 2 & ~15u),
-          area(place.n_peers == 0 ? 0 : half / place.n_peers & ~15u), which(ring),
-          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), parity(0), ahead(0), one_by_one(false),
-          coming(false), from(nullptr), taken(0), taken_off(0), guess(0), come_bytes(0), n(0), bytes(0),
-          frame_off(0)
+    __device__ __forceinline__ sp_recv_side(const sp_warp_context &context, uint32_t from_queue,
+                                            uint8_t *shared, uint32_t pool_bytes, uint64_t *shared_barriers)
+        : ctx(context), pool(shared), barriers(shared_barriers), phases(0),
+          half((pool_bytes - context.n_peers * SP_FRAME_HEADER_BYTES) / 2 & ~15u),
+          area(context.n_peers == 0 ? 0 : half / context.n_peers & ~15u), queue(from_queue),
+          ring_bytes(sp_inbox_ring_bytes(context.a.shape)), parity(0), prefetched(0), one_by_one(false),
+          next_prefetched(false), from(nullptr), taken(0), taken_off(0), guess(0), arrived_bytes(0), n(0),
+          bytes(0), frame_off(0)
     {
-        if (at.is_mine(which)) {
-            taken = at.state(at.q)->taken[which][at.slot()];
-            taken_off = at.state(at.q)->taken_off[which][at.slot()];
+        if (ctx.is_mine(queue)) {
+            taken = ctx.state(ctx.q)->taken[queue][ctx.slot()];
+            taken_off = ctx.state(ctx.q)->taken_off[queue][ctx.slot()];
             guess = min(512u, area);
-            from = at.arena() + sp_inbox_ring_off(at.a.shape, which, at.slot(), at.q);
+            from = ctx.inbox() + sp_inbox_ring_off(ctx.a.shape, queue, ctx.slot(), ctx.q);
         }
 #if SP_HAS_BULK
-        if (BULK && at.lane < 2)
-            sp_barrier_init(barriers + at.lane);
+        if (BULK && ctx.lane < 2)
+            sp_barrier_init(barriers + ctx.lane);
 #endif
         __syncwarp();
     }
     // The last call. ok: nothing went wrong, and the positions are kept for the next launch.
     __device__ __forceinline__ void close(bool ok)
     {
-        if (ahead != 0) // no copy may arrive after the end
-            landed(ahead - 1, false);
-        if (ok && at.is_mine(which)) {
-            at.state(at.q)->taken[which][at.slot()] = taken;
-            at.state(at.q)->taken_off[which][at.slot()] = taken_off;
+        if (prefetched != 0) // no copy may wait_starts after the end
+            wait_copied(prefetched - 1, false);
+        if (ok && ctx.is_mine(queue)) {
+            ctx.state(ctx.q)->taken[queue][ctx.slot()] = taken;
+            ctx.state(ctx.q)->taken_off[queue][ctx.slot()] = taken_off;
         }
     }
     __device__ __forceinline__ const uint64_t *tail_word() const // L
     {
-        return at.word(sp_inbox_tail_off(at.a.shape, which, at.slot(), at.q));
+        return ctx.word(sp_inbox_tail_off(ctx.a.shape, queue, ctx.slot(), ctx.q));
     }
     // Has the next frame come, or a mark that it starts at 0?
-    __device__ __forceinline__ bool has_come() // L
+    __device__ __forceinline__ bool has_arrived() // L
     {
         if (ring_bytes - taken_off < SP_FRAME_HEADER_BYTES)
             wrap();
-        return come_bytes > 0;
+        return arrived_bytes > 0;
     }
     __device__ __forceinline__ void wrap() // L
     {
         taken += ring_bytes - taken_off;
-        come_bytes -= (int32_t)(ring_bytes - taken_off);
+        arrived_bytes -= (int32_t)(ring_bytes - taken_off);
         taken_off = 0;
     }
     __device__ __forceinline__ uint4 *header_of(uint32_t slot) const
@@ -101,7 +101,7 @@ template <class G, bool BULK> struct sp_inlet {
     }
     __device__ __forceinline__ uint8_t *half_of(uint32_t i) const
     {
-        return pool + at.n_peers * SP_FRAME_HEADER_BYTES + i * half;
+        return pool + ctx.n_peers * SP_FRAME_HEADER_BYTES + i * half;
     }
     __device__ __forceinline__ uint8_t *start_of(uint32_t to, uint32_t slot) const
     {
@@ -115,34 +115,34 @@ template <class G, bool BULK> struct sp_inlet {
         if (BULK) {
             if (wanted != 0) {
                 sp_fence_bulk_global();
-                sp_bulk_load(start_of(to, at.slot()), from + taken_off, wanted, barriers + to);
+                sp_bulk_load(start_of(to, ctx.slot()), from + taken_off, wanted, barriers + to);
             }
             __syncwarp();
-            if (at.lane == 0)
+            if (ctx.lane == 0)
                 sp_barrier_arrive(barriers + to);
         } else
 #endif
         {
-            for (uint32_t slot = 0; slot < at.n_peers; slot++) {
-                uint32_t link = which * 16 + slot, n_bytes = __shfl_sync(~0u, wanted, link);
+            for (uint32_t slot = 0; slot < ctx.n_peers; slot++) {
+                uint32_t link = queue * 16 + slot, n_bytes = __shfl_sync(~0u, wanted, link);
                 const uint8_t *src = (const uint8_t *)__shfl_sync(
                     ~0u, (unsigned long long)(uintptr_t)(from + taken_off), link);
 #pragma unroll 1
-                for (uint32_t i = at.lane * 16; i < n_bytes; i += 512)
+                for (uint32_t i = ctx.lane * 16; i < n_bytes; i += 512)
                     sp_copy16_async(start_of(to, slot) + i, src + i);
             }
             sp_copy_commit();
         }
     }
     // Start to copy the frame of a slot to the start of a half.
-    __device__ __forceinline__ void bring(uint32_t slot, uint32_t n_bytes, uint32_t to) const
+    __device__ __forceinline__ void copy_frame(uint32_t slot, uint32_t n_bytes, uint32_t to) const
     {
-        uint32_t link = which * 16 + slot;
+        uint32_t link = queue * 16 + slot;
         const uint8_t *whole =
             (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off), link);
 #if SP_HAS_BULK
         if (BULK) {
-            if (at.lane == link) {
+            if (ctx.lane == link) {
                 sp_bulk_load(half_of(to), whole, n_bytes, barriers + to);
                 sp_barrier_arrive(barriers + to);
             }
@@ -150,13 +150,13 @@ template <class G, bool BULK> struct sp_inlet {
 #endif
         {
 #pragma unroll 1
-            for (uint32_t i = at.lane * 16; i < n_bytes; i += 512)
+            for (uint32_t i = ctx.lane * 16; i < n_bytes; i += 512)
                 sp_copy16_async(half_of(to) + i, whole + i);
             sp_copy_commit();
         }
     }
     // What was to come into a half is there. another: something is on its way into the other half.
-    __device__ __forceinline__ void landed(uint32_t to, bool another)
+    __device__ __forceinline__ void wait_copied(uint32_t to, bool another)
     {
 #if SP_HAS_BULK
         if (BULK) {
@@ -171,89 +171,89 @@ template <class G, bool BULK> struct sp_inlet {
         __syncwarp();
     }
     // What was fetched is there, and it is frames.
-    __device__ __forceinline__ void arrive()
+    __device__ __forceinline__ void wait_starts()
     {
-        const uint4 *header = (const uint4 *)start_of(parity, at.slot());
+        const uint4 *header = (const uint4 *)start_of(parity, ctx.slot());
         bool wraps;
-        landed(parity, false);
+        wait_copied(parity, false);
         wraps = n != 0 && header->x == SP_INBOX_WRAP;
         if (!__any_sync(~0u, wraps))
             return;
         if (wraps)
             wrap();
         fetch(parity, wraps ? n : 0);
-        landed(parity, false);
+        wait_copied(parity, false);
     }
 
-    // Wait for the next frame of every peer for which n_wanted (L) is not 0, copy their starts on chip and
+    // Wait for the next frame of every peer for queue n_wanted (L) is not 0, copy their starts on smem and
     // check their headers: a frame must have so many elements. False: the wait ended without, or a header is
     // broken, and a report was left.
     __device__ __forceinline__ bool take(uint32_t slice, uint32_t n_wanted)
     {
         bool ok = true;
-        n = at.is_mine(which) ? n_wanted : 0;
-        if (ahead == 0) {
-            if (n != 0 && !has_come()) {
+        n = ctx.is_mine(queue) ? n_wanted : 0;
+        if (prefetched == 0) {
+            if (n != 0 && !has_arrived()) {
                 uint64_t tail =
-                    sp_wait(at.a, at.q, tail_word(), taken + 1, SP_GPU_NO_DATA, which, at.slot(), slice);
+                    sp_wait(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA, queue, ctx.slot(), slice);
                 ok = tail != 0;
-                come_bytes = (int32_t)(tail - taken);
+                arrived_bytes = (int32_t)(tail - taken);
             }
             if (!__all_sync(~0u, ok))
                 return false;
             __syncwarp();
             fetch(parity, n);
         }
-        ahead = 0;
-        arrive();
+        prefetched = 0;
+        wait_starts();
         bytes = 0;
         one_by_one = false;
         if (n != 0) {
-            const uint4 *header = (const uint4 *)start_of(parity, at.slot());
+            const uint4 *header = (const uint4 *)start_of(parity, ctx.slot());
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
-            bytes = sp_open_plain<G::E>(header, most, at.a.dtype, n);
+            bytes = sp_open_plain<G::E>(header, most, ctx.a.dtype, n);
             ok = bytes != 0;
             if (!ok)
-                sp_report_header<G::E>(at.a, at.q, which, at.slot(), slice, header, most, n);
+                sp_report_header<G::E>(ctx.a, ctx.q, queue, ctx.slot(), slice, header, most, n);
             frame_off = taken_off;
             one_by_one = bytes > guess; // more than what lies before the end of the ring is not asked for
             taken += bytes;
-            come_bytes -= (int32_t)bytes;
+            arrived_bytes -= (int32_t)bytes;
             taken_off += bytes;
             guess = min((bytes + 255) & ~127u, area);
         }
-        for (uint32_t i = at.lane; i < at.n_peers * 4; i += 32)
+        for (uint32_t i = ctx.lane; i < ctx.n_peers * 4; i += 32)
             header_of(i / 4)[i % 4] = ((const uint4 *)start_of(parity, i / 4))[i % 4];
         one_by_one = __any_sync(~0u, one_by_one);
-        coming = false;
+        next_prefetched = false;
         __syncwarp();
         return __all_sync(~0u, ok);
     }
     // If the frames of the next slice, of n_wanted (L) elements, have come as well, start to copy them.
-    __device__ __forceinline__ void look_ahead(uint32_t n_wanted)
+    __device__ __forceinline__ void prefetch(uint32_t n_wanted)
     {
         bool ready = true;
         if (one_by_one) // both halves are needed
             return;
-        if (at.is_mine(which) && n_wanted != 0 && !has_come()) {
-            come_bytes = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
-            ready = come_bytes > 0;
+        if (ctx.is_mine(queue) && n_wanted != 0 && !has_arrived()) {
+            arrived_bytes = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
+            ready = arrived_bytes > 0;
         }
         ready = __all_sync(~0u, ready);
         __syncwarp();
         if (!ready)
             return;
-        ahead = 1 + (parity ^ 1);
-        fetch(parity ^ 1, at.is_mine(which) ? n_wanted : 0);
+        prefetched = 1 + (parity ^ 1);
+        fetch(parity ^ 1, ctx.is_mine(queue) ? n_wanted : 0);
     }
     // The peers in rank order, k < n_peers.
     __device__ __forceinline__ uint32_t slot_of(uint32_t k) const
     {
-        return sp_inbox_slot(at.me(), k + (k >= at.me() ? 1 : 0), (uint32_t)at.a.world_size);
+        return sp_inbox_slot(ctx.me(), k + (k >= ctx.me() ? 1 : 0), (uint32_t)ctx.a.world_size);
     }
     __device__ __forceinline__ uint32_t elems_of(uint32_t slot) const
     {
-        return __shfl_sync(~0u, n, which * 16 + slot);
+        return __shfl_sync(~0u, n, queue * 16 + slot);
     }
     // The frame of the k-th peer in rank order, for all lanes; to be asked for in this order. No elements:
     // none was awaited.
@@ -261,7 +261,7 @@ template <class G, bool BULK> struct sp_inlet {
     {
         uint32_t slot = slot_of(k);
         const uint4 *header = header_of(slot);
-        const uint8_t *chip = start_of(parity, slot), *p = chip;
+        const uint8_t *smem = start_of(parity, slot), *p = smem;
         uint4 a = header[0], b = header[1], c = header[2];
         sp_view v;
         v.n = elems_of(slot);
@@ -273,33 +273,33 @@ template <class G, bool BULK> struct sp_inlet {
             bool fits = v.at.bytes <= half, alone = !fits && v.at.bytes <= 2 * half;
             uint32_t to = fits ? k & 1 : 0;
             __syncwarp(); // the frames before have been read
-            if (!coming && (fits || alone))
-                bring(slot, v.at.bytes, to);
-            coming = false;
-            if (fits && k + 1 < at.n_peers) {
+            if (!next_prefetched && (fits || alone))
+                copy_frame(slot, v.at.bytes, to);
+            next_prefetched = false;
+            if (fits && k + 1 < ctx.n_peers) {
                 uint32_t next = slot_of(k + 1);
-                coming = elems_of(next) != 0 && header_of(next)[1].z <= half;
-                if (coming)
-                    bring(next, header_of(next)[1].z, to ^ 1);
+                next_prefetched = elems_of(next) != 0 && header_of(next)[1].z <= half;
+                if (next_prefetched)
+                    copy_frame(next, header_of(next)[1].z, to ^ 1);
             }
             if (fits || alone)
-                landed(to, coming);
-            chip = p = half_of(to);
+                wait_copied(to, next_prefetched);
+            smem = p = half_of(to);
             if (!fits && !alone)
                 p = (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off),
-                                                 which * 16 + slot);
+                                                 queue * 16 + slot);
         }
         v.p = p;
         v.values = p + v.at.values;
-        v.chip = chip; // listed frames are no longer than two halves: SP_GPU_STAGE_BYTES
+        v.smem = smem; // listed frames are no longer than two halves: SP_GPU_STAGE_BYTES
         return v;
     }
     // Done with the frames of take. bad: 1 + the slot whose frame this lane found broken, or 0.
-    __device__ __forceinline__ bool give_back(uint32_t slice, uint32_t bad)
+    __device__ __forceinline__ bool give_credit(uint32_t slice, uint32_t bad)
     {
         if (__any_sync(~0u, bad != 0)) {
             if (bad != 0)
-                sp_report(at.a, at.q, SP_GPU_BAD_FRAME, which, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
+                sp_report(ctx.a, ctx.q, SP_GPU_BAD_FRAME, queue, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
             return false;
         }
 #if SP_HAS_BULK
@@ -309,8 +309,8 @@ template <class G, bool BULK> struct sp_inlet {
         __syncwarp();
         if (bytes != 0) {
             uint64_t *credit =
-                (uint64_t *)(at.a.arenas[at.peer(at.slot())] +
-                             sp_inbox_credit_off(at.a.shape, which, at.slot_there(at.slot()), at.q));
+                (uint64_t *)(ctx.a.inboxes[ctx.peer(ctx.slot())] +
+                             sp_inbox_credit_off(ctx.a.shape, queue, ctx.slot_there(ctx.slot()), ctx.q));
             // The start of the next frame, at the latest. No fence: what was read has been used, so no read
             // is still under way.
             sp_store_relaxed_sys(credit, taken);

@@ -1,4 +1,4 @@
-/* test_gpu_watch.c - who asks how a group is learns it at once, over fake GPUs: what a kernel reported, also
+/* test_gpu_watchdog.c - who asks how a group is learns it at once, over fake GPUs: what a kernel reported, also
  * while another thread looks at the peers; an abort, also while the driver is busy. */
 #include "fake_gpu.h"
 
@@ -24,7 +24,7 @@ static void reported(struct rank_ctx *c)
         spccl_status st;
         pthread_mutex_lock(&g->look_mu);
         CHECK_OK(spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[0]));
-        while (__atomic_load_n(&r->trouble, __ATOMIC_ACQUIRE) == SP_GPU_FINE &&
+        while (__atomic_load_n(&r->fault, __ATOMIC_ACQUIRE) == SP_GPU_NO_FAULT &&
                !sp_deadline_passed(deadline_ns))
             usleep(100);
         st = spccl_comm_async_error(c->comm);

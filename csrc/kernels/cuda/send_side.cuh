@@ -1,7 +1,7 @@
-// outbox.cuh - the sending end of a worker's links: room in the peers' rings, frames written there, and the
-// herald who tells the peers. How rings, tails and credits work: core/inbox.h.
-#ifndef SP_OUTBOX_CUH
-#define SP_OUTBOX_CUH
+// send_side.cuh - the sending end of a worker's links: room in the peers' rings, frames written there, and the
+// notifier who tells the peers. How rings, tails and credits work: core/inbox.h.
+#ifndef SP_SEND_SIDE_CUH
+#define SP_SEND_SIDE_CUH
 
 #include "kernels/cuda/encode.cuh"
 #include "kernels/cuda/wait.cuh"
@@ -9,9 +9,9 @@
 
 static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "room for pici");
 
-// What the warps of a worker and the herald tell each other.
+// What the warps of a worker and the notifier tell each other.
 enum sp_role { SP_ROLE_FEED, SP_ROLE_OWN, SP_ROLE_GATHER, SP_ROLES };
-struct sp_board {
+struct sp_progress {
     uint32_t posted[32];     // by link: how far has been sent; 32 bits of it
     uint32_t done[SP_ROLES]; // 1: this role will post nothing more
     uint32_t fed;            // slices that the feeder has on chip (one-hop all-reduce)
@@ -22,28 +22,28 @@ struct sp_board {
     uint32_t cleared[SP_GPU_RANKS_MAX];
 };
 
-// Shared memory of an outbox beside the stage.
-struct sp_outbox_shared {
+// Shared memory of an send_side beside the stage.
+struct sp_send_smem {
     uint8_t *dst[SP_GPU_RANKS_MAX]; // where the next frame to a peer goes
     uint8_t counts[SP_BLOCKS_MAX];  // of sp_encode_scan
 };
 
 // Where frames go: to the peers in n_slots slots from `first` on, through a ring, as those of worker `worker`
-// (of the one or two that the outbox is for).
+// (of the one or two that the send_side is for).
 struct sp_route {
-    uint32_t ring, worker, first, n_slots;
+    uint32_t queue, worker, first, n_slots;
 };
 
 // The links of one worker, or of two that send on the same ring alone: then the upper half of the warp has
 // the links of the second, and not those of ring RESULT.
-struct sp_outbox {
-    const sp_place &at;
-    sp_outbox_shared &s;
-    sp_board *boards;   // of the workers
-    uint32_t shared_by; // workers
-    uint32_t shared_on; // with two: their ring
+struct sp_send_side {
+    const sp_warp_context &ctx;
+    sp_send_smem &s;
+    sp_progress *progress; // of the workers
+    uint32_t n_workers;    // workers
+    uint32_t only_queue;   // with two: their ring
     uint32_t ring_bytes;
-    uint8_t *to;          // L: the ring in the peer's arena
+    uint8_t *to;          // L: the ring in the peer's inbox
     uint32_t *posted;     // L: how far this has been sent, on the worker's board
     uint64_t sent;        // L: position of the next frame
     uint32_t off;         // L: the same in the ring
@@ -52,66 +52,66 @@ struct sp_outbox {
     uint32_t n_frames;    // L: sent in format `lane`
     uint32_t frame_units; // sent, of 16 bytes
 
-    // For n workers, 1 or 2, the first of them place.q; with two, `ring` is the only one. Positions come from
+    // For n workers, 1 or 2, the first of them context.q; with two, `ring` is the only one. Positions come from
     // the last launch.
-    __device__ __forceinline__ sp_outbox(const sp_place &place, sp_outbox_shared &shared,
-                                         sp_board *their_boards, uint32_t n = 1, uint32_t ring = 0)
-        : at(place), s(shared), boards(their_boards), shared_by(n), shared_on(ring),
-          ring_bytes(sp_inbox_ring_bytes(place.a.shape)), to(nullptr),
-          posted(their_boards[link_worker()].posted + link_ring() * 16 + place.slot()), sent(0), off(0),
+    __device__ __forceinline__ sp_send_side(const sp_warp_context &context, sp_send_smem &shared,
+                                            sp_progress *their_progress, uint32_t n = 1, uint32_t queue = 0)
+        : ctx(context), s(shared), progress(their_progress), n_workers(n), only_queue(queue),
+          ring_bytes(sp_inbox_ring_bytes(context.a.shape)), to(nullptr),
+          posted(their_progress[link_worker()].posted + link_queue() * 16 + context.slot()), sent(0), off(0),
           free_bytes(0), paced(false), n_frames(0), frame_units(0)
     {
-        if (at.slot() < at.n_peers) {
-            sent = at.state(q())->sent[link_ring()][at.slot()];
-            off = at.state(q())->sent_off[link_ring()][at.slot()];
+        if (ctx.slot() < ctx.n_peers) {
+            sent = ctx.state(q())->sent[link_queue()][ctx.slot()];
+            off = ctx.state(q())->sent_off[link_queue()][ctx.slot()];
             free_bytes = (uint32_t)(sp_load_acquire_sys(credit_word()) + ring_bytes - sent);
-            to = at.a.arenas[at.peer(at.slot())] +
-                 sp_inbox_ring_off(at.a.shape, link_ring(), at.slot_there(at.slot()), q());
+            to = ctx.a.inboxes[ctx.peer(ctx.slot())] +
+                 sp_inbox_ring_off(ctx.a.shape, link_queue(), ctx.slot_there(ctx.slot()), q());
         }
     }
     // Of this lane's link: the ring, which of the workers, that one's number.
-    __device__ __forceinline__ uint32_t link_ring() const // L
+    __device__ __forceinline__ uint32_t link_queue() const // L
     {
-        return shared_by == 2 ? shared_on : at.ring();
+        return n_workers == 2 ? only_queue : ctx.queue();
     }
     __device__ __forceinline__ uint32_t link_worker() const // L
     {
-        return shared_by == 2 ? at.lane / 16 : 0;
+        return n_workers == 2 ? ctx.lane / 16 : 0;
     }
     __device__ __forceinline__ uint32_t q() const // L
     {
-        return at.q + link_worker();
+        return ctx.q + link_worker();
     }
     __device__ __forceinline__ bool is_on(const sp_route &r) const // L
     {
-        return at.lane - (shared_by == 2 ? r.worker : r.ring) * 16 - r.first < r.n_slots;
+        return ctx.lane - (n_workers == 2 ? r.worker : r.queue) * 16 - r.first < r.n_slots;
     }
     // Positions for the next launch, of the rings that this warp has sent on (bits by ring).
-    __device__ __forceinline__ void close(uint32_t rings) const
+    __device__ __forceinline__ void close(uint32_t queues) const
     {
-        if (at.slot() < at.n_peers && (rings >> link_ring() & 1)) {
-            at.state(q())->sent[link_ring()][at.slot()] = sent;
-            at.state(q())->sent_off[link_ring()][at.slot()] = off;
+        if (ctx.slot() < ctx.n_peers && (queues >> link_queue() & 1)) {
+            ctx.state(q())->sent[link_queue()][ctx.slot()] = sent;
+            ctx.state(q())->sent_off[link_queue()][ctx.slot()] = off;
         }
-        if (at.lane < SPCCL_N_FORMATS && n_frames != 0)
-            atomicAdd((unsigned long long *)&at.state(at.q)->n_frames[at.lane], n_frames);
-        if (at.lane == 0)
-            atomicAdd((unsigned long long *)&at.state(at.q)->frame_bytes, (uint64_t)frame_units * 16);
+        if (ctx.lane < SPCCL_N_FORMATS && n_frames != 0)
+            atomicAdd((unsigned long long *)&ctx.state(ctx.q)->n_frames[ctx.lane], n_frames);
+        if (ctx.lane == 0)
+            atomicAdd((unsigned long long *)&ctx.state(ctx.q)->frame_bytes, (uint64_t)frame_units * 16);
     }
     __device__ __forceinline__ const uint64_t *credit_word() const // L
     {
-        return at.word(sp_inbox_credit_off(at.a.shape, link_ring(), at.slot(), q()));
+        return ctx.word(sp_inbox_credit_off(ctx.a.shape, link_queue(), ctx.slot(), q()));
     }
 
     // Finds where the next frames, of so many bytes, go; waits until they fit.
-    __device__ __forceinline__ bool room(uint32_t bytes, const sp_route &r, uint32_t slice)
+    __device__ __forceinline__ bool wait_for_space(uint32_t bytes, const sp_route &r, uint32_t slice)
     {
         bool ok = true;
         if (is_on(r)) {
             uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
             if (skip + bytes > free_bytes) {
-                uint64_t credit = sp_wait(at.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
-                                          SP_GPU_NO_ROOM, r.ring, at.slot(), slice);
+                uint64_t credit = sp_wait(ctx.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
+                                          SP_GPU_NO_SPACE, r.queue, ctx.slot(), slice);
                 ok = credit != 0;
                 free_bytes = (uint32_t)(credit + ring_bytes - sent);
             }
@@ -122,7 +122,7 @@ struct sp_outbox {
                 free_bytes -= left;
                 off = 0;
             }
-            s.dst[at.slot()] = to + off;
+            s.dst[ctx.slot()] = to + off;
         }
         ok = __all_sync(~0u, ok);
         __syncwarp();
@@ -133,14 +133,14 @@ struct sp_outbox {
     template <class G>
     __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block) const
     {
-        uint32_t f = (uint32_t)at.a.format, tiles = (n + 4095) / 4096,
+        uint32_t f = (uint32_t)ctx.a.format, tiles = (n + 4095) / 4096,
                  values = SP_FRAME_HEADER_BYTES + sp_up16(nnz * G::E);
         uint32_t pici = 16 + tiles * 512, best = pici, coo = sp_up16(nnz * 4),
                  tile = sp_up16((n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS) + sp_up16(nnz),
                  dense = SP_FRAME_HEADER_BYTES + n * G::E;
         if (nnz == 0)
             return SPCCL_FORMAT_EMPTY;
-        if (at.a.format != SPCCL_FORMAT_AUTO && sp_allows(f, nnz, full_block, false) &&
+        if (ctx.a.format != SPCCL_FORMAT_AUTO && sp_allows(f, nnz, full_block, false) &&
             (f == SPCCL_FORMAT_PICI || f == SPCCL_FORMAT_DENSE ||
              sp_layout_cuda<G::E>(f, n, nnz).bytes <= SP_GPU_STAGE_BYTES))
             return f;
@@ -162,19 +162,20 @@ struct sp_outbox {
     // Until this worker has taken the frames of all slices before. All ranks are about as far; a feeder that
     // runs ahead with dense frames only fills the rings, and then everyone waits for frames and for room by
     // turns (measured: a tenth slower). Ends when the taker ends.
-    __device__ __forceinline__ void keep_pace(const sp_board &board, uint32_t slice) const
+    __device__ __forceinline__ void keep_pace(const sp_progress &progress, uint32_t slice) const
     {
-        while (sp_load_acquire_cta(&board.taken) < slice &&
-               (sp_load_acquire_cta(&board.done[SP_ROLE_OWN]) == 0 ||
-                sp_load_acquire_cta(&board.done[SP_ROLE_GATHER]) == 0))
+        while (sp_load_acquire_cta(&progress.taken) < slice &&
+               (sp_load_acquire_cta(&progress.done[SP_ROLE_OWN]) == 0 ||
+                sp_load_acquire_cta(&progress.done[SP_ROLE_GATHER]) == 0))
             __nanosleep(200);
         __syncwarp();
     }
     // The gatherer learns whether slice `slice` of the shard of the peer in `slot` is all zeros now.
-    __device__ __forceinline__ void mark(sp_board &board, uint32_t slot, uint32_t slice, bool cleared) const
+    __device__ __forceinline__ void mark(sp_progress &progress, uint32_t slot, uint32_t slice,
+                                         bool cleared) const
     {
-        uint32_t bit = 1u << slice % 32, *word = board.cleared + slot;
-        if (at.lane == 0) // the only one to write it
+        uint32_t bit = 1u << slice % 32, *word = progress.cleared + slot;
+        if (ctx.lane == 0) // the only one to write it
             sp_store_release_cta(word, cleared ? *word | bit : *word & ~bit);
     }
     // The frame is written once for each peer, one after the other: write(to) writes it to one.
@@ -184,7 +185,7 @@ struct sp_outbox {
         for (uint32_t k = 0; k < r.n_slots; k++)
             write(s.dst[r.first + k]);
     }
-    // Encode the slice buf [n] and write it to the peers on the route, who will be told. clear: nullptr, or
+    // Encode the slice buf [n] and write it to the peers on the route, who will be announced. clear: nullptr, or
     // where the slice came from, if it goes to one slot: it becomes zero if it lists few elements, and is
     // marked.
     // stage [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16. Ends with __syncwarp: buf and stage may be
@@ -193,36 +194,36 @@ struct sp_outbox {
     __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage,
                                          const sp_route &r, uint32_t slice, typename G::U *clear = nullptr)
     {
-        sp_scan<G> scan = sp_encode_scan<G, false>(at.lane, buf, nullptr, n, s.counts);
+        sp_scan<G> scan = sp_encode_scan<G, false>(ctx.lane, buf, nullptr, n, s.counts);
         uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
         sp_layout layout = sp_layout_cuda<G::E>(format, n, scan.nnz);
         bool few =
             scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI;
         if (paced && format == SPCCL_FORMAT_DENSE)
-            keep_pace(boards[r.worker], slice);
-        if (!room(layout.bytes, r, slice))
+            keep_pace(progress[r.worker], slice);
+        if (!wait_for_space(layout.bytes, r, slice))
             return false;
         if (format == SPCCL_FORMAT_DENSE) {
             write_each(r, [&](uint8_t *dst) {
-                sp_encode_dense<G>(at.lane, buf, at.a.dtype, n, layout,
+                sp_encode_dense<G>(ctx.lane, buf, ctx.a.dtype, n, layout,
                                    [&](uint32_t i, uint4 v) { sp_store16(dst + i, v); });
             });
         } else if (format == SPCCL_FORMAT_PICI) {
             sp_encode_pici<G>(
-                at.lane, buf, at.a.dtype, n, scan.nnz, layout, (typename G::U *)stage,
+                ctx.lane, buf, ctx.a.dtype, n, scan.nnz, layout, (typename G::U *)stage,
                 [&](uint32_t i, uint4 v) { write_each(r, [&](uint8_t *dst) { sp_store16(dst + i, v); }); });
         } else {
-            sp_encode_listed<G>(at.lane, buf, scan, format, at.a.dtype, n, layout, stage, s.counts,
+            sp_encode_listed<G>(ctx.lane, buf, scan, format, ctx.a.dtype, n, layout, stage, s.counts,
                                 few ? clear : nullptr);
             __syncwarp();
             write_each(r, [&](uint8_t *dst) {
 #pragma unroll 1
-                for (uint32_t i = at.lane * 16; i < layout.bytes; i += 512)
+                for (uint32_t i = ctx.lane * 16; i < layout.bytes; i += 512)
                     sp_store16(dst + i, *(const uint4 *)(stage + i));
             });
         }
         if (clear != nullptr)
-            mark(boards[r.worker], r.first, slice, few);
+            mark(progress[r.worker], r.first, slice, few);
         __syncwarp();
         if (is_on(r)) {
             sent += layout.bytes;
@@ -231,85 +232,86 @@ struct sp_outbox {
             sp_store_release_cta(posted, (uint32_t)sent);
         }
         frame_units += layout.bytes / 16 * r.n_slots;
-        n_frames += at.lane == format ? r.n_slots : 0;
+        n_frames += ctx.lane == format ? r.n_slots : 0;
         return true;
     }
 };
 
-// ---- the herald: the last warp of a block ----
+// ---- the notifier: the last warp of a block ----
 //
-// A fence between GPUs takes microseconds, so it is not the workers that wait for it: the herald looks at
+// A fence between GPUs takes microseconds, so it is not the workers that wait for it: the notifier looks at
 // what they have posted, waits once for all of them until what they wrote before is there, then tells the
 // peers.
 
-// The boards of a block's workers before anyone posts; the whole block, __syncthreads after.
-__device__ __forceinline__ void sp_boards_open(const sp_fused_args &a, sp_board *boards, bool owns,
-                                               bool gathers)
+// The progress of a block's workers before anyone posts; the whole block, __syncthreads after.
+__device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_progress *progress, bool owns,
+                                                 bool gathers)
 {
-    uint32_t lane = threadIdx.x % 32, ring = lane / 16, slot = lane % 16;
+    uint32_t lane = threadIdx.x % 32, queue = lane / 16, slot = lane % 16;
     for (uint32_t w = threadIdx.x / 32; w < a.workers_per_cta; w += blockDim.x / 32) {
         const sp_inbox_state *state =
-            (const sp_inbox_state *)(a.arenas[a.rank] +
+            (const sp_inbox_state *)(a.inboxes[a.rank] +
                                      sp_inbox_state_off(a.shape, blockIdx.x * a.workers_per_cta + w));
-        boards[w].posted[lane] = slot < (uint32_t)a.world_size - 1 ? (uint32_t)state->sent[ring][slot] : 0;
+        progress[w].posted[lane] = slot < (uint32_t)a.world_size - 1 ? (uint32_t)state->sent[queue][slot] : 0;
         if (lane < SP_ROLES)
-            boards[w].done[lane] = (lane == SP_ROLE_OWN && !owns) || (lane == SP_ROLE_GATHER && !gathers);
+            progress[w].done[lane] = (lane == SP_ROLE_OWN && !owns) || (lane == SP_ROLE_GATHER && !gathers);
         if (lane < SP_GPU_RANKS_MAX)
-            boards[w].cleared[lane] = 0;
+            progress[w].cleared[lane] = 0;
         if (lane == 0)
-            boards[w].fed = boards[w].taken = boards[w].gathered = 0;
+            progress[w].fed = progress[w].taken = progress[w].gathered = 0;
     }
 }
 
 #define SP_FENCE_LONG_NS 4000u
 
 // WORKERS: at most so many in the block.
-template <uint32_t WORKERS> struct sp_herald {
+template <uint32_t WORKERS> struct sp_notifier {
     const sp_fused_args &a;
     uint32_t lane;
     bool linked;
-    uint64_t *tails;        // L: of the first worker
-    uint64_t told[WORKERS]; // L: what the peer knows
+    uint64_t *tails;             // L: of the first worker
+    uint64_t announced[WORKERS]; // L: what the peer knows
 
     // Before anyone posts: __syncthreads after.
-    __device__ __forceinline__ explicit sp_herald(const sp_fused_args &args)
+    __device__ __forceinline__ explicit sp_notifier(const sp_fused_args &args)
         : a(args), lane(threadIdx.x % 32), linked(lane % 16 < (uint32_t)args.world_size - 1), tails(nullptr)
     {
-        uint32_t n_peers = (uint32_t)a.world_size - 1, ring = lane / 16, slot = lane % 16;
+        uint32_t n_peers = (uint32_t)a.world_size - 1, queue = lane / 16, slot = lane % 16;
         uint32_t q0 = blockIdx.x * a.workers_per_cta;
         if (linked)
-            tails = (uint64_t *)(a.arenas[sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size)] +
-                                 sp_inbox_tail_off(a.shape, ring, n_peers - 1 - slot, q0));
+            tails = (uint64_t *)(a.inboxes[sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size)] +
+                                 sp_inbox_tail_off(a.shape, queue, n_peers - 1 - slot, q0));
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            const uint8_t *state = a.arenas[a.rank] + sp_inbox_state_off(a.shape, q0 + w);
-            told[w] = linked && w < a.workers_per_cta ? ((const sp_inbox_state *)state)->sent[ring][slot] : 0;
+            const uint8_t *state = a.inboxes[a.rank] + sp_inbox_state_off(a.shape, q0 + w);
+            announced[w] =
+                linked && w < a.workers_per_cta ? ((const sp_inbox_state *)state)->sent[queue][slot] : 0;
         }
     }
-    __device__ __forceinline__ bool all_done(const sp_board *boards) const
+    __device__ __forceinline__ bool all_done(const sp_progress *progress) const
     {
         bool done = true;
         for (uint32_t i = lane; i < a.workers_per_cta * SP_ROLES; i += 32)
-            done &= sp_load_acquire_cta(&boards[i / SP_ROLES].done[i % SP_ROLES]) != 0;
+            done &= sp_load_acquire_cta(&progress[i / SP_ROLES].done[i % SP_ROLES]) != 0;
         done = __all_sync(~0u, done);
         __syncwarp(); // what was posted before is seen by the lane that looks for it
         return done;
     }
     // Until all have posted their last.
-    __device__ __forceinline__ void run(const sp_board *boards)
+    __device__ __forceinline__ void run(const sp_progress *progress)
     {
         uint32_t now[WORKERS];
         bool quiet = true; // nothing was new in the last round
         for (;;) {
-            bool last = quiet && all_done(boards), news = false;
+            bool last = quiet && all_done(progress), changed = false;
 #pragma unroll
             for (uint32_t w = 0; w < WORKERS; w++) {
-                now[w] = (uint32_t)told[w];
+                now[w] = (uint32_t)announced[w];
                 if (linked && w < a.workers_per_cta)
-                    now[w] = sp_load_acquire_cta(&boards[w].posted[lane]);
-                news |= now[w] != (uint32_t)told[w];
+                    now[w] = sp_load_acquire_cta(&progress[w].posted[lane]);
+                changed |= now[w] != (uint32_t)announced[w];
             }
-            quiet = !__any_sync(~0u, news);
+            quiet = !__any_sync(~0u, changed);
             if (quiet) {
                 if (last)
                     return;
@@ -321,9 +323,10 @@ template <uint32_t WORKERS> struct sp_herald {
             uint32_t took = (uint32_t)(sp_clock_ns() - before);
 #pragma unroll
             for (uint32_t w = 0; w < WORKERS; w++)
-                if (now[w] != (uint32_t)told[w]) {
-                    told[w] += now[w] - (uint32_t)told[w]; // positions grow by less than 4 GiB at a time
-                    sp_store_relaxed_sys(tails + w, told[w]);
+                if (now[w] != (uint32_t)announced[w]) {
+                    announced[w] +=
+                        now[w] - (uint32_t)announced[w]; // positions grow by less than 4 GiB at a time
+                    sp_store_relaxed_sys(tails + w, announced[w]);
                 }
             // A fence that takes long is a busy link; the next one had better speak for more frames.
             if (took > SP_FENCE_LONG_NS)
