@@ -1,6 +1,6 @@
-/* gpu.h - what core knows of a GPU: a table of calls that kernels/ fills in when the build has CUDA.
- * A contract. No CUDA type appears: streams, events and device addresses are plain pointers. All calls return
- * SPCCL_ERR_DEVICE with the CUDA error's name in the text when CUDA refuses. */
+/* gpu.h - what core knows of a GPU: a table of calls, which kernels/ fills in when the build has CUDA.
+ * A contract. No CUDA type appears: streams, events and device addresses are plain pointers. When CUDA
+ * refuses a call, the call returns SPCCL_ERR_DEVICE; its text has the name of CUDA's error. */
 #ifndef SP_GPU_H
 #define SP_GPU_H
 
@@ -13,9 +13,9 @@
 typedef struct sp_gpu_device {
     char name[64];
     int ordinal;
-    int major, minor;        /* compute capability */
+    int major, minor;        /* of the compute capability */
     uint32_t n_sms;          /* multiprocessors */
-    uint32_t smem_per_block; /* shared memory that a block may ask for, bytes */
+    uint32_t smem_per_block; /* the most shared memory that a CTA may have, bytes */
     size_t memory_bytes;
     uint8_t uuid[16];
     bool can_share_fd; /* VMM memory can be exported as a file descriptor */
@@ -32,64 +32,67 @@ typedef enum sp_fused_op {
     SP_FUSED_OPS
 } sp_fused_op;
 
-/* A worker has a warp for each of its roles, but a feeder may serve so many workers. */
+/* A worker has one warp per role. One feeder may serve up to this many workers. */
 #define SP_FUSED_SERVED_MAX 2u
 
-/* What a wait on the GPU saw when it gave up, or what was wrong with a frame. Written once, by the first
- * worker. */
+/* Why a kernel gave up: what a wait saw last, or what was wrong with a frame. Only the first worker that
+ * fails writes a report. */
 typedef enum sp_gpu_fault {
     SP_GPU_NO_FAULT = 0,
-    SP_GPU_NO_DATA,  /* waited for a frame of `peer`: position `wanted`, its tail says `seen` */
-    SP_GPU_NO_SPACE, /* waited for `peer` to take what it was sent: wanted a credit of `wanted`, `seen` */
-    SP_GPU_BAD_FRAME /* a frame of `peer` breaks a rule: `wanted` and `seen` of the header field or count
-                        `detail` */
+    SP_GPU_NO_DATA,  /* waited for a frame of `peer` at position `wanted`; the tail is `seen` */
+    SP_GPU_NO_SPACE, /* waited until `peer` takes frames: wanted a credit of `wanted`; it is `seen` */
+    SP_GPU_BAD_FRAME /* a frame of `peer` breaks rule `detail` of docs/FORMAT.md 4: a field or count is `seen`
+                        and should be `wanted` */
 } sp_gpu_fault;
 
-/* How long a wait lasts. Contributions wait for nobody but their sender. Results and room may be late because
- * of a third rank, which is the one to name: such waits last an eighth longer, one second at most. */
+/* How long a wait lasts. A contribution depends on its sender alone. A result or free space may be late
+ * because of a third rank, and that rank should be the one that the error names. Waits for results and for
+ * space therefore last an eighth longer, but at most one second longer. */
 static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_fault fault, uint32_t queue)
 {
     uint64_t more = timeout_ns / 8 < 1000000000u ? timeout_ns / 8 : 1000000000u;
     return timeout_ns + (fault == SP_GPU_NO_DATA && queue == SP_INBOX_INPUT ? 0 : more);
 }
 
-/* In `detail` of BAD_FRAME: one of the rules 20 to 27 of docs/FORMAT.md 4, without `wanted` and `seen`. */
+/* `detail` of BAD_FRAME when one of the rules 20 to 27 of docs/FORMAT.md 4 is broken. `wanted` and `seen` are
+ * then 0. */
 #define SP_GPU_RULE_INDEX 20u
 
 typedef struct sp_gpu_report {
-    uint32_t claimed; /* 0, or 1 + the worker that writes; the rest is valid once `fault` is not FINE */
-    uint32_t fault;   /* sp_gpu_fault */
+    uint32_t claimed; /* 0, or 1 + the worker that writes the report */
+    uint32_t fault;   /* sp_gpu_fault; once it is not NO_FAULT, all members are valid */
     uint32_t worker, peer, queue, detail;
     uint32_t seq;   /* sp_fused_args.seq of the launch */
-    uint32_t slice; /* of the worker's slices in this launch, counted from 0 */
+    uint32_t slice; /* number of the slice among the worker's slices in this launch, from 0 */
     uint64_t wanted, seen;
 } sp_gpu_report;
 
-/* In host memory that the GPU can read and write. */
+/* Lies in host memory that the GPU can read and write. */
 typedef struct sp_gpu_control {
-    uint32_t abort; /* the host sets 1: every wait ends, every launch from now on returns at once */
+    uint32_t abort; /* the host sets 1: every wait ends, and every later launch returns at once */
     uint32_t pad[15];
     sp_gpu_report report;
 } sp_gpu_control;
 
-/* Arguments of one launch; the same on all ranks but for rank, in, out and addresses. */
+/* Arguments of one launch. They are the same on all ranks, but for rank, in, out and device addresses. */
 typedef struct sp_fused_args {
     sp_fused_op op;
     spccl_dtype dtype;
     spccl_redop redop;
-    spccl_format format; /* AUTO, or what every slice that can take it must take */
-    const void *in;      /* as in spccl.h for the collective; broadcast: in = out = buf */
+    spccl_format format; /* AUTO, or the format of every slice that can take it */
+    const void *in;      /* as in spccl.h; in a broadcast in = out = buf */
     void *out;
-    uint64_t n_elems; /* as in spccl.h: of the block for all-gather and reduce-scatter, else of the array */
+    uint64_t n_elems;      /* as in spccl.h: of a block in all-gather and reduce-scatter, else of the array */
     uint32_t slice_elems;  /* elements per slice; see sp_gpu_plan */
-    uint64_t shard_slices; /* slices of the longest shard (set by `fused`) */
-    uint64_t shard_stride; /* elements from shard to shard in the buffer that holds all (set by `fused`) */
-    uint32_t whole_slices, rest_elems; /* of n_elems; elements behind the last whole one (set by `fused`) */
+    uint64_t shard_slices; /* of the longest shard; `fused` sets it */
+    uint64_t shard_stride; /* elements from one shard to the next in the whole buffer; `fused` sets it */
+    /* Whole slices of n_elems, and elements after them; `fused` sets both. */
+    uint32_t whole_slices, rest_elems;
     int rank, world_size, root;
     sp_inbox_shape shape;
     uint32_t n_ctas, workers_per_cta;   /* n_ctas * workers_per_cta <= shape.n_workers */
     uint32_t n_served;                  /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
-    uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, as mapped on this device */
+    uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, addresses on this device */
     sp_gpu_control *control;            /* device address */
     uint64_t timeout_ns;                /* of each wait */
     uint32_t seq;                       /* number of the launch, for reports */
@@ -105,28 +108,27 @@ typedef struct sp_gpu_encode_args {
     uint32_t slice_elems;
     uint8_t *dst; /* aligned to 16 */
     uint64_t dst_cap;
-    uint64_t *offsets; /* [n_slices + 1]: where each frame starts; the last = bytes of the stream */
+    uint64_t *offsets; /* [n_slices + 1]: where each frame starts; last: bytes of the encoded array */
     void *scratch;     /* scratch_bytes(n_slices) */
-    uint32_t
-        *status; /* device memory: 0, or -spccl_status (DST_SMALL, UNSUPPORTED) of the first fault seen */
+    /* In device memory: 0, or -spccl_status (DST_SMALL, UNSUPPORTED) of the first error. */
+    uint32_t *status;
 } sp_gpu_encode_args;
 
 typedef struct sp_gpu_decode_args {
-    const uint8_t *encoded; /* aligned to 16 */
+    const uint8_t *encoded; /* frames back to back, aligned to 16 */
     uint64_t encoded_bytes;
     const uint64_t *offsets; /* [n_slices + 1] as encode wrote them */
     uint64_t n_elems;
     spccl_dtype dtype;
     spccl_verb verb;
-    uint32_t slice_elems; /* every frame but the last has so many */
+    uint32_t slice_elems; /* elements of every frame but the last */
     void *dst;
-    uint32_t *status; /* device memory: 0, or -spccl_status (FORMAT, VERSION, FRAME) */
+    uint32_t *status; /* in device memory: 0, or -spccl_status (FORMAT, VERSION, FRAME) of the first error */
 } sp_gpu_decode_args;
 
-/* A peer's memory as it travels to the others: bytes for the store, and a descriptor for the socket (or -1).
- */
+/* A handle by which a peer can map GPU memory. With it travels a file descriptor, or -1. */
 #define SP_GPU_HANDLE_BYTES 128
-typedef struct sp_gpu_memory sp_gpu_memory; /* an inbox: own or mapped from a peer */
+typedef struct sp_gpu_memory sp_gpu_memory; /* an inbox: this rank's own, or mapped from a peer */
 
 typedef struct sp_gpu_ops {
     const char *name;  /* "cuda" */
@@ -136,8 +138,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*device_count)(int *out); /* 0 without a driver: not an error */
     spccl_status (*current_device)(int *out);
     spccl_status (*describe)(int ordinal, sp_gpu_device *out);
-    /* Make `ordinal` current on this thread; *before = what was, for leave. Makes no context on other GPUs.
-     */
+    /* Make `ordinal` current on this thread. *before = what was current, for `leave`. Makes no context on any
+     * other GPU. */
     spccl_status (*enter)(int ordinal, int *before);
     void (*leave)(int before);
     /* Which device an address belongs to: *ordinal = -1 for host memory. */
@@ -146,20 +148,20 @@ typedef struct sp_gpu_ops {
     spccl_status (*memory_free)(size_t *out_bytes); /* of the current device */
 
     /* ---- memory that peers map ---- */
-    /* `bytes` of zeros on the current device; handles: "fd" (VMM) or "ipc" */
+    /* `bytes` of zeros on GPU `ordinal`. handles: "fd" (VMM) or "ipc". */
     spccl_status (*memory_create)(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
-    /* handle[SP_GPU_HANDLE_BYTES] for the peer, *fd for "fd" (the caller closes it), else -1. */
+    /* Write a handle for the peers. *fd: with "fd" a descriptor, which the caller closes; else -1. */
     spccl_status (*memory_export)(sp_gpu_memory *m, uint8_t *handle, int *fd);
-    /* Map a peer's for `ordinal`; fd is borrowed. */
+    /* Map a peer's memory on GPU `ordinal`; fd is borrowed. */
     spccl_status (*memory_import)(int ordinal, const uint8_t *handle, int fd, size_t bytes,
                                   sp_gpu_memory **out);
     void *(*memory_address)(const sp_gpu_memory *m);
     void (*memory_destroy)(sp_gpu_memory *m);
-    /* *device = the address of *host on the GPU. Zeroed. */
+    /* *device = the address that the GPU uses for *host. All bytes are zero. */
     spccl_status (*control_create)(sp_gpu_control **host, sp_gpu_control **device);
     void (*control_destroy)(sp_gpu_control *host);
-    spccl_status (*read)(void *host, const void *device,
-                         size_t bytes); /* waits for nothing on any stream but its own */
+    /* Waits for no stream of the caller: it copies on a stream of its own. */
+    spccl_status (*read)(void *host, const void *device, size_t bytes);
 
     /* ---- streams and events ---- */
     spccl_status (*event_create)(void **out);
@@ -168,14 +170,14 @@ typedef struct sp_gpu_ops {
     spccl_status (*stream_wait)(void *stream, void *event);
     void (*event_destroy)(void *event);
     spccl_status (*stream_query)(void *stream); /* SPCCL_AGAIN: busy */
-    /* *id = 0: not capturing; else the capture's id. */
+    /* *id = the capture that the stream is part of, 0 if none. */
     spccl_status (*capture_id)(void *stream, unsigned long long *id);
-    /* Never used twice, unlike the handles of streams. */
+    /* Unlike a stream's handle, an id is never used again. */
     spccl_status (*stream_id)(void *stream, unsigned long long *id);
 
     /* ---- work ---- */
-    /* Workers that one CTA can hold on a device if a feeder serves n_served of them, by operation: 1 to 255;
-     * 0 where feeders do not do that (only with n_served > 1). */
+    /* out[op] = the workers that one CTA can hold on the device when a feeder serves n_served of them, 1 to
+     * 255. 0, only with n_served > 1: feeders of this operation cannot serve so many. */
     spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t n_served,
                                           uint32_t out[SP_FUSED_OPS]);
     spccl_status (*fused)(const sp_fused_args *a, void *stream);
@@ -184,8 +186,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*decode)(const sp_gpu_decode_args *a, void *stream);
 } sp_gpu_ops;
 
-/* The table, or NULL in a build without CUDA: then *why_none says why that is; else it is NULL. Nor need
- * why_none be given. */
+/* The table, or NULL in a build without CUDA. *why_none = the reason if the table is NULL, else NULL.
+ * why_none may be NULL. */
 const sp_gpu_ops *sp_gpu_ops_get(const char **why_none);
 
 #endif

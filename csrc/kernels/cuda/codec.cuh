@@ -1,8 +1,9 @@
-// codec.cuh - what encode_cuda.cu and decode_cuda.cu share: the team of warps that has a slice, launching.
+// codec.cuh - what encode_cuda.cu and decode_cuda.cu share: how a CTA divides a slice, and the size of the
+// grid.
 //
-// A slice is 16 KiB on chip, so a multiprocessor has room for about ten; one warp for each would leave most
-// of its issue slots empty. So each slice is a team's: a block of SP_CODEC_WARPS warps, each with a part of
-// the elements.
+// A slice takes 16 KiB of shared memory, so about ten slices fit on an SM. With one warp per slice most issue
+// slots of the SM would stay empty. Each slice therefore has a CTA of SP_CODEC_WARPS warps, and each warp has
+// a part of the elements.
 #ifndef SP_CODEC_CUH
 #define SP_CODEC_CUH
 
@@ -14,59 +15,62 @@
 #define SP_CODEC_THREADS (SP_CODEC_WARPS * 32)
 #define SP_PART_BYTES (SP_GPU_SLICE_BYTES / SP_CODEC_WARPS)
 
-// A warp's place in its team, which is its block.
+// This warp and lane in the CTA of a slice.
 struct sp_codec_cta {
-    uint32_t warp, lane; // warp: the same in all lanes, and the compiler is told so
+    uint32_t warp, lane; // warp: the shuffle tells the compiler that it is the same in all lanes
 
     __device__ __forceinline__ sp_codec_cta()
         : warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), lane(threadIdx.x % 32)
     {
     }
-    __device__ __forceinline__ bool is_first() const // one thread of all
+    // True for one thread of the CTA.
+    __device__ __forceinline__ bool is_first() const
     {
         return threadIdx.x == 0;
     }
-    __device__ __forceinline__ bool is_last() const // the last warp
+    // True for the last warp.
+    __device__ __forceinline__ bool is_last() const
     {
         return warp + 1 == SP_CODEC_WARPS;
     }
-    // What all have written to shared memory is there for all.
+    // Afterwards all threads see what each of them has written to shared memory.
     __device__ __forceinline__ void sync() const
     {
         __syncthreads();
     }
-    __device__ __forceinline__ bool all(bool v) const // and sync
+    // Is v true in all threads? Synchronizes like sync().
+    __device__ __forceinline__ bool all(bool v) const
     {
         return __syncthreads_and(v) != 0;
     }
 };
 
-// Shapes of a slice of elements of BYTES bytes and of a warp's part of it.
+// Shapes of a slice of elements of BYTES bytes (G), and of a warp's part of it (P).
 template <int BYTES> struct sp_codec_geometry {
     typedef typename sp_unsigned<BYTES>::type U;
     typedef sp_geometry<U, SP_GPU_SLICE_BYTES> G;
     typedef sp_geometry<U, SP_PART_BYTES> P;
-    // Of a slice of n elements, those of a part.
+    // Elements of part `part` in a slice of n elements.
     static __device__ __forceinline__ uint32_t elems(uint32_t n, uint32_t part)
     {
         return n > part * P::MAX_ELEMS ? min(n - part * P::MAX_ELEMS, P::MAX_ELEMS) : 0;
     }
 };
 
-// The first fault that is seen stays.
+// Set *status, unless it holds an earlier error.
 __device__ __forceinline__ void sp_set_status(uint32_t *status, spccl_status st)
 {
     atomicCAS(status, 0u, (uint32_t) - (int)st);
 }
 
-// Index of a width in a table of kernels: 1, 2, 4, 8 bytes.
+// Index of an element size (1, 2, 4, 8 bytes) in a table of kernels.
 static inline int sp_width_index(spccl_dtype dtype)
 {
     size_t bytes = sp_dtype_bytes(dtype);
     return bytes == 1 ? 0 : bytes == 2 ? 1 : bytes == 4 ? 2 : 3;
 }
 
-// Blocks of SP_CODEC_THREADS threads and `shared` bytes that fill the current device, no more than slices.
+// *out = CTAs of SP_CODEC_THREADS threads and `shared` bytes that fill the current device, at most n_slices.
 static inline spccl_status sp_codec_grid(const void *kernel, size_t shared, uint64_t n_slices, unsigned *out)
 {
     int device = 0, n_sms = 0, each = 0;
@@ -75,7 +79,7 @@ static inline spccl_status sp_codec_grid(const void *kernel, size_t shared, uint
     SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, (int)SP_CODEC_THREADS, shared));
     if (each == 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                       "GPU %d has too little shared memory for the codec (%zu bytes a block)", device,
+                       "GPU %d has too little shared memory for the codec: a CTA needs %zu bytes", device,
                        shared);
     *out = (unsigned)sp_min_size((size_t)n_slices, (size_t)n_sms * (size_t)each);
     return SPCCL_OK;

@@ -1,46 +1,48 @@
-// columns.cuh - pici frames in the codec. A frame's values lie column by column, a slice row by row: between
-// the two a lane has whole columns of the slice in registers, all rows of them, so that bits, places and
-// values of a column are its own affair. The warps of a team have different tiles, or columns of one tile.
-// The buffer that held the slice then holds the values, or the other way round.
+// columns.cuh - pici frames in the codec. The values of a frame are ordered by column, the elements of a
+// slice by row. To convert between the two orders, each lane holds whole columns of the slice in registers,
+// with all their rows. A lane thus finds bits, offsets and values of its columns without other lanes. The
+// warps of a CTA have different tiles, or different columns of one tile. The buffer that held the slice then
+// holds the values, and in decoding the reverse.
 #ifndef SP_COLUMNS_CUH
 #define SP_COLUMNS_CUH
 
 #include "kernels/cuda/codec.cuh"
 
-// Tiles of a slice, or parts of one, at most.
+// The most tiles of a slice; if warps share a tile: the most parts of tiles.
 #define SP_COLUMN_TOTALS 4u
 
-// What a warp has of a slice. A lane's sequences, in the order in which their values follow each other in the
-// frame: first come all columns of a tile, one lane behind the other.
+// A warp's part of a slice. A lane has SEQS columns. In the frame their values follow each other in this
+// order: tile by tile; in a tile lane by lane; then column by column.
 template <class G> struct sp_columns {
     typedef typename G::U U;
     static constexpr uint32_t ROWS = G::TILE_ROWS;
-    static constexpr uint32_t SHARED_BY = SP_CODEC_WARPS > G::TILES ? SP_CODEC_WARPS / G::TILES : 1; // a tile
-    static constexpr uint32_t N_TILES =
-        SP_CODEC_WARPS > G::TILES ? 1 : G::TILES / SP_CODEC_WARPS; // of a warp
-    static constexpr uint32_t EACH = 2 / SHARED_BY;                // columns of a tile that a lane has
-    static constexpr uint32_t SEQS = N_TILES * EACH;               // the lane's columns
-    typedef typename sp_unsigned<(int)(EACH *G::E)>::type CELL;    // what it has of a row of a tile
-    typedef typename sp_unsigned<(G::E == 8 ? 8 : 4)>::type ROW;   // and of a row of all its tiles
-    static_assert(SHARED_BY <= 2 && SEQS * G::E <= sizeof(ROW), "a register for each row");
-    static_assert(G::TILES * SHARED_BY <= SP_COLUMN_TOTALS, "one index unit, too");
+    // Warps per tile.
+    static constexpr uint32_t SHARED_BY = SP_CODEC_WARPS > G::TILES ? SP_CODEC_WARPS / G::TILES : 1;
+    static constexpr uint32_t N_TILES = SP_CODEC_WARPS > G::TILES ? 1 : G::TILES / SP_CODEC_WARPS; // per warp
+    static constexpr uint32_t EACH = 2 / SHARED_BY;             // columns per lane and tile
+    static constexpr uint32_t SEQS = N_TILES * EACH;            // columns per lane
+    typedef typename sp_unsigned<(int)(EACH *G::E)>::type CELL; // a lane's elements of one row of a tile
+    // A lane's elements of one row of all its tiles.
+    typedef typename sp_unsigned<(G::E == 8 ? 8 : 4)>::type ROW;
+    static_assert(SHARED_BY <= 2 && SEQS * G::E <= sizeof(ROW), "each row fits into a register");
+    static_assert(G::TILES * SHARED_BY <= SP_COLUMN_TOTALS, "the index section is one unit");
 
     const sp_codec_cta &cta;
-    uint32_t tile, column; // the warp's first tile, the lane's first column
+    uint32_t tile, column; // the warp's first tile; the lane's first column
     ROW row[ROWS];
-    uint64_t bits[SEQS];      // of a column's elements, by row, those that are listed
-    uint32_t before[N_TILES]; // values of the frame before the lane's first in that tile
+    uint64_t bits[SEQS];      // per column: a bit for each row whose element is listed
+    uint32_t before[N_TILES]; // per tile: values in the frame before the lane's first value
 
     __device__ __forceinline__ explicit sp_columns(const sp_codec_cta &t)
         : cta(t), tile(t.warp / SHARED_BY * N_TILES), column(t.warp % SHARED_BY * 32 + t.lane * EACH)
     {
     }
-    // Element of a row that belongs to a sequence.
+    // Element of column `seq` in a row.
     static __device__ __forceinline__ U element(ROW r, uint32_t seq)
     {
         return (U)(r >> seq * G::E * 8 % (sizeof(ROW) * 8));
     }
-    // Where the lane's elements of a row lie in a slice.
+    // Index in the slice of the lane's first element of row r of its tile t.
     __device__ __forceinline__ uint32_t offset_of(uint32_t r, uint32_t t) const
     {
         return (tile + t) * 4096 + r * 64 + column;
@@ -55,8 +57,8 @@ template <class G> struct sp_columns {
         }
         return all;
     }
-    // Rows and bits of a slice in shared memory, all tiles of it filled up with zeros. base: the same of the
-    // base, or nullptr.
+    // Read rows and bits of a slice in shared memory. Its tiles must be filled up with zeros. base: the base
+    // in shared memory, filled up likewise, or nullptr.
     __device__ __forceinline__ void read(const U *slice, const U *base)
     {
 #pragma unroll
@@ -73,9 +75,9 @@ template <class G> struct sp_columns {
                 bits[q] |= element(differs, q) != 0 ? (uint64_t)1 << r : 0;
         }
     }
-    // From the bits of all: what lies before. totals [SP_COLUMN_TOTALS] on chip become those of the tiles, or
-    // of the parts of one. Has a cta.sync in it: after `count` the buffers that held the slice may be
-    // written, totals only after another one.
+    // From the bits of all lanes find `before`. totals [SP_COLUMN_TOTALS], in shared memory, gets the number
+    // of values of each tile, or of each part of a tile. Calls cta.sync once: after `count` the buffer that
+    // held the slice may be written; totals may be written after another cta.sync.
     __device__ __forceinline__ void count(uint32_t *totals)
     {
         uint32_t sum = 0;
@@ -99,11 +101,12 @@ template <class G> struct sp_columns {
             sum += totals[i];
         }
     }
-    // The values to their places among those of the frame.
+    // Write this lane's values to `values`, in the order of the frame.
     __device__ __forceinline__ void pack(U *values)
     {
+        // Otherwise the compiler derives the bits from the rows again and keeps all rows in registers.
 #pragma unroll
-        for (uint32_t q = 0; q < SEQS; q++) // else the compiler looks at the rows again, and keeps it all
+        for (uint32_t q = 0; q < SEQS; q++)
             sp_opaque(bits[q]);
 #pragma unroll
         for (uint32_t t = 0; t < N_TILES; t++) {
@@ -116,7 +119,7 @@ template <class G> struct sp_columns {
                         *to++ = element(row[r], t * EACH + c);
         }
     }
-    // Back: rows, from the values of the frame, zeros where nothing is listed.
+    // Rebuild the rows from the values of a frame, with zeros where nothing is listed.
     __device__ __forceinline__ void unpack(const U *values)
     {
 #pragma unroll

@@ -1,20 +1,21 @@
-// decode.cuh - a frame becomes elements, by one warp. The listed ones are handed to a sink:
+// decode.cuh - one warp turns a frame into elements. It hands the listed elements to a sink:
 // - sink.put(i, value): element i of the slice; at most once per i, unless the frame breaks a rule.
 // - sink.unit(u, bits, x), formats pici and dense: unit u, each unit of the slice at most once.
 //   x.e[c] is element c of the unit where bit c of bits is set, else 0. In dense frames bit c is set if
 //   element c is not zero: adding and overwriting want that.
-// Checks what docs/FORMAT.md section 4 asks of the index sections on the way; whatever a frame says, nothing
-// outside of it is read and the sink is called with elements of the slice only.
+// Decoding also checks the index sections (docs/FORMAT.md section 4). Whatever a frame contains, nothing
+// outside it is read, and the sink gets elements of the slice only.
 //
-// PARTS warps may take a frame together (decode_cuda.cu), warp `part` its part of the elements of tile and
-// dense frames, and any entries of coo ones. Elsewhere PARTS is 1 and `part` 0.
+// In decode_cuda.cu PARTS warps decode a frame together. Warp `part` has its part of the elements of a tile
+// or dense frame, and every PARTS-th group of 32 entries of a coo frame. Elsewhere PARTS is 1 and `part` 0.
 #ifndef SP_DECODE_CUH
 #define SP_DECODE_CUH
 
 #include "kernels/cuda/encode.cuh"
 
-// Entries [from, to) of a tile frame at p, of the blocks from `base` on. block_of(k): the block of entry k,
-// from `base` on; it does not fall, so places grow inside each block if and only if elements do.
+// Entries [from, to) of a tile frame at p; they lie in the blocks from `base` on. block_of(k): the block of
+// entry k, counted from `base`. block_of never decreases, so offsets grow inside each block exactly if
+// elements do.
 template <class G, class SINK, class BLOCK_OF>
 __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &v, const uint8_t *p,
                                                   SINK &sink, uint32_t from, uint32_t to, uint32_t base,
@@ -23,7 +24,7 @@ __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &
     typedef typename G::U U;
     const uint8_t *offsets = p + v.at.meta;
     const U *values = (const U *)(p + v.at.values);
-    uint32_t least = 0; // the first element that may follow
+    uint32_t least = 0; // the next element must not come before this one
     bool ok = true;
 #pragma unroll 1
     for (uint32_t k0 = from; k0 < to; k0 += 32) {
@@ -46,7 +47,8 @@ __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &
     return ok;
 }
 
-// Entries of a tile frame that lie in blocks before `base`. False: all blocks have not nnz of them.
+// *before = entries of a tile frame in blocks before `base`. False: the counts of all blocks do not add up to
+// nnz.
 template <class G>
 __device__ __forceinline__ bool sp_tile_before(uint32_t lane, const uint8_t *counts, uint32_t n_blocks,
                                                uint32_t base, uint32_t nnz, uint32_t *before)
@@ -62,18 +64,18 @@ __device__ __forceinline__ bool sp_tile_before(uint32_t lane, const uint8_t *cou
     return sum == nnz;
 }
 
-// Rules 20 to 22: each entry looks for its block. p: the frame.
+// Check rules 20 to 22; each entry finds the block that it is in. p: the frame.
 template <class G, uint32_t PARTS = 1, class SINK>
 __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink,
                                                uint32_t part = 0)
 {
-    constexpr uint32_t BLOCKS = G::N_BLOCKS / PARTS, GROUPS = (BLOCKS + 31) / 32; // of 32 blocks
+    constexpr uint32_t BLOCKS = G::N_BLOCKS / PARTS, GROUPS = (BLOCKS + 31) / 32; // groups of 32 blocks
     const uint8_t *counts = p + v.at.index;
     uint32_t n_blocks = (v.n + SP_TILE_ELEMS - 1) / SP_TILE_ELEMS, base = part * BLOCKS, before = 0;
     if (PARTS > 1 && !sp_tile_before<G>(lane, counts, n_blocks, base, v.nnz, &before))
         return false;
     static_assert(BLOCKS >= 4, "whole words of counts");
-    if constexpr (BLOCKS <= 8) { // every lane has them all
+    if constexpr (BLOCKS <= 8) { // each lane holds all counts
         uint2 w =
             BLOCKS == 8 ? *(const uint2 *)(counts + base) : uint2{*(const uint32_t *)(counts + base), 0};
         uint64_t all = w.x | (uint64_t)w.y << 32;
@@ -85,17 +87,17 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
             first[j] = upto;
             upto += (uint32_t)(all >> 8 * j) & 0xff;
         }
-        if (PARTS == 1 && upto != v.nnz) // then no place among the values can be trusted
+        if (PARTS == 1 && upto != v.nnz) // then no entry's index is reliable
             return false;
         return sp_decode_entries<G>(lane, v, p, sink, before, upto, base, [&](uint32_t k) {
             uint32_t b = 0;
 #pragma unroll
-            for (uint32_t j = 1; j < BLOCKS; j++) // the last block that starts at k or before it
+            for (uint32_t j = 1; j < BLOCKS; j++) // the last block that starts at entry k or before
                 b += first[j] <= k ? 1 : 0;
             return b;
         });
     } else {
-        uint32_t start[GROUPS], first[GROUPS + 1]; // counts of blocks in lanes
+        uint32_t start[GROUPS], first[GROUPS + 1]; // each lane holds the count of one block per group
         bool ok = true;
         first[0] = before;
 #pragma unroll
@@ -121,7 +123,7 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
     }
 }
 
-// Rules 23 to 25. word[t]: columns 2 * lane and 2 * lane + 1 of tile t, a bit for each row.
+// Check rules 23 to 25. word[t]: columns 2 * lane and 2 * lane + 1 of tile t, one bit per row.
 template <class G>
 __device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v, uint64_t word[G::TILES][2])
 {
@@ -134,7 +136,7 @@ __device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v, u
         word[t][0] = word[t][1] = 0;
         if (t < n_tiles) {
             ulonglong2 x = pairs[t * 32 + lane];
-            uint32_t have = v.n - t * 4096, col = 2 * lane; // elements from this tile on
+            uint32_t have = v.n - t * 4096, col = 2 * lane; // have: elements from the start of this tile on
             uint32_t rows_a = have > col ? (have - col + 63) / 64 : 0,
                      rows_b = have > col + 1 ? (have - col + 62) / 64 : 0;
             ok &= rows_a >= 64 || x.x >> rows_a == 0;
@@ -148,12 +150,12 @@ __device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v, u
     return __all_sync(~0u, ok) && sum == v.nnz;
 }
 
-// A lane takes rows `lane` and `lane + 32` of a tile; a column's values lie one behind the other.
+// A lane has rows `lane` and `lane + 32` of a tile. Values are ordered by column.
 template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, SINK &sink)
 {
     typedef typename G::U U;
-    // Units of a row whose values are asked for at once: a long frame may lie in L2, which is far away.
+    // AHEAD: units of a row whose values are loaded at once, as a long frame may lie in L2, which takes long.
     constexpr uint32_t ROW_UNITS = 64 / G::K, AHEAD = G::K <= 4 ? 16 / G::K : G::K == 8 ? 2 : 1;
     constexpr bool TWO_ROWS = G::TILE_ROWS == 64;
     const U *values = (const U *)v.values;
@@ -196,7 +198,7 @@ __device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, 
     return true;
 }
 
-// Rules 26 and 27.
+// Check rules 26 and 27.
 template <class G, uint32_t PARTS = 1, class SINK>
 __device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink,
                                               uint32_t part = 0)
@@ -250,8 +252,8 @@ __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v,
     }
 }
 
-// All formats, in a fused collective: v.smem is set.
-// False: a rule is broken (for this lane; the lanes must agree).
+// Decode any format in a fused collective, where v.smem is set. False: this lane found a broken rule; the
+// caller must combine the lanes.
 template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK &sink)
 {
@@ -266,9 +268,9 @@ __device__ __forceinline__ bool sp_decode(uint32_t lane, const sp_view &v, SINK 
     return true;
 }
 
-// ---- a frame as the slice that it is ----
+// ---- a frame as a whole slice ----
 
-// Into a slice on chip that holds zeros where the frame may say nothing (tile, coo).
+// Writes to a slice in shared memory; for tile and coo frames the slice must hold zeros.
 template <class G> struct sp_sink_smem {
     typename G::U *buf;
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
@@ -280,7 +282,7 @@ template <class G> struct sp_sink_smem {
         ((uint4 *)buf)[u] = x.v;
     }
 };
-// Into a slice in global memory that holds zeros.
+// Writes to a slice in global memory that holds zeros.
 template <class G> struct sp_sink_zeros {
     typename G::U *dst;
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
@@ -289,8 +291,9 @@ template <class G> struct sp_sink_zeros {
     }
 };
 
-// dst [v.n] in global memory becomes what the frame says, zeros where it says nothing. buf: room for a slice
-// on chip; stores from it are waited for first. False: as sp_decode; then dst holds anything.
+// Write a frame as slice dst [v.n] in global memory, with zeros where it lists nothing. buf: shared memory
+// for a slice; the function first waits until earlier stores from buf have read it. False: as sp_decode; dst
+// then has undefined content.
 template <class G>
 __device__ __forceinline__ bool sp_decode_store(uint32_t lane, const sp_view &v, typename G::U *buf,
                                                 typename G::U *dst)

@@ -1,10 +1,12 @@
-// decode_cuda.cu - a stream of frames is applied to an array in GPU memory, a team of warps for each frame.
+// decode_cuda.cu - applies an encoded array to an array in GPU memory, with one CTA per frame.
 //
-// Each frame is found by the table of offsets that encode wrote, and checked before anything of it is
-// applied. Bytes moved, floor: reads the stream, writes n * e (adding and overwriting: what is listed).
+// The table of offsets that encode wrote says where each frame starts. A frame is checked before any of it is
+// applied. Least traffic: reads the encoded array, writes n * e bytes (ADD and OVERWRITE: the listed
+// elements).
 #include "kernels/cuda/columns.cuh"
 
-// Of each frame so many bytes are fetched ahead; a longer one is read where it lies.
+// The first bytes of a frame that are fetched while the frame before is decoded. A longer frame is read where
+// it lies.
 #define SP_FETCH_BYTES 2560u
 
 struct __align__(16) sp_decode_smem
@@ -19,7 +21,7 @@ __device__ __forceinline__ spccl_status sp_status_of(const sp_wrong &wrong)
     return wrong.rule == 3 ? SPCCL_ERR_VERSION : wrong.rule >= 29 ? SPCCL_ERR_FRAME : SPCCL_ERR_FORMAT;
 }
 
-// Adding to, or overwriting, what is listed; APPLY(old, value).
+// ADD and OVERWRITE: a listed element becomes APPLY(old, value).
 template <class G, class APPLY> struct sp_sink_apply {
     typename G::U *dst;
     APPLY apply;
@@ -36,7 +38,7 @@ template <class G, class APPLY> struct sp_sink_apply {
     }
 };
 
-// Nowhere: only the rules are checked.
+// Discards the elements: the frame is only checked.
 template <class G> struct sp_sink_none {
     __device__ __forceinline__ void put(uint32_t, typename G::U) const
     {
@@ -46,7 +48,8 @@ template <class G> struct sp_sink_none {
     }
 };
 
-// What to call a frame that sp_decoder::open refused. (The table of offsets must not leave bytes behind it.)
+// The error for a frame that sp_decoder::open refused. FORMAT if sp_open accepts it: then the table of
+// offsets says that the frame is longer than it is.
 template <uint32_t E>
 __device__ __noinline__ spccl_status sp_why_refused(const uint8_t *start, uint32_t bytes, uint32_t dtype,
                                                     uint32_t n)
@@ -57,8 +60,8 @@ __device__ __noinline__ spccl_status sp_why_refused(const uint8_t *start, uint32
                                                                          : sp_status_of(wrong);
 }
 
-// One warp of a cta. APPLY(old, value): what becomes of an element that is listed; SET: dst becomes what the
-// frame says.
+// One warp of a CTA. A listed element becomes APPLY(old, value). With SET all elements are written, and those
+// that are not listed become zero.
 template <int BYTES, bool SET, class APPLY> struct sp_decoder {
     typedef sp_codec_geometry<BYTES> T;
     typedef typename T::U U;
@@ -74,7 +77,7 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         : a(args), smem(shared), n_slices((args.n_elems + args.slice_elems - 1) / args.slice_elems), apply(f)
     {
     }
-    // Where frame s lies in the stream.
+    // Where frame s lies in the encoded array.
     struct span {
         uint64_t from, to;
     };
@@ -84,8 +87,8 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             return {0, 0};
         return {a.offsets[s], a.offsets[s + 1]};
     }
-    // Start to copy the start of a frame on chip. One that cannot be has no bytes then: it is refused as cut
-    // off.
+    // Start to copy the first bytes of a frame into shared memory. An impossible position becomes {0, 0}: the
+    // frame is then refused as cut off.
     __device__ __forceinline__ void fetch(span &at, uint8_t *frame) const
     {
         if (at.from % 16 != 0 || at.to > a.encoded_bytes || at.from > at.to || at.to - at.from > 1u << 30)
@@ -95,7 +98,7 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             sp_copy16_async(frame + i, a.encoded + at.from + i);
         sp_copy_commit();
     }
-    // The header of a frame of n elements in exactly `bytes` bytes.
+    // Check the header of a frame that must have n elements and exactly `bytes` bytes, and describe it in *v.
     __device__ __forceinline__ bool open(const uint4 *header, uint32_t bytes, uint32_t n, sp_view *v) const
     {
         v->format = header[0].y >> 8 & 0xff;
@@ -107,8 +110,9 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
                (v->is_delta == 0 || v->format != SPCCL_FORMAT_DENSE) && v->at.bytes == bytes &&
                sp_header_is(header, v->format, a.dtype, v->is_delta != 0, n, v->nnz, v->at);
     }
-    // Rules 23 to 25 of a pici frame, for this warp's columns; their bits. Its values are on their way to the
-    // buffer, and then there for all. True for all warps if the bits are as many as the frame says.
+    // Read the bits of this warp's columns of a pici frame and check rules 23 to 25 on them (*good). Copies
+    // the values of the frame into the buffer as well; afterwards all warps see them. False, in all warps:
+    // the number of bits is not nnz.
     __device__ __forceinline__ bool read_words(const sp_view &v, const uint8_t *whole, sp_columns<G> &mine,
                                                bool *good) const
     {
@@ -136,14 +140,15 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         }
         return sum == v.nnz;
     }
-    // A pici frame is applied. The buffer has been left by all. False for all warps if a rule is broken; then
-    // dst is as before. whole: the frame in global memory. good: what this lane knows so far.
+    // Apply a pici frame. No warp may use the buffer any more. False, in all warps: the frame breaks a rule,
+    // and dst is unchanged. whole: the frame in global memory. good: the result of this lane's earlier
+    // checks.
     __device__ __forceinline__ bool columns(const sp_view &v, const uint8_t *whole, U *dst, bool good) const
     {
         typedef sp_columns<G> C;
         U *buf = (U *)smem.buf;
         C mine(cta);
-        if (!read_words(v, whole, mine, &good)) // then no value has a place
+        if (!read_words(v, whole, mine, &good)) // then no value's element is known
             return false;
         mine.unpack(buf);
         if (!cta.all(good))
@@ -165,7 +170,7 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         }
         return true;
     }
-    // This warp's part of the buffer to that of dst [n].
+    // Write this warp's part of the buffer to its part of dst [n].
     __device__ __forceinline__ void store(uint32_t n, U *dst) const
     {
         uint32_t from = cta.warp * P::MAX_ELEMS;
@@ -181,17 +186,17 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             sp_decode_dense<G, SP_CODEC_WARPS>(cta.lane, v, sink, cta.warp);
         return true;
     }
-    // dst [n] becomes what a frame says that is not pici. The rest as `columns`.
+    // Apply a frame that is not pici, with SET. Otherwise as `columns`.
     __device__ __forceinline__ bool set(const sp_view &v, U *dst, bool good) const
     {
         uint32_t from = cta.warp * P::MAX_ELEMS;
         U *buf = (U *)smem.buf;
         sp_sink_smem<G> sink = {buf};
-        if (v.format == SPCCL_FORMAT_EMPTY) { // nothing of it can be broken
+        if (v.format == SPCCL_FORMAT_EMPTY) { // there is nothing to check
             sp_slice_store_zero<P>(cta.lane, dst + from, T::elems(v.n, cta.warp));
             return true;
         }
-        if (sp_is_listed(v.format)) { // entries of coo frames go anywhere, of tile frames into the own part
+        if (sp_is_listed(v.format)) { // coo entries may lie in any part, tile entries lie in this warp's part
             sp_zero_units(cta.lane, buf + from, P::UNITS);
             if (v.format == SPCCL_FORMAT_COO)
                 cta.sync();
@@ -205,7 +210,8 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         store(v.n, dst);
         return true;
     }
-    // One frame of `bytes` bytes, which starts at `start` on chip and is whole at `whole`, into dst [n].
+    // Apply one frame of `bytes` bytes to dst [n]. start: its first bytes in shared memory; whole: all of it
+    // in global memory.
     __device__ __forceinline__ spccl_status frame(const uint8_t *start, const uint8_t *whole, uint32_t bytes,
                                                   U *dst, uint32_t n) const
     {
@@ -229,7 +235,8 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         decode(v, sink);
         return SPCCL_OK;
     }
-    // All frames; team q takes q, q + teams, ... Two frames ahead its offsets are read, one ahead its start.
+    // All frames: CTA q of n has frames q, q + n ... The offsets of a frame are read two frames ahead, and
+    // its first bytes are fetched one frame ahead.
     __device__ __forceinline__ void run() const
     {
         uint32_t parity = 0;
@@ -241,7 +248,7 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
             uint32_t bytes = (uint32_t)(now.to - now.from);
             sp_copy_wait<0>();
             sp_slice_stored(cta.lane);
-            cta.sync(); // the frame is there, and all have left the one before and the buffer
+            cta.sync(); // the frame's first bytes are there, and no warp uses the buffer any more
             fetch(next, smem.frame[parity ^ 1]);
             now = next;
             next = find(s + 2 * (uint64_t)gridDim.x);
@@ -300,7 +307,7 @@ static sp_decode_fn add_kernel_of(spccl_dtype dtype)
     case SPCCL_FLOAT64:
         return sp_add_kernel<SPCCL_FLOAT64>;
     case SPCCL_INT8:
-    case SPCCL_UINT8: // integers wrap: the same bits
+    case SPCCL_UINT8: // integer sums wrap: int8 gives the same bits
         return sp_add_kernel<SPCCL_UINT8>;
     case SPCCL_INT16:
         return sp_add_kernel<SPCCL_INT16>;
@@ -309,7 +316,7 @@ static sp_decode_fn add_kernel_of(spccl_dtype dtype)
     case SPCCL_INT64:
         return sp_add_kernel<SPCCL_INT64>;
     default:
-        return nullptr; // float8 is carried as bytes: refused above
+        return nullptr; // float8
     }
 }
 
@@ -326,7 +333,7 @@ extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream
     unsigned grid = 0;
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                       "decode: no add of float8 (it is carried as bytes): set or overwrite");
+                       "decode: float8 is carried as bytes and cannot be added: use SET or OVERWRITE");
     SP_TRY(sp_codec_grid((const void *)kernel, sizeof(sp_decode_smem),
                          (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));

@@ -1,21 +1,21 @@
-// encode.cuh - a slice on chip becomes a frame, by one warp. Two steps:
-//   sp_encode_scan   which elements are listed, how many, and where each lane's come among them; the caller
-//                    chooses format and place
-//   sp_encode_*      header and sections. Tile and coo frames are put together in one piece of memory; pici
-//                    and dense ones leave unit by unit through `out(offset, unit)`, so that a frame of any
-//                    size needs little room on chip.
-// Values are taken from shared memory by index, not from registers: at 99% sparsity only one in a hundred is
-// touched. The warps of a team (codec.cuh) each scan their part of a slice as if it were one, then write one
-// frame together.
+// encode.cuh - one warp turns a slice in shared memory into a frame, in two steps:
+//   sp_encode_scan   finds which elements are listed, how many, and where each lane's elements come among
+//                    them. The caller then chooses the format and where the frame goes.
+//   sp_encode_*      writes header and sections. Tile and coo frames are put together in one buffer. Pici and
+//                    dense frames leave in units of 16 bytes through `out(offset, unit)`, so that a frame of
+//                    any size needs little shared memory.
+// Values are read from shared memory by index and not kept in registers: at 99% sparsity only one in a
+// hundred is needed. In the codec each warp of a CTA scans its part of a slice as if it were a slice; then
+// they write one frame together.
 #ifndef SP_ENCODE_CUH
 #define SP_ENCODE_CUH
 
 #include "kernels/cuda/frame.cuh"
 
-// Room that sp_encode_pici needs on chip.
+// Shared memory that sp_encode_pici needs.
 #define SP_PICI_STAGE_BYTES 2064u
 
-// A lane's elements of a run as bits, in one register where they fit.
+// The type for one bit per element that a lane has in a run.
 template <uint32_t N> struct sp_lane_mask {
     typedef uint32_t type;
 };
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t sp_count(uint64_t v)
     return (uint32_t)__popcll(v);
 }
 
-// The lowest BITS bits, turned left.
+// Rotate the lowest BITS bits of v to the left.
 template <uint32_t BITS, class MASK> __device__ __forceinline__ MASK sp_rotate(MASK v, uint32_t by)
 {
     if (BITS == 32)
@@ -49,7 +49,7 @@ template <uint32_t BITS, class MASK> __device__ __forceinline__ MASK sp_rotate(M
     return BITS == sizeof(MASK) * 8 ? v : v & (((MASK)1 << BITS % (sizeof(MASK) * 8)) - 1);
 }
 
-// Inclusive sum over the lanes.
+// Inclusive prefix sum over the lanes.
 __device__ __forceinline__ uint32_t sp_warp_sum(uint32_t v, uint32_t lane)
 {
 #pragma unroll
@@ -63,18 +63,19 @@ __device__ __forceinline__ uint32_t sp_warp_sum(uint32_t v, uint32_t lane)
 
 template <class G> struct sp_scan {
     typedef typename sp_lane_mask<G::LANE_ELEMS>::type mask_type;
-    mask_type mask[G::RUNS]; // bit i: element i of this lane's part of the run is listed
-    uint32_t
-        start[G::RUNS / 2]; // listed elements before this lane's part: of an even run, and << 16 of the odd
-    uint32_t nnz;           // of the slice
-    bool full_block;        // a tile block has all its elements listed
+    mask_type mask[G::RUNS];     // bit i: element i of this lane's part of the run is listed
+    uint32_t start[G::RUNS / 2]; // listed before this lane's part; low half: even run, high half: odd run
+    uint32_t nnz;                // of the slice
+    bool full_block;             // some block of format tile has all its elements listed
 };
 
-// buf: the slice [n], filled up with zeros to sp_filled(n); base: the same of the base, with BASE. counts
-// [SP_BLOCKS_MAX] in shared memory gets the index section of format tile. Both buffers have been written by
-// the whole warp: __syncwarp before; __syncwarp before counts are read. AT_ONCE: units of a run and lane
-// whose code stands one behind the other; in fused collectives more of it would crowd out that of the other
-// roles.
+// Scan a slice.
+//   buf      the slice [n], filled up with zeros to sp_filled(n)
+//   base     with BASE: the base, filled up likewise
+//   counts   [SP_BLOCKS_MAX] in shared memory: gets the index section of format tile
+//   AT_ONCE  units of a lane and run whose code is unrolled. In fused collectives more unrolled code would
+//            crowd out the code of the other roles
+// __syncwarp must separate writes to the buffers from this call, and this call from reads of counts.
 template <class G, bool BASE, uint32_t AT_ONCE = 4>
 __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typename G::U *buf,
                                                      const typename G::U *base, uint32_t n, uint8_t *counts)
@@ -107,9 +108,9 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
                 m[1] |= part[1] << (j0 * G::K);
             }
 #pragma unroll
-            for (uint32_t i = 0; i < 2; i++) // from the order of turns to that of units
+            for (uint32_t i = 0; i < 2; i++) // lanes start at different units: restore the order
                 m[i] = sp_rotate<G::LANE_ELEMS>(m[i], sp_row_of<G>(lane, 0) * G::K);
-            // Two runs in one word: a run has at most 2048 elements.
+            // Two runs share a word, as a run has at most 2048 elements.
             before = sp_count(m[0]) | sp_count(m[1]) << 16;
             upto = sp_warp_sum(before, lane);
             before = upto - before;
@@ -134,8 +135,8 @@ __device__ __forceinline__ sp_scan<G> sp_encode_scan(uint32_t lane, const typena
     return s;
 }
 
-// What a scan has found, as entries of a frame of format tile or coo: from entry first_k on, elements counted
-// from first_i on. frame, clear: as below.
+// Write what a scan has found as entries of a tile or coo frame: entries from number first_k on, for elements
+// from index first_i on. frame, clear: as in sp_encode_listed.
 template <class G>
 __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename G::U *buf,
                                                   const sp_scan<G> &s, uint32_t format, const sp_layout &at,
@@ -163,9 +164,10 @@ __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename 
     }
 }
 
-// A whole frame of format empty, tile or coo. frame: shared or global memory, aligned to 16; __syncwarp
-// before it is read, and before the call (counts). clear: nullptr, or a slice [n] in global memory whose
-// listed elements become zero.
+// Write a whole frame of format empty, tile or coo.
+//   frame  shared or global memory, aligned to 16
+//   clear  nullptr, or a slice [n] in global memory whose listed elements become zero
+// __syncwarp must come between writes to counts and this call, and between this call and reads of the frame.
 template <class G>
 __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G::U *buf, const sp_scan<G> &s,
                                                  uint32_t format, uint32_t dtype, uint32_t n,
@@ -190,25 +192,25 @@ template <class G> union sp_unit {
     typename G::U e[G::K];
 };
 
-// The values of a pici frame, one column behind the other, leave through a stage of SP_PICI_STAGE_BYTES on
-// chip.
+// Collects the values of a pici frame, ordered by column, in a staging buffer of SP_PICI_STAGE_BYTES in
+// shared memory, and lets them out in whole units.
 template <class G> struct sp_column_stage {
     typedef typename G::U U;
     U *stage;
-    uint32_t fill, sent, below; // elements on the stage, elements that have left; the lanes below this one
+    uint32_t fill, sent, below; // elements in the buffer; elements let out; mask of lower lanes
 
     __device__ __forceinline__ explicit sp_column_stage(U *shared)
         : stage(shared), fill(0), sent(0), below(sp_lanes_below())
     {
     }
-    // Value x of each lane that has a bit.
+    // Append the value x of each lane whose bit is set in `bits`, in the order of the lanes.
     __device__ __forceinline__ void add(uint32_t bits, bool mine, U x)
     {
         if (mine)
             stage[fill + __popc(bits & below)] = x;
         fill += __popc(bits);
     }
-    // Whole units leave if there are many; a begun one stays.
+    // If there are many, let out the whole units. A unit that is not full stays.
     template <class OUT> __device__ __forceinline__ void drain(uint32_t lane, uint32_t values_at, OUT out)
     {
         uint32_t units = fill / G::K;
@@ -226,7 +228,7 @@ template <class G> struct sp_column_stage {
         sent += units * G::K;
         fill -= units * G::K;
     }
-    // The rest leaves, with its padding.
+    // Let out the rest, with its padding.
     template <class OUT> __device__ __forceinline__ void end(uint32_t lane, uint32_t values_at, OUT out)
     {
         __syncwarp();
@@ -238,9 +240,9 @@ template <class G> struct sp_column_stage {
     }
 };
 
-// A pici frame. A lane takes rows `lane` and `lane + 32` of a tile, all lanes the same columns: ballots give
-// a column's bits, and its values come out one behind the other. (The codec has more room on chip and does
-// without ballots: columns.cuh.) stage [SP_PICI_STAGE_BYTES] in shared memory, aligned to 16.
+// Write a pici frame. A lane has rows `lane` and `lane + 32` of a tile. All lanes look at the same column: a
+// ballot gives the column's bits, and its values are appended in order. (The codec has more shared memory per
+// slice and needs no ballots: columns.cuh.) stage: [SP_PICI_STAGE_BYTES] in shared memory, aligned to 16.
 template <class G, class OUT>
 __device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::U *buf, uint32_t dtype,
                                                uint32_t n, uint32_t nnz, const sp_layout &at,
@@ -281,7 +283,7 @@ __device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::
                                                       (uint32_t)word_b, (uint32_t)(word_b >> 32)));
     }
     values.end(lane, at.values, out);
-    // The index section is one unit: a slice has at most 4 tiles, and padding is zero.
+    // The index section is one unit, as a slice has at most 4 tiles; its padding is zero.
     uint4 index = make_uint4(__shfl_sync(~0u, prefix, 0), __shfl_sync(~0u, prefix, 1),
                              __shfl_sync(~0u, prefix, 2), __shfl_sync(~0u, prefix, 3));
     if (lane < 4)
@@ -290,7 +292,7 @@ __device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::
         out(at.index, index);
 }
 
-// A part of a dense frame: of its elements, and of the first part the header.
+// Write part `part` of the elements of a dense frame; part 0 also writes the header.
 template <class G, uint32_t PARTS = 1, class OUT>
 __device__ __forceinline__ void sp_encode_dense(uint32_t lane, const typename G::U *buf, uint32_t dtype,
                                                 uint32_t n, const sp_layout &at, OUT out, uint32_t part = 0)

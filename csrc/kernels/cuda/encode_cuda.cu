@@ -1,40 +1,41 @@
-// encode_cuda.cu - an array in GPU memory becomes a stream of frames, a team of warps for each slice.
+// encode_cuda.cu - turns an array in GPU memory into an encoded array, with one CTA per slice.
 //
-// The array is read once: while the frame of one slice waits on chip for its place in the stream, the next
-// slice is loaded. Bytes moved, floor: reads n * e, writes the stream.
+// The array is read once. While the frame of a slice waits in shared memory for its offset, the next slice is
+// loaded. Least traffic: reads n * e bytes, writes the encoded array.
 #include "kernels/cuda/columns.cuh"
 
-// Frames of at most so many bytes wait on chip for their place.
+// Frames of at most so many bytes wait in shared memory for their offset.
 #define SP_WAITING_BYTES 2688u
 
-// What the warps of a team tell each other about a slice.
+// What the warps of a CTA tell each other about a slice.
 struct sp_slice_totals {
-    // Of this slice and, for a warp that is ahead, of the next one, by turns.
-    uint32_t found[2][SP_CODEC_WARPS]; // nnz of each part, and a bit for a full block
-    uint8_t counts[2][SP_BLOCKS_MAX];  // of tile blocks
-    // Of this slice alone.
-    uint32_t columns[SP_COLUMN_TOTALS]; // of sp_columns
-    uint64_t offset;                    // of the frame in the stream
+    // [parity of the slice]: a warp may already write those of the next slice.
+    uint32_t found[2][SP_CODEC_WARPS]; // nnz of each part, and SP_FULL_BLOCK
+    uint8_t counts[2][SP_BLOCKS_MAX];  // the index section of format tile
+    // Of one slice.
+    uint32_t columns[SP_COLUMN_TOTALS]; // totals of sp_columns
+    uint64_t offset;                    // where the frame starts in the encoded array
 };
 #define SP_FULL_BLOCK (1u << 31)
 
 template <bool BASE> struct __align__(16) sp_encode_smem
 {
     uint8_t buf[BASE ? 2 : 1][SP_GPU_SLICE_BYTES]; // the slice, and the base
-    uint8_t stage[2][SP_WAITING_BYTES];            // a frame that waits, and the next one
+    // The frame that waits, and the frame that is being written.
+    uint8_t stage[2][SP_WAITING_BYTES];
     sp_slice_totals totals;
-    uint64_t barriers[2][SP_CODEC_WARPS]; // of the parts of the buffers
+    uint64_t barriers[2][SP_CODEC_WARPS]; // one per part of each buffer
 };
 
-// Where a slice's frame starts: the sum of all before it, found by looking back in two levels (after Merrill
-// and Garland 2016, "Single-pass parallel prefix scan with decoupled look-back"), so that one load per lane
-// sees 32 groups of 32 slices. All words start at 0; each is written by one atomic or one store that says by
-// itself what it is.
+// Finds where the frame of a slice starts: the sum of the sizes of all frames before it. It looks back in two
+// levels (after Merrill and Garland 2016, "Single-pass parallel prefix scan with decoupled look-back"), so
+// that one load per lane covers 32 groups of 32 slices. All words start at 0. Each word is written by one
+// atomic or one store, and its value alone says what is known.
 struct sp_sums {
     uint32_t n_slices;
-    uint64_t *own;   // [n_slices] 1 + bytes of the frame
-    uint64_t *group; // [n_groups] bytes of the frames known so far, and how many, from bit 56 on
-    uint64_t *all;   // [n_groups] 1 + bytes of this group and all before it
+    uint64_t *own;   // [n_slices]: 1 + bytes of the frame
+    uint64_t *group; // [n_groups]: from bit 56 on how many frames of the group are known; below: their bytes
+    uint64_t *all;   // [n_groups]: 1 + bytes of this group and of all groups before it
 
     __device__ __forceinline__ sp_sums(void *scratch, uint32_t n) : n_slices(n)
     {
@@ -42,14 +43,14 @@ struct sp_sums {
         group = own + n_slices;
         all = group + (n_slices + 31) / 32;
     }
-    // Slice s has so many bytes. One thread.
+    // Publish that the frame of slice s has so many bytes. One thread.
     __device__ __forceinline__ void publish(uint32_t s, uint32_t bytes) const
     {
         sp_store_relaxed_gpu(own + s, 1 + (uint64_t)bytes);
         atomicAdd((unsigned long long *)group + s / 32, (1ull << 56) | bytes);
     }
-    // Where slice s starts. One warp; waits for the slices before it, whose blocks run (cooperative launch).
-    // (Asking for all this earlier made it slower: what is not known yet must be asked for again.)
+    // Where slice s starts. One warp. Waits for the slices before it; their CTAs are running, as the launch
+    // is cooperative. (Loading these words earlier was slower: unknown words must be loaded again.)
     __device__ __forceinline__ uint64_t start_of(uint32_t s, uint32_t bytes, uint32_t lane) const
     {
         uint32_t g = s / 32, in_group = s % 32;
@@ -80,7 +81,7 @@ struct sp_sums {
     }
 };
 
-// The place of slice s in the stream. One warp.
+// Find where slice s starts and write it to the table of offsets. One warp.
 __device__ __forceinline__ uint64_t sp_locate(const sp_gpu_encode_args &a, const sp_sums &sums, uint32_t lane,
                                               uint32_t s, uint32_t bytes)
 {
@@ -94,7 +95,7 @@ __device__ __forceinline__ uint64_t sp_locate(const sp_gpu_encode_args &a, const
     }
     return offset;
 }
-// The same for all warps of a team, with cta.sync.
+// The same for all warps of a CTA; calls cta.sync.
 __device__ __forceinline__ uint64_t sp_locate_cta(const sp_gpu_encode_args &a, const sp_sums &sums,
                                                   const sp_codec_cta &cta, sp_slice_totals &totals,
                                                   uint32_t s, uint32_t bytes)
@@ -108,7 +109,7 @@ __device__ __forceinline__ uint64_t sp_locate_cta(const sp_gpu_encode_args &a, c
     return totals.offset;
 }
 
-// One warp of a team and a slice that becomes a pici frame. The values are put together where the slice was.
+// One warp of a CTA, for a slice that becomes a pici frame. The values are collected in the slice's buffer.
 template <int BYTES, bool BASE> struct sp_pici_encoder {
     typedef sp_codec_geometry<BYTES> T;
     typedef typename T::U U;
@@ -122,7 +123,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
         : a(args), smem(shared)
     {
     }
-    // The values to where the slice was, with their padding.
+    // Replace the slice in the buffer by its values and their padding.
     __device__ __forceinline__ void pack(sp_columns<G> &mine, uint32_t n, uint32_t nnz,
                                          const sp_layout &at) const
     {
@@ -135,7 +136,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
         if (cta.is_last() && (nnz + cta.lane) * G::E < at.bytes - at.values)
             buf[nnz + cta.lane] = 0;
     }
-    // This warp's part of the frame at dst, after `pack` and cta.sync.
+    // Write this warp's part of the frame to dst. Comes after `pack` and cta.sync.
     __device__ __forceinline__ void write(const sp_columns<G> &mine, uint32_t n, uint32_t nnz,
                                           const sp_layout &at, uint8_t *dst) const
     {
@@ -151,7 +152,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
                     ((uint64_t *)(dst + at.meta))[(mine.tile + t) * 64 + mine.column + c] =
                         mine.bits[t * C::EACH + c];
         if (cta.warp == 0 && cta.lane < SP_COLUMN_TOTALS) {
-            uint32_t prefix = 0; // of tile `lane`; behind the last one padding
+            uint32_t prefix = 0; // of tile number `lane`; past the last tile: padding
 #pragma unroll
             for (uint32_t i = 0; i < G::TILES * C::SHARED_BY; i++)
                 prefix += i / C::SHARED_BY < cta.lane && cta.lane < n_tiles ? smem.totals.columns[i] : 0;
@@ -159,7 +160,7 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
             ((uint4 *)dst)[cta.lane] = sp_header_unit(cta.lane, SPCCL_FORMAT_PICI, a.dtype, BASE, n, nnz, at);
         }
     }
-    // Zeros behind a slice of n, and its base, up to the end of the buffer.
+    // Fill up a slice of n elements, and its base, with zeros to the end of the buffer.
     __device__ __forceinline__ void fill_rest(uint32_t n) const
     {
         uint32_t last = (n - 1) / P::MAX_ELEMS;
@@ -173,13 +174,13 @@ template <int BYTES, bool BASE> struct sp_pici_encoder {
     {
         sp_layout at = sp_layout_cuda<G::E>(SPCCL_FORMAT_PICI, n, nnz);
         sp_columns<G> mine(cta);
-        pack(mine, n, nnz, at); // meanwhile the slices before become known
+        pack(mine, n, nnz, at); // meanwhile other CTAs publish the sizes of earlier frames
         uint64_t offset = sp_locate_cta(a, sp_sums(a.scratch, n_slices), cta, smem.totals, s, at.bytes);
         if (offset + at.bytes <= a.dst_cap)
             write(mine, n, nnz, at, a.dst + offset);
     }
 };
-// Not inlined: it needs all registers, and the rest would have to do with what is left.
+// Not inlined: it needs all registers, and the rest of the kernel would get too few.
 template <int BYTES, bool BASE>
 __device__ __noinline__ void sp_encode_pici_slice(const sp_gpu_encode_args &a, uint32_t n_slices, uint32_t s,
                                                   uint32_t n, uint32_t nnz)
@@ -198,7 +199,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
     sp_codec_cta cta;
     sp_sums sums;
     uint32_t parity;
-    uint32_t waiting, waiting_bytes; // the slice whose frame waits on the stage parity ^ 1; 0 bytes: none
+    uint32_t waiting, waiting_bytes; // slice whose frame waits in stage[parity ^ 1]; 0 bytes: none
     sp_loader<P, 0> loader, base_loader;
 
     __device__ __forceinline__ sp_encoder(const sp_gpu_encode_args &args, sp_encode_smem<BASE> &shared,
@@ -213,7 +214,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
     {
         return (uint32_t)min(a.n_elems - (uint64_t)s * a.slice_elems, (uint64_t)a.slice_elems);
     }
-    // This warp's part of the slice, in an array and in a buffer.
+    // This warp's part of slice s: in an array, and in a buffer.
     __device__ __forceinline__ const U *at(const void *array, uint32_t s) const
     {
         return (const U *)array + (uint64_t)s * a.slice_elems + cta.warp * P::MAX_ELEMS;
@@ -238,7 +239,8 @@ template <int BYTES, bool BASE> struct sp_encoder {
         if (BASE)
             base_loader.finish(cta.lane, 0, part_of(BASE ? 1 : 0), at(a.base, s), n);
     }
-    // The frame that waits, if any, goes out. The last warp does it: the first one writes the headers.
+    // Write out the frame that waits, if there is one. The last warp does it, as the first one writes
+    // headers.
     __device__ __forceinline__ void flush()
     {
         if (waiting_bytes != 0 && cta.is_last()) {
@@ -249,7 +251,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
         }
         waiting_bytes = 0;
     }
-    // This warp's entries of a frame of format empty, tile or coo, of the first warp the rest too.
+    // Write this warp's entries of a frame of format empty, tile or coo. The first warp also writes all else.
     __device__ __forceinline__ void write_listed(const sp_scan<P> &scan, uint32_t format, uint32_t n,
                                                  uint32_t nnz, uint32_t before, const sp_layout &at,
                                                  uint8_t *frame) const
@@ -267,7 +269,7 @@ template <int BYTES, bool BASE> struct sp_encoder {
             sp_encode_entries<P>(cta.lane, part_of(0), scan, format, at, frame, before,
                                  cta.warp * P::MAX_ELEMS);
     }
-    // Slice s, this warp's part of which has been loaded; starts to load slice `next`.
+    // Encode slice s, whose part of this warp has been loaded, and start to load slice `next`.
     __device__ __forceinline__ void encode(uint32_t s, uint32_t next)
     {
         uint32_t n = elems(s), format, nnz = 0, before = 0;
@@ -300,7 +302,8 @@ template <int BYTES, bool BASE> struct sp_encoder {
             __syncwarp();
             load(next);
             flush();
-            // This frame goes out when all have written it: they meet in the next slice.
+            // The frame is written out in the next call, as all warps must have finished it: cta.sync comes
+            // there.
             waiting = s;
             waiting_bytes = layout.bytes;
         } else {
@@ -312,13 +315,13 @@ template <int BYTES, bool BASE> struct sp_encoder {
                 if (ok && offset + layout.bytes <= a.dst_cap)
                     write(scan, format, n, nnz, before, layout, a.dst + offset);
             }
-            sp_slice_written(); // before copies write there
+            sp_slice_written(); // before copies write to the buffer
             cta.sync();
             load(next);
         }
         parity ^= 1;
     }
-    // This warp's part of a frame, of any format but pici, straight to its place.
+    // Write this warp's part of a frame that is not pici to dst.
     __device__ __forceinline__ void write(const sp_scan<P> &scan, uint32_t format, uint32_t n, uint32_t nnz,
                                           uint32_t before, const sp_layout &layout, uint8_t *dst) const
     {

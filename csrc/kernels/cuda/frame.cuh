@@ -1,5 +1,5 @@
-// frame.cuh - frames on the GPU: layout, choice of the format, header. The twin of core/format.c
-// (docs/FORMAT.md); sizes are 32-bit here, as a slice is 16 KiB.
+// frame.cuh - frames on the GPU: layout, choice of the format, header. The counterpart of
+// core/format/format.c (docs/FORMAT.md). Sizes have 32 bits here, as a slice has 16 KiB.
 #ifndef SP_FRAME_CUH
 #define SP_FRAME_CUH
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t sp_up16(uint32_t v)
     return (v + 15u) & ~15u;
 }
 
-// FORMAT.md 2 and 3. E: bytes of an element.
+// Sections of a frame: FORMAT.md 2 and 3. E: bytes of an element.
 template <uint32_t E>
 __device__ __forceinline__ sp_layout sp_layout_cuda(uint32_t format, uint32_t n, uint32_t nnz)
 {
@@ -39,13 +39,14 @@ __device__ __forceinline__ sp_layout sp_layout_cuda(uint32_t format, uint32_t n,
     return l;
 }
 
-// The smallest frame; of equal ones the first in this order: dense, pici, coo, tile (sp_tune_format with
-// sp_tune_format for a link of infinite cost says the same).
+// The format of the smallest frame. Among equal ones the order is dense, pici, coo, tile. sp_tune_format
+// chooses the same for a link of infinite cost.
 template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_choose_smallest(uint32_t n, uint32_t nnz, bool full_block,
                                                        bool is_delta)
 {
-    // Every format but dense has its values behind what is compared here, rounded up alike.
+    // What follows leaves out the header and, except in dense, the values with their padding: these are
+    // equal.
     uint32_t values = sp_up16(nnz * E), tiles = (n + 4095) / 4096;
     uint32_t pici = sp_up16(tiles * 4) + tiles * 512, coo = sp_up16(nnz * 4),
              tile = sp_up16((n + 255) / 256) + sp_up16(nnz);
@@ -63,7 +64,7 @@ __device__ __forceinline__ uint32_t sp_choose_smallest(uint32_t n, uint32_t nnz,
     return !full_block && tile < bytes ? (uint32_t)SPCCL_FORMAT_TILE : best;
 }
 
-// Can the slice take this format? (sp_codec_allows; n > 0)
+// Can a slice of n > 0 elements take this format? As sp_codec_allows.
 __device__ __forceinline__ bool sp_allows(uint32_t format, uint32_t nnz, bool full_block, bool is_delta)
 {
     return format == SPCCL_FORMAT_EMPTY   ? nnz == 0
@@ -72,7 +73,7 @@ __device__ __forceinline__ bool sp_allows(uint32_t format, uint32_t nnz, bool fu
                                           : true;
 }
 
-// Unit i (of 4) of the header.
+// Unit i, 0 to 3, of the header.
 __device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uint32_t dtype, bool is_delta,
                                                 uint32_t n, uint32_t nnz, const sp_layout &l)
 {
@@ -87,8 +88,8 @@ __device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uin
     return make_uint4(l.values, 0, 0, 0);
 }
 
-// Formats whose values come with their places. In a fused collective they are put together on chip before
-// they are sent, and on chip again before they are read.
+// Formats that list elements one by one, each with its value. In a fused collective such a frame is put
+// together in shared memory before it is sent, and copied into shared memory before it is decoded.
 __device__ __forceinline__ bool sp_is_listed(uint32_t format)
 {
     return format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO;
@@ -99,19 +100,20 @@ struct __align__(16) sp_view
 {
     sp_layout at;
     uint32_t format, n, nnz, is_delta;
-    const uint8_t *p;      // header, index and meta: global or shared memory, aligned to 16
-    const uint8_t *smem;   // in a fused collective, of listed frames: p, but the compiler knows that it is
-                           // shared memory; of others anything
-    const uint8_t *values; // the values, the same
+    const uint8_t *p; // header, index and meta: global or shared memory, aligned to 16
+    // Listed frames of a fused collective: p, known to be shared memory; else undefined.
+    const uint8_t *smem;
+    const uint8_t *values; // global or shared memory, aligned to 16
 };
 
-// What was wrong: the number of FORMAT.md section 4, what it said and what was wanted.
+// What was wrong with a frame: the number of the rule in FORMAT.md section 4, what was seen and what was
+// wanted.
 struct sp_wrong {
     uint32_t rule, seen, wanted;
 };
 
-// Check the header [4] of a frame of `bytes` bytes at most; wanted_n: elements it must have.
-// Rules 1 to 18 and 29, 30. One lane; v->p is left to the caller.
+// Check the header [4] of a frame of at most `bytes` bytes that must have wanted_n elements: rules 1 to 18,
+// 29 and 30. One lane. Sets *v, but for p and values, or *wrong.
 template <uint32_t E>
 __device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uint32_t dtype,
                                         uint32_t wanted_n, sp_view *v, sp_wrong *wrong)
@@ -169,7 +171,7 @@ __device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uin
     return bytes >= v->at.bytes;
 }
 
-// Is a header [4] to the bit what it must be?
+// Does a header [4] equal, bit for bit, the one that belongs to these values?
 __device__ __forceinline__ bool sp_header_is(const uint4 *header, uint32_t format, uint32_t dtype,
                                              bool is_delta, uint32_t n, uint32_t nnz, const sp_layout &at)
 {
@@ -181,14 +183,15 @@ __device__ __forceinline__ bool sp_header_is(const uint4 *header, uint32_t forma
     }
     return wrong == 0;
 }
-// May a frame of n > 0 elements say so?
+// Can a frame of n > 0 elements have this format and nnz?
 __device__ __forceinline__ bool sp_header_fits(uint32_t format, uint32_t n, uint32_t nnz)
 {
     return format == SPCCL_FORMAT_EMPTY ? nnz == 0 : format < SPCCL_N_FORMATS && nnz <= n;
 }
 
-// Bytes of the frame, at most `bytes`, if its header [4] is to the bit that of a frame without delta of n > 0
-// elements, as a fused collective sends it; else 0 (sp_report_header finds out why). One lane.
+// Check the header [4] of a frame of n > 0 elements, as a fused collective sends it: without delta. Bytes of
+// the frame; 0 if the header is not exactly the one expected or the frame exceeds `bytes`. (sp_report_header
+// then finds the reason.) One lane.
 template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t bytes, uint32_t dtype,
                                                   uint32_t n)
@@ -196,12 +199,12 @@ __device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t 
     uint32_t format = header[0].y >> 8 & 0xff, nnz = header[1].x;
     sp_layout at = sp_layout_cuda<E>(format, n, nnz);
     bool fits = sp_header_fits(format, n, nnz) && sp_header_is(header, format, dtype, false, n, nnz, at);
-    if (sp_is_listed(format)) // sent in one piece from a stage
+    if (sp_is_listed(format)) // such a frame was put together in a staging buffer
         bytes = min(bytes, SP_GPU_STAGE_BYTES);
     return fits && at.bytes <= bytes ? at.bytes : 0;
 }
 
-// The gaps of padding, of at most 15 bytes each: behind index (0), meta (1) and values (2).
+// Where padding starts, of at most 15 bytes: gap 0 after the index, 1 after meta, 2 after the values.
 template <uint32_t E>
 __device__ __forceinline__ uint32_t sp_padding_from(uint32_t gap, uint32_t format, uint32_t n, uint32_t nnz,
                                                     const sp_layout &at)
@@ -216,7 +219,7 @@ __device__ __forceinline__ uint32_t sp_padding_from(uint32_t gap, uint32_t forma
     return at.values + (format == SPCCL_FORMAT_DENSE ? n : nnz) * E;
 }
 
-// Rule 19: padding is zero. One warp; for each lane what it has seen.
+// Check rule 19: padding is zero. One warp; each lane returns what it has seen.
 template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(uint32_t lane, const sp_view &v)
 {
     bool ok = true;
@@ -230,17 +233,17 @@ template <uint32_t E> __device__ __forceinline__ bool sp_padding_is_zero(uint32_
     return ok;
 }
 
-// Zero the last unit of each section of a frame, which may end in padding, before the section is written. One
-// warp; ends with __syncwarp.
+// Set the last unit of each section to zero, as it may end in padding. Comes before the sections are written.
+// One warp; ends with __syncwarp.
 __device__ __forceinline__ void sp_padding_write(uint32_t lane, uint8_t *p, const sp_layout &at)
 {
     uint32_t end = lane == 0 && at.meta != 0 ? at.meta : lane < 2 ? at.values : at.bytes;
-    if (lane < 3 && end > SP_FRAME_HEADER_BYTES) // else there is no such section
+    if (lane < 3 && end > SP_FRAME_HEADER_BYTES) // else the section does not exist
         *(uint4 *)(p + end - 16) = make_uint4(0, 0, 0, 0);
     __syncwarp();
 }
 
-// The same to the byte, while other warps write the sections.
+// Set exactly the bytes of padding to zero, as other warps write the sections at the same time.
 template <uint32_t E>
 __device__ __forceinline__ void sp_padding_write_bytes(uint32_t lane, uint8_t *p, uint32_t format, uint32_t n,
                                                        uint32_t nnz, const sp_layout &at)

@@ -1,17 +1,17 @@
-// fused.cuh - a block of a fused collective: its warps and its shared memory. The kernels lie in
-// gather_cuda.cu and, a few dtypes in each, in reduce_*_cuda.cu, so that they are compiled side by side;
+// fused.cuh - a CTA of a fused collective: its warps and its shared memory. The kernels are spread over
+// gather_cuda.cu and reduce_*_cuda.cu, with a few dtypes in each file, so that they compile in parallel.
 // launch_cuda.cu launches them.
 #ifndef SP_FUSED_CUH
 #define SP_FUSED_CUH
 
 #include "kernels/cuda/roles.cuh"
 
-// Warps of a block, which has a multiprocessor to itself: those of its workers and, the last, the notifier.
+// Warps of a CTA, at most: those of its workers and, last, the notifier. One CTA runs on an SM.
 #define SP_CTA_WARPS 16u
 #define SP_CTA_THREADS (SP_CTA_WARPS * 32)
 #define SP_CTA_WORKERS 10u // at most
 
-// Warps of each role in a block of n workers, of which a feeder serves n_served.
+// How many warps of a CTA of n workers have each role, if a feeder serves n_served workers.
 struct sp_warp_counts {
     uint32_t n_feed, n_own, n_gather;
 
@@ -27,14 +27,14 @@ struct sp_warp_counts {
     }
 };
 
-// The number of this warp in its block. The shuffle says that it is the same in all lanes: what depends on it
-// needs no branches of single lanes, and registers of the warp instead of the lanes'.
+// The number of this warp in its CTA. The shuffle tells the compiler that the value is the same in all lanes.
+// Branches on it then need no divergence handling, and it can be kept in uniform registers.
 __device__ __forceinline__ uint32_t sp_warp_index()
 {
     return __shfl_sync(~0u, threadIdx.x / 32, 0);
 }
 
-// Shared memory of a block: progress, then the smem of each role.
+// Shared memory of a CTA: the progress tables, then the shared memory of each role's warps.
 struct sp_block_smem {
     sp_progress *progress;
     sp_feed_smem *feed;
@@ -49,10 +49,10 @@ struct sp_block_smem {
         gather = (sp_gather_smem *)(own + counts.n_own);
     }
 };
-static_assert(sizeof(sp_progress) % 16 == 0, "smem are aligned to 16");
+static_assert(sizeof(sp_progress) % 16 == 0, "the parts after the tables stay aligned to 16");
 
-// First thing in a block: the progress, and the last warp becomes the notifier. True: this warp was it, and all
-// is done.
+// The first call of every warp: initializes the progress tables. The last warp becomes the notifier; it
+// returns true when all workers are done. All other warps return false at once.
 __device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_warp_counts &counts,
                                                sp_progress *progress)
 {
@@ -69,9 +69,9 @@ __device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_
 
 typedef void (*sp_fused_kernel)(const sp_fused_args);
 
-// gather_cuda.cu: all-gather and broadcast of elements of so many bytes.
+// gather_cuda.cu: all-gather and broadcast of elements of elem_bytes bytes.
 sp_fused_kernel sp_gather_kernel_of(size_t elem_bytes);
-// reduce_*_cuda.cu: reductions of a dtype, nullptr if it is none of the file's.
+// reduce_*_cuda.cu: reductions of a dtype, or nullptr if another file has that dtype.
 sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype);
 sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype);
 sp_fused_kernel sp_reduce_kernel_of_ints(spccl_dtype dtype);

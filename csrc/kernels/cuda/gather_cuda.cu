@@ -1,11 +1,12 @@
 // gather_cuda.cu - all-gather and broadcast in one launch (docs/ALGORITHMS.md: The direct schedule on a GPU).
-// Dtypes of one size share a kernel: elements are moved, never computed with.
+// Dtypes of the same size share a kernel, as elements are moved but never added.
 //
-// Bytes of GPU memory moved, floor: all-gather reads a shard and writes the array; the rings stay in L2 while
-// frames are small.
+// Least traffic of GPU memory: an all-gather reads a shard and writes the array. While frames are small, the
+// rings stay in the L2 cache.
 #include "kernels/cuda/fused.cuh"
 
-// All-gather and broadcast of elements of BYTES bytes: feeders (or relays) and gatherers.
+// All-gather and broadcast of elements of BYTES bytes. A CTA has feeders (in a broadcast: or relays) and
+// gatherers.
 template <int BYTES>
 __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __grid_constant__ sp_fused_args a)
 {

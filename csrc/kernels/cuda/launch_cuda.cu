@@ -1,11 +1,11 @@
-// launch_cuda.cu - a whole collective in one launch over mapped inboxes: the direct schedule
-// (docs/ALGORITHMS.md: The direct schedule on a GPU). Picks the kernel and launches it. fused.cuh says where
-// they are, roles.cuh what a worker is and what its warps do.
+// launch_cuda.cu - picks and launches the kernel of a fused collective (docs/ALGORITHMS.md: The direct
+// schedule on a GPU). fused.cuh says in which file each kernel is; roles.cuh says what a worker is and what
+// its warps do.
 #include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/fused.cuh"
 #include "kernels/cuda/kernels_cuda.h"
 
-// nullptr: float8 is carried, never reduced (refused before).
+// nullptr: float8. Callers have refused it, as float8 is only moved, never reduced.
 static sp_fused_kernel reduce_kernel_of(spccl_dtype dtype)
 {
     for (sp_fused_kernel (*of)(spccl_dtype) : {sp_reduce_kernel_of_floats, sp_reduce_kernel_of_halves,
@@ -24,8 +24,8 @@ static sp_fused_kernel kernel_of(const sp_fused_args *a)
                : reduce_kernel_of(a->dtype);
 }
 
-// Load a kernel on the current device now: the first launch would otherwise do it, and loading waits for
-// kernels that may be waiting for the one to be launched.
+// Load a kernel on the current device now. Otherwise the first launch would load it. Loading waits for
+// kernels that run, and these may wait for the kernel that is to be launched.
 static spccl_status prepare(sp_fused_kernel kernel, int shared)
 {
     if (kernel == nullptr)
@@ -35,7 +35,7 @@ static spccl_status prepare(sp_fused_kernel kernel, int shared)
         "cudaFuncSetAttribute of a collective's kernel");
 }
 
-// Shared memory of a block of n workers.
+// Shared memory of a CTA of n workers.
 static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
 {
     sp_warp_counts counts(op, n, n_served);
@@ -43,9 +43,9 @@ static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
            counts.n_own * sizeof(sp_own_smem) + counts.n_gather * sizeof(sp_gather_smem);
 }
 
-// Where a feeder has little to do beside the other roles (one of a slice's frames in an all-gather, one
-// contribution between two ranks) it can serve more than one worker. (All its frames must go through one
-// ring: sp_send_side.)
+// May a feeder serve n_served workers? It may where it has little to do compared with the other roles: one
+// frame per slice in an all-gather, one contribution per slice between two ranks. All its frames must go
+// through one queue (sp_send_side).
 static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
 {
     return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);

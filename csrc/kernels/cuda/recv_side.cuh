@@ -1,17 +1,18 @@
-// recv_side.cuh - the receiving end of a worker's links: frames are waited for, checked, read and given back. How
-// rings, tails and credits work: core/inbox.h.
+// recv_side.cuh - the receiving end of a worker's links: it waits for frames, checks their headers, brings
+// them into shared memory and gives credit. contract/inbox.h says how rings, tails and credits work.
 //
-// The pool on smem holds the headers of a slice's frames and has two halves. Short frames: a half holds all
-// frames of a slice, the other those of the next, queue are copied while these are decoded, if they have
-// come. Long frames: a half holds one frame, the other the next of the same slice. Longer ones have the pool
-// for themselves, or are read where they lie.
+// The pool in shared memory holds the headers of a slice's frames and two halves for their contents:
+// - Short frames: one half holds all frames of a slice. While they are decoded, the frames of the next slice,
+//   if they have arrived, are copied into the other half.
+// - Long frames: each half holds one frame. While it is decoded, the next frame of the same slice is copied.
+// - Frames longer than a half use both halves; frames longer than the pool are read in the ring.
 #ifndef SP_RECV_SIDE_CUH
 #define SP_RECV_SIDE_CUH
 
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/wait.cuh"
 
-// Leave word of the frame in a slot of ring `queue`, whose header is not that of a frame of n elements.
+// Report the frame in a slot of `queue`: its header is not that of a frame of n elements.
 template <uint32_t E>
 __device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
                                               uint32_t slot, uint32_t slice, const uint4 *header,
@@ -19,34 +20,35 @@ __device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q
 {
     sp_view v;
     sp_wrong wrong;
-    // A good frame, but none that a collective sends: with a delta (its flag), or too long for its format.
+    // The frame is well formed, but no collective sends it: it is a delta, or too long for its format.
     if (sp_open<E>(header, most, a.dtype, n, &v, &wrong))
         wrong = v.is_delta != 0 ? sp_wrong{6, v.is_delta, 0} : sp_wrong{17, v.at.bytes, SP_GPU_STAGE_BYTES};
     sp_report(a, q, SP_GPU_BAD_FRAME, queue, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
 }
 
-// BULK: frames come by bulk copies, where there are any.
+// BULK: use bulk copies where the GPU has them.
 template <class G, bool BULK> struct sp_recv_side {
     const sp_warp_context &ctx;
     uint8_t *pool;      // in shared memory, aligned to 16
-    uint64_t *barriers; // [2] in shared memory: of the halves
+    uint64_t *barriers; // [2] in shared memory: one per half
     uint32_t phases;    // bit i: of barrier i
-    uint32_t half;      // bytes of a half
-    uint32_t area;      // bytes in a half for each peer's
-    uint32_t queue;     // the ring: INPUT or RESULT
+    uint32_t half;      // bytes of one half
+    uint32_t area;      // bytes of a half for one peer's frame
+    uint32_t queue;     // INPUT or RESULT
     uint32_t ring_bytes;
-    uint32_t parity;           // the half of this slice
-    uint32_t prefetched;       // 0, or 1 + the half to queue the starts of the next frames are on their way
-    bool one_by_one;           // long frames
-    bool next_prefetched;      // with one_by_one: the next frame is on its way to its half
-    const uint8_t *from;       // L: the ring in the own inbox
-    uint64_t taken;            // L: position of the next frame to take
-    uint32_t taken_off, guess; // L: the same in the ring; bytes of the next frame to copy unseen
-    int32_t arrived_bytes;     // L: bytes from `taken` on that have come, as last seen
-    uint32_t n, bytes;         // L: elements and bytes of the frame at hand; bytes 0: none
-    uint32_t frame_off;        // L: where it lies in the ring
+    uint32_t parity;      // the half that holds this slice's frames
+    uint32_t prefetched;  // 0, or 1 + the half into which the next slice's frames are being copied
+    bool one_by_one;      // this slice has a long frame
+    bool next_prefetched; // with one_by_one: the next frame is being copied
+    const uint8_t *from;  // L: the ring in this rank's inbox
+    uint64_t taken;       // L: position of the next frame to take
+    // L: its offset in the ring; bytes of the next frame to copy before its size is known.
+    uint32_t taken_off, guess;
+    int32_t arrived_bytes; // L: bytes after position `taken` that have arrived, as last seen
+    uint32_t n, bytes;     // L: elements and bytes of this slice's frame; bytes 0: none
+    uint32_t frame_off;    // L: offset of that frame in the ring
 
-    // Positions from the last launch. pool_bytes: at least 192 for each peer.
+    // Continues at the positions of the last launch. pool_bytes: at least 192 for each peer.
     __device__ __forceinline__ sp_recv_side(const sp_warp_context &context, uint32_t from_queue,
                                             uint8_t *shared, uint32_t pool_bytes, uint64_t *shared_barriers)
         : ctx(context), pool(shared), barriers(shared_barriers), phases(0),
@@ -68,10 +70,10 @@ template <class G, bool BULK> struct sp_recv_side {
 #endif
         __syncwarp();
     }
-    // The last call. ok: nothing went wrong, and the positions are kept for the next launch.
+    // Must be called last. ok: no error; the positions are saved for the next launch.
     __device__ __forceinline__ void close(bool ok)
     {
-        if (prefetched != 0) // no copy may wait_starts after the end
+        if (prefetched != 0) // no copy may still be under way when the warp ends
             wait_copied(prefetched - 1, false);
         if (ok && ctx.is_mine(queue)) {
             ctx.state(ctx.q)->taken[queue][ctx.slot()] = taken;
@@ -82,7 +84,7 @@ template <class G, bool BULK> struct sp_recv_side {
     {
         return ctx.word(sp_inbox_tail_off(ctx.a.shape, queue, ctx.slot(), ctx.q));
     }
-    // Has the next frame come, or a mark that it starts at 0?
+    // Has the next frame arrived, or the mark SP_INBOX_WRAP in its stead?
     __device__ __forceinline__ bool has_arrived() // L
     {
         if (ring_bytes - taken_off < SP_FRAME_HEADER_BYTES)
@@ -107,7 +109,7 @@ template <class G, bool BULK> struct sp_recv_side {
     {
         return half_of(to) + slot * area;
     }
-    // Start to copy the starts of the next frames into a half: of all peers with n_there != 0 (L).
+    // Start copies of the first bytes of the next frames into half `to`, for all peers with n_there (L) != 0.
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t n_there)
     {
         uint32_t wanted = n_there != 0 ? min(guess, ring_bytes - taken_off) : 0;
@@ -134,7 +136,7 @@ template <class G, bool BULK> struct sp_recv_side {
             sp_copy_commit();
         }
     }
-    // Start to copy the frame of a slot to the start of a half.
+    // Start to copy the frame of a slot to the start of half `to`.
     __device__ __forceinline__ void copy_frame(uint32_t slot, uint32_t n_bytes, uint32_t to) const
     {
         uint32_t link = queue * 16 + slot;
@@ -155,7 +157,8 @@ template <class G, bool BULK> struct sp_recv_side {
             sp_copy_commit();
         }
     }
-    // What was to come into a half is there. another: something is on its way into the other half.
+    // Wait until all copies into half `to` are done. another: a copy into the other half may still be under
+    // way.
     __device__ __forceinline__ void wait_copied(uint32_t to, bool another)
     {
 #if SP_HAS_BULK
@@ -170,7 +173,8 @@ template <class G, bool BULK> struct sp_recv_side {
             sp_copy_wait<0>();
         __syncwarp();
     }
-    // What was fetched is there, and it is frames.
+    // Wait until the fetched bytes are there. Where they are a mark SP_INBOX_WRAP, fetch the frame at offset
+    // 0.
     __device__ __forceinline__ void wait_starts()
     {
         const uint4 *header = (const uint4 *)start_of(parity, ctx.slot());
@@ -185,9 +189,9 @@ template <class G, bool BULK> struct sp_recv_side {
         wait_copied(parity, false);
     }
 
-    // Wait for the next frame of every peer for queue n_wanted (L) is not 0, copy their starts on smem and
-    // check their headers: a frame must have so many elements. False: the wait ended without, or a header is
-    // broken, and a report was left.
+    // For every peer with n_wanted (L) != 0: wait for its next frame, copy its first bytes into shared memory
+    // and check its header. The frame must have n_wanted elements. False: a wait failed or a header is
+    // broken; a report was written, or the abort flag is set.
     __device__ __forceinline__ bool take(uint32_t slice, uint32_t n_wanted)
     {
         bool ok = true;
@@ -216,7 +220,7 @@ template <class G, bool BULK> struct sp_recv_side {
             if (!ok)
                 sp_report_header<G::E>(ctx.a, ctx.q, queue, ctx.slot(), slice, header, most, n);
             frame_off = taken_off;
-            one_by_one = bytes > guess; // more than what lies before the end of the ring is not asked for
+            one_by_one = bytes > guess; // nothing past the end of the ring was fetched
             taken += bytes;
             arrived_bytes -= (int32_t)bytes;
             taken_off += bytes;
@@ -229,7 +233,7 @@ template <class G, bool BULK> struct sp_recv_side {
         __syncwarp();
         return __all_sync(~0u, ok);
     }
-    // If the frames of the next slice, of n_wanted (L) elements, have come as well, start to copy them.
+    // If the frames of the next slice, of n_wanted (L) elements, have all arrived, start to copy them.
     __device__ __forceinline__ void prefetch(uint32_t n_wanted)
     {
         bool ready = true;
@@ -246,7 +250,7 @@ template <class G, bool BULK> struct sp_recv_side {
         prefetched = 1 + (parity ^ 1);
         fetch(parity ^ 1, ctx.is_mine(queue) ? n_wanted : 0);
     }
-    // The peers in rank order, k < n_peers.
+    // Slot of the k-th peer in rank order, k < n_peers.
     __device__ __forceinline__ uint32_t slot_of(uint32_t k) const
     {
         return sp_inbox_slot(ctx.me(), k + (k >= ctx.me() ? 1 : 0), (uint32_t)ctx.a.world_size);
@@ -255,8 +259,8 @@ template <class G, bool BULK> struct sp_recv_side {
     {
         return __shfl_sync(~0u, n, queue * 16 + slot);
     }
-    // The frame of the k-th peer in rank order, for all lanes; to be asked for in this order. No elements:
-    // none was awaited.
+    // The frame of the k-th peer in rank order, for all lanes. Must be called with k in ascending order. n is
+    // 0 if no frame of this peer was awaited.
     __device__ __forceinline__ sp_view view(uint32_t k)
     {
         uint32_t slot = slot_of(k);
@@ -272,7 +276,7 @@ template <class G, bool BULK> struct sp_recv_side {
         if (one_by_one && v.n != 0) {
             bool fits = v.at.bytes <= half, alone = !fits && v.at.bytes <= 2 * half;
             uint32_t to = fits ? k & 1 : 0;
-            __syncwarp(); // the frames before have been read
+            __syncwarp(); // all lanes have read the frames before
             if (!next_prefetched && (fits || alone))
                 copy_frame(slot, v.at.bytes, to);
             next_prefetched = false;
@@ -291,10 +295,10 @@ template <class G, bool BULK> struct sp_recv_side {
         }
         v.p = p;
         v.values = p + v.at.values;
-        v.smem = smem; // listed frames are no longer than two halves: SP_GPU_STAGE_BYTES
+        v.smem = smem; // listed frames fit into two halves, as SP_GPU_STAGE_BYTES does
         return v;
     }
-    // Done with the frames of take. bad: 1 + the slot whose frame this lane found broken, or 0.
+    // Give credit for the frames of `take`. bad: 1 + the slot whose frame this lane found broken, or 0.
     __device__ __forceinline__ bool give_credit(uint32_t slice, uint32_t bad)
     {
         if (__any_sync(~0u, bad != 0)) {
@@ -304,15 +308,15 @@ template <class G, bool BULK> struct sp_recv_side {
         }
 #if SP_HAS_BULK
         if (BULK)
-            sp_fence_bulk(); // what this lane has read there comes before the next bulk load into it
+            sp_fence_bulk(); // this lane's reads come before the next bulk copy into this half
 #endif
         __syncwarp();
         if (bytes != 0) {
             uint64_t *credit =
                 (uint64_t *)(ctx.a.inboxes[ctx.peer(ctx.slot())] +
                              sp_inbox_credit_off(ctx.a.shape, queue, ctx.slot_there(ctx.slot()), ctx.q));
-            // The start of the next frame, at the latest. No fence: what was read has been used, so no read
-            // is still under way.
+            // The next frame starts here or later. No fence is needed: what was read has been used, so no
+            // read is still under way.
             sp_store_relaxed_sys(credit, taken);
         }
         parity ^= 1;

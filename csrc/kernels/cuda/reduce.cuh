@@ -1,8 +1,8 @@
 // reduce.cuh - reduce-scatter and all-reduce in one launch (docs/ALGORITHMS.md: The direct schedule on a
-// GPU): the owners, who add what the others send, and the kernel.
+// GPU): the owners, which add contributions, and the kernel.
 //
-// Bytes of GPU memory moved, floor: reduce-scatter reads the array and writes a shard, all-reduce writes the
-// array as well, in place only what changes if that is little; the rings stay in L2 while frames are small.
+// Least traffic of GPU memory: a reduce-scatter reads the array and writes a shard; an all-reduce writes the
+// whole array, or, if it patches, only what changes. While frames are small, the rings stay in the L2 cache.
 #ifndef SP_REDUCE_CUH
 #define SP_REDUCE_CUH
 
@@ -10,20 +10,20 @@
 
 template <int DTYPE> struct sp_reduce_geometry {
     typedef sp_elem<DTYPE> T;
-    // 16-bit floats accumulate in twice the room: half the slice.
+    // The accumulator of a 16-bit float is twice as large, so a slice has half as many elements.
     typedef sp_geometry<typename T::U, SP_INBOX_SLICE_BYTES * sizeof(typename T::U) / sizeof(typename T::A)>
         G;
 };
 
-// acc op x of MIN, MAX and PROD.
+// acc op x, for MIN, MAX and PROD.
 template <class T>
 __device__ __forceinline__ typename T::A sp_combine(spccl_redop op, typename T::A acc, typename T::A x)
 {
     return op == SPCCL_MIN ? T::min(acc, x) : op == SPCCL_MAX ? T::max(acc, x) : T::mul(acc, x);
 }
 
-// *acc = add(*acc, x); the same of the K elements of a unit. Not inlined, as only NaNs come here: what is
-// rare must not lie between what is not.
+// *acc = add(*acc, x); the second function does it for the K elements of a unit. Only NaNs come here. Not
+// inlined, so that this rare code stays out of the common path.
 template <class T> __device__ __noinline__ void sp_add_one_rare(typename T::A *acc, typename T::U x)
 {
     *acc = T::add(*acc, T::widen(x));
@@ -37,7 +37,8 @@ template <class T, class G> __device__ __noinline__ void sp_add_rare(typename T:
         acc[c] = T::add(acc[c], T::widen(x.e[c]));
 }
 
-// Sums. Adding +0.0 changes nothing: a sum that began at +0.0 is never -0.0, and its NaNs are quiet.
+// SUM and AVG. Elements that are +0.0 need not be skipped: a sum that starts at +0.0 is never -0.0, and its
+// NaNs are quiet, so adding +0.0 does not change it.
 template <class T, class G> struct sp_sink_add {
     typedef typename T::A A;
     A *acc;
@@ -57,7 +58,7 @@ template <class T, class G> struct sp_sink_add {
             uint4 v[N];
             A e[G::K];
         } sum;
-        bool nan = false; // one look for all of them
+        bool nan = false; // one test for all elements of the unit
 #pragma unroll
         for (uint32_t i = 0; i < N; i++)
             sum.v[i] = at[i];
@@ -76,8 +77,8 @@ template <class T, class G> struct sp_sink_add {
     }
 };
 
-// Element i of a contribution, of MIN, MAX or PROD; the first one becomes the value. `listed`: a bit for each
-// element. Not inlined: it would stand in a hundred places.
+// Apply element i of a contribution for MIN, MAX or PROD, and set its bit in `listed`. The first contribution
+// replaces the value. Not inlined, as it would be inlined in a hundred places.
 template <class T>
 __device__ __noinline__ void sp_combine_one(spccl_redop op, bool first, typename T::A *acc, uint32_t *listed,
                                             uint32_t i, typename T::U x)
@@ -87,13 +88,14 @@ __device__ __noinline__ void sp_combine_one(spccl_redop op, bool first, typename
     atomicOr(listed + i / 32, 1u << i % 32);
 }
 
-// MIN, MAX and PROD: which elements were listed is kept, as the others count as zeros.
+// MIN, MAX and PROD. Elements that a contribution does not list count as zeros: `rest` combines them at the
+// end.
 template <class T, class G> struct sp_sink_combine {
     typedef typename T::A A;
     A *acc;
     uint32_t *listed; // [MAX_ELEMS / 32]
     spccl_redop op;
-    bool first; // the first contribution becomes the value
+    bool first; // this is the first contribution, which replaces the value
     __device__ __forceinline__ void put(uint32_t i, typename G::U x) const
     {
         sp_combine_one<T>(op, first, acc, listed, i, x);
@@ -116,10 +118,10 @@ template <class T, class G> struct sp_sink_combine {
         __syncwarp();
     }
 };
-#define SP_LISTED_BYTES (SP_INBOX_SLICE_BYTES / 8) // a bit for each element of a slice
-static_assert(SP_OWN_POOL_BYTES - SP_LISTED_BYTES >= SP_POOL_BYTES_MIN, "listed frames come on chip");
+#define SP_LISTED_BYTES (SP_INBOX_SLICE_BYTES / 8) // a bit per element of a slice
+static_assert(SP_OWN_POOL_BYTES - SP_LISTED_BYTES >= SP_POOL_BYTES_MIN, "listed frames fit into the pool");
 
-// This rank's own contribution, src [n] in global memory, as if it were a dense frame.
+// Feed this rank's own contribution, src [n] in global memory, to the sink as if it were a dense frame.
 template <class G, class SINK>
 __device__ __forceinline__ void sp_decode_own(uint32_t lane, const typename G::U *src, uint32_t n, SINK &sink)
 {
@@ -130,13 +132,13 @@ __device__ __forceinline__ void sp_decode_own(uint32_t lane, const typename G::U
             sink.put(i, src[i]);
         return;
     }
-    v.n = n / G::K * G::K; // whole units: nothing behind the array is read
+    v.n = n / G::K * G::K; // whole units only: nothing past the end of the array is read
     sp_decode_dense<G>(lane, v, sink);
     if (lane < n - v.n)
         sink.put(v.n + lane, src[v.n + lane]);
 }
 
-// An owner: one slice of its shard after the other.
+// An owner. It goes through the slices of its shard, one at a time.
 template <class T, class G> struct sp_owner {
     typedef typename G::U U;
     typedef typename T::A A;
@@ -146,7 +148,7 @@ template <class T, class G> struct sp_owner {
     sp_own_smem &smem;
     sp_progress &progress;
     sp_send_side send_side;
-    sp_recv_side<G, false> recv_side; // by bulk copies it was slower: they queue up behind the feeders'
+    sp_recv_side<G, false> recv_side; // with bulk copies it was slower: they queue up behind the feeders'
 
     __device__ __forceinline__ sp_owner(const sp_warp_context &context, sp_own_smem &r, sp_progress &b)
         : ctx(context), split(context.a, context.q), mine(split.shard(context.me())), smem(r), progress(b),
@@ -163,7 +165,7 @@ template <class T, class G> struct sp_owner {
     {
         return (const U *)ctx.a.in + mine.base + split.start(t);
     }
-    // The own contribution to slice t will be wanted soon.
+    // Ask for the own contribution to slice t, so that it lies in L2 when it is added.
     __device__ __forceinline__ void prefetch_own(uint32_t t) const
     {
         uint32_t bytes = split.elems(mine, t) * (uint32_t)sizeof(U);
@@ -171,7 +173,8 @@ template <class T, class G> struct sp_owner {
         for (uint32_t i = ctx.lane * 128; i < bytes; i += 32 * 128) // one bulk prefetch was slower
             sp_prefetch_l2((const uint8_t *)own(t) + i);
     }
-    // In one hop the output may be the input of the feeder, who must have seen the slice.
+    // In a oneshot all-reduce the output may be the feeder's input: wait until the feeder has loaded slice t.
+    // False: the feeder ended without it.
     __device__ __forceinline__ bool is_fed(uint32_t t) const
     {
         bool ended = false;
@@ -186,7 +189,8 @@ template <class T, class G> struct sp_owner {
             __nanosleep(50);
         }
     }
-    // One rank's contribution to slice t, n elements. 0, or 1 + the slot whose frame this lane found broken.
+    // Add one rank's contribution to slice t of n elements. 0, or 1 + the slot whose frame this lane found
+    // broken.
     template <class SINK>
     __device__ __forceinline__ uint32_t accumulate(uint32_t t, uint32_t n, uint32_t rank, SINK &sink)
     {
@@ -196,7 +200,7 @@ template <class T, class G> struct sp_owner {
         sp_decode_own<G>(ctx.lane, own(t), n, sink);
         return 0;
     }
-    // Everyone's contributions in rank order; 1 + the slot of a broken frame, or 0.
+    // Add all contributions, in rank order. 0, or 1 + the slot of a broken frame.
     __device__ __forceinline__ uint32_t accumulate_all(uint32_t t, uint32_t n)
     {
         uint32_t bad = 0;
@@ -218,7 +222,7 @@ template <class T, class G> struct sp_owner {
         }
         return bad;
     }
-    // The sums become elements of the dtype, at the same address, with zeros up to sp_filled.
+    // Divide (AVG) and round the sums to the dtype, in place; zeros follow up to sp_filled(n).
     __device__ __forceinline__ void finish(uint32_t n) const
     {
         A *acc = (A *)smem.sums;
@@ -228,7 +232,8 @@ template <class T, class G> struct sp_owner {
             for (uint32_t i = ctx.lane; avg && i < sp_filled<G>(n); i += 32)
                 acc[i] = T::div(acc[i], ctx.a.world_size);
         } else {
-            // From the start on: what is written lies before what is still to be read.
+            // In ascending order: results are smaller than sums, so none overwrites a sum that is still
+            // needed.
             for (uint32_t u = ctx.lane; u < sp_filled<G>(n) / G::K; u += 32) {
                 constexpr uint32_t N = G::K * sizeof(A) / 16;
                 union {
@@ -252,7 +257,8 @@ template <class T, class G> struct sp_owner {
             }
         }
         __syncwarp();
-        // Elements past the end may not be zero (0 / 0 and the like): a frame must not list them.
+        // Elements past the end may not be zero (for example 0 / 0). They must be, as a frame would list
+        // them.
         sp_fill<G>(ctx.lane, buf, n);
         __syncwarp();
     }
@@ -267,7 +273,7 @@ template <class T, class G> struct sp_owner {
         if (ctx.n_peers != 0) {
             if (!recv_side.take(t, r.n))
                 return false;
-            if (is_sum()) // else the pool is too small
+            if (is_sum()) // else the pool is too small for two slices
                 recv_side.prefetch(split.elems(mine, t + 1));
         }
         if (!is_fed(t))
@@ -281,7 +287,7 @@ template <class T, class G> struct sp_owner {
             return false;
         if (ctx.lane == 0)
             sp_store_release_cta(&progress.taken, t + 1);
-        // The result is put together in the half that its contributions have left.
+        // The half of the pool that held the contributions is the staging buffer of the result.
         return !sends || send_side.template send<G>((const U *)smem.sums, r.n, recv_side.half_of(parity),
                                                     {SP_INBOX_RESULT, 0, 0, ctx.n_peers}, t);
     }
@@ -297,7 +303,8 @@ template <class T, class G> struct sp_owner {
     }
 };
 
-// Reduce-scatter (also all-reduce in one hop: everything is everyone's) and all-reduce.
+// Reduce-scatter and all-reduce. A oneshot all-reduce runs like a reduce-scatter in which the array is every
+// rank's shard.
 template <int DTYPE>
 __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
 {

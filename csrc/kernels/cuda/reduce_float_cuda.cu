@@ -1,4 +1,4 @@
-// reduce_float_cuda.cu - the reduction kernels of float32, float64: reduce.cuh.
+// reduce_float_cuda.cu - the kernels of reduce.cuh for float32, float64.
 #include "kernels/cuda/reduce.cuh"
 
 sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype)

@@ -1,4 +1,4 @@
-// reduce_half_cuda.cu - the reduction kernels of float16, bfloat16: reduce.cuh.
+// reduce_half_cuda.cu - the kernels of reduce.cuh for float16, bfloat16.
 #include "kernels/cuda/reduce.cuh"
 
 sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype)

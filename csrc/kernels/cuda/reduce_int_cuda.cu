@@ -1,4 +1,4 @@
-// reduce_int_cuda.cu - the reduction kernels of int32, int64: reduce.cuh.
+// reduce_int_cuda.cu - the kernels of reduce.cuh for int32, int64.
 #include "kernels/cuda/reduce.cuh"
 
 sp_fused_kernel sp_reduce_kernel_of_ints(spccl_dtype dtype)

@@ -1,4 +1,4 @@
-// reduce_small_int_cuda.cu - the reduction kernels of int8, int16, uint8: reduce.cuh.
+// reduce_small_int_cuda.cu - the kernels of reduce.cuh for int8, int16, uint8.
 #include "kernels/cuda/reduce.cuh"
 
 sp_fused_kernel sp_reduce_kernel_of_small_ints(spccl_dtype dtype)

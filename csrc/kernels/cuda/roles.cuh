@@ -1,17 +1,22 @@
-// roles.cuh - what the warps of a worker do that add nothing: feeding, relaying, gathering. reduce.cuh
-// has those that do.
+// roles.cuh - the roles of a worker's warps that do no arithmetic: feeder, relay, gatherer. reduce.cuh has
+// the owner and the kernels of reductions.
 //
-// A worker is a warp for each role (a feeder may serve two workers). They share nothing but the board, so
-// that memory is read, links are used and results are written at the same time, each as fast as it can. They
-// wait for frames and for room; a feeder of dense frames keeps pace with its own worker, one that clears what
-// it has sent (sp_patches) stays near its gatherer, and an owner in one hop does not overtake its feeder.
-// - feed: loads this rank's slices, one or more ahead, and sends them: contributions to the owners of their
-//   shards (lane INPUT), or its own shard to everyone (RESULT). May clear what it has sent.
-// - own, in reductions: takes the contributions to its shard (INPUT), adds them, writes the result and, in an
-//   all-reduce, sends it to everyone (RESULT); reduce.cuh.
-// - gather: takes the results of the other shards (RESULT) and writes them, whole or what they list.
-// In a broadcast the feeder of every rank but the root relays: takes root's slices of its shard, writes them
-// and sends them on.
+// A worker has one warp per role (one feeder may serve two workers). The roles share only the worker's
+// progress table. Memory is thus read, links are used and results are written at the same time, each at its
+// own speed. A role waits for frames and for space in rings. Beside that:
+// - a feeder with dense frames does not run ahead of its own worker (keep_pace);
+// - a feeder that patches stays less than 32 slices ahead of its gatherer (sp_follow);
+// - an owner in a oneshot all-reduce does not overtake its feeder (is_fed).
+// The roles:
+// - feeder: loads this rank's slices, one or more ahead, and sends them. Contributions go to the owners of
+//   their shards through queue INPUT; its own shard goes to all peers through queue RESULT. It may clear what
+//   it has sent (sp_patches).
+// - owner, in reductions: takes the contributions to its shard, adds them and writes the result. In an
+//   all-reduce it also sends the result to all peers through queue RESULT.
+// - gatherer: takes the results of the other shards and writes them: a whole slice, or only what a result
+//   lists.
+// - relay: in a broadcast the feeder of every rank but the root. It takes the root's slices of its own shard,
+//   writes them and sends them on through queue RESULT.
 #ifndef SP_ROLES_CUH
 #define SP_ROLES_CUH
 
@@ -21,24 +26,24 @@
 
 // ---- shared memory by role ----
 
-#define SP_FEED_BYTES (2 * SP_INBOX_SLICE_BYTES) // of slices that are loaded and sent
+#define SP_FEED_BYTES (2 * SP_INBOX_SLICE_BYTES) // bytes of the buffers for slices that are loaded and sent
 #define SP_OWN_POOL_BYTES 5376u
 #define SP_GATHER_POOL_BYTES 5024u
 
-// The pool of an recv_side holds the headers of all peers and, in its halves, the longest listed frame.
+// The pool of a receive side holds a header per peer, and in its two halves the longest listed frame.
 #define SP_POOL_BYTES_MIN ((SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES + SP_GPU_STAGE_BYTES + 32)
 static_assert(SP_GATHER_POOL_BYTES >= SP_POOL_BYTES_MIN && SP_INBOX_SLICE_BYTES >= SP_POOL_BYTES_MIN,
-              "listed frames come on chip");
+              "listed frames fit into the pool");
 static_assert((SP_OWN_POOL_BYTES - (SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >= SP_GPU_STAGE_BYTES,
-              "an owner puts its results together in half of its pool");
+              "half of an owner's pool serves as its staging buffer");
 
 struct __align__(16) sp_feed_smem
 {
     uint8_t buf[SP_FEED_BYTES];
     uint8_t stage[SP_GPU_STAGE_BYTES];
     sp_send_smem send_side;
-    uint64_t barriers[4]; // of the buffers
-    sp_range ranges[4];   // what is in them
+    uint64_t barriers[4]; // one per buffer
+    sp_range ranges[4];   // the slice in each buffer
 };
 struct __align__(16) sp_own_smem
 {
@@ -50,10 +55,10 @@ struct __align__(16) sp_gather_smem
 {
     uint8_t buf[SP_INBOX_SLICE_BYTES];
     uint8_t pool[SP_GATHER_POOL_BYTES];
-    uint64_t barriers[2]; // of the pool
+    uint64_t barriers[2]; // of the receive side
 };
 
-// This warp has nothing more to post.
+// This warp will post no more positions.
 __device__ __forceinline__ void sp_role_done(sp_progress &progress, sp_role role)
 {
     sp_slice_stored(threadIdx.x % 32);
@@ -63,12 +68,14 @@ __device__ __forceinline__ void sp_role_done(sp_progress &progress, sp_role role
 
 // ---- feed ----
 
-// What a feeder sends, in order: of each of its slices t, for each worker that it serves, first the
-// contributions to the other shards, from the next rank's on, then, in all-gathers and at the root of a
-// broadcast, the slice of its own shard.
+// What a feeder sends, and in which order. For each slice number t and each worker that it serves: first the
+// contributions to the other shards, from the next rank's shard on; then, in an all-gather and at the root of
+// a broadcast, the slice of its own shard.
 struct sp_feed_list {
     const sp_fused_args &a;
-    uint32_t n_served, n_inputs, n_each; // workers served; items of each t and worker: contributions, all
+    uint32_t n_served; // workers
+    uint32_t n_inputs; // contributions per t and worker
+    uint32_t n_each;   // items per t and worker: contributions, and the own slice if it is sent
 
     __device__ __forceinline__ sp_feed_list(const sp_fused_args &args, uint32_t served)
         : a(args), n_served(served)
@@ -78,7 +85,7 @@ struct sp_feed_list {
         n_each = n_inputs + (a.op == SP_FUSED_ALL_GATHER || a.op == SP_FUSED_BROADCAST ? 1 : 0);
     }
     struct item {
-        uint32_t t, worker, k; // k < n_inputs: contribution k; else the own slice
+        uint32_t t, worker, k; // k < n_inputs: contribution k; else the slice of the own shard
     };
     __device__ __forceinline__ void next(item &i) const
     {
@@ -104,18 +111,18 @@ struct sp_feed_list {
     }
 };
 
-// Where the items of a list lie in the input, one after the other. Counts slices: they fit in 32 bits.
+// Where the items of a list lie in the input. It counts slices of the array, whose number fits in 32 bits.
 struct sp_feed_ranges {
     const sp_feed_list &list;
     uint32_t worker, k;
-    uint32_t first, shard; // whose shard contribution 0 is for, and this one (of no use if stride is 0)
-    uint32_t at;           // the slice in its shard
-    uint32_t step;         // from one of the last worker to the next one of the first
-    uint32_t cut;          // slices of a shard, if the shards are cut from one array
-    uint64_t stride;       // elements from shard to shard of the input
+    uint32_t first, shard; // ranks: owner of contribution 0, owner of this item (unused if stride is 0)
+    uint32_t slice;        // its number in the shard
+    uint32_t step;         // slices from the last worker's to the first worker's next one
+    uint32_t cut;          // slices per shard; 0 if the input is no array of shards
+    uint64_t stride;       // elements from one shard to the next in the input
 
     __device__ __forceinline__ sp_feed_ranges(const sp_feed_list &l, uint32_t q)
-        : list(l), worker(0), k(0), first(0), shard(0), at(q),
+        : list(l), worker(0), k(0), first(0), shard(0), slice(q),
           step(l.a.n_ctas * l.a.workers_per_cta - l.n_served + 1),
           cut(sp_is_sharded(l.a) ? (uint32_t)l.a.shard_slices : 0),
           stride(l.a.op == SP_FUSED_ALL_GATHER ? 0 : l.a.shard_stride)
@@ -124,15 +131,15 @@ struct sp_feed_ranges {
             first = sp_inbox_peer((uint32_t)l.a.rank, 0, (uint32_t)l.a.world_size);
         shard = first;
     }
-    // The range of this item (no elements: behind the end); then on to the next.
+    // The range of this item; it has no elements if the item lies past the end. Goes on to the next item.
     __device__ __forceinline__ sp_range next()
     {
         const sp_fused_args &a = list.a;
-        uint32_t i = shard * cut + at;
-        sp_range r = {shard * stride + (uint64_t)at * a.slice_elems, i < a.whole_slices    ? a.slice_elems
-                                                                     : i == a.whole_slices ? a.rest_elems
-                                                                                           : 0};
-        if (at >= (uint32_t)a.shard_slices) // there begins the next shard
+        uint32_t i = shard * cut + slice;
+        sp_range r = {shard * stride + (uint64_t)slice * a.slice_elems, i < a.whole_slices    ? a.slice_elems
+                                                                        : i == a.whole_slices ? a.rest_elems
+                                                                                              : 0};
+        if (slice >= (uint32_t)a.shard_slices) // here the next shard begins
             r.n = 0;
         if (++k < list.n_each) {
             shard = shard + 1 < (uint32_t)a.world_size ? shard + 1 : 0;
@@ -141,12 +148,13 @@ struct sp_feed_ranges {
         k = 0;
         shard = first;
         worker = worker + 1 < list.n_served ? worker + 1 : 0;
-        at += worker != 0 ? 1 : step;
+        slice += worker != 0 ? 1 : step;
         return r;
     }
 };
 
-// Bits of `cleared` can be told apart as long as the feeder is less than 32 slices ahead of the gatherer.
+// Wait until the feeder is less than 32 slices ahead of the gatherer. Otherwise two slices would share one
+// bit of `cleared`.
 __device__ __forceinline__ void sp_follow(const sp_progress &progress, uint32_t slice)
 {
     while (slice >= sp_load_acquire_cta(&progress.gathered) + 32 &&
@@ -155,7 +163,7 @@ __device__ __forceinline__ void sp_follow(const sp_progress &progress, uint32_t 
     __syncwarp();
 }
 
-// No copy may arrive after the end: finishes those that have been started, buffer i first.
+// Wait for the copies that have been started, buffer i first: none may still be under way when the warp ends.
 template <class G, uint32_t DEPTH>
 __device__ __forceinline__ void sp_feed_drain(const sp_warp_context &ctx, sp_feed_smem &smem,
                                               sp_loader<G, DEPTH - 1> &loader, uint32_t i)
@@ -170,23 +178,23 @@ __device__ __forceinline__ void sp_feed_drain(const sp_warp_context &ctx, sp_fee
     sp_copy_wait<0>();
 }
 
-// Serves worker ctx.q and, with n_served 2, the next one. progress: of the first of them. REDUCES: the kernel is
-// of reductions, and may patch.
+// Serves worker ctx.q and, with n_served 2, the next worker too. progress: tables of these workers. REDUCES:
+// the kernel is one of reductions, and may patch.
 template <class G, bool REDUCES>
 __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_served, sp_feed_smem &smem,
                                         sp_progress *progress)
 {
     typedef typename G::U U;
     constexpr uint32_t DEPTH = SP_FEED_BYTES / (G::UNITS * 16);
-    static_assert(DEPTH >= 2 && DEPTH <= 4, "a barrier for each");
+    static_assert(DEPTH >= 2 && DEPTH <= 4, "each buffer has a barrier");
     sp_work_split split(ctx.a, ctx.q);
     sp_feed_list list(ctx.a, n_served);
     sp_feed_ranges ranges(list, ctx.q);
     sp_loader<G, DEPTH - 1> loader(ctx.lane, smem.barriers);
     sp_feed_list::item now = {0, 0, 0};
-    uint32_t i = 0; // of the buffers
+    uint32_t i = 0; // number of the buffer
     bool ok = true, patches = REDUCES && sp_patches(ctx.a);
-    // From a place in the input to that in the output.
+    // Offset between the input and the same slice in the output.
     uint64_t own_at = ctx.a.op == SP_FUSED_ALL_GATHER ? ctx.me() * ctx.a.shard_stride : 0;
     auto buf_of = [&](uint32_t b) { return (U *)smem.buf + b * G::MAX_ELEMS; };
     auto start = [&](uint32_t b) {
@@ -197,16 +205,17 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_s
     };
     if (list.n_each == 0)
         return;
-    // With two workers every item goes through the same ring.
+    // With two workers all items go through the same queue.
     sp_send_side send_side(ctx, smem.send_side, progress, n_served,
                            list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
     for (uint32_t b = 0; b < DEPTH; b++)
         start(b);
-    // (Not in an all-reduce, where it was slower; nor where the taker is no other warp.)
+    // Not in an all-reduce, where pacing was slower, and not in a broadcast, where the warp that takes
+    // contributions, the relay, also sends.
     send_side.paced =
         ctx.n_peers != 0 && (ctx.a.op == SP_FUSED_ALL_GATHER || ctx.a.op == SP_FUSED_REDUCE_SCATTER);
     while (ok && now.t < split.n_slices) {
-        __syncwarp(); // for the ranges
+        __syncwarp(); // the range has been written by lane 0
         sp_range r = smem.ranges[i];
         loader.finish(ctx.lane, i, buf_of(i), (const U *)ctx.a.in + r.start, r.n);
         if (patches)
@@ -232,7 +241,8 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_s
                         (list.n_inputs != list.n_each ? 1u << SP_INBOX_RESULT : 0));
 }
 
-// ---- relay: a broadcast's slices of the own shard, from root to the output and on to the others ----
+// ---- relay: in a broadcast, the slices of the own shard go from the root to the output and to the others
+// ----
 
 template <class G>
 __device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_smem &smem,
@@ -273,7 +283,7 @@ __device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_sme
 
 // ---- gather ----
 
-// The frame of a result becomes slice dst [v.n] of the output. zeros: which holds nothing but zeros.
+// Write the frame of a result to slice dst [v.n] of the output. zeros: dst holds only zeros now.
 template <class G>
 __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v, typename G::U *buf,
                                                 typename G::U *dst, bool zeros)
@@ -290,7 +300,7 @@ __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v,
     return sp_decode_store<G>(lane, v, buf, dst);
 }
 
-// taken: is told how many slices have been taken. REDUCES: as in sp_feed.
+// taken: the counter of the progress table that gets the number of taken slices. REDUCES: as in sp_feed.
 template <class G, bool REDUCES>
 __device__ __forceinline__ void sp_gather(const sp_warp_context &ctx, sp_gather_smem &smem,
                                           sp_progress &progress, uint32_t &taken)
@@ -299,7 +309,7 @@ __device__ __forceinline__ void sp_gather(const sp_warp_context &ctx, sp_gather_
     sp_work_split split(ctx.a, ctx.q);
     sp_recv_side<G, true> recv_side(ctx, SP_INBOX_RESULT, smem.pool, SP_GATHER_POOL_BYTES, smem.barriers);
     bool ok = true, patches = REDUCES && sp_patches(ctx.a);
-    sp_shard mine = split.shard(ctx.peer(min(ctx.slot(), ctx.n_peers - 1))); // L: of this lane's link
+    sp_shard mine = split.shard(ctx.peer(min(ctx.slot(), ctx.n_peers - 1))); // L: shard of this lane's peer
     if (ctx.n_peers == 0)
         return;
     for (uint32_t t = 0; ok && t < split.n_slices; t++) {

@@ -1,5 +1,5 @@
-// send_side.cuh - the sending end of a worker's links: room in the peers' rings, frames written there, and the
-// notifier who tells the peers. How rings, tails and credits work: core/inbox.h.
+// send_side.cuh - the sending end of a worker's links: it waits for space in the peers' rings and writes
+// frames there; the notifier then writes the tails. contract/inbox.h says how rings, tails and credits work.
 #ifndef SP_SEND_SIDE_CUH
 #define SP_SEND_SIDE_CUH
 
@@ -7,53 +7,55 @@
 #include "kernels/cuda/wait.cuh"
 #include "kernels/cuda/work_split.cuh"
 
-static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "room for pici");
+static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "the staging buffer also serves pici");
 
-// What the warps of a worker and the notifier tell each other.
+// Counters by which the warps of a worker, and the notifier, tell each other how far they are. In shared
+// memory, one table per worker.
 enum sp_role { SP_ROLE_FEED, SP_ROLE_OWN, SP_ROLE_GATHER, SP_ROLES };
 struct sp_progress {
-    uint32_t posted[32];     // by link: how far has been sent; 32 bits of it
+    uint32_t posted[32];     // by link: the low 32 bits of the position up to which frames have been written
     uint32_t done[SP_ROLES]; // 1: this role will post nothing more
-    uint32_t fed;            // slices that the feeder has on chip (one-hop all-reduce)
-    uint32_t taken;          // slices whose frames the owner, or in an all-gather the gatherer, has taken
+    uint32_t fed;            // slices that the feeder has in shared memory (oneshot all-reduce only)
+    uint32_t taken;          // slices whose frames the owner has taken; in an all-gather: the gatherer
     uint32_t gathered;       // slices whose results the gatherer has taken
     uint32_t pad[2];
-    // By slot of the owner, bit t % 32: of slice t of its shard the feeder has left nothing but zeros.
+    // [peer slot], bit t % 32: slice t of that peer's shard holds only zeros, as the feeder has cleared it.
     uint32_t cleared[SP_GPU_RANKS_MAX];
 };
 
-// Shared memory of an send_side beside the stage.
+// Shared memory of a send side, beside the staging buffer.
 struct sp_send_smem {
     uint8_t *dst[SP_GPU_RANKS_MAX]; // where the next frame to a peer goes
     uint8_t counts[SP_BLOCKS_MAX];  // of sp_encode_scan
 };
 
-// Where frames go: to the peers in n_slots slots from `first` on, through a ring, as those of worker `worker`
-// (of the one or two that the send_side is for).
+// Where a frame goes: through `queue`, to the peers in n_slots slots from slot `first` on, as a frame of
+// worker `worker` (0 or 1: which of the workers that the send side serves).
 struct sp_route {
     uint32_t queue, worker, first, n_slots;
 };
 
-// The links of one worker, or of two that send on the same ring alone: then the upper half of the warp has
-// the links of the second, and not those of ring RESULT.
+// The links of one worker, or of two workers that send through the same queue only. With one worker, the
+// lower half of the warp has the links of queue INPUT, the upper half those of RESULT. With two workers, the
+// lower half has the links of the first worker, the upper half those of the second.
 struct sp_send_side {
     const sp_warp_context &ctx;
     sp_send_smem &s;
-    sp_progress *progress; // of the workers
-    uint32_t n_workers;    // workers
-    uint32_t only_queue;   // with two: their ring
+    sp_progress *progress; // [n_workers]
+    uint32_t n_workers;    // 1 or 2
+    uint32_t only_queue;   // with two workers: their queue
     uint32_t ring_bytes;
     uint8_t *to;          // L: the ring in the peer's inbox
-    uint32_t *posted;     // L: how far this has been sent, on the worker's board
+    uint32_t *posted;     // L: the link's entry of the worker's progress table
     uint64_t sent;        // L: position of the next frame
-    uint32_t off;         // L: the same in the ring
-    uint32_t free_bytes;  // L: bytes of the ring that are free, as last seen
-    bool paced;           // dense frames wait for the board's `taken`
-    uint32_t n_frames;    // L: sent in format `lane`
-    uint32_t frame_units; // sent, of 16 bytes
+    uint32_t off;         // L: offset of that position in the ring
+    uint32_t free_bytes;  // L: free bytes of the ring, as last seen
+    bool paced;           // before a dense frame, keep_pace is called
+    uint32_t n_frames;    // L: frames sent in format number `lane`
+    uint32_t frame_units; // 16-byte units of all frames sent
 
-    // For n workers, 1 or 2, the first of them context.q; with two, `ring` is the only one. Positions come from
-    // the last launch.
+    // Serves n workers, 1 or 2, from worker context.q on. With two workers, all frames go through `queue`.
+    // Continues at the positions of the last launch.
     __device__ __forceinline__ sp_send_side(const sp_warp_context &context, sp_send_smem &shared,
                                             sp_progress *their_progress, uint32_t n = 1, uint32_t queue = 0)
         : ctx(context), s(shared), progress(their_progress), n_workers(n), only_queue(queue),
@@ -69,7 +71,7 @@ struct sp_send_side {
                  sp_inbox_ring_off(ctx.a.shape, link_queue(), ctx.slot_there(ctx.slot()), q());
         }
     }
-    // Of this lane's link: the ring, which of the workers, that one's number.
+    // Of this lane's link: its queue, its worker (0 or 1), and that worker's number.
     __device__ __forceinline__ uint32_t link_queue() const // L
     {
         return n_workers == 2 ? only_queue : ctx.queue();
@@ -86,7 +88,7 @@ struct sp_send_side {
     {
         return ctx.lane - (n_workers == 2 ? r.worker : r.queue) * 16 - r.first < r.n_slots;
     }
-    // Positions for the next launch, of the rings that this warp has sent on (bits by ring).
+    // Save the positions for the next launch. queues: a bit for each queue that this warp has sent through.
     __device__ __forceinline__ void close(uint32_t queues) const
     {
         if (ctx.slot() < ctx.n_peers && (queues >> link_queue() & 1)) {
@@ -103,7 +105,7 @@ struct sp_send_side {
         return ctx.word(sp_inbox_credit_off(ctx.a.shape, link_queue(), ctx.slot(), q()));
     }
 
-    // Finds where the next frames, of so many bytes, go; waits until they fit.
+    // Wait until a frame of so many bytes fits into each ring on the route; s.dst = where it goes.
     __device__ __forceinline__ bool wait_for_space(uint32_t bytes, const sp_route &r, uint32_t slice)
     {
         bool ok = true;
@@ -128,8 +130,9 @@ struct sp_send_side {
         __syncwarp();
         return ok;
     }
-    // The format of a slice on NVLink: the smallest, but dense where the others save less than a sixteenth.
-    // (Not to the byte what the codec chooses: what must fit on chip counts too.)
+    // The format of a slice that goes over NVLink: the smallest, but dense if that format saves less than a
+    // sixteenth. (The codec may choose otherwise: a frame of format tile or coo must here fit into the
+    // staging buffer.)
     template <class G>
     __device__ __forceinline__ uint32_t choose(uint32_t n, uint32_t nnz, bool full_block) const
     {
@@ -159,9 +162,10 @@ struct sp_send_side {
         }
         return best + values > dense - dense / 16 ? (uint32_t)SPCCL_FORMAT_DENSE : f;
     }
-    // Until this worker has taken the frames of all slices before. All ranks are about as far; a feeder that
-    // runs ahead with dense frames only fills the rings, and then everyone waits for frames and for room by
-    // turns (measured: a tenth slower). Ends when the taker ends.
+    // Wait until this worker has taken the frames of all earlier slices. All ranks are about equally far. A
+    // feeder that runs ahead with dense frames fills the rings; then all ranks wait for frames and for space
+    // in turns. (Without this wait dense frames were a tenth slower.) The wait also ends when both the owner
+    // and the gatherer have ended.
     __device__ __forceinline__ void keep_pace(const sp_progress &progress, uint32_t slice) const
     {
         while (sp_load_acquire_cta(&progress.taken) < slice &&
@@ -170,26 +174,26 @@ struct sp_send_side {
             __nanosleep(200);
         __syncwarp();
     }
-    // The gatherer learns whether slice `slice` of the shard of the peer in `slot` is all zeros now.
+    // Tell the gatherer whether slice `slice` of the shard of the peer in `slot` holds only zeros now.
     __device__ __forceinline__ void mark(sp_progress &progress, uint32_t slot, uint32_t slice,
                                          bool cleared) const
     {
         uint32_t bit = 1u << slice % 32, *word = progress.cleared + slot;
-        if (ctx.lane == 0) // the only one to write it
+        if (ctx.lane == 0) // no other lane or warp writes this word
             sp_store_release_cta(word, cleared ? *word | bit : *word & ~bit);
     }
-    // The frame is written once for each peer, one after the other: write(to) writes it to one.
+    // Call write(dst) for each peer on the route in turn; it writes the frame to that peer's ring.
     template <class WRITE> __device__ __forceinline__ void write_each(const sp_route &r, WRITE write) const
     {
 #pragma unroll 1
         for (uint32_t k = 0; k < r.n_slots; k++)
             write(s.dst[r.first + k]);
     }
-    // Encode the slice buf [n] and write it to the peers on the route, who will be announced. clear: nullptr, or
-    // where the slice came from, if it goes to one slot: it becomes zero if it lists few elements, and is
-    // marked.
-    // stage [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16. Ends with __syncwarp: buf and stage may be
-    // written again.
+    // Encode the slice buf [n] and write the frame to the peers on the route.
+    //   stage  [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16
+    //   clear  nullptr; or where the slice came from, if the route has one slot. If the slice lists few
+    //          elements, they become zero there. The progress table then says whether that was done.
+    // Ends with __syncwarp: buf and stage may then be written again.
     template <class G>
     __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage,
                                          const sp_route &r, uint32_t slice, typename G::U *clear = nullptr)
@@ -237,13 +241,13 @@ struct sp_send_side {
     }
 };
 
-// ---- the notifier: the last warp of a block ----
+// ---- the notifier: the last warp of a CTA ----
 //
-// A fence between GPUs takes microseconds, so it is not the workers that wait for it: the notifier looks at
-// what they have posted, waits once for all of them until what they wrote before is there, then tells the
-// peers.
+// A fence between GPUs takes microseconds, so the workers do not wait for it. The notifier reads from the
+// progress tables how far they have written. One fence then orders the writes of all workers of the CTA
+// before the tails, which the notifier writes to the peers.
 
-// The progress of a block's workers before anyone posts; the whole block, __syncthreads after.
+// Initialize the progress tables of a CTA. All its threads call this; __syncthreads must follow.
 __device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_progress *progress, bool owns,
                                                  bool gathers)
 {
@@ -264,15 +268,15 @@ __device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_prog
 
 #define SP_FENCE_LONG_NS 4000u
 
-// WORKERS: at most so many in the block.
+// WORKERS: the most workers of a CTA.
 template <uint32_t WORKERS> struct sp_notifier {
     const sp_fused_args &a;
     uint32_t lane;
     bool linked;
-    uint64_t *tails;             // L: of the first worker
-    uint64_t announced[WORKERS]; // L: what the peer knows
+    uint64_t *tails;             // L: the peer's tail of the CTA's first worker
+    uint64_t announced[WORKERS]; // L: the position that the peer was told last
 
-    // Before anyone posts: __syncthreads after.
+    // Before any warp posts a position; __syncthreads must follow.
     __device__ __forceinline__ explicit sp_notifier(const sp_fused_args &args)
         : a(args), lane(threadIdx.x % 32), linked(lane % 16 < (uint32_t)args.world_size - 1), tails(nullptr)
     {
@@ -294,14 +298,14 @@ template <uint32_t WORKERS> struct sp_notifier {
         for (uint32_t i = lane; i < a.workers_per_cta * SP_ROLES; i += 32)
             done &= sp_load_acquire_cta(&progress[i / SP_ROLES].done[i % SP_ROLES]) != 0;
         done = __all_sync(~0u, done);
-        __syncwarp(); // what was posted before is seen by the lane that looks for it
+        __syncwarp(); // orders all lanes' reads of `done` before the next reads of `posted`
         return done;
     }
-    // Until all have posted their last.
+    // Until all warps have posted their last position and the peers know it.
     __device__ __forceinline__ void run(const sp_progress *progress)
     {
         uint32_t now[WORKERS];
-        bool quiet = true; // nothing was new in the last round
+        bool quiet = true; // no position changed in the last round
         for (;;) {
             bool last = quiet && all_done(progress), changed = false;
 #pragma unroll
@@ -324,11 +328,11 @@ template <uint32_t WORKERS> struct sp_notifier {
 #pragma unroll
             for (uint32_t w = 0; w < WORKERS; w++)
                 if (now[w] != (uint32_t)announced[w]) {
-                    announced[w] +=
-                        now[w] - (uint32_t)announced[w]; // positions grow by less than 4 GiB at a time
+                    // Positions grow by less than 4 GiB at a time.
+                    announced[w] += now[w] - (uint32_t)announced[w];
                     sp_store_relaxed_sys(tails + w, announced[w]);
                 }
-            // A fence that takes long is a busy link; the next one had better speak for more frames.
+            // A fence that takes long shows a busy link: wait, so that the next fence serves more frames.
             if (took > SP_FENCE_LONG_NS)
                 __nanosleep(min(took, 8000u));
         }

@@ -1,16 +1,16 @@
-// wait.cuh - the only loop on the GPU that waits for another GPU, and the report that it leaves when it gives
-// up.
+// wait.cuh - the only loop on the GPU that waits for another GPU, and the report that a kernel writes when it
+// gives up.
 #ifndef SP_WAIT_CUH
 #define SP_WAIT_CUH
 
 #include "core/contract/gpu.h"
 #include "kernels/cuda/ptx.cuh"
 
-// A warp of a worker and its place: what every role knows. Lane 16 * ring + slot of the warp has the link to
-// the peer in `slot` through the rings INPUT or RESULT (inbox.h's lanes: here a lane is a thread of the
-// warp), but in an sp_send_side of two workers. In what follows members marked L are that lane's own, the others
-// the same in all lanes.
-static_assert(SP_INBOX_QUEUES == 2 && SP_GPU_RANKS_MAX == 16, "a lane of the warp for each link");
+// What every role of a worker knows: the arguments, the worker, and which link belongs to which lane. Lane
+// 16 * queue + slot of the warp has the link to the peer in `slot` through that queue. (The lanes of a send
+// side of two workers are divided otherwise: send_side.cuh.) In these files a comment that starts with L
+// marks a member whose value differs from lane to lane. All other members are the same in all lanes.
+static_assert(SP_INBOX_QUEUES == 2 && SP_GPU_RANKS_MAX == 16, "each link has a lane of the warp");
 struct sp_warp_context {
     const sp_fused_args &a;
     uint32_t lane, q, n_peers; // q: number of the worker
@@ -27,7 +27,7 @@ struct sp_warp_context {
     {
         return sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size);
     }
-    // The slot of this rank, as its peer in `slot` counts.
+    // This rank's slot, seen from the peer in `slot`.
     __device__ __forceinline__ uint32_t slot_there(uint32_t slot) const
     {
         return n_peers - 1 - slot;
@@ -48,7 +48,7 @@ struct sp_warp_context {
     {
         return lane % 16;
     }
-    // L: is this lane's link one of ring `which`?
+    // L: does this lane have a link of queue `which`?
     __device__ __forceinline__ bool is_mine(uint32_t which) const
     {
         return queue() == which && slot() < n_peers;
@@ -59,7 +59,7 @@ struct sp_warp_context {
     }
 };
 
-// Leave word of what went wrong, the first worker only, and end all waits of this rank.
+// Report what went wrong, and end all waits of this rank. Only the first worker that fails writes a report.
 inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
                                               uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
                                               uint64_t seen, uint32_t detail)
@@ -82,19 +82,20 @@ inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q
     sp_store_relaxed_sys(&a.control->abort, 1);
 }
 
-// The host's word to abort is looked at this often while waiting: it lies behind PCIe, and a thousand workers
-// that wait at once would queue up there for longer than the wait (measured: 300 us each on 4 GPUs).
+// How often a wait reads the abort flag. The flag is in host memory, behind PCIe. When a thousand workers
+// waited at once, their reads queued up for longer than the wait itself (measured: 300 us each on 4 GPUs).
 #define SP_ABORT_POLL_NS 2000000ull
 
-// Until *word >= wanted (> 0): what it says. 0: aborted, or the deadline passed and a report was left. One
-// thread.
+// Wait until *word >= wanted (> 0) and return *word. One thread. Returns 0 if the abort flag is set or the
+// deadline has passed; in the latter case a report was written.
 inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
                                                 uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
                                                 uint32_t slot, uint32_t slice)
 {
     uint64_t start = 0, looked = 0;
     for (uint32_t i = 1;; i++) {
-        // Only the look that succeeds acquires: acquiring empties L1.
+        // Poll with relaxed loads, and acquire only once the value is there: each acquire empties the L1
+        // cache.
         uint64_t v = sp_load_relaxed_sys(word), now;
         if (v >= wanted)
             return sp_load_acquire_sys(word);
