@@ -37,6 +37,11 @@ static inline spccl_dtype sp_acc_dtype(spccl_dtype t)
     return t == SPCCL_FLOAT16 || t == SPCCL_BFLOAT16 ? SPCCL_FLOAT32 : t;
 }
 
+/* The NaN that an operation makes of operands that are none (inf - inf, 0 * inf): x86's, sign bit set. aarch64
+ * and GPUs make the positive one, so arithmetic of ours writes this one in its place. */
+#define SP_NAN_F32 UINT32_C(0xffc00000)
+#define SP_NAN_F64 UINT64_C(0xfff8000000000000)
+
 static inline SP_HD float sp_f32_from_bits(uint32_t u)
 {
     float f;

@@ -5,9 +5,9 @@
  * NaN rule of addition and multiplication:
  *   - If the left operand is a NaN, the result is that NaN made quiet.
  *   - Else, if the right operand is a NaN, the result is that NaN made quiet.
- *   - If neither operand is a NaN (inf - inf, 0 * inf), the result is the CPU's default NaN.
+ *   - If neither operand is a NaN (inf - inf, 0 * inf), the result is SP_NAN_F32 or SP_NAN_F64.
  * The code applies the rule itself: the CPU returns the NaN of the first operand, but a compiler may swap the
- * operands of + and *. */
+ * operands of + and *; and the NaN that a CPU makes of inf - inf differs between architectures. */
 #ifndef SP_ELEM_H
 #define SP_ELEM_H
 
@@ -56,22 +56,22 @@ static inline uint64_t sp_f64_to_bits(double d)
     memcpy(&u, &d, sizeof u);
     return u;
 }
-/* Apply the NaN rule: r = a op b is a NaN. */
-static inline float sp_nan_f32(float a, float b, float r)
+/* The result of a op b where it is a NaN: the NaN rule. */
+static inline float sp_nan_f32(float a, float b)
 {
     if (a != a)
         return sp_f32_from_bits(sp_f32_to_bits(a) | 0x00400000u);
     if (b != b)
         return sp_f32_from_bits(sp_f32_to_bits(b) | 0x00400000u);
-    return r;
+    return sp_f32_from_bits(SP_NAN_F32);
 }
-static inline double sp_nan_f64(double a, double b, double r)
+static inline double sp_nan_f64(double a, double b)
 {
     if (a != a)
         return sp_f64_from_bits(sp_f64_to_bits(a) | 0x0008000000000000u);
     if (b != b)
         return sp_f64_from_bits(sp_f64_to_bits(b) | 0x0008000000000000u);
-    return r;
+    return sp_f64_from_bits(SP_NAN_F64);
 }
 
 /* ---- addition ---- */
@@ -95,12 +95,12 @@ static inline uint64_t sp_add_u64(uint64_t a, uint64_t b)
 static inline float sp_add_f32(float a, float b)
 {
     float r = a + b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b, r) : r;
+    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b) : r;
 }
 static inline double sp_add_f64(double a, double b)
 {
     double r = a + b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b, r) : r;
+    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b) : r;
 }
 static inline uint16_t sp_add_f16(uint16_t a, uint16_t b)
 {
@@ -121,12 +121,12 @@ static inline float sp_add_bf16_f32(float a, uint16_t b)
 static inline float sp_mul_f32(float a, float b)
 {
     float r = a * b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b, r) : r;
+    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b) : r;
 }
 static inline double sp_mul_f64(double a, double b)
 {
     double r = a * b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b, r) : r;
+    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b) : r;
 }
 
 /* acc[i] += x[i], float32. With `listed`, an x with all bits zero is absent and leaves acc as it is. */

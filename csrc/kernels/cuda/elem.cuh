@@ -7,7 +7,7 @@
 #include "core/base/dtype.h"
 #include "kernels/cuda/ptx.cuh"
 
-// ---- addition and multiplication: of NaNs the left one, made quiet; a NaN born here is x86's ----
+// ---- addition and multiplication: the NaN rule of elem.h ----
 
 __device__ __forceinline__ float sp_nan2(float a, float b)
 {
@@ -16,7 +16,7 @@ __device__ __forceinline__ float sp_nan2(float a, float b)
         return __uint_as_float(u | 0x00400000u);
     if ((v & 0x7fffffffu) > 0x7f800000u)
         return __uint_as_float(v | 0x00400000u);
-    return __uint_as_float(0xffc00000u);
+    return __uint_as_float(SP_NAN_F32);
 }
 __device__ __forceinline__ double sp_nan2(double a, double b)
 {
@@ -24,7 +24,7 @@ __device__ __forceinline__ double sp_nan2(double a, double b)
         return __longlong_as_double(__double_as_longlong(a) | 0x0008000000000000ll);
     if (b != b)
         return __longlong_as_double(__double_as_longlong(b) | 0x0008000000000000ll);
-    return __longlong_as_double((long long)0xfff8000000000000ull);
+    return __longlong_as_double((long long)SP_NAN_F64);
 }
 __device__ __forceinline__ float sp_add(float a, float b)
 {
