@@ -1,20 +1,33 @@
 # Is there CUDA to build with? Sets SPCCL_HAS_CUDA, says which compiler or why not. Included before the sources.
-set(SPCCL_CUDA AUTO CACHE STRING
+set(spccl_cuda_default AUTO)
+if(DEFINED ENV{SPCCL_CUDA})
+  set(spccl_cuda_default "$ENV{SPCCL_CUDA}")
+endif()
+set(SPCCL_CUDA ${spccl_cuda_default} CACHE STRING
   "the GPU engine: AUTO (if a CUDA compiler is found), ON, OFF; SIM: on GPUs in software, for its tests alone")
 set_property(CACHE SPCCL_CUDA PROPERTY STRINGS AUTO ON OFF SIM)
-set(SPCCL_CUDA_ARCHS "" CACHE STRING
-  "CUDA architectures, as CMAKE_CUDA_ARCHITECTURES; empty: sm_80, 90, 100, 120 and PTX, as far as the compiler can")
+# Both can be given as environment variables too: SPCCL_CUDA=OFF pip install .
+set(SPCCL_CUDA_ARCHS "$ENV{SPCCL_CUDA_ARCHS}" CACHE STRING "CUDA architectures: native (those of the GPUs that are \
+here), all (sm_80, 90, 100, 120 and PTX, as far as the compiler can), or a list as CMAKE_CUDA_ARCHITECTURES takes it; \
+empty: native if there are GPUs, else all")
 if(NOT SPCCL_CUDA MATCHES "^(AUTO|ON|OFF|SIM)$")
   message(FATAL_ERROR "SPCCL_CUDA=${SPCCL_CUDA}: wanted AUTO, ON, OFF or SIM")
 endif()
 
-# What this compiler can of the architectures we want; the newest of them also as PTX, for GPUs to come.
-function(spccl_cuda_archs out)
+# The virtual architectures that this compiler can: "80;90;100".
+function(spccl_cuda_known out)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE can OUTPUT_STRIP_TRAILING_WHITESPACE)
   string(REGEX MATCHALL "compute_[0-9]+" can "${can}")
+  list(TRANSFORM can REPLACE "compute_" "")
+  set(${out} ${can} PARENT_SCOPE)
+endfunction()
+
+# What this compiler can of the architectures we want; the newest of them also as PTX, for GPUs to come.
+function(spccl_cuda_all out)
+  spccl_cuda_known(can)
   set(archs "")
   foreach(arch 80 90 100 120)
-    if("compute_${arch}" IN_LIST can)
+    if(arch IN_LIST can)
       list(APPEND archs ${arch})
     endif()
   endforeach()
@@ -24,6 +37,68 @@ function(spccl_cuda_archs out)
   list(POP_BACK archs newest)
   list(TRANSFORM archs APPEND "-real")
   set(${out} ${archs} ${newest} PARENT_SCOPE)
+endfunction()
+
+# Those of the GPUs of this machine, as nvidia-smi tells them; empty if there are none, or no driver.
+function(spccl_cuda_native out)
+  set(archs "")
+  find_program(nvidia_smi nvidia-smi NO_CACHE)
+  if(nvidia_smi)
+    execute_process(COMMAND ${nvidia_smi} --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE caps RESULT_VARIABLE failed ERROR_QUIET TIMEOUT 60)
+    if(failed)
+      set(caps "")
+    endif()
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]" caps "${caps}")
+    list(REMOVE_DUPLICATES caps)
+    spccl_cuda_known(can)
+    foreach(cap IN LISTS caps)
+      string(REPLACE "." "" arch "${cap}")
+      if(arch LESS 80)
+        message(STATUS "spccl: GPUs of compute capability ${cap} are left out: 8.0 and later are supported")
+      elseif(arch IN_LIST can)
+        list(APPEND archs ${arch}-real)
+      else()
+        message(FATAL_ERROR "${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} is too old for this machine's GPU of "
+          "compute capability ${cap}: take a newer one, or set SPCCL_CUDA_ARCHS=all to run it through PTX")
+      endif()
+    endforeach()
+  endif()
+  set(${out} ${archs} PARENT_SCOPE)
+endfunction()
+
+# The list for the compiler, and for the build log where it comes from.
+function(spccl_cuda_archs out why)
+  spccl_cuda_native(native)
+  if(SPCCL_CUDA_ARCHS AND NOT SPCCL_CUDA_ARCHS MATCHES "^(native|all)$")
+    set(archs ${SPCCL_CUDA_ARCHS})
+    set(reason "SPCCL_CUDA_ARCHS")
+  elseif(SPCCL_CUDA_ARCHS STREQUAL "native" AND NOT native)
+    message(FATAL_ERROR "SPCCL_CUDA_ARCHS=native, but nvidia-smi shows no GPU of compute capability 8.0 or later: "
+      "name the architectures, such as SPCCL_CUDA_ARCHS=90-real, or all")
+  elseif(native AND NOT SPCCL_CUDA_ARCHS STREQUAL "all")
+    set(archs ${native})
+    set(reason "the GPUs of this machine")
+  else()
+    spccl_cuda_all(archs)
+    set(reason "all that are supported: no GPU here says which")
+    if(SPCCL_CUDA_ARCHS STREQUAL "all")
+      set(reason "SPCCL_CUDA_ARCHS=all")
+    endif()
+  endif()
+  set(${out} ${archs} PARENT_SCOPE)
+  set(${why} ${reason} PARENT_SCOPE)
+endfunction()
+
+# Say before the compiler is silent for minutes: for what, about how long, and how to do without.
+# One architecture takes about 160 s of CPU time (CUDA 13.0, Xeon of 2.x GHz).
+function(spccl_cuda_announce archs why)
+  list(LENGTH archs n)
+  cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+  math(EXPR minutes "(${n} * 160 / ${cores} + 59) / 60")
+  list(JOIN archs ", " text)
+  message(STATUS "spccl: with CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}) for ${text} (${why}): "
+    "about ${minutes} min on ${cores} cores. Only some architectures: SPCCL_CUDA_ARCHS=90-real; without CUDA: SPCCL_CUDA=OFF")
 endfunction()
 
 set(SPCCL_HAS_CUDA OFF)
@@ -63,10 +138,7 @@ elseif(NOT SPCCL_CUDA STREQUAL "OFF")
 endif()
 
 if(SPCCL_HAS_CUDA)
-  set(archs "${SPCCL_CUDA_ARCHS}")
-  if(NOT archs)
-    spccl_cuda_archs(archs)
-  endif()
+  spccl_cuda_archs(archs archs_why)
   set(CMAKE_CUDA_ARCHITECTURES ${archs})
   set(CMAKE_CUDA_STANDARD 17)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
@@ -76,7 +148,7 @@ if(SPCCL_HAS_CUDA)
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   string(APPEND CMAKE_CUDA_FLAGS " --threads=4") # architectures side by side: one takes up to half a minute
   list(JOIN archs " " archs_text)
-  message(STATUS "spccl: with CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}), sm: ${archs_text}")
+  spccl_cuda_announce("${archs}" "${archs_why}")
 elseif(SPCCL_CUDA STREQUAL "SIM")
   message(STATUS "spccl: with GPUs in software (tests/gpusim)")
 else()
