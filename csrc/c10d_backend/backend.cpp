@@ -141,6 +141,7 @@ c10d::ErrorType Backend::getError()
 
 void Backend::abort()
 {
+    comm_->check_process("abort");
     comm_->abort("ProcessGroup.abort()");
     sparse_->abort("ProcessGroup.abort()");
     gloo_->abort();
@@ -152,6 +153,13 @@ void Backend::abort()
  * runner closes first, because it asks the group's communicator whether the group is broken. */
 void Backend::shutdown()
 {
+    if (comm_->in_child()) {
+        /* The connections are the parent's, and Gloo would end them: keep it for ever. */
+        new c10::intrusive_ptr<c10d::Backend>(gloo_);
+        if (nccl_)
+            new c10::intrusive_ptr<c10d::Backend>(nccl_);
+        return;
+    }
     const bool broken = comm_->error(nullptr) != SPCCL_OK;
     sparse_->close();
     comm_->close();

@@ -145,6 +145,12 @@ std::string Comm::who() const
            "'";
 }
 
+void Comm::check_process(const std::string &op) const
+{
+    if (home_.in_child())
+        std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op, home_.refusal()));
+}
+
 spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
 {
     if (raw_ == nullptr)
@@ -161,6 +167,7 @@ spccl_status Comm::open_for(const OpText &op, milliseconds timeout)
 
 void Comm::set_timeout(milliseconds timeout)
 {
+    check_process("set_timeout");
     TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", std::to_string(timeout.count()),
                       " ms, wanted more than 0");
     std::lock_guard<std::mutex> lock(issue_);
@@ -169,12 +176,15 @@ void Comm::set_timeout(milliseconds timeout)
 
 milliseconds Comm::timeout()
 {
+    check_process("timeout");
     std::lock_guard<std::mutex> lock(issue_);
     return default_timeout_;
 }
 
 void Comm::abort(const char *reason) noexcept
 {
+    if (in_child())
+        return; /* not a word to the peers */
     std::shared_lock<std::shared_mutex> alive(life_);
     if (raw_ != nullptr)
         spccl_comm_abort(raw_, reason);
@@ -182,6 +192,11 @@ void Comm::abort(const char *reason) noexcept
 
 spccl_status Comm::error(std::string *text)
 {
+    if (in_child()) {
+        if (text != nullptr)
+            *text = home_.refusal();
+        return SPCCL_ERR_STATE;
+    }
     std::shared_lock<std::shared_mutex> alive(life_);
     if (raw_ == nullptr)
         return SPCCL_OK;
@@ -193,6 +208,7 @@ spccl_status Comm::error(std::string *text)
 
 void Comm::check_usable(const std::string &op)
 {
+    check_process(op);
     std::shared_lock<std::shared_mutex> alive(life_);
     if (raw_ == nullptr)
         std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op, shut_down));
@@ -203,6 +219,8 @@ void Comm::check_usable(const std::string &op)
 
 void Comm::close()
 {
+    if (in_child())
+        return; /* the group is the parent's */
     spccl_comm *last;
     {
         std::scoped_lock lock(issue_, life_);
@@ -214,6 +232,7 @@ void Comm::close()
 
 spccl_stats Comm::stats()
 {
+    check_process("stats");
     std::shared_lock<std::shared_mutex> alive(life_);
     spccl_stats stats{};
     stats.struct_bytes = sizeof stats;
@@ -227,6 +246,7 @@ spccl_stats Comm::stats()
 
 spccl_status Comm::attach_cuda(const spccl_cuda_config &config, milliseconds timeout, std::string *text)
 {
+    check_process("the first CUDA collective");
     std::lock_guard<std::mutex> lock(issue_);
     spccl_status status = open_for(OpText{"the first CUDA collective"}, timeout);
     if (status == SPCCL_OK)
@@ -238,6 +258,7 @@ spccl_status Comm::attach_cuda(const spccl_cuda_config &config, milliseconds tim
 
 void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
 {
+    check_process(op.str());
     std::shared_lock<std::shared_mutex> alive(life_);
     if (raw_ == nullptr)
         std::rethrow_exception(make_error(SPCCL_ERR_STATE, who() + ": " + op.str(), shut_down));
@@ -249,6 +270,7 @@ void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
 
 spccl_cuda_stats Comm::cuda_stats()
 {
+    check_process("cuda_stats");
     std::shared_lock<std::shared_mutex> alive(life_);
     spccl_cuda_stats stats{};
     stats.struct_bytes = sizeof stats;
@@ -262,6 +284,7 @@ spccl_cuda_stats Comm::cuda_stats()
 
 std::string Comm::describe_link(int peer)
 {
+    check_process("describe_link");
     std::shared_lock<std::shared_mutex> alive(life_);
     TORCH_CHECK(raw_ != nullptr, "spccl: ", who(), ": describe_link: the group was shut down");
     const char *text = "";

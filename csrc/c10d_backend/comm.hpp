@@ -1,9 +1,10 @@
 /* comm.hpp - one spccl_comm for torch: joined through a c10d::Store, calls kept in one order, failures as
  * exceptions.
  *
- * May include: spccl.h, torch_compat.hpp, tensor.hpp. */
+ * May include: spccl.h, torch_compat.hpp, process.hpp, tensor.hpp. */
 #pragma once
 
+#include "process.hpp"
 #include "tensor.hpp"
 
 #include <chrono>
@@ -60,12 +61,20 @@ class Comm
      *   timeout   c10d::kUnsetTimeout = the group's */
     template <class Call> void issue(const OpText &op, milliseconds timeout, Call &&call)
     {
+        check_process(op.str());
         std::lock_guard<std::mutex> lock(issue_);
         spccl_status status = open_for(op, timeout);
         if (status == SPCCL_OK)
             status = call(raw_);
         if (status != SPCCL_OK)
             std::rethrow_exception(make_error(status, who() + ": " + op.str(), spccl_last_error()));
+    }
+
+    /* Throw in a child of fork, before anything is locked; `op` goes into the text. Threads: any. */
+    void check_process(const std::string &op) const;
+    bool in_child() const
+    {
+        return home_.in_child();
     }
 
     void set_timeout(milliseconds timeout);
@@ -93,6 +102,7 @@ class Comm
   private:
     spccl_status open_for(const OpText &op, milliseconds timeout);
 
+    const HomeProcess home_;
     const int rank_;
     const int size_;
     const CommSettings settings_;

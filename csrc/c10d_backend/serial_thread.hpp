@@ -2,8 +2,10 @@
  *
  * A group has two: one completes futures (so that user callbacks, which may want the GIL, never run on the
  * thread that moves data), one runs sparse_coo reductions. A callback that itself waits for a future gets a
- * further thread (`awaitable`). May include: nothing of ours. */
+ * further thread (`awaitable`). May include: process.hpp. */
 #pragma once
+
+#include "process.hpp"
 
 #include <atomic>
 #include <chrono>
@@ -31,6 +33,10 @@ class SerialThread
     SerialThread &operator=(const SerialThread &) = delete;
     ~SerialThread()
     {
+        if (home_.in_child()) {                  /* the thread is not there, and may have held the locks */
+            new std::thread(std::move(thread_)); /* on purpose never freed */
+            return;
+        }
         stop();
         std::lock_guard<std::mutex> lock(living_mutex_);
         living_.erase(queue_);
@@ -51,6 +57,8 @@ class SerialThread
         while (!all_idle && std::chrono::steady_clock::now() < deadline) {
             all_idle = true; /* a task may post to a queue that was idle a moment ago: look again */
             for (const std::shared_ptr<Queue> &queue : queues) {
+                if (queue->home.in_child())
+                    continue;
                 std::unique_lock<std::mutex> lock(queue->mutex);
                 all_idle = all_idle && queue->is_idle();
                 queue->idle.wait_until(lock, deadline, [&] { return queue->is_idle(); });
@@ -100,6 +108,8 @@ class SerialThread
      * at once. */
     void stop()
     {
+        if (home_.in_child())
+            return;
         end_loop();
         if (auto next = further(false))
             next->stop();
@@ -107,6 +117,7 @@ class SerialThread
 
   private:
     struct Queue {
+        const HomeProcess home;
         std::mutex mutex;
         std::condition_variable wake, idle;
         std::deque<std::function<void()>> tasks;
@@ -167,6 +178,7 @@ class SerialThread
     static inline std::atomic<bool> dropping_{false};
     static inline thread_local const Queue *running_here_ = nullptr;
 
+    const HomeProcess home_;
     const std::shared_ptr<Queue> queue_;
     std::thread thread_;                    /* guarded by queue_->mutex until stop() */
     std::shared_ptr<SerialThread> further_; /* guarded by queue_->mutex */

@@ -356,16 +356,12 @@ SparseRunner::SparseRunner(c10::intrusive_ptr<c10d::Store> store, int rank, int 
     settings_.name += "/sparse";
 }
 
-SparseRunner::~SparseRunner()
-{
-    close();
-}
-
 c10::intrusive_ptr<TaskWork> SparseRunner::all_reduce(at::Tensor &tensor, const c10d::AllreduceOptions &opts,
                                                       OpText op, uint64_t sequence)
 {
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
     check_arguments(tensor, redop, op);
+    group_->check_process(op.str());
 
     auto work = c10::make_intrusive<TaskWork>(rank_, op, "spccl:all_reduce_sparse",
                                               std::vector<at::Tensor>{tensor}, sequence, completer_);

@@ -35,7 +35,11 @@ class SparseRunner : public std::enable_shared_from_this<SparseRunner>
      * completer  runs the callbacks of futures */
     SparseRunner(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
                  std::shared_ptr<Comm> group, std::shared_ptr<SerialThread> completer);
-    ~SparseRunner();
+    ~SparseRunner()
+    {
+        if (!group_->in_child()) /* a mutex may be locked for ever there */
+            close();
+    }
 
     /* tensor := the sum (or average) of every rank's `tensor`, coalesced, the same bits on every rank.
      *   tensor   sparse_coo, host memory; any nnz, 0 included, different on each rank; shape, dtype and

@@ -161,6 +161,7 @@ bool RequestWork::request_done() const
 /* Take the end of the request over into this Work, once. The request is done. */
 void RequestWork::settle()
 {
+    comm_->check_process(launch_.op.str());
     std::lock_guard<std::mutex> lock(settle_mutex_);
     if (settled_)
         return;
@@ -218,6 +219,7 @@ void RequestWork::synchronize()
 
 bool RequestWork::wait(milliseconds timeout)
 {
+    comm_->check_process(launch_.op.str());
     if (!settled_) {
         const bool forever = timeout == kNoTimeout || timeout == c10d::kUnsetTimeout;
         (void)spccl_request_wait(request_, forever ? -1 : timeout.count());
@@ -249,6 +251,7 @@ c10::intrusive_ptr<c10::ivalue::Future> RequestWork::getFuture()
 {
     bool late;
     c10::intrusive_ptr<c10::ivalue::Future> future;
+    comm_->check_process(launch_.op.str());
     {
         std::lock_guard<std::mutex> lock(future_mutex_);
         if (!future_) {
@@ -316,6 +319,9 @@ std::vector<at::Tensor> TaskWork::result()
 
 bool TaskWork::wait(milliseconds timeout)
 {
+    if (home_.in_child())
+        std::rethrow_exception(
+            make_error(SPCCL_ERR_STATE, "rank " + std::to_string(rank_) + ": " + op_.str(), home_.refusal()));
     if (timeout == kNoTimeout || timeout == c10d::kUnsetTimeout)
         return Work::wait(kNoTimeout); /* the collectives in the task have deadlines of their own */
     {

@@ -142,6 +142,7 @@ class TaskWork final : public c10d::Work
     std::function<void(const char *reason)> abort_task; /* set before run() */
 
   private:
+    const HomeProcess home_;
     const OpText op_;
     const std::vector<at::Tensor> tensors_;
     const uint64_t sequence_;

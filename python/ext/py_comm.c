@@ -9,10 +9,21 @@ ext_state *ext_comm_state(ext_comm *self)
     return ext_state_of_type(Py_TYPE((PyObject *)self));
 }
 
+/* Is this a child of fork of the process that made it? Sets spccl_last_error then. */
+static bool in_child(ext_comm *self)
+{
+    const char *text;
+    return spccl_comm_describe_link(self->comm, spccl_comm_rank(self->comm), &text) == SPCCL_ERR_STATE;
+}
+
 int ext_comm_enter(ext_comm *self, bool issue)
 {
     if (self->comm == NULL) {
         ext_raise_text(ext_comm_state(self), SPCCL_ERR_STATE, "communicator: it is closed");
+        return -1;
+    }
+    if (issue && self->issuing && in_child(self)) { /* a thread of the parent was starting one at the fork */
+        ext_raise(ext_comm_state(self), SPCCL_ERR_STATE);
         return -1;
     }
     if (issue && self->issuing) {
@@ -165,7 +176,7 @@ static PyObject *comm_close(PyObject *obj, PyObject *unused)
     (void)unused;
     if (self->comm == NULL)
         Py_RETURN_NONE;
-    if (self->n_inside != 0)
+    if (self->n_inside != 0 && !in_child(self)) /* a child has none of its parent's threads */
         return ext_raise_text(
             ext_comm_state(self), SPCCL_ERR_STATE,
             "close: %d other thread(s) are using the communicator; join them first, or abort() it",
