@@ -1,4 +1,5 @@
-# Is there CUDA to build with? Sets SPCCL_HAS_CUDA, says which compiler or why not. Included before the sources.
+# Looks for a CUDA compiler, sets SPCCL_HAS_CUDA, and says which one it is or why there is none. Included
+# before the sources.
 set(spccl_cuda_default AUTO)
 if(DEFINED ENV{SPCCL_CUDA})
   set(spccl_cuda_default "$ENV{SPCCL_CUDA}")
@@ -6,7 +7,7 @@ endif()
 set(SPCCL_CUDA ${spccl_cuda_default} CACHE STRING
   "the GPU engine: AUTO (if a CUDA compiler is found), ON, OFF; SIM: on GPUs in software, for its tests alone")
 set_property(CACHE SPCCL_CUDA PROPERTY STRINGS AUTO ON OFF SIM)
-# Both can be given as environment variables too: SPCCL_CUDA=OFF pip install .
+# Both settings may also come from environment variables, as in: SPCCL_CUDA=OFF pip install .
 set(SPCCL_CUDA_ARCHS "$ENV{SPCCL_CUDA_ARCHS}" CACHE STRING "CUDA architectures: native (those of the GPUs that are \
 here), all (sm_80, 90, 100, 120 and PTX, as far as the compiler can), or a list as CMAKE_CUDA_ARCHITECTURES takes it; \
 empty: native if there are GPUs, else all")
@@ -14,7 +15,7 @@ if(NOT SPCCL_CUDA MATCHES "^(AUTO|ON|OFF|SIM)$")
   message(FATAL_ERROR "SPCCL_CUDA=${SPCCL_CUDA}: wanted AUTO, ON, OFF or SIM")
 endif()
 
-# The virtual architectures that this compiler can: "80;90;100".
+# The architectures that this compiler knows: "80;90;100".
 function(spccl_cuda_known out)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE can OUTPUT_STRIP_TRAILING_WHITESPACE)
   string(REGEX MATCHALL "compute_[0-9]+" can "${can}")
@@ -22,7 +23,7 @@ function(spccl_cuda_known out)
   set(${out} ${can} PARENT_SCOPE)
 endfunction()
 
-# What this compiler can of the architectures we want; the newest of them also as PTX, for GPUs to come.
+# Those of our architectures that this compiler knows. The newest is also compiled as PTX, for later GPUs.
 function(spccl_cuda_all out)
   spccl_cuda_known(can)
   set(archs "")
@@ -124,7 +125,7 @@ elseif(NOT SPCCL_CUDA STREQUAL "OFF")
   if(DEFINED ENV{CUDACXX})
     set(no_cuda_why "$ENV{CUDACXX} cannot compile with this host compiler (CUDAHOSTCXX names another)")
   endif()
-  # Given now, so that CMake does not ask a GPU of the building machine; the real ones come below.
+  # Set here, so that CMake does not query a GPU of this machine. The list is set below.
   set(CMAKE_CUDA_ARCHITECTURES OFF)
   include(CheckLanguage)
   check_language(CUDA)
@@ -146,7 +147,7 @@ if(SPCCL_HAS_CUDA)
   set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
   set(CMAKE_CUDA_SEPARABLE_COMPILATION OFF)
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-  string(APPEND CMAKE_CUDA_FLAGS " --threads=4") # architectures side by side: one takes up to half a minute
+  string(APPEND CMAKE_CUDA_FLAGS " --threads=4") # compiles architectures in parallel; one takes up to half a minute
   list(JOIN archs " " archs_text)
   spccl_cuda_announce("${archs}" "${archs_why}")
 elseif(SPCCL_CUDA STREQUAL "SIM")
@@ -155,7 +156,7 @@ else()
   message(STATUS "spccl: without CUDA: ${no_cuda_why}")
 endif()
 
-# For C: a header, as the reason may hold what a list of definitions cannot.
+# The reason reaches C in a header, as it may contain characters that a list of definitions cannot.
 string(REGEX REPLACE "([\\\"])" "\\\\\\1" why_escaped "${no_cuda_why}")
 file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/generated/no_cuda_why.h
   CONTENT "#define SPCCL_NO_CUDA_WHY \"@why_escaped@\"\n" @ONLY)

@@ -1,4 +1,4 @@
-/* cuda_check.h - CUDA error -> spccl_status, with the call's text. For C and CUDA files. */
+/* cuda_check.h - turns a CUDA error into an spccl_status. For C and CUDA files. */
 #ifndef SP_CUDA_CHECK_H
 #define SP_CUDA_CHECK_H
 
@@ -9,8 +9,8 @@
 #ifdef __cplusplus
 extern "C"
 #endif
-    /* SPCCL_OK, or an error with the call and CUDA's name and text for it: NOMEM for want of memory, else
-     * DEVICE. Clears the runtime's last error, so that the caller's own checks do not find ours. */
+    /* SPCCL_OK; or NOMEM if CUDA has no memory, else DEVICE, with the call and CUDA's name and text of the
+     * error. Clears the runtime's last error, so that the caller's own checks do not see it. */
     spccl_status
     sp_cuda_check(cudaError_t e, const char *call);
 

@@ -1,6 +1,6 @@
-/* device_cuda.c - fills sp_gpu_ops with CUDA: devices, streams, events, and the driver's functions. The
- * runtime is linked statically and the driver is looked up when it is first needed, so the library loads on
- * machines without either. Memory that peers map is in memory_cuda.c. */
+/* device_cuda.c - fills the table sp_gpu_ops with CUDA: devices, streams, events, functions of the driver.
+ * The runtime is linked statically and the driver is looked up on first use, so the library also loads on
+ * machines without either. memory_cuda.c has the memory that peers map. */
 #include "kernels/cuda/device_cuda.h"
 
 #include "kernels/cuda/kernels_cuda.h"
@@ -12,7 +12,7 @@
 /* ---- errors, driver ---- */
 
 static sp_cuda_driver driver;
-static char driver_lacks[160]; /* "" = complete */
+static char driver_lacks[160]; /* the first function that the driver lacks; "" = none */
 static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
 
 spccl_status sp_cuda_check(cudaError_t e, const char *call)
@@ -41,7 +41,7 @@ static void *find_function(const char *name)
     enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
     cudaError_t e;
 #if CUDART_VERSION >= 12050
-    /* The version of the interface that this file was written for; a newer driver still has it. */
+    /* Ask for the interface that this file was written for; newer drivers still have it. */
     e = cudaGetDriverEntryPointByVersion(name, &p, 12000, cudaEnableDefault, &found);
 #else
     e = cudaGetDriverEntryPoint(name, &p, cudaEnableDefault, &found);
@@ -130,8 +130,8 @@ spccl_status sp_cuda_enter(int ordinal, int *before)
     int now = -1;
     SP_TRY(sp_cuda_driver_get(&d));
     SP_TRY(sp_cu_check(d->ctx_get_current(&ctx), "cuCtxGetCurrent"));
-    /* Without a context the thread is on no GPU yet: going "back" to the default one would make a context
-     * there, with hundreds of MB of its memory. */
+    /* A thread without a context is on no GPU yet. "Restoring" the default GPU would create a context there,
+     * which takes hundreds of MB of its memory. */
     if (ctx != NULL)
         SP_TRY(current_device(&now));
     if (now != ordinal)
@@ -189,7 +189,7 @@ static spccl_status memory_free(size_t *out_bytes)
     return sp_cuda_check(cudaMemGetInfo(out_bytes, &total), "cudaMemGetInfo");
 }
 
-/* ---- memory that host and GPU both write ---- */
+/* ---- memory that both host and GPU write ---- */
 
 static spccl_status control_create(sp_gpu_control **host, sp_gpu_control **device)
 {
@@ -229,7 +229,7 @@ static spccl_status event_record(void *event, void *stream)
     return sp_cuda_check(cudaEventRecord(event, stream), "cudaEventRecord");
 }
 
-/* "Not ready" is no error, yet the runtime would keep it as its last one. */
+/* cudaErrorNotReady is no failure, but the runtime keeps it as its last error unless it is cleared. */
 static spccl_status ready(cudaError_t e, const char *call)
 {
     if (e == cudaErrorNotReady) {

@@ -1,5 +1,5 @@
-/* device_cuda.h - what the two halves of the CUDA plug-in share: errors, the driver's functions, memory.
- * Needs the CUDA headers. */
+/* device_cuda.h - what device_cuda.c and memory_cuda.c share: errors, the driver's functions, memory. Needs
+ * the CUDA headers. */
 #ifndef SP_DEVICE_CUDA_H
 #define SP_DEVICE_CUDA_H
 
@@ -9,10 +9,10 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-/* As sp_cuda_check, for the driver's calls. */
+/* As sp_cuda_check, for calls of the driver. */
 spccl_status sp_cu_check(CUresult e, const char *call);
 
-/* The driver's functions, found at run time: the library has no link to libcuda, and loads without it. */
+/* The driver's functions, found at run time: the library is not linked to libcuda, so it loads without it. */
 typedef struct sp_cuda_driver {
     CUresult (*ctx_get_current)(CUcontext *ctx);
     CUresult (*ctx_set_current)(CUcontext ctx);
@@ -35,10 +35,11 @@ typedef struct sp_cuda_driver {
     CUresult (*mem_set_access)(CUdeviceptr p, size_t bytes, const CUmemAccessDesc *desc, size_t n);
 } sp_cuda_driver;
 
-/* *out = the functions, valid for ever. Errors: DEVICE (no driver, or one without a function; named). */
+/* *out = the functions, valid for ever. Errors: DEVICE (no driver, or a function is missing; the text names
+ * it). */
 spccl_status sp_cuda_driver_get(const sp_cuda_driver **out);
 
-/* memory_cuda.c: the entries of the table that deal with memory; see gpu.h. */
+/* memory_cuda.c: the entries of sp_gpu_ops for memory; see gpu.h. */
 bool sp_cuda_can_share_fd(int ordinal);
 spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
 spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd);

@@ -1,6 +1,6 @@
-/* device_none.c - stands in for device_cuda.c in a build without CUDA. */
+/* device_none.c - replaces device_cuda.c in a build without CUDA. */
 #include "core/contract/gpu.h"
-#include "no_cuda_why.h" /* made by cuda.cmake */
+#include "no_cuda_why.h" /* written by cuda.cmake */
 
 #include <stddef.h>
 

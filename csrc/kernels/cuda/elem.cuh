@@ -1,6 +1,6 @@
-// elem.cuh - one element on the GPU: access by width, the arithmetic of each dtype. The twin of elem.h and
-// reduce.h, bit for bit: the NaN rule is written out, float16 and bfloat16 go through dtype.h's own
-// functions, or through the hardware's where no NaN is about.
+// elem.cuh - one element on the GPU: access by size, and the arithmetic of each dtype. The counterpart of the
+// CPU's elem.h and reduce.h, with the same bits. The NaN rule is written out. float16 and bfloat16 are
+// converted by the functions of dtype.h, or by the hardware where no NaN occurs.
 #ifndef SP_ELEM_CUH
 #define SP_ELEM_CUH
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ double sp_div(double a, double b)
     return r != r ? sp_nan2(a, b) : r;
 }
 
-// ---- the element of a width: what formats move ----
+// ---- elements by size, as formats see them ----
 
 template <int BYTES> struct sp_unsigned;
 template <> struct sp_unsigned<1> {
@@ -73,13 +73,13 @@ template <> struct sp_unsigned<8> {
     typedef uint64_t type;
 };
 
-// ---- the dtype: what reductions compute in. U: the bits; A: the accumulator ----
+// ---- elements by dtype, as reductions see them. U: the bits; A: the accumulator ----
 
-// *_plain: the same but for NaNs, which become any NaN.
+// The *_plain functions give the same results, except that a NaN result may be any NaN.
 template <class T, class BITS> struct sp_int_elem {
     typedef BITS U;
     typedef T A;
-    typedef uint64_t W; // wraps
+    typedef uint64_t W; // unsigned, so that sums wrap
     static constexpr bool is_float = false;
     static __device__ __forceinline__ A widen(U u)
     {
@@ -129,7 +129,7 @@ template <class T, class BITS> struct sp_float_elem {
     }
     static __device__ __forceinline__ A add_plain(A a, A b)
     {
-        return a + b; // never contracted: -fmad=false
+        return a + b; // never contracted to an fma: -fmad=false
     }
     static __device__ __forceinline__ A mul(A a, A b)
     {
@@ -149,7 +149,7 @@ template <class T, class BITS> struct sp_float_elem {
     }
 };
 
-// x[c] = narrow(a[c]) of 16-bit floats, N even, two in a word, with one look for NaNs at all of them.
+// x[c] = narrow(a[c]) for N 16-bit floats, two in a word; N is even. One test finds out whether any is a NaN.
 template <class T, uint32_t N> __device__ __forceinline__ void sp_narrow_each(const float *a, uint32_t *x)
 {
     bool nan = false;

@@ -1,4 +1,4 @@
-/* kernels_cuda.h - the launchers of the .cu files, as the table in core/gpu.h wants them. C and CUDA. */
+/* kernels_cuda.h - the launchers in the .cu files, as sp_gpu_ops (contract/gpu.h) wants them. C and CUDA. */
 #ifndef SP_KERNELS_CUDA_H
 #define SP_KERNELS_CUDA_H
 

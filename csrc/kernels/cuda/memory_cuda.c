@@ -1,8 +1,10 @@
-/* memory_cuda.c - GPU memory that peers map: VMM allocations that travel as file descriptors, or cudaMalloc
+/* memory_cuda.c - GPU memory that peers map: VMM allocations, which travel as file descriptors, or cudaMalloc
  * with CUDA IPC handles. See sp_gpu_ops in gpu.h.
  *
- * A handle, SP_GPU_HANDLE_BYTES: 0 u32 kind  4 i32 ordinal at the owner  8 u64 bytes allocated
- *   16 u64 address at the owner  24 u64 process token  32 cudaIpcMemHandle_t */
+ * Bytes of a handle, SP_GPU_HANDLE_BYTES in all:
+ *    0  u32  kind                          16  u64  address in the owner's process
+ *    4  i32  ordinal at the owner          24  u64  token of the owner's process
+ *    8  u64  bytes allocated               32  cudaIpcMemHandle_t */
 #include "kernels/cuda/device_cuda.h"
 
 #include "core/base/bits.h"
@@ -14,27 +16,27 @@
 
 enum { KIND_FD = 1, KIND_IPC = 2 };
 #define IPC_AT 32u
-_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) <= SP_GPU_HANDLE_BYTES, "the handle has room");
+_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) <= SP_GPU_HANDLE_BYTES, "the IPC handle fits");
 
 struct sp_gpu_memory {
     int kind;
-    int ordinal;   /* of the GPU that this mapping is for */
-    bool is_peer;  /* imported */
-    bool is_plain; /* another thread's pointer, used as it is: nothing to undo */
+    int ordinal;   /* the GPU for which the memory is mapped */
+    bool is_peer;  /* imported from a peer */
+    bool is_plain; /* the address of another thread of this process: there is nothing to unmap */
     bool is_mapped;
-    size_t bytes; /* allocated or mapped: a multiple of the granularity for KIND_FD */
+    size_t bytes; /* allocated or mapped; for KIND_FD a multiple of the granularity */
     CUdeviceptr address;
     CUmemGenericAllocationHandle handle;
     bool has_handle;
 };
 
-/* Tells this process from all others, also from those in other pid namespaces. */
+/* A random number that tells this process from all others, also from those in other pid namespaces. */
 static uint64_t token;
 static pthread_once_t token_once = PTHREAD_ONCE_INIT;
 static void make_token(void)
 {
     if (getrandom(&token, sizeof token, 0) != (ssize_t)sizeof token)
-        token = 0; /* 0 matches nobody */
+        token = 0; /* 0 equals no process's token */
 }
 static uint64_t process_token(void)
 {
@@ -65,7 +67,7 @@ bool sp_cuda_can_share_fd(int ordinal)
     return true;
 }
 
-/* ---- a stream of one's own: the default stream would wait for kernels that wait for peers ---- */
+/* ---- work on a stream of its own: the default stream would wait for kernels that wait for peers ---- */
 
 static spccl_status with_own_stream(cudaError_t (*work)(cudaStream_t stream, void *ctx), void *ctx,
                                     const char *what)
@@ -105,7 +107,7 @@ spccl_status sp_cuda_read(void *host, const void *device, size_t bytes)
 
 /* ---- VMM ---- */
 
-/* Address space for m->handle, open to m->ordinal. */
+/* Reserve addresses for m->handle and map it for GPU m->ordinal. */
 static spccl_status map_handle(const sp_cuda_driver *d, sp_gpu_memory *m)
 {
     CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = m->ordinal},
@@ -135,8 +137,8 @@ static spccl_status import_fd(sp_gpu_memory *m, int fd)
     const sp_cuda_driver *d;
     SP_TRY(sp_cuda_driver_get(&d));
     if (fd < 0)
-        return SP_FAIL(SPCCL_ERR_DEVICE, "the handle came without its descriptor");
-    /* The descriptor travels as a pointer's value: that is how the driver wants it. */
+        return SP_FAIL(SPCCL_ERR_DEVICE, "the handle of a peer's GPU memory came without a file descriptor");
+    /* The driver wants the descriptor as the value of a pointer. */
     SP_TRY(sp_cu_check(
         d->mem_import(&m->handle, (void *)(uintptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
         "cuMemImportFromShareableHandle"));
@@ -175,7 +177,7 @@ static spccl_status import_ipc(sp_gpu_memory *m, const uint8_t *handle)
     void *p = NULL;
     cudaError_t e;
     if (process_token() != 0 && sp_load_le64(handle + 24) == process_token()) {
-        m->is_plain = true; /* a process cannot open its own handle, and need not */
+        m->is_plain = true; /* a process cannot open its own IPC handle; it has the address */
         m->address = (CUdeviceptr)sp_load_le64(handle + 16);
         if (peer == m->ordinal)
             return SPCCL_OK;
@@ -204,7 +206,7 @@ static void destroy_ipc(sp_gpu_memory *m)
         (void)cudaGetLastError();
 }
 
-/* ---- both ---- */
+/* ---- both kinds ---- */
 
 void sp_cuda_memory_destroy(sp_gpu_memory *m)
 {
@@ -274,8 +276,10 @@ spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, s
     uint32_t kind = sp_load_le32(handle);
     uint64_t mapped = sp_load_le64(handle + 8);
     if ((kind != KIND_FD && kind != KIND_IPC) || mapped < bytes)
-        return SP_FAIL(SPCCL_ERR_MISMATCH, "a handle of kind %u for %llu bytes, wanted %zu bytes", kind,
-                       (unsigned long long)mapped, bytes);
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "a peer's GPU memory: got a handle of kind %u for %llu bytes, wanted kind 1 or 2 and "
+                       "at least %zu bytes",
+                       kind, (unsigned long long)mapped, bytes);
     m = sp_calloc(1, sizeof *m);
     if (m == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: %zu bytes of host memory to describe it", sizeof *m);

@@ -1,12 +1,11 @@
-// ptx.cuh - the inline PTX of the project: ordered loads and stores between GPUs,
-// asynchronous copies into shared memory, conversions, the clock. Base of the CUDA files; includes nothing of
-// ours.
+// ptx.cuh - the inline PTX of the project: ordered loads and stores between GPUs, asynchronous copies into
+// shared memory, conversions, the clock. The base of the CUDA files: it includes nothing of ours.
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
 
 #include <stdint.h>
 
-// The dynamic shared memory of the block.
+// The dynamic shared memory of the CTA.
 __device__ __forceinline__ uint8_t *sp_block_shared()
 {
     extern __shared__ __align__(16) uint8_t sp_dynamic_shared[];
@@ -47,7 +46,7 @@ __device__ __forceinline__ void sp_store_relaxed_sys(uint64_t *p, uint64_t v)
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-// ---- between warps of a block, through shared memory ----
+// ---- between warps of a CTA, through shared memory ----
 
 __device__ __forceinline__ void sp_store_release_cta(uint32_t *shared, uint32_t v)
 {
@@ -65,7 +64,7 @@ __device__ __forceinline__ uint32_t sp_load_acquire_cta(const uint32_t *shared)
     return v;
 }
 
-// ---- inside one GPU: a word that carries its own flag needs no other order ----
+// ---- inside one GPU: for words whose value alone says what is known, so that relaxed order is enough ----
 
 __device__ __forceinline__ void sp_store_relaxed_gpu(uint64_t *p, uint64_t v)
 {
@@ -80,7 +79,7 @@ __device__ __forceinline__ uint64_t sp_load_relaxed_gpu(const uint64_t *p)
 
 // ---- 16 bytes at a time ----
 
-// Written once and not read again here: leave the caches to others.
+// For data that is not read again soon: leave the caches to other data.
 __device__ __forceinline__ void sp_store16_non_temporal(void *p, uint4 v)
 {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -93,7 +92,7 @@ __device__ __forceinline__ void sp_store16(void *p, uint4 v)
                  : "memory");
 }
 
-// Ask for the line at p, to lie in L2 when it is loaded.
+// Fetch the line at p into L2.
 __device__ __forceinline__ void sp_prefetch_l2(const void *p)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
@@ -112,14 +111,14 @@ __device__ __forceinline__ void sp_copy_commit()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until at most N of this thread's groups are under way.
+// Wait until at most N of this thread's groups are under way.
 template <int N> __device__ __forceinline__ void sp_copy_wait()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- bulk copies: one lane moves a whole piece, between addresses and of a size that are multiples of 16
-// (sm_90 and up; before that nothing calls these) ----
+// ---- bulk copies: one lane moves a whole block; addresses and size are multiples of 16 (sm_90 and up; other
+// GPUs never call these) ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define SP_HAS_BULK 1
@@ -128,20 +127,21 @@ template <int N> __device__ __forceinline__ void sp_copy_wait()
 #endif
 
 #if SP_HAS_BULK
-__device__ __forceinline__ uint64_t sp_policy_once() // used once: first to leave L2
+// Cache policy for data that is used once: first to leave L2.
+__device__ __forceinline__ uint64_t sp_policy_once()
 {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// A barrier in shared memory that one lane arrives at; before use: __syncwarp.
+// Initialize a barrier in shared memory at which one lane arrives. __syncwarp must follow before use.
 __device__ __forceinline__ void sp_barrier_init(uint64_t *shared)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.proxy.async.shared::cta;" ::"r"(
                      (uint32_t)__cvta_generic_to_shared(shared))
                  : "memory");
 }
-// Start to copy; the barrier's phase ends when all bytes are there, and sp_barrier_arrive was called.
+// Start to copy. The barrier's phase ends when all bytes are there and sp_barrier_arrive has been called.
 __device__ __forceinline__ void sp_bulk_load(void *shared, const void *global, uint32_t bytes,
                                              uint64_t *barrier)
 {
@@ -169,12 +169,12 @@ __device__ __forceinline__ void sp_barrier_wait(uint64_t *barrier, uint32_t pari
                      : "r"((uint32_t)__cvta_generic_to_shared(barrier)), "r"(parity)
                      : "memory");
 }
-// What this thread has acquired from other GPUs is there for bulk copies.
+// Makes what this thread has acquired from other GPUs visible to its bulk copies.
 __device__ __forceinline__ void sp_fence_bulk_global()
 {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// What this thread has written to shared memory is there for bulk copies.
+// Makes what this thread has written to shared memory visible to its bulk copies.
 __device__ __forceinline__ void sp_fence_bulk()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -186,16 +186,17 @@ __device__ __forceinline__ void sp_bulk_store(void *global, const void *shared, 
                  "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(bytes), "l"(sp_policy_once())
                  : "memory");
 }
-// Until this thread's bulk stores have read shared memory.
+// Wait until this thread's bulk stores have read shared memory.
 __device__ __forceinline__ void sp_bulk_stores_read()
 {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 #endif
 
-// ---- 16-bit floats: the hardware's conversions are dtype.h's but for NaNs, whose payload they drop ----
+// ---- 16-bit floats: the hardware converts as dtype.h does, except that it drops the payload of a NaN ----
 
-// Two of them in a word, `low` in the lower half; to nearest, ties to even. NaNs: some NaN.
+// Two 16-bit floats in a word, `low` in the lower half. Rounds to nearest, ties to even. A NaN becomes some
+// NaN.
 __device__ __forceinline__ uint32_t sp_pack_f16(float low, float high)
 {
     uint32_t r;
@@ -215,17 +216,17 @@ __device__ __forceinline__ float sp_unpack_f16(uint16_t u)
     return r;
 }
 
-// ---- what the compiler must not rewrite ----
+// ---- code that the compiler must not rewrite ----
 
-// 1 if any bit is set. (Written out: the compiler would compare and select.)
+// 1 if any bit is set. In PTX, because from C++ the compiler makes a comparison and a selection.
 __device__ __forceinline__ uint32_t sp_any_bit(uint32_t w)
 {
     uint32_t r;
     asm("min.u32 %0, %1, 1;" : "=r"(r) : "r"(w));
     return r;
 }
-// first ? x : a, bit for bit. Written out: the compiler takes a choice between floats that are compared for a
-// minimum or maximum, whose NaN is not the one that was chosen.
+// first ? x : a, bit for bit. In PTX, because from C++ the compiler makes a minimum or maximum where the
+// floats are compared, and its NaN has other bits.
 __device__ __forceinline__ float sp_choose(bool first, float x, float a)
 {
     float r;
@@ -243,13 +244,13 @@ __device__ __forceinline__ double sp_choose(bool first, double x, double a)
     return r;
 }
 
-// The same value, of which the compiler no longer knows where it came from.
+// Leaves v as it is, but hides from the compiler where the value came from.
 __device__ __forceinline__ void sp_opaque(uint64_t &v)
 {
     asm("" : "+l"(v));
 }
 
-// The lanes below this one, a bit for each.
+// A mask of the lanes below this one.
 __device__ __forceinline__ uint32_t sp_lanes_below()
 {
     uint32_t below;

@@ -1,10 +1,10 @@
-// slice.cuh - a slice on chip: which lane holds which elements, loading and storing.
+// slice.cuh - a slice in shared memory: which lane has which elements, loading and storing.
 //
-// A slice, or a team's part of one (codec.cuh), is one warp's: nothing here waits for another. It lies in
-// shared memory as it does in the array, in units of 16 bytes. To be scanned it is cut into runs in which
-// each lane has ROWS neighbouring units, so that elements come in the order of the lanes; each lane begins
-// with another of its units (sp_row_of), so that all banks are used. A run is a whole number of tile blocks
-// and of pici rows.
+// One warp has a slice or, in the codec, a part of one. Nothing here waits for another warp. A slice lies in
+// shared memory in the order of the array, in units of 16 bytes. For scanning it is divided into runs. In a
+// run each lane has ROWS neighbouring units, so that elements are ordered by lane. Each lane starts with
+// another one of its units (sp_row_of), so that all banks are used. A run holds whole tile blocks and whole
+// pici rows.
 #ifndef SP_SLICE_CUH
 #define SP_SLICE_CUH
 
@@ -13,7 +13,7 @@
 #include "kernels/cuda/elem.cuh"
 #include "kernels/cuda/ptx.cuh"
 
-// Shape of a slice of BYTES bytes, of elements of type UINT.
+// Shape of a slice of BYTES bytes with elements of type UINT.
 template <class UINT, uint32_t BYTES> struct sp_geometry {
     typedef UINT U;
     static constexpr uint32_t E = sizeof(UINT);
@@ -28,21 +28,21 @@ template <class UINT, uint32_t BYTES> struct sp_geometry {
     static constexpr uint32_t N_BLOCKS = MAX_ELEMS / SP_TILE_ELEMS;               // at most 64
     static constexpr uint32_t BLOCK_LANES = SP_TILE_ELEMS / LANE_ELEMS;           // lanes that share a block
     static constexpr uint32_t TILES = (MAX_ELEMS + 4095) / 4096;                  // pici tiles
-    static constexpr uint32_t TILE_ROWS = MAX_ELEMS < 4096 ? MAX_ELEMS / 64 : 64; // of a pici tile that exist
+    static constexpr uint32_t TILE_ROWS = MAX_ELEMS < 4096 ? MAX_ELEMS / 64 : 64; // rows of a pici tile
     static_assert(RUNS % 2 == 0, "runs are scanned in pairs");
     static_assert(RUN_ELEMS % SP_TILE_ELEMS == 0 && RUN_ELEMS % 64 == 0,
                   "blocks and rows must not straddle runs");
 };
 
-// The most tile blocks of a slice.
+// The most tile blocks that a slice has.
 #define SP_BLOCKS_MAX (SP_GPU_SLICE_BYTES / SP_TILE_ELEMS)
 
-// Elements of a slice of n that are filled in behind the last one too: whole pairs of runs.
+// Number of elements after filling up a slice of n elements: a multiple of two runs.
 template <class G> __device__ __forceinline__ uint32_t sp_filled(uint32_t n)
 {
     return (n + 2 * G::RUN_ELEMS - 1) / (2 * G::RUN_ELEMS) * (2 * G::RUN_ELEMS);
 }
-// Zeros behind the last element of buf [n] in shared memory, up to sp_filled(n). One warp.
+// Write zeros after the last element of buf [n] in shared memory, up to sp_filled(n). One warp.
 template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typename G::U *buf, uint32_t n)
 {
     uint32_t whole = (n + G::K - 1) / G::K; // units
@@ -53,8 +53,8 @@ template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typena
         ((uint4 *)buf)[u] = make_uint4(0, 0, 0, 0);
 }
 
-// What a copy of whole units has left of slice src [n], from element `have` on, into buf, and zeros behind
-// it. One warp. Not inlined: what is rare must not lie between what is not.
+// Copy the elements of slice src [n] from number `have` on, which a copy of whole units left out, to buf, and
+// fill up with zeros. One warp. Not inlined, so that this rare code stays out of the common path.
 template <class G>
 __device__ __noinline__ void sp_slice_load_rest(uint32_t lane, typename G::U *buf, const typename G::U *src,
                                                 uint32_t have, uint32_t n)
@@ -64,20 +64,21 @@ __device__ __noinline__ void sp_slice_load_rest(uint32_t lane, typename G::U *bu
     sp_fill<G>(lane, buf, n);
 }
 
-// Which of its units of a run a lane reads in turn j: eight neighbouring lanes are in different banks.
+// The unit of a run that a lane reads in turn j: its number among the lane's units. Eight neighbouring lanes
+// then read from different banks.
 template <class G> __device__ __forceinline__ uint32_t sp_row_of(uint32_t lane, uint32_t j)
 {
     return (j + (G::ROWS == 8 ? lane : lane >> 1)) % G::ROWS;
 }
 
-// Can [p, p + n) of a slice be moved by bulk copies?
+// Can a slice of n elements at p be moved by a bulk copy?
 template <class G> __device__ __forceinline__ bool sp_is_bulk(const void *p, uint32_t n)
 {
     return SP_HAS_BULK && ((uintptr_t)p & 15) == 0 && n % G::K == 0;
 }
 
-// Loads slices into buffers in shared memory ahead of their use, one after the other: start for each, PENDING
-// of them ahead of finish. One warp.
+// Loads slices into buffers in shared memory ahead of their use. Call start for each slice, and finish in the
+// same order. Between the start and the finish of a slice come at most PENDING other starts. One warp.
 template <class G, uint32_t PENDING> struct sp_loader {
     typedef typename G::U U;
     uint64_t *barriers; // [PENDING + 1] in shared memory
@@ -91,7 +92,8 @@ template <class G, uint32_t PENDING> struct sp_loader {
         __syncwarp();
 #endif
     }
-    // Slice src [n] into buf, the buffer numbered i, which nobody reads any more. n == 0: no slice.
+    // Start to load slice src [n] into buf, the buffer with number i. No lane may still read it. n == 0: no
+    // slice.
     __device__ __forceinline__ void start(uint32_t lane, uint32_t i, U *buf, const U *src, uint32_t n) const
     {
 #if SP_HAS_BULK
@@ -106,7 +108,7 @@ template <class G, uint32_t PENDING> struct sp_loader {
         sp_copy_commit();
 #endif
     }
-    // The same slice is there, with zeros behind it up to sp_filled(n).
+    // Wait until that slice is there, and fill up with zeros to sp_filled(n).
     __device__ __forceinline__ void finish(uint32_t lane, uint32_t i, U *buf, const U *src, uint32_t n)
     {
         uint32_t have = 0;
@@ -126,8 +128,8 @@ template <class G, uint32_t PENDING> struct sp_loader {
     }
 };
 
-// The same as sp_slice_store without bulk copies: before sm_90, and of what is unaligned. Not inlined, as
-// above.
+// As sp_slice_store, without bulk copies: for GPUs before sm_90, and for unaligned arrays. Not inlined, so
+// that this rare code stays out of the common path.
 template <class G>
 __device__ __noinline__ void sp_slice_store_units(uint32_t lane, const typename G::U *buf, typename G::U *dst,
                                                   uint32_t n)
@@ -142,8 +144,8 @@ __device__ __noinline__ void sp_slice_store_units(uint32_t lane, const typename 
         dst[i] = buf[i];
 }
 
-// Write buf to dst [n] in global memory. The warp may read buf afterwards; before it writes there again:
-// sp_slice_stored, and before another warp does, a barrier too.
+// Write buf to dst [n] in global memory. The warp may still read buf. Before it writes to buf again, it must
+// call sp_slice_stored; before another warp writes there, a barrier must follow as well.
 template <class G>
 __device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::U *buf, void *dst, uint32_t n)
 {
@@ -160,25 +162,25 @@ __device__ __forceinline__ void sp_slice_store(uint32_t lane, const typename G::
 #endif
     sp_slice_store_units<G>(lane, buf, (typename G::U *)dst, n);
 }
-// What this lane has written to a buffer, another warp may store after the next barrier.
+// Lets another warp store what this lane has written to a buffer, after the next barrier.
 __device__ __forceinline__ void sp_slice_written()
 {
 #if SP_HAS_BULK
     sp_fence_bulk();
 #endif
 }
-// This warp's stores have read their buffers.
+// Wait until this warp's stores have read their buffers.
 __device__ __forceinline__ void sp_slice_stored(uint32_t lane)
 {
 #if SP_HAS_BULK
-    sp_fence_bulk(); // what this lane has written or read there comes before a bulk load into it
+    sp_fence_bulk(); // this lane's accesses come before a bulk load into the buffer
     if (lane == 0)
         sp_bulk_stores_read();
 #endif
     __syncwarp();
 }
 
-// dst [n] becomes zero.
+// Set dst [n] to zero.
 template <class G> __device__ __forceinline__ void sp_slice_store_zero(uint32_t lane, void *dst, uint32_t n)
 {
     typedef typename G::U U;
@@ -193,7 +195,7 @@ template <class G> __device__ __forceinline__ void sp_slice_store_zero(uint32_t 
         ((U *)dst)[i] = 0;
 }
 
-// `units` units (a multiple of 32) in shared memory become zero.
+// Set `units` units, a multiple of 32, in shared memory to zero.
 __device__ __forceinline__ void sp_zero_units(uint32_t lane, void *shared, uint32_t units)
 {
 #pragma unroll 8
@@ -201,7 +203,7 @@ __device__ __forceinline__ void sp_zero_units(uint32_t lane, void *shared, uint3
         ((uint4 *)shared)[i + lane] = make_uint4(0, 0, 0, 0);
 }
 
-// Which of the K elements of a unit have a bit set: bit c for element c.
+// Which of the K elements of a unit are not zero: bit c for element c.
 template <int E> __device__ __forceinline__ uint32_t sp_unit_mask(uint4 v);
 template <> __device__ __forceinline__ uint32_t sp_unit_mask<8>(uint4 v)
 {
@@ -211,8 +213,8 @@ template <> __device__ __forceinline__ uint32_t sp_unit_mask<4>(uint4 v)
 {
     return ((sp_any_bit(v.w) * 2 + sp_any_bit(v.z)) * 2 + sp_any_bit(v.y)) * 2 + sp_any_bit(v.x);
 }
-// The top bit of each half (byte) of a word says whether it is not zero: adding 0x7f.. to the lower bits
-// carries into it unless they are all zero.
+// The top bit of each half (byte) of the result says whether that half (byte) of w is not zero. Adding 0x7f..
+// to its lower bits carries into the top bit unless they are all zero.
 __device__ __forceinline__ uint32_t sp_tops16(uint32_t w)
 {
     return (((w & 0x7fff7fffu) + 0x7fff7fffu) | w) & 0x80008000u;
