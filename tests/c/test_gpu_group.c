@@ -413,7 +413,7 @@ static void bad_frame(struct rank_ctx *c)
 static void test_bad_frame(void)
 {
     static char in_header[] =
-        "a frame of rank 1 breaks a rule (inputs, worker 12, slice 4, field 9: got 999, "
+        "a frame of rank 1 breaks rule 9 of docs/FORMAT.md 4 (inputs, worker 12, slice 4: got 999, "
         "wanted 1000)",
                 in_list[] = "the list of elements in a frame of rank 1 is broken (inputs, worker 12, slice 4";
     struct rank_ctx ctx[2];

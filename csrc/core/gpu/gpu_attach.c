@@ -1,9 +1,9 @@
-/* gpu_attach.c - giving a communicator its GPU: spccl_cuda_attach. See gpu_comm.h.
+/* gpu_attach.c - gives a communicator its GPU: spccl_cuda_attach. See gpu_comm.h.
  *
- * Every rank must come to the same end, so everything is decided from facts that all of them have: (1) each
- * rank's facts, by a host all-gather, and a judgement that is a pure function of them; (2) memory is made,
- * and all say whether it worked; (3) memory is mapped, and all say whether it worked. Only then anybody
- * launches. */
+ * All ranks must return the same status, so all decide from the same data. (1) A host all-gather exchanges
+ * facts about each rank's GPU, and every rank judges them by the same pure function. (2) Each rank allocates
+ * its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all exchange
+ * whether it worked. Only after that may any rank launch a collective. */
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/abi.h"
@@ -21,12 +21,11 @@
 enum { HANDLES_AUTO, HANDLES_FD, HANDLES_IPC };
 static const char *const handles_names[] = {"auto", "fd", "ipc"};
 
-/* What a rank tells the others. Its bytes travel as they are: ranks with another version are refused first.
- */
+/* What a rank tells the others. The struct is sent as it is; ranks of another version are refused first. */
 struct facts {
     uint32_t magic, n_bytes;
     char version[16];
-    int32_t status; /* anything but SPCCL_OK: this rank cannot take part, and `error` says why */
+    int32_t status; /* not SPCCL_OK: this rank cannot take part; `error` is the reason */
     int32_t ordinal, pid, format;
     uint32_t n_sms;
     uint8_t workers[SP_FUSED_SERVED_MAX][6]; /* as in sp_gpu_limits; the rest is zero */
@@ -148,7 +147,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     return sp_gpu_share_address(a->share, a->mine.address);
 }
 
-/* ---- the judgement: the same on every rank ---- */
+/* ---- the judgement of the facts: every rank comes to the same result ---- */
 
 static const char *hops_name(uint32_t hops)
 {
@@ -165,11 +164,12 @@ static spccl_status compare_with_first(const struct facts *all, int r)
                        "rank %d has spccl %.16s, rank 0 has %.16s: install the same on all", r, f->version,
                        first->version);
     if (f->fallback != first->fallback)
-        return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "rank 0 and rank %d would move CUDA tensors by different ways where their GPUs do not "
-                       "reach each other (config.fallback %u and %u): in torch set SPCCL_CUDA_FALLBACK alike "
-                       "on all, and install the same torch",
-                       r, first->fallback, f->fallback);
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank 0 and rank %d would move CUDA tensors by different means where GPUs cannot map each "
+            "other's memory (config.fallback %u and %u): in torch set SPCCL_CUDA_FALLBACK alike "
+            "on all, and install the same torch",
+            r, first->fallback, f->fallback);
     if (f->status != SPCCL_OK)
         return SP_FAIL((spccl_status)f->status, "rank %d: %s", r, f->error);
     if (!sp_gpu_share_same_host(f->address, first->address))
@@ -253,14 +253,15 @@ static spccl_status judge(struct attach *a)
     return SPCCL_OK;
 }
 
-/* ---- agreeing ---- */
+/* ---- one status for all ranks ---- */
 
 struct verdict {
     int32_t status;
     char text[508];
 };
 
-/* A rank that lost touch only says so because another one failed: what that one says comes first. */
+/* How much a rank's status explains. A rank that timed out or lost a peer did so because another rank failed;
+ * the status of that other rank explains more. */
 static int weight(int32_t status)
 {
     switch (status) {
@@ -274,7 +275,8 @@ static int weight(int32_t status)
     }
 }
 
-/* All ranks say how it went, and all return the same: OK, or the weightiest failure of the lowest rank. */
+/* Exchange each rank's status. All return the same: OK, or the error of greatest weight, of the lowest such
+ * rank. */
 static spccl_status agree(struct attach *a, spccl_status st)
 {
     struct verdict mine = {.status = st}, all[SP_GPU_RANKS_MAX];
@@ -293,7 +295,8 @@ static spccl_status agree(struct attach *a, spccl_status st)
 
 /* ---- memory ---- */
 
-/* Can this rank's GPU reach those of the peers? A GPU that this process cannot see is left to the mapping. */
+/* Has this rank's GPU access to those of the peers? A GPU that this process cannot see is not checked:
+ * mapping its memory fails if there is no access. */
 static spccl_status check_access(const struct attach *a)
 {
     const sp_gpu_comm *g = a->g;
@@ -350,7 +353,7 @@ static spccl_status map_memory(struct attach *a)
         memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, a->all[r].address,
                SP_GPU_SHARE_ADDRESS_BYTES);
     st = sp_gpu_share_exchange(a->share, g->own, sp_inbox_bytes(g->shape), addresses, g->peers);
-    sp_gpu_share_close(a->share); /* so that nobody waits for a rank that failed */
+    sp_gpu_share_close(a->share); /* so that no peer waits for a rank that failed */
     a->share = NULL;
     SP_TRY(st);
     for (int r = 0; r < a->comm->world_size; r++)
@@ -360,7 +363,7 @@ static spccl_status map_memory(struct attach *a)
 
 /* ---- the call ---- */
 
-/* All that can fail, before the ranks agree for the last time: then anybody may launch. */
+/* The last steps that can fail. After them the ranks exchange their status, and any rank may launch. */
 static spccl_status map_and_watch(struct attach *a)
 {
     SP_TRY(map_memory(a));
@@ -380,7 +383,7 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     if (st != SPCCL_OK)
         sp_gpu_watchdog_remove(a->g);
     if (st != SPCCL_OK && sp_comm_broken(a->comm) == SPCCL_OK) {
-        /* Nobody frees what another still has mapped. */
+        /* No rank may free an inbox that a peer still has mapped. */
         char text[600];
         snprintf(text, sizeof text, "%s", spccl_last_error());
         for (int r = 0; r < a->comm->world_size; r++) {
@@ -447,6 +450,6 @@ fail:
     sp_gpu_share_close(a->share);
     sp_gpu_comm_free(a->g);
     sp_free(a);
-    sp_set_error(text); /* freeing may have failed too */
+    sp_set_error(text); /* freeing may have overwritten it */
     return st;
 }

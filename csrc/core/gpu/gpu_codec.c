@@ -1,4 +1,4 @@
-/* gpu_codec.c - the public codec on GPU memory: check the arguments, launch. The counterpart of array_codec.c. */
+/* gpu_codec.c - the public codec on GPU memory: checks arguments and launches. See array_codec.c. */
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/abi.h"
@@ -27,7 +27,7 @@ size_t spccl_cuda_encode_scratch_bytes(size_t n_elems, spccl_dtype dtype, uint32
     return ops->encode_scratch_bytes(sp_ceil_div(n_elems, elems));
 }
 
-/* A pointer into memory of the current GPU. */
+/* An argument that must point into memory of the current GPU. */
 struct gpu_arg {
     const char *name;
     const void *p;
@@ -64,7 +64,7 @@ static spccl_status check_pointers(const sp_gpu_ops *ops, const char *call, cons
     return SPCCL_OK;
 }
 
-/* What encode and decode have in common. */
+/* Checks of encode and decode. */
 static spccl_status check_array(const char *call, size_t n_elems, spccl_dtype dtype, uint32_t wanted,
                                 uint32_t *slice_elems)
 {
@@ -75,12 +75,13 @@ static spccl_status check_array(const char *call, size_t n_elems, spccl_dtype dt
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "%s: this build of spccl has no CUDA (`spccl info` says why)",
                        call);
     if (n_elems == 0 || !sp_mul_size(n_elems, sp_dtype_bytes(dtype), &bytes) || bytes > PTRDIFF_MAX)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %zu elements of %s, wanted 1 or more that fit memory", call,
-                       n_elems, sp_dtype_name(dtype));
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %zu elements of %s, wanted 1 or more, at most PTRDIFF_MAX bytes",
+                       call, n_elems, sp_dtype_name(dtype));
     *slice_elems = spccl_cuda_slice_elems(dtype, wanted);
     if (*slice_elems == 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                       "%s: slices of %u %s, wanted 0 or a multiple of %u up to %u (a slice fits on chip)",
+                       "%s: slices of %u %s, wanted 0 or a multiple of %u up to %u (a slice must fit into "
+                       "shared memory)",
                        call, wanted, sp_dtype_name(dtype), SLICE_STEP, spccl_cuda_slice_elems(dtype, 0));
     return SPCCL_OK;
 }

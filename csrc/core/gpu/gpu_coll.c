@@ -1,9 +1,10 @@
 /* gpu_coll.c - the public collectives on GPU memory: check, plan, order, launch. See gpu_comm.h.
  *
- * Order: the launches of a communicator follow each other on the GPU in the order of the calls, whatever
- * streams they are on, because they share the inboxes. Outside of captures each launch leaves an event that
- * the next one on another stream waits for; inside a capture the same holds among the launches of that
- * capture. A graph that is replayed is ordered by the stream it is launched on. */
+ * Order: all launches of a communicator use the same inboxes, so they must run on the GPU one after the
+ * other, in the order of the calls, whatever their streams. Outside of captures an event is recorded after
+ * each launch, and the next launch on another stream waits for it. Inside a capture the same is done among
+ * the launches of that capture. A graph that is replayed takes its place in the order of the stream on which
+ * it is launched. */
 #include "core/gpu/gpu_comm.h"
 #include "core/run/coll_check.h"
 
@@ -34,7 +35,7 @@ static spccl_status check_device(const sp_gpu_comm *g, const sp_coll_args *a, co
                    p, ordinal, g->device.ordinal);
 }
 
-/* Both in device, but for a zero-size one. */
+/* Both buffers must be memory of the attached GPU. */
 static spccl_status check_devices(const sp_gpu_comm *g, const sp_coll_args *a)
 {
     if (a->coll == SP_BROADCAST)
@@ -46,7 +47,7 @@ static spccl_status check_devices(const sp_gpu_comm *g, const sp_coll_args *a)
 static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
 {
     const spccl_comm *comm = g->comm;
-    int64_t timeout_ms = comm->timeout_ms; /* once: any thread may set it */
+    int64_t timeout_ms = comm->timeout_ms; /* read once: any thread may set it */
     sp_gpu_plan p;
     sp_fused_args f;
     sp_tune_gpu_plan(&g->limits, g->shape, calls[a->coll].op, a->n_elems, a->dtype, comm->format, &p);
@@ -73,7 +74,7 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
     return f;
 }
 
-/* Behind the last launch that may still run when this one starts. */
+/* Make `stream` wait for the last launch, if it was on another stream and may still run. */
 static spccl_status wait_for_last(const sp_gpu_comm *g, void *stream, unsigned long long id,
                                   unsigned long long capture)
 {
@@ -98,13 +99,16 @@ static spccl_status mark_last(sp_gpu_comm *g, void *stream, unsigned long long i
     return SPCCL_OK;
 }
 
-/* Device current, mu held. *launched: peers will wait for this rank's part from here on. */
+/* The GPU is current, mu is held. *launching = true once a failure would let peers wait for this rank for
+ * ever. */
 static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *stream, bool *launching)
 {
     unsigned long long id = 0, capture = 0;
     sp_fused_args f;
     SP_TRY(g->ops->capture_id(stream, &capture));
-    if (capture != 0) /* a capturing stream may not be asked for its id; it cannot go away meanwhile */
+    /* CUDA gives no id of a capturing stream; its handle serves, as the stream lives until the capture ends.
+     * */
+    if (capture != 0)
         id = (unsigned long long)(uintptr_t)stream;
     else
         SP_TRY(g->ops->stream_id(stream, &id));
@@ -141,7 +145,7 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
     st = launch_locked(g, a, stream, &launching);
     pthread_mutex_unlock(&g->mu);
     g->ops->leave(before);
-    if (st != SPCCL_OK && launching) { /* the peers wait for a part that does not come: tell them */
+    if (st != SPCCL_OK && launching) { /* the peers would wait for this rank: tell them */
         char text[sizeof comm->error];
         snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %s of %zu %s: %.600s", comm->rank,
                  comm->name, g->device.ordinal, calls[a->coll].name, a->n_elems, sp_dtype_name(a->dtype),

@@ -1,4 +1,4 @@
-/* gpu_comm.c - asking, waiting for and ending a communicator's GPU; see gpu_comm.h. */
+/* gpu_comm.c - a communicator's GPU: waiting for streams, statistics, the end. See gpu_comm.h. */
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/abi.h"
@@ -10,14 +10,15 @@
 #include <sched.h>
 #include <stdio.h>
 
-/* How long destroy waits for the peers to come there too, and for kernels to end once the flag is up. */
+/* How long destroy waits for the peers to call destroy too. */
 #define GOODBYE_MS 10000
+/* How long destroy waits for kernels to end after it has set the abort flag. */
 #define ABORT_MS 10000
-/* ipc memory must outlive the peers' use of it, and a broken communicator cannot ask them. */
+/* How long a broken communicator keeps ipc memory: peers may still use it, and cannot be asked. */
 #define BROKEN_IPC_MS 1000
 #define WAIT_SPIN_NS 50000
 
-/* Only programs that link one have it, that is, tests: a GPU made of host memory. */
+/* Tests link this table, a GPU made of host memory. In all other programs the symbol is absent. */
 extern const sp_gpu_ops sp_gpu_ops_fake __attribute__((weak, visibility("hidden")));
 
 const sp_gpu_ops *sp_gpu_ops_here(void)
@@ -57,19 +58,19 @@ static void pause_ns(int64_t since_ns)
         nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
 }
 
-/* Device made current by the caller. */
+/* The caller has made the GPU current. */
 static spccl_status wait_stream(sp_gpu_comm *g, void *stream, int64_t timeout_ms)
 {
     int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(timeout_ms);
     for (;;) {
         spccl_status st = g->ops->stream_query(stream);
-        sp_gpu_comm_look(g->comm); /* also when it is done: the kernels may have ended by giving up */
+        sp_gpu_comm_look(g->comm); /* after success too: a kernel that gives up ends as well */
         SP_TRY(sp_comm_broken(g->comm));
         if (st != SPCCL_AGAIN)
             return st;
         if (sp_deadline_passed(deadline_ns))
             return SP_FAIL(SPCCL_ERR_TIMEOUT,
-                           "rank %d, group \"%s\", GPU %d: the stream was not done after %lld ms",
+                           "rank %d, group \"%s\", GPU %d: the stream still had work after %lld ms",
                            g->comm->rank, g->comm->name, g->device.ordinal, (long long)timeout_ms);
         pause_ns(start_ns);
     }
@@ -157,7 +158,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
     sp_free(g);
 }
 
-/* Wait until the last launch has ended. False: it does not end. */
+/* Wait until the last launch has ended. False: it has not ended, although the abort flag is set. */
 static bool drain(sp_gpu_comm *g)
 {
     spccl_comm *comm = g->comm;
@@ -166,7 +167,7 @@ static bool drain(sp_gpu_comm *g)
     for (;;) {
         spccl_status st = g->launched ? g->ops->event_query(g->event) : SPCCL_OK;
         if (st != SPCCL_AGAIN)
-            return true; /* done, or the GPU is lost and runs nothing any more */
+            return true; /* done, or the GPU is lost and runs nothing */
         sp_gpu_comm_look(comm);
         if (!flagged && (sp_comm_broken(comm) != SPCCL_OK || sp_deadline_passed(deadline_ns))) {
             __atomic_store_n(&g->control->abort, 1, __ATOMIC_RELEASE);
@@ -179,7 +180,7 @@ static bool drain(sp_gpu_comm *g)
     }
 }
 
-/* All ranks are here, or the communicator is broken. */
+/* Wait at most GOODBYE_MS until all ranks have called this, unless the communicator is broken. */
 static void barrier(spccl_comm *comm)
 {
     uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
@@ -189,8 +190,8 @@ static void barrier(spccl_comm *comm)
     if (comm->timeout_ms > GOODBYE_MS)
         comm->timeout_ms = GOODBYE_MS;
     if (spccl_all_gather(comm, &mine, all, 1, SPCCL_UINT8, NULL) != SPCCL_OK)
-        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": ending without the others: %s", comm->name,
-               spccl_last_error());
+        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": destroy does not wait for the other ranks: %s",
+               comm->name, spccl_last_error());
     comm->timeout_ms = timeout_ms;
 }
 
@@ -205,17 +206,17 @@ static void detach(spccl_comm *comm)
         drained = drain(g);
         g->ops->leave(before);
     }
-    sp_gpu_watchdog_remove(g); /* before meeting: the others may then leave at any time */
+    sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
     atomic_store(&comm->gpu, NULL);
     barrier(comm);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
     pthread_mutex_unlock(&comm->mu);
     if (!drained) {
-        /* Freeing what a kernel still uses would cost the process its GPU. */
+        /* If memory that a kernel still uses were freed, the process would lose its GPU. */
         sp_log(SP_LOG_ERROR, comm->rank,
-               "group \"%s\": a kernel on GPU %d does not end: its %zu bytes stay allocated", comm->name,
-               g->device.ordinal, sp_inbox_bytes(g->shape));
+               "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
+               comm->name, g->device.ordinal, sp_inbox_bytes(g->shape));
         return;
     }
     if (strcmp(g->handles, "ipc") == 0 && comm->world_size > 1) {
@@ -231,7 +232,8 @@ static void detach(spccl_comm *comm)
     sp_gpu_comm_free(g);
 }
 
-/* The GPU engine: what it was built with and what it finds here. Valid until this thread's next call. */
+/* The GPU part: what it was built with, and which GPUs it finds. The text is valid until this thread's next
+ * call. */
 static void describe(spccl_info_entry *out)
 {
     static _Thread_local char why[400];

@@ -1,6 +1,6 @@
-/* gpu_comm.h - a communicator's GPU: its inbox, the peers' as mapped here, the order of its launches, and who
- * watches it. Place in the map: running. gpu_attach.c makes it, gpu_coll.c launches, gpu_watchdog.c watches,
- * gpu_comm.c waits, counts and ends it. */
+/* gpu_comm.h - a communicator's GPU: its inbox, the peers' inboxes as mapped here, the order of its launches.
+ * Layer: core/gpu. gpu_attach.c makes it, gpu_coll.c launches collectives, gpu_watchdog.c looks for failures,
+ * gpu_comm.c waits for streams, counts bytes and ends it. */
 #ifndef SP_GPU_COMM_H
 #define SP_GPU_COMM_H
 
@@ -8,7 +8,7 @@
 #include "core/run/comm.h"
 #include "core/run/gpu_part.h"
 
-/* The last launches, for the texts of reports. */
+/* How many of the last launches are kept, for the texts of reports. */
 #define SP_GPU_HISTORY 64u
 
 typedef struct sp_gpu_launch {
@@ -20,46 +20,45 @@ typedef struct sp_gpu_launch {
 } sp_gpu_launch;
 
 typedef struct sp_gpu_comm {
-    spccl_comm *comm; /* whose it is */
+    spccl_comm *comm; /* the communicator that it belongs to */
     const sp_gpu_ops *ops;
     sp_gpu_device device;
     sp_gpu_limits limits;
     sp_inbox_shape shape;
-    const char *handles; /* "fd", "ipc" */
+    const char *handles; /* how inboxes are shared: "fd" or "ipc" */
     sp_gpu_memory *own, *peers[SP_GPU_RANKS_MAX];
     uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, addresses on this GPU */
     sp_gpu_control *control, *control_device;
 
-    pthread_mutex_t mu;  /* guards what follows */
-    void *event;         /* after the last launch outside captures */
-    void *capture_event; /* after the last launch of the last capture */
-    bool launched;       /* event has been recorded */
+    pthread_mutex_t mu;  /* guards the members from here to `history` */
+    void *event;         /* recorded after the last launch outside of captures */
+    void *capture_event; /* recorded after the last launch of the last capture */
+    bool launched;       /* `event` has been recorded */
     unsigned long long last_stream, last_capture, last_capture_stream; /* ids; 0 = none */
     uint32_t n_launches;
-    sp_gpu_launch history[SP_GPU_HISTORY]; /* by seq */
+    sp_gpu_launch history[SP_GPU_HISTORY]; /* index: seq modulo SP_GPU_HISTORY */
 
-    /* gpu_watchdog.c */
+    /* used by gpu_watchdog.c */
     struct sp_gpu_comm *next;
-    pthread_mutex_t look_mu; /* one look at the peers at a time */
-    int64_t gone_since_ns;   /* a peer's connection ended; 0 = all are there */
+    pthread_mutex_t look_mu; /* only one thread at a time polls the peers */
+    int64_t gone_since_ns;   /* when a peer's connection ended; 0: all peers are there */
 } sp_gpu_comm;
 
-/* The device calls in force; NULL in a build without CUDA. */
+/* The table of device calls that is in use; NULL in a build without CUDA. */
 const sp_gpu_ops *sp_gpu_ops_here(void);
 
-/* gpu_comm.c: frees what there is, waits for nothing; accepts NULL. ipc memory only once peers have closed
- * it. */
+/* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
+ * peers have closed their mappings of it. (gpu_comm.c) */
 void sp_gpu_comm_free(sp_gpu_comm *g);
-/* The communicator's GPU. Errors: ARG, STATE (none attached). */
+/* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). (gpu_comm.c) */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 
-/* gpu_watchdog.c */
-/* Watch it from now on. Errors: SYSTEM (no thread). */
+/* The watchdog thread looks at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
 spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);
-/* And no longer; waits for a look under way. Accepts one that is not watched. */
+/* The watchdog thread looks at g no longer; waits if it does just now. g need not have been added. */
 void sp_gpu_watchdog_remove(sp_gpu_comm *g);
-/* Look at the GPU's report, the peers and their aborts, and break the communicator if need be. Makes no
- * device call, so it disturbs no capture. Nothing without a GPU. Threads: any. */
+/* Read the GPU's report and poll the peers, and break the communicator if there is an error. Makes no device
+ * call, so it disturbs no capture. Does nothing without a GPU. Threads: any. */
 void sp_gpu_comm_look(spccl_comm *comm);
 
 #endif

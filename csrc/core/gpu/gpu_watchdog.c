@@ -1,6 +1,7 @@
-/* gpu_watchdog.c - one thread per process watches the GPUs of all communicators; see gpu_comm.h. What a kernel
- * saw when it gave up becomes the communicator's error; what broke a communicator reaches its kernels as the
- * abort flag, which sp_comm_break and the engine set themselves. */
+/* gpu_watchdog.c - one thread per process looks for failures on the GPUs of all communicators; see
+ * gpu_comm.h. The report of a kernel that gave up becomes the communicator's error. The other direction is
+ * not here: when a communicator breaks, sp_comm_break and the engine set the abort flag that its kernels
+ * read. */
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/clock.h"
@@ -12,15 +13,15 @@
 #include <stdio.h>
 
 #define PERIOD_NS (20 * 1000000)
-/* A peer that is gone may have sent all it had to: kernels get this long to use it. */
+/* A lost peer may have sent all that it had to send. Kernels get this long to take it. */
 #define GRACE_NS (INT64_C(200) * 1000000)
 
 static pthread_mutex_t list_mu = PTHREAD_MUTEX_INITIALIZER;
-static sp_gpu_comm *list, *visited; /* visited: stays in the list until that is over */
+static sp_gpu_comm *list, *visited; /* visited: the watchdog looks at it just now */
 static bool thread_runs;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* A child of fork has no watching thread, and the groups in the list are its parent's. */
+/* A child of fork has no watchdog thread, and the groups in the list belong to its parent. */
 static void before_fork(void)
 {
     pthread_mutex_lock(&list_mu);
@@ -40,7 +41,7 @@ static void install_fork_handlers(void)
     pthread_atfork(before_fork, in_parent, in_child);
 }
 
-/* waited: " 30 s" of a launch that is still known, else "". */
+/* text: the collective of a report. waited: its timeout, such as " 30 s", or "" if the launch is too old. */
 static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap, char *waited,
                             size_t waited_cap)
 {
@@ -60,7 +61,7 @@ static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, 
              sp_dtype_name(l.dtype));
 }
 
-/* Text of a report: who, where, wanted, got. */
+/* text: a report in words. Returns the status that belongs to it. */
 static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap)
 {
     const spccl_comm *comm = g->comm;
@@ -73,14 +74,14 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
     case SP_GPU_NO_DATA:
         snprintf(text, cap,
                  "%s waited%s for %s of rank %u (worker %u, slice %u: its frame starts at %" PRIu64
-                 ", sent is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, waited, what, r->peer, r->worker, r->slice, r->wanted, r->seen);
+                 ", sent is up to %" PRIu64 "): rank %u died, is too slow, or called another collective",
+                 where, waited, what, r->peer, r->worker, r->slice, r->wanted, r->seen, r->peer);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_NO_SPACE:
         snprintf(text, cap,
                  "%s waited%s for rank %u to take %s (worker %u, slice %u: wanted up to %" PRIu64
-                 ", taken is up to %" PRIu64 "): it died, is too slow, or called something else",
-                 where, waited, r->peer, what, r->worker, r->slice, r->wanted, r->seen);
+                 ", taken is up to %" PRIu64 "): rank %u died, is too slow, or called another collective",
+                 where, waited, r->peer, what, r->worker, r->slice, r->wanted, r->seen, r->peer);
         return SPCCL_ERR_TIMEOUT;
     case SP_GPU_BAD_FRAME:
         if (r->detail == SP_GPU_RULE_INDEX) {
@@ -91,15 +92,16 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
                 where, r->peer, what, r->worker, r->slice);
             return SPCCL_ERR_FORMAT;
         }
-        snprintf(text, cap,
-                 "%s a frame of rank %u breaks a rule (%s, worker %u, slice %u, field %u: got %" PRIu64
-                 ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",
-                 where, r->peer, what, r->worker, r->slice, r->detail, r->seen, r->wanted);
+        snprintf(
+            text, cap,
+            "%s a frame of rank %u breaks rule %u of docs/FORMAT.md 4 (%s, worker %u, slice %u: got %" PRIu64
+            ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",
+            where, r->peer, r->detail, what, r->worker, r->slice, r->seen, r->wanted);
         return SPCCL_ERR_FORMAT;
     case SP_GPU_NO_FAULT:
         break;
     }
-    snprintf(text, cap, "%s a report of unknown kind %u", where, r->fault);
+    snprintf(text, cap, "%s a report with the unknown fault %u", where, r->fault);
     return SPCCL_ERR_BUG;
 }
 
@@ -112,10 +114,10 @@ static void look_at_report(sp_gpu_comm *g)
     if (__atomic_load_n(&g->control->report.fault, __ATOMIC_ACQUIRE) == SP_GPU_NO_FAULT)
         return;
     if (atomic_load(&comm->abort_asked) || sp_comm_broken(comm) != SPCCL_OK)
-        return; /* the kernels ended because of that */
+        return; /* kernels ended because of the abort */
     r = g->control->report;
     st = describe_report(g, &r, text, sizeof text);
-    if (sp_comm_break(comm, st, text)) /* several may look at once */
+    if (sp_comm_break(comm, st, text)) /* another thread may have done it already */
         sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
 }
 
@@ -139,8 +141,8 @@ void sp_gpu_comm_look(spccl_comm *comm)
     sp_gpu_comm *g = atomic_load(&comm->gpu);
     if (g == NULL)
         return;
-    /* Whoever looks: one who has seen a kernel end must know afterwards what it reported, also if another
-     * thread is looking just now. */
+    /* Every caller reads the report, even while another thread does. Otherwise a caller that has seen a
+     * kernel end could miss that the kernel gave up. */
     look_at_report(g);
     if (comm->world_size > 1 && pthread_mutex_trylock(&g->look_mu) == 0) {
         look_at_peers(g);
@@ -164,7 +166,7 @@ static void *watch(void *arg)
         nanosleep(&(struct timespec){.tv_nsec = PERIOD_NS}, NULL);
         pthread_mutex_lock(&list_mu);
     }
-    thread_runs = false; /* with the list empty: the next one added starts another thread */
+    thread_runs = false; /* the list is empty: the next group that is added starts a new thread */
     pthread_mutex_unlock(&list_mu);
     return NULL;
 }
@@ -204,7 +206,7 @@ void sp_gpu_watchdog_remove(sp_gpu_comm *g)
 {
     pthread_mutex_lock(&list_mu);
     while (visited == g) {
-        /* The walk goes on over g->next, so g must not leave the list under it. */
+        /* The watchdog goes on to g->next, so g must stay in the list until then. */
         pthread_mutex_unlock(&list_mu);
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
         pthread_mutex_lock(&list_mu);

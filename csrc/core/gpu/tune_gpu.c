@@ -6,22 +6,23 @@
 
 #include <inttypes.h>
 
-/* An all-reduce that brings a rank at most so many dense bytes from all its peers goes in one hop, if every
- * worker has one slice of it at most: everybody sends everything. That saves the second wait, 10 to 14 us on
- * an H200 (spccl_bench_fused), at the price of P / 2 times the bytes (none between two ranks); if they are
- * dense, those that are more take a link of 357 GB/s 4 to 8 us at 3 MiB. */
+/* An all-reduce takes one hop, in which every rank sends its whole array to every other rank, under two
+ * conditions: a rank receives at most so many bytes from all its peers if the arrays are dense, and no worker
+ * has more than one slice. One hop saves the second wait, 10 to 14 us on an H200 (spccl_bench_fused). It
+ * costs P / 2 times the bytes (between two ranks: the same bytes). If the arrays are dense, the additional
+ * bytes take 4 to 8 us on a link of 357 GB/s at 3 MiB. */
 #define ONESHOT_BYTES ((uint64_t)3 << 20)
-/* Slices are not cut below these to give every worker one: headers and waits would cost more than they gain.
- */
+/* The smallest slices. Smaller ones would give more workers a slice, but headers and waits would cost more
+ * than that gains. */
 #define SLICE_ELEMS_MIN 1024u
 #define SLICE_BYTES_MIN 4096u
-/* Slices start at multiples of so many elements of the array: whole cache lines. */
+/* Slices start at multiples of so many elements of the array, so that they are whole cache lines. */
 #define SLICE_ELEMS_STEP 128u
 
 static uint32_t ctas_allowed(const sp_gpu_limits *l)
 {
     uint32_t n = l->max_ctas != 0 && l->max_ctas < l->n_sms ? l->max_ctas : l->n_sms;
-    return n != 0 ? n : 1; /* more ranks than multiprocessors on one GPU */
+    return n != 0 ? n : 1; /* 0: a GPU has fewer SMs than ranks */
 }
 
 spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
@@ -32,8 +33,8 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
     for (int op = 0; op < SP_FUSED_OPS; op++)
         for (uint32_t served = 0; served < SP_FUSED_SERVED_MAX; served++)
             most = l->workers_per_cta[served][op] > most ? l->workers_per_cta[served][op] : most;
-    /* Shorter rings before fewer workers, and these before fewer blocks: every multiprocessor takes part in
-     * moving memory. */
+    /* If bytes are short: first shorter rings, then fewer workers per CTA, and only then fewer CTAs, as every
+     * SM is needed to move memory. */
     for (uint32_t per_cta = most; per_cta > 0; per_cta--)
         for (s.ring_frames = SP_INBOX_RING_FRAMES_MAX; s.ring_frames >= SP_INBOX_RING_FRAMES_MIN;
              s.ring_frames--) {
@@ -48,10 +49,10 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
     least = sp_inbox_bytes(s);
     if (least > l->inbox_bytes || most == 0)
         return SP_FAIL(SPCCL_ERR_SETTING,
-                       "an inbox of %zu bytes is too small for %u ranks: one worker needs %zu, all %u "
-                       "blocks %zu (SPCCL_INBOX_BYTES)",
+                       "an inbox of %zu bytes is too small for %u ranks: one worker needs %zu, one on each "
+                       "of %u CTAs %zu (SPCCL_INBOX_BYTES)",
                        l->inbox_bytes, l->world_size, least, n_ctas, least * n_ctas);
-    s.n_workers = (uint32_t)(l->inbox_bytes / least); /* bytes are proportional to workers */
+    s.n_workers = (uint32_t)(l->inbox_bytes / least); /* an inbox's bytes are proportional to its workers */
     *out = s;
     return SPCCL_OK;
 }
@@ -67,7 +68,7 @@ static bool reduces(sp_fused_op op)
     return op == SP_FUSED_REDUCE_SCATTER || op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_ALL_REDUCE_ONESHOT;
 }
 
-/* Slices of the part that one rank owns (or, in one hop, of everything). */
+/* Slices of a rank's shard; where there are no shards (one hop): of the array. */
 static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t n_elems,
                                 uint32_t slice_elems)
 {
@@ -75,14 +76,15 @@ static uint64_t slices_per_rank(const sp_gpu_limits *l, sp_fused_op op, uint64_t
     return op == SP_FUSED_ALL_REDUCE || op == SP_FUSED_BROADCAST ? sp_ceil_div(n, l->world_size) : n;
 }
 
-/* The most elements that there is room for. */
+/* The most elements of a slice. */
 static uint32_t slice_elems_max(sp_fused_op op, spccl_dtype dtype, spccl_format format)
 {
     size_t elem_bytes = sp_dtype_bytes(dtype);
     uint32_t elems = (uint32_t)(SP_INBOX_SLICE_BYTES / elem_bytes);
     if (reduces(op) && sp_acc_dtype(dtype) != dtype)
-        elems /= 2; /* accumulated in float32: twice the room */
-    if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO) /* put together on chip */
+        elems /= 2; /* the accumulator is float32, twice as large */
+    /* A tile or coo frame must fit into the staging buffer. */
+    if (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO)
         while (elems > 128 && sp_frame_bound_forced(format, elems, elem_bytes) > SP_GPU_STAGE_BYTES)
             elems /= 2;
     else if (format != SPCCL_FORMAT_AUTO)
@@ -98,10 +100,11 @@ static uint32_t workers_per_cta(const sp_gpu_limits *l, sp_inbox_shape shape, sp
                                  l->workers_per_cta[n_served - 1][op]);
 }
 
-/* How many workers a feeder serves, and the elements of a slice. An array that is at most one slice for each
- * worker takes as long as one slice: with feeders for one worker each if that is enough of them, and slices
- * as short as they can be then. Longer arrays: more workers are worth fewer feeders in an all-gather, and
- * where owners add 16-bit floats; where they add others, dense frames get 8% slower (2 H200). */
+/* Set how many workers a feeder serves, and the elements of a slice.
+ * - If no worker has more than one slice, the collective takes as long as one slice. Each worker then has its
+ *   own feeder, if there are enough such workers, and slices are as short as possible.
+ * - For a longer array, shared feeders allow more workers. That pays in an all-gather, and in reductions of
+ *   16-bit floats. In reductions of other dtypes it made dense frames 8% slower (2 H200). */
 static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
                         spccl_format format, sp_gpu_plan *p)
 {
@@ -150,7 +153,7 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op 
     pick_slices(l, shape, n_elems, dtype, format, out);
     n_slices = slices_per_rank(l, op, n_elems, out->slice_elems);
     per_cta = workers_per_cta(l, shape, op, out->n_served);
-    /* Few slices: first one worker on each multiprocessor, and no more blocks than have something to do. */
+    /* With few slices: no more workers per CTA than are needed, and no more CTAs than have a slice. */
     needed = sp_ceil_div(n_slices, n_ctas);
     if (needed < per_cta)
         per_cta = needed != 0 ? (uint32_t)needed : 1;

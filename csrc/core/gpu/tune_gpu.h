@@ -1,28 +1,29 @@
-/* tune_gpu.h - choices of the GPU engine: workers, slice size, blocks, one hop or two. Planning: pure
- * functions. */
+/* tune_gpu.h - the choices for GPU collectives: workers, slice size, CTAs, one hop or two. Pure functions. */
 #ifndef SP_TUNE_GPU_H
 #define SP_TUNE_GPU_H
 
 #include "core/contract/gpu.h"
 
-/* What all ranks of a group have in common. */
+/* Limits that are equal on all ranks of a group. */
 typedef struct sp_gpu_limits {
     uint32_t world_size;
-    uint32_t n_sms; /* the least over the ranks, divided by the ranks that share a GPU */
-    /* By workers that a feeder serves, less 1, and operation; the least over the ranks. 0: feeders do not. */
+    uint32_t n_sms; /* the least over the ranks; ranks that share a GPU divide its SMs */
+    /* [n_served - 1][op], where a feeder serves n_served workers; the least over the ranks. 0: feeders
+     * cannot. */
     uint32_t workers_per_cta[SP_FUSED_SERVED_MAX][SP_FUSED_OPS];
     uint32_t max_ctas;  /* 0 = no limit; the least over the ranks */
     size_t inbox_bytes; /* the least over the ranks */
     uint32_t hops;      /* of an all-reduce: 1 or 2; 0 = by its size */
 } sp_gpu_limits;
 
-/* The inbox that fits the limits.  Errors: SETTING if not even one worker fits (the text names the bytes). */
+/* The shape of the largest inbox that fits the limits. Errors: SETTING if not even one worker fits; the text
+ * has the bytes. */
 spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out);
 
-/* Most blocks that a collective uses. */
+/* The most CTAs that a collective uses. */
 uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape);
 
-/* One call: the same on every rank, as it depends on nothing else. */
+/* How to run one collective. It depends on nothing but the arguments of sp_tune_gpu_plan: equal on all ranks. */
 typedef struct sp_gpu_plan {
     sp_fused_op op;
     uint32_t slice_elems; /* a multiple of 128 */
