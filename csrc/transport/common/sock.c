@@ -59,11 +59,13 @@ spccl_status sp_sock_dial(const sp_sock_address *to, int *out)
     /* A local socket says EAGAIN when the listener's queue is full: then this try is over, unlike
      * EINPROGRESS. */
     if (connect(fd, (const struct sockaddr *)&to->storage, to->bytes) != 0 && errno != EINPROGRESS) {
-        spccl_status st;
+        int err = errno;
         sp_sock_text(to, text, sizeof text);
-        st = SP_FAIL_ERRNO(SPCCL_ERR_PEER, "connecting to %s", text);
+        errno = err;
+        (void)SP_FAIL_ERRNO(SPCCL_ERR_PEER, "connecting to %s", text);
         close(fd);
-        return st;
+        errno = err; /* callers look for EAGAIN */
+        return SPCCL_ERR_PEER;
     }
     *out = fd;
     return SPCCL_OK;
@@ -83,6 +85,13 @@ spccl_status sp_sock_connected(int fd)
         return SP_FAIL_ERRNO(SPCCL_ERR_PEER, "connecting");
     }
     return SPCCL_OK;
+}
+
+void sp_sock_close(int *fd)
+{
+    if (*fd >= 0)
+        close(*fd);
+    *fd = -1;
 }
 
 void sp_sock_tune_tcp(int fd)

@@ -24,6 +24,8 @@ spccl_status sp_sock_write(int fd, const void *buf, size_t bytes, size_t *done);
  * SPCCL_AGAIN. Errors: SYSTEM (no socket), PEER (refused, unreachable). */
 spccl_status sp_sock_dial(const sp_sock_address *to, int *out);
 spccl_status sp_sock_connected(int fd);
+/* Close *fd unless it is -1, and set it to -1. */
+void sp_sock_close(int *fd);
 /* Non-blocking, close-on-exec; TCP: no delay, keep-alive. */
 void sp_sock_tune_tcp(int fd);
 

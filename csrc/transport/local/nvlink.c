@@ -1,8 +1,7 @@
-/* nvlink.c - the ranks of one host hand each other their GPU memory; see gpu_share.h. Once that is done the
- * kernels reach it as plain pointers, over NVLink or PCIe, and nothing here is needed any more.
+/* nvlink.c - the ranks of one host give each other access to their GPU memory; see gpu_share.h. After that
+ * the kernels reach it as plain pointers, over NVLink or PCIe, and nothing here is needed any more.
  *
- * Between two ranks the lower dials. After the handshake each end sends one message, with at most one
- * descriptor:
+ * After the handshake on the local socket each end sends one message, with at most one descriptor:
  *   0 u32 "SPGM"  4 u32 zero  8 u64 bytes of the memory  16 handle[SP_GPU_HANDLE_BYTES]   (little-endian) */
 #include "core/contract/gpu_share.h"
 
@@ -10,17 +9,13 @@
 #include "core/base/clock.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
-#include "transport/common/acceptor.h"
-#include "transport/common/auth.h"
 #include "transport/common/forks.h"
 #include "transport/common/host.h"
+#include "transport/common/local_socket.h"
 #include "transport/common/transports.h"
 
-#include <errno.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #define ID_BYTES SP_HS_ID_BYTES
@@ -32,41 +27,37 @@ _Static_assert(SP_GPU_SHARE_ADDRESS_BYTES == ID_BYTES + SP_HOST_ID_BYTES, "an id
 #define STILL_NS (20 * 1000000) /* between two questions whether the group is alive */
 
 enum peer_state {
-    PEER_DIAL,     /* to be dialled */
-    PEER_CONNECT,  /* connect() under way */
-    PEER_PROVE,    /* handshake under way */
-    PEER_EXPECTED, /* it dials */
-    PEER_SWAP,     /* proven; messages travel */
+    PEER_CONNECT,  /* this rank connects to it */
+    PEER_EXPECTED, /* it connects to this rank */
+    PEER_EXCHANGE, /* connected; messages travel */
     PEER_DONE
 };
 
 struct peer {
     enum peer_state state;
     int sock;
-    bool sent, received;
-    size_t n_received;
-    int fd; /* what it passed; -1: nothing */
-    uint8_t message[MESSAGE_BYTES];
-    sp_hs hs;
+    sp_local_connect connect;
+    bool sent;
+    sp_local_message received;
+    uint8_t message[MESSAGE_BYTES]; /* as received */
 };
 
 struct sp_gpu_share {
     sp_gpu_share_config config;
-    uint8_t id[ID_BYTES];
-    sp_acceptor acceptor;
+    sp_local_listener listener;
     struct peer *peers; /* [world_size] */
     pid_t pid;
     sp_fork_guard guard;
 };
 
-/* The first mapping that failed: told at the end, so that the peers get all they need to try theirs. */
+/* The first mapping that failed. It is returned at the end, so that the peers first get what they need. */
 struct refusal {
     spccl_status status; /* SPCCL_OK: none */
     char text[500];
 };
 
-/* What swap is about. */
-struct swap {
+/* What one call of sp_gpu_share_exchange is about. */
+struct exchange {
     size_t bytes;
     const uint8_t *addresses;
     uint8_t message[MESSAGE_BYTES]; /* ours */
@@ -75,77 +66,43 @@ struct swap {
     struct refusal refusal;
 };
 
-static void close_fd(int *fd)
-{
-    if (*fd >= 0)
-        close(*fd);
-    *fd = -1;
-}
-
 /* ---- listening ---- */
 
-static void local_socket_name(const uint8_t id[ID_BYTES], sp_sock_address *out)
+static bool expects(void *ctx, int from)
 {
-    struct sockaddr_un un = {.sun_family = AF_UNIX};
-    size_t n = 1; /* a leading zero byte: an abstract name */
-    n += (size_t)snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "spccl-gpu-");
-    for (size_t i = 0; i < ID_BYTES; i++)
-        n += (size_t)snprintf(un.sun_path + n, sizeof un.sun_path - n, "%02x", id[i]);
-    memset(out, 0, sizeof *out);
-    memcpy(&out->storage, &un, sizeof un);
-    out->bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + n);
+    return ((sp_gpu_share *)ctx)->peers[from].state == PEER_EXPECTED;
 }
 
-static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
+static void connected(void *ctx, int from, int fd)
 {
-    const sp_gpu_share *s = ctx;
-    const sp_gpu_share_config *c = &s->config;
-    if (h->kind != SP_HS_GPU || h->group_tag != c->group_tag || h->to != c->rank ||
-        memcmp(h->to_id, s->id, ID_BYTES) != 0)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not whom this connection is for", c->rank);
-    if (h->world_size != c->world_size)
-        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d has %d ranks, but rank %d has %d", h->from, h->world_size,
-                       c->rank, c->world_size);
-    if (h->from < 0 || h->from >= c->rank || s->peers[h->from].state != PEER_EXPECTED)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d", c->rank, h->from);
-    return SPCCL_OK;
-}
-
-static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *hello)
-{
-    struct peer *p = &((sp_gpu_share *)ctx)->peers[hello->from];
+    struct peer *p = &((sp_gpu_share *)ctx)->peers[from];
     p->sock = fd;
-    p->state = PEER_SWAP;
-    return SPCCL_OK;
+    p->state = PEER_EXCHANGE;
 }
 
 static spccl_status start_listening(sp_gpu_share *s)
 {
-    sp_acceptor_config ac = {.rank = s->config.rank,
-                             .secret = s->config.secret,
-                             .ctx = s,
-                             .check = check_hello,
-                             .ready = take_connection};
-    sp_sock_address name;
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    local_socket_name(s->id, &name);
-    if (fd < 0 || bind(fd, (const struct sockaddr *)&name.storage, name.bytes) != 0 || listen(fd, 128) != 0) {
-        spccl_status st =
-            SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: nvlink: listening on a local socket", s->config.rank);
-        close_fd(&fd);
-        return st;
-    }
-    return sp_acceptor_init(&s->acceptor, fd, &ac);
+    sp_local_config lc = {.transport = "nvlink",
+                          .what = "memory",
+                          .kind = SP_HS_GPU,
+                          .rank = s->config.rank,
+                          .world_size = s->config.world_size,
+                          .secret = s->config.secret,
+                          .group_tag = s->config.group_tag,
+                          .ctx = s,
+                          .expects = expects,
+                          .connected = connected};
+    return sp_local_listen(&s->listener, &lc);
 }
 
 static void close_in_child(void *owner)
 {
     sp_gpu_share *s = owner;
     for (int i = 0; i < s->config.world_size; i++) {
-        close_fd(&s->peers[i].sock);
-        close_fd(&s->peers[i].fd);
+        sp_sock_close(&s->peers[i].sock);
+        sp_local_message_close(&s->peers[i].received);
     }
-    sp_acceptor_close_descriptors(&s->acceptor);
+    sp_acceptor_close_descriptors(&s->listener.acceptor);
 }
 
 spccl_status sp_gpu_share_open(const sp_gpu_share_config *config, sp_gpu_share **out)
@@ -156,17 +113,16 @@ spccl_status sp_gpu_share_open(const sp_gpu_share_config *config, sp_gpu_share *
         return SP_FAIL(SPCCL_ERR_NOMEM, "nvlink: %zu bytes", sizeof *s);
     s->config = *config;
     s->pid = getpid();
-    s->acceptor.listen_fd = -1;
+    s->listener.acceptor.listen_fd = -1;
     s->peers = sp_calloc((size_t)config->world_size, sizeof *s->peers);
     if (s->peers == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "nvlink: %d peers", config->world_size);
         goto fail;
     }
     for (int i = 0; i < config->world_size; i++) {
-        s->peers[i].sock = s->peers[i].fd = -1;
-        s->peers[i].state = i == config->rank ? PEER_DONE : i < config->rank ? PEER_EXPECTED : PEER_DIAL;
+        s->peers[i].sock = -1;
+        s->peers[i].state = i == config->rank ? PEER_DONE : i < config->rank ? PEER_EXPECTED : PEER_CONNECT;
     }
-    SP_TRY_TO(fail, st, sp_random_bytes(s->id, ID_BYTES));
     SP_TRY_TO(fail, st, start_listening(s));
     sp_fork_watch(&s->guard, close_in_child, s);
     *out = s;
@@ -185,17 +141,17 @@ void sp_gpu_share_close(sp_gpu_share *s)
         struct peer *p = &s->peers[i];
         if (p->sock >= 0 && s->pid == getpid())
             (void)shutdown(p->sock, SHUT_RDWR);
-        close_fd(&p->sock);
-        close_fd(&p->fd);
+        sp_sock_close(&p->sock);
+        sp_local_message_close(&p->received);
     }
-    sp_acceptor_close(&s->acceptor);
+    sp_acceptor_close(&s->listener.acceptor);
     sp_free(s->peers);
     sp_free(s);
 }
 
 spccl_status sp_gpu_share_address(const sp_gpu_share *s, uint8_t out[SP_GPU_SHARE_ADDRESS_BYTES])
 {
-    memcpy(out, s->id, ID_BYTES);
+    memcpy(out, s->listener.id, ID_BYTES);
     return sp_host_identity(out + ID_BYTES);
 }
 
@@ -204,110 +160,9 @@ bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b)
     return memcmp(a + ID_BYTES, b + ID_BYTES, SP_HOST_ID_BYTES) == 0;
 }
 
-/* ---- connecting ---- */
-
-static spccl_status dial(struct peer *p, const uint8_t *address)
-{
-    sp_sock_address name;
-    local_socket_name(address, &name);
-    if (sp_sock_dial(&name, &p->sock) != SPCCL_OK) {
-        if (errno == EAGAIN)
-            return SPCCL_AGAIN; /* its queue of connections is full */
-        return SP_FAIL(SPCCL_ERR_PEER, "it stopped listening before it gave its memory");
-    }
-    p->state = PEER_CONNECT;
-    return SPCCL_OK;
-}
-
-static spccl_status start_proof(const sp_gpu_share *s, struct peer *p, int rank, const uint8_t *address)
-{
-    sp_hs_hello h = {.group_tag = s->config.group_tag,
-                     .kind = SP_HS_GPU,
-                     .from = s->config.rank,
-                     .to = rank,
-                     .world_size = s->config.world_size};
-    SP_TRY(sp_sock_connected(p->sock));
-    memcpy(h.to_id, address, ID_BYTES);
-    SP_TRY(sp_hs_dial(&p->hs, p->sock, &h, s->config.secret));
-    p->state = PEER_PROVE;
-    return SPCCL_OK;
-}
-
 /* ---- the message ---- */
 
-static spccl_status send_message(const struct swap *w, struct peer *p)
-{
-    uint8_t message[MESSAGE_BYTES];
-    union {
-        struct cmsghdr align;
-        char bytes[CMSG_SPACE(sizeof(int))];
-    } control = {.bytes = {0}};
-    struct iovec iov = {.iov_base = message, .iov_len = sizeof message};
-    struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1};
-    memcpy(message, w->message, sizeof message);
-    if (w->fd >= 0) {
-        struct cmsghdr *c = &control.align;
-        m.msg_control = &control;
-        m.msg_controllen = sizeof control;
-        c->cmsg_level = SOL_SOCKET;
-        c->cmsg_type = SCM_RIGHTS;
-        c->cmsg_len = CMSG_LEN(sizeof(int));
-        memcpy(CMSG_DATA(c), &w->fd, sizeof(int));
-    }
-    /* 144 bytes into an empty buffer: all or nothing. */
-    if (sendmsg(p->sock, &m, MSG_DONTWAIT | MSG_NOSIGNAL) != (ssize_t)sizeof message)
-        return errno == EAGAIN ? SPCCL_AGAIN : SP_FAIL_ERRNO(SPCCL_ERR_PEER, "passing GPU memory");
-    p->sent = true;
-    return SPCCL_OK;
-}
-
-/* Keep the descriptor that came along; more than one, or a second, is refused by the caller. */
-static bool take_descriptor(struct peer *p, struct msghdr *m)
-{
-    struct cmsghdr *c = CMSG_FIRSTHDR(m);
-    bool had = p->fd >= 0;
-    size_t n;
-    if (c == NULL)
-        return (m->msg_flags & MSG_CTRUNC) == 0;
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS || c->cmsg_len < CMSG_LEN(0))
-        return false;
-    n = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); /* the buffer may have room for two */
-    for (size_t i = 0; i < n; i++) {
-        int fd;
-        memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof fd);
-        if (n == 1 && p->fd < 0)
-            p->fd = fd;
-        else
-            close_fd(&fd);
-    }
-    return n == 1 && !had && (m->msg_flags & MSG_CTRUNC) == 0;
-}
-
-static spccl_status receive_message(struct peer *p)
-{
-    while (p->n_received < MESSAGE_BYTES) {
-        union {
-            struct cmsghdr align;
-            char bytes[CMSG_SPACE(sizeof(int))];
-        } control;
-        struct iovec iov = {.iov_base = p->message + p->n_received, .iov_len = MESSAGE_BYTES - p->n_received};
-        struct msghdr m = {
-            .msg_iov = &iov, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
-        ssize_t n = recvmsg(p->sock, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR))
-            return SPCCL_AGAIN;
-        if (n <= 0)
-            return n == 0 ? SP_FAIL(SPCCL_ERR_PEER, "the connection was closed")
-                          : SP_FAIL_ERRNO(SPCCL_ERR_PEER, "the connection broke");
-        if (!take_descriptor(p, &m))
-            return SP_FAIL(SPCCL_ERR_PEER, "it passed something that is not its memory");
-        p->n_received += (size_t)n;
-    }
-    p->received = true;
-    return SPCCL_OK;
-}
-
-static void note_refusal(const sp_gpu_share *s, struct swap *w, int rank, spccl_status st)
+static void note_refusal(const sp_gpu_share *s, struct exchange *w, int rank, spccl_status st)
 {
     char why[300];
     if (w->refusal.status != SPCCL_OK)
@@ -319,7 +174,7 @@ static void note_refusal(const sp_gpu_share *s, struct swap *w, int rank, spccl_
              why);
 }
 
-static spccl_status map_memory(const sp_gpu_share *s, struct swap *w, struct peer *p, int rank)
+static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, struct peer *p, int rank)
 {
     spccl_status st;
     if (sp_load_le32(p->message) != MESSAGE_MAGIC)
@@ -328,30 +183,31 @@ static spccl_status map_memory(const sp_gpu_share *s, struct swap *w, struct pee
         st = SP_FAIL(SPCCL_ERR_MISMATCH, "it has an inbox of %llu bytes, this rank one of %zu",
                      (unsigned long long)sp_load_le64(p->message + 8), w->bytes);
     else
-        st = s->config.ops->memory_import(s->config.ordinal, p->message + HANDLE_AT, p->fd, w->bytes,
+        st = s->config.ops->memory_import(s->config.ordinal, p->message + HANDLE_AT,
+                                          p->received.n_fds > 0 ? p->received.fds[0] : -1, w->bytes,
                                           &w->out[rank]);
-    close_fd(&p->fd);
+    sp_local_message_close(&p->received);
     if (st != SPCCL_OK)
         note_refusal(s, w, rank, st);
     return SPCCL_OK;
 }
 
-static spccl_status step_peer(sp_gpu_share *s, struct swap *w, int rank)
+static spccl_status step_peer(sp_gpu_share *s, struct exchange *w, int rank)
 {
     struct peer *p = &s->peers[rank];
     const uint8_t *address = w->addresses + (size_t)rank * SP_GPU_SHARE_ADDRESS_BYTES;
     switch (p->state) {
-    case PEER_DIAL:
-        SP_TRY(dial(p, address)); /* fall through */
     case PEER_CONNECT:
-        SP_TRY(start_proof(s, p, rank, address)); /* fall through */
-    case PEER_PROVE:
-        SP_TRY(sp_hs_step(&p->hs));
-        p->state = PEER_SWAP; /* fall through */
-    case PEER_SWAP:
-        if (!p->sent)
-            SP_TRY(send_message(w, p));
-        SP_TRY(receive_message(p));
+        SP_TRY(sp_local_connect_step(&s->listener, &p->connect, rank, address, &p->sock));
+        p->state = PEER_EXCHANGE; /* fall through */
+    case PEER_EXCHANGE:
+        if (!p->sent) {
+            SP_TRY(sp_local_send(&s->listener.config, p->sock, w->message, sizeof w->message, &w->fd,
+                                 w->fd >= 0 ? 1 : 0));
+            p->sent = true;
+        }
+        SP_TRY(
+            sp_local_receive(&s->listener.config, p->sock, p->message, sizeof p->message, 1, &p->received));
         SP_TRY(map_memory(s, w, p, rank));
         p->state = PEER_DONE;
         return SPCCL_OK;
@@ -363,10 +219,10 @@ static spccl_status step_peer(sp_gpu_share *s, struct swap *w, int rank)
     return SP_FAIL(SPCCL_ERR_BUG, "rank %d: nvlink: state %d", s->config.rank, (int)p->state);
 }
 
-/* One look at everybody: AGAIN while somebody is missing. */
-static spccl_status step_all(sp_gpu_share *s, struct swap *w, sp_rank_list *missing)
+/* Go on with every peer; AGAIN while one is missing. */
+static spccl_status step_all(sp_gpu_share *s, struct exchange *w, sp_rank_list *missing)
 {
-    SP_TRY(sp_acceptor_step(&s->acceptor));
+    SP_TRY(sp_acceptor_step(&s->listener.acceptor));
     for (int i = 0; i < s->config.world_size; i++) {
         char cause[400];
         spccl_status st = step_peer(s, w, i);
@@ -380,7 +236,7 @@ static spccl_status step_all(sp_gpu_share *s, struct swap *w, sp_rank_list *miss
     return missing->n == 0 ? SPCCL_OK : SPCCL_AGAIN;
 }
 
-static spccl_status run_swap(sp_gpu_share *s, struct swap *w)
+static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
 {
     int64_t asked_ns = sp_now_ns();
     for (;;) {
@@ -407,13 +263,13 @@ static spccl_status run_swap(sp_gpu_share *s, struct swap *w)
 spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes,
                                    const uint8_t *addresses, sp_gpu_memory **out)
 {
-    struct swap w = {.bytes = bytes, .addresses = addresses, .fd = -1, .out = out};
+    struct exchange w = {.bytes = bytes, .addresses = addresses, .fd = -1, .out = out};
     spccl_status st;
     sp_store_le32(w.message, MESSAGE_MAGIC);
     sp_store_le64(w.message + 8, bytes);
     SP_TRY(s->config.ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
-    st = run_swap(s, &w);
-    close_fd(&w.fd);
+    st = run_exchange(s, &w);
+    sp_sock_close(&w.fd);
     SP_TRY(st);
     return w.refusal.status == SPCCL_OK ? SPCCL_OK : SP_FAIL(w.refusal.status, "%s", w.refusal.text);
 }

@@ -10,7 +10,6 @@
 #include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
-#include "transport/common/auth.h"
 #include "transport/common/transports.h"
 
 #include <stdio.h>
@@ -26,8 +25,8 @@ static void close_in_child(void *owner)
 {
     struct sp_shm *ep = owner;
     for (int i = 0; i < ep->config.world_size; i++)
-        sp_shm_close_fd(&ep->peers[i].sock);
-    sp_acceptor_close_descriptors(&ep->acceptor);
+        sp_sock_close(&ep->peers[i].sock);
+    sp_acceptor_close_descriptors(&ep->listener.acceptor);
 }
 
 /* Tell the peers, also those whose socket some child has a copy of. */
@@ -52,17 +51,18 @@ static void shm_close(sp_endpoint *opaque)
     sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
         struct sp_shm_peer *p = &ep->peers[i];
-        sp_shm_close_fd(&p->sock);
-        sp_shm_close_fd(&p->out_fd);
-        sp_shm_close_fd(&p->bell);
+        sp_sock_close(&p->sock);
+        sp_sock_close(&p->out_fd);
+        sp_sock_close(&p->bell);
+        sp_local_message_close(&p->received);
         if (p->out != NULL)
             munmap(p->out, sp_shm_block_bytes(ep));
         if (p->in != NULL)
             munmap(p->in, sp_shm_block_bytes(ep));
     }
-    sp_acceptor_close(&ep->acceptor);
-    sp_shm_close_fd(&ep->bell);
-    sp_shm_close_fd(&ep->epoll_fd);
+    sp_acceptor_close(&ep->listener.acceptor);
+    sp_sock_close(&ep->bell);
+    sp_sock_close(&ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
     sp_free(ep->peers);
     sp_free(ep);
@@ -76,7 +76,7 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
         return SP_FAIL(SPCCL_ERR_NOMEM, "shm: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
     ep->pid = getpid();
-    ep->bell = ep->epoll_fd = ep->acceptor.listen_fd = ep->abort_rank = -1;
+    ep->bell = ep->epoll_fd = ep->listener.acceptor.listen_fd = ep->abort_rank = -1;
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
     if (ep->peers == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "shm: tables for %d ranks", config->world_size);
@@ -84,7 +84,6 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
     }
     for (int i = 0; i < config->world_size; i++)
         ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].bell = -1;
-    SP_TRY_TO(fail, st, sp_random_bytes(ep->id, sizeof ep->id));
     SP_TRY_TO(fail, st, sp_bell_open(&ep->bell));
     ep->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     if (ep->epoll_fd < 0) {
@@ -152,7 +151,7 @@ static void look_at_socket(struct sp_shm *ep, int rank)
                                                    : "is gone: its process ended or left the group");
     p->state = SP_SHM_GONE;
     pthread_mutex_lock(&ep->guard.lock);
-    sp_shm_close_fd(&p->sock); /* also takes it out of the epoll set */
+    sp_sock_close(&p->sock); /* also takes it out of the epoll set */
     pthread_mutex_unlock(&ep->guard.lock);
 }
 

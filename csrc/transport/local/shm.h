@@ -3,21 +3,20 @@
 #ifndef SP_SHM_H
 #define SP_SHM_H
 
-#include "transport/common/acceptor.h"
 #include "transport/common/forks.h"
+#include "transport/common/local_socket.h"
 #include "transport/local/ringlink.h"
 
 #include <unistd.h>
 
 #define SP_SHM_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
+#define SP_SHM_MESSAGE_BYTES 16u /* that passes the descriptors: shm_connect.c */
 
 enum sp_shm_state {
     SP_SHM_ABSENT,   /* not added */
-    SP_SHM_DIAL,     /* to be dialled */
-    SP_SHM_CONNECT,  /* connect() under way */
-    SP_SHM_PROVE,    /* handshake under way */
-    SP_SHM_EXPECTED, /* it dials */
-    SP_SHM_SWAP,     /* proven; descriptors travel */
+    SP_SHM_CONNECT,  /* this rank connects to it */
+    SP_SHM_EXPECTED, /* it connects to this rank */
+    SP_SHM_EXCHANGE, /* connected; descriptors travel */
     SP_SHM_UP,
     SP_SHM_GONE
 };
@@ -26,19 +25,20 @@ struct sp_shm_peer {
     enum sp_shm_state state;
     uint8_t id[SP_HS_ID_BYTES];
     int sock, out_fd, bell; /* bell: the peer's; -1: none */
+    sp_local_connect connect;
     bool sent;
+    sp_local_message received;
+    uint8_t message[SP_SHM_MESSAGE_BYTES]; /* as received */
     void *out, *in;
     size_t abort_done;
     uint8_t abort_bytes[SP_SHM_ABORT_BYTES];
-    sp_hs hs;
     sp_ring_link link;
 };
 
 struct sp_shm {
     sp_endpoint_config config;
-    uint8_t id[SP_HS_ID_BYTES];
     int bell, epoll_fd;
-    sp_acceptor acceptor;
+    sp_local_listener listener;
     struct sp_shm_peer *peers; /* [world_size] */
     int64_t looked_ns;
     bool look_now;
@@ -55,12 +55,6 @@ static inline struct sp_shm *sp_shm_self(sp_endpoint *ep)
 static inline size_t sp_shm_block_bytes(const struct sp_shm *ep)
 {
     return sp_ring_block_bytes(ep->config.n_queues, ep->config.queue_bytes);
-}
-static inline void sp_shm_close_fd(int *fd)
-{
-    if (*fd >= 0)
-        close(*fd);
-    *fd = -1;
 }
 
 /* As in transport.h. */

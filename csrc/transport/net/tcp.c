@@ -337,17 +337,10 @@ static void wind_up(struct sp_tcp *ep)
     }
 }
 
-static void close_fd(int *fd)
-{
-    if (*fd >= 0)
-        close(*fd);
-    *fd = -1;
-}
-
 static void close_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
     sp_tcp_end_connecting(ep, p);
-    close_fd(&p->control);
+    sp_sock_close(&p->control);
     for (uint32_t k = 0; p->sockets != NULL && k < sp_tcp_n_sockets(ep, p); k++)
         sp_tcp_socket_close(&p->sockets[k]);
     sp_free(p->sockets);
@@ -359,11 +352,11 @@ static void close_in_child(void *owner)
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_tcp_peer *p = &ep->peers[i];
         uint32_t n = sp_tcp_n_sockets(ep, p);
-        close_fd(&p->control);
+        sp_sock_close(&p->control);
         for (uint32_t k = 0; p->sockets != NULL && k < n; k++)
-            close_fd(&p->sockets[k].fd);
+            sp_sock_close(&p->sockets[k].fd);
         for (uint32_t k = 0; p->dials != NULL && k < 1 + n; k++)
-            close_fd(&p->dials[k].fd);
+            sp_sock_close(&p->dials[k].fd);
     }
     sp_acceptor_close_descriptors(&ep->acceptor);
 }
