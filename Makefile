@@ -1,5 +1,7 @@
 # Each target sets up what it needs first (.venv and build/, in this folder) and does nothing twice.
 #   make test    the whole test suite           make test ONLY="gcc pytest"   some stages of it
+#   make check   before each commit, 2 minutes  make test AT_ONCE=1           its stages one by one
+#   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv
 #   make demo    DDP training, dense and pruned
 #   make lint    formatting and Python checks   make bench                    benchmarks
 #   make fuzz SECONDS=600                       each fuzzer that long
@@ -9,13 +11,15 @@ PYTHON ?= python3
 SECONDS ?= 600
 export NO_APT TORCH_SPEC
 
-.PHONY: all setup test demo lint bench fuzz clean distclean
+.PHONY: all setup test check wheel demo lint bench fuzz clean distclean
 all: setup
-setup test demo lint bench fuzz clean distclean:
+setup test check wheel demo lint bench fuzz clean distclean:
 	@$(PYTHON) tools/dev.py $(command)
 
 setup: command = setup
-test: command = test $(if $(ONLY),--only $(ONLY))
+test: command = test $(if $(ONLY),--only $(ONLY)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
+check: command = check $(if $(AT_ONCE),--at-once $(AT_ONCE))
+wheel: command = wheel
 demo: command = demo $(ARGS)
 lint: command = lint
 bench: command = bench $(ARGS)

@@ -1,7 +1,10 @@
 """Checks an installed spccl: its files and tags, that nothing of it wants torch, and that it works.
 
-Run it with the Python of an environment that got `pip install .` and numpy, and has no torch.
-`--cuda in` or `--cuda absent` says whether the library must have been built with CUDA."""
+Run it with the Python of an environment that got spccl and numpy.
+    --cuda in|absent   whether the library must have been built with CUDA
+    --glue             the package holds the glue for one torch, and auditwheel has given it a platform tag
+    --torch            torch is there too: make a group of two ranks with the glue of the package, without a
+                       compiler. Without this flag torch must be absent."""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,23 +31,51 @@ FILES = ("_ext.abi3.so", "libspccl.so", "include/spccl.h", "py.typed")
 GLUE = "spccl/c10d_src"  # compiled on first use, so that one package serves every torch
 
 
-def check_files() -> None:
+RANK_CODE = """
+import datetime, sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+wait = datetime.timedelta(seconds=60)
+dist.init_process_group("spccl", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2, timeout=wait)
+x = torch.zeros(1000)
+x[rank] = rank + 1
+dist.all_reduce(x)
+assert x[:3].tolist() == [1, 2, 0], x[:3]
+dist.destroy_process_group()
+from spccl import _torch_glue
+print(_torch_glue.load())
+"""
+
+
+def git_names(folder: str, *suffixes: str) -> set[str]:
+    """Names below `folder` of the files that git tracks; empty where there is no git."""
+    listing = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True)
+    return {n.removeprefix(f"{folder}/") for n in listing.stdout.split("\n") if n.endswith(suffixes)}
+
+
+def check_files(glue: bool) -> None:
     names = {str(f) for f in metadata.files("spccl") or ()}
     missing = [f for f in FILES if f"spccl/{f}" not in names]
     assert not missing, f"not installed: {missing}"
-    sources = {p.name for p in (ROOT / "csrc/c10d_backend").iterdir() if p.suffix in (".cpp", ".hpp")}
+    sources = {p.name for p in (ROOT / "csrc/c10d_backend").rglob("*") if p.suffix in (".cpp", ".hpp")}
+    unseen = {Path(n).name for n in git_names("csrc/c10d_backend", ".cpp", ".hpp")} - sources
+    unseen |= git_names("python/spccl", ".py") - {
+        p.relative_to(ROOT / "python/spccl").as_posix() for p in (ROOT / "python/spccl").rglob("*.py")
+    }
+    assert not unseen, f"git tracks files that this check has not seen: {unseen}"
     shipped = {Path(n).name for n in names if n.startswith(GLUE + "/")}
     assert sources and sources <= shipped, f"{GLUE}: missing {sorted(sources - shipped)}"
     python = {f"spccl/{p.relative_to(ROOT / 'python/spccl')}" for p in (ROOT / "python/spccl").rglob("*.py")}
     assert python <= names, f"not installed: {sorted(python - names)}"
     inside = [n for n in names if not n.startswith(("spccl/include/", GLUE))]
-    strays = [n for n in inside if re.search(r"libspccl_torch|\.[ch]$|\.o$", n)]
-    assert not strays, f"does not belong into a package built without torch: {strays}"
+    found = [n for n in inside if "libspccl_torch" in n]
+    assert len(found) == glue, f"wanted {int(glue)} prebuilt glue, found {found}"
+    strays = [n for n in inside if re.search(r"\.[ch]$|\.o$", n)]
+    assert not strays, f"does not belong into a package: {strays}"
 
 
-def check_metadata() -> None:
+def check_metadata(glue: bool) -> None:
     wheel = metadata.distribution("spccl").read_text("WHEEL") or ""
-    assert "Tag: cp311-abi3-linux_" in wheel, wheel
+    assert f"Tag: cp311-abi3-{'manylinux' if glue else 'linux'}_" in wheel, wheel
     header = (ROOT / "csrc/spccl.h").read_text()
     found = re.search(r'SPCCL_VERSION_TEXT "([^"]+)"', header)
     versions = {metadata.version("spccl"), spccl.__version__, found.group(1) if found else "none"}
@@ -106,19 +139,47 @@ def check_commands() -> None:
             assert done.returncode == 0 and done.stdout.strip(), f"{words}: {done.returncode}\n{done.stderr}"
 
 
+def check_torch() -> None:
+    """Two ranks on backend "spccl", with the glue that the package holds."""
+    env = dict(os.environ, SPCCL_TORCH_GLUE="prebuilt", OMP_NUM_THREADS="1")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", RANK_CODE]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks = [subprocess.Popen([*command, str(r), f"{folder}/store"], env=env, **pipes) for r in range(2)]
+        try:
+            told = [rank.communicate(timeout=200)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank, text in zip(ranks, told, strict=True):
+        assert rank.returncode == 0, text
+        assert str(Path(spccl.__file__).parent) in text, f"the glue is not the package's own: {text}"
+
+
 def main() -> int:
-    assert importlib.util.find_spec("torch") is None, "this environment has torch: it proves nothing"
-    place = Path(spccl.__file__).resolve()
-    assert ROOT / "python" not in place.parents, f"{place} is the source tree, not the installed package"
     parser = argparse.ArgumentParser()
     parser.add_argument("--cuda", choices=["in", "absent"], required=True)
-    cuda = parser.parse_args().cuda
-    for check in (check_files, check_metadata, check_codec, check_commands):
+    parser.add_argument("--glue", action="store_true")
+    parser.add_argument("--torch", action="store_true")
+    args = parser.parse_args()
+    has_torch = importlib.util.find_spec("torch") is not None
+    assert has_torch == args.torch, f"torch is {'here: without it this proves' if has_torch else 'not here:'} nothing"
+    place = Path(spccl.__file__).resolve()
+    assert ROOT / "python" not in place.parents, f"{place} is the source tree, not the installed package"
+    compilers = [name for name in ("gcc", "cc", "g++", "c++", "clang", "nvcc") if shutil.which(name)]
+    assert not (args.glue and compilers), f"a wheel must not need compilers, and there are {compilers}"
+    checks = {
+        "check_files": lambda: check_files(args.glue),
+        "check_metadata": lambda: check_metadata(args.glue),
+        "check_codec": check_codec,
+        "check_commands": check_commands,
+        "check_cuda": lambda: check_cuda(args.cuda),
+        **({"check_torch": check_torch} if args.torch else {}),
+    }
+    for name, check in checks.items():
         check()
-        print(f"ok   {check.__name__}")
-    check_cuda(cuda)
-    print("ok   check_cuda")
-    print("check_package: 5 passed, 0 failed")
+        print(f"ok   {name}")
+    print(f"check_package: {len(checks)} passed, 0 failed")
     return 0
 
 

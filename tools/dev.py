@@ -1,4 +1,4 @@
-"""make test, demo, lint, bench, fuzz, clean: this script does the work, the Makefile only names it.
+"""make test, check, wheel, demo, lint, bench, fuzz, clean: this script does the work, the Makefile only names it.
 
     python3 tools/dev.py test [--only NAME ...]     the whole suite, or some of its stages
 """
@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from env import BUILD, ROOT, VENV, EnvError, child_env, ensure_spccl, ensure_venv, say
+from packages import make_wheel
 from stages import run_stages
-from suite import STAGES, c_build, lint, run_fuzz
+from suite import CHECK_STAGES, STAGES, c_build, lint, run_fuzz
 
 
 def cmd_setup(_: argparse.Namespace) -> int:
@@ -30,7 +31,17 @@ def cmd_test(args: argparse.Namespace) -> int:
         names = ", ".join(stage.name for stage in STAGES)
         raise EnvError(f"no stage {', '.join(sorted(unknown))}; there are: {names}")
     ensure_venv()
-    return 0 if run_stages([s for s in STAGES if not args.only or s.name in args.only]) else 1
+    return 0 if run_stages([s for s in STAGES if not args.only or s.name in args.only], args.at_once) else 1
+
+
+def cmd_check(args: argparse.Namespace) -> int:
+    ensure_venv()
+    return 0 if run_stages(CHECK_STAGES, args.at_once) else 1
+
+
+def cmd_wheel(_: argparse.Namespace) -> int:
+    say(f"wheel: {make_wheel().relative_to(ROOT)}")
+    return 0
 
 
 def cmd_demo(args: argparse.Namespace) -> int:
@@ -96,6 +107,12 @@ def main() -> int:
     test = commands.add_parser("test", help="the whole test suite")
     test.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="some stages, by name")
     test.set_defaults(fn=cmd_test)
+    check = commands.add_parser("check", help="what to run before each commit: 2 minutes")
+    check.set_defaults(fn=cmd_check)
+    for command in (test, check):
+        at_once = min(2, os.cpu_count() or 1)
+        command.add_argument("--at-once", type=int, default=at_once, metavar="N", help="stages at the same time")
+    commands.add_parser("wheel", help="the wheel to give away, in dist/").set_defaults(fn=cmd_wheel)
     for name, fn, text in (
         ("demo", cmd_demo, "examples/ddp/demo.py"),
         ("bench", cmd_bench, "micro-benchmarks, then spccl bench"),

