@@ -12,6 +12,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the glue is for torch, and none is installed")
 
+import kept_cxx  # noqa: E402
+
+from spccl import _torch_glue  # noqa: E402
+
 N_RANKS = 2
 RANK_CODE = """
 import datetime, sys
@@ -33,6 +37,7 @@ dist.destroy_process_group()
 def run_job(folder: Path, name: str) -> list[str]:
     """One job of N_RANKS processes with its cache in `folder`. Returns the library that each loaded."""
     env = dict(os.environ, SPCCL_TORCH_GLUE="compile", XDG_CACHE_HOME=str(folder / "the cache"))
+    env["CXX"] = kept_cxx.compiler(_torch_glue._compiler())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK_CODE, str(rank), str(N_RANKS), str(folder / name)],

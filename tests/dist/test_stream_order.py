@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="its streams and events are what is ordered")
 
+import kept_cxx  # noqa: E402
+
 from spccl import _torch_glue  # noqa: E402
 
 SOURCE = Path(__file__).resolve().parent / "stream_order.cpp"
@@ -38,7 +40,7 @@ WANTED = [
 )
 def test_order(tmp_path):
     driver = tmp_path / "libcuda.so.1"
-    command = _torch_glue.command(torch, _torch_glue._compiler(), driver)
+    command = _torch_glue.command(torch, kept_cxx.compiler(_torch_glue._compiler()), driver)
     command[command.index(str(_torch_glue.SOURCES / "glue.cpp"))] = str(SOURCE)
     command += [f"-I{_torch_glue.SOURCES}", "-O0", "-Wl,-soname,libcuda.so.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)

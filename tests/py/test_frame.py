@@ -1,5 +1,7 @@
 """encode, decode, inspect: arrays in, bytes out."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ EDGES = [0, 1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7, 65536,
 
 def pattern(n, dtype, zeros=0.9, seed=0):
     """[n] of any bits, about `zeros` of the elements zero."""
-    rng = np.random.default_rng([seed, n])
+    rng = np.random.default_rng([int(os.environ["SPCCL_TEST_SEED"]), seed, n])
     storage = numpy_dtype(dtype)
     x = np.frombuffer(rng.bytes(n * storage.itemsize), storage).copy()
     x[rng.random(n) < zeros] = 0

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = os.environ["SPCCL_TEST_FOLDER"]
+SEED = int(os.environ.get("SPCCL_TEST_SEED", "0"))  # the same on all ranks
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 SIZES = (0, 1, 31, 4097, 70001)
@@ -74,7 +75,7 @@ def raises(kind: type[BaseException], *words: str):
 def made(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype, zeros: float = 0.8, seed: int = 0):
     """Rank `rank`'s input: random, a share `zeros` of it zero; floats with -0.0 and tiny values among them."""
     shape = (shape,) if isinstance(shape, int) else shape
-    g = torch.Generator().manual_seed(1000 * seed + rank)
+    g = torch.Generator().manual_seed((SEED + 1000 * seed + rank) % (1 << 63))
     keep = torch.rand(shape, generator=g) >= zeros
     if dtype == torch.bool:
         return keep
