@@ -1,4 +1,4 @@
-/* bits.h - little-endian load and store, popcount, alignment. Base of the map; includes nothing of ours. */
+/* bits.h - little-endian load and store, popcount, alignment. */
 #ifndef SP_BITS_H
 #define SP_BITS_H
 
@@ -10,7 +10,7 @@
 #error "spccl needs a little-endian machine: frames are little-endian and are used in place"
 #endif
 
-/* A function that the GPU runs too, from the same text. */
+/* Marks a function that host code and GPU code both compile. */
 #ifdef __CUDACC__
 #define SP_HD __host__ __device__
 #else
@@ -63,7 +63,7 @@ static inline size_t sp_ceil_div(size_t a, size_t b)
 {
     return a / b + (a % b != 0);
 }
-/* Smallest multiple of `to` (a power of two) that is >= v; the caller knows it does not overflow. */
+/* Smallest multiple of `to` (a power of two) that is >= v. The caller makes sure that it fits. */
 static inline size_t sp_align_up(size_t v, size_t to)
 {
     return (v + to - 1) & ~(to - 1);

@@ -1,4 +1,4 @@
-/* clock.h - monotonic time in ns and deadlines. Base of the map; includes nothing of ours. */
+/* clock.h - monotonic time in ns, and deadlines. */
 #ifndef SP_CLOCK_H
 #define SP_CLOCK_H
 
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <time.h>
 
-/* A deadline is an absolute monotonic time in ns; SP_NEVER does not pass. */
+/* A deadline is an absolute monotonic time in ns. SP_NEVER is a deadline that never passes. */
 #define SP_NEVER INT64_MAX
 
 static inline int64_t sp_now_ns(void)
@@ -23,7 +23,7 @@ static inline bool sp_deadline_passed(int64_t deadline_ns)
 {
     return deadline_ns != SP_NEVER && sp_now_ns() >= deadline_ns;
 }
-/* Milliseconds left, rounded up, within [0, cap_ms]: what poll and epoll_wait want. */
+/* Milliseconds left, rounded up, in [0, cap_ms]: the time-out argument of poll and epoll_wait. */
 static inline int sp_deadline_left_ms(int64_t deadline_ns, int cap_ms)
 {
     int64_t left;

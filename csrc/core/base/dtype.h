@@ -1,5 +1,5 @@
-/* dtype.h - size, name and arithmetic rules of each dtype; the float16 and bfloat16 rounding, once.
- * Base of the map. Scalar C here is the meaning that every kernel set must reproduce bit for bit. */
+/* dtype.h - size and name of each dtype, and the conversions of float16 and bfloat16.
+ * Every kernel set must give the same bits as the conversions here. */
 #ifndef SP_DTYPE_H
 #define SP_DTYPE_H
 
@@ -26,12 +26,12 @@ static inline const char *sp_dtype_name(spccl_dtype t)
                                                    "int32",   "int64",   "uint8"};
     return sp_dtype_ok(t) ? names[t] : "?";
 }
-/* float8 is carried as bytes; nothing is added in it. */
+/* float8 values are moved as bytes; there is no arithmetic on them. */
 static inline bool sp_dtype_can_reduce(spccl_dtype t)
 {
     return sp_dtype_ok(t) && t != SPCCL_FLOAT8;
 }
-/* What a reduction accumulates in: float32 for the 16-bit floats, else the dtype itself. */
+/* Dtype of the accumulator of a reduction: float32 for the 16-bit floats, else the dtype itself. */
 static inline spccl_dtype sp_acc_dtype(spccl_dtype t)
 {
     return t == SPCCL_FLOAT16 || t == SPCCL_BFLOAT16 ? SPCCL_FLOAT32 : t;
@@ -59,7 +59,7 @@ static inline SP_HD float sp_bf16_to_f32(uint16_t h)
 {
     return sp_f32_from_bits((uint32_t)h << 16);
 }
-/* Round to nearest, ties to even. A NaN becomes quiet and keeps its upper payload bits and sign. */
+/* Rounds to nearest, ties to even. A NaN becomes quiet and keeps its sign and upper payload bits. */
 static inline SP_HD uint16_t sp_bf16_from_f32(float f)
 {
     uint32_t u = sp_f32_to_bits(f);
@@ -73,7 +73,7 @@ static inline SP_HD float sp_f16_to_f32(uint16_t h)
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
     uint32_t exp = (h >> 10) & 0x1fu;
     uint32_t man = h & 0x3ffu;
-    if (exp == 0x1f) /* infinity, or NaN made quiet as the hardware conversion does */
+    if (exp == 0x1f) /* infinity or NaN; a NaN becomes quiet, as in the hardware conversion */
         return sp_f32_from_bits(sign | 0x7f800000u | (man << 13) | (man != 0 ? 0x00400000u : 0u));
     if (exp == 0) { /* zero or denormal: man * 2^-24 is exact */
         float v = (float)man * 0x1p-24f;
@@ -81,8 +81,8 @@ static inline SP_HD float sp_f16_to_f32(uint16_t h)
     }
     return sp_f32_from_bits(sign | ((exp + 112u) << 23) | (man << 13));
 }
-/* Round to nearest, ties to even; overflow to infinity. A NaN becomes quiet and keeps its upper payload bits.
- */
+/* Rounds to nearest, ties to even; overflow gives infinity. A NaN becomes quiet and keeps its sign and upper
+ * payload bits. */
 static inline SP_HD uint16_t sp_f16_from_f32(float f)
 {
     uint32_t u = sp_f32_to_bits(f);
@@ -92,7 +92,7 @@ static inline SP_HD uint16_t sp_f16_from_f32(float f)
         return (uint16_t)(sign | 0x7e00u | ((mag >> 13) & 0x3ffu));
     if (mag >= 0x477ff000u) /* 65520 and above round to infinity */
         return (uint16_t)(sign | 0x7c00u);
-    if (mag < 0x38800000u) { /* below 2^-14: the float adder rounds at 2^-24 */
+    if (mag < 0x38800000u) { /* below 2^-14: adding 0.5 makes the FPU round at 2^-24 */
         float r = sp_f32_from_bits(mag) + 0.5f;
         return (uint16_t)(sign | (sp_f32_to_bits(r) - 0x3f000000u));
     }

@@ -1,5 +1,5 @@
-/* env.h - the one table of SPCCL_* variables: name, type, default, help. Base of the map.
- * A variable is read where a communicator or the process starts, never in the middle of work. */
+/* env.h - the table of all SPCCL_* variables: name, type, default, help.
+ * A variable is read when the process or a communicator starts, not during a collective. */
 #ifndef SP_ENV_H
 #define SP_ENV_H
 
@@ -35,10 +35,10 @@ typedef struct sp_env_var {
 } sp_env_var;
 
 const sp_env_var *sp_env_describe(sp_env_id id);
-/* The text now in force; the default when unset or empty. Never NULL. */
+/* The variable's text, or its default if it is unset or empty. Never NULL. */
 const char *sp_env_text(sp_env_id id);
-/* The number now in force. Errors: SETTING (not a number, or outside its range); K, M and G suffixes are
- * powers of 1024. */
+/* The variable's number, or its default. The suffixes K, M and G mean powers of 1024.
+ * Errors: SETTING (not a number, or outside its range). */
 spccl_status sp_env_number(sp_env_id id, int64_t *out);
 
 #endif

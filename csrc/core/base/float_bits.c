@@ -30,7 +30,7 @@ static bool changed_by_zero_64(uint64_t u)
     return u == SIGN_64 || (is_nan_64(u) && (u & QUIET_64) == 0);
 }
 
-/* The loops have no early exit: without one they are vectorized. */
+/* The two loops below have no early exit, so that the compiler vectorizes them. */
 
 bool sp_floats_any_nan(const uint8_t *values, size_t n, size_t elem_bytes)
 {

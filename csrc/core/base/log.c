@@ -1,4 +1,4 @@
-/* log.c - see log.h. A line is written with one fwrite, so lines of several ranks do not mix. */
+/* log.c - see log.h. One fwrite writes a whole line, so lines of several ranks do not mix. */
 #include "core/base/log.h"
 
 #include "core/base/clock.h"

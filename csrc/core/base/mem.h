@@ -1,4 +1,4 @@
-/* mem.h - allocation with overflow checks. Base of the map. */
+/* mem.h - allocation and arithmetic of sizes, with overflow checks. */
 #ifndef SP_MEM_H
 #define SP_MEM_H
 
@@ -9,13 +9,13 @@
 /* Zeroed memory for n elements of elem_bytes; NULL when out of memory or when the product overflows.
  * Freed with sp_free. n == 0 gives a valid pointer. */
 void *sp_calloc(size_t n, size_t elem_bytes);
-/* Uninitialised, aligned to 64 bytes (a cache line, an AVX-512 vector); freed with sp_free. */
+/* Uninitialised memory, aligned to 64 bytes: a cache line, or an AVX-512 vector. Freed with sp_free. */
 void *sp_alloc64(size_t bytes);
 void sp_free(void *p); /* accepts NULL */
 /* *out = a * b; false (and *out untouched) on overflow. */
 bool sp_mul_size(size_t a, size_t b, size_t *out);
 bool sp_add_size(size_t a, size_t b, size_t *out);
-/* True if [a, a+a_bytes) and [b, b+b_bytes) share a byte. Empty ranges share nothing. */
+/* True if [a, a+a_bytes) and [b, b+b_bytes) have a byte in common. */
 bool sp_overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes);
 
 #endif

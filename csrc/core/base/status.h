@@ -1,31 +1,31 @@
-/* status.h - status names and the last-error text of each thread; SP_FAIL, SP_TRY, SP_TRY_TO.
- * Base of the map. */
+/* status.h - status names, the last-error text of each thread, SP_FAIL, SP_TRY and SP_TRY_TO. */
 #ifndef SP_STATUS_H
 #define SP_STATUS_H
 
 #include "spccl.h"
 
 #ifdef __cplusplus
-extern "C" { /* the launchers of kernels report errors too */
+extern "C" { /* for the CUDA files, which are C++ */
 #endif
 
-/* Set this thread's error text (one line: who, where, got, wanted) and return `status`. */
+/* Set this thread's error text (one line: who, where, got, wanted), and return `status`. */
 spccl_status sp_fail(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
-/* The same with errno's text and number appended. */
+/* As sp_fail, with the text and number of errno appended. */
 spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
-/* Replace this thread's text by `text` as it stands (an error that comes from elsewhere). */
+/* Replace this thread's error text by `text`: for an error that another thread or rank found. */
 void sp_set_error(const char *text);
-/* Printable name of a status without "SPCCL_ERR_": "PEER"; "?" if unknown. */
+/* Name of a status without "SPCCL_ERR_", for example "PEER"; "?" if unknown. */
 const char *sp_status_short(spccl_status status);
 
 #ifdef __cplusplus
 }
 #endif
 
-/* Used once, where a fault is first seen; above that, only forward. */
+/* Use these where an error is first found. Callers pass the status on with SP_TRY. */
 #define SP_FAIL(status, ...) sp_fail((status), __VA_ARGS__)
 #define SP_FAIL_ERRNO(status, ...) sp_fail_errno((status), __VA_ARGS__)
-/* Return from this function with anything that is not SPCCL_OK. */
+/* If x is not SPCCL_OK, return it from this function (SP_TRY), or store it in st and go to label (SP_TRY_TO).
+ */
 #define SP_TRY(x)                                                                                            \
     do {                                                                                                     \
         spccl_status sp_try_status_ = (x);                                                                   \

@@ -1,5 +1,4 @@
-/* trace.h - the last events of one communicator in a fixed buffer, printed when it breaks. Base of the map.
- */
+/* trace.h - a fixed buffer with the last events of one communicator, printed when the communicator breaks. */
 #ifndef SP_TRACE_H
 #define SP_TRACE_H
 
@@ -17,14 +16,14 @@ typedef struct sp_trace_event {
 typedef struct sp_trace {
     sp_trace_event *events;
     uint32_t cap;
-    uint64_t n; /* ever recorded */
+    uint64_t n; /* events recorded since sp_trace_init */
 } sp_trace;
 
-/* Room for `cap` events; 0 turns it off. */
+/* Keep the last `cap` events; 0 turns the trace off. Errors: NOMEM. */
 spccl_status sp_trace_init(sp_trace *trace, uint32_t cap);
 void sp_trace_fini(sp_trace *trace);
 void sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll, uint64_t n_elems);
-/* Print what is kept, oldest first, one warning line each. */
+/* Log the events that are kept, oldest first, one line of level "warn" each. */
 void sp_trace_dump(const sp_trace *trace, int rank);
 
 #endif
