@@ -1,5 +1,5 @@
-/* array_codec.c - the public codec functions of spccl.h: arrays to encoded arrays and back; names of
- * formats and dtypes. Place in the map: running, above codec. Knows no ranks, schedules or transports. */
+/* array_codec.c - the public codec functions of spccl.h: spccl_encode, spccl_decode, spccl_frame_inspect, and
+ * the names of formats and dtypes. */
 #include "core/base/abi.h"
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
@@ -7,13 +7,14 @@
 
 #include <math.h>
 
-/* A slice in float32 is 256 KiB: it stays in the second-level cache between scan and encode. */
-/* Half a pici tile: what a GPU block holds of the 8-byte types. */
+/* slice_elems must be a multiple of this: half a pici tile, the slice of 8-byte elements on a GPU. */
 #define SLICE_STEP 2048u
+/* 256 KiB of float32: a slice stays in the L2 cache between scan and encode. */
 #define DEFAULT_SLICE_ELEMS 65536u
 
-/* From here on stores bypass the cache. Measured on an AMD EPYC (Zen 4) with 32 MiB of L3, decode of tile
- * frames at 1%: cached 61 GB/s at 16 MiB, 32 at 32 MiB, 28 at 64 MiB; bypassing 44, 31 and 42. */
+/* From this size of dst on, decode uses non-temporal stores. Measured on an AMD EPYC (Zen 4) with 32 MiB of
+ * L3, decode of tile frames at 1% density, dst of 16, 32 and 64 MiB: ordinary stores 61, 32 and 28 GB/s,
+ * non-temporal stores 44, 31 and 42 GB/s. */
 #define NT_DST_BYTES_MIN ((size_t)32 << 20)
 
 /* ---- names ---- */
@@ -102,10 +103,10 @@ struct encode_job {
     spccl_dtype dtype;
     spccl_format forced;
     uint8_t *dst;
-    size_t dst_cap, at; /* room, bytes written */
+    size_t dst_cap, at; /* bytes of dst; bytes of dst written so far */
 };
 
-/* The reason is for the text only; sp_codec_allows decides. */
+/* Only makes the error text; sp_codec_allows decides. */
 static spccl_status refuse_forced(const struct encode_job *j, const sp_slice_stats *s, size_t from)
 {
     const char *why = "";
@@ -122,11 +123,11 @@ static spccl_status refuse_forced(const struct encode_job *j, const sp_slice_sta
                    from, from + s->n_elems - 1, s->nnz, spccl_format_name(j->forced), why);
 }
 
-/* AUTO: the forced format does not fit. */
+/* The format for a slice. AUTO means that the forced format does not fit. */
 static spccl_format choose(const struct encode_job *j, const sp_slice_stats *s)
 {
     if (s->n_elems == 0)
-        return SPCCL_FORMAT_EMPTY; /* no other format can hold nothing, forced or not */
+        return SPCCL_FORMAT_EMPTY; /* the only format for 0 elements, whatever is forced */
     if (j->forced == SPCCL_FORMAT_AUTO)
         return sp_tune_format(s, j->base != NULL, INFINITY);
     return sp_codec_allows(s, j->forced, j->base != NULL) ? j->forced : SPCCL_FORMAT_AUTO;
@@ -242,7 +243,7 @@ static spccl_status check_decode(struct decode_job *j)
     return SPCCL_OK;
 }
 
-/* Does this good frame belong here, `done` elements into the array? */
+/* Check that this valid frame fits the array, after `done` elements. */
 static spccl_status check_fits(const struct decode_job *j, const sp_frame *f, size_t done)
 {
     if (f->dtype != j->dtype)

@@ -8,8 +8,9 @@
 struct sp_codec {
     const sp_kernels *kernels;
     size_t max_elems;
-    uint64_t *mask;     /* [ceil(max_elems/64)]  } of the slice scanned last */
-    uint16_t *tile_nnz; /* [ceil(max_elems/256)] } */
+    /* Results of the last scan. */
+    uint64_t *mask;     /* [ceil(max_elems/64)] */
+    uint16_t *tile_nnz; /* [ceil(max_elems/256)] */
 };
 
 spccl_status sp_codec_create(const sp_kernels *kernels, size_t max_elems, sp_codec **out)

@@ -1,6 +1,6 @@
-/* format.c - see format.h and docs/FORMAT.md: layout, sizes, header, and the check of received frames.
- * Place in the map: contracts. sp_frame_validate runs on every received slice, so its loops are written to
- * vectorise: they gather verdicts and branch once at the end. */
+/* format.c - layout, sizes and header of frames, and the check of received frames. See format.h and
+ * docs/FORMAT.md. sp_frame_validate runs on every received slice, so the compiler must vectorise its loops:
+ * they collect errors without a branch, and one branch follows at the end. */
 #include "core/format/format.h"
 
 #include "core/base/dtype.h"
@@ -14,7 +14,7 @@ _Static_assert(SP_FRAME_ELEMS_MAX - 1 <= UINT32_MAX, "every index fits u32");
 _Static_assert(SP_FRAME_HEADER_BYTES % SP_FRAME_ALIGN == 0,
                "the first section starts right after the header");
 
-/* Offsets of the header's fields, FORMAT.md 2. */
+/* Offsets of the header's fields (FORMAT.md 2). */
 enum {
     AT_MAGIC = 0,
     AT_VERSION = 4,
@@ -63,10 +63,11 @@ static struct sections sections_of(spccl_format format, size_t n_elems, size_t n
     return s;
 }
 
-static size_t place(bool has, size_t bytes, size_t *at)
+/* The offset of a section that starts at *end, or 0 if the frame does not have it. Moves *end past it. */
+static size_t add_section(bool has, size_t bytes, size_t *end)
 {
-    size_t off = has ? *at : 0;
-    *at = sp_align_up(*at + bytes, SP_FRAME_ALIGN);
+    size_t off = has ? *end : 0;
+    *end = sp_align_up(*end + bytes, SP_FRAME_ALIGN);
     return off;
 }
 
@@ -74,12 +75,12 @@ void sp_frame_layout_of(spccl_format format, size_t n_elems, size_t nnz, size_t 
                         sp_frame_layout *out)
 {
     struct sections s = sections_of(format, n_elems, nnz, elem_bytes);
-    size_t at = SP_FRAME_HEADER_BYTES;
+    size_t end = SP_FRAME_HEADER_BYTES;
 
-    out->index_off = place(s.has_index, s.index_bytes, &at);
-    out->meta_off = place(s.has_meta, s.meta_bytes, &at);
-    out->values_off = place(s.has_values, s.values_bytes, &at);
-    out->frame_bytes = at;
+    out->index_off = add_section(s.has_index, s.index_bytes, &end);
+    out->meta_off = add_section(s.has_meta, s.meta_bytes, &end);
+    out->values_off = add_section(s.has_values, s.values_bytes, &end);
+    out->frame_bytes = end;
 }
 
 size_t sp_frame_bytes(spccl_format format, size_t n_elems, size_t nnz, size_t elem_bytes)
@@ -103,7 +104,7 @@ size_t sp_frame_bound_forced(spccl_format format, size_t n_elems, size_t elem_by
 
 /* ---- writing ---- */
 
-/* The (at most three) gaps behind the sections of a frame: [from, to) each. */
+/* The padding after the sections of a frame: at most three ranges [from, to). */
 struct gaps {
     size_t from[3], to[3];
     int n;
@@ -152,11 +153,11 @@ void sp_frame_write_header(void *dst, spccl_format format, spccl_dtype dtype, bo
         memset(p + g.from[i], 0, g.to[i] - g.from[i]);
 }
 
-/* ---- checking: header. The numbers in the comments are those of FORMAT.md 4 ---- */
+/* ---- checking: header. The comments use the rule numbers of FORMAT.md 4 ---- */
 
 #define REFUSE(...) SP_FAIL(SPCCL_ERR_FORMAT, "frame: " __VA_ARGS__)
 
-/* Rules 1 to 7: what can be said before any size is trusted. */
+/* Rules 1 to 7: fields that do not depend on a count. */
 static spccl_status check_fixed_fields(const uint8_t *p, size_t bytes)
 {
     if (bytes < SP_FRAME_HEADER_BYTES)
@@ -179,7 +180,7 @@ static spccl_status check_fixed_fields(const uint8_t *p, size_t bytes)
     return SPCCL_OK;
 }
 
-/* Rules 8 to 13: counts, and what the format says of them. */
+/* Rules 8 to 13: the counts, and whether they fit the format. */
 static spccl_status check_counts(spccl_format format, bool is_delta, uint64_t n_elems, uint64_t nnz)
 {
     unsigned long long n = n_elems, k = nnz;
@@ -207,7 +208,7 @@ static spccl_status check_off(const char *field, uint64_t got, size_t wanted)
                   wanted);
 }
 
-/* Rules 14 to 19: offsets and sizes are what the counts give, all bytes are here, padding is zero. */
+/* Rules 14 to 19: offsets and sizes follow from the counts, no bytes are missing, padding is zero. */
 static spccl_status check_layout(const uint8_t *p, size_t bytes, const sp_frame *f,
                                  const sp_frame_layout *want)
 {
@@ -264,7 +265,7 @@ static size_t sum_u8(const uint8_t *p, size_t n)
     return sum;
 }
 
-/* How many i in [1, n) have p[i] <= p[i-1]. In runs of 255 so that the verdicts add up in bytes. */
+/* Number of falls: the i in [1, n) with p[i] <= p[i-1]. Runs of 255 let the compiler count in bytes. */
 static size_t count_falls_u8(const uint8_t *p, size_t n)
 {
     size_t falls = 0;
@@ -278,37 +279,39 @@ static size_t count_falls_u8(const uint8_t *p, size_t n)
     return falls;
 }
 
-/* The same, only where a block that lists something begins. counts sum to nnz >= 1. No branch on a count:
- * whether a block is empty is a coin toss at the densities that this format is for. */
-static size_t count_border_falls(const uint8_t *counts, size_t n_blocks, const uint8_t *places, size_t nnz)
+/* Number of falls at the first offset of a block that is not empty. The counts sum to nnz >= 1. There is no
+ * branch on a count: at the densities of this format, about every other block is empty, and a branch would be
+ * mispredicted. */
+static size_t count_border_falls(const uint8_t *counts, size_t n_blocks, const uint8_t *offsets, size_t nnz)
 {
     size_t falls = 0, off = 0;
     for (size_t b = 0; b < n_blocks; b++) {
         size_t at = off < nnz ? off : nnz - 1;
         size_t before = at - (at != 0);
-        falls += (size_t)((counts[b] != 0) & (off != 0) & (places[at] <= places[before]));
+        falls += (size_t)((counts[b] != 0) & (off != 0) & (offsets[at] <= offsets[before]));
         off += counts[b];
     }
     return falls;
 }
 
-/* Slow path, for the text: the first entry that breaks the rising order of its block. */
+/* Slow path, only for the error text: find the first offset that does not rise within its block. */
 static spccl_status refuse_tile_order(const sp_frame *f)
 {
     size_t off = 0, n_blocks = sp_ceil_div(f->n_elems, SP_TILE_ELEMS);
     for (size_t b = 0; b < n_blocks; b++) {
         for (size_t i = 1; i < f->index[b]; i++) {
             if (f->meta[off + i] <= f->meta[off + i - 1])
-                return REFUSE("tile: block %zu: place %u after %u, wanted strictly rising", b,
+                return REFUSE("tile: block %zu: offset %u after %u, wanted strictly rising", b,
                               f->meta[off + i], f->meta[off + i - 1]);
         }
         off += f->index[b];
     }
-    return SP_FAIL(SPCCL_ERR_BUG, "frame: tile: order check disagrees with itself");
+    return SP_FAIL(SPCCL_ERR_BUG,
+                   "frame: tile: the fast check found a wrong order of offsets, the slow one none");
 }
 
-/* Rules 20 to 22. A fall inside a block is an error, at the start of a block it is the rule: so all falls
- * must be at the starts. */
+/* Rules 20 to 22. A fall inside a block is an error. A fall from one block to the next is allowed. So the
+ * number of all falls must equal the number of falls at block starts. */
 static spccl_status check_tile(const sp_frame *f)
 {
     size_t n_blocks = sp_ceil_div(f->n_elems, SP_TILE_ELEMS);
@@ -320,15 +323,15 @@ static spccl_status check_tile(const sp_frame *f)
         return SPCCL_OK;
     if (count_falls_u8(f->meta, f->nnz) != count_border_falls(f->index, n_blocks, f->meta, f->nnz))
         return refuse_tile_order(f);
-    /* Places rise, so the last one of the last block tells for all of it. */
+    /* Offsets rise, so the last offset of the last block is its largest. */
     if (rest != 0 && f->index[n_blocks - 1] != 0 && f->meta[f->nnz - 1] >= rest)
-        return REFUSE("tile: block %zu: place %u, wanted below %zu (n_elems %zu)", n_blocks - 1,
+        return REFUSE("tile: block %zu: offset %u, wanted below %zu (n_elems %zu)", n_blocks - 1,
                       f->meta[f->nnz - 1], rest, f->n_elems);
     return SPCCL_OK;
 }
 
-/* Set bits of one tile's 64 words. Adds bit counts per byte, so that the loop needs no popcount instruction
- * (the portable build has none) and vectorises; 16 words give at most 128 per byte. */
+/* Number of set bits in one tile's 64 words. The loop adds bit counts per byte: it needs no popcount
+ * instruction, which the portable build lacks, and it vectorises. 16 words give at most 128 per byte. */
 static unsigned count_tile_bits(const uint8_t *words)
 {
     const uint64_t m1 = 0x5555555555555555u, m2 = 0x3333333333333333u, m4 = 0x0f0f0f0f0f0f0f0fu;
@@ -348,7 +351,7 @@ static unsigned count_tile_bits(const uint8_t *words)
     return (unsigned)((total * 0x0001000100010001u) >> 48);
 }
 
-/* Bits of word `col` that stand for elements of a tile of which only `n` elements exist. */
+/* Mask of the bits of word `col` that stand for an element, in a partial tile of n elements. */
 static uint64_t pici_word_mask(size_t n, size_t col)
 {
     size_t rows = n > col ? sp_ceil_div(n - col, 64) : 0;

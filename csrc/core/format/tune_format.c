@@ -6,11 +6,14 @@
 
 /* ---- format of a slice ---- */
 
-/* Time of encode (without the scan, which comes before the choice) and of check and decode (without the
- * writing of dst, which is the same in all), in ns per element of the slice, per byte of the dense slice and
- * per listed element. From the fits of bench/micro/bench_format.c, kernels avx512, same machine, int8 to
- * float64. With avx2 encode costs 0.05 more per element and twice as much per listed one in tile and
- * pici, 1.2 times as much in coo; decode costs up to twice as much per listed one in pici. */
+/* Time of encoding and decoding, in ns per element of the slice, per byte of the dense slice, and per listed
+ * element. Encoding is without the scan, which comes before the choice. Decoding includes the check of the
+ * frame, but not the time of writing dst, which is the same for all formats.
+ *
+ * bench/micro/bench_format.c fitted the numbers: kernel set avx512, dtypes int8 to float64, on an AMD EPYC
+ * (Zen 4, 2 cores of a virtual machine, 1 MiB of L2). The set avx2 differs:
+ *   - encode: 0.05 ns more per element; per listed element 2 times the cost in tile and pici, 1.2 in coo
+ *   - decode: per listed element up to 2 times the cost in pici */
 struct codec_cost {
     double elem_ns, byte_ns, listed_ns;
 };
@@ -36,8 +39,8 @@ static double codec_ns(const struct codec_cost *c, const sp_slice_stats *s)
            c->listed_ns * (double)s->nnz;
 }
 
-/* The smallest frame; of equal ones the first in this order. The GPU's sp_choose_smallest says the same:
- * encoded arrays have the same bytes wherever they are written. */
+/* The format with the smallest frame; of equal sizes, the first in `order`. sp_choose_smallest of the GPU
+ * must give the same answer, so that CPU and GPU write the same encoded arrays. */
 static spccl_format smallest(const sp_slice_stats *stats, bool is_delta)
 {
     static const spccl_format order[] = {SPCCL_FORMAT_DENSE, SPCCL_FORMAT_PICI, SPCCL_FORMAT_COO,
@@ -77,7 +80,7 @@ spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, double l
             best_ns = ns;
         }
     }
-    assert(best != SPCCL_FORMAT_AUTO); /* dense, or pici for a delta, is always among them */
+    assert(best != SPCCL_FORMAT_AUTO); /* dense, or pici for a delta, is always possible */
     return best;
 }
 

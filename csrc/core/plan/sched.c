@@ -1,11 +1,11 @@
-/* sched.c - making, cutting and freeing plans. See sched.h; the check is in sched_check.c. */
+/* sched.c - makes and frees plans, and cuts arrays into parts. See sched.h. */
 #include "core/plan/sched.h"
 
 #include "core/base/bits.h"
 #include "core/base/mem.h"
 #include "core/plan/sched_build.h"
 
-#define PART_ALIGN_ELEMS 64 /* a word of the scan mask; keeps parts on vector boundaries */
+#define PART_ALIGN_ELEMS 64 /* elements of a word of the scan's mask; also keeps parts aligned to vectors */
 
 const char *sp_coll_name(sp_coll coll)
 {
@@ -101,7 +101,7 @@ void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except)
 
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out)
 {
-    int steps_cap = 2 * args->world_size + 2; /* no schedule here has more: all-reduce has 2*world-1 */
+    int steps_cap = 2 * args->world_size + 2; /* the largest plan is that of all-reduce: 2 * world_size - 1 */
     int ranks_cap = 5 * args->world_size + 4;
     sp_plan *plan =
         sp_calloc(1, sizeof *plan + (size_t)steps_cap * sizeof(sp_step) + (size_t)ranks_cap * sizeof(int));

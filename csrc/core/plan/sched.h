@@ -1,10 +1,10 @@
-/* sched.h - a schedule is data: sp_plan, the steps one rank runs for one collective.
- * Planning part of the map: pure functions, no I/O, no clock. A schedule knows ranks, parts and element
- * counts; it knows no bytes, no formats and no transports.
+/* sched.h - plans: the steps that one rank runs for one collective, as data.
+ * A plan has ranks, parts and numbers of elements. It has no bytes, formats or transports. The functions
+ * depend on their arguments alone.
  *
- * A step works on one part (a range of elements) slice by slice, in order. Slice k of a step is ready when
- * a message is there from every rank in `from`, there is room towards every rank in `to`, and the step
- * `after` (if any) has done slice k. Real sizes travel in the messages. */
+ * A step works on one part, which is a range of elements, slice by slice, in order. Slice k of a step is
+ * ready when three things hold: a message from every rank in `from` is there, every queue to a rank in `to`
+ * has space, and the step `after`, if any, has done slice k. */
 #ifndef SP_SCHED_H
 #define SP_SCHED_H
 
@@ -24,13 +24,13 @@ typedef enum sp_step_kind {
 
 typedef struct sp_step {
     sp_step_kind kind;
-    int part;      /* name of the part in envelopes and texts; unique per (queue, pair of ranks) */
-    int queue_in;  /* of `from` */
-    int queue_out; /* of `to` */
-    int after;     /* index of the step that must have done slice k before; -1 = none */
+    int part;      /* number of the part in envelopes and texts; unique per queue and pair of ranks */
+    int queue_in;  /* queue of the messages from `from` */
+    int queue_out; /* queue of the messages to `to` */
+    int after;     /* index of the step that must do slice k first; -1 = none */
     size_t src_off, dst_off, n_elems; /* in elements */
-    int from, n_from;                 /* plan->ranks[from .. from+n_from), rising */
-    int to, n_to;                     /* plan->ranks[to .. to+n_to) */
+    int from, n_from;                 /* senders: plan->ranks[from .. from+n_from), rising */
+    int to, n_to;                     /* receivers: plan->ranks[to .. to+n_to) */
 } sp_step;
 
 typedef struct sp_plan {
@@ -38,19 +38,28 @@ typedef struct sp_plan {
     int rank, world_size;
     int n_steps;
     sp_step *steps;
-    int *ranks; /* shared by the steps */
+    int *ranks; /* the ranks of all steps */
 } sp_plan;
 
-/* The envelope in front of every frame on the wire says which message this is. 32 bytes, little-endian
- * (docs/ALGORITHMS.md):
- *  0 u32 seq   4 u8 coll  5 u8 dtype  6 u8 redop  7 u8 queue   8 u64 n_elems  16 u32 slice  20 u32
- * slice_elems 24 u16 part  26 u16 root  28 u32 magic "SPEV" */
+/* The envelope before every frame says which message this is (docs/ALGORITHMS.md). Little-endian:
+ *  0  u32  seq
+ *  4  u8   coll
+ *  5  u8   dtype
+ *  6  u8   redop
+ *  7  u8   queue
+ *  8  u64  n_elems
+ * 16  u32  slice
+ * 20  u32  slice_elems
+ * 24  u16  part
+ * 26  u16  root
+ * 28  u32  magic "SPEV" */
 #define SP_ENVELOPE_BYTES 32u
 
-/* Queues: a message on queue 1 can always be consumed at once; one on queue 0 may wait for others. Keeping
- * them apart is what makes the schedules free of deadlock with bounded queues. */
-#define SP_QUEUE_INPUT 0  /* contributions */
-#define SP_QUEUE_RESULT 1 /* results: consumed unconditionally */
+/* A receiver can take a message from the result queue at once. A message in the input queue may have to wait
+ * for messages of other ranks. With two queues a result never waits behind a contribution, so the schedules
+ * are free of deadlock although queues have a fixed capacity. */
+#define SP_QUEUE_INPUT 0
+#define SP_QUEUE_RESULT 1
 #define SP_N_QUEUES 2
 
 typedef enum sp_coll { SP_ALL_GATHER, SP_REDUCE_SCATTER, SP_ALL_REDUCE, SP_BROADCAST, SP_N_COLLS } sp_coll;
@@ -62,21 +71,24 @@ const char *sp_schedule_name(sp_schedule schedule);
 typedef struct sp_plan_args {
     sp_coll coll;
     int rank, world_size, root;
-    size_t n_elems; /* as in spccl.h: all-gather per rank, reduce-scatter of the output, else the whole */
+    size_t n_elems; /* as in spccl.h: of one rank's block for all-gather and reduce-scatter, else in all */
 } sp_plan_args;
 
-/* The plan of one rank; caller frees with sp_plan_destroy.  Errors: NOMEM, UNSUPPORTED (no such schedule for
- * this collective). A plan of zero elements has no steps. */
+/* Make the plan of one rank; the caller frees it with sp_plan_destroy. A plan of 0 elements has no steps.
+ * Errors: NOMEM, UNSUPPORTED (the schedule does not have this collective). */
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out);
 void sp_plan_destroy(sp_plan *plan);
 
-/* Range of part `part` when n_elems are cut into n_parts: whole multiples of 64 elements but for the last. */
+/* Range of part `part` when n_elems are cut into n_parts. Each part is a multiple of 64 elements, except the
+ * last that is not empty. */
 void sp_part_range(size_t n_elems, int n_parts, int part, size_t *off, size_t *len);
 
-/* Run the plans of all ranks on paper, with `n_slices` per non-empty step and room for `queue_cap` messages
- * per queue: does every message meet the step that wants it, in order, does no step wait for ever, is every
- * output part written once and built from every input that it needs?  plans [world_size], all made for
- * n_elems and root.  Errors: BUG with the rank and step. For tests and for new schedules. */
+/* Simulate the plans of all ranks, with n_slices per step and queues of queue_cap messages. Checks that
+ *   - each message arrives at the step that expects it, in order
+ *   - no step waits for ever
+ *   - each output element is written once, from the data of every rank that it needs
+ * All plans [world_size] are made for n_elems and root. For tests and for new schedules.
+ * Errors: BUG (the text names plan and rank), NOMEM, ARG. */
 spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, size_t n_elems, int root,
                            int n_slices, int queue_cap);
 

@@ -1,6 +1,6 @@
-/* sched_check.c - runs the plans of all ranks on paper. See sp_plan_check in sched.h.
- * Every message carries the set of ranks whose data it holds, so that a part built from too few, or from one
- * twice, shows; queues are FIFOs with room for queue_cap messages, so that a deadlock shows. */
+/* sched_check.c - simulates the plans of all ranks. See sp_plan_check in sched.h.
+ * Each message carries the set of ranks whose data it holds: this finds parts that lack a rank, or add a rank
+ * twice. Queues are FIFOs of at most queue_cap messages: this finds deadlocks. */
 #include "core/base/mem.h"
 #include "core/plan/sched.h"
 
@@ -10,7 +10,7 @@
 
 typedef struct message {
     int part, slice;
-    uint64_t holds; /* bit r: rank r's data */
+    uint64_t holds; /* bit r: the message holds data of rank r */
 } message;
 
 typedef struct queue {
@@ -23,13 +23,13 @@ typedef struct check {
     int world_size, n_slices, queue_cap;
     sp_coll coll;
     queue *queues; /* [from][to][queue] */
-    int *next;     /* [rank][step] */
-    int steps_cap;
+    int *next;     /* [rank][step]: the step's next slice */
+    int steps_cap; /* steps of the longest plan */
 } check;
 
-static queue *queue_of(check *c, int from, int to, int l)
+static queue *queue_of(check *c, int from, int to, int queue_number)
 {
-    return &c->queues[(from * c->world_size + to) * SP_N_QUEUES + l];
+    return &c->queues[(from * c->world_size + to) * SP_N_QUEUES + queue_number];
 }
 
 static bool slice_ready(check *c, int rank, const sp_step *s, int k)
@@ -54,36 +54,35 @@ static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
     uint64_t all = c->world_size == RANKS_MAX ? UINT64_MAX : (UINT64_C(1) << c->world_size) - 1;
     for (int i = 0; i < s->n_from; i++) {
         int from = plan->ranks[s->from + i];
-        queue *l = queue_of(c, from, rank, s->queue_in);
-        message m = l->fifo[0];
+        queue *q = queue_of(c, from, rank, s->queue_in);
+        message m = q->fifo[0];
         if (i > 0 && from <= plan->ranks[s->from + i - 1])
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: senders are not in rank order", plan->name,
                            rank);
         if (m.part != s->part || m.slice != k)
             return SP_FAIL(SPCCL_ERR_BUG,
-                           "plan %s, rank %d: wants part %d slice %d from rank %d, gets part %d slice %d",
-                           plan->name, rank, s->part, k, from, m.part, m.slice);
+                           "plan %s, rank %d: got part %d slice %d from rank %d, wanted part %d slice %d",
+                           plan->name, rank, m.part, m.slice, from, s->part, k);
         if ((holds & m.holds) != 0)
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: part %d holds a rank's data twice", plan->name,
                            rank, s->part);
         holds |= m.holds;
-        memmove(l->fifo, l->fifo + 1, (size_t)--l->n * sizeof m);
+        memmove(q->fifo, q->fifo + 1, (size_t)--q->n * sizeof m);
     }
     if (s->kind == SP_STEP_REDUCE && holds != all)
-        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: part %d is reduced from some ranks only", plan->name,
-                       rank, s->part);
+        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: the reduction of part %d lacks the data of a rank",
+                       plan->name, rank, s->part);
     if (s->kind == SP_STEP_RECV && c->coll == SP_ALL_REDUCE && holds != all)
-        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: result of part %d lacks ranks", plan->name, rank,
-                       s->part);
+        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: the result of part %d lacks the data of a rank",
+                       plan->name, rank, s->part);
     for (int i = 0; i < s->n_to; i++) {
-        queue *l = queue_of(c, rank, plan->ranks[s->to + i], s->queue_out);
-        l->fifo[l->n++] = (message){s->part, k, holds};
+        queue *q = queue_of(c, rank, plan->ranks[s->to + i], s->queue_out);
+        q->fifo[q->n++] = (message){s->part, k, holds};
     }
     return SPCCL_OK;
 }
 
-/* Every element of the output must be written by exactly one step (a broadcast's root has nothing to write).
- */
+/* Exactly one step must write each element of the output. */
 static spccl_status check_coverage(const check *c, int rank, size_t out_elems)
 {
     const sp_plan *plan = c->plans[rank];
@@ -97,13 +96,13 @@ static spccl_status check_coverage(const check *c, int rank, size_t out_elems)
             const sp_step *b = &plan->steps[j];
             if (b->kind != SP_STEP_SEND && a->dst_off < b->dst_off + b->n_elems &&
                 b->dst_off < a->dst_off + a->n_elems)
-                return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: steps %d and %d write the same output",
+                return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: steps %d and %d write the same elements",
                                plan->name, rank, j, i);
         }
     }
     if (covered != out_elems)
-        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: %zu of %zu elements are written", plan->name, rank,
-                       covered, out_elems);
+        return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: the steps write %zu elements, wanted %zu",
+                       plan->name, rank, covered, out_elems);
     return SPCCL_OK;
 }
 
@@ -145,26 +144,27 @@ spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, 
         .plans = plans, .world_size = world_size, .n_slices = n_slices, .queue_cap = queue_cap, .coll = coll};
     size_t n_queues = (size_t)world_size * (size_t)world_size * SP_N_QUEUES;
     spccl_status st = SPCCL_OK;
-    message *room = NULL;
+    message *messages = NULL;
     if (world_size < 1 || world_size > RANKS_MAX)
         return SP_FAIL(SPCCL_ERR_ARG, "sp_plan_check: %d ranks, wanted 1 to %d", world_size, RANKS_MAX);
     for (int r = 0; r < world_size; r++)
         c.steps_cap = plans[r]->n_steps > c.steps_cap ? plans[r]->n_steps : c.steps_cap;
     c.queues = sp_calloc(n_queues, sizeof *c.queues);
     c.next = sp_calloc((size_t)world_size * (size_t)c.steps_cap, sizeof *c.next);
-    room = sp_calloc(n_queues * (size_t)queue_cap, sizeof *room);
-    if (c.queues == NULL || c.next == NULL || room == NULL)
+    messages = sp_calloc(n_queues * (size_t)queue_cap, sizeof *messages);
+    if (c.queues == NULL || c.next == NULL || messages == NULL)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", world_size);
     for (size_t i = 0; st == SPCCL_OK && i < n_queues; i++)
-        c.queues[i].fifo = room + i * (size_t)queue_cap;
+        c.queues[i].fifo = messages + i * (size_t)queue_cap;
     for (int r = 0; st == SPCCL_OK && r < world_size; r++) {
         size_t out_elems = coll == SP_ALL_GATHER ? n_elems * (size_t)world_size : n_elems;
+        /* The root of a broadcast writes nothing. */
         st = check_coverage(&c, r, coll == SP_BROADCAST && r == root ? 0 : out_elems);
     }
     if (st == SPCCL_OK)
         st = run_all(&c);
     sp_free(c.queues);
     sp_free(c.next);
-    sp_free(room);
+    sp_free(messages);
     return st;
 }

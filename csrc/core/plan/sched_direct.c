@@ -1,10 +1,12 @@
-/* sched_direct.c - every rank sends its contribution straight to the owner of each part; the owner adds in
- * rank order, encodes the result once and sends it to everyone. Steps and bytes: docs/ALGORITHMS.md. Why not
- * a ring: contributions travel once, never re-encoded, at the density of the input, where step k of a ring
- * carries 1-(1-d)^k (Hough et al., SpCCL, section IV.C, fight that fill-in with thresholds). */
+/* sched_direct.c - the direct schedule. Each rank sends its contribution to a part straight to the part's
+ * owner. The owner adds in rank order, encodes the result once and sends it to everyone. docs/ALGORITHMS.md
+ * has the steps and bytes.
+ * In this schedule contributions travel once, at the density d of the input. In a ring they would be encoded
+ * again at each step, and step k carries the density 1-(1-d)^k. Hough et al. (SpCCL, section IV.C) use
+ * thresholds against this fill-in. */
 #include "core/plan/sched_build.h"
 
-/* Own block to everyone, everyone's block to its place. */
+/* Send the own block to everyone, receive the block of each peer, copy the own block. */
 static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
 {
     sp_step *s;
@@ -18,9 +20,8 @@ static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
     sp_plan_add(b, SP_STEP_COPY, a->rank, 0, (size_t)a->rank * a->n_elems, a->n_elems);
 }
 
-/* Reduce part `rank` of the input into out[dst_off ..]; send the other parts to their owners.
- * part_elems(p) is given by cutting n_elems into world_size parts (all-reduce) or by equal blocks
- * (reduce-scatter). */
+/* Reduce the own part, and send the other parts to their owners. The parts are blocks of n_elems for a
+ * reduce-scatter, and the parts of sp_part_range for an all-reduce. */
 static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_reduce)
 {
     size_t off = (size_t)a->rank * a->n_elems, len = a->n_elems;
@@ -44,7 +45,7 @@ static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_
     }
 }
 
-/* In place is safe: the result of a slice can arrive only after this rank sent its contribution to it. */
+/* In place is safe: the result of a slice can arrive only after this rank sent its contribution. */
 static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
 {
     for (int i = 1; i < a->world_size; i++) {
@@ -59,8 +60,8 @@ static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
     reduce_phase(b, a, true);
 }
 
-/* The root deals one part to each other rank, which relays it to the rest: the root sends the data once
- * instead of world_size-1 times. (van de Geijn's scatter and all-gather, without re-encoding.) */
+/* The root sends one part to each other rank, which relays it to the rest. So the root sends the data once
+ * instead of world_size-1 times. This is van de Geijn's scatter and all-gather, without encoding again. */
 static void broadcast(sp_plan_builder *b, const sp_plan_args *a)
 {
     int n_parts = a->world_size - 1;

@@ -1,6 +1,6 @@
-/* sched_oneshot.c - for small messages: everyone sends everything to everyone and reduces it all, one hop
- * instead of two. The order of additions is that of the direct schedule, so are the bits. docs/ALGORITHMS.md.
- */
+/* sched_oneshot.c - the oneshot schedule, for small arrays: each rank sends all its data to everyone, and
+ * reduces all of it. That is one hop instead of two. Additions have the order of the direct schedule, so the
+ * results have the same bits. See docs/ALGORITHMS.md. */
 #include "core/plan/sched_build.h"
 
 bool sp_sched_oneshot(sp_plan_builder *b, const sp_plan_args *a)
@@ -24,7 +24,7 @@ bool sp_sched_oneshot(sp_plan_builder *b, const sp_plan_args *a)
     s = sp_plan_add(b, SP_STEP_REDUCE, 0, 0, 0, a->n_elems);
     if (s != NULL) {
         sp_step_from_all(b, s, SP_QUEUE_INPUT);
-        s->after = a->world_size > 1 ? 0 : -1; /* in place: a slice must be sent before it is overwritten */
+        s->after = a->world_size > 1 ? 0 : -1; /* in place: send a slice before the result overwrites it */
     }
     return true;
 }

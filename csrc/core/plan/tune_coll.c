@@ -5,12 +5,14 @@
 
 #include <string.h>
 
-/* Below this many bytes of traffic per rank, one hop beats two: a wake-up costs as much as moving this. */
+/* Up to this many bytes of traffic per rank, one hop is faster than two: moving them takes about as long as
+ * waking a thread. */
 #define ONESHOT_BYTES ((size_t)64 << 10)
-/* A slice and its scratch stay in a 1 MiB L2, and a message fills at most an eighth of a queue. */
+/* A slice and its scratch memory stay in an L2 cache of 1 MiB, and a message fills about an eighth of a queue
+ * of the default capacity. */
 #define SLICE_BYTES ((size_t)128 << 10)
-#define SAMPLE_ELEMS 64
-#define RESCAN_EVERY 16
+#define SAMPLE_ELEMS 64 /* elements that a sample looks at */
+#define RESCAN_EVERY 16 /* of so many dense slices in a row, one is scanned */
 
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out)
 {
@@ -30,7 +32,7 @@ sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size)
     if (coll != SP_ALL_REDUCE && coll != SP_BROADCAST)
         return SP_SCHED_DIRECT;
     if (coll == SP_BROADCAST && world_size == 2)
-        return SP_SCHED_ONESHOT; /* with one receiver there is nobody to relay to */
+        return SP_SCHED_ONESHOT; /* one receiver: there is no rank to relay to */
     return bytes * (size_t)(world_size - 1) <= ONESHOT_BYTES ? SP_SCHED_ONESHOT : SP_SCHED_DIRECT;
 }
 
@@ -55,7 +57,7 @@ size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format f
     return n;
 }
 
-/* Element i of x has a set bit. */
+/* True if element i of x has a set bit. */
 static bool is_nonzero(const uint8_t *x, size_t elem_bytes, size_t i)
 {
     for (size_t b = 0; b < elem_bytes; b++)

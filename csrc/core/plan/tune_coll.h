@@ -1,25 +1,25 @@
-/* tune_coll.h - choices made per collective: schedule, slice size, and when a scan is not worth it.
- * Planning part of the map: pure functions; each constant is in tune_coll.c with its reason. */
+/* tune_coll.h - chooses schedule and slice size of a collective, and the slices that need no scan.
+ * The functions depend on their arguments alone. The constants are in tune_coll.c. */
 #ifndef SP_TUNE_COLL_H
 #define SP_TUNE_COLL_H
 
 #include "core/plan/sched.h"
 
-/* "auto", "direct", "oneshot" -> *forced and *out.  Errors: SETTING. */
+/* Parse "auto", "direct" or "oneshot". *forced is false for "auto"; then *out stays as it is.
+ * Errors: SETTING. */
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out);
-/* The schedule for a collective of `bytes` dense bytes (the whole buffer) over world_size ranks. The same on
- * every rank: it depends on nothing else. */
+/* The schedule for a collective of a buffer of `bytes` dense bytes. All ranks get the same answer, because it
+ * depends on nothing else. */
 sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size);
 /* The smallest slice: one pici tile of 8-byte elements. */
 #define SP_SLICE_BYTES_MIN 32768u
-/* Dense bytes per slice when nothing is forced. */
+/* Dense bytes per slice, unless a setting forces another number. */
 size_t sp_tune_slice_bytes(void);
-/* Elements per slice so that a slice of elem_bytes fits slice_bytes (>= SP_SLICE_BYTES_MIN) and its largest
- * message fits message_max.
- */
+/* Elements per slice: a multiple of a pici tile, so that a slice has at most slice_bytes and its largest
+ * message has at most message_max bytes. slice_bytes >= SP_SLICE_BYTES_MIN. */
 size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format forced, size_t message_max);
-/* May this slice be sent dense without a scan? True if the slices before it were dense (dense_run in a row)
- * and a sample of this one has no zero. Every 16th slice is scanned all the same. */
+/* True if this slice may be sent dense without a scan: the dense_run > 0 slices before it were dense, and a
+ * sample of this slice has no zero. Every 16th slice is scanned in any case. */
 bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, uint32_t dense_run);
 
 #endif
