@@ -40,6 +40,7 @@ WORDS = (
     (r"\b(TODO|FIXME|XXX|HACK)\b(?!\s*\(#\d+\))", ANYWHERE, "finish it, or name an issue: (#12)"),
     (r"(?<![\w.])/(root|home/\w+|work/\w+)/", ANYWHERE, "no path of one machine"),
     (r"^\s*#\s*if\s+0\b", ANYWHERE, "no dead code"),
+    (r"^(<<<<<<<|>>>>>>>) ", ANYWHERE, "a conflict of git was left in"),
     (r"[ \t]+$", ANYWHERE, "no spaces at the end of a line"),
     (r"(?<![\w.>])(printf|exit|abort|system)\s*\(", LIBRARY, "the library returns errors, and logs by log.h"),
     (r"(?<![\w.>])(gets|strcpy|strcat|sprintf|alloca)\s*\(", LIBRARY, "not safe: use the bounded one"),
