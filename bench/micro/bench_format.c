@@ -19,6 +19,7 @@
 static const double densities[N_DENSITIES] = {0.001, 0.005, 0.01, 0.03, 0.06, 0.12, 0.25, 0.5};
 
 struct bench {
+    const sp_kernels *kernels;
     sp_codec *codec;
     size_t slice_elems;
     uint8_t *x, *dst, *ring;
@@ -73,8 +74,7 @@ static struct result run(struct bench *b, spccl_dtype dtype, spccl_format format
         if (sp_frame_validate(frame, bytes, &f) != SPCCL_OK)
             exit((fprintf(stderr, "%s\n", spccl_last_error()), 1));
         t2 = sp_now_ns();
-        (void)sp_codec_apply(sp_codec_kernels(b->codec), &f, SPCCL_SET, b->dst + k * slice_bytes, dtype,
-                             true);
+        (void)sp_codec_apply(b->kernels, &f, SPCCL_SET, b->dst + k * slice_bytes, dtype, true);
         t3 = sp_now_ns();
         encode[k] = (double)(t1 - t0);
         check[k] = (double)(t2 - t1);
@@ -134,19 +134,17 @@ int main(int argc, char **argv)
 {
     static const spccl_dtype dtypes[] = {SPCCL_INT8, SPCCL_BFLOAT16, SPCCL_FLOAT32, SPCCL_FLOAT64};
     struct bench b = {.slice_elems = argc > 1 ? strtoull(argv[1], NULL, 0) : 65536};
-    const sp_kernels *k;
-
     if (b.slice_elems == 0 || b.slice_elems * 8 > ARRAY_BYTES / 8)
         return fprintf(stderr, "slice_elems: wanted 1..%zu\n", ARRAY_BYTES / 64), 1;
     b.x = sp_alloc64(ARRAY_BYTES);
     b.dst = sp_alloc64(ARRAY_BYTES);
     b.ring = sp_alloc64(2 * RING_BYTES + b.slice_elems * 16);
-    if (b.x == NULL || b.dst == NULL || b.ring == NULL || sp_kernels_pick(&k) != SPCCL_OK ||
-        sp_codec_create(k, b.slice_elems, &b.codec) != SPCCL_OK)
+    if (b.x == NULL || b.dst == NULL || b.ring == NULL || sp_kernels_pick(&b.kernels) != SPCCL_OK ||
+        sp_codec_create(b.kernels, b.slice_elems, &b.codec) != SPCCL_OK)
         return fprintf(stderr, "set-up: %s\n", spccl_last_error()), 1;
     memset(b.dst, 1, ARRAY_BYTES);
     memset(b.ring, 1, 2 * RING_BYTES);
-    printf("kernels %s, %zu elements per slice, ns per slice\n", k->name, b.slice_elems);
+    printf("kernels %s, %zu elements per slice, ns per slice\n", b.kernels->name, b.slice_elems);
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
         bench_dtype(&b, dtypes[i]);
     sp_codec_destroy(b.codec);

@@ -97,9 +97,3 @@ const char *spccl_status_name(spccl_status status)
     }
     return "SPCCL_ERR_?";
 }
-
-const char *sp_status_short(spccl_status status)
-{
-    const char *name = spccl_status_name(status);
-    return strncmp(name, "SPCCL_ERR_", 10) == 0 ? name + 10 : name + 6;
-}

@@ -14,8 +14,6 @@ spccl_status sp_fail(spccl_status status, const char *fmt, ...) __attribute__((f
 spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 /* Replace this thread's error text by `text`: for an error that another thread or rank found. */
 void sp_set_error(const char *text);
-/* Name of a status without "SPCCL_ERR_", for example "PEER"; "?" if unknown. */
-const char *sp_status_short(spccl_status status);
 
 #ifdef __cplusplus
 }

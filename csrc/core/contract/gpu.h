@@ -13,10 +13,7 @@
 typedef struct sp_gpu_device {
     char name[64];
     int ordinal;
-    int major, minor;        /* of the compute capability */
     uint32_t n_sms;          /* multiprocessors */
-    uint32_t smem_per_block; /* the most shared memory that a CTA may have, bytes */
-    size_t memory_bytes;
     uint8_t uuid[16];
     bool can_share_fd; /* VMM memory can be exported as a file descriptor */
 } sp_gpu_device;

@@ -45,11 +45,6 @@ void sp_codec_destroy(sp_codec *codec)
     sp_free(codec);
 }
 
-const sp_kernels *sp_codec_kernels(const sp_codec *codec)
-{
-    return codec->kernels;
-}
-
 void sp_codec_scan(sp_codec *codec, const void *x, const void *base, size_t n_elems, spccl_dtype dtype,
                    sp_slice_stats *out)
 {

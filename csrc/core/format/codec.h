@@ -11,7 +11,6 @@ typedef struct sp_codec sp_codec;
  * Errors: NOMEM. */
 spccl_status sp_codec_create(const sp_kernels *kernels, size_t max_elems, sp_codec **out);
 void sp_codec_destroy(sp_codec *codec);
-const sp_kernels *sp_codec_kernels(const sp_codec *codec);
 
 /* Find the elements of x that differ from base; if base is NULL, from zero. The codec keeps mask and counts
  * for the sp_codec_write that follows. */

@@ -24,7 +24,6 @@ struct spccl_request {
     spccl_status status;
     char *error; /* owned; NULL = none */
     int64_t timeout_ms;
-    int64_t deadline_ns;
     char what[160];
     uint32_t process_stamp; /* process.h */
     void (*fn)(void *ctx, spccl_status status);

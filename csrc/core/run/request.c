@@ -19,7 +19,6 @@ spccl_status sp_request_create(const sp_op *op, spccl_request **out)
     req->status = SPCCL_AGAIN;
     req->process_stamp = sp_process_stamp();
     req->timeout_ms = op->a.timeout_ms;
-    req->deadline_ns = op->deadline_ns;
     *out = req;
     return SPCCL_OK;
 }

@@ -154,11 +154,7 @@ static spccl_status describe(int ordinal, sp_gpu_device *out)
     struct cudaDeviceProp p;
     SP_TRY(sp_cuda_check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties"));
     *out = (sp_gpu_device){.ordinal = ordinal,
-                           .major = p.major,
-                           .minor = p.minor,
                            .n_sms = (uint32_t)p.multiProcessorCount,
-                           .smem_per_block = (uint32_t)p.sharedMemPerBlockOptin,
-                           .memory_bytes = p.totalGlobalMem,
                            .can_share_fd = sp_cuda_can_share_fd(ordinal)};
     snprintf(out->name, sizeof out->name, "%.*s", (int)sizeof out->name - 1, p.name);
     memcpy(out->uuid, p.uuid.bytes, sizeof out->uuid);
