@@ -208,24 +208,6 @@ CudaPath CudaSide::attach(const c10::Device &device, const char *op)
     return path;
 }
 
-bool CudaSide::takes_nccl(const Launch &launch) const
-{
-    if (known_path() != CudaPath::engine)
-        return known_path() == CudaPath::nccl;
-    const size_t bytes = std::max(launch.in.nbytes(), launch.out.nbytes());
-    switch (launch.coll.kind) {
-    case Coll::Kind::all_gather:
-        return nccl_ && bytes < CudaThresholds::all_gather;
-    case Coll::Kind::reduce_scatter:
-        return nccl_ && bytes < CudaThresholds::reduce_scatter;
-    case Coll::Kind::all_reduce:
-        return nccl_ && bytes < CudaThresholds::all_reduce;
-    case Coll::Kind::broadcast:
-        return nccl_ && bytes < CudaThresholds::broadcast;
-    }
-    return false;
-}
-
 /* ---- running ------------------------------------------------------------------------------------- */
 
 c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool async, uint64_t sequence,
@@ -249,7 +231,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
 {
     if (known_path() == CudaPath::stage)
         return run_staged(launch, async, sequence);
-    by_nccl = by_nccl || takes_nccl(launch);
+    by_nccl = by_nccl || known_path() == CudaPath::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
     return in_order(launch, async, sequence, false, [&](void *stream) {

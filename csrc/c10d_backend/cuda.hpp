@@ -24,14 +24,6 @@ struct CudaSettings {
 /* Who moves a group's CUDA tensors. Known after the first CUDA collective, the same on all ranks. */
 enum class CudaPath { unknown, engine, nccl, stage };
 
-/* Below so many bytes of the larger buffer NCCL's launch is the faster one: measured, one number each. */
-struct CudaThresholds {
-    static constexpr size_t all_gather = 0;
-    static constexpr size_t reduce_scatter = 0;
-    static constexpr size_t all_reduce = 0;
-    static constexpr size_t broadcast = 0;
-};
-
 /* Block until what is on the order's current stream is done. Throws what ends the wait before that.
  *   path      of the group
  *   timeout   0 or kUnsetTimeout = the group's */
@@ -140,7 +132,6 @@ class CudaSide
   private:
     using Enqueue = c10::function_ref<void(void *stream)>;
     CudaPath attach(const c10::Device &device, const char *op);
-    bool takes_nccl(const Launch &launch) const;
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
     c10::intrusive_ptr<c10d::Work> run_staged(Launch launch, bool async, uint64_t sequence);
