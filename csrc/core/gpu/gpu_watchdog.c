@@ -7,8 +7,8 @@
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
 #include "core/base/log.h"
+#include "core/base/thread.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -173,17 +173,9 @@ static void *watch(void *arg)
 
 static spccl_status start_locked(void)
 {
-    pthread_t thread;
-    int err;
     if (thread_runs)
         return SPCCL_OK;
-    err = pthread_create(&thread, NULL, watch, NULL);
-    if (err != 0) {
-        errno = err;
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "the thread that watches GPUs");
-    }
-    pthread_setname_np(thread, "spccl-gpu");
-    pthread_detach(thread);
+    SP_TRY(sp_thread_start("spccl-gpu", watch, NULL, NULL));
     thread_runs = true;
     return SPCCL_OK;
 }

@@ -2,6 +2,7 @@
 #include "core/run/comm.h"
 
 #include "core/base/log.h"
+#include "core/base/thread.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -210,15 +211,9 @@ static void *progress_thread(void *arg)
 
 static spccl_status start_thread_locked(spccl_comm *comm)
 {
-    int err;
     if (comm->thread_started)
         return SPCCL_OK;
-    err = pthread_create(&comm->thread, NULL, progress_thread, comm);
-    if (err != 0) {
-        errno = err;
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: progress thread", comm->rank);
-    }
-    pthread_setname_np(comm->thread, "spccl");
+    SP_TRY(sp_thread_start("spccl", progress_thread, comm, &comm->thread));
     comm->thread_started = true;
     return SPCCL_OK;
 }

@@ -4,6 +4,7 @@
 #include "core/base/clock.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
+#include "core/base/thread.h"
 #include "core/contract/rendezvous.h"
 #include "transport/common/acceptor.h"
 #include "transport/common/auth.h"
@@ -15,7 +16,6 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -341,24 +341,6 @@ static spccl_status write_id(const struct server *s, int fd, spccl_unique_id *ou
     return SPCCL_OK;
 }
 
-/* The thread takes no signals: they are the application's. */
-static spccl_status start_thread(struct server *s)
-{
-    sigset_t all, before;
-    pthread_t thread;
-    int err;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    err = pthread_create(&thread, NULL, serve, s);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    errno = err;
-    if (err != 0)
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rendezvous: thread");
-    pthread_setname_np(thread, "spccl-rdv");
-    pthread_detach(thread);
-    return SPCCL_OK;
-}
-
 spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
 {
     sp_sock_address at;
@@ -404,7 +386,7 @@ spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
                                                      .ready = take_client}));
     SP_TRY_TO(fail, st, write_id(s, fd, &id));
     sp_fork_watch(&s->guard, close_in_child, s);
-    SP_TRY_TO(fail, st, start_thread(s));
+    SP_TRY_TO(fail, st, sp_thread_start("spccl-rdv", serve, s, NULL));
     *out = id;
     return SPCCL_OK;
 fail:

@@ -1,0 +1,16 @@
+/* thread.h - starts the library's threads. Layer: core/base. */
+#ifndef SP_THREAD_H
+#define SP_THREAD_H
+
+#include "core/base/status.h"
+
+#include <pthread.h>
+
+/* Start fn(arg) on a thread that takes none of the application's signals. Signals of a thread's own faults
+ * (SIGSEGV and the like) stay unblocked, so that crash handlers run.
+ *   name   at most 15 characters, shown by ps and debuggers
+ *   out    NULL: the thread is detached
+ * Errors: SYSTEM. */
+spccl_status sp_thread_start(const char *name, void *(*fn)(void *arg), void *arg, pthread_t *out);
+
+#endif

@@ -1,0 +1,122 @@
+/* test_threads.c - the library's threads take none of the application's signals. */
+#include "fake_gpu.h"
+
+#include "ranks.h"
+
+#include <dirent.h>
+#include <signal.h>
+#include <stdbool.h>
+
+static struct fake_stream streams[2];
+
+/* ---- threads of this process, by name ---- */
+
+static bool read_task(const char *id, const char *file, char *out, size_t cap)
+{
+    char path[300];
+    size_t n;
+    FILE *f;
+    snprintf(path, sizeof path, "/proc/self/task/%s/%s", id, file);
+    f = fopen(path, "r");
+    if (f == NULL)
+        return false; /* it has just ended */
+    n = fread(out, 1, cap - 1, f);
+    out[n] = '\0';
+    fclose(f);
+    return n != 0;
+}
+
+struct census {
+    int n;
+    uint64_t blocked; /* signals that all of them block */
+};
+
+static struct census count_threads(const char *name)
+{
+    struct census c = {.blocked = ~UINT64_C(0)};
+    DIR *d = opendir("/proc/self/task");
+    struct dirent *e;
+    while (d != NULL && (e = readdir(d)) != NULL) {
+        char comm[64], status[4096];
+        const char *mask;
+        if (!read_task(e->d_name, "comm", comm, sizeof comm) ||
+            !read_task(e->d_name, "status", status, sizeof status))
+            continue;
+        comm[strcspn(comm, "\n")] = '\0';
+        mask = strstr(status, "SigBlk:");
+        if (strcmp(comm, name) != 0 || mask == NULL)
+            continue;
+        c.n++;
+        c.blocked &= strtoull(mask + 7, NULL, 16);
+    }
+    if (d != NULL)
+        closedir(d);
+    return c;
+}
+
+/* ---- signals ---- */
+
+static uint64_t mask_of(const int *signals, size_t n)
+{
+    uint64_t mask = 0;
+    for (size_t i = 0; i < n; i++)
+        mask |= UINT64_C(1) << (signals[i] - 1);
+    return mask;
+}
+
+static void check_mask(const char *name)
+{
+    static const int asynchronous[] = {SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGALRM, SIGCHLD, SIGPROF};
+    static const int own_fault[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* so that crash handlers run */
+    uint64_t wanted = mask_of(asynchronous, sizeof asynchronous / sizeof *asynchronous);
+    uint64_t unwanted = mask_of(own_fault, sizeof own_fault / sizeof *own_fault);
+    struct census c = count_threads(name);
+    /* A thread that is being born blocks everything for a moment. */
+    for (int i = 0; i < 2000 && (c.n == 0 || (c.blocked & unwanted) != 0); i++) {
+        sleep_ms(5);
+        c = count_threads(name);
+    }
+    CHECK(c.n >= 1, "no thread \"%s\" runs", name);
+    CHECK((c.blocked & wanted) == wanted, "a thread \"%s\" takes signals of the application: it blocks %llx",
+          name, (unsigned long long)c.blocked);
+    CHECK((c.blocked & unwanted) == 0, "threads \"%s\" block signals of their own faults: %llx", name,
+          (unsigned long long)c.blocked);
+}
+
+static void start_all_threads(struct rank_ctx *c)
+{
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    spccl_request *req = NULL;
+    float x = 1;
+    config.device = c->rank;
+    CHECK_OK(spccl_cuda_attach(c->comm, &config));
+    CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, &req));
+    CHECK_OK(spccl_request_wait(req, -1));
+    spccl_request_free(req);
+    if (c->rank == 0) {
+        check_mask("spccl");
+        check_mask("spccl-gpu");
+    }
+    CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+}
+
+static void test_signals(void)
+{
+    struct rank_ctx ctx[2];
+    spccl_unique_id id;
+    sigset_t before, after;
+    pthread_sigmask(SIG_SETMASK, NULL, &before);
+    for (int i = 0; i < 2; i++)
+        streams[i].id = (unsigned long long)i + 1;
+    run_ranks(2, NULL, start_all_threads, NULL, ctx);
+    CHECK_OK(spccl_get_unique_id(&id));
+    check_mask("spccl-rdv");
+    pthread_sigmask(SIG_SETMASK, NULL, &after);
+    CHECK(sigismember(&after, SIGINT) == sigismember(&before, SIGINT), "the caller's own mask has changed");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"signals", test_signals}, {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
