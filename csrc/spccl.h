@@ -221,8 +221,9 @@ typedef struct spccl_store {
 SPCCL_API spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size,
                                          const spccl_config *config, spccl_comm **out);
 
-/* Without a store, as in NCCL: one process makes an id (it then serves the rendezvous until it
- * exits), hands the 128 bytes to all ranks by any means, and each calls spccl_comm_init_rank.
+/* Without a store, as in NCCL: one process makes an id, hands the 128 bytes to all ranks by any means, and each
+ * calls spccl_comm_init_rank. The process serves the rendezvous, a thread and a port, until the group has formed,
+ * or until no rank was connected for SPCCL_TIMEOUT_MS (10 minutes); then the id is good for nothing.
  * An id is good for one group. SPCCL_RENDEZVOUS_ADDR names the address to listen on (default
  * 127.0.0.1; set it to this host's address for more than one host). */
 typedef struct spccl_unique_id {

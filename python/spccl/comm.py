@@ -14,7 +14,8 @@ from .frame import dtype_name
 def get_unique_id() -> bytes:
     """Make the id of a new group: 128 bytes, to be handed to all ranks by any means.
 
-    This process serves the rendezvous of that group until it exits. An id is good for one group.
+    This process serves the rendezvous until the group has formed, or no rank was connected for
+    `SPCCL_TIMEOUT_MS`. An id is good for one group.
     SPCCL_RENDEZVOUS_ADDR names the address to listen on (default 127.0.0.1; set it for more than one host).
     Raises: SystemCallError, SettingError.
     """

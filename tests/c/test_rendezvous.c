@@ -24,7 +24,7 @@ static void set_and_get(const char *listen_addr)
     spccl_store a, b;
     uint8_t secret[2][SP_SECRET_BYTES], big[60000], out[60000];
     size_t n = 0;
-    CHECK_OK(sp_rendezvous_start(listen_addr, &id));
+    CHECK_OK(sp_rendezvous_start(listen_addr, 600000, &id));
     CHECK_OK(sp_rendezvous_connect(&id, 5000, &a, secret[0]));
     CHECK_OK(sp_rendezvous_connect(&id, 5000, &b, secret[1]));
     CHECK(memcmp(secret[0], secret[1], SP_SECRET_BYTES) == 0, "two secrets");
@@ -61,7 +61,7 @@ static void test_timeout(void)
     uint8_t secret[SP_SECRET_BYTES], out[8];
     size_t n;
     int64_t start = now_ms();
-    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", 600000, &id));
     CHECK_OK(sp_rendezvous_connect(&id, 5000, &s, secret));
     CHECK(s.get(s.ctx, "nobody sets it", out, sizeof out, 200, &n) == SPCCL_ERR_TIMEOUT,
           "a key that is not there");
@@ -78,12 +78,12 @@ static void test_bad_ids(void)
     spccl_unique_id id, bad;
     spccl_store s;
     uint8_t secret[SP_SECRET_BYTES];
-    CHECK(sp_rendezvous_start("nowhere", &id) == SPCCL_ERR_ARG, "an address");
+    CHECK(sp_rendezvous_start("nowhere", 600000, &id) == SPCCL_ERR_ARG, "an address");
     CHECK(strstr(spccl_last_error(), "nowhere") != NULL, "\"%s\"", spccl_last_error());
-    CHECK(sp_rendezvous_start("0.0.0.0", &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
-    CHECK(sp_rendezvous_start("::", &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
-    CHECK(sp_rendezvous_start("203.0.113.7", &id) == SPCCL_ERR_SYSTEM, "not an address of this host");
-    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    CHECK(sp_rendezvous_start("0.0.0.0", 600000, &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
+    CHECK(sp_rendezvous_start("::", 600000, &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
+    CHECK(sp_rendezvous_start("203.0.113.7", 600000, &id) == SPCCL_ERR_SYSTEM, "not an address of this host");
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", 600000, &id));
     for (int i = 0; i < 128; i += 3) {
         bad = id;
         bad.bytes[i] = (char)(bad.bytes[i] ^ 0x10);
@@ -124,7 +124,7 @@ static void test_forked(void)
     fflush(stdout);
     if ((server = fork()) == 0) {
         close(stop[1]);
-        if (sp_rendezvous_start("127.0.0.1", &id) != SPCCL_OK ||
+        if (sp_rendezvous_start("127.0.0.1", 600000, &id) != SPCCL_OK ||
             write(from[1], &id, sizeof id) != sizeof id ||
             read(stop[0], value, 1) != 1) /* until the client below is connected */
             _exit(1);
@@ -173,7 +173,7 @@ static void test_strangers(void)
     uint8_t secret[SP_SECRET_BYTES];
     int fds[N];
     int64_t start = now_ms();
-    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", 600000, &id));
     for (int i = 0; i < N; i++) {
         fds[i] = dial_raw(&id);
         if (i % 2 == 1)
@@ -223,7 +223,7 @@ static void test_many_clients(void)
 {
     spccl_unique_id id;
     struct client c[N_CLIENTS];
-    CHECK_OK(sp_rendezvous_start("127.0.0.1", &id));
+    CHECK_OK(sp_rendezvous_start("127.0.0.1", 600000, &id));
     for (int i = 0; i < N_CLIENTS; i++) {
         c[i] = (struct client){.id = &id, .rank = i};
         CHECK(pthread_create(&c[i].thread, NULL, run_client, &c[i]) == 0, "thread");

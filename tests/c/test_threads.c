@@ -1,12 +1,15 @@
-/* test_threads.c - the library's threads take none of the application's signals. */
+/* test_threads.c - what the library leaves in a process: its threads take none of the application's signals, a
+ * rendezvous ends once its group has formed or nobody asks any more. */
 #include "fake_gpu.h"
 
+#include "core/contract/rendezvous.h"
 #include "ranks.h"
 
 #include <dirent.h>
 #include <signal.h>
 #include <stdbool.h>
 
+#define PATIENCE_MS 30000
 static struct fake_stream streams[2];
 
 /* ---- threads of this process, by name ---- */
@@ -52,6 +55,14 @@ static struct census count_threads(const char *name)
     if (d != NULL)
         closedir(d);
     return c;
+}
+
+static bool becomes(const char *name, int n)
+{
+    int64_t start = now_ms();
+    while (count_threads(name).n != n && now_ms() - start < PATIENCE_MS)
+        sleep_ms(5);
+    return count_threads(name).n == n;
 }
 
 /* ---- signals ---- */
@@ -115,8 +126,84 @@ static void test_signals(void)
     CHECK(sigismember(&after, SIGINT) == sigismember(&before, SIGINT), "the caller's own mask has changed");
 }
 
+/* ---- a rendezvous ends ---- */
+
+struct joiner {
+    const spccl_unique_id *id;
+    int rank, n_ranks;
+    pthread_t thread;
+};
+
+static void *join_group(void *arg)
+{
+    const struct joiner *j = arg;
+    spccl_comm *comm = NULL;
+    spccl_config config = SPCCL_CONFIG_INIT;
+    int one = 1;
+    config.timeout_ms = PATIENCE_MS;
+    CHECK_OK(spccl_comm_init_rank(j->id, j->rank, j->n_ranks, &config, &comm));
+    if (comm == NULL)
+        return NULL;
+    CHECK_OK(spccl_all_reduce(comm, &one, &one, 1, SPCCL_INT32, SPCCL_SUM, NULL));
+    CHECK(one == j->n_ranks, "%d", one);
+    CHECK_OK(spccl_comm_destroy(comm));
+    return NULL;
+}
+
+static void form_group(const spccl_unique_id *id, int n_ranks)
+{
+    struct joiner j[4];
+    for (int i = 0; i < n_ranks; i++) {
+        j[i] = (struct joiner){.id = id, .rank = i, .n_ranks = n_ranks};
+        CHECK(pthread_create(&j[i].thread, NULL, join_group, &j[i]) == 0, "thread");
+    }
+    for (int i = 0; i < n_ranks; i++)
+        pthread_join(j[i].thread, NULL);
+}
+
+static void test_rendezvous_ends(void)
+{
+    static const int sizes[] = {1, 2, 4};
+    int n = count_threads("spccl-rdv").n;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        spccl_unique_id id;
+        spccl_store store;
+        uint8_t secret[SP_SECRET_BYTES];
+        CHECK_OK(spccl_get_unique_id(&id));
+        CHECK(count_threads("spccl-rdv").n == n + 1, "no rendezvous");
+        form_group(&id, sizes[i]);
+        CHECK(becomes("spccl-rdv", n), "the rendezvous of a group of %d goes on", sizes[i]);
+        CHECK(sp_rendezvous_connect(&id, 5000, &store, secret) == SPCCL_ERR_PEER, "its port is still open");
+    }
+}
+
+/* An id that nobody uses does not hold a thread and a port for ever; but a client that is connected keeps the
+ * rendezvous. */
+static void test_rendezvous_idle(void)
+{
+    int n = count_threads("spccl-rdv").n;
+    spccl_unique_id unused, used;
+    spccl_store store;
+    uint8_t secret[SP_SECRET_BYTES], value[8];
+    size_t bytes = 0;
+    setenv("SPCCL_TIMEOUT_MS", "1000", 1);
+    CHECK_OK(spccl_get_unique_id(&unused));
+    CHECK_OK(spccl_get_unique_id(&used));
+    unsetenv("SPCCL_TIMEOUT_MS");
+    CHECK_OK(sp_rendezvous_connect(&used, 5000, &store, secret));
+    CHECK(becomes("spccl-rdv", n + 1), "%d rendezvous, wanted %d", count_threads("spccl-rdv").n, n + 1);
+    CHECK_OK(store.set(store.ctx, "k", "v", 1));
+    CHECK_OK(store.get(store.ctx, "k", value, sizeof value, 5000, &bytes));
+    CHECK(bytes == 1 && value[0] == 'v', "%zu bytes", bytes);
+    sp_rendezvous_disconnect(&store);
+    CHECK(becomes("spccl-rdv", n), "the rendezvous goes on without a client");
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"signals", test_signals}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"rendezvous_ends", test_rendezvous_ends},
+                                             {"rendezvous_idle", test_rendezvous_idle},
+                                             {"signals", test_signals},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

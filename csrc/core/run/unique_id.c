@@ -4,9 +4,11 @@
 
 spccl_status spccl_get_unique_id(spccl_unique_id *out)
 {
+    int64_t timeout_ms;
     if (out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_get_unique_id: out is NULL");
-    return sp_rendezvous_start(sp_env_text(SP_ENV_RENDEZVOUS_ADDR), out);
+    SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
+    return sp_rendezvous_start(sp_env_text(SP_ENV_RENDEZVOUS_ADDR), timeout_ms, out);
 }
 
 spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world_size,
@@ -26,6 +28,8 @@ spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world
     if (c.secret == NULL)
         c.secret = secret;
     st = spccl_comm_create(&store, rank, world_size, &c, out);
+    if (st == SPCCL_OK)
+        sp_rendezvous_done(&store, world_size);
     sp_rendezvous_disconnect(&store);
     return st;
 }

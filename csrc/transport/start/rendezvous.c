@@ -3,6 +3,7 @@
 #include "core/contract/rendezvous.h"
 
 #include "core/base/clock.h"
+#include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
 #include "transport/common/handshake.h"
@@ -13,6 +14,8 @@
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
+
+#define DONE_MS 5000
 
 struct session {
     int fd;
@@ -47,10 +50,12 @@ static spccl_status at_rendezvous(const char *at, const char *doing, spccl_statu
     if (st == SPCCL_OK)
         return st;
     snprintf(cause, sizeof cause, "%s", spccl_last_error());
-    return SP_FAIL(st,
-                   "rendezvous at %s: %s: %s: is the process that made the unique id alive, and its address "
-                   "reachable from here (SPCCL_RENDEZVOUS_ADDR)?",
-                   at, doing, cause);
+    return SP_FAIL(
+        st,
+        "rendezvous at %s: %s: %s: is the process that made the unique id alive, is the id new (it "
+        "serves one group, and ends unused after SPCCL_TIMEOUT_MS), and is its address reachable from "
+        "here (SPCCL_RENDEZVOUS_ADDR)?",
+        at, doing, cause);
 }
 
 /* One request and its reply; `out` takes at most cap bytes of data. */
@@ -113,6 +118,19 @@ static spccl_status client_get(void *ctx, const char *key, void *buf, size_t cap
     return at_rendezvous(s->at, "get", call(s, SP_RDV_GET, key, NULL, 0, timeout_ms, buf, cap, out_bytes));
 }
 
+void sp_rendezvous_done(const spccl_store *store, int world_size)
+{
+    struct session *s = store->ctx;
+    uint8_t data[4], none;
+    size_t n;
+    spccl_status st;
+    sp_store_le32(data, (uint32_t)world_size);
+    st = call(s, SP_RDV_DONE, "group", data, sizeof data, DONE_MS, &none, 0, &n);
+    if (st != SPCCL_OK)
+        sp_log(SP_LOG_DEBUG, -1, "rendezvous at %s: it was not told that the group is complete: %s", s->at,
+               spccl_last_error());
+}
+
 static spccl_status read_id(const spccl_unique_id *id, sp_sock_address *to)
 {
     struct sockaddr_in in = {.sin_family = AF_INET, .sin_port = htons(sp_load_le16(id->bytes + 8))};
@@ -168,7 +186,8 @@ spccl_status sp_rendezvous_connect(const spccl_unique_id *id, int64_t timeout_ms
     memcpy(secret, id->bytes + 44, SP_SECRET_BYTES);
     SP_TRY_TO(fail, st, sp_sock_dial(&to, &s->fd));
     SP_TRY_TO(fail, st, prove(s->fd, id, secret, deadline_ns));
-    *out_store = (spccl_store){.struct_bytes = sizeof *out_store, .ctx = s, .set = client_set, .get = client_get};
+    *out_store =
+        (spccl_store){.struct_bytes = sizeof *out_store, .ctx = s, .set = client_set, .get = client_get};
     return SPCCL_OK;
 fail:
     st = at_rendezvous(s->at, "connecting", st);

@@ -1,6 +1,6 @@
 /* rendezvous_server.c - the key-value server behind spccl_unique_id. See rendezvous.h; bytes in
- * rendezvous_wire.h. One thread serves everybody and lives as long as the process; what clients may make it
- * hold is bounded. */
+ * rendezvous_wire.h. One thread serves all clients. It ends when the group has formed, or when nobody has asked
+ * for a while. What clients may make it hold is bounded. */
 #include "core/base/clock.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
@@ -51,6 +51,8 @@ struct server {
     struct client *clients;
     struct pollfd *polls; /* [CLIENTS_MAX + SP_ACCEPTOR_PENDING + 1] */
     int n_clients;
+    int64_t idle_ns, used_ns;    /* ends when no client was connected for idle_ns; when one was last */
+    uint32_t n_done, world_size; /* ranks that have joined their group, of so many; 0: not known yet */
     sp_fork_guard guard;
 };
 
@@ -153,6 +155,12 @@ static bool handle_request(struct server *s, struct client *c)
         c->deadline_ns = sp_deadline_in_ms((int64_t)sp_load_le32(c->head + 12));
         c->state = WAIT_KEY;
         return true;
+    case SP_RDV_DONE:
+        if (data_bytes != 4)
+            return false;
+        s->world_size = sp_load_le32(c->body + key_bytes);
+        s->n_done++;
+        return reply(c, SPCCL_OK, NULL, 0);
     default:
         return false;
     }
@@ -250,19 +258,6 @@ static void step_all_clients(struct server *s)
     } while (n_sets != s->n_sets);
 }
 
-static void *serve(void *arg)
-{
-    struct server *s = arg;
-    for (;;) {
-        wait_for_events(s);
-        pthread_mutex_lock(&s->guard.lock);
-        (void)sp_acceptor_step(&s->acceptor); /* strangers are its own business */
-        step_all_clients(s);
-        pthread_mutex_unlock(&s->guard.lock);
-    }
-    return NULL;
-}
-
 /* A child has no server thread: who asks there shall be refused, not kept waiting. */
 static void close_in_child(void *owner)
 {
@@ -277,9 +272,44 @@ static void server_free(struct server *s)
 {
     sp_fork_unwatch(&s->guard);
     sp_acceptor_close(&s->acceptor);
+    for (int i = 0; i < s->n_clients; i++) {
+        close(s->clients[i].fd);
+        sp_free(s->clients[i].body);
+    }
+    while (s->entries != NULL) {
+        struct entry *e = s->entries;
+        s->entries = e->next;
+        sp_free(e->data);
+        sp_free(e);
+    }
+    explicit_bzero(s->secret, sizeof s->secret);
     sp_free(s->clients);
     sp_free(s->polls);
     sp_free(s);
+}
+
+/* Will nobody need the server any more? */
+static bool is_over(struct server *s)
+{
+    if (s->n_clients != 0) {
+        s->used_ns = sp_now_ns();
+        return false;
+    }
+    return (s->world_size != 0 && s->n_done >= s->world_size) || sp_now_ns() - s->used_ns > s->idle_ns;
+}
+
+static void *serve(void *arg)
+{
+    struct server *s = arg;
+    while (!is_over(s)) {
+        wait_for_events(s);
+        pthread_mutex_lock(&s->guard.lock);
+        (void)sp_acceptor_step(&s->acceptor); /* strangers are its own business */
+        step_all_clients(s);
+        pthread_mutex_unlock(&s->guard.lock);
+    }
+    server_free(s);
+    return NULL;
 }
 
 static bool parse_address(const char *text, sp_sock_address *out)
@@ -341,7 +371,7 @@ static spccl_status write_id(const struct server *s, int fd, spccl_unique_id *ou
     return SPCCL_OK;
 }
 
-spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
+spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl_unique_id *out)
 {
     sp_sock_address at;
     spccl_unique_id id;
@@ -361,6 +391,8 @@ spccl_status sp_rendezvous_start(const char *listen_addr, spccl_unique_id *out)
     if (s == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous");
     s->acceptor.listen_fd = -1;
+    s->idle_ns = idle_ms < INT64_MAX / 1000000 ? idle_ms * 1000000 : INT64_MAX;
+    s->used_ns = sp_now_ns();
     s->clients = sp_calloc(CLIENTS_MAX, sizeof *s->clients);
     s->polls = sp_calloc(CLIENTS_MAX + SP_ACCEPTOR_PENDING + 1, sizeof *s->polls);
     if (s->clients == NULL || s->polls == NULL) {

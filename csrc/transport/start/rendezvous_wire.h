@@ -13,8 +13,9 @@
  *   124  u32          checksum: FNV-1a of bytes 0 to 123
  *
  * After the handshake:
- *   client -> server   u32 op (1 set, 2 get), u32 key bytes, u32 data bytes, u32 timeout in ms, key, data
- *   server -> client   i32 status, u32 data bytes, data */
+ *   client -> server   u32 op (1 set, 2 get, 3 done), u32 key bytes, u32 data bytes, u32 timeout in ms, key, data
+ *   server -> client   i32 status, u32 data bytes, data
+ * "done" says that this client's rank is in its group; its data is u32 world size. */
 #ifndef SP_RENDEZVOUS_WIRE_H
 #define SP_RENDEZVOUS_WIRE_H
 
@@ -28,7 +29,7 @@
 #define SP_RDV_REPLY_BYTES 8u
 #define SP_RDV_KEY_MAX 255u
 #define SP_RDV_DATA_MAX 65536u
-enum { SP_RDV_SET = 1, SP_RDV_GET = 2 };
+enum { SP_RDV_SET = 1, SP_RDV_GET = 2, SP_RDV_DONE = 3 };
 
 static inline uint32_t sp_rdv_checksum(const char *id)
 {
