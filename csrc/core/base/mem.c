@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 void *sp_calloc(size_t n, size_t elem_bytes)
 {
@@ -20,6 +21,12 @@ void *sp_alloc64(size_t bytes)
 void sp_free(void *p)
 {
     free(p);
+}
+
+__attribute__((noinline)) void sp_wipe_stack(void)
+{
+    uint8_t below[16384];
+    explicit_bzero(below, sizeof below);
 }
 
 bool sp_mul_size(size_t a, size_t b, size_t *out)

@@ -12,6 +12,9 @@ void *sp_calloc(size_t n, size_t elem_bytes);
 /* Uninitialised memory, aligned to 64 bytes: a cache line, or an AVX-512 vector. Freed with sp_free. */
 void *sp_alloc64(size_t bytes);
 void sp_free(void *p); /* accepts NULL */
+/* Zero the stack below the caller's frame, 16 KiB of it. Functions that handled a secret may have left copies
+ * there: the compiler spills registers, and the dynamic linker saves vector registers at a first call. */
+void sp_wipe_stack(void);
 /* *out = a * b; false (and *out untouched) on overflow. */
 bool sp_mul_size(size_t a, size_t b, size_t *out);
 bool sp_add_size(size_t a, size_t b, size_t *out);

@@ -81,23 +81,14 @@ static spccl_status agree_secret(const spccl_store *store, const sp_boot_config 
 
 /* Open every transport of the list; one that cannot be opened here is left out with a log line, unless none
  * is left. */
-static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c,
-                                   const uint8_t secret[SP_SECRET_BYTES])
+static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_endpoint_config *ec)
 {
     const sp_transport *list[SP_TRANSPORTS_MAX];
     size_t n = 0;
-    sp_endpoint_config ec = {.rank = c->rank,
-                             .world_size = c->world_size,
-                             .group_tag = hash_text(c->name),
-                             .n_queues = 2,
-                             .queue_bytes = c->queue_bytes,
-                             .n_sockets = c->n_sockets,
-                             .deadline_ns = c->deadline_ns};
-    memcpy(ec.secret, secret, SP_SECRET_BYTES);
     SP_TRY(sp_transport_parse_list(c->transports, list, SP_TRANSPORTS_MAX, &n));
     for (size_t i = 0; i < n; i++) {
         sp_endpoint *ep = NULL;
-        spccl_status st = list[i]->open(&ec, &ep);
+        spccl_status st = list[i]->open(ec, &ep);
         if (st != SPCCL_OK) {
             list[i]->close(ep);
             if (n == 1)
@@ -112,6 +103,22 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c,
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: none of the transports \"%s\" could be opened",
                        c->rank, c->transports);
     return SPCCL_OK;
+}
+
+static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
+{
+    sp_endpoint_config ec = {.rank = c->rank,
+                             .world_size = c->world_size,
+                             .group_tag = links->group_tag,
+                             .n_queues = 2,
+                             .queue_bytes = c->queue_bytes,
+                             .n_sockets = c->n_sockets,
+                             .deadline_ns = c->deadline_ns};
+    spccl_status st;
+    memcpy(ec.secret, links->secret, SP_SECRET_BYTES);
+    st = open_all(links, c, &ec);
+    explicit_bzero(&ec, sizeof ec); /* the copy of the secret */
+    return st;
 }
 
 static spccl_status publish(sp_links *links, const spccl_store *store, const sp_boot_config *c)
@@ -268,9 +275,9 @@ static spccl_status connect_all(sp_links *links)
     }
 }
 
-spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_boot_config *c)
+static spccl_status open_links(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
-    uint8_t secret[SP_SECRET_BYTES], blob[BLOB_CAP];
+    uint8_t blob[BLOB_CAP];
     links->rank = c->rank;
     links->world_size = c->world_size;
     links->message_max = SIZE_MAX;
@@ -279,10 +286,9 @@ spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_b
         return SP_FAIL(SPCCL_ERR_NOMEM, "links to %d ranks", c->world_size);
     if (c->world_size == 1)
         return SPCCL_OK;
-    SP_TRY(agree_secret(store, c, secret));
-    memcpy(links->secret, secret, sizeof links->secret);
     links->group_tag = hash_text(c->name);
-    SP_TRY(open_endpoints(links, c, secret));
+    SP_TRY(agree_secret(store, c, links->secret));
+    SP_TRY(open_endpoints(links, c));
     SP_TRY(publish(links, store, c));
     for (int peer = 0; peer < c->world_size; peer++) {
         size_t bytes = 0;
@@ -298,6 +304,13 @@ spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_b
         links->message_max =
             sp_min_size(links->message_max, links->transports[i]->message_max(links->endpoints[i]));
     return SPCCL_OK;
+}
+
+spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_boot_config *c)
+{
+    spccl_status st = open_links(links, store, c);
+    sp_wipe_stack();
+    return st;
 }
 
 void sp_links_close(sp_links *links)

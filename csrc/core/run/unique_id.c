@@ -1,6 +1,9 @@
 /* unique_id.c - groups without a store: the id names our own rendezvous (rendezvous.h). */
 #include "core/base/env.h"
+#include "core/base/mem.h"
 #include "core/contract/rendezvous.h"
+
+#include <string.h>
 
 spccl_status spccl_get_unique_id(spccl_unique_id *out)
 {
@@ -24,12 +27,16 @@ spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world
     if (config != NULL)
         c = *config;
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
-    SP_TRY(sp_rendezvous_connect(id, c.timeout_ms > 0 ? c.timeout_ms : timeout_ms, &store, secret));
+    SP_TRY_TO(done, st,
+              sp_rendezvous_connect(id, c.timeout_ms > 0 ? c.timeout_ms : timeout_ms, &store, secret));
     if (c.secret == NULL)
         c.secret = secret;
     st = spccl_comm_create(&store, rank, world_size, &c, out);
     if (st == SPCCL_OK)
         sp_rendezvous_done(&store, world_size);
     sp_rendezvous_disconnect(&store);
+done:
+    explicit_bzero(secret, sizeof secret);
+    sp_wipe_stack();
     return st;
 }

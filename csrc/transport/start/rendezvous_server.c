@@ -420,8 +420,10 @@ spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl
     sp_fork_watch(&s->guard, close_in_child, s);
     SP_TRY_TO(fail, st, sp_thread_start("spccl-rdv", serve, s, NULL));
     *out = id;
-    return SPCCL_OK;
 fail:
-    server_free(s);
+    explicit_bzero(&id, sizeof id); /* it holds the secret */
+    sp_wipe_stack();
+    if (st != SPCCL_OK)
+        server_free(s);
     return st;
 }
