@@ -1,5 +1,5 @@
-/* cuda_ranks.h - for tests of GPU collectives: memory of each rank, made before any kernel runs; ranks as
- * threads on GPU r % n_gpus, several on one if need be. */
+/* cuda_ranks.h - for tests of GPU collectives whose ranks are threads. Rank r is on GPU r % n_gpus, so
+ * several ranks may share a GPU. The memory of all ranks is allocated before any kernel runs. */
 #ifndef SP_CUDA_RANKS_H
 #define SP_CUDA_RANKS_H
 
@@ -8,19 +8,20 @@
 
 #define CUDA_RANKS_CAP 8
 
-/* One rank's buffers; in and out: of `cap` bytes each, on its GPU, and pinned on the host. */
-struct rank_room {
+/* One rank's buffers of `cap` bytes each. Those that end in _d are on its GPU, the others are pinned host
+ * memory. */
+struct rank_buffer {
     int device;
     uint8_t *in_d, *out_d, *spare_d;
     uint8_t *in, *out, *got, *want, *plain;
     cudaStream_t on, on2;
 };
-static struct rank_room rank_rooms[CUDA_RANKS_CAP];
+static struct rank_buffer rank_buffers[CUDA_RANKS_CAP];
 
-static inline void make_rank_rooms(int n_ranks, size_t cap)
+static inline void make_rank_buffers(int n_ranks, size_t cap)
 {
     for (int r = 0; r < n_ranks; r++) {
-        struct rank_room *m = &rank_rooms[r];
+        struct rank_buffer *m = &rank_buffers[r];
         m->device = r % n_gpus;
         CUDA_OK(cudaSetDevice(m->device));
         CUDA_OK(cudaMalloc((void **)&m->in_d, cap));
@@ -28,28 +29,29 @@ static inline void make_rank_rooms(int n_ranks, size_t cap)
         CUDA_OK(cudaMalloc((void **)&m->spare_d, cap));
         CUDA_OK(cudaStreamCreateWithFlags(&m->on, cudaStreamNonBlocking));
         CUDA_OK(cudaStreamCreateWithFlags(&m->on2, cudaStreamNonBlocking));
-        m->in = pinned_room(cap), m->out = pinned_room(cap), m->got = pinned_room(cap);
-        m->want = pinned_room(cap), m->plain = pinned_room(cap);
+        m->in = pinned_alloc(cap), m->out = pinned_alloc(cap), m->got = pinned_alloc(cap);
+        m->want = pinned_alloc(cap), m->plain = pinned_alloc(cap);
         CUDA_OK(cudaDeviceSynchronize());
     }
 }
 
-/* All ranks are here: a host collective. For what may not happen while a peer's kernel runs. */
+/* Wait until all ranks have come here, by a host collective: before work that may not be done while a peer's
+ * kernel runs. */
 static inline bool all_here(spccl_comm *comm)
 {
     uint8_t mine = 1, all[RANKS_CAP];
     spccl_status st = spccl_all_gather(comm, &mine, all, 1, SPCCL_UINT8, NULL);
-    CHECK(st == SPCCL_OK, "meeting: %s", spccl_last_error());
+    CHECK(st == SPCCL_OK, "host barrier: %s", spccl_last_error());
     return st == SPCCL_OK;
 }
 
-/* This thread's rank gets its GPU. */
+/* Attach the GPU of this thread's rank. */
 static inline bool attach_gpu(spccl_comm *comm, int rank, uint32_t max_ctas)
 {
     spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
     spccl_status st;
-    CUDA_OK(cudaSetDevice(rank_rooms[rank].device));
-    config.device = rank_rooms[rank].device;
+    CUDA_OK(cudaSetDevice(rank_buffers[rank].device));
+    config.device = rank_buffers[rank].device;
     config.max_ctas = max_ctas;
     if (is_small)
         config.inbox_bytes = (size_t)16 << 20;
@@ -58,7 +60,7 @@ static inline bool attach_gpu(spccl_comm *comm, int rank, uint32_t max_ctas)
     return st == SPCCL_OK;
 }
 
-/* ---- one collective, on the GPU and by the host's engine, which is the judge ---- */
+/* ---- one collective, on the GPU and on the host; the host's result is the reference ---- */
 
 enum coll { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };
 static const char *const coll_names[N_COLLS] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
@@ -77,7 +79,7 @@ static inline bool call_reduces(const struct call *c)
 {
     return c->coll == REDUCE_SCATTER || c->coll == ALL_REDUCE;
 }
-/* Bytes of the block that n counts, and of the buffers. */
+/* Bytes of n elements, of the input and of the output. */
 static inline size_t block_bytes(const struct call *c)
 {
     return c->n * spccl_dtype_bytes(c->dtype);
@@ -91,7 +93,7 @@ static inline size_t out_bytes(const struct call *c, int n_ranks)
     return block_bytes(c) * (c->coll == ALL_GATHER ? (size_t)n_ranks : 1);
 }
 
-/* Broadcast: `out` is the buffer. */
+/* In a broadcast `out` is the buffer. */
 static inline spccl_status gpu_call(spccl_comm *comm, const struct call *c, const void *in, void *out,
                                     cudaStream_t stream)
 {
@@ -107,7 +109,7 @@ static inline spccl_status gpu_call(spccl_comm *comm, const struct call *c, cons
     }
 }
 
-/* `in` is kept. */
+/* Does not change `in`, in a broadcast either. */
 static inline spccl_status host_call(spccl_comm *comm, const struct call *c, const void *in, void *out)
 {
     switch (c->coll) {

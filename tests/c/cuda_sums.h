@@ -1,21 +1,22 @@
-/* cuda_sums.h - an all-reduce on the GPU whose sums are known, for tests of what happens around it. */
+/* cuda_sums.h - an all-reduce on the GPU with known sums, for tests that care about errors more than about
+ * values. */
 #ifndef SP_CUDA_SUMS_H
 #define SP_CUDA_SUMS_H
 
 #include "cuda_ranks.h"
 
-#define FEW 1000u /* elements; fits the rings */
+#define FEW 1000u /* elements; their frames fit into the rings */
 
 static inline spccl_status sum(struct rank_ctx *c, size_t n, spccl_dtype dtype)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     return spccl_cuda_all_reduce(c->comm, m->in_d, m->out_d, n, dtype, SPCCL_SUM, m->on);
 }
 
-/* Every third element of rank r is r + 1: the sums are known. */
+/* Every third element of rank r is r + 1, the others are 0. */
 static inline void load_input(const struct rank_ctx *c, size_t n)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     float *x = (float *)(void *)m->in;
     for (size_t i = 0; i < n; i++)
         x[i] = i % 3 == 0 ? (float)(c->rank + 1) : 0;
@@ -26,7 +27,7 @@ static inline void load_input(const struct rank_ctx *c, size_t n)
 
 static inline void check_sums(const struct rank_ctx *c, size_t n)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     const float *got = (const float *)(const void *)m->got;
     float wanted = (float)(c->n_ranks * (c->n_ranks + 1) / 2);
     size_t i = 0;
@@ -37,7 +38,7 @@ static inline void check_sums(const struct rank_ctx *c, size_t n)
     CHECK(i == n, "rank %d: element %zu of %zu is %g", c->rank, i, n, i < n ? (double)got[i] : 0);
 }
 
-/* A whole collective, on a communicator that is well. */
+/* Run a collective, which must succeed. */
 static inline void check_works(struct rank_ctx *c)
 {
     load_input(c, FEW);
@@ -52,7 +53,7 @@ static inline void attach_and_check(struct rank_ctx *c)
         check_works(c);
 }
 
-/* fn on n_ranks threads, and then a new communicator of the same ranks. */
+/* Run fn on n_ranks threads. Afterwards a new communicator of the same ranks must work. */
 static inline void run_scene(int n_ranks, void (*fn)(struct rank_ctx *), void *arg)
 {
     struct rank_ctx ctx[RANKS_CAP];

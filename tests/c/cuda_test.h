@@ -1,5 +1,5 @@
-/* cuda_test.h - for tests on a GPU: arguments, waits with a deadline, arrays of every kind of sparsity.
- * A test includes it and calls cuda_test_start first thing in main. */
+/* cuda_test.h - for tests on a GPU: options, waits with a deadline, arrays with zeros in many patterns. A
+ * test's main calls cuda_test_start before all else. */
 #ifndef SP_CUDA_TEST_H
 #define SP_CUDA_TEST_H
 
@@ -15,12 +15,12 @@
 #define GUARD_BYTES 256u
 #define POISON 0xa5
 
-/* --small: under a sanitizer; --long: soak; --slow: on the GPU in software, everything but large arrays.
- * SPCCL_TEST_ROUNDS multiplies what is random. */
+/* --small: few cases, for sanitizers. --long: many, for soak tests. --slow: for the GPU in software, all
+ * cases but those with large arrays. SPCCL_TEST_ROUNDS=n: n times as many random cases. */
 static bool is_small, is_long, is_slow;
 static int n_rounds = 1, n_gpus;
 
-/* A failed CUDA call ends the test: nothing after it means anything. */
+/* A failed CUDA call ends the test, as nothing that follows could be trusted. */
 #define CUDA_OK(x)                                                                                           \
     do {                                                                                                     \
         cudaError_t e_ = (x);                                                                                \
@@ -30,13 +30,13 @@ static int n_rounds = 1, n_gpus;
         }                                                                                                    \
     } while (0)
 
-/* How long the GPU may take for anything here; a sanitizer makes it a hundred times slower. */
+/* The longest time that any GPU work here may take. A sanitizer makes it a hundred times slower. */
 static inline int wait_ms(void)
 {
     return is_small || is_slow ? 60000 : 10000;
 }
 
-/* Until the stream is done. A kernel that hangs ends the test: there is no way to go on. */
+/* Wait for the stream. A kernel that hangs ends the test, as the GPU cannot be used any more. */
 static inline void sync_stream(cudaStream_t stream)
 {
     int64_t until = now_ms() + wait_ms();
@@ -50,24 +50,24 @@ static inline void sync_stream(cudaStream_t stream)
     CUDA_OK(e);
 }
 
-/* Host memory that copies of streams can use, zeroed; memory of the current GPU. Never freed. */
-static inline uint8_t *pinned_room(size_t bytes)
+/* Pinned host memory of zeros; memory of the current GPU. Neither is ever freed. */
+static inline uint8_t *pinned_alloc(size_t bytes)
 {
     void *p = NULL;
     CUDA_OK(cudaHostAlloc(&p, bytes, cudaHostAllocPortable));
     memset(p, 0, bytes);
     return p;
 }
-static inline uint8_t *device_room(size_t bytes)
+static inline uint8_t *device_alloc(size_t bytes)
 {
     void *p = NULL;
     CUDA_OK(cudaMalloc(&p, bytes));
     return p;
 }
 
-/* Take the options out of argv. Sets what must be set before CUDA starts: ranks that are threads of one
- * process wait for each other's kernels, so modules may not be loaded while they run, and each stream needs a
- * hardware queue of its own. */
+/* Take the options out of argv. Sets two variables before CUDA starts, as ranks that are threads of one
+ * process wait for each other's kernels: no module may be loaded while kernels run, and each stream needs its
+ * own hardware queue. */
 static inline void cuda_test_options(int *argc, char **argv)
 {
     const char *rounds = getenv("SPCCL_TEST_ROUNDS");
@@ -88,13 +88,13 @@ static inline void cuda_test_options(int *argc, char **argv)
     n_rounds = rounds != NULL && atoi(rounds) > 0 ? atoi(rounds) : is_long ? 10 : 1;
 }
 
-/* The options, and the GPUs; exits 77 without one. */
+/* Reads the options and counts the GPUs. Exits with 77 if there is none. */
 static inline void cuda_test_start(int *argc, char **argv)
 {
     cuda_test_options(argc, argv);
     n_gpus = spccl_cuda_device_count();
     if (n_gpus == 0) {
-        printf("skipped: no GPU that CUDA can use here\n");
+        printf("skipped: no GPU that CUDA can use\n");
         exit(77);
     }
 }
@@ -124,11 +124,11 @@ typedef enum array_kind {
     KIND_PERCENT_50,
     KIND_PERCENT_90,
     KIND_FULL,
-    KIND_ONE_BLOCK,  /* all in one block of 256 */
-    KIND_ONE_SLICE,  /* all in one slice of 2048, half full */
-    KIND_FULL_BLOCK, /* 1%, and one block of 256 without a zero: tile cannot hold it */
+    KIND_ONE_BLOCK,  /* all nonzeros in one block of 256 */
+    KIND_ONE_SLICE,  /* all nonzeros in one slice of 2048, half of which they fill */
+    KIND_FULL_BLOCK, /* 1%, and one block of 256 without zeros, which format tile cannot encode */
     KIND_ALTERNATING,
-    KIND_SPECIAL, /* every third one: NaNs with payload, -0.0, denormals, infinities */
+    KIND_SPECIAL, /* every third element: NaNs with payload, -0.0, denormals, infinities */
     N_KINDS
 } array_kind;
 
@@ -136,7 +136,7 @@ static const char *const kind_names[N_KINDS] = {
     "zero", "one element", "0.1%",      "1%",         "10%",         "50%",    "90%",
     "100%", "one block",   "one slice", "full block", "alternating", "special"};
 
-/* -0.0, quiet and signalling NaNs with payload, infinities, denormals, the largest; of integers the edges. */
+/* -0.0, quiet and signalling NaNs with payload, infinities, denormals; of integers the extreme values. */
 static inline uint64_t special_bits(spccl_dtype dtype, uint32_t i)
 {
     static const uint64_t f32[8] = {0x80000000, 0x7fc00123, 0x7f800001, 0xffabcdef,
@@ -167,7 +167,7 @@ static inline uint64_t special_bits(spccl_dtype dtype, uint32_t i)
     }
 }
 
-/* Element i becomes nonzero bits: any, or one in eight (or every one) a special value. */
+/* Set element i to random bits that are not all 0. One in eight, or with `special` each, is special. */
 static inline void put_value(uint8_t *x, size_t i, spccl_dtype dtype, uint64_t *rng, bool special)
 {
     size_t e = spccl_dtype_bytes(dtype);
@@ -180,7 +180,7 @@ static inline void put_value(uint8_t *x, size_t i, spccl_dtype dtype, uint64_t *
     memcpy(x + i * e, &v, e);
 }
 
-/* About n * permille / 1000 values in x[from, to), at random gaps. */
+/* Set about permille / 1000 of the elements x[from, to), at random indices. */
 static inline void scatter(uint8_t *x, size_t from, size_t to, uint32_t permille, spccl_dtype dtype,
                            uint64_t *rng)
 {
@@ -195,7 +195,7 @@ static inline void scatter(uint8_t *x, size_t from, size_t to, uint32_t permille
         put_value(x, i, dtype, rng, false);
 }
 
-/* x [n] of dtype. */
+/* Fill x [n] of dtype with zeros and values in the pattern `kind`. */
 static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kind kind, uint64_t *rng)
 {
     static const uint32_t permille[N_KINDS] = {
@@ -221,7 +221,7 @@ static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kin
             put_value(x, i, dtype, rng, kind == KIND_SPECIAL);
 }
 
-/* Where a and b [bytes] first differ; `bytes` if nowhere. */
+/* The first byte at which a and b [bytes] differ; `bytes` if they are equal. */
 static inline size_t first_difference(const uint8_t *a, const uint8_t *b, size_t bytes)
 {
     size_t i = 0;

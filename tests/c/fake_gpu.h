@@ -1,6 +1,7 @@
-/* fake_gpu.h - GPUs made of host memory, for tests of everything around the kernels: inboxes are memfds that
- * really travel between threads and processes; a "kernel" is a thread that marks the peers' inboxes and waits
- * for their marks, as the real ones do: with a deadline, an abort flag and a report. */
+/* fake_gpu.h - GPUs made of host memory, for tests of everything but the kernels. An inbox is a memfd, which
+ * is really passed between threads and processes. A "kernel" is a thread that writes a mark to the peers'
+ * inboxes and waits for their marks. Like a real kernel it has a deadline, reads the abort flag and writes a
+ * report. */
 #ifndef SP_TEST_FAKE_GPU_H
 #define SP_TEST_FAKE_GPU_H
 
@@ -20,18 +21,18 @@
 #define FAKE_GPUS 4
 #define FAKE_BYTES 65536
 
-/* Set by a test before the ranks start. */
+/* A test sets these before the ranks start. */
 static struct {
     int n_gpus;
     bool no_access[FAKE_GPUS][FAKE_GPUS], no_fd[FAKE_GPUS];
     size_t free_bytes;
     bool import_fails, create_fails, launch_fails;
-    uint32_t bad_rule; /* not 0: rank 0's kernels report a frame of rank 1 that breaks it */
-    atomic_int n_memories, n_waits, n_kernels; /* alive; stream_wait calls; launches */
-    _Atomic unsigned long long capture;        /* id of the capture that all streams are in; 0 = none */
+    uint32_t bad_rule; /* not 0: rank 0's kernels report that a frame of rank 1 breaks this rule */
+    atomic_int n_memories, n_waits, n_kernels; /* memories not freed; calls of stream_wait; launches */
+    _Atomic unsigned long long capture;        /* id of the capture of all streams; 0 = none */
 } fake = {.n_gpus = FAKE_GPUS, .free_bytes = (size_t)1 << 40};
 
-/* Memory "of" each GPU, for the arguments of collectives. */
+/* Memory of each fake GPU, for the arguments of collectives. */
 static _Alignas(64) uint8_t fake_memory[FAKE_GPUS][FAKE_BYTES];
 static _Thread_local int fake_current;
 
@@ -184,7 +185,7 @@ static spccl_status fake_event_query(void *event)
     const struct fake_event *e = event;
     return e->stream->n_done >= e->n ? SPCCL_OK : SPCCL_AGAIN;
 }
-/* Waits at once, on the host: these streams have no queue. */
+/* Waits on the host, as these streams have no queue. */
 static spccl_status fake_stream_wait(void *stream, void *event)
 {
     (void)stream;
@@ -217,14 +218,14 @@ struct fake_launch {
     struct fake_stream *stream;
 };
 
-/* The mark of rank `from` in an inbox: in the first tail of its slot. */
+/* The mark of rank `from` in an inbox; it is the first tail of the rank's slot. */
 static uint64_t *fake_mark(const sp_fused_args *a, int to, int from)
 {
     uint32_t slot = sp_inbox_slot((uint32_t)to, (uint32_t)from, (uint32_t)a->world_size);
     return (uint64_t *)(void *)(a->inboxes[to] + sp_inbox_tail_off(a->shape, SP_INBOX_INPUT, slot, 0));
 }
 
-/* Kernels of one stream run in any order here, so a mark only rises. */
+/* Kernels of one stream run in any order here, so a mark may only grow. */
 static void fake_raise(uint64_t *mark, uint64_t wanted)
 {
     uint64_t seen = __atomic_load_n(mark, __ATOMIC_ACQUIRE);
@@ -288,7 +289,7 @@ static spccl_status fake_fused(const sp_fused_args *a, void *stream)
         return SP_FAIL(SPCCL_ERR_DEVICE, "fakeLaunch: refused");
     }
     fake.n_kernels++;
-    if (fake.capture != 0) { /* a capture runs nothing */
+    if (fake.capture != 0) { /* during a capture nothing runs */
         free(l);
         return SPCCL_OK;
     }
@@ -315,7 +316,7 @@ static size_t fake_scratch_bytes(uint64_t n_slices)
 static spccl_status fake_encode(const sp_gpu_encode_args *a, void *stream)
 {
     (void)stream;
-    *a->status = a->slice_elems; /* for the test to see */
+    *a->status = a->slice_elems; /* the test reads it */
     return SPCCL_OK;
 }
 static spccl_status fake_decode(const sp_gpu_decode_args *a, void *stream)

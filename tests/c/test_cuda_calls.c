@@ -1,5 +1,5 @@
-/* test_cuda_calls.c - what GPU collectives refuse before anything is launched (and lose nothing by it),
- * attaching with inboxes of every size, and the counters. Ranks are threads. --small: for sanitizers. */
+/* test_cuda_calls.c - calls of GPU collectives that are refused before anything is launched, after which the
+ * group still works; inboxes of many sizes; the counters. Ranks are threads. --small: for sanitizers. */
 #include "cuda_sums.h"
 
 #define N_RANKS 3
@@ -21,7 +21,7 @@ static uint64_t n_launched(spccl_comm *comm)
 
 static void refuses_pointers(struct rank_ctx *c)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     uint8_t *in = m->in_d, *out = m->out_d;
     spccl_comm *comm = c->comm;
     float *plain = malloc(4096);
@@ -46,7 +46,7 @@ static void refuses_pointers(struct rank_ctx *c)
     want(SPCCL_ERR_ARG, spccl_cuda_broadcast(comm, in, 9, SPCCL_FLOAT32, c->n_ranks, s), "root");
     want(SPCCL_ERR_ARG, spccl_cuda_broadcast(comm, plain, 9, SPCCL_FLOAT32, 0, s), "buf is host memory");
     if (n_gpus > 1) {
-        uint8_t *other = rank_rooms[(c->rank + 1) % c->n_ranks].out_d; /* of the next GPU */
+        uint8_t *other = rank_buffers[(c->rank + 1) % c->n_ranks].out_d; /* of the next GPU */
         want(SPCCL_ERR_ARG, SUM(in, other, 9, SPCCL_FLOAT32), "out is of another GPU");
         CHECK(strstr(spccl_last_error(), "GPU") != NULL, "%s", spccl_last_error());
     }
@@ -56,7 +56,7 @@ static void refuses_pointers(struct rank_ctx *c)
 
 static void refuses(struct rank_ctx *c)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     spccl_cuda_config twice = SPCCL_CUDA_CONFIG_INIT;
     spccl_cuda_stats bad = {.struct_bytes = 1};
     uint64_t before;
@@ -71,8 +71,9 @@ static void refuses(struct rank_ctx *c)
     check_works(c);
     before = n_launched(c->comm);
     refuses_pointers(c);
-    CHECK_OK(spccl_cuda_all_reduce(c->comm, NULL, NULL, 0, SPCCL_FLOAT32, SPCCL_SUM, m->on)); /* nothing */
-    CHECK(n_launched(c->comm) == before, "refused calls have launched something");
+    /* Without elements nothing is launched. */
+    CHECK_OK(spccl_cuda_all_reduce(c->comm, NULL, NULL, 0, SPCCL_FLOAT32, SPCCL_SUM, m->on));
+    CHECK(n_launched(c->comm) == before, "a refused call has launched a kernel");
     CHECK_OK(spccl_comm_async_error(c->comm));
     check_works(c);
 }
@@ -89,16 +90,16 @@ static void test_refusals(void)
 static void small_inbox(struct rank_ctx *c)
 {
     spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
-    config.device = rank_rooms[c->rank].device;
-    config.inbox_bytes = c->rank == 1 ? 4096 : 0; /* the smallest counts, on all ranks */
+    config.device = rank_buffers[c->rank].device;
+    config.inbox_bytes = c->rank == 1 ? 4096 : 0; /* all ranks take the smallest of the sizes */
     want(SPCCL_ERR_SETTING, spccl_cuda_attach(c->comm, &config), "inbox of 4 KiB");
     CHECK(strstr(spccl_last_error(), "SPCCL_INBOX_BYTES") != NULL, "%s", spccl_last_error());
     config.device = n_gpus;
     config.inbox_bytes = 0;
-    want(SPCCL_ERR_ARG, spccl_cuda_attach(c->comm, &config), "a GPU that is not there");
+    want(SPCCL_ERR_ARG, spccl_cuda_attach(c->comm, &config), "a GPU that does not exist");
     config.struct_bytes = 3;
     want(SPCCL_ERR_ARG, spccl_cuda_attach(c->comm, &config), "a config of another size");
-    attach_and_check(c); /* nothing is lost */
+    attach_and_check(c); /* the group still works */
 }
 
 static void test_inbox(void)
@@ -107,16 +108,16 @@ static void test_inbox(void)
     run_scene(2, small_inbox, NULL);
 }
 
-/* The smallest inbox that works: one worker. */
+/* The smallest inbox that works; it has one worker. */
 static void one_worker(struct rank_ctx *c)
 {
     spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
     spccl_cuda_stats s = {.struct_bytes = sizeof s};
-    config.device = rank_rooms[c->rank].device;
+    config.device = rank_buffers[c->rank].device;
     config.inbox_bytes = (size_t)1 << 20;
     CHECK_OK(spccl_cuda_attach(c->comm, &config));
     CHECK_OK(spccl_cuda_get_stats(c->comm, &s));
-    CHECK(s.inbox_bytes <= (size_t)1 << 20 && s.inbox_bytes > 0 && s.n_ctas > 0, "%llu bytes, %u blocks",
+    CHECK(s.inbox_bytes <= (size_t)1 << 20 && s.inbox_bytes > 0 && s.n_ctas > 0, "%llu bytes, %u CTAs",
           (unsigned long long)s.inbox_bytes, s.n_ctas);
     check_works(c);
 }
@@ -132,7 +133,7 @@ static void test_one_worker(void)
 
 static uint64_t bytes_of_gather(struct rank_ctx *c, array_kind kind, size_t n, spccl_cuda_stats *after)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     spccl_cuda_stats before = {.struct_bytes = sizeof before};
     uint64_t rng = 77u + (uint64_t)c->rank;
     fill_array(m->in, n, SPCCL_FLOAT32, kind, &rng);
@@ -163,14 +164,16 @@ static void counts(struct rank_ctx *c)
               s.n_frames_sent[SPCCL_FORMAT_TILE] + s.n_frames_sent[SPCCL_FORMAT_COO] +
                       s.n_frames_sent[SPCCL_FORMAT_PICI] ==
                   0,
-          "dense: %llu bytes sent, %llu are dense", (unsigned long long)sent, (unsigned long long)dense);
+          "dense: %llu bytes sent, the dense array has %llu", (unsigned long long)sent,
+          (unsigned long long)dense);
     sent = bytes_of_gather(c, KIND_PERCENT_1, n, &s);
     CHECK(sent >= dense / 100 && sent < dense / 10 && s.n_frames_sent[SPCCL_FORMAT_DENSE] == 0,
-          "1%%: %llu bytes sent, %llu are dense", (unsigned long long)sent, (unsigned long long)dense);
+          "1%%: %llu bytes sent, the dense array has %llu", (unsigned long long)sent,
+          (unsigned long long)dense);
     sent = bytes_of_gather(c, KIND_ZERO, n, &s);
     CHECK(sent < dense / 20 && s.n_frames_sent[SPCCL_FORMAT_EMPTY] > 0, "zeros: %llu bytes sent",
           (unsigned long long)sent);
-    CHECK(s.device == rank_rooms[c->rank].device, "GPU %d", s.device);
+    CHECK(s.device == rank_buffers[c->rank].device, "GPU %d", s.device);
 }
 
 static void test_counters(void)
@@ -188,6 +191,6 @@ int main(int argc, char **argv)
                                              {"counters", test_counters},
                                              {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    make_rank_rooms(N_RANKS, CAP);
+    make_rank_buffers(N_RANKS, CAP);
     return test_main(cases, argc, argv);
 }

@@ -1,20 +1,20 @@
-/* test_cuda_codec.c - spccl_cuda_encode writes the bytes of spccl_encode, and spccl_cuda_decode what
- * spccl_decode writes: every dtype, format and verb, sizes on edges, every density, with and without base,
- * misaligned; nothing is written past the end. --small: a few sizes, for sanitizers. --long or
- * SPCCL_TEST_ROUNDS=n: more. */
+/* test_cuda_codec.c - spccl_cuda_encode must write the same bytes as spccl_encode, and spccl_cuda_decode the
+ * same as spccl_decode. Covers every dtype, format, verb and density, edge sizes, with and without base, and
+ * unaligned arrays. Nothing may be written past the end. --small: a few sizes, for sanitizers. --long or
+ * SPCCL_TEST_ROUNDS=n: more cases. */
 #include "cuda_test.h"
 
-/* Of the largest array. Streams take up to twice that and some (forced coo of bytes: five times, of small
- * ones). */
+/* Bytes of the largest array. An encoded array has up to a quarter more, and up to five times as much where
+ * small arrays of bytes are forced to coo. */
 #define BIG_BYTES ((size_t)160 << 20)
 #define SMALL_BYTES ((size_t)1 << 20)
 
-/* Host memory is pinned; _d is on the GPU. */
+/* Members that end in _d are on the GPU, the others are pinned host memory. */
 static struct {
-    size_t array_cap, stream_cap;
+    size_t array_cap, encoded_cap;
     uint8_t *x, *base, *dst, *want, *got;
     uint8_t *x_d, *base_d, *dst_d;
-    uint8_t *stream, *stream_got, *stream_d;
+    uint8_t *encoded, *encoded_got, *encoded_d;
     uint64_t *offsets, *offsets_d;
     size_t offsets_cap;
     uint8_t *scratch_d;
@@ -22,22 +22,22 @@ static struct {
     cudaStream_t on;
 } g;
 
-static void make_rooms(void)
+static void make_buffers(void)
 {
     size_t array = (is_small ? SMALL_BYTES * 2 : BIG_BYTES) + 4 * GUARD_BYTES;
     g.array_cap = array;
-    g.stream_cap = array + array / 4 + (is_small ? 8 : 48) * SMALL_BYTES;
+    g.encoded_cap = array + array / 4 + (is_small ? 8 : 48) * SMALL_BYTES;
     g.offsets_cap = array / 2048 + 64;
-    g.x = pinned_room(array), g.base = pinned_room(array), g.dst = pinned_room(array);
-    g.want = pinned_room(array), g.got = pinned_room(array);
-    g.x_d = device_room(array), g.base_d = device_room(array), g.dst_d = device_room(array);
-    g.stream = pinned_room(g.stream_cap), g.stream_got = pinned_room(g.stream_cap);
-    g.stream_d = device_room(g.stream_cap);
-    g.offsets = (uint64_t *)pinned_room(g.offsets_cap * 8);
-    g.offsets_d = (uint64_t *)device_room(g.offsets_cap * 8);
-    g.scratch_d = device_room(g.offsets_cap * 16);
-    g.status = (uint32_t *)pinned_room(4);
-    g.status_d = (uint32_t *)device_room(4);
+    g.x = pinned_alloc(array), g.base = pinned_alloc(array), g.dst = pinned_alloc(array);
+    g.want = pinned_alloc(array), g.got = pinned_alloc(array);
+    g.x_d = device_alloc(array), g.base_d = device_alloc(array), g.dst_d = device_alloc(array);
+    g.encoded = pinned_alloc(g.encoded_cap), g.encoded_got = pinned_alloc(g.encoded_cap);
+    g.encoded_d = device_alloc(g.encoded_cap);
+    g.offsets = (uint64_t *)pinned_alloc(g.offsets_cap * 8);
+    g.offsets_d = (uint64_t *)device_alloc(g.offsets_cap * 8);
+    g.scratch_d = device_alloc(g.offsets_cap * 16);
+    g.status = (uint32_t *)pinned_alloc(4);
+    g.status_d = (uint32_t *)device_alloc(4);
     CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
 }
 
@@ -50,7 +50,7 @@ static void download(void *to, const void *from, size_t bytes)
     CUDA_OK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, g.on));
 }
 
-/* One array and how it is to be encoded; x is g.x, base g.base. */
+/* One array in g.x, with its base in g.base, and how to encode it. */
 struct shot {
     spccl_dtype dtype;
     size_t n;
@@ -58,7 +58,7 @@ struct shot {
     spccl_format format;
     uint32_t slice_elems; /* never 0 */
     bool has_base;
-    unsigned skew; /* elements by which x, base and dst are off an aligned address */
+    unsigned skew; /* elements between an aligned address and x, base and dst */
 };
 
 static const char *shot_text(const struct shot *s)
@@ -75,17 +75,17 @@ static size_t n_slices(const struct shot *s)
     return (s->n + s->slice_elems - 1) / s->slice_elems;
 }
 
-/* What the CPU says: the stream in g.stream. */
+/* Encode on the CPU, into g.encoded. */
 static spccl_status cpu_encode(const struct shot *s, size_t *bytes)
 {
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
     o.format = s->format;
     o.slice_elems = s->slice_elems;
     o.base = s->has_base ? g.base : NULL;
-    return spccl_encode(g.x, s->n, s->dtype, &o, g.stream, g.stream_cap, bytes);
+    return spccl_encode(g.x, s->n, s->dtype, &o, g.encoded, g.encoded_cap, bytes);
 }
 
-/* Encode on the GPU; g.status, g.offsets and the first `bytes` of the stream in g.stream_got come back. */
+/* Encode on the GPU. Copies back g.status, g.offsets, and the first `bytes` bytes to g.encoded_got. */
 static void gpu_encode(const struct shot *s, size_t dst_cap, size_t bytes)
 {
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
@@ -94,18 +94,18 @@ static void gpu_encode(const struct shot *s, size_t dst_cap, size_t bytes)
     o.format = s->format;
     o.slice_elems = s->slice_elems;
     o.base = s->has_base ? g.base_d + skew : NULL;
-    CUDA_OK(cudaMemsetAsync(g.stream_d, POISON, bytes, g.on));
+    CUDA_OK(cudaMemsetAsync(g.encoded_d, POISON, bytes, g.on));
     CUDA_OK(cudaMemsetAsync(g.offsets_d, POISON, offsets_bytes, g.on));
     CUDA_OK(cudaMemsetAsync(g.status_d, POISON, 4, g.on));
-    CHECK_OK(spccl_cuda_encode(g.x_d + skew, s->n, s->dtype, &o, g.stream_d, dst_cap, g.offsets_d + 1,
+    CHECK_OK(spccl_cuda_encode(g.x_d + skew, s->n, s->dtype, &o, g.encoded_d, dst_cap, g.offsets_d + 1,
                                g.scratch_d, g.status_d, g.on));
     download(g.status, g.status_d, 4);
     download(g.offsets, g.offsets_d, offsets_bytes);
-    download(g.stream_got, g.stream_d, bytes);
+    download(g.encoded_got, g.encoded_d, bytes);
     sync_stream(g.on);
 }
 
-/* All poison in [from, to) of what came back? */
+/* Does [from, to) of what was copied back hold only poison? */
 static bool untouched(const uint8_t *p, size_t from, size_t to)
 {
     for (size_t i = from; i < to; i++)
@@ -120,26 +120,26 @@ static void check_offsets(const struct shot *s, size_t bytes)
     for (size_t i = 0; i < n_slices(s); i++) {
         CHECK(g.offsets[1 + i] == at, "%s: offsets[%zu] is %llu, wanted %llu", shot_text(s), i,
               (unsigned long long)g.offsets[1 + i], (unsigned long long)at);
-        memcpy(&frame_bytes, g.stream + at + 24, 8);
+        memcpy(&frame_bytes, g.encoded + at + 24, 8);
         at += frame_bytes;
     }
     CHECK(at == bytes && g.offsets[1 + n_slices(s)] == bytes, "%s: the last offset is %llu, wanted %zu",
           shot_text(s), (unsigned long long)g.offsets[1 + n_slices(s)], bytes);
     CHECK(untouched((uint8_t *)g.offsets, 0, 8) && untouched((uint8_t *)(g.offsets + n_slices(s) + 2), 0, 8),
-          "%s: written beside the offsets", shot_text(s));
+          "%s: memory beside the offsets was written", shot_text(s));
 }
 
-/* dst_cap is too small for the stream of so many bytes. */
+/* Encode with a dst_cap that is too small for the encoded array of so many bytes. */
 static void check_cut(const struct shot *s, size_t bytes, size_t dst_cap)
 {
     gpu_encode(s, dst_cap, bytes + GUARD_BYTES);
     CHECK(g.status[0] == (uint32_t)-SPCCL_ERR_DST_SMALL, "%s: dst_cap %zu of %zu: status %u", shot_text(s),
           dst_cap, bytes, g.status[0]);
-    CHECK(untouched(g.stream_got, dst_cap, bytes + GUARD_BYTES), "%s: written past dst_cap %zu of %zu",
+    CHECK(untouched(g.encoded_got, dst_cap, bytes + GUARD_BYTES), "%s: written past dst_cap %zu of %zu",
           shot_text(s), dst_cap, bytes);
 }
 
-/* g.x_d and g.base_d are there. True: there is a stream in g.stream and on the GPU. */
+/* Encode g.x_d, with base g.base_d, and compare. True: the encoded array is in g.encoded and on the GPU. */
 static bool check_encode(const struct shot *s, size_t *bytes)
 {
     spccl_status st = cpu_encode(s, bytes);
@@ -147,7 +147,7 @@ static bool check_encode(const struct shot *s, size_t *bytes)
     if (st != SPCCL_OK) {
         CHECK(st == SPCCL_ERR_UNSUPPORTED, "%s: the CPU says %s: %s", shot_text(s), spccl_status_name(st),
               spccl_last_error());
-        gpu_encode(s, g.stream_cap, GUARD_BYTES);
+        gpu_encode(s, g.encoded_cap, GUARD_BYTES);
         CHECK(g.status[0] == (uint32_t)-st, "%s: status %u, the CPU says %d", shot_text(s), g.status[0],
               (int)st);
         return false;
@@ -156,18 +156,18 @@ static bool check_encode(const struct shot *s, size_t *bytes)
         check_cut(s, *bytes, *bytes - 1);
         check_cut(s, *bytes, test_rand() % *bytes);
     }
-    gpu_encode(s, s->skew != 0 ? *bytes : g.stream_cap, *bytes + GUARD_BYTES);
+    gpu_encode(s, s->skew != 0 ? *bytes : g.encoded_cap, *bytes + GUARD_BYTES);
     CHECK(g.status[0] == 0, "%s: status %u", shot_text(s), g.status[0]);
     check_offsets(s, *bytes);
-    at = first_difference(g.stream, g.stream_got, *bytes);
+    at = first_difference(g.encoded, g.encoded_got, *bytes);
     CHECK(at == *bytes, "%s: byte %zu of %zu is %#x, the CPU's %#x", shot_text(s), at, *bytes,
-          at < *bytes ? g.stream_got[at] : 0, at < *bytes ? g.stream[at] : 0);
-    CHECK(untouched(g.stream_got, *bytes, *bytes + GUARD_BYTES), "%s: written past the stream's %zu bytes",
-          shot_text(s), *bytes);
+          at < *bytes ? g.encoded_got[at] : 0, at < *bytes ? g.encoded[at] : 0);
+    CHECK(untouched(g.encoded_got, *bytes, *bytes + GUARD_BYTES),
+          "%s: bytes past the %zu of the encoded array were written", shot_text(s), *bytes);
     return at == *bytes;
 }
 
-/* The stream in g.stream_d and g.offsets_d, applied to g.dst with guards around it. */
+/* Decode g.encoded_d with g.offsets_d to g.dst, which has guards around it, and compare. */
 static void check_decode(const struct shot *s, size_t bytes, spccl_verb verb)
 {
     size_t e = spccl_dtype_bytes(s->dtype), lead = GUARD_BYTES + s->skew * e;
@@ -176,8 +176,8 @@ static void check_decode(const struct shot *s, size_t bytes, spccl_verb verb)
     memcpy(g.want, g.dst, all);
     upload(g.dst_d, g.dst, all);
     CUDA_OK(cudaMemsetAsync(g.status_d, POISON, 4, g.on));
-    cpu = spccl_decode(g.stream, bytes, verb, g.want + lead, s->n, s->dtype);
-    call = spccl_cuda_decode(g.stream_d, bytes, g.offsets_d + 1, verb, g.dst_d + lead, s->n, s->dtype,
+    cpu = spccl_decode(g.encoded, bytes, verb, g.want + lead, s->n, s->dtype);
+    call = spccl_cuda_decode(g.encoded_d, bytes, g.offsets_d + 1, verb, g.dst_d + lead, s->n, s->dtype,
                              s->slice_elems, g.status_d, g.on);
     if (verb == SPCCL_ADD && s->dtype == SPCCL_FLOAT8) {
         CHECK(call == SPCCL_ERR_UNSUPPORTED, "add of float8: %s", spccl_status_name(call));
@@ -196,19 +196,19 @@ static void check_decode(const struct shot *s, size_t bytes, spccl_verb verb)
           at < all ? g.got[at] : 0, at < all ? g.want[at] : 0);
 }
 
-/* x (and a base that differs from it as the kind says) on both sides. */
+/* Make x, and a base that differs from x in the pattern of the kind, on CPU and GPU. */
 static void make_arrays(const struct shot *s)
 {
     size_t e = spccl_dtype_bytes(s->dtype), bytes = s->n * e;
     fill_array(g.x, s->n, s->dtype, s->kind, &test_rng_state);
-    if (s->has_base) { /* base = something, x = base where the kind has zeros */
+    if (s->has_base) { /* base is random; x equals it where the kind has zeros */
         fill_array(g.base, s->n, s->dtype, (array_kind)(test_rand() % N_KINDS), &test_rng_state);
         for (size_t i = 0; i < bytes; i++)
             g.x[i] ^= g.base[i];
         upload(g.base_d + s->skew * e, g.base, bytes);
     }
     upload(g.x_d + s->skew * e, g.x, bytes);
-    /* What decode starts from: values of all kinds. */
+    /* The content of dst before decoding: values of all kinds. */
     fill_array(g.dst, (2 * GUARD_BYTES + bytes) / e + 1, s->dtype, KIND_PERCENT_50, &test_rng_state);
 }
 
@@ -220,7 +220,7 @@ static void check_shot(const struct shot *s)
             check_decode(s, bytes, (spccl_verb)verb);
 }
 
-/* One array in every format. */
+/* Test one array in every format. */
 static void check_formats(struct shot s)
 {
     make_arrays(&s);
@@ -272,7 +272,7 @@ static void test_slices(void)
         }
 }
 
-/* Enough slices for all blocks and for the sums over many groups of slices. */
+/* So many slices that all CTAs run and the look-back sums cover many groups. */
 static void test_million(void)
 {
     for (int d = 1; d <= N_DTYPES; d += is_small ? 5 : 1)
@@ -305,11 +305,11 @@ static void test_forty_million(void)
     }
 }
 
-/* Refused at the call, with nothing done: the status word keeps its poison. */
+/* Calls that are refused and do nothing: the status word keeps its poison. */
 static void test_arguments(void)
 {
     spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT, delta = o, odd = o, unknown = o;
-    uint8_t *x = g.x_d, *dst = g.stream_d;
+    uint8_t *x = g.x_d, *dst = g.encoded_d;
     uint64_t *at = g.offsets_d;
     uint32_t *status = g.status_d;
     const spccl_dtype f32 = SPCCL_FLOAT32;
@@ -363,6 +363,6 @@ int main(int argc, char **argv)
                                              {"forty_million", test_forty_million},
                                              {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    make_rooms();
+    make_buffers();
     return test_main(cases, argc, argv);
 }

@@ -1,11 +1,11 @@
-/* test_cuda_collectives.c - the collectives on GPU memory give the host engine's bits on every rank: all
- * collectives, dtypes and ops, sizes from 0 to 30 MiB, every kind of sparsity, ranks that differ in it,
- * forced formats, few blocks, in place and misaligned; nothing beside the output is written, and the input is
- * kept. Ranks are threads, several on one GPU if need be. --small: for sanitizers. --long: 8 ranks;
- * SPCCL_TEST_ROUNDS=n: more cases. */
+/* test_cuda_collectives.c - collectives on GPU memory must give the same bits as the host's, on every rank.
+ * Covers all collectives, dtypes and operations, sizes from 0 to 30 MiB, all patterns of zeros, ranks with
+ * different patterns, forced formats, few CTAs, in place, and unaligned. Only the output may be written.
+ * Ranks are threads; several may share a GPU. --small: for sanitizers. --long: 8 ranks; SPCCL_TEST_ROUNDS=n:
+ * more cases. */
 #include "cuda_ranks.h"
 
-/* Of the larger side of a collective. */
+/* Bytes of the larger of input and output. */
 static size_t total_bytes(void)
 {
     return is_small ? (size_t)256 << 10 : is_slow ? (size_t)1 << 20 : (size_t)30 << 20;
@@ -24,10 +24,10 @@ struct group {
     int n_ranks;
     spccl_format format;
     uint32_t max_ctas;
-    bool every_op; /* each collective, dtype and op; else random ones alone */
+    bool every_op; /* test each collective, dtype and operation; else only random cases */
     int n_random;
     uint64_t seed;
-    const char *schedule; /* of all-reduces; NULL: two hops (by size nearly all of these would take one) */
+    const char *schedule; /* of all-reduces; NULL: direct (by size nearly all would take one hop) */
 };
 
 static const char *case_text(const struct one_case *c, const struct rank_ctx *ctx)
@@ -45,19 +45,20 @@ static const char *case_text(const struct one_case *c, const struct rank_ctx *ct
     return text;
 }
 
-/* ---- drawing: the same on all ranks ---- */
+/* ---- drawing a case: all ranks draw the same ---- */
 
 static size_t draw_n(const struct call *c, int n_ranks, bool large, uint64_t *rng)
 {
     size_t e = spccl_dtype_bytes(c->dtype), slice = 16384 / e;
-    size_t one_hop = (3u << 20) / (n_ranks > 1 ? (size_t)n_ranks - 1 : 1); /* all-reduces, at most */
+    /* The longest all-reduce that takes one hop. */
+    size_t one_hop = (3u << 20) / (n_ranks > 1 ? (size_t)n_ranks - 1 : 1);
     const size_t sizes[] = {0,
                             1,
                             7,
                             2047,
                             2048,
                             2049,
-                            slice / 4 - 1, /* slices are 8 KiB, or 4 where 16-bit floats are added */
+                            slice / 4 - 1, /* a slice has 8 KiB, or 4 KiB where 16-bit floats are added */
                             slice / 4 + 1,
                             slice / 2 - 1,
                             slice / 2,
@@ -108,12 +109,12 @@ static void draw_call(struct call *c, uint64_t *rng)
         c->op = (spccl_redop)rand_below(rng, N_OPS);
 }
 
-/* ---- running: on each rank ---- */
+/* ---- running a case, on each rank ---- */
 
-/* The rank's buffers before the call, and in m->want what must become of `out`. */
+/* Fill the rank's buffers. m->want = what `out` must hold after the call. */
 static bool prepare(const struct one_case *c, const struct rank_ctx *ctx)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     const struct call *call = &c->call;
     size_t own = (size_t)ctx->rank * block_bytes(call), in = in_bytes(call, ctx->n_ranks);
     size_t out = out_bytes(call, ctx->n_ranks), all_out = c->lead_out + (in > out ? in : out) + GUARD_BYTES;
@@ -138,7 +139,7 @@ static bool prepare(const struct one_case *c, const struct rank_ctx *ctx)
 static void compare(const struct one_case *c, const struct rank_ctx *ctx, const uint8_t *want,
                     const uint8_t *got_d, size_t lead, size_t all)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     size_t e = spccl_dtype_bytes(c->call.dtype), at;
     uint64_t w = 0, v = 0;
     CUDA_OK(cudaMemcpyAsync(m->got, got_d, all, cudaMemcpyDeviceToHost, m->on));
@@ -153,10 +154,10 @@ static void compare(const struct one_case *c, const struct rank_ctx *ctx, const 
           ((ptrdiff_t)at - (ptrdiff_t)lead) / (ptrdiff_t)e, (unsigned long long)v, (unsigned long long)w);
 }
 
-/* False: the communicator is broken. */
+/* Run and compare. False: the communicator is broken. */
 static bool run_case(const struct one_case *c, const struct rank_ctx *ctx)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     const struct call *call = &c->call;
     size_t own = (size_t)ctx->rank * block_bytes(call), in = in_bytes(call, ctx->n_ranks);
     size_t out = out_bytes(call, ctx->n_ranks);
@@ -197,7 +198,7 @@ static bool run_every_op(const struct rank_ctx *ctx, uint64_t *rng)
     return true;
 }
 
-/* Sent and counted: plausible after all that work. */
+/* The counters must be plausible. */
 static void check_stats(const struct rank_ctx *ctx)
 {
     const struct group *g = ctx->arg;
@@ -206,7 +207,7 @@ static void check_stats(const struct rank_ctx *ctx)
     CHECK_OK(spccl_cuda_get_stats(ctx->comm, &s));
     for (int f = 0; f < SPCCL_N_FORMATS; f++)
         n_frames += s.n_frames_sent[f];
-    CHECK(s.device == rank_rooms[ctx->rank].device, "device %d", s.device);
+    CHECK(s.device == rank_buffers[ctx->rank].device, "device %d", s.device);
     CHECK(s.n_ctas >= 1 && (g->max_ctas == 0 || s.n_ctas <= g->max_ctas), "%u blocks", s.n_ctas);
     CHECK(s.n_collectives != 0, "no collectives");
     CHECK((n_frames != 0) == (ctx->n_ranks > 1), "%llu frames", (unsigned long long)n_frames);
@@ -263,7 +264,7 @@ static void test_formats(void)
         struct group g = {.n_ranks = is_small ? 2 : 2 + format % 2, .format = (spccl_format)format};
         g.n_random = is_small ? 4 : 40;
         run_group(&g);
-        g.n_ranks = 5; /* less room on chip for each frame */
+        g.n_ranks = 5; /* so each frame has less shared memory */
         g.n_random = 15;
         if (!is_small)
             run_group(&g);
@@ -280,7 +281,7 @@ static void test_few_blocks(void)
         run_group(&groups[i]);
 }
 
-/* One hop, with many slices for each worker too; by size. */
+/* One hop, also with many slices per worker; then as the size decides. */
 static void test_schedules(void)
 {
     static const struct group groups[] = {{2, SPCCL_FORMAT_AUTO, 0, false, 20, 0, "oneshot"},
@@ -303,6 +304,6 @@ int main(int argc, char **argv)
                                              {"schedules", test_schedules},
                                              {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    make_rank_rooms(is_small ? 2 : is_long || is_slow ? 8 : 5, total_bytes() + 4 * GUARD_BYTES);
+    make_rank_buffers(is_small ? 2 : is_long || is_slow ? 8 : 5, total_bytes() + 4 * GUARD_BYTES);
     return test_main(cases, argc, argv);
 }

@@ -1,21 +1,21 @@
-/* test_cuda_faults.c - what GPU collectives do when ranks abort, stay away, come late or disagree: every wait
- * ends in time with an error that names the rank, the GPU stays usable and a new communicator works. Ranks
- * are threads; dead processes: test_cuda_processes.c. --small: for sanitizers. */
+/* test_cuda_faults.c - GPU collectives when ranks abort, stay away, come late or disagree. Every wait must
+ * end in time, with an error that names the rank. Afterwards the GPU must be usable and a new communicator
+ * must work. Ranks are threads; test_cuda_processes.c kills processes. --small: for sanitizers. */
 #include "cuda_sums.h"
 
 #define N_RANKS 3
-#define MANY (is_small ? 100000u : is_slow ? 400000u : 4000000u) /* more than the rings hold */
+#define MANY (is_small ? 100000u : is_slow ? 400000u : 4000000u) /* elements; more than the rings hold */
 #define CAP ((size_t)17 << 20)
-/* Every end must come this soon; a sanitizer makes everything slower. */
+/* Every collective must end this soon; a sanitizer makes everything slower. */
 #define SOON_MS (is_small || is_slow ? 60000 : 12000)
 
 struct scene {
     size_t n;
     bool by_peer;
-    spccl_dtype dtype1; /* of rank 1, where the others have float32 */
+    spccl_dtype dtype1; /* of rank 1; the others have float32 */
     size_t n1;
-    int owner_later_ms;                   /* rank 0 launches so much later than the others */
-    _Atomic int n_here, n_going, n_ended; /* ranks that are ready; whose part is launched; that saw the end */
+    int owner_later_ms;                   /* how much later than the others rank 0 launches */
+    _Atomic int n_here, n_going, n_ended; /* ranks that are ready, that have launched, that have ended */
 };
 
 static void check_bytes(const uint8_t *p, size_t n, uint8_t wanted, const char *what)
@@ -26,10 +26,10 @@ static void check_bytes(const uint8_t *p, size_t n, uint8_t wanted, const char *
     CHECK(i == n, "byte %zu %s is %#x", i, what, i < n ? p[i] : 0);
 }
 
-/* The kernel has ended, and the GPU does other work. */
+/* Check that the kernel has ended and that the GPU does other work. */
 static void check_gpu_usable(const struct rank_ctx *c)
 {
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     sync_stream(m->on);
     CUDA_OK(cudaMemsetAsync(m->spare_d, 0x37, 4096, m->on2));
     CUDA_OK(cudaMemcpyAsync(m->got, m->spare_d, 4096, cudaMemcpyDeviceToHost, m->on2));
@@ -38,31 +38,32 @@ static void check_gpu_usable(const struct rank_ctx *c)
     CUDA_OK(cudaGetLastError());
 }
 
-/* Until all ranks have come here; not over the communicator, which may break before the last one is through.
- */
-static bool meet(const struct rank_ctx *c, _Atomic int *n)
+/* Wait until all ranks have come here. Not by the communicator, which may break before the last rank has
+ * come. */
+static bool wait_for_ranks(const struct rank_ctx *c, _Atomic int *n)
 {
     int64_t until = now_ms() + SOON_MS;
     ++*n;
     while (*n < c->n_ranks && now_ms() < until)
         sleep_ms(1);
-    CHECK(*n == c->n_ranks, "rank %d: only %d of %d ranks are here", c->rank, *n, c->n_ranks);
+    CHECK(*n == c->n_ranks, "rank %d: only %d of %d ranks have come", c->rank, *n, c->n_ranks);
     return *n == c->n_ranks;
 }
 
-/* All have attached and are ready. */
+/* Wait until all ranks have attached. */
 static bool start_together(struct rank_ctx *c)
 {
-    return meet(c, &((struct scene *)c->arg)->n_here);
+    return wait_for_ranks(c, &((struct scene *)c->arg)->n_here);
 }
 
-/* All have seen the end: none destroys its communicator before, so nobody is taken for dead. */
+/* Wait until all ranks have seen the end. A rank that destroyed its communicator earlier would be taken for
+ * dead. */
 static void leave_together(struct rank_ctx *c)
 {
-    (void)meet(c, &((struct scene *)c->arg)->n_ended);
+    (void)wait_for_ranks(c, &((struct scene *)c->arg)->n_ended);
 }
 
-/* A rank that launches nothing waits for the communicator to break. */
+/* A rank that launches nothing waits until the communicator breaks. */
 static spccl_status await_broken(struct rank_ctx *c)
 {
     int64_t until = now_ms() + SOON_MS;
@@ -74,11 +75,11 @@ static spccl_status await_broken(struct rank_ctx *c)
 
 /* ---- aborts ---- */
 
-/* Rank 0's kernel waits for the others; rank 0 (or, by_peer, rank 1) aborts. */
+/* Rank 0's kernel waits for the others. Then rank 0 aborts, or with by_peer rank 1. */
 static void aborts(struct rank_ctx *c)
 {
     struct scene *s = c->arg;
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     int who = s->by_peer ? 1 : 0;
     char name[32];
     spccl_status st;
@@ -91,10 +92,11 @@ static void aborts(struct rank_ctx *c)
     start = now_ms();
     if (c->rank == 0)
         CHECK_OK(sum(c, s->n, SPCCL_FLOAT32));
-    (void)meet(c, &s->n_going);
+    (void)wait_for_ranks(c, &s->n_going);
     sleep_ms(100);
     if (c->rank == 0 && !s->by_peer)
-        CHECK(cudaStreamQuery(m->on) == cudaErrorNotReady, "the kernel waits for nobody");
+        CHECK(cudaStreamQuery(m->on) == cudaErrorNotReady,
+              "the kernel has ended, although the other ranks have not launched");
     if (c->rank == who) {
         CHECK_OK(spccl_comm_abort(c->comm, "enough of this"));
         CHECK_OK(spccl_comm_abort(c->comm, "twice"));
@@ -118,18 +120,18 @@ static void test_abort(void)
     }
 }
 
-/* Abort with several launches queued behind the one that waits: all end. */
+/* Abort while several launches are queued after the one that waits: all must end. */
 static void aborts_queue(struct rank_ctx *c)
 {
     struct scene *s = c->arg;
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     spccl_status st;
     if (!attach_gpu(c->comm, c->rank, 0) || !start_together(c))
         return;
     for (int i = 0; i < 20 && c->rank == 0; i++)
         CHECK_OK(spccl_cuda_all_reduce(c->comm, m->in_d, m->out_d, FEW, SPCCL_FLOAT32, SPCCL_SUM,
                                        i % 2 == 0 ? m->on : m->on2));
-    (void)meet(c, &s->n_going);
+    (void)wait_for_ranks(c, &s->n_going);
     if (c->rank == 1)
         CHECK_OK(spccl_comm_abort(c->comm, "no more"));
     st = await_broken(c);
@@ -150,7 +152,8 @@ static void test_abort_queue(void)
 static void stays_away(struct rank_ctx *c)
 {
     const struct scene *s = c->arg;
-    const int timeout_ms = s->owner_later_ms == 0 ? 1500 : 7000; /* of which an eighth is the difference */
+    /* Rank 2 waits an eighth longer than rank 0. */
+    const int timeout_ms = s->owner_later_ms == 0 ? 1500 : 7000;
     spccl_status st;
     int64_t start, took;
     if (!attach_gpu(c->comm, c->rank, 0))
@@ -167,7 +170,7 @@ static void stays_away(struct rank_ctx *c)
     } else {
         sleep_ms(c->rank == 0 ? s->owner_later_ms : 0);
         CHECK_OK(sum(c, s->n, SPCCL_FLOAT32));
-        st = spccl_cuda_wait(c->comm, rank_rooms[c->rank].on, SOON_MS);
+        st = spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, SOON_MS);
         took = now_ms() - start;
         CHECK(st == SPCCL_ERR_TIMEOUT || st == SPCCL_ERR_ABORTED, "rank %d: %s: %s", c->rank,
               spccl_status_name(st), spccl_last_error());
@@ -184,8 +187,8 @@ static void stays_away(struct rank_ctx *c)
     leave_together(c);
 }
 
-/* So few elements that rank 0 owns them all: rank 2 waits for rank 0's sums alone, for longer than rank 0
- * does, and still names the rank that is missing. */
+/* So few elements that rank 0 owns all of them. Rank 2 waits only for rank 0's sums, longer than rank 0 waits
+ * for rank 1. The error of rank 2 must still name rank 1, which is missing. */
 static void test_missing_rank(void)
 {
     struct scene few = {.n = FEW}, many = {.n = MANY}, one_shard = {.n = 64, .owner_later_ms = 100};
@@ -194,11 +197,11 @@ static void test_missing_rank(void)
     run_scene(N_RANKS, stays_away, &one_shard);
 }
 
-/* Rank 1 comes when rank 0's wait has given up: the collective has not. */
+/* Rank 1 launches after a spccl_cuda_wait of rank 0 has timed out, but before the collective has. */
 static void comes_late(struct rank_ctx *c)
 {
     struct scene *s = c->arg;
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
     load_input(c, s->n);
@@ -211,7 +214,7 @@ static void comes_late(struct rank_ctx *c)
         CHECK(st == SPCCL_ERR_TIMEOUT, "%s: %s", spccl_status_name(st), spccl_last_error());
         CHECK_OK(spccl_comm_async_error(c->comm));
     }
-    (void)meet(c, &s->n_going);
+    (void)wait_for_ranks(c, &s->n_going);
     if (c->rank == 1)
         CHECK_OK(sum(c, s->n, SPCCL_FLOAT32));
     check_sums(c, s->n);
@@ -225,12 +228,12 @@ static void test_late_rank(void)
     run_scene(N_RANKS, comes_late, &many);
 }
 
-/* Rank 1 calls another size or dtype: whoever sees it says so, all end, nothing outside of `out` is written
- * (guards), nobody hangs. */
+/* Rank 1 calls with another size or dtype. A rank that notices it reports it, no rank hangs, and nothing
+ * outside `out` is written, as guards show. */
 static void disagrees(struct rank_ctx *c)
 {
     const struct scene *s = c->arg;
-    const struct rank_room *m = &rank_rooms[c->rank];
+    const struct rank_buffer *m = &rank_buffers[c->rank];
     size_t n = c->rank == 1 ? s->n1 : s->n, bytes;
     spccl_dtype dtype = c->rank == 1 ? s->dtype1 : SPCCL_FLOAT32;
     spccl_status st;
@@ -244,7 +247,7 @@ static void disagrees(struct rank_ctx *c)
     if (!start_together(c))
         return;
     CHECK_OK(sum(c, n, dtype));
-    (void)spccl_cuda_wait(c->comm, m->on, SOON_MS); /* one of them may be content with what it got */
+    (void)spccl_cuda_wait(c->comm, m->on, SOON_MS); /* one of the ranks may not notice anything */
     st = await_broken(c);
     CHECK(st == SPCCL_ERR_FORMAT || st == SPCCL_ERR_TIMEOUT || st == SPCCL_ERR_ABORTED, "rank %d: %s: %s",
           c->rank, spccl_status_name(st), spccl_last_error());
@@ -275,7 +278,7 @@ int main(int argc, char **argv)
         {"abort_queue", test_abort_queue},   {"missing_rank", test_missing_rank},
         {"disagreement", test_disagreement}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    setenv("SPCCL_SCHEDULE", "direct", 1); /* waits of both hops */
-    make_rank_rooms(N_RANKS, CAP);
+    setenv("SPCCL_SCHEDULE", "direct", 1); /* so that kernels wait in both hops */
+    make_rank_buffers(N_RANKS, CAP);
     return test_main(cases, argc, argv);
 }

@@ -1,17 +1,17 @@
-/* test_cuda_graph.c - many collectives at once on the GPU: in flight on one stream, on two streams of a
- * communicator, on two communicators; captured into a CUDA graph that is replayed with other inputs, with
- * calls outside of it in between. All must give the host engine's bits. Ranks are threads. --small: for
- * sanitizers. */
+/* test_cuda_graph.c - many collectives at once on the GPU: on one stream, on two streams of a communicator,
+ * on two communicators; and captured into a CUDA graph, which is replayed with other inputs and with calls
+ * outside of it in between. All must give the same bits as the host's collectives. Ranks are threads.
+ * --small: for sanitizers. */
 #include "cuda_ranks.h"
 
-/* Calls live side by side in the buffers, each in a room of its own. */
-#define ROOM_BYTES ((size_t)512 << 10)
-#define N_ROOMS 24
+/* Each call has a region of its own in the buffers. */
+#define REGION_BYTES ((size_t)512 << 10)
+#define N_REGIONS 24
 
-/* What is in flight at once; the same on all ranks but for the inputs. */
+/* The calls that are in flight at once. All ranks have the same ones, with other inputs. */
 struct flight {
     int n_calls;
-    struct call calls[N_ROOMS];
+    struct call calls[N_REGIONS];
 };
 
 static void draw_flight(struct flight *f, int n_calls, int n_ranks, uint64_t seed)
@@ -27,26 +27,26 @@ static void draw_flight(struct flight *f, int n_calls, int n_ranks, uint64_t see
             c->dtype = SPCCL_FLOAT16;
         if (call_reduces(c))
             c->op = (spccl_redop)rand_below(&rng, N_OPS);
-        c->n =
-            1 + rand_below(&rng, (uint32_t)(ROOM_BYTES / 2 / spccl_dtype_bytes(c->dtype) / (size_t)n_ranks));
+        c->n = 1 +
+               rand_below(&rng, (uint32_t)(REGION_BYTES / 2 / spccl_dtype_bytes(c->dtype) / (size_t)n_ranks));
         if (rand_below(&rng, 4) == 0)
             c->n = c->n % 300 + 1;
     }
 }
 
-/* Inputs in `in`, what the outputs must be in `want`, poison around them; both of n_calls rooms. */
+/* Fill n_calls regions: `in` with inputs, `want` with the expected outputs; poison lies around both. */
 static bool prepare(const struct flight *f, const struct rank_ctx *ctx, uint64_t seed, uint8_t *in,
                     uint8_t *want)
 {
     uint64_t rng = seed + (uint64_t)ctx->rank * 1000003;
-    memset(want, POISON, (size_t)f->n_calls * ROOM_BYTES);
+    memset(want, POISON, (size_t)f->n_calls * REGION_BYTES);
     for (int i = 0; i < f->n_calls; i++) {
         const struct call *c = &f->calls[i];
-        uint8_t *x = in + (size_t)i * ROOM_BYTES;
+        uint8_t *x = in + (size_t)i * REGION_BYTES;
         spccl_status st;
         fill_array(x, in_bytes(c, ctx->n_ranks) / spccl_dtype_bytes(c->dtype), c->dtype,
                    (array_kind)rand_below(&rng, N_KINDS), &rng);
-        st = host_call(ctx->comm, c, x, want + (size_t)i * ROOM_BYTES);
+        st = host_call(ctx->comm, c, x, want + (size_t)i * REGION_BYTES);
         CHECK(st == SPCCL_OK, "the host: %s", spccl_last_error());
         if (st != SPCCL_OK)
             return false;
@@ -54,22 +54,22 @@ static bool prepare(const struct flight *f, const struct rank_ctx *ctx, uint64_t
     return true;
 }
 
-/* On the GPU: the inputs, and outputs of poison (of broadcasts, the input). */
+/* Copy the inputs to the GPU and fill the outputs with poison; the output of a broadcast gets the input. */
 static void upload(const struct flight *f, const struct rank_ctx *ctx, const uint8_t *in_d)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
-    CUDA_OK(cudaMemsetAsync(m->out_d, POISON, (size_t)f->n_calls * ROOM_BYTES, m->on));
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
+    CUDA_OK(cudaMemsetAsync(m->out_d, POISON, (size_t)f->n_calls * REGION_BYTES, m->on));
     for (int i = 0; i < f->n_calls; i++)
         if (f->calls[i].coll == BROADCAST)
-            CUDA_OK(cudaMemcpyAsync(m->out_d + (size_t)i * ROOM_BYTES, in_d + (size_t)i * ROOM_BYTES,
+            CUDA_OK(cudaMemcpyAsync(m->out_d + (size_t)i * REGION_BYTES, in_d + (size_t)i * REGION_BYTES,
                                     block_bytes(&f->calls[i]), cudaMemcpyDeviceToDevice, m->on));
 }
 
 static bool issue(const struct flight *f, int i, const struct rank_ctx *ctx, spccl_comm *comm,
                   cudaStream_t stream)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
-    size_t at = (size_t)i * ROOM_BYTES;
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
+    size_t at = (size_t)i * REGION_BYTES;
     spccl_status st = gpu_call(comm, &f->calls[i], m->in_d + at, m->out_d + at, stream);
     CHECK(st == SPCCL_OK, "rank %d, call %d: %s", ctx->rank, i, spccl_last_error());
     return st == SPCCL_OK;
@@ -82,20 +82,20 @@ static bool wait_for(const struct rank_ctx *ctx, spccl_comm *comm, cudaStream_t 
     return st == SPCCL_OK;
 }
 
-/* out_d against want; done when it returns. */
+/* Wait, and compare out_d with want. */
 static void compare(const struct flight *f, const struct rank_ctx *ctx, const uint8_t *want, const char *what)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
-    size_t all = (size_t)f->n_calls * ROOM_BYTES, at;
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
+    size_t all = (size_t)f->n_calls * REGION_BYTES, at;
     CUDA_OK(cudaMemcpyAsync(m->got, m->out_d, all, cudaMemcpyDeviceToHost, m->on));
     sync_stream(m->on);
     at = first_difference(want, m->got, all);
     if (at < all) {
-        const struct call *c = &f->calls[at / ROOM_BYTES];
+        const struct call *c = &f->calls[at / REGION_BYTES];
         CHECK(false,
               "%s: rank %d of %d, call %zu: %s of %zu %s, %s: byte %zu of the output is %#x, wanted %#x",
-              what, ctx->rank, ctx->n_ranks, at / ROOM_BYTES, coll_names[c->coll], c->n,
-              spccl_dtype_name(c->dtype), op_names[c->op], at % ROOM_BYTES, m->got[at], want[at]);
+              what, ctx->rank, ctx->n_ranks, at / REGION_BYTES, coll_names[c->coll], c->n,
+              spccl_dtype_name(c->dtype), op_names[c->op], at % REGION_BYTES, m->got[at], want[at]);
     }
     CHECK(at == all, "%s", what);
 }
@@ -109,7 +109,8 @@ struct scene {
 
 static bool second_comm(struct rank_ctx *ctx, spccl_comm **out)
 {
-    spccl_store store = {.struct_bytes = sizeof store, .ctx = ctx->store, .set = mem_store_set, .get = mem_store_get};
+    spccl_store store = {
+        .struct_bytes = sizeof store, .ctx = ctx->store, .set = mem_store_set, .get = mem_store_get};
     spccl_config config = *ctx->config;
     spccl_status st;
     config.name = "second";
@@ -120,17 +121,17 @@ static bool second_comm(struct rank_ctx *ctx, spccl_comm **out)
 
 static void fly(struct rank_ctx *ctx, const struct scene *scene, spccl_comm *second)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     struct flight f;
     for (int round = 0; round < (is_small ? 1 : is_slow ? 2 : 6 * n_rounds); round++) {
         uint64_t seed = scene->seed + (uint64_t)round * 31;
-        draw_flight(&f, is_small ? 6 : N_ROOMS, ctx->n_ranks, seed);
+        draw_flight(&f, is_small ? 6 : N_REGIONS, ctx->n_ranks, seed);
         if (!prepare(&f, ctx, seed, m->in, m->want))
             return;
         CUDA_OK(
-            cudaMemcpyAsync(m->in_d, m->in, (size_t)f.n_calls * ROOM_BYTES, cudaMemcpyHostToDevice, m->on));
+            cudaMemcpyAsync(m->in_d, m->in, (size_t)f.n_calls * REGION_BYTES, cudaMemcpyHostToDevice, m->on));
         upload(&f, ctx, m->in_d);
-        sync_stream(m->on); /* the other stream may start */
+        sync_stream(m->on); /* inputs are there before the other stream starts */
         for (int i = 0; i < f.n_calls; i++) {
             bool other = i % 3 == 1 && (scene->two_streams || scene->two_comms);
             if (!issue(&f, i, ctx, other && scene->two_comms ? second : ctx->comm, other ? m->on2 : m->on))
@@ -146,11 +147,11 @@ static void in_flight(struct rank_ctx *ctx)
 {
     const struct scene *scene = ctx->arg;
     spccl_comm *second = NULL;
-    /* Two communicators run at the same time, so both must fit onto a GPU, with all ranks that share it. */
+    /* Two communicators run at once: kernels of both must fit on a GPU, for all ranks that share it. */
     bool ok = attach_gpu(ctx->comm, ctx->rank, scene->two_comms ? 8 : 0);
     if (ok && (!scene->two_comms || second_comm(ctx, &second)))
         fly(ctx, scene, second);
-    (void)all_here(ctx->comm); /* destroy frees memory: not while a peer's kernel runs */
+    (void)all_here(ctx->comm); /* destroy frees memory, which may not happen while a peer's kernel runs */
     spccl_comm_destroy(second);
 }
 
@@ -184,23 +185,23 @@ static void test_two_communicators(void)
 
 #define N_VARIANTS 4
 #define N_GRAPH_CALLS 3
-/* Of the rooms, the variants of inputs take N_VARIANTS * N_GRAPH_CALLS each of spare_d and want; a call
- * outside of the graph uses the room behind the graph's. */
-_Static_assert((N_VARIANTS + 1) * (N_GRAPH_CALLS + 1) <= N_ROOMS, "room for all variants");
+/* The variants of inputs take N_VARIANTS * N_GRAPH_CALLS regions of spare_d and of want. A call outside of
+ * the graph uses the region after those of the graph. */
+_Static_assert((N_VARIANTS + 1) * (N_GRAPH_CALLS + 1) <= N_REGIONS, "all variants fit");
 
 static const struct flight graph_flight = {
     .n_calls = N_GRAPH_CALLS + 1,
     .calls = {{ALL_GATHER, SPCCL_FLOAT32, SPCCL_SUM, 5000, 0},
               {REDUCE_SCATTER, SPCCL_BFLOAT16, SPCCL_AVG, 3001, 0},
               {ALL_REDUCE, SPCCL_FLOAT32, SPCCL_SUM, 40009, 0},
-              {ALL_REDUCE, SPCCL_INT32, SPCCL_MAX, 777, 0}}}; /* the one outside */
+              {ALL_REDUCE, SPCCL_INT32, SPCCL_MAX, 777, 0}}}; /* the call outside of the graph */
 
-#define VARIANT_BYTES ((N_GRAPH_CALLS + 1) * ROOM_BYTES)
+#define VARIANT_BYTES ((N_GRAPH_CALLS + 1) * REGION_BYTES)
 
-/* The first calls as a graph on m->on, ready to launch. */
+/* Capture the first calls on m->on into a graph that can be launched. */
 static cudaGraphExec_t capture(const struct rank_ctx *ctx)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
     bool ok = true;
@@ -217,10 +218,10 @@ static cudaGraphExec_t capture(const struct rank_ctx *ctx)
     return exec;
 }
 
-/* Replay i with variant v; every seventh time with a call outside of the graph behind it. */
+/* Replay i, with variant v of the inputs. Every seventh replay is followed by a call outside of the graph. */
 static bool replay(const struct rank_ctx *ctx, cudaGraphExec_t exec, int i, int v)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     bool outside = i % 7 == 3;
     const uint8_t *want = m->want + (size_t)v * VARIANT_BYTES;
     struct flight seen = graph_flight;
@@ -241,7 +242,7 @@ static bool replay(const struct rank_ctx *ctx, cudaGraphExec_t exec, int i, int 
 static void graphs(struct rank_ctx *ctx)
 {
     const struct scene *scene = ctx->arg;
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     cudaGraphExec_t exec = NULL;
     uint64_t rng = scene->seed;
     bool ok = attach_gpu(ctx->comm, ctx->rank, 0);
@@ -253,7 +254,7 @@ static void graphs(struct rank_ctx *ctx)
         sync_stream(m->on);
     }
     exec = ok ? capture(ctx) : NULL;
-    /* instantiating takes memory: not while a peer's kernel runs */
+    /* instantiating allocates memory, which may not happen while a peer's kernel runs */
     if (all_here(ctx->comm) && exec != NULL)
         for (int i = 0; ok && i < (is_small ? 10 : is_slow ? 100 : 1000); i++)
             ok = replay(ctx, exec, i, (int)rand_below(&rng, N_VARIANTS));
@@ -275,7 +276,7 @@ int main(int argc, char **argv)
                                              {"graphs", test_graphs},
                                              {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    setenv("SPCCL_SCHEDULE", "direct", 1); /* both rings are used */
-    make_rank_rooms(is_small ? 2 : is_long ? 8 : 4, N_ROOMS * ROOM_BYTES);
+    setenv("SPCCL_SCHEDULE", "direct", 1); /* so that both queues are used */
+    make_rank_buffers(is_small ? 2 : is_long ? 8 : 4, N_REGIONS * REGION_BYTES);
     return test_main(cases, argc, argv);
 }

@@ -1,36 +1,37 @@
-/* test_cuda_hostile.c - spccl_cuda_decode against broken streams: each rule of docs/FORMAT.md 4 broken in
- * turn, random changes, and offsets that lie. The judge is spccl_decode of each slice's bytes alone: what it
- * refuses leaves the slice untouched and the status not 0, what it takes is applied with the same bits;
- * nothing else is written. SPCCL_TEST_ROUNDS=n or --long: more random changes. */
+/* test_cuda_hostile.c - spccl_cuda_decode of broken encoded arrays: each rule of docs/FORMAT.md 4 is broken
+ * in turn, bytes are changed at random, and offsets are wrong. The reference is spccl_decode of each slice's
+ * bytes alone. If it refuses them, the slice must stay untouched and the status must not be 0. If it takes
+ * them, the bits must be the same. Nothing else may be written. SPCCL_TEST_ROUNDS=n or --long: more random
+ * changes. */
 #include "cuda_test.h"
 
 #define SLICES_MAX 48u
-#define STREAM_CAP (SLICES_MAX * 90000u)
+#define ENCODED_CAP (SLICES_MAX * 90000u)
 #define ARRAY_CAP (SLICES_MAX * 16384u + 2 * GUARD_BYTES)
 
 static struct {
-    uint8_t *stream, *stream_d, *dst, *dst_d, *want, *got;
+    uint8_t *encoded, *encoded_d, *dst, *dst_d, *want, *got;
     uint64_t *offsets, *offsets_d;
     uint32_t *status, *status_d;
     cudaStream_t on;
     size_t n_accepted, n_refused; /* slices */
 } g;
 
-/* A good stream in g.stream, cut at g.offsets. */
+/* A well-formed encoded array in g.encoded; g.offsets has its frames. */
 struct subject {
     spccl_dtype dtype;
     size_t n, bytes;
     uint32_t slice_elems, n_slices;
 };
 
-static void make_rooms(void)
+static void make_buffers(void)
 {
-    g.stream = pinned_room(STREAM_CAP), g.stream_d = device_room(STREAM_CAP);
-    g.dst = pinned_room(ARRAY_CAP), g.dst_d = device_room(ARRAY_CAP);
-    g.want = pinned_room(ARRAY_CAP), g.got = pinned_room(ARRAY_CAP);
-    g.offsets = (uint64_t *)pinned_room((SLICES_MAX + 1) * 8);
-    g.offsets_d = (uint64_t *)device_room((SLICES_MAX + 1) * 8);
-    g.status = (uint32_t *)pinned_room(4), g.status_d = (uint32_t *)device_room(4);
+    g.encoded = pinned_alloc(ENCODED_CAP), g.encoded_d = device_alloc(ENCODED_CAP);
+    g.dst = pinned_alloc(ARRAY_CAP), g.dst_d = device_alloc(ARRAY_CAP);
+    g.want = pinned_alloc(ARRAY_CAP), g.got = pinned_alloc(ARRAY_CAP);
+    g.offsets = (uint64_t *)pinned_alloc((SLICES_MAX + 1) * 8);
+    g.offsets_d = (uint64_t *)device_alloc((SLICES_MAX + 1) * 8);
+    g.status = (uint32_t *)pinned_alloc(4), g.status_d = (uint32_t *)device_alloc(4);
     CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
 }
 
@@ -40,7 +41,7 @@ static size_t elems_of(const struct subject *s, uint32_t slice)
     return s->n - from < s->slice_elems ? s->n - from : s->slice_elems;
 }
 
-/* Each slice in a format of its own (`format`: AUTO = any); the last is a short one. */
+/* Encode each slice in its own format, in `format`, or with AUTO in any. The last slice is short. */
 static void make_subject(struct subject *s, spccl_dtype dtype, uint32_t n_slices, spccl_format format)
 {
     static uint8_t x[16384];
@@ -57,17 +58,17 @@ static void make_subject(struct subject *s, spccl_dtype dtype, uint32_t n_slices
         o.format = format != SPCCL_FORMAT_AUTO ? format : (spccl_format)(test_rand() % SPCCL_N_FORMATS);
         fill_array(x, n, dtype, o.format == SPCCL_FORMAT_EMPTY ? KIND_ZERO : kinds[test_rand() % 6],
                    &test_rng_state);
-        if (o.format == SPCCL_FORMAT_TILE) /* no full block */
+        if (o.format == SPCCL_FORMAT_TILE) /* tile cannot encode a full block */
             for (size_t k = 77; k < n; k += 256)
                 memset(x + k * e, 0, e);
         g.offsets[i] = s->bytes;
-        CHECK_OK(spccl_encode(x, n, dtype, &o, g.stream + s->bytes, STREAM_CAP - s->bytes, &bytes));
+        CHECK_OK(spccl_encode(x, n, dtype, &o, g.encoded + s->bytes, ENCODED_CAP - s->bytes, &bytes));
         s->bytes += bytes;
     }
     g.offsets[n_slices] = s->bytes;
 }
 
-/* What must become of dst (in g.want). Returns the number of slices refused; *only = the status of one. */
+/* g.want = what dst must hold. Returns the number of refused slices; *only = the status of the last one. */
 static uint32_t expect(const struct subject *s, spccl_verb verb, uint8_t *want, spccl_status *only)
 {
     size_t e = spccl_dtype_bytes(s->dtype);
@@ -80,7 +81,7 @@ static uint32_t expect(const struct subject *s, spccl_verb verb, uint8_t *want, 
         memcpy(slice, dst,
                elems_of(s, i) * e); /* the CPU applies frames before it finds that one is missing */
         if (from % 16 == 0 && from < to && to <= s->bytes)
-            st = spccl_decode(g.stream + from, to - from, verb, slice, elems_of(s, i), s->dtype);
+            st = spccl_decode(g.encoded + from, to - from, verb, slice, elems_of(s, i), s->dtype);
         if (st == SPCCL_OK)
             memcpy(dst, slice, elems_of(s, i) * e);
         if (st != SPCCL_OK) {
@@ -93,7 +94,7 @@ static uint32_t expect(const struct subject *s, spccl_verb verb, uint8_t *want, 
     return n_bad;
 }
 
-/* Decode g.stream at g.offsets on both sides. Returns the number of slices refused. */
+/* Decode g.encoded with g.offsets on CPU and GPU, and compare. Returns the number of refused slices. */
 static uint32_t check_decode(const struct subject *s, spccl_verb verb, const char *what)
 {
     size_t e = spccl_dtype_bytes(s->dtype), lead = GUARD_BYTES + test_rand() % 2 * e;
@@ -103,10 +104,10 @@ static uint32_t check_decode(const struct subject *s, spccl_verb verb, const cha
     fill_array(g.dst, all / e, s->dtype, KIND_PERCENT_50, &test_rng_state);
     memcpy(g.want, g.dst, all);
     CUDA_OK(cudaMemcpyAsync(g.dst_d, g.dst, all, cudaMemcpyHostToDevice, g.on));
-    CUDA_OK(cudaMemcpyAsync(g.stream_d, g.stream, s->bytes, cudaMemcpyHostToDevice, g.on));
+    CUDA_OK(cudaMemcpyAsync(g.encoded_d, g.encoded, s->bytes, cudaMemcpyHostToDevice, g.on));
     CUDA_OK(cudaMemcpyAsync(g.offsets_d, g.offsets, (s->n_slices + 1) * 8, cudaMemcpyHostToDevice, g.on));
     CUDA_OK(cudaMemsetAsync(g.status_d, POISON, 4, g.on));
-    CHECK_OK(spccl_cuda_decode(g.stream_d, s->bytes, g.offsets_d, verb, g.dst_d + lead, s->n, s->dtype,
+    CHECK_OK(spccl_cuda_decode(g.encoded_d, s->bytes, g.offsets_d, verb, g.dst_d + lead, s->n, s->dtype,
                                s->slice_elems, g.status_d, g.on));
     CUDA_OK(cudaMemcpyAsync(g.status, g.status_d, 4, cudaMemcpyDeviceToHost, g.on));
     CUDA_OK(cudaMemcpyAsync(g.got, g.dst_d, all, cudaMemcpyDeviceToHost, g.on));
@@ -134,7 +135,7 @@ static spccl_verb any_verb(spccl_dtype dtype)
     return verb == SPCCL_ADD && dtype == SPCCL_FLOAT8 ? SPCCL_OVERWRITE : verb;
 }
 
-/* ---- each rule ---- */
+/* ---- each rule broken in turn ---- */
 
 #define ON(format) (1u << SPCCL_FORMAT_##format)
 #define LISTS (ON(TILE) | ON(PICI) | ON(COO))
@@ -194,12 +195,12 @@ static void apply_patch(uint8_t *frame, const struct patch *p)
     memcpy(frame + p->off, &v, (size_t)p->width);
 }
 
-/* The stream with one slice broken must be refused for that slice alone; then it is made whole again. */
+/* With one broken slice, exactly this slice must be refused. Afterwards it is repaired. */
 static void check_broken(const struct subject *s, uint32_t slice, const uint8_t *good, const char *what)
 {
-    uint8_t *frame = g.stream + g.offsets[slice];
+    uint8_t *frame = g.encoded + g.offsets[slice];
     uint32_t n_bad = check_decode(s, any_verb(s->dtype), what);
-    CHECK(n_bad == 1, "%s, %s: the CPU refuses %u slices, wanted 1: the test breaks nothing", what,
+    CHECK(n_bad == 1, "%s, %s: the CPU refuses %u slices, wanted 1: the test is wrong", what,
           spccl_dtype_name(s->dtype), n_bad);
     memcpy(frame, good, g.offsets[slice + 1] - g.offsets[slice]);
 }
@@ -211,10 +212,10 @@ static void test_header_rules(void)
     for (int d = 1; d <= N_DTYPES; d += is_small ? 4 : 1)
         for (int format = 0; format < SPCCL_N_FORMATS; format++) {
             make_subject(&s, (spccl_dtype)d, 5, (spccl_format)format);
-            CHECK(check_decode(&s, any_verb(s.dtype), "a good stream") == 0, "the CPU refuses it");
+            CHECK(check_decode(&s, any_verb(s.dtype), "a well-formed array") == 0, "the CPU refuses it");
             for (size_t i = 0; i < sizeof patches / sizeof *patches; i++) {
                 uint32_t slice = (uint32_t)(test_rand() % s.n_slices);
-                uint8_t *frame = g.stream + g.offsets[slice];
+                uint8_t *frame = g.encoded + g.offsets[slice];
                 if ((patches[i].formats >> format & 1) == 0)
                     continue;
                 memcpy(good, frame, g.offsets[slice + 1] - g.offsets[slice]);
@@ -224,7 +225,7 @@ static void test_header_rules(void)
         }
 }
 
-/* Rules 29 and 31: good frames that do not belong here. */
+/* Rules 29 and 31: frames that are well formed, but not allowed here. */
 static void test_fit(void)
 {
     struct subject s;
@@ -232,7 +233,7 @@ static void test_fit(void)
         for (int format = 0; format < SPCCL_N_FORMATS; format++) {
             uint8_t *frame;
             make_subject(&s, (spccl_dtype)d, 4, (spccl_format)format);
-            frame = g.stream + g.offsets[test_rand() % s.n_slices];
+            frame = g.encoded + g.offsets[test_rand() % s.n_slices];
             frame[6] = (uint8_t)(d % N_DTYPES + 1);
             CHECK(check_decode(&s, any_verb(s.dtype), "rule 29: dtype") == 1, "the CPU takes it");
             frame[6] = (uint8_t)d;
@@ -245,7 +246,7 @@ static void test_fit(void)
         }
 }
 
-/* Rules 19 to 27 on one frame. Each changes `f` and returns true, or finds that it cannot be broken here. */
+/* Rules 19 to 27. A function breaks a rule in frame `f`; false: it finds nothing to break there. */
 struct parts {
     uint8_t *f;
     spccl_frame_info i;
@@ -284,10 +285,10 @@ static bool break_counts_last(struct parts *p)
     uint8_t *last = p->f + p->i.index_off + (p->i.n_elems - 1) / 256;
     if (p->i.format != SPCCL_FORMAT_TILE)
         return false;
-    (*last)--; /* 0 becomes 255: no less wrong */
+    (*last)--; /* 0 becomes 255, which is wrong too */
     return true;
 }
-/* A place becomes that of the entry before in its block: of any entry, or of one that `every` divides. */
+/* Give an entry the offset of the one before it in its block. Any entry, or one that `every` divides. */
 static bool repeat_place(struct parts *p, size_t every)
 {
     const uint8_t *counts = p->f + p->i.index_off;
@@ -299,15 +300,15 @@ static bool repeat_place(struct parts *p, size_t every)
     p->f[p->i.meta_off + at] = p->f[p->i.meta_off + at - (at != 0)];
     return at != 0;
 }
-static bool break_place_order(struct parts *p)
+static bool break_offset_order(struct parts *p)
 {
     return repeat_place(p, 1);
 }
-static bool break_place_group(struct parts *p) /* a warp takes 32 entries at a time */
+static bool break_offset_group(struct parts *p) /* a warp decodes 32 entries at a time */
 {
     return repeat_place(p, 32);
 }
-static bool break_place_end(struct parts *p)
+static bool break_offset_end(struct parts *p)
 {
     size_t in_last = p->i.n_elems % 256, blocks = (p->i.n_elems + 255) / 256;
     if (p->i.format != SPCCL_FORMAT_TILE || in_last == 0 || p->f[p->i.index_off + blocks - 1] == 0)
@@ -335,7 +336,7 @@ static bool break_bit(struct parts *p)
 {
     return flip_bit(p, test_rand() % p->i.n_elems);
 }
-/* A bit of the last tile moves past the end: the counts stay right. */
+/* Move a bit of the last tile past the end, so that the counts stay right. */
 static bool move_bit(struct parts *p, size_t to)
 {
     if (p->i.format != SPCCL_FORMAT_PICI || p->i.n_elems % 4096 == 0)
@@ -389,9 +390,9 @@ static const struct {
     {"rule 19: padding after values", break_pad_values},
     {"rule 20: a count too high", break_counts_more},
     {"rule 20: last count off", break_counts_last},
-    {"rule 21: a place twice", break_place_order},
-    {"rule 21: a place twice, 32 entries on", break_place_group},
-    {"rule 22: place past the end", break_place_end},
+    {"rule 21: an offset twice", break_offset_order},
+    {"rule 21: an offset twice, 32 entries on", break_offset_group},
+    {"rule 22: offset past the end", break_offset_end},
     {"rule 23: prefix", break_prefix},
     {"rule 24: a bit flipped", break_bit},
     {"rule 25: bit just past the end", break_bit_end},
@@ -403,8 +404,7 @@ static const struct {
 };
 #define N_BREAKS (sizeof breaks / sizeof *breaks)
 
-/* Not every subject has what a rule needs, and in 2 of 100 rounds none has: they go on until each was broken.
- */
+/* In 2 of 100 rounds no array has what some rule needs, so rounds go on until each rule was broken. */
 static void test_index_rules(void)
 {
     static uint8_t good[90000];
@@ -415,9 +415,9 @@ static void test_index_rules(void)
             for (int format = SPCCL_FORMAT_TILE; format < SPCCL_N_FORMATS; format++) {
                 make_subject(&s, (spccl_dtype)d, 3, (spccl_format)format);
                 for (size_t b = 0; b < N_BREAKS; b++) {
-                    /* the last slice is the short one: rules about the end need it */
+                    /* rules about the end need the last slice, which is short */
                     uint32_t slice = test_rand() % 2 == 0 ? s.n_slices - 1 : (uint32_t)(test_rand() % 2);
-                    struct parts p = {.f = g.stream + g.offsets[slice], .e = spccl_dtype_bytes(s.dtype)};
+                    struct parts p = {.f = g.encoded + g.offsets[slice], .e = spccl_dtype_bytes(s.dtype)};
                     size_t bytes = g.offsets[slice + 1] - g.offsets[slice];
                     p.i.struct_bytes = sizeof p.i;
                     CHECK_OK(spccl_frame_inspect(p.f, bytes, &p.i));
@@ -443,7 +443,7 @@ static void test_random_changes(void)
         make_subject(&s, (spccl_dtype)(1 + test_rand() % N_DTYPES), is_small ? 8 : SLICES_MAX,
                      SPCCL_FORMAT_AUTO);
         for (uint32_t i = 0; i < s.n_slices; i++) {
-            uint8_t *frame = g.stream + g.offsets[i];
+            uint8_t *frame = g.encoded + g.offsets[i];
             size_t bytes = g.offsets[i + 1] - g.offsets[i];
             for (uint64_t k = test_rand() % 3; k > 0; k--) {
                 size_t at = test_rand() % (test_rand() % 3 == 0 ? 64 : bytes);
@@ -452,11 +452,11 @@ static void test_random_changes(void)
         }
         (void)check_decode(&s, any_verb(s.dtype), "random changes");
     }
-    CHECK(g.n_accepted > 9 && g.n_refused > 9, "%zu accepted, %zu refused: the test is lopsided",
+    CHECK(g.n_accepted > 9 && g.n_refused > 9, "%zu accepted, %zu refused: the test has too few of one",
           g.n_accepted, g.n_refused);
 }
 
-/* Rules 1 and 18, and tables that point anywhere. */
+/* Rules 1 and 18, and tables of offsets that point anywhere. */
 static void test_offsets(void)
 {
     static uint64_t good[SLICES_MAX + 1];
@@ -495,6 +495,6 @@ int main(int argc, char **argv)
         {"header_rules", test_header_rules},     {"fit", test_fit},         {"index_rules", test_index_rules},
         {"random_changes", test_random_changes}, {"offsets", test_offsets}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    make_rooms();
+    make_buffers();
     return test_main(cases, argc, argv);
 }

@@ -1,13 +1,13 @@
-/* test_cuda_patch.c - all-reduces in place of very sparse slices, of which only what changes is written:
- * slices that are sparse enough and slices that are not take turns on each worker, hundreds of them, and many
- * elements become zero (they cancel, or MAX and PROD with an absent one). Ranks are threads; one of them
- * comes late, so that feeders run ahead. The host's engine is the judge. --small: for sanitizers. */
+/* test_cuda_patch.c - all-reduces in place of very sparse slices, which write only what changes (patching).
+ * Each worker has hundreds of slices, by turns sparse enough to be patched and not. Many elements become
+ * zero: they cancel, or MAX and PROD combine them with an absent one. Ranks are threads; one of them comes
+ * late, so that feeders run ahead. The host's result is the reference. --small: for sanitizers. */
 #include "cuda_ranks.h"
 
 #define N_RANKS 3
-#define WORKERS 6 /* of a block in an all-reduce, at most; fewer get more slices each */
+#define WORKERS 6 /* per CTA in an all-reduce, at most; fewer workers have more slices each */
 #define SLICES_PER_WORKER 100
-#define SLICES_PER_WORKER_SMALL 40 /* more than the 32 that a worker keeps in mind */
+#define SLICES_PER_WORKER_SMALL 40 /* more than the 32 for which a worker has bits */
 
 struct scene {
     struct call call;
@@ -16,8 +16,8 @@ struct scene {
     bool graph;
 };
 
-/* A slice of a rank has so many elements: what is cleared after it was sent has at most 1 in 256, what is
- * patched when it is received at most 1 in 32 (csrc/kernels/cuda/work_split.cuh). */
+/* Nonzeros in a slice of one rank. A slice is cleared after it was sent if at most 1 element in 256 is
+ * nonzero; a result is patched if at most 1 in 32 is (csrc/kernels/cuda/work_split.cuh). */
 static size_t draw_count(size_t slice_elems, uint64_t *rng)
 {
     size_t counts[] = {0,
@@ -36,8 +36,8 @@ static size_t draw_count(size_t slice_elems, uint64_t *rng)
     return counts[rand_below(rng, sizeof counts / sizeof *counts)];
 }
 
-/* Values are 1 and -1 of the dtype, so that they cancel; a few are anything. Elements of all ranks lie in the
- * same few places of a slice, so that they meet. */
+/* Most values are 1 and -1, so that they cancel; a few are random. All ranks use the same few indices of a
+ * slice, so that their elements are combined. */
 static void fill(uint8_t *x, const struct scene *s, uint64_t rng)
 {
     size_t n = s->call.n, e = spccl_dtype_bytes(s->call.dtype);
@@ -69,7 +69,7 @@ static void fill(uint8_t *x, const struct scene *s, uint64_t rng)
 
 static cudaGraphExec_t capture(const struct rank_ctx *ctx, const struct scene *s, uint8_t *at)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
     spccl_status st;
@@ -83,11 +83,12 @@ static cudaGraphExec_t capture(const struct rank_ctx *ctx, const struct scene *s
     return exec;
 }
 
-/* In place at out_d + lead, with fresh inputs. exec: a graph of it, or NULL. False: nothing goes on. */
+/* All-reduce new inputs in place at out_d + lead. exec: a graph of the call, or NULL. False: the test must
+ * end. */
 static bool round_of(const struct rank_ctx *ctx, const struct scene *s, int round, size_t lead,
                      cudaGraphExec_t exec)
 {
-    struct rank_room *m = &rank_rooms[ctx->rank];
+    struct rank_buffer *m = &rank_buffers[ctx->rank];
     size_t e = spccl_dtype_bytes(s->call.dtype), bytes = block_bytes(&s->call),
            all = lead + bytes + GUARD_BYTES, differs;
     spccl_status st;
@@ -102,7 +103,7 @@ static bool round_of(const struct rank_ctx *ctx, const struct scene *s, int roun
     CUDA_OK(cudaMemcpyAsync(m->out_d, m->out, all, cudaMemcpyHostToDevice, m->on));
     sync_stream(m->on);
     if (ctx->rank == round % ctx->n_ranks)
-        sleep_ms(3); /* the others' feeders run ahead */
+        sleep_ms(3); /* meanwhile the feeders of the other ranks run ahead */
     if (exec != NULL)
         CUDA_OK(cudaGraphLaunch(exec, m->on));
     else
@@ -132,9 +133,9 @@ static void rank_fn(struct rank_ctx *ctx)
     for (int aligned = 1; ok && aligned >= 0; aligned--) {
         size_t lead = GUARD_BYTES + (aligned ? 0 : e);
         cudaGraphExec_t exec = NULL;
-        ok = all_here(ctx->comm); /* a capture may not meet a peer's set-up */
+        ok = all_here(ctx->comm); /* no peer may still be attaching during a capture */
         if (ok && s->graph)
-            ok = (exec = capture(ctx, s, rank_rooms[ctx->rank].out_d + lead)) != NULL;
+            ok = (exec = capture(ctx, s, rank_buffers[ctx->rank].out_d + lead)) != NULL;
         for (int round = 0; ok && round < (is_small || is_slow ? 1 : 3 * n_rounds); round++)
             ok = round_of(ctx, s, round, lead, exec);
         if (exec != NULL && ok && all_here(ctx->comm))
@@ -166,7 +167,7 @@ static void test_launches(void)
     for (int i = 0; i < (is_small ? 1 : 3); i++)
         for (int k = 0; k < (is_small ? 2 : 3); k++)
             run_scene(is_small || (i + k) % 3 == 0 ? 2 : N_RANKS, dtypes[i], ops[k], false);
-    if (!is_small) /* feeders of two workers */
+    if (!is_small) /* feeders serve two workers */
         run_scene(2, SPCCL_BFLOAT16, SPCCL_SUM, false);
 }
 
@@ -182,10 +183,10 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {
         {"launches", test_launches}, {"graphs", test_graphs}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
-    setenv("SPCCL_SCHEDULE", "direct", 1); /* in one hop there are no results to patch with */
-    make_rank_rooms(is_small ? 2 : N_RANKS, (size_t)8192 *
-                                                    (is_small ? SLICES_PER_WORKER_SMALL : SLICES_PER_WORKER) *
-                                                    WORKERS * (is_small ? 2 : N_RANKS) +
-                                                4 * GUARD_BYTES);
+    setenv("SPCCL_SCHEDULE", "direct", 1); /* in one hop there are no results, so nothing is patched */
+    make_rank_buffers(is_small ? 2 : N_RANKS,
+                      (size_t)8192 * (is_small ? SLICES_PER_WORKER_SMALL : SLICES_PER_WORKER) * WORKERS *
+                              (is_small ? 2 : N_RANKS) +
+                          4 * GUARD_BYTES);
     return test_main(cases, argc, argv);
 }

@@ -1,8 +1,8 @@
-/* test_cuda_processes.c - ranks that are processes, as they are in real life: GPU memory is passed between
- * them as descriptors or ipc handles, results are the CPU's, and when one is killed the others are told so
- * within seconds and work on. This process never starts CUDA: it runs itself again, once per rank
- * (posix_spawn, no fork of threads or contexts). On one GPU the processes take turns. --small: for
- * sanitizers, without the killing. */
+/* test_cuda_processes.c - ranks that are processes. They share GPU memory by descriptors or ipc handles.
+ * Results must equal the CPU's. When one rank is killed, the others must get an error within seconds and be
+ * able to go on. The main process never starts CUDA: it runs this program once per rank (posix_spawn, so that
+ * neither threads nor CUDA contexts are forked). On one GPU the processes take turns. --small: for
+ * sanitizers; kills no rank. */
 #include "cuda_test.h"
 
 #include <errno.h>
@@ -25,8 +25,8 @@ static struct {
     spccl_comm *comm;
     uint8_t *in, *out, *got, *in_d, *out_d;
     cudaStream_t on;
-    uint64_t rng;        /* in step on all ranks */
-    _Atomic int *n_here; /* shared by the processes: ranks that are ready for the loss */
+    uint64_t rng;        /* the same on all ranks */
+    _Atomic int *n_here; /* in shared memory: number of ranks that have come */
 } me;
 
 enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };
@@ -67,13 +67,13 @@ static spccl_status on_cpu(const struct call *c)
     }
 }
 
-/* The same call on both; all of out, and the guard behind it, bit for bit. */
+/* The same call on CPU and GPU. Compares all of out, and the guard after it, bit for bit. */
 static void compare(const struct call *c)
 {
     size_t block = c->n * spccl_dtype_bytes(c->dtype), all = block * (size_t)me.n_ranks, at;
     size_t in_bytes = c->coll == REDUCE_SCATTER ? all : block;
     size_t out_bytes = (c->coll == ALL_GATHER ? all : block) + GUARD_BYTES;
-    uint64_t own = me.rng + 1000u * (uint64_t)me.rank; /* values of this rank alone */
+    uint64_t own = me.rng + 1000u * (uint64_t)me.rank; /* for the values, which differ from rank to rank */
     array_kind kind = (array_kind)(next_rand(&own) % N_KINDS);
     fill_array(me.in, in_bytes / spccl_dtype_bytes(c->dtype), c->dtype, kind, &own);
     memset(me.out, POISON, out_bytes);
@@ -107,7 +107,7 @@ static void compare_many(int n_calls)
     }
 }
 
-/* Join the group of `id` and bring the GPU. */
+/* Join the group of `id` and attach the GPU. */
 static bool join_group(const spccl_unique_id *id, int rank, int n_ranks)
 {
     spccl_config config = SPCCL_CONFIG_INIT;
@@ -128,28 +128,29 @@ static bool join_group(const spccl_unique_id *id, int rank, int n_ranks)
     return st == SPCCL_OK;
 }
 
-static void make_room(int rank)
+static void make_buffers(int rank)
 {
     CUDA_OK(cudaSetDevice(rank % n_gpus));
-    me.in = pinned_room(CAP);
-    me.out = pinned_room(CAP);
-    me.got = pinned_room(CAP);
-    me.in_d = device_room(CAP);
-    me.out_d = device_room(CAP);
+    me.in = pinned_alloc(CAP);
+    me.out = pinned_alloc(CAP);
+    me.got = pinned_alloc(CAP);
+    me.in_d = device_alloc(CAP);
+    me.out_d = device_alloc(CAP);
     CUDA_OK(cudaStreamCreateWithFlags(&me.on, cudaStreamNonBlocking));
 }
 
-/* Not over the communicator: it may break before the last one is through. */
+/* Wait until all ranks have come. Not by the communicator, which may break before the last rank has come. */
 static void meet(void)
 {
     int64_t until = now_ms() + 60000;
     ++*me.n_here;
     while (*me.n_here < me.n_ranks && now_ms() < until)
         sleep_ms(1);
-    CHECK(*me.n_here == me.n_ranks, "rank %d: only %d of %d ranks are here", me.rank, *me.n_here, me.n_ranks);
+    CHECK(*me.n_here == me.n_ranks, "rank %d: only %d of %d ranks have come", me.rank, *me.n_here,
+          me.n_ranks);
 }
 
-/* Rank 1 dies: before it launches anything, or (in_flight) with its launches under way. */
+/* Rank 1 is killed: before it launches anything, or with in_flight while its launches run. */
 static void lose_rank_1(bool in_flight)
 {
     struct call c = {.coll = ALL_REDUCE, .dtype = SPCCL_FLOAT32, .op = SPCCL_SUM, .n = 50000};
@@ -162,22 +163,23 @@ static void lose_rank_1(bool in_flight)
             (void)on_gpu(&c);
         raise(SIGKILL);
     }
-    for (int i = 0; i < 20 && st == SPCCL_OK; i++) /* the communicator may break before the last one */
+    for (int i = 0; i < 20 && st == SPCCL_OK; i++) /* the communicator may break before the last call */
         st = on_gpu(&c);
     if (st == SPCCL_OK)
         st = spccl_cuda_wait(me.comm, me.on, SOON_MS);
-    /* Whoever noticed first tells the other. */
+    /* The rank that notices first tells the other. */
     CHECK((st == SPCCL_ERR_PEER || st == SPCCL_ERR_ABORTED) && strstr(spccl_last_error(), "rank 1") != NULL,
           "rank %d: %s: %s", me.rank, spccl_status_name(st), spccl_last_error());
     CHECK(spccl_comm_async_error(me.comm) == st, "rank %d: %s", me.rank, spccl_last_error());
-    CHECK(now_ms() - start < SOON_MS, "rank %d: told after %lld ms", me.rank, (long long)(now_ms() - start));
-    sync_stream(me.on); /* the kernels have ended, and the GPU is well */
+    CHECK(now_ms() - start < SOON_MS, "rank %d: the error came after %lld ms", me.rank,
+          (long long)(now_ms() - start));
+    sync_stream(me.on); /* the kernels have ended, and the GPU works */
     CUDA_OK(cudaMemsetAsync(me.out_d, 0x11, CAP, me.on));
     sync_stream(me.on);
 }
 
-/* worker RANK N_RANKS SCENE RNG ID ID2 FD: ids are hexadecimal, the second of the group after the loss; FD is
- * memory that the processes share. */
+/* Arguments: worker RANK N_RANKS SCENE RNG ID ID2 FD. The ids are hexadecimal; ID2 is for the group after the
+ * loss. FD is memory that the processes share. */
 static void read_id(const char *hex, spccl_unique_id *out)
 {
     for (size_t i = 0; i < sizeof out->bytes; i++) {
@@ -195,10 +197,10 @@ static int run_worker(char **argv)
     read_id(argv[4], &id);
     read_id(argv[5], &id2);
     me.n_here = mmap(NULL, sizeof *me.n_here, PROT_READ | PROT_WRITE, MAP_SHARED, atoi(argv[6]), 0);
-    CHECK(me.n_here != MAP_FAILED, "memory of the processes: %s", strerror(errno));
+    CHECK(me.n_here != MAP_FAILED, "shared memory of the processes: %s", strerror(errno));
     if (test_n_failed != 0)
         return 1;
-    make_room(rank);
+    make_buffers(rank);
     if (!join_group(&id, rank, n_ranks))
         return 1;
     compare_many(strcmp(scene, "works") == 0 && !is_small ? 60 * n_rounds : 8);
@@ -226,7 +228,7 @@ static pid_t spawn(char *const *argv)
     return err == 0 ? pid : 0;
 }
 
-/* The wait status; a process that does not end in time is killed, and its status says so. */
+/* The wait status of a process. A process that does not end in time is killed, as the status then shows. */
 static int await_exit(pid_t pid, int64_t until_ms)
 {
     int status = 0;
@@ -257,7 +259,7 @@ static void run_scene(const char *scene, int n_ranks)
     int64_t until = now_ms() + (is_small ? 200000 : 60000) * (int64_t)n_rounds;
     bool kills = strncmp(scene, "killed", 6) == 0;
     int fd = memfd_create("ranks", 0); /* the ranks inherit it */
-    CHECK(fd >= 0 && ftruncate(fd, 4096) == 0, "memory of the processes: %s", strerror(errno));
+    CHECK(fd >= 0 && ftruncate(fd, 4096) == 0, "shared memory of the processes: %s", strerror(errno));
     snprintf(fd_text, sizeof fd_text, "%d", fd);
     write_id(id);
     write_id(id2);
@@ -289,7 +291,7 @@ static void test_works(void)
         run_scene("works", 4);
 }
 
-/* Both ways to pass memory, whichever is the default here. */
+/* Both kinds of handles, whichever is the default on this machine. */
 static void test_handles(void)
 {
     static const char *const handles[] = {"fd", "ipc"};
@@ -303,20 +305,20 @@ static void test_handles(void)
 static void test_killed(void)
 {
     if (is_small)
-        return; /* a sanitizer takes a killed process for a failure */
+        return; /* a sanitizer counts a killed process as a failure */
     run_scene("killed", 3);
     run_scene("killed_in_flight", 3);
-    run_scene("killed", 2); /* the one that is left works on alone */
+    run_scene("killed", 2); /* the rank that is left goes on alone */
 }
 
-/* How many GPUs there are, asked of another process. */
+/* The number of GPUs. Another process asks CUDA for it. */
 static int count_gpus(void)
 {
     char self[] = SELF, count[] = "count";
     char *argv[] = {self, count, NULL};
     pid_t pid = spawn(argv);
     int status = pid != 0 ? await_exit(pid, now_ms() + 60000) : 0;
-    CHECK(WIFEXITED(status), "asking for the GPUs: wait status %#x", (unsigned)status);
+    CHECK(WIFEXITED(status), "counting the GPUs: wait status %#x", (unsigned)status);
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
@@ -328,13 +330,13 @@ int main(int argc, char **argv)
         return spccl_cuda_device_count();
     if (argc > 9 && strcmp(argv[1], "worker") == 0) {
         cuda_test_start(&argc, argv);
-        setenv("SPCCL_SCHEDULE", "direct", 1); /* both rings are used */
+        setenv("SPCCL_SCHEDULE", "direct", 1); /* so that both queues are used */
         return run_worker(argv + 2);
     }
     cuda_test_options(&argc, argv);
     n_gpus = count_gpus();
     if (n_gpus == 0) {
-        printf("skipped: no GPU that CUDA can use here\n");
+        printf("skipped: no GPU that CUDA can use\n");
         return 77;
     }
     return n_gpus < 0 ? 1 : test_main(cases, argc, argv);

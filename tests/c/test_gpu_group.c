@@ -1,5 +1,5 @@
-/* test_gpu_group.c - everything around the kernels, over fake GPUs: attaching, one decision on all ranks,
- * order of launches, time-outs, aborts, dead peers, ending. Real kernels: test_cuda_*.c. */
+/* test_gpu_group.c - GPU groups on fake GPUs, without the kernels: attaching, equal decisions on all ranks,
+ * order of launches, timeouts, aborts, dead peers, destroying. test_cuda_*.c run the kernels. */
 #include "fake_gpu.h"
 
 #include "core/gpu/gpu_comm.h"
@@ -11,11 +11,11 @@
 
 #define N 1000u /* elements of every collective here */
 static struct fake_stream streams[RANKS_CAP][2];
-static atomic_int n_arrived; /* a barrier of the test's own */
+static atomic_int n_arrived; /* for wait_for_ranks */
 
 static void reset(void)
 {
-    CHECK(fake.n_memories == 0, "%d memories are left of the last test", fake.n_memories);
+    CHECK(fake.n_memories == 0, "the last test left %d memories", fake.n_memories);
     memset(streams, 0, sizeof streams);
     for (int r = 0; r < RANKS_CAP; r++)
         for (int i = 0; i < 2; i++)
@@ -25,7 +25,7 @@ static void reset(void)
     fake.capture = 0;
 }
 
-static void meet(int n)
+static void wait_for_ranks(int n)
 {
     int64_t deadline_ns = sp_deadline_in_ms(30000);
     n_arrived++;
@@ -52,7 +52,7 @@ static spccl_status reduce(struct rank_ctx *c, int stream)
     return spccl_cuda_all_reduce(c->comm, x, x, N, SPCCL_FLOAT32, SPCCL_SUM, &streams[c->rank][stream]);
 }
 
-/* ---- everything well ---- */
+/* ---- without errors ---- */
 
 static void works(struct rank_ctx *c)
 {
@@ -78,7 +78,7 @@ static void works(struct rank_ctx *c)
 
 static void test_works(void)
 {
-    static const int sizes[] = {1, 2, 4, 7}; /* 7 ranks on 4 GPUs share some */
+    static const int sizes[] = {1, 2, 4, 7}; /* 7 ranks on 4 GPUs: some share one */
     struct rank_ctx ctx[RANKS_CAP];
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         reset();
@@ -91,15 +91,14 @@ static void test_works(void)
 static void limits(struct rank_ctx *c)
 {
     sp_gpu_comm *g;
-    spccl_cuda_config config = config_of(c->rank % 2); /* two ranks on each */
+    spccl_cuda_config config = config_of(c->rank % 2); /* two ranks per GPU */
     config.max_ctas = c->rank == 1 ? 3 : 0;
     config.inbox_bytes = (size_t)64 << 20;
     CHECK_OK(spccl_cuda_attach(c->comm, &config));
     g = atomic_load(&c->comm->gpu);
     CHECK(g->limits.n_sms == 4 && g->limits.max_ctas == 3 && g->shape.n_workers == 6 &&
               g->limits.inbox_bytes == (size_t)64 << 20,
-          "%u multiprocessors, %u blocks, %u workers", g->limits.n_sms, g->limits.max_ctas,
-          g->shape.n_workers);
+          "%u SMs, %u CTAs, %u workers", g->limits.n_sms, g->limits.max_ctas, g->shape.n_workers);
     CHECK_OK(spccl_comm_async_error(c->comm));
 }
 
@@ -110,12 +109,12 @@ static void test_limits(void)
     run_ranks(4, NULL, limits, NULL, ctx);
 }
 
-/* ---- what all ranks refuse alike ---- */
+/* ---- all ranks refuse, with the same text ---- */
 
 struct refusal {
     spccl_status status;
     const char *word;
-    bool declines, other_fallback, other_schedule; /* rank 1 */
+    bool declines, other_fallback, other_schedule; /* of rank 1 */
 };
 
 static void refused(struct rank_ctx *c)
@@ -132,7 +131,7 @@ static void refused(struct rank_ctx *c)
           "rank %d: wanted %s with \"%s\", got %s: %s", c->rank, spccl_status_name(r->status), r->word,
           spccl_status_name(st), spccl_last_error());
     CHECK_OK(spccl_all_reduce(c->comm, &one, &sum, 1, SPCCL_INT32, SPCCL_SUM, NULL));
-    CHECK(sum == (uint32_t)c->n_ranks, "host memory works as before");
+    CHECK(sum == (uint32_t)c->n_ranks, "collectives on host memory still work");
 }
 
 static void expect(struct refusal r)
@@ -224,7 +223,7 @@ static void bad_arguments(struct rank_ctx *c)
           "overflow");
     CHECK(spccl_cuda_broadcast(c->comm, mine, 4, SPCCL_FLOAT32, 2, s) == SPCCL_ERR_ARG, "root");
     CHECK(spccl_cuda_broadcast(c->comm, NULL, 4, SPCCL_FLOAT32, 1, s) == SPCCL_ERR_ARG, "NULL");
-    CHECK_OK(spccl_comm_async_error(c->comm)); /* nothing was lost */
+    CHECK_OK(spccl_comm_async_error(c->comm)); /* the group is not broken */
     CHECK_OK(reduce(c, 0));
     CHECK_OK(spccl_cuda_wait(c->comm, s, 20000));
 }
@@ -266,7 +265,7 @@ static void test_codec_arguments(void)
     o.slice_elems = 65536;
     CHECK(spccl_cuda_encode(g, 100, SPCCL_FLOAT32, &o, g + 1024, 1024, offsets, g + 4096, status, NULL) ==
               SPCCL_ERR_UNSUPPORTED,
-          "a slice that fits no chip");
+          "a slice that is too large");
     CHECK(spccl_cuda_decode(g + 1024, 1024, offsets, SPCCL_ADD, g, 100, SPCCL_FLOAT8, 0, status, NULL) ==
               SPCCL_ERR_UNSUPPORTED,
           "float8 cannot be added");
@@ -278,13 +277,13 @@ static void ordered(struct rank_ctx *c)
 {
     CHECK_OK(attach(c));
     CHECK_OK(reduce(c, 0));
-    CHECK_OK(reduce(c, 0)); /* same stream: in order anyway */
+    CHECK_OK(reduce(c, 0)); /* the same stream keeps the order */
     CHECK(fake.n_waits == 0, "%d waits", fake.n_waits);
     CHECK_OK(reduce(c, 1));
     CHECK(fake.n_waits == 1, "another stream waits");
     fake.capture = 7;
-    CHECK_OK(reduce(c, 0)); /* the first of a capture: nothing of that capture to wait for */
-    CHECK(fake.n_waits == 1, "a capture does not wait for what is outside");
+    CHECK_OK(reduce(c, 0)); /* the first launch of a capture has nothing to wait for */
+    CHECK(fake.n_waits == 1, "a capture does not wait for launches outside of it");
     CHECK_OK(reduce(c, 1));
     CHECK(fake.n_waits == 2, "inside a capture");
     fake.capture = 8;
@@ -292,7 +291,7 @@ static void ordered(struct rank_ctx *c)
     CHECK(fake.n_waits == 2, "another capture");
     fake.capture = 0;
     CHECK_OK(reduce(c, 1));
-    CHECK(fake.n_waits == 2, "stream 1 was the last outside of captures");
+    CHECK(fake.n_waits == 2, "the last launch outside of captures was on stream 1");
     CHECK_OK(reduce(c, 0));
     CHECK(fake.n_waits == 3, "and now stream 0");
 }
@@ -304,14 +303,14 @@ static void test_order(void)
     run_ranks(1, NULL, ordered, NULL, ctx);
 }
 
-/* ---- fault ---- */
+/* ---- errors ---- */
 
-/* Rank 2 does not take part: it times out at the others, who say what they waited for. */
+/* Rank 2 does not take part. The other ranks time out, and their errors say what they waited for. */
 static void late(struct rank_ctx *c)
 {
     spccl_status st = SPCCL_OK;
     CHECK_OK(attach(c));
-    meet(3);
+    wait_for_ranks(3);
     CHECK_OK(spccl_comm_set_timeout(c->comm, 400));
     if (c->rank != 2) {
         CHECK_OK(reduce(c, 0));
@@ -329,7 +328,7 @@ static void late(struct rank_ctx *c)
         CHECK(st == SPCCL_ERR_ABORTED && strstr(spccl_last_error(), "gave up") != NULL, "%s",
               spccl_last_error());
     }
-    CHECK(reduce(c, 0) == st, "later calls fail alike: %s", spccl_last_error());
+    CHECK(reduce(c, 0) == st, "later calls return the same error: %s", spccl_last_error());
 }
 
 static void test_timeout(void)
@@ -345,7 +344,7 @@ static void aborts(struct rank_ctx *c)
 {
     int64_t start_ns;
     CHECK_OK(attach(c));
-    meet(2);
+    wait_for_ranks(2);
     start_ns = sp_now_ns();
     if (c->rank == 0) {
         spccl_status st;
@@ -375,13 +374,13 @@ static void launch_fails(struct rank_ctx *c)
     CHECK_OK(attach(c));
     if (c->rank == 0) {
         CHECK_OK(reduce(c, 0));
-        meet(2);
+        wait_for_ranks(2);
         st = spccl_cuda_wait(c->comm, &streams[0][0], 20000);
         CHECK(st == SPCCL_ERR_ABORTED && strstr(spccl_last_error(), "fakeLaunch") != NULL, "%s",
               spccl_last_error());
         return;
     }
-    meet(2);
+    wait_for_ranks(2);
     fake.launch_fails = true;
     st = reduce(c, 0);
     fake.launch_fails = false;
@@ -397,7 +396,7 @@ static void test_launch_fails(void)
     run_ranks(2, NULL, launch_fails, NULL, ctx);
 }
 
-/* A frame that breaks a rule: who sent it, where, and what is wrong with it. */
+/* The error of a broken frame says who sent it, where it is, and what is wrong with it. */
 static void bad_frame(struct rank_ctx *c)
 {
     spccl_status st;
@@ -407,7 +406,7 @@ static void bad_frame(struct rank_ctx *c)
     if (c->rank == 0)
         CHECK(st == SPCCL_ERR_FORMAT && strstr(spccl_last_error(), c->arg) != NULL, "%s: %s",
               spccl_status_name(st), spccl_last_error());
-    meet(2);
+    wait_for_ranks(2);
 }
 
 static void test_bad_frame(void)
@@ -427,7 +426,7 @@ static void test_bad_frame(void)
 
 /* ---- processes, one of which is killed ---- */
 
-/* Rank 0 serves the rendezvous: a process that has threads should not fork. */
+/* Rank 0 serves the rendezvous, as this process forks and so should have no threads. */
 struct shared_id {
     atomic_bool ready;
     spccl_unique_id id;
@@ -453,7 +452,7 @@ static int run_killed(struct shared_id *shared, int rank)
         raise(SIGKILL);
     CHECK_OK(reduce(&c, 0));
     st = spccl_cuda_wait(c.comm, &streams[rank][0], 20000);
-    /* Whoever noticed first tells the other. */
+    /* The rank that notices first tells the other. */
     CHECK((st == SPCCL_ERR_PEER || st == SPCCL_ERR_ABORTED) && strstr(spccl_last_error(), "rank 1") != NULL,
           "%s: %s", spccl_status_name(st), spccl_last_error());
     CHECK(spccl_comm_async_error(c.comm) == st, "%s", spccl_last_error());
@@ -483,7 +482,7 @@ static void test_killed_peer(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"killed_peer", test_killed_peer}, /* first: forks without threads */
+        {"killed_peer", test_killed_peer}, /* first, as it forks and must have no threads yet */
         {"works", test_works},
         {"limits", test_limits},
         {"refusals", test_refusals},

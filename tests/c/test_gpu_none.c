@@ -1,5 +1,5 @@
-/* test_gpu_none.c - without a GPU, in builds with and without CUDA: clear errors, and groups work on as
- * before. */
+/* test_gpu_none.c - without a GPU, in builds with and without CUDA: GPU calls give clear errors, and groups
+ * still work. */
 #include "no_cuda_why.h"
 #include "ranks.h"
 
@@ -22,7 +22,7 @@ static void no_gpu(struct rank_ctx *c)
     CHECK(spccl_cuda_wait(c->comm, NULL, 0) == SPCCL_ERR_STATE, "wait");
     CHECK(spccl_cuda_get_stats(c->comm, &stats) == SPCCL_ERR_STATE, "stats");
     CHECK_OK(spccl_all_reduce(c->comm, &mine, &sum, 1, SPCCL_INT32, SPCCL_SUM, NULL));
-    CHECK(sum == 3, "the group works on: %u", sum);
+    CHECK(sum == 3, "the group still works: %u", sum);
 }
 
 static void test_group(void)
@@ -79,6 +79,6 @@ int main(int argc, char **argv)
                                              {"codec", test_codec},
                                              {"info", test_info},
                                              {NULL, NULL}};
-    setenv("CUDA_VISIBLE_DEVICES", "", 1); /* so that machines with GPUs have none either */
+    setenv("CUDA_VISIBLE_DEVICES", "", 1); /* hides the GPUs of a machine that has some */
     return test_main(cases, argc, argv);
 }

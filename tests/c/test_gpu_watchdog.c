@@ -1,5 +1,5 @@
-/* test_gpu_watchdog.c - who asks how a group is learns it at once, over fake GPUs: what a kernel reported, also
- * while another thread looks at the peers; an abort, also while the driver is busy. */
+/* test_gpu_watchdog.c - a thread that asks for a group's error gets it at once, on fake GPUs: the report of a
+ * kernel, also while another thread polls the peers; an abort, also while the driver is busy. */
 #include "fake_gpu.h"
 
 #include "core/gpu/gpu_comm.h"
@@ -10,7 +10,7 @@
 
 static struct fake_stream streams[2];
 
-/* Rank 0's kernel reports a broken frame while somebody looks at the peers, for as long as it takes. */
+/* Rank 0's kernel reports a broken frame while this thread holds the lock for polling the peers. */
 static void reported(struct rank_ctx *c)
 {
     spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
@@ -28,7 +28,7 @@ static void reported(struct rank_ctx *c)
                !sp_deadline_passed(deadline_ns))
             usleep(100);
         st = spccl_comm_async_error(c->comm);
-        CHECK(st == SPCCL_ERR_FORMAT, "wanted SPCCL_ERR_FORMAT at the first question, got %s",
+        CHECK(st == SPCCL_ERR_FORMAT, "wanted SPCCL_ERR_FORMAT at the first call, got %s",
               spccl_status_name(st));
         pthread_mutex_unlock(&g->look_mu);
     } else {
@@ -56,10 +56,10 @@ static void set_driver(spccl_comm *comm, sp_driver driver)
 
 static void asked(struct rank_ctx *c)
 {
-    set_driver(c->comm, SP_DRIVER_CALLER); /* who drives will come to it later */
-    CHECK(sp_comm_break(c->comm, SPCCL_ERR_PEER, "the first reason"), "the first counts");
-    CHECK(!sp_comm_break(c->comm, SPCCL_ERR_BUG, "the second"), "later ones do not");
-    CHECK(sp_comm_broken(c->comm) == SPCCL_ERR_PEER, "broken from then on");
+    set_driver(c->comm, SP_DRIVER_CALLER); /* a busy driver would look at the GPU only later */
+    CHECK(sp_comm_break(c->comm, SPCCL_ERR_PEER, "the first reason"), "the first reason counts");
+    CHECK(!sp_comm_break(c->comm, SPCCL_ERR_BUG, "the second"), "a later reason does not");
+    CHECK(sp_comm_broken(c->comm) == SPCCL_ERR_PEER, "the group is broken");
     CHECK(strcmp(spccl_last_error(), "the first reason") == 0, "%s", spccl_last_error());
     set_driver(c->comm, SP_DRIVER_NONE);
 }

@@ -1,4 +1,4 @@
-/* test_tune_gpu.c - the GPU engine's choices: inboxes, slices, blocks. No GPU is needed. */
+/* test_tune_gpu.c - the choices for GPU collectives: inboxes, slices, CTAs. Needs no GPU. */
 #include "core/gpu/tune_gpu.h"
 
 #include "core/base/dtype.h"
@@ -25,7 +25,7 @@ static void test_shape(void)
     l.max_ctas = 32;
     CHECK(shape_of(&l).n_workers == 32 * 10, "max_ctas");
     l.max_ctas = 1000;
-    CHECK(shape_of(&l).n_workers == 132 * 10, "max_ctas above what there is");
+    CHECK(shape_of(&l).n_workers == 132 * 10, "max_ctas above the number of SMs");
     l = h200;
     l.n_sms = 0; /* 200 ranks on one GPU of 132 */
     CHECK(shape_of(&l).n_workers == 10, "one block at least");
@@ -38,8 +38,7 @@ static void test_shape(void)
             CHECK(sp_inbox_bytes(s) <= bytes, "%u ranks: %zu of %zu bytes", world_size, sp_inbox_bytes(s),
                   bytes);
             CHECK(s.n_workers <= 132 * 10 && (s.n_workers % 132 == 0 || s.n_workers < 132),
-                  "%u ranks, %zu bytes: %u workers leave multiprocessors idle", world_size, bytes,
-                  s.n_workers);
+                  "%u ranks, %zu bytes: %u workers leave SMs idle", world_size, bytes, s.n_workers);
             CHECK(s.ring_frames >= SP_INBOX_RING_FRAMES_MIN && s.ring_frames <= SP_INBOX_RING_FRAMES_MAX,
                   "rings of %u frames", s.ring_frames);
             if (s.ring_frames < SP_INBOX_RING_FRAMES_MAX) {
@@ -51,7 +50,8 @@ static void test_shape(void)
             if (s.n_workers < 132 * 10) { /* as many as fit */
                 s.n_workers += s.n_workers >= 132 ? 132 : 1;
                 s.ring_frames = SP_INBOX_RING_FRAMES_MIN;
-                CHECK(sp_inbox_bytes(s) > bytes, "%u ranks, %zu bytes: more would fit", world_size, bytes);
+                CHECK(sp_inbox_bytes(s) > bytes, "%u ranks, %zu bytes: more workers would fit", world_size,
+                      bytes);
             }
         }
 }
@@ -96,14 +96,13 @@ static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl
     CHECK(p.n_ctas >= 1 && p.workers_per_cta >= 1 &&
               p.workers_per_cta <= l->workers_per_cta[p.n_served - 1][p.op] &&
               p.n_ctas * p.workers_per_cta <= s.n_workers && (l->max_ctas == 0 || p.n_ctas <= l->max_ctas),
-          "%u blocks of %u workers, %u in all", p.n_ctas, p.workers_per_cta, s.n_workers);
+          "%u CTAs of %u workers, %u in all", p.n_ctas, p.workers_per_cta, s.n_workers);
     n_slices = (n + p.slice_elems - 1) / p.slice_elems;
     if (p.op == SP_FUSED_ALL_REDUCE || p.op == SP_FUSED_BROADCAST)
         n_slices = (n_slices + l->world_size - 1) / l->world_size;
     CHECK(p.n_ctas <= n_slices && (uint64_t)(p.n_ctas - 1) * p.workers_per_cta < n_slices,
-          "%u blocks of %u workers for %llu slices", p.n_ctas, p.workers_per_cta,
-          (unsigned long long)n_slices);
-    /* What is no power of two was cut so that each worker has one. */
+          "%u CTAs of %u workers for %llu slices", p.n_ctas, p.workers_per_cta, (unsigned long long)n_slices);
+    /* A slice size that is no power of two was chosen so that each worker has one slice. */
     CHECK(n_slices <= (uint64_t)p.n_ctas * p.workers_per_cta || (p.slice_elems & (p.slice_elems - 1)) == 0,
           "%llu slices of %u for %u workers", (unsigned long long)n_slices, p.slice_elems,
           p.n_ctas * p.workers_per_cta);
@@ -118,7 +117,7 @@ static void test_plan(void)
         l.world_size = i == 0 ? 1 : i == 1 ? 2 : i == 2 ? 4 : 8;
         l.max_ctas = i == 2 ? 7 : 0;
         l.hops = (uint32_t)i % 3;
-        if (l.world_size == 2) /* feeders that serve two workers of a reduction */
+        if (l.world_size == 2) /* then feeders of a reduction may serve two workers */
             memcpy(l.workers_per_cta[1], (uint32_t[SP_FUSED_OPS]){10, 9, 6, 9, 0},
                    sizeof l.workers_per_cta[1]);
         for (sp_fused_op op = SP_FUSED_ALL_GATHER; op <= SP_FUSED_BROADCAST; op++)

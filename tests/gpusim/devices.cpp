@@ -1,5 +1,5 @@
-// devices.cpp - the CUDA runtime's devices, memory and errors over the GPU in software, and what the driver
-// is asked for. GPUSIM_GPUS (4) devices.
+// devices.cpp - the part of the CUDA runtime and driver that concerns devices, memory and errors, for GPUs in
+// software. GPUSIM_GPUS is their number; the default is 4.
 #include "runtime.h"
 
 #include <cuda.h>
@@ -13,10 +13,10 @@
 namespace
 {
 
-constexpr int MULTIPROCESSORS = 3, BLOCKS_EACH = 2; // BLOCKS_EACH: of the codec
+constexpr int MULTIPROCESSORS = 3, BLOCKS_EACH = 2; // BLOCKS_EACH: CTAs of the codec per SM
 constexpr size_t MEMORY_BYTES = (size_t)8 << 30;
 
-std::mutex &mu = *new std::mutex;                                     // never destroyed: see runtime.cpp
+std::mutex &mu = *new std::mutex;                                     // never destroyed; runtime.cpp says why
 auto &allocations = *new std::map<uintptr_t, std::pair<size_t, int>>; // start -> bytes, device
 size_t allocated;
 thread_local int device_now = -1;
@@ -82,7 +82,7 @@ static CUresult set_context(CUcontext c)
 }
 static CUresult get_attribute(int *value, CUdevice_attribute, CUdevice)
 {
-    *value = 0; // no virtual memory management: inboxes go the other way, as pointers within the process
+    *value = 0; // no VMM: inboxes are shared by ipc, within the process as plain pointers
     return CUDA_SUCCESS;
 }
 static CUresult not_supported(void)
@@ -155,7 +155,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes)
     std::lock_guard<std::mutex> lock(mu);
     if (bytes == 0 || allocated + bytes > MEMORY_BYTES)
         return gpusim_fail(cudaErrorMemoryAllocation);
-    if (posix_memalign(p, 256, bytes) != 0) // to the byte, for sanitizers
+    if (posix_memalign(p, 256, bytes) != 0) // exactly `bytes`, so that sanitizers see accesses past the end
         return gpusim_fail(cudaErrorMemoryAllocation);
     memset(*p, 0xa5, bytes);
     allocated += bytes;
@@ -210,7 +210,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *)
 {
-    memset(out, 0, sizeof *out); // the library uses the pointer within a process
+    memset(out, 0, sizeof *out); // within a process the library uses the pointer itself
     return cudaSuccess;
 }
 cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned)

@@ -1,5 +1,5 @@
-// fiber.cpp - see fiber.h. Jumps are the compiler's own (__builtin_setjmp): those of the C library save
-// signal masks, and sanitizers look at every one of them.
+// fiber.cpp - see fiber.h. Jumps are the compiler's (__builtin_setjmp). Those of the C library save signal
+// masks, and sanitizers intercept each of them.
 #include "fiber.h"
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <unistd.h>
 #include <vector>
 
-// The address sanitizer must be told on which stack the program is, and not look for itself at each jump.
+// These calls tell the address sanitizer which stack is in use. It must not inspect the stack at each jump.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #else
@@ -27,14 +27,14 @@ static constexpr size_t STACK_BYTES = 64 << 10;
 static const size_t guard_bytes = (size_t)sysconf(_SC_PAGESIZE);
 
 struct gpusim_fiber {
-    void *at[5]; // where it paused
+    void *at[5]; // where it has paused
     char *stack;
-    void *kept; // of the sanitizer
+    void *kept; // belongs to the sanitizer
     void (*body)();
     bool entered;
 };
 
-static void *resumer[5]; // where the running fiber was resumed
+static void *resumer[5]; // where the caller of resume goes on
 static void *resumer_kept;
 static const void *resumer_stack;
 static size_t resumer_stack_bytes;
@@ -86,7 +86,7 @@ gpusim_fiber *gpusim_fiber_take(void (*body)())
     void *stack = mmap(nullptr, guard_bytes + STACK_BYTES, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, guard_bytes, PROT_NONE) != 0) {
-        perror("gpusim: the stack of a thread of the GPU");
+        perror("gpusim: stack of a GPU thread");
         abort();
     }
     return new gpusim_fiber{{}, (char *)stack, nullptr, body, false};

@@ -1,17 +1,17 @@
-// fiber.h - functions that can stop in the middle: each has a stack of its own, all run on one thread.
+// fiber.h - functions that can pause. Each has a stack of its own; all run on one thread of the CPU.
 #ifndef SP_GPUSIM_FIBER_H
 #define SP_GPUSIM_FIBER_H
 
 struct gpusim_fiber;
 
-// A fiber that waits for work: it calls `body` at every resume that follows a return of it. Always the same
-// `body`.
+// Get a fiber. The next resume calls `body`; after body has returned, so does the resume after that. All
+// callers must give the same `body`.
 gpusim_fiber *gpusim_fiber_take(void (*body)());
-// body has returned: the fiber and its stack are for the next.
+// Give the fiber back after body has returned: another call of take may get it.
 void gpusim_fiber_give(gpusim_fiber *f);
-// Run it until it pauses or body returns.
+// Run the fiber until it pauses or body returns.
 void gpusim_fiber_resume(gpusim_fiber *f);
-// Called by body: back to who resumed it.
+// Called by body: return to the caller of resume.
 void gpusim_fiber_pause();
 
 #endif

@@ -1,5 +1,6 @@
-// runtime.cpp - the CUDA runtime's streams, events, graphs and launches over the GPU in software. A thread of
-// its own runs what streams hold; all devices share it. Devices and memory: devices.cpp.
+// runtime.cpp - the part of the CUDA runtime that concerns streams, events, graphs and launches, for GPUs in
+// software. One device thread runs the tasks of all streams of all devices. devices.cpp has devices and
+// memory.
 #include "runtime.h"
 #include "warps.h"
 
@@ -21,28 +22,28 @@
 namespace
 {
 
-struct moment { // of a stream: what an event stands for
+struct moment { // the position in a stream at which an event was recorded
     bool passed = false;
 };
 struct task {
     enum { CALL, KERNEL, RECORD, WAIT } kind;
-    std::function<void()> call; // or the kernel's thread
+    std::function<void()> call; // of KERNEL: what one thread of the kernel does
     gpusim_grid_size size;
     std::shared_ptr<moment> when;
     std::shared_ptr<gpusim_kernel> kernel;
 };
 
-// The device's thread runs on while the program exits: nothing of this is ever destroyed.
+// Never destroyed, as the device thread runs on while the program exits.
 std::mutex &mu = *new std::mutex;
 std::condition_variable &changed = *new std::condition_variable;
 std::vector<gpusim_stream *> &streams = *new std::vector<gpusim_stream *>;
 unsigned long long last_id;
-bool added; // a task, since the device's thread looked last
+bool added; // a task was added since the device thread looked last
 } // namespace
 
 struct gpusim_graph {
     unsigned long long id;
-    std::vector<task> tasks; // in one order that all dependences allow
+    std::vector<task> tasks; // in an order that all dependences allow
 };
 struct gpusim_graph_exec {
     std::vector<task> tasks;
@@ -60,7 +61,7 @@ struct gpusim_stream {
 namespace
 {
 
-// The head of a stream, as far as it goes without waiting. True: it moved.
+// Run or start the first task of a stream, without waiting. True: something was done.
 bool advance(gpusim_stream &s)
 {
     task &t = s.tasks.front();
@@ -89,7 +90,7 @@ bool advance(gpusim_stream &s)
 
 [[noreturn]] void run_device()
 {
-    mallopt(M_MMAP_THRESHOLD, 64 << 20); // blocks come and go: do not ask the kernel for pages each time
+    mallopt(M_MMAP_THRESHOLD, 64 << 20); // CTAs are allocated and freed often: keep their pages
     mallopt(M_TRIM_THRESHOLD, 256 << 20);
     std::unique_lock<std::mutex> lock(mu);
     for (;;) {
@@ -110,7 +111,7 @@ bool advance(gpusim_stream &s)
     }
 }
 
-// mu held.
+// mu is held.
 void add(gpusim_stream *s, task t)
 {
     static bool started;
@@ -192,7 +193,8 @@ cudaError_t cudaStreamQuery(cudaStream_t s)
         if (s->tasks.empty())
             return cudaSuccess;
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50)); // callers poll; the device wants the core
+    // Callers poll; leave the core to the device thread.
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
     return cudaErrorNotReady;
 }
 cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long *id)
@@ -214,7 +216,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s)
 {
     std::lock_guard<std::mutex> lock(mu);
     e->recorded_in = s->capture != nullptr ? s->capture->id : 0;
-    if (s->capture != nullptr) // order inside a graph is that of its list
+    if (s->capture != nullptr) // the tasks of a graph run in the order of its list
         return cudaSuccess;
     e->when = std::make_shared<moment>();
     add(s, {task::RECORD, nullptr, {}, e->when, nullptr});
@@ -229,7 +231,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned)
                 s->capture = other->capture;
                 return cudaSuccess;
             }
-        return gpusim_fail(cudaErrorInvalidValue); // which has ended
+        return gpusim_fail(cudaErrorInvalidValue); // that capture has ended
     }
     if (e->when != nullptr)
         add(s, {task::WAIT, nullptr, {}, e->when, nullptr});

@@ -4,9 +4,9 @@
 
 #include <cuda_runtime_api.h>
 
-constexpr size_t GPUSIM_SHARED_BYTES = 227 << 10; // that a block may have
+constexpr size_t GPUSIM_SHARED_BYTES = 227 << 10; // the most that a CTA may have
 
-// Remembers e as this thread's last error; returns it.
+// Makes e this thread's last error and returns it.
 cudaError_t gpusim_fail(cudaError_t e);
 
 #endif

@@ -1,5 +1,6 @@
-// warps.cpp - blocks, warps and lanes as fibers of one thread, in an order drawn at random. See README.md for
-// what is modelled: lanes that run on until they meet, stores that others see late, copies that land late.
+// warps.cpp - CTAs, warps and lanes as fibers of one thread, in an order drawn at random. README.md says what
+// is modelled: lanes that run freely between warp operations, stores that others see late, copies that land
+// late.
 #include "warps.h"
 
 #include "fiber.h"
@@ -12,11 +13,11 @@
 namespace
 {
 
-constexpr unsigned ROUNDS_MAX = 64;  // of a warp before another has its turn
-constexpr unsigned LANDING_MAX = 40; // turns until a copy lands
+constexpr unsigned ROUNDS_MAX = 64;  // of a warp, at most, before another warp runs
+constexpr unsigned LANDING_MAX = 40; // the most turns until a copy lands
 constexpr uint8_t POISON = 0xe7;
 
-// The thread that uses all this runs on while the program exits: nothing is ever destroyed.
+// What follows is never destroyed, as the device thread runs on while the program exits.
 uint64_t draw_seed()
 {
     const char *text = getenv("GPUSIM_SEED");
@@ -34,25 +35,25 @@ unsigned below(unsigned n)
     fprintf(stderr, "gpusim: %s%s%s", what, line != 0 ? " at " : "", file);
     if (line != 0)
         fprintf(stderr, ":%d", line);
-    fprintf(stderr, " (block %u, thread %u; GPUSIM_SEED=%llu)\n", gpusim_here ? gpusim_here->block.x : 0,
+    fprintf(stderr, " (CTA %u, thread %u; GPUSIM_SEED=%llu)\n", gpusim_here ? gpusim_here->block.x : 0,
             gpusim_here ? gpusim_here->thread.x : 0, (unsigned long long)seed);
     abort();
 }
 
 // ---- what runs ----
 
-enum lane_state { READY, MET, IN_SYNC_BLOCK, DONE };
+enum lane_state { READY, IN_EXCHANGE, IN_SYNC_BLOCK, DONE };
 
 struct warp;
 struct block;
 struct lane {
-    gpusim_place place;
+    gpusim_index index;
     warp *of = nullptr;
     gpusim_fiber *fiber = nullptr;
     lane_state state = READY;
-    bool idle = false; // its last step was to yield
-    unsigned meetings = 0;
-    gpusim_meeting what = GPUSIM_SYNC;
+    bool idle = false; // its last step was a yield
+    unsigned n_exchanges = 0;
+    gpusim_exchange what = GPUSIM_SYNC;
     const char *file = "";
     int line = 0;
     struct copy {
@@ -60,8 +61,8 @@ struct lane {
         const void *from;
     };
     std::vector<copy> open;                // cp.async: the open group
-    std::vector<std::vector<copy>> groups; // and those under way
-    unsigned n_bulk = 0;                   // bulk copies under way that have no barrier
+    std::vector<std::vector<copy>> groups; // cp.async: the committed groups that have not landed
+    unsigned n_bulk = 0;                   // bulk copies without a barrier that have not landed
 };
 
 struct late_store {
@@ -73,7 +74,7 @@ struct late_store {
 struct warp {
     block *of = nullptr;
     lane lanes[32];
-    uint64_t met[2][32];
+    uint64_t exchanged[2][32];
     std::vector<late_store> stores;
     size_t n_synced = 0; // stores before the last __syncwarp
     bool slow = false;
@@ -101,8 +102,8 @@ struct block {
     size_t shared_bytes = 0;
     std::vector<bulk_copy> copies;
     unsigned n_live = 0;
-    bool vote = true, voted = true; // in the __syncthreads_and under way: so far; in the last one: of all
-    int with_vote = -1; // of those who wait: 1 in __syncthreads_and, 0 in __syncthreads; -1: nobody
+    bool vote = true, voted = true; // __syncthreads_and: of the threads so far; result of the last one
+    int with_vote = -1;             // threads wait in: 1 __syncthreads_and, 0 __syncthreads, -1 neither
 };
 
 std::vector<warp *> &live = *new std::vector<warp *>; // of all kernels
@@ -116,7 +117,7 @@ struct gpusim_kernel {
     unsigned n_live = 0; // warps
 };
 
-const gpusim_place *gpusim_here;
+const gpusim_index *gpusim_here;
 
 namespace
 {
@@ -127,7 +128,7 @@ void wait_as(lane_state state)
     gpusim_fiber_pause();
 }
 
-// What a fiber does: all of one thread.
+// The body of a fiber: it runs one thread of a kernel.
 void run_thread()
 {
     now->of->of->of->thread();
@@ -137,7 +138,7 @@ void run_thread()
 void resume(lane &l)
 {
     now = &l;
-    gpusim_here = &l.place;
+    gpusim_here = &l.index;
     l.idle = false;
     if (l.fiber == nullptr)
         l.fiber = gpusim_fiber_take(run_thread);
@@ -146,7 +147,7 @@ void resume(lane &l)
 
 // ---- memory ----
 
-// Of a warp's stores, those that may be seen now: all, or what was released.
+// Let others see a warp's stores: all of them, or only those that were released.
 void flush(warp &w, bool all)
 {
     size_t kept = 0, synced = 0;
@@ -162,7 +163,8 @@ void flush(warp &w, bool all)
     w.n_synced = synced;
 }
 
-// mbarrier: bit 0 its phase, bit 1 whether the arrival is still awaited, from bit 32 on the bytes awaited.
+// A barrier word: bit 0 is the phase, bit 1 is set until the arrival, bits from 32 on count the missing
+// bytes.
 void barrier_settle(uint64_t *b)
 {
     if (*b >> 32 == 0 && (*b & 2) == 0)
@@ -205,18 +207,20 @@ void land_some(block &b)
 
 // ---- scheduling ----
 
-// All lanes wait at one place: on with them.
-void meet(warp &w)
+// All lanes of a warp wait. Check that they wait for the same operation, and let them go on.
+void finish_exchange(warp &w)
 {
-    const lane &first = *std::find_if(w.lanes, w.lanes + 32, [](const lane &l) { return l.state == MET; });
+    const lane &first =
+        *std::find_if(w.lanes, w.lanes + 32, [](const lane &l) { return l.state == IN_EXCHANGE; });
     for (lane &l : w.lanes) {
-        gpusim_here = &l.place;
-        if (l.state != MET)
-            give_up("lanes wait for this one, which waits elsewhere or has ended", first.file, first.line);
+        gpusim_here = &l.index;
+        if (l.state != IN_EXCHANGE)
+            give_up("lanes of a warp wait for another lane, which waits elsewhere or has ended", first.file,
+                    first.line);
         if (l.what != first.what ||
             (l.what != GPUSIM_SYNC &&
              (l.line != first.line || (l.file != first.file && strcmp(l.file, first.file) != 0))))
-            give_up("lanes of a warp meet at different places", l.file, l.line);
+            give_up("lanes of a warp wait at different warp operations", l.file, l.line);
     }
     if (first.what == GPUSIM_SYNC)
         w.n_synced = w.stores.size();
@@ -234,7 +238,7 @@ void sync_block(block &b)
             n_done += l.state == DONE;
         }
     if (n_waiting != 0 && n_done != 0)
-        give_up("a block waits in __syncthreads for threads that have ended");
+        give_up("a CTA waits in __syncthreads for threads that have ended");
     if (n_waiting != n)
         return;
     b.voted = b.vote;
@@ -247,10 +251,10 @@ void sync_block(block &b)
     }
 }
 
-// Each lane that can, once. False: none did anything but look.
+// Run each lane that can run, once. False: all that ran only polled.
 bool round_of(warp &w)
 {
-    unsigned first = below(32), step = 2 * below(16) + 1, n_ready = 0, n_met = 0, n_sync = 0;
+    unsigned first = below(32), step = 2 * below(16) + 1, n_ready = 0, n_in_exchange = 0, n_sync = 0;
     bool worked = false;
     for (unsigned i = 0; i < 32; i++) {
         lane &l = w.lanes[(first + i * step) % 32];
@@ -259,12 +263,12 @@ bool round_of(warp &w)
             worked |= !l.idle;
         }
         n_ready += l.state == READY;
-        n_met += l.state == MET;
+        n_in_exchange += l.state == IN_EXCHANGE;
         n_sync += l.state == IN_SYNC_BLOCK;
     }
     gpusim_here = nullptr;
-    if (n_ready == 0 && n_met != 0)
-        meet(w);
+    if (n_ready == 0 && n_in_exchange != 0)
+        finish_exchange(w);
     else if (n_ready == 0 && n_sync != 0)
         sync_block(*w.of);
     return worked;
@@ -273,9 +277,9 @@ bool round_of(warp &w)
 void end_block(block &b)
 {
     for (const bulk_copy &c : b.copies) {
-        gpusim_here = &c.by->place;
+        gpusim_here = &c.by->index;
         if (c.barrier != nullptr)
-            give_up("a block ended with a copy into its shared memory under way");
+            give_up("a CTA ended while a copy into its shared memory was under way");
     }
     while (!b.copies.empty())
         land(b, 0);
@@ -287,10 +291,10 @@ void end_warp(warp &w)
 {
     flush(w, true);
     for (lane &l : w.lanes) {
-        gpusim_here = &l.place;
+        gpusim_here = &l.index;
         for (auto &g : l.groups)
             if (!g.empty())
-                give_up("a thread ended with a copy into shared memory under way");
+                give_up("a thread ended while its copy into shared memory was under way");
         if (!l.open.empty())
             give_up("a thread ended with a copy that it never committed");
         gpusim_fiber_give(l.fiber);
@@ -302,21 +306,21 @@ void end_warp(warp &w)
     w.of->of->n_live--;
 }
 
-// Some instructions know the block's shared memory only, others global memory only.
+// Some instructions access only the CTA's shared memory, others only global memory.
 void must_be(bool shared, const void *p, size_t bytes)
 {
     const block &b = *now->of->of;
     if (((const uint8_t *)p >= b.shared && (const uint8_t *)p + bytes <= b.shared + b.shared_bytes) != shared)
-        give_up(shared ? "an address that is not in the block's shared memory, where it must be"
-                       : "an address in shared memory where it must be in global memory");
+        give_up(shared ? "an address must be in the CTA's shared memory and is not"
+                       : "an address must be in global memory and is in shared memory");
 }
 
 // Now and then some warps become much slower than the others.
 void change_pace()
 {
-    unsigned share = below(3) == 0 ? 1 + below(4) : 0; // of 5
+    unsigned slow_fifths = below(3) == 0 ? 1 + below(4) : 0;
     for (warp *w : live)
-        w->slow = below(5) < share;
+        w->slow = below(5) < slow_fifths;
 }
 
 } // namespace
@@ -330,7 +334,7 @@ std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &
         b->of = k.get();
         b->n_live = size.threads / 32;
         if (posix_memalign((void **)&b->shared, 128, std::max<size_t>(size.shared, 1)) != 0)
-            give_up("no memory for the shared memory of a block");
+            give_up("no memory for the shared memory of a CTA");
         b->shared_bytes = size.shared;
         memset(b->shared, POISON, size.shared);
         for (unsigned j = 0; j < size.threads / 32; j++) {
@@ -338,7 +342,7 @@ std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &
             w->of = b.get();
             for (unsigned n = 0; n < 32; n++) {
                 w->lanes[n].of = w.get();
-                w->lanes[n].place = {dim3(j * 32 + n), dim3(i), dim3(size.threads), dim3(size.blocks), n};
+                w->lanes[n].index = {dim3(j * 32 + n), dim3(i), dim3(size.threads), dim3(size.blocks), n};
             }
             live.push_back(w.get());
             k->n_live++;
@@ -380,17 +384,18 @@ bool gpusim_run_some()
 
 // ---- what device code calls ----
 
-const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, const char *file, int line)
+const uint64_t *gpusim_warp_exchange(gpusim_exchange what, uint64_t value, uint32_t mask, const char *file,
+                                     int line)
 {
     lane *self = now;
-    uint64_t *all = self->of->met[self->meetings++ % 2];
+    uint64_t *all = self->of->exchanged[self->n_exchanges++ % 2];
     if (mask != ~0u)
-        give_up("a meeting of some lanes only: not modelled", file, line);
-    all[self->place.lane] = value;
+        give_up("a warp operation of some lanes only is not modelled", file, line);
+    all[self->index.lane] = value;
     self->what = what;
     self->file = file;
     self->line = line;
-    wait_as(MET);
+    wait_as(IN_EXCHANGE);
     return all;
 }
 
@@ -398,7 +403,7 @@ bool gpusim_sync_block(int with_vote, bool vote)
 {
     block &b = *now->of->of;
     if (b.with_vote >= 0 && b.with_vote != with_vote)
-        give_up("some threads of a block are in __syncthreads, others in __syncthreads_and");
+        give_up("some threads of a CTA are in __syncthreads, others in __syncthreads_and");
     b.with_vote = with_vote;
     b.vote &= vote;
     wait_as(IN_SYNC_BLOCK);

@@ -1,5 +1,5 @@
-// warps.h - kernels that run in software: what runtime.cpp asks of warps.cpp. One thread, that of the device,
-// calls all of this.
+// warps.h - running kernels in software. runtime.cpp calls these functions of warps.cpp, all from one thread:
+// the device thread.
 #ifndef SP_GPUSIM_WARPS_H
 #define SP_GPUSIM_WARPS_H
 
@@ -8,16 +8,16 @@
 #include <memory>
 
 struct gpusim_grid_size {
-    unsigned blocks, threads; // threads: of a block, a multiple of 32
-    size_t shared;            // bytes of a block
+    unsigned blocks, threads; // threads: per CTA, a multiple of 32
+    size_t shared;            // shared memory of a CTA, bytes
 };
 
-// A kernel under way: all its blocks run from the start.
+// A kernel that runs. All its CTAs run from the start.
 struct gpusim_kernel;
 std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &thread,
                                                    gpusim_grid_size size);
 bool gpusim_kernel_done(const gpusim_kernel &kernel);
-// Run some of what can run of all kernels, in an order drawn at random. False: nothing is under way.
+// Run one warp, drawn at random from all kernels, for a while. False: no kernel runs.
 bool gpusim_run_some();
 
 #endif

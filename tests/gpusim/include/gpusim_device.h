@@ -1,5 +1,6 @@
-// gpusim_device.h - CUDA's C++ as plain C++, for kernels that run on the GPU in software. Included before
-// anything else of a .cu file (-include). A thread of the GPU is a fiber: it runs until it waits for others.
+// gpusim_device.h - the parts of CUDA C++ that the kernels use, as plain C++, for GPUs in software. Included
+// before all else in a .cu file (-include). A thread of the GPU is a fiber, which runs until it waits for
+// other threads.
 #ifndef SP_GPUSIM_DEVICE_H
 #define SP_GPUSIM_DEVICE_H
 
@@ -33,40 +34,41 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
 
 // ---- the running thread ----
 
-struct gpusim_place {
+struct gpusim_index {
     dim3 thread, block, block_dim, grid_dim;
     unsigned lane;
 };
-extern const gpusim_place *gpusim_here; // of the thread that runs
+extern const gpusim_index *gpusim_here; // the thread that runs now
 #define threadIdx (gpusim_here->thread)
 #define blockIdx (gpusim_here->block)
 #define blockDim (gpusim_here->block_dim)
 #define gridDim (gpusim_here->grid_dim)
 
-// ---- what threads wait for; all of these let others run ----
+// ---- operations in which a thread waits; all of them let other threads run ----
 
-enum gpusim_meeting { GPUSIM_SYNC, GPUSIM_SHUFFLE, GPUSIM_VOTE, GPUSIM_SUM };
-// All 32 lanes of the warp come here, `value` of each in the result [32], which lasts until the lane's next
-// but one meeting. Lanes that meet at different places, or never: the program ends with a text.
-const uint64_t *gpusim_meet(gpusim_meeting what, uint64_t value, uint32_t mask, const char *file, int line);
-// __syncthreads, or with a vote __syncthreads_and: which, 0 or 1, must be the same for all threads.
+enum gpusim_exchange { GPUSIM_SYNC, GPUSIM_SHUFFLE, GPUSIM_VOTE, GPUSIM_SUM };
+// A warp operation: waits until all 32 lanes of the warp have called it. Returns `value` of each lane, [32],
+// valid until the lane's next call but one. If lanes wait at different calls, the program ends with a text.
+const uint64_t *gpusim_warp_exchange(gpusim_exchange what, uint64_t value, uint32_t mask, const char *file,
+                                     int line);
+// __syncthreads (with_vote 0) or __syncthreads_and (1). All threads of the CTA must call the same one.
 bool gpusim_sync_block(int with_vote, bool vote);
 void gpusim_yield();
 
 // ---- memory ----
 
-uint8_t *gpusim_shared(); // of the block
-// A store of 16 bytes that others see late: after a fence of the block that comes after a release of this
-// warp, or when the kernel ends, or at any time before.
+uint8_t *gpusim_shared(); // of the CTA
+// A store of 16 bytes that others see late. They see it at a random time, at the latest when the kernel ends,
+// or when a fence in the CTA follows a release in this warp.
 void gpusim_store_late(void *p, uint4 v);
-void gpusim_release(); // what this lane stored, and the warp before its last __syncwarp, may be fenced
-void gpusim_fence();   // what the block's warps released is there for all
-void gpusim_copy16(void *shared, const void *global); // cp.async: in this thread's open group
+void gpusim_release(); // releases this lane's stores, and the warp's before its last __syncwarp
+void gpusim_fence();   // lets all see what the CTA's warps have released
+void gpusim_copy16(void *shared, const void *global); // cp.async, into this thread's open group
 void gpusim_copy_commit();
 void gpusim_copy_wait(int n);
-// A bulk copy, at any time from now on; barrier: is told of the bytes, or nullptr.
+// A bulk copy, which lands at a random time. barrier: counts the bytes that have landed; may be nullptr.
 void gpusim_bulk(void *to, const void *from, uint32_t bytes, uint64_t *barrier);
-void gpusim_bulk_wait(); // until this thread's bulk copies without a barrier are done
+void gpusim_bulk_wait(); // waits until this thread's bulk copies without a barrier have landed
 void gpusim_barrier_init(uint64_t *barrier);
 void gpusim_barrier_arrive(uint64_t *barrier);
 bool gpusim_barrier_passed(const uint64_t *barrier, uint32_t parity);
@@ -86,7 +88,7 @@ template <class ARGS>
 cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(ARGS), dim3 grid, dim3 block, void **params,
                                         size_t shared, cudaStream_t s)
 {
-    return cudaLaunchKernel(kernel, grid, block, params, shared, s); // all blocks run at once here
+    return cudaLaunchKernel(kernel, grid, block, params, shared, s); // all CTAs of any kernel run at once
 }
 
 // ---- intrinsics ----
@@ -101,7 +103,7 @@ template <class T> T max(T a, T b)
 }
 template <class TO, class FROM> TO gpusim_bits(FROM from)
 {
-    static_assert(sizeof(TO) == sizeof(FROM), "the same bits");
+    static_assert(sizeof(TO) == sizeof(FROM), "both types have the same size");
     TO to;
     memcpy(&to, &from, sizeof to);
     return to;
@@ -201,11 +203,11 @@ template <class T> T gpusim_value(uint64_t word)
     memcpy(&v, &word, sizeof v);
     return v;
 }
-#define GPUSIM_MEET(what, v, mask) gpusim_meet(GPUSIM_##what, gpusim_word(v), mask, file, line)
+#define GPUSIM_EXCHANGE(what, v, mask) gpusim_warp_exchange(GPUSIM_##what, gpusim_word(v), mask, file, line)
 #define GPUSIM_WHERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 inline void __syncwarp(uint32_t mask = ~0u, GPUSIM_WHERE)
 {
-    GPUSIM_MEET(SYNC, 0, mask);
+    GPUSIM_EXCHANGE(SYNC, 0, mask);
 }
 inline void __syncthreads()
 {
@@ -217,20 +219,20 @@ inline int __syncthreads_and(int v)
 }
 template <class T> T __shfl_sync(uint32_t mask, T v, uint32_t from, GPUSIM_WHERE)
 {
-    return gpusim_value<T>(GPUSIM_MEET(SHUFFLE, v, mask)[from % 32]);
+    return gpusim_value<T>(GPUSIM_EXCHANGE(SHUFFLE, v, mask)[from % 32]);
 }
 template <class T> T __shfl_up_sync(uint32_t mask, T v, uint32_t by, GPUSIM_WHERE)
 {
-    const uint64_t *all = GPUSIM_MEET(SHUFFLE, v, mask);
+    const uint64_t *all = GPUSIM_EXCHANGE(SHUFFLE, v, mask);
     return gpusim_here->lane >= by ? gpusim_value<T>(all[gpusim_here->lane - by]) : v;
 }
 template <class T> T __shfl_xor_sync(uint32_t mask, T v, uint32_t by, GPUSIM_WHERE)
 {
-    return gpusim_value<T>(GPUSIM_MEET(SHUFFLE, v, mask)[(gpusim_here->lane ^ by) % 32]);
+    return gpusim_value<T>(GPUSIM_EXCHANGE(SHUFFLE, v, mask)[(gpusim_here->lane ^ by) % 32]);
 }
 inline uint32_t __ballot_sync(uint32_t mask, bool v, GPUSIM_WHERE)
 {
-    const uint64_t *all = GPUSIM_MEET(VOTE, v, mask);
+    const uint64_t *all = GPUSIM_EXCHANGE(VOTE, v, mask);
     uint32_t bits = 0;
     for (int i = 0; i < 32; i++)
         bits |= (uint32_t)all[i] << i;
@@ -246,14 +248,14 @@ inline bool __all_sync(uint32_t mask, bool v, GPUSIM_WHERE)
 }
 inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t v, GPUSIM_WHERE)
 {
-    const uint64_t *all = GPUSIM_MEET(SUM, v, mask);
+    const uint64_t *all = GPUSIM_EXCHANGE(SUM, v, mask);
     uint32_t sum = 0;
     for (int i = 0; i < 32; i++)
         sum += (uint32_t)all[i];
     return sum;
 }
 
-// ---- the dialect's words; from here on, no header of the C++ library ----
+// ---- keywords of CUDA C++; no header of the C++ library may be included after this ----
 
 #define __device__
 #define __host__

@@ -1,5 +1,5 @@
-// gpusim_ptx.h - the functions of csrc/kernels/cuda/ptx.cuh on the GPU in software; takes its place by its
-// guard.
+// gpusim_ptx.h - the functions of csrc/kernels/cuda/ptx.cuh for GPUs in software. It defines the include
+// guard of that file, and so replaces it.
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
 
@@ -15,7 +15,8 @@ inline uint8_t *sp_block_shared()
     return gpusim_shared();
 }
 
-// ---- between GPUs, and between GPU and host. Who looks lets others run, else it would look for ever ----
+// ---- between GPUs, and between GPU and host. A load lets other threads run: else a polling loop never ends
+// ----
 
 inline uint64_t sp_load_acquire_sys(const uint64_t *p)
 {
@@ -44,7 +45,7 @@ inline void sp_fence_sys()
     gpusim_fence();
 }
 
-// ---- between warps of a block ----
+// ---- between warps of a CTA ----
 
 inline void sp_store_release_cta(uint32_t *shared, uint32_t v)
 {
