@@ -17,7 +17,7 @@ STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror
 C = ("gcc", "-x", "c", "-std=c11", "-D_GNU_SOURCE", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_C = ("gcc", "-x", "c", "-std=c11", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
-INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport")
+INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport", "tests/c", "tests/fuzz")
 # An unused static function of a header is no fault of the header.
 RELAXED = ("-Wno-unused-function",)
 ISA_FLAGS = {
@@ -35,30 +35,56 @@ FOREIGN = {"cuda_check.h", "device_cuda.h"}
 AFTER = {"offset_list.h": "simd_avx2.h"}
 
 
+# Folders whose headers are not compiled alone, and why.
+NOT_ALONE = {
+    "csrc/c10d_backend": "they include torch's headers, 10 s each; glue.cpp compiles them together",
+    "tests/gpusim": "they stand in for nvcc's own headers, in front of kernels",
+}
+
+
+def tracked() -> set[str]:
+    """The headers that git tracks and that must be seen here; empty where there is no git."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    names = [n for n in listing.stdout.split("\0") if n.endswith((".h", ".hpp", ".cuh"))]
+    if not find_nvcc():
+        names = [n for n in names if not n.endswith(".cuh")]
+    return {n for n in names if (ROOT / n).is_file() and not n.startswith(tuple(NOT_ALONE))}
+
+
 def jobs() -> list[tuple[Path, list[str]]]:
     """(header, compiler command without input) of every check."""
     public = ROOT / "csrc/spccl.h"
     found = [(public, list(PUBLIC_C)), (public, list(PUBLIC_CXX))]
-    inside = [f"-I{ROOT / 'csrc'}"]
+    # CUDA's headers, for those of the tests: as the GPU in software has them.
+    inside = [f"-I{ROOT / 'csrc'}", f"-isystem{ROOT / 'tests/gpusim/include'}"]
     for folder in INTERNAL_DIRS:
         for header in sorted((ROOT / folder).rglob("*.h")):
             first = AFTER.get(header.name)
-            isa = ISA_FLAGS.get((first or header.name).removesuffix(".h").rpartition("_")[2], ())
-            if header.name in FOREIGN or (isa and platform.machine() != "x86_64"):
+            isa = _isa_flags(header.name)
+            if header.name in FOREIGN or _other_cpu(header.name):
                 continue
             prelude = ("-include", str(header.with_name(first))) if first else ()
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
     nvcc = find_nvcc()
     if nvcc:
-        found += [(h, [nvcc, *NVCC_FLAGS, *inside]) for h in sorted((ROOT / "csrc/kernels").rglob("*.cuh"))]
+        found += [(h, [nvcc, *NVCC_FLAGS, inside[0]]) for h in sorted((ROOT / "csrc/kernels").rglob("*.cuh"))]
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
-    found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").glob("*.h"))]
+    found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").rglob("*.h"))]
     return found
 
 
 def find_nvcc() -> str | None:
     """The CUDA compiler on PATH or in its usual place."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def _isa_flags(name: str) -> tuple[str, ...]:
+    """Flags of the instruction set that a header is for; none for most."""
+    return ISA_FLAGS.get(AFTER.get(Path(name).name, name).removesuffix(".h").rpartition("_")[2], ())
+
+
+def _other_cpu(name: str) -> bool:
+    return bool(_isa_flags(name)) and platform.machine() != "x86_64"
 
 
 def compile_alone(job: tuple[Path, list[str]]) -> str | None:
@@ -71,8 +97,11 @@ def compile_alone(job: tuple[Path, list[str]]) -> str | None:
 
 def main() -> int:
     work = jobs()
+    seen = {header.relative_to(ROOT).as_posix() for header, _ in work}
+    left_out = {n for n in tracked() - seen if Path(n).name not in FOREIGN and not _other_cpu(n)}
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(compile_alone, work) if text]
+    faults += [f"{name}: git tracks it, and no check here has seen it" for name in sorted(left_out)]
     if not find_nvcc():
         print("check_headers: no nvcc: *.cuh not looked at")
     print("\n".join([*faults, f"check_headers: {len(work)} compilations, {len(faults)} faults"]))

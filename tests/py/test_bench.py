@@ -78,6 +78,7 @@ def test_a_failed_rank_surfaces_and_ends_the_others(how, text, monkeypatch):
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_deadline_kills_all(tmp_path):
     with pytest.raises(launch.RanksFailed, match=r"rank\(s\) 0, 1 of 2: still running after 4 s; killed"):
         launch.run_ranks(rank_sleep, 2, (tmp_path,), deadline_s=4)
@@ -248,6 +249,7 @@ def test_difference_sees_signs_of_zero():
 # ---- the whole thing, over processes ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("via", ["native", "torch"])
 def test_bench_checks_and_times(via):
     pytest.importorskip("torch")

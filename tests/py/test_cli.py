@@ -94,6 +94,7 @@ def test_bench_bad_options(args, text):
     assert text in run("bench", *args, code=2)
 
 
+@pytest.mark.slow
 def test_bench_writes_files_and_plot_reads_them(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
@@ -112,6 +113,7 @@ def test_plot_refuses_other_files(tmp_path):
     assert "not a result of" in run("plot", tmp_path / "x.csv", "-o", tmp_path / "x.png", code=1)
 
 
+@pytest.mark.slow
 def test_verify_passes():
     text = run("verify", "--ranks", 2, "--timeout", 250)
     assert "cases right on every rank, bit by bit" in text

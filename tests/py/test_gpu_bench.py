@@ -145,6 +145,7 @@ def test_stream_of_the_cpu():
 # ---- over processes ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["in", "out"])
 def test_all_of_it_over_two_processes(place):
     chosen = tuple(cases.cases(cases.COLLECTIVES, [1 << 12, 1 << 19], ["float32", "bfloat16"], "sum", [0.99, 0.0]))
@@ -162,6 +163,7 @@ def test_all_of_it_over_two_processes(place):
             assert 0 < row.wire_bytes < row.dense_bytes / 5 and "dense" not in row.format_mix
 
 
+@pytest.mark.slow
 def test_a_spent_budget_leaves_cases_out_on_all_ranks():
     chosen = tuple(cases.cases(["all_gather"], [1 << 16], ["float32"], "sum", [0.9, 0.5]))
     plan = gpu.GpuPlan(chosen, device="cpu", host_calls=0, seconds=1e-6, timeout_s=60)
@@ -236,6 +238,7 @@ def test_what_was_measured_before_a_failure_is_written(monkeypatch, tmp_path):
 # ---- verify ----
 
 
+@pytest.mark.slow
 def test_verify_over_two_processes():
     heard = []
     result = gpu_verify.verify_gpus(2, deadline_s=280, on_progress=heard.append, device="cpu")

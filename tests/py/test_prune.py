@@ -61,6 +61,7 @@ def steps(make, settings: prune.Rule, n_steps: int, n: int = N, dtype=torch.floa
 # ---- how much is sent ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [normal, heavy_tail, uniform, mostly_zero, rows])
 @pytest.mark.parametrize("settings", [rule(), rule(momentum=0.9), rule(error_feedback=False), rule(density=0.1)])
 def test_density_stays_near_its_target(make, settings):
@@ -135,6 +136,7 @@ def test_sent_and_residual_add_up_bit_for_bit(dtype, make):
         before = slot.residual.clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("leak", [1.0, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
