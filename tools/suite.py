@@ -78,7 +78,9 @@ NO_KERNELS = (
 )
 # Under emulation these take minutes. They depend on the architecture through the kernels and the base only, which
 # the other tests run; of the collectives the cases of AARCH64_CASES run.
-SLOW_EMULATED = r"test_(collectives|fault_injection|faults|transport|transport_faults)$"
+# qemu's user mode does not close descriptors that a message has too many of (test_local_socket), and cannot be put
+# before the program that example_installed builds and starts.
+NOT_EMULATED = r"(test_(collectives|fault_injection|faults|local_socket|transport|transport_faults)|example_installed)$"
 AARCH64_CASES = ("nan_payloads", "odd_values")
 # What `make check` leaves out: tests that wait, and the many cases of the collectives.
 SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"
@@ -240,7 +242,7 @@ def c_isa(isa: str) -> str:
 
 def c_aarch64() -> str:
     """Cross-build; the tests that depend on the architecture, under qemu's user emulation."""
-    count = ctest("aarch64", leave_out=SLOW_EMULATED)
+    count = ctest("aarch64", leave_out=NOT_EMULATED)
     emulator = ["qemu-aarch64", "-L", AARCH64_ROOT]
     program = BUILD / "aarch64/tests/c/test_collectives"
     for case in AARCH64_CASES:
