@@ -258,7 +258,7 @@ typedef struct spccl_stats {
     uint64_t wire_bytes_sent;  /* what was sent: frames and envelopes */
     uint64_t wire_bytes_received;
     uint64_t n_frames_sent[SPCCL_N_FORMATS_MAX]; /* by spccl_format */
-    uint64_t buffer_bytes;                       /* memory the communicator holds now, shared rings included */
+    uint64_t buffer_bytes; /* memory the communicator holds now, shared rings included */
 } spccl_stats;
 SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 /* Which transport carries the traffic to `peer`, and why: one line, valid until destroy. */
@@ -409,10 +409,10 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
  * returns SPCCL_OK, or SPCCL_ERR_ARG past the last. Texts are valid until this thread's next call. */
 typedef struct spccl_info_entry {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_info_entry) */
-    const char *kind;  /* "kernels", "transport", "part" or "setting" */
-    const char *name;  /* "tcp", "avx512", "SPCCL_FORMAT" */
-    const char *value; /* "in", "in, chosen", "absent"; for a setting its value now */
-    const char *why;   /* reason, and how to get what is absent; for a setting its help */
+    const char *kind;    /* "kernels", "transport", "part" or "setting" */
+    const char *name;    /* "tcp", "avx512", "SPCCL_FORMAT" */
+    const char *value;   /* "in", "in, chosen", "absent"; for a setting its value now */
+    const char *why;     /* reason, and how to get what is absent; for a setting its help */
 } spccl_info_entry;
 SPCCL_API spccl_status spccl_info(size_t i, spccl_info_entry *out);
 

@@ -97,7 +97,8 @@ static int parse_create(ext_state *state, PyObject *args, PyObject *kwargs, crea
 static int create_from_store(ext_comm *self, create_args *a)
 {
     ext_store ctx = {.state = ext_comm_state(self), .object = a->store};
-    spccl_store store = {.struct_bytes = sizeof store, .ctx = &ctx, .set = ext_store_set, .get = ext_store_get};
+    spccl_store store = {
+        .struct_bytes = sizeof store, .ctx = &ctx, .set = ext_store_set, .get = ext_store_get};
     spccl_status st;
 
     if (ext_store_check(ctx.state, a->store) < 0)

@@ -84,7 +84,8 @@ struct rank_ctx {
 static inline void *rank_main(void *arg)
 {
     struct rank_ctx *c = arg;
-    spccl_store store = {.struct_bytes = sizeof store, .ctx = c->store, .set = mem_store_set, .get = mem_store_get};
+    spccl_store store = {
+        .struct_bytes = sizeof store, .ctx = c->store, .set = mem_store_set, .get = mem_store_get};
     c->created = spccl_comm_create(&store, c->rank, c->n_ranks, c->config, &c->comm);
     if (c->created != SPCCL_OK)
         snprintf(c->error, sizeof c->error, "%s", spccl_last_error());

@@ -13,7 +13,7 @@
 typedef struct sp_gpu_device {
     char name[64];
     int ordinal;
-    uint32_t n_sms;          /* multiprocessors */
+    uint32_t n_sms; /* multiprocessors */
     uint8_t uuid[16];
     bool can_share_fd; /* VMM memory can be exported as a file descriptor */
 } sp_gpu_device;
