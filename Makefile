@@ -1,7 +1,7 @@
 # Each target sets up what it needs first (.venv and build/, in this folder) and does nothing twice.
 #   make test    the whole test suite           make test ONLY="gcc pytest"   some stages of it
 #   make check   before each commit, 2 minutes  make test AT_ONCE=1           its stages one by one
-#   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv
+#   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv (ARCHS=90-real: fewer)
 #   make demo    DDP training, dense and pruned
 #   make lint    formatting and Python checks   make bench                    benchmarks
 #   make fuzz SECONDS=600                       each fuzzer that long
@@ -19,7 +19,7 @@ setup test check wheel demo lint bench fuzz clean distclean:
 setup: command = setup
 test: command = test $(if $(ONLY),--only $(ONLY)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
 check: command = check $(if $(AT_ONCE),--at-once $(AT_ONCE))
-wheel: command = wheel
+wheel: command = wheel $(if $(ARCHS),--archs "$(ARCHS)")
 demo: command = demo $(ARGS)
 lint: command = lint
 bench: command = bench $(ARGS)

@@ -39,8 +39,8 @@ def cmd_check(args: argparse.Namespace) -> int:
     return 0 if run_stages(CHECK_STAGES, args.at_once) else 1
 
 
-def cmd_wheel(_: argparse.Namespace) -> int:
-    say(f"wheel: {make_wheel().relative_to(ROOT)}")
+def cmd_wheel(args: argparse.Namespace) -> int:
+    say(f"wheel: {make_wheel(args.archs).relative_to(ROOT)}")
     return 0
 
 
@@ -112,7 +112,9 @@ def main() -> int:
     for command in (test, check):
         at_once = min(2, os.cpu_count() or 1)
         command.add_argument("--at-once", type=int, default=at_once, metavar="N", help="stages at the same time")
-    commands.add_parser("wheel", help="the wheel to give away, in dist/").set_defaults(fn=cmd_wheel)
+    wheel = commands.add_parser("wheel", help="the wheel to give away, in dist/")
+    wheel.add_argument("--archs", default="all", help="SPCCL_CUDA_ARCHS of the build")
+    wheel.set_defaults(fn=cmd_wheel)
     for name, fn, text in (
         ("demo", cmd_demo, "examples/ddp/demo.py"),
         ("bench", cmd_bench, "micro-benchmarks, then spccl bench"),

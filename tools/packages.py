@@ -151,16 +151,16 @@ def wheel_stage() -> str:
     return f"{wheel.name}: works without compilers, without torch and with it"
 
 
-def make_wheel() -> Path:
-    """The wheel to give away, in dist/: CUDA for every architecture if there is nvcc, glue for .venv's torch."""
+def make_wheel(archs: str) -> Path:
+    """The wheel to give away, in dist/: CUDA for `archs` if there is nvcc, glue for .venv's torch."""
     ensure_venv()
     nvcc = find_nvcc()
     if nvcc is None:
         say("wheel: no nvcc (CUDA_HOME or /usr/local/cuda): the wheel is made without CUDA")
-    cuda = ["SPCCL_CUDA=ON", "SPCCL_CUDA_ARCHS=all"] if nvcc else ["SPCCL_CUDA=OFF"]
+    cuda = ["SPCCL_CUDA=ON", f"SPCCL_CUDA_ARCHS={archs}"] if nvcc else ["SPCCL_CUDA=OFF"]
     defines = ["SPCCL_PREBUILD_TORCH=ON", *cuda]
-    say("wheel: building" + (" with CUDA for all architectures: several minutes" if nvcc else ""))
-    wheel = build_wheel(VENV / "bin/python", "wheel-all", defines, BUILD / "dist-all", timeout_s=7200)
+    say("wheel: building" + (f" with CUDA, architectures: {archs}; minutes for each" if nvcc else ""))
+    wheel = build_wheel(VENV / "bin/python", "wheel-cuda", defines, BUILD / "dist-wheel", timeout_s=7200)
     wheel = repair(wheel, ROOT / "dist")
     test_wheel(wheel, "in" if nvcc else "absent")
     return wheel
