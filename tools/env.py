@@ -33,7 +33,7 @@ class EnvError(Exception):
     """Something the set-up needs is missing or failed; the text says what to do."""
 
 
-_gathered = threading.local()  # .lines: what this thread has said since gather_output() began
+_gathered = threading.local()  # of this thread: .lines said since gather_output() began, .cpu_s of its commands
 
 
 def say(text: str = "") -> None:
@@ -42,6 +42,11 @@ def say(text: str = "") -> None:
         print(text, flush=True)
     else:
         lines.append(text)
+
+
+def cpu_seconds() -> float:
+    """CPU time of all commands that this thread has run."""
+    return getattr(_gathered, "cpu_s", 0.0)
 
 
 @contextlib.contextmanager
@@ -145,7 +150,9 @@ def run(
                 lines.append(line.rstrip("\n"))
                 if show:
                     say(line.rstrip("\n"))
-            status = proc.wait()
+            _, wait_status, usage = os.wait4(proc.pid, 0)
+            status = proc.returncode = os.waitstatus_to_exitcode(wait_status)
+            _gathered.cpu_s = cpu_seconds() + usage.ru_utime + usage.ru_stime
         finally:
             timer.cancel()
             _kill_group(proc)  # nothing of it may outlive it, whether it ended, failed or was interrupted

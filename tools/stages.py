@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from env import EnvError, gather_output, kill_children, say
+from env import EnvError, cpu_seconds, gather_output, kill_children, say
 
 
 class Skip(Exception):
@@ -27,12 +27,13 @@ class Result:
     stage: Stage
     outcome: str  # "passed", "skipped" or "FAILED"
     seconds: float
+    cpu_seconds: float  # of its commands: comparable between machines that are busy and idle
     note: str
 
 
 def run_stage(stage: Stage) -> Result:
     say(f"\n==== {stage.name}: {stage.about}")
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), cpu_seconds()
     try:
         outcome, note = "passed", stage.fn()
     except Skip as skip:
@@ -44,7 +45,7 @@ def run_stage(stage: Stage) -> Result:
     except Exception as err:  # a fault of the stage's own code must not lose the other stages' results
         outcome, note = "FAILED", f"{type(err).__name__}: {err}"
         say(note)
-    return Result(stage, outcome, time.monotonic() - start, note)
+    return Result(stage, outcome, time.monotonic() - start, cpu_seconds() - cpu_start, note)
 
 
 class _Queue:
@@ -88,13 +89,13 @@ def run_stages(stages: Sequence[Stage], at_once: int) -> bool:
     else:
         results = [run_stage(stage) for stage in stages]
     width = max(len(r.stage.name) for r in results)
-    say(f"\n{'stage':{width}}  {'result':7}  {'time':>7}  notes")
+    say(f"\n{'stage':{width}}  {'result':7}  {'time':>7}  {'CPU':>7}  notes")
     for r in results:
-        say(f"{r.stage.name:{width}}  {r.outcome:7}  {r.seconds:5.0f} s  {r.note}")
+        say(f"{r.stage.name:{width}}  {r.outcome:7}  {r.seconds:5.0f} s  {r.cpu_seconds:5.0f} s  {r.note}")
     count = {kind: sum(r.outcome == kind for r in results) for kind in ("passed", "FAILED", "skipped")}
     total = time.monotonic() - start
     summary = f"{count['passed']} stages passed, {count['FAILED']} failed, {count['skipped']} skipped"
-    say(f"{summary}, {total:.0f} s")
+    say(f"{summary}, {total:.0f} s, {sum(r.cpu_seconds for r in results):.0f} s of CPU time")
     return count["FAILED"] == 0
 
 
