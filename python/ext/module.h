@@ -1,7 +1,15 @@
-/* module.h - state of the extension module spccl._ext: types and exceptions; nothing is kept in C globals.
- * The only C of the project that includes Python.h; of ours it sees spccl.h alone. */
+/* module.h - state of the extension module spccl._ext: types and exceptions. No state is kept in C globals.
+ *
+ * python/ext is the only C of the project that includes Python.h. Of our own headers it includes spccl.h and
+ * its own. It is built against the limited API, which free-threaded Pythons do not have. */
 #ifndef EXT_MODULE_H
 #define EXT_MODULE_H
+
+#include <pyconfig.h>
+
+#ifdef Py_GIL_DISABLED
+#error "spccl._ext needs a Python with the GIL: build it with another than a free-threaded one (3.13t, 3.14t)"
+#endif
 
 #include <Python.h>
 
@@ -9,7 +17,7 @@
 
 #include <stdbool.h>
 
-/* Work on fewer bytes than this is done with the GIL held: giving it up and getting it back costs more. */
+/* The GIL is held through work on fewer bytes than this: releasing and taking it again would cost more. */
 #define EXT_GIL_BYTES (16u * 1024u)
 
 /* Places in ext_state.errors; names and bases are listed in py_error.c. */

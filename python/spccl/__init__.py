@@ -17,6 +17,13 @@ import sys
 import warnings
 from importlib import metadata
 
+if "t" in getattr(sys, "abiflags", ""):
+    raise ImportError(
+        f"spccl does not support free-threaded Python: this is {sys.version.split()[0]} without the GIL "
+        f"({sys.executable}); use the Python of the same version with the GIL"
+    )
+
+# Below the check: a free-threaded Python finds no _ext, and would only say so.
 from . import errors
 from ._ext import version as _version
 from .comm import Communicator, Request, Stats, get_unique_id

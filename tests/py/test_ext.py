@@ -5,9 +5,11 @@ import builtins
 import ctypes
 import gc
 import pickle
+import shutil
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +59,24 @@ def test_import_needs_neither_torch_nor_numpy():
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_free_threaded_python_is_refused():
+    code = "import sys; sys.abiflags = 't'\ntry: import spccl\nexcept ImportError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "does not support free-threaded Python" in done.stdout, done.stdout + done.stderr
+
+
+def test_free_threaded_build_is_refused(tmp_path):
+    """The compiler says it too, where somebody compiles the extension without our CMake files."""
+    compiler = shutil.which("cc")
+    source = Path(__file__).resolve().parents[2] / "python" / "ext" / "module.h"
+    if compiler is None or not source.is_file():
+        pytest.skip("needs a C compiler and the sources")
+    (tmp_path / "pyconfig.h").write_text("#define Py_GIL_DISABLED 1\n")
+    command = [compiler, "-fsyntax-only", "-x", "c", f"-I{tmp_path}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "spccl._ext needs a Python with the GIL" in done.stderr
 
 
 NUMPY_DTYPES = ["float32", "float16", "float64", "int8", "int16", "int32", "int64", "uint8"]
