@@ -10,6 +10,8 @@ from typing import Any
 from . import _ext
 from .frame import dtype_name
 
+_MOST_SECONDS = 1e9  # 31 years: fits int64 as nanoseconds
+
 
 def get_unique_id() -> bytes:
     """Make the id of a new group: 128 bytes, to be handed to all ranks by any means.
@@ -49,12 +51,17 @@ class Stats:
         )
 
 
-def _ms(timeout: float | datetime.timedelta | None, unset: int) -> int:
-    """Seconds or timedelta -> whole milliseconds, rounded up, so that a short wait is not none."""
+def _ms(timeout: float | datetime.timedelta | None, unset: int, least: str = "above 0") -> int:
+    """Seconds or timedelta -> whole milliseconds, rounded up, so that a short wait does not become none.
+
+    Args: unset: what None becomes. least: "above 0", or "0 or more".
+    """
     if timeout is None:
         return unset
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else float(timeout)
-    return max(0, -int(-seconds * 1000 // 1))
+    if not (seconds > 0 or (seconds == 0 and least == "0 or more")) or seconds > _MOST_SECONDS:
+        raise _ext.ArgumentError(f"timeout: got {timeout!r}; wanted seconds {least} and at most {_MOST_SECONDS:.0e}")
+    return -int(-seconds * 1000 // 1)
 
 
 class Request:
@@ -75,11 +82,11 @@ class Request:
     def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
         """Wait until it is done.
 
-        Args: timeout: seconds or timedelta; None: until the communicator's own deadline.
+        Args: timeout: seconds or timedelta, 0 or more; None: until the communicator's own deadline.
         Raises: TimeoutError after `timeout` (the collective goes on); PeerError, MismatchError, AbortedError,
             FormatError, TimeoutError: how it failed. The communicator is then broken: abort or close it.
         """
-        self._request.wait(_ms(timeout, -1))
+        self._request.wait(_ms(timeout, -1, "0 or more"))
 
     @property
     def error(self) -> _ext.Error | None:
@@ -121,7 +128,7 @@ class Communicator:
             unique_id: instead of a store: the 128 bytes of `get_unique_id`, the same on every rank.
             name: of the group, for texts and for keys in the store; "world" if None. Two groups on one store
                 need two names.
-            timeout: seconds or timedelta: deadline of joining and of each collective; None = 600 s.
+            timeout: seconds or timedelta, above 0: deadline of joining and of each collective; None = 600 s.
             format: "auto" or one format for every slice.
             slice_bytes: dense bytes per slice; 0 = chosen by size.
             transports: tried in order for each pair, such as "shm,tcp"; None = all of this build.

@@ -469,3 +469,26 @@ def test_two_threads_on_one_communicator():
         assert all("another thread" in text for text in refused)
 
     run_threads(1, rank_main)
+
+
+@pytest.mark.parametrize(
+    "timeout", [-1, 0, 0.0, float("nan"), float("inf"), 1e300, datetime.timedelta(0), datetime.timedelta(seconds=-1)]
+)
+def test_timeouts_that_mean_nothing_are_refused(timeout):
+    """-1 was taken for "the default", silently."""
+    with pytest.raises(spccl.ArgumentError, match=r"timeout: got .*; wanted seconds above 0"):
+        spccl.Communicator(0, 1, unique_id=spccl.get_unique_id(), timeout=timeout)
+    with spccl.Communicator(0, 1, unique_id=spccl.get_unique_id()) as comm:
+        with pytest.raises(spccl.ArgumentError, match="timeout: got"):
+            comm.set_timeout(timeout)
+        request = comm.all_reduce(np.zeros(4, np.float32), async_op=True)
+        if timeout not in (0, datetime.timedelta(0)):
+            with pytest.raises(spccl.ArgumentError, match="0 or more"):
+                request.wait(timeout)
+        request.wait()
+        request.wait(0)
+
+
+def test_short_timeouts_are_not_rounded_to_none():
+    assert spccl.comm._ms(1e-9, 0) == spccl.comm._ms(datetime.timedelta(microseconds=1), 0) == 1
+    assert spccl.comm._ms(1.5, 0) == 1500 and spccl.comm._ms(None, -1) == -1
