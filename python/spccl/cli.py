@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import mmap
 import os
 import sys
@@ -24,46 +23,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__, errors
+from .cli_types import List, OutFile, Size, Sparsity
 from .frame import DTYPES, FORMATS, FrameInfo, iter_frames
 from .info import as_json, info
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 _OPS = ("sum", "avg", "min", "max", "prod")
 _FRAMES_SHOWN = 20
-_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-# Error texts and tables must survive a narrow pipe: rich wraps at 80 columns where there is no terminal.
-_console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-
-
-class _Size(click.ParamType):
-    """Bytes with an optional K, M or G (powers of 1024)."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = value.strip().upper().removesuffix("B").removesuffix("I")
-        digits = text.rstrip("KMG")
-        scale = _SUFFIXES.get(text[len(digits) :])
-        if not digits.isdigit() or scale is None or int(digits) * scale == 0:
-            self.fail(f"{value!r}: wanted bytes above 0, such as 4096, 64K, 16M or 1G", param, ctx)
-        return int(digits) * scale
-
-
-class _List(click.ParamType):
-    """A comma list of another type."""
-
-    def __init__(self, item: click.ParamType, name: str) -> None:
-        self._item, self.name = item, name
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(self._item.convert(part.strip(), param, ctx) for part in value.split(","))
+# Without a terminal rich would wrap at 80 columns. Brackets and colons in texts are no markup: "[torch]", ":x:".
+_console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 
 class _Fail(click.ClickException):
@@ -236,7 +205,7 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
 
     on_gpus = device == "cuda"
     if on_gpus:
-        _need("torch", "spccl verify --device cuda", "pip install 'spccl[torch]'")
+        _need("torch", "spccl verify --device cuda", "pip install 'torch>=2.9'")
         if transport is not None:
             raise click.BadParameter("is for --device cpu", param_hint="--transport")
         from .bench.gpu_cli import n_ranks
@@ -271,25 +240,6 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
 # ---- bench ----
 
 
-def _sparsity(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise click.BadParameter(
-            f"{text!r}: wanted a share of zeros from 0 to 1, or a percentage such as 99%"
-        )
-    return value
-
-
-class _Sparsity(click.ParamType[float]):
-    name = "SHARE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        return value if isinstance(value, float) else _sparsity(value)
-
-
 def _write(path: Path | None, text: Callable[[], str]) -> None:
     if path is not None:
         path.write_text(text())
@@ -307,22 +257,22 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 @click.option(
     "--collective",
     "collectives",
-    type=_List(click.Choice(_COLLECTIVES), "LIST"),
+    type=List(click.Choice(_COLLECTIVES), "LIST"),
     default=("all_gather", "reduce_scatter", "all_reduce"),
     help="Comma list of all_gather, reduce_scatter, all_reduce, broadcast.  [default: the first three]",
 )
 @click.option(
-    "--sizes", type=_List(_Size(), "LIST"), help="Comma list of sizes; replaces --min, --max, --factor."
+    "--sizes", type=List(Size(), "LIST"), help="Comma list of sizes; replaces --min, --max, --factor."
 )
-@click.option("--min", "smallest", type=_Size(), default=64 << 10, help="Smallest size.  [default: 64K]")
-@click.option("--max", "largest", type=_Size(), default=16 << 20, help="Largest size.  [default: 16M]")
+@click.option("--min", "smallest", type=Size(), default=64 << 10, help="Smallest size.  [default: 64K]")
+@click.option("--max", "largest", type=Size(), default=16 << 20, help="Largest size.  [default: 16M]")
 @click.option(
     "--factor", type=click.IntRange(min=2), default=16, show_default=True, help="From one size to the next."
 )
 @click.option(
     "--dtype",
     "dtypes",
-    type=_List(click.Choice(DTYPES), "LIST"),
+    type=List(click.Choice(DTYPES), "LIST"),
     default=("float32",),
     help="Comma list.  [default: float32]",
 )
@@ -330,7 +280,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 @click.option(
     "--sparsity",
     "sparsities",
-    type=_List(_Sparsity(), "LIST"),
+    type=List(Sparsity(), "LIST"),
     default=(0.99, 0.9, 0.5, 0.0),
     help="Comma list of shares of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
 )
@@ -357,7 +307,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 )
 @click.option(
     "--max-ctas",
-    type=_List(click.IntRange(0, 1 << 16), "LIST"),
+    type=List(click.IntRange(0, 1 << 16), "LIST"),
     default=(0,),
     help="GPUs: comma list of most thread blocks of spccl, 0 = all.  [default: 0]",
 )
@@ -371,14 +321,14 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 @click.option(
     "--codec/--no-codec", default=None, help="GPUs: measure encode and decode.  [default: with the whole table]"
 )
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows here.")
+@click.option("--csv", "csv_file", type=OutFile(), help="Write rows here.")
 @click.option(
     "--codec-csv",
     "codec_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutFile(),
     help="GPUs: write the rows of encode and decode here.",
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows here.")
+@click.option("--json", "json_file", type=OutFile(), help="Write rows here.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1),
@@ -404,7 +354,7 @@ def bench_command(
     if codec_file is not None:
         given["codec_csv"] = codec_file
     if options["device"] == "cuda":
-        _need("torch", "spccl bench --device cuda", "pip install 'spccl[torch]'")
+        _need("torch", "spccl bench --device cuda", "pip install 'torch>=2.9'")
         from .bench import gpu_cli
 
         if codec_file is not None:
@@ -461,7 +411,7 @@ def bench_command(
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutFile(),
     required=True,
     help="Figure: .png, .svg or .pdf.",
 )

@@ -33,10 +33,10 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _optional(name: str, use: str, extra: str) -> Entry:
+def _optional(name: str, use: str, requirement: str) -> Entry:
     version = _installed(name)
     if version is None:
-        return Entry("python", name, "absent", f"needed for {use}: pip install {extra}")
+        return Entry("python", name, "absent", f"needed for {use}: pip install {requirement}")
     return Entry("python", name, version, f"used for {use}")
 
 
@@ -92,10 +92,10 @@ def info() -> list[Entry]:
         ),
         Entry("python", "python", platform.python_version(), platform.python_implementation()),
         _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
-        _optional("torch", 'backend="spccl", and the dense peer of spccl bench', "'spccl[torch]'"),
+        _optional("torch", 'backend="spccl", and the dense peer of spccl bench', "'torch>=2.9'"),
         _torch_backend(),
         *_torch_glue(),
-        _optional("matplotlib", "spccl plot", "'spccl[plot]'"),
+        _optional("matplotlib", "spccl plot", "'matplotlib>=3.7'"),
     ]
     return entries
 

@@ -19,7 +19,7 @@ def _figure_module() -> Any:
         import matplotlib
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "spccl plot needs matplotlib, which is not installed: pip install 'spccl[plot]'"
+            "spccl plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.7'"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot

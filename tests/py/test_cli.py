@@ -9,7 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 import spccl
+from spccl import cli
+from spccl.bench import runner
 from spccl.cli import main
+
+info_module = sys.modules["spccl.info"]  # spccl.info is its function
 
 
 def run(*args, code=0):
@@ -39,6 +43,48 @@ def test_info():
     entries = json.loads(run("info", "--json"))
     assert {"kind", "name", "value", "why"} == set(entries[0])
     assert any(entry["name"] == "SPCCL_TRANSPORTS" and entry["kind"] == "setting" for entry in entries)
+
+
+def test_brackets_in_texts_are_no_markup(monkeypatch):
+    """rich would take "[torch]" for a style and ":key:" for an emoji, and print neither."""
+    entry = info_module.Entry("python", "x[bold]", "absent", "pip install 'name[torch]', host:key: [/] [red]x[/red]")
+    monkeypatch.setattr(cli, "info", lambda: [entry, info_module.Entry("setting", "S", "[a]", "[b]")])
+    text = run("info")
+    for word in ("x[bold]", "name[torch]", "host:key:", "[/] [red]x[/red]", "[a]", "[b]"):
+        assert word in text, text
+
+
+def test_hints_name_what_an_index_has(monkeypatch):
+    """spccl itself is on none: a hint to install 'spccl[torch]' would not work."""
+    monkeypatch.setattr(info_module, "_installed", lambda name: None)
+    whys = [entry.why for entry in info_module.info() if entry.kind == "python"]
+    hints = [why.split("pip install ")[1] for why in whys if "pip install " in why]
+    assert "'torch>=2.9'" in hints and "'matplotlib>=3.7'" in hints and "numpy" in hints
+    assert not any("spccl" in hint for hint in hints)
+
+
+def test_bench_refuses_a_file_that_cannot_be_written_before_it_measures(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run_spawned", lambda *_, **__: pytest.fail("measured"))
+    missing = tmp_path / "no such folder" / "x.csv"
+    for option in ("--csv", "--json"):
+        text = run("bench", option, missing, code=2)
+        assert option in text and "does not exist" in text.replace("\n", " ")
+    assert "is a directory" in run("bench", "--csv", tmp_path, code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--sizes", "3"], ["--sizes", "all_gather of 3 bytes", "float32", "each of 2 ranks", "at least 8 bytes"]),
+        (["--sizes", "1M,4"], ["all_gather of 4 bytes", "at least 8 bytes"]),
+        (["--sizes", "3", "--collective", "all_reduce"], ["all_reduce of 3 bytes", "at least 4 bytes"]),
+        (["--min", "8", "--max", "64", "--dtype", "float64", "--ranks", "3"], ["--min", "at least 24 bytes"]),
+    ],
+)
+def test_bench_refuses_sizes_without_an_element(args, words, monkeypatch):
+    monkeypatch.setattr(runner, "run_spawned", lambda *_, **__: pytest.fail("measured"))
+    text = " ".join(run("bench", "--peer", "none", *args, code=2).split())
+    assert all(word in text for word in words), text
 
 
 @pytest.fixture

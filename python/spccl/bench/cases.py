@@ -81,6 +81,19 @@ def cases(
         yield Case(collective, size, dtype, op if collective in REDUCING else "none", sparsity, n)
 
 
+def check_sizes(chosen: Sequence[Case], world_size: int) -> None:
+    """Raise ValueError for the first case whose size leaves a rank without an element: it would measure nothing."""
+    for case in chosen:
+        if case.block_elems(world_size) == 0:
+            n_ranks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
+            least = ELEM_BYTES[case.dtype] * n_ranks
+            per_rank = f" for each of {n_ranks} ranks" if n_ranks > 1 else ""
+            raise ValueError(
+                f"{case.collective} of {case.size_bytes} bytes has no element of {case.dtype}{per_rank}: wanted at "
+                f"least {least} bytes"
+            )
+
+
 # What 4 H200 have to reach, as a multiple of NCCL (its defaults or symmetric windows, the better of the two in
 # the same run): (dtype, MiB, zeros) -> all-gather, reduce-scatter, all-reduce; None: measured, without a target.
 _GPU_TARGETS: dict[tuple[str, int, float], tuple[float | None, float | None, float | None]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ def plan_of(o: dict[str, Any]) -> runner.Plan:
     peer = o["peer"] or ("gloo" if has_torch else "none")
     if (peer == "gloo" or o["via"] == "torch") and not has_torch:
         raise click.ClickException(
-            "--peer gloo and --via torch need torch, which is not installed: pip install 'spccl[torch]'"
+            "--peer gloo and --via torch need torch, which is not installed: pip install 'torch>=2.9'"
         )
     if peer == "gloo" and o["op"] == "avg":
         raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
@@ -26,8 +27,13 @@ def plan_of(o: dict[str, Any]) -> runner.Plan:
         sizes = o["sizes"] or cases.sizes(o["smallest"], o["largest"], o["factor"])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
+    chosen = tuple(cases.cases(o["collectives"], sizes, o["dtypes"], o["op"], o["sparsities"]))
+    try:
+        cases.check_sizes(chosen, int(os.environ["WORLD_SIZE"]) if runner.under_torchrun() else o["ranks"])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--sizes" if o["sizes"] else "--min") from error
     return runner.Plan(
-        cases=tuple(cases.cases(o["collectives"], sizes, o["dtypes"], o["op"], o["sparsities"])),
+        cases=chosen,
         via=o["via"],
         peer=peer,
         transports=o["transport"],

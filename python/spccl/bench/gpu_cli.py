@@ -53,15 +53,20 @@ def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path 
     Raises: click.ClickException.
     """
     plan = plan_of(given, options)
+    torchrun = under_torchrun()
+    ranks = int(os.environ["WORLD_SIZE"]) if torchrun else n_ranks("spccl bench", given.get("ranks"))
+    try:
+        cases.check_sizes(plan.cases, ranks)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--sizes") from error
     heard = _Heard(report.machine() | {"command": report.command()})
     failure = None
     try:
-        if under_torchrun():
+        if torchrun:
             gpu.run_gpus_here(plan, heard.take)
             if os.environ["RANK"] != "0":
                 return
         else:
-            ranks = n_ranks("spccl bench", given.get("ranks"))
             gpu.run_gpus(plan, ranks, deadline_s=options["timeout"], on_message=heard.take)
     except (RanksFailed, errors.Error) as error:
         failure = str(error)

@@ -1,0 +1,80 @@
+"""Types of command-line options: sizes, lists, shares of zeros, files to write. Needs click."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+_SUFFIXES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Size(click.ParamType):
+    """Bytes with an optional K, M or G (powers of 1024)."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = value.strip().upper().removesuffix("B").removesuffix("I")
+        digits = text.rstrip("KMG")
+        scale = _SUFFIXES.get(text[len(digits) :])
+        if not digits.isdigit() or scale is None or int(digits) * scale == 0:
+            self.fail(f"{value!r}: wanted bytes above 0, such as 4096, 64K, 16M or 1G", param, ctx)
+        return int(digits) * scale
+
+
+class List(click.ParamType):
+    """A comma list of another type."""
+
+    def __init__(self, item: click.ParamType, name: str) -> None:
+        self._item, self.name = item, name
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._item.convert(part.strip(), param, ctx) for part in value.split(","))
+
+
+class OutFile(click.Path):
+    """A file that is written at the end. What would make that fail is found at the start."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(super().convert(value, param, ctx))
+        if os.environ.get("RANK", "0") != "0":  # torchrun: rank 0 writes, perhaps on another host
+            return path
+        if not path.parent.is_dir():
+            self.fail(f"{str(path)!r}: the folder {str(path.parent)!r} does not exist", param, ctx)
+        if not os.access(path.parent, os.W_OK):
+            self.fail(f"{str(path)!r}: no permission to write to the folder {str(path.parent)!r}", param, ctx)
+        return path
+
+
+def _sparsity(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise click.BadParameter(
+            f"{text!r}: wanted a share of zeros from 0 to 1, or a percentage such as 99%"
+        )
+    return value
+
+
+class Sparsity(click.ParamType[float]):
+    """A share of zeros: 0.99 or 99%."""
+
+    name = "SHARE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        return value if isinstance(value, float) else _sparsity(value)
