@@ -11,7 +11,7 @@ at::Tensor flat_like(const at::Tensor &t, int64_t numel)
     return at::empty({numel}, at::TensorOptions().dtype(t.scalar_type()).device(t.device()));
 }
 
-/* What is the same for all of ours. */
+/* The fields that all collectives of spccl's set alike. */
 Launch launch_of(const char *name, const char *title, c10d::OpType type, const at::Tensor &t,
                  milliseconds timeout)
 {
@@ -25,7 +25,7 @@ Launch launch_of(const char *name, const char *title, c10d::OpType type, const a
     return launch;
 }
 
-/* Fill in what spccl is called with; plain tensors. */
+/* Set the arguments of the spccl call. `in` and `out` are plain tensors (tensor.hpp). */
 void set_call(Launch &launch, Coll::Kind kind, const at::Tensor &in, const at::Tensor &out, size_t n_elems,
               spccl_dtype dtype)
 {
@@ -61,7 +61,7 @@ void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, 
 
 namespace
 {
-/* NCCL, if `scratch` carries it. */
+/* The inner NCCL, or NULL if `scratch` holds none. */
 c10::intrusive_ptr<c10d::Backend> nccl_of(c10d::ProcessGroup &scratch)
 {
     for (const c10::Device &device : scratch.getDeviceTypes())
@@ -117,7 +117,7 @@ void Backend::setTimeout(milliseconds timeout)
 
 void Backend::setSequenceNumberForGroup()
 {
-    /* All ranks count from 0 and call in one order: nothing to agree on. */
+    /* Nothing to do: all ranks count from 0 and call in one order. */
 }
 
 uint64_t Backend::getSequenceNumberForGroup()
@@ -227,7 +227,7 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     launch.op.root = root;
     const WireType wire = wire_for_moving(tensor.scalar_type(), launch.op);
     if (tensor.is_cuda())
-        cuda_->path(tensor.device(), "broadcast");
+        cuda_->attached_path(tensor.device(), "broadcast");
     const at::Tensor buf = as_contiguous(tensor);
     launch.inputs = launch.outputs = {tensor};
     if (!is_plain(tensor) && root != rank_)
@@ -251,7 +251,7 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
         launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
-        cuda_->path(input.device(), name);
+        cuda_->attached_path(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.inputs = {input};
@@ -283,7 +283,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
     Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
-        cuda_->path(input.device(), name);
+        cuda_->attached_path(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     launch.inputs = {input};
     launch.outputs = list;
@@ -314,7 +314,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     launch.op.reduction = redop_name(redop);
     launch.reduce_op = opts.reduceOp;
     const Taker taker = reduction_taker(tensor.scalar_type(), redop);
-    if (taker == Taker::gloo || is_nccls(tensor, taker, name))
+    if (taker == Taker::gloo || goes_to_nccl(tensor, taker, name))
         return delegated(described(name, launch.title, launch.type, tensors), opts.asyncOp,
                          [&](c10d::Backend &backend, Staging &staging, bool async) {
                              c10d::AllreduceOptions theirs = opts;
@@ -338,11 +338,11 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     return start(std::move(launch), opts.asyncOp);
 }
 
-bool Backend::is_nccls(const at::Tensor &t, Taker taker, const char *op)
+bool Backend::goes_to_nccl(const at::Tensor &t, Taker taker, const char *op)
 {
     if (!t.is_cuda())
         return false;
-    const CudaPath path = cuda_->path(t.device(), op);
+    const CudaPath path = cuda_->attached_path(t.device(), op);
     /* PREMUL_SUM is a sum of scaled inputs on every path: through torch 2.11's NCCL the sums were wrong
      * (H200, tests/gpu, premul_sum). */
     return taker != Taker::spccl && taker != Taker::spccl_scaled && nccl_ && path != CudaPath::stage;
@@ -355,7 +355,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor>
     OpText op{"all_reduce", static_cast<size_t>(tensor.numel()), tensor.scalar_type(),
               redop_name(opts.reduceOp.op_), -1};
     if (tensor.is_cuda()) {
-        const CudaPath path = cuda_->path(tensor.device(), op.name);
+        const CudaPath path = cuda_->attached_path(tensor.device(), op.name);
         TORCH_CHECK(path == CudaPath::stage || !StreamOrder::of_device(tensor.device())->capturing(),
                     "spccl: ", op.str(),
                     ", sparse_coo: its size is known on the way only, so it cannot be captured into a "
@@ -420,7 +420,7 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
     check_like(input, output, "output", name);
     check_numel(input, output.numel() * size_, "input", name, "those of output times the ranks");
     const Taker taker = reduction_taker(output.scalar_type(), opts.reduceOp.op_);
-    if (taker == Taker::gloo || is_nccls(output, taker, name))
+    if (taker == Taker::gloo || goes_to_nccl(output, taker, name))
         return delegated(described(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
                                    {output, input}),
                          opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
@@ -453,7 +453,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
         check_numel(t, numel, "a tensor of input_list", name, "those of output: all ranks take as many");
     }
     const Taker taker = reduction_taker(output.scalar_type(), opts.reduceOp.op_);
-    if (taker == Taker::gloo || is_nccls(output, taker, name)) {
+    if (taker == Taker::gloo || goes_to_nccl(output, taker, name)) {
         std::vector<at::Tensor> used{output};
         used.insert(used.end(), list.begin(), list.end());
         return delegated(

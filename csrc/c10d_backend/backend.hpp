@@ -1,6 +1,5 @@
-/* backend.hpp - spccl as a c10d::Backend for CPU and CUDA tensors: the sparse four (all-gather,
- * reduce-scatter, all-reduce, broadcast) and sparse_coo all-reduce are ours, everything else is an inner
- * Gloo's or NCCL's.
+/* backend.hpp - spccl as a c10d::Backend for CPU and CUDA tensors. spccl runs all-gather, reduce-scatter,
+ * all-reduce (of sparse_coo tensors too) and broadcast. An inner Gloo or NCCL runs everything else.
  *
  * Which call goes where is decided by reduction_taker (tensor.cpp) and, on CUDA, by CudaSide; docs/TORCH.md
  * shows the table. Knows no Python and no CUDA library. May include: the headers above it in this folder. */
@@ -18,19 +17,19 @@
 namespace spccl_torch
 {
 
-/* CUDA tensors as Gloo can take them: copies in host memory. Idle, it hands tensors through as they are. */
+/* Copies CUDA tensors to host memory, where Gloo can take them. With `idle` it returns tensors as they are. */
 class Staging
 {
   public:
     explicit Staging(bool idle) : idle_(idle)
     {
     }
-    /* For tensors that are read only. */
+    /* For tensors that the call reads. */
     at::Tensor in(const at::Tensor &t)
     {
         return idle_ ? t : t.cpu();
     }
-    /* For tensors that are written, too; finish() brings the copy back. */
+    /* For tensors that the call writes; finish() copies the result back to them. */
     at::Tensor both(const at::Tensor &t);
     std::vector<at::Tensor> in(const std::vector<at::Tensor> &list);
     std::vector<at::Tensor> both(const std::vector<at::Tensor> &list);
@@ -57,9 +56,9 @@ class Backend final : public c10d::Backend
         }
     };
 
-    /* Join the group: returns when every rank is there. Throws if that fails or takes too long.
-     *   scratch   carries the Store, of this group alone; Gloo for CPU; NCCL for CUDA, where torch has one.
-     *             The inner groups, over the same ranks, take what is not ours
+    /* Join the group: returns when every rank has joined. Throws if that fails or takes too long.
+     *   scratch   a group of the same ranks that holds a Store of this group alone, the inner Gloo (CPU), and
+     *             the inner NCCL (CUDA) where torch has one
      *   settings  timeout, name and so on */
     Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSettings settings,
             std::vector<uint64_t> global_ranks);
@@ -78,23 +77,23 @@ class Backend final : public c10d::Backend
     void abort() override;
     void shutdown() override;
 
-    /* Both only where there is NCCL: a group of CPU tensors is as it always was for torch. */
+    /* True only where there is an inner NCCL: torch asks for both on GPUs alone. */
     bool supportsSplitting() const;
     bool supportsCoalescing() const;
-    /* A new group of some ranks of this one, NULL on the others. torch asks once per device type: those calls
-     * get the same object. NCCL's own split is not used: it wants all ranks of the parent, and its fresh
-     * communicators are lazy.
+    /* A new group of some ranks of this one; NULL on the other ranks. torch asks once per device type, and gets
+     * the same object each time. NCCL's own split is not used: it needs all ranks of the parent, and the
+     * parent's communicator may not be connected yet.
      *   ranks   of this group, ascending */
     c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store> &store,
                                             const std::vector<int> &ranks,
                                             const c10::intrusive_ptr<c10d::Backend::Options> &opts) override;
-    /* Give the group its GPU now, and connect NCCL. */
+    /* Bind the group to its GPU now, and connect NCCL. */
     void eagerConnectSingleDevice(at::Device device) override;
-    /* Between these two, point-to-point calls go to NCCL as one batch, and works are gathered. */
+    /* Point-to-point calls between these two go to NCCL as one batch. endCoalescing returns a Work for all. */
     void startCoalescing() override;
     c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
-    /* Ours. */
+    /* Run by spccl. */
     c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &tensors,
                                              const c10d::BroadcastOptions &opts) override;
     c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
@@ -123,7 +122,7 @@ class Backend final : public c10d::Backend
     reduce_scatter_tensor_coalesced(std::vector<at::Tensor> &outputs, std::vector<at::Tensor> &inputs,
                                     const c10d::ReduceScatterOptions &opts) override;
 
-    /* Gloo's and NCCL's (delegate.cpp). */
+    /* Run by Gloo or NCCL (delegate.cpp). */
     c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor> &tensors,
                                           const c10d::ReduceOptions &opts) override;
     c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>> &outputs,
@@ -154,27 +153,28 @@ class Backend final : public c10d::Backend
     std::string describe_link(int peer);
 
   private:
-    /* Gloo, for the call `op`. A group that is broken or shut down is so for Gloo's calls too: throws why. */
+    /* Gloo, for the call `op`. Throws if the group is broken or shut down. */
     c10d::Backend &gloo(const char *op);
     c10::intrusive_ptr<c10d::Work> start(Launch launch, bool async);
-    /* A reduction that is NCCL's: not ours, or scaled, which NCCL does on the way. */
-    bool is_nccls(const at::Tensor &t, Taker taker, const char *op);
-    /* A call of what is not ours, with the tensors that `Staging` gives. */
+    /* Whether NCCL runs this reduction: of CUDA tensors, not one of spccl's, and not through host memory. Binds
+     * the group to its GPU if it is not bound yet. */
+    bool goes_to_nccl(const at::Tensor &t, Taker taker, const char *op);
+    /* Calls Gloo or NCCL with the tensors that `Staging` returns. */
     using Delegate = c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &backend,
                                                                       Staging &staging, bool async)>;
-    /* A collective that is Gloo's, or NCCL's if launch.inputs[0] is a CUDA tensor. */
+    /* A collective run by Gloo, or by NCCL if launch.inputs[0] is a CUDA tensor. */
     c10::intrusive_ptr<c10d::Work> delegated(const Launch &launch, bool async, Delegate call);
-    /* A send or receive: in no order but its own. */
+    /* A send or receive: outside of the order of collectives. */
     c10::intrusive_ptr<c10d::Work> point_to_point(const char *name, c10d::OpType type,
                                                   std::vector<at::Tensor> &tensors, Delegate call);
-    /* `work`, remembered if torch is coalescing. */
+    /* Returns `work`, and keeps it for endCoalescing() if torch is coalescing. */
     c10::intrusive_ptr<c10d::Work> noted(c10::intrusive_ptr<c10d::Work> work);
     /* Every rank's `mine`, [size, ...], on the current stream. */
     at::Tensor gathered(const at::Tensor &mine, milliseconds timeout);
     c10::intrusive_ptr<c10d::Work> start_reduce_scatter(Launch launch, const at::Tensor &output,
                                                         const at::Tensor &input,
                                                         const c10d::ReduceScatterOptions &opts);
-    /* Start `one(i)` for every i < n, all in flight at once, as one Work. */
+    /* Start `one(i)` for every i < n without waiting in between; returns one Work for all. */
     c10::intrusive_ptr<c10d::Work> coalesced(size_t n, bool async, c10d::OpType type,
                                              c10::function_ref<c10::intrusive_ptr<c10d::Work>(size_t)> one);
 
@@ -196,8 +196,8 @@ class Backend final : public c10d::Backend
     std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
 };
 
-/* What a call of Gloo's or NCCL's is called.
- *   used   its tensors: kept until it is done; the first says on which device the call is */
+/* Describes a call that Gloo or NCCL runs.
+ *   used   its tensors, kept until it is done; the device of the first is the device of the call */
 Launch described(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used);
 
 } // namespace spccl_torch

@@ -106,7 +106,7 @@ bool Backend::supportsCoalescing() const
 void Backend::startCoalescing()
 {
     std::lock_guard<std::mutex> lock(coalesced_mutex_);
-    coalesced_.clear(); /* an exception inside a batch leaves it open: torch does not end it */
+    coalesced_.clear(); /* of a batch that an exception left open: torch does not end such a batch */
     if (std::exchange(nccl_batch_, false))
         nccl_->endCoalescing();
     coalescing_ = true;

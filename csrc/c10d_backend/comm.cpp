@@ -13,7 +13,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char *shut_down = "the group was shut down (destroy_process_group); make a new one";
 
-/* spccl_store over a c10d::Store. The callbacks may not throw through C: the text is kept here. */
+/* spccl_store over a c10d::Store. An exception must not pass through C, so its text is kept here. */
 struct StoreBridge {
     c10::intrusive_ptr<c10d::Store> store;
     std::function<std::string()> stop; /* may be empty */
@@ -35,14 +35,14 @@ spccl_status store_set(void *ctx, const char *key, const void *data, size_t byte
     return SPCCL_ERR_SYSTEM;
 }
 
-/* Wait for `key`; in pieces if somebody may want to stop it, because stores cannot be interrupted.
- * Throws what the store throws, also when the time is over. */
+/* Wait for `key`. With `stop`, wait in short pieces: a store's wait cannot be interrupted. Throws what the
+ * store throws, also when the time is over. */
 spccl_status wait_for_key(StoreBridge &bridge, const char *key, Clock::time_point deadline)
 {
     const auto piece = milliseconds(250), slack = milliseconds(20);
     for (;;) {
         const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
-        if (left.count() <= 0) /* a store takes 0 for "wait for ever" */
+        if (left.count() <= 0) /* a store waits without limit for 0 */
             return SPCCL_ERR_TIMEOUT;
         if (!bridge.stop) {
             bridge.store->wait({key}, left);
@@ -56,7 +56,7 @@ spccl_status wait_for_key(StoreBridge &bridge, const char *key, Clock::time_poin
             bridge.store->wait({key}, std::min(left, piece));
             return SPCCL_OK;
         } catch (const std::exception &) {
-            if (Clock::now() < piece_end - slack) /* something else than "not in time" */
+            if (Clock::now() < piece_end - slack) /* it failed before its time was over: no time-out */
                 throw;
         }
     }
@@ -87,7 +87,7 @@ spccl_status store_get(void *ctx, const char *key, void *buf, size_t cap, int64_
     } catch (const std::exception &e) {
         bridge->error = e.what();
     }
-    /* Stores have no error type of their own for "not in time". */
+    /* Stores have no exception of their own for a time-out. */
     return Clock::now() >= deadline ? SPCCL_ERR_TIMEOUT : SPCCL_ERR_SYSTEM;
 }
 } // namespace
@@ -171,7 +171,7 @@ void Comm::set_timeout(milliseconds timeout)
     TORCH_CHECK_VALUE(timeout.count() > 0, "spccl: ", who(), ": timeout ", std::to_string(timeout.count()),
                       " ms, wanted more than 0");
     std::lock_guard<std::mutex> lock(issue_);
-    default_timeout_ = timeout; /* open_for tells spccl */
+    default_timeout_ = timeout; /* open_for passes it to spccl */
 }
 
 milliseconds Comm::timeout()
@@ -226,7 +226,7 @@ void Comm::close()
         std::scoped_lock lock(issue_, life_);
         last = std::exchange(raw_, nullptr);
     }
-    /* What was under way has its own way to report; there is nobody to hear of a failure here. */
+    /* Collectives under way report their own failure; nobody could receive one from here. */
     (void)spccl_comm_destroy(last);
 }
 

@@ -1,5 +1,5 @@
-/* comm.hpp - one spccl_comm for torch: joined through a c10d::Store, calls kept in one order, failures as
- * exceptions.
+/* comm.hpp - one spccl_comm for torch: joins through a c10d::Store, issues calls one at a time, and turns
+ * failures into exceptions.
  *
  * May include: spccl.h, torch_compat.hpp, process.hpp, tensor.hpp. */
 #pragma once
@@ -29,7 +29,7 @@ struct CommSettings {
 };
 
 /* The exception for a failed call: ValueError for bad arguments, TypeError for a dtype, NotImplementedError
- * for what this build cannot do, DistBackendError for everything that happened between ranks.
+ * for what this build cannot do, DistBackendError for a failure between ranks.
  *   text   spccl's own line about the failure */
 std::exception_ptr make_error(spccl_status status, const std::string &where, const std::string &text);
 
@@ -38,7 +38,8 @@ class Comm
   public:
     /* Join; returns when all links of this rank are up. Throws DistBackendError and the like.
      *   store   borrowed until return; keys are written under `settings.name`
-     *   stop    asked now and then while this waits for a peer's keys: why to give up, or "" */
+     *   stop    called several times a second while this waits for a peer's keys; returns why to give up, or
+     *           "" to go on */
     Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings,
          std::function<std::string()> stop = nullptr);
     Comm(const Comm &) = delete;
@@ -56,8 +57,8 @@ class Comm
     /* "rank 1 of 4, group 'x'" */
     std::string who() const;
 
-    /* Run `call(comm)` -> spccl_status with no other call between, so that all threads of this process issue
-     * in one order. Throws what the status means, with `op` in the text.
+    /* Run `call(comm)`, which returns an spccl_status, while no other thread issues. Throws what the status
+     * means, with `op` in the text.
      *   timeout   c10d::kUnsetTimeout = the group's */
     template <class Call> void issue(const OpText &op, milliseconds timeout, Call &&call)
     {
@@ -86,15 +87,16 @@ class Comm
     spccl_status error(std::string *text);
     /* Throw what broke the group, or that it was shut down; `op` goes into the text. Threads: any. */
     void check_usable(const std::string &op);
-    /* Finish what is under way (within its deadline), then free. Idempotent. Later calls throw. */
+    /* Wait until the collectives under way have ended (within their deadlines), then free. Idempotent. Later
+     * calls throw. */
     void close();
 
     spccl_stats stats();
     std::string describe_link(int peer);
 
-    /* spccl_cuda_attach; *text = what went wrong. All ranks call it in the same place. */
+    /* spccl_cuda_attach; *text = what went wrong. All ranks call it at the same place in their order. */
     spccl_status attach_cuda(const spccl_cuda_config &config, milliseconds timeout, std::string *text);
-    /* Block until `stream` (cudaStream_t) has done what is on it. Throws what ends the wait before that.
+    /* Block until `stream` (cudaStream_t) has completed. Throws if the group fails or time runs out first.
      *   timeout   0 = the group's */
     void wait_cuda(const OpText &op, void *stream, milliseconds timeout);
     spccl_cuda_stats cuda_stats();

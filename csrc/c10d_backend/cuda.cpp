@@ -43,7 +43,7 @@ CudaWork::~CudaWork()
         try {
             for (const at::Tensor &t : held_)
                 order_->keep_alive(t, *stream_);
-        } catch (const std::exception &) { /* CUDA is being unloaded: nobody takes the memory any more */
+        } catch (const std::exception &) { /* CUDA is being unloaded, so nobody reuses the memory */
         }
     }
     order_->give_back(std::move(end));
@@ -52,7 +52,7 @@ CudaWork::~CudaWork()
 void CudaWork::enqueued(const c10::Stream &stream)
 {
     stream_ = stream;
-    Work::finish(); /* ends the profiler event; what torch asks of us is overridden */
+    Work::finish(); /* ends the profiler event */
 }
 
 std::exception_ptr CudaWork::broken() const
@@ -139,7 +139,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture()
         future_->setError(error);
         return future_;
     }
-    const c10::StreamGuard guard(*stream_); /* whose end is what the future's value waits for */
+    const c10::StreamGuard guard(*stream_); /* the future's value waits for the end of this stream */
     future_->markCompleted(c10::IValue(outputs_));
     return future_;
 }
@@ -160,7 +160,7 @@ c10d::Backend &CudaSide::nccl(const char *op)
     return *nccl_;
 }
 
-CudaPath CudaSide::path(const c10::Device &device, const char *op)
+CudaPath CudaSide::attached_path(const c10::Device &device, const char *op)
 {
     const CudaPath known = known_path();
     if (known == CudaPath::unknown)
@@ -223,7 +223,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
     order_->run(false, nullptr, enqueue);
     if (host_wait && !order_->capturing())
         wait_on_host(*comm_, *order_, known_path(), launch.op, launch.timeout);
-    return nullptr; /* torch: "the backend has synced at C++ level" */
+    return nullptr; /* torch takes it for done, and waits for nothing */
 }
 
 c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence,
@@ -257,8 +257,8 @@ CudaSide::hand_over(const Launch &launch, bool async, uint64_t sequence,
     });
 }
 
-/* One of our four by NCCL, on the current stream. What only moves bits goes as bytes: NCCL knows fewer
- * dtypes. */
+/* Run a collective of spccl's by NCCL, on the current stream. Those that only move bits are sent as bytes,
+ * because NCCL has fewer dtypes. */
 c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
 {
     const auto bytes = [](const at::Tensor &t) { return t.view({-1}).view(at::kByte); };
@@ -341,7 +341,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeou
     launch.title = "spccl:barrier";
     launch.timeout = timeout;
     const at::Tensor token = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(device()));
-    launch.borrowed = {token}; /* what is in it does not matter */
+    launch.borrowed = {token}; /* its value does not matter */
     const Coll coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
     return in_order(launch, async, sequence, /*host_wait=*/true, [&](void *stream) {
         comm_->issue(launch.op, timeout, [&](spccl_comm *raw) { return call_cuda(coll, raw, stream); });

@@ -1,5 +1,6 @@
-/* cuda.hpp - CUDA tensors of a group: spccl's GPU engine where the GPUs reach each other, else NCCL or host
- * memory; always in the one order of the device, and as a c10d::Work that waits on streams.
+/* cuda.hpp - collectives on CUDA tensors: by spccl's GPU engine where the GPUs reach each other, else by NCCL
+ * or through host memory. All run in the one order of the device (order.hpp). Their c10d::Work waits on
+ * streams.
  *
  * Links no CUDA library: streams and events are torch's generic ones. May include: the headers above it. */
 #pragma once
@@ -21,16 +22,16 @@ struct CudaSettings {
     size_t inbox_bytes = 0;
 };
 
-/* Who moves a group's CUDA tensors. Known after the first CUDA collective, the same on all ranks. */
+/* What runs a group's collectives on CUDA tensors. Known after the first of them; the same on all ranks. */
 enum class CudaPath { unknown, engine, nccl, stage };
 
-/* Block until what is on the order's current stream is done. Throws what ends the wait before that.
+/* Block until the order's current stream has completed. Throws if the group fails or time runs out first.
  *   path      of the group
  *   timeout   0 or kUnsetTimeout = the group's */
 void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &op, milliseconds timeout);
 
-/* A collective that is on its way on a stream. Holds its tensors until somebody waits for it; dropped before
- * that, it leaves their memory to the allocator, which waits for the stream. */
+/* A collective that was issued to a stream. Holds its tensors until somebody waits for it. If it is dropped
+ * before that, the allocator keeps their memory until the stream is past the collective. */
 class CudaWork final : public c10d::Work
 {
   public:
@@ -39,13 +40,13 @@ class CudaWork final : public c10d::Work
              uint64_t sequence, bool host_wait, CudaPath path);
     ~CudaWork() override;
 
-    /* Where `end` was recorded: called once, when the collective is on its stream. */
+    /* Tells the stream of the collective, on which `end` was recorded. Called once. */
     void enqueued(const c10::Stream &stream);
 
-    /* Is the GPU done? Not to be asked while a graph is being captured. */
+    /* Whether the GPU is done. Must not be called while a graph is being captured. */
     bool isCompleted() override;
     bool isSuccess() const override;
-    /* What broke the group, unless this work was seen to be done before. */
+    /* What broke the group; NULL if this work was seen complete before the group broke. */
     std::exception_ptr exception() const override;
     std::vector<at::Tensor> result() override;
     /* The caller's current stream waits; the host does not. Throws if the group is broken. */
@@ -54,11 +55,11 @@ class CudaWork final : public c10d::Work
     bool wait(milliseconds timeout = kNoTimeout) override;
     void blockCurrentStream();
     void abort() override;
-    /* Complete from the start, like NCCL's: callbacks run at once, on a stream that waits for the tensors. */
+    /* Complete from the start, as NCCL's is: callbacks run at once, on a stream that waits for the tensors. */
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
     uint64_t getSequencenumber() const override;
 
-    c10::Event end; /* behind the collective */
+    c10::Event end; /* recorded behind the collective */
 
   private:
     std::exception_ptr broken() const;
@@ -72,7 +73,7 @@ class CudaWork final : public c10d::Work
     const bool host_wait_;
     const CudaPath path_;
     std::optional<c10::Stream> stream_;
-    std::atomic<bool> fine_{false}; /* seen to be done while the group was whole */
+    std::atomic<bool> fine_{false}; /* seen complete while the group was not broken */
     std::mutex held_mutex_;
     std::vector<at::Tensor> held_; /* guarded by held_mutex_; empty once somebody has waited */
     std::mutex future_mutex_;
@@ -94,9 +95,10 @@ class CudaSide
     /* Throws if there is none; `op` goes into the text. */
     c10d::Backend &nccl(const char *op);
 
-    /* Who moves tensors on `device`. The first call of a group gives it its GPU, which all ranks must do in
-     * the same place. Throws ValueError for another GPU than the group's, and what attaching throws. */
-    CudaPath path(const c10::Device &device, const char *op);
+    /* What runs collectives on tensors of `device`. The first call binds the group to that GPU, so all ranks
+     * must make it at the same place in their order. Throws ValueError for another GPU than the group's, and
+     * what attaching throws. */
+    CudaPath attached_path(const c10::Device &device, const char *op);
     CudaPath known_path() const
     {
         return path_.load(std::memory_order_acquire);
@@ -105,7 +107,7 @@ class CudaSide
     {
         return settings_;
     }
-    /* The GPU and why this path was taken; the path is known. */
+    /* The group's GPU. Call only when the path is known, as why(): the reason for the path. */
     c10::Device device() const
     {
         return order_->device();
@@ -115,18 +117,18 @@ class CudaSide
         return why_;
     }
 
-    /* One of our four, prepared. path() was called. Returns NULL when it is not async.
-     *   by_nccl   whatever the path is */
+    /* Issue a prepared collective of spccl's. attached_path() was called. Returns NULL if not `async`.
+     *   by_nccl   run it by NCCL, whatever the path is */
     c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence,
                                          bool by_nccl = false);
-    /* What is NCCL's: `call(nccl)` in the group's order, with asyncOp false; launch.inputs and launch.outputs
-     * are kept until it is done. */
+    /* Run `call(nccl)` in the group's order, with asyncOp false. launch.inputs and launch.outputs are kept
+     * until it is done. */
     c10::intrusive_ptr<c10d::Work>
     hand_over(const Launch &launch, bool async, uint64_t sequence,
               c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call);
-    /* All ranks have come here, and this GPU has done what was on the current stream; waits on the host. */
+    /* Completes when all ranks have called it and this GPU's current stream has completed. Waits on the host. */
     c10::intrusive_ptr<c10d::Work> barrier(bool async, milliseconds timeout, uint64_t sequence);
-    /* A Work for something that is on the current stream already. NULL when it is not async. */
+    /* A Work for what is on the current stream already. NULL if not `async`. */
     c10::intrusive_ptr<c10d::Work> finished(const Launch &launch, bool async, uint64_t sequence);
 
   private:

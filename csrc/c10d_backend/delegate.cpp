@@ -1,8 +1,7 @@
-/* delegate.cpp - the Backend methods that are not ours: called through to Gloo or NCCL, and counted as calls
- * of the group.
+/* delegate.cpp - the Backend methods that Gloo or NCCL runs. They count as calls of the group.
  *
- * On CPU nothing has to order Gloo's work against ours: they share no device queue, and both run while the
- * caller does something else. On a GPU NCCL's collectives take their place in the device's order (order.hpp).
+ * On CPU Gloo's work needs no order against spccl's: they share no device queue. On a GPU NCCL's collectives
+ * take their place in the device's order (order.hpp).
  */
 #include "backend.hpp"
 
@@ -93,7 +92,7 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
     Staging idle(true);
     if (!where.is_cuda())
         return noted(call(gloo(name), idle, async));
-    if (cuda_->path(where.device(), name) != CudaPath::stage && nccl_)
+    if (cuda_->attached_path(where.device(), name) != CudaPath::stage && nccl_)
         return noted(cuda_->hand_over(launch, async, sequence,
                                       [&](c10d::Backend &nccl) { return call(nccl, idle, false); }));
     Staging staging(false);
@@ -103,8 +102,8 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
     return noted(cuda_->finished(launch, async, sequence));
 }
 
-/* Not counted: the number of these differs from rank to rank. For the same reason they cannot be the call
- * that gives a group its GPU. */
+/* Not counted as calls of the group: ranks send and receive different numbers of times. For the same reason
+ * such a call cannot be the one that binds a group to its GPU. */
 c10::intrusive_ptr<c10d::Work> Backend::point_to_point(const char *name, c10d::OpType type,
                                                        std::vector<at::Tensor> &tensors, Delegate call)
 {
@@ -140,7 +139,7 @@ void Backend::eagerConnectSingleDevice(at::Device device)
 {
     if (!device.is_cuda())
         return;
-    const CudaPath path = cuda_->path(device, "eager_connect_single_device");
+    const CudaPath path = cuda_->attached_path(device, "eager_connect_single_device");
     if (nccl_ && path != CudaPath::stage) {
         nccl_->setBoundDeviceId(device);
         nccl_->eagerConnectSingleDevice(device);
@@ -287,13 +286,13 @@ c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor> &t
                           });
 }
 
-/* On the GPU's side once the group has one, or if the caller names one: then all work before it on the
- * current stream is done too, everywhere. */
+/* Runs on the GPU if the group is bound to one, or if the caller names one. Then all work before it on the
+ * current streams of all ranks is done too. */
 c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts)
 {
     CudaPath path = cuda_->known_path();
     if (path == CudaPath::unknown && nccl_ && !opts.device_ids.empty())
-        path = cuda_->path(
+        path = cuda_->attached_path(
             c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(opts.device_ids[0])), "barrier");
     const uint64_t sequence = ++sequence_;
     if (path == CudaPath::engine)
@@ -306,7 +305,7 @@ c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts
     return noted(gloo("barrier").barrier(opts));
 }
 
-/* Asks which rank is missing: of use on a broken group as well. */
+/* Reports which ranks are missing, on a broken group too. */
 void Backend::monitoredBarrier(const c10d::BarrierOptions &opts, bool wait_all_ranks)
 {
     ++sequence_;

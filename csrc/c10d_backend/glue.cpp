@@ -1,5 +1,5 @@
-/* glue.cpp - all of the glue as one translation unit: torch's headers are read once, which makes the build on
- * a user's machine several times shorter. The only file that the build compiles. */
+/* glue.cpp - includes all sources of the glue, and is the only file that the build compiles. So torch's headers
+ * are read once, and the build on a user's machine takes a fraction of the time. */
 #include "tensor.cpp"
 
 #include "comm.cpp"

@@ -17,8 +17,8 @@ std::shared_ptr<StreamOrder> StreamOrder::of_device(c10::Device device)
     return order;
 }
 
-/* The stream of captures is another one: it belongs to the capture until that ends, and what other threads
- * issue meanwhile must not be drawn into it. */
+/* Captures use a stream of their own. It belongs to the capture until that ends, and collectives that other
+ * threads issue meanwhile must not become part of the capture. */
 StreamOrder::StreamOrder(c10::Device device)
     : device_(device), guard_(device.type()),
       eager_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true), device.type()),
@@ -26,12 +26,12 @@ StreamOrder::StreamOrder(c10::Device device)
 {
 }
 
-/* `on` runs the next one: make it wait for the latest, if that ran elsewhere. */
+/* Stream `on` runs the next collective: make it wait for the latest one, if that ran on another stream. */
 void StreamOrder::append(Chain &chain, const c10::Stream &on)
 {
     if (!chain.any || chain.last == on)
         return;
-    /* Nothing but the chain is ever on its own stream, so there the end can be marked when it is needed. */
+    /* The chain's own stream holds nothing else, so its end can be recorded as late as here. */
     if (chain.last == chain.stream)
         chain.tail.record(chain.stream);
     chain.tail.block(on);

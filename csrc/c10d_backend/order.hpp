@@ -27,10 +27,11 @@ namespace spccl_torch
 class StreamOrder
 {
   public:
-    /* The order of `device` (CUDA, with an index) that all groups of this process share. Lives for ever:
+    /* The order of `device` (CUDA, with an index) that all groups of this process share. It is never freed:
      * events cannot be freed once CUDA is being unloaded. */
     static std::shared_ptr<StreamOrder> of_device(c10::Device device);
-    /* An order of one group alone: for programs whose groups are driven by threads without a common order. */
+    /* An order for one group alone, for programs whose threads issue on several groups without a common
+     * order. */
     explicit StreamOrder(c10::Device device);
     StreamOrder(const StreamOrder &) = delete;
     StreamOrder &operator=(const StreamOrder &) = delete;
@@ -55,10 +56,10 @@ class StreamOrder
     }
     /* Is the current stream being captured into a graph? */
     bool capturing() const;
-    /* The memory of `t` is not given to others before what is on `stream` now is done. */
+    /* The allocator does not reuse the memory of `t` before `stream` has completed what is on it now. */
     void keep_alive(const at::Tensor &t, const c10::Stream &stream) const;
 
-    /* Events are used again: making one costs as much as a launch. */
+    /* Events are reused: making one costs as much as a launch. */
     c10::Event take_event();
     void give_back(c10::Event event) noexcept;
 
@@ -69,10 +70,10 @@ class StreamOrder
         }
         const c10::Stream stream; /* of asynchronous calls */
         c10::Stream last;         /* where the latest one ran */
-        bool any = false;         /* was there one? */
-        uint64_t capture = 0;     /* id of the capture that this chain is of; 0 = none */
+        bool any = false;         /* whether there was a call yet */
+        uint64_t capture = 0;     /* id of the capture that this chain belongs to; 0 = none */
         c10::Event fork;          /* what an asynchronous call waits for on the caller's stream */
-        c10::Event tail;          /* behind the latest one, unless that ran on `stream` */
+        c10::Event tail;          /* recorded behind the latest call, unless that ran on `stream` */
     };
     void append(Chain &chain, const c10::Stream &on);
 

@@ -1,7 +1,7 @@
 /* serial_thread.hpp - one thread that runs tasks in the order in which they were posted.
  *
- * A group has two: one completes futures (so that user callbacks, which may want the GIL, never run on the
- * thread that moves data), one runs sparse_coo reductions. A callback that itself waits for a future gets a
+ * A group has two. One completes futures: user callbacks may take the GIL, so they never run on the thread that
+ * moves data. The other one runs sparse_coo reductions. A callback that itself waits for a future gets a
  * further thread (`awaitable`). May include: process.hpp. */
 #pragma once
 
@@ -42,9 +42,9 @@ class SerialThread
         living_.erase(queue_);
     }
 
-    /* The process is about to end: wait, at most `patience` in all, until every thread of this kind has run
-     * its tasks; from then on drop() says true. A thread that took the GIL while Python ends would be ended
-     * by Python in the middle of a C++ frame, which terminates the process. */
+    /* Called before the process ends: wait, at most `patience` in all, until every thread of this kind has run
+     * its tasks. From then on drop() returns true. Python ends a thread that takes the GIL while Python itself
+     * ends; in the middle of a C++ frame that terminates the process. */
     static void prepare_exit(std::chrono::milliseconds patience)
     {
         const auto deadline = std::chrono::steady_clock::now() + patience;
@@ -55,7 +55,7 @@ class SerialThread
         }
         bool all_idle = false;
         while (!all_idle && std::chrono::steady_clock::now() < deadline) {
-            all_idle = true; /* a task may post to a queue that was idle a moment ago: look again */
+            all_idle = true; /* one round is not enough: a task may post to a queue that was idle before */
             for (const std::shared_ptr<Queue> &queue : queues) {
                 if (queue->home.in_child())
                     continue;
@@ -66,15 +66,15 @@ class SerialThread
         }
         dropping_ = true;
     }
-    /* May callbacks and tensors no longer be touched, because Python is ending? Then leak them. */
+    /* Whether callbacks and tensors must be leaked, because Python is ending. */
     static bool drop()
     {
         return dropping_;
     }
 
-    /* Where to post what the calling thread may wait for: `first`; or, if the caller is a task of `first` (of
-     * a further one), the next further thread, which is made when it is needed. A task that waited for
-     * another one of its own thread would wait for ever. Threads: any. */
+    /* The thread to post a task to for which the calling thread may wait. It is `first`, unless the caller is
+     * itself a task of `first` or of a further thread: then it is the next further thread, made on demand. (A
+     * task that waited for another task of its own thread would deadlock.) Threads: any. */
     static std::shared_ptr<SerialThread> awaitable(const std::shared_ptr<SerialThread> &first)
     {
         for (auto thread = first; thread; thread = thread->further(false))
@@ -88,7 +88,7 @@ class SerialThread
     void post(std::function<void()> task)
     {
         if (drop()) {
-            new std::function<void()>(std::move(task)); /* on purpose never freed */
+            new std::function<void()>(std::move(task)); /* never freed, on purpose */
             return;
         }
         {
@@ -148,7 +148,7 @@ class SerialThread
         if (!thread_.joinable())
             return;
         if (thread_.get_id() == std::this_thread::get_id())
-            thread_.detach(); /* the last owner was a task: the loop ends by itself and owns its queue */
+            thread_.detach(); /* a task was the last owner: the loop owns its queue and ends by itself */
         else
             thread_.join();
     }
@@ -166,7 +166,7 @@ class SerialThread
             queue->running = true;
             lock.unlock();
             task();
-            task = nullptr; /* may free tensors: not under the lock */
+            task = nullptr; /* without the lock: it may free tensors */
             lock.lock();
             queue->running = false;
             queue->idle.notify_all();

@@ -110,7 +110,7 @@ Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
     case c10d::ReduceOp::UNUSED:
         return Taker::nobody;
     }
-    return Taker::nobody; /* a reduction that a later torch added */
+    return Taker::nobody; /* a reduction of a later torch */
 }
 
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op)

@@ -1,6 +1,5 @@
-/* tensor.hpp - at::Tensor to what spccl takes: a pointer, a count and a dtype, with checks that name the
- * argument. Also the one table that says which calls are ours and which go to Gloo or NCCL (docs/TORCH.md
- * shows it).
+/* tensor.hpp - turns an at::Tensor into a pointer, a count and a dtype, with checks that name the argument.
+ * Also holds the table that says which reductions spccl runs and which Gloo or NCCL (docs/TORCH.md shows it).
  *
  * May include: spccl.h, torch_compat.hpp. */
 #pragma once
@@ -15,7 +14,7 @@
 namespace spccl_torch
 {
 
-/* One collective in words, for error texts: composed only when something failed. */
+/* Describes one collective for error texts. The text is composed only when something fails. */
 struct OpText {
     const char *name = ""; /* "all_reduce" */
     size_t n_elems = 0;    /* elements of the tensor that the user gave */
@@ -32,24 +31,24 @@ struct WireType {
     size_t per_elem;
 };
 
-/* For gather and broadcast, which move bits: every dtype has one (bool as uint8, complex as two floats,
- * unsigned integers as signed of the same width). Throws TypeError for quantized dtypes. */
+/* The wire type for all-gather and broadcast, which only move bits: bool as uint8, complex as two floats,
+ * unsigned integers as signed ones of the same width. Throws TypeError for quantized dtypes. */
 WireType wire_for_moving(c10::ScalarType dtype, const OpText &op);
 
-/* Who takes a reduction. */
+/* What runs a reduction. */
 enum class Taker { spccl, spccl_scaled, gloo, nobody };
 /* The table of docs/TORCH.md, section "Who does what". */
 Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
-/* spccl's number of a reduction that is ours; PREMUL_SUM is a sum of scaled inputs. */
+/* spccl's number of a reduction that spccl runs; PREMUL_SUM is a sum of scaled inputs. */
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op);
-/* spccl's dtype of a reduction that is ours. */
+/* spccl's dtype for a reduction that spccl runs. */
 spccl_dtype dtype_for_reducing(c10::ScalarType dtype);
 const char *redop_name(c10d::ReduceOp::RedOpType op);
 /* Throws TypeError: neither spccl nor Gloo has this reduction; says which dtypes would do. For CUDA tensors
  * NCCL is asked instead. */
 [[noreturn]] void refuse_reduction(const OpText &op);
 
-/* The only tensor of `tensors`; throws ValueError if there are more (one per device is a thing of the past).
+/* The only tensor of `tensors`; throws ValueError if there are more (torch once passed one per device).
  */
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op);
 /* Throws unless `t` is a dense tensor in host memory or on a CUDA device. */
@@ -68,12 +67,13 @@ template <class List> void check_list(const List &list, int size, const char *ar
                       ", one per rank");
 }
 
-/* Can spccl read and write `t` where it is? Contiguous, aligned to its elements, no lazy sign or conjugate.
+/* Whether spccl can read and write `t` where it is: contiguous, aligned to its elements, no lazy sign or
+ * conjugate.
  */
 bool is_plain(const at::Tensor &t);
 /* `t` itself if it is plain, else a plain copy of its values. */
 at::Tensor as_contiguous(const at::Tensor &t);
-/* The address of the first element, never NULL: an empty tensor has none, and needs none. */
+/* The address of the first element. For an empty tensor some address that is not NULL. */
 void *address(const at::Tensor &t);
 /* The tensors as one contiguous piece of memory in order, if that is what they are (views of one buffer,
  * as torch.Tensor.chunk makes them); else NULL. All have `numel` elements. */

@@ -1,12 +1,12 @@
-/* torch_compat.hpp - the torch headers of the glue, and everything in which one torch differs from another.
+/* torch_compat.hpp - the torch headers of the glue, and all code that depends on the version of torch.
  *
- * Supported: torch 2.9 and later; 2.13 is tested in every run of the suite, 2.11 by hand. Methods of
- * c10d::Backend and c10d::Work that some version lacks, or has non-virtual, are declared without `override`
- * in our classes; what cannot be said that way is here. May include: nothing of ours.
+ * Supported: torch 2.9 and later; 2.13 is tested in every run of the suite, 2.11 by hand. Some versions lack
+ * methods of c10d::Backend and c10d::Work, or have them non-virtual. Our classes declare those without
+ * `override`; what that does not solve is here. May include: nothing of ours.
  *
- * Numbers in texts go through std::to_string, never into c10::str as they are: there they meet a stream's
- * locale, and torch 2.11's CUDA build, which brings parts of its own libstdc++, crashed on that (seen with
- * gcc 13). */
+ * Numbers in texts are converted by std::to_string before they go into c10::str. An unconverted number uses
+ * the locale of an std::ostream. torch 2.11's CUDA build, which contains parts of its own libstdc++, crashed
+ * on that (seen with gcc 13). */
 #pragma once
 
 #if __cplusplus < 202002L
@@ -28,15 +28,15 @@
 namespace spccl_torch
 {
 
-/* Factor of ReduceOp.PREMUL_SUM. 2.13 gave it a name without NCCL in it. */
+/* Holds the factor of ReduceOp.PREMUL_SUM. torch 2.13 renamed it. */
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
 using PremulFactor = c10d::PreMulSumSupplement;
 #else
 using PremulFactor = c10d::NCCLPreMulSumSupplement;
 #endif
 
-/* A store that another thread may wait on while this one is used. Versions without Store::clone share the
- * store itself; then a long wait of one thread delays the other. */
+/* A store that another thread may wait on while `store` is in use. Versions without Store::clone share the
+ * store itself, and a long wait of one thread then delays the other. */
 template <class Store>
 c10::intrusive_ptr<c10d::Store> independent_store(const c10::intrusive_ptr<Store> &store)
 {
@@ -46,8 +46,8 @@ c10::intrusive_ptr<c10d::Store> independent_store(const c10::intrusive_ptr<Store
         return store;
 }
 
-/* The cudaStream_t of `stream`. torch 2.11 gave streams native_handle(); before, the CUDA build says only
- * what the current one is, through a C function that its inductor uses. */
+/* The cudaStream_t of `stream`. torch 2.11 added native_handle() to streams. Before, the CUDA build exports only
+ * a C function of its inductor that returns the current one. */
 template <class Stream> void *native_handle(const Stream &stream)
 {
     if constexpr (requires { stream.native_handle(); }) {
@@ -67,9 +67,9 @@ template <class Stream> void *native_handle(const Stream &stream)
     }
 }
 
-/* Which CUDA graph capture a cudaStream_t is part of: its id, or 0. c10 has no id, and before 2.13 not even
- * the question; so the driver is asked, which is loaded wherever there is such a stream. The legacy default
- * stream cannot be captured, and asking for it would disturb the capture of another stream. */
+/* The id of the CUDA graph capture that `stream` (cudaStream_t) is part of, or 0. c10 has no such id, so the
+ * driver is asked; it is loaded wherever there is a CUDA stream. The legacy default stream cannot be captured,
+ * and asking about it would invalidate the capture of another stream. */
 inline uint64_t capture_id(void *stream)
 {
     /* cuStreamGetCaptureInfo_v2 of cuda.h: status 1 = active; the last three may be NULL */

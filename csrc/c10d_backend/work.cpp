@@ -10,8 +10,8 @@ namespace spccl_torch
 
 namespace
 {
-/* Makes any of the user's tensors writable, on any thread: leaves that require a gradient, and tensors of
- * inference mode, which may be written in that mode only. */
+/* While it exists, this thread may write to any of the user's tensors: to leaves that require a gradient, and
+ * to tensors of inference mode, which may be written in that mode only. */
 class WriteGuard
 {
   public:
@@ -21,7 +21,7 @@ class WriteGuard
     }
 
   private:
-    c10::InferenceMode mode_; /* leaving it turns gradients on: so the next comes after it */
+    c10::InferenceMode mode_; /* leaving it turns gradients on, so the next member comes after it */
     at::NoGradGuard no_grad_;
 };
 
@@ -123,7 +123,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
         spccl_status status = call_host(work->launch_.coll, raw, &work->request_);
         if (status != SPCCL_OK)
             return status;
-        /* The callback owns a reference: tensors outlive the request whatever the user does. */
+        /* The callback owns a reference, so the tensors outlive the request whatever the user does. */
         auto owned = work;
         void *ctx = owned.release();
         status = spccl_request_on_done(work->request_, on_done, ctx);
@@ -134,7 +134,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
     return work;
 }
 
-/* On the thread that moves data: hand over whatever may take long, or may want the GIL. */
+/* Runs on the thread that moves data. Posts everything that may take long, or take the GIL, to another one. */
 void RequestWork::on_done(void *ctx, spccl_status)
 {
     if (SerialThread::drop())
@@ -144,8 +144,8 @@ void RequestWork::on_done(void *ctx, spccl_status)
         std::lock_guard<std::mutex> lock(work->future_mutex_);
         work->callback_ran_ = true;
     }
-    /* Always handed over, and the last reference with it: dropped here it might destroy the communicator on
-     * the very thread that drives it, if the user has let go of everything else meanwhile. */
+    /* The last reference always goes to the other thread. Dropped here, it could destroy the communicator on the
+     * thread that drives it, if the user has dropped everything else meanwhile. */
     SerialThread &completer = *work->completer_;
     completer.post([work = std::move(work)] {
         work->settle();
@@ -158,7 +158,7 @@ bool RequestWork::request_done() const
     return settled_ || spccl_request_test(request_) != SPCCL_AGAIN;
 }
 
-/* Take the end of the request over into this Work, once. The request is done. */
+/* Store the outcome of the request, which is done, in this Work. Does it once. */
 void RequestWork::settle()
 {
     comm_->check_process(launch_.op.str());
@@ -261,7 +261,7 @@ c10::intrusive_ptr<c10::ivalue::Future> RequestWork::getFuture()
         late = callback_ran_;
         future = future_;
     }
-    if (late) { /* the callback saw no future to complete */
+    if (late) { /* the request ended before there was a future */
         settle();
         complete_future();
     }

@@ -19,7 +19,7 @@
 namespace spccl_torch
 {
 
-/* One call of the four that are ours, for either side of spccl.h. */
+/* The arguments of one spccl collective, on the host or on a GPU. */
 struct Coll {
     enum class Kind { all_gather, reduce_scatter, all_reduce, broadcast };
     Kind kind;
@@ -34,16 +34,16 @@ spccl_status call_host(const Coll &coll, spccl_comm *comm, spccl_request **req);
 /*   stream   cudaStream_t. An empty collective is not launched. */
 spccl_status call_cuda(const Coll &coll, spccl_comm *comm, void *stream);
 
-/* All that one collective needs from its call to its end. */
+/* All that one collective needs until it ends. */
 struct Launch {
     OpText op;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char *title = nullptr; /* name of the profiler event: "spccl:all_reduce" */
     milliseconds timeout = c10d::kUnsetTimeout;
-    std::vector<at::Tensor> inputs;   /* what the user gave: shown by the profiler */
-    std::vector<at::Tensor> outputs;  /* what result() and the future hand out */
+    std::vector<at::Tensor> inputs;   /* the user's; the profiler shows them */
+    std::vector<at::Tensor> outputs;  /* returned by result() and the future */
     std::vector<at::Tensor> borrowed; /* memory that spccl reads or writes: held until the end */
-    std::function<void()> copy_out;   /* scratch to the user's tensors; empty if spccl wrote there itself */
+    std::function<void()> copy_out;   /* copies scratch to the user's tensors; empty if there is no scratch */
     at::Tensor in, out;               /* plain tensors at coll.in and coll.out; broadcast: the same */
     c10d::ReduceOp reduce_op;         /* as the user gave it */
     Coll coll{};
@@ -65,16 +65,16 @@ class CallRecord
 /* Runs launch.copy_out, if there is one, in the mode that the outputs need. */
 void run_copy_out(const Launch &launch);
 
-/* Run on the calling thread until done (the fastest way for small tensors). Throws what went wrong. */
+/* Run on the calling thread until done, which is fastest for small tensors. Throws what went wrong. */
 void run_blocking(Comm &comm, Launch launch);
 
-/* One collective under way. Keeps all tensors until spccl no longer touches them, even if the user drops it.
+/* One collective under way. Keeps its tensors until spccl no longer uses them, even if the user drops it.
  */
 class RequestWork final : public c10d::Work
 {
   public:
-    /* Issue it. `completer` runs the callbacks of futures; works of one group complete theirs in issue order,
-     * except that those issued by a callback have a thread of their own, so that it may wait for them. */
+    /* Issue the collective. `completer` runs the callbacks of futures, in issue order for one group. Works that a
+     * callback issues use a further thread, so that the callback may wait for them. */
     static c10::intrusive_ptr<RequestWork> issue(std::shared_ptr<Comm> comm,
                                                  const std::shared_ptr<SerialThread> &completer,
                                                  Launch launch, uint64_t sequence);
@@ -105,13 +105,13 @@ class RequestWork final : public c10d::Work
 
     const std::shared_ptr<Comm> comm_;
     const std::shared_ptr<SerialThread> completer_;
-    Launch launch_; /* borrowed and copy_out are given back when settled */
+    Launch launch_; /* borrowed and copy_out are cleared when the request is settled */
     const uint64_t sequence_;
     const bool profiled_;
     const bool copies_out_;
     spccl_request *request_ = nullptr;
 
-    std::mutex settle_mutex_; /* held while copy_out runs: nobody sees "done" before the copy is */
+    std::mutex settle_mutex_; /* held while copy_out runs: the work is not complete before the copy is */
     std::atomic<bool> settled_{false};
 
     std::mutex future_mutex_;
@@ -121,15 +121,15 @@ class RequestWork final : public c10d::Work
     bool future_completed_ = false;
 };
 
-/* Work that a SerialThread does: a chain of collectives on a communicator of its own. Its future is completed
- * on `completer`, as those of RequestWork are. */
+/* Work that a SerialThread runs: a chain of collectives on a communicator of its own. Its future is completed
+ * on `completer`, as RequestWork's is. */
 class TaskWork final : public c10d::Work
 {
   public:
     TaskWork(int rank, const OpText &op, const char *title, std::vector<at::Tensor> tensors,
              uint64_t sequence, const std::shared_ptr<SerialThread> &completer);
 
-    /* Run `task` on the calling thread and complete this work with its end. */
+    /* Run `task` on the calling thread; this work completes when it ends. */
     void run(const std::function<void()> &task);
 
     std::vector<at::Tensor> result() override;
@@ -151,7 +151,7 @@ class TaskWork final : public c10d::Work
     const at::ThreadLocalState tls_;
 };
 
-/* Several works as one, for the calls that torch names coalesced. Parts that are NULL are done already. */
+/* Several works as one, for torch's coalesced calls. A part that is NULL is done already. */
 class MultiWork final : public c10d::Work
 {
   public:

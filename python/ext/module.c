@@ -1,4 +1,4 @@
-/* module.c - puts spccl._ext together: multi-phase init, method table, info. */
+/* module.c - the module spccl._ext: multi-phase init, method table, info. */
 #include "module.h"
 
 #include <string.h>

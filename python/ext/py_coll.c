@@ -1,4 +1,4 @@
-/* py_coll.c - the collectives of the Communicator type: check the arrays, start, wait or hand out a Request.
+/* py_coll.c - the collectives of the Communicator type: check the arrays, start, wait or return a Request.
  */
 #include "py_comm.h"
 
@@ -13,7 +13,7 @@ typedef struct call {
 typedef spccl_status (*issue_fn)(spccl_comm *comm, const call *c, const ext_array *in, const ext_array *out,
                                  spccl_request **req);
 
-/* Start it; then wait, or wrap it up as a Request. Takes `flight` over. */
+/* Start the collective; then wait for it, or return a Request. Takes ownership of `flight`. */
 static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *flight)
 {
     ext_state *state = ext_comm_state(self);
@@ -36,7 +36,7 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
     if (c->async_op)
         return ext_request_new(state, (PyObject *)self, &self->strays, flight);
     st = ext_flight_wait(flight, -1);
-    if (st == SPCCL_AGAIN) { /* Ctrl-C: the memory stays borrowed */
+    if (st == SPCCL_AGAIN) { /* a signal handler raised; the collective still uses the memory */
         ext_strays_add(&self->strays, flight);
         return NULL;
     }
@@ -46,7 +46,7 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
     return st == SPCCL_OK ? Py_NewRef(Py_None) : NULL;
 }
 
-/* Which sizes fit together; both sides are element counts. */
+/* The relation that input and output must have, in elements. */
 typedef enum shape_rule { OUT_IS_WORLD_TIMES_IN, IN_IS_WORLD_TIMES_OUT, SAME } shape_rule;
 
 static int check_shapes(ext_state *state, const ext_array *in, const ext_array *out, shape_rule rule,
@@ -154,7 +154,7 @@ PyObject *ext_comm_all_reduce(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Os$zp:all_reduce", names, &c.in, &c.out, &c.op_name,
                                      &c.dtype, &c.async_op))
         return NULL;
-    if (c.out == Py_None) /* in place; viewing it as output checks that it can be written */
+    if (c.out == Py_None) /* in place; acquiring it as output checks that it is writable */
         c.out = c.in;
     return two_buffers((ext_comm *)self, &c, SAME, issue_all_reduce);
 }

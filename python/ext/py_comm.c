@@ -155,7 +155,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Destroy ends every collective, so that nothing holds the strays' memory any more. */
+/* Destroying ends every collective, so the memory of stray flights can be released after it. */
 static spccl_status destroy(ext_comm *self)
 {
     spccl_comm *comm = self->comm;

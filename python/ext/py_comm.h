@@ -7,12 +7,13 @@
 typedef struct ext_comm {
     PyObject_HEAD spccl_comm *comm; /* NULL once closed */
     ext_strays strays;              /* collectives whose Request is gone */
-    int n_inside; /* threads that use `comm` without the GIL: close waits for none of them, it refuses */
-    bool issuing; /* one of them is starting a collective; that is for one thread at a time */
+    int n_inside; /* threads that use `comm` without the GIL; close() raises StateError while there are any */
+    bool issuing; /* one of them is starting a collective; a second thread must not */
 } ext_comm;
 
 ext_state *ext_comm_state(ext_comm *self);
-/* Begin to use self->comm; `issue`: to start a collective. 0 (then ext_comm_leave), or -1 with StateError. */
+/* Begin to use self->comm. `issue`: to start a collective. Returns 0, and the caller ends with ext_comm_leave;
+ * or -1 with StateError. */
 int ext_comm_enter(ext_comm *self, bool issue);
 void ext_comm_leave(ext_comm *self, bool issue);
 

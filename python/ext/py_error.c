@@ -1,11 +1,11 @@
-/* py_error.c - the exception classes, and the one function that turns a status into one of them. */
+/* py_error.c - the exception classes, and the function that turns a status into an exception. */
 #include "module.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
-/* An error of two kinds can be caught as either: as spccl.Error and as what Python code expects. */
+/* Each class derives from spccl.Error and from the builtin that Python code expects for such a failure. */
 static PyObject *also(ext_error_class kind)
 {
     switch (kind) {

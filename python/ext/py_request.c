@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* How long a wait goes without looking for signals (Ctrl-C). */
+/* A wait checks for signals (Ctrl-C) this often. */
 #define SIGNAL_MS 100
 
 /* ---- flights ---- */
@@ -38,7 +38,7 @@ void ext_strays_reap(ext_strays *strays)
 {
     ext_flight *done = NULL, **place = &strays->first;
 
-    /* Take them out first: releasing memory may run any Python code, this function too. */
+    /* Unlinked first: releasing memory may run any Python code, also this function. */
     while (*place != NULL) {
         ext_flight *flight = *place;
         if (spccl_request_test(flight->req) == SPCCL_AGAIN) {
@@ -75,7 +75,7 @@ spccl_status ext_flight_wait(ext_flight *flight, int64_t timeout_ms)
         Py_BEGIN_ALLOW_THREADS
         st = spccl_request_wait(flight->req, left);
         Py_END_ALLOW_THREADS
-        /* A time-out is this short wait's, unless the collective itself ended with one. */
+        /* SPCCL_ERR_TIMEOUT means that this short wait is over, unless the collective itself ended with it. */
         if (st == SPCCL_ERR_TIMEOUT)
             st = spccl_request_test(flight->req);
         if (st != SPCCL_AGAIN)
@@ -107,7 +107,7 @@ PyObject *ext_request_new(ext_state *state, PyObject *comm, ext_strays *strays, 
     return (PyObject *)self;
 }
 
-/* Done: the memory need not wait for this object to go. */
+/* The collective is done: release its memory now, not when this object is freed. */
 static void release_arrays(request *self)
 {
     for (int i = 0; i < 2; i++)
@@ -173,7 +173,7 @@ static int request_traverse(PyObject *obj, visitproc visit, void *arg)
     return 0;
 }
 
-/* No tp_clear: the flight's memory must outlive cycles, and the communicator clears what it holds. */
+/* No tp_clear: the garbage collector must not release memory that a collective still uses. */
 static void request_dealloc(PyObject *obj)
 {
     request *self = (request *)obj;

@@ -1,8 +1,8 @@
-/* py_request.h - the Request type: one collective under way, and the memory that it has borrowed.
+/* py_request.h - the Request type: one collective under way, and the memory that it uses.
  *
- * Whatever happens to the Python object, the memory stays until the collective is done: a request dropped
- * early hands its flight to its communicator, which lets go of it once it is done ("stray" flights). Nothing
- * here is called from threads that Python does not know. */
+ * The memory stays acquired until the collective is done, whatever happens to the Python object. A Request
+ * that is dropped early passes its flight to its communicator, which releases it when it is done (a "stray"
+ * flight). Nothing here is called from threads that Python does not know. */
 #ifndef EXT_PY_REQUEST_H
 #define EXT_PY_REQUEST_H
 
@@ -17,7 +17,7 @@ typedef struct ext_flight {
 
 /* Zeroed; NULL with MemoryError. */
 ext_flight *ext_flight_new(void);
-/* Free everything. Only when the collective is done, or never began. */
+/* Free everything. Call it only when the collective is done, or was never started. */
 void ext_flight_free(ext_flight *flight);
 
 /* The list of stray flights of one communicator. */
@@ -28,13 +28,13 @@ void ext_strays_add(ext_strays *strays, ext_flight *flight);
 /* Free those that are done. */
 void ext_strays_reap(ext_strays *strays);
 
-/* A Request around `flight` (taken over, also on failure: then it becomes a stray).
- *   comm    kept alive by the request, so that `strays` stays valid */
+/* A Request that owns `flight`. On failure the flight becomes a stray.
+ *   comm    kept alive by the Request, so that `strays` stays valid */
 PyObject *ext_request_new(ext_state *state, PyObject *comm, ext_strays *strays, ext_flight *flight);
-/* Wait in the calling thread with the GIL given up; signals are looked at.
+/* Wait on the calling thread without the GIL; signals are handled meanwhile.
  *   timeout_ms  < 0: until the collective's own deadline
- * SPCCL_OK, a failure whose text is in the request, or SPCCL_AGAIN: timeout_ms passed, or a Python exception
- * is set (a signal handler raised). */
+ * Returns SPCCL_OK; a failure, whose text is in the request; or SPCCL_AGAIN: timeout_ms passed, or a signal
+ * handler raised and a Python exception is set. */
 spccl_status ext_flight_wait(ext_flight *flight, int64_t timeout_ms);
 
 #endif

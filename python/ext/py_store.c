@@ -20,10 +20,10 @@ int ext_store_check(ext_state *state, PyObject *object)
     return 0;
 }
 
-/* Keep the exception for ext_store_raise; the status tells the engine whether waiting was the trouble. */
+/* Keep the exception for ext_store_raise. The status tells the library whether it was a time-out. */
 static spccl_status keep_exception(ext_store *s, bool waiting)
 {
-    /* torch's DistStoreError is a RuntimeError: what failed while waiting for a key counts as a time-out. */
+    /* torch raises DistStoreError, a RuntimeError, for a time-out: so every failure of a wait counts as one. */
     bool plain = PyErr_ExceptionMatches(PyExc_Exception) != 0;
     if (s->exc_type == NULL)
         PyErr_Fetch(&s->exc_type, &s->exc_value, &s->exc_traceback);
@@ -103,7 +103,7 @@ PyObject *ext_store_raise(ext_store *s, spccl_status status)
     if (s->exc_traceback != NULL)
         (void)PyException_SetTraceback(s->exc_value, s->exc_traceback);
     if (!PyErr_GivenExceptionMatches(s->exc_value,
-                                     PyExc_Exception)) { /* KeyboardInterrupt and the like: as it is */
+                                     PyExc_Exception)) { /* KeyboardInterrupt and the like stay as they are */
         PyErr_SetObject((PyObject *)Py_TYPE(s->exc_value), s->exc_value);
         return NULL;
     }
@@ -119,7 +119,7 @@ PyObject *ext_store_raise(ext_store *s, spccl_status status)
     cause = Py_NewRef(s->exc_value);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyException_SetCause(value, cause); /* takes over cause */
+    PyException_SetCause(value, cause); /* takes ownership of cause */
     PyErr_Restore(type, value, traceback);
     return NULL;
 }

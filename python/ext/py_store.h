@@ -18,8 +18,7 @@ int ext_store_check(ext_state *state, PyObject *object);
 spccl_status ext_store_set(void *ctx, const char *key, const void *data, size_t bytes);
 spccl_status ext_store_get(void *ctx, const char *key, void *buf, size_t cap, int64_t timeout_ms,
                            size_t *out_bytes);
-/* Raise what creation ended with; the store's own exception, if there was one, becomes its cause. Returns
- * NULL. */
+/* Raise the failure of creating a communicator. An exception of the store becomes its cause. Returns NULL. */
 PyObject *ext_store_raise(ext_store *store, spccl_status status);
 void ext_store_fini(ext_store *store);
 

@@ -46,13 +46,13 @@ class Options:
         n_sockets: TCP sockets per peer; 0 = default.
         max_ctas: most thread blocks (one per multiprocessor) of a CUDA collective; 0 = all.
         inbox_bytes: most GPU memory for what peers send; 0 = default.
-        cuda_fallback: where CUDA tensors go if the GPUs of the group cannot reach each other: "nccl", or "stage"
-            through host memory (which also is what happens if torch has no NCCL). SPCCL_CUDA_FALLBACK.
+        cuda_fallback: what runs CUDA collectives if the GPUs of the group cannot reach each other: "nccl", or
+            "stage" (through host memory; also taken if torch has no NCCL). SPCCL_CUDA_FALLBACK.
         order: "device": collectives of all groups of a GPU form one order, as kernels that wait for peers need;
             "group": each group has its own. SPCCL_ORDER.
-        blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise what went wrong.
+        blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise if it failed.
             SPCCL_BLOCKING_WAIT=1.
-        cuda_engine: False moves CUDA tensors by the fallback always. SPCCL_CUDA_ENGINE=0.
+        cuda_engine: False: CUDA collectives always take the fallback. SPCCL_CUDA_ENGINE=0.
     """
 
     timeout: timedelta | None = None
@@ -81,12 +81,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """Counters of one rank of one group since it was made; only what spccl itself carried.
+    """Counters of one rank of one group since it was made. They leave out what Gloo or NCCL carried.
 
     Attributes:
         n_collectives: calls.
-        dense_bytes_sent: bytes that the payloads would have been, dense.
-        wire_bytes_sent, wire_bytes_received: bytes that travelled: frames and envelopes.
+        dense_bytes_sent: bytes that the payloads would have, dense.
+        wire_bytes_sent, wire_bytes_received: bytes on the wire: frames and envelopes.
         frames_sent: number of slices by format.
         buffer_bytes: memory that the communicators hold now.
     """
@@ -101,12 +101,12 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True)
 class CudaStats:
-    """The GPU side of one rank of one group.
+    """State and counters of one rank of one group on its GPU.
 
     Attributes:
-        path: who moves CUDA tensors: "engine" (spccl, GPU to GPU), "nccl", "stage" (through host memory), or
-            "unknown" before the first CUDA collective.
-        why: for "nccl" and "stage" the reason.
+        path: what runs CUDA collectives: "engine" (spccl, GPU to GPU), "nccl", "stage" (through host memory), or
+            "unknown" before the first of them.
+        why: the reason for "nccl" and "stage".
         device: CUDA ordinal; -1 while unknown.
         n_ctas: most thread blocks that a collective uses.
         inbox_bytes: GPU memory held for what peers send.
@@ -126,7 +126,7 @@ class CudaStats:
 
 
 def register() -> None:
-    """Make the name "spccl" known to torch.distributed. Cheap, and a second call does nothing.
+    """Make the name "spccl" known to torch.distributed. A second call does nothing.
 
     Raises: RuntimeError if this torch was built without torch.distributed.
     """
@@ -141,7 +141,7 @@ def register() -> None:
 def autoload() -> None:
     """Entry point `torch.backends`: torch calls it at the end of `import torch`. Never raises.
 
-    An exception here would make `import torch` fail, so a failure is only told.
+    An exception here would make `import torch` fail, so a failure becomes a warning.
     """
     try:
         register()
@@ -154,7 +154,7 @@ def autoload() -> None:
 
 
 def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
-    """What spccl has sent and received for `group` (default: the world) on this rank.
+    """Counters of `group` (default: the world) on this rank.
 
     Raises: ValueError if no backend of the group is spccl.
     """
@@ -166,8 +166,8 @@ def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
 
 
 def cuda_stats(group: dist.ProcessGroup | None = None) -> CudaStats:
-    """What the GPU side of `group` (default: the world) holds and has done on this rank. Waits for a small copy
-    from the GPU, for no stream.
+    """State and counters of `group` (default: the world) on this rank's GPU. Waits for a small copy from the GPU,
+    but not for any stream.
 
     Raises: ValueError if no backend of the group is spccl.
     """
@@ -304,7 +304,7 @@ def _join(place: _Place, timeout: timedelta, options: Options) -> dist.Backend:
 
 
 def _with_inner_groups(bare: Any, name: str, ranks: list[int], timeout_ms: int) -> Any:
-    """`bare`, a group that has a store and no backends, with the inner Gloo and, where there is one, NCCL."""
+    """Add the inner Gloo and, where torch has it, NCCL to `bare`, a group that has a store and no backends."""
     import torch
     import torch.distributed as dist
 
@@ -372,7 +372,7 @@ def _keep_nccl_from_splitting_us() -> None:
 
 @functools.cache
 def _settle_callbacks_at_exit() -> None:
-    """Let callbacks of futures end before Python does; a thread that comes for the GIL later would crash."""
+    """At exit, wait for callbacks of futures: a thread that takes the GIL after Python has ended would crash."""
     import torch
 
     atexit.register(torch.ops.spccl.prepare_exit, 10_000)
@@ -387,7 +387,7 @@ def _options_of(pg_options: Any) -> Options:
 
 
 def _with_environment(options: Options) -> Options:
-    """`options` with what the environment says instead."""
+    """`options`, with the values that the environment sets."""
     found: dict[str, Any] = {}
     for field, variable, allowed in (
         ("cuda_fallback", "SPCCL_CUDA_FALLBACK", FALLBACKS),
@@ -405,23 +405,23 @@ def _with_environment(options: Options) -> Options:
 
 
 def _as_timedelta(timeout: Any) -> timedelta:
-    """torch hands the group's timeout on as a timedelta, or as seconds in some versions."""
+    """torch passes the group's timeout as a timedelta, some versions as seconds."""
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
 
 
 def _store_of_this_join(dist: Any, store: Any, rank: int) -> Any:
     """A part of `store` that no earlier group of the same name has written to.
 
-    After destroy_process_group and a new init_process_group torch may hand out the same store with the same
-    prefix (torchrun's agent keeps it): the addresses of the old group would still be there. Every rank counts
-    its own joins in the store; ranks that belong together have the same count.
+    After destroy_process_group and a new init_process_group torch may pass the same store with the same
+    prefix, because torchrun's agent keeps it. The addresses of the old group would still be in it. So every
+    rank counts its own joins in the store; the ranks of one group have the same count.
     """
     count = store.add(f"spccl/joins/{rank}", 1)
     return dist.PrefixStore(f"spccl/{count}/", store)
 
 
 def _make_gloo(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timedelta) -> Any:
-    """The inner Gloo, made as torch's own _new_process_group_helper makes one."""
+    """The inner Gloo, made as torch's _new_process_group_helper makes one."""
     if not dist.is_gloo_available():
         raise RuntimeError("spccl: this torch was built without Gloo, to which spccl hands what is not its own")
     store = dist.PrefixStore("gloo/", bare.get_group_store())
@@ -433,7 +433,7 @@ def _make_gloo(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timed
 
 
 def _make_nccl(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timedelta) -> Any:
-    """The inner NCCL, likewise. It connects on first use, or at once where a device is bound."""
+    """The inner NCCL, made in the same way. It connects on first use, or at once where a device is bound."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = False
     options._timeout = timeout

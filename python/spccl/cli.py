@@ -1,8 +1,7 @@
-"""The command line: `spccl info`, `verify`, `inspect`, `bench`, `plot`. Parse, call, print, exit code.
+"""The command line: `spccl info`, `verify`, `inspect`, `bench`, `plot`.
 
-Exit codes: 0 fine, 1 something is wrong with what was looked at (a bad file, a wrong answer, a failed rank),
-2 a bad argument. Needs click and rich; numpy for verify, bench and plot, matplotlib for plot, torch for the
-dense peer.
+Exit codes: 0 success; 1 a bad file, a wrong answer or a failed rank; 2 a bad argument. Needs click and rich;
+numpy for verify, bench and plot; matplotlib for plot; torch for the dense peer.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def main() -> None:
 @main.command("info")
 @click.option("--json", "as_text", is_flag=True, help="Print JSON instead of tables.")
 def info_command(as_text: bool) -> None:
-    """Say what is in this build, why, how to get the rest; and every setting."""
+    """Show what this build contains and why, how to get what is absent, and every setting."""
     if as_text:
         click.echo(json.dumps(as_json(), indent=1))
         return
@@ -139,15 +138,15 @@ def _show_summary(frames: list[FrameInfo]) -> None:
 )
 @click.option("--json", "as_text", is_flag=True, help="Print JSON: every frame.")
 def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
-    """Explain the frames of FILE, a stream as spccl.encode writes it; check all of it.
+    """Explain and check the frames of FILE, an encoded array as spccl.encode writes it.
 
-    Exit code 1 if the file breaks the format; what comes before the bad frame is still shown.
+    Exit code 1 if the file breaks the format; the frames before the bad one are still shown.
     """
     if file.stat().st_size == 0:
         raise _Fail(f"{file}: 0 bytes, wanted at least one frame with a header of 64 bytes")
     frames: list[FrameInfo] = []
     error: errors.FormatError | None = None
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             frames.extend(iter_frames(data))
         except errors.FormatError as caught:

@@ -26,10 +26,14 @@ def get_unique_id() -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counters of one rank since its communicator was made. All sizes in bytes.
+    """Counters of one rank since its communicator was made.
 
-    `dense_bytes_sent` is what the payloads would have been without any format; `wire_bytes_sent` what was
-    sent, headers included; `n_frames_sent` counts frames by format; `buffer_bytes` is memory held now.
+    Attributes:
+        n_collectives: calls.
+        dense_bytes_sent: bytes that the payloads would have, dense.
+        wire_bytes_sent, wire_bytes_received: bytes on the wire, headers included.
+        buffer_bytes: memory held now.
+        n_frames_sent: number of frames by format.
     """
 
     n_collectives: int
@@ -40,7 +44,7 @@ class Stats:
     n_frames_sent: dict[str, int]
 
     def since(self, before: Stats) -> Stats:
-        """The counters of the time since `before`; `buffer_bytes` stays as it is now."""
+        """What was counted after `before` was read; `buffer_bytes` stays the present value."""
         return Stats(
             self.n_collectives - before.n_collectives,
             self.dense_bytes_sent - before.dense_bytes_sent,
@@ -67,7 +71,7 @@ def _ms(timeout: float | datetime.timedelta | None, unset: int, least: str = "ab
 class Request:
     """One collective under way. Made by `async_op=True`.
 
-    Its arrays are kept alive and must not be touched until it is done, also when the Request is dropped.
+    Until it is done it keeps its arrays alive, also when the Request is dropped. Do not use them before.
     """
 
     __slots__ = ("_request",)
@@ -76,7 +80,7 @@ class Request:
         self._request = request
 
     def done(self) -> bool:
-        """Has it ended, well or not? Never blocks."""
+        """Whether it has ended, with success or not. Never blocks."""
         return self._request.done()
 
     def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
@@ -84,23 +88,23 @@ class Request:
 
         Args: timeout: seconds or timedelta, 0 or more; None: until the communicator's own deadline.
         Raises: TimeoutError after `timeout` (the collective goes on); PeerError, MismatchError, AbortedError,
-            FormatError, TimeoutError: how it failed. The communicator is then broken: abort or close it.
+            FormatError, TimeoutError if the collective failed; the communicator is then broken: close it.
         """
         self._request.wait(_ms(timeout, -1, "0 or more"))
 
     @property
     def error(self) -> _ext.Error | None:
-        """The exception it ended with; None while under way and after success."""
+        """The exception that it ended with; None while it is under way and after success."""
         return self._request.error
 
 
 class Communicator:
     """One rank's membership of one group. Use it as a context manager, or call `close`.
 
-    Calls must come in the same order on every rank, from one thread at a time; several may be in flight.
-    Arrays are anything with the buffer protocol or DLPack, in host memory, C-contiguous, of any shape (taken
-    flat). Reductions add in rank order from +0.0, float16 and bfloat16 in float32 with one rounding: every
-    rank and every run gets the same bits, whatever format or transport carried them.
+    All ranks must make the same calls in the same order, each from one thread at a time. Several collectives
+    may be in flight. Arrays are anything with the buffer protocol or DLPack, in host memory, C-contiguous, of
+    any shape (taken flat). Reductions add in rank order from +0.0, float16 and bfloat16 in float32 with one
+    rounding. So every rank and every run gets the same bits, whatever format or transport carried them.
     Source: docs/ALGORITHMS.md.
     """
 
@@ -128,7 +132,7 @@ class Communicator:
             unique_id: instead of a store: the 128 bytes of `get_unique_id`, the same on every rank.
             name: of the group, for texts and for keys in the store; "world" if None. Two groups on one store
                 need two names.
-            timeout: seconds or timedelta, above 0: deadline of joining and of each collective; None = 600 s.
+            timeout: deadline of joining and of each collective: seconds or timedelta, above 0; None = 600 s.
             format: "auto" or one format for every slice.
             slice_bytes: dense bytes per slice; 0 = chosen by size.
             transports: tried in order for each pair, such as "shm,tcp"; None = all of this build.
@@ -163,7 +167,7 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        """Was `close` called?"""
+        """Whether `close` was called."""
         return self._comm.closed
 
     def all_gather(
@@ -224,7 +228,7 @@ class Communicator:
         return _request(self._comm.broadcast(buffer, root, dtype=dtype_name(dtype), async_op=async_op))
 
     def abort(self, reason: str | None = None) -> None:
-        """Break the communicator at once: every wait on it ends with AbortedError, peers are told.
+        """Break the communicator at once: every wait on it, here and on the peers, ends with AbortedError.
 
         Any thread.
 
@@ -250,7 +254,7 @@ class Communicator:
         return {peer: comm.describe_link(peer) for peer in range(comm.world_size) if peer != comm.rank}
 
     def close(self) -> None:
-        """Leave the group: finish what is under way (within its deadline) and free everything. Idempotent.
+        """Wait until the collectives under way have ended (within their deadlines), then leave the group. Idempotent.
 
         Raises: StateError if another thread is inside a call.
         """
@@ -262,7 +266,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception this rank takes part no more: peers must learn it now, not by a time-out.
+        # After an exception this rank makes no more calls. abort() tells the peers now, before their time-out.
         if error is not None and not self.closed:
             self.abort(f"rank {self.rank} left its `with` block: {type(error).__name__}: {error}")
         self.close()

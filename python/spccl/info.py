@@ -14,9 +14,11 @@ from . import _ext
 class Entry:
     """One part of this build, or one setting.
 
-    `kind`: "transport", "kernels", "part", "setting" (an SPCCL_* variable) or "python" (what the Python
-    side found). `value`: "in", "in, chosen", "absent", or a setting's or version's value. `why`: the reason,
-    and how to get what is absent.
+    Attributes:
+        kind: "transport", "kernels", "part", "setting" (an SPCCL_* variable) or "python" (found by Python).
+        name: of the part or setting.
+        value: "in", "in, chosen", "absent", or the value of a setting or version.
+        why: the reason for the value, and how to get what is absent.
     """
 
     kind: str
@@ -50,7 +52,7 @@ def _torch_backend() -> Entry:
         from . import backend
 
         backend.register()
-    except Exception as error:  # whatever keeps the backend out is what the user asked to see
+    except Exception as error:  # of any kind: why the backend is absent is what the user asks
         return Entry("python", name, "absent", f"{type(error).__name__}: {error}")
     registered = "spccl" in Backend.backend_list
     if not registered:
@@ -59,7 +61,7 @@ def _torch_backend() -> Entry:
 
 
 def _torch_glue() -> list[Entry]:
-    """Is the compiled code between torch and libspccl there for this torch? Compiles nothing."""
+    """Whether the glue between torch and libspccl is there for this torch. Compiles nothing."""
     if util.find_spec("torch") is None:
         return []
     name = "torch glue"
@@ -81,9 +83,9 @@ def _torch_glue() -> list[Entry]:
 
 
 def info() -> list[Entry]:
-    """Parts of this build with reasons, settings with their values now, and the state of the Python side.
+    """Parts of this build with reasons, settings with their present values, and the Python packages found.
 
-    Looks at torch, so it may take seconds where torch is installed. Raises: nothing.
+    Imports torch where it is installed, which may take seconds. Raises: nothing.
     """
     entries = [Entry(*entry) for entry in _ext.info()]
     entries += [

@@ -89,7 +89,7 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
 
 
 def is_gpu_result(source: Path) -> bool:
-    """Was the file written by `spccl bench --device cuda`?  Raises: ValueError if it is no result."""
+    """Whether `spccl bench --device cuda` wrote the file. Raises: ValueError if it is no file of `spccl bench`."""
     rows, _ = read_csv(source)
     return any(row.get("device") == "cuda" for row in rows)
 

@@ -1,4 +1,4 @@
-"""What is measured: named cases; pure data. Sizes follow nccl-tests (see `Case.size_bytes`)."""
+"""The cases that `spccl bench` measures, as data. Sizes follow nccl-tests (see `Case.size_bytes`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _BATCH_CALLS = 20
 class Case:
     """One row of the table.
 
-    size_bytes: as nccl-tests count: the larger of the two buffers of one rank, dense: the output of an
-        all-gather, the input of a reduce-scatter, either of an all-reduce or broadcast. Rounded down to a
-        whole number of elements per rank.
+    size_bytes: dense bytes of the larger of one rank's two buffers, as nccl-tests counts: the output of an
+        all-gather, the input of a reduce-scatter, either buffer of an all-reduce or broadcast. It is rounded
+        down to a whole number of elements per rank.
     sparsity: fraction of elements that are zero, 0 to 1.
-    max_ctas: GPUs: most thread blocks that spccl may use, 0 = all. target: ratio to the peer that is wanted.
+    max_ctas: most thread blocks that spccl may use on a GPU; 0 = all.
+    target: wanted ratio to the peer; None: no target.
     """
 
     collective: str
@@ -45,17 +46,17 @@ class Case:
     target: float | None = None
 
     def block_elems(self, world_size: int) -> int:
-        """Elements of the smaller buffer: a rank's block where there are blocks, else everything."""
+        """Elements of the smaller buffer: one rank's block for all-gather and reduce-scatter, else all."""
         n = self.size_bytes // ELEM_BYTES[self.dtype]
         return n // world_size if self.collective in ("all_gather", "reduce_scatter") else n
 
     def calls(self) -> int:
-        """Calls that are timed together."""
+        """Number of calls that are timed together."""
         return _BATCH_CALLS if self.size_bytes <= _BATCH_BYTES else 1
 
 
 def sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """From smallest to largest, each `factor` times the one before. Bytes."""
+    """Sizes in bytes from smallest to largest, each `factor` times the one before."""
     if smallest < 1 or largest < smallest or factor < 2:
         raise ValueError(
             f"sizes from {smallest} to {largest} times {factor}: wanted 1 <= min <= max, factor >= 2"
@@ -111,7 +112,7 @@ _FEW_CTAS = (32, 3.0)  # all-reduce of 512 MiB at 99% with so many thread blocks
 
 
 def gpu_targets() -> Iterator[Case]:
-    """The cases of the table in docs/PERFORMANCE.md, each with its target; what matters most comes first."""
+    """The cases of the table in docs/PERFORMANCE.md, each with its target; the most important come first."""
     for (dtype, mib, sparsity), wanted in _GPU_TARGETS.items():
         for collective, target in zip(COLLECTIVES[:3], wanted, strict=True):
             op = "sum" if collective in REDUCING else "none"

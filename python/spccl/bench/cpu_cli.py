@@ -1,4 +1,4 @@
-"""The command `spccl bench --device cpu`: its options as a plan."""
+"""The command `spccl bench --device cpu`: turns its options into a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import cases, runner
 
 
 def plan_of(o: dict[str, Any]) -> runner.Plan:
-    """The options of `spccl bench` as a plan; what does not fit together is refused here."""
+    """The options of `spccl bench` as a plan. Raises click.BadParameter for options that contradict each other."""
     has_torch = importlib.util.find_spec("torch") is not None
     peer = o["peer"] or ("gloo" if has_torch else "none")
     if (peer == "gloo" or o["via"] == "torch") and not has_torch:

@@ -1,4 +1,4 @@
-"""The command `spccl bench --device cuda`: options to a plan, results to files and the terminal. Needs torch."""
+"""The command `spccl bench --device cuda`: turns options into a plan, writes results. Needs torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CODEC_DTYPES, _CODEC_SPARSITIES = ("float32", "bfloat16"), (0.999, 0.99, 0.9, 0
 
 @dataclasses.dataclass
 class _Heard:
-    """What rank 0 told, as it came."""
+    """Results and facts that rank 0 has sent so far."""
 
     facts: dict[str, str]
     rows: list[gpu_report.GpuRow] = dataclasses.field(default_factory=list)
@@ -48,7 +48,12 @@ class _Heard:
 
 
 def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path | None]) -> None:
-    """Run it. given: the options that stand on the command line; options: all; files: csv, codec_csv, json.
+    """Run the command.
+
+    Args:
+        given: the options that were given on the command line.
+        options: all options, with their defaults.
+        files: where to write: csv, codec_csv, json; None for not at all.
 
     Raises: click.ClickException.
     """
@@ -97,7 +102,7 @@ def _write_files(heard: _Heard, files: dict[str, Path | None]) -> None:
 
 
 def n_ranks(command: str, asked: int | None) -> int:
-    """Processes to start: what was asked for, else one per GPU. Raises: ClickException without so many GPUs."""
+    """Number of processes to start: `asked`, else one per GPU. Raises: ClickException if there are fewer GPUs."""
     found = torch.cuda.device_count()
     wanted = asked or max(found, 1)
     if found < wanted:
@@ -109,8 +114,8 @@ def n_ranks(command: str, asked: int | None) -> int:
 
 
 def plan_of(given: dict[str, Any], options: dict[str, Any]) -> gpu.GpuPlan:
-    """The plan; what does not fit `--device cuda` is refused. Without options that choose cases: the table of
-    docs/PERFORMANCE.md with its targets, and the codec."""
+    """The options as a plan. Without options that choose cases it is the table of docs/PERFORMANCE.md with its
+    targets, and the codec. Raises click.BadParameter for options that `--device cuda` does not have."""
     for name in _CPU_ONLY:
         if name in given:
             raise click.BadParameter("is for --device cpu", param_hint=f"--{name}")
