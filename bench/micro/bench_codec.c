@@ -1,10 +1,14 @@
-/* bench_codec.c - one thread: encode and decode beside the read and memset bandwidth of the same run.
+/* bench_codec.c - speed of encode and decode on one thread, beside the read and memset bandwidth of the same
+ * run.
  *   spccl_bench_codec [--csv FILE] [--repeats N] [--format tile|pici|coo|dense] [--mib N]
- * SPCCL_CPU_ISA picks the kernel set. GB/s = 1e9 bytes of dense data per second, whatever the frame's size.
- *   encode   scan + format by exact size + encode of a 64 MiB array, slice by slice, into one reused buffer
- *   set      decode SET, non_temporal, of frames made before, into a 64 MiB array (frames lie one after the
- * other) add      decode ADD of the same frames into the same array memset is timed twice, with 0 and with 1:
- * on AMD Zen 4 lines of zeros leave the core about three times as fast. */
+ * SPCCL_CPU_ISA chooses the kernel set. GB/s are 1e9 bytes of dense data per second, whatever the frames'
+ * size.
+ *   encode   scan, choice of format by exact size, and encode of a 64 MiB array, slice by slice, to one
+ *            buffer
+ *   set      decode SET with non-temporal stores to a 64 MiB array; the frames lie one after the other
+ *   add      decode ADD of the same frames to the same array
+ * memset is timed with 0 and with 1: on AMD Zen 4, cache lines of zeros leave the core about three times as
+ * fast. */
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
 #include "core/base/mem.h"
@@ -19,7 +23,7 @@
 struct options {
     FILE *csv;
     int repeats;
-    spccl_format format; /* AUTO: the smallest */
+    spccl_format format; /* AUTO: the format with the smallest frame */
     size_t bytes;        /* of the dense array */
 };
 struct bench {
@@ -47,7 +51,7 @@ static int64_t median(int64_t *ns, int n)
     return ns[n / 2];
 }
 
-/* ---- what the memory can do ---- */
+/* ---- bandwidth of the memory ---- */
 
 static double read_bandwidth(const uint64_t *p, size_t n_words)
 {
@@ -111,7 +115,7 @@ static spccl_format choose(const struct bench *b, const sp_scan_args *s)
             best = (spccl_format)f;
     return best;
 }
-/* Encode one slice at `out`; returns the frame's bytes. */
+/* Encode one slice to `out`. Returns the bytes of the frame. */
 static size_t encode_slice(struct bench *b, const uint8_t *x, size_t n, spccl_dtype dtype, uint8_t *out,
                            spccl_format *used)
 {
@@ -274,8 +278,8 @@ int main(int argc, char **argv)
         return rc;
     if (sp_kernels_pick(&b.k) != SPCCL_OK)
         return fprintf(stderr, "%s\n", spccl_last_error()), 1;
-    /* Room for frames of any format: the largest is coo of a dense array of 16-bit elements, three times the
-     * array. */
+    /* Enough for frames of any format: the largest is coo of a dense array of 16-bit elements, three times
+     * the array. */
     uint8_t *big = sp_alloc64(PEAK_BYTES);
     b.x = sp_alloc64(b.opt.bytes);
     b.frames = sp_alloc64(b.opt.bytes * 3 + ((size_t)8 << 20));

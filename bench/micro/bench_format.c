@@ -1,9 +1,13 @@
-/* bench_format.c - one thread: what each format costs per slice, and the cost table of core/tune.c fitted to
- * it. bench_format [slice_elems]                     SPCCL_CPU_ISA picks the kernel set Slices are taken in
- * turn from arrays of 32 MiB and frames written to a ring of 1 MiB, as between two ranks of a host. encode:
- * header and body after the scan (the scan comes before the choice).  check: sp_frame_validate.  set: decode
- * with verb set. Medians over all slices, ns per slice; the fit is least squares of encode and of check + set
- * against elements and listed elements over the densities shown. */
+/* bench_format.c - time per slice of each format on one thread, and a fit for the cost table of
+ * core/format/tune_format.c.
+ *   spccl_bench_format [slice_elems]
+ * SPCCL_CPU_ISA chooses the kernel set. Slices come in turn from an array of 32 MiB, and frames go to a ring
+ * of 1 MiB, as between two ranks of a host. Times are medians over all slices, in ns per slice:
+ *   encode   header and sections, without the scan, which comes before the choice of format
+ *   check    sp_frame_validate
+ *   set      decode with verb SET
+ * The fit is least squares of encode, and of check + set, over the densities shown. Its variables are the
+ * numbers of elements and of listed elements. */
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
@@ -88,7 +92,7 @@ static struct result run(struct bench *b, spccl_dtype dtype, spccl_format format
     return r;
 }
 
-/* y ~ a * n + b * nnz. n is the same in all, so this is a straight line through the densities. */
+/* Fit y = a * n + b * nnz. n is the same for all points, so this is a straight line over nnz. */
 static void fit(const double *y, const double *nnz, double n, double *per_elem, double *per_nnz)
 {
     double sx = 0, sy = 0, sxx = 0, sxy = 0, k = N_DENSITIES;

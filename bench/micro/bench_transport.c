@@ -1,9 +1,10 @@
-/* bench_transport.c - two processes, one transport after the other:
+/* bench_transport.c - latency and throughput of each transport between two processes; inproc has two threads.
  *   spccl_bench_transport [--csv FILE] [--transport NAME]
- *   latency     half of a round trip of a 64-byte message, waiting busy (spin) and asleep (sleep): median and
- * 99th percentile, in us throughput  one way, messages of 1 KiB to 256 KiB written and read in place (memset,
- * sum over words): payload GB/s = 1e9 bytes/s, median of 5 runs inproc runs with two threads. Ranks are not
- * pinned; with fewer than two free cores spinning ranks get in each other's way. */
+ *   latency     half of the round trip of a 64-byte message, in us: median and 99th percentile. The receiver
+ *               polls (spin) or sleeps (sleep).
+ *   throughput  one way, messages of 1 KiB to 256 KiB, in GB/s (1e9 bytes of payload per second): median of 5
+ *               runs. The sender writes with memset, the receiver sums words; both work in place.
+ * Ranks are not pinned to cores. With fewer than two free cores, ranks that poll delay each other. */
 #include "core/base/clock.h"
 #include "core/contract/transport.h"
 
@@ -72,12 +73,12 @@ static void idle(struct side *s, bool asleep)
 
 static void send_message(struct side *s, size_t bytes, int fill, bool asleep)
 {
-    void *room = NULL;
+    void *space = NULL;
     spccl_status st;
-    while ((st = s->t->reserve(s->ep, 1 - s->rank, 0, bytes, &room)) == SPCCL_AGAIN)
+    while ((st = s->t->reserve(s->ep, 1 - s->rank, 0, bytes, &space)) == SPCCL_AGAIN)
         idle(s, asleep);
     must(st, "reserve");
-    memset(room, fill, bytes);
+    memset(space, fill, bytes);
     must(s->t->commit(s->ep, 1 - s->rank, 0), "commit");
     s->n_sent++;
 }
@@ -135,7 +136,7 @@ static void measure_latency(struct side *s, bool asleep)
     free(us);
 }
 
-/* The receiver answers once it has everything; the time is the sender's. */
+/* The receiver answers when it has everything. The sender measures the time. */
 static double one_way(struct side *s, size_t bytes, size_t total)
 {
     int64_t t0 = sp_now_ns();

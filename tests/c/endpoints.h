@@ -1,5 +1,5 @@
-/* endpoints.h - what the tests of transports run on: endpoints of one group, each in a thread or a process of
- * its own, that find each other's addresses in shared memory. */
+/* endpoints.h - groups for the tests of transports. Each rank has an endpoint, and runs in a thread or a
+ * process of its own. The ranks exchange their addresses in shared memory. */
 #ifndef SP_TEST_ENDPOINTS_H
 #define SP_TEST_ENDPOINTS_H
 
@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #define MEMBERS_CAP 8
-#define PATIENCE_MS 30000 /* for anything that must happen; a machine may be slow */
+#define PATIENCE_MS 30000 /* deadline for what must happen, also on a slow machine */
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define SLOWDOWN 10
@@ -26,16 +26,16 @@
 #define SLOWDOWN 1
 #endif
 
-/* Where the members of a group live. */
-struct ground {
+/* A transport, and whether the members of a group are processes or threads. */
+struct environment {
     const char *transport;
     bool processes;
 };
-static const struct ground grounds[] = {
+static const struct environment environments[] = {
     {"inproc", false}, {"shm", true}, {"tcp", true}, {"shm", false}, {"tcp", false}};
-#define N_GROUNDS (sizeof grounds / sizeof *grounds)
+#define N_ENVIRONMENTS (sizeof environments / sizeof *environments)
 
-/* In memory that threads and processes see. */
+/* Shared by all members. */
 struct shared {
     atomic_int n_published, n_done, step;
     struct {
@@ -51,10 +51,10 @@ struct member {
     sp_endpoint_config config;
     struct shared *shared;
     uint64_t seed;
-    int kind; /* the case's own */
+    int kind; /* each test gives it a meaning of its own */
     void (*fn)(struct member *);
-    uint64_t n_sent[MEMBERS_CAP][SP_QUEUES_MAX]; /* messages by try_send */
-    int killed_rank;                             /* this one dies by SIGKILL, and shall; -1: none */
+    uint64_t n_sent[MEMBERS_CAP][SP_QUEUES_MAX]; /* messages that try_send sent */
+    int killed_rank;                             /* the test kills this rank with SIGKILL; -1: none */
     pthread_t thread;
     pid_t pid;
 };
@@ -77,8 +77,8 @@ static inline int count_entries(const char *folder)
     return n;
 }
 
-/* A group of n with these settings; a test may change them before it runs the members. */
-static inline struct member make_group(const struct ground *g, int n, void (*fn)(struct member *))
+/* A group of n members. A test may change the config before it runs the members. */
+static inline struct member make_group(const struct environment *g, int n, void (*fn)(struct member *))
 {
     struct member m = {
         .t = sp_transport_find(g->transport), .n = n, .fn = fn, .seed = test_rand(), .killed_rank = -1};
@@ -92,7 +92,7 @@ static inline struct member make_group(const struct ground *g, int n, void (*fn)
     return m;
 }
 
-/* Open and publish. */
+/* Open the endpoint and publish its address. */
 static inline bool open_member(struct member *m)
 {
     spccl_status st;
@@ -106,7 +106,7 @@ static inline bool open_member(struct member *m)
     return true;
 }
 
-/* Find everyone and connect; the outcome of add_peer or connect_step. */
+/* Connect to all members. Returns the status of add_peer or connect_step. */
 static inline spccl_status connect_member(struct member *m)
 {
     spccl_status st = SPCCL_OK;
@@ -181,8 +181,8 @@ static inline void wait_for_process(const struct member *m)
               status);
 }
 
-/* Run a group made by make_group; every rank must end by itself. */
-static inline void run_group(const struct ground *g, const struct member *model)
+/* Run the members of a group made by make_group, and wait until all have ended. */
+static inline void run_group(const struct environment *g, const struct member *model)
 {
     struct member m[MEMBERS_CAP];
     struct shared *shared =
@@ -224,20 +224,20 @@ static inline bool is_message(const uint8_t *p, size_t n, uint64_t seed)
     return true;
 }
 
-/* AGAIN if there is no room now. */
+/* AGAIN if the queue has no space now. */
 static inline spccl_status try_send(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
-    void *room = NULL;
-    spccl_status st = m->t->reserve(m->ep, peer, queue, n, &room);
+    void *space = NULL;
+    spccl_status st = m->t->reserve(m->ep, peer, queue, n, &space);
     if (st != SPCCL_OK)
         return st;
-    CHECK((uintptr_t)room % 16 == 0, "reserve: %p", room);
-    fill_message(room, n, seed);
+    CHECK((uintptr_t)space % 16 == 0, "reserve: %p", space);
+    fill_message(space, n, seed);
     m->n_sent[peer][queue]++;
     return m->t->commit(m->ep, peer, queue);
 }
 
-/* Take the next message, which must be this one; AGAIN if none is there. */
+/* Take the next message, and check that it is this one. AGAIN if no message is there. */
 static inline spccl_status try_take(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     const void *p = NULL;
@@ -259,7 +259,7 @@ static inline spccl_status progress(struct member *m)
     return m->t->progress(m->ep, &peer, text);
 }
 
-/* Sleep until something happens; false if nothing does, though something must. */
+/* Sleep until the endpoint wakes this rank. False if it does not within PATIENCE_MS. */
 static inline bool sleep_armed(struct member *m)
 {
     struct pollfd p = {.fd = m->t->wait_fd(m->ep), .events = POLLIN};
@@ -282,7 +282,7 @@ static inline void send_now(struct member *m, int peer, int queue, size_t n, uin
     CHECK(st == SPCCL_OK, "%s: rank %d to %d: %d", m->t->name, m->rank, peer, (int)st);
 }
 
-/* Take the message that must come; what peek said at last. */
+/* Wait for the next message and take it. Returns the last status of try_take. */
 static inline spccl_status take_now(struct member *m, int peer, int queue, size_t n, uint64_t seed)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
@@ -294,7 +294,7 @@ static inline spccl_status take_now(struct member *m, int peer, int queue, size_
     return st;
 }
 
-/* Has all that try_send sent to this peer left? */
+/* True if all that try_send sent to this peer has left this process. */
 static inline bool is_flushed(struct member *m, int peer)
 {
     for (int queue = 0; queue < m->config.n_queues; queue++)
@@ -313,8 +313,8 @@ static inline void flush_now(struct member *m, int peer)
     CHECK(is_flushed(m, peer), "%s: never flushed", m->t->name);
 }
 
-/* Everybody has come this far. */
-static inline void meet(struct member *m, int step)
+/* Wait until all members called barrier(m, step). Steps count from 1. */
+static inline void barrier(struct member *m, int step)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     atomic_fetch_add(&m->shared->n_done, 1);
@@ -323,7 +323,8 @@ static inline void meet(struct member *m, int step)
             (void)progress(m);
         usleep(200);
     }
-    CHECK(atomic_load(&m->shared->n_done) >= step * m->n, "rank %d waits for the others in vain", m->rank);
+    CHECK(atomic_load(&m->shared->n_done) >= step * m->n, "rank %d: some rank did not come to barrier %d",
+          m->rank, step);
 }
 
 #endif

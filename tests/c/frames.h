@@ -1,4 +1,4 @@
-/* frames.h - frames for the tests of core/format.c. */
+/* frames.h - frames for the tests of core/format/format.c. */
 #ifndef SP_TEST_FRAMES_H
 #define SP_TEST_FRAMES_H
 
@@ -10,7 +10,7 @@ static const spccl_format formats[] = {SPCCL_FORMAT_EMPTY, SPCCL_FORMAT_TILE, SP
                                        SPCCL_FORMAT_COO, SPCCL_FORMAT_DENSE};
 #define N_FORMATS (sizeof formats / sizeof *formats)
 
-/* A frame in memory of exactly its size, so that the address sanitizer sees any read past it. */
+/* A frame in memory of exactly its size: the address sanitizer then finds any read past its end. */
 struct buf {
     uint8_t *p;
     size_t bytes;
@@ -37,7 +37,8 @@ static inline struct buf encode(spccl_format format, const void *x, size_t n, sp
     return b;
 }
 
-/* [n] of elem_bytes, one in `every` elements nonzero (0: none); never a whole block of 256. */
+/* An array [n] with one nonzero in `every` elements on average (0: no nonzeros). In no block of 256 are all
+ * elements nonzero. */
 static inline uint8_t *sparse_array(size_t n, size_t elem_bytes, unsigned every)
 {
     uint8_t *x = calloc(n != 0 ? n : 1, elem_bytes);

@@ -1,5 +1,4 @@
-/* ranks.h - ranks as threads of one process, with a store in memory: what the C tests of collectives run on.
- */
+/* ranks.h - groups for the tests of collectives: ranks are threads of one process, the store is in memory. */
 #ifndef SP_TEST_RANKS_H
 #define SP_TEST_RANKS_H
 
@@ -68,7 +67,7 @@ static inline spccl_status mem_store_get(void *ctx, const char *key, void *buf, 
     return st;
 }
 
-/* One rank's view of a group under test. */
+/* One rank of a group under test. */
 struct rank_ctx {
     int rank, n_ranks;
     spccl_comm *comm;
@@ -95,7 +94,7 @@ static inline void *rank_main(void *arg)
     return NULL;
 }
 
-/* Run fn on n_ranks threads, each with its communicator in c->comm. ctx [n_ranks] keeps what happened. */
+/* Run fn on n_ranks threads, each with its communicator in c->comm. ctx [n_ranks] holds the results. */
 static inline void run_ranks(int n_ranks, const spccl_config *config, void (*fn)(struct rank_ctx *),
                              void *arg, struct rank_ctx *ctx)
 {

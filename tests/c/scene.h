@@ -1,4 +1,4 @@
-/* scene.h - a collective that is meant to fail, and what each rank saw of it. */
+/* scene.h - runs a collective that is expected to fail, and records what each rank got. */
 #ifndef SP_TEST_SCENE_H
 #define SP_TEST_SCENE_H
 
@@ -7,7 +7,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-/* What one rank saw; written by its thread, read after all have ended. */
+/* The result of one rank. Its thread writes it; the test reads it after all threads have ended. */
 struct outcome {
     spccl_status st;
     char text[1024];

@@ -1,4 +1,5 @@
-/* test.h - the whole C test harness: CHECK, a run list; exit 0 pass, 1 fail, 77 skip. */
+/* test.h - the C test harness: CHECK, and test_main, which runs a list of cases. A test program exits with 0
+ * for pass, 1 for fail, 77 for skip. */
 #ifndef SP_TEST_H
 #define SP_TEST_H
 
@@ -8,7 +9,7 @@
 #include <string.h>
 #include <time.h>
 
-static _Atomic int test_n_failed, test_n_checks; /* CHECK may run on several threads */
+static _Atomic int test_n_failed, test_n_checks; /* atomic: any thread may use CHECK */
 
 #define CHECK(cond, ...)                                                                                     \
     do {                                                                                                     \
@@ -47,8 +48,8 @@ struct test_case {
     void (*fn)(void);
 };
 
-/* splitmix64: fresh seed each run unless SPCCL_TEST_SEED is set; printed so that a failure can be repeated.
- */
+/* Random numbers (splitmix64). SPCCL_TEST_SEED sets the seed; by default each run has a new one. test_main
+ * prints the seed, so that a failure can be repeated. */
 static uint64_t test_rng_state;
 static inline uint64_t test_rand(void)
 {

@@ -1,5 +1,5 @@
-/* test_array_codec.c - core/format/array_codec.c: arguments, errors, slices and struct sizes of the public
- * codec functions. What the bytes mean is tested in test_codec.c and test_format.c. */
+/* test_array_codec.c - core/format/array_codec.c: arguments, errors and slices of the public codec functions.
+ * test_codec.c and test_format.c test the bytes. */
 #include "core/format/format.h"
 #include "test.h"
 
@@ -15,7 +15,7 @@ struct encoded {
     size_t bytes;
 };
 
-/* The encoded array of x in memory of exactly its size. */
+/* Encode x to memory of exactly the size of the encoded array. */
 static struct encoded encode(const void *x, size_t n, spccl_dtype dtype, const spccl_encode_options *o)
 {
     size_t cap = spccl_encode_bound(n, dtype, o);
@@ -58,7 +58,7 @@ static void test_slices(void)
     free(s.p);
 }
 
-/* A bad third frame: what lies before it is written, it and the rest are untouched. */
+/* The third frame is bad: decode writes the elements of the first two frames, and no others. */
 static void test_bad_frame_in_an_array(void)
 {
     enum { N = 3 * 4096 + 50 };

@@ -1,4 +1,4 @@
-/* test_auth.c - SHA-256 and HMAC against published vectors: FIPS 180-4 examples, RFC 4231 section 4. */
+/* test_auth.c - SHA-256 and HMAC against published test vectors: FIPS 180-4 examples, RFC 4231 section 4. */
 #include "test.h"
 #include "transport/common/auth.h"
 
@@ -29,7 +29,7 @@ static void test_sha256(void)
     }
     memset(a, 'a', sizeof a);
     sp_sha256_init(&h);
-    for (size_t left = 1000000, n; left > 0; left -= n) { /* in pieces that fall anywhere within a block */
+    for (size_t left = 1000000, n; left > 0; left -= n) { /* pieces start and end anywhere in a block */
         n = 1 + (size_t)(test_rand() % sizeof a);
         n = n < left ? n : left;
         sp_sha256_add(&h, a, n);
@@ -45,7 +45,7 @@ static void test_hmac(void)
         int key_byte;
         size_t key_bytes;
         const char *text;
-        int data_byte; /* 50 of them, if text is NULL */
+        int data_byte; /* if text is NULL, the data is 50 of these bytes */
         const char *want;
     } cases[] = {
         {0x0b, 20, "Hi There", 0, "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
@@ -83,10 +83,10 @@ static void test_equal_secret(void)
     CHECK_OK(sp_random_bytes(b, sizeof b));
     CHECK(memcmp(a, b, sizeof a) != 0, "two random numbers are the same");
     memcpy(b, a, sizeof a);
-    CHECK(sp_equal_secret(a, b, sizeof a), "equal ones differ");
+    CHECK(sp_equal_secret(a, b, sizeof a), "equal secrets differ");
     for (size_t bit = 0; bit < 8 * sizeof a; bit++) {
         b[bit / 8] ^= (uint8_t)(1u << bit % 8);
-        CHECK(!sp_equal_secret(a, b, sizeof a), "bit %zu is not looked at", bit);
+        CHECK(!sp_equal_secret(a, b, sizeof a), "bit %zu is not compared", bit);
         b[bit / 8] ^= (uint8_t)(1u << bit % 8);
     }
 }

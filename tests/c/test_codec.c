@@ -1,6 +1,5 @@
-/* test_codec.c - core/format/codec.c, core/format/array_codec.c and the format choice of
- * core/format/tune_format.c: round trips of every dtype, format, verb and base; errors; the choice of format
- * never changes a decoded bit. */
+/* test_codec.c - core/format/codec.c, array_codec.c and tune_format.c: round trips of every dtype, format and
+ * verb, with and without base; errors; the choice of format never changes a decoded bit. */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
 #include "test.h"
@@ -10,11 +9,11 @@ static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095
 
 /* ---- arrays ---- */
 
-/* Bit patterns that arithmetic or a careless comparison with zero would lose: of every element size, the low
- * bytes are taken. */
+/* Bit patterns that arithmetic or a wrong comparison with zero would change. An element is the low bytes of
+ * such a word. */
 static uint64_t special_bits(void)
 {
-    static const uint64_t words[] = {0x8000000000000000u, /* -0.0 of float64; also the low parts below */
+    static const uint64_t words[] = {0x8000000000000000u, /* -0.0 of float64 */
                                      0x7ff0000000000001u,
                                      0x7ff8000000000000u,
                                      0xfff0000000000000u,
@@ -33,8 +32,8 @@ static uint64_t special_bits(void)
     return words[test_rand() % (sizeof words / sizeof *words)];
 }
 
-/* [n] of eb bytes; about one in `every` nonzero (0: none, 1: all); one nonzero in eight is a special pattern.
- * Memory of exactly n * eb bytes. */
+/* An array [n] of elements of eb bytes, in memory of exactly that size. About one element in `every` is
+ * nonzero (0: none, 1: all). One nonzero in eight is a special pattern. */
 static uint8_t *random_array(size_t n, size_t eb, unsigned every)
 {
     uint8_t *x = malloc(n * eb != 0 ? n * eb : 1);
@@ -71,7 +70,7 @@ static int is_listed(const uint8_t *x, const uint8_t *base, size_t i, size_t eb)
     return memcmp(x + i * eb, base != NULL ? base + i * eb : zero, eb) != 0;
 }
 
-/* ---- encode with checks of everything that must hold whatever the data ---- */
+/* ---- encode, with checks of what must hold for any data ---- */
 
 struct encoded {
     uint8_t *p;
@@ -94,9 +93,9 @@ static struct encoded encode(const void *x, size_t n, spccl_dtype dtype, const s
         return s;
     }
     CHECK(s.bytes <= cap, "%zu of %zu bytes", s.bytes, cap);
-    s.p = malloc(s.bytes); /* exactly enough room must do, and give the same bytes */
+    s.p = malloc(s.bytes); /* a dst of exactly this size must be enough */
     CHECK_OK(spccl_encode(x, n, dtype, o, s.p, s.bytes, &again));
-    CHECK(again == s.bytes && memcmp(s.p, tmp, s.bytes) == 0, "not the same bytes twice");
+    CHECK(again == s.bytes && memcmp(s.p, tmp, s.bytes) == 0, "the second call gave other bytes");
     again = SIZE_MAX;
     CHECK(spccl_encode(x, n, dtype, o, tmp, s.bytes - 1, &again) == SPCCL_ERR_DST_SMALL && again == SIZE_MAX,
           "one byte less: %s", spccl_last_error());
@@ -104,7 +103,7 @@ static struct encoded encode(const void *x, size_t n, spccl_dtype dtype, const s
     return s;
 }
 
-/* What element i of dst becomes; a copy of what FORMAT.md 5 says. Additions on integers alone here. */
+/* What decoding makes of dst, element by element (FORMAT.md 5). ADD works for integers only. */
 static void apply_plain(spccl_verb verb, uint8_t *dst, const uint8_t *x, const uint8_t *base, size_t n,
                         size_t eb)
 {
@@ -167,7 +166,7 @@ static void check_formats(const struct encoded *s, spccl_format want, int is_del
     CHECK(total == n, "%zu elements in the frames, wanted %zu", total, n);
 }
 
-/* May every slice of x take this format? */
+/* True if every slice of x can take this format. */
 static int fits(spccl_format format, const uint8_t *x, const uint8_t *base, size_t n, size_t eb)
 {
     size_t listed = 0, in_block = 0;
@@ -245,7 +244,7 @@ static void test_round_trips(void)
     round_trip(65536 * 2 + 4097, SPCCL_BFLOAT16, 50, 1);
 }
 
-/* ---- the format never changes a bit, also when floats are added ---- */
+/* ---- the format never changes a bit of the result, also when floats are added ---- */
 
 static void check_same_bits(size_t n, spccl_dtype dtype, unsigned every, spccl_verb verb)
 {
@@ -253,7 +252,7 @@ static void check_same_bits(size_t n, spccl_dtype dtype, unsigned every, spccl_v
     uint8_t *x = random_array(n, eb, every), *first = NULL;
 
     for (size_t i = 0; i < n; i += 251)
-        memset(x + i * eb, 0, eb); /* no block of 256 is full: tile fits */
+        memset(x + i * eb, 0, eb); /* a zero in each block of 256, so that tile is possible */
     for (int f = SPCCL_FORMAT_AUTO; f < SPCCL_N_FORMATS; f++) {
         spccl_encode_options o = SPCCL_ENCODE_OPTIONS_INIT;
         uint8_t *dst = poison(n * eb);
@@ -292,7 +291,7 @@ static void test_format_never_changes_bits(void)
 
 /* ---- alignment ---- */
 
-/* x, encoded array and dst one byte off every alignment. */
+/* x, encoded array and dst start at odd addresses. */
 static void test_alignment(void)
 {
     enum { N = 5000 };
@@ -325,7 +324,7 @@ static void test_alignment(void)
     }
 }
 
-/* ---- the internal codec: 16-bit floats added into float32 ---- */
+/* ---- the internal codec: 16-bit floats added to a float32 accumulator ---- */
 
 static void test_add_into_float32(void)
 {

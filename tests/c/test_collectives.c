@@ -1,6 +1,6 @@
-/* test_collectives.c - every collective, dtype and op against plain scalar answers, 1 to 17 ranks as threads,
- * over inproc and tcp; sizes on edges, all densities, in place and not, forced formats and schedules, several
- * in flight. */
+/* test_collectives.c - compares every collective, dtype and op with plain scalar code. 1 to 17 ranks are
+ * threads, over inproc, shm and tcp. The cases have edge sizes, all densities, in place or not, forced
+ * formats and schedules, and several collectives in flight. */
 #include "core/base/dtype.h"
 #include "ranks.h"
 
@@ -20,7 +20,7 @@ struct one_case {
 struct plan_of_cases {
     const struct one_case *cases;
     int n_cases;
-    pthread_mutex_t mu; /* CHECK is not thread safe */
+    pthread_mutex_t mu; /* held while a case is checked */
 };
 
 static uint64_t mix(uint64_t z)
@@ -30,7 +30,7 @@ static uint64_t mix(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* The bits of element i of rank r's input: known to all ranks without sending anything. */
+/* The bits of element i of rank r's input. Every rank computes them without communication. */
 static uint64_t element(const struct one_case *c, int r, size_t i)
 {
     uint64_t h = mix(c->seed + (uint64_t)r * 0x9e3779b97f4a7c15u + i * 0xd1342543de82ef95u);
@@ -111,7 +111,7 @@ static int64_t sign_extend(uint64_t bits, spccl_dtype t)
     }
 }
 
-/* The reduction of element i over all ranks, by the contract of spccl.h and nothing else. */
+/* The reduction of element i over all ranks, as spccl.h defines it. */
 static uint64_t reduced(const struct one_case *c, int n_ranks, size_t i)
 {
     bool sums = c->op == SPCCL_SUM || c->op == SPCCL_AVG;
@@ -174,7 +174,8 @@ static uint64_t wanted(const struct one_case *c, const struct rank_ctx *ctx, siz
     }
 }
 
-/* Buffers of one case on one rank: exactly sized, so that the sanitizer sees a byte too much. */
+/* Buffers of one case on one rank, of exactly the size needed: the address sanitizer then finds any access
+ * outside. */
 struct buffers {
     uint8_t *in, *out;
     size_t n_in, n_out;
@@ -265,7 +266,7 @@ static void run_cases(struct rank_ctx *ctx)
             req[i] = NULL;
             st[i] = issue(c, ctx->comm, &b[i], c->async ? &req[i] : NULL);
         }
-        for (int i = n; i-- > 0;) { /* waited for in another order than issued */
+        for (int i = n; i-- > 0;) { /* wait in the reverse of the order of the calls */
             if (req[i] != NULL)
                 st[i] = spccl_request_wait(req[i], -1);
             check_case(&plan->cases[first + i], ctx, &b[i], st[i]);
@@ -356,7 +357,7 @@ static void test_tcp(void)
         random_plan(n, 48, 20000, "tcp");
 }
 
-/* Larger than the queues: flow control, streams, every format on the way. */
+/* Arrays larger than the queues: flow control, many slices, every format. */
 static void test_large(void)
 {
     static const int densities[] = {0, 1, 10, 50, 100};
@@ -380,7 +381,7 @@ static void test_large(void)
     }
 }
 
-/* Forcing anything must not change a bit: all runs are compared with the same scalar answer. */
+/* A forced format, schedule or slice size must not change a bit: all runs are compared with scalar code. */
 static void test_forced(void)
 {
     static const char *const formats[] = {"tile", "pici", "coo", "dense"};
@@ -400,7 +401,8 @@ static void test_forced(void)
     unsetenv("SPCCL_SLICE_BYTES");
 }
 
-/* NaN payloads: no scalar answer (C leaves open which payload a sum keeps), but no format may change it. */
+/* NaN payloads: all formats must give the bits that dense gives. Scalar C is no reference here: it does not
+ * say which payload a sum keeps. */
 #define N_NAN 20000
 
 static void nan_sum(struct rank_ctx *ctx)
@@ -437,8 +439,9 @@ static void test_nan_payloads(void)
     free(got);
 }
 
-/* In place the sum starts at this rank's own value instead of 0. Own part nearly full, with -0.0 at the end
- * of each slice, peers nearly empty; and signalling NaNs, which adding 0 makes quiet. */
+/* Values that change when 0 is added: -0.0 and signalling NaNs. In place, a sum starts at this rank's own
+ * value instead of 0. Each rank's own part is nearly full, its other part is zero, and the special values are
+ * also at the end of each slice. */
 static void odd_values(struct rank_ctx *ctx)
 {
     static const uint32_t odd[] = {0x80000000u, 0x7f800001u, 0xffa00000u, 0x3f800000u};

@@ -1,5 +1,5 @@
-/* test_completion.c - a collective is reported as done as soon as its own bytes have left this process,
- * whatever later collectives still have to send. */
+/* test_completion.c - a collective is done as soon as its own bytes have left this process, although later
+ * collectives still have bytes to send. */
 #include "ranks.h"
 
 #include <stdatomic.h>
@@ -11,8 +11,8 @@
 
 static atomic_bool first_done;
 
-/* Rank 0 issues a small all-reduce and a large broadcast. Rank 1 takes part in the small one, and in the large
- * one only once rank 0 knows that the small one is done. */
+/* Rank 0 issues a small all-reduce and a large broadcast. Rank 1 takes part in the small one, and in the
+ * large one only once rank 0 knows that the small one is done. */
 static void two_in_flight(struct rank_ctx *c)
 {
     uint8_t *big = calloc(BIG, 1);

@@ -1,4 +1,5 @@
-/* test_disagree.c - ranks that call different things: all of them fail, soon, and are told both calls. */
+/* test_disagree.c - ranks call different collectives: all of them fail soon, and an error text has both
+ * calls. */
 #include "core/run/comm.h"
 #include "scene.h"
 
@@ -18,7 +19,7 @@ static void disagree(struct rank_ctx *c)
         in[i] = (float)i;
     if (s->kind == ROOTS)
         st = spccl_broadcast(c->comm, in, n, t, c->rank == 1 ? 1 : 0, NULL);
-    if (s->kind == ROOTS && st == SPCCL_OK) /* a root waits for nobody: the next collective notices */
+    if (s->kind == ROOTS && st == SPCCL_OK) /* a root does not wait for peers: the next collective fails */
         st = spccl_all_reduce(c->comm, in, out, n, t, op, NULL);
     if (s->kind == COLLS && odd)
         st = spccl_all_gather(c->comm, in, out, n, t, NULL);
@@ -52,10 +53,10 @@ static void test_disagreement(void)
     }
 }
 
-/* ---- a rank that got through the call it disagrees about ---- */
+/* ---- a rank finds the mismatch only after its own call has returned ---- */
 
-/* Rank 0's side by hand, in the order that a busy machine brings about once in a while: its broadcast leaves
- * after rank 1's is over, and it does not look itself. */
+/* Rank 0 calls a broadcast with another root than rank 1. On a busy machine, rank 0 may send after rank 1's
+ * call has returned, and may not read rank 1's messages. This function makes that order happen. */
 static void send_late(struct rank_ctx *c, const void *buf, size_t n)
 {
     sp_coll_args a = {.coll = SP_BROADCAST,
@@ -70,7 +71,7 @@ static void send_late(struct rank_ctx *c, const void *buf, size_t n)
     sp_op *op = NULL;
     CHECK_OK(sp_op_create(&a, 0, c->n_ranks, &op));
     op->seq = c->comm->next_seq;
-    sp_exec_add(&c->comm->exec, op); /* nobody drives while nothing is under way */
+    sp_exec_add(&c->comm->exec, op); /* no thread drives the executor while no collective runs */
     CHECK_OK(sp_exec_pass(&c->comm->exec, &progressed));
     CHECK(progressed, "nothing was sent");
 }
@@ -90,14 +91,15 @@ static void late(struct rank_ctx *c)
         return;
     }
     for (int i = 0; i < s->kind; i++)
-        CHECK_OK(spccl_broadcast(c->comm, buf, 1000, SPCCL_FLOAT32, 1, NULL)); /* a root waits for nobody */
+        CHECK_OK(spccl_broadcast(c->comm, buf, 1000, SPCCL_FLOAT32, 1, NULL)); /* a root does not wait */
     atomic_store(&s->n_done, 1);
     st = spccl_all_reduce(c->comm, buf, buf, 1000, SPCCL_FLOAT32, SPCCL_SUM, NULL);
     note(c, st, start);
     atomic_store(&s->n_done, 2);
 }
 
-/* The first of so many calls is the wrong one: named as long as it is remembered. */
+/* Rank 1 makes n_calls calls, and the first does not match rank 0's. The text names that call if it is one of
+ * the last SP_EXEC_PAST. */
 static void test_late_message(void)
 {
     static const int n_calls[] = {1, SP_EXEC_PAST, SP_EXEC_PAST + 1, 40};
@@ -124,6 +126,6 @@ int main(int argc, char **argv)
         {"late_message", test_late_message},
         {NULL, NULL},
     };
-    setenv("SPCCL_LOG", "off", 1); /* the failures are meant */
+    setenv("SPCCL_LOG", "off", 1); /* the tests cause these failures */
     return test_main(cases, argc, argv);
 }

@@ -1,7 +1,8 @@
-/* test_fault_injection.c - whole collectives over a transport that makes trouble: calls that could go on are
- * held back, connections are cut, bits are flipped. Held back: every result is right. Cut: every rank gets an
- * error that names a rank. Flipped in an envelope or a frame's header: an error or the right result; flipped
- * in the payload, which carries no checksum: never a crash, a hang, or an access outside a buffer. */
+/* test_fault_injection.c - collectives over a transport that injects faults (transport/fault.h).
+ *   delays: calls return AGAIN although they could go on. Every result must be right.
+ *   cut connections: every rank must get an error that names a rank.
+ *   flipped bits in an envelope or a frame's header: an error, or the right result.
+ *   flipped bits in the payload, which has no checksum: no crash, no hang, no access outside a buffer. */
 #include "ranks.h"
 #include "transport/fault.h"
 
@@ -14,7 +15,7 @@ struct scene {
     size_t n;
     int density_pct, n_collectives;
     uint64_t seed;
-    bool may_be_wrong; /* results are not checked */
+    bool may_be_wrong; /* do not check the results */
     _Atomic int n_errors, n_wrong;
 };
 
@@ -22,7 +23,7 @@ static float input(const struct scene *s, int rank, int k, size_t i)
 {
     uint64_t x = (s->seed + (uint64_t)rank * 31 + (uint64_t)k * 1009 + i) * 0x9e3779b97f4a7c15u;
     x ^= x >> 29;
-    return (int)(x % 100) < s->density_pct ? (float)(x / 128 % 64) + 1 : 0; /* sums are exact */
+    return (int)(x % 100) < s->density_pct ? (float)(x / 128 % 64) + 1 : 0; /* small integers: exact sums */
 }
 
 static void all_reduces(struct rank_ctx *c)
@@ -135,6 +136,6 @@ int main(int argc, char **argv)
         {"flipped_anywhere", test_flipped_anywhere},
         {NULL, NULL},
     };
-    setenv("SPCCL_LOG", "off", 0); /* every broken group would print its last events */
+    setenv("SPCCL_LOG", "off", 0); /* else every group that breaks prints its trace */
     return test_main(cases, argc, argv);
 }

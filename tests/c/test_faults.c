@@ -1,6 +1,6 @@
-/* test_faults.c - what happens when ranks die, hang or abort: every survivor gets an error that names rank,
- * peer, operation and sizes within the deadline; the process can make a new group; idle waiting costs no CPU.
- * Ranks that call different things: test_disagree.c. */
+/* test_faults.c - ranks die, hang or abort. Every survivor gets an error within the deadline, which names
+ * rank, peer, operation and sizes. The process can make a new group. A waiting thread uses no CPU time.
+ * test_disagree.c has ranks that call different collectives. */
 #include "scene.h"
 
 /* ---- a rank that leaves in the middle ---- */
@@ -12,7 +12,7 @@ static void leave(struct rank_ctx *c)
     float *buf;
     int64_t start;
     if (c->rank == 1)
-        return; /* destroys its communicator at once */
+        return; /* run_ranks then destroys the communicator */
     buf = calloc(BIG, sizeof *buf);
     start = now_ms();
     note(c, spccl_all_reduce(c->comm, buf, buf, BIG, SPCCL_FLOAT32, SPCCL_SUM, NULL), start);
@@ -23,7 +23,8 @@ static void leave(struct rank_ctx *c)
     free(buf);
 }
 
-/* Three ranks in one all_reduce. A survivor that only heard of it from another one names the same rank. */
+/* Three ranks are in one all_reduce, and one dies. Both survivors name that rank, also the one that learns of
+ * it from the other's abort. */
 static void check_survivors(const struct scene *s, const char *transport, int dead, int within_ms)
 {
     int n_named = 0;
@@ -40,7 +41,7 @@ static void check_survivors(const struct scene *s, const char *transport, int de
         CHECK(o->took_ms < within_ms, "%s: rank %d took %lld ms", transport, r, (long long)o->took_ms);
         n_named += o->st != SPCCL_ERR_ABORTED;
     }
-    CHECK(n_named >= 1, "%s: nobody saw it first hand", transport);
+    CHECK(n_named >= 1, "%s: all survivors only got an abort", transport);
 }
 
 static void test_rank_leaves(void)
@@ -250,7 +251,7 @@ static void arguments(struct rank_ctx *c)
     CHECK(spccl_comm_describe_link(m, 2, &text) == SPCCL_ERR_ARG, "peer 2");
     CHECK_OK(spccl_comm_describe_link(m, 1 - c->rank, &text));
     CHECK(has(text, "inproc"), "%s", text);
-    /* none of that broke the group */
+    /* Errors of arguments do not break the group. */
     buf[0] = 1;
     CHECK_OK(spccl_all_reduce(m, buf, buf, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
     CHECK(buf[0] == 2, "%f", (double)buf[0]);
@@ -320,10 +321,10 @@ static void test_missing_rank(void)
         free(e);
     }
     struct scene scene = {.kind = 0};
-    run_scene(4, 5000, "inproc", nothing, &scene); /* the process can still make groups */
+    run_scene(4, 5000, "inproc", nothing, &scene); /* the process can still make a group */
 }
 
-/* ---- others who poll, and an abort at any moment, while blocking calls go on ---- */
+/* ---- other threads poll errors, abort, and set time limits during blocking calls ---- */
 
 struct poller {
     spccl_comm *comm;
@@ -379,7 +380,7 @@ static void abort_any_time(struct rank_ctx *c)
     }
 }
 
-/* Another thread sets the deadline all the time: what ThreadSanitizer is for. */
+/* Another thread sets the time limit all the time. ThreadSanitizer finds a missing lock. */
 static void *set_timeouts(void *arg)
 {
     struct poller *p = arg;
@@ -413,7 +414,7 @@ static void test_polled(void)
 {
     struct scene s = {.kind = 0};
     int64_t start = now_ms();
-    /* Deadlines well above what a busy machine needs: 40 s with two cores that have other work. */
+    /* The deadlines are well above what a busy machine needs: 40 s on two cores with other work. */
     run_scene(2, 120000, "shm", polled, &s);
     for (int i = 0; i < 50; i++)
         run_scene(2, 120000, "inproc", abort_any_time, &s);
@@ -435,6 +436,6 @@ int main(int argc, char **argv)
         {"timeout_set_meanwhile", test_timeout_set_meanwhile},
         {NULL, NULL},
     };
-    setenv("SPCCL_LOG", "off", 1); /* the failures below are meant */
+    setenv("SPCCL_LOG", "off", 1); /* the tests cause these failures */
     return test_main(cases, argc, argv);
 }

@@ -1,5 +1,5 @@
-/* test_format.c - core/format.c: layout, header, every rule of FORMAT.md 4 that concerns one frame, and the
- * hex examples of the document. Mutated frames: test_format_mutated.c. */
+/* test_format.c - core/format/format.c: layout, header, every rule of FORMAT.md 4 about one frame, and the
+ * hex examples of FORMAT.md. test_format_mutated.c has mutated frames. */
 #include "frames.h"
 
 /* ---- layout, sizes, header ---- */
@@ -61,7 +61,7 @@ static void test_header(void)
     static const uint8_t want[64] = {'S', 'P', 'C', 'F', 1, 1, 4, 1, 44, 1, 0, 0,  0, 0, 0, 0, 3, 0, 0, 0, 0,
                                      0,   0,   0,   128, 0, 0, 0, 0, 0,  0, 0, 64, 0, 0, 0, 0, 0, 0, 0, 80};
 
-    sp_frame_layout_of(SPCCL_FORMAT_TILE, 300, 3, 8, &l); /* 2 counts, 3 places, 24 bytes of values */
+    sp_frame_layout_of(SPCCL_FORMAT_TILE, 300, 3, 8, &l); /* 2 counts, 3 offsets, 24 bytes of values */
     CHECK(l.frame_bytes == 128, "%zu", l.frame_bytes);
     memset(b, 0xee, sizeof b);
     sp_frame_write_header(b, SPCCL_FORMAT_TILE, SPCCL_FLOAT64, true, 300, 3, &l);
@@ -108,8 +108,8 @@ static void test_good(void)
     check_good(SPCCL_FORMAT_EMPTY, 0, SPCCL_FLOAT32, 1);
 }
 
-/* As many falls in a row as can be: one listed element in each of 600 blocks, all at the same place; and as
- * few: 255 rising places in each. */
+/* A fall is an offset that is not larger than the one before it. Most falls: each of 600 blocks lists one
+ * element, all at the same offset. Fewest falls: each block lists 255 elements with rising offsets. */
 static void test_good_extremes(void)
 {
     enum { N = 600 * 256 };
@@ -122,26 +122,27 @@ static void test_good_extremes(void)
         b = encode(SPCCL_FORMAT_TILE, x, N, SPCCL_UINT8, NULL);
         CHECK_OK(sp_frame_validate(b.p, b.bytes, &f));
         CHECK(f.nnz == (full ? N / 256 * 255 : N / 256), "nnz %zu", f.nnz);
-        b.p[64 + 608 + 300]--; /* element 45 of block 1 if full: now the place before it once more */
-        CHECK((sp_frame_validate(b.p, b.bytes, &f) == SPCCL_OK) == !full, "one place lower");
+        b.p[64 + 608 + 300]--; /* offset 45 of block 1 if full: now equal to the offset before it */
+        CHECK((sp_frame_validate(b.p, b.bytes, &f) == SPCCL_OK) == !full, "an offset that is one lower");
         free(b.p);
         free(x);
     }
 }
 
-/* ---- every rule: break one thing in a good frame ---- */
+/* ---- every rule: change one field of a good frame ---- */
 
 struct broken {
     int rule;
     spccl_format format;
-    size_t at;        /* byte to change ... */
-    size_t bytes;     /* ... and how many, little-endian */
-    uint64_t value;   /* what it becomes */
+    size_t at;        /* offset of the field in the frame */
+    size_t bytes;     /* size of the field */
+    uint64_t value;   /* its new value, little-endian */
     const char *text; /* part of the error text */
 };
 
-/* All frames hold the same: float32, n 300, listed elements 3, 66, 258.  Sections: tile 64, 80, 96 of 112;
- * pici 64, 80, 592 of 608; coo 64, 80 of 96; dense 64 of 1264. */
+/* All frames hold the same array: float32, n_elems 300, listed elements 3, 66, 258. Offsets of the sections
+ * and size of the frame, in bytes: tile 64, 80, 96 of 112; pici 64, 80, 592 of 608; coo 64, 80 of 96; dense
+ * 64 of 1264. */
 static const struct broken broken[] = {
     {2, SPCCL_FORMAT_TILE, 0, 1, 'X', "magic"},
     {2, SPCCL_FORMAT_TILE, 3, 1, 'f', "magic"},
@@ -168,7 +169,7 @@ static const struct broken broken[] = {
     {15, SPCCL_FORMAT_COO, 40, 8, 80, "meta_off 80"},
     {16, SPCCL_FORMAT_TILE, 48, 8, UINT64_MAX, "values_off"},
     {16, SPCCL_FORMAT_EMPTY, 48, 8, 64, "values_off 64"},
-    {16, SPCCL_FORMAT_COO, 16, 8, 5, "values_off 80"}, /* sections move when nnz lies */
+    {16, SPCCL_FORMAT_COO, 16, 8, 5, "values_off 80"}, /* with nnz 5 the values would start later */
     {17, SPCCL_FORMAT_TILE, 24, 8, 96, "frame_bytes 96"},
     {17, SPCCL_FORMAT_TILE, 24, 8, 128, "frame_bytes 128"},
     {26, SPCCL_FORMAT_COO, 16, 8, 4,
@@ -240,14 +241,14 @@ static void test_version(void)
 {
     struct buf b = example_frame(SPCCL_FORMAT_TILE);
     b.p[4] = 2;
-    b.p[5] = 99; /* the version is judged before anything that a later version may change */
+    b.p[5] = 99; /* the version is checked before fields that a later version may change */
     check_refused(&b, SPCCL_ERR_VERSION, "version 2", 3);
     b.p[4] = 0;
     check_refused(&b, SPCCL_ERR_VERSION, "version 0", 3);
     free(b.p);
 }
 
-/* Rules 1 and 18: every shorter length, in memory of exactly that size. */
+/* Rules 1 and 18: the frame is cut to every shorter length, in memory of exactly that size. */
 static void test_cut_off(void)
 {
     for (size_t f = 0; f < N_FORMATS; f++) {
@@ -263,7 +264,7 @@ static void test_cut_off(void)
     }
 }
 
-/* A header alone that claims the most that counts can claim. */
+/* A header without sections whose counts have the largest values. */
 static void test_huge_claims(void)
 {
     for (int f = SPCCL_FORMAT_TILE; f < SPCCL_N_FORMATS; f++) {
@@ -272,7 +273,8 @@ static void test_huge_claims(void)
             sp_frame_layout l;
             size_t n = (size_t)1 << 31;
             sp_frame_layout_of((spccl_format)f, n, n, sp_dtype_bytes((spccl_dtype)t), &l);
-            /* written by hand: sp_frame_write_header would zero padding far outside of these 64 bytes */
+            /* Not with sp_frame_write_header: it would zero the padding, which is outside of these 64
+             * bytes. */
             memset(b.p, 0, 64);
             memcpy(b.p, "SPCF\1", 5);
             b.p[5] = (uint8_t)f;
@@ -291,7 +293,8 @@ static void test_huge_claims(void)
 
 /* ---- the examples of docs/FORMAT.md, section 7 ---- */
 
-/* The dump as the document has it: offset, 16 bytes; a line like the one before it becomes one "*". */
+/* A hex dump as in FORMAT.md: each line has the offset and 16 bytes. "*" stands for lines equal to the one
+ * before. */
 static void dump(const struct buf *b, char *out, size_t cap)
 {
     size_t used = 0;

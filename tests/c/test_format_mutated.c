@@ -1,6 +1,6 @@
-/* test_format_mutated.c - sp_frame_validate on frames with changed bytes, against a plain second check of
- * rules 20 to 27 of FORMAT.md 4. What is accepted is applied: the sanitizers then see what a wrong verdict
- * would do. */
+/* test_format_mutated.c - compares sp_frame_validate on frames with changed bytes with a second, plain check
+ * of rules 20 to 27 of FORMAT.md 4. Accepted frames are decoded: the sanitizers then find the accesses that a
+ * wrong answer allows. */
 #include "frames.h"
 
 static int plain_tile_ok(const sp_frame *f)
@@ -124,7 +124,7 @@ static void test_byte_flips(void)
           n_accepted, n_rejected);
 }
 
-/* Index sections made of few different small numbers: near misses of every kind, many of them good. */
+/* Index sections of a few small numbers: many are valid, and many others nearly are. */
 static void test_dense_index_noise(void)
 {
     n_accepted = n_rejected = 0;

@@ -1,7 +1,5 @@
-/* test_golden.c - the golden files, made by the second implementation: every good encoded array is read to
- * the expected bytes with every verb, every bad one is refused with the right status. See
- * tests/golden/make.py.
- */
+/* test_golden.c - the golden files, which the second implementation made (tests/golden/make.py). Every good
+ * encoded array gives the expected bytes with every verb. Every bad one is refused with the right status. */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
 #include "test.h"
@@ -16,7 +14,7 @@ struct file {
     size_t bytes;
 };
 
-/* false: there is no such file. */
+/* Returns 0 if there is no such file. */
 static int read_file(const char *folder, const char *name, const char *suffix, struct file *out)
 {
     char path[2048];
@@ -38,7 +36,7 @@ static int read_file(const char *folder, const char *name, const char *suffix, s
     return 1;
 }
 
-/* Call fn on every NAME.bin of a folder; returns how many there were. */
+/* Call fn on every NAME.bin of a folder. Returns the number of files. */
 static size_t each_bin(const char *folder, void (*fn)(const struct file *encoded))
 {
     char path[2048], name[256];
@@ -68,7 +66,8 @@ static size_t each_bin(const char *folder, void (*fn)(const struct file *encoded
     return n;
 }
 
-/* Walk the frames; the first refusal, or OK with the dtype of the first frame and the elements of all. */
+/* Inspect all frames. Returns the status of the first frame that is refused; or OK, the dtype of the first
+ * frame and the number of elements of all. */
 static spccl_status walk(const struct file *s, spccl_dtype *dtype, size_t *n_elems)
 {
     *n_elems = 0;
@@ -130,7 +129,7 @@ static void check_bad(const struct file *s)
     CHECK(st == (rule >= 28 ? SPCCL_OK : want), "%s: %s", s->name, spccl_status_name(st));
     if (rule >= 29)
         return;
-    /* An array long enough for any of them, so that the frame itself is what is refused. */
+    /* An array long enough for any frame here, so that the frame and not the array is the reason. */
     big = calloc(8192, 4);
     st = spccl_decode(s->p, s->bytes, SPCCL_SET, big, 8192, SPCCL_FLOAT32);
     CHECK(st == want, "%s: %s: %s", s->name, spccl_status_name(st), spccl_last_error());

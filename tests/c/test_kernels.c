@@ -1,7 +1,7 @@
-/* test_kernels.c - every kernel set against the scalar one, bit for bit, and the scalar one against a model.
- * Every buffer ends (or starts) at an unreadable page, with poison on the other side: a read past the end of
- * an input faults, a write past an output changes the poison.
- * More than 500 lines: the buffers and the data are shared by every case, and all kernels are tested here. */
+/* test_kernels.c - compares every kernel set with the scalar one, bit for bit, and the scalar one with a
+ * model. Every buffer ends or starts at an unreadable page, and has poison on the other side. A read past the
+ * end of an input faults, and a write past the end of an output changes the poison. More than 500 lines: all
+ * cases use the same buffers and data, and all kernels are tested here. */
 #include "core/base/dtype.h"
 #include "core/base/status.h"
 #include "core/format/kernel_table.h"
@@ -18,14 +18,14 @@
 
 struct arena {
     uint8_t *lo, *hi; /* readable bytes [lo, hi); unreadable pages on both sides */
-    uint8_t *p;       /* the buffer of now */
+    uint8_t *p;       /* the current buffer */
     size_t bytes;
     uint8_t poison;
 };
 enum role { X, BASE, MASK, TILE_NNZ, INDEX, META, VALUES, DST, N_ROLES };
-/* [0] what scalar wrote, [1] what the other set wrote; inputs use [0]. */
+/* [0]: output of the scalar set, and inputs. [1]: output of the other set. */
 static struct arena arenas[N_ROLES][2];
-static int at_end; /* buffers end at the unreadable page, else they start at the other one */
+static int at_end; /* true: buffers end at the second unreadable page; false: they start at the first */
 
 static void arenas_make(void)
 {
@@ -42,7 +42,7 @@ static void arenas_make(void)
     }
 }
 
-/* A buffer of `bytes` in the arena, `shift` bytes away from the unreadable page, surrounded by poison. */
+/* Make a buffer of `bytes` in an arena, `shift` bytes from the unreadable page, surrounded by poison. */
 static uint8_t *take(enum role role, int who, size_t bytes, size_t shift)
 {
     struct arena *a = &arenas[role][who];
@@ -65,7 +65,7 @@ static int guards_whole(enum role role, int who)
             return 0;
     return 1;
 }
-/* Both sets wrote the same bytes, and none outside. */
+/* True if both sets wrote the same bytes, and none outside the buffer. */
 static int same(enum role role, size_t bytes)
 {
     return guards_whole(role, 0) && guards_whole(role, 1) &&
@@ -77,8 +77,7 @@ static int same(enum role role, size_t bytes)
 static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};
 static const size_t widths[] = {1, 2, 4, 8};
 
-/* A value of `bytes` with any bits: ordinary, tiny, -0.0, infinities, quiet and signalling NaNs. Never all
- * zero. */
+/* A random value of `bytes`: ordinary, tiny, -0.0, infinity, quiet or signalling NaN. Never all zero. */
 static uint64_t rand_value(size_t bytes)
 {
     static const uint64_t f32s[] = {0x80000000u, 0x7f800000u, 0xff800000u, 0x7fc01234u,
@@ -110,7 +109,7 @@ static uint64_t rand_value(size_t bytes)
 enum pattern { RANDOM, ONE_BLOCK, ALTERNATING, BLOCKS, LAST, N_PATTERNS };
 static const char *const pattern_names[] = {"random", "one-block", "alternating", "blocks", "last"};
 
-/* Is element i listed? */
+/* True if element i shall be listed. */
 static int wants(enum pattern pattern, double density, size_t i, size_t n)
 {
     switch (pattern) {
@@ -137,7 +136,7 @@ static void fill(uint8_t *x, const uint8_t *base, size_t n, size_t bytes, enum p
             memcpy(&v, base + i * bytes, bytes);
         if (wants(pattern, density, i, n)) {
             uint64_t old = v;
-            do /* against a base a listed element may well be zero */
+            do /* with a base a listed element may be zero */
                 v = base != NULL && test_rand() % 8 == 0 ? 0 : rand_value(bytes);
             while (v == old);
         }
@@ -213,7 +212,7 @@ static void section_bytes(spccl_format format, size_t n, size_t nnz, size_t byte
     out[2] = format == SPCCL_FORMAT_DENSE ? n * bytes : nnz * bytes;
 }
 
-/* Encode with both sets; the frame stays in the arenas for check_decode. */
+/* Encode with both sets. The frame stays in the arenas, for check_decode. */
 static void check_encode(const struct codec_case *c, spccl_format format)
 {
     size_t s[3];
@@ -253,7 +252,7 @@ static void check_decode(const struct codec_case *c, spccl_format format, spccl_
             fill_any(a.dst, c->n, dst_bytes);
         else
             memcpy(a.dst, arenas[BASE][1].p, c->n * dst_bytes);
-        if (who == 0) /* what was there before, for the other set */
+        if (who == 0) /* keep the initial contents for the other set */
             memcpy(take(BASE, 1, c->n * dst_bytes, 0), a.dst, c->n * dst_bytes);
         (who == 0 ? c->ref : c->k)->decode[format][verb](&a);
     }
@@ -323,8 +322,7 @@ static void codec_every_set(void)
     }
 }
 
-/* ---- the scalar set against a model of the formats: every frame is valid and decodes to what went in ----
- */
+/* ---- the scalar set and a model of the formats: every frame is valid, and decodes to the input ---- */
 
 static void model_one(const sp_kernels *k, spccl_format format, size_t n, size_t bytes, double density)
 {
@@ -388,7 +386,7 @@ static void codec_model(void)
                     model_one(k, (spccl_format)f, sizes[i], widths[w], (double)(i % 4) / 4 + 0.01);
 }
 
-/* The paper's layout by hand: one element of a 64x64 tile, wherever it is. */
+/* The layout of the paper, computed here: one listed element at each index of a 64x64 tile. */
 static void pici_by_hand(void)
 {
     const sp_kernels *k;
@@ -483,8 +481,8 @@ static void reduce_every_set(void)
                 }
 }
 
-/* The rules in words (spccl.h): sums start from +0.0, MIN passes a NaN on and keeps the lowest rank's zero,
- * integers wrap and divide toward zero. */
+/* The rules of spccl.h: sums start from +0.0; MIN returns a NaN if there is one, and of equal zeros that of
+ * the lowest rank; integers wrap, and division rounds toward zero. */
 static void reduce_rules(void)
 {
     const sp_kernels *k;

@@ -1,5 +1,5 @@
-/* test_local_socket.c - local_socket.h: who may connect, messages in parts, too many descriptors, none left
- * open. What travels over it is tested in test_transport*.c (shm) and test_nvlink.c. */
+/* test_local_socket.c - local_socket.h: who may connect, messages in parts, too many descriptors, no
+ * descriptor left open. test_transport*.c (shm) and test_nvlink.c test what the sockets carry. */
 #include "core/base/status.h"
 #include "test.h"
 #include "transport/common/local_socket.h"
@@ -33,7 +33,7 @@ static void expect(spccl_status got, spccl_status wanted, const char *words)
 
 struct listening {
     sp_local_listener l;
-    int from, fd; /* of the connection that was taken */
+    int from, fd; /* of the accepted connection */
 };
 
 static bool expects(void *ctx, int from)
@@ -48,7 +48,7 @@ static void connected(void *ctx, int from, int fd)
     at->fd = fd;
 }
 
-/* Rank `from` connects to rank 2 of 3 with a listener of its own settings. */
+/* Rank 2 of 3 listens. Another rank, with the settings `mine`, connects to it. */
 static spccl_status try_connecting(const sp_local_config *mine, struct listening *at)
 {
     sp_local_listener me = {.config = *mine};
@@ -154,7 +154,7 @@ static void send_raw(int fd, const int *fds, int n_fds)
     CHECK(sendmsg(fd, &m, 0) == 16, "sendmsg");
 }
 
-/* More descriptors than wanted: in one part, in two parts, more than the buffer takes. */
+/* More descriptors than wanted: in one part, in two parts, more than fit in the buffer. */
 static void test_too_many(void)
 {
     static const struct {
@@ -182,7 +182,8 @@ static void test_too_many(void)
     CHECK(n_open() == before, "%d descriptors more", n_open() - before);
 }
 
-/* This process may open no more: the kernel drops what was sent, and the text says what to do. */
+/* This process may not open another descriptor: the kernel drops the sent one, and the text says what to
+ * do. */
 static void test_limit(void)
 {
     sp_local_message m = {.n_bytes = 0};

@@ -1,5 +1,5 @@
-/* test_nan.c - the bits of NaNs that sums and products give, on every kernel set, against committed values: the
- * same on x86-64, aarch64 and GPUs. Runs under qemu in the stage aarch64 too. */
+/* test_nan.c - the bits of NaNs that sums and products give, on every kernel set, against committed values:
+ * the same on x86-64, aarch64 and GPUs. Runs under qemu in the stage aarch64 too. */
 #include "core/base/dtype.h"
 #include "core/base/status.h"
 #include "core/format/kernel_table.h"
@@ -44,7 +44,8 @@ static void put_all(void *x, spccl_dtype dtype, uint64_t bits)
         memcpy((uint8_t *)x + i * sp_dtype_bytes(dtype), &bits, sp_dtype_bytes(dtype));
 }
 
-/* left op right, as a collective of two ranks computes it: into the accumulator's dtype, rounded at the end. */
+/* left op right, as a collective of two ranks computes it: into the accumulator's dtype, rounded at the
+ * end. */
 static void run_case(const sp_kernels *k, const struct nan_case *c)
 {
     _Alignas(64) uint8_t acc[N_ELEMS * 8], x[N_ELEMS * 8], out[N_ELEMS * 8];

@@ -1,5 +1,4 @@
-/* test_nvlink.c - ranks hand each other their GPU memory: over a fake device, between threads and processes.
- */
+/* test_nvlink.c - ranks exchange their GPU memory, between threads and between processes. The GPU is fake. */
 #include "fake_gpu.h"
 
 #include "core/contract/gpu_share.h"
@@ -33,7 +32,8 @@ static spccl_status not_whole(void *ctx)
     return SP_FAIL(SPCCL_ERR_PEER, "the group is broken");
 }
 
-/* Everybody's memory is full of its rank; then each writes its rank into its byte of the others' memory. */
+/* Each rank's memory is filled with its rank. Then each rank writes its rank to its byte of each peer's
+ * memory. */
 static spccl_status check_memory(const struct member *m, sp_gpu_memory *own, sp_gpu_memory **peers)
 {
     (void)own;
@@ -118,7 +118,7 @@ static void run_processes(struct scene *s, int killed)
         if (pids[r] == 0) {
             struct member m = {.s = s, .rank = r};
             if (r == killed) {
-                s->absent = r; /* its memory and socket die with it */
+                s->absent = r; /* its memory and socket are gone with it */
                 run_member(&m);
                 raise(SIGKILL);
             }
@@ -137,7 +137,7 @@ static void expect(const struct scene *s, int rank, spccl_status st, const char 
           spccl_status_name(s->status[rank]), s->text[rank]);
 }
 
-static void test_swap(void)
+static void test_exchange(void)
 {
     for (int n = 1; n <= RANKS; n++)
         for (int round = 0; round < 5; round++) {
@@ -168,14 +168,14 @@ static void test_dead_peer(void)
     struct scene *s = make_scene(3);
     int64_t start_ns = sp_now_ns();
     s->timeout_ms = 60000;
-    s->absent = 2; /* leaves after it listened: whoever dials it learns that at once */
+    s->absent = 2; /* it leaves after it listened: a rank that connects to it notices at once */
     run_threads(s);
     expect(s, 0, SPCCL_ERR_PEER, "rank "); /* rank 2, or rank 1, which noticed first */
     expect(s, 1, SPCCL_ERR_PEER, "rank ");
     CHECK(sp_now_ns() - start_ns < INT64_C(30000000000), "noticed late");
     munmap(s, sizeof *s);
 
-    s = make_scene(2); /* the lower one dials, so the higher must hear from the group that it is gone */
+    s = make_scene(2); /* the lower rank connects, so only `still` can tell the higher rank that it is gone */
     s->timeout_ms = 60000;
     s->absent = 0;
     s->broken = 1;
@@ -224,9 +224,12 @@ static void test_mismatch(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"swap", test_swap}, {"wrong_secret", test_wrong_secret}, {"dead_peer", test_dead_peer},
-        {"late", test_late}, {"unreachable", test_unreachable},   {"mismatch", test_mismatch},
-        {NULL, NULL}};
+    static const struct test_case cases[] = {{"exchange", test_exchange},
+                                             {"wrong_secret", test_wrong_secret},
+                                             {"dead_peer", test_dead_peer},
+                                             {"late", test_late},
+                                             {"unreachable", test_unreachable},
+                                             {"mismatch", test_mismatch},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -1,10 +1,11 @@
-/* test_rendezvous.c - the key-value rendezvous behind unique ids: keys in any order, time-outs, wrong
- * secrets, damaged ids, strangers, many clients at once. */
+/* test_rendezvous.c - the key-value server behind unique ids: keys in any order, time-outs, wrong secrets,
+ * damaged ids, unproven connections, many clients at once. */
 #include "core/contract/rendezvous.h"
 #include "test.h"
 #include "transport/start/rendezvous_wire.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <signal.h>
@@ -34,8 +35,7 @@ static void set_and_get(const char *listen_addr)
     CHECK_OK(a.set(a.ctx, "empty", big, 0));
     CHECK_OK(b.get(b.ctx, "k", out, sizeof out, 1000, &n));
     CHECK(n == sizeof big && memcmp(big, out, n) == 0, "%zu bytes came back", n);
-    CHECK_OK(
-        b.get(b.ctx, "k", out, 7, 1000, &n)); /* what does not fit is left out, and the line stays in step */
+    CHECK_OK(b.get(b.ctx, "k", out, 7, 1000, &n)); /* the value is cut, and the connection stays usable */
     CHECK_OK(b.get(b.ctx, "empty", out, sizeof out, 1000, &n));
     CHECK(n == 0, "%zu bytes of nothing", n);
     CHECK_OK(b.set(b.ctx, "k", "new", 3));
@@ -45,7 +45,7 @@ static void set_and_get(const char *listen_addr)
     sp_rendezvous_disconnect(&a);
     sp_rendezvous_disconnect(&b);
     CHECK(a.ctx == NULL, "not cleared");
-    sp_rendezvous_disconnect(&a); /* again: nothing */
+    sp_rendezvous_disconnect(&a); /* the second call does nothing */
 }
 
 static void test_set_and_get(void)
@@ -69,7 +69,7 @@ static void test_timeout(void)
     CHECK(strstr(spccl_last_error(), "nobody sets it") != NULL &&
               strstr(spccl_last_error(), "127.0.0.1:") != NULL,
           "\"%s\"", spccl_last_error());
-    CHECK_OK(s.set(s.ctx, "x", "y", 1)); /* the session goes on */
+    CHECK_OK(s.set(s.ctx, "x", "y", 1)); /* the connection is still usable */
     sp_rendezvous_disconnect(&s);
 }
 
@@ -80,8 +80,8 @@ static void test_bad_ids(void)
     uint8_t secret[SP_SECRET_BYTES];
     CHECK(sp_rendezvous_start("nowhere", 600000, &id) == SPCCL_ERR_ARG, "an address");
     CHECK(strstr(spccl_last_error(), "nowhere") != NULL, "\"%s\"", spccl_last_error());
-    CHECK(sp_rendezvous_start("0.0.0.0", 600000, &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
-    CHECK(sp_rendezvous_start("::", 600000, &id) == SPCCL_ERR_ARG, "an address that nobody can dial");
+    CHECK(sp_rendezvous_start("0.0.0.0", 600000, &id) == SPCCL_ERR_ARG, "nobody can connect to this address");
+    CHECK(sp_rendezvous_start("::", 600000, &id) == SPCCL_ERR_ARG, "nobody can connect to this address");
     CHECK(sp_rendezvous_start("203.0.113.7", 600000, &id) == SPCCL_ERR_SYSTEM, "not an address of this host");
     CHECK_OK(sp_rendezvous_start("127.0.0.1", 600000, &id));
     for (int i = 0; i < 128; i += 3) {
@@ -98,18 +98,18 @@ static void test_bad_ids(void)
     refresh_checksum(&bad);
     CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_AUTH, "%s", spccl_last_error());
     bad = id;
-    bad.bytes[30] = (char)(bad.bytes[30] ^ 1); /* which rendezvous */
+    bad.bytes[30] = (char)(bad.bytes[30] ^ 1); /* the server's own id */
     refresh_checksum(&bad);
     CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
     bad = id;
-    sp_store_le16(bad.bytes + 8, 1); /* a port where nobody listens */
+    sp_store_le16(bad.bytes + 8, 1); /* a port on which nobody listens */
     refresh_checksum(&bad);
     CHECK(sp_rendezvous_connect(&bad, 2000, &s, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
     CHECK(strstr(spccl_last_error(), "127.0.0.1:1") != NULL, "\"%s\"", spccl_last_error());
 }
 
-/* The process that made the id is killed, but has a child that lives on with copies of its descriptors: who
- * waits there and who comes later are told so, and do not wait in vain. */
+/* The process that made the id is killed, but its child lives on with copies of its descriptors. A client
+ * that waits and a client that connects later must get an error, not a time-out. */
 static void test_forked(void)
 {
     spccl_unique_id id = {{0}};
@@ -142,30 +142,30 @@ static void test_forked(void)
     CHECK_OK(sp_rendezvous_connect(&id, 5000, &s, secret));
     CHECK_OK(s.set(s.ctx, "k", "v", 1));
     CHECK(write(stop[1], "x", 1) == 1 && read(from[0], value, 1) == 1, "the child does not live");
-    CHECK_OK(s.get(s.ctx, "k", value, sizeof value, 5000, &n)); /* the parent serves on */
+    CHECK_OK(s.get(s.ctx, "k", value, sizeof value, 5000, &n)); /* the parent still serves */
     kill(server, SIGKILL);
     CHECK(waitpid(server, NULL, 0) == server, "waitpid");
     start = now_ms();
     CHECK(s.get(s.ctx, "later", value, sizeof value, 10000, &n) == SPCCL_ERR_PEER, "%s", spccl_last_error());
     CHECK(sp_rendezvous_connect(&id, 10000, &late, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
-    CHECK(now_ms() - start < 5000, "told after %lld ms", (long long)(now_ms() - start));
+    CHECK(now_ms() - start < 5000, "the error came after %lld ms", (long long)(now_ms() - start));
     sp_rendezvous_disconnect(&s);
     close(stop[1]); /* the child ends */
     close(from[0]);
     close(from[1]);
 }
 
-static int dial_raw(const spccl_unique_id *id)
+static int connect_raw(const spccl_unique_id *id)
 {
     struct sockaddr_in in = {.sin_family = AF_INET, .sin_port = htons(sp_load_le16(id->bytes + 8))};
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    CHECK(connect(fd, (const struct sockaddr *)&in, sizeof in) == 0, "a stranger cannot connect");
+    CHECK(connect(fd, (const struct sockaddr *)&in, sizeof in) == 0, "connect: errno %d", errno);
     return fd;
 }
 
-/* More silent and noisy strangers than there are places: real clients still get in. */
-static void test_strangers(void)
+/* More unproven connections than the server keeps, silent and noisy: real clients still connect. */
+static void test_unproven_connections(void)
 {
     enum { N = 100 };
     spccl_unique_id id;
@@ -175,7 +175,7 @@ static void test_strangers(void)
     int64_t start = now_ms();
     CHECK_OK(sp_rendezvous_start("127.0.0.1", 600000, &id));
     for (int i = 0; i < N; i++) {
-        fds[i] = dial_raw(&id);
+        fds[i] = connect_raw(&id);
         if (i % 2 == 1)
             CHECK(send(fds[i], "GET / HTTP/1.1\r\n\r\n", 18, MSG_NOSIGNAL) == 18, "noise");
     }
@@ -194,7 +194,7 @@ struct client {
     pthread_t thread;
 };
 
-/* Everybody sets its key and gets everybody's: whoever asks early waits for the set. */
+/* Each client sets its key and gets the keys of all. A get waits until the key is set. */
 static void *run_client(void *arg)
 {
     struct client *c = arg;
@@ -269,7 +269,7 @@ int main(int argc, char **argv)
         {"set_and_get", test_set_and_get},
         {"timeout", test_timeout},
         {"bad_ids", test_bad_ids},
-        {"strangers", test_strangers},
+        {"unproven_connections", test_unproven_connections},
         {"many_clients", test_many_clients},
         {"group", test_group},
         {NULL, NULL},

@@ -1,4 +1,4 @@
-/* test_sched.c - every schedule, every collective, 1 to 17 ranks: run on paper by sp_plan_check. */
+/* test_sched.c - sp_plan_check simulates every schedule and collective for 1 to 17 ranks. */
 #include "core/plan/sched.h"
 #include "core/plan/sched_build.h"
 #include "test.h"
@@ -50,7 +50,7 @@ static void test_all_plans(void)
     CHECK(n_checked > 400, "only %d plans were made", n_checked);
 }
 
-/* The check itself must be able to fail: break good plans in one place each. */
+/* Tests the check itself: each plan here has one fault, which it must find. */
 static void test_check_sees_faults(void)
 {
     sp_plan *plans[4];
@@ -67,7 +67,7 @@ static void test_check_sees_faults(void)
                 break;
             }
             if (fault == 1 && s->kind == SP_STEP_RECV) {
-                name = "a result is written to the wrong place";
+                name = "a result is written at the wrong offset";
                 s->dst_off = 0;
             }
             if (fault == 2 && s->kind == SP_STEP_REDUCE) {

@@ -1,5 +1,5 @@
-/* test_tcp_endings.c - the end of one connection of a tcp peer is not the end of the peer: its last word may
- * be on its way over another one, and is waited for. */
+/* test_tcp_endings.c - one connection of a tcp peer ends. The peer is then not yet gone: its abort may be on
+ * its way over another connection, and this rank waits for it. */
 #include "endpoints.h"
 #include "transport/net/tcp.h"
 
@@ -9,7 +9,7 @@ enum { ABORTS, SAYS_NOTHING };
 #define ABORT_AFTER_MS 150
 #define WORD "the first reason"
 
-/* Rank 1's end of a queue goes away as if the network had cut it: its owner does not notice. */
+/* Close rank 1's end of a queue as if the network had cut it: rank 1 does not notice. */
 static void cut_queue(struct member *m, int queue)
 {
     struct sp_tcp_peer *p = &sp_tcp_self(m->ep)->peers[0];
@@ -19,13 +19,13 @@ static void cut_queue(struct member *m, int queue)
     close(nowhere);
 }
 
-/* Rank 0 sends and takes what it can until it is told of rank 1's end, by an abort or as PEER. */
-static spccl_status watch(struct member *m, char *text, bool *room_was_refused)
+/* Rank 0 sends and receives until a call fails with ABORTED or PEER. */
+static spccl_status watch(struct member *m, char *text, bool *space_was_refused)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     while (!sp_deadline_passed(deadline_ns)) {
         const void *p;
-        void *room;
+        void *space;
         size_t bytes;
         int peer = -1;
         spccl_status st = m->t->progress(m->ep, &peer, text);
@@ -34,10 +34,10 @@ static spccl_status watch(struct member *m, char *text, bool *room_was_refused)
         st = m->t->peek(m->ep, 1, 0, &p, &bytes);
         if (st != SPCCL_AGAIN)
             return st;
-        st = m->t->reserve(m->ep, 1, 0, 16, &room);
-        CHECK(st == SPCCL_AGAIN || (st == SPCCL_OK && !*room_was_refused) || st == SPCCL_ERR_PEER,
-              "reserve: %d, room was refused before: %d", (int)st, *room_was_refused);
-        *room_was_refused = *room_was_refused || st == SPCCL_AGAIN;
+        st = m->t->reserve(m->ep, 1, 0, 16, &space);
+        CHECK(st == SPCCL_AGAIN || (st == SPCCL_OK && !*space_was_refused) || st == SPCCL_ERR_PEER,
+              "reserve: %d, space was refused before: %d", (int)st, *space_was_refused);
+        *space_was_refused = *space_was_refused || st == SPCCL_AGAIN;
         if (st == SPCCL_OK)
             CHECK_OK(m->t->commit(m->ep, 1, 0));
         usleep(1000);
@@ -60,10 +60,10 @@ static void ending(struct member *m)
             usleep(1000);
     } else {
         char text[SP_ABORT_TEXT_CAP] = "";
-        bool room_was_refused = false;
-        spccl_status st = watch(m, text, &room_was_refused);
+        bool space_was_refused = false;
+        spccl_status st = watch(m, text, &space_was_refused);
         int64_t took_ms = (sp_now_ns() - start_ns) / 1000000;
-        CHECK(room_was_refused, "a queue that is cut has room");
+        CHECK(space_was_refused, "a queue that is cut has space");
         if (m->kind == ABORTS)
             CHECK(st == SPCCL_ERR_ABORTED && strcmp(text, WORD) == 0, "%d \"%s\" after %d ms: %s", (int)st,
                   text, (int)took_ms, spccl_last_error());
@@ -78,7 +78,7 @@ static void ending(struct member *m)
 
 static void run_ending(int kind)
 {
-    const struct ground tcp = {"tcp", false};
+    const struct environment tcp = {"tcp", false};
     struct member m = make_group(&tcp, 2, ending);
     m.kind = kind;
     run_group(&tcp, &m);

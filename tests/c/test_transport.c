@@ -1,5 +1,5 @@
-/* test_transport.c - the contract of transport.h, the same cases on every transport, with ranks as threads
- * and as processes. What happens when ranks die or strangers call: test_transport_faults.c. */
+/* test_transport.c - the contract of transport.h: the same cases on every transport, with ranks as threads
+ * and as processes. test_transport_faults.c has ranks that die, and unproven connections. */
 #include "endpoints.h"
 #include "transport/local/spsc.h"
 
@@ -29,7 +29,7 @@ struct counts {
     int sent[MEMBERS_CAP][SP_QUEUES_MAX], taken[MEMBERS_CAP][SP_QUEUES_MAX];
 };
 
-/* One look at every queue; true if anything moved. */
+/* Try to send to and take from every queue once. True if a message moved. */
 static bool exchange_once(struct member *m, struct counts *c, int *left)
 {
     bool moved = false;
@@ -75,48 +75,48 @@ static void exchange(struct member *m)
     for (int peer = 0; peer < m->n; peer++)
         if (peer != m->rank)
             flush_now(m, peer);
-    leave_group(m); /* at once: what was sent must arrive all the same */
+    leave_group(m); /* at once: what was sent must still arrive */
 }
 
 static void test_exchange(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++)
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++)
         for (int n = 2; n <= 5; n++) {
-            struct member m = make_group(&grounds[g], n, exchange);
+            struct member m = make_group(&environments[g], n, exchange);
             m.config.n_queues = 1 + (int)(test_rand() % SP_QUEUES_MAX);
             m.config.queue_bytes = (size_t)1 << (16 + test_rand() % 3);
             m.config.n_sockets = (uint32_t[]){0, 1, 3, 16}[n % 4];
-            run_group(&grounds[g], &m);
+            run_group(&environments[g], &m);
         }
 }
 
-/* ---- sizes at the edge, reservations ---- */
+/* ---- edge sizes, reservations ---- */
 
 static void reservations(struct member *m)
 {
-    void *room = NULL;
+    void *space = NULL;
     const void *p;
     size_t bytes, max;
     if (!join_group(m))
         return;
     max = m->t->message_max(m->ep);
     if (m->rank == 0) {
-        CHECK(m->t->reserve(m->ep, 1, 0, 0, &room) == SPCCL_ERR_BUG, "0 bytes");
-        CHECK(m->t->reserve(m->ep, 1, 0, max + 1, &room) == SPCCL_ERR_BUG, "more than message_max");
+        CHECK(m->t->reserve(m->ep, 1, 0, 0, &space) == SPCCL_ERR_BUG, "0 bytes");
+        CHECK(m->t->reserve(m->ep, 1, 0, max + 1, &space) == SPCCL_ERR_BUG, "more than message_max");
         CHECK(m->t->commit(m->ep, 1, 0) == SPCCL_ERR_BUG, "commit without reserve");
         CHECK(m->t->release(m->ep, 1, 0) == SPCCL_ERR_BUG, "release without peek");
         CHECK(m->t->peek(m->ep, 1, 0, &p, &bytes) == SPCCL_AGAIN, "a message that nobody sent");
     }
     for (int i = 0; i < 300 / SLOWDOWN;
-         i++) { /* worst case first, then the exact size: wraps at every place */
+         i++) { /* largest size first, then the exact size: the ring wraps at many positions */
         size_t n = i % 7 == 0 ? max : 1 + (size_t)(mix(m->seed + (uint64_t)i) % max);
         if (m->rank == 0) {
-            while (m->t->reserve(m->ep, 1, 0, max, &room) == SPCCL_AGAIN)
+            while (m->t->reserve(m->ep, 1, 0, max, &space) == SPCCL_AGAIN)
                 CHECK_OK(progress(m));
             if (i % 3 == 0)
-                CHECK_OK(progress(m)); /* changes nothing about what is reserved */
-            CHECK_OK(m->t->reserve(m->ep, 1, 0, n, &room));
-            fill_message(room, n, (uint64_t)i);
+                CHECK_OK(progress(m)); /* does not change the reservation */
+            CHECK_OK(m->t->reserve(m->ep, 1, 0, n, &space));
+            fill_message(space, n, (uint64_t)i);
             if (i % 3 == 1)
                 CHECK_OK(progress(m));
             CHECK_OK(m->t->commit(m->ep, 1, 0));
@@ -126,19 +126,19 @@ static void reservations(struct member *m)
     }
     if (m->rank == 0)
         flush_now(m, 1);
-    meet(m, 1);
+    barrier(m, 1);
     leave_group(m);
 }
 
 static void test_reservations(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, reservations);
-        run_group(&grounds[g], &m);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
+        struct member m = make_group(&environments[g], 2, reservations);
+        run_group(&environments[g], &m);
     }
 }
 
-/* A peeked message stays where it is, whatever comes after it. */
+/* A peeked message stays valid while later messages arrive. */
 static void peeked(struct member *m)
 {
     const void *first, *again;
@@ -149,11 +149,11 @@ static void peeked(struct member *m)
         for (uint64_t i = 0; i < 40; i++)
             send_now(m, 1, 0, 1000, i);
         flush_now(m, 1);
-        meet(m, 1);
+        barrier(m, 1);
     } else {
         while (m->t->peek(m->ep, 0, 0, &first, &bytes) == SPCCL_AGAIN)
             CHECK_OK(progress(m));
-        meet(m, 1);
+        barrier(m, 1);
         for (int i = 0; i < 100; i++)
             CHECK_OK(progress(m));
         CHECK_OK(m->t->peek(m->ep, 0, 0, &again, &bytes));
@@ -161,23 +161,23 @@ static void peeked(struct member *m)
         for (uint64_t i = 0; i < 40; i++)
             CHECK_OK(take_now(m, 0, 0, 1000, i));
     }
-    meet(m, 2);
+    barrier(m, 2);
     leave_group(m);
 }
 
 static void test_peeked(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, peeked);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
+        struct member m = make_group(&environments[g], 2, peeked);
         m.config.n_queues = 1;
         m.config.n_sockets = 1 + (uint32_t)(g % 3);
-        run_group(&grounds[g], &m);
+        run_group(&environments[g], &m);
     }
 }
 
-/* ---- queues do not hold each other up ---- */
+/* ---- a full queue does not delay another ---- */
 
-/* Fill a queue until it takes no more for a while; how many messages went in. */
+/* Send until the queue takes no message for a while. Returns the number of messages sent. */
 static int fill_queue(struct member *m, int peer, int queue)
 {
     int n = 0;
@@ -219,16 +219,16 @@ static void full_queue(struct member *m)
         for (int i = 0; i < n_messages; i++)
             CHECK_OK(take_now(m, 0, 0, 5000, (uint64_t)i));
     }
-    meet(m, 1);
+    barrier(m, 1);
     leave_group(m);
 }
 
 static void test_full_queue(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, full_queue);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
+        struct member m = make_group(&environments[g], 2, full_queue);
         m.config.n_sockets = 2;
-        run_group(&grounds[g], &m);
+        run_group(&environments[g], &m);
     }
 }
 
@@ -236,7 +236,7 @@ static void test_full_queue(void)
 
 #define N_ROUNDS (50000 / (SLOWDOWN * SLOWDOWN))
 
-/* Wait for a message, asleep whenever nothing is there. */
+/* Wait for a message; sleep while there is none. */
 static bool take_asleep(struct member *m, int peer, int queue, uint64_t seed)
 {
     spccl_status st;
@@ -271,58 +271,58 @@ static void ping_pong(struct member *m)
 
 static void test_ping_pong(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, ping_pong);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
+        struct member m = make_group(&environments[g], 2, ping_pong);
         m.config.n_sockets = 1 + (uint32_t)(g % 2);
-        run_group(&grounds[g], &m);
+        run_group(&environments[g], &m);
     }
 }
 
-/* Each change is told once: a message left lying and room that nobody wants keep nobody awake; but a message
- * that some peek has shown is still told. */
+/* arm reports each change once. A message that stays in its queue and space that nobody waits for do not end
+ * a sleep. A message that a peek has already returned is still reported once. */
 static void quiet(struct member *m)
 {
     struct pollfd p;
-    int n_told = 0;
+    int n_reported = 0;
     if (!join_group(m))
         return;
     if (m->rank == 0) {
         send_now(m, 1, 0, 100, 1);
         flush_now(m, 1);
-        meet(m, 1);
+        barrier(m, 1);
     } else {
         const void *message;
         size_t bytes;
-        meet(m, 1);
+        barrier(m, 1);
         while (m->t->peek(m->ep, 0, 0, &message, &bytes) == SPCCL_AGAIN)
             CHECK_OK(progress(m));
         for (int i = 0; i < 10; i++) {
             CHECK_OK(progress(m));
             if (m->t->arm(m->ep) != SPCCL_OK) {
-                n_told++;
+                n_reported++;
                 continue;
             }
             p = (struct pollfd){.fd = m->t->wait_fd(m->ep), .events = POLLIN};
             CHECK(poll(&p, 1, 20) == 0 || i < 3, "%s: woken for nothing, time %d", m->t->name, i);
             m->t->disarm(m->ep);
         }
-        CHECK(n_told == 1, "%s: told %d times", m->t->name, n_told);
+        CHECK(n_reported == 1, "%s: the message was reported %d times", m->t->name, n_reported);
         CHECK_OK(take_now(m, 0, 0, 100, 1));
     }
-    meet(m, 2);
+    barrier(m, 2);
     leave_group(m);
 }
 
 static void test_quiet(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, quiet);
-        run_group(&grounds[g], &m);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
+        struct member m = make_group(&environments[g], 2, quiet);
+        run_group(&environments[g], &m);
     }
 }
 
-/* A sender that found no room sleeps until there is some. */
-static void room(struct member *m)
+/* A sender that finds no space sleeps until there is some. */
+static void wait_for_space(struct member *m)
 {
     enum { N = 2000 / SLOWDOWN };
     bool fine = true;
@@ -336,8 +336,7 @@ static void room(struct member *m)
                     break;
                 fine = sleep_armed(m);
             }
-            CHECK(fine, "%s: the wake-up for room got lost at message %llu", m->t->name,
-                  (unsigned long long)i);
+            CHECK(fine, "%s: no wake-up for space came at message %llu", m->t->name, (unsigned long long)i);
         } else {
             if (i % 256 == 0)
                 usleep(2000);
@@ -348,16 +347,16 @@ static void room(struct member *m)
     leave_group(m);
 }
 
-static void test_room(void)
+static void test_space(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++) {
-        struct member m = make_group(&grounds[g], 2, room);
-        run_group(&grounds[g], &m);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
+        struct member m = make_group(&environments[g], 2, wait_for_space);
+        run_group(&environments[g], &m);
     }
 }
 
-/* However far a queue has come when it is drained, the producer may then run ahead of a consumer that does
- * not move: it starts again at the beginning only where that leaves room. */
+/* At any position of an empty queue, the producer can send several messages while the consumer does nothing.
+ * The producer goes back to the start of the ring only if that leaves space. */
 static void test_runs_ahead(void)
 {
     enum { CAP = 1 << 20 };
@@ -372,8 +371,8 @@ static void test_runs_ahead(void)
         for (int round = 0; round < 2000; round++) {
             size_t ahead = 0, bytes;
             const void *got;
-            void *room;
-            for (; ahead < 1 + (size_t)round % 7 && sp_spsc_reserve(&tx, sizes[i], &room) == SP_SPSC_OK;
+            void *space;
+            for (; ahead < 1 + (size_t)round % 7 && sp_spsc_reserve(&tx, sizes[i], &space) == SP_SPSC_OK;
                  ahead++)
                 CHECK(sp_spsc_commit(&tx) == SP_SPSC_OK, "commit");
             CHECK(ahead == 1 + (size_t)round % 7 || ahead >= wanted,
@@ -405,16 +404,11 @@ static void test_registry(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"runs_ahead", test_runs_ahead},
-        {"registry", test_registry},
-        {"exchange", test_exchange},
-        {"reservations", test_reservations},
-        {"peeked", test_peeked},
-        {"full_queue", test_full_queue},
-        {"ping_pong", test_ping_pong},
-        {"quiet", test_quiet},
-        {"room", test_room},
-        {NULL, NULL},
+        {"runs_ahead", test_runs_ahead}, {"registry", test_registry},
+        {"exchange", test_exchange},     {"reservations", test_reservations},
+        {"peeked", test_peeked},         {"full_queue", test_full_queue},
+        {"ping_pong", test_ping_pong},   {"quiet", test_quiet},
+        {"space", test_space},           {NULL, NULL},
     };
     return test_main(cases, argc, argv);
 }

@@ -1,11 +1,11 @@
-/* test_transport_forks.c - ranks with children of fork (data loaders' workers): a child that lives on neither
- * disturbs its parent's connections nor keeps them open. */
+/* test_transport_forks.c - ranks that fork, as for a data loader. A child that lives on does not disturb its
+ * parent's connections, and does not keep them open. */
 #include "endpoints.h"
 
 enum { CHILD_LOOKS_ON, CHILD_CLOSES, N_CHILD_KINDS };
 
-/* Rank 1 has a child that lives on with copies of its descriptors. What the child does, and whether the
- * parent then leaves or is killed, the connections are the parent's alone. */
+/* Rank 1 has a child that lives on with copies of its descriptors. Whatever the child does, the connections
+ * end when the parent leaves or is killed. */
 static void forked(struct member *m)
 {
     int64_t start_ns;
@@ -21,7 +21,7 @@ static void forked(struct member *m)
             usleep(1000);
         _exit(0);
     }
-    while (atomic_load(&m->shared->step) < 1) /* the child has had its say */
+    while (atomic_load(&m->shared->step) < 1) /* until the child has done its part */
         usleep(100);
     if (m->rank == 1) {
         send_now(m, 0, 0, 5000, 1);
@@ -44,15 +44,15 @@ static void forked(struct member *m)
 
 static void test_forked(void)
 {
-    for (size_t g = 0; g < N_GROUNDS; g++)
-        for (int kind = 0; kind < N_CHILD_KINDS && grounds[g].processes; kind++) {
-            struct member m = make_group(&grounds[g], 2, forked);
+    for (size_t g = 0; g < N_ENVIRONMENTS; g++)
+        for (int kind = 0; kind < N_CHILD_KINDS && environments[g].processes; kind++) {
+            struct member m = make_group(&environments[g], 2, forked);
             m.kind = kind;
             m.config.n_sockets = 2;
-            run_group(&grounds[g], &m);
+            run_group(&environments[g], &m);
             m.killed_rank = 1;
             m.config.deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
-            run_group(&grounds[g], &m);
+            run_group(&environments[g], &m);
         }
 }
 

@@ -1,4 +1,4 @@
-/* test_tune_format.c - core/format/tune_format.c: which format a slice takes, and format names as text. */
+/* test_tune_format.c - core/format/tune_format.c: the choice of format, and format names as text. */
 #include "core/format/tune_format.h"
 #include "test.h"
 
@@ -49,7 +49,7 @@ static void test_choice(void)
             }
         }
     }
-    for (int is_tcp = 0; is_tcp < 2; is_tcp++) { /* what the cost table must come to, whatever its numbers */
+    for (int is_tcp = 0; is_tcp < 2; is_tcp++) { /* choices that must stay when the cost table is updated */
         double link = is_tcp ? 0.8 : 0.1;
         sp_slice_stats s = {.n_elems = 65536, .elem_bytes = 4, .nnz = 0};
         CHECK(sp_tune_format(&s, false, link) == SPCCL_FORMAT_EMPTY, "0%%");

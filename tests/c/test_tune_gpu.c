@@ -27,7 +27,7 @@ static void test_shape(void)
     l.max_ctas = 1000;
     CHECK(shape_of(&l).n_workers == 132 * 10, "max_ctas above the number of SMs");
     l = h200;
-    l.n_sms = 0; /* 200 ranks on one GPU of 132 */
+    l.n_sms = 0; /* 200 ranks on one GPU of 132 SMs */
     CHECK(shape_of(&l).n_workers == 10, "one block at least");
     for (uint32_t world_size = 1; world_size <= SP_GPU_RANKS_MAX; world_size++)
         for (size_t bytes = (size_t)8 << 20; bytes <= (size_t)1 << 30; bytes *= 2) {

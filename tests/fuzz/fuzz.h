@@ -1,4 +1,4 @@
-/* fuzz.h - what the fuzz targets share: EXPECT, and a reader of their input. */
+/* fuzz.h - EXPECT, and the entry point of a fuzz target. */
 #ifndef SP_FUZZ_H
 #define SP_FUZZ_H
 
@@ -10,7 +10,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
-/* A broken promise: stop where the fuzzer, a debugger and ctest see it. */
+/* If cond is false, abort: the fuzzer, a debugger and ctest all notice that. */
 #define EXPECT(cond)                                                                                         \
     do {                                                                                                     \
         if (!(cond)) {                                                                                       \

@@ -1,13 +1,13 @@
-/* fuzz_decode.c - any bytes as an encoded array: inspect it frame by frame, decode it with every verb into
- * memory of exactly the right and of wrong sizes. Whatever comes: no access out of bounds, and inspect and
- * decode agree. Built as a libFuzzer target (SPCCL_FUZZ) and, with replay.c, as a test over the committed
- * corpus. */
+/* fuzz_decode.c - takes any bytes as an encoded array: inspects it frame by frame, and decodes it with every
+ * verb, to memory of the right size and of wrong sizes. No access may be out of bounds, and inspect and
+ * decode must agree. Built as a libFuzzer target (SPCCL_FUZZ) and, with replay.c, as a test over the
+ * committed corpus. */
 #include "core/base/dtype.h"
 #include "core/format/format.h"
 #include "fuzz.h"
 
-#define DST_BYTES_MAX                                                                                        \
-    ((size_t)1 << 22) /* an empty frame of 2^31 elements is 64 bytes: do not allocate for it */
+/* Arrays that may be larger are not decoded: an empty frame of 2^31 elements has only 64 bytes. */
+#define DST_BYTES_MAX ((size_t)1 << 22)
 
 struct walk {
     spccl_status st;
@@ -72,7 +72,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     return 0;
 }
 
-/* ---- a mutator that knows what a header must say: random bytes alone would hardly get past it ---- */
+/* ---- a mutator that writes valid headers: random bytes would nearly always fail in the header check ---- */
 
 #ifdef SPCCL_LIBFUZZER
 size_t LLVMFuzzerMutate(uint8_t *data, size_t bytes, size_t bytes_max);
@@ -80,9 +80,9 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t bytes, size_t bytes_max, un
 
 static const size_t elem_counts[] = {1, 2, 255, 256, 257, 300, 4095, 4096, 4097, 8200};
 
-/* Make the header of the frame at p agree with itself; zero the padding. Returns the frame's size, 0 if it
- * does not fit in `room`. */
-static size_t repair(uint8_t *p, size_t room)
+/* Make the header of the frame at p valid, and zero the padding. Returns the size of the frame, or 0 if it is
+ * larger than `capacity`. */
+static size_t repair(uint8_t *p, size_t capacity)
 {
     spccl_format format = (spccl_format)(p[5] % SPCCL_N_FORMATS);
     spccl_dtype dtype = (spccl_dtype)(1 + p[6] % 10);
@@ -92,7 +92,7 @@ static size_t repair(uint8_t *p, size_t room)
     n = n == 0 || n > 20000 ? elem_counts[n % (sizeof elem_counts / sizeof *elem_counts)] : n;
     nnz = format == SPCCL_FORMAT_DENSE ? n : format == SPCCL_FORMAT_EMPTY ? 0 : nnz % (n + 1);
     sp_frame_layout_of(format, n, nnz, sp_dtype_bytes(dtype), &l);
-    if (l.frame_bytes > room)
+    if (l.frame_bytes > capacity)
         return 0;
     sp_frame_write_header(p, format, dtype, (p[7] & 1) != 0 && format != SPCCL_FORMAT_DENSE, n, nnz, &l);
     return l.frame_bytes;
@@ -104,7 +104,7 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t bytes, size_t bytes_max, un
 
     bytes = LLVMFuzzerMutate(data, bytes, bytes_max);
     if (seed % 4 == 0 || bytes < SP_FRAME_HEADER_BYTES)
-        return bytes; /* broken headers have to be tried too */
+        return bytes; /* invalid headers are tried too */
     memset(data + bytes, 0, bytes_max - bytes);
     frame_bytes = repair(data, bytes_max);
     return frame_bytes > bytes || (frame_bytes != 0 && seed % 4 == 1) ? frame_bytes : bytes;

@@ -1,14 +1,18 @@
-/* fuzz_roundtrip.c - an array and options made from the input: encode, check, decode, compare; and every
- * usable kernel set must give the bytes of the scalar one.
+/* fuzz_roundtrip.c - makes an array and options from the input: encodes, checks, decodes and compares. Every
+ * usable kernel set must give the same bytes as the scalar one.
  *
- * Input: 8 bytes of options, then commands of 4 bytes that fill the array: skip u16, run u8, value u8.
- *   0 dtype   1 format   2 flags (bit 0 base, bit 1 small slices, bits 2-4 misalignment)   3 format compared
- *   4 n_elems u16   6 seed u16 of the values */
+ * The input is 8 bytes of options, then commands of 4 bytes that fill the array: skip u16, run u8, value u8.
+ *   0  u8   dtype
+ *   1  u8   format
+ *   2  u8   flags: bit 0 base, bit 1 small slices, bits 2-4 misalignment
+ *   3  u8   format in which the kernel sets are compared
+ *   4  u16  n_elems
+ *   6  u16  seed of the values */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
 #include "fuzz.h"
 
-#define N_MAX 8500u /* two pici tiles and a part: more only makes each run slower */
+#define N_MAX 8500u /* two pici tiles and a part; more would only make each run slower */
 
 struct input {
     spccl_dtype dtype;
@@ -18,7 +22,7 @@ struct input {
         *base; /* x and base point `shift` bytes into memory of exactly bytes + shift */
 };
 
-/* Values: a command's own byte, spread by a counter so that neighbours differ; zero bytes are wanted too. */
+/* Values are the command's byte plus a counter, so that neighbours differ. Some bytes are zero. */
 static void fill(uint8_t *x, size_t n, size_t eb, const uint8_t *commands, size_t command_bytes,
                  unsigned seed)
 {
@@ -52,7 +56,7 @@ static int read_input(const uint8_t *data, size_t bytes, struct input *in)
     in->x = in->x_mem + in->shift;
     in->base = in->base_mem + in->shift;
     half = (bytes - 8) / 8 * 4;
-    if ((data[2] & 1) != 0) { /* base from all commands, x the same and then changed by the second half */
+    if ((data[2] & 1) != 0) { /* all commands fill base and x; then the second half changes x */
         fill(in->base, in->n, in->eb, data + 8, bytes - 8, sp_load_le16(data + 6));
         memcpy(in->x, in->base, in->bytes);
         fill(in->x, in->n, in->eb, data + 8 + half, bytes - 8 - half, sp_load_le16(data + 6) + 1u);
@@ -63,7 +67,7 @@ static int read_input(const uint8_t *data, size_t bytes, struct input *in)
     return 1;
 }
 
-/* The public functions: what comes back is x, bit for bit. */
+/* Encode and decode with the public functions: the result is x, bit for bit. */
 static void round_trip(const struct input *in)
 {
     size_t cap = spccl_encode_bound(in->n, in->dtype, &in->options), bytes = 0, total = 0;
@@ -96,7 +100,7 @@ static void round_trip(const struct input *in)
     free(dst);
 }
 
-/* One frame of one kernel set: exactly its size. NULL if the slice does not take the format. */
+/* A frame made by one kernel set, in memory of exactly its size. NULL if the slice cannot take the format. */
 static uint8_t *frame_of(const sp_kernels *k, const struct input *in, spccl_format format, size_t *out_bytes)
 {
     sp_codec *codec;

@@ -1,5 +1,5 @@
-/* replay.c - a main for the fuzz targets without libFuzzer: feeds every file named, or in a folder named, to
- * the target. So that the normal tests of any compiler run the committed corpus. */
+/* replay.c - a main for the fuzz targets, without libFuzzer: passes the named files, and the files of the
+ * named folders, to the target. With it the normal tests of any compiler run the committed corpus. */
 #include "fuzz.h"
 
 #include <dirent.h>
@@ -20,7 +20,7 @@ static int feed_file(const char *path)
         return 1;
     }
     rewind(f);
-    p = malloc(end > 0 ? (size_t)end : 1); /* exactly its size: sanitizers see any read past it */
+    p = malloc(end > 0 ? (size_t)end : 1); /* exactly its size: sanitizers find any read past its end */
     if (p == NULL || fread(p, 1, (size_t)end, f) != (size_t)end) {
         fprintf(stderr, "cannot read %s\n", path);
         fclose(f);
