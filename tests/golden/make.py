@@ -1,11 +1,11 @@
-"""Write the golden files: `python tests/golden/make.py`. Uses tests/ref/frame_ref.py, never the library.
+"""Write the golden files: `python tests/golden/make.py`. Uses tests/ref/frame_ref.py, not the library.
 
-good/NAME.bin is a stream; good/NAME.VERB is what an array becomes when the stream is applied with that verb.
-The array starts as bytes i % 251 (i = byte number); its dtype is that of the first frame, its length what the
-frames hold.
+good/NAME.bin is an encoded array. good/NAME.VERB is the destination after good/NAME.bin was decoded to it with
+that verb. Before, byte i of the destination is i % 251. It has the dtype of the first frame, and as many
+elements as all frames together.
 
-bad/rNN_NAME.bin breaks rule NN of docs/FORMAT.md 4. Up to rule 28 every reader refuses it whatever array is
-given; rules 29 to 31 are about an array: 10 elements of float32, verb set.
+bad/rNN_NAME.bin breaks rule NN of docs/FORMAT.md 4. Files of rules 1 to 28 are refused for any destination.
+Files of rules 29 to 31 are refused for a destination of 10 elements of float32 with verb set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def floats(n: int, listed: dict[int, float]) -> bytes:
 
 
 def sparse(n: int, dtype: str, density: float, seed: int, small: bool = False) -> bytes:
-    """[n] of dtype with about that share of nonzeros; `small`: finite in every float dtype."""
+    """An array [n] of dtype with about that density. With `small`, every float is finite."""
     rng = random.Random(seed)
     e = ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1]
     out = bytearray(n * e)
@@ -43,13 +43,13 @@ def sparse(n: int, dtype: str, density: float, seed: int, small: bool = False) -
     return bytes(out)
 
 
-EXAMPLE = floats(300, {3: 1.0, 66: -2.0, 258: 0.5})  # the one of docs/FORMAT.md 7
+EXAMPLE = floats(300, {3: 1.0, 66: -2.0, 258: 0.5})  # the example of docs/FORMAT.md 7
 EXAMPLE_BASE = floats(300, {3: 1.0, 66: 1.0})
 EXAMPLE_NEW = floats(300, {66: 1.0, 258: 0.5})
 
 
 def special_bits() -> bytes:
-    """float32: -0.0, quiet and signalling NaNs with payload, infinities, denormals, at scattered places."""
+    """float32: -0.0, quiet and signalling NaNs with payload, infinities, denormals; one every 97 elements."""
     words = [0x80000000, 0x7FC00001, 0x7F800001, 0xFFABCDEF, 0x7F800000, 0xFF800000, 0x00000001, 0x807FFFFF]
     out = bytearray(4 * 777)
     for i, word in enumerate(words):
@@ -83,16 +83,16 @@ def good() -> dict[str, bytes]:
     )
     files["last_element_only_pici"] = ref.encode("pici", "int16", bytes(2 * 8192 - 1) + b"\x7f")
     files["last_element_only_tile"] = ref.encode("tile", "int16", bytes(2 * 512 - 1) + b"\x7f")
-    files["stream_of_all_formats"] = b"".join(
+    files["array_of_all_formats"] = b"".join(
         ref.encode(fmt, "int32", sparse(n, "int32", 0.0 if fmt == "empty" else 0.2, n))
         for fmt, n in (("pici", 100), ("empty", 50), ("tile", 300), ("dense", 3), ("coo", 64), ("tile", 1))
     )
-    files["stream_with_nothing_between"] = (
+    files["array_with_nothing_between"] = (
         ref.encode("coo", "int64", sparse(9, "int64", 0.5, 1))
         + ref.write_frame("empty", "int64", 0, {})
         + ref.encode("dense", "int64", sparse(9, "int64", 0.5, 2))
     )
-    files["stream_delta_and_not"] = ref.encode("coo", "float32", EXAMPLE_NEW, EXAMPLE_BASE) + ref.encode(
+    files["array_delta_and_not"] = ref.encode("coo", "float32", EXAMPLE_NEW, EXAMPLE_BASE) + ref.encode(
         "dense", "float32", floats(5, {1: 1.0})
     )
     return files
@@ -145,10 +145,10 @@ def bad() -> dict[str, bytes]:
         "r19_padding_after_values": put(coo, len(coo) - 1, "B", 1),
         "r20_tile_counts_too_high": put(tile, 64, "B", 3),
         "r20_tile_counts_too_low": put(tile, 65, "B", 0),
-        "r21_tile_place_twice": put(tile, 81, "B", 3),
-        "r21_tile_places_fall": put(tile, 80, "B", 200),
+        "r21_tile_offset_twice": put(tile, 81, "B", 3),
+        "r21_tile_offsets_fall": put(tile, 80, "B", 200),
         "r21_tile_falls_swapped_with_border": put(tile, 64, "<H", 0x0201),
-        "r22_tile_place_past_the_end": put(tile, 82, "B", 44),
+        "r22_tile_offset_past_the_end": put(tile, 82, "B", 44),
         "r23_pici_first_prefix": put(pici, 64, "<I", 1),
         "r23_pici_second_prefix": put(ref.encode("pici", "uint8", bytes([1] * 4097)), 68, "<I", 4095),
         "r24_pici_bit_too_many": put(pici, 80, "<Q", 1),
@@ -173,7 +173,7 @@ def bad() -> dict[str, bytes]:
 
 
 def can_add(frames: list[ref.Frame]) -> bool:
-    """The second implementation adds finite floats alone; the pattern is finite in all but float16."""
+    """True if frame_ref can add: it adds only finite floats. The pattern is finite, except in float16."""
     return frames[0].dtype not in ("float8", "float16") and not any(
         value[-1] & 0x7F == 0x7F
         for f in frames
@@ -183,17 +183,17 @@ def can_add(frames: list[ref.Frame]) -> bool:
 
 
 def wanted() -> dict[str, bytes]:
-    """Every golden file: path below this folder -> contents."""
-    files = {f"bad/{name}.bin": stream for name, stream in bad().items()}
-    for name, stream in good().items():
-        files[f"good/{name}.bin"] = stream
-        frames = ref.read_stream(stream)
+    """All golden files: path relative to this folder -> contents."""
+    files = {f"bad/{name}.bin": encoded for name, encoded in bad().items()}
+    for name, encoded in good().items():
+        files[f"good/{name}.bin"] = encoded
+        frames = ref.read_array(encoded)
         dtype = frames[0].dtype
         dst = pattern(sum(f.n_elems for f in frames) * ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1])
         for verb in ref.VERBS:
             if (verb == "set" and any(f.is_delta for f in frames)) or (verb == "add" and not can_add(frames)):
                 continue
-            files[f"good/{name}.{verb}"] = ref.decode(stream, verb, dst, dtype)
+            files[f"good/{name}.{verb}"] = ref.decode(encoded, verb, dst, dtype)
     return files
 
 

@@ -51,15 +51,15 @@ def test_document_lists_the_same_rules() -> None:
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda p: p.stem)
 def test_good(path: Path) -> None:
-    stream = path.read_bytes()
-    frames = ref.read_stream(stream)
+    encoded = path.read_bytes()
+    frames = ref.read_array(encoded)
     dtype = frames[0].dtype
     n_bytes = sum(f.n_elems for f in frames) * ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1]
     verbs = [verb for verb in ref.VERBS if path.with_suffix(f".{verb}").exists()]
     assert "overwrite" in verbs
     for verb in verbs:
         want = path.with_suffix(f".{verb}").read_bytes()
-        assert ref.decode(stream, verb, make.pattern(n_bytes), dtype) == want
+        assert ref.decode(encoded, verb, make.pattern(n_bytes), dtype) == want
 
 
 @pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)

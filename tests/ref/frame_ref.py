@@ -1,8 +1,8 @@
-"""A second reader and writer of frames, slow and plain, written from docs/FORMAT.md alone.
+"""A second reader and writer of frames, slow and plain, written from docs/FORMAT.md.
 
-It shares nothing with the library: the golden files are made with it, and both must agree on them. Section
-and rule numbers are those of docs/FORMAT.md. Arrays are flat `bytes`, little-endian. Only Python's standard
-library is used.
+It uses no code of the library, only Python's standard library. It makes the golden files, which the library
+must read in the same way. Section and rule numbers are those of docs/FORMAT.md. Arrays are `bytes`,
+little-endian.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERBS = ("set", "add", "overwrite")
 
 
 class Refused(Exception):
-    """A frame or stream that breaks a rule of section 4."""
+    """A frame or an encoded array breaks a rule of section 4."""
 
     def __init__(self, rule: int, text: str) -> None:
         super().__init__(f"rule {rule}: {text}")
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Frame:
-    """One checked frame. `listed` maps the place of each listed element to its value (dense: see 3.5)."""
+    """One checked frame. `listed` maps the index of each listed element to its value (dense: see 3.5)."""
 
     format: str
     dtype: str
@@ -47,11 +47,11 @@ def _check(ok: bool, rule: int, text: str) -> None:
         raise Refused(rule, text)
 
 
-# ---- sections 2 and 3: where things lie ----
+# ---- sections 2 and 3: sizes and offsets ----
 
 
 def section_sizes(fmt: str, n: int, k: int, e: int) -> list[int | None]:
-    """Bytes of index, meta, values before padding; None = the format has no such section."""
+    """Bytes of index, meta and values, without padding. None: the format has no such section."""
     if fmt == "empty":
         return [None, None, None]
     if fmt == "tile":
@@ -64,7 +64,7 @@ def section_sizes(fmt: str, n: int, k: int, e: int) -> list[int | None]:
 
 
 def layout(fmt: str, n: int, k: int, e: int) -> tuple[list[int], int]:
-    """Offsets of index, meta, values (0 = none) and the size of the frame."""
+    """Offsets of index, meta and values (0: no such section), and the size of the frame."""
     at = 64
     offsets = []
     for size in section_sizes(fmt, n, k, e):
@@ -79,12 +79,12 @@ def layout(fmt: str, n: int, k: int, e: int) -> tuple[list[int], int]:
 # ---- reading ----
 
 
-def read_frame(stream: bytes, at: int = 0) -> Frame:
-    """Check the frame that starts at byte `at` against rules 1 to 27 and take it apart. Raises Refused."""
-    left = len(stream) - at
+def read_frame(encoded: bytes, at: int = 0) -> Frame:
+    """Check rules 1 to 27 on the frame at byte `at`, and return its parts. Raises Refused."""
+    left = len(encoded) - at
     _check(left >= 64, 1, f"{left} bytes left")
     (magic, version, fmt_no, dtype_no, flags, n, k, frame_bytes, index_off, meta_off, values_off,
-     reserved) = HEADER.unpack_from(stream, at)  # fmt: skip
+     reserved) = HEADER.unpack_from(encoded, at)  # fmt: skip
     _check(magic == b"SPCF", 2, f"magic {magic!r}")
     _check(version == 1, 3, f"version {version}")
     _check(fmt_no <= 4, 4, f"format {fmt_no}")
@@ -105,12 +105,12 @@ def read_frame(stream: bytes, at: int = 0) -> Frame:
     _check(values_off == offsets[2], 16, f"values_off {values_off}")
     _check(frame_bytes == size, 17, f"frame_bytes {frame_bytes}")
     _check(left >= size, 18, f"{left} bytes left of {size}")
-    index, meta, values = _sections(stream[at : at + size], offsets, section_sizes(fmt, n, k, e))
-    places = {"empty": _no_places, "tile": _tile_places, "pici": _pici_places, "coo": _coo_places,
-              "dense": _dense_places}[fmt](n, k, index, meta)  # fmt: skip
-    listed = {place: values[i * e : (i + 1) * e] for i, place in enumerate(places)}
+    index, meta, values = _sections(encoded[at : at + size], offsets, section_sizes(fmt, n, k, e))
+    elements = {"empty": _no_elements, "tile": _tile_elements, "pici": _pici_elements, "coo": _coo_elements,
+                "dense": _dense_elements}[fmt](n, k, index, meta)  # fmt: skip
+    listed = {element: values[i * e : (i + 1) * e] for i, element in enumerate(elements)}
     if fmt == "dense":
-        listed = {place: value for place, value in listed.items() if value != bytes(e)}
+        listed = {element: value for element, value in listed.items() if value != bytes(e)}
     return Frame(fmt, dtype, flags == 1, n, listed, size)
 
 
@@ -127,67 +127,67 @@ def _sections(frame: bytes, offsets: list[int], sizes: list[int | None]) -> list
     return sections
 
 
-def _no_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+def _no_elements(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
     return []
 
 
-def _dense_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+def _dense_elements(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
     return list(range(n))
 
 
-def _tile_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+def _tile_elements(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
     _check(sum(index) == k, 20, f"counts sum to {sum(index)}, nnz {k}")
-    places: list[int] = []
+    elements: list[int] = []
     at = 0
     for block, count in enumerate(index):
         in_block = meta[at : at + count]
         at += count
         for before, this in pairwise(in_block):
             _check(this > before, 21, f"block {block}: {this} after {before}")
-        places += [block * 256 + p for p in in_block]
-    for place in places:
-        _check(place < n, 22, f"place {place} of {n}")
-    return places
+        elements += [block * 256 + p for p in in_block]
+    for element in elements:
+        _check(element < n, 22, f"element {element} of {n}")
+    return elements
 
 
-def _pici_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
-    places: list[int] = []
+def _pici_elements(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    elements: list[int] = []
     for tile, (prefix,) in enumerate(struct.iter_unpack("<I", index)):
-        _check(prefix == len(places), 23, f"tile {tile}: prefix {prefix}, {len(places)} bits before it")
+        _check(prefix == len(elements), 23, f"tile {tile}: prefix {prefix}, {len(elements)} bits before it")
         for column in range(64):
             (word,) = struct.unpack_from("<Q", meta, (tile * 64 + column) * 8)
-            places += [tile * 4096 + 64 * row + column for row in range(64) if word >> row & 1]
-    _check(len(places) == k, 24, f"{len(places)} bits, nnz {k}")
-    for place in places:
-        _check(place < n, 25, f"bit of element {place} of {n}")
-    return places
+            elements += [tile * 4096 + 64 * row + column for row in range(64) if word >> row & 1]
+    _check(len(elements) == k, 24, f"{len(elements)} bits, nnz {k}")
+    for element in elements:
+        _check(element < n, 25, f"bit of element {element} of {n}")
+    return elements
 
 
-def _coo_places(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
-    places = [place for (place,) in struct.iter_unpack("<I", index)]
-    for before, this in pairwise(places):
+def _coo_elements(n: int, k: int, index: bytes, meta: bytes) -> list[int]:
+    elements = [element for (element,) in struct.iter_unpack("<I", index)]
+    for before, this in pairwise(elements):
         _check(this > before, 26, f"{this} after {before}")
-    for place in places:
-        _check(place < n, 27, f"index {place} of {n}")
-    return places
+    for element in elements:
+        _check(element < n, 27, f"index {element} of {n}")
+    return elements
 
 
-def read_stream(stream: bytes) -> list[Frame]:
-    """All frames of a stream (section 1). Raises Refused."""
-    _check(len(stream) > 0, 28, "no bytes")
+def read_array(encoded: bytes) -> list[Frame]:
+    """All frames of an encoded array (section 1). Raises Refused."""
+    _check(len(encoded) > 0, 28, "no bytes")
     frames = []
     at = 0
-    while at < len(stream):
-        frame = read_frame(stream, at)
+    while at < len(encoded):
+        frame = read_frame(encoded, at)
         frames.append(frame)
         at += frame.frame_bytes
     return frames
 
 
-def decode(stream: bytes, verb: str, dst: bytes, dtype: str) -> bytes:
-    """Section 5: what `dst` (flat array of `dtype`) becomes when `stream` is applied. Raises Refused."""
+def decode(encoded: bytes, verb: str, dst: bytes, dtype: str) -> bytes:
+    """Section 5: the contents of `dst`, an array of `dtype`, after `encoded` was applied. Raises Refused."""
     e = DTYPES[DTYPE_NUMBERS[dtype]][1]
-    frames = read_stream(stream)
+    frames = read_array(encoded)
     n = sum(f.n_elems for f in frames)
     for frame in frames:
         _check(frame.dtype == dtype, 29, f"{frame.dtype} frame, {dtype} array")
@@ -199,26 +199,26 @@ def decode(stream: bytes, verb: str, dst: bytes, dtype: str) -> bytes:
     for frame in frames:
         if verb == "set":
             out[at * e : (at + frame.n_elems) * e] = bytes(frame.n_elems * e)
-        for place, value in frame.listed.items():
-            here = slice((at + place) * e, (at + place + 1) * e)
+        for element, value in frame.listed.items():
+            here = slice((at + element) * e, (at + element + 1) * e)
             out[here] = add(bytes(out[here]), value, dtype) if verb == "add" else value
         at += frame.n_elems
     return bytes(out)
 
 
-# ---- section 5: addition of one element (finite floats only) ----
+# ---- section 5: addition of one element (integers and finite floats) ----
 
 
 def add(a: bytes, b: bytes, dtype: str) -> bytes:
-    """a + b of one element. NaN and infinity are left to the library's own tests."""
+    """a + b of one element. The library's own tests cover NaN and infinity."""
     e = len(a)
     if dtype.startswith(("int", "uint")):
         total = int.from_bytes(a, "little") + int.from_bytes(b, "little")
         return (total % 2 ** (8 * e)).to_bytes(e, "little")
     if dtype == "float64":
         return struct.pack("<d", struct.unpack("<d", a)[0] + struct.unpack("<d", b)[0])
-    # float32 sums rounded from float64 are rounded right (24 + 24 + 2 <= 53); the 16-bit floats add in
-    # float32 and round once from there.
+    # A sum of float32 numbers that is computed in float64 and then rounded to float32 is rounded correctly
+    # (24 + 24 + 2 <= 53). 16-bit floats are added in float32, and the sum is rounded once.
     total = _to_float(a, dtype) + _to_float(b, dtype)
     as_f32 = struct.pack("<f", total)
     if dtype == "float32":
@@ -244,29 +244,29 @@ def _to_float(raw: bytes, dtype: str) -> float:
 
 
 def write_frame(fmt: str, dtype: str, n: int, listed: dict[int, bytes], is_delta: bool = False) -> bytes:
-    """One frame. `listed` maps place to value bytes; what it does not name is absent."""
+    """One frame. `listed` maps the index of each listed element to the bytes of its value."""
     e = DTYPES[DTYPE_NUMBERS[dtype]][1]
-    places = sorted(listed) if fmt != "dense" else list(range(n))
+    elements = sorted(listed) if fmt != "dense" else list(range(n))
     index = meta = b""
     if fmt == "tile":
         counts = [0] * -(-n // 256)
-        for place in places:
-            counts[place // 256] += 1
-        index, meta = bytes(counts), bytes(place % 256 for place in places)
+        for element in elements:
+            counts[element // 256] += 1
+        index, meta = bytes(counts), bytes(element % 256 for element in elements)
     elif fmt == "pici":
         n_tiles = -(-n // 4096)
         words = [0] * (64 * n_tiles)
-        prefixes = [sum(place < 4096 * tile for place in places) for tile in range(n_tiles)]
-        for place in places:
-            words[place // 4096 * 64 + place % 64] |= 1 << (place % 4096 // 64)
+        prefixes = [sum(element < 4096 * tile for element in elements) for tile in range(n_tiles)]
+        for element in elements:
+            words[element // 4096 * 64 + element % 64] |= 1 << (element % 4096 // 64)
         index, meta = struct.pack(f"<{n_tiles}I", *prefixes), struct.pack(f"<{64 * n_tiles}Q", *words)
-        places.sort(key=lambda place: (place // 4096, place % 64, place % 4096 // 64))
+        elements.sort(key=lambda element: (element // 4096, element % 64, element % 4096 // 64))
     elif fmt == "coo":
-        index = struct.pack(f"<{len(places)}I", *places)
-    values = b"".join(listed.get(place, bytes(e)) for place in places)
-    offsets, size = layout(fmt, n, len(places), e)
+        index = struct.pack(f"<{len(elements)}I", *elements)
+    values = b"".join(listed.get(element, bytes(e)) for element in elements)
+    offsets, size = layout(fmt, n, len(elements), e)
     frame = bytearray(size)
-    numbers = (FORMATS.index(fmt), DTYPE_NUMBERS[dtype], int(is_delta), n, len(places), size, *offsets, 0)
+    numbers = (FORMATS.index(fmt), DTYPE_NUMBERS[dtype], int(is_delta), n, len(elements), size, *offsets, 0)
     HEADER.pack_into(frame, 0, b"SPCF", 1, *numbers)
     for offset, section in zip(offsets, (index, meta, values), strict=True):
         frame[offset : offset + len(section)] = section if offset else b""
@@ -275,7 +275,7 @@ def write_frame(fmt: str, dtype: str, n: int, listed: dict[int, bytes], is_delta
 
 
 def encode(fmt: str, dtype: str, x: bytes, base: bytes | None = None) -> bytes:
-    """One frame of a flat array: lists what differs from `base` in any bit (None: from zero)."""
+    """One frame that lists the elements of x that differ in any bit from `base` (None: from zero)."""
     e = DTYPES[DTYPE_NUMBERS[dtype]][1]
     n = len(x) // e
     zero = bytes(e)
