@@ -29,8 +29,20 @@ spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...)
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
+    if (err == EMFILE || err == ENFILE) {
+        snprintf(last_error, sizeof last_error, "%s: %s (errno %d): raise %s", text, strerror(err), err,
+                 err == EMFILE ? "this process's limit (ulimit -n)" : "the system's limit (fs.file-max)");
+        return status == SPCCL_ERR_NOMEM ? SPCCL_ERR_SYSTEM : status; /* it is not memory that is missing */
+    }
     snprintf(last_error, sizeof last_error, "%s: %s (errno %d)", text, strerror(err), err);
     return status;
+}
+
+const char *sp_without_rank(const char *text, int rank)
+{
+    char name[24];
+    int n = snprintf(name, sizeof name, "rank %d: ", rank);
+    return strncmp(text, name, (size_t)n) == 0 ? text + n : text;
 }
 
 void sp_set_error(const char *text)

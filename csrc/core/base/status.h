@@ -12,6 +12,8 @@ extern "C" { /* for the CUDA files, which are C++ */
 spccl_status sp_fail(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 /* As sp_fail, with the text and number of errno appended. */
 spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
+/* `text` without a leading "rank <rank>: ", for a caller that has named that rank already. */
+const char *sp_without_rank(const char *text, int rank);
 /* Replace this thread's error text by `text`: for an error that another thread or rank found. */
 void sp_set_error(const char *text);
 

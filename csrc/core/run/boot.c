@@ -14,7 +14,9 @@
 #include <string.h>
 #include <sys/random.h>
 
-#define BOOT_MAGIC 0x54425053u /* "SPBT" */
+#define BOOT_MAGIC 0x54425053u   /* "SPBT" */
+#define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros up to the head's end, text */
+#define REFUSAL_CAP 600u
 #define WIRE_VERSION 1u
 #define BOOT_HEAD_BYTES 20u
 #define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
@@ -84,6 +86,7 @@ static spccl_status agree_secret(const spccl_store *store, const sp_boot_config 
 static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_endpoint_config *ec)
 {
     const sp_transport *list[SP_TRANSPORTS_MAX];
+    char tried[600] = "";
     size_t n = 0;
     SP_TRY(sp_transport_parse_list(c->transports, list, SP_TRANSPORTS_MAX, &n));
     for (size_t i = 0; i < n; i++) {
@@ -94,14 +97,15 @@ static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_
             if (n == 1)
                 return st;
             sp_log(SP_LOG_WARN, c->rank, "transport %s is left out: %s", list[i]->name, spccl_last_error());
+            snprintf(tried + strlen(tried), sizeof tried - strlen(tried), "%s%s: %.180s", i != 0 ? "; " : "",
+                     list[i]->name, sp_without_rank(spccl_last_error(), c->rank));
             continue;
         }
         links->transports[links->n_endpoints] = list[i];
         links->endpoints[links->n_endpoints++] = ep;
     }
     if (links->n_endpoints == 0)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: none of the transports \"%s\" could be opened",
-                       c->rank, c->transports);
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: no transport could be opened: %s", c->rank, tried);
     return SPCCL_OK;
 }
 
@@ -145,6 +149,21 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     return store->set(store->ctx, key, blob, n);
 }
 
+/* Instead of addresses: why this rank cannot join, so that no peer waits for it until its deadline. */
+static void publish_refusal(const spccl_store *store, const sp_boot_config *c, spccl_status st)
+{
+    uint8_t blob[BOOT_HEAD_BYTES + REFUSAL_CAP] = {0};
+    char key[KEY_CAP], text[REFUSAL_CAP];
+    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, sp_without_rank(spccl_last_error(), c->rank));
+    sp_store_le32(blob, BOOT_REFUSAL);
+    sp_store_le32(blob + 4, (uint32_t)st);
+    memcpy(blob + BOOT_HEAD_BYTES, text, strlen(text));
+    make_key(key, c, "address", c->rank);
+    if (store->set(store->ctx, key, blob, sizeof blob) != SPCCL_OK)
+        sp_log(SP_LOG_INFO, c->rank, "group \"%s\": the peers could not be told: %s", c->name,
+               spccl_last_error());
+}
+
 /* Find a transport in a peer's blob: its address and its place in the peer's order; false if the peer does
  * not offer it or the blob is cut short. */
 static bool find_address(const uint8_t *blob, size_t bytes, const char *name, const uint8_t **address,
@@ -176,6 +195,9 @@ static bool find_address(const uint8_t *blob, size_t bytes, const char *name, co
 /* Ranks whose settings differ would wait for each other for ever: say it now. */
 static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
 {
+    if (bytes == BOOT_HEAD_BYTES + REFUSAL_CAP && sp_load_le32(blob) == BOOT_REFUSAL)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: group \"%s\": rank %d cannot join: %.*s", c->rank, c->name,
+                       peer, (int)REFUSAL_CAP, (const char *)blob + BOOT_HEAD_BYTES);
     if (bytes < BOOT_HEAD_BYTES || sp_load_le32(blob) != BOOT_MAGIC)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
@@ -277,6 +299,7 @@ static spccl_status connect_all(sp_links *links)
 
 static spccl_status open_links(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
+    spccl_status st;
     uint8_t blob[BLOB_CAP];
     links->rank = c->rank;
     links->world_size = c->world_size;
@@ -288,8 +311,16 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
         return SPCCL_OK;
     links->group_tag = hash_text(c->name);
     SP_TRY(agree_secret(store, c, links->secret));
-    SP_TRY(open_endpoints(links, c));
-    SP_TRY(publish(links, store, c));
+    st = open_endpoints(links, c);
+    if (st == SPCCL_OK)
+        st = publish(links, store, c);
+    if (st != SPCCL_OK) {
+        char text[1024];
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        publish_refusal(store, c, st);
+        sp_set_error(text);
+        return st;
+    }
     for (int peer = 0; peer < c->world_size; peer++) {
         size_t bytes = 0;
         if (peer == c->rank)

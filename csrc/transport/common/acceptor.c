@@ -73,7 +73,7 @@ static void evict_oldest(sp_acceptor *a, int64_t now_ns)
         drop(a, oldest, "too many connections wait, and it is the oldest");
 }
 
-static void accept_new(sp_acceptor *a, int64_t now_ns)
+static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)
 {
     for (;;) {
         struct sp_pending *p;
@@ -81,14 +81,14 @@ static void accept_new(sp_acceptor *a, int64_t now_ns)
         if (a->n_pending == SP_ACCEPTOR_PENDING)
             evict_oldest(a, now_ns);
         if (a->n_pending == SP_ACCEPTOR_PENDING)
-            return; /* the others wait in the kernel's queue */
+            return SPCCL_OK; /* the others wait in the kernel's queue */
         fd = accept4(a->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0) {
             if (errno == EINTR || errno == ECONNABORTED)
                 continue;
-            if (errno != EAGAIN && errno != EWOULDBLOCK && a->n_dropped++ < N_LOGGED)
-                sp_log(SP_LOG_WARN, a->config.rank, "cannot accept connections: errno %d", errno);
-            return;
+            if (errno == EAGAIN || errno == EWOULDBLOCK)
+                return SPCCL_OK;
+            return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: accepting a connection", a->config.rank);
         }
         if (a->config.tcp)
             sp_sock_tune_tcp(fd);
@@ -101,7 +101,7 @@ static void accept_new(sp_acceptor *a, int64_t now_ns)
 spccl_status sp_acceptor_step(sp_acceptor *a)
 {
     int64_t now_ns = sp_now_ns();
-    accept_new(a, now_ns);
+    SP_TRY(accept_new(a, now_ns));
     for (int i = 0; i < a->n_pending;) {
         sp_hs *hs = &a->pending[i].hs;
         spccl_status st = sp_hs_step(hs);

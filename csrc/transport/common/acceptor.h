@@ -31,7 +31,7 @@ typedef struct sp_acceptor {
 
 /* Owns listen_fd (non-blocking, listening) from here on, also on failure. Errors: NOMEM. */
 spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config);
-/* Accept and go on with what is there; never blocks. Errors: what `ready` returned; MISMATCH if a proven
+/* Accept and go on with what is there; never blocks. Errors: SYSTEM (no descriptor for a connection); what `ready` returned; MISMATCH if a proven
  * dialler was refused for that (both ends then know why). */
 spccl_status sp_acceptor_step(sp_acceptor *a);
 /* Accepts a zeroed or closed one. */

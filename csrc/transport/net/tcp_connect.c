@@ -72,15 +72,17 @@ static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32
 /* A proven connection becomes socket i, or control if i < 0. Takes fd over if it succeeds. */
 static spccl_status adopt(struct sp_tcp *ep, int peer, int i, int fd)
 {
+    spccl_status st;
     struct sp_tcp_peer *p = &ep->peers[peer];
     SP_TRY(watch(ep, fd, (uint32_t)peer, (uint32_t)(i + 1)));
     if (i < 0) {
         p->control = fd;
         return SPCCL_OK;
     }
-    if (sp_tcp_socket_open(&p->sockets[i], fd, buffer_bytes(ep, p)) != SPCCL_OK) {
+    st = sp_tcp_socket_open(&p->sockets[i], fd, buffer_bytes(ep, p));
+    if (st != SPCCL_OK) {
         sp_tcp_socket_close(&p->sockets[i]);
-        return SPCCL_ERR_NOMEM;
+        return st;
     }
     p->n_up++;
     ep->unread = true;

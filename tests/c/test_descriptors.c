@@ -1,0 +1,111 @@
+/* test_descriptors.c - a process that may not open enough file descriptors is told so: the text of a failure
+ * names the limit and how to raise it. */
+#include "ranks.h"
+
+#include <fcntl.h>
+#include <stdbool.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* A rank that waits for a connection does not learn that its peer failed before it made one. */
+#define TIMEOUT_MS 5000
+#define MORE_MAX 64 /* descriptors that a group of two ranks never needs */
+
+static void nothing(struct rank_ctx *c)
+{
+    (void)c;
+}
+
+/* Let this process open so many descriptors more. */
+static void allow(int more)
+{
+    struct rlimit limit;
+    int at = 0;
+    for (int n = 0; n <= more; at++)
+        n += fcntl(at, F_GETFD) < 0;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = (rlim_t)(at - 1);
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
+}
+
+static bool explains(const char *text)
+{
+    return strstr(text, "open") != NULL && strstr(text, "ulimit -n") != NULL;
+}
+
+/* A group of two in a process that may open `more` descriptors. Exit status: 0 the group works, 2 it fails and
+ * says why. */
+static void try_group(const char *transport, int more)
+{
+    struct rank_ctx ctx[2];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    bool failed = false, explained = false;
+    test_n_failed = 0;
+    allow(more);
+    config.timeout_ms = TIMEOUT_MS;
+    config.transports = transport;
+    run_ranks(2, &config, nothing, NULL, ctx);
+    for (int r = 0; r < 2; r++) {
+        failed = failed || ctx[r].created != SPCCL_OK;
+        explained = explained || explains(ctx[r].error);
+    }
+    CHECK(!failed || explained, "%s with %d descriptors: rank 0: %d \"%s\"; rank 1: %d \"%s\"", transport,
+          more, (int)ctx[0].created, ctx[0].error, (int)ctx[1].created, ctx[1].error);
+    _exit(test_n_failed != 0 ? 1 : failed ? 2 : 0);
+}
+
+static void every_limit(const char *transport)
+{
+    int n_failed = 0, status = 0, more = 0;
+    for (; more < MORE_MAX; more++) {
+        pid_t child;
+        fflush(stdout);
+        child = fork();
+        if (child == 0)
+            try_group(transport, more);
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) != 1,
+              "%s with %d descriptors: %x", transport, more, (unsigned)status);
+        if (WIFEXITED(status) && WEXITSTATUS(status) == 0)
+            break;
+        n_failed++;
+    }
+    CHECK(n_failed >= 3 && more < MORE_MAX, "%s: %d limits were too low", transport, n_failed);
+}
+
+static void test_inproc(void)
+{
+    every_limit("inproc");
+}
+static void test_shm(void)
+{
+    every_limit("shm");
+}
+static void test_tcp(void)
+{
+    every_limit("tcp");
+}
+static void test_all(void)
+{
+    every_limit("shm,tcp");
+}
+
+static void test_unique_id(void)
+{
+    struct rlimit limit;
+    spccl_unique_id id;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    allow(0);
+    CHECK(spccl_get_unique_id(&id) == SPCCL_ERR_SYSTEM && explains(spccl_last_error()), "%s",
+          spccl_last_error());
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"inproc", test_inproc},       {"shm", test_shm}, {"tcp", test_tcp}, {"all", test_all},
+        {"unique_id", test_unique_id}, {NULL, NULL}};
+    setenv("SPCCL_LOG", "off", 0);
+    return test_main(cases, argc, argv);
+}
