@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Builds spccl on a machine with GPUs and runs stages there. Needs CUDA 12+ (nvcc), gcc, cmake, ninja, python3 with torch
-# for CUDA, pytest, click and rich. Downloads and installs nothing: the package lies in BUILD/site, on PYTHONPATH.
+# Builds spccl on a machine with GPUs and runs stages there. Needs CUDA 12+ (nvcc), gcc, cmake, ninja, and python3 with
+# torch for CUDA, pytest, click and rich. Downloads and installs nothing: the package is in BUILD/site, on PYTHONPATH.
 #   bench/gpu.sh [OPTIONS] STAGE...
-# Stages, each under `timeout`; one that fails does not stop the others:
+# Stages. Each has a time limit; a stage that fails does not stop the others:
 #   ctest     the C tests                           sanitize  tests/c/test_cuda_* under compute-sanitizer
 #   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
-#   soak      tests/gpu/soak.py                     figure    spccl plot of this bench
-#   verify    spccl verify --device cuda            micro     rates of memory and links, kernels alone (bench/micro/*.cu)
+#   soak      tests/gpu/soak.py                     figure    spccl plot of the bench's CSV
+#   verify    spccl verify --device cuda            micro     rates of memory and links; bench/micro/*.cu
 # Options:
-#   --gpus G        for bench, soak, verify (def.: all)    --minutes N   of the soak (default 1)
-#   --seconds S     budget of the bench (default 180)      --limit S     of every stage instead of its own
-#   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments of spccl bench, for other cases:
+#   --gpus G        for bench, soak, verify (def.: all)    --minutes N   length of the soak (default 1)
+#   --seconds S     budget of the bench (default 180)      --limit S     limit of every stage, in place of its own
+#   --only WORDS    pytest -k WORDS                        --bench ARGS  more arguments for spccl bench, as in
 #     --bench "--codec --dtype float32,bfloat16 --sizes 16M,64M,512M,2048M --sparsity 0,50%,90%,99%,99.9%"
-# Environment: OUT (logs and CSVs, default bench/results/gpu; 8 files at most), BUILD (default build-gpu),
-#   ARCHS (default 90-real), PYTHON, SPCCL_COMMIT (names the commit where there is no git).
+# Environment: OUT (folder of logs and CSVs, default bench/results/gpu; at most 8 files), BUILD (default build-gpu),
+#   ARCHS (default 90-real), PYTHON, SPCCL_COMMIT (the commit, where there is no git).
 # Exit status: 0 if all stages passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,7 +34,7 @@ usage() {
 while (($#)); do
     case $1 in
     --gpus | --minutes | --seconds | --limit | --only | --bench)
-        (($# > 1)) || { echo "gpu.sh: $1 wants a value" >&2; exit 2; }
+        (($# > 1)) || { echo "gpu.sh: $1 needs a value" >&2; exit 2; }
         name=${1#--}
         [[ $name == bench ]] && name=bench_args
         printf -v "$name" %s "$2"
@@ -42,7 +42,7 @@ while (($#)); do
         ;;
     ctest | sanitize | pytest | bench | soak | figure | verify | micro) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
-    *) echo "gpu.sh: $1: no such stage or option" >&2; usage 2 >&2 ;;
+    *) echo "gpu.sh: $1: unknown stage or option" >&2; usage 2 >&2 ;;
     esac
 done
 ((${#stages[@]})) || usage 2 >&2
@@ -52,7 +52,7 @@ if [[ -z ${SPCCL_COMMIT:-} ]]; then
 fi
 export SPCCL_COMMIT
 
-# ---- stages: each prints to its log; the last line that matters is picked by `note` ----
+# ---- stages: each prints to its log; `note` picks the line for the table ----
 
 run_build() {
     local version
@@ -84,22 +84,22 @@ run_sanitize() {
         for tool in memcheck racecheck; do
             local name part="$build/sanitize.part" status
             name=$(basename "$program")
-            # Frames that break the rules on purpose may name an element twice: a race in a result that is refused.
+            # This test makes frames that list an element twice: a race, but the result is refused.
             [[ $tool == racecheck && $name == test_cuda_hostile ]] && continue
             echo "==== $tool $name"
-            # A limit for each: one that hangs must not take the time of the others.
+            # Each program has a limit, so that one that hangs does not take the time of the others.
             timeout --foreground -k 5 150 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 100000 \
                 --target-processes all "$program" --small >"$part" 2>&1
             status=$?
             if [[ $tool == racecheck && $status == 9 ]]; then
                 "$python" bench/races.py csrc/kernels/cuda/ptx.cuh <"$part" && status=0
             fi
-            if ((status != 0)); then # all that matters: the tests' own words, and errors from both ends
+            if ((status != 0)); then # print the end of the test's output and the first errors
                 grep -vE '^=====' "$part" | tail -n 40 | cut -c1-400
                 grep -E '^=====' "$part" | sed -n '1,60p' | cut -c1-400
             fi
             tail -n 4 "$part" | cut -c1-400
-            # 77: the test skipped itself, which is no pass of the sanitizer
+            # 77 means that the test skipped itself, which counts as a failure here
             if ((status != 0)); then
                 echo "FAILED $tool $name: exit status $status"
                 failed=1
@@ -111,13 +111,13 @@ run_sanitize() {
 }
 
 run_pytest() {
-    # Skipping everything is no pass here.
+    # If every test were skipped, the stage would pass: check for a GPU first.
     "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "torch sees no GPU")' || return 1
     "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider --tb=short ${only:+-k "$only"}
 }
 
 run_bench() {
-    # shellcheck disable=SC2086  # bench_args are words
+    # shellcheck disable=SC2086  # bench_args holds several words
     "$python" -m spccl bench --device cuda ${gpus:+--ranks "$gpus"} --seconds "$seconds" --timeout "$1" \
         --csv "$out/bench.csv" --codec-csv "$out/codec.csv" $bench_args
 }
@@ -140,7 +140,7 @@ run_figure() {
     "$python" -m spccl plot "$out/bench.csv" -o "$out/gpu-speedup.png"
 }
 
-# ---- running them ----
+# ---- running the stages ----
 
 own_limit() {
     case $1 in
@@ -155,7 +155,7 @@ own_limit() {
     esac
 }
 
-# One line of a log that says how it went.
+# One line about a stage, from its log.
 note() {
     case $1 in
     ctest) grep -E 'tests passed' "$2" | tail -1 ;;
@@ -172,7 +172,7 @@ run_stage() {
     local stage=$1 log="$out/$1.log" seconds_limit=${limit:-$(own_limit "$1")} start=$SECONDS status outcome
     echo "==== $stage (at most $seconds_limit s)"
     (
-        # In a shell of its own, so that `timeout` covers functions and ends the whole process group.
+        # In a new shell, so that `timeout` covers functions and ends the whole process group.
         export -f "run_$stage"
         export python build site out gpus minutes seconds only bench_args
         [[ $stage == build ]] || export PYTHONPATH=$site
@@ -202,7 +202,7 @@ if [[ " ${stages[*]} " == *" bench "* && -f $out/bench.log ]]; then
     echo
     sed -n '/^# summary/,$p' "$out/bench.log"
 fi
-# Not all ways back from such a machine take many files.
+# Some ways to copy results from a machine take few files, so join the logs.
 if (($(find "$out" -type f | wc -l) > 8)); then
     for log in "$out"/*.log; do
         printf '######## %s\n' "$(basename "$log")" && cat "$log"

@@ -1,12 +1,12 @@
-"""Judge a racecheck report of compute-sanitizer, read from stdin: exit status 1 if it holds a race that matters.
+"""Read a racecheck report of compute-sanitizer from stdin; exit with status 1 if it contains a race that matters.
 
     compute-sanitizer --tool racecheck --print-limit 100000 PROGRAM | python bench/races.py csrc/kernels/cuda/ptx.cuh
 
-The warps of a block talk through words on chip that are written with release and read with acquire. racecheck knows
-barriers only and reports each such word; what they guard it does not miss. So a race is left out if it is between a
-write and a read in the functions that do this; each word has one warp that writes it, so two writes count. Wants code
-compiled with -lineinfo: a race without lines counts. A report that was cut, or that reads otherwise than expected, is
-no pass.
+The warps of a CTA synchronize by words in shared memory that are written with release and read with acquire. racecheck
+knows only barriers, so it reports each such word as a race. This program ignores a race between a write and a read if
+both are in the functions for such words. Two writes count as a race, as only one warp writes each word. Races on the
+data that the words guard are still found. The code must be compiled with -lineinfo: a race without line numbers
+counts. A report that is cut short, or has an unknown form, gives status 1.
 """
 
 import re
@@ -18,11 +18,11 @@ ACCESS = re.compile(r"(?:between|and) (?P<what>Read|Write) access at (?P<where>.
 PLACE = re.compile(r" in (?P<file>[^ ]+):(?P<line>\d+)")
 REPORTED = re.compile(r"Race reported between")
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
-Access = tuple[str, str]  # Read or Write; where
+Access = tuple[str, str]  # "Read" or "Write"; where it is
 
 
 def flag_lines(header: Path) -> set[int]:
-    """Lines of the bodies of FLAG_FUNCTIONS."""
+    """Line numbers of FLAG_FUNCTIONS in the header."""
     lines, inside = set(), False
     for number, text in enumerate(header.read_text().splitlines(), 1):
         inside = inside or any(f" {name}(" in text for name in FLAG_FUNCTIONS)
@@ -41,7 +41,7 @@ def is_flag(race: list[Access], header: Path, lines: set[int]) -> bool:
 
 
 def races(report: list[str]) -> list[list[Access]]:
-    """The accesses of each race: the first, then those that it meets."""
+    """The accesses of each race: the first one, then those that it conflicts with."""
     found: list[list[Access]] = []
     for text in report:
         access = ACCESS.search(text)
@@ -60,16 +60,16 @@ def main() -> int:
     report = sys.stdin.read().splitlines()
     summaries = [SUMMARY.search(text) for text in report if "RACECHECK SUMMARY" in text]
     if not summaries or None in summaries:
-        print("races: no summary in the report, or one in other words: did racecheck end?")
+        print("races: the report has no summary, or one of unknown form: did racecheck end?")
         return 1
     if any("Maximum number of hazards" in text for text in report):
-        print("races: racecheck left some out: raise NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS")
+        print("races: racecheck left out some hazards: raise NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS")
         return 1
     found = races(report)
     shown = sum(int(s[1]) for s in summaries if s)
     seen = sum(int(s[2]) + int(s[3]) for s in summaries if s)
     if not shown == seen == len(found):
-        print(f"races: racecheck saw {seen}, displayed {shown}, {len(found)} can be read here: raise --print-limit")
+        print(f"races: racecheck found {seen}, displayed {shown}, {len(found)} were read here: raise --print-limit")
         return 1
     bad = [race for race in found if not is_flag(race, header, lines)]
     for race in bad[:20]:

@@ -1,13 +1,15 @@
-// bench_fused.cu - the kernels of the GPU collectives on one GPU that plays all ranks by being its own peers.
+// bench_fused.cu - the kernels of the GPU collectives, timed on one GPU: its peers' inboxes lie in its own
+// memory.
 //
 //     spccl_bench_fused [--mib N] [--ranks P] [--ctas C] [--dtype float32|bfloat16] [--iters N]
 //                       [--sparsity 0.999,0.99,...]
 //                       [--only all_gather,reduce_scatter,all_reduce,in_place,one_hop]
 //
-// All inboxes are the same memory, so what rank 0 sends to its peers comes back to it as theirs. No link is in
-// the way: this is the time of the kernels alone, within 10% of that on 4 GPUs while frames are short, and a
-// profiler sees one launch of one process. Every result is compared with the host's before it is timed.
-// Defaults: 512 MiB (the larger buffer), 4 ranks, all blocks, float32, 15 launches, medians.
+// The inboxes of all ranks are the same memory. Only rank 0 is launched; the frames that it sends to its
+// peers arrive in its own inbox as if the peers had sent them. No link is used, so this is the time of the
+// kernels alone. While frames are short, it is within 10% of the time on 4 GPUs. A profiler sees one launch
+// of one process. Each result is compared with a result computed on the host before it is timed. Defaults:
+// 512 MiB for the larger buffer, 4 ranks, all SMs, float32, 15 launches. The times are medians.
 extern "C" {
 #include "core/gpu/tune_gpu.h"
 #include "kernels/cuda/kernels_cuda.h"
@@ -86,8 +88,10 @@ static options read_options(int argc, char **argv)
         } else
             name = "";
         if (name.empty() || value.empty()) {
-            fprintf(stderr, "spccl_bench_fused: %s %s: see the head of bench/micro/bench_fused.cu\n", argv[i],
-                    i + 1 < argc ? argv[i + 1] : "");
+            fprintf(stderr,
+                    "spccl_bench_fused: %s %s: unknown option or value: see the head of "
+                    "bench/micro/bench_fused.cu\n",
+                    argv[i], i + 1 < argc ? argv[i + 1] : "");
             exit(2);
         }
     }
@@ -99,7 +103,7 @@ static options read_options(int argc, char **argv)
     return o;
 }
 
-// ---- elements: 1.x of both signs where a hash is below the density, as float32 or its upper half ----
+// ---- elements: where a hash is below the density, +-1.x as float32, or as bfloat16 its upper half ----
 
 __host__ __device__ static uint32_t element_bits(uint64_t i, uint64_t below, int elem_bytes)
 {
@@ -137,7 +141,8 @@ static uint32_t as_bits(float f, int elem_bytes)
 {
     uint32_t bits;
     memcpy(&bits, &f, sizeof bits);
-    return elem_bytes == 4 ? bits : (bits + 0x7fff + (bits >> 16 & 1)) >> 16; // to nearest even
+    // Rounds to nearest, ties to even.
+    return elem_bytes == 4 ? bits : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
 // ---- one collective ----
@@ -149,7 +154,7 @@ struct machine {
     uint8_t *in, *out, *inbox;
     sp_gpu_control *control, *control_device;
     int elem_bytes;
-    uint64_t n; // elements of the larger buffer
+    uint64_t n; // elements of the larger of input and output
 };
 
 static machine open_machine(const options &o)
@@ -191,16 +196,18 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
     sp_gpu_plan plan;
     a.n_elems = what == "all_gather" || what == "reduce_scatter" ? m.n / m.o.ranks : m.n;
     sp_gpu_limits limits = m.limits;
-    limits.hops = 2; // all_reduce and in_place, whatever their size
+    limits.hops = 2; // so that all_reduce and in_place of any size take two hops
     sp_tune_gpu_plan(&limits, m.shape, op, a.n_elems, m.o.dtype, SPCCL_FORMAT_AUTO, &plan);
-    if (op == SP_FUSED_ALL_REDUCE) // trimmed to shards of one length: a rank is its own peer
+    // All shards must have the same length, as the rank receives its own frames.
+    if (op == SP_FUSED_ALL_REDUCE)
         a.n_elems -= a.n_elems % ((uint64_t)plan.slice_elems * m.o.ranks);
     a.op = plan.op;
     a.dtype = m.o.dtype;
     a.redop = SPCCL_SUM;
     a.format = SPCCL_FORMAT_AUTO;
     a.in = m.in;
-    a.out = what == "in_place" || what == "all_gather" ? m.in : m.out; // a gathered block is the first
+    // The input of an all-gather is block 0 of its output.
+    a.out = what == "in_place" || what == "all_gather" ? m.in : m.out;
     a.slice_elems = plan.slice_elems;
     a.world_size = (int)m.o.ranks;
     a.shape = m.shape;
@@ -242,15 +249,15 @@ static float launch(const machine &m, const sp_fused_args &a)
     return ms;
 }
 
-// Elements from block to block, as sp_fused_cuda cuts them.
+// Elements from one shard to the next, as sp_fused_cuda computes them.
 static uint64_t stride_of(const machine &m, const sp_fused_args &a)
 {
     uint64_t slices = (a.n_elems + a.slice_elems - 1) / a.slice_elems;
     return a.op == SP_FUSED_ALL_REDUCE ? (slices + m.o.ranks - 1) / m.o.ranks * a.slice_elems : a.n_elems;
 }
 
-// What element i of a block must be. Rank r > 0 is heard as what was sent to the peer in the slot that
-// mirrors its own: block P - r; in one hop the whole array.
+// The expected element i of a shard. What seems to come from rank r > 0 is what rank 0 sent to the peer in
+// the opposite slot: block P - r, or in one hop the whole array.
 static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uint64_t below)
 {
     uint64_t stride = stride_of(m, a);
@@ -264,7 +271,7 @@ static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uin
     return as_bits(sum, m.elem_bytes);
 }
 
-// A sample of all elements.
+// Compare a sample of the output's elements with the expected ones.
 static void compare(const machine &m, const sp_fused_args &a, const std::string &what, uint64_t below)
 {
     uint64_t block = a.op == SP_FUSED_ALL_GATHER ? m.n : a.n_elems, wrong = 0;
@@ -299,7 +306,7 @@ int main(int argc, char **argv)
                 ms.push_back(launch(m, a));
             }
             std::sort(ms.begin(), ms.end());
-            printf("%-14s %5.1f%% zeros: %8.4f ms   (%u blocks of %u workers, slices of %u)\n", what.c_str(),
+            printf("%-14s %5.1f%% zeros: %8.4f ms   (%u CTAs of %u workers, slices of %u)\n", what.c_str(),
                    100 * sparsity, ms[ms.size() / 2], a.n_ctas, a.workers_per_cta, a.slice_elems);
             fflush(stdout);
         }

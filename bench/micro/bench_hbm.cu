@@ -1,10 +1,11 @@
-// bench_hbm.cu - what a GPU's memory and links give to plain kernels: the rates that floors are made of.
+// bench_hbm.cu - the rates of a GPU's memory and links that plain kernels reach. Floors are computed from
+// them.
 //
 //     spccl_bench_hbm [--csv FILE]
 //
-// Medians over 20 launches on arrays of 2 GiB: reading, writing, copying (bytes read plus written) on GPU 0;
-// writing to a peer, and all GPUs writing to all others at once (bytes out of one GPU, the slowest one's
-// time).
+// Medians over 20 launches on arrays of 2 GiB. On GPU 0: reading, writing, and copying, which counts bytes
+// read plus bytes written. Over links: writing to one peer, and all GPUs writing to all others at once, which
+// counts the bytes that leave one GPU and the time of the slowest GPU.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -26,7 +27,7 @@ constexpr size_t BYTES = size_t(2) << 30;
 constexpr size_t UNITS = BYTES / sizeof(uint4);
 constexpr int ITERS = 20, THREADS = 512, UNROLL = 8, GPUS_MAX = 16;
 
-// Each thread takes UNROLL units of 16 bytes at a time, neighbours side by side.
+// A thread handles UNROLL units of 16 bytes at a time. Neighbouring threads handle neighbouring units.
 __device__ size_t first_unit(void)
 {
     return size_t(blockIdx.x) * THREADS * UNROLL + threadIdx.x;
@@ -42,7 +43,7 @@ __global__ void read_kernel(const uint4 *x, uint32_t *never)
             any |= v.x | v.y | v.z | v.w;
         }
     }
-    if (any != 0) // the array is zeros: no thread writes, and no load can be left out
+    if (any != 0) // never true, as the array is zeros; it keeps the compiler from dropping the loads
         *never = any;
 }
 
@@ -68,7 +69,7 @@ __global__ void copy_kernel(const uint4 *x, uint4 *y)
     }
 }
 
-// Block b writes to peer b % n_peers, so that all links are in use all the time.
+// CTA b writes to peer b % n_peers, so that all links are in use all the time.
 struct peers {
     uint4 *at[GPUS_MAX];
     unsigned n;
@@ -110,7 +111,7 @@ static void open_gpu(int ordinal, gpu *g)
     CHECK(cudaDeviceSynchronize());
 }
 
-// Median over ITERS of the slowest GPU's time between its events, after two untimed launches. Seconds.
+// Median over ITERS launches, in seconds, of the slowest GPU's time, after two untimed launches.
 template <typename launch_fn> static double median_s(std::vector<gpu> &gpus, launch_fn launch)
 {
     std::vector<double> times;
@@ -143,7 +144,7 @@ static void tell(FILE *csv, const char *what, double bytes, double seconds)
         fprintf(csv, "%s,%.0f,%.3f,%.1f\n", what, bytes, 1e6 * seconds, bytes / seconds / 1e9);
 }
 
-// How many blocks per multiprocessor serve memory best is tried out: the best of a few counts.
+// Measure with several numbers of CTAs per SM and take the best.
 template <typename launch_fn>
 static void best_of_grids(FILE *csv, const char *what, double bytes, std::vector<gpu> &gpus, launch_fn launch)
 {

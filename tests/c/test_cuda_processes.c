@@ -140,7 +140,7 @@ static void make_buffers(int rank)
 }
 
 /* Wait until all ranks have come. Not by the communicator, which may break before the last rank has come. */
-static void meet(void)
+static void wait_for_ranks(void)
 {
     int64_t until = now_ms() + 60000;
     ++*me.n_here;
@@ -156,7 +156,7 @@ static void lose_rank_1(bool in_flight)
     struct call c = {.coll = ALL_REDUCE, .dtype = SPCCL_FLOAT32, .op = SPCCL_SUM, .n = 50000};
     int64_t start;
     spccl_status st = SPCCL_OK;
-    meet();
+    wait_for_ranks();
     start = now_ms();
     if (me.rank == 1) {
         for (int i = 0; i < 10 && in_flight; i++)

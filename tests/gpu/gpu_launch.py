@@ -1,4 +1,4 @@
-"""Runs the workers of this folder, one process per GPU, with the launcher of tests/dist; says why it cannot."""
+"""Runs the workers of this folder, one process per GPU, with the launcher of tests/dist, or skips with the reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from launch import Rank, check_case, run_ranks  # noqa: E402
 
 __all__ = ["Rank", "check_case", "missing", "needs", "run_gpus"]
 
-# NVLink multicast is left alone: not all drivers bear it, and nothing here is about it.
+# NVLink multicast is off: some drivers do not support it, and no test needs it.
 SETTINGS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 @functools.cache
 def missing(n_gpus: int) -> str:
-    """Why tests on `n_gpus` cannot run here; "" if they can."""
+    """The reason why tests on `n_gpus` GPUs cannot run; "" if they can."""
     try:
         import torch
     except ImportError:
@@ -45,6 +45,6 @@ def needs(n_gpus: int) -> None:
 
 
 def run_gpus(worker: str, n_ranks: int, *args: str, timeout_s: float = 240, **env: str) -> list[Rank]:
-    """run_ranks for `workers/<worker>.py` of this folder, on GPUs 0 to n_ranks - 1."""
+    """run_ranks for `workers/<worker>.py` in this folder, on GPUs 0 to n_ranks - 1."""
     needs(n_ranks)
     return run_ranks(str(HERE / "workers" / worker), n_ranks, *args, timeout_s=timeout_s, env={**SETTINGS, **env})

@@ -1,10 +1,10 @@
-"""Random collectives on all GPUs for a while, each against an exact reference and against NCCL.
+"""Runs random collectives on all GPUs for some minutes and compares each with an exact reference made with NCCL.
 
     python tests/gpu/soak.py --minutes 10 [--gpus 4] [--seed 1] [--max-mb 64]
 
 Starts one process per GPU. Each round draws an operation, dtype, size, density, pattern, alignment, stream and
-group, the same on all ranks. Moved bits and integers must equal NCCL's; float sums must equal the sum in rank
-order, made from NCCL's gather of all inputs. Ends with status 1 and the draw's text at the first difference.
+group, the same on all ranks. The reference is computed in rank order from all inputs, which NCCL gathers. Results
+must equal it bit for bit. Ends with status 1 and a description of the draw at the first difference.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def parent(args: argparse.Namespace) -> int:
     print(f"soak: {args.minutes} min on {args.gpus} GPUs, seed {args.seed}", flush=True)
     words = ["--minutes", str(args.minutes), "--seed", str(args.seed), "--max-mb", str(args.max_mb), "--worker"]
     ranks = run_gpus("../soak", args.gpus, *words, timeout_s=60 * args.minutes + 180)
-    told = check_case(ranks, "soak")
-    print(f"soak: {told[0]['rounds']} rounds on {args.gpus} GPUs in {args.minutes} min: no difference")
+    reported = check_case(ranks, "soak")
+    print(f"soak: {reported[0]['rounds']} rounds on {args.gpus} GPUs in {args.minutes} min: no difference")
     return 0
 
 
 @dataclasses.dataclass
 class Draw:
-    """One round's call, the same on all ranks."""
+    """The call of one round, the same on all ranks."""
 
     call: str
     op: str
     dtype: torch.dtype
     kind: str
     density: float
-    numel: int  # of a rank's block
+    numel: int  # elements of a rank's block
     offset: int
     async_op: bool
     group: int
@@ -74,14 +74,14 @@ class Draw:
 
 
 def gathered(x: torch.Tensor, nccl: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's `x`, [ranks, numel], by NCCL."""
+    """`x` of every rank, [ranks, numel], gathered by NCCL."""
     flat = torch.empty(WORLD * x.numel() * x.element_size(), dtype=torch.uint8, device=DEVICE)
     dist.all_gather_into_tensor(flat, x.contiguous().view(torch.uint8), group=nccl)
     return flat.view(x.dtype).view(WORLD, x.numel())
 
 
 def differing_bytes(d: Draw, seed: int, group: dist.ProcessGroup, nccl: dist.ProcessGroup) -> int:
-    """Run the draw on the current stream; how many bytes differ from the reference."""
+    """Run the draw on the current stream. Returns the number of bytes that differ from the reference."""
     blocks = WORLD if d.call == "reduce_scatter" else 1
     x = cuda(patterned(d.kind, RANK, WORLD, d.numel * blocks, d.density, d.dtype, seed, DEVICE), d.offset)
     every = gathered(x, nccl)

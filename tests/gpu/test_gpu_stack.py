@@ -1,4 +1,4 @@
-"""What torch's stack asks, on 1, 2 and 4 GPUs, without and with a bound device (device_id)."""
+"""Calls that torch's own libraries make, on 1, 2 and 4 GPUs, without and with a bound device (device_id)."""
 
 from __future__ import annotations
 

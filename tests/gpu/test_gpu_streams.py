@@ -1,4 +1,4 @@
-"""Order and lifetime on 1, 2 and 4 GPUs: streams, futures, groups, graphs; what a call costs the host."""
+"""Order and lifetime on 1, 2 and 4 GPUs: streams, futures, groups, graphs. Also the host's cost of a call."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_case(ranks, case):
 
 
 def test_host_cost(ranks):
-    """The goal is 25 us; twice that is a fault whatever else the machine does."""
-    for told in check_case(ranks, "host_cost"):
-        assert told["spccl_us"] < 50, told
+    """The goal is 25 us. Twice that is a failure, however busy the machine is."""
+    for reported in check_case(ranks, "host_cost"):
+        assert reported["spccl_us"] < 50, reported
 
 
 def test_order_of_each_group_alone():

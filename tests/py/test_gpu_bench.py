@@ -133,12 +133,12 @@ def test_a_wrong_answer_is_counted(monkeypatch):
         assert trial.wrong(wanted) == wanted.numel() - n_right  # in place: its own block is right
 
 
-def test_stream_of_the_cpu():
+def test_encoded_by_the_cpu():
     x = gpu_torch.input_of(case(dtype="bfloat16"), 0, 1, CPU)
-    stream = gpu_codec.stream_of_cpu(x, "bfloat16", 8192)
+    encoded = gpu_codec.encoded_by_cpu(x, "bfloat16", 8192)
     import spccl
 
-    back = np.asarray(spccl.decode(stream.numpy().tobytes())).view(np.uint8)
+    back = np.asarray(spccl.decode(encoded.numpy().tobytes())).view(np.uint8)
     assert back.tobytes() == x.view(torch.uint8).numpy().tobytes()
 
 
@@ -333,7 +333,7 @@ def test_codec_rows(host_codec):
         ("decode", 0.0),
     ]
     assert all(r.wrong == 0 and r.iters == 3 for r in rows)
-    assert rows[0].stream_bytes < rows[0].dense_bytes / 5 < rows[2].stream_bytes
+    assert rows[0].encoded_bytes < rows[0].dense_bytes / 5 < rows[2].encoded_bytes
 
 
 def test_codec_faults_show(host_codec, monkeypatch):

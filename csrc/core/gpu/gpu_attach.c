@@ -1,7 +1,7 @@
 /* gpu_attach.c - gives a communicator its GPU: spccl_cuda_attach. See gpu_comm.h.
  *
  * All ranks must return the same status, so all decide from the same data. (1) A host all-gather exchanges
- * facts about each rank's GPU, and every rank judges them by the same pure function. (2) Each rank allocates
+ * facts about each rank's GPU, and every rank evaluates them by the same pure function. (2) Each rank allocates
  * its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all exchange
  * whether it worked. Only after that may any rank launch a collective. */
 #include "core/gpu/gpu_comm.h"
@@ -147,7 +147,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     return sp_gpu_share_address(a->share, a->mine.address);
 }
 
-/* ---- the judgement of the facts: every rank comes to the same result ---- */
+/* ---- the decision from the facts: every rank comes to the same result ---- */
 
 static const char *hops_name(uint32_t hops)
 {
@@ -228,7 +228,7 @@ static void find_limits(const struct facts *all, int n_ranks, sp_gpu_limits *l)
     }
 }
 
-static spccl_status judge(struct attach *a)
+static spccl_status decide(struct attach *a)
 {
     sp_gpu_comm *g = a->g;
     int n = a->comm->world_size;
@@ -377,7 +377,7 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     if (st != SPCCL_OK)
         snprintf(a->mine.error, sizeof a->mine.error, "%s", spccl_last_error());
     SP_TRY(spccl_all_gather(a->comm, &a->mine, a->all, sizeof a->mine, SPCCL_UINT8, NULL));
-    SP_TRY(judge(a));
+    SP_TRY(decide(a));
     SP_TRY(agree(a, make_memory(a)));
     st = agree(a, map_and_watch(a));
     if (st != SPCCL_OK)

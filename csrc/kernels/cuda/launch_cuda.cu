@@ -63,7 +63,7 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
             n--;
         if (n == 0 && n_served == 1)
             return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                           "GPU %d has %d bytes of shared memory per block, a worker needs %zu", ordinal,
+                           "GPU %d has %d bytes of shared memory per CTA, a worker needs %zu", ordinal,
                            shared, block_bytes((sp_fused_op)op, 1, 1));
         out[op] = n;
     }

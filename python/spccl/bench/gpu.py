@@ -1,9 +1,9 @@
-"""`spccl bench --device cuda`: one process per GPU, spccl and NCCL through torch.distributed, in turns.
+"""`spccl bench --device cuda`: measures spccl and NCCL in turns through torch.distributed, one process per GPU.
 
-Before anything is timed, each system's answer is compared with the expected one, from a poisoned output. Each
-timed call stands between two CUDA events. Before the first of them a sleep lets the host get ahead, and a tiny
-NCCL all-reduce lines the GPUs up; neither is timed. The time of an iteration is the slowest rank's. The same
-code runs on CPU tensors (Gloo for NCCL, the host's clock for events), so that it can be tested without a GPU.
+Before anything is timed, the output of each system is poisoned and its result compared with the expected one. Each
+timed call is between two CUDA events. Before the first event a sleep kernel lets the host run ahead, and a tiny
+NCCL all-reduce makes the GPUs start together; neither is timed. The time of an iteration is that of the slowest rank.
+The same code runs on CPU tensors, with Gloo and the host's clock, so that it can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     import torch
 
 _LEAST_ITERS = 5
-_HOST_BATCH = 100  # calls that are enqueued in a row: fewer than the driver's queue holds, which would block
-_HOST_CASE_BYTES = 128 << 10  # one call per iteration (Case.calls)
+_HOST_BATCH = 100  # calls enqueued in a row; fewer than fit into the driver's queue, as a full queue blocks
+_HOST_CASE_BYTES = 128 << 10  # of this size an iteration makes one call (Case.calls)
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuPlan:
-    """What to run, and how.
+    """What to measure, and how.
 
-    seconds: budget of the timing, without start-up; then rows are left out, never cut short. None: no limit.
+    seconds: budget for timing, without start-up. When it is spent, the remaining rows are left out. None: no limit.
     place: "in" = the all-gather's input is a part of its output.
-    host_calls: calls that the host cost is measured over; 0 = not measured.
-    codec: arrays that rank 0's GPU encodes and decodes, before the collectives.
+    host_calls: number of calls from which the cost of a call on the host is measured; 0 = not measured.
+    codec: arrays that the GPU of rank 0 encodes and decodes, before the collectives are measured.
     """
 
     cases: tuple[Case, ...]
@@ -58,9 +58,10 @@ class GpuPlan:
 
 
 class System:
-    """One way to carry the collectives: a process group, and the memory that it is measured on.
+    """One system that is measured: a process group, and the memory of its calls.
 
-    source, target: bytes, enough for the largest case: NCCL's symmetric windows must be registered before use.
+    source, target: tensors of bytes, large enough for all cases. They are allocated first, as NCCL's symmetric windows
+    must be registered before use.
     """
 
     def __init__(self, name: str, group: Any, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -68,7 +69,7 @@ class System:
 
 
 class Trial:
-    """One system ready to run one case: buffers as views, calls to make, how to put the input back."""
+    """One case on one system: views of its buffers, the calls to time, and how to restore the input."""
 
     def __init__(self, system: System, case: Case, data: torch.Tensor, rank: int, world: int, plan: GpuPlan):
         self.system, self.case, self._data = system, case, data
@@ -94,12 +95,12 @@ class Trial:
                 target[self._own].copy_(data)
 
     def reset(self, target: torch.Tensor) -> None:
-        """What a call destroyed or must find."""
+        """Restore the input that a call has overwritten."""
         if self._refill:
             target.copy_(self._data)
 
     def wrong(self, wanted: torch.Tensor) -> int:
-        """Elements that differ from the expected answer, out of a poisoned output."""
+        """Poison the output, run once, and count the elements that differ from the expected ones."""
         target = self.targets[0]
         gpu_torch.poison(target)
         self.reset(target)
@@ -110,20 +111,20 @@ class Trial:
 
 
 def iterations(seconds_left: float | None, rows_left: int, seconds_each: float, most: int) -> int:
-    """How many iterations the next row gets: its share of what is left, at least _LEAST_ITERS; 0 = leave it out."""
+    """How many iterations the next row gets: its part of the time left, at least _LEAST_ITERS; 0 = leave it out."""
     if seconds_left is None:
         return most
     if seconds_left <= 0:
         return 0
-    share = seconds_left / max(rows_left, 1) / max(seconds_each, 1e-9)
-    return max(min(int(share), most), min(_LEAST_ITERS, most))
+    affordable = seconds_left / max(rows_left, 1) / max(seconds_each, 1e-9)
+    return max(min(int(affordable), most), min(_LEAST_ITERS, most))
 
 
 class Bench:
-    """One rank's side."""
+    """The measurement on one rank."""
 
     def __init__(self, rank: int, world: int, plan: GpuPlan, control: Any, align: Any) -> None:
-        """control: a Gloo group on CPU tensors. align: the group whose all-reduce lines the devices up."""
+        """control: a Gloo group for CPU tensors. align: the group whose all-reduce makes the devices start together."""
         import torch
 
         self.rank, self.world, self.plan, self._control, self._align = rank, world, plan, control, align
@@ -132,10 +133,10 @@ class Bench:
         self._host: dict[tuple[str, str, int], float] = {}
         self._deadline = None if plan.seconds is None else time.monotonic() + plan.seconds
 
-    # ---- talking to the other ranks ----
+    # ---- communication between the ranks ----
 
     def gather(self, values: Any) -> np.ndarray:
-        """[world, len(values)] float64, on every rank."""
+        """The values of all ranks, [world, len(values)] float64, on every rank."""
         import torch
         import torch.distributed as dist
 
@@ -153,7 +154,7 @@ class Bench:
     # ---- one case ----
 
     def run(self, case: Case, systems: list[System], stats: Any, rows_left: int) -> Measured | None:
-        """None: the budget is spent. Ranks agree on that, and on the number of iterations, by rank 0's clock."""
+        """Measure a case; None: the budget is spent. Rank 0's clock decides that, and the number of iterations."""
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if self.gather([1.0 if left is None or left > 0 else 0.0])[0, 0] == 0:
             return None
@@ -171,14 +172,14 @@ class Bench:
         return self._measured(case, trials, times, wrong, [x / n_calls for x in sent])
 
     def _time(self, trials: list[Trial], stats: Any, rows_left: int) -> tuple[list[np.ndarray], int, list[float]]:
-        """([iters] seconds per system on this rank, timed calls of ours, counters of ours meanwhile)."""
+        """(per system: [iters] seconds on this rank; number of timed calls of spccl; how far its counters rose)."""
         before_warmup = time.monotonic()
         for i in range(max(self.plan.warmup, 1)):
             self._round(trials, i)
         self.clock.synchronize()
         each = (time.monotonic() - before_warmup) / max(self.plan.warmup, 1)
         left = None if self._deadline is None else self._deadline - time.monotonic()
-        # What a row costs besides its iterations (data, check, warm-up) is about as long as ten of them.
+        # Data, check and warm-up of a row together take about as long as ten iterations.
         iters = iterations(None if left is None else max(left, 0.001) / 2, rows_left, each, self.plan.iters)
         iters = int(self.gather([float(iters)])[0, 0])
         before = stats()
@@ -192,7 +193,7 @@ class Bench:
         return times, iters * len(trials[0].calls), [b - a for a, b in zip(before, after, strict=True)]
 
     def _round(self, trials: list[Trial], i: int) -> list[Any]:
-        """Every system once; who goes first takes turns, as what one leaves in the caches helps the next."""
+        """Run every system once. The order alternates, as data that one system leaves in the caches helps the next."""
         marks: list[Any] = [None] * len(trials)
         order = range(len(trials))
         for s in order if i % 2 == 0 else reversed(order):
@@ -226,8 +227,8 @@ class Bench:
         )
 
     def _host_cost(self, case: Case, system: System) -> float:
-        """Seconds that one call keeps the calling thread, median over batches, of the slowest rank. Measured once
-        per collective: it does not depend on the size."""
+        """Seconds for which one call occupies the calling thread: median over batches, of the slowest rank. Measured
+        once per collective, as it does not depend on the size."""
         key = (case.collective, system.name, case.max_ctas)
         if key not in self._host:
             small = dataclasses.replace(case, size_bytes=_HOST_CASE_BYTES, sparsity=0.99)
@@ -251,7 +252,7 @@ class Bench:
 
 
 def _buffer_bytes(plan: GpuPlan, world: int) -> tuple[int, int]:
-    """(source, target) that suffice for every case."""
+    """Bytes of (source, target) that suffice for every case."""
     source = target = _HOST_CASE_BYTES
     for case in plan.cases:
         block = case.block_elems(world) * ELEM_BYTES[case.dtype]
@@ -276,7 +277,7 @@ def _run_cases(
     with contextlib.ExitStack() as stack:
         source, target = gpu_torch.buffers(device, *_buffer_bytes(plan, world))
         align = dist.group.WORLD
-        dist.all_reduce(source[:4].float(), group=align)  # connects
+        dist.all_reduce(source[:4].float(), group=align)  # makes the connections
         peers = [System("nccl", align, source, target)] if plan.with_peers else []
         facts = {"peers": "none"}
         if plan.with_peers:
@@ -301,7 +302,7 @@ def _run_cases(
             rows.append(_row(case, measured, world, plan, rates))
             send(("row", rows[-1]))
         bench.clock.synchronize()
-        bench.gather([0.0])  # nobody leaves while others still talk to it
+        bench.gather([0.0])  # no rank may leave while others still communicate with it
     dist.destroy_process_group()
     send(("left out", left_out))
     return rows
@@ -311,7 +312,7 @@ def _measure_codec(plan: GpuPlan, rates: Rates | None, send: Callable[[Any], Non
     from . import gpu_codec
 
     if rates is None:
-        raise ValueError("the codec is measured on GPUs")
+        raise ValueError("the codec can only be measured on GPUs")
     gpu_codec.measure(rates, plan.codec, plan.iters, lambda row: send(("codec", row)))
 
 
@@ -331,9 +332,9 @@ def _row(case: Case, measured: Measured, world: int, plan: GpuPlan, rates: Rates
 def _symmetric(
     stack: contextlib.ExitStack, plan: GpuPlan, timeout: datetime.timedelta, source: int, target: int
 ) -> tuple[list[System], str]:
-    """NCCL on registered symmetric windows, or why that is not to be had (on any rank)."""
+    """NCCL with registered symmetric windows, or the reason why some rank cannot have them."""
     if plan.device != "cuda":
-        return [], "only CUDA memory has windows"
+        return [], "only CUDA memory can have windows"
     made, why = gpu_torch.symmetric_group(timeout, source, target)
     if made is None:
         return [], why

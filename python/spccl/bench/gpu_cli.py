@@ -22,7 +22,7 @@ _CODEC_DTYPES, _CODEC_SPARSITIES = ("float32", "bfloat16"), (0.999, 0.99, 0.9, 0
 
 
 @dataclasses.dataclass
-class _Heard:
+class _Received:
     """Results and facts that rank 0 has sent so far."""
 
     facts: dict[str, str]
@@ -64,35 +64,35 @@ def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path 
         cases.check_sizes(plan.cases, ranks)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--sizes") from error
-    heard = _Heard(report.machine() | {"command": report.command()})
+    received = _Received(report.machine() | {"command": report.command()})
     failure = None
     try:
         if torchrun:
-            gpu.run_gpus_here(plan, heard.take)
+            gpu.run_gpus_here(plan, received.take)
             if os.environ["RANK"] != "0":
                 return
         else:
-            gpu.run_gpus(plan, ranks, deadline_s=options["timeout"], on_message=heard.take)
+            gpu.run_gpus(plan, ranks, deadline_s=options["timeout"], on_message=received.take)
     except (RanksFailed, errors.Error) as error:
         failure = str(error)
-        heard.facts["failed"] = failure.replace("\n", "; ")
-    if heard.rows or heard.codec or failure is None:  # what was measured before a failure is kept
-        _write_files(heard, files)
-        click.echo(gpu_report.summary(heard.rows, heard.codec, heard.left_out))
+        received.facts["failed"] = failure.replace("\n", "; ")
+    if received.rows or received.codec or failure is None:  # keep what was measured before a failure
+        _write_files(received, files)
+        click.echo(gpu_report.summary(received.rows, received.codec, received.left_out))
     if failure is not None:
         raise click.ClickException(f"spccl bench failed:\n{failure}")
-    wrong = sum(r.wrong + (r.peer_wrong or 0) for r in heard.rows) + sum(c.wrong for c in heard.codec)
+    wrong = sum(r.wrong + (r.peer_wrong or 0) for r in received.rows) + sum(c.wrong for c in received.codec)
     if wrong:
         raise click.ClickException(f"{wrong} element(s) were wrong")
-    if heard.left_out:
-        raise click.ClickException(f"{len(heard.left_out)} case(s) were not measured: --seconds were over")
+    if received.left_out:
+        raise click.ClickException(f"{len(received.left_out)} case(s) were not measured: --seconds was too short")
 
 
-def _write_files(heard: _Heard, files: dict[str, Path | None]) -> None:
+def _write_files(received: _Received, files: dict[str, Path | None]) -> None:
     texts = {
-        "csv": lambda: report.to_csv(heard.rows, heard.facts),
-        "codec_csv": lambda: report.to_csv(heard.codec, heard.facts),
-        "json": lambda: report.to_json([*heard.rows, *heard.codec], heard.facts),
+        "csv": lambda: report.to_csv(received.rows, received.facts),
+        "codec_csv": lambda: report.to_csv(received.codec, received.facts),
+        "json": lambda: report.to_json([*received.rows, *received.codec], received.facts),
     }
     for name, text in texts.items():
         path = files[name]
@@ -122,7 +122,7 @@ def plan_of(given: dict[str, Any], options: dict[str, Any]) -> gpu.GpuPlan:
     if given.get("peer") == "gloo":
         raise click.BadParameter("Gloo is the peer of --device cpu; here: nccl, none", param_hint="--peer")
     if options["op"] == "avg":
-        raise click.BadParameter("avg is rounded differently by the peer: take sum", param_hint="--op")
+        raise click.BadParameter("avg is rounded differently by NCCL, so use sum", param_hint="--op")
     if "float8" in options["dtypes"] and set(cases.REDUCING) & set(options["collectives"]):
         raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
     whole_table = not set(_CHOOSES_CASES) & set(given)

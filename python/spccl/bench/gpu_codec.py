@@ -1,4 +1,4 @@
-"""The codec on GPU memory beside the rates of that memory, on one GPU, through the C API of libspccl.so."""
+"""Measures the codec on GPU memory, on one GPU, through the C API of libspccl.so; compares it with memory rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gpu_report import CodecRow, Rates, make_codec_row
 
 _DTYPES = {name: i + 1 for i, name in enumerate(frame.DTYPES)}  # spccl_dtype in spccl.h
 _FORMAT_AUTO, _VERB_SET = -1, 0
-_COMPARED_BYTES = 16 << 20  # of the array: so much is encoded on the CPU too
+_COMPARED_BYTES = 16 << 20  # so many bytes of the array are encoded on the CPU too
 
 
 class _EncodeOptions(ctypes.Structure):
@@ -48,7 +48,7 @@ def _library() -> ctypes.CDLL:
 
 
 class Codec:
-    """Buffers for arrays of up to n_elems of one dtype; `encode` and `decode` enqueue on the current stream.
+    """Encodes and decodes arrays of up to n_elems elements of one dtype, on the current CUDA stream.
 
     Raises: RuntimeError with the library's text when a call fails.
     """
@@ -59,10 +59,10 @@ class Codec:
         self._options = _EncodeOptions(ctypes.sizeof(_EncodeOptions), None, _FORMAT_AUTO, self.slice_elems)
         bound = self._lib.spccl_encode_bound(n_elems, self._dtype, ctypes.byref(self._options))
         if not self.slice_elems or not bound:
-            raise RuntimeError(f"spccl: no codec on the GPU for {n_elems} elements of {dtype}: {self._error()}")
+            raise RuntimeError(f"spccl: the GPU cannot encode {n_elems} elements of {dtype}: {self._error()}")
         scratch = self._lib.spccl_cuda_encode_scratch_bytes(n_elems, self._dtype, self.slice_elems)
         n_slices = -(-n_elems // self.slice_elems)
-        self.stream = torch.zeros(bound, dtype=torch.uint8, device=device)
+        self.encoded = torch.zeros(bound, dtype=torch.uint8, device=device)
         self._offsets = torch.zeros(n_slices + 1, dtype=torch.int64, device=device)
         self._scratch = torch.zeros(max(scratch, 1), dtype=torch.uint8, device=device)
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
@@ -71,27 +71,27 @@ class Codec:
         self._check(
             self._lib.spccl_cuda_encode(
                 *(x.data_ptr(), x.numel(), self._dtype, ctypes.byref(self._options)),
-                *(self.stream.data_ptr(), self.stream.numel(), self._offsets.data_ptr()),
+                *(self.encoded.data_ptr(), self.encoded.numel(), self._offsets.data_ptr()),
                 *(self._scratch.data_ptr(), self._status.data_ptr(), torch.cuda.current_stream().cuda_stream),
             )
         )
 
-    def stream_bytes(self, n_elems: int) -> int:
-        """Size of what was encoded last. Waits for the GPU."""
+    def encoded_bytes(self, n_elems: int) -> int:
+        """Bytes of the last encoded array of n_elems elements. Waits for the GPU."""
         self.finish()
         return int(self._offsets[-(-n_elems // self.slice_elems)].item())
 
-    def decode(self, out: torch.Tensor, stream_bytes: int) -> None:
+    def decode(self, out: torch.Tensor, encoded_bytes: int) -> None:
         self._check(
             self._lib.spccl_cuda_decode(
-                *(self.stream.data_ptr(), stream_bytes, self._offsets.data_ptr(), _VERB_SET),
+                *(self.encoded.data_ptr(), encoded_bytes, self._offsets.data_ptr(), _VERB_SET),
                 *(out.data_ptr(), out.numel(), self._dtype, self.slice_elems),
                 *(self._status.data_ptr(), torch.cuda.current_stream().cuda_stream),
             )
         )
 
     def finish(self) -> None:
-        """Wait, and raise what the GPU found wrong."""
+        """Wait for the GPU. Raises: RuntimeError if it found an error."""
         status = int(self._status.item())
         if status:
             raise RuntimeError(f"spccl: the codec on the GPU ended with status {-status} (spccl.h)")
@@ -104,19 +104,19 @@ class Codec:
         return self._lib.spccl_last_error().decode()
 
 
-def stream_of_cpu(x: torch.Tensor, dtype: str, slice_elems: int) -> torch.Tensor:
-    """The stream that the CPU's encoder makes of `x`, as bytes."""
+def encoded_by_cpu(x: torch.Tensor, dtype: str, slice_elems: int) -> torch.Tensor:
+    """`x` as encoded by the CPU, as bytes."""
     bits = x.cpu().view(torch.uint8).numpy().view(frame.numpy_dtype(dtype))
-    stream = frame.encode(bits, dtype=dtype, slice_elems=slice_elems)
-    return torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+    encoded = frame.encode(bits, dtype=dtype, slice_elems=slice_elems)
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
 
 def wrong_bytes(codec: Codec, x: torch.Tensor, dtype: str) -> int:
-    """Bytes in which the GPU's stream of the beginning of `x` differs from the CPU's."""
+    """Encode the first part of `x` on GPU and CPU; number of bytes that differ."""
     part = x[: _COMPARED_BYTES // x.element_size()]
     codec.encode(part)
-    got = codec.stream[: codec.stream_bytes(part.numel())].cpu()
-    wanted = stream_of_cpu(part, dtype, codec.slice_elems)
+    got = codec.encoded[: codec.encoded_bytes(part.numel())].cpu()
+    wanted = encoded_by_cpu(part, dtype, codec.slice_elems)
     n = min(got.numel(), wanted.numel())
     return int((got[:n] != wanted[:n]).sum()) + abs(got.numel() - wanted.numel())
 
@@ -124,10 +124,9 @@ def wrong_bytes(codec: Codec, x: torch.Tensor, dtype: str) -> int:
 def measure(
     rates: Rates, cases: Sequence[Case], iters: int, send: Callable[[CodecRow], None] | None = None
 ) -> list[CodecRow]:
-    """Encode and decode of each case's array (dtype, size, sparsity), checked before they are timed, on the
-    current device.
+    """Encode and decode the array of each case (dtype, size, sparsity) on the current device: check, then time.
 
-    Raises: RuntimeError on a codec error. What is wrong is counted, not raised.
+    Raises: RuntimeError on a codec error. Wrong elements are counted and raise nothing.
     """
     rows: list[CodecRow] = []
     device = torch.device("cuda", torch.cuda.current_device())
@@ -136,7 +135,7 @@ def measure(
         codec = Codec(case.dtype, x.numel(), device)
         strange = wrong_bytes(codec, x, case.dtype)
         codec.encode(x)
-        size = codec.stream_bytes(x.numel())
+        size = codec.encoded_bytes(x.numel())
         out = torch.empty_like(x)
         gpu_torch.poison(out)
         codec.decode(out, size)
@@ -154,7 +153,7 @@ def measure(
 
 
 def codec_cases(dtypes: Sequence[str], sparsities: Sequence[float], size_bytes: int) -> tuple[Case, ...]:
-    """One array per dtype and share of zeros, whole elements."""
+    """One array per dtype and sparsity; its size is rounded down to whole elements."""
     return tuple(
         Case("all_reduce", size_bytes // ELEM_BYTES[dtype] * ELEM_BYTES[dtype], dtype, "sum", sparsity)
         for dtype in dtypes

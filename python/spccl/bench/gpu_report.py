@@ -1,4 +1,4 @@
-"""Rows of `spccl bench --device cuda`: floors (here and nowhere else), the better of two peers, table, summary."""
+"""Rows of `spccl bench --device cuda`: floors (computed only here), the faster of two peers, the table, the summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from .cases import ELEM_BYTES, Case
 from .report import Row, make_row
 
-# GB/s out of one GPU while all write to all others at once: 4 H200, 18 links each, NVSwitch.
+# GB/s that leave one GPU while all GPUs write to all others at once: 4 H200, 18 links each, NVSwitch.
 LINK_GBS = 357.0
 PEERS = ("nccl", "nccl_symm")
 MIB = 1 << 20
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of one GPU's own memory, measured in the same run: 1e9 bytes/s; copy counts bytes read plus written."""
+    """Rates of a GPU's own memory, measured in the same run, in 1e9 bytes/s. copy counts bytes read plus written."""
 
     read_gbs: float
     write_gbs: float
@@ -28,13 +28,13 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class GpuRow(Row):
-    """One measured case on GPUs. `peer` is the better of NCCL's two ways, by its median.
+    """One measured case on GPUs. `peer` is the faster of NCCL with and without symmetric windows, by the median.
 
     in_place: the all-gather's input is a part of its output (an all-reduce of torch is always in place).
-    graph: one call captured in a CUDA graph, replayed. host_us, nccl_host_us: what a call of this collective
-        costs the calling thread, enqueueing alone. hbm_bytes: read and written by one GPU at least (`hbm_bytes`).
-    floor_us: the shortest time that the memory and links of this machine allow; of_floor: that / time_us.
-    target: the ratio that is wanted, if one is.
+    graph: one call was captured in a CUDA graph, which is replayed. host_us, nccl_host_us: how long a call of this
+        collective occupies the calling thread. hbm_bytes: bytes that one GPU must at least read and write.
+    floor_us: the shortest time that memory and links of this machine allow; of_floor: floor_us / time_us.
+    target: the wanted ratio, if there is one.
     """
 
     device: str
@@ -53,19 +53,19 @@ class GpuRow(Row):
 
 @dataclasses.dataclass(frozen=True)
 class CodecRow:
-    """encode or decode of one array on one GPU. Times in us, medians and spread.
+    """Encoding or decoding of one array on one GPU. Times in us: median, 10th and 90th percentile.
 
-    gbs: dense bytes / time; of_rate: that / the rate that bounds it (read for encode, write for decode), which
-        is what `target` is about. moved_gbs: (dense + stream bytes) / time. floor_us: reading the one and writing
-        the other at the measured rates. wrong: elements that did not come back, or bytes of the stream that
-        differ from those of the CPU's encoder.
+    gbs: dense bytes / time. of_rate: gbs / the rate that bounds it: read for encode, write for decode; `target` is the
+        wanted value. moved_gbs: (dense + encoded bytes) / time. floor_us: time to read one and write the other at
+        the measured rates. wrong: of decode, elements that differ from the original; of encode, bytes that differ
+        from those of the CPU's encoder.
     """
 
     what: str
     dtype: str
     sparsity: float
     dense_bytes: int
-    stream_bytes: int
+    encoded_bytes: int
     time_us: float
     time_p10_us: float
     time_p90_us: float
@@ -83,9 +83,9 @@ class CodecRow:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the ranks found out about one case. times: seconds per call of the slowest rank, [iters], by system;
-    "spccl" is one. wrong: elements that differed from the answer, over all ranks, by system. wire_bytes: mean
-    over the ranks, per call. host: seconds per call, by system."""
+    """The measurements of one case. times: by system, [iters] seconds per call of the slowest rank; one system is
+    "spccl". wrong: by system, wrong elements of all ranks. wire_bytes: bytes that spccl sent per call, mean over the
+    ranks. host: by system, seconds per call for the calling thread."""
 
     times: dict[str, np.ndarray]
     wrong: dict[str, int]
@@ -95,27 +95,27 @@ class Measured:
 
 
 def hbm_bytes(case: Case, world_size: int, in_place: bool) -> tuple[int, int]:
-    """(read, written) by one GPU if every input byte is read once and every output byte written once."""
+    """Bytes that one GPU (reads, writes) if every input byte is read once and every output byte written once."""
     block = case.block_elems(world_size) * ELEM_BYTES[case.dtype]
     if case.collective == "all_gather":
         return block, (world_size - in_place) * block
     if case.collective == "reduce_scatter":
         return world_size * block, block
-    return (block if case.collective == "all_reduce" else 0), block  # broadcast: all but the root
+    return (block if case.collective == "all_reduce" else 0), block  # broadcast: a rank that is not the root
 
 
 def dense_bytes_sent(case: Case, world_size: int) -> float:
-    """Bytes that one rank would send (mean) if the same messages were dense: each contribution goes to its owner,
-    each result from there to all."""
+    """Bytes that one rank would send if all frames were dense, mean over the ranks: each contribution goes to its
+    owner, each result from the owner to all."""
     block = case.block_elems(world_size) * ELEM_BYTES[case.dtype]
     if case.collective in ("all_gather", "reduce_scatter"):
         return block * (world_size - 1)
-    share = block * (world_size - 1) / world_size
-    return 2 * share if case.collective == "all_reduce" else share
+    one_hop = block * (world_size - 1) / world_size
+    return 2 * one_hop if case.collective == "all_reduce" else one_hop
 
 
 def floor_s(read: float, written: float, wire: float, rates: Rates) -> float:
-    """Memory at its measured rates or the links at theirs, whichever takes longer. Bytes, of one GPU."""
+    """Seconds for these bytes of one GPU: of memory or of the links, whichever takes longer."""
     memory = read / rates.read_gbs + written / rates.write_gbs
     return max(memory, wire / LINK_GBS) / 1e9
 
@@ -123,7 +123,7 @@ def floor_s(read: float, written: float, wire: float, rates: Rates) -> float:
 def make_gpu_row(
     case: Case, m: Measured, *, world_size: int, device: str, in_place: bool, graph: bool, rates: Rates | None
 ) -> GpuRow:
-    """A row; the peer is the one with the smaller median, or "none"."""
+    """Make a row. Its peer is the one with the smaller median, or "none"."""
     medians = {name: float(np.median(m.times[name])) for name in PEERS if name in m.times}
     peer = min(medians, key=lambda name: medians[name]) if medians else "none"
     base = make_row(
@@ -163,12 +163,12 @@ def make_gpu_row(
 
 
 def make_codec_row(
-    what: str, case: Case, stream_bytes: int, seconds: Sequence[float], wrong: int, rates: Rates
+    what: str, case: Case, encoded_bytes: int, seconds: Sequence[float], wrong: int, rates: Rates
 ) -> CodecRow:
-    """what: "encode", "decode". seconds: of each iteration."""
+    """Make a row. what: "encode" or "decode". seconds: of each iteration."""
     p10, median, p90 = (float(t) for t in np.percentile(seconds, [10, 50, 90]))
     dense = case.size_bytes
-    read, written = (dense, stream_bytes) if what == "encode" else (stream_bytes, dense)
+    read, written = (dense, encoded_bytes) if what == "encode" else (encoded_bytes, dense)
     gbs = dense / median / 1e9
     wanted = 0.85 if case.sparsity >= 0.9 else 0.6 if case.sparsity >= 0.5 else None
     return CodecRow(
@@ -176,13 +176,13 @@ def make_codec_row(
         dtype=case.dtype,
         sparsity=case.sparsity,
         dense_bytes=dense,
-        stream_bytes=stream_bytes,
+        encoded_bytes=encoded_bytes,
         time_us=1e6 * median,
         time_p10_us=1e6 * p10,
         time_p90_us=1e6 * p90,
         gbs=gbs,
         of_rate=gbs / (rates.read_gbs if what == "encode" else rates.write_gbs),
-        moved_gbs=(dense + stream_bytes) / median / 1e9,
+        moved_gbs=(dense + encoded_bytes) / median / 1e9,
         floor_us=1e-3 * (read / rates.read_gbs + written / rates.write_gbs),
         target=wanted,
         wrong=wrong,
@@ -227,12 +227,12 @@ def _number(value: float | None, digits: int = 1, end: str = "") -> str:
 
 
 def gpu_table_head() -> str:
-    """Two lines that name the columns."""
+    """The head of the table: two lines, names and units."""
     return "# " + _line([c[0] for c in _COLUMNS]) + "\n# " + _line([c[1] for c in _COLUMNS])
 
 
 def gpu_table_line(row: GpuRow) -> str:
-    """One row, under `gpu_table_head`."""
+    """One row of the table."""
     return "  " + _line(
         [
             row.collective,
@@ -257,7 +257,7 @@ def gpu_table_line(row: GpuRow) -> str:
 
 
 def codec_line(row: CodecRow) -> str:
-    """One row of the codec."""
+    """One line about a codec row."""
     return (
         f"  {row.what:14} {row.dense_bytes / MIB:7.4g} {row.dtype:>8} {100 * row.sparsity:6g} "
         f"{row.time_us:9.1f} us, {row.gbs:.0f} GB/s of dense data, {row.of_rate:.2f} of the "
@@ -267,10 +267,10 @@ def codec_line(row: CodecRow) -> str:
 
 
 def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequence[Any]) -> str:
-    """Ratios by share of zeros, the codec's shares, what was left out: it fits a screen. < = below its target."""
+    """Ratios by sparsity, the codec's parts of the memory rates, what was left out. Fits on a screen."""
     zeros = sorted({r.sparsity for r in (*rows, *codec)}, reverse=True)
     text = [
-        "# summary: time of the better NCCL / time of spccl, by share of zeros; < marks what is below its target",
+        "# summary: time of the faster NCCL / time of spccl, by sparsity; < marks values below their target",
         f"{'':36}" + " ".join(f"{f'{100 * z:g}%':>7}" for z in zeros),
     ]
     table: dict[str, dict[float, tuple[float | None, float | None]]] = {}
@@ -286,7 +286,7 @@ def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequenc
     for (collective, ctas), (ours, nccl) in hosts.items():
         if not ctas:
             text.append(f"host cost of one {collective}: {_number(ours)} us (NCCL {_number(nccl)} us)")
-    text += [f"# not measured, --seconds were over: {case}" for case in left_out]
+    text += [f"# not measured, as the time of --seconds was spent: {case}" for case in left_out]
     wrong = sum(r.wrong + (r.peer_wrong or 0) for r in rows) + sum(c.wrong for c in codec)
     text.append(f"{len(rows) + len(codec)} rows, {len(left_out)} left out, {wrong} wrong elements")
     return "\n".join(text)

@@ -1,4 +1,4 @@
-"""What `spccl bench --device cuda` asks torch for: data, clocks, groups, symmetric windows, facts of the GPUs."""
+"""The parts of `spccl bench --device cuda` that use torch: data, clocks, groups, symmetric windows, facts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ OPS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 26  # elements made at a time
-_HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # of a GPU's clock, 2 GHz: longer than enqueueing takes
+_CHUNK = 1 << 26  # elements that are made at a time
+_HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # at 2 GHz this is longer than enqueueing takes
 _POISON = 0xA5
 
 
@@ -47,8 +47,8 @@ _POISON = 0xA5
 
 
 def input_of(case: Case, rank: int, world: int, device: torch.device) -> torch.Tensor:
-    """Rank `rank`'s input, the same wherever it is made: small whole numbers at random places, other ones on each
-    rank, so that sums are exact in any order and every system can be checked bit by bit."""
+    """Rank `rank`'s input, the same wherever it is made: small integers at random indices, which differ from rank to
+    rank. Their sums are exact in any order, so every system can be checked bit by bit."""
     n = case.block_elems(world) * (world if case.collective == "reduce_scatter" else 1)
     random = torch.Generator(device).manual_seed(1_000_003 * rank + round(1e6 * case.sparsity) + n)
     x = torch.empty(n, dtype=DTYPES[case.dtype], device=device)
@@ -60,7 +60,7 @@ def input_of(case: Case, rank: int, world: int, device: torch.device) -> torch.T
 
 
 def expected_output(case: Case, rank: int, world: int, device: torch.device) -> torch.Tensor:
-    """What rank `rank` must get, computed without any of the systems."""
+    """The output that rank `rank` must get, computed without any of the systems."""
     if case.collective == "all_gather":
         return torch.cat([input_of(case, r, world, device) for r in range(world)])
     if case.collective == "broadcast":
@@ -80,7 +80,7 @@ def expected_output(case: Case, rank: int, world: int, device: torch.device) -> 
 
 
 def poison(x: torch.Tensor) -> None:
-    """Bits that no answer has, so that a forgotten element shows."""
+    """Fill x with bytes that no result has, so that an element that is not written is found."""
     x.view(torch.uint8).fill_(_POISON)
 
 
@@ -91,7 +91,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def starter(case: Case, group: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], Any]:
-    """One call of the case's collective. All-reduce and broadcast work on `target` alone."""
+    """A function that calls the case's collective once. All-reduce and broadcast use `target` alone."""
     op = OPS.get(case.op)
     if case.collective == "all_gather":
         # torch 2.13 renamed these two and warns of the old names.
@@ -109,7 +109,7 @@ def starter(case: Case, group: Any, source: torch.Tensor, target: torch.Tensor) 
 
 
 class CudaClock:
-    """Time between two places of the current stream."""
+    """Measures time between two points of the current CUDA stream."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -130,11 +130,11 @@ class CudaClock:
 
     @contextlib.contextmanager
     def captured(self, call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """The call as a CUDA graph: gives its replay."""
-        call()  # what is made on first use must not be captured
+        """Capture the call in a CUDA graph; yields a function that replays it."""
+        call()  # allocations of the first call must not be captured
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: threads of NCCL and spccl that look at events are not part of it.
+        # thread_local: threads of NCCL and spccl that query events do not disturb the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
         yield graph.replay
@@ -143,7 +143,7 @@ class CudaClock:
 
 
 class HostClock:
-    """The same where a call has ended when it returns."""
+    """The same for calls that are done when they return."""
 
     device = torch.device("cpu")
 
@@ -160,7 +160,7 @@ class HostClock:
         pass
 
     def captured(self, call: Callable[[], Any]) -> contextlib.AbstractContextManager[Callable[[], Any]]:
-        raise ValueError("graphs are for GPUs")
+        raise ValueError("only GPUs have graphs")
 
 
 def make_clock(device: str) -> CudaClock | HostClock:
@@ -171,18 +171,18 @@ def make_clock(device: str) -> CudaClock | HostClock:
 
 
 def take_device(device: str, ordinal: int) -> torch.device:
-    """Make GPU `ordinal` this process's; `device` "cpu" is there for tests."""
+    """Make GPU `ordinal` the current one. Tests use `device` "cpu"."""
     if device != "cuda":
         return torch.device(device)
     found = torch.cuda.device_count()
     if ordinal >= found:
-        raise RuntimeError(f"rank {ordinal} wants GPU {ordinal}, but torch {torch.__version__} sees {found}")
+        raise RuntimeError(f"rank {ordinal} needs GPU {ordinal}, but torch {torch.__version__} sees {found}")
     torch.cuda.set_device(ordinal)
     return torch.device("cuda", ordinal)
 
 
 def buffers(device: torch.device, source_bytes: int, target_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two arrays of bytes; 0 in the source."""
+    """Two arrays of zero bytes."""
     return (
         torch.zeros(source_bytes, dtype=torch.uint8, device=device),
         torch.zeros(target_bytes, dtype=torch.uint8, device=device),
@@ -190,7 +190,7 @@ def buffers(device: torch.device, source_bytes: int, target_bytes: int) -> tuple
 
 
 def spccl_group(max_ctas: int, timeout: datetime.timedelta) -> Any:
-    """A group of spccl over all ranks."""
+    """A spccl group of all ranks."""
     from .. import backend
 
     backend.register()
@@ -198,8 +198,8 @@ def spccl_group(max_ctas: int, timeout: datetime.timedelta) -> Any:
 
 
 def counters(group: Any, device: str) -> Callable[[], list[float]]:
-    """Reads [bytes on the wire, frames by format] of a group of spccl. On GPUs it insists that spccl's own kernels
-    do the work: a fallback would be NCCL measured against itself."""
+    """A function that reads [bytes sent, frames by format] of a spccl group. On GPUs it raises RuntimeError unless
+    spccl's own kernels do the work: with a fallback, NCCL would be measured against itself."""
     from .. import backend
 
     def read() -> list[float]:
@@ -215,14 +215,14 @@ def counters(group: Any, device: str) -> Callable[[], list[float]]:
 
 
 class Symmetric:
-    """An NCCL group with its memory in registered symmetric windows."""
+    """An NCCL group whose memory is in registered symmetric windows."""
 
     def __init__(self, group: Any, nccl: Any, pool: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         self.group, self.source, self.target = group, source, target
         self._nccl, self._pool = nccl, pool
 
     def close(self) -> None:
-        """All ranks: before the group ends."""
+        """All ranks must call this before the group ends."""
         torch.cuda.synchronize()
         self._nccl.deregister_mem_pool(self._pool)
 
@@ -230,11 +230,11 @@ class Symmetric:
 def symmetric_group(
     timeout: datetime.timedelta, source_bytes: int, target_bytes: int
 ) -> tuple[Symmetric | None, str]:
-    """A new NCCL group with windows for two buffers, or (None, why not). All ranks get the same kind of answer."""
+    """A new NCCL group with windows for two buffers, or (None, reason). All ranks get a group, or none does."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = dist.new_group(backend="nccl", timeout=timeout)
     token = torch.zeros(1, device=device)
-    dist.all_reduce(token, group=group)  # windows want a communicator that is connected
+    dist.all_reduce(token, group=group)  # windows need a connected communicator
     made, why = None, ""
     nccl = group._get_backend(device)
     if _everybody(hasattr(nccl, "register_mem_pool") and hasattr(torch.cuda, "MemPool")):
@@ -254,7 +254,7 @@ def symmetric_group(
 
 
 def _everybody(yes: bool) -> bool:
-    """Is it so on all ranks?"""
+    """Is `yes` true on all ranks?"""
     vote = torch.tensor([float(yes)])
     dist.all_reduce(vote, dist.ReduceOp.MIN)  # the world group takes CPU tensors by Gloo
     return bool(vote.item())
@@ -264,7 +264,7 @@ def _everybody(yes: bool) -> bool:
 
 
 def _driver() -> str:
-    """The driver's version, as its kernel module says it."""
+    """Version of the driver's kernel module."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
@@ -273,14 +273,14 @@ def _driver() -> str:
 
 
 def facts(device: torch.device, world: int, rates: Rates | None) -> dict[str, str]:
-    """What a reader of the numbers must know of these GPUs and of what was measured beside them."""
+    """Facts about the GPUs and settings, which are printed and stored with the results."""
     settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "SPCCL_", "TORCH_"))]
     found = {"settings": " ".join(settings) or "none"}
     if device.type != "cuda" or rates is None:
         return found
     p = torch.cuda.get_device_properties(device)
     return found | {
-        "gpu": f"{world} x {p.name}, {p.multi_processor_count} multiprocessors, {p.total_memory / 2**30:.0f} GiB",
+        "gpu": f"{world} x {p.name}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB",
         "driver": _driver(),
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
@@ -292,7 +292,7 @@ def facts(device: torch.device, world: int, rates: Rates | None) -> dict[str, st
 
 
 def stream_seconds(call: Callable[[], Any], iters: int = 20, before: Callable[[], Any] | None = None) -> list[float]:
-    """Seconds of each of `iters` calls on the current stream, after three untimed ones; `before` is not timed."""
+    """Seconds of each of `iters` calls on the current stream, after three untimed calls. `before` is not timed."""
     clock = CudaClock()
     marks = []
     for _ in range(iters + 3):
@@ -307,8 +307,8 @@ def stream_seconds(call: Callable[[], Any], iters: int = 20, before: Callable[[]
 
 
 def rates(device: torch.device, n_bytes: int = 2 << 30) -> Rates:
-    """The best that torch's own kernels reach on arrays far larger than the cache, medians: sum and max read, fill
-    and memset write, a copy does both."""
+    """The best rates of torch's own kernels on arrays far larger than the cache. Medians; sum and max read, fill and
+    memset write, a copy does both."""
     x = torch.zeros(n_bytes // 4, device=device)
     y = torch.empty_like(x)
 

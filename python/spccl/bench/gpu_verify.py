@@ -1,7 +1,7 @@
-"""`spccl verify --device cuda`: the cases of verify.py on GPU memory, through torch.distributed, bit by bit.
+"""`spccl verify --device cuda`: checks the cases of verify.py on GPU memory, bit by bit, through torch.distributed.
 
-One process per GPU; the expected answers are the same, computed by numpy on the host. Runs on CPU tensors too, so
-that it can be tested without a GPU. Needs torch.
+One process per GPU. The expected results are those of verify.py, computed by numpy on the host. Also runs on CPU
+tensors, so that it can be tested without a GPU. Needs torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from . import gpu_torch
 from .cases import REDUCING
 from .launch import Rank, run_ranks
 
-_FLIGHTS = 4  # collectives started before the first is waited for
+_FLIGHTS = 4  # collectives that are started before the first one is waited for
 
 
 @dataclasses.dataclass
 class _Flight:
-    """One call under way. source: the input, where it must stay as it was."""
+    """A call that has been started. source: the input, if it must not change."""
 
     case: verify.Case
     work: Any
@@ -36,7 +36,7 @@ class _Flight:
     before: verify.Array
 
     def problem(self) -> str | None:
-        """Wait; what is wrong, if anything."""
+        """Wait and check. Returns what is wrong, or None."""
         self.work.wait()
         text = verify.difference(_bits(self.out, self.wanted), self.wanted)
         if text is None and self.source is not None:

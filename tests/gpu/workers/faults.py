@@ -1,4 +1,4 @@
-"""Scenes: what goes wrong on a GPU. Each is a process of its own; argv[1] names the scene."""
+"""Scenes in which something goes wrong on a GPU. Each runs in its own processes; argv[1] names the scene."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST = WORLD - 1
 
 
 def works_again(ranks: list[int], name: str) -> None:
-    """The GPU is usable, and a new group of `ranks` can be made."""
+    """Check that the GPU is usable and that a new group of `ranks` can be made."""
     x = torch.ones(1000, device=DEVICE)
     assert float((x * 2).sum()) == 2000.0
     dist.destroy_process_group()
@@ -36,7 +36,7 @@ def works_again(ranks: list[int], name: str) -> None:
 
 
 def until_raised(call, seconds: float) -> tuple[str, float]:
-    """Repeat `call` until it raises DistBackendError; its text, and after how long."""
+    """Repeat `call` until it raises DistBackendError. Returns its text and the seconds that passed."""
     began = time.monotonic()
     while time.monotonic() < began + seconds:
         try:
@@ -72,7 +72,7 @@ def killed_peer() -> dict:
 
 
 def killed_peer_blocking_wait() -> dict:
-    """SPCCL_BLOCKING_WAIT=1: the very call that the death ended raises."""
+    """SPCCL_BLOCKING_WAIT=1: the call that waits when the peer dies must raise."""
     start(timeout_s=60)
     x = warm()
     if RANK == LAST:
@@ -104,7 +104,7 @@ def aborted() -> dict:
 
 
 def missing_rank() -> dict:
-    """One rank never comes: the deadline ends the others' kernels and names it."""
+    """One rank never comes. The deadline ends the kernels of the others, and the error names the missing rank."""
     start(timeout_s=4)
     x = warm()
     began = time.monotonic()
@@ -122,7 +122,7 @@ def missing_rank() -> dict:
 
 
 def short_wait() -> dict:
-    """A wait that is too short says so; the work goes on and may be waited for again."""
+    """A wait with a short timeout raises. The work goes on, and a second wait succeeds."""
     start(timeout_s=60)
     x = warm()
     began = time.monotonic()
@@ -148,7 +148,7 @@ def one_without_engine() -> dict:
 
 
 def fallback() -> dict:
-    """Without the engine the same calls go through host memory, or to NCCL."""
+    """Without the GPU engine the same calls go through host memory, or to NCCL."""
     from spccl import backend
 
     start(timeout_s=60)
@@ -176,5 +176,5 @@ def fallback() -> dict:
 
 
 name = sys.argv[1]
-told = globals()[name]()
-report(name, ok=True, **told)
+facts = globals()[name]()
+report(name, ok=True, **facts)

@@ -1,5 +1,8 @@
-"""What every GPU worker shares: its device, joining, running cases, and the two references: the plain answer in
-rank order, and the same call on CPU tensors of the same group, whose bits must be the same."""
+"""Shared by all GPU workers: the device, joining a group, running cases, and two references for results.
+
+The references are the result computed in rank order, and the same call on CPU tensors of the same group, which must
+give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ DEVICE = torch.device("cuda", RANK)
 
 
 def start(backend: str = "spccl", *, bind: bool = False, timeout_s: float = 60, name: str = "store", **kwargs: object):
-    """Join on this rank's GPU; `bind` gives torch the device_id."""
+    """Join the group with this rank's GPU. bind: give torch the device_id."""
     torch.cuda.set_device(DEVICE)
     common.join(backend, timeout_s, name, **({"device_id": DEVICE} if bind else {}), **kwargs)
 
 
 def main(cases: list[Callable[[], dict | None]], *, bind: bool = False, engine: bool = True) -> None:
-    """Run all cases, or those named on the command line. Exit status 1 at the first that fails here.
+    """Run all cases, or those named on the command line. Exits with 1 at the first case that fails.
 
     engine: the cases must have been moved by spccl's own kernels, not by a fallback.
     """
@@ -44,13 +47,13 @@ def main(cases: list[Callable[[], dict | None]], *, bind: bool = False, engine: 
                 assert stats.path == "engine" and stats.device == RANK, stats
         except BaseException:
             report(case.__name__, ok=False, error=traceback.format_exc())
-            os._exit(1)  # peers see the links close, and end
+            os._exit(1)  # the peers then see that the links are closed, and end
         report(case.__name__, ok=True, seconds=round(time.monotonic() - started, 3), **extra)
     dist.destroy_process_group()
 
 
 def cuda(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """A copy on this rank's GPU, `offset` elements into its allocation."""
+    """A copy of x on this rank's GPU that starts `offset` elements after the start of its allocation."""
     whole = torch.empty(x.numel() + offset, dtype=x.dtype, device=DEVICE)
     return whole[offset:].view(x.shape).copy_(x)
 
@@ -69,7 +72,7 @@ def patterned(
     seed: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Rank `rank`'s input [numel] on `device`, with its nonzeros where `kind` puts them."""
+    """Rank `rank`'s input [numel] on `device`, with nonzeros in the pattern `kind`."""
     g = torch.Generator(device).manual_seed(7919 * seed + rank)
     if kind == "one slice":
         keep = torch.zeros(numel, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Cases: what torch's own stack asks of a backend on CUDA tensors."""
+"""Cases: calls that torch's own libraries make on a backend with CUDA tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def inputs(shape, dtype=torch.float32, seed=0):
 
 
 def delegated():
-    """NCCL's share: what is not one of our four, and dtypes and reductions that are not ours."""
+    """Calls that go to NCCL: other collectives than our four, and dtypes and reductions that we do not support."""
     ones = torch.full((4,), RANK + 1.0, device=DEVICE)
     total = float(sum(range(1, WORLD + 1)))
     for async_op in (False, True):
@@ -62,7 +62,7 @@ def premul_sum():
 
 
 def point_to_point():
-    """One batch: its sends and receives may stand in any order, and ours may be under way beside it."""
+    """A batch of sends and receives in any order, while a collective of spccl runs."""
     right, left = (RANK + 1) % WORLD, (RANK - 1) % WORLD
     big = 1 << 20
     x = torch.ones(1000, device=DEVICE)
@@ -200,7 +200,7 @@ def ddp_sparse_embedding():
 
 
 def ddp_pruned():
-    """spccl.ddp on CUDA: selection without waiting for the device, and the bytes go down."""
+    """spccl.ddp on CUDA: selecting entries does not wait for the device, and fewer bytes are sent."""
     import spccl.ddp
 
     torch.manual_seed(0)
@@ -219,11 +219,11 @@ def ddp_pruned():
         losses.append(loss.detach())
     first, last = float(losses[0]), float(losses[-1])
     assert last < 0.7 * first, (first, last)
-    told = hook.stats()
-    assert 0 < told["density_pruned"] < 0.2, told
+    stats = hook.stats()
+    assert 0 < stats["density_pruned"] < 0.2, stats
     for p in model.parameters():
         same_everywhere(p.detach().cpu(), "parameters")
-    return {"density": told["density_pruned"], "loss": last}
+    return {"density": stats["density_pruned"], "loss": last}
 
 
 def fsdp2_equals_nccl():
@@ -231,7 +231,7 @@ def fsdp2_equals_nccl():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    nccl = dist.new_group(backend="nccl")  # the default group has a bound device: NCCL must not split it
+    nccl = dist.new_group(backend="nccl")  # the default group has a bound device; NCCL must not split that group
     meshes = [DeviceMesh.from_group(g, "cuda") for g in (dist.group.WORLD, nccl)]
     for reduce_dtype in (torch.float32, torch.bfloat16):
         results = []
@@ -255,7 +255,8 @@ def fsdp2_equals_nccl():
 
 
 def meshes():
-    """Without a bound device by new_group, with one by split_group: every dimension reduces over its own ranks."""
+    """Meshes are made by new_group without a bound device, by split_group with one. Each dimension must reduce over
+    its own ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     rows = 2 if WORLD % 2 == 0 else 1
@@ -289,7 +290,7 @@ def objects_and_host_tensors():
 
 
 def bad_input():
-    """Refused before any launch: nothing is lost."""
+    """Calls that are refused before any launch. The group must still work."""
     x = torch.ones(6, device=DEVICE)
     group = dist.group.WORLD
     with raises(ValueError, "output_tensor", "cuda", "wanted cpu"):

@@ -1,4 +1,4 @@
-"""Cases: order and lifetime: streams, futures, groups, graphs, dropped works; what a call costs the host."""
+"""Cases about order and lifetime: streams, futures, groups, graphs, dropped works. Also the host's cost of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gpu_common import DEVICE, cuda, main, same
 from workers.common import RANK, WORLD, made, raises, reduced
 
-BUSY_CYCLES = 20_000_000  # about 10 ms: long enough for a missing wait to show
+BUSY_CYCLES = 20_000_000  # about 10 ms: long enough that a missing wait gives wrong results
 
 
 def inputs(shape, dtype=torch.float32, seed=0):
@@ -20,7 +20,7 @@ def inputs(shape, dtype=torch.float32, seed=0):
 
 
 def waits_for_the_producer():
-    """The tensor is filled behind a long kernel; nobody waits on the host."""
+    """The tensor is filled after a long kernel on the same stream. The host must not wait."""
     xs = inputs(300_000)
     want = reduced(xs, "sum")
     source = cuda(xs[RANK])
@@ -78,7 +78,7 @@ def futures():
 
 
 def dropped():
-    """Work and tensors let go at once: their memory must not be used again before the collective is done."""
+    """Works and tensors are dropped at once. Their memory must not be reused before the collective is done."""
     xs = inputs(400_000)
     want = reduced(xs, "sum")
     source = cuda(xs[RANK])
@@ -89,8 +89,8 @@ def dropped():
         y = x.view(-1)
         dist.all_reduce(y, async_op=True)
         kept.append(y)
-        dist.all_reduce(source.clone(), async_op=True)  # nobody holds this one
-        torch.full_like(source, 9.0)  # takes its memory, if it is given away
+        dist.all_reduce(source.clone(), async_op=True)  # no reference to this tensor is kept
+        torch.full_like(source, 9.0)  # gets the memory of that tensor, if it was freed too early
         del x, y
     gc.collect()
     done = dist.all_reduce(torch.ones(1, device=DEVICE), async_op=True)
@@ -101,7 +101,7 @@ def dropped():
 
 
 def two_hundred_in_flight():
-    """On four groups and five streams, ours and NCCL's in turns, waited for in reverse."""
+    """Collectives on four groups and five streams, by turns of spccl and NCCL, waited for in reverse order."""
     groups = [dist.group.WORLD, *(dist.new_group() for _ in range(3))]
     streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(4))]
     pools = [inputs(n, seed=n) for n in (1, 1000, 40_000, 300_000)]
@@ -167,7 +167,7 @@ def graph_replay():
         x.zero_()
         x[i % n :: 97] = float(RANK + 1 + i % 7)
         graph.replay()
-        if i % 100 == 0:  # between replays, calls of the same group outside of the graph
+        if i % 100 == 0:  # a call of the same group outside of the graph, between replays
             y = torch.ones(1000, device=DEVICE)
             dist.all_reduce(y, async_op=True).wait()
             assert torch.equal(y, torch.full_like(y, WORLD)), i
@@ -182,7 +182,7 @@ def graph_replay():
 
 
 def first_collective_in_a_graph():
-    """A group that has no GPU yet says so; the capture before it is not lost for other groups."""
+    """A group whose first collective is in a capture raises. Its next call, outside of the capture, must work."""
     group = dist.new_group()
     x = torch.ones(100, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
@@ -206,24 +206,24 @@ def barrier():
 
 
 def host_cost():
-    """Time until all_reduce of one element returns; the goal is 25 us. Also told: NCCL's, and async."""
+    """Time until all_reduce of one element returns; the goal is 25 us. Also measures NCCL and async_op."""
     nccl = dist.new_group(backend="nccl")
     x = torch.zeros(1, device=DEVICE)
-    told = {}
+    times_us = {}
 
     def measure(name, call):
         for _ in range(50):
             call()
         torch.cuda.synchronize()
         times = []
-        for _ in range(40):  # short runs: the queue of launches must not fill up
+        for _ in range(40):  # few calls, so that the queue of launches does not fill up
             dist.barrier(device_ids=[RANK])
             began = time.perf_counter()
             for _ in range(20):
                 call()
             times.append((time.perf_counter() - began) / 20 * 1e6)
             torch.cuda.synchronize()
-        told[name] = round(statistics.median(times), 2)
+        times_us[name] = round(statistics.median(times), 2)
 
     measure("spccl_us", lambda: dist.all_reduce(x))
     measure("spccl_async_us", lambda: dist.all_reduce(x, async_op=True).wait())
@@ -231,7 +231,7 @@ def host_cost():
     measure("nccl_async_us", lambda: dist.all_reduce(x, group=nccl, async_op=True).wait())
     measure("add_us", lambda: x.add_(1))
     dist.destroy_process_group(nccl)
-    return told
+    return times_us
 
 
 if __name__ == "__main__":

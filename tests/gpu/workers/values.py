@@ -70,7 +70,7 @@ def broadcast_values():
 
 
 def special_bits():
-    """-0.0, payloads of quiet and signalling NaN, infinities, denormals: moved unchanged; reduced as on the CPU."""
+    """-0.0, payloads of quiet and signalling NaN, infinities, denormals: moved unchanged, reduced as on the CPU."""
     raw = [0x80000000, 0x7FC12345, 0xFFC00001, 0x7F812345, 0xFF800000, 0x7F800000, 0x00000001, 0x807FFFFF, 0]
     g = torch.Generator().manual_seed(RANK)
     for dtype, integer in (
@@ -106,7 +106,7 @@ def special_bits():
 
 
 def any_size_density_and_pattern():
-    """Seeded draws of everything at once, against the same call on CPU tensors: the same bits."""
+    """Random draws of all parameters. The same call on CPU tensors must give the same bits."""
     rng = random.Random(20)
     dtypes = (*FLOATS, *INTEGERS)
     for draw in range(120):
@@ -142,7 +142,7 @@ def any_size_density_and_pattern():
 
 
 def large():
-    """Many slices for every worker; every pattern."""
+    """Arrays with many slices per worker, in every pattern."""
     for kind, dtype in (*((kind, torch.float32) for kind in KINDS), ("random", torch.bfloat16)):
         numel = (24 << 20) // dtype.itemsize + 5
         xs = [patterned(kind, r, WORLD, numel, 0.02, dtype, 5) for r in range(WORLD)]
@@ -198,7 +198,8 @@ def in_place_and_layouts():
 
 
 def equals_nccl():
-    """Integers exactly; floats of two ranks exactly, of more within rounding (NCCL adds in another order)."""
+    """Integers, and floats of two ranks, must equal NCCL's. Floats of more ranks may differ by rounding, as NCCL
+    adds in another order."""
     nccl = dist.new_group(backend="nccl")
     for dtype in (torch.int32, torch.float32, torch.bfloat16):
         for numel in (1000, 1 << 20):
