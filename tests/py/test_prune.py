@@ -290,7 +290,7 @@ def test_refusals(one_rank):
     model, hook = wrapped()
     with pytest.raises(RuntimeError, match="already registered"):
         hook.register(model)
-    with pytest.raises(TypeError, match="wanted DistributedDataParallel, got Sequential"):
+    with pytest.raises(TypeError, match="got a Sequential with no DistributedDataParallel in it"):
         ddp.PrunedGradients().register(model.module)
     with pytest.raises(TypeError, match="python_reducer"):
         ddp.pruned_gradients_hook(hook, (torch.zeros(3), torch.zeros(3)))
