@@ -2,8 +2,8 @@
  *
  *   cc -o all_reduce all_reduce.c $(pkg-config --cflags --libs spccl) && ./all_reduce
  *
- * The first process makes the unique id and hands its 128 bytes to the second (here through a pipe; any way
- * will do: a file, MPI_Bcast, a job script), then both join the group and call the same collective. */
+ * The first process makes the unique id and gives its 128 bytes to the second. This example uses a pipe; a
+ * file, MPI_Bcast or a job script would also do. Then both join the group and call the same collective. */
 #include <spccl.h>
 
 #include <stdio.h>
@@ -31,7 +31,7 @@ static int run(int rank, const spccl_unique_id *id)
     size_t n_wrong = 0;
     if (x == NULL)
         return 1;
-    for (size_t i = (size_t)rank * 7; i < N_ELEMS; i += 100) /* 99% zeros, at other places on each rank */
+    for (size_t i = (size_t)rank * 7; i < N_ELEMS; i += 100) /* 99% zeros; the nonzeros differ by rank */
         x[i] = (float)(rank + 1);
 
     config.timeout_ms = 30000;

@@ -1,4 +1,4 @@
-"""Training text that every machine has: the source files of Python's own standard library."""
+"""Training text that is on every machine: the source files of Python's own standard library."""
 
 import sysconfig
 from pathlib import Path
@@ -9,10 +9,10 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 
 def load(max_bytes: int = 16_000_000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the standard library's .py files, every tenth file for validation.
+    """Read the standard library's .py files. Every tenth file is for validation, the others are for training.
 
-    Files are taken in the order of their names relative to the library, so every rank and every run
-    on one Python sees the same text; no file is in both parts.
+    The files are sorted by their paths in the library: every rank and every run with the same Python gets the
+    same text.
     Returns: (train, validation), uint8 [n] each, at most max_bytes together.
     Raises: FileNotFoundError if there is less than 1 MB of source, as in a stripped Python.
     """
@@ -36,14 +36,14 @@ def load(max_bytes: int = 16_000_000) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batch(text: torch.Tensor, size: int, context: int, generator: torch.Generator):
-    """Random windows: (inputs, targets), int64 [size, context] each, targets one byte later."""
+    """Random windows: (inputs, targets), int64 [size, context] each. Targets are one byte later than inputs."""
     starts = torch.randint(text.numel() - context - 1, (size,), generator=generator)
     windows = torch.stack([text[s : s + context + 1] for s in starts.tolist()]).long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def windows(text: torch.Tensor, size: int, context: int, n_batches: int):
-    """The same evenly spread windows on every call: a list of (inputs, targets) as in `batch`."""
+    """Evenly spread windows, the same on every call: a list of (inputs, targets) as in `batch`."""
     starts = torch.linspace(0, text.numel() - context - 2, size * n_batches).long()
     rows = torch.stack([text[s : s + context + 1] for s in starts.tolist()]).long()
     return [(r[:, :-1], r[:, 1:]) for r in rows.split(size)]

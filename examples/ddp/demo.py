@@ -1,9 +1,10 @@
-"""Train the same small GPT twice on this machine: dense gradients, then 99% pruned ones through spccl.
+"""Train the same small GPT twice on this machine: with dense gradients, then with 99% pruned ones through spccl.
 
     python demo.py [--steps 1500] [--out FOLDER]
 
-Two ranks with one thread each. Text: the source of Python's own standard library (see corpus.py). Ends with a
-table and writes loss.png and result.json to FOLDER (default: demo-out/ at the top of the project).
+There are two ranks with one thread each. The text is the source of Python's own standard library (see
+corpus.py). The demo prints a table at the end, and writes loss.png and result.json to FOLDER (default:
+demo-out/ at the top of the project).
 """
 
 import argparse
@@ -28,11 +29,11 @@ TITLES = {"dense": "dense (Gloo)", "pruned": "99% pruned (spccl)"}
 
 
 class Failed(Exception):
-    """A rank ended badly; the text says which, how, and what it printed."""
+    """A rank failed; the text names the rank, its exit status and what it printed."""
 
 
 def run(name: str, n_steps: int, progress: Progress) -> dict:
-    """One run on N_RANKS processes. Returns {"curve": [[step, loss, sent_bytes], ...], and what rank 0 told}."""
+    """One run on N_RANKS processes. Returns {"curve": [[step, loss, sent_bytes], ...], and rank 0's results}."""
     with tempfile.TemporaryDirectory(prefix="spccl-demo-") as folder:
         command = [sys.executable, str(HERE / "demo_rank.py")]
         env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1")
@@ -63,7 +64,7 @@ def run(name: str, n_steps: int, progress: Progress) -> dict:
 
 
 def follow(name: str, n_steps: int, ranks: list[subprocess.Popen], progress: Progress) -> dict | None:
-    """Show what rank 0 tells until all ranks have ended; None if one failed or time is up."""
+    """Show the messages of rank 0 until all ranks have ended. Returns None if a rank failed or time is up."""
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=lambda: [lines.put(line) for line in ranks[0].stdout], daemon=True).start()
     task = progress.add_task(TITLES[name], total=n_steps, loss="starting")
@@ -71,7 +72,7 @@ def follow(name: str, n_steps: int, ranks: list[subprocess.Popen], progress: Pro
     deadline = time.monotonic() + RUN_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            told = json.loads(lines.get(timeout=0.1))
+            message = json.loads(lines.get(timeout=0.1))
         except queue.Empty:
             codes = [rank.poll() for rank in ranks]
             if any(codes):
@@ -79,16 +80,17 @@ def follow(name: str, n_steps: int, ranks: list[subprocess.Popen], progress: Pro
             if all(code == 0 for code in codes):
                 return result if "done" in result else None
             continue
-        kind = told.pop("kind")
+        kind = message.pop("kind")
         if kind == "step":
-            progress.update(task, completed=told["step"], loss=f"loss {told['loss']:.3f}")
+            progress.update(task, completed=message["step"], loss=f"loss {message['loss']:.3f}")
         elif kind == "validation":
-            result["curve"].append([told["step"], told["loss"], told["sent_bytes"]])
-            progress.update(task, completed=told["step"], loss=f"validation {told['loss']:.3f}")
-            if not progress.console.is_terminal:  # a log shows no moving bar
-                progress.console.print(f"{TITLES[name]}: step {told['step']}, validation {told['loss']:.3f}")
+            step, loss = message["step"], message["loss"]
+            result["curve"].append([step, loss, message["sent_bytes"]])
+            progress.update(task, completed=step, loss=f"validation {loss:.3f}")
+            if not progress.console.is_terminal:  # a log cannot show the progress bar
+                progress.console.print(f"{TITLES[name]}: step {step}, validation {loss:.3f}")
         else:
-            result.update(told, done=True)
+            result.update(message, done=True)
     return None
 
 
@@ -131,10 +133,10 @@ def bytes_text(n: float) -> str:
 
 
 def mix(frames: dict[str, int]) -> str:
-    """Formats with at least 1% of the slices, most used first, one a line."""
+    """The formats that at least 1% of the slices have, most frequent first, one a line."""
     total = sum(frames.values())
-    shares = sorted(((n / total, name) for name, n in frames.items() if n >= 0.01 * total), reverse=True)
-    return "\n".join(f"{name} {share:.0%}" for share, name in shares) or "all dense"
+    fractions = sorted(((n / total, name) for name, n in frames.items() if n >= 0.01 * total), reverse=True)
+    return "\n".join(f"{name} {fraction:.0%}" for fraction, name in fractions) or "all dense"
 
 
 def summary(dense: dict, pruned: dict, n_steps: int) -> str:
@@ -146,10 +148,10 @@ def summary(dense: dict, pruned: dict, n_steps: int) -> str:
     return (
         f"After {n_steps} steps the pruned run is {quality} the dense one ({b:.3f} against {a:.3f}; runs that "
         f"differ only in their seed differ by 0.03), and it sent {less:.0f} times fewer bytes. Its steps were "
-        f"{speed}: two processes of one machine exchange bytes through memory, where few bytes "
-        "save little time; over a network they are what a step waits for.\n"
-        "Each run used the learning rate that served it best (dense 0.4, pruned 0.8, from 0.3 to 1.0). Gloo does "
-        "not count its bytes; its number is what its ring all-reduce has to send."
+        f"{speed}. Two processes of one machine exchange bytes through memory, so fewer bytes save little time "
+        "here. Over a network a step waits for the bytes.\n"
+        "Each run used its best learning rate from 0.3 to 1.0 (dense 0.4, pruned 0.8). Gloo does not count its "
+        "bytes; its number is what its ring all-reduce must send."
     )
 
 
@@ -183,7 +185,8 @@ def main() -> int:
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: wanted 1 or more")
     console = Console()
-    console.print(f"A byte-level GPT reads Python's standard library: {args.steps} steps on {N_RANKS} ranks, twice.\n")
+    text = "Training a byte-level GPT on Python's standard library"
+    console.print(f"{text}: {args.steps} steps on {N_RANKS} ranks, twice.\n")
     began = time.monotonic()
     columns = (
         TextColumn("{task.description:18}"),

@@ -1,4 +1,4 @@
-"""One rank of one run of the demo. Started by demo.py; says what happens as lines of JSON on standard output.
+"""One rank of one run of the demo. demo.py starts it. Rank 0 prints its progress and results as lines of JSON.
 
 python demo_rank.py dense|pruned RANK WORLD_SIZE STEPS STORE_FILE
 """
@@ -21,7 +21,7 @@ import spccl.backend
 CONTEXT, BATCH, EVAL_EVERY = 128, 4, 100
 
 
-def tell(kind: str, **what: object) -> None:
+def emit(kind: str, **what: object) -> None:
     print(json.dumps({"kind": kind, **what}), flush=True)
 
 
@@ -53,9 +53,10 @@ class Run:
         self.optimizer.step()
 
     def compute_alone(self, n_steps: int = 3) -> None:
-        """Time steps that exchange nothing, all ranks busy; model and text go on as if they had not been.
+        """Time steps without communication, on all ranks at once. They do not change the model or the order of
+        the text.
 
-        Done now and then during the run, not once before it: the machine may be busier at one time than another.
+        The run does this several times, because the load of the machine may change.
         """
         generator_state = self.generator.get_state()
         dist.barrier()
@@ -68,7 +69,7 @@ class Run:
         self.generator.set_state(generator_state)
 
     def validate(self, n_batches: int) -> float:
-        """Mean validation loss in nats per byte; the ranks share the batches."""
+        """Mean validation loss in nats per byte. Each rank computes a part of the batches."""
         stride = max(1, len(self.windows) // n_batches)
         mine = self.windows[::stride][self.rank :: self.n_ranks]
         with torch.no_grad():
@@ -77,7 +78,7 @@ class Run:
         return total.item() / self.n_ranks
 
     def learn(self) -> None:
-        """The training loop: tells progress and losses, gathers times and bytes of steps alone."""
+        """The training loop. It prints progress and losses, and measures the times and bytes of training steps."""
         before = self.counters()
         for step in range(self.n_steps):
             began = time.perf_counter()
@@ -86,12 +87,12 @@ class Run:
             self.optimizer.zero_grad()
             self.step_ms.append((time.perf_counter() - began) * 1e3)
             if self.rank == 0 and step % 10 == 9:
-                tell("step", step=step + 1, loss=loss.item())
+                emit("step", step=step + 1, loss=loss.item())
             if step % EVAL_EVERY == EVAL_EVERY - 1 or step == self.n_steps - 1:
                 self.add_counters(before)
                 value = self.validate(len(self.windows) if step == self.n_steps - 1 else 8)
                 if self.rank == 0:
-                    tell("validation", step=step + 1, loss=value, sent_bytes=self.sent_bytes(step + 1))
+                    emit("validation", step=step + 1, loss=value, sent_bytes=self.sent_bytes(step + 1))
                 self.compute_alone()
                 before = self.counters()
 
@@ -101,7 +102,7 @@ class Run:
         return dataclasses.asdict(spccl.backend.stats())
 
     def add_counters(self, before: dict | None) -> None:
-        """Add what spccl sent since `before`, so that validation's own traffic stays out."""
+        """Add what spccl sent since `before`. The traffic of validation is not counted."""
         if before is None:
             return
         now = self.counters()
@@ -110,8 +111,8 @@ class Run:
             self.wire["frames"][name] = self.wire["frames"].get(name, 0) + n - before["frames_sent"][name]
 
     def sent_bytes(self, n_steps: int) -> int:
-        """Bytes this rank has sent in n_steps: counted by spccl; for Gloo, which does not count, what its
-        ring all-reduce has to send: 2 (ranks - 1) / ranks of the gradient."""
+        """Bytes that this rank has sent in n_steps. spccl counts them. Gloo does not: for Gloo this is what its
+        ring all-reduce must send, 2 (ranks - 1) / ranks of the gradient."""
         if self.recipe.backend == "spccl":
             return self.wire["bytes"]
         gradient = sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -127,7 +128,7 @@ def main() -> None:
     run.learn()
     if rank == 0:
         hook = run.hook.stats() if run.hook else {}
-        tell(
+        emit(
             "done",
             n_parameters=sum(p.numel() for p in run.model.parameters()),
             train_bytes=run.train.numel(),

@@ -1,4 +1,4 @@
-"""How both runs of the demo and train.py train: the two recipes and their shared learning-rate schedule."""
+"""The two recipes of the demo, dense and pruned, and the learning-rate schedule of both."""
 
 import math
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class Recipe:
     """One way to train.
 
     backend        of torch.distributed
-    density        share of each gradient sent; 1 means no hook at all
-    peak_lr        each recipe's best of 0.3, 0.4, 0.6, 0.8, 1.0 in runs of 1500 steps
-    momentum       in the optimizer without a hook, in the hook (momentum correction) with one
-    clip_norm      of the averaged gradient without a hook, of local gradients with one
+    density        fraction of each gradient that is sent; 1 means that there is no hook
+    peak_lr        the best of 0.3, 0.4, 0.6, 0.8 and 1.0 for this recipe, in runs of 1500 steps
+    momentum       without a hook, of the optimizer; with one, of the hook (momentum correction)
+    clip_norm      without a hook, of the averaged gradient; with one, of the local gradients
     """
 
     backend: str
@@ -27,14 +27,14 @@ class Recipe:
     clip_norm: float = 1.0
 
     def build(self, model: DistributedDataParallel) -> tuple[torch.optim.SGD, PrunedGradients | None]:
-        """Optimizer and hook; the hook is on the model already. Weight decay is not used."""
+        """Make the optimizer, and register the hook on the model. There is no weight decay."""
         if self.density == 1:
             return torch.optim.SGD(model.parameters(), lr=self.peak_lr, momentum=self.momentum), None
         hook = PrunedGradients(density=self.density, momentum=self.momentum, clip_norm=self.clip_norm, norm_every=50)
         return torch.optim.SGD(model.parameters(), lr=self.peak_lr), hook.register(model)
 
     def lr_at(self, step: int, n_steps: int) -> float:
-        """100 steps up, level until half-way, then half a cosine down to 5% of the peak."""
+        """Rises for 100 steps, is constant until half of the run, then falls as a half cosine to 5% of the peak."""
         down = max(0.0, 2.0 * step / n_steps - 1.0)
         shape = 0.05 + 0.95 * 0.5 * (1.0 + math.cos(math.pi * down))
         return self.peak_lr * shape * min(1.0, (step + 1) / 100)

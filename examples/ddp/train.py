@@ -1,9 +1,9 @@
 """Train a byte-level GPT with 99% pruned gradients: the shortest complete use of the hook.
 
     torchrun --nproc-per-node 2 train.py                 # backend "spccl", gradients pruned
-    torchrun --nproc-per-node 2 train.py --dense         # backend "gloo", no hook, to compare with
+    torchrun --nproc-per-node 2 train.py --dense         # for comparison: backend "gloo", no hook
 
-What differs from an ordinary DDP script is marked with (1), (2) and (3).
+(1), (2) and (3) mark the lines that differ from an ordinary DDP script.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gpt import GPT
 from torch.nn.parallel import DistributedDataParallel
 
-import spccl  # noqa: F401  (1) makes backend="spccl" known
+import spccl  # noqa: F401  (1) registers backend="spccl"
 from spccl.ddp import PrunedGradients
 
 CONTEXT, BATCH = 128, 4
@@ -36,7 +36,7 @@ def main() -> None:
     if args.dense:
         hook = None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
-    else:  # (2) the hook, with the momentum in it, and (3) an optimizer without momentum
+    else:  # (2) the hook, which has the momentum, and (3) an optimizer without momentum
         hook = PrunedGradients(density=0.01, momentum=0.9, clip_norm=1.0).register(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
 
