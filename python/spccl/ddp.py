@@ -125,7 +125,7 @@ class PrunedGradients:
         self.grad_scaler = grad_scaler
         self.norm_every = norm_every
         self.seed = seed
-        self.step = 0  # completed hook steps: backward passes that synchronised
+        self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None
         self._names: dict[int, str] = {}
         self._numels: dict[str, int] = {}
@@ -134,10 +134,10 @@ class PrunedGradients:
         self._skip_unused = False
         self._static_graph = False
         self._averages: dict[torch.device, bool] = {}
-        self._scale: float | None = None  # loss scale that residual and velocity are multiplied with
+        self._scale: float | None = None  # loss scale that residual and velocity contain
         self._bucket_squares: dict[int, float | torch.Tensor] = {}
-        # The backend's thread may be the last to let go of a bucket, and a tensor that Python has seen needs
-        # Python to die: at exit that aborts (Gloo, 4 of 90 short runs). So this keeps them for a step.
+        # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
+        # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
         self._held: list[torch.Tensor] = []
         self._now = _Tally()
         self._last = _Tally()
@@ -213,7 +213,7 @@ class PrunedGradients:
         else:
             self._prune_bucket(bucket, buffer, scale)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        if buffer.is_sparse and average:  # sparse all-reduce has no AVG in any backend
+        if buffer.is_sparse and average:  # NCCL and Gloo have no AVG for sparse tensors
             buffer.mul_(1.0 / dist.get_world_size(self._group))
             op = dist.ReduceOp.SUM
         self._now.select_s += time.perf_counter() - began
@@ -450,7 +450,7 @@ class PrunedGradients:
                 f"PrunedGradients.load_state_dict: state of {state['world_size']} ranks, this group has "
                 f"{world_size}; pass all ranks' states through PrunedGradients.reshard(states, {world_size})"
             )
-        loaded = {name: dict(entry) for name, entry in state["parameters"].items()}
+        loaded = {_plain(name): dict(entry) for name, entry in state["parameters"].items()}
         if self._group is not None:
             _check_fit(loaded, self._numels)
         self._loaded = loaded
@@ -464,8 +464,8 @@ class PrunedGradients:
     def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
         """States for `world_size` ranks from those of any other number of ranks, in rank order.
 
-        New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states):
-        what the averages still owe to the model, sum of residuals / ranks, stays the same. Thresholds are found anew.
+        New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
+        of residuals / ranks, which the averages still owe to the model, stays the same. Thresholds start anew.
         Raises: ValueError if a rank's state is missing or the states differ in step.
         """
         if not states or world_size < 1:
@@ -539,7 +539,12 @@ def _trained(model: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str
     """Names and parameters that DDP reduces. A compiled module's prefix is taken off, so that a checkpoint fits
     the model compiled and not."""
     named = model.module.named_parameters()
-    return [(name.replace("_orig_mod.", ""), param) for name, param in named if param.requires_grad]
+    return [(_plain(name), param) for name, param in named if param.requires_grad]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the prefix of torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def _trained_numels(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, int]:
@@ -554,8 +559,8 @@ def _require(name: str, value: object, ok: bool, wanted: str) -> None:
 def _finished_by_backward(work: dist.Work, buffer: torch.Tensor) -> torch.futures.Future:
     """Future of `buffer`, completed by this thread at the end of its backward pass.
 
-    A callback on the backend's thread would need Python there, and what goes wrong would arrive
-    wrapped; this way errors come out of backward() as the backend raised them.
+    A callback would run on the backend's thread, need Python there, and wrap errors in a RuntimeError. This way
+    backward() raises errors as the backend raised them.
     """
     future: torch.futures.Future = torch.futures.Future()
 

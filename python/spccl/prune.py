@@ -1,20 +1,20 @@
-"""Which entries of one parameter's gradient to send now, and which to keep for later.
+"""Selects the entries of one parameter's gradient to send now, and keeps the others for later steps.
 
-Pure tensor arithmetic for `spccl.ddp`: one parameter at a time, no process group, no DDP. Two forms of
-the same rule: `prune_host` works through the parameter in blocks that stay in the cache and returns
-plain numbers; `prune_device` never waits for the device and returns 0-dim tensors.
+Tensor arithmetic for `spccl.ddp`, one parameter at a time; knows no process group and no DDP. There are two
+forms of the same rule. `prune_host` works through the parameter in blocks that stay in the cache, and returns
+plain numbers. `prune_device` never waits for the device, and returns 0-dim tensors.
 
 Symbols: g the local gradient, u the velocity (momentum correction), v the residual, m the momentum,
 l the leak, t the threshold. With error feedback and momentum one step is
 
     u = m u + g;   v = l v + u;   send s = v where |v| > t, else 0;   v -= s;   u = 0 where s != 0
 
-without momentum u is g, without error feedback v is g and what is not sent is dropped.
+Without momentum u is g. Without error feedback v is g, and what is not sent is dropped.
 
 Sources: Lin et al. 2018, "Deep Gradient Compression", sections 3.1 (error feedback), 3.2 (momentum
 correction, momentum factor masking) and 5 (threshold from a sample); Hough et al., "SpCCL",
 section VI.B (99% sparsity, threshold from 0.1% of the gradient, leaky error feedback). Changed from both: the
-threshold is carried from step to step and the sample only guards it, so that bytes per step are steady.
+threshold is kept from step to step, and the sample only bounds it, so that bytes per step are steady.
 """
 
 import math
@@ -42,7 +42,7 @@ _hardshrink_mask = torch.ops.aten.hardshrink_backward.grad_input
 
 @dataclass(frozen=True)
 class Rule:
-    """What one step asks of every parameter.
+    """Settings of one step, the same for every parameter.
 
     density         wanted share of entries sent, (0, 1]; 1 sends everything
     sample          share of entries looked at to find the threshold, (0, 1]
@@ -90,8 +90,8 @@ class Slot:
 def sample_places(slot: Slot, rule: Rule, seed: int, step: int) -> tuple[int, int]:
     """Start and stride of this step's sample.
 
-    The stride is 32 i + 1, so that it does not walk down a column of a matrix (Lin et al.'s code does
-    the same); the start moves with seed, step and name only, so a resumed run samples the same places.
+    The stride is 32 i + 1, so that the sample does not follow a column of a matrix (as in Lin et al.'s code).
+    The start depends on seed, step and name only, so a resumed run samples the same places.
     """
     hits = math.ceil(SAMPLE_HITS / rule.density)
     n_samples = min(slot.numel, max(math.ceil(rule.sample * slot.numel), hits))
@@ -113,7 +113,7 @@ def sample_magnitudes(grad: torch.Tensor, slot: Slot, rule: Rule, start: int, st
 
 
 def order_statistics(magnitudes: torch.Tensor, density: float) -> torch.Tensor:
-    """Magnitudes [3] that the sample puts at GUARD, 1 and 1/GUARD times the density: low, middle, high."""
+    """Magnitudes [3] in the sample above which lie GUARD, 1 and 1/GUARD times the density: low, middle, high."""
     n = magnitudes.numel()
     ranks = [min(n, max(1, round(density * f * n))) for f in (GUARD, 1.0, 1.0 / GUARD)]
     top = torch.topk(magnitudes, ranks[0]).values
@@ -121,29 +121,29 @@ def order_statistics(magnitudes: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def choose_threshold(low: float, middle: float, high: float, carried: float | None) -> float:
-    """The carried threshold while the sample agrees with it, else the sample's own."""
+    """The threshold kept from the last step if it lies between low and high, else the sample's own."""
     return carried if carried is not None and low <= carried <= high else middle
 
 
 def adapt_threshold(threshold: float, n_sent: int, n_wanted: float) -> float:
-    """Threshold for the next step from how many entries this one sent."""
+    """The threshold for the next step, from the number of entries that this step sent."""
     return threshold * min(4.0, max(0.25, n_sent / n_wanted)) ** GAIN
 
 
 def _below(threshold: float) -> float:
-    """Largest limit that still sends entries equal to the threshold: all of a constant gradient may be."""
+    """The largest limit that still sends entries equal to the threshold. All entries of a gradient may be equal."""
     return threshold * (1.0 - 2.0**-23)
 
 
 def _keep_largest(sent: torch.Tensor, n_keep: int) -> None:
-    """Zero all but the n_keep largest of the non-zeros of `sent` [n], in place; ties fall anywhere."""
+    """Zero all but the n_keep largest of the non-zeros of `sent` [n], in place. Of equal ones any may stay."""
     places = sent.nonzero().flatten()
     drop = torch.topk(sent[places].abs(), places.numel() - n_keep, largest=False).indices
     sent[places[drop]] = 0
 
 
 def prune_host(grad: torch.Tensor, slot: Slot, rule: Rule, *, seed: int = 0, step: int = 0, factor: float = 1.0) -> int:
-    """Replace `grad` by what is sent of it and keep the rest in `slot`; host memory, in place.
+    """Replace `grad`, in host memory, by the entries to send, and keep the others in `slot`.
 
     Args:
         grad: flat gradient [numel], float16, bfloat16, float32 or float64, finite; overwritten.
@@ -195,7 +195,7 @@ class _Block:
 
 
 def _prune_block(block: _Block, rule: Rule, limit: float, room: int) -> int:
-    """One step on a block: entries above `limit` are sent, at most `room`. Returns how many were."""
+    """One step on a block: send the entries above `limit`, at most `room` of them. Returns their number."""
     grad, velocity, residual, scratch = block.grad, block.velocity, block.residual, block.scratch
     narrow = grad.dtype != scratch.dtype
     # mixed-type arithmetic is eight times slower than a conversion followed by plain arithmetic
@@ -273,7 +273,7 @@ def prune_device(
 
 
 def send_all(grad: torch.Tensor, slot: Slot, rule: Rule, alive: torch.Tensor | None = None) -> None:
-    """Send every entry of `grad`, with momentum, and whatever an earlier step kept back.
+    """Send every entry of `grad`, with momentum, and all that earlier steps kept.
 
     The velocity stays local and is not masked: the average of local velocities is the velocity of the
     average, so a parameter that is always sent whole follows SGD with momentum exactly.

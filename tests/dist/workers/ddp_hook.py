@@ -351,6 +351,9 @@ def wrapped_models() -> None:
         for name, param in module.named_parameters():
             assert torch.equal(param.grad.double(), expected[name]), name
         assert hook.state_dict()["parameters"].keys() == SHAPES.keys()
+    old = hook.state_dict()  # of a compiled model, before its prefix was left out of names
+    old["parameters"] = {f"_orig_mod.{name}": entry for name, entry in old["parameters"].items()}
+    ddp.PrunedGradients().register(DistributedDataParallel(Probe())).load_state_dict(old)
     with raises(TypeError, "no DistributedDataParallel in it", "prepare()"):
         ddp.PrunedGradients().register(Probe())
     with raises(TypeError, "2 DistributedDataParallel"):
