@@ -4,8 +4,8 @@
 //     spccl_bench_hbm [--csv FILE]
 //
 // Medians over 20 launches on arrays of 2 GiB. On GPU 0: reading, writing, and copying, which counts bytes
-// read plus bytes written. Over links: writing to one peer, and all GPUs writing to all others at once, which
-// counts the bytes that leave one GPU and the time of the slowest GPU.
+// read plus bytes written. Over links: writing to one peer, and all GPUs writing to all others at once. The
+// latter counts the bytes that leave one GPU and the time of the slowest GPU.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -1,8 +1,8 @@
 /* test_cuda_collectives.c - collectives on GPU memory must give the same bits as the host's, on every rank.
- * Covers all collectives, dtypes and operations, sizes from 0 to 30 MiB, all patterns of zeros, ranks with
- * different patterns, forced formats, few CTAs, in place, and unaligned. Only the output may be written.
- * Ranks are threads; several may share a GPU. --small: for sanitizers. --long: 8 ranks; SPCCL_TEST_ROUNDS=n:
- * more cases. */
+ * Covers all collectives, dtypes and operations, sizes from 0 to 30 MiB, and all patterns of zeros, also
+ * different ones on different ranks. Formats are forced, CTAs are few, calls are in place, arrays are
+ * unaligned. Only the output may be written. Ranks are threads; several may share a GPU. --small: for
+ * sanitizers. --long: 8 ranks; SPCCL_TEST_ROUNDS=n: more cases. */
 #include "cuda_ranks.h"
 
 /* Bytes of the larger of input and output. */

@@ -7,9 +7,9 @@
  * rank, and with no other worker. Each ordered pair of ranks has two queues per worker: contributions travel
  * in queue INPUT, results in queue RESULT. Each queue is one ring of bytes in the receiver's inbox.
  *
- * - ring: frames in order; each starts where the last one ended. A frame never wraps. If the bytes that are
- *   left before the end are fewer than the frame needs, the sender skips them, and the frame starts at
- *   offset 0. If a header would fit into the skipped bytes, they start with SP_INBOX_WRAP.
+ * - ring: frames in order; each starts where the last one ended. A frame never wraps. If it does not fit into
+ *   the bytes before the end, the sender skips them, and the frame starts at offset 0. If a header would fit
+ *   into the skipped bytes, they start with SP_INBOX_WRAP.
  * - tail: in the receiver's inbox, written by the sender after the frames and after a system-scope fence. It
  *   is the position up to which frames are there. Positions only grow; skipped bytes count.
  * - credit: in the sender's inbox, written by the receiver: the position up to which the ring is free again.

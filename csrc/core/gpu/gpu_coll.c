@@ -1,10 +1,9 @@
 /* gpu_coll.c - the public collectives on GPU memory: check, plan, order, launch. See gpu_comm.h.
  *
- * Order: all launches of a communicator use the same inboxes, so they must run on the GPU one after the
- * other, in the order of the calls, whatever their streams. Outside of captures an event is recorded after
- * each launch, and the next launch on another stream waits for it. Inside a capture the same is done among
- * the launches of that capture. A graph that is replayed takes its place in the order of the stream on which
- * it is launched. */
+ * Order: all launches of a communicator use the same inboxes. On any streams they must therefore run one
+ * after the other, in the order of the calls. Outside of captures an event is recorded after each launch, and
+ * the next launch on another stream waits for it. Inside a capture the same is done among the launches of
+ * that capture. A replayed graph takes its place in the order of the stream on which it is launched. */
 #include "core/gpu/gpu_comm.h"
 #include "core/run/coll_check.h"
 

@@ -192,8 +192,8 @@ template <class G> union sp_unit {
     typename G::U e[G::K];
 };
 
-// Collects the values of a pici frame, ordered by column, in a staging buffer of SP_PICI_STAGE_BYTES in
-// shared memory, and lets them out in whole units.
+// Collects the values of a pici frame, ordered by column, and lets them out in whole units. Its staging
+// buffer has SP_PICI_STAGE_BYTES in shared memory.
 template <class G> struct sp_column_stage {
     typedef typename G::U U;
     U *stage;

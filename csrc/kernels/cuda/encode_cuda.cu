@@ -28,9 +28,9 @@ template <bool BASE> struct __align__(16) sp_encode_smem
 };
 
 // Finds where the frame of a slice starts: the sum of the sizes of all frames before it. It looks back in two
-// levels (after Merrill and Garland 2016, "Single-pass parallel prefix scan with decoupled look-back"), so
-// that one load per lane covers 32 groups of 32 slices. All words start at 0. Each word is written by one
-// atomic or one store, and its value alone says what is known.
+// levels, so that one load per lane covers 32 groups of 32 slices. (After Merrill and Garland 2016,
+// "Single-pass parallel prefix scan with decoupled look-back".) All words start at 0. Each word is written by
+// one atomic or one store, and its value alone says what is known.
 struct sp_sums {
     uint32_t n_slices;
     uint64_t *own;   // [n_slices]: 1 + bytes of the frame

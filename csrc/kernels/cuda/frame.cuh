@@ -89,7 +89,7 @@ __device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uin
 }
 
 // Formats that list elements one by one, each with its value. In a fused collective such a frame is put
-// together in shared memory before it is sent, and copied into shared memory before it is decoded.
+// together in shared memory, sent, and copied into shared memory before it is decoded.
 __device__ __forceinline__ bool sp_is_listed(uint32_t format)
 {
     return format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO;

@@ -9,9 +9,10 @@
 
 static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "the staging buffer also serves pici");
 
-// Counters by which the warps of a worker, and the notifier, tell each other how far they are. In shared
-// memory, one table per worker.
 enum sp_role { SP_ROLE_FEED, SP_ROLE_OWN, SP_ROLE_GATHER, SP_ROLES };
+
+// The progress table of a worker, in shared memory: counters by which the worker's warps and the notifier
+// tell each other how far they are.
 struct sp_progress {
     uint32_t posted[32];     // by link: the low 32 bits of the position up to which frames have been written
     uint32_t done[SP_ROLES]; // 1: this role will post nothing more

@@ -53,8 +53,8 @@ template <class G> __device__ __forceinline__ void sp_fill(uint32_t lane, typena
         ((uint4 *)buf)[u] = make_uint4(0, 0, 0, 0);
 }
 
-// Copy the elements of slice src [n] from number `have` on, which a copy of whole units left out, to buf, and
-// fill up with zeros. One warp. Not inlined, so that this rare code stays out of the common path.
+// Copy the elements of slice src [n] from number `have` on to buf, and fill up with zeros: the elements that
+// a copy of whole units left out. One warp. Not inlined, so that this rare code stays out of the common path.
 template <class G>
 __device__ __noinline__ void sp_slice_load_rest(uint32_t lane, typename G::U *buf, const typename G::U *src,
                                                 uint32_t have, uint32_t n)

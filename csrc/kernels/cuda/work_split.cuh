@@ -26,7 +26,7 @@ __device__ __forceinline__ bool sp_has_results(const sp_fused_args &a)
 }
 
 // Patching: an all-reduce in place writes only what changes. The feeder sets the elements that it has sent to
-// zero in the array, and the gatherer then writes only the elements that a result lists. This pays for slices
+// zero in the array. The gatherer then writes only the elements that a result lists. This pays for slices
 // with at most SP_PATCH_SENT(n) and results with at most SP_PATCH_RESULT(n) elements: most memory is then not
 // touched.
 #define SP_PATCH_SENT(n) ((n) / 256)

@@ -58,8 +58,8 @@ void gpusim_yield();
 // ---- memory ----
 
 uint8_t *gpusim_shared(); // of the CTA
-// A store of 16 bytes that others see late. They see it at a random time, at the latest when the kernel ends,
-// or when a fence in the CTA follows a release in this warp.
+// A store of 16 bytes that others see late. They see it at a random time. At the latest they see it when the
+// kernel ends, or at a fence in the CTA after a release in this warp.
 void gpusim_store_late(void *p, uint4 v);
 void gpusim_release(); // releases this lane's stores, and the warp's before its last __syncwarp
 void gpusim_fence();   // lets all see what the CTA's warps have released
