@@ -65,7 +65,7 @@ static void test_timeout(void)
     CHECK_OK(sp_rendezvous_connect(&id, 5000, &s, secret));
     CHECK(s.get(s.ctx, "nobody sets it", out, sizeof out, 200, &n) == SPCCL_ERR_TIMEOUT,
           "a key that is not there");
-    CHECK(now_ms() - start >= 190 && now_ms() - start < 3000, "%lld ms", (long long)(now_ms() - start));
+    CHECK(now_ms() - start >= 190 && now_ms() - start < 10000, "%lld ms", (long long)(now_ms() - start));
     CHECK(strstr(spccl_last_error(), "nobody sets it") != NULL &&
               strstr(spccl_last_error(), "127.0.0.1:") != NULL,
           "\"%s\"", spccl_last_error());

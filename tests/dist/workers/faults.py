@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from workers.common import FOLDER, RANK, WORLD, join, raises, report
 
+SOON_S = 10  # far below the time-outs of the groups, far above what a busy machine needs
 ELEMENTS = 1 << 20  # 4 MiB: several slices, so that a fault falls into the middle
 
 
@@ -120,7 +121,7 @@ def broken_group_stays_broken():
     barrier = caught(dist.barrier)
     flag = caught(lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.MAX))
     for told in (again, later, sparse, barrier, flag):
-        assert told["after_s"] < 1, told
+        assert told["after_s"] < SOON_S, told
     works_again(list(range(WORLD)), before)
     return first | {"again": [told["text"] for told in (again, later, sparse, barrier, flag)]}
 
@@ -155,7 +156,7 @@ def killed_peer_async():
         assert work.exception() is not None
     caught(future.wait, RuntimeError)
     sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its runner would wait for the dead
-    assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < 1, sparse
+    assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < SOON_S, sparse
     works_again(list(range(WORLD - 1)))
     return told
 
