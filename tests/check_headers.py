@@ -1,5 +1,8 @@
-"""Checks that each header compiles alone, included twice, with warnings as errors: ours as C11, those that
-outsiders include also as C++, at the oldest standards we promise, those for GPUs by nvcc where it is found."""
+"""Checks that each header compiles alone, when it is included twice, with warnings as errors.
+
+Internal headers compile as C11. The public header compiles also as C++11. Headers for GPUs (*.cuh) compile with
+nvcc, if it is found.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ C = ("gcc", "-x", "c", "-std=c11", "-D_GNU_SOURCE", *STRICT, "-Wstrict-prototype
 PUBLIC_C = ("gcc", "-x", "c", "-std=c11", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
 INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport", "tests/c", "tests/fuzz")
-# An unused static function of a header is no fault of the header.
+# A header may define static functions that this check does not use.
 RELAXED = ("-Wno-unused-function",)
 ISA_FLAGS = {
-    # -O2: without it the compiler's own intrinsics are macros, which the warnings then look into.
+    # -O2: without it the compiler's intrinsics are macros, and the warnings apply to their contents.
     "avx2": ("-O2", "-march=x86-64-v3"),
     "avx512": ("-O2", "-march=x86-64-v4", "-mavx512vbmi", "-mavx512vbmi2"),
 }
@@ -29,21 +32,21 @@ NVCC_FLAGS = (
     *("-x", "cu", "-std=c++17", "-arch=sm_90", "-cubin", "-o", os.devnull),
     *("-Werror=all-warnings", "-diag-suppress=177"),  # 177: the unused static function
 )
-# Includes headers of a toolkit that need not be here; the CUDA build compiles it.
+# These include headers of the CUDA toolkit, which may be absent here. The CUDA build compiles them.
 FOREIGN = {"cuda_check.h", "device_cuda.h"}
-# Written in terms of another header, which the including file picks.
+# Header -> a header that must come before it.
 AFTER = {"offset_list.h": "simd_avx2.h"}
 
 
 # Folders whose headers are not compiled alone, and why.
 NOT_ALONE = {
     "csrc/c10d_backend": "they include torch's headers, 10 s each; glue.cpp compiles them together",
-    "tests/gpusim": "they stand in for nvcc's own headers, in front of kernels",
+    "tests/gpusim": "they replace nvcc's own headers, and kernels follow them",
 }
 
 
 def tracked() -> set[str]:
-    """The headers that git tracks and that must be seen here; empty where there is no git."""
+    """The headers that git tracks and that this check must compile; empty without git."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     names = [n for n in listing.stdout.split("\0") if n.endswith((".h", ".hpp", ".cuh"))]
     if not find_nvcc():
@@ -55,7 +58,7 @@ def jobs() -> list[tuple[Path, list[str]]]:
     """(header, compiler command without input) of every check."""
     public = ROOT / "csrc/spccl.h"
     found = [(public, list(PUBLIC_C)), (public, list(PUBLIC_CXX))]
-    # CUDA's headers, for those of the tests: as the GPU in software has them.
+    # Headers of the tests include CUDA's headers: they get those of the GPU in software.
     inside = [f"-I{ROOT / 'csrc'}", f"-isystem{ROOT / 'tests/gpusim/include'}"]
     for folder in INTERNAL_DIRS:
         for header in sorted((ROOT / folder).rglob("*.h")):
@@ -74,12 +77,12 @@ def jobs() -> list[tuple[Path, list[str]]]:
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler on PATH or in its usual place."""
+    """The CUDA compiler on PATH or in /usr/local/cuda."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def _isa_flags(name: str) -> tuple[str, ...]:
-    """Flags of the instruction set that a header is for; none for most."""
+    """Compiler flags for a header of one instruction set; empty for other headers."""
     return ISA_FLAGS.get(AFTER.get(Path(name).name, name).removesuffix(".h").rpartition("_")[2], ())
 
 
@@ -88,7 +91,7 @@ def _other_cpu(name: str) -> bool:
 
 
 def compile_alone(job: tuple[Path, list[str]]) -> str | None:
-    """The compiler's complaint, or None."""
+    """The compiler's messages, or None if there are none."""
     header, command = job
     source = f'#include "{header}"\n#include "{header}"\nint spccl_not_empty;\n'
     done = subprocess.run([*command, "-"], input=source, capture_output=True, text=True)
@@ -101,9 +104,9 @@ def main() -> int:
     left_out = {n for n in tracked() - seen if Path(n).name not in FOREIGN and not _other_cpu(n)}
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(compile_alone, work) if text]
-    faults += [f"{name}: git tracks it, and no check here has seen it" for name in sorted(left_out)]
+    faults += [f"{name}: git tracks it, but this check did not compile it" for name in sorted(left_out)]
     if not find_nvcc():
-        print("check_headers: no nvcc: *.cuh not looked at")
+        print("check_headers: no nvcc: *.cuh were not compiled")
     print("\n".join([*faults, f"check_headers: {len(work)} compilations, {len(faults)} faults"]))
     return 1 if faults else 0
 

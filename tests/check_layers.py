@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".h", ".c", ".inc", ".hpp", ".cpp", ".cu", ".cuh"}
 
-# Folder -> folders whose headers it may include beside its own. Core: each folder sees those on its left.
+# Folder -> other folders whose headers its files may include. In core, a folder may include those on its left.
 CORE = ["csrc/core/base", "csrc/core/format", "csrc/core/contract", "csrc/core/plan", "csrc/core/run", "csrc/core/gpu"]
 CONTRACTS = {"csrc", *CORE[:3]}
 TRANSPORTS = {"csrc", "csrc/core/base", "csrc/core/contract", "csrc/transport/common"}
@@ -34,7 +34,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
 }
 NETWORK = ("sys/socket", "netinet/", "arpa/", "netdb", "infiniband/")
 TORCH = ("torch/", "ATen/", "c10/")
-# Beginning of a folder's path -> beginnings of system headers that its files never include.
+# Prefix of a folder's path -> prefixes of system headers that its files must not include.
 NEVER = {
     "csrc/core": (*NETWORK, *TORCH, "Python", "cuda"),
     "csrc/kernels/cpu": (*NETWORK, *TORCH, "Python", "cuda"),
@@ -48,7 +48,7 @@ GENERATED = {"no_cuda_why.h": "csrc/kernels/cuda/device_none.c"}
 
 
 def tracked() -> list[str]:
-    """The C and C++ files that git tracks in the folders above, or all that lie there without a repository."""
+    """The C and C++ files that git tracks in these folders; without a repository, all that are there."""
     tops = sorted({"/".join(folder.split("/")[:2]) for folder in MAY_INCLUDE if "/" in folder} | {"csrc"})
     listing = subprocess.run(["git", "ls-files", *tops], cwd=ROOT, capture_output=True, text=True)
     if listing.returncode == 0:
@@ -59,17 +59,17 @@ def tracked() -> list[str]:
 
 
 def refusal(user: str, quoted: str | None, system: str | None) -> str | None:
-    """Why the file `user` may not have this include, or None if it may."""
+    """Why the file `user` must not have this include; None if it may."""
     folder = Path(user).parent.as_posix()
     if system is not None:
         never = next((prefixes for top, prefixes in NEVER.items() if folder.startswith(top)), ())
         return f"<{system}> must not be used in {folder}" if system.startswith(never) and never else None
     if quoted in GENERATED:
-        return None if user == GENERATED[quoted] else f'"{quoted}" is for {GENERATED[quoted]} alone'
+        return None if user == GENERATED[quoted] else f'"{quoted}": only {GENERATED[quoted]} may include it'
     beside = folder in ("csrc/c10d_backend", "python/ext") and (ROOT / folder / (quoted or "")).is_file()
     target = f"{folder}/{quoted}" if beside else f"csrc/{quoted}"
     if not (ROOT / target).is_file():
-        return f'there is no csrc/{quoted}: write the path from csrc, as in "core/plan/sched.h"'
+        return f'no file csrc/{quoted}: write the path from csrc, as in "core/plan/sched.h"'
     seen = Path(target).parent.as_posix()
     if seen != folder and seen not in MAY_INCLUDE[folder]:
         return f'"{quoted}": {folder} may include {", ".join(sorted(MAY_INCLUDE[folder])) or "nothing"}'
@@ -89,7 +89,7 @@ def main() -> int:
             if why:
                 faults.append(f"{name}:{number}: {why}")
     empty = sorted(set(MAY_INCLUDE) - {Path(n).parent.as_posix() for n in names})
-    faults += [f"{folder}: in MAY_INCLUDE, but no file was seen there" for folder in empty]
+    faults += [f"{folder}: is in MAY_INCLUDE, but has no file" for folder in empty]
     page = (ROOT / "docs/ARCHITECTURE.md").read_text()
     faults += [f"docs/ARCHITECTURE.md does not name the folder {f}/" for f in MAY_INCLUDE if f"{f}/" not in page]
     print("\n".join([*faults, f"check_layers: {len(names)} files, {len(faults)} faults"]))

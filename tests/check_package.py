@@ -1,10 +1,10 @@
-"""Checks an installed spccl: its files and tags, that nothing of it wants torch, and that it works.
+"""Checks an installed spccl: its files and tags, that it works, and that it works without torch.
 
-Run it with the Python of an environment that got spccl and numpy.
+Run it with the Python of an environment in which spccl and numpy are installed.
     --cuda in|absent   whether the library must have been built with CUDA
-    --glue             the package holds the glue for one torch, and auditwheel has given it a platform tag
-    --torch            torch is there too: make a group of two ranks with the glue of the package, without a
-                       compiler. Without this flag torch must be absent."""
+    --glue             the package must hold the glue for one torch, and have a platform tag of auditwheel
+    --torch            torch is installed too: make a group of two ranks with the glue of the package, without
+                       a compiler. Without this flag torch must be absent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import spccl
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
 FILES = ("_ext.abi3.so", "libspccl.so", "include/spccl.h", "py.typed")
-GLUE = "spccl/c10d_src"  # compiled on first use, so that one package serves every torch
+GLUE = "spccl/c10d_src"  # sources of the torch glue, which is compiled on first use
 
 
 RANK_CODE = """
@@ -47,7 +47,7 @@ print(_torch_glue.load())
 
 
 def git_names(folder: str, *suffixes: str) -> set[str]:
-    """Names below `folder` of the files that git tracks; empty where there is no git."""
+    """Names relative to `folder` of the files that git tracks; empty without git."""
     listing = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True)
     return {n.removeprefix(f"{folder}/") for n in listing.stdout.split("\n") if n.endswith(suffixes)}
 
@@ -61,7 +61,7 @@ def check_files(glue: bool) -> None:
     unseen |= git_names("python/spccl", ".py") - {
         p.relative_to(ROOT / "python/spccl").as_posix() for p in (ROOT / "python/spccl").rglob("*.py")
     }
-    assert not unseen, f"git tracks files that this check has not seen: {unseen}"
+    assert not unseen, f"git tracks files that this check did not find: {unseen}"
     shipped = {Path(n).name for n in names if n.startswith(GLUE + "/")}
     assert sources and sources <= shipped, f"{GLUE}: missing {sorted(sources - shipped)}"
     python = {f"spccl/{p.relative_to(ROOT / 'python/spccl')}" for p in (ROOT / "python/spccl").rglob("*.py")}
@@ -70,7 +70,7 @@ def check_files(glue: bool) -> None:
     found = [n for n in inside if "libspccl_torch" in n]
     assert len(found) == glue, f"wanted {int(glue)} prebuilt glue, found {found}"
     strays = [n for n in inside if re.search(r"\.[ch]$|\.o$", n)]
-    assert not strays, f"does not belong into a package: {strays}"
+    assert not strays, f"files that must not be in a package: {strays}"
 
 
 def check_metadata(glue: bool) -> None:
@@ -85,19 +85,19 @@ def check_metadata(glue: bool) -> None:
     hooks = metadata.entry_points(group="torch.backends", name="spccl")
     assert len(hooks) == 1
     (hook,) = hooks
-    hook.load()()  # never raises, torch or not
+    hook.load()()  # must not raise, with or without torch
     needed = needed_by(Path(spccl._ext.__file__))
     assert "libspccl.so" in needed and not any("python" in n or "torch" in n for n in needed), needed
 
 
 def needed_by(library: Path) -> list[str]:
-    """The shared libraries that must be there before `library` loads."""
+    """The shared libraries that the dynamic linker needs to load `library`."""
     dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     return re.findall(r"NEEDED.*\[(.*)\]", dynamic)
 
 
 def check_cuda(wanted: str) -> None:
-    """One file for machines with and without a GPU: nothing of CUDA's must be there for it to load."""
+    """The library must load on a machine without CUDA and without a GPU."""
     library = Path(spccl.__file__).parent / "libspccl.so"
     of_cuda = [n for n in needed_by(library) if re.match(r"lib(cu|nv)", n)]
     assert not of_cuda, f"{library.name} does not load without {of_cuda}"
@@ -107,7 +107,7 @@ def check_cuda(wanted: str) -> None:
     assert entry["value"] == wanted, f"wanted cuda {wanted}: {entry}"
     n_gpus = ctypes.CDLL(str(library)).spccl_cuda_device_count()
     if wanted == "absent" or not Path("/dev/nvidiactl").exists():
-        assert n_gpus == 0, f"{n_gpus} GPUs, where none can be used"
+        assert n_gpus == 0, f"{n_gpus} GPUs, wanted 0: no CUDA in the library or no driver"
     print(f"     cuda {entry['value']}: {entry['why']}; {n_gpus} GPUs")
 
 
@@ -115,18 +115,18 @@ def check_codec() -> None:
     x = np.zeros(1_000_003, np.float32)
     x[::101] = np.arange(x[::101].size)
     x[7] = -0.0
-    stream = spccl.encode(x)
-    assert len(stream) < x.nbytes / 20, f"{len(stream)} bytes for {x.nbytes}"
-    back = spccl.decode(stream)
+    encoded = spccl.encode(x)
+    assert len(encoded) < x.nbytes / 20, f"{len(encoded)} bytes for {x.nbytes}"
+    back = spccl.decode(encoded)
     assert back.dtype == x.dtype and back.tobytes() == x.tobytes()
-    damaged = bytearray(stream)
+    damaged = bytearray(encoded)
     damaged[0] ^= 0xFF
     try:
         spccl.decode(bytes(damaged))
     except spccl.Error as err:
         assert str(err)
     else:
-        raise AssertionError("a damaged stream was accepted")
+        raise AssertionError("a damaged encoded array was accepted")
 
 
 def check_commands() -> None:
@@ -140,18 +140,18 @@ def check_commands() -> None:
 
 
 def check_torch() -> None:
-    """Two ranks on backend "spccl", with the glue that the package holds."""
+    """Run two ranks on backend "spccl" with the glue in the package."""
     env = dict(os.environ, SPCCL_TORCH_GLUE="prebuilt", OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", RANK_CODE]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks = [subprocess.Popen([*command, str(r), f"{folder}/store"], env=env, **pipes) for r in range(2)]
         try:
-            told = [rank.communicate(timeout=200)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-    for rank, text in zip(ranks, told, strict=True):
+    for rank, text in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, text
         assert str(Path(spccl.__file__).parent) in text, f"the glue is not the package's own: {text}"
 
@@ -163,11 +163,11 @@ def main() -> int:
     parser.add_argument("--torch", action="store_true")
     args = parser.parse_args()
     has_torch = importlib.util.find_spec("torch") is not None
-    assert has_torch == args.torch, f"torch is {'here: without it this proves' if has_torch else 'not here:'} nothing"
-    place = Path(spccl.__file__).resolve()
-    assert ROOT / "python" not in place.parents, f"{place} is the source tree, not the installed package"
+    assert has_torch == args.torch, f"torch is {'installed' if has_torch else 'absent'}, wanted the opposite"
+    init_file = Path(spccl.__file__).resolve()
+    assert ROOT / "python" not in init_file.parents, f"{init_file} is the source tree, not the installed package"
     compilers = [name for name in ("gcc", "cc", "g++", "c++", "clang", "nvcc") if shutil.which(name)]
-    assert not (args.glue and compilers), f"a wheel must not need compilers, and there are {compilers}"
+    assert not (args.glue and compilers), f"--glue tests a machine without compilers, found {compilers}"
     checks = {
         "check_files": lambda: check_files(args.glue),
         "check_metadata": lambda: check_metadata(args.glue),

@@ -1,4 +1,4 @@
-"""Checks the sizes and words that CONTRIBUTING.md sets. Every exception stands here with its reason."""
+"""Checks the rules of CONTRIBUTING.md on sizes and words. The exceptions are here, each with its reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 6
-# Functions of a GPU are inlined: their parameters are registers, which a struct of them need not stay.
+# Functions of a GPU are inlined: their parameters stay in registers, but a struct of them may not.
 MAX_DEVICE_PARAMETERS = 12
 C_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
 LIBRARY = ("csrc/core/", "csrc/kernels/", "csrc/transport/")
@@ -19,28 +19,28 @@ ANYWHERE = ("",)
 
 # "path" or "path:function" -> why it may be longer.
 ALLOWED_SIZE: dict[str, str] = {
-    "python/spccl/ddp.py": "one hook with its state, selection and checkpoint: halves would only point at each other",
-    "tests/c/test_kernels.c": "one set of guarded buffers and models, used by the cases of every kernel",
+    "python/spccl/ddp.py": "one hook with its state, selection and checkpoint: two files would import each other",
+    "tests/c/test_kernels.c": "the cases of all kernels use the same guarded buffers and models",
 }
-# "path:function" -> why it takes more parameters. The public C API is free: its shape follows MPI and NCCL.
+# "path:function" -> why it takes more parameters. The public C API has no limit: it follows MPI and NCCL.
 ALLOWED_PARAMETERS: dict[str, str] = {
     "tests/gpusim/runtime.cpp:cudaStreamGetCaptureInfo": "CUDA's own signature",
-    "csrc/core/run/boot.c:store_get": "the store's own callback, and the parts of the key",
-    "csrc/core/format/codec.c:sp_codec_write": "what, how, where to, how much came out; called once per direction",
-    "csrc/core/format/format.c:sp_frame_write_header": "the fields of the header, one each",
-    "csrc/core/plan/sched_check.c:sp_plan_check": "what is checked, and what the check counted",
-    "csrc/core/gpu/tune_gpu.c:sp_tune_gpu_plan": "what the group has, and the parts of a call that a plan depends on",
-    "csrc/transport/start/rendezvous.c:call": "a request and its reply: what set and get together pass on",
-    "csrc/transport/local/ringlink.c:sp_ring_link_init": "both directions of a link, two parts each",
+    "csrc/core/run/boot.c:store_get": "arguments of the store's callback, and the parts of the key",
+    "csrc/core/format/codec.c:sp_codec_write": "the slice, the format and the result of its scan; two callers",
+    "csrc/core/format/format.c:sp_frame_write_header": "one parameter per field of the header",
+    "csrc/core/plan/sched_check.c:sp_plan_check": "the plans, the collective, and the size of the simulation",
+    "csrc/core/gpu/tune_gpu.c:sp_tune_gpu_plan": "limits of the group, and the arguments of a call that matter",
+    "csrc/transport/start/rendezvous.c:call": "a request and its reply, for both set and get",
+    "csrc/transport/local/ringlink.c:sp_ring_link_init": "two directions of a link, two parameters each",
 }
 
-# (pattern, beginnings of the paths where it is looked for, what to do instead). In the library comments and
-# texts in quotes do not count.
+# (pattern, prefixes of the paths where it is searched for, what to do instead). In the library, comments and
+# string literals are not searched.
 WORDS = (
     (r"\b(TODO|FIXME|XXX|HACK)\b(?!\s*\(#\d+\))", ANYWHERE, "finish it, or name an issue: (#12)"),
     (r"(?<![\w.])/(root|home/\w+|work/\w+)/", ANYWHERE, "no path of one machine"),
     (r"^\s*#\s*if\s+0\b", ANYWHERE, "no dead code"),
-    (r"^(<<<<<<<|>>>>>>>) ", ANYWHERE, "a conflict of git was left in"),
+    (r"^(<<<<<<<|>>>>>>>) ", ANYWHERE, "a conflict marker of git"),
     (r"[ \t]+$", ANYWHERE, "no spaces at the end of a line"),
     (r"(?<![\w.>])(printf|exit|abort|system)\s*\(", LIBRARY, "the library returns errors, and logs by log.h"),
     (r"(?<![\w.>])(gets|strcpy|strcat|sprintf|alloca)\s*\(", LIBRARY, "not safe: use the bounded one"),
@@ -48,7 +48,7 @@ WORDS = (
 
 
 def tracked() -> list[str]:
-    """The text files of the project: from git, or from the folder when there is no repository."""
+    """The text files that git tracks; without a repository, all that are in the folder."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listing.returncode == 0:
         names = listing.stdout.split("\0")
@@ -69,14 +69,14 @@ def _is_text(path: Path) -> bool:
 
 
 def without_comments(text: str) -> str:
-    """C text with comments and literals blanked, line by line the same."""
+    """C text with comments and literals replaced by spaces. Lines keep their numbers."""
     pattern = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
     return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m.group()), text, flags=re.DOTALL)
 
 
 def c_functions(text: str) -> Iterator[tuple[str, int, int, int, int]]:
-    """(name, first line, number of lines, number of parameters, how many it may have) of each function defined at
-    column 0."""
+    """(name, first line, number of lines, number of parameters, most parameters allowed) of each function whose
+    definition starts at column 0."""
     directive = r"^\s*#(?:.*\\\n)*.*$"
     code = re.sub(directive, lambda m: "\n" * m.group().count("\n"), without_comments(text), flags=re.M)
     head_pattern = r"^[A-Za-z_][\w\s*&:<>,]*[\s*&]([\w:~]+)\s*\(([^;{}]*)\)[^;{}()]*\{"
@@ -102,7 +102,7 @@ def _split_commas(parameters: str) -> int:
 
 
 def py_functions(text: str) -> Iterator[tuple[str, int, int, int, int]]:
-    """The same for Python; the signature and the docstring do not count as lines."""
+    """As c_functions, for Python. Signature and docstring do not count as lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             documented = ast.get_docstring(node, clean=False) is not None and len(node.body) > 1
@@ -132,13 +132,13 @@ def _allowed(key: str, table: dict[str, str], used: set[str]) -> bool:
 
 
 def word_faults(name: str, text: str) -> Iterator[str]:
-    """Words that do not belong into this file."""
-    if name == "tests/check_style.py":  # names them all
+    """Words that this file must not contain."""
+    if name == "tests/check_style.py":  # it contains the patterns
         return
     code = without_comments(text) if name.startswith(LIBRARY) else ""
-    for pattern, places, advice in WORDS:
-        if name.startswith(places):
-            body = code if places == LIBRARY else text
+    for pattern, prefixes, advice in WORDS:
+        if name.startswith(prefixes):
+            body = code if prefixes == LIBRARY else text
             for number, line in enumerate(body.split("\n"), 1):
                 if re.search(pattern, line):
                     yield f"{name}:{number}: {advice}: {line.strip()[:80]}"
@@ -152,7 +152,7 @@ def main() -> int:
         if Path(name).suffix in C_SUFFIXES or name.endswith(".py"):
             faults += size_faults(name, text, used)
     stale = sorted((set(ALLOWED_SIZE) | set(ALLOWED_PARAMETERS)) - used)
-    faults += [f"check_style.py: the exception for {key} is no longer needed" for key in stale]
+    faults += [f"check_style.py: the exception for {key} is not needed: delete it" for key in stale]
     print("\n".join([*faults, f"check_style: {len(names)} files, {len(faults)} faults"]))
     return 1 if faults else 0
 

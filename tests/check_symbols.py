@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def declared() -> set[str]:
-    """Functions of the public header: every one is marked SPCCL_API."""
+    """Functions of the public header. SPCCL_API marks each of them."""
     text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/spccl.h").read_text(), flags=re.DOTALL)
     return set(re.findall(r"^SPCCL_API\b[^;(]*?\b(\w+)\s*\(", text, re.MULTILINE))
 

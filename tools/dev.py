@@ -1,4 +1,4 @@
-"""make test, check, wheel, demo, lint, bench, fuzz, clean: this script does the work, the Makefile only names it.
+"""Runs make test, check, wheel, demo, lint, bench, fuzz and clean. The Makefile calls this script.
 
     python3 tools/dev.py test [--only NAME ...]     the whole suite, or some of its stages
 """
@@ -29,7 +29,7 @@ def cmd_test(args: argparse.Namespace) -> int:
     unknown = set(args.only) - {stage.name for stage in STAGES}
     if unknown:
         names = ", ".join(stage.name for stage in STAGES)
-        raise EnvError(f"no stage {', '.join(sorted(unknown))}; there are: {names}")
+        raise EnvError(f"no stage {', '.join(sorted(unknown))}: the stages are {names}")
     ensure_venv()
     return 0 if run_stages([s for s in STAGES if not args.only or s.name in args.only], args.at_once) else 1
 
@@ -80,7 +80,7 @@ def cmd_clean(args: argparse.Namespace) -> int:
 
 
 def _hand_over(argv: list[object]) -> int:
-    """Become that program, so that it owns the terminal (progress bars, Ctrl-C)."""
+    """Replace this process by that program, so that it controls the terminal (progress bars, Ctrl-C)."""
     words = [str(a) for a in argv]
     sys.stdout.flush()
     os.chdir(ROOT)
@@ -88,9 +88,9 @@ def _hand_over(argv: list[object]) -> int:
 
 
 def _lock() -> object:
-    """One set-up at a time in this folder; freed when the process ends."""
+    """Lock this folder until the process ends: only one make may run in it."""
     BUILD.mkdir(exist_ok=True)
-    lock = open(BUILD / ".lock", "w")  # noqa: SIM115 (held on purpose)
+    lock = open(BUILD / ".lock", "w")  # noqa: SIM115 (the caller closes it)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -103,29 +103,29 @@ def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("setup", help="make .venv and install spccl into it").set_defaults(fn=cmd_setup)
-    test = commands.add_parser("test", help="the whole test suite")
-    test.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="some stages, by name")
+    commands.add_parser("setup", help="make .venv and install spccl in it").set_defaults(fn=cmd_setup)
+    test = commands.add_parser("test", help="run the whole test suite")
+    test.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="run only these stages")
     test.set_defaults(fn=cmd_test)
-    check = commands.add_parser("check", help="what to run before each commit: 2 minutes")
+    check = commands.add_parser("check", help="run the checks for each commit: 2 minutes")
     check.set_defaults(fn=cmd_check)
     for command in (test, check):
         at_once = min(2, os.cpu_count() or 1)
         command.add_argument("--at-once", type=int, default=at_once, metavar="N", help="stages at the same time")
-    wheel = commands.add_parser("wheel", help="the wheel to give away, in dist/")
+    wheel = commands.add_parser("wheel", help="build the wheel for distribution, in dist/")
     wheel.add_argument("--archs", default="all", help="SPCCL_CUDA_ARCHS of the build")
     wheel.set_defaults(fn=cmd_wheel)
     for name, fn, text in (
-        ("demo", cmd_demo, "examples/ddp/demo.py"),
-        ("bench", cmd_bench, "micro-benchmarks, then spccl bench"),
+        ("demo", cmd_demo, "run examples/ddp/demo.py"),
+        ("bench", cmd_bench, "run the micro-benchmarks, then spccl bench"),
     ):
         commands.add_parser(name, help=text + "; further arguments are passed on").set_defaults(fn=fn, passes_on=True)
-    commands.add_parser("lint", help="ruff and clang-format, checking only").set_defaults(fn=cmd_lint)
-    fuzz = commands.add_parser("fuzz", help="every libFuzzer target in turn (needs clang)")
-    fuzz.add_argument("--seconds", type=int, default=600, help="for each target")
+    commands.add_parser("lint", help="check with ruff and clang-format").set_defaults(fn=cmd_lint)
+    fuzz = commands.add_parser("fuzz", help="run every libFuzzer target in turn (needs clang)")
+    fuzz.add_argument("--seconds", type=int, default=600, help="time of each target")
     fuzz.set_defaults(fn=cmd_fuzz)
     clean = commands.add_parser("clean", help="remove build/")
-    clean.add_argument("--all", action="store_true", help=".venv too")
+    clean.add_argument("--all", action="store_true", help="remove .venv too")
     clean.set_defaults(fn=cmd_clean)
     args, args.rest = parser.parse_known_args()
     if args.rest and not getattr(args, "passes_on", False):

@@ -1,7 +1,7 @@
-"""The working environment of spccl: paths, stamps, running commands, .venv, and spccl inside it.
+"""The environment that `make` works in: paths, stamps, commands, .venv, and spccl installed in it.
 
-Standard library only, because it runs before anything is installed. Nothing is done twice: each step has a
-stamp file that holds a hash of everything the step depends on.
+It uses only Python's standard library, because it runs before anything is installed. No step runs twice: each
+has a stamp file with a hash of all that the step depends on.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ MIN_PYTHON, MIN_CMAKE = (3, 11), (3, 22)
 
 
 class EnvError(Exception):
-    """Something the set-up needs is missing or failed; the text says what to do."""
+    """Something that the set-up needs is missing, or failed. The text says what to do."""
 
 
-_gathered = threading.local()  # of this thread: .lines said since gather_output() began, .cpu_s of its commands
+# Per thread: .lines printed since gather_output() began, .cpu_s of the thread's commands.
+_gathered = threading.local()
 
 
 def say(text: str = "") -> None:
@@ -51,7 +52,7 @@ def cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def gather_output() -> Iterator[None]:
-    """Hold back what this thread says in the block; print it in one piece at the end."""
+    """Collect what this thread prints in the block, and print it in one piece at the end."""
     _gathered.lines = []
     try:
         yield
@@ -64,7 +65,7 @@ def gather_output() -> Iterator[None]:
 
 
 def files_under(paths: Iterable[str]) -> list[Path]:
-    """All files at or below `paths` (relative to ROOT), sorted, without caches."""
+    """All files at and under `paths` (relative to ROOT), sorted, without caches."""
     found = []
     for name in paths:
         top = ROOT / name
@@ -74,7 +75,7 @@ def files_under(paths: Iterable[str]) -> list[Path]:
 
 
 def digest(*parts: object) -> str:
-    """Hash of texts, and of names, modes and contents for paths."""
+    """Hash of the parts: of a path its name, mode and content, of other values their text."""
     h = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):
@@ -99,7 +100,7 @@ def write_stamp(stamp: Path, key: str) -> None:
 
 
 def child_env(**extra: str) -> dict[str, str]:
-    """The environment of every command: .venv first on PATH, no foreign site-packages."""
+    """The environment of every command: .venv is first on PATH, and no other site-packages are used."""
     foreign = ("PYTHONPATH", "PYTHONHOME", "MAKEFLAGS", "DESTDIR")
     env = {k: v for k, v in os.environ.items() if k not in foreign}
     env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
@@ -119,9 +120,10 @@ def run(
     cwd: Path = ROOT,
     timeout_s: float = 1800,
 ) -> tuple[int, list[str]]:
-    """Run `cmd` with its output in build/logs/<log>.log, on the terminal too if `show`.
+    """Run `cmd`. Its output goes to build/logs/<log>.log; with `show`, to the terminal too.
 
-    Returns: exit status (124 after `timeout_s`; the whole process group is then killed), lines of output.
+    Returns: exit status, lines of output. After `timeout_s` the whole process group is killed, and the status is
+    124.
     """
     LOGS.mkdir(parents=True, exist_ok=True)
     argv = [str(c) for c in cmd]
@@ -155,7 +157,7 @@ def run(
             _gathered.cpu_s = cpu_seconds() + usage.ru_utime + usage.ru_stime
         finally:
             timer.cancel()
-            _kill_group(proc)  # nothing of it may outlive it, whether it ended, failed or was interrupted
+            _kill_group(proc)  # end the command's children too, whether it ended, failed or was interrupted
             _children.discard(proc)
         if expired.is_set():
             status = 124
@@ -164,11 +166,11 @@ def run(
     return status, lines
 
 
-_children: set[subprocess.Popen[str]] = set()  # commands that run now, of all threads
+_children: set[subprocess.Popen[str]] = set()  # running commands of all threads
 
 
 def kill_children() -> None:
-    """End every command that run() has started and that has not ended."""
+    """Kill every running command that run() has started."""
     for proc in list(_children):
         _kill_group(proc)
 
@@ -192,24 +194,24 @@ def must_run(what: str, cmd: Sequence[object], log: str, **kwargs: object) -> li
 
 
 def has_gpu() -> bool:
-    """Is there an NVIDIA driver with a GPU? (Its device files, so that nothing of it need be installed.)"""
+    """True if there is an NVIDIA driver with a GPU. Looks only at device files, so it needs no library."""
     return Path("/dev/nvidiactl").exists() and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler where csrc/kernels/cuda/cuda.cmake looks for it."""
+    """The CUDA compiler. csrc/kernels/cuda/cuda.cmake searches the same paths."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    places = [os.environ.get("CUDACXX"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
-    return next((place for place in places if place and shutil.which(place)), None)
+    paths = [os.environ.get("CUDACXX"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((path for path in paths if path and shutil.which(path)), None)
 
 
 def cuda_here() -> str:
-    """SPCCL_CUDA for builds that are for this machine alone: without a GPU nothing of it could run."""
+    """SPCCL_CUDA for builds that only this machine runs: OFF without a GPU, to save the time of nvcc."""
     return "AUTO" if has_gpu() else "OFF"
 
 
 def apt_prefix() -> list[str] | None:
-    """How to call apt-get here, or None: only as root, or with a sudo that asks nothing."""
+    """The command for apt-get; None if this user is not root and has no sudo without a password."""
     if os.environ.get("NO_APT") or not shutil.which("apt-get"):
         return None
     if os.geteuid() == 0:
@@ -221,11 +223,11 @@ def apt_prefix() -> list[str] | None:
     return [sudo, "-n", "apt-get"] if asked.returncode == 0 else None
 
 
-_apt_lock = threading.Lock()  # apt-get refuses to run twice
+_apt_lock = threading.Lock()  # only one apt-get can run at a time
 
 
 def apt_install(packages: Sequence[str], why: str) -> bool:
-    """Install Debian packages if this user may; False if not, or if it failed."""
+    """Install Debian packages. Returns False if this user may not, or if it failed."""
     apt = apt_prefix()
     if apt is None:
         return False
@@ -247,19 +249,20 @@ def system_cmake_ok() -> bool:
 
 
 def check_machine() -> None:
-    """Refuse early, in words, what cannot work."""
+    """Raise an EnvError if Python or the compilers are too old or missing."""
     if sys.version_info < MIN_PYTHON:
         raise EnvError(
-            f"Python {sys.version.split()[0]} at {sys.executable}: spccl needs 3.11 or newer; "
-            "name another one: make PYTHON=python3.11 ..."
+            f"Python {sys.version.split()[0]} at {sys.executable}: spccl needs 3.11 or newer: "
+            "make PYTHON=python3.11 ..."
         )
     missing = [tool for tool in ("gcc", "g++") if shutil.which(tool) is None]
     if missing and not apt_install(["build-essential"], "no " + " and no ".join(missing)):
         raise EnvError(f"not found: {', '.join(missing)} (Debian: apt-get install build-essential)")
     if not _has_python_headers() and not apt_install(["python3-dev"], "no Python.h"):
         raise EnvError(
-            f"no Python.h for {sys.executable} (Debian: apt-get install python3-dev), "
-            "or name a Python that has it: make PYTHON=..."
+            f"no Python.h for {sys.executable}\n"
+            "  Debian: apt-get install python3-dev\n"
+            "  or use a Python that has it: make PYTHON=..."
         )
 
 
@@ -282,20 +285,20 @@ def requirements() -> list[str]:
 
 
 def make_venv(path: Path) -> None:
-    """A new virtual environment at `path`, whatever was there."""
+    """Make a new virtual environment at `path`; an old one is replaced."""
     if subprocess.run([sys.executable, "-c", "import venv, ensurepip"], capture_output=True).returncode != 0:
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
         if not apt_install([package], "Python has no ensurepip"):
             raise EnvError(
                 f"{sys.executable} cannot make virtual environments: it has no ensurepip\n"
                 f"  Debian: apt-get install {package}\n"
-                "  or name a Python that can: make PYTHON=..."
+                "  or use a Python that has it: make PYTHON=..."
             )
     must_run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", path], "setup")
 
 
 def ensure_venv() -> str:
-    """Make .venv hold tools/requirements.txt. Returns the key of its content."""
+    """Install tools/requirements.txt in .venv. Returns a hash of the requirements."""
     specs = requirements()
     key = digest(*specs, sys.version, os.path.realpath(sys.executable), str(VENV))
     stamp = VENV / ".stamp"
@@ -312,9 +315,9 @@ def ensure_venv() -> str:
 
 
 def ensure_spccl() -> None:
-    """Install spccl into .venv, with the glue for its torch built in; only if a source changed.
+    """Install spccl in .venv, with the glue for its torch; only if a source changed.
 
-    The build folder is kept, so a change recompiles what it touches and no more.
+    The build folder stays, so only files that depend on a change are compiled again.
     """
     venv_key = ensure_venv()
     key = digest(venv_key, cuda_here(), *files_under(PACKAGE_SOURCES))
@@ -335,9 +338,9 @@ def ensure_spccl() -> None:
 def build_wheel(
     python: Path, name: str, defines: Sequence[str], folder: Path, timeout_s: float = 1800
 ) -> Path:
-    """Build the wheel of this tree by `python`, which has the build tools. Returns its file in `folder`.
+    """Build the wheel of this tree with `python`, which has the build tools. Returns its path in `folder`.
 
-    build/<name> is kept: a change recompiles what it touches and no more.
+    build/<name> stays, so only files that depend on a change are compiled again.
     """
     shutil.rmtree(folder, ignore_errors=True)
     options = [f"build-dir={BUILD / name}", *(f"cmake.define.{define}" for define in defines)]

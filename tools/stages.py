@@ -1,4 +1,4 @@
-"""Runs named stages, some of them side by side, and sums them up in a table. A failed stage stops no other."""
+"""Runs named stages, several at a time, and prints a table of the results. A failed stage does not stop others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from env import EnvError, cpu_seconds, gather_output, kill_children, say
 
 
 class Skip(Exception):
-    """Raised by a stage that cannot run here; the text says what is missing."""
+    """The stage cannot run here. The text says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Stage:
     name: str
     fn: Callable[[], str]  # returns one line for the table; raises Skip or EnvError
     about: str
-    uses: str = ""  # stages that use the same thing (a build folder, .venv) never run at the same time
+    uses: str = ""  # a build folder or .venv; stages that use the same one never run at the same time
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Result:
     stage: Stage
     outcome: str  # "passed", "skipped" or "FAILED"
     seconds: float
-    cpu_seconds: float  # of its commands: comparable between machines that are busy and idle
+    cpu_seconds: float  # of its commands; unlike `seconds`, comparable between busy and idle machines
     note: str
 
 
@@ -42,14 +42,14 @@ def run_stage(stage: Stage) -> Result:
     except EnvError as err:
         outcome, note = "FAILED", str(err).splitlines()[-1]
         say(str(err))
-    except Exception as err:  # a fault of the stage's own code must not lose the other stages' results
+    except Exception as err:  # an error in the stage's own code must not lose the results of other stages
         outcome, note = "FAILED", f"{type(err).__name__}: {err}"
         say(note)
     return Result(stage, outcome, time.monotonic() - start, cpu_seconds() - cpu_start, note)
 
 
 class _Queue:
-    """Stages that wait for their turn. A worker takes the first one whose `uses` is free."""
+    """Stages that are not started yet. A worker takes the first one whose `uses` is not in use."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.waiting = list(stages)
@@ -58,7 +58,7 @@ class _Queue:
         self.changed = threading.Condition()
 
     def take(self) -> Stage | None:
-        """The next stage, or None when none is left. Waits while all that are left use what is used now."""
+        """The next stage; None if none is left. Waits until the `uses` of one of them is not in use."""
         with self.changed:
             while self.waiting:
                 for stage in self.waiting:
@@ -70,7 +70,7 @@ class _Queue:
         return None
 
     def work(self) -> None:
-        """Run stages until none is left. The output of a stage is printed in one piece when the stage ends."""
+        """Run stages until none is left. Each stage's output is printed in one piece when the stage ends."""
         while (stage := self.take()) is not None:
             say(f"{stage.name}: running")
             with gather_output():
@@ -82,7 +82,7 @@ class _Queue:
 
 
 def run_stages(stages: Sequence[Stage], at_once: int) -> bool:
-    """Run all stages, `at_once` of them at the same time; print the table. Returns True if none failed."""
+    """Run all stages, at most `at_once` at a time, and print the table. Returns True if none failed."""
     start = time.monotonic()
     if at_once > 1 and len(stages) > 1:
         results = _run_side_by_side(stages, at_once)
@@ -107,7 +107,7 @@ def _run_side_by_side(stages: Sequence[Stage], at_once: int) -> list[Result]:
     try:
         for worker in workers:
             worker.join()
-    except BaseException:  # Ctrl-C: the workers' commands lead process groups of their own
+    except BaseException:  # Ctrl-C does not reach the workers' commands, which have process groups of their own
         with queue.changed:
             queue.waiting.clear()
         kill_children()

@@ -36,10 +36,10 @@ JOBS = str(os.cpu_count() or 1)
 AARCH64_ROOT = "/usr/aarch64-linux-gnu"
 AARCH64_PACKAGES = ["gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user"]
 
-# name -> (compiler, CMake options). CUDA is compiled once, by the stage "cuda", and by "gcc" where a GPU can run it.
+# name -> (compiler, CMake options). Only the stage "cuda" compiles CUDA; with a GPU, "gcc" does too.
 C_BUILDS = {
     "gcc": ("gcc", [f"-DSPCCL_CUDA={cuda_here()}"]),
-    # As on a machine without nvcc.
+    # As if the machine had no nvcc.
     "clang": ("clang", ["-DSPCCL_CUDA=AUTO", "-DSPCCL_NVCC=0", "-DCMAKE_CUDA_COMPILER=NOTFOUND"]),
     "asan": ("gcc", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_SANITIZE=address+undefined"]),
     "tsan": ("gcc", ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPCCL_SANITIZE=thread"]),
@@ -69,20 +69,20 @@ SANITIZER_ENV = {
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
-# Tests of one thread have no races to find, and the thread sanitizer makes them ten times slower.
-ONE_THREAD = r"test_(kernels|format|format_mutated|golden|sched|codec|stream|tune_format)$|replay_"
-# Tests of what lies outside of the kernels: one instruction set is enough.
+# Tests with one thread have no races, and the thread sanitizer makes them ten times slower.
+ONE_THREAD = r"test_(kernels|format|format_mutated|golden|sched|codec|array_codec|tune_format)$|replay_"
+# Tests that do not depend on the kernels: one instruction set is enough.
 NO_KERNELS = (
-    r"test_(auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watch|nvlink|"
+    r"test_(auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watchdog|nvlink|"
     r"rendezvous|sched|settings|tcp_endings|threads|transport|transport_faults|transport_forks|tune_gpu)$"
 )
-# Under emulation these take minutes. They depend on the architecture through the kernels and the base only, which
-# the other tests run; of the collectives the cases of AARCH64_CASES run.
-# qemu's user mode does not close descriptors that a message has too many of (test_local_socket), and cannot be put
-# before the program that example_installed builds and starts.
+# These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
+# them. Of the collectives, only the cases of AARCH64_CASES run.
+# Two tests cannot run in qemu's user mode: it does not close the surplus descriptors of a message
+# (test_local_socket), and example_installed starts the program that it builds without the emulator.
 NOT_EMULATED = r"(test_(collectives|fault_injection|faults|local_socket|transport|transport_faults)|example_installed)$"
 AARCH64_CASES = ("nan_payloads", "odd_values")
-# What `make check` leaves out: tests that wait, and the many cases of the collectives.
+# Tests that `make check` does not run: they wait for time-outs, or have many cases.
 SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"
 ISA_CPU_FLAGS = {
     "scalar": set(),
@@ -94,11 +94,11 @@ ISA_CPU_FLAGS = {
 # ---- building and running C ------------------------------------------------------------------------------
 
 
-_probe_lock = threading.RLock()  # stages that run side by side probe for the same tools
+_probe_lock = threading.RLock()  # stages that run at the same time probe for the same tools
 
 
 def once(fn: Callable[..., T]) -> Callable[..., T]:
-    """Call `fn` once for each set of arguments, by one thread at a time; a Skip is kept like a result."""
+    """Call `fn` once for each set of arguments, in one thread at a time. A Skip is remembered like a result."""
     results: dict[tuple[object, ...], tuple[bool, object]] = {}
 
     @functools.wraps(fn)
@@ -119,7 +119,7 @@ def once(fn: Callable[..., T]) -> Callable[..., T]:
 
 @once
 def need_clang() -> None:
-    """Make sure clang and its sanitizer runtime are there, or skip."""
+    """Install clang and its sanitizer runtime if they are missing. Raises Skip if that fails."""
     probe = BUILD / "probe" / "fuzzer"
     probe.parent.mkdir(parents=True, exist_ok=True)
     source = probe.with_suffix(".c")
@@ -135,9 +135,9 @@ def need_clang() -> None:
 
 @once
 def need_aarch64() -> None:
-    """Make sure the cross-compiler and the emulator are there, or skip."""
+    """Install the cross-compiler and the emulator if they are missing. Raises Skip if that fails."""
     if platform.machine() == "aarch64":
-        raise Skip("this machine is aarch64: the other stages have run the tests on it")
+        raise Skip("this machine is aarch64: the other stages run the tests on it")
     probe = BUILD / "probe" / "aarch64"
     probe.parent.mkdir(parents=True, exist_ok=True)
     source = probe.with_suffix(".c")
@@ -155,7 +155,7 @@ def need_aarch64() -> None:
 
 @once
 def c_build(name: str) -> Path:
-    """Configure and compile one of C_BUILDS. Returns its folder."""
+    """Configure and compile the build `name` of C_BUILDS. Returns its folder."""
     compiler, options = C_BUILDS[name]
     if compiler == "clang":
         need_clang()
@@ -171,7 +171,7 @@ def c_build(name: str) -> Path:
 
 
 def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", **extra_env: str) -> str:
-    """Build `name`, run its C tests but those that match `leave_out`. Returns ctest's count."""
+    """Build `name` and run its C tests, except those that match `leave_out`. Returns ctest's count."""
     folder = c_build(name)
     log = f"ctest-{name}" + (f"-{extra_env['SPCCL_CPU_ISA']}" if "SPCCL_CPU_ISA" in extra_env else "")
     cmd = [*prefix, "ctest", "--test-dir", folder, "-j", JOBS, "--output-on-failure", "--no-tests=error"]
@@ -187,10 +187,10 @@ def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", **extra_
 
 @once
 def sanitizer_prefix(flag: str) -> tuple[str, ...]:
-    """What to put before a command so that the sanitizer finds its addresses free.
+    """The words to put before a command so that the sanitizer's addresses are free.
 
-    Kernels with vm.mmap_rnd_bits above 28 place mappings where older sanitizer runtimes keep their shadow;
-    `setarch -R` turns the randomness off for one process tree.
+    Kernels with vm.mmap_rnd_bits above 28 may map memory at the addresses that older sanitizer runtimes need.
+    `setarch -R` turns the random addresses off for one process tree.
     """
     probe = BUILD / "probe" / flag
     probe.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def sanitizer_prefix(flag: str) -> tuple[str, ...]:
     source.write_text("int main(void) { return 0; }\n")
     if run(["gcc", f"-fsanitize={flag}", source, "-o", probe], "probe")[0] != 0:
         raise Skip(f"this gcc has no -fsanitize={flag} runtime (Debian: apt-get install gcc libgcc-12-dev)")
-    # Randomness: once is no proof.
+    # The addresses are random, so one success proves nothing.
     for prefix in ((), ("setarch", platform.machine(), "-R")):
         if all(run([*prefix, probe], "probe")[0] == 0 for _ in range(20)):
             return prefix
@@ -241,7 +241,7 @@ def c_isa(isa: str) -> str:
 
 
 def c_aarch64() -> str:
-    """Cross-build; the tests that depend on the architecture, under qemu's user emulation."""
+    """Cross-compile, and run the tests that depend on the architecture under qemu's user emulation."""
     count = ctest("aarch64", leave_out=NOT_EMULATED)
     emulator = ["qemu-aarch64", "-L", AARCH64_ROOT]
     program = BUILD / "aarch64/tests/c/test_collectives"
@@ -259,7 +259,7 @@ def fuzz_targets() -> list[Path]:
 
 
 def seeds(target: Path) -> Path:
-    """Where the committed inputs of one fuzzer lie."""
+    """The folder of the committed inputs of one fuzzer."""
     folder = ROOT / "tests/fuzz/corpus" / target.name
     if not folder.is_dir() or not any(folder.iterdir()):
         raise EnvError(f"no corpus for {target.name}: {folder} is empty")
@@ -279,7 +279,7 @@ def fuzz_corpus() -> str:
 
 
 def run_fuzz(seconds: int) -> None:
-    """Search for new inputs; those found stay in build/corpus, crashes in build/crashes."""
+    """Search for new inputs. They go to build/corpus, and crashes to build/crashes."""
     try:
         targets = fuzz_targets()
     except Skip as skip:
@@ -321,12 +321,12 @@ def c_tsan() -> str:
 
 
 def gpusim_asan() -> str:
-    # Stacks of fibers come and go; a fake stack for each would be looked up at every jump.
+    # The tests make many fibers, each with a stack. A fake stack for each would be searched at every switch.
     options = SANITIZER_ENV["ASAN_OPTIONS"].replace("stack_use_after_return=1", "stack_use_after_return=0")
     return ctest("gpusim-asan", sanitizer_prefix("address"), ASAN_OPTIONS=options)
 
 
-# Long ones first: two stages run at the same time, and the last one should not run alone for long.
+# Long stages are first: two stages run at the same time, and the last one should not run alone for long.
 STAGES = [
     Stage("style", style, "tests/check_*.py"),
     Stage("lint", lint, "ruff and clang-format"),
@@ -335,8 +335,8 @@ STAGES = [
     Stage("tsan", c_tsan, "C tests with threads, thread sanitizer"),
     Stage("asan", c_asan, "C tests, address and undefined-behaviour sanitizers"),
     Stage("cuda", cuda, "the package with CUDA, one architecture"),
-    Stage("gpusim", functools.partial(ctest, "gpusim"), "the GPU's kernels and tests on GPUs in software"),
-    Stage("gpusim-asan", gpusim_asan, "the same, address and undefined-behaviour sanitizers"),
+    Stage("gpusim", functools.partial(ctest, "gpusim"), "GPU kernels and tests on GPUs in software"),
+    Stage("gpusim-asan", gpusim_asan, "GPU tests in software, address and undefined-behaviour sanitizers"),
     Stage("clang", functools.partial(ctest, "clang"), "C tests, clang, release"),
     Stage("wheel", wheel_stage, "the wheel in environments without compilers", uses=".venv"),
     Stage("aarch64", c_aarch64, "C tests for aarch64 under qemu"),
@@ -345,11 +345,11 @@ STAGES = [
         for isa in ISA_CPU_FLAGS
     ),
     Stage("package", isolated, "pip install . into an empty environment"),
-    Stage("fuzz", fuzz_corpus, "the committed inputs of every fuzzer, clang, sanitizers"),
+    Stage("fuzz", fuzz_corpus, "committed inputs of every fuzzer, clang, sanitizers"),
 ]
 CHECK_STAGES = [
     Stage("style", style, "tests/check_*.py"),
     Stage("lint", lint, "ruff and clang-format"),
-    Stage("gcc", functools.partial(ctest, "gcc", leave_out=SLOW_TESTS), "C tests but the slow ones", uses="build/gcc"),
-    Stage("python", functools.partial(python_tests, "tests/py", "-m", "not slow"), "Python tests but the slow ones"),
+    Stage("gcc", functools.partial(ctest, "gcc", leave_out=SLOW_TESTS), "fast C tests", uses="build/gcc"),
+    Stage("python", functools.partial(python_tests, "tests/py", "-m", "not slow"), "fast Python tests"),
 ]
