@@ -16,7 +16,7 @@ struct scene {
     bool graph;
 };
 
-/* Nonzeros in a slice of one rank. A slice is cleared after it was sent if at most 1 element in 256 is
+/* Draw a number of nonzeros for a slice. A slice is cleared after it was sent if at most 1 element in 256 is
  * nonzero; a result is patched if at most 1 in 32 is (csrc/kernels/cuda/work_split.cuh). */
 static size_t draw_count(size_t slice_elems, uint64_t *rng)
 {

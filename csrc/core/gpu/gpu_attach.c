@@ -1,9 +1,9 @@
 /* gpu_attach.c - gives a communicator its GPU: spccl_cuda_attach. See gpu_comm.h.
  *
  * All ranks must return the same status, so all decide from the same data. (1) A host all-gather exchanges
- * facts about each rank's GPU, and every rank evaluates them by the same pure function. (2) Each rank allocates
- * its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all exchange
- * whether it worked. Only after that may any rank launch a collective. */
+ * facts about each rank's GPU, and every rank evaluates them by the same pure function. (2) Each rank
+ * allocates its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all
+ * exchange whether it worked. Only after that may any rank launch a collective. */
 #include "core/gpu/gpu_comm.h"
 
 #include "core/base/abi.h"
