@@ -31,8 +31,9 @@ static spccl_status unknown(const char *list, const char *name, size_t n)
     for (size_t i = 0; sp_transports[i] != NULL && used < sizeof known; i++)
         used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", i == 0 ? "" : ", ",
                                  sp_transports[i]->name);
-    return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": \"%.*s\" is not one of %s", list, (int)n, name,
-                   known);
+    return SP_FAIL(SPCCL_ERR_SETTING,
+                   "transports \"%s\": \"%.*s\" is not one of %s (SPCCL_TRANSPORTS, config.transports)", list,
+                   (int)n, name, known);
 }
 
 spccl_status sp_transport_parse_list(const char *text, const sp_transport **out, size_t cap, size_t *n)

@@ -3,43 +3,48 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_LOG] = {"SPCCL_LOG", "warn", "least level of lines on stderr: off, error, warn, info, debug", 0,
-                    0, 0},
-    [SP_ENV_CPU_ISA] = {"SPCCL_CPU_ISA", "auto", "kernel set: auto, scalar, avx2, avx512", 0, 0, 0},
-    [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0,
-                       0},
+                    0, 0, "off, error, warn, info, debug"},
+    [SP_ENV_CPU_ISA] = {"SPCCL_CPU_ISA", "auto", "kernel set: auto, scalar, avx2, avx512", 0, 0, 0,
+                        "auto, scalar, avx2, avx512"},
+    [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0, 0,
+                       "auto, tile, pici, coo, dense"},
     [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto",
-                         "schedule of all-reduce, and of broadcast on CPUs: auto, direct, oneshot", 0, 0, 0},
+                         "schedule of all-reduce, and of broadcast on CPUs: auto, direct, oneshot", 0, 0, 0,
+                         "auto, direct, oneshot"},
     [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = spccl chooses", 1, 0,
-                            1 << 24},
+                            1 << 24, NULL},
     [SP_ENV_QUEUE_BYTES] = {"SPCCL_QUEUE_BYTES", "1M",
                             "capacity of a queue from one rank to another; a power of two", 1, 1 << 16,
-                            1 << 26},
+                            1 << 26, NULL},
     [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp",
-                           "transports that a pair of ranks tries, in order", 0, 0, 0},
+                           "transports that a pair of ranks tries, in order", 0, 0, 0, NULL},
     [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0",
-                            "sockets per peer and queue; 0 = 2 between hosts, 1 within a host", 1, 0, 16},
+                            "sockets per peer and queue; 0 = 2 between hosts, 1 within a host", 1, 0, 16,
+                            NULL},
     [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "",
-                         "address or interface that tcp listens on; empty = spccl chooses", 0, 0, 0},
+                         "address or interface that tcp listens on; empty = spccl chooses", 0, 0, 0, NULL},
     [SP_ENV_RENDEZVOUS_ADDR] = {"SPCCL_RENDEZVOUS_ADDR", "127.0.0.1",
-                                "address that spccl_get_unique_id listens on", 0, 0, 0},
+                                "address that spccl_get_unique_id listens on", 0, 0, 0, NULL},
     [SP_ENV_TIMEOUT_MS] = {"SPCCL_TIMEOUT_MS", "600000",
                            "default time limit, in ms, of creating a group and of each collective", 1, 1,
-                           INT64_C(1) << 40},
+                           INT64_C(1) << 40, NULL},
     [SP_ENV_SPIN_US] = {"SPCCL_SPIN_US", "20", "microseconds that a waiting thread polls before it sleeps", 1,
-                        0, 1000000},
+                        0, 1000000, NULL},
     [SP_ENV_TRACE] = {"SPCCL_TRACE", "64", "events kept per communicator, printed when it breaks", 1, 0,
-                      1 << 16},
+                      1 << 16, NULL},
     [SP_ENV_MAX_CTAS] = {"SPCCL_MAX_CTAS", "0",
                          "GPU collectives: most CTAs of one launch, one CTA per SM; 0 = all SMs", 1, 0,
-                         1 << 16},
+                         1 << 16, NULL},
     [SP_ENV_INBOX_BYTES] = {"SPCCL_INBOX_BYTES", "256M",
                             "GPU collectives: most bytes of a group's inbox, on each GPU", 1, 1,
-                            INT64_C(1) << 40},
+                            INT64_C(1) << 40, NULL},
     [SP_ENV_NVLINK_HANDLES] = {"SPCCL_NVLINK_HANDLES", "auto",
-                               "how peers map GPU memory: auto, fd (VMM), ipc (CUDA IPC)", 0, 0, 0},
+                               "how peers map GPU memory: auto, fd (VMM), ipc (CUDA IPC)", 0, 0, 0,
+                               "auto, fd, ipc"},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)
@@ -77,5 +82,33 @@ spccl_status sp_env_number(sp_env_id id, int64_t *out)
         return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted a whole number from %lld to %lld (%s)", v->name,
                        text, (long long)v->min, (long long)v->max, v->help);
     *out = n * unit;
+    return SPCCL_OK;
+}
+
+/* Is `word` one of the words of `list`, "auto, fd, ipc"? */
+static int is_in_list(const char *word, const char *list)
+{
+    size_t n = strlen(word);
+    for (const char *at = list; *at != '\0'; at += strspn(at, ", ")) {
+        size_t length = strcspn(at, ",");
+        if (length == n && strncmp(at, word, n) == 0)
+            return 1;
+        at += length;
+    }
+    return 0;
+}
+
+spccl_status sp_env_check(void)
+{
+    for (int i = 0; i < SP_N_ENV; i++) {
+        const sp_env_var *v = &vars[i];
+        const char *text = sp_env_text((sp_env_id)i);
+        int64_t n;
+        if (v->is_number)
+            SP_TRY(sp_env_number((sp_env_id)i, &n));
+        if (v->choices != NULL && !is_in_list(text, v->choices))
+            return SP_FAIL(SPCCL_ERR_SETTING, "%s=\"%s\": wanted one of %s (%s)", v->name, text, v->choices,
+                           v->help);
+    }
     return SPCCL_OK;
 }

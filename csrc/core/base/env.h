@@ -32,6 +32,8 @@ typedef struct sp_env_var {
     const char *name, *default_text, *help;
     int is_number;
     int64_t min, max; /* numbers: allowed range */
+    const char
+        *choices; /* words: all that are allowed, "off, error, warn"; NULL: other code checks the text */
 } sp_env_var;
 
 const sp_env_var *sp_env_describe(sp_env_id id);
@@ -40,5 +42,8 @@ const char *sp_env_text(sp_env_id id);
 /* The variable's number, or its default. The suffixes K, M and G mean powers of 1024.
  * Errors: SETTING (not a number, or outside its range). */
 spccl_status sp_env_number(sp_env_id id, int64_t *out);
+/* Checks every variable that is a number or a choice, so that no bad value goes unnoticed because its code does
+ * not run. Errors: SETTING. */
+spccl_status sp_env_check(void);
 
 #endif

@@ -18,10 +18,16 @@ int sp_log_on(sp_log_level level)
     int t = atomic_load_explicit(&threshold, memory_order_relaxed);
     if (t < 0) {
         const char *text = sp_env_text(SP_ENV_LOG);
-        t = SP_LOG_WARN;
+        int first = -1;
         for (int i = SP_LOG_OFF; i <= SP_LOG_DEBUG; i++)
             if (strcmp(text, level_names[i]) == 0)
                 t = i;
+        if (t < 0) {
+            t = SP_LOG_WARN;
+            if (atomic_compare_exchange_strong(&threshold, &first, t))
+                fprintf(stderr, "spccl error: SPCCL_LOG=\"%s\": wanted %s; it is taken as warn\n", text,
+                        sp_env_describe(SP_ENV_LOG)->choices);
+        }
         atomic_store_explicit(&threshold, t, memory_order_relaxed);
     }
     return (int)level <= t;

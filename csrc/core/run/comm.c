@@ -19,7 +19,10 @@
  * default. */
 static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, sp_boot_config *boot)
 {
+    const sp_transport *list[SP_TRANSPORTS_MAX];
+    size_t n_transports;
     int64_t n;
+    SP_TRY(sp_env_check());
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &n));
     comm->timeout_ms = config->timeout_ms > 0 ? config->timeout_ms : n;
     SP_TRY(sp_env_number(SP_ENV_SPIN_US, &n));
@@ -47,20 +50,25 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     if (config->transports != NULL &&
         strcmp(boot->transports, sp_env_describe(SP_ENV_TRANSPORTS)->default_text) == 0)
         boot->transports = config->transports;
+    SP_TRY(sp_transport_parse_list(boot->transports, list, SP_TRANSPORTS_MAX, &n_transports));
     boot->slice_bytes = (uint32_t)comm->slice_bytes;
     return SPCCL_OK;
 }
 
-static spccl_status check_config(const spccl_store *store, int rank, int world_size,
-                                 const spccl_config *config)
+static spccl_status check_store(const spccl_store *store, int rank, int world_size)
+{
+    if (world_size > 1 && (store->set == NULL || store->get == NULL))
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: a store with set and get is needed for %d ranks", rank,
+                       world_size);
+    return SPCCL_OK;
+}
+
+spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *config)
 {
     if (world_size < 1 || world_size > WORLD_SIZE_MAX)
         return SP_FAIL(SPCCL_ERR_ARG, "world_size %d: wanted 1 to %d", world_size, WORLD_SIZE_MAX);
     if (rank < 0 || rank >= world_size)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: wanted 0 to %d", rank, world_size - 1);
-    if (world_size > 1 && (store->set == NULL || store->get == NULL))
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: a store with set and get is needed for %d ranks", rank,
-                       world_size);
     if (config->timeout_ms < 0)
         return SP_FAIL(SPCCL_ERR_ARG, "config.timeout_ms is %lld, wanted 0 (default) or more",
                        (long long)config->timeout_ms);
@@ -120,7 +128,8 @@ spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int wor
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_create: out is NULL");
     SP_TRY(sp_options_copy("spccl_store", given_store, &store, sizeof store));
     SP_TRY(sp_options_copy("spccl_config", given, &config, sizeof config));
-    SP_TRY(check_config(&store, rank, world_size, &config));
+    SP_TRY(sp_comm_check_config(rank, world_size, &config));
+    SP_TRY(check_store(&store, rank, world_size));
     comm = sp_calloc(1, sizeof *comm);
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "communicator: %zu bytes", sizeof *comm);

@@ -66,6 +66,8 @@ struct spccl_comm {
 };
 
 /* comm.c */
+/* Errors: ARG (rank, world size, an option out of range). */
+spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *config);
 /* Sets the text of SPCCL_ERR_STATE and returns it: this process is a child of fork. */
 spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call);
 /* STATE in a child of fork of the process that made the communicator. Every public call asks this first: the

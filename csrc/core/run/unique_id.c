@@ -1,7 +1,9 @@
 /* unique_id.c - groups without a store: the id names our own rendezvous (rendezvous.h). */
+#include "core/base/abi.h"
 #include "core/base/env.h"
 #include "core/base/mem.h"
 #include "core/contract/rendezvous.h"
+#include "core/run/comm.h"
 
 #include <string.h>
 
@@ -10,6 +12,7 @@ spccl_status spccl_get_unique_id(spccl_unique_id *out)
     int64_t timeout_ms;
     if (out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_get_unique_id: out is NULL");
+    SP_TRY(sp_env_check());
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
     return sp_rendezvous_start(sp_env_text(SP_ENV_RENDEZVOUS_ADDR), timeout_ms, out);
 }
@@ -24,8 +27,9 @@ spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world
     int64_t timeout_ms;
     if (id == NULL || out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_init_rank: %s is NULL", id == NULL ? "id" : "out");
-    if (config != NULL)
-        c = *config;
+    SP_TRY(sp_options_copy("spccl_config", config, &c, sizeof c));
+    SP_TRY(sp_comm_check_config(rank, world_size, &c)); /* before anything is connected */
+    SP_TRY(sp_env_check());
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
     SP_TRY_TO(done, st,
               sp_rendezvous_connect(id, c.timeout_ms > 0 ? c.timeout_ms : timeout_ms, &store, secret));

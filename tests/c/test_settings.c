@@ -1,0 +1,192 @@
+/* test_settings.c - a bad value of an SPCCL_* variable or of an option is never ignored: it is an error, or a line
+ * in the log where no error can be returned. */
+#include "core/base/env.h"
+#include "core/base/log.h"
+#include "ranks.h"
+
+#include <stdbool.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static bool names(const char *text, const char *name, const char *value)
+{
+    return strstr(text, name) != NULL && strstr(text, value) != NULL;
+}
+
+/* A group of one rank; the status of making it. */
+static spccl_status make_group(const spccl_config *config)
+{
+    spccl_comm *comm = NULL;
+    spccl_status st = spccl_comm_create(NULL, 0, 1, config, &comm);
+    CHECK((st == SPCCL_OK) == (comm != NULL), "status %d, comm %p", (int)st, (void *)comm);
+    CHECK_OK(spccl_comm_destroy(comm));
+    return st;
+}
+
+static void refused(const char *name, const char *value)
+{
+    spccl_status st;
+    setenv(name, value, 1);
+    st = make_group(NULL);
+    CHECK(st == SPCCL_ERR_SETTING && names(spccl_last_error(), name, value), "%s=%s: %s: %s", name, value,
+          spccl_status_name(st), st != SPCCL_OK ? spccl_last_error() : "");
+    unsetenv(name);
+}
+
+/* Addresses are looked at where somebody listens: test_addresses. */
+static bool is_address(sp_env_id id)
+{
+    return id == SP_ENV_TCP_ADDR || id == SP_ENV_RENDEZVOUS_ADDR;
+}
+
+static void test_every_variable(void)
+{
+    static const char *const no_numbers[] = {"many", "1.5", "-1", "99999999999999999999", "12X"};
+    for (int i = 0; i < SP_N_ENV; i++) {
+        const sp_env_var *v = sp_env_describe((sp_env_id)i);
+        if (is_address((sp_env_id)i))
+            continue;
+        refused(v->name, "loud");
+        for (size_t k = 0; v->is_number && k < sizeof no_numbers / sizeof *no_numbers; k++)
+            refused(v->name, no_numbers[k]);
+        setenv(v->name, v->default_text, 1);
+        CHECK_OK(make_group(NULL));
+        setenv(v->name, "", 1); /* as if it were not set */
+        CHECK_OK(make_group(NULL));
+        unsetenv(v->name);
+    }
+}
+
+/* Every word that a help text offers is taken, and no part of one. */
+static void test_choices(void)
+{
+    for (int i = 0; i < SP_N_ENV; i++) {
+        const sp_env_var *v = sp_env_describe((sp_env_id)i);
+        char words[128], *at = words, *word;
+        if (v->choices == NULL || i == SP_ENV_CPU_ISA) /* which of those are there depends on the machine */
+            continue;
+        snprintf(words, sizeof words, "%s", v->choices);
+        while ((word = strsep(&at, ", ")) != NULL) {
+            if (word[0] == '\0')
+                continue;
+            setenv(v->name, word, 1);
+            CHECK_OK(make_group(NULL));
+            word[strlen(word) - 1] = '\0';
+            refused(v->name, word[0] != '\0' ? word : "?");
+        }
+        unsetenv(v->name);
+    }
+    refused("SPCCL_TRANSPORTS", "shm,carrier-pigeon");
+}
+
+static void nothing(struct rank_ctx *c)
+{
+    (void)c;
+}
+
+static void test_addresses(void)
+{
+    struct rank_ctx ctx[2];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    spccl_unique_id id;
+    config.transports = "tcp";
+    config.timeout_ms = 5000;
+    setenv("SPCCL_TCP_ADDR", "nowhere", 1);
+    run_ranks(2, &config, nothing, NULL, ctx);
+    for (int r = 0; r < 2; r++)
+        CHECK(ctx[r].created != SPCCL_OK && names(ctx[r].error, "SPCCL_TCP_ADDR", "nowhere"), "%d %s",
+              (int)ctx[r].created, ctx[r].error);
+    unsetenv("SPCCL_TCP_ADDR");
+    setenv("SPCCL_RENDEZVOUS_ADDR", "nowhere", 1);
+    CHECK(spccl_get_unique_id(&id) != SPCCL_OK &&
+              names(spccl_last_error(), "SPCCL_RENDEZVOUS_ADDR", "nowhere"),
+          "%s", spccl_last_error());
+    unsetenv("SPCCL_RENDEZVOUS_ADDR");
+}
+
+/* The log has no caller to tell: it complains where it would have written. */
+static void test_log_level(void)
+{
+    char text[2000] = "";
+    size_t used = 0;
+    ssize_t n;
+    int fds[2];
+    pid_t child;
+    CHECK(pipe(fds) == 0, "pipe");
+    fflush(stdout);
+    if ((child = fork()) == 0) {
+        setenv("SPCCL_LOG", "loud", 1);
+        dup2(fds[1], STDERR_FILENO);
+        sp_log(SP_LOG_INFO, 3, "not shown");
+        sp_log(SP_LOG_WARN, 3, "a warning");
+        _exit(0);
+    }
+    close(fds[1]);
+    while ((n = read(fds[0], text + used, sizeof text - 1 - used)) > 0)
+        used += (size_t)n;
+    close(fds[0]);
+    CHECK(waitpid(child, NULL, 0) == child, "waitpid");
+    CHECK(names(text, "SPCCL_LOG=\"loud\"", "off, error, warn, info") && strstr(text, "a warning") != NULL &&
+              strstr(text, "not shown") == NULL,
+          "\"%s\"", text);
+}
+
+/* ---- options ---- */
+
+static void refused_config(const char *field, spccl_config config)
+{
+    spccl_status st = make_group(&config);
+    CHECK((st == SPCCL_ERR_ARG || st == SPCCL_ERR_SETTING) && strstr(spccl_last_error(), field) != NULL,
+          "%s: %s: %s", field, spccl_status_name(st), st != SPCCL_OK ? spccl_last_error() : "");
+}
+
+static void test_config(void)
+{
+    spccl_config c = SPCCL_CONFIG_INIT;
+    c.timeout_ms = -1;
+    refused_config("timeout_ms", c);
+    c = (spccl_config)SPCCL_CONFIG_INIT;
+    c.transports = "carrier-pigeon";
+    refused_config("carrier-pigeon", c);
+    c = (spccl_config)SPCCL_CONFIG_INIT;
+    c.slice_bytes = 12;
+    refused_config("slice", c);
+    c = (spccl_config)SPCCL_CONFIG_INIT;
+    c.n_sockets = 17;
+    refused_config("n_sockets", c);
+    c = (spccl_config)SPCCL_CONFIG_INIT;
+    c.format = SPCCL_FORMAT_EMPTY;
+    refused_config("format", c);
+}
+
+/* Before anything is dialled, so at once. */
+static void test_init_rank(void)
+{
+    spccl_config c = SPCCL_CONFIG_INIT;
+    spccl_unique_id id = {{0}};
+    spccl_comm *comm = NULL;
+    c.timeout_ms = -1;
+    CHECK(spccl_comm_init_rank(&id, 0, 2, &c, &comm) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "timeout_ms") != NULL,
+          "%s", spccl_last_error());
+    c = (spccl_config)SPCCL_CONFIG_INIT;
+    CHECK(spccl_comm_init_rank(&id, 2, 2, &c, &comm) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "rank 2") != NULL,
+          "%s", spccl_last_error());
+    CHECK(comm == NULL, "out was touched");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"log_level", test_log_level}, /* first: SPCCL_LOG is read once */
+        {"every_variable", test_every_variable},
+        {"choices", test_choices},
+        {"addresses", test_addresses},
+
+        {"config", test_config},
+        {"init_rank", test_init_rank},
+        {NULL, NULL}};
+    setenv("SPCCL_LOG", "off", 0);
+    return test_main(cases, argc, argv);
+}
