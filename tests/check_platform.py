@@ -1,4 +1,4 @@
-"""Checks what csrc/platform.cmake refuses at configure time, with which words, and that it accepts this machine."""
+"""Checks what cmake/platform.cmake refuses at configure time, with which words, and that it accepts this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: list[tuple[dict[str, str], tuple[str, ...]]] = [
 def fault(differs: dict[str, str], words: tuple[str, ...]) -> str | None:
     """What is wrong with the answer to these values, or None."""
     defines = [f"-D{name}={value}" for name, value in {**GOOD, **differs}.items()]
-    command = ["cmake", *defines, "-P", str(ROOT / "csrc/platform.cmake")]
+    command = ["cmake", *defines, "-P", str(ROOT / "cmake/platform.cmake")]
     done = subprocess.run(command, capture_output=True, text=True)
     told = " ".join(done.stderr.split())
     if not words:

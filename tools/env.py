@@ -25,7 +25,7 @@ BUILD = ROOT / "build"
 LOGS = BUILD / "logs"
 DIST = BUILD / "dist"  # the wheel that is installed in .venv
 REQUIREMENTS = ROOT / "tools" / "requirements.txt"
-PACKAGE_SOURCES = ("csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "README.md")
+PACKAGE_SOURCES = ("cmake", "csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "README.md")
 MIN_PYTHON, MIN_CMAKE = (3, 11), (3, 22)
 
 
