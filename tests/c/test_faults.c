@@ -38,6 +38,9 @@ static void check_survivors(const struct scene *s, const char *transport, int de
               "%s: rank %d: %d \"%s\"", transport, r, (int)o->st, o->text);
         CHECK(has(o->text, rank_text) && has(o->text, "all_reduce") && has(o->text, "float32"),
               "%s: rank %d: \"%s\"", transport, r, o->text);
+        snprintf(rank_text, sizeof rank_text, "rank %d: ", r);
+        CHECK(!has(o->text + 1, rank_text), "%s: rank %d is named twice: \"%s\"", transport, r, o->text);
+        snprintf(rank_text, sizeof rank_text, "rank %d", dead);
         CHECK(o->took_ms < within_ms, "%s: rank %d took %lld ms", transport, r, (long long)o->took_ms);
         n_named += o->st != SPCCL_ERR_ABORTED;
     }

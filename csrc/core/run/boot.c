@@ -360,7 +360,7 @@ spccl_status sp_links_progress(sp_links *links)
         char text[SP_ABORT_TEXT_CAP] = "";
         spccl_status st = links->transports[i]->progress(links->endpoints[i], &peer, text);
         if (st == SPCCL_ERR_ABORTED)
-            return SP_FAIL(st, "rank %d gave up: %s", peer, text);
+            return SP_FAIL(st, "rank %d gave up: %s", peer, sp_without_rank(text, peer));
         if (st != SPCCL_OK)
             return st;
     }

@@ -252,7 +252,7 @@ spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
     pthread_mutex_lock(&comm->mu);
     if (comm->broken != SPCCL_OK)
         st = SP_FAIL(comm->broken, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name,
-                     comm->error);
+                     sp_without_rank(comm->error, comm->rank));
     else if (out != NULL || comm->driver != SP_DRIVER_NONE) /* else the caller drives */
         st = start_thread_locked(comm);
     if (st != SPCCL_OK) {

@@ -171,11 +171,15 @@ spccl_status sp_exec_check_heads(sp_exec *x)
 /* A failure seen by a transport or a decoder, with the collective and the place put in front of its text. */
 static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, spccl_status st)
 {
-    char what[160], cause[600];
+    char what[160], cause[600], name[24];
     if (st == SPCCL_OK || st == SPCCL_AGAIN || st == SPCCL_ERR_MISMATCH)
         return st;
     sp_op_describe(s->op, what, sizeof what);
-    snprintf(cause, sizeof cause, "%s", spccl_last_error());
+    snprintf(cause, sizeof cause, "%s", sp_without_rank(spccl_last_error(), x->links->rank));
+    snprintf(name, sizeof name, "rank %d ", peer);
+    if (strncmp(cause, name, strlen(name)) == 0) /* it names the peer itself */
+        return SP_FAIL(st, "rank %d: %s, part %d, slice %u: %s", x->links->rank, what, s->step->part, s->k,
+                       cause);
     return SP_FAIL(st, "rank %d: %s, part %d, slice %u: rank %d: %s", x->links->rank, what, s->step->part,
                    s->k, peer, cause);
 }
