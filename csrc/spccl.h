@@ -324,10 +324,12 @@ typedef struct spccl_cuda_config {
     int32_t decline;    /* 1: this rank keeps its GPU out. All ranks get UNREACHABLE, which names it */
     uint32_t fallback;  /* what the caller does instead after UNREACHABLE or UNSUPPORTED, as a number of its
                            own: MISMATCH unless all ranks give the same */
+    uint32_t caller_orders; /* 1: the caller keeps the launches in order; see spccl_cuda_set_end_event */
+    uint32_t reserved;      /* 0 */
 } spccl_cuda_config;
 #define SPCCL_CUDA_CONFIG_INIT                                                                               \
     {                                                                                                        \
-        sizeof(spccl_cuda_config), -1, 0, 0, 0, 0                                                            \
+        sizeof(spccl_cuda_config), -1, 0, 0, 0, 0, 0, 0                                                      \
     }
 
 /* Number of GPUs this process can use: 0 without a GPU, a driver, or CUDA in this build. Never fails. */
@@ -357,6 +359,16 @@ SPCCL_API spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t 
 /* Wait on the host until `stream` has done what is on it, or the communicator is broken, or `timeout_ms`
  * passed (SPCCL_ERR_TIMEOUT; < 0: the communicator's). Not while the stream is capturing. */
 SPCCL_API spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms);
+
+/* For a caller that attached with config.caller_orders. The launches of a communicator share buffers, so they
+ * must run one after the other on the GPU, in the order of the calls. By default the library sees to that:
+ * it asks each stream whether it is being captured, records an event after each launch and lets other streams
+ * wait for it. A caller who does the same for work of others too (NCCL's) then pays for it once.
+ * After each launch outside of captures such a caller records an event behind it and names it here:
+ * spccl_comm_destroy waits for the event named last before it frees memory.
+ *   event  cudaEvent_t, borrowed until another is named or spccl_comm_destroy has returned
+ * Errors: ARG, STATE. */
+SPCCL_API spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event);
 
 /* What the GPU part of a communicator holds and has done. Reads GPU memory: waits for a copy of a few KiB,
  * for no stream. */

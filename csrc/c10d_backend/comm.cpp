@@ -268,6 +268,14 @@ void Comm::wait_cuda(const OpText &op, void *stream, milliseconds timeout)
         std::rethrow_exception(make_error(status, who() + ": " + op.str(), spccl_last_error()));
 }
 
+spccl_status Comm::set_end_event(std::shared_ptr<const void> owner, void *event)
+{
+    const spccl_status status = spccl_cuda_set_end_event(raw_, event);
+    if (status == SPCCL_OK)
+        end_event_ = std::move(owner);
+    return status;
+}
+
 spccl_cuda_stats Comm::cuda_stats()
 {
     check_process("cuda_stats");

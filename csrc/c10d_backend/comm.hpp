@@ -10,6 +10,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
@@ -99,6 +100,10 @@ class Comm
     /* Block until `stream` (cudaStream_t) has completed. Throws if the group fails or time runs out first.
      *   timeout   0 = the group's */
     void wait_cuda(const OpText &op, void *stream, milliseconds timeout);
+    /* Inside issue(): the collective that was just launched, outside of captures, ends before `event`
+     * (cudaEvent_t). close() waits for it.
+     *   owner   keeps the event from being recorded again */
+    spccl_status set_end_event(std::shared_ptr<const void> owner, void *event);
     spccl_cuda_stats cuda_stats();
 
   private:
@@ -111,8 +116,9 @@ class Comm
     std::mutex issue_;       /* one call at a time; held through a blocking call */
     std::shared_mutex life_; /* raw_ stays valid while it is held shared; abort never waits for issue_ */
     spccl_comm *raw_ = nullptr;
-    milliseconds default_timeout_; /* guarded by issue_ */
-    milliseconds current_timeout_; /* what spccl was told last; guarded by issue_ */
+    milliseconds default_timeout_;          /* guarded by issue_ */
+    milliseconds current_timeout_;          /* what spccl was told last; guarded by issue_ */
+    std::shared_ptr<const void> end_event_; /* lent to raw_; guarded by issue_ */
 };
 
 } // namespace spccl_torch

@@ -11,9 +11,9 @@ void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &o
     if (timeout.count() <= 0)
         timeout = comm.timeout();
     const auto deadline = std::chrono::steady_clock::now() + timeout;
-    c10::Event reached = order.take_event();
-    reached.record(order.current());
-    for (int looks = 0; !reached.query(); looks++) {
+    const StreamOrder::EventPtr reached = order.take_event();
+    reached->record(order.current());
+    for (int looks = 0; !reached->query(); looks++) {
         comm.check_usable(op.str());
         if (std::chrono::steady_clock::now() > deadline)
             std::rethrow_exception(make_error(SPCCL_ERR_TIMEOUT, comm.who() + ": " + op.str(),
@@ -22,16 +22,15 @@ void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &o
                                                   " ms; it goes on and may be waited for again"));
         std::this_thread::sleep_for(std::chrono::microseconds(looks < 100 ? 20 : 500));
     }
-    order.give_back(std::move(reached));
 }
 
 /* ---- CudaWork ------------------------------------------------------------------------------------ */
 
 CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
                    uint64_t sequence, bool host_wait, CudaPath path)
-    : Work(comm->rank(), launch.type, launch.title, launch.inputs), end(order->take_event()),
-      comm_(std::move(comm)), order_(std::move(order)), op_(launch.op), outputs_(launch.outputs),
-      sequence_(sequence), host_wait_(host_wait), path_(path), held_(launch.borrowed)
+    : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
+      order_(std::move(order)), op_(launch.op), outputs_(launch.outputs), sequence_(sequence),
+      host_wait_(host_wait), path_(path), held_(launch.borrowed)
 {
     held_.insert(held_.end(), launch.inputs.begin(), launch.inputs.end());
     held_.insert(held_.end(), launch.outputs.begin(), launch.outputs.end());
@@ -46,12 +45,12 @@ CudaWork::~CudaWork()
         } catch (const std::exception &) { /* CUDA is being unloaded, so nobody reuses the memory */
         }
     }
-    order_->give_back(std::move(end));
 }
 
-void CudaWork::enqueued(const c10::Stream &stream)
+void CudaWork::enqueued(const c10::Stream &stream, StreamOrder::EventPtr end)
 {
     stream_ = stream;
+    end_ = std::move(end);
     Work::finish(); /* ends the profiler event */
 }
 
@@ -66,7 +65,7 @@ bool CudaWork::isCompleted()
 {
     if (fine_)
         return true;
-    if (!end.query())
+    if (!end_->query())
         return false;
     fine_ = broken() == nullptr;
     return true;
@@ -96,7 +95,7 @@ void CudaWork::release()
 
 void CudaWork::synchronize()
 {
-    end.block(order_->current());
+    end_->block(order_->current());
     if (std::exception_ptr error = exception())
         std::rethrow_exception(error);
     release();
@@ -105,7 +104,7 @@ void CudaWork::synchronize()
 bool CudaWork::wait(milliseconds timeout)
 {
     const bool bounded = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
-    end.block(order_->current());
+    end_->block(order_->current());
     if ((host_wait_ || bounded) && !order_->capturing())
         wait_on_host(*comm_, *order_, path_, op_, bounded ? timeout : kNoTimeout);
     if (std::exception_ptr error = exception())
@@ -188,6 +187,7 @@ CudaPath CudaSide::attach(const c10::Device &device, const char *op)
     config.max_ctas = settings_.max_ctas;
     config.inbox_bytes = settings_.inbox_bytes;
     config.decline = settings_.engine ? 0 : 1;
+    config.caller_orders = 1; /* order_ does, with NCCL's collectives among ours */
     const CudaPath fallback = nccl_ && !settings_.stage ? CudaPath::nccl : CudaPath::stage;
     config.fallback = static_cast<uint32_t>(fallback);
     const c10::DeviceGuard guard(device);
@@ -216,11 +216,12 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
     host_wait = host_wait || settings_.blocking_wait;
     if (async) {
         auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, known_path());
-        work->enqueued(order_->run(true, &work->end, enqueue));
+        const StreamOrder::Turn turn = order_->run(true, enqueue);
+        work->enqueued(turn.stream, turn.end);
         return work;
     }
     const CallRecord record(launch.title, launch.inputs);
-    order_->run(false, nullptr, enqueue);
+    order_->run(false, enqueue);
     if (host_wait && !order_->capturing())
         wait_on_host(*comm_, *order_, known_path(), launch.op, launch.timeout);
     return nullptr; /* torch takes it for done, and waits for nothing */
@@ -234,15 +235,35 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
     by_nccl = by_nccl || known_path() == CudaPath::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
-    return in_order(launch, async, sequence, false, [&](void *stream) {
-        if (by_nccl) {
-            if (auto inner = call_nccl(launch))
-                inner->synchronize();
-        } else {
-            comm_->issue(launch.op, launch.timeout,
-                         [&](spccl_comm *raw) { return call_cuda(launch.coll, raw, stream); });
-        }
+    return in_order(launch, async, sequence, false, [&](StreamOrder::Turn &turn) {
+        if (!by_nccl)
+            return call_ours(launch, turn);
+        if (auto inner = call_nccl(launch))
+            inner->synchronize();
         run_copy_out(launch);
+    });
+}
+
+/* Launch one of our four. The communicator learns which event is behind it before another thread can close
+ * the communicator: closing frees memory that the kernel uses. */
+void CudaSide::call_ours(const Launch &launch, StreamOrder::Turn &turn)
+{
+    comm_->issue(launch.op, launch.timeout, [&](spccl_comm *raw) {
+        std::exception_ptr failed;
+        spccl_status status = call_cuda(launch.coll, raw, turn.handle);
+        if (status != SPCCL_OK)
+            return status;
+        try {
+            run_copy_out(launch);
+        } catch (...) {
+            failed = std::current_exception();
+        }
+        turn.close();
+        if (!turn.captured)
+            status = comm_->set_end_event(turn.end, turn.end->eventId());
+        if (failed)
+            std::rethrow_exception(failed);
+        return status;
     });
 }
 
@@ -251,7 +272,7 @@ CudaSide::hand_over(const Launch &launch, bool async, uint64_t sequence,
                     c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call)
 {
     c10d::Backend &backend = nccl(launch.op.name);
-    return in_order(launch, async, sequence, false, [&](void *) {
+    return in_order(launch, async, sequence, false, [&](StreamOrder::Turn &) {
         if (auto inner = call(backend))
             inner->synchronize(); /* not wait(), which may block the host */
     });
@@ -328,8 +349,9 @@ c10::intrusive_ptr<c10d::Work> CudaSide::finished(const Launch &launch, bool asy
         return nullptr;
     auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false, known_path());
     const c10::Stream current = order_->current();
-    work->end.record(current);
-    work->enqueued(current);
+    StreamOrder::EventPtr end = order_->take_event();
+    end->record(current);
+    work->enqueued(current, std::move(end));
     return work;
 }
 
@@ -342,10 +364,9 @@ c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeou
     launch.timeout = timeout;
     const at::Tensor token = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(device()));
     launch.borrowed = {token}; /* its value does not matter */
-    const Coll coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
-    return in_order(launch, async, sequence, /*host_wait=*/true, [&](void *stream) {
-        comm_->issue(launch.op, timeout, [&](spccl_comm *raw) { return call_cuda(coll, raw, stream); });
-    });
+    launch.coll = Coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
+    return in_order(launch, async, sequence, /*host_wait=*/true,
+                    [&](StreamOrder::Turn &turn) { call_ours(launch, turn); });
 }
 
 } // namespace spccl_torch

@@ -40,8 +40,8 @@ class CudaWork final : public c10d::Work
              uint64_t sequence, bool host_wait, CudaPath path);
     ~CudaWork() override;
 
-    /* Tells the stream of the collective, on which `end` was recorded. Called once. */
-    void enqueued(const c10::Stream &stream);
+    /* Tells the stream of the collective, on which `end` was recorded behind it. Called once. */
+    void enqueued(const c10::Stream &stream, StreamOrder::EventPtr end);
 
     /* Whether the GPU is done. Must not be called while a graph is being captured. */
     bool isCompleted() override;
@@ -59,8 +59,6 @@ class CudaWork final : public c10d::Work
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
     uint64_t getSequencenumber() const override;
 
-    c10::Event end; /* recorded behind the collective */
-
   private:
     std::exception_ptr broken() const;
     void release();
@@ -73,6 +71,7 @@ class CudaWork final : public c10d::Work
     const bool host_wait_;
     const CudaPath path_;
     std::optional<c10::Stream> stream_;
+    StreamOrder::EventPtr end_;     /* recorded behind the collective */
     std::atomic<bool> fine_{false}; /* seen complete while the group was not broken */
     std::mutex held_mutex_;
     std::vector<at::Tensor> held_; /* guarded by held_mutex_; empty once somebody has waited */
@@ -132,11 +131,12 @@ class CudaSide
     c10::intrusive_ptr<c10d::Work> finished(const Launch &launch, bool async, uint64_t sequence);
 
   private:
-    using Enqueue = c10::function_ref<void(void *stream)>;
+    using Enqueue = c10::function_ref<void(StreamOrder::Turn &turn)>;
     CudaPath attach(const c10::Device &device, const char *op);
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
     c10::intrusive_ptr<c10d::Work> run_staged(Launch launch, bool async, uint64_t sequence);
+    void call_ours(const Launch &launch, StreamOrder::Turn &turn);
     c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
 
     const std::shared_ptr<Comm> comm_;

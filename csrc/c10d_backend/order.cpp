@@ -26,59 +26,44 @@ StreamOrder::StreamOrder(c10::Device device)
 {
 }
 
-/* Stream `on` runs the next collective: make it wait for the latest one, if that ran on another stream. */
-void StreamOrder::append(Chain &chain, const c10::Stream &on)
-{
-    if (!chain.any || chain.last == on)
-        return;
-    /* The chain's own stream holds nothing else, so its end can be recorded as late as here. */
-    if (chain.last == chain.stream)
-        chain.tail.record(chain.stream);
-    chain.tail.block(on);
-}
-
-c10::Stream StreamOrder::run(bool async, c10::Event *end, c10::function_ref<void(void *)> enqueue)
+StreamOrder::Turn StreamOrder::run(bool async, c10::function_ref<void(Turn &)> enqueue)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     const c10::Stream caller = guard_.getStream(device_);
-    void *handle = native_handle(caller);
-    const uint64_t capture = capture_id(handle);
+    void *const caller_handle = native_handle(caller);
+    const uint64_t capture = capture_id(caller_handle);
     Chain &chain = capture == 0 ? eager_ : captured_;
     if (chain.capture != capture) { /* events of another capture mean nothing in this one */
         chain.capture = capture;
-        chain.any = false;
+        chain.end.reset();
     }
     const c10::Stream on = async ? chain.stream : caller;
+    Turn turn{on, on == caller ? caller_handle : native_handle(on), capture != 0, take_event()};
     if (on != caller) {
-        handle = native_handle(on);
         chain.fork.record(caller);
         chain.fork.block(on);
     }
-    append(chain, on);
+    if (chain.end && chain.last != on)
+        chain.end->block(on);
 
     const auto close = [&] {
-        chain.any = true;
+        turn.close();
+        chain.end = turn.end;
         chain.last = on;
-        if (on != chain.stream)
-            chain.tail.record(on);
-        if (end != nullptr)
-            end->record(on);
     };
     try {
         c10::OptionalStreamGuard guard; /* the caller's stream is current already */
         if (on != caller)
             guard.reset_stream(on);
-        enqueue(handle);
+        enqueue(turn);
     } catch (...) {
         close();
-        if (capture != 0 && on != caller) {
-            chain.tail.record(on);
-            chain.tail.block(caller);
-        }
+        if (capture != 0 && on != caller)
+            turn.end->block(caller);
         throw;
     }
     close();
-    return on;
+    return turn;
 }
 
 bool StreamOrder::capturing() const
@@ -96,23 +81,23 @@ void StreamOrder::keep_alive(const at::Tensor &t, const c10::Stream &stream) con
     }
 }
 
-c10::Event StreamOrder::take_event()
+StreamOrder::EventPtr StreamOrder::take_event()
 {
+    auto event = std::make_unique<c10::Event>(device_.type());
     {
-        std::lock_guard<std::mutex> lock(pool_mutex_);
-        if (!pool_.empty()) {
-            c10::Event event = std::move(pool_.back());
-            pool_.pop_back();
-            return event;
+        std::lock_guard<std::mutex> lock(pool_->mutex);
+        if (!pool_->free.empty()) {
+            *event = std::move(pool_->free.back());
+            pool_->free.pop_back();
         }
     }
-    return c10::Event(device_.type());
-}
-
-void StreamOrder::give_back(c10::Event event) noexcept
-{
-    std::lock_guard<std::mutex> lock(pool_mutex_);
-    pool_.push_back(std::move(event));
+    return EventPtr(event.release(), [pool = pool_](c10::Event *used) {
+        {
+            std::lock_guard<std::mutex> lock(pool->mutex);
+            pool->free.push_back(std::move(*used));
+        }
+        delete used;
+    });
 }
 
 } // namespace spccl_torch

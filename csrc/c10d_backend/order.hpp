@@ -19,6 +19,7 @@
 
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace spccl_torch
@@ -41,13 +42,33 @@ class StreamOrder
         return device_;
     }
 
-    /* Run `enqueue(cudaStream_t)` as the next of the chain; the stream is torch's current one meanwhile, and
-     * what `enqueue` puts there runs after all that came before. Returns the stream. Never waits for the GPU.
-     *   async   false: on the caller's current stream. true: on the chain's own stream, after what is on the
+    /* An event of this order; the last owner to let go gives it back, to be recorded again. */
+    using EventPtr = std::shared_ptr<c10::Event>;
+
+    /* The place of one collective in the order. */
+    struct Turn {
+        c10::Stream stream; /* where it runs */
+        void *handle;       /* the cudaStream_t of `stream` */
+        bool captured;      /* into a CUDA graph */
+        EventPtr end;       /* recorded behind the collective */
+        bool closed = false;
+
+        /* Record `end` now, if that has not happened yet. */
+        void close()
+        {
+            if (!std::exchange(closed, true))
+                end->record(stream);
+        }
+    };
+
+    /* Run `enqueue(turn)` as the next collective of the order. Meanwhile turn.stream is torch's current
+     * stream, and what `enqueue` puts there runs after the collectives before it. Then close the turn, unless
+     * `enqueue` has. Returns the turn. Never waits for the GPU.
+     *   async   false: on the caller's current stream. true: on the order's own stream, after what is on the
      *           caller's now
-     *   end     recorded behind it; may be NULL
-     * If `enqueue` throws, the chain goes on and, in a capture, its stream is joined again. Threads: any. */
-    c10::Stream run(bool async, c10::Event *end, c10::function_ref<void(void *stream)> enqueue);
+     * If `enqueue` throws, the turn is closed all the same and, in a capture, its stream is joined again.
+     * Threads: any. */
+    Turn run(bool async, c10::function_ref<void(Turn &turn)> enqueue);
 
     /* torch's current stream of the device. */
     c10::Stream current() const
@@ -60,29 +81,29 @@ class StreamOrder
     void keep_alive(const at::Tensor &t, const c10::Stream &stream) const;
 
     /* Events are reused: making one costs as much as a launch. */
-    c10::Event take_event();
-    void give_back(c10::Event event) noexcept;
+    EventPtr take_event();
 
   private:
     struct Chain {
-        Chain(c10::Stream own, c10::DeviceType type) : stream(own), last(own), fork(type), tail(type)
+        Chain(c10::Stream own, c10::DeviceType type) : stream(own), last(own), fork(type)
         {
         }
         const c10::Stream stream; /* of asynchronous calls */
-        c10::Stream last;         /* where the latest one ran */
-        bool any = false;         /* whether there was a call yet */
+        c10::Stream last;         /* where the latest collective ran */
+        EventPtr end;             /* recorded behind the latest one; NULL: there was none */
         uint64_t capture = 0;     /* id of the capture that this chain belongs to; 0 = none */
         c10::Event fork;          /* what an asynchronous call waits for on the caller's stream */
-        c10::Event tail;          /* recorded behind the latest call, unless that ran on `stream` */
     };
-    void append(Chain &chain, const c10::Stream &on);
+    struct Pool {
+        std::mutex mutex;
+        std::vector<c10::Event> free;
+    };
 
     const c10::Device device_;
     const c10::impl::VirtualGuardImpl guard_;
     std::mutex mutex_; /* held while a collective is enqueued */
     Chain eager_, captured_;
-    std::mutex pool_mutex_;
-    std::vector<c10::Event> pool_;
+    const std::shared_ptr<Pool> pool_ = std::make_shared<Pool>(); /* events may outlive this object */
 };
 
 } // namespace spccl_torch

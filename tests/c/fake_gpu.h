@@ -29,6 +29,8 @@ static struct {
     bool import_fails, create_fails, launch_fails;
     uint32_t bad_rule; /* not 0: rank 0's kernels report that a frame of rank 1 breaks this rule */
     atomic_int n_memories, n_waits, n_kernels; /* memories not freed; calls of stream_wait; launches */
+    atomic_int n_records, n_asked;             /* calls of event_record; of capture_id and stream_id */
+    _Atomic bool hold;                         /* kernels do not end while it is set */
     _Atomic unsigned long long capture;        /* id of the capture of all streams; 0 = none */
 } fake = {.n_gpus = FAKE_GPUS, .free_bytes = (size_t)1 << 40};
 
@@ -177,6 +179,7 @@ static spccl_status fake_event_record(void *event, void *stream)
 {
     struct fake_event *e = event;
     struct fake_stream *s = stream;
+    fake.n_records++;
     *e = (struct fake_event){.stream = s, .n = s->n_launched};
     return SPCCL_OK;
 }
@@ -202,11 +205,13 @@ static spccl_status fake_stream_query(void *stream)
 static spccl_status fake_capture_id(void *stream, unsigned long long *id)
 {
     (void)stream;
+    fake.n_asked++;
     *id = fake.capture;
     return SPCCL_OK;
 }
 static spccl_status fake_stream_id(void *stream, unsigned long long *id)
 {
+    fake.n_asked++;
     *id = ((struct fake_stream *)stream)->id;
     return SPCCL_OK;
 }
@@ -275,6 +280,8 @@ static void *fake_kernel(void *arg)
     __atomic_fetch_add(&state->frame_bytes, 64, __ATOMIC_RELAXED);
     __atomic_fetch_add(&state->n_frames[SPCCL_FORMAT_DENSE], 1, __ATOMIC_RELAXED);
 out:
+    while (fake.hold)
+        usleep(100);
     l->stream->n_done++;
     free(l);
     return NULL;

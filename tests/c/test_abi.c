@@ -23,7 +23,7 @@ ENDS_WITH(spccl_frame_info, values_off);
 ENDS_WITH(spccl_config, secret);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
-ENDS_WITH(spccl_cuda_config, fallback);
+ENDS_WITH(spccl_cuda_config, reserved);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
 
@@ -34,7 +34,7 @@ _Static_assert(sizeof(spccl_frame_info) == 72, "0.1");
 _Static_assert(sizeof(spccl_config) == 56, "0.1");
 _Static_assert(sizeof(spccl_store) == 32, "0.1");
 _Static_assert(sizeof(spccl_stats) == 176, "0.1");
-_Static_assert(sizeof(spccl_cuda_config) == 32, "0.1");
+_Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
 
@@ -189,7 +189,7 @@ static void gpu_rank(struct rank_ctx *c)
     NEWER(spccl_cuda_stats) newer_stats = {{.struct_bytes = sizeof newer_stats}, CANARY};
     newer.known.struct_bytes = sizeof newer;
     CHECK_FAILS(spccl_cuda_attach(c->comm, (void *)&newer), SPCCL_ERR_ARG,
-                "spccl_cuda_config: got 40 bytes with byte 32 not zero");
+                "spccl_cuda_config: got 48 bytes with byte 40 not zero");
     CHECK_OK(spccl_cuda_attach(c->comm, (void *)&older));
     CHECK_OK(spccl_cuda_get_stats(c->comm, (void *)&older_stats));
     CHECK(older_stats.known.device == 0 && older_stats.known.n_ctas == 2 && older_stats.canary == CANARY,

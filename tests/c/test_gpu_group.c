@@ -1,5 +1,5 @@
 /* test_gpu_group.c - GPU groups on fake GPUs, without the kernels: attaching, equal decisions on all ranks,
- * order of launches, timeouts, aborts, dead peers, destroying. test_cuda_*.c run the kernels. */
+ * timeouts, aborts, dead peers, destroying. test_cuda_*.c run the kernels. */
 #include "fake_gpu.h"
 
 #include "core/gpu/gpu_comm.h"
@@ -271,38 +271,6 @@ static void test_codec_arguments(void)
           "float8 cannot be added");
 }
 
-/* ---- order ---- */
-
-static void ordered(struct rank_ctx *c)
-{
-    CHECK_OK(attach(c));
-    CHECK_OK(reduce(c, 0));
-    CHECK_OK(reduce(c, 0)); /* the same stream keeps the order */
-    CHECK(fake.n_waits == 0, "%d waits", fake.n_waits);
-    CHECK_OK(reduce(c, 1));
-    CHECK(fake.n_waits == 1, "another stream waits");
-    fake.capture = 7;
-    CHECK_OK(reduce(c, 0)); /* the first launch of a capture has nothing to wait for */
-    CHECK(fake.n_waits == 1, "a capture does not wait for launches outside of it");
-    CHECK_OK(reduce(c, 1));
-    CHECK(fake.n_waits == 2, "inside a capture");
-    fake.capture = 8;
-    CHECK_OK(reduce(c, 0));
-    CHECK(fake.n_waits == 2, "another capture");
-    fake.capture = 0;
-    CHECK_OK(reduce(c, 1));
-    CHECK(fake.n_waits == 2, "the last launch outside of captures was on stream 1");
-    CHECK_OK(reduce(c, 0));
-    CHECK(fake.n_waits == 3, "and now stream 0");
-}
-
-static void test_order(void)
-{
-    struct rank_ctx ctx[1];
-    reset();
-    run_ranks(1, NULL, ordered, NULL, ctx);
-}
-
 /* ---- errors ---- */
 
 /* Rank 2 does not take part. The other ranks time out, and their errors say what they waited for. */
@@ -489,7 +457,6 @@ int main(int argc, char **argv)
         {"ipc", test_ipc},
         {"bad_arguments", test_bad_arguments},
         {"codec_arguments", test_codec_arguments},
-        {"order", test_order},
         {"timeout", test_timeout},
         {"abort", test_abort},
         {"launch_fails", test_launch_fails},

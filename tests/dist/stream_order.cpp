@@ -2,8 +2,9 @@
  * asked.
  *
  * Stands in for torch's CUDA guard, and for the one driver call that tells captures. Prints a line per call
- * of run(): "R<event>@<stream>" recorded, "W<event>@<stream>" waits, "K@<stream>" the collective; streams 100
- * and 101 are the order's own, of eager calls and of captures. Built and read by test_stream_order.py. */
+ * of run(): "?" the driver is asked, "R<event>@<stream>" recorded, "W<event>@<stream>" waits, "K@<stream>" the
+ * collective; streams 100 and 101 are the order's own, of eager calls and of captures. Built and read by
+ * test_stream_order.py. */
 #include <cstdio>
 #include <string>
 
@@ -73,16 +74,23 @@ struct Recorder final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Recorder);
 
-void call(spccl_torch::StreamOrder &order, bool async, c10::StreamId on, bool fails = false)
+void call(spccl_torch::StreamOrder &order, bool async, c10::StreamId on, bool fails = false,
+          bool closes = false)
 {
     told.clear();
     current_id = on;
-    c10::Event end(c10::DeviceType::CUDA);
     try {
-        order.run(async, nullptr, [&](void *stream) {
-            told += "K@" + std::to_string(reinterpret_cast<size_t>(stream)) + " ";
-            if (current_id != static_cast<c10::StreamId>(reinterpret_cast<size_t>(stream)))
+        order.run(async, [&](spccl_torch::StreamOrder::Turn &turn) {
+            const size_t stream = reinterpret_cast<size_t>(turn.handle);
+            told += "K@" + std::to_string(stream) + " ";
+            if (current_id != static_cast<c10::StreamId>(stream))
                 told += "(not current) ";
+            if (turn.captured != (capture_of_9 != 0))
+                told += "(captured?) ";
+            if (closes) {
+                turn.close();
+                told += "closed ";
+            }
             if (fails)
                 throw 1;
         });
@@ -97,6 +105,7 @@ void call(spccl_torch::StreamOrder &order, bool async, c10::StreamId on, bool fa
 extern "C" __attribute__((visibility("default"))) int
 cuStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *id, void **, const void **, size_t *)
 {
+    told += "? ";
     *id = reinterpret_cast<size_t>(stream) == 9 ? capture_of_9 : 0;
     *status = *id != 0;
     return 0;
@@ -122,5 +131,7 @@ extern "C" __attribute__((visibility("default"))) void play()
     capture_of_9 = 0;
     call(order, false, 9);
     call(order, true, 0);
+    call(order, true, 0, false, true);
+    call(order, false, 7, true, true);
     std::fflush(stdout);
 }

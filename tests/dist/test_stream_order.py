@@ -15,23 +15,26 @@ import kept_cxx  # noqa: E402
 from spccl import _torch_glue  # noqa: E402
 
 SOURCE = Path(__file__).resolve().parent / "stream_order.cpp"
-# What each call must do, and why. 1 is the event behind the latest call that did not run on the order's own
-# stream (or marks its end when needed), 2 the fork from the caller's stream; 3 and 4 are those of captures.
+# What each call must do, and why. Behind each collective one event is recorded; the next collective on another
+# stream waits for it. An asynchronous call also records 3 (in captures 4) on the caller's stream. The driver is
+# asked at most once; never about stream 0, which cannot be captured.
 WANTED = [
     ("K@0 R1@0", "the first: nothing to wait for"),
-    ("K@0 R1@0", "same stream: hardware keeps the order"),
-    ("R2@0 W2@100 W1@100 K@100", "async: behind the caller's stream and behind the last call"),
-    ("R2@7 W2@100 K@100", "async from another stream: the own stream keeps the order"),
-    ("R1@100 W1@7 K@7 R1@7", "sync: behind the last async one"),
-    ("W1@0 K@0 R1@0", "sync on another stream: behind the last sync one"),
-    ("R2@0 W2@100 W1@100 K@100 threw", "a call that throws keeps its place"),
-    ("K@9 R3@9", "a capture begins: no event from outside is touched"),
-    ("R4@9 W4@101 W3@101 K@101", "async in the capture: on the captures' stream"),
-    ("R3@101 W3@9 K@9 R3@9", "sync in the capture: behind it"),
-    ("R4@9 W4@101 W3@101 K@101 R3@101 W3@9 threw", "a call that throws joins its stream again"),
-    ("R4@9 W4@101 K@101", "another capture: the events of the first mean nothing"),
-    ("R1@100 W1@9 K@9 R1@9", "after the captures: behind the last eager call"),
-    ("R2@0 W2@100 W1@100 K@100", "and on as before"),
+    ("K@0 R2@0", "same stream: hardware keeps the order"),
+    ("R3@0 W3@100 W2@100 K@100 R1@100", "async: behind the caller's stream and behind the last call"),
+    ("? R3@7 W3@100 K@100 R2@100", "async from another stream: the own stream keeps the order"),
+    ("? W2@7 K@7 R1@7", "sync: behind the last async one"),
+    ("W1@0 K@0 R2@0", "sync on another stream: behind the last sync one"),
+    ("R3@0 W3@100 W2@100 K@100 R1@100 threw", "a call that throws keeps its place"),
+    ("? K@9 R2@9", "a capture begins: it does not wait for what is outside"),
+    ("? R4@9 W4@101 W2@101 K@101 R5@101", "async in the capture: on the captures' stream"),
+    ("? W5@9 K@9 R2@9", "sync in the capture: behind it"),
+    ("? R4@9 W4@101 W2@101 K@101 R5@101 W5@9 threw", "a call that throws joins its stream again"),
+    ("? R4@9 W4@101 K@101 R5@101", "another capture: the events of the first mean nothing"),
+    ("? W1@9 K@9 R2@9", "after the captures: behind the last eager call"),
+    ("R3@0 W3@100 W2@100 K@100 R1@100", "and on as before"),
+    ("R3@0 W3@100 K@100 R2@100 closed", "closed by the call itself: recorded once"),
+    ("? W2@7 K@7 R1@7 closed threw", "the same, and it throws"),
 ]
 
 

@@ -438,6 +438,7 @@ spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *given)
     }
     a->comm = a->g->comm = comm;
     a->g->ops = sp_gpu_ops_here();
+    a->g->caller_orders = config.caller_orders != 0;
     a->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     pthread_mutex_init(&a->g->mu, NULL);
     pthread_mutex_init(&a->g->look_mu, NULL);

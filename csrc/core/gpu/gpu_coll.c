@@ -3,7 +3,8 @@
  * Order: all launches of a communicator use the same inboxes. On any streams they must therefore run one
  * after the other, in the order of the calls. Outside of captures an event is recorded after each launch, and
  * the next launch on another stream waits for it. Inside a capture the same is done among the launches of
- * that capture. A replayed graph takes its place in the order of the stream on which it is launched. */
+ * that capture. A replayed graph takes its place in the order of the stream on which it is launched.
+ * With config.caller_orders the caller keeps the order, and nothing of this happens here. */
 #include "core/gpu/gpu_comm.h"
 #include "core/run/coll_check.h"
 
@@ -84,6 +85,17 @@ static spccl_status wait_for_last(const sp_gpu_comm *g, void *stream, unsigned l
     return SPCCL_OK;
 }
 
+static spccl_status identify(const sp_gpu_comm *g, void *stream, unsigned long long *id,
+                             unsigned long long *capture)
+{
+    SP_TRY(g->ops->capture_id(stream, capture));
+    if (*capture == 0)
+        return g->ops->stream_id(stream, id);
+    /* CUDA gives no id of a capturing stream; its handle serves, as the stream lives until the capture ends. */
+    *id = (unsigned long long)(uintptr_t)stream;
+    return SPCCL_OK;
+}
+
 static spccl_status mark_last(sp_gpu_comm *g, void *stream, unsigned long long id, unsigned long long capture)
 {
     if (capture == 0) {
@@ -104,21 +116,17 @@ static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *s
 {
     unsigned long long id = 0, capture = 0;
     sp_fused_args f;
-    SP_TRY(g->ops->capture_id(stream, &capture));
-    /* CUDA gives no id of a capturing stream; its handle serves, as the stream lives until the capture ends.
-     * */
-    if (capture != 0)
-        id = (unsigned long long)(uintptr_t)stream;
-    else
-        SP_TRY(g->ops->stream_id(stream, &id));
-    SP_TRY(wait_for_last(g, stream, id, capture));
+    if (!g->caller_orders) {
+        SP_TRY(identify(g, stream, &id, &capture));
+        SP_TRY(wait_for_last(g, stream, id, capture));
+    }
     f = make_args(g, a);
     g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
         .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
     *launching = true;
     SP_TRY(g->ops->fused(&f, stream));
     g->n_launches++;
-    return mark_last(g, stream, id, capture);
+    return g->caller_orders ? SPCCL_OK : mark_last(g, stream, id, capture);
 }
 
 static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)

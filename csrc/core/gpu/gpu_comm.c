@@ -158,6 +158,28 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
     sp_free(g);
 }
 
+spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event)
+{
+    sp_gpu_comm *g = NULL;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_set_end_event", &g));
+    if (event == NULL || !g->caller_orders)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_set_end_event: %s",
+                       event == NULL ? "event is NULL"
+                                     : "config.caller_orders was 0: the library has events of its own");
+    pthread_mutex_lock(&g->mu);
+    g->end_event = event;
+    pthread_mutex_unlock(&g->mu);
+    return SPCCL_OK;
+}
+
+/* Has the last launch outside of captures ended? SPCCL_AGAIN: not yet. */
+static spccl_status query_last(const sp_gpu_comm *g)
+{
+    if (g->end_event != NULL)
+        return g->ops->event_query(g->end_event);
+    return g->launched ? g->ops->event_query(g->event) : SPCCL_OK;
+}
+
 /* Wait until the last launch has ended. False: it has not ended, although the abort flag is set. */
 static bool drain(sp_gpu_comm *g)
 {
@@ -165,7 +187,7 @@ static bool drain(sp_gpu_comm *g)
     int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     bool flagged = false;
     for (;;) {
-        spccl_status st = g->launched ? g->ops->event_query(g->event) : SPCCL_OK;
+        spccl_status st = query_last(g);
         if (st != SPCCL_AGAIN)
             return true; /* done, or the GPU is lost and runs nothing */
         sp_gpu_comm_look(comm);

@@ -31,6 +31,8 @@ typedef struct sp_gpu_comm {
     sp_gpu_control *control, *control_device;
 
     pthread_mutex_t mu;  /* guards the members from here to `history` */
+    bool caller_orders;  /* config.caller_orders: then only end_event and n_launches of these are used */
+    void *end_event;     /* recorded by the caller after its last launch; borrowed; NULL: none yet */
     void *event;         /* recorded after the last launch outside of captures */
     void *capture_event; /* recorded after the last launch of the last capture */
     bool launched;       /* `event` has been recorded */

@@ -260,10 +260,14 @@ static spccl_status capture_id(void *stream, unsigned long long *id)
 {
     enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long found = 0;
+    cudaError_t e;
+    *id = 0;
+    if (stream == NULL) /* cannot be captured; the question fails while a blocking stream is being captured */
+        return SPCCL_OK;
 #if CUDART_VERSION >= 13000
-    cudaError_t e = cudaStreamGetCaptureInfo(stream, &status, &found, NULL, NULL, NULL, NULL);
+    e = cudaStreamGetCaptureInfo(stream, &status, &found, NULL, NULL, NULL, NULL);
 #else
-    cudaError_t e = cudaStreamGetCaptureInfo_v2(stream, &status, &found, NULL, NULL, NULL);
+    e = cudaStreamGetCaptureInfo_v2(stream, &status, &found, NULL, NULL, NULL);
 #endif
     SP_TRY(sp_cuda_check(e, "cudaStreamGetCaptureInfo"));
     if (status == cudaStreamCaptureStatusInvalidated)
