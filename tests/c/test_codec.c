@@ -1,5 +1,5 @@
-/* test_codec.c - core/format/codec.c, array_codec.c and tune_format.c: round trips of every dtype, format and
- * verb, with and without base; errors; the choice of format never changes a decoded bit. */
+/* test_codec.c - core/format/codec.c, array_codec.c and tune_format.c. Round trips of every dtype, format and
+ * verb, with and without base; errors. The choice of format never changes a decoded bit. */
 #include "core/base/dtype.h"
 #include "core/format/codec.h"
 #include "test.h"

@@ -1,5 +1,5 @@
-/* test_descriptors.c - a process that may not open enough file descriptors is told so: the text of a failure
- * names the limit and how to raise it. */
+/* test_descriptors.c - a process may not open enough file descriptors: the error text names the limit, and
+ * how to raise it. */
 #include "ranks.h"
 
 #include <fcntl.h>
@@ -8,7 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* A rank that waits for a connection does not learn that its peer failed before it made one. */
+/* A rank that waits for a connection does not notice if its peer fails before it connects. */
 #define TIMEOUT_MS 5000
 #define MORE_MAX 64 /* descriptors that a group of two ranks never needs */
 
@@ -17,7 +17,7 @@ static void nothing(struct rank_ctx *c)
     (void)c;
 }
 
-/* Let this process open so many descriptors more. */
+/* Set the limit so that this process may open `more` descriptors more. */
 static void allow(int more)
 {
     struct rlimit limit;
@@ -34,8 +34,8 @@ static bool explains(const char *text)
     return strstr(text, "open") != NULL && strstr(text, "ulimit -n") != NULL;
 }
 
-/* A group of two in a process that may open `more` descriptors. Exit status: 0 the group works, 2 it fails and
- * says why. */
+/* Make a group of two in a process that may open `more` descriptors. Exit status: 0 if the group works, 2 if
+ * it fails with the reason in the text. */
 static void try_group(const char *transport, int more)
 {
     struct rank_ctx ctx[2];

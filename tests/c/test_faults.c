@@ -236,7 +236,7 @@ static void arguments(struct rank_ctx *c)
     spccl_comm *m = c->comm;
     CHECK(spccl_all_reduce(m, buf, buf + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS, "alias");
     CHECK(spccl_all_gather(m, buf + 8, buf, 8, SPCCL_FLOAT32, NULL) == SPCCL_ERR_ALIAS,
-          "rank 0's place is buf");
+          "out must not overlap in, except at rank 0's own block");
     CHECK(spccl_reduce_scatter(m, buf, buf + 1, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ALIAS,
           "alias");
     CHECK(spccl_all_reduce(m, NULL, buf, 8, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_ARG, "NULL in");

@@ -1,6 +1,6 @@
-/* test_fork.c - a child of fork cannot use its parent's groups. Every call in the child fails at once with a
- * sentence that says so, changes nothing in the parent or its peers, and never hangs, whatever the parent's
- * threads were doing at the fork. */
+/* test_fork.c - a child of fork cannot use its parent's groups. Every call in the child fails at once, and
+ * its text names the fork. No call changes anything in the parent or its peers. No call hangs, whatever the
+ * parent's threads were doing at the fork. */
 #include "fake_gpu.h"
 
 #include "ranks.h"
@@ -9,17 +9,17 @@
 #include <stdbool.h>
 #include <sys/wait.h>
 
-#define CHILD_S 60 /* a child that hangs is ended by SIGALRM */
+#define CHILD_S 60 /* SIGALRM ends a child that hangs */
 #define N 1000u
 
 static const char *const transports[] = {"inproc", "shm", "tcp"};
 static struct fake_stream streams[RANKS_CAP];
 
-/* What the ranks of one group share. */
+/* Shared by the ranks of one group. */
 struct shared {
     const char *transport;
-    atomic_bool forked; /* the child of rank 0 has come and gone */
-    atomic_bool stop;   /* enough forks */
+    atomic_bool forked; /* the child of rank 0 has ended */
+    atomic_bool stop;   /* rank 0 has forked often enough */
 };
 
 /* ---- in the child ---- */
@@ -79,7 +79,7 @@ static void use_request(spccl_request *req)
     spccl_request_free(req);
 }
 
-/* The child's own groups work. */
+/* A child can make groups of its own. */
 static void make_own_group(void)
 {
     spccl_comm *comm = NULL;
@@ -138,7 +138,7 @@ static void idle_group(struct rank_ctx *c)
         sum_is_right(c);
 }
 
-/* Rank 0 forks while a collective of its own waits for rank 1. */
+/* Rank 0 forks while one of its collectives waits for rank 1. */
 static void pending_request(struct rank_ctx *c)
 {
     struct shared *s = c->arg;
@@ -159,7 +159,7 @@ static void pending_request(struct rank_ctx *c)
     sum_is_right(c);
 }
 
-/* Locks are taken and released all the time. */
+/* A thread that takes and releases locks all the time. */
 static void *ask_all_the_time(void *arg)
 {
     struct rank_ctx *c = arg;
@@ -182,7 +182,7 @@ static void *fork_often(void *arg)
     return NULL;
 }
 
-/* Forks fall into the middle of collectives and of calls that hold locks. */
+/* Rank 0 forks during collectives and during calls that hold locks. */
 static void busy_group(struct rank_ctx *c)
 {
     struct shared *s = c->arg;

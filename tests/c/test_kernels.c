@@ -481,8 +481,8 @@ static void reduce_every_set(void)
                 }
 }
 
-/* The rules of spccl.h: sums start from +0.0; MIN returns a NaN if there is one, and of equal zeros that of
- * the lowest rank; integers wrap, and division rounds toward zero. */
+/* The rules of spccl.h. Sums start from +0.0. MIN returns a NaN if there is one, and of equal zeros that of
+ * the lowest rank. Integers wrap, and division rounds toward zero. */
 static void reduce_rules(void)
 {
     const sp_kernels *k;

@@ -1,5 +1,5 @@
-/* test_nan.c - the bits of NaNs that sums and products give, on every kernel set, against committed values:
- * the same on x86-64, aarch64 and GPUs. Runs under qemu in the stage aarch64 too. */
+/* test_nan.c - compares the NaNs of sums and products with committed bits, on every kernel set. The bits are
+ * the same on x86-64, aarch64 and GPUs. The stage aarch64 runs this test under qemu. */
 #include "core/base/dtype.h"
 #include "core/base/status.h"
 #include "core/format/kernel_table.h"
@@ -15,7 +15,7 @@ struct nan_case {
 };
 
 static const struct nan_case nan_cases[] = {
-    /* made by the operation: the sign bit is set, whatever the CPU makes */
+    /* No operand is a NaN: the sign bit of the result is set, whatever the CPU's default NaN is. */
     {SPCCL_FLOAT32, SPCCL_SUM, 0x7f800000, 0xff800000, 0xffc00000},
     {SPCCL_FLOAT32, SPCCL_SUM, 0xff800000, 0x7f800000, 0xffc00000},
     {SPCCL_FLOAT32, SPCCL_PROD, 0x7f800000, 0x00000000, 0xffc00000},
@@ -26,7 +26,7 @@ static const struct nan_case nan_cases[] = {
     {SPCCL_FLOAT16, SPCCL_PROD, 0x7c00, 0x0000, 0xfe00},
     {SPCCL_BFLOAT16, SPCCL_SUM, 0x7f80, 0xff80, 0xffc0},
     {SPCCL_BFLOAT16, SPCCL_PROD, 0x0000, 0xff80, 0xffc0},
-    /* passed on: the left operand's, else the right one's, made quiet, sign and payload kept */
+    /* The left NaN, else the right one, is made quiet, and keeps its sign and payload. */
     {SPCCL_FLOAT32, SPCCL_SUM, 0x7fc12345, 0xffc54321, 0x7fc12345},
     {SPCCL_FLOAT32, SPCCL_SUM, 0xff812345, 0x3f800000, 0xffc12345},
     {SPCCL_FLOAT32, SPCCL_SUM, 0x3f800000, 0x7f812345, 0x7fc12345},
@@ -44,8 +44,7 @@ static void put_all(void *x, spccl_dtype dtype, uint64_t bits)
         memcpy((uint8_t *)x + i * sp_dtype_bytes(dtype), &bits, sp_dtype_bytes(dtype));
 }
 
-/* left op right, as a collective of two ranks computes it: into the accumulator's dtype, rounded at the
- * end. */
+/* left op right, as a collective of two ranks computes it: in the accumulator's dtype, then rounded. */
 static void run_case(const sp_kernels *k, const struct nan_case *c)
 {
     _Alignas(64) uint8_t acc[N_ELEMS * 8], x[N_ELEMS * 8], out[N_ELEMS * 8];

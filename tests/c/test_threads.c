@@ -1,5 +1,5 @@
-/* test_threads.c - what the library leaves in a process: its threads take none of the application's signals, a
- * rendezvous ends once its group has formed or nobody asks any more. */
+/* test_threads.c - the library's threads block the application's signals. The thread of a rendezvous ends
+ * when its group has formed, or when no client has asked for some time. */
 #include "fake_gpu.h"
 
 #include "core/contract/rendezvous.h"
@@ -29,14 +29,14 @@ static bool read_task(const char *id, const char *file, char *out, size_t cap)
     return n != 0;
 }
 
-struct census {
+struct threads {
     int n;
-    uint64_t blocked; /* signals that all of them block */
+    uint64_t blocked; /* signals that all n threads block */
 };
 
-static struct census count_threads(const char *name)
+static struct threads count_threads(const char *name)
 {
-    struct census c = {.blocked = ~UINT64_C(0)};
+    struct threads c = {.blocked = ~UINT64_C(0)};
     DIR *d = opendir("/proc/self/task");
     struct dirent *e;
     while (d != NULL && (e = readdir(d)) != NULL) {
@@ -81,8 +81,8 @@ static void check_mask(const char *name)
     static const int own_fault[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* so that crash handlers run */
     uint64_t wanted = mask_of(asynchronous, sizeof asynchronous / sizeof *asynchronous);
     uint64_t unwanted = mask_of(own_fault, sizeof own_fault / sizeof *own_fault);
-    struct census c = count_threads(name);
-    /* A thread that is being born blocks everything for a moment. */
+    struct threads c = count_threads(name);
+    /* A new thread blocks all signals for a moment. */
     for (int i = 0; i < 2000 && (c.n == 0 || (c.blocked & unwanted) != 0); i++) {
         sleep_ms(5);
         c = count_threads(name);

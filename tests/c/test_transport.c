@@ -107,8 +107,8 @@ static void reservations(struct member *m)
         CHECK(m->t->release(m->ep, 1, 0) == SPCCL_ERR_BUG, "release without peek");
         CHECK(m->t->peek(m->ep, 1, 0, &p, &bytes) == SPCCL_AGAIN, "a message that nobody sent");
     }
-    for (int i = 0; i < 300 / SLOWDOWN;
-         i++) { /* largest size first, then the exact size: the ring wraps at many positions */
+    /* Reserve the largest size first, then the exact size. The ring wraps at many positions. */
+    for (int i = 0; i < 300 / SLOWDOWN; i++) {
         size_t n = i % 7 == 0 ? max : 1 + (size_t)(mix(m->seed + (uint64_t)i) % max);
         if (m->rank == 0) {
             while (m->t->reserve(m->ep, 1, 0, max, &space) == SPCCL_AGAIN)
@@ -201,7 +201,7 @@ static void full_queue(struct member *m)
         n_messages = fill_queue(m, 1, 0);
         CHECK(n_messages >= 8, "%s: a queue took %d messages", m->t->name, n_messages);
         CHECK(m->t->flushed(m->ep, 1, 0, 1), "%s: the first message waits for later ones", m->t->name);
-        CHECK(strcmp(m->t->name, "tcp") != 0 || !is_flushed(m, 1), "%s: a full queue is empty", m->t->name);
+        CHECK(strcmp(m->t->name, "tcp") != 0 || !is_flushed(m, 1), "%s: a full queue is flushed", m->t->name);
         atomic_store(&m->shared->step, n_messages);
         for (uint64_t i = 0; i < 300; i++) {
             send_now(m, 1, 1, 3000, i);
@@ -392,10 +392,10 @@ static void test_registry(void)
     size_t n = 0;
     CHECK_OK(sp_transport_parse_list("tcp, inproc ,shm", list, 8, &n));
     CHECK(n == 3 && list[0] == sp_transport_find("tcp") && list[2] == sp_transport_find("shm"), "%zu", n);
-    CHECK(sp_transport_parse_list("shm,carrier", list, 8, &n) == SPCCL_ERR_SETTING, "an unknown one");
+    CHECK(sp_transport_parse_list("shm,carrier", list, 8, &n) == SPCCL_ERR_SETTING, "an unknown name");
     CHECK(strstr(spccl_last_error(), "carrier") != NULL, "%s", spccl_last_error());
-    CHECK(sp_transport_parse_list("shm,shm", list, 8, &n) == SPCCL_ERR_SETTING, "twice");
-    CHECK(sp_transport_parse_list("", list, 8, &n) == SPCCL_ERR_SETTING, "none");
+    CHECK(sp_transport_parse_list("shm,shm", list, 8, &n) == SPCCL_ERR_SETTING, "a name twice");
+    CHECK(sp_transport_parse_list("", list, 8, &n) == SPCCL_ERR_SETTING, "an empty list");
     CHECK(sp_transport_parse_list("shm tcp", list, 8, &n) == SPCCL_ERR_SETTING, "no comma");
     CHECK(sp_transport_parse_list("shm,tcp", list, 1, &n) == SPCCL_ERR_SETTING, "too many");
     CHECK(sp_transport_find("shm ") == NULL, "names are exact");

@@ -39,7 +39,7 @@ static void die(struct member *m)
         CHECK_OK(take_now(m, 1, (int)(i % 2), 1 + i * 13, i));
     CHECK(take_now(m, 1, 0, 1, 0) == SPCCL_ERR_PEER, "%s: rank 1 is gone", m->t->name);
     CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "\"%s\"", spccl_last_error());
-    CHECK(m->t->reserve(m->ep, 1, 1, 10, &space) == SPCCL_ERR_PEER, "%s: space at a dead peer", m->t->name);
+    CHECK(m->t->reserve(m->ep, 1, 1, 10, &space) == SPCCL_ERR_PEER, "%s: reserve at a dead peer", m->t->name);
     CHECK(is_flushed(m, 1), "nothing can be pending for a dead peer");
     CHECK_OK(progress(m)); /* a peer that left is not an error of progress */
     leave_group(m);
@@ -121,7 +121,7 @@ static void abort_full(struct member *m)
         return;
     }
     while ((st = m->t->progress(m->ep, &peer, text)) == SPCCL_OK)
-        CHECK(sleep_armed(m), "%s: the abort woke nobody", m->t->name);
+        CHECK(sleep_armed(m), "%s: the abort did not wake this rank", m->t->name);
     CHECK(st == SPCCL_ERR_ABORTED && peer == 1, "%s: %d from %d", m->t->name, (int)st, peer);
     CHECK(strncmp(text, "out of luckxxx", 14) == 0 && strlen(text) < SP_ABORT_TEXT_CAP, "\"%s\"", text);
     CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "\"%s\"", spccl_last_error());

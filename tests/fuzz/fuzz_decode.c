@@ -1,7 +1,7 @@
-/* fuzz_decode.c - takes any bytes as an encoded array: inspects it frame by frame, and decodes it with every
- * verb, to memory of the right size and of wrong sizes. No access may be out of bounds, and inspect and
- * decode must agree. Built as a libFuzzer target (SPCCL_FUZZ) and, with replay.c, as a test over the
- * committed corpus. */
+/* fuzz_decode.c - takes any bytes as an encoded array. It inspects the array frame by frame, and decodes it
+ * with every verb, to memory of the right size and of wrong sizes. No access may be out of bounds, and
+ * inspect and decode must agree. Built as a libFuzzer target (SPCCL_FUZZ) and, with replay.c, as a test over
+ * the committed corpus. */
 #include "core/base/dtype.h"
 #include "core/format/format.h"
 #include "fuzz.h"

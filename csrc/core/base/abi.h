@@ -1,5 +1,5 @@
-/* abi.h - how structs of spccl.h pass between a caller and a library that were built with different versions
- * of the header. Layer: core/base. The rules for changing such a struct are in docs/ARCHITECTURE.md.
+/* abi.h - copies structs of spccl.h between a caller and a library that were built with different versions of
+ * the header. docs/ARCHITECTURE.md has the rules for changing such a struct.
  *
  * Each of these structs begins with `size_t struct_bytes`, the sizeof of the caller's version. Fields are
  * only ever added at the end, so the shorter of two versions is a prefix of the longer one. */
@@ -10,8 +10,8 @@
 
 /* Copy the caller's options `given` into `out`, the library's version of the struct.
  *   name   "spccl_config": for the error text
- *   given  NULL leaves all defaults; shorter than `out` leaves the defaults of the fields that it lacks;
- *          longer than `out` must be zero in the bytes that the library does not know
+ *   given  NULL: all options keep their defaults. If it is shorter than `out`, the fields that it lacks keep
+ *          their defaults. If it is longer, the bytes that the library does not know must be zero.
  *   out    out_bytes, filled with the defaults by the caller of this function
  * Errors: ARG. */
 spccl_status sp_options_copy(const char *name, const void *given, void *out, size_t out_bytes);

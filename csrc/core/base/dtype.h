@@ -37,8 +37,8 @@ static inline spccl_dtype sp_acc_dtype(spccl_dtype t)
     return t == SPCCL_FLOAT16 || t == SPCCL_BFLOAT16 ? SPCCL_FLOAT32 : t;
 }
 
-/* The NaN that an operation makes of operands that are none (inf - inf, 0 * inf): x86's, sign bit set. aarch64
- * and GPUs make the positive one, so arithmetic of ours writes this one in its place. */
+/* The result of inf - inf, 0 * inf and the like: the default NaN of x86, with the sign bit set. aarch64 and
+ * GPUs make a NaN without the sign bit, so our code replaces it by this one. */
 #define SP_NAN_F32 UINT32_C(0xffc00000)
 #define SP_NAN_F64 UINT64_C(0xfff8000000000000)
 

@@ -1,4 +1,4 @@
-/* thread.h - starts the library's threads. Layer: core/base. */
+/* thread.h - starts the library's threads. */
 #ifndef SP_THREAD_H
 #define SP_THREAD_H
 
@@ -6,8 +6,8 @@
 
 #include <pthread.h>
 
-/* Start fn(arg) on a thread that takes none of the application's signals. Signals of a thread's own faults
- * (SIGSEGV and the like) stay unblocked, so that crash handlers run.
+/* Start fn(arg) on a thread that blocks the application's signals. Signals of a thread's own faults, such as
+ * SIGSEGV, stay unblocked, so that crash handlers run.
  *   name   at most 15 characters, shown by ps and debuggers
  *   out    NULL: the thread is detached
  * Errors: SYSTEM. */

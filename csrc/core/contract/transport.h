@@ -70,8 +70,8 @@ typedef struct sp_transport {
     spccl_status (*peek)(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes);
     /* Give back the space of the message that peek returned. */
     spccl_status (*release)(sp_endpoint *ep, int peer, int queue);
-    /* True when the first n messages that were committed on this queue have left this process: they reach the
-     * peer even if this process exits now. Also true if the peer is gone. */
+    /* True if the first n messages that were committed on this queue have left this process. They then reach
+     * the peer even if this process exits now. Also true if the peer is gone. */
     bool (*flushed)(sp_endpoint *ep, int peer, int queue, uint64_t n);
 
     /* Move bytes, and notice peers that left. A peer that left is not an error of this function.

@@ -12,9 +12,11 @@
 /* 256 KiB of float32: a slice stays in the L2 cache between scan and encode. */
 #define DEFAULT_SLICE_ELEMS 65536u
 
-/* From this size of dst on, decode uses non-temporal stores. Measured on an AMD EPYC (Zen 4) with 32 MiB of
- * L3, decode of tile frames at 1% density, dst of 16, 32 and 64 MiB: ordinary stores 61, 32 and 28 GB/s,
- * non-temporal stores 44, 31 and 42 GB/s. */
+/* From this size of dst on, decode uses non-temporal stores. Speed of decoding tile frames at 1% density, on
+ * an AMD EPYC (Zen 4) with 32 MiB of L3:
+ *   bytes of dst          16 MiB   32 MiB   64 MiB
+ *   ordinary stores      61 GB/s  32 GB/s  28 GB/s
+ *   non-temporal stores  44 GB/s  31 GB/s  42 GB/s */
 #define NT_DST_BYTES_MIN ((size_t)32 << 20)
 
 /* ---- names ---- */

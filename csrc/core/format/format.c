@@ -1,6 +1,6 @@
 /* format.c - layout, sizes and header of frames, and the check of received frames. See format.h and
- * docs/FORMAT.md. sp_frame_validate runs on every received slice, so the compiler must vectorise its loops:
- * they collect errors without a branch, and one branch follows at the end. */
+ * docs/FORMAT.md. sp_frame_validate runs on every received slice, so the compiler must vectorise its loops.
+ * They collect errors without a branch, and one branch follows at the end. */
 #include "core/format/format.h"
 
 #include "core/base/dtype.h"

@@ -40,8 +40,8 @@ typedef struct sp_encode_args {
                                        write past the end of a section */
 } sp_encode_args;
 
-/* Apply one validated frame to dst. In a dense frame a value with all bits zero is absent: ADD and OVERWRITE
- * leave dst as it is there, as in the formats that do not list it. */
+/* Apply one validated frame to dst. In a dense frame a value with all bits zero is an absent element, which
+ * ADD and OVERWRITE do not change. */
 typedef struct sp_decode_args {
     const uint8_t *index, *meta, *values; /* any alignment */
     size_t n_elems, nnz;

@@ -10,8 +10,8 @@
  * element. Encoding is without the scan, which comes before the choice. Decoding includes the check of the
  * frame, but not the time of writing dst, which is the same for all formats.
  *
- * bench/micro/bench_format.c fitted the numbers: kernel set avx512, dtypes int8 to float64, on an AMD EPYC
- * (Zen 4, 2 cores of a virtual machine, 1 MiB of L2). The set avx2 differs:
+ * bench/micro/bench_format.c fitted the numbers with the set avx512 and dtypes int8 to float64. The machine
+ * was an AMD EPYC (Zen 4, 2 cores of a virtual machine, 1 MiB of L2). The set avx2 differs:
  *   - encode: 0.05 ns more per element; per listed element 2 times the cost in tile and pici, 1.2 in coo
  *   - decode: per listed element up to 2 times the cost in pici */
 struct codec_cost {

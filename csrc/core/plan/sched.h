@@ -3,8 +3,10 @@
  * depend on their arguments alone.
  *
  * A step works on one part, which is a range of elements, slice by slice, in order. Slice k of a step is
- * ready when three things hold: a message from every rank in `from` is there, every queue to a rank in `to`
- * has space, and the step `after`, if any, has done slice k. */
+ * ready when
+ *   - a message from every rank in `from` is there
+ *   - every queue to a rank in `to` has space
+ *   - the step `after`, if there is one, has done slice k */
 #ifndef SP_SCHED_H
 #define SP_SCHED_H
 

@@ -8,8 +8,8 @@
 /* Up to this many bytes of traffic per rank, one hop is faster than two: moving them takes about as long as
  * waking a thread. */
 #define ONESHOT_BYTES ((size_t)64 << 10)
-/* A slice and its scratch memory stay in an L2 cache of 1 MiB, and a message fills about an eighth of a queue
- * of the default capacity. */
+/* A slice and its scratch memory stay in an L2 cache of 1 MiB. A message fills about an eighth of a queue of
+ * the default capacity. */
 #define SLICE_BYTES ((size_t)128 << 10)
 #define SAMPLE_ELEMS 64 /* elements that a sample looks at */
 #define RESCAN_EVERY 16 /* of so many dense slices in a row, one is scanned */

@@ -15,11 +15,11 @@ sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size);
 #define SP_SLICE_BYTES_MIN 32768u
 /* Dense bytes per slice, unless a setting forces another number. */
 size_t sp_tune_slice_bytes(void);
-/* Elements per slice: a multiple of a pici tile, so that a slice has at most slice_bytes and its largest
- * message has at most message_max bytes. slice_bytes >= SP_SLICE_BYTES_MIN. */
+/* Elements per slice: a multiple of a pici tile. A slice then has at most slice_bytes (>=
+ * SP_SLICE_BYTES_MIN), and its largest message at most message_max bytes. */
 size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format forced, size_t message_max);
-/* True if this slice may be sent dense without a scan: the dense_run > 0 slices before it were dense, and a
- * sample of this slice has no zero. Every 16th slice is scanned in any case. */
+/* True if this slice may be sent dense without a scan. The dense_run slices before it were dense (at least
+ * one), and a sample of this slice has no zero. Every 16th slice is scanned in any case. */
 bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, uint32_t dense_run);
 
 #endif

@@ -6,8 +6,8 @@
  *   - If the left operand is a NaN, the result is that NaN made quiet.
  *   - Else, if the right operand is a NaN, the result is that NaN made quiet.
  *   - If neither operand is a NaN (inf - inf, 0 * inf), the result is SP_NAN_F32 or SP_NAN_F64.
- * The code applies the rule itself: the CPU returns the NaN of the first operand, but a compiler may swap the
- * operands of + and *; and the NaN that a CPU makes of inf - inf differs between architectures. */
+ * The code applies the rule itself, for two reasons. The CPU returns the NaN of the first operand, but a
+ * compiler may swap the operands of + and *. The NaN of inf - inf differs between architectures. */
 #ifndef SP_ELEM_H
 #define SP_ELEM_H
 
@@ -56,7 +56,7 @@ static inline uint64_t sp_f64_to_bits(double d)
     memcpy(&u, &d, sizeof u);
     return u;
 }
-/* The result of a op b where it is a NaN: the NaN rule. */
+/* The result of a op b by the NaN rule, where a op b is a NaN. */
 static inline float sp_nan_f32(float a, float b)
 {
     if (a != a)

@@ -1,5 +1,5 @@
-/* pici_scalar.c - the pici format (FORMAT.md 3.3; Hough et al., section III.B): 64x64 tiles, one bit word per
- * column, an exclusive prefix per tile, values in the order of the bits.
+/* pici_scalar.c - the pici format (FORMAT.md 3.3; Hough et al., section III.B). It has 64x64 tiles, one bit
+ * word per column, an exclusive prefix per tile, and values in the order of the bits.
  * The vector kernels must give the same bytes as this code. */
 #include "kernels/cpu/elem.h"
 #include "kernels/cpu/kernels.h"
