@@ -140,9 +140,9 @@ template <int BYTES, bool SET, class APPLY> struct sp_decoder {
         }
         return sum == v.nnz;
     }
-    // Apply a pici frame. No warp may use the buffer any more. False, in all warps: the frame breaks a rule,
-    // and dst is unchanged. whole: the frame in global memory. good: the result of this lane's earlier
-    // checks.
+    // Apply a pici frame. Before the call all warps must be done with the buffer. False, in all warps: the
+    // frame breaks a rule, and dst is unchanged. whole: the frame in global memory. good: the result of this
+    // lane's earlier checks.
     __device__ __forceinline__ bool columns(const sp_view &v, const uint8_t *whole, U *dst, bool good) const
     {
         typedef sp_columns<G> C;

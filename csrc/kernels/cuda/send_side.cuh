@@ -245,8 +245,8 @@ struct sp_send_side {
 // ---- the notifier: the last warp of a CTA ----
 //
 // A fence between GPUs takes microseconds, so the workers do not wait for it. The notifier reads from the
-// progress tables how far they have written. One fence then orders the writes of all workers of the CTA
-// before the tails, which the notifier writes to the peers.
+// progress tables how far the workers have written. One fence then orders the writes of all workers of the
+// CTA before the tails, which the notifier writes to the peers.
 
 // Initialize the progress tables of a CTA. All its threads call this; __syncthreads must follow.
 __device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_progress *progress, bool owns,
@@ -267,6 +267,7 @@ __device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_prog
     }
 }
 
+// A fence that takes longer than this shows a busy link.
 #define SP_FENCE_LONG_NS 4000u
 
 // WORKERS: the most workers of a CTA.
@@ -333,7 +334,7 @@ template <uint32_t WORKERS> struct sp_notifier {
                     announced[w] += now[w] - (uint32_t)announced[w];
                     sp_store_relaxed_sys(tails + w, announced[w]);
                 }
-            // A fence that takes long shows a busy link: wait, so that the next fence serves more frames.
+            // Wait, so that the next fence serves more frames.
             if (took > SP_FENCE_LONG_NS)
                 __nanosleep(min(took, 8000u));
         }

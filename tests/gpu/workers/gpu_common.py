@@ -1,7 +1,7 @@
 """Shared by all GPU workers: the device, joining a group, running cases, and two references for results.
 
-The references are the result computed in rank order, and the same call on CPU tensors of the same group, which must
-give the same bits.
+One reference is the result computed in rank order. The other is the same call on CPU tensors of the same group, which
+must give the same bits.
 """
 
 from __future__ import annotations
