@@ -11,7 +11,7 @@
 #include <stdio.h>
 
 /* How long destroy waits for the peers to call destroy too. */
-#define GOODBYE_MS 10000
+#define BARRIER_MS 10000
 /* How long destroy waits for kernels to end after it has set the abort flag. */
 #define ABORT_MS 10000
 /* How long a broken communicator keeps ipc memory: peers may still use it, and cannot be asked. */
@@ -202,15 +202,15 @@ static bool drain(sp_gpu_comm *g)
     }
 }
 
-/* Wait at most GOODBYE_MS until all ranks have called this, unless the communicator is broken. */
+/* Wait at most BARRIER_MS until all ranks have called this, unless the communicator is broken. */
 static void barrier(spccl_comm *comm)
 {
     uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
     int64_t timeout_ms = comm->timeout_ms;
     if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK)
         return;
-    if (comm->timeout_ms > GOODBYE_MS)
-        comm->timeout_ms = GOODBYE_MS;
+    if (comm->timeout_ms > BARRIER_MS)
+        comm->timeout_ms = BARRIER_MS;
     if (spccl_all_gather(comm, &mine, all, 1, SPCCL_UINT8, NULL) != SPCCL_OK)
         sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": destroy does not wait for the other ranks: %s",
                comm->name, spccl_last_error());

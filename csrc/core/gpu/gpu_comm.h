@@ -55,9 +55,9 @@ void sp_gpu_comm_free(sp_gpu_comm *g);
 /* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). (gpu_comm.c) */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 
-/* The watchdog thread looks at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
+/* Let the watchdog thread look at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
 spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);
-/* The watchdog thread looks at g no longer; waits if it does just now. g need not have been added. */
+/* Stop it from looking at g, and wait if it is looking just now. g need not have been added. */
 void sp_gpu_watchdog_remove(sp_gpu_comm *g);
 /* Read the GPU's report and poll the peers, and break the communicator if there is an error. Makes no device
  * call, so it disturbs no capture. Does nothing without a GPU. Threads: any. */
