@@ -1,11 +1,12 @@
 /* order.hpp - the one order in which collectives run on a GPU, kept with torch's generic streams and events.
  *
- * Kernels of two collectives that wait for peers must reach the hardware in the same order on every rank, or
- * each may hold the multiprocessors that the other one needs somewhere else. So all collectives of a device,
- * of all spccl groups, ours and those handed to NCCL, form one chain: an asynchronous one runs on the chain's
- * own stream, a synchronous one on the caller's, and each waits for the one before it. Point-to-point calls
- * are not in the chain: their order differs between ranks.
- * Inside a CUDA graph capture the chain is one of its own, of that capture alone.
+ * Kernels that wait for peers must start in the same order on every rank. Otherwise two of them can each hold
+ * the multiprocessors that the other one needs on another GPU. So all collectives of a GPU, of all spccl groups,
+ * spccl's and NCCL's, are in one collective order, and each waits for the one before it. An asynchronous
+ * collective runs on a stream of the order, a synchronous one on the caller's stream. Point-to-point calls are
+ * not in the order, because ranks make them in different orders.
+ * The collectives of a CUDA graph capture have an order of their own, in that capture alone.
+ * This is the only order under torch: groups attach their communicators with caller_orders (docs/GPU.md).
  * May include: torch_compat.hpp. */
 #pragma once
 
@@ -84,6 +85,7 @@ class StreamOrder
     EventPtr take_event();
 
   private:
+    /* An order: that of the calls outside of captures, or that of one capture. */
     struct Chain {
         Chain(c10::Stream own, c10::DeviceType type) : stream(own), last(own), fork(type)
         {
@@ -91,7 +93,7 @@ class StreamOrder
         const c10::Stream stream; /* of asynchronous calls */
         c10::Stream last;         /* where the latest collective ran */
         EventPtr end;             /* recorded behind the latest one; NULL: there was none */
-        uint64_t capture = 0;     /* id of the capture that this chain belongs to; 0 = none */
+        uint64_t capture = 0;     /* id of the capture whose order this is; 0 = none */
         c10::Event fork;          /* what an asynchronous call waits for on the caller's stream */
     };
     struct Pool {
