@@ -224,7 +224,7 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
 static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, const uint8_t *blob,
                          size_t bytes)
 {
-    char why[96], tried[400] = "";
+    char why[256], tried[600] = "";
     sp_link *link = &links->peers[peer];
     int best_place = INT32_MAX;
     const uint8_t *best = NULL;
