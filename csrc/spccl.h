@@ -134,11 +134,14 @@ SPCCL_API const char *spccl_format_name(spccl_format format);
 /* An encoded array is one frame, or several back to back (docs/FORMAT.md, section 1). Each frame holds one
  * slice of the array, in a format of its own. */
 
+/* The largest slice_elems. */
+#define SPCCL_SLICE_ELEMS_MAX 0x80000000u
+
 typedef struct spccl_encode_options {
     size_t struct_bytes;  /* sizeof(spccl_encode_options) */
     const void *base;     /* [n_elems] or NULL; frames list the elements that differ from it in any bit */
     spccl_format format;  /* AUTO, or the format that every slice must have */
-    uint32_t slice_elems; /* elements per frame, a multiple of 2048; 0 = default (65536) */
+    uint32_t slice_elems; /* per frame: a multiple of 2048, at most SPCCL_SLICE_ELEMS_MAX; 0 = 65536 */
 } spccl_encode_options;
 #define SPCCL_ENCODE_OPTIONS_INIT                                                                            \
     {                                                                                                        \

@@ -93,26 +93,53 @@ static PyObject *encode_array(ext_state *state, const ext_array *x, const spccl_
     return result;
 }
 
+static void raise_slice_elems(ext_state *state, PyObject *number)
+{
+    PyObject *text = PyObject_Str(number);
+    const char *digits = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+    if (digits != NULL)
+        ext_raise_text(state, SPCCL_ERR_ARG, "slice_elems: got %.40s; wanted a multiple of 2048, at most %u",
+                       digits, SPCCL_SLICE_ELEMS_MAX);
+    Py_XDECREF(text);
+}
+
+/* Refuses an int that is too large or negative before it is cut to 32 bits. */
+static int parse_slice_elems(ext_state *state, PyObject *number, uint32_t *out)
+{
+    PyObject *index = PyNumber_Index(number);
+    unsigned long long n;
+
+    if (index == NULL)
+        return -1;
+    n = PyLong_AsUnsignedLongLong(index); /* ULLONG_MAX for an int that does not fit */
+    if (n > SPCCL_SLICE_ELEMS_MAX) {
+        PyErr_Clear();
+        raise_slice_elems(state, index);
+        Py_DECREF(index);
+        return -1;
+    }
+    *out = (uint32_t)n;
+    Py_DECREF(index);
+    return 0;
+}
+
 PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"x", "base", "format", "dtype", "slice_elems", NULL};
     ext_state *state = PyModule_GetState(module);
     spccl_encode_options options = SPCCL_ENCODE_OPTIONS_INIT;
-    PyObject *x_obj, *base_obj = Py_None, *result = NULL;
+    PyObject *x_obj, *base_obj = Py_None, *slice_elems = NULL, *result = NULL;
     const char *format = "auto", *dtype = NULL;
-    unsigned long slice_elems = 0;
     ext_array x, base;
 
     memset(&base, 0, sizeof base);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$Oszk:encode", names, &x_obj, &base_obj, &format,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OszO:encode", names, &x_obj, &base_obj, &format,
                                      &dtype, &slice_elems))
         return NULL;
     if (ext_format_of_name(state, format, &options.format) < 0)
         return NULL;
-    if (slice_elems > UINT32_MAX)
-        return ext_raise_text(state, SPCCL_ERR_ARG, "slice_elems: got %lu; wanted at most %u", slice_elems,
-                              UINT32_MAX);
-    options.slice_elems = (uint32_t)slice_elems;
+    if (slice_elems != NULL && parse_slice_elems(state, slice_elems, &options.slice_elems) < 0)
+        return NULL;
     if (ext_array_acquire(state, x_obj, "x", false, dtype, &x) < 0)
         return NULL;
     if (base_obj == Py_None || acquire_base(state, base_obj, &x, dtype, &base) == 0) {

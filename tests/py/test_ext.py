@@ -115,7 +115,10 @@ REFUSED = [
     (lambda: _ext.encode(np.zeros(4, "f4"), dtype="float31"), 'x: dtype "float31" is not known'),
     (lambda: _ext.encode(np.zeros(4, "f4"), format="zip"), 'format: got "zip"'),
     (lambda: _ext.encode(np.zeros(4, "f4"), slice_elems=7), "slice_elems"),
-    (lambda: _ext.encode(np.zeros(4, "f4"), slice_elems=1 << 40), "slice_elems"),
+    (lambda: _ext.encode(np.zeros(4, "f4"), slice_elems=1 << 40), "slice_elems: got 1099511627776;"),
+    (lambda: _ext.encode(np.zeros(4, "f4"), slice_elems=(1 << 31) + 2048), "slice_elems.*at most 2147483648"),
+    (lambda: _ext.encode(np.zeros(4, "f4"), slice_elems=(1 << 64) + 2048), "slice_elems: got 1844674407370955"),
+    (lambda: _ext.encode(np.zeros(4, "f4"), slice_elems=-2048), "slice_elems: got -2048"),
     (
         lambda: _ext.encode(np.zeros(4, "f4"), base=np.zeros(3, "f4")),
         "base: got 3 elements of float32; wanted 4",

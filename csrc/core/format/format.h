@@ -27,7 +27,7 @@
 #define SP_FRAME_VERSION 1u
 #define SP_FRAME_HEADER_BYTES 64u
 #define SP_FRAME_ALIGN 16u
-#define SP_FRAME_ELEMS_MAX ((uint64_t)1 << 31) /* keeps every index and prefix in 32 bits */
+#define SP_FRAME_ELEMS_MAX ((uint64_t)SPCCL_SLICE_ELEMS_MAX) /* keeps every index and prefix in 32 bits */
 #define SP_FRAME_FLAG_DELTA 1u
 
 /* ---- FORMAT.md 3.1 empty: no sections, nnz 0 (n_elems may be 0 in this format only) ---- */
