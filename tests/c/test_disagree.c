@@ -66,7 +66,7 @@ static void send_late(struct rank_ctx *c, const void *buf, size_t n)
                       .dtype = SPCCL_FLOAT32,
                       .schedule = SP_SCHED_ONESHOT,
                       .slice_elems = c->comm->slice_bytes / sizeof(float),
-                      .timeout_ms = 5000};
+                      .timeout_ms = 20000};
     bool progressed;
     sp_op *op = NULL;
     CHECK_OK(sp_op_create(&a, 0, c->n_ranks, &op));
@@ -107,7 +107,7 @@ static void test_late_message(void)
         struct scene s = {.kind = n_calls[i]};
         const char *text = s.out[1].text;
         char ours[80];
-        run_scene(2, 5000, "inproc", late, &s);
+        run_scene(2, 20000, "inproc", late, &s);
         if (n_calls[i] <= SP_EXEC_PAST)
             snprintf(ours, sizeof ours, "rank 1 called broadcast #0 (1000 float32, root 1)");
         else

@@ -65,7 +65,7 @@ static void test_timeout(void)
     CHECK_OK(sp_rendezvous_connect(&id, 5000, &s, secret));
     CHECK(s.get(s.ctx, "nobody sets it", out, sizeof out, 200, &n) == SPCCL_ERR_TIMEOUT,
           "a key that is not there");
-    CHECK(now_ms() - start >= 190 && now_ms() - start < 10000, "%lld ms", (long long)(now_ms() - start));
+    CHECK(now_ms() - start >= 190 && now_ms() - start < 30000, "%lld ms", (long long)(now_ms() - start));
     CHECK(strstr(spccl_last_error(), "nobody sets it") != NULL &&
               strstr(spccl_last_error(), "127.0.0.1:") != NULL,
           "\"%s\"", spccl_last_error());
@@ -146,9 +146,9 @@ static void test_forked(void)
     kill(server, SIGKILL);
     CHECK(waitpid(server, NULL, 0) == server, "waitpid");
     start = now_ms();
-    CHECK(s.get(s.ctx, "later", value, sizeof value, 10000, &n) == SPCCL_ERR_PEER, "%s", spccl_last_error());
-    CHECK(sp_rendezvous_connect(&id, 10000, &late, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
-    CHECK(now_ms() - start < 5000, "the error came after %lld ms", (long long)(now_ms() - start));
+    CHECK(s.get(s.ctx, "later", value, sizeof value, 60000, &n) == SPCCL_ERR_PEER, "%s", spccl_last_error());
+    CHECK(sp_rendezvous_connect(&id, 60000, &late, secret) == SPCCL_ERR_PEER, "%s", spccl_last_error());
+    CHECK(now_ms() - start < 30000, "the error came after %lld ms", (long long)(now_ms() - start));
     sp_rendezvous_disconnect(&s);
     close(stop[1]); /* the child ends */
     close(from[0]);

@@ -90,7 +90,7 @@ static void test_addresses(void)
     spccl_config config = SPCCL_CONFIG_INIT;
     spccl_unique_id id;
     config.transports = "tcp";
-    config.timeout_ms = 5000;
+    config.timeout_ms = 20000;
     setenv("SPCCL_TCP_ADDR", "nowhere", 1);
     run_ranks(2, &config, nothing, NULL, ctx);
     for (int r = 0; r < 2; r++)

@@ -7,7 +7,16 @@
 
 enum { ABORTS, SAYS_NOTHING };
 #define ABORT_AFTER_MS 150
+#define ABORT_LATE_MS 400 /* the transport waits 600 ms for an abort after a connection ended */
+#define N_TRIES 20
 #define WORD "the first reason"
+
+/* What rank 0 got, and how long rank 1 took between the cut and its abort. The ranks are threads. */
+static struct {
+    spccl_status st;
+    char text[SP_ABORT_TEXT_CAP], error[400];
+    int64_t took_ms, abort_ms;
+} result;
 
 /* Close rank 1's end of a queue as if the network had cut it: rank 1 does not notice. */
 static void cut_queue(struct member *m, int queue)
@@ -56,21 +65,16 @@ static void ending(struct member *m)
         usleep(ABORT_AFTER_MS * 1000);
         if (m->kind == ABORTS)
             m->t->abort_peers(m->ep, WORD);
+        result.abort_ms = (sp_now_ns() - start_ns) / 1000000;
         while (atomic_load(&m->shared->n_done) == 0)
             usleep(1000);
     } else {
-        char text[SP_ABORT_TEXT_CAP] = "";
         bool space_was_refused = false;
-        spccl_status st = watch(m, text, &space_was_refused);
-        int64_t took_ms = (sp_now_ns() - start_ns) / 1000000;
+        memset(result.text, 0, sizeof result.text);
+        result.st = watch(m, result.text, &space_was_refused);
+        result.took_ms = (sp_now_ns() - start_ns) / 1000000;
+        snprintf(result.error, sizeof result.error, "%s", spccl_last_error());
         CHECK(space_was_refused, "a queue that is cut has space");
-        if (m->kind == ABORTS)
-            CHECK(st == SPCCL_ERR_ABORTED && strcmp(text, WORD) == 0, "%d \"%s\" after %d ms: %s", (int)st,
-                  text, (int)took_ms, spccl_last_error());
-        else
-            CHECK(st == SPCCL_ERR_PEER && took_ms >= 2 * ABORT_AFTER_MS &&
-                      strstr(spccl_last_error(), "connection broke") != NULL,
-                  "%d after %d ms: %s", (int)st, (int)took_ms, spccl_last_error());
         atomic_store(&m->shared->n_done, 1);
     }
     leave_group(m);
@@ -84,15 +88,27 @@ static void run_ending(int kind)
     run_group(&tcp, &m);
 }
 
+/* On a busy machine rank 1 may abort too late. Such a try shows nothing and is repeated. */
 static void test_last_word(void)
 {
-    for (int i = 0; i < 3; i++)
+    int n_seen = 0;
+    for (int i = 0; i < N_TRIES && n_seen < 3; i++) {
         run_ending(ABORTS);
+        if (result.abort_ms > ABORT_LATE_MS)
+            continue;
+        n_seen++;
+        CHECK(result.st == SPCCL_ERR_ABORTED && strcmp(result.text, WORD) == 0, "%d \"%s\" after %d ms: %s",
+              (int)result.st, result.text, (int)result.took_ms, result.error);
+    }
+    CHECK(n_seen == 3, "rank 1 was late in %d of %d tries", N_TRIES - n_seen, N_TRIES);
 }
 
 static void test_no_word(void)
 {
     run_ending(SAYS_NOTHING);
+    CHECK(result.st == SPCCL_ERR_PEER && result.took_ms >= 2 * ABORT_AFTER_MS &&
+              strstr(result.error, "connection broke") != NULL,
+          "%d after %d ms: %s", (int)result.st, (int)result.took_ms, result.error);
 }
 
 int main(int argc, char **argv)

@@ -83,7 +83,7 @@ static void die_streaming(struct member *m)
     }
     CHECK(st == SPCCL_ERR_PEER, "%s: %s", m->t->name, spccl_last_error());
     CHECK(n > 3000, "%s: only %llu messages", m->t->name, (unsigned long long)n);
-    CHECK(sp_now_ns() - start_ns < 10 * INT64_C(1000000000), "too late");
+    CHECK(sp_now_ns() - start_ns < PATIENCE_MS * INT64_C(1000000) / 2, "too late");
     leave_group(m);
 }
 
@@ -181,11 +181,12 @@ static void unproven_connections(struct member *m)
 {
     enum { N = 24 };
     int fds[N];
-    int64_t start_ns = sp_now_ns();
+    int64_t start_ns;
     if (!open_member(m))
         return;
     while (atomic_load(&m->shared->n_published) < m->n)
         usleep(100);
+    start_ns = sp_now_ns();
     for (int i = 0; i < N; i++) {
         fds[i] = connect_raw(m, m->n - 1);
         if (i % 4 == 1)
@@ -196,6 +197,7 @@ static void unproven_connections(struct member *m)
             send_wrong_proof(fds[i], (uint8_t)i);
     }
     CHECK_OK(connect_member(m));
+    /* One unproven connection that held up the others would cost its 10 s for a handshake. */
     CHECK(sp_now_ns() - start_ns < 8 * INT64_C(1000000000), "%s: unproven connections delayed rank %d",
           m->t->name, m->rank);
     for (int i = 0; i < m->n; i++)
