@@ -23,7 +23,7 @@ struct fault {
     int rank, world_size, n_queues;
     uint64_t rng;
     unsigned n_sent;
-    bool cut, news;
+    bool cut, changed;
     struct queue *queues; /* [world_size * n_queues] */
 };
 
@@ -133,7 +133,7 @@ static spccl_status fault_reserve(sp_endpoint *ep, int peer, int queue, size_t b
     if (f->cut)
         return gone(f, peer);
     if (!(l->reserved && bytes <= l->bytes) && one_in(f, f->plan.hold_one_in)) {
-        f->news = true;
+        f->changed = true;
         return SPCCL_AGAIN;
     }
     st = f->t->reserve(f->inner, peer, queue, bytes, out);
@@ -163,7 +163,7 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue)
     if (++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) {
         f->t->close(f->inner);
         f->inner = NULL;
-        f->cut = f->news = true;
+        f->cut = f->changed = true;
     }
     return st;
 }
@@ -176,7 +176,7 @@ static spccl_status fault_peek(sp_endpoint *ep, int peer, int queue, const void 
     if (f->cut)
         return gone(f, peer);
     if (!l->shown && one_in(f, f->plan.hold_one_in)) {
-        f->news = true;
+        f->changed = true;
         return SPCCL_AGAIN;
     }
     st = f->t->peek(f->inner, peer, queue, out, bytes);
@@ -209,9 +209,9 @@ static int fault_wait_fd(sp_endpoint *ep)
 static spccl_status fault_arm(sp_endpoint *ep)
 {
     struct fault *f = self(ep);
-    bool news = f->news;
-    f->news = false;
-    if (news)
+    bool changed = f->changed;
+    f->changed = false;
+    if (changed)
         return SPCCL_AGAIN;
     return f->cut ? SPCCL_OK : f->t->arm(f->inner);
 }

@@ -154,8 +154,8 @@ static int connect_raw(const struct member *m, int rank)
     sp_tcp_address tcp;
     if (strcmp(m->t->name, "tcp") == 0) {
         CHECK(sp_tcp_parse_address(address, m->shared->address[rank].n_bytes, &tcp), "no address");
-        return connect_at((const struct sockaddr *)&tcp.places[tcp.n_places - 1].storage,
-                          tcp.places[tcp.n_places - 1].bytes);
+        return connect_at((const struct sockaddr *)&tcp.ips[tcp.n_ips - 1].storage,
+                          tcp.ips[tcp.n_ips - 1].bytes);
     }
     snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "spccl-");
     for (size_t i = 0; i < 16; i++)
@@ -171,7 +171,7 @@ static void send_wrong_proof(int fd, uint8_t secret_byte)
     sp_hs_hello hello = {.kind = SP_HS_TCP_CONTROL, .world_size = 3};
     sp_hs hs;
     memset(secret, secret_byte, sizeof secret);
-    CHECK_OK(sp_hs_dial(&hs, fd, &hello, secret));
+    CHECK_OK(sp_hs_connect(&hs, fd, &hello, secret));
     for (int i = 0; i < 20 && sp_hs_step(&hs) == SPCCL_AGAIN; i++)
         usleep(1000);
     (void)send(fd, secret, sizeof secret, MSG_NOSIGNAL); /* a wrong proof */
@@ -314,7 +314,7 @@ static spccl_status connect_proven(const struct member *m, uint32_t kind, uint32
     CHECK(sp_tcp_parse_address(m->shared->address[1].bytes, m->shared->address[1].n_bytes, &to), "address");
     *fd = connect_raw(m, 1);
     memcpy(h.to_id, to.id, sizeof h.to_id);
-    CHECK_OK(sp_hs_dial(&hs, *fd, &h, m->config.secret));
+    CHECK_OK(sp_hs_connect(&hs, *fd, &h, m->config.secret));
     while ((st = sp_hs_step(&hs)) == SPCCL_AGAIN)
         usleep(100);
     return st;
@@ -439,9 +439,9 @@ static void test_tcp_addresses(void)
     setenv("SPCCL_TCP_ADDR", "lo", 1);
     CHECK_OK(m.t->open(&m.config, &ep));
     CHECK_OK(m.t->address(ep, address, &n));
-    CHECK(sp_tcp_parse_address(address, n, &parsed) && parsed.n_places == 1 &&
-              sp_tcp_is_loopback(&parsed.places[0]),
-          "%d places", parsed.n_places);
+    CHECK(sp_tcp_parse_address(address, n, &parsed) && parsed.n_ips == 1 &&
+              sp_tcp_is_loopback(&parsed.ips[0]),
+          "%d IP addresses", parsed.n_ips);
     for (size_t cut = 0; cut < n; cut++)
         CHECK(!sp_tcp_parse_address(address, cut, &parsed), "cut to %zu bytes", cut);
     m.t->close(ep);

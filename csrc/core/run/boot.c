@@ -167,7 +167,7 @@ static void publish_refusal(const spccl_store *store, const sp_boot_config *c, s
 /* Find a transport in a peer's blob: its address and its place in the peer's order; false if the peer does
  * not offer it or the blob is cut short. */
 static bool find_address(const uint8_t *blob, size_t bytes, const char *name, const uint8_t **address,
-                         size_t *address_bytes, int *place)
+                         size_t *address_bytes, int *position)
 {
     uint32_t n = sp_load_le32(blob + 16);
     size_t at = BOOT_HEAD_BYTES, name_bytes = strlen(name);
@@ -184,7 +184,7 @@ static bool find_address(const uint8_t *blob, size_t bytes, const char *name, co
         if (its_name_bytes == name_bytes && memcmp(its_name, name, name_bytes) == 0) {
             *address = blob + at;
             *address_bytes = its_bytes;
-            *place = (int)i;
+            *position = (int)i;
             return true;
         }
         at += its_bytes;
@@ -226,15 +226,15 @@ static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, con
 {
     char why[256], tried[600] = "";
     sp_link *link = &links->peers[peer];
-    int best_place = INT32_MAX;
+    int best_position = INT32_MAX;
     const uint8_t *best = NULL;
     size_t best_bytes = 0;
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
         const uint8_t *address = NULL;
         size_t address_bytes = 0, used = strlen(tried);
-        int place = 0;
-        if (!find_address(blob, bytes, t->name, &address, &address_bytes, &place)) {
+        int position = 0;
+        if (!find_address(blob, bytes, t->name, &address, &address_bytes, &position)) {
             snprintf(tried + used, sizeof tried - used, "%s%s: the peer does not offer it",
                      used != 0 ? "; " : "", t->name);
             continue;
@@ -245,10 +245,10 @@ static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, con
             continue;
         }
         if (c->rank < peer)
-            place = i;
-        if (place >= best_place)
+            position = i;
+        if (position >= best_position)
             continue;
-        best_place = place;
+        best_position = position;
         best = address;
         best_bytes = address_bytes;
         link->transport = t;

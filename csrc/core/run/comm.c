@@ -86,11 +86,11 @@ static spccl_status open_epoll(spccl_comm *comm)
 {
     struct epoll_event e = {.events = EPOLLIN};
     comm->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    comm->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (comm->epoll_fd < 0 || comm->kick_fd < 0)
+    comm->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (comm->epoll_fd < 0 || comm->wake_fd < 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: epoll and eventfd", comm->rank);
-    e.data.fd = comm->kick_fd;
-    if (epoll_ctl(comm->epoll_fd, EPOLL_CTL_ADD, comm->kick_fd, &e) != 0)
+    e.data.fd = comm->wake_fd;
+    if (epoll_ctl(comm->epoll_fd, EPOLL_CTL_ADD, comm->wake_fd, &e) != 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: epoll_ctl", comm->rank);
     for (int i = 0; i < comm->links.n_endpoints; i++) {
         e.data.fd = comm->links.transports[i]->wait_fd(comm->links.endpoints[i]);
@@ -106,8 +106,8 @@ static void comm_free(spccl_comm *comm)
     sp_exec_fini(&comm->exec);
     if (comm->epoll_fd >= 0)
         close(comm->epoll_fd);
-    if (comm->kick_fd >= 0)
-        close(comm->kick_fd);
+    if (comm->wake_fd >= 0)
+        close(comm->wake_fd);
     sp_links_close(&comm->links);
     sp_trace_fini(&comm->trace);
     pthread_cond_destroy(&comm->cv);
@@ -137,7 +137,7 @@ spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int wor
     comm->world_size = world_size;
     comm->process_stamp = sp_process_stamp();
     comm->pid = getpid();
-    comm->epoll_fd = comm->kick_fd = -1;
+    comm->epoll_fd = comm->wake_fd = -1;
     comm->queue_tail = &comm->queue_head;
     pthread_mutex_init(&comm->mu, NULL);
     pthread_cond_init(&comm->cv, NULL);

@@ -45,7 +45,7 @@ struct spccl_comm {
     sp_links links;
     sp_trace trace;
     sp_exec exec; /* belongs to whoever drives */
-    int epoll_fd, kick_fd;
+    int epoll_fd, wake_fd;
 
     pthread_mutex_t mu; /* guards what follows */
     pthread_cond_t cv;  /* work for the thread; the driver's role became free; the queue became empty */
@@ -92,7 +92,7 @@ bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text);
 /* SPCCL_OK, or the error that broke it, or that it was asked to break with, with its text. Threads: any. */
 spccl_status sp_comm_broken(spccl_comm *comm);
 /* Wake the driver if it sleeps. */
-void sp_comm_kick(spccl_comm *comm);
+void sp_comm_wake(spccl_comm *comm);
 /* Wait until nothing is under way and nobody drives, then stop the thread. */
 void sp_comm_stop(spccl_comm *comm);
 /* Look at the network once if nobody drives: an idle communicator learns of a peer's abort. */

@@ -12,10 +12,10 @@
 
 #define SLEEP_MAX_MS 1000 /* a lost wake-up would cost this much, not a hang */
 
-void sp_comm_kick(spccl_comm *comm)
+void sp_comm_wake(spccl_comm *comm)
 {
     uint64_t one = 1;
-    if (write(comm->kick_fd, &one, sizeof one) < 0 && errno != EAGAIN)
+    if (write(comm->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
         sp_log(SP_LOG_ERROR, comm->rank, "wake-up of the progress thread: errno %d", errno);
 }
 
@@ -118,9 +118,9 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
         n = epoll_wait(comm->epoll_fd, events, SP_TRANSPORTS_MAX + 1, timeout_ms);
         sp_links_disarm(&comm->links);
         for (int i = 0; i < n; i++)
-            if (events[i].data.fd == comm->kick_fd) {
+            if (events[i].data.fd == comm->wake_fd) {
                 uint64_t count;
-                if (read(comm->kick_fd, &count, sizeof count) < 0 && errno != EAGAIN)
+                if (read(comm->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
                     sp_log(SP_LOG_ERROR, comm->rank, "reading the wake-up: errno %d", errno);
             }
     } else {
@@ -270,7 +270,7 @@ spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
     wake = comm->driver != SP_DRIVER_NONE;
     pthread_mutex_unlock(&comm->mu);
     if (wake && atomic_load(&comm->sleeping))
-        sp_comm_kick(comm);
+        sp_comm_wake(comm);
     if (out == NULL)
         return see_through(comm, req);
     *out = req;
@@ -303,7 +303,7 @@ bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
     if (!first)
         return false;
     if (!mine) {
-        sp_comm_kick(comm);
+        sp_comm_wake(comm);
         return true;
     }
     fail_all(comm, status, text);

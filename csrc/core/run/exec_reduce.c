@@ -116,7 +116,7 @@ spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
     size_t bytes = 0;
     for (int i = 0; i < s->step->n_from; i++) /* all there? */
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
-    SP_TRY(sp_slice_room(x, s, sp_slice_bound(s)));
+    SP_TRY(sp_slice_space(x, s, sp_slice_bound(s)));
     for (int i = 0; i < s->step->n_from; i++) { /* all good? before anything is written */
         int peer = sp_slice_rank(s, s->step->from + i);
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));

@@ -214,15 +214,15 @@ size_t sp_slice_bound(const sp_slice *s)
                                     : sp_frame_bound_forced(a->format, s->n, s->op->elem_bytes));
 }
 
-spccl_status sp_slice_room(sp_exec *x, const sp_slice *s, size_t bytes)
+spccl_status sp_slice_space(sp_exec *x, const sp_slice *s, size_t bytes)
 {
     for (int i = 0; i < s->step->n_to; i++) {
         int peer = sp_slice_rank(s, s->step->to + i);
-        void *room;
+        void *space;
         spccl_status st;
         if (!sp_op_owns_queue(x, s->op_idx, 0, s->step->queue_out, peer))
             return SPCCL_AGAIN;
-        st = sp_link_reserve(x->links, peer, s->step->queue_out, bytes, &room);
+        st = sp_link_reserve(x->links, peer, s->step->queue_out, bytes, &space);
         if (st != SPCCL_OK)
             return in_context(x, s, peer, st);
     }
@@ -325,13 +325,13 @@ spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp
     out->bytes = SP_ENVELOPE_BYTES + out->layout.frame_bytes;
     for (int i = 0; i < step->n_to; i++) {
         int peer = sp_slice_rank(s, step->to + i);
-        void *room = NULL;
-        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->queue_out, out->bytes, &room)));
+        void *space = NULL;
+        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->queue_out, out->bytes, &space)));
         if (i != 0) {
-            memcpy(room, out->message, out->bytes);
+            memcpy(space, out->message, out->bytes);
             continue;
         }
-        out->message = room;
+        out->message = space;
         envelope_write(out->message, s);
         sp_codec_write(x->codec, data, s->n, s->op->a.dtype, out->format, false, nnz,
                        out->message + SP_ENVELOPE_BYTES);
@@ -349,7 +349,7 @@ spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e)
 static spccl_status run_send(sp_exec *x, const sp_slice *s)
 {
     sp_encoded e = {0};
-    SP_TRY(sp_slice_room(x, s, sp_slice_bound(s)));
+    SP_TRY(sp_slice_space(x, s, sp_slice_bound(s)));
     SP_TRY(sp_slice_encode(x, s, s->src, &e));
     return sp_slice_commit(x, s, &e);
 }
@@ -361,14 +361,14 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
     sp_frame frame;
     int peer = sp_slice_rank(s, s->step->from);
     SP_TRY(sp_slice_message(x, s, 0, &msg, &bytes));
-    SP_TRY(sp_slice_room(x, s, bytes));
+    SP_TRY(sp_slice_space(x, s, bytes));
     SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &frame));
     for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's queue */
         int to = sp_slice_rank(s, s->step->to + i);
-        void *room = NULL;
-        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->queue_out, bytes, &room)));
-        memcpy(room, msg, bytes);
-        ((uint8_t *)room)[7] = (uint8_t)s->step->queue_out;
+        void *space = NULL;
+        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->queue_out, bytes, &space)));
+        memcpy(space, msg, bytes);
+        ((uint8_t *)space)[7] = (uint8_t)s->step->queue_out;
         SP_TRY(commit_to(x, s, to, bytes, frame.format));
     }
     SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->non_temporal));
@@ -422,9 +422,9 @@ void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, siz
     }
     for (int i = 0; i < s.step->n_to; i++) {
         int peer = sp_slice_rank(&s, s.step->to + i);
-        void *room;
+        void *space;
         size_t used = strlen(ranks);
-        if (sp_link_reserve(x->links, peer, s.step->queue_out, sp_slice_bound(&s), &room) != SPCCL_OK)
+        if (sp_link_reserve(x->links, peer, s.step->queue_out, sp_slice_bound(&s), &space) != SPCCL_OK)
             snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "", peer);
     }
     snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of part %d (%zu elements)",

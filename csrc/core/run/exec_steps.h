@@ -22,7 +22,7 @@ int sp_slice_rank(const sp_slice *s, int i);
 size_t sp_slice_bound(const sp_slice *s);
 /* Is there room for `bytes` towards every receiver of the step, and is it this op's turn there? OK or AGAIN.
  */
-spccl_status sp_slice_room(sp_exec *x, const sp_slice *s, size_t bytes);
+spccl_status sp_slice_space(sp_exec *x, const sp_slice *s, size_t bytes);
 /* The message from the i-th sender of the step, if it is there: OK or AGAIN. Not looked into yet. */
 spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_t **msg, size_t *bytes);
 /* Check that message completely and open its frame: it is the one the slice wants. */

@@ -54,17 +54,17 @@ static void accept_mac(const sp_hs *hs, uint8_t out[SP_SHA256_BYTES])
         {"spccl accept", 12}, {hs->hello_bytes, SP_HS_HELLO_BYTES}, {hs->challenge, CHALLENGE_MAC_AT}};
     sp_hmac_sha256(hs->secret, SP_HS_SECRET_BYTES, parts, 3, out);
 }
-static void dial_mac(const sp_hs *hs, uint8_t out[SP_SHA256_BYTES])
+static void connect_mac(const sp_hs *hs, uint8_t out[SP_SHA256_BYTES])
 {
     const sp_bytes parts[] = {
         {"spccl dial", 10}, {hs->hello_bytes, SP_HS_HELLO_BYTES}, {hs->challenge, SP_HS_CHALLENGE_BYTES}};
     sp_hmac_sha256(hs->secret, SP_HS_SECRET_BYTES, parts, 3, out);
 }
 
-spccl_status sp_hs_dial(sp_hs *hs, int fd, const sp_hs_hello *hello, const uint8_t *secret)
+spccl_status sp_hs_connect(sp_hs *hs, int fd, const sp_hs_hello *hello, const uint8_t *secret)
 {
     memset(hs, 0, sizeof *hs);
-    hs->state = SP_HS_DIAL_HELLO;
+    hs->state = SP_HS_CONNECT_HELLO;
     hs->fd = fd;
     hs->secret = secret;
     hs->hello = *hello;
@@ -83,9 +83,9 @@ void sp_hs_accept(sp_hs *hs, int fd, const uint8_t *secret,
     hs->ctx = ctx;
 }
 
-bool sp_hs_dial_trusted(const sp_hs *hs)
+bool sp_hs_connect_trusted(const sp_hs *hs)
 {
-    return hs->state == SP_HS_DIAL_PROOF || hs->state == SP_HS_DIAL_VERDICT;
+    return hs->state == SP_HS_CONNECT_PROOF || hs->state == SP_HS_CONNECT_VERDICT;
 }
 
 static void enter(sp_hs *hs, sp_hs_state state)
@@ -110,8 +110,8 @@ static spccl_status read_challenge(sp_hs *hs)
     if (!sp_equal_secret(mac, hs->challenge + CHALLENGE_MAC_AT, sizeof mac))
         return SP_FAIL(SPCCL_ERR_AUTH,
                        "it has another job secret: give every rank of a group the same secret");
-    dial_mac(hs, hs->proof);
-    enter(hs, SP_HS_DIAL_PROOF);
+    connect_mac(hs, hs->proof);
+    enter(hs, SP_HS_CONNECT_PROOF);
     return SPCCL_OK;
 }
 
@@ -156,7 +156,7 @@ static spccl_status read_proof(sp_hs *hs)
     const char *text;
     size_t n;
     SP_TRY(sp_sock_read(hs->fd, hs->proof, sizeof hs->proof, &hs->done));
-    dial_mac(hs, mac);
+    connect_mac(hs, mac);
     if (!sp_equal_secret(mac, hs->proof, sizeof mac))
         return SP_FAIL(SPCCL_ERR_AUTH, "it does not know the job secret");
     get_hello(hs->hello_bytes, &hs->hello);
@@ -193,13 +193,13 @@ static spccl_status send_then(sp_hs *hs, const uint8_t *bytes, size_t n, sp_hs_s
 static spccl_status step_once(sp_hs *hs)
 {
     switch (hs->state) {
-    case SP_HS_DIAL_HELLO:
-        return send_then(hs, hs->hello_bytes, sizeof hs->hello_bytes, SP_HS_DIAL_CHALLENGE);
-    case SP_HS_DIAL_CHALLENGE:
+    case SP_HS_CONNECT_HELLO:
+        return send_then(hs, hs->hello_bytes, sizeof hs->hello_bytes, SP_HS_CONNECT_CHALLENGE);
+    case SP_HS_CONNECT_CHALLENGE:
         return read_challenge(hs);
-    case SP_HS_DIAL_PROOF:
-        return send_then(hs, hs->proof, sizeof hs->proof, SP_HS_DIAL_VERDICT);
-    case SP_HS_DIAL_VERDICT:
+    case SP_HS_CONNECT_PROOF:
+        return send_then(hs, hs->proof, sizeof hs->proof, SP_HS_CONNECT_VERDICT);
+    case SP_HS_CONNECT_VERDICT:
         return read_verdict(hs);
     case SP_HS_ACCEPT_HELLO:
         return read_hello(hs);

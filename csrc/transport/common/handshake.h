@@ -33,10 +33,10 @@ typedef struct sp_hs_hello {
 } sp_hs_hello;
 
 typedef enum sp_hs_state {
-    SP_HS_DIAL_HELLO,
-    SP_HS_DIAL_CHALLENGE,
-    SP_HS_DIAL_PROOF,
-    SP_HS_DIAL_VERDICT,
+    SP_HS_CONNECT_HELLO,
+    SP_HS_CONNECT_CHALLENGE,
+    SP_HS_CONNECT_PROOF,
+    SP_HS_CONNECT_VERDICT,
     SP_HS_ACCEPT_HELLO,
     SP_HS_ACCEPT_CHALLENGE,
     SP_HS_ACCEPT_PROOF,
@@ -59,7 +59,7 @@ typedef struct sp_hs {
 } sp_hs;
 
 /* Errors: SYSTEM (no random bytes). */
-spccl_status sp_hs_dial(sp_hs *hs, int fd, const sp_hs_hello *hello, const uint8_t *secret);
+spccl_status sp_hs_connect(sp_hs *hs, int fd, const sp_hs_hello *hello, const uint8_t *secret);
 void sp_hs_accept(sp_hs *hs, int fd, const uint8_t *secret,
                   spccl_status (*check)(void *ctx, const sp_hs_hello *hello), void *ctx);
 /* SPCCL_OK: both ends are proven and the acceptor said yes. Otherwise, with a clause as the text:
@@ -67,6 +67,6 @@ void sp_hs_accept(sp_hs *hs, int fd, const uint8_t *secret,
  * has another secret), VERSION, or what the acceptor's check said (MISMATCH ...). */
 spccl_status sp_hs_step(sp_hs *hs);
 /* The dialler has seen the acceptor's proof: this is the right endpoint, so patience is in order. */
-bool sp_hs_dial_trusted(const sp_hs *hs);
+bool sp_hs_connect_trusted(const sp_hs *hs);
 
 #endif

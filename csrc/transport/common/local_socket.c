@@ -87,7 +87,7 @@ static spccl_status start_connecting(sp_local_connect *c, const char *what, cons
     sp_sock_address name;
     spccl_status st;
     name_of(id, &name);
-    st = sp_sock_dial(&name, fd);
+    st = sp_sock_connect(&name, fd);
     if (st == SPCCL_ERR_PEER && errno == EAGAIN)
         return SPCCL_AGAIN; /* the listener's queue of connections is full */
     if (st == SPCCL_ERR_PEER)
@@ -109,7 +109,7 @@ static spccl_status start_proof(const sp_local_listener *l, sp_local_connect *c,
                      .n_queues = l->config.n_queues};
     SP_TRY(sp_sock_connected(fd));
     memcpy(h.to_id, id, SP_HS_ID_BYTES);
-    SP_TRY(sp_hs_dial(&c->hs, fd, &h, l->config.secret));
+    SP_TRY(sp_hs_connect(&c->hs, fd, &h, l->config.secret));
     c->state = SP_LOCAL_PROVING;
     return SPCCL_OK;
 }

@@ -18,7 +18,7 @@ spccl_status sp_mirror_open(sp_mirror *m, size_t bytes);
 /* Accepts a zeroed one. */
 void sp_mirror_close(sp_mirror *m);
 
-static inline size_t sp_mirror_room(const sp_mirror *m)
+static inline size_t sp_mirror_space(const sp_mirror *m)
 {
     return m->cap - m->used;
 }
@@ -26,7 +26,7 @@ static inline uint8_t *sp_mirror_first(const sp_mirror *m)
 {
     return m->data + m->at;
 }
-/* Start of the free part: sp_mirror_room bytes. */
+/* Start of the free part: sp_mirror_space bytes. */
 static inline uint8_t *sp_mirror_free(const sp_mirror *m)
 {
     return m->data + m->at + m->used;

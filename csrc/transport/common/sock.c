@@ -47,7 +47,7 @@ spccl_status sp_sock_write(int fd, const void *buf, size_t bytes, size_t *done)
     return SPCCL_OK;
 }
 
-spccl_status sp_sock_dial(const sp_sock_address *to, int *out)
+spccl_status sp_sock_connect(const sp_sock_address *to, int *out)
 {
     char text[SP_SOCK_TEXT_CAP];
     int family = to->storage.ss_family;

@@ -22,7 +22,7 @@ spccl_status sp_sock_write(int fd, const void *buf, size_t bytes, size_t *done);
 
 /* Start connecting: *out is non-blocking and close-on-exec. Then sp_sock_connected until it is not
  * SPCCL_AGAIN. Errors: SYSTEM (no socket), PEER (refused, unreachable). */
-spccl_status sp_sock_dial(const sp_sock_address *to, int *out);
+spccl_status sp_sock_connect(const sp_sock_address *to, int *out);
 spccl_status sp_sock_connected(int fd);
 /* Close *fd unless it is -1, and set it to -1. */
 void sp_sock_close(int *fd);

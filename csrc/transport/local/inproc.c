@@ -27,7 +27,7 @@ struct node {
     atomic_int n_refs;
     uint8_t id[ID_BYTES];
     sp_endpoint_config config;
-    int bell;
+    int wake_fd;
     _Atomic(void *) *out;  /* [world_size] block for that peer; NULL until add_peer */
     atomic_bool *attached; /* [world_size] that peer holds a reference: our memory stays for it */
     atomic_bool closed;
@@ -124,8 +124,8 @@ static void node_unref(struct node *n)
         if (block != NULL)
             munmap(block, node_block_bytes(n));
     }
-    if (n->bell >= 0)
-        close(n->bell);
+    if (n->wake_fd >= 0)
+        close(n->wake_fd);
     pthread_mutex_destroy(&n->lock);
     explicit_bzero(n->config.secret, sizeof n->config.secret);
     sp_free(n->out);
@@ -142,7 +142,7 @@ static spccl_status node_new(const sp_endpoint_config *config, struct node **out
         return SP_FAIL(SPCCL_ERR_NOMEM, "inproc: an endpoint of %zu bytes", sizeof *n);
     pthread_mutex_init(&n->lock, NULL);
     atomic_store(&n->n_refs, 1);
-    n->bell = -1;
+    n->wake_fd = -1;
     n->config = *config;
     n->out = sp_calloc(world, sizeof *n->out);
     n->attached = sp_calloc(world, sizeof *n->attached);
@@ -151,7 +151,7 @@ static spccl_status node_new(const sp_endpoint_config *config, struct node **out
         goto fail;
     }
     SP_TRY_TO(fail, st, sp_random_bytes(n->id, sizeof n->id));
-    SP_TRY_TO(fail, st, sp_bell_open(&n->bell));
+    SP_TRY_TO(fail, st, sp_wake_open(&n->wake_fd));
     *out = n;
     return SPCCL_OK;
 fail:
@@ -170,9 +170,9 @@ static void inproc_close(sp_endpoint *opaque)
         for (int i = 0; ep->peers != NULL && i < ep->node->config.world_size; i++)
             if (ep->peers[i] != NULL) {
                 if (ep->links[i].up)
-                    sp_ring_tell_news(&ep->links[i]);
+                    sp_ring_signal(&ep->links[i]);
                 else
-                    sp_bell_ring(ep->peers[i]->bell);
+                    sp_wake_signal(ep->peers[i]->wake_fd);
                 node_unref(ep->peers[i]);
             }
         node_unref(ep->node);
@@ -271,7 +271,7 @@ static spccl_status inproc_add_peer(sp_endpoint *opaque, int peer, const uint8_t
                              node_block_bytes(node), peer);
     atomic_store(&node->out[peer], block);
     atomic_store(&other->attached[node->config.rank], true);
-    sp_bell_ring(other->bell);
+    sp_wake_signal(other->wake_fd);
     return SPCCL_OK;
 }
 
@@ -283,7 +283,7 @@ static bool inproc_try_up(struct inproc_endpoint *ep, int peer)
     if (in == NULL || !atomic_load(&node->attached[peer]))
         return false;
     sp_ring_link_init(&ep->links[peer], node->config.rank, peer, node->config.n_queues,
-                      node->config.queue_bytes, atomic_load(&node->out[peer]), in, other->bell);
+                      node->config.queue_bytes, atomic_load(&node->out[peer]), in, other->wake_fd);
     return true;
 }
 
@@ -292,7 +292,7 @@ static spccl_status inproc_connect_step(sp_endpoint *opaque)
     struct inproc_endpoint *ep = (struct inproc_endpoint *)opaque;
     const sp_endpoint_config *config = &ep->node->config;
     sp_rank_list missing = {0};
-    sp_bell_drain(ep->node->bell);
+    sp_wake_drain(ep->node->wake_fd);
     for (int i = 0; i < config->world_size; i++) {
         /* `closed` first: if the peer came up and then left, its memory is there by now. */
         bool closed = ep->peers[i] != NULL && atomic_load(&ep->peers[i]->closed);
@@ -348,7 +348,7 @@ static spccl_status inproc_progress(sp_endpoint *opaque, int *peer, char *text)
         sp_ring_link *link = &ep->links[i];
         if (!link->up)
             continue;
-        if (sp_ring_take_news(link) && atomic_load(&ep->peers[i]->closed))
+        if (sp_ring_take_signal(link) && atomic_load(&ep->peers[i]->closed))
             sp_ring_link_set_gone(link, "closed its endpoint");
     }
     if (!atomic_load_explicit(&node->aborted, memory_order_acquire))
@@ -361,7 +361,7 @@ static spccl_status inproc_progress(sp_endpoint *opaque, int *peer, char *text)
 
 static int inproc_wait_fd(sp_endpoint *opaque)
 {
-    return ((struct inproc_endpoint *)opaque)->node->bell;
+    return ((struct inproc_endpoint *)opaque)->node->wake_fd;
 }
 
 static void inproc_disarm(sp_endpoint *opaque)
@@ -370,7 +370,7 @@ static void inproc_disarm(sp_endpoint *opaque)
     for (int i = 0; i < ep->node->config.world_size; i++)
         if (ep->links[i].up)
             sp_ring_disarm(&ep->links[i]);
-    sp_bell_drain(ep->node->bell);
+    sp_wake_drain(ep->node->wake_fd);
 }
 
 static spccl_status inproc_arm(sp_endpoint *opaque)
@@ -399,7 +399,7 @@ static void inproc_abort_peers(sp_endpoint *opaque, const char *text)
             atomic_store(&other->aborted, true);
         }
         pthread_mutex_unlock(&other->lock);
-        sp_bell_ring(other->bell);
+        sp_wake_signal(other->wake_fd);
     }
 }
 

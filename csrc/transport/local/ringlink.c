@@ -15,13 +15,13 @@ size_t sp_ring_block_bytes(int n_queues, size_t queue_bytes)
 }
 
 void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, size_t queue_bytes, void *out,
-                       void *in, int bell)
+                       void *in, int wake_fd)
 {
     memset(link, 0, sizeof *link);
     link->rank = rank;
     link->peer = peer;
     link->n_queues = n_queues;
-    link->bell = bell;
+    link->wake_fd = wake_fd;
     link->out = out;
     link->in = in;
     for (int i = 0; i < n_queues; i++) {
@@ -39,7 +39,7 @@ void sp_ring_link_set_gone(sp_ring_link *link, const char *text)
     if (link->gone)
         return;
     snprintf(link->gone_text, sizeof link->gone_text, "%s", text);
-    link->gone = link->gone_news = true;
+    link->gone = link->gone_is_new = true;
 }
 
 static spccl_status link_gone(const sp_ring_link *link)
@@ -87,7 +87,7 @@ spccl_status sp_ring_commit(sp_ring_link *link, int queue)
                        link->peer, queue);
     /* Load first: the exchange would take the line from the sleeper's core at every message. */
     if (atomic_load(&link->out->consumer_sleeps) != 0 && atomic_exchange(&link->out->consumer_sleeps, 0) != 0)
-        sp_bell_ring(link->bell);
+        sp_wake_signal(link->wake_fd);
     return SPCCL_OK;
 }
 
@@ -114,14 +114,14 @@ spccl_status sp_ring_release(sp_ring_link *link, int queue)
                        link->peer, queue);
     if ((atomic_load(&link->in->producer_waits) & (1u << queue)) != 0 &&
         atomic_exchange(&link->in->producer_waits, 0) != 0)
-        sp_bell_ring(link->bell);
+        sp_wake_signal(link->wake_fd);
     return SPCCL_OK;
 }
 
 spccl_status sp_ring_arm(sp_ring_link *link)
 {
-    bool changed = link->gone_news || atomic_load(&link->in->news) != 0;
-    link->gone_news = false;
+    bool changed = link->gone_is_new || atomic_load(&link->in->signal) != 0;
+    link->gone_is_new = false;
     atomic_store(&link->in->consumer_sleeps, 1);
     if (link->blocked != 0)
         atomic_store(&link->out->producer_waits, link->blocked);
@@ -135,9 +135,9 @@ spccl_status sp_ring_arm(sp_ring_link *link)
             out = sp_spsc_tx_look(&link->tx[i]);
         if (out != SP_SPSC_AGAIN)
             link->blocked &= ~(1u << i);
-        changed =
-            changed || in == SP_SPSC_BROKEN || out != SP_SPSC_AGAIN || link->told[i] != link->rx[i].head;
-        link->told[i] = link->rx[i].head;
+        changed = changed || in == SP_SPSC_BROKEN || out != SP_SPSC_AGAIN ||
+                  link->armed_head[i] != link->rx[i].head;
+        link->armed_head[i] = link->rx[i].head;
         link->broken = link->broken || in == SP_SPSC_BROKEN || out == SP_SPSC_BROKEN;
     }
     return changed ? SPCCL_AGAIN : SPCCL_OK;
@@ -149,19 +149,19 @@ void sp_ring_disarm(sp_ring_link *link)
     atomic_store_explicit(&link->out->producer_waits, 0, memory_order_relaxed);
 }
 
-void sp_ring_tell_news(sp_ring_link *link)
+void sp_ring_signal(sp_ring_link *link)
 {
-    atomic_store(&link->out->news, 1);
-    sp_bell_ring(link->bell);
+    atomic_store(&link->out->signal, 1);
+    sp_wake_signal(link->wake_fd);
 }
 
-bool sp_ring_take_news(sp_ring_link *link)
+bool sp_ring_take_signal(sp_ring_link *link)
 {
-    return atomic_load_explicit(&link->in->news, memory_order_acquire) != 0 &&
-           atomic_exchange(&link->in->news, 0) != 0;
+    return atomic_load_explicit(&link->in->signal, memory_order_acquire) != 0 &&
+           atomic_exchange(&link->in->signal, 0) != 0;
 }
 
-spccl_status sp_bell_open(int *out)
+spccl_status sp_wake_open(int *out)
 {
     int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (fd < 0)
@@ -170,18 +170,18 @@ spccl_status sp_bell_open(int *out)
     return SPCCL_OK;
 }
 
-void sp_bell_ring(int bell)
+void sp_wake_signal(int wake_fd)
 {
     uint64_t one = 1;
     ssize_t n;
     do
-        n = write(bell, &one, sizeof one);
+        n = write(wake_fd, &one, sizeof one);
     while (n < 0 && errno == EINTR); /* EAGAIN: it rings already */
 }
 
-void sp_bell_drain(int bell)
+void sp_wake_drain(int wake_fd)
 {
     uint64_t n;
-    while (read(bell, &n, sizeof n) < 0 && errno == EINTR)
+    while (read(wake_fd, &n, sizeof n) < 0 && errno == EINTR)
         continue;
 }

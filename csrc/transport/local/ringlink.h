@@ -22,20 +22,20 @@
 typedef struct sp_ring_block {
     _Alignas(128) _Atomic uint32_t consumer_sleeps; /* set by a consumer that arms, taken by who rings */
     _Alignas(128) _Atomic uint32_t producer_waits;  /* mask of queues; the same for a producer without room */
-    _Alignas(128) _Atomic uint32_t news;            /* producer -> consumer: look at the side channel */
+    _Alignas(128) _Atomic uint32_t signal;          /* producer -> consumer: look at the side channel */
     sp_spsc_ctl queues[SP_QUEUES_MAX];
 } sp_ring_block;
 _Static_assert(sizeof(sp_ring_block) <= SP_RING_DATA_OFFSET, "indices fit before the data");
 
 typedef struct sp_ring_link {
-    int rank, peer, n_queues, bell; /* bell: the peer's, borrowed */
-    sp_ring_block *out, *in;        /* borrowed */
+    int rank, peer, n_queues, wake_fd; /* bell: the peer's, borrowed */
+    sp_ring_block *out, *in;           /* borrowed */
     sp_spsc_tx tx[SP_QUEUES_MAX];
     sp_spsc_rx rx[SP_QUEUES_MAX];
-    uint64_t told[SP_QUEUES_MAX]; /* rx[i].head as of the last arm: what came before it is no news */
-    uint32_t blocked;             /* queues whose last reserve found no room */
+    uint64_t armed_head[SP_QUEUES_MAX]; /* rx[i].head as of the last arm: what came before it is no news */
+    uint32_t blocked;                   /* queues whose last reserve found no room */
     bool up, gone;
-    bool gone_news;      /* `gone` is not yet told by arm */
+    bool gone_is_new;    /* `gone` is not yet told by arm */
     bool broken;         /* the peer wrote what cannot be; sticky */
     char gone_text[160]; /* why it is gone, for error texts */
 } sp_ring_link;
@@ -44,7 +44,7 @@ typedef struct sp_ring_link {
 size_t sp_ring_block_bytes(int n_queues, size_t queue_bytes);
 /* Both blocks hold sp_ring_block_bytes; borrowed as long as the link is used. Sets `up`. */
 void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, size_t queue_bytes, void *out,
-                       void *in, int bell);
+                       void *in, int wake_fd);
 /* The peer is gone: what it sent is still delivered. `text` is a clause: "closed its endpoint". */
 void sp_ring_link_set_gone(sp_ring_link *link, const char *text);
 
@@ -57,13 +57,13 @@ spccl_status sp_ring_arm(sp_ring_link *link);
 void sp_ring_disarm(sp_ring_link *link);
 
 /* Wake the peer whatever it does: it shall look at the side channel. */
-void sp_ring_tell_news(sp_ring_link *link);
-/* True once per sp_ring_tell_news of the peer. */
-bool sp_ring_take_news(sp_ring_link *link);
+void sp_ring_signal(sp_ring_link *link);
+/* True once per sp_ring_signal of the peer. */
+bool sp_ring_take_signal(sp_ring_link *link);
 
 /* A non-blocking eventfd; ring it; take all rings. */
-spccl_status sp_bell_open(int *out);
-void sp_bell_ring(int bell);
-void sp_bell_drain(int bell);
+spccl_status sp_wake_open(int *out);
+void sp_wake_signal(int wake_fd);
+void sp_wake_drain(int wake_fd);
 
 #endif

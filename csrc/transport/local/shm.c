@@ -37,7 +37,7 @@ static void hang_up(struct sp_shm *ep)
         if (p->sock >= 0)
             (void)shutdown(p->sock, SHUT_RDWR);
         if (p->state == SP_SHM_UP)
-            sp_ring_tell_news(&p->link); /* a busy peer looks at the socket at once */
+            sp_ring_signal(&p->link); /* a busy peer looks at the socket at once */
     }
 }
 
@@ -53,7 +53,7 @@ static void shm_close(sp_endpoint *opaque)
         struct sp_shm_peer *p = &ep->peers[i];
         sp_sock_close(&p->sock);
         sp_sock_close(&p->out_fd);
-        sp_sock_close(&p->bell);
+        sp_sock_close(&p->wake_fd);
         sp_local_message_close(&p->received);
         if (p->out != NULL)
             munmap(p->out, sp_shm_block_bytes(ep));
@@ -61,7 +61,7 @@ static void shm_close(sp_endpoint *opaque)
             munmap(p->in, sp_shm_block_bytes(ep));
     }
     sp_acceptor_close(&ep->listener.acceptor);
-    sp_sock_close(&ep->bell);
+    sp_sock_close(&ep->wake_fd);
     sp_sock_close(&ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
     sp_free(ep->peers);
@@ -76,21 +76,21 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
         return SP_FAIL(SPCCL_ERR_NOMEM, "shm: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
     ep->pid = getpid();
-    ep->bell = ep->epoll_fd = ep->listener.acceptor.listen_fd = ep->abort_rank = -1;
+    ep->wake_fd = ep->epoll_fd = ep->listener.acceptor.listen_fd = ep->abort_rank = -1;
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
     if (ep->peers == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "shm: tables for %d ranks", config->world_size);
         goto fail;
     }
     for (int i = 0; i < config->world_size; i++)
-        ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].bell = -1;
-    SP_TRY_TO(fail, st, sp_bell_open(&ep->bell));
+        ep->peers[i].sock = ep->peers[i].out_fd = ep->peers[i].wake_fd = -1;
+    SP_TRY_TO(fail, st, sp_wake_open(&ep->wake_fd));
     ep->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     if (ep->epoll_fd < 0) {
         st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: shm: epoll", config->rank);
         goto fail;
     }
-    SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->bell));
+    SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->wake_fd));
     SP_TRY_TO(fail, st, sp_shm_listen(ep));
     sp_fork_watch(&ep->guard, close_in_child, ep);
     *out = (sp_endpoint *)ep;
@@ -161,7 +161,7 @@ static spccl_status shm_progress(sp_endpoint *opaque, int *peer, char *text)
     int64_t now_ns = sp_now_ns();
     bool look = ep->look_now || now_ns - ep->looked_ns > LOOK_NS;
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].state == SP_SHM_UP && sp_ring_take_news(&ep->peers[i].link))
+        if (ep->peers[i].state == SP_SHM_UP && sp_ring_take_signal(&ep->peers[i].link))
             look_at_socket(ep, i);
     if (look) {
         ep->look_now = false;
@@ -189,7 +189,7 @@ static void shm_disarm(sp_endpoint *opaque)
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].state >= SP_SHM_UP)
             sp_ring_disarm(&ep->peers[i].link);
-    sp_bell_drain(ep->bell);
+    sp_wake_drain(ep->wake_fd);
 }
 
 static spccl_status shm_arm(sp_endpoint *opaque)
@@ -219,7 +219,7 @@ static void shm_abort_peers(sp_endpoint *opaque, const char *text)
             continue;
         if (sp_sock_write(p->sock, note, sizeof note, &done) != SPCCL_OK)
             sp_log(SP_LOG_INFO, ep->config.rank, "rank %d could not be told of the abort", i);
-        sp_ring_tell_news(&p->link);
+        sp_ring_signal(&p->link);
     }
 }
 

@@ -24,7 +24,7 @@ enum sp_shm_state {
 struct sp_shm_peer {
     enum sp_shm_state state;
     uint8_t id[SP_HS_ID_BYTES];
-    int sock, out_fd, bell; /* bell: the peer's; -1: none */
+    int sock, out_fd, wake_fd; /* bell: the peer's; -1: none */
     sp_local_connect connect;
     bool sent;
     sp_local_message received;
@@ -37,7 +37,7 @@ struct sp_shm_peer {
 
 struct sp_shm {
     sp_endpoint_config config;
-    int bell, epoll_fd;
+    int wake_fd, epoll_fd;
     sp_local_listener listener;
     struct sp_shm_peer *peers; /* [world_size] */
     int64_t looked_ns;

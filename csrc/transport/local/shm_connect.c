@@ -133,7 +133,7 @@ spccl_status sp_shm_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
 static spccl_status send_block(struct sp_shm *ep, struct sp_shm_peer *p)
 {
     uint8_t message[SP_SHM_MESSAGE_BYTES] = {0};
-    const int fds[2] = {p->out_fd, ep->bell};
+    const int fds[2] = {p->out_fd, ep->wake_fd};
     sp_store_le32(message, MESSAGE_MAGIC);
     sp_store_le64(message + 8, sp_shm_block_bytes(ep));
     SP_TRY(sp_local_send(&ep->listener.config, p->sock, message, sizeof message, fds, 2));
@@ -157,7 +157,7 @@ static spccl_status map_block(const struct sp_shm *ep, struct sp_shm_peer *p)
         p->in = NULL;
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "mapping %zu bytes of its queues", bytes);
     }
-    p->bell = p->received.fds[1];
+    p->wake_fd = p->received.fds[1];
     p->received.n_fds = 1; /* the memory stays mapped without its descriptor */
     sp_local_message_close(&p->received);
     return SPCCL_OK;
@@ -171,7 +171,7 @@ static spccl_status exchange(struct sp_shm *ep, struct sp_shm_peer *p, int rank)
     SP_TRY(map_block(ep, p));
     SP_TRY(sp_shm_watch(ep, p->sock));
     sp_ring_link_init(&p->link, ep->config.rank, rank, ep->config.n_queues, ep->config.queue_bytes, p->out,
-                      p->in, p->bell);
+                      p->in, p->wake_fd);
     p->state = SP_SHM_UP;
     return SPCCL_OK;
 }

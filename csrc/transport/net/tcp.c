@@ -40,7 +40,7 @@ static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
     if (p->ended_ns != 0)
         ep->n_ending--;
     snprintf(p->gone_text, sizeof p->gone_text, "%s", text);
-    p->gone = ep->news = true;
+    p->gone = ep->changed = true;
 }
 
 /* A socket to or from the peer ended: it is gone once its control connection says so too, or says nothing. */
@@ -51,7 +51,7 @@ static void note_end(struct sp_tcp *ep, int peer)
         return;
     p->ended_ns = sp_now_ns();
     ep->n_ending++;
-    ep->news = true;
+    ep->changed = true;
 }
 
 static spccl_status peer_gone(const struct sp_tcp *ep, int peer)
@@ -72,7 +72,7 @@ static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_s
     struct sp_tcp_peer *p = &ep->peers[peer];
     if (sp_tcp_socket_flush(s) && p->queues[queue].blocked) {
         p->queues[queue].blocked = false;
-        ep->news = true;
+        ep->changed = true;
     }
     if (s->cut)
         note_end(ep, peer);
@@ -83,19 +83,20 @@ static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int queue, size_t
     struct sp_tcp *ep = sp_tcp_self(opaque);
     struct sp_tcp_peer *p = &ep->peers[peer];
     struct sp_tcp_queue *l = &p->queues[queue];
-    void *room;
+    void *space;
     if (bytes == 0 || bytes > tcp_message_max(opaque))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu",
                        ep->config.rank, bytes, peer, tcp_message_max(opaque));
     if (p->gone)
         return peer_gone(ep, peer);
-    room = socket_of(p, queue, l->n_sent)->cut ? NULL /* until it is known whether the peer is gone */
-                                               : sp_tcp_socket_reserve(socket_of(p, queue, l->n_sent), bytes);
-    l->blocked = room == NULL;
-    l->reserved = room == NULL ? 0 : bytes;
-    if (room == NULL)
+    space = socket_of(p, queue, l->n_sent)->cut
+                ? NULL /* until it is known whether the peer is gone */
+                : sp_tcp_socket_reserve(socket_of(p, queue, l->n_sent), bytes);
+    l->blocked = space == NULL;
+    l->reserved = space == NULL ? 0 : bytes;
+    if (space == NULL)
         return SPCCL_AGAIN;
-    *out = room;
+    *out = space;
     return SPCCL_OK;
 }
 
@@ -184,7 +185,7 @@ void sp_tcp_look_at_control(struct sp_tcp *ep, int peer)
 static void read_socket(struct sp_tcp *ep, int peer, struct sp_tcp_socket *s)
 {
     if (sp_tcp_socket_fill(s)) {
-        ep->news = ep->news || s->ended || sp_tcp_socket_has_message(s);
+        ep->changed = ep->changed || s->ended || sp_tcp_socket_has_message(s);
         if (s->ended)
             note_end(ep, peer);
     }
@@ -194,14 +195,14 @@ static void read_socket(struct sp_tcp *ep, int peer, struct sp_tcp_socket *s)
 static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
 {
     int peer = (int)(e->data.u64 >> 32);
-    uint32_t place = (uint32_t)e->data.u64;
+    uint32_t index = (uint32_t)e->data.u64;
     struct sp_tcp_peer *p = &ep->peers[peer];
     struct sp_tcp_socket *s;
-    if (place == 0) {
+    if (index == 0) {
         sp_tcp_look_at_control(ep, peer);
         return;
     }
-    s = &p->sockets[place - 1];
+    s = &p->sockets[index - 1];
     if ((e->events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) {
         s->hung_up = s->hung_up || (e->events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
         s->readable = true;
@@ -209,7 +210,7 @@ static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
     }
     if ((e->events & EPOLLOUT) != 0) {
         s->writable = !s->cut;
-        flush_socket(ep, peer, (int)((place - 1) / p->n_sockets), s);
+        flush_socket(ep, peer, (int)((index - 1) / p->n_sockets), s);
     }
 }
 
@@ -269,7 +270,7 @@ static bool can_read_more(const struct sp_tcp *ep)
     for (int i = 0; ep->unread && i < ep->config.world_size; i++) {
         const struct sp_tcp_peer *p = &ep->peers[i];
         for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_sockets(ep, p); k++)
-            if (p->sockets[k].readable && !p->sockets[k].ended && sp_mirror_room(&p->sockets[k].in) != 0)
+            if (p->sockets[k].readable && !p->sockets[k].ended && sp_mirror_space(&p->sockets[k].in) != 0)
                 return true;
     }
     return false;
@@ -278,9 +279,9 @@ static bool can_read_more(const struct sp_tcp *ep)
 static spccl_status tcp_arm(sp_endpoint *opaque)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
-    bool news = ep->news;
-    ep->news = false;
-    return news || ep->n_ending != 0 || can_read_more(ep) ? SPCCL_AGAIN : SPCCL_OK;
+    bool changed = ep->changed;
+    ep->changed = false;
+    return changed || ep->n_ending != 0 || can_read_more(ep) ? SPCCL_AGAIN : SPCCL_OK;
 }
 
 static void tcp_disarm(sp_endpoint *opaque)
@@ -355,8 +356,8 @@ static void close_in_child(void *owner)
         sp_sock_close(&p->control);
         for (uint32_t k = 0; p->sockets != NULL && k < n; k++)
             sp_sock_close(&p->sockets[k].fd);
-        for (uint32_t k = 0; p->dials != NULL && k < 1 + n; k++)
-            sp_sock_close(&p->dials[k].fd);
+        for (uint32_t k = 0; p->connecting != NULL && k < 1 + n; k++)
+            sp_sock_close(&p->connecting[k].fd);
     }
     sp_acceptor_close_descriptors(&ep->acceptor);
 }

@@ -12,14 +12,14 @@
 #include <unistd.h>
 
 #define SP_TCP_SOCKETS_MAX 16u
-#define SP_TCP_PLACES_MAX 16 /* addresses published by one endpoint */
+#define SP_TCP_IPS_MAX 16 /* addresses published by one endpoint */
 #define SP_TCP_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
 
 enum sp_tcp_state {
-    SP_TCP_ABSENT,         /* not added */
-    SP_TCP_DIAL_CONTROL,   /* we dial: first the control connection, which finds the address that works, */
-    SP_TCP_DIAL_QUEUES,    /* then those of the queues */
-    SP_TCP_EXPECT_CONTROL, /* it dials */
+    SP_TCP_ABSENT,          /* not added */
+    SP_TCP_CONNECT_CONTROL, /* we dial: first the control connection, which finds the address that works, */
+    SP_TCP_CONNECT_QUEUES,  /* then those of the queues */
+    SP_TCP_EXPECT_CONTROL,  /* it dials */
     SP_TCP_EXPECT_QUEUES,
     SP_TCP_UP
 };
@@ -27,12 +27,12 @@ enum sp_tcp_state {
 /* An endpoint as its address tells of it. */
 typedef struct sp_tcp_address {
     uint8_t id[SP_HS_ID_BYTES], host[SP_HOST_ID_BYTES];
-    int n_places;
-    sp_sock_address places[SP_TCP_PLACES_MAX]; /* loopback last */
+    int n_ips;
+    sp_sock_address ips[SP_TCP_IPS_MAX]; /* loopback last */
 } sp_tcp_address;
 
 /* One connection that is being dialled. */
-struct sp_tcp_dial {
+struct sp_tcp_connecting {
     int fd; /* -1: not begun */
     bool proving;
     int64_t since_ns, not_before_ns;
@@ -59,9 +59,9 @@ struct sp_tcp_peer {
     /* while connecting */
     bool same_host, refused; /* refused: some place had another secret */
     sp_tcp_address *address;
-    int place;                 /* being tried; then the one that works */
-    struct sp_tcp_dial *dials; /* [1 + n_queues * n_sockets]: control, sockets */
-    char cause[200];           /* why the last try failed */
+    int attempt;                          /* being tried; then the one that works */
+    struct sp_tcp_connecting *connecting; /* [1 + n_queues * n_sockets]: control, sockets */
+    char cause[200];                      /* why the last try failed */
 };
 
 struct sp_tcp {
@@ -70,7 +70,7 @@ struct sp_tcp {
     int epoll_fd;
     sp_acceptor acceptor;
     struct sp_tcp_peer *peers; /* [world_size] */
-    bool news;                 /* something that arm has not told yet */
+    bool changed;              /* something that arm has not told yet */
     bool unread;               /* some socket may have more to read: its event is past */
     int n_ending;              /* peers of which a socket ended and that are not `gone` yet */
     int abort_rank;            /* -1: none */

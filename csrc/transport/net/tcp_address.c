@@ -15,9 +15,9 @@
 #include <string.h>
 
 #define HEAD_BYTES 68u
-#define PLACE_BYTES 17u
+#define IP_BYTES 17u
 #define BACKLOG 4096 /* the kernel lowers it to somaxconn; a full queue would cost a second per caller */
-_Static_assert(HEAD_BYTES + SP_TCP_PLACES_MAX * PLACE_BYTES <= SP_ADDRESS_BYTES_MAX, "an address fits");
+_Static_assert(HEAD_BYTES + SP_TCP_IPS_MAX * IP_BYTES <= SP_ADDRESS_BYTES_MAX, "an address fits");
 static const char magic[4] = {'s', 'p', 'T', '1'};
 
 static void set_ipv4(sp_sock_address *out, const void *address, uint16_t port)
@@ -97,49 +97,49 @@ static void copy_address(sp_sock_address *out, const struct sockaddr *from)
 }
 
 /* Usable addresses of one interface, or of all (name NULL): IPv4 before IPv6, loopback last. */
-static spccl_status find_places(const char *name, sp_tcp_address *out)
+static spccl_status find_ips(const char *name, sp_tcp_address *out)
 {
     static const struct {
         int family;
         bool loopback;
     } passes[] = {{AF_INET, false}, {AF_INET6, false}, {AF_INET, true}, {AF_INET6, true}};
     struct ifaddrs *all;
-    out->n_places = 0;
+    out->n_ips = 0;
     if (getifaddrs(&all) != 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "tcp: listing this host's addresses");
     for (size_t pass = 0; pass < sizeof passes / sizeof *passes; pass++)
         for (const struct ifaddrs *i = all; i != NULL; i = i->ifa_next) {
             sp_sock_address a;
             if (!usable(i) || i->ifa_addr->sa_family != passes[pass].family ||
-                (name != NULL && strcmp(name, i->ifa_name) != 0) || out->n_places == SP_TCP_PLACES_MAX)
+                (name != NULL && strcmp(name, i->ifa_name) != 0) || out->n_ips == SP_TCP_IPS_MAX)
                 continue;
             copy_address(&a, i->ifa_addr);
             if (sp_tcp_is_loopback(&a) == passes[pass].loopback)
-                out->places[out->n_places++] = a;
+                out->ips[out->n_ips++] = a;
         }
     freeifaddrs(all);
     return SPCCL_OK;
 }
 
 /* Where SPCCL_TCP_ADDR points: one place. */
-static spccl_status find_named_place(const char *text, sp_tcp_address *out)
+static spccl_status find_named_ip(const char *text, sp_tcp_address *out)
 {
     struct in_addr in;
     struct in6_addr in6;
     if (inet_pton(AF_INET, text, &in) == 1) {
-        set_ipv4(&out->places[0], &in, 0);
+        set_ipv4(&out->ips[0], &in, 0);
     } else if (inet_pton(AF_INET6, text, &in6) == 1) {
-        set_ipv6(&out->places[0], &in6, 0);
+        set_ipv6(&out->ips[0], &in6, 0);
     } else {
-        SP_TRY(find_places(text, out));
-        if (out->n_places == 0)
+        SP_TRY(find_ips(text, out));
+        if (out->n_ips == 0)
             return SP_FAIL(
                 SPCCL_ERR_SETTING,
                 "SPCCL_TCP_ADDR=\"%s\": wanted an IPv4 or IPv6 address, or the name of an interface "
                 "that is up and has one (`ip addr` lists them)",
                 text);
     }
-    out->n_places = 1;
+    out->n_ips = 1;
     return SPCCL_OK;
 }
 
@@ -189,15 +189,15 @@ spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd)
     int fd = -1;
     bool listening;
     SP_TRY(sp_host_identity(ep->self.host));
-    SP_TRY(setting[0] == '\0' ? find_places(NULL, &ep->self) : find_named_place(setting, &ep->self));
-    if (ep->self.n_places == 0)
+    SP_TRY(setting[0] == '\0' ? find_ips(NULL, &ep->self) : find_named_ip(setting, &ep->self));
+    if (ep->self.n_ips == 0)
         return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: tcp: this host has no interface that is up",
                        ep->config.rank);
     if (setting[0] == '\0') {
         listening = listen_everywhere(&fd);
     } else {
-        fd = open_socket(ep->self.places[0].storage.ss_family);
-        listening = bind_and_listen(fd, &ep->self.places[0]);
+        fd = open_socket(ep->self.ips[0].storage.ss_family);
+        listening = bind_and_listen(fd, &ep->self.ips[0]);
     }
     if (!listening || getsockname(fd, (struct sockaddr *)&bound.storage, &bound.bytes) != 0) {
         spccl_status st = SP_FAIL_ERRNO(errno == EADDRNOTAVAIL ? SPCCL_ERR_SETTING : SPCCL_ERR_SYSTEM,
@@ -208,8 +208,8 @@ spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd)
         return st;
     }
     get_parts(&bound, raw, &port);
-    for (int i = 0; i < ep->self.n_places; i++)
-        set_port(&ep->self.places[i], port);
+    for (int i = 0; i < ep->self.n_ips; i++)
+        set_port(&ep->self.ips[i], port);
     *listen_fd = fd;
     return SPCCL_OK;
 }
@@ -223,14 +223,14 @@ spccl_status sp_tcp_write_address(sp_endpoint *opaque, uint8_t *out, size_t *byt
     memcpy(out, magic, sizeof magic);
     memcpy(out + 4, self->id, sizeof self->id);
     memcpy(out + 20, self->host, sizeof self->host);
-    for (int i = 0; i < self->n_places; i++) {
-        uint8_t *at = out + HEAD_BYTES + (size_t)i * PLACE_BYTES;
-        at[0] = self->places[i].storage.ss_family == AF_INET ? 4 : 6;
-        get_parts(&self->places[i], at + 1, &port);
+    for (int i = 0; i < self->n_ips; i++) {
+        uint8_t *at = out + HEAD_BYTES + (size_t)i * IP_BYTES;
+        at[0] = self->ips[i].storage.ss_family == AF_INET ? 4 : 6;
+        get_parts(&self->ips[i], at + 1, &port);
     }
     sp_store_le16(out + 64, port);
-    sp_store_le16(out + 66, (uint16_t)self->n_places);
-    *bytes = HEAD_BYTES + (size_t)self->n_places * PLACE_BYTES;
+    sp_store_le16(out + 66, (uint16_t)self->n_ips);
+    *bytes = HEAD_BYTES + (size_t)self->n_ips * IP_BYTES;
     return SPCCL_OK;
 }
 
@@ -242,16 +242,16 @@ bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *
     memcpy(out->id, bytes + 4, sizeof out->id);
     memcpy(out->host, bytes + 20, sizeof out->host);
     port = sp_load_le16(bytes + 64);
-    out->n_places = sp_load_le16(bytes + 66);
-    if (out->n_places == 0 || out->n_places > SP_TCP_PLACES_MAX ||
-        n_bytes != HEAD_BYTES + (size_t)out->n_places * PLACE_BYTES)
+    out->n_ips = sp_load_le16(bytes + 66);
+    if (out->n_ips == 0 || out->n_ips > SP_TCP_IPS_MAX ||
+        n_bytes != HEAD_BYTES + (size_t)out->n_ips * IP_BYTES)
         return false;
-    for (int i = 0; i < out->n_places; i++) {
-        const uint8_t *at = bytes + HEAD_BYTES + (size_t)i * PLACE_BYTES;
+    for (int i = 0; i < out->n_ips; i++) {
+        const uint8_t *at = bytes + HEAD_BYTES + (size_t)i * IP_BYTES;
         if (at[0] == 4)
-            set_ipv4(&out->places[i], at + 1, port);
+            set_ipv4(&out->ips[i], at + 1, port);
         else if (at[0] == 6)
-            set_ipv6(&out->places[i], at + 1, port);
+            set_ipv6(&out->ips[i], at + 1, port);
         else
             return false;
     }
@@ -267,8 +267,8 @@ bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b)
 
 static bool has_outside(const sp_tcp_address *a, int family)
 {
-    for (int i = 0; i < a->n_places; i++)
-        if (a->places[i].storage.ss_family == family && !sp_tcp_is_loopback(&a->places[i]))
+    for (int i = 0; i < a->n_ips; i++)
+        if (a->ips[i].storage.ss_family == family && !sp_tcp_is_loopback(&a->ips[i]))
             return true;
     return false;
 }

@@ -20,7 +20,7 @@
 #define RETRY_NS (50 * MS)
 #define PATIENCE_SHIFT_MAX 4
 
-static void dial_reset(struct sp_tcp_dial *d, int64_t wait_ns)
+static void connecting_reset(struct sp_tcp_connecting *d, int64_t wait_ns)
 {
     if (d->fd >= 0)
         close(d->fd);
@@ -31,11 +31,11 @@ static void dial_reset(struct sp_tcp_dial *d, int64_t wait_ns)
 
 void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
-    for (uint32_t i = 0; p->dials != NULL && i < 1 + sp_tcp_n_sockets(ep, p); i++)
-        dial_reset(&p->dials[i], 0);
-    sp_free(p->dials);
+    for (uint32_t i = 0; p->connecting != NULL && i < 1 + sp_tcp_n_sockets(ep, p); i++)
+        connecting_reset(&p->connecting[i], 0);
+    sp_free(p->connecting);
     sp_free(p->address);
-    p->dials = NULL;
+    p->connecting = NULL;
     p->address = NULL;
 }
 
@@ -60,10 +60,10 @@ static spccl_status prepare_sockets(const struct sp_tcp *ep, struct sp_tcp_peer 
 }
 
 /* Edge-triggered, so that neither a full buffer nor an idle socket needs a call: see tcp_socket.h. */
-static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32_t place)
+static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32_t index)
 {
     struct epoll_event e = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
-                            .data = {.u64 = (uint64_t)peer << 32 | place}};
+                            .data = {.u64 = (uint64_t)peer << 32 | index}};
     if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, fd, &e) != 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "epoll_ctl");
     return SPCCL_OK;
@@ -194,12 +194,12 @@ static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address
         return SPCCL_OK;
     }
     SP_TRY(prepare_sockets(ep, p, ep->config.n_sockets != 0 ? ep->config.n_sockets : p->same_host ? 1 : 2));
-    p->dials = sp_calloc(1 + sp_tcp_n_sockets(ep, p), sizeof *p->dials);
-    if (p->dials == NULL)
+    p->connecting = sp_calloc(1 + sp_tcp_n_sockets(ep, p), sizeof *p->connecting);
+    if (p->connecting == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: tables to dial rank %d", ep->config.rank, peer);
     for (uint32_t i = 0; i < 1 + sp_tcp_n_sockets(ep, p); i++)
-        p->dials[i].fd = -1;
-    p->state = SP_TCP_DIAL_CONTROL;
+        p->connecting[i].fd = -1;
+    p->state = SP_TCP_CONNECT_CONTROL;
     return SPCCL_OK;
 }
 
@@ -216,12 +216,12 @@ spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
 /* ---- dialling ---- */
 
 /* The place for try number `n`: on one host loopback first, elsewhere never. NULL: skip it. */
-static const sp_sock_address *place_of(const struct sp_tcp_peer *p, int n)
+static const sp_sock_address *ip_of(const struct sp_tcp_peer *p, int n)
 {
-    int i = n % p->address->n_places;
+    int i = n % p->address->n_ips;
     if (p->same_host)
-        return &p->address->places[p->address->n_places - 1 - i];
-    return sp_tcp_is_loopback(&p->address->places[i]) ? NULL : &p->address->places[i];
+        return &p->address->ips[p->address->n_ips - 1 - i];
+    return sp_tcp_is_loopback(&p->address->ips[i]) ? NULL : &p->address->ips[i];
 }
 
 static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer *p, int i)
@@ -242,26 +242,27 @@ static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer 
 }
 
 /* Is there still a reason to wait? Not for ever at a place that may be the wrong one. */
-static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_dial *d)
+static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_connecting *d)
 {
-    int round = p->place / p->address->n_places;
+    int round = p->attempt / p->address->n_ips;
     int64_t limit_ns = (d->proving ? PROVE_NS : CONNECT_NS)
                        << (round < PATIENCE_SHIFT_MAX ? round : PATIENCE_SHIFT_MAX);
-    if ((d->proving && (p->same_host || sp_hs_dial_trusted(&d->hs))) || sp_now_ns() - d->since_ns < limit_ns)
+    if ((d->proving && (p->same_host || sp_hs_connect_trusted(&d->hs))) ||
+        sp_now_ns() - d->since_ns < limit_ns)
         return SPCCL_AGAIN;
     return SP_FAIL(SPCCL_ERR_PEER, "no answer for %lld ms", (long long)(limit_ns / MS));
 }
 
 /* Bring one connection up. OK: it is proven. AGAIN: go on later. Otherwise this try failed. */
-static spccl_status dial_step(struct sp_tcp *ep, struct sp_tcp_peer *p, int i, const sp_sock_address *to)
+static spccl_status connect_one(struct sp_tcp *ep, struct sp_tcp_peer *p, int i, const sp_sock_address *to)
 {
-    struct sp_tcp_dial *d = &p->dials[i + 1];
+    struct sp_tcp_connecting *d = &p->connecting[i + 1];
     spccl_status st;
     if (d->fd < 0) {
         if (sp_now_ns() < d->not_before_ns)
             return SPCCL_AGAIN;
         d->since_ns = sp_now_ns();
-        SP_TRY(sp_sock_dial(to, &d->fd));
+        SP_TRY(sp_sock_connect(to, &d->fd));
     }
     if (!d->proving) {
         sp_hs_hello hello = make_hello(ep, p, i);
@@ -269,7 +270,7 @@ static spccl_status dial_step(struct sp_tcp *ep, struct sp_tcp_peer *p, int i, c
         if (st == SPCCL_AGAIN)
             return wait_on(p, d);
         SP_TRY(st);
-        SP_TRY(sp_hs_dial(&d->hs, d->fd, &hello, ep->config.secret));
+        SP_TRY(sp_hs_connect(&d->hs, d->fd, &hello, ep->config.secret));
         d->proving = true;
         d->since_ns = sp_now_ns();
     }
@@ -288,16 +289,16 @@ static bool is_final(spccl_status st)
     return st == SPCCL_ERR_MISMATCH || st == SPCCL_ERR_SYSTEM || st == SPCCL_ERR_NOMEM;
 }
 
-static spccl_status dial_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
+static spccl_status connect_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
-    const sp_sock_address *to = place_of(p, p->place);
+    const sp_sock_address *to = ip_of(p, p->attempt);
     char at[SP_SOCK_TEXT_CAP];
-    bool last = p->place % p->address->n_places == p->address->n_places - 1;
+    bool last = p->attempt % p->address->n_ips == p->address->n_ips - 1;
     spccl_status st;
     if (to != NULL) {
-        st = dial_step(ep, p, -1, to);
+        st = connect_one(ep, p, -1, to);
         if (st == SPCCL_OK)
-            p->state = SP_TCP_DIAL_QUEUES;
+            p->state = SP_TCP_CONNECT_QUEUES;
         if (st == SPCCL_OK || st == SPCCL_AGAIN)
             return st;
         sp_sock_text(to, at, sizeof at);
@@ -309,25 +310,25 @@ static spccl_status dial_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
         if (last && p->refused)
             return SP_FAIL(st == SPCCL_ERR_VERSION ? st : SPCCL_ERR_AUTH, "%s", p->cause);
     }
-    p->place++;
-    dial_reset(&p->dials[0], last ? RETRY_NS : 0);
+    p->attempt++;
+    connecting_reset(&p->connecting[0], last ? RETRY_NS : 0);
     return SPCCL_AGAIN;
 }
 
-static spccl_status dial_queues(struct sp_tcp *ep, struct sp_tcp_peer *p)
+static spccl_status connect_queues(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
-    const sp_sock_address *to = place_of(p, p->place);
+    const sp_sock_address *to = ip_of(p, p->attempt);
     for (uint32_t i = 0; i < sp_tcp_n_sockets(ep, p); i++) {
         spccl_status st;
         if (p->sockets[i].fd >= 0)
             continue;
-        st = dial_step(ep, p, (int)i, to);
+        st = connect_one(ep, p, (int)i, to);
         if (st == SPCCL_OK || st == SPCCL_AGAIN)
             continue;
         snprintf(p->cause, sizeof p->cause, "%.180s", spccl_last_error());
         if (is_final(st) || st == SPCCL_ERR_AUTH)
             return st;
-        dial_reset(&p->dials[i + 1], RETRY_NS);
+        connecting_reset(&p->connecting[i + 1], RETRY_NS);
     }
     if (!all_up(ep, p))
         return SPCCL_AGAIN;
@@ -338,14 +339,14 @@ static spccl_status dial_queues(struct sp_tcp *ep, struct sp_tcp_peer *p)
 static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
     int peer = (int)(p - ep->peers);
-    if (p->state == SP_TCP_DIAL_CONTROL)
-        SP_TRY(dial_control(ep, p));
+    if (p->state == SP_TCP_CONNECT_CONTROL)
+        SP_TRY(connect_control(ep, p));
     /* The other end may be up with us, and gone, before our last connection is: what it sent is there. So its
      * end counts only if it was seen before a look at the connections that found one missing. */
-    if (p->state == SP_TCP_DIAL_QUEUES || p->state == SP_TCP_EXPECT_QUEUES)
+    if (p->state == SP_TCP_CONNECT_QUEUES || p->state == SP_TCP_EXPECT_QUEUES)
         sp_tcp_look_at_control(ep, peer);
-    if (p->state == SP_TCP_DIAL_QUEUES) {
-        spccl_status st = dial_queues(ep, p);
+    if (p->state == SP_TCP_CONNECT_QUEUES) {
+        spccl_status st = connect_queues(ep, p);
         if (st != SPCCL_AGAIN)
             return st;
     } else if (p->state == SP_TCP_EXPECT_QUEUES && p->gone) {

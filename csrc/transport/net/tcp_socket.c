@@ -41,7 +41,7 @@ void sp_tcp_socket_close(sp_tcp_socket *s)
 
 void *sp_tcp_socket_reserve(sp_tcp_socket *s, size_t bytes)
 {
-    if (sp_mirror_room(&s->out) < record_bytes(bytes))
+    if (sp_mirror_space(&s->out) < record_bytes(bytes))
         return NULL;
     s->out.held = true;
     return sp_mirror_free(&s->out) + SP_TCP_HEAD_BYTES;
@@ -97,7 +97,7 @@ bool sp_tcp_socket_flush(sp_tcp_socket *s)
 
 bool sp_tcp_socket_fill(sp_tcp_socket *s)
 {
-    size_t want = sp_min_size(sp_mirror_room(&s->in), READ_BYTES);
+    size_t want = sp_min_size(sp_mirror_space(&s->in), READ_BYTES);
     ssize_t n;
     if (!s->readable || s->ended || want == 0)
         return false;

@@ -164,7 +164,7 @@ static spccl_status prove(int fd, const spccl_unique_id *id, const uint8_t *secr
         SP_TRY(wait_fd(fd, POLLOUT, deadline_ns));
     SP_TRY(st);
     memcpy(hello.to_id, id->bytes + 28, sizeof hello.to_id);
-    SP_TRY(sp_hs_dial(&hs, fd, &hello, secret));
+    SP_TRY(sp_hs_connect(&hs, fd, &hello, secret));
     while ((st = sp_hs_step(&hs)) == SPCCL_AGAIN)
         SP_TRY(wait_fd(fd, POLLIN, deadline_ns));
     return st;
@@ -184,7 +184,7 @@ spccl_status sp_rendezvous_connect(const spccl_unique_id *id, int64_t timeout_ms
     s->fd = -1;
     sp_sock_text(&to, s->at, sizeof s->at);
     memcpy(secret, id->bytes + 44, SP_SECRET_BYTES);
-    SP_TRY_TO(fail, st, sp_sock_dial(&to, &s->fd));
+    SP_TRY_TO(fail, st, sp_sock_connect(&to, &s->fd));
     SP_TRY_TO(fail, st, prove(s->fd, id, secret, deadline_ns));
     *out_store =
         (spccl_store){.struct_bytes = sizeof *out_store, .ctx = s, .set = client_set, .get = client_get};
