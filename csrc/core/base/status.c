@@ -9,6 +9,7 @@
 #define SP_ERROR_TEXT_CAP 1024
 
 static _Thread_local char last_error[SP_ERROR_TEXT_CAP];
+static _Thread_local bool out_of_descriptors; /* last_error says so */
 
 spccl_status sp_fail(spccl_status status, const char *fmt, ...)
 {
@@ -18,7 +19,13 @@ spccl_status sp_fail(spccl_status status, const char *fmt, ...)
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
     memcpy(last_error, text, sizeof text);
+    out_of_descriptors = false;
     return status;
+}
+
+bool sp_error_is_descriptors(void)
+{
+    return out_of_descriptors;
 }
 
 spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...)
@@ -29,7 +36,8 @@ spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...)
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    if (err == EMFILE || err == ENFILE) {
+    out_of_descriptors = err == EMFILE || err == ENFILE;
+    if (out_of_descriptors) {
         snprintf(last_error, sizeof last_error, "%s: %s (errno %d): raise %s", text, strerror(err), err,
                  err == EMFILE ? "this process's limit (ulimit -n)" : "the system's limit (fs.file-max)");
         return status == SPCCL_ERR_NOMEM ? SPCCL_ERR_SYSTEM : status; /* it is not memory that is missing */

@@ -4,6 +4,8 @@
 
 #include "spccl.h"
 
+#include <stdbool.h>
+
 #ifdef __cplusplus
 extern "C" { /* for the CUDA files, which are C++ */
 #endif
@@ -14,6 +16,8 @@ spccl_status sp_fail(spccl_status status, const char *fmt, ...) __attribute__((f
 spccl_status sp_fail_errno(spccl_status status, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 /* `text` without a leading "rank <rank>: ", for a caller that has named that rank already. */
 const char *sp_without_rank(const char *text, int rank);
+/* Is this thread's last failure that no file descriptor was left? Only if nobody reworded it since. */
+bool sp_error_is_descriptors(void);
 /* Replace this thread's error text by `text`: for an error that another thread or rank found. */
 void sp_set_error(const char *text);
 

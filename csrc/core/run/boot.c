@@ -93,8 +93,13 @@ static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_
         sp_endpoint *ep = NULL;
         spccl_status st = list[i]->open(ec, &ep);
         if (st != SPCCL_OK) {
+            char reason[512];
+            bool no_descriptors = sp_error_is_descriptors();
+            snprintf(reason, sizeof reason, "%s", spccl_last_error()); /* close may set another */
             list[i]->close(ep);
-            if (n == 1)
+            sp_set_error(reason);
+            /* Without descriptors each rank may be left with another transport, and none in common. */
+            if (n == 1 || no_descriptors)
                 return st;
             sp_log(SP_LOG_WARN, c->rank, "transport %s is left out: %s", list[i]->name, spccl_last_error());
             snprintf(tried + strlen(tried), sizeof tried - strlen(tried), "%s%s: %.180s", i != 0 ? "; " : "",

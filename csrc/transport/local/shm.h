@@ -4,6 +4,7 @@
 #define SP_SHM_H
 
 #include "transport/common/forks.h"
+#include "transport/common/host.h"
 #include "transport/common/local_socket.h"
 #include "transport/local/ringlink.h"
 
@@ -39,7 +40,8 @@ struct sp_shm {
     sp_endpoint_config config;
     int wake_fd, epoll_fd;
     sp_local_listener listener;
-    struct sp_shm_peer *peers; /* [world_size] */
+    uint8_t host[SP_HOST_ID_BYTES]; /* this host, read once: both ends must find the same answer later */
+    struct sp_shm_peer *peers;      /* [world_size] */
     int64_t looked_ns;
     bool look_now;
     int abort_rank; /* -1: none */

@@ -31,7 +31,7 @@ spccl_status sp_shm_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
     memcpy(out, address_magic, 4);
     memcpy(out + 4, sp_shm_self(opaque)->listener.id, ID_BYTES);
-    SP_TRY(sp_host_identity(out + 4 + ID_BYTES));
+    memcpy(out + 4 + ID_BYTES, sp_shm_self(opaque)->host, SP_HOST_ID_BYTES);
     sp_store_le32(out + 4 + ID_BYTES + SP_HOST_ID_BYTES, (uint32_t)geteuid());
     *bytes = ADDRESS_BYTES;
     return SPCCL_OK;
@@ -40,15 +40,13 @@ spccl_status sp_shm_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 bool sp_shm_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
 {
     uint8_t mine[ADDRESS_BYTES];
-    char unknown[160];
     size_t at = 4 + ID_BYTES, n;
     const char *no = NULL;
     if (bytes != ADDRESS_BYTES || memcmp(address, address_magic, 4) != 0)
         no = "no shm address";
-    else if (sp_shm_address(opaque, mine, &n) != SPCCL_OK) {
-        snprintf(unknown, sizeof unknown, "this host's identity cannot be read: %.110s", spccl_last_error());
-        no = unknown;
-    } else if (memcmp(mine + at, address + at, SP_HOST_ID_BYTES) != 0)
+    else if (sp_shm_address(opaque, mine, &n) != SPCCL_OK)
+        no = "this endpoint has no address";
+    else if (memcmp(mine + at, address + at, SP_HOST_ID_BYTES) != 0)
         no = "other host, or another network namespace of this one";
     else if (memcmp(mine + at + SP_HOST_ID_BYTES, address + at + SP_HOST_ID_BYTES, 4) != 0)
         no = "same host, other user";
@@ -85,6 +83,7 @@ spccl_status sp_shm_listen(struct sp_shm *ep)
                           .ctx = ep,
                           .expects = expects,
                           .connected = connected};
+    SP_TRY(sp_host_identity(ep->host));
     return sp_local_listen(&ep->listener, &lc);
 }
 
