@@ -1,6 +1,6 @@
-/* boot.c - see boot.h. What a rank publishes under "spccl/<name>/<rank>":
+/* boot.c - see boot.h. A rank puts this into the store under "spccl/<name>/address/<rank>" (little-endian):
  *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, then for each
- *   u32 name bytes, name, u32 address bytes, address.   (little-endian) */
+ *   u32 name bytes, name, u32 address bytes, address */
 #include "core/run/boot.h"
 
 #include "core/base/bits.h"
@@ -15,7 +15,7 @@
 #include <sys/random.h>
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
-#define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros up to the head's end, text */
+#define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
 #define REFUSAL_CAP 600u
 #define WIRE_VERSION 1u
 #define BOOT_HEAD_BYTES 20u
@@ -38,7 +38,7 @@ static void make_key(char key[KEY_CAP], const sp_boot_config *c, const char *wha
         snprintf(key, KEY_CAP, "spccl/%s/%s", c->name, what);
 }
 
-/* Get a key; a time-out is reworded to name who is missing. */
+/* Get a key. The text of a time-out names the missing rank. */
 static spccl_status store_get(const spccl_store *store, const sp_boot_config *c, const char *what, int rank,
                               void *buf, size_t cap, size_t *bytes)
 {
@@ -52,8 +52,7 @@ static spccl_status store_get(const spccl_store *store, const sp_boot_config *c,
                        c->rank, c->name, *bytes, key, cap);
     if (st == SPCCL_ERR_TIMEOUT)
         return SP_FAIL(
-            st,
-            "rank %d: group \"%s\": rank %d of %d did not show up in time (waited for its %s in the store)",
+            st, "rank %d: group \"%s\": rank %d of %d did not join in time (waited for its %s in the store)",
             c->rank, c->name, rank < 0 ? 0 : rank, c->world_size, what);
     return st;
 }
@@ -81,8 +80,8 @@ static spccl_status agree_secret(const spccl_store *store, const sp_boot_config 
     return store->set(store->ctx, key, secret, SP_SECRET_BYTES);
 }
 
-/* Open every transport of the list; one that cannot be opened here is left out with a log line, unless none
- * is left. */
+/* Open every transport of the list. Those that cannot be opened are left out with a log line. It is an error
+ * if none is left. */
 static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_endpoint_config *ec)
 {
     const sp_transport *list[SP_TRANSPORTS_MAX];
@@ -154,7 +153,7 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     return store->set(store->ctx, key, blob, n);
 }
 
-/* Instead of addresses: why this rank cannot join, so that no peer waits for it until its deadline. */
+/* Publish, in place of addresses, why this rank cannot join. No peer then waits for it until the deadline. */
 static void publish_refusal(const spccl_store *store, const sp_boot_config *c, spccl_status st)
 {
     uint8_t blob[BOOT_HEAD_BYTES + REFUSAL_CAP] = {0};
@@ -165,12 +164,12 @@ static void publish_refusal(const spccl_store *store, const sp_boot_config *c, s
     memcpy(blob + BOOT_HEAD_BYTES, text, strlen(text));
     make_key(key, c, "address", c->rank);
     if (store->set(store->ctx, key, blob, sizeof blob) != SPCCL_OK)
-        sp_log(SP_LOG_INFO, c->rank, "group \"%s\": the peers could not be told: %s", c->name,
+        sp_log(SP_LOG_INFO, c->rank, "group \"%s\": the peers could not be informed: %s", c->name,
                spccl_last_error());
 }
 
-/* Find a transport in a peer's blob: its address and its place in the peer's order; false if the peer does
- * not offer it or the blob is cut short. */
+/* Find a transport in what a peer published: its address, and its position in the peer's order. False if the
+ * peer does not offer it, or if the bytes end too early. */
 static bool find_address(const uint8_t *blob, size_t bytes, const char *name, const uint8_t **address,
                          size_t *address_bytes, int *position)
 {
@@ -197,7 +196,7 @@ static bool find_address(const uint8_t *blob, size_t bytes, const char *name, co
     return false;
 }
 
-/* Ranks whose settings differ would wait for each other for ever: say it now. */
+/* Check what a peer published. Ranks with different settings would wait for each other for ever. */
 static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
 {
     if (bytes == BOOT_HEAD_BYTES + REFUSAL_CAP && sp_load_le32(blob) == BOOT_REFUSAL)
@@ -224,8 +223,8 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
     return SPCCL_OK;
 }
 
-/* The first transport, in the order of the lower of the two ranks, that both offer and that can reach: the
- * lower rank's order so that both ends agree even when their settings differ. */
+/* Choose the first transport that both ranks offer and that reaches the peer, in the order of the lower rank.
+ * Both ends then choose the same one even if their settings differ. */
 static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, const uint8_t *blob,
                          size_t bytes)
 {
@@ -267,7 +266,7 @@ static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, con
     return link->transport->add_peer(link->ep, peer, best, best_bytes);
 }
 
-/* Keep the endpoints that some pair uses. */
+/* Close the endpoints that no link uses. */
 static void drop_unused(sp_links *links)
 {
     int n = 0;

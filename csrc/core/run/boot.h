@@ -1,5 +1,5 @@
-/* boot.h - start-up: the ranks swap addresses through a store, pick a transport for each pair and connect.
- * Place in the map: running. The result, sp_links, is all that the executor knows of the network. */
+/* boot.h - start-up: the ranks exchange addresses through a store, choose a transport for each pair, and
+ * connect. The executor sees the network only through the result, sp_links. */
 #ifndef SP_BOOT_H
 #define SP_BOOT_H
 
@@ -10,7 +10,7 @@
 #define SP_TRANSPORTS_MAX 8
 #define SP_LINK_TEXT_CAP 160
 
-/* One peer: which endpoint reaches it. */
+/* How this rank reaches one peer. */
 typedef struct sp_link {
     const sp_transport *transport;
     sp_endpoint *ep;
@@ -19,40 +19,40 @@ typedef struct sp_link {
 
 typedef struct sp_links {
     int rank, world_size;
-    sp_link *peers; /* [world_size]; the own entry is empty */
-    int n_endpoints;
+    sp_link *peers;  /* [world_size]; this rank's entry is empty */
+    int n_endpoints; /* endpoints in use */
     const sp_transport *transports[SP_TRANSPORTS_MAX];
-    sp_endpoint *endpoints[SP_TRANSPORTS_MAX]; /* those in use */
-    size_t message_max;                        /* smallest over the endpoints */
-    uint8_t secret[SP_SECRET_BYTES];           /* for connections made later: GPU memory */
+    sp_endpoint *endpoints[SP_TRANSPORTS_MAX];
+    size_t message_max;              /* smallest over the endpoints */
+    uint8_t secret[SP_SECRET_BYTES]; /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
 } sp_links;
 
 typedef struct sp_boot_config {
     int rank, world_size;
-    const char *name;       /* group name: part of the keys */
-    const uint8_t *secret;  /* [SP_SECRET_BYTES] or NULL: rank 0 makes one and publishes it in the store */
-    const char *transports; /* comma list, in order */
+    const char *name;       /* of the group; part of the keys in the store */
+    const uint8_t *secret;  /* [SP_SECRET_BYTES]; NULL: rank 0 draws one and puts it into the store */
+    const char *transports; /* names with commas, preferred first */
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;
-    uint32_t slice_bytes; /* published, so that ranks with other settings are told at once */
+    uint32_t slice_bytes; /* published, so that ranks with another slice size fail at once */
     int64_t deadline_ns;
 } sp_boot_config;
 
-/* Swap, pick, connect; returns when every link is up. `links` is zeroed by the caller; on failure too it is
- * freed with sp_links_close.  Errors: SETTING, MISMATCH (ranks with other settings), TIMEOUT (names the ranks
- * that are missing), UNREACHABLE, AUTH, and the store's own. */
+/* Exchange addresses, choose transports, connect. Returns when every link is up. The caller zeroes `links`
+ * before, and calls sp_links_close after, on failure too. Errors: SETTING, MISMATCH (ranks have other
+ * settings), TIMEOUT (names the missing ranks), UNREACHABLE, AUTH, and those of the store. */
 spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_boot_config *config);
 void sp_links_close(sp_links *links);
 
-/* Each of these walks over the endpoints in use. */
+/* Each calls the function of that name (transport.h) of every endpoint in use. */
 spccl_status sp_links_progress(sp_links *links); /* ABORTED with the peer's text */
 spccl_status sp_links_arm(sp_links *links);
 void sp_links_disarm(sp_links *links);
 void sp_links_abort_peers(sp_links *links, const char *text);
 size_t sp_links_memory_bytes(sp_links *links);
 
-/* The queue calls of transport.h, by peer; a failure's text starts with the peer. */
+/* The queue functions of transport.h, for the endpoint that reaches `peer`. */
 static inline spccl_status sp_link_reserve(sp_links *l, int peer, int queue, size_t bytes, void **out)
 {
     return l->peers[peer].transport->reserve(l->peers[peer].ep, peer, queue, bytes, out);

@@ -1,4 +1,5 @@
-/* coll.c - the public collectives: check the arguments, choose, plan, hand to the engine. No other logic. */
+/* coll.c - the public collectives: check the arguments, choose schedule and slice size, plan, submit to the
+ * engine. */
 #include "core/run/coll_check.h"
 
 #include "core/base/dtype.h"

@@ -13,7 +13,8 @@ static spccl_status check_buffer(const sp_coll_args *a, const char *name, const 
     return SPCCL_OK;
 }
 
-/* Equal at `shift` bytes is in place; any other overlap would read what was already written. */
+/* In place is allowed: in_place_in == in_place_out, which are the same block of input and output. With any
+ * other overlap the collective would read what it has already written. */
 static spccl_status check_alias(const sp_coll_args *a, size_t in_bytes, size_t out_bytes,
                                 const void *in_place_in, const void *in_place_out)
 {
@@ -23,7 +24,7 @@ static spccl_status check_alias(const sp_coll_args *a, size_t in_bytes, size_t o
                    sp_coll_name(a->coll), a->in, in_bytes, a->out, out_bytes);
 }
 
-/* What all four check; total_bytes = bytes of n_elems * blocks. */
+/* Checks of all four collectives. Sets *total_bytes to the bytes of n_blocks blocks of n_elems elements. */
 static spccl_status check_common(const spccl_comm *comm, const sp_coll_args *a, size_t n_blocks,
                                  size_t *block_bytes, size_t *total_bytes)
 {

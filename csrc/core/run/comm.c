@@ -1,4 +1,4 @@
-/* comm.c - making, asking and ending a communicator: the public spccl_comm_* functions. See comm.h. */
+/* comm.c - the public spccl_comm_* functions: create, query, abort and destroy a communicator. See comm.h. */
 #include "core/run/comm.h"
 
 #include "core/base/abi.h"
@@ -15,8 +15,8 @@
 
 #define WORLD_SIZE_MAX 4096
 
-/* Settings: the environment wins over the config for what users force from outside, else the config, else the
- * default. */
+/* Read the settings. For each the environment variable counts first, then the config, then the default. The
+ * time-out is the exception: a config.timeout_ms above 0 counts before SPCCL_TIMEOUT_MS. */
 static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, sp_boot_config *boot)
 {
     const sp_transport *list[SP_TRANSPORTS_MAX];
@@ -42,7 +42,7 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     if ((n & (n - 1)) != 0)
         return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_QUEUE_BYTES=%lld: wanted a power of two", (long long)n);
     boot->queue_bytes = (size_t)n;
-    while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several worst-case messages */
+    while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several messages of the largest size */
         boot->queue_bytes *= 2;
     SP_TRY(sp_env_number(SP_ENV_TCP_SOCKETS, &n));
     boot->n_sockets = n != 0 ? (uint32_t)n : config->n_sockets;
@@ -58,7 +58,7 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
 static spccl_status check_store(const spccl_store *store, int rank, int world_size)
 {
     if (world_size > 1 && (store->set == NULL || store->get == NULL))
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: a store with set and get is needed for %d ranks", rank,
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: a group of %d ranks needs a store with set and get", rank,
                        world_size);
     return SPCCL_OK;
 }
@@ -81,7 +81,7 @@ spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *
     return SPCCL_OK;
 }
 
-/* One epoll set for the driver's sleep: every endpoint, and the kick. */
+/* Make the epoll set on which the driver sleeps: every endpoint, and wake_fd. */
 static spccl_status open_epoll(spccl_comm *comm)
 {
     struct epoll_event e = {.events = EPOLLIN};
@@ -169,8 +169,8 @@ spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call)
 {
     return SP_FAIL(
         SPCCL_ERR_STATE,
-        "%s: rank %d of group \"%s\": process %d is a child of fork of process %d, which made the group "
-        "and alone can use it: make a new group in the child, or start the child with spawn",
+        "%s: rank %d of group \"%s\": process %d is a child of fork of process %d, which made the group. "
+        "Only the parent can use it: make a new group in the child, or start the child with spawn",
         call, comm->rank, comm->name, (int)getpid(), (int)comm->pid);
 }
 
@@ -218,8 +218,7 @@ spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason)
 
 spccl_status spccl_comm_destroy(spccl_comm *comm)
 {
-    if (comm == NULL ||
-        sp_process_forked(comm->process_stamp)) /* the parent's: nothing here is the child's to end */
+    if (comm == NULL || sp_process_forked(comm->process_stamp)) /* only the parent may end its communicator */
         return SPCCL_OK;
     sp_gpu_part_here.detach(comm);
     sp_comm_stop(comm);

@@ -1,10 +1,9 @@
-/* comm.h - spccl_comm: one rank's membership of a group; its queue, its progress thread, its first error.
- * Place in the map: running. comm.c makes and breaks it, engine.c drives it, request.c is the caller's
- * handle.
+/* comm.h - spccl_comm: one rank's handle on its group. comm.c creates and destroys it, engine.c runs its
+ * collectives, request.c is the caller's handle on one collective.
  *
- * Who drives: at any time at most one thread runs the executor. A blocking call drives by itself when nobody
- * else does (no hand-over, lowest latency); collectives issued with a request are driven by the progress
- * thread, which is started by the first of them and sleeps while there is nothing to do. */
+ * At any time at most one thread, the driver, runs the executor. A blocking call is the driver itself if
+ * there is no other: it has the lowest latency, as no thread must wake up. Collectives with a request are run
+ * by the progress thread. The first of them starts it, and it sleeps while there is nothing to do. */
 #ifndef SP_COMM_H
 #define SP_COMM_H
 
@@ -33,9 +32,9 @@ struct spccl_request {
 struct spccl_comm {
     int rank, world_size;
     uint32_t process_stamp; /* process.h */
-    pid_t pid;              /* of the process that made it, for texts */
+    pid_t pid;              /* of the process that made the communicator, for texts */
     char name[96];
-    _Atomic int64_t timeout_ms; /* of collectives issued from now on; set by any thread */
+    _Atomic int64_t timeout_ms; /* of later collectives; any thread may set it */
     int64_t spin_ns;
     spccl_format format;
     bool schedule_forced;
@@ -44,61 +43,63 @@ struct spccl_comm {
     const sp_kernels *kernels;
     sp_links links;
     sp_trace trace;
-    sp_exec exec; /* belongs to whoever drives */
-    int epoll_fd, wake_fd;
+    sp_exec exec; /* only the driver uses it */
+    int epoll_fd; /* what the driver sleeps on: every endpoint, and wake_fd */
+    int wake_fd;  /* eventfd; a write wakes the driver */
 
     pthread_mutex_t mu; /* guards what follows */
-    pthread_cond_t cv;  /* work for the thread; the driver's role became free; the queue became empty */
+    pthread_cond_t cv;  /* signals a new collective, a finished one, and that there is no driver any more */
     sp_driver driver;
-    sp_op *queue_head, **queue_tail; /* issued, not yet in the executor */
-    int n_under_way;                 /* issued and not completed */
+    sp_op *queue_head, **queue_tail; /* submitted, not yet in the executor's window */
+    int n_under_way;                 /* submitted, not completed */
     uint32_t next_seq;
     bool stop, thread_started;
     pthread_t thread;
     spccl_status broken; /* SPCCL_OK, or the first error */
     char error[1024];
-    atomic_bool abort_asked; /* the driver shall break it, with asked_status and asked_text; set once */
+    atomic_bool abort_asked; /* set once: the driver must break the communicator, with the next two */
     spccl_status asked_status;
     char asked_text[1024];
-    uint32_t *gpu_abort; /* the abort flag of the GPU's kernels, set with the first error; NULL = no GPU */
+    uint32_t *gpu_abort;             /* abort flag of the kernels: the first error sets it; NULL = no GPU */
     struct sp_gpu_comm *_Atomic gpu; /* gpu_comm.h; NULL = no GPU attached */
-    atomic_bool sleeping;            /* the driver sleeps in epoll_wait: kick it */
+    atomic_bool sleeping;            /* the driver sleeps in epoll_wait and needs a wake-up */
 };
 
 /* comm.c */
 /* Errors: ARG (rank, world size, an option out of range). */
 spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *config);
-/* Sets the text of SPCCL_ERR_STATE and returns it: this process is a child of fork. */
+/* Return SPCCL_ERR_STATE with a text that says that this process is a child of fork. */
 spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call);
-/* STATE in a child of fork of the process that made the communicator. Every public call asks this first: the
- * child has the parent's descriptors and shared memory, but none of its threads, and locks may be held. */
+/* Errors: STATE (this process is a child of fork of the one that made the communicator). Every public call
+ * checks this first. A child has the parent's descriptors and shared memory, but none of its threads. Threads
+ * that the child does not have may hold locks. */
 static inline spccl_status sp_comm_check_process(const spccl_comm *comm, const char *call)
 {
     return sp_process_forked(comm->process_stamp) ? sp_comm_refuse_child(comm, call) : SPCCL_OK;
 }
 
 /* request.c */
-spccl_status sp_request_create(const sp_op *op,
-                               spccl_request **out); /* two references: caller and executor */
-void sp_request_complete(spccl_request *req, spccl_status status,
-                         const char *error); /* gives the executor's back */
+/* The request starts with two references: the caller's and the executor's. Errors: NOMEM. */
+spccl_status sp_request_create(const sp_op *op, spccl_request **out);
+/* Set the outcome, call the callback, and release the executor's reference. */
+void sp_request_complete(spccl_request *req, spccl_status status, const char *error);
 
 /* engine.c */
-/* Queue an op and, without a request handle wanted, see it through.  Takes over the op. */
+/* Queue an op, and take over its ownership. req NULL: wait until it is done. */
 spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **req);
-/* Break the communicator with an error seen outside the executor (abort, the GPU). Once: later ones are
- * ignored, and false. Threads: any. */
+/* Break the communicator with an error from outside the executor (an abort, the GPU). Only the first call has
+ * an effect; later ones return false. Threads: any. */
 bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text);
-/* SPCCL_OK, or the error that broke it, or that it was asked to break with, with its text. Threads: any. */
+/* SPCCL_OK, or the error that broke the communicator or is about to break it, with its text. Threads: any. */
 spccl_status sp_comm_broken(spccl_comm *comm);
 /* Wake the driver if it sleeps. */
 void sp_comm_wake(spccl_comm *comm);
-/* Wait until nothing is under way and nobody drives, then stop the thread. */
+/* Wait until no collective is under way and there is no driver, then stop the progress thread. */
 void sp_comm_stop(spccl_comm *comm);
-/* Look at the network once if nobody drives: an idle communicator learns of a peer's abort. */
+/* If there is no driver, look at the network once, so that an idle communicator notices a peer's abort. */
 void sp_comm_poll(spccl_comm *comm);
-/* The same, and PEER (with text) if a peer is gone, which is no fault as long as nobody needs it. Breaks
- * nothing for that. */
+/* The same. Errors: PEER (a peer is gone). This does not break the communicator: a peer may leave while no
+ * collective needs it. */
 spccl_status sp_comm_poll_peers(spccl_comm *comm);
 
 #endif

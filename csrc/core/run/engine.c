@@ -1,4 +1,5 @@
-/* engine.c - drives a communicator: queue, progress thread, spinning, sleeping, breaking. See comm.h. */
+/* engine.c - decides which thread runs the executor (the driver), when it sleeps, and breaks a communicator.
+ * See comm.h. */
 #include "core/run/comm.h"
 
 #include "core/base/log.h"
@@ -10,7 +11,7 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define SLEEP_MAX_MS 1000 /* a lost wake-up would cost this much, not a hang */
+#define SLEEP_MAX_MS 1000 /* a lost wake-up would delay a collective by this time, and not for ever */
 
 void sp_comm_wake(spccl_comm *comm)
 {
@@ -19,7 +20,7 @@ void sp_comm_wake(spccl_comm *comm)
         sp_log(SP_LOG_ERROR, comm->rank, "wake-up of the progress thread: errno %d", errno);
 }
 
-/* Give an op's outcome to its request and forget it. mu not held: callbacks run here. */
+/* Complete an op's request, and free the op. The caller does not hold mu, because the callback runs here. */
 static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const char *error)
 {
     spccl_request *req = op->owner;
@@ -27,18 +28,18 @@ static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const cha
     sp_request_complete(req, status, error);
     pthread_mutex_lock(&comm->mu);
     comm->n_under_way--;
-    pthread_cond_broadcast(&comm->cv); /* a blocking caller waits for its own, sp_comm_stop for all */
+    pthread_cond_broadcast(&comm->cv); /* blocking callers and sp_comm_stop wait */
     pthread_mutex_unlock(&comm->mu);
 }
 
-/* Every wait of this group's kernels ends. */
+/* End every wait of this group's kernels. */
 static void stop_gpu_locked(spccl_comm *comm)
 {
     if (comm->gpu_abort != NULL)
         __atomic_store_n(comm->gpu_abort, 1, __ATOMIC_RELEASE);
 }
 
-/* Record the first error; true if this is it. */
+/* Record an error if it is the first. Returns true if it is. */
 static bool record_error(spccl_comm *comm, spccl_status status, const char *text, int *n_under_way)
 {
     bool first;
@@ -54,7 +55,8 @@ static bool record_error(spccl_comm *comm, spccl_status status, const char *text
     return first;
 }
 
-/* The driver ends everything under way with the first error and tells the peers why. */
+/* Called by the driver: break the communicator, abort the peers with the same text, and complete every
+ * collective under way with the first error. */
 static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
 {
     sp_op *op;
@@ -86,7 +88,7 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
     }
 }
 
-/* Move issued ops into the executor's window. mu held. */
+/* Move submitted ops into the executor's window. The caller holds mu. */
 static void take_queue_locked(spccl_comm *comm)
 {
     while (comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW) {
@@ -97,19 +99,22 @@ static void take_queue_locked(spccl_comm *comm)
     }
 }
 
-/* Nothing to do right now: poll for a moment, then sleep until a peer, the caller or a deadline wakes us. */
+/* Called when no slice can be done: poll for spin_ns, then sleep until a peer, a caller or a deadline ends
+ * the sleep. */
 static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
 {
     struct epoll_event events[SP_TRANSPORTS_MAX + 1];
     int timeout_ms, n;
     SP_TRY(sp_links_progress(&comm->links));
     if (sp_now_ns() - idle_since_ns < comm->spin_ns) {
-        sched_yield(); /* with more ranks than cores the peer needs this core */
+        sched_yield(); /* the peer may need this core: there can be more ranks than cores */
         return SPCCL_OK;
     }
     SP_TRY(sp_exec_check_heads(&comm->exec));
     SP_TRY(sp_exec_check_deadlines(&comm->exec));
-    atomic_store(&comm->sleeping, true); /* before looking at the queue: see sp_comm_submit */
+    /* `sleeping` is set before the look at the queue, and sp_comm_submit fills the queue before it reads
+     * `sleeping`. So either this thread sees the new op, or the submitter sees `sleeping`. */
+    atomic_store(&comm->sleeping, true);
     pthread_mutex_lock(&comm->mu);
     n = comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW;
     pthread_mutex_unlock(&comm->mu);
@@ -124,7 +129,7 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
                     sp_log(SP_LOG_ERROR, comm->rank, "reading the wake-up: errno %d", errno);
             }
     } else {
-        /* There is work, or a transport waits for a peer's last word, and that peer needs a core. */
+        /* There is work; or a transport waits for a peer's abort, and that peer may need this core. */
         sched_yield();
     }
     atomic_store(&comm->sleeping, false);
@@ -136,7 +141,7 @@ static spccl_status abort_status(const spccl_comm *comm)
     return SP_FAIL(comm->asked_status, "%s", comm->asked_text);
 }
 
-/* Run with the driver's role until `until` is done (NULL: until there is nothing to do). */
+/* Run the executor, as the driver, until `until` is done. NULL: until no op is left. */
 static void drive(spccl_comm *comm, spccl_request *until)
 {
     int64_t idle_since_ns = sp_now_ns();
@@ -172,8 +177,8 @@ static void drive(spccl_comm *comm, spccl_request *until)
     }
 }
 
-/* Hand the driver's role back. An abort that was asked for while this thread drove, too late for drive() to
- * see it, is carried out first: sp_comm_break left it to the driver. */
+/* Stop being the driver. sp_comm_break leaves an abort to the driver. If drive() ended before it saw the
+ * abort, the abort happens here. */
 static void stop_driving(spccl_comm *comm)
 {
     char text[sizeof comm->error];
@@ -218,8 +223,8 @@ static spccl_status start_thread_locked(spccl_comm *comm)
     return SPCCL_OK;
 }
 
-/* Wait for a blocking call's request; drive whenever nobody does. Whoever drives now (the progress thread,
- * another caller, somebody who only polls) may stop before it is done. */
+/* Wait for the request of a blocking call, and be the driver while there is no other. The current driver (the
+ * progress thread, another caller, a caller that polls) may stop before the request is done. */
 static spccl_status see_through(spccl_comm *comm, spccl_request *req)
 {
     spccl_status st;
@@ -253,7 +258,7 @@ spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
     if (comm->broken != SPCCL_OK)
         st = SP_FAIL(comm->broken, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name,
                      sp_without_rank(comm->error, comm->rank));
-    else if (out != NULL || comm->driver != SP_DRIVER_NONE) /* else the caller drives */
+    else if (out != NULL || comm->driver != SP_DRIVER_NONE) /* else this thread becomes the driver */
         st = start_thread_locked(comm);
     if (st != SPCCL_OK) {
         pthread_mutex_unlock(&comm->mu);
@@ -290,7 +295,7 @@ bool sp_comm_break(spccl_comm *comm, spccl_status status, const char *text)
     pthread_mutex_lock(&comm->mu);
     first = !atomic_load(&comm->abort_asked);
     if (first) {
-        stop_gpu_locked(comm); /* at once: the driver may be busy for a while */
+        stop_gpu_locked(comm); /* now: the driver may be busy for a while */
         comm->asked_status = status;
         snprintf(comm->asked_text, sizeof comm->asked_text, "%s", text);
         atomic_store(&comm->abort_asked, true);
@@ -318,7 +323,7 @@ spccl_status sp_comm_broken(spccl_comm *comm)
     st = comm->broken;
     if (st != SPCCL_OK) {
         sp_set_error(comm->error);
-    } else if (atomic_load(&comm->abort_asked)) { /* the driver has not come to it yet */
+    } else if (atomic_load(&comm->abort_asked)) { /* the driver has not broken the communicator yet */
         st = comm->asked_status;
         sp_set_error(comm->asked_text);
     }
@@ -326,8 +331,9 @@ spccl_status sp_comm_broken(spccl_comm *comm)
     return st;
 }
 
-/* Take the driver's role for one look; false if somebody has it, who then looks too. */
-static bool drive_once(spccl_comm *comm)
+/* Become the driver for one look at the network. False if there is a driver, which looks by itself, or if the
+ * communicator is broken. */
+static bool start_driving(spccl_comm *comm)
 {
     bool mine = false;
     pthread_mutex_lock(&comm->mu);
@@ -352,7 +358,7 @@ static spccl_status look(spccl_comm *comm)
 
 void sp_comm_poll(spccl_comm *comm)
 {
-    if (!drive_once(comm))
+    if (!start_driving(comm))
         return;
     (void)look(comm);
     stop_driving(comm);
@@ -361,7 +367,7 @@ void sp_comm_poll(spccl_comm *comm)
 spccl_status sp_comm_poll_peers(spccl_comm *comm)
 {
     spccl_status found = SPCCL_OK;
-    if (!drive_once(comm))
+    if (!start_driving(comm))
         return SPCCL_OK;
     if (look(comm) == SPCCL_OK)
         for (int r = 0; r < comm->world_size && found == SPCCL_OK; r++)
@@ -380,7 +386,7 @@ void sp_comm_stop(spccl_comm *comm)
 {
     pthread_mutex_lock(&comm->mu);
     while (comm->n_under_way != 0 || comm->driver != SP_DRIVER_NONE)
-        pthread_cond_wait(&comm->cv, &comm->mu); /* bounded: every op has a deadline */
+        pthread_cond_wait(&comm->cv, &comm->mu); /* ends: every op has a deadline */
     comm->stop = true;
     pthread_cond_broadcast(&comm->cv);
     pthread_mutex_unlock(&comm->mu);

@@ -1,4 +1,4 @@
-/* exec.c - see exec.h. The three kinds of step that move data are in exec_steps.c. */
+/* exec.c - the window of collectives, and which slice runs next. exec_steps.c runs the slices. See exec.h. */
 #include "core/run/exec.h"
 
 #include "core/base/dtype.h"
@@ -7,9 +7,9 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-/* Outputs from this size on bypass the caches: they would push out what the next slice needs, and a plain
- * store reads the line first. Half of a usual share of L3 per core. */
-#define STREAM_BYTES ((size_t)4 << 20)
+/* Outputs of at least this size are written with non-temporal stores. Ordinary stores would evict what the
+ * next slice needs, and would read each cache line first. A core usually has twice this much L3. */
+#define NT_OUTPUT_BYTES_MIN ((size_t)4 << 20)
 
 spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, sp_trace *trace,
                           size_t slice_bytes)
@@ -43,11 +43,10 @@ void sp_exec_fini(sp_exec *x)
 
 size_t sp_exec_memory_bytes(const sp_exec *x)
 {
-    return 3 * x->slice_bytes_max +
-           x->slice_elems_max / 64 * 9; /* scratch, and the codec's masks and counts */
+    return 3 * x->slice_bytes_max + x->slice_elems_max / 64 * 9; /* and the codec's mask and counts */
 }
 
-/* How many messages this plan sends to and expects from each rank on each queue. */
+/* Count the messages that the plan sends to each rank, and expects from it, on each queue. */
 static void count_messages(sp_op *op)
 {
     for (int i = 0; i < op->plan->n_steps; i++) {
@@ -89,7 +88,7 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
     op->n_steps_left = plan->n_steps;
     op->non_temporal =
         args->n_elems * op->elem_bytes * (args->coll == SP_ALL_GATHER ? (size_t)world_size : 1) >=
-        STREAM_BYTES;
+        NT_OUTPUT_BYTES_MIN;
     count_messages(op);
     *out = op;
     return SPCCL_OK;
@@ -176,7 +175,7 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
     return SPCCL_OK;
 }
 
-/* Have the bytes of this op left? Those of later ops may still wait for their turn. */
+/* True if the bytes of this op have left. Bytes of later ops may still wait. */
 static bool is_flushed(const sp_exec *x, const sp_op *op)
 {
     for (int queue = 0; queue < SP_N_QUEUES; queue++)
@@ -213,8 +212,8 @@ int64_t sp_exec_deadline(const sp_exec *x)
     return nearest;
 }
 
-/* The unfinished step to blame: one that waits for contributions, if there is any, since those wait for
- * nothing but their sender; results and room may be late because of a third rank. */
+/* The unfinished step that a time-out names. A step that waits for contributions comes first: only their
+ * sender can be late. Results and space may be late because of a third rank. -1: all steps are done. */
 static int step_to_blame(const sp_op *op)
 {
     int found = -1;
@@ -236,7 +235,7 @@ static spccl_status overdue(sp_exec *x, int op_idx)
     char what[160], wait[400];
     int step = step_to_blame(op);
     sp_op_describe(op, what, sizeof what);
-    snprintf(wait, sizeof wait, "waiting to hand the last bytes to the network");
+    snprintf(wait, sizeof wait, "waiting for the network to take the last bytes");
     if (step >= 0)
         sp_step_describe_wait(x, op_idx, step, wait, sizeof wait);
     return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: %s timed out after %" PRId64 " ms: %s", x->links->rank, what,

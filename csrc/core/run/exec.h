@@ -1,6 +1,6 @@
-/* exec.h - runs plans: a queue of collectives, each a state machine over its steps and slices. Never blocks.
- * Place in the map: running; between sched (what), codec (bytes) and boot's links (how). One thread at a
- * time. */
+/* exec.h - the executor. It runs the plans of up to eight collectives in turn. Each collective is a state
+ * machine over its steps and slices. No function blocks, and only one thread at a time may call them.
+ * The plan (sched.h) says what to do, the codec makes and reads frames, sp_links (boot.h) moves messages. */
 #ifndef SP_EXEC_H
 #define SP_EXEC_H
 
@@ -11,12 +11,12 @@
 
 #include <stdatomic.h>
 
-/* Collectives worked on at a time; later ones wait in the communicator's queue. More than one, so that
- * a collective that waits for a slow peer does not hold up the sends of the next. */
+/* Collectives that the executor works on. Later ones wait in the communicator. With more than one, a
+ * collective that waits for a slow peer does not delay the sends of the next. */
 #define SP_EXEC_WINDOW 8
 
-/* Calls that are remembered after they ended, so that a message that comes too late, of a peer that called
- * something else, is told from this rank's call of the same number and not from its latest. */
+/* The executor remembers this many calls after they ended. If a message arrives late from a peer that called
+ * something else, the error text then names this rank's call of the same number. */
 #define SP_EXEC_PAST 16
 
 /* One collective, as the caller issued it. */
@@ -34,7 +34,7 @@ typedef struct sp_coll_args {
     int64_t timeout_ms;
 } sp_coll_args;
 
-/* What all ranks must agree on, of one collective: what an envelope says and error texts name. */
+/* What all ranks must give alike for one collective. Envelopes carry it, and error texts name it. */
 typedef struct sp_call {
     uint32_t seq;
     sp_coll coll;
@@ -46,20 +46,20 @@ typedef struct sp_call {
 
 typedef struct sp_op sp_op;
 struct sp_op {
-    sp_op *next; /* the owner's queue */
-    void *owner; /* the request */
+    sp_op *next; /* in the communicator's queue */
+    void *owner; /* spccl_request of the call */
     sp_coll_args a;
     uint32_t seq;
     int64_t deadline_ns;
     size_t elem_bytes;
-    bool non_temporal; /* output larger than the caches: bypass them */
+    bool non_temporal; /* the output is larger than the caches: use non-temporal stores */
     bool is_started;
     sp_plan *plan;
     uint32_t *next_slice; /* [n_steps] */
-    uint32_t *dense_run;  /* [n_steps] slices in a row that went out dense */
+    uint32_t *dense_run;  /* [n_steps] how many slices in a row were sent dense */
     uint32_t *left[2];    /* [SP_N_QUEUES * world_size] messages still to send (0) and to receive (1) */
-    uint64_t *
-        sent_end; /* [SP_N_QUEUES * world_size] messages on each queue up to this op's last; 0: it sends none */
+    /* [SP_N_QUEUES * world_size] sp_exec.n_sent after this op's last message; 0: this op sent none */
+    uint64_t *sent_end;
     int n_steps_left;
 };
 
@@ -75,40 +75,42 @@ typedef struct sp_exec {
     sp_trace *trace; /* borrowed */
     size_t slice_elems_max, slice_bytes_max;
     uint8_t *acc, *result; /* scratch of one slice: accumulator, and values of the dtype */
-    sp_frame *frames;      /* [world_size] contributions to the slice at hand, by rank */
-    uint64_t *n_sent;      /* [SP_N_QUEUES * world_size] messages committed on each queue, ever */
+    sp_frame *frames;      /* [world_size] contributions to the current slice, by rank */
+    uint64_t *n_sent;      /* [SP_N_QUEUES * world_size] messages ever committed on each queue */
     sp_op *window[SP_EXEC_WINDOW];
     int n_ops;
-    sp_call past[SP_EXEC_PAST]; /* a ring of ended calls; n_past were put in */
-    uint32_t n_past;
+    sp_call past[SP_EXEC_PAST]; /* the last ended calls: call number i is at i % SP_EXEC_PAST */
+    uint32_t n_past;            /* calls ended, ever */
     sp_exec_stats stats;
 } sp_exec;
 
-/* Scratch for slices of up to slice_bytes dense bytes. */
+/* Allocate scratch for slices of up to slice_bytes (dense). On failure too, the caller calls sp_exec_fini.
+ * Errors: NOMEM. */
 spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, sp_trace *trace,
                           size_t slice_bytes);
 void sp_exec_fini(sp_exec *x);
 size_t sp_exec_memory_bytes(const sp_exec *x);
 
-/* Plan one collective. The op borrows the buffers; freed with sp_op_destroy. */
+/* Plan one collective. The op borrows the buffers of `args`. Free it with sp_op_destroy. */
 spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp_op **out);
 void sp_op_destroy(sp_op *op);
-/* One line: "all_reduce #12 (1048576 float32, sum)". */
+/* "all_reduce #12 (1048576 float32, sum)" */
 void sp_op_describe(const sp_op *op, char *text, size_t cap);
 
-/* Take an op into the window (there must be room: n_ops < SP_EXEC_WINDOW). Its deadline starts now if it has
- * none. */
+/* Put an op into the window. The caller has checked that n_ops < SP_EXEC_WINDOW. */
 void sp_exec_add(sp_exec *x, sp_op *op);
-/* Do what can be done without waiting: at most one slice of each step of each op. *progressed tells whether
- * anything was. On failure the whole communicator is broken: PEER, FORMAT, FRAME, MISMATCH; the text names
- * op, peer, part and slice. */
+/* Try one slice of each step of each op. *progressed = true if any slice was done.
+ * Errors: PEER, FORMAT, FRAME, MISMATCH. They break the whole communicator. The text names op, peer, part and
+ * slice. */
 spccl_status sp_exec_pass(sp_exec *x, bool *progressed);
-/* Before sleeping: MISMATCH if a peer sent a message of a collective that this rank called otherwise. */
+/* Call before sleeping. Errors: MISMATCH (the oldest message of some queue belongs to a collective that this
+ * rank called otherwise). */
 spccl_status sp_exec_check_heads(sp_exec *x);
-/* *out = the oldest op if it is finished (removed from the window), else NULL. Ops finish in the order of
- * issue. MISMATCH if a peer sent more for it, or for an older one, than this rank's call takes. */
+/* If the oldest op is finished, remove it from the window: *out = that op, else NULL. Ops finish in the order
+ * of the calls. Errors: MISMATCH (a peer sent more messages for this op, or for an older one, than the call
+ * of this rank takes). */
 spccl_status sp_exec_retire(sp_exec *x, sp_op **out);
-/* TIMEOUT, with what the oldest overdue op waits for, if a deadline has passed. */
+/* Errors: TIMEOUT (a deadline has passed; the text says what the oldest overdue op waits for). */
 spccl_status sp_exec_check_deadlines(sp_exec *x);
 /* The nearest deadline of the window. */
 int64_t sp_exec_deadline(const sp_exec *x);

@@ -1,16 +1,16 @@
-/* exec_reduce.c - one slice of a REDUCE step: everyone's contributions in rank order, then the result to the
- * output and, in an all-reduce, to everyone. Two ways, the same bits: through an accumulator, or, for sparse
- * sums in place, in the output itself. */
+/* exec_reduce.c - one slice of a REDUCE step: combines the contributions in rank order, and writes the result
+ * to the output. In an all-reduce it also sends the result to all ranks. There are two ways, which give the
+ * same bits: through an accumulator, or in the output itself (sparse sums in place). */
 #include "core/run/exec_steps.h"
 
 #include "core/base/dtype.h"
 #include "core/base/float_bits.h"
 
-/* In place pays while the contributions touch few cache lines of the slice: at most one element in this many.
- */
+/* Reducing in place is faster while the contributions touch few cache lines of the slice. It is done if at
+ * most one element in this many is listed. */
 #define IN_PLACE_SPARSITY 4
 
-/* Add one rank's contribution to the accumulator: a frame, or this rank's own values (frame NULL). */
+/* Combine one rank's contribution with the accumulator. frame NULL: this rank's own values. */
 static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *frame, bool *first)
 {
     const sp_coll_args *a = &s->op->a;
@@ -18,7 +18,7 @@ static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *fr
     bool adds = a->redop == SPCCL_SUM || a->redop == SPCCL_AVG;
     const void *values = s->src;
     if (frame != NULL && adds && frame->format != SPCCL_FORMAT_DENSE) {
-        if (*first) /* sums start at +0.0, so leaving out a zero never changes a bit */
+        if (*first) /* the sum starts at +0.0: adding an absent zero would not change a bit */
             x->kernels->zero(x->acc, s->n * sp_dtype_bytes(acc_dtype), false);
         *first = false;
         return sp_codec_apply(x->kernels, frame, SPCCL_ADD, x->acc, acc_dtype, false);
@@ -46,12 +46,11 @@ static void finish(sp_exec *x, const sp_slice *s, void *dst, bool non_temporal)
                                          .non_temporal = non_temporal});
 }
 
-/* Through the accumulator: any op, dtype and density. */
+/* Reduce through the accumulator. Works for any op, dtype and density. */
 static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
-    /* In place the lines are in the cache already, as this rank's contribution: bypassing it would cost more.
-     */
+    /* In place, the lines of the output are in the cache as this rank's input: ordinary stores are faster. */
     bool first = true, non_temporal = s->op->non_temporal && s->dst != s->src;
     bool same_dtype = sp_acc_dtype(a->dtype) == a->dtype;
     sp_encoded e = {0};
@@ -69,9 +68,10 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
     return sp_slice_commit(x, s, &e);
 }
 
-/* May the contributions be added to this rank's own values where these lie? In place, few elements, and the
- * order of additions is kept: rank 0 adds the others behind its own, rank 1 has one term in front of its own,
- * and two terms commute unless both are NaNs, of which the sum keeps the left one's payload. */
+/* True if the contributions may be added directly to this rank's values in the output. The call must be in
+ * place with few listed elements, and the sum must have the bits of a sum in rank order. On rank 0 the others
+ * are added after its own values. On rank 1 one term comes before its own. Two terms may be exchanged unless
+ * both are NaNs: then the sum keeps the payload of the left one. */
 static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
@@ -91,7 +91,7 @@ static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
             !sp_floats_any_nan(x->frames[0].values, x->frames[0].nnz, s->op->elem_bytes));
 }
 
-/* In the output itself: what is not listed is neither read nor written but for the scan. */
+/* Reduce in the output itself. Absent elements are not written, and only the scan reads them. */
 static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
@@ -100,8 +100,8 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
         if (r != x->links->rank)
             SP_TRY(sp_codec_apply(x->kernels, &x->frames[r], SPCCL_ADD, s->dst, a->dtype, false));
     SP_TRY(sp_slice_encode(x, s, s->dst, &e));
-    /* A sum starts at +0.0; here it started at this rank's own value. Where nothing was added, or only -0.0,
-     * that still shows: add the 0 now. */
+    /* A sum starts at +0.0; here it started at this rank's value. The bits can differ where nothing or only
+     * -0.0 was added. In that case add the +0.0 now. */
     if (sp_floats_any_changed_by_zero(e.message + SP_ENVELOPE_BYTES + e.layout.values_off, e.nnz,
                                       s->op->elem_bytes)) {
         sp_floats_add_zero(s->dst, s->n, s->op->elem_bytes);
@@ -114,10 +114,10 @@ spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
 {
     const uint8_t *msg = NULL;
     size_t bytes = 0;
-    for (int i = 0; i < s->step->n_from; i++) /* all there? */
+    for (int i = 0; i < s->step->n_from; i++) /* has every rank sent? */
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
     SP_TRY(sp_slice_space(x, s, sp_slice_bound(s)));
-    for (int i = 0; i < s->step->n_from; i++) { /* all good? before anything is written */
+    for (int i = 0; i < s->step->n_from; i++) { /* check all before anything is written */
         int peer = sp_slice_rank(s, s->step->from + i);
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
         SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &x->frames[peer]));

@@ -1,5 +1,5 @@
-/* exec_steps.c - see exec_steps.h. Sends are encoded in the queue's own memory and received frames are
- * applied from there: a payload is written once and read once. */
+/* exec_steps.c - see exec_steps.h. A slice is encoded in the memory of the queue, and a received frame is
+ * decoded from there: each payload is written once and read once. */
 #include "core/run/exec_steps.h"
 
 #include "core/base/dtype.h"
@@ -42,7 +42,7 @@ static bool same_call(const sp_call *a, const sp_call *b)
            (uint16_t)a->root == (uint16_t)b->root && a->n_elems == b->n_elems;
 }
 
-/* This rank's call number `seq`, if it is under way or remembered. */
+/* Find this rank's call number `seq`. False if it is neither under way nor remembered. */
 static bool own_call(const sp_exec *x, uint32_t seq, sp_call *out)
 {
     for (int i = 0; i < x->n_ops; i++)
@@ -66,9 +66,9 @@ static spccl_status surplus(const sp_exec *x, sp_coll coll, uint32_t seq, int pe
                    x->links->rank, peer, sp_coll_name(coll), seq);
 }
 
-/* Does the message belong to this very collective? If not, the ranks called different things: the text names
- * both calls of the message's number where they differ, for a rank that got through its own (the root of a
- * broadcast waits for nobody) finds the peer's message only when it is in the next. */
+/* Check that the message belongs to this collective. If it does not, the ranks called different collectives.
+ * This rank may have finished its call of the message's number: the root of a broadcast waits for nobody. If
+ * that call differs from the message, the text names that call in place of the current one. */
 static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer, const uint8_t *e)
 {
     sp_call ours = sp_op_call(op), theirs = envelope_call(e), then;
@@ -85,8 +85,7 @@ static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer,
     sp_call_describe(&theirs, there, sizeof there);
     return SP_FAIL(SPCCL_ERR_MISMATCH,
                    "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the same "
-                   "collectives in the "
-                   "same order with the same sizes and dtypes",
+                   "collectives in the same order with the same sizes and dtypes",
                    x->links->rank, here, peer, there);
 }
 
@@ -98,7 +97,7 @@ static spccl_status check_magic(const sp_exec *x, int peer, const uint8_t *e, si
                    x->links->rank, peer, bytes);
 }
 
-/* Is this the message that the slice wants from `peer`? */
+/* Check that this is the message that the slice wants from `peer`. */
 static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *e,
                                    size_t bytes)
 {
@@ -112,13 +111,13 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
     sp_op_describe(s->op, here, sizeof here);
     return SP_FAIL(SPCCL_ERR_MISMATCH,
                    "rank %d: %s: rank %d sent slice %u of part %u (%u elements a slice), wanted slice %u of "
-                   "part %d (%zu): "
-                   "are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all ranks?",
+                   "part %d (%zu): are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all "
+                   "ranks?",
                    x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
                    sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
 }
 
-/* The message at the head of a queue, if there is one. */
+/* The oldest message of a queue. False if there is none. */
 static bool head_of(const sp_exec *x, int peer, int queue, const uint8_t **e, size_t *bytes)
 {
     const void *p = NULL;
@@ -128,8 +127,8 @@ static bool head_of(const sp_exec *x, int peer, int queue, const uint8_t **e, si
     return true;
 }
 
-/* A message on a queue that nobody looks at, because the peer called something else, would be waited for in
- * vain. */
+/* Check the oldest message of one queue. If the peer called something else, it may have sent on a queue from
+ * which no step of this rank reads. Without this check, this rank would wait until its time-out. */
 static spccl_status check_head(const sp_exec *x, int peer, int queue)
 {
     const uint8_t *e;
@@ -140,7 +139,7 @@ static spccl_status check_head(const sp_exec *x, int peer, int queue)
     for (int i = 0; i < x->n_ops; i++)
         if (sp_load_le32(e) <= x->window[i]->seq)
             return same_collective(x, x->window[i], peer, e);
-    return SPCCL_OK; /* the peer is ahead */
+    return SPCCL_OK; /* the peer is ahead: the message is for a later call */
 }
 
 spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
@@ -168,7 +167,7 @@ spccl_status sp_exec_check_heads(sp_exec *x)
     return SPCCL_OK;
 }
 
-/* A failure seen by a transport or a decoder, with the collective and the place put in front of its text. */
+/* Put the collective, part and slice in front of the text of a failed transport or decoder call. */
 static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, spccl_status st)
 {
     char what[160], cause[600], name[24];
@@ -177,7 +176,7 @@ static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, sp
     sp_op_describe(s->op, what, sizeof what);
     snprintf(cause, sizeof cause, "%s", sp_without_rank(spccl_last_error(), x->links->rank));
     snprintf(name, sizeof name, "rank %d ", peer);
-    if (strncmp(cause, name, strlen(name)) == 0) /* it names the peer itself */
+    if (strncmp(cause, name, strlen(name)) == 0) /* the text names the peer already */
         return SP_FAIL(st, "rank %d: %s, part %d, slice %u: %s", x->links->rank, what, s->step->part, s->k,
                        cause);
     return SP_FAIL(st, "rank %d: %s, part %d, slice %u: rank %d: %s", x->links->rank, what, s->step->part,
@@ -265,7 +264,7 @@ spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes
     return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->queue_in));
 }
 
-/* A sent message, for the counters and for whose turn the queue is. */
+/* Send the reserved message, and count it. The counts also say when the next op may use the queue. */
 static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t bytes, spccl_format format)
 {
     int slot = s->step->queue_out * x->links->world_size + peer;
@@ -277,7 +276,7 @@ static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t by
     return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->queue_out));
 }
 
-/* What a byte costs on the slowest link that the slice takes. */
+/* Time per byte on the slowest of the links to the receivers. */
 static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
 {
     double most = 0;
@@ -288,7 +287,7 @@ static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
     return most;
 }
 
-/* The format of this slice; leaves the scan in the codec unless the answer is DENSE. */
+/* Choose the format of this slice. Unless it is DENSE, the codec then holds the scan of `data`. */
 static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *data, spccl_format *format,
                                   size_t *nnz)
 {
@@ -310,7 +309,7 @@ static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *dat
     else if (stats.nnz == 0)
         *format = SPCCL_FORMAT_EMPTY;
     else if (!sp_codec_allows(&stats, a->format, false))
-        *format = SPCCL_FORMAT_DENSE; /* a full block cannot be a tile: documented in FORMAT.md 3.2 */
+        *format = SPCCL_FORMAT_DENSE; /* tile cannot hold a full block: FORMAT.md 3.2 */
     *dense_run = *format == SPCCL_FORMAT_DENSE ? *dense_run + 1 : 0;
     return SPCCL_OK;
 }
@@ -363,7 +362,7 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
     SP_TRY(sp_slice_message(x, s, 0, &msg, &bytes));
     SP_TRY(sp_slice_space(x, s, bytes));
     SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &frame));
-    for (int i = 0; i < s->step->n_to; i++) { /* relay: the same frame, this step's queue */
+    for (int i = 0; i < s->step->n_to; i++) { /* relay the message; byte 7 of the envelope is the queue */
         int to = sp_slice_rank(s, s->step->to + i);
         void *space = NULL;
         SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->queue_out, bytes, &space)));

@@ -1,22 +1,23 @@
-/* gpu_part.h - what a communicator asks of its GPU. core/gpu implements it (gpu_comm.c), because core/run
- * must not include core/gpu. */
+/* gpu_part.h - the functions of core/gpu that core/run calls. They are in a table, because core/run must not
+ * include core/gpu. gpu_comm.c fills the table. */
 #ifndef SP_GPU_PART_H
 #define SP_GPU_PART_H
 
 #include "spccl.h"
 
 typedef struct sp_gpu_part {
-    /* Take note of errors that kernels reported and of peers that are gone; they break the communicator.
+    /* Look for errors that kernels reported and for peers that are gone. Both break the communicator.
      * Does nothing without a GPU. Threads: any. */
     void (*look)(spccl_comm *comm);
-    /* End the GPU part: wait for its work, agree with the peers, free. Does nothing without a GPU. */
+    /* Detach the GPU: wait for its kernels, then for the peers, then free its memory. Does nothing without a
+     * GPU. */
     void (*detach)(spccl_comm *comm);
     /* The entry of spccl_info that describes CUDA in this build and the GPUs here. Its texts are valid until
      * this thread's next call. */
     void (*describe)(spccl_info_entry *out);
 } sp_gpu_part;
 
-/* Also there in a build without CUDA. */
+/* Builds without CUDA have it too. */
 extern const sp_gpu_part sp_gpu_part_here;
 
 #endif

@@ -1,4 +1,5 @@
-/* info.c - spccl_info, spccl_version: what is in this build and why, and every setting. */
+/* info.c - spccl_info and spccl_version: the kernels, transports and parts of this build, and every
+ * setting. */
 #include "core/base/abi.h"
 #include "core/base/env.h"
 #include "core/contract/transport.h"
@@ -10,7 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Parts that this version does not have: said, rather than left to be guessed. */
+/* Parts that this version does not have, and that users look for. */
 static const spccl_info_entry absent_parts[] = {
     {.kind = "part",
      .name = "ib",
@@ -23,8 +24,8 @@ static const struct {
     const char *name, *why;
 } transport_why[] = {
     {"inproc", "ranks that are threads of one process"},
-    {"shm", "processes of one host: shared memory without names, so nothing can be left behind"},
-    {"tcp", "everything else; SPCCL_TCP_ADDR picks the interface"},
+    {"shm", "processes of one host: shared memory without a name, so that none is left behind"},
+    {"tcp", "any other pair of ranks; SPCCL_TCP_ADDR chooses the interface"},
 };
 
 static bool kernel_entry(size_t i, spccl_info_entry *out)
@@ -52,7 +53,7 @@ static bool transport_entry(size_t i, spccl_info_entry *out)
     return true;
 }
 
-/* Entry `i`, in the order kernels, transports, parts, settings. False: past the last. */
+/* Entry `i`, in the order kernels, transports, parts, settings. False if i is past the last. */
 static bool find_entry(size_t i, spccl_info_entry *out)
 {
     size_t n_kernels = 0, n_transports = 0, n_absent = sizeof absent_parts / sizeof absent_parts[0];

@@ -1,4 +1,4 @@
-/* request.c - the caller's handle on a collective under way. It outlives the communicator. */
+/* request.c - the caller's handle on one collective. It may outlive the communicator. */
 #include "core/run/comm.h"
 
 #include <inttypes.h>
@@ -24,10 +24,10 @@ spccl_status sp_request_create(const sp_op *op, spccl_request **out)
 }
 
 static const char child_text[] =
-    "this process is a child of fork of the one that started the collective, which alone can ask for it";
+    "this process is a child of fork of the one that started the collective; only the parent can use it";
 
-/* STATE in a child of fork: what would finish the request is a thread of the parent, and its lock may be
- * held. */
+/* Errors: STATE in a child of fork. A thread of the parent completes the request, and in the child the
+ * request's lock may be held for ever. */
 static spccl_status check_process(const spccl_request *req, const char *call)
 {
     return sp_process_forked(req->process_stamp)
@@ -65,7 +65,8 @@ void sp_request_complete(spccl_request *req, spccl_status status, const char *er
     request_unref(req);
 }
 
-/* With mu held: the outcome, with its text for this thread. */
+/* Return the status of a finished request, and set its text as this thread's last error. The caller holds mu.
+ */
 static spccl_status outcome_locked(const spccl_request *req)
 {
     if (req->status != SPCCL_OK)
@@ -108,8 +109,8 @@ spccl_status spccl_request_wait(spccl_request *req, int64_t timeout_ms)
         st = outcome_locked(req);
     else
         st = SP_FAIL(SPCCL_ERR_TIMEOUT,
-                     "%s not done after waiting %" PRId64 " ms (it goes on; its own deadline is %" PRId64
-                     " ms)",
+                     "%s is not done after a wait of %" PRId64
+                     " ms (the collective goes on; its own time-out is %" PRId64 " ms)",
                      req->what, timeout_ms, req->timeout_ms);
     pthread_mutex_unlock(&req->mu);
     return st;

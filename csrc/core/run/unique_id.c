@@ -1,4 +1,4 @@
-/* unique_id.c - groups without a store: the id names our own rendezvous (rendezvous.h). */
+/* unique_id.c - groups of callers that have no store: the unique id names our rendezvous (rendezvous.h). */
 #include "core/base/abi.h"
 #include "core/base/env.h"
 #include "core/base/mem.h"
@@ -28,7 +28,7 @@ spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world
     if (id == NULL || out == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_init_rank: %s is NULL", id == NULL ? "id" : "out");
     SP_TRY(sp_options_copy("spccl_config", config, &c, sizeof c));
-    SP_TRY(sp_comm_check_config(rank, world_size, &c)); /* before anything is connected */
+    SP_TRY(sp_comm_check_config(rank, world_size, &c)); /* before this rank connects */
     SP_TRY(sp_env_check());
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &timeout_ms));
     SP_TRY_TO(done, st,
