@@ -436,6 +436,51 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
                                          spccl_verb verb, void *dst, size_t n_elems, spccl_dtype dtype,
                                          uint32_t slice_elems, uint32_t *status, void *stream);
 
+/* ---- pruning: what of a gradient is sent now, and what is kept for later ------------------------- */
+
+/* With gradient g, residual r, velocity u and threshold t, one call computes for each element
+ *     u = momentum u + g;   v = leak r + u;   s = v unless |v| < t, else 0;   r = v - s;   u = 0 where sent
+ * and writes s over g. s is v rounded to the dtype and clamped to its finite range. If g or v is not finite,
+ * g is sent as it is, and r and u stay. t is a quantile of a sample of |v|. More: docs/KERNELS.md.
+ * All memory is the caller's, and lies where the gradient lies: on the host, or on one GPU. */
+typedef struct spccl_prune_state { /* of one segment; zeros before the first call */
+    double threshold, loss_scale;  /* of the last call */
+    uint64_t step, n_sent;         /* calls so far; elements that the last one sent */
+    uint64_t n_sent_all, n_nonfinite_all;
+} spccl_prune_state;
+typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
+    size_t begin, n_elems;           /* elements [begin, begin + n_elems); segments do not overlap */
+    void *residual;                  /* [n_elems] float32, of float64 float64; NULL: the rest is lost */
+    void *velocity;                  /* as residual; NULL: u = g */
+    spccl_prune_state *state;        /* of this segment alone */
+    uint32_t key, whole; /* any number of the parameter: moves its samples; 1: send all, and keep u */
+} spccl_prune_segment;
+typedef struct spccl_prune_options {
+    size_t struct_bytes;
+    double density, sample;             /* (0, 1]: share to send; to sample, at least 32 / density elements */
+    double momentum, leak, scale;       /* [0, 1); (0, 1]; factor on what is sent, not on what is kept */
+    uint32_t dense_steps, warmup_steps; /* first calls, which send all; then, while the density falls */
+    uint32_t seed, keep_thresholds;     /* of the samples; 1: take the states' thresholds, without samples */
+    const float *factor, *loss_scale;   /* [1] or NULL: factor on g (clipping); GradScaler's scale, now */
+} spccl_prune_options;
+#define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
+    {                                                                                                        \
+        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, NULL, NULL                            \
+    }
+typedef struct spccl_prune_plan spccl_prune_plan;
+/* Check and copy the segments of a gradient [n_elems] of floats, on `device`: a CUDA ordinal, or -1 = the host. A
+ * plan runs one call at a time. Destroy it after the GPU work that uses it.
+ * Errors: ARG, DTYPE, UNSUPPORTED (no CUDA in this build), NOMEM, DEVICE. */
+SPCCL_API spccl_status spccl_prune_plan_create(const spccl_prune_segment *segments, size_t n_segments,
+                                               size_t n_elems, spccl_dtype dtype, int device,
+                                               spccl_prune_plan **out);
+SPCCL_API void spccl_prune_plan_destroy(spccl_prune_plan *plan); /* accepts NULL */
+/* Prune `grad` in place, on the host. Of a segment at most 5 times the wanted number is sent. Errors: ARG. */
+SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options);
+/* The same on a GPU, without that bound: two launches on `stream`, also in a capture. Errors: ARG, DEVICE. */
+SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
+                                        const spccl_prune_options *options, void *stream);
+
 /* ---- this build ---------------------------------------------------------------------------------- */
 
 /* Fill the i-th entry of a list: what is in this build, what is not and why, and every SPCCL_* setting.

@@ -26,6 +26,7 @@ ENDS_WITH(spccl_stats, buffer_bytes);
 ENDS_WITH(spccl_cuda_config, reserved);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
+ENDS_WITH(spccl_prune_options, loss_scale);
 
 /* The sizes of version 0.1: what a program compiled with it passes. They never change; a field that is added
  * gets a line of its own here with the new size. */
@@ -37,6 +38,10 @@ _Static_assert(sizeof(spccl_stats) == 176, "0.1");
 _Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
+_Static_assert(sizeof(spccl_prune_options) == 80, "0.1");
+/* Without struct_bytes: they lie in GPU memory or come as an array, and never change. */
+_Static_assert(sizeof(spccl_prune_state) == 48, "0.1");
+_Static_assert(sizeof(spccl_prune_segment) == 48, "0.1");
 
 #define NEWER(type)                                                                                          \
     struct {                                                                                                 \
@@ -206,6 +211,32 @@ static void test_gpu(void)
     CHECK_OK(ctx[0].created);
 }
 
+static void test_prune_options(void)
+{
+    struct {
+        size_t struct_bytes;
+        double density;
+    } older = {sizeof older, 1};
+    NEWER(spccl_prune_options) newer = {SPCCL_PRUNE_OPTIONS_INIT, 0};
+    static float grad[4096], residual[4096];
+    static spccl_prune_state state;
+    spccl_prune_segment s = {.n_elems = 4096, .residual = residual, .state = &state};
+    spccl_prune_plan *plan = NULL;
+    for (size_t i = 0; i < 4096; i++)
+        grad[i] = (float)i;
+    CHECK_OK(spccl_prune_plan_create(&s, 1, 4096, SPCCL_FLOAT32, -1, &plan));
+    CHECK_OK(spccl_prune(plan, grad, (void *)&older));
+    CHECK(state.n_sent == 4096 && grad[4095] == 4095, "fields that are not there take the defaults");
+    newer.known.struct_bytes = sizeof newer;
+    CHECK_OK(spccl_prune(plan, grad, (void *)&newer));
+    CHECK(state.n_sent > 0 && state.n_sent < 400, "the known fields count: %llu sent",
+          (unsigned long long)state.n_sent);
+    newer.added = CANARY;
+    CHECK_FAILS(spccl_prune(plan, grad, (void *)&newer), SPCCL_ERR_ARG,
+                "spccl_prune_options: got 88 bytes with byte 80 not zero");
+    spccl_prune_plan_destroy(plan);
+}
+
 static void test_gpu_encode(void)
 {
     struct {
@@ -235,6 +266,7 @@ int main(int argc, char **argv)
         {"frame_info", test_frame_info},
         {"stats", test_stats},
         {"info", test_info},
+        {"prune_options", test_prune_options},
         {"gpu", test_gpu},
         {"gpu_encode", test_gpu_encode},
         {NULL, NULL},

@@ -58,6 +58,22 @@ static void test_codec(void)
           spccl_last_error());
 }
 
+/* On the host pruning works; a plan for a GPU fails with the reason. */
+static void test_prune(void)
+{
+    static spccl_prune_state state;
+    float grad[3] = {1, 2, 3};
+    spccl_prune_segment s = {.n_elems = 3, .state = &state, .whole = 1};
+    spccl_prune_plan *plan = NULL;
+    spccl_status st = spccl_prune_plan_create(&s, 1, 3, SPCCL_FLOAT32, 0, &plan);
+    CHECK(plan == NULL && (st == SPCCL_ERR_UNSUPPORTED || st == SPCCL_ERR_DEVICE), "plan for GPU 0: %s %s",
+          spccl_status_name(st), spccl_last_error());
+    CHECK_OK(spccl_prune_plan_create(&s, 1, 3, SPCCL_FLOAT32, -1, &plan));
+    CHECK_OK(spccl_prune(plan, grad, NULL));
+    CHECK(grad[2] == 3 && state.n_sent == 3, "%llu sent", (unsigned long long)state.n_sent);
+    spccl_prune_plan_destroy(plan);
+}
+
 static void test_info(void)
 {
     spccl_info_entry e = {.struct_bytes = sizeof e};
@@ -74,11 +90,9 @@ static void test_info(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"single", test_single},
-                                             {"group", test_group},
-                                             {"codec", test_codec},
-                                             {"info", test_info},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"single", test_single}, {"group", test_group},
+                                             {"codec", test_codec},   {"prune", test_prune},
+                                             {"info", test_info},     {NULL, NULL}};
     setenv("CUDA_VISIBLE_DEVICES", "", 1); /* hides the GPUs of a machine that has some */
     return test_main(cases, argc, argv);
 }

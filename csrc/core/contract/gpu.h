@@ -4,6 +4,7 @@
 #ifndef SP_GPU_H
 #define SP_GPU_H
 
+#include "core/base/prune_rule.h"
 #include "core/base/status.h"
 #include "core/contract/inbox.h"
 
@@ -123,6 +124,32 @@ typedef struct sp_gpu_decode_args {
     uint32_t *status; /* in device memory: 0, or -spccl_status (FORMAT, VERSION, FRAME) of the first error */
 } sp_gpu_decode_args;
 
+/* ---- pruning on GPU memory ---- */
+
+/* A segment, in GPU memory. A call leaves its factors and counts here. */
+typedef struct sp_gpu_prune_row {
+    spccl_prune_segment segment;
+    uint64_t first_tile, end_tile; /* its tiles, of those of all segments */
+    sp_prune_factors factors;      /* of this call: the sampling kernel writes them */
+    uint64_t n_sent, n_nonfinite;  /* in this call so far; 0 between calls */
+} sp_gpu_prune_row;
+
+/* What lies before the rows. */
+typedef struct sp_gpu_prune_table {
+    uint64_t n_ctas_done; /* of this call; 0 between calls */
+} sp_gpu_prune_table;
+
+#define SP_GPU_PRUNE_TILE 2048u /* elements that a CTA prunes at a time */
+
+typedef struct sp_gpu_prune_args {
+    void *grad;
+    spccl_dtype dtype;
+    sp_gpu_prune_table *table; /* in GPU memory: the table, then rows [n_segments] sorted by begin */
+    uint32_t n_segments;
+    uint64_t n_tiles;
+    spccl_prune_options options;
+} sp_gpu_prune_args;
+
 /* A handle by which a peer can map GPU memory. With it travels a file descriptor, or -1. */
 #define SP_GPU_HANDLE_BYTES 128
 typedef struct sp_gpu_memory sp_gpu_memory; /* an inbox: this rank's own, or mapped from a peer */
@@ -181,6 +208,10 @@ typedef struct sp_gpu_ops {
     size_t (*encode_scratch_bytes)(uint64_t n_slices);
     spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);
     spccl_status (*decode)(const sp_gpu_decode_args *a, void *stream);
+    spccl_status (*prune)(const sp_gpu_prune_args *a, void *stream);
+    /* Allocate memory of a GPU and copy `host` to it; waits for the copy. Free it with unload. */
+    spccl_status (*upload)(int ordinal, const void *host, size_t bytes, void **out);
+    void (*unload)(int ordinal, void *device);
 } sp_gpu_ops;
 
 /* The table, or NULL in a build without CUDA. *why_none = the reason if the table is NULL, else NULL.

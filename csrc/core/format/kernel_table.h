@@ -8,6 +8,7 @@
 #ifndef SP_KERNEL_TABLE_H
 #define SP_KERNEL_TABLE_H
 
+#include "core/base/prune_rule.h"
 #include "core/format/format.h"
 
 /* Find the listed elements of x: those that differ in any bit from base. If base is NULL: those with any bit
@@ -73,6 +74,33 @@ typedef struct sp_finish_args {
     bool non_temporal;
 } sp_finish_args;
 
+/* Prune elements of one segment (prune_rule.h). grad becomes what is sent; residual and velocity keep the rest.
+ * The kernel prunes SP_PRUNE_RUN elements at a time. It stops before those with which it would send more than
+ * `most` elements, nonfinite ones not counted. */
+#define SP_PRUNE_RUN 512u
+typedef struct sp_prune_args {
+    void *grad;     /* [n] of dtype, aligned to it */
+    void *residual; /* [n] float32 (float64 for float64 gradients), or NULL: what is not sent is lost */
+    void *velocity; /* [n], as residual, or NULL: no momentum */
+    size_t n;
+    spccl_dtype dtype; /* FLOAT32, FLOAT16, BFLOAT16 or FLOAT64 */
+    const sp_prune_factors *factors;
+    uint64_t most;
+    size_t n_done;        /* out: elements pruned, from the first on */
+    uint64_t n_sent;      /* out: elements sent, nonfinite ones included */
+    uint64_t n_nonfinite; /* out: elements whose g or v is not finite */
+} sp_prune_args;
+
+/* Add the counts of the next run, unless more than a->most would then be sent. */
+static inline bool sp_prune_goes_on(sp_prune_args *a, uint64_t n_sent, uint64_t n_nonfinite)
+{
+    if (a->n_sent - a->n_nonfinite + n_sent - n_nonfinite > a->most)
+        return false;
+    a->n_sent += n_sent;
+    a->n_nonfinite += n_nonfinite;
+    return true;
+}
+
 typedef struct sp_kernels {
     const char *name; /* "scalar", "avx2", "avx512" */
     void (*scan)(sp_scan_args *a);
@@ -85,6 +113,7 @@ typedef struct sp_kernels {
     void (*finish)(const sp_finish_args *a);
     void (*copy)(void *dst, const void *src, size_t bytes, bool non_temporal);
     void (*zero)(void *dst, size_t bytes, bool non_temporal);
+    void (*prune)(sp_prune_args *a);
 } sp_kernels;
 
 /* ---- choosing a set (csrc/kernels/cpu/dispatch.c) ---- */

@@ -30,6 +30,7 @@ static const sp_kernels scalar_kernels = {
     .finish = sp_finish_scalar,
     .copy = sp_copy_scalar,
     .zero = sp_zero_scalar,
+    .prune = sp_prune_scalar,
 };
 
 #if SPCCL_KERNELS_X86
@@ -50,6 +51,7 @@ static const sp_kernels avx2_kernels = {
     .finish = sp_finish_avx2,
     .copy = sp_copy_avx2,
     .zero = sp_zero_avx2,
+    .prune = sp_prune_avx2,
 };
 static const sp_kernels avx512_kernels = {
     .name = "avx512",
@@ -68,6 +70,7 @@ static const sp_kernels avx512_kernels = {
     .finish = sp_finish_avx512,
     .copy = sp_copy_avx512,
     .zero = sp_zero_avx512,
+    .prune = sp_prune_avx512,
 };
 #endif
 

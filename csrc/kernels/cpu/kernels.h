@@ -13,6 +13,7 @@
 #define SP_DECLARE_BULK(ISA)                                                                                 \
     void sp_combine_##ISA(const sp_combine_args *a);                                                         \
     void sp_finish_##ISA(const sp_finish_args *a);                                                           \
+    void sp_prune_##ISA(sp_prune_args *a);                                                                   \
     void sp_copy_##ISA(void *dst, const void *src, size_t bytes, bool non_temporal);                         \
     void sp_zero_##ISA(void *dst, size_t bytes, bool non_temporal);
 

@@ -281,6 +281,16 @@ static spccl_status stream_id(void *stream, unsigned long long *id)
     return sp_cuda_check(cudaStreamGetId(stream, id), "cudaStreamGetId");
 }
 
+static void unload(int ordinal, void *device)
+{
+    int before;
+    if (device == NULL || sp_cuda_enter(ordinal, &before) != SPCCL_OK)
+        return;
+    if (cudaFree(device) != cudaSuccess)
+        (void)cudaGetLastError();
+    sp_cuda_leave(before);
+}
+
 /* ---- the table ---- */
 
 static const sp_gpu_ops ops = {
@@ -315,6 +325,9 @@ static const sp_gpu_ops ops = {
     .encode_scratch_bytes = sp_encode_cuda_scratch_bytes,
     .encode = sp_encode_cuda,
     .decode = sp_decode_cuda,
+    .prune = sp_prune_cuda,
+    .upload = sp_cuda_upload,
+    .unload = unload,
 };
 
 const sp_gpu_ops *sp_gpu_ops_get(const char **why_none)

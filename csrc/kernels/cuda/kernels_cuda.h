@@ -18,6 +18,9 @@ size_t sp_encode_cuda_scratch_bytes(uint64_t n_slices);
 spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream);
 spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream);
 
+/* prune_cuda.cu */
+spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

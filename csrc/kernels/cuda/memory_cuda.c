@@ -105,6 +105,30 @@ spccl_status sp_cuda_read(void *host, const void *device, size_t bytes)
     return with_own_stream(copy_out, &c, "cudaMemcpyAsync");
 }
 
+static cudaError_t copy_in(cudaStream_t stream, void *ctx)
+{
+    const struct copy *c = ctx;
+    return cudaMemcpyAsync(c->to, c->from, c->bytes, cudaMemcpyHostToDevice, stream);
+}
+
+spccl_status sp_cuda_upload(int ordinal, const void *host, size_t bytes, void **out)
+{
+    struct copy c = {.from = host, .bytes = bytes};
+    spccl_status st;
+    int before;
+    SP_TRY(sp_cuda_enter(ordinal, &before));
+    st = sp_cuda_check(cudaMalloc(&c.to, bytes), "cudaMalloc");
+    if (st == SPCCL_OK) {
+        st = with_own_stream(copy_in, &c, "cudaMemcpyAsync");
+        if (st == SPCCL_OK)
+            *out = c.to;
+        else
+            (void)cudaFree(c.to);
+    }
+    sp_cuda_leave(before);
+    return st;
+}
+
 /* ---- VMM ---- */
 
 /* Reserve addresses for m->handle and map it for GPU m->ordinal. */

@@ -92,6 +92,11 @@ __device__ __forceinline__ void sp_store16(void *p, uint4 v)
                  : "memory");
 }
 
+__device__ __forceinline__ void sp_store8(void *p, uint2 v)
+{
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Fetch the line at p into L2.
 __device__ __forceinline__ void sp_prefetch_l2(const void *p)
 {

@@ -185,6 +185,10 @@ inline void __threadfence_system()
 {
     gpusim_fence();
 }
+inline void __threadfence()
+{
+    gpusim_fence();
+}
 inline void __nanosleep(unsigned)
 {
     gpusim_yield();

@@ -78,6 +78,10 @@ inline void sp_store16(void *p, uint4 v)
 {
     gpusim_store_late(p, v);
 }
+inline void sp_store8(void *p, uint2 v)
+{
+    *(uint2 *)p = v;
+}
 inline void sp_prefetch_l2(const void *)
 {
 }

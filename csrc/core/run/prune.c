@@ -1,0 +1,237 @@
+/* prune.c - spccl_prune: pruning on the host. Takes thresholds from samples, prunes block by block through the
+ * kernel table, and bounds what is sent. The rule is in prune_rule.h. */
+#include "core/base/abi.h"
+#include "core/run/prune_plan.h"
+
+#include <float.h>
+#include <math.h>
+
+/* When this many times the wanted number of a segment has been sent, each further block sends no more than its
+ * share. Many elements lie above a threshold if they are equal, or if the gradient has changed abruptly. */
+#define MAX_OVERSHOOT 4.0
+
+/* One segment in one call. */
+struct job {
+    const spccl_prune_plan *plan;
+    const spccl_prune_options *o;
+    const spccl_prune_segment *segment;
+    uint8_t *grad; /* of the segment */
+    size_t elem_bytes, state_bytes;
+    sp_prune_factors f;
+    float density;                /* wanted */
+    uint64_t n_sent, n_nonfinite; /* so far */
+};
+
+static spccl_status check_range(const char *call, const char *name, double value, bool ok, const char *wanted)
+{
+    return ok ? SPCCL_OK
+              : SP_FAIL(SPCCL_ERR_ARG, "%s: options.%s is %g, wanted %s", call, name, value, wanted);
+}
+
+spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *call, spccl_prune_options *o)
+{
+    *o = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
+    SP_TRY(sp_options_copy("spccl_prune_options", given, o, sizeof *o));
+    SP_TRY(check_range(call, "density", o->density, o->density > 0 && o->density <= 1, "a number in (0, 1]"));
+    SP_TRY(check_range(call, "sample", o->sample, o->sample > 0 && o->sample <= 1, "a number in (0, 1]"));
+    SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
+                       "a number in [0, 1)"));
+    SP_TRY(check_range(call, "leak", o->leak, o->leak > 0 && o->leak <= 1, "a number in (0, 1]"));
+    return check_range(call, "scale", o->scale, fabs(o->scale) <= FLT_MAX, "a number that float32 holds");
+}
+
+/* Residual or velocity from element i of the segment on; NULL stays NULL. */
+static void *state_at(const struct job *j, void *state, size_t i)
+{
+    return state != NULL ? (uint8_t *)state + i * j->state_bytes : NULL;
+}
+
+static double value_of(spccl_dtype dtype, const uint8_t *p)
+{
+    float f;
+    double d;
+    switch (dtype) {
+    case SPCCL_FLOAT16:
+        return (double)sp_f16_to_f32(sp_load_le16(p));
+    case SPCCL_BFLOAT16:
+        return (double)sp_bf16_to_f32(sp_load_le16(p));
+    case SPCCL_FLOAT64:
+        memcpy(&d, p, sizeof d);
+        return d;
+    default:
+        memcpy(&f, p, sizeof f);
+        return (double)f;
+    }
+}
+
+/* |v| of element i of the segment as the bits of a double, which are in the order of the magnitudes; 0 if g or v
+ * is not finite. */
+static uint64_t magnitude(const struct job *j, size_t i)
+{
+    const void *r = state_at(j, j->segment->residual, i), *u = state_at(j, j->segment->velocity, i);
+    double g = value_of(j->plan->dtype, j->grad + i * j->elem_bytes), v;
+    uint64_t bits;
+    if (j->state_bytes == sizeof(double)) {
+        sp_prune_factors_f64 f = sp_prune_factors_of_f64(&j->f);
+        sp_prune_f64 e = sp_prune_elem_f64(g, r != NULL ? *(const double *)r : 0,
+                                           u != NULL ? *(const double *)u : 0, r != NULL, u != NULL, &f);
+        v = e.finite ? fabs(e.v) : 0;
+    } else {
+        sp_prune_factors_f32 f = sp_prune_factors_of_f32(&j->f);
+        sp_prune_f32 e = sp_prune_elem_f32((float)g, r != NULL ? *(const float *)r : 0,
+                                           u != NULL ? *(const float *)u : 0, r != NULL, u != NULL, &f);
+        v = e.finite ? (double)fabsf(e.v) : 0;
+    }
+    memcpy(&bits, &v, sizeof bits);
+    return bits;
+}
+
+static double value_from_bits(uint64_t bits)
+{
+    double v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
+/* The rank-th largest of x [n], 1 = the largest. Reorders x: what stands before that place is not smaller. */
+static uint64_t select_largest(uint64_t *x, size_t n, size_t rank)
+{
+    size_t low = 0, high = n - 1, want = rank - 1;
+    while (low < high) {
+        uint64_t pivot = x[low + (high - low) / 2];
+        size_t i = low, k = high;
+        for (;;) {
+            while (x[i] > pivot)
+                i++;
+            while (x[k] < pivot)
+                k--;
+            if (i >= k)
+                break;
+            uint64_t swap = x[i];
+            x[i++] = x[k];
+            x[k--] = swap;
+        }
+        if (want <= k)
+            high = k;
+        else
+            low = k + 1;
+    }
+    return x[want];
+}
+
+/* The magnitude that the wanted share of a sample reaches. */
+static double sampled_threshold(const struct job *j)
+{
+    uint64_t *x = j->plan->magnitudes, least;
+    sp_prune_sample p = sp_prune_sample_of(j->segment->n_elems, j->density, j->o->sample, j->o->seed,
+                                           j->segment->key, j->segment->state->step);
+    for (size_t i = 0; i < p.n; i++)
+        x[i] = sp_prune_magnitude(value_from_bits(magnitude(j, p.start + i * p.stride)), true);
+    least = select_largest(x, p.n, sp_prune_rank(p.n, (double)j->density));
+    return (double)sp_f32_from_bits((uint32_t)least);
+}
+
+static sp_prune_args run_of(const struct job *j, size_t from, size_t n)
+{
+    return (sp_prune_args){.grad = j->grad + from * j->elem_bytes,
+                           .residual = state_at(j, j->segment->residual, from),
+                           .velocity = state_at(j, j->segment->velocity, from),
+                           .n = n,
+                           .dtype = j->plan->dtype,
+                           .factors = &j->f};
+}
+
+static void count(struct job *j, sp_prune_args a)
+{
+    j->n_sent += a.n_sent;
+    j->n_nonfinite += a.n_nonfinite;
+}
+
+static double next_larger(const struct job *j, double threshold)
+{
+    return j->state_bytes == sizeof(double) ? nextafter(threshold, INFINITY)
+                                            : (double)nextafterf((float)threshold, INFINITY);
+}
+
+/* Prune elements [from, from + n) of the segment with another threshold and no bound. */
+static sp_prune_args prune_with(struct job *j, size_t from, size_t n, double threshold)
+{
+    double before = j->f.threshold;
+    sp_prune_args a = run_of(j, from, n);
+    j->f.threshold = threshold;
+    a.most = UINT64_MAX;
+    j->plan->kernels->prune(&a);
+    j->f.threshold = before;
+    return a;
+}
+
+/* Prune elements [from, from + n) and send the `most` largest; more than that are not below the threshold. Of
+ * equal elements the first are sent. */
+static void prune_largest(struct job *j, size_t from, size_t n, size_t most)
+{
+    uint64_t *x = j->plan->magnitudes, least;
+    size_t n_ties = most, cut = 0; /* elements of magnitude `least` to send; they end at `cut` */
+    if (most == 0) {
+        count(j, prune_with(j, from, n, INFINITY));
+        return;
+    }
+    for (size_t i = 0; i < n; i++)
+        x[i] = magnitude(j, from + i);
+    least = select_largest(x, n, most);
+    for (size_t i = 0; i < n; i++)
+        n_ties -= x[i] > least;
+    for (; cut < n && n_ties > 0; cut++)
+        n_ties -= magnitude(j, from + cut) == least;
+    count(j, prune_with(j, from, cut, value_from_bits(least)));
+    count(j, prune_with(j, from + cut, n - cut, next_larger(j, value_from_bits(least))));
+}
+
+static void prune_segment(struct job *j)
+{
+    size_t n_elems = j->segment->n_elems;
+    double density = (double)j->density, n_wanted = fmax(1, density * (double)n_elems);
+    bool samples = !j->f.whole && j->o->keep_thresholds == 0;
+    if (samples)
+        j->segment->state->threshold = j->f.threshold = sampled_threshold(j);
+    for (size_t at = 0; at < n_elems; at += SP_PRUNE_BLOCK_ELEMS) {
+        size_t n = sp_min_size(SP_PRUNE_BLOCK_ELEMS, n_elems - at);
+        double left = ceil(MAX_OVERSHOOT * n_wanted) - (double)(j->n_sent - j->n_nonfinite);
+        double most = fmax(left, ceil(density * (double)n));
+        sp_prune_args a = run_of(j, at, n);
+        a.most = samples && most < (double)n ? (uint64_t)most : UINT64_MAX;
+        j->plan->kernels->prune(&a);
+        count(j, a);
+        if (a.n_done < n)
+            prune_largest(j, at + a.n_done, n - a.n_done, (size_t)(a.most - (a.n_sent - a.n_nonfinite)));
+    }
+    sp_prune_advance(j->o, j->segment->state, j->n_sent, j->n_nonfinite);
+}
+
+spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options)
+{
+    spccl_prune_options o;
+    size_t elem_bytes;
+    if (plan == NULL || grad == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: %s is NULL", plan == NULL ? "plan" : "grad");
+    if (plan->device >= 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: the plan is for GPU %d: use spccl_cuda_prune",
+                       plan->device);
+    SP_TRY(sp_prune_options_get(options, "spccl_prune", &o));
+    elem_bytes = sp_dtype_bytes(plan->dtype);
+    if ((uintptr_t)grad % elem_bytes != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: grad is %p, wanted an address aligned to %zu bytes", grad,
+                       elem_bytes);
+    for (size_t i = 0; i < plan->n_segments; i++) {
+        const spccl_prune_segment *s = &plan->segments[i];
+        struct job j = {.plan = plan,
+                        .o = &o,
+                        .segment = s,
+                        .grad = (uint8_t *)grad + s->begin * elem_bytes,
+                        .elem_bytes = elem_bytes,
+                        .state_bytes = plan->dtype == SPCCL_FLOAT64 ? 8 : 4,
+                        .f = sp_prune_factors_now(&o, s),
+                        .density = sp_prune_density(&o, s->state->step)};
+        prune_segment(&j);
+    }
+    return SPCCL_OK;
+}

@@ -1,0 +1,29 @@
+/* prune_plan.h - spccl_prune_plan: the checked segments of one gradient. core/gpu/gpu_prune.c creates plans and
+ * runs them on a GPU; prune.c runs them on the host. */
+#ifndef SP_PRUNE_PLAN_H
+#define SP_PRUNE_PLAN_H
+
+#include "core/base/mem.h"
+#include "core/base/prune_rule.h"
+#include "core/format/kernel_table.h"
+
+struct spccl_prune_plan {
+    size_t n_elems, n_segments;
+    spccl_dtype dtype;
+    int device;                    /* -1: host memory */
+    spccl_prune_segment *segments; /* [n_segments], by begin */
+    const sp_kernels *kernels;     /* host */
+    uint64_t *magnitudes;          /* [SP_PRUNE_BLOCK_ELEMS] scratch of the host, of a sample or a block */
+    void *table;                   /* GPU memory: sp_gpu_prune_table and rows; NULL on the host */
+    size_t n_tiles;                /* on a GPU: tiles of all segments */
+};
+
+/* Elements that the host prunes at a time, so that gradient and state stay in the L2 cache. */
+#define SP_PRUNE_BLOCK_ELEMS 65536u
+_Static_assert(SP_PRUNE_SAMPLES_MAX <= SP_PRUNE_BLOCK_ELEMS, "the scratch holds a sample");
+
+/* Copy and check the caller's options; NULL = defaults. `call` is for the texts of errors. Errors: ARG. */
+spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *call,
+                                  spccl_prune_options *out);
+
+#endif

@@ -1,0 +1,78 @@
+/* prune_scalar.c - pruning, one element at a time: defines the bits that the vector versions give. */
+#include "kernels/cpu/elem.h"
+#include "kernels/cpu/kernels.h"
+
+/* s is v rounded to the dtype and clamped to its finite range. */
+static uint16_t narrow_f16(float v)
+{
+    v = v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v;
+    return sp_f16_from_f32(v);
+}
+static uint16_t narrow_bf16(float v)
+{
+    v = v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v;
+    return sp_bf16_from_f32(v);
+}
+static float same_f32(float v)
+{
+    return v;
+}
+static double same_f64(double v)
+{
+    return v;
+}
+
+/* NAME of the dtype; how it is loaded and stored (sp_get_, sp_put_); NAME of the state; value -> dtype and back. */
+#define PRUNE(NAME, ACCESS, STATE, TYPE, NARROW, WIDEN)                                                      \
+    static sp_prune_##STATE elem_##NAME(const sp_prune_args *a, size_t i, const sp_prune_factors_##STATE *f) \
+    {                                                                                                        \
+        return sp_prune_elem_##STATE(WIDEN(sp_get_##ACCESS(a->grad, i)),                                     \
+                                     a->residual != NULL ? sp_get_##STATE(a->residual, i) : 0,               \
+                                     a->velocity != NULL ? sp_get_##STATE(a->velocity, i) : 0,               \
+                                     a->residual != NULL, a->velocity != NULL, f);                           \
+    }                                                                                                        \
+    static void prune_##NAME(sp_prune_args *a)                                                               \
+    {                                                                                                        \
+        sp_prune_factors_##STATE f = sp_prune_factors_of_##STATE(a->factors);                                \
+        while (a->n_done < a->n) {                                                                           \
+            size_t end = sp_min_size(a->n_done + SP_PRUNE_RUN, a->n);                                        \
+            uint64_t n_sent = 0, n_nonfinite = 0;                                                            \
+            for (size_t i = a->n_done; i < end; i++) {                                                       \
+                sp_prune_##STATE e = elem_##NAME(a, i, &f);                                                  \
+                n_sent += e.sent || !e.finite;                                                               \
+                n_nonfinite += !e.finite;                                                                    \
+            }                                                                                                \
+            if (!sp_prune_goes_on(a, n_sent, n_nonfinite))                                                   \
+                return;                                                                                      \
+            for (size_t i = a->n_done; i < end; i++) {                                                       \
+                sp_prune_##STATE e = elem_##NAME(a, i, &f);                                                  \
+                TYPE s = e.sent ? WIDEN(NARROW(e.v)) : 0;                                                    \
+                if (!e.finite)                                                                               \
+                    continue;                                                                                \
+                sp_put_##ACCESS(a->grad, i, NARROW(f.scale == 1 ? s : s * f.scale));                         \
+                if (a->residual != NULL)                                                                     \
+                    sp_put_##STATE(a->residual, i, e.v - s);                                                 \
+                if (a->velocity != NULL)                                                                     \
+                    sp_put_##STATE(a->velocity, i, e.u);                                                     \
+            }                                                                                                \
+            a->n_done = end;                                                                                 \
+        }                                                                                                    \
+    }
+PRUNE(float32, f32, f32, float, same_f32, same_f32)
+PRUNE(float64, f64, f64, double, same_f64, same_f64)
+PRUNE(float16, u16, f32, float, narrow_f16, sp_f16_to_f32)
+PRUNE(bfloat16, u16, f32, float, narrow_bf16, sp_bf16_to_f32)
+
+void sp_prune_scalar(sp_prune_args *a)
+{
+    a->n_sent = a->n_nonfinite = 0;
+    a->n_done = 0;
+    if (a->dtype == SPCCL_FLOAT32)
+        prune_float32(a);
+    else if (a->dtype == SPCCL_FLOAT64)
+        prune_float64(a);
+    else if (a->dtype == SPCCL_FLOAT16)
+        prune_float16(a);
+    else
+        prune_bfloat16(a);
+}

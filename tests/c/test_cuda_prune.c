@@ -1,0 +1,317 @@
+/* test_cuda_prune.c - pruning on a GPU: the bits of the host at given thresholds, every dtype, misaligned
+ * gradients, many segments; the density over many steps; a captured graph against eager calls; bad input. */
+#include "cuda_test.h"
+
+#include <math.h>
+
+#define CAP_BYTES ((size_t)8 << 20)
+
+static struct {
+    uint8_t *grad, *residual, *velocity;       /* pinned host memory */
+    uint8_t *grad_d, *residual_d, *velocity_d; /* on the GPU */
+    uint8_t *want_grad, *want_residual, *want_velocity;
+    spccl_prune_state *states, *states_d, *want_states;
+    cudaStream_t on;
+} g;
+static uint64_t rng;
+
+#define N_STATES 64
+
+static void make_arrays(void)
+{
+    size_t cap = is_small || is_slow ? CAP_BYTES / 8 : CAP_BYTES;
+    g.grad = pinned_alloc(cap), g.residual = pinned_alloc(cap), g.velocity = pinned_alloc(cap);
+    g.want_grad = pinned_alloc(cap), g.want_residual = pinned_alloc(cap), g.want_velocity = pinned_alloc(cap);
+    g.grad_d = device_alloc(cap), g.residual_d = device_alloc(cap), g.velocity_d = device_alloc(cap);
+    g.states = (spccl_prune_state *)pinned_alloc(N_STATES * sizeof *g.states);
+    g.want_states = (spccl_prune_state *)pinned_alloc(N_STATES * sizeof *g.states);
+    g.states_d = (spccl_prune_state *)device_alloc(N_STATES * sizeof *g.states);
+    CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
+}
+
+static void copy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
+{
+    CUDA_OK(cudaMemcpyAsync(to, from, bytes, kind, g.on));
+}
+
+static double normal(void)
+{
+    double sum = -6;
+    for (int i = 0; i < 12; i++)
+        sum += (double)(next_rand(&rng) >> 11) * 0x1p-53;
+    return sum;
+}
+
+static void put_float(spccl_dtype dtype, void *x, size_t i, float f)
+{
+    double d = (double)f;
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if (dtype == SPCCL_FLOAT64)
+        memcpy((uint8_t *)x + i * 8, &d, 8);
+    else if (dtype == SPCCL_FLOAT32)
+        memcpy((uint8_t *)x + i * 4, &f, 4);
+    else { /* any 16 bits will do; most are finite */
+        uint16_t h = dtype == SPCCL_BFLOAT16 ? (uint16_t)(u >> 16) : (uint16_t)(next_rand(&rng) & 0xbfff);
+        memcpy((uint8_t *)x + i * 2, &h, 2);
+    }
+}
+
+struct shape {
+    spccl_dtype dtype;
+    size_t n, n_segments, skew; /* elements; skew: of the gradient off an aligned address */
+    spccl_prune_segment host[N_STATES], device[N_STATES];
+};
+
+/* Segments of random lengths that fill [0, n); each with or without residual and velocity. */
+static void cut(struct shape *s)
+{
+    size_t at = 0, state_bytes = s->dtype == SPCCL_FLOAT64 ? 8 : 4;
+    memset(s->host, 0, sizeof s->host);
+    for (size_t i = 0; i < s->n_segments; i++) {
+        size_t left = s->n - at,
+               n = i + 1 == s->n_segments ? left : 1 + next_rand(&rng) % (2 * left / (s->n_segments - i));
+        size_t room = at * state_bytes; /* 16-byte aligned below */
+        bool has_r = next_rand(&rng) % 4 != 0, has_u = next_rand(&rng) % 2 != 0;
+        if (n > left - (s->n_segments - i - 1))
+            n = left - (s->n_segments - i - 1);
+        room = (room + 64 * i + 15) / 16 * 16;
+        s->host[i] = (spccl_prune_segment){.begin = at,
+                                           .n_elems = n,
+                                           .residual = has_r ? g.want_residual + room : NULL,
+                                           .velocity = has_u ? g.want_velocity + room : NULL,
+                                           .state = g.want_states + i,
+                                           .key = (uint32_t)i,
+                                           .whole = next_rand(&rng) % 8 == 0};
+        s->device[i] = s->host[i];
+        s->device[i].residual = has_r ? g.residual_d + room : NULL;
+        s->device[i].velocity = has_u ? g.velocity_d + room : NULL;
+        s->device[i].state = g.states_d + i;
+        at += n;
+    }
+}
+
+static size_t cap_bytes(void)
+{
+    return is_small || is_slow ? CAP_BYTES / 8 : CAP_BYTES;
+}
+
+static void fill(const struct shape *s, bool odd)
+{
+    size_t e = spccl_dtype_bytes(s->dtype), state_elems = s->n + 32 * s->n_segments;
+    spccl_dtype st = s->dtype == SPCCL_FLOAT64 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
+    memset(g.grad, POISON, cap_bytes());
+    for (size_t i = 0; i < s->n; i++)
+        put_float(s->dtype, g.grad + s->skew * e, i, (float)normal());
+    for (size_t i = 0; i < state_elems; i++) {
+        put_float(st, g.residual, i, (float)normal());
+        put_float(st, g.velocity, i, (float)normal());
+    }
+    for (size_t i = 0; odd && i < s->n; i += 1 + next_rand(&rng) % 50)
+        put_value(g.grad + s->skew * e, i, s->dtype, &rng, true);
+    memcpy(g.want_grad, g.grad, cap_bytes());
+    memcpy(g.want_residual, g.residual, cap_bytes());
+    memcpy(g.want_velocity, g.velocity, cap_bytes());
+    memset(g.want_states, 0, N_STATES * sizeof *g.states);
+    for (size_t i = 0; i < s->n_segments; i++)
+        g.want_states[i].threshold = (double)(float)(0.5 + (double)(i % 5) * 0.6);
+    copy(g.grad_d, g.grad, cap_bytes(), cudaMemcpyHostToDevice);
+    copy(g.residual_d, g.residual, cap_bytes(), cudaMemcpyHostToDevice);
+    copy(g.velocity_d, g.velocity, cap_bytes(), cudaMemcpyHostToDevice);
+    copy(g.states_d, g.want_states, N_STATES * sizeof *g.states, cudaMemcpyHostToDevice);
+    sync_stream(g.on); /* the host goes on to change what is copied */
+}
+
+static void compare(const struct shape *s, const char *what)
+{
+    size_t at;
+    copy(g.grad, g.grad_d, cap_bytes(), cudaMemcpyDeviceToHost);
+    copy(g.residual, g.residual_d, cap_bytes(), cudaMemcpyDeviceToHost);
+    copy(g.velocity, g.velocity_d, cap_bytes(), cudaMemcpyDeviceToHost);
+    copy(g.states, g.states_d, N_STATES * sizeof *g.states, cudaMemcpyDeviceToHost);
+    sync_stream(g.on);
+    at = first_difference(g.grad, g.want_grad, cap_bytes());
+    CHECK(at == cap_bytes(), "%s: gradient, byte %zu of %zu %s, skew %zu", what, at, s->n,
+          spccl_dtype_name(s->dtype), s->skew);
+    at = first_difference(g.residual, g.want_residual, cap_bytes());
+    CHECK(at == cap_bytes(), "%s: residual, byte %zu of %zu %s", what, at, s->n, spccl_dtype_name(s->dtype));
+    at = first_difference(g.velocity, g.want_velocity, cap_bytes());
+    CHECK(at == cap_bytes(), "%s: velocity, byte %zu of %zu %s", what, at, s->n, spccl_dtype_name(s->dtype));
+    for (size_t i = 0; i < s->n_segments; i++)
+        CHECK(g.states[i].n_sent == g.want_states[i].n_sent && g.states[i].step == g.want_states[i].step &&
+                  g.states[i].n_sent_all == g.want_states[i].n_sent_all &&
+                  g.states[i].n_nonfinite_all == g.want_states[i].n_nonfinite_all,
+              "%s: segment %zu: %llu sent in step %llu, wanted %llu in %llu", what, i,
+              (unsigned long long)g.states[i].n_sent, (unsigned long long)g.states[i].step,
+              (unsigned long long)g.want_states[i].n_sent, (unsigned long long)g.want_states[i].step);
+}
+
+/* At given thresholds the GPU gives the bits of the host. */
+static void test_same_bits(void)
+{
+    static const spccl_dtype dtypes[] = {SPCCL_FLOAT32, SPCCL_FLOAT16, SPCCL_BFLOAT16, SPCCL_FLOAT64};
+    static const size_t sizes[] = {1, 3, 4, 5, 255, 1023, 4095, 4096, 4097, 12345, 65536 + 7};
+    int rounds = is_small ? 8 : is_slow ? 24 : 200 * n_rounds;
+    for (int round = 0; round < rounds; round++) {
+        struct shape s = {.dtype = dtypes[round % 4],
+                          .n = sizes[next_rand(&rng) % (is_small || is_slow ? 10 : 11)],
+                          .skew = next_rand(&rng) % 5};
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_plan *host = NULL, *device = NULL;
+        size_t e = spccl_dtype_bytes(s.dtype);
+        s.n_segments = 1 + next_rand(&rng) % (s.n < 40 ? 1 : 12);
+        o.keep_thresholds = 1;
+        o.momentum = round % 3 != 0 ? 0.9 : 0;
+        o.leak = round % 5 != 0 ? 1 : 0.99;
+        o.scale = round % 7 != 0 ? 1 : 0.25;
+        cut(&s);
+        fill(&s, round % 2 != 0);
+        CHECK_OK(spccl_prune_plan_create(s.host, s.n_segments, s.n, s.dtype, -1, &host));
+        CHECK_OK(spccl_prune_plan_create(s.device, s.n_segments, s.n, s.dtype, 0, &device));
+        for (int step = 0; step < 3; step++) {
+            CHECK_OK(spccl_prune(host, g.want_grad + s.skew * e, &o));
+            CHECK_OK(spccl_cuda_prune(device, g.grad_d + s.skew * e, &o, g.on));
+        }
+        compare(&s, "given thresholds");
+        spccl_prune_plan_destroy(host);
+        spccl_prune_plan_destroy(device);
+    }
+}
+
+static spccl_prune_plan *one_segment(size_t n, bool has_u)
+{
+    spccl_prune_plan *plan = NULL;
+    spccl_prune_segment s = {.n_elems = n,
+                             .residual = g.residual_d,
+                             .velocity = has_u ? g.velocity_d : NULL,
+                             .state = g.states_d,
+                             .key = 5};
+    CUDA_OK(cudaMemsetAsync(g.residual_d, 0, cap_bytes(), g.on));
+    CUDA_OK(cudaMemsetAsync(g.velocity_d, 0, cap_bytes(), g.on));
+    CUDA_OK(cudaMemsetAsync(g.states_d, 0, N_STATES * sizeof *g.states, g.on));
+    CHECK_OK(spccl_prune_plan_create(&s, 1, n, SPCCL_FLOAT32, 0, &plan));
+    return plan;
+}
+
+static void test_density(void)
+{
+    static const double densities[] = {0.1, 0.01, 0.001};
+    size_t n = is_small || is_slow ? 20000 : 1000000;
+    for (int d = 0; d < (is_small || is_slow ? 2 : 3); d++) {
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_plan *plan = one_segment(n, d == 1);
+        double sum = 0;
+        int steps = is_small || is_slow ? 20 : 60;
+        o.density = densities[d];
+        o.momentum = d == 1 ? 0.9 : 0;
+        for (int step = 0; step < steps; step++) {
+            for (size_t i = 0; i < n; i++)
+                put_float(SPCCL_FLOAT32, g.grad, i, (float)normal());
+            copy(g.grad_d, g.grad, n * 4, cudaMemcpyHostToDevice);
+            CHECK_OK(spccl_cuda_prune(plan, g.grad_d, &o, g.on));
+            copy(g.states, g.states_d, sizeof *g.states, cudaMemcpyDeviceToHost);
+            sync_stream(g.on);
+            sum += step >= 10 ? (double)g.states[0].n_sent / (double)n : 0;
+        }
+        sum /= steps - 10;
+        double slack = steps < 60 ? 0.4 : 0.2;
+        CHECK(fabs(sum / o.density - 1) < slack, "density %g, wanted %g", sum, o.density);
+        spccl_prune_plan_destroy(plan);
+    }
+}
+
+/* A graph that holds one call, replayed n times, does what n calls do, across the warm-up and changes of loss
+ * scale. */
+static void test_graph(void)
+{
+    size_t n = 20000;
+    int n_steps = is_small ? 10 : is_slow ? 20 : 100;
+    float scale = 8, *scale_d = (float *)(void *)device_alloc(4);
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    for (int graphed = 0; graphed < 2; graphed++) {
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_plan *plan = one_segment(n, true);
+        o.momentum = 0.5;
+        o.dense_steps = 2;
+        o.warmup_steps = 20;
+        o.loss_scale = scale_d;
+        rng = 77;
+        if (graphed != 0) {
+            CUDA_OK(cudaStreamBeginCapture(g.on, cudaStreamCaptureModeThreadLocal));
+            CHECK_OK(spccl_cuda_prune(plan, g.grad_d, &o, g.on));
+            CUDA_OK(cudaStreamEndCapture(g.on, &graph));
+            CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+        }
+        for (int step = 0; step < n_steps; step++) {
+            scale = step % 7 == 6 ? scale / 2 : scale;
+            for (size_t i = 0; i < n; i++)
+                put_float(SPCCL_FLOAT32, g.grad, i, (float)normal());
+            copy(g.grad_d, g.grad, n * 4, cudaMemcpyHostToDevice);
+            copy(scale_d, &scale, 4, cudaMemcpyHostToDevice);
+            if (graphed != 0)
+                CUDA_OK(cudaGraphLaunch(exec, g.on));
+            else
+                CHECK_OK(spccl_cuda_prune(plan, g.grad_d, &o, g.on));
+            sync_stream(g.on);
+        }
+        scale = 8;
+        copy(graphed != 0 ? g.residual : g.want_residual, g.residual_d, n * 4, cudaMemcpyDeviceToHost);
+        copy(graphed != 0 ? g.velocity : g.want_velocity, g.velocity_d, n * 4, cudaMemcpyDeviceToHost);
+        copy(graphed != 0 ? g.states : g.want_states, g.states_d, sizeof *g.states, cudaMemcpyDeviceToHost);
+        sync_stream(g.on);
+        spccl_prune_plan_destroy(plan);
+    }
+    CHECK(memcmp(g.residual, g.want_residual, n * 4) == 0, "residual of the replayed graph");
+    CHECK(memcmp(g.velocity, g.want_velocity, n * 4) == 0, "velocity of the replayed graph");
+    CHECK(memcmp(g.states, g.want_states, sizeof *g.states) == 0,
+          "state of the replayed graph: step %llu, wanted %llu", (unsigned long long)g.states[0].step,
+          (unsigned long long)g.want_states[0].step);
+    CHECK(g.states[0].step == (uint64_t)n_steps, "%llu steps", (unsigned long long)g.states[0].step);
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+}
+
+#define CHECK_FAILS(x, status, text)                                                                         \
+    do {                                                                                                     \
+        spccl_status got_ = (x);                                                                             \
+        CHECK(got_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                      \
+              spccl_status_name(got_), spccl_last_error());                                                  \
+    } while (0)
+
+static void test_bad_input(void)
+{
+    spccl_prune_segment s = {.n_elems = 10, .state = g.states_d};
+    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_prune_plan *plan = NULL;
+    float *host = (float *)malloc(64);
+    s.residual = host;
+    CHECK_FAILS(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG, "host memory");
+    s.residual = g.residual_d + 4;
+    CHECK_FAILS(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG, "aligned to 16");
+    s.residual = NULL;
+    CHECK_OK(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan));
+    CHECK_FAILS(spccl_cuda_prune(plan, host, NULL, g.on), SPCCL_ERR_ARG, "host memory");
+    o.factor = host;
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.factor");
+    o.factor = NULL;
+    o.loss_scale = host;
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.loss_scale");
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d + 1, NULL, g.on), SPCCL_ERR_ARG, "aligned to 4");
+    CHECK_FAILS(spccl_prune(plan, g.grad, NULL), SPCCL_ERR_ARG, "for GPU 0");
+    spccl_prune_plan_destroy(plan);
+    free(host);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"same_bits", test_same_bits},
+                                             {"density", test_density},
+                                             {"graph", test_graph},
+                                             {"bad_input", test_bad_input},
+                                             {NULL, NULL}};
+    cuda_test_start(&argc, argv);
+    make_arrays();
+    rng = (uint64_t)now_ms();
+    return test_main(cases, argc, argv);
+}
