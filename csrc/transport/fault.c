@@ -1,6 +1,6 @@
-/* fault.c - see fault.h. Stays within the contract of transport.h: what was shown stays shown, what was
- * reserved can be reserved again smaller, and whoever was told SPCCL_AGAIN without reason is not left asleep.
- */
+/* fault.c - see fault.h. It keeps the contract of transport.h. A message that peek has shown is shown again,
+ * and a reservation can be repeated with a smaller size. After an SPCCL_AGAIN without reason, arm reports a
+ * change, so that the caller does not sleep. */
 #include "transport/fault.h"
 
 #include "core/base/mem.h"
@@ -11,8 +11,8 @@
 #include <string.h>
 
 struct queue {
-    bool reserved, shown; /* not to be taken back */
-    void *message;        /* the reserved one */
+    bool reserved, shown; /* the caller has a reservation; has seen the oldest message */
+    void *message;        /* the reserved message */
     size_t bytes;
 };
 
@@ -23,7 +23,7 @@ struct fault {
     int rank, world_size, n_queues;
     uint64_t rng;
     unsigned n_sent;
-    bool cut, changed;
+    bool cut, changed;    /* changed: the next arm returns SPCCL_AGAIN */
     struct queue *queues; /* [world_size * n_queues] */
 };
 
@@ -151,7 +151,7 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue)
     struct queue *l = queue_of(f, peer, queue);
     spccl_status st;
     if (f->cut)
-        return SPCCL_OK; /* as a peer that died a moment later */
+        return SPCCL_OK; /* as if the peer had died a moment later */
     if (l->reserved && one_in(f, f->plan.flip_one_in)) {
         size_t within =
             f->plan.flip_within != 0 && f->plan.flip_within < l->bytes ? f->plan.flip_within : l->bytes;

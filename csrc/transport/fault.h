@@ -1,5 +1,5 @@
-/* fault.h - test builds only: a transport "fault" that wraps another one and makes trouble on purpose. A
- * program that links fault.c has it in its list of transports (registry.c); libspccl never has. */
+/* fault.h - transport "fault", for tests: it wraps another transport and injects faults. Programs that link
+ * fault.c have it in their list of transports (registry.c). libspccl does not have it. */
 #ifndef SP_FAULT_H
 #define SP_FAULT_H
 
@@ -7,21 +7,21 @@
 
 #include <stdbool.h>
 
-/* What to do, for endpoints opened from now on; set it while none is open. 0 = never. */
+/* Which faults endpoints inject that are opened later. Set it while none is open. 0 = never. */
 typedef struct sp_fault_plan {
     const char *inner; /* name of the wrapped transport */
-    uint64_t seed;     /* the same seed, rank and calls: the same trouble */
-    unsigned
-        hold_one_in; /* one reserve or peek in so many says SPCCL_AGAIN though there is room or a message */
-    unsigned flip_one_in; /* one message in so many leaves with a flipped bit */
-    unsigned flip_within; /* in its first so many bytes; 0 = anywhere */
-    unsigned cut_after;   /* this many messages after it opened, `cut_rank` drops its connections */
+    uint64_t seed;     /* the same seed, rank and calls give the same faults */
+    /* One reserve or peek in this many returns SPCCL_AGAIN although there is space, or a message. */
+    unsigned hold_one_in;
+    unsigned flip_one_in; /* one message in this many is sent with a flipped bit */
+    unsigned flip_within; /* the bit is in this many first bytes; 0 = anywhere */
+    unsigned cut_after;   /* `cut_rank` drops its connections after it has sent this many messages */
     int cut_rank;
 } sp_fault_plan;
 
 extern sp_fault_plan sp_fault;
 extern const sp_transport sp_transport_fault;
-/* Messages flipped since the program started. */
+/* Messages with a flipped bit since the program started. */
 unsigned sp_fault_n_flipped(void);
 
 #endif

@@ -1,11 +1,11 @@
-/* registry.c - the transports of this build, and the lists of them that settings give. See transport.h. */
+/* registry.c - the transports of this build, and the parser of lists of transports. See transport.h. */
 #include "transport/common/transports.h"
 
 #include "core/base/status.h"
 
 #include <string.h>
 
-/* Only programs that link fault.c have it, that is, tests; elsewhere it is NULL and ends the list. */
+/* Only tests link fault.c. In other programs the address is NULL, which ends the list. */
 extern const sp_transport sp_transport_fault __attribute__((weak, visibility("hidden")));
 
 const sp_transport *const sp_transports[] = {&sp_transport_inproc, &sp_transport_shm, &sp_transport_tcp,
@@ -49,9 +49,9 @@ spccl_status sp_transport_parse_list(const char *text, const sp_transport **out,
             return unknown(text, at, length);
         for (size_t i = 0; i < count; i++)
             if (out[i] == t)
-                return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": \"%s\" is there twice", text, t->name);
+                return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": \"%s\" is given twice", text, t->name);
         if (count == cap)
-            return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": more than %zu", text, cap);
+            return SP_FAIL(SPCCL_ERR_SETTING, "transports \"%s\": got more than %zu", text, cap);
         out[count++] = t;
         at += length;
         at += strspn(at, " ");

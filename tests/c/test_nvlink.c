@@ -205,8 +205,7 @@ static void test_unreachable(void)
     struct scene *s = make_scene(2);
     fake.import_fails = true;
     run_threads(s);
-    expect(s, 0, SPCCL_ERR_UNREACHABLE,
-           "rank 0: GPU memory of rank 1: its GPU memory cannot be mapped here: fakeImport");
+    expect(s, 0, SPCCL_ERR_UNREACHABLE, "rank 0: GPU memory of rank 1: it cannot be mapped here: fakeImport");
     expect(s, 1, SPCCL_ERR_UNREACHABLE, "rank 1: GPU memory of rank 0");
     fake.import_fails = false;
     munmap(s, sizeof *s);

@@ -1,7 +1,7 @@
-/* inproc.c - transport "inproc": ranks that are threads of one process. Queues lie in this process's
- * memory, bells are eventfds; a registry maps the random id in an address to the endpoint.
- * An endpoint's shared part (struct node) lives until its last peer lets go of it, so what a rank sent
- * before it closed is still read. */
+/* inproc.c - transport "inproc": ranks that are threads of one process. Queues lie in the process's memory,
+ * and wake-ups go over eventfds. An address holds a random id, and a registry maps ids to endpoints.
+ * The part of an endpoint that peers use (struct node) is freed when its last peer closes too. So what a rank
+ * sent before it closed is still read. */
 #include "transport/common/transports.h"
 
 #include "core/base/clock.h"
@@ -27,11 +27,11 @@ struct node {
     atomic_int n_refs;
     uint8_t id[ID_BYTES];
     sp_endpoint_config config;
-    int wake_fd;
-    _Atomic(void *) *out;  /* [world_size] block for that peer; NULL until add_peer */
-    atomic_bool *attached; /* [world_size] that peer holds a reference: our memory stays for it */
+    int wake_fd;           /* this rank's */
+    _Atomic(void *) *out;  /* [world_size] block of the queues to each peer; NULL until add_peer */
+    atomic_bool *attached; /* [world_size] true: that peer holds a reference to this node */
     atomic_bool closed;
-    pthread_mutex_t lock; /* abort_rank and abort_text, written once */
+    pthread_mutex_t lock; /* guards abort_rank and abort_text, which are written once */
     atomic_bool aborted;
     int abort_rank;
     char abort_text[SP_ABORT_TEXT_CAP];
@@ -39,15 +39,15 @@ struct node {
 
 struct inproc_endpoint {
     struct node *node;
-    struct node **peers; /* [world_size] a reference to each; NULL: not added */
+    struct node **peers; /* [world_size] each is a reference; NULL: not added */
     sp_ring_link *links; /* [world_size] */
-    pid_t pid;           /* a child of fork must leave its parent's endpoint alone */
+    pid_t pid;           /* of the process that opened it: a child of fork does not close it */
 };
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
 static struct node *registry;
-static uint8_t process_id[ID_BYTES]; /* random; renewed in a child of fork */
+static uint8_t process_id[ID_BYTES]; /* random; a child of fork draws a new one */
 static pid_t process_pid;
 
 static void fork_prepare(void)
@@ -96,7 +96,7 @@ static void registry_remove(const struct node *n)
     pthread_mutex_unlock(&registry_lock);
 }
 
-/* With a reference for the caller; NULL if no endpoint has this id. */
+/* The endpoint with this id, with a reference for the caller. NULL if there is none. */
 static struct node *registry_find(const uint8_t id[ID_BYTES])
 {
     struct node *n;
@@ -243,8 +243,7 @@ static spccl_status inproc_check_peer(const struct node *me, const struct node *
     if (a->world_size != b->world_size || a->n_queues != b->n_queues || a->queue_bytes != b->queue_bytes)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "rank %d has %d ranks, %d queues of %zu bytes, but rank %d has %d ranks, %d queues of "
-                       "%zu bytes: give every "
-                       "rank the same settings",
+                       "%zu bytes: give every rank the same settings",
                        a->rank, a->world_size, a->n_queues, a->queue_bytes, rank, b->world_size, b->n_queues,
                        b->queue_bytes);
     return SPCCL_OK;
@@ -264,7 +263,7 @@ static spccl_status inproc_add_peer(sp_endpoint *opaque, int peer, const uint8_t
                        node->config.rank, peer);
     ep->peers[peer] = other;
     SP_TRY(inproc_check_peer(node, other, peer));
-    /* mmap and not malloc: page-aligned, zeroed, and a page costs nothing until it is used. */
+    /* mmap instead of malloc: memory is aligned to pages and zeroed, and an unused page costs nothing. */
     block = mmap(NULL, node_block_bytes(node), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED)
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "rank %d: %zu bytes of queues for rank %d", node->config.rank,
@@ -275,7 +274,8 @@ static spccl_status inproc_add_peer(sp_endpoint *opaque, int peer, const uint8_t
     return SPCCL_OK;
 }
 
-/* Both ends hold the other's memory: a peer that leaves from now on takes nothing with it. */
+/* Set the link up if both ends hold a reference to the other's node. A peer that closes after that frees none
+ * of the memory that the link uses. */
 static bool inproc_try_up(struct inproc_endpoint *ep, int peer)
 {
     struct node *node = ep->node, *other = ep->peers[peer];
@@ -294,7 +294,8 @@ static spccl_status inproc_connect_step(sp_endpoint *opaque)
     sp_rank_list missing = {0};
     sp_wake_drain(ep->node->wake_fd);
     for (int i = 0; i < config->world_size; i++) {
-        /* `closed` first: if the peer came up and then left, its memory is there by now. */
+        /* `closed` is read first: if the peer set its link up and then closed, inproc_try_up finds its
+         * memory. */
         bool closed = ep->peers[i] != NULL && atomic_load(&ep->peers[i]->closed);
         if (ep->peers[i] == NULL || ep->links[i].up || inproc_try_up(ep, i))
             continue;
@@ -333,7 +334,7 @@ static spccl_status inproc_release(sp_endpoint *opaque, int peer, int queue)
 }
 static bool inproc_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
-    (void)opaque; /* what is committed lies in memory that the peer has mapped */
+    (void)opaque; /* a committed message lies in memory that the peer reads */
     (void)peer;
     (void)queue;
     (void)n;

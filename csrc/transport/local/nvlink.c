@@ -1,8 +1,9 @@
-/* nvlink.c - the ranks of one host give each other access to their GPU memory; see gpu_share.h. After that
- * the kernels reach it as plain pointers, over NVLink or PCIe, and nothing here is needed any more.
+/* nvlink.c - ranks of one host give each other access to their GPU memory; see gpu_share.h. Kernels then use
+ * that memory through plain pointers, over NVLink or PCIe, without any function of this file.
  *
- * After the handshake on the local socket each end sends one message, with at most one descriptor:
- *   0 u32 "SPGM"  4 u32 zero  8 u64 bytes of the memory  16 handle[SP_GPU_HANDLE_BYTES]   (little-endian) */
+ * After the handshake on the local socket each end sends one message, with at most one descriptor
+ * (little-endian):
+ *   0 u32 "SPGM"  4 u32 zero  8 u64 bytes of the memory  16 handle[SP_GPU_HANDLE_BYTES] */
 #include "core/contract/gpu_share.h"
 
 #include "core/base/bits.h"
@@ -23,8 +24,8 @@ _Static_assert(SP_GPU_SHARE_ADDRESS_BYTES == ID_BYTES + SP_HOST_ID_BYTES, "an id
 #define MESSAGE_MAGIC 0x4d475053u /* "SPGM" */
 #define HANDLE_AT 16u
 #define MESSAGE_BYTES (HANDLE_AT + SP_GPU_HANDLE_BYTES)
-#define STEP_NS 200000          /* start-up only: between two looks */
-#define STILL_NS (20 * 1000000) /* between two questions whether the group is alive */
+#define STEP_NS 200000          /* sleep between two tries; only during start-up */
+#define STILL_NS (20 * 1000000) /* time between two calls of config.still */
 
 enum peer_state {
     PEER_CONNECT,  /* this rank connects to it */
@@ -50,18 +51,19 @@ struct sp_gpu_share {
     sp_fork_guard guard;
 };
 
-/* The first mapping that failed. It is returned at the end, so that the peers first get what they need. */
+/* The first mapping that failed. The exchange goes on, so that the peers get this rank's memory, and returns
+ * this error at its end. */
 struct refusal {
     spccl_status status; /* SPCCL_OK: none */
     char text[500];
 };
 
-/* What one call of sp_gpu_share_exchange is about. */
+/* The state of one call of sp_gpu_share_exchange. */
 struct exchange {
     size_t bytes;
     const uint8_t *addresses;
-    uint8_t message[MESSAGE_BYTES]; /* ours */
-    int fd;                         /* ours; -1: none */
+    uint8_t message[MESSAGE_BYTES]; /* this rank's */
+    int fd;                         /* this rank's; -1: none */
     sp_gpu_memory **out;
     struct refusal refusal;
 };
@@ -170,8 +172,7 @@ static void note_refusal(const sp_gpu_share *s, struct exchange *w, int rank, sp
     snprintf(why, sizeof why, "%s", spccl_last_error());
     w->refusal.status = st == SPCCL_ERR_DEVICE ? SPCCL_ERR_UNREACHABLE : st;
     snprintf(w->refusal.text, sizeof w->refusal.text,
-             "rank %d: GPU memory of rank %d: its GPU memory cannot be mapped here: %s", s->config.rank, rank,
-             why);
+             "rank %d: GPU memory of rank %d: it cannot be mapped here: %s", s->config.rank, rank, why);
 }
 
 static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, struct peer *p, int rank)
@@ -219,7 +220,7 @@ static spccl_status step_peer(sp_gpu_share *s, struct exchange *w, int rank)
     return SP_FAIL(SPCCL_ERR_BUG, "rank %d: nvlink: state %d", s->config.rank, (int)p->state);
 }
 
-/* Go on with every peer; AGAIN while one is missing. */
+/* Continue with every peer. AGAIN while a peer is not done; `missing` lists these. */
 static spccl_status step_all(sp_gpu_share *s, struct exchange *w, sp_rank_list *missing)
 {
     SP_TRY(sp_acceptor_step(&s->listener.acceptor));

@@ -52,7 +52,7 @@ static spccl_status link_broken(sp_ring_link *link, int queue)
     link->broken = true;
     return SP_FAIL(
         SPCCL_ERR_FORMAT,
-        "rank %d: the queue shared with rank %d (queue %d) holds an impossible length or position: "
+        "rank %d: the memory shared with rank %d (queue %d) holds an impossible length or position: "
         "memory of rank %d is damaged; start the job again",
         link->rank, link->peer, queue, link->peer);
 }
@@ -85,7 +85,7 @@ spccl_status sp_ring_commit(sp_ring_link *link, int queue)
     if (sp_spsc_commit(&link->tx[queue]) != SP_SPSC_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve", link->rank,
                        link->peer, queue);
-    /* Load first: the exchange would take the line from the sleeper's core at every message. */
+    /* The load comes first: an exchange at every message would take the cache line from the peer's core. */
     if (atomic_load(&link->out->consumer_sleeps) != 0 && atomic_exchange(&link->out->consumer_sleeps, 0) != 0)
         sp_wake_signal(link->wake_fd);
     return SPCCL_OK;
@@ -99,7 +99,7 @@ spccl_status sp_ring_peek(sp_ring_link *link, int queue, const void **out, size_
     case SP_SPSC_OK:
         return SPCCL_OK;
     case SP_SPSC_AGAIN:
-        /* `gone` was found before the look that came back empty, so nothing sent earlier is missed. */
+        /* `gone` was set before this look at an empty queue, so no earlier message can be missed. */
         return link->gone ? link_gone(link) : SPCCL_AGAIN;
     case SP_SPSC_BROKEN:
         break;
@@ -125,10 +125,11 @@ spccl_status sp_ring_arm(sp_ring_link *link)
     atomic_store(&link->in->consumer_sleeps, 1);
     if (link->blocked != 0)
         atomic_store(&link->out->producer_waits, link->blocked);
-    /* What was seen is stored, and who waited for room forgotten, so each change is told once: a message left
-     * lying, or room that nobody wants any more, does not keep this rank awake. A message counts as news
-     * even if some peek has seen it: it may have come after the pass that could have used it. A broken
-     * index counts as a change; the next peek or reserve reports it. */
+    /* Report each change once. So armed_head keeps what was seen, and `blocked` is cleared where space was
+     * found. Otherwise a message that stays in its queue, or space that is no longer needed, would keep this
+     * rank awake. A message since the last arm counts as a change even if a peek has seen it: it may have
+     * come after the pass that could have used it. A broken index counts too; the next peek or reserve
+     * reports it. */
     for (int i = 0; i < link->n_queues; i++) {
         sp_spsc_result in = sp_spsc_rx_look(&link->rx[i]), out = SP_SPSC_AGAIN;
         if ((link->blocked & (1u << i)) != 0)
@@ -176,7 +177,7 @@ void sp_wake_signal(int wake_fd)
     ssize_t n;
     do
         n = write(wake_fd, &one, sizeof one);
-    while (n < 0 && errno == EINTR); /* EAGAIN: it rings already */
+    while (n < 0 && errno == EINTR); /* EAGAIN: the counter is full, so wake_fd is readable already */
 }
 
 void sp_wake_drain(int wake_fd)

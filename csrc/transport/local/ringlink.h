@@ -1,9 +1,9 @@
-/* ringlink.h - what inproc and shm share: the queues between two ranks as spsc queues in memory that both
- * see, and the bells that wake a sleeping rank. A link knows nothing of how that memory came about or
- * how a dead peer is noticed.
+/* ringlink.h - a link of inproc and shm: the queues between two ranks in memory that both see (spsc.h), and
+ * wake-ups. The transports make that memory, and notice a dead peer; a link does neither.
  *
- * One block of memory per direction, made by the producer: flags, indices, then the data of each queue.
- * Untouched pages cost nothing. A bell is an eventfd; it is rung only for a rank that says it sleeps. */
+ * Each direction has one block of memory, which the producer makes: flags, indices, then the data of each
+ * queue. Untouched pages cost nothing. A wake-up is a write to the peer's eventfd. It is written only if the
+ * peer has said that it sleeps. */
 #ifndef SP_RINGLINK_H
 #define SP_RINGLINK_H
 
@@ -13,39 +13,40 @@
 #define SP_RING_DATA_OFFSET 4096u
 
 /* sp_transport.ns_per_byte of inproc and shm. Measured on an AMD EPYC (Zen 4, 2 cores of a virtual machine,
- * L2 1 MiB): 64 KiB chunks through a ring between two threads take 0.11 ns/byte. 0.04 of these are the copies
- * in and out, which encode and decode count themselves. The rest is rounded up, because several pairs share
- * the memory. */
+ * L2 1 MiB): chunks of 64 KiB through a ring between two threads take 0.11 ns/byte. 0.04 of it is the copies
+ * in and out, which belong to encode and decode. The rest, 0.07, is rounded up, because several pairs of
+ * ranks use the same memory. */
 #define SP_LOCAL_NS_PER_BYTE 0.10
 
-/* Start of a block. Zeroed memory is a valid, empty one. */
+/* The start of a block. Zeroed memory is a valid block with empty queues. */
 typedef struct sp_ring_block {
-    _Alignas(128) _Atomic uint32_t consumer_sleeps; /* set by a consumer that arms, taken by who rings */
-    _Alignas(128) _Atomic uint32_t producer_waits;  /* mask of queues; the same for a producer without room */
-    _Alignas(128) _Atomic uint32_t signal;          /* producer -> consumer: look at the side channel */
+    _Alignas(128) _Atomic uint32_t consumer_sleeps; /* a consumer that arms sets it; who wakes it clears it */
+    _Alignas(128) _Atomic uint32_t producer_waits;  /* a mask of queues: the same, without space */
+    _Alignas(128) _Atomic uint32_t signal;          /* producer: the consumer must look for an abort */
     sp_spsc_ctl queues[SP_QUEUES_MAX];
 } sp_ring_block;
 _Static_assert(sizeof(sp_ring_block) <= SP_RING_DATA_OFFSET, "indices fit before the data");
 
 typedef struct sp_ring_link {
-    int rank, peer, n_queues, wake_fd; /* bell: the peer's, borrowed */
-    sp_ring_block *out, *in;           /* borrowed */
+    int rank, peer, n_queues;
+    int wake_fd;             /* the peer's, borrowed */
+    sp_ring_block *out, *in; /* borrowed */
     sp_spsc_tx tx[SP_QUEUES_MAX];
     sp_spsc_rx rx[SP_QUEUES_MAX];
-    uint64_t armed_head[SP_QUEUES_MAX]; /* rx[i].head as of the last arm: what came before it is no news */
-    uint32_t blocked;                   /* queues whose last reserve found no room */
+    uint64_t armed_head[SP_QUEUES_MAX]; /* rx[i].head at the last arm */
+    uint32_t blocked;                   /* mask of the queues whose last reserve found no space */
     bool up, gone;
-    bool gone_is_new;    /* `gone` is not yet told by arm */
-    bool broken;         /* the peer wrote what cannot be; sticky */
-    char gone_text[160]; /* why it is gone, for error texts */
+    bool gone_is_new;    /* `gone` is set, and arm has not reported it yet */
+    bool broken;         /* the peer wrote an impossible number; never cleared */
+    char gone_text[160]; /* a clause for error texts: "closed its endpoint" */
 } sp_ring_link;
 
 /* Bytes of a block for these queues; queue_bytes is a power of two. */
 size_t sp_ring_block_bytes(int n_queues, size_t queue_bytes);
-/* Both blocks hold sp_ring_block_bytes; borrowed as long as the link is used. Sets `up`. */
+/* `out` and `in` are blocks of sp_ring_block_bytes; the link borrows them. Sets `up`. */
 void sp_ring_link_init(sp_ring_link *link, int rank, int peer, int n_queues, size_t queue_bytes, void *out,
                        void *in, int wake_fd);
-/* The peer is gone: what it sent is still delivered. `text` is a clause: "closed its endpoint". */
+/* Note that the peer is gone. What it sent is still delivered. `text` becomes gone_text. */
 void sp_ring_link_set_gone(sp_ring_link *link, const char *text);
 
 /* As in transport.h. */
@@ -56,14 +57,16 @@ spccl_status sp_ring_release(sp_ring_link *link, int queue);
 spccl_status sp_ring_arm(sp_ring_link *link);
 void sp_ring_disarm(sp_ring_link *link);
 
-/* Wake the peer whatever it does: it shall look at the side channel. */
+/* Ask the peer to look for an abort or for this rank's end, and wake it. */
 void sp_ring_signal(sp_ring_link *link);
 /* True once per sp_ring_signal of the peer. */
 bool sp_ring_take_signal(sp_ring_link *link);
 
-/* A non-blocking eventfd; ring it; take all rings. */
+/* Open an eventfd for wake-ups (non-blocking, close-on-exec). Errors: SYSTEM. */
 spccl_status sp_wake_open(int *out);
+/* Make wake_fd readable. */
 void sp_wake_signal(int wake_fd);
+/* Take all wake-ups that are pending: wake_fd is not readable afterwards. */
 void sp_wake_drain(int wake_fd);
 
 #endif

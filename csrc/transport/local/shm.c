@@ -1,8 +1,8 @@
 /* shm.c - transport "shm": ranks that are processes of one host. Queues lie in anonymous shared memory
- * (memfd), bells are eventfds; both are passed over a local socket (SCM_RIGHTS, shm_connect.c), which then
- * stays open: its end is the sign that the peer is gone, and aborts travel over it. Nothing has a name in the
- * file system, so nothing is left behind, whatever way a process ends. Once connected, the socket carries
- * nothing but aborts: u32 "SPAB", text[SP_ABORT_TEXT_CAP]. */
+ * (memfd), and wake-ups go over eventfds. The ranks pass each other both over a local socket (SCM_RIGHTS,
+ * shm_connect.c). The socket stays open as the control connection. Its end shows that the peer is gone, and
+ * it carries aborts: u32 "SPAB", text[SP_ABORT_TEXT_CAP]. Nothing has a name in the file system, so nothing
+ * is left behind, however a process ends. */
 #include "transport/local/shm.h"
 
 #include "core/base/bits.h"
@@ -18,7 +18,7 @@
 #include <sys/mman.h>
 
 #define ABORT_MAGIC 0x42415053u /* "SPAB" */
-/* Sockets are looked at this often while the ranks are busy, and after every sleep. */
+/* While the ranks are busy, all sockets are read this often. They are also read after every sleep. */
 #define LOOK_NS 2000000
 
 static void close_in_child(void *owner)
@@ -29,7 +29,8 @@ static void close_in_child(void *owner)
     sp_acceptor_close_descriptors(&ep->listener.acceptor);
 }
 
-/* Tell the peers, also those whose socket some child has a copy of. */
+/* Show the peers that this rank leaves. shutdown ends a connection even if a child of fork holds a copy of
+ * its descriptor. */
 static void hang_up(struct sp_shm *ep)
 {
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
@@ -37,7 +38,7 @@ static void hang_up(struct sp_shm *ep)
         if (p->sock >= 0)
             (void)shutdown(p->sock, SHUT_RDWR);
         if (p->state == SP_SHM_UP)
-            sp_ring_signal(&p->link); /* a busy peer looks at the socket at once */
+            sp_ring_signal(&p->link); /* a busy peer then reads the socket at once */
     }
 }
 
@@ -124,14 +125,14 @@ static spccl_status shm_release(sp_endpoint *opaque, int peer, int queue)
 }
 static bool shm_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
-    (void)opaque; /* what is committed lies in memory that the peer has mapped */
+    (void)opaque; /* a committed message lies in memory that the peer has mapped */
     (void)peer;
     (void)queue;
     (void)n;
     return true;
 }
 
-/* Read what came over the socket: an abort, or its end. */
+/* Read the control connection: an abort, or its end. */
 static void look_at_socket(struct sp_shm *ep, int rank)
 {
     struct sp_shm_peer *p = &ep->peers[rank];
@@ -151,7 +152,7 @@ static void look_at_socket(struct sp_shm *ep, int rank)
                                                    : "is gone: its process ended or left the group");
     p->state = SP_SHM_GONE;
     pthread_mutex_lock(&ep->guard.lock);
-    sp_sock_close(&p->sock); /* also takes it out of the epoll set */
+    sp_sock_close(&p->sock); /* this also removes it from the epoll set */
     pthread_mutex_unlock(&ep->guard.lock);
 }
 
@@ -202,7 +203,7 @@ static spccl_status shm_arm(sp_endpoint *opaque)
     if (st != SPCCL_OK)
         shm_disarm(opaque);
     else
-        ep->look_now = true; /* after the sleep */
+        ep->look_now = true; /* for the progress after the sleep */
     return st;
 }
 
@@ -218,7 +219,7 @@ static void shm_abort_peers(sp_endpoint *opaque, const char *text)
         if (p->state != SP_SHM_UP)
             continue;
         if (sp_sock_write(p->sock, note, sizeof note, &done) != SPCCL_OK)
-            sp_log(SP_LOG_INFO, ep->config.rank, "rank %d could not be told of the abort", i);
+            sp_log(SP_LOG_INFO, ep->config.rank, "the abort could not be sent to rank %d", i);
         sp_ring_signal(&p->link);
     }
 }

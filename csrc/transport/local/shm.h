@@ -1,5 +1,4 @@
-/* shm.h - what the two halves of transport shm share: shm_connect.c (start-up) and shm.c (moving messages).
- */
+/* shm.h - the data of transport shm. shm_connect.c has the start-up, shm.c moves messages. */
 #ifndef SP_SHM_H
 #define SP_SHM_H
 
@@ -11,7 +10,7 @@
 #include <unistd.h>
 
 #define SP_SHM_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
-#define SP_SHM_MESSAGE_BYTES 16u /* that passes the descriptors: shm_connect.c */
+#define SP_SHM_MESSAGE_BYTES 16u /* the message with the descriptors: shm_connect.c */
 
 enum sp_shm_state {
     SP_SHM_ABSENT,   /* not added */
@@ -25,28 +24,30 @@ enum sp_shm_state {
 struct sp_shm_peer {
     enum sp_shm_state state;
     uint8_t id[SP_HS_ID_BYTES];
-    int sock, out_fd, wake_fd; /* bell: the peer's; -1: none */
+    int sock, out_fd; /* -1: none */
+    int wake_fd;      /* the peer's; -1: none */
     sp_local_connect connect;
     bool sent;
     sp_local_message received;
     uint8_t message[SP_SHM_MESSAGE_BYTES]; /* as received */
-    void *out, *in;
-    size_t abort_done;
+    void *out, *in;                        /* blocks of the link, mapped */
+    size_t abort_done;                     /* bytes read of abort_bytes */
     uint8_t abort_bytes[SP_SHM_ABORT_BYTES];
     sp_ring_link link;
 };
 
 struct sp_shm {
     sp_endpoint_config config;
-    int wake_fd, epoll_fd;
+    int wake_fd;  /* this rank's */
+    int epoll_fd; /* wake_fd and all local sockets */
     sp_local_listener listener;
-    uint8_t host[SP_HOST_ID_BYTES]; /* this host, read once: both ends must find the same answer later */
+    uint8_t host[SP_HOST_ID_BYTES]; /* of this host; read once, so that later answers agree */
     struct sp_shm_peer *peers;      /* [world_size] */
-    int64_t looked_ns;
-    bool look_now;
-    int abort_rank; /* -1: none */
+    int64_t looked_ns;              /* when all sockets were last read */
+    bool look_now;                  /* read all sockets at the next progress */
+    int abort_rank;                 /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
-    pid_t pid; /* a child of fork must leave its parent's connections alone */
+    pid_t pid; /* of the process that opened it: a child of fork does not shut down its sockets */
     sp_fork_guard guard;
 };
 
@@ -64,9 +65,9 @@ spccl_status sp_shm_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_shm_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
 spccl_status sp_shm_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 spccl_status sp_shm_connect_step(sp_endpoint *ep);
-/* Listen on the local socket that the endpoint's id names. Errors: SYSTEM, NOMEM. */
+/* Listen on a local socket. Errors: SYSTEM, NOMEM. */
 spccl_status sp_shm_listen(struct sp_shm *ep);
-/* Add to the endpoint's epoll set. Errors: SYSTEM. */
+/* Add fd to the endpoint's epoll set. Errors: SYSTEM. */
 spccl_status sp_shm_watch(struct sp_shm *ep, int fd);
 
 #endif

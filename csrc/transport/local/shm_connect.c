@@ -1,7 +1,9 @@
-/* shm_connect.c - start-up of transport shm: who can be reached, making and passing the memory. See shm.c.
+/* shm_connect.c - start-up of transport shm: find out who can be reached, make the memory, pass it. See
+ * shm.c.
  *
- * After the handshake on the local socket each end sends one message with two descriptors:
- *   0 u32 "SPSH"  4 u32 zero  8 u64 bytes of the block     + memfd of its outgoing block, its bell */
+ * After the handshake on the local socket each end sends one message with two descriptors: the memfd of its
+ * outgoing block, and its wake_fd. The bytes (little-endian):
+ *   0 u32 "SPSH"  4 u32 zero  8 u64 bytes of the block */
 #include "transport/local/shm.h"
 
 #include "core/base/bits.h"
@@ -24,8 +26,8 @@
 _Static_assert(SP_SHM_MESSAGE_BYTES == 16, "magic, zero, bytes");
 static const char address_magic[4] = {'s', 'p', 'S', '1'};
 
-/* ---- who can be reached: the same kernel, the same network namespace (abstract sockets live there), the
- * same user ---- */
+/* ---- who can be reached: ranks of the same kernel, the same user, and the same network namespace, to which
+ * abstract sockets belong ---- */
 
 spccl_status sp_shm_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
@@ -95,7 +97,7 @@ spccl_status sp_shm_watch(struct sp_shm *ep, int fd)
     return SPCCL_OK;
 }
 
-/* The memory of this rank's queues to one peer: sealed, so that the peer can rely on its size. */
+/* Make the memory of this rank's queues to one peer. It is sealed, so that the peer can rely on its size. */
 static spccl_status make_block(struct sp_shm *ep, struct sp_shm_peer *p, int rank)
 {
     size_t bytes = sp_shm_block_bytes(ep);
@@ -137,11 +139,11 @@ static spccl_status send_block(struct sp_shm *ep, struct sp_shm_peer *p)
     sp_store_le64(message + 8, sp_shm_block_bytes(ep));
     SP_TRY(sp_local_send(&ep->listener.config, p->sock, message, sizeof message, fds, 2));
     p->sent = true;
-    sp_sock_close(&p->out_fd); /* mapped here, and now the peer's too */
+    sp_sock_close(&p->out_fd); /* the memory stays mapped, and the peer has a descriptor of its own */
     return SPCCL_OK;
 }
 
-/* Map the peer's block if it is what it must be. */
+/* Check the peer's block and map it. */
 static spccl_status map_block(const struct sp_shm *ep, struct sp_shm_peer *p)
 {
     size_t bytes = sp_shm_block_bytes(ep);
@@ -157,7 +159,7 @@ static spccl_status map_block(const struct sp_shm *ep, struct sp_shm_peer *p)
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "mapping %zu bytes of its queues", bytes);
     }
     p->wake_fd = p->received.fds[1];
-    p->received.n_fds = 1; /* the memory stays mapped without its descriptor */
+    p->received.n_fds = 1; /* wake_fd is taken over; the memory stays mapped without its descriptor */
     sp_local_message_close(&p->received);
     return SPCCL_OK;
 }

@@ -1,18 +1,21 @@
-/* spsc.h - a one-producer one-consumer queue of messages in shared memory, C11 atomics.
- * Contract of the map: includes nothing of ours. Both ends may live in different processes.
+/* spsc.h - a queue of messages in shared memory, with one producer and one consumer. The two may be in
+ * different processes.
  *
- * The data is a ring of `cap` bytes (a power of two); positions count bytes for ever and never wrap in
- * practice (2^64). A record is 16 bytes of head {u32 bytes, u32 kind, 8 unused} and the payload, rounded
- * up to 16, and never crosses the end of the ring: a skip record covers what is left there. head and tail
- * live on cache lines of their own, and each side keeps its last look at the other's, so that a queue that
- * is neither full nor empty costs no cache miss for the indices.
+ * The data is a ring of `cap` bytes, a power of two. Positions are numbers of bytes since the start; they
+ * only grow, and 64 bits do not overflow in practice. A record is a head of 16 bytes {u32 bytes, u32 kind, 8
+ * unused} and the payload, rounded up to 16 bytes. No record crosses the end of the ring: a skip record fills
+ * the rest.
  *
- * Ordering: head and tail are stored and, before a sleep, loaded with seq_cst, and so is the flag that a
- * sleeper sets (ringlink.c). Then either the sleeper sees the new index or the other side sees the flag
- * (Dekker); fences are not used because ThreadSanitizer does not understand them.
+ * The indices head and tail have a cache line each, and each side keeps the last value that it read of the
+ * other's index. It reads that index again only when the queue seems full or empty, so other accesses cost no
+ * cache miss for the indices.
  *
- * A consumer trusts no number that it reads: what cannot be is SP_SPSC_BROKEN, never an access outside
- * the ring. Broken stays broken only by the caller's will: stop using the queue. */
+ * Ordering: stores of head and tail are seq_cst, and so are loads before a sleep and the flag that a sleeper
+ * sets (ringlink.c). So either the sleeper sees the new index, or the other side sees the flag (as in
+ * Dekker's algorithm). Fences are not used, because ThreadSanitizer does not understand them.
+ *
+ * The consumer checks every number that it reads. An impossible one gives SP_SPSC_BROKEN, and never an access
+ * outside the ring. The queue does not remember that: the caller must stop using it. */
 #ifndef SP_SPSC_H
 #define SP_SPSC_H
 
@@ -21,10 +24,11 @@
 #include <stdint.h>
 
 #define SP_SPSC_HEAD_BYTES 16u
-/* A drained queue starts again at its beginning once it has come this far, and SP_SPSC_HOT_RECORDS records of
- * the largest kind so far: the pages and the cache lines touched stay few while the consumer keeps up. What
- * is skipped counts as used until the consumer has passed it, so a queue that starts again too early has no
- * room left for the producer to run ahead, and both sides sleep in turns at every message. */
+/* An empty queue starts again at the beginning of the ring once it is SP_SPSC_HOT_BYTES and
+ * SP_SPSC_HOT_RECORDS of its largest records into the ring. Few pages and cache lines are then touched while
+ * the consumer keeps up. The skipped bytes count as used until the consumer has passed them. If a queue
+ * started again too early, it would lack space for the producer to run ahead, and both sides would sleep in
+ * turns at every message. */
 #define SP_SPSC_HOT_BYTES (64u * 1024u)
 #define SP_SPSC_HOT_RECORDS 8u
 
@@ -34,30 +38,30 @@ typedef enum sp_spsc_result { SP_SPSC_OK, SP_SPSC_AGAIN, SP_SPSC_BROKEN } sp_sps
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
                "atomics must work between processes");
 
-/* 128: neighbouring lines are fetched in pairs. */
+/* Aligned to 128 bytes: the CPU fetches cache lines of 64 bytes in pairs. */
 typedef struct sp_spsc_ctl {
     _Alignas(128) _Atomic uint64_t head; /* bytes ever committed; the producer writes it */
     _Alignas(128) _Atomic uint64_t tail; /* bytes ever released; the consumer writes it */
 } sp_spsc_ctl;
 
-/* Each side's private state; zeroed, then ctl, data and cap set. */
+/* Private state of the producer (tx) and of the consumer (rx). Starts zeroed but for ctl, data and cap. */
 typedef struct sp_spsc_tx {
     sp_spsc_ctl *ctl;
     uint8_t *data;
-    uint64_t cap, head, tail; /* tail: last look */
-    uint64_t next;            /* head after commit; equal to head: nothing is reserved */
-    uint64_t largest;         /* record so far */
+    uint64_t cap, head, tail; /* tail: as last read */
+    uint64_t next;            /* head after the commit; equal to head: nothing is reserved */
+    uint64_t largest;         /* bytes of the largest record so far */
 } sp_spsc_tx;
 typedef struct sp_spsc_rx {
     sp_spsc_ctl *ctl;
     uint8_t *data;
-    uint64_t cap, tail, head; /* head: last look */
-    uint64_t next;            /* tail after release; equal to tail: nothing is peeked */
-    const void *message;      /* the peeked one */
+    uint64_t cap, tail, head; /* head: as last read */
+    uint64_t next;            /* tail after the release; equal to tail: nothing is peeked */
+    const void *message;      /* the peeked message */
     size_t message_bytes;
 } sp_spsc_rx;
 
-/* The largest message that fits whatever the position: a skip and the message need at most the ring. */
+/* Largest message that fits at any position: a skip record and the message fill the ring at most. */
 static inline size_t sp_spsc_message_max(uint64_t cap)
 {
     return (size_t)(cap / 2 - SP_SPSC_HEAD_BYTES);
@@ -73,20 +77,20 @@ static inline void sp_spsc_put_head(uint8_t *at, uint32_t bytes, uint32_t kind)
     p[1] = kind;
 }
 
-/* Look at tail again: OK if it moved, AGAIN if not. */
+/* Read tail again. OK if it moved, AGAIN if not. */
 static inline sp_spsc_result sp_spsc_tx_look(sp_spsc_tx *q)
 {
     uint64_t tail = atomic_load_explicit(&q->ctl->tail, memory_order_seq_cst);
     if (tail == q->tail)
         return SP_SPSC_AGAIN;
-    if (q->head - tail > q->head - q->tail) /* went back, or past head */
+    if (q->head - tail > q->head - q->tail) /* tail went back, or past head */
         return SP_SPSC_BROKEN;
     q->tail = tail;
     return SP_SPSC_OK;
 }
 
-/* Room for `bytes` (1 .. sp_spsc_message_max): AGAIN if there is none now. A reservation that was not
- * committed is given up by the next one. */
+/* Reserve space for `bytes` (1 to sp_spsc_message_max). AGAIN if there is none now. Replaces a reservation
+ * that was not committed. */
 static inline sp_spsc_result sp_spsc_reserve(sp_spsc_tx *q, size_t bytes, void **out)
 {
     uint64_t total = sp_spsc_record_bytes(bytes), pos = q->head & (q->cap - 1), rest = q->cap - pos, skip = 0;
@@ -117,7 +121,7 @@ static inline sp_spsc_result sp_spsc_reserve(sp_spsc_tx *q, size_t bytes, void *
     return SP_SPSC_OK;
 }
 
-/* Publish the reservation; AGAIN if there is none. */
+/* Publish the reserved message. AGAIN if there is none. */
 static inline sp_spsc_result sp_spsc_commit(sp_spsc_tx *q)
 {
     if (q->next == q->head)
@@ -127,7 +131,7 @@ static inline sp_spsc_result sp_spsc_commit(sp_spsc_tx *q)
     return SP_SPSC_OK;
 }
 
-/* Look at head again: OK if it moved, AGAIN if not. */
+/* Read head again. OK if it moved, AGAIN if not. */
 static inline sp_spsc_result sp_spsc_rx_look(sp_spsc_rx *q)
 {
     uint64_t head = atomic_load_explicit(&q->ctl->head, memory_order_seq_cst);
@@ -139,7 +143,7 @@ static inline sp_spsc_result sp_spsc_rx_look(sp_spsc_rx *q)
     return SP_SPSC_OK;
 }
 
-/* The oldest message: AGAIN if there is none. It stays until sp_spsc_release. */
+/* Get the oldest message, which stays until sp_spsc_release. AGAIN if there is none. */
 static inline sp_spsc_result sp_spsc_peek(sp_spsc_rx *q, const void **out, size_t *bytes)
 {
     uint64_t at = q->tail, pos;
@@ -175,7 +179,7 @@ static inline sp_spsc_result sp_spsc_peek(sp_spsc_rx *q, const void **out, size_
     return SP_SPSC_OK;
 }
 
-/* Give the peeked message's room back; AGAIN if nothing was peeked. */
+/* Give the space of the peeked message back. AGAIN if nothing was peeked. */
 static inline sp_spsc_result sp_spsc_release(sp_spsc_rx *q)
 {
     if (q->next == q->tail)
