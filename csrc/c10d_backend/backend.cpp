@@ -1,4 +1,4 @@
-/* backend.cpp - see backend.hpp. What is not ours is in delegate.cpp. */
+/* backend.cpp - see backend.hpp. Calls that Gloo or NCCL always runs are in delegate.cpp. */
 #include "backend.hpp"
 
 namespace spccl_torch
@@ -11,7 +11,7 @@ at::Tensor flat_like(const at::Tensor &t, int64_t numel)
     return at::empty({numel}, at::TensorOptions().dtype(t.scalar_type()).device(t.device()));
 }
 
-/* The fields that all collectives of spccl's set alike. */
+/* A Launch with the fields that every collective that spccl runs sets in the same way. */
 Launch launch_of(const char *name, const char *title, c10d::OpType type, const at::Tensor &t,
                  milliseconds timeout)
 {
@@ -154,7 +154,7 @@ void Backend::abort()
 void Backend::shutdown()
 {
     if (comm_->in_child()) {
-        /* The connections are the parent's, and Gloo would end them: keep it for ever. */
+        /* Freeing Gloo or NCCL would end the parent's connections, so the child never frees them. */
         new c10::intrusive_ptr<c10d::Backend>(gloo_);
         if (nccl_)
             new c10::intrusive_ptr<c10d::Backend>(nccl_);
@@ -180,10 +180,10 @@ spccl_stats Backend::stats()
 
 spccl_cuda_stats Backend::cuda_stats()
 {
-    if (cuda_->known_path() == CudaPath::engine)
+    if (cuda_->known_route() == CudaRoute::engine)
         return comm_->cuda_stats();
     spccl_cuda_stats none{};
-    none.device = cuda_->known_path() == CudaPath::unknown ? -1 : cuda_->device().index();
+    none.device = cuda_->known_route() == CudaRoute::unknown ? -1 : cuda_->device().index();
     return none;
 }
 
@@ -209,7 +209,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start(Launch launch, bool async)
     return nullptr; /* torch: "the backend has synced at C++ level" */
 }
 
-/* ---- broadcast and all-gather: bits move --------------------------------------------------------- */
+/* ---- broadcast and all-gather -------------------------------------------------------------------- */
 
 c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tensors,
                                                   const c10d::BroadcastOptions &opts)
@@ -227,7 +227,7 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     launch.op.root = root;
     const WireType wire = wire_for_moving(tensor.scalar_type(), launch.op);
     if (tensor.is_cuda())
-        cuda_->attached_path(tensor.device(), "broadcast");
+        cuda_->cuda_route(tensor.device(), "broadcast");
     const at::Tensor buf = as_contiguous(tensor);
     launch.inputs = launch.outputs = {tensor};
     if (!is_plain(tensor) && root != rank_)
@@ -245,13 +245,13 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
     check_output(output, "output_tensor", name);
     check_like(input, output, "output_tensor", name);
     check_numel(output, input.numel() * size_, "output_tensor", name,
-                "those of input_tensor times the ranks");
+                "the elements of input_tensor times the number of ranks");
 
     Launch launch =
         launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
-        cuda_->attached_path(input.device(), name);
+        cuda_->cuda_route(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.inputs = {input};
@@ -277,13 +277,14 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
     for (const at::Tensor &t : list) {
         check_output(t, "tensor_list", name);
         check_like(input, t, "tensor_list", name);
-        check_numel(t, numel, "a tensor of tensor_list", name, "those of tensor: all ranks give as many");
+        check_numel(t, numel, "a tensor of tensor_list", name,
+                    "the elements of tensor: all ranks give the same number");
     }
 
     Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, input, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
-        cuda_->attached_path(input.device(), name);
+        cuda_->cuda_route(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     launch.inputs = {input};
     launch.outputs = list;
@@ -313,8 +314,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     Launch launch = launch_of(name, "spccl:all_reduce", c10d::OpType::ALLREDUCE, tensor, opts.timeout);
     launch.op.reduction = redop_name(redop);
     launch.reduce_op = opts.reduceOp;
-    const Taker taker = reduction_taker(tensor.scalar_type(), redop);
-    if (taker == Taker::gloo || goes_to_nccl(tensor, taker, name))
+    const Route route = reduction_route(tensor.scalar_type(), redop);
+    if (route == Route::gloo || goes_to_nccl(tensor, route, name))
         return delegated(described(name, launch.title, launch.type, tensors), opts.asyncOp,
                          [&](c10d::Backend &backend, Staging &staging, bool async) {
                              c10d::AllreduceOptions theirs = opts;
@@ -322,12 +323,12 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
                              std::vector<at::Tensor> list = staging.both(tensors);
                              return backend.allreduce(list, theirs);
                          });
-    if (taker == Taker::nobody)
+    if (route == Route::neither)
         refuse_reduction(launch.op);
 
     const at::Tensor out = as_contiguous(tensor);
-    const at::Tensor in = taker == Taker::spccl_scaled ? scaled(out, opts.reduceOp, launch.op) : out;
-    if (taker == Taker::spccl_scaled)
+    const at::Tensor in = route == Route::spccl_scaled ? scaled(out, opts.reduceOp, launch.op) : out;
+    if (route == Route::spccl_scaled)
         launch.reduce_op = c10d::ReduceOp::SUM;
     launch.inputs = launch.outputs = {tensor};
     if (!is_plain(tensor))
@@ -338,14 +339,14 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     return start(std::move(launch), opts.asyncOp);
 }
 
-bool Backend::goes_to_nccl(const at::Tensor &t, Taker taker, const char *op)
+bool Backend::goes_to_nccl(const at::Tensor &t, Route route, const char *op)
 {
     if (!t.is_cuda())
         return false;
-    const CudaPath path = cuda_->attached_path(t.device(), op);
-    /* PREMUL_SUM is a sum of scaled inputs on every path: through torch 2.11's NCCL the sums were wrong
-     * (H200, tests/gpu, premul_sum). */
-    return taker != Taker::spccl && taker != Taker::spccl_scaled && nccl_ && path != CudaPath::stage;
+    const CudaRoute cuda_route = cuda_->cuda_route(t.device(), op);
+    /* spccl runs PREMUL_SUM as a sum of scaled inputs on every CudaRoute. torch 2.11's NCCL gave wrong sums
+     * for PREMUL_SUM (H200, tests/gpu, premul_sum). */
+    return route != Route::spccl && route != Route::spccl_scaled && nccl_ && cuda_route != CudaRoute::stage;
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor> &tensors,
@@ -355,11 +356,11 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor>
     OpText op{"all_reduce", static_cast<size_t>(tensor.numel()), tensor.scalar_type(),
               redop_name(opts.reduceOp.op_), -1};
     if (tensor.is_cuda()) {
-        const CudaPath path = cuda_->attached_path(tensor.device(), op.name);
-        TORCH_CHECK(path == CudaPath::stage || !StreamOrder::of_device(tensor.device())->capturing(),
+        const CudaRoute route = cuda_->cuda_route(tensor.device(), op.name);
+        TORCH_CHECK(route == CudaRoute::stage || !CollectiveOrder::of_device(tensor.device())->capturing(),
                     "spccl: ", op.str(),
-                    ", sparse_coo: its size is known on the way only, so it cannot be captured into a "
-                    "graph; use tensor.to_dense()");
+                    ", sparse_coo: the number of entries of the result is known only while the call runs, so "
+                    "the call cannot be captured into a CUDA graph; use tensor.to_dense()");
         const uint64_t sequence = ++sequence_;
         sparse_all_reduce_cuda(tensor, opts.reduceOp.op_, op, opts.timeout, *comm_,
                                [&](const at::Tensor &mine) { return gathered(mine, opts.timeout); });
@@ -387,22 +388,23 @@ at::Tensor Backend::gathered(const at::Tensor &mine, milliseconds timeout)
     return all;
 }
 
-/* Both forms of reduce-scatter that are ours, once their arguments are checked.
- *   input   [size * n] in plain contiguous memory;  output   [n] of any layout */
+/* The common end of both forms of reduce-scatter that spccl runs. The caller has checked the arguments.
+ *   input    [size * n] in plain contiguous memory
+ *   output   [n] of any layout */
 c10::intrusive_ptr<c10d::Work> Backend::start_reduce_scatter(Launch launch, const at::Tensor &output,
                                                              const at::Tensor &input,
                                                              const c10d::ReduceScatterOptions &opts)
 {
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
-    const Taker taker = reduction_taker(input.scalar_type(), redop);
+    const Route route = reduction_route(input.scalar_type(), redop);
     launch.op.reduction = redop_name(redop);
-    if (taker == Taker::nobody)
+    if (route == Route::neither)
         refuse_reduction(launch.op);
 
-    const at::Tensor in = taker == Taker::spccl_scaled ? scaled(input, opts.reduceOp, launch.op) : input;
+    const at::Tensor in = route == Route::spccl_scaled ? scaled(input, opts.reduceOp, launch.op) : input;
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.outputs = {output};
-    launch.reduce_op = taker == Taker::spccl_scaled ? c10d::ReduceOp(c10d::ReduceOp::SUM) : opts.reduceOp;
+    launch.reduce_op = route == Route::spccl_scaled ? c10d::ReduceOp(c10d::ReduceOp::SUM) : opts.reduceOp;
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
     set_call(launch, Coll::Kind::reduce_scatter, in, out, launch.op.n_elems,
@@ -418,9 +420,10 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
     check_dense(input, "input", name);
     check_output(output, "output", name);
     check_like(input, output, "output", name);
-    check_numel(input, output.numel() * size_, "input", name, "those of output times the ranks");
-    const Taker taker = reduction_taker(output.scalar_type(), opts.reduceOp.op_);
-    if (taker == Taker::gloo || goes_to_nccl(output, taker, name))
+    check_numel(input, output.numel() * size_, "input", name,
+                "the elements of output times the number of ranks");
+    const Route route = reduction_route(output.scalar_type(), opts.reduceOp.op_);
+    if (route == Route::gloo || goes_to_nccl(output, route, name))
         return delegated(described(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
                                    {output, input}),
                          opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
@@ -450,10 +453,11 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
     for (const at::Tensor &t : list) {
         check_dense(t, "input_list", name);
         check_like(output, t, "input_list", name);
-        check_numel(t, numel, "a tensor of input_list", name, "those of output: all ranks take as many");
+        check_numel(t, numel, "a tensor of input_list", name,
+                    "the elements of output: all ranks take the same number");
     }
-    const Taker taker = reduction_taker(output.scalar_type(), opts.reduceOp.op_);
-    if (taker == Taker::gloo || goes_to_nccl(output, taker, name)) {
+    const Route route = reduction_route(output.scalar_type(), opts.reduceOp.op_);
+    if (route == Route::gloo || goes_to_nccl(output, route, name)) {
         std::vector<at::Tensor> used{output};
         used.insert(used.end(), list.begin(), list.end());
         return delegated(

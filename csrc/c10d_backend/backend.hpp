@@ -1,8 +1,9 @@
 /* backend.hpp - spccl as a c10d::Backend for CPU and CUDA tensors. spccl runs all-gather, reduce-scatter,
  * all-reduce (of sparse_coo tensors too) and broadcast. An inner Gloo or NCCL runs everything else.
  *
- * Which call goes where is decided by reduction_taker (tensor.cpp) and, on CUDA, by CudaSide; docs/TORCH.md
- * shows the table. Knows no Python and no CUDA library. May include: the headers above it in this folder. */
+ * reduction_route (tensor.cpp) and, for CUDA tensors, CudaSide (cuda.hpp) decide which library runs a call.
+ * docs/TORCH.md shows the table. This file knows no Python and no CUDA library. May include: the headers
+ * above it in this folder. */
 #pragma once
 
 #include "cuda.hpp"
@@ -17,7 +18,8 @@
 namespace spccl_torch
 {
 
-/* Copies CUDA tensors to host memory, where Gloo can take them. With `idle` it returns tensors as they are. */
+/* Copies CUDA tensors to host memory, where Gloo can take them. With `idle` it returns tensors as they
+ * are. */
 class Staging
 {
   public:
@@ -77,11 +79,11 @@ class Backend final : public c10d::Backend
     void abort() override;
     void shutdown() override;
 
-    /* True only where there is an inner NCCL: torch asks for both on GPUs alone. */
+    /* Both are true only if there is an inner NCCL: torch asks for them only for GPUs. */
     bool supportsSplitting() const;
     bool supportsCoalescing() const;
-    /* A new group of some ranks of this one; NULL on the other ranks. torch asks once per device type, and gets
-     * the same object each time. NCCL's own split is not used: it needs all ranks of the parent, and the
+    /* A new group of some ranks of this one; NULL on the other ranks. torch asks once per device type, and
+     * gets the same object each time. ncclCommSplit is not used: it needs all ranks of the parent, and the
      * parent's communicator may not be connected yet.
      *   ranks   of this group, ascending */
     c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store> &store,
@@ -89,7 +91,8 @@ class Backend final : public c10d::Backend
                                             const c10::intrusive_ptr<c10d::Backend::Options> &opts) override;
     /* Bind the group to its GPU now, and connect NCCL. */
     void eagerConnectSingleDevice(at::Device device) override;
-    /* Point-to-point calls between these two go to NCCL as one batch. endCoalescing returns a Work for all. */
+    /* Point-to-point calls between these two go to NCCL as one batch. endCoalescing returns a Work for
+     * all. */
     void startCoalescing() override;
     c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
@@ -156,15 +159,16 @@ class Backend final : public c10d::Backend
     /* Gloo, for the call `op`. Throws if the group is broken or shut down. */
     c10d::Backend &gloo(const char *op);
     c10::intrusive_ptr<c10d::Work> start(Launch launch, bool async);
-    /* Whether NCCL runs this reduction: of CUDA tensors, not one of spccl's, and not through host memory. Binds
-     * the group to its GPU if it is not bound yet. */
-    bool goes_to_nccl(const at::Tensor &t, Taker taker, const char *op);
+    /* Whether NCCL runs this reduction of `t`. NCCL runs it if `t` is a CUDA tensor, spccl has no such
+     * reduction and the group's CUDA calls do not go through host memory. Binds the group to its GPU if it is
+     * not bound yet. */
+    bool goes_to_nccl(const at::Tensor &t, Route route, const char *op);
     /* Calls Gloo or NCCL with the tensors that `Staging` returns. */
     using Delegate = c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &backend,
                                                                       Staging &staging, bool async)>;
     /* A collective run by Gloo, or by NCCL if launch.inputs[0] is a CUDA tensor. */
     c10::intrusive_ptr<c10d::Work> delegated(const Launch &launch, bool async, Delegate call);
-    /* A send or receive: outside of the order of collectives. */
+    /* Run a send or receive. It is not in the collective order. */
     c10::intrusive_ptr<c10d::Work> point_to_point(const char *name, c10d::OpType type,
                                                   std::vector<at::Tensor> &tensors, Delegate call);
     /* Returns `work`, and keeps it for endCoalescing() if torch is coalescing. */
@@ -188,11 +192,11 @@ class Backend final : public c10d::Backend
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};
     std::mutex split_mutex_;
-    std::string last_split_name_; /* guarded by split_mutex_, as the next */
+    std::string last_split_name_; /* split_mutex_ guards this and the next */
     c10::weak_intrusive_ptr<c10d::Backend> last_split_;
     std::atomic<bool> coalescing_{false};
     std::mutex coalesced_mutex_;
-    bool nccl_batch_ = false; /* guarded by coalesced_mutex_, as the next: NCCL has been told to gather */
+    bool nccl_batch_ = false; /* NCCL collects a batch; coalesced_mutex_ guards this and the next */
     std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
 };
 

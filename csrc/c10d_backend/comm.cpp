@@ -42,7 +42,7 @@ spccl_status wait_for_key(StoreBridge &bridge, const char *key, Clock::time_poin
     const auto piece = milliseconds(250), slack = milliseconds(20);
     for (;;) {
         const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
-        if (left.count() <= 0) /* a store waits without limit for 0 */
+        if (left.count() <= 0) /* a store would take 0 as no limit */
             return SPCCL_ERR_TIMEOUT;
         if (!bridge.stop) {
             bridge.store->wait({key}, left);
@@ -56,7 +56,7 @@ spccl_status wait_for_key(StoreBridge &bridge, const char *key, Clock::time_poin
             bridge.store->wait({key}, std::min(left, piece));
             return SPCCL_OK;
         } catch (const std::exception &) {
-            if (Clock::now() < piece_end - slack) /* it failed before its time was over: no time-out */
+            if (Clock::now() < piece_end - slack) /* not a time-out: the wait failed earlier */
                 throw;
         }
     }
@@ -184,7 +184,7 @@ milliseconds Comm::timeout()
 void Comm::abort(const char *reason) noexcept
 {
     if (in_child())
-        return; /* not a word to the peers */
+        return; /* an abort would reach the peers of the parent */
     std::shared_lock<std::shared_mutex> alive(life_);
     if (raw_ != nullptr)
         spccl_comm_abort(raw_, reason);
@@ -226,7 +226,7 @@ void Comm::close()
         std::scoped_lock lock(issue_, life_);
         last = std::exchange(raw_, nullptr);
     }
-    /* Collectives under way report their own failure; nobody could receive one from here. */
+    /* The status is not needed: collectives under way report their own failure. */
     (void)spccl_comm_destroy(last);
 }
 

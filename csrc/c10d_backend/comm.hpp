@@ -39,8 +39,8 @@ class Comm
   public:
     /* Join; returns when all links of this rank are up. Throws DistBackendError and the like.
      *   store   borrowed until return; keys are written under `settings.name`
-     *   stop    called several times a second while this waits for a peer's keys; returns why to give up, or
-     *           "" to go on */
+     *   stop    called several times a second while the constructor waits for a peer's keys; returns the
+     *           reason to give up, or "" to go on */
     Comm(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size, CommSettings settings,
          std::function<std::string()> stop = nullptr);
     Comm(const Comm &) = delete;
@@ -72,7 +72,7 @@ class Comm
             std::rethrow_exception(make_error(status, who() + ": " + op.str(), spccl_last_error()));
     }
 
-    /* Throw in a child of fork, before anything is locked; `op` goes into the text. Threads: any. */
+    /* Throw if this process is a child of fork. Locks nothing. `op` goes into the text. Threads: any. */
     void check_process(const std::string &op) const;
     bool in_child() const
     {
@@ -95,13 +95,14 @@ class Comm
     spccl_stats stats();
     std::string describe_link(int peer);
 
-    /* spccl_cuda_attach; *text = what went wrong. All ranks call it at the same place in their order. */
+    /* spccl_cuda_attach; *text = what went wrong. All ranks call it at the same point of their sequence of
+     * calls. */
     spccl_status attach_cuda(const spccl_cuda_config &config, milliseconds timeout, std::string *text);
     /* Block until `stream` (cudaStream_t) has completed. Throws if the group fails or time runs out first.
      *   timeout   0 = the group's */
     void wait_cuda(const OpText &op, void *stream, milliseconds timeout);
-    /* Inside issue(): the collective that was just launched, outside of captures, ends before `event`
-     * (cudaEvent_t). close() waits for it.
+    /* Tell spccl that the collective just launched ends before `event` (cudaEvent_t). close() waits for the
+     * event. Call it inside issue(), and not for a captured collective.
      *   owner   keeps the event from being recorded again */
     spccl_status set_end_event(std::shared_ptr<const void> owner, void *event);
     spccl_cuda_stats cuda_stats();
@@ -117,8 +118,8 @@ class Comm
     std::shared_mutex life_; /* raw_ stays valid while it is held shared; abort never waits for issue_ */
     spccl_comm *raw_ = nullptr;
     milliseconds default_timeout_;          /* guarded by issue_ */
-    milliseconds current_timeout_;          /* what spccl was told last; guarded by issue_ */
-    std::shared_ptr<const void> end_event_; /* lent to raw_; guarded by issue_ */
+    milliseconds current_timeout_;          /* what raw_ has now; guarded by issue_ */
+    std::shared_ptr<const void> end_event_; /* raw_ uses it; guarded by issue_ */
 };
 
 } // namespace spccl_torch

@@ -4,14 +4,14 @@
 namespace spccl_torch
 {
 
-void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &op, milliseconds timeout)
+void wait_on_host(Comm &comm, CollectiveOrder &order, CudaRoute route, const OpText &op, milliseconds timeout)
 {
-    if (path == CudaPath::engine)
+    if (route == CudaRoute::engine)
         return comm.wait_cuda(op, native_handle(order.current()), timeout);
     if (timeout.count() <= 0)
         timeout = comm.timeout();
     const auto deadline = std::chrono::steady_clock::now() + timeout;
-    const StreamOrder::EventPtr reached = order.take_event();
+    const CollectiveOrder::EventPtr reached = order.take_event();
     reached->record(order.current());
     for (int looks = 0; !reached->query(); looks++) {
         comm.check_usable(op.str());
@@ -26,11 +26,11 @@ void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &o
 
 /* ---- CudaWork ------------------------------------------------------------------------------------ */
 
-CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
-                   uint64_t sequence, bool host_wait, CudaPath path)
+CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<CollectiveOrder> order, const Launch &launch,
+                   uint64_t sequence, bool host_wait, CudaRoute route)
     : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
       order_(std::move(order)), op_(launch.op), outputs_(launch.outputs), sequence_(sequence),
-      host_wait_(host_wait), path_(path), held_(launch.borrowed)
+      host_wait_(host_wait), route_(route), held_(launch.borrowed)
 {
     held_.insert(held_.end(), launch.inputs.begin(), launch.inputs.end());
     held_.insert(held_.end(), launch.outputs.begin(), launch.outputs.end());
@@ -47,7 +47,7 @@ CudaWork::~CudaWork()
     }
 }
 
-void CudaWork::enqueued(const c10::Stream &stream, StreamOrder::EventPtr end)
+void CudaWork::enqueued(const c10::Stream &stream, CollectiveOrder::EventPtr end)
 {
     stream_ = stream;
     end_ = std::move(end);
@@ -106,7 +106,7 @@ bool CudaWork::wait(milliseconds timeout)
     const bool bounded = timeout != kNoTimeout && timeout != c10d::kUnsetTimeout;
     end_->block(order_->current());
     if ((host_wait_ || bounded) && !order_->capturing())
-        wait_on_host(*comm_, *order_, path_, op_, bounded ? timeout : kNoTimeout);
+        wait_on_host(*comm_, *order_, route_, op_, bounded ? timeout : kNoTimeout);
     if (std::exception_ptr error = exception())
         std::rethrow_exception(error);
     release();
@@ -143,7 +143,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture()
     return future_;
 }
 
-/* ---- which path ---------------------------------------------------------------------------------- */
+/* ---- which route --------------------------------------------------------------------------------- */
 
 CudaSide::CudaSide(std::shared_ptr<Comm> comm, c10::intrusive_ptr<c10d::Backend> nccl,
                    const CudaSettings &settings)
@@ -155,14 +155,14 @@ c10d::Backend &CudaSide::nccl(const char *op)
 {
     comm_->check_usable(op);
     TORCH_CHECK_NOT_IMPLEMENTED(nccl_, "spccl: ", comm_->who(), ": ", op,
-                                " of CUDA tensors is NCCL's, and this torch has none; use tensor.cpu()");
+                                " of CUDA tensors needs NCCL, and this torch has none; use tensor.cpu()");
     return *nccl_;
 }
 
-CudaPath CudaSide::attached_path(const c10::Device &device, const char *op)
+CudaRoute CudaSide::cuda_route(const c10::Device &device, const char *op)
 {
-    const CudaPath known = known_path();
-    if (known == CudaPath::unknown)
+    const CudaRoute known = known_route();
+    if (known == CudaRoute::unknown)
         return attach(device, op);
     TORCH_CHECK_VALUE(device == order_->device(), "spccl: ", comm_->who(), ": ", op, ": a tensor is on ",
                       device, ", this group's GPU is ", order_->device(),
@@ -171,13 +171,13 @@ CudaPath CudaSide::attached_path(const c10::Device &device, const char *op)
     return known;
 }
 
-CudaPath CudaSide::attach(const c10::Device &device, const char *op)
+CudaRoute CudaSide::attach(const c10::Device &device, const char *op)
 {
     std::lock_guard<std::mutex> lock(attach_mutex_);
-    if (known_path() != CudaPath::unknown)
-        return known_path();
-    auto order =
-        settings_.order_per_group ? std::make_shared<StreamOrder>(device) : StreamOrder::of_device(device);
+    if (known_route() != CudaRoute::unknown)
+        return known_route();
+    auto order = settings_.order_per_group ? std::make_shared<CollectiveOrder>(device)
+                                           : CollectiveOrder::of_device(device);
     TORCH_CHECK(
         !order->capturing(), "spccl: ", comm_->who(), ": ", op,
         ": the first CUDA collective of a group allocates memory and cannot be captured into a graph: run "
@@ -187,25 +187,25 @@ CudaPath CudaSide::attach(const c10::Device &device, const char *op)
     config.max_ctas = settings_.max_ctas;
     config.inbox_bytes = settings_.inbox_bytes;
     config.decline = settings_.engine ? 0 : 1;
-    config.caller_orders = 1; /* order_ does, with NCCL's collectives among ours */
-    const CudaPath fallback = nccl_ && !settings_.stage ? CudaPath::nccl : CudaPath::stage;
+    config.caller_orders = 1; /* order_ orders NCCL's collectives too */
+    const CudaRoute fallback = nccl_ && !settings_.stage ? CudaRoute::nccl : CudaRoute::stage;
     config.fallback = static_cast<uint32_t>(fallback);
     const c10::DeviceGuard guard(device);
     std::string text;
     const spccl_status status = comm_->attach_cuda(config, c10d::kUnsetTimeout, &text);
-    CudaPath path = CudaPath::engine;
+    CudaRoute route = CudaRoute::engine;
     if (status == SPCCL_ERR_UNREACHABLE || status == SPCCL_ERR_UNSUPPORTED) {
-        path = fallback;
+        route = fallback;
         why_ = text;
         if (settings_.engine)
             TORCH_WARN("spccl: ", comm_->who(), ": CUDA collectives go ",
-                       path == CudaPath::nccl ? "to NCCL, dense" : "through host memory", ": ", text);
+                       route == CudaRoute::nccl ? "to NCCL, dense" : "through host memory", ": ", text);
     } else if (status != SPCCL_OK) {
         std::rethrow_exception(make_error(status, comm_->who() + ": " + op, text));
     }
     order_ = std::move(order);
-    path_.store(path, std::memory_order_release);
-    return path;
+    route_.store(route, std::memory_order_release);
+    return route;
 }
 
 /* ---- running ------------------------------------------------------------------------------------- */
@@ -215,27 +215,27 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
 {
     host_wait = host_wait || settings_.blocking_wait;
     if (async) {
-        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, known_path());
-        const StreamOrder::Turn turn = order_->run(true, enqueue);
+        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, known_route());
+        const CollectiveOrder::Turn turn = order_->run(true, enqueue);
         work->enqueued(turn.stream, turn.end);
         return work;
     }
     const CallRecord record(launch.title, launch.inputs);
     order_->run(false, enqueue);
     if (host_wait && !order_->capturing())
-        wait_on_host(*comm_, *order_, known_path(), launch.op, launch.timeout);
-    return nullptr; /* torch takes it for done, and waits for nothing */
+        wait_on_host(*comm_, *order_, known_route(), launch.op, launch.timeout);
+    return nullptr; /* torch takes a NULL Work as done */
 }
 
 c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence,
                                                bool by_nccl)
 {
-    if (known_path() == CudaPath::stage)
+    if (known_route() == CudaRoute::stage)
         return run_staged(launch, async, sequence);
-    by_nccl = by_nccl || known_path() == CudaPath::nccl;
+    by_nccl = by_nccl || known_route() == CudaRoute::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
-    return in_order(launch, async, sequence, false, [&](StreamOrder::Turn &turn) {
+    return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &turn) {
         if (!by_nccl)
             return call_ours(launch, turn);
         if (auto inner = call_nccl(launch))
@@ -244,9 +244,10 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
     });
 }
 
-/* Launch one of our four. The communicator learns which event is behind it before another thread can close
- * the communicator: closing frees memory that the kernel uses. */
-void CudaSide::call_ours(const Launch &launch, StreamOrder::Turn &turn)
+/* Launch one of the four collectives of spccl, and give the communicator the event after it. Both happen
+ * inside issue(), so that no other thread can close the communicator in between. Closing waits for that
+ * event, and then frees memory that the kernel uses. */
+void CudaSide::call_ours(const Launch &launch, CollectiveOrder::Turn &turn)
 {
     comm_->issue(launch.op, launch.timeout, [&](spccl_comm *raw) {
         std::exception_ptr failed;
@@ -272,14 +273,14 @@ CudaSide::hand_over(const Launch &launch, bool async, uint64_t sequence,
                     c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call)
 {
     c10d::Backend &backend = nccl(launch.op.name);
-    return in_order(launch, async, sequence, false, [&](StreamOrder::Turn &) {
+    return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &) {
         if (auto inner = call(backend))
             inner->synchronize(); /* not wait(), which may block the host */
     });
 }
 
-/* Run a collective of spccl's by NCCL, on the current stream. Those that only move bits are sent as bytes,
- * because NCCL has fewer dtypes. */
+/* Let NCCL run a prepared collective on the current stream. All-gather and broadcast send bytes, because NCCL
+ * has fewer dtypes than spccl. */
 c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
 {
     const auto bytes = [](const at::Tensor &t) { return t.view({-1}).view(at::kByte); };
@@ -325,7 +326,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
     return nullptr;
 }
 
-/* Through host memory, on the calling thread. */
+/* Run a collective on copies in host memory, on the calling thread. */
 c10::intrusive_ptr<c10d::Work> CudaSide::run_staged(Launch launch, bool async, uint64_t sequence)
 {
     TORCH_CHECK(!order_->capturing(), "spccl: ", comm_->who(), ": ", launch.op.str(),
@@ -347,9 +348,9 @@ c10::intrusive_ptr<c10d::Work> CudaSide::finished(const Launch &launch, bool asy
 {
     if (!async)
         return nullptr;
-    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false, known_path());
+    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false, known_route());
     const c10::Stream current = order_->current();
-    StreamOrder::EventPtr end = order_->take_event();
+    CollectiveOrder::EventPtr end = order_->take_event();
     end->record(current);
     work->enqueued(current, std::move(end));
     return work;
@@ -366,7 +367,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeou
     launch.borrowed = {token}; /* its value does not matter */
     launch.coll = Coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
     return in_order(launch, async, sequence, /*host_wait=*/true,
-                    [&](StreamOrder::Turn &turn) { call_ours(launch, turn); });
+                    [&](CollectiveOrder::Turn &turn) { call_ours(launch, turn); });
 }
 
 } // namespace spccl_torch

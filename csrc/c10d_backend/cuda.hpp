@@ -1,6 +1,6 @@
-/* cuda.hpp - collectives on CUDA tensors: by spccl's GPU engine where the GPUs reach each other, else by NCCL
- * or through host memory. All run in the one order of the device (order.hpp). Their c10d::Work waits on
- * streams.
+/* cuda.hpp - collectives on CUDA tensors. spccl's GPU engine runs them if the GPUs reach each other; if not,
+ * NCCL runs them, or they go through host memory. All are in the collective order of the device (order.hpp).
+ * Waiting for their c10d::Work makes a stream wait, not the host.
  *
  * Links no CUDA library: streams and events are torch's generic ones. May include: the headers above it. */
 #pragma once
@@ -16,32 +16,36 @@ namespace spccl_torch
 struct CudaSettings {
     bool engine = true;           /* false: always the fallback */
     bool stage = false;           /* where GPUs do not reach each other: through host memory, not NCCL */
-    bool order_per_group = false; /* SPCCL_ORDER=group: see StreamOrder */
+    bool order_per_group = false; /* SPCCL_ORDER=group: a CollectiveOrder for this group alone */
     bool blocking_wait = false;   /* SPCCL_BLOCKING_WAIT: calls and wait() return when the GPU is done */
     uint32_t max_ctas = 0;        /* 0 = default; as in spccl_cuda_config */
     size_t inbox_bytes = 0;
 };
 
-/* What runs a group's collectives on CUDA tensors. Known after the first of them; the same on all ranks. */
-enum class CudaPath { unknown, engine, nccl, stage };
+/* What runs a group's collectives on CUDA tensors: spccl's GPU engine, NCCL, or ("stage") spccl's host
+ * collectives on copies in host memory. Known after the first CUDA collective; the same on all ranks. */
+enum class CudaRoute { unknown, engine, nccl, stage };
 
-/* Block until the order's current stream has completed. Throws if the group fails or time runs out first.
- *   path      of the group
+/* Block until torch's current stream of order.device() has completed. Throws if the group fails or time runs
+ * out first.
+ *   route     of the group
  *   timeout   0 or kUnsetTimeout = the group's */
-void wait_on_host(Comm &comm, StreamOrder &order, CudaPath path, const OpText &op, milliseconds timeout);
+void wait_on_host(Comm &comm, CollectiveOrder &order, CudaRoute route, const OpText &op,
+                  milliseconds timeout);
 
-/* A collective that was issued to a stream. Holds its tensors until somebody waits for it. If it is dropped
- * before that, the allocator keeps their memory until the stream is past the collective. */
+/* A collective that was issued to a stream. A CudaWork holds its tensors until somebody waits for it. If the
+ * CudaWork is dropped before, the allocator keeps their memory until the stream has completed the
+ * collective. */
 class CudaWork final : public c10d::Work
 {
   public:
     /*   host_wait   wait() blocks the host too (a barrier, SPCCL_BLOCKING_WAIT) */
-    CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<StreamOrder> order, const Launch &launch,
-             uint64_t sequence, bool host_wait, CudaPath path);
+    CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<CollectiveOrder> order, const Launch &launch,
+             uint64_t sequence, bool host_wait, CudaRoute route);
     ~CudaWork() override;
 
-    /* Tells the stream of the collective, on which `end` was recorded behind it. Called once. */
-    void enqueued(const c10::Stream &stream, StreamOrder::EventPtr end);
+    /* Sets the stream of the collective, and the event that was recorded there after it. Call once. */
+    void enqueued(const c10::Stream &stream, CollectiveOrder::EventPtr end);
 
     /* Whether the GPU is done. Must not be called while a graph is being captured. */
     bool isCompleted() override;
@@ -55,7 +59,8 @@ class CudaWork final : public c10d::Work
     bool wait(milliseconds timeout = kNoTimeout) override;
     void blockCurrentStream();
     void abort() override;
-    /* Complete from the start, as NCCL's is: callbacks run at once, on a stream that waits for the tensors. */
+    /* The future is complete at once, as NCCL's is. Its callbacks run on a stream that waits for the
+     * tensors. */
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
     uint64_t getSequencenumber() const override;
 
@@ -64,14 +69,14 @@ class CudaWork final : public c10d::Work
     void release();
 
     const std::shared_ptr<Comm> comm_;
-    const std::shared_ptr<StreamOrder> order_;
+    const std::shared_ptr<CollectiveOrder> order_;
     const OpText op_;
     const std::vector<at::Tensor> outputs_;
     const uint64_t sequence_;
     const bool host_wait_;
-    const CudaPath path_;
+    const CudaRoute route_;
     std::optional<c10::Stream> stream_;
-    StreamOrder::EventPtr end_;     /* recorded behind the collective */
+    CollectiveOrder::EventPtr end_; /* recorded after the collective */
     std::atomic<bool> fine_{false}; /* seen complete while the group was not broken */
     std::mutex held_mutex_;
     std::vector<at::Tensor> held_; /* guarded by held_mutex_; empty once somebody has waited */
@@ -83,7 +88,7 @@ class CudaWork final : public c10d::Work
 class CudaSide
 {
   public:
-    /*   nccl   over the same ranks, for what is not ours; NULL where torch has none */
+    /*   nccl   has the same ranks, runs what spccl does not; NULL if this torch has no NCCL */
     CudaSide(std::shared_ptr<Comm> comm, c10::intrusive_ptr<c10d::Backend> nccl,
              const CudaSettings &settings);
 
@@ -91,60 +96,63 @@ class CudaSide
     {
         return static_cast<bool>(nccl_);
     }
-    /* Throws if there is none; `op` goes into the text. */
+    /* The inner NCCL. Throws if there is none; `op` goes into the text. */
     c10d::Backend &nccl(const char *op);
 
-    /* What runs collectives on tensors of `device`. The first call binds the group to that GPU, so all ranks
-     * must make it at the same place in their order. Throws ValueError for another GPU than the group's, and
-     * what attaching throws. */
-    CudaPath attached_path(const c10::Device &device, const char *op);
-    CudaPath known_path() const
+    /* What runs collectives on tensors of `device`. The first call binds the group to that GPU: all ranks
+     * must make it at the same point of their sequence of calls. Throws ValueError for another GPU than the
+     * group's, and what Comm::attach_cuda throws. */
+    CudaRoute cuda_route(const c10::Device &device, const char *op);
+    CudaRoute known_route() const
     {
-        return path_.load(std::memory_order_acquire);
+        return route_.load(std::memory_order_acquire);
     }
     const CudaSettings &settings() const
     {
         return settings_;
     }
-    /* The group's GPU. Call only when the path is known, as why(): the reason for the path. */
+    /* The group's GPU. Call device() and why() only when the route is known. */
     c10::Device device() const
     {
         return order_->device();
     }
+    /* The reason for the route `nccl` or `stage`. */
     const std::string &why() const
     {
         return why_;
     }
 
-    /* Issue a prepared collective of spccl's. attached_path() was called. Returns NULL if not `async`.
-     *   by_nccl   run it by NCCL, whatever the path is */
+    /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`.
+     *   by_nccl   NCCL runs it also if the route is `engine` */
     c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence,
                                          bool by_nccl = false);
-    /* Run `call(nccl)` in the group's order, with asyncOp false. launch.inputs and launch.outputs are kept
-     * until it is done. */
+    /* Run `call(nccl)` as the next of the collective order; `call` sets asyncOp to false. launch.inputs and
+     * launch.outputs are kept until NCCL's collective is done. */
     c10::intrusive_ptr<c10d::Work>
     hand_over(const Launch &launch, bool async, uint64_t sequence,
               c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call);
-    /* Completes when all ranks have called it and this GPU's current stream has completed. Waits on the host. */
+    /* Completes when all ranks have called it and this GPU's current stream has completed. Waits on the
+     * host. */
     c10::intrusive_ptr<c10d::Work> barrier(bool async, milliseconds timeout, uint64_t sequence);
-    /* A Work for what is on the current stream already. NULL if not `async`. */
+    /* A Work that is complete when the current stream has completed what is on it now. NULL if not
+     * `async`. */
     c10::intrusive_ptr<c10d::Work> finished(const Launch &launch, bool async, uint64_t sequence);
 
   private:
-    using Enqueue = c10::function_ref<void(StreamOrder::Turn &turn)>;
-    CudaPath attach(const c10::Device &device, const char *op);
+    using Enqueue = c10::function_ref<void(CollectiveOrder::Turn &turn)>;
+    CudaRoute attach(const c10::Device &device, const char *op);
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
     c10::intrusive_ptr<c10d::Work> run_staged(Launch launch, bool async, uint64_t sequence);
-    void call_ours(const Launch &launch, StreamOrder::Turn &turn);
+    void call_ours(const Launch &launch, CollectiveOrder::Turn &turn);
     c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
 
     const std::shared_ptr<Comm> comm_;
     const c10::intrusive_ptr<c10d::Backend> nccl_;
     const CudaSettings settings_;
     std::mutex attach_mutex_;
-    std::atomic<CudaPath> path_{CudaPath::unknown}; /* set last: the rest is constant then */
-    std::shared_ptr<StreamOrder> order_;
+    std::atomic<CudaRoute> route_{CudaRoute::unknown}; /* set last: order_ and why_ are constant then */
+    std::shared_ptr<CollectiveOrder> order_;
     std::string why_;
 };
 

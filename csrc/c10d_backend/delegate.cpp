@@ -1,8 +1,8 @@
-/* delegate.cpp - the Backend methods that Gloo or NCCL runs. They count as calls of the group.
+/* delegate.cpp - the Backend methods that Gloo or NCCL runs. Each collective counts in the group's sequence
+ * number.
  *
- * On CPU Gloo's work needs no order against spccl's: they share no device queue. On a GPU NCCL's collectives
- * take their place in the device's order (order.hpp).
- */
+ * On CPU, Gloo's calls need no order relative to spccl's: no device queue carries both. On a GPU, NCCL's
+ * collectives are in the collective order (order.hpp). */
 #include "backend.hpp"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -60,7 +60,7 @@ void Staging::finish()
         to.copy_(from);
 }
 
-/* ---- the two ways -------------------------------------------------------------------------------- */
+/* ---- Gloo or NCCL -------------------------------------------------------------------------------- */
 
 Launch described(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used)
 {
@@ -92,7 +92,7 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
     Staging idle(true);
     if (!where.is_cuda())
         return noted(call(gloo(name), idle, async));
-    if (cuda_->attached_path(where.device(), name) != CudaPath::stage && nccl_)
+    if (cuda_->cuda_route(where.device(), name) != CudaRoute::stage && nccl_)
         return noted(cuda_->hand_over(launch, async, sequence,
                                       [&](c10d::Backend &nccl) { return call(nccl, idle, false); }));
     Staging staging(false);
@@ -102,8 +102,8 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
     return noted(cuda_->finished(launch, async, sequence));
 }
 
-/* Not counted as calls of the group: ranks send and receive different numbers of times. For the same reason
- * such a call cannot be the one that binds a group to its GPU. */
+/* A send or receive does not count in the sequence number: ranks send and receive different numbers of times.
+ * For the same reason it never binds a group to its GPU. */
 c10::intrusive_ptr<c10d::Work> Backend::point_to_point(const char *name, c10d::OpType type,
                                                        std::vector<at::Tensor> &tensors, Delegate call)
 {
@@ -118,7 +118,7 @@ c10::intrusive_ptr<c10d::Work> Backend::point_to_point(const char *name, c10d::O
         std::lock_guard<std::mutex> lock(coalesced_mutex_);
         if (!std::exchange(nccl_batch_, true))
             nccl.startCoalescing();
-        return call(nccl, idle, true); /* endCoalescing() has the Work of them all */
+        return call(nccl, idle, true); /* endCoalescing() returns one Work for the batch */
     }
     Staging staging(false);
     if (auto work = call(gloo(name), staging, true))
@@ -128,7 +128,7 @@ c10::intrusive_ptr<c10d::Work> Backend::point_to_point(const char *name, c10d::O
     return noted(done);
 }
 
-/* ---- groups out of groups ------------------------------------------------------------------------ */
+/* ---- split --------------------------------------------------------------------------------------- */
 
 bool Backend::supportsSplitting() const
 {
@@ -139,8 +139,8 @@ void Backend::eagerConnectSingleDevice(at::Device device)
 {
     if (!device.is_cuda())
         return;
-    const CudaPath path = cuda_->attached_path(device, "eager_connect_single_device");
-    if (nccl_ && path != CudaPath::stage) {
+    const CudaRoute route = cuda_->cuda_route(device, "eager_connect_single_device");
+    if (nccl_ && route != CudaRoute::stage) {
         nccl_->setBoundDeviceId(device);
         nccl_->eagerConnectSingleDevice(device);
     }
@@ -169,7 +169,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
         settings.comm.timeout = opts->timeout;
     auto bare = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(mine - ranks.begin()),
                                                         static_cast<int>(ranks.size()));
-    /* Python makes the inner groups, as it did for this one (backend.py). */
+    /* Python makes the inner groups of the child too (backend.py). */
     static const auto with_inner_groups =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("spccl::with_inner_groups", "")
@@ -184,7 +184,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
     return child;
 }
 
-/* ---- Gloo's and NCCL's --------------------------------------------------------------------------- */
+/* ---- calls that Gloo or NCCL runs ---------------------------------------------------------------- */
 
 c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors,
                                                const c10d::ReduceOptions &opts)
@@ -286,18 +286,18 @@ c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor> &t
                           });
 }
 
-/* Runs on the GPU if the group is bound to one, or if the caller names one. Then all work before it on the
- * current streams of all ranks is done too. */
+/* The barrier runs on the GPU if the group is bound to one, or if the caller names one. Such a barrier also
+ * waits for all earlier work on the current streams of all ranks. */
 c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts)
 {
-    CudaPath path = cuda_->known_path();
-    if (path == CudaPath::unknown && nccl_ && !opts.device_ids.empty())
-        path = cuda_->attached_path(
+    CudaRoute route = cuda_->known_route();
+    if (route == CudaRoute::unknown && nccl_ && !opts.device_ids.empty())
+        route = cuda_->cuda_route(
             c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(opts.device_ids[0])), "barrier");
     const uint64_t sequence = ++sequence_;
-    if (path == CudaPath::engine)
+    if (route == CudaRoute::engine)
         return noted(cuda_->barrier(opts.asyncOp, opts.timeout, sequence));
-    if (path == CudaPath::nccl) {
+    if (route == CudaRoute::nccl) {
         c10d::BarrierOptions theirs = opts;
         theirs.device_ids = {cuda_->device().index()};
         return noted(cuda_->nccl("barrier").barrier(theirs));
@@ -305,7 +305,7 @@ c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts
     return noted(gloo("barrier").barrier(opts));
 }
 
-/* Reports which ranks are missing, on a broken group too. */
+/* Works on a broken group too: it reports which ranks are missing. */
 void Backend::monitoredBarrier(const c10d::BarrierOptions &opts, bool wait_all_ranks)
 {
     ++sequence_;

@@ -41,12 +41,12 @@ int64_t take(c10::Dict<std::string, int64_t> &options, const std::string &name)
         options.contains(name), "spccl: make_process_group: option ", name,
         " is missing: the Python package and the glue are of two spccl versions; reinstall spccl");
     const int64_t value = options.at(name);
-    options.erase(name);
+    (void)options.erase(name);
     return value;
 }
 
-/* The settings of a group from the dictionary that backend.py passes: numbers by name, as op schemas know no
- * structs. Throws for a name that is missing or not known. */
+/* The settings of a group, from the dictionary that backend.py passes. It holds numbers by name, because op
+ * schemas have no structs. Throws for a name that is missing or not known. */
 GroupSettings settings_of(const std::string &name, const c10::Dict<std::string, int64_t> &given,
                           const std::string &transports)
 {
@@ -109,17 +109,17 @@ std::vector<int64_t> cuda_stats(const GroupPtr &group)
 }
 
 /* "unknown", "engine", or "nccl: ..." and "stage: ..." with the reason. */
-std::string cuda_path(const GroupPtr &group)
+std::string cuda_route(const GroupPtr &group)
 {
     CudaSide &cuda = backend_of(group).cuda();
-    switch (cuda.known_path()) {
-    case CudaPath::unknown:
+    switch (cuda.known_route()) {
+    case CudaRoute::unknown:
         return "unknown";
-    case CudaPath::engine:
+    case CudaRoute::engine:
         return "engine";
-    case CudaPath::nccl:
+    case CudaRoute::nccl:
         return "nccl: " + cuda.why();
-    case CudaPath::stage:
+    case CudaRoute::stage:
         return "stage: " + cuda.why();
     }
     return "?";
@@ -145,7 +145,7 @@ TORCH_LIBRARY_FRAGMENT(spccl, m)
           make_process_group);
     m.def("stats(__torch__.torch.classes.c10d.ProcessGroup group) -> int[]", stats);
     m.def("cuda_stats(__torch__.torch.classes.c10d.ProcessGroup group) -> int[]", cuda_stats);
-    m.def("cuda_path(__torch__.torch.classes.c10d.ProcessGroup group) -> str", cuda_path);
+    m.def("cuda_route(__torch__.torch.classes.c10d.ProcessGroup group) -> str", cuda_route);
     m.def("describe_link(__torch__.torch.classes.c10d.ProcessGroup group, int peer) -> str", describe_link);
     m.def("prepare_exit(int patience_ms) -> ()", prepare_exit);
 }

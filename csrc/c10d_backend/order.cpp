@@ -6,50 +6,50 @@
 namespace spccl_torch
 {
 
-std::shared_ptr<StreamOrder> StreamOrder::of_device(c10::Device device)
+std::shared_ptr<CollectiveOrder> CollectiveOrder::of_device(c10::Device device)
 {
     static std::mutex mutex;
-    static auto *orders = new std::map<c10::DeviceIndex, std::shared_ptr<StreamOrder>>();
+    static auto *orders = new std::map<c10::DeviceIndex, std::shared_ptr<CollectiveOrder>>();
     std::lock_guard<std::mutex> lock(mutex);
-    std::shared_ptr<StreamOrder> &order = (*orders)[device.index()];
+    std::shared_ptr<CollectiveOrder> &order = (*orders)[device.index()];
     if (!order)
-        order = std::make_shared<StreamOrder>(device);
+        order = std::make_shared<CollectiveOrder>(device);
     return order;
 }
 
-/* Captures use a stream of their own. It belongs to the capture until that ends, and collectives that other
- * threads issue meanwhile must not become part of the capture. */
-StreamOrder::StreamOrder(c10::Device device)
+/* Captures use a second stream. A stream belongs to a capture until the capture ends, and collectives that
+ * other threads issue meanwhile must not become part of it. */
+CollectiveOrder::CollectiveOrder(c10::Device device)
     : device_(device), guard_(device.type()),
       eager_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true), device.type()),
       captured_(guard_.getStreamFromGlobalPool(device, /*isHighPriority=*/true), device.type())
 {
 }
 
-StreamOrder::Turn StreamOrder::run(bool async, c10::function_ref<void(Turn &)> enqueue)
+CollectiveOrder::Turn CollectiveOrder::run(bool async, c10::function_ref<void(Turn &)> enqueue)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     const c10::Stream caller = guard_.getStream(device_);
     void *const caller_handle = native_handle(caller);
     const uint64_t capture = capture_id(caller_handle);
-    Chain &chain = capture == 0 ? eager_ : captured_;
-    if (chain.capture != capture) { /* events of another capture mean nothing in this one */
-        chain.capture = capture;
-        chain.end.reset();
+    Order &order = capture == 0 ? eager_ : captured_;
+    if (order.capture != capture) { /* events of another capture mean nothing in this one */
+        order.capture = capture;
+        order.end.reset();
     }
-    const c10::Stream on = async ? chain.stream : caller;
+    const c10::Stream on = async ? order.stream : caller;
     Turn turn{on, on == caller ? caller_handle : native_handle(on), capture != 0, take_event()};
     if (on != caller) {
-        chain.fork.record(caller);
-        chain.fork.block(on);
+        order.fork.record(caller);
+        order.fork.block(on);
     }
-    if (chain.end && chain.last != on)
-        chain.end->block(on);
+    if (order.end && order.last != on)
+        order.end->block(on);
 
     const auto close = [&] {
         turn.close();
-        chain.end = turn.end;
-        chain.last = on;
+        order.end = turn.end;
+        order.last = on;
     };
     try {
         c10::OptionalStreamGuard guard; /* the caller's stream is current already */
@@ -66,12 +66,12 @@ StreamOrder::Turn StreamOrder::run(bool async, c10::function_ref<void(Turn &)> e
     return turn;
 }
 
-bool StreamOrder::capturing() const
+bool CollectiveOrder::capturing() const
 {
     return capture_id(native_handle(current())) != 0;
 }
 
-void StreamOrder::keep_alive(const at::Tensor &t, const c10::Stream &stream) const
+void CollectiveOrder::keep_alive(const at::Tensor &t, const c10::Stream &stream) const
 {
     if (t.is_sparse()) {
         keep_alive(t._indices(), stream);
@@ -81,7 +81,7 @@ void StreamOrder::keep_alive(const at::Tensor &t, const c10::Stream &stream) con
     }
 }
 
-StreamOrder::EventPtr StreamOrder::take_event()
+CollectiveOrder::EventPtr CollectiveOrder::take_event()
 {
     auto event = std::make_unique<c10::Event>(device_.type());
     {

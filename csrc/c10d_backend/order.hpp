@@ -1,13 +1,13 @@
 /* order.hpp - the one order in which collectives run on a GPU, kept with torch's generic streams and events.
  *
  * Kernels that wait for peers must start in the same order on every rank. Otherwise two of them can each hold
- * the multiprocessors that the other one needs on another GPU. So all collectives of a GPU, of all spccl groups,
- * spccl's and NCCL's, are in one collective order, and each waits for the one before it. An asynchronous
- * collective runs on a stream of the order, a synchronous one on the caller's stream. Point-to-point calls are
- * not in the order, because ranks make them in different orders.
- * The collectives of a CUDA graph capture have an order of their own, in that capture alone.
- * This is the only order under torch: groups attach their communicators with caller_orders (docs/GPU.md).
- * May include: torch_compat.hpp. */
+ * the multiprocessors that the other one needs on another GPU. So all collectives of a GPU, of all spccl
+ * groups, spccl's and NCCL's, are in one collective order, and each waits for the one before it. An
+ * asynchronous collective runs on a stream of the order, a synchronous one on the caller's stream.
+ * Point-to-point calls are not in the order, because each rank makes them in another order.
+ * Each CUDA graph capture has a collective order of its own.
+ * Under torch libspccl orders nothing itself: groups attach their communicators with caller_orders
+ * (docs/GPU.md). May include: torch_compat.hpp. */
 #pragma once
 
 #include "torch_compat.hpp"
@@ -26,32 +26,32 @@
 namespace spccl_torch
 {
 
-class StreamOrder
+class CollectiveOrder
 {
   public:
     /* The order of `device` (CUDA, with an index) that all groups of this process share. It is never freed:
      * events cannot be freed once CUDA is being unloaded. */
-    static std::shared_ptr<StreamOrder> of_device(c10::Device device);
+    static std::shared_ptr<CollectiveOrder> of_device(c10::Device device);
     /* An order for one group alone, for programs whose threads issue on several groups without a common
      * order. */
-    explicit StreamOrder(c10::Device device);
-    StreamOrder(const StreamOrder &) = delete;
-    StreamOrder &operator=(const StreamOrder &) = delete;
+    explicit CollectiveOrder(c10::Device device);
+    CollectiveOrder(const CollectiveOrder &) = delete;
+    CollectiveOrder &operator=(const CollectiveOrder &) = delete;
 
     c10::Device device() const
     {
         return device_;
     }
 
-    /* An event of this order; the last owner to let go gives it back, to be recorded again. */
+    /* An event from the pool. When its last owner releases it, it returns to the pool. */
     using EventPtr = std::shared_ptr<c10::Event>;
 
-    /* The place of one collective in the order. */
+    /* One collective of the order. */
     struct Turn {
         c10::Stream stream; /* where it runs */
         void *handle;       /* the cudaStream_t of `stream` */
         bool captured;      /* into a CUDA graph */
-        EventPtr end;       /* recorded behind the collective */
+        EventPtr end;       /* recorded after the collective */
         bool closed = false;
 
         /* Record `end` now, if that has not happened yet. */
@@ -62,13 +62,13 @@ class StreamOrder
         }
     };
 
-    /* Run `enqueue(turn)` as the next collective of the order. Meanwhile turn.stream is torch's current
-     * stream, and what `enqueue` puts there runs after the collectives before it. Then close the turn, unless
-     * `enqueue` has. Returns the turn. Never waits for the GPU.
-     *   async   false: on the caller's current stream. true: on the order's own stream, after what is on the
-     *           caller's now
-     * If `enqueue` throws, the turn is closed all the same and, in a capture, its stream is joined again.
-     * Threads: any. */
+    /* Run `enqueue(turn)` as the next collective of the order. While `enqueue` runs, turn.stream is torch's
+     * current stream. What `enqueue` puts there runs after all earlier collectives of the order. Then close
+     * the turn, unless `enqueue` has closed it. Returns the turn. Never waits for the GPU.
+     *   async   false: on the caller's current stream. true: on the order's own stream, after what is now on
+     *           the caller's stream
+     * If `enqueue` throws, run() closes the turn too. In a capture the caller's stream then waits for
+     * turn.stream, because a capture must not end before all its streams are joined. Threads: any. */
     Turn run(bool async, c10::function_ref<void(Turn &turn)> enqueue);
 
     /* torch's current stream of the device. */
@@ -85,16 +85,16 @@ class StreamOrder
     EventPtr take_event();
 
   private:
-    /* An order: that of the calls outside of captures, or that of one capture. */
-    struct Chain {
-        Chain(c10::Stream own, c10::DeviceType type) : stream(own), last(own), fork(type)
+    /* The collective order outside of captures, or the one of a capture. */
+    struct Order {
+        Order(c10::Stream own, c10::DeviceType type) : stream(own), last(own), fork(type)
         {
         }
         const c10::Stream stream; /* of asynchronous calls */
         c10::Stream last;         /* where the latest collective ran */
-        EventPtr end;             /* recorded behind the latest one; NULL: there was none */
+        EventPtr end;             /* recorded after the latest collective; NULL: there was none */
         uint64_t capture = 0;     /* id of the capture whose order this is; 0 = none */
-        c10::Event fork;          /* what an asynchronous call waits for on the caller's stream */
+        c10::Event fork;          /* on the caller's stream: an asynchronous call waits for it */
     };
     struct Pool {
         std::mutex mutex;
@@ -104,7 +104,7 @@ class StreamOrder
     const c10::Device device_;
     const c10::impl::VirtualGuardImpl guard_;
     std::mutex mutex_; /* held while a collective is enqueued */
-    Chain eager_, captured_;
+    Order eager_, captured_;
     const std::shared_ptr<Pool> pool_ = std::make_shared<Pool>(); /* events may outlive this object */
 };
 

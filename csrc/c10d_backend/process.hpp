@@ -1,7 +1,8 @@
 /* process.hpp - which process made an object.
  *
- * A child of fork has copies of its parent's objects, but none of its threads, and any mutex may be locked for
- * ever. So each call asks first, and destructors leave what they would wait for. May include: nothing of ours. */
+ * A child of fork has copies of its parent's objects, but no copies of the parent's threads, and any mutex
+ * may be locked for ever. So each call asks in_child() first, and in a child destructors wait for nothing.
+ * May include: nothing of ours. */
 #pragma once
 
 #include <string>

@@ -1,7 +1,7 @@
 /* serial_thread.hpp - one thread that runs tasks in the order in which they were posted.
  *
- * A group has two. One completes futures: user callbacks may take the GIL, so they never run on the thread that
- * moves data. The other one runs sparse_coo reductions. A callback that itself waits for a future gets a
+ * A group has two. One completes futures: user callbacks may take the GIL, so they never run on the thread
+ * that moves data. The other one runs sparse_coo reductions. A callback that itself waits for a future gets a
  * further thread (`awaitable`). May include: process.hpp. */
 #pragma once
 
@@ -33,7 +33,7 @@ class SerialThread
     SerialThread &operator=(const SerialThread &) = delete;
     ~SerialThread()
     {
-        if (home_.in_child()) {                  /* the thread is not there, and may have held the locks */
+        if (home_.in_child()) { /* the child has no such thread; a lock may be held for ever */
             new std::thread(std::move(thread_)); /* on purpose never freed */
             return;
         }
@@ -42,9 +42,9 @@ class SerialThread
         living_.erase(queue_);
     }
 
-    /* Called before the process ends: wait, at most `patience` in all, until every thread of this kind has run
-     * its tasks. From then on drop() returns true. Python ends a thread that takes the GIL while Python itself
-     * ends; in the middle of a C++ frame that terminates the process. */
+    /* Called before the process ends: wait, at most `patience` in all, until every thread of this kind has
+     * run its tasks. From then on drop() returns true. Python ends a thread that takes the GIL while Python
+     * itself ends; in the middle of a C++ frame that terminates the process. */
     static void prepare_exit(std::chrono::milliseconds patience)
     {
         const auto deadline = std::chrono::steady_clock::now() + patience;
@@ -122,7 +122,7 @@ class SerialThread
         std::condition_variable wake, idle;
         std::deque<std::function<void()>> tasks;
         bool stopping = false;
-        bool running = false; /* a task that has left `tasks` */
+        bool running = false; /* the thread runs a task, which is no longer in `tasks` */
 
         bool is_idle() const
         {

@@ -15,7 +15,7 @@ namespace spccl_torch
 
 namespace
 {
-/* What one rank tells the others about its tensor before the entries are sent. */
+/* Describes one rank's tensor to the others. All-gathered before the entries are sent. */
 struct Header {
     int64_t nnz;
     int64_t sparse_dim;
@@ -26,7 +26,7 @@ struct Header {
 };
 constexpr size_t header_words = sizeof(Header) / sizeof(int64_t);
 
-/* FNV-1a over the sizes: by its value ranks notice that their shapes differ. */
+/* FNV-1a hash of the sizes. Ranks compare it to find out whether their shapes differ. */
 int64_t hash_of(c10::IntArrayRef sizes)
 {
     uint64_t hash = UINT64_C(14695981039346656037);
@@ -71,7 +71,7 @@ at::Tensor linear_indices(const at::Tensor &indices, c10::IntArrayRef sizes)
     return linear;
 }
 
-/* The inverse: [nnz] -> [sparse_dim, nnz]. */
+/* The inverse of linear_indices: [nnz] -> [sparse_dim, nnz]. */
 at::Tensor full_indices(at::Tensor linear, c10::IntArrayRef sizes, int64_t sparse_dim)
 {
     at::Tensor indices = at::empty({sparse_dim, linear.numel()}, linear.options());
@@ -89,7 +89,7 @@ struct Run {
     size_t n;
 };
 
-/* Visit every (position, rank, entry), by position and then by rank: the order in which we add. */
+/* Visit every (position, rank, entry) by position, and at equal positions by rank: the order of adding. */
 template <class Visit> void merge(const std::vector<Run> &runs, Visit &&visit)
 {
     struct Head {
@@ -176,8 +176,8 @@ at::Tensor padded(const at::Tensor &t, int64_t n)
     return out;
 }
 
-/* Throws unless each rank's positions ascend and lie within the shape: they were received, and become indices
- * of the user's result. */
+/* Throws unless each rank's positions ascend and lie within the shape. Peers sent them, and they become
+ * indices of the user's result. */
 void check_positions(const std::vector<Run> &runs, int64_t n_positions, const std::string &who,
                      const OpText &op)
 {
@@ -209,11 +209,11 @@ void check_arguments(const at::Tensor &tensor, c10d::ReduceOp::RedOpType redop, 
 {
     TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Sparse, "spccl: ", op.str(), ": tensors has layout ",
                       tensor.layout(),
-                      ": of the sparse layouts only torch.sparse_coo is taken; use "
+                      ": torch.sparse_coo is the only sparse layout that spccl takes; use "
                       "tensor.to_sparse_coo()");
     TORCH_CHECK_VALUE(redop == c10d::ReduceOp::SUM || redop == c10d::ReduceOp::AVG, "spccl: ", op.str(),
                       ": a sparse_coo tensor can be reduced by sum or avg only; use tensor.to_dense()");
-    if (reduction_taker(tensor.scalar_type(), redop) != Taker::spccl)
+    if (reduction_route(tensor.scalar_type(), redop) != Route::spccl)
         refuse_reduction(op);
 }
 
@@ -289,9 +289,11 @@ at::Tensor unite(const std::vector<Run> &runs)
 
 namespace
 {
-/* sum_rows on the GPU. Ranks are added one after the other; one rank has each position once, so no two of its
- * additions go to the same row.
- *   positions   [n_ranks][nnz of the rank] int64;  values   [n_ranks, max_nnz, width] */
+/* sum_rows on the GPU. Ranks are added one after the other. A rank has each position once, so no two
+ * additions of one rank go to the same row.
+ *   positions   [n_ranks][nnz of the rank] int64
+ *   values      [n_ranks, max_nnz, width]
+ *   united      every position that some rank has: [n_union] int64, ascending */
 at::Tensor sum_rows_cuda(const std::vector<at::Tensor> &positions, const at::Tensor &values,
                          const at::Tensor &united, bool average)
 {
@@ -385,8 +387,8 @@ std::string SparseRunner::why_stop()
     return aborted_ ? "the group was aborted" : "";
 }
 
-/* Throws the cause if the group is broken. This communicator is then aborted too, so that a peer that waits
- * on it learns of the failure. */
+/* Throws the cause if the group is broken. Then it also aborts the runner's own communicator, so that peers
+ * that wait on it learn of the failure. */
 void SparseRunner::check_group(const OpText &op)
 {
     try {

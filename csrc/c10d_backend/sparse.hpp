@@ -1,10 +1,10 @@
 /* sparse.hpp - all-reduce of torch.sparse_coo tensors, exact, in rank order.
  *
- * A sparse all-reduce is a chain of all-gathers, and each one's size is known only when the one before is
- * done. On the group's own communicator they would come between the calls that the user's thread issues, at
- * other places on every rank. So host tensors are reduced by a SparseRunner, which has a communicator and a
- * thread of its own; the first sparse call makes both. CUDA tensors are reduced in the caller's order
- * instead (sparse_all_reduce_cuda). May include: the headers above it. */
+ * A sparse all-reduce is three all-gathers. The first gives the sizes of the other two, so it must end before
+ * they are issued. On the group's own communicator those two could come between different calls of the user's
+ * thread on each rank. So a SparseRunner, with a communicator and a thread of its own, reduces host tensors;
+ * the first sparse call makes both. CUDA tensors are reduced on the calling thread instead, in its order of
+ * calls (sparse_all_reduce_cuda). May include: the headers above it. */
 #pragma once
 
 #include "work.hpp"
@@ -20,9 +20,10 @@ namespace spccl_torch
 /* SparseRunner::all_reduce for a CUDA tensor, on the calling thread and its current stream.
  *   tensor   sparse_coo; replaced by the result
  *   comm     carries the sizes, on the host
- *   gather   returns [n_ranks, ...] of every rank's tensor, in the group's own order
+ *   gather   returns every rank's tensor as [n_ranks, ...]; a collective of the group itself
  * Waits for the GPU where torch must know a number of entries: in coalesce(), and for the union. Memory and
- * cost as below. Throws what is wrong with the arguments, on every rank if ranks disagree. */
+ * cost: see SparseRunner::all_reduce. Throws what is wrong with the arguments, on every rank if ranks
+ * disagree. */
 void sparse_all_reduce_cuda(at::Tensor &tensor, c10d::ReduceOp::RedOpType redop, const OpText &op,
                             milliseconds timeout, Comm &comm,
                             c10::function_ref<at::Tensor(const at::Tensor &)> gather);
@@ -30,7 +31,7 @@ void sparse_all_reduce_cuda(at::Tensor &tensor, c10d::ReduceOp::RedOpType redop,
 class SparseRunner : public std::enable_shared_from_this<SparseRunner>
 {
   public:
-    /* settings   as the group's; the name gets "/sparse" added
+    /* settings   those of the group; "/sparse" is added to the name
      * group      the group's own communicator: once it is broken, so is this one
      * completer  runs the callbacks of futures */
     SparseRunner(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
@@ -46,10 +47,11 @@ class SparseRunner : public std::enable_shared_from_this<SparseRunner>
      *            sparse_dim equal on all ranks. An explicit zero stays listed
      *   op       SUM or AVG of floats and of integers up to int64; float16 and bfloat16 add in float32 and
      *            round once
-     * Cost per rank: an all-gather of 6 int64; one of the indices (int32 where the sparse shape allows, else
-     * int64); one of the values. Both are padded to the largest nnz of a rank with zeros, which spccl does
-     * not send. Memory: world_size * largest nnz * (index + value) bytes, and the result. Time: O(total nnz *
-     * log ranks). Throws what is wrong with the arguments; an error between ranks is in the Work. */
+     * Cost per rank: an all-gather of 6 int64; one of the indices (int32 if the sparse shape allows, else
+     * int64); one of the values. Indices and values are padded with zeros to the largest nnz of a rank; spccl
+     * does not send the zeros. Memory: world_size * largest nnz * (index + value) bytes, and the result.
+     * Time: O(total nnz * log ranks). Throws what is wrong with the arguments; the Work holds an error
+     * between ranks. */
     c10::intrusive_ptr<TaskWork> all_reduce(at::Tensor &tensor, const c10d::AllreduceOptions &opts, OpText op,
                                             uint64_t sequence);
 

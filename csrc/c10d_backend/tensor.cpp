@@ -87,7 +87,7 @@ Kind kind_of(c10::ScalarType dtype)
 }
 } // namespace
 
-Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
+Route reduction_route(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
 {
     const Kind kind = kind_of(dtype);
     const bool integer = kind == Kind::gloo_integer || kind == Kind::other_integer;
@@ -99,18 +99,18 @@ Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
     case c10d::ReduceOp::MIN:
     case c10d::ReduceOp::MAX:
         if (kind == Kind::floating || integer)
-            return Taker::spccl;
-        return kind == Kind::boolean && op != c10d::ReduceOp::AVG ? Taker::gloo : Taker::nobody;
+            return Route::spccl;
+        return kind == Kind::boolean && op != c10d::ReduceOp::AVG ? Route::gloo : Route::neither;
     case c10d::ReduceOp::PREMUL_SUM:
-        return kind == Kind::floating ? Taker::spccl_scaled : Taker::nobody;
+        return kind == Kind::floating ? Route::spccl_scaled : Route::neither;
     case c10d::ReduceOp::BAND:
     case c10d::ReduceOp::BOR:
     case c10d::ReduceOp::BXOR:
-        return kind == Kind::gloo_integer || kind == Kind::boolean ? Taker::gloo : Taker::nobody;
+        return kind == Kind::gloo_integer || kind == Kind::boolean ? Route::gloo : Route::neither;
     case c10d::ReduceOp::UNUSED:
-        return Taker::nobody;
+        return Route::neither;
     }
-    return Taker::nobody; /* a reduction of a later torch */
+    return Route::neither; /* a reduction of a later torch */
 }
 
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op)
@@ -128,7 +128,7 @@ spccl_redop redop_of(c10d::ReduceOp::RedOpType op)
     case c10d::ReduceOp::MAX:
         return SPCCL_MAX;
     default:
-        TORCH_INTERNAL_ASSERT(false, "spccl: reduction ", static_cast<int>(op), " is not ours");
+        TORCH_INTERNAL_ASSERT(false, "spccl: spccl does not run reduction ", static_cast<int>(op));
     }
 }
 
@@ -154,7 +154,7 @@ spccl_dtype dtype_for_reducing(c10::ScalarType dtype)
     case c10::ScalarType::Long:
         return SPCCL_INT64;
     default:
-        TORCH_INTERNAL_ASSERT(false, "spccl: reduction of ", dtype, " is not ours");
+        TORCH_INTERNAL_ASSERT(false, "spccl: spccl does not reduce ", dtype);
     }
 }
 

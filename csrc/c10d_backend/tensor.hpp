@@ -35,31 +35,31 @@ struct WireType {
  * unsigned integers as signed ones of the same width. Throws TypeError for quantized dtypes. */
 WireType wire_for_moving(c10::ScalarType dtype, const OpText &op);
 
-/* What runs a reduction. */
-enum class Taker { spccl, spccl_scaled, gloo, nobody };
+/* What runs a reduction. spccl_scaled: spccl, as a sum of scaled inputs (PREMUL_SUM). neither: not spccl and
+ * not Gloo, but NCCL may have it for CUDA tensors. */
+enum class Route { spccl, spccl_scaled, gloo, neither };
 /* The table of docs/TORCH.md, section "Who does what". */
-Taker reduction_taker(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
+Route reduction_route(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
 /* spccl's number of a reduction that spccl runs; PREMUL_SUM is a sum of scaled inputs. */
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op);
 /* spccl's dtype for a reduction that spccl runs. */
 spccl_dtype dtype_for_reducing(c10::ScalarType dtype);
 const char *redop_name(c10d::ReduceOp::RedOpType op);
-/* Throws TypeError: neither spccl nor Gloo has this reduction; says which dtypes would do. For CUDA tensors
- * NCCL is asked instead. */
+/* Throws TypeError for a reduction that neither spccl nor Gloo has, and says which dtypes would do. */
 [[noreturn]] void refuse_reduction(const OpText &op);
 
-/* The only tensor of `tensors`; throws ValueError if there are more (torch once passed one per device).
- */
+/* The only tensor of `tensors`. Throws ValueError for another number (old versions of torch passed one tensor
+ * per device). */
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op);
 /* Throws unless `t` is a dense tensor in host memory or on a CUDA device. */
 void check_dense(const at::Tensor &t, const char *arg, const char *op);
-/* check_dense, and no two elements may share memory (torch.Tensor.expand makes such). */
+/* check_dense, and throws if two elements of `t` share memory, as after torch.Tensor.expand. */
 void check_output(const at::Tensor &t, const char *arg, const char *op);
-/* Throws unless `t` has the dtype, and is on the device, of `want`. */
+/* Throws unless `t` has the dtype and the device of `want`. */
 void check_like(const at::Tensor &want, const at::Tensor &t, const char *arg, const char *op);
 void check_numel(const at::Tensor &t, int64_t want, const char *arg, const char *op, const char *why);
 
-/* One tensor, or list of tensors, for each rank. */
+/* Throws unless `list` has one entry for each rank. */
 template <class List> void check_list(const List &list, int size, const char *arg, const char *op)
 {
     TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(size), "spccl: ", op, ": ", arg, " has ",
@@ -67,16 +67,15 @@ template <class List> void check_list(const List &list, int size, const char *ar
                       ", one per rank");
 }
 
-/* Whether spccl can read and write `t` where it is: contiguous, aligned to its elements, no lazy sign or
- * conjugate.
- */
+/* Whether spccl can read and write `t` without a copy: contiguous, aligned to its elements, no lazy sign or
+ * conjugate. */
 bool is_plain(const at::Tensor &t);
 /* `t` itself if it is plain, else a plain copy of its values. */
 at::Tensor as_contiguous(const at::Tensor &t);
 /* The address of the first element. For an empty tensor some address that is not NULL. */
 void *address(const at::Tensor &t);
-/* The tensors as one contiguous piece of memory in order, if that is what they are (views of one buffer,
- * as torch.Tensor.chunk makes them); else NULL. All have `numel` elements. */
+/* The address of the first tensor if the tensors lie one after the other in memory (views of one buffer, as
+ * torch.Tensor.chunk makes them); else NULL. All have `numel` elements. */
 void *address_if_adjacent(const std::vector<at::Tensor> &tensors, int64_t numel);
 
 } // namespace spccl_torch

@@ -46,8 +46,8 @@ c10::intrusive_ptr<c10d::Store> independent_store(const c10::intrusive_ptr<Store
         return store;
 }
 
-/* The cudaStream_t of `stream`. torch 2.11 added native_handle() to streams. Before, the CUDA build exports only
- * a C function of its inductor that returns the current one. */
+/* The cudaStream_t of `stream`. torch 2.11 added native_handle() to streams. An older CUDA build exports only
+ * a C function of torch's inductor, which returns the current stream. */
 template <class Stream> void *native_handle(const Stream &stream)
 {
     if constexpr (requires { stream.native_handle(); }) {
@@ -67,9 +67,9 @@ template <class Stream> void *native_handle(const Stream &stream)
     }
 }
 
-/* The id of the CUDA graph capture that `stream` (cudaStream_t) is part of, or 0. c10 has no such id, so the
- * driver is asked; it is loaded wherever there is a CUDA stream. The legacy default stream cannot be captured,
- * and asking about it would invalidate the capture of another stream. */
+/* The id of the CUDA graph capture that `stream` (cudaStream_t) is part of, or 0. c10 has no such id, so this
+ * asks the driver, which is loaded if there is a CUDA stream. It never asks about the legacy default stream:
+ * that stream cannot be captured, and asking would invalidate the capture of another stream. */
 inline uint64_t capture_id(void *stream)
 {
     /* cuStreamGetCaptureInfo_v2 of cuda.h: status 1 = active; the last three may be NULL */

@@ -10,8 +10,8 @@ namespace spccl_torch
 
 namespace
 {
-/* While it exists, this thread may write to any of the user's tensors: to leaves that require a gradient, and
- * to tensors of inference mode, which may be written in that mode only. */
+/* While a WriteGuard exists, its thread may write to any of the user's tensors. torch refuses to write to
+ * leaves that require a gradient, and, outside of inference mode, to tensors that were made in that mode. */
 class WriteGuard
 {
   public:
@@ -21,7 +21,7 @@ class WriteGuard
     }
 
   private:
-    c10::InferenceMode mode_; /* leaving it turns gradients on, so the next member comes after it */
+    c10::InferenceMode mode_; /* InferenceMode(false) turns gradients on, so no_grad_ comes after it */
     at::NoGradGuard no_grad_;
 };
 
@@ -134,7 +134,8 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
     return work;
 }
 
-/* Runs on the thread that moves data. Posts everything that may take long, or take the GIL, to another one. */
+/* Runs on the thread that moves data. Posts everything that may take long, or take the GIL, to
+ * `completer_`. */
 void RequestWork::on_done(void *ctx, spccl_status)
 {
     if (SerialThread::drop())
@@ -144,8 +145,8 @@ void RequestWork::on_done(void *ctx, spccl_status)
         std::lock_guard<std::mutex> lock(work->future_mutex_);
         work->callback_ran_ = true;
     }
-    /* The last reference always goes to the other thread. Dropped here, it could destroy the communicator on the
-     * thread that drives it, if the user has dropped everything else meanwhile. */
+    /* The task takes this reference. If it is the last one, dropping it here would destroy the communicator
+     * on the thread that runs its collectives. */
     SerialThread &completer = *work->completer_;
     completer.post([work = std::move(work)] {
         work->settle();
@@ -158,7 +159,7 @@ bool RequestWork::request_done() const
     return settled_ || spccl_request_test(request_) != SPCCL_AGAIN;
 }
 
-/* Store the outcome of the request, which is done, in this Work. Does it once. */
+/* Store the outcome of the request in this Work, once. The request is done. */
 void RequestWork::settle()
 {
     comm_->check_process(launch_.op.str());

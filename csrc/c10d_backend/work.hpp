@@ -53,7 +53,7 @@ struct Launch {
  *   devices   where they are, if not on the CPU: without them the future orders no streams */
 c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future(std::vector<c10::Device> devices = {});
 
-/* Profiler event of a call that leaves no Work behind; it lasts as long as this object. */
+/* Profiler event of a call that returns no Work; it lasts as long as this object. */
 class CallRecord
 {
   public:
@@ -65,16 +65,17 @@ class CallRecord
 /* Runs launch.copy_out, if there is one, in the mode that the outputs need. */
 void run_copy_out(const Launch &launch);
 
-/* Run on the calling thread until done, which is fastest for small tensors. Throws what went wrong. */
+/* Run the collective to its end on the calling thread, which is fastest for small tensors. Throws its
+ * error. */
 void run_blocking(Comm &comm, Launch launch);
 
-/* One collective under way. Keeps its tensors until spccl no longer uses them, even if the user drops it.
- */
+/* One collective under way. It keeps its tensors until spccl no longer uses them, even if the user drops
+ * it. */
 class RequestWork final : public c10d::Work
 {
   public:
-    /* Issue the collective. `completer` runs the callbacks of futures, in issue order for one group. Works that a
-     * callback issues use a further thread, so that the callback may wait for them. */
+    /* Issue the collective. `completer` runs the callbacks of futures, in the group's order of issue. Works
+     * that a callback issues use a further thread, so that the callback may wait for them. */
     static c10::intrusive_ptr<RequestWork> issue(std::shared_ptr<Comm> comm,
                                                  const std::shared_ptr<SerialThread> &completer,
                                                  Launch launch, uint64_t sequence);
@@ -121,8 +122,8 @@ class RequestWork final : public c10d::Work
     bool future_completed_ = false;
 };
 
-/* Work that a SerialThread runs: a chain of collectives on a communicator of its own. Its future is completed
- * on `completer`, as RequestWork's is. */
+/* Work that a SerialThread runs: several collectives, one after the other, on a second communicator. As for
+ * RequestWork, `completer` completes the future. */
 class TaskWork final : public c10d::Work
 {
   public:

@@ -36,23 +36,24 @@ FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
 class Options:
     """Settings of one group: `init_process_group("spccl", pg_options=spccl.backend.Options(format="pici"))`.
 
-    All ranks give the same. The SPCCL_* variables win over these.
+    All ranks pass the same values. An SPCCL_* variable that is set replaces the value given here.
 
     Attributes:
-        timeout: deadline of each collective, if another than the group's `timeout` is wanted.
+        timeout: deadline of each collective; None = the group's `timeout`.
         format: "auto", or the format of every slice: "tile", "pici", "coo", "dense". Never changes a result.
-        slice_bytes: dense bytes per slice; 0 = chosen by spccl.
-        transports: comma list tried in order for each pair of ranks, such as "shm,tcp"; "" = default.
-        n_sockets: TCP sockets per peer; 0 = default.
+        slice_bytes: dense bytes per slice; 0 = spccl chooses.
+        transports: comma list, tried in order for each pair of ranks, such as "shm,tcp"; "" = default.
+        n_sockets: TCP sockets per peer and queue; 0 = default.
         max_ctas: most thread blocks (one per multiprocessor) of a CUDA collective; 0 = all.
-        inbox_bytes: most GPU memory for what peers send; 0 = default.
-        cuda_fallback: what runs CUDA collectives if the GPUs of the group cannot reach each other: "nccl", or
-            "stage" (through host memory; also taken if torch has no NCCL). SPCCL_CUDA_FALLBACK.
-        order: "device": collectives of all groups of a GPU form one order, as kernels that wait for peers need;
-            "group": each group has its own. SPCCL_ORDER.
-        blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise if it failed.
+        inbox_bytes: most bytes of GPU memory for the data that peers send; 0 = default.
+        cuda_fallback: what runs CUDA collectives if the GPUs of the group cannot reach each other: "nccl" or
+            "stage". "stage" goes through host memory; a torch without NCCL always takes it. Variable:
+            SPCCL_CUDA_FALLBACK.
+        order: "device": the collectives of all groups of a GPU are in one collective order, as kernels that wait
+            for peers need it. "group": each group has an order of its own. Variable: SPCCL_ORDER.
+        blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise if it failed. Variable:
             SPCCL_BLOCKING_WAIT=1.
-        cuda_engine: False: CUDA collectives always take the fallback. SPCCL_CUDA_ENGINE=0.
+        cuda_engine: False: CUDA collectives always take the fallback. Variable: SPCCL_CUDA_ENGINE=0.
     """
 
     timeout: timedelta | None = None
@@ -81,14 +82,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """Counters of one rank of one group since it was made. They leave out what Gloo or NCCL carried.
+    """Counters of one rank of one group since the group was made, without the calls that Gloo or NCCL ran.
 
     Attributes:
         n_collectives: calls.
-        dense_bytes_sent: bytes that the payloads would have, dense.
+        dense_bytes_sent: bytes that the sent payloads would have if they were dense.
         wire_bytes_sent, wire_bytes_received: bytes on the wire: frames and envelopes.
         frames_sent: number of slices by format.
-        buffer_bytes: memory that the communicators hold now.
+        buffer_bytes: bytes of host memory that the communicators hold now.
     """
 
     n_collectives: int
@@ -105,13 +106,13 @@ class CudaStats:
 
     Attributes:
         path: what runs CUDA collectives: "engine" (spccl, GPU to GPU), "nccl", "stage" (through host memory), or
-            "unknown" before the first of them.
+            "unknown" before the first CUDA collective.
         why: the reason for "nccl" and "stage".
-        device: CUDA ordinal; -1 while unknown.
+        device: CUDA ordinal; -1 before the first CUDA collective.
         n_ctas: most thread blocks that a collective uses.
-        inbox_bytes: GPU memory held for what peers send.
+        inbox_bytes: bytes of GPU memory for the data that peers send.
         n_collectives: launches and captures.
-        wire_bytes_sent: bytes of frames written to peers by collectives that have ended.
+        wire_bytes_sent: bytes of frames that ended collectives have written to peers.
         frames_sent: number of slices by format.
     """
 
@@ -160,27 +161,27 @@ def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
     """
     import torch
 
-    boxed = _boxed(group)  # first: the ops are there only once a group is
+    boxed = _boxed(group)  # before the op: making a group loads the ops
     n = list(torch.ops.spccl.stats(boxed))
     return GroupStats(*n[:4], frames_sent=dict(zip(FORMAT_NAMES, n[4:9], strict=True)), buffer_bytes=n[9])
 
 
 def cuda_stats(group: dist.ProcessGroup | None = None) -> CudaStats:
-    """State and counters of `group` (default: the world) on this rank's GPU. Waits for a small copy from the GPU,
-    but not for any stream.
+    """State and counters of `group` (default: the world) on this rank's GPU. Waits for a small copy from the GPU, but
+    for no stream.
 
     Raises: ValueError if no backend of the group is spccl.
     """
     import torch
 
     boxed = _boxed(group)
-    path, _, why = torch.ops.spccl.cuda_path(boxed).partition(": ")
+    path, _, why = torch.ops.spccl.cuda_route(boxed).partition(": ")
     n = list(torch.ops.spccl.cuda_stats(boxed))
     return CudaStats(path, why, *n[:5], frames_sent=dict(zip(FORMAT_NAMES, n[5:10], strict=True)))
 
 
 def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
-    """Which transport carries the traffic to rank `peer` of `group`, and why: one line.
+    """One line that says which transport carries the traffic to rank `peer` of `group`, and why.
 
     Raises: ValueError if no backend of the group is spccl, or `peer` is not one of its ranks.
     """
@@ -216,17 +217,18 @@ def make_process_group(
 ) -> dist.ProcessGroup:
     """Make a process group without init_process_group, for CPU and CUDA tensors. All its ranks call this.
 
-    For frameworks that make groups anew as workers come and go (torchft), and for programs that want no
+    It is for frameworks that make new groups when workers come and go (torchft), and for programs without a
     default group. torch.distributed does not know the group: pass it as `process_group=` to
-    DistributedDataParallel, or call its own methods (`group.allreduce(...)`). Functions that look ranks up,
-    such as `dist.get_rank(group)` and `dist.broadcast(..., group)`, do not take it. docs/FRAMEWORKS.md has the
+    DistributedDataParallel, or call its methods (`group.allreduce(...)`). Functions that look up ranks, such as
+    `dist.get_rank(group)` and `dist.broadcast(..., group)`, do not take the group. docs/FRAMEWORKS.md has the
     lines for torchft.
 
     Args:
-        store: torch.distributed.Store that all ranks of the group share.
-        rank, world_size: this process's place in the group.
-        name: of the group, for error texts and for keys in the store. Two groups on one store that exist at
-            the same time need two names.
+        store: torch.distributed.Store that all ranks of the group reach.
+        rank: number of this rank in the group, 0 to world_size - 1.
+        world_size: number of ranks in the group.
+        name: name of the group, for error texts and for keys in the store. Two groups that exist at the same time
+            on one store need two names.
         timeout: deadline of joining and of each collective.
         options: settings of the group.
     Returns: the group, when all ranks have joined. `group.shutdown()` or dropping it frees it.
@@ -242,8 +244,8 @@ def make_process_group(
         raise ValueError(f"spccl: make_process_group: rank {rank} of {world_size}, wanted 0 to world_size - 1")
     if timeout <= timedelta(0):
         raise ValueError(f"spccl: make_process_group: timeout={timeout!r}, wanted more than 0")
-    place = _Place(store, rank, world_size, name, list(range(world_size)))
-    backend = _join(place, timeout, _options_of(options))
+    member = _Member(store, rank, world_size, name, list(range(world_size)))
+    backend = _join(member, timeout, _options_of(options))
     custom = dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(custom)
@@ -256,13 +258,13 @@ def make_process_group(
 def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
     """torch.distributed calls this once per group and rank, on all ranks of the group."""
     ranks = list(opts.global_ranks_in_group)
-    place = _Place(opts.store, opts.group_rank, opts.group_size, str(opts.group_id), ranks)
-    return _join(place, _as_timedelta(opts.timeout), _options_of(pg_options))
+    member = _Member(opts.store, opts.group_rank, opts.group_size, str(opts.group_id), ranks)
+    return _join(member, _as_timedelta(opts.timeout), _options_of(pg_options))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """This process's place in a group. `global_ranks` holds the global rank of each rank of the group."""
+class _Member:
+    """One rank of one group. `global_ranks` holds the global rank of each rank of the group."""
 
     store: Any
     rank: int
@@ -271,7 +273,7 @@ class _Place:
     global_ranks: list[int]
 
 
-def _join(place: _Place, timeout: timedelta, options: Options) -> dist.Backend:
+def _join(member: _Member, timeout: timedelta, options: Options) -> dist.Backend:
     """Make this rank's backend of the group; returns when all ranks have joined."""
     import torch
     import torch.distributed as dist
@@ -281,11 +283,11 @@ def _join(place: _Place, timeout: timedelta, options: Options) -> dist.Backend:
     _settle_callbacks_at_exit()
     _offer_split()
     timeout_ms = max(1, int((options.timeout or timeout).total_seconds() * 1000))
-    bare = dist.ProcessGroup(_store_of_this_join(dist, place.store, place.rank), place.rank, place.size)
+    bare = dist.ProcessGroup(_store_of_this_join(dist, member.store, member.rank), member.rank, member.size)
     group = torch.ops.spccl.make_process_group(
-        _with_inner_groups(bare, place.name, place.global_ranks, timeout_ms).boxed(),
-        place.name,
-        place.global_ranks,
+        _with_inner_groups(bare, member.name, member.global_ranks, timeout_ms).boxed(),
+        member.name,
+        member.global_ranks,
         {
             "timeout_ms": timeout_ms,
             "format": FORMATS[options.format],
@@ -320,10 +322,10 @@ def _with_inner_groups(bare: Any, name: str, ranks: list[int], timeout_ms: int) 
 def _offer_split() -> None:
     """Make split_group and new_group work where a device is bound. Changes torch's own classes, once.
 
-    A split makes a new group with inner groups of its own. The glue gets those from an op that Python
-    implements. torch also expects two attributes of a backend that supports splitting, which in Python only
-    its own classes have: `options`, which split_group copies, and `perform_nocolor_split`, which NCCL needs
-    on the ranks outside of a new group and we do not.
+    A split makes a new group with inner groups of its own. The glue gets the inner groups from an op that Python
+    implements. torch also expects two attributes of a backend that supports splitting; in Python only torch's
+    own backends have them. split_group copies `options`. `perform_nocolor_split` is for ranks outside of the new
+    group: NCCL needs it, spccl does not.
     """
     import torch
     import torch.distributed as dist
@@ -353,14 +355,14 @@ def _offer_split() -> None:
 def _keep_nccl_from_splitting_us() -> None:
     """Make new_group(backend="nccl") work where the default group is spccl's and has a bound device.
 
-    torch then gives the default group's backend to the new NCCL as the communicator to split, if the backend
-    supports splitting. It does not ask whether the backend is NCCL, and NCCL's options refuse any other with
-    a TypeError. So torch's choice of what to split is told to leave our backends out.
+    torch then passes the default group's backend to the new NCCL as the communicator to split, if the backend
+    supports splitting. torch does not ask whether the backend is NCCL, and NCCL's options refuse any other
+    backend with a TypeError. This function replaces torch's choice by one that leaves out spccl's backends.
     """
     from torch.distributed import distributed_c10d
 
     choose = getattr(distributed_c10d, "_get_split_source", None)
-    if choose is None:  # a torch that chooses in another way: 2.9 to 2.13 have it
+    if choose is None:  # a later torch; 2.9 to 2.13 have this function
         return
 
     def choose_unless_ours(group: Any) -> Any:
@@ -410,11 +412,11 @@ def _as_timedelta(timeout: Any) -> timedelta:
 
 
 def _store_of_this_join(dist: Any, store: Any, rank: int) -> Any:
-    """A part of `store` that no earlier group of the same name has written to.
+    """`store` with a prefix under which no earlier group of the same name has written.
 
-    After destroy_process_group and a new init_process_group torch may pass the same store with the same
-    prefix, because torchrun's agent keeps it. The addresses of the old group would still be in it. So every
-    rank counts its own joins in the store; the ranks of one group have the same count.
+    After destroy_process_group and a new init_process_group torch may pass the same store with the same prefix,
+    because torchrun's agent keeps the store. It still holds the addresses of the old group. So every rank counts
+    its own joins in the store, and the count is the prefix. The ranks of one group have the same count.
     """
     count = store.add(f"spccl/joins/{rank}", 1)
     return dist.PrefixStore(f"spccl/{count}/", store)
@@ -423,7 +425,7 @@ def _store_of_this_join(dist: Any, store: Any, rank: int) -> Any:
 def _make_gloo(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timedelta) -> Any:
     """The inner Gloo, made as torch's _new_process_group_helper makes one."""
     if not dist.is_gloo_available():
-        raise RuntimeError("spccl: this torch was built without Gloo, to which spccl hands what is not its own")
+        raise RuntimeError("spccl: this torch was built without Gloo, which spccl needs for calls that it does not run")
     store = dist.PrefixStore("gloo/", bare.get_group_store())
     gloo = dist.ProcessGroupGloo(store, bare.rank(), bare.size(), timeout=timeout)
     gloo.options.global_ranks_in_group = ranks
@@ -433,7 +435,7 @@ def _make_gloo(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timed
 
 
 def _make_nccl(dist: Any, bare: Any, name: str, ranks: list[int], timeout: timedelta) -> Any:
-    """The inner NCCL, made in the same way. It connects on first use, or at once where a device is bound."""
+    """The inner NCCL, made as `_make_gloo` makes Gloo. It connects on first use, or at once if a device is bound."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = False
     options._timeout = timeout

@@ -1,4 +1,4 @@
-/* stream_order.cpp - StreamOrder (csrc/c10d_backend/order.cpp) on a GPU that only writes down what it is
+/* stream_order.cpp - CollectiveOrder (csrc/c10d_backend/order.cpp) on a GPU that only writes down what it is
  * asked.
  *
  * Stands in for torch's CUDA guard, and for the one driver call that tells captures. Prints a line per call
@@ -14,7 +14,7 @@ namespace
 {
 c10::StreamId current_id = 0;
 unsigned long long capture_of_9 = 0;
-std::string told;
+std::string printed;
 
 struct Recorder final : c10::impl::DeviceGuardImplInterface {
     static inline c10::StreamId next_stream = 100;
@@ -65,39 +65,40 @@ struct Recorder final : c10::impl::DeviceGuardImplInterface {
     {
         if (*event == nullptr)
             *event = reinterpret_cast<void *>(next_event++);
-        told += "R" + std::to_string(reinterpret_cast<size_t>(*event)) + "@" + std::to_string(s.id()) + " ";
+        printed +=
+            "R" + std::to_string(reinterpret_cast<size_t>(*event)) + "@" + std::to_string(s.id()) + " ";
     }
     void block(void *event, const c10::Stream &s) const override
     {
-        told += "W" + std::to_string(reinterpret_cast<size_t>(event)) + "@" + std::to_string(s.id()) + " ";
+        printed += "W" + std::to_string(reinterpret_cast<size_t>(event)) + "@" + std::to_string(s.id()) + " ";
     }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Recorder);
 
-void call(spccl_torch::StreamOrder &order, bool async, c10::StreamId on, bool fails = false,
+void call(spccl_torch::CollectiveOrder &order, bool async, c10::StreamId on, bool fails = false,
           bool closes = false)
 {
-    told.clear();
+    printed.clear();
     current_id = on;
     try {
-        order.run(async, [&](spccl_torch::StreamOrder::Turn &turn) {
+        order.run(async, [&](spccl_torch::CollectiveOrder::Turn &turn) {
             const size_t stream = reinterpret_cast<size_t>(turn.handle);
-            told += "K@" + std::to_string(stream) + " ";
+            printed += "K@" + std::to_string(stream) + " ";
             if (current_id != static_cast<c10::StreamId>(stream))
-                told += "(not current) ";
+                printed += "(not current) ";
             if (turn.captured != (capture_of_9 != 0))
-                told += "(captured?) ";
+                printed += "(captured?) ";
             if (closes) {
                 turn.close();
-                told += "closed ";
+                printed += "closed ";
             }
             if (fails)
                 throw 1;
         });
     } catch (int) {
-        told += "threw ";
+        printed += "threw ";
     }
-    std::printf("%s%s\n", told.c_str(), current_id == on ? "" : "(stream not restored)");
+    std::printf("%s%s\n", printed.c_str(), current_id == on ? "" : "(stream not restored)");
 }
 } // namespace
 
@@ -105,7 +106,7 @@ void call(spccl_torch::StreamOrder &order, bool async, c10::StreamId on, bool fa
 extern "C" __attribute__((visibility("default"))) int
 cuStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *id, void **, const void **, size_t *)
 {
-    told += "? ";
+    printed += "? ";
     *id = reinterpret_cast<size_t>(stream) == 9 ? capture_of_9 : 0;
     *status = *id != 0;
     return 0;
@@ -113,7 +114,7 @@ cuStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *id, voi
 
 extern "C" __attribute__((visibility("default"))) void play()
 {
-    spccl_torch::StreamOrder order(c10::Device(c10::DeviceType::CUDA, 0));
+    spccl_torch::CollectiveOrder order(c10::Device(c10::DeviceType::CUDA, 0));
     call(order, false, 0);
     call(order, false, 0);
     call(order, true, 0);
