@@ -120,7 +120,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "spccl._ext",
-    .m_doc = "libspccl for Python; the typed face of it is the package spccl.",
+    .m_doc = "libspccl for Python. Use the package spccl, which adds types and documentation.",
     .m_size = sizeof(ext_state),
     .m_methods = methods,
     .m_slots = slots,

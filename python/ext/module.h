@@ -1,4 +1,4 @@
-/* module.h - state of the extension module spccl._ext: types and exceptions. No state is kept in C globals.
+/* module.h - state of the extension module spccl._ext: types and exceptions. C globals hold no state.
  *
  * python/ext is the only C of the project that includes Python.h. Of our own headers it includes spccl.h and
  * its own. It is built against the limited API, which free-threaded Pythons do not have. */
@@ -20,7 +20,7 @@
 /* The GIL is held through work on fewer bytes than this: releasing and taking it again would cost more. */
 #define EXT_GIL_BYTES (16u * 1024u)
 
-/* Places in ext_state.errors; names and bases are listed in py_error.c. */
+/* Indices into ext_state.errors. py_error.c lists the names and base classes. */
 typedef enum ext_error_class {
     EXT_ERROR, /* the base of all others */
     EXT_ARGUMENT_ERROR,
@@ -46,20 +46,19 @@ typedef struct ext_state {
     PyTypeObject *comm_type, *request_type;
 } ext_state;
 
-/* State of the module that `type` belongs to. `type` is one of ours. */
+/* State of the module that `type` belongs to. `type` is a type of this module. */
 ext_state *ext_state_of_type(PyTypeObject *type);
 
 /* ---- py_error.c ---- */
 
 /* Make the exception classes and add them to the module. 0, or -1 with an exception set. */
 int ext_errors_add(PyObject *module, ext_state *state);
-/* A new exception object for a failed call: its class from `status`, its text `text`, its attribute
- * `status`. NULL with an exception set if that fails. */
+/* A new exception object for a failed call. `status` decides its class and becomes its attribute `status`.
+ * Returns NULL with an exception set if that fails. */
 PyObject *ext_error_new(ext_state *state, spccl_status status, const char *text);
-/* The one place where a status becomes a Python exception: raise it with spccl_last_error() as text.
- * Returns NULL always. */
+/* Raise the Python exception for `status`, with spccl_last_error() as text. Always returns NULL. */
 PyObject *ext_raise(ext_state *state, spccl_status status);
-/* The same with a text of our own (printf-like, at most 1000 bytes). Returns NULL always. */
+/* As ext_raise, but with the text of `fmt` (printf-like, at most 1000 bytes). */
 PyObject *ext_raise_text(ext_state *state, spccl_status status, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 
@@ -77,7 +76,7 @@ PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs);
 extern PyType_Spec ext_comm_spec;
 extern PyType_Spec ext_request_spec;
 
-/* METH_KEYWORDS functions have three parameters; the method table wants the type with two. */
+/* Casts a METH_KEYWORDS function, which has three parameters, to the type of the method table. */
 #define EXT_KEYWORDS(fn) ((PyCFunction)(void (*)(void))(fn))
 
 #endif

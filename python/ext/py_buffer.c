@@ -144,14 +144,15 @@ static int refuse_references(ext_state *state, const char *arg, const char *type
     return -1;
 }
 
-/* What the object itself says of its elements. */
+/* The type of the elements as the object describes it. */
 typedef struct own_type {
-    spccl_dtype dtype; /* 0 = one that spccl has no name for */
+    spccl_dtype dtype; /* 0 = spccl has no such dtype */
     const char *name;  /* for texts */
     size_t item_bytes;
 } own_type;
 
-/* Settle dtype and element count of `bytes` bytes; `wanted` is a dtype name or NULL. */
+/* Set a->dtype and a->n_elems for `bytes` bytes of memory. `wanted` is a dtype name, or NULL for the object's
+ * own dtype. */
 static int settle(ext_state *state, ext_array *a, const own_type *own, size_t bytes, const char *wanted)
 {
     if (wanted == NULL) {
@@ -182,7 +183,8 @@ static int settle(ext_state *state, ext_array *a, const own_type *own, size_t by
 
 /* ---- buffer protocol ---- */
 
-/* Asks for any layout and checks it here: a refusal by the exporter would not name the argument. */
+/* Asks the object for any layout and checks the layout itself: an error of the object would not name the
+ * argument. */
 static int acquire_view(ext_state *state, PyObject *obj, bool writable, const char *dtype_name, ext_array *a)
 {
     if (PyObject_GetBuffer(obj, &a->view, PyBUF_FULL_RO) < 0)
@@ -266,8 +268,8 @@ static PyObject *dlpack_capsule(PyObject *obj)
     return capsule;
 }
 
-/* Takes ownership of the capsule's tensor as the specification asks: a renamed capsule's own destructor does
- * not free it. */
+/* Takes ownership of the capsule's tensor. The specification asks to rename the capsule: then the capsule's
+ * own destructor does not free the tensor. */
 static const dl_tensor *open_capsule(ext_state *state, PyObject *capsule, ext_array *a, bool *read_only)
 {
     const dl_tensor *tensor;
@@ -298,7 +300,8 @@ static const dl_tensor *open_capsule(ext_state *state, PyObject *capsule, ext_ar
     return tensor;
 }
 
-/* Elements of the tensor; SIZE_MAX if it is not C-contiguous. A dimension of 1 may have any stride. */
+/* Number of elements of the tensor; SIZE_MAX if it is not C-contiguous. A dimension of 1 may have any
+ * stride. */
 static size_t contiguous_elems(const dl_tensor *t)
 {
     size_t n = 1;
@@ -353,7 +356,7 @@ static int acquire_dlpack(ext_state *state, PyObject *obj, bool writable, const 
     return settle(state, a, &own, n * item_bytes, dtype_name);
 }
 
-/* ---- both ---- */
+/* ---- buffer protocol or DLPack ---- */
 
 int ext_array_acquire(ext_state *state, PyObject *obj, const char *name, bool writable,
                       const char *dtype_name, ext_array *out)

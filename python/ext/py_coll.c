@@ -1,8 +1,7 @@
-/* py_coll.c - the collectives of the Communicator type: check the arrays, start, wait or return a Request.
- */
+/* py_coll.c - the collectives of the Communicator type: check the arrays, start, wait or return a Request. */
 #include "py_comm.h"
 
-/* The arguments that the four share; `out` is NULL for broadcast. */
+/* The arguments of a collective; `out` is NULL for broadcast. */
 typedef struct call {
     PyObject *in, *out;
     const char *dtype, *op_name;
@@ -36,7 +35,7 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
     if (c->async_op)
         return ext_request_new(state, (PyObject *)self, &self->strays, flight);
     st = ext_flight_wait(flight, -1);
-    if (st == SPCCL_AGAIN) { /* a signal handler raised; the collective still uses the memory */
+    if (st == SPCCL_AGAIN) { /* a signal handler has raised; the collective still uses the memory */
         ext_strays_add(&self->strays, flight);
         return NULL;
     }
@@ -46,7 +45,7 @@ static PyObject *run(ext_comm *self, const call *c, issue_fn issue, ext_flight *
     return st == SPCCL_OK ? Py_NewRef(Py_None) : NULL;
 }
 
-/* The relation that input and output must have, in elements. */
+/* How the numbers of elements of input and output must relate. */
 typedef enum shape_rule { OUT_IS_WORLD_TIMES_IN, IN_IS_WORLD_TIMES_OUT, SAME } shape_rule;
 
 static int check_shapes(ext_state *state, const ext_array *in, const ext_array *out, shape_rule rule,

@@ -9,7 +9,8 @@ ext_state *ext_comm_state(ext_comm *self)
     return ext_state_of_type(Py_TYPE((PyObject *)self));
 }
 
-/* Is this a child of fork of the process that made it? Sets spccl_last_error then. */
+/* Whether this process is a child of fork of the process that made the communicator. If so, it sets
+ * spccl_last_error. */
 static bool in_child(ext_comm *self)
 {
     const char *text;
@@ -22,15 +23,15 @@ int ext_comm_enter(ext_comm *self, bool issue)
         ext_raise_text(ext_comm_state(self), SPCCL_ERR_STATE, "communicator: it is closed");
         return -1;
     }
-    if (issue && self->issuing && in_child(self)) { /* a thread of the parent was starting one at the fork */
+    if (issue && self->issuing && in_child(self)) { /* a thread of the parent was issuing during the fork */
         ext_raise(ext_comm_state(self), SPCCL_ERR_STATE);
         return -1;
     }
     if (issue && self->issuing) {
         ext_raise_text(
             ext_comm_state(self), SPCCL_ERR_STATE,
-            "communicator: another thread is starting a collective on it; start them from one thread, in "
-            "the same order on every rank");
+            "communicator: another thread is starting a collective on it; start collectives from one thread, "
+            "in the same order on every rank");
         return -1;
     }
     self->issuing |= issue;
@@ -155,7 +156,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* Destroying ends every collective, so the memory of stray flights can be released after it. */
+/* Destroying ends every collective. After it the memory of stray flights can be released. */
 static spccl_status destroy(ext_comm *self)
 {
     spccl_comm *comm = self->comm;
@@ -177,10 +178,10 @@ static PyObject *comm_close(PyObject *obj, PyObject *unused)
     (void)unused;
     if (self->comm == NULL)
         Py_RETURN_NONE;
-    if (self->n_inside != 0 && !in_child(self)) /* a child has none of its parent's threads */
+    if (self->n_inside != 0 && !in_child(self)) /* a child of fork has no thread of its parent */
         return ext_raise_text(
             ext_comm_state(self), SPCCL_ERR_STATE,
-            "close: %d other thread(s) are using the communicator; join them first, or abort() it",
+            "close: %d other thread(s) are using the communicator; join these threads first, or call abort()",
             self->n_inside);
     st = destroy(self);
     if (st != SPCCL_OK)
@@ -213,7 +214,7 @@ static int comm_traverse(PyObject *obj, visitproc visit, void *arg)
     return 0;
 }
 
-/* ---- everything else ---- */
+/* ---- other methods ---- */
 
 static PyObject *comm_abort(PyObject *obj, PyObject *args)
 {
@@ -348,9 +349,9 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"rank", comm_rank, NULL, "This process's place in the group.", NULL},
-    {"world_size", comm_rank, NULL, "Ranks in the group.", (void *)getset},
-    {"closed", comm_closed, NULL, "Was close() called?", NULL},
+    {"rank", comm_rank, NULL, "Number of this rank in the group.", NULL},
+    {"world_size", comm_rank, NULL, "Number of ranks in the group.", (void *)getset},
+    {"closed", comm_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

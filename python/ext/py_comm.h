@@ -1,4 +1,4 @@
-/* py_comm.h - what the Communicator type (py_comm.c) and its collectives (py_coll.c) share. */
+/* py_comm.h - the Communicator object, for its type (py_comm.c) and its collectives (py_coll.c). */
 #ifndef EXT_PY_COMM_H
 #define EXT_PY_COMM_H
 
@@ -7,13 +7,13 @@
 typedef struct ext_comm {
     PyObject_HEAD spccl_comm *comm; /* NULL once closed */
     ext_strays strays;              /* collectives whose Request is gone */
-    int n_inside; /* threads that use `comm` without the GIL; close() raises StateError while there are any */
-    bool issuing; /* one of them is starting a collective; a second thread must not */
+    int n_inside; /* threads that use `comm` without the GIL; if there are any, close() raises StateError */
+    bool issuing; /* a thread is starting a collective; a second thread must not */
 } ext_comm;
 
 ext_state *ext_comm_state(ext_comm *self);
-/* Begin to use self->comm. `issue`: to start a collective. Returns 0, and the caller ends with ext_comm_leave;
- * or -1 with StateError. */
+/* Begin to use self->comm. `issue`: to start a collective. Returns 0, and the caller then calls
+ * ext_comm_leave when it is done; or -1 with StateError. */
 int ext_comm_enter(ext_comm *self, bool issue);
 void ext_comm_leave(ext_comm *self, bool issue);
 

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Each class derives from spccl.Error and from the builtin that Python code expects for such a failure. */
+/* The builtin exception that the class also derives from, besides spccl.Error; NULL if there is none. */
 static PyObject *also(ext_error_class kind)
 {
     switch (kind) {
@@ -41,7 +41,7 @@ static PyObject *also(ext_error_class kind)
 
 static const struct {
     const char *name, *doc;
-    spccl_status status; /* the class attribute; an instance carries its own */
+    spccl_status status; /* attribute of the class; an instance has its own */
 } classes[EXT_N_ERRORS] = {
     [EXT_ERROR] = {"spccl.Error", "Any failure of spccl; `status` is its number (docs/ERRORS.md).",
                    SPCCL_ERR_BUG},
@@ -49,11 +49,13 @@ static const struct {
                             "An argument is out of range, of a wrong dtype or size, or overlaps.",
                             SPCCL_ERR_ARG},
     [EXT_FORMAT_ERROR] = {"spccl.FormatError",
-                          "Bytes that break docs/FORMAT.md, or a frame of another kind than wanted.",
+                          "Bytes that do not follow docs/FORMAT.md, or a frame of another dtype or size than "
+                          "wanted.",
                           SPCCL_ERR_FORMAT},
     [EXT_STATE_ERROR] = {"spccl.StateError", "Used after close, or from two threads at once.",
                          SPCCL_ERR_STATE},
-    [EXT_UNSUPPORTED_ERROR] = {"spccl.UnsupportedError", "Valid, but this build or this format cannot do it.",
+    [EXT_UNSUPPORTED_ERROR] = {"spccl.UnsupportedError",
+                               "The call is valid, but this build or this format cannot do it.",
                                SPCCL_ERR_UNSUPPORTED},
     [EXT_SETTING_ERROR] = {"spccl.SettingError", "A SPCCL_* variable or an option has a bad value.",
                            SPCCL_ERR_SETTING},
@@ -151,7 +153,7 @@ PyObject *ext_error_new(ext_state *state, spccl_status status, const char *text)
 
     if (text == NULL || text[0] == '\0')
         text = spccl_status_name(status);
-    /* "replace": a text may quote bytes that a peer or a setting gave us. */
+    /* "replace": a text may quote bytes from a peer or a setting that are not UTF-8. */
     PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
     if (message == NULL)
         return NULL;

@@ -77,8 +77,8 @@ static PyObject *encode_array(ext_state *state, const ext_array *x, const spccl_
 
     if (cap == 0)
         return ext_raise(state, SPCCL_ERR_ARG);
-    /* The bound is mostly untouched pages, which cost nothing. A bytes object would need that many bytes for
-     * good: the limited API cannot shrink one. */
+    /* malloc: most pages of `dst` stay untouched and cost no memory. A bytes object of `cap` bytes would keep
+     * its size, because the limited API cannot shrink it. */
     dst = malloc(cap);
     if (dst == NULL)
         return ext_raise_text(state, SPCCL_ERR_NOMEM, "encode: %zu bytes for %zu elements of %s", cap,

@@ -38,7 +38,8 @@ void ext_strays_reap(ext_strays *strays)
 {
     ext_flight *done = NULL, **place = &strays->first;
 
-    /* Unlinked first: releasing memory may run any Python code, also this function. */
+    /* Unlink all finished flights before freeing one: releasing memory may run any Python code, also this
+     * function. */
     while (*place != NULL) {
         ext_flight *flight = *place;
         if (spccl_request_test(flight->req) == SPCCL_AGAIN) {
@@ -75,7 +76,7 @@ spccl_status ext_flight_wait(ext_flight *flight, int64_t timeout_ms)
         Py_BEGIN_ALLOW_THREADS
         st = spccl_request_wait(flight->req, left);
         Py_END_ALLOW_THREADS
-        /* SPCCL_ERR_TIMEOUT means that this short wait is over, unless the collective itself ended with it. */
+        /* SPCCL_ERR_TIMEOUT: either this short wait is over, or the collective itself has timed out. */
         if (st == SPCCL_ERR_TIMEOUT)
             st = spccl_request_test(flight->req);
         if (st != SPCCL_AGAIN)
@@ -107,7 +108,7 @@ PyObject *ext_request_new(ext_state *state, PyObject *comm, ext_strays *strays, 
     return (PyObject *)self;
 }
 
-/* The collective is done: release its memory now, not when this object is freed. */
+/* Release the memory of a collective that is done, before this object is freed. */
 static void release_arrays(request *self)
 {
     for (int i = 0; i < 2; i++)
@@ -190,15 +191,18 @@ static void request_dealloc(PyObject *obj)
 }
 
 static PyMethodDef methods[] = {
-    {"done", request_done, METH_NOARGS, "done() -> bool: has it ended, well or not? Never blocks."},
+    {"done", request_done, METH_NOARGS,
+     "done() -> bool: whether the collective has ended, with success or not. Never blocks."},
     {"wait", EXT_KEYWORDS(request_wait), METH_VARARGS | METH_KEYWORDS,
-     "wait(timeout_ms=-1) -> None: until done; raises how it failed, or TimeoutError (then it goes on)."},
+     "wait(timeout_ms=-1) -> None: wait until the collective is done. Raises its failure, or TimeoutError "
+     "after "
+     "timeout_ms (the collective then goes on)."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef getset[] = {
-    {"error", request_error, NULL, "The exception that it ended with; None while under way or after success.",
-     NULL},
+    {"error", request_error, NULL,
+     "The exception that the collective ended with; None while it is under way and after success.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,8 +1,8 @@
 /* py_request.h - the Request type: one collective under way, and the memory that it uses.
  *
- * The memory stays acquired until the collective is done, whatever happens to the Python object. A Request
- * that is dropped early passes its flight to its communicator, which releases it when it is done (a "stray"
- * flight). Nothing here is called from threads that Python does not know. */
+ * A "flight" is one collective with its memory, which stays acquired until the collective is done. A Request
+ * that is dropped before that passes its flight to its communicator. Such a flight is called a "stray"; the
+ * communicator frees it when it is done. Only Python's own threads call these functions. */
 #ifndef EXT_PY_REQUEST_H
 #define EXT_PY_REQUEST_H
 
@@ -25,7 +25,7 @@ typedef struct ext_strays {
     ext_flight *first;
 } ext_strays;
 void ext_strays_add(ext_strays *strays, ext_flight *flight);
-/* Free those that are done. */
+/* Free the flights that are done. */
 void ext_strays_reap(ext_strays *strays);
 
 /* A Request that owns `flight`. On failure the flight becomes a stray.

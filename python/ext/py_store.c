@@ -20,10 +20,11 @@ int ext_store_check(ext_state *state, PyObject *object)
     return 0;
 }
 
-/* Keep the exception for ext_store_raise. The status tells the library whether it was a time-out. */
+/* Keep the current exception for ext_store_raise. Returns the status for the library: time-out or not. */
 static spccl_status keep_exception(ext_store *s, bool waiting)
 {
-    /* torch raises DistStoreError, a RuntimeError, for a time-out: so every failure of a wait counts as one. */
+    /* torch raises DistStoreError, a RuntimeError, for a time-out, so every failed wait counts as a
+     * time-out. */
     bool plain = PyErr_ExceptionMatches(PyExc_Exception) != 0;
     if (s->exc_type == NULL)
         PyErr_Fetch(&s->exc_type, &s->exc_value, &s->exc_traceback);

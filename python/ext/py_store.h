@@ -1,5 +1,5 @@
-/* py_store.h - a Python store object (torch's Store, or anything with its set, get and wait) as a
- * spccl_store. */
+/* py_store.h - a spccl_store whose callbacks call a Python store: torch's Store, or an object with the same
+ * set, get and wait. */
 #ifndef EXT_PY_STORE_H
 #define EXT_PY_STORE_H
 
