@@ -23,7 +23,7 @@ if "t" in getattr(sys, "abiflags", ""):
         f"({sys.executable}); use the Python of the same version with the GIL"
     )
 
-# Below the check: a free-threaded Python finds no _ext, and would only say so.
+# These imports come after the check: a free-threaded Python finds no _ext, and its error would not say why.
 from . import errors
 from ._ext import version as _version
 from .comm import Communicator, Request, Stats, get_unique_id
@@ -56,14 +56,14 @@ def __getattr__(name: str) -> object:
 
 
 def _torch_will_autoload() -> bool:
-    """Will `import torch` itself register us, through the entry point of an installed spccl?"""
+    """Whether `import torch` itself registers spccl, by the entry point of an installed spccl."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
     return any(entry.name == "spccl" for entry in metadata.entry_points(group="torch.backends"))
 
 
 def _register_backend() -> None:
-    """Make the name "spccl" known to torch.distributed; leave it to `import torch` where that does it."""
+    """Make the name "spccl" known to torch.distributed, unless `import torch` will do so itself."""
     loaded = sys.modules.get("torch") is not None
     if not loaded and (importlib.util.find_spec("torch") is None or _torch_will_autoload()):
         return
@@ -71,7 +71,7 @@ def _register_backend() -> None:
         from . import backend
 
         backend.register()
-    except Exception as error:  # a broken torch must not take the codec and the communicator with it
+    except Exception as error:  # codec and communicator must work beside a broken torch
         warnings.warn(
             f'spccl: backend="spccl" is not available in torch.distributed: {type(error).__name__}: {error} '
             "(`spccl info` tells more; the rest of spccl works)",

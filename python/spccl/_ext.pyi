@@ -1,4 +1,4 @@
-"""Types of the C extension. The documented face of it is the package `spccl`."""
+"""Types of the C extension. The package `spccl` wraps it and documents it."""
 
 import builtins
 from typing import Any, TypedDict, final
@@ -83,7 +83,7 @@ class Communicator:
     def world_size(self) -> int: ...
     @property
     def closed(self) -> bool: ...
-    # A Request with async_op=True, else None.
+    # The collectives return a Request if async_op=True, else None.
     def all_gather(
         self, input: Any, output: Any, *, dtype: str | None = None, async_op: bool = False
     ) -> Request | None: ...

@@ -1,12 +1,13 @@
 """Finds or compiles the torch glue, the C++ between libspccl and the torch that is running, and loads it.
 
 The glue is one shared library for each torch minor version and machine; it contains no Python and no CUDA.
-It is looked for in this order:
+`load` takes the first of these that exists:
   1. `libspccl_torch-<major.minor>.so` in the package
-  2. the cache: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl
-  3. the system's C++ compiler, whose result goes into the cache
-So each torch and spccl version is compiled for once. SPCCL_TORCH_GLUE forces one way: `prebuilt`, `compile`,
-or the path of a library. Imports torch only to load the library. Source: docs/TORCH.md, section "The glue".
+  2. the library in the cache: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl
+  3. a new library, compiled by the system's C++ compiler into the cache
+So the glue is compiled once for each pair of torch and spccl versions. SPCCL_TORCH_GLUE forces one way:
+`prebuilt`, `compile`, or the path of a library. Imports torch only to load the library. Source: docs/TORCH.md,
+section "The glue".
 """
 
 import ctypes
@@ -39,7 +40,7 @@ _last_failure_s = 0.0  # time.time() when compiling last failed in this process
 
 
 class GlueError(RuntimeError):
-    """The glue for this torch could not be made or loaded; the text says why and what to do."""
+    """The glue for this torch could not be compiled or loaded; the text says why and what to do."""
 
 
 def load() -> Path:
@@ -69,8 +70,8 @@ def load() -> Path:
 
 
 def check_torch_version(version: str) -> None:
-    """Refuse a torch that is too old for the glue. A newer one than those tested is let through: whether the
-    glue compiles for it shows then.
+    """Refuse a torch that is too old for the glue. A torch newer than the tested ones is accepted: the compiler
+    then decides.
 
     Raises: GlueError.
     """
@@ -84,7 +85,7 @@ def check_torch_version(version: str) -> None:
 
 
 def _choose(torch) -> Path:
-    """The library to load, compiled if need be."""
+    """The library to load. Compiles it if there is none."""
     forced = os.environ.get("SPCCL_TORCH_GLUE", "auto")
     prebuilt = PACKAGE / f"libspccl_torch-{_minor(torch.__version__)}.so"
     if forced == "prebuilt" or (forced == "auto" and prebuilt.is_file()):
@@ -106,7 +107,10 @@ def _check(torch, path: Path) -> None:
     """Refuse a library that was compiled for another torch: its tables of virtual functions may differ."""
     for_torch, header, library = torch.ops.spccl.build_info().split(" ")
     if _minor(for_torch) != _minor(torch.__version__):
-        raise GlueError(f"{path} was compiled for torch {for_torch}, this is torch {torch.__version__}: delete it")
+        raise GlueError(
+            f"{path} was compiled for torch {for_torch}, this is torch {torch.__version__}: delete that file, then "
+            "try again"
+        )
     if header != library:
         raise GlueError(f"{path} was compiled for spccl {header}, {LIBRARY} is {library}: reinstall spccl")
 
@@ -115,13 +119,14 @@ def _check(torch, path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where compiled glue is kept: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl."""
+    """The folder of compiled glue: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "spccl"
 
 
 def _key(torch, compiler: str) -> str:
-    """The name of the cache folder: everything that the compiled code depends on, the machine included."""
+    """The name of the library's folder in the cache. It contains all that the compiled code depends on, the
+    machine included."""
     digest = hashlib.sha256()
     files = sorted(SOURCES.glob("*.[ch]pp"))
     if SOURCES / "glue.cpp" not in files or not (HEADER_FOLDER / "spccl.h").is_file():
@@ -151,7 +156,7 @@ def _compiler() -> str:
 
 
 def cached_library(torch) -> Path:
-    """Where the cache has the library for this torch, whether it is there or not."""
+    """The path in the cache of the library for this torch. The file need not exist."""
     folder = cache_folder() / _key(torch, _compiler_for_key())
     return folder / f"libspccl_torch-{_minor(torch.__version__)}.so"
 
@@ -177,10 +182,10 @@ def _compiled(torch) -> Path:
 
 
 def _compile_once(torch, library: Path) -> None:
-    """Compile, unless another rank of this start has just failed to: then raise its failure. Needs the lock.
+    """Compile. If another rank of the same job has just failed to compile, raise its failure instead. Needs the lock.
 
-    Ranks of one start compile the same, so a failure of one is the failure of all. It is taken for one of
-    this start if it is younger than this process. After a failure this process tries again when asked again.
+    All ranks of a job compile the same, so all would fail as the first one did. A failure that is younger than
+    this process counts as one of the same job. A process whose own attempt failed tries again at the next call.
     """
     global _last_failure_s
     failure = library.with_suffix(".failed")
@@ -188,7 +193,7 @@ def _compile_once(torch, library: Path) -> None:
         leftover.unlink()
     try:
         if failure.is_file() and failure.stat().st_mtime > max(_process_start_s(), _last_failure_s):
-            raise GlueError(f"another process of this start has just tried and failed: {failure.read_text()}")
+            raise GlueError(f"another process of this job has just tried and failed: {failure.read_text()}")
         failure.unlink(missing_ok=True)
         try:
             _compile(torch, _compiler(), library)
@@ -208,12 +213,12 @@ def _process_start_s() -> float:
 
 
 def _compiler_for_key() -> str:
-    """$CXX is part of the key; the default is not, so that a cached result is found where no compiler is."""
+    """$CXX is part of the key. The default compiler is not: a machine without a compiler finds the cached library."""
     return os.environ.get("CXX", "")
 
 
 def _wait_for_lock(lock, folder: Path) -> None:
-    """The other ranks of this host wait here while the first one compiles."""
+    """Lock the folder. Ranks of this host wait here while the first one compiles."""
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     while True:
         try:
@@ -222,7 +227,8 @@ def _wait_for_lock(lock, folder: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise GlueError(
-                    f"another process has held {folder / 'lock'} for {COMPILE_TIMEOUT_S} s; is it hanging?"
+                    f"another process has held {folder / 'lock'} for {COMPILE_TIMEOUT_S} s: end that process, then "
+                    "try again"
                 ) from None
             time.sleep(0.05)
 
@@ -247,7 +253,7 @@ def command(torch, compiler: str, output: Path) -> list[str]:
 
 
 def _compile(torch, compiler: str, library: Path) -> None:
-    """Compile into a file beside `library`, note its digest, then rename it: no process sees half a library."""
+    """Compile into a file beside `library`, write its digest, then rename it: no process sees a partial library."""
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so.tmp")
     os.close(handle)
     argv = command(torch, compiler, Path(name))
@@ -268,7 +274,7 @@ def _compile(torch, compiler: str, library: Path) -> None:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write `file` so that it holds `data` or what it held before, also after a crash of the machine."""
+    """Replace the content of `file`. After a crash of the machine it holds the old content or `data`, no mix."""
     part = file.with_name(file.name + ".tmp")
     part.write_bytes(data)
     _flush_to_disk(part)
@@ -289,8 +295,8 @@ def _digest_file(library: Path) -> Path:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library of the cache is there as it was compiled. Loading a truncated one would end this process
-    by SIGBUS."""
+    """Whether a library of the cache exists and is as it was compiled. Loading a truncated library would end this
+    process by SIGBUS."""
     try:
         size, digest = _digest_file(library).read_text().split()
         data = library.read_bytes()
@@ -300,8 +306,8 @@ def is_whole(library: Path) -> bool:
 
 
 def _check_elf(path: Path) -> None:
-    """Refuse a file that is no ELF library of 64 bits, or that ends before its section headers, which stand at
-    its end. Source: elf(5).
+    """Refuse a file that is no ELF library of 64 bits, or that is truncated. The section headers are at the end of
+    such a file, so a file that ends before them is truncated. Source: elf(5).
 
     Raises: GlueError.
     """
@@ -319,7 +325,7 @@ def _check_elf(path: Path) -> None:
 
 
 def _explain(argv: list[str], output: str) -> str:
-    """The compiler's own words, and what usually is behind them."""
+    """The text of a failed compilation: the usual reason, the command, the compiler's last 30 lines."""
     hint = ""
     if "c++20" in output:
         hint = " The compiler is too old for C++20: use g++ 11 or clang 14 or later (set CXX)."

@@ -30,12 +30,12 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 _OPS = ("sum", "avg", "min", "max", "prod")
 _FRAMES_SHOWN = 20
 
-# Without a terminal rich would wrap at 80 columns. Brackets and colons in texts are no markup: "[torch]", ":x:".
+# Without a terminal rich would wrap at 80 columns. Texts contain brackets and colons that are no markup.
 _console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 
 class _Fail(click.ClickException):
-    """Exit code 1 with the text as it is."""
+    """End the command with exit code 1 and this text."""
 
 
 def _need(module: str, command: str, how: str) -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 @main.command("info")
 @click.option("--json", "as_text", is_flag=True, help="Print JSON instead of tables.")
 def info_command(as_text: bool) -> None:
-    """Show what this build contains and why, how to get what is absent, and every setting."""
+    """Show the parts of this build, the reason for each, how to get absent parts, and every setting."""
     if as_text:
         click.echo(json.dumps(as_json(), indent=1))
         return
@@ -134,13 +134,13 @@ def _show_summary(frames: list[FrameInfo]) -> None:
     type=click.IntRange(min=0),
     default=_FRAMES_SHOWN,
     show_default=True,
-    help="Frames to list.",
+    help="Number of frames to list.",
 )
 @click.option("--json", "as_text", is_flag=True, help="Print JSON: every frame.")
 def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
-    """Explain and check the frames of FILE, an encoded array as spccl.encode writes it.
+    """Check and explain the frames of FILE, an encoded array as spccl.encode writes it.
 
-    Exit code 1 if the file breaks the format; the frames before the bad one are still shown.
+    Exit code 1 if a frame does not follow docs/FORMAT.md. The frames before it are shown.
     """
     if file.stat().st_size == 0:
         raise _Fail(f"{file}: 0 bytes, wanted at least one frame with a header of 64 bytes")
@@ -180,7 +180,7 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
 
 @main.command("verify")
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: a rank per GPU."
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda: one rank per GPU."
 )
 @click.option(
     "--ranks", type=click.IntRange(1, 64), help="Processes to start.  [default: 2; on GPUs one for each]"
@@ -191,12 +191,12 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
     type=click.FloatRange(min=1),
     default=300.0,
     show_default=True,
-    help="Seconds for everything.",
+    help="Seconds for the whole command.",
 )
 def verify_command(device: str, ranks: int | None, transport: str | None, timeout: float) -> None:
-    """Self-test over ranks on this machine: every collective, dtype, op, size and sparsity, bit by bit.
+    """Test every collective, dtype, op, size and sparsity over ranks on this machine.
 
-    The expected answers come from numpy, added up in the documented order. Exit code 1 on any difference.
+    numpy computes the expected results in the documented order. Exit code 1 if any bit differs.
     """
     _need("numpy", "spccl verify", "pip install numpy")
     from .bench.launch import RanksFailed
@@ -251,7 +251,8 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="cuda: a rank per GPU, beside NCCL; without options that choose cases, all of docs/PERFORMANCE.md.",
+    help="cuda: one rank per GPU, compared with NCCL. Without options that choose cases: all "
+    "cases of bench/notes/gpu-results.md, and the codec.",
 )
 @click.option(
     "--collective",
@@ -266,22 +267,22 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 @click.option("--min", "smallest", type=Size(), default=64 << 10, help="Smallest size.  [default: 64K]")
 @click.option("--max", "largest", type=Size(), default=16 << 20, help="Largest size.  [default: 16M]")
 @click.option(
-    "--factor", type=click.IntRange(min=2), default=16, show_default=True, help="From one size to the next."
+    "--factor", type=click.IntRange(min=2), default=16, show_default=True, help="Factor from one size to the next."
 )
 @click.option(
     "--dtype",
     "dtypes",
     type=List(click.Choice(DTYPES), "LIST"),
     default=("float32",),
-    help="Comma list.  [default: float32]",
+    help="Comma list of dtypes.  [default: float32]",
 )
-@click.option("--op", type=click.Choice(_OPS), default="sum", show_default=True)
+@click.option("--op", type=click.Choice(_OPS), default="sum", show_default=True, help="Operation of reductions.")
 @click.option(
     "--sparsity",
     "sparsities",
     type=List(Sparsity(), "LIST"),
     default=(0.99, 0.9, 0.5, 0.0),
-    help="Comma list of shares of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
+    help="Comma list of fractions of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
 )
 @click.option(
     "--ranks",
@@ -291,34 +292,38 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 )
 @click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
 @click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
-@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Iterations before.")
+@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations before.")
 @click.option(
     "--peer",
     type=click.Choice(["gloo", "nccl", "none"]),
-    help="Dense peer, timed in turns with spccl.  [default: gloo if torch is installed; on GPUs nccl]",
+    help="Dense library to compare with, timed in turns with spccl.  [default: gloo if torch is installed; on GPUs "
+    "nccl]",
 )
 @click.option(
     "--via",
     type=click.Choice(["torch", "native"]),
     default="native",
     show_default=True,
-    help="spccl through torch.distributed, or through its own Communicator.",
+    help="torch: call spccl through torch.distributed; native: through spccl.Communicator.",
 )
 @click.option(
     "--max-ctas",
     type=List(click.IntRange(0, 1 << 16), "LIST"),
     default=(0,),
-    help="GPUs: comma list of most thread blocks of spccl, 0 = all.  [default: 0]",
+    help="GPUs: comma list of limits to spccl's thread blocks, 0 = all.  [default: 0]",
 )
 @click.option("--graph", is_flag=True, help="GPUs: time replays of a captured CUDA graph.")
-@click.option("--out-of-place", is_flag=True, help="GPUs: all_gather from a buffer beside its output.")
+@click.option("--out-of-place", is_flag=True, help="GPUs: the input of all_gather is not a part of its output.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
-    help="GPUs: budget of the measuring: fewer iterations (at least 5), then cases left out.  [default: none]",
+    help="GPUs: most time for measuring. It first lowers the iterations, to 5 at least, and then leaves out cases.  "
+    "[default: no limit]",
 )
 @click.option(
-    "--codec/--no-codec", default=None, help="GPUs: measure encode and decode.  [default: with the whole table]"
+    "--codec/--no-codec",
+    default=None,
+    help="GPUs: measure encode and decode.  [default: only without options that choose cases]",
 )
 @click.option("--csv", "csv_file", type=OutFile(), help="Write rows here.")
 @click.option(
@@ -339,13 +344,16 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 def bench_command(
     ctx: click.Context, csv_file: Path | None, codec_file: Path | None, json_file: Path | None, **options: Any
 ) -> None:
-    """Time the collectives beside a dense peer in the same run; table and columns as in nccl-tests.
+    """Time the collectives and those of a dense peer in the same run. Columns are as in nccl-tests.
 
-    Starts its own ranks on this machine, unless torchrun started it. Answers are checked before timing. A
-    size is what nccl-tests calls it: output of all_gather, input of reduce_scatter, in bytes per rank. Time
-    is the slowest rank's, median over iterations; `wire` is what one rank sent per call; ratio = peer's
-    time / ours. On GPUs the peer is NCCL, with its defaults or registered symmetric windows, the better of
-    the two in each case; time is between events on the stream.
+    The command starts its ranks on this machine, unless torchrun started it. Results are checked before timing.
+
+    Sizes are bytes per rank, counted as in nccl-tests: the output of all_gather, the input of reduce_scatter.
+    Time is that of the slowest rank, the median over iterations. `wire` is the bytes that one rank sent per call.
+    ratio = time of the peer / time of spccl.
+
+    On GPUs the peer is NCCL: in each case the better of its defaults and registered symmetric windows. Time is
+    between two events on the stream.
     """
     _need("numpy", "spccl bench", "pip install numpy")
     unset = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
@@ -364,7 +372,9 @@ def bench_command(
         if name in given:
             raise click.BadParameter("is for --device cuda", param_hint="--" + name.replace("_", "-"))
     if options["peer"] == "nccl":
-        raise click.BadParameter("NCCL is the peer of --device cuda; here: gloo, none", param_hint="--peer")
+        raise click.BadParameter(
+            "nccl needs --device cuda; with --device cpu use gloo or none", param_hint="--peer"
+        )
     from .bench import cpu_cli, report, runner
     from .bench.launch import RanksFailed
 
@@ -417,8 +427,8 @@ def bench_command(
 def plot_command(sources: tuple[Path, ...], output: Path) -> None:
     """Draw the speed-up over sparsity of each collective, from files of `spccl bench --csv`.
 
-    A file of `spccl bench --device cuda` stands alone: 512 MiB of float32, with the machine's roofline and the
-    figures of the paper that the formats come from.
+    Give a file of `spccl bench --device cuda` alone. Its figure shows 512 MiB of float32, the roofline of the
+    machine, and the results of the paper that the pici format comes from.
     """
     _need("numpy", "spccl plot", "pip install numpy")
     from .plot import gpu_speedup_with_roofline, is_gpu_result, speedup_over_sparsity
@@ -429,7 +439,7 @@ def plot_command(sources: tuple[Path, ...], output: Path) -> None:
         elif len(sources) == 1:
             n_points = gpu_speedup_with_roofline(sources[0], output)
         else:
-            raise ValueError(f"{len(sources)} files, wanted one alone where results on GPUs are drawn")
+            raise ValueError(f"{len(sources)} files, wanted one: a file of results on GPUs is drawn alone")
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise _Fail(str(error)) from error
     click.echo(f"{n_points} points drawn in {output}")

@@ -1,4 +1,4 @@
-"""Types of command-line options: sizes, lists, shares of zeros, files to write. Needs click."""
+"""Types of command-line options: sizes, lists, fractions of zeros, files to write. Needs click."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class List(click.ParamType):
 
 
 class OutFile(click.Path):
-    """A file that is written at the end. What would make that fail is found at the start."""
+    """A file that the command writes at its end. A missing folder or permission is an error at its start."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -66,15 +66,15 @@ def _sparsity(text: str) -> float:
         value = math.nan
     if not 0 <= value <= 1:
         raise click.BadParameter(
-            f"{text!r}: wanted a share of zeros from 0 to 1, or a percentage such as 99%"
+            f"{text!r}: wanted a fraction of zeros from 0 to 1, or a percentage such as 99%"
         )
     return value
 
 
 class Sparsity(click.ParamType[float]):
-    """A share of zeros: 0.99 or 99%."""
+    """The fraction of elements that are zero: 0.99 or 99%."""
 
-    name = "SHARE"
+    name = "FRACTION"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         return value if isinstance(value, float) else _sparsity(value)

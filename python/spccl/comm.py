@@ -14,11 +14,12 @@ _MOST_SECONDS = 1e9  # 31 years: fits int64 as nanoseconds
 
 
 def get_unique_id() -> bytes:
-    """Make the id of a new group: 128 bytes, to be handed to all ranks by any means.
+    """Make the id of a new group: 128 bytes. The caller passes them to all ranks by any means.
 
-    This process serves the rendezvous until the group has formed, or no rank was connected for
-    `SPCCL_TIMEOUT_MS`. An id is good for one group.
-    SPCCL_RENDEZVOUS_ADDR names the address to listen on (default 127.0.0.1; set it for more than one host).
+    This process serves the rendezvous until the group has formed, or until no rank was connected for
+    `SPCCL_TIMEOUT_MS`. An id is good for one group. SPCCL_RENDEZVOUS_ADDR names the address to listen on
+    (default 127.0.0.1; set it for more than one host).
+    Returns: 128 bytes, which contain a secret.
     Raises: SystemCallError, SettingError.
     """
     return _ext.get_unique_id()
@@ -30,9 +31,9 @@ class Stats:
 
     Attributes:
         n_collectives: calls.
-        dense_bytes_sent: bytes that the payloads would have, dense.
+        dense_bytes_sent: bytes that the sent payloads would have if they were dense.
         wire_bytes_sent, wire_bytes_received: bytes on the wire, headers included.
-        buffer_bytes: memory held now.
+        buffer_bytes: bytes of host memory that the communicator holds now.
         n_frames_sent: number of frames by format.
     """
 
@@ -56,7 +57,7 @@ class Stats:
 
 
 def _ms(timeout: float | datetime.timedelta | None, unset: int, least: str = "above 0") -> int:
-    """Seconds or timedelta -> whole milliseconds, rounded up, so that a short wait does not become none.
+    """Seconds or timedelta -> whole milliseconds, rounded up: a short wait must not become 0.
 
     Args: unset: what None becomes. least: "above 0", or "0 or more".
     """
@@ -71,7 +72,8 @@ def _ms(timeout: float | datetime.timedelta | None, unset: int, least: str = "ab
 class Request:
     """One collective under way. Made by `async_op=True`.
 
-    Until it is done it keeps its arrays alive, also when the Request is dropped. Do not use them before.
+    spccl keeps the collective's arrays alive until the collective is done, also if the Request is dropped. Do
+    not use the arrays before that.
     """
 
     __slots__ = ("_request",)
@@ -80,21 +82,21 @@ class Request:
         self._request = request
 
     def done(self) -> bool:
-        """Whether it has ended, with success or not. Never blocks."""
+        """Whether the collective has ended, with success or not. Never blocks."""
         return self._request.done()
 
     def wait(self, timeout: float | datetime.timedelta | None = None) -> None:
-        """Wait until it is done.
+        """Wait until the collective is done.
 
         Args: timeout: seconds or timedelta, 0 or more; None: until the communicator's own deadline.
-        Raises: TimeoutError after `timeout` (the collective goes on); PeerError, MismatchError, AbortedError,
-            FormatError, TimeoutError if the collective failed; the communicator is then broken: close it.
+        Raises: TimeoutError after `timeout` (the collective goes on). PeerError, MismatchError, AbortedError,
+            FormatError or TimeoutError if the collective failed: the communicator is then broken; close it.
         """
         self._request.wait(_ms(timeout, -1, "0 or more"))
 
     @property
     def error(self) -> _ext.Error | None:
-        """The exception that it ended with; None while it is under way and after success."""
+        """The exception that the collective ended with; None while it is under way and after success."""
         return self._request.error
 
 
@@ -102,9 +104,10 @@ class Communicator:
     """One rank's membership of one group. Use it as a context manager, or call `close`.
 
     All ranks must make the same calls in the same order, each from one thread at a time. Several collectives
-    may be in flight. Arrays are anything with the buffer protocol or DLPack, in host memory, C-contiguous, of
-    any shape (taken flat). Reductions add in rank order from +0.0, float16 and bfloat16 in float32 with one
-    rounding. So every rank and every run gets the same bits, whatever format or transport carried them.
+    may be in flight. An array is any object with the buffer protocol or DLPack, in host memory, C-contiguous.
+    Its shape does not matter: spccl takes it as flat. Reductions add in rank order from +0.0, float16 and
+    bfloat16 in float32 with one rounding. So every rank and every run gets the same bits, whatever format or
+    transport carried them.
     Source: docs/ALGORITHMS.md.
     """
 
@@ -126,18 +129,20 @@ class Communicator:
         """Join a group; returns when every link of this rank is up.
 
         Args:
-            rank, world_size: this process's place, 0 to world_size - 1.
-            store: object with set(key, bytes), get(key) -> bytes and wait([key], timedelta), shared by the
-                ranks: a torch.distributed.Store or anything alike. Used only here.
+            rank: number of this rank, 0 to world_size - 1.
+            world_size: number of ranks in the group.
+            store: a key-value store that all ranks reach: a torch.distributed.Store, or an object with its
+                set(key, bytes), get(key) -> bytes and wait([key], timedelta). Used only until this returns.
             unique_id: instead of a store: the 128 bytes of `get_unique_id`, the same on every rank.
-            name: of the group, for texts and for keys in the store; "world" if None. Two groups on one store
-                need two names.
+            name: name of the group, for error texts and for keys in the store; "world" if None. Two groups on
+                one store need two names.
             timeout: deadline of joining and of each collective: seconds or timedelta, above 0; None = 600 s.
-            format: "auto" or one format for every slice.
-            slice_bytes: dense bytes per slice; 0 = chosen by size.
-            transports: tried in order for each pair, such as "shm,tcp"; None = all of this build.
-            n_sockets: TCP sockets per peer and queue; 0 = chosen.
-            secret: 32 bytes that all ranks know; None: rank 0 makes one and passes it by the store.
+            format: "auto", or the format of every slice: "empty", "tile", "pici", "coo", "dense".
+            slice_bytes: dense bytes per slice; 0 = spccl chooses by the size of the array.
+            transports: comma list, tried in order for each pair of ranks, such as "shm,tcp"; None = all of this
+                build.
+            n_sockets: TCP sockets per peer and queue; 0 = spccl chooses.
+            secret: 32 bytes that all ranks know; None: rank 0 makes a secret and passes it by the store.
         Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
             SettingError, ArgumentError.
         """
@@ -157,12 +162,12 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """Number of this rank in the group, 0 to world_size - 1."""
         return self._comm.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self._comm.world_size
 
     @property
@@ -176,26 +181,29 @@ class Communicator:
         """output[r * n : (r + 1) * n] = rank r's input.
 
         Args:
-            input: n elements; may be this rank's part of `output` exactly (in place), else no overlap.
-            output: world_size * n elements, writable, same dtype.
-            dtype: what to read both as, as in `spccl.encode`; any dtype.
-            async_op: return at once with a Request.
-        Raises: ArgumentError, StateError; and, here or in `Request.wait`: PeerError, TimeoutError,
-            MismatchError, AbortedError, FormatError (the communicator is then broken).
+            input: n elements, host memory. It is exactly this rank's part of `output` (in place), or does not
+                overlap `output`.
+            output: world_size * n elements, host memory, writable, same dtype.
+            dtype: the dtype to read both arrays as, as in `spccl.encode`; any dtype.
+            async_op: return a Request at once.
+        Returns: a Request if `async_op`, else None.
+        Raises: ArgumentError, StateError. PeerError, TimeoutError, MismatchError, AbortedError and FormatError
+            come from here or from `Request.wait`; the communicator is then broken.
         """
         return _request(self._comm.all_gather(input, output, dtype=dtype_name(dtype), async_op=async_op))
 
     def reduce_scatter(
         self, input: Any, output: Any, op: str = "sum", *, dtype: Any = None, async_op: bool = False
     ) -> Request | None:
-        """output = the reduction of every rank's block `rank` of input.
+        """output = the reduction, over all ranks, of block number `rank` of their inputs.
 
         Args:
-            input: world_size * n elements.
-            output: n elements, writable, same dtype; may be this rank's block of `input` exactly (in place).
-            op: "sum", "avg", "min", "max" or "prod"; elements that are zero count as zeros.
-            dtype, async_op: as in `all_gather`; not float8, which has no arithmetic here.
-        Raises: as `all_gather`.
+            input: world_size * n elements, host memory.
+            output: n elements, host memory, writable, same dtype. It is exactly this rank's block of `input` (in
+                place), or does not overlap `input`.
+            op: "sum", "avg", "min", "max" or "prod". Elements that are zero count as zeros.
+            dtype, async_op: as in `all_gather`; float8 is refused, because spccl has no arithmetic for it.
+        Returns, raises: as `all_gather`.
         """
         return _request(
             self._comm.reduce_scatter(input, output, op, dtype=dtype_name(dtype), async_op=async_op)
@@ -207,45 +215,45 @@ class Communicator:
         """output = the reduction of every rank's input; the same bits on every rank.
 
         Args:
-            input: n elements.
-            output: n elements, writable, same dtype; None: in place, in `input`.
+            input: n elements, host memory.
+            output: n elements, host memory, writable, same dtype; None: in place, in `input`.
             op, dtype, async_op: as in `reduce_scatter`.
-        Raises: as `all_gather`.
+        Returns, raises: as `all_gather`.
         """
         return _request(self._comm.all_reduce(input, output, op, dtype=dtype_name(dtype), async_op=async_op))
 
     def broadcast(
         self, buffer: Any, root: int = 0, *, dtype: Any = None, async_op: bool = False
     ) -> Request | None:
-        """Every rank's buffer becomes root's.
+        """Copy the root's buffer into every other rank's buffer.
 
         Args:
-            buffer: n elements; writable except on the root.
+            buffer: n elements, host memory; writable except on the root.
             root: rank that has the data.
             dtype, async_op: as in `all_gather`.
-        Raises: as `all_gather`.
+        Returns, raises: as `all_gather`.
         """
         return _request(self._comm.broadcast(buffer, root, dtype=dtype_name(dtype), async_op=async_op))
 
     def abort(self, reason: str | None = None) -> None:
         """Break the communicator at once: every wait on it, here and on the peers, ends with AbortedError.
 
-        Any thread.
+        Threads: any.
 
         Args: reason: one line for the error texts, here and on the peers.
         """
         self._comm.abort(reason)
 
     def async_error(self) -> _ext.Error | None:
-        """The first error that broke this communicator; None while it works. Any thread."""
+        """The first error that broke this communicator; None while it works. Threads: any."""
         return self._comm.async_error()
 
     def set_timeout(self, timeout: float | datetime.timedelta) -> None:
-        """Deadline of the collectives started from now on: seconds or timedelta, above 0."""
+        """Set the deadline of later collectives: seconds or timedelta, above 0."""
         self._comm.set_timeout(_ms(timeout, 0))
 
     def stats(self) -> Stats:
-        """Counters since creation."""
+        """Counters since the communicator was made."""
         return Stats(**self._comm.stats())
 
     def describe_links(self) -> dict[int, str]:
@@ -266,7 +274,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception this rank makes no more calls. abort() tells the peers now, before their time-out.
+        # After an exception this rank makes no more calls. With abort() the peers fail now, not at their deadline.
         if error is not None and not self.closed:
             self.abort(f"rank {self.rank} left its `with` block: {type(error).__name__}: {error}")
         self.close()

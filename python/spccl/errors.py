@@ -1,8 +1,8 @@
-"""The exceptions of spccl. Every text says who, where, got, wanted, and what to do.
+"""The exceptions of spccl. Each text says who failed, where, what was found and wanted, and what to do.
 
-Each is a `spccl.Error` with the number of the failure in `status` (a `Status`), and also the exception
-that Python code expects for it: `TimeoutError` is a `builtins.TimeoutError`, `FormatError` a `ValueError`.
-Source: docs/ERRORS.md says of each status what happened and what to do.
+Each class derives from `spccl.Error`; `status` holds the number of the failure (a `Status`). Most derive also
+from the builtin exception for such a failure: `TimeoutError` is a `builtins.TimeoutError`, `FormatError` a
+`ValueError`. Source: docs/ERRORS.md says for each status what happened and what to do.
 """
 
 import enum

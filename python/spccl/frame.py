@@ -1,7 +1,7 @@
 """Arrays to bytes and back: `encode`, `decode`, `inspect`.
 
-Arrays are anything with the buffer protocol (numpy arrays, array.array, bytes, memoryview) or DLPack (torch
-tensors), C-contiguous, in host memory. numpy is used only where a new array is asked for.
+An array is any object with the buffer protocol (numpy array, array.array, bytes, memoryview) or DLPack (torch
+tensor), C-contiguous, in host memory. Only `decode` without `out` needs numpy, for the new array.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ITEM_BYTES = {
     "uint8": 1,
 }
 DEFAULT_MAX_BYTES = 1 << 30
-"""Most bytes that `decode` allocates for a new array unless it is told otherwise: 1 GiB."""
+"""Default of `max_bytes` of `decode`, the most bytes that it allocates for a new array: 1 GiB."""
 FORMATS = ("empty", "tile", "pici", "coo", "dense")
 """Names of all formats; `"auto"` picks one of them for each slice."""
 
@@ -79,7 +79,7 @@ def dtype_name(dtype: Any) -> str | None:
     """The name that spccl has for a dtype: a string, a torch.dtype or a numpy dtype. None stays None.
 
     Every float8 of torch becomes "float8": spccl carries them as bytes.
-    Raises: nothing; an unknown name is refused where it is used.
+    Raises: nothing. The function that gets the name refuses an unknown one.
     """
     if dtype is None:
         return None
@@ -113,15 +113,17 @@ def encode(
     """Encode an array as frames, one for each slice.
 
     Args:
-        x: array of any shape, taken flat, in host memory, C-contiguous.
-        base: array like `x`: then only the elements that differ from it in any bit are listed (a delta).
+        x: array of any shape, in host memory, C-contiguous. It is encoded as a flat array.
+        base: array with the dtype and number of elements of `x`. Then the frames list only the elements of `x`
+            that differ from `base` in any bit (a delta).
         format: "auto" (each slice takes the smallest), or "tile", "pici", "coo", "dense" for every slice.
-        dtype: the dtype to read the memory as, where the array has no name for it: "bfloat16" for uint16 bits,
-            "float8" for uint8 bits; or a torch or numpy dtype. None: the array's own.
+        dtype: the dtype to read the memory as: a name, a torch dtype or a numpy dtype. Needed if the array's
+            library lacks the dtype: "bfloat16" for bits in uint16, "float8" for bits in uint8. None: the
+            array's own.
         slice_elems: elements per frame, a multiple of 2048; 0 = 65536.
-    Returns: the encoded array. -0.0, NaN payloads, infinities and denormals travel bit for bit.
-    Raises: ArgumentError (dtype, size, layout of an argument, named in the text), UnsupportedError (the
-        forced format does not fit, or a CUDA tensor), OutOfMemoryError.
+    Returns: the encoded array. -0.0, NaN payloads, infinities and denormals keep their bits.
+    Raises: ArgumentError (dtype, size or layout of the argument that the text names), UnsupportedError (the
+        forced format cannot hold a slice, or `x` is a CUDA tensor), OutOfMemoryError.
     Source: docs/FORMAT.md.
     """
     return _ext.encode(x, base=base, format=format, dtype=dtype_name(dtype), slice_elems=slice_elems)
@@ -139,19 +141,20 @@ def decode(
     """Apply an encoded array to an array.
 
     Args:
-        encoded: bytes from `encode`, or from anywhere: they are checked completely, frame by frame.
-        out: writable array with exactly the encoded array's elements and dtype, any shape. None: a new numpy
-            array, flat, of the encoded array's dtype (bfloat16 comes as uint16, float8 as uint8 bits).
-        verb: "set": elements not listed become zero; "add": listed ones are added; "overwrite": listed ones
-            are replaced, the others stay (how a delta is applied).
+        encoded: bytes from `encode`, or from any other source: every frame is checked completely.
+        out: writable array in host memory with the encoded array's dtype and number of elements, any shape.
+            None: a new flat numpy array of the encoded array's dtype (bfloat16 bits in uint16, float8 bits in
+            uint8).
+        verb: "set": elements that are not listed become zero. "add": listed elements are added. "overwrite":
+            listed elements are replaced, the others stay; a delta is applied in this way.
         dtype: the dtype to read `out` as, as in `encode`.
         max_bytes: most bytes of the new array; unused where `out` is given. A few hundred encoded bytes can
             stand for gigabytes of zeros, so raise it only for bytes that you trust.
         stream: the former name of `encoded`, still accepted.
     Returns: `out`, or the new array.
-    Raises: FormatError (bad or foreign bytes, or another dtype or length than `out`; elements before the bad
-        frame are written, those from it on are not), ArgumentError (also: the new array would have more than
-        `max_bytes`), UnsupportedError (adding float8).
+    Raises: FormatError (bad bytes, or another dtype or length than `out`; the frames before the bad one are
+        decoded into `out`, the bad one and those after it are not), ArgumentError (also if the new array would
+        have more than `max_bytes`), UnsupportedError (verb "add" of float8).
     Source: docs/FORMAT.md.
     """
     encoded = _renamed("decode", encoded, stream)
@@ -167,7 +170,7 @@ def decode(
 
 
 def _renamed(function: str, encoded: Any, stream: Any) -> Any:
-    """The one argument of two names; a TypeError, as Python's own, if both or neither are given."""
+    """The argument that has two names. Raises TypeError, as Python does, if both or neither are given."""
     if (encoded is _MISSING) == (stream is _MISSING):
         what = "both 'encoded' and" if stream is not _MISSING else "neither 'encoded' nor"
         raise TypeError(f"{function}() got {what} 'stream', its former name; wanted 'encoded'")
@@ -175,7 +178,10 @@ def _renamed(function: str, encoded: Any, stream: Any) -> Any:
 
 
 def _shape(encoded: Any, max_bytes: int) -> tuple[str, int]:
-    """The dtype and number of elements of an encoded array, which may have at most `max_bytes` decoded."""
+    """The dtype and number of elements of an encoded array.
+
+    Raises: ArgumentError if the decoded array would have more than `max_bytes`.
+    """
     dtype, n_elems = None, 0
     for frame in iter_frames(encoded):
         dtype = dtype or frame.dtype
@@ -196,7 +202,7 @@ def _shape(encoded: Any, max_bytes: int) -> tuple[str, int]:
 
 
 def iter_frames(encoded: Any) -> Iterator[FrameInfo]:
-    """`inspect`, one frame at a time: the frames before a bad one are still yielded."""
+    """Yield what `inspect` returns, one frame at a time. It yields the frames before a bad one, then raises."""
     offset, n_bytes = 0, memoryview(encoded).nbytes
     while offset < n_bytes or offset == 0:
         frame = FrameInfo(**_ext.inspect(encoded, offset))
@@ -211,7 +217,7 @@ def inspect(encoded: Any = _MISSING, *, stream: Any = _MISSING) -> list[FrameInf
         encoded: bytes-like, one frame or several back to back.
         stream: the former name of `encoded`, still accepted.
     Returns: the frames in order.
-    Raises: FormatError: the text says at which byte the bad frame starts, what was found and what was wanted.
+    Raises: FormatError. Its text says at which byte the bad frame starts, what was found and what was wanted.
     Source: docs/FORMAT.md.
     """
     return list(iter_frames(_renamed("inspect", encoded, stream)))

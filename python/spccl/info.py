@@ -1,4 +1,4 @@
-"""What this build contains and why, and every setting: `info`."""
+"""`info`: which parts this build contains, why others are absent, and the value of every setting."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ def _optional(name: str, use: str, requirement: str) -> Entry:
 def _torch_backend() -> Entry:
     name = "torch backend"
     if util.find_spec("torch") is None:
-        return Entry("python", name, "absent", 'no torch here: pip install torch, then backend="spccl" works')
+        return Entry(
+            "python", name, "absent", 'torch is not installed: pip install torch, then backend="spccl" works'
+        )
     try:
         from torch.distributed import Backend
 
         from . import backend
 
         backend.register()
-    except Exception as error:  # of any kind: why the backend is absent is what the user asks
+    except Exception as error:  # any error of torch is the reason that the user wants to read
         return Entry("python", name, "absent", f"{type(error).__name__}: {error}")
     registered = "spccl" in Backend.backend_list
     if not registered:
@@ -61,7 +63,7 @@ def _torch_backend() -> Entry:
 
 
 def _torch_glue() -> list[Entry]:
-    """Whether the glue between torch and libspccl is there for this torch. Compiles nothing."""
+    """One entry: whether the glue for the installed torch exists. Empty without torch. Compiles nothing."""
     if util.find_spec("torch") is None:
         return []
     name = "torch glue"
@@ -83,9 +85,9 @@ def _torch_glue() -> list[Entry]:
 
 
 def info() -> list[Entry]:
-    """Parts of this build with reasons, settings with their present values, and the Python packages found.
+    """The parts of this build with reasons, the settings with their present values, and Python packages.
 
-    Imports torch where it is installed, which may take seconds. Raises: nothing.
+    Imports torch if it is installed, which may take seconds. Raises: nothing.
     """
     entries = [Entry(*entry) for entry in _ext.info()]
     entries += [

@@ -2,7 +2,7 @@
 
     PrunedGradientsCallback    pruned gradients under transformers.Trainer
 
-The other frameworks need a few lines and no part of ours: docs/FRAMEWORKS.md.
+The other frameworks need a few lines of their own and no part of this module: docs/FRAMEWORKS.md.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ def _trainer_callback() -> type:
         ) from error
 
     class PrunedGradientsCallback(TrainerCallback):
-        """Installs a `PrunedGradients` on the model that a transformers.Trainer trains, and keeps its state in the
-        Trainer's checkpoints.
+        """Installs a `PrunedGradients` on the model that a transformers.Trainer trains, and writes the hook's state
+        into the Trainer's checkpoints.
 
             hook = spccl.ddp.PrunedGradients(density=0.01, momentum=0.9, clip_norm=1.0)
             trainer = Trainer(model, TrainingArguments(..., ddp_backend="spccl", max_grad_norm=0, optim="sgd"), ...)
             trainer.add_callback(spccl.integrations.PrunedGradientsCallback(trainer, hook))
 
-        Each rank writes its state into each checkpoint folder. Training that resumes from a checkpoint loads it, on
-        another number of ranks too. Without DDP (one process) the callback warns and does nothing. It warns of
-        settings that fight with pruning: gradient clipping by the Trainer, Adam, momentum in two places.
+        Each rank writes its state into each checkpoint folder. Training that resumes from a checkpoint loads the
+        state, on another number of ranks too. Without DDP (one process) the callback warns and does nothing. It also
+        warns of settings that spoil training with pruning: gradient clipping by the Trainer, Adam, and momentum in
+        both the optimizer and the hook.
 
         Args:
             trainer: the transformers.Trainer that the callback is added to.
-            hook: a `PrunedGradients` of its own, not registered yet.
+            hook: a `PrunedGradients` that is not registered yet and is used by this callback alone.
         """
 
         def __init__(self, trainer: Any, hook: PrunedGradients) -> None:
@@ -82,17 +83,18 @@ def _trainer_callback() -> type:
 
 
 def _resumed_from(args: Any, state: Any) -> Path:
-    """The checkpoint that the Trainer resumes from. It tells a callback the step, but not the folder."""
+    """The checkpoint that the Trainer resumes from. The Trainer gives a callback the step, but not the folder."""
     named = args.resume_from_checkpoint
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
     return Path(named) if isinstance(named, str) and not folder.is_dir() else folder
 
 
 def fights(hook: PrunedGradients, max_grad_norm: float | None, optimizer: Any) -> list[str]:
-    """Settings of a training loop that spoil training with pruned gradients, a sentence each.
+    """Settings of a training loop that spoil training with pruned gradients: one sentence for each.
 
     Args:
-        max_grad_norm: at which the loop clips the averaged gradient; 0 or None for not at all.
+        hook: the hook that the loop uses.
+        max_grad_norm: the norm at which the loop clips the averaged gradient; 0 or None = no clipping.
         optimizer: torch.optim.Optimizer, or Accelerate's wrapper of one; None if unknown.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)

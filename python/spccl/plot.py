@@ -8,7 +8,7 @@ from typing import Any
 
 from .bench.report import read_csv
 
-# Hough et al. (SpCCL), at 99% zeros, over dense NCCL: "up to", on A100 over Slingshot 11.
+# Hough et al. (SpCCL): the best speed-ups over dense NCCL at 99% zeros, on A100 with Slingshot 11.
 PAPER = {"all_gather": 5.25, "reduce_scatter": 2.5, "all_reduce": 2.66}
 PAPER_SPARSITY = 0.99
 MIB = 1 << 20
@@ -28,13 +28,16 @@ def _figure_module() -> Any:
 
 
 def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
-    """One panel per collective: time of the dense peer / time of spccl, over the share of zeros.
+    """Draw one panel per collective: time of the dense peer / time of spccl, over the fraction of zeros.
 
-    A line per (ranks, size, dtype, way in); bars from p10 to p90; the line at 1 is the peer. The caption
-    names the source files and their machines.
+    There is a line for each (ranks, size, dtype, via). Bars go from p10 to p90; the line at 1 is the peer. The
+    caption names the source files and their machines.
 
-    Args: output: its ending picks the kind (.png, .svg, .pdf).
-    Returns: number of points drawn. Raises: ValueError if a file is no result or has no peer's times.
+    Args:
+        sources: CSV files of `spccl bench --csv`.
+        output: file to write; its ending picks the kind (.png, .svg, .pdf).
+    Returns: number of points drawn.
+    Raises: ValueError if a file is not of `spccl bench --csv` or has no times of a peer.
     """
     plt = _figure_module()
     lines: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
@@ -67,13 +70,13 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
         zeros = sorted({point[0] for points in by_label.values() for point in points})
         for label, points in by_label.items():
             points.sort()
-            places = [zeros.index(point[0]) for point in points]
+            positions = [zeros.index(point[0]) for point in points]
             ratio = [point[1] for point in points]
             spread = [
                 [max(0.0, point[1] - point[2]) for point in points],
                 [max(0.0, point[3] - point[1]) for point in points],
             ]
-            panel.errorbar(places, ratio, yerr=spread, marker="o", capsize=3, label=label)
+            panel.errorbar(positions, ratio, yerr=spread, marker="o", capsize=3, label=label)
         panel.axhline(1.0, color="grey", linewidth=1)
         panel.set_yscale("log", base=2)
         panel.yaxis.set_major_formatter("{x:g}×")
@@ -89,7 +92,7 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
 
 
 def is_gpu_result(source: Path) -> bool:
-    """Whether `spccl bench --device cuda` wrote the file. Raises: ValueError if it is no file of `spccl bench`."""
+    """Whether `spccl bench --device cuda` wrote the file. Raises: ValueError if `spccl bench` did not write it."""
     rows, _ = read_csv(source)
     return any(row.get("device") == "cuda" for row in rows)
 
@@ -97,10 +100,11 @@ def is_gpu_result(source: Path) -> bool:
 def gpu_points(
     rows: Sequence[dict[str, str]], size_bytes: int, dtype: str
 ) -> dict[str, dict[float, tuple[float, float, float, float]]]:
-    """{collective: {sparsity: (ratio, its p10, its p90, roofline)}} of the rows of that size and dtype that used the
-    whole GPU. The roofline is the peer's time over the row's floor: memory and links at their rates.
+    """The points to draw, as {collective: {sparsity: (ratio, its p10, its p90, roofline)}}.
 
-    Raises: ValueError if there are none; the text says what there is.
+    They come from the rows of that size and dtype without a limit to the thread blocks. The roofline is the peer's
+    time divided by the row's floor, the least time at the rates of memory and links.
+    Raises: ValueError if there is no such row; the text lists the sizes and dtypes that exist.
     """
     found: dict[str, dict[float, tuple[float, float, float, float]]] = {}
     there = set()
@@ -123,11 +127,17 @@ def gpu_points(
 def gpu_speedup_with_roofline(
     source: Path, output: Path, *, size_bytes: int = 512 * MIB, dtype: str = "float32"
 ) -> int:
-    """One panel per collective: time of the better NCCL / time of spccl over the share of zeros, below the roofline of
-    that machine, beside the paper's own figure. The caption names the file, the machine and the command.
+    """Draw one panel per collective: time of the better NCCL / time of spccl, over the fraction of zeros.
 
-    Args: output: its ending picks the kind (.png, .svg, .pdf).
-    Returns: number of points drawn. Raises: ValueError if the file is no result on GPUs or has no such rows.
+    Each panel also shows the roofline of the machine and the paper's best speed-up. The caption names the file, the
+    machine and the command.
+
+    Args:
+        source: CSV file of `spccl bench --device cuda --csv`.
+        output: file to write; its ending picks the kind (.png, .svg, .pdf).
+        size_bytes, dtype: the rows to draw.
+    Returns: number of points drawn.
+    Raises: ValueError if the file has no results on GPUs or no such rows.
     """
     plt = _figure_module()
     rows, facts = read_csv(source)
@@ -161,14 +171,14 @@ _RATES = (("read", "hbm_read_gbs"), ("write", "hbm_write_gbs"), ("link", "link_g
 
 def _gpu_panel(panel: Any, collective: str, points: dict[float, tuple[float, float, float, float]]) -> None:
     zeros = sorted(points)
-    places = range(len(zeros))
+    positions = range(len(zeros))
     ratio, low, high, roofline = zip(*(points[zero] for zero in zeros), strict=True)
     spread = [
         [max(0.0, r - edge) for r, edge in zip(ratio, low, strict=True)],
         [max(0.0, edge - r) for r, edge in zip(ratio, high, strict=True)],
     ]
-    panel.plot(places, roofline, color="grey", linestyle="--", marker=".", label="roofline of this machine")
-    panel.errorbar(places, ratio, yerr=spread, marker="o", capsize=3, label="spccl, p10 to p90")
+    panel.plot(positions, roofline, color="grey", linestyle="--", marker=".", label="roofline of this machine")
+    panel.errorbar(positions, ratio, yerr=spread, marker="o", capsize=3, label="spccl, p10 to p90")
     if PAPER_SPARSITY in zeros and collective in PAPER:
         panel.plot(
             zeros.index(PAPER_SPARSITY), PAPER[collective], "*", color="black", markersize=11, label="the paper, up to"
@@ -176,7 +186,7 @@ def _gpu_panel(panel: Any, collective: str, points: dict[float, tuple[float, flo
     panel.axhline(1.0, color="grey", linewidth=1)
     panel.set_yscale("log", base=2)
     panel.yaxis.set_major_formatter("{x:g}×")
-    panel.set_xticks(places, [f"{100 * zero:g}%" for zero in zeros])
+    panel.set_xticks(positions, [f"{100 * zero:g}%" for zero in zeros])
     panel.set_title(collective)
     panel.set_xlabel("zeros in the input")
     panel.legend(fontsize="x-small")

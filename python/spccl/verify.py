@@ -1,7 +1,7 @@
-"""`spccl verify`: every collective x dtype x op x size x sparsity over ranks on this machine, against numpy.
+"""`spccl verify`: tests every collective, dtype, op, size and sparsity over ranks on this machine, with numpy.
 
-The expected answers are computed by plain numpy in the order that the library documents (rank 0, 1, 2, ...,
-float16 and bfloat16 in float32 with one rounding), so every comparison is of bits. Needs numpy.
+numpy computes the expected results in the order that the library documents: rank 0, 1, 2, ..., float16 and
+bfloat16 in float32 with one rounding. So every comparison is of bits. Needs numpy.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ OPS = ("sum", "avg", "min", "max", "prod")
 SIZES = (0, 1, 33, 4097, 20011)
 SPARSITIES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BIG = 1_000_003  # elements: more than every queue between two ranks holds
-_FLIGHTS = 4  # collectives started before the first is waited for
-_EXAMPLES = 5  # wrong answers that a rank tells of
+_FLIGHTS = 4  # collectives that are started before the first one is waited for
+_EXAMPLES = 5  # most wrong answers that a rank describes
 
 Array = Any  # numpy.ndarray of the dtype's storage: bfloat16 as uint16, float8 as uint8
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `n_elems` is the smaller of the two buffers' element counts (per rank)."""
+    """One call. `n_elems` is the number of elements of the smaller buffer of a rank."""
 
     collective: str
     dtype: str
-    op: str  # "" where nothing is reduced
+    op: str  # "" for collectives that do not reduce
     n_elems: int
     sparsity: float
     in_place: bool
 
     def __str__(self) -> str:
         op = f" {self.op}" if self.op else ""
-        place = "in place" if self.in_place else "out of place"
+        where = "in place" if self.in_place else "out of place"
         return (
-            f"{self.collective}{op} {self.dtype} x {self.n_elems}, {100 * self.sparsity:g}% sparse, {place}"
+            f"{self.collective}{op} {self.dtype} x {self.n_elems}, {100 * self.sparsity:g}% sparse, {where}"
         )
 
 
@@ -56,7 +56,8 @@ class Tally:
 
 @dataclasses.dataclass
 class Result:
-    """What all ranks found: tallies by (collective, dtype), texts of wrong answers, links, format mix."""
+    """The outcome on all ranks: tallies by (collective, dtype), texts of wrong answers and of links, and the number of
+    frames by format."""
 
     tallies: dict[tuple[str, str], Tally]
     examples: list[str]
@@ -69,13 +70,13 @@ class Result:
 
 
 def cases() -> Iterator[Case]:
-    """Every case, in the order in which every rank runs them; in place and out of place take turns."""
+    """Every case, in the order in which every rank runs them. Cases alternate between in place and out of place."""
     n = 0
     for collective in COLLECTIVES:
         reduces = collective in ("reduce_scatter", "all_reduce")
         for dtype in DTYPES:
             if reduces and dtype == "float8":
-                continue  # carried as bytes, without arithmetic
+                continue  # spccl has no arithmetic for float8
             for op in OPS if reduces else ("",):
                 for sparsity in SPARSITIES:
                     for n_elems in SIZES:
@@ -106,14 +107,14 @@ def make_input(seed: list[int], n_elems: int, dtype: str, sparsity: float, arith
 
 
 def to_float(bits: Array, dtype: str) -> Array:
-    """Storage -> what the dtype is added up in: float32 for the 16-bit floats, else itself."""
+    """Storage -> the dtype in which sums are computed: float32 for the 16-bit floats, else the dtype itself."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.astype(np.float32) if dtype == "float16" else bits
 
 
 def from_float(values: Array, dtype: str) -> Array:
-    """The way back, rounded to nearest, ties to even."""
+    """The inverse of `to_float`, rounded to nearest, ties to even."""
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -165,7 +166,7 @@ def _start(
     rank, world, n = comm.rank, comm.world_size, case.n_elems
     mine = inputs[rank].copy()
     kwargs: dict[str, Any] = {"dtype": case.dtype, "async_op": True}
-    junk = np.frombuffer(b"\xa5" * 8, mine.dtype)[0]  # a forgotten element must show
+    junk = np.frombuffer(b"\xa5" * 8, mine.dtype)[0]  # shows elements that the collective does not write
     if case.collective == "all_gather":
         out = np.full(world * n, junk)
         block = out[rank * n : (rank + 1) * n]
@@ -252,7 +253,7 @@ def verify(
 
     Args:
         transports: comma list as in `Communicator`; None = the library's choice.
-        deadline_s: seconds for everything.
+        deadline_s: seconds for all cases, start-up included.
         on_progress: called with the number of cases done.
     Raises: RanksFailed if a rank failed otherwise than by a wrong answer, or took too long.
     """
@@ -269,7 +270,7 @@ def verify(
 def merged(
     outcomes: list[tuple[dict[tuple[str, str], Tally], list[str], list[str], dict[str, int]]],
 ) -> Result:
-    """What all ranks found, from each rank's (tallies, examples, links, frames)."""
+    """The outcome on all ranks, from the (tallies, examples, links, frames) of each rank."""
     total = Result({}, [], [], {})
     for tallies, examples, links, frames in outcomes:
         for key, tally in tallies.items():

@@ -127,8 +127,8 @@ def test_inspect_bad_files(stream, tmp_path):
     [
         (["--sizes", "12Q"], "wanted bytes above 0"),
         (["--sizes", "0"], "wanted bytes above 0"),
-        (["--sparsity", "1.5"], "wanted a share of zeros"),
-        (["--sparsity", "lots"], "wanted a share of zeros"),
+        (["--sparsity", "1.5"], "wanted a fraction of zeros"),
+        (["--sparsity", "lots"], "wanted a fraction of zeros"),
         (["--collective", "all_to_all"], "all_to_all"),
         (["--dtype", "float31"], "float31"),
         (["--dtype", "float8"], "not reduced"),
