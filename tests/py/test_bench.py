@@ -1,4 +1,4 @@
-"""spccl bench and its parts: cases, formulas, files, ranks as processes."""
+"""Tests of `spccl bench`: cases, formulas, files, and ranks as processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def rank_sleep(rank, folder):
 
 
 def alive(pid):
-    """Is that process there, and not just unreaped?"""
+    """Whether the process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
@@ -66,7 +66,7 @@ def test_ranks_return_and_talk():
     ("how", "text"),
     [
         ("raise", r"rank 1 of 3: ValueError: rank one does not like this \(test_bench.py:\d+\)"),
-        ("die", "rank 1 of 3: died without a word, killed by SIGKILL"),
+        ("die", "rank 1 of 3: died without a message, killed by SIGKILL"),
     ],
 )
 def test_a_failed_rank_surfaces_and_ends_the_others(how, text, monkeypatch):
@@ -117,7 +117,7 @@ def test_sizes():
 
 
 def test_counts_are_those_of_nccl_tests():
-    """all_gather: size is the output; reduce_scatter: size is the input; count is one rank's block."""
+    """The size of all_gather is its output, that of reduce_scatter its input. count is one rank's block."""
     for collective in ("all_gather", "reduce_scatter"):
         assert cases.Case(collective, 1 << 20, "float32", "none", 0.9).block_elems(4) == 1 << 16
     assert cases.Case("all_reduce", 1 << 20, "float32", "sum", 0.9).block_elems(4) == 1 << 18
@@ -202,7 +202,7 @@ def test_plot(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "int64", "uint8"])
 @pytest.mark.parametrize("op", cases.OPS)
 def test_reference_against_plain_loops(dtype, op):
-    """verify.reduced against one element at a time, in Python's own numbers where they are exact."""
+    """Compares verify.reduced with a loop over the elements, in Python's own numbers where they are exact."""
     inputs = [verify.make_input([7, r], 200, dtype, 0.3, True) for r in range(3)]
     got = verify.to_float(verify.reduced(inputs, dtype, op), dtype)
     columns = zip(*(verify.to_float(x, dtype).tolist() for x in inputs), strict=True)
@@ -290,7 +290,7 @@ def test_bench_without_torch_in_the_ranks():
 
 
 def test_wrong_answers_are_counted(monkeypatch):
-    """The check before timing must be able to fail."""
+    """The check before timing finds a wrong result."""
 
     class Liar:
         def __init__(self):
@@ -307,7 +307,7 @@ def test_wrong_answers_are_counted(monkeypatch):
 
 
 def test_verify_notices_a_wrong_expectation(monkeypatch):
-    """What `spccl verify` compares must be able to differ: an answer with one bit more is found."""
+    """`spccl verify` finds a result that differs in one bit."""
     from test_comm import run_threads
 
     real = verify.reduced

@@ -131,7 +131,7 @@ def test_inspect_bad_files(stream, tmp_path):
         (["--sparsity", "lots"], "wanted a fraction of zeros"),
         (["--collective", "all_to_all"], "all_to_all"),
         (["--dtype", "float31"], "float31"),
-        (["--dtype", "float8"], "not reduced"),
+        (["--dtype", "float8"], "cannot be reduced"),
         (["--op", "avg", "--peer", "gloo"], "Gloo has no avg"),
         (["--min", "4M", "--max", "1M"], "wanted 1 <= min <= max"),
     ],

@@ -1,4 +1,4 @@
-"""spccl bench --device cuda without a GPU: the same code on CPU tensors, and its pure parts."""
+"""Tests `spccl bench --device cuda` without a GPU: the same code on CPU tensors, and functions without tensors."""
 
 import ctypes
 import dataclasses
@@ -123,7 +123,7 @@ def test_inputs_are_sparse_random_and_the_same_everywhere(dtype):
 
 
 def test_a_wrong_answer_is_counted(monkeypatch):
-    """The check before timing must be able to fail: a system that does nothing leaves the poison."""
+    """The check before timing finds a system that does nothing: the poison stays in its output."""
     monkeypatch.setattr(gpu, "starter", lambda *args: lambda: None)
     source, target = gpu_torch.buffers(CPU, 1 << 20, 1 << 20)
     for c, n_right in ((case("reduce_scatter"), 0), (case("all_gather"), 1 << 17)):
@@ -146,10 +146,10 @@ def test_encoded_by_the_cpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["in", "out"])
-def test_all_of_it_over_two_processes(place):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_all_of_it_over_two_processes(in_place):
     chosen = tuple(cases.cases(cases.COLLECTIVES, [1 << 12, 1 << 19], ["float32", "bfloat16"], "sum", [0.99, 0.0]))
-    plan = gpu.GpuPlan(chosen, device="cpu", iters=3, warmup=1, host_calls=20, place=place, timeout_s=60)
+    plan = gpu.GpuPlan(chosen, device="cpu", iters=3, warmup=1, host_calls=20, in_place=in_place, timeout_s=60)
     heard = []
     rows = gpu.run_gpus(plan, 2, deadline_s=200, on_message=heard.append)
     kinds = [kind for kind, _ in heard]
@@ -202,14 +202,14 @@ def test_plan_without_and_with_chosen_cases():
     [
         (["--device", "cuda", "--via", "torch"], "--via: is for --device cpu"),
         (["--device", "cuda", "--transport", "tcp"], "--transport: is for --device cpu"),
-        (["--device", "cuda", "--peer", "gloo"], "Gloo is the peer of --device cpu"),
-        (["--device", "cuda", "--dtype", "float8"], "not reduced"),
-        (["--device", "cuda", "--op", "avg"], "avg is rounded differently"),
+        (["--device", "cuda", "--peer", "gloo"], "gloo needs --device cpu"),
+        (["--device", "cuda", "--dtype", "float8"], "cannot be reduced"),
+        (["--device", "cuda", "--op", "avg"], "rounds avg differently"),
         (["--device", "cuda", "--min", "8", "--max", "4"], "wanted 1 <= min <= max"),
         (["--graph"], "--graph: is for --device cuda"),
         (["--seconds", "10"], "--seconds: is for --device cuda"),
         (["--codec-csv", "x.csv"], "--codec-csv: is for --device cuda"),
-        (["--peer", "nccl"], "NCCL is the peer of --device cuda"),
+        (["--peer", "nccl"], "nccl needs --device cuda"),
     ],
 )
 def test_options_that_do_not_fit(args, text):
@@ -225,14 +225,14 @@ def test_what_was_measured_before_a_failure_is_written(monkeypatch, tmp_path):
     def fail(plan, world, *, deadline_s, on_message):
         on_message(("facts", {"gpu": "1 x a GPU"}))
         on_message(("row", gpu_row()))
-        raise gpu_cli.RanksFailed("rank 1 of 4: died without a word")
+        raise gpu_cli.RanksFailed("rank 1 of 4: died without a message")
 
     monkeypatch.setattr(gpu_cli, "n_ranks", lambda command, asked: 4)
     monkeypatch.setattr(gpu_cli.gpu, "run_gpus", fail)
     text = run("--device", "cuda", "--csv", tmp_path / "r.csv", code=1)
-    assert "rank 1 of 4: died without a word" in text and "1 rows" in text
+    assert "rank 1 of 4: died without a message" in text and "1 rows" in text
     rows, facts = report.read_csv(tmp_path / "r.csv")
-    assert len(rows) == 1 and facts["failed"] == "rank 1 of 4: died without a word"
+    assert len(rows) == 1 and facts["failed"] == "rank 1 of 4: died without a message"
 
 
 # ---- verify ----
@@ -271,11 +271,11 @@ def test_verify_without_gpus_says_so():
     assert done.exit_code == 1 and "spccl verify --device cuda: 1 GPU(s) wanted" in done.output
 
 
-# ---- the codec, with the CPU's encoder in the place of the GPU's ----
+# ---- the codec, with the CPU's encoder instead of the GPU's ----
 
 
 class HostLibrary:
-    """The functions of libspccl.so that gpu_codec calls, on host memory; `damage` bytes of each stream are wrong."""
+    """The functions of libspccl.so that gpu_codec calls, on the host. Each encoded array has `damage` wrong bytes."""
 
     damage = 0
 

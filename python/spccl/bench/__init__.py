@@ -1,1 +1,1 @@
-"""Measuring and self-testing over ranks on this machine: `spccl bench` and `spccl verify`."""
+"""Code of `spccl bench` and `spccl verify`: starts ranks on this machine, measures, and checks results."""

@@ -21,7 +21,7 @@ ELEM_BYTES = {
     "int64": 8,
     "uint8": 1,
 }
-_BATCH_BYTES = 64 << 10  # up to this size, calls are timed in batches: a clock and a barrier cost as much
+_BATCH_BYTES = 64 << 10  # up to this size calls are timed in batches: clock and barrier take as long as one call
 _BATCH_CALLS = 20
 
 
@@ -40,7 +40,7 @@ class Case:
     collective: str
     size_bytes: int
     dtype: str
-    op: str  # "none" where nothing is reduced
+    op: str  # "none" for collectives that do not reduce
     sparsity: float
     max_ctas: int = 0
     target: float | None = None
@@ -83,7 +83,7 @@ def cases(
 
 
 def check_sizes(chosen: Sequence[Case], world_size: int) -> None:
-    """Raise ValueError for the first case whose size leaves a rank without an element: it would measure nothing."""
+    """Raise ValueError for the first case in which a rank would have no element: it would measure nothing."""
     for case in chosen:
         if case.block_elems(world_size) == 0:
             n_ranks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
@@ -95,8 +95,8 @@ def check_sizes(chosen: Sequence[Case], world_size: int) -> None:
             )
 
 
-# What 4 H200 have to reach, as a multiple of NCCL (its defaults or symmetric windows, the better of the two in
-# the same run): (dtype, MiB, zeros) -> all-gather, reduce-scatter, all-reduce; None: measured, without a target.
+# The targets for 4 H200: time of NCCL / time of spccl, where NCCL has its defaults or symmetric windows, the better of
+# the two in the same run. (dtype, MiB, sparsity) -> all-gather, reduce-scatter, all-reduce; None = no target.
 _GPU_TARGETS: dict[tuple[str, int, float], tuple[float | None, float | None, float | None]] = {
     ("float32", 512, 0.99): (8.0, 7.0, 8.0),
     ("float32", 512, 0.9): (6.0, 6.0, 3.6),
@@ -108,11 +108,11 @@ _GPU_TARGETS: dict[tuple[str, int, float], tuple[float | None, float | None, flo
     ("float32", 2048, 0.99): (None, None, None),
     ("float32", 512, 0.999): (None, None, None),
 }
-_FEW_CTAS = (32, 3.0)  # all-reduce of 512 MiB at 99% with so many thread blocks
+_FEW_CTAS = (32, 3.0)  # thread blocks and target of the all-reduce of 512 MiB at 99%
 
 
 def gpu_targets() -> Iterator[Case]:
-    """The cases of the table in docs/PERFORMANCE.md, each with its target; the most important come first."""
+    """The cases of bench/notes/gpu-results.md, each with its target. The most important cases come first."""
     for (dtype, mib, sparsity), wanted in _GPU_TARGETS.items():
         for collective, target in zip(COLLECTIVES[:3], wanted, strict=True):
             op = "sum" if collective in REDUCING else "none"

@@ -22,7 +22,9 @@ def plan_of(o: dict[str, Any]) -> runner.Plan:
     if peer == "gloo" and o["op"] == "avg":
         raise click.BadParameter("Gloo has no avg: use --peer none, or another --op", param_hint="--op")
     if "float8" in o["dtypes"] and not {"reduce_scatter", "all_reduce"}.isdisjoint(o["collectives"]):
-        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
+        raise click.BadParameter(
+            "float8 has no arithmetic, so it cannot be reduced: choose all_gather or broadcast", param_hint="--dtype"
+        )
     try:
         sizes = o["sizes"] or cases.sizes(o["smallest"], o["largest"], o["factor"])
     except ValueError as error:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 _LEAST_ITERS = 5
-_HOST_BATCH = 100  # calls enqueued in a row; fewer than fit into the driver's queue, as a full queue blocks
-_HOST_CASE_BYTES = 128 << 10  # of this size an iteration makes one call (Case.calls)
+_HOST_BATCH = 100  # calls enqueued in a row: fewer than the driver's queue holds, because a full queue blocks
+_HOST_CASE_BYTES = 128 << 10  # at this size an iteration makes one call (Case.calls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class GpuPlan:
     """What to measure, and how.
 
     seconds: budget for timing, without start-up. When it is spent, the remaining rows are left out. None: no limit.
-    place: "in" = the all-gather's input is a part of its output.
+    in_place: the all-gather's input is a part of its output.
     host_calls: number of calls from which the cost of a call on the host is measured; 0 = not measured.
     codec: arrays that the GPU of rank 0 encodes and decodes, before the collectives are measured.
     """
@@ -50,7 +50,7 @@ class GpuPlan:
     iters: int = 20
     warmup: int = 3
     seconds: float | None = None
-    place: str = "in"
+    in_place: bool = True
     graph: bool = False
     host_calls: int = 1000
     timeout_s: float = 120.0  # of one collective
@@ -80,7 +80,7 @@ class Trial:
         self._refill = case.collective == "all_reduce" or (case.collective == "broadcast" and rank == ROOT)
         self._own = None
         source = data
-        if case.collective == "all_gather" and plan.place == "in":
+        if case.collective == "all_gather" and plan.in_place:
             self._own = slice(rank * n, (rank + 1) * n)
         elif not self._refill:
             source = system.source.view(data.dtype)[: data.numel()]
@@ -111,7 +111,8 @@ class Trial:
 
 
 def iterations(seconds_left: float | None, rows_left: int, seconds_each: float, most: int) -> int:
-    """How many iterations the next row gets: its part of the time left, at least _LEAST_ITERS; 0 = leave it out."""
+    """Number of iterations of the next row. The rows that are left divide the time that is left equally. At least
+    _LEAST_ITERS; 0 = leave the row out."""
     if seconds_left is None:
         return most
     if seconds_left <= 0:
@@ -124,7 +125,7 @@ class Bench:
     """The measurement on one rank."""
 
     def __init__(self, rank: int, world: int, plan: GpuPlan, control: Any, align: Any) -> None:
-        """control: a Gloo group for CPU tensors. align: the group whose all-reduce makes the devices start together."""
+        """control: a Gloo group for CPU tensors. align: a group whose all-reduce makes the devices start together."""
         import torch
 
         self.rank, self.world, self.plan, self._control, self._align = rank, world, plan, control, align
@@ -154,7 +155,7 @@ class Bench:
     # ---- one case ----
 
     def run(self, case: Case, systems: list[System], stats: Any, rows_left: int) -> Measured | None:
-        """Measure a case; None: the budget is spent. Rank 0's clock decides that, and the number of iterations."""
+        """Measure a case. Returns None if the budget is spent. Rank 0's clock decides that for all ranks."""
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if self.gather([1.0 if left is None or left > 0 else 0.0])[0, 0] == 0:
             return None
@@ -172,7 +173,8 @@ class Bench:
         return self._measured(case, trials, times, wrong, [x / n_calls for x in sent])
 
     def _time(self, trials: list[Trial], stats: Any, rows_left: int) -> tuple[list[np.ndarray], int, list[float]]:
-        """(per system: [iters] seconds on this rank; number of timed calls of spccl; how far its counters rose)."""
+        """Returns: by system, [iters] seconds on this rank; the number of timed calls of spccl; by how much each of
+        spccl's counters rose."""
         before_warmup = time.monotonic()
         for i in range(max(self.plan.warmup, 1)):
             self._round(trials, i)
@@ -193,7 +195,7 @@ class Bench:
         return times, iters * len(trials[0].calls), [b - a for a, b in zip(before, after, strict=True)]
 
     def _round(self, trials: list[Trial], i: int) -> list[Any]:
-        """Run every system once. The order alternates, as data that one system leaves in the caches helps the next."""
+        """Run every system once. The order alternates, because data that one system leaves in caches helps the next."""
         marks: list[Any] = [None] * len(trials)
         order = range(len(trials))
         for s in order if i % 2 == 0 else reversed(order):
@@ -227,8 +229,8 @@ class Bench:
         )
 
     def _host_cost(self, case: Case, system: System) -> float:
-        """Seconds for which one call occupies the calling thread: median over batches, of the slowest rank. Measured
-        once per collective, as it does not depend on the size."""
+        """Seconds for which one call occupies the calling thread: the median over batches, of the slowest rank. It is
+        measured once per collective, because it does not depend on the size."""
         key = (case.collective, system.name, case.max_ctas)
         if key not in self._host:
             small = dataclasses.replace(case, size_bytes=_HOST_CASE_BYTES, sparsity=0.99)
@@ -252,7 +254,7 @@ class Bench:
 
 
 def _buffer_bytes(plan: GpuPlan, world: int) -> tuple[int, int]:
-    """Bytes of (source, target) that suffice for every case."""
+    """Bytes of (source, target) that are enough for every case."""
     source = target = _HOST_CASE_BYTES
     for case in plan.cases:
         block = case.block_elems(world) * ELEM_BYTES[case.dtype]
@@ -317,7 +319,7 @@ def _measure_codec(plan: GpuPlan, rates: Rates | None, send: Callable[[Any], Non
 
 
 def _row(case: Case, measured: Measured, world: int, plan: GpuPlan, rates: Rates | None) -> GpuRow:
-    in_place = plan.place == "in" if case.collective == "all_gather" else case.collective not in REDUCING[:1]
+    in_place = plan.in_place if case.collective == "all_gather" else case.collective not in REDUCING[:1]
     return make_gpu_row(
         case,
         measured,
@@ -334,7 +336,7 @@ def _symmetric(
 ) -> tuple[list[System], str]:
     """NCCL with registered symmetric windows, or the reason why some rank cannot have them."""
     if plan.device != "cuda":
-        return [], "only CUDA memory can have windows"
+        return [], "only CUDA memory can be in windows"
     made, why = gpu_torch.symmetric_group(timeout, source, target)
     if made is None:
         return [], why
@@ -368,9 +370,9 @@ def run_gpus_here(plan: GpuPlan, on_message: Callable[[Any], None]) -> list[GpuR
 
 
 def run_gpus(plan: GpuPlan, world: int, *, deadline_s: float, on_message: Callable[[Any], None]) -> list[GpuRow]:
-    """Run over `world` new processes, one per GPU.
+    """Run over `world` new processes, one per GPU. Returns the rows in the order of the cases.
 
-    on_message: gets ("facts", dict) once, ("codec", CodecRow) and ("row", GpuRow) for each case,
+    on_message: called with ("facts", dict) once, ("codec", CodecRow) and ("row", GpuRow) for each case, and
         ("left out", [Case]) at the end.
     Raises: RanksFailed (launch.py).
     """

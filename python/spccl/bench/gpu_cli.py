@@ -1,4 +1,4 @@
-"""The command `spccl bench --device cuda`: turns options into a plan, writes results. Needs torch."""
+"""The command `spccl bench --device cuda`: turns its options into a plan, and writes the results. Needs torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bench(given: dict[str, Any], options: dict[str, Any], files: dict[str, Path 
     Args:
         given: the options that were given on the command line.
         options: all options, with their defaults.
-        files: where to write: csv, codec_csv, json; None for not at all.
+        files: the paths of the files csv, codec_csv and json; None = that file is not written.
 
     Raises: click.ClickException.
     """
@@ -114,17 +114,19 @@ def n_ranks(command: str, asked: int | None) -> int:
 
 
 def plan_of(given: dict[str, Any], options: dict[str, Any]) -> gpu.GpuPlan:
-    """The options as a plan. Without options that choose cases it is the table of docs/PERFORMANCE.md with its
-    targets, and the codec. Raises click.BadParameter for options that `--device cuda` does not have."""
+    """The options as a plan. Without options that choose cases the plan has all cases of bench/notes/gpu-results.md
+    with their targets, and the codec. Raises click.BadParameter for options that `--device cuda` does not have."""
     for name in _CPU_ONLY:
         if name in given:
             raise click.BadParameter("is for --device cpu", param_hint=f"--{name}")
     if given.get("peer") == "gloo":
-        raise click.BadParameter("Gloo is the peer of --device cpu; here: nccl, none", param_hint="--peer")
+        raise click.BadParameter("gloo needs --device cpu; with --device cuda use nccl or none", param_hint="--peer")
     if options["op"] == "avg":
-        raise click.BadParameter("avg is rounded differently by NCCL, so use sum", param_hint="--op")
+        raise click.BadParameter("NCCL rounds avg differently, so results would differ: use sum", param_hint="--op")
     if "float8" in options["dtypes"] and set(cases.REDUCING) & set(options["collectives"]):
-        raise click.BadParameter("float8 is carried as bytes and not reduced", param_hint="--dtype")
+        raise click.BadParameter(
+            "float8 has no arithmetic, so it cannot be reduced: choose all_gather or broadcast", param_hint="--dtype"
+        )
     whole_table = not set(_CHOOSES_CASES) & set(given)
     chosen = tuple(cases.gpu_targets()) if whole_table else _chosen(given, options)
     with_codec = given.get("codec", whole_table)
@@ -135,7 +137,7 @@ def plan_of(given: dict[str, Any], options: dict[str, Any]) -> gpu.GpuPlan:
         iters=options["iters"],
         warmup=options["warmup"],
         seconds=options["seconds"],
-        place="out" if options["out_of_place"] else "in",
+        in_place=not options["out_of_place"],
         graph=options["graph"],
         timeout_s=min(options["timeout"], 120.0),
     )

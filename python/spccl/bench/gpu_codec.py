@@ -1,4 +1,4 @@
-"""Measures the codec on GPU memory, on one GPU, through the C API of libspccl.so; compares it with memory rates."""
+"""Measures the codec on one GPU through the C API of libspccl.so, and compares it with the rates of GPU memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .gpu_report import CodecRow, Rates, make_codec_row
 
 _DTYPES = {name: i + 1 for i, name in enumerate(frame.DTYPES)}  # spccl_dtype in spccl.h
 _FORMAT_AUTO, _VERB_SET = -1, 0
-_COMPARED_BYTES = 16 << 20  # so many bytes of the array are encoded on the CPU too
+_COMPARED_BYTES = 16 << 20  # the first bytes of the array, which the CPU encodes too
 
 
 class _EncodeOptions(ctypes.Structure):

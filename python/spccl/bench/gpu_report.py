@@ -1,4 +1,4 @@
-"""Rows of `spccl bench --device cuda`: floors (computed only here), the faster of two peers, the table, the summary."""
+"""Rows of `spccl bench --device cuda`, their table and summary. Only this file computes floors and picks the peer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from .cases import ELEM_BYTES, Case
 from .report import Row, make_row
 
-# GB/s that leave one GPU while all GPUs write to all others at once: 4 H200, 18 links each, NVSwitch.
+# Rate at which one GPU sends while all GPUs write to all others: 4 H200 with 18 links each and NVSwitch.
 LINK_GBS = 357.0
 PEERS = ("nccl", "nccl_symm")
 MIB = 1 << 20
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Rates of a GPU's own memory, measured in the same run, in 1e9 bytes/s. copy counts bytes read plus written."""
+    """Rates of a GPU's own memory, measured in the same run. copy_gbs counts bytes read plus bytes written."""
 
     read_gbs: float
     write_gbs: float
@@ -53,12 +53,13 @@ class GpuRow(Row):
 
 @dataclasses.dataclass(frozen=True)
 class CodecRow:
-    """Encoding or decoding of one array on one GPU. Times in us: median, 10th and 90th percentile.
+    """Encoding or decoding of one array on one GPU. Times are in us: median, 10th and 90th percentile.
 
-    gbs: dense bytes / time. of_rate: gbs / the rate that bounds it: read for encode, write for decode; `target` is the
-        wanted value. moved_gbs: (dense + encoded bytes) / time. floor_us: time to read one and write the other at
-        the measured rates. wrong: of decode, elements that differ from the original; of encode, bytes that differ
-        from those of the CPU's encoder.
+    gbs: dense bytes / time.
+    of_rate: gbs / the rate that limits it, which is read for encode and write for decode. target: its wanted value.
+    moved_gbs: (dense + encoded bytes) / time.
+    floor_us: time to read the one array and write the other at the measured rates.
+    wrong: for decode, elements that differ from the original; for encode, bytes that differ from what the CPU encodes.
     """
 
     what: str
@@ -83,9 +84,14 @@ class CodecRow:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measurements of one case. times: by system, [iters] seconds per call of the slowest rank; one system is
-    "spccl". wrong: by system, wrong elements of all ranks. wire_bytes: bytes that spccl sent per call, mean over the
-    ranks. host: by system, seconds per call for the calling thread."""
+    """The measurements of one case.
+
+    times: by system, [iters] seconds per call of the slowest rank; one system is "spccl".
+    wrong: by system, wrong elements of all ranks.
+    wire_bytes: bytes that spccl sent per call, mean over the ranks.
+    frames: by format, 1000 times the frames that all ranks sent per call.
+    host: by system, seconds for which one call occupies the calling thread.
+    """
 
     times: dict[str, np.ndarray]
     wrong: dict[str, int]
@@ -115,7 +121,7 @@ def dense_bytes_sent(case: Case, world_size: int) -> float:
 
 
 def floor_s(read: float, written: float, wire: float, rates: Rates) -> float:
-    """Seconds for these bytes of one GPU: of memory or of the links, whichever takes longer."""
+    """Least seconds in which one GPU can move these bytes: the longer of the times of memory and of the links."""
     memory = read / rates.read_gbs + written / rates.write_gbs
     return max(memory, wire / LINK_GBS) / 1e9
 
@@ -267,7 +273,7 @@ def codec_line(row: CodecRow) -> str:
 
 
 def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequence[Any]) -> str:
-    """Ratios by sparsity, the codec's parts of the memory rates, what was left out. Fits on a screen."""
+    """Ratios by sparsity, the codec's fractions of the memory rates, and the cases that were left out."""
     zeros = sorted({r.sparsity for r in (*rows, *codec)}, reverse=True)
     text = [
         "# summary: time of the faster NCCL / time of spccl, by sparsity; < marks values below their target",
@@ -286,7 +292,7 @@ def summary(rows: Sequence[GpuRow], codec: Sequence[CodecRow], left_out: Sequenc
     for (collective, ctas), (ours, nccl) in hosts.items():
         if not ctas:
             text.append(f"host cost of one {collective}: {_number(ours)} us (NCCL {_number(nccl)} us)")
-    text += [f"# not measured, as the time of --seconds was spent: {case}" for case in left_out]
+    text += [f"# not measured, because the time of --seconds was spent: {case}" for case in left_out]
     wrong = sum(r.wrong + (r.peer_wrong or 0) for r in rows) + sum(c.wrong for c in codec)
     text.append(f"{len(rows) + len(codec)} rows, {len(left_out)} left out, {wrong} wrong elements")
     return "\n".join(text)

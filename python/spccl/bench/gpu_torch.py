@@ -39,7 +39,7 @@ OPS = {
 }
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 26  # elements that are made at a time
-_HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # at 2 GHz this is longer than enqueueing takes
+_HEAD_START_CYCLES, _CALL_CYCLES = 300_000, 150_000  # at 2 GHz: longer than the host needs to enqueue
 _POISON = 0xA5
 
 
@@ -47,8 +47,8 @@ _POISON = 0xA5
 
 
 def input_of(case: Case, rank: int, world: int, device: torch.device) -> torch.Tensor:
-    """Rank `rank`'s input, the same wherever it is made: small integers at random indices, which differ from rank to
-    rank. Their sums are exact in any order, so every system can be checked bit by bit."""
+    """Rank `rank`'s input; every rank can make it. It has small integers at random indices, other ones on each rank.
+    Their sums are exact in any order, so the results of every system can be checked bit by bit."""
     n = case.block_elems(world) * (world if case.collective == "reduce_scatter" else 1)
     random = torch.Generator(device).manual_seed(1_000_003 * rank + round(1e6 * case.sparsity) + n)
     x = torch.empty(n, dtype=DTYPES[case.dtype], device=device)
@@ -80,7 +80,7 @@ def expected_output(case: Case, rank: int, world: int, device: torch.device) -> 
 
 
 def poison(x: torch.Tensor) -> None:
-    """Fill x with bytes that no result has, so that an element that is not written is found."""
+    """Fill x with bytes that no result has. So the check finds elements that a system does not write."""
     x.view(torch.uint8).fill_(_POISON)
 
 
@@ -143,7 +143,7 @@ class CudaClock:
 
 
 class HostClock:
-    """The same for calls that are done when they return."""
+    """As CudaClock, for calls that are done when they return."""
 
     device = torch.device("cpu")
 
@@ -160,7 +160,7 @@ class HostClock:
         pass
 
     def captured(self, call: Callable[[], Any]) -> contextlib.AbstractContextManager[Callable[[], Any]]:
-        raise ValueError("only GPUs have graphs")
+        raise ValueError("a CUDA graph needs a GPU: leave out --graph")
 
 
 def make_clock(device: str) -> CudaClock | HostClock:
@@ -198,8 +198,8 @@ def spccl_group(max_ctas: int, timeout: datetime.timedelta) -> Any:
 
 
 def counters(group: Any, device: str) -> Callable[[], list[float]]:
-    """A function that reads [bytes sent, frames by format] of a spccl group. On GPUs it raises RuntimeError unless
-    spccl's own kernels do the work: with a fallback, NCCL would be measured against itself."""
+    """A function that reads [bytes sent, frames by format] of a spccl group. On GPUs it raises RuntimeError if spccl's
+    own kernels do not run the collectives: with a fallback, NCCL would be compared with itself."""
     from .. import backend
 
     def read() -> list[float]:
@@ -208,7 +208,7 @@ def counters(group: Any, device: str) -> Callable[[], list[float]]:
             return [float(s.wire_bytes_sent), *(float(s.frames_sent[name]) for name in FORMATS)]
         c = backend.cuda_stats(group)
         if c.path != "engine":
-            raise RuntimeError(f"spccl does not move CUDA tensors here, {c.path} does: {c.why}")
+            raise RuntimeError(f"spccl's kernels do not run CUDA collectives here, but {c.path!r} does: {c.why}")
         return [float(c.wire_bytes_sent), *(float(c.frames_sent[name]) for name in FORMATS)]
 
     return read
@@ -254,9 +254,9 @@ def symmetric_group(
 
 
 def _everybody(yes: bool) -> bool:
-    """Is `yes` true on all ranks?"""
+    """Whether `yes` is true on all ranks."""
     vote = torch.tensor([float(yes)])
-    dist.all_reduce(vote, dist.ReduceOp.MIN)  # the world group takes CPU tensors by Gloo
+    dist.all_reduce(vote, dist.ReduceOp.MIN)  # in the world group Gloo runs collectives of CPU tensors
     return bool(vote.item())
 
 
@@ -307,8 +307,8 @@ def stream_seconds(call: Callable[[], Any], iters: int = 20, before: Callable[[]
 
 
 def rates(device: torch.device, n_bytes: int = 2 << 30) -> Rates:
-    """The best rates of torch's own kernels on arrays far larger than the cache. Medians; sum and max read, fill and
-    memset write, a copy does both."""
+    """The best rates of torch's own kernels, by the median, on arrays far larger than the cache. sum and max read,
+    fill and memset write, a copy reads and writes."""
     x = torch.zeros(n_bytes // 4, device=device)
     y = torch.empty_like(x)
 

@@ -62,7 +62,7 @@ def _poisoned(n_elems: int, dtype: str, device: torch.device) -> torch.Tensor:
 
 
 def start(case: verify.Case, index: int, inputs: list[verify.Array], rank: int, device: torch.device, group: Any):
-    """Start the case on `inputs[rank]`. torch's all-reduce is always in place."""
+    """Start the case on `inputs[rank]`; returns a _Flight. torch's all-reduce is always in place."""
     mine, n = inputs[rank], case.n_elems
     x = _tensor(mine, case.dtype, device)
     own = slice(rank * n, (rank + 1) * n)

@@ -1,6 +1,6 @@
-"""Run one function as N ranks, each a process of this machine; collect results; leave nobody behind.
+"""Runs one function as N ranks, each a process of this machine, and collects their results and failures.
 
-What is given to a rank, what it sends back, and how failures surface. Knows nothing of collectives.
+No process is left at the end. This file knows nothing of collectives.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_GRACE_S = 5.0  # after the first failure: time for the others to tell what they saw
-_JOIN_S = 5.0  # after its last word: time for a rank to exit
+_GRACE_S = 5.0  # time after the first failure in which the other ranks can report theirs
+_JOIN_S = 5.0  # time for a rank to exit after its last message
 
 
 @dataclasses.dataclass
 class Rank:
-    """What a rank's function gets first: who it is, and how it talks to the parent."""
+    """The first argument of a rank's function: its number, and `send`, which passes an object to the parent."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class Rank:
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank failed, died or was too slow; the text tells of each what is known."""
+    """At least one rank failed, died or was too slow. The text describes each of them."""
 
 
 def run_ranks(
@@ -45,9 +45,9 @@ def run_ranks(
     """Call fn(Rank, *args) in `world_size` new processes and return what each returned, by rank.
 
     Args:
-        fn: a function at the top level of a module; it, args and results must pickle.
-        deadline_s: seconds for everything; then all ranks are killed.
-        on_message: called here with (rank, object) for everything a rank sends by `Rank.send`.
+        fn: a function at the top level of a module. The function, its arguments and its results must pickle.
+        deadline_s: seconds until all ranks are killed.
+        on_message: called in this process with (rank, object) for each object that a rank passes to `Rank.send`.
     Raises: RanksFailed. No process is left when this returns or raises, also on Ctrl-C.
     """
     context = multiprocessing.get_context("spawn")
@@ -82,7 +82,7 @@ def _rank_main(
     world_size: int,
     args: tuple[Any, ...],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the ranks
     threading.Thread(target=_die_with_parent, daemon=True).start()
     lock = threading.Lock()
 
@@ -126,7 +126,7 @@ def _collect(
                 kind, value = pipe.recv()
             except EOFError:
                 processes[rank].join(_JOIN_S)
-                failures[rank] = f"died without a word, {_exit_text(processes[rank].exitcode)}"
+                failures[rank] = f"died without a message, {_exit_text(processes[rank].exitcode)}"
                 kind = "failed"
             else:
                 if kind == "message":

@@ -1,4 +1,4 @@
-"""Result rows: bandwidth formulas (here and nowhere else), table, CSV, JSON, and the machine of origin."""
+"""Result rows: table, CSV, JSON, and facts about the machine. Only this file computes bandwidths."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from .cases import ELEM_BYTES, Case
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measured case. Times in microseconds per call, of the slowest rank, medians over the iterations.
+    """One measured case. Times are microseconds per call of the slowest rank, medians over the iterations.
 
-    wire_bytes, dense_bytes: sent by one rank per call (mean over ranks): what travelled, and what the same
-        messages would have been dense. wrong: elements that differed from the expected answer, checked before
-        timing. ratio: peer's time / our time; its p10 and p90 over pairs of neighbouring iterations.
+    size_bytes: dense bytes of the larger buffer of a rank. count: elements of the smaller buffer.
+    wire_bytes: bytes that one rank sent per call, mean over the ranks. dense_bytes: bytes that the same messages
+        would have if they were dense.
+    wrong, peer_wrong: elements that differed from the expected result, checked before timing.
+    ratio: time of the peer / time of spccl. ratio_p10, ratio_p90: over pairs of neighbouring iterations.
     """
 
     collective: str
@@ -61,7 +63,8 @@ class Row:
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """busbw / algbw. Source: nccl-tests, doc/PERFORMANCE.md: bytes that the busiest link must carry."""
+    """busbw / algbw: the bytes that the busiest link must carry, per byte of the size. Source: nccl-tests,
+    doc/PERFORMANCE.md."""
     n = world_size
     return {
         "all_gather": (n - 1) / n,
@@ -77,7 +80,7 @@ def algbw_gbs(size_bytes: int, time_s: float) -> float:
 
 
 def format_mix(frames: dict[str, int]) -> str:
-    """{"tile": 97, "dense": 3} -> "tile 97% dense 3%"; what is used most comes first."""
+    """{"tile": 97, "dense": 3} -> "tile 97% dense 3%", most frequent first."""
     total = sum(frames.values())
     used = sorted(((n, name) for name, n in frames.items() if n), reverse=True)
     return " ".join(f"{name} {100 * n / total:.0f}%" for n, name in used) or "-"
@@ -97,7 +100,7 @@ def make_row(
     dense_bytes: float,
     frames: dict[str, int],
 ) -> Row:
-    """A row from times per call in seconds, [iters], of the slowest rank; ours and the peer's are paired."""
+    """Make a row. ours_s, peer_s: [iters] seconds per call of the slowest rank; entries of equal index are a pair."""
     p10, median, p90 = np.percentile(ours_s, [10, 50, 90])
     block = case.block_elems(world_size)
     blocks = world_size if case.collective in ("all_gather", "reduce_scatter") else 1
@@ -140,7 +143,7 @@ def make_row(
     )
 
 
-# ---- the table on the terminal: columns of nccl-tests, and ours ----
+# ---- the table on the terminal: columns of nccl-tests and some more ----
 
 _COLUMNS = (
     ("collective", 14, "<"),
@@ -204,12 +207,12 @@ def table_line(row: Row) -> str:
 
 
 def command() -> str:
-    """The command line, for results that others read: of absolute paths only the last part."""
+    """The command line for the result files. Absolute paths are cut to their last part."""
     return " ".join(["spccl"] + [re.sub(r"^(--[\w-]+=)?/.*/", r"\1", word) for word in sys.argv[1:]])
 
 
 def machine() -> dict[str, str]:
-    """Where the numbers come from: CPU, cores, memory, versions, commit of the source tree if it is one."""
+    """Facts about this machine and code: CPU, cores, memory, versions, and the commit of the source tree."""
     facts = {
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -241,10 +244,10 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """SPCCL_COMMIT, else of the source tree that this runs from, or in; "unknown" elsewhere."""
-    told = os.environ.get("SPCCL_COMMIT", "").strip()
-    if told:
-        return told
+    """SPCCL_COMMIT, else the commit of the source tree that has this file or the current folder, else "unknown"."""
+    given = os.environ.get("SPCCL_COMMIT", "").strip()
+    if given:
+        return given
     for folder in (Path(__file__).resolve().parent, Path.cwd()):
         try:
             git = ["git", "-C", str(folder)]
@@ -283,7 +286,7 @@ def to_json(rows: Sequence[Any], facts: dict[str, str]) -> str:
 def read_csv(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Rows and facts of a file that `to_csv` wrote.
 
-    Raises: ValueError if it is another kind of file.
+    Raises: ValueError if `to_csv` did not write the file.
     """
     lines = path.read_text().splitlines()
     facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)

@@ -1,7 +1,8 @@
-"""Runs cases: checks the answers, warms up, then times spccl and its dense peer in turns, in the same run.
+"""Runs cases: checks the results, warms up, then times spccl and its dense peer in turns, in the same run.
 
-Before each timed iteration stands an untimed barrier, on a communicator of its own; the time of an iteration
-is the slowest rank's. Up to 64 KiB one iteration is a batch of calls (`Case.calls`), divided by their number.
+An untimed barrier, on a communicator of its own, is before each timed iteration. The time of an iteration is that
+of the slowest rank. Up to 64 KiB an iteration is a batch of calls (`Case.calls`), and its time is divided by their
+number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROOT = 0  # of broadcasts
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to run, and how. `unique_ids` and `store_file`: how spawned ranks find each other."""
+    """What to run, and how. Spawned ranks find each other by `unique_ids` and `store_file`."""
 
     cases: tuple[Case, ...]
     via: str = "native"  # or "torch"
@@ -118,7 +119,7 @@ class Torch:
 
 
 def _base(case: Case, n_elems: int) -> np.ndarray:
-    """[n_elems]: small whole numbers, so that sums are exact in any order and the peer can be checked too."""
+    """[n_elems] small whole numbers: their sums are exact in any order, so the peer's results can be checked too."""
     rng = np.random.default_rng([n_elems, round(1e6 * case.sparsity)])
     high = 2 if case.op == "prod" else 4
     values = rng.integers(1, high, n_elems, np.int8)
@@ -129,7 +130,7 @@ def _base(case: Case, n_elems: int) -> np.ndarray:
 
 
 def _input(base: np.ndarray, rank: int) -> np.ndarray:
-    """Ranks hold the same data shifted: their nonzeros stand in different places."""
+    """Rank `rank`'s input: `base`, shifted by another distance on each rank, so that the nonzeros differ."""
     return np.roll(base, 7919 * rank)
 
 
@@ -150,7 +151,7 @@ def _expected(case: Case, base: np.ndarray, rank: int, world_size: int) -> np.nd
 
 
 class _Bench:
-    """One rank's side of all cases."""
+    """Runs the cases on one rank."""
 
     def __init__(self, rank: int, world_size: int, plan: Plan, control: Communicator) -> None:
         self.rank, self.world_size, self.plan, self.control = rank, world_size, plan, control
@@ -160,7 +161,7 @@ class _Bench:
         self.control.all_reduce(self._token)
 
     def gather(self, values: np.ndarray) -> np.ndarray:
-        """[world_size, len(values)] float64, on every rank."""
+        """The values of all ranks, [world_size, len(values)] float64, on every rank."""
         out = np.empty(self.world_size * len(values), np.float64)
         self.control.all_gather(np.ascontiguousarray(values, np.float64), out)
         return out.reshape(self.world_size, -1)
@@ -183,7 +184,7 @@ class _Bench:
         for i in range(-self.plan.warmup, self.plan.iters):
             if i == 0:
                 before = ours.stats()
-            # Take turns in who goes first: what one leaves in the caches must not help the same one always.
+            # The order alternates, because data that one system leaves in the caches helps the next.
             for s in range(len(systems)) if i % 2 == 0 else reversed(range(len(systems))):
                 elapsed = self._iteration(case, source, targets, calls[s])
                 if i >= 0:
@@ -254,7 +255,7 @@ class _Bench:
 def _run_cases(
     rank: int, world_size: int, plan: Plan, store: Any, send: Callable[[Row], None] | None
 ) -> list[Row]:
-    """All cases on one rank. `store`: a torch store, or None where torch is not needed."""
+    """Run all cases on one rank. `store`: a torch store; None if torch is not needed."""
 
     def communicator(i: int, name: str, transports: str | None) -> Communicator:
         how: dict[str, Any] = {"unique_id": plan.unique_ids[i]} if plan.unique_ids else {"store": store}
@@ -270,7 +271,7 @@ def _run_cases(
             rows.append(row)
             if send is not None:
                 send(row)
-        bench.barrier()  # nobody leaves while others still talk to it
+        bench.barrier()  # no rank may leave while others still communicate with it
         if plan.needs_torch:
             import torch.distributed as dist
 
@@ -307,7 +308,7 @@ def _spawned_rank(rank: Rank, plan: Plan) -> list[Row]:
 
 
 def under_torchrun() -> bool:
-    """Was this process started by torchrun (or alike) as one rank of a job?"""
+    """Whether torchrun, or a launcher with the same variables, started this process as one rank of a job."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -323,7 +324,7 @@ def run_here(plan: Plan, on_row: Callable[[Row], None]) -> list[Row]:
 def run_spawned(
     plan: Plan, world_size: int, *, deadline_s: float, on_row: Callable[[Row], None]
 ) -> list[Row]:
-    """Run over `world_size` new processes of this machine; rows in the order of the cases.
+    """Run over `world_size` new processes of this machine. Returns the rows in the order of the cases.
 
     Raises: RanksFailed (launch.py).
     """
