@@ -1,10 +1,10 @@
-"""A C++ compiler for tests that compile the torch glue: it keeps results, so that unchanged sources compile once.
+"""A C++ compiler for tests that compile the torch glue. It keeps its results, so unchanged sources compile once.
 
     python kept_cxx.py COMPILER ARGUMENTS... -o OUTPUT
 
-Results lie in $SPCCL_TEST_CACHE, named by everything that they depend on: the compiler, the arguments, torch's
-folder, and the content of the sources and of all headers beside them. `compiler()` gives the words for CXX;
-without the variable it gives the plain compiler.
+Results are in $SPCCL_TEST_CACHE. Their names are hashes of all that they depend on: the compiler, the arguments,
+torch's folder, and the content of the sources and of all headers beside them. `compiler()` returns the value for
+CXX; without the variable it returns the plain compiler.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def compiler(plain: str) -> str:
 
 
 def key(arguments: list[str]) -> str:
-    """Hash of the command and of the files it reads; of torch's and the system's headers the folder's names."""
+    """Hash of the command and of the files that it reads. Headers of torch and the system count only by the names of
+    their folders."""
     digest = hashlib.sha256()
     version = subprocess.run([arguments[0], "--version"], capture_output=True, text=True, check=True).stdout
     digest.update(version.encode())
@@ -50,10 +51,10 @@ def main() -> int:
     if "-o" not in arguments:
         return subprocess.call(arguments)
     output = Path(arguments[arguments.index("-o") + 1])
-    place = arguments.index("-o") + 1
+    at = arguments.index("-o") + 1
     folder = Path(os.environ["SPCCL_TEST_CACHE"])
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / key([*arguments[:place], *arguments[place + 1 :]])
+    kept = folder / key([*arguments[:at], *arguments[at + 1 :]])
     if not kept.is_file():
         status = subprocess.call(arguments)
         if status != 0:

@@ -1,8 +1,8 @@
-"""Starts the ranks of a test as processes, gathers what they say, and leaves none of them behind.
+"""Starts the ranks of a test as processes, and collects their reports. No process is left at the end.
 
 A worker is a Python file in workers/ that calls `workers.common.main(CASES)`: it joins a group, runs its cases
-in order, and prints one line of JSON per case. `run_ranks` starts N of them with a rendezvous file of their
-own; nothing listens on a port that another test could take.
+in order, and prints one line of JSON per case. `run_ranks` starts N processes of a worker with a rendezvous file of
+their own, so they need no port that another test could take.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_ranks(
     timeout_s: float = 240,
     env: dict[str, str] | None = None,
 ) -> list[Rank]:
-    """Run `workers/<worker>.py *args` as `n_ranks` processes; returns when all have ended or were killed."""
+    """Run `workers/<worker>.py *args` as `n_ranks` processes. Returns when all have ended or were killed."""
     script = str(HERE / "workers" / f"{worker}.py")
     context = _fork_server()
     with tempfile.TemporaryDirectory(prefix="spccl-test-") as folder:
@@ -86,9 +86,11 @@ def run_ranks(
 
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
-    """Ranks are forked from one process that has imported torch: an import takes 2 s of CPU time, a fork 10 ms.
+    """The context that forks ranks from one process, which has imported torch. An import of torch takes 2 s of CPU
+    time, a fork 10 ms.
 
-    That process makes no group and touches no GPU, and a library reads its settings when it makes a group.
+    That process makes no group and uses no GPU. spccl reads its settings when it makes a group, so the settings of
+    each rank count.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torch.distributed"])
@@ -103,7 +105,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def _rank_main(script: str, args: tuple[str, ...], settings: dict[str, str], log: str) -> None:
-    """Become what `python script *args` would be, with its output in `log`; never returns."""
+    """Behave as `python script *args` would, with the output in `log`. Never returns."""
     os.setsid()
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
@@ -124,13 +126,13 @@ def _rank_main(script: str, args: tuple[str, ...], settings: dict[str, str], log
     except BaseException:
         traceback.print_exc()
         status = 1
-    # Not by returning: multiprocessing would then call _exit. How a rank ends without it is tested here too:
-    # destructors, threads that still run, exit handlers.
+    # After a return multiprocessing would call _exit. Py_Exit runs destructors and exit handlers while threads still
+    # run, and these are tested too.
     ctypes.pythonapi.Py_Exit(status)
 
 
 def _wait(processes: list[multiprocessing.process.BaseProcess], timeout_s: float) -> list[int | None]:
-    """Exit codes; once one rank has failed the others get 60 s to notice."""
+    """Wait for all ranks; returns their exit codes. After the first failure the other ranks get 60 s to end."""
     deadline = time.monotonic() + timeout_s
     hurried = False
     while time.monotonic() < deadline:
@@ -144,7 +146,7 @@ def _wait(processes: list[multiprocessing.process.BaseProcess], timeout_s: float
 
 
 def _kill_rank(process: multiprocessing.process.BaseProcess) -> None:
-    """End a rank and whatever it started (it leads its own session)."""
+    """End a rank and all processes that it started. A rank leads a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -152,16 +154,17 @@ def _kill_rank(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def _kill_session(process: subprocess.Popen) -> None:
-    """The same for a launcher."""
+    """End a launcher and all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def run_command(command: list[str], env: dict[str, str], timeout_s: float = 200) -> tuple[int, str]:
-    """Run a launcher such as torchrun; returns exit status and all it printed.
+    """Run a launcher such as torchrun. Returns its exit status and all that it printed.
 
-    At the time-out it is asked to end first: its ranks lead sessions of their own, and only it knows them.
+    After `timeout_s` the launcher gets SIGTERM first, so that it ends its ranks: they lead sessions of their own,
+    which this process does not know.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -189,7 +192,7 @@ def _cases(output: str) -> dict[str, dict]:
 
 
 def check_case(ranks: list[Rank], case: str) -> list[dict]:
-    """The reports of `case`, one per rank. Fails the test with all ranks' output unless it passed on each."""
+    """The reports of `case`, one per rank. Fails the test, with the output of all ranks, if the case failed on one."""
     bad = [r for r in ranks if not r.cases.get(case, {}).get("ok", False)]
     if bad:
         texts = [f"rank {r.rank}: {r.cases.get(case, {}).get('error', 'never reported')}" for r in bad]

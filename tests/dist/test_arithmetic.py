@@ -1,4 +1,4 @@
-"""The sparse all-reduce's integer arithmetic for any number of ranks, without starting them."""
+"""Tests the integer arithmetic of the sparse all-reduce for many numbers of ranks, without starting ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""spccl's own collectives through torch.distributed, on 2, 3 and 4 ranks; and over TCP, and in every format."""
+"""Collectives that spccl runs, through torch.distributed: on 2, 3 and 4 ranks, over TCP, and in every format."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_sparse_data_is_sent_sparse(ranks):
     "setting", ["SPCCL_TRANSPORTS=tcp", "SPCCL_FORMAT=pici", "SPCCL_FORMAT=coo", "SPCCL_FORMAT=dense"]
 )
 def test_results_do_not_depend_on(setting):
-    """The same bits over another transport, and whatever format is forced. (Forced tile refuses full blocks,
-    which these inputs have; the C tests force it.)"""
+    """Another transport and any forced format give the same bits. Tile is not forced here: it refuses full blocks,
+    which these inputs have. The C tests force it."""
     ranks = run_ranks("collectives", 2, *VALUES, env=dict([setting.split("=")]))
     for case in VALUES:
         check_case(ranks, case)

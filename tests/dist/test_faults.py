@@ -1,5 +1,5 @@
-"""Faults through torch.distributed: every survivor gets an error that names what happened, in time, and can
-make a new group afterwards; no process is left."""
+"""Faults through torch.distributed: every survivor gets an error in time that names the cause, and can make a new
+group afterwards. No process is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch import check_case, run_ranks
 
 
 def run(case: str, n_ranks: int = 3, survivors: int | None = None, within_s: float = 15) -> list[dict]:
-    """Run a case; returns what the survivors (the first ones) reported."""
+    """Run a case. Returns the reports of the survivors, which are the first ranks."""
     ranks = run_ranks("faults", n_ranks, case, timeout_s=100)
     alive = ranks[: survivors or n_ranks]
     told = check_case(alive, case)
@@ -37,7 +37,7 @@ def test_ranks_that_disagree(case, words):
     for rank, text in enumerate(texts):
         assert f"rank {rank} of 3" in text, text
         assert "rank" in text and ("all_reduce" in text or "broadcast" in text), text
-    # the rank that sees it first names both sides
+    # the rank that notices it first names the arguments of both ranks
     assert any(all(w in text for w in words) for text in texts), texts
 
 
@@ -50,7 +50,7 @@ def test_broken_group_stays_broken():
 @pytest.mark.parametrize("case", ["killed_peer", "killed_peer_async"])
 def test_killed_peer(case):
     told = run(case, survivors=2)
-    for report in told:  # who hears it from a neighbour that saw it first is told the same cause
+    for report in told:  # a rank that learns it from another rank reports the same cause
         assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], told
         assert str(1 << 20) in report["text"], told
     assert any("SPCCL_ERR_PEER" in report["text"] for report in told), told
@@ -63,7 +63,7 @@ def test_killed_peer_while_the_sparse_runner_is_made():
 
 def test_hanging_peer():
     told = run("hanging_peer")
-    for report in told[:2]:  # the second to notice may hear it from the first
+    for report in told[:2]:  # the second rank may learn it from the first
         assert "all_reduce" in report["text"] and "rank 2" in report["text"], told
     assert any("SPCCL_ERR_TIMEOUT" in report["text"] for report in told[:2]), told
 
@@ -90,7 +90,7 @@ def test_tensor_of_no_memory():
 
 
 def test_no_segments_left():
-    """Shared memory of dead ranks is gone too."""
+    """No shared memory of a killed rank stays."""
     before = set(os.listdir("/dev/shm"))
     run("killed_peer", survivors=2)
     left = {n for n in set(os.listdir("/dev/shm")) - before if "spccl" in n}

@@ -1,5 +1,5 @@
-"""The path that an installed package takes where no glue was built for its torch: the first process group
-compiles it into the cache, once, however many ranks come at the same time; later ones take it from there."""
+"""Tests an installed package without glue for its torch. The first process group compiles the glue into the cache,
+once for all ranks of a job. Later jobs take it from the cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ dist.destroy_process_group()
 
 
 def run_job(folder: Path, name: str) -> list[str]:
-    """One job of N_RANKS processes with its cache in `folder`. Returns the library that each loaded."""
+    """Run a job of N_RANKS processes with its cache in `folder`. Returns the path of the library that each loaded."""
     env = dict(os.environ, SPCCL_TORCH_GLUE="compile", XDG_CACHE_HOME=str(folder / "the cache"))
     env["CXX"] = kept_cxx.compiler(_torch_glue._compiler())
     ranks = [
@@ -71,7 +71,7 @@ def test_compiles_once_and_is_kept(tmp_path):
 
 
 def test_without_compiler_says_what_to_do(tmp_path):
-    """No prebuilt glue, no compiler: the error names both and tells how to get one."""
+    """Without prebuilt glue and without a compiler, the error names the compiler and says how to install one."""
     env = dict(os.environ, SPCCL_TORCH_GLUE="compile", XDG_CACHE_HOME=str(tmp_path), CXX=str(tmp_path / "no-such-c++"))
     command = [sys.executable, "-c", RANK_CODE, "0", "1", str(tmp_path / "store")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)

@@ -42,7 +42,7 @@ def test_real_library(case):
 
 
 class Settings:
-    """What the callback reads of TrainingArguments, TrainerState and Trainer."""
+    """Stands in for TrainingArguments, TrainerState and Trainer, with the attributes that the callback reads."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
@@ -50,7 +50,7 @@ class Settings:
 
 @pytest.fixture
 def callback_class(monkeypatch):
-    """PrunedGradientsCallback over a stand-in for transformers' base class."""
+    """PrunedGradientsCallback, derived from a stand-in for transformers' TrainerCallback."""
     module = types.ModuleType("transformers")
     module.TrainerCallback = type("TrainerCallback", (), {})
     monkeypatch.setitem(sys.modules, "transformers", module)

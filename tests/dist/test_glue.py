@@ -1,5 +1,5 @@
-"""Finding the torch glue: the ways that SPCCL_TORCH_GLUE forces, and what is said when one does not work.
-(test_first_use.py runs the compiler for real.)"""
+"""Tests how the torch glue is found: each value of SPCCL_TORCH_GLUE, and the error if it does not work.
+test_first_use.py runs the real compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spccl import _torch_glue  # noqa: E402
 
 
 def failure(**env: str) -> str:
-    """The GlueError of a fresh process with these settings."""
+    """The GlueError that a new process with these settings raises."""
     code = (
         "from spccl import _torch_glue\ntry: _torch_glue.load()\nexcept _torch_glue.GlueError as e: print('told:', e)"
     )
@@ -62,7 +62,7 @@ def test_cache_that_cannot_be_written(tmp_path):
 
 
 def test_compiler_that_fails(tmp_path):
-    """Its own words, the command line, and no half library in the cache."""
+    """The error has the compiler's words and the command line. The cache has no partial library."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\necho "error: unrecognized option -std=c++20" >&2\nexit 1\n')
     compiler.chmod(0o755)
@@ -89,7 +89,7 @@ except _torch_glue.GlueError as e:
 
 
 def load_in_processes(n: int, **env: str) -> list[str]:
-    """What `n` processes, started together, print about loading the glue."""
+    """Load the glue in `n` processes that start together. Returns what each printed."""
     settings = dict(os.environ, SPCCL_TORCH_GLUE="compile", **env)
     running = [
         subprocess.Popen(
@@ -106,12 +106,13 @@ def load_in_processes(n: int, **env: str) -> list[str]:
 
 
 def test_damaged_library_in_the_cache_is_made_again(tmp_path):
-    """Loading a truncated library would end the process by SIGBUS; one with a changed byte may do anything."""
+    """A damaged library in the cache is compiled again. Loading a truncated one would end the process by SIGBUS; one
+    with a changed byte may do anything."""
     compiler = script(tmp_path / "c++", f'for last; do :; done; echo x >> "{tmp_path}/calls"; cp "{built()}" "$last"')
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler}
     damage = (
         (None, 1),
-        (lambda library: None, 1),  # whole: taken from the cache
+        (lambda library: None, 1),  # not damaged: taken from the cache
         (lambda library: os.truncate(library, library.stat().st_size // 2), 2),
         (lambda library: library.write_bytes(library.read_bytes()[:-1] + b"!"), 3),
         (lambda library: library.with_name(library.name + ".sha256").unlink(), 4),
@@ -139,7 +140,7 @@ def test_a_library_that_was_cut_off_is_refused(tmp_path):
 
 
 def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
-    """The compiler fails once, not once per rank; all ranks tell its words; the next start tries again."""
+    """The compiler runs once, not once per rank. Every rank's error has its words. The next job tries again."""
     compiler = script(
         tmp_path / "c++", f'echo x >> "{tmp_path}/calls"; sleep 3; echo "ld: no space on device" >&2; exit 1'
     )
@@ -147,14 +148,14 @@ def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
     for n_starts in (1, 2):
         told = load_in_processes(3, **env)
         assert all("told:" in text and "no space on device" in text for text in told), told
-        assert sum("another process of this start" in text for text in told) == 2, told
+        assert sum("another process of this job" in text for text in told) == 2, told
         assert (tmp_path / "calls").read_text().count("x") == n_starts
     leftovers = [p.name for p in (tmp_path / "cache").rglob("*.tmp")]
     assert not leftovers, leftovers
 
 
 def test_a_process_that_failed_may_try_again(monkeypatch, tmp_path):
-    """In a notebook: after the compiler was installed, the same process compiles."""
+    """A process can compile after an earlier failure, as in a notebook after a compiler was installed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", script(tmp_path / "c++", f'echo x >> "{tmp_path}/calls"; exit 1'))
     for n_calls in (1, 2):
@@ -203,7 +204,7 @@ def test_key_depends_on_sources_compiler_and_machine(monkeypatch, tmp_path):
 
 
 def test_glue_needs_neither_python_nor_cuda():
-    """What makes one file serve every Python and both builds of a torch version."""
+    """The glue needs no Python library and no CUDA library, so one file serves every Python and every torch build."""
     library = _torch_glue.load()
     data = library.read_bytes()
     for word in (b"libpython", b"libcudart", b"libtorch_python", b"libtorch_cuda", b"PyGILState"):

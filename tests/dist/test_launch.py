@@ -1,5 +1,5 @@
-"""How a user gets to backend="spccl": by torchrun, by backend strings, without `import spccl`, in debug mode;
-and how registration and options behave."""
+"""Tests how a program gets backend="spccl": by torchrun, by backend strings, without `import spccl`, in debug mode.
+Also tests registration and options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHED = Path(HERE) / "workers" / "launched.py"
 
 
 def torchrun(*program: str, **env: str) -> None:
-    """Run a program under torchrun with 2 ranks on a free port; both must say "launched ok"."""
+    """Run a program under torchrun with 2 ranks on a free port. Both must print "launched ok"."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
     settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **env)
     status, output = run_command(command, settings)
@@ -44,14 +44,14 @@ def test_torchrun_without_importing_spccl(installed, name):
 
 
 def test_debug_detail_wraps_it(installed):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts torch's checking wrapper around the backend. One life only: the
-    wrapper's own Gloo meets the addresses of the first one in the agent's store, whatever the backend."""
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts torch's checking wrapper around the backend. The group is made only once:
+    with any backend, a second wrapper's own Gloo finds the addresses of the first one in the agent's store."""
     code = LAUNCHED.read_text().replace('assert name == "spccl", name', "").replace("range(2)", "range(1)")
     torchrun("--no-python", sys.executable, "-c", code, "spccl", TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
 def test_import_torch_registers_lazily(installed):
-    """After `import torch` the name is known, and nothing of the glue is loaded yet."""
+    """After `import torch` the name is known, and the glue is not loaded."""
     code = (
         "import torch, sys; from torch.distributed import Backend; assert 'SPCCL' in Backend._plugins; "
         "assert Backend('spccl') == 'spccl'; assert 'libspccl_torch' not in open('/proc/self/maps').read()"
@@ -105,7 +105,7 @@ def test_stats_of_another_backend(tmp_path):
 
 @pytest.mark.parametrize(("options", "text"), [({}, "timeout_ms is missing"), (None, "zip is not known")])
 def test_options_cross_to_the_glue_by_name(options, text):
-    """A Python package and a glue of two versions notice it, instead of taking one option for another."""
+    """A Python package and a glue of different versions raise an error, and do not mix up options."""
     backend._torch_glue.load()
     known = ("timeout_ms", "format", "slice_bytes", "n_sockets", "stage", "order_per_group", "blocking_wait")
     known += ("max_ctas", "inbox_bytes", "cuda_engine", "zip")
@@ -116,7 +116,8 @@ def test_options_cross_to_the_glue_by_name(options, text):
 
 
 class SplitSource:
-    """What torch looks at in a default group whose backend supports splitting, as ours does beside NCCL."""
+    """A default group with the attributes that torch reads. Its backend supports splitting, as spccl's does beside
+    NCCL."""
 
     bound_device_id = torch.device("cuda:0")
     supports_splitting = True
@@ -129,7 +130,7 @@ class SplitSource:
 
 
 def test_nccl_does_not_split_our_backend():
-    """new_group(backend="nccl") with a bound device passes this choice to NCCL's options, which refuse ours."""
+    """With a bound device, new_group(backend="nccl") gives this choice to NCCL's options, which refuse spccl."""
     from torch.distributed import distributed_c10d
 
     backend._offer_split()

@@ -1,4 +1,4 @@
-"""Four ranks: two-dimensional meshes, callbacks that wait, uneven ranks, torch's optimizers and compiler."""
+"""Four ranks: meshes of two dimensions, callbacks that wait, uneven ranks, torch's optimizers and compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's own stack on backend="spccl": delegated collectives, groups, sparse_coo, DDP, FSDP2, DTensor, DCP."""
+"""torch's own libraries on backend="spccl": delegated calls, groups, sparse_coo, DDP, FSDP2, DTensor, checkpoints."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_info():
 
 
 def test_brackets_in_texts_are_no_markup(monkeypatch):
-    """rich would take "[torch]" for a style and ":key:" for an emoji, and print neither."""
+    """As markup, rich would take "[torch]" as a style and ":key:" as an emoji, and would print neither."""
     entry = info_module.Entry("python", "x[bold]", "absent", "pip install 'name[torch]', host:key: [/] [red]x[/red]")
     monkeypatch.setattr(cli, "info", lambda: [entry, info_module.Entry("setting", "S", "[a]", "[b]")])
     text = run("info")
@@ -55,7 +55,7 @@ def test_brackets_in_texts_are_no_markup(monkeypatch):
 
 
 def test_hints_name_what_an_index_has(monkeypatch):
-    """spccl itself is on none: a hint to install 'spccl[torch]' would not work."""
+    """No package index has spccl itself, so a hint to install 'spccl[torch]' would not work."""
     monkeypatch.setattr(info_module, "_installed", lambda name: None)
     whys = [entry.why for entry in info_module.info() if entry.kind == "python"]
     hints = [why.split("pip install ")[1] for why in whys if "pip install " in why]

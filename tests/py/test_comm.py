@@ -16,7 +16,7 @@ TIMEOUT_S = 30
 
 
 class Store:
-    """A store in memory with the three methods of torch's."""
+    """A store in memory, with the three methods of torch's Store that spccl uses."""
 
     def __init__(self):
         self._values, self._changed = {}, threading.Condition()
@@ -40,7 +40,7 @@ class Store:
 
 
 def run_threads(world_size, fn, **options):
-    """fn(comm) on every rank; returns results by rank, raises the lowest rank's exception."""
+    """Run fn(comm) on every rank. Returns the results by rank; raises the exception of the lowest rank that failed."""
     store, results, errors = Store(), [None] * world_size, [None] * world_size
     options = {"store": store, "timeout": TIMEOUT_S, "transports": "inproc", **options}
 
@@ -98,7 +98,7 @@ def test_collectives(world_size, async_op):
 
 
 def test_verify_cases_on_threads():
-    """A thin slice of `spccl verify`: every collective, dtype and op at the sizes of one block and a bit."""
+    """A part of `spccl verify`: every collective, dtype and op, with little more than one block of elements."""
     cases = [c for c in verify.cases() if c.n_elems in (33, 4097) and c.sparsity == 0.9]
     assert {c.collective for c in cases} == set(verify.COLLECTIVES)
 
@@ -244,7 +244,7 @@ def test_request_timeout_then_success():
             late.set()
         request.wait()
         assert request.done() and x[0] == 2.0
-        request.wait()  # again: no harm
+        request.wait()  # a second wait changes nothing
 
     run_threads(2, rank_main)
 
@@ -288,8 +288,8 @@ def test_dropped_request_keeps_its_memory_until_done():
         gc.collect()
         assert alive() is not None, "memory was freed while the collective was under way"
         dropped.set()
-        comm.broadcast(np.zeros(1, np.float32))  # calls run in order: when it is done, so is the all-reduce
-        comm.broadcast(np.zeros(1, np.float32), async_op=True)  # every call looks for finished strays
+        comm.broadcast(np.zeros(1, np.float32))  # calls run in order: when it ends, the all-reduce has ended
+        comm.broadcast(np.zeros(1, np.float32), async_op=True)  # every call frees finished strays
         assert alive() is None, "memory was not given back"
 
     def ranks(comm):
@@ -439,7 +439,7 @@ def test_signal_ends_a_blocking_wait_and_keeps_the_memory():
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        with pytest.raises(BufferError):  # still borrowed: the collective goes on
+        with pytest.raises(BufferError):  # the collective goes on and still uses the array
             x.append(1)
         gate.set()
         thread.join(TIMEOUT_S)
@@ -448,7 +448,7 @@ def test_signal_ends_a_blocking_wait_and_keeps_the_memory():
 
 
 def test_two_threads_on_one_communicator():
-    """Starting collectives from several threads is refused or works; it never breaks the process."""
+    """Several threads start collectives. Each start works or is refused; the process never crashes."""
     refused, done = [], []
 
     def rank_main(comm):
@@ -475,7 +475,7 @@ def test_two_threads_on_one_communicator():
     "timeout", [-1, 0, 0.0, float("nan"), float("inf"), 1e300, datetime.timedelta(0), datetime.timedelta(seconds=-1)]
 )
 def test_timeouts_that_mean_nothing_are_refused(timeout):
-    """-1 was taken for "the default", silently."""
+    """An earlier version took -1 as the default, without an error."""
     with pytest.raises(spccl.ArgumentError, match=r"timeout: got .*; wanted seconds above 0"):
         spccl.Communicator(0, 1, unique_id=spccl.get_unique_id(), timeout=timeout)
     with spccl.Communicator(0, 1, unique_id=spccl.get_unique_id()) as comm:

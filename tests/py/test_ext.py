@@ -1,4 +1,4 @@
-"""The C extension by itself: inputs that it takes and refuses, errors, memory."""
+"""Tests of the C extension alone: inputs that it takes and refuses, errors, memory."""
 
 import array
 import builtins
@@ -68,7 +68,7 @@ def test_free_threaded_python_is_refused():
 
 
 def test_free_threaded_build_is_refused(tmp_path):
-    """The compiler says it too, where somebody compiles the extension without our CMake files."""
+    """The compiler refuses too, for builds of the extension without spccl's CMake files."""
     compiler = shutil.which("cc")
     source = Path(__file__).resolve().parents[2] / "python" / "ext" / "module.h"
     if compiler is None or not source.is_file():
@@ -137,7 +137,7 @@ def test_refused_arguments_are_named(call, text):
         call()
 
 
-# ---- references: no dtype makes them numbers ----
+# ---- arrays of references are refused, whatever the dtype ----
 
 
 def arrays_of_references():
@@ -194,7 +194,7 @@ def test_complex_numbers_are_not_references():
 
 
 class Capsules:
-    """A DLPack producer around a numpy array, of an older kind, or with another device than the truth."""
+    """A DLPack producer around a numpy array. It can use the old protocol, or claim to be on another device."""
 
     def __init__(self, x, old=False, device=(1, 0), capsule=None):
         self._x, self._old, self._device, self._capsule = x, old, device, capsule
@@ -336,7 +336,7 @@ def test_types_cannot_be_made_or_changed_by_hand():
 
 
 def test_module_in_two_copies():
-    """Multi-phase init: a second import makes a second module with types and exceptions of its own."""
+    """With multi-phase init a second import makes a second module, with types and exceptions of its own."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("spccl._ext", _ext.__file__)

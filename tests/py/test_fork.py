@@ -1,4 +1,4 @@
-"""A child of fork cannot use its parent's Communicator: every call says so at once and changes nothing."""
+"""A child of fork cannot use its parent's Communicator: every call raises at once and changes nothing."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import spccl
 
 
 def in_child(fn):
-    """Run fn() in a child of fork; its exception as text, "" if there was none."""
+    """Run fn() in a child of fork. Returns the text of its exception, "" if there was none."""
     read_fd, write_fd = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""encode, decode, inspect: arrays in, bytes out."""
+"""Tests of encode, decode and inspect."""
 
 import os
 
@@ -14,7 +14,7 @@ EDGES = [0, 1, 31, 32, 33, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7, 65536,
 
 
 def pattern(n, dtype, zeros=0.9, seed=0):
-    """[n] of any bits, about `zeros` of the elements zero."""
+    """[n] elements of random bits; a fraction of about `zeros` of them is zero."""
     rng = np.random.default_rng([int(os.environ["SPCCL_TEST_SEED"]), seed, n])
     storage = numpy_dtype(dtype)
     x = np.frombuffer(rng.bytes(n * storage.itemsize), storage).copy()
@@ -111,7 +111,7 @@ def test_mixed_dtypes_in_one_stream():
 
 
 def empty_frames(n_bytes, dtype):
-    """An encoded array of zeros: `n_bytes` when decoded, 64 bytes a frame."""
+    """An encoded array of zeros that has `n_bytes` when decoded. Each frame has 64 bytes."""
     frame = spccl.encode(np.zeros(1 << 20, dtype), slice_elems=1 << 20)
     return frame * (n_bytes // (np.dtype(dtype).itemsize << 20))
 
@@ -130,7 +130,7 @@ def test_decode_allocates_at_most_max_bytes():
 
 
 def test_max_bytes_stops_at_the_frame_that_passes_it():
-    """Bytes behind that frame are not looked at: neither time nor memory grows with a hostile length."""
+    """decode does not read the bytes after that frame, so a hostile length costs neither time nor memory."""
     with pytest.raises(spccl.ArgumentError, match="up to byte 128 "):
         spccl.decode(empty_frames(8 << 20, "int8") + b"junk" * 100, max_bytes=(1 << 21) - 1)
 

@@ -1,4 +1,4 @@
-"""The second implementation (tests/ref/frame_ref.py) against golden files and document. Needs no library."""
+"""Compares the second decoder (tests/ref/frame_ref.py) with the golden files and FORMAT.md. Needs no library."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_bad(path: Path) -> None:
 
 
 def undump(text: str) -> bytes:
-    """Bytes of a hex dump as docs/FORMAT.md section 7 has them."""
+    """The bytes of a hex dump of docs/FORMAT.md, section 7."""
     out = b""
     starred = False
     for line in text.splitlines():

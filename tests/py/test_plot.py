@@ -1,4 +1,4 @@
-"""spccl plot for results on GPUs: the rows it takes, the roofline, the figure. Rows are synthetic."""
+"""Tests `spccl plot` of results on GPUs, with synthetic rows: which rows it draws, the roofline, the figure."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""bench/races.py: which races of a racecheck report matter."""
+"""Tests which races of a racecheck report bench/races.py counts."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def summary(shown: int, seen: int) -> str:
 
 
 def line_of(text: str) -> int:
-    """The number of the line of ptx.cuh that holds `text`."""
+    """The number of the first line of ptx.cuh that contains `text`."""
     return next(n for n, line in enumerate(HEADER.read_text().splitlines(), 1) if text in line)
 
 
@@ -54,12 +54,12 @@ def test_flags_between_warps_are_left_out() -> None:
 @pytest.mark.parametrize(
     "places",
     [
-        (f" in ptx.cuh:{STORE}", " in decode.cuh:12"),  # one side is data
-        (f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}", " in slice.cuh:9"),  # of three accesses one is
-        (f" in ptx.cuh:{STORE}", " in ptx.cuh:1"),  # another place of the same header
+        (f" in ptx.cuh:{STORE}", " in decode.cuh:12"),  # one access is to data
+        (f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}", " in slice.cuh:9"),  # one of three accesses is to data
+        (f" in ptx.cuh:{STORE}", " in ptx.cuh:1"),  # another line of the same header
         (f" in ptx.cuh:{STORE}", f" in other.cuh:{LOAD}"),
-        ("", ""),  # no lines: who knows
-        (f" in ptx.cuh:{STORE}",),  # cut short
+        ("", ""),  # no line numbers
+        (f" in ptx.cuh:{STORE}",),  # the second access is missing
     ],
 )
 def test_other_races_matter(places: tuple[str, ...]) -> None:
@@ -75,9 +75,9 @@ def test_two_writers_of_a_flag_matter() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        [race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}")],  # did not end
-        [race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}"), summary(1, 2)],  # a limit cut it
-        [summary(3, 3)],  # races in other words
+        [race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}")],  # no summary
+        [race(f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}"), summary(1, 2)],  # a limit left out a race
+        [summary(3, 3)],  # races in a form that is not known
         ["========= RACECHECK SUMMARY: fine"],
         ["========= Warning: Maximum number of hazards reached.", summary(0, 0)],
     ],

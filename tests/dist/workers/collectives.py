@@ -1,4 +1,4 @@
-"""Cases: spccl's own collectives through torch.distributed: values, layouts, async, futures, bad arguments."""
+"""Cases: collectives that spccl runs, through torch.distributed: values, layouts, async, futures, bad arguments."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def in_place():
 
 
 def layouts():
-    """Strided, transposed, channels-last, conjugated, misaligned: copied in and out."""
+    """Strided, transposed, channels-last, conjugated and misaligned tensors are copied in and out."""
     xs = inputs((40, 60), torch.float32)
     want = reduced(xs, "sum")
     x = xs[RANK].t().contiguous().t()
@@ -142,7 +142,7 @@ def layouts():
         leaf = torch.nn.Parameter(xs[RANK].t().contiguous().t())
     dist.broadcast(leaf, 0)
     same_bits(leaf.detach(), xs[0], "a strided parameter")
-    lazy = made(0, 100, torch.complex64).conj().imag  # its sign is turned only when it is read
+    lazy = made(0, 100, torch.complex64).conj().imag  # torch negates it only when it is read
     assert lazy.is_neg()
     outs = [torch.zeros(100) for _ in range(WORLD)]
     dist.all_gather(outs, lazy)
@@ -150,7 +150,7 @@ def layouts():
 
 
 def inference_mode():
-    """Tensors of inference mode may be written only in it; ours are, whichever thread copies them out."""
+    """Tensors of inference mode may be written only in that mode. spccl writes them from any thread."""
     with torch.inference_mode():
         for async_op in (False, True):
             plain, strided = torch.ones(6), torch.ones(6, 2)[:, 0]
@@ -171,7 +171,7 @@ def inference_mode():
 
 
 def finish(works):
-    """Poll, never wait: the copy out is done by another thread."""
+    """Poll until all works are complete, so that another thread copies the outputs; then call wait()."""
     deadline = time.monotonic() + 30
     for work in works:
         while not work.is_completed():
@@ -210,7 +210,7 @@ def many_in_flight():
 
 
 def dropped_work():
-    """Nobody keeps the Work or the tensors: memory must live until spccl is done with it."""
+    """The program drops the Work and the tensors. spccl keeps the memory until it is done with it."""
     for s in range(20):
         dist.all_reduce(made(RANK, 50000, torch.float32, seed=s), async_op=True)
         dist.all_gather(
@@ -223,7 +223,7 @@ def dropped_work():
 
 def polling():
     xs = inputs((WORLD, 300), torch.float32)
-    outs = [torch.zeros(300, 2)[:, 0] for _ in range(WORLD)]  # needs a copy out before "completed"
+    outs = [torch.zeros(300, 2)[:, 0] for _ in range(WORLD)]  # copied out before is_completed() is true
     work = dist.all_gather(outs, xs[RANK][0], async_op=True)
     deadline = time.monotonic() + 30
     while not work.is_completed():
@@ -256,10 +256,10 @@ def futures():
 
 
 def slow_callback():
-    """A callback that blocks holds up no collective: it has a thread of its own."""
+    """A callback that blocks delays no collective, because callbacks run on a thread of their own."""
     release = threading.Event()
     ended = None
-    if RANK == 0:  # the others come later: the callback is attached before the end
+    if RANK == 0:  # the other ranks join later, so the callback is attached before the collective ends
         work = dist.all_reduce(torch.ones(1), async_op=True)
         ended = work.get_future().then(lambda f: release.wait(20))
     else:
@@ -273,7 +273,7 @@ def slow_callback():
 
 
 def wait_timeout():
-    """A wait that is too short says so; the work goes on and may be waited for again."""
+    """A wait with a short timeout raises. The work goes on and may be waited for again."""
     x = torch.ones(100)
     if RANK == 0:
         work = dist.all_reduce(x, async_op=True)
@@ -311,7 +311,7 @@ def coalesced():
             dist.reduce_scatter_tensor(o, x[RANK].clone())
     for o, x in zip(outs, ins, strict=True):
         same_bits(o, reduced(x, "sum")[RANK], "reduce_scatter_tensor coalesced")
-    # An exception inside a batch leaves it open; the next batch is whole all the same.
+    # An exception inside a batch leaves the batch open. The next batch must still be complete.
     group, cpu, t = dist.group.WORLD, torch.device("cpu"), torch.ones(7)
     group._start_coalescing(cpu)
     dist.all_reduce(t, async_op=True).wait()
@@ -339,7 +339,7 @@ def functional():
 
 
 def bad_arguments():
-    """Refused on this rank before anything is sent: the group stays usable."""
+    """Bad arguments are refused on this rank before anything is sent, so the group stays usable."""
     x = torch.ones(6)
     with raises(ValueError, "all_reduce", "expanded", "clone"):
         dist.all_reduce(torch.ones(1).expand(6))

@@ -1,7 +1,7 @@
-"""What every worker shares: joining the group, running cases, inputs and expected answers.
+"""Used by every worker: joining the group, running cases, inputs and expected results.
 
-Every rank can make every rank's input (`made`), so each checks its result against the plain answer computed
-alone, in rank order, as docs/ALGORITHMS.md promises it.
+Every rank can make every rank's input (`made`). So each rank computes the expected result itself, in rank order as
+docs/ALGORITHMS.md says, and compares its own result with it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def join(backend: str = "spccl", timeout_s: float = 60, name: str = "store", **k
 
 
 def main(cases: list[Callable[[], dict | None]], backend: str = "spccl") -> None:
-    """Run all cases, or those named on the command line. Exit status 1 at the first that fails here."""
+    """Run all cases, or those named on the command line. Exits with 1 at the first case that fails on this rank."""
     wanted = sys.argv[1:]
     join(backend)
     for case in cases:
@@ -55,7 +55,7 @@ def main(cases: list[Callable[[], dict | None]], backend: str = "spccl") -> None
             extra = case() or {}
         except BaseException:
             report(case.__name__, ok=False, error=traceback.format_exc())
-            os._exit(1)  # peers see the links close, and end
+            os._exit(1)  # the peers then see that the links are closed, and end
         report(case.__name__, ok=True, seconds=round(time.monotonic() - started, 3), **extra)
     dist.destroy_process_group()
 
@@ -73,7 +73,7 @@ def raises(kind: type[BaseException], *words: str):
 
 
 def made(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype, zeros: float = 0.8, seed: int = 0):
-    """Rank `rank`'s input: random, a share `zeros` of it zero; floats with -0.0 and tiny values among them."""
+    """Rank `rank`'s input: random values, a fraction `zeros` of them zero. Floats have some -0.0."""
     shape = (shape,) if isinstance(shape, int) else shape
     g = torch.Generator().manual_seed((SEED + 1000 * seed + rank) % (1 << 63))
     keep = torch.rand(shape, generator=g) >= zeros
@@ -91,7 +91,7 @@ def made(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype, zeros: flo
 
 
 def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The plain answer: rank order from +0.0, 16-bit floats in float32 and rounded once."""
+    """The expected reduction: in rank order from +0.0; 16-bit floats are added in float32 and rounded once."""
     dtype = inputs[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     wide_inputs = [x.to(wide) for x in inputs]
@@ -109,7 +109,7 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     else:
         total = wide_inputs[0]
         for x in wide_inputs[1:]:
-            # of equal values the lowest rank's bits stay
+            # equal values: the lowest rank's bits stay
             better = x < total if op == "min" else x > total
             total = torch.where(better, x, total)
     return total.to(dtype)
@@ -139,7 +139,7 @@ def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def same_everywhere(x: torch.Tensor, what: str) -> None:
-    """All ranks hold the same bits (asked over the store's own path: an object gather)."""
+    """Check that all ranks hold the same bits. The ranks compare them by all_gather_object."""
     all_bits: list = [None] * WORLD
     dist.all_gather_object(all_bits, bits(x).numpy().tobytes())
     assert all(b == all_bits[0] for b in all_bits), f"{what}: ranks differ"

@@ -1,4 +1,4 @@
-"""Groups made by spccl.backend.make_process_group, with no default group; and a shrinking world, as under torchft."""
+"""Cases: groups of spccl.backend.make_process_group without a default group, and with fewer and fewer ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def without_a_default_group() -> None:
 
 
 def fewer_ranks_on_the_same_store() -> None:
-    """The last rank leaves; the others make a new group, as often as they like, under the same name."""
+    """The last rank leaves. The others make a new group under the same name, twice."""
     for n_ranks in (WORLD, WORLD - 1, WORLD - 1):
         if RANK >= n_ranks:
             return

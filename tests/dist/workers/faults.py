@@ -1,7 +1,7 @@
-"""Cases, one per run: what every rank sees when ranks disagree, die, hang or abort, and what works afterwards.
+"""Cases, one per run: the errors on every rank when ranks disagree, die, hang or abort.
 
-Each case ends with `works_again`: the survivors destroy the broken group and make a new one in the same process;
-what the broken group held (file descriptors, threads, shared memory) is gone.
+Each case ends with `works_again`: the survivors destroy the broken group and make a new one in the same process. The
+file descriptors, threads and shared memory of the broken group must then be gone.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import torch.distributed as dist
 from workers.common import FOLDER, RANK, WORLD, join, raises, report
 
 SOON_S = 10  # far below the time-outs of the groups, far above what a busy machine needs
-ELEMENTS = 1 << 20  # 4 MiB: several slices, so that a fault falls into the middle
+ELEMENTS = 1 << 20  # 4 MiB are several slices, so a fault comes in the middle of a collective
 
 
 def held() -> tuple[int, int, list[str]]:
-    """What this process holds: file descriptors, threads, names of shared memory."""
+    """Number of file descriptors and of threads of this process, and the names of its shared memory."""
     segments = [n for n in os.listdir("/dev/shm") if n.startswith(f"spccl-{os.getpid()}")]
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments
 
 
 def open_files() -> list[str]:
-    """What the descriptors of this process are: for the text of a failure."""
+    """The targets of this process's descriptors, for the text of a failure."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
     return names
 
 
 def alone_once() -> None:
-    """One whole life of a group of one: afterwards all that torch starts once per process is there."""
+    """Make, use and destroy a group of one rank. Afterwards torch has started all that it starts once per process."""
     dist.init_process_group("spccl", store=dist.HashStore(), rank=0, world_size=1)
     for x in (torch.ones(1), torch.eye(2).to_sparse_coo()):
         dist.all_reduce(x, async_op=True).get_future().wait()
@@ -49,7 +49,7 @@ def alone_once() -> None:
 
 def works_again(ranks: list[int], before: tuple | None = None) -> None:
     dist.destroy_process_group()
-    if before is not None and torch.version.cuda is None:  # a CUDA build opens the driver's files when it likes
+    if before is not None and torch.version.cuda is None:  # a CUDA build may open the driver's files at any time
         assert wait_for(lambda: held() == before), f"before: {before}, after: {held()}, open: {open_files()}"
     dist.init_process_group(
         "spccl",
@@ -65,7 +65,7 @@ def works_again(ranks: list[int], before: tuple | None = None) -> None:
 
 
 def wait_for(true, within_s: float = 5) -> bool:
-    """Threads need a moment to leave /proc."""
+    """Poll until `true()`; a thread that has ended stays in /proc for a moment. Returns False after `within_s`."""
     deadline = time.monotonic() + within_s
     while not true():
         if time.monotonic() > deadline:
@@ -75,7 +75,7 @@ def wait_for(true, within_s: float = 5) -> bool:
 
 
 def caught(action, kind=dist.DistBackendError) -> dict:
-    """Run `action`, which must fail; returns the text and how long it took."""
+    """Run `action`, which must fail. Returns the text of the error and the seconds that it took."""
     started = time.monotonic()
     try:
         action()
@@ -109,7 +109,7 @@ def operation_mismatch():
 
 
 def broken_group_stays_broken():
-    """After a failure every call says so at once, with the first cause, Gloo's share and the sparse runner too."""
+    """After a failure every call raises at once and names the first cause, also in Gloo and the sparse runner."""
     alone_once()
     before = held()
     join(timeout_s=20)
@@ -127,7 +127,7 @@ def broken_group_stays_broken():
 
 
 def killed_peer():
-    """The last rank is killed (no goodbye) while the others are inside the collective."""
+    """The last rank is killed while the others are inside the collective. It sends no message before."""
     alone_once()
     before = held()
     join(timeout_s=30)
@@ -142,7 +142,7 @@ def killed_peer():
 
 
 def killed_peer_async():
-    """The same, seen through Work and Future."""
+    """The last rank is killed; the others get the error from Work and Future."""
     join(timeout_s=30)
     x = torch.randn(ELEMENTS)
     dist.all_reduce(x)
@@ -155,7 +155,7 @@ def killed_peer_async():
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, torch cannot hand an exception to Python
         assert work.exception() is not None
     caught(future.wait, RuntimeError)
-    sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # its runner would wait for the dead
+    sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # must not wait for the dead rank
     assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < SOON_S, sparse
     works_again(list(range(WORLD - 1)))
     return told
@@ -174,25 +174,25 @@ def hanging_peer():
 
 
 def killed_peer_while_the_sparse_runner_is_made():
-    """The last rank dies before its first sparse call, which the others are in already."""
+    """The last rank dies before its first sparse call, while the others wait for it in that call."""
     join(timeout_s=30)
     if RANK == WORLD - 1:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.eye(4).to_sparse_coo(), async_op=True)
-    caught(lambda: dist.all_reduce(torch.ones(10)))  # this is what sees the death
+    caught(lambda: dist.all_reduce(torch.ones(10)))  # this call notices that the rank is gone
     told = caught(work.wait)
     works_again(list(range(WORLD - 1)))
     return told
 
 
 def abort_from_a_thread():
-    """Rank 0 aborts while it waits itself; everyone ends at once, far before the timeout."""
+    """Rank 0 aborts while it waits too. All ranks end at once, far before the timeout."""
     join(timeout_s=60)
     if RANK == 0:
         threading.Timer(1.0, dist.group.WORLD.abort).start()
     if RANK == WORLD - 1:
-        time.sleep(2)  # joins nothing: the others can only be freed by the abort
+        time.sleep(2)  # joins no collective, so only the abort can end the wait of the others
     told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
     return told
@@ -214,14 +214,14 @@ def abort_work():
 
 
 def absent_rank_at_start():
-    """The last rank never comes: making the group fails within the timeout, and says who is missing."""
+    """The last rank never joins. Making the group fails within the timeout, and the error names that rank."""
     if RANK == WORLD - 1:
         return {"text": "", "after_s": 0.0}
     return caught(lambda: join(timeout_s=3), RuntimeError)
 
 
 def exit_without_destroy():
-    """A script that forgets destroy_process_group ends by itself, with work under way on other ranks done."""
+    """A script without destroy_process_group ends by itself, and the other ranks' work is done."""
     join(timeout_s=30)
     x = torch.ones(100)
     dist.all_reduce(x, async_op=True).get_future().then(lambda f: None).wait()

@@ -1,5 +1,5 @@
-"""Cases for two ranks: rank 0 forks, and its child must not use the group: every call raises, none hangs, and
-the parent's group goes on as if there were no child."""
+"""Cases for two ranks: rank 0 forks, and its child calls the group. Every call of the child raises and none hangs.
+The parent's group goes on."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def child_waits_for_pending_work():
 
 
 def child_destroys_group():
-    """The child's copy goes away without a word to the peers; the parent is not even disturbed in Gloo's part."""
+    """The child destroys its copy of the group. The parent's group goes on, with its inner Gloo and sparse runner."""
     if RANK == 0:
         in_child(dist.destroy_process_group)
     sum_is_right()
@@ -96,7 +96,7 @@ def child_destroys_group():
 
 
 def forks_while_busy():
-    """Forks fall into the middle of collectives, when other threads hold locks."""
+    """The process forks during collectives, while other threads hold locks."""
     from concurrent.futures import ThreadPoolExecutor
 
     def fork_often():

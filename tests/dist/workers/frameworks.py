@@ -1,5 +1,5 @@
-"""The lines of docs/FRAMEWORKS.md, run with the real libraries on CPU ranks. One case per process: each of the
-libraries keeps state of its own."""
+"""Runs the lines of docs/FRAMEWORKS.md with the real libraries on CPU ranks. Each case has its own process, because
+each library keeps state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import spccl
 from spccl import ddp
 from workers.common import FOLDER, RANK, WORLD, join, report
 
-# What torchrun sets. Nothing listens on the port: the group is made first, from a file.
+# The variables of torchrun. Nothing listens on the port: each case first makes the group from a file.
 os.environ.update(LOCAL_RANK=str(RANK), LOCAL_WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 
@@ -30,7 +30,7 @@ def batch() -> torch.Tensor:
 
 
 def check(hook, model, n_steps: int) -> None:
-    """The hook ran in each step, saved something, and left all ranks with the same parameters."""
+    """Check that the hook ran in each step and pruned, and that all ranks have the same parameters."""
     stats = hook.stats()
     assert stats["step"] == n_steps and stats["density_pruned"] < 0.5, stats
     for param in model.parameters():
@@ -56,7 +56,7 @@ def accelerate() -> None:
 
 
 def accelerate_ignores_comm_hook() -> None:
-    """What the page warns of: another hook than its own five is dropped without a word."""
+    """Accelerate ignores a hook that is not one of its own five, without an error. docs/FRAMEWORKS.md warns of it."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -85,7 +85,7 @@ class Net(torch.nn.Module):
 
 
 def trainer() -> None:
-    """Three steps, a checkpoint, and three more from it: the bits of six steps without a break."""
+    """Three steps, a checkpoint, and three steps from it give the same bits as six steps in one run."""
     from transformers import Trainer, TrainingArguments
 
     join()

@@ -1,4 +1,4 @@
-"""A whole small job for a launcher (torchrun): group from the environment, one DDP step, the group made twice."""
+"""A small job for a launcher such as torchrun: twice it makes a group from the environment and takes a DDP step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 warnings.simplefilter("ignore")
-for _ in range(2):  # torchrun's agent keeps one store: the second life must not meet the first one's keys
+for _ in range(2):  # torchrun's agent keeps one store: the second group must not read the keys of the first
     dist.init_process_group(sys.argv[1])
     rank, world = dist.get_rank(), dist.get_world_size()
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))

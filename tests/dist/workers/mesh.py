@@ -1,5 +1,5 @@
-"""Cases for four ranks: meshes of two dimensions, what callbacks may do, uneven ranks, torch's optimizers and
-compiler on top."""
+"""Cases for four ranks: meshes of two dimensions, callbacks that wait, uneven ranks, torch's optimizers and
+compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mesh_2d():
 
 
 def callback_waits_for_another():
-    """A callback may issue a collective and wait for its future, several deep; each gets a thread to end on."""
+    """A callback may issue a collective and wait for its future; the callback of that future may do the same."""
 
     def deeper(level):
         def run(future):
@@ -48,10 +48,10 @@ def deeper_sparse(future):
 
 
 def callbacks_in_order():
-    """Callbacks that are attached before the end run in the order in which the collectives were issued."""
+    """Callbacks that are attached before their collectives end run in the order of issue."""
     order: list[int] = []
     dist.barrier()
-    if RANK != 0:  # rank 0 attaches first: nothing ends before all ranks have come
+    if RANK != 0:  # no collective ends before all ranks have joined, so rank 0 attaches in time
         dist.recv(torch.zeros(1), 0)
     works = [dist.all_reduce(torch.full((10,), float(i)), async_op=True) for i in range(20)]
     futures = [w.get_future().then(lambda f, i=i: order.append(i)) for i, w in enumerate(works)]
@@ -85,7 +85,7 @@ def power_sgd():
 
 
 def ddp_join():
-    """Every rank has another number of batches; those that are through shadow the others' collectives."""
+    """Every rank has another number of batches. A rank that has none left joins the collectives of the others."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
     model = DistributedDataParallel(net)
@@ -102,7 +102,7 @@ def ddp_join():
 
 
 def ddp_rank_without_rows():
-    """nn.Embedding(sparse=True) with int64 indices; one rank's batch has no rows, one's only duplicates."""
+    """nn.Embedding(sparse=True) with int64 indices. One rank's batch has no rows, another's has only duplicates."""
 
     def batch(rank):
         return torch.tensor([[], [3, 3, 3], [0, 49, 7], [7, 8, 8]][rank], dtype=torch.int64)
@@ -137,7 +137,7 @@ def ddp_rank_without_rows():
 
 
 def groups_of_a_mesh():
-    """The groups of rows and columns at once, each with work in flight."""
+    """The groups of both mesh dimensions and the world have work in flight at the same time."""
     mesh = mesh_2d()
     xs = {}
     works = []
@@ -158,7 +158,7 @@ def groups_of_a_mesh():
 
 
 def hsdp():
-    """fully_shard over rows, replicas over columns: reduce-scatter, then all-reduce of the shards."""
+    """fully_shard over one mesh dimension, replicas over the other: reduce-scatter, then all-reduce of the shards."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -186,11 +186,11 @@ def dtensor_2d():
     assert torch.equal(partial.full_tensor(), 2 * whole)
 
 
-# ---- on top of collectives ---------------------------------------------------------------------------------
+# ---- optimizer, compiler, data loader, threads -------------------------------------------------------------
 
 
 def zero_optimizer():
-    """ZeroRedundancyOptimizer: each rank steps its share of the parameters and broadcasts them."""
+    """ZeroRedundancyOptimizer: each rank updates its part of the parameters and broadcasts it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def trained(make):
@@ -211,7 +211,7 @@ def zero_optimizer():
 
 
 def compiled():
-    """Collectives inside torch.compile, in one graph."""
+    """torch.compile makes one graph of a function with collectives."""
     import torch.distributed._functional_collectives as fc
 
     group = dist.group.WORLD
@@ -227,7 +227,7 @@ def compiled():
 
 
 def data_loader_workers():
-    """Worker processes are forked in the middle of a group's life, and end: the group goes on."""
+    """A data loader forks worker processes while the group exists, and they end. The group goes on."""
     from torch.utils.data import DataLoader
 
     for _ in range(2):
@@ -239,7 +239,7 @@ def data_loader_workers():
 
 
 def groups_in_threads():
-    """Each of three threads has a group of its own; their collectives do not wait for each other."""
+    """Each of three threads has a group of its own. Their collectives do not wait for each other."""
     from concurrent.futures import ThreadPoolExecutor
 
     groups = [dist.new_group() for _ in range(3)]

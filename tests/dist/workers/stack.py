@@ -1,4 +1,4 @@
-"""Cases: what torch's own stack asks of a backend: delegated collectives, groups, objects, sparse_coo, DDP,
+"""Cases: calls that torch's own libraries make on a backend: delegated collectives, groups, objects, sparse_coo, DDP,
 FSDP2, DTensor, distributed checkpoints."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workers.common import FOLDER, RANK, WORLD, bits, made, main, raises, reduced, same_bits, same_everywhere
 
-# ---- Gloo's share ------------------------------------------------------------------------------------------
+# ---- calls that Gloo runs ----------------------------------------------------------------------------------
 
 
 def delegated():
@@ -34,7 +34,7 @@ def delegated():
     out = torch.zeros(WORLD)
     dist.all_to_all_single(out, torch.arange(WORLD) + 10.0 * RANK)
     assert torch.equal(out, torch.arange(WORLD) * 10.0 + RANK)
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # Gloo has no list form before
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # older versions of Gloo have no list form
         outs = [torch.zeros(3) for _ in range(WORLD)]
         dist.all_to_all(outs, [torch.full((3,), 10.0 * RANK + r) for r in range(WORLD)])
         assert [int(o[0]) for o in outs] == [10 * r + RANK for r in range(WORLD)]
@@ -65,7 +65,7 @@ def point_to_point():
 
 
 def mixed_order():
-    """Ours and Gloo's in flight together, and a send that the peer needs before it joins."""
+    """Collectives of spccl and Gloo are in flight together. A peer needs a send before it joins."""
     x, y = torch.ones(1000), torch.ones(1000, dtype=torch.bool)
     first = dist.all_reduce(x, async_op=True)
     second = dist.all_reduce(y, dist.ReduceOp.MIN, async_op=True)
@@ -148,7 +148,7 @@ def groups():
 
 
 def split():
-    """A group out of a group, as torch.distributed.split_group asks for one where a device is bound."""
+    """Split the group with the calls that torch.distributed.split_group makes where a device is bound."""
     import copy
 
     parent = dist.group.WORLD
@@ -172,7 +172,8 @@ def split():
 
 
 def destroy_and_join_again():
-    """Five lives of the default group, three groups each: no file descriptor, thread or segment stays."""
+    """Make and destroy the default group five times, each time with two more groups. No file descriptor, thread or
+    segment stays."""
     dist.destroy_process_group()
 
     def count():
@@ -184,7 +185,7 @@ def destroy_and_join_again():
 
     counts = []
     for life in range(5):
-        join(name="same-store" if life < 3 else f"store-{life}")  # torch may hand out one store again
+        join(name="same-store" if life < 3 else f"store-{life}")  # torch may pass the same store again
         for _ in range(2):
             x = torch.ones(1000)
             dist.all_reduce(x, group=dist.new_group())
@@ -202,7 +203,8 @@ def destroy_and_join_again():
 
 
 def coo(rank, shape, nnz, dtype=torch.float32, dense=0, duplicates=True, seed=0):
-    """Rank `rank`'s sparse tensor, uncoalesced, with duplicates and an explicit zero among its entries."""
+    """Rank `rank`'s sparse tensor. It is uncoalesced, with duplicates and explicit zeros, unless `duplicates` is
+    false."""
     g = torch.Generator().manual_seed(100 * seed + rank)
     sparse_shape = shape[: len(shape) - dense]
     indices = torch.stack([torch.randint(n, (nnz,), generator=g) for n in sparse_shape])
@@ -235,7 +237,7 @@ def sparse_values():
 
 
 def sparse_integers():
-    """Sums that overflow, and averages of them, are those of the dense all-reduce."""
+    """Sums that overflow, and averages of them, equal those of the dense all-reduce."""
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
         limits = torch.iinfo(dtype)
         values = torch.tensor([limits.max, limits.min, limits.max - RANK, 1, limits.min + 1 + RANK], dtype=dtype)
@@ -248,7 +250,8 @@ def sparse_integers():
 
 
 def sparse_async():
-    """In flight with dense ones: a communicator of their own keeps the order on every rank."""
+    """Sparse and dense calls are in flight together. Sparse calls have their own communicator, so neither disturbs the
+    other's order."""
     sparse = [coo(RANK, (500, 4), 30 + 10 * RANK, dense=1, seed=s) for s in range(4)]
     dense = [made(RANK, 3000, torch.float32, seed=s) for s in range(4)]
     works = []
@@ -265,7 +268,7 @@ def sparse_async():
 
 
 def sparse_refused():
-    """Shapes that differ are an error on every rank, and the group goes on."""
+    """Shapes that differ between ranks are an error on every rank. The group stays usable."""
     x = torch.eye(4 if RANK == 0 else 5).to_sparse_coo()
     with raises(dist.DistBackendError, "sparse_coo", "another shape", "rank "):
         dist.all_reduce(x)
@@ -280,7 +283,7 @@ def sparse_refused():
 
 
 class Net(nn.Module):
-    """Two linear layers; the third is used only where `use_extra` says so."""
+    """An embedding and two linear layers. A third linear layer is used only if `use_extra` is true."""
 
     def __init__(self, sparse_embedding: bool = False):
         super().__init__()
@@ -298,8 +301,8 @@ def batch(rank: int, step: int):
 
 
 def trained(group, steps: int = 4, sparse: bool = False, accumulate: int = 1, extra=lambda step: True, **ddp):
-    """Parameters after `steps` of SGD under DDP on `group`."""
-    torch.manual_seed(RANK)  # DDP must copy rank 0's
+    """The parameters after `steps` steps of SGD with DDP on `group`."""
+    torch.manual_seed(RANK)  # DDP must copy rank 0's parameters
     net = Net(sparse)
     model = DistributedDataParallel(net, process_group=group, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -360,7 +363,7 @@ def ddp_fp16_hook():
 
 
 def fsdp2():
-    """fully_shard on a CPU mesh, against one process with the averaged gradients."""
+    """fully_shard on a CPU mesh gives the parameters of one process that averages the gradients."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -431,7 +434,7 @@ def checkpoint():
 
 
 def ddp_model_is_spread_by_broadcast():
-    """Ranks start with other weights and buffers; after DDP's constructor all have rank 0's bits."""
+    """Ranks start with different weights and buffers. After DDP's constructor all have rank 0's bits."""
     torch.manual_seed(RANK)
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     DistributedDataParallel(net)
