@@ -1,4 +1,4 @@
-"""Checks the rules of CONTRIBUTING.md on sizes and words. The exceptions are here, each with its reason."""
+"""Checks the rules of CONTRIBUTING.md on sizes, words and documents. The exceptions are here, each with its reason."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 6
+MAX_PROSE_COLUMNS = 100  # of *.md files
 # Functions of a GPU are inlined: their parameters stay in registers, but a struct of them may not.
 MAX_DEVICE_PARAMETERS = 12
 C_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
@@ -144,6 +145,27 @@ def word_faults(name: str, text: str) -> Iterator[str]:
                     yield f"{name}:{number}: {advice}: {line.strip()[:80]}"
 
 
+def document_faults(name: str, text: str) -> Iterator[str]:
+    """Lines of prose of a *.md file that are too long, and relative links to files that do not exist.
+
+    Code blocks are not checked. Tables may be wide, and URLs do not count as columns.
+    """
+    in_code = False
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+            continue
+        if in_code:
+            continue
+        n_columns = len(re.sub(r"https?://[^\s)>]+", "", line))
+        if n_columns > MAX_PROSE_COLUMNS and not line.lstrip().startswith("|"):
+            yield f"{name}:{number}: {n_columns} columns, at most {MAX_PROSE_COLUMNS}: {line.strip()[:60]}"
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", line)):
+            path = target.partition("#")[0]
+            if path and not re.match(r"[a-z]+:", path) and not (ROOT / name).parent.joinpath(path).exists():
+                yield f"{name}:{number}: the link leads to {path}, which does not exist"
+
+
 def main() -> int:
     names, used, faults = tracked(), set(), []
     for name in names:
@@ -151,6 +173,8 @@ def main() -> int:
         faults += word_faults(name, text)
         if Path(name).suffix in C_SUFFIXES or name.endswith(".py"):
             faults += size_faults(name, text, used)
+        if name.endswith(".md"):
+            faults += document_faults(name, text)
     stale = sorted((set(ALLOWED_SIZE) | set(ALLOWED_PARAMETERS)) - used)
     faults += [f"check_style.py: the exception for {key} is not needed: delete it" for key in stale]
     print("\n".join([*faults, f"check_style: {len(names)} files, {len(faults)} faults"]))

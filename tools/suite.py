@@ -215,7 +215,7 @@ def sanitizer_prefix(flag: str) -> tuple[str, ...]:
 def style() -> str:
     for script in ("check_style", "check_layers", "check_headers", "check_platform"):
         must_run(script, [PYTHON, ROOT / "tests" / f"{script}.py"], script, show=True)
-    return "file and function sizes, words, include order, each header alone"
+    return "sizes, words, documents, include order, each header alone"
 
 
 def lint() -> str:
