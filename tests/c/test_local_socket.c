@@ -91,7 +91,7 @@ static void test_connect(void)
     expect(try_connecting(&other, &at), SPCCL_ERR_PEER, "does not expect rank 2");
     other.rank = 0;
     other.kind = SP_HS_GPU;
-    expect(try_connecting(&other, &at), SPCCL_ERR_PEER, "is not whom this connection is for");
+    expect(try_connecting(&other, &at), SPCCL_ERR_PEER, "is not the rank that this connection is for");
     other = c;
     other.rank = 0;
     other.queue_bytes = 8192;

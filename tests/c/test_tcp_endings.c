@@ -9,7 +9,7 @@ enum { ABORTS, SAYS_NOTHING };
 #define ABORT_AFTER_MS 150
 #define ABORT_LATE_MS 400 /* the transport waits 600 ms for an abort after a connection ended */
 #define N_TRIES 20
-#define WORD "the first reason"
+#define REASON "the first reason"
 
 /* What rank 0 got, and how long rank 1 took between the cut and its abort. The ranks are threads. */
 static struct {
@@ -64,7 +64,7 @@ static void ending(struct member *m)
         cut_queue(m, 0);
         usleep(ABORT_AFTER_MS * 1000);
         if (m->kind == ABORTS)
-            m->t->abort_peers(m->ep, WORD);
+            m->t->abort_peers(m->ep, REASON);
         result.abort_ms = (sp_now_ns() - start_ns) / 1000000;
         while (atomic_load(&m->shared->n_done) == 0)
             usleep(1000);
@@ -89,7 +89,7 @@ static void run_ending(int kind)
 }
 
 /* On a busy machine rank 1 may abort too late. Such a try shows nothing and is repeated. */
-static void test_last_word(void)
+static void test_abort_arrives(void)
 {
     int n_seen = 0;
     for (int i = 0; i < N_TRIES && n_seen < 3; i++) {
@@ -97,13 +97,13 @@ static void test_last_word(void)
         if (result.abort_ms > ABORT_LATE_MS)
             continue;
         n_seen++;
-        CHECK(result.st == SPCCL_ERR_ABORTED && strcmp(result.text, WORD) == 0, "%d \"%s\" after %d ms: %s",
+        CHECK(result.st == SPCCL_ERR_ABORTED && strcmp(result.text, REASON) == 0, "%d \"%s\" after %d ms: %s",
               (int)result.st, result.text, (int)result.took_ms, result.error);
     }
     CHECK(n_seen == 3, "rank 1 was late in %d of %d tries", N_TRIES - n_seen, N_TRIES);
 }
 
-static void test_no_word(void)
+static void test_no_abort(void)
 {
     run_ending(SAYS_NOTHING);
     CHECK(result.st == SPCCL_ERR_PEER && result.took_ms >= 2 * ABORT_AFTER_MS &&
@@ -114,6 +114,6 @@ static void test_no_word(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"last_word", test_last_word}, {"no_word", test_no_word}, {NULL, NULL}};
+        {"abort_arrives", test_abort_arrives}, {"no_abort", test_no_abort}, {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 #define PATIENCE_NS (INT64_C(10) * 1000000000) /* for one handshake */
-#define EVICT_NS (INT64_C(1) * 1000000000)     /* the same when all places are taken */
-#define N_LOGGED 20                            /* lines about strangers, per listener */
+#define EVICT_NS (INT64_C(1) * 1000000000)     /* the same while SP_ACCEPTOR_PENDING connections wait */
+#define N_LOGGED 20                            /* log lines about dropped connections, per acceptor */
 
 spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config)
 {
@@ -19,7 +19,7 @@ spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_c
     a->pending = sp_calloc(SP_ACCEPTOR_PENDING, sizeof *a->pending);
     if (a->pending == NULL) {
         sp_acceptor_close(a);
-        return SP_FAIL(SPCCL_ERR_NOMEM, "%d places for connections", SP_ACCEPTOR_PENDING);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "a table of %d connections", SP_ACCEPTOR_PENDING);
     }
     return SPCCL_OK;
 }
@@ -28,7 +28,7 @@ void sp_acceptor_close_descriptors(sp_acceptor *a)
 {
     for (int i = 0; i < a->n_pending; i++)
         close(a->pending[i].hs.fd);
-    if (a->listen_fd > 0 || (a->listen_fd == 0 && a->pending != NULL)) /* zeroed: nothing is open */
+    if (a->listen_fd > 0 || (a->listen_fd == 0 && a->pending != NULL)) /* a zeroed acceptor has none */
         close(a->listen_fd);
     a->n_pending = 0;
     a->listen_fd = -1;
@@ -70,7 +70,7 @@ static void evict_oldest(sp_acceptor *a, int64_t now_ns)
         if (a->pending[i].since_ns < a->pending[oldest].since_ns)
             oldest = i;
     if (now_ns - a->pending[oldest].since_ns >= EVICT_NS)
-        drop(a, oldest, "too many connections wait, and it is the oldest");
+        drop(a, oldest, "too many connections wait, and this one is the oldest");
 }
 
 static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)
@@ -81,7 +81,7 @@ static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)
         if (a->n_pending == SP_ACCEPTOR_PENDING)
             evict_oldest(a, now_ns);
         if (a->n_pending == SP_ACCEPTOR_PENDING)
-            return SPCCL_OK; /* the others wait in the kernel's queue */
+            return SPCCL_OK; /* the others stay in the kernel's backlog */
         fd = accept4(a->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0) {
             if (errno == EINTR || errno == ECONNABORTED)

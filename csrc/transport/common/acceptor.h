@@ -1,6 +1,6 @@
-/* acceptor.h - a listening socket and the connections on it that have not proven themselves yet.
- * Strangers (wrong secret, noise, silence) are dropped with a log line; they hold at most
- * SP_ACCEPTOR_PENDING places for a bounded time and never hold up the others. */
+/* acceptor.h - a listening socket and its unproven connections. A connection that does not prove the job
+ * secret (wrong secret, noise, silence) is closed with a log line. There are at most SP_ACCEPTOR_PENDING
+ * unproven connections, each for a limited time, and none delays the others. */
 #ifndef SP_ACCEPTOR_H
 #define SP_ACCEPTOR_H
 
@@ -9,13 +9,14 @@
 #define SP_ACCEPTOR_PENDING 64
 
 typedef struct sp_acceptor_config {
-    int rank;              /* for log lines; -1: none */
+    int rank;              /* for log lines; -1: no rank */
     const uint8_t *secret; /* borrowed */
-    bool tcp;              /* set TCP options on what is accepted */
+    bool tcp;              /* set TCP options on accepted connections */
     void *ctx;
     /* See sp_hs.check. */
     spccl_status (*check)(void *ctx, const sp_hs_hello *hello);
-    /* A proven connection, now owned by the callee. What it returns, if not SPCCL_OK, ends the step. */
+    /* Called with each proven connection, which the callee then owns. A status other than SPCCL_OK ends the
+     * step with that status. */
     spccl_status (*ready)(void *ctx, int fd, const sp_hs_hello *hello);
 } sp_acceptor_config;
 
@@ -29,14 +30,15 @@ typedef struct sp_acceptor {
     } * pending; /* [SP_ACCEPTOR_PENDING] */
 } sp_acceptor;
 
-/* Owns listen_fd (non-blocking, listening) from here on, also on failure. Errors: NOMEM. */
+/* Takes over listen_fd, on failure too. It listens and is non-blocking. Errors: NOMEM. */
 spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config);
-/* Accept and go on with what is there; never blocks. Errors: SYSTEM (no descriptor for a connection); what `ready` returned; MISMATCH if a proven
- * dialler was refused for that (both ends then know why). */
+/* Accept new connections and continue all handshakes, without blocking. Errors: SYSTEM (no descriptor for a
+ * connection), what `ready` returned, MISMATCH (`check` refused a proven connecting side for that; both ends
+ * then know why). */
 spccl_status sp_acceptor_step(sp_acceptor *a);
-/* Accepts a zeroed or closed one. */
+/* Accepts a zeroed or closed acceptor. */
 void sp_acceptor_close(sp_acceptor *a);
-/* Only the descriptors: what a child of fork may do (forks.h). */
+/* Close the descriptors and free nothing: for a child of fork (forks.h). */
 void sp_acceptor_close_descriptors(sp_acceptor *a);
 
 #endif

@@ -1,5 +1,5 @@
-/* auth.h - SHA-256, HMAC, random bytes, and the comparison of secrets: what a connection needs to prove
- * that it belongs to the job. Sources: FIPS 180-4 (SHA-256), RFC 2104 (HMAC). */
+/* auth.h - SHA-256, HMAC, random bytes, and the comparison of secrets. The handshake needs them to prove the
+ * job secret. Sources: FIPS 180-4 (SHA-256), RFC 2104 (HMAC). */
 #ifndef SP_AUTH_H
 #define SP_AUTH_H
 
@@ -19,17 +19,17 @@ void sp_sha256_init(sp_sha256 *h);
 void sp_sha256_add(sp_sha256 *h, const void *data, size_t bytes);
 void sp_sha256_finish(sp_sha256 *h, uint8_t out[SP_SHA256_BYTES]);
 
-/* out = HMAC-SHA256(key, parts one after another). */
 typedef struct sp_bytes {
     const void *data;
     size_t bytes;
 } sp_bytes;
+/* out = HMAC-SHA256(key, the parts one after another). */
 void sp_hmac_sha256(const void *key, size_t key_bytes, const sp_bytes *parts, size_t n_parts,
                     uint8_t out[SP_SHA256_BYTES]);
 
-/* In a time that does not depend on the content. */
+/* True if the bytes are equal. Takes a time that does not depend on them. */
 bool sp_equal_secret(const void *a, const void *b, size_t bytes);
-/* From the kernel's generator. Errors: SYSTEM. */
+/* Random bytes from the kernel. Errors: SYSTEM. */
 spccl_status sp_random_bytes(void *out, size_t bytes);
 
 #endif

@@ -1,4 +1,4 @@
-/* handshake.c - see handshake.h. Numbers are little-endian.
+/* handshake.c - see handshake.h. The bytes of the messages; numbers are little-endian:
  *   hello      0 magic[8]  8 version u32  12 kind u32  16 to_id[16]  32 group_tag u64  40 queue_bytes u64
  *              48 from i32  52 to i32  56 world_size i32  60 queue u32  64 stripe u32  68 n_queues u32
  *              72 n_sockets u32  76 zero[20]  96 random[32]
@@ -47,7 +47,7 @@ static void get_hello(const uint8_t *p, sp_hs_hello *h)
     h->n_sockets = sp_load_le32(p + 72);
 }
 
-/* Each direction has its own word in the HMAC, so neither proof can be played back as the other. */
+/* The HMAC of each side starts with a label of its own, so that no side can send the other's proof back. */
 static void accept_mac(const sp_hs *hs, uint8_t out[SP_SHA256_BYTES])
 {
     const sp_bytes parts[] = {
@@ -99,12 +99,12 @@ static spccl_status read_challenge(sp_hs *hs)
     uint8_t mac[SP_SHA256_BYTES];
     spccl_status st = sp_sock_read(hs->fd, hs->challenge, sizeof hs->challenge, &hs->done);
     if (hs->done >= sizeof magic && memcmp(hs->challenge, magic, sizeof magic) != 0)
-        return SP_FAIL(SPCCL_ERR_PEER, "what answers is not spccl");
+        return SP_FAIL(SPCCL_ERR_PEER, "the program that answers is not spccl");
     SP_TRY(st);
     if (sp_load_le32(hs->challenge + 8) != HS_VERSION || sp_load_le32(hs->challenge + 12) != 0)
         return SP_FAIL(
             SPCCL_ERR_VERSION,
-            "it speaks version %u of the handshake, we speak %u: install the same spccl everywhere",
+            "it has version %u of the handshake, this rank has %u: install the same spccl everywhere",
             sp_load_le32(hs->challenge + 8), HS_VERSION);
     accept_mac(hs, mac);
     if (!sp_equal_secret(mac, hs->challenge + CHALLENGE_MAC_AT, sizeof mac))
@@ -127,7 +127,7 @@ static spccl_status read_verdict(sp_hs *hs)
     case SPCCL_ERR_MISMATCH:
     case SPCCL_ERR_PEER:
         return SP_FAIL(hs->verdict, "%s", (const char *)hs->verdict_bytes + 4);
-    default: /* not ours to judge, and not a number to believe */
+    default: /* the number comes from outside: do not return it as a status */
         return SP_FAIL(SPCCL_ERR_PEER, "it refused (%d): %s", (int)hs->verdict,
                        (const char *)hs->verdict_bytes + 4);
     }
@@ -184,7 +184,7 @@ static spccl_status send_then(sp_hs *hs, const uint8_t *bytes, size_t n, sp_hs_s
 {
     SP_TRY(sp_sock_write(hs->fd, bytes, n, &hs->done));
     if (hs->state == SP_HS_ACCEPT_CHALLENGE && sp_load_le32(hs->challenge + 12) != 0)
-        return SP_FAIL(SPCCL_ERR_VERSION, "it speaks version %u of the handshake, we speak %u",
+        return SP_FAIL(SPCCL_ERR_VERSION, "it has version %u of the handshake, this rank has %u",
                        sp_load_le32(hs->hello_bytes + 8), HS_VERSION);
     enter(hs, next);
     return SPCCL_OK;

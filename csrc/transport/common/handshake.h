@@ -1,14 +1,14 @@
-/* handshake.h - the first four messages on every connection of spccl (shm's local socket, tcp, rendezvous):
- * who is calling whom, and proof at both ends that the job secret is known, without showing it.
+/* handshake.h - the first four messages on every connection of spccl (local sockets, tcp, rendezvous). They
+ * say which rank connects to which, and both ends prove that they know the job secret without sending it.
  *
- *   dialler -> acceptor   hello      128 bytes: magic, version, who and what, a random number
- *   acceptor -> dialler   challenge   80 bytes: magic, version, a random number,
- *                                               HMAC(secret, "accept", hello, number)
- *   dialler -> acceptor   proof       32 bytes: HMAC(secret, "dial", hello, challenge)
- *   acceptor -> dialler   verdict    256 bytes: a status and, if it is not SPCCL_OK, a text
+ *   connecting -> accepting   hello      128 bytes: magic, version, sp_hs_hello, a random number
+ *   accepting -> connecting   challenge   80 bytes: magic, version, status, a random number,
+ *                                                   HMAC(secret, "spccl accept", hello, challenge up to here)
+ *   connecting -> accepting   proof       32 bytes: HMAC(secret, "spccl dial", hello, challenge)
+ *   accepting -> connecting   verdict    256 bytes: a status and, if it is not SPCCL_OK, a text
  *
- * Nothing blocks: call step until it returns something other than SPCCL_AGAIN. The bytes that follow on the
- * connection are not protected: the proof keeps strangers out, it does not encrypt. */
+ * No function blocks: call sp_hs_step until it returns something other than SPCCL_AGAIN. The handshake
+ * protects only itself: later bytes on the connection are neither encrypted nor authenticated. */
 #ifndef SP_HANDSHAKE_H
 #define SP_HANDSHAKE_H
 
@@ -23,9 +23,9 @@
 
 enum { SP_HS_SHM = 1, SP_HS_TCP_QUEUE, SP_HS_TCP_CONTROL, SP_HS_RENDEZVOUS, SP_HS_GPU };
 
-/* What the dialler says about itself; believed only after the proof. */
+/* What the connecting side says about itself. It counts only after the proof. */
 typedef struct sp_hs_hello {
-    uint8_t to_id[SP_HS_ID_BYTES]; /* random id of the endpoint it means to reach */
+    uint8_t to_id[SP_HS_ID_BYTES]; /* random id of the endpoint that it wants to reach */
     uint64_t group_tag, queue_bytes;
     uint32_t kind; /* SP_HS_SHM .. */
     int32_t from, to, world_size;
@@ -48,9 +48,10 @@ typedef struct sp_hs {
     sp_hs_state state;
     int fd;                /* borrowed */
     const uint8_t *secret; /* [SP_HS_SECRET_BYTES], borrowed */
-    size_t done;           /* of the message under way */
-    sp_hs_hello hello;     /* acceptor: valid once SP_HS_ACCEPT_PROOF is over */
-    /* Acceptor: does this proven dialler belong here? Its status and last-error text go to the dialler. */
+    size_t done;           /* bytes of the current message that are sent or received */
+    sp_hs_hello hello;     /* accepting side: valid after SP_HS_ACCEPT_PROOF */
+    /* Accepting side: checks whether the proven connecting side belongs here. Its status and last-error text
+     * are the verdict. */
     spccl_status (*check)(void *ctx, const sp_hs_hello *hello);
     void *ctx;
     spccl_status verdict;
@@ -58,15 +59,17 @@ typedef struct sp_hs {
         verdict_bytes[SP_HS_VERDICT_BYTES];
 } sp_hs;
 
-/* Errors: SYSTEM (no random bytes). */
+/* Start a handshake as the connecting side. Errors: SYSTEM (no random bytes). */
 spccl_status sp_hs_connect(sp_hs *hs, int fd, const sp_hs_hello *hello, const uint8_t *secret);
+/* Start a handshake as the accepting side. */
 void sp_hs_accept(sp_hs *hs, int fd, const uint8_t *secret,
                   spccl_status (*check)(void *ctx, const sp_hs_hello *hello), void *ctx);
-/* SPCCL_OK: both ends are proven and the acceptor said yes. Otherwise, with a clause as the text:
- * PEER (closed, broke, or not spccl at all: another address or another try may help), AUTH (the other end
- * has another secret), VERSION, or what the acceptor's check said (MISMATCH ...). */
+/* Continue. SPCCL_OK: both ends are proven, and the accepting side's check passed. The texts of errors are
+ * clauses. Errors: PEER (the connection was closed or broke, or the other end is not spccl: another address
+ * or try may help), AUTH (the other end has another secret), VERSION, and those of the check (MISMATCH
+ * ...). */
 spccl_status sp_hs_step(sp_hs *hs);
-/* The dialler has seen the acceptor's proof: this is the right endpoint, so patience is in order. */
+/* Connecting side: true if the accepting side has proved the secret. It is the right job: keep waiting. */
 bool sp_hs_connect_trusted(const sp_hs *hs);
 
 #endif

@@ -32,7 +32,7 @@ static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
     const sp_local_config *c = &l->config;
     if (h->kind != c->kind || h->group_tag != c->group_tag || h->to != c->rank ||
         memcmp(h->to_id, l->id, SP_HS_ID_BYTES) != 0)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not whom this connection is for", c->rank);
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not the rank that this connection is for", c->rank);
     if (h->world_size != c->world_size)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
@@ -155,7 +155,7 @@ spccl_status sp_local_send(const sp_local_config *config, int fd, const void *me
         c->cmsg_len = CMSG_LEN(fds_bytes);
         memcpy(CMSG_DATA(c), fds, fds_bytes);
     }
-    /* So few bytes fit into the empty buffer of a connection, or nothing of them does. */
+    /* So few bytes fit into the empty buffer of a connection. So either all of them are sent or none. */
     if (sendmsg(fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL) != (ssize_t)bytes)
         return errno == EAGAIN ? SPCCL_AGAIN : SP_FAIL_ERRNO(SPCCL_ERR_PEER, "passing its %s", config->what);
     return SPCCL_OK;
@@ -185,8 +185,7 @@ static spccl_status take_descriptors(const sp_local_config *config, struct msghd
         return SP_FAIL(SPCCL_ERR_PEER, "it passed something that is not its %s", config->what);
     if ((h->msg_flags & MSG_CTRUNC) != 0)
         return SP_FAIL(SPCCL_ERR_SYSTEM,
-                       "the descriptors of its %s were lost: this process has as many files open as it may "
-                       "(ulimit -n)",
+                       "the descriptors of its %s were lost: this process may open no more files (ulimit -n)",
                        config->what);
     return SPCCL_OK;
 }

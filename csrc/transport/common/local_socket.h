@@ -1,6 +1,6 @@
 /* local_socket.h - connections between two ranks of one host over a local socket (AF_UNIX), on which ranks
  * pass each other memory as file descriptors: name, listening, connecting, messages. Both shm.c and nvlink.c
- * use it. Layer: transport/common.
+ * use it.
  *
  * Of two ranks the lower one connects. Both prove the job secret (handshake.h); after that each end sends one
  * message of a fixed length, and with it a fixed number of descriptors. The socket has an abstract name made
@@ -61,7 +61,8 @@ typedef struct sp_local_message {
 } sp_local_message;
 
 /* Receive a message of `bytes` bytes with at most `fds_max` descriptors into `buf`; SPCCL_AGAIN: not all is
- * there. Errors: PEER (closed, broke, or sent too many descriptors), SYSTEM (this process may open no more). */
+ * there. Errors: PEER (closed, broke, or sent too many descriptors), SYSTEM (this process may open no
+ * more). */
 spccl_status sp_local_receive(const sp_local_config *config, int fd, void *buf, size_t bytes, int fds_max,
                               sp_local_message *m);
 /* Close the descriptors that nobody took over. */

@@ -56,8 +56,8 @@ spccl_status sp_sock_connect(const sp_sock_address *to, int *out)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "socket");
     if (family != AF_UNIX)
         sp_sock_tune_tcp(fd);
-    /* A local socket says EAGAIN when the listener's queue is full: then this try is over, unlike
-     * EINPROGRESS. */
+    /* A local socket gives EAGAIN if the listener's backlog is full. That ends this try; EINPROGRESS does
+     * not. */
     if (connect(fd, (const struct sockaddr *)&to->storage, to->bytes) != 0 && errno != EINPROGRESS) {
         int err = errno;
         sp_sock_text(to, text, sizeof text);
@@ -96,7 +96,7 @@ void sp_sock_close(int *fd)
 
 void sp_sock_tune_tcp(int fd)
 {
-    /* A lost host is noticed after about 30 s even when nothing is being sent; a dead process at once. */
+    /* A lost host is noticed after about 30 s although nothing is sent. A dead process is noticed at once. */
     static const struct {
         int level, name, value;
     } options[] = {{IPPROTO_TCP, TCP_NODELAY, 1},
@@ -119,7 +119,7 @@ void sp_sock_text(const sp_sock_address *address, char *out, size_t cap)
     } else if (address->storage.ss_family == AF_INET6) {
         struct sockaddr_in6 in6;
         memcpy(&in6, &address->storage, sizeof in6);
-        if (IN6_IS_ADDR_V4MAPPED(&in6.sin6_addr)) { /* an IPv4 caller at a socket for both */
+        if (IN6_IS_ADDR_V4MAPPED(&in6.sin6_addr)) { /* IPv4, accepted by an IPv6 socket */
             inet_ntop(AF_INET, (const uint8_t *)&in6.sin6_addr + 12, host, sizeof host);
             snprintf(out, cap, "%s:%u", host, (unsigned)ntohs(in6.sin6_port));
             return;

@@ -1,4 +1,4 @@
-/* transports.h - the tables of this folder, for registry.c, and the list of ranks in their error texts. */
+/* transports.h - the transports that registry.c lists, and the list of ranks in their error texts. */
 #ifndef SP_TRANSPORTS_H
 #define SP_TRANSPORTS_H
 

@@ -21,8 +21,8 @@
 /* The start of a block. Zeroed memory is a valid block with empty queues. */
 typedef struct sp_ring_block {
     _Alignas(128) _Atomic uint32_t consumer_sleeps; /* a consumer that arms sets it; who wakes it clears it */
-    _Alignas(128) _Atomic uint32_t producer_waits;  /* a mask of queues: the same, without space */
-    _Alignas(128) _Atomic uint32_t signal;          /* producer: the consumer must look for an abort */
+    _Alignas(128) _Atomic uint32_t producer_waits;  /* mask of the queues whose producer waits for space */
+    _Alignas(128) _Atomic uint32_t signal;          /* set: look for an abort, or for the peer's end */
     sp_spsc_ctl queues[SP_QUEUES_MAX];
 } sp_ring_block;
 _Static_assert(sizeof(sp_ring_block) <= SP_RING_DATA_OFFSET, "indices fit before the data");

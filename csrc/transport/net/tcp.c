@@ -1,8 +1,8 @@
-/* tcp.c - transport "tcp": ranks on any hosts. Each queue has n_sockets connections of its own, over which
- * its messages are dealt in turn, so that a full queue cannot hold up another; one more connection per peer
- * carries aborts (u32 "SPAB", text[SP_ABORT_TEXT_CAP]) and shows by its end that the peer is gone. Messages
- * are written when they are committed; what the socket does not take then leaves in `progress`. See
- * tcp_socket.h for the bytes, tcp_connect.c for start-up. */
+/* tcp.c - transport "tcp": ranks on any hosts. Each queue has n_sockets connections of its own, so that a
+ * full queue cannot delay another. Message n of a queue goes over its socket n % n_sockets. One more
+ * connection per peer, the control connection, carries aborts (u32 "SPAB", text[SP_ABORT_TEXT_CAP]), and its
+ * end shows that the peer is gone. commit writes a message to the socket; `progress` writes what the socket
+ * did not take then. tcp_socket.h has the bytes, tcp_connect.c the start-up. */
 #include "transport/net/tcp.h"
 
 #include "core/base/bits.h"
@@ -20,13 +20,13 @@
 
 #define ABORT_MAGIC 0x42415053u /* "SPAB" */
 #define N_EVENTS 64
-#define CLOSE_NS                                                                                             \
-    (INT64_C(500) * 1000000) /* for what was sent to arrive; a peer that reads needs a round trip */
-/* A peer that gives up says so on its control connection and then closes all of them, but nothing orders what
- * arrives over different connections: after a socket's end its last word gets this long to arrive. Without
- * it, ranks would blame the first victim. Longer than CLOSE_NS, as a peer that leaves ends its sockets first.
- */
-#define LAST_WORD_NS (INT64_C(600) * 1000000)
+/* close waits at most this long until what was sent arrives. A peer that reads needs one round trip. */
+#define CLOSE_NS (INT64_C(500) * 1000000)
+/* A peer that gives up sends an abort on its control connection, and then closes all its connections. What
+ * arrives over different connections has no order. So after the end of a socket this rank waits this long for
+ * the abort. Otherwise the error would name the peer that gave up, and not the reason that its abort gives.
+ * It is longer than CLOSE_NS, because a peer that leaves first ends its sockets. */
+#define ABORT_WAIT_NS (INT64_C(600) * 1000000)
 
 static size_t tcp_message_max(sp_endpoint *opaque)
 {
@@ -43,7 +43,8 @@ static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
     p->gone = ep->changed = true;
 }
 
-/* A socket to or from the peer ended: it is gone once its control connection says so too, or says nothing. */
+/* A socket of the peer ended. The peer counts as gone when its control connection ends too, or when nothing
+ * comes over that connection for ABORT_WAIT_NS. */
 static void note_end(struct sp_tcp *ep, int peer)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
@@ -66,7 +67,7 @@ static struct sp_tcp_socket *socket_of(const struct sp_tcp_peer *p, int queue, u
     return &p->sockets[(uint32_t)queue * p->n_sockets + n % p->n_sockets];
 }
 
-/* Write, and take note of what that changes. */
+/* Write to the socket, and note new space and its end. */
 static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *s)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
@@ -90,7 +91,7 @@ static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int queue, size_t
     if (p->gone)
         return peer_gone(ep, peer);
     space = socket_of(p, queue, l->n_sent)->cut
-                ? NULL /* until it is known whether the peer is gone */
+                ? NULL /* AGAIN until it is known whether the peer is gone */
                 : sp_tcp_socket_reserve(socket_of(p, queue, l->n_sent), bytes);
     l->blocked = space == NULL;
     l->reserved = space == NULL ? 0 : bytes;
@@ -128,7 +129,7 @@ static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int queue, const voi
     if (st == SPCCL_ERR_FORMAT) {
         char text[200];
         snprintf(text, sizeof text, "%s", spccl_last_error());
-        return SP_FAIL(st, "rank %d: rank %d sent something that is no message: %s", ep->config.rank, peer,
+        return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", ep->config.rank, peer,
                        text);
     }
     return st == SPCCL_AGAIN && s->ended && p->gone ? peer_gone(ep, peer) : st;
@@ -151,7 +152,7 @@ static bool tcp_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
     const struct sp_tcp_peer *p = &sp_tcp_self(opaque)->peers[peer];
     for (uint32_t k = 0; !p->gone && k < p->n_sockets;
-         k++) /* of the first n, socket k has every n_sockets-th */
+         k++) /* of the first n messages, socket k carries those with number k modulo n_sockets */
         if (socket_of(p, queue, k)->n_left < n / p->n_sockets + (k < n % p->n_sockets))
             return false;
     return true;
@@ -214,8 +215,8 @@ static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
     }
 }
 
-/* Streams whose event is past and that were not read to their end: their buffer was full, or a read stopped.
- */
+/* Read sockets again that an earlier read did not empty, because the buffer was full or a read has a limit.
+ * The kernel sends no further event for them. */
 static void read_again(struct sp_tcp *ep)
 {
     ep->unread = false;
@@ -225,15 +226,15 @@ static void read_again(struct sp_tcp *ep)
                 read_socket(ep, i, &ep->peers[i].sockets[k]);
 }
 
-/* Peers of which a socket ended: have they said more meanwhile? */
-static void look_for_last_words(struct sp_tcp *ep)
+/* Read the control connections of peers with an ended socket. After ABORT_WAIT_NS such a peer is gone. */
+static void check_ending_peers(struct sp_tcp *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_tcp_peer *p = &ep->peers[i];
         if (p->ended_ns == 0 || p->gone)
             continue;
         sp_tcp_look_at_control(ep, i);
-        if (sp_now_ns() - p->ended_ns > LAST_WORD_NS)
+        if (sp_now_ns() - p->ended_ns > ABORT_WAIT_NS)
             set_gone(ep, p, "is gone: its connection broke");
     }
 }
@@ -249,7 +250,7 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
     for (int i = 0; i < n; i++)
         handle_event(ep, &events[i]);
     if (ep->n_ending != 0)
-        look_for_last_words(ep);
+        check_ending_peers(ep);
     if (ep->abort_rank < 0)
         return SPCCL_OK;
     *peer = ep->abort_rank;
@@ -258,7 +259,7 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
                    ep->abort_text);
 }
 
-/* ---- sleeping: the kernel's events wait in our epoll set until progress takes them, so none is lost ---- */
+/* ---- sleeping: events stay in the epoll set until progress takes them, so none is lost ---- */
 
 static int tcp_wait_fd(sp_endpoint *opaque)
 {
@@ -299,7 +300,7 @@ static void tcp_abort_peers(sp_endpoint *opaque, const char *text)
         struct sp_tcp_peer *p = &ep->peers[i];
         size_t done = 0;
         if (p->control >= 0 && !p->gone && sp_sock_write(p->control, note, sizeof note, &done) != SPCCL_OK)
-            sp_log(SP_LOG_INFO, ep->config.rank, "rank %d could not be told of the abort", i);
+            sp_log(SP_LOG_INFO, ep->config.rank, "the abort could not be sent to rank %d", i);
     }
 }
 
@@ -315,9 +316,9 @@ static size_t tcp_memory_bytes(sp_endpoint *opaque)
 
 /* ---- opening and closing ---- */
 
-/* Wait, a short time, until the peers' kernels have all that was sent: closing a socket while something is
- * unread makes the kernel throw away what is still on its way out. */
-static void wind_up(struct sp_tcp *ep)
+/* Wait up to CLOSE_NS until the peers' kernels have all that was sent. If a socket is closed while it has
+ * unread bytes, the kernel drops what is not sent yet. */
+static void finish_sending(struct sp_tcp *ep)
 {
     int64_t deadline_ns = sp_now_ns() + CLOSE_NS;
     bool busy = true;
@@ -326,12 +327,12 @@ static void wind_up(struct sp_tcp *ep)
         for (int i = 0; i < ep->config.world_size; i++) {
             struct sp_tcp_peer *p = &ep->peers[i];
             for (uint32_t k = 0; p->state == SP_TCP_UP && k < sp_tcp_n_sockets(ep, p); k++)
-                busy = sp_tcp_socket_wind_up(&p->sockets[k]) || busy;
+                busy = sp_tcp_socket_finish(&p->sockets[k]) || busy;
         }
         if (!busy)
             return;
         if (sp_deadline_passed(deadline_ns)) {
-            sp_log(SP_LOG_DEBUG, ep->config.rank, "tcp: closed before all peers had taken what was sent");
+            sp_log(SP_LOG_DEBUG, ep->config.rank, "tcp: closed before all peers had received what was sent");
             return;
         }
         nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
@@ -368,7 +369,7 @@ static void tcp_close(sp_endpoint *opaque)
     if (ep == NULL)
         return;
     if (ep->peers != NULL && ep->pid == getpid())
-        wind_up(ep);
+        finish_sending(ep);
     sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
         close_peer(ep, &ep->peers[i]);

@@ -1,5 +1,5 @@
-/* tcp.h - what the parts of transport tcp share: tcp_address.c (who listens where), tcp_connect.c (start-up),
- * tcp.c (messages). */
+/* tcp.h - the data of transport tcp. tcp_address.c: listening, and addresses as bytes. tcp_connect.c:
+ * start-up. tcp.c: messages. */
 #ifndef SP_TCP_H
 #define SP_TCP_H
 
@@ -12,55 +12,55 @@
 #include <unistd.h>
 
 #define SP_TCP_SOCKETS_MAX 16u
-#define SP_TCP_IPS_MAX 16 /* addresses published by one endpoint */
+#define SP_TCP_IPS_MAX 16 /* IP addresses that one endpoint publishes */
 #define SP_TCP_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
 
 enum sp_tcp_state {
     SP_TCP_ABSENT,          /* not added */
-    SP_TCP_CONNECT_CONTROL, /* we dial: first the control connection, which finds the address that works, */
-    SP_TCP_CONNECT_QUEUES,  /* then those of the queues */
-    SP_TCP_EXPECT_CONTROL,  /* it dials */
-    SP_TCP_EXPECT_QUEUES,
+    SP_TCP_CONNECT_CONTROL, /* this rank connects the control connection, and so finds an IP that works */
+    SP_TCP_CONNECT_QUEUES,  /* this rank connects the sockets of the queues */
+    SP_TCP_EXPECT_CONTROL,  /* the peer connects the control connection */
+    SP_TCP_EXPECT_QUEUES,   /* the peer connects the sockets of the queues */
     SP_TCP_UP
 };
 
-/* An endpoint as its address tells of it. */
+/* The address of an endpoint, parsed. */
 typedef struct sp_tcp_address {
     uint8_t id[SP_HS_ID_BYTES], host[SP_HOST_ID_BYTES];
     int n_ips;
-    sp_sock_address ips[SP_TCP_IPS_MAX]; /* loopback last */
+    sp_sock_address ips[SP_TCP_IPS_MAX]; /* each with the port; loopback last */
 } sp_tcp_address;
 
-/* One connection that is being dialled. */
+/* One connection that this rank is connecting. */
 struct sp_tcp_connecting {
-    int fd; /* -1: not begun */
-    bool proving;
-    int64_t since_ns, not_before_ns;
+    int fd;                          /* -1: not started */
+    bool proving;                    /* connected; the handshake runs */
+    int64_t since_ns, not_before_ns; /* when this phase began; when the next try may start */
     sp_hs hs;
 };
 
 struct sp_tcp_queue {
-    uint64_t n_sent, n_received; /* messages; they also say which socket is next */
+    uint64_t n_sent, n_received; /* messages; n % n_sockets is the next one's socket */
     size_t reserved;             /* payload bytes; 0: nothing is reserved */
-    bool blocked;                /* the last reserve found no room */
+    bool blocked;                /* the last reserve found no space */
 };
 
 struct sp_tcp_peer {
     enum sp_tcp_state state;
     bool gone;
     char gone_text[160];
-    int64_t ended_ns;              /* when a socket was found to have ended; 0: none has */
-    int control;                   /* socket for aborts and liveness; -1: none */
-    uint32_t n_sockets, n_up;      /* per queue; sockets connected */
+    int64_t ended_ns;              /* when this rank saw a socket of the peer end; 0: none has */
+    int control;                   /* control connection; -1: none */
+    uint32_t n_sockets, n_up;      /* sockets per queue; sockets connected in all */
     struct sp_tcp_socket *sockets; /* [n_queues * n_sockets], queue by queue */
     struct sp_tcp_queue queues[SP_QUEUES_MAX];
     size_t abort_done;
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
     /* while connecting */
-    bool same_host, refused; /* refused: some place had another secret */
+    bool same_host, refused; /* refused: at some IP the secret or the version was another */
     sp_tcp_address *address;
-    int attempt;                          /* being tried; then the one that works */
-    struct sp_tcp_connecting *connecting; /* [1 + n_queues * n_sockets]: control, sockets */
+    int attempt;                          /* number of the try; picks the IP (ip_of) */
+    struct sp_tcp_connecting *connecting; /* [1 + n_queues * n_sockets] control, sockets */
     char cause[200];                      /* why the last try failed */
 };
 
@@ -70,12 +70,12 @@ struct sp_tcp {
     int epoll_fd;
     sp_acceptor acceptor;
     struct sp_tcp_peer *peers; /* [world_size] */
-    bool changed;              /* something that arm has not told yet */
-    bool unread;               /* some socket may have more to read: its event is past */
-    int n_ending;              /* peers of which a socket ended and that are not `gone` yet */
+    bool changed;              /* there is a change that arm has not reported yet */
+    bool unread;               /* a socket may have more to read, without a further event */
+    int n_ending;              /* peers that are not `gone` yet although a socket ended */
     int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
-    pid_t pid; /* a child of fork must leave its parent's connections alone */
+    pid_t pid; /* of the process that opened it: a child of fork does not flush its sockets */
     sp_fork_guard guard;
 };
 
@@ -88,9 +88,10 @@ static inline uint32_t sp_tcp_n_sockets(const struct sp_tcp *ep, const struct sp
     return (uint32_t)ep->config.n_queues * p->n_sockets;
 }
 
-/* tcp_address.c. Listen where SPCCL_TCP_ADDR says, and fill self. Errors: SETTING, SYSTEM. */
+/* tcp_address.c */
+/* Listen where SPCCL_TCP_ADDR says, and fill ep->self. Errors: SETTING, SYSTEM. */
 spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd);
-/* False if these bytes are no address of an endpoint. */
+/* False if the bytes are not the address of an endpoint. */
 bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *out);
 bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b);
 bool sp_tcp_is_loopback(const sp_sock_address *a);
@@ -102,10 +103,11 @@ bool sp_tcp_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, cha
 spccl_status sp_tcp_start_acceptor(struct sp_tcp *ep, int listen_fd);
 spccl_status sp_tcp_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 spccl_status sp_tcp_connect_step(sp_endpoint *ep);
-/* Forget what only start-up needs. */
+/* Free what only start-up needs. */
 void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p);
 
-/* tcp.c. Read the control connection: an abort, or the peer's end. */
+/* tcp.c */
+/* Read the control connection: an abort, or the peer's end. */
 void sp_tcp_look_at_control(struct sp_tcp *ep, int peer);
 
 #endif

@@ -1,6 +1,7 @@
-/* tcp_address.c - where an endpoint of transport tcp listens, and what it publishes. See tcp.h.
- * The address: 0 "spT1"  4 id[16]  20 host identity[44]  64 u16 port  66 u16 n  68 n times: u8 family (4, 6),
- * address[16] (an IPv4 address in the first 4). */
+/* tcp_address.c - where an endpoint of transport tcp listens, and the address that it publishes. See tcp.h.
+ * The address, little-endian:
+ *    0 "spT1"   4 id[16]   20 host identity[44]   64 u16 port   66 u16 n
+ *   68 n times: u8 family (4 or 6), IP address[16] in network order (IPv4: the first 4 bytes) */
 #include "core/base/bits.h"
 #include "core/base/env.h"
 #include "core/base/status.h"
@@ -16,7 +17,8 @@
 
 #define HEAD_BYTES 68u
 #define IP_BYTES 17u
-#define BACKLOG 4096 /* the kernel lowers it to somaxconn; a full queue would cost a second per caller */
+/* The kernel lowers this to somaxconn. Each connection that finds the backlog full is a second late. */
+#define BACKLOG 4096
 _Static_assert(HEAD_BYTES + SP_TCP_IPS_MAX * IP_BYTES <= SP_ADDRESS_BYTES_MAX, "an address fits");
 static const char magic[4] = {'s', 'p', 'T', '1'};
 
@@ -38,7 +40,7 @@ static void set_ipv6(sp_sock_address *out, const void *address, uint16_t port)
     out->bytes = sizeof in6;
 }
 
-/* The raw address (network order) in out[16], and its port. */
+/* Get the IP address, in network order, and the port. */
 static void get_parts(const sp_sock_address *a, uint8_t out[16], uint16_t *port)
 {
     struct sockaddr_in in;
@@ -86,7 +88,7 @@ static bool usable(const struct ifaddrs *i)
     if (i->ifa_addr->sa_family != AF_INET6)
         return false;
     memcpy(&in6, i->ifa_addr, sizeof in6);
-    return !IN6_IS_ADDR_LINKLOCAL(&in6.sin6_addr); /* means nothing without a scope, which is local */
+    return !IN6_IS_ADDR_LINKLOCAL(&in6.sin6_addr); /* needs a scope, which other hosts do not know */
 }
 
 static void copy_address(sp_sock_address *out, const struct sockaddr *from)
@@ -96,7 +98,7 @@ static void copy_address(sp_sock_address *out, const struct sockaddr *from)
     memcpy(&out->storage, from, out->bytes);
 }
 
-/* Usable addresses of one interface, or of all (name NULL): IPv4 before IPv6, loopback last. */
+/* List the usable IP addresses of one interface, or of all (name NULL): IPv4 before IPv6, loopback last. */
 static spccl_status find_ips(const char *name, sp_tcp_address *out)
 {
     static const struct {
@@ -121,7 +123,7 @@ static spccl_status find_ips(const char *name, sp_tcp_address *out)
     return SPCCL_OK;
 }
 
-/* Where SPCCL_TCP_ADDR points: one place. */
+/* The one IP address that SPCCL_TCP_ADDR names, directly or as an interface. */
 static spccl_status find_named_ip(const char *text, sp_tcp_address *out)
 {
     struct in_addr in;
@@ -156,7 +158,7 @@ static int open_socket(int family)
     return socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
 }
 
-/* On every address: one IPv6 socket takes IPv4 too; without IPv6 in the kernel, IPv4 alone. */
+/* Listen on every IP address. One IPv6 socket accepts IPv4 too. Without IPv6 in the kernel, IPv4 alone. */
 static bool listen_everywhere(int *fd)
 {
     sp_sock_address any;
@@ -173,7 +175,7 @@ static bool listen_everywhere(int *fd)
     return bind_and_listen(*fd, &any);
 }
 
-/* Empty: everywhere. */
+/* SPCCL_TCP_ADDR; empty: listen on every IP address. */
 static const char *listen_setting(void)
 {
     const char *text = sp_env_text(SP_ENV_TCP_ADDR);
@@ -214,7 +216,7 @@ spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd)
     return SPCCL_OK;
 }
 
-/* ---- as bytes ---- */
+/* ---- addresses as bytes ---- */
 
 spccl_status sp_tcp_write_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
@@ -286,7 +288,7 @@ bool sp_tcp_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes,
         text = "same host";
     } else if (!(has_outside(self, AF_INET) && has_outside(&peer, AF_INET)) &&
                !(has_outside(self, AF_INET6) && has_outside(&peer, AF_INET6))) {
-        text = "other host, and the two have no address family in common but loopback";
+        text = "other host, and the two hosts have no IP version in common outside loopback";
         yes = false;
     }
     snprintf(why, why_cap, "%s", text);

@@ -1,8 +1,9 @@
 /* tcp_connect.c - start-up of transport tcp. See tcp.h.
  *
- * Between two ranks the lower dials: first the control connection, place by place until one answers with the
- * right secret; its hello says how many sockets each queue gets. Then every socket of every queue, to that
- * same place. A place that does not answer costs patience, which doubles from round to round. */
+ * Of two ranks the lower one connects. First it connects the control connection: it tries the peer's IP
+ * addresses in turn until one answers with the right secret. The hello says how many sockets each queue has.
+ * Then it connects every socket of every queue to the same IP address. The time that it waits for an IP
+ * address doubles from round to round. */
 #include "core/base/bits.h"
 #include "core/base/clock.h"
 #include "core/base/mem.h"
@@ -15,10 +16,10 @@
 #include <sys/epoll.h>
 
 #define MS INT64_C(1000000)
-#define CONNECT_NS (1000 * MS) /* until a place is up to connect(), first round */
-#define PROVE_NS (10000 * MS)  /* and until what answers there proves itself: it may still wait for others */
+#define CONNECT_NS (1000 * MS) /* time for connect() to an IP address, in the first round */
+#define PROVE_NS (10000 * MS)  /* time for the handshake; the peer may still wait for other ranks */
 #define RETRY_NS (50 * MS)
-#define PATIENCE_SHIFT_MAX 4
+#define PATIENCE_SHIFT_MAX 4 /* both times double at most this often */
 
 static void connecting_reset(struct sp_tcp_connecting *d, int64_t wait_ns)
 {
@@ -39,8 +40,8 @@ void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p)
     p->address = NULL;
 }
 
-/* Bytes of a socket's buffers: the queue's room split over its sockets, but each takes the largest message.
- */
+/* Bytes of each buffer of a socket: the queue's capacity divided by its sockets, but at least the largest
+ * message. */
 static size_t buffer_bytes(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
 {
     size_t queue_bytes = ep->config.queue_bytes;
@@ -59,7 +60,7 @@ static spccl_status prepare_sockets(const struct sp_tcp *ep, struct sp_tcp_peer 
     return SPCCL_OK;
 }
 
-/* Edge-triggered, so that neither a full buffer nor an idle socket needs a call: see tcp_socket.h. */
+/* Add fd to the epoll set, edge-triggered (see tcp_socket.h). index: 0 for control, i + 1 for socket i. */
 static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32_t index)
 {
     struct epoll_event e = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
@@ -69,7 +70,8 @@ static spccl_status watch(const struct sp_tcp *ep, int fd, uint32_t peer, uint32
     return SPCCL_OK;
 }
 
-/* A proven connection becomes socket i, or control if i < 0. Takes fd over if it succeeds. */
+/* Make a proven connection the peer's socket i, or its control connection if i < 0. Takes over fd if it
+ * succeeds. */
 static spccl_status adopt(struct sp_tcp *ep, int peer, int i, int fd)
 {
     spccl_status st;
@@ -102,13 +104,13 @@ static void enter_up(struct sp_tcp *ep, struct sp_tcp_peer *p)
 
 /* ---- listening ---- */
 
-/* Does a proven dialler belong to this group, and does it have our settings? */
+/* Check that a proven connecting side belongs to this group and has the same settings. */
 static spccl_status check_group(const struct sp_tcp *ep, const sp_hs_hello *h)
 {
     const sp_endpoint_config *c = &ep->config;
     if (h->group_tag != c->group_tag || h->to != c->rank ||
         memcmp(h->to_id, ep->self.id, SP_HS_ID_BYTES) != 0)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not whom this connection is for", c->rank);
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d is not the rank that this connection is for", c->rank);
     if (h->world_size != c->world_size || (int)h->n_queues != c->n_queues || h->queue_bytes != c->queue_bytes)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
@@ -146,7 +148,7 @@ static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *h)
     struct sp_tcp_peer *p = &ep->peers[h->from];
     spccl_status st;
     int i = h->kind == SP_HS_TCP_CONTROL ? -1 : (int)(h->queue * p->n_sockets + h->stripe);
-    /* Two connections may claim one place before the first of them is taken. */
+    /* Two connections may pass check_hello for the same socket. The second is closed. */
     if (i < 0 ? p->state != SP_TCP_EXPECT_CONTROL : p->sockets[i].fd >= 0) {
         close(fd);
         return SPCCL_OK;
@@ -186,8 +188,8 @@ static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address
     if (p->address == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: the address of rank %d", ep->config.rank, peer);
     if (!sp_tcp_parse_address(address, bytes, p->address))
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: tcp: %zu bytes are no address of rank %d", ep->config.rank,
-                       bytes, peer);
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: tcp: %zu bytes are not an address of rank %d",
+                       ep->config.rank, bytes, peer);
     p->same_host = sp_tcp_same_host(&ep->self, p->address);
     if (peer < ep->config.rank) {
         p->state = SP_TCP_EXPECT_CONTROL;
@@ -196,7 +198,7 @@ static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address
     SP_TRY(prepare_sockets(ep, p, ep->config.n_sockets != 0 ? ep->config.n_sockets : p->same_host ? 1 : 2));
     p->connecting = sp_calloc(1 + sp_tcp_n_sockets(ep, p), sizeof *p->connecting);
     if (p->connecting == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: tables to dial rank %d", ep->config.rank, peer);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: tcp: tables to connect to rank %d", ep->config.rank, peer);
     for (uint32_t i = 0; i < 1 + sp_tcp_n_sockets(ep, p); i++)
         p->connecting[i].fd = -1;
     p->state = SP_TCP_CONNECT_CONTROL;
@@ -213,9 +215,10 @@ spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
     return st;
 }
 
-/* ---- dialling ---- */
+/* ---- connecting ---- */
 
-/* The place for try number `n`: on one host loopback first, elsewhere never. NULL: skip it. */
+/* The IP address for try number n. Between ranks of one host loopback comes first. Between hosts loopback is
+ * skipped: NULL. */
 static const sp_sock_address *ip_of(const struct sp_tcp_peer *p, int n)
 {
     int i = n % p->address->n_ips;
@@ -241,7 +244,8 @@ static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer 
     return h;
 }
 
-/* Is there still a reason to wait? Not for ever at a place that may be the wrong one. */
+/* AGAIN while it makes sense to wait. A wrong host may have this IP address, so the wait has a limit until
+ * the peer has proved the secret, or is known to be on this host. */
 static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_connecting *d)
 {
     int round = p->attempt / p->address->n_ips;
@@ -253,7 +257,8 @@ static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_con
     return SP_FAIL(SPCCL_ERR_PEER, "no answer for %lld ms", (long long)(limit_ns / MS));
 }
 
-/* Bring one connection up. OK: it is proven. AGAIN: go on later. Otherwise this try failed. */
+/* Continue one connection: i < 0 is control. OK: it is proven and taken over. AGAIN: call again. Any other
+ * status: this try failed. */
 static spccl_status connect_one(struct sp_tcp *ep, struct sp_tcp_peer *p, int i, const sp_sock_address *to)
 {
     struct sp_tcp_connecting *d = &p->connecting[i + 1];
@@ -283,7 +288,7 @@ static spccl_status connect_one(struct sp_tcp *ep, struct sp_tcp_peer *p, int i,
     return SPCCL_OK;
 }
 
-/* Will other places or later tries not help? */
+/* True if neither another IP address nor another try can help. */
 static bool is_final(spccl_status st)
 {
     return st == SPCCL_ERR_MISMATCH || st == SPCCL_ERR_SYSTEM || st == SPCCL_ERR_NOMEM;
@@ -305,7 +310,7 @@ static spccl_status connect_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
         snprintf(p->cause, sizeof p->cause, "at %s: %.110s", at, spccl_last_error());
         if (is_final(st))
             return st;
-        /* At another place something else may answer; the right one may come later in the list. */
+        /* Another job may answer at this IP address. The right one may come later in the list. */
         p->refused = p->refused || st == SPCCL_ERR_AUTH || st == SPCCL_ERR_VERSION;
         if (last && p->refused)
             return SP_FAIL(st == SPCCL_ERR_VERSION ? st : SPCCL_ERR_AUTH, "%s", p->cause);
@@ -341,8 +346,9 @@ static spccl_status connect_peer(struct sp_tcp *ep, struct sp_tcp_peer *p)
     int peer = (int)(p - ep->peers);
     if (p->state == SP_TCP_CONNECT_CONTROL)
         SP_TRY(connect_control(ep, p));
-    /* The other end may be up with us, and gone, before our last connection is: what it sent is there. So its
-     * end counts only if it was seen before a look at the connections that found one missing. */
+    /* The peer may have set up all connections, sent messages and left before this rank has seen them all.
+     * These messages must still be delivered. So first look for the peer's end, then for connections. The end
+     * counts only if a connection is still missing after that. */
     if (p->state == SP_TCP_CONNECT_QUEUES || p->state == SP_TCP_EXPECT_QUEUES)
         sp_tcp_look_at_control(ep, peer);
     if (p->state == SP_TCP_CONNECT_QUEUES) {
@@ -382,7 +388,7 @@ static spccl_status connect_all(struct sp_tcp *ep)
         return SP_FAIL(st, "rank %d: connecting to rank %d over tcp: %s", ep->config.rank, i, text);
     }
     if (missing.n == 0) {
-        sp_acceptor_close(&ep->acceptor); /* everybody is here: no more callers */
+        sp_acceptor_close(&ep->acceptor); /* all peers have connected */
         return SPCCL_OK;
     }
     if (sp_deadline_passed(ep->config.deadline_ns))

@@ -11,10 +11,10 @@
 #include <unistd.h>
 
 #define HEAD_MAGIC 0x534d5053u /* "SPMS" */
-/* One read takes at most this much: it is still in the L2 cache when it is decoded, and one busy peer does
- * not keep the others waiting. */
+/* Most bytes of one read. They are still in the L2 cache when they are decoded, and one busy peer does not
+ * delay the others. */
 #define READ_BYTES ((size_t)256 << 10)
-#define WIND_UP_READS 64 /* a peer that goes on sending must not keep us */
+#define FINISH_READS 64 /* a peer that goes on sending must not delay the close */
 
 static size_t record_bytes(size_t bytes)
 {
@@ -61,7 +61,7 @@ void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, s
     s->out.held = false;
 }
 
-/* The kernel took the first n bytes of `out`: count the messages that end in them. */
+/* The kernel took the first n bytes of `out`. Count the messages that end in them, and drop the bytes. */
 static void drop_sent(sp_tcp_socket *s, size_t n)
 {
     while (s->first_left != 0 && s->first_left <= n) {
@@ -89,7 +89,7 @@ bool sp_tcp_socket_flush(sp_tcp_socket *s)
         } else if (n == 0 || errno != EINTR) {
             s->cut = moved = true;
             s->writable = false;
-            drop_sent(s, s->out.used); /* nobody takes them any more */
+            drop_sent(s, s->out.used); /* the peer takes no more */
         }
     }
     return moved;
@@ -106,7 +106,7 @@ bool sp_tcp_socket_fill(sp_tcp_socket *s)
     while (n < 0 && errno == EINTR);
     if (n > 0) {
         s->in.used += (size_t)n;
-        /* Less than asked for: it is empty now, and more will be an event of its own. */
+        /* A short read emptied the socket: an event will come with more bytes. */
         s->readable = (size_t)n == want || s->hung_up;
         return true;
     }
@@ -152,7 +152,7 @@ bool sp_tcp_socket_has_message(const sp_tcp_socket *s)
     return n > s->in.cap - SP_TCP_HEAD_BYTES || s->in.used >= record_bytes(n);
 }
 
-bool sp_tcp_socket_wind_up(sp_tcp_socket *s)
+bool sp_tcp_socket_finish(sp_tcp_socket *s)
 {
     int unacknowledged = 0;
     s->writable = s->readable = true;
@@ -161,7 +161,7 @@ bool sp_tcp_socket_wind_up(sp_tcp_socket *s)
         (void)shutdown(s->fd, SHUT_WR);
         s->shut = true;
     }
-    for (int i = 0; i < WIND_UP_READS && !s->ended; i++) {
+    for (int i = 0; i < FINISH_READS && !s->ended; i++) {
         s->in.at = s->in.used = 0;
         if (!sp_tcp_socket_fill(s))
             break;

@@ -1,13 +1,13 @@
-/* tcp_socket.h - one socket that carries messages of one queue, with its two bounded buffers. Knows no ranks:
- * its user deals messages over sockets and says who is at the other end.
+/* tcp_socket.h - one socket that carries messages of one queue, with two bounded buffers. It knows no ranks:
+ * tcp.c chooses the socket of a message, and knows who is at the other end.
  *
  * On the wire a message is a head of 16 bytes, little-endian
  *   0 u32 payload bytes   4 u32 sequence number in its queue   8 u32 queue   12 u32 "SPMS"
- * then the payload, then zeros up to a multiple of 16. Head and payload lie one after the other in the
- * buffer and leave in one call; so do several messages when the socket was full.
+ * then the payload, then zeros up to a multiple of 16. Head and payload are contiguous in the buffer and
+ * leave in one call. After the socket was full, several messages leave in one call.
  *
- * `readable` and `writable` mirror edge-triggered events: true until a call found nothing, so an idle or
- * full socket costs no call. */
+ * `readable` and `writable` belong to edge-triggered events: an event sets them, and a call that finds
+ * nothing clears them. So an idle or full socket costs no call. */
 #ifndef SP_TCP_SOCKET_H
 #define SP_TCP_SOCKET_H
 
@@ -18,46 +18,46 @@
 typedef struct sp_tcp_socket {
     int fd; /* owned; -1: not connected */
     sp_mirror in, out;
-    uint64_t n_left;   /* messages of which every byte was handed to the kernel, ever */
-    size_t first_left; /* bytes up to the end of the first message in `out`; 0: it is empty */
+    uint64_t n_left;   /* messages that the kernel has taken completely, ever */
+    size_t first_left; /* bytes up to the end of the first message in `out`; 0: `out` is empty */
     bool readable, writable;
-    bool hung_up; /* the kernel said that the end is near: read until it is there */
-    bool ended;   /* nothing more will come */
-    bool cut;     /* nothing more can be sent */
-    bool shut;    /* we said that nothing more will come */
+    bool hung_up; /* the peer closed its end: read on until `ended` */
+    bool ended;   /* no more bytes will arrive */
+    bool cut;     /* no more bytes can be sent */
+    bool shut;    /* shutdown was called: this end sends no more */
 } sp_tcp_socket;
 
-/* What a message must be: the next of its queue. */
+/* What the next message must be. */
 typedef struct sp_tcp_expected {
     uint32_t queue, sequence;
     size_t bytes_max;
 } sp_tcp_expected;
 
-/* Owns fd from here on, if it succeeds. Errors: NOMEM. */
+/* Takes over fd if it succeeds. Errors: NOMEM. */
 spccl_status sp_tcp_socket_open(sp_tcp_socket *s, int fd, size_t buffer_bytes);
-/* Accepts one that is not open. */
+/* Accepts a socket that is not open. */
 void sp_tcp_socket_close(sp_tcp_socket *s);
 
-/* Where a payload of `bytes` goes; NULL if there is no room now. */
+/* Reserve space for a payload. Returns where to write it; NULL if there is no space now. */
 void *sp_tcp_socket_reserve(sp_tcp_socket *s, size_t bytes);
-/* The reserved payload is written: queue it. */
+/* Add the reserved payload, which the caller has written, to the bytes to send. */
 void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, size_t bytes);
-/* Write what the socket takes. True if bytes left the buffer, or the socket was cut. */
+/* Send what the kernel takes. True if bytes left the buffer, or if the socket is now `cut`. */
 bool sp_tcp_socket_flush(sp_tcp_socket *s);
 
-/* Read what is there, a bounded amount. True if something came, or the end. */
+/* Read once, a bounded number of bytes. True if bytes or the end arrived. */
 bool sp_tcp_socket_fill(sp_tcp_socket *s);
-/* The first message. SPCCL_AGAIN if it is not all there; SPCCL_ERR_FORMAT, with a clause as the text, if its
- * head is not what it must be. */
+/* Get the first message. AGAIN: it is not complete yet. Errors: FORMAT (its head differs from `want`; the
+ * text is a clause). */
 spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_tcp_expected *want, const void **out,
                                 size_t *bytes);
-/* Drop the first message, `bytes` long. */
+/* Drop the first message, which has `bytes` bytes. */
 void sp_tcp_socket_release(sp_tcp_socket *s, size_t bytes);
-/* Is a whole message there, or a head that cannot be? */
+/* True if a complete message is there, or an impossible head. */
 bool sp_tcp_socket_has_message(const sp_tcp_socket *s);
 
-/* On the way to closing: send what is left, say that it was all, throw away what comes. True while the other
- * end's kernel does not have it all. */
-bool sp_tcp_socket_wind_up(sp_tcp_socket *s);
+/* Call repeatedly before closing. Sends what is left, then shuts the socket down for sending; drops what
+ * arrives. True while the other end's kernel does not have all bytes. */
+bool sp_tcp_socket_finish(sp_tcp_socket *s);
 
 #endif

@@ -1,5 +1,5 @@
-/* rendezvous.c - the client of the rendezvous: blocking calls with deadlines. See rendezvous.h; bytes in
- * rendezvous_wire.h. */
+/* rendezvous.c - the client of the rendezvous: blocking calls with deadlines. See rendezvous.h.
+ * rendezvous_wire.h has the bytes. */
 #include "core/contract/rendezvous.h"
 
 #include "core/base/clock.h"
@@ -43,22 +43,22 @@ static spccl_status move_all(int fd, uint8_t *buf, size_t bytes, bool reading, i
     }
 }
 
-/* Name the rendezvous in the text of what failed. */
+/* Put the rendezvous into the text of a failed call. */
 static spccl_status at_rendezvous(const char *at, const char *doing, spccl_status st)
 {
     char cause[400];
     if (st == SPCCL_OK)
         return st;
     snprintf(cause, sizeof cause, "%s", spccl_last_error());
-    return SP_FAIL(
-        st,
-        "rendezvous at %s: %s: %s: is the process that made the unique id alive, is the id new (it "
-        "serves one group, and ends unused after SPCCL_TIMEOUT_MS), and is its address reachable from "
-        "here (SPCCL_RENDEZVOUS_ADDR)?",
-        at, doing, cause);
+    return SP_FAIL(st,
+                   "rendezvous at %s: %s: %s: is the process that made the unique id alive? is the id new? "
+                   "(a rendezvous serves one group; unused, it ends after SPCCL_TIMEOUT_MS) can this host "
+                   "reach its address "
+                   "(SPCCL_RENDEZVOUS_ADDR)?",
+                   at, doing, cause);
 }
 
-/* One request and its reply; `out` takes at most cap bytes of data. */
+/* Send one request and read its reply. `out` gets at most cap bytes of the reply's data. */
 static spccl_status call(struct session *s, uint32_t op, const char *key, const void *data, size_t bytes,
                          int64_t timeout_ms, void *out, size_t cap, size_t *out_bytes)
 {
@@ -127,7 +127,7 @@ void sp_rendezvous_done(const spccl_store *store, int world_size)
     sp_store_le32(data, (uint32_t)world_size);
     st = call(s, SP_RDV_DONE, "group", data, sizeof data, DONE_MS, &none, 0, &n);
     if (st != SPCCL_OK)
-        sp_log(SP_LOG_DEBUG, -1, "rendezvous at %s: it was not told that the group is complete: %s", s->at,
+        sp_log(SP_LOG_DEBUG, -1, "rendezvous at %s: the message that the group is complete failed: %s", s->at,
                spccl_last_error());
 }
 
@@ -138,7 +138,7 @@ static spccl_status read_id(const spccl_unique_id *id, sp_sock_address *to)
     if (sp_load_le32(id->bytes) != SP_RDV_ID_MAGIC ||
         sp_load_le32(id->bytes + SP_RDV_CHECKSUM_AT) != sp_rdv_checksum(id->bytes) ||
         (id->bytes[10] != 4 && id->bytes[10] != 6))
-        return SP_FAIL(SPCCL_ERR_ARG, "these 128 bytes are no unique id, or were damaged on the way");
+        return SP_FAIL(SPCCL_ERR_ARG, "these 128 bytes are not a unique id, or they are damaged");
     if (sp_load_le32(id->bytes + 4) != SP_RDV_ID_VERSION)
         return SP_FAIL(SPCCL_ERR_VERSION, "unique id of version %u, this library reads %u",
                        sp_load_le32(id->bytes + 4), SP_RDV_ID_VERSION);

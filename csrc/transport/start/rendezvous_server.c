@@ -1,6 +1,6 @@
-/* rendezvous_server.c - the key-value server behind spccl_unique_id. See rendezvous.h; bytes in
- * rendezvous_wire.h. One thread serves all clients. It ends when the group has formed, or when nobody has asked
- * for a while. What clients may make it hold is bounded. */
+/* rendezvous_server.c - the key-value server behind spccl_unique_id. See rendezvous.h; rendezvous_wire.h has
+ * the bytes. One thread serves all clients. It ends when the group has formed, or when no client was
+ * connected for a time. The number of clients and the stored bytes are limited. */
 #include "core/base/clock.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
@@ -47,12 +47,13 @@ struct server {
     uint8_t id[SP_HS_ID_BYTES], secret[SP_SECRET_BYTES];
     struct entry *entries;
     size_t stored_bytes;
-    uint64_t n_sets; /* ever */
+    uint64_t n_sets; /* requests of op set, ever */
     struct client *clients;
     struct pollfd *polls; /* [CLIENTS_MAX + SP_ACCEPTOR_PENDING + 1] */
     int n_clients;
-    int64_t idle_ns, used_ns;    /* ends when no client was connected for idle_ns; when one was last */
-    uint32_t n_done, world_size; /* ranks that have joined their group, of so many; 0: not known yet */
+    int64_t idle_ns;             /* the server ends when no client was connected for this time */
+    int64_t used_ns;             /* when a client was last connected */
+    uint32_t n_done, world_size; /* ranks that have joined, of this many; world_size 0: not known yet */
     sp_fork_guard guard;
 };
 
@@ -84,7 +85,7 @@ static struct entry *find_entry(const struct server *s, const char *key)
     return NULL;
 }
 
-/* Store, replacing what is there. SPCCL_ERR_NOMEM when the store is full. */
+/* Set a key. Errors: NOMEM (the store is full). */
 static spccl_status put_entry(struct server *s, const char *key, const uint8_t *data, size_t bytes)
 {
     struct entry *e = find_entry(s, key);
@@ -112,7 +113,7 @@ static spccl_status put_entry(struct server *s, const char *key, const uint8_t *
     return SPCCL_OK;
 }
 
-/* Queue a reply. False: out of memory, drop the client. */
+/* Prepare a reply. False: no memory, and the caller drops the client. */
 static bool reply(struct client *c, spccl_status status, const uint8_t *data, size_t bytes)
 {
     uint8_t *out = sp_calloc(SP_RDV_REPLY_BYTES + bytes, 1);
@@ -174,7 +175,7 @@ static bool try_answer(const struct server *s, struct client *c)
     return !sp_deadline_passed(c->deadline_ns) || reply(c, SPCCL_ERR_TIMEOUT, NULL, 0);
 }
 
-/* Go on with one client as far as it goes. False: it is done for. */
+/* Continue with one client until it must wait. False: the caller drops it. */
 static bool step_client(struct server *s, struct client *c)
 {
     for (;;) {
@@ -213,8 +214,7 @@ static bool step_client(struct server *s, struct client *c)
     }
 }
 
-/* Sleep until something may have happened: clients' sockets, new connections, or a waiting client's deadline.
- */
+/* Sleep until a socket is ready, a new connection comes, or the deadline of a waiting client passes. */
 static void wait_for_events(struct server *s)
 {
     int n = 0, timeout_ms = 1000;
@@ -232,8 +232,8 @@ static void wait_for_events(struct server *s)
     (void)poll(s->polls, (nfds_t)n, timeout_ms);
 }
 
-/* A client that waits for a key sends nothing; if its socket becomes readable it has left, and must not spin
- * us. */
+/* True if a client that waits for a key has left or sends. Such a client sends nothing, so its socket is
+ * readable only at its end. If it stayed, poll would return at once for ever. */
 static bool has_left(const struct client *c)
 {
     uint8_t byte;
@@ -243,7 +243,7 @@ static bool has_left(const struct client *c)
 static void step_all_clients(struct server *s)
 {
     uint64_t n_sets;
-    do { /* again after a set: it may answer clients looked at before it */
+    do { /* again after a set, which may answer an earlier client of the loop */
         n_sets = s->n_sets;
         for (int i = 0; i < s->n_clients;) {
             struct client *c = &s->clients[i];
@@ -258,7 +258,8 @@ static void step_all_clients(struct server *s)
     } while (n_sets != s->n_sets);
 }
 
-/* A child has no server thread: who asks there shall be refused, not kept waiting. */
+/* A child of fork has no server thread. With its copies closed, the kernel refuses clients when the parent
+ * ends. */
 static void close_in_child(void *owner)
 {
     struct server *s = owner;
@@ -288,7 +289,7 @@ static void server_free(struct server *s)
     sp_free(s);
 }
 
-/* Will nobody need the server any more? */
+/* True if no client needs the server any more. */
 static bool is_over(struct server *s)
 {
     if (s->n_clients != 0) {
@@ -304,7 +305,7 @@ static void *serve(void *arg)
     while (!is_over(s)) {
         wait_for_events(s);
         pthread_mutex_lock(&s->guard.lock);
-        (void)sp_acceptor_step(&s->acceptor); /* strangers are its own business */
+        (void)sp_acceptor_step(&s->acceptor); /* an error does not end the server */
         step_all_clients(s);
         pthread_mutex_unlock(&s->guard.lock);
     }
@@ -330,7 +331,7 @@ static bool parse_address(const char *text, sp_sock_address *out)
     return false;
 }
 
-/* "Every address of this host": good to listen on, but the id must name one that can be dialled. */
+/* True for 0.0.0.0 and ::. A server could listen there, but the id must hold an address to connect to. */
 static bool is_wildcard(const sp_sock_address *at)
 {
     struct sockaddr_in in;
@@ -343,7 +344,7 @@ static bool is_wildcard(const sp_sock_address *at)
     return IN6_IS_ADDR_UNSPECIFIED(&in6.sin6_addr) != 0;
 }
 
-/* The id of a server that listens on fd. */
+/* Write the unique id of a server that listens on fd. */
 static spccl_status write_id(const struct server *s, int fd, spccl_unique_id *out)
 {
     sp_sock_address bound = {.bytes = sizeof bound.storage};
@@ -379,12 +380,13 @@ spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl
     int fd = -1;
     struct server *s;
     if (!parse_address(listen_addr, &at))
-        return SP_FAIL(SPCCL_ERR_ARG, "rendezvous: \"%s\" is no IPv4 or IPv6 address (SPCCL_RENDEZVOUS_ADDR)",
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "rendezvous: \"%s\" is not an IPv4 or IPv6 address (SPCCL_RENDEZVOUS_ADDR)",
                        listen_addr);
     if (is_wildcard(&at))
         return SP_FAIL(
             SPCCL_ERR_ARG,
-            "rendezvous: nobody can dial \"%s\": set SPCCL_RENDEZVOUS_ADDR to an address of this host "
+            "rendezvous: no rank can connect to \"%s\": set SPCCL_RENDEZVOUS_ADDR to an address of this host "
             "that the other ranks reach",
             listen_addr);
     s = sp_calloc(1, sizeof *s);
