@@ -97,7 +97,8 @@ struct abort_later {
     atomic_bool go;
 };
 
-/* Aborts 150 ms after `go`: by then rank 0 waits in its call. If it does not yet, its call fails alike. */
+/* Abort 150 ms after `go`. By then rank 0 usually waits in its call. If not, the call fails with the same
+ * error. */
 static void *abort_soon(void *arg)
 {
     struct abort_later *a = arg;
@@ -348,10 +349,10 @@ static void test_missing_rank(void)
         free(e);
     }
     struct scene scene = {.kind = 0};
-    run_scene(4, 5000, "inproc", nothing, &scene); /* the process can still make a group */
+    run_scene(4, 20000, "inproc", nothing, &scene); /* the process can still make a group */
 }
 
-/* ---- other threads poll errors, abort, and set time limits during blocking calls ---- */
+/* ---- other threads poll errors, abort, and set time-outs during blocking calls ---- */
 
 struct poller {
     spccl_comm *comm;
@@ -407,7 +408,7 @@ static void abort_any_time(struct rank_ctx *c)
     }
 }
 
-/* Another thread sets the time limit all the time. ThreadSanitizer finds a missing lock. */
+/* Another thread sets the time-out all the time. ThreadSanitizer finds a missing lock. */
 static void *set_timeouts(void *arg)
 {
     struct poller *p = arg;

@@ -28,7 +28,7 @@ static void *join_and_leave(void *arg)
     return NULL;
 }
 
-/* Run two ranks on stacks of the test's own, which are searched afterwards. */
+/* Run two ranks on stacks that the test allocates, and searches afterwards. */
 static void run_on_stacks(struct stack_job *jobs, uint8_t *stacks[2])
 {
     pthread_t threads[2];
@@ -51,7 +51,7 @@ static void search(uint8_t *const stacks[2], const uint8_t *secret, const char *
               "%s: rank %d leaves its secret on its stack", what, r);
 }
 
-/* The secret that rank 0 of this group made, as it went through the store. */
+/* The secret that rank 0 of this group put into the store. */
 static const uint8_t *secret_of(const struct mem_store *mem, const char *name)
 {
     for (const struct mem_entry *e = mem->first; e != NULL; e = e->next)

@@ -1,5 +1,5 @@
-/* test_settings.c - a bad value of an SPCCL_* variable or of an option is never ignored: it is an error, or a line
- * in the log where no error can be returned. */
+/* test_settings.c - a bad value of an SPCCL_* variable or of an option is never ignored: it is an error, or a
+ * line in the log where no error can be returned. */
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "ranks.h"
@@ -13,7 +13,7 @@ static bool names(const char *text, const char *name, const char *value)
     return strstr(text, name) != NULL && strstr(text, value) != NULL;
 }
 
-/* A group of one rank; the status of making it. */
+/* Make a group of one rank. Returns the status. */
 static spccl_status make_group(const spccl_config *config)
 {
     spccl_comm *comm = NULL;
@@ -33,7 +33,7 @@ static void refused(const char *name, const char *value)
     unsetenv(name);
 }
 
-/* Addresses are looked at where somebody listens: test_addresses. */
+/* Addresses are not checked here but when a rank listens: see test_addresses. */
 static bool is_address(sp_env_id id)
 {
     return id == SP_ENV_TCP_ADDR || id == SP_ENV_RENDEZVOUS_ADDR;
@@ -57,13 +57,13 @@ static void test_every_variable(void)
     }
 }
 
-/* Every word that a help text offers is taken, and no part of one. */
+/* Every word that a help text names is accepted, and no part of a word is. */
 static void test_choices(void)
 {
     for (int i = 0; i < SP_N_ENV; i++) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
         char words[128], *at = words, *word;
-        if (v->choices == NULL || i == SP_ENV_CPU_ISA) /* which of those are there depends on the machine */
+        if (v->choices == NULL || i == SP_ENV_CPU_ISA) /* the ISAs depend on the machine */
             continue;
         snprintf(words, sizeof words, "%s", v->choices);
         while ((word = strsep(&at, ", ")) != NULL) {
@@ -104,7 +104,7 @@ static void test_addresses(void)
     unsetenv("SPCCL_RENDEZVOUS_ADDR");
 }
 
-/* The log has no caller to tell: it complains where it would have written. */
+/* The log cannot return an error, so a bad SPCCL_LOG gives a line in the log. */
 static void test_log_level(void)
 {
     char text[2000] = "";
@@ -159,7 +159,7 @@ static void test_config(void)
     refused_config("format", c);
 }
 
-/* Before anything is dialled, so at once. */
+/* Bad arguments are refused before the rank connects. */
 static void test_init_rank(void)
 {
     spccl_config c = SPCCL_CONFIG_INIT;

@@ -177,8 +177,7 @@ static void test_rendezvous_ends(void)
     }
 }
 
-/* An id that nobody uses does not hold a thread and a port for ever; but a client that is connected keeps the
- * rendezvous. */
+/* A rendezvous that no client uses ends, with its thread and its port. A connected client keeps it. */
 static void test_rendezvous_idle(void)
 {
     int n = count_threads("spccl-rdv").n;

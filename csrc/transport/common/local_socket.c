@@ -25,7 +25,7 @@ static void name_of(const uint8_t id[SP_HS_ID_BYTES], sp_sock_address *out)
 
 /* ---- listening ---- */
 
-/* Is the proven connecting side a lower rank of this group that this rank expects? */
+/* Check that the proven connecting side is a lower rank of this group, and that this rank expects it. */
 static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
 {
     const sp_local_listener *l = ctx;

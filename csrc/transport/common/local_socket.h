@@ -22,14 +22,14 @@ typedef struct sp_local_config {
     uint32_t n_queues; /* both ends must have the same number of queues of the same length; 0: has none */
     uint64_t queue_bytes;
     void *ctx;
-    bool (*expects)(void *ctx, int from);           /* must rank `from` still connect to this one? */
-    void (*connected)(void *ctx, int from, int fd); /* it has; the callee owns fd */
+    bool (*expects)(void *ctx, int from);           /* true if rank `from` must still connect */
+    void (*connected)(void *ctx, int from, int fd); /* rank `from` has connected; the callee owns fd */
 } sp_local_config;
 
 typedef struct sp_local_listener {
     sp_local_config config;
     uint8_t id[SP_HS_ID_BYTES]; /* random: the name of the socket */
-    sp_acceptor acceptor;       /* zero, but for listen_fd = -1, until sp_local_listen */
+    sp_acceptor acceptor;       /* before sp_local_listen: zeroed, and listen_fd = -1 */
 } sp_local_listener;
 
 /* Draw an id and listen. The caller steps and closes l->acceptor. Errors: SYSTEM, NOMEM. */

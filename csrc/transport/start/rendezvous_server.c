@@ -258,8 +258,8 @@ static void step_all_clients(struct server *s)
     } while (n_sets != s->n_sets);
 }
 
-/* A child of fork has no server thread. With its copies closed, the kernel refuses clients when the parent
- * ends. */
+/* A child of fork has no server thread. It closes its copies: when the parent ends, clients then get an error
+ * and do not wait. */
 static void close_in_child(void *owner)
 {
     struct server *s = owner;
