@@ -237,7 +237,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
         comm_->check_usable(launch.op.name);
     return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &turn) {
         if (!by_nccl)
-            return call_ours(launch, turn);
+            return call_spccl(launch, turn);
         if (auto inner = call_nccl(launch))
             inner->synchronize();
         run_copy_out(launch);
@@ -247,7 +247,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
 /* Launch one of the four collectives of spccl, and give the communicator the event after it. Both happen
  * inside issue(), so that no other thread can close the communicator in between. Closing waits for that
  * event, and then frees memory that the kernel uses. */
-void CudaSide::call_ours(const Launch &launch, CollectiveOrder::Turn &turn)
+void CudaSide::call_spccl(const Launch &launch, CollectiveOrder::Turn &turn)
 {
     comm_->issue(launch.op, launch.timeout, [&](spccl_comm *raw) {
         std::exception_ptr failed;
@@ -367,7 +367,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeou
     launch.borrowed = {token}; /* its value does not matter */
     launch.coll = Coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
     return in_order(launch, async, sequence, /*host_wait=*/true,
-                    [&](CollectiveOrder::Turn &turn) { call_ours(launch, turn); });
+                    [&](CollectiveOrder::Turn &turn) { call_spccl(launch, turn); });
 }
 
 } // namespace spccl_torch

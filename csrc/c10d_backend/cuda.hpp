@@ -14,8 +14,8 @@ namespace spccl_torch
 {
 
 struct CudaSettings {
-    bool engine = true;           /* false: always the fallback */
-    bool stage = false;           /* where GPUs do not reach each other: through host memory, not NCCL */
+    bool engine = true;           /* false: always take the fallback */
+    bool stage = false;           /* the fallback is host memory, not NCCL */
     bool order_per_group = false; /* SPCCL_ORDER=group: a CollectiveOrder for this group alone */
     bool blocking_wait = false;   /* SPCCL_BLOCKING_WAIT: calls and wait() return when the GPU is done */
     uint32_t max_ctas = 0;        /* 0 = default; as in spccl_cuda_config */
@@ -34,8 +34,8 @@ void wait_on_host(Comm &comm, CollectiveOrder &order, CudaRoute route, const OpT
                   milliseconds timeout);
 
 /* A collective that was issued to a stream. A CudaWork holds its tensors until somebody waits for it. If the
- * CudaWork is dropped before, the allocator keeps their memory until the stream has completed the
- * collective. */
+ * CudaWork is dropped before, the allocator keeps the memory of the tensors until the stream has completed
+ * the collective. */
 class CudaWork final : public c10d::Work
 {
   public:
@@ -131,8 +131,8 @@ class CudaSide
     c10::intrusive_ptr<c10d::Work>
     hand_over(const Launch &launch, bool async, uint64_t sequence,
               c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &)> call);
-    /* Completes when all ranks have called it and this GPU's current stream has completed. Waits on the
-     * host. */
+    /* Complete when all ranks have called barrier() and this GPU's current stream has completed. The host
+     * waits too. */
     c10::intrusive_ptr<c10d::Work> barrier(bool async, milliseconds timeout, uint64_t sequence);
     /* A Work that is complete when the current stream has completed what is on it now. NULL if not
      * `async`. */
@@ -144,7 +144,7 @@ class CudaSide
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
     c10::intrusive_ptr<c10d::Work> run_staged(Launch launch, bool async, uint64_t sequence);
-    void call_ours(const Launch &launch, CollectiveOrder::Turn &turn);
+    void call_spccl(const Launch &launch, CollectiveOrder::Turn &turn);
     c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
 
     const std::shared_ptr<Comm> comm_;

@@ -32,7 +32,7 @@ class SparseRunner : public std::enable_shared_from_this<SparseRunner>
 {
   public:
     /* settings   those of the group; "/sparse" is added to the name
-     * group      the group's own communicator: once it is broken, so is this one
+     * group      the group's own communicator; a runner of a broken group throws the cause
      * completer  runs the callbacks of futures */
     SparseRunner(c10::intrusive_ptr<c10d::Store> store, int rank, int size, CommSettings settings,
                  std::shared_ptr<Comm> group, std::shared_ptr<SerialThread> completer);

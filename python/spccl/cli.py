@@ -338,7 +338,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     type=click.FloatRange(min=1),
     default=1800.0,
     show_default=True,
-    help="Seconds for everything.",
+    help="Seconds for the whole command.",
 )
 @click.pass_context
 def bench_command(

@@ -1,10 +1,10 @@
-/* stream_order.cpp - CollectiveOrder (csrc/c10d_backend/order.cpp) on a GPU that only writes down what it is
- * asked.
+/* stream_order.cpp - runs CollectiveOrder (csrc/c10d_backend/order.cpp) without a GPU, and prints its calls.
  *
- * Stands in for torch's CUDA guard, and for the one driver call that tells captures. Prints a line per call
- * of run(): "?" the driver is asked, "R<event>@<stream>" recorded, "W<event>@<stream>" waits, "K@<stream>" the
- * collective; streams 100 and 101 are the order's own, of eager calls and of captures. Built and read by
- * test_stream_order.py. */
+ * Stands in for torch's CUDA guard and for the driver's function that reports captures. It prints a line for
+ * each call of run(): "?" = the driver is asked, "R<event>@<stream>" = an event is recorded,
+ * "W<event>@<stream>" = a stream waits for an event, "K@<stream>" = the collective. Streams 100 and 101 are
+ * the order's own: outside of captures, and in captures. test_stream_order.py compiles this file and reads
+ * the lines. */
 #include <cstdio>
 #include <string>
 
@@ -102,7 +102,7 @@ void call(spccl_torch::CollectiveOrder &order, bool async, c10::StreamId on, boo
 }
 } // namespace
 
-/* As cuda.h declares it; the file is linked under the name libcuda.so.1 as well. */
+/* As cuda.h declares it. The library that holds it is called libcuda.so.1. */
 extern "C" __attribute__((visibility("default"))) int
 cuStreamGetCaptureInfo_v2(void *stream, int *status, unsigned long long *id, void **, const void **, size_t *)
 {

@@ -1,4 +1,4 @@
-"""Scenes in which something goes wrong on a GPU. Each runs in its own processes; argv[1] names the scene."""
+"""Cases in which something goes wrong on a GPU. Each case has its own processes; argv[1] names the case."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def aborted() -> dict:
 
 
 def missing_rank() -> dict:
-    """One rank never comes. The deadline ends the kernels of the others, and the error names the missing rank."""
+    """One rank never calls. The deadline ends the kernels of the others, and the error names the missing rank."""
     start(timeout_s=4)
     x = warm()
     began = time.monotonic()

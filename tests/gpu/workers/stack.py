@@ -17,7 +17,7 @@ def inputs(shape, dtype=torch.float32, seed=0):
 
 
 def delegated():
-    """Calls that go to NCCL: other collectives than our four, and dtypes and reductions that we do not support."""
+    """Calls that go to NCCL: collectives, dtypes and reductions that spccl does not run."""
     ones = torch.full((4,), RANK + 1.0, device=DEVICE)
     total = float(sum(range(1, WORLD + 1)))
     for async_op in (False, True):
@@ -255,8 +255,8 @@ def fsdp2_equals_nccl():
 
 
 def meshes():
-    """Meshes are made by new_group without a bound device, by split_group with one. Each dimension must reduce over
-    its own ranks."""
+    """torch makes the groups of a mesh by new_group without a bound device, and by split_group with one. Each dimension
+    must reduce over its own ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     rows = 2 if WORLD % 2 == 0 else 1

@@ -198,7 +198,7 @@ def in_place_and_layouts():
 
 
 def equals_nccl():
-    """Integers, and floats of two ranks, must equal NCCL's. Floats of more ranks may differ by rounding, as NCCL
+    """Integers, and floats of two ranks, must equal NCCL's. Floats of more ranks may differ by rounding, because NCCL
     adds in another order."""
     nccl = dist.new_group(backend="nccl")
     for dtype in (torch.int32, torch.float32, torch.bfloat16):
