@@ -79,7 +79,7 @@ def test_command_draws_the_figure(tmp_path):
     assert "15 points" in done.output
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20000
     done = CliRunner().invoke(cli.main, ["plot", str(source), str(source), "-o", str(picture)])
-    assert done.exit_code == 1 and "wanted one alone" in done.output
+    assert done.exit_code == 1 and "wanted one: a file" in done.output
 
 
 def test_caption_names_source_machine_command_and_paper(tmp_path):
