@@ -36,16 +36,16 @@ void ext_strays_add(ext_strays *strays, ext_flight *flight)
 
 void ext_strays_reap(ext_strays *strays)
 {
-    ext_flight *done = NULL, **place = &strays->first;
+    ext_flight *done = NULL, **link = &strays->first;
 
     /* Unlink all finished flights before freeing one: releasing memory may run any Python code, also this
      * function. */
-    while (*place != NULL) {
-        ext_flight *flight = *place;
+    while (*link != NULL) {
+        ext_flight *flight = *link;
         if (spccl_request_test(flight->req) == SPCCL_AGAIN) {
-            place = &flight->next;
+            link = &flight->next;
         } else {
-            *place = flight->next;
+            *link = flight->next;
             flight->next = done;
             done = flight;
         }

@@ -88,7 +88,7 @@ def test_bench_refuses_sizes_without_an_element(args, words, monkeypatch):
 
 
 @pytest.fixture
-def stream(tmp_path):
+def encoded(tmp_path):
     x = np.zeros(200_000, np.float32)
     x[::100] = 1
     x[60_000:140_000] = 2
@@ -97,19 +97,19 @@ def stream(tmp_path):
     return path
 
 
-def test_inspect_explains(stream):
-    text = run("inspect", stream)
+def test_inspect_explains(encoded):
+    text = run("inspect", encoded)
     for word in ("53 50 43 46", "magic", "tile", "dense", "values", "200000 elements of float32", "formats:"):
         assert word in text, word
-    assert "and 3 more" in run("inspect", "--frames", "1", stream)
-    document = json.loads(run("inspect", "--json", stream))
+    assert "and 3 more" in run("inspect", "--frames", "1", encoded)
+    document = json.loads(run("inspect", "--json", encoded))
     assert document["error"] is None and len(document["frames"]) == 4
-    assert sum(f["frame_bytes"] for f in document["frames"]) == stream.stat().st_size
+    assert sum(f["frame_bytes"] for f in document["frames"]) == encoded.stat().st_size
     assert all(sum(f["sections"].values()) == f["frame_bytes"] for f in document["frames"])
 
 
-def test_inspect_bad_files(stream, tmp_path):
-    good = stream.read_bytes()
+def test_inspect_bad_files(encoded, tmp_path):
+    good = encoded.read_bytes()
     size = spccl.inspect(good)[0].frame_bytes
     bad = tmp_path / "bad.spccl"
     bad.write_bytes(good[:size] + b"\0" * 100)

@@ -85,10 +85,10 @@ NUMPY_DTYPES = ["float32", "float16", "float64", "int8", "int16", "int32", "int6
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 def test_buffer_dtypes(dtype):
     x = np.array([0, 1, 0, 2], dtype)
-    stream = _ext.encode(x)
-    assert _ext.inspect(stream)["dtype"] == dtype
+    encoded = _ext.encode(x)
+    assert _ext.inspect(encoded)["dtype"] == dtype
     for kind in (x.tobytes(), bytearray(x.tobytes()), memoryview(x), x.reshape(2, 2)):
-        assert _ext.encode(kind, dtype=dtype) == stream
+        assert _ext.encode(kind, dtype=dtype) == encoded
 
 
 def test_array_module_and_native_long():
@@ -165,13 +165,13 @@ def arrays_of_references():
 @pytest.mark.parametrize("dtype", [None, "int64", "uint8", "float64"])
 def test_references_are_never_read_as_numbers(kind, dtype):
     x = arrays_of_references()[kind]
-    stream = _ext.encode(np.arange(4, dtype="i8"))
+    encoded = _ext.encode(np.arange(4, dtype="i8"))
     numbers = np.zeros(4, "i8")
     with spccl.Communicator(0, 1, unique_id=spccl.get_unique_id()) as comm:
         for call in (
             lambda: _ext.encode(x, dtype=dtype),
             lambda: _ext.encode(numbers, base=x, dtype=dtype),
-            lambda: _ext.decode(stream, x, "set", dtype),
+            lambda: _ext.decode(encoded, x, "set", dtype),
             lambda: _ext.decode(x, numbers),
             lambda: _ext.inspect(x),
             lambda: comm.all_reduce(x, dtype=dtype),
@@ -224,9 +224,9 @@ def test_dlpack_old_and_new(old):
 def test_dlpack_read_only_is_refused_as_destination():
     out = np.zeros(1, np.float32)
     out.flags.writeable = False
-    stream = _ext.encode(np.ones(1, np.float32))
+    encoded = _ext.encode(np.ones(1, np.float32))
     with pytest.raises((spccl.ArgumentError, BufferError), match=r"read-?only"):
-        _ext.decode(stream, Capsules(out))
+        _ext.decode(encoded, Capsules(out))
     assert out[0] == 0
 
 
@@ -276,13 +276,13 @@ def refs_of(things):
 
 def test_no_reference_is_kept():
     x, base, out = np.zeros(5000, "f4"), np.ones(5000, "f4"), np.zeros(5000, "f4")
-    stream = _ext.encode(x)
-    things = [x, base, out, stream]
+    encoded = _ext.encode(x)
+    things = [x, base, out, encoded]
     before = refs_of(things)
     for _ in range(50):
         _ext.encode(x, base=base)
-        _ext.decode(stream, out)
-        _ext.inspect(stream)
+        _ext.decode(encoded, out)
+        _ext.inspect(encoded)
         _ext.encode(Capsules(x))
         for call, _ in REFUSED:
             with pytest.raises(spccl.ArgumentError):
@@ -298,12 +298,12 @@ def test_memory_does_not_grow():
 
     def work(times):
         for _ in range(times):
-            stream = _ext.encode(x)
-            _ext.decode(stream, out)
-            _ext.inspect(stream)
+            encoded = _ext.encode(x)
+            _ext.decode(encoded, out)
+            _ext.inspect(encoded)
             _ext.info()
             with pytest.raises(spccl.FormatError):
-                _ext.decode(stream[:-1], out)
+                _ext.decode(encoded[:-1], out)
             with pytest.raises(spccl.ArgumentError):
                 _ext.encode([1])
 

@@ -27,10 +27,10 @@ def pattern(n, dtype, zeros=0.9, seed=0):
 def test_round_trip_keeps_every_bit(n, dtype):
     for zeros in (0.0, 0.9, 1.0):
         x = pattern(n, dtype, zeros)
-        stream = spccl.encode(x, dtype=dtype)
-        back = spccl.decode(stream)
+        encoded = spccl.encode(x, dtype=dtype)
+        back = spccl.decode(encoded)
         assert back.dtype == x.dtype and back.tobytes() == x.tobytes()
-        frames = spccl.inspect(stream)
+        frames = spccl.inspect(encoded)
         assert {f.dtype for f in frames} == {dtype} and sum(f.n_elems for f in frames) == n
 
 
@@ -47,8 +47,8 @@ def test_forced_formats(format):
 def test_special_values_travel():
     x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 5e-324, 0.0], np.float64)
     x[4:5].view(np.uint64)[0] = 0x7FF0DEADBEEF0001  # a signalling NaN with a payload
-    stream = spccl.encode(x)
-    assert spccl.decode(stream).tobytes() == x.tobytes()
+    encoded = spccl.encode(x)
+    assert spccl.decode(encoded).tobytes() == x.tobytes()
 
 
 def test_slice_elems_sets_frames():
@@ -76,27 +76,27 @@ def test_delta_and_verbs():
 
 
 def test_wrong_destination():
-    stream = spccl.encode(np.ones(10, np.float32))
+    encoded = spccl.encode(np.ones(10, np.float32))
     with pytest.raises(spccl.FormatError, match="float32"):
-        spccl.decode(stream, np.zeros(10, np.int32))
+        spccl.decode(encoded, np.zeros(10, np.int32))
     for n in (9, 11):
         with pytest.raises(spccl.FormatError, match="10"):
-            spccl.decode(stream, np.zeros(n, np.float32))
+            spccl.decode(encoded, np.zeros(n, np.float32))
 
 
-def test_bad_streams_say_where():
+def test_bad_encoded_arrays_say_where():
     good = spccl.encode(np.ones(10, np.float32))
-    for stream, place in [
+    for encoded, offset in [
         (b"", "byte 0"),
         (b"x" * 100, "byte 0"),
         (good[:-1], "byte 0"),
         (good + b"x", f"byte {len(good)}"),
         (good + good[:70], f"byte {len(good)}"),
     ]:
-        with pytest.raises(spccl.FormatError, match=place):
-            spccl.inspect(stream)
+        with pytest.raises(spccl.FormatError, match=offset):
+            spccl.inspect(encoded)
         with pytest.raises(spccl.FormatError):
-            spccl.decode(stream, np.zeros(20, np.float32))
+            spccl.decode(encoded, np.zeros(20, np.float32))
     frames = iter_frames(good + b"junk" * 20)
     assert next(frames).n_elems == 10
     with pytest.raises(spccl.FormatError, match=f"byte {len(good)}"):
@@ -104,10 +104,10 @@ def test_bad_streams_say_where():
 
 
 def test_mixed_dtypes_in_one_stream():
-    stream = spccl.encode(np.ones(4, np.float32)) + spccl.encode(np.ones(4, np.int32))
-    assert [f.dtype for f in spccl.inspect(stream)] == ["float32", "int32"]
+    encoded = spccl.encode(np.ones(4, np.float32)) + spccl.encode(np.ones(4, np.int32))
+    assert [f.dtype for f in spccl.inspect(encoded)] == ["float32", "int32"]
     with pytest.raises(spccl.FormatError, match="one array has one dtype"):
-        spccl.decode(stream)
+        spccl.decode(encoded)
 
 
 def empty_frames(n_bytes, dtype):
@@ -167,13 +167,13 @@ def test_any_integers(values, format):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 400), st.integers(0, 255), st.sampled_from(["auto", "tile", "pici", "coo", "dense"]))
-def test_a_changed_byte_is_an_error_or_another_array_never_a_crash(place, value, format):
+def test_a_changed_byte_is_an_error_or_another_array_never_a_crash(offset, value, format):
     x = np.zeros(300, np.int16)
     x[::7] = 5
-    stream = bytearray(spccl.encode(x, format=format))
-    stream[place % len(stream)] = value
+    encoded = bytearray(spccl.encode(x, format=format))
+    encoded[offset % len(encoded)] = value
     out = np.zeros(300, np.int16)
     try:
-        spccl.decode(stream, out)
+        spccl.decode(encoded, out)
     except spccl.Error as error:
         assert str(error)

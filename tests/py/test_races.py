@@ -23,10 +23,10 @@ def line_of(text: str) -> int:
 STORE, LOAD = line_of("st.release.cta.shared"), line_of("ld.acquire.cta.shared")
 
 
-def race(*places: str, second: str = "Read") -> str:
+def race(*accesses: str, second: str = "Read") -> str:
     kernel = "void sp_reduce_kernel<(int)1>(sp_fused_args)"
-    lines = [f"========= Error: Race reported between Write access at {kernel}+0x5e740{places[0]}"]
-    lines += [f"=========     and {second} access at {kernel}+0x5f970{place} [16 hazards]" for place in places[1:]]
+    lines = [f"========= Error: Race reported between Write access at {kernel}+0x5e740{accesses[0]}"]
+    lines += [f"=========     and {second} access at {kernel}+0x5f970{access} [16 hazards]" for access in accesses[1:]]
     return "\n".join(lines)
 
 
@@ -52,7 +52,7 @@ def test_flags_between_warps_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "places",
+    "accesses",
     [
         (f" in ptx.cuh:{STORE}", " in decode.cuh:12"),  # one access is to data
         (f" in ptx.cuh:{STORE}", f" in ptx.cuh:{LOAD}", " in slice.cuh:9"),  # one of three accesses is to data
@@ -62,8 +62,8 @@ def test_flags_between_warps_are_left_out() -> None:
         (f" in ptx.cuh:{STORE}",),  # the second access is missing
     ],
 )
-def test_other_races_matter(places: tuple[str, ...]) -> None:
-    status, told = judged(race(*places), summary(1, 1))
+def test_other_races_matter(accesses: tuple[str, ...]) -> None:
+    status, told = judged(race(*accesses), summary(1, 1))
     assert status == 1 and told.endswith("races: 1 reported, 0 of flags between warps, 1 that matter\n")
 
 
