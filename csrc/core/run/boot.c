@@ -210,16 +210,16 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
     if (sp_load_le32(blob + 4) != WIRE_VERSION)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
-            "rank %d: rank %d speaks wire version %u, this library %u: install the same spccl on all ranks",
+            "rank %d: rank %d has wire version %u, this rank has %u: install the same spccl on all ranks",
             c->rank, peer, sp_load_le32(blob + 4), WIRE_VERSION);
     if (sp_load_le32(blob + 8) != (uint32_t)c->world_size)
         return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d: group \"%s\" has world size %d here, %u at rank %d",
                        c->rank, c->name, c->world_size, sp_load_le32(blob + 8), peer);
     if (sp_load_le32(blob + 12) != c->slice_bytes)
-        return SP_FAIL(
-            SPCCL_ERR_MISMATCH,
-            "rank %d: slice size is %u bytes here, %u at rank %d: set SPCCL_SLICE_BYTES alike on all ranks",
-            c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: slice size is %u bytes here, %u at rank %d: set the same SPCCL_SLICE_BYTES "
+                       "on all ranks",
+                       c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
     return SPCCL_OK;
 }
 

@@ -20,7 +20,7 @@ static spccl_status check_alias(const sp_coll_args *a, size_t in_bytes, size_t o
 {
     if (in_place_in == in_place_out || !sp_overlap(a->in, in_bytes, a->out, out_bytes))
         return SPCCL_OK;
-    return SP_FAIL(SPCCL_ERR_ALIAS, "%s: in [%p, +%zu) overlaps out [%p, +%zu) but is not exactly in place",
+    return SP_FAIL(SPCCL_ERR_ALIAS, "%s: in [%p, +%zu) overlaps out [%p, +%zu), but the call is not in place",
                    sp_coll_name(a->coll), a->in, in_bytes, a->out, out_bytes);
 }
 
@@ -38,7 +38,8 @@ static spccl_status check_common(const spccl_comm *comm, const sp_coll_args *a, 
         return SP_FAIL(SPCCL_ERR_ARG, "%s: reduce op %d is unknown", sp_coll_name(a->coll), (int)a->redop);
     if (!sp_mul_size(a->n_elems, sp_dtype_bytes(a->dtype), block_bytes) ||
         !sp_mul_size(*block_bytes, n_blocks, total_bytes) || *total_bytes > PTRDIFF_MAX)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %zu elements of %s for %d ranks overflow memory",
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "%s: %zu elements of %s for %d ranks are more bytes than memory can have",
                        sp_coll_name(a->coll), a->n_elems, sp_dtype_name(a->dtype), comm->world_size);
     return SPCCL_OK;
 }

@@ -60,10 +60,11 @@ static bool own_call(const sp_exec *x, uint32_t seq, sp_call *out)
 
 static spccl_status surplus(const sp_exec *x, sp_coll coll, uint32_t seq, int peer)
 {
-    return SP_FAIL(SPCCL_ERR_MISMATCH,
-                   "rank %d: rank %d sent more of %s #%u than this rank takes: is SPCCL_SCHEDULE the same on "
-                   "all ranks?",
-                   x->links->rank, peer, sp_coll_name(coll), seq);
+    return SP_FAIL(
+        SPCCL_ERR_MISMATCH,
+        "rank %d: rank %d sent more messages of %s #%u than this rank takes: is SPCCL_SCHEDULE the same on "
+        "all ranks?",
+        x->links->rank, peer, sp_coll_name(coll), seq);
 }
 
 /* Check that the message belongs to this collective. If it does not, the ranks called different collectives.
@@ -93,7 +94,7 @@ static spccl_status check_magic(const sp_exec *x, int peer, const uint8_t *e, si
 {
     if (bytes >= SP_ENVELOPE_BYTES + SP_FRAME_HEADER_BYTES && sp_load_le32(e + 28) == ENVELOPE_MAGIC)
         return SPCCL_OK;
-    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent %zu bytes that are no spccl message",
+    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent %zu bytes that are not an spccl message",
                    x->links->rank, peer, bytes);
 }
 

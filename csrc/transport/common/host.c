@@ -22,7 +22,7 @@ spccl_status sp_host_identity(uint8_t out[SP_HOST_ID_BYTES])
     if (n != (ssize_t)SP_HOST_BOOT_BYTES)
         return SP_FAIL(SPCCL_ERR_SYSTEM, BOOT_ID " gave %zd bytes, wanted %d", n, (int)SP_HOST_BOOT_BYTES);
     if (stat("/proc/self/ns/net", &s) != 0)
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "/proc/self/ns/net");
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "reading the identity of /proc/self/ns/net");
     sp_store_le64(out + SP_HOST_BOOT_BYTES, (uint64_t)s.st_ino);
     return SPCCL_OK;
 }

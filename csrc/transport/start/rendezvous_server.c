@@ -391,7 +391,7 @@ spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl
             listen_addr);
     s = sp_calloc(1, sizeof *s);
     if (s == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous");
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous: %zu bytes", sizeof *s);
     s->acceptor.listen_fd = -1;
     s->idle_ns = idle_ms < INT64_MAX / 1000000 ? idle_ms * 1000000 : INT64_MAX;
     s->used_ns = sp_now_ns();
