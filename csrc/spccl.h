@@ -461,23 +461,23 @@ typedef struct spccl_prune_options {
     double momentum, leak, scale;       /* [0, 1); (0, 1]; factor on what is sent, not on what is kept */
     uint32_t dense_steps, warmup_steps; /* first calls, which send all; then, while the density falls */
     uint32_t seed, keep_thresholds;     /* of the samples; 1: take the states' thresholds, without samples */
+    uint32_t skip_zeros, reserved;      /* 1: leave segments alone whose g is all zero; 0 */
     const float *factor, *loss_scale;   /* [1] or NULL: factor on g (clipping); GradScaler's scale, now */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
-        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, NULL, NULL                            \
+        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL                      \
     }
 typedef struct spccl_prune_plan spccl_prune_plan;
 /* Check and copy the segments of a gradient [n_elems] of floats, on `device`: a CUDA ordinal, or -1 = the host. A
- * plan runs one call at a time. Destroy it after the GPU work that uses it.
- * Errors: ARG, DTYPE, UNSUPPORTED (no CUDA in this build), NOMEM, DEVICE. */
+ * plan runs one call at a time. Destroy it after its GPU work. Errors: ARG, DTYPE, UNSUPPORTED, NOMEM, DEVICE. */
 SPCCL_API spccl_status spccl_prune_plan_create(const spccl_prune_segment *segments, size_t n_segments,
                                                size_t n_elems, spccl_dtype dtype, int device,
                                                spccl_prune_plan **out);
 SPCCL_API void spccl_prune_plan_destroy(spccl_prune_plan *plan); /* accepts NULL */
 /* Prune `grad` in place, on the host. Of a segment at most 5 times the wanted number is sent. Errors: ARG. */
 SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options);
-/* The same on a GPU, without that bound: two launches on `stream`, also in a capture. Errors: ARG, DEVICE. */
+/* The same on a GPU, without that bound: queued on `stream`, also in a capture. Errors: ARG, DEVICE. */
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
 

@@ -38,7 +38,7 @@ _Static_assert(sizeof(spccl_stats) == 176, "0.1");
 _Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
-_Static_assert(sizeof(spccl_prune_options) == 80, "0.1");
+_Static_assert(sizeof(spccl_prune_options) == 88, "0.1");
 /* Without struct_bytes: they lie in GPU memory or come as an array, and never change. */
 _Static_assert(sizeof(spccl_prune_state) == 48, "0.1");
 _Static_assert(sizeof(spccl_prune_segment) == 48, "0.1");
@@ -233,7 +233,7 @@ static void test_prune_options(void)
           (unsigned long long)state.n_sent);
     newer.added = CANARY;
     CHECK_FAILS(spccl_prune(plan, grad, (void *)&newer), SPCCL_ERR_ARG,
-                "spccl_prune_options: got 88 bytes with byte 80 not zero");
+                "spccl_prune_options: got 96 bytes with byte 88 not zero");
     spccl_prune_plan_destroy(plan);
 }
 

@@ -109,6 +109,11 @@ static void fill(const struct shape *s, bool odd)
     }
     for (size_t i = 0; odd && i < s->n; i += 1 + next_rand(&rng) % 50)
         put_value(g.grad + s->skew * e, i, s->dtype, &rng, true);
+    for (size_t i = 0; i < s->n_segments; i++) /* all zero: 0 and -0 */
+        if (next_rand(&rng) % 4 == 0)
+            for (size_t k = 0; k < s->host[i].n_elems; k++)
+                put_float(s->dtype == SPCCL_FLOAT16 ? SPCCL_BFLOAT16 : s->dtype, g.grad + s->skew * e,
+                          s->host[i].begin + k, k % 2 != 0 ? -0.0f : 0);
     memcpy(g.want_grad, g.grad, cap_bytes());
     memcpy(g.want_residual, g.residual, cap_bytes());
     memcpy(g.want_velocity, g.velocity, cap_bytes());
@@ -163,6 +168,7 @@ static void test_same_bits(void)
         o.keep_thresholds = 1;
         o.momentum = round % 3 != 0 ? 0.9 : 0;
         o.leak = round % 5 != 0 ? 1 : 0.99;
+        o.skip_zeros = round % 4 < 2;
         o.scale = round % 7 != 0 ? 1 : 0.25;
         cut(&s);
         fill(&s, round % 2 != 0);

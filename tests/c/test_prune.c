@@ -234,11 +234,6 @@ static double make_heavy_tail(size_t i)
     (void)i;
     return normal() / pow(uniform() + 1e-4, 1.5);
 }
-static double make_ties(size_t i)
-{
-    (void)i;
-    return 1;
-}
 static double make_rows(size_t i)
 {
     return i < MAX_N / 20 ? normal() : 0;
@@ -284,17 +279,19 @@ static void test_density(void)
     check_density("zeros", make_zero, &o, 0, true);
 }
 
+/* 1 / 3 is no float32: a threshold in float32 must not lie above equal float64 elements. */
 static void test_ties_are_cut(void)
 {
-    for (int has_r = 0; has_r < 2; has_r++) {
+    for (int round = 0; round < 4; round++) {
+        spccl_dtype dtype = round % 2 != 0 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
         spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-        struct run run = start(SPCCL_FLOAT32, MAX_N, has_r != 0, false);
+        struct run run = start(dtype, MAX_N, round >= 2, false);
         for (int step = 0; step < 10; step++) {
             size_t n;
             for (size_t i = 0; i < MAX_N; i++)
-                put(SPCCL_FLOAT32, got.grad, i, make_ties(i));
+                put(dtype, got.grad, i, 1.0 / 3);
             CHECK_OK(spccl_prune(run.plan, got.grad, &o));
-            n = count_nonzero(SPCCL_FLOAT32, got.grad, MAX_N);
+            n = count_nonzero(dtype, got.grad, MAX_N);
             CHECK(n > 0 && (double)n <= 5 * o.density * MAX_N, "%zu of equal elements sent", n);
         }
         spccl_prune_plan_destroy(run.plan);
@@ -369,20 +366,34 @@ static void test_segments(void)
     spccl_prune_plan_destroy(plan);
 }
 
-/* A float32 threshold must not lie above equal float64 elements: then nothing would be sent. */
-static void test_equal_float64(void)
+/* With skip_zeros, a segment of zeros keeps residual and velocity and counts a step; others are pruned. */
+static void test_skip_zeros(void)
 {
+    static spccl_prune_state states[2];
+    spccl_prune_segment s[2] = {
+        {.n_elems = 5000, .residual = got.residual, .velocity = got.velocity, .state = &states[0]},
+        {.begin = 5000, .n_elems = 5001, .residual = got.residual + 5000 * 4, .state = &states[1]}};
     spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-    struct run run = start(SPCCL_FLOAT64, 20000, true, false);
-    for (int step = 0; step < 3; step++) {
-        size_t n;
-        for (size_t i = 0; i < 20000; i++)
-            put(SPCCL_FLOAT64, got.grad, i, 1.0 / 3);
-        CHECK_OK(spccl_prune(run.plan, got.grad, &o));
-        n = count_nonzero(SPCCL_FLOAT64, got.grad, 20000);
-        CHECK(n >= 200 && n <= 1000, "step %d: %zu of 20000 equal elements sent", step, n);
+    for (int skip = 0; skip < 2; skip++) {
+        spccl_prune_plan *plan = NULL;
+        memset(states, 0, sizeof states);
+        fill(&before, SPCCL_FLOAT32, 10001, false);
+        for (size_t i = 0; i < 5000; i++)
+            put(SPCCL_FLOAT32, before.grad, i, i % 2 != 0 ? -0.0 : 0.0);
+        memset(before.grad + 5000 * 4, 0, 5000 * 4); /* the last element of the other segment is not zero */
+        got = before;
+        o.skip_zeros = (uint32_t)skip;
+        o.momentum = 0.5;
+        CHECK_OK(spccl_prune_plan_create(s, 2, 10001, SPCCL_FLOAT32, -1, &plan));
+        CHECK_OK(spccl_prune(plan, got.grad, &o));
+        CHECK((memcmp(got.velocity, before.velocity, 5000 * 4) == 0) == (skip != 0) &&
+                  (memcmp(got.residual, before.residual, 5000 * 4) == 0) == (skip != 0),
+              "state of the segment of zeros");
+        CHECK((states[0].n_sent == 0) == (skip != 0) && states[0].step == 1, "%llu sent",
+              (unsigned long long)states[0].n_sent);
+        CHECK(states[1].n_sent > 0 && states[1].step == 1, "the other segment");
+        spccl_prune_plan_destroy(plan);
     }
-    spccl_prune_plan_destroy(run.plan);
 }
 
 /* Elements that are not finite do not count towards the bound. */
@@ -473,7 +484,7 @@ int main(int argc, char **argv)
                                              {"ties_are_cut", test_ties_are_cut},
                                              {"schedule_and_scale", test_schedule_and_scale},
                                              {"segments", test_segments},
-                                             {"equal_float64", test_equal_float64},
+                                             {"skip_zeros", test_skip_zeros},
                                              {"bound_without_nonfinite", test_bound_without_nonfinite},
                                              {"samples", test_samples},
                                              {"bad_input", test_bad_input},

@@ -177,4 +177,11 @@ static inline SP_HD void sp_prune_advance(const spccl_prune_options *o, spccl_pr
     st->step++;
 }
 
+/* The state after a call that left the segment alone. */
+static inline SP_HD void sp_prune_advance_skipped(spccl_prune_state *st)
+{
+    st->n_sent = 0;
+    st->step++;
+}
+
 #endif

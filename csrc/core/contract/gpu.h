@@ -132,6 +132,7 @@ typedef struct sp_gpu_prune_row {
     uint64_t first_tile, end_tile; /* its tiles, of those of all segments */
     sp_prune_factors factors;      /* of this call: the sampling kernel writes them */
     uint64_t n_sent, n_nonfinite;  /* in this call so far; 0 between calls */
+    uint64_t has_nonzero;          /* with skip_zeros: some g of this call is not zero; 0 between calls */
 } sp_gpu_prune_row;
 
 /* What lies before the rows. */

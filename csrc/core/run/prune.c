@@ -186,6 +186,16 @@ static void prune_largest(struct job *j, size_t from, size_t n, size_t most)
     count(j, prune_with(j, from + cut, n - cut, next_larger(j, value_from_bits(least))));
 }
 
+/* Whether all elements of the segment are 0 or -0. */
+static bool gradient_is_zero(const struct job *j)
+{
+    size_t n = j->segment->n_elems;
+    for (size_t i = 0; i < n; i++)
+        if (value_of(j->plan->dtype, j->grad + i * j->elem_bytes) != 0)
+            return false;
+    return true;
+}
+
 static void prune_segment(struct job *j)
 {
     size_t n_elems = j->segment->n_elems;
@@ -231,7 +241,10 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
                         .state_bytes = plan->dtype == SPCCL_FLOAT64 ? 8 : 4,
                         .f = sp_prune_factors_now(&o, s),
                         .density = sp_prune_density(&o, s->state->step)};
-        prune_segment(&j);
+        if (o.skip_zeros != 0 && gradient_is_zero(&j))
+            sp_prune_advance_skipped(s->state);
+        else
+            prune_segment(&j);
     }
     return SPCCL_OK;
 }

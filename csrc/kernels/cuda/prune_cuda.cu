@@ -94,6 +94,49 @@ __device__ __forceinline__ sp_gpu_prune_row *sp_prune_rows(const sp_gpu_prune_ar
     return (sp_gpu_prune_row *)(a.table + 1);
 }
 
+__device__ __forceinline__ bool sp_prune_skips(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
+{
+    return a.options.skip_zeros != 0 && *(volatile const uint64_t *)&row.has_nonzero == 0;
+}
+
+// The row that `tile` belongs to.
+__device__ __forceinline__ uint32_t sp_prune_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
+                                                  uint64_t tile)
+{
+    uint32_t low = 0, high = n_rows - 1;
+    while (low < high) {
+        uint32_t middle = (low + high + 1) / 2;
+        if (rows[middle].first_tile <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// ---- segments of zeros ----
+
+// With skip_zeros, before the other kernels: which segments have an element that is not zero. Reads the gradient.
+template <int DTYPE>
+__global__ void __launch_bounds__(SP_PRUNE_THREADS)
+    sp_prune_nonzero_kernel(const __grid_constant__ sp_gpu_prune_args a)
+{
+    typedef sp_prune_dtype<DTYPE> T;
+    sp_gpu_prune_row *rows = sp_prune_rows(a);
+    for (uint64_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        sp_gpu_prune_row &row = rows[sp_prune_find(rows, a.n_segments, tile)];
+        uint64_t from = (tile - row.first_tile) * SP_GPU_PRUNE_TILE, left = row.segment.n_elems - from;
+        uint32_t n = left < SP_GPU_PRUNE_TILE ? (uint32_t)left : SP_GPU_PRUNE_TILE;
+        const typename T::U *grad = (const typename T::U *)a.grad + row.segment.begin + from;
+        bool nonzero = false;
+#pragma unroll 4
+        for (uint32_t i = threadIdx.x; i < n; i += SP_PRUNE_THREADS)
+            nonzero = T::widen(grad[i]) != 0 || nonzero;
+        if (nonzero)
+            *(volatile uint64_t *)&row.has_nonzero = 1;
+    }
+}
+
 // ---- thresholds ----
 
 // Sum of v over the threads of the CTA, in all of them. shared [SP_SAMPLE_THREADS / 32].
@@ -140,7 +183,7 @@ __global__ void __launch_bounds__(SP_SAMPLE_THREADS)
     sp_prune_factors factors = sp_prune_factors_now(&a.options, &s);
     if (threadIdx.x == 0)
         row.factors = factors;
-    if (factors.whole || a.options.keep_thresholds != 0)
+    if (factors.whole || a.options.keep_thresholds != 0 || sp_prune_skips(a, row))
         return;
     float density = sp_prune_density(&a.options, s.state->step);
     sp_prune_sample p =
@@ -275,29 +318,17 @@ sp_prune_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s, uint64_t
     }
 }
 
-// The row that `tile` belongs to.
-__device__ __forceinline__ uint32_t sp_prune_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
-                                                  uint64_t tile)
-{
-    uint32_t low = 0, high = n_rows - 1;
-    while (low < high) {
-        uint32_t middle = (low + high + 1) / 2;
-        if (rows[middle].first_tile <= tile)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
 // The last CTA: states of all segments, and zeros for the next call.
 __device__ __forceinline__ void sp_prune_finish(const sp_gpu_prune_args &a)
 {
     for (uint32_t i = threadIdx.x; i < a.n_segments; i += SP_PRUNE_THREADS) {
         sp_gpu_prune_row &row = sp_prune_rows(a)[i];
-        sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
-                         *(volatile uint64_t *)&row.n_nonfinite);
-        row.n_sent = row.n_nonfinite = 0;
+        if (sp_prune_skips(a, row))
+            sp_prune_advance_skipped(row.segment.state);
+        else
+            sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
+                             *(volatile uint64_t *)&row.n_nonfinite);
+        row.n_sent = row.n_nonfinite = row.has_nonzero = 0;
     }
     if (threadIdx.x == 0)
         a.table->n_ctas_done = 0;
@@ -318,6 +349,8 @@ __global__ void __launch_bounds__(SP_PRUNE_THREADS, SP_PRUNE_CTAS)
         uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
         const spccl_prune_segment s = rows[index].segment;
         typename sp_prune_factors_as<S>::type f = sp_prune_factors_as<S>::of(rows[index].factors);
+        if (sp_prune_skips(a, rows[index]))
+            tile += (end - tile + gridDim.x - 1) / gridDim.x * gridDim.x;
         for (; tile < end; tile += gridDim.x) {
             uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE;
             uint64_t n = s.n_elems - from < SP_GPU_PRUNE_TILE ? s.n_elems - from : SP_GPU_PRUNE_TILE;
@@ -349,29 +382,43 @@ static int dtype_index(spccl_dtype dtype)
     return dtype == SPCCL_FLOAT32 ? 0 : dtype == SPCCL_FLOAT16 ? 1 : dtype == SPCCL_BFLOAT16 ? 2 : 3;
 }
 
+// CTAs that run at once, at most one a tile.
+static spccl_status grid_of(sp_prune_fn kernel, uint64_t n_tiles, dim3 *out)
+{
+    int device = 0, n_sms = 0, n_ctas = 0;
+    uint64_t n;
+    SP_TRY_CUDA(cudaGetDevice(&device));
+    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)kernel,
+                                                              (int)SP_PRUNE_THREADS, 16));
+    n = (uint64_t)n_sms * (uint64_t)(n_ctas > 0 ? n_ctas : 1);
+    *out = dim3((unsigned)(n < n_tiles ? n : n_tiles));
+    return SPCCL_OK;
+}
+
 extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
 {
+    static const sp_prune_fn nonzero[] = {
+        sp_prune_nonzero_kernel<SPCCL_FLOAT32>, sp_prune_nonzero_kernel<SPCCL_FLOAT16>,
+        sp_prune_nonzero_kernel<SPCCL_BFLOAT16>, sp_prune_nonzero_kernel<SPCCL_FLOAT64>};
     static const sp_prune_fn samplers[] = {
         sp_prune_sample_kernel<SPCCL_FLOAT32>, sp_prune_sample_kernel<SPCCL_FLOAT16>,
         sp_prune_sample_kernel<SPCCL_BFLOAT16>, sp_prune_sample_kernel<SPCCL_FLOAT64>};
     static const sp_prune_fn passes[] = {sp_prune_kernel<SPCCL_FLOAT32>, sp_prune_kernel<SPCCL_FLOAT16>,
                                          sp_prune_kernel<SPCCL_BFLOAT16>, sp_prune_kernel<SPCCL_FLOAT64>};
-    sp_prune_fn sampler = samplers[dtype_index(a->dtype)], pass = passes[dtype_index(a->dtype)];
+    int d = dtype_index(a->dtype);
     void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
     size_t shared = (SP_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t);
-    int device = 0, n_sms = 0, n_ctas = 0;
-    SP_TRY_CUDA(cudaGetDevice(&device));
-    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)sampler, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    dim3 grid, threads(SP_PRUNE_THREADS);
+    SP_TRY(grid_of(passes[d], a->n_tiles, &grid));
+    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)samplers[d], cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      (int)shared));
-    SP_TRY(sp_cuda_check(cudaLaunchKernel(sampler, dim3(a->n_segments), dim3(SP_SAMPLE_THREADS), params,
+    if (a->options.skip_zeros != 0)
+        SP_TRY(sp_cuda_check(cudaLaunchKernel(nonzero[d], grid, threads, params, 0, (cudaStream_t)stream),
+                             "launch of the kernel that looks for zeros"));
+    SP_TRY(sp_cuda_check(cudaLaunchKernel(samplers[d], dim3(a->n_segments), dim3(SP_SAMPLE_THREADS), params,
                                           shared, (cudaStream_t)stream),
                          "launch of the sampling kernel"));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)pass,
-                                                              (int)SP_PRUNE_THREADS, 16));
-    uint64_t grid = (uint64_t)n_sms * (uint64_t)(n_ctas > 0 ? n_ctas : 1);
-    grid = grid < a->n_tiles ? grid : a->n_tiles;
-    return sp_cuda_check(cudaLaunchKernel(pass, dim3((unsigned)grid), dim3(SP_PRUNE_THREADS), params, 16,
-                                          (cudaStream_t)stream),
+    return sp_cuda_check(cudaLaunchKernel(passes[d], grid, threads, params, 16, (cudaStream_t)stream),
                          "launch of the pruning kernel");
 }
