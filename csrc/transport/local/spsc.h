@@ -27,8 +27,8 @@
 /* An empty queue starts again at the beginning of the ring once it is SP_SPSC_HOT_BYTES and
  * SP_SPSC_HOT_RECORDS of its largest records into the ring. Few pages and cache lines are then touched while
  * the consumer keeps up. The skipped bytes count as used until the consumer has passed them. If a queue
- * started again too early, it would lack space for the producer to run ahead, and both sides would sleep in
- * turns at every message. */
+ * started again too early, the producer would lack space to run ahead. Then both sides sleep in turns at
+ * every message. */
 #define SP_SPSC_HOT_BYTES (64u * 1024u)
 #define SP_SPSC_HOT_RECORDS 8u
 

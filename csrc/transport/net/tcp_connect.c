@@ -244,8 +244,8 @@ static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer 
     return h;
 }
 
-/* AGAIN while it makes sense to wait. A wrong host may have this IP address, so the wait has a limit until
- * the peer has proved the secret, or is known to be on this host. */
+/* AGAIN while it makes sense to wait. A wrong host may have this IP address, so the wait has a limit. It has
+ * none once the peer has proved the secret, or during the handshake with a rank of this host. */
 static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_connecting *d)
 {
     int round = p->attempt / p->address->n_ips;
