@@ -42,7 +42,7 @@ class Rank:
     output: str
     cases: dict[str, dict] = field(default_factory=dict)
 
-    def told(self) -> str:
+    def report(self) -> str:
         return f"--- rank {self.rank}: exit {self.returncode}\n{self.output[-4000:]}"
 
 
@@ -196,5 +196,5 @@ def check_case(ranks: list[Rank], case: str) -> list[dict]:
     bad = [r for r in ranks if not r.cases.get(case, {}).get("ok", False)]
     if bad:
         texts = [f"rank {r.rank}: {r.cases.get(case, {}).get('error', 'never reported')}" for r in bad]
-        raise AssertionError("\n".join([f"case {case} failed", *texts, *(r.told() for r in ranks)]))
+        raise AssertionError("\n".join([f"case {case} failed", *texts, *(r.report() for r in ranks)]))
     return [r.cases[case] for r in ranks]

@@ -55,12 +55,12 @@ def test_four_ranks(four_ranks, case):
 
 
 def test_all_ranks_end(ranks):
-    assert [r.returncode for r in ranks] == [0] * len(ranks), "\n".join(r.told() for r in ranks)
+    assert [r.returncode for r in ranks] == [0] * len(ranks), "\n".join(r.report() for r in ranks)
 
 
 def test_sparse_data_is_sent_sparse(ranks):
-    for told in check_case(ranks, "stats_and_links"):
-        assert told["wire"] < told["dense"] / 50, told
+    for report in check_case(ranks, "stats_and_links"):
+        assert report["wire"] < report["dense"] / 50, report
 
 
 @pytest.mark.parametrize(

@@ -35,4 +35,4 @@ def test_ranks_end_well(ranks, backend):
     """On spccl always. On Gloo a process with Python DDP hooks may abort after its last line, torch's own hooks too: a
     thread of Gloo's then drops the last reference to a tensor that Python has seen, while Python is ending."""
     fine = {0, -6} if backend.startswith("gloo") else {0}
-    assert {r.returncode for r in ranks} <= fine, "\n".join(r.told() for r in ranks)
+    assert {r.returncode for r in ranks} <= fine, "\n".join(r.report() for r in ranks)

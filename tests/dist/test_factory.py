@@ -22,4 +22,4 @@ def test_case(ranks, case):
 
 
 def test_all_ranks_end(ranks):
-    assert [r.returncode for r in ranks] == [0] * len(ranks), "\n".join(r.told() for r in ranks)
+    assert [r.returncode for r in ranks] == [0] * len(ranks), "\n".join(r.report() for r in ranks)

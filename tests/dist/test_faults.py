@@ -16,11 +16,11 @@ def run(case: str, n_ranks: int = 3, survivors: int | None = None, within_s: flo
     """Run a case. Returns the reports of the survivors, which are the first ranks."""
     ranks = run_ranks("faults", n_ranks, case, timeout_s=100)
     alive = ranks[: survivors or n_ranks]
-    told = check_case(alive, case)
-    assert [r.returncode for r in alive] == [0] * len(alive), "\n".join(r.told() for r in ranks)
-    for report in told:
+    reports = check_case(alive, case)
+    assert [r.returncode for r in alive] == [0] * len(alive), "\n".join(r.report() for r in ranks)
+    for report in reports:
         assert report["after_s"] < within_s, report
-    return told
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def run(case: str, n_ranks: int = 3, survivors: int | None = None, within_s: flo
     ],
 )
 def test_ranks_that_disagree(case, words):
-    told = run(case)
-    texts = [t["text"] for t in told]
+    reports = run(case)
+    texts = [report["text"] for report in reports]
     for rank, text in enumerate(texts):
         assert f"rank {rank} of 3" in text, text
         assert "rank" in text and ("all_reduce" in text or "broadcast" in text), text
@@ -42,18 +42,18 @@ def test_ranks_that_disagree(case, words):
 
 
 def test_broken_group_stays_broken():
-    for told in run("broken_group_stays_broken"):
-        for text in told["again"]:
+    for report in run("broken_group_stays_broken"):
+        for text in report["again"]:
             assert "SPCCL_ERR" in text and "rank" in text, text
 
 
 @pytest.mark.parametrize("case", ["killed_peer", "killed_peer_async"])
 def test_killed_peer(case):
-    told = run(case, survivors=2)
-    for report in told:  # a rank that learns it from another rank reports the same cause
-        assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], told
-        assert str(1 << 20) in report["text"], told
-    assert any("SPCCL_ERR_PEER" in report["text"] for report in told), told
+    reports = run(case, survivors=2)
+    for report in reports:  # a rank that learns it from another rank reports the same cause
+        assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], reports
+        assert str(1 << 20) in report["text"], reports
+    assert any("SPCCL_ERR_PEER" in report["text"] for report in reports), reports
 
 
 def test_killed_peer_while_the_sparse_runner_is_made():
@@ -62,22 +62,22 @@ def test_killed_peer_while_the_sparse_runner_is_made():
 
 
 def test_hanging_peer():
-    told = run("hanging_peer")
-    for report in told[:2]:  # the second rank may learn it from the first
-        assert "all_reduce" in report["text"] and "rank 2" in report["text"], told
-    assert any("SPCCL_ERR_TIMEOUT" in report["text"] for report in told[:2]), told
+    reports = run("hanging_peer")
+    for report in reports[:2]:  # the second rank may learn it from the first
+        assert "all_reduce" in report["text"] and "rank 2" in report["text"], reports
+    assert any("SPCCL_ERR_TIMEOUT" in report["text"] for report in reports[:2]), reports
 
 
 @pytest.mark.parametrize("case", ["abort_from_a_thread", "abort_work"])
 def test_abort(case):
-    told = run(case, n_ranks=2, within_s=10)
-    assert "SPCCL_ERR_ABORTED" in told[0]["text"], told
-    assert any(word in told[1]["text"] for word in ("SPCCL_ERR_ABORTED", "SPCCL_ERR_PEER")), told
+    reports = run(case, n_ranks=2, within_s=10)
+    assert "SPCCL_ERR_ABORTED" in reports[0]["text"], reports
+    assert any(word in reports[1]["text"] for word in ("SPCCL_ERR_ABORTED", "SPCCL_ERR_PEER")), reports
 
 
 def test_absent_rank_at_start():
-    told = run("absent_rank_at_start", n_ranks=2, survivors=1, within_s=60)
-    assert "rank" in told[0]["text"] or "timeout" in told[0]["text"].lower(), told
+    reports = run("absent_rank_at_start", n_ranks=2, survivors=1, within_s=60)
+    assert "rank" in reports[0]["text"] or "timeout" in reports[0]["text"].lower(), reports
 
 
 def test_exit_without_destroy():
@@ -85,8 +85,8 @@ def test_exit_without_destroy():
 
 
 def test_tensor_of_no_memory():
-    for told in run("meta_tensor_is_refused", n_ranks=2):
-        assert "CPU and CUDA tensors" in told["text"] and "tensor.cpu()" in told["text"], told
+    for report in run("meta_tensor_is_refused", n_ranks=2):
+        assert "CPU and CUDA tensors" in report["text"] and "tensor.cpu()" in report["text"], report
 
 
 def test_no_segments_left():

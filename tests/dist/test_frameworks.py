@@ -35,7 +35,7 @@ def test_real_library(case):
             pytest.skip(f"{name} is not installed (pip install {name}; it is no dependency of spccl)")
     ranks = run_ranks("frameworks", 2, case)
     check_case(ranks, case)
-    assert [r.returncode for r in ranks] == [0, 0], "\n".join(r.told() for r in ranks)
+    assert [r.returncode for r in ranks] == [0, 0], "\n".join(r.report() for r in ranks)
 
 
 # ---- without the libraries ----

@@ -19,12 +19,12 @@ from spccl import _torch_glue  # noqa: E402
 def failure(**env: str) -> str:
     """The GlueError that a new process with these settings raises."""
     code = (
-        "from spccl import _torch_glue\ntry: _torch_glue.load()\nexcept _torch_glue.GlueError as e: print('told:', e)"
+        "from spccl import _torch_glue\ntry: _torch_glue.load()\nexcept _torch_glue.GlueError as e: print('error:', e)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=dict(os.environ, **env), capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and "told:" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "error:" in done.stdout, done.stdout + done.stderr
     return done.stdout
 
 
@@ -84,7 +84,7 @@ from spccl import _torch_glue
 try:
     print("loaded", _torch_glue.load())
 except _torch_glue.GlueError as e:
-    print("told:", e)
+    print("error:", e)
 """
 
 
@@ -97,12 +97,12 @@ def load_in_processes(n: int, **env: str) -> list[str]:
         )
         for _ in range(n)
     ]
-    told = []
+    outputs = []
     for process in running:
         out, err = process.communicate(timeout=200)
         assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
-        told.append(out)
-    return told
+        outputs.append(out)
+    return outputs
 
 
 def test_damaged_library_in_the_cache_is_made_again(tmp_path):
@@ -121,10 +121,10 @@ def test_damaged_library_in_the_cache_is_made_again(tmp_path):
     for hurt, n_calls in damage:
         if library is not None:
             hurt(library)
-        (told,) = load_in_processes(1, **env)
-        assert told.startswith("loaded"), told
+        (output,) = load_in_processes(1, **env)
+        assert output.startswith("loaded"), output
         assert (tmp_path / "calls").read_text().count("x") == n_calls
-        library = Path(told.removeprefix("loaded ").strip())
+        library = Path(output.removeprefix("loaded ").strip())
 
 
 def built() -> Path:
@@ -146,9 +146,9 @@ def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
     )
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": compiler}
     for n_starts in (1, 2):
-        told = load_in_processes(3, **env)
-        assert all("told:" in text and "no space on device" in text for text in told), told
-        assert sum("another process of this job" in text for text in told) == 2, told
+        outputs = load_in_processes(3, **env)
+        assert all("error:" in text and "no space on device" in text for text in outputs), outputs
+        assert sum("another process of this job" in text for text in outputs) == 2, outputs
         assert (tmp_path / "calls").read_text().count("x") == n_starts
     leftovers = [p.name for p in (tmp_path / "cache").rglob("*.tmp")]
     assert not leftovers, leftovers

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 def test_killed_peer(scene, n_gpus):
     blocking = {"SPCCL_BLOCKING_WAIT": "1"} if "blocking" in scene else {}
     ranks = run_gpus("faults", n_gpus, scene, timeout_s=120, **blocking)
-    assert ranks[-1].returncode == -9, ranks[-1].told()
+    assert ranks[-1].returncode == -9, ranks[-1].report()
     for reported in check_case(ranks[:-1], scene):
         assert reported["seconds"] < 20, reported
         # Some ranks notice the death themselves, and tell the others. The errors of all name the dead rank.

@@ -103,7 +103,7 @@ def test_bad_encoded_arrays_say_where():
         next(frames)
 
 
-def test_mixed_dtypes_in_one_stream():
+def test_mixed_dtypes_in_one_encoded_array():
     encoded = spccl.encode(np.ones(4, np.float32)) + spccl.encode(np.ones(4, np.int32))
     assert [f.dtype for f in spccl.inspect(encoded)] == ["float32", "int32"]
     with pytest.raises(spccl.FormatError, match="one array has one dtype"):

@@ -63,8 +63,8 @@ def test_flags_between_warps_are_left_out() -> None:
     ],
 )
 def test_other_races_matter(accesses: tuple[str, ...]) -> None:
-    status, told = judged(race(*accesses), summary(1, 1))
-    assert status == 1 and told.endswith("races: 1 reported, 0 of flags between warps, 1 that matter\n")
+    status, output = judged(race(*accesses), summary(1, 1))
+    assert status == 1 and output.endswith("races: 1 reported, 0 of flags between warps, 1 that matter\n")
 
 
 def test_two_writers_of_a_flag_matter() -> None:

@@ -87,25 +87,25 @@ def caught(action, kind=dist.DistBackendError) -> dict:
 def size_mismatch():
     join(timeout_s=20)
     x = torch.ones(1000 if RANK == 0 else 1001)
-    told = caught(lambda: dist.all_reduce(x))
+    error = caught(lambda: dist.all_reduce(x))
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 def dtype_mismatch():
     join(timeout_s=20)
     x = torch.ones(1000, dtype=torch.float32 if RANK == 0 else torch.int32)
-    told = caught(lambda: dist.all_reduce(x))
+    error = caught(lambda: dist.all_reduce(x))
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 def operation_mismatch():
     join(timeout_s=20)
     x = torch.ones(1000)
-    told = caught(lambda: dist.all_reduce(x) if RANK == 0 else dist.broadcast(x, 0))
+    error = caught(lambda: dist.all_reduce(x) if RANK == 0 else dist.broadcast(x, 0))
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 def broken_group_stays_broken():
@@ -120,10 +120,10 @@ def broken_group_stays_broken():
     sparse = caught(lambda: dist.all_reduce(torch.eye(3).to_sparse_coo()))
     barrier = caught(dist.barrier)
     flag = caught(lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.MAX))
-    for told in (again, later, sparse, barrier, flag):
-        assert told["after_s"] < SOON_S, told
+    for error in (again, later, sparse, barrier, flag):
+        assert error["after_s"] < SOON_S, error
     works_again(list(range(WORLD)), before)
-    return first | {"again": [told["text"] for told in (again, later, sparse, barrier, flag)]}
+    return first | {"again": [error["text"] for error in (again, later, sparse, barrier, flag)]}
 
 
 def killed_peer():
@@ -136,9 +136,9 @@ def killed_peer():
     if RANK == WORLD - 1:
         dist.all_reduce(x, async_op=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    told = caught(lambda: [dist.all_reduce(x) for _ in range(50)])
+    error = caught(lambda: [dist.all_reduce(x) for _ in range(50)])
     works_again(list(range(WORLD - 1)), before)
-    return told
+    return error
 
 
 def killed_peer_async():
@@ -150,7 +150,7 @@ def killed_peer_async():
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(x, async_op=True)
     future = work.get_future()
-    told = caught(work.wait)
+    error = caught(work.wait)
     assert work.is_completed()
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # before, torch cannot hand an exception to Python
         assert work.exception() is not None
@@ -158,7 +158,7 @@ def killed_peer_async():
     sparse = caught(lambda: dist.all_reduce(torch.eye(4).to_sparse_coo()))  # must not wait for the dead rank
     assert "rank 2 is gone" in sparse["text"] and sparse["after_s"] < SOON_S, sparse
     works_again(list(range(WORLD - 1)))
-    return told
+    return error
 
 
 def hanging_peer():
@@ -166,11 +166,11 @@ def hanging_peer():
     join(timeout_s=3)
     if RANK == WORLD - 1:
         time.sleep(6)
-        told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+        error = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     else:
-        told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+        error = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 def killed_peer_while_the_sparse_runner_is_made():
@@ -181,9 +181,9 @@ def killed_peer_while_the_sparse_runner_is_made():
         os.kill(os.getpid(), signal.SIGKILL)
     work = dist.all_reduce(torch.eye(4).to_sparse_coo(), async_op=True)
     caught(lambda: dist.all_reduce(torch.ones(10)))  # this call notices that the rank is gone
-    told = caught(work.wait)
+    error = caught(work.wait)
     works_again(list(range(WORLD - 1)))
-    return told
+    return error
 
 
 def abort_from_a_thread():
@@ -193,9 +193,9 @@ def abort_from_a_thread():
         threading.Timer(1.0, dist.group.WORLD.abort).start()
     if RANK == WORLD - 1:
         time.sleep(2)  # joins no collective, so only the abort can end the wait of the others
-    told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+    error = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 def abort_work():
@@ -205,12 +205,12 @@ def abort_work():
         with raises(dist.DistBackendError, "300 ms"):
             work.wait(timedelta(milliseconds=300))
         dist.group.WORLD.abort()
-        told = caught(work.wait)
+        error = caught(work.wait)
     else:
         time.sleep(2)
-        told = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
+        error = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 def absent_rank_at_start():
@@ -232,11 +232,11 @@ def meta_tensor_is_refused():
     """A tensor that is neither in host memory nor on a CUDA device."""
     join(timeout_s=30)
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
-    told = caught(lambda: group.allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions()), ValueError)
+    error = caught(lambda: group.allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions()), ValueError)
     works_again(list(range(WORLD)))
-    return told
+    return error
 
 
 name = sys.argv[1]
-told = globals()[name]()
-report(name, ok=True, **told)
+outcome = globals()[name]()
+report(name, ok=True, **outcome)
