@@ -52,6 +52,11 @@ static PyMethodDef methods[] = {
      "decode(encoded, out, verb='set', dtype=None) -> None"},
     {"inspect", EXT_KEYWORDS(ext_inspect), METH_VARARGS | METH_KEYWORDS,
      "inspect(encoded, offset=0) -> dict: the frame that starts at that byte"},
+    {"prune_plan", ext_prune_plan, METH_VARARGS,
+     "prune_plan([(begin, n_elems, residual, velocity, state, key, whole)], n_elems, dtype, device) -> plan: "
+     "addresses as numbers, 0 = none; device -1 = host"},
+    {"prune", ext_prune, METH_VARARGS,
+     "prune(plan, grad, rule, factor, loss_scale, on_gpu, stream) -> None: addresses as numbers, 0 = none"},
     {"get_unique_id", get_unique_id, METH_NOARGS, "get_unique_id() -> bytes: 128 bytes, good for one group"},
     {"info", info, METH_NOARGS, "info() -> list of (kind, name, value, why)"},
     {"version", version, METH_NOARGS, "version() -> str: of the library loaded"},

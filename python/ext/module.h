@@ -64,6 +64,8 @@ PyObject *ext_raise_text(ext_state *state, spccl_status status, const char *fmt,
 
 /* ---- names <-> numbers (py_frame.c); 0, or -1 with ArgumentError set ---- */
 
+/* `arg` names the argument in the text (py_buffer.c). */
+int ext_dtype_of_name(ext_state *state, const char *arg, const char *name, spccl_dtype *out);
 int ext_format_of_name(ext_state *state, const char *name, spccl_format *out);
 int ext_verb_of_name(ext_state *state, const char *name, spccl_verb *out);
 int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out);
@@ -73,6 +75,8 @@ int ext_redop_of_name(ext_state *state, const char *name, spccl_redop *out);
 PyObject *ext_encode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_decode(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *ext_inspect(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *ext_prune_plan(PyObject *module, PyObject *args);
+PyObject *ext_prune(PyObject *module, PyObject *args);
 extern PyType_Spec ext_comm_spec;
 extern PyType_Spec ext_request_spec;
 

@@ -44,7 +44,7 @@ typedef struct dl_managed_versioned {
 
 /* ---- dtypes ---- */
 
-static int dtype_of_name(ext_state *state, const char *arg, const char *name, spccl_dtype *out)
+int ext_dtype_of_name(ext_state *state, const char *arg, const char *name, spccl_dtype *out)
 {
     for (int t = SPCCL_FLOAT32; t <= SPCCL_UINT8; t++)
         if (strcmp(name, spccl_dtype_name((spccl_dtype)t)) == 0) {
@@ -165,7 +165,7 @@ static int settle(ext_state *state, ext_array *a, const own_type *own, size_t by
             return -1;
         }
         a->dtype = own->dtype;
-    } else if (dtype_of_name(state, a->name, wanted, &a->dtype) < 0) {
+    } else if (ext_dtype_of_name(state, a->name, wanted, &a->dtype) < 0) {
         return -1;
     }
     size_t elem_bytes = spccl_dtype_bytes(a->dtype);

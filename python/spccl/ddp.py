@@ -1,8 +1,8 @@
 """Gradient pruning for DistributedDataParallel: `PrunedGradients`, a communication hook.
 
-`spccl.prune` selects entries of one parameter. This file adds what DDP needs around it: buckets, state per
-parameter, schedules, mixed precision, checkpoints, statistics. Imports torch; knows nothing of formats or
-transports. It calls the group's all_reduce once per bucket; most elements of the bucket are zero by then.
+`spccl.prune` selects the entries of one bucket. This file adds what DDP needs around it: state per parameter,
+clipping, mixed precision, checkpoints, statistics. Imports torch; knows nothing of formats or transports. For each
+bucket it makes one call of `spccl.prune` and one all_reduce; most elements of the bucket are zero by then.
 """
 
 import gc
@@ -51,7 +51,7 @@ class PrunedGradients:
         density: share of each parameter's entries sent per step, (0, 1]. The share holds to within a few
             percent on average over parameters; it is not exact.
         sample: share of a parameter that is looked at to find the threshold, (0, 1]. Small parameters take a
-            larger share, so that 16 sampled entries lie above the threshold.
+            larger share, so that 16 to 32 sampled entries lie above the threshold.
         error_feedback: keep what is not sent (4 bytes per parameter entry). False drops it.
         leak: factor on the residual per step, (0, 1]. 1 loses nothing; below 1 forgets old entries.
         dense_steps: number of first steps in which everything is sent.
@@ -78,13 +78,16 @@ class PrunedGradients:
             residual stays.
         Join (uneven inputs): a rank that has joined counts as having gradient 0 and goes on sending its
             residual.
-        inf and nan: such a bucket is sent whole and leaves residual and velocity unchanged, so every rank sees
-            the value and GradScaler skips the step. What other buckets and ranks sent in that step is lost,
-            as in dense DDP.
+        inf and nan: such an entry is sent as it is and leaves its residual and velocity unchanged, so every rank
+            sees the value and GradScaler skips the step. All else that was sent in that step is lost with it.
         sparse gradients (nn.Embedding(sparse=True)): averaged without pruning.
 
+    On CUDA the host never waits, but for norm_every, and all that changes from step to step is in GPU memory, where a
+    replayed graph finds it. Gradients are float16, bfloat16, float32 or float64, on the host or on CUDA; CUDA needs
+    an spccl that was built with it. On the host one thread prunes.
+
     Sources: Lin et al. 2018, "Deep Gradient Compression", ICLR, sections 3 and 5; Hough et al., "SpCCL",
-    section VI.B. The threshold's control and the local clipping from running norms are this project's.
+    section VI.B. The local clipping from running norms is this project's.
     """
 
     def __init__(
@@ -129,19 +132,19 @@ class PrunedGradients:
         self._group: dist.ProcessGroup | None = None
         self._names: dict[int, str] = {}
         self._numels: dict[str, int] = {}
-        self._slots: dict[int, prune.Slot] = {}
+        self._slots: dict[int, prune.Slot] = {}  # by id of the parameter
+        self._plans: dict[tuple[int, ...], prune.Plan] = {}  # by ids of the bucket's parameters
+        self._devices: dict[torch.device, _OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._skip_unused = False
         self._static_graph = False
         self._averages: dict[torch.device, bool] = {}
-        self._scale: float | None = None  # loss scale that residual and velocity contain
-        self._bucket_squares: dict[int, float | torch.Tensor] = {}
         # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
         # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
         self._held: list[torch.Tensor] = []
         self._now = _Tally()
         self._last = _Tally()
-        self._totals = {"steps": 0, "elems": 0, "sent": 0, "select_s": 0.0, "nonfinite_buckets": 0}
+        self._totals = {"steps": 0, "elems": 0, "select_s": 0.0}
         self._residual_norm: float | None = None
 
     # -- registration ------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ class PrunedGradients:
         scale = 1.0 if average else 1.0 / dist.get_world_size(self._group)
         if buffer.is_sparse or not buffer.is_floating_point():
             buffer.mul_(scale)
-            self._now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), 0, buffer.element_size())
+            self._now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
         else:
             self._prune_bucket(bucket, buffer, scale)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -218,7 +221,7 @@ class PrunedGradients:
             op = dist.ReduceOp.SUM
         self._now.select_s += time.perf_counter() - began
         if bucket.is_last():
-            self._end_step()
+            self._end_step(bucket.index())
         work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
         self._held.append(buffer)
         if buffer.device.type == "cpu" and not buffer.is_sparse and self._ends_with_backward():
@@ -236,102 +239,66 @@ class PrunedGradients:
     def _begin_step(self) -> None:
         self._held.clear()
         self._now = _Tally(density=self.density_at(self.step))
-        if self.grad_scaler is None:
-            return
-        scale = float(self.grad_scaler.get_scale())
-        if self._scale is not None and scale != self._scale:
-            for slot in self._slots.values():
-                for state in (slot.residual, slot.velocity):
-                    if state is not None:
-                        state.mul_(scale / self._scale)
-                if slot.threshold is not None:
-                    slot.threshold = slot.threshold * (scale / self._scale)
-            for index in self._bucket_squares:
-                self._bucket_squares[index] *= (scale / self._scale) ** 2
-        self._scale = scale
+        for memory in self._devices.values():
+            memory.has_scale = False
 
-    def _end_step(self) -> None:
+    def _end_step(self, last_bucket: int) -> None:
         self._last = self._now
         self.step += 1
         totals = self._totals
         totals["steps"] += 1
         totals["elems"] += self._now.elems
-        totals["sent"] = totals["sent"] + self._now.sent
         totals["select_s"] += self._now.select_s
+        for memory in self._devices.values():
+            memory.end_step(last_bucket)
         if self.norm_every and self.step % self.norm_every == 0:
-            squares = [s.residual.square().sum().item() for s in self._slots.values() if s.residual is not None]
-            self._residual_norm = math.sqrt(sum(squares)) / (self._scale or 1.0)
+            norms = [
+                torch.linalg.vector_norm(s.residual).item() / s.loss_scale()
+                for s in self._slots.values()
+                if s.residual is not None
+            ]
+            self._residual_norm = math.hypot(*norms)
 
     def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float) -> None:
+        """Replace a bucket's gradients by what is sent now."""
+        memory = self._devices.get(buffer.device)
+        if memory is None:
+            memory = self._devices[buffer.device] = _OnDevice(len(self._names), buffer.device)
+        plan = self._plan(bucket, buffer, memory)
         rule = prune.Rule(
-            density=self._now.density,
+            density=self.density,
             sample=self.sample,
             leak=self.leak,
             momentum=self.momentum,
-            error_feedback=self.error_feedback,
             scale=scale,
+            dense_steps=self.dense_steps,
+            warmup_steps=self.warmup_steps,
+            seed=self.seed & 0xFFFFFFFF,
+            skip_zeros=self._skip_unused,
         )
-        on_host = buffer.device.type == "cpu"
-        norm = torch.linalg.vector_norm(buffer, dtype=torch.float32 if buffer.element_size() < 4 else buffer.dtype)
-        alive = None if on_host else torch.isfinite(norm)
-        if on_host and not math.isfinite(norm.item()):
-            self._totals["nonfinite_buckets"] += 1
-            self._now.add(buffer.numel(), buffer.numel(), buffer.element_size())
-            buffer.mul_(scale)
-            return
-        factor = self._clip_factor(bucket.index(), norm.item() if on_host else norm)
-        if not on_host:
-            self._totals["nonfinite_buckets"] = self._totals["nonfinite_buckets"] + (~alive).long()
-            if factor is not None:
-                buffer.mul_(factor)
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            flat = buffer.as_strided((grad.numel(),), (1,), grad.storage_offset())
-            self._send_parameter(param, flat, rule, alive, factor if on_host else None)
+        loss_scale = memory.read_scale(self.grad_scaler)
+        factor = None
+        if self.clip_norm is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
+            memory.add_norm(bucket.index(), buffer, loss_scale)
+        if self.clip_norm is not None:
+            factor = memory.clip_factor(self.clip_norm * math.sqrt(dist.get_world_size(self._group)))
+        plan.run(buffer, rule, factor, loss_scale)
+        self._now.add(buffer.numel(), buffer.element_size())
 
-    def _send_parameter(
-        self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        rule: prune.Rule,
-        alive: torch.Tensor | None,
-        factor: float | None,
-    ) -> None:
-        """Prune one parameter's part of the bucket, `grad` [numel], in place."""
-        slot = self._slot(param)
-        pruned = slot.pruned and rule.density < 1
-        slot.prepare(grad, rule, pruned)
-        if self._skip_unused:
-            used = torch.count_nonzero(grad) > 0
-            if alive is not None:
-                alive = alive & used
-            elif not used:
-                self._now.add(slot.numel, 0, grad.element_size())
-                return
-        if not pruned:
-            if factor is not None:
-                grad.mul_(factor)
-            prune.send_all(grad, slot, rule, alive)
-            sent = slot.numel
-        elif alive is None:
-            sent = prune.prune_host(
-                grad, slot, rule, seed=self.seed, step=self.step, factor=1.0 if factor is None else factor
-            )
-        else:
-            sent = prune.prune_device(grad, slot, rule, alive, seed=self.seed, step=self.step)
-        self._now.add(slot.numel, sent, grad.element_size(), pruned)
+    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: "_OnDevice") -> prune.Plan:
+        """The plan of this bucket. DDP may put parameters into other buckets after the first step."""
+        params = bucket.parameters()
+        key = tuple(map(id, params))
+        plan = self._plans.get(key)
+        if plan is None:
+            slots = [self._slot(param, buffer.dtype, memory) for param in params]
+            first = buffer.storage_offset()
+            begins = [grad.storage_offset() - first for grad in bucket.gradients()]
+            segments = list(zip(begins, slots, strict=True))
+            plan = self._plans[key] = prune.Plan(segments, buffer.numel(), buffer.dtype, buffer.device)
+        return plan
 
-    def _clip_factor(self, index: int, norm):
-        """Factor on this bucket's gradient, float or 0-dim tensor; None for 1. Also keeps the norm."""
-        self._bucket_squares[index] = norm * norm
-        if self.clip_norm is None:
-            return None
-        total = sum(self._bucket_squares.values()) ** 0.5
-        bound = self.clip_norm * math.sqrt(dist.get_world_size(self._group)) * (self._scale or 1.0)
-        if isinstance(total, torch.Tensor):
-            return (bound / (total + 1e-12)).clamp(max=1.0).nan_to_num(1.0)
-        return bound / total if total > bound else None
-
-    def _slot(self, param: torch.Tensor) -> prune.Slot:
+    def _slot(self, param: torch.Tensor, dtype: torch.dtype, memory: "_OnDevice") -> prune.Slot:
         slot = self._slots.get(id(param))
         if slot is None:
             name = self._names.get(id(param))
@@ -341,9 +308,13 @@ class PrunedGradients:
                     "was registered on first; make one object per model"
                 )
             pruned = param.dim() > 1 and param.numel() >= self.min_numel
-            slot = self._slots[id(param)] = prune.Slot(name, param.numel(), pruned)
+            slot = prune.Slot(name, param.numel(), pruned, memory.states[list(self._names).index(id(param))])
+            slot.state[prune.STEP] = self.step
             if name in self._loaded:
-                _fill_slot(slot, self._loaded.pop(name), param.device, self._scale or 1.0)
+                _fill_slot(slot, self._loaded.pop(name), self.error_feedback)
+            keeps = pruned and self.error_feedback and self.density < 1
+            slot.prepare(dtype, residual=keeps, velocity=self.momentum > 0)
+            self._slots[id(param)] = slot
         return slot
 
     def _backend_averages(self, device: torch.device) -> bool:
@@ -380,33 +351,45 @@ class PrunedGradients:
             density_mean       density_sent averaged over the run
             dense_bytes        bytes of all gradients, per step
             sent_bytes         bytes of the entries sent, last step: values only, before any format
-            grad_norm          local gradient's norm in the last step, before clipping
+            grad_norm          local gradient's norm, before clipping, in the last step that measured it: each step with
+                               clip_norm, else each norm_every steps; 0 before
             residual_norm      residual's norm when last measured (norm_every); None before
             residual_ratio     residual_norm / grad_norm: how many steps' worth of gradient waits
             select_ms          time in this hook in the last step, without the exchange; on asynchronous devices
                                the time to queue it
             select_ms_mean     the same, averaged over the run
-            nonfinite_buckets  buckets with inf or nan so far
+            nonfinite_elems    entries with inf or nan so far
         Reading it waits for the device, on CUDA.
         """
         last, totals = self._last, self._totals
-        grad_norm = math.sqrt(max(0.0, float(sum(self._bucket_squares.values())))) / (self._scale or 1.0)
+        counts = [memory.read_counts() for memory in self._devices.values()]
+        slots = list(self._slots.values())
+        sent = self._last_sent()
+        pruned = [slot for slot in slots if slot.pruned and last.density < 1]
+        pruned_elems = sum(slot.numel for slot in pruned)
+        grad_norm = math.sqrt(sum(squares for squares, _, _ in counts))
         residual = self._residual_norm
         return {
             "step": self.step,
             "density_target": last.density,
-            "density_sent": int(last.sent) / max(1, last.elems),
-            "density_pruned": int(last.pruned_sent) / last.pruned_elems if last.pruned_elems else None,
-            "density_mean": int(totals["sent"]) / max(1, totals["elems"]),
+            "density_sent": sum(sent.values()) / max(1, last.elems),
+            "density_pruned": sum(sent[slot.name] for slot in pruned) / pruned_elems if pruned_elems else None,
+            "density_mean": sum(n for _, n, _ in counts) / max(1, totals["elems"]),
             "dense_bytes": last.dense_bytes,
-            "sent_bytes": int(last.sent_bytes),
+            "sent_bytes": sum(sent[slot.name] * slot.elem_bytes for slot in slots),
             "grad_norm": grad_norm,
             "residual_norm": residual,
             "residual_ratio": residual / grad_norm if residual is not None and grad_norm > 0 else None,
             "select_ms": last.select_s * 1e3,
             "select_ms_mean": totals["select_s"] * 1e3 / max(1, totals["steps"]),
-            "nonfinite_buckets": int(totals["nonfinite_buckets"]),
+            "nonfinite_elems": sum(n for _, _, n in counts),
         }
+
+    def _last_sent(self) -> dict[str, int]:
+        """Entries sent in the last complete step, by parameter name. Waits for the device."""
+        columns = {device: memory.last_sent.tolist() for device, memory in self._devices.items()}
+        places = {name: i for i, name in enumerate(self._names.values())}
+        return {slot.name: columns[slot.state.device][places[slot.name]] for slot in self._slots.values()}
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -417,19 +400,23 @@ class PrunedGradients:
         parameter names to {"residual", "velocity": flat tensors [numel] or None, in units of the
         unscaled gradient; "threshold": float or None}. Tensors are copies.
         """
-        unscale = 1.0 / (self._scale or 1.0)
         parameters = {name: dict(entry) for name, entry in self._loaded.items()}
+        step = self.step
         for slot in self._slots.values():
+            unscale = 1.0 / slot.loss_scale()
+            state = slot.state.cpu()
+            threshold = float(state.view(torch.float64)[prune.THRESHOLD])
             parameters[slot.name] = {
                 "residual": None if slot.residual is None else slot.residual * unscale,
                 "velocity": None if slot.velocity is None else slot.velocity * unscale,
-                "threshold": None if slot.threshold is None else float(slot.threshold) * unscale,
+                "threshold": threshold * unscale if threshold else None,
             }
+            step = max(step, int(state[prune.STEP]))  # replays of a captured graph advance this one alone
         world_size = dist.get_world_size(self._group) if self._group is not None else None
         return {
             "version": _STATE_VERSION,
             "world_size": world_size,
-            "step": self.step,
+            "step": step,
             "seed": self.seed,
             "parameters": parameters,
         }
@@ -456,9 +443,11 @@ class PrunedGradients:
         self._loaded = loaded
         self.step = int(state["step"])
         self.seed = int(state["seed"])
-        self._slots.clear()  # filled again from the loaded entries as buckets arrive
-        self._scale = None
-        self._bucket_squares.clear()
+        # made again from the loaded entries as buckets arrive
+        self._plans.clear()
+        self._slots.clear()
+        self._devices.clear()
+        self._totals = {"steps": 0, "elems": 0, "select_s": 0.0}
 
     @staticmethod
     def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -494,26 +483,68 @@ class PrunedGradients:
 
 
 class _Tally:
-    """Counts of one step. Counts of entries sent are 0-dim tensors on asynchronous devices."""
+    """Counts of one step that the host knows."""
 
     def __init__(self, density: float = 1.0):
         self.density = density
         self.elems = 0
-        self.pruned_elems = 0
         self.dense_bytes = 0
-        self.sent = 0
-        self.pruned_sent = 0
-        self.sent_bytes = 0
         self.select_s = 0.0
 
-    def add(self, elems: int, sent, elem_bytes: int, pruned: bool = False) -> None:
+    def add(self, elems: int, elem_bytes: int) -> None:
         self.elems += elems
         self.dense_bytes += elems * elem_bytes
-        self.sent = self.sent + sent
-        self.sent_bytes = self.sent_bytes + sent * elem_bytes
-        if pruned:
-            self.pruned_elems += elems
-            self.pruned_sent = self.pruned_sent + sent
+
+
+class _OnDevice:
+    """What the hook keeps beside the gradients of one device, so that the host need not wait for it.
+
+    states      [n_params, prune.STATE_COLUMNS] int64: a spccl_prune_state for each parameter
+    last_sent   [n_params] int64: entries sent in the last complete step
+    """
+
+    def __init__(self, n_params: int, device: torch.device):
+        self.states = torch.zeros(n_params, prune.STATE_COLUMNS, dtype=torch.int64, device=device)
+        self.last_sent = torch.zeros(n_params, dtype=torch.int64, device=device)
+        self.has_scale = False  # of this step
+        self._scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._factor = torch.ones(1, dtype=torch.float32, device=device)
+        # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
+        self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
+
+    def read_scale(self, scaler: "torch.amp.GradScaler | None") -> torch.Tensor | None:
+        """GradScaler's scale, [1] on this device; None without one."""
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if not self.has_scale:
+            scale = scaler._scale  # get_scale() would wait for the device
+            if scale is None:
+                self._scale.fill_(scaler.get_scale())
+            else:
+                self._scale.copy_(scale)
+            self.has_scale = True
+        return self._scale
+
+    def add_norm(self, index: int, grad: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
+        """Measure the norm of bucket `index`. One with inf or nan counts with its norm of the step before."""
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+        norm = norm.double() if loss_scale is None else norm.double() / loss_scale
+        square = self._squares[index : index + 1]
+        square.copy_(torch.where(norm.isfinite(), norm * norm, square))
+
+    def clip_factor(self, bound: float) -> torch.Tensor:
+        """The factor [1] that bounds the norm of all buckets."""
+        self._factor.copy_((bound / self._squares.sum().sqrt()).clamp(max=1.0))
+        return self._factor
+
+    def end_step(self, last_bucket: int) -> None:
+        self.last_sent.copy_(self.states[:, prune.N_SENT])
+        self._squares[last_bucket + 1 :].zero_()  # DDP may have made fewer buckets than before
+
+    def read_counts(self) -> tuple[float, int, int]:
+        """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""
+        totals = self.states[:, prune.N_SENT_ALL : prune.N_NONFINITE_ALL + 1].sum(dim=0).tolist()
+        return float(self._squares.sum()), *totals
 
 
 def _find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
@@ -595,8 +626,8 @@ def _check_fit(loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> Non
                 )
 
 
-def _fill_slot(slot: prune.Slot, entry: dict[str, Any], device: torch.device, scale: float) -> None:
+def _fill_slot(slot: prune.Slot, entry: dict[str, Any], error_feedback: bool) -> None:
     for key in ("residual", "velocity"):
-        if entry[key] is not None:
-            setattr(slot, key, entry[key].to(device=device, copy=True).flatten() * scale)
-    slot.threshold = None if entry["threshold"] is None else entry["threshold"] * scale
+        if entry[key] is not None and (error_feedback or key != "residual"):
+            setattr(slot, key, entry[key].to(device=slot.state.device, copy=True).flatten())
+    slot.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0  # that is what state_dict() stores them in

@@ -15,6 +15,8 @@ CASES = [
     "sparse_coo",
     "ddp_sparse_embedding",
     "ddp_pruned",
+    "ddp_pruned_as_on_the_host",
+    "prune_in_a_graph",
     "fsdp2_equals_nccl",
     "meshes",
     "objects_and_host_tensors",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gpu_common import DEVICE, cuda, main, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers.common import RANK, WORLD, made, raises, reduced, same_everywhere
+from workers.common import RANK, WORLD, made, raises, reduced, same_bits, same_everywhere
 
 
 def inputs(shape, dtype=torch.float32, seed=0):
@@ -226,6 +226,95 @@ def ddp_pruned():
     return {"density": stats["density_pruned"], "loss": last}
 
 
+GIVEN_SHAPES = {"big": (400, 500), "bias": (77,), "odd": (101, 103), "last": (600, 500)}
+
+
+class Given(nn.Module):
+    """Parameters of GIVEN_SHAPES whose gradients are what forward is given, bit for bit."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in GIVEN_SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, wanted):
+        return sum((getattr(self, name) * grad).sum() for name, grad in wanted.items())
+
+
+def given_gradients(step, unused=()):
+    g = torch.Generator().manual_seed(100 * step + RANK)
+    made = {name: torch.randn(shape, generator=g) for name, shape in GIVEN_SHAPES.items()}
+    return {name: grad for name, grad in made.items() if name not in unused}
+
+
+def ddp_pruned_as_on_the_host():
+    """The hook hands out the same bits for CUDA gradients as for host gradients, and keeps the same state."""
+    import spccl.ddp
+
+    for settings, unused in (
+        ({}, ()),
+        ({"momentum": 0.9, "leak": 0.99, "dense_steps": 2}, ()),
+        ({"momentum": 0.5}, ("odd",)),  # not used in odd steps
+    ):
+        runs = []
+        for device in (DEVICE, torch.device("cpu")):
+            ddp = DistributedDataParallel(Given().to(device), bucket_cap_mb=1, find_unused_parameters=bool(unused))
+            runs.append((device, ddp, spccl.ddp.PrunedGradients(density=0.01, **settings).register(ddp)))
+        for step in range(6):
+            wanted = given_gradients(step, unused if step % 2 else ())
+            grads = []
+            for device, ddp, _ in runs:
+                ddp.zero_grad(set_to_none=False)
+                ddp({name: grad.to(device) for name, grad in wanted.items()}).backward()
+                grads.append({name: p.grad.cpu().clone() for name, p in ddp.module.named_parameters()})
+            for name, grad in grads[1].items():
+                same_bits(grads[0][name], grad, f"{settings}, step {step}, {name}")
+        states = [hook.state_dict() for _, _, hook in runs]
+        assert states[0]["step"] == states[1]["step"] == 6
+        for name, entry in states[1]["parameters"].items():
+            for key in ("residual", "velocity"):
+                if entry[key] is not None:
+                    same_bits(states[0]["parameters"][name][key].cpu(), entry[key], f"{settings}, {key} of {name}")
+        stats = [hook.stats() for _, _, hook in runs]
+        for key in ("density_sent", "density_pruned", "density_mean", "sent_bytes", "nonfinite_elems"):
+            assert stats[0][key] == stats[1][key], (key, stats)
+
+
+def prune_in_a_graph():
+    """A captured call, replayed 100 times with clipping, loss scales and across the warm-up, equals eager calls."""
+    from spccl import prune
+
+    n = 300_000
+    results = []
+    for captured in (False, True):
+        state = torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64, device=DEVICE)
+        slot = prune.Slot("weight", n, True, state)
+        slot.prepare(torch.float32, residual=True, velocity=True)
+        plan = prune.Plan([(0, slot)], n, torch.float32, DEVICE)
+        rule = prune.Rule(0.01, 0.001, 1.0, 0.9, dense_steps=2, warmup_steps=30, skip_zeros=True)
+        grad = torch.zeros(n, device=DEVICE)
+        factor, scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                plan.run(grad, rule, factor, scale)
+        g = torch.Generator(device=DEVICE).manual_seed(9)
+        sent = []
+        for step in range(100):
+            scale.fill_(2.0 ** (step // 20))
+            factor.fill_(0.5 if step % 3 else 1.0)
+            grad.copy_(torch.randn(n, generator=g, device=DEVICE) * scale * (step % 10 != 5))
+            if captured:
+                graph.replay()
+            else:
+                plan.run(grad, rule, factor, scale)
+            sent.append(grad.clone())
+        results.append((*sent, slot.residual, slot.velocity, state))
+    for i, (eager, replayed) in enumerate(zip(*results, strict=True)):
+        same_bits(replayed.cpu(), eager.cpu(), f"result {i}")
+    assert int(results[1][-1][prune.STEP]) == 100
+
+
 def fsdp2_equals_nccl():
     """Three steps of fully_shard, in float32 and with a bfloat16 reduction, give NCCL's parameters."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -332,6 +421,8 @@ CASES = [
     sparse_coo,
     ddp_sparse_embedding,
     ddp_pruned,
+    ddp_pruned_as_on_the_host,
+    prune_in_a_graph,
     fsdp2_equals_nccl,
     meshes,
     objects_and_host_tensors,

@@ -1,0 +1,111 @@
+/* py_prune.c - prune plans, and pruning. Memory is given by address: the caller, spccl.prune, keeps it alive. */
+#include "module.h"
+
+#include <stdlib.h>
+
+#define PLAN_NAME "spccl._ext.PrunePlan"
+
+static void free_plan(PyObject *capsule)
+{
+    spccl_prune_plan_destroy(PyCapsule_GetPointer(capsule, PLAN_NAME));
+}
+
+/* One (begin, n_elems, residual, velocity, state, key, whole). 0, or -1 with an exception set. */
+static int parse_segment(PyObject *tuple, spccl_prune_segment *out)
+{
+    unsigned long long begin, n_elems, residual, velocity, state;
+    unsigned int key;
+    int whole;
+
+    if (!PyTuple_Check(tuple)) {
+        PyErr_SetString(PyExc_TypeError, "prune_plan: wanted segments as tuples");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(tuple, "KKKKKIp:prune_plan", &begin, &n_elems, &residual, &velocity, &state, &key,
+                          &whole))
+        return -1;
+    *out = (spccl_prune_segment){.begin = (size_t)begin,
+                                 .n_elems = (size_t)n_elems,
+                                 .residual = (void *)(uintptr_t)residual,
+                                 .velocity = (void *)(uintptr_t)velocity,
+                                 .state = (spccl_prune_state *)(uintptr_t)state,
+                                 .key = key,
+                                 .whole = (uint32_t)whole};
+    return 0;
+}
+
+PyObject *ext_prune_plan(PyObject *module, PyObject *args)
+{
+    PyObject *list, *capsule;
+    const char *dtype_name;
+    Py_ssize_t n_elems, n;
+    int device;
+    spccl_dtype dtype;
+    spccl_prune_segment *segments;
+    spccl_prune_plan *plan = NULL;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "O!nsi:prune_plan", &PyList_Type, &list, &n_elems, &dtype_name, &device))
+        return NULL;
+    if (ext_dtype_of_name(PyModule_GetState(module), "prune_plan", dtype_name, &dtype) < 0)
+        return NULL;
+    n = PyList_Size(list);
+    segments = calloc((size_t)n + 1, sizeof *segments);
+    if (segments == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (parse_segment(PyList_GetItem(list, i), &segments[i]) < 0) {
+            free(segments);
+            return NULL;
+        }
+    st = spccl_prune_plan_create(segments, (size_t)n, (size_t)n_elems, dtype, device, &plan);
+    free(segments);
+    if (st != SPCCL_OK)
+        return ext_raise(PyModule_GetState(module), st);
+    capsule = PyCapsule_New(plan, PLAN_NAME, free_plan);
+    if (capsule == NULL)
+        spccl_prune_plan_destroy(plan);
+    return capsule;
+}
+
+/* The rule as a tuple, in the order of spccl.prune.Rule, then two addresses. 0, or -1 with an exception set. */
+static int parse_rule(PyObject *tuple, spccl_prune_options *o)
+{
+    unsigned int dense_steps, warmup_steps, seed;
+    int skip_zeros;
+
+    if (!PyArg_ParseTuple(tuple, "dddddIIIp:prune", &o->density, &o->sample, &o->leak, &o->momentum,
+                          &o->scale, &dense_steps, &warmup_steps, &seed, &skip_zeros))
+        return -1;
+    o->dense_steps = dense_steps;
+    o->warmup_steps = warmup_steps;
+    o->seed = seed;
+    o->skip_zeros = (uint32_t)skip_zeros;
+    return 0;
+}
+
+PyObject *ext_prune(PyObject *module, PyObject *args)
+{
+    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    unsigned long long grad, factor, loss_scale, stream;
+    PyObject *capsule, *rule;
+    int on_gpu;
+    spccl_prune_plan *plan;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "OKO!KKpK:prune", &capsule, &grad, &PyTuple_Type, &rule, &factor, &loss_scale,
+                          &on_gpu, &stream))
+        return NULL;
+    plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
+    if (plan == NULL || parse_rule(rule, &o) < 0)
+        return NULL;
+    o.factor = (const float *)(uintptr_t)factor;
+    o.loss_scale = (const float *)(uintptr_t)loss_scale;
+    Py_BEGIN_ALLOW_THREADS
+    st = on_gpu ? spccl_cuda_prune(plan, (void *)(uintptr_t)grad, &o, (void *)(uintptr_t)stream)
+                : spccl_prune(plan, (void *)(uintptr_t)grad, &o);
+    Py_END_ALLOW_THREADS
+    if (st != SPCCL_OK)
+        return ext_raise(PyModule_GetState(module), st);
+    Py_RETURN_NONE;
+}
