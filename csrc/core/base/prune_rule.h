@@ -21,9 +21,10 @@
 /* Elements of a sample that should lie above the threshold. With 32, the number that is sent of one segment
  * varies by 18% (one standard deviation) from step to step, and the sum over a model by a few percent. */
 #define SP_PRUNE_SAMPLE_HITS 32u
-/* Most samples of a segment: what the shared memory of a CTA holds, 4 bytes each. Below a density of 1 / 49152
- * a sample finds no threshold that is high enough, and more than the wanted share is sent. */
-#define SP_PRUNE_SAMPLES_MAX 49152u
+/* Most samples of a segment. The sampling kernel keeps them in the shared memory of a CTA, 4 bytes each. Every
+ * supported GPU has 99 KiB of it. Below a density of 1 / 24576 a sample finds no threshold that is high enough,
+ * and more than the wanted share is sent. */
+#define SP_PRUNE_SAMPLES_MAX 24576u
 
 /* Factors of one step, the same for all elements of a segment. Kernels of a float32 state round them to float32.
  */

@@ -10,6 +10,10 @@
 #define SP_PRUNE_TURNS (SP_GPU_PRUNE_TILE / SP_PRUNE_THREADS / SP_PRUNE_EACH)
 #define SP_PRUNE_CTAS 4 // of an SM, which leaves each thread 64 registers
 #define SP_SAMPLE_THREADS 512u
+// Shared memory of the sampling kernel: a word for each warp, then the samples. A CTA may use 99 KiB on compute
+// capability 8.6, 8.9 and 12.0, 163 KiB on 8.0, and 227 KiB on 9.0 and 10.0.
+#define SP_SAMPLE_SHARED_BYTES ((SP_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t))
+static_assert(SP_SAMPLE_SHARED_BYTES <= 99 * 1024, "the sampling kernel runs on every supported GPU");
 
 // ---- dtypes: U is the gradient's bits, S the state ----
 
@@ -408,16 +412,15 @@ extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
                                          sp_prune_kernel<SPCCL_BFLOAT16>, sp_prune_kernel<SPCCL_FLOAT64>};
     int d = dtype_index(a->dtype);
     void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
-    size_t shared = (SP_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t);
     dim3 grid, threads(SP_PRUNE_THREADS);
     SP_TRY(grid_of(passes[d], a->n_tiles, &grid));
     SP_TRY_CUDA(cudaFuncSetAttribute((const void *)samplers[d], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)shared));
+                                     (int)SP_SAMPLE_SHARED_BYTES));
     if (a->options.skip_zeros != 0)
         SP_TRY(sp_cuda_check(cudaLaunchKernel(nonzero[d], grid, threads, params, 0, (cudaStream_t)stream),
                              "launch of the kernel that looks for zeros"));
     SP_TRY(sp_cuda_check(cudaLaunchKernel(samplers[d], dim3(a->n_segments), dim3(SP_SAMPLE_THREADS), params,
-                                          shared, (cudaStream_t)stream),
+                                          SP_SAMPLE_SHARED_BYTES, (cudaStream_t)stream),
                          "launch of the sampling kernel"));
     return sp_cuda_check(cudaLaunchKernel(passes[d], grid, threads, params, 16, (cudaStream_t)stream),
                          "launch of the pruning kernel");
