@@ -111,8 +111,8 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
         return SPCCL_OK;
     sp_op_describe(s->op, here, sizeof here);
     return SP_FAIL(SPCCL_ERR_MISMATCH,
-                   "rank %d: %s: rank %d sent slice %u of part %u (%u elements a slice), wanted slice %u of "
-                   "part %d (%zu): are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all "
+                   "rank %d: %s: rank %d sent slice %u of shard %u (%u elements a slice), wanted slice %u of "
+                   "shard %d (%zu): are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all "
                    "ranks?",
                    x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
                    sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
@@ -168,7 +168,7 @@ spccl_status sp_exec_check_heads(sp_exec *x)
     return SPCCL_OK;
 }
 
-/* Put the collective, part and slice in front of the text of a failed transport or decoder call. */
+/* Put the collective, shard and slice in front of the text of a failed transport or decoder call. */
 static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, spccl_status st)
 {
     char what[160], cause[600], name[24];
@@ -178,9 +178,9 @@ static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, sp
     snprintf(cause, sizeof cause, "%s", sp_without_rank(spccl_last_error(), x->links->rank));
     snprintf(name, sizeof name, "rank %d ", peer);
     if (strncmp(cause, name, strlen(name)) == 0) /* the text names the peer already */
-        return SP_FAIL(st, "rank %d: %s, part %d, slice %u: %s", x->links->rank, what, s->step->part, s->k,
+        return SP_FAIL(st, "rank %d: %s, shard %d, slice %u: %s", x->links->rank, what, s->step->part, s->k,
                        cause);
-    return SP_FAIL(st, "rank %d: %s, part %d, slice %u: rank %d: %s", x->links->rank, what, s->step->part,
+    return SP_FAIL(st, "rank %d: %s, shard %d, slice %u: rank %d: %s", x->links->rank, what, s->step->part,
                    s->k, peer, cause);
 }
 
@@ -416,7 +416,7 @@ void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, siz
                  sp_slice_rank(&s, s.step->from + i));
     }
     if (receiving) {
-        snprintf(text, cap, "waiting for rank %s to send slice %u of %zu of part %d (%zu elements)", ranks,
+        snprintf(text, cap, "waiting for rank %s to send slice %u of %zu of shard %d (%zu elements)", ranks,
                  s.k, n_slices, s.step->part, s.step->n_elems);
         return;
     }
@@ -427,6 +427,6 @@ void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, siz
         if (sp_link_reserve(x->links, peer, s.step->queue_out, sp_slice_bound(&s), &space) != SPCCL_OK)
             snprintf(ranks + used, sizeof ranks - used, "%s%d", used != 0 ? ", " : "", peer);
     }
-    snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of part %d (%zu elements)",
+    snprintf(text, cap, "waiting for rank %s to take slice %u of %zu of shard %d (%zu elements)",
              ranks[0] != '\0' ? ranks : "(none)", s.k, n_slices, s.step->part, s.step->n_elems);
 }
