@@ -23,7 +23,7 @@
 #define SP_PRUNE_SAMPLE_HITS 32u
 /* Most samples of a segment. The sampling kernel keeps them in the shared memory of a CTA, 4 bytes each. Every
  * supported GPU has 99 KiB of it. Below a density of 1 / 24576 a sample finds no threshold that is high enough,
- * and more than the wanted share is sent. */
+ * and more than the wanted density is sent. */
 #define SP_PRUNE_SAMPLES_MAX 24576u
 
 /* Factors of one step, the same for all elements of a segment. Kernels of a float32 state round them to float32.
@@ -101,12 +101,12 @@ typedef struct sp_prune_sample {
 /* The sample of a segment [n_elems > 0] in a step: never more than SP_PRUNE_SAMPLES_MAX elements. A long stride
  * is 32 i + 1, so that the sample does not follow one column of a matrix. The start depends on seed, key and
  * step alone, so a resumed run samples the same elements. */
-static inline SP_HD sp_prune_sample sp_prune_sample_of(uint64_t n_elems, float density, double share,
+static inline SP_HD sp_prune_sample sp_prune_sample_of(uint64_t n_elems, float density, double fraction,
                                                        uint32_t seed, uint32_t key, uint64_t step)
 {
     sp_prune_sample p;
     double hits = ceil((double)SP_PRUNE_SAMPLE_HITS / (double)density);
-    double wanted = ceil(share * (double)n_elems);
+    double wanted = ceil(fraction * (double)n_elems);
     uint64_t n, mixed;
     if (wanted < hits)
         wanted = hits;

@@ -30,8 +30,9 @@
  * workers run on one SM. */
 #define SP_GPU_SLICE_BYTES 16384u
 #define SP_INBOX_SLICE_BYTES 8192u
-/* The largest frame of a slice: a header and either all values, or, in a forced pici, an index that is longer
- * than what it saves. (A pici tile has a whole index even if the slice covers half of the tile or less.)
+/* The largest frame of a slice: a header and all values. A forced pici frame may be longer: its index may take
+ * more bytes than the zeros that it leaves out. (A pici tile has a whole index even if the slice covers half
+ * of the tile or less.)
  * When format tile or coo is forced, slices are smaller. */
 #define SP_INBOX_FRAME_BYTES (SP_INBOX_SLICE_BYTES + 640u)
 #define SP_INBOX_RING_FRAMES_MIN 2u

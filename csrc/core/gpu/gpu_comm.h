@@ -1,5 +1,5 @@
 /* gpu_comm.h - a communicator's GPU: its inbox, the peers' inboxes as mapped here, the order of its launches.
- * Layer: core/gpu. gpu_attach.c makes it, gpu_coll.c launches collectives, gpu_watchdog.c looks for failures,
+ * Layer: core/gpu. gpu_attach.c makes it and gpu_coll.c launches collectives. gpu_watchdog.c looks for failures.
  * gpu_comm.c waits for streams, counts bytes and ends it. */
 #ifndef SP_GPU_COMM_H
 #define SP_GPU_COMM_H

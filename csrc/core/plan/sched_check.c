@@ -1,6 +1,6 @@
 /* sched_check.c - simulates the plans of all ranks. See sp_plan_check in sched.h.
- * Each message carries the set of ranks whose data it holds: this finds parts that lack a rank, or add a rank
- * twice. Queues are FIFOs of at most queue_cap messages: this finds deadlocks. */
+ * Each message carries the set of ranks whose data it holds. A part that lacks a rank's data, or holds it twice,
+ * is an error. A queue holds at most queue_cap messages, so plans that can deadlock stop here. */
 #include "core/base/mem.h"
 #include "core/plan/sched.h"
 
@@ -32,6 +32,8 @@ static queue *queue_of(check *c, int from, int to, int queue_number)
     return &c->queues[(from * c->world_size + to) * SP_N_QUEUES + queue_number];
 }
 
+/* True if the step can run slice k now: step `after` has finished slice k, each input queue has a message, each
+ * output queue has space. */
 static bool slice_ready(check *c, int rank, const sp_step *s, int k)
 {
     const sp_plan *plan = c->plans[rank];

@@ -17,7 +17,7 @@ void sp_comm_wake(spccl_comm *comm)
 {
     uint64_t one = 1;
     if (write(comm->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
-        sp_log(SP_LOG_ERROR, comm->rank, "wake-up of the progress thread: errno %d", errno);
+        sp_log(SP_LOG_ERROR, comm->rank, "writing to the wake-up eventfd failed: errno %d", errno);
 }
 
 /* Complete an op's request, and free the op. The caller does not hold mu, because the callback runs here. */
@@ -126,7 +126,7 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
             if (events[i].data.fd == comm->wake_fd) {
                 uint64_t count;
                 if (read(comm->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
-                    sp_log(SP_LOG_ERROR, comm->rank, "reading the wake-up: errno %d", errno);
+                    sp_log(SP_LOG_ERROR, comm->rank, "reading the wake-up eventfd failed: errno %d", errno);
             }
     } else {
         /* There is work; or a transport waits for a peer's abort, and that peer may need this core. */

@@ -175,7 +175,8 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
     return SPCCL_OK;
 }
 
-/* True if the bytes of this op have left. Bytes of later ops may still wait. */
+/* True if the transports have handed on all messages of this collective. Messages of later collectives may still
+ * be in the same queues. */
 static bool is_flushed(const sp_exec *x, const sp_op *op)
 {
     for (int queue = 0; queue < SP_N_QUEUES; queue++)

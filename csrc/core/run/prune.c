@@ -6,8 +6,9 @@
 #include <float.h>
 #include <math.h>
 
-/* When this many times the wanted number of a segment has been sent, each further block sends no more than its
- * share. Many elements lie above a threshold if they are equal, or if the gradient has changed abruptly. */
+/* When this many times the wanted number of a segment has been sent, each further block sends no more than
+ * `density` of its elements. Many elements lie above a threshold if they are equal, or if the gradient has
+ * changed abruptly. */
 #define MAX_OVERSHOOT 4.0
 
 /* One segment in one call. */
@@ -64,7 +65,7 @@ static double value_of(spccl_dtype dtype, const uint8_t *p)
     }
 }
 
-/* |v| of element i of the segment as the bits of a double, which are in the order of the magnitudes; 0 if g or v
+/* |v| of element i of the segment, as the bits of a double. These integers sort like the magnitudes. 0 if g or v
  * is not finite. */
 static uint64_t magnitude(const struct job *j, size_t i)
 {
@@ -93,33 +94,33 @@ static double value_from_bits(uint64_t bits)
     return v;
 }
 
-/* The rank-th largest of x [n], 1 = the largest. Reorders x: what stands before that place is not smaller. */
-static uint64_t select_largest(uint64_t *x, size_t n, size_t rank)
+/* The k-th largest value of x [n]; k = 1: the largest. Reorders x: the first k - 1 values are then not smaller. */
+static uint64_t select_largest(uint64_t *x, size_t n, size_t k)
 {
-    size_t low = 0, high = n - 1, want = rank - 1;
+    size_t low = 0, high = n - 1, want = k - 1;
     while (low < high) {
         uint64_t pivot = x[low + (high - low) / 2];
-        size_t i = low, k = high;
+        size_t i = low, j = high;
         for (;;) {
             while (x[i] > pivot)
                 i++;
-            while (x[k] < pivot)
-                k--;
-            if (i >= k)
+            while (x[j] < pivot)
+                j--;
+            if (i >= j)
                 break;
             uint64_t swap = x[i];
-            x[i++] = x[k];
-            x[k--] = swap;
+            x[i++] = x[j];
+            x[j--] = swap;
         }
-        if (want <= k)
-            high = k;
+        if (want <= j)
+            high = j;
         else
-            low = k + 1;
+            low = j + 1;
     }
     return x[want];
 }
 
-/* The magnitude that the wanted share of a sample reaches. */
+/* The threshold: about `density` of the sampled entries have this magnitude or more. */
 static double sampled_threshold(const struct job *j)
 {
     uint64_t *x = j->plan->magnitudes, least;
@@ -165,12 +166,13 @@ static sp_prune_args prune_with(struct job *j, size_t from, size_t n, double thr
     return a;
 }
 
-/* Prune elements [from, from + n) and send the `most` largest; more than that are not below the threshold. Of
- * equal elements the first are sent. */
+/* Prune [from, from + n). More than `most` elements reach the threshold: send the `most` largest. Among equal
+ * elements the first ones are sent. */
 static void prune_largest(struct job *j, size_t from, size_t n, size_t most)
 {
     uint64_t *x = j->plan->magnitudes, least;
-    size_t n_ties = most, cut = 0; /* elements of magnitude `least` to send; they end at `cut` */
+    size_t n_ties = most; /* elements equal to `least` that may still be sent */
+    size_t cut = 0;       /* end of the range in which they are sent */
     if (most == 0) {
         count(j, prune_with(j, from, n, INFINITY));
         return;
