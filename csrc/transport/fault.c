@@ -80,7 +80,8 @@ static spccl_status fault_open(const sp_endpoint_config *config, sp_endpoint **o
     struct fault *f = sp_calloc(1, sizeof *f);
     spccl_status st;
     if (f == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "fault");
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: fault: no memory for the endpoint (%zu bytes)",
+                       config->rank, sizeof *f);
     f->plan = sp_fault;
     f->t = sp_transport_find(sp_fault.inner);
     f->rank = config->rank;
@@ -89,7 +90,8 @@ static spccl_status fault_open(const sp_endpoint_config *config, sp_endpoint **o
     f->rng = sp_fault.seed + (uint64_t)config->rank * 7919;
     f->queues = sp_calloc((size_t)config->world_size * (size_t)config->n_queues, sizeof *f->queues);
     if (f->queues == NULL) {
-        st = SP_FAIL(SPCCL_ERR_NOMEM, "fault: queues");
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: fault: no memory for the records of %d x %d queues",
+                     config->rank, config->world_size, config->n_queues);
         goto fail;
     }
     SP_TRY_TO(fail, st, f->t->open(config, &f->inner));
@@ -235,7 +237,7 @@ static size_t fault_memory_bytes(sp_endpoint *ep)
 
 const sp_transport sp_transport_fault = {
     .name = "fault",
-    .ns_per_byte = 0.10, /* as between processes of one host */
+    .ns_per_byte = 0.10, /* SP_LOCAL_NS_PER_BYTE of local/ringlink.h, which this folder may not include */
     .open = fault_open,
     .address = fault_address,
     .can_reach = fault_can_reach,

@@ -7,14 +7,15 @@
 
 #include <stdbool.h>
 
-/* Which faults endpoints inject that are opened later. Set it while none is open. 0 = never. */
+/* The faults of endpoints that are opened from now on. Change it only while no endpoint is open. 0 turns a fault
+ * off. */
 typedef struct sp_fault_plan {
     const char *inner; /* name of the wrapped transport */
     uint64_t seed;     /* the same seed, rank and calls give the same faults */
     /* One reserve or peek in this many returns SPCCL_AGAIN although there is space, or a message. */
     unsigned hold_one_in;
     unsigned flip_one_in; /* one message in this many is sent with a flipped bit */
-    unsigned flip_within; /* the bit is in this many first bytes; 0 = anywhere */
+    unsigned flip_within; /* flip a bit of the first flip_within bytes only; 0: of any byte */
     unsigned cut_after;   /* `cut_rank` drops its connections after it has sent this many messages */
     int cut_rank;
 } sp_fault_plan;

@@ -50,7 +50,7 @@ void sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
 
 void sp_fork_unwatch(sp_fork_guard *g)
 {
-    if (g->in_child == NULL) /* `at` does not tell: the unwatch of a neighbour writes it */
+    if (g->in_child == NULL) /* not `at`: other guards' watch and unwatch change it */
         return;
     pthread_mutex_lock(&list_lock);
     *g->at = g->next;

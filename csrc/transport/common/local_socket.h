@@ -22,14 +22,17 @@ typedef struct sp_local_config {
     uint32_t n_queues; /* both ends must have the same number of queues of the same length; 0: has none */
     uint64_t queue_bytes;
     void *ctx;
-    bool (*expects)(void *ctx, int from);           /* true if rank `from` must still connect */
-    void (*connected)(void *ctx, int from, int fd); /* rank `from` has connected; the callee owns fd */
+    /* True while rank `from` has not connected. */
+    bool (*expects)(void *ctx, int from);
+    /* Called when rank `from` has connected; the callee owns fd. */
+    void (*connected)(void *ctx, int from, int fd);
 } sp_local_config;
 
 typedef struct sp_local_listener {
     sp_local_config config;
     uint8_t id[SP_HS_ID_BYTES]; /* random: the name of the socket */
-    sp_acceptor acceptor;       /* before sp_local_listen: zeroed, and listen_fd = -1 */
+    /* Before sp_local_listen: listen_fd is -1, all else zero. */
+    sp_acceptor acceptor;
 } sp_local_listener;
 
 /* Draw an id and listen. The caller steps and closes l->acceptor. Errors: SYSTEM, NOMEM. */
@@ -54,7 +57,7 @@ spccl_status sp_local_connect_step(const sp_local_listener *l, sp_local_connect 
 spccl_status sp_local_send(const sp_local_config *config, int fd, const void *message, size_t bytes,
                            const int *fds, int n_fds);
 
-/* What has arrived of a message. Starts zeroed. */
+/* Bytes and descriptors of a message received so far. Starts zeroed. */
 typedef struct sp_local_message {
     size_t n_bytes;
     int n_fds, fds[SP_LOCAL_FDS_MAX]; /* owned: whoever takes one over lowers n_fds */

@@ -20,9 +20,10 @@
 
 /* The start of a block. Zeroed memory is a valid block with empty queues. */
 typedef struct sp_ring_block {
-    _Alignas(128) _Atomic uint32_t consumer_sleeps; /* a consumer that arms sets it; who wakes it clears it */
-    _Alignas(128) _Atomic uint32_t producer_waits;  /* mask of the queues whose producer waits for space */
-    _Alignas(128) _Atomic uint32_t signal;          /* set: look for an abort, or for the peer's end */
+    /* The consumer sets it in arm and clears it in disarm. The producer that wakes it clears it. */
+    _Alignas(128) _Atomic uint32_t consumer_sleeps;
+    _Alignas(128) _Atomic uint32_t producer_waits; /* mask of the queues whose producer waits for space */
+    _Alignas(128) _Atomic uint32_t signal;         /* set: look for an abort, or for the peer's end */
     sp_spsc_ctl queues[SP_QUEUES_MAX];
 } sp_ring_block;
 _Static_assert(sizeof(sp_ring_block) <= SP_RING_DATA_OFFSET, "indices fit before the data");
