@@ -2,7 +2,7 @@
 // - sink.put(i, value): element i of the slice; at most once per i, unless the frame breaks a rule.
 // - sink.unit(u, bits, x), formats pici and dense: unit u, each unit of the slice at most once.
 //   x.e[c] is element c of the unit where bit c of bits is set, else 0. In dense frames bit c is set if
-//   element c is not zero: adding and overwriting want that.
+//   element c is not zero: ADD and OVERWRITE skip zeros.
 // Decoding also checks the index sections (docs/FORMAT.md section 4). Whatever a frame contains, nothing
 // outside it is read, and the sink gets elements of the slice only.
 //
@@ -14,8 +14,8 @@
 #include "kernels/cuda/encode.cuh"
 
 // Entries [from, to) of a tile frame at p; they lie in the blocks from `base` on. block_of(k): the block of
-// entry k, counted from `base`. block_of never decreases, so offsets grow inside each block exactly if
-// elements do.
+// entry k, counted from `base`. block_of never decreases. So checking that element numbers grow also checks
+// the offsets inside each block.
 template <class G, class SINK, class BLOCK_OF>
 __device__ __forceinline__ bool sp_decode_entries(uint32_t lane, const sp_view &v, const uint8_t *p,
                                                   SINK &sink, uint32_t from, uint32_t to, uint32_t base,
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool sp_tile_before(uint32_t lane, const uint8_t *cou
     return sum == nnz;
 }
 
-// Check rules 20 to 22; each entry finds the block that it is in. p: the frame.
+// Check rules 20 to 22. Each lane looks up the block of its entry. p: the frame.
 template <class G, uint32_t PARTS = 1, class SINK>
 __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, const uint8_t *p, SINK &sink,
                                                uint32_t part = 0)
@@ -155,7 +155,8 @@ template <class G, class SINK>
 __device__ __forceinline__ bool sp_decode_pici(uint32_t lane, const sp_view &v, SINK &sink)
 {
     typedef typename G::U U;
-    // AHEAD: units of a row whose values are loaded at once, as a long frame may lie in L2, which takes long.
+    // AHEAD: units of a row that are loaded before the first is used. A long frame is read from L2, which is
+    // slow.
     constexpr uint32_t ROW_UNITS = 64 / G::K, AHEAD = G::K <= 4 ? 16 / G::K : G::K == 8 ? 2 : 1;
     constexpr bool TWO_ROWS = G::TILE_ROWS == 64;
     const U *values = (const U *)v.values;
@@ -217,6 +218,7 @@ __device__ __forceinline__ bool sp_decode_coo(uint32_t lane, const sp_view &v, c
     return ok;
 }
 
+// Pass each unit of a dense frame to the sink. In the last, partial unit the missing elements are 0.
 template <class G, uint32_t PARTS = 1, class SINK>
 __device__ __forceinline__ void sp_decode_dense(uint32_t lane, const sp_view &v, SINK &sink,
                                                 uint32_t part = 0)

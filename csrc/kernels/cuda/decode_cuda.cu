@@ -5,8 +5,8 @@
 // elements).
 #include "kernels/cuda/columns.cuh"
 
-// The first bytes of a frame that are fetched while the frame before is decoded. A longer frame is read where
-// it lies.
+// Bytes of the next frame that are fetched while this one is decoded. A longer frame is read from global
+// memory.
 #define SP_FETCH_BYTES 2560u
 
 struct __align__(16) sp_decode_smem
@@ -48,8 +48,8 @@ template <class G> struct sp_sink_none {
     }
 };
 
-// The error for a frame that sp_decoder::open refused. FORMAT if sp_open accepts it: then the table of
-// offsets says that the frame is longer than it is.
+// The status for a frame that sp_decoder::open refused. If sp_open accepts the frame, the table of offsets
+// gives it too many bytes: FORMAT.
 template <uint32_t E>
 __device__ __noinline__ spccl_status sp_why_refused(const uint8_t *start, uint32_t bytes, uint32_t dtype,
                                                     uint32_t n)
@@ -268,6 +268,8 @@ __device__ __forceinline__ void sp_decode_all(const sp_gpu_decode_args &a, APPLY
     sp_decoder<BYTES, SET, APPLY>(a, *(sp_decode_smem *)sp_block_shared(), apply).run();
 }
 
+// One CTA decodes a frame, then the frame that is gridDim.x further on. 10 CTAs fit in the shared
+// memory of an SM (sm_90).
 template <int BYTES>
 __global__ void __launch_bounds__(SP_CODEC_THREADS, 10)
     sp_set_kernel(const __grid_constant__ sp_gpu_decode_args a)

@@ -36,7 +36,7 @@ static pthread_once_t token_once = PTHREAD_ONCE_INIT;
 static void make_token(void)
 {
     if (getrandom(&token, sizeof token, 0) != (ssize_t)sizeof token)
-        token = 0; /* 0 equals no process's token */
+        token = 0; /* no random bytes: 0 means unknown and matches no process */
 }
 static uint64_t process_token(void)
 {
@@ -253,7 +253,7 @@ spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handle
     sp_gpu_memory *m = sp_calloc(1, sizeof *m);
     int before;
     if (m == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: %zu bytes of host memory to describe it", sizeof *m);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *m);
     m->ordinal = ordinal;
     m->kind = strcmp(handles, "fd") == 0 ? KIND_FD : KIND_IPC;
     SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
@@ -301,12 +301,12 @@ spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, s
     uint64_t mapped = sp_load_le64(handle + 8);
     if ((kind != KIND_FD && kind != KIND_IPC) || mapped < bytes)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "a peer's GPU memory: got a handle of kind %u for %llu bytes, wanted kind 1 or 2 and "
-                       "at least %zu bytes",
+                       "a peer's GPU memory: got a handle of kind %u for %llu bytes, wanted kind 1 (fd) "
+                       "or 2 (ipc) and at least %zu bytes",
                        kind, (unsigned long long)mapped, bytes);
     m = sp_calloc(1, sizeof *m);
     if (m == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: %zu bytes of host memory to describe it", sizeof *m);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *m);
     m->ordinal = ordinal;
     m->kind = (int)kind;
     m->is_peer = true;

@@ -276,7 +276,7 @@ template <uint32_t WORKERS> struct sp_notifier {
     uint32_t lane;
     bool linked;
     uint64_t *tails;             // L: the peer's tail of the CTA's first worker
-    uint64_t announced[WORKERS]; // L: the position that the peer was told last
+    uint64_t announced[WORKERS]; // L: the position last written to the peer's tail
 
     // Before any warp posts a position; __syncthreads must follow.
     __device__ __forceinline__ explicit sp_notifier(const sp_fused_args &args)

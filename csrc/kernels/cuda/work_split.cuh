@@ -4,22 +4,23 @@
 
 #include "core/contract/gpu.h"
 
-// Each rank owns one shard of the array.
+// True if n_elems counts a whole array of which each rank owns a shard (all-reduce, broadcast). Otherwise
+// each rank owns n_elems elements: its block, or in ALL_REDUCE_ONESHOT the whole array.
 __device__ __forceinline__ bool sp_is_sharded(const sp_fused_args &a)
 {
     return a.op == SP_FUSED_ALL_REDUCE || a.op == SP_FUSED_BROADCAST;
 }
-// This rank sends contributions; in a broadcast: it is the root, and sends its array.
+// True if this rank sends contributions. In a broadcast only the root does: it sends its array.
 __device__ __forceinline__ bool sp_sends_inputs(const sp_fused_args &a)
 {
     return a.op != SP_FUSED_ALL_GATHER && (a.op != SP_FUSED_BROADCAST || a.rank == a.root);
 }
-// All peers get the same contribution.
+// True if all peers get the same contribution.
 __device__ __forceinline__ bool sp_one_input(const sp_fused_args &a)
 {
     return a.op == SP_FUSED_ALL_REDUCE_ONESHOT;
 }
-// Owners send results to the other ranks.
+// True if owners send results to the other ranks.
 __device__ __forceinline__ bool sp_has_results(const sp_fused_args &a)
 {
     return a.op == SP_FUSED_ALL_GATHER || sp_is_sharded(a);
