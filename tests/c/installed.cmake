@@ -1,4 +1,4 @@
-# Installs a build of spccl and builds examples/c against it, outside of the source tree, as a stranger would:
+# Installs a build of spccl and builds examples/c against it, outside of the source tree, as a user would:
 # with find_package and with pkg-config. The paths have spaces.
 #   cmake -DBUILD=<build folder> -DEXAMPLE=<examples/c> -DWORK=<folder to use> -DCC=<compiler>
 #         -DVERSION=0.1.0 -P installed.cmake

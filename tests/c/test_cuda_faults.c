@@ -38,8 +38,8 @@ static void check_gpu_usable(const struct rank_ctx *c)
     CUDA_OK(cudaGetLastError());
 }
 
-/* Wait until all ranks have come here. Not by the communicator, which may break before the last rank has
- * come. */
+/* Wait until all ranks have come here. The communicator cannot do it: it may break before the last rank
+ * arrives. */
 static bool wait_for_ranks(const struct rank_ctx *c, _Atomic int *n)
 {
     int64_t until = now_ms() + SOON_MS;
@@ -187,8 +187,8 @@ static void stays_away(struct rank_ctx *c)
     leave_together(c);
 }
 
-/* So few elements that rank 0 owns all of them. Rank 2 waits only for rank 0's sums, longer than rank 0 waits
- * for rank 1. The error of rank 2 must still name rank 1, which is missing. */
+/* one_shard: so few elements that rank 0 owns all of them. There rank 2 waits only for rank 0's sums, longer than
+ * rank 0 waits for rank 1. The error of rank 2 must still name rank 1, which is missing. */
 static void test_missing_rank(void)
 {
     struct scene few = {.n = FEW}, many = {.n = MANY}, one_shard = {.n = 64, .owner_later_ms = 100};

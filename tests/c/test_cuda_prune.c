@@ -71,21 +71,21 @@ static void cut(struct shape *s)
     for (size_t i = 0; i < s->n_segments; i++) {
         size_t left = s->n - at,
                n = i + 1 == s->n_segments ? left : 1 + next_rand(&rng) % (2 * left / (s->n_segments - i));
-        size_t room = at * state_bytes; /* 16-byte aligned below */
+        size_t offset = at * state_bytes; /* 16-byte aligned below */
         bool has_r = next_rand(&rng) % 4 != 0, has_u = next_rand(&rng) % 2 != 0;
         if (n > left - (s->n_segments - i - 1))
             n = left - (s->n_segments - i - 1);
-        room = (room + 64 * i + 15) / 16 * 16;
+        offset = (offset + 64 * i + 15) / 16 * 16;
         s->host[i] = (spccl_prune_segment){.begin = at,
                                            .n_elems = n,
-                                           .residual = has_r ? g.want_residual + room : NULL,
-                                           .velocity = has_u ? g.want_velocity + room : NULL,
+                                           .residual = has_r ? g.want_residual + offset : NULL,
+                                           .velocity = has_u ? g.want_velocity + offset : NULL,
                                            .state = g.want_states + i,
                                            .key = (uint32_t)i,
                                            .whole = next_rand(&rng) % 8 == 0};
         s->device[i] = s->host[i];
-        s->device[i].residual = has_r ? g.residual_d + room : NULL;
-        s->device[i].velocity = has_u ? g.velocity_d + room : NULL;
+        s->device[i].residual = has_r ? g.residual_d + offset : NULL;
+        s->device[i].velocity = has_u ? g.velocity_d + offset : NULL;
         s->device[i].state = g.states_d + i;
         at += n;
     }
