@@ -1,5 +1,5 @@
 /* test_completion.c - a collective is done as soon as its own bytes have left this process, although later
- * collectives still have bytes to send. */
+ * collectives still have bytes to send, and although the rank sleeps when they leave. */
 #include "ranks.h"
 
 #include <stdatomic.h>
@@ -57,6 +57,50 @@ static void run_two(const char *transport, uint32_t n_sockets)
         CHECK(ctx[r].created == SPCCL_OK, "%s: rank %d: %s", transport, r, ctx[r].error);
 }
 
+#define LATE_MS 200 /* the receiver starts so late that the root waits for space and sleeps */
+#define SOON_MS 500 /* a driver that misses the wake-up sleeps 1000 ms */
+#define N_LATE 24   /* broadcasts of 0.5 to 12 MiB */
+#define LATE_STEP ((size_t)512 << 10)
+
+static _Atomic int64_t late_end_ms[2][N_LATE]; /* by rank */
+
+static void late_receiver(struct rank_ctx *c)
+{
+    uint8_t *x = calloc(N_LATE, LATE_STEP), one = 0;
+    for (size_t i = 0; i < N_LATE; i++) {
+        size_t n = (i + 1) * LATE_STEP;
+        CHECK_OK(spccl_all_reduce(c->comm, &one, &one, 1, SPCCL_UINT8, SPCCL_SUM, NULL));
+        memset(x, c->rank == 0 ? (int)i + 1 : 0, n);
+        if (c->rank == 1)
+            sleep_ms(LATE_MS);
+        CHECK_OK(spccl_broadcast(c->comm, x, n, SPCCL_UINT8, 0, NULL));
+        atomic_store(&late_end_ms[c->rank][i], now_ms());
+        CHECK(x[n - 1] == i + 1, "rank %d, %zu bytes: got %d", c->rank, n, x[n - 1]);
+        /* The next collective would wake the root: rank 1 must not start it before the root is done. */
+        for (int k = 0; c->rank == 1 && k < 2 * SOON_MS && atomic_load(&late_end_ms[0][i]) == 0; k++)
+            sleep_ms(1);
+    }
+    free(x);
+}
+
+/* The root's last bytes leave while its driver waits. At which sizes that happens depends on the buffers of the
+ * kernel, so the test runs many. */
+static void test_last_bytes_wake(void)
+{
+    struct rank_ctx ctx[2];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.transports = "tcp";
+    config.timeout_ms = SLOW_S * 1000;
+    run_ranks(2, &config, late_receiver, NULL, ctx);
+    for (int r = 0; r < 2; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    for (size_t i = 0; i < N_LATE; i++) {
+        int64_t after = atomic_load(&late_end_ms[0][i]) - atomic_load(&late_end_ms[1][i]);
+        CHECK(after < SOON_MS, "%zu bytes: the root ended %lld ms after rank 1", (i + 1) * LATE_STEP,
+              (long long)after);
+    }
+}
+
 static void test_tcp(void)
 {
     run_two("tcp", 1);
@@ -70,6 +114,7 @@ static void test_shm(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"tcp", test_tcp}, {"shm", test_shm}, {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"tcp", test_tcp}, {"shm", test_shm}, {"last_bytes_wake", test_last_bytes_wake}, {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

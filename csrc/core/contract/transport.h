@@ -81,9 +81,10 @@ typedef struct sp_transport {
      * becomes readable when there is something for `progress` to do. */
     int (*wait_fd)(sp_endpoint *ep);
     /* Prepare to sleep on wait_fd. SPCCL_OK: the caller may sleep, and calls disarm afterwards. SPCCL_AGAIN:
-     * something changed that peek, reserve and progress have not shown yet; do not sleep, do not disarm. Each
-     * change is reported once. New space in a queue ends a sleep only if the last reserve on that queue
-     * returned SPCCL_AGAIN. */
+     * something changed that peek, reserve, flushed and progress have not shown yet; do not sleep, do not
+     * disarm. Each change is reported once. That messages have left, so that `flushed` may be true now, is such
+     * a change: they can leave in the progress just before arm, and no event follows. New space in a queue ends
+     * a sleep only if the last reserve on that queue returned SPCCL_AGAIN. */
     spccl_status (*arm)(sp_endpoint *ep);
     void (*disarm)(sp_endpoint *ep);
     /* Tell every peer that this rank gives up. Best effort; does not use the queues, which may be full. */

@@ -67,14 +67,16 @@ static struct sp_tcp_socket *socket_of(const struct sp_tcp_peer *p, int queue, u
     return &p->sockets[(uint32_t)queue * p->n_sockets + n % p->n_sockets];
 }
 
-/* Write to the socket, and note new space and its end. */
+/* Write to the socket, and note new space, messages that have left, and the socket's end. */
 static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *s)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
+    uint64_t n_left_before = s->n_left;
     if (sp_tcp_socket_flush(s) && p->queues[queue].blocked) {
         p->queues[queue].blocked = false;
         ep->changed = true;
     }
+    ep->changed = ep->changed || s->n_left != n_left_before; /* `flushed` may have become true */
     if (s->cut)
         note_end(ep, peer);
 }
