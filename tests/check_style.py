@@ -14,7 +14,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 500, 60, 6
 MAX_PROSE_COLUMNS = 100  # of *.md files
 # Functions of a GPU are inlined: their parameters stay in registers, but a struct of them may not.
 MAX_DEVICE_PARAMETERS = 12
-C_SUFFIXES = {".c", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
+C_SUFFIXES = {".c", ".h", ".inc", ".cpp", ".hpp", ".cu", ".cuh"}
 LIBRARY = ("csrc/core/", "csrc/kernels/", "csrc/transport/")
 ANYWHERE = ("",)
 

@@ -226,7 +226,7 @@ def lint() -> str:
 
 
 def _is_c(path: Path) -> bool:
-    return path.suffix in (".c", ".h", ".cpp", ".hpp", ".cu", ".cuh")
+    return path.suffix in (".c", ".h", ".inc", ".cpp", ".hpp", ".cu", ".cuh")
 
 
 def c_gcc() -> str:
