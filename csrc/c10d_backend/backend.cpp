@@ -320,7 +320,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
                          [&](c10d::Backend &backend, Staging &staging, bool async) {
                              c10d::AllreduceOptions theirs = opts;
                              theirs.asyncOp = async;
-                             std::vector<at::Tensor> list = staging.both(tensors);
+                             std::vector<at::Tensor> list = staging.written(tensors);
                              return backend.allreduce(list, theirs);
                          });
     if (route == Route::neither)
@@ -429,7 +429,7 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
                          opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
                              c10d::ReduceScatterOptions theirs = opts;
                              theirs.asyncOp = async;
-                             at::Tensor to = staging.both(output), from = staging.in(input);
+                             at::Tensor to = staging.written(output), from = staging.read_only(input);
                              return backend._reduce_scatter_base(to, from, theirs);
                          });
     Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output,
@@ -465,8 +465,8 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
             opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
                 c10d::ReduceScatterOptions theirs = opts;
                 theirs.asyncOp = async;
-                std::vector<at::Tensor> to = staging.both(outputs);
-                std::vector<std::vector<at::Tensor>> from = staging.in(inputs);
+                std::vector<at::Tensor> to = staging.written(outputs);
+                std::vector<std::vector<at::Tensor>> from = staging.read_only(inputs);
                 return backend.reduce_scatter(to, from, theirs);
             });
     }

@@ -18,30 +18,30 @@
 namespace spccl_torch
 {
 
-/* Copies CUDA tensors to host memory, where Gloo can take them. With `idle` it returns tensors as they
- * are. */
+/* Copies CUDA tensors to host memory, where Gloo can take them. With no_copies it returns the tensors
+ * themselves. */
 class Staging
 {
   public:
-    explicit Staging(bool idle) : idle_(idle)
+    explicit Staging(bool no_copies) : no_copies_(no_copies)
     {
     }
     /* For tensors that the call reads. */
-    at::Tensor in(const at::Tensor &t)
+    at::Tensor read_only(const at::Tensor &t)
     {
-        return idle_ ? t : t.cpu();
+        return no_copies_ ? t : t.cpu();
     }
     /* For tensors that the call writes; finish() copies the result back to them. */
-    at::Tensor both(const at::Tensor &t);
-    std::vector<at::Tensor> in(const std::vector<at::Tensor> &list);
-    std::vector<at::Tensor> both(const std::vector<at::Tensor> &list);
-    std::vector<std::vector<at::Tensor>> in(const std::vector<std::vector<at::Tensor>> &lists);
-    std::vector<std::vector<at::Tensor>> both(const std::vector<std::vector<at::Tensor>> &lists);
+    at::Tensor written(const at::Tensor &t);
+    std::vector<at::Tensor> read_only(const std::vector<at::Tensor> &list);
+    std::vector<at::Tensor> written(const std::vector<at::Tensor> &list);
+    std::vector<std::vector<at::Tensor>> read_only(const std::vector<std::vector<at::Tensor>> &lists);
+    std::vector<std::vector<at::Tensor>> written(const std::vector<std::vector<at::Tensor>> &lists);
     void finish();
 
   private:
-    const bool idle_;
-    std::vector<std::pair<at::Tensor, at::Tensor>> back_; /* to, from */
+    const bool no_copies_;
+    std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_; /* to, from */
 };
 
 struct GroupSettings {

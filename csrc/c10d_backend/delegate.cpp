@@ -12,51 +12,51 @@ namespace spccl_torch
 
 /* ---- Staging ------------------------------------------------------------------------------------- */
 
-at::Tensor Staging::both(const at::Tensor &t)
+at::Tensor Staging::written(const at::Tensor &t)
 {
-    if (idle_)
+    if (no_copies_)
         return t;
     at::Tensor copy = t.cpu();
-    back_.emplace_back(t, copy);
+    copy_back_.emplace_back(t, copy);
     return copy;
 }
 
-std::vector<at::Tensor> Staging::in(const std::vector<at::Tensor> &list)
+std::vector<at::Tensor> Staging::read_only(const std::vector<at::Tensor> &list)
 {
     std::vector<at::Tensor> copies;
     for (const at::Tensor &t : list)
-        copies.push_back(in(t));
+        copies.push_back(read_only(t));
     return copies;
 }
 
-std::vector<at::Tensor> Staging::both(const std::vector<at::Tensor> &list)
+std::vector<at::Tensor> Staging::written(const std::vector<at::Tensor> &list)
 {
     std::vector<at::Tensor> copies;
     for (const at::Tensor &t : list)
-        copies.push_back(both(t));
+        copies.push_back(written(t));
     return copies;
 }
 
-std::vector<std::vector<at::Tensor>> Staging::in(const std::vector<std::vector<at::Tensor>> &lists)
+std::vector<std::vector<at::Tensor>> Staging::read_only(const std::vector<std::vector<at::Tensor>> &lists)
 {
     std::vector<std::vector<at::Tensor>> copies;
     for (const auto &list : lists)
-        copies.push_back(in(list));
+        copies.push_back(read_only(list));
     return copies;
 }
 
-std::vector<std::vector<at::Tensor>> Staging::both(const std::vector<std::vector<at::Tensor>> &lists)
+std::vector<std::vector<at::Tensor>> Staging::written(const std::vector<std::vector<at::Tensor>> &lists)
 {
     std::vector<std::vector<at::Tensor>> copies;
     for (const auto &list : lists)
-        copies.push_back(both(list));
+        copies.push_back(written(list));
     return copies;
 }
 
 void Staging::finish()
 {
     at::NoGradGuard no_grad;
-    for (const auto &[to, from] : back_)
+    for (const auto &[to, from] : copy_back_)
         to.copy_(from);
 }
 
@@ -89,12 +89,12 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
     const uint64_t sequence = ++sequence_;
     const char *name = launch.op.name;
     const at::Tensor &where = launch.inputs[0];
-    Staging idle(true);
+    Staging no_copies(true);
     if (!where.is_cuda())
-        return noted(call(gloo(name), idle, async));
+        return noted(call(gloo(name), no_copies, async));
     if (cuda_->cuda_route(where.device(), name) != CudaRoute::stage && nccl_)
         return noted(cuda_->hand_over(launch, async, sequence,
-                                      [&](c10d::Backend &nccl) { return call(nccl, idle, false); }));
+                                      [&](c10d::Backend &nccl) { return call(nccl, no_copies, false); }));
     Staging staging(false);
     if (auto work = call(gloo(name), staging, true))
         work->wait();
@@ -107,18 +107,18 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
 c10::intrusive_ptr<c10d::Work> Backend::point_to_point(const char *name, c10d::OpType type,
                                                        std::vector<at::Tensor> &tensors, Delegate call)
 {
-    Staging idle(true);
+    Staging no_copies(true);
     const at::Tensor &tensor = only(tensors, "tensor", name);
     if (!tensor.is_cuda())
-        return noted(call(gloo(name), idle, true));
+        return noted(call(gloo(name), no_copies, true));
     if (nccl_ && !settings_.cuda.stage) {
         c10d::Backend &nccl = cuda_->nccl(name);
         if (!coalescing_)
-            return call(nccl, idle, true);
+            return call(nccl, no_copies, true);
         std::lock_guard<std::mutex> lock(coalesced_mutex_);
         if (!std::exchange(nccl_batch_, true))
             nccl.startCoalescing();
-        return call(nccl, idle, true); /* endCoalescing() returns one Work for the batch */
+        return call(nccl, no_copies, true); /* endCoalescing() returns one Work for the batch */
     }
     Staging staging(false);
     if (auto work = call(gloo(name), staging, true))
@@ -169,7 +169,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
         settings.comm.timeout = opts->timeout;
     auto bare = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(mine - ranks.begin()),
                                                         static_cast<int>(ranks.size()));
-    /* Python makes the inner groups of the child too (backend.py). */
+    /* backend.py makes the inner Gloo and NCCL of the new group. */
     static const auto with_inner_groups =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("spccl::with_inner_groups", "")
@@ -194,7 +194,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors,
                      [&](c10d::Backend &backend, Staging &staging, bool async) {
                          c10d::ReduceOptions theirs = opts;
                          theirs.asyncOp = async;
-                         std::vector<at::Tensor> list = staging.both(tensors);
+                         std::vector<at::Tensor> list = staging.written(tensors);
                          return backend.reduce(list, theirs);
                      });
 }
@@ -208,8 +208,8 @@ c10::intrusive_ptr<c10d::Work> Backend::gather(std::vector<std::vector<at::Tenso
                      opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
                          c10d::GatherOptions theirs = opts;
                          theirs.asyncOp = async;
-                         std::vector<std::vector<at::Tensor>> to = staging.both(outputs);
-                         std::vector<at::Tensor> from = staging.in(inputs);
+                         std::vector<std::vector<at::Tensor>> to = staging.written(outputs);
+                         std::vector<at::Tensor> from = staging.read_only(inputs);
                          return backend.gather(to, from, theirs);
                      });
 }
@@ -223,8 +223,8 @@ c10::intrusive_ptr<c10d::Work> Backend::scatter(std::vector<at::Tensor> &outputs
                      opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
                          c10d::ScatterOptions theirs = opts;
                          theirs.asyncOp = async;
-                         std::vector<at::Tensor> to = staging.both(outputs);
-                         std::vector<std::vector<at::Tensor>> from = staging.in(inputs);
+                         std::vector<at::Tensor> to = staging.written(outputs);
+                         std::vector<std::vector<at::Tensor>> from = staging.read_only(inputs);
                          return backend.scatter(to, from, theirs);
                      });
 }
@@ -239,7 +239,7 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Te
         opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
             c10d::AllToAllOptions theirs = opts;
             theirs.asyncOp = async;
-            at::Tensor to = staging.both(output), from = staging.in(input);
+            at::Tensor to = staging.written(output), from = staging.read_only(input);
             return backend.alltoall_base(to, from, output_splits, input_splits, theirs);
         });
 }
@@ -254,7 +254,7 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &output
         opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
             c10d::AllToAllOptions theirs = opts;
             theirs.asyncOp = async;
-            std::vector<at::Tensor> to = staging.both(outputs), from = staging.in(inputs);
+            std::vector<at::Tensor> to = staging.written(outputs), from = staging.read_only(inputs);
             return backend.alltoall(to, from, theirs);
         });
 }
@@ -263,7 +263,7 @@ c10::intrusive_ptr<c10d::Work> Backend::send(std::vector<at::Tensor> &tensors, i
 {
     return point_to_point("send", c10d::OpType::SEND, tensors,
                           [&](c10d::Backend &backend, Staging &staging, bool) {
-                              std::vector<at::Tensor> list = staging.in(tensors);
+                              std::vector<at::Tensor> list = staging.read_only(tensors);
                               return backend.send(list, peer, tag);
                           });
 }
@@ -272,7 +272,7 @@ c10::intrusive_ptr<c10d::Work> Backend::recv(std::vector<at::Tensor> &tensors, i
 {
     return point_to_point("recv", c10d::OpType::RECV, tensors,
                           [&](c10d::Backend &backend, Staging &staging, bool) {
-                              std::vector<at::Tensor> list = staging.both(tensors);
+                              std::vector<at::Tensor> list = staging.written(tensors);
                               return backend.recv(list, peer, tag);
                           });
 }
@@ -281,7 +281,7 @@ c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor> &t
 {
     return point_to_point("recv", c10d::OpType::RECVANYSOURCE, tensors,
                           [&](c10d::Backend &backend, Staging &staging, bool) {
-                              std::vector<at::Tensor> list = staging.both(tensors);
+                              std::vector<at::Tensor> list = staging.written(tensors);
                               return backend.recvAnysource(list, tag);
                           });
 }
