@@ -89,7 +89,7 @@ struct Run {
     size_t n;
 };
 
-/* Visit every (position, rank, entry) by position, and at equal positions by rank: the order of adding. */
+/* Call visit(position, rank, entry) for every entry, by position, then by rank. Sums add in this order. */
 template <class Visit> void merge(const std::vector<Run> &runs, Visit &&visit)
 {
     struct Head {
@@ -164,7 +164,7 @@ at::Tensor gather(Comm &comm, const at::Tensor &mine, const OpText &op, millisec
     return all;
 }
 
-/* `t` with zero rows added up to `n` rows, contiguous. */
+/* A contiguous copy of `t`, padded with zero rows to `n` rows. */
 at::Tensor padded(const at::Tensor &t, int64_t n)
 {
     if (t.size(0) == n)
@@ -256,7 +256,7 @@ int64_t largest_nnz(const std::vector<Header> &headers)
     return most;
 }
 
-/* tensor := the coalesced tensor of its shape with these entries.
+/* Replace `tensor` by a coalesced tensor of the same shape with these entries.
  *   united   [n_union] int64, ascending;  sum   [n_union, width] */
 void replace(at::Tensor &tensor, const at::Tensor &united, const at::Tensor &sum, int64_t sparse_dim)
 {
@@ -311,7 +311,7 @@ at::Tensor sum_rows_cuda(const std::vector<at::Tensor> &positions, const at::Ten
     const auto n_ranks = static_cast<int64_t>(positions.size());
     if (average && at::isFloatingType(dtype))
         acc.div_(n_ranks);
-    else if (average) /* as int64: 256 ranks are 0 in an int8 */
+    else if (average) /* Divide in int64: in int8 the divisor 256 would wrap to 0. */
         acc = acc.to(at::kLong).div_(n_ranks, "trunc");
     return acc.to(dtype);
 }

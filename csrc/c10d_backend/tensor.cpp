@@ -128,7 +128,7 @@ spccl_redop redop_of(c10d::ReduceOp::RedOpType op)
     case c10d::ReduceOp::MAX:
         return SPCCL_MAX;
     default:
-        TORCH_INTERNAL_ASSERT(false, "spccl: spccl does not run reduction ", static_cast<int>(op));
+        TORCH_INTERNAL_ASSERT(false, "spccl: spccl does not run reduction ", redop_name(op));
     }
 }
 
@@ -169,10 +169,10 @@ void refuse_reduction(const OpText &op)
 {
     TORCH_CHECK_TYPE(
         false, "spccl: ", op.str(),
-        ": no such reduction. sum, avg, product, min and max take float16, bfloat16, float32, "
-        "float64, int8, uint8, int16, int32, int64, all but avg bool too; premul_sum takes the floats; band, "
-        "bor, bxor take int8, uint8, int32, int64, bool. Convert the tensor first (torch.Tensor.to), complex "
-        "by torch.view_as_real");
+        ": no such reduction. sum, product, min, max: floats, int8 to int64, uint8, bool. avg: the same "
+        "without "
+        "bool. premul_sum: floats. band, bor, bxor: int8, uint8, int32, int64, bool. For other dtypes use "
+        "tensor.to(), for complex torch.view_as_real().");
 }
 
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op)

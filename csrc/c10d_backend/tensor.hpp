@@ -40,7 +40,8 @@ WireType wire_for_moving(c10::ScalarType dtype, const OpText &op);
 enum class Route { spccl, spccl_scaled, gloo, neither };
 /* The table of docs/TORCH.md, section "Who does what". */
 Route reduction_route(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
-/* spccl's number of a reduction that spccl runs; PREMUL_SUM is a sum of scaled inputs. */
+/* The spccl_redop of a reduction with route spccl or spccl_scaled. PREMUL_SUM gives SPCCL_SUM: its inputs are
+ * scaled first. */
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op);
 /* spccl's dtype for a reduction that spccl runs. */
 spccl_dtype dtype_for_reducing(c10::ScalarType dtype);
