@@ -458,7 +458,7 @@ typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
 typedef struct spccl_prune_options {
     size_t struct_bytes;
     double density, sample;       /* (0, 1]: fraction to send; to sample, at least 32 / density elements */
-    double momentum, leak, scale; /* [0, 1); (0, 1]; factor on what is sent, not on what is kept */
+    double momentum, leak, scale; /* [0, 1); (0, 1]; > 0: factor on what is sent, not on what is kept */
     uint32_t dense_steps, warmup_steps; /* first calls, which send all; then, while the density falls */
     uint32_t seed, keep_thresholds;     /* of the samples; 1: take the states' thresholds, without samples */
     uint32_t skip_zeros, reserved;      /* 1: leave segments alone whose g is all zero; 0 */

@@ -192,6 +192,10 @@ static void gpu_rank(struct rank_ctx *c)
         uint64_t canary;
     } older_stats = {{sizeof older_stats.known, -1, 0}, CANARY};
     NEWER(spccl_cuda_stats) newer_stats = {{.struct_bytes = sizeof newer_stats}, CANARY};
+    spccl_cuda_config reserved = SPCCL_CUDA_CONFIG_INIT;
+    reserved.reserved = 7;
+    CHECK_FAILS(spccl_cuda_attach(c->comm, &reserved), SPCCL_ERR_ARG,
+                "spccl_cuda_config.reserved is 7, wanted 0");
     newer.known.struct_bytes = sizeof newer;
     CHECK_FAILS(spccl_cuda_attach(c->comm, (void *)&newer), SPCCL_ERR_ARG,
                 "spccl_cuda_config: got 48 bytes with byte 40 not zero");

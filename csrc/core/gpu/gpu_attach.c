@@ -135,6 +135,8 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     snprintf(a->mine.version, sizeof a->mine.version, "%s", SPCCL_VERSION_TEXT);
     a->mine.fallback = config->fallback;
     a->mine.hops = !comm->schedule_forced ? 0 : comm->schedule == SP_SCHED_ONESHOT ? 1 : 2;
+    if (config->reserved != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.reserved is %u, wanted 0", config->reserved);
     if (config->decline)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                        "it keeps its GPU out (config.decline; in torch SPCCL_CUDA_ENGINE=0 "

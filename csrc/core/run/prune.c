@@ -33,12 +33,15 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *
 {
     *o = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
     SP_TRY(sp_options_copy("spccl_prune_options", given, o, sizeof *o));
+    SP_TRY(check_range(call, "reserved", (double)o->reserved, o->reserved == 0, "0"));
     SP_TRY(check_range(call, "density", o->density, o->density > 0 && o->density <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "sample", o->sample, o->sample > 0 && o->sample <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
                        "a number in [0, 1)"));
     SP_TRY(check_range(call, "leak", o->leak, o->leak > 0 && o->leak <= 1, "a number in (0, 1]"));
-    return check_range(call, "scale", o->scale, fabs(o->scale) <= FLT_MAX, "a number that float32 holds");
+    /* A negative scale would write -0 where nothing is sent. A scale of 0 would lose what is sent. */
+    return check_range(call, "scale", o->scale, o->scale >= (double)FLT_MIN && o->scale <= (double)FLT_MAX,
+                       "a number above 0 that float32 holds");
 }
 
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */
