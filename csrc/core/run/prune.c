@@ -211,7 +211,8 @@ static void prune_segment(struct job *j)
     for (size_t at = 0; at < n_elems; at += SP_PRUNE_BLOCK_ELEMS) {
         size_t n = sp_min_size(SP_PRUNE_BLOCK_ELEMS, n_elems - at);
         double left = ceil(MAX_OVERSHOOT * n_wanted) - (double)(j->n_sent - j->n_nonfinite);
-        double most = fmax(left, ceil(density * (double)n));
+        double share = ceil(density * (double)(at + n)) - ceil(density * (double)at);
+        double most = fmax(left, share); /* the shares of all blocks add up to the wanted number */
         sp_prune_args a = run_of(j, at, n);
         a.most = samples && most < (double)n ? (uint64_t)most : UINT64_MAX;
         j->plan->kernels->prune(&a);
