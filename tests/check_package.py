@@ -47,8 +47,11 @@ print(_torch_glue.load())
 
 
 def git_names(folder: str, *suffixes: str) -> set[str]:
-    """Names relative to `folder` of the files that git tracks; empty without git."""
+    """Names relative to `folder` of the files that git tracks; without a repository, of all that are there."""
     listing = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        paths = (ROOT / folder).rglob("*")
+        return {p.relative_to(ROOT / folder).as_posix() for p in paths if p.name.endswith(suffixes)}
     return {n.removeprefix(f"{folder}/") for n in listing.stdout.split("\n") if n.endswith(suffixes)}
 
 

@@ -18,14 +18,43 @@
 #include <thread>
 #include <utility>
 
+#include <csignal>
+
+#include <pthread.h>
+
 namespace spccl_torch
 {
+
+/* Blocks the application's signals in the calling thread until the end of the scope. A thread made meanwhile
+ * inherits the mask. Signals of faults stay as they are. */
+class SignalsBlocked
+{
+  public:
+    SignalsBlocked()
+    {
+        sigset_t blocked;
+        sigfillset(&blocked);
+        for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS})
+            sigdelset(&blocked, fault);
+        pthread_sigmask(SIG_BLOCK, &blocked, &before_);
+    }
+    ~SignalsBlocked()
+    {
+        pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+    }
+    SignalsBlocked(const SignalsBlocked &) = delete;
+    SignalsBlocked &operator=(const SignalsBlocked &) = delete;
+
+  private:
+    sigset_t before_;
+};
 
 class SerialThread
 {
   public:
     SerialThread() : queue_(std::make_shared<Queue>())
     {
+        watch_forks();
         std::lock_guard<std::mutex> lock(living_mutex_);
         living_.insert(queue_);
     }
@@ -95,8 +124,10 @@ class SerialThread
             std::lock_guard<std::mutex> lock(queue_->mutex);
             if (!queue_->stopping) {
                 queue_->tasks.push_back(std::move(task));
-                if (!thread_.joinable())
+                if (!thread_.joinable()) {
+                    SignalsBlocked blocked;
                     thread_ = std::thread(&SerialThread::loop, queue_);
+                }
                 queue_->wake.notify_one();
                 return;
             }
@@ -129,6 +160,17 @@ class SerialThread
             return tasks.empty() && !running;
         }
     };
+
+    /* Hold living_mutex_ during a fork: a child that made its own group must be able to lock it. */
+    static void watch_forks()
+    {
+        static const int status = pthread_atfork([] { living_mutex_.lock(); }, unlock_living, unlock_living);
+        (void)status; /* only ENOMEM: the child then has no such guarantee */
+    }
+    static void unlock_living()
+    {
+        living_mutex_.unlock();
+    }
 
     std::shared_ptr<SerialThread> further(bool make)
     {
