@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -165,7 +166,8 @@ class SerialThread
     static void watch_forks()
     {
         static const int status = pthread_atfork([] { living_mutex_.lock(); }, unlock_living, unlock_living);
-        (void)status; /* only ENOMEM: the child then has no such guarantee */
+        if (status != 0)
+            throw std::system_error(status, std::generic_category(), "spccl: pthread_atfork");
     }
     static void unlock_living()
     {
