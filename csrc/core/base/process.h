@@ -1,4 +1,4 @@
-/* process.h - tells the process that made an object from a child that this process forked later. */
+/* process.h - finds out whether an object was made by this process, or by a parent that forked it later. */
 #ifndef SP_PROCESS_H
 #define SP_PROCESS_H
 

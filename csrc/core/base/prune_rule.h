@@ -166,7 +166,7 @@ static inline SP_HD sp_prune_factors sp_prune_factors_now(const spccl_prune_opti
     return f;
 }
 
-/* The state after a call. Its threshold is set already. */
+/* Update the state after a call. The caller has set the threshold before. */
 static inline SP_HD void sp_prune_advance(const spccl_prune_options *o, spccl_prune_state *st,
                                           uint64_t n_sent, uint64_t n_nonfinite)
 {
@@ -178,7 +178,7 @@ static inline SP_HD void sp_prune_advance(const spccl_prune_options *o, spccl_pr
     st->step++;
 }
 
-/* The state after a call that left the segment alone. */
+/* Update the state after a call that left the segment alone. */
 static inline SP_HD void sp_prune_advance_skipped(spccl_prune_state *st)
 {
     st->n_sent = 0;

@@ -220,7 +220,7 @@ template <class E> union sp_four {
     __device__ __forceinline__ sp_four()
     {
     }
-    // What the address of an aligned group is a multiple of.
+    // The address of an aligned group is a multiple of this.
     static constexpr uint32_t ALIGN = sizeof(E) == 2 ? 8 : 16;
     __device__ __forceinline__ void load(const E *p, uint32_t n, bool aligned)
     {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void sp_prune_finish(const sp_gpu_prune_args &a)
         a.table->n_ctas_done = 0;
 }
 
-// As many CTAs as run at once. CTA b prunes tiles b, b + gridDim.x, ...: at any time all CTAs work on
+// The grid has as many CTAs as run at once. CTA b prunes tiles b, b + gridDim.x, ...: at any time all CTAs work on
 // neighbouring tiles.
 template <int DTYPE>
 __global__ void __launch_bounds__(SP_PRUNE_THREADS, SP_PRUNE_CTAS)
