@@ -243,9 +243,16 @@ static void test_pending(void)
 {
     on_each(pending_request);
 }
+/* Not under the address sanitizer: its allocator does not unlock in a child of fork what another thread had
+ * locked, so a child that allocates may hang there (seen with gcc 12). */
 static void test_busy(void)
 {
+#ifdef __SANITIZE_ADDRESS__
+    printf("skipped: busy: the address sanitizer's allocator may stay locked in a child of fork\n");
+    (void)busy_group;
+#else
     on_each(busy_group);
+#endif
 }
 static void test_gpu(void)
 {
