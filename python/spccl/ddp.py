@@ -3,9 +3,10 @@
 `spccl.prune` selects the entries of one bucket. This file adds what DDP needs around it: state per parameter,
 clipping, mixed precision, checkpoints, statistics. Imports torch; knows nothing of formats or transports. For each
 bucket it makes one call of `spccl.prune` and one all_reduce; most elements of the bucket are zero by then.
+`_ddp_model.py` finds the model, `_ddp_state.py` has the memory per device and the checkpoints, `_ddp_stats.py` the
+counts.
 """
 
-import gc
 import math
 import time
 import warnings
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spccl import prune
+from spccl import _ddp_state, prune
+
+from ._ddp_model import find_ddp, find_ddp_by_hook, trained, trained_numels
+from ._ddp_stats import Statistics, Tally
 
 _AVERAGING_BACKENDS = ("spccl", "nccl")
-_STATE_VERSION = 1
 
 
 def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotations kept as strings
@@ -134,7 +137,7 @@ class PrunedGradients:
         self._numels: dict[str, int] = {}
         self._slots: dict[int, prune.Slot] = {}  # by id of the parameter
         self._plans: dict[tuple[int, ...], prune.Plan] = {}  # by ids of the bucket's parameters
-        self._devices: dict[torch.device, _OnDevice] = {}
+        self._devices: dict[torch.device, _ddp_state.OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._skip_unused = False
         self._static_graph = False
@@ -142,10 +145,7 @@ class PrunedGradients:
         # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
         # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
         self._held: list[torch.Tensor] = []
-        self._now = _Tally()
-        self._last = _Tally()
-        self._totals = {"steps": 0, "elems": 0, "select_s": 0.0}
-        self._residual_norm: float | None = None
+        self._statistics = Statistics()
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -158,20 +158,20 @@ class PrunedGradients:
         Raises: TypeError if there is no DistributedDataParallel in `model`, or more than one; RuntimeError if this
             object is already on a model; ValueError if loaded state does not fit the model.
         """
-        wrapped = _find_ddp(model)
+        wrapped = find_ddp(model)
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
-        _check_fit(self._loaded, _trained_numels(wrapped))
+        _ddp_state.check_fit(self._loaded, trained_numels(wrapped))
         wrapped.register_comm_hook(self, pruned_gradients_hook)
         self._attach(wrapped)
         return self
 
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
-        self._numels = _trained_numels(model)
-        _check_fit(self._loaded, self._numels)
+        self._numels = trained_numels(model)
+        _ddp_state.check_fit(self._loaded, self._numels)
         self._group = model.process_group
-        self._names = {id(p): n for n, p in _trained(model)}
+        self._names = {id(p): n for n, p in trained(model)}
         self._static_graph = bool(model.static_graph)
         self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
 
@@ -180,18 +180,8 @@ class PrunedGradients:
 
         Searches this process's objects, once. Raises: RuntimeError if no model, or more than one, has this hook.
         """
-        kind = torch.nn.parallel.DistributedDataParallel
-        models = [
-            thing
-            for thing in gc.get_objects()
-            if issubclass(type(thing), kind) and any(state is self for _, state in vars(thing).get("_comm_hooks", ()))
-        ]
-        if len(models) != 1:
-            raise RuntimeError(
-                f"PrunedGradients: {len(models)} DistributedDataParallel modules have this object as state of a hook, "
-                "wanted 1; call PrunedGradients(...).register(model), with one object per model"
-            )
-        self._attach(models[0])
+        self._attach(find_ddp_by_hook(self))
+
 
     # -- one bucket --------------------------------------------------------------------------------
 
@@ -212,14 +202,14 @@ class PrunedGradients:
         scale = 1.0 if average else 1.0 / dist.get_world_size(self._group)
         if buffer.is_sparse or not buffer.is_floating_point():
             buffer.mul_(scale)
-            self._now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
+            self._statistics.now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
         else:
             self._prune_bucket(bucket, buffer, scale)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if buffer.is_sparse and average:  # NCCL and Gloo have no AVG for sparse tensors
             buffer.mul_(1.0 / dist.get_world_size(self._group))
             op = dist.ReduceOp.SUM
-        self._now.select_s += time.perf_counter() - began
+        self._statistics.now.select_s += time.perf_counter() - began
         if bucket.is_last():
             self._end_step(bucket.index())
         work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
@@ -238,32 +228,23 @@ class PrunedGradients:
 
     def _begin_step(self) -> None:
         self._held.clear()
-        self._now = _Tally(density=self.density_at(self.step))
+        self._statistics.now = Tally(density=self.density_at(self.step))
         for memory in self._devices.values():
             memory.has_scale = False
 
     def _end_step(self, last_bucket: int) -> None:
-        self._last = self._now
         self.step += 1
-        totals = self._totals
-        totals["steps"] += 1
-        totals["elems"] += self._now.elems
-        totals["select_s"] += self._now.select_s
+        self._statistics.end_step()
         for memory in self._devices.values():
             memory.end_step(last_bucket)
         if self.norm_every and self.step % self.norm_every == 0:
-            norms = [
-                torch.linalg.vector_norm(s.residual).item() / s.loss_scale()
-                for s in self._slots.values()
-                if s.residual is not None
-            ]
-            self._residual_norm = math.hypot(*norms)
+            self._statistics.measure_residual(self._slots.values())
 
     def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float) -> None:
         """Replace a bucket's gradients by what is sent now."""
         memory = self._devices.get(buffer.device)
         if memory is None:
-            memory = self._devices[buffer.device] = _OnDevice(len(self._names), buffer.device)
+            memory = self._devices[buffer.device] = _ddp_state.OnDevice(len(self._names), buffer.device)
         plan = self._plan(bucket, buffer, memory)
         rule = prune.Rule(
             density=self.density,
@@ -283,9 +264,9 @@ class PrunedGradients:
         if self.clip_norm is not None:
             factor = memory.clip_factor(self.clip_norm * math.sqrt(dist.get_world_size(self._group)))
         plan.run(buffer, rule, factor, loss_scale)
-        self._now.add(buffer.numel(), buffer.element_size())
+        self._statistics.now.add(buffer.numel(), buffer.element_size())
 
-    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: "_OnDevice") -> prune.Plan:
+    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _ddp_state.OnDevice) -> prune.Plan:
         """The plan of this bucket. DDP may put parameters into other buckets after the first step."""
         params = bucket.parameters()
         key = tuple(map(id, params))
@@ -298,7 +279,7 @@ class PrunedGradients:
             plan = self._plans[key] = prune.Plan(segments, buffer.numel(), buffer.dtype, buffer.device)
         return plan
 
-    def _slot(self, param: torch.Tensor, dtype: torch.dtype, memory: "_OnDevice") -> prune.Slot:
+    def _slot(self, param: torch.Tensor, dtype: torch.dtype, memory: _ddp_state.OnDevice) -> prune.Slot:
         slot = self._slots.get(id(param))
         if slot is None:
             name = self._names.get(id(param))
@@ -311,7 +292,7 @@ class PrunedGradients:
             slot = prune.Slot(name, param.numel(), pruned, memory.states[list(self._names).index(id(param))])
             slot.state[prune.STEP] = self.step
             if name in self._loaded:
-                _fill_slot(slot, self._loaded.pop(name), self.error_feedback)
+                _ddp_state.fill_slot(slot, self._loaded.pop(name), self.error_feedback)
             keeps = pruned and self.error_feedback and self.density < 1
             slot.prepare(dtype, residual=keeps, velocity=self.momentum > 0)
             self._slots[id(param)] = slot
@@ -361,29 +342,8 @@ class PrunedGradients:
             nonfinite_elems    entries with inf or nan so far
         Reading it waits for the device, on CUDA.
         """
-        last, totals = self._last, self._totals
-        counts = [memory.read_counts() for memory in self._devices.values()]
         slots = list(self._slots.values())
-        sent = self._last_sent()
-        pruned = [slot for slot in slots if slot.pruned and last.density < 1]
-        pruned_elems = sum(slot.numel for slot in pruned)
-        grad_norm = math.sqrt(sum(squares for squares, _, _ in counts))
-        residual = self._residual_norm
-        return {
-            "step": self.step,
-            "density_target": last.density,
-            "density_sent": sum(sent.values()) / max(1, last.elems),
-            "density_pruned": sum(sent[slot.name] for slot in pruned) / pruned_elems if pruned_elems else None,
-            "density_mean": sum(n for _, n, _ in counts) / max(1, totals["elems"]),
-            "dense_bytes": last.dense_bytes,
-            "sent_bytes": sum(sent[slot.name] * slot.elem_bytes for slot in slots),
-            "grad_norm": grad_norm,
-            "residual_norm": residual,
-            "residual_ratio": residual / grad_norm if residual is not None and grad_norm > 0 else None,
-            "select_ms": last.select_s * 1e3,
-            "select_ms_mean": totals["select_s"] * 1e3 / max(1, totals["steps"]),
-            "nonfinite_elems": sum(n for _, _, n in counts),
-        }
+        return self._statistics.report(self.step, list(self._devices.values()), slots, self._last_sent())
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""
@@ -402,19 +362,10 @@ class PrunedGradients:
         """
         parameters = {name: dict(entry) for name, entry in self._loaded.items()}
         step = self.step
-        for slot in self._slots.values():
-            unscale = 1.0 / slot.loss_scale()
-            state = slot.state.cpu()
-            threshold = float(state.view(torch.float64)[prune.THRESHOLD])
-            parameters[slot.name] = {
-                "residual": None if slot.residual is None else slot.residual * unscale,
-                "velocity": None if slot.velocity is None else slot.velocity * unscale,
-                "threshold": threshold * unscale if threshold else None,
-            }
-            step = max(step, int(state[prune.STEP]))  # replays of a captured graph advance this one alone
+        step = _ddp_state.pack(self._slots.values(), parameters, step)
         world_size = dist.get_world_size(self._group) if self._group is not None else None
         return {
-            "version": _STATE_VERSION,
+            "version": _ddp_state.VERSION,
             "world_size": world_size,
             "step": step,
             "seed": self.seed,
@@ -427,19 +378,10 @@ class PrunedGradients:
         Raises: ValueError if it is of another version, another number of ranks (use `reshard` first), or
             names or sizes differ from the model's.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"PrunedGradients.load_state_dict: version {state.get('version')!r}, wanted {_STATE_VERSION}"
-            )
         world_size = dist.get_world_size(self._group) if dist.is_initialized() else None
-        if None not in (world_size, state["world_size"]) and world_size != state["world_size"]:
-            raise ValueError(
-                f"PrunedGradients.load_state_dict: state of {state['world_size']} ranks, this group has "
-                f"{world_size}; pass all ranks' states through PrunedGradients.reshard(states, {world_size})"
-            )
-        loaded = {_plain(name): dict(entry) for name, entry in state["parameters"].items()}
+        loaded = _ddp_state.unpack(state, world_size)
         if self._group is not None:
-            _check_fit(loaded, self._numels)
+            _ddp_state.check_fit(loaded, self._numels)
         self._loaded = loaded
         self.step = int(state["step"])
         self.seed = int(state["seed"])
@@ -447,7 +389,7 @@ class PrunedGradients:
         self._plans.clear()
         self._slots.clear()
         self._devices.clear()
-        self._totals = {"steps": 0, "elems": 0, "select_s": 0.0}
+        self._statistics.forget_totals()
 
     @staticmethod
     def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -457,129 +399,7 @@ class PrunedGradients:
         of residuals / ranks, which the averages still owe to the model, stays the same. Thresholds start anew.
         Raises: ValueError if a rank's state is missing or the states differ in step.
         """
-        if not states or world_size < 1:
-            raise ValueError(f"PrunedGradients.reshard: {len(states)} states for {world_size} ranks")
-        if any(s["world_size"] != len(states) or s["step"] != states[0]["step"] for s in states):
-            raise ValueError(
-                "PrunedGradients.reshard: wanted the states of all ranks at one step, got "
-                f"{[(s['world_size'], s['step']) for s in states]} as (ranks, step)"
-            )
-        factor = world_size / len(states)
-        resharded = []
-        for rank in range(world_size):
-            mine = states[rank::world_size]
-            parameters = {}
-            for name, entry in states[0]["parameters"].items():
-                parameters[name] = {"threshold": None}
-                for key in ("residual", "velocity"):
-                    parts = [s["parameters"][name][key] for s in mine]
-                    parts = [p for p in parts if p is not None] or [None]
-                    if parts[0] is None:
-                        parameters[name][key] = None if entry[key] is None else torch.zeros_like(entry[key])
-                    else:
-                        parameters[name][key] = sum(parts[1:], parts[0].clone()) * factor
-            resharded.append({**states[0], "world_size": world_size, "parameters": parameters})
-        return resharded
-
-
-class _Tally:
-    """Counts of one step that the host knows."""
-
-    def __init__(self, density: float = 1.0):
-        self.density = density
-        self.elems = 0
-        self.dense_bytes = 0
-        self.select_s = 0.0
-
-    def add(self, elems: int, elem_bytes: int) -> None:
-        self.elems += elems
-        self.dense_bytes += elems * elem_bytes
-
-
-class _OnDevice:
-    """What the hook keeps beside the gradients of one device, so that the host need not wait for it.
-
-    states      [n_params, prune.STATE_COLUMNS] int64: a spccl_prune_state for each parameter
-    last_sent   [n_params] int64: entries sent in the last complete step
-    """
-
-    def __init__(self, n_params: int, device: torch.device):
-        self.states = torch.zeros(n_params, prune.STATE_COLUMNS, dtype=torch.int64, device=device)
-        self.last_sent = torch.zeros(n_params, dtype=torch.int64, device=device)
-        self.has_scale = False  # of this step
-        self._scale = torch.ones(1, dtype=torch.float32, device=device)
-        self._factor = torch.ones(1, dtype=torch.float32, device=device)
-        # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
-        self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
-
-    def read_scale(self, scaler: "torch.amp.GradScaler | None") -> torch.Tensor | None:
-        """GradScaler's scale, [1] on this device; None without one."""
-        if scaler is None or not scaler.is_enabled():
-            return None
-        if not self.has_scale:
-            scale = scaler._scale  # get_scale() would wait for the device
-            if scale is None:
-                self._scale.fill_(scaler.get_scale())
-            else:
-                self._scale.copy_(scale)
-            self.has_scale = True
-        return self._scale
-
-    def add_norm(self, index: int, grad: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
-        """Measure the norm of bucket `index`. One with inf or nan counts with its norm of the step before."""
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
-        norm = norm.double() if loss_scale is None else norm.double() / loss_scale
-        square = self._squares[index : index + 1]
-        square.copy_(torch.where(norm.isfinite(), norm * norm, square))
-
-    def clip_factor(self, bound: float) -> torch.Tensor:
-        """The factor [1] that bounds the norm of all buckets."""
-        self._factor.copy_((bound / self._squares.sum().sqrt()).clamp(max=1.0))
-        return self._factor
-
-    def end_step(self, last_bucket: int) -> None:
-        self.last_sent.copy_(self.states[:, prune.N_SENT])
-        self._squares[last_bucket + 1 :].zero_()  # DDP may have made fewer buckets than before
-
-    def read_counts(self) -> tuple[float, int, int]:
-        """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""
-        totals = self.states[:, prune.N_SENT_ALL : prune.N_NONFINITE_ALL + 1].sum(dim=0).tolist()
-        return float(self._squares.sum()), *totals
-
-
-def _find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
-    """The one DistributedDataParallel that `model` is or contains. Wrappers keep what they wrap as a submodule."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"PrunedGradients.register: got a {type(model).__name__}, wanted DistributedDataParallel")
-    found = [m for m in model.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)]
-    if not found:
-        raise TypeError(
-            f"PrunedGradients.register: got a {type(model).__name__} with no DistributedDataParallel in it; wrap the "
-            "model in DistributedDataParallel first (Accelerate: call prepare() first; Trainer: use "
-            "spccl.integrations.PrunedGradientsCallback)"
-        )
-    if len(found) > 1:
-        raise TypeError(
-            f"PrunedGradients.register: the {type(model).__name__} contains {len(found)} DistributedDataParallel "
-            "modules, wanted 1; register one object on each"
-        )
-    return found[0]
-
-
-def _trained(model: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters that DDP reduces. A compiled module's prefix is taken off, so that a checkpoint fits
-    the model compiled and not."""
-    named = model.module.named_parameters()
-    return [(_plain(name), param) for name, param in named if param.requires_grad]
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without the prefix of torch.compile."""
-    return name.replace("_orig_mod.", "")
-
-
-def _trained_numels(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, int]:
-    return {name: param.numel() for name, param in _trained(model)}
+        return _ddp_state.reshard(states, world_size)
 
 
 def _require(name: str, value: object, ok: bool, wanted: str) -> None:
@@ -611,23 +431,3 @@ def _first_tensor(future: torch.futures.Future) -> torch.Tensor:
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves `device` in a group, "cpu:gloo,cuda:spccl" groups included."""
     return group._get_backend(device).name()
-
-
-def _check_fit(loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> None:
-    """ValueError unless every loaded entry names a trained parameter and has its size."""
-    for name, entry in loaded.items():
-        if name not in numels:
-            raise ValueError(f"PrunedGradients: loaded state has {name!r}, the model has no such parameter")
-        for key in ("residual", "velocity"):
-            if entry[key] is not None and entry[key].numel() != numels[name]:
-                raise ValueError(
-                    f"PrunedGradients: loaded {key} of {name!r} has {entry[key].numel()} elements, "
-                    f"the parameter has {numels[name]}"
-                )
-
-
-def _fill_slot(slot: prune.Slot, entry: dict[str, Any], error_feedback: bool) -> None:
-    for key in ("residual", "velocity"):
-        if entry[key] is not None and (error_feedback or key != "residual"):
-            setattr(slot, key, entry[key].to(device=slot.state.device, copy=True).flatten())
-    slot.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0  # that is what state_dict() stores them in

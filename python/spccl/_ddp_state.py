@@ -1,0 +1,139 @@
+"""State of the DDP hook: what it keeps on each device, and its checkpoints. `spccl.ddp` says what a user sees."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import prune
+from ._ddp_model import plain_name
+
+VERSION = 1  # of a checkpoint
+
+
+class OnDevice:
+    """What the hook keeps beside the gradients of one device, so that the host need not wait for it.
+
+    states      [n_params, prune.STATE_COLUMNS] int64: a spccl_prune_state for each parameter
+    last_sent   [n_params] int64: entries sent in the last complete step
+    """
+
+    def __init__(self, n_params: int, device: torch.device):
+        self.states = torch.zeros(n_params, prune.STATE_COLUMNS, dtype=torch.int64, device=device)
+        self.last_sent = torch.zeros(n_params, dtype=torch.int64, device=device)
+        self.has_scale = False  # of this step
+        self._scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._factor = torch.ones(1, dtype=torch.float32, device=device)
+        # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
+        self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
+
+    def read_scale(self, scaler: "torch.amp.GradScaler | None") -> torch.Tensor | None:
+        """GradScaler's scale, [1] on this device; None without one."""
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if not self.has_scale:
+            scale = scaler._scale  # get_scale() would wait for the device
+            if scale is None:
+                self._scale.fill_(scaler.get_scale())
+            else:
+                self._scale.copy_(scale)
+            self.has_scale = True
+        return self._scale
+
+    def add_norm(self, index: int, grad: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
+        """Measure the norm of bucket `index`. One with inf or nan counts with its norm of the step before."""
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+        norm = norm.double() if loss_scale is None else norm.double() / loss_scale
+        square = self._squares[index : index + 1]
+        square.copy_(torch.where(norm.isfinite(), norm * norm, square))
+
+    def clip_factor(self, bound: float) -> torch.Tensor:
+        """The factor [1] that bounds the norm of all buckets."""
+        self._factor.copy_((bound / self._squares.sum().sqrt()).clamp(max=1.0))
+        return self._factor
+
+    def end_step(self, last_bucket: int) -> None:
+        self.last_sent.copy_(self.states[:, prune.N_SENT])
+        self._squares[last_bucket + 1 :].zero_()  # DDP may have made fewer buckets than before
+
+    def read_counts(self) -> tuple[float, int, int]:
+        """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""
+        totals = self.states[:, prune.N_SENT_ALL : prune.N_NONFINITE_ALL + 1].sum(dim=0).tolist()
+        return float(self._squares.sum()), *totals
+
+
+def pack(slots: Iterable[prune.Slot], parameters: dict[str, dict[str, Any]], step: int) -> int:
+    """Write the state of each slot to `parameters`, by name, as `PrunedGradients.state_dict` describes it.
+
+    Returns the steps done: `step`, or more if replays of a captured graph did more. Waits for the device.
+    """
+    for slot in slots:
+        unscale = 1.0 / slot.loss_scale()
+        state = slot.state.cpu()
+        threshold = float(state.view(torch.float64)[prune.THRESHOLD])
+        parameters[slot.name] = {
+            "residual": None if slot.residual is None else slot.residual * unscale,
+            "velocity": None if slot.velocity is None else slot.velocity * unscale,
+            "threshold": threshold * unscale if threshold else None,
+        }
+        step = max(step, int(state[prune.STEP]))  # replays of a captured graph advance this one alone
+    return step
+
+
+def unpack(state: dict[str, Any], world_size: int | None) -> dict[str, dict[str, Any]]:
+    """Entries of a checkpoint, by plain parameter name. ValueError for another version or number of ranks."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"PrunedGradients.load_state_dict: version {state.get('version')!r}, wanted {VERSION}")
+    if None not in (world_size, state["world_size"]) and world_size != state["world_size"]:
+        raise ValueError(
+            f"PrunedGradients.load_state_dict: state of {state['world_size']} ranks, this group has "
+            f"{world_size}; pass all ranks' states through PrunedGradients.reshard(states, {world_size})"
+        )
+    return {plain_name(name): dict(entry) for name, entry in state["parameters"].items()}
+
+
+def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The body of `PrunedGradients.reshard`."""
+    if not states or world_size < 1:
+        raise ValueError(f"PrunedGradients.reshard: {len(states)} states for {world_size} ranks")
+    if any(s["world_size"] != len(states) or s["step"] != states[0]["step"] for s in states):
+        raise ValueError(
+            "PrunedGradients.reshard: wanted the states of all ranks at one step, got "
+            f"{[(s['world_size'], s['step']) for s in states]} as (ranks, step)"
+        )
+    factor = world_size / len(states)
+    resharded = []
+    for rank in range(world_size):
+        mine = states[rank::world_size]
+        parameters = {}
+        for name, entry in states[0]["parameters"].items():
+            parameters[name] = {"threshold": None}
+            for key in ("residual", "velocity"):
+                parts = [s["parameters"][name][key] for s in mine]
+                parts = [p for p in parts if p is not None] or [None]
+                if parts[0] is None:
+                    parameters[name][key] = None if entry[key] is None else torch.zeros_like(entry[key])
+                else:
+                    parameters[name][key] = sum(parts[1:], parts[0].clone()) * factor
+        resharded.append({**states[0], "world_size": world_size, "parameters": parameters})
+    return resharded
+
+
+def check_fit(loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> None:
+    """ValueError unless every loaded entry names a trained parameter and has its size."""
+    for name, entry in loaded.items():
+        if name not in numels:
+            raise ValueError(f"PrunedGradients: loaded state has {name!r}, the model has no such parameter")
+        for key in ("residual", "velocity"):
+            if entry[key] is not None and entry[key].numel() != numels[name]:
+                raise ValueError(
+                    f"PrunedGradients: loaded {key} of {name!r} has {entry[key].numel()} elements, "
+                    f"the parameter has {numels[name]}"
+                )
+
+
+def fill_slot(slot: prune.Slot, entry: dict[str, Any], error_feedback: bool) -> None:
+    for key in ("residual", "velocity"):
+        if entry[key] is not None and (error_feedback or key != "residual"):
+            setattr(slot, key, entry[key].to(device=slot.state.device, copy=True).flatten())
+    slot.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0  # that is what state_dict() stores them in
