@@ -79,6 +79,17 @@ static void use_request(spccl_request *req)
     spccl_request_free(req);
 }
 
+/* In a child of fork, may malloc be called if other threads of the parent were in malloc? glibc's malloc and that
+ * of the thread sanitizer allow it: fork takes their locks. That of the address sanitizer (gcc 12) does not. If
+ * another thread holds one of its locks at the fork, the child waits for that lock for ever. gdb showed this in
+ * both children that hung in 31 runs: calloc, SizeClassAllocator64::GetFromAllocator, Mutex::Lock, FutexWait. */
+#ifdef __SANITIZE_ADDRESS__
+#define MALLOC_SURVIVES_FORK false
+#else
+#define MALLOC_SURVIVES_FORK true
+#endif
+static bool child_makes_group = true;
+
 /* A child can make groups of its own. */
 static void make_own_group(void)
 {
@@ -98,7 +109,8 @@ static void be_child(spccl_comm *comm, spccl_request *pending)
     use_gpu(comm);
     if (pending != NULL)
         use_request(pending);
-    make_own_group();
+    if (child_makes_group)
+        make_own_group();
     CHECK_OK(spccl_comm_destroy(comm));
     _exit(test_n_failed != 0);
 }
@@ -243,16 +255,11 @@ static void test_pending(void)
 {
     on_each(pending_request);
 }
-/* Not under the address sanitizer: there the child over shm hung once in two runs of the suite. The cause is not
- * established. The sanitizer's allocator is suspected: another thread may have locked it when the parent forked. */
 static void test_busy(void)
 {
-#ifdef __SANITIZE_ADDRESS__
-    printf("skipped: busy: a child of fork hung under the address sanitizer, cause unknown\n");
-    (void)busy_group;
-#else
+    child_makes_group = MALLOC_SURVIVES_FORK;
     on_each(busy_group);
-#endif
+    child_makes_group = true;
 }
 static void test_gpu(void)
 {
