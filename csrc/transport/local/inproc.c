@@ -7,6 +7,7 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
+#include "core/base/process.h"
 #include "core/base/status.h"
 #include "transport/common/auth.h"
 #include "transport/local/ringlink.h"
@@ -41,14 +42,14 @@ struct inproc_endpoint {
     struct node *node;
     struct node **peers; /* [world_size] each is a reference; NULL: not added */
     sp_ring_link *links; /* [world_size] */
-    pid_t pid;           /* of the process that opened it: a child of fork does not close it */
 };
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
 static struct node *registry;
 static uint8_t process_id[ID_BYTES]; /* random; a child of fork draws a new one */
-static pid_t process_pid;
+static bool process_id_drawn;
+static uint32_t process_stamp; /* of the process that drew it */
 
 static void fork_prepare(void)
 {
@@ -68,9 +69,10 @@ static spccl_status process_id_get(uint8_t out[ID_BYTES])
     spccl_status st = SPCCL_OK;
     pthread_once(&registry_once, registry_init);
     pthread_mutex_lock(&registry_lock);
-    if (process_pid != getpid()) {
+    if (!process_id_drawn || sp_process_forked(process_stamp)) {
         st = sp_random_bytes(process_id, ID_BYTES);
-        process_pid = st == SPCCL_OK ? getpid() : 0;
+        process_id_drawn = st == SPCCL_OK;
+        process_stamp = sp_process_stamp();
     }
     memcpy(out, process_id, ID_BYTES);
     pthread_mutex_unlock(&registry_lock);
@@ -164,7 +166,7 @@ static void inproc_close(sp_endpoint *opaque)
     struct inproc_endpoint *ep = (struct inproc_endpoint *)opaque;
     if (ep == NULL)
         return;
-    if (ep->pid == getpid() && ep->node != NULL) {
+    if (ep->node != NULL) {
         registry_remove(ep->node);
         atomic_store(&ep->node->closed, true);
         for (int i = 0; ep->peers != NULL && i < ep->node->config.world_size; i++)
@@ -188,7 +190,6 @@ static spccl_status inproc_open(const sp_endpoint_config *config, sp_endpoint **
     struct inproc_endpoint *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "inproc: an endpoint of %zu bytes", sizeof *ep);
-    ep->pid = getpid();
     SP_TRY_TO(fail, st, node_new(config, &ep->node));
     ep->peers = sp_calloc((size_t)config->world_size, sizeof(struct node *));
     ep->links = sp_calloc((size_t)config->world_size, sizeof *ep->links);

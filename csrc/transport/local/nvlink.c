@@ -47,7 +47,6 @@ struct sp_gpu_share {
     sp_gpu_share_config config;
     sp_local_listener listener;
     struct peer *peers; /* [world_size] */
-    pid_t pid;
     sp_fork_guard guard;
 };
 
@@ -114,7 +113,6 @@ spccl_status sp_gpu_share_open(const sp_gpu_share_config *config, sp_gpu_share *
     if (s == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "nvlink: %zu bytes", sizeof *s);
     s->config = *config;
-    s->pid = getpid();
     s->listener.acceptor.listen_fd = -1;
     s->peers = sp_calloc((size_t)config->world_size, sizeof *s->peers);
     if (s->peers == NULL) {
@@ -141,7 +139,7 @@ void sp_gpu_share_close(sp_gpu_share *s)
     sp_fork_unwatch(&s->guard);
     for (int i = 0; s->peers != NULL && i < s->config.world_size; i++) {
         struct peer *p = &s->peers[i];
-        if (p->sock >= 0 && s->pid == getpid())
+        if (p->sock >= 0)
             (void)shutdown(p->sock, SHUT_RDWR);
         sp_sock_close(&p->sock);
         sp_local_message_close(&p->received);

@@ -35,8 +35,9 @@ static void hang_up(struct sp_shm *ep)
 {
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
         struct sp_shm_peer *p = &ep->peers[i];
-        if (p->sock >= 0)
-            (void)shutdown(p->sock, SHUT_RDWR);
+        if (p->sock < 0)
+            continue; /* in a child of fork this holds for all peers: close_in_child closed the sockets */
+        (void)shutdown(p->sock, SHUT_RDWR);
         if (p->state == SP_SHM_UP)
             sp_ring_signal(&p->link); /* a busy peer then reads the socket at once */
     }
@@ -47,8 +48,7 @@ static void shm_close(sp_endpoint *opaque)
     struct sp_shm *ep = sp_shm_self(opaque);
     if (ep == NULL)
         return;
-    if (ep->pid == getpid())
-        hang_up(ep);
+    hang_up(ep);
     sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++) {
         struct sp_shm_peer *p = &ep->peers[i];
@@ -76,7 +76,6 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "shm: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
-    ep->pid = getpid();
     ep->wake_fd = ep->epoll_fd = ep->listener.acceptor.listen_fd = ep->abort_rank = -1;
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
     if (ep->peers == NULL) {

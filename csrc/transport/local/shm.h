@@ -47,7 +47,6 @@ struct sp_shm {
     bool look_now;                  /* read all sockets at the next progress */
     int abort_rank;                 /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
-    pid_t pid; /* of the process that opened it: a child of fork does not shut down its sockets */
     sp_fork_guard guard;
 };
 

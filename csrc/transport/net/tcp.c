@@ -370,7 +370,7 @@ static void tcp_close(sp_endpoint *opaque)
     struct sp_tcp *ep = sp_tcp_self(opaque);
     if (ep == NULL)
         return;
-    if (ep->peers != NULL && ep->pid == getpid())
+    if (ep->peers != NULL)
         finish_sending(ep);
     sp_fork_unwatch(&ep->guard);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
@@ -391,7 +391,6 @@ static spccl_status tcp_open(const sp_endpoint_config *config, sp_endpoint **out
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "tcp: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
-    ep->pid = getpid();
     ep->epoll_fd = ep->acceptor.listen_fd = ep->abort_rank = -1;
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
     if (ep->peers == NULL) {

@@ -75,7 +75,6 @@ struct sp_tcp {
     int n_ending;              /* peers that are not `gone` yet although a socket ended */
     int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
-    pid_t pid; /* of the process that opened it: a child of fork does not flush its sockets */
     sp_fork_guard guard;
 };
 
