@@ -73,8 +73,8 @@ SANITIZER_ENV = {
 ONE_THREAD = r"test_(kernels|format|format_mutated|golden|sched|codec|array_codec|tune_format)$|replay_"
 # Tests that do not depend on the kernels: one instruction set is enough.
 NO_KERNELS = (
-    r"test_(auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watchdog|nvlink|"
-    r"rendezvous|sched|settings|tcp_endings|threads|transport|transport_faults|transport_forks|tune_gpu)$"
+    r"test_(atfork|auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watchdog|"
+    r"nvlink|rendezvous|sched|settings|tcp_endings|threads|transport|transport_faults|transport_forks|tune_gpu)$"
 )
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
 # them. Of the collectives, only the cases of AARCH64_CASES run.

@@ -7,6 +7,7 @@
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
 #include "core/base/log.h"
+#include "core/base/process.h"
 #include "core/base/thread.h"
 
 #include <inttypes.h>
@@ -20,6 +21,7 @@ static pthread_mutex_t list_mu = PTHREAD_MUTEX_INITIALIZER;
 static sp_gpu_comm *list, *visited; /* visited: the watchdog looks at it just now */
 static bool thread_runs;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int install_error;
 
 /* A child of fork has no watchdog thread, and the groups in the list belong to its parent. */
 static void before_fork(void)
@@ -38,7 +40,7 @@ static void in_child(void)
 }
 static void install_fork_handlers(void)
 {
-    pthread_atfork(before_fork, in_parent, in_child);
+    install_error = pthread_atfork(before_fork, in_parent, in_child);
 }
 
 /* text: the collective of a report. waited: its timeout, such as " 30 s", or "" if the launch is too old. */
@@ -184,6 +186,7 @@ spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g)
 {
     spccl_status st;
     pthread_once(&once, install_fork_handlers);
+    SP_TRY(sp_atfork_status(install_error));
     pthread_mutex_lock(&list_mu);
     g->next = list;
     list = g;

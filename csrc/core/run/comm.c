@@ -130,6 +130,7 @@ spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int wor
     SP_TRY(sp_options_copy("spccl_config", given, &config, sizeof config));
     SP_TRY(sp_comm_check_config(rank, world_size, &config));
     SP_TRY(check_store(&store, rank, world_size));
+    SP_TRY(sp_process_count_forks());
     comm = sp_calloc(1, sizeof *comm);
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "communicator: %zu bytes", sizeof *comm);

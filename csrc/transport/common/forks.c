@@ -1,9 +1,12 @@
 /* forks.c - see forks.h. */
 #include "transport/common/forks.h"
 
+#include "core/base/process.h"
+
 #include <stddef.h>
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int install_error;
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static sp_fork_guard *list;
 
@@ -30,12 +33,13 @@ static void in_child(void)
 
 static void install(void)
 {
-    pthread_atfork(prepare, in_parent, in_child);
+    install_error = pthread_atfork(prepare, in_parent, in_child);
 }
 
-void sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
+spccl_status sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
 {
     pthread_once(&once, install);
+    SP_TRY(sp_atfork_status(install_error));
     g->in_child = child;
     g->owner = owner;
     pthread_mutex_init(&g->lock, NULL);
@@ -46,6 +50,7 @@ void sp_fork_watch(sp_fork_guard *g, void (*child)(void *owner), void *owner)
         list->at = &g->next;
     list = g;
     pthread_mutex_unlock(&list_lock);
+    return SPCCL_OK;
 }
 
 void sp_fork_unwatch(sp_fork_guard *g)

@@ -5,6 +5,8 @@
 #ifndef SP_FORKS_H
 #define SP_FORKS_H
 
+#include "core/base/status.h"
+
 #include <pthread.h>
 
 /* A member of the owner. Zero it, then call sp_fork_watch. */
@@ -17,8 +19,8 @@ typedef struct sp_fork_guard {
 } sp_fork_guard;
 
 /* Register `owner`, whose address must not change until sp_fork_unwatch. The caller of both functions does
- * not hold the lock. */
-void sp_fork_watch(sp_fork_guard *g, void (*in_child)(void *owner), void *owner);
+ * not hold the lock. Errors: NOMEM; then the guard is not registered. */
+spccl_status sp_fork_watch(sp_fork_guard *g, void (*in_child)(void *owner), void *owner);
 /* Accepts a guard that is not registered. */
 void sp_fork_unwatch(sp_fork_guard *g);
 

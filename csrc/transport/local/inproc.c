@@ -46,6 +46,7 @@ struct inproc_endpoint {
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
+static int registry_error; /* of pthread_atfork */
 static struct node *registry;
 static uint8_t process_id[ID_BYTES]; /* random; a child of fork draws a new one */
 static bool process_id_drawn;
@@ -61,13 +62,20 @@ static void fork_done(void)
 }
 static void registry_init(void)
 {
-    pthread_atfork(fork_prepare, fork_done, fork_done);
+    registry_error = pthread_atfork(fork_prepare, fork_done, fork_done);
+}
+
+/* Call this before the registry is used. Errors: NOMEM. */
+static spccl_status registry_prepare(void)
+{
+    SP_TRY(sp_process_count_forks());
+    pthread_once(&registry_once, registry_init);
+    return sp_atfork_status(registry_error);
 }
 
 static spccl_status process_id_get(uint8_t out[ID_BYTES])
 {
     spccl_status st = SPCCL_OK;
-    pthread_once(&registry_once, registry_init);
     pthread_mutex_lock(&registry_lock);
     if (!process_id_drawn || sp_process_forked(process_stamp)) {
         st = sp_random_bytes(process_id, ID_BYTES);
@@ -190,6 +198,7 @@ static spccl_status inproc_open(const sp_endpoint_config *config, sp_endpoint **
     struct inproc_endpoint *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "inproc: an endpoint of %zu bytes", sizeof *ep);
+    SP_TRY_TO(fail, st, registry_prepare());
     SP_TRY_TO(fail, st, node_new(config, &ep->node));
     ep->peers = sp_calloc((size_t)config->world_size, sizeof(struct node *));
     ep->links = sp_calloc((size_t)config->world_size, sizeof *ep->links);
@@ -197,7 +206,6 @@ static spccl_status inproc_open(const sp_endpoint_config *config, sp_endpoint **
         st = SP_FAIL(SPCCL_ERR_NOMEM, "inproc: tables for %d ranks", config->world_size);
         goto fail;
     }
-    pthread_once(&registry_once, registry_init);
     registry_add(ep->node);
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;

@@ -124,7 +124,7 @@ spccl_status sp_gpu_share_open(const sp_gpu_share_config *config, sp_gpu_share *
         s->peers[i].state = i == config->rank ? PEER_DONE : i < config->rank ? PEER_EXPECTED : PEER_CONNECT;
     }
     SP_TRY_TO(fail, st, start_listening(s));
-    sp_fork_watch(&s->guard, close_in_child, s);
+    SP_TRY_TO(fail, st, sp_fork_watch(&s->guard, close_in_child, s));
     *out = s;
     return SPCCL_OK;
 fail:

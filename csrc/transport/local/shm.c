@@ -92,7 +92,7 @@ static spccl_status shm_open_endpoint(const sp_endpoint_config *config, sp_endpo
     }
     SP_TRY_TO(fail, st, sp_shm_watch(ep, ep->wake_fd));
     SP_TRY_TO(fail, st, sp_shm_listen(ep));
-    sp_fork_watch(&ep->guard, close_in_child, ep);
+    SP_TRY_TO(fail, st, sp_fork_watch(&ep->guard, close_in_child, ep));
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
 fail:

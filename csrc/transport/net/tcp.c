@@ -407,7 +407,7 @@ static spccl_status tcp_open(const sp_endpoint_config *config, sp_endpoint **out
     }
     SP_TRY_TO(fail, st, sp_tcp_listen(ep, &listen_fd));
     SP_TRY_TO(fail, st, sp_tcp_start_acceptor(ep, listen_fd));
-    sp_fork_watch(&ep->guard, close_in_child, ep);
+    SP_TRY_TO(fail, st, sp_fork_watch(&ep->guard, close_in_child, ep));
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
 fail:

@@ -419,7 +419,7 @@ spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl
                                                      .check = check_hello,
                                                      .ready = take_client}));
     SP_TRY_TO(fail, st, write_id(s, fd, &id));
-    sp_fork_watch(&s->guard, close_in_child, s);
+    SP_TRY_TO(fail, st, sp_fork_watch(&s->guard, close_in_child, s));
     SP_TRY_TO(fail, st, sp_thread_start("spccl-rdv", serve, s, NULL));
     *out = id;
 fail:
