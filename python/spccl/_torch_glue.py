@@ -32,10 +32,12 @@ HEADER_FOLDER = PACKAGE / "include"
 LIBRARY = PACKAGE / "libspccl.so"
 COMPILE_TIMEOUT_S = 600
 OLDEST_TORCH = (2, 9)
+PROC = Path("/proc")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 
 _lock = threading.Lock()
 _loaded: Path | None = None
+_imported_s = time.time()
 _last_failure_s = 0.0  # time.time() when compiling last failed in this process
 
 
@@ -182,33 +184,65 @@ def _compiled(torch) -> Path:
 
 
 def _compile_once(torch, library: Path) -> None:
-    """Compile. If another rank of the same job has just failed to compile, raise its failure instead. Needs the lock.
+    """Compile. If another rank of this host has just failed to compile, raise its failure instead. Needs the lock.
 
-    All ranks of a job compile the same, so all would fail as the first one did. A failure that is younger than
+    All ranks of a host compile the same, so all would fail as the first one did. A failure that is younger than
     this process counts as one of the same job. A process whose own attempt failed tries again at the next call.
     """
     global _last_failure_s
-    failure = library.with_suffix(".failed")
+    failure = _failure_file(library)
     for leftover in library.parent.glob("*.tmp"):  # of a process that was killed: we hold the lock
         leftover.unlink()
     try:
-        if failure.is_file() and failure.stat().st_mtime > max(_process_start_s(), _last_failure_s):
-            raise GlueError(f"another process of this job has just tried and failed: {failure.read_text()}")
+        failed_s, text = _read_failure(failure)
+        if failed_s > max(_process_start_s(), _last_failure_s):
+            raise GlueError(f"another process of this job has just tried and failed: {text}")
         failure.unlink(missing_ok=True)
         try:
             _compile(torch, _compiler(), library)
         except GlueError as error:
-            failure.write_text(str(error))
+            failure.write_text(f"{time.time()}\n{error}")
             raise
+        for old in library.parent.glob("*.failed"):  # of all hosts: they find the library now
+            old.unlink(missing_ok=True)
     except GlueError:
         _last_failure_s = time.time()
         raise
 
 
+def _failure_file(library: Path) -> Path:
+    """The file that notes a failed compilation. Each host has its own: hosts that share a cache may have different
+    compilers. Hosts of the same name differ in the kernel's boot id."""
+    try:
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    host = hashlib.sha256(f"{platform.node()}\0{boot}".encode()).hexdigest()[:16]
+    return library.with_name(f"{library.stem}-{host}.failed")
+
+
+def _read_failure(failure: Path) -> tuple[float, str]:
+    """When compiling failed on this host, as this host's time.time() counts, and the error; (0, "") if it did not.
+
+    The time is in the file because a file server may have another clock.
+    """
+    try:
+        failed_s, _, text = failure.read_text().partition("\n")
+        return float(failed_s), text
+    except (FileNotFoundError, ValueError):
+        return 0.0, ""
+
+
 def _process_start_s() -> float:
-    """When this process started, as time.time() counts. Source: proc(5), field 22 of /proc/pid/stat."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    """When this process started, as time.time() counts; when it imported this file if /proc cannot be read.
+
+    Source: proc(5), field 22 of /proc/pid/stat.
+    """
+    try:
+        ticks = int((PROC / "self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float((PROC / "uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _imported_s
     return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
@@ -259,7 +293,7 @@ def _compile(torch, compiler: str, library: Path) -> None:
     argv = command(torch, compiler, Path(name))
     print(f"spccl: compiling the torch glue once for torch {torch.__version__} (about 20 s) ...", file=sys.stderr)
     try:
-        result = subprocess.run(argv, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        result = _run(argv)
         if result.returncode != 0:
             raise GlueError(_explain(argv, result.stderr))
         os.chmod(name, 0o755)
@@ -267,10 +301,17 @@ def _compile(torch, compiler: str, library: Path) -> None:
         _replace(_digest_file(library), f"{len(data)} {hashlib.sha256(data).hexdigest()}\n".encode())
         _flush_to_disk(name)
         os.replace(name, library)
-    except subprocess.TimeoutExpired:
-        raise GlueError(f"compiling the torch glue took over {COMPILE_TIMEOUT_S} s: {shlex.join(argv)}") from None
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise GlueError(f"compiling the torch glue took over {COMPILE_TIMEOUT_S} s: {shlex.join(argv)}") from None
+    except OSError as error:
+        raise GlueError(f"cannot run the C++ compiler {argv[0]}: {error}; set CXX to one that runs") from error
 
 
 def _replace(file: Path, data: bytes) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,55 @@ def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
         assert (tmp_path / "calls").read_text().count("x") == n_starts
     leftovers = [p.name for p in (tmp_path / "cache").rglob("*.tmp")]
     assert not leftovers, leftovers
+
+
+def test_a_failure_on_another_host_is_not_this_hosts(monkeypatch, tmp_path):
+    """Hosts that share a cache may have different compilers: each tries for itself. Ranks of one host share a failure,
+    whatever the clock of the file server says. A library that compiled removes the notes of all hosts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", f'echo x >> "{tmp_path}/calls"; exit 1'))
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
+    (text,) = load_in_processes(1, XDG_CACHE_HOME=str(tmp_path / "cache"), CXX=os.environ["CXX"])
+    assert "did not compile" in text and "another process" not in text
+    (note,) = (tmp_path / "cache").rglob("*.failed")
+    os.utime(note, (1, 1))
+    with pytest.raises(_torch_glue.GlueError, match="another process of this job"):
+        _torch_glue._compiled(torch)
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
+    monkeypatch.setattr(platform, "node", lambda: "another-host")
+    with pytest.raises(_torch_glue.GlueError, match="the torch glue did not compile"):
+        _torch_glue._compiled(torch)
+    assert (tmp_path / "calls").read_text().count("x") == 2
+    assert len(list((tmp_path / "cache").rglob("*.failed"))) == 2
+    script(tmp_path / "c++", f'for last; do :; done; cp "{built()}" "$last"')
+    _torch_glue._compiled(torch)
+    assert not list((tmp_path / "cache").rglob("*.failed"))
+
+
+def test_without_proc(monkeypatch, tmp_path):
+    """Where /proc cannot be read, a failure after the import of spccl counts as one of the same job."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", "exit 1"))
+    monkeypatch.setattr(_torch_glue, "PROC", tmp_path / "nothing")
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
+    with pytest.raises(_torch_glue.GlueError, match="the torch glue did not compile"):
+        _torch_glue._compiled(torch)
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)  # as in another process that started before
+    with pytest.raises(_torch_glue.GlueError, match="another process of this job"):
+        _torch_glue._compiled(torch)
+    monkeypatch.setattr(_torch_glue, "_last_failure_s", 0.0)
+    monkeypatch.setattr(_torch_glue, "_imported_s", time.time() + 1)  # as in a later job
+    with pytest.raises(_torch_glue.GlueError, match=r"^the torch glue did not compile"):
+        _torch_glue._compiled(torch)
+
+
+def test_compiler_that_does_not_start(tmp_path):
+    """A compiler that the system cannot start is named as the fault; it says nothing about the cache."""
+    compiler = tmp_path / "c++"
+    compiler.write_bytes(b"no program")
+    compiler.chmod(0o755)
+    text = failure(SPCCL_TORCH_GLUE="compile", XDG_CACHE_HOME=str(tmp_path / "cache"), CXX=str(compiler))
+    assert f"cannot run the C++ compiler {compiler}" in text and "Exec format error" in text and "set CXX" in text
 
 
 def test_a_process_that_failed_may_try_again(monkeypatch, tmp_path):
