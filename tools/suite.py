@@ -80,10 +80,10 @@ NO_KERNELS = (
 # them. Of the collectives, only the cases of AARCH64_CASES run.
 # Three tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
 # qemu does not do. test_descriptors limits the number of descriptors, and qemu needs some of them itself.
-# example_installed starts the program that it builds without the emulator.
+# example_installed and example_pkg_config start the program that they build without the emulator.
 NOT_EMULATED = (
     r"(test_(collectives|descriptors|fault_injection|faults|local_socket|transport|transport_faults)|"
-    r"example_installed)$"
+    r"example_installed|example_pkg_config)$"
 )
 AARCH64_CASES = ("nan_payloads", "odd_values")
 # Tests that `make check` does not run: they wait for time-outs, or have many cases.
@@ -155,6 +155,13 @@ def need_aarch64() -> None:
         if found and run(build, "probe")[0] == 0 and run(start, "probe")[0] == 0:
             return
     raise Skip(f"no cross-compiler or emulator for aarch64 (Debian: apt-get install {' '.join(AARCH64_PACKAGES)})")
+
+
+@once
+def install_pkg_config() -> None:
+    """Install pkg-config if it is missing. Without it the test example_pkg_config is skipped, and says so."""
+    if not any(map(shutil.which, ("pkg-config", "pkgconf"))):
+        apt_install(["pkgconf"], "no pkg-config")
 
 
 @once
@@ -230,6 +237,7 @@ def _is_c(path: Path) -> bool:
 
 
 def c_gcc() -> str:
+    install_pkg_config()
     count = ctest("gcc")
     library = BUILD / "gcc" / "libspccl.so"
     must_run("check_symbols", [PYTHON, ROOT / "tests/check_symbols.py", library], "symbols", show=True)

@@ -1,5 +1,5 @@
-# Installs a build of spccl and builds examples/c against it, outside of the source tree, as a user would:
-# with find_package and with pkg-config. The paths have spaces.
+# Installs a build of spccl and builds examples/c against it, outside of the source tree, as a user would, with
+# find_package. The paths have spaces. installed_pkg_config.sh then does the same with pkg-config.
 #   cmake -DBUILD=<build folder> -DEXAMPLE=<examples/c> -DWORK=<folder to use> -DCC=<compiler>
 #         -DVERSION=0.1.0 -P installed.cmake
 cmake_minimum_required(VERSION 3.22)
@@ -46,22 +46,3 @@ file(GLOB_RECURSE library "${prefix}/*/libspccl.so.${minor}")
 if(library STREQUAL "")
   message(FATAL_ERROR "no libspccl.so.${minor} in ${prefix}")
 endif()
-get_filename_component(lib_dir "${library}" DIRECTORY)
-
-# pkg-config
-find_program(pkg_config NAMES pkg-config pkgconf)
-if(NOT pkg_config)
-  message(STATUS "skipped: no pkg-config")
-  return()
-endif()
-set(ENV{PKG_CONFIG_PATH} "${lib_dir}/pkgconfig")
-must("${pkg_config}" --modversion spccl)
-string(STRIP "${output}" modversion)
-if(NOT modversion STREQUAL VERSION)
-  message(FATAL_ERROR "pkg-config --modversion spccl: ${modversion}, wanted ${VERSION}")
-endif()
-must("${pkg_config}" --cflags --libs spccl)
-separate_arguments(flags UNIX_COMMAND "${output}")
-must("${CC}" -o "${example}/with_pkg_config" "${example}/all_reduce.c" ${flags})
-set(ENV{LD_LIBRARY_PATH} "${lib_dir}")
-must("${example}/with_pkg_config")
