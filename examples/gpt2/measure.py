@@ -1,0 +1,190 @@
+"""Where the time of a GPT-2 step goes under DDP: computing, exchange of gradients, pruning. See README.md.
+
+    torchrun --nproc-per-node 4 measure.py --size xl
+    torchrun --nproc-per-node 2 measure.py --size tiny --device cpu
+
+All ranks run every mode in turns, --rounds times. Rank 0 prints a table and writes a CSV.
+"""
+
+import argparse
+import gc
+import os
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import results
+import tokens
+import torch
+import torch.distributed as dist
+from gpt import GPT, SIZES
+from modes import DEFAULT_BUCKET_MB, MODES, VARIANTS, Mode, Training
+from results import Run
+
+N_BATCHES = 8
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="xl")
+    parser.add_argument("--variant", choices=VARIANTS, default="eager", help="of the step; README.md explains them")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"default: {','.join(MODES)}")
+    parser.add_argument("--buckets", default="25,128,512", help="bucket sizes in MB of all modes but dense")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each mode, in turns")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a run, with exchange and without")
+    parser.add_argument("--micro-batch", type=int, help="sequences per rank and step (2; large-batch: 16)")
+    parser.add_argument("--context", type=int, default=512, help="tokens per sequence, at most those of the size")
+    parser.add_argument("--data", choices=["random", "python"], default="random")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--csv", type=Path, help="file to write (gpt2-SIZE-VARIANT.csv)")
+    args = parser.parse_args()
+    wrong = set(args.modes.split(",")) - set(MODES)
+    if wrong:
+        parser.error(f"--modes {args.modes}: {', '.join(sorted(wrong))} is not one of {', '.join(MODES)}")
+    if not all(part.isdigit() and int(part) > 0 for part in args.buckets.split(",")):
+        parser.error(f"--buckets {args.buckets}: wanted sizes in MB, as in 25,128,512")
+    if min(args.rounds, args.steps) < 1:
+        parser.error(f"--rounds {args.rounds} --steps {args.steps}: wanted 1 or more")
+    if args.variant == "graph" and args.device == "cpu":
+        parser.error("--variant graph: CUDA graphs need --device cuda")
+    if "RANK" not in os.environ:
+        parser.error(f"start it by torchrun: torchrun --nproc-per-node 1 {shlex.join(sys.argv)}")
+    args.micro_batch = args.micro_batch or (16 if args.variant == "large-batch" else 2)
+    args.context = min(args.context, SIZES[args.size].context)
+    args.csv = args.csv or Path(f"gpt2-{args.size}-{args.variant}.csv")
+    return args
+
+
+class Study:
+    """The model, the groups and the data of one rank, and how one mode is measured."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
+        if args.device == "cuda":
+            torch.cuda.set_device(self.device)
+            # All work goes to one stream that is not the default one: a capture allows no other.
+            torch.cuda.set_stream(torch.cuda.Stream())
+        dist.init_process_group("spccl")
+        rank = dist.get_rank()
+        self.spccl = dist.group.WORLD
+        self.dense = dist.new_group(backend="nccl" if args.device == "cuda" else "gloo")
+        self.alone = dist.new_group([rank], backend="spccl", use_local_synchronization=True)
+        size = SIZES[args.size]
+        with self.device:
+            self.model = GPT(size)
+        if args.variant == "compile":
+            torch._dynamo.config.optimize_ddp = False  # a block is smaller than a bucket: DDP need not split it
+            for block in self.model.blocks:
+                block.compile()
+        text = tokens.load(args.data, size.vocab).to(self.device)
+        draw = tokens.Batches(text, args.micro_batch, args.context, seed=1 + rank)
+        self.batches = [draw() for _ in range(N_BATCHES)]
+
+    def training(self, mode: Mode, bucket_mb: int, group: dist.ProcessGroup) -> Training:
+        args = self.args
+        return Training(self.model, mode, group, self.batches, bucket_mb=bucket_mb, density=args.density, lr=args.lr)
+
+    def seconds(self, training: Training, exchange: bool) -> tuple[float, float]:
+        """Seconds of a step, the mean of --steps in a row, and the loss of the last."""
+        with training.stepper(exchange, captured=self.args.variant == "graph") as step:
+            self.synchronize()
+            began = time.perf_counter()
+            for _ in range(self.args.steps):
+                training.next_batch()
+                loss = step()
+            self.synchronize(barrier=False)
+            return (time.perf_counter() - began) / self.args.steps, loss.item()
+
+    def alone_seconds(self, mode: Mode, bucket_mb: int) -> float:
+        """Seconds of a step in a group of this rank alone: DDP and the hook do their work, and nothing is sent."""
+        self.free()
+        return self.seconds(self.training(mode, bucket_mb, self.alone), exchange=True)[0]
+
+    def synchronize(self, barrier: bool = True) -> None:
+        if barrier:
+            dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def run(self, name: str, bucket_mb: int) -> Run:
+        """Measure one mode once. The result is this rank's."""
+        mode, on_gpu = MODES[name], self.device.type == "cuda"
+        self.free()
+        training = self.training(mode, bucket_mb, self.dense if mode.hook is None else self.spccl)
+        step_s, loss = self.seconds(training, exchange=True)
+        stats = training.hook.stats() if training.hook else {}
+        n_buckets = training.n_buckets()
+        memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+        compute_s, _ = self.seconds(training, exchange=False)
+        del training
+        prune_s = None
+        if mode.hook is not None:
+            prune_s = self.alone_seconds(mode, bucket_mb) - self.alone_seconds(replace(mode, hook=None), bucket_mb)
+        timed_on_host = bool(stats) and self.args.variant != "graph"  # replays do not call the hook
+        return Run(
+            step_ms=1e3 * step_s,
+            compute_ms=1e3 * compute_s,
+            prune_ms=None if prune_s is None else 1e3 * prune_s,
+            n_buckets=n_buckets,
+            density_sent=stats.get("density_pruned") if stats else 1.0,
+            hook_us=1e3 * stats["select_ms"] / n_buckets if timed_on_host else None,
+            memory_gib=memory,
+            loss=loss,
+        )
+
+    def free(self) -> None:
+        """Give back what the run before left, so that each run's peak is its own."""
+        self.model.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    args = arguments()
+    study = Study(args)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cases = []
+    for name in args.modes.split(","):
+        sizes = [DEFAULT_BUCKET_MB] if name == "dense" else [int(mb) for mb in args.buckets.split(",")]
+        cases += [(name, mb) for mb in sizes]
+    runs: dict[tuple[str, int], list[Run]] = {case: [] for case in cases}
+    for round_ in range(args.rounds):
+        for name, mb in cases:
+            ranks: list[Run] = [None] * world
+            dist.all_gather_object(ranks, study.run(name, mb))
+            runs[name, mb].append(results.slowest(ranks))
+            if rank == 0:
+                last = runs[name, mb][-1]
+                print(
+                    f"round {round_ + 1} of {args.rounds}: {name} {mb} MB: step {last.step_ms:.1f} ms, "
+                    f"compute alone {last.compute_ms:.1f} ms, loss {last.loss:.3f}",
+                    flush=True,
+                )
+    if rank == 0:
+        setting = {
+            "size": args.size,
+            "n_parameters": sum(p.numel() for p in study.model.parameters()),
+            "variant": args.variant,
+            "device": args.device,
+            "ranks": world,
+            "micro_batch": args.micro_batch,
+            "context": args.context,
+            "density": args.density,
+            "steps": args.steps,
+        }
+        rows = [results.make_row(setting, name, mb, runs[name, mb]) for name, mb in cases]
+        results.show(rows)
+        results.write_csv(args.csv, rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
