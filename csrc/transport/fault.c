@@ -5,6 +5,7 @@
 
 #include "core/base/mem.h"
 #include "core/base/status.h"
+#include "transport/common/transports.h"
 
 #include <stdatomic.h>
 #include <stdio.h>
@@ -237,7 +238,7 @@ static size_t fault_memory_bytes(sp_endpoint *ep)
 
 const sp_transport sp_transport_fault = {
     .name = "fault",
-    .ns_per_byte = 0.10, /* SP_LOCAL_NS_PER_BYTE of local/ringlink.h, which this folder may not include */
+    .ns_per_byte = SP_LOCAL_NS_PER_BYTE,
     .open = fault_open,
     .address = fault_address,
     .can_reach = fault_can_reach,

@@ -1,4 +1,5 @@
-/* transports.h - the transports that registry.c lists, and the list of ranks in their error texts. */
+/* transports.h - what all transports use: the tables that registry.c lists, the cost of a byte within a
+ * host, and the list of ranks in error texts. */
 #ifndef SP_TRANSPORTS_H
 #define SP_TRANSPORTS_H
 
@@ -7,6 +8,12 @@
 #include <stdio.h>
 
 extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_tcp;
+
+/* sp_transport.ns_per_byte within a host: of inproc and shm, and of fault in tests. Measured on an AMD EPYC
+ * (Zen 4, 2 cores of a virtual machine, L2 1 MiB): chunks of 64 KiB through a ring between two threads take
+ * 0.11 ns/byte. 0.04 of it is the copies in and out, which belong to encode and decode. The rest, 0.07, is
+ * rounded up, because several pairs of ranks use the same memory. */
+#define SP_LOCAL_NS_PER_BYTE 0.10
 
 /* Ranks as text: "1, 4, 5, ..."; starts zeroed. */
 typedef struct sp_rank_list {

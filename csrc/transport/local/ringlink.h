@@ -12,12 +12,6 @@
 
 #define SP_RING_DATA_OFFSET 4096u
 
-/* sp_transport.ns_per_byte of inproc and shm. Measured on an AMD EPYC (Zen 4, 2 cores of a virtual machine,
- * L2 1 MiB): chunks of 64 KiB through a ring between two threads take 0.11 ns/byte. 0.04 of it is the copies
- * in and out, which belong to encode and decode. The rest, 0.07, is rounded up, because several pairs of
- * ranks use the same memory. */
-#define SP_LOCAL_NS_PER_BYTE 0.10
-
 /* The start of a block. Zeroed memory is a valid block with empty queues. */
 typedef struct sp_ring_block {
     /* The consumer sets it in arm and clears it in disarm. The producer that wakes it clears it. */

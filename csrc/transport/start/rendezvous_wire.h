@@ -13,7 +13,8 @@
  *   124  u32          checksum: FNV-1a of bytes 0 to 123
  *
  * After the handshake:
- *   client -> server   u32 op (1 set, 2 get, 3 done), u32 key bytes, u32 data bytes, u32 timeout in ms, key, data
+ *   client -> server   u32 op (1 set, 2 get, 3 done), u32 key bytes, u32 data bytes, u32 timeout in ms,
+ *                      key, data
  *   server -> client   i32 status, u32 data bytes, data
  * "done" says that this client's rank is in its group; its data is u32 world size. */
 #ifndef SP_RENDEZVOUS_WIRE_H
