@@ -176,7 +176,8 @@ static void test_refusals(void)
     expect_refusal(SPCCL_ERR_SETTING, "GPU 1 'Fake B' of rank 1");
     fake.no_fd[1] = false;
     unsetenv("SPCCL_NVLINK_HANDLES");
-    expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: it keeps its GPU out", true, false, false});
+    expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: GPU collectives are turned off on this rank",
+                            true, false, false});
     expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_FALLBACK alike", true, true, false});
     expect((struct refusal){SPCCL_ERR_MISMATCH, "SCHEDULE=auto, rank 1 direct", false, false, true});
 }

@@ -139,8 +139,10 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.reserved is %u, wanted 0", config->reserved);
     if (config->decline)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "it keeps its GPU out (config.decline; in torch SPCCL_CUDA_ENGINE=0 "
-                       "or cuda_engine=False)");
+                       "GPU collectives are turned off on this rank (spccl_cuda_config.decline; in torch "
+                       "SPCCL_CUDA_ENGINE=0 or cuda_engine=False), and they need the GPUs of all ranks: to "
+                       "use them, enable "
+                       "them on every rank");
     SP_TRY(read_settings(config, &a->mine));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
