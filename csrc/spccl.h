@@ -1,7 +1,5 @@
-/* spccl.h - the public interface of libspccl: collectives for data that is mostly zeros.
- *
- * This is the only public header: C11 and C++, standard headers only. The words are those of
- * docs/GLOSSARY.md.
+/* spccl.h - the public interface of libspccl: collectives for data that is mostly zeros. It is the only
+ * public header: C11 and C++, standard headers only. The words are those of docs/GLOSSARY.md.
  *
  * Errors. A function that can fail returns `spccl_status`. Its results go through its last parameters and
  * are unchanged after a failure, but a failed collective may have written part of its output buffer. After a
@@ -134,8 +132,7 @@ SPCCL_API const char *spccl_format_name(spccl_format format);
 /* An encoded array is one frame, or several back to back (docs/FORMAT.md, section 1). Each frame holds one
  * slice of the array, in a format of its own. */
 
-/* The largest slice_elems. */
-#define SPCCL_SLICE_ELEMS_MAX 0x80000000u
+#define SPCCL_SLICE_ELEMS_MAX 0x80000000u /* the largest slice_elems */
 
 typedef struct spccl_encode_options {
     size_t struct_bytes;  /* sizeof(spccl_encode_options) */
@@ -148,8 +145,7 @@ typedef struct spccl_encode_options {
         sizeof(spccl_encode_options), NULL, SPCCL_FORMAT_AUTO, 0                                             \
     }
 
-/* Bytes that always suffice for spccl_encode of `n_elems`; 0 if an argument is bad or the size overflows.
- *   options    NULL = defaults */
+/* Bytes that always suffice for spccl_encode with these arguments; 0 if one is bad or the size overflows. */
 SPCCL_API size_t spccl_encode_bound(size_t n_elems, spccl_dtype dtype, const spccl_encode_options *options);
 
 /* Encode `x` into `dst`.
@@ -226,9 +222,8 @@ typedef struct spccl_store {
 } spccl_store;
 
 /* Join a group. Returns when this rank is connected to all others.
- *   store      borrowed until return
- *   config     NULL = defaults; borrowed until return
- *   out        caller frees with spccl_comm_destroy
+ *   store, config  borrowed until return; config NULL = defaults
+ *   out            caller frees with spccl_comm_destroy
  * Errors: ARG, SETTING, NOMEM, SYSTEM, TIMEOUT, AUTH, UNREACHABLE, PEER, MISMATCH. */
 SPCCL_API spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size,
                                          const spccl_config *config, spccl_comm **out);
@@ -253,9 +248,8 @@ SPCCL_API spccl_status spccl_comm_set_timeout(spccl_comm *comm, int64_t timeout_
 /* SPCCL_OK, or the first error that broke this communicator; its text is then spccl_last_error().
  * A broken communicator fails every call with that error. Threads: any. */
 SPCCL_API spccl_status spccl_comm_async_error(spccl_comm *comm);
-/* Break the communicator at once, here and on the peers: every wait ends with SPCCL_ERR_ABORTED.
- *   reason     one line for the error texts; may be NULL
- * Threads: any. Idempotent. */
+/* Break the communicator at once, here and on the peers: every wait ends with SPCCL_ERR_ABORTED. `reason` is
+ * one line for the error texts, or NULL. Threads: any. Idempotent. */
 SPCCL_API spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason);
 /* Free a communicator. Unless it is broken, the collectives under way are finished first, within their
  * deadlines. With a GPU attached, destroy also waits for the other ranks to call it, for at most 10 s;
@@ -281,11 +275,10 @@ SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, cons
 
 /* All collectives:
  *   Buffers are host memory (for GPU memory see below), contiguous, aligned to the element. They are borrowed
- *   until the request is done.
+ *   until the request is done. n_elems may be 0.
  *   With `req` NULL the call blocks until the collective is done. Otherwise it returns at once, and the
  *   caller frees *req with spccl_request_free. Several collectives may be under way.
  *   All ranks must make the same calls on a communicator, in the same order. One thread at a time may call.
- *   n_elems may be 0.
  * Errors of the call: ARG, DTYPE, ALIAS, STATE, NOMEM, or the error that broke the communicator.
  * Errors of waiting: PEER, TIMEOUT, MISMATCH, ABORTED, FORMAT. They break the communicator. */
 
@@ -299,12 +292,10 @@ SPCCL_API spccl_status spccl_all_gather(spccl_comm *comm, const void *in, void *
  *   out  [n_elems]; may be in + rank * n_elems exactly (in place), else must not overlap in */
 SPCCL_API spccl_status spccl_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                             spccl_dtype dtype, spccl_redop op, spccl_request **req);
-/* out = the reduction over all ranks of their `in`.
- *   in, out  [n_elems]; equal (in place) or not overlapping */
+/* out = the reduction over all ranks of `in`. Both [n_elems], and equal (in place) or not overlapping. */
 SPCCL_API spccl_status spccl_all_reduce(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                         spccl_dtype dtype, spccl_redop op, spccl_request **req);
-/* Every rank's `buf` gets the contents of `buf` of rank `root`.
- *   buf  [n_elems] */
+/* Every rank's `buf` [n_elems] gets the contents of `buf` of rank `root`. */
 SPCCL_API spccl_status spccl_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype,
                                        int root, spccl_request **req);
 
@@ -332,16 +323,15 @@ SPCCL_API void spccl_request_free(spccl_request *req);
  * or reads a size from it, so all of them can be captured into CUDA graphs and replayed. The results have
  * the same bits as those of the host collectives. `stream` is a cudaStream_t of the communicator's GPU;
  * NULL is the default stream. */
+/* The settings SPCCL_MAX_CTAS and SPCCL_INBOX_BYTES win over max_ctas and inbox_bytes. `fallback` says what
+ * the caller does after UNREACHABLE or UNSUPPORTED. All ranks give the same number; else: MISMATCH. */
 typedef struct spccl_cuda_config {
-    size_t struct_bytes; /* sizeof(spccl_cuda_config) */
-    int device;          /* CUDA ordinal of this rank's GPU; -1 = the current one of the calling thread */
-    uint32_t max_ctas;   /* most thread blocks of a collective, one per multiprocessor; 0 = all. The setting
-                               SPCCL_MAX_CTAS wins */
-    size_t inbox_bytes;  /* most GPU memory for what peers send here; 0 = 256 MiB. The setting
-                               SPCCL_INBOX_BYTES wins */
-    int32_t decline;   /* 1: this rank keeps its GPU out. All ranks get UNREACHABLE, and the text names it */
-    uint32_t fallback; /* a number for what the caller does after UNREACHABLE or UNSUPPORTED. MISMATCH
-                               unless all ranks give the same number */
+    size_t struct_bytes;    /* sizeof(spccl_cuda_config) */
+    int device;             /* CUDA ordinal of this rank's GPU; -1 = the current one of the calling thread */
+    uint32_t max_ctas;      /* most thread blocks of a collective, one per multiprocessor; 0 = all */
+    size_t inbox_bytes;     /* most GPU memory for what peers send here; 0 = 256 MiB */
+    int32_t decline;        /* 1: this rank wants no GPU collectives, so all ranks get UNREACHABLE */
+    uint32_t fallback;      /* any number, the same on all ranks */
     uint32_t caller_orders; /* 1: the caller keeps the launches in order; see spccl_cuda_set_end_event */
     uint32_t reserved;      /* 0 */
 } spccl_cuda_config;
@@ -380,19 +370,17 @@ SPCCL_API spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t 
  * after `timeout_ms`; < 0: the communicator's timeout. Not for a stream that is being captured. */
 SPCCL_API spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms);
 
-/* For callers that attach with config.caller_orders. All launches of a communicator use the same buffers,
- * so they must run on the GPU one after the other, in the order of the calls. By default the library sees
- * to that: it asks whether a stream is being captured, records an event after each launch, and lets other
- * streams wait for it. With caller_orders it does none of this, because the caller does, for other work
- * too (such as NCCL's collectives). After each launch outside of captures the caller records an event
- * behind it and calls this function: spccl_comm_destroy waits for the last such event before it frees
- * memory.
+/* For callers that attach with config.caller_orders. All launches of a communicator use the same buffers, so
+ * they must run on the GPU one after the other, in the order of the calls. By default the library sees to
+ * that: it asks whether a stream is being captured, records an event after each launch, and lets other
+ * streams wait for it. With caller_orders it does none of this, because the caller does, for other work too
+ * (such as NCCL's collectives). After each launch outside of captures the caller records an event behind it
+ * and calls this function: spccl_comm_destroy waits for the last such event before it frees memory.
  *   event  cudaEvent_t, borrowed until the next call or until spccl_comm_destroy returns
  * Errors: ARG (NULL, or attached without caller_orders), STATE (no GPU is attached). */
 SPCCL_API spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event);
 
-/* What a communicator's GPU holds and has done. Reading it waits for a copy of a few KiB from the GPU, but
- * for no stream. */
+/* What a communicator's GPU holds and has done. Reading waits for a copy of a few KiB, but for no stream. */
 typedef struct spccl_cuda_stats {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_cuda_stats) */
     int device;
@@ -444,33 +432,45 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
  * g is sent as it is, and r and u stay. t is a quantile of a sample of |v|. More: docs/KERNELS.md.
  * All memory is the caller's, and lies where the gradient lies: on the host, or on one GPU. */
 typedef struct spccl_prune_state { /* of one segment; zeros before the first call */
-    double threshold, loss_scale;  /* of the last call */
-    uint64_t step, n_sent;         /* calls so far; elements that the last one sent */
-    uint64_t n_sent_all, n_nonfinite_all;
+    double threshold;              /* t of the last call */
+    double loss_scale;             /* GradScaler's scale in the last call; 0: not known */
+    uint64_t step;                 /* calls so far */
+    uint64_t n_sent;               /* elements that the last call sent */
+    uint64_t n_sent_all;           /* elements that all calls sent */
+    uint64_t n_nonfinite_all;      /* those of them that were sent because g or v was not finite */
 } spccl_prune_state;
 typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
-    size_t begin, n_elems;           /* elements [begin, begin + n_elems); segments do not overlap */
-    void *residual;                  /* [n_elems] float32, of float64 float64; NULL: the rest is lost */
-    void *velocity;                  /* as residual; NULL: u = g */
-    spccl_prune_state *state;        /* of this segment alone */
-    uint32_t key, whole; /* any number of the parameter: moves its samples; 1: send all, and keep u */
+    size_t begin;                    /* its first element; segments do not overlap */
+    size_t n_elems;
+    void *residual;           /* [n_elems] float32, or float64 if the gradient is; NULL: v - s is lost */
+    void *velocity;           /* [n_elems], dtype as residual; NULL: u = g */
+    spccl_prune_state *state; /* of this segment alone */
+    uint32_t key;             /* any number, always the same for a parameter; moves what is sampled */
+    uint32_t whole;           /* 1: every call sends all elements, and keeps u */
 } spccl_prune_segment;
 typedef struct spccl_prune_options {
-    size_t struct_bytes;
-    double density, sample;       /* (0, 1]: fraction to send; to sample, at least 32 / density elements */
-    double momentum, leak, scale; /* [0, 1); (0, 1]; > 0: factor on what is sent, not on what is kept */
-    uint32_t dense_steps, warmup_steps; /* first calls, which send all; then, while the density falls */
-    uint32_t seed, keep_thresholds;     /* of the samples; 1: take the states' thresholds, without samples */
-    uint32_t skip_zeros, reserved;      /* 1: leave segments alone whose g is all zero; 0 */
-    const float *factor, *loss_scale;   /* [1] or NULL: factor on g (clipping); GradScaler's scale, now */
+    size_t struct_bytes;      /* sizeof(spccl_prune_options) */
+    double density;           /* fraction of a segment to send: above 0, at most 1 */
+    double sample;            /* fraction to sample: above 0, at most 1; but at least 32 / density elements */
+    double momentum;          /* at least 0, below 1 */
+    double leak;              /* above 0, at most 1 */
+    double scale;             /* above 0: factor on what is sent, not on what is kept */
+    uint32_t dense_steps;     /* this many first calls of a segment send all elements, and keep u */
+    uint32_t warmup_steps;    /* in this many calls after them the density falls to `density` */
+    uint32_t seed;            /* any number, the same in all calls; moves what is sampled */
+    uint32_t keep_thresholds; /* 1: t is the state's threshold; nothing is sampled */
+    uint32_t skip_zeros;      /* 1: a segment whose g is all zero sends nothing, and keeps r and u */
+    uint32_t reserved;        /* 0 */
+    const float *factor;      /* [1] or NULL: factor on g, as for clipping */
+    const float *loss_scale;  /* [1] or NULL: GradScaler's scale now; r and u follow its changes */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
         sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL                      \
     }
 typedef struct spccl_prune_plan spccl_prune_plan;
-/* Check and copy the segments of a gradient [n_elems] of floats, on `device`: a CUDA ordinal, or -1 = the host. A
- * plan runs one call at a time. Destroy it after its GPU work. Errors: ARG, DTYPE, UNSUPPORTED, NOMEM, DEVICE. */
+/* Check and copy the segments of a gradient [n_elems] of floats on `device` (CUDA ordinal; -1 = host). A plan
+ * runs one call at a time. Destroy it after its GPU work. Errors: ARG, DTYPE, UNSUPPORTED, NOMEM, DEVICE. */
 SPCCL_API spccl_status spccl_prune_plan_create(const spccl_prune_segment *segments, size_t n_segments,
                                                size_t n_elems, spccl_dtype dtype, int device,
                                                spccl_prune_plan **out);

@@ -79,10 +79,11 @@ static void use_request(spccl_request *req)
     spccl_request_free(req);
 }
 
-/* In a child of fork, may malloc be called if other threads of the parent were in malloc? glibc's malloc and that
- * of the thread sanitizer allow it: fork takes their locks. That of the address sanitizer (gcc 12) does not. If
- * another thread holds one of its locks at the fork, the child waits for that lock for ever. gdb showed this in
- * both children that hung in 31 runs: calloc, SizeClassAllocator64::GetFromAllocator, Mutex::Lock, FutexWait. */
+/* In a child of fork, may malloc be called if other threads of the parent were in malloc? glibc's malloc
+ * and that of the thread sanitizer allow it: fork takes their locks. That of the address sanitizer (gcc 12)
+ * does not. If another thread holds one of its locks at the fork, the child waits for that lock for ever.
+ * gdb showed this in both children that hung in 31 runs: calloc, SizeClassAllocator64::GetFromAllocator,
+ * Mutex::Lock, FutexWait. */
 #ifdef __SANITIZE_ADDRESS__
 #define MALLOC_SURVIVES_FORK false
 #else

@@ -12,7 +12,7 @@
  * functions below. */
 extern _Atomic uint32_t sp_n_forks;
 
-/* Count the forks from now on. Call this before sp_process_stamp. Later calls have no effect. Errors: NOMEM. */
+/* Count the forks from now on. Call this before sp_process_stamp. Later calls do nothing. Errors: NOMEM. */
 spccl_status sp_process_count_forks(void);
 /* The result of a call of pthread_atfork, as a status with a text. error: what pthread_atfork returned. */
 spccl_status sp_atfork_status(int error);
