@@ -9,6 +9,9 @@
 /* Reducing in place is faster while the contributions touch few cache lines of the slice. It is done if at
  * most one element in this many is listed. */
 #define IN_PLACE_SPARSITY 4
+/* A mean in place writes its quotients from the frame to the output if at most one element in this many is listed.
+ * Otherwise it divides the whole slice in the output. */
+#define WRITE_BACK_SPARSITY 4
 
 /* Combine one rank's contribution with the accumulator. frame NULL: this rank's own values. */
 static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *frame, bool *first)
@@ -35,15 +38,30 @@ static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *fr
     return SPCCL_OK;
 }
 
-static void finish(sp_exec *x, const sp_slice *s, void *dst, bool non_temporal)
+static void finish(sp_exec *x, const sp_slice *s, const void *acc, void *dst, size_t n, bool non_temporal)
 {
-    x->kernels->finish(&(sp_finish_args){.acc = x->acc,
+    x->kernels->finish(&(sp_finish_args){.acc = acc,
                                          .dst = dst,
-                                         .n_elems = s->n,
+                                         .n_elems = n,
                                          .dtype = s->op->a.dtype,
                                          .op = s->op->a.redop,
                                          .world_size = x->links->world_size,
                                          .non_temporal = non_temporal});
+}
+
+/* True if a mean may be divided after encoding, in the frame: the quotient of an absent element must be zero. The
+ * accumulator must have the dtype of the frame. Integers stay with the whole slice: most quotients are zero, and
+ * the frame would list them. */
+static bool divides_frame(const sp_coll_args *a)
+{
+    return a->redop == SPCCL_AVG && (a->dtype == SPCCL_FLOAT32 || a->dtype == SPCCL_FLOAT64);
+}
+
+/* Divide the listed sums of a frame by the world size. A quotient that rounds to zero stays listed. */
+static void divide_frame(sp_exec *x, const sp_slice *s, const sp_encoded *e)
+{
+    uint8_t *values = e->message + SP_ENVELOPE_BYTES + e->layout.values_off;
+    finish(x, s, values, values, e->nnz, false);
 }
 
 /* Reduce through the accumulator. Works for any op, dtype and density. */
@@ -57,38 +75,62 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
     void *result = same_dtype ? x->acc : x->result;
     for (int r = 0; r < x->links->world_size; r++)
         SP_TRY(accumulate(x, s, r == x->links->rank ? NULL : &x->frames[r], &first));
-    if (s->step->n_to == 0) {
-        finish(x, s, s->dst, non_temporal);
-        return SPCCL_OK;
+    if (s->step->n_to == 0 || divides_frame(a)) {
+        finish(x, s, x->acc, s->dst, s->n, non_temporal);
+    } else {
+        if (!same_dtype || a->redop == SPCCL_AVG)
+            finish(x, s, x->acc, result, s->n, false);
+        x->kernels->copy(s->dst, result, s->n * s->op->elem_bytes, non_temporal);
     }
-    if (!same_dtype || a->redop == SPCCL_AVG)
-        finish(x, s, result, false);
-    x->kernels->copy(s->dst, result, s->n * s->op->elem_bytes, non_temporal);
+    if (s->step->n_to == 0)
+        return SPCCL_OK;
     SP_TRY(sp_slice_encode(x, s, result, &e));
+    if (divides_frame(a))
+        divide_frame(x, s, &e);
     return sp_slice_commit(x, s, &e);
 }
 
 /* True if the contributions may be added directly to this rank's values in the output. The call must be in
  * place with few listed elements, and the sum must have the bits of a sum in rank order. On rank 0 the others
  * are added after its own values. On rank 1 one term comes before its own. Two terms may be exchanged unless
- * both are NaNs: then the sum keeps the payload of the left one. */
+ * both are NaNs: then the sum keeps the payload of the left one. A pici frame lists elements by columns of 64 x 64:
+ * adding it to memory outside the cache takes longer than the accumulator. */
 static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     size_t nnz = 0;
-    if (s->dst != s->src || s->step->n_to == 0 || x->links->rank > 1 || a->redop != SPCCL_SUM ||
+    if (s->dst != s->src || s->step->n_to == 0 || x->links->rank > 1 ||
+        (a->redop != SPCCL_SUM && a->redop != SPCCL_AVG) ||
         (a->dtype != SPCCL_FLOAT32 && a->dtype != SPCCL_FLOAT64))
         return false;
     for (int r = 0; r < x->links->world_size; r++) {
         if (r == x->links->rank)
             continue;
-        if (x->frames[r].format == SPCCL_FORMAT_DENSE)
+        if (x->frames[r].format == SPCCL_FORMAT_DENSE || x->frames[r].format == SPCCL_FORMAT_PICI)
             return false;
         nnz += x->frames[r].nnz;
     }
     return nnz * IN_PLACE_SPARSITY <= s->n &&
            (x->links->rank == 0 ||
             !sp_floats_any_nan(x->frames[0].values, x->frames[0].nnz, s->op->elem_bytes));
+}
+
+/* Divide the listed sums by the world size: in the frame, and in the output. */
+static spccl_status divide_in_place(sp_exec *x, const sp_slice *s, const sp_encoded *e)
+{
+    const uint8_t *p = e->message + SP_ENVELOPE_BYTES;
+    sp_frame frame = {.format = e->format,
+                      .dtype = s->op->a.dtype,
+                      .n_elems = s->n,
+                      .nnz = e->nnz,
+                      .index = p + e->layout.index_off,
+                      .meta = p + e->layout.meta_off,
+                      .values = p + e->layout.values_off};
+    divide_frame(x, s, e);
+    if (e->nnz * WRITE_BACK_SPARSITY <= s->n)
+        return sp_codec_apply(x->kernels, &frame, SPCCL_OVERWRITE, s->dst, s->op->a.dtype, false);
+    finish(x, s, s->dst, s->dst, s->n, false);
+    return SPCCL_OK;
 }
 
 /* Reduce in the output itself. Absent elements are not written, and only the scan reads them. */
@@ -107,6 +149,8 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
         sp_floats_add_zero(s->dst, s->n, s->op->elem_bytes);
         SP_TRY(sp_slice_encode(x, s, s->dst, &e));
     }
+    if (a->redop == SPCCL_AVG)
+        SP_TRY(divide_in_place(x, s, &e));
     return sp_slice_commit(x, s, &e);
 }
 

@@ -315,32 +315,39 @@ static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *dat
     return SPCCL_OK;
 }
 
+/* Space for a message in the queue of the i-th receiver. */
+static spccl_status reserve_message(sp_exec *x, const sp_slice *s, int i, size_t bytes, uint8_t **out)
+{
+    int peer = sp_slice_rank(s, s->step->to + i);
+    void *space = NULL;
+    SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, s->step->queue_out, bytes, &space)));
+    *out = space;
+    return SPCCL_OK;
+}
+
 spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp_encoded *out)
 {
-    const sp_step *step = s->step;
     size_t nnz = 0;
     SP_TRY(choose_format(x, s, data, &out->format, &nnz));
     sp_frame_layout_of(out->format, s->n, nnz, s->op->elem_bytes, &out->layout);
     out->nnz = out->format == SPCCL_FORMAT_DENSE ? s->n : nnz; /* values in the frame */
     out->bytes = SP_ENVELOPE_BYTES + out->layout.frame_bytes;
-    for (int i = 0; i < step->n_to; i++) {
-        int peer = sp_slice_rank(s, step->to + i);
-        void *space = NULL;
-        SP_TRY(in_context(x, s, peer, sp_link_reserve(x->links, peer, step->queue_out, out->bytes, &space)));
-        if (i != 0) {
-            memcpy(space, out->message, out->bytes);
-            continue;
-        }
-        out->message = space;
-        envelope_write(out->message, s);
-        sp_codec_write(x->codec, data, s->n, s->op->a.dtype, out->format, false, nnz,
-                       out->message + SP_ENVELOPE_BYTES);
-    }
+    if (s->step->n_to == 0)
+        return SPCCL_OK;
+    SP_TRY(reserve_message(x, s, 0, out->bytes, &out->message));
+    envelope_write(out->message, s);
+    sp_codec_write(x->codec, data, s->n, s->op->a.dtype, out->format, false, nnz,
+                   out->message + SP_ENVELOPE_BYTES);
     return SPCCL_OK;
 }
 
 spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e)
 {
+    for (int i = 1; i < s->step->n_to; i++) {
+        uint8_t *copy = NULL;
+        SP_TRY(reserve_message(x, s, i, e->bytes, &copy));
+        memcpy(copy, e->message, e->bytes);
+    }
     for (int i = 0; i < s->step->n_to; i++)
         SP_TRY(commit_to(x, s, sp_slice_rank(s, s->step->to + i), e->bytes, e->format));
     return SPCCL_OK;

@@ -30,17 +30,18 @@ spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const 
                            sp_frame *frame);
 spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes);
 
-/* A slice that is encoded in the queues of all receivers, and not yet sent. */
+/* A slice that is encoded in the queue of the first receiver, and not yet sent. */
 typedef struct sp_encoded {
-    uint8_t *message; /* in the first receiver's queue: envelope and frame */
+    uint8_t *message; /* envelope and frame */
     size_t bytes, nnz;
     spccl_format format;
     sp_frame_layout layout;
 } sp_encoded;
 
-/* Choose the format of `data` [n], and encode it into every receiver's queue. The caller has checked for
+/* Choose the format of `data` [n], and encode it into the first receiver's queue. The caller has checked for
  * space (sp_slice_space). A second call before the commit replaces the message. */
 spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp_encoded *out);
+/* Copy the message to the queues of the other receivers, and send it to all. */
 spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e);
 
 /* Run one slice of a REDUCE step (exec_reduce.c). */
