@@ -26,6 +26,8 @@ import threading
 import time
 from pathlib import Path
 
+from . import _torch_settings
+
 PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE / "c10d_src"
 HEADER_FOLDER = PACKAGE / "include"
@@ -88,7 +90,7 @@ def check_torch_version(version: str) -> None:
 
 def _choose(torch) -> Path:
     """The library to load. Compiles it if there is none."""
-    forced = os.environ.get("SPCCL_TORCH_GLUE", "auto")
+    forced = _torch_settings.GLUE.text()
     prebuilt = PACKAGE / f"libspccl_torch-{_minor(torch.__version__)}.so"
     if forced == "prebuilt" or (forced == "auto" and prebuilt.is_file()):
         if not prebuilt.is_file():

@@ -19,15 +19,14 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from . import _torch_glue
+from . import _torch_glue, _torch_settings
+from ._torch_settings import FALLBACKS, ORDERS
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 NAME = "spccl"
 FORMATS = {"auto": -1, "tile": 1, "pici": 2, "coo": 3, "dense": 4}  # spccl_format in spccl.h
-FALLBACKS = ("nccl", "stage")
-ORDERS = ("device", "group")
 DEFAULT_TIMEOUT = timedelta(seconds=600)
 FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
 
@@ -36,7 +35,8 @@ FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
 class Options:
     """Settings of one group: `init_process_group("spccl", pg_options=spccl.backend.Options(format="pici"))`.
 
-    All ranks pass the same values. An SPCCL_* variable that is set replaces the value given here.
+    All ranks pass the same values. An SPCCL_* variable that is set replaces the value given here, but for the
+    timeout: SPCCL_TIMEOUT_MS has no effect on groups of torch.
 
     Attributes:
         timeout: deadline of each collective; None = the group's `timeout`.
@@ -391,18 +391,10 @@ def _options_of(pg_options: Any) -> Options:
 def _with_environment(options: Options) -> Options:
     """`options`, with the values that the environment sets."""
     found: dict[str, Any] = {}
-    for field, variable, allowed in (
-        ("cuda_fallback", "SPCCL_CUDA_FALLBACK", FALLBACKS),
-        ("order", "SPCCL_ORDER", ORDERS),
-        ("blocking_wait", "SPCCL_BLOCKING_WAIT", ("0", "1")),
-        ("cuda_engine", "SPCCL_CUDA_ENGINE", ("0", "1")),
-    ):
-        value = os.environ.get(variable, "")
-        if value == "":
-            continue
-        if value not in allowed:
-            raise ValueError(f"spccl: {variable}={value!r}, wanted one of {', '.join(allowed)}")
-        found[field] = value == "1" if allowed == ("0", "1") else value
+    for field, setting in _torch_settings.OPTIONS.items():
+        value = setting.given()
+        if value is not None:
+            found[field] = value == "1" if setting.choices == ("0", "1") else value
     return dataclasses.replace(options, **found)
 
 

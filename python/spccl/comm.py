@@ -136,7 +136,8 @@ class Communicator:
             unique_id: instead of a store: the 128 bytes of `get_unique_id`, the same on every rank.
             name: name of the group, for error texts and for keys in the store; "world" if None. Two groups on
                 one store need two names.
-            timeout: deadline of joining and of each collective: seconds or timedelta, above 0; None = 600 s.
+            timeout: deadline of joining and of each collective: seconds or timedelta, above 0; None =
+                SPCCL_TIMEOUT_MS, 600 s by default.
             format: "auto", or the format of every slice: "empty", "tile", "pici", "coo", "dense".
             slice_bytes: dense bytes per slice; 0 = spccl chooses by the size of the array.
             transports: comma list, tried in order for each pair of ranks, such as "shm,tcp"; None = all of this

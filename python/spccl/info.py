@@ -7,7 +7,7 @@ import platform
 from importlib import metadata, util
 from typing import Any
 
-from . import _ext
+from . import _ext, _torch_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,7 @@ def info() -> list[Entry]:
     Imports torch if it is installed, which may take seconds. Raises: nothing.
     """
     entries = [Entry(*entry) for entry in _ext.info()]
+    entries += [Entry("setting", s.name, s.text(), s.meaning) for s in _torch_settings.ALL]
     entries += [
         Entry(
             "python", "spccl", _ext.version(), "libspccl, as loaded by spccl._ext"

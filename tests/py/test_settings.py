@@ -1,0 +1,80 @@
+"""docs/SETTINGS.md has every environment variable that spccl reads, with its default and what is allowed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import spccl
+from spccl import _ext, _torch_settings
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/SETTINGS.md").read_text()
+# name -> (default, allowed) of the tables that have these columns.
+ROWS = {
+    name: (default.strip(), allowed.strip())
+    for name, default, allowed in re.findall(r"^\| `(SPCCL_\w+)` \|([^|]*)\|([^|]*)\|[^|]*\|[^|]*\|$", PAGE, re.M)
+}
+LIBRARY = [name for kind, name, _, _ in _ext.info() if kind == "setting"]
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    for name in ROWS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_info_and_page_list_the_same_variables():
+    entries = {entry.name: entry.value for entry in spccl.info() if entry.kind == "setting"}
+    assert len(entries) >= 21 and entries == {name: default for name, (default, _) in ROWS.items()}
+
+
+def test_every_variable_that_is_read_is_on_the_page():
+    read = set()
+    for folder, pattern in (
+        ("csrc", r"(?:getenv|ENV\{|DEFINED ENV\{)[( ]*\"?(\w+)"),
+        ("python", r"environ(?:\.get\(|\[)\s*\"(\w+)"),
+        ("python", r"Setting\(\s*\"(\w+)"),
+        ("bench", r"\$\{(SPCCL_\w+)"),
+    ):
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".c", ".h", ".cpp", ".hpp", ".cu", ".cmake", ".py", ".sh"):
+                read |= set(re.findall(pattern, file.read_text()))
+    read -= {"vars"}  # env.c: getenv(vars[id].name); its names are in info()
+    assert {"CXX", "RANK", "SPCCL_COMMIT", "SPCCL_CUDA_ARCHS", "SPCCL_ORDER"} <= read
+    missing = [name for name in sorted(read | set(LIBRARY)) if f"`{name}`" not in PAGE]
+    assert not missing, f"not in docs/SETTINGS.md: {missing}"
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_what_is_allowed(name, monkeypatch):
+    """The range or the choices of the page are those of the library's error."""
+    monkeypatch.setenv(name, "?")
+    allowed = ROWS[name][1]
+    whole = re.fullmatch(r"(?:0, or )?(\w+) to (\w+)", allowed)
+    if whole is None and allowed.count(",") == 0:  # an address or a list of names: checked where it is used
+        return
+    if name == "SPCCL_TRANSPORTS":
+        return
+    with pytest.raises(spccl.SettingError) as failure:
+        spccl.get_unique_id()
+    text = str(failure.value)
+    if whole is None:
+        assert f"wanted one of {allowed} (" in text
+    else:
+        low = "0" if allowed.startswith("0, or") else whole[1]
+        assert f"from {number(low)} to {number(whole[2])} (" in text
+
+
+def number(text: str) -> int:
+    return int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1], 0)
+
+
+def test_bad_value_of_a_torch_setting(monkeypatch):
+    monkeypatch.setenv("SPCCL_ORDER", "?")
+    with pytest.raises(ValueError, match="SPCCL_ORDER='\\?', wanted one of device, group"):
+        _torch_settings.OPTIONS["order"].given()
+    monkeypatch.setenv("SPCCL_ORDER", "")
+    assert _torch_settings.OPTIONS["order"].given() is None
+    for setting in _torch_settings.OPTIONS.values():
+        assert ROWS[setting.name][1] == ", ".join(setting.choices) and setting.default in setting.choices
