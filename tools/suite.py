@@ -70,7 +70,10 @@ SANITIZER_ENV = {
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
 # Tests with one thread have no races, and the thread sanitizer makes them ten times slower.
-ONE_THREAD = r"test_(kernels|format|format_mutated|golden|sched|codec|array_codec|tune_format)$|replay_"
+ONE_THREAD = (
+    r"test_(kernels|kernels_codec|kernels_reduce|format|format_mutated|golden|sched|codec|array_codec|tune_format)$|"
+    r"replay_"
+)
 # Tests that do not depend on the kernels: one instruction set is enough.
 NO_KERNELS = (
     r"test_(atfork|auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watchdog|"
