@@ -1,0 +1,73 @@
+"""Recipes: how workers exchange what their optimizers compute, and the named ones that were run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One way to train. See bench/quality/README.md for what each field does.
+
+    Attributes:
+        mode: "dense" (AdamW of the averaged gradient), "gradient" (error feedback on raw gradients, then AdamW) or
+            "update" (a local AdamW per worker, error feedback on its update, the unsent part stays applied).
+        density: fraction of the entries of each matrix that a worker sends in an exchange.
+        warmup: steps in which the density falls geometrically from 1 to `density`.
+        every: local steps between two exchanges.
+        moment: second moment that divides the update: "local", "corrected" (v/N + (1-1/N) m^2), "unbiased",
+            "ratio" (v times a factor per matrix that estimates averaged over local), "scaled" (v/N).
+        select: "top" (largest of each matrix), "rotate" (all workers send the same slices, in turn).
+        power: "top" ranks entries by |e| * v**(power / 4).
+        wire: dtype of the exchanged values.
+        outer_lr, outer_momentum: Nesterov step on the averaged change (DiLoCo).
+    """
+
+    mode: str = "update"
+    density: float = 1.0
+    warmup: int = 0
+    every: int = 1
+    moment: str = "corrected"
+    select: str = "top"
+    power: int = 0
+    wire: str = "bfloat16"
+    lr: float = 1e-3
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    look_ahead: bool = True
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    shape: str = "constant"
+    decay_in_change: bool = True
+
+    def density_at(self, step: int, steps: int) -> float:
+        """Density of the exchange after `step` (from 1)."""
+        density = self.density
+        if self.shape == "late":  # the last eighth has 3 times the density of the rest; the mean is `density`
+            density *= 2.4 if step > steps * 7 // 8 else 0.8
+        elif self.shape == "early":
+            density *= 2.4 if step <= steps // 8 else 0.8
+        if step <= self.warmup:
+            return max(density, density ** (step / self.warmup)) if density < 1 else 1.0
+        return min(1.0, density)
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate: 100 steps of warm-up, then a cosine to 10%. 100 is 1/10 in runs of fewer than 1000."""
+        warm = min(100, max(1, steps // 10))
+        rest = max(0, step - warm) / max(1, steps - warm)
+        return self.lr * min(1.0, step / warm) * (0.1 + 0.45 * (1 + math.cos(math.pi * rest)))
+
+
+def parse(text: str) -> tuple[str, Recipe]:
+    """A recipe from "name: field=value field=value"; the name is also the label in CSV and figure."""
+    name, _, rest = text.partition(":")
+    kinds = {f.name: type(f.default) for f in dataclasses.fields(Recipe)}
+    values: dict[str, object] = {}
+    for word in rest.split():
+        key, _, value = word.partition("=")
+        if key not in kinds:
+            raise ValueError(f"recipe {name!r}: no field {key!r}; fields: {', '.join(kinds)}")
+        values[key] = (value == "True") if kinds[key] is bool else kinds[key](value)
+    return name.strip(), Recipe(**values)  # type: ignore[arg-type]

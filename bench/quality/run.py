@@ -1,0 +1,177 @@
+"""Train one model by several recipes and write loss over steps and bytes.
+
+    python bench/quality/run.py --recipes bench/quality/recipes.txt --out bench/results/quality-NAME.csv [...]
+
+The CSV gets a row per evaluation. Runs that are complete in it are skipped, so a queue that was cut off goes on where
+it was. With --checkpoints FOLDER a run goes on from its last evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+from model import SIZES, Layout
+from recipes import Recipe, parse
+from simulate import Simulation
+from text import read_text
+from wire import dense_bytes
+
+COLUMNS = [
+    "name", "seed", "steps", "step", "bytes_per_param", "saving", "density",
+    "train_loss", "loss", "loss_consolidated", "unsent_ratio", "seconds",
+]  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--recipes", type=Path, required=True, help="file with a recipe per line (recipes.parse)")
+    p.add_argument("--only", default="", help="comma-separated names; the others are skipped")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--size", choices=sorted(SIZES), default="25m")
+    p.add_argument("--steps", type=int, default=5000)
+    p.add_argument("--workers", type=int, default=4)
+    p.add_argument("--batch", type=int, default=8, help="windows per worker and step")
+    p.add_argument("--seeds", default="0")
+    p.add_argument("--evaluate-every", type=int, default=250)
+    p.add_argument("--evaluate-windows", type=int, default=256)
+    p.add_argument("--final-windows", type=int, default=2048)
+    p.add_argument("--text-mb", type=int, default=160)
+    p.add_argument("--text-cache", type=Path)
+    p.add_argument("--checkpoints", type=Path)
+    p.add_argument("--seconds", type=float, default=1e9, help="start no run that is expected to end later than this")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--no-graph", action="store_true")
+    return p.parse_args()
+
+
+def finished(path: Path) -> set[tuple[str, int, int]]:
+    """(name, seed, steps) of the runs that reached their last step."""
+    if not path.exists():
+        return set()
+    with path.open() as file:
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        return {(r["name"], int(r["seed"]), int(r["steps"])) for r in rows if r["step"] == r["steps"]}
+
+
+def start_file(path: Path, facts: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        with path.open("w") as file:
+            file.writelines(f"# {name}: {value}\n" for name, value in facts.items())
+            csv.writer(file).writerow(COLUMNS)
+
+
+def facts_of(args: argparse.Namespace, digest: str, text: torch.Tensor) -> dict[str, object]:
+    device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "commit": os.environ.get("SPCCL_COMMIT", "unknown"),
+        "device": device,
+        "torch": torch.__version__,
+        "model": f"{args.size}, {Layout(SIZES[args.size]).n_params} parameters",
+        "workers": args.workers,
+        "batch": f"{args.batch} windows of {SIZES[args.size].context} bytes per worker and step",
+        "text": f"{len(text)} bytes, digest {digest}",
+    }
+
+
+class Run:
+    """One recipe and seed, from its checkpoint or from the start, to the last step."""
+
+    def __init__(self, args: argparse.Namespace, job: tuple[str, Recipe, int], texts: tuple) -> None:
+        self.args, (self.name, self.recipe, self.seed), self.texts = args, job, texts
+        on_gpu = args.device == "cuda"
+        run = {
+            "steps": args.steps, "workers": args.workers, "batch": args.batch, "seed": self.seed,
+            "compile": on_gpu and not args.no_compile, "graph": on_gpu and not args.no_graph,
+        }  # fmt: skip
+        self.sim = Simulation(SIZES[args.size], self.recipe, run, texts[0])
+        self.seen, self.spent_s = {"loss": 0.0, "bytes": 0.0, "density": 0.0}, 0.0
+        self.seen_step = 0
+        key = hashlib.sha256(f"{self.recipe}{self.seed}{args.steps}{args.size}".encode()).hexdigest()[:16]
+        self.checkpoint = args.checkpoints / f"{key}.pt" if args.checkpoints else None
+        if self.checkpoint is not None and self.checkpoint.exists():
+            saved = torch.load(self.checkpoint)
+            self.sim.load(saved)
+            self.seen, self.spent_s, self.seen_step = saved["seen"], saved["spent_s"], self.sim.step
+
+    def row(self) -> dict[str, object]:
+        """Evaluate and make a row of the CSV."""
+        args, sim = self.args, self.sim
+        sums = sim.read_sums()
+        since = max(1, sim.step - self.seen_step)
+        n = sim.layout.n_params
+        sent = sums["bytes"] if self.recipe.mode != "dense" else dense_bytes(n, args.workers) * sim.step
+        windows = args.final_windows if sim.step == args.steps else args.evaluate_windows
+        row = {
+            "name": self.name, "seed": self.seed, "steps": args.steps, "step": sim.step,
+            "bytes_per_param": f"{sent / n:.5g}",
+            "saving": f"{dense_bytes(n, args.workers) * sim.step / sent:.4g}",
+            "density": f"{(sums['density'] - self.seen['density']) / since:.4g}",
+            "train_loss": f"{(sums['loss'] - self.seen['loss']) / since:.5f}",
+            "loss": f"{sim.evaluate(self.texts[1], windows, False):.5f}",
+            "loss_consolidated": f"{sim.evaluate(self.texts[1], windows, True):.5f}",
+            "unsent_ratio": f"{sim.norms():.4g}",
+            "seconds": f"{self.spent_s:.1f}",
+        }  # fmt: skip
+        self.seen, self.seen_step = sums, sim.step
+        return row
+
+    def go(self) -> None:
+        args, sim = self.args, self.sim
+        while sim.step < args.steps:
+            start = time.monotonic()
+            until = min(args.steps, sim.step + args.evaluate_every)
+            while sim.step < until:
+                sim.advance()
+            sim.read_sums()  # waits for the device
+            self.spent_s += time.monotonic() - start
+            row = self.row()
+            with args.out.open("a") as file:
+                csv.DictWriter(file, COLUMNS).writerow(row)
+            if self.checkpoint is not None and sim.step < args.steps:
+                self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+                extra = {"seen": self.seen, "spent_s": self.spent_s}
+                torch.save(sim.save() | extra, self.checkpoint)
+            if not float(row["loss"]) < 50:  # also true of nan
+                print(f"{self.name}: diverged at step {sim.step}", flush=True)
+                return
+        print(
+            f"{self.name:34s} seed {self.seed} loss {row['loss']} consolidated {row['loss_consolidated']} "
+            f"saving {row['saving']}x density {row['density']} unsent {row['unsent_ratio']} "
+            f"{self.spent_s:.1f} s, {1000 * self.spent_s / args.steps:.2f} ms a step",
+            flush=True,
+        )
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_float32_matmul_precision("high")
+    train, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
+    texts = (train.to(args.device), held_out.to(args.device))
+    start_file(args.out, facts_of(args, digest, train))
+    lines = [line.strip() for line in args.recipes.read_text().splitlines()]
+    wanted = [parse(line) for line in lines if line and not line.startswith("#")]
+    only = {word for word in args.only.split(",") if word}
+    begin, longest = time.monotonic(), 0.0
+    for seed in [int(word) for word in args.seeds.split(",")]:
+        for name, recipe in wanted:
+            if (only and name not in only) or (name, seed, args.steps) in finished(args.out):
+                continue
+            if time.monotonic() - begin + longest > args.seconds:
+                print(f"{name}, seed {seed}: not started, no time left", flush=True)
+                continue
+            at = time.monotonic()
+            Run(args, (name, recipe, seed), texts).go()
+            longest = max(longest, time.monotonic() - at)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Exact simulation of N data-parallel workers on one device: a step of each recipe on stacked, flat state.
+
+State, all float32: `weights` [n] are the weights that all workers agree on; `unsent` [N, n] is what a worker has
+subtracted from its own copy and not sent yet; `m`, `v` are Adam's moments, [N, n] per worker or [1, n] global.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from model import SLICE, TILE, Layout, ModelSize, losses
+from recipes import Recipe
+from text import windows
+from torch import Tensor
+from wire import all_reduce_bytes
+
+EPSILON = 1e-8
+SAMPLE = 4096  # entries that a threshold is estimated from
+
+
+def adam_update(m: Tensor, v: Tensor, grad: Tensor, square: Tensor, s: dict[str, Tensor]) -> None:
+    """Advance the moments. `square` is the gradient whose square v averages."""
+    m.add_((grad - m) * (1 - s["beta1"]))
+    v.add_((square * square - v) * (1 - s["beta2"]))
+
+
+def adam_direction(m: Tensor, v: Tensor, s: dict[str, Tensor], moment: str, ratio: Tensor) -> Tensor:
+    """Adam's step before the learning rate, with the second moment that `moment` names."""
+    mean, second = m / s["fix1"], v / s["fix2"]
+    n = s["workers"]
+    if moment == "corrected":
+        second = second / n + (1 - 1 / n) * mean * mean
+    elif moment == "unbiased":
+        second = second * (1 - s["noise_part"]) + s["noise_part"] * mean * mean
+    elif moment == "scaled":
+        second = second / n
+    elif moment == "ratio":
+        second = (second.unflatten(-1, (-1, TILE)) * ratio).flatten(-2)
+    return mean / (second.sqrt() + EPSILON)
+
+
+def local_step(state: dict[str, Tensor], grad: Tensor, s: dict[str, Tensor], moment: str) -> None:
+    """AdamW of each worker, on its own copy of the weights: the change goes to `unsent`."""
+    g = grad.float()
+    square = g.mean(0, keepdim=True) if moment == "oracle" else g
+    adam_update(state["m"], state["v"], g, square, s)
+    step = adam_direction(state["m"], state["v"], s, moment, state["ratio"])
+    decay = s["decay"] * (state["weights"] - state["unsent"])
+    state["unsent"].add_((step + decay) * s["lr"])
+
+
+def global_step(state: dict[str, Tensor], mean: Tensor, s: dict[str, Tensor]) -> None:
+    """AdamW of the averaged gradient `mean` [1, n], on the weights of all."""
+    adam_update(state["m"], state["v"], mean, mean, s)
+    step = adam_direction(state["m"], state["v"], s, "local", state["ratio"])[0]
+    weights = state["weights"]
+    weights.mul_(1 - s["lr"] * (s["decay"] + s["global_decay"])).sub_(step * s["lr"])
+
+
+def take(unsent: Tensor, v: Tensor, limit: Tensor, power: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Take from `unsent` what is sent: entries with |e| v^(power/4) >= limit [N, n / TILE, 1].
+
+    Returns: the average of what was sent, [1, n], and which entries each worker sent, [N, n].
+    """
+    score = unsent.abs() if power == 0 else unsent.abs() * v.pow(power / 4)
+    listed = (score.unflatten(-1, (-1, TILE)) >= limit).flatten(-2) & (unsent != 0)
+    sent = torch.where(listed, unsent, 0.0).to(wire).float()
+    unsent.sub_(sent)
+    return sent.sum(0, keepdim=True).to(wire).float() / unsent.shape[0], listed
+
+
+def average(rows: Tensor) -> Tensor:
+    """Mean over the workers, [1, n] float32."""
+    return rows.float().mean(0, keepdim=True)
+
+
+def write_copies(weights: Tensor, unsent: Tensor, low: Tensor, exact: Tensor) -> None:
+    """Write the weights that forward reads: the agreed ones minus `unsent` [N, n], or [1, 1] for none."""
+    full = (weights - unsent).expand(low.shape[0], -1)
+    low.copy_(full)
+    exact.copy_(full[:, low.shape[1] - exact.shape[1] :])
+
+
+def apply_outer(state: dict[str, Tensor], mean: Tensor, lr: float, momentum: float) -> None:
+    """Subtract the averaged change from the weights, with a Nesterov step if momentum is not 0."""
+    if momentum:
+        state["outer"].mul_(momentum).add_(mean[0])
+        state["weights"].sub_((mean[0] + momentum * state["outer"]) * lr)
+    else:
+        state["weights"].sub_(mean[0] * lr)
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """`function` compiled once for all runs of this process."""
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than a slow run
+    return torch.compile(function, dynamic=False)
+
+
+class Simulation:
+    """One run of one recipe.
+
+    Args:
+        run: steps, workers, batch (windows per worker and step), seed, compile and graph (CUDA only).
+        text: training text, uint8, on the device of the run.
+    """
+
+    def __init__(self, size: ModelSize, recipe: Recipe, run: dict[str, int], text: Tensor) -> None:
+        self.size, self.recipe, self.text = size, recipe, text
+        self.steps, self.workers, self.batch = run["steps"], run["workers"], run["batch"]
+        self.device = text.device
+        self.layout = Layout(size)
+        n = self.layout.n_elems
+        own = recipe.mode == "update"
+        rows = self.workers if own else 1
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, device=self.device)
+
+        self.state = {
+            "weights": self.layout.initial(size, run["seed"]).to(self.device),
+            "m": zeros(rows, n),
+            "v": zeros(1 if recipe.moment == "oracle" else rows, n),
+            "ratio": torch.ones(self.workers, n // TILE, 1, device=self.device),
+        }
+        if recipe.mode != "dense":
+            self.state["unsent"] = zeros(self.workers, n)
+        if recipe.outer_momentum:
+            self.state["outer"] = zeros(n)
+        self.sums = {"loss": zeros(1).double(), "bytes": zeros(1).double(), "density": zeros(1).double()}
+        self._make_leaves()
+        self._make_tables(run["seed"])
+        self._compile(bool(run["compile"]))
+        self.refresh()
+        self.step = 0
+        self.use_graph = bool(run["graph"]) and self.device.type == "cuda"
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    # ---- set-up ----
+
+    def _make_leaves(self) -> None:
+        """Copies of the weights that forward reads: matrices in bfloat16 on CUDA, vectors in float32."""
+        low = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        n = self.layout.n_elems
+        self.low = torch.zeros(self.workers, n, dtype=low, device=self.device)
+        self.exact = torch.zeros(self.workers, n - self.layout.n_matrix_elems, device=self.device)
+        self.grads = torch.zeros(self.workers, n, dtype=low, device=self.device)
+        self.nothing = torch.zeros(1, 1, device=self.device)
+        self.leaves: dict[str, Tensor] = {}
+        views = self.layout.views(self.low)
+        for name, shape in self.layout.shapes.items():
+            if len(shape) > 1:
+                leaf = views[name]
+            else:
+                start = self.layout.offset[name] - self.layout.n_matrix_elems
+                leaf = self.exact[:, start : start + shape[0]]
+            self.leaves[name] = leaf.detach().requires_grad_()
+        self.grad_views = list(self.layout.views(self.grads).values())
+
+    def _make_tables(self, seed: int) -> None:
+        """Everything that depends on the step alone, by step, on the device."""
+        r, steps = self.recipe, self.steps
+        generator = torch.Generator().manual_seed(100 + seed)
+        last = len(self.text) - self.size.context - 1
+        shape = (steps, self.workers, self.batch)
+        columns: dict[str, list[float]] = {name: [] for name in ("lr", "density", "fix1", "fix2", "noise_part")}
+        for t in range(1, steps + 1):
+            columns["lr"].append(r.lr_at(t, steps))
+            columns["density"].append(r.density_at(t, steps) if t % r.every == 0 else 0.0)
+            columns["fix1"].append(1 - r.beta1**t)
+            columns["fix2"].append(1 - r.beta2**t)
+            noise = (1 - r.beta1) * (1 + r.beta1**t) / ((1 + r.beta1) * (1 - r.beta1**t))
+            columns["noise_part"].append(min(0.95, (1 - 1 / self.workers) / max(1 - noise, 1e-3)))
+        self.tables = {name: torch.tensor(values).to(self.device) for name, values in columns.items()}
+        self.tables["starts"] = torch.randint(0, last, shape, generator=generator).to(self.device)
+        self.tables["offset"] = torch.randint(0, 1 << 30, (steps,), generator=generator).to(self.device)
+        constants = {
+            "beta1": r.beta1,
+            "beta2": r.beta2,
+            "workers": float(self.workers),
+            "decay": r.weight_decay if r.decay_in_change else 0.0,
+            "global_decay": 0.0 if r.decay_in_change else r.weight_decay,
+        }
+        self.constants = {name: torch.tensor(value, device=self.device) for name, value in constants.items()}
+        self.now = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._make_sample()
+
+    def _make_sample(self) -> None:
+        """Positions from which thresholds are sampled: a regular grid in each matrix, moved in each step."""
+        counts = [math.prod(self.layout.shapes[name]) for name in self.layout.matrices]
+        starts = [self.layout.offset[name] for name in self.layout.matrices]
+        sample = min(SAMPLE, min(counts))
+        grid = torch.arange(sample)
+        self.sample_grid = torch.stack([grid * (c // sample) for c in counts]).to(self.device)
+        self.sample_count = torch.tensor(counts).to(self.device)[:, None]
+        self.sample_start = torch.tensor(starts).to(self.device)[:, None]
+        self.tile_tensor = self.layout.tile_tensor.to(self.device)
+        n_slices = self.layout.n_elems // SLICE
+        unit = SLICE if n_slices >= 64 else TILE
+        tile_unit = torch.arange(self.layout.n_elems // TILE) // (unit // TILE)
+        self.tile_unit = tile_unit.to(self.device)
+        self.vector_tiles = (self.layout.tile_tensor == len(self.layout.matrices)).to(self.device)
+
+    def _compile(self, use: bool) -> None:
+        def made(function: Callable) -> Callable:
+            return compiled(function) if use else function
+
+        self.losses, self.bytes = made(losses), made(all_reduce_bytes)
+        self.local_step, self.global_step = made(local_step), made(global_step)
+        self.take, self.average, self.write_copies = made(take), made(average), made(write_copies)
+
+    # ---- one step ----
+
+    def refresh(self) -> None:
+        """Write the weights that forward reads: the agreed ones minus what each worker has not sent."""
+        ahead = self.recipe.mode == "update" and self.recipe.look_ahead
+        unsent = self.state["unsent"] if ahead else self.nothing
+        self.write_copies(self.state["weights"], unsent, self.low, self.exact)
+
+    def scalars(self) -> dict[str, Tensor]:
+        at = {name: table[self.now][0] for name, table in self.tables.items() if name not in ("starts", "offset")}
+        return at | self.constants
+
+    def compute_gradients(self) -> None:
+        starts = self.tables["starts"][self.now][0]
+        value = self.losses(self.leaves, windows(self.text, starts, self.size.context + 1), self.size)
+        grads = torch.autograd.grad(value.sum(), list(self.leaves.values()))
+        torch._foreach_copy_(self.grad_views, list(grads))
+        self.sums["loss"] += value.detach().mean()
+
+    def limits(self, density: Tensor) -> Tensor:
+        """Threshold of each tile, [N, n / TILE, 1], for the wanted density."""
+        if self.recipe.select == "rotate":
+            period = (1 / density).round().clamp(min=1).long()
+            turn = (self.tile_unit + self.now // self.recipe.every) % period == 0
+            limit = torch.where(turn | self.vector_tiles, 0.0, math.inf)
+            return limit[None, :, None].expand(self.workers, -1, 1)
+        index = self.sample_start + (self.sample_grid + self.tables["offset"][self.now]) % self.sample_count
+        score = self.state["unsent"][:, index].abs()
+        if self.recipe.power:
+            score = score * self.state["v"][:, index].pow(self.recipe.power / 4)
+        ranked = score.sort(dim=-1, descending=True).values
+        place = (density * ranked.shape[-1]).round().long().clamp(1, ranked.shape[-1]) - 1
+        limit = ranked[..., place.expand(1)].squeeze(-1)
+        limit = torch.where(density >= 1, 0.0, limit)
+        limit = torch.cat([limit, torch.zeros_like(limit[:, :1])], 1)  # the vectors are sent whole
+        return limit[:, self.tile_tensor][..., None]
+
+    def exchange(self, density: Tensor) -> Tensor:
+        """Average over the workers of what they send. Counts its bytes."""
+        wire = getattr(torch, self.recipe.wire)
+        mean, listed = self.take(
+            self.state["unsent"], self.state["v"], self.limits(density), self.recipe.power, wire
+        )
+        self.sums["bytes"] += self.bytes(listed, mean[0] != 0, wire.itemsize)
+        self.sums["density"] += listed.sum() / listed.numel()
+        return mean
+
+    def estimate_ratio(self, s: dict[str, Tensor]) -> None:
+        """Per matrix and worker: second moment of the averaged gradient over that of the local one."""
+        n_tensors = len(self.layout.matrices) + 1
+        parts = []
+        for x in (self.state["m"].square() / s["fix1"] ** 2, self.state["v"] / s["fix2"]):
+            tiles = x.unflatten(-1, (-1, TILE)).sum(-1)
+            parts.append(torch.zeros(self.workers, n_tensors, device=self.device).index_add(1, self.tile_tensor, tiles))
+        noise = 1 - (1 - 1 / self.workers) / s["noise_part"]
+        signal = ((parts[0] / (parts[1] + 1e-30) - noise) / (1 - noise)).clamp(0, 1)
+        ratio = 1 / self.workers + (1 - 1 / self.workers) * signal
+        self.state["ratio"].copy_(ratio[:, self.tile_tensor][..., None])
+
+    def _step(self, exchanges: bool) -> None:
+        s = self.scalars()
+        self.compute_gradients()
+        recipe, state = self.recipe, self.state
+        if recipe.mode == "dense":
+            self.global_step(state, self.average(self.grads), s)
+        elif recipe.mode == "gradient":
+            state["unsent"].add_(self.grads)
+            self.global_step(state, self.exchange(s["density"]), s)
+        else:
+            if recipe.moment == "ratio":
+                self.estimate_ratio(s)
+            self.local_step(state, self.grads, s, recipe.moment)
+            if exchanges:
+                mean = self.exchange(s["density"])
+                apply_outer(state, mean, recipe.outer_lr, recipe.outer_momentum)
+            if recipe.weight_decay and not recipe.decay_in_change:
+                state["weights"].mul_(1 - s["lr"] * s["global_decay"])
+        self.refresh()
+        self.now.add_(1)
+
+    def _capture(self, exchanges: bool) -> None:
+        """Record the step as a CUDA graph. State is put back to what it was before."""
+        kept = {name: t.clone() for name, t in (*self.state.items(), *self.sums.items(), ("now", self.now))}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step(exchanges)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step(exchanges)
+        for name, t in (*self.state.items(), *self.sums.items(), ("now", self.now)):
+            t.copy_(kept[name])
+        self.refresh()
+        self.graphs[exchanges] = graph
+
+    def advance(self) -> None:
+        """One optimizer step of all workers."""
+        self.step += 1
+        exchanges = self.step % self.recipe.every == 0
+        if not self.use_graph:
+            self._step(exchanges)
+            return
+        if exchanges not in self.graphs:
+            self._capture(exchanges)
+        self.graphs[exchanges].replay()
+
+    # ---- reading results ----
+
+    def evaluate(self, text: Tensor, n_windows: int, consolidated: bool) -> float:
+        """Loss on held-out text, of the agreed weights or of the mean of the workers' own copies."""
+        flat = self.state["weights"]
+        if consolidated and "unsent" in self.state and self.recipe.mode == "update":
+            flat = flat - self.state["unsent"].mean(0)
+        n_vectors = self.layout.n_matrix_elems
+        views = self.layout.views(flat[None].to(self.low.dtype))
+        exact = self.layout.views(flat[None])
+        weights = {k: v if self.layout.offset[k] < n_vectors else exact[k] for k, v in views.items()}
+        generator = torch.Generator().manual_seed(7)
+        starts = torch.randint(0, len(text) - self.size.context - 1, (n_windows,), generator=generator)
+        total, chunk = 0.0, 64
+        with torch.no_grad():
+            for part in starts.split(chunk):
+                batch = windows(text, part.to(self.device)[None], self.size.context + 1)
+                total += losses(weights, batch, self.size).item() * len(part)
+        return total / n_windows
+
+    def read_sums(self) -> dict[str, float]:
+        return {name: total.item() for name, total in self.sums.items()}
+
+    def norms(self) -> float:
+        """Norm of what was not sent over the norm of the weights, mean over workers; 0 if all is sent."""
+        if "unsent" not in self.state:
+            return 0.0
+        return (self.state["unsent"].norm(dim=1).mean() / self.state["weights"].norm()).item()
+
+    def save(self) -> dict[str, object]:
+        tensors = {**self.state, **{f"sum_{k}": v for k, v in self.sums.items()}}
+        return {"step": self.step, "tensors": {k: v.cpu() for k, v in tensors.items()}}
+
+    def load(self, saved: dict) -> None:
+        self.step = saved["step"]
+        self.now.fill_(self.step)
+        for name, tensor in saved["tensors"].items():
+            target = self.sums[name[4:]] if name.startswith("sum_") else self.state[name]
+            target.copy_(tensor)
+        self.refresh()
