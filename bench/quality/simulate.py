@@ -60,16 +60,27 @@ def global_step(state: dict[str, Tensor], mean: Tensor, s: dict[str, Tensor]) ->
     weights.mul_(1 - s["lr"] * (s["decay"] + s["global_decay"])).sub_(step * s["lr"])
 
 
-def take(unsent: Tensor, v: Tensor, limit: Tensor, power: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor, wire: str) -> Tensor:
+    """Finite float32 values as they are after a cast to `wire` ("float32" or "bfloat16") and back.
+
+    torch.compile drops such a pair of casts inside a kernel, so the bits are rounded here.
+    """
+    if wire == "float32":
+        return x
+    bits = x.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
+def take(unsent: Tensor, v: Tensor, limit: Tensor, power: int, wire: str) -> tuple[Tensor, Tensor]:
     """Take from `unsent` what is sent: entries with |e| v^(power/4) >= limit [N, n / TILE, 1].
 
     Returns: the average of what was sent, [1, n], and which entries each worker sent, [N, n].
     """
     score = unsent.abs() if power == 0 else unsent.abs() * v.pow(power / 4)
     listed = (score.unflatten(-1, (-1, TILE)) >= limit).flatten(-2) & (unsent != 0)
-    sent = torch.where(listed, unsent, 0.0).to(wire).float()
+    sent = rounded(torch.where(listed, unsent, 0.0), wire)
     unsent.sub_(sent)
-    return sent.sum(0, keepdim=True).to(wire).float() / unsent.shape[0], listed
+    return rounded(sent.sum(0, keepdim=True), wire) / unsent.shape[0], listed
 
 
 def average(rows: Tensor) -> Tensor:
@@ -252,11 +263,11 @@ class Simulation:
 
     def exchange(self, density: Tensor) -> Tensor:
         """Average over the workers of what they send. Counts its bytes."""
-        wire = getattr(torch, self.recipe.wire)
+        recipe = self.recipe
         mean, listed = self.take(
-            self.state["unsent"], self.state["v"], self.limits(density), self.recipe.power, wire
+            self.state["unsent"], self.state["v"], self.limits(density), recipe.power, recipe.wire
         )
-        self.sums["bytes"] += self.bytes(listed, mean[0] != 0, wire.itemsize)
+        self.sums["bytes"] += self.bytes(listed, mean[0] != 0, 4 if recipe.wire == "float32" else 2)
         self.sums["density"] += listed.sum() / listed.numel()
         return mean
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "quality"
 
 from model import Layout, ModelSize, losses  # noqa: E402
 from recipes import Recipe, parse  # noqa: E402
-from simulate import Simulation  # noqa: E402
+from simulate import Simulation, rounded  # noqa: E402
 from text import windows  # noqa: E402
 from wire import all_reduce_bytes, frame_bytes, slice_stats  # noqa: E402
 
@@ -64,6 +64,13 @@ def test_one_worker_is_torch_adamw(mode: str) -> None:
         optimizer.step()
     for name, view in layout.views(sim.state["weights"][None]).items():
         torch.testing.assert_close(view, weights[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_rounded_is_a_cast_to_bfloat16() -> None:
+    x = torch.randn(20000, generator=torch.Generator().manual_seed(2)) * torch.logspace(-30, 30, 20000)
+    x[:4] = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875])  # zeros and ties
+    assert torch.equal(rounded(x, "bfloat16"), x.to(torch.bfloat16).float())
+    assert torch.equal(rounded(x, "float32"), x)
 
 
 @pytest.mark.parametrize("select", ["top", "rotate"])
