@@ -53,9 +53,16 @@ def arguments() -> argparse.Namespace:
         parser.error("--variant graph: CUDA graphs need --device cuda")
     if "RANK" not in os.environ:
         parser.error(f"start it by torchrun: torchrun --nproc-per-node 1 {shlex.join(sys.argv)}")
+    if args.device == "cuda" and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+        parser.error(
+            f"--device cuda: torch sees {torch.cuda.device_count()} GPUs, wanted one for each of the "
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes; --nproc-per-node has their number"
+        )
     args.micro_batch = args.micro_batch or (16 if args.variant == "large-batch" else 2)
     args.context = min(args.context, SIZES[args.size].context)
     args.csv = args.csv or Path(f"gpt2-{args.size}-{args.variant}.csv")
+    if not args.csv.parent.is_dir():
+        parser.error(f"--csv {args.csv}: there is no folder {args.csv.parent}")
     return args
 
 

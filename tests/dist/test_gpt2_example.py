@@ -110,17 +110,24 @@ def test_training_lowers_the_loss(tmp_path, dense):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("--modes", "dense,sparse"), "sparse is not one of dense, tuned, pruned, momentum"),
-        (("--buckets", "25,0"), "wanted sizes in MB"),
-        (("--variant", "graph", "--device", "cpu"), "CUDA graphs need --device cuda"),
-        ((), "start it by torchrun: torchrun --nproc-per-node 1 measure.py"),
+        ("--modes dense,sparse", "sparse is not one of dense, tuned, pruned, momentum"),
+        ("--buckets 25,0", "wanted sizes in MB"),
+        ("--variant graph --device cpu", "CUDA graphs need --device cuda"),
+        ("--csv no/such/x.csv --device cpu", "there is no folder no/such"),
+        ("--device cuda", "wanted one for each of the 99 processes"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, results, args, text):
     import measure
 
-    monkeypatch.setattr(sys, "argv", ["measure.py", *args])
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["measure.py", *args.split()])
+    for name, value in (("RANK", "98"), ("LOCAL_RANK", "98"), ("LOCAL_WORLD_SIZE", "99")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
         measure.arguments()
     assert text in capsys.readouterr().err
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(sys, "argv", ["measure.py"])
+    with pytest.raises(SystemExit, match="2"):
+        measure.arguments()
+    assert "start it by torchrun: torchrun --nproc-per-node 1 measure.py" in capsys.readouterr().err
