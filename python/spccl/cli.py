@@ -290,6 +290,13 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     default=2,
     help="Processes to start.  [default: 2; on GPUs one for each]",
 )
+@click.option(
+    "--hosts",
+    type=click.IntRange(2, 64),
+    help="Spread the ranks over so many emulated hosts: network namespaces with shaped links (root, iproute2).  "
+    "[default: none; with it --ranks is the number of hosts]",
+)
+@click.option("--rate", default="1gbit", show_default=True, help="Rate of an emulated host's link, as tc writes it.")
 @click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
 @click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations before.")
@@ -376,8 +383,11 @@ def bench_command(
             "nccl needs --device cuda; with --device cpu use gloo or none", param_hint="--peer"
         )
     from .bench import cpu_cli, report, runner
+    from .bench.hosts import CannotEmulate
     from .bench.launch import RanksFailed
 
+    if options["hosts"] is not None and "ranks" not in given:
+        options["ranks"] = options["hosts"]
     plan = cpu_cli.plan_of(options)
 
     def on_row(row: report.Row) -> None:
@@ -390,13 +400,13 @@ def bench_command(
         facts = report.machine() | {"command": report.command()}
         for key, value in facts.items():
             click.echo(f"# {key}: {value}")
-        click.echo(report.table_head(plan.peer))
+        click.echo(report.table_head(plan.peer, with_hosts=plan.n_hosts > 0))
     try:
         if torchrun:
             rows = runner.run_here(plan, on_row)
         else:
             rows = runner.run_spawned(plan, options["ranks"], deadline_s=options["timeout"], on_row=on_row)
-    except (RanksFailed, errors.Error) as error:
+    except (RanksFailed, CannotEmulate, errors.Error) as error:
         raise _Fail(f"spccl bench failed:\n{error}") from error
     if is_first:
         _write(csv_file, lambda: report.to_csv(rows, facts))

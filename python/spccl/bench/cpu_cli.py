@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from . import cases, runner
+from . import cases, hosts, runner
 
 
 def plan_of(o: dict[str, Any]) -> runner.Plan:
@@ -29,6 +29,7 @@ def plan_of(o: dict[str, Any]) -> runner.Plan:
         sizes = o["sizes"] or cases.sizes(o["smallest"], o["largest"], o["factor"])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--min, --max, --factor") from error
+    _check_hosts(o, has_torch)
     chosen = tuple(cases.cases(o["collectives"], sizes, o["dtypes"], o["op"], o["sparsities"]))
     try:
         cases.check_sizes(chosen, int(os.environ["WORLD_SIZE"]) if runner.under_torchrun() else o["ranks"])
@@ -42,4 +43,26 @@ def plan_of(o: dict[str, Any]) -> runner.Plan:
         iters=o["iters"],
         warmup=o["warmup"],
         timeout_s=min(o["timeout"], 120.0),
+        n_hosts=o["hosts"] or 0,
+        rate=o["rate"],
     )
+
+
+def _check_hosts(o: dict[str, Any], has_torch: bool) -> None:
+    if o["hosts"] is None:
+        return
+    if runner.under_torchrun():
+        raise click.BadParameter("starts its own ranks: do not use it under torchrun", param_hint="--hosts")
+    if o["ranks"] % o["hosts"] != 0:
+        raise click.BadParameter(
+            f"{o['ranks']} ranks cannot be spread evenly over {o['hosts']} hosts", param_hint="--ranks"
+        )
+    try:
+        hosts.bits_per_second(o["rate"])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--rate") from error
+    reason = hosts.why_not()
+    if reason is None and not has_torch:
+        reason = "the ranks of emulated hosts meet through torch's file store: pip install 'torch>=2.9'"
+    if reason is not None:
+        raise click.ClickException(f"--hosts: {reason}")

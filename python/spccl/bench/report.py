@@ -62,6 +62,26 @@ class Row:
     calls_per_iter: int
 
 
+@dataclasses.dataclass(frozen=True)
+class HostRow(Row):
+    """A case on emulated hosts (hosts.py).
+
+    link_gbs: payload that one TCP connection carries over a link, 1e9 bytes/s, measured before the cases.
+    host_bytes: bytes that the busiest host sent per call, with all headers. time_over_wire: time / (host_bytes / link).
+    retransmits, timeouts: TCP segments sent again, and TCP retransmission time-outs, of all hosts in all timed
+    iterations.
+    """
+
+    hosts: int
+    link_gbs: float
+    host_bytes: int
+    time_over_wire: float
+    retransmits: int
+    timeouts: int
+    peer_retransmits: int | None
+    peer_timeouts: int | None
+
+
 def bus_factor(collective: str, world_size: int) -> float:
     """busbw / algbw: the bytes that the busiest link must carry, per byte of the size. Source: nccl-tests,
     doc/PERFORMANCE.md."""
@@ -167,40 +187,49 @@ _UNITS = ("", "(B)", "(elements)", "", "", "(%)", "", "(B/rank)", "(us)", "(us)"
 
 
 def _line(cells: Iterable[str]) -> str:
-    return " ".join(
-        f"{cell:{align}{width}}" for cell, (_, width, align) in zip(cells, _COLUMNS, strict=True)
-    ).rstrip()
+    return " ".join(f"{cell:{align}{width}}" for cell, (_, width, align) in zip(cells, _COLUMNS, strict=True)).rstrip()
 
 
-def table_head(peer: str) -> str:
-    """Two lines that name the columns."""
+_HOST_COLUMNS = ("t/wire", "resent", "timeouts", "peer's")
+
+
+def _host_cells(cells: Iterable[str]) -> str:
+    return "".join(f" {cell:>8}" for cell in cells)
+
+
+def table_head(peer: str, with_hosts: bool = False) -> str:
+    """Two lines that name the columns. with_hosts: also those of emulated hosts."""
     names = [peer if name == "peer" else name for name, _, _ in _COLUMNS]
     units = [*_UNITS, "(us)" if peer != "none" else "", "", ""]
-    return "# " + _line(names) + "\n# " + _line(units)
+    more = _host_cells(_HOST_COLUMNS) if with_hosts else ""
+    return "# " + _line(names) + more + "\n# " + _line(units)
 
 
 def table_line(row: Row) -> str:
     """One row, under `table_head`."""
-    return "  " + _line(
-        [
-            row.collective,
-            str(row.size_bytes),
-            str(row.count),
-            row.dtype,
-            row.op,
-            f"{100 * row.sparsity:g}",
-            row.format_mix,
-            str(row.wire_bytes),
-            f"{row.time_us:.1f}",
-            f"{row.time_p10_us:.1f}",
-            f"{row.time_p90_us:.1f}",
-            f"{row.algbw_gbs:.2f}",
-            f"{row.busbw_gbs:.2f}",
-            "-" if row.peer_time_us is None else f"{row.peer_time_us:.1f}",
-            "-" if row.ratio is None else f"{row.ratio:.2f}x",
-            str(row.wrong + (row.peer_wrong or 0)),
-        ]
-    )
+    more = ""
+    if isinstance(row, HostRow):
+        peer = "-" if row.peer_retransmits is None else f"{row.peer_retransmits}/{row.peer_timeouts}"
+        more = _host_cells((f"{row.time_over_wire:.2f}", f"{row.retransmits}", f"{row.timeouts}", peer))
+    cells = [
+        row.collective,
+        str(row.size_bytes),
+        str(row.count),
+        row.dtype,
+        row.op,
+        f"{100 * row.sparsity:g}",
+        row.format_mix,
+        str(row.wire_bytes),
+        f"{row.time_us:.1f}",
+        f"{row.time_p10_us:.1f}",
+        f"{row.time_p90_us:.1f}",
+        f"{row.algbw_gbs:.2f}",
+        f"{row.busbw_gbs:.2f}",
+        "-" if row.peer_time_us is None else f"{row.peer_time_us:.1f}",
+        "-" if row.ratio is None else f"{row.ratio:.2f}x",
+        str(row.wrong + (row.peer_wrong or 0)),
+    ]
+    return "  " + _line(cells) + more
 
 
 # ---- files ----
@@ -251,9 +280,7 @@ def _commit() -> str:
     for folder in (Path(__file__).resolve().parent, Path.cwd()):
         try:
             git = ["git", "-C", str(folder)]
-            top = subprocess.run(
-                [*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=10
-            )
+            top = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, timeout=10)
             if top.returncode != 0 or not (Path(top.stdout.strip()) / "csrc" / "spccl.h").is_file():
                 continue
             describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -21,9 +21,10 @@ import numpy as np
 from .. import verify
 from ..comm import Communicator, Stats, get_unique_id
 from ..frame import numpy_dtype
+from . import hosts
 from .cases import Case
 from .launch import Rank, run_ranks
-from .report import Row, make_row
+from .report import HostRow, Row, make_row
 
 ROOT = 0  # of broadcasts
 
@@ -39,12 +40,16 @@ class Plan:
     iters: int = 20
     warmup: int = 3
     timeout_s: float = 120.0  # of one collective
+    n_hosts: int = 0  # emulated hosts (hosts.py) that the ranks are spread over; 0: all ranks run on this machine
+    rate: str = ""  # of an emulated host's link
     unique_ids: tuple[bytes, ...] = ()
     store_file: str = ""
+    host_names: tuple[str, ...] = ()
+    link_rate: float = 0.0  # measured, bytes per second
 
     @property
     def needs_torch(self) -> bool:
-        return self.via == "torch" or self.peer == "gloo"
+        return self.via == "torch" or self.peer == "gloo" or self.n_hosts > 0  # torch's file store
 
 
 class Native:
@@ -180,16 +185,52 @@ class _Bench:
         wrong = [self._wrong(case, source, targets[0], one[0], expected) for one in calls]
         del expected
         times = [np.empty(self.plan.iters) for _ in systems]
+        network = np.zeros((len(systems), 3))
         before = ours.stats()
         for i in range(-self.plan.warmup, self.plan.iters):
             if i == 0:
                 before = ours.stats()
             # The order alternates, because data that one system leaves in the caches helps the next.
             for s in range(len(systems)) if i % 2 == 0 else reversed(range(len(systems))):
-                elapsed = self._iteration(case, source, targets, calls[s])
+                elapsed, used = self._counted(case, source, targets, calls[s])
                 if i >= 0:
                     times[s][i] = elapsed / len(targets)
-        return self._row(case, times, wrong, ours.stats().since(before), peer is not None)
+                    network[s] += used
+        row = self._row(case, times, wrong, ours.stats().since(before), peer is not None)
+        return self._with_network(row, network) if self.plan.n_hosts else row
+
+    def _counted(
+        self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
+    ) -> tuple[float, tuple[int, int, int]]:
+        """Run one iteration. Returns seconds, and what this rank's host counted: bytes, retransmissions, time-outs.
+        Of the ranks of a host only the first counts."""
+        if self.plan.n_hosts == 0 or self.rank % (self.world_size // self.plan.n_hosts) != 0:
+            elapsed = self._iteration(case, source, targets, calls)
+            if self.plan.n_hosts:
+                self.barrier()
+            return elapsed, (0, 0, 0)
+        before = hosts.counters()
+        elapsed = self._iteration(case, source, targets, calls)
+        self.barrier()  # all ranks are done
+        used = hosts.counters().since(before)
+        return elapsed, (used.tx_bytes, used.retransmits, used.timeouts)
+
+    def _with_network(self, row: Row, network: np.ndarray) -> HostRow:
+        """Add what the hosts counted. network: [systems, 3] sums over this rank's iterations."""
+        everyone = np.stack([self.gather(one) for one in network])  # [systems, ranks, 3]
+        busiest = everyone[:, :, 0].max(axis=1) / self.plan.iters / row.calls_per_iter
+        counts = everyone[:, :, 1:].sum(axis=1)
+        return HostRow(
+            **dataclasses.asdict(row),
+            hosts=self.plan.n_hosts,
+            link_gbs=self.plan.link_rate / 1e9,
+            host_bytes=round(busiest[0]),
+            time_over_wire=row.time_us / 1e6 / (busiest[0] / self.plan.link_rate),
+            retransmits=round(counts[0, 0]),
+            timeouts=round(counts[0, 1]),
+            peer_retransmits=round(counts[1, 0]) if len(counts) > 1 else None,
+            peer_timeouts=round(counts[1, 1]) if len(counts) > 1 else None,
+        )
 
     def _reset(self, case: Case, source: np.ndarray, target: np.ndarray) -> None:
         if case.collective == "all_reduce" or (case.collective == "broadcast" and self.rank == ROOT):
@@ -219,9 +260,7 @@ class _Bench:
         call()
         return int(np.count_nonzero(target != expected))
 
-    def _row(
-        self, case: Case, times: list[np.ndarray], wrong: list[int], stats: Stats, has_peer: bool
-    ) -> Row:
+    def _row(self, case: Case, times: list[np.ndarray], wrong: list[int], stats: Stats, has_peer: bool) -> Row:
         slowest = [self.gather(one).max(axis=0) for one in times]
         n_calls = self.plan.iters * case.calls()
         names = list(stats.n_frames_sent)
@@ -252,9 +291,7 @@ class _Bench:
 # ---- groups ----
 
 
-def _run_cases(
-    rank: int, world_size: int, plan: Plan, store: Any, send: Callable[[Row], None] | None
-) -> list[Row]:
+def _run_cases(rank: int, world_size: int, plan: Plan, store: Any, send: Callable[[Row], None] | None) -> list[Row]:
     """Run all cases on one rank. `store`: a torch store; None if torch is not needed."""
 
     def communicator(i: int, name: str, transports: str | None) -> Communicator:
@@ -299,6 +336,9 @@ def _torch_groups(rank: int, world_size: int, plan: Plan, store: Any) -> tuple[T
 
 def _spawned_rank(rank: Rank, plan: Plan) -> list[Row]:
     store = None
+    if plan.host_names:
+        hosts.enter(plan.host_names[rank.rank // (rank.world_size // plan.n_hosts)])
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts.IFNAME
     if plan.needs_torch:
         import torch.distributed as dist
 
@@ -321,19 +361,19 @@ def run_here(plan: Plan, on_row: Callable[[Row], None]) -> list[Row]:
     return _run_cases(rank, world_size, plan, store, on_row if rank == 0 else None)
 
 
-def run_spawned(
-    plan: Plan, world_size: int, *, deadline_s: float, on_row: Callable[[Row], None]
-) -> list[Row]:
+def run_spawned(plan: Plan, world_size: int, *, deadline_s: float, on_row: Callable[[Row], None]) -> list[Row]:
     """Run over `world_size` new processes of this machine. Returns the rows in the order of the cases.
 
-    Raises: RanksFailed (launch.py).
+    Raises: RanksFailed (launch.py), CannotEmulate (hosts.py).
     """
-    with tempfile.TemporaryDirectory(prefix="spccl-bench-") as folder:
-        plan = dataclasses.replace(
-            plan,
-            unique_ids=(get_unique_id(), get_unique_id()),
-            store_file=os.path.join(folder, "store"),
-        )
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="spccl-bench-"))
+        plan = dataclasses.replace(plan, store_file=os.path.join(folder, "store"))
+        if plan.n_hosts:
+            names = stack.enter_context(hosts.emulated(plan.n_hosts, plan.rate))
+            plan = dataclasses.replace(plan, host_names=tuple(names), link_rate=hosts.measured_rate(names))
+        else:
+            plan = dataclasses.replace(plan, unique_ids=(get_unique_id(), get_unique_id()))
         return run_ranks(
             _spawned_rank,
             world_size,

@@ -1,0 +1,200 @@
+"""Emulated hosts: network namespaces of this machine, joined by a switch, with links of a limited rate.
+
+Each host is a namespace with one interface, `eth0`. The switch is a bridge in a namespace of its own, so the machine's
+own network is not touched. Both ends of a host's link are shaped by `tbf`, with the queue of a small switch: 256 KiB
+and 5 ms. Needs root, and the commands `ip` and `tc` (iproute2). This file knows nothing of collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+IFNAME = "eth0"
+_BURST, _LATENCY = "256kb", "5ms"
+_COMMAND_S = 20.0  # time for one `ip` or `tc` command
+_CLONE_NEWNET = 0x40000000
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_UNIT = {"k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class CannotEmulate(RuntimeError):
+    """This machine or this user cannot make the namespaces. The text says why, and what to do."""
+
+
+def bits_per_second(rate: str) -> float:
+    """ "1gbit" -> 1e9. Raises: ValueError."""
+    match = _RATE.fullmatch(rate)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f'"{rate}" is not a rate: write it as tc does, such as 1gbit or 100mbit')
+    return float(match[1]) * _UNIT[match[2]]
+
+
+def _run(*words: str) -> None:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotEmulate(f"{' '.join(words)}: {error}") from error
+    if done.returncode != 0:
+        text = done.stderr.strip() or f"exit code {done.returncode}"
+        raise CannotEmulate(f"{' '.join(words)}: {text}")
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be emulated here; None if they can, as far as this can be told without trying."""
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    return None
+
+
+def _make(prefix: str, names: list[str], rate: str) -> None:
+    switch = f"{prefix}-switch"
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "bridge", "up")
+    for i, name in enumerate(names):
+        port = f"port{i}"
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", IFNAME, "netns", name)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", IFNAME)
+        _run("ip", "-n", name, "link", "set", IFNAME, "up")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        shape = ("root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY)
+        _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, *shape)
+        _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+
+
+def address(host: int) -> str:
+    """The IP address of host number `host`."""
+    return f"10.77.1.{host + 1}"
+
+
+@contextlib.contextmanager
+def emulated(n_hosts: int, rate: str) -> Iterator[list[str]]:
+    """Make n_hosts hosts with links of `rate` ("1gbit"), and remove them at the end. Yields the namespaces' names.
+
+    Raises: CannotEmulate, ValueError (the rate, or not 2 to 250 hosts).
+    """
+    bits_per_second(rate)
+    if not 2 <= n_hosts <= 250:
+        raise ValueError(f"{n_hosts} hosts: wanted 2 to 250")
+    reason = why_not()
+    if reason is not None:
+        raise CannotEmulate(reason)
+    prefix = f"spccl-{os.getpid()}"
+    names = [f"{prefix}-{i}" for i in range(n_hosts)]
+    try:
+        _make(prefix, names, rate)
+        yield names
+    finally:
+        for name in [*names, f"{prefix}-switch"]:
+            with contextlib.suppress(CannotEmulate):
+                _run("ip", "netns", "del", name)
+
+
+def enter(name: str) -> None:
+    """Move this thread, and the threads that it starts later, to the host `name`. Raises: OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"entering the network namespace {name}: {os.strerror(error)}")
+
+
+# ---- counters ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What the host of this thread counted since it was made.
+
+    tx_bytes: bytes out of its interface, with all headers. retransmits: TCP segments sent again. timeouts: TCP
+    retransmission time-outs.
+    """
+
+    tx_bytes: int
+    retransmits: int
+    timeouts: int
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(
+            self.tx_bytes - before.tx_bytes,
+            self.retransmits - before.retransmits,
+            self.timeouts - before.timeouts,
+        )
+
+
+def _table_value(path: str, table: str, name: str) -> int:
+    """A value of /proc/net/snmp or netstat, which have pairs of lines: names, then values."""
+    with open(path) as file:
+        lines = [line.split() for line in file if line.startswith(table + ":")]
+    return int(lines[1][lines[0].index(name)])
+
+
+def counters() -> Counters:
+    """Read the counters of the host of this thread."""
+    with open("/proc/thread-self/net/dev") as file:
+        line = next(line for line in file if line.strip().startswith(IFNAME + ":"))
+    return Counters(
+        tx_bytes=int(line.split(":")[1].split()[8]),
+        retransmits=_table_value("/proc/thread-self/net/snmp", "Tcp", "RetransSegs"),
+        timeouts=_table_value("/proc/thread-self/net/netstat", "TcpExt", "TCPTimeouts"),
+    )
+
+
+# ---- the rate of a link ----
+
+
+def _send_for(name: str, port: int, seconds: float) -> None:
+    enter(name)
+    block = bytes(1 << 18)
+    with socket.create_connection((address(1), port), timeout=seconds + 5) as sock:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sock.sendall(block)
+
+
+def _receive(name: str, listening: threading.Event, port: list[int], rates: list[float]) -> None:
+    enter(name)
+    with socket.create_server((address(1), 0)) as server:
+        server.settimeout(10)
+        port.append(server.getsockname()[1])
+        listening.set()
+        sock, _ = server.accept()
+        with sock:
+            sock.settimeout(10)
+            buffer = bytearray(1 << 18)
+            sock.recv_into(buffer)
+            start, n_bytes = time.monotonic(), 0
+            while n := sock.recv_into(buffer):
+                n_bytes += n
+            rates.append(n_bytes / (time.monotonic() - start))
+
+
+def measured_rate(names: list[str], seconds: float = 1.0) -> float:
+    """Payload that one TCP connection carries from host 0 to host 1, in bytes per second. Raises: CannotEmulate."""
+    listening, port, rates = threading.Event(), [], []  # type: ignore[var-annotated]
+    receiver = threading.Thread(target=_receive, args=(names[1], listening, port, rates), daemon=True)
+    receiver.start()
+    if not listening.wait(10):
+        raise CannotEmulate(f"host {names[1]} could not listen at {address(1)}")
+    sender = threading.Thread(target=_send_for, args=(names[0], port[0], seconds), daemon=True)
+    sender.start()
+    for thread in (sender, receiver):
+        thread.join(seconds + 20)
+    if not rates:
+        raise CannotEmulate(f"no bytes arrived from {names[0]} at {names[1]}")
+    return rates[0]

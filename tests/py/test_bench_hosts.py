@@ -1,0 +1,117 @@
+"""Tests of `spccl bench --hosts`: emulated hosts, and TCP between them."""
+
+import os
+import socket
+import subprocess
+import threading
+
+import pytest
+from click.testing import CliRunner
+
+from spccl.bench import cases, hosts, report, runner
+from spccl.cli import main
+
+pytest.importorskip("torch")
+needs_hosts = pytest.mark.skipif(hosts.why_not() is not None, reason=f"emulated hosts: {hosts.why_not()}")
+
+
+def namespaces():
+    """Names of this process's namespaces that exist now."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"spccl-{os.getpid()}-")]
+
+
+@pytest.mark.parametrize(("text", "rate"), [("1gbit", 1e9), ("100mbit", 1e8), ("2.5gbit", 2.5e9), ("56kbit", 56e3)])
+def test_rates(text, rate):
+    assert hosts.bits_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "1", "fast", "-1gbit", "0gbit", "1gb", "1 gbit", "1gbit; ls"])
+def test_refuses_what_is_no_rate(text):
+    with pytest.raises(ValueError, match="is not a rate"):
+        hosts.bits_per_second(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--hosts", "2", "--ranks", "3"], "3 ranks cannot be spread evenly over 2 hosts"),
+        (["--hosts", "2", "--rate", "slow"], '"slow" is not a rate'),
+        (["--hosts", "2", "--device", "cuda"], "is for --device cpu"),
+    ],
+)
+def test_refuses_options(words, part):
+    result = CliRunner().invoke(main, ["bench", "--sizes", "64K", *words])
+    assert result.exit_code == 2
+    assert part in result.output
+
+
+def test_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    result = CliRunner().invoke(main, ["bench", "--hosts", "2"])
+    assert result.exit_code == 1
+    assert "needs root" in result.output
+
+
+@needs_hosts
+def test_hosts_are_made_and_removed():
+    with hosts.emulated(2, "100mbit") as names:
+        assert set(names) < set(namespaces())
+        with pytest.raises(hosts.CannotEmulate, match="File exists"), hosts.emulated(2, "100mbit"):
+            pass
+    assert namespaces() == []
+
+
+@needs_hosts
+def test_a_host_sees_the_others_alone():
+    """Host 0 reaches host 1 and nothing else: its loopback is its own."""
+    here = socket.create_server(("127.0.0.1", 0))
+    found = []
+
+    def look(names):
+        hosts.enter(names[0])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(here.getsockname(), timeout=5)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((hosts.address(1), 9), timeout=5)
+        found.append(hosts.counters())
+
+    with here, hosts.emulated(2, "100mbit") as names:
+        thread = threading.Thread(target=look, args=(names,))
+        thread.start()
+        thread.join(30)
+    assert len(found) == 1
+    assert found[0].tx_bytes > 0
+
+
+@needs_hosts
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bench_over_hosts(ranks):
+    """Right results at the wire's rate. The bound on the time has much slack, because the machine may be busy."""
+    plan = runner.Plan(
+        cases=tuple(cases.cases(["all_reduce"], [16 << 20], ["float32"], "sum", [0.0])),
+        peer="none",
+        iters=3,
+        warmup=1,
+        n_hosts=2,
+        rate="500mbit",
+    )
+    rows = runner.run_spawned(plan, ranks, deadline_s=120, on_row=lambda row: None)
+    assert namespaces() == []
+    row = rows[0]
+    assert row.wrong == 0
+    assert row.hosts == 2
+    assert 0.03 < row.link_gbs < 0.0625
+    assert row.host_bytes > 16e6 * ranks / 2  # each rank sends what it does not own, and its results
+    assert 0.9 < row.time_over_wire < 5
+
+
+def test_rows_without_hosts_have_no_such_columns():
+    plan = runner.Plan(
+        cases=tuple(cases.cases(["all_reduce"], [64 << 10], ["float32"], "sum", [0.9])),
+        peer="none",
+        iters=2,
+        warmup=0,
+    )
+    row = runner.run_spawned(plan, 2, deadline_s=120, on_row=lambda row: None)[0]
+    assert type(row) is report.Row
