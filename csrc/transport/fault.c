@@ -118,6 +118,11 @@ static spccl_status fault_add_peer(sp_endpoint *ep, int peer, const uint8_t *add
     return self(ep)->t->add_peer(self(ep)->inner, peer, address, bytes);
 }
 
+static double fault_ns_per_byte(sp_endpoint *ep, int peer)
+{
+    return self(ep)->t->ns_per_byte(self(ep)->inner, peer);
+}
+
 static spccl_status fault_connect_step(sp_endpoint *ep)
 {
     return self(ep)->t->connect_step(self(ep)->inner);
@@ -238,7 +243,7 @@ static size_t fault_memory_bytes(sp_endpoint *ep)
 
 const sp_transport sp_transport_fault = {
     .name = "fault",
-    .ns_per_byte = SP_LOCAL_NS_PER_BYTE,
+    .ns_per_byte = fault_ns_per_byte,
     .open = fault_open,
     .address = fault_address,
     .can_reach = fault_can_reach,

@@ -17,6 +17,7 @@ typedef enum sp_env_id {
     SP_ENV_QUEUE_BYTES,     /* number */
     SP_ENV_TRANSPORTS,      /* text */
     SP_ENV_TCP_SOCKETS,     /* number */
+    SP_ENV_TCP_WINDOW,      /* number */
     SP_ENV_TCP_ADDR,        /* text */
     SP_ENV_RENDEZVOUS_ADDR, /* text */
     SP_ENV_TIMEOUT_MS,      /* number */

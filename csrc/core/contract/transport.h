@@ -36,9 +36,9 @@ typedef struct sp_endpoint sp_endpoint;
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
-    /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. Each
-     * transport's table says where its number comes from. */
-    double ns_per_byte;
+    /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
+     * learn it from what it sent: the answer may change, and need not be the same on both ends. */
+    double (*ns_per_byte)(sp_endpoint *ep, int peer);
 
     /* Make an endpoint. The caller sets *out to NULL before the call. `config` is not used after return. */
     spccl_status (*open)(const sp_endpoint_config *config, sp_endpoint **out);

@@ -69,6 +69,10 @@ static inline spccl_status sp_link_peek(sp_links *l, int peer, int queue, const 
 {
     return l->peers[peer].transport->peek(l->peers[peer].ep, peer, queue, out, bytes);
 }
+static inline double sp_link_ns_per_byte(const sp_links *l, int peer)
+{
+    return l->peers[peer].transport->ns_per_byte(l->peers[peer].ep, peer);
+}
 static inline spccl_status sp_link_release(sp_links *l, int peer, int queue)
 {
     return l->peers[peer].transport->release(l->peers[peer].ep, peer, queue);

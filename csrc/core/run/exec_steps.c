@@ -282,7 +282,7 @@ static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
 {
     double most = 0;
     for (int i = 0; i < s->step->n_to; i++) {
-        double cost = x->links->peers[sp_slice_rank(s, s->step->to + i)].transport->ns_per_byte;
+        double cost = sp_link_ns_per_byte(x->links, sp_slice_rank(s, s->step->to + i));
         most = cost > most ? cost : most;
     }
     return most;

@@ -424,7 +424,7 @@ static size_t inproc_memory_bytes(sp_endpoint *opaque)
 
 const sp_transport sp_transport_inproc = {
     .name = "inproc",
-    .ns_per_byte = SP_LOCAL_NS_PER_BYTE,
+    .ns_per_byte = sp_local_ns_per_byte,
     .open = inproc_open,
     .address = inproc_address,
     .can_reach = inproc_can_reach,

@@ -12,6 +12,9 @@
 
 #define SP_RING_DATA_OFFSET 4096u
 
+/* ns_per_byte of sp_transport, for inproc and shm. */
+double sp_local_ns_per_byte(sp_endpoint *ep, int peer);
+
 /* The start of a block. Zeroed memory is a valid block with empty queues. */
 typedef struct sp_ring_block {
     /* The consumer sets it in arm and clears it in disarm. The producer that wakes it clears it. */

@@ -234,7 +234,7 @@ static size_t shm_memory_bytes(sp_endpoint *opaque)
 
 const sp_transport sp_transport_shm = {
     .name = "shm",
-    .ns_per_byte = SP_LOCAL_NS_PER_BYTE,
+    .ns_per_byte = sp_local_ns_per_byte,
     .open = shm_open_endpoint,
     .address = sp_shm_address,
     .can_reach = sp_shm_can_reach,

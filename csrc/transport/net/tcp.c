@@ -72,6 +72,7 @@ static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_s
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
     uint64_t n_left_before = s->n_left;
+    size_t used_before = s->out.used;
     if (sp_tcp_socket_flush(s) && p->queues[queue].blocked) {
         p->queues[queue].blocked = false;
         ep->changed = true;
@@ -79,6 +80,8 @@ static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_s
     ep->changed = ep->changed || s->n_left != n_left_before; /* `flushed` may have become true */
     if (s->cut)
         note_end(ep, peer);
+    else if (!p->same_host)
+        ep->window.n_bytes += used_before - s->out.used;
 }
 
 static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
@@ -245,6 +248,7 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
     struct epoll_event events[N_EVENTS];
+    int64_t now_ns;
     int n;
     if (ep->unread)
         read_again(ep);
@@ -253,6 +257,9 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
         handle_event(ep, &events[i]);
     if (ep->n_ending != 0)
         check_ending_peers(ep);
+    now_ns = sp_now_ns();
+    if (sp_tcp_window_due(&ep->window, now_ns))
+        sp_tcp_update_window(ep, now_ns);
     if (ep->abort_rank < 0)
         return SPCCL_OK;
     *peer = ep->abort_rank;
@@ -290,6 +297,13 @@ static spccl_status tcp_arm(sp_endpoint *opaque)
 static void tcp_disarm(sp_endpoint *opaque)
 {
     (void)opaque;
+}
+
+/* Loopback took 0.53 ns per byte on two cores of an AMD EPYC (Zen 4). */
+static double tcp_ns_per_byte(sp_endpoint *opaque, int peer)
+{
+    const struct sp_tcp *ep = sp_tcp_self(opaque);
+    return ep->peers[peer].same_host ? 0.53 : sp_tcp_window_ns_per_byte(&ep->window);
 }
 
 static void tcp_abort_peers(sp_endpoint *opaque, const char *text)
@@ -417,7 +431,7 @@ fail:
 
 const sp_transport sp_transport_tcp = {
     .name = "tcp",
-    .ns_per_byte = 0.80, /* 10 Gbit/s Ethernet. Loopback took 0.53 on two cores of an AMD EPYC (Zen 4). */
+    .ns_per_byte = tcp_ns_per_byte,
     .open = tcp_open,
     .address = sp_tcp_write_address,
     .can_reach = sp_tcp_can_reach,

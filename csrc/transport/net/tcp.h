@@ -1,5 +1,5 @@
 /* tcp.h - the data of transport tcp. tcp_address.c: listening, and addresses as bytes. tcp_connect.c:
- * start-up. tcp.c: messages. */
+ * start-up. tcp.c: messages. tcp_limit.c: bytes in flight. */
 #ifndef SP_TCP_H
 #define SP_TCP_H
 
@@ -8,6 +8,7 @@
 #include "transport/common/forks.h"
 #include "transport/common/host.h"
 #include "transport/net/tcp_socket.h"
+#include "transport/net/tcp_window.h"
 
 #include <unistd.h>
 
@@ -56,8 +57,9 @@ struct sp_tcp_peer {
     struct sp_tcp_queue queues[SP_QUEUES_MAX];
     size_t abort_done;
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
+    bool same_host;
     /* while connecting */
-    bool same_host, refused; /* refused: at some IP the secret or the version was another */
+    bool refused; /* at some IP the secret or the version was another */
     sp_tcp_address *address;
     int attempt;                          /* number of the try; picks the IP (ip_of) */
     struct sp_tcp_connecting *connecting; /* [1 + n_queues * n_sockets] control, sockets */
@@ -70,6 +72,7 @@ struct sp_tcp {
     int epoll_fd;
     sp_acceptor acceptor;
     struct sp_tcp_peer *peers; /* [world_size] */
+    sp_tcp_window window;      /* of the sockets to other hosts */
     bool changed;              /* there is a change that arm has not reported yet */
     bool unread;               /* a socket may have more to read, without a further event */
     int n_ending;              /* peers that are not `gone` yet although a socket ended */
@@ -104,6 +107,12 @@ spccl_status sp_tcp_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, 
 spccl_status sp_tcp_connect_step(sp_endpoint *ep);
 /* Free what only start-up needs. */
 void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p);
+
+/* tcp_limit.c */
+/* Call when all peers are connected: limit what the sockets to other hosts may have in flight. Errors: SETTING. */
+spccl_status sp_tcp_limit_window(struct sp_tcp *ep);
+/* Call when sp_tcp_window_due: measure, and apply a new limit if it has changed. */
+void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns);
 
 /* tcp.c */
 /* Read the control connection: an abort, or the peer's end. */

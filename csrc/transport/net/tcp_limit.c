@@ -1,0 +1,64 @@
+/* tcp_limit.c - applies the window (tcp_window.h) to all sockets to other hosts. See tcp.h. */
+#include "core/base/env.h"
+#include "transport/net/tcp.h"
+
+/* Call fn for every socket to another host. */
+static void for_far_sockets(struct sp_tcp *ep,
+                            void (*fn)(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg), void *arg)
+{
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_tcp_peer *p = &ep->peers[i];
+        if (p->state == SP_TCP_UP && !p->same_host)
+            for (uint32_t k = 0; k < sp_tcp_n_sockets(ep, p); k++)
+                fn(ep, &p->sockets[k], arg);
+    }
+}
+
+static void count_socket(struct sp_tcp *ep, struct sp_tcp_socket *s, void *n)
+{
+    (void)ep;
+    (void)s;
+    ++*(uint32_t *)n;
+}
+
+static void apply_window(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg)
+{
+    (void)arg;
+    sp_tcp_window_apply(&ep->window, s->fd);
+}
+
+struct look {
+    bool full;
+    int64_t rtt_ns;
+};
+
+static void look_at_socket(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg)
+{
+    struct look *l = arg;
+    int64_t rtt_ns;
+    (void)ep;
+    if (s->out.used == 0 || s->cut)
+        return;
+    l->full = true;
+    rtt_ns = sp_tcp_window_rtt(s->fd);
+    l->rtt_ns = rtt_ns > l->rtt_ns ? rtt_ns : l->rtt_ns;
+}
+
+spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
+{
+    int64_t forced;
+    uint32_t n = 0;
+    SP_TRY(sp_env_number(SP_ENV_TCP_WINDOW, &forced));
+    for_far_sockets(ep, count_socket, &n);
+    sp_tcp_window_init(&ep->window, (size_t)forced, n);
+    for_far_sockets(ep, apply_window, NULL);
+    return SPCCL_OK;
+}
+
+void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns)
+{
+    struct look l = {0};
+    for_far_sockets(ep, look_at_socket, &l);
+    if (sp_tcp_window_measure(&ep->window, now_ns, l.full, l.rtt_ns))
+        for_far_sockets(ep, apply_window, NULL);
+}

@@ -1,0 +1,175 @@
+/* test_tcp_window.c - the limit of the bytes in flight to other hosts (tcp_window.h): what it becomes for links of
+ * several rates and round trips, and that the kernel keeps to it. */
+#include "core/base/clock.h"
+#include "core/base/status.h"
+#include "test.h"
+#include "transport/net/tcp_window.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <linux/socket.h>
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define N_SOCKETS 12u
+
+/* Measure n times on a link that moves `link` bytes per ns with a round trip of rtt_ns: it moves as much as the
+ * window allows, but at most `link`. `used`: the part of the sockets that have something to send. */
+static size_t window_after(sp_tcp_window *w, int n, double link, int64_t rtt_ns, double used)
+{
+    int64_t now_ns = w->since_ns;
+    for (int i = 0; i < n; i++) {
+        double window = (double)w->socket_bytes * w->n_sockets * used;
+        double rate = window / (double)rtt_ns < link ? window / (double)rtt_ns : link;
+        now_ns += SP_TCP_WINDOW_SAMPLE_NS;
+        w->n_bytes += (uint64_t)(rate * (double)SP_TCP_WINDOW_SAMPLE_NS);
+        (void)sp_tcp_window_measure(w, now_ns, true, rtt_ns);
+    }
+    return w->socket_bytes * w->n_sockets;
+}
+
+static void test_links(void)
+{
+    static const struct {
+        double link; /* bytes per ns */
+        int64_t rtt_ns;
+    } links[] = {{0.0125, 50000}, {0.125, 50000}, {1.25, 50000},
+                 {12.5, 60000},   {50, 20000},    {1.25, 10000000}};
+    for (size_t i = 0; i < sizeof links / sizeof *links; i++)
+        for (int half = 0; half < 2; half++) {
+            sp_tcp_window w;
+            double link = links[i].link, used = half ? 0.5 : 1.0;
+            double delay_ns = (double)(2 * links[i].rtt_ns);
+            size_t got, least, most;
+            sp_tcp_window_init(&w, 0, N_SOCKETS);
+            delay_ns = delay_ns > (double)SP_TCP_WINDOW_DELAY_NS ? delay_ns : (double)SP_TCP_WINDOW_DELAY_NS;
+            got = window_after(&w, 100, link, links[i].rtt_ns, used);
+            least = (size_t)(link * (double)links[i].rtt_ns / used); /* less cannot keep the link busy */
+            most = (size_t)(1.34 * ((double)SP_TCP_WINDOW_QUEUE_BYTES + 2 * link * delay_ns)) + N_SOCKETS;
+            CHECK(got >= least && got <= most, "%g bytes/ns, %lld ns, used %g: window %zu, wanted %zu to %zu",
+                  link, (long long)links[i].rtt_ns, used, got, least, most);
+            CHECK(sp_tcp_window_ns_per_byte(&w) > 0.99 / link && sp_tcp_window_ns_per_byte(&w) < 1.01 / link,
+                  "%g bytes/ns: %g ns per byte", link, sp_tcp_window_ns_per_byte(&w));
+        }
+}
+
+static void test_idle_time_is_not_measured(void)
+{
+    sp_tcp_window w;
+    sp_tcp_window_init(&w, 0, N_SOCKETS);
+    (void)window_after(&w, 10, 1.0, 50000, 1.0);
+    for (int i = 1; i < 50; i++) { /* nothing to send; then full again after a long sleep */
+        int64_t now_ns = w.since_ns + i % 7 * 40 * SP_TCP_WINDOW_SAMPLE_NS;
+        (void)sp_tcp_window_measure(&w, now_ns, i % 7 == 0, 0);
+    }
+    CHECK(w.rate > 0.99 && w.rate < 1.01, "rate %g", w.rate);
+    for (int i = 0; i < 100; i++) { /* the link is slower now */
+        w.n_bytes += (uint64_t)(0.25 * (double)SP_TCP_WINDOW_SAMPLE_NS);
+        (void)sp_tcp_window_measure(&w, w.since_ns + SP_TCP_WINDOW_SAMPLE_NS, true, 0);
+    }
+    CHECK(w.rate > 0.24 && w.rate < 0.26, "rate %g after the link became slower", w.rate);
+}
+
+static void test_forced_and_small(void)
+{
+    sp_tcp_window w;
+    sp_tcp_window_init(&w, 1200000, N_SOCKETS);
+    CHECK(w.socket_bytes == 100000, "%zu", w.socket_bytes);
+    (void)window_after(&w, 10, 10.0, 50000, 1.0);
+    CHECK(w.socket_bytes == 100000, "%zu after measuring", w.socket_bytes);
+    sp_tcp_window_init(&w, 1, N_SOCKETS);
+    CHECK(w.socket_bytes == SP_TCP_WINDOW_SOCKET_MIN, "%zu", w.socket_bytes);
+    sp_tcp_window_init(&w, (size_t)1 << 40, 1);
+    CHECK(w.socket_bytes > 1 << 30, "%zu", w.socket_bytes);
+    sp_tcp_window_init(&w, 0, 0);
+    CHECK(!sp_tcp_window_due(&w, INT64_MAX), "no socket to another host: nothing to measure");
+}
+
+/* A connection over loopback: [0] sends, [1] does not read. */
+static int connect_pair(int fds[2])
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t n = sizeof at;
+    int listener = socket(AF_INET, SOCK_STREAM, 0);
+    fds[0] = socket(AF_INET, SOCK_STREAM, 0);
+    if (listener < 0 || fds[0] < 0 || bind(listener, (struct sockaddr *)&at, n) != 0 ||
+        listen(listener, 1) != 0 || getsockname(listener, (struct sockaddr *)&at, &n) != 0 ||
+        connect(fds[0], (struct sockaddr *)&at, n) != 0 || (fds[1] = accept(listener, NULL, NULL)) < 0)
+        return -1;
+    close(listener);
+    return 0;
+}
+
+/* Bytes that the kernel takes from a sender whose receiver does not read, without the bytes that it has delivered. */
+static size_t bytes_taken(int fd, int receiver)
+{
+    static uint8_t block[1 << 16];
+    size_t sent = 0, refused = 0;
+    int waiting = 0;
+    while (refused < 50) { /* what is delivered makes space: go on until nothing moves for 50 ms */
+        ssize_t n = send(fd, block, sizeof block, MSG_DONTWAIT);
+        if (n > 0) {
+            sent += (size_t)n;
+            refused = 0;
+        } else {
+            refused++;
+            sleep_ms(1);
+        }
+    }
+    CHECK(ioctl(receiver, SIOCINQ, &waiting) == 0, "SIOCINQ: errno %d", errno);
+    return sent - (size_t)waiting;
+}
+
+static void test_kernel_keeps_to_it(void)
+{
+    static const size_t limits[] = {8 << 10, 64 << 10, 256 << 10};
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+        sp_tcp_window w;
+        int fds[2];
+        size_t taken;
+        CHECK(connect_pair(fds) == 0, "loopback: errno %d", errno);
+        sp_tcp_window_init(&w, limits[i], 1);
+        sp_tcp_window_apply(&w, fds[0]);
+        taken = bytes_taken(fds[0], fds[1]);
+        /* A send that begins below the limit may end above it by one segment of at most 64 KiB. */
+        CHECK(taken <= limits[i] + (64 << 10), "limit %zu: %zu bytes taken", limits[i], taken);
+        CHECK(taken >= limits[i] / 4, "limit %zu: only %zu bytes taken", limits[i], taken);
+        CHECK(sp_tcp_window_rtt(fds[0]) > 0, "no round trip");
+        close(fds[0]);
+        close(fds[1]);
+    }
+}
+
+/* A limit that the system does not allow leaves the kernel's own control on. */
+static void test_more_than_allowed(void)
+{
+    sp_tcp_window w;
+    int fds[2], locks = -1;
+    socklen_t n = sizeof locks;
+    CHECK(connect_pair(fds) == 0, "loopback: errno %d", errno);
+    sp_tcp_window_init(&w, (size_t)1 << 30, 1);
+    sp_tcp_window_apply(&w, fds[0]);
+    if (getsockopt(fds[0], SOL_SOCKET, SO_BUF_LOCK, &locks, &n) == 0)
+        CHECK((locks & SOCK_SNDBUF_LOCK) == 0, "locks %d", locks);
+    sp_tcp_window_init(&w, 64 << 10, 1); /* and a smaller one holds again */
+    sp_tcp_window_apply(&w, fds[0]);
+    n = sizeof locks;
+    CHECK(getsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &locks, &n) == 0 && locks == 64 << 10, "SO_SNDBUF %d",
+          locks);
+    close(fds[0]);
+    close(fds[1]);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"links", test_links},
+                                             {"idle", test_idle_time_is_not_measured},
+                                             {"forced", test_forced_and_small},
+                                             {"kernel", test_kernel_keeps_to_it},
+                                             {"more_than_allowed", test_more_than_allowed},
+                                             {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
