@@ -1,0 +1,156 @@
+"""State of a `SparseSync`: save and load on one rank, and change the number of ranks.
+
+The state is per rank: save one file per rank, and load the same rank's file. A run that resumes so continues bit for
+bit. After `consolidate()` local and global weights are the same, and the state of any one rank serves all ranks of any
+world size; only the moments of the inner optimizer then come from that rank.
+
+{"state", "param_groups": those of the inner optimizer, "sparse_sync": {
+    "version", "world_size", "rank", "steps", "exchanges", "seed", "consolidated",
+    "parameters": one for each trained parameter, in order: {"index", "shape", "global": z [numel], "local": w [numel]
+        or None where the state is consolidated, "velocity": u [numel] or None, "prune": [6] int64}}}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .sync import SparseSync
+
+VERSION = 1
+KEY = "sparse_sync"
+
+
+@torch.no_grad()
+def save(sync: SparseSync) -> dict[str, Any]:
+    """The state of this rank. Its tensors for the weights are copies."""
+    parameters = []
+    for bucket in sync.buckets:
+        if not bucket.in_globals:
+            bucket.absorb(sync._scratch[bucket.device, bucket.globals.dtype][0])
+            bucket.publish()
+        velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
+        for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
+            common, own = bucket.values(place)
+            parameters.append(
+                {
+                    "index": w.index,
+                    "shape": tuple(w.param.shape),
+                    "global": common,
+                    "local": own,
+                    "velocity": None if velocity is None else velocity.clone(),
+                    "prune": w.slot.state.clone(),
+                }
+            )
+    parameters.sort(key=lambda entry: entry["index"])
+    consolidated = all(torch.equal(entry["local"], entry["global"]) for entry in parameters)
+    if consolidated:
+        for entry in parameters:
+            entry["local"] = None
+    mine = {
+        "version": VERSION,
+        "world_size": sync.ranks.world_size,
+        "rank": sync.ranks.rank,
+        "steps": sync.steps,
+        "exchanges": sync.exchanges,
+        "seed": sync.settings.seed,
+        "consolidated": consolidated,
+        "parameters": parameters,
+    }
+    return {**sync.inner.state_dict(), KEY: mine}
+
+
+@torch.no_grad()
+def load(sync: SparseSync, state: dict[str, Any]) -> None:
+    """Continue from a state: of the same rank and world size, or consolidated.
+
+    The model gets this rank's local weights. Before anything is changed the state is checked.
+    Raises: ValueError if it is not a state of SparseSync, of another version, model, rank or world size.
+    """
+    mine = state.get(KEY)
+    _check(sync, mine)
+    entries = {entry["index"]: entry for entry in mine["parameters"]}
+    sync.inner.load_state_dict({key: value for key, value in state.items() if key != KEY})
+    for bucket in sync.buckets:
+        velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
+        for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
+            entry = entries[w.index]
+            bucket.global_parts[place].copy_(entry["global"])
+            own = entry["global"] if entry["local"] is None else entry["local"]
+            bucket.locals[place].copy_(own)
+            w.slot.state.copy_(entry["prune"])
+            if velocity is not None:
+                velocity.copy_(entry["velocity"])
+        bucket.publish()
+    sync.steps, sync.exchanges = int(mine["steps"]), int(mine["exchanges"])
+    sync._check_next = True
+    sync._tally.reset()
+
+
+def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
+    who = f"SparseSync.load_state_dict: rank {sync.ranks.rank}"
+    if sync._in_globals:
+        raise RuntimeError(f"{who}: called inside `with opt.global_weights()`; end that block first")
+    if not isinstance(mine, dict) or mine.get("version") != VERSION:
+        got = f"version {mine.get('version')!r}" if isinstance(mine, dict) else f"a state without {KEY!r}"
+        raise ValueError(f"{who}: got {got}, wanted what SparseSync.state_dict() of version {VERSION} returned")
+    world_size, rank = sync.ranks.world_size, sync.ranks.rank
+    if not mine["consolidated"] and mine["world_size"] != world_size:
+        raise ValueError(
+            f"{who}: got the state of one of {mine['world_size']} ranks, this group has {world_size}; pass all ranks' "
+            f"states through SparseSync.reshard(states, {world_size}), or save after consolidate()"
+        )
+    if not mine["consolidated"] and mine["rank"] != rank:
+        raise ValueError(f"{who}: got the state of rank {mine['rank']}; load the file that this rank saved")
+    if mine["seed"] != sync.settings.seed:
+        raise ValueError(f"{who}: got a state with seed {mine['seed']}, this object has {sync.settings.seed}")
+    theirs = {entry["index"]: tuple(entry["shape"]) for entry in mine["parameters"]}
+    ours = {w.index: tuple(w.param.shape) for w in sync._weights}
+    if theirs != ours:
+        index = next(i for i in sorted({*theirs, *ours}) if theirs.get(i) != ours.get(i))
+        raise ValueError(
+            f"{who}: the state is of another model: parameter {index} has shape {theirs.get(index, 'none')} in the "
+            f"state and {ours.get(index, 'none')} here ({len(theirs)} and {len(ours)} parameters)"
+        )
+    wants = sync.settings.outer_momentum > 0
+    if wants != (mine["parameters"][0]["velocity"] is not None):
+        raise ValueError(
+            f"{who}: outer_momentum is {sync.settings.outer_momentum}, the state is "
+            f"{'without' if wants else 'with'} outer momentum; use the settings of the run that saved it"
+        )
+
+
+def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """States for `world_size` ranks from those of all ranks of another world size, in rank order.
+
+    New rank r gets the inner optimizer's state of old rank r % len(states), and as unsent part the sum of those of old
+    ranks r, r + world_size, ... times world_size / len(states). So the average over ranks of what is unsent stays.
+    Raises: ValueError if a rank's state is missing, or the states differ in step.
+    """
+    parts = [state.get(KEY) for state in states]
+    if not parts or world_size < 1 or any(part is None for part in parts):
+        raise ValueError(f"SparseSync.reshard: got {len(states)} states for {world_size} ranks, wanted states of "
+                         "SparseSync.state_dict()")  # fmt: skip
+    found = [(part["world_size"], part["rank"], part["steps"]) for part in parts]
+    if found != [(len(parts), rank, parts[0]["steps"]) for rank in range(len(parts))]:
+        raise ValueError(
+            "SparseSync.reshard: wanted the states of all ranks at one step, in rank order, got "
+            f"{found} as (ranks, rank, step)"
+        )
+    factor = world_size / len(parts)
+    new = []
+    for rank in range(world_size):
+        parameters = []
+        for place, entry in enumerate(parts[0]["parameters"]):
+            common = entry["global"]
+            unsent = torch.zeros_like(common)
+            for part in parts[rank::world_size]:
+                theirs = part["parameters"][place]
+                if theirs["local"] is not None:
+                    unsent += theirs["local"].to(common.device) - common
+            parameters.append({**entry, "local": common + unsent * factor})
+        mine = {**parts[0], "world_size": world_size, "rank": rank, "consolidated": False, "parameters": parameters}
+        new.append({**states[rank % len(states)], KEY: mine})
+    return new

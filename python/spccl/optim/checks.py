@@ -1,0 +1,69 @@
+"""What `SparseSync` refuses, with the reason and what to do instead."""
+
+import math
+from typing import Any
+
+import torch
+
+
+def require(name: str, value: object, ok: bool, wanted: str) -> None:
+    if not ok:
+        raise ValueError(f"SparseSync: {name} is {value!r}, wanted {wanted}")
+
+
+def is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_settings(s: Any) -> None:
+    """Raises: ValueError that names the first setting of a `Settings` that is out of range."""
+    numbers = isinstance(s.density, (int, float))
+    require("density", s.density, callable(s.density) or (numbers and 0 < s.density <= 1), "in (0, 1], or a function")
+    require("every", s.every, is_whole(s.every, 1), "a whole number, 1 or more")
+    require("warmup", s.warmup, is_whole(s.warmup, 0), "a whole number, 0 or more")
+    require("warmup", s.warmup, s.warmup == 0 or not callable(s.density), "0 when density is a function")
+    require("sample", s.sample, 0 < s.sample <= 1, "in (0, 1]")
+    require("min_numel", s.min_numel, is_whole(s.min_numel, 1), "a whole number, 1 or more")
+    require("decay", s.decay, 0 < s.decay <= 1, "in (0, 1]")
+    require("outer_lr", s.outer_lr, s.outer_lr > 0 and math.isfinite(s.outer_lr), "above 0")
+    require("outer_momentum", s.outer_momentum, 0 <= s.outer_momentum < 1, "in [0, 1)")
+    require("clip_norm", s.clip_norm, s.clip_norm is None or s.clip_norm > 0, "above 0, or None")
+    require("bucket_mb", s.bucket_mb, s.bucket_mb > 0, "above 0")
+    require("check_every", s.check_every, is_whole(s.check_every, 0), "a whole number, 0 or more")
+    require("norm_every", s.norm_every, is_whole(s.norm_every, 0), "a whole number, 0 or more")
+    require("seed", s.seed, is_whole(s.seed, 0) and s.seed < 2**32, "a whole number from 0 to 2^32 - 1")
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises: TypeError for what is no torch optimizer, or one that needs a closure."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"SparseSync: got a {type(optimizer).__name__}, wanted a torch.optim.Optimizer: "
+            "SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01)"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "SparseSync: got LBFGS, which evaluates the model several times a step through a closure; wanted an "
+            "optimizer whose step() needs no closure, such as AdamW or SGD"
+        )
+
+
+def check_closure(closure: object) -> None:
+    if closure is not None:
+        raise TypeError(
+            f"SparseSync.step: got a closure ({closure!r}), wanted none: ranks could evaluate it different numbers of "
+            "times. Compute the loss, call backward(), then step()"
+        )
+
+
+def check_param(name: str, param: torch.Tensor) -> None:
+    if param.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"SparseSync: parameter {name} is {param.dtype}, wanted float32, float64, float16 or bfloat16; leave it "
+            "out of the optimizer"
+        )
+    if param.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"SparseSync: parameter {name} is on {param.device}, wanted host or CUDA memory; call model.to_empty() or "
+            "model.to() before the optimizer is made"
+        )

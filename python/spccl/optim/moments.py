@@ -1,0 +1,64 @@
+"""The second moment of the averaged gradient, estimated from that of this rank's own gradient.
+
+An Adam-like optimizer on one rank divides by the root of v, the running mean of its squared gradient. The gradient of
+one of N ranks is noisier than the average over ranks, so its v is larger and its steps are smaller than those of dense
+training. The variance of an average of N independent gradients is Var / N, so the second moment of the average is about
+v / N + (1 - 1/N) m^2 with the first moment m as estimate of the mean.
+"""
+
+import torch
+
+from .bucket import Bucket
+
+
+def is_correctable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is torch's Adam or AdamW, in the variant whose steps this file can correct."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    return not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
+
+
+def correct_step(
+    optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Replace the step that the optimizer has just made by one with the corrected second moment.
+
+    A step is -lr m' / (sqrt(v') + eps), with the bias-corrected m' and v'. This adds it again and subtracts the step
+    with v' / N + (1 - 1/N) m'^2 in the place of v'.
+
+    Args:
+        scratch: two tensors of at least bucket.numel elements of the bucket's wide dtype; overwritten.
+    """
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    places = [i for i, w in enumerate(bucket.weights) if w.param.grad is not None and optimizer.state.get(w.param)]
+    if not places:
+        return
+    weights = [bucket.weights[i] for i in places]
+    groups = [group_of[id(w.param)] for w in weights]
+    states = [optimizer.state[w.param] for w in weights]
+    steps = [float(s["step"]) for s in states]
+    bias1 = [1 - float(g["betas"][0]) ** t for g, t in zip(groups, steps, strict=True)]
+    bias2 = [1 - float(g["betas"][1]) ** t for g, t in zip(groups, steps, strict=True)]
+    mean = [bucket.split(scratch[0][: bucket.numel])[i] for i in places]
+    root = [bucket.split(scratch[1][: bucket.numel])[i] for i in places]
+    local = [bucket.locals[i] for i in places]
+    epsilons = [float(g["eps"]) for g in groups]
+    rates = [float(g["lr"]) for g in groups]
+    first = [_flat(s["exp_avg"], w.numel) for s, w in zip(states, weights, strict=True)]
+    second = [_flat(s["exp_avg_sq"], w.numel) for s, w in zip(states, weights, strict=True)]
+    torch._foreach_copy_(mean, first)
+    torch._foreach_mul_(mean, [1 / b for b in bias1])
+    for sign, share in ((1.0, 1.0), (-1.0, 1.0 / n_ranks)):
+        torch._foreach_copy_(root, second)
+        torch._foreach_mul_(root, [share / b for b in bias2])
+        if share < 1:
+            torch._foreach_addcmul_(root, mean, mean, value=1 - share)
+        torch._foreach_sqrt_(root)
+        torch._foreach_add_(root, epsilons)
+        torch._foreach_addcdiv_(local, mean, root, [sign * rate for rate in rates])
+
+
+def _flat(moment: torch.Tensor, numel: int) -> torch.Tensor:
+    """A moment's memory, in the order of its parameter's memory."""
+    own = getattr(moment, "_local_tensor", moment)
+    return own.as_strided((numel,), (1,))

@@ -1,0 +1,413 @@
+"""`SparseSync`: any torch optimizer, with an exchange of the largest changes of the weights in place of DDP."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spccl import prune
+
+from . import checkpoint, checks, measure, moments
+from .bucket import Bucket, Weight, make_buckets
+from .ranks import Ranks
+from .schedule import Density, density_at
+from .settings import Settings
+
+
+class SparseSync(torch.optim.Optimizer):
+    """Steps a torch optimizer on this rank's own gradient, then averages the largest changes over ranks.
+
+    There is no DDP wrapper: each rank computes its own gradient and steps its own weights. Every `every` steps each
+    rank sends the largest entries of (its weights - the global weights). The average over ranks is added to both.
+    What is not sent stays in the rank's own weights and is sent later (error feedback with look-ahead). The global
+    weights are bitwise the same on all ranks. The rule in symbols: `spccl.optim.bucket`.
+
+        dist.init_process_group("spccl")
+        opt = SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01, warmup=1000)
+        for batch in data:
+            opt.zero_grad()
+            loss(model, batch).backward()
+            opt.step()
+        with opt.global_weights():
+            evaluate(model)
+
+    At construction rank 0's parameters are sent to all ranks. Everything that changes parameters later, other than
+    this object, counts as a change of this rank's own weights.
+
+    Args:
+        optimizer: any torch.optim.Optimizer whose step() needs no closure. Its parameters that require a gradient are
+            trained; learning-rate schedulers and GradScaler take this object or `optimizer`.
+        density: share of each parameter's entries sent per exchange, (0, 1], or a function of the exchange's number
+            (0 the first), such as `Geometric`. All ranks must give the same.
+        every: optimizer steps between exchanges.
+        warmup: exchanges over which the density falls geometrically from 1 to `density`.
+        group: process group; None is the world. Without torch.distributed there is one rank.
+        sample: share of a parameter that is looked at to find its threshold, (0, 1], at least 32 / density entries.
+        min_numel: parameters with fewer elements, or with one dimension, are sent whole.
+        decay: factor on what is not sent, per exchange, (0, 1]. 1 loses nothing.
+        outer_lr, outer_momentum: Nesterov momentum on the exchanged average (DiLoCo, SparseLoCo); 1 and 0: none.
+            Momentum costs another 4 bytes per parameter.
+        correct_second_moment: divide by an estimate of the second moment of the averaged gradient, in place of that of
+            the rank's own (see `spccl.optim.moments`). For torch's Adam and AdamW without amsgrad and maximize. None:
+            where that is possible and `every` is 1.
+        clip_norm: bound on the norm of the gradient, None for none. A rank clips its own gradient to
+            clip_norm * sqrt(ranks), because it is that much longer than an average of independent ones.
+            torch.nn.utils.clip_grad_norm_ before step() works too; it bounds the norm of the rank's own gradient.
+        check_finite: look at the gradient before the step. A rank whose gradient has inf or nan leaves out this local
+            step, and takes part in the exchange. Costs a pass over the gradient, and the host waits for it. False: inf
+            and nan go into the optimizer's state; weights that become inf or nan are set to the global ones.
+        check_every: exchanges between checks that the global weights are the same on all ranks; 0: never.
+        norm_every: exchanges between measurements of the norms in `summary`; 0: never.
+        bucket_mb: most MiB (float32) that are exchanged at once.
+        seed: of the random choice of sampled places.
+    Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
+        rank if ranks differ in settings or parameters, with names, values and ranks.
+
+    Memory beside the optimizer's: 4 bytes per float32 parameter, 8 per 16-bit one, 8 per float64 one, and two buffers
+    of a bucket.
+
+    If step() raises, the weights may be half exchanged: load a checkpoint.
+
+    Sources: Stich et al. 2018, "Sparsified SGD with Memory" (error feedback); Douillard et al. 2023, "DiLoCo" (local
+    steps, outer Nesterov momentum); Sarfi et al. 2025, "SparseLoCo" (sparse exchange of local changes).
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then always calls step(), so that no rank misses an exchange
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        density: Density = 0.01,
+        *,
+        every: int = 1,
+        warmup: int = 0,
+        group: "dist.ProcessGroup | None" = None,
+        sample: float = 0.001,
+        min_numel: int = 4096,
+        decay: float = 1.0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        correct_second_moment: bool | None = None,
+        clip_norm: float | None = None,
+        check_finite: bool = True,
+        check_every: int = 100,
+        norm_every: int = 100,
+        bucket_mb: float = 64,
+        seed: int = 0,
+    ):
+        checks.check_optimizer(optimizer)
+        self.inner = optimizer
+        self.settings = Settings(
+            density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
+            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed,
+        )  # fmt: skip
+        super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
+        self.ranks = Ranks(group)
+        self.steps = 0  # calls of step()
+        self.exchanges = 0  # exchanges that have ended
+        self._corrects = self._decide_correction()
+        self._schedule = self.settings.schedule()
+        self._weights = self._find_weights()
+        self.ranks.require_same({**self.settings.facts(), **self._facts()})
+        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum)
+        self._averages = {b.device: self.ranks.averages(b.device) for b in self.buckets}
+        self._scratch = self._make_scratch()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.start()
+                self.ranks.broadcast(bucket.globals)
+                bucket.reset()
+                bucket.prepare()
+        self._in_globals = False
+        self._check_next = False
+        self._tally = measure.Tally(self)
+
+    # -- construction ------------------------------------------------------------------------------
+
+    def _decide_correction(self) -> bool:
+        wanted = self.settings.correct_second_moment
+        possible = moments.is_correctable(self.inner)
+        if wanted and not possible:
+            raise ValueError(
+                f"SparseSync: correct_second_moment=True with a {type(self.inner).__name__}, wanted torch's Adam or "
+                "AdamW without amsgrad and maximize; leave the setting out"
+            )
+        if wanted is None:
+            wanted = possible and self.settings.every == 1
+        return bool(wanted) and self.ranks.world_size > 1
+
+    def _find_weights(self) -> list[Weight]:
+        everything = [p for group in self.inner.param_groups for p in group["params"]]
+        names = [n for group in self.inner.param_groups for n in group.get("param_names", ())]
+        trained = [(i, p) for i, p in enumerate(everything) if p.requires_grad]
+        if not trained:
+            raise ValueError("SparseSync: no parameter of the optimizer requires a gradient; nothing would be trained")
+        if len(names) != len(everything):
+            names = [f"{i}" for i in range(len(everything))]
+        devices = {p.device for _, p in trained}
+        states = {d: torch.zeros(len(trained), prune.STATE_COLUMNS, dtype=torch.int64, device=d) for d in devices}
+        weights = []
+        for row, (i, p) in enumerate(trained):
+            checks.check_param(names[i], p)
+            pruned = p.dim() > 1 and p.numel() >= self.settings.min_numel
+            weights.append(Weight(i, names[i], p, pruned, states[p.device][row]))
+        return weights
+
+    def _facts(self) -> dict[str, object]:
+        """What ranks must agree on beside the settings."""
+        facts: dict[str, object] = {
+            "optimizer": type(self.inner).__name__,
+            "number of trained parameters": len(self._weights),
+        }
+        for w in self._weights:
+            facts[f"parameter {w.name}"] = (str(w.flat.dtype), tuple(w.param.shape), tuple(w.param.stride()))
+        return facts
+
+    def _make_scratch(self) -> dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
+        """Two buffers for each device and dtype, as long as the longest bucket: one is filled while the other one is
+        exchanged."""
+        most: dict[tuple[torch.device, torch.dtype], int] = {}
+        for b in self.buckets:
+            kind = (b.device, b.globals.dtype)
+            most[kind] = max(most.get(kind, 0), b.numel)
+        return {
+            (device, dtype): tuple(torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
+            for (device, dtype), n in most.items()
+        }
+
+    # -- torch.optim.Optimizer ---------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the inner optimizer: learning-rate schedulers write to them."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the other ranks' buckets would not have the new parameters."""
+        raise RuntimeError(
+            "SparseSync.add_param_group: parameters cannot be added later; add the group to the inner optimizer, then "
+            "make a new SparseSync, on all ranks at the same step"
+        )
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return f"SparseSync(density={s.density!r}, every={s.every}, ranks={self.ranks.world_size}) of {self.inner!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("SparseSync: it holds a process group and cannot be pickled; save state_dict()")
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One local step, and after every `every`-th an exchange. All ranks must call it equally often.
+
+        Raises: TypeError for a closure; RuntimeError if parameters were added, replaced or moved, inside
+            `global_weights`, or if a check finds different global weights; torch.distributed.DistBackendError if a rank
+            is lost.
+        """
+        checks.check_closure(closure)
+        if self._in_globals:
+            raise RuntimeError("SparseSync.step: called inside `with opt.global_weights()`; end that block first")
+        self._require_same_parameters()
+        exchanging = (self.steps + 1) % self.settings.every == 0
+        self._tally.before_step()
+        stepped = self._local_step()
+        self._after_local_step(stepped, exchanging)
+        self._tally.after_step()
+        self.steps += 1
+        if exchanging:
+            self._exchange(density_at(self._schedule, self.exchanges))
+
+    def _require_same_parameters(self) -> None:
+        params = [p for group in self.inner.param_groups for p in group["params"] if p.requires_grad]
+        mine = iter(self._weights)
+        by_id = {id(w.param) for w in self._weights}
+        for p in params:
+            if id(p) not in by_id:
+                raise RuntimeError(
+                    f"SparseSync.step: the optimizer has a parameter of shape {tuple(p.shape)} that was not there, or "
+                    "did not require a gradient, when SparseSync was made; make a new SparseSync after changing the "
+                    "optimizer, on all ranks at the same step"
+                )
+        for w in mine:
+            if own_pointer(w.param) != w.pointer:
+                raise RuntimeError(
+                    f"SparseSync.step: parameter {w.name} has other memory than when SparseSync was made; call "
+                    "model.to() and the like before the optimizer is made"
+                )
+
+    # -- the local step ----------------------------------------------------------------------------
+
+    def _local_step(self) -> bool:
+        """Step the inner optimizer. False if this rank's gradient has inf or nan, and the step was left out."""
+        found_inf = getattr(self, "found_inf", None)  # of GradScaler, during its step()
+        scale = getattr(self, "grad_scale", None)
+        grads = [g for w in self._weights if (g := _values(w.param.grad)) is not None]
+        if scale is not None:
+            for g in grads:
+                g.div_(scale.to(g.device))
+        if found_inf is not None and found_inf.item() != 0:
+            self._tally.skipped += 1
+            return False
+        if grads and (self.settings.clip_norm is not None or (self.settings.check_finite and found_inf is None)):
+            norm = _norm(grads)
+            if self.settings.check_finite and not math.isfinite(norm):
+                self._tally.skip(norm)
+                return False
+            self._clip(grads, norm)
+        self.inner.step()
+        return True
+
+    def _clip(self, grads: list[torch.Tensor], norm: float) -> None:
+        if self.settings.clip_norm is None:
+            return
+        bound = self.settings.clip_norm * math.sqrt(self.ranks.world_size)
+        if norm > bound:
+            torch._foreach_mul_(grads, bound / norm)
+
+    def _after_local_step(self, stepped: bool, exchanging: bool) -> None:
+        """Bring w up to date: the masters of 16-bit parameters, and the corrected second moment."""
+        for bucket in self.buckets:
+            scratch = self._scratch[bucket.device, bucket.globals.dtype]
+            if exchanging or self._corrects:
+                bucket.absorb(scratch[0])
+            if self._corrects and stepped:
+                moments.correct_step(self.inner, bucket, self.ranks.world_size, scratch)
+            if self._corrects and not exchanging:
+                bucket.publish()
+
+    # -- the exchange ------------------------------------------------------------------------------
+
+    def _exchange(self, density: float) -> None:
+        """Send, receive, apply: each bucket is selected while the one before travels."""
+        began = time.perf_counter()
+        self._tally.begin_exchange(density)
+        waiting: tuple[Bucket, torch.Tensor, Any] | None = None
+        for i, bucket in enumerate(self.buckets):
+            buffer = self._scratch[bucket.device, bucket.globals.dtype][i % 2][: bucket.numel]
+            bucket.select(buffer, self._rule(bucket, density), self.settings.decay)
+            work = self.ranks.all_reduce(buffer, self._averages[bucket.device])
+            if waiting is not None:
+                self._finish(*waiting)
+            waiting = (bucket, buffer, work)
+        if waiting is not None:
+            self._finish(*waiting)
+        self.exchanges += 1
+        self._tally.end_exchange(time.perf_counter() - began)
+        every = self.settings.check_every
+        if self._check_next or (every and self.exchanges % every == 0):
+            self._check_next = False
+            self.check()
+
+    def _rule(self, bucket: Bucket, density: float) -> prune.Rule:
+        scale = 1.0 if self._averages[bucket.device] else 1.0 / self.ranks.world_size
+        return prune.Rule(
+            density=density,
+            sample=self.settings.sample,
+            leak=1.0,
+            momentum=0.0,
+            scale=scale,
+            seed=self.settings.seed,
+        )
+
+    def _finish(self, bucket: Bucket, buffer: torch.Tensor, work: Any) -> None:
+        if work is not None:
+            work.wait()
+        bucket.apply(buffer, self.settings.outer_lr, self.settings.outer_momentum)
+        bucket.publish()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare the global weights of all ranks, on all ranks. Raises: RuntimeError that names ranks if they
+        differ."""
+        sums = [int(bucket.checksum()) for bucket in self.buckets]
+        self.ranks.require_equal_weights(sums, self.exchanges)
+
+    @torch.no_grad()
+    def consolidate(self) -> None:
+        """Exchange everything that was not sent yet, so that local and global weights are the same. A collective: call
+        it on all ranks, for instance after the last step. Local steps since the last exchange are included."""
+        if self._in_globals:
+            raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
+        self._require_same_parameters()
+        for bucket in self.buckets:
+            bucket.absorb(self._scratch[bucket.device, bucket.globals.dtype][0])
+        self._exchange(1.0)
+
+    @contextlib.contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside the block the model has the global weights, the same on all ranks; afterwards this rank's own again.
+
+        For evaluation and for saving the model. No communication: ranks may enter it alone. No step() inside.
+        """
+        self._swap(True)
+        try:
+            yield
+        finally:
+            self._swap(False)
+
+    @torch.no_grad()
+    def _swap(self, inside: bool) -> None:
+        if inside == self._in_globals:
+            raise RuntimeError("SparseSync.global_weights: this block is already inside one")
+        for bucket in self.buckets:
+            scratch = self._scratch[bucket.device, bucket.globals.dtype][0]
+            if inside:
+                bucket.absorb(scratch)
+            bucket.swap(scratch)
+        self._in_globals = inside
+
+    # -- reports, checkpoints ----------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Figures of the last exchange and of the run. See `spccl.optim.measure`. Waits for the device."""
+        return self._tally.summary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`."""
+        return checkpoint.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`, and write this rank's weights into the model. See `spccl.optim.checkpoint`."""
+        checkpoint.load(self, state_dict)
+
+    reshard = staticmethod(checkpoint.reshard)
+
+
+def own_pointer(param: torch.Tensor) -> int:
+    return getattr(param, "_local_tensor", param).data_ptr()
+
+
+def _values(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The memory of a gradient that holds numbers: of a sparse one its values, of a DTensor its local part."""
+    if grad is None:
+        return None
+    grad = getattr(grad, "_local_tensor", grad)
+    return grad._values() if grad.is_sparse else grad
+
+
+def _norm(grads: list[torch.Tensor]) -> float:
+    """Norm of all gradients; inf or nan if one of them has inf or nan. Waits for the device."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for g in grads:
+        kinds.setdefault((g.device, g.dtype), []).append(g)
+    found = []
+    for (_, dtype), same in kinds.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(same, 2, dtype=wide))
+        found.append(float(torch.linalg.vector_norm(norms)))
+    return math.hypot(*found)

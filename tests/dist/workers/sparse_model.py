@@ -1,0 +1,104 @@
+"""The model of workers/sparse_sync.py, and the rule of `SparseSync` in plain torch.
+
+With sample=1 the threshold of a parameter of at most 24576 elements is that of its exact top k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from workers.common import WORLD
+
+
+class Net(torch.nn.Module):
+    """Two pruned weights, biases and a small weight that are sent whole, a frozen weight, one used twice (tied)."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+
+        def param(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter((torch.randn(shape, generator=g) / math.sqrt(shape[-1])).to(dtype))
+
+        self.first, self.bias, self.middle = param(80, 100), param(80), param(80, 80)
+        self.frozen, self.small, self.unused = param(80, 80), param(7, 80), param(70, 70)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ self.first.T + self.bias)
+        h = torch.tanh(h @ self.middle.T + x[:, :80] @ self.frozen)
+        h = torch.tanh(h @ self.middle)  # tied
+        return h @ self.small.T
+
+
+def data(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    g = torch.Generator().manual_seed(10_000 * step + rank)
+    return torch.randn(16, 100, generator=g).to(dtype)
+
+
+def loss_of(net: Net, rank: int, step: int) -> torch.Tensor:
+    return net(data(rank, step, net.first.dtype)).float().square().mean()
+
+
+def adamw(net: Net, **kwargs) -> torch.optim.Optimizer:
+    """Two groups with their own learning rate and weight decay."""
+    groups = [
+        {"params": [net.first, net.bias, net.frozen], "lr": 3e-3},
+        {"params": [net.middle, net.small, net.unused], "lr": 1e-3, "weight_decay": 0.1},
+    ]
+    return torch.optim.AdamW(groups, **kwargs)
+
+
+def trained(net: Net) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def top(x: torch.Tensor, density: float) -> torch.Tensor:
+    """The entries of x with the largest magnitude, zeros elsewhere; all of a small tensor."""
+    if x.dim() < 2 or x.numel() < 4096 or density >= 1:
+        return x.clone()
+    k = max(1, math.floor(density * x.numel() + 0.5))
+    threshold = x.abs().flatten().topk(k).values[-1]
+    return torch.where(x.abs() >= threshold, x, torch.zeros(()))
+
+
+class Simulation:
+    """All ranks in one process, float32 throughout."""
+
+    def __init__(self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw):
+        self.nets = [Net() for _ in range(n)]
+        self.optimizers = [make(net) for net in self.nets]
+        self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
+        self.velocity = {name: torch.zeros_like(z) for name, z in self.common.items()}
+        self.every, self.decay, self.outer = every, decay, outer
+
+    def step(self, t: int, density: float) -> None:
+        for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(net, rank, t).backward()
+            optimizer.step()
+        if (t + 1) % self.every == 0:
+            self.exchange(density)
+
+    @torch.no_grad()
+    def exchange(self, density: float) -> None:
+        for name, z in self.common.items():
+            locals_ = [trained(net)[name] for net in self.nets]
+            total = torch.zeros_like(z)
+            for w in locals_:
+                sent = top(w - z, density)
+                if self.decay < 1:
+                    w.copy_((w - z) * self.decay + z)
+                w.copy_(torch.where(sent != 0, z, w))
+                total += sent
+            average = total / len(self.nets)
+            lr, momentum = self.outer
+            if momentum:
+                self.velocity[name].mul_(momentum).add_(average)
+                average = average + momentum * self.velocity[name]
+            average = average * lr
+            z += average
+            for w in locals_:
+                w += average

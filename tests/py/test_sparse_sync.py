@@ -1,0 +1,251 @@
+"""spccl.optim on one rank: refusals, schedules, one rank's exchange. Over ranks: tests/dist/test_sparse_sync.py."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="SparseSync is for torch, and none is installed")
+
+from spccl.optim import Geometric, SparseSync  # noqa: E402
+
+
+def model(dtype=torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(80, 100), torch.nn.Tanh(), torch.nn.Linear(100, 60)).to(dtype)
+
+
+def adamw(net) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def step(opt, net, seed=0) -> None:
+    opt.zero_grad()
+    x = torch.randn(16, 80, generator=torch.Generator().manual_seed(seed))
+    net(x.to(next(net.parameters()).dtype)).float().square().mean().backward()
+    opt.step()
+
+
+def refuses(kind, *words):
+    return pytest.raises(kind, match=".*".join(map(re.escape, words)))
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"density": 0.0}, ("density is 0.0", "in (0, 1]")),
+        ({"density": 1.5}, ("density is 1.5", "in (0, 1]")),
+        ({"density": math.nan}, ("density is nan",)),
+        ({"density": "1%"}, ("density is '1%'",)),
+        ({"every": 0}, ("every is 0", "1 or more")),
+        ({"every": 2.0}, ("every is 2.0", "whole")),
+        ({"warmup": -1}, ("warmup is -1",)),
+        ({"density": Geometric(0.1, 3), "warmup": 5}, ("warmup is 5", "0 when density is a function")),
+        ({"decay": 0}, ("decay is 0",)),
+        ({"outer_lr": -1.0}, ("outer_lr is -1.0",)),
+        ({"outer_momentum": 1.0}, ("outer_momentum is 1.0", "[0, 1)")),
+        ({"clip_norm": 0.0}, ("clip_norm is 0.0",)),
+        ({"sample": 2.0}, ("sample is 2.0",)),
+        ({"bucket_mb": 0}, ("bucket_mb is 0",)),
+        ({"seed": -1}, ("seed is -1",)),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    with refuses(ValueError, "SparseSync: ", *words):
+        SparseSync(adamw(model()), **settings)
+
+
+def test_a_schedule_that_leaves_its_range():
+    net = model()
+    opt = SparseSync(adamw(net), density=lambda exchange: 0.5 - 0.25 * exchange)
+    step(opt, net)
+    step(opt, net)
+    with refuses(ValueError, "density schedule", "gave 0.0 at exchange 2", "(0, 1]"):
+        step(opt, net)
+    with refuses(ValueError, "Geometric: start is 0.1", "[end, 1]"):
+        Geometric(end=0.5, steps=3, start=0.1)
+
+
+def test_optimizers_that_need_a_closure():
+    net = model()
+    with refuses(TypeError, "LBFGS", "closure", "AdamW"):
+        SparseSync(torch.optim.LBFGS(net.parameters()))
+    with refuses(TypeError, "got a Sequential", "torch.optim.Optimizer"):
+        SparseSync(net)
+    opt = SparseSync(adamw(net))
+    with refuses(TypeError, "SparseSync.step: got a closure", "backward()"):
+        opt.step(lambda: 0.0)
+
+
+def test_parameters_that_come_later():
+    net = model()
+    opt = SparseSync(adamw(net))
+    late = torch.nn.Parameter(torch.zeros(3, 4))
+    with refuses(RuntimeError, "cannot be added later", "make a new SparseSync"):
+        opt.add_param_group({"params": [late]})
+    opt.inner.add_param_group({"params": [late]})
+    with refuses(RuntimeError, "shape (3, 4)", "was not there"):
+        step(opt, net)
+
+
+def test_a_parameter_that_is_unfrozen_later():
+    net = model()
+    net[0].weight.requires_grad_(False)
+    opt = SparseSync(adamw(net))
+    step(opt, net)
+    net[0].weight.requires_grad_(True)
+    with refuses(RuntimeError, "shape (100, 80)", "did not require a gradient"):
+        step(opt, net)
+
+
+def test_a_parameter_that_moved():
+    net = model()
+    opt = SparseSync(adamw(net))
+    net[2].weight.data = net[2].weight.data.clone()
+    with refuses(RuntimeError, "parameter 2 has other memory", "before the optimizer is made"):
+        step(opt, net)
+
+
+def test_parameters_that_cannot_be_exchanged():
+    complex_ = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with refuses(TypeError, "parameter 0 is torch.complex64"):
+        SparseSync(torch.optim.SGD([complex_], lr=1.0))
+    with refuses(ValueError, "parameter 0 is on meta"):
+        SparseSync(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, device="meta"))], lr=1.0))
+    gaps = torch.nn.Parameter(torch.zeros(4, 6)[:, ::2])
+    with refuses(ValueError, "parameter 0 has shape (4, 3)", "gaps"):
+        SparseSync(torch.optim.SGD([gaps], lr=1.0))
+    net = model().requires_grad_(False)
+    with refuses(ValueError, "no parameter", "requires a gradient"):
+        SparseSync(adamw(net))
+
+
+def test_correction_of_other_optimizers():
+    net = model()
+    with refuses(ValueError, "correct_second_moment=True with a SGD", "Adam"):
+        SparseSync(torch.optim.SGD(net.parameters(), lr=1.0), correct_second_moment=True)
+
+
+def test_any_memory_order():
+    """Parameters in channels_last or transposed memory are exchanged in their own order."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(8, 70, 3).to(memory_format=torch.channels_last)
+    turned = torch.nn.Parameter(torch.randn(90, 80).T)
+    params = [conv.weight, turned]
+    opt = SparseSync(torch.optim.SGD(params, lr=1.0), density=0.01)
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    with opt.global_weights():
+        for p, start in zip(params, before, strict=True):
+            moved = p.detach() != start
+            assert 0 < int(moved.sum()) < 0.05 * p.numel()
+            assert (p.grad[moved].abs() > p.grad.abs().quantile(0.9)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_one_rank_trains(dtype):
+    """Alone: local weights are those of the inner optimizer, global ones lag behind until consolidate()."""
+    net, plain = model(dtype), model(dtype)
+    opt, other = SparseSync(torch.optim.SGD(net.parameters(), lr=0.5), density=0.05), None
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for i in range(5):
+        step(opt, net, i)
+        step(other, plain, i)
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-6)
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert (p - q).abs().max() <= tolerance
+    with opt.global_weights():
+        assert any(not torch.equal(p, q) for p, q in zip(net.parameters(), plain.parameters(), strict=True))
+    opt.consolidate()
+    own = [p.detach().clone() for p in net.parameters()]
+    with opt.global_weights():
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), own, strict=True))
+
+
+def test_global_weights_is_a_block():
+    net = model()
+    opt = SparseSync(adamw(net), density=0.01)
+    step(opt, net)
+    own = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(KeyError), opt.global_weights():
+        with refuses(RuntimeError, "inside `with opt.global_weights()`"):
+            step(opt, net)
+        with refuses(RuntimeError, "already inside"), opt.global_weights():
+            pass
+        inside = opt.state_dict()["sparse_sync"]["parameters"]
+        raise KeyError
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), own, strict=True))
+    outside = opt.state_dict()["sparse_sync"]["parameters"]
+    for a, b in zip(inside, outside, strict=True):
+        assert torch.equal(a["global"], b["global"]) and torch.equal(a["local"], b["local"])
+
+
+def test_summary():
+    net = model()
+    opt = SparseSync(adamw(net), density=0.05, norm_every=2)
+    assert opt.summary()["update_norm"] is None
+    before = [p.detach().clone() for p in net.parameters()]
+    step(opt, net)
+    with opt.global_weights():
+        middle = [p.detach().clone() for p in net.parameters()]
+    start = [p.detach().clone() for p in net.parameters()]
+    step(opt, net, 1)
+    summary = opt.summary()
+    own = [p.detach().clone() for p in net.parameters()]
+    update = math.sqrt(sum(float((p - q).square().sum()) for p, q in zip(own, start, strict=True)))
+    with opt.global_weights():
+        unsent = math.sqrt(sum(float((p - q).square().sum()) for p, q in zip(net.parameters(), own, strict=True)))
+        sent = sum(int((p != q).sum()) for p, q in zip(net.parameters(), middle, strict=True))
+    numel = sum(p.numel() for p in net.parameters())
+    assert abs(summary["update_norm"] / update - 1) < 0.05 and abs(summary["unsent_norm"] / unsent - 1) < 0.05
+    assert summary["residual_ratio"] == summary["unsent_norm"] / summary["update_norm"]
+    assert abs(summary["density_sent"] - sent / numel) < 2 / numel
+    assert summary["dense_bytes"] == 4 * numel and summary["backend"] == "none" and summary["wire_bytes"] is None
+    assert before[0].shape == middle[0].shape
+
+
+def test_memory_is_as_stated():
+    """Beside the optimizer: 4 bytes per float32 parameter, 8 per 16-bit one, and two buffers of a bucket."""
+    for dtype, each in ((torch.float32, 4), (torch.bfloat16, 8)):
+        net = model(dtype)
+        opt = SparseSync(torch.optim.SGD(net.parameters(), lr=0.1), bucket_mb=0.02)
+        numel = sum(p.numel() for p in net.parameters())
+        kept = sum(t.nbytes for b in opt.buckets for t in (b.globals, b.masters, b.velocity) if t is not None)
+        buffers = sum(t.nbytes for pair in opt._scratch.values() for t in pair)
+        assert kept == each * numel
+        assert buffers == 2 * 4 * max(b.numel for b in opt.buckets)
+
+
+def test_sparse_gradients():
+    """nn.Embedding(sparse=True) with SparseAdam: the change of the weights is what counts."""
+    table = torch.nn.Embedding(200, 50, sparse=True)
+    opt = SparseSync(torch.optim.SparseAdam(table.parameters(), lr=0.1), density=0.01)
+    for i in range(3):
+        opt.zero_grad()
+        table(torch.tensor([i, 7])).sum().backward()
+        opt.step()
+    assert opt.summary()["skipped_steps"] == 0 and opt.summary()["density_sent"] > 0
+
+
+def test_scheduler_and_hooks():
+    net = model()
+    opt = SparseSync(adamw(net))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
+    calls = []
+    opt.register_step_post_hook(lambda *_: calls.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            step(opt, net, i)
+            scheduler.step()
+    assert len(calls) == 3
+    assert opt.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    with refuses(TypeError, "cannot be pickled", "state_dict()"):
+        import pickle
+
+        pickle.dumps(opt)
