@@ -60,6 +60,7 @@ static spccl_status read_settings(const spccl_cuda_config *config, struct facts 
     f->max_ctas = n != 0 ? (uint32_t)n : config->max_ctas;
     SP_TRY(sp_env_number(SP_ENV_INBOX_BYTES, &n));
     f->inbox_bytes = (uint64_t)n;
+    /* The setting wins only if it differs from its default. */
     if (config->inbox_bytes != 0 && strcmp(inbox, sp_env_describe(SP_ENV_INBOX_BYTES)->default_text) == 0)
         f->inbox_bytes = config->inbox_bytes;
     for (f->handles = HANDLES_AUTO; f->handles <= HANDLES_IPC; f->handles++)

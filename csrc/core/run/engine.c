@@ -223,9 +223,9 @@ static spccl_status start_thread_locked(spccl_comm *comm)
     return SPCCL_OK;
 }
 
-/* Wait for the request of a blocking call, and be the driver while there is no other. The current driver (the
- * progress thread, another caller, a caller that polls) may stop before the request is done. */
-static spccl_status see_through(spccl_comm *comm, spccl_request *req)
+/* Wait until the request of a blocking call is done. While no other thread is the driver, this one is: a
+ * driver (the progress thread, another caller, a caller that polls) may stop before the request is done. */
+static spccl_status wait_and_drive(spccl_comm *comm, spccl_request *req)
 {
     spccl_status st;
     pthread_mutex_lock(&comm->mu);
@@ -277,7 +277,7 @@ spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
     if (wake && atomic_load(&comm->sleeping))
         sp_comm_wake(comm);
     if (out == NULL)
-        return see_through(comm, req);
+        return wait_and_drive(comm, req);
     *out = req;
     return SPCCL_OK;
 fail:

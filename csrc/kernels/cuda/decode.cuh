@@ -123,7 +123,8 @@ __device__ __forceinline__ bool sp_decode_tile(uint32_t lane, const sp_view &v, 
     }
 }
 
-// Check rules 23 to 25. word[t]: columns 2 * lane and 2 * lane + 1 of tile t, one bit per row.
+// Load the masks of a pici frame and check them by rules 23 to 25 of docs/FORMAT.md 4. word[t]: columns 2 *
+// lane and 2 * lane + 1 of tile t, one bit per row; 0 if the slice has no tile t.
 template <class G>
 __device__ __forceinline__ bool sp_pici_words(uint32_t lane, const sp_view &v, uint64_t word[G::TILES][2])
 {

@@ -48,7 +48,7 @@ static size_t buffer_bytes(const struct sp_tcp *ep, const struct sp_tcp_peer *p)
     return sp_max_size(queue_bytes / p->n_sockets, queue_bytes / 4 + SP_TCP_HEAD_BYTES);
 }
 
-/* Tables for n_sockets per queue. Errors: NOMEM. */
+/* Allocate the table of the sockets to this peer: n_sockets per queue. Errors: NOMEM. */
 static spccl_status prepare_sockets(const struct sp_tcp *ep, struct sp_tcp_peer *p, uint32_t n_sockets)
 {
     p->n_sockets = n_sockets;
