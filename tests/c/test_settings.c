@@ -2,6 +2,7 @@
  * line in the log where no error can be returned. */
 #include "core/base/env.h"
 #include "core/base/log.h"
+#include "core/plan/tune_coll.h"
 #include "ranks.h"
 
 #include <stdbool.h>
@@ -176,6 +177,20 @@ static void test_init_rank(void)
     CHECK(comm == NULL, "out was touched");
 }
 
+static void test_queue_bytes(void)
+{
+    static const char *const bad[] = {"1", "4096", "65535", "100000", "3145728"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        refused("SPCCL_QUEUE_BYTES", bad[i]);
+    for (int n = 1; n <= 4096; n++) {
+        size_t bytes = sp_tune_queue_bytes(n), slice = sp_tune_slice_bytes(bytes);
+        CHECK((bytes & (bytes - 1)) == 0 && bytes >= 8 * slice && slice >= SP_SLICE_BYTES_MIN,
+              "%d ranks: %zu, %zu", n, bytes, slice);
+        CHECK(n > 12 || bytes == (size_t)1 << 20, "%d ranks: %zu", n, bytes);
+        CHECK(n > 48 || 2 * SP_N_QUEUES * bytes * (size_t)n <= (size_t)48 << 20, "%d ranks: %zu", n, bytes);
+    }
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
@@ -186,6 +201,7 @@ int main(int argc, char **argv)
 
         {"config", test_config},
         {"init_rank", test_init_rank},
+        {"queue_bytes", test_queue_bytes},
         {NULL, NULL}};
     setenv("SPCCL_LOG", "off", 0);
     return test_main(cases, argc, argv);

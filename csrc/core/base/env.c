@@ -17,9 +17,11 @@ static const sp_env_var vars[SP_N_ENV] = {
                          "auto, direct, oneshot"},
     [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = spccl chooses", 1, 0,
                             1 << 24, NULL},
-    [SP_ENV_QUEUE_BYTES] = {"SPCCL_QUEUE_BYTES", "1M",
-                            "capacity of a queue from one rank to another; a power of two", 1, 1 << 16,
-                            1 << 26, NULL},
+    [SP_ENV_QUEUE_BYTES] =
+        {"SPCCL_QUEUE_BYTES", "0",
+         "capacity of a queue from one rank to another; a power of two from 64K on; 0 = 1M, "
+         "less from 13 ranks on",
+         1, 0, 1 << 26, NULL},
     [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp",
                            "transports that a pair of ranks tries, in order", 0, 0, 0, NULL},
     [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0",

@@ -1,6 +1,7 @@
 /* tune_coll.c - see tune_coll.h. */
 #include "core/plan/tune_coll.h"
 
+#include "core/base/bits.h"
 #include "core/format/format.h"
 
 #include <string.h>
@@ -11,6 +12,9 @@
 /* A slice and its scratch memory stay in an L2 cache of 1 MiB. A message fills about an eighth of a queue of
  * the default capacity. */
 #define SLICE_BYTES ((size_t)128 << 10)
+#define QUEUE_SLICES 8 /* of a queue's capacity */
+/* All queues of a rank together. Between two ranks there are SP_N_QUEUES queues each way. */
+#define QUEUES_BYTES ((size_t)48 << 20)
 #define SAMPLE_ELEMS 64 /* elements that a sample looks at */
 #define RESCAN_EVERY 16 /* of so many dense slices in a row, one is scanned */
 
@@ -36,9 +40,18 @@ sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size)
     return bytes * (size_t)(world_size - 1) <= ONESHOT_BYTES ? SP_SCHED_ONESHOT : SP_SCHED_DIRECT;
 }
 
-size_t sp_tune_slice_bytes(void)
+size_t sp_tune_queue_bytes(int world_size)
 {
-    return SLICE_BYTES;
+    size_t bytes = QUEUE_SLICES * SLICE_BYTES, n_queues = 2 * SP_N_QUEUES * (size_t)world_size;
+    while (bytes > QUEUE_SLICES * SP_SLICE_BYTES_MIN && bytes * n_queues > QUEUES_BYTES)
+        bytes /= 2;
+    return bytes;
+}
+
+size_t sp_tune_slice_bytes(size_t queue_bytes)
+{
+    size_t bytes = sp_min_size(SLICE_BYTES, queue_bytes / QUEUE_SLICES);
+    return sp_max_size(bytes, SP_SLICE_BYTES_MIN);
 }
 
 size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format forced, size_t message_max)

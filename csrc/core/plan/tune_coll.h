@@ -13,8 +13,11 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
 sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size);
 /* The smallest slice: one pici tile of 8-byte elements. */
 #define SP_SLICE_BYTES_MIN 32768u
-/* Dense bytes per slice, unless a setting forces another number. */
-size_t sp_tune_slice_bytes(void);
+/* Capacity of one queue, unless a setting forces another number: a power of two. The more ranks, the smaller
+ * it is, so that a rank's queues to all others together stay below a bound that does not depend on them. */
+size_t sp_tune_queue_bytes(int world_size);
+/* Dense bytes per slice for queues of queue_bytes, unless a setting forces another number. */
+size_t sp_tune_slice_bytes(size_t queue_bytes);
 /* Elements per slice: a multiple of a pici tile. A slice then has at most slice_bytes (>=
  * SP_SLICE_BYTES_MIN), and its largest message at most message_max bytes. */
 size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format forced, size_t message_max);

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #define WORLD_SIZE_MAX 4096
+#define QUEUE_BYTES_MIN 65536
 
 /* Read the settings. For each the environment variable counts first, then the config, then the default. The
  * time-out is the exception: a config.timeout_ms above 0 counts before SPCCL_TIMEOUT_MS. */
@@ -31,17 +32,18 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     if (comm->format == SPCCL_FORMAT_AUTO)
         comm->format = config->format;
     SP_TRY(sp_tune_parse_schedule(sp_env_text(SP_ENV_SCHEDULE), &comm->schedule_forced, &comm->schedule));
+    SP_TRY(sp_env_number(SP_ENV_QUEUE_BYTES, &n));
+    if ((n & (n - 1)) != 0 || (n != 0 && n < QUEUE_BYTES_MIN))
+        return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_QUEUE_BYTES=%lld: wanted 0, or a power of two from %d on",
+                       (long long)n, QUEUE_BYTES_MIN);
+    boot->queue_bytes = n != 0 ? (size_t)n : sp_tune_queue_bytes(boot->world_size);
     SP_TRY(sp_env_number(SP_ENV_SLICE_BYTES, &n));
     comm->slice_bytes = n != 0                     ? (size_t)n
                         : config->slice_bytes != 0 ? config->slice_bytes
-                                                   : sp_tune_slice_bytes();
+                                                   : sp_tune_slice_bytes(boot->queue_bytes);
     if (comm->slice_bytes < SP_SLICE_BYTES_MIN || comm->slice_bytes > (1u << 24))
         return SP_FAIL(SPCCL_ERR_SETTING, "slice of %zu bytes: wanted %u to 16777216 (SPCCL_SLICE_BYTES)",
                        comm->slice_bytes, SP_SLICE_BYTES_MIN);
-    SP_TRY(sp_env_number(SP_ENV_QUEUE_BYTES, &n));
-    if ((n & (n - 1)) != 0)
-        return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_QUEUE_BYTES=%lld: wanted a power of two", (long long)n);
-    boot->queue_bytes = (size_t)n;
     while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several messages of the largest size */
         boot->queue_bytes *= 2;
     SP_TRY(sp_env_number(SP_ENV_TCP_SOCKETS, &n));
