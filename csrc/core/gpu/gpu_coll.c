@@ -92,7 +92,7 @@ static spccl_status identify(const sp_gpu_comm *g, void *stream, unsigned long l
     SP_TRY(g->ops->capture_id(stream, capture));
     if (*capture == 0)
         return g->ops->stream_id(stream, id);
-    /* CUDA gives no id of a capturing stream; its handle serves, as the stream lives until the capture ends. */
+    /* A capturing stream has no id. Its handle is good enough: the stream lives until the capture ends. */
     *id = (unsigned long long)(uintptr_t)stream;
     return SPCCL_OK;
 }

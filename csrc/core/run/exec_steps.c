@@ -315,7 +315,7 @@ static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *dat
     return SPCCL_OK;
 }
 
-/* Space for a message in the queue of the i-th receiver. */
+/* Reserve space for a message in the queue to the i-th receiver. */
 static spccl_status reserve_message(sp_exec *x, const sp_slice *s, int i, size_t bytes, uint8_t **out)
 {
     int peer = sp_slice_rank(s, s->step->to + i);
