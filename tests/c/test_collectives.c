@@ -17,10 +17,18 @@ struct one_case {
     uint64_t seed;
 };
 
+/* What a case must give, of all ranks: the output (all_gather, all_reduce, broadcast), or the outputs of all
+ * ranks one after the other (reduce_scatter). The first rank that checks the case makes it. */
+struct expected {
+    uint8_t *bytes;
+    int n_checked; /* ranks that have compared */
+    pthread_mutex_t mu;
+};
+
 struct plan_of_cases {
     const struct one_case *cases;
     int n_cases;
-    pthread_mutex_t mu; /* held while a case is checked */
+    struct expected *expected; /* of each case */
 };
 
 static uint64_t mix(uint64_t z)
@@ -30,14 +38,21 @@ static uint64_t mix(uint64_t z)
     return z ^ (z >> 31);
 }
 
+static uint64_t f64_to_bits(double d)
+{
+    uint64_t u;
+    memcpy(&u, &d, sizeof u);
+    return u;
+}
+
 /* The bits of element i of rank r's input. Every rank computes them without communication. */
 static uint64_t element(const struct one_case *c, int r, size_t i)
 {
-    uint64_t h = mix(c->seed + (uint64_t)r * 0x9e3779b97f4a7c15u + i * 0xd1342543de82ef95u);
-    uint64_t v = mix(h);
+    uint64_t h = mix(c->seed + (uint64_t)r * 0x9e3779b97f4a7c15u + i * 0xd1342543de82ef95u), v;
     size_t bytes = sp_dtype_bytes(c->dtype);
     if ((int)(h % 100) >= c->density_pct)
         return 0;
+    v = mix(h);
     switch (c->dtype) {
     case SPCCL_FLOAT32:
         if (v % 97 == 0)
@@ -49,12 +64,8 @@ static uint64_t element(const struct one_case *c, int r, size_t i)
         return sp_f16_from_f32((float)((double)(int64_t)v * 0x1p-60));
     case SPCCL_BFLOAT16:
         return sp_bf16_from_f32((float)((double)(int64_t)v * 0x1p-60));
-    case SPCCL_FLOAT64: {
-        double d = (double)(int64_t)v * 0x1p-60;
-        uint64_t u;
-        memcpy(&u, &d, sizeof u);
-        return u;
-    }
+    case SPCCL_FLOAT64:
+        return f64_to_bits((double)(int64_t)v * 0x1p-60);
     default:
         return bytes == 8 ? v : v & ((UINT64_C(1) << (8 * bytes)) - 1);
     }
@@ -99,16 +110,10 @@ static double double_op(spccl_redop op, double acc, double x)
 
 static int64_t sign_extend(uint64_t bits, spccl_dtype t)
 {
-    switch (t) {
-    case SPCCL_INT8:
-        return (int8_t)bits;
-    case SPCCL_INT16:
-        return (int16_t)bits;
-    case SPCCL_INT32:
-        return (int32_t)bits;
-    default:
-        return (int64_t)bits; /* int64; uint8 is never negative */
-    }
+    return t == SPCCL_INT8    ? (int8_t)bits
+           : t == SPCCL_INT16 ? (int16_t)bits
+           : t == SPCCL_INT32 ? (int32_t)bits
+                              : (int64_t)bits; /* int64; uint8 is never negative */
 }
 
 /* The reduction of element i over all ranks, as spccl.h defines it. */
@@ -125,10 +130,7 @@ static uint64_t reduced(const struct one_case *c, int n_ranks, size_t i)
             memcpy(&x, &u, sizeof x);
             acc = r == 0 && !sums ? x : double_op(c->op, acc, x);
         }
-        if (c->op == SPCCL_AVG)
-            acc /= n_ranks;
-        memcpy(&u, &acc, sizeof u);
-        return u;
+        return f64_to_bits(c->op == SPCCL_AVG ? acc / n_ranks : acc);
     }
     if (c->dtype == SPCCL_FLOAT32 || c->dtype == SPCCL_FLOAT16 || c->dtype == SPCCL_BFLOAT16) {
         float acc = 0;
@@ -160,18 +162,16 @@ static uint64_t reduced(const struct one_case *c, int n_ranks, size_t i)
     return acc;
 }
 
-static uint64_t wanted(const struct one_case *c, const struct rank_ctx *ctx, size_t i)
+static uint8_t *make_expected(const struct one_case *c, int n_ranks)
 {
-    switch (c->coll) {
-    case ALL_GATHER:
-        return element(c, (int)(i / c->n), i % c->n);
-    case REDUCE_SCATTER:
-        return reduced(c, ctx->n_ranks, (size_t)ctx->rank * c->n + i);
-    case ALL_REDUCE:
-        return reduced(c, ctx->n_ranks, i);
-    default:
-        return element(c, c->root, i);
-    }
+    size_t n = c->coll == ALL_REDUCE || c->coll == BROADCAST ? c->n : c->n * (size_t)n_ranks;
+    uint8_t *bytes = malloc(n * sp_dtype_bytes(c->dtype) + 1);
+    for (size_t i = 0; i < n; i++)
+        put(bytes, i, c->dtype,
+            c->coll == ALL_GATHER  ? element(c, (int)(i / c->n), i % c->n)
+            : c->coll == BROADCAST ? element(c, c->root, i)
+                                   : reduced(c, n_ranks, i));
+    return bytes;
 }
 
 /* Buffers of one case on one rank, of exactly the size needed: the address sanitizer then finds any access
@@ -226,34 +226,39 @@ static spccl_status issue(const struct one_case *c, spccl_comm *comm, const stru
 }
 
 static void check_case(const struct one_case *c, struct rank_ctx *ctx, const struct buffers *b,
-                       spccl_status st)
+                       spccl_status st, struct expected *expected)
 {
-    struct plan_of_cases *plan = ctx->arg;
-    size_t bad = 0, at = 0;
+    size_t bad = 0, at = 0, e = sp_dtype_bytes(c->dtype);
+    const uint8_t *want;
     char error[1024];
     snprintf(error, sizeof error, "%s", st != SPCCL_OK ? spccl_last_error() : "");
-    if (st == SPCCL_OK)
+    pthread_mutex_lock(&expected->mu);
+    if (expected->bytes == NULL)
+        expected->bytes = make_expected(c, ctx->n_ranks);
+    want = expected->bytes + (c->coll == REDUCE_SCATTER ? (size_t)ctx->rank * c->n * e : 0);
+    if (st == SPCCL_OK && memcmp(b->out, want, b->n_out * e) != 0)
         for (size_t i = b->n_out; i-- > 0;)
-            if (get(b->out, i, c->dtype) != wanted(c, ctx, i)) {
+            if (get(b->out, i, c->dtype) != get(want, i, c->dtype)) {
                 bad++;
                 at = i;
             }
-    pthread_mutex_lock(&plan->mu);
     CHECK(st == SPCCL_OK && bad == 0,
           "%s of %zu %s, op %d, root %d, density %d%%, %s%s, rank %d of %d: status %d %s; %zu wrong, first "
-          "at %zu: got "
-          "%llx, wanted %llx (seed %llu)",
+          "at %zu: got %llx, wanted %llx (seed %llu)",
           coll_names[c->coll], c->n, sp_dtype_name(c->dtype), (int)c->op, c->root, c->density_pct,
           c->in_place ? "in place" : "out of place", c->async ? ", async" : "", ctx->rank, ctx->n_ranks,
           (int)st, error, bad, at, bad ? (unsigned long long)get(b->out, at, c->dtype) : 0,
-          bad ? (unsigned long long)wanted(c, ctx, at) : 0, (unsigned long long)c->seed);
-    pthread_mutex_unlock(&plan->mu);
+          bad ? (unsigned long long)get(want, at, c->dtype) : 0, (unsigned long long)c->seed);
+    if (++expected->n_checked == ctx->n_ranks) {
+        free(expected->bytes);
+        expected->bytes = NULL;
+    }
+    pthread_mutex_unlock(&expected->mu);
 }
-
-#define IN_FLIGHT 12
 
 static void run_cases(struct rank_ctx *ctx)
 {
+    enum { IN_FLIGHT = 12 };
     struct plan_of_cases *plan = ctx->arg;
     struct buffers b[IN_FLIGHT];
     spccl_request *req[IN_FLIGHT];
@@ -269,7 +274,7 @@ static void run_cases(struct rank_ctx *ctx)
         for (int i = n; i-- > 0;) { /* wait in the reverse of the order of the calls */
             if (req[i] != NULL)
                 st[i] = spccl_request_wait(req[i], -1);
-            check_case(&plan->cases[first + i], ctx, &b[i], st[i]);
+            check_case(&plan->cases[first + i], ctx, &b[i], st[i], &plan->expected[first + i]);
             spccl_request_free(req[i]);
             free(b[i].alloc_in);
             free(b[i].alloc_out);
@@ -279,16 +284,22 @@ static void run_cases(struct rank_ctx *ctx)
 
 static void run_plan(const struct one_case *cases, int n_cases, int n_ranks, const char *transports)
 {
-    struct plan_of_cases plan = {.cases = cases, .n_cases = n_cases};
+    struct plan_of_cases plan = {cases, n_cases, calloc((size_t)n_cases, sizeof *plan.expected)};
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
     config.timeout_ms = 60000;
     config.transports = transports;
-    pthread_mutex_init(&plan.mu, NULL);
+    for (int i = 0; i < n_cases; i++)
+        pthread_mutex_init(&plan.expected[i].mu, NULL);
     run_ranks(n_ranks, &config, run_cases, &plan, ctx);
     for (int r = 0; r < n_ranks; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d of %d over %s: %s", r, n_ranks, transports, ctx[r].error);
-    pthread_mutex_destroy(&plan.mu);
+    for (int i = 0; i < n_cases; i++) {
+        CHECK(plan.expected[i].n_checked == n_ranks, "case %d was checked by %d of %d ranks", i,
+              plan.expected[i].n_checked, n_ranks);
+        pthread_mutex_destroy(&plan.expected[i].mu);
+    }
+    free(plan.expected);
 }
 
 static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};
