@@ -121,6 +121,7 @@ def main() -> None:
     dist.init_process_group("spccl")
     if dist.get_world_size() != 1 or args.steps <= 10:
         parser.error(f"wanted 1 rank and more than 10 steps, got {dist.get_world_size()} and {args.steps}")
+    facts = report.machine() | {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     rows: list[Row] = []
     for gradients in args.gradients.split(","):
         for density in map(float, args.densities.split(",")):
@@ -128,9 +129,8 @@ def main() -> None:
             mine = run(gradients, density, args, device)
             print(summary(mine, time.perf_counter() - began), flush=True)
             rows += mine
-    if args.csv:
-        facts = report.machine() | {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
-        args.csv.write_text(report.to_csv(rows, facts))
+            if args.csv:
+                args.csv.write_text(report.to_csv(rows, facts))
     dist.destroy_process_group()
 
 
