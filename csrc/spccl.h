@@ -129,8 +129,7 @@ SPCCL_API const char *spccl_format_name(spccl_format format);
 
 /* ---- codec: arrays to bytes and back ------------------------------------------------------------ */
 
-/* An encoded array is one frame, or several back to back (docs/FORMAT.md, section 1). Each frame holds one
- * slice of the array, in a format of its own. */
+/* An encoded array is one or more frames back to back (docs/FORMAT.md, section 1). Each holds one slice. */
 
 #define SPCCL_SLICE_ELEMS_MAX 0x80000000u /* the largest slice_elems */
 
@@ -182,15 +181,13 @@ typedef struct spccl_frame_info {
     uint64_t index_off, meta_off, values_off;
 } spccl_frame_info;
 
-/* Check the frame at the start of `encoded` completely and describe it.
- * Errors: ARG, FORMAT, VERSION.  Threads: any. */
+/* Check the frame at the start of `encoded`, and describe it. Errors: ARG, FORMAT, VERSION.  Threads: any. */
 SPCCL_API spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spccl_frame_info *out);
 
 /* ---- communicators ------------------------------------------------------------------------------ */
 
-/* A child of fork cannot use its parent's handles: every call on one fails with SPCCL_ERR_STATE, except that
- * spccl_comm_destroy and spccl_request_free do nothing. The parent's group goes on. The child may make groups
- * of its own. */
+/* A child of fork cannot use its parent's handles: calls on them fail with SPCCL_ERR_STATE, but
+ * spccl_comm_destroy and spccl_request_free do nothing. The child may make groups of its own. */
 typedef struct spccl_comm spccl_comm;       /* one rank's membership of one group */
 typedef struct spccl_request spccl_request; /* one collective under way */
 
@@ -210,9 +207,8 @@ typedef struct spccl_config {
     }
 
 /* A key-value store that all ranks reach: torch's Store, or another. `set` publishes a value. `get` waits
- * until the key has a value, or until `timeout_ms` have passed (then SPCCL_ERR_TIMEOUT). It copies at most
- * `cap` bytes and puts their number into *out_bytes. Both are called only inside spccl_comm_create, on its
- * thread. */
+ * until the key has a value, for at most `timeout_ms` (then SPCCL_ERR_TIMEOUT). It copies at most `cap` bytes
+ * and puts their number into *out_bytes. Only spccl_comm_create calls them, on its thread. */
 typedef struct spccl_store {
     size_t struct_bytes; /* sizeof(spccl_store) */
     void *ctx;           /* the first argument of both functions */
@@ -228,12 +224,10 @@ typedef struct spccl_store {
 SPCCL_API spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size,
                                          const spccl_config *config, spccl_comm **out);
 
-/* Groups without a store, as in NCCL. One process makes an id. It hands the 128 bytes to all ranks by any
- * means, and each rank calls spccl_comm_init_rank with them. An id is good for one group. The process that
- * made the id serves the rendezvous, with a thread and a port. It stops when the group has formed, or when
- * no rank has been connected for SPCCL_TIMEOUT_MS (10 minutes); the id is then useless.
- * SPCCL_RENDEZVOUS_ADDR is the address to listen on. The default is 127.0.0.1; for a group on several
- * hosts set it to an address of this host. */
+/* Groups without a store, as in NCCL. One process makes an id, for one group. All ranks get the 128 bytes and
+ * call spccl_comm_init_rank with them. The process that made the id serves the rendezvous until the group has
+ * formed, or no rank has been connected for SPCCL_TIMEOUT_MS. It listens on SPCCL_RENDEZVOUS_ADDR: 127.0.0.1
+ * by default; for a group on several hosts an address of this host. */
 typedef struct spccl_unique_id {
     char bytes[128];
 } spccl_unique_id;
@@ -251,10 +245,9 @@ SPCCL_API spccl_status spccl_comm_async_error(spccl_comm *comm);
 /* Break the communicator at once, here and on the peers: every wait ends with SPCCL_ERR_ABORTED. `reason` is
  * one line for the error texts, or NULL. Threads: any. Idempotent. */
 SPCCL_API spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason);
-/* Free a communicator. Unless it is broken, the collectives under way are finished first, within their
- * deadlines. With a GPU attached, destroy also waits for the other ranks to call it, for at most 10 s;
- * captured graphs with its collectives must not be replayed any more. Requests stay valid. Accepts NULL.
- * No other thread may use the communicator. */
+/* Free a communicator, after its collectives under way unless it is broken. With a GPU attached, destroy also
+ * waits for the other ranks to call it, for at most 10 s; captured graphs with its collectives must not be
+ * replayed any more. Requests stay valid. Accepts NULL. No other thread may use the communicator. */
 SPCCL_API spccl_status spccl_comm_destroy(spccl_comm *comm);
 
 /* What a communicator has done since it was created. */
@@ -301,16 +294,14 @@ SPCCL_API spccl_status spccl_broadcast(spccl_comm *comm, void *buf, size_t n_ele
 
 /* SPCCL_AGAIN while the collective is under way, else its status. Never blocks. Threads: any. */
 SPCCL_API spccl_status spccl_request_test(spccl_request *req);
-/* Wait until the collective is done and return its status. If `timeout_ms` have passed before that, return
- * SPCCL_ERR_TIMEOUT; the collective goes on, and the buffers stay borrowed. timeout_ms < 0: wait as long
- * as the collective's own deadline allows. Threads: any. */
+/* Wait until the collective is done and return its status. After `timeout_ms` return SPCCL_ERR_TIMEOUT; the
+ * collective goes on. timeout_ms < 0: until the collective's own deadline. Threads: any. */
 SPCCL_API spccl_status spccl_request_wait(spccl_request *req, int64_t timeout_ms);
 /* The error text of a failed request; "" otherwise. Valid until spccl_request_free. */
 SPCCL_API const char *spccl_request_error(spccl_request *req);
-/* Call `fn(ctx, status)` once, when the collective is done; at once if it is done already. Otherwise the
- * thread that makes progress calls it: the progress thread, or a thread that waits in a blocking call.
- * Callbacks of one communicator run in the order in which the collectives were issued. `fn` may call no
- * function of the same communicator but collectives with a request. A request takes one callback. */
+/* Call `fn(ctx, status)` once: at once if the collective is done, else when it is, on the thread that makes
+ * progress (the progress thread, or one in a blocking call). Callbacks of a communicator run in the order of
+ * its calls. `fn` may call no function of it but collectives with a request. A request takes one callback. */
 SPCCL_API spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spccl_status status),
                                              void *ctx);
 /* Free the handle. A collective that is under way goes on without it. Accepts NULL. */
@@ -318,11 +309,10 @@ SPCCL_API void spccl_request_free(spccl_request *req);
 
 /* ---- CUDA ------------------------------------------------------------------------------------------ */
 
-/* Collectives on GPU memory, between GPUs that can map each other's memory over NVLink or PCIe. Each is
- * one kernel launch on the caller's stream, ordered like any other kernel there. No call waits for the GPU
- * or reads a size from it, so all of them can be captured into CUDA graphs and replayed. The results have
- * the same bits as those of the host collectives. `stream` is a cudaStream_t of the communicator's GPU;
- * NULL is the default stream. */
+/* Collectives on GPU memory, between GPUs that map each other's memory over NVLink or PCIe. Each is one
+ * launch on the caller's stream. No call waits for the GPU or reads sizes from it: CUDA graphs can hold all.
+ * The results have the same bits as those of the host collectives. `stream` is a cudaStream_t of the
+ * communicator's GPU; NULL is the default stream. */
 /* The settings SPCCL_MAX_CTAS and SPCCL_INBOX_BYTES win over max_ctas and inbox_bytes. `fallback` says what
  * the caller does after UNREACHABLE or UNSUPPORTED. All ranks give the same number; else: MISMATCH. */
 typedef struct spccl_cuda_config {
@@ -353,11 +343,10 @@ SPCCL_API int spccl_cuda_device_count(void);
  *                get this, and the communicator goes on with host memory */
 SPCCL_API spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config);
 
-/* The same collectives on memory of the communicator's GPU. They return once the kernel is launched. If a
- * rank does not take part, dies or aborts, the kernel ends within the communicator's timeout. The
- * communicator is then broken, spccl_comm_async_error says who was missing, and the GPU stays usable.
- * Errors of the call: ARG (also for host memory, or memory of another GPU), DTYPE, ALIAS, STATE (no GPU is
- * attached), DEVICE, or the error that broke the communicator. */
+/* They return once the kernel is launched. If a rank does not take part, dies or aborts, the kernel ends
+ * within the communicator's timeout. The communicator is then broken, spccl_comm_async_error says who was
+ * missing, and the GPU stays usable. Errors of the call: ARG (also for host memory or another GPU's), DTYPE,
+ * ALIAS, STATE (no GPU is attached), DEVICE, or the error that broke the communicator. */
 SPCCL_API spccl_status spccl_cuda_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                              spccl_dtype dtype, void *stream);
 SPCCL_API spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
@@ -366,16 +355,29 @@ SPCCL_API spccl_status spccl_cuda_all_reduce(spccl_comm *comm, const void *in, v
                                              spccl_dtype dtype, spccl_redop op, void *stream);
 SPCCL_API spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype,
                                             int root, void *stream);
-/* Wait on the host until all that is on `stream` is done, or the communicator is broken. SPCCL_ERR_TIMEOUT
- * after `timeout_ms`; < 0: the communicator's timeout. Not for a stream that is being captured. */
+/* Wait on the host until `stream` is done, or the communicator is broken. TIMEOUT after `timeout_ms`; < 0:
+ * the communicator's timeout. Not for a stream that is being captured. */
 SPCCL_API spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms);
 
+/* Options of the collectives on GPU memory that are called from now on. Those on host memory have none. */
+typedef struct spccl_cuda_options {
+    size_t struct_bytes; /* sizeof(spccl_cuda_options) */
+    uint64_t max_ctas;   /* most thread blocks, at most spccl_cuda_stats.n_ctas; 0 = that many. All ranks give
+                            the same, else MISMATCH breaks the communicator */
+} spccl_cuda_options;
+#define SPCCL_CUDA_OPTIONS_INIT                                                                              \
+    {                                                                                                        \
+        sizeof(spccl_cuda_options), 0                                                                        \
+    }
+/* options NULL: the defaults. A captured collective keeps those it was captured with.
+ * Errors: ARG, STATE (no GPU is attached). */
+SPCCL_API spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *options);
+
 /* For callers that attach with config.caller_orders. All launches of a communicator use the same buffers, so
- * they must run on the GPU one after the other, in the order of the calls. By default the library sees to
- * that: it asks whether a stream is being captured, records an event after each launch, and lets other
- * streams wait for it. With caller_orders it does none of this, because the caller does, for other work too
- * (such as NCCL's collectives). After each launch outside of captures the caller records an event behind it
- * and calls this function: spccl_comm_destroy waits for the last such event before it frees memory.
+ * they must run on the GPU one after the other, in the order of the calls. By default the library orders
+ * them with events. With caller_orders the caller does, for other work too (such as NCCL's collectives).
+ * After each launch outside of captures the caller records an event behind it and calls this function:
+ * spccl_comm_destroy waits for the last such event before it frees memory.
  *   event  cudaEvent_t, borrowed until the next call or until spccl_comm_destroy returns
  * Errors: ARG (NULL, or attached without caller_orders), STATE (no GPU is attached). */
 SPCCL_API spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event);
@@ -392,9 +394,8 @@ typedef struct spccl_cuda_stats {
 } spccl_cuda_stats;
 SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out);
 
-/* The codec on GPU memory. A slice must fit into the shared memory of a thread block, so slices are
- * shorter than on the host: 16 KiB of elements by default. spccl_encode writes the same bytes with the
- * same slice_elems. */
+/* The codec on GPU memory. A slice fits into a thread block's shared memory: 16 KiB of elements by default.
+ * spccl_encode writes the same bytes with the same slice_elems. */
 
 /* Elements per frame: `wanted` if it is a multiple of 2048 and at most 16 KiB of elements; 16 KiB of
  * elements if it is 0; else 0. */
@@ -414,8 +415,7 @@ SPCCL_API size_t spccl_cuda_encode_scratch_bytes(size_t n_elems, spccl_dtype dty
 SPCCL_API spccl_status spccl_cuda_encode(const void *x, size_t n_elems, spccl_dtype dtype,
                                          const spccl_encode_options *options, void *dst, size_t dst_cap,
                                          uint64_t *offsets, void *scratch, uint32_t *status, void *stream);
-/* Apply an encoded array to `dst` [n_elems], on `stream`. Each frame is checked completely before it is
- * applied. A bad frame does not keep the others from being applied.
+/* Apply an encoded array to `dst` [n_elems], on `stream`. Each frame is checked; bad ones are left out.
  *   offsets      as spccl_cuda_encode wrote them; wrong ones are found
  *   slice_elems  of the encoded array (0 = default)
  *   status       u32: 0, or minus the spccl_status of a bad frame (FORMAT, VERSION, FRAME)

@@ -32,6 +32,7 @@ static struct {
     atomic_int n_records, n_asked;             /* calls of event_record; of capture_id and stream_id */
     _Atomic bool hold;                         /* kernels do not end while it is set */
     _Atomic unsigned long long capture;        /* id of the capture of all streams; 0 = none */
+    sp_fused_args last;                        /* arguments of the last launch, for tests of one rank */
 } fake = {.n_gpus = FAKE_GPUS, .free_bytes = (size_t)1 << 40};
 
 /* Memory of each fake GPU, for the arguments of collectives. */
@@ -296,6 +297,8 @@ static spccl_status fake_fused(const sp_fused_args *a, void *stream)
         return SP_FAIL(SPCCL_ERR_DEVICE, "fakeLaunch: refused");
     }
     fake.n_kernels++;
+    if (a->world_size == 1)
+        fake.last = *a;
     if (fake.capture != 0) { /* during a capture nothing runs */
         free(l);
         return SPCCL_OK;

@@ -24,6 +24,7 @@ ENDS_WITH(spccl_config, secret);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
 ENDS_WITH(spccl_cuda_config, reserved);
+ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
 ENDS_WITH(spccl_prune_options, loss_scale);
@@ -36,6 +37,7 @@ _Static_assert(sizeof(spccl_config) == 56, "0.1");
 _Static_assert(sizeof(spccl_store) == 32, "0.1");
 _Static_assert(sizeof(spccl_stats) == 176, "0.1");
 _Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
+_Static_assert(sizeof(spccl_cuda_options) == 16, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
 _Static_assert(sizeof(spccl_prune_options) == 88, "0.1");
@@ -175,6 +177,21 @@ static void test_info(void)
 
 /* ---- GPU ---- */
 
+static void check_call_options(spccl_comm *comm)
+{
+    struct {
+        size_t struct_bytes;
+    } oldest = {sizeof oldest};
+    NEWER(spccl_cuda_options) newer = {SPCCL_CUDA_OPTIONS_INIT, 0};
+    CHECK_OK(spccl_cuda_set_options(comm, (void *)&oldest));
+    newer.known.struct_bytes = sizeof newer;
+    newer.known.max_ctas = 1;
+    CHECK_OK(spccl_cuda_set_options(comm, (void *)&newer));
+    newer.added = 1;
+    CHECK_FAILS(spccl_cuda_set_options(comm, (void *)&newer), SPCCL_ERR_ARG,
+                "spccl_cuda_options: got 24 bytes with byte 16 not zero");
+}
+
 static void gpu_rank(struct rank_ctx *c)
 {
     struct {
@@ -206,6 +223,7 @@ static void gpu_rank(struct rank_ctx *c)
     CHECK_OK(spccl_cuda_get_stats(c->comm, (void *)&newer_stats));
     CHECK(newer_stats.known.inbox_bytes > 0 && newer_stats.added == CANARY, "newer");
     CHECK_FAILS(spccl_cuda_get_stats(c->comm, NULL), SPCCL_ERR_ARG, "spccl_cuda_stats: out is NULL");
+    check_call_options(c->comm);
 }
 
 static void test_gpu(void)

@@ -76,6 +76,50 @@ static void test_library_orders(void)
     run_one(ordered);
 }
 
+/* ---- a limit of thread blocks for some calls ---- */
+
+static spccl_status limit(struct rank_ctx *c, uint64_t max_ctas)
+{
+    spccl_cuda_options options = SPCCL_CUDA_OPTIONS_INIT;
+    options.max_ctas = max_ctas;
+    return spccl_cuda_set_options(c->comm, &options);
+}
+
+/* The blocks of the next launch of enough elements to give work to all blocks. */
+static uint32_t n_ctas_now(struct rank_ctx *c)
+{
+    void *x = fake_memory[0];
+    CHECK_OK(spccl_cuda_all_gather(c->comm, x, x, FAKE_BYTES / 4, SPCCL_FLOAT32, &streams[0]));
+    return fake.last.n_ctas;
+}
+
+static void limited(struct rank_ctx *c)
+{
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    CHECK(limit(c, 1) == SPCCL_ERR_STATE, "no GPU is attached: %s", spccl_last_error());
+    config.device = 0;
+    config.max_ctas = 5; /* of 8 */
+    CHECK_OK(spccl_cuda_attach(c->comm, &config));
+    CHECK(n_ctas_now(c) == 5, "%u blocks, wanted those of the group", fake.last.n_ctas);
+    CHECK_OK(limit(c, 2));
+    CHECK(n_ctas_now(c) == 2 && sp_mark_max_ctas(fake.last.mark) == 2, "%u blocks", fake.last.n_ctas);
+    CHECK(limit(c, 6) == SPCCL_ERR_ARG &&
+              strstr(spccl_last_error(), "max_ctas is 6, wanted at most 5") != NULL,
+          "%s", spccl_last_error());
+    CHECK(limit(c, UINT64_C(1) << 32) == SPCCL_ERR_ARG, "a number of more than 32 bits");
+    CHECK(n_ctas_now(c) == 2, "a refused limit changes nothing: %u blocks", fake.last.n_ctas);
+    CHECK_OK(limit(c, 5));
+    CHECK(n_ctas_now(c) == 5 && sp_mark_max_ctas(fake.last.mark) == 0, "as many as the group has: no limit");
+    CHECK_OK(limit(c, 1));
+    CHECK_OK(spccl_cuda_set_options(c->comm, NULL));
+    CHECK(n_ctas_now(c) == 5, "NULL: %u blocks", fake.last.n_ctas);
+}
+
+static void test_limited(void)
+{
+    run_one(limited);
+}
+
 /* ---- the caller orders ---- */
 
 static void caller_orders(struct rank_ctx *c)
@@ -144,6 +188,7 @@ static void test_destroy_waits(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"library_orders", test_library_orders},
+                                             {"limited", test_limited},
                                              {"caller_orders", test_caller_orders},
                                              {"destroy_waits", test_destroy_waits},
                                              {NULL, NULL}};

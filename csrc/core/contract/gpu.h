@@ -37,10 +37,11 @@ typedef enum sp_fused_op {
  * fails writes a report. */
 typedef enum sp_gpu_fault {
     SP_GPU_NO_FAULT = 0,
-    SP_GPU_NO_DATA,  /* waited for a frame of `peer` at position `wanted`; the tail is `seen` */
-    SP_GPU_NO_SPACE, /* waited until `peer` takes frames: wanted a credit of `wanted`; it is `seen` */
-    SP_GPU_BAD_FRAME /* a frame of `peer` breaks rule `detail` of docs/FORMAT.md 4: a field or count is `seen`
-                        and should be `wanted` */
+    SP_GPU_NO_DATA,   /* waited for a frame of `peer` at position `wanted`; the tail is `seen` */
+    SP_GPU_NO_SPACE,  /* waited until `peer` takes frames: wanted a credit of `wanted`; it is `seen` */
+    SP_GPU_BAD_FRAME, /* a frame of `peer` breaks rule `detail` of docs/FORMAT.md 4: a field or count is `seen`
+                         and should be `wanted` */
+    SP_GPU_OTHER_LIMIT /* `peer` called with max_ctas `seen`, this rank with `wanted`; 0: without a limit */
 } sp_gpu_fault;
 
 /* How long a wait lasts. A contribution depends on its sender alone. A result or free space may be late
@@ -90,6 +91,7 @@ typedef struct sp_fused_args {
     sp_inbox_shape shape;
     uint32_t n_ctas, workers_per_cta;   /* n_ctas * workers_per_cta <= shape.n_workers */
     uint32_t n_served;                  /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
+    uint32_t mark;                      /* what the header of each frame holds: sp_frame_mark */
     uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, addresses on this device */
     sp_gpu_control *control;            /* device address */
     uint64_t timeout_ns;                /* of each wait */

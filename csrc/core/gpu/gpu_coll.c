@@ -8,8 +8,10 @@
 #include "core/gpu/gpu_comm.h"
 #include "core/run/coll_check.h"
 
+#include "core/base/abi.h"
 #include "core/base/dtype.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 
 static const struct {
@@ -49,9 +51,12 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
 {
     const spccl_comm *comm = g->comm;
     int64_t timeout_ms = comm->timeout_ms; /* read once: any thread may set it */
+    sp_gpu_limits limits = g->limits;
     sp_gpu_plan p;
     sp_fused_args f;
-    sp_tune_gpu_plan(&g->limits, g->shape, calls[a->coll].op, a->n_elems, a->dtype, comm->format, &p);
+    if (g->max_ctas != 0)
+        limits.max_ctas = g->max_ctas;
+    sp_tune_gpu_plan(&limits, g->shape, calls[a->coll].op, a->n_elems, a->dtype, comm->format, &p);
     f = (sp_fused_args){.op = p.op,
                         .dtype = a->dtype,
                         .redop = a->redop,
@@ -67,12 +72,32 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .n_ctas = p.n_ctas,
                         .workers_per_cta = p.workers_per_cta,
                         .n_served = p.n_served,
+                        .mark = sp_frame_mark((uint32_t)a->dtype, g->max_ctas),
                         .control = g->control_device,
                         .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
                                                                        : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
     memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
     return f;
+}
+
+spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *given)
+{
+    spccl_cuda_options options = SPCCL_CUDA_OPTIONS_INIT;
+    sp_gpu_comm *g = NULL;
+    uint32_t most;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_set_options", &g));
+    SP_TRY(sp_options_copy("spccl_cuda_options", given, &options, sizeof options));
+    most = sp_tune_gpu_ctas(&g->limits, g->shape);
+    if (options.max_ctas > most)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "rank %d: spccl_cuda_set_options: max_ctas is %" PRIu64
+                       ", wanted at most %u, which group \"%s\" has (spccl_cuda_attach, SPCCL_MAX_CTAS)",
+                       comm->rank, options.max_ctas, most, comm->name);
+    pthread_mutex_lock(&g->mu);
+    g->max_ctas = options.max_ctas == most ? 0 : (uint32_t)options.max_ctas;
+    pthread_mutex_unlock(&g->mu);
+    return SPCCL_OK;
 }
 
 /* Make `stream` wait for the last launch, if it was on another stream and may still run. */

@@ -37,6 +37,7 @@ typedef struct sp_gpu_comm {
     void *capture_event; /* recorded after the last launch of the last capture */
     bool launched;       /* `event` has been recorded */
     unsigned long long last_stream, last_capture, last_capture_stream; /* ids; 0 = none */
+    uint32_t max_ctas; /* of the calls from now on; 0: as many as the group has */
     uint32_t n_launches;
     sp_gpu_launch history[SP_GPU_HISTORY]; /* index: seq modulo SP_GPU_HISTORY */
 

@@ -100,6 +100,13 @@ static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char
             ", wanted %" PRIu64 "): do all ranks call the same collective with the same size and dtype?",
             where, r->peer, r->detail, what, r->worker, r->slice, r->seen, r->wanted);
         return SPCCL_ERR_FORMAT;
+    case SP_GPU_OTHER_LIMIT:
+        snprintf(text, cap,
+                 "%s ranks disagree: rank %u called it with max_ctas %" PRIu64
+                 ", rank %d with max_ctas %" PRIu64 " (0: no limit): all ranks must give the same "
+                 "(spccl_cuda_set_options)",
+                 where, r->peer, r->seen, comm->rank, r->wanted);
+        return SPCCL_ERR_MISMATCH;
     case SP_GPU_NO_FAULT:
         break;
     }
