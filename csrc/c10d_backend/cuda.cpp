@@ -244,6 +244,18 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
     });
 }
 
+spccl_status CudaSide::apply_limit(spccl_comm *raw)
+{
+    spccl_cuda_options options = SPCCL_CUDA_OPTIONS_INIT;
+    options.max_ctas = max_ctas_;
+    if (options.max_ctas == applied_max_ctas_)
+        return SPCCL_OK;
+    const spccl_status status = spccl_cuda_set_options(raw, &options);
+    if (status == SPCCL_OK)
+        applied_max_ctas_ = options.max_ctas;
+    return status;
+}
+
 /* Launch one of the four collectives of spccl, and give the communicator the event after it. Both happen
  * inside issue(), so that no other thread can close the communicator in between. Closing waits for that
  * event, and then frees memory that the kernel uses. */
@@ -251,7 +263,9 @@ void CudaSide::call_spccl(const Launch &launch, CollectiveOrder::Turn &turn)
 {
     comm_->issue(launch.op, launch.timeout, [&](spccl_comm *raw) {
         std::exception_ptr failed;
-        spccl_status status = call_cuda(launch.coll, raw, turn.handle);
+        spccl_status status = apply_limit(raw);
+        if (status == SPCCL_OK)
+            status = call_cuda(launch.coll, raw, turn.handle);
         if (status != SPCCL_OK)
             return status;
         try {

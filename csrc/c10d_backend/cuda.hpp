@@ -122,6 +122,13 @@ class CudaSide
         return why_;
     }
 
+    /* Most thread blocks of the collectives of spccl's GPU engine that are issued from now on; 0 = all of the
+     * group's. Returns the number before. A number above the group's fails at the next collective. */
+    uint64_t limit_ctas(uint64_t max_ctas)
+    {
+        return max_ctas_.exchange(max_ctas);
+    }
+
     /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`.
      *   by_nccl   NCCL runs it also if the route is `engine` */
     c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence,
@@ -150,6 +157,10 @@ class CudaSide
     const std::shared_ptr<Comm> comm_;
     const c10::intrusive_ptr<c10d::Backend> nccl_;
     const CudaSettings settings_;
+    spccl_status apply_limit(spccl_comm *raw);
+
+    std::atomic<uint64_t> max_ctas_{0};
+    uint64_t applied_max_ctas_ = 0; /* what the communicator has; used inside Comm::issue alone */
     std::mutex attach_mutex_;
     std::atomic<CudaRoute> route_{CudaRoute::unknown}; /* set last: order_ and why_ are constant then */
     std::shared_ptr<CollectiveOrder> order_;

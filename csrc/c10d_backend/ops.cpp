@@ -125,6 +125,13 @@ std::string cuda_route(const GroupPtr &group)
     return "?";
 }
 
+/* As spccl_cuda_options.max_ctas, for the collectives from now on. Returns the number before. */
+int64_t limit_ctas(const GroupPtr &group, int64_t max_ctas)
+{
+    TORCH_CHECK_VALUE(max_ctas >= 0, "spccl: limit_ctas: max_ctas is ", max_ctas, ", wanted 0 or more");
+    return static_cast<int64_t>(backend_of(group).cuda().limit_ctas(static_cast<uint64_t>(max_ctas)));
+}
+
 std::string describe_link(const GroupPtr &group, int64_t peer)
 {
     return backend_of(group).describe_link(static_cast<int>(peer));
@@ -147,6 +154,7 @@ TORCH_LIBRARY_FRAGMENT(spccl, m)
     m.def("cuda_stats(__torch__.torch.classes.c10d.ProcessGroup group) -> int[]", cuda_stats);
     m.def("cuda_route(__torch__.torch.classes.c10d.ProcessGroup group) -> str", cuda_route);
     m.def("describe_link(__torch__.torch.classes.c10d.ProcessGroup group, int peer) -> str", describe_link);
+    m.def("limit_ctas(__torch__.torch.classes.c10d.ProcessGroup group, int max_ctas) -> int", limit_ctas);
     m.def("prepare_exit(int patience_ms) -> ()", prepare_exit);
 }
 

@@ -180,6 +180,42 @@ def cuda_stats(group: dist.ProcessGroup | None = None) -> CudaStats:
     return CudaStats(path, why, *n[:5], frames_sent=dict(zip(FORMAT_NAMES, n[5:10], strict=True)))
 
 
+class limit_ctas:
+    """Context: the CUDA collectives that this rank calls on `group` inside use at most `max_ctas` thread blocks.
+
+        with spccl.backend.limit_ctas(32):
+            dist.all_reduce(gradient)
+
+    The other multiprocessors are free for other kernels. All ranks give the same number; otherwise the group breaks,
+    and the error names ranks and numbers. A captured collective keeps its limit when the graph is replayed. The limit
+    is for spccl's GPU engine: CPU tensors and collectives that go to NCCL ignore it. Contexts can be nested, and one
+    object can be entered again and again. One thread at a time may use a group.
+
+    Args:
+        max_ctas: 1 or more, and at most `cuda_stats(group).n_ctas`; 0 = that many.
+        group: default: the world.
+    Raises: ValueError if no backend of the group is spccl, or `max_ctas` is below 0; at the next CUDA collective if
+        it is above the group's number.
+    """
+
+    def __init__(self, max_ctas: int, group: dist.ProcessGroup | None = None):
+        if not isinstance(max_ctas, int) or max_ctas < 0:
+            raise ValueError(f"spccl: limit_ctas: max_ctas={max_ctas!r}, wanted an int of 0 or more")
+        self._max_ctas = max_ctas
+        self._boxed = _boxed(group)
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._before.append(torch.ops.spccl.limit_ctas(self._boxed, self._max_ctas))
+
+    def __exit__(self, *exc_info: object) -> None:
+        import torch
+
+        torch.ops.spccl.limit_ctas(self._boxed, self._before.pop())
+
+
 def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
     """One line that says which transport carries the traffic to rank `peer` of `group`, and why.
 

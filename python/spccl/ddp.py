@@ -7,6 +7,7 @@ bucket it makes one call of `spccl.prune` and one all_reduce; most elements of t
 counts.
 """
 
+import contextlib
 import math
 import time
 import warnings
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spccl import _ddp_state, prune
+from spccl import _ddp_state, backend, prune
 
 from ._ddp_model import find_ddp, find_ddp_by_hook, trained, trained_numels
 from ._ddp_stats import Statistics, Tally
@@ -72,6 +73,9 @@ class PrunedGradients:
             changes of scale. Without one, gradients are taken as they are.
         norm_every: measure the residual's norm every so many steps for `stats`; 0 never.
         seed: of the random choice of sampled places.
+        max_ctas: most thread blocks of this hook's all-reduces on CUDA; None = all of the group's. Fewer leave
+            multiprocessors to the backward pass, and the exchange takes longer. All ranks give the same number. Other
+            backends than spccl and the CPU ignore it.
     Errors: ValueError for a setting out of range, with its name and the allowed range.
 
     DDP features:
@@ -108,6 +112,7 @@ class PrunedGradients:
         grad_scaler: "torch.amp.GradScaler | None" = None,
         norm_every: int = 0,
         seed: int = 0,
+        max_ctas: int | None = None,
     ):
         _require("density", density, 0 < density <= 1, "in (0, 1]")
         _require("sample", sample, 0 < sample <= 1, "in (0, 1]")
@@ -119,6 +124,7 @@ class PrunedGradients:
         _require("min_numel", min_numel, min_numel >= 1, "1 or more")
         _require("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0, or None")
         _require("norm_every", norm_every, norm_every >= 0, "0 or more")
+        _require("max_ctas", max_ctas, max_ctas is None or max_ctas >= 1, "1 or more, or None")
         self.density = density
         self.sample = sample
         self.error_feedback = error_feedback
@@ -131,6 +137,7 @@ class PrunedGradients:
         self.grad_scaler = grad_scaler
         self.norm_every = norm_every
         self.seed = seed
+        self.max_ctas = max_ctas
         self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None
         self._names: dict[int, str] = {}
@@ -142,6 +149,7 @@ class PrunedGradients:
         self._skip_unused = False
         self._static_graph = False
         self._averages: dict[torch.device, bool] = {}
+        self._limit: contextlib.AbstractContextManager[None] | None = None
         # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
         # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
         self._held: list[torch.Tensor] = []
@@ -182,7 +190,6 @@ class PrunedGradients:
         """
         self._attach(find_ddp_by_hook(self))
 
-
     # -- one bucket --------------------------------------------------------------------------------
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future:
@@ -212,11 +219,21 @@ class PrunedGradients:
         self._statistics.now.select_s += time.perf_counter() - began
         if bucket.is_last():
             self._end_step(bucket.index())
-        work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
+        with self._limited():
+            work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
         self._held.append(buffer)
         if buffer.device.type == "cpu" and not buffer.is_sparse and self._ends_with_backward():
             return _finished_by_backward(work, buffer)
         return work.get_future().then(_first_tensor)
+
+    def _limited(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which a bucket's all-reduce is called."""
+        if self._limit is None:
+            ours = self.max_ctas is not None and "spccl" in [
+                _backend_name(self._group, d) for d in self._group._device_types
+            ]
+            self._limit = backend.limit_ctas(self.max_ctas, self._group) if ours else contextlib.nullcontext()
+        return self._limit
 
     def _ends_with_backward(self) -> bool:
         """Whether a callback queued now runs before DDP waits for this bucket.

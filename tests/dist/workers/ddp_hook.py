@@ -128,6 +128,11 @@ def static_graph() -> None:
     conserves(static_graph=True, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
 
 
+def limited_to_few_blocks() -> None:
+    """max_ctas is for CUDA: on the host, and by other backends, it is ignored."""
+    conserves(settings={"max_ctas": 2})
+
+
 def sixteen_bits() -> None:
     conserves(dtype=torch.bfloat16)
 
@@ -397,6 +402,7 @@ CASES = [
     buckets_rebuilt,
     views,
     static_graph,
+    limited_to_few_blocks,
     sixteen_bits,
     no_feedback_sends_its_own_entries_only,
     dense_is_plain_ddp,
