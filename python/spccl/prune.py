@@ -96,13 +96,16 @@ class Plan:
         segments: (first element, slot) of each parameter; `slot.prepare` was called.
         numel, dtype: of the bucket's gradient: float16, bfloat16, float32 or float64.
         device: host or CUDA.
-    Raises: spccl.Error if the segments do not fit, or this build of spccl has no CUDA.
+    Raises: ValueError if a slot's tensors do not fit; spccl.Error if the segments do not, or this build of spccl has no
+        CUDA.
     """
 
     def __init__(self, segments: Sequence[tuple[int, Slot]], numel: int, dtype: torch.dtype, device: torch.device):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"spccl.prune: gradients on {device}, wanted host or CUDA memory")
         self.slots = [slot for _, slot in segments]
+        for slot in self.slots:
+            _check_slot(slot, dtype, device)
         self.numel, self.dtype, self.device = numel, dtype, device
         rows = [
             (begin, s.numel, _address(s.residual), _address(s.velocity), _address(s.state), s.key, not s.pruned)
@@ -137,6 +140,23 @@ class Plan:
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         _ext.prune(self._plan, grad.data_ptr(), rule, _address(factor), _address(loss_scale), on_gpu, stream)
+
+
+def _check_slot(slot: Slot, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError unless the slot's tensors are what a gradient of `dtype` on `device` needs: C gets their addresses."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for what, tensor, wanted_dtype, numel in (
+        ("state", slot.state, torch.int64, STATE_COLUMNS),
+        ("residual", slot.residual, wide, slot.numel),
+        ("velocity", slot.velocity, wide, slot.numel),
+    ):
+        if tensor is None:
+            continue
+        if (tensor.dtype, tensor.numel(), tensor.device) != (wanted_dtype, numel, device) or not tensor.is_contiguous():
+            raise ValueError(
+                f"spccl.prune: {what} of {slot.name!r} is {tensor.numel()} {tensor.dtype} on {tensor.device} with "
+                f"strides {tensor.stride()}, wanted {numel} contiguous {wanted_dtype} on {device}"
+            )
 
 
 def _address(tensor: torch.Tensor | None) -> int:

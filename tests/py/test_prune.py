@@ -268,6 +268,28 @@ def test_a_plan_refuses_what_does_not_fit():
         prune.Plan([(0, one.slot)], N, torch.float32, torch.device("meta"))
 
 
+@pytest.mark.parametrize(
+    "what, change, text",
+    [
+        (
+            "residual",
+            lambda t: t.double(),
+            r"residual of 'weight' is 150001 torch.float64 .*150001 contiguous torch.float32",
+        ),
+        ("velocity", lambda t: t.half(), r"velocity of 'weight' is 150001 torch.float16"),
+        ("residual", lambda t: t[1:], r"residual of 'weight' is 150000 torch.float32"),
+        ("residual", lambda t: torch.stack([t, t], 1)[:, 0], r"with strides \(2,\)"),
+        ("residual", lambda t: t.to("meta"), r"torch.float32 on meta .* on cpu"),
+        ("state", lambda t: t.to("meta"), r"state of 'weight' is 6 torch.int64 on meta .* on cpu"),
+    ],
+)
+def test_a_plan_refuses_a_slot_that_does_not_fit(what, change, text):
+    slot = One(velocity=True).slot
+    setattr(slot, what, change(getattr(slot, what)))
+    with pytest.raises(ValueError, match=text):
+        prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu"))
+
+
 # ---- PrunedGradients on one rank -----------------------------------------------------------------------------
 
 
@@ -305,6 +327,7 @@ def backward(model, seed):
         ("min_numel", 0),
         ("clip_norm", 0.0),
         ("norm_every", -1),
+        ("max_ctas", 0),
     ],
 )
 def test_settings_out_of_range(name, value):

@@ -1,0 +1,66 @@
+"""States of spccl.ddp that an older version saved, or that do not fit the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the DDP hook is for torch, and none is installed")
+
+import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from spccl import ddp  # noqa: E402
+
+SAVED = Path(__file__).parent / "data" / "hook_state_761e286.pt"
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped():
+    """The model of the saved state, and its hook."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10))
+    model = DistributedDataParallel(model)
+    return model, ddp.PrunedGradients(density=0.1, momentum=0.9, min_numel=100).register(model)
+
+
+def test_a_state_saved_by_761e286_loads(one_rank):
+    """That version's hook wrote the fixture, on one rank: density 0.1, momentum 0.9, min_numel 100, 5 steps."""
+    saved = torch.load(SAVED, weights_only=True)
+    model, hook = wrapped()
+    hook.load_state_dict(saved)
+    again = hook.state_dict()
+    assert (again["step"], again["seed"], again["world_size"]) == (5, 5, 1)
+    for name, entry in saved["parameters"].items():
+        for key in ("residual", "velocity"):
+            assert (entry[key] is None) == (again["parameters"][name][key] is None), (name, key)
+            assert entry[key] is None or torch.equal(entry[key], again["parameters"][name][key]), (name, key)
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(9))
+    plain = torch.autograd.grad(model.module(x).square().mean(), list(model.module.parameters()))
+    model(x).square().mean().backward()
+    now = hook.state_dict()
+    assert now["step"] == 6
+    for (name, param), grad in zip(model.module.named_parameters(), plain, strict=True):
+        old, new = saved["parameters"][name], now["parameters"][name]
+        velocity = 0.9 * old["velocity"] + grad.flatten()
+        if old["residual"] is None:  # sent whole
+            torch.testing.assert_close(param.grad.flatten(), velocity, rtol=1e-5, atol=1e-7)
+            continue
+        sent = param.grad.flatten()
+        assert 0 < torch.count_nonzero(sent) < sent.numel() // 2
+        torch.testing.assert_close(sent + new["residual"], old["residual"] + velocity, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loaded_residual_of_another_dtype_is_refused(one_rank):
+    model, hook = wrapped()
+    state = torch.load(SAVED, weights_only=True)
+    state["parameters"]["0.weight"]["residual"] = state["parameters"]["0.weight"]["residual"].double()
+    hook.load_state_dict(state)
+    with pytest.raises((ValueError, RuntimeError), match=r"residual of '0.weight' is 320 torch.float64"):
+        model(torch.ones(8, 20)).sum().backward()
