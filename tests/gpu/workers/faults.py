@@ -141,6 +141,22 @@ def short_wait() -> dict:
     return {"text": text, "seconds": time.monotonic() - began}
 
 
+def other_limit() -> dict:
+    """Ranks that limit a collective to different numbers of thread blocks fail, and the error names the numbers."""
+    from spccl import backend
+
+    start(timeout_s=60)
+    x = warm()
+    began = time.monotonic()
+    with backend.limit_ctas(1 if RANK == LAST else 2):
+        work = dist.all_reduce(x, async_op=True)
+    text, _ = until_raised(lambda: work.wait(timedelta(seconds=20)), 20)
+    seconds = time.monotonic() - began
+    time.sleep(1)  # a rank that leaves at once would be taken for dead
+    works_again(list(range(WORLD)), "after")
+    return {"text": text, "seconds": seconds}
+
+
 def one_without_engine() -> dict:
     if RANK == LAST:
         os.environ["SPCCL_CUDA_ENGINE"] = "0"
