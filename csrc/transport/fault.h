@@ -7,8 +7,8 @@
 
 #include <stdbool.h>
 
-/* The faults of endpoints that are opened from now on. Change it only while no endpoint is open. 0 turns a fault
- * off. */
+/* The faults of endpoints that are opened from now on. Change it only while no endpoint is open. 0 turns a
+ * fault off. */
 typedef struct sp_fault_plan {
     const char *inner; /* name of the wrapped transport */
     uint64_t seed;     /* the same seed, rank and calls give the same faults */

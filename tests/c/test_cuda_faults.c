@@ -187,8 +187,8 @@ static void stays_away(struct rank_ctx *c)
     leave_together(c);
 }
 
-/* one_shard: so few elements that rank 0 owns all of them. There rank 2 waits only for rank 0's sums, longer than
- * rank 0 waits for rank 1. The error of rank 2 must still name rank 1, which is missing. */
+/* one_shard: so few elements that rank 0 owns all of them. There rank 2 waits only for rank 0's sums,
+ * longer than rank 0 waits for rank 1. The error of rank 2 must still name rank 1, which is missing. */
 static void test_missing_rank(void)
 {
     struct scene few = {.n = FEW}, many = {.n = MANY}, one_shard = {.n = 64, .owner_later_ms = 100};

@@ -1,6 +1,7 @@
-/* test_mean.c - compares the bits of AVG with the scalar kernels, which define it: combine in rank order, then
- * finish. 1 to 17 ranks, every dtype that can be reduced, sparse and dense parts in one array, in place and not, on
- * every kernel set. The inputs hold NaNs, infinities, -0.0, denormals and the extremes of integers. */
+/* test_mean.c - compares the bits of AVG with the scalar kernels, which define it: combine in rank order,
+ * then finish. 1 to 17 ranks, every dtype that can be reduced, sparse and dense parts in one array, in
+ * place and not, on every kernel set. The inputs hold NaNs, infinities, -0.0, denormals and the extremes of
+ * integers. */
 #include "core/base/dtype.h"
 #include "core/format/kernel_table.h"
 #include "ranks.h"
@@ -20,7 +21,8 @@ static uint64_t mix(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* Special bits of each float dtype: -0.0, a denormal whose mean is zero, a larger denormal, infinities, NaNs. */
+/* Special bits of each float dtype: -0.0, a denormal whose mean is zero, a larger denormal, infinities,
+ * NaNs. */
 #define N_SPECIAL 8
 static const uint64_t special_f32[N_SPECIAL] = {0x80000000, 1,          0x00000123, 0x7f800000,
                                                 0xff800000, 0x7fc00123, 0xff812345, 0x7f7fffff};

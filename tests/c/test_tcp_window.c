@@ -1,5 +1,5 @@
-/* test_tcp_window.c - the limit of the bytes in flight to other hosts (tcp_window.h): what it becomes for links of
- * several rates and round trips, and that the kernel keeps to it. */
+/* test_tcp_window.c - the limit of the bytes in flight to other hosts (tcp_window.h): what it becomes for
+ * links of several rates and round trips, and that the kernel keeps to it. */
 #include "core/base/clock.h"
 #include "core/base/status.h"
 #include "test.h"
@@ -16,8 +16,8 @@
 
 #define N_SOCKETS 12u
 
-/* Measure n times on a link that moves `link` bytes per ns with a round trip of rtt_ns: it moves as much as the
- * window allows, but at most `link`. `used`: the part of the sockets that have something to send. */
+/* Measure n times on a link that moves `link` bytes per ns with a round trip of rtt_ns: it moves as much as
+ * the window allows, but at most `link`. `used`: the part of the sockets that have something to send. */
 static size_t window_after(sp_tcp_window *w, int n, double link, int64_t rtt_ns, double used)
 {
     int64_t now_ns = w->since_ns;
@@ -103,7 +103,8 @@ static int connect_pair(int fds[2])
     return 0;
 }
 
-/* Bytes that the kernel takes from a sender whose receiver does not read, without the bytes that it has delivered. */
+/* Bytes that the kernel takes from a sender whose receiver does not read, without the bytes that it has
+ * delivered. */
 static size_t bytes_taken(int fd, int receiver)
 {
     static uint8_t block[1 << 16];

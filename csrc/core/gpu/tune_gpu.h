@@ -23,7 +23,8 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out);
 /* The most CTAs that a collective uses. */
 uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape);
 
-/* How to run one collective. It depends on nothing but the arguments of sp_tune_gpu_plan: equal on all ranks. */
+/* How to run one collective. It depends on nothing but the arguments of sp_tune_gpu_plan: equal on all
+ * ranks. */
 typedef struct sp_gpu_plan {
     sp_fused_op op;
     uint32_t slice_elems; /* a multiple of 128 */

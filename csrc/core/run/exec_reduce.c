@@ -9,8 +9,8 @@
 /* Reducing in place is faster while the contributions touch few cache lines of the slice. It is done if at
  * most one element in this many is listed. */
 #define IN_PLACE_SPARSITY 4
-/* A mean in place writes its quotients from the frame to the output if at most one element in this many is listed.
- * Otherwise it divides the whole slice in the output. */
+/* A mean in place writes its quotients from the frame to the output if at most one element in this many is
+ * listed. Otherwise it divides the whole slice in the output. */
 #define WRITE_BACK_SPARSITY 4
 
 /* Combine one rank's contribution with the accumulator. frame NULL: this rank's own values. */
@@ -49,9 +49,9 @@ static void finish(sp_exec *x, const sp_slice *s, const void *acc, void *dst, si
                                          .non_temporal = non_temporal});
 }
 
-/* True if a mean may be divided after encoding, in the frame: the quotient of an absent element must be zero. The
- * accumulator must have the dtype of the frame. Integers stay with the whole slice: most quotients are zero, and
- * the frame would list them. */
+/* True if a mean may be divided after encoding, in the frame: the quotient of an absent element must be
+ * zero. The accumulator must have the dtype of the frame. Integers stay with the whole slice: most
+ * quotients are zero, and the frame would list them. */
 static bool divides_frame(const sp_coll_args *a)
 {
     return a->redop == SPCCL_AVG && (a->dtype == SPCCL_FLOAT32 || a->dtype == SPCCL_FLOAT64);
@@ -91,10 +91,10 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
 }
 
 /* True if the contributions may be added directly to this rank's values in the output. The call must be in
- * place with few listed elements, and the sum must have the bits of a sum in rank order. On rank 0 the others
- * are added after its own values. On rank 1 one term comes before its own. Two terms may be exchanged unless
- * both are NaNs: then the sum keeps the payload of the left one. A pici frame lists elements by columns of 64 x 64:
- * adding it to memory outside the cache takes longer than the accumulator. */
+ * place with few listed elements, and the sum must have the bits of a sum in rank order. On rank 0 the
+ * others are added after its own values. On rank 1 one term comes before its own. Two terms may be
+ * exchanged unless both are NaNs: then the sum keeps the payload of the left one. A pici frame lists
+ * elements by columns of 64 x 64: adding it to memory outside the cache takes longer than the accumulator. */
 static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;

@@ -22,8 +22,8 @@ int sp_slice_rank(const sp_slice *s, int i);
 size_t sp_slice_bound(const sp_slice *s);
 /* OK if every receiver's queue has space for `bytes`, and it is this op's turn on that queue. Else AGAIN. */
 spccl_status sp_slice_space(sp_exec *x, const sp_slice *s, size_t bytes);
-/* Get the message from the i-th sender of the step, unchecked. AGAIN: it has not arrived, or an earlier collective
- * still uses this queue. */
+/* Get the message from the i-th sender of the step, unchecked. AGAIN: it has not arrived, or an earlier
+ * collective still uses this queue. */
 spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_t **msg, size_t *bytes);
 /* Check that the message is a valid one for this slice, and open its frame. */
 spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *msg, size_t bytes,

@@ -122,8 +122,8 @@ template <int N> __device__ __forceinline__ void sp_copy_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- bulk copies: one thread copies a contiguous range of bytes; addresses and size are multiples of 16 (sm_90
-// and up; other GPUs never call these) ----
+// ---- bulk copies: one thread copies a contiguous range of bytes; addresses and size are multiples of 16
+// (sm_90 and up; other GPUs never call these) ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define SP_HAS_BULK 1
@@ -184,8 +184,8 @@ __device__ __forceinline__ void sp_fence_bulk()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Start to copy `bytes` of shared memory to global memory. Call sp_bulk_stores_read before writing to `shared`
-// again.
+// Start to copy `bytes` of shared memory to global memory. Call sp_bulk_stores_read before writing to
+// `shared` again.
 __device__ __forceinline__ void sp_bulk_store(void *global, const void *shared, uint32_t bytes)
 {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\n\t"

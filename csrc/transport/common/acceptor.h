@@ -33,8 +33,8 @@ typedef struct sp_acceptor {
 /* Takes over listen_fd, on failure too. It listens and is non-blocking. Errors: NOMEM. */
 spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config);
 /* Accept new connections and continue all handshakes, without blocking. Errors: SYSTEM (no descriptor for a
- * connection), what `ready` returned, MISMATCH (`check` refused a proven rank because its settings differ; that
- * rank gets the same text). */
+ * connection), what `ready` returned, MISMATCH (`check` refused a proven rank because its settings differ;
+ * that rank gets the same text). */
 spccl_status sp_acceptor_step(sp_acceptor *a);
 /* Accepts a zeroed or closed acceptor. */
 void sp_acceptor_close(sp_acceptor *a);

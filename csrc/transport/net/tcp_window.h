@@ -1,13 +1,13 @@
 /* tcp_window.h - how many bytes this rank may have in flight to other hosts, and what a byte to them costs.
  *
  * In every schedule several ranks send to one receiver at once. Without a limit TCP fills the queue of the
- * receiver's switch port until it overflows. A lost tail then waits 200 ms for the retransmission timer. On an
- * emulated network of 4 hosts (1 Gbit/s each, queue of 880 KiB) a dense all-reduce of 64 MiB had 10,000 lost
- * segments. So the sender limits itself, with SO_SNDBUF. All sockets to other hosts together get
+ * receiver's switch port until it overflows. A lost tail then waits 200 ms for the retransmission timer. On
+ * an emulated network of 4 hosts (1 Gbit/s each, queue of 880 KiB) a dense all-reduce of 64 MiB had 10,000
+ * lost segments. So the sender limits itself, with SO_SNDBUF. All sockets to other hosts together get
  *     SP_TCP_WINDOW_QUEUE_BYTES + 2 * rate * max(2 * round trip, SP_TCP_WINDOW_DELAY_NS)
- * The first term fits into the queue of a small switch. The second keeps the link busy. `rate` is measured while
- * there is more to send than the kernel takes. The factor of 4 round trips lets the window grow twofold per
- * measurement until the link, and not the window, limits the rate.
+ * The first term fits into the queue of a small switch. The second keeps the link busy. `rate` is measured
+ * while there is more to send than the kernel takes. The factor of 4 round trips lets the window grow
+ * twofold per measurement until the link, and not the window, limits the rate.
  *
  * This file knows no ranks and no messages. */
 #ifndef SP_TCP_WINDOW_H
