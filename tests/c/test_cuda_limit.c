@@ -29,6 +29,25 @@ static void check_call(struct rank_ctx *c, size_t n)
     check_sums(c, n);
 }
 
+/* A sum of arrays in which one element in 301 is not zero. */
+static void check_sparse(struct rank_ctx *c, size_t n)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    const float *got = (const float *)(const void *)m->got;
+    float *x = (float *)(void *)m->in, wanted = (float)(c->n_ranks * (c->n_ranks + 1) / 2);
+    size_t i = 0;
+    memset(x, 0, n * 4);
+    for (size_t k = 0; k < n; k += 301)
+        x[k] = (float)(c->rank + 1);
+    CUDA_OK(cudaMemcpyAsync(m->in_d, m->in, n * 4, cudaMemcpyHostToDevice, m->on));
+    CHECK_OK(sum(c, n, SPCCL_FLOAT32));
+    CUDA_OK(cudaMemcpyAsync(m->got, m->out_d, n * 4, cudaMemcpyDeviceToHost, m->on));
+    CHECK_OK(spccl_cuda_wait(c->comm, m->on, wait_ms()));
+    while (i < n && got[i] == (i % 301 == 0 ? wanted : 0))
+        i++;
+    CHECK(i == n, "rank %d: element %zu of %zu is %g", c->rank, i, n, i < n ? (double)got[i] : 0);
+}
+
 /* ---- results ---- */
 
 /* Calls with other limits follow one another on the stream without a wait in between. A rank may then be ahead of
@@ -46,6 +65,7 @@ static void changes(struct rank_ctx *c)
         limit(c, limits[i]);
         check_call(c, FEW);
         check_call(c, MANY);
+        check_sparse(c, MANY);
     }
     load_input(c, MANY);
     for (size_t i = 0; i < 6 * N_LIMITS; i++) {
