@@ -152,7 +152,7 @@ def run_profiled(ddp, n_steps=3):
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    x = torch.randn(16, 64, device=DEVICE)
+    x = torch.randn(16, 128, device=DEVICE)
     for _ in range(4):
         ddp(x).sum().backward()
     torch.cuda.synchronize()
@@ -179,8 +179,8 @@ def launches_per_bucket():
     seen = {}
     for name in ("noop", "pruned"):
         torch.manual_seed(1)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(n_layers))).to(DEVICE)
-        ddp = DistributedDataParallel(model, device_ids=[RANK], bucket_cap_mb=0.25, gradient_as_bucket_view=True)
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(n_layers))).to(DEVICE)
+        ddp = DistributedDataParallel(model, device_ids=[RANK], bucket_cap_mb=0.5, gradient_as_bucket_view=True)
         buckets = set()
 
         def counted(state, bucket, buckets=buckets, name=name):
@@ -197,7 +197,7 @@ def launches_per_bucket():
     assert 0 < n_prune <= 3 * n_buckets * n_steps, facts
     # beside them the all-reduce, and two operations per step: counts are copied, old norms are cleared
     assert n_more <= n_prune + (n_buckets + 2) * n_steps, facts
-    assert n_ops <= 8 * n_steps, facts
+    assert n_ops <= (10 + 8 * n_buckets) * n_steps < 2 * n_layers * n_steps, facts
     assert allocated_after <= allocated_before, (allocated_before, allocated_after)
     return facts
 
