@@ -219,6 +219,8 @@ class PrunedGradients:
         self._statistics.now.select_s += time.perf_counter() - began
         if bucket.is_last():
             self._end_step(bucket.index())
+        if dist.get_world_size(self._group) == 1:
+            return _completed(buffer)
         with self._limited():
             work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
         self._held.append(buffer)
@@ -437,6 +439,13 @@ def _finished_by_backward(work: dist.Work, buffer: torch.Tensor) -> torch.future
         future.set_result(buffer)
 
     torch.autograd.Variable._execution_engine.queue_callback(finish)
+    return future
+
+
+def _completed(buffer: torch.Tensor) -> torch.futures.Future:
+    """Future of `buffer` that is complete; on CUDA its users wait for what is on the current stream."""
+    future: torch.futures.Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
     return future
 
 

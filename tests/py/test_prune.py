@@ -340,6 +340,21 @@ def test_momentum_needs_error_feedback():
         ddp.PrunedGradients(momentum=0.9, error_feedback=False)
 
 
+def test_one_rank_exchanges_nothing(one_rank, monkeypatch):
+    """An all-reduce of one rank gives back its input, and on a GPU it costs a pass over it."""
+
+    def refuse(*_, **__):
+        raise AssertionError("all_reduce called")
+
+    model, hook = wrapped(density=0.1)
+    monkeypatch.setattr(dist, "all_reduce", refuse)
+    for step in range(3):
+        grads = backward(model, step)
+    sent = sum(int(g.count_nonzero()) for g in grads)
+    assert hook.step == 3 and hook.stats()["density_sent"] == pytest.approx(sent / 30_250, abs=1e-4)
+    assert 0.05 < hook.stats()["density_pruned"] < 0.2
+
+
 def test_schedule_of_densities():
     hook = ddp.PrunedGradients(density=0.01, dense_steps=3, warmup_steps=4)
     assert [hook.density_at(s) for s in range(3)] == [1.0] * 3
