@@ -30,10 +30,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="xl")
     parser.add_argument("--variant", choices=VARIANTS, default="eager", help="of the step; README.md explains them")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"default: {','.join(MODES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help="default: all; momentum:128 has that bucket size only")
     parser.add_argument("--buckets", default="25,128,512", help="bucket sizes in MB of all modes but dense")
+    parser.add_argument("--max-ctas", type=int, help="PrunedGradients(max_ctas=...): thread blocks of its all-reduces")
     parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each mode, in turns")
+    parser.add_argument("--prune-rounds", type=int, help="rounds in which pruning alone is measured (all)")
+    parser.add_argument("--seconds", type=float, help="begin no round after so many seconds")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a run, with exchange and without")
     parser.add_argument("--micro-batch", type=int, help="sequences per rank and step (2; large-batch: 16)")
     parser.add_argument("--context", type=int, default=512, help="tokens per sequence, at most those of the size")
@@ -42,11 +45,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path, help="file to write (gpt2-SIZE-VARIANT.csv)")
     args = parser.parse_args()
-    wrong = set(args.modes.split(",")) - set(MODES)
+    named = [mode.partition(":") for mode in args.modes.split(",")]
+    wrong = {name for name, _, _ in named} - set(MODES)
     if wrong:
         parser.error(f"--modes {args.modes}: {', '.join(sorted(wrong))} is not one of {', '.join(MODES)}")
-    if not all(part.isdigit() and int(part) > 0 for part in args.buckets.split(",")):
-        parser.error(f"--buckets {args.buckets}: wanted sizes in MB, as in 25,128,512")
+    sizes = args.buckets.split(",") + [size for _, colon, size in named if colon]
+    if not all(size.isdigit() and int(size) > 0 for size in sizes):
+        parser.error(f"--buckets {args.buckets} --modes {args.modes}: wanted sizes in MB, as in 25,128,512")
     if min(args.rounds, args.steps) < 1:
         parser.error(f"--rounds {args.rounds} --steps {args.steps}: wanted 1 or more")
     if args.variant == "graph" and args.device == "cpu":
@@ -66,6 +71,16 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """(mode, bucket size in MB) of each row."""
+    found = []
+    for mode in args.modes.split(","):
+        name, _, only = mode.partition(":")
+        default = str(DEFAULT_BUCKET_MB) if name == "dense" else args.buckets
+        found += [(name, int(mb)) for mb in (only or default).split(",")]
+    return found
+
+
 class Study:
     """The model, the groups and the data of one rank, and how one mode is measured."""
 
@@ -79,8 +94,13 @@ class Study:
         dist.init_process_group("spccl")
         rank = dist.get_rank()
         self.spccl = dist.group.WORLD
-        self.dense = dist.new_group(backend="nccl" if args.device == "cuda" else "gloo")
-        self.alone = dist.new_group([rank], backend="spccl", use_local_synchronization=True)
+        backends = {"spccl": "spccl", "dense": "nccl" if args.device == "cuda" else "gloo"}
+        self.dense = dist.new_group(backend=backends["dense"])
+        self.alone = {
+            name: dist.new_group([rank], backend=backend, use_local_synchronization=True)
+            for name, backend in backends.items()
+        }
+        self.without_hook_s: dict[int, float] = {}  # by bucket size: a step in a group of one rank, of this round
         size = SIZES[args.size]
         with self.device:
             self.model = GPT(size)
@@ -94,7 +114,9 @@ class Study:
 
     def training(self, mode: Mode, bucket_mb: int, group: dist.ProcessGroup) -> Training:
         args = self.args
-        return Training(self.model, mode, group, self.batches, bucket_mb=bucket_mb, density=args.density, lr=args.lr)
+        if mode.hook is not None:
+            mode = replace(mode, hook=mode.hook | {"density": args.density, "max_ctas": args.max_ctas})
+        return Training(self.model, mode, group, self.batches, bucket_mb=bucket_mb, lr=args.lr)
 
     def seconds(self, training: Training, exchange: bool) -> tuple[float, float]:
         """Seconds of a step, the mean of --steps in a row, and the loss of the last."""
@@ -110,7 +132,8 @@ class Study:
     def alone_seconds(self, mode: Mode, bucket_mb: int) -> float:
         """Seconds of a step in a group of this rank alone: DDP and the hook do their work, and nothing is sent."""
         self.free()
-        return self.seconds(self.training(mode, bucket_mb, self.alone), exchange=True)[0]
+        group = self.alone["dense" if mode.hook is None else "spccl"]
+        return self.seconds(self.training(mode, bucket_mb, group), exchange=True)[0]
 
     def synchronize(self, barrier: bool = True) -> None:
         if barrier:
@@ -118,8 +141,8 @@ class Study:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def run(self, name: str, bucket_mb: int) -> Run:
-        """Measure one mode once. The result is this rank's."""
+    def run(self, name: str, bucket_mb: int, prune_alone: bool) -> Run:
+        """Measure one mode once, and pruning alone if asked to. The result is this rank's."""
         mode, on_gpu = MODES[name], self.device.type == "cuda"
         self.free()
         training = self.training(mode, bucket_mb, self.dense if mode.hook is None else self.spccl)
@@ -130,8 +153,11 @@ class Study:
         compute_s, _ = self.seconds(training, exchange=False)
         del training
         prune_s = None
-        if mode.hook is not None:
-            prune_s = self.alone_seconds(mode, bucket_mb) - self.alone_seconds(replace(mode, hook=None), bucket_mb)
+        if mode.hook is not None and prune_alone:
+            with_hook_s = self.alone_seconds(mode, bucket_mb) if dist.get_world_size() > 1 else step_s
+            if bucket_mb not in self.without_hook_s:
+                self.without_hook_s[bucket_mb] = self.alone_seconds(replace(mode, hook=None), bucket_mb)
+            prune_s = with_hook_s - self.without_hook_s[bucket_mb]
         timed_on_host = bool(stats) and self.args.variant != "graph"  # replays do not call the hook
         return Run(
             step_ms=1e3 * step_s,
@@ -154,42 +180,52 @@ class Study:
             torch.cuda.reset_peak_memory_stats()
 
 
+def run_round(study: Study, number: int, runs: dict[tuple[str, int], list[Run]]) -> None:
+    """One run of each case on all ranks. Every rank gets the same `runs`."""
+    study.without_hook_s.clear()
+    prune_alone = study.args.prune_rounds is None or number <= study.args.prune_rounds
+    for (name, mb), done in runs.items():
+        ranks: list[Run] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, study.run(name, mb, prune_alone))
+        done.append(results.slowest(ranks))
+        if dist.get_rank() == 0:
+            print(
+                f"round {number} of {study.args.rounds}: {name} {mb} MB: step {done[-1].step_ms:.1f} ms, "
+                f"compute alone {done[-1].compute_ms:.1f} ms, loss {done[-1].loss:.3f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     args = arguments()
+    began = time.monotonic()
     study = Study(args)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cases = []
-    for name in args.modes.split(","):
-        sizes = [DEFAULT_BUCKET_MB] if name == "dense" else [int(mb) for mb in args.buckets.split(",")]
-        cases += [(name, mb) for mb in sizes]
-    runs: dict[tuple[str, int], list[Run]] = {case: [] for case in cases}
-    for round_ in range(args.rounds):
-        for name, mb in cases:
-            ranks: list[Run] = [None] * world
-            dist.all_gather_object(ranks, study.run(name, mb))
-            runs[name, mb].append(results.slowest(ranks))
-            if rank == 0:
-                last = runs[name, mb][-1]
-                print(
-                    f"round {round_ + 1} of {args.rounds}: {name} {mb} MB: step {last.step_ms:.1f} ms, "
-                    f"compute alone {last.compute_ms:.1f} ms, loss {last.loss:.3f}",
-                    flush=True,
-                )
-    if rank == 0:
-        setting = {
-            "size": args.size,
-            "n_parameters": sum(p.numel() for p in study.model.parameters()),
-            "variant": args.variant,
-            "device": args.device,
-            "ranks": world,
-            "micro_batch": args.micro_batch,
-            "context": args.context,
-            "density": args.density,
-            "steps": args.steps,
-        }
-        rows = [results.make_row(setting, name, mb, runs[name, mb]) for name, mb in cases]
+    runs: dict[tuple[str, int], list[Run]] = {case: [] for case in cases(args)}
+    setting = {
+        "size": args.size,
+        "n_parameters": sum(p.numel() for p in study.model.parameters()),
+        "variant": args.variant,
+        "device": args.device,
+        "ranks": dist.get_world_size(),
+        "micro_batch": args.micro_batch,
+        "context": args.context,
+        "density": args.density,
+        "max_ctas": args.max_ctas or 0,
+        "steps": args.steps,
+    }
+    rows = []
+    for number in range(1, args.rounds + 1):
+        late = [args.seconds is not None and time.monotonic() - began > args.seconds]
+        dist.broadcast_object_list(late, src=0)  # all ranks stop after the same round
+        if late[0] and rows:
+            break
+        run_round(study, number, runs)
+        rows = [results.make_row(setting, name, mb, done) for (name, mb), done in runs.items()]
+        if dist.get_rank() == 0:
+            results.write_csv(args.csv, rows)  # after each round: who stops it keeps what is there
+    if dist.get_rank() == 0:
         results.show(rows)
-        results.write_csv(args.csv, rows)
+        print(f"wrote {args.csv}")
     dist.destroy_process_group()
 
 

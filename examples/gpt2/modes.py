@@ -20,7 +20,7 @@ VARIANTS = ("eager", "graph", "compile", "large-batch")
 
 @dataclass(frozen=True)
 class Mode:
-    """ddp: settings of DistributedDataParallel. hook: settings of PrunedGradients beside density; None: no hook."""
+    """ddp: settings of DistributedDataParallel. hook: settings of PrunedGradients; None: no hook."""
 
     title: str
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -55,14 +55,13 @@ class Training:
         batches: list[tuple[torch.Tensor, torch.Tensor]],
         *,
         bucket_mb: int,
-        density: float,
         lr: float,
     ):
         model.reset()
         self.ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb, **mode.ddp)
         self.hook = None
         if mode.hook is not None:
-            self.hook = PrunedGradients(density=density, **mode.hook).register(self.ddp)
+            self.hook = PrunedGradients(**mode.hook).register(self.ddp)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=lr)
         self.lr = lr
         self.batches = batches

@@ -35,6 +35,7 @@ class Row:
 
     compute_ms: the step without exchange (no_sync). exposed_ms: step_ms - compute_ms of the same run.
     prune_ms: what the hook adds to a step in a group of one rank, which exchanges nothing. It is a part of exposed_ms.
+    prune_ms may be of fewer runs than the rest (--prune-rounds). max_ctas: the hook's; 0: not limited.
     density, density_sent: asked for, and sent in the last step of a run, over all pruned parameters; 1 is dense.
     hook_us: time of the host in the hook per bucket. memory_gib: peak of torch's allocator, of the step.
     loss: mean over ranks, of the last timed step of the last run.
@@ -66,6 +67,7 @@ class Row:
     prune_max_ms: float | None
     density: float
     density_sent: float
+    max_ctas: int
     hook_us: float | None
     memory_gib: float | None
     loss: float
@@ -93,12 +95,12 @@ def make_row(setting: dict[str, Any], mode: str, bucket_mb: int, runs: list[Run]
         **_spread("step", [run.step_ms for run in runs]),
         **_spread("compute", [run.compute_ms for run in runs]),
         **_spread("exposed", exposed),
-        **_spread("prune", [run.prune_ms for run in runs]),
+        **_spread("prune", [run.prune_ms for run in runs if run.prune_ms is not None] or [None]),
         density_sent=round(median(run.density_sent for run in runs), 7),
         hook_us=_median([run.hook_us for run in runs]),
         memory_gib=_median([run.memory_gib for run in runs]),
         loss=round(runs[-1].loss, 6),
-        **(setting | ({} if MODES[mode].hook is not None else {"density": 1.0})),
+        **(setting | ({} if MODES[mode].hook is not None else {"density": 1.0, "max_ctas": 0})),
     )
 
 
@@ -174,7 +176,6 @@ def write_csv(path: Path, rows: list[Row]) -> None:
         facts["cuda"] = str(torch.version.cuda)
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     path.write_text(report.to_csv(rows, facts))
-    print(f"wrote {path}")
 
 
 def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:

@@ -32,7 +32,20 @@ def torchrun(folder: Path, *program: str, n_ranks: int = 2) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt2")
-    args = ("--size", "tiny", "--device", "cpu", "--buckets", "25", "--rounds", "2", "--steps", "2")
+    args = (
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--buckets",
+        "25",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--prune-rounds",
+        "1",
+    )
     status, output = torchrun(folder, "measure.py", *args)
     assert status == 0, output
     return folder / "gpt2-tiny-eager.csv", output
@@ -112,6 +125,7 @@ def test_training_lowers_the_loss(tmp_path, dense):
     [
         ("--modes dense,sparse", "sparse is not one of dense, tuned, pruned, momentum"),
         ("--buckets 25,0", "wanted sizes in MB"),
+        ("--modes tuned,pruned:x", "wanted sizes in MB"),
         ("--variant graph --device cpu", "CUDA graphs need --device cuda"),
         ("--csv no/such/x.csv --device cpu", "there is no folder no/such"),
         ("--device cuda", "wanted one for each of the 99 processes"),
