@@ -37,7 +37,6 @@ extern "C" {
 #define SPCCL_VERSION_TEXT "0.1.0"
 
 /* ---- status ---------------------------------------------------------------------------------- */
-
 /* 0: the call succeeded; above 0: not yet, call again; below 0: it failed. The numbers never change.
  * docs/ERRORS.md says for each what happened and what to do. */
 typedef enum spccl_status {
@@ -73,7 +72,6 @@ SPCCL_API const char *spccl_last_error(void);
 SPCCL_API const char *spccl_version(void);
 
 /* ---- types ------------------------------------------------------------------------------------ */
-
 /* Frames hold these numbers too (docs/FORMAT.md, section 2). */
 typedef enum spccl_dtype {
     SPCCL_FLOAT32 = 1,
@@ -128,7 +126,6 @@ SPCCL_API const char *spccl_dtype_name(spccl_dtype dtype);
 SPCCL_API const char *spccl_format_name(spccl_format format);
 
 /* ---- codec: arrays to bytes and back ------------------------------------------------------------ */
-
 /* An encoded array is one or more frames back to back (docs/FORMAT.md, section 1). Each holds one slice. */
 
 #define SPCCL_SLICE_ELEMS_MAX 0x80000000u /* the largest slice_elems */
@@ -185,7 +182,6 @@ typedef struct spccl_frame_info {
 SPCCL_API spccl_status spccl_frame_inspect(const void *encoded, size_t encoded_bytes, spccl_frame_info *out);
 
 /* ---- communicators ------------------------------------------------------------------------------ */
-
 /* A child of fork cannot use its parent's handles: calls on them fail with SPCCL_ERR_STATE, but
  * spccl_comm_destroy and spccl_request_free do nothing. The child may make groups of its own. */
 typedef struct spccl_comm spccl_comm;       /* one rank's membership of one group */
@@ -265,7 +261,6 @@ SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text);
 
 /* ---- collectives -------------------------------------------------------------------------------- */
-
 /* All collectives:
  *   Buffers are host memory (for GPU memory see below), contiguous, aligned to the element. They are borrowed
  *   until the request is done. n_elems may be 0.
@@ -308,7 +303,6 @@ SPCCL_API spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void
 SPCCL_API void spccl_request_free(spccl_request *req);
 
 /* ---- CUDA ------------------------------------------------------------------------------------------ */
-
 /* Collectives on GPU memory, between GPUs that map each other's memory over NVLink or PCIe. Each is one
  * launch on the caller's stream. No call waits for the GPU or reads sizes from it: CUDA graphs can hold all.
  * The results have the same bits as those of the host collectives. `stream` is a cudaStream_t of the
@@ -425,7 +419,6 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
                                          uint32_t slice_elems, uint32_t *status, void *stream);
 
 /* ---- pruning: what of a gradient is sent now, and what is kept for later ------------------------- */
-
 /* With gradient g, residual r, velocity u and threshold t, one call computes for each element
  *     u = momentum u + g;   v = leak r + u;   s = v unless |v| < t, else 0;   r = v - s;   u = 0 where sent
  * and writes s over g. s is v rounded to the dtype and clamped to its finite range. If g or v is not finite,
@@ -481,8 +474,14 @@ SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spc
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
 
-/* ---- this build ---------------------------------------------------------------------------------- */
+/* Weights: a float32 or float64 plan with own weights w as residual and shared weights z as velocity.
+ * send: d = w - z; writes scale d to `out` unless |d| < t, else 0; w = z where d is sent, else leak d + z.
+ * receive: z += change, w += change. `stream`: of a plan on a GPU, else NULL. More: docs/KERNELS.md. */
+SPCCL_API spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out,
+                                          const spccl_prune_options *options, void *stream);
+SPCCL_API spccl_status spccl_weights_receive(spccl_prune_plan *plan, const void *change, void *stream);
 
+/* ---- this build ---------------------------------------------------------------------------------- */
 /* Fill the i-th entry of a list: what is in this build, what is not and why, and every SPCCL_* setting.
  * Returns SPCCL_ERR_ARG past the last entry. The texts are valid until this thread calls spccl_info again. */
 typedef struct spccl_info_entry {

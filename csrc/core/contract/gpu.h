@@ -212,6 +212,9 @@ typedef struct sp_gpu_ops {
     spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);
     spccl_status (*decode)(const sp_gpu_decode_args *a, void *stream);
     spccl_status (*prune)(const sp_gpu_prune_args *a, void *stream);
+    spccl_status (*weights_send)(const sp_gpu_prune_args *a, void *stream); /* grad: where to write */
+    spccl_status (*weights_receive)(const sp_gpu_prune_args *a,
+                                    void *stream); /* grad: what to read; no options */
     /* Allocate memory of a GPU and copy `host` to it; waits for the copy. Free it with unload. */
     spccl_status (*upload)(int ordinal, const void *host, size_t bytes, void **out);
     void (*unload)(int ordinal, void *device);

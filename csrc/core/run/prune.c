@@ -223,6 +223,23 @@ static void prune_segment(struct job *j)
     sp_prune_advance(j->o, j->segment->state, j->n_sent, j->n_nonfinite);
 }
 
+void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
+                          const spccl_prune_segment *s, void *grad)
+{
+    struct job j = {.plan = plan,
+                    .o = o,
+                    .segment = s,
+                    .grad = grad,
+                    .elem_bytes = sp_dtype_bytes(plan->dtype),
+                    .state_bytes = plan->dtype == SPCCL_FLOAT64 ? 8 : 4,
+                    .f = sp_prune_factors_now(o, s),
+                    .density = sp_prune_density(o, s->state->step)};
+    if (o->skip_zeros != 0 && gradient_is_zero(&j))
+        sp_prune_advance_skipped(s->state);
+    else
+        prune_segment(&j);
+}
+
 spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options)
 {
     spccl_prune_options o;
@@ -239,18 +256,7 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
                        elem_bytes);
     for (size_t i = 0; i < plan->n_segments; i++) {
         const spccl_prune_segment *s = &plan->segments[i];
-        struct job j = {.plan = plan,
-                        .o = &o,
-                        .segment = s,
-                        .grad = (uint8_t *)grad + s->begin * elem_bytes,
-                        .elem_bytes = elem_bytes,
-                        .state_bytes = plan->dtype == SPCCL_FLOAT64 ? 8 : 4,
-                        .f = sp_prune_factors_now(&o, s),
-                        .density = sp_prune_density(&o, s->state->step)};
-        if (o.skip_zeros != 0 && gradient_is_zero(&j))
-            sp_prune_advance_skipped(s->state);
-        else
-            prune_segment(&j);
+        sp_prune_segment_run(plan, &o, s, (uint8_t *)grad + s->begin * elem_bytes);
     }
     return SPCCL_OK;
 }

@@ -25,5 +25,8 @@ _Static_assert(SP_PRUNE_SAMPLES_MAX <= SP_PRUNE_BLOCK_ELEMS, "the scratch holds 
 /* Copy and check the caller's options; NULL = defaults. `call` is for the texts of errors. Errors: ARG. */
 spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *call,
                                   spccl_prune_options *out);
+/* Prune one segment on the host. `grad` is that of the segment. */
+void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
+                          const spccl_prune_segment *s, void *grad);
 
 #endif

@@ -326,6 +326,8 @@ static const sp_gpu_ops ops = {
     .encode = sp_encode_cuda,
     .decode = sp_decode_cuda,
     .prune = sp_prune_cuda,
+    .weights_send = sp_weights_send_cuda,
+    .weights_receive = sp_weights_receive_cuda,
     .upload = sp_cuda_upload,
     .unload = unload,
 };

@@ -21,6 +21,10 @@ spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream);
 /* prune_cuda.cu */
 spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream);
 
+/* weights_cuda.cu */
+spccl_status sp_weights_send_cuda(const sp_gpu_prune_args *a, void *stream);
+spccl_status sp_weights_receive_cuda(const sp_gpu_prune_args *a, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,374 @@
+// weights_cuda.cu - sending and receiving changes of weights on GPU memory (weights_rule.h): one kernel takes
+// thresholds from samples, one sends, one receives. For given thresholds the bits are those of the host.
+#include "core/base/weights_rule.h"
+#include "kernels/cuda/cuda_check.h"
+#include "kernels/cuda/kernels_cuda.h"
+#include "kernels/cuda/ptx.cuh"
+
+#define SP_WEIGHTS_THREADS 256u
+#define SP_WEIGHTS_CTAS 4 // of an SM, which leaves each thread 64 registers
+#define SP_WEIGHTS_SAMPLE_THREADS 512u
+// Shared memory of the sampling kernel: a word for each warp, then the samples.
+#define SP_WEIGHTS_SHARED_BYTES ((SP_WEIGHTS_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t))
+static_assert(SP_WEIGHTS_SHARED_BYTES <= 99 * 1024, "the sampling kernel runs on every supported GPU");
+
+template <class S> struct sp_weights_of;
+template <> struct sp_weights_of<float> {
+    static constexpr uint32_t EACH = 4; // neighbours that a thread loads at once: 16 bytes
+    static __device__ __forceinline__ sp_weights_f32 elem(float w, float z, float threshold, float leak,
+                                                          bool whole)
+    {
+        return sp_weights_elem_f32(w, z, threshold, leak, whole);
+    }
+};
+template <> struct sp_weights_of<double> {
+    static constexpr uint32_t EACH = 2;
+    static __device__ __forceinline__ sp_weights_f64 elem(double w, double z, double threshold, double leak,
+                                                          bool whole)
+    {
+        return sp_weights_elem_f64(w, z, threshold, leak, whole);
+    }
+};
+
+__device__ __forceinline__ sp_gpu_prune_row *sp_weights_rows(const sp_gpu_prune_args &a)
+{
+    return (sp_gpu_prune_row *)(a.table + 1);
+}
+
+// The row that `tile` belongs to.
+__device__ __forceinline__ uint32_t sp_weights_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
+                                                    uint64_t tile)
+{
+    uint32_t low = 0, high = n_rows - 1;
+    while (low < high) {
+        uint32_t middle = (low + high + 1) / 2;
+        if (rows[middle].first_tile <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// ---- thresholds ----
+
+// Sum of v over the threads of the CTA, in all of them. shared [SP_WEIGHTS_SAMPLE_THREADS / 32].
+__device__ __forceinline__ uint32_t sp_weights_block_sum(uint32_t v, uint32_t *shared)
+{
+    v = __reduce_add_sync(~0u, v);
+    if (threadIdx.x % 32 == 0)
+        shared[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (uint32_t i = 0; i < SP_WEIGHTS_SAMPLE_THREADS / 32; i++)
+        v += shared[i];
+    __syncthreads();
+    return v;
+}
+
+// The rank-th largest of x [n], 1 = the largest, bit by bit: the largest value that at least `rank` of x
+// reach.
+__device__ __forceinline__ uint32_t sp_weights_select(const uint32_t *x, uint32_t n, uint32_t rank,
+                                                      uint32_t *shared)
+{
+    uint32_t found = 0;
+    for (uint32_t bit = 1u << 30; bit != 0; bit >>= 1) {
+        uint32_t n_here = 0;
+        for (uint32_t i = threadIdx.x; i < n; i += SP_WEIGHTS_SAMPLE_THREADS)
+            n_here += x[i] >= (found | bit) ? 1 : 0;
+        if (sp_weights_block_sum(n_here, shared) >= rank)
+            found |= bit;
+    }
+    return found;
+}
+
+// One CTA per segment. Writes the segment's factors; its threshold comes from a sample unless the caller
+// keeps thresholds. Each sampled element costs 32 bytes of each of the two weights.
+template <class S>
+__global__ void __launch_bounds__(SP_WEIGHTS_SAMPLE_THREADS)
+    sp_weights_sample_kernel(const __grid_constant__ sp_gpu_prune_args a)
+{
+    sp_gpu_prune_row &row = sp_weights_rows(a)[blockIdx.x];
+    const spccl_prune_segment &s = row.segment;
+    uint32_t *shared = (uint32_t *)sp_block_shared(), *magnitudes = shared + SP_WEIGHTS_SAMPLE_THREADS / 32;
+    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s);
+    if (threadIdx.x == 0)
+        row.factors = factors;
+    if (factors.whole || a.options.keep_thresholds != 0)
+        return;
+    float density = sp_prune_density(&a.options, s.state->step);
+    sp_prune_sample p =
+        sp_prune_sample_of(s.n_elems, density, a.options.sample, a.options.seed, s.key, s.state->step);
+    const S *w = (const S *)s.residual, *z = (const S *)s.velocity;
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < p.n; i += SP_WEIGHTS_SAMPLE_THREADS) {
+        uint64_t at = p.start + i * p.stride;
+        double d = (double)(w[at] - z[at]);
+        magnitudes[i] = sp_prune_magnitude(d, sp_f64_is_finite(d));
+    }
+    __syncthreads();
+    uint32_t least =
+        sp_weights_select(magnitudes, (uint32_t)p.n, (uint32_t)sp_prune_rank(p.n, (double)density), shared);
+    if (threadIdx.x == 0)
+        s.state->threshold = row.factors.threshold = (double)sp_f32_from_bits(least);
+}
+
+// ---- groups of 16 bytes ----
+
+// Neighbouring elements: one load and one store if they are aligned, else one each. The stores are PTX,
+// because the compiler merged both branches into single ones.
+template <class S> union sp_weights_group {
+    static constexpr uint32_t EACH = sp_weights_of<S>::EACH;
+    S e[EACH];
+    uint4 whole;
+
+    __device__ __forceinline__ sp_weights_group()
+    {
+    }
+    __device__ __forceinline__ void load(const S *p, uint32_t n, bool aligned)
+    {
+        if (n == EACH && aligned) {
+            whole = *(const uint4 *)p;
+            return;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++)
+            e[i] = i < n ? p[i] : S(0);
+    }
+    __device__ __forceinline__ void store(S *p, uint32_t n, bool aligned) const
+    {
+        if (n == EACH && aligned) {
+            sp_store16((uint4 *)p, whole);
+            return;
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++)
+            if (i < n)
+                p[i] = e[i];
+    }
+};
+
+// Elements of the group that thread `threadIdx.x` has in turn k of a tile of n.
+template <class S> struct sp_weights_place {
+    uint32_t first, n;
+    __device__ __forceinline__ sp_weights_place(uint32_t k, uint32_t n_tile)
+    {
+        constexpr uint32_t EACH = sp_weights_of<S>::EACH;
+        first = (k * SP_WEIGHTS_THREADS + threadIdx.x) * EACH;
+        n = first < n_tile ? n_tile - first : 0;
+        n = n < EACH ? n : EACH;
+    }
+};
+template <class S>
+static constexpr uint32_t sp_weights_turns = SP_GPU_PRUNE_TILE / SP_WEIGHTS_THREADS / sp_weights_of<S>::EACH;
+
+// ---- sending ----
+
+struct sp_weights_tally {
+    uint32_t n_sent, n_nonfinite;
+    __device__ __forceinline__ void flush(sp_gpu_prune_row &row)
+    {
+        n_sent = __reduce_add_sync(~0u, n_sent);
+        n_nonfinite = __reduce_add_sync(~0u, n_nonfinite);
+        if (threadIdx.x % 32 == 0 && n_sent != 0)
+            atomicAdd((unsigned long long *)&row.n_sent, (unsigned long long)n_sent);
+        if (threadIdx.x % 32 == 0 && n_nonfinite != 0)
+            atomicAdd((unsigned long long *)&row.n_nonfinite, (unsigned long long)n_nonfinite);
+        n_sent = n_nonfinite = 0;
+    }
+};
+
+// One tile: elements [from, from + n) of a segment. Both weights are read and `out` is written once. Own
+// weights are written in groups where one changes.
+template <class S>
+__device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s,
+                                                     uint64_t from, uint32_t n, const sp_prune_factors &f,
+                                                     sp_weights_tally &tally)
+{
+    constexpr uint32_t TURNS = sp_weights_turns<S>, EACH = sp_weights_of<S>::EACH;
+    S *out = (S *)a.grad + s.begin + from, *own = (S *)s.residual + from;
+    const S *shared = (const S *)s.velocity + from;
+    bool aligned = (uintptr_t)out % 16 == 0;
+    S leak = (S)f.leak, scale = (S)f.scale, threshold = (S)f.threshold;
+    sp_weights_group<S> w[TURNS], z[TURNS];
+#pragma unroll
+    for (uint32_t k = 0; k < TURNS; k++) {
+        sp_weights_place<S> place(k, n);
+        w[k].load(own + place.first, place.n, true);
+        z[k].load(shared + place.first, place.n, true);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < TURNS; k++) {
+        sp_weights_place<S> place(k, n);
+        bool writes = leak != S(1);
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++) {
+            auto e = sp_weights_of<S>::elem(w[k].e[c], z[k].e[c], threshold, leak, f.whole);
+            tally.n_sent += c < place.n && e.sent ? 1 : 0;
+            tally.n_nonfinite += c < place.n && !e.finite ? 1 : 0;
+            writes = writes || e.sent || !e.finite;
+            w[k].e[c] = e.w;
+            z[k].e[c] = scale == S(1) ? e.s : e.s * scale;
+        }
+        z[k].store(out + place.first, place.n, aligned);
+        if (writes)
+            w[k].store(own + place.first, place.n, true);
+    }
+}
+
+// The last CTA: states of all segments, and zeros for the next call.
+__device__ __forceinline__ void sp_weights_finish(const sp_gpu_prune_args &a)
+{
+    for (uint32_t i = threadIdx.x; i < a.n_segments; i += SP_WEIGHTS_THREADS) {
+        sp_gpu_prune_row &row = sp_weights_rows(a)[i];
+        sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
+                         *(volatile uint64_t *)&row.n_nonfinite);
+        row.n_sent = row.n_nonfinite = 0;
+    }
+    if (threadIdx.x == 0)
+        a.table->n_ctas_done = 0;
+}
+
+// The grid has as many CTAs as run at once. CTA b has tiles b, b + gridDim.x, ...
+template <class S>
+__global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
+    sp_weights_send_kernel(const __grid_constant__ sp_gpu_prune_args a)
+{
+    sp_gpu_prune_row *rows = sp_weights_rows(a);
+    sp_weights_tally tally = {0, 0};
+    uint64_t tile = blockIdx.x;
+    uint32_t index = sp_weights_find(rows, a.n_segments, tile);
+    while (tile < a.n_tiles) { // one segment each time
+        uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
+        const spccl_prune_segment s = rows[index].segment;
+        const sp_prune_factors f = rows[index].factors;
+        for (; tile < end; tile += gridDim.x) {
+            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE;
+            uint64_t n = s.n_elems - from < SP_GPU_PRUNE_TILE ? s.n_elems - from : SP_GPU_PRUNE_TILE;
+            sp_weights_send_tile<S>(a, s, from, (uint32_t)n, f, tally);
+        }
+        tally.flush(rows[index]);
+        while (tile < a.n_tiles && rows[index].end_tile <= tile)
+            index++;
+    }
+    // A CTA adds its counts, then passes a fence, then counts itself as done. So the last one sees all
+    // counts.
+    uint32_t *is_last = (uint32_t *)sp_block_shared();
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
+    __syncthreads();
+    if (*is_last != 0) {
+        __threadfence();
+        sp_weights_finish(a);
+    }
+}
+
+// ---- receiving ----
+
+// One tile. The change is read once. Groups of both weights are read and written where it is not zero.
+template <class S>
+__device__ __forceinline__ void
+sp_weights_receive_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s, uint64_t from, uint32_t n)
+{
+    constexpr uint32_t TURNS = sp_weights_turns<S>, EACH = sp_weights_of<S>::EACH;
+    const S *change = (const S *)a.grad + s.begin + from;
+    S *own = (S *)s.residual + from, *shared = (S *)s.velocity + from;
+    bool aligned = (uintptr_t)change % 16 == 0;
+    sp_weights_group<S> d[TURNS];
+#pragma unroll
+    for (uint32_t k = 0; k < TURNS; k++) {
+        sp_weights_place<S> place(k, n);
+        d[k].load(change + place.first, place.n, aligned);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < TURNS; k++) {
+        sp_weights_place<S> place(k, n);
+        bool any = false;
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++)
+            any = any || d[k].e[c] != 0;
+        if (!any)
+            continue;
+        sp_weights_group<S> w, z;
+        w.load(own + place.first, place.n, true);
+        z.load(shared + place.first, place.n, true);
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++)
+            if (d[k].e[c] != 0) {
+                w.e[c] = w.e[c] + d[k].e[c];
+                z.e[c] = z.e[c] + d[k].e[c];
+            }
+        w.store(own + place.first, place.n, true);
+        z.store(shared + place.first, place.n, true);
+    }
+}
+
+template <class S>
+__global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
+    sp_weights_receive_kernel(const __grid_constant__ sp_gpu_prune_args a)
+{
+    const sp_gpu_prune_row *rows = sp_weights_rows(a);
+    uint64_t tile = blockIdx.x;
+    uint32_t index = sp_weights_find(rows, a.n_segments, tile);
+    while (tile < a.n_tiles) {
+        uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
+        const spccl_prune_segment s = rows[index].segment;
+        for (; tile < end; tile += gridDim.x) {
+            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE;
+            uint64_t n = s.n_elems - from < SP_GPU_PRUNE_TILE ? s.n_elems - from : SP_GPU_PRUNE_TILE;
+            sp_weights_receive_tile<S>(a, s, from, (uint32_t)n);
+        }
+        while (tile < a.n_tiles && rows[index].end_tile <= tile)
+            index++;
+    }
+}
+
+// ---- launching ----
+
+typedef void (*sp_weights_fn)(const sp_gpu_prune_args);
+
+// CTAs that run at once, at most one a tile.
+static spccl_status grid_of(sp_weights_fn kernel, uint64_t n_tiles, dim3 *out)
+{
+    int device = 0, n_sms = 0, n_ctas = 0;
+    uint64_t n;
+    SP_TRY_CUDA(cudaGetDevice(&device));
+    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)kernel,
+                                                              (int)SP_WEIGHTS_THREADS, 16));
+    n = (uint64_t)n_sms * (uint64_t)(n_ctas > 0 ? n_ctas : 1);
+    *out = dim3((unsigned)(n < n_tiles ? n : n_tiles));
+    return SPCCL_OK;
+}
+
+static spccl_status launch(sp_weights_fn kernel, const sp_gpu_prune_args *a, const char *what, void *stream)
+{
+    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
+    dim3 grid;
+    SP_TRY(grid_of(kernel, a->n_tiles, &grid));
+    return sp_cuda_check(
+        cudaLaunchKernel(kernel, grid, dim3(SP_WEIGHTS_THREADS), params, 16, (cudaStream_t)stream), what);
+}
+
+extern "C" spccl_status sp_weights_send_cuda(const sp_gpu_prune_args *a, void *stream)
+{
+    bool wide = a->dtype == SPCCL_FLOAT64;
+    sp_weights_fn sampler = wide ? sp_weights_sample_kernel<double> : sp_weights_sample_kernel<float>;
+    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
+    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)sampler, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)SP_WEIGHTS_SHARED_BYTES));
+    SP_TRY(sp_cuda_check(cudaLaunchKernel(sampler, dim3(a->n_segments), dim3(SP_WEIGHTS_SAMPLE_THREADS),
+                                          params, SP_WEIGHTS_SHARED_BYTES, (cudaStream_t)stream),
+                         "launch of the kernel that samples weights"));
+    return launch(wide ? sp_weights_send_kernel<double> : sp_weights_send_kernel<float>, a,
+                  "launch of the kernel that sends weights", stream);
+}
+
+extern "C" spccl_status sp_weights_receive_cuda(const sp_gpu_prune_args *a, void *stream)
+{
+    return launch(a->dtype == SPCCL_FLOAT64 ? sp_weights_receive_kernel<double>
+                                            : sp_weights_receive_kernel<float>,
+                  a, "launch of the kernel that receives weights", stream);
+}

@@ -1,0 +1,173 @@
+/* test_cuda_weights.c - spccl_weights_send and spccl_weights_receive on a GPU: the bits of the host, with
+ * given and with sampled thresholds; misaligned buffers, many segments; bad input. */
+#include "cuda_test.h"
+
+#include <math.h>
+
+#define CAP_BYTES ((size_t)2 << 20)
+#define N_STATES 64
+
+/* Of each array one on the host, on which the host's kernels work, and one on the GPU. */
+struct memory {
+    uint8_t *host, *gpu;
+};
+static struct {
+    struct memory own, common, buffer, states;
+    uint8_t *back; /* what came back from the GPU */
+    cudaStream_t on;
+} g;
+static uint64_t rng;
+
+static void make_arrays(void)
+{
+    struct memory *all[] = {&g.own, &g.common, &g.buffer, &g.states};
+    for (int i = 0; i < 4; i++) {
+        all[i]->host = pinned_alloc(CAP_BYTES);
+        all[i]->gpu = device_alloc(CAP_BYTES);
+    }
+    g.back = pinned_alloc(CAP_BYTES);
+    CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
+}
+
+static void upload(const struct memory *m)
+{
+    CUDA_OK(cudaMemcpyAsync(m->gpu, m->host, CAP_BYTES, cudaMemcpyHostToDevice, g.on));
+    sync_stream(g.on);
+}
+
+static void compare(const struct memory *m, const char *what, size_t n, spccl_dtype dtype)
+{
+    size_t at;
+    CUDA_OK(cudaMemcpyAsync(g.back, m->gpu, CAP_BYTES, cudaMemcpyDeviceToHost, g.on));
+    sync_stream(g.on);
+    at = first_difference(g.back, m->host, CAP_BYTES);
+    CHECK(at == CAP_BYTES, "%s: byte %zu, of %zu elements of %s", what, at, n, spccl_dtype_name(dtype));
+}
+
+static double normal(void)
+{
+    double sum = -6;
+    for (int i = 0; i < 12; i++)
+        sum += (double)(next_rand(&rng) >> 11) * 0x1p-53;
+    return sum;
+}
+
+static void put(spccl_dtype dtype, uint8_t *x, size_t i, double v)
+{
+    float f = (float)v;
+    if (dtype == SPCCL_FLOAT64)
+        memcpy(x + i * 8, &v, 8);
+    else
+        memcpy(x + i * 4, &f, 4);
+}
+
+/* Equal weights lie at random places: a sample that met too many of them would have a threshold of 0. Then the
+ * host's bound on what is sent comes in, which a GPU has not. */
+static void fill(spccl_dtype dtype)
+{
+    size_t n = CAP_BYTES / 2 / spccl_dtype_bytes(dtype);
+    memset(g.buffer.host, POISON, CAP_BYTES);
+    memset(g.states.host, 0, CAP_BYTES);
+    for (size_t i = 0; i < n; i++) {
+        double z = normal();
+        put(dtype, g.common.host, i, z);
+        put(dtype, g.own.host, i, next_rand(&rng) % 7 == 0 ? z : normal());
+        if (next_rand(&rng) % 500 == 0)
+            put(dtype, g.own.host, i, next_rand(&rng) % 2 != 0 ? INFINITY : -INFINITY);
+    }
+    for (size_t i = 0; i < N_STATES; i++)
+        ((spccl_prune_state *)(void *)g.states.host)[i].threshold =
+            (double)(float)(0.5 + (double)(i % 5) * 0.6);
+    upload(&g.own), upload(&g.common), upload(&g.buffer), upload(&g.states);
+}
+
+/* The same segments twice: in host memory, and in GPU memory. The weights of each begin at a multiple of 16
+ * bytes. */
+static size_t cut(spccl_dtype dtype, size_t n, spccl_prune_segment *host, spccl_prune_segment *gpu)
+{
+    size_t n_segments = 1 + next_rand(&rng) % (n < 40 ? 1 : 12), begin = 0, offset = 0;
+    for (size_t i = 0; i < n_segments; i++) {
+        size_t left = n - begin - (n_segments - i - 1);
+        size_t here = i + 1 == n_segments ? left : 1 + next_rand(&rng) % (1 + left / 2);
+        host[i] = (spccl_prune_segment){.begin = begin,
+                                        .n_elems = here,
+                                        .residual = g.own.host + offset,
+                                        .velocity = g.common.host + offset,
+                                        .state = (spccl_prune_state *)(void *)g.states.host + i,
+                                        .key = (uint32_t)i,
+                                        .whole = next_rand(&rng) % 8 == 0};
+        gpu[i] = host[i];
+        gpu[i].residual = g.own.gpu + offset;
+        gpu[i].velocity = g.common.gpu + offset;
+        gpu[i].state = (spccl_prune_state *)(void *)g.states.gpu + i;
+        begin += here;
+        offset += (here * spccl_dtype_bytes(dtype) + 15) / 16 * 16;
+    }
+    return n_segments;
+}
+
+static void test_same_bits(void)
+{
+    static const size_t sizes[] = {1, 3, 4, 5, 255, 1023, 2048, 4095, 4097, 12345, 65536 + 7};
+    int rounds = is_small ? 8 : is_slow ? 24 : 200 * n_rounds;
+    for (int round = 0; round < rounds; round++) {
+        spccl_dtype dtype = round % 3 == 2 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
+        size_t n = sizes[next_rand(&rng) % (is_small || is_slow ? 10 : 11)], n_segments;
+        size_t skew = next_rand(&rng) % 5 * spccl_dtype_bytes(dtype);
+        spccl_prune_segment on_host[N_STATES], on_gpu[N_STATES];
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_plan *host = NULL, *gpu = NULL;
+        fill(dtype);
+        n_segments = cut(dtype, n, on_host, on_gpu);
+        CHECK_OK(spccl_prune_plan_create(on_host, n_segments, n, dtype, -1, &host));
+        CHECK_OK(spccl_prune_plan_create(on_gpu, n_segments, n, dtype, 0, &gpu));
+        o.keep_thresholds = round % 2 == 0;
+        o.density = round % 4 == 1 ? 1 : 0.2;
+        o.leak = round % 5 != 0 ? 1 : 0.99;
+        o.scale = round % 7 != 0 ? 1 : 0.25;
+        for (int step = 0; step < 3; step++) {
+            CHECK_OK(spccl_weights_send(host, g.buffer.host + skew, &o, NULL));
+            CHECK_OK(spccl_weights_send(gpu, g.buffer.gpu + skew, &o, g.on));
+            compare(&g.buffer, "what is sent", n, dtype);
+            CHECK_OK(spccl_weights_receive(host, g.buffer.host + skew, NULL));
+            CHECK_OK(spccl_weights_receive(gpu, g.buffer.gpu + skew, g.on));
+        }
+        compare(&g.own, "own weights", n, dtype);
+        compare(&g.common, "common weights", n, dtype);
+        compare(&g.states, "states", n, dtype);
+        spccl_prune_plan_destroy(host);
+        spccl_prune_plan_destroy(gpu);
+    }
+}
+
+#define CHECK_FAILS(x, status, text)                                                                         \
+    do {                                                                                                     \
+        spccl_status got_ = (x);                                                                             \
+        CHECK(got_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                      \
+              spccl_status_name(got_), spccl_last_error());                                                  \
+    } while (0)
+
+static void test_bad_input(void)
+{
+    spccl_prune_segment s = {.n_elems = 10,
+                             .residual = g.own.gpu,
+                             .velocity = g.common.gpu,
+                             .state = (spccl_prune_state *)(void *)g.states.gpu};
+    spccl_prune_plan *plan = NULL;
+    float *host = (float *)malloc(64);
+    CHECK_OK(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan));
+    CHECK_FAILS(spccl_weights_send(plan, host, NULL, g.on), SPCCL_ERR_ARG, "host memory");
+    CHECK_FAILS(spccl_weights_receive(plan, host, g.on), SPCCL_ERR_ARG, "the plan is for GPU 0");
+    spccl_prune_plan_destroy(plan);
+    free(host);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"same_bits", test_same_bits}, {"bad_input", test_bad_input}, {NULL, NULL}};
+    cuda_test_start(&argc, argv);
+    make_arrays();
+    rng = (uint64_t)now_ms();
+    return test_main(cases, argc, argv);
+}
