@@ -1,4 +1,5 @@
-/* py_prune.c - prune plans, and pruning. Memory is given by address: the caller, spccl.prune, keeps it alive. */
+/* py_prune.c - prune plans, pruning, sending and receiving weights. Memory is given by address: the caller,
+ * spccl.prune or spccl.optim, keeps it alive. */
 #include "module.h"
 
 #include <stdlib.h>
@@ -104,6 +105,50 @@ PyObject *ext_prune(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     st = on_gpu ? spccl_cuda_prune(plan, (void *)(uintptr_t)grad, &o, (void *)(uintptr_t)stream)
                 : spccl_prune(plan, (void *)(uintptr_t)grad, &o);
+    Py_END_ALLOW_THREADS
+    if (st != SPCCL_OK)
+        return ext_raise(PyModule_GetState(module), st);
+    Py_RETURN_NONE;
+}
+
+PyObject *ext_weights_send(PyObject *module, PyObject *args)
+{
+    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    unsigned long long out, stream;
+    unsigned int seed;
+    PyObject *capsule;
+    spccl_prune_plan *plan;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "OKddddIK:weights_send", &capsule, &out, &o.density, &o.sample, &o.leak,
+                          &o.scale, &seed, &stream))
+        return NULL;
+    plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
+    if (plan == NULL)
+        return NULL;
+    o.seed = seed;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_weights_send(plan, (void *)(uintptr_t)out, &o, (void *)(uintptr_t)stream);
+    Py_END_ALLOW_THREADS
+    if (st != SPCCL_OK)
+        return ext_raise(PyModule_GetState(module), st);
+    Py_RETURN_NONE;
+}
+
+PyObject *ext_weights_receive(PyObject *module, PyObject *args)
+{
+    unsigned long long change, stream;
+    PyObject *capsule;
+    spccl_prune_plan *plan;
+    spccl_status st;
+
+    if (!PyArg_ParseTuple(args, "OKK:weights_receive", &capsule, &change, &stream))
+        return NULL;
+    plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
+    if (plan == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = spccl_weights_receive(plan, (const void *)(uintptr_t)change, (void *)(uintptr_t)stream);
     Py_END_ALLOW_THREADS
     if (st != SPCCL_OK)
         return ext_raise(PyModule_GetState(module), st);

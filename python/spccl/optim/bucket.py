@@ -15,11 +15,17 @@ Weights of 16 bits are kept as float32 (the masters) beside the parameter. What 
 is added to the master, and after the exchange the parameter is the rounded master.
 """
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
-from spccl import prune
+from spccl import _ext
+
+from .settings import Settings
+
+Scratch = tuple[torch.Tensor, torch.Tensor]  # both at least as long as the bucket, of its wide dtype
+_ALIGN = 4  # elements: the GPU's kernels want weights at multiples of 16 bytes
 
 
 class Weight:
@@ -28,11 +34,13 @@ class Weight:
     Attributes:
         index: its number in the optimizer, counted over all groups.
         flat: its memory as [numel], in memory order.
-        slot: threshold and counts of the prune kernels.
-        begin: its first element in the bucket.
+        pruned: False if it is sent whole.
+        state: [prune.STATE_COLUMNS] int64, a `spccl_prune_state`: threshold and counts.
+        key: moves what is sampled.
+        begin: its first element in flat tensors of the bucket.
     """
 
-    __slots__ = ("begin", "flat", "index", "name", "numel", "param", "pointer", "slot")
+    __slots__ = ("begin", "flat", "index", "key", "name", "numel", "param", "pointer", "pruned", "state")
 
     def __init__(self, index: int, name: str, param: torch.Tensor, pruned: bool, state: torch.Tensor):
         self.index = index
@@ -41,8 +49,15 @@ class Weight:
         self.flat = flat_memory(param, name)
         self.numel = self.flat.numel()
         self.pointer = self.flat.data_ptr()
-        self.slot = prune.Slot(name, self.numel, pruned, state)
+        self.pruned = pruned
+        self.state = state
+        self.key = zlib.crc32(str(index).encode())
         self.begin = 0
+        if self.pointer % 16 and self.flat.is_cuda:
+            raise ValueError(
+                f"SparseSync: parameter {name} begins at address {self.pointer:#x}, wanted a multiple of 16; it is "
+                "a view into a larger tensor: give it memory of its own before the optimizer is made"
+            )
 
 
 def own_memory(param: torch.Tensor) -> torch.Tensor:
@@ -66,11 +81,12 @@ def flat_memory(param: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class Bucket:
-    """Parameters of one dtype and device.
+    """Parameters of one dtype and device. Flat tensors have [length] elements: each parameter's part begins at a
+    multiple of 4 elements, and the gaps are 0.
 
-    globals     [numel] z, float32 (float64 for float64 parameters)
-    masters     [numel] w, float32, of 16-bit parameters; None if w is the parameter itself
-    velocity    [numel] u, with outer momentum; else None
+    globals     [length] z, float32 (float64 for float64 parameters)
+    masters     [length] w, float32, of 16-bit parameters; None if w is the parameter itself
+    velocity    [length] u, with outer momentum; else None
     """
 
     def __init__(self, weights: Sequence[Weight], outer_momentum: float):
@@ -79,23 +95,24 @@ class Bucket:
         self.dtype, self.device = first.dtype, first.device
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.numel = sum(w.numel for w in self.weights)
-        begin = 0
+        self.length = 0
         for w in self.weights:
-            w.begin = begin
-            begin += w.numel
-        self.globals = torch.empty(self.numel, dtype=wide, device=self.device)
-        self.masters = torch.empty_like(self.globals) if self.dtype != wide else None
+            w.begin = self.length
+            self.length += -(-w.numel // _ALIGN) * _ALIGN
+        self.globals = torch.zeros(self.length, dtype=wide, device=self.device)
+        self.masters = torch.zeros_like(self.globals) if self.dtype != wide else None
         self.velocity = torch.zeros_like(self.globals) if outer_momentum > 0 else None
+        gaps = [i for w in self.weights for i in range(w.begin + w.numel, w.begin - (-w.numel // _ALIGN) * _ALIGN)]
+        self._gaps = torch.tensor(gaps, dtype=torch.int64, device=self.device) if gaps else None
         self.params = [w.flat for w in self.weights]
         self.locals = self.params if self.masters is None else self.split(self.masters)
         self.global_parts = self.split(self.globals)
-        self.plan: prune.Plan | None = None
-        self.n_nonfinite = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._plan: object = None
         self.in_globals = False
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the parameters' parts of a flat tensor [numel]."""
-        return list(flat.split([w.numel for w in self.weights]))
+        """Views of the parameters' parts of a flat tensor."""
+        return [flat[w.begin : w.begin + w.numel] for w in self.weights]
 
     def start(self) -> None:
         """Take z from the parameters."""
@@ -104,11 +121,14 @@ class Bucket:
             self.masters.copy_(self.globals)
 
     def prepare(self) -> None:
-        """Make the prune plan: the addresses of the parameters are now final."""
-        for w in self.weights:
-            w.slot.prepare(self.globals.dtype, residual=False, velocity=False)
-        segments = [(w.begin, w.slot) for w in self.weights]
-        self.plan = prune.Plan(segments, self.numel, self.globals.dtype, self.device)
+        """Make the plan of the exchange: the addresses of the weights are now final."""
+        rows = [
+            (w.begin, w.numel, own.data_ptr(), common.data_ptr(), w.state.data_ptr(), w.key, not w.pruned)
+            for w, own, common in zip(self.weights, self.locals, self.global_parts, strict=True)
+        ]
+        ordinal = -1 if self.device.type == "cpu" else self.device.index
+        wide = str(self.globals.dtype).removeprefix("torch.")
+        self._plan = _ext.prune_plan(rows, self.length, wide, ordinal)
 
     def reset(self) -> None:
         """w = z on this rank: what is not sent is dropped."""
@@ -117,58 +137,55 @@ class Bucket:
 
     # -- one exchange ------------------------------------------------------------------------------
 
-    def absorb(self, scratch: torch.Tensor) -> None:
+    def absorb(self, scratch: Scratch) -> None:
         """16-bit parameters: add to the masters what the optimizer changed."""
         if self.masters is None:
             return
-        rounded = scratch.view(self.dtype)[: self.numel]
-        change = torch.empty_like(self.masters)
+        rounded, change = scratch[0].view(self.dtype)[: self.length], scratch[1][: self.length]
         rounded.copy_(self.masters)
-        torch._foreach_copy_(self.split(change), self.params)
-        self.masters.add_(change.sub_(rounded))
+        change.copy_(rounded)
+        parts = self.split(change)
+        torch._foreach_neg_(parts)
+        torch._foreach_add_(parts, self.params)
+        self.masters.add_(change)
 
     def publish(self) -> None:
         """16-bit parameters: round the masters into them."""
         if self.masters is not None:
             torch._foreach_copy_(self.params, self.locals)
 
-    def select(self, out: torch.Tensor, rule: prune.Rule, decay: float) -> None:
-        """Write what is sent now to `out` [numel], zeros elsewhere, and set w = z where it is sent."""
-        parts = self.split(out)
-        torch._foreach_copy_(parts, self.locals)
-        out.sub_(self.globals)
-        bad = ~torch.isfinite(out)
-        out.masked_fill_(bad, 0.0)
-        self.n_nonfinite += bad.sum()
-        self.plan.run(out, rule)
-        bad.logical_or_(out != 0)
-        for local, common, taken in zip(self.locals, self.global_parts, self.split(bad), strict=True):
-            if decay < 1:
-                local.sub_(common).mul_(decay).add_(common)
-            torch.where(taken, common, local, out=local)
+    def select(self, out: torch.Tensor, density: float, scale: float, settings: Settings) -> None:
+        """Write what is sent now, times `scale`, to `out` [length], zeros elsewhere, and set w = z where it is sent."""
+        if self._gaps is not None:
+            out.index_fill_(0, self._gaps, 0.0)
+        _ext.weights_send(
+            self._plan, out.data_ptr(), density, settings.sample, settings.decay, scale, settings.seed, self._stream()
+        )
 
-    def apply(self, average: torch.Tensor, outer_lr: float, outer_momentum: float) -> None:
-        """Advance z and w by the average [numel] that has arrived, which is overwritten."""
+    def apply(self, average: torch.Tensor, settings: Settings) -> None:
+        """Advance z and w by the average [length] that has arrived, which is overwritten."""
         if self.velocity is not None:
-            self.velocity.mul_(outer_momentum).add_(average)
-            average.add_(self.velocity, alpha=outer_momentum)
-        if outer_lr != 1:
-            average.mul_(outer_lr)
-        self.globals.add_(average)
-        torch._foreach_add_(self.locals, self.split(average))
+            self.velocity.mul_(settings.outer_momentum).add_(average)
+            average.add_(self.velocity, alpha=settings.outer_momentum)
+        if settings.outer_lr != 1:
+            average.mul_(settings.outer_lr)
+        _ext.weights_receive(self._plan, average.data_ptr(), self._stream())
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     # -- global and local weights ------------------------------------------------------------------
 
-    def swap(self, scratch: torch.Tensor) -> None:
+    def swap(self, scratch: Scratch) -> None:
         """Exchange z and w, so that the parameters hold the other one. Called twice it does nothing."""
         self.in_globals = not self.in_globals
         if self.masters is not None:
             torch._foreach_copy_(self.params, self.global_parts if self.in_globals else self.locals)
             return
-        kept = scratch[: self.numel]
-        torch._foreach_copy_(self.split(kept), self.params)
+        kept = self.split(scratch[0])
+        torch._foreach_copy_(kept, self.params)
         torch._foreach_copy_(self.params, self.global_parts)
-        self.globals.copy_(kept)
+        torch._foreach_copy_(self.global_parts, kept)
 
     def values(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of z and w of the parameter at `place`, flat, also while the two are swapped."""

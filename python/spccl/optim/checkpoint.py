@@ -29,7 +29,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
     parameters = []
     for bucket in sync.buckets:
         if not bucket.in_globals:
-            bucket.absorb(sync._scratch[bucket.device, bucket.globals.dtype][0])
+            bucket.absorb(sync._scratch[bucket.device, bucket.globals.dtype])
             bucket.publish()
         velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
         for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
@@ -41,7 +41,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
                     "global": common,
                     "local": own,
                     "velocity": None if velocity is None else velocity.clone(),
-                    "prune": w.slot.state.clone(),
+                    "prune": w.state.clone(),
                 }
             )
     parameters.sort(key=lambda entry: entry["index"])
@@ -80,7 +80,7 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
             bucket.global_parts[place].copy_(entry["global"])
             own = entry["global"] if entry["local"] is None else entry["local"]
             bucket.locals[place].copy_(own)
-            w.slot.state.copy_(entry["prune"])
+            w.state.copy_(entry["prune"])
             if velocity is not None:
                 velocity.copy_(entry["velocity"])
         bucket.publish()

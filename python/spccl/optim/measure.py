@@ -104,7 +104,7 @@ class Tally:
             backend                 what carries the exchange: "spccl", "nccl", ..., "none" for one rank
         """
         s = self.sync
-        columns = [torch.stack([w.slot.state for w in b.weights]).sum(dim=0).tolist() for b in s.buckets]
+        columns = [torch.stack([w.state for w in b.weights]).sum(dim=0).tolist() for b in s.buckets]
         numel = sum(b.numel for b in s.buckets)
         sent = sum(c[prune.N_SENT] for c in columns)
         widths = [b.globals.element_size() for b in s.buckets]
@@ -126,7 +126,7 @@ class Tally:
             "exchange_ms": self._last_s * 1e3,
             "exchange_ms_mean": self._seconds * 1e3 / calls,
             "skipped_steps": self.skipped,
-            "nonfinite_elems": sum(int(b.n_nonfinite) for b in s.buckets),
+            "nonfinite_elems": sum(c[prune.N_NONFINITE_ALL] for c in columns),
             "backend": ", ".join(sorted({s.ranks.backend(b.device) for b in s.buckets})),
         }
 

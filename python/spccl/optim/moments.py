@@ -8,7 +8,7 @@ v / N + (1 - 1/N) m^2 with the first moment m as estimate of the mean.
 
 import torch
 
-from .bucket import Bucket
+from .bucket import Bucket, Scratch
 
 
 def is_correctable(optimizer: torch.optim.Optimizer) -> bool:
@@ -18,16 +18,14 @@ def is_correctable(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
 
 
-def correct_step(
-    optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: tuple[torch.Tensor, torch.Tensor]
-) -> None:
+def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: Scratch) -> None:
     """Replace the step that the optimizer has just made by one with the corrected second moment.
 
     A step is -lr m' / (sqrt(v') + eps), with the bias-corrected m' and v'. This adds it again and subtracts the step
     with v' / N + (1 - 1/N) m'^2 in the place of v'.
 
     Args:
-        scratch: two tensors of at least bucket.numel elements of the bucket's wide dtype; overwritten.
+        scratch: overwritten.
     """
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     places = [i for i, w in enumerate(bucket.weights) if w.param.grad is not None and optimizer.state.get(w.param)]
@@ -39,8 +37,8 @@ def correct_step(
     steps = [float(s["step"]) for s in states]
     bias1 = [1 - float(g["betas"][0]) ** t for g, t in zip(groups, steps, strict=True)]
     bias2 = [1 - float(g["betas"][1]) ** t for g, t in zip(groups, steps, strict=True)]
-    mean = [bucket.split(scratch[0][: bucket.numel])[i] for i in places]
-    root = [bucket.split(scratch[1][: bucket.numel])[i] for i in places]
+    mean = [bucket.split(scratch[0])[i] for i in places]
+    root = [bucket.split(scratch[1])[i] for i in places]
     local = [bucket.locals[i] for i in places]
     epsilons = [float(g["eps"]) for g in groups]
     rates = [float(g["lr"]) for g in groups]

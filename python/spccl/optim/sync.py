@@ -143,7 +143,7 @@ class SparseSync(torch.optim.Optimizer):
     def _find_weights(self) -> list[Weight]:
         everything = [p for group in self.inner.param_groups for p in group["params"]]
         names = [n for group in self.inner.param_groups for n in group.get("param_names", ())]
-        trained = [(i, p) for i, p in enumerate(everything) if p.requires_grad]
+        trained = [(i, p) for i, p in enumerate(everything) if p.requires_grad and p.numel()]
         if not trained:
             raise ValueError("SparseSync: no parameter of the optimizer requires a gradient; nothing would be trained")
         if len(names) != len(everything):
@@ -173,7 +173,7 @@ class SparseSync(torch.optim.Optimizer):
         most: dict[tuple[torch.device, torch.dtype], int] = {}
         for b in self.buckets:
             kind = (b.device, b.globals.dtype)
-            most[kind] = max(most.get(kind, 0), b.numel)
+            most[kind] = max(most.get(kind, 0), b.length)
         return {
             (device, dtype): tuple(torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
             for (device, dtype), n in most.items()
@@ -233,7 +233,7 @@ class SparseSync(torch.optim.Optimizer):
             self._exchange(density_at(self._schedule, self.exchanges))
 
     def _require_same_parameters(self) -> None:
-        params = [p for group in self.inner.param_groups for p in group["params"] if p.requires_grad]
+        params = [p for group in self.inner.param_groups for p in group["params"] if p.requires_grad and p.numel()]
         mine = iter(self._weights)
         by_id = {id(w.param) for w in self._weights}
         for p in params:
@@ -284,7 +284,7 @@ class SparseSync(torch.optim.Optimizer):
         for bucket in self.buckets:
             scratch = self._scratch[bucket.device, bucket.globals.dtype]
             if exchanging or self._corrects:
-                bucket.absorb(scratch[0])
+                bucket.absorb(scratch)
             if self._corrects and stepped:
                 moments.correct_step(self.inner, bucket, self.ranks.world_size, scratch)
             if self._corrects and not exchanging:
@@ -298,9 +298,10 @@ class SparseSync(torch.optim.Optimizer):
         self._tally.begin_exchange(density)
         waiting: tuple[Bucket, torch.Tensor, Any] | None = None
         for i, bucket in enumerate(self.buckets):
-            buffer = self._scratch[bucket.device, bucket.globals.dtype][i % 2][: bucket.numel]
-            bucket.select(buffer, self._rule(bucket, density), self.settings.decay)
-            work = self.ranks.all_reduce(buffer, self._averages[bucket.device])
+            buffer = self._scratch[bucket.device, bucket.globals.dtype][i % 2][: bucket.length]
+            averages = self._averages[bucket.device]
+            bucket.select(buffer, density, 1.0 if averages else 1.0 / self.ranks.world_size, self.settings)
+            work = self.ranks.all_reduce(buffer, averages)
             if waiting is not None:
                 self._finish(*waiting)
             waiting = (bucket, buffer, work)
@@ -313,21 +314,10 @@ class SparseSync(torch.optim.Optimizer):
             self._check_next = False
             self.check()
 
-    def _rule(self, bucket: Bucket, density: float) -> prune.Rule:
-        scale = 1.0 if self._averages[bucket.device] else 1.0 / self.ranks.world_size
-        return prune.Rule(
-            density=density,
-            sample=self.settings.sample,
-            leak=1.0,
-            momentum=0.0,
-            scale=scale,
-            seed=self.settings.seed,
-        )
-
     def _finish(self, bucket: Bucket, buffer: torch.Tensor, work: Any) -> None:
         if work is not None:
             work.wait()
-        bucket.apply(buffer, self.settings.outer_lr, self.settings.outer_momentum)
+        bucket.apply(buffer, self.settings)
         bucket.publish()
 
     @torch.no_grad()
@@ -345,7 +335,7 @@ class SparseSync(torch.optim.Optimizer):
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
         self._require_same_parameters()
         for bucket in self.buckets:
-            bucket.absorb(self._scratch[bucket.device, bucket.globals.dtype][0])
+            bucket.absorb(self._scratch[bucket.device, bucket.globals.dtype])
         self._exchange(1.0)
 
     @contextlib.contextmanager
@@ -365,7 +355,7 @@ class SparseSync(torch.optim.Optimizer):
         if inside == self._in_globals:
             raise RuntimeError("SparseSync.global_weights: this block is already inside one")
         for bucket in self.buckets:
-            scratch = self._scratch[bucket.device, bucket.globals.dtype][0]
+            scratch = self._scratch[bucket.device, bucket.globals.dtype]
             if inside:
                 bucket.absorb(scratch)
             bucket.swap(scratch)

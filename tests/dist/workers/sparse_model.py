@@ -6,10 +6,13 @@ With sample=1 the threshold of a parameter of at most 24576 elements is that of 
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
 from workers.common import WORLD
+
+DEVICE = torch.device(os.environ.get("SPCCL_TEST_DEVICE", "cpu"))
 
 
 class Net(torch.nn.Module):
@@ -20,10 +23,11 @@ class Net(torch.nn.Module):
         g = torch.Generator().manual_seed(seed)
 
         def param(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(shape, generator=g) / math.sqrt(shape[-1])).to(dtype))
+            x = torch.randn(shape, generator=g) / math.sqrt(shape[-1])
+            return torch.nn.Parameter(x.to(DEVICE, dtype))
 
         self.first, self.bias, self.middle = param(80, 100), param(80), param(80, 80)
-        self.frozen, self.small, self.unused = param(80, 80), param(7, 80), param(70, 70)
+        self.frozen, self.small, self.unused = param(80, 80), param(7, 80), param(71, 71)
         self.frozen.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +39,7 @@ class Net(torch.nn.Module):
 
 def data(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     g = torch.Generator().manual_seed(10_000 * step + rank)
-    return torch.randn(16, 100, generator=g).to(dtype)
+    return torch.randn(16, 100, generator=g).to(DEVICE, dtype)
 
 
 def loss_of(net: Net, rank: int, step: int) -> torch.Tensor:

@@ -10,15 +10,17 @@ import copy
 import hashlib
 import math
 import os
+import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from spccl.optim import Geometric, SparseSync
 from workers.common import RANK, WORLD, main, raises
-from workers.sparse_model import Net, Simulation, adamw, loss_of, trained
+from workers.sparse_model import DEVICE, Net, Simulation, adamw, loss_of, trained
 
 BACKEND = os.environ["SPCCL_TEST_BACKEND"]
 warnings.filterwarnings("ignore", message=".*no bytes are saved.*")
@@ -46,16 +48,17 @@ def digest(opt: SparseSync, net: Net) -> str:
     """Hash of this rank's local and global weights, bit for bit."""
     sha = hashlib.sha256()
     for p in trained(net).values():
-        sha.update(p.detach().float().numpy().tobytes())
+        sha.update(p.detach().float().cpu().numpy().tobytes())
     with opt.global_weights():
         for p in trained(net).values():
-            sha.update(p.detach().float().numpy().tobytes())
+            sha.update(p.detach().float().cpu().numpy().tobytes())
     return sha.hexdigest()
 
 
 def everyone(what: object) -> list:
+    """What each rank has, with tensors in host memory."""
     out = [None] * WORLD
-    dist.all_gather_object(out, what)
+    dist.all_gather_object(out, tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, what))
     return out
 
 
@@ -117,9 +120,9 @@ def global_weights_are_equal_on_all_ranks():
         opt = SparseSync(adamw(net), density=0.02, check_every=1)
         steps(opt, net, 6)
         state = opt.state_dict()["sparse_sync"]["parameters"]
-        sha = hashlib.sha256(b"".join(e["global"].numpy().tobytes() for e in state)).hexdigest()
+        sha = hashlib.sha256(b"".join(e["global"].cpu().numpy().tobytes() for e in state)).hexdigest()
         assert len(set(everyone(sha))) == 1
-        local = hashlib.sha256(b"".join(e["local"].numpy().tobytes() for e in state)).hexdigest()
+        local = hashlib.sha256(b"".join(e["local"].cpu().numpy().tobytes() for e in state)).hexdigest()
         assert len(set(everyone(local))) == WORLD
         before = digest(opt, net)
         assert digest(opt, net) == before  # entering the block changes nothing
@@ -174,9 +177,9 @@ def bfloat16_weights():
             for w, local, common in zip(bucket.weights, bucket.locals, bucket.global_parts, strict=True):
                 assert local.dtype == torch.float32
                 assert torch.equal(w.flat, local.bfloat16())
-                assert not w.slot.pruned or w.param.grad is None or not torch.equal(local, common)
+                assert not w.pruned or w.param.grad is None or not torch.equal(local, common)
     opt.consolidate()
-    masters = [b.masters.clone() for b in opt.buckets]
+    masters = [b.masters.cpu() for b in opt.buckets]
     for rank, theirs in enumerate(everyone(masters)):
         assert all(torch.equal(a, b) for a, b in zip(masters, theirs, strict=True)), rank
 
@@ -212,6 +215,7 @@ def survives_another_world_size():
     mine = opt.state_dict()
     assert not mine["sparse_sync"]["consolidated"]
     states = everyone(mine)
+    mine = states[RANK]
     for n in (1, 2, 3, 8):
         new = SparseSync.reshard(states, n)
         for place, entry in enumerate(mine["sparse_sync"]["parameters"]):
@@ -239,7 +243,7 @@ def refuses_states_of_others():
     opt = SparseSync(adamw(net), density=0.02)
     steps(opt, net, 1)
     state = opt.state_dict()
-    other = torch.nn.Linear(100, 100)
+    other = torch.nn.Linear(100, 100, device=DEVICE)
     wrong = SparseSync(torch.optim.AdamW(other.parameters()), density=0.02)
     with raises(ValueError, f"rank {RANK}", "another model", "parameter 0", "(80, 100)", "(100, 100)"):
         wrong.load_state_dict(state)
@@ -256,7 +260,7 @@ def ranks_with_other_settings():
     with raises(ValueError, "ranks differ", "density is 0.01 on rank", f"0.02 on rank {odd}"):
         SparseSync(adamw(Net()), density=0.02 if odd == RANK else 0.01)
     shape = (200, 30) if odd == RANK else (100, 60)
-    p = torch.nn.Parameter(torch.zeros(shape))
+    p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
     with raises(ValueError, "ranks differ", "parameter 0", "(100, 60)", "(200, 30)", f"on rank {odd}"):
         SparseSync(torch.optim.SGD([p], lr=1.0), density=0.02)
 
@@ -315,7 +319,7 @@ def grad_scaler_skips_on_one_rank():
     net, plain = Net(), Net()
     opt = SparseSync(adamw(net), density=0.05, sample=1.0)
     other = SparseSync(adamw(plain), density=0.05, sample=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, growth_interval=1000)
     for t in range(6):
         for net_, opt_, scaled in ((net, opt, True), (plain, other, False)):
             opt_.zero_grad()
@@ -377,10 +381,11 @@ def schedulers_and_accumulation():
 
 def sparse_bytes():
     """1% of a large model is sent in a few percent of the bytes, counted by the backend."""
-    p = torch.nn.Parameter(torch.zeros(1000, 1000))
+    p = torch.nn.Parameter(torch.zeros(1000, 1000, device=DEVICE))
     opt = SparseSync(torch.optim.SGD([p], lr=1.0), density=0.01)
     for t in range(3):
-        p.grad = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(10 * t + RANK))
+        g = torch.Generator().manual_seed(10 * t + RANK)
+        p.grad = torch.randn(1000, 1000, generator=g).to(DEVICE)
         opt.step()
     summary = opt.summary()
     assert 0.006 < summary["density_sent"] < 0.016, summary
@@ -435,6 +440,6 @@ CASES = [
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    import sys
-
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(RANK % torch.cuda.device_count())
     main([train] if "train" in sys.argv else CASES, BACKEND)
