@@ -70,31 +70,51 @@ static void fill(const struct mean_case *c, int rank, size_t n, uint8_t *x)
     }
 }
 
-/* The mean over all ranks, by the scalar kernels. */
-static void wanted_mean(const struct mean_case *c, int n_ranks, size_t n, uint8_t *out)
+/* What all ranks of a group share. The means are computed once, before the ranks start. */
+struct group {
+    uint64_t seed;
+    uint8_t wanted[SP_N_DTYPES][N_ELEMS * 8]; /* by dtype: the mean of all elements over all ranks */
+};
+
+static struct mean_case case_of(const struct group *g, int dtype, bool in_place, bool scatter)
+{
+    return (struct mean_case){.dtype = (spccl_dtype)dtype,
+                              .in_place = in_place,
+                              .scatter = scatter,
+                              .seed = g->seed + (uint64_t)dtype};
+}
+
+/* Compute the means with the scalar kernels. */
+static void compute_wanted(struct group *g, int n_ranks)
 {
     const sp_kernels *scalar = sp_kernels_at(0);
-    uint8_t *acc = malloc(n * 8), *x = malloc(n * 8);
-    for (int r = 0; r < n_ranks; r++) {
-        fill(c, r, n, x);
-        scalar->combine(&(sp_combine_args){
-            .acc = acc, .x = x, .n_elems = n, .dtype = c->dtype, .op = SPCCL_AVG, .first = r == 0});
+    static uint8_t acc[N_ELEMS * 8], x[N_ELEMS * 8];
+    for (int t = SPCCL_FLOAT32; t <= SPCCL_UINT8; t++) {
+        struct mean_case c = case_of(g, t, false, false);
+        for (int r = 0; r < n_ranks && t != SPCCL_FLOAT8; r++) {
+            fill(&c, r, N_ELEMS, x);
+            scalar->combine(&(sp_combine_args){
+                .acc = acc, .x = x, .n_elems = N_ELEMS, .dtype = c.dtype, .op = SPCCL_AVG, .first = r == 0});
+        }
+        if (t != SPCCL_FLOAT8)
+            scalar->finish(&(sp_finish_args){.acc = acc,
+                                             .dst = g->wanted[t],
+                                             .n_elems = N_ELEMS,
+                                             .dtype = c.dtype,
+                                             .op = SPCCL_AVG,
+                                             .world_size = n_ranks});
     }
-    scalar->finish(&(sp_finish_args){
-        .acc = acc, .dst = out, .n_elems = n, .dtype = c->dtype, .op = SPCCL_AVG, .world_size = n_ranks});
-    free(acc);
-    free(x);
 }
 
 static void run_case(const struct mean_case *c, struct rank_ctx *ctx)
 {
     size_t bytes = sp_dtype_bytes(c->dtype), world = (size_t)ctx->n_ranks, block = N_ELEMS / world;
     size_t n_in = c->scatter ? block * world : N_ELEMS, n_out = c->scatter ? block : N_ELEMS, bad = n_out;
-    uint8_t *in = malloc(n_in * bytes), *out = malloc(n_out * bytes), *all = malloc(n_in * bytes);
+    uint8_t *in = malloc(n_in * bytes), *out = malloc(n_out * bytes);
     uint8_t *dst = !c->in_place ? out : c->scatter ? in + (size_t)ctx->rank * block * bytes : in;
+    const uint8_t *all = ((const struct group *)ctx->arg)->wanted[c->dtype];
     const uint8_t *wanted = c->scatter ? all + (size_t)ctx->rank * block * bytes : all;
     fill(c, ctx->rank, n_in, in);
-    wanted_mean(c, ctx->n_ranks, n_in, all);
     if (c->scatter)
         CHECK_OK(spccl_reduce_scatter(ctx->comm, in, dst, block, c->dtype, SPCCL_AVG, NULL));
     else
@@ -107,24 +127,21 @@ static void run_case(const struct mean_case *c, struct rank_ctx *ctx)
           c->in_place ? "in place" : "out of place", ctx->rank, ctx->n_ranks, getenv("SPCCL_CPU_ISA"), bad);
     free(in);
     free(out);
-    free(all);
 }
 
 static void every_dtype(struct rank_ctx *ctx)
 {
-    uint64_t seed = *(const uint64_t *)ctx->arg;
     for (int t = SPCCL_FLOAT32; t <= SPCCL_UINT8; t++)
-        for (int variant = 0; variant < 4 && t != SPCCL_FLOAT8; variant++)
-            run_case(&(struct mean_case){.dtype = (spccl_dtype)t,
-                                         .in_place = variant % 2 == 0,
-                                         .scatter = variant / 2 != 0,
-                                         .seed = seed + (uint64_t)(t * 4 + variant)},
-                     ctx);
+        for (int variant = 0; variant < 4 && t != SPCCL_FLOAT8; variant++) {
+            struct mean_case c = case_of(ctx->arg, t, variant % 2 == 0, variant / 2 != 0);
+            run_case(&c, ctx);
+        }
 }
 
 static void run_on_sets(int n_min, int n_max, const char *schedule)
 {
     const sp_kernels *set;
+    static struct group group;
     setenv("SPCCL_SLICE_BYTES", "32768", 1);
     setenv("SPCCL_SCHEDULE", schedule, 1);
     for (size_t s = 0; (set = sp_kernels_at(s)) != NULL; s++) {
@@ -133,10 +150,11 @@ static void run_on_sets(int n_min, int n_max, const char *schedule)
         for (int n = n_min; n <= n_max; n += fastest || n < 4 ? 1 : 13) {
             struct rank_ctx ctx[RANKS_CAP];
             spccl_config config = SPCCL_CONFIG_INIT;
-            uint64_t seed = test_rand();
             config.transports = "inproc";
             config.timeout_ms = 60000;
-            run_ranks(n, &config, every_dtype, &seed, ctx);
+            group.seed = test_rand();
+            compute_wanted(&group, n);
+            run_ranks(n, &config, every_dtype, &group, ctx);
             for (int r = 0; r < n; r++)
                 CHECK(ctx[r].created == SPCCL_OK, "rank %d of %d: %s", r, n, ctx[r].error);
         }
