@@ -121,7 +121,9 @@ def main() -> None:
     dist.init_process_group("spccl")
     if dist.get_world_size() != 1 or args.steps <= 10:
         parser.error(f"wanted 1 rank and more than 10 steps, got {dist.get_world_size()} and {args.steps}")
-    facts = report.machine() | {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    facts = report.machine() | {"command": report.command().replace("spccl", Path(sys.argv[0]).name, 1)}
+    if on_gpu:
+        facts["gpu"] = torch.cuda.get_device_name()
     rows: list[Row] = []
     for gradients in args.gradients.split(","):
         for density in map(float, args.densities.split(",")):

@@ -169,7 +169,7 @@ def summary(rows: list[Row]) -> str:
 
 def write_csv(path: Path, rows: list[Row]) -> None:
     """Facts about the machine and the commit as "# key: value" lines, then the rows."""
-    facts = report.machine() | {"command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
+    facts = report.machine() | {"command": report.command().replace("spccl", Path(sys.argv[0]).name, 1)}
     if rows[0].device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         facts["gpu"] = f"{rows[0].ranks} x {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
