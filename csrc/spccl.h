@@ -8,8 +8,7 @@
  * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit
  * for bit. Reductions add in rank order 0, 1, 2, ... starting from +0.0; float16 and bfloat16 are added in
  * float32 and rounded once. So all ranks and all runs get the same bits, whatever the format, the schedule
- * and the transport. docs/ALGORITHMS.md says how. The sparse formats follow Hough et al., "Adaptive
- * Space-efficient Collectives ..." (SpCCL), section III.
+ * and the transport (docs/ALGORITHMS.md). The sparse formats follow Hough et al. (SpCCL), section III.
  *
  * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version.
  * Initialise options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a
@@ -196,10 +195,11 @@ typedef struct spccl_config {
     const char *transports; /* comma list tried in order, for example "shm,tcp"; NULL = default */
     uint32_t n_sockets;     /* TCP sockets per peer and queue; 0 = default */
     const uint8_t *secret;  /* [32] job secret; NULL: rank 0 draws one and puts it into the store */
+    const char *host_id;    /* ranks with another name count as on another host; NULL: found */
 } spccl_config;
 #define SPCCL_CONFIG_INIT                                                                                    \
     {                                                                                                        \
-        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL                                   \
+        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL, NULL                             \
     }
 
 /* A key-value store that all ranks reach: torch's Store, or another. `set` publishes a value. `get` waits

@@ -175,6 +175,7 @@ static void *run_side(void *arg)
                             .queue_bytes = QUEUE_BYTES,
                             .deadline_ns = sp_deadline_in_ms(10000)};
     spccl_status st;
+    must(sp_host_identity(NULL, c.host), "the host's identity");
     must(s->t->open(&c, &s->ep), "open");
     must(s->t->address(s->ep, s->shared->address[s->rank].bytes, &s->shared->address[s->rank].n_bytes),
          "address");

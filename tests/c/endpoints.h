@@ -87,6 +87,7 @@ static inline struct member make_group(const struct environment *g, int n, void 
                                     .n_queues = 2,
                                     .queue_bytes = 1 << 16,
                                     .deadline_ns = sp_deadline_in_ms(PATIENCE_MS)};
+    CHECK_OK(sp_host_identity(NULL, m.config.host));
     for (size_t i = 0; i < SP_SECRET_BYTES; i++)
         m.config.secret[i] = (uint8_t)mix(m.seed + i);
     return m;

@@ -67,6 +67,9 @@ static inline spccl_status mem_store_get(void *ctx, const char *key, void *buf, 
     return st;
 }
 
+/* Ranks that count as on one host (spccl_config.host_id); 0: all. */
+static int test_ranks_per_host;
+
 /* One rank of a group under test. */
 struct rank_ctx {
     int rank, n_ranks;
@@ -85,7 +88,14 @@ static inline void *rank_main(void *arg)
     struct rank_ctx *c = arg;
     spccl_store store = {
         .struct_bytes = sizeof store, .ctx = c->store, .set = mem_store_set, .get = mem_store_get};
-    c->created = spccl_comm_create(&store, c->rank, c->n_ranks, c->config, &c->comm);
+    spccl_config config = SPCCL_CONFIG_INIT;
+    char host[24];
+    if (c->config != NULL)
+        config = *c->config;
+    snprintf(host, sizeof host, "host %d", test_ranks_per_host != 0 ? c->rank / test_ranks_per_host : 0);
+    if (test_ranks_per_host != 0)
+        config.host_id = host;
+    c->created = spccl_comm_create(&store, c->rank, c->n_ranks, &config, &c->comm);
     if (c->created != SPCCL_OK)
         snprintf(c->error, sizeof c->error, "%s", spccl_last_error());
     else

@@ -3,7 +3,7 @@
 #include "core/run/comm.h"
 #include "scene.h"
 
-enum { SIZES, DTYPES, OPS, COLLS, ROOTS, N_DISAGREEMENTS };
+enum { SIZES, DTYPES, OPS, COLLS, ROOTS, SCHEDULES, N_DISAGREEMENTS };
 
 static void disagree(struct rank_ctx *c)
 {
@@ -17,6 +17,10 @@ static void disagree(struct rank_ctx *c)
     spccl_status st = SPCCL_OK;
     for (size_t i = 0; i < 3000; i++)
         in[i] = (float)i;
+    if (s->kind == SCHEDULES) {
+        c->comm->schedule_forced = true; /* as SPCCL_SCHEDULE does */
+        c->comm->schedule = odd ? SP_SCHED_RELAYED : SP_SCHED_DIRECT;
+    }
     if (s->kind == ROOTS)
         st = spccl_broadcast(c->comm, in, n, t, c->rank == 1 ? 1 : 0, NULL);
     if (s->kind == ROOTS && st == SPCCL_OK) /* a root does not wait for peers: the next collective fails */
@@ -36,7 +40,8 @@ static void test_disagreement(void)
                                                            {"1000 float32", "1000 int32"},
                                                            {"sum", "max"},
                                                            {"all_reduce", "all_gather"},
-                                                           {"root 0", "root 1"}};
+                                                           {"root 0", "root 1"},
+                                                           {"direct at rank", "relayed at rank"}};
     for (int kind = 0; kind < N_DISAGREEMENTS; kind++) {
         struct scene s = {.kind = kind};
         int n_named = 0;

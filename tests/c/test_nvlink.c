@@ -55,9 +55,11 @@ static void *run_member(void *arg)
 {
     struct member *m = arg;
     struct scene *s = m->s;
+    uint8_t host[SP_HOST_ID_BYTES];
     sp_gpu_share_config c = {.rank = m->rank,
                              .world_size = s->n,
                              .secret = s->secrets[m->rank],
+                             .host = host,
                              .group_tag = 5,
                              .ops = &sp_gpu_ops_fake,
                              .deadline_ns = sp_deadline_in_ms(s->timeout_ms),
@@ -65,6 +67,7 @@ static void *run_member(void *arg)
     sp_gpu_memory *own = NULL, *peers[RANKS] = {NULL};
     sp_gpu_share *share = NULL;
     spccl_status st;
+    SP_TRY_TO(out, st, sp_host_identity(NULL, host));
     SP_TRY_TO(out, st, sp_gpu_share_open(&c, &share));
     SP_TRY_TO(out, st, sp_gpu_share_address(share, s->addresses[m->rank]));
     SP_TRY_TO(out, st, fake_memory_create(0, s->bytes[m->rank], "fd", &own));

@@ -1,9 +1,11 @@
 /* test_sched.c - sp_plan_check simulates every schedule and collective for 1 to 17 ranks. */
+#include "core/base/mem.h"
 #include "core/plan/sched.h"
 #include "core/plan/sched_build.h"
 #include "test.h"
 
 #define RANKS_MAX 17
+#define RELAY_RANKS_MAX 64 /* of the relayed schedule */
 
 static void free_plans(sp_plan **plans, int n)
 {
@@ -89,6 +91,86 @@ static void test_check_sees_faults(void)
     }
 }
 
+/* host_of [n]: one host, one rank per host, hosts of equal size, or any. */
+static void draw_hosts(int *host_of, int n, int kind)
+{
+    int per_host = 1 + (int)(test_rand() % (uint64_t)n);
+    for (int r = 0; r < n; r++)
+        host_of[r] = kind == 0   ? n - 1
+                     : kind == 1 ? n - 1 - r
+                     : kind == 2 ? r / per_host
+                                 : (int)(test_rand() % (uint64_t)n);
+}
+
+static void test_hosts(void)
+{
+    int host_of[RELAY_RANKS_MAX];
+    for (int round = 0; round < 400; round++) {
+        int n = 1 + (int)(test_rand() % RELAY_RANKS_MAX), at = 0;
+        sp_hosts *h = NULL;
+        draw_hosts(host_of, n, round % 4);
+        CHECK_OK(sp_hosts_create(host_of, n, &h));
+        CHECK(h->host_of[0] == 0 && h->first[0] == 0 && h->first[h->n_hosts] == n, "%d hosts", h->n_hosts);
+        for (int host = 0; host < h->n_hosts; host++)
+            for (int i = 0; i < sp_hosts_size(h, host); i++, at++) {
+                int r = h->ranks[at];
+                CHECK(h->host_of[r] == host && h->place[r] == i, "rank %d: host %d, place %d", r,
+                      h->host_of[r], h->place[r]);
+                CHECK(host_of[r] == host_of[h->ranks[h->first[host]]], "rank %d is on another host", r);
+                CHECK(i == 0 || r > h->ranks[at - 1], "ranks of host %d are not rising", host);
+            }
+        sp_free(h);
+    }
+}
+
+/* Messages of a result that leave the owner's host: at most one for each other host that wants it. */
+static void check_crossings(sp_plan **plans, const sp_hosts *h, sp_coll coll)
+{
+    for (int r = 0; r < h->world_size; r++)
+        for (int i = 0; i < plans[r]->n_steps; i++) {
+            const sp_step *s = &plans[r]->steps[i];
+            int n_out = 0;
+            if (s->n_to == 0 || s->queue_out != SP_QUEUE_RESULT)
+                continue;
+            for (int j = 0; j < s->n_to; j++)
+                n_out += h->host_of[plans[r]->ranks[s->to + j]] != h->host_of[r];
+            if (s->part != r) /* a relay */
+                CHECK(n_out == 0, "%s: rank %d relays part %d to %d other hosts", sp_coll_name(coll), r,
+                      s->part, n_out);
+            else
+                CHECK(n_out >= h->n_hosts - 2 && n_out < h->n_hosts,
+                      "%s: rank %d sends its result to %d of %d hosts", sp_coll_name(coll), r, n_out,
+                      h->n_hosts);
+        }
+}
+
+static void test_relayed(void)
+{
+    sp_plan *plans[RELAY_RANKS_MAX];
+    int host_of[RELAY_RANKS_MAX];
+    for (int round = 0; round < 240; round++) {
+        int n = round < 160 ? 1 + round % 20 : 21 + (int)(test_rand() % (RELAY_RANKS_MAX - 20));
+        sp_coll coll = (sp_coll)(round / 4 % SP_N_COLLS);
+        sp_plan_args a = {.coll = coll,
+                          .world_size = n,
+                          .root = (int)(test_rand() % (uint64_t)n),
+                          .n_elems = test_rand() % 5 == 0 ? 65 : 4096 * 17 + 7};
+        sp_hosts *h = NULL;
+        draw_hosts(host_of, n, (int)(test_rand() % 4));
+        CHECK_OK(sp_hosts_create(host_of, n, &h));
+        a.hosts = h;
+        for (a.rank = 0; a.rank < n; a.rank++)
+            CHECK_OK(sp_plan_create(SP_SCHED_RELAYED, &a, &plans[a.rank]));
+        for (int cap = 1; cap <= 3; cap++)
+            CHECK(sp_plan_check(plans, n, coll, a.n_elems, a.root, 3, cap) == SPCCL_OK,
+                  "%s, %d ranks on %d hosts, root %d, cap %d: %s", sp_coll_name(coll), n, h->n_hosts, a.root,
+                  cap, spccl_last_error());
+        check_crossings(plans, h, coll);
+        free_plans(plans, n);
+        sp_free(h);
+    }
+}
+
 static void test_part_range(void)
 {
     for (int i = 0; i < 2000; i++) {
@@ -108,10 +190,9 @@ static void test_part_range(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"all_plans", test_all_plans},
-        {"check_sees_faults", test_check_sees_faults},
-        {"part_range", test_part_range},
-        {NULL, NULL},
+        {"all_plans", test_all_plans},   {"check_sees_faults", test_check_sees_faults},
+        {"hosts", test_hosts},           {"relayed", test_relayed},
+        {"part_range", test_part_range}, {NULL, NULL},
     };
     return test_main(cases, argc, argv);
 }

@@ -34,10 +34,10 @@ static void refused(const char *name, const char *value)
     unsetenv(name);
 }
 
-/* Addresses are not checked here but when a rank listens: see test_addresses. */
-static bool is_address(sp_env_id id)
+/* Addresses are not checked here but when a rank listens: see test_addresses. Any text names a host. */
+static bool is_free_text(sp_env_id id)
 {
-    return id == SP_ENV_TCP_ADDR || id == SP_ENV_RENDEZVOUS_ADDR;
+    return id == SP_ENV_TCP_ADDR || id == SP_ENV_RENDEZVOUS_ADDR || id == SP_ENV_HOST_ID;
 }
 
 static void test_every_variable(void)
@@ -45,7 +45,7 @@ static void test_every_variable(void)
     static const char *const no_numbers[] = {"many", "1.5", "-1", "99999999999999999999", "12X"};
     for (int i = 0; i < SP_N_ENV; i++) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
-        if (is_address((sp_env_id)i))
+        if (is_free_text((sp_env_id)i))
             continue;
         refused(v->name, "loud");
         for (size_t k = 0; v->is_number && k < sizeof no_numbers / sizeof *no_numbers; k++)

@@ -77,4 +77,13 @@ static inline size_t sp_min_size(size_t a, size_t b)
     return a < b ? a : b;
 }
 
+/* FNV-1a. */
+static inline uint64_t sp_hash_text(const char *text)
+{
+    uint64_t h = 0xcbf29ce484222325u;
+    for (; *text != '\0'; text++)
+        h = (h ^ (uint8_t)*text) * 0x100000001b3u;
+    return h;
+}
+
 #endif

@@ -12,9 +12,10 @@ static const sp_env_var vars[SP_N_ENV] = {
                         "auto, scalar, avx2, avx512"},
     [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0, 0,
                        "auto, tile, pici, coo, dense"},
-    [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto",
-                         "schedule of all-reduce, and of broadcast on CPUs: auto, direct, oneshot", 0, 0, 0,
-                         "auto, direct, oneshot"},
+    [SP_ENV_SCHEDULE] =
+        {"SPCCL_SCHEDULE", "auto",
+         "schedule of collectives: auto, direct, oneshot (all-reduce, broadcast), relayed (CPUs)", 0, 0, 0,
+         "auto, direct, oneshot, relayed"},
     [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = spccl chooses", 1, 0,
                             1 << 24, NULL},
     [SP_ENV_QUEUE_BYTES] =
@@ -24,6 +25,10 @@ static const sp_env_var vars[SP_N_ENV] = {
          1, 0, 1 << 26, NULL},
     [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp",
                            "transports that a pair of ranks tries, in order", 0, 0, 0, NULL},
+    [SP_ENV_HOST_ID] =
+        {"SPCCL_HOST_ID", "",
+         "name of this rank's host: ranks with other names count as on other hosts; empty = found", 0, 0, 0,
+         NULL},
     [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0",
                             "sockets per peer and queue; 0 = 2 between hosts, 1 within a host", 1, 0, 16,
                             NULL},

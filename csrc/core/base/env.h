@@ -16,6 +16,7 @@ typedef enum sp_env_id {
     SP_ENV_SLICE_BYTES,     /* number */
     SP_ENV_QUEUE_BYTES,     /* number */
     SP_ENV_TRANSPORTS,      /* text */
+    SP_ENV_HOST_ID,         /* text */
     SP_ENV_TCP_SOCKETS,     /* number */
     SP_ENV_TCP_WINDOW,      /* number */
     SP_ENV_TCP_ADDR,        /* text */

@@ -13,6 +13,7 @@
 typedef struct sp_gpu_share_config {
     int rank, world_size;
     const uint8_t *secret; /* [SP_SECRET_BYTES], borrowed until close */
+    const uint8_t *host;   /* [SP_HOST_ID_BYTES] this rank's host, borrowed until close */
     uint64_t group_tag;
     const sp_gpu_ops *ops; /* the table that maps memory on GPU `ordinal` */
     int ordinal;

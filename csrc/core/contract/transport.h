@@ -12,7 +12,7 @@
 #ifndef SP_TRANSPORT_H
 #define SP_TRANSPORT_H
 
-#include "spccl.h"
+#include "core/base/host.h"
 
 #include <stdbool.h>
 
@@ -24,6 +24,7 @@
 typedef struct sp_endpoint_config {
     int rank, world_size;
     uint8_t secret[SP_SECRET_BYTES]; /* the job secret: both ends of every connection prove it */
+    uint8_t host[SP_HOST_ID_BYTES];  /* this rank's host */
     uint64_t group_tag;              /* hash of the group's name: keeps groups of one job apart */
     int n_queues;                    /* per peer and direction, 1 .. SP_QUEUES_MAX */
     size_t queue_bytes;              /* capacity of one queue; a power of two */

@@ -124,6 +124,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
     sp_gpu_share_config sc = {.rank = comm->rank,
                               .world_size = comm->world_size,
                               .secret = comm->links.secret,
+                              .host = comm->links.host,
                               .group_tag = comm->links.group_tag,
                               .ops = a->g->ops,
                               .deadline_ns = a->deadline_ns,

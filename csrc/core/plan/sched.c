@@ -21,6 +21,7 @@ static const struct {
 } schedules[SP_N_SCHEDULES] = {
     [SP_SCHED_DIRECT] = {"direct", sp_sched_direct},
     [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot},
+    [SP_SCHED_RELAYED] = {"relayed", sp_sched_relayed},
 };
 
 const char *sp_schedule_name(sp_schedule schedule)
@@ -86,6 +87,15 @@ void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank)
     step->n_to = 1;
 }
 
+void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank)
+{
+    if (step->n_to == 0)
+        step->to = b->n_ranks;
+    step->queue_out = queue;
+    push_rank(b, rank);
+    step->n_to++;
+}
+
 void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except)
 {
     int world_size = b->plan->world_size;
@@ -99,10 +109,16 @@ void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except)
     step->n_to = b->n_ranks - step->to;
 }
 
+/* Ranks of this rank's host. A relay passes at most every part on to each of the others. */
+static int ranks_of_host(const sp_plan_args *args)
+{
+    return args->hosts == NULL ? 1 : sp_hosts_size(args->hosts, args->hosts->host_of[args->rank]);
+}
+
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out)
 {
     int steps_cap = 2 * args->world_size + 2; /* the largest plan is that of all-reduce: 2 * world_size - 1 */
-    int ranks_cap = 5 * args->world_size + 4;
+    int ranks_cap = 5 * args->world_size + 4 + args->world_size * (ranks_of_host(args) - 1);
     sp_plan *plan =
         sp_calloc(1, sizeof *plan + (size_t)steps_cap * sizeof(sp_step) + (size_t)ranks_cap * sizeof(int));
     sp_plan_builder b = {.plan = plan, .steps_cap = steps_cap, .ranks_cap = ranks_cap};
@@ -126,6 +142,17 @@ spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_p
     }
     *out = plan;
     return SPCCL_OK;
+}
+
+bool sp_plan_takes(const sp_plan *plan, int queue, int from, int part)
+{
+    for (int i = 0; i < plan->n_steps; i++) {
+        const sp_step *s = &plan->steps[i];
+        for (int j = 0; s->part == part && s->queue_in == queue && j < s->n_from; j++)
+            if (plan->ranks[s->from + j] == from)
+                return true;
+    }
+    return false;
 }
 
 void sp_plan_destroy(sp_plan *plan)

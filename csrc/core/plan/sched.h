@@ -11,6 +11,7 @@
 #define SP_SCHED_H
 
 #include "core/base/status.h"
+#include "core/plan/hosts.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,7 +49,7 @@ typedef struct sp_plan {
  *  4  u8   coll
  *  5  u8   dtype
  *  6  u8   redop
- *  7  u8   queue
+ *  7  u8   queue, and 16 times the schedule
  *  8  u64  n_elems
  * 16  u32  slice
  * 20  u32  slice_elems
@@ -67,19 +68,24 @@ typedef struct sp_plan {
 typedef enum sp_coll { SP_ALL_GATHER, SP_REDUCE_SCATTER, SP_ALL_REDUCE, SP_BROADCAST, SP_N_COLLS } sp_coll;
 const char *sp_coll_name(sp_coll coll);
 
-typedef enum sp_schedule { SP_SCHED_DIRECT, SP_SCHED_ONESHOT, SP_N_SCHEDULES } sp_schedule;
+typedef enum sp_schedule { SP_SCHED_DIRECT, SP_SCHED_ONESHOT, SP_SCHED_RELAYED, SP_N_SCHEDULES } sp_schedule;
 const char *sp_schedule_name(sp_schedule schedule);
 
 typedef struct sp_plan_args {
     sp_coll coll;
     int rank, world_size, root;
     size_t n_elems; /* as in spccl.h: of one rank's block for all-gather and reduce-scatter, else in all */
+    const sp_hosts *hosts; /* NULL: all ranks are on one host */
 } sp_plan_args;
 
 /* Make the plan of one rank; the caller frees it with sp_plan_destroy. A plan of 0 elements has no steps.
  * Errors: NOMEM, UNSUPPORTED (the schedule does not have this collective). */
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out);
 void sp_plan_destroy(sp_plan *plan);
+
+/* True if a step of this plan receives the part from that rank on that queue. If the oldest message of a queue
+ * holds another part than a step wants, and another step takes it, then the first step has to wait. */
+bool sp_plan_takes(const sp_plan *plan, int queue, int from, int part);
 
 /* Range of part `part` when n_elems are cut into n_parts. Each part is a multiple of 64 elements, except the
  * last that is not empty. */

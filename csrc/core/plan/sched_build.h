@@ -19,10 +19,17 @@ sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src
 void sp_step_from(sp_plan_builder *b, sp_step *step, int queue, int rank);
 void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue);
 void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank);
+/* Add one receiver to a step. All receivers of a step are added before those of the next step. */
+void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank);
 void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except);
+
+/* The steps of the direct schedule in which contributions go straight to their owners, who reduce. Returns the
+ * reduction of this rank's own part, without receivers; NULL if that part is empty. */
+sp_step *sp_direct_contributions(sp_plan_builder *b, const sp_plan_args *a, bool is_all_reduce);
 
 /* One function per schedule file. Returns false if the schedule does not have that collective. */
 bool sp_sched_direct(sp_plan_builder *b, const sp_plan_args *args);
 bool sp_sched_oneshot(sp_plan_builder *b, const sp_plan_args *args);
+bool sp_sched_relayed(sp_plan_builder *b, const sp_plan_args *args);
 
 #endif

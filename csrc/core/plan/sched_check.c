@@ -39,9 +39,14 @@ static bool slice_ready(check *c, int rank, const sp_step *s, int k)
     const sp_plan *plan = c->plans[rank];
     if (s->after >= 0 && c->next[rank * c->steps_cap + s->after] <= k)
         return false;
-    for (int i = 0; i < s->n_from; i++)
-        if (queue_of(c, plan->ranks[s->from + i], rank, s->queue_in)->n == 0)
+    for (int i = 0; i < s->n_from; i++) {
+        int from = plan->ranks[s->from + i];
+        const queue *q = queue_of(c, from, rank, s->queue_in);
+        if (q->n == 0)
             return false;
+        if (q->fifo[0].part != s->part && sp_plan_takes(plan, s->queue_in, from, q->fifo[0].part))
+            return false; /* it is for another step */
+    }
     for (int i = 0; i < s->n_to; i++)
         if (queue_of(c, rank, plan->ranks[s->to + i], s->queue_out)->n >= c->queue_cap)
             return false;

@@ -20,20 +20,16 @@ static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
     sp_plan_add(b, SP_STEP_COPY, a->rank, 0, (size_t)a->rank * a->n_elems, a->n_elems);
 }
 
-/* Reduce the own part, and send the other parts to their owners. The parts are blocks of n_elems for a
- * reduce-scatter, and the parts of sp_part_range for an all-reduce. */
-static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_reduce)
+/* The parts are blocks of n_elems for a reduce-scatter, and the parts of sp_part_range for an all-reduce. */
+sp_step *sp_direct_contributions(sp_plan_builder *b, const sp_plan_args *a, bool is_all_reduce)
 {
     size_t off = (size_t)a->rank * a->n_elems, len = a->n_elems;
-    sp_step *s;
+    sp_step *s, *reduce;
     if (is_all_reduce)
         sp_part_range(a->n_elems, a->world_size, a->rank, &off, &len);
-    s = sp_plan_add(b, SP_STEP_REDUCE, a->rank, off, is_all_reduce ? off : 0, len);
-    if (s != NULL) {
-        sp_step_from_all(b, s, SP_QUEUE_INPUT);
-        if (is_all_reduce)
-            sp_step_to_all(b, s, SP_QUEUE_RESULT, -1);
-    }
+    reduce = sp_plan_add(b, SP_STEP_REDUCE, a->rank, off, is_all_reduce ? off : 0, len);
+    if (reduce != NULL)
+        sp_step_from_all(b, reduce, SP_QUEUE_INPUT);
     for (int i = 1; i < a->world_size; i++) {
         int peer = (a->rank + i) % a->world_size;
         off = (size_t)peer * a->n_elems;
@@ -43,11 +39,13 @@ static void reduce_phase(sp_plan_builder *b, const sp_plan_args *a, bool is_all_
         if (s != NULL)
             sp_step_to(b, s, SP_QUEUE_INPUT, peer);
     }
+    return reduce;
 }
 
 /* In place is safe: the result of a slice can arrive only after this rank sent its contribution. */
 static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
 {
+    sp_step *reduce;
     for (int i = 1; i < a->world_size; i++) {
         int peer = (a->rank + i) % a->world_size;
         size_t off, len;
@@ -57,7 +55,9 @@ static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
         if (s != NULL)
             sp_step_from(b, s, SP_QUEUE_RESULT, peer);
     }
-    reduce_phase(b, a, true);
+    reduce = sp_direct_contributions(b, a, true);
+    if (reduce != NULL)
+        sp_step_to_all(b, reduce, SP_QUEUE_RESULT, -1);
 }
 
 /* The root sends one part to each other rank, which relays it to the rest. So the root sends the data once
@@ -93,7 +93,7 @@ bool sp_sched_direct(sp_plan_builder *b, const sp_plan_args *a)
         all_gather(b, a);
         return true;
     case SP_REDUCE_SCATTER:
-        reduce_phase(b, a, false);
+        sp_direct_contributions(b, a, false);
         return true;
     case SP_ALL_REDUCE:
         all_reduce(b, a);

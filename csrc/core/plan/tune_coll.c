@@ -28,16 +28,23 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
             *out = (sp_schedule)i;
             return SPCCL_OK;
         }
-    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct or oneshot", text);
+    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct, oneshot or relayed", text);
 }
 
-sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size)
+/* True if results that cross to another host once have ranks there to be relayed to. */
+static bool relays_pay(const sp_hosts *hosts)
 {
+    return hosts != NULL && hosts->n_hosts > 1 && hosts->n_hosts < hosts->world_size;
+}
+
+sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size, const sp_hosts *hosts)
+{
+    sp_schedule large = relays_pay(hosts) ? SP_SCHED_RELAYED : SP_SCHED_DIRECT;
     if (coll != SP_ALL_REDUCE && coll != SP_BROADCAST)
-        return SP_SCHED_DIRECT;
+        return large;
     if (coll == SP_BROADCAST && world_size == 2)
         return SP_SCHED_ONESHOT; /* one receiver: there is no rank to relay to */
-    return bytes * (size_t)(world_size - 1) <= ONESHOT_BYTES ? SP_SCHED_ONESHOT : SP_SCHED_DIRECT;
+    return bytes * (size_t)(world_size - 1) <= ONESHOT_BYTES ? SP_SCHED_ONESHOT : large;
 }
 
 size_t sp_tune_queue_bytes(int world_size)

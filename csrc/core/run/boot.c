@@ -1,5 +1,6 @@
 /* boot.c - see boot.h. A rank puts this into the store under "spccl/<name>/address/<rank>" (little-endian):
- *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, then for each
+ *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, u8 host[44], then
+ *   for each transport
  *   u32 name bytes, name, u32 address bytes, address */
 #include "core/run/boot.h"
 
@@ -17,18 +18,10 @@
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
 #define REFUSAL_CAP 600u
-#define WIRE_VERSION 1u
-#define BOOT_HEAD_BYTES 20u
+#define WIRE_VERSION 2u
+#define BOOT_HEAD_BYTES (20u + SP_HOST_ID_BYTES)
 #define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
 #define KEY_CAP 200
-
-static uint64_t hash_text(const char *text)
-{
-    uint64_t h = 0xcbf29ce484222325u; /* FNV-1a */
-    for (; *text != '\0'; text++)
-        h = (h ^ (uint8_t)*text) * 0x100000001b3u;
-    return h;
-}
 
 static void make_key(char key[KEY_CAP], const sp_boot_config *c, const char *what, int rank)
 {
@@ -124,6 +117,7 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
                              .deadline_ns = c->deadline_ns};
     spccl_status st;
     memcpy(ec.secret, links->secret, SP_SECRET_BYTES);
+    memcpy(ec.host, links->host, SP_HOST_ID_BYTES);
     st = open_all(links, c, &ec);
     explicit_bzero(&ec, sizeof ec); /* the copy of the secret */
     return st;
@@ -139,6 +133,7 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + 8, (uint32_t)c->world_size);
     sp_store_le32(blob + 12, c->slice_bytes);
     sp_store_le32(blob + 16, (uint32_t)links->n_endpoints);
+    memcpy(blob + 20, links->host, SP_HOST_ID_BYTES);
     for (int i = 0; i < links->n_endpoints; i++) {
         const char *name = links->transports[i]->name;
         size_t name_bytes = strlen(name), address_bytes = 0;
@@ -301,10 +296,50 @@ static spccl_status connect_all(sp_links *links)
     }
 }
 
+/* Number the hosts. hosts: [world_size][SP_HOST_ID_BYTES]; every rank gets the same numbers. */
+static spccl_status number_hosts(sp_links *links, const uint8_t *hosts)
+{
+    int n = links->world_size, *host_of = sp_calloc((size_t)n, sizeof *host_of);
+    bool one_host = true;
+    spccl_status st = SPCCL_OK;
+    if (host_of == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "table of hosts for %d ranks", n);
+    for (int r = 0; r < n; r++) {
+        const uint8_t *host = hosts + (size_t)r * SP_HOST_ID_BYTES;
+        int first = 0;
+        while (memcmp(hosts + (size_t)first * SP_HOST_ID_BYTES, host, SP_HOST_ID_BYTES) != 0)
+            first++;
+        host_of[r] = first;
+        one_host = one_host && first == 0;
+    }
+    if (!one_host)
+        st = sp_hosts_create(host_of, n, &links->hosts);
+    sp_free(host_of);
+    return st;
+}
+
+/* Read what the peers published, and choose the transport of each link. hosts: [world_size][SP_HOST_ID_BYTES]. */
+static spccl_status meet_peers(sp_links *links, const spccl_store *store, const sp_boot_config *c,
+                               uint8_t *hosts)
+{
+    uint8_t blob[BLOB_CAP];
+    memcpy(hosts + (size_t)c->rank * SP_HOST_ID_BYTES, links->host, SP_HOST_ID_BYTES);
+    for (int peer = 0; peer < c->world_size; peer++) {
+        size_t bytes = 0;
+        if (peer == c->rank)
+            continue;
+        SP_TRY(store_get(store, c, "address", peer, blob, sizeof blob, &bytes));
+        SP_TRY(check_blob(c, peer, blob, bytes));
+        SP_TRY(pick(links, c, peer, blob, bytes));
+        memcpy(hosts + (size_t)peer * SP_HOST_ID_BYTES, blob + 20, SP_HOST_ID_BYTES);
+    }
+    return number_hosts(links, hosts);
+}
+
 static spccl_status open_links(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
     spccl_status st;
-    uint8_t blob[BLOB_CAP];
+    uint8_t *hosts;
     links->rank = c->rank;
     links->world_size = c->world_size;
     links->message_max = SIZE_MAX;
@@ -313,9 +348,11 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
         return SP_FAIL(SPCCL_ERR_NOMEM, "links to %d ranks", c->world_size);
     if (c->world_size == 1)
         return SPCCL_OK;
-    links->group_tag = hash_text(c->name);
+    links->group_tag = sp_hash_text(c->name);
     SP_TRY(agree_secret(store, c, links->secret));
-    st = open_endpoints(links, c);
+    st = sp_host_identity(c->host_id, links->host);
+    if (st == SPCCL_OK)
+        st = open_endpoints(links, c);
     if (st == SPCCL_OK)
         st = publish(links, store, c);
     if (st != SPCCL_OK) {
@@ -325,14 +362,13 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
         sp_set_error(text);
         return st;
     }
-    for (int peer = 0; peer < c->world_size; peer++) {
-        size_t bytes = 0;
-        if (peer == c->rank)
-            continue;
-        SP_TRY(store_get(store, c, "address", peer, blob, sizeof blob, &bytes));
-        SP_TRY(check_blob(c, peer, blob, bytes));
-        SP_TRY(pick(links, c, peer, blob, bytes));
-    }
+    hosts = sp_calloc((size_t)c->world_size, SP_HOST_ID_BYTES);
+    if (hosts == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "hosts of %d ranks", c->world_size);
+    st = meet_peers(links, store, c, hosts);
+    sp_free(hosts);
+    if (st != SPCCL_OK)
+        return st;
     drop_unused(links);
     SP_TRY(connect_all(links));
     for (int i = 0; i < links->n_endpoints; i++)
@@ -353,6 +389,7 @@ void sp_links_close(sp_links *links)
     for (int i = 0; i < links->n_endpoints; i++)
         links->transports[i]->close(links->endpoints[i]);
     sp_free(links->peers);
+    sp_free(links->hosts);
     explicit_bzero(links->secret, sizeof links->secret);
     *links = (sp_links){0};
 }

@@ -4,6 +4,7 @@
 #define SP_BOOT_H
 
 #include "core/contract/transport.h"
+#include "core/plan/hosts.h"
 
 #include <stdint.h>
 
@@ -19,8 +20,10 @@ typedef struct sp_link {
 
 typedef struct sp_links {
     int rank, world_size;
-    sp_link *peers;  /* [world_size]; this rank's entry is empty */
-    int n_endpoints; /* endpoints in use */
+    sp_hosts *hosts;                /* owned; NULL if all ranks are on one host */
+    uint8_t host[SP_HOST_ID_BYTES]; /* this rank's */
+    sp_link *peers;                 /* [world_size]; this rank's entry is empty */
+    int n_endpoints;                /* endpoints in use */
     const sp_transport *transports[SP_TRANSPORTS_MAX];
     sp_endpoint *endpoints[SP_TRANSPORTS_MAX];
     size_t message_max;              /* smallest over the endpoints */
@@ -33,6 +36,7 @@ typedef struct sp_boot_config {
     const char *name;       /* of the group; part of the keys in the store */
     const uint8_t *secret;  /* [SP_SECRET_BYTES]; NULL: rank 0 draws one and puts it into the store */
     const char *transports; /* names with commas, preferred first */
+    const char *host_id;    /* name of this rank's host; NULL or "": found */
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;
     uint32_t slice_bytes; /* published, so that ranks with another slice size fail at once */

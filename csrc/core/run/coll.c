@@ -9,10 +9,13 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
 {
     sp_op *op = NULL;
     size_t total_bytes;
+    bool has_oneshot;
     SP_TRY(sp_coll_check(comm, a, &total_bytes));
-    a->schedule = comm->schedule_forced && (a->coll == SP_ALL_REDUCE || a->coll == SP_BROADCAST)
+    has_oneshot = a->coll == SP_ALL_REDUCE || a->coll == SP_BROADCAST;
+    a->hosts = comm->links.hosts;
+    a->schedule = comm->schedule_forced && (comm->schedule != SP_SCHED_ONESHOT || has_oneshot)
                       ? comm->schedule
-                      : sp_tune_schedule(a->coll, total_bytes, comm->world_size);
+                      : sp_tune_schedule(a->coll, total_bytes, comm->world_size, a->hosts);
     a->format = comm->format;
     a->slice_elems =
         sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(a->dtype), a->format, comm->links.message_max);

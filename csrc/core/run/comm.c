@@ -48,6 +48,9 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
         boot->queue_bytes *= 2;
     SP_TRY(sp_env_number(SP_ENV_TCP_SOCKETS, &n));
     boot->n_sockets = n != 0 ? (uint32_t)n : config->n_sockets;
+    boot->host_id = sp_env_text(SP_ENV_HOST_ID);
+    if (boot->host_id[0] == '\0')
+        boot->host_id = config->host_id;
     boot->transports = sp_env_text(SP_ENV_TRANSPORTS);
     if (config->transports != NULL &&
         strcmp(boot->transports, sp_env_describe(SP_ENV_TRANSPORTS)->default_text) == 0)

@@ -66,7 +66,8 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
                        .rank = rank,
                        .world_size = world_size,
                        .root = args->root,
-                       .n_elems = args->n_elems};
+                       .n_elems = args->n_elems,
+                       .hosts = args->hosts};
     sp_plan *plan = NULL;
     sp_op *op;
     SP_TRY(sp_plan_create(args->schedule, &pa, &plan));
@@ -125,6 +126,7 @@ sp_call sp_op_call(const sp_op *op)
                      .dtype = op->a.dtype,
                      .redop = op->a.redop,
                      .root = op->a.root,
+                     .schedule = op->a.schedule,
                      .n_elems = op->a.n_elems};
 }
 

@@ -29,6 +29,7 @@ typedef struct sp_coll_args {
     spccl_redop redop;
     int root;
     sp_schedule schedule;
+    const sp_hosts *hosts; /* borrowed; NULL: one host */
     size_t slice_elems;
     spccl_format format; /* AUTO or forced */
     int64_t timeout_ms;
@@ -41,6 +42,7 @@ typedef struct sp_call {
     spccl_dtype dtype;
     spccl_redop redop;
     int root;
+    sp_schedule schedule;
     uint64_t n_elems;
 } sp_call;
 

@@ -8,6 +8,8 @@
 
 #include <stdio.h>
 
+#define SCHEDULE_SHIFT 4 /* in byte 7 of the envelope */
+#define QUEUE_MASK 15u
 #define ENVELOPE_MAGIC 0x56455053u /* "SPEV" */
 
 static void envelope_write(uint8_t *e, const sp_slice *s)
@@ -17,7 +19,7 @@ static void envelope_write(uint8_t *e, const sp_slice *s)
     e[4] = (uint8_t)a->coll;
     e[5] = (uint8_t)a->dtype;
     e[6] = (uint8_t)a->redop;
-    e[7] = (uint8_t)s->step->queue_out;
+    e[7] = (uint8_t)((unsigned)s->step->queue_out | (unsigned)a->schedule << SCHEDULE_SHIFT);
     sp_store_le64(e + 8, a->n_elems);
     sp_store_le32(e + 16, s->k);
     sp_store_le32(e + 20, (uint32_t)a->slice_elems);
@@ -33,13 +35,14 @@ static sp_call envelope_call(const uint8_t *e)
                      .dtype = (spccl_dtype)e[5],
                      .redop = (spccl_redop)e[6],
                      .root = sp_load_le16(e + 26),
+                     .schedule = (sp_schedule)(e[7] >> SCHEDULE_SHIFT),
                      .n_elems = sp_load_le64(e + 8)};
 }
 
 static bool same_call(const sp_call *a, const sp_call *b)
 {
     return a->seq == b->seq && a->coll == b->coll && a->dtype == b->dtype && a->redop == b->redop &&
-           (uint16_t)a->root == (uint16_t)b->root && a->n_elems == b->n_elems;
+           (uint16_t)a->root == (uint16_t)b->root && a->n_elems == b->n_elems && a->schedule == b->schedule;
 }
 
 /* Find this rank's call number `seq`. False if it is neither under way nor remembered. */
@@ -84,6 +87,14 @@ static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer,
     }
     sp_call_describe(&ours, here, sizeof here);
     sp_call_describe(&theirs, there, sizeof there);
+    then = theirs;
+    then.schedule = ours.schedule;
+    if (same_call(&ours, &then)) /* only the schedule differs */
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "ranks disagree on the schedule of %s: %s at rank %d, %s at rank %d: set the same "
+                       "SPCCL_SCHEDULE on all ranks",
+                       here, sp_schedule_name(ours.schedule), x->links->rank,
+                       sp_schedule_name(theirs.schedule), peer);
     return SP_FAIL(SPCCL_ERR_MISMATCH,
                    "ranks disagree: rank %d called %s, rank %d called %s: all ranks must call the same "
                    "collectives in the same order with the same sizes and dtypes",
@@ -106,7 +117,7 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
     char here[160];
     SP_TRY(check_magic(x, peer, e, bytes));
     SP_TRY(same_collective(x, s->op, peer, e));
-    if (e[7] == (uint8_t)s->step->queue_in && sp_load_le32(e + 16) == s->k &&
+    if ((e[7] & QUEUE_MASK) == (unsigned)s->step->queue_in && sp_load_le32(e + 16) == s->k &&
         sp_load_le16(e + 24) == (uint16_t)s->step->part && sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
         return SPCCL_OK;
     sp_op_describe(s->op, here, sizeof here);
@@ -229,6 +240,17 @@ spccl_status sp_slice_space(sp_exec *x, const sp_slice *s, size_t bytes)
     return SPCCL_OK;
 }
 
+/* True if the message is a part that another step of this plan receives: a relay sends several parts over one
+ * queue, in any order. */
+static bool is_for_other_step(const sp_slice *s, int peer, const uint8_t *e, size_t bytes)
+{
+    int part;
+    if (bytes < SP_ENVELOPE_BYTES || sp_load_le32(e) != s->op->seq)
+        return false;
+    part = sp_load_le16(e + 24);
+    return part != s->step->part && sp_plan_takes(s->op->plan, s->step->queue_in, peer, part);
+}
+
 spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_t **msg, size_t *bytes)
 {
     int peer = sp_slice_rank(s, s->step->from + i);
@@ -240,7 +262,7 @@ spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_
     if (st != SPCCL_OK)
         return in_context(x, s, peer, st);
     *msg = p;
-    return SPCCL_OK;
+    return is_for_other_step(s, peer, p, *bytes) ? SPCCL_AGAIN : SPCCL_OK;
 }
 
 spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *msg, size_t bytes,
@@ -375,7 +397,7 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
         void *space = NULL;
         SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->queue_out, bytes, &space)));
         memcpy(space, msg, bytes);
-        ((uint8_t *)space)[7] = (uint8_t)s->step->queue_out;
+        ((uint8_t *)space)[7] = (uint8_t)((msg[7] & ~QUEUE_MASK) | (unsigned)s->step->queue_out);
         SP_TRY(commit_to(x, s, to, bytes, frame.format));
     }
     SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->non_temporal));

@@ -8,10 +8,10 @@
 
 #include "core/base/bits.h"
 #include "core/base/clock.h"
+#include "core/base/host.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
 #include "transport/common/forks.h"
-#include "transport/common/host.h"
 #include "transport/common/local_socket.h"
 #include "transport/common/transports.h"
 
@@ -152,7 +152,8 @@ void sp_gpu_share_close(sp_gpu_share *s)
 spccl_status sp_gpu_share_address(const sp_gpu_share *s, uint8_t out[SP_GPU_SHARE_ADDRESS_BYTES])
 {
     memcpy(out, s->listener.id, ID_BYTES);
-    return sp_host_identity(out + ID_BYTES);
+    memcpy(out + ID_BYTES, s->config.host, SP_HOST_ID_BYTES);
+    return SPCCL_OK;
 }
 
 bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b)

@@ -3,7 +3,6 @@
 #define SP_SHM_H
 
 #include "transport/common/forks.h"
-#include "transport/common/host.h"
 #include "transport/common/local_socket.h"
 #include "transport/local/ringlink.h"
 
@@ -41,11 +40,10 @@ struct sp_shm {
     int wake_fd;  /* this rank's */
     int epoll_fd; /* wake_fd and all local sockets */
     sp_local_listener listener;
-    uint8_t host[SP_HOST_ID_BYTES]; /* of this host; read once, so that later answers agree */
-    struct sp_shm_peer *peers;      /* [world_size] */
-    int64_t looked_ns;              /* when all sockets were last read */
-    bool look_now;                  /* read all sockets at the next progress */
-    int abort_rank;                 /* -1: none */
+    struct sp_shm_peer *peers; /* [world_size] */
+    int64_t looked_ns;         /* when all sockets were last read */
+    bool look_now;             /* read all sockets at the next progress */
+    int abort_rank;            /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
     sp_fork_guard guard;
 };

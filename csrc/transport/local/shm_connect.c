@@ -10,7 +10,6 @@
 #include "core/base/clock.h"
 #include "core/base/mem.h"
 #include "core/base/status.h"
-#include "transport/common/host.h"
 #include "transport/common/transports.h"
 
 #include <fcntl.h>
@@ -33,7 +32,7 @@ spccl_status sp_shm_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
     memcpy(out, address_magic, 4);
     memcpy(out + 4, sp_shm_self(opaque)->listener.id, ID_BYTES);
-    memcpy(out + 4 + ID_BYTES, sp_shm_self(opaque)->host, SP_HOST_ID_BYTES);
+    memcpy(out + 4 + ID_BYTES, sp_shm_self(opaque)->config.host, SP_HOST_ID_BYTES);
     sp_store_le32(out + 4 + ID_BYTES + SP_HOST_ID_BYTES, (uint32_t)geteuid());
     *bytes = ADDRESS_BYTES;
     return SPCCL_OK;
@@ -85,7 +84,6 @@ spccl_status sp_shm_listen(struct sp_shm *ep)
                           .ctx = ep,
                           .expects = expects,
                           .connected = connected};
-    SP_TRY(sp_host_identity(ep->host));
     return sp_local_listen(&ep->listener, &lc);
 }
 

@@ -6,7 +6,6 @@
 #include "core/contract/transport.h"
 #include "transport/common/acceptor.h"
 #include "transport/common/forks.h"
-#include "transport/common/host.h"
 #include "transport/net/tcp_socket.h"
 #include "transport/net/tcp_window.h"
 
@@ -58,6 +57,7 @@ struct sp_tcp_peer {
     size_t abort_done;
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
     bool same_host;
+    bool use_loopback;
     /* while connecting */
     bool refused; /* at some IP the secret or the version was another */
     sp_tcp_address *address;
@@ -96,6 +96,8 @@ spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd);
 /* False if the bytes are not the address of an endpoint. */
 bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *out);
 bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b);
+/* True if both ranks are in one kernel and publish nothing but loopback: hosts that differ by name alone. */
+bool sp_tcp_only_loopback(const sp_tcp_address *a, const sp_tcp_address *b);
 bool sp_tcp_is_loopback(const sp_sock_address *a);
 /* As in transport.h. */
 spccl_status sp_tcp_write_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);

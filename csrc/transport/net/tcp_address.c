@@ -190,7 +190,7 @@ spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd)
     uint16_t port;
     int fd = -1;
     bool listening;
-    SP_TRY(sp_host_identity(ep->self.host));
+    memcpy(ep->self.host, ep->config.host, sizeof ep->self.host);
     SP_TRY(setting[0] == '\0' ? find_ips(NULL, &ep->self) : find_named_ip(setting, &ep->self));
     if (ep->self.n_ips == 0)
         return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: tcp: this host has no interface that is up",
@@ -267,6 +267,12 @@ bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b)
     return memcmp(a->host, b->host, sizeof a->host) == 0;
 }
 
+bool sp_tcp_only_loopback(const sp_tcp_address *a, const sp_tcp_address *b)
+{
+    return sp_host_same_kernel(a->host, b->host) && a->n_ips == 1 && b->n_ips == 1 &&
+           sp_tcp_is_loopback(&a->ips[0]) && sp_tcp_is_loopback(&b->ips[0]);
+}
+
 static bool has_outside(const sp_tcp_address *a, int family)
 {
     for (int i = 0; i < a->n_ips; i++)
@@ -286,6 +292,8 @@ bool sp_tcp_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes,
         yes = false;
     } else if (sp_tcp_same_host(self, &peer)) {
         text = "same host";
+    } else if (sp_tcp_only_loopback(self, &peer)) {
+        text = "other host by name, over the loopback of SPCCL_TCP_ADDR";
     } else if (!(has_outside(self, AF_INET) && has_outside(&peer, AF_INET)) &&
                !(has_outside(self, AF_INET6) && has_outside(&peer, AF_INET6))) {
         text = "other host, and the two hosts have no IP version in common outside loopback";

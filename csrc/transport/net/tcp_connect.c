@@ -191,6 +191,7 @@ static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: tcp: %zu bytes are not an address of rank %d",
                        ep->config.rank, bytes, peer);
     p->same_host = sp_tcp_same_host(&ep->self, p->address);
+    p->use_loopback = p->same_host || sp_tcp_only_loopback(&ep->self, p->address);
     if (peer < ep->config.rank) {
         p->state = SP_TCP_EXPECT_CONTROL;
         return SPCCL_OK;
@@ -217,12 +218,11 @@ spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
 
 /* ---- connecting ---- */
 
-/* The IP address for try number n. Between ranks of one host loopback comes first. Between hosts loopback is
- * skipped: NULL. */
+/* The IP address for try number n. Loopback comes first where it is used. Elsewhere it is skipped: NULL. */
 static const sp_sock_address *ip_of(const struct sp_tcp_peer *p, int n)
 {
     int i = n % p->address->n_ips;
-    if (p->same_host)
+    if (p->use_loopback)
         return &p->address->ips[p->address->n_ips - 1 - i];
     return sp_tcp_is_loopback(&p->address->ips[i]) ? NULL : &p->address->ips[i];
 }
