@@ -18,6 +18,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(2, 64, 2, vocab=256, context=64),  # 0.1 M parameters: for tests on a CPU
+    "mini": Size(4, 128, 4, vocab=256, context=128),  # 0.9 M
     "small": Size(12, 768, 12),  # 124 M
     "medium": Size(24, 1024, 16),  # 355 M
     "large": Size(36, 1280, 20),  # 774 M

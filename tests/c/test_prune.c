@@ -168,6 +168,8 @@ static void test_samples(void)
         double least = fmin((double)n, fmin(32 / (double)density, SP_PRUNE_SAMPLES_MAX));
         CHECK(p.n >= 1 && p.n <= SP_PRUNE_SAMPLES_MAX && p.stride >= 1, "%llu samples",
               (unsigned long long)p.n);
+        CHECK(p.stride <= 2 || p.stride % 2 == 1, "stride %llu: few columns of a matrix",
+              (unsigned long long)p.stride);
         CHECK(p.start + (p.n - 1) * p.stride < n, "the last sample of %llu elements", (unsigned long long)n);
         CHECK((double)p.n + 1 >= least / 2, "%llu samples, wanted %g", (unsigned long long)p.n, least / 2);
     }

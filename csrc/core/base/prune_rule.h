@@ -116,6 +116,8 @@ static inline SP_HD sp_prune_sample sp_prune_sample_of(uint64_t n_elems, float d
     p.stride = (n_elems + n - 1) / n;
     if (p.stride > 32)
         p.stride = (p.stride + 30) / 32 * 32 + 1; /* upward, so that there are at most n samples */
+    else if (p.stride > 2 && p.stride % 2 == 0)
+        p.stride++; /* 16 would sample 8 columns of 128. (3 in place of 2 would be too few samples.) */
     mixed = (uint64_t)(key ^ seed) * 2654435761u + step * 0x9e3779b1u;
     p.start = (mixed & 0xffffffffu) / 128 % p.stride;
     p.n = (n_elems - p.start + p.stride - 1) / p.stride;
