@@ -164,7 +164,7 @@ def run_profiled(ddp, n_steps=3):
     n_allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     on_gpu, torch_ops = collections.Counter(), collections.Counter()
     for event in record.events():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA and not event.name.startswith("spccl:"):  # a range, no launch
             on_gpu[event.name] += 1
         elif event.name.startswith("aten::"):
             torch_ops[event.name] += 1
@@ -172,7 +172,7 @@ def run_profiled(ddp, n_steps=3):
 
 
 def launches_per_bucket():
-    """A bucket takes at most three launches and the all-reduce, no allocation, and no torch operation per parameter."""
+    """A bucket takes at most three launches with its all-reduce, no allocation, no torch operation per parameter."""
     import spccl.ddp
 
     n_layers, n_steps = 40, 3
@@ -194,10 +194,10 @@ def launches_per_bucket():
     n_prune = sum(n for name, n in more.items() if "prune" in name or "sample" in name)
     n_more, n_ops = sum(more.values()), sum((ops_after - ops_before).values())
     facts = {"buckets": n_buckets, "more": dict(more), "ops": dict(ops_after - ops_before)}
-    assert 0 < n_prune <= 3 * n_buckets * n_steps, facts
-    # beside them the all-reduce, and two operations per step: counts are copied, old norms are cleared
-    assert n_more <= n_prune + (n_buckets + 2) * n_steps, facts
-    assert n_ops <= (10 + 8 * n_buckets) * n_steps < 2 * n_layers * n_steps, facts
+    assert n_prune == 2 * n_buckets * n_steps, facts
+    # and two per step: the counts are copied, old norms are cleared
+    assert n_more <= (3 * n_buckets + 2) * n_steps, facts
+    assert n_ops <= 8 * n_steps, facts  # none for a parameter or a bucket
     assert allocated_after <= allocated_before, (allocated_before, allocated_after)
     return facts
 
@@ -220,7 +220,7 @@ def bad_input():
 
     rule = prune.Rule(0.01, 0.001, 1.0, 0.9)
     with raises(ValueError, "overlap"):
-        plan(slot(numel=6000), slot(numel=6000), begins=(0, 5000))
+        plan(slot(numel=6000), slot(numel=6000), begins=(0, 4000))
     with raises(ValueError, "leaves the gradient"):
         plan(slot(), begins=(1,))
     with raises(ValueError, "on cpu with strides"):  # state and residual on the host
