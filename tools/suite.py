@@ -177,7 +177,12 @@ def c_build(name: str) -> Path:
     if name == "aarch64":
         need_aarch64()
     folder = BUILD / name
-    generator = [] if (folder / "CMakeCache.txt").exists() else ["-G", "Ninja"]
+    cache = folder / "CMakeCache.txt"
+    # If the compiler of a folder changes, CMake configures again and forgets the other options of this command.
+    if cache.exists() and not re.search(rf"^CMAKE_C_COMPILER:\w+=(.*/)?{compiler}$", cache.read_text(), re.MULTILINE):
+        say(f"{name}: {folder} was configured for another compiler: made again")
+        shutil.rmtree(folder)
+    generator = [] if cache.exists() else ["-G", "Ninja"]
     options = [f"-DCMAKE_C_COMPILER={compiler}", "-DSPCCL_WERROR=ON", *options]
     configure = ["cmake", "-S", ROOT, "-B", folder, *generator, *options]
     must_run(f"configuring {name}", configure, f"build-{name}")
