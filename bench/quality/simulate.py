@@ -104,6 +104,12 @@ def apply_outer(state: dict[str, Tensor], mean: Tensor, lr: float, momentum: flo
         state["weights"].sub_(mean[0] * lr)
 
 
+def batch_starts(text_bytes: int, context: int, run: tuple[int, int, int], seed: int) -> Tensor:
+    """Where each window of each batch starts in the text, int64 [steps, workers, batch], which `run` gives."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return torch.randint(0, text_bytes - context - 1, run, generator=generator)
+
+
 @functools.cache
 def compiled(function: Callable) -> Callable:
     """`function` compiled once for all runs of this process."""
@@ -175,9 +181,8 @@ class Simulation:
     def _make_tables(self, seed: int) -> None:
         """Everything that depends on the step alone, by step, on the device."""
         r, steps = self.recipe, self.steps
-        generator = torch.Generator().manual_seed(100 + seed)
-        last = len(self.text) - self.size.context - 1
-        shape = (steps, self.workers, self.batch)
+        generator = torch.Generator().manual_seed(200 + seed)
+        run = (steps, self.workers, self.batch)
         columns: dict[str, list[float]] = {name: [] for name in ("lr", "density", "fix1", "fix2", "noise_part")}
         for t in range(1, steps + 1):
             columns["lr"].append(r.lr_at(t, steps))
@@ -187,7 +192,7 @@ class Simulation:
             noise = (1 - r.beta1) * (1 + r.beta1**t) / ((1 + r.beta1) * (1 - r.beta1**t))
             columns["noise_part"].append(min(0.95, (1 - 1 / self.workers) / max(1 - noise, 1e-3)))
         self.tables = {name: torch.tensor(values).to(self.device) for name, values in columns.items()}
-        self.tables["starts"] = torch.randint(0, last, shape, generator=generator).to(self.device)
+        self.tables["starts"] = batch_starts(len(self.text), self.size.context, run, seed).to(self.device)
         self.tables["offset"] = torch.randint(0, 1 << 30, (steps,), generator=generator).to(self.device)
         constants = {
             "beta1": r.beta1,

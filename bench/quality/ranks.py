@@ -1,0 +1,142 @@
+"""Train by `spccl.optim.SparseSync` on real ranks, with the data and the recipe of a simulated run.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 bench/quality/ranks.py --recipes bench/quality/recipes.txt \
+        --only NAME --size tiny --steps 500 --out ranks.csv
+
+CPU, backend spccl. The CSV has the columns of run.py; its bytes are those that the backend has counted. Thresholds come
+from other samples than in the simulation, so losses agree to the noise of a run and not to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from model import SIZES, Layout, losses
+from recipes import Recipe, parse
+from run import COLUMNS, start_file
+from simulate import batch_starts
+from text import read_text, windows
+from wire import dense_bytes
+
+import spccl
+
+
+class Trainer:
+    """One rank's copy of the model, its batches and its optimizer."""
+
+    def __init__(self, args: argparse.Namespace, recipe: Recipe, text: torch.Tensor) -> None:
+        self.args, self.recipe, self.text, self.size = args, recipe, text, SIZES[args.size]
+        self.layout = Layout(self.size)
+        flat = self.layout.initial(self.size, args.seed)[None]
+        self.weights = {name: view.clone().requires_grad_() for name, view in self.layout.views(flat).items()}
+        betas = (recipe.beta1, recipe.beta2)
+        adamw = torch.optim.AdamW(self.weights.values(), lr=recipe.lr, betas=betas, weight_decay=recipe.weight_decay)
+        options = {} if recipe.wire == "float32" else {"wire_dtype": getattr(torch, recipe.wire)}
+        self.optimizer = spccl.optim.SparseSync(
+            adamw,
+            density=lambda exchange: recipe.density_at((exchange + 1) * recipe.every, args.steps),
+            every=recipe.every,
+            outer_lr=recipe.outer_lr,
+            outer_momentum=recipe.outer_momentum,
+            correct_second_moment=recipe.moment == "corrected",
+            norm_every=0,
+            check_every=50,
+            seed=args.seed,
+            **options,
+        )
+        run = (args.steps, dist.get_world_size(), args.batch)
+        self.starts = batch_starts(len(text), self.size.context, run, args.seed)[:, dist.get_rank()]
+        self.step = 0
+
+    def advance(self) -> float:
+        self.step += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr_at(self.step, self.args.steps)
+        self.optimizer.zero_grad()
+        batch = windows(self.text, self.starts[self.step - 1], self.size.context + 1)
+        loss = losses(self.weights, batch[None], self.size).sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, text: torch.Tensor, n_windows: int) -> tuple[float, float]:
+        """Held-out loss of the global weights and of the mean of the ranks' weights. All ranks call it."""
+        own = {name: w.detach().clone() for name, w in self.weights.items()}
+        for w in own.values():
+            dist.all_reduce(w)
+            w.div_(dist.get_world_size())
+        with self.optimizer.global_weights():
+            agreed = {name: w.detach().clone() for name, w in self.weights.items()}
+        generator = torch.Generator().manual_seed(7)
+        starts = torch.randint(0, len(text) - self.size.context - 1, (n_windows,), generator=generator)
+        totals = [0.0, 0.0]
+        for part in starts.split(64):
+            batch = windows(text, part[None], self.size.context + 1)
+            for i, weights in enumerate((agreed, own)):
+                totals[i] += losses(weights, batch, self.size).item() * len(part) / n_windows
+        return totals[0], totals[1]
+
+
+def train(args: argparse.Namespace, name: str, recipe: Recipe, texts: tuple) -> None:
+    trainer = Trainer(args, recipe, texts[0])
+    n, ranks = trainer.layout.n_params, dist.get_world_size()
+    sent, spent_s = 0.0, 0.0
+    while trainer.step < args.steps:
+        before, start, total = spccl.backend.stats().wire_bytes_sent, time.monotonic(), 0.0
+        until = min(args.steps, trainer.step + args.evaluate_every)
+        n_steps = until - trainer.step
+        while trainer.step < until:
+            total += trainer.advance()
+        spent_s += time.monotonic() - start
+        sums = torch.tensor([spccl.backend.stats().wire_bytes_sent - before, total], dtype=torch.float64)
+        dist.all_reduce(sums)
+        sent += sums[0].item() / ranks
+        windows_now = args.final_windows if trainer.step == args.steps else args.evaluate_windows
+        loss, consolidated = trainer.evaluate(texts[1], windows_now)
+        row = {
+            "name": name, "seed": args.seed, "steps": args.steps, "step": trainer.step,
+            "bytes_per_param": f"{sent / n:.5g}",
+            "saving": f"{dense_bytes(n, ranks) * trainer.step / sent:.4g}",
+            "train_loss": f"{sums[1].item() / n_steps / ranks:.5f}",
+            "loss": f"{loss:.5f}", "loss_consolidated": f"{consolidated:.5f}", "seconds": f"{spent_s:.1f}",
+        }  # fmt: skip
+        if dist.get_rank() == 0:
+            print(row, flush=True)
+            with args.out.open("a") as file:
+                csv.DictWriter(file, COLUMNS).writerow(row)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--recipes", type=Path, required=True)
+    p.add_argument("--only", required=True)
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--size", choices=sorted(SIZES), default="tiny")
+    p.add_argument("--steps", type=int, default=500)
+    p.add_argument("--batch", type=int, default=8)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--evaluate-every", type=int, default=250)
+    p.add_argument("--evaluate-windows", type=int, default=256)
+    p.add_argument("--final-windows", type=int, default=2048)
+    p.add_argument("--text-mb", type=int, default=5)
+    p.add_argument("--text-cache", type=Path)
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("spccl")
+    train_text, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
+    if dist.get_rank() == 0:
+        start_file(args.out, {"text": f"digest {digest}", "torch": torch.__version__, "ranks": dist.get_world_size()})
+    for line in args.recipes.read_text().splitlines():
+        if line.partition(":")[0].strip() in args.only.split(","):
+            train(args, *parse(line), (train_text, held_out))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
