@@ -41,7 +41,7 @@ class ModelSize:
 SIZES = {
     "25m": ModelSize(),
     "tiny": ModelSize(layers=2, width=64, heads=2, context=64),
-    "small": ModelSize(layers=4, width=128, heads=4, context=128),
+    "3m": ModelSize(layers=4, width=256, heads=4, context=256),
 }
 
 

@@ -21,6 +21,7 @@ class Recipe:
         select: "top" (largest of each matrix), "rotate" (all workers send the same slices, in turn).
         power: "top" ranks entries by |e| * v**(power / 4).
         wire: dtype of the exchanged values.
+        look_ahead: a worker's own weights are the agreed ones minus this times what it has not sent.
         outer_lr, outer_momentum: Nesterov step on the averaged change (DiLoCo).
     """
 
@@ -35,7 +36,7 @@ class Recipe:
     lr: float = 1e-3
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    look_ahead: bool = True
+    look_ahead: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1

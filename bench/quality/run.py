@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--checkpoints", type=Path)
     p.add_argument("--seconds", type=float, default=1e9, help="start no run that is expected to end later than this")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--at-once", type=int, default=1, help="runs that share the device; for small models")
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--no-graph", action="store_true")
     return p.parse_args()
@@ -108,7 +109,9 @@ class Run:
         sums = sim.read_sums()
         since = max(1, sim.step - self.seen_step)
         n = sim.layout.n_params
-        sent = sums["bytes"] if self.recipe.mode != "dense" else dense_bytes(n, args.workers) * sim.step
+        sent = max(1.0, sums["bytes"])
+        if self.recipe.mode == "dense":
+            sent = dense_bytes(n, args.workers) * sim.step
         windows = args.final_windows if sim.step == args.steps else args.evaluate_windows
         row = {
             "name": self.name, "seed": self.seed, "steps": args.steps, "step": sim.step,
@@ -124,31 +127,48 @@ class Run:
         self.seen, self.seen_step = sums, sim.step
         return row
 
-    def go(self) -> None:
+    def record(self, seconds: float) -> bool:
+        """After some steps: write a row and a checkpoint. Returns whether the run is to go on."""
         args, sim = self.args, self.sim
-        while sim.step < args.steps:
-            start = time.monotonic()
-            until = min(args.steps, sim.step + args.evaluate_every)
-            while sim.step < until:
-                sim.advance()
-            sim.read_sums()  # waits for the device
-            self.spent_s += time.monotonic() - start
-            row = self.row()
-            with args.out.open("a") as file:
-                csv.DictWriter(file, COLUMNS).writerow(row)
-            if self.checkpoint is not None and sim.step < args.steps:
-                self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-                extra = {"seen": self.seen, "spent_s": self.spent_s}
-                torch.save(sim.save() | extra, self.checkpoint)
-            if not float(row["loss"]) < 50:  # also true of nan
-                print(f"{self.name}: diverged at step {sim.step}", flush=True)
-                return
-        print(
-            f"{self.name:34s} seed {self.seed} loss {row['loss']} consolidated {row['loss_consolidated']} "
-            f"saving {row['saving']}x density {row['density']} unsent {row['unsent_ratio']} "
-            f"{self.spent_s:.1f} s, {1000 * self.spent_s / args.steps:.2f} ms a step",
-            flush=True,
-        )
+        self.spent_s += seconds
+        row = self.row()
+        with args.out.open("a") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row)
+        if self.checkpoint is not None and sim.step < args.steps:
+            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            extra = {"seen": self.seen, "spent_s": self.spent_s}
+            torch.save(sim.save() | extra, self.checkpoint)
+        going = sim.step < args.steps and float(row["loss"]) < 50  # also stops at nan
+        if not going:
+            print(
+                f"{self.name:34s} seed {self.seed} step {sim.step} loss {row['loss']} "
+                f"consolidated {row['loss_consolidated']} saving {row['saving']}x density {row['density']} "
+                f"unsent {row['unsent_ratio']} {self.spent_s:.1f} s",
+                flush=True,
+            )
+        return going
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def go(runs: list[Run], evaluate_every: int) -> None:
+    """Take all runs to their last step. On CUDA each has a stream of its own, so that small kernels overlap."""
+    streams = [torch.cuda.Stream() if run.args.device == "cuda" else None for run in runs]
+    going = list(zip(runs, streams, strict=True))
+    wait_for_device()
+    while going:
+        start = time.monotonic()
+        for _ in range(evaluate_every):
+            for run, stream in going:
+                if run.sim.step < run.args.steps:
+                    with torch.cuda.stream(stream):
+                        run.sim.advance()
+        wait_for_device()
+        seconds = time.monotonic() - start
+        going = [(run, stream) for run, stream in going if run.record(seconds)]
 
 
 def main() -> None:
@@ -160,17 +180,16 @@ def main() -> None:
     lines = [line.strip() for line in args.recipes.read_text().splitlines()]
     wanted = [parse(line) for line in lines if line and not line.startswith("#")]
     only = {word for word in args.only.split(",") if word}
-    begin, longest = time.monotonic(), 0.0
-    for seed in [int(word) for word in args.seeds.split(",")]:
-        for name, recipe in wanted:
-            if (only and name not in only) or (name, seed, args.steps) in finished(args.out):
-                continue
-            if time.monotonic() - begin + longest > args.seconds:
-                print(f"{name}, seed {seed}: not started, no time left", flush=True)
-                continue
-            at = time.monotonic()
-            Run(args, (name, recipe, seed), texts).go()
-            longest = max(longest, time.monotonic() - at)
+    begin, longest, done = time.monotonic(), 0.0, finished(args.out)
+    jobs = [(name, recipe, int(seed)) for seed in args.seeds.split(",") for name, recipe in wanted]
+    jobs = [job for job in jobs if (not only or job[0] in only) and (job[0], job[2], args.steps) not in done]
+    for i in range(0, len(jobs), args.at_once):
+        at = time.monotonic()
+        if at - begin + longest > args.seconds:
+            print(f"no time left, not started: {', '.join(f'{name} seed {seed}' for name, _, seed in jobs[i:])}")
+            break
+        go([Run(args, job, texts) for job in jobs[i : i + args.at_once]], args.evaluate_every)
+        longest = max(longest, time.monotonic() - at)
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ def average(rows: Tensor) -> Tensor:
     return rows.float().mean(0, keepdim=True)
 
 
-def write_copies(weights: Tensor, unsent: Tensor, low: Tensor, exact: Tensor) -> None:
-    """Write the weights that forward reads: the agreed ones minus `unsent` [N, n], or [1, 1] for none."""
-    full = (weights - unsent).expand(low.shape[0], -1)
+def write_copies(weights: Tensor, unsent: Tensor, part: Tensor, low: Tensor, exact: Tensor) -> None:
+    """Write the weights that forward reads: the agreed ones minus `part` of `unsent` [N, n], or [1, 1] for none."""
+    full = (weights - unsent * part).expand(low.shape[0], -1)
     low.copy_(full)
     exact.copy_(full[:, low.shape[1] - exact.shape[1] :])
 
@@ -199,6 +199,7 @@ class Simulation:
             "beta2": r.beta2,
             "workers": float(self.workers),
             "decay": r.weight_decay if r.decay_in_change else 0.0,
+            "look_ahead": r.look_ahead,
             "global_decay": 0.0 if r.decay_in_change else r.weight_decay,
         }
         self.constants = {name: torch.tensor(value, device=self.device) for name, value in constants.items()}
@@ -216,7 +217,7 @@ class Simulation:
         self.sample_start = torch.tensor(starts).to(self.device)[:, None]
         self.tile_tensor = self.layout.tile_tensor.to(self.device)
         n_slices = self.layout.n_elems // SLICE
-        unit = SLICE if n_slices >= 64 else TILE
+        unit = SLICE if n_slices >= 32 else TILE
         tile_unit = torch.arange(self.layout.n_elems // TILE) // (unit // TILE)
         self.tile_unit = tile_unit.to(self.device)
         self.vector_tiles = (self.layout.tile_tensor == len(self.layout.matrices)).to(self.device)
@@ -233,9 +234,8 @@ class Simulation:
 
     def refresh(self) -> None:
         """Write the weights that forward reads: the agreed ones minus what each worker has not sent."""
-        ahead = self.recipe.mode == "update" and self.recipe.look_ahead
-        unsent = self.state["unsent"] if ahead else self.nothing
-        self.write_copies(self.state["weights"], unsent, self.low, self.exact)
+        unsent = self.state["unsent"] if self.recipe.mode == "update" else self.nothing
+        self.write_copies(self.state["weights"], unsent, self.constants["look_ahead"], self.low, self.exact)
 
     def scalars(self) -> dict[str, Tensor]:
         at = {name: table[self.now][0] for name, table in self.tables.items() if name not in ("starts", "offset")}
