@@ -62,6 +62,20 @@ def finished(path: Path) -> set[tuple[str, int, int]]:
         return {(r["name"], int(r["seed"]), int(r["steps"])) for r in rows if r["step"] == r["steps"]}
 
 
+def drop_unfinished(path: Path) -> None:
+    """Remove the rows of runs that did not reach their last step: without a checkpoint they start again."""
+    done = finished(path)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    facts = [line for line in lines if line.startswith("#")]
+    rows = [r for r in csv.DictReader(lines[len(facts) :]) if (r["name"], int(r["seed"]), int(r["steps"])) in done]
+    if lines:
+        with path.open("w") as file:
+            file.writelines(facts)
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
 def start_file(path: Path, facts: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -176,6 +190,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     train, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
     texts = (train.to(args.device), held_out.to(args.device))
+    if args.checkpoints is None:
+        drop_unfinished(args.out)
     start_file(args.out, facts_of(args, digest, train))
     lines = [line.strip() for line in args.recipes.read_text().splitlines()]
     wanted = [parse(line) for line in lines if line and not line.startswith("#")]
