@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import time
 from pathlib import Path
 
@@ -34,14 +35,32 @@ class Trainer:
         self.layout = Layout(self.size)
         flat = self.layout.initial(self.size, args.seed)[None]
         self.weights = {name: view.clone().requires_grad_() for name, view in self.layout.views(flat).items()}
-        betas = (recipe.beta1, recipe.beta2)
-        adamw = torch.optim.AdamW(self.weights.values(), lr=recipe.lr, betas=betas, weight_decay=recipe.weight_decay)
+        self.optimizer = self.wrap(recipe)
+        run = (args.steps, dist.get_world_size(), args.batch)
+        self.starts = batch_starts(len(text), self.size.context, run, args.seed)[:, dist.get_rank()]
+        self.step = 0
+
+    def wrap(self, recipe: Recipe) -> spccl.optim.SparseSync:
+        """The recipe in terms of the wrapper.
+
+        A second moment of v/N is a learning rate that is sqrt(N) times higher, with a weight decay that is as much
+        lower. Keeping only a part p of what is unsent applied is a learning rate times p, and an outer one of 1/p.
+        """
+        args, root = self.args, math.sqrt(dist.get_world_size()) if recipe.moment == "scaled" else 1.0
+        self.lr_factor = root * recipe.look_ahead
+        adamw = torch.optim.AdamW(
+            self.weights.values(),
+            lr=recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=1e-8 * root,
+            weight_decay=recipe.weight_decay / root,
+        )
         options = {} if recipe.wire == "float32" else {"wire_dtype": getattr(torch, recipe.wire)}
-        self.optimizer = spccl.optim.SparseSync(
+        return spccl.optim.SparseSync(
             adamw,
             density=lambda exchange: recipe.density_at((exchange + 1) * recipe.every, args.steps),
             every=recipe.every,
-            outer_lr=recipe.outer_lr,
+            outer_lr=recipe.outer_lr / recipe.look_ahead,
             outer_momentum=recipe.outer_momentum,
             correct_second_moment=recipe.moment == "corrected",
             norm_every=0,
@@ -49,14 +68,11 @@ class Trainer:
             seed=args.seed,
             **options,
         )
-        run = (args.steps, dist.get_world_size(), args.batch)
-        self.starts = batch_starts(len(text), self.size.context, run, args.seed)[:, dist.get_rank()]
-        self.step = 0
 
     def advance(self) -> float:
         self.step += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr_at(self.step, self.args.steps)
+            group["lr"] = self.lr_factor * self.recipe.lr_at(self.step, self.args.steps)
         self.optimizer.zero_grad()
         batch = windows(self.text, self.starts[self.step - 1], self.size.context + 1)
         loss = losses(self.weights, batch[None], self.size).sum()
