@@ -51,6 +51,7 @@ def refuses(kind, *words):
         ({"sample": 2.0}, ("sample is 2.0",)),
         ({"bucket_mb": 0}, ("bucket_mb is 0",)),
         ({"seed": -1}, ("seed is -1",)),
+        ({"wire_dtype": "bfloat16"}, ("wire_dtype is 'bfloat16'", "torch.bfloat16")),
     ],
 )
 def test_settings_out_of_range(settings, words):

@@ -162,6 +162,15 @@ class Bucket:
             self._plan, out.data_ptr(), density, settings.sample, settings.decay, scale, settings.seed, self._stream()
         )
 
+    def round_off(self, out: torch.Tensor, packed: torch.Tensor, scale: float) -> None:
+        """Write `out` [length] to `packed`, in the dtype of that, and keep in w what rounding changed.
+
+        `out` is what `select` wrote, with the same `scale`; it is overwritten.
+        """
+        packed.copy_(out)
+        out.sub_(packed)
+        torch._foreach_add_(self.locals, self.split(out), alpha=1.0 / scale)
+
     def apply(self, average: torch.Tensor, settings: Settings) -> None:
         """Advance z and w by the average [length] that has arrived, which is overwritten."""
         if self.velocity is not None:

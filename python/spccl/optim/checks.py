@@ -31,6 +31,8 @@ def check_settings(s: Any) -> None:
     require("bucket_mb", s.bucket_mb, s.bucket_mb > 0, "above 0")
     require("check_every", s.check_every, is_whole(s.check_every, 0), "a whole number, 0 or more")
     require("norm_every", s.norm_every, is_whole(s.norm_every, 0), "a whole number, 0 or more")
+    dtypes = (None, torch.bfloat16)
+    require("wire_dtype", s.wire_dtype, s.wire_dtype in dtypes, "torch.bfloat16, or None for the weights' dtype")
     require("seed", s.seed, is_whole(s.seed, 0) and s.seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 

@@ -108,6 +108,9 @@ class Tally:
         numel = sum(b.numel for b in s.buckets)
         sent = sum(c[prune.N_SENT] for c in columns)
         widths = [b.globals.element_size() for b in s.buckets]
+        sent_widths = [
+            2 if b.device in s._wire and width == 4 else width for b, width in zip(s.buckets, widths, strict=True)
+        ]
         update, unsent = self._norms or (None, None)
         wire = self._wire_bytes()
         calls = max(1, self._exchanges)
@@ -121,7 +124,7 @@ class Tally:
             "unsent_norm": unsent,
             "residual_ratio": unsent / update if update and unsent is not None else None,
             "dense_bytes": sum(b.numel * width for b, width in zip(s.buckets, widths, strict=True)),
-            "sent_bytes": sum(c[prune.N_SENT] * width for c, width in zip(columns, widths, strict=True)),
+            "sent_bytes": sum(c[prune.N_SENT] * width for c, width in zip(columns, sent_widths, strict=True)),
             "wire_bytes": None if wire is None else wire - (self._wire_before or 0),
             "exchange_ms": self._last_s * 1e3,
             "exchange_ms_mean": self._seconds * 1e3 / calls,

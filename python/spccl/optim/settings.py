@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 from .checks import check_settings
 from .schedule import Density, Geometric
 
@@ -25,6 +27,7 @@ class Settings:
     norm_every: int
     bucket_mb: float
     seed: int
+    wire_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -64,6 +64,8 @@ class SparseSync(torch.optim.Optimizer):
         norm_every: exchanges between measurements of the norms in `summary`; 0: never.
         bucket_mb: most MiB (float32) that are exchanged at once.
         seed: of the random choice of sampled places.
+        wire_dtype: torch.bfloat16 sends values of float32 weights in 2 bytes in place of 4. What rounding changed
+            stays unsent. None: values are sent as they are.
     Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
         rank if ranks differ in settings or parameters, with names, values and ranks.
 
@@ -98,12 +100,13 @@ class SparseSync(torch.optim.Optimizer):
         norm_every: int = 100,
         bucket_mb: float = 64,
         seed: int = 0,
+        wire_dtype: torch.dtype | None = None,
     ):
         checks.check_optimizer(optimizer)
         self.inner = optimizer
         self.settings = Settings(
             density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
-            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed,
+            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype,
         )  # fmt: skip
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)
@@ -116,6 +119,7 @@ class SparseSync(torch.optim.Optimizer):
         self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum)
         self._averages = {b.device: self.ranks.averages(b.device) for b in self.buckets}
         self._scratch = self._make_scratch()
+        self._wire = self._make_wire()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.start()
@@ -177,6 +181,17 @@ class SparseSync(torch.optim.Optimizer):
         return {
             (device, dtype): tuple(torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
             for (device, dtype), n in most.items()
+        }
+
+    def _make_wire(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        """With wire_dtype and several ranks: two buffers for each device that has float32 buckets."""
+        dtype = self.settings.wire_dtype
+        if dtype is None or self.ranks.world_size == 1:
+            return {}
+        return {
+            device: tuple(torch.zeros_like(x, dtype=dtype) for x in pair)
+            for (device, wide), pair in self._scratch.items()
+            if wide == torch.float32
         }
 
     # -- torch.optim.Optimizer ---------------------------------------------------------------------
@@ -292,19 +307,24 @@ class SparseSync(torch.optim.Optimizer):
 
     # -- the exchange ------------------------------------------------------------------------------
 
-    def _exchange(self, density: float) -> None:
-        """Send, receive, apply: each bucket is selected while the one before travels."""
+    def _exchange(self, density: float, exact: bool = False) -> None:
+        """Send, receive, apply: each bucket is selected while the one before travels. `exact` ignores wire_dtype."""
         began = time.perf_counter()
         self._tally.begin_exchange(density)
-        waiting: tuple[Bucket, torch.Tensor, Any] | None = None
+        waiting: tuple[Bucket, torch.Tensor, torch.Tensor, Any] | None = None
         for i, bucket in enumerate(self.buckets):
             buffer = self._scratch[bucket.device, bucket.globals.dtype][i % 2][: bucket.length]
             averages = self._averages[bucket.device]
-            bucket.select(buffer, density, 1.0 if averages else 1.0 / self.ranks.world_size, self.settings)
-            work = self.ranks.all_reduce(buffer, averages)
+            scale = 1.0 if averages else 1.0 / self.ranks.world_size
+            bucket.select(buffer, density, scale, self.settings)
+            packed = buffer
+            if bucket.device in self._wire and bucket.globals.dtype == torch.float32 and not exact:
+                packed = self._wire[bucket.device][i % 2][: bucket.length]
+                bucket.round_off(buffer, packed, scale)
+            work = self.ranks.all_reduce(packed, averages)
             if waiting is not None:
                 self._finish(*waiting)
-            waiting = (bucket, buffer, work)
+            waiting = (bucket, buffer, packed, work)
         if waiting is not None:
             self._finish(*waiting)
         self.exchanges += 1
@@ -314,9 +334,11 @@ class SparseSync(torch.optim.Optimizer):
             self._check_next = False
             self.check()
 
-    def _finish(self, bucket: Bucket, buffer: torch.Tensor, work: Any) -> None:
+    def _finish(self, bucket: Bucket, buffer: torch.Tensor, packed: torch.Tensor, work: Any) -> None:
         if work is not None:
             work.wait()
+        if packed is not buffer:
+            buffer.copy_(packed)
         bucket.apply(buffer, self.settings)
         bucket.publish()
 
@@ -336,7 +358,7 @@ class SparseSync(torch.optim.Optimizer):
         self._require_same_parameters()
         for bucket in self.buckets:
             bucket.absorb(self._scratch[bucket.device, bucket.globals.dtype])
-        self._exchange(1.0)
+        self._exchange(1.0, exact=True)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:

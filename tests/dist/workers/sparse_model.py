@@ -71,12 +71,14 @@ def top(x: torch.Tensor, density: float) -> torch.Tensor:
 class Simulation:
     """All ranks in one process, float32 throughout."""
 
-    def __init__(self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw):
+    def __init__(
+        self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32
+    ):
         self.nets = [Net() for _ in range(n)]
         self.optimizers = [make(net) for net in self.nets]
         self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
         self.velocity = {name: torch.zeros_like(z) for name, z in self.common.items()}
-        self.every, self.decay, self.outer = every, decay, outer
+        self.every, self.decay, self.outer, self.wire = every, decay, outer, wire
 
     def step(self, t: int, density: float) -> None:
         for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
@@ -92,12 +94,13 @@ class Simulation:
             locals_ = [trained(net)[name] for net in self.nets]
             total = torch.zeros_like(z)
             for w in locals_:
-                sent = top(w - z, density)
+                chosen = top(w - z, density)
+                sent = chosen.to(self.wire).float()
                 if self.decay < 1:
                     w.copy_((w - z) * self.decay + z)
-                w.copy_(torch.where(sent != 0, z, w))
+                w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))
                 total += sent
-            average = total / len(self.nets)
+            average = total.to(self.wire).float() / len(self.nets)
             lr, momentum = self.outer
             if momentum:
                 self.velocity[name].mul_(momentum).add_(average)

@@ -90,6 +90,22 @@ def follows_the_simulation_with_local_steps_and_nesterov():
     assert opt.exchanges == 4
 
 
+def follows_the_simulation_with_bfloat16_on_the_wire():
+    net, simulation = Net(), Simulation(wire=torch.bfloat16)
+    opt = SparseSync(
+        adamw(net), density=0.05, sample=1.0, correct_second_moment=False, bucket_mb=0.03, wire_dtype=torch.bfloat16
+    )
+    for t in range(10):
+        steps(opt, net, 1, t)
+        simulation.step(t, 0.05)
+    compare(opt, net, simulation, 0.0 if BACKEND == "spccl" else 1e-4)
+    opt.consolidate()  # sends all, unrounded
+    own = {n: p.detach().clone() for n, p in trained(net).items()}
+    with opt.global_weights():
+        for name, p in trained(net).items():
+            assert torch.equal(p, own[name]), name
+
+
 def follows_a_schedule():
     schedule = Geometric(end=0.01, steps=6, dense=2)
     assert [schedule(i) for i in range(3)] == [1, 1, 1] and abs(schedule(5) - 0.1) < 1e-12 and schedule(99) == 0.01
@@ -432,6 +448,7 @@ def train():
 
 CASES = [
     follows_the_simulation, follows_the_simulation_with_local_steps_and_nesterov, follows_a_schedule,
+    follows_the_simulation_with_bfloat16_on_the_wire,
     all_sent_is_the_average_of_updates, global_weights_are_equal_on_all_ranks, corrected_second_moment,
     bfloat16_weights, resumes_bit_for_bit, survives_another_world_size, refuses_states_of_others,
     ranks_with_other_settings, drift_is_found_and_the_rank_named, nan_gradient_on_one_rank, nan_weights_are_not_sent,
