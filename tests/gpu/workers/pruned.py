@@ -10,7 +10,7 @@ from gpu_common import DEVICE, main
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
-from workers.common import RANK, raises, same_bits, same_everywhere
+from workers.common import RANK, WORLD, raises, same_bits, same_everywhere
 
 
 def limited_calls():
@@ -92,6 +92,8 @@ def ddp_limited():
     for i, (plain, limited) in enumerate(zip(*results, strict=True)):
         same_bits(limited, plain, f"weight {i}")
         same_everywhere(plain, f"weight {i}")
+    if WORLD == 1:  # then the hook calls no all-reduce
+        return
     # Collectives outside of the hook are not limited: a limit above the group's would fail here.
     ddp, _ = small_ddp({"max_ctas": 100_000})
     dist.all_reduce(torch.ones(10, device=DEVICE))
@@ -196,7 +198,7 @@ def launches_per_bucket():
     facts = {"buckets": n_buckets, "more": dict(more), "ops": dict(ops_after - ops_before)}
     assert n_prune == 2 * n_buckets * n_steps, facts
     # and two per step: the counts are copied, old norms are cleared
-    assert n_more <= (3 * n_buckets + 2) * n_steps, facts
+    assert n_more <= ((2 + (WORLD > 1)) * n_buckets + 2) * n_steps, facts
     assert n_ops <= 8 * n_steps, facts  # none for a parameter or a bucket
     assert allocated_after <= allocated_before, (allocated_before, allocated_after)
     return facts
