@@ -435,8 +435,8 @@ typedef struct spccl_prune_state { /* of one segment; zeros before the first cal
 typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
     size_t begin;                    /* its first element; segments do not overlap */
     size_t n_elems;
-    void *residual;           /* [n_elems] float32, or float64 if the gradient is; NULL: v - s is lost */
-    void *velocity;           /* [n_elems], dtype as residual; NULL: u = g */
+    void *residual; /* [n_elems] float32 or see residual_bf16; float64 if g is; NULL: v - s is lost */
+    void *velocity; /* [n_elems] float32, or float64 if g is; NULL: u = g */
     spccl_prune_state *state; /* of this segment alone */
     uint32_t key;             /* any number, always the same for a parameter; moves what is sampled */
     uint32_t whole;           /* 1: every call sends all elements, and keeps u */
@@ -450,10 +450,10 @@ typedef struct spccl_prune_options {
     double scale;             /* above 0: factor on what is sent, not on what is kept */
     uint32_t dense_steps;     /* this many first calls of a segment send all elements, and keep u */
     uint32_t warmup_steps;    /* in this many calls after them the density falls to `density` */
-    uint32_t seed;            /* any number, the same in all calls; moves what is sampled */
+    uint32_t seed;            /* any number, the same in all calls; moves samples, and rounding to bfloat16 */
     uint32_t keep_thresholds; /* 1: t is the state's threshold; nothing is sampled */
     uint32_t skip_zeros;      /* 1: a segment whose g is all zero sends nothing, and keeps r and u */
-    uint32_t reserved;        /* 0 */
+    uint32_t residual_bf16;   /* 1: residuals are bfloat16, rounded by `seed` (KERNELS.md); not of float64 */
     const float *factor;      /* [1] or NULL: factor on g, as for clipping */
     const float *loss_scale;  /* [1] or NULL: GradScaler's scale now; r and u follow its changes */
 } spccl_prune_options;

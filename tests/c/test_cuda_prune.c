@@ -60,6 +60,7 @@ static void put_float(spccl_dtype dtype, void *x, size_t i, float f)
 struct shape {
     spccl_dtype dtype;
     size_t n, n_segments, skew; /* elements; skew: of the gradient off an aligned address */
+    bool residual_bf16;
     spccl_prune_segment host[N_STATES], device[N_STATES];
 };
 
@@ -104,7 +105,10 @@ static void fill(const struct shape *s, bool odd)
     for (size_t i = 0; i < s->n; i++)
         put_float(s->dtype, g.grad + s->skew * e, i, (float)normal());
     for (size_t i = 0; i < state_elems; i++) {
-        put_float(st, g.residual, i, (float)normal());
+        float r = (float)normal();
+        put_float(st, g.residual, i, r); /* the upper half of a float32 is a bfloat16 */
+        if (s->residual_bf16)
+            put_float(SPCCL_BFLOAT16, g.residual, 2 * i, -r);
         put_float(st, g.velocity, i, (float)normal());
     }
     for (size_t i = 0; odd && i < s->n; i += 1 + next_rand(&rng) % 50)
@@ -165,6 +169,9 @@ static void test_same_bits(void)
         spccl_prune_plan *host = NULL, *device = NULL;
         size_t e = spccl_dtype_bytes(s.dtype);
         s.n_segments = 1 + next_rand(&rng) % (s.n < 40 ? 1 : 12);
+        s.residual_bf16 = s.dtype != SPCCL_FLOAT64 && next_rand(&rng) % 2 != 0;
+        o.residual_bf16 = s.residual_bf16;
+        o.seed = (uint32_t)next_rand(&rng);
         o.keep_thresholds = 1;
         o.momentum = round % 3 != 0 ? 0.9 : 0;
         o.leak = round % 5 != 0 ? 1 : 0.99;

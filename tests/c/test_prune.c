@@ -223,8 +223,8 @@ static void test_bad_input(void)
     CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "scale is -1, wanted a number above 0");
     o.scale = 0;
     CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "scale is 0");
-    o.reserved = 1;
-    CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "options.reserved is 1, wanted 0");
+    o.residual_bf16 = 2;
+    CHECK_FAILS(spccl_prune(plan, got.grad, &o), SPCCL_ERR_ARG, "options.residual_bf16 is 2, wanted 0 or 1");
     CHECK_FAILS(spccl_cuda_prune(plan, got.grad, NULL, NULL), SPCCL_ERR_ARG, "host memory");
     spccl_prune_plan_destroy(plan);
     spccl_prune_plan_destroy(NULL);

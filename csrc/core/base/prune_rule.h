@@ -91,12 +91,64 @@ SP_PRUNE_ELEM(f64, double, sp_f64_is_finite, fabs)
 #define SP_F16_MAX 65504.0f
 #define SP_BF16_MAX 0x1.fep127f
 
+/* ---- a residual of bfloat16 ---- */
+
+/* Decides how the residual of a segment is rounded in one step. */
+typedef struct sp_prune_random {
+    uint32_t first, second;
+} sp_prune_random;
+
+/* All bits of x change all bits of the result (the finalizer of MurmurHash3, Appleby 2011). */
+static inline SP_HD uint32_t sp_mix32(uint32_t x)
+{
+    x = (x ^ x >> 16) * 0x85ebca6bu;
+    x = (x ^ x >> 13) * 0xc2b2ae35u;
+    return x ^ x >> 16;
+}
+static inline SP_HD sp_prune_random sp_prune_random_of(uint32_t seed, uint32_t key, uint64_t step)
+{
+    sp_prune_random k;
+    k.first = sp_mix32(sp_mix32(seed + 0x9e3779b9u) ^ key);
+    k.first = sp_mix32(sp_mix32(k.first ^ (uint32_t)step) ^ (uint32_t)(step >> 32));
+    k.second = sp_mix32(k.first + 0x9e3779b9u);
+    return k;
+}
+/* 16 random bits for element `index` of the segment. */
+static inline SP_HD uint32_t sp_prune_random_bits(sp_prune_random k, uint64_t index)
+{
+    uint32_t x = (uint32_t)index + (uint32_t)(index >> 32) * 0x9e3779b9u + k.first;
+    x = (x ^ x >> 16) * 0x85ebca6bu;
+    x = (x ^ x >> 13 ^ k.second) * 0xc2b2ae35u;
+    return x >> 16;
+}
+/* v, rounded to one of its two neighbours in bfloat16, to the nearer one more often: of the 65536 possible random
+ * bits as many round away from zero as the value of v's low 16 bits, so the mean is v. What bfloat16 holds stays.
+ * A v whose neighbour is infinity becomes the largest finite number. */
+static inline SP_HD uint16_t sp_bf16_round_randomly(float v, uint32_t random_bits)
+{
+    uint32_t u = sp_f32_to_bits(v), r = (u + random_bits) >> 16;
+    uint32_t overflows = (u & 0x7fffffffu) < 0x7f800000u && (r & 0x7fffu) == 0x7f80u ? 1u : 0u;
+    return (uint16_t)(r - overflows);
+}
+
 /* ---- samples ---- */
 
 /* Elements start, start + stride, ... of a segment, n of them. */
 typedef struct sp_prune_sample {
     uint64_t start, stride, n;
 } sp_prune_sample;
+
+/* Most samples of a segment at a density. In the warm-up the density is larger, so the sample is not. */
+static inline SP_HD uint64_t sp_prune_samples_most(uint64_t n_elems, float density, double fraction)
+{
+    double hits = ceil((double)SP_PRUNE_SAMPLE_HITS / (double)density);
+    double wanted = ceil(fraction * (double)n_elems);
+    if (wanted < hits)
+        wanted = hits;
+    if (wanted > (double)SP_PRUNE_SAMPLES_MAX)
+        wanted = (double)SP_PRUNE_SAMPLES_MAX;
+    return wanted < (double)n_elems ? (uint64_t)wanted : n_elems;
+}
 
 /* The sample of a segment [n_elems > 0] in a step: never more than SP_PRUNE_SAMPLES_MAX elements. A long stride
  * is 32 i + 1, so that the sample does not follow one column of a matrix. The start depends on seed, key and
@@ -105,14 +157,7 @@ static inline SP_HD sp_prune_sample sp_prune_sample_of(uint64_t n_elems, float d
                                                        uint32_t seed, uint32_t key, uint64_t step)
 {
     sp_prune_sample p;
-    double hits = ceil((double)SP_PRUNE_SAMPLE_HITS / (double)density);
-    double wanted = ceil(fraction * (double)n_elems);
-    uint64_t n, mixed;
-    if (wanted < hits)
-        wanted = hits;
-    if (wanted > (double)SP_PRUNE_SAMPLES_MAX)
-        wanted = (double)SP_PRUNE_SAMPLES_MAX;
-    n = wanted < (double)n_elems ? (uint64_t)wanted : n_elems;
+    uint64_t n = sp_prune_samples_most(n_elems, density, fraction), mixed;
     p.stride = (n_elems + n - 1) / n;
     if (p.stride > 32)
         p.stride = (p.stride + 30) / 32 * 32 + 1; /* upward, so that there are at most n samples */

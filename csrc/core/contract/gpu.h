@@ -140,16 +140,18 @@ typedef struct sp_gpu_prune_row {
 /* What lies before the rows. */
 typedef struct sp_gpu_prune_table {
     uint64_t n_ctas_done; /* of this call; 0 between calls */
+    uint64_t n_taken;     /* tiles that CTAs have taken beyond their first ones; 0 between calls */
 } sp_gpu_prune_table;
 
-#define SP_GPU_PRUNE_TILE 2048u /* elements that a CTA prunes at a time */
+/* Elements that a CTA prunes at a time; state_bytes: of an element of the residual. */
+#define SP_GPU_PRUNE_TILE(state_bytes) (16384u / (uint32_t)(state_bytes))
 
 typedef struct sp_gpu_prune_args {
     void *grad;
     spccl_dtype dtype;
     sp_gpu_prune_table *table; /* in GPU memory: the table, then rows [n_segments] sorted by begin */
     uint32_t n_segments;
-    uint64_t n_tiles;
+    uint64_t n_tiles, most_elems; /* most_elems: of the largest segment */
     spccl_prune_options options;
 } sp_gpu_prune_args;
 

@@ -79,12 +79,15 @@ typedef struct sp_finish_args {
  * `most` elements, nonfinite ones not counted. */
 #define SP_PRUNE_RUN 512u
 typedef struct sp_prune_args {
-    void *grad;     /* [n] of dtype, aligned to it */
-    void *residual; /* [n] float32 (float64 for float64 gradients), or NULL: what is not sent is lost */
-    void *velocity; /* [n], as residual, or NULL: no momentum */
+    void *grad;         /* [n] of dtype, aligned to it */
+    void *residual;     /* [n] float32 (float64 for float64 gradients), or NULL: what is not sent is lost */
+    bool residual_bf16; /* it is bfloat16 instead; not with float64 gradients */
+    void *velocity;     /* [n], as residual, or NULL: no momentum */
     size_t n;
     spccl_dtype dtype; /* FLOAT32, FLOAT16, BFLOAT16 or FLOAT64 */
     const sp_prune_factors *factors;
+    sp_prune_random random; /* with residual_bf16 */
+    uint64_t first;         /* place of element 0 in its segment, likewise */
     uint64_t most;
     size_t n_done;        /* out: elements pruned, from the first on */
     uint64_t n_sent;      /* out: elements sent, nonfinite ones included */

@@ -103,7 +103,8 @@ static spccl_status upload(spccl_prune_plan *p)
     for (size_t i = 0; i < p->n_segments; i++) {
         rows[i].segment = p->segments[i];
         rows[i].first_tile = p->n_tiles;
-        p->n_tiles += sp_ceil_div(p->segments[i].n_elems, SP_GPU_PRUNE_TILE);
+        p->most_elems = sp_max_size(p->most_elems, p->segments[i].n_elems);
+        p->n_tiles += sp_ceil_div(p->segments[i].n_elems, SP_GPU_PRUNE_TILE(state_bytes(p->dtype)));
         rows[i].end_tile = p->n_tiles;
     }
     st = sp_gpu_ops_here()->upload(p->device, table, bytes, &p->table);
@@ -205,8 +206,9 @@ spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad, const spccl_pr
                             .dtype = plan->dtype,
                             .table = plan->table,
                             .n_segments = (uint32_t)plan->n_segments,
-                            .n_tiles = plan->n_tiles};
-    SP_TRY(sp_prune_options_get(options, "spccl_cuda_prune", &a.options));
+                            .n_tiles = plan->n_tiles,
+                            .most_elems = plan->most_elems};
+    SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_cuda_prune", &a.options));
     SP_TRY(check_argument("grad", grad, sp_dtype_bytes(plan->dtype), plan->device));
     if (a.options.factor != NULL)
         SP_TRY(check_argument("options.factor", a.options.factor, sizeof(float), plan->device));

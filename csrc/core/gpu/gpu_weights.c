@@ -35,6 +35,7 @@ static spccl_status check_options(const spccl_prune_options *o)
                        : o->loss_scale != NULL ? "loss_scale"
                        : o->dense_steps != 0   ? "dense_steps"
                        : o->warmup_steps != 0  ? "warmup_steps"
+                       : o->residual_bf16 != 0 ? "residual_bf16"
                                                : NULL;
     return used == NULL
                ? SPCCL_OK
@@ -125,7 +126,7 @@ spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out, const spccl_p
 {
     sp_gpu_prune_args a = {.grad = out};
     SP_TRY(check(plan, out, "spccl_weights_send"));
-    SP_TRY(sp_prune_options_get(options, "spccl_weights_send", &a.options));
+    SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_weights_send", &a.options));
     SP_TRY(check_options(&a.options));
     if (plan->device >= 0)
         return launch_on(plan, &a, "spccl_weights_send", sp_gpu_ops_here()->weights_send, stream);

@@ -17,7 +17,7 @@ struct job {
     const spccl_prune_options *o;
     const spccl_prune_segment *segment;
     uint8_t *grad; /* of the segment */
-    size_t elem_bytes, state_bytes;
+    size_t elem_bytes, state_bytes, residual_bytes;
     sp_prune_factors f;
     float density;                /* wanted */
     uint64_t n_sent, n_nonfinite; /* so far */
@@ -29,11 +29,14 @@ static spccl_status check_range(const char *call, const char *name, double value
               : SP_FAIL(SPCCL_ERR_ARG, "%s: options.%s is %g, wanted %s", call, name, value, wanted);
 }
 
-spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *call, spccl_prune_options *o)
+spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype dtype, const char *call,
+                                  spccl_prune_options *o)
 {
     *o = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
     SP_TRY(sp_options_copy("spccl_prune_options", given, o, sizeof *o));
-    SP_TRY(check_range(call, "reserved", (double)o->reserved, o->reserved == 0, "0"));
+    SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16, o->residual_bf16 <= 1, "0 or 1"));
+    SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16,
+                       o->residual_bf16 == 0 || dtype != SPCCL_FLOAT64, "0 with float64 gradients"));
     SP_TRY(check_range(call, "density", o->density, o->density > 0 && o->density <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "sample", o->sample, o->sample > 0 && o->sample <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
@@ -45,9 +48,15 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *
 }
 
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */
-static void *state_at(const struct job *j, void *state, size_t i)
+static void *residual_at(const struct job *j, size_t i)
 {
-    return state != NULL ? (uint8_t *)state + i * j->state_bytes : NULL;
+    uint8_t *r = j->segment->residual;
+    return r != NULL ? r + i * j->residual_bytes : NULL;
+}
+static void *velocity_at(const struct job *j, size_t i)
+{
+    uint8_t *u = j->segment->velocity;
+    return u != NULL ? u + i * j->state_bytes : NULL;
 }
 
 static double value_of(spccl_dtype dtype, const uint8_t *p)
@@ -72,18 +81,20 @@ static double value_of(spccl_dtype dtype, const uint8_t *p)
  * is not finite. */
 static uint64_t magnitude(const struct job *j, size_t i)
 {
-    const void *r = state_at(j, j->segment->residual, i), *u = state_at(j, j->segment->velocity, i);
-    double g = value_of(j->plan->dtype, j->grad + i * j->elem_bytes), v;
+    const uint8_t *r = residual_at(j, i), *u = velocity_at(j, i);
+    spccl_dtype wide = j->plan->dtype == SPCCL_FLOAT64 ? SPCCL_FLOAT64 : SPCCL_FLOAT32;
+    double g_now = value_of(j->plan->dtype, j->grad + i * j->elem_bytes), v;
+    double r_now = r == NULL ? 0 : value_of(j->o->residual_bf16 != 0 ? SPCCL_BFLOAT16 : wide, r);
+    double u_now = u == NULL ? 0 : value_of(wide, u);
     uint64_t bits;
-    if (j->state_bytes == sizeof(double)) {
+    if (wide == SPCCL_FLOAT64) {
         sp_prune_factors_f64 f = sp_prune_factors_of_f64(&j->f);
-        sp_prune_f64 e = sp_prune_elem_f64(g, r != NULL ? *(const double *)r : 0,
-                                           u != NULL ? *(const double *)u : 0, r != NULL, u != NULL, &f);
+        sp_prune_f64 e = sp_prune_elem_f64(g_now, r_now, u_now, r != NULL, u != NULL, &f);
         v = e.finite ? fabs(e.v) : 0;
     } else {
         sp_prune_factors_f32 f = sp_prune_factors_of_f32(&j->f);
-        sp_prune_f32 e = sp_prune_elem_f32((float)g, r != NULL ? *(const float *)r : 0,
-                                           u != NULL ? *(const float *)u : 0, r != NULL, u != NULL, &f);
+        sp_prune_f32 e =
+            sp_prune_elem_f32((float)g_now, (float)r_now, (float)u_now, r != NULL, u != NULL, &f);
         v = e.finite ? (double)fabsf(e.v) : 0;
     }
     memcpy(&bits, &v, sizeof bits);
@@ -123,26 +134,94 @@ static uint64_t select_largest(uint64_t *x, size_t n, size_t k)
     return x[want];
 }
 
-/* The threshold: about `density` of the sampled entries have this magnitude or more. */
+/* Elements of a sample whose magnitudes are computed at a time. */
+#define CHUNK 256u
+
+/* Floats of `dtype` from x, `stride` elements apart; zeros if x is NULL. */
+static void gather(float *restrict out, spccl_dtype dtype, const void *x, size_t stride, size_t n)
+{
+    const float *f = x;
+    const uint16_t *h = x;
+    if (x == NULL)
+        memset(out, 0, n * sizeof *out);
+    else if (dtype == SPCCL_FLOAT32)
+        for (size_t i = 0; i < n; i++)
+            out[i] = f[i * stride];
+    else if (dtype == SPCCL_BFLOAT16)
+        for (size_t i = 0; i < n; i++)
+            out[i] = sp_bf16_to_f32(h[i * stride]);
+    else
+        for (size_t i = 0; i < n; i++)
+            out[i] = sp_f16_to_f32(h[i * stride]);
+}
+
+/* Magnitudes [n <= CHUNK] of elements first, first + stride, ... of the segment, as sp_prune_magnitude gives them. */
+static void sample_chunk(const struct job *j, size_t first, size_t stride, size_t n, uint32_t *restrict out)
+{
+    spccl_dtype dtype = j->plan->dtype;
+    float g[CHUNK], r[CHUNK], u[CHUNK];
+    const sp_prune_factors_f32 f = sp_prune_factors_of_f32(&j->f);
+    if (dtype == SPCCL_FLOAT64) {
+        for (size_t i = 0; i < n; i++)
+            out[i] = sp_prune_magnitude(value_from_bits(magnitude(j, first + i * stride)), true);
+        return;
+    }
+    gather(g, dtype, j->grad + first * j->elem_bytes, stride, n);
+    gather(r, j->o->residual_bf16 != 0 ? SPCCL_BFLOAT16 : SPCCL_FLOAT32, residual_at(j, first), stride, n);
+    gather(u, SPCCL_FLOAT32, velocity_at(j, first), stride, n);
+    for (size_t i = 0; i < n; i++) { /* without residual or velocity: with one of zeros, |v| is the same */
+        const uint32_t infinite = 0x7f800000u, magnitude_bits = 0x7fffffffu;
+        float v_now = sp_prune_elem_f32(g[i], r[i], u[i], true, true, &f).v;
+        uint32_t g_bits = sp_f32_to_bits(g[i]) & magnitude_bits, v = sp_f32_to_bits(v_now) & magnitude_bits;
+        uint32_t finite = (uint32_t)(g_bits < infinite) & (uint32_t)(v < infinite);
+        out[i] = v & (0 - finite); /* integers, so that the compiler makes vectors of them */
+    }
+}
+
+/* The samples of at least `least`, in x: returns how many there are. */
+static size_t sample_above(const struct job *j, const sp_prune_sample *p, uint32_t least, uint64_t *x)
+{
+    uint32_t chunk[CHUNK];
+    size_t n_found = 0;
+    for (size_t at = 0; at < p->n; at += CHUNK) {
+        size_t n = sp_min_size(CHUNK, (size_t)p->n - at);
+        sample_chunk(j, (size_t)(p->start + at * p->stride), (size_t)p->stride, n, chunk);
+        for (size_t i = 0; i < n; i++) {
+            x[n_found] = chunk[i];
+            n_found += chunk[i] >= least;
+        }
+    }
+    return n_found;
+}
+
+/* The threshold: about `density` of the sampled entries have this magnitude or more. Most samples lie far below
+ * it, and selecting among all of them takes as long as the rest of the pruning. So we look first at those above
+ * half of the last threshold. If these are too few, we look at all. Both give the same result. */
 static double sampled_threshold(const struct job *j)
 {
-    uint64_t *x = j->plan->magnitudes, least;
+    uint64_t *x = j->plan->magnitudes;
     sp_prune_sample p = sp_prune_sample_of(j->segment->n_elems, j->density, j->o->sample, j->o->seed,
                                            j->segment->key, j->segment->state->step);
-    for (size_t i = 0; i < p.n; i++)
-        x[i] = sp_prune_magnitude(value_from_bits(magnitude(j, p.start + i * p.stride)), true);
-    least = select_largest(x, p.n, sp_prune_rank(p.n, (double)j->density));
-    return (double)sp_f32_from_bits((uint32_t)least);
+    uint64_t rank = sp_prune_rank(p.n, (double)j->density);
+    uint32_t least = sp_prune_magnitude(j->segment->state->threshold / 2, true);
+    size_t n = sample_above(j, &p, least, x);
+    if (n < rank)
+        n = sample_above(j, &p, 0, x);
+    return (double)sp_f32_from_bits((uint32_t)select_largest(x, n, (size_t)rank));
 }
 
 static sp_prune_args run_of(const struct job *j, size_t from, size_t n)
 {
+    const spccl_prune_segment *s = j->segment;
     return (sp_prune_args){.grad = j->grad + from * j->elem_bytes,
-                           .residual = state_at(j, j->segment->residual, from),
-                           .velocity = state_at(j, j->segment->velocity, from),
+                           .residual = residual_at(j, from),
+                           .residual_bf16 = j->o->residual_bf16 != 0,
+                           .velocity = velocity_at(j, from),
                            .n = n,
                            .dtype = j->plan->dtype,
-                           .factors = &j->f};
+                           .factors = &j->f,
+                           .random = sp_prune_random_of(j->o->seed, s->key, s->state->step),
+                           .first = from};
 }
 
 static void count(struct job *j, sp_prune_args a)
@@ -232,6 +311,9 @@ void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_option
                     .grad = grad,
                     .elem_bytes = sp_dtype_bytes(plan->dtype),
                     .state_bytes = plan->dtype == SPCCL_FLOAT64 ? 8 : 4,
+                    .residual_bytes = o->residual_bf16 != 0          ? 2
+                                      : plan->dtype == SPCCL_FLOAT64 ? 8
+                                                                     : 4,
                     .f = sp_prune_factors_now(o, s),
                     .density = sp_prune_density(o, s->state->step)};
     if (o->skip_zeros != 0 && gradient_is_zero(&j))
@@ -249,7 +331,7 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
     if (plan->device >= 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: the plan is for GPU %d: use spccl_cuda_prune",
                        plan->device);
-    SP_TRY(sp_prune_options_get(options, "spccl_prune", &o));
+    SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_prune", &o));
     elem_bytes = sp_dtype_bytes(plan->dtype);
     if ((uintptr_t)grad % elem_bytes != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: grad is %p, wanted an address aligned to %zu bytes", grad,

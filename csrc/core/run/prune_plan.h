@@ -15,15 +15,16 @@ struct spccl_prune_plan {
     const sp_kernels *kernels;     /* host */
     uint64_t *magnitudes;          /* [SP_PRUNE_BLOCK_ELEMS] scratch of the host, of a sample or a block */
     void *table;                   /* GPU memory: sp_gpu_prune_table and rows; NULL on the host */
-    size_t n_tiles;                /* on a GPU: tiles of all segments */
+    size_t n_tiles, most_elems;    /* on a GPU: tiles of all segments; elements of the largest */
 };
 
 /* Elements that the host prunes at a time, so that gradient and state stay in the L2 cache. */
 #define SP_PRUNE_BLOCK_ELEMS 65536u
 _Static_assert(SP_PRUNE_SAMPLES_MAX <= SP_PRUNE_BLOCK_ELEMS, "the scratch holds a sample");
 
-/* Copy and check the caller's options; NULL = defaults. `call` is for the texts of errors. Errors: ARG. */
-spccl_status sp_prune_options_get(const spccl_prune_options *given, const char *call,
+/* Copy and check the caller's options for gradients of `dtype`; NULL = defaults. `call` is for the texts of
+ * errors. Errors: ARG. */
+spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype dtype, const char *call,
                                   spccl_prune_options *out);
 /* Prune one segment on the host. `grad` is that of the segment. */
 void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,

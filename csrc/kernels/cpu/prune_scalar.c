@@ -22,12 +22,32 @@ static double same_f64(double v)
     return v;
 }
 
+static float get_residual_f32(const sp_prune_args *a, size_t i)
+{
+    return a->residual_bf16 ? sp_bf16_to_f32(sp_get_u16(a->residual, i)) : sp_get_f32(a->residual, i);
+}
+static void put_residual_f32(const sp_prune_args *a, size_t i, float v)
+{
+    if (a->residual_bf16)
+        sp_put_u16(a->residual, i, sp_bf16_round_randomly(v, sp_prune_random_bits(a->random, a->first + i)));
+    else
+        sp_put_f32(a->residual, i, v);
+}
+static double get_residual_f64(const sp_prune_args *a, size_t i)
+{
+    return sp_get_f64(a->residual, i);
+}
+static void put_residual_f64(const sp_prune_args *a, size_t i, double v)
+{
+    sp_put_f64(a->residual, i, v);
+}
+
 /* NAME of the dtype; how it is loaded and stored (sp_get_, sp_put_); NAME of the state; value -> dtype and back. */
 #define PRUNE(NAME, ACCESS, STATE, TYPE, NARROW, WIDEN)                                                      \
     static sp_prune_##STATE elem_##NAME(const sp_prune_args *a, size_t i, const sp_prune_factors_##STATE *f) \
     {                                                                                                        \
         return sp_prune_elem_##STATE(WIDEN(sp_get_##ACCESS(a->grad, i)),                                     \
-                                     a->residual != NULL ? sp_get_##STATE(a->residual, i) : 0,               \
+                                     a->residual != NULL ? get_residual_##STATE(a, i) : 0,                   \
                                      a->velocity != NULL ? sp_get_##STATE(a->velocity, i) : 0,               \
                                      a->residual != NULL, a->velocity != NULL, f);                           \
     }                                                                                                        \
@@ -51,7 +71,7 @@ static double same_f64(double v)
                     continue;                                                                                \
                 sp_put_##ACCESS(a->grad, i, NARROW(f.scale == 1 ? s : s * f.scale));                         \
                 if (a->residual != NULL)                                                                     \
-                    sp_put_##STATE(a->residual, i, e.v - s);                                                 \
+                    put_residual_##STATE(a, i, e.v - s);                                                     \
                 if (a->velocity != NULL)                                                                     \
                     sp_put_##STATE(a->velocity, i, e.u);                                                     \
             }                                                                                                \

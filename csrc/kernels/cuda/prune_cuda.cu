@@ -1,257 +1,49 @@
 // prune_cuda.cu - pruning on GPU memory: one kernel takes thresholds from samples, the next prunes in one pass
 // over gradient and state. For given thresholds the bits are those of the host (prune_rule.h).
-#include "core/base/prune_rule.h"
 #include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/kernels_cuda.h"
-#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/prune_sample.cuh"
 
-#define SP_PRUNE_THREADS 256u
-#define SP_PRUNE_EACH 4u // neighbouring elements that a thread loads at once
-#define SP_PRUNE_TURNS (SP_GPU_PRUNE_TILE / SP_PRUNE_THREADS / SP_PRUNE_EACH)
-#define SP_PRUNE_CTAS 4 // of an SM, which leaves each thread 64 registers
-#define SP_SAMPLE_THREADS 512u
-// Shared memory of the sampling kernel: a word for each warp, then the samples. A CTA may use 99 KiB on compute
-// capability 8.6, 8.9 and 12.0, 163 KiB on 8.0, and 227 KiB on 9.0 and 10.0.
-#define SP_SAMPLE_SHARED_BYTES ((SP_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t))
-static_assert(SP_SAMPLE_SHARED_BYTES <= 99 * 1024, "the sampling kernel runs on every supported GPU");
+#include <atomic>
 
-// ---- dtypes: U is the gradient's bits, S the state ----
-
-template <int DTYPE> struct sp_prune_dtype;
-template <> struct sp_prune_dtype<SPCCL_FLOAT32> {
-    typedef uint32_t U;
-    typedef float S;
-    static __device__ __forceinline__ float widen(uint32_t u)
-    {
-        return sp_f32_from_bits(u);
-    }
-    static __device__ __forceinline__ uint32_t narrow(float v)
-    {
-        return sp_f32_to_bits(v);
-    }
-};
-template <> struct sp_prune_dtype<SPCCL_FLOAT64> {
-    typedef uint64_t U;
-    typedef double S;
-    static __device__ __forceinline__ double widen(uint64_t u)
-    {
-        return __longlong_as_double((long long)u);
-    }
-    static __device__ __forceinline__ uint64_t narrow(double v)
-    {
-        return (uint64_t)__double_as_longlong(v);
-    }
-};
-template <> struct sp_prune_dtype<SPCCL_FLOAT16> {
-    typedef uint16_t U;
-    typedef float S;
-    static __device__ __forceinline__ float widen(uint16_t u)
-    {
-        return sp_f16_to_f32(u);
-    }
-    static __device__ __forceinline__ uint16_t narrow(float v)
-    {
-        return sp_f16_from_f32(v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v);
-    }
-};
-template <> struct sp_prune_dtype<SPCCL_BFLOAT16> {
-    typedef uint16_t U;
-    typedef float S;
-    static __device__ __forceinline__ float widen(uint16_t u)
-    {
-        return sp_bf16_to_f32(u);
-    }
-    static __device__ __forceinline__ uint16_t narrow(float v)
-    {
-        return sp_bf16_from_f32(v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v);
-    }
-};
-
-__device__ __forceinline__ sp_prune_f32 sp_prune_elem(float g, float r, float u, bool has_r, bool has_u,
-                                                      const sp_prune_factors_f32 &f)
-{
-    return sp_prune_elem_f32(g, r, u, has_r, has_u, &f);
-}
-__device__ __forceinline__ sp_prune_f64 sp_prune_elem(double g, double r, double u, bool has_r, bool has_u,
-                                                      const sp_prune_factors_f64 &f)
-{
-    return sp_prune_elem_f64(g, r, u, has_r, has_u, &f);
-}
-template <class S> struct sp_prune_factors_as;
-template <> struct sp_prune_factors_as<float> {
-    typedef sp_prune_factors_f32 type;
-    static __device__ __forceinline__ type of(const sp_prune_factors &f)
-    {
-        return sp_prune_factors_of_f32(&f);
-    }
-};
-template <> struct sp_prune_factors_as<double> {
-    typedef sp_prune_factors_f64 type;
-    static __device__ __forceinline__ type of(const sp_prune_factors &f)
-    {
-        return sp_prune_factors_of_f64(&f);
-    }
-};
-
-__device__ __forceinline__ sp_gpu_prune_row *sp_prune_rows(const sp_gpu_prune_args &a)
-{
-    return (sp_gpu_prune_row *)(a.table + 1);
-}
-
-__device__ __forceinline__ bool sp_prune_skips(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
-{
-    return a.options.skip_zeros != 0 && *(volatile const uint64_t *)&row.has_nonzero == 0;
-}
-
-// The row that `tile` belongs to.
-__device__ __forceinline__ uint32_t sp_prune_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
-                                                  uint64_t tile)
-{
-    uint32_t low = 0, high = n_rows - 1;
-    while (low < high) {
-        uint32_t middle = (low + high + 1) / 2;
-        if (rows[middle].first_tile <= tile)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
-// ---- segments of zeros ----
-
-// With skip_zeros, before the other kernels: which segments have an element that is not zero. Reads the gradient.
-template <int DTYPE>
-__global__ void __launch_bounds__(SP_PRUNE_THREADS)
-    sp_prune_nonzero_kernel(const __grid_constant__ sp_gpu_prune_args a)
-{
-    typedef sp_prune_dtype<DTYPE> T;
-    sp_gpu_prune_row *rows = sp_prune_rows(a);
-    for (uint64_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
-        sp_gpu_prune_row &row = rows[sp_prune_find(rows, a.n_segments, tile)];
-        uint64_t from = (tile - row.first_tile) * SP_GPU_PRUNE_TILE, left = row.segment.n_elems - from;
-        uint32_t n = left < SP_GPU_PRUNE_TILE ? (uint32_t)left : SP_GPU_PRUNE_TILE;
-        const typename T::U *grad = (const typename T::U *)a.grad + row.segment.begin + from;
-        bool nonzero = false;
-#pragma unroll 4
-        for (uint32_t i = threadIdx.x; i < n; i += SP_PRUNE_THREADS)
-            nonzero = T::widen(grad[i]) != 0 || nonzero;
-        if (nonzero)
-            *(volatile uint64_t *)&row.has_nonzero = 1;
-    }
-}
-
-// ---- thresholds ----
-
-// Sum of v over the threads of the CTA, in all of them. shared [SP_SAMPLE_THREADS / 32].
-__device__ __forceinline__ uint32_t sp_block_sum(uint32_t v, uint32_t *shared)
-{
-    uint32_t warp = threadIdx.x / 32;
-    v = __reduce_add_sync(~0u, v);
-    if (threadIdx.x % 32 == 0)
-        shared[warp] = v;
-    __syncthreads();
-    v = 0;
-    for (uint32_t i = 0; i < SP_SAMPLE_THREADS / 32; i++)
-        v += shared[i];
-    __syncthreads();
-    return v;
-}
-
-// The rank-th largest of x [n], 1 = the largest: the largest value that at least `rank` of x are not below.
-__device__ __forceinline__ uint32_t sp_block_select(const uint32_t *x, uint32_t n, uint32_t rank,
-                                                    uint32_t *shared)
-{
-    uint32_t found = 0;
-    for (uint32_t bit = 1u << 30; bit != 0; bit >>= 1) {
-        uint32_t n_here = 0;
-        for (uint32_t i = threadIdx.x; i < n; i += SP_SAMPLE_THREADS)
-            n_here += x[i] >= (found | bit) ? 1 : 0;
-        if (sp_block_sum(n_here, shared) >= rank)
-            found |= bit;
-    }
-    return found;
-}
-
-// One CTA per segment. Writes the segment's factors; its threshold comes from a sample unless the caller keeps
-// thresholds. Each sampled element costs 32 bytes of gradient, residual and velocity each.
-template <int DTYPE>
-__global__ void __launch_bounds__(SP_SAMPLE_THREADS)
-    sp_prune_sample_kernel(const __grid_constant__ sp_gpu_prune_args a)
-{
-    typedef sp_prune_dtype<DTYPE> T;
-    typedef typename T::S S;
-    sp_gpu_prune_row &row = sp_prune_rows(a)[blockIdx.x];
-    const spccl_prune_segment &s = row.segment;
-    uint32_t *shared = (uint32_t *)sp_block_shared(), *magnitudes = shared + SP_SAMPLE_THREADS / 32;
-    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s);
-    if (threadIdx.x == 0)
-        row.factors = factors;
-    if (factors.whole || a.options.keep_thresholds != 0 || sp_prune_skips(a, row))
-        return;
-    float density = sp_prune_density(&a.options, s.state->step);
-    sp_prune_sample p =
-        sp_prune_sample_of(s.n_elems, density, a.options.sample, a.options.seed, s.key, s.state->step);
-    typename sp_prune_factors_as<S>::type f = sp_prune_factors_as<S>::of(factors);
-    const S *r = (const S *)s.residual, *u = (const S *)s.velocity;
-    for (uint32_t i = threadIdx.x; i < p.n; i += SP_SAMPLE_THREADS) {
-        uint64_t at = p.start + i * p.stride;
-        S g = T::widen(((const typename T::U *)a.grad)[s.begin + at]);
-        auto e = sp_prune_elem(g, r != nullptr ? r[at] : S(0), u != nullptr ? u[at] : S(0), r != nullptr,
-                               u != nullptr, f);
-        magnitudes[i] = sp_prune_magnitude((double)e.v, e.finite);
-    }
-    __syncthreads();
-    uint32_t least =
-        sp_block_select(magnitudes, (uint32_t)p.n, (uint32_t)sp_prune_rank(p.n, (double)density), shared);
-    if (threadIdx.x == 0)
-        s.state->threshold = row.factors.threshold = (double)sp_f32_from_bits(least);
-}
+#define SP_PRUNE_CTAS 2                              // of an SM: more are slower (bench/notes/prune.md)
+#define SP_PRUNE_SHARED_BYTES (3 * sizeof(uint32_t)) // sp_prune_tiles; whether this is the last CTA
+#define SP_PRUNE_GPUS 64                             // GPUs of which the launcher remembers what it asked
 
 // ---- the pass ----
 
-// Four neighbouring elements: one load and one store if they are aligned, else four. The stores are PTX, because
-// the compiler merged both branches into four stores of 4 bytes.
-template <class E> union sp_four {
-    E e[SP_PRUNE_EACH];
-    uint2 half; // of 2-byte elements
-    uint4 whole[sizeof(E) < 4 ? 1 : sizeof(E) / 4];
+// EACH neighbouring elements: one load and one store if ALIGNED, else EACH of them. The stores are PTX, because the
+// compiler merged both branches into stores of one element.
+template <class E, uint32_t EACH> union sp_prune_vector {
+    static constexpr uint32_t BYTES = EACH * sizeof(E);
+    E e[EACH];
+    uint2 half; // of 8 bytes
+    uint4 whole;
 
-    __device__ __forceinline__ sp_four()
+    __device__ __forceinline__ sp_prune_vector()
     {
     }
-    // The address of an aligned group is a multiple of this.
-    static constexpr uint32_t ALIGN = sizeof(E) == 2 ? 8 : 16;
-    __device__ __forceinline__ void load(const E *p, uint32_t n, bool aligned)
+    template <bool ALIGNED> __device__ __forceinline__ void load(const E *p)
     {
-        if (n == SP_PRUNE_EACH && aligned) {
-            if constexpr (sizeof(E) == 2)
-                half = *(const uint2 *)p;
-            else
+        if constexpr (ALIGNED && BYTES == 8)
+            half = *(const uint2 *)p;
+        else if constexpr (ALIGNED)
+            whole = *(const uint4 *)p;
+        else
 #pragma unroll
-                for (uint32_t i = 0; i < sizeof(E) / 4; i++)
-                    whole[i] = ((const uint4 *)p)[i];
-            return;
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < SP_PRUNE_EACH; i++)
-            e[i] = i < n ? p[i] : E(0);
+            for (uint32_t c = 0; c < EACH; c++)
+                e[c] = p[c];
     }
-    __device__ __forceinline__ void store(E *p, uint32_t n, bool aligned) const
+    template <bool ALIGNED> __device__ __forceinline__ void store(E *p) const
     {
-        if (n == SP_PRUNE_EACH && aligned) {
-            if constexpr (sizeof(E) == 2)
-                sp_store8(p, half);
-            else
+        if constexpr (ALIGNED && BYTES == 8)
+            sp_store8(p, half);
+        else if constexpr (ALIGNED)
+            sp_store16(p, whole);
+        else
 #pragma unroll
-                for (uint32_t i = 0; i < sizeof(E) / 4; i++)
-                    sp_store16((uint4 *)p + i, whole[i]);
-            return;
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < SP_PRUNE_EACH; i++)
-            if (i < n)
-                p[i] = e[i];
+            for (uint32_t c = 0; c < EACH; c++)
+                p[c] = e[c];
     }
 };
 
@@ -270,57 +62,190 @@ struct sp_prune_tally {
     }
 };
 
-// Prune one tile: elements [from, from + n) of a segment. A thread has SP_PRUNE_TURNS groups of four neighbours
-// and loads all of them before it uses the first. Gradient, residual and velocity are read and written once.
-template <int DTYPE>
-__device__ __forceinline__ void
-sp_prune_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s, uint64_t from, uint32_t n,
-              const typename sp_prune_factors_as<typename sp_prune_dtype<DTYPE>::S>::type &f,
-              sp_prune_tally &tally)
-{
+// The tiles that a CTA prunes. CTAs take them in order from a counter. So at any time all CTAs are at neighbouring
+// tiles, and the memory finds neighbouring requests close together; with a fixed assignment CTAs drift apart. The CTA
+// asks for the next tile before it prunes one.
+struct sp_prune_tiles {
+    uint64_t now;
+    unsigned long long *n_taken;
+    uint32_t ahead, turn;
+
+    __device__ __forceinline__ sp_prune_tiles(const sp_gpu_prune_args &a)
+        : now(blockIdx.x), n_taken((unsigned long long *)&a.table->n_taken), ahead(0), turn(0)
+    {
+    }
+    __device__ __forceinline__ void ask()
+    {
+        if (threadIdx.x == 0)
+            ahead = (uint32_t)atomicAdd(n_taken, 1ull);
+    }
+    __device__ __forceinline__ void step()
+    {
+        uint32_t *slots = (uint32_t *)sp_block_shared(); // two, so that one barrier a tile is enough
+        if (threadIdx.x == 0)
+            slots[turn] = ahead;
+        __syncthreads();
+        now = gridDim.x + (uint64_t)slots[turn];
+        turn ^= 1;
+    }
+};
+
+// One segment, as the pass sees it.
+template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
     typedef sp_prune_dtype<DTYPE> T;
     typedef typename T::U U;
     typedef typename T::S S;
-    U *grad = (U *)a.grad + s.begin + from;
-    S *residual = (S *)s.residual, *velocity = (S *)s.velocity;
-    bool has_r = residual != nullptr, has_u = velocity != nullptr;
-    bool aligned = (uintptr_t)grad % sp_four<U>::ALIGN == 0;
-    sp_four<U> g[SP_PRUNE_TURNS];
-    sp_four<S> r[SP_PRUNE_TURNS], u[SP_PRUNE_TURNS];
-#pragma unroll
-    for (uint32_t k = 0; k < SP_PRUNE_TURNS; k++) {
-        uint32_t i = (k * SP_PRUNE_THREADS + threadIdx.x) * SP_PRUNE_EACH, rest = i < n ? n - i : 0;
-        rest = rest < SP_PRUNE_EACH ? rest : SP_PRUNE_EACH;
-        g[k].load(grad + i, rest, aligned);
-        if (has_r)
-            r[k].load(residual + from + i, rest, true);
-        if (has_u)
-            u[k].load(velocity + from + i, rest, true);
+    typedef sp_prune_residual<S, RES_BF16> Residual;
+    typedef typename Residual::R R;
+    static constexpr uint32_t EACH = 16 / sizeof(S); // a thread's neighbouring elements: 16 bytes of velocity
+    static constexpr uint32_t TILE = SP_GPU_PRUNE_TILE(sizeof(S));
+    static constexpr uint32_t TURNS = TILE / SP_PRUNE_THREADS / EACH;
+
+    U *grad;
+    R *residual;
+    S *velocity;
+    uint64_t n_elems, first_tile, end_tile;
+    typename sp_prune_factors_as<S>::type f;
+    S least; // what is sent has this magnitude or more
+    sp_prune_random random;
+
+    __device__ __forceinline__ sp_prune_segment(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
+        : grad((U *)a.grad + row.segment.begin), residual((R *)row.segment.residual),
+          velocity((S *)row.segment.velocity), n_elems(row.segment.n_elems), first_tile(row.first_tile),
+          end_tile(row.end_tile), f(sp_prune_factors_as<S>::of(row.factors))
+    {
+        least = f.whole ? S(-1) : f.threshold > 0 ? f.threshold : sp_prune_residual<S, false>::smallest();
+        if (RES_BF16)
+            random = sp_prune_random_of(a.options.seed, row.segment.key, row.segment.state->step);
     }
-#pragma unroll
-    for (uint32_t k = 0; k < SP_PRUNE_TURNS; k++) {
-        uint32_t i = (k * SP_PRUNE_THREADS + threadIdx.x) * SP_PRUNE_EACH, rest = i < n ? n - i : 0;
-        rest = rest < SP_PRUNE_EACH ? rest : SP_PRUNE_EACH;
-#pragma unroll
-        for (uint32_t c = 0; c < SP_PRUNE_EACH; c++) {
-            S r_now = has_r ? r[k].e[c] : S(0), u_now = has_u ? u[k].e[c] : S(0), sent = S(0);
-            auto e = sp_prune_elem(T::widen(g[k].e[c]), r_now, u_now, has_r, has_u, f);
-            bool counts = c < rest;
-            tally.n_sent += counts && (e.sent || !e.finite) ? 1 : 0;
-            tally.n_nonfinite += counts && !e.finite ? 1 : 0;
-            if (e.sent)
-                sent = T::widen(T::narrow(e.v));
-            g[k].e[c] = e.finite ? T::narrow(f.scale == S(1) ? sent : sent * f.scale) : g[k].e[c];
-            r[k].e[c] = e.finite ? e.v - sent : r_now;
-            u[k].e[c] = e.finite ? e.u : u_now;
+
+    // Any element, by the rule. g, r and u are old and become new.
+    __device__ __forceinline__ void prune_one(U &g, R &r, S &u, uint64_t index, sp_prune_tally &tally) const
+    {
+        auto e =
+            sp_prune_elem(T::widen(g), Residual::widen(r), u, residual != nullptr, velocity != nullptr, f);
+        tally.n_sent += e.sent || !e.finite ? 1 : 0;
+        tally.n_nonfinite += !e.finite ? 1 : 0;
+        if (!e.finite)
+            return;
+        S sent = e.sent ? T::widen(T::narrow(e.v)) : S(0);
+        g = T::narrow(sent * f.scale);
+        r = Residual::narrow(e.v - sent, random, index);
+        u = e.u;
+    }
+
+    // Elements [from, from + n) of the segment, one by one: the rest of a segment; or without a residual.
+    __device__ __forceinline__ void prune_few(uint64_t from, uint32_t n, sp_prune_tally &tally) const
+    {
+        for (uint64_t i = from + threadIdx.x; i < from + n; i += SP_PRUNE_THREADS) {
+            U g = grad[i];
+            R r = residual != nullptr ? residual[i] : R(0);
+            S u = velocity != nullptr ? velocity[i] : S(0);
+            prune_one(g, r, u, i, tally);
+            grad[i] = g;
+            if (residual != nullptr)
+                residual[i] = r;
+            if (velocity != nullptr)
+                velocity[i] = u;
         }
-        g[k].store(grad + i, rest, aligned);
-        if (has_r)
-            r[k].store(residual + from + i, rest, true);
-        if (has_u)
-            u[k].store(velocity + from + i, rest, true);
     }
-}
+
+    typedef sp_prune_vector<U, EACH> Grad;
+    typedef sp_prune_vector<R, EACH> Res;
+    typedef sp_prune_vector<S, EACH> Vel;
+
+    // EACH elements. If v is finite, then g is, as inf and nan last through products and sums. So one test an
+    // element is enough, and a thread with another value takes the slow way.
+    template <bool HAS_U>
+    __device__ __forceinline__ void prune_vector(Grad &g, Res &r, Vel &u, uint64_t index,
+                                                 sp_prune_tally &tally) const
+    {
+        S v[EACH], now[EACH];
+        bool finite = true;
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++) {
+            S x = T::widen(g.e[c]) * f.gradient;
+            now[c] = HAS_U ? f.momentum * u.e[c] + x : x;
+            v[c] = f.leak * Residual::widen(r.e[c]) + now[c];
+            finite = finite && sp_prune_abs(v[c]) <= sp_prune_residual<S, false>::largest();
+        }
+        if (!finite) {
+            S none = S(0);
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                prune_one(g.e[c], r.e[c], HAS_U ? u.e[c] : none, index + c, tally);
+            return;
+        }
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++) {
+            bool sends = !(sp_prune_abs(v[c]) < least);
+            U bits = T::narrow(sends ? v[c] : S(0));
+            S sent = T::widen(bits);
+            tally.n_sent += sends ? 1 : 0;
+            g.e[c] = bits;
+            r.e[c] = Residual::narrow(v[c] - sent, random, index + c);
+            if (HAS_U)
+                u.e[c] = sends && !f.whole ? S(0) : now[c];
+        }
+        if (f.scale != S(1))
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                g.e[c] = T::narrow(T::widen(g.e[c]) * f.scale);
+    }
+
+    // The TILE elements from `from` on. A thread loads all its elements before it uses the first.
+    template <bool HAS_U, bool ALIGNED>
+    __device__ __forceinline__ void prune_tile(uint64_t from, sp_prune_tally &tally) const
+    {
+        constexpr uint32_t APART = SP_PRUNE_THREADS * EACH;
+        uint64_t at = from + threadIdx.x * EACH;
+        Grad g[TURNS];
+        Res r[TURNS];
+        Vel u[TURNS];
+#pragma unroll
+        for (uint32_t k = 0; k < TURNS; k++) {
+            g[k].template load<ALIGNED>(grad + at + k * APART);
+            r[k].template load<true>(residual + at + k * APART);
+            if (HAS_U)
+                u[k].template load<true>(velocity + at + k * APART);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < TURNS; k++) {
+            prune_vector<HAS_U>(g[k], r[k], u[k], at + k * APART, tally);
+            g[k].template store<ALIGNED>(grad + at + k * APART);
+            r[k].template store<true>(residual + at + k * APART);
+            if (HAS_U)
+                u[k].template store<true>(velocity + at + k * APART);
+        }
+    }
+
+    // The tiles of the segment that `tiles` has now and next.
+    template <bool HAS_U, bool ALIGNED>
+    __device__ __forceinline__ void prune_tiles(sp_prune_tiles &tiles, sp_prune_tally &tally) const
+    {
+        while (tiles.now < end_tile) {
+            uint64_t from = (tiles.now - first_tile) * TILE, left = n_elems - from;
+            tiles.ask();
+            if (left >= TILE && residual != nullptr)
+                prune_tile<HAS_U, ALIGNED>(from, tally);
+            else
+                prune_few(from, left < TILE ? (uint32_t)left : TILE, tally);
+            tiles.step();
+        }
+    }
+    __device__ __forceinline__ void prune(sp_prune_tiles &tiles, sp_prune_tally &tally) const
+    {
+        bool aligned = (uintptr_t)grad % (EACH * sizeof(U)) == 0;
+        if (velocity != nullptr && aligned)
+            prune_tiles<true, true>(tiles, tally);
+        else if (velocity != nullptr)
+            prune_tiles<true, false>(tiles, tally);
+        else if (aligned)
+            prune_tiles<false, true>(tiles, tally);
+        else
+            prune_tiles<false, false>(tiles, tally);
+    }
+};
 
 // The last CTA: states of all segments, and zeros for the next call.
 __device__ __forceinline__ void sp_prune_finish(const sp_gpu_prune_args &a)
@@ -335,37 +260,34 @@ __device__ __forceinline__ void sp_prune_finish(const sp_gpu_prune_args &a)
         row.n_sent = row.n_nonfinite = row.has_nonzero = 0;
     }
     if (threadIdx.x == 0)
-        a.table->n_ctas_done = 0;
+        a.table->n_ctas_done = a.table->n_taken = 0;
 }
 
-// The grid has as many CTAs as run at once. CTA b prunes tiles b, b + gridDim.x, ...: at any time all CTAs work on
-// neighbouring tiles.
-template <int DTYPE>
+// The grid has as many CTAs as run at once.
+template <int DTYPE, bool RES_BF16>
 __global__ void __launch_bounds__(SP_PRUNE_THREADS, SP_PRUNE_CTAS)
     sp_prune_kernel(const __grid_constant__ sp_gpu_prune_args a)
 {
-    typedef typename sp_prune_dtype<DTYPE>::S S;
     sp_gpu_prune_row *rows = sp_prune_rows(a);
     sp_prune_tally tally = {0, 0};
-    uint64_t tile = blockIdx.x;
-    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
-    while (tile < a.n_tiles) { // one segment each time
-        uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
-        const spccl_prune_segment s = rows[index].segment;
-        typename sp_prune_factors_as<S>::type f = sp_prune_factors_as<S>::of(rows[index].factors);
-        if (sp_prune_skips(a, rows[index]))
-            tile += (end - tile + gridDim.x - 1) / gridDim.x * gridDim.x;
-        for (; tile < end; tile += gridDim.x) {
-            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE;
-            uint64_t n = s.n_elems - from < SP_GPU_PRUNE_TILE ? s.n_elems - from : SP_GPU_PRUNE_TILE;
-            sp_prune_tile<DTYPE>(a, s, from, (uint32_t)n, f, tally);
+    sp_prune_tiles tiles(a);
+    uint32_t index = sp_prune_find(rows, a.n_segments, tiles.now);
+    while (tiles.now < a.n_tiles) { // one segment each time
+        while (rows[index].end_tile <= tiles.now)
+            index++;
+        const sp_prune_segment<DTYPE, RES_BF16> segment(a, rows[index]);
+        if (sp_prune_skips(a, rows[index])) {
+            while (tiles.now < segment.end_tile) {
+                tiles.ask();
+                tiles.step();
+            }
+        } else {
+            segment.prune(tiles, tally);
         }
         tally.flush(rows[index]);
-        while (tile < a.n_tiles && rows[index].end_tile <= tile)
-            index++;
     }
     // A CTA adds its counts, then passes a fence, then counts itself as done. So the last one sees all counts.
-    uint32_t *is_last = (uint32_t *)sp_block_shared();
+    uint32_t *is_last = (uint32_t *)sp_block_shared() + 2;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0)
@@ -381,47 +303,81 @@ __global__ void __launch_bounds__(SP_PRUNE_THREADS, SP_PRUNE_CTAS)
 
 typedef void (*sp_prune_fn)(const sp_gpu_prune_args);
 
-static int dtype_index(spccl_dtype dtype)
+struct sp_prune_kernels {
+    sp_prune_fn nonzero, sample, prune;
+    size_t prune_shared_bytes;
+};
+template <int DTYPE, bool RES_BF16> static constexpr sp_prune_kernels kernels_for()
 {
-    return dtype == SPCCL_FLOAT32 ? 0 : dtype == SPCCL_FLOAT16 ? 1 : dtype == SPCCL_BFLOAT16 ? 2 : 3;
+    return {sp_prune_nonzero_kernel<DTYPE>, sp_prune_sample_kernel<DTYPE>, sp_prune_kernel<DTYPE, RES_BF16>,
+            SP_PRUNE_SHARED_BYTES};
+}
+static const sp_prune_kernels kernels[] = {
+    kernels_for<SPCCL_FLOAT32, false>(),  kernels_for<SPCCL_FLOAT32, true>(),
+    kernels_for<SPCCL_FLOAT16, false>(),  kernels_for<SPCCL_FLOAT16, true>(),
+    kernels_for<SPCCL_BFLOAT16, false>(), kernels_for<SPCCL_BFLOAT16, true>(),
+    kernels_for<SPCCL_FLOAT64, false>(),
+};
+static const int N_KERNELS = sizeof kernels / sizeof *kernels;
+
+static int kernels_index(const sp_gpu_prune_args *a)
+{
+    int dtype = a->dtype == SPCCL_FLOAT32    ? 0
+                : a->dtype == SPCCL_FLOAT16  ? 1
+                : a->dtype == SPCCL_BFLOAT16 ? 2
+                                             : 3;
+    return 2 * dtype + (a->options.residual_bf16 != 0 ? 1 : 0);
 }
 
-// CTAs that run at once, at most one a tile.
-static spccl_status grid_of(sp_prune_fn kernel, uint64_t n_tiles, dim3 *out)
+// *out = CTAs of the pruning kernel that run at once on GPU `device`, which is current. Prepares the kernels.
+static spccl_status prepare(int device, const sp_prune_kernels &k, int *out)
 {
-    int device = 0, n_sms = 0, n_ctas = 0;
-    uint64_t n;
-    SP_TRY_CUDA(cudaGetDevice(&device));
+    int n_sms = 0, n_ctas = 0;
+    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)k.sample, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)SP_SAMPLE_SHARED_BYTES(SP_PRUNE_SAMPLES_MAX)));
+    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)k.prune, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)k.prune_shared_bytes));
     SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)kernel,
-                                                              (int)SP_PRUNE_THREADS, 16));
-    n = (uint64_t)n_sms * (uint64_t)(n_ctas > 0 ? n_ctas : 1);
-    *out = dim3((unsigned)(n < n_tiles ? n : n_tiles));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)k.prune,
+                                                              (int)SP_PRUNE_THREADS, k.prune_shared_bytes));
+    *out = n_sms * (n_ctas > 0 ? n_ctas : 1);
     return SPCCL_OK;
+}
+
+// As `prepare`, which runs once for each GPU and set of kernels.
+static spccl_status prepare_once(int index, int *out)
+{
+    static std::atomic<int> known[SP_PRUNE_GPUS][N_KERNELS];
+    int device = 0;
+    SP_TRY_CUDA(cudaGetDevice(&device));
+    *out = device < SP_PRUNE_GPUS ? known[device][index].load(std::memory_order_relaxed) : 0;
+    if (*out != 0)
+        return SPCCL_OK;
+    SP_TRY(prepare(device, kernels[index], out));
+    if (device < SP_PRUNE_GPUS)
+        known[device][index].store(*out, std::memory_order_relaxed);
+    return SPCCL_OK;
+}
+
+static spccl_status launch(sp_prune_fn kernel, uint32_t n_ctas, uint32_t n_threads, size_t shared_bytes,
+                           const sp_gpu_prune_args *a, void *stream)
+{
+    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
+    return sp_cuda_check(
+        cudaLaunchKernel(kernel, dim3(n_ctas), dim3(n_threads), params, shared_bytes, (cudaStream_t)stream),
+        "launch of a pruning kernel");
 }
 
 extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
 {
-    static const sp_prune_fn nonzero[] = {
-        sp_prune_nonzero_kernel<SPCCL_FLOAT32>, sp_prune_nonzero_kernel<SPCCL_FLOAT16>,
-        sp_prune_nonzero_kernel<SPCCL_BFLOAT16>, sp_prune_nonzero_kernel<SPCCL_FLOAT64>};
-    static const sp_prune_fn samplers[] = {
-        sp_prune_sample_kernel<SPCCL_FLOAT32>, sp_prune_sample_kernel<SPCCL_FLOAT16>,
-        sp_prune_sample_kernel<SPCCL_BFLOAT16>, sp_prune_sample_kernel<SPCCL_FLOAT64>};
-    static const sp_prune_fn passes[] = {sp_prune_kernel<SPCCL_FLOAT32>, sp_prune_kernel<SPCCL_FLOAT16>,
-                                         sp_prune_kernel<SPCCL_BFLOAT16>, sp_prune_kernel<SPCCL_FLOAT64>};
-    int d = dtype_index(a->dtype);
-    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
-    dim3 grid, threads(SP_PRUNE_THREADS);
-    SP_TRY(grid_of(passes[d], a->n_tiles, &grid));
-    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)samplers[d], cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)SP_SAMPLE_SHARED_BYTES));
+    int index = kernels_index(a), n_resident = 0;
+    const sp_prune_kernels &k = kernels[index];
+    uint64_t n_samples = sp_prune_samples_most(a->most_elems, (float)a->options.density, a->options.sample);
+    uint32_t n_ctas;
+    SP_TRY(prepare_once(index, &n_resident));
+    n_ctas = (uint32_t)sp_min_size((size_t)n_resident, a->n_tiles);
     if (a->options.skip_zeros != 0)
-        SP_TRY(sp_cuda_check(cudaLaunchKernel(nonzero[d], grid, threads, params, 0, (cudaStream_t)stream),
-                             "launch of the kernel that looks for zeros"));
-    SP_TRY(sp_cuda_check(cudaLaunchKernel(samplers[d], dim3(a->n_segments), dim3(SP_SAMPLE_THREADS), params,
-                                          SP_SAMPLE_SHARED_BYTES, (cudaStream_t)stream),
-                         "launch of the sampling kernel"));
-    return sp_cuda_check(cudaLaunchKernel(passes[d], grid, threads, params, 16, (cudaStream_t)stream),
-                         "launch of the pruning kernel");
+        SP_TRY(launch(k.nonzero, n_ctas, SP_PRUNE_THREADS, 0, a, stream));
+    SP_TRY(launch(k.sample, a->n_segments, SP_SAMPLE_THREADS, SP_SAMPLE_SHARED_BYTES(n_samples), a, stream));
+    return launch(k.prune, n_ctas, SP_PRUNE_THREADS, k.prune_shared_bytes, a, stream);
 }

@@ -6,7 +6,8 @@
 #include "kernels/cuda/ptx.cuh"
 
 #define SP_WEIGHTS_THREADS 256u
-#define SP_WEIGHTS_CTAS 4 // of an SM, which leaves each thread 64 registers
+#define SP_WEIGHTS_CTAS 4     // of an SM, which leaves each thread 64 registers
+#define SP_WEIGHTS_PART 2048u // elements of a tile that a CTA has in registers at a time
 #define SP_WEIGHTS_SAMPLE_THREADS 512u
 // Shared memory of the sampling kernel: a word for each warp, then the samples.
 #define SP_WEIGHTS_SHARED_BYTES ((SP_WEIGHTS_SAMPLE_THREADS / 32 + SP_PRUNE_SAMPLES_MAX) * sizeof(uint32_t))
@@ -160,7 +161,7 @@ template <class S> struct sp_weights_place {
     }
 };
 template <class S>
-static constexpr uint32_t sp_weights_turns = SP_GPU_PRUNE_TILE / SP_WEIGHTS_THREADS / sp_weights_of<S>::EACH;
+static constexpr uint32_t sp_weights_turns = SP_WEIGHTS_PART / SP_WEIGHTS_THREADS / sp_weights_of<S>::EACH;
 
 // ---- sending ----
 
@@ -178,7 +179,7 @@ struct sp_weights_tally {
     }
 };
 
-// One tile: elements [from, from + n) of a segment. Both weights are read and `out` is written once. Own
+// Part of a tile: elements [from, from + n) of a segment. Both weights are read and `out` is written once. Own
 // weights are written in groups where one changes.
 template <class S>
 __device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s,
@@ -243,9 +244,12 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
         const spccl_prune_segment s = rows[index].segment;
         const sp_prune_factors f = rows[index].factors;
         for (; tile < end; tile += gridDim.x) {
-            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE;
-            uint64_t n = s.n_elems - from < SP_GPU_PRUNE_TILE ? s.n_elems - from : SP_GPU_PRUNE_TILE;
-            sp_weights_send_tile<S>(a, s, from, (uint32_t)n, f, tally);
+            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE(sizeof(S));
+            uint64_t to = from + SP_GPU_PRUNE_TILE(sizeof(S));
+            for (to = to < s.n_elems ? to : s.n_elems; from < to; from += SP_WEIGHTS_PART) {
+                uint64_t n = to - from < SP_WEIGHTS_PART ? to - from : SP_WEIGHTS_PART;
+                sp_weights_send_tile<S>(a, s, from, (uint32_t)n, f, tally);
+            }
         }
         tally.flush(rows[index]);
         while (tile < a.n_tiles && rows[index].end_tile <= tile)
@@ -267,7 +271,7 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
 
 // ---- receiving ----
 
-// One tile. The change is read once. Groups of both weights are read and written where it is not zero.
+// Part of a tile. The change is read once. Groups of both weights are read and written where it is not zero.
 template <class S>
 __device__ __forceinline__ void
 sp_weights_receive_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s, uint64_t from, uint32_t n)
@@ -316,9 +320,12 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
         uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
         const spccl_prune_segment s = rows[index].segment;
         for (; tile < end; tile += gridDim.x) {
-            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE;
-            uint64_t n = s.n_elems - from < SP_GPU_PRUNE_TILE ? s.n_elems - from : SP_GPU_PRUNE_TILE;
-            sp_weights_receive_tile<S>(a, s, from, (uint32_t)n);
+            uint64_t from = (tile - first) * SP_GPU_PRUNE_TILE(sizeof(S));
+            uint64_t to = from + SP_GPU_PRUNE_TILE(sizeof(S));
+            for (to = to < s.n_elems ? to : s.n_elems; from < to; from += SP_WEIGHTS_PART) {
+                uint64_t n = to - from < SP_WEIGHTS_PART ? to - from : SP_WEIGHTS_PART;
+                sp_weights_receive_tile<S>(a, s, from, (uint32_t)n);
+            }
         }
         while (tile < a.n_tiles && rows[index].end_tile <= tile)
             index++;

@@ -1,0 +1,154 @@
+// prune_elem.cuh - one element of a gradient on the GPU: dtypes of gradient, residual and velocity, and the rule of
+// prune_rule.h on them. And the table of segments.
+#ifndef SP_PRUNE_ELEM_CUH
+#define SP_PRUNE_ELEM_CUH
+
+#include "core/contract/gpu.h"
+#include "kernels/cuda/ptx.cuh"
+
+#define SP_PRUNE_THREADS 256u // of a CTA, except for the sampling kernel
+
+// ---- dtypes: U is the gradient's bits, S the state. What `narrow` makes of a NaN is never used. ----
+
+template <int DTYPE> struct sp_prune_dtype;
+template <> struct sp_prune_dtype<SPCCL_FLOAT32> {
+    typedef uint32_t U;
+    typedef float S;
+    static __device__ __forceinline__ float widen(uint32_t u)
+    {
+        return sp_f32_from_bits(u);
+    }
+    static __device__ __forceinline__ uint32_t narrow(float v)
+    {
+        return sp_f32_to_bits(v);
+    }
+};
+template <> struct sp_prune_dtype<SPCCL_FLOAT64> {
+    typedef uint64_t U;
+    typedef double S;
+    static __device__ __forceinline__ double widen(uint64_t u)
+    {
+        return __longlong_as_double((long long)u);
+    }
+    static __device__ __forceinline__ uint64_t narrow(double v)
+    {
+        return (uint64_t)__double_as_longlong(v);
+    }
+};
+template <> struct sp_prune_dtype<SPCCL_FLOAT16> {
+    typedef uint16_t U;
+    typedef float S;
+    static __device__ __forceinline__ float widen(uint16_t u)
+    {
+        return sp_f16_to_f32(u);
+    }
+    static __device__ __forceinline__ uint16_t narrow(float v)
+    {
+        return (uint16_t)sp_pack_f16(v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v, 0);
+    }
+};
+template <> struct sp_prune_dtype<SPCCL_BFLOAT16> {
+    typedef uint16_t U;
+    typedef float S;
+    static __device__ __forceinline__ float widen(uint16_t u)
+    {
+        return sp_bf16_to_f32(u);
+    }
+    static __device__ __forceinline__ uint16_t narrow(float v)
+    {
+        return (uint16_t)sp_pack_bf16(v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v, 0);
+    }
+};
+
+// A residual as wide as the state, or bfloat16 (RES_BF16), which is rounded at random.
+template <class S, bool RES_BF16> struct sp_prune_residual {
+    typedef S R;
+    static __device__ __forceinline__ S smallest() // above 0
+    {
+        return sizeof(S) == 4 ? S(0x1p-149) : S(0x1p-1074);
+    }
+    static __device__ __forceinline__ S largest()
+    {
+        return sizeof(S) == 4 ? S(0x1.fffffep127) : S(0x1.fffffffffffffp1023);
+    }
+    static __device__ __forceinline__ S widen(S r)
+    {
+        return r;
+    }
+    static __device__ __forceinline__ S narrow(S r, sp_prune_random, uint64_t)
+    {
+        return r;
+    }
+};
+template <> struct sp_prune_residual<float, true> {
+    typedef uint16_t R;
+    static __device__ __forceinline__ float widen(uint16_t r)
+    {
+        return sp_bf16_to_f32(r);
+    }
+    static __device__ __forceinline__ uint16_t narrow(float r, sp_prune_random random, uint64_t index)
+    {
+        return sp_bf16_round_randomly(r, sp_prune_random_bits(random, index));
+    }
+};
+
+__device__ __forceinline__ sp_prune_f32 sp_prune_elem(float g, float r, float u, bool has_r, bool has_u,
+                                                      const sp_prune_factors_f32 &f)
+{
+    return sp_prune_elem_f32(g, r, u, has_r, has_u, &f);
+}
+__device__ __forceinline__ sp_prune_f64 sp_prune_elem(double g, double r, double u, bool has_r, bool has_u,
+                                                      const sp_prune_factors_f64 &f)
+{
+    return sp_prune_elem_f64(g, r, u, has_r, has_u, &f);
+}
+__device__ __forceinline__ float sp_prune_abs(float v)
+{
+    return fabsf(v);
+}
+__device__ __forceinline__ double sp_prune_abs(double v)
+{
+    return fabs(v);
+}
+template <class S> struct sp_prune_factors_as;
+template <> struct sp_prune_factors_as<float> {
+    typedef sp_prune_factors_f32 type;
+    static __device__ __forceinline__ type of(const sp_prune_factors &f)
+    {
+        return sp_prune_factors_of_f32(&f);
+    }
+};
+template <> struct sp_prune_factors_as<double> {
+    typedef sp_prune_factors_f64 type;
+    static __device__ __forceinline__ type of(const sp_prune_factors &f)
+    {
+        return sp_prune_factors_of_f64(&f);
+    }
+};
+
+__device__ __forceinline__ sp_gpu_prune_row *sp_prune_rows(const sp_gpu_prune_args &a)
+{
+    return (sp_gpu_prune_row *)(a.table + 1);
+}
+
+__device__ __forceinline__ bool sp_prune_skips(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
+{
+    return a.options.skip_zeros != 0 && *(volatile const uint64_t *)&row.has_nonzero == 0;
+}
+
+// The row that `tile` belongs to.
+__device__ __forceinline__ uint32_t sp_prune_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
+                                                  uint64_t tile)
+{
+    uint32_t low = 0, high = n_rows - 1;
+    while (low < high) {
+        uint32_t middle = (low + high + 1) / 2;
+        if (rows[middle].first_tile <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+#endif
