@@ -90,18 +90,19 @@ PyObject *ext_prune(PyObject *module, PyObject *args)
     spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
     unsigned long long grad, factor, loss_scale, stream;
     PyObject *capsule, *rule;
-    int on_gpu;
+    int residual_bf16, on_gpu;
     spccl_prune_plan *plan;
     spccl_status st;
 
-    if (!PyArg_ParseTuple(args, "OKO!KKpK:prune", &capsule, &grad, &PyTuple_Type, &rule, &factor, &loss_scale,
-                          &on_gpu, &stream))
+    if (!PyArg_ParseTuple(args, "OKO!KKppK:prune", &capsule, &grad, &PyTuple_Type, &rule, &factor,
+                          &loss_scale, &residual_bf16, &on_gpu, &stream))
         return NULL;
     plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
     if (plan == NULL || parse_rule(rule, &o) < 0)
         return NULL;
     o.factor = (const float *)(uintptr_t)factor;
     o.loss_scale = (const float *)(uintptr_t)loss_scale;
+    o.residual_bf16 = (uint32_t)residual_bf16;
     Py_BEGIN_ALLOW_THREADS
     st = on_gpu ? spccl_cuda_prune(plan, (void *)(uintptr_t)grad, &o, (void *)(uintptr_t)stream)
                 : spccl_prune(plan, (void *)(uintptr_t)grad, &o);

@@ -114,7 +114,9 @@ def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
                 if parts[0] is None:
                     parameters[name][key] = None if entry[key] is None else torch.zeros_like(entry[key])
                 else:
-                    parameters[name][key] = sum(parts[1:], parts[0].clone()) * factor
+                    wide = torch.promote_types(parts[0].dtype, torch.float32)
+                    total = sum((p.to(wide) for p in parts[1:]), parts[0].to(wide))
+                    parameters[name][key] = (total * factor).to(parts[0].dtype)
         resharded.append({**states[0], "world_size": world_size, "parameters": parameters})
     return resharded
 

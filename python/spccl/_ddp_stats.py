@@ -46,7 +46,8 @@ class Statistics:
 
     def measure_residual(self, slots: Iterable[prune.Slot]) -> None:
         """Measure the norm of all residuals. Waits for the device."""
-        norms = [torch.linalg.vector_norm(s.residual).item() / s.loss_scale() for s in slots if s.residual is not None]
+        kept = [(s.residual, s.loss_scale()) for s in slots if s.residual is not None]
+        norms = [torch.linalg.vector_norm(r, dtype=torch.float64).item() / scale for r, scale in kept]
         self._residual_norm = math.hypot(*norms)
 
     def report(

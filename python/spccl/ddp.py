@@ -72,10 +72,13 @@ class PrunedGradients:
         grad_scaler: the torch.amp.GradScaler of the training loop, if any: residual and velocity follow its
             changes of scale. Without one, gradients are taken as they are.
         norm_every: measure the residual's norm every so many steps for `stats`; 0 never.
-        seed: of the random choice of sampled places.
+        seed: of the random choice of sampled places, and of the rounding below.
         max_ctas: most thread blocks of this hook's all-reduces on CUDA; None = all of the group's. Fewer leave
             multiprocessors to the backward pass, and the exchange takes longer. All ranks give the same number. Other
             backends than spccl and the CPU ignore it.
+        residual_dtype: torch.float32 (float64 for float64 gradients), or torch.bfloat16 to keep 2 bytes per entry
+            instead of 4. A bfloat16 residual is rounded at random in every step, so that its mean is right; but what
+            is sent and what is kept then no longer add up exactly. Not for float64 gradients.
     Errors: ValueError for a setting out of range, with its name and the allowed range.
 
     DDP features:
@@ -113,6 +116,7 @@ class PrunedGradients:
         norm_every: int = 0,
         seed: int = 0,
         max_ctas: int | None = None,
+        residual_dtype: torch.dtype = torch.float32,
     ):
         _require("density", density, 0 < density <= 1, "in (0, 1]")
         _require("sample", sample, 0 < sample <= 1, "in (0, 1]")
@@ -125,6 +129,8 @@ class PrunedGradients:
         _require("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0, or None")
         _require("norm_every", norm_every, norm_every >= 0, "0 or more")
         _require("max_ctas", max_ctas, max_ctas is None or max_ctas >= 1, "1 or more, or None")
+        known = residual_dtype in (torch.float32, torch.bfloat16)
+        _require("residual_dtype", residual_dtype, known, "torch.float32 or torch.bfloat16")
         self.density = density
         self.sample = sample
         self.error_feedback = error_feedback
@@ -138,6 +144,7 @@ class PrunedGradients:
         self.norm_every = norm_every
         self.seed = seed
         self.max_ctas = max_ctas
+        self.residual_dtype = residual_dtype
         self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None
         self._names: dict[int, str] = {}
@@ -313,7 +320,7 @@ class PrunedGradients:
             if name in self._loaded:
                 _ddp_state.fill_slot(slot, self._loaded.pop(name), self.error_feedback)
             keeps = pruned and self.error_feedback and self.density < 1
-            slot.prepare(dtype, residual=keeps, velocity=self.momentum > 0)
+            slot.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
             self._slots[id(param)] = slot
         return slot
 

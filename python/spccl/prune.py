@@ -59,8 +59,9 @@ class Rule(NamedTuple):
 class Slot:
     """State of one parameter: residual and velocity, flat [numel] in the parameter's memory order.
 
-    Both are float32 (float64 for float64 gradients) on the gradient's device, and None where not kept. `state` is
-    [STATE_COLUMNS] int64 there, a `spccl_prune_state`. The three are in units of the loss scale that `state` holds.
+    Both are float32 (float64 for float64 gradients) on the gradient's device, and None where not kept. The residual
+    may be bfloat16 instead; then each step rounds it at random, so that the mean is right (docs/KERNELS.md). `state`
+    is [STATE_COLUMNS] int64 there, a `spccl_prune_state`. The three are in units of the loss scale that `state` holds.
     """
 
     __slots__ = ("elem_bytes", "key", "name", "numel", "pruned", "residual", "state", "velocity")
@@ -75,12 +76,24 @@ class Slot:
         self.residual: torch.Tensor | None = None
         self.velocity: torch.Tensor | None = None
 
-    def prepare(self, dtype: torch.dtype, residual: bool, velocity: bool) -> None:
-        """Allocate what a gradient of `dtype` needs and is not there."""
+    def prepare(
+        self, dtype: torch.dtype, residual: bool, velocity: bool, residual_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Allocate what a gradient of `dtype` needs and is not there; convert float32 and bfloat16 residuals.
+
+        residual_dtype: float32 (float64 for float64 gradients) or bfloat16.
+        Raises: ValueError for a residual of bfloat16 with float64 gradients.
+        """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if residual_dtype == torch.bfloat16 and wide == torch.float64:
+            raise ValueError(f"spccl.prune: {self.name!r} has float64 gradients, which need a residual of float64")
+        if residual_dtype != torch.bfloat16:
+            residual_dtype = wide
         self.elem_bytes = dtype.itemsize
         if residual and self.residual is None:
-            self.residual = torch.zeros(self.numel, dtype=wide, device=self.state.device)
+            self.residual = torch.zeros(self.numel, dtype=residual_dtype, device=self.state.device)
+        if self.residual is not None and self.residual.dtype in (torch.float32, torch.bfloat16):
+            self.residual = self.residual.to(residual_dtype)
         if velocity and self.velocity is None:
             self.velocity = torch.zeros(self.numel, dtype=wide, device=self.state.device)
 
@@ -96,8 +109,8 @@ class Plan:
         segments: (first element, slot) of each parameter; `slot.prepare` was called.
         numel, dtype: of the bucket's gradient: float16, bfloat16, float32 or float64.
         device: host or CUDA.
-    Raises: ValueError if a slot's tensors do not fit; spccl.Error if the segments do not, or this build of spccl has no
-        CUDA.
+    Raises: ValueError if a slot's tensors do not fit, or residuals have several dtypes; spccl.Error if the segments do
+        not fit, or this build of spccl has no CUDA.
     """
 
     def __init__(self, segments: Sequence[tuple[int, Slot]], numel: int, dtype: torch.dtype, device: torch.device):
@@ -106,6 +119,10 @@ class Plan:
         self.slots = [slot for _, slot in segments]
         for slot in self.slots:
             _check_slot(slot, dtype, device)
+        residual_dtypes = {s.residual.dtype for s in self.slots if s.residual is not None}
+        if len(residual_dtypes) > 1:
+            raise ValueError(f"spccl.prune: residuals of {sorted(map(str, residual_dtypes))}, wanted one dtype")
+        self._residual_bf16 = torch.bfloat16 in residual_dtypes
         self.numel, self.dtype, self.device = numel, dtype, device
         rows = [
             (begin, s.numel, _address(s.residual), _address(s.velocity), _address(s.state), s.key, not s.pruned)
@@ -139,15 +156,17 @@ class Plan:
                 raise ValueError(f"spccl.prune: {name} is on {tensor.device}, wanted {self.device}")
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
-        _ext.prune(self._plan, grad.data_ptr(), rule, _address(factor), _address(loss_scale), on_gpu, stream)
+        options = (_address(factor), _address(loss_scale), self._residual_bf16)
+        _ext.prune(self._plan, grad.data_ptr(), rule, *options, on_gpu, stream)
 
 
 def _check_slot(slot: Slot, dtype: torch.dtype, device: torch.device) -> None:
     """ValueError unless the slot's tensors are what a gradient of `dtype` on `device` needs: C gets their addresses."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    is_bf16 = slot.residual is not None and slot.residual.dtype == torch.bfloat16 and wide == torch.float32
     for what, tensor, wanted_dtype, numel in (
         ("state", slot.state, torch.int64, STATE_COLUMNS),
-        ("residual", slot.residual, wide, slot.numel),
+        ("residual", slot.residual, torch.bfloat16 if is_bf16 else wide, slot.numel),
         ("velocity", slot.velocity, wide, slot.numel),
     ):
         if tensor is None:
