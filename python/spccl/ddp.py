@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from spccl import _ddp_state, backend, prune
 
-from ._ddp_model import find_ddp, find_ddp_by_hook, trained, trained_numels
+from ._ddp_model import find_ddp, find_ddp_by_hook, refuse_adam, trained, trained_numels
 from ._ddp_stats import Statistics, Tally
 
 _AVERAGING_BACKENDS = ("spccl", "nccl")
@@ -164,15 +164,26 @@ class PrunedGradients:
 
     # -- registration ------------------------------------------------------------------------------
 
-    def register(self, model: torch.nn.Module) -> "PrunedGradients":
+    def register(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        allow_adam: bool = False,
+    ) -> "PrunedGradients":
         """Install this hook on `model`, once, before its first backward pass. Returns self.
 
         Args:
             model: DistributedDataParallel, or a module that wraps one: torch.compile(ddp), what Accelerate's
                 prepare() or Fabric's setup() returned, Trainer.model_wrapped.
+            optimizer: the one that will take the averaged gradients, to be checked; None: not checked.
+            allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit.
         Raises: TypeError if there is no DistributedDataParallel in `model`, or more than one; RuntimeError if this
-            object is already on a model; ValueError if loaded state does not fit the model.
+            object is already on a model; ValueError if loaded state does not fit the model, or for an Adam-like
+            optimizer without allow_adam.
         """
+        if optimizer is not None and not allow_adam:
+            refuse_adam(optimizer)
         wrapped = find_ddp(model)
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")

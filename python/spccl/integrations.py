@@ -107,7 +107,10 @@ def fights(hook: PrunedGradients, max_grad_norm: float | None, optimizer: Any) -
             f"and pass clip_norm={max_grad_norm} to PrunedGradients"
         )
     if "adam" in kind.lower():
-        texts.append(f"{kind} does not converge on pruned gradients; use SGD (docs/TRAINING.md has the measurement)")
+        texts.append(
+            f"{kind} does not converge on pruned gradients; use SGD, or spccl.optim.SparseSync in place of "
+            "DDP (docs/TRAINING.md has the measurement)"
+        )
     if hook.momentum and defaults.get("momentum"):
         texts.append(
             f"momentum={defaults['momentum']} in {kind} and momentum={hook.momentum} in PrunedGradients: set the "
