@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--millions", type=int, default=512, help="parameters, in 2^20")
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--bucket-mb", type=float, default=64)
+    parser.add_argument("--bucket-mb", type=float, default=256)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
@@ -116,10 +116,10 @@ def main() -> None:
         row("apply alone", median(device, lambda: [b.apply(s, opt.settings) for b, s in pairs]), 4)
     row("AdamW alone", median(device, inner.step), 28)
     row("AdamW and wrapper", median(device, opt.step), 28 + 24)
-    opt._corrects, opt.ranks.world_size = True, 4  # as on 4 ranks, but nothing is exchanged
+    opt._moment, opt.ranks.world_size = "corrected", 4  # as on 4 ranks, but nothing is exchanged
     opt.ranks.all_reduce = lambda buffer, average: None
     row("the same, corrected second moment", median(device, opt.step), 28 + 24)
-    opt._corrects = False
+    opt._moment = "local"
     object.__setattr__(opt.settings, "check_finite", True)
     row("the same, check_finite", median(device, opt.step), 28 + 24 + 4)
     if args.csv:

@@ -74,7 +74,7 @@ def refuse_adam(optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
         raise ValueError(
             f"PrunedGradients.register: got {kind} as optimizer, wanted SGD: {kind} takes the zeros of a pruned "
-            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.61, dense at "
-            f"0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) without DDP, or pass allow_adam=True "
-            "(docs/TRAINING.md)"
+            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.61, "
+            f"dense at 0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) without DDP, or pass "
+            "allow_adam=True (docs/TRAINING.md)"
         )

@@ -217,7 +217,9 @@ _COLUMNS = 4093  # a prime: no row of a matrix is a multiple of it
 
 
 def make_buckets(weights: Sequence[Weight], most_bytes: int, outer_momentum: float) -> list[Bucket]:
-    """Buckets of at most `most_bytes` of float32 (or one parameter), in the order of the parameters."""
+    """Buckets in the order of the parameters. A bucket has at most `most_bytes` of float32, and at most an eighth of
+    all weights or 4 MiB, whichever is more; or one parameter."""
+    most_bytes = min(most_bytes, max(4 << 20, 4 * sum(w.numel for w in weights) // 8))
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Weight]]] = {}
     for w in weights:
         lists = by_kind.setdefault((w.flat.dtype, w.flat.device), [[]])

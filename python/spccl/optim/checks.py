@@ -27,6 +27,9 @@ def check_settings(s: Any) -> None:
     require("decay", s.decay, 0 < s.decay <= 1, "in (0, 1]")
     require("outer_lr", s.outer_lr, s.outer_lr > 0 and math.isfinite(s.outer_lr), "above 0")
     require("outer_momentum", s.outer_momentum, 0 <= s.outer_momentum < 1, "in [0, 1)")
+    moments = (None, False, True, "scaled")
+    moment = s.correct_second_moment
+    require("correct_second_moment", moment, moment in moments, "None, False, True or 'scaled'")
     require("clip_norm", s.clip_norm, s.clip_norm is None or s.clip_norm > 0, "above 0, or None")
     require("bucket_mb", s.bucket_mb, s.bucket_mb > 0, "above 0")
     require("check_every", s.check_every, is_whole(s.check_every, 0), "a whole number, 0 or more")

@@ -3,8 +3,14 @@
 An Adam-like optimizer on one rank divides by the root of v, the running mean of its squared gradient. The gradient of
 one of N ranks is noisier than the average over ranks, so its v is larger and its steps are smaller than those of dense
 training. The variance of an average of N independent gradients is Var / N, so the second moment of the average is about
-v / N + (1 - 1/N) m^2 with the first moment m as estimate of the mean.
+v / N + (1 - 1/N) m^2 with the first moment m as estimate of the mean ("corrected"). Where noise is most of the gradient
+v / N alone is close to that ("scaled"). A v that is N times smaller is a learning rate and an eps that are sqrt(N)
+times larger, so it costs nothing.
 """
+
+import contextlib
+import math
+from collections.abc import Iterator
 
 import torch
 
@@ -18,8 +24,26 @@ def is_correctable(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups)
 
 
+@contextlib.contextmanager
+def scaled(optimizer: torch.optim.Optimizer, n_ranks: int) -> Iterator[None]:
+    """Inside the block the optimizer's step has v / n_ranks in the place of v. Decoupled weight decay stays."""
+    root, kept = math.sqrt(n_ranks), []
+    decoupled = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        kept.append({key: group[key] for key in ("lr", "eps", "weight_decay")})
+        group["lr"] = group["lr"] * root
+        group["eps"] = group["eps"] * root
+        if group.get("decoupled_weight_decay", decoupled):
+            group["weight_decay"] = group["weight_decay"] / root
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            group.update(values)
+
+
 def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: Scratch) -> None:
-    """Replace the step that the optimizer has just made by one with the corrected second moment.
+    """Replace the step that the optimizer has just made by one with the corrected second moment. Takes 13 passes.
 
     A step is -lr m' / (sqrt(v') + eps), with the bias-corrected m' and v'. This adds it again and subtracts the step
     with v' / N + (1 - 1/N) m'^2 in the place of v'.

@@ -20,7 +20,7 @@ class Settings:
     decay: float
     outer_lr: float
     outer_momentum: float
-    correct_second_moment: bool | None
+    correct_second_moment: bool | str | None
     clip_norm: float | None
     check_finite: bool
     check_every: int

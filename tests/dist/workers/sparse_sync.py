@@ -149,9 +149,22 @@ def global_weights_are_equal_on_all_ranks():
 
 def corrected_second_moment():
     """After each step the weights are those of AdamW with v / N + (1 - 1/N) m^2 in the denominator."""
+    check_second_moment(True, 1 - 1 / WORLD)
+
+
+def scaled_second_moment():
+    """The default for AdamW: v / N in the denominator, and the same weight decay."""
+    check_second_moment(None, 0.0)
+    opt = SparseSync(adamw(Net()), density=0.5)
+    rates = [(g["lr"], g["eps"], g["weight_decay"]) for g in opt.param_groups]
+    assert rates == [(3e-3, 1e-8, 0.01), (1e-3, 1e-8, 0.1)]
+    assert SparseSync(adamw(Net()), density=0.5, every=2)._moment == "local"
+    assert SparseSync(torch.optim.SGD(trained(Net()).values(), lr=0.1))._moment == "local"
+
+
+def check_second_moment(setting, share_of_mean: float):
     net = Net()
-    opt = SparseSync(adamw(net), density=1.0)
-    assert opt._corrects
+    opt = SparseSync(adamw(net), density=1.0, correct_second_moment=setting)
     b1, b2, eps = 0.9, 0.999, 1e-8
     groups = {id(p): g for g in opt.param_groups for p in g["params"]}
     common = {n: p.detach().double().clone() for n, p in trained(net).items()}
@@ -172,7 +185,7 @@ def corrected_second_moment():
                 m[rank][n].mul_(b1).add_(g, alpha=1 - b1)
                 v[rank][n].mul_(b2).addcmul_(g, g, value=1 - b2)
                 mean, second = m[rank][n] / (1 - b1**t), v[rank][n] / (1 - b2**t)
-                second = second / WORLD + (1 - 1 / WORLD) * mean * mean
+                second = second / WORLD + share_of_mean * mean * mean
                 decayed = common[n] * (1 - group["lr"] * group["weight_decay"])
                 change[n] += decayed - group["lr"] * mean / (second.sqrt() + eps) - common[n]
         for n in common:
@@ -448,8 +461,8 @@ def train():
 
 CASES = [
     follows_the_simulation, follows_the_simulation_with_local_steps_and_nesterov, follows_a_schedule,
-    follows_the_simulation_with_bfloat16_on_the_wire,
-    all_sent_is_the_average_of_updates, global_weights_are_equal_on_all_ranks, corrected_second_moment,
+    follows_the_simulation_with_bfloat16_on_the_wire, all_sent_is_the_average_of_updates,
+    global_weights_are_equal_on_all_ranks, corrected_second_moment, scaled_second_moment,
     bfloat16_weights, resumes_bit_for_bit, survives_another_world_size, refuses_states_of_others,
     ranks_with_other_settings, drift_is_found_and_the_rank_named, nan_gradient_on_one_rank, nan_weights_are_not_sent,
     grad_scaler_skips_on_one_rank, clipping, schedulers_and_accumulation, sparse_bytes, a_group_of_some_ranks
