@@ -1,4 +1,4 @@
-"""States of spccl.ddp that an older version saved, or that do not fit the model."""
+"""States of spccl.ddp that an older version saved, or that do not fit the model; optimizers that do not suit it."""
 
 from __future__ import annotations
 
@@ -64,3 +64,16 @@ def test_a_loaded_residual_of_another_dtype_is_refused(one_rank):
     hook.load_state_dict(state)
     with pytest.raises((ValueError, RuntimeError), match=r"residual of '0.weight' is 320 torch.float64"):
         model(torch.ones(8, 20)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:PrunedGradients")
+def test_adam_like_optimizers_are_refused(one_rank):
+    model, hook = wrapped()
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop):
+        adam = kind(model.parameters(), lr=1e-3)
+        with pytest.raises(ValueError, match=rf"got {kind.__name__} as optimizer, wanted SGD.*SparseSync.*allow_adam"):
+            ddp.PrunedGradients().register(model, optimizer=adam)
+    with pytest.raises(RuntimeError, match="already registered"):  # past the check of the optimizer
+        hook.register(model, optimizer=adam, allow_adam=True)
+    with pytest.raises(RuntimeError, match="already registered"):
+        hook.register(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
