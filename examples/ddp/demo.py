@@ -145,10 +145,13 @@ def summary(dense: dict, pruned: dict, n_steps: int) -> str:
     quality = "as good as" if abs(b - a) <= 0.03 else "better than" if b < a else "worse than"
     faster = dense["step_ms"] / pruned["step_ms"]
     speed = f"{faster:.2f} times as fast" if faster >= 1.03 else "no faster" if faster >= 0.97 else "slower"
+    # Computing alone is measured between steps. Other programs then slow it as much as they slow the steps.
+    busy = any(r["compute_ms"] >= r["step_ms"] - r["hook"].get("select_ms_mean", 0) for r in (dense, pruned))
+    times = "Other programs kept this machine busy, so the times above say little. " if busy else ""
     return (
         f"After {n_steps} steps the pruned run is {quality} the dense one ({b:.3f} against {a:.3f}; runs that "
         f"differ only in their seed differ by 0.03), and it sent {less:.0f} times fewer bytes. Its steps were "
-        f"{speed}. Two processes of one machine exchange bytes through memory, so fewer bytes save little time "
+        f"{speed}. {times}Two processes of one machine exchange bytes through memory, so fewer bytes save little time "
         "here. Over a network a step waits for the bytes.\n"
         "Each run used its best learning rate from 0.3 to 1.0 (dense 0.4, pruned 0.8). Gloo does not count its "
         "bytes; its number is what its ring all-reduce must send."
