@@ -102,14 +102,14 @@ static void limited(struct rank_ctx *c)
     CHECK_OK(spccl_cuda_attach(c->comm, &config));
     CHECK(n_ctas_now(c) == 5, "%u blocks, wanted those of the group", fake.last.n_ctas);
     CHECK_OK(limit(c, 2));
-    CHECK(n_ctas_now(c) == 2 && sp_mark_max_ctas(fake.last.mark) == 2, "%u blocks", fake.last.n_ctas);
+    CHECK(n_ctas_now(c) == 2 && sp_tag_max_ctas(fake.last.tag) == 2, "%u blocks", fake.last.n_ctas);
     CHECK(limit(c, 6) == SPCCL_ERR_ARG &&
               strstr(spccl_last_error(), "max_ctas is 6, wanted at most 5") != NULL,
           "%s", spccl_last_error());
     CHECK(limit(c, UINT64_C(1) << 32) == SPCCL_ERR_ARG, "a number of more than 32 bits");
     CHECK(n_ctas_now(c) == 2, "a refused limit changes nothing: %u blocks", fake.last.n_ctas);
     CHECK_OK(limit(c, 5));
-    CHECK(n_ctas_now(c) == 5 && sp_mark_max_ctas(fake.last.mark) == 0, "as many as the group has: no limit");
+    CHECK(n_ctas_now(c) == 5 && sp_tag_max_ctas(fake.last.tag) == 0, "as many as the group has: no limit");
     CHECK_OK(limit(c, 1));
     CHECK_OK(spccl_cuda_set_options(c->comm, NULL));
     CHECK(n_ctas_now(c) == 5, "NULL: %u blocks", fake.last.n_ctas);

@@ -70,20 +70,20 @@ typedef struct sp_inbox_state {
     uint32_t pad;
 } sp_inbox_state;
 
-/* The mark of a frame: its dtype, and the max_ctas of the call (0: no limit). Ranks that give different limits
+/* The tag of a frame: its dtype, and the max_ctas of the call (0: no limit). Ranks that give different limits
  * split the work differently. So the frames in inboxes hold max_ctas, in the header's field `reserved`. The
  * frames of the codec hold 0 there. */
-static inline SP_HD uint32_t sp_frame_mark(uint32_t dtype, uint32_t max_ctas)
+static inline SP_HD uint32_t sp_frame_tag(uint32_t dtype, uint32_t max_ctas)
 {
     return dtype | max_ctas << 8;
 }
-static inline SP_HD uint32_t sp_mark_dtype(uint32_t mark)
+static inline SP_HD uint32_t sp_tag_dtype(uint32_t tag)
 {
-    return mark & 0xffu;
+    return tag & 0xffu;
 }
-static inline SP_HD uint32_t sp_mark_max_ctas(uint32_t mark)
+static inline SP_HD uint32_t sp_tag_max_ctas(uint32_t tag)
 {
-    return mark >> 8;
+    return tag >> 8;
 }
 
 /* A peer's number among the other ranks, 0 to world_size - 2, seen from `rank`: rank + 1 has slot 0. */

@@ -72,7 +72,7 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .n_ctas = p.n_ctas,
                         .workers_per_cta = p.workers_per_cta,
                         .n_served = p.n_served,
-                        .mark = sp_frame_mark((uint32_t)a->dtype, g->max_ctas),
+                        .tag = sp_frame_tag((uint32_t)a->dtype, g->max_ctas),
                         .control = g->control_device,
                         .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
                                                                        : (uint64_t)INT64_MAX,

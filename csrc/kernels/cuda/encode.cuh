@@ -170,12 +170,12 @@ __device__ __forceinline__ void sp_encode_entries(uint32_t lane, const typename 
 // __syncwarp must come between writes to counts and this call, and between this call and reads of the frame.
 template <class G>
 __device__ __forceinline__ void sp_encode_listed(uint32_t lane, const typename G::U *buf, const sp_scan<G> &s,
-                                                 uint32_t format, uint32_t mark, uint32_t n,
+                                                 uint32_t format, uint32_t tag, uint32_t n,
                                                  const sp_layout &at, uint8_t *frame, const uint8_t *counts,
                                                  typename G::U *clear = nullptr)
 {
     if (lane < 4)
-        ((uint4 *)frame)[lane] = sp_header_unit(lane, format, mark, false, n, s.nnz, at);
+        ((uint4 *)frame)[lane] = sp_header_unit(lane, format, tag, false, n, s.nnz, at);
     if (format == SPCCL_FORMAT_EMPTY)
         return;
     sp_padding_write(lane, frame, at);
@@ -244,7 +244,7 @@ template <class G> struct sp_column_stage {
 // ballot gives the column's bits, and its values are appended in order. (The codec has more shared memory per
 // slice and needs no ballots: columns.cuh.) stage: [SP_PICI_STAGE_BYTES] in shared memory, aligned to 16.
 template <class G, class OUT>
-__device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::U *buf, uint32_t mark,
+__device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::U *buf, uint32_t tag,
                                                uint32_t n, uint32_t nnz, const sp_layout &at,
                                                typename G::U *stage, OUT out)
 {
@@ -287,19 +287,19 @@ __device__ __forceinline__ void sp_encode_pici(uint32_t lane, const typename G::
     uint4 index = make_uint4(__shfl_sync(~0u, prefix, 0), __shfl_sync(~0u, prefix, 1),
                              __shfl_sync(~0u, prefix, 2), __shfl_sync(~0u, prefix, 3));
     if (lane < 4)
-        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_PICI, mark, false, n, nnz, at));
+        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_PICI, tag, false, n, nnz, at));
     else if (lane == 4)
         out(at.index, index);
 }
 
 // Write part `part` of the elements of a dense frame; part 0 also writes the header.
 template <class G, uint32_t PARTS = 1, class OUT>
-__device__ __forceinline__ void sp_encode_dense(uint32_t lane, const typename G::U *buf, uint32_t mark,
+__device__ __forceinline__ void sp_encode_dense(uint32_t lane, const typename G::U *buf, uint32_t tag,
                                                 uint32_t n, const sp_layout &at, OUT out, uint32_t part = 0)
 {
     uint32_t end = min((n + G::K - 1) / G::K, (part + 1) * (G::UNITS / PARTS));
     if (part == 0 && lane < 4)
-        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_DENSE, mark, false, n, n, at));
+        out(lane * 16, sp_header_unit(lane, SPCCL_FORMAT_DENSE, tag, false, n, n, at));
 #pragma unroll 8
     for (uint32_t u = part * (G::UNITS / PARTS) + lane; u < end; u += 32)
         out(SP_FRAME_HEADER_BYTES + u * 16, ((const uint4 *)buf)[u]);

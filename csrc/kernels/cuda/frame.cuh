@@ -73,20 +73,20 @@ __device__ __forceinline__ bool sp_allows(uint32_t format, uint32_t nnz, bool fu
                                           : true;
 }
 
-// Unit i, 0 to 3, of the header. mark: sp_frame_mark; outside of fused collectives simply the dtype.
-__device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uint32_t mark, bool is_delta,
+// Unit i, 0 to 3, of the header. tag: sp_frame_tag; outside of fused collectives simply the dtype.
+__device__ __forceinline__ uint4 sp_header_unit(uint32_t i, uint32_t format, uint32_t tag, bool is_delta,
                                                 uint32_t n, uint32_t nnz, const sp_layout &l)
 {
     if (i == 0)
         return make_uint4(SP_FRAME_MAGIC,
-                          SP_FRAME_VERSION | format << 8 | sp_mark_dtype(mark) << 16 |
+                          SP_FRAME_VERSION | format << 8 | sp_tag_dtype(tag) << 16 |
                               (is_delta ? SP_FRAME_FLAG_DELTA << 24 : 0u),
                           n, 0);
     if (i == 1)
         return make_uint4(format == SPCCL_FORMAT_DENSE ? n : nnz, 0, l.bytes, 0);
     if (i == 2)
         return make_uint4(l.index, 0, l.meta, 0);
-    return make_uint4(l.values, 0, sp_mark_max_ctas(mark), 0);
+    return make_uint4(l.values, 0, sp_tag_max_ctas(tag), 0);
 }
 
 // Formats that list elements one by one, each with its value. In a fused collective such a frame is put
@@ -116,7 +116,7 @@ struct sp_wrong {
 // Check the header [4] of a frame of at most `bytes` bytes that must have wanted_n elements: rules 1 to 18,
 // 29 and 30. One lane. Sets *v, but for p and values, or *wrong.
 template <uint32_t E>
-__device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uint32_t mark, uint32_t wanted_n,
+__device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uint32_t tag, uint32_t wanted_n,
                                         sp_view *v, sp_wrong *wrong)
 {
     uint4 a = header[0], b = header[1], c = header[2], d = header[3];
@@ -136,11 +136,11 @@ __device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uin
     *wrong = {4, v->format, SPCCL_N_FORMATS - 1};
     if (v->format >= SPCCL_N_FORMATS)
         return false;
-    *wrong = {7, d.z, sp_mark_max_ctas(mark)};
-    if (d.z != sp_mark_max_ctas(mark))
+    *wrong = {7, d.z, sp_tag_max_ctas(tag)};
+    if (d.z != sp_tag_max_ctas(tag))
         return false;
-    *wrong = {29, a.y >> 16 & 0xff, sp_mark_dtype(mark)};
-    if ((a.y >> 16 & 0xff) != sp_mark_dtype(mark))
+    *wrong = {29, a.y >> 16 & 0xff, sp_tag_dtype(tag)};
+    if ((a.y >> 16 & 0xff) != sp_tag_dtype(tag))
         return false;
     *wrong = {6, a.y >> 24, 1};
     if ((a.y >> 24 & ~SP_FRAME_FLAG_DELTA) != 0)
@@ -176,13 +176,13 @@ __device__ __forceinline__ bool sp_open(const uint4 *header, uint32_t bytes, uin
 }
 
 // Does a header [4] equal, bit for bit, the one that belongs to these values?
-__device__ __forceinline__ bool sp_header_is(const uint4 *header, uint32_t format, uint32_t mark,
+__device__ __forceinline__ bool sp_header_is(const uint4 *header, uint32_t format, uint32_t tag,
                                              bool is_delta, uint32_t n, uint32_t nnz, const sp_layout &at)
 {
     uint32_t wrong = 0;
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
-        uint4 is = header[i], must = sp_header_unit(i, format, mark, is_delta, n, nnz, at);
+        uint4 is = header[i], must = sp_header_unit(i, format, tag, is_delta, n, nnz, at);
         wrong |= (is.x ^ must.x) | (is.y ^ must.y) | (is.z ^ must.z) | (is.w ^ must.w);
     }
     return wrong == 0;
@@ -197,12 +197,12 @@ __device__ __forceinline__ bool sp_header_fits(uint32_t format, uint32_t n, uint
 // the frame; 0 if the header is not exactly the one expected or the frame exceeds `bytes`. (sp_report_header
 // then finds the reason.) One lane.
 template <uint32_t E>
-__device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t bytes, uint32_t mark,
+__device__ __forceinline__ uint32_t sp_open_plain(const uint4 *header, uint32_t bytes, uint32_t tag,
                                                   uint32_t n)
 {
     uint32_t format = header[0].y >> 8 & 0xff, nnz = header[1].x;
     sp_layout at = sp_layout_cuda<E>(format, n, nnz);
-    bool fits = sp_header_fits(format, n, nnz) && sp_header_is(header, format, mark, false, n, nnz, at);
+    bool fits = sp_header_fits(format, n, nnz) && sp_header_is(header, format, tag, false, n, nnz, at);
     if (sp_is_listed(format)) // such a frame was put together in a staging buffer
         bytes = min(bytes, SP_GPU_STAGE_BYTES);
     return fits && at.bytes <= bytes ? at.bytes : 0;

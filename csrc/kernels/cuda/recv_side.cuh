@@ -21,7 +21,7 @@ __device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q
     sp_view v;
     sp_wrong wrong;
     // The frame is well formed, but no collective sends it: it is a delta, or too long for its format.
-    if (sp_open<E>(header, most, a.mark, n, &v, &wrong))
+    if (sp_open<E>(header, most, a.tag, n, &v, &wrong))
         wrong = v.is_delta != 0 ? sp_wrong{6, v.is_delta, 0} : sp_wrong{17, v.at.bytes, SP_GPU_STAGE_BYTES};
     // Rule 7 is about the field that holds max_ctas here.
     sp_report(a, q, wrong.rule == 7 && header[3].w == 0 ? SP_GPU_OTHER_LIMIT : SP_GPU_BAD_FRAME, queue, slot,
@@ -217,7 +217,7 @@ template <class G, bool BULK> struct sp_recv_side {
         if (n != 0) {
             const uint4 *header = (const uint4 *)start_of(parity, ctx.slot());
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
-            bytes = sp_open_plain<G::E>(header, most, ctx.a.mark, n);
+            bytes = sp_open_plain<G::E>(header, most, ctx.a.tag, n);
             ok = bytes != 0;
             if (!ok)
                 sp_report_header<G::E>(ctx.a, ctx.q, queue, ctx.slot(), slice, header, most, n);

@@ -210,15 +210,15 @@ struct sp_send_side {
             return false;
         if (format == SPCCL_FORMAT_DENSE) {
             write_each(r, [&](uint8_t *dst) {
-                sp_encode_dense<G>(ctx.lane, buf, ctx.a.mark, n, layout,
+                sp_encode_dense<G>(ctx.lane, buf, ctx.a.tag, n, layout,
                                    [&](uint32_t i, uint4 v) { sp_store16(dst + i, v); });
             });
         } else if (format == SPCCL_FORMAT_PICI) {
             sp_encode_pici<G>(
-                ctx.lane, buf, ctx.a.mark, n, scan.nnz, layout, (typename G::U *)stage,
+                ctx.lane, buf, ctx.a.tag, n, scan.nnz, layout, (typename G::U *)stage,
                 [&](uint32_t i, uint4 v) { write_each(r, [&](uint8_t *dst) { sp_store16(dst + i, v); }); });
         } else {
-            sp_encode_listed<G>(ctx.lane, buf, scan, format, ctx.a.mark, n, layout, stage, s.counts,
+            sp_encode_listed<G>(ctx.lane, buf, scan, format, ctx.a.tag, n, layout, stage, s.counts,
                                 few ? clear : nullptr);
             __syncwarp();
             write_each(r, [&](uint8_t *dst) {
