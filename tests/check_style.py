@@ -163,6 +163,17 @@ def document_faults(name: str, text: str) -> Iterator[str]:
                 yield f"{name}:{number}: the link leads to {path}, which does not exist"
 
 
+def name_faults(names: list[str]) -> Iterator[str]:
+    """pytest refuses to collect two test files of one name."""
+    seen: dict[str, str] = {}
+    for name in names:
+        file = Path(name).name
+        if name.startswith("tests/") and file.startswith("test_") and file.endswith(".py"):
+            if file in seen:
+                yield f"{name}: pytest cannot collect it beside {seen[file]}: give it another name"
+            seen[file] = name
+
+
 def main() -> int:
     names, used, faults = tracked(), set(), []
     for name in names:
@@ -173,6 +184,7 @@ def main() -> int:
         if name.endswith(".md"):
             faults += document_faults(name, text)
     stale = sorted((set(ALLOWED_SIZE) | set(ALLOWED_PARAMETERS)) - used)
+    faults += name_faults(names)
     faults += [f"check_style.py: the exception for {key} is not needed: delete it" for key in stale]
     print("\n".join([*faults, f"check_style: {len(names)} files, {len(faults)} faults"]))
     return 1 if faults else 0

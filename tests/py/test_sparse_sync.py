@@ -1,4 +1,4 @@
-"""spccl.optim on one rank: refusals, schedules, one rank's exchange. Over ranks: tests/dist/test_sparse_sync.py."""
+"""spccl.optim on one rank: refusals, schedules, its exchange. Over ranks: tests/dist/test_sparse_sync_ranks.py."""
 
 from __future__ import annotations
 
