@@ -43,9 +43,17 @@ static spccl_status check_options(const spccl_prune_options *o)
                          "spccl_weights_send: options.%s is set, wanted 0: it is for gradients", used);
 }
 
-/* The three steps on one segment: differences; pruning; own weights. W own weights, Z shared ones, OUT as
- * them. */
+/* The three steps on one segment: differences; pruning; own weights. And receiving. w own weights, z shared ones.
+ * Mostly zeros are sent: whole groups of GROUP are skipped. */
+#define GROUP 16u
 #define WEIGHTS(NAME, TYPE)                                                                                  \
+    static bool any_##NAME(const TYPE *x, size_t n)                                                          \
+    {                                                                                                        \
+        int any = 0;                                                                                         \
+        for (size_t i = 0; i < n; i++)                                                                       \
+            any |= x[i] != 0;                                                                                \
+        return any != 0;                                                                                     \
+    }                                                                                                        \
     static uint64_t subtract_##NAME(TYPE *restrict w, const TYPE *restrict z, TYPE *restrict out, size_t n)  \
     {                                                                                                        \
         uint64_t n_nonfinite = 0;                                                                            \
@@ -63,21 +71,31 @@ static spccl_status check_options(const spccl_prune_options *o)
     static void keep_##NAME(TYPE *restrict w, const TYPE *restrict z, const TYPE *restrict out, size_t n,    \
                             TYPE leak)                                                                       \
     {                                                                                                        \
-        for (size_t i = 0; i < n; i++) {                                                                     \
-            TYPE d = w[i] - z[i];                                                                            \
-            if (out[i] != 0)                                                                                 \
-                w[i] = z[i];                                                                                 \
-            else if (leak != 1 && d != 0)                                                                    \
-                w[i] = leak * d + z[i];                                                                      \
+        for (size_t at = 0; at < n; at += GROUP) {                                                           \
+            size_t end = sp_min_size(at + GROUP, n);                                                         \
+            if (leak == 1 && !any_##NAME(out + at, end - at))                                                \
+                continue;                                                                                    \
+            for (size_t i = at; i < end; i++) {                                                              \
+                TYPE d = w[i] - z[i];                                                                        \
+                if (out[i] != 0)                                                                             \
+                    w[i] = z[i];                                                                             \
+                else if (leak != 1 && d != 0)                                                                \
+                    w[i] = leak * d + z[i];                                                                  \
+            }                                                                                                \
         }                                                                                                    \
     }                                                                                                        \
     static void receive_##NAME(TYPE *restrict w, TYPE *restrict z, const TYPE *restrict change, size_t n)    \
     {                                                                                                        \
-        for (size_t i = 0; i < n; i++)                                                                       \
-            if (change[i] != 0) {                                                                            \
-                z[i] = z[i] + change[i];                                                                     \
-                w[i] = w[i] + change[i];                                                                     \
-            }                                                                                                \
+        for (size_t at = 0; at < n; at += GROUP) {                                                           \
+            size_t end = sp_min_size(at + GROUP, n);                                                         \
+            if (!any_##NAME(change + at, end - at))                                                          \
+                continue;                                                                                    \
+            for (size_t i = at; i < end; i++)                                                                \
+                if (change[i] != 0) {                                                                        \
+                    z[i] = z[i] + change[i];                                                                 \
+                    w[i] = w[i] + change[i];                                                                 \
+                }                                                                                            \
+        }                                                                                                    \
     }
 WEIGHTS(f32, float)
 WEIGHTS(f64, double)
