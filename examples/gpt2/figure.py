@@ -20,8 +20,8 @@ def draw(sources: list[Path], output: Path) -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    files = [results.read_csv(source) for source in sources]
-    height = 1.9 + 0.32 * max(len(rows) for rows, _ in files)
+    files, captions = [results.read_csv(source) for source in sources], []
+    height = 2.3 + 0.32 * max(len(rows) for rows, _ in files)
     figure, panels = pyplot.subplots(
         1, len(files), figsize=(6.4 * len(files), height), squeeze=False, layout="constrained"
     )
@@ -30,10 +30,10 @@ def draw(sources: list[Path], output: Path) -> int:
         first = rows[0]
         panel.set_title(f"GPT-2 {first.size}, {first.ranks} x {first.device}, {first.variant}")
         machine = facts.get("gpu") or f"{facts.get('cpu', '?')}, {facts.get('cores', '?')} cores"
-        panel.set_xlabel(
-            f"ms per step, medians of {first.runs} runs\n{source.name}: {machine}, commit {facts.get('commit', '?')}"
-        )
-    panels[0][0].legend(frameon=False, fontsize="small")
+        panel.set_xlabel(f"ms per step, medians of {first.runs} runs")
+        captions.append(f"{source.name}: {machine}, commit {facts.get('commit', '?')}")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    figure.supxlabel("\n".join(captions), fontsize="x-small")
     figure.savefig(output, dpi=150)
     pyplot.close(figure)
     return sum(len(rows) for rows, _ in files)
