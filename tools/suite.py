@@ -81,7 +81,7 @@ NO_KERNELS = (
     r"nvlink|rendezvous|sched|settings|tcp_endings|threads|transport|transport_faults|transport_forks|tune_gpu)$"
 )
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
-# them. Of the collectives, only the cases of AARCH64_CASES run.
+# them. Of the collectives, test_collectives_nan alone runs.
 # Three tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
 # qemu does not do. test_descriptors limits the number of descriptors, and qemu needs some of them itself.
 # example_installed and example_pkg_config start the program that they build without the emulator.
