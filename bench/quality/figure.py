@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -23,16 +24,25 @@ def read(paths: list[Path]) -> tuple[dict[str, dict[int, list[dict[str, float]]]
         lines = path.read_text().splitlines()
         facts.append(f"{path.name}: " + "; ".join(line[2:] for line in lines if line.startswith("#")))
         for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-            numbers = {key: float(value) for key, value in row.items() if key != "name"}
+            numbers = {key: float(value) for key, value in row.items() if key != "name" and value}
             curves.setdefault(row["name"], {}).setdefault(int(row["seed"]), []).append(numbers)
     return curves, facts
 
 
 def label(name: str, seeds: dict[int, list[dict[str, float]]]) -> str:
-    """Name, mean loss at the end and how many times fewer bytes than a dense all-reduce of float32."""
-    last = [rows[-1] for rows in seeds.values()]
-    loss = sum(row["loss_consolidated"] for row in last) / len(last)
-    return f"{name}: {loss:.3f} at {last[0]['saving']:.3g}×"
+    """Name, seeds, loss of each at the end and how many times fewer bytes than a dense all-reduce of float32."""
+    ends = [f"{rows[-1]['loss']:.4f}" if ended(rows) else "cut off" for rows in seeds.values()]
+    last = next(iter(seeds.values()))[-1]
+    return f"{name}: {', '.join(ends)} at {last['saving']:.3g}×"
+
+
+def ended(rows: list[dict[str, float]]) -> bool:
+    return rows[-1]["step"] == rows[-1]["steps"]
+
+
+def drawn(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The rows but the last step, which is evaluated on more text than the others."""
+    return rows[:-1] if ended(rows) else rows
 
 
 def draw(curves: dict[str, dict[int, list[dict[str, float]]]], output: Path, caption: str, top: float) -> None:
@@ -40,7 +50,8 @@ def draw(curves: dict[str, dict[int, list[dict[str, float]]]], output: Path, cap
     colors = plt.get_cmap("tab10")
     for number, (name, seeds) in enumerate(curves.items()):
         for seed, rows in seeds.items():
-            losses = [row["loss_consolidated"] for row in rows]
+            rows = drawn(rows)
+            losses = [row["loss"] for row in rows]
             style = {"color": colors(number % 10), "linestyle": "-" if number < 10 else "--"}
             style |= {"linewidth": 1.3, "alpha": 0.9, "label": label(name, seeds) if seed == min(seeds) else None}
             axes[0].plot([row["step"] for row in rows], losses, **style)
@@ -49,13 +60,14 @@ def draw(curves: dict[str, dict[int, list[dict[str, float]]]], output: Path, cap
     axes[0].set_ylabel("validation loss, nats per byte")
     axes[1].set_xlabel("bytes sent per rank and parameter, whole run so far")
     axes[1].set_xscale("log")
-    lowest = min(row["loss_consolidated"] for seeds in curves.values() for rows in seeds.values() for row in rows)
+    lowest = min(row["loss"] for seeds in curves.values() for rows in seeds.values() for row in rows)
     axes[0].set_ylim(lowest - 0.02, top)
     for axis in axes:
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8, title="loss at the end, saving of bytes")
-    figure.text(0.01, 0.005, caption, fontsize=6)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    axes[0].legend(fontsize=8, title="loss after the last step (2048 windows, not drawn), saving")
+    lines = textwrap.wrap(caption, 260)
+    figure.text(0.01, 0.005, "\n".join(lines), fontsize=6)
+    figure.tight_layout(rect=(0, 0.01 + 0.02 * len(lines), 1, 1))
     figure.savefig(output, dpi=110)
 
 

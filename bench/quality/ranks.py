@@ -151,6 +151,8 @@ def main() -> None:
     for line in args.recipes.read_text().splitlines():
         if line.partition(":")[0].strip() in args.only.split(","):
             train(args, *parse(line), (train_text, held_out))
+    if dist.get_rank() == 0:
+        print(f"slices sent by format: {spccl.backend.stats().frames_sent}")
     dist.destroy_process_group()
 
 
