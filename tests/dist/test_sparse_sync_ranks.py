@@ -45,3 +45,8 @@ def test_a_rank_dies_and_comes_back(tmp_path):
     back = check_case(train("stopped", 0), "train")
     assert [r["began"] for r in back] == [4, 4]
     assert [r["weights"] for r in back] == [r["weights"] for r in straight]
+
+
+def test_fsdp2_shards():
+    """2 replicas of 2 FSDP2 shards: the local parts of DTensors are exchanged between the replicas."""
+    check_case(run_ranks("sparse_fsdp", 4), "sharded_replicas")
