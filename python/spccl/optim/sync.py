@@ -72,7 +72,7 @@ class SparseSync(torch.optim.Optimizer):
         rank if ranks differ in settings or parameters, with names, values and ranks.
 
     Memory beside the optimizer's: 4 bytes per float32 parameter, 8 per 16-bit one, 8 per float64 one, and two buffers
-    of a bucket: at most 1 byte per parameter where no parameter is longer than an eighth of all.
+    of a bucket: at most 1 byte per parameter where no parameter is longer than an eighth of all, 1.5 with wire_dtype.
 
     If step() raises, the weights may be half exchanged: load a checkpoint.
 
