@@ -248,13 +248,15 @@ def given_gradients(step, unused=()):
 
 
 def ddp_pruned_as_on_the_host():
-    """The hook hands out the same bits for CUDA gradients as for host gradients, and keeps the same state."""
+    """The hook hands out the same bits for CUDA gradients as for host gradients, and keeps the same state. One step
+    has infinite entries."""
     import spccl.ddp
 
     for settings, unused in (
         ({}, ()),
         ({"momentum": 0.9, "leak": 0.99, "dense_steps": 2}, ()),
         ({"momentum": 0.5}, ("odd",)),  # not used in odd steps
+        ({"residual_dtype": torch.bfloat16, "seed": 3}, ()),
     ):
         runs = []
         for device in (DEVICE, torch.device("cpu")):
@@ -262,6 +264,8 @@ def ddp_pruned_as_on_the_host():
             runs.append((device, ddp, spccl.ddp.PrunedGradients(density=0.01, **settings).register(ddp)))
         for step in range(6):
             wanted = given_gradients(step, unused if step % 2 else ())
+            if step == 3 and RANK == 0:
+                wanted["big"][3, 4], wanted["last"][0, 0] = float("inf"), -float("inf")
             grads = []
             for device, ddp, _ in runs:
                 ddp.zero_grad(set_to_none=False)
@@ -278,41 +282,48 @@ def ddp_pruned_as_on_the_host():
         stats = [hook.stats() for _, _, hook in runs]
         for key in ("density_sent", "density_pruned", "density_mean", "sent_bytes", "nonfinite_elems"):
             assert stats[0][key] == stats[1][key], (key, stats)
+        assert stats[0]["nonfinite_elems"] == (2 if RANK == 0 else 0), stats
 
 
 def prune_in_a_graph():
     """A captured call, replayed 100 times with clipping, loss scales and across the warm-up, equals eager calls."""
     from spccl import prune
 
+    for residual_dtype in (torch.float32, torch.bfloat16):
+        results = [run_prune_steps(captured, residual_dtype) for captured in (False, True)]
+        for i, (eager, replayed) in enumerate(zip(*results, strict=True)):
+            same_bits(replayed.cpu(), eager.cpu(), f"{residual_dtype}, result {i}")
+        assert int(results[1][-1][prune.STEP]) == 100
+
+
+def run_prune_steps(captured, residual_dtype):
+    """What 100 steps sent, then residual, velocity and state."""
+    from spccl import prune
+
     n = 300_000
-    results = []
-    for captured in (False, True):
-        state = torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64, device=DEVICE)
-        slot = prune.Slot("weight", n, True, state)
-        slot.prepare(torch.float32, residual=True, velocity=True)
-        plan = prune.Plan([(0, slot)], n, torch.float32, DEVICE)
-        rule = prune.Rule(0.01, 0.001, 1.0, 0.9, dense_steps=2, warmup_steps=30, skip_zeros=True)
-        grad = torch.zeros(n, device=DEVICE)
-        factor, scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
-        graph = torch.cuda.CUDAGraph()
+    state = torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64, device=DEVICE)
+    slot = prune.Slot("weight", n, True, state)
+    slot.prepare(torch.float32, True, True, residual_dtype)
+    plan = prune.Plan([(0, slot)], n, torch.float32, DEVICE)
+    rule = prune.Rule(0.01, 0.001, 1.0, 0.9, dense_steps=2, warmup_steps=30, skip_zeros=True)
+    grad = torch.zeros(n, device=DEVICE)
+    factor, scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            plan.run(grad, rule, factor, scale)
+    g = torch.Generator(device=DEVICE).manual_seed(9)
+    sent = []
+    for step in range(100):
+        scale.fill_(2.0 ** (step // 20))
+        factor.fill_(0.5 if step % 3 else 1.0)
+        grad.copy_(torch.randn(n, generator=g, device=DEVICE) * scale * (step % 10 != 5))
         if captured:
-            with torch.cuda.graph(graph):
-                plan.run(grad, rule, factor, scale)
-        g = torch.Generator(device=DEVICE).manual_seed(9)
-        sent = []
-        for step in range(100):
-            scale.fill_(2.0 ** (step // 20))
-            factor.fill_(0.5 if step % 3 else 1.0)
-            grad.copy_(torch.randn(n, generator=g, device=DEVICE) * scale * (step % 10 != 5))
-            if captured:
-                graph.replay()
-            else:
-                plan.run(grad, rule, factor, scale)
-            sent.append(grad.clone())
-        results.append((*sent, slot.residual, slot.velocity, state))
-    for i, (eager, replayed) in enumerate(zip(*results, strict=True)):
-        same_bits(replayed.cpu(), eager.cpu(), f"result {i}")
-    assert int(results[1][-1][prune.STEP]) == 100
+            graph.replay()
+        else:
+            plan.run(grad, rule, factor, scale)
+        sent.append(grad.clone())
+    return (*sent, slot.residual, slot.velocity, state)
 
 
 def fsdp2_equals_nccl():
