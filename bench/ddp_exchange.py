@@ -5,8 +5,8 @@
 MODE: dense, pruned (density 1%), momentum (the same with momentum 0.9 and clip_norm 1.0).
 Parameters have GPT-2 XL's shapes (1.56 G float32 elements). Gradients are random numbers and cost no
 computation. Rank 0 prints one line: medians of 12 passes with exchange and 6 without (no_sync), in ms.
-Each GPU needs 30 GiB, with momentum 36. With one GPU nothing is exchanged: the run shows that the script works, and
-the hook's density, host time and memory.
+Each GPU needs about 30 GiB, with momentum 36. With one GPU nothing is exchanged: the run shows that the script
+works, and the hook's density, host time and memory.
 """
 
 import argparse
