@@ -130,6 +130,15 @@ def test_correction_of_other_optimizers():
         SparseSync(torch.optim.SGD(net.parameters(), lr=1.0), correct_second_moment=True)
 
 
+def test_default_second_moment():
+    """One rank's own; v / N for few ranks; the corrected one for many, where v / N would make too long steps."""
+    opt = SparseSync(adamw(model()))
+    found = []
+    for opt.ranks.world_size in (1, 4, 8, 9):
+        found.append(opt._decide_moment())
+    assert found == ["local", "scaled", "scaled", "corrected"]
+
+
 def test_any_memory_order():
     """Parameters in channels_last or transposed memory are exchanged in their own order."""
     torch.manual_seed(0)

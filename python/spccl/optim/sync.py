@@ -54,7 +54,8 @@ class SparseSync(torch.optim.Optimizer):
         correct_second_moment: divide by an estimate of the second moment of the averaged gradient, in place of that of
             the rank's own (see `spccl.optim.moments`). "scaled": v / ranks, which costs nothing. True: that, plus
             (1 - 1/ranks) m^2; costs 13 passes over the weights. False: the rank's own. For torch's Adam and AdamW
-            without amsgrad and maximize. None: "scaled" where that is possible and `every` is 1, else False.
+            without amsgrad and maximize. None: where that is possible and `every` is 1, "scaled" for up to 8 ranks
+            and True for more; else False.
         clip_norm: bound on the norm of the gradient, None for none. A rank clips its own gradient to
             clip_norm * sqrt(ranks), because it is that much longer than an average of independent ones.
             torch.nn.utils.clip_grad_norm_ before step() works too; it bounds the norm of the rank's own gradient.
@@ -144,7 +145,8 @@ class SparseSync(torch.optim.Optimizer):
                 "or AdamW without amsgrad and maximize; leave the setting out"
             )
         if wanted is None:
-            wanted = "scaled" if possible and self.settings.every == 1 else False
+            few = self.ranks.world_size <= moments.MOST_RANKS_SCALED
+            wanted = ("scaled" if few else True) if possible and self.settings.every == 1 else False
         if not wanted or self.ranks.world_size == 1:
             return "local"
         return "corrected" if wanted is True else "scaled"
