@@ -145,7 +145,8 @@ def summary(dense: dict, pruned: dict, n_steps: int) -> str:
     quality = "as good as" if abs(b - a) <= 0.03 else "better than" if b < a else "worse than"
     faster = dense["step_ms"] / pruned["step_ms"]
     speed = f"{faster:.2f} times as fast" if faster >= 1.03 else "no faster" if faster >= 0.97 else "slower"
-    # Computing alone is measured between steps. Other programs then slow it as much as they slow the steps.
+    # A step computes, chooses entries and exchanges them. Computing alone takes as long only if other programs ran
+    # while it was measured.
     busy = any(r["compute_ms"] >= r["step_ms"] - r["hook"].get("select_ms_mean", 0) for r in (dense, pruned))
     times = "Other programs kept this machine busy, so the times above say little. " if busy else ""
     return (
