@@ -32,6 +32,7 @@ from stages import Skip, Stage
 T = TypeVar("T")
 PYTHON = VENV / "bin/python"
 JOBS = str(os.cpu_count() or 1)
+TEST_JOBS = str(2 * (os.cpu_count() or 1))  # of ctest: many tests wait for deadlines and use no CPU meanwhile
 
 AARCH64_ROOT = "/usr/aarch64-linux-gnu"
 AARCH64_PACKAGES = ["gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross", "qemu-user"]
@@ -193,7 +194,7 @@ def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", **extra_
     """Build `name` and run its C tests, except those that match `leave_out`. Returns ctest's count."""
     folder = c_build(name)
     log = f"ctest-{name}" + (f"-{extra_env['SPCCL_CPU_ISA']}" if "SPCCL_CPU_ISA" in extra_env else "")
-    cmd = [*prefix, "ctest", "--test-dir", folder, "-j", JOBS, "--output-on-failure", "--no-tests=error"]
+    cmd = [*prefix, "ctest", "--test-dir", folder, "-j", TEST_JOBS, "--output-on-failure", "--no-tests=error"]
     cmd += ["-E", leave_out] if leave_out else []
     env = child_env(**{**SANITIZER_ENV, **extra_env})
     status, lines = run(cmd, log, show=True, env=env)
