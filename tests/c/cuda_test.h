@@ -128,13 +128,18 @@ typedef enum array_kind {
     KIND_ONE_SLICE,  /* all nonzeros in one slice of 2048, half of which they fill */
     KIND_FULL_BLOCK, /* 1%, and one block of 256 without zeros, which format tile cannot encode */
     KIND_ALTERNATING,
-    KIND_SPECIAL, /* every third element: NaNs with payload, -0.0, denormals, infinities */
+    KIND_SPECIAL,     /* every third element: NaNs with payload, -0.0, denormals, infinities */
+    KIND_FEW_SPECIAL, /* 1%, all of them such values */
+    KIND_PER_UNIT,    /* one nonzero in each 16 bytes */
+    KIND_LANE,        /* only 32 bytes of each 1024, which one lane of a warp has */
+    KIND_VARYING,     /* each block of 2048 elements has its own density, up to 30% */
     N_KINDS
 } array_kind;
 
 static const char *const kind_names[N_KINDS] = {
-    "zero", "one element", "0.1%",      "1%",         "10%",         "50%",    "90%",
-    "100%", "one block",   "one slice", "full block", "alternating", "special"};
+    "zero",    "one element", "0.1%",      "1%",        "10%",        "50%",
+    "90%",     "100%",        "one block", "one slice", "full block", "alternating",
+    "special", "few special", "per unit",  "lane",      "varying"};
 
 /* -0.0, quiet and signalling NaNs with payload, infinities, denormals; of integers the extreme values. */
 static inline uint64_t special_bits(spccl_dtype dtype, uint32_t i)
@@ -195,6 +200,23 @@ static inline void scatter(uint8_t *x, size_t from, size_t to, uint32_t permille
         put_value(x, i, dtype, rng, false);
 }
 
+/* The patterns that lie against the way in which a warp looks at a slice. */
+static inline void fill_against_warps(uint8_t *x, size_t n, spccl_dtype dtype, array_kind kind, uint64_t *rng)
+{
+    size_t e = spccl_dtype_bytes(dtype), unit = 16 / e, lane = rand_below(rng, 32);
+    for (size_t i = 0; kind == KIND_FEW_SPECIAL && i < n; i++)
+        if (rand_below(rng, 100) == 0)
+            put_value(x, i, dtype, rng, true);
+    for (size_t i = 0; kind == KIND_PER_UNIT && i < n; i += unit)
+        if (i + unit <= n)
+            put_value(x, i + rand_below(rng, (uint32_t)unit), dtype, rng, false);
+    for (size_t i = 0; kind == KIND_LANE && i < n; i++)
+        if (i * e / 32 % 32 == lane)
+            put_value(x, i, dtype, rng, false);
+    for (size_t i = 0; kind == KIND_VARYING && i < n; i += 2048)
+        scatter(x, i, i + 2048 < n ? i + 2048 : n, 1 + rand_below(rng, 300), dtype, rng);
+}
+
 /* Fill x [n] of dtype with zeros and values in the pattern `kind`. */
 static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kind kind, uint64_t *rng)
 {
@@ -219,6 +241,7 @@ static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kin
     if (kind == KIND_ALTERNATING || kind == KIND_SPECIAL)
         for (size_t i = 0; i < n; i += kind == KIND_SPECIAL ? 3 : 2)
             put_value(x, i, dtype, rng, kind == KIND_SPECIAL);
+    fill_against_warps(x, n, dtype, kind, rng);
 }
 
 /* The first byte at which a and b [bytes] differ; `bytes` if they are equal. */
