@@ -166,6 +166,16 @@ template <class T, uint32_t N> __device__ __forceinline__ void sp_narrow_each(co
     }
 }
 
+// a[c] *= by for N sums. A NaN stays as it is: the NaNs of sums are quiet, and a product would lose the payload.
+template <class A, uint32_t N> __device__ __forceinline__ void sp_scale_each(A *a, A by)
+{
+#pragma unroll
+    for (uint32_t c = 0; c < N; c++) {
+        A x = a[c] * by;
+        a[c] = sp_choose(x != x, a[c], x);
+    }
+}
+
 template <int DTYPE> struct sp_elem;
 template <> struct sp_elem<SPCCL_FLOAT32> : sp_float_elem<float, uint32_t> {
     static __device__ __forceinline__ float widen(uint32_t u)

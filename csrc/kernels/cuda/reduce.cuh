@@ -138,6 +138,81 @@ __device__ __forceinline__ void sp_decode_own(uint32_t lane, const typename G::U
         sink.put(v.n + lane, src[v.n + lane]);
 }
 
+// AVG: divide the sums acc [n] one by one. Zeros stay as they are. Not inlined, like the next two functions, so
+// that SUM, which needs none of them, has its code close together.
+template <class T>
+__device__ __noinline__ void sp_divide_sums(uint32_t lane, typename T::A *acc, uint32_t n, int by)
+{
+#pragma unroll 1
+    for (uint32_t i = lane; i < n; i += 32)
+        if (acc[i] != 0)
+            acc[i] = T::div(acc[i], by);
+    __syncwarp();
+}
+// AVG where the reciprocal `by` is exact, and sums have the size of elements.
+template <class A, uint32_t UNITS>
+__device__ __noinline__ void sp_scale_sums(uint32_t lane, uint4 *sums, A by)
+{
+    constexpr uint32_t N = 64 / sizeof(A);
+    static_assert(UNITS % 128 == 0, "four units per lane and turn");
+#pragma unroll 1
+    for (uint32_t u = lane; u < UNITS; u += 128) {
+        union {
+            uint4 v[4];
+            A e[N];
+        } sum, x;
+        bool nan = false; // one test for four units
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            sum.v[i] = sums[u + 32 * i];
+#pragma unroll
+        for (uint32_t c = 0; c < N; c++) {
+            x.e[c] = sum.e[c] * by;
+            nan |= x.e[c] != x.e[c];
+        }
+        if (__builtin_expect(nan, 0)) {
+            x = sum;
+            sp_scale_each<A, N>(x.e, by);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            sums[u + 32 * i] = x.v[i];
+    }
+}
+
+// The same for 16-bit floats: multiply the sums by `by` and round them, in ascending order as
+// sp_owner::narrow does.
+template <class T, class G>
+__device__ __noinline__ void sp_scale_and_narrow(uint32_t lane, uint4 *sums, float by)
+{
+    constexpr uint32_t N = G::K * sizeof(float) / 16;
+#pragma unroll 1
+    for (uint32_t u = lane; u < G::UNITS; u += 64) {
+        union {
+            uint4 v;
+            uint32_t w[4];
+        } x[2];
+        union {
+            uint4 v[N];
+            float e[G::K];
+        } sum[2];
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++)
+#pragma unroll
+            for (uint32_t j = 0; j < N; j++)
+                sum[i].v[j] = sums[(u + 32 * i) * N + j];
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) {
+            sp_scale_each<float, G::K>(sum[i].e, by);
+            sp_narrow_each<T, G::K>(sum[i].e, x[i].w);
+        }
+        __syncwarp();
+        sums[u] = x[0].v;
+        sums[u + 32] = x[1].v;
+        __syncwarp();
+    }
+}
+
 // An owner. It goes through the slices of its shard, one at a time.
 template <class T, class G> struct sp_owner {
     typedef typename G::U U;
@@ -222,44 +297,53 @@ template <class T, class G> struct sp_owner {
         }
         return bad;
     }
+    // AVG by a power of two: 1 / world size, which is exact. The product then has the bits of the quotient, as
+    // both round the same number once. Otherwise 0.
+    __device__ __forceinline__ A reciprocal() const
+    {
+        int by = ctx.a.world_size;
+        return T::is_float && ctx.a.redop == SPCCL_AVG && (by & (by - 1)) == 0 ? (A)1 / (A)by : (A)0;
+    }
+    // Round the sums to 16-bit floats. In ascending order: results are smaller than sums, so none overwrites a
+    // sum that is still needed.
+    __device__ __forceinline__ void narrow(uint32_t n) const
+    {
+        constexpr uint32_t N = G::K * sizeof(A) / 16;
+        for (uint32_t u = ctx.lane; u < sp_filled<G>(n) / G::K; u += 32) {
+            union {
+                uint4 v;
+                uint32_t w[4];
+            } x;
+            union {
+                uint4 v[N];
+                A e[G::K];
+            } sum;
+#pragma unroll
+            for (uint32_t j = 0; j < N; j++)
+                sum.v[j] = ((const uint4 *)smem.sums)[u * N + j];
+            sp_narrow_each<T, G::K>(sum.e, x.w);
+            __syncwarp();
+            ((uint4 *)smem.sums)[u] = x.v;
+            __syncwarp();
+        }
+    }
     // Divide (AVG) and round the sums to the dtype, in place; zeros follow up to sp_filled(n).
     __device__ __forceinline__ void finish(uint32_t n) const
     {
-        A *acc = (A *)smem.sums;
-        U *buf = (U *)smem.sums;
-        bool avg = ctx.a.redop == SPCCL_AVG;
-        if constexpr (sizeof(A) == sizeof(U)) {
-            for (uint32_t i = ctx.lane; avg && i < sp_filled<G>(n); i += 32)
-                acc[i] = T::div(acc[i], ctx.a.world_size);
-        } else {
-            // In ascending order: results are smaller than sums, so none overwrites a sum that is still
-            // needed.
-            for (uint32_t u = ctx.lane; u < sp_filled<G>(n) / G::K; u += 32) {
-                constexpr uint32_t N = G::K * sizeof(A) / 16;
-                union {
-                    uint4 v;
-                    uint32_t w[4];
-                } x;
-                union {
-                    uint4 v[N];
-                    A e[G::K];
-                } sum;
-#pragma unroll
-                for (uint32_t j = 0; j < N; j++)
-                    sum.v[j] = ((const uint4 *)acc)[u * N + j];
-#pragma unroll
-                for (uint32_t c = 0; avg && c < G::K; c++)
-                    sum.e[c] = T::div(sum.e[c], ctx.a.world_size);
-                sp_narrow_each<T, G::K>(sum.e, x.w);
-                __syncwarp();
-                ((uint4 *)buf)[u] = x.v;
-                __syncwarp();
-            }
+        A by = reciprocal();
+        if (ctx.a.redop == SPCCL_AVG && by == 0)
+            sp_divide_sums<T>(ctx.lane, (A *)smem.sums, n, ctx.a.world_size);
+        if constexpr (sizeof(A) != sizeof(U)) {
+            if (by != 0)
+                sp_scale_and_narrow<T, G>(ctx.lane, (uint4 *)smem.sums, by);
+            else
+                narrow(n);
+        } else if constexpr (T::is_float) {
+            if (by != 0)
+                sp_scale_sums<A, G::UNITS>(ctx.lane, (uint4 *)smem.sums, by);
         }
         __syncwarp();
-        // Elements past the end may not be zero (for example 0 / 0). They must be, as a frame would list
-        // them.
-        sp_fill<G>(ctx.lane, buf, n);
+        sp_fill<G>(ctx.lane, (U *)smem.sums, n);
         __syncwarp();
     }
     __device__ __forceinline__ bool slice(uint32_t t)
