@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import time
 from pathlib import Path
 
@@ -43,18 +42,13 @@ class Trainer:
     def wrap(self, recipe: Recipe) -> spccl.optim.SparseSync:
         """The recipe in terms of the wrapper.
 
-        A second moment of v/N is a learning rate that is sqrt(N) times higher, with a weight decay that is as much
-        lower. Keeping only a part p of what is unsent applied is a learning rate times p, and an outer one of 1/p.
+        Keeping only a part p of what is unsent applied is a learning rate times p, and an outer one of 1/p.
         """
-        args, root = self.args, math.sqrt(dist.get_world_size()) if recipe.moment == "scaled" else 1.0
-        self.lr_factor = root * recipe.look_ahead
-        adamw = torch.optim.AdamW(
-            self.weights.values(),
-            lr=recipe.lr,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=1e-8 * root,
-            weight_decay=recipe.weight_decay / root,
-        )
+        args = self.args
+        self.lr_factor = recipe.look_ahead
+        betas = (recipe.beta1, recipe.beta2)
+        adamw = torch.optim.AdamW(self.weights.values(), lr=recipe.lr, betas=betas, weight_decay=recipe.weight_decay)
+        moment: bool | str = {"corrected": True, "scaled": "scaled"}.get(recipe.moment, False)
         options = {} if recipe.wire == "float32" else {"wire_dtype": getattr(torch, recipe.wire)}
         return spccl.optim.SparseSync(
             adamw,
@@ -62,7 +56,7 @@ class Trainer:
             every=recipe.every,
             outer_lr=recipe.outer_lr / recipe.look_ahead,
             outer_momentum=recipe.outer_momentum,
-            correct_second_moment=recipe.moment == "corrected",
+            correct_second_moment=moment,
             norm_every=0,
             check_every=50,
             seed=args.seed,
