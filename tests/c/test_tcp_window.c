@@ -137,11 +137,22 @@ static void test_kernel_keeps_to_it(void)
         taken = bytes_taken(fds[0], fds[1]);
         /* A send that begins below the limit may end above it by one segment of at most 64 KiB. */
         CHECK(taken <= limits[i] + (64 << 10), "limit %zu: %zu bytes taken", limits[i], taken);
-        CHECK(taken >= limits[i] / 4, "limit %zu: only %zu bytes taken", limits[i], taken);
+        CHECK(taken >= limits[i] / 16, "limit %zu: only %zu bytes taken", limits[i], taken);
         CHECK(sp_tcp_window_rtt(fds[0]) > 0, "no round trip");
         close(fds[0]);
         close(fds[1]);
     }
+}
+
+/* net.core.wmem_max: the kernel grants SO_SNDBUF up to twice this. */
+static size_t wmem_max(void)
+{
+    size_t bytes = 0;
+    FILE *f = fopen("/proc/sys/net/core/wmem_max", "r");
+    CHECK(f != NULL && fscanf(f, "%zu", &bytes) == 1, "no /proc/sys/net/core/wmem_max");
+    if (f != NULL)
+        fclose(f);
+    return bytes;
 }
 
 /* A limit that the system does not allow leaves the kernel's own control on. */
@@ -151,10 +162,15 @@ static void test_more_than_allowed(void)
     int fds[2], locks = -1;
     socklen_t n = sizeof locks;
     CHECK(connect_pair(fds) == 0, "loopback: errno %d", errno);
-    sp_tcp_window_init(&w, (size_t)1 << 30, 1);
-    sp_tcp_window_apply(&w, fds[0]);
-    if (getsockopt(fds[0], SOL_SOCKET, SO_BUF_LOCK, &locks, &n) == 0)
-        CHECK((locks & SOCK_SNDBUF_LOCK) == 0, "locks %d", locks);
+    for (int i = 0; i < 2;
+         i++) { /* far more than is allowed, and half as much again: a socket gets 2 * wmem_max */
+        size_t bytes = i == 0 ? (size_t)1 << 30 : 3 * wmem_max();
+        sp_tcp_window_init(&w, bytes, 1);
+        sp_tcp_window_apply(&w, fds[0]);
+        n = sizeof locks;
+        if (getsockopt(fds[0], SOL_SOCKET, SO_BUF_LOCK, &locks, &n) == 0)
+            CHECK((locks & SOCK_SNDBUF_LOCK) == 0, "%zu bytes: locks %d", bytes, locks);
+    }
     sp_tcp_window_init(&w, 64 << 10, 1); /* and a smaller one holds again */
     sp_tcp_window_apply(&w, fds[0]);
     n = sizeof locks;

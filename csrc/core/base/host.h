@@ -8,12 +8,12 @@
 #include <stdbool.h>
 
 #define SP_HOST_BOOT_BYTES 36u /* the kernel's boot id */
-#define SP_HOST_ID_BYTES 44u   /* boot id, u64 network namespace */
+#define SP_HOST_ID_BYTES 44u   /* boot id, u64 network namespace, and the name if there is one */
 
-/* Identity of the host of this process. `name`: NULL or "" for the network namespace that it is in. Else processes
- * with another name count as on another host, whatever their namespaces. Errors: SYSTEM. */
+/* Identity of the host of this process. `name`: NULL or "" for none. Processes with different names count as on
+ * different hosts. The same name in two network namespaces is two hosts. Errors: SYSTEM; `out` is then unchanged. */
 spccl_status sp_host_identity(const char *name, uint8_t out[SP_HOST_ID_BYTES]);
-/* True if two hosts are one kernel: with other namespaces, or with other names. */
+/* True if both processes run on the same kernel, even in different namespaces or under different names. */
 bool sp_host_same_kernel(const uint8_t *a, const uint8_t *b);
 
 #endif

@@ -7,7 +7,7 @@ spccl_status sp_hosts_create(const int *host_of, int world_size, sp_hosts **out)
 {
     size_t n = (size_t)world_size;
     sp_hosts *h = sp_calloc(1, sizeof *h + (5 * n + 1) * sizeof(int));
-    int *number; /* [world_size] of each of the caller's numbers, plus 1; 0: not seen yet */
+    int *number; /* number[x]: the number here of the caller's host x, plus 1; 0: not seen yet */
     if (h == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "table of hosts for %d ranks", world_size);
     h->world_size = world_size;

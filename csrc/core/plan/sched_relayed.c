@@ -3,11 +3,12 @@
  * relay, which passes the message on to the other ranks of that host. Additions have the order of the direct
  * schedule, so the results have the same bits.
  *
- * The results of sums are the larger part of the traffic: with 4 hosts of 8 ranks and 1% of nonzeros, sums have
- * 27%. The direct schedule sends each of them out of the host 24 times, this one 3 times.
+ * The results of sums are the larger part of the traffic. With 32 ranks and 1% of nonzeros in each input, 27% of the
+ * elements of a sum are nonzero. On 4 hosts, the direct schedule sends each sum to 24 ranks of other hosts, this one
+ * to 3.
  *
- * Free of deadlock with two queues: a relay waits for space in queues to ranks of its own host alone, and what
- * arrives in these is relayed no further. */
+ * Two queues are enough against deadlock: a relay waits only for space in queues to ranks of its own host. Those
+ * ranks relay nothing that arrives in these queues. */
 #include "core/plan/sched_build.h"
 
 /* The rank that relays the results of `owner` on `host`, which is not the owner's: the one with the owner's place
@@ -34,7 +35,7 @@ static void to_own_host(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, i
     }
 }
 
-/* Send the part that this rank owns: to one rank of each other host, then to its own. */
+/* Send the shard that this rank owns: to one rank of each other host, then to its own. */
 static void to_everyone(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, int except)
 {
     const sp_hosts *h = a->hosts;
@@ -46,7 +47,7 @@ static void to_everyone(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, i
     to_own_host(b, a, s, except);
 }
 
-/* Receive the part of `owner`, and relay it if that is this rank's task. */
+/* Receive the shard of `owner`, and relay it if that is this rank's task. */
 static void receive(sp_plan_builder *b, const sp_plan_args *a, int owner, size_t off, size_t len, int except)
 {
     const int *host_of = a->hosts->host_of;
@@ -68,7 +69,8 @@ static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
         receive(b, a, owner, (size_t)owner * a->n_elems, a->n_elems, -1);
     }
     s = sp_plan_add(b, SP_STEP_SEND, a->rank, 0, 0, a->n_elems);
-    to_everyone(b, a, s, -1);
+    if (s != NULL)
+        to_everyone(b, a, s, -1);
     sp_plan_add(b, SP_STEP_COPY, a->rank, 0, (size_t)a->rank * a->n_elems, a->n_elems);
 }
 
@@ -86,7 +88,7 @@ static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
         to_everyone(b, a, reduce, -1);
 }
 
-/* As in the direct schedule, the root sends one part to each other rank. */
+/* As in the direct schedule, the root sends one shard to each other rank. */
 static void broadcast(sp_plan_builder *b, const sp_plan_args *a)
 {
     for (int i = 1; i < a->world_size; i++) {

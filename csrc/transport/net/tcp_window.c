@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <linux/tcp.h> /* not netinet/tcp.h: its tcp_info ends before tcpi_min_rtt */
 #include <netinet/in.h>
+#include <stddef.h>
 #include <sys/socket.h>
 
 #define MEASURE_NS_MAX                                                                                       \
@@ -64,7 +65,7 @@ void sp_tcp_window_apply(const sp_tcp_window *w, int fd)
     int half = (int)(w->socket_bytes / 2), got = 0, no_locks = 0;
     socklen_t n = sizeof got;
     if (setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &half, sizeof half) != 0 ||
-        getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &got, &n) != 0 || got >= half)
+        getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &got, &n) != 0 || (int64_t)got >= 2 * (int64_t)half)
         return;
     (void)setsockopt(fd, SOL_SOCKET, SO_BUF_LOCK, &no_locks, sizeof no_locks);
 }
@@ -73,7 +74,9 @@ int64_t sp_tcp_window_rtt(int fd)
 {
     struct tcp_info info;
     socklen_t n = sizeof info;
-    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &n) != 0 || n < sizeof info)
+    /* An older kernel gives a shorter struct. */
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &n) != 0 ||
+        n < offsetof(struct tcp_info, tcpi_min_rtt) + sizeof info.tcpi_min_rtt)
         return 0;
     return info.tcpi_min_rtt == UINT32_MAX ? 0 : (int64_t)info.tcpi_min_rtt * 1000;
 }

@@ -6,8 +6,8 @@
  * lost segments. So the sender limits itself, with SO_SNDBUF. All sockets to other hosts together get
  *     SP_TCP_WINDOW_QUEUE_BYTES + 2 * rate * max(2 * round trip, SP_TCP_WINDOW_DELAY_NS)
  * The first term fits into the queue of a small switch. The second keeps the link busy. `rate` is measured
- * while there is more to send than the kernel takes. The factor of 4 round trips lets the window grow
- * twofold per measurement until the link, and not the window, limits the rate.
+ * while there is more to send than the kernel takes. A window of 4 times rate * round trip lets the rate double from one
+ * measurement to the next until the link limits it, even if half of the sockets have nothing to send.
  *
  * This file knows no ranks and no messages. */
 #ifndef SP_TCP_WINDOW_H
@@ -20,7 +20,8 @@
 #define SP_TCP_WINDOW_QUEUE_BYTES ((size_t)256 << 10)
 #define SP_TCP_WINDOW_DELAY_NS                                                                               \
     INT64_C(200000) /* time until the kernel and this thread see an acknowledgement */
-#define SP_TCP_WINDOW_SOCKET_MIN ((size_t)8 << 10)
+#define SP_TCP_WINDOW_SOCKET_MIN                                                                             \
+    ((size_t)8 << 10)                 /* a socket gets as much even if SPCCL_TCP_WINDOW is less */
 #define SP_TCP_WINDOW_START_RATE 1.25 /* bytes per ns until one is measured: 10 Gbit/s */
 #define SP_TCP_WINDOW_SAMPLE_NS INT64_C(10000000)
 
@@ -37,7 +38,8 @@ typedef struct sp_tcp_window {
     bool since_full;
 } sp_tcp_window;
 
-/* n_sockets > 0: sockets to other hosts. */
+/* n_sockets: sockets to other hosts; with 0 the window is never due. A peer that is lost later breaks the group, so
+ * its share is not given to the others. */
 void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets);
 /* True if it is time to call sp_tcp_window_measure. */
 static inline bool sp_tcp_window_due(const sp_tcp_window *w, int64_t now_ns)
@@ -46,11 +48,11 @@ static inline bool sp_tcp_window_due(const sp_tcp_window *w, int64_t now_ns)
 }
 /* End one measurement and begin the next.
  *   full     a socket has bytes that the kernel does not take
- *   rtt_ns   smallest round trip to some other host; 0: unknown
+ *   rtt_ns   the largest, over the sockets that wait, of the kernel's smallest round trip; 0: unknown
  * Returns true if socket_bytes has changed: the caller then calls sp_tcp_window_apply for every socket. */
 bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t rtt_ns);
-/* Limit the bytes in flight of one socket. If the system does not allow so much (net.core.wmem_max), the
- * kernel's own control of the buffer is switched on again. */
+/* Limit the bytes in flight of one socket. If the system does not allow so much (net.core.wmem_max), the kernel's
+ * own control of the buffer is switched on again. Before Linux 5.14 the largest allowed limit stays instead. */
 void sp_tcp_window_apply(const sp_tcp_window *w, int fd);
 /* The kernel's estimate of the smallest round trip of a socket, in ns; 0: unknown. */
 int64_t sp_tcp_window_rtt(int fd);
