@@ -84,6 +84,25 @@ def test_a_host_sees_the_others_alone():
     assert found[0].tx_bytes > 0
 
 
+def refuse(*_):
+    raise OSError(1, "refused for a test")
+
+
+@pytest.mark.parametrize(("role", "host"), [("_receive", "b"), ("_send_for", "a")])
+def test_rate_says_why_it_was_not_measured(monkeypatch, role, host):
+    """The exception of either thread reaches the caller at once."""
+
+    def listen(name, listening, port, rates):
+        port.append(1)
+        listening.set()
+
+    monkeypatch.setattr(hosts, "_receive", listen)
+    monkeypatch.setattr(hosts, role, refuse)
+    with pytest.raises(hosts.CannotEmulate, match=f"from a to b: host {host}: .*refused for a test") as caught:
+        hosts.measured_rate(["a", "b"])
+    assert isinstance(caught.value.__cause__, OSError)
+
+
 @needs_hosts
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bench_over_hosts(ranks):

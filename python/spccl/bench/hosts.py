@@ -17,7 +17,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 IFNAME = "eth0"
 _BURST, _LATENCY = "256kb", "5ms"
@@ -184,17 +184,37 @@ def _receive(name: str, listening: threading.Event, port: list[int], rates: list
             rates.append(n_bytes / (time.monotonic() - start))
 
 
+class _Thread(threading.Thread):
+    """Runs `work(*args)`. Keeps the exception that ends it, and then sets `failed`."""
+
+    def __init__(self, failed: threading.Event, work: Callable[..., None], *args: object):
+        super().__init__(daemon=True)
+        self.error: Exception | None = None
+        self._failed, self._work, self._args = failed, work, args
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._work(*self._args)
+        except Exception as error:
+            self.error = error
+            self._failed.set()
+
+
 def measured_rate(names: list[str], seconds: float = 1.0) -> float:
     """Payload that one TCP connection carries from host 0 to host 1, in bytes per second. Raises: CannotEmulate."""
     listening, port, rates = threading.Event(), [], []  # type: ignore[var-annotated]
-    receiver = threading.Thread(target=_receive, args=(names[1], listening, port, rates), daemon=True)
-    receiver.start()
-    if not listening.wait(10):
-        raise CannotEmulate(f"host {names[1]} could not listen at {address(1)}")
-    sender = threading.Thread(target=_send_for, args=(names[0], port[0], seconds), daemon=True)
-    sender.start()
-    for thread in (sender, receiver):
-        thread.join(seconds + 20)
+    threads = {names[1]: _Thread(listening, _receive, names[1], listening, port, rates)}
+    listening.wait(10)
+    if port:
+        threads[names[0]] = _Thread(threading.Event(), _send_for, names[0], port[0], seconds)
+    for name, thread in reversed(threads.items()):  # the sender first: without it the receiver may only time out
+        thread.join(seconds + 20 if port else 1)
+        if thread.error is not None:
+            what = f"measuring the rate of the link from {names[0]} to {names[1]}: host {name}: {thread.error}"
+            raise CannotEmulate(what) from thread.error
+    if not port:
+        raise CannotEmulate(f"host {names[1]} did not listen at {address(1)} within 10 s")
     if not rates:
-        raise CannotEmulate(f"no bytes arrived from {names[0]} at {names[1]}")
+        raise CannotEmulate(f"no bytes arrived from {names[0]} at {names[1]} within {seconds + 20:g} s")
     return rates[0]
