@@ -92,6 +92,23 @@ def test_parameters_that_come_later():
         step(opt, net)
 
 
+def test_a_parameter_that_is_removed_later():
+    net = model()
+    opt = SparseSync(adamw(net))
+    assert opt.inner.param_groups[0]["params"].pop() is net[2].bias
+    with refuses(RuntimeError, "parameter 3 of shape (60,) was removed", "make a new SparseSync"):
+        step(opt, net)
+
+
+def test_a_parameter_that_is_frozen_later():
+    net = model()
+    opt = SparseSync(adamw(net))
+    net[0].weight.requires_grad_(False)
+    before = net[0].weight.clone()
+    step(opt, net)
+    assert torch.equal(net[0].weight, before)
+
+
 def test_a_parameter_that_is_unfrozen_later():
     net = model()
     net[0].weight.requires_grad_(False)

@@ -237,9 +237,9 @@ class SparseSync(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """One local step, and after every `every`-th an exchange. All ranks must call it equally often.
 
-        Raises: TypeError for a closure; RuntimeError if parameters were added, replaced or moved, inside
-            `global_weights`, or if a check finds different global weights; torch.distributed.DistBackendError if a rank
-            is lost.
+        Raises: TypeError for a closure; RuntimeError if parameters were added, removed, replaced or moved,
+            inside `global_weights`, or if a check finds different global weights;
+            torch.distributed.DistBackendError if a rank is lost.
         """
         checks.check_closure(closure)
         if self._in_globals:
@@ -255,17 +255,23 @@ class SparseSync(torch.optim.Optimizer):
             self._exchange(density_at(self._schedule, self.exchanges))
 
     def _require_same_parameters(self) -> None:
-        params = [p for group in self.inner.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-        mine = iter(self._weights)
-        by_id = {id(w.param) for w in self._weights}
-        for p in params:
-            if id(p) not in by_id:
+        present = [p for group in self.inner.param_groups for p in group["params"]]
+        ours = {id(w.param) for w in self._weights}
+        for p in present:
+            if p.requires_grad and p.numel() and id(p) not in ours:
                 raise RuntimeError(
                     f"SparseSync.step: the optimizer has a parameter of shape {tuple(p.shape)} that was not there, or "
                     "did not require a gradient, when SparseSync was made; make a new SparseSync after changing the "
                     "optimizer, on all ranks at the same step"
                 )
-        for w in mine:
+        theirs = {id(p) for p in present}
+        for w in self._weights:
+            if id(w.param) not in theirs:
+                raise RuntimeError(
+                    f"SparseSync.step: parameter {w.name} of shape {tuple(w.param.shape)} was removed from the "
+                    "optimizer after SparseSync was made; make a new SparseSync after changing the optimizer, on all "
+                    "ranks at the same step"
+                )
             if own_pointer(w.param) != w.pointer:
                 raise RuntimeError(
                     f"SparseSync.step: parameter {w.name} has other memory than when SparseSync was made; call "
