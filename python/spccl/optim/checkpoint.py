@@ -25,7 +25,10 @@ KEY = "sparse_sync"
 
 @torch.no_grad()
 def save(sync: SparseSync) -> dict[str, Any]:
-    """The state of this rank. Its tensors for the weights are copies."""
+    """The state of this rank. Its tensors for the weights are copies.
+
+    "consolidated": this rank's local and global weights are equal. Then "local" is None.
+    """
     parameters = []
     for bucket in sync.buckets:
         if not bucket.in_globals:

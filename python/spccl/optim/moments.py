@@ -16,8 +16,8 @@ import torch
 
 from .bucket import Bucket, Scratch
 
-# With more ranks v / N by default no longer stands for v / N + (1 - 1/N) m^2: where the gradient is not mostly noise it
-# makes steps that are up to sqrt(N) times as long as Adam's longest. Measured: 4 ranks.
+# Above this number of ranks the default is "corrected". There v / N can make steps up to sqrt(N) times Adam's longest,
+# where the gradient is not mostly noise. Measured with 4 ranks only.
 MOST_RANKS_SCALED = 8
 
 

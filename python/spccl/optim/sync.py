@@ -46,7 +46,8 @@ class SparseSync(torch.optim.Optimizer):
         every: optimizer steps between exchanges.
         warmup: exchanges over which the density falls geometrically from 1 to `density`.
         group: process group; None is the world. Without torch.distributed there is one rank.
-        sample: share of a parameter that is looked at to find its threshold, (0, 1], at least 32 / density entries.
+        sample: share of a parameter's entries that is sampled to find its threshold, (0, 1]. At least 32 / density
+            entries are sampled.
         min_numel: parameters with fewer elements, or with one dimension, are sent whole.
         decay: factor on what is not sent, per exchange, (0, 1]. 1 loses nothing.
         outer_lr, outer_momentum: Nesterov momentum on the exchanged average (DiLoCo, SparseLoCo); 1 and 0: none.
@@ -57,15 +58,16 @@ class SparseSync(torch.optim.Optimizer):
             without amsgrad and maximize. None: where that is possible and `every` is 1, "scaled" for up to 8 ranks
             and True for more; else False.
         clip_norm: bound on the norm of the gradient, None for none. A rank clips its own gradient to
-            clip_norm * sqrt(ranks), because it is that much longer than an average of independent ones.
+            clip_norm * sqrt(ranks). The gradient of one rank is about sqrt(ranks) times longer than the average of
+            independent ones.
             torch.nn.utils.clip_grad_norm_ before step() works too; it bounds the norm of the rank's own gradient.
         check_finite: look at the gradient before the step. A rank whose gradient has inf or nan leaves out this local
             step, and takes part in the exchange. Costs a pass over the gradient, and the host waits for it. False: inf
             and nan go into the optimizer's state; weights that become inf or nan are set to the global ones.
         check_every: exchanges between checks that the global weights are the same on all ranks; 0: never.
         norm_every: exchanges between measurements of the norms in `summary`; 0: never.
-        bucket_mb: most MiB (float32) that are exchanged at once; and no more than an eighth of the weights or 4 MiB,
-            whichever is more.
+        bucket_mb: upper bound of a bucket in MiB of float32. A bucket also stays below max(4 MiB, 1/8 of the weights).
+            A parameter that is longer has a bucket of its own.
         seed: of the random choice of sampled places.
         wire_dtype: torch.bfloat16 sends values of float32 weights in 2 bytes in place of 4. What rounding changed
             stays unsent. None: values are sent as they are.
