@@ -44,7 +44,7 @@ static void test_links(void)
             double link = links[i].link, used = half ? 0.5 : 1.0;
             double delay_ns = (double)(2 * links[i].rtt_ns);
             size_t got, least, most;
-            sp_tcp_window_init(&w, 0, N_SOCKETS);
+            sp_tcp_window_init(&w, 0, N_SOCKETS, 1);
             delay_ns = delay_ns > (double)SP_TCP_WINDOW_DELAY_NS ? delay_ns : (double)SP_TCP_WINDOW_DELAY_NS;
             got = window_after(&w, 100, link, links[i].rtt_ns, used);
             least = (size_t)(link * (double)links[i].rtt_ns / used); /* less cannot keep the link busy */
@@ -59,7 +59,7 @@ static void test_links(void)
 static void test_idle_time_is_not_measured(void)
 {
     sp_tcp_window w;
-    sp_tcp_window_init(&w, 0, N_SOCKETS);
+    sp_tcp_window_init(&w, 0, N_SOCKETS, 1);
     (void)window_after(&w, 10, 1.0, 50000, 1.0);
     for (int i = 1; i < 50; i++) { /* nothing to send; then full again after a long sleep */
         int64_t now_ns = w.since_ns + i % 7 * 40 * SP_TCP_WINDOW_SAMPLE_NS;
@@ -73,18 +73,34 @@ static void test_idle_time_is_not_measured(void)
     CHECK(w.rate > 0.24 && w.rate < 0.26, "rate %g after the link became slower", w.rate);
 }
 
+/* Ranks of one host share its link: together they start with one window, and end with one. */
+static void test_sharing(void)
+{
+    for (uint32_t n = 1; n <= 8; n *= 2) {
+        sp_tcp_window one, w;
+        size_t got, want;
+        sp_tcp_window_init(&one, 0, N_SOCKETS, 1);
+        sp_tcp_window_init(&w, 0, N_SOCKETS, n);
+        CHECK(w.socket_bytes * n <= one.socket_bytes + n * SP_TCP_WINDOW_SOCKET_MIN, "%u ranks: %zu", n,
+              w.socket_bytes);
+        want = window_after(&one, 100, 1.0, 50000, 1.0);
+        got = n * window_after(&w, 100, 1.0 / n, 50000, 1.0);
+        CHECK(got > want / 2 && got < 2 * want, "%u ranks: %zu, one rank: %zu", n, got, want);
+    }
+}
+
 static void test_forced_and_small(void)
 {
     sp_tcp_window w;
-    sp_tcp_window_init(&w, 1200000, N_SOCKETS);
+    sp_tcp_window_init(&w, 1200000, N_SOCKETS, 1);
     CHECK(w.socket_bytes == 100000, "%zu", w.socket_bytes);
     (void)window_after(&w, 10, 10.0, 50000, 1.0);
     CHECK(w.socket_bytes == 100000, "%zu after measuring", w.socket_bytes);
-    sp_tcp_window_init(&w, 1, N_SOCKETS);
+    sp_tcp_window_init(&w, 1, N_SOCKETS, 1);
     CHECK(w.socket_bytes == SP_TCP_WINDOW_SOCKET_MIN, "%zu", w.socket_bytes);
-    sp_tcp_window_init(&w, (size_t)1 << 40, 1);
+    sp_tcp_window_init(&w, (size_t)1 << 40, 1, 1);
     CHECK(w.socket_bytes > 1 << 30, "%zu", w.socket_bytes);
-    sp_tcp_window_init(&w, 0, 0);
+    sp_tcp_window_init(&w, 0, 0, 1);
     CHECK(!sp_tcp_window_due(&w, INT64_MAX), "no socket to another host: nothing to measure");
 }
 
@@ -132,7 +148,7 @@ static void test_kernel_keeps_to_it(void)
         int fds[2];
         size_t taken;
         CHECK(connect_pair(fds) == 0, "loopback: errno %d", errno);
-        sp_tcp_window_init(&w, limits[i], 1);
+        sp_tcp_window_init(&w, limits[i], 1, 1);
         sp_tcp_window_apply(&w, fds[0]);
         taken = bytes_taken(fds[0], fds[1]);
         /* A send that begins below the limit may end above it by one segment of at most 64 KiB. */
@@ -165,13 +181,13 @@ static void test_more_than_allowed(void)
     for (int i = 0; i < 2;
          i++) { /* far more than is allowed, and half as much again: a socket gets 2 * wmem_max */
         size_t bytes = i == 0 ? (size_t)1 << 30 : 3 * wmem_max();
-        sp_tcp_window_init(&w, bytes, 1);
+        sp_tcp_window_init(&w, bytes, 1, 1);
         sp_tcp_window_apply(&w, fds[0]);
         n = sizeof locks;
         if (getsockopt(fds[0], SOL_SOCKET, SO_BUF_LOCK, &locks, &n) == 0)
             CHECK((locks & SOCK_SNDBUF_LOCK) == 0, "%zu bytes: locks %d", bytes, locks);
     }
-    sp_tcp_window_init(&w, 64 << 10, 1); /* and a smaller one holds again */
+    sp_tcp_window_init(&w, 64 << 10, 1, 1); /* and a smaller one holds again */
     sp_tcp_window_apply(&w, fds[0]);
     n = sizeof locks;
     CHECK(getsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &locks, &n) == 0 && locks == 64 << 10, "SO_SNDBUF %d",
@@ -184,6 +200,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"links", test_links},
                                              {"idle", test_idle_time_is_not_measured},
+                                             {"sharing", test_sharing},
                                              {"forced", test_forced_and_small},
                                              {"kernel", test_kernel_keeps_to_it},
                                              {"more_than_allowed", test_more_than_allowed},

@@ -56,6 +56,7 @@ struct sp_tcp_peer {
     struct sp_tcp_queue queues[SP_QUEUES_MAX];
     size_t abort_done;
     uint8_t abort_bytes[SP_TCP_ABORT_BYTES];
+    uint8_t host[SP_HOST_ID_BYTES];
     bool same_host;
     bool use_loopback;
     /* while connecting */

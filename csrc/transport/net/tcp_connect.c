@@ -190,6 +190,7 @@ static spccl_status add_peer(struct sp_tcp *ep, int peer, const uint8_t *address
     if (!sp_tcp_parse_address(address, bytes, p->address))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: tcp: %zu bytes are not an address of rank %d",
                        ep->config.rank, bytes, peer);
+    memcpy(p->host, p->address->host, sizeof p->host);
     p->same_host = sp_tcp_same_host(&ep->self, p->address);
     p->use_loopback = p->same_host || sp_tcp_only_loopback(&ep->self, p->address);
     if (peer < ep->config.rank) {

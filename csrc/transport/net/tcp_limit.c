@@ -2,6 +2,8 @@
 #include "core/base/env.h"
 #include "transport/net/tcp.h"
 
+#include <string.h>
+
 /* Call fn for every socket to another host. */
 static void for_far_sockets(struct sp_tcp *ep,
                             void (*fn)(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg), void *arg)
@@ -44,13 +46,31 @@ static void look_at_socket(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg
     l->rtt_ns = rtt_ns > l->rtt_ns ? rtt_ns : l->rtt_ns;
 }
 
+/* Ranks that share this host's link. Only ranks of other hosts are peers here, so take the mean of their hosts. */
+static uint32_t ranks_per_host(const struct sp_tcp *ep)
+{
+    uint32_t n_ranks = 0, n_hosts = 0;
+    for (int i = 0; i < ep->config.world_size; i++) {
+        const struct sp_tcp_peer *p = &ep->peers[i];
+        int before = 0;
+        if (p->state != SP_TCP_UP || p->same_host)
+            continue;
+        while (before < i && (ep->peers[before].state != SP_TCP_UP ||
+                              memcmp(ep->peers[before].host, p->host, SP_HOST_ID_BYTES) != 0))
+            before++;
+        n_ranks++;
+        n_hosts += before == i;
+    }
+    return n_hosts == 0 ? 1 : (n_ranks + n_hosts - 1) / n_hosts;
+}
+
 spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
 {
     int64_t forced;
     uint32_t n = 0;
     SP_TRY(sp_env_number(SP_ENV_TCP_WINDOW, &forced));
     for_far_sockets(ep, count_socket, &n);
-    sp_tcp_window_init(&ep->window, (size_t)forced, n);
+    sp_tcp_window_init(&ep->window, (size_t)forced, n, ranks_per_host(ep));
     for_far_sockets(ep, apply_window, NULL);
     return SPCCL_OK;
 }

@@ -20,20 +20,20 @@
 /* The limit of one socket for the present rate and round trip. */
 static size_t socket_limit(const sp_tcp_window *w)
 {
-    double rate = w->rate > 0 ? w->rate : SP_TCP_WINDOW_START_RATE;
+    double rate = w->rate > 0 ? w->rate : SP_TCP_WINDOW_START_RATE / w->n_sharing;
     double delay_ns = (double)(2 * w->rtt_ns);
     double bytes = (double)w->forced_bytes;
     if (delay_ns < (double)SP_TCP_WINDOW_DELAY_NS)
         delay_ns = (double)SP_TCP_WINDOW_DELAY_NS;
     if (w->forced_bytes == 0)
-        bytes = (double)SP_TCP_WINDOW_QUEUE_BYTES + 2 * rate * delay_ns;
+        bytes = (double)SP_TCP_WINDOW_QUEUE_BYTES / w->n_sharing + 2 * rate * delay_ns;
     bytes /= w->n_sockets;
     return bytes > (double)INT_MAX ? (size_t)INT_MAX : sp_max_size((size_t)bytes, SP_TCP_WINDOW_SOCKET_MIN);
 }
 
-void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets)
+void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets, uint32_t n_sharing)
 {
-    *w = (sp_tcp_window){.forced_bytes = forced_bytes, .n_sockets = n_sockets};
+    *w = (sp_tcp_window){.forced_bytes = forced_bytes, .n_sockets = n_sockets, .n_sharing = n_sharing};
     if (n_sockets != 0)
         w->socket_bytes = socket_limit(w);
 }
@@ -83,5 +83,5 @@ int64_t sp_tcp_window_rtt(int fd)
 
 double sp_tcp_window_ns_per_byte(const sp_tcp_window *w)
 {
-    return 1 / (w->rate > 0 ? w->rate : SP_TCP_WINDOW_START_RATE);
+    return 1 / (w->rate > 0 ? w->rate : SP_TCP_WINDOW_START_RATE / w->n_sharing);
 }

@@ -28,6 +28,7 @@
 typedef struct sp_tcp_window {
     size_t forced_bytes; /* SPCCL_TCP_WINDOW: of all sockets together; 0: measured */
     uint32_t n_sockets;  /* sockets to other hosts */
+    uint32_t n_sharing;  /* ranks of this host, which share its link */
     size_t socket_bytes; /* limit of each */
     double rate;         /* bytes per ns to all other hosts together; 0: not measured yet */
     int64_t rtt_ns;      /* round trip, without queues */
@@ -38,9 +39,10 @@ typedef struct sp_tcp_window {
     bool since_full;
 } sp_tcp_window;
 
-/* n_sockets: sockets to other hosts; with 0 the window is never due. A peer that is lost later breaks the group, so
- * its share is not given to the others. */
-void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets);
+/* n_sockets: sockets to other hosts; with 0 the window is never due. A peer that is lost later breaks the group,
+ * so its share is not given to the others. n_sharing: ranks of this host, at least 1. Each takes its part of
+ * SP_TCP_WINDOW_QUEUE_BYTES, and of the rate until one is measured. */
+void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets, uint32_t n_sharing);
 /* True if it is time to call sp_tcp_window_measure. */
 static inline bool sp_tcp_window_due(const sp_tcp_window *w, int64_t now_ns)
 {
