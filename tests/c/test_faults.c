@@ -7,6 +7,23 @@
 
 #define BIG 4000000
 
+/* No rank speaks twice: not "rank 1: rank 0: rank 1 is gone", not "rank 0 gave up: rank 0: ...". */
+static void check_named_once(const char *transport, int rank, const char *text)
+{
+    for (int k = 0; k < 3; k++) {
+        char says[16], gave_up[32], peer[32];
+        const char *first;
+        snprintf(says, sizeof says, "rank %d: ", k);
+        snprintf(gave_up, sizeof gave_up, "rank %d gave up: %s", k, says);
+        snprintf(peer, sizeof peer, "%srank %d ", says, k);
+        first = strstr(text, says);
+        CHECK(first == NULL || !has(first + 1, says), "%s: rank %d: rank %d is named twice: \"%s\"",
+              transport, rank, k, text);
+        CHECK(!has(text, gave_up) && !has(text, peer), "%s: rank %d: rank %d is named twice: \"%s\"",
+              transport, rank, k, text);
+    }
+}
+
 static void leave(struct rank_ctx *c)
 {
     float *buf;
@@ -19,6 +36,7 @@ static void leave(struct rank_ctx *c)
     CHECK(spccl_all_reduce(c->comm, buf, buf, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL) != SPCCL_OK,
           "a broken group works");
     CHECK(has(spccl_last_error(), "broken since"), "%s", spccl_last_error());
+    check_named_once("later", c->rank, spccl_last_error());
     CHECK(spccl_comm_async_error(c->comm) != SPCCL_OK, "no async error");
     free(buf);
 }
@@ -38,9 +56,7 @@ static void check_survivors(const struct scene *s, const char *transport, int de
               "%s: rank %d: %d \"%s\"", transport, r, (int)o->st, o->text);
         CHECK(has(o->text, rank_text) && has(o->text, "all_reduce") && has(o->text, "float32"),
               "%s: rank %d: \"%s\"", transport, r, o->text);
-        snprintf(rank_text, sizeof rank_text, "rank %d: ", r);
-        CHECK(!has(o->text + 1, rank_text), "%s: rank %d is named twice: \"%s\"", transport, r, o->text);
-        snprintf(rank_text, sizeof rank_text, "rank %d", dead);
+        check_named_once(transport, r, o->text);
         CHECK(o->took_ms < SOON_MS, "%s: rank %d took %lld ms", transport, r, (long long)o->took_ms);
         n_named += o->st != SPCCL_ERR_ABORTED;
     }
