@@ -29,9 +29,9 @@ static const sp_env_var vars[SP_N_ENV] = {
         {"SPCCL_HOST_ID", "",
          "name of this rank's host: ranks with other names count as on other hosts; empty = found", 0, 0, 0,
          NULL},
-    [SP_ENV_TCP_SOCKETS] = {"SPCCL_TCP_SOCKETS", "0",
-                            "sockets per peer and queue; 0 = 2 between hosts, 1 within a host", 1, 0, 16,
-                            NULL},
+    [SP_ENV_TCP_SOCKETS] =
+        {"SPCCL_TCP_SOCKETS", "0",
+         "sockets per peer and queue; 0 = 1, but 2 between hosts in groups of up to 4 ranks", 1, 0, 16, NULL},
     [SP_ENV_TCP_WINDOW] = {"SPCCL_TCP_WINDOW", "0",
                            "most bytes in flight to all other hosts; 0 = measured, from rate and round trip",
                            1, 0, INT64_C(1) << 32, NULL},
