@@ -3,6 +3,7 @@
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/plan/tune_coll.h"
+#include "core/run/comm.h"
 #include "ranks.h"
 
 #include <stdbool.h>
@@ -177,6 +178,35 @@ static void test_init_rank(void)
     CHECK(comm == NULL, "out was touched");
 }
 
+static void count_hosts(struct rank_ctx *ctx)
+{
+    int want = *(const int *)ctx->arg,
+        got = ctx->comm->links.hosts == NULL ? 1 : ctx->comm->links.hosts->n_hosts;
+    CHECK(got == want, "rank %d: %d hosts, wanted %d", ctx->rank, got, want);
+}
+
+/* config.host_id names a host; SPCCL_HOST_ID, which is the same for all ranks here, wins. */
+static void test_host_id(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    uint8_t a[SP_HOST_ID_BYTES], b[SP_HOST_ID_BYTES], none[SP_HOST_ID_BYTES];
+    int n_hosts = 3;
+    test_ranks_per_host = 1;
+    run_ranks(3, NULL, count_hosts, &n_hosts, ctx);
+    setenv("SPCCL_HOST_ID", "one", 1);
+    n_hosts = 1;
+    run_ranks(3, NULL, count_hosts, &n_hosts, ctx);
+    unsetenv("SPCCL_HOST_ID");
+    test_ranks_per_host = 0;
+    CHECK_OK(sp_host_identity("a", a));
+    CHECK_OK(sp_host_identity("b", b));
+    CHECK_OK(sp_host_identity("", none));
+    CHECK(memcmp(a, b, sizeof a) != 0 && memcmp(a, none, sizeof a) != 0, "two names give one identity");
+    CHECK(sp_host_same_kernel(a, b) && sp_host_same_kernel(a, none), "one kernel has two identities");
+    CHECK_OK(sp_host_identity("a", b));
+    CHECK(memcmp(a, b, sizeof a) == 0, "one name gives two identities");
+}
+
 static void test_queue_bytes(void)
 {
     static const char *const bad[] = {"1", "4096", "65535", "100000", "3145728"};
@@ -201,6 +231,7 @@ int main(int argc, char **argv)
 
         {"config", test_config},
         {"init_rank", test_init_rank},
+        {"host_id", test_host_id},
         {"queue_bytes", test_queue_bytes},
         {NULL, NULL}};
     setenv("SPCCL_LOG", "off", 0);

@@ -114,25 +114,14 @@ static void broadcast(sp_plan_builder *b, const sp_plan_args *a)
 
 bool sp_sched_relayed(sp_plan_builder *b, const sp_plan_args *a)
 {
-    if (a->hosts == NULL) /* one host: there is nothing to relay */
+    /* On one host, and in a reduce-scatter, there is nothing to relay. */
+    if (a->n_elems == 0 || a->hosts == NULL || a->coll == SP_REDUCE_SCATTER)
         return sp_sched_direct(b, a);
-    if (a->n_elems == 0)
-        return true;
-    switch (a->coll) {
-    case SP_ALL_GATHER:
+    if (a->coll == SP_ALL_GATHER)
         all_gather(b, a);
-        return true;
-    case SP_REDUCE_SCATTER:
-        sp_direct_contributions(b, a, false);
-        return true;
-    case SP_ALL_REDUCE:
+    else if (a->coll == SP_ALL_REDUCE)
         all_reduce(b, a);
-        return true;
-    case SP_BROADCAST:
+    else
         broadcast(b, a);
-        return true;
-    case SP_N_COLLS:
-        break;
-    }
-    return false;
+    return true;
 }
