@@ -105,6 +105,7 @@ bool Backend::supportsCoalescing() const
 
 void Backend::startCoalescing()
 {
+    comm_->check_process("a batch of calls");
     std::lock_guard<std::mutex> lock(coalesced_mutex_);
     coalesced_.clear(); /* of a batch that an exception left open: torch does not end such a batch */
     if (std::exchange(nccl_batch_, false))
@@ -114,6 +115,7 @@ void Backend::startCoalescing()
 
 c10::intrusive_ptr<c10d::Work> Backend::endCoalescing()
 {
+    comm_->check_process("a batch of calls");
     std::lock_guard<std::mutex> lock(coalesced_mutex_);
     coalescing_ = false;
     std::vector<c10::intrusive_ptr<c10d::Work>> parts = std::exchange(coalesced_, {});

@@ -150,6 +150,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
                                                  const std::vector<int> &ranks,
                                                  const c10::intrusive_ptr<c10d::Backend::Options> &opts)
 {
+    comm_->check_process("split");
     const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
     if (mine == ranks.end())
         return nullptr;

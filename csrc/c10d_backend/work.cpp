@@ -117,6 +117,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
                                                    const std::shared_ptr<SerialThread> &completer,
                                                    Launch launch, uint64_t sequence)
 {
+    comm->check_process(launch.op.str()); /* before awaitable(), which locks a mutex */
     auto work = c10::make_intrusive<RequestWork>(std::move(comm), SerialThread::awaitable(completer),
                                                  std::move(launch), sequence);
     work->comm_->issue(work->launch_.op, work->launch_.timeout, [&](spccl_comm *raw) {
