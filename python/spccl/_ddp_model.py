@@ -1,9 +1,10 @@
-"""The DDP module under a model, the parameters that it trains, and optimizers that pruning does not suit: for
-`spccl.ddp`."""
+"""The DDP module under a model, and the parameters that it trains: for `spccl.ddp`."""
 
 import gc
 
 import torch
+
+from ._hook_state import plain_name
 
 
 def find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
@@ -51,30 +52,5 @@ def trained(model: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str,
     return [(plain_name(name), param) for name, param in named if param.requires_grad]
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without the prefix of torch.compile."""
-    return name.replace("_orig_mod.", "")
-
-
 def trained_numels(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, int]:
     return {name: param.numel() for name, param in trained(model)}
-
-
-def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides by a running second moment, or takes signs of a running first one: those with
-    `betas` (Adam, AdamW, Lion, fused ones of other projects), and torch's others."""
-    others = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor)
-    return isinstance(optimizer, others) or any("betas" in group for group in optimizer.param_groups)
-
-
-def refuse_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: ValueError if pruned gradients do not suit the optimizer. Accelerate's wrapper of one is looked into."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    if is_adam_like(optimizer):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"PrunedGradients.register: got {kind} as optimizer, wanted SGD: {kind} takes the zeros of a pruned "
-            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.61, "
-            f"dense at 0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) without DDP, or pass "
-            "allow_adam=True (docs/TRAINING.md)"
-        )

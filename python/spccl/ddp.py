@@ -1,27 +1,19 @@
 """Gradient pruning for DistributedDataParallel: `PrunedGradients`, a communication hook.
 
-`spccl.prune` selects the entries of one bucket. This file adds what DDP needs around it: state per parameter,
-clipping, mixed precision, checkpoints, statistics. Imports torch; knows nothing of formats or transports. For each
-bucket it makes one call of `spccl.prune` and one all_reduce; most elements of the bucket are zero by then.
-`_ddp_model.py` finds the model, `_ddp_state.py` has the memory per device and the checkpoints, `_ddp_stats.py` the
-counts.
+`spccl.prune` selects the entries of one bucket. This file adds what DDP needs around it. Imports torch; knows nothing
+of formats or transports. For each bucket it makes one call of `spccl.prune` and one all_reduce; most elements of the
+bucket are zero by then. `_ddp_model.py` finds the model; `_hook.py` has what this hook shares with `spccl.fsdp`.
 """
 
-import contextlib
-import math
 import time
-import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from spccl import _ddp_state, backend, prune
+from spccl import _hook_state, prune
 
-from ._ddp_model import find_ddp, find_ddp_by_hook, refuse_adam, trained, trained_numels
-from ._ddp_stats import Statistics, Tally
-
-_AVERAGING_BACKENDS = ("spccl", "nccl")
+from ._ddp_model import find_ddp, find_ddp_by_hook, trained, trained_numels
+from ._hook import PruningHook, refuse_adam
 
 
 def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotations kept as strings
@@ -38,7 +30,7 @@ def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotation
     return state.exchange(bucket)
 
 
-class PrunedGradients:
+class PrunedGradients(PruningHook):
     """Sends only the largest entries of each gradient; keeps the rest for later steps.
 
     Each rank replaces its local gradient by its entries above a threshold and adds the others to a residual,
@@ -100,68 +92,6 @@ class PrunedGradients:
     section VI.B. The local clipping from running norms is this project's.
     """
 
-    def __init__(
-        self,
-        density: float = 0.01,
-        sample: float = 0.001,
-        error_feedback: bool = True,
-        leak: float = 1.0,
-        *,
-        dense_steps: int = 0,
-        warmup_steps: int = 0,
-        min_numel: int = 4096,
-        momentum: float = 0.0,
-        clip_norm: float | None = None,
-        grad_scaler: "torch.amp.GradScaler | None" = None,
-        norm_every: int = 0,
-        seed: int = 0,
-        max_ctas: int | None = None,
-        residual_dtype: torch.dtype = torch.float32,
-    ):
-        _require("density", density, 0 < density <= 1, "in (0, 1]")
-        _require("sample", sample, 0 < sample <= 1, "in (0, 1]")
-        _require("leak", leak, 0 < leak <= 1, "in (0, 1]")
-        _require("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
-        _require("momentum", momentum, momentum == 0 or error_feedback, "0 when error_feedback is False")
-        _require("dense_steps", dense_steps, dense_steps >= 0, "0 or more")
-        _require("warmup_steps", warmup_steps, warmup_steps >= 0, "0 or more")
-        _require("min_numel", min_numel, min_numel >= 1, "1 or more")
-        _require("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0, or None")
-        _require("norm_every", norm_every, norm_every >= 0, "0 or more")
-        _require("max_ctas", max_ctas, max_ctas is None or max_ctas >= 1, "1 or more, or None")
-        known = residual_dtype in (torch.float32, torch.bfloat16)
-        _require("residual_dtype", residual_dtype, known, "torch.float32 or torch.bfloat16")
-        self.density = density
-        self.sample = sample
-        self.error_feedback = error_feedback
-        self.leak = leak
-        self.dense_steps = dense_steps
-        self.warmup_steps = warmup_steps
-        self.min_numel = min_numel
-        self.momentum = momentum
-        self.clip_norm = clip_norm
-        self.grad_scaler = grad_scaler
-        self.norm_every = norm_every
-        self.seed = seed
-        self.max_ctas = max_ctas
-        self.residual_dtype = residual_dtype
-        self.step = 0  # number of backward passes that called this hook and have ended
-        self._group: dist.ProcessGroup | None = None
-        self._names: dict[int, str] = {}
-        self._numels: dict[str, int] = {}
-        self._slots: dict[int, prune.Slot] = {}  # by id of the parameter
-        self._plans: dict[tuple[int, ...], prune.Plan] = {}  # by ids of the bucket's parameters
-        self._devices: dict[torch.device, _ddp_state.OnDevice] = {}
-        self._loaded: dict[str, dict[str, Any]] = {}
-        self._skip_unused = False
-        self._static_graph = False
-        self._averages: dict[torch.device, bool] = {}
-        self._limit: contextlib.AbstractContextManager[None] | None = None
-        # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
-        # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
-        self._held: list[torch.Tensor] = []
-        self._statistics = Statistics()
-
     # -- registration ------------------------------------------------------------------------------
 
     def register(
@@ -183,11 +113,11 @@ class PrunedGradients:
             optimizer without allow_adam.
         """
         if optimizer is not None and not allow_adam:
-            refuse_adam(optimizer)
+            refuse_adam("PrunedGradients.register", optimizer, "without DDP")
         wrapped = find_ddp(model)
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
-        _ddp_state.check_fit(self._loaded, trained_numels(wrapped))
+        _hook_state.check_fit(self._who, self._loaded, trained_numels(wrapped))
         wrapped.register_comm_hook(self, pruned_gradients_hook)
         self._attach(wrapped)
         return self
@@ -195,11 +125,14 @@ class PrunedGradients:
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
         self._numels = trained_numels(model)
-        _ddp_state.check_fit(self._loaded, self._numels)
+        _hook_state.check_fit(self._who, self._loaded, self._numels)
         self._group = model.process_group
-        self._names = {id(p): n for n, p in trained(model)}
+        self._names: dict[int, str] = {id(p): n for n, p in trained(model)}
         self._static_graph = bool(model.static_graph)
         self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
+        # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
+        # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
+        self._held: list[torch.Tensor] = []
 
     def _attach_to_caller(self) -> None:
         """Find the model after `model.register_comm_hook(self, ...)`: DDP does not tell a hook whose it is.
@@ -246,15 +179,6 @@ class PrunedGradients:
             return _finished_by_backward(work, buffer)
         return work.get_future().then(_first_tensor)
 
-    def _limited(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which a bucket's all-reduce is called."""
-        if self._limit is None:
-            ours = self.max_ctas is not None and "spccl" in [
-                _backend_name(self._group, d) for d in self._group._device_types
-            ]
-            self._limit = backend.limit_ctas(self.max_ctas, self._group) if ours else contextlib.nullcontext()
-        return self._limit
-
     def _ends_with_backward(self) -> bool:
         """Whether a callback queued now runs before DDP waits for this bucket.
 
@@ -265,183 +189,36 @@ class PrunedGradients:
 
     def _begin_step(self) -> None:
         self._held.clear()
-        self._statistics.now = Tally(density=self.density_at(self.step))
-        for memory in self._devices.values():
-            memory.has_scale = False
-
-    def _end_step(self, last_bucket: int) -> None:
-        self.step += 1
-        self._statistics.end_step()
-        for memory in self._devices.values():
-            memory.end_step(last_bucket)
-        if self.norm_every and self.step % self.norm_every == 0:
-            self._statistics.measure_residual(self._slots.values())
+        super()._begin_step()
 
     def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float) -> None:
         """Replace a bucket's gradients by what is sent now."""
-        memory = self._devices.get(buffer.device)
-        if memory is None:
-            memory = self._devices[buffer.device] = _ddp_state.OnDevice(len(self._names), buffer.device)
+        memory = self._memory(buffer.device)
         plan = self._plan(bucket, buffer, memory)
-        rule = prune.Rule(
-            density=self.density,
-            sample=self.sample,
-            leak=self.leak,
-            momentum=self.momentum,
-            scale=scale,
-            dense_steps=self.dense_steps,
-            warmup_steps=self.warmup_steps,
-            seed=self.seed & 0xFFFFFFFF,
-            skip_zeros=self._skip_unused,
-        )
-        loss_scale = memory.read_scale(self.grad_scaler)
-        factor = None
-        if self.clip_norm is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
-            memory.add_norm(bucket.index(), buffer, loss_scale)
-        if self.clip_norm is not None:
-            factor = memory.clip_factor(self.clip_norm * math.sqrt(dist.get_world_size(self._group)))
-        plan.run(buffer, rule, factor, loss_scale)
-        self._statistics.now.add(buffer.numel(), buffer.element_size())
+        self._prune_flat(bucket.index(), buffer, plan, memory, scale)
 
-    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _ddp_state.OnDevice) -> prune.Plan:
+    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _hook_state.OnDevice) -> prune.Plan:
         """The plan of this bucket. DDP may put parameters into other buckets after the first step."""
         params = bucket.parameters()
         key = tuple(map(id, params))
         plan = self._plans.get(key)
         if plan is None:
-            slots = [self._slot(param, buffer.dtype, memory) for param in params]
+            slots = [self._slot_of(param, buffer.dtype, memory) for param in params]
             first = buffer.storage_offset()
             begins = [grad.storage_offset() - first for grad in bucket.gradients()]
             segments = list(zip(begins, slots, strict=True))
             plan = self._plans[key] = prune.Plan(segments, buffer.numel(), buffer.dtype, buffer.device)
         return plan
 
-    def _slot(self, param: torch.Tensor, dtype: torch.dtype, memory: _ddp_state.OnDevice) -> prune.Slot:
-        slot = self._slots.get(id(param))
-        if slot is None:
-            name = self._names.get(id(param))
-            if name is None:
-                raise RuntimeError(
-                    f"PrunedGradients: a parameter of shape {tuple(param.shape)} is not of the model that this object "
-                    "was registered on first; make one object per model"
-                )
-            pruned = param.dim() > 1 and param.numel() >= self.min_numel
-            slot = prune.Slot(name, param.numel(), pruned, memory.states[list(self._names).index(id(param))])
-            slot.state[prune.STEP] = self.step
-            if name in self._loaded:
-                _ddp_state.fill_slot(slot, self._loaded.pop(name), self.error_feedback)
-            keeps = pruned and self.error_feedback and self.density < 1
-            slot.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
-            self._slots[id(param)] = slot
-        return slot
-
-    def _backend_averages(self, device: torch.device) -> bool:
-        """Whether the group's backend for this device has ReduceOp.AVG; warns once if it is not spccl."""
-        if device not in self._averages:
-            name = _backend_name(self._group, device)
-            self._averages[device] = name in _AVERAGING_BACKENDS
-            if name != "spccl":
-                warnings.warn(
-                    f"PrunedGradients: the group's backend for {device.type} is {name!r}, not 'spccl': "
-                    "gradients are pruned, but all bytes still travel. "
-                    'Use init_process_group("spccl") to save them.',
-                    stacklevel=2,
-                )
-        return self._averages[device]
-
-    # -- schedule, statistics ----------------------------------------------------------------------
-
-    def density_at(self, step: int) -> float:
-        """Wanted density in step `step` (0 is the first synchronising backward pass)."""
-        if step < self.dense_steps:
-            return 1.0
-        done = (step - self.dense_steps + 1) / (self.warmup_steps + 1)
-        return self.density ** min(1.0, done)
-
-    def stats(self) -> dict[str, float | int | None]:
-        """Numbers of the last complete step and of the run since it started (or was loaded).
-
-        Returns a dict:
-            step               completed steps
-            density_target     wanted density of pruned parameters in the last step
-            density_sent       entries sent / entries of all parameters, last step (unpruned ones included)
-            density_pruned     the same over pruned parameters only; None if there were none
-            density_mean       density_sent averaged over the run
-            dense_bytes        bytes of all gradients, per step
-            sent_bytes         bytes of the entries sent, last step: values only, before any format
-            grad_norm          local gradient's norm, before clipping, in the last step that measured it: each step with
-                               clip_norm, else each norm_every steps; 0 before
-            residual_norm      residual's norm when last measured (norm_every); None before
-            residual_ratio     residual_norm / grad_norm: how many steps' worth of gradient waits
-            select_ms          time in this hook in the last step, without the exchange; on asynchronous devices
-                               the time to queue it
-            select_ms_mean     the same, averaged over the run
-            nonfinite_elems    entries with inf or nan so far
-        Reading it waits for the device, on CUDA.
-        """
-        slots = list(self._slots.values())
-        return self._statistics.report(self.step, list(self._devices.values()), slots, self._last_sent())
-
-    def _last_sent(self) -> dict[str, int]:
-        """Entries sent in the last complete step, by parameter name. Waits for the device."""
-        columns = {device: memory.last_sent.tolist() for device, memory in self._devices.items()}
-        places = {name: i for i, name in enumerate(self._names.values())}
-        return {slot.name: columns[slot.state.device][places[slot.name]] for slot in self._slots.values()}
-
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: save one per rank, next to the model's.
-
-        Returns {"version", "world_size", "step", "seed", "parameters"}; parameters maps the model's
-        parameter names to {"residual", "velocity": flat tensors [numel] or None, in units of the
-        unscaled gradient; "threshold": float or None}. Tensors are copies.
-        """
-        parameters = {name: dict(entry) for name, entry in self._loaded.items()}
-        step = self.step
-        step = _ddp_state.pack(self._slots.values(), parameters, step)
-        world_size = dist.get_world_size(self._group) if self._group is not None else None
-        return {
-            "version": _ddp_state.VERSION,
-            "world_size": world_size,
-            "step": step,
-            "seed": self.seed,
-            "parameters": parameters,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict` of the same rank; before or after `register`.
-
-        Raises: ValueError if it is of another version, another number of ranks (use `reshard` first), or
-            names or sizes differ from the model's.
-        """
-        world_size = dist.get_world_size(self._group) if dist.is_initialized() else None
-        loaded = _ddp_state.unpack(state, world_size)
-        if self._group is not None:
-            _ddp_state.check_fit(loaded, self._numels)
-        self._loaded = loaded
-        self.step = int(state["step"])
-        self.seed = int(state["seed"])
-        # made again from the loaded entries as buckets arrive
-        self._plans.clear()
-        self._slots.clear()
-        self._devices.clear()
-        self._statistics.forget_totals()
-
-    @staticmethod
-    def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-        """States for `world_size` ranks from those of any other number of ranks, in rank order.
-
-        New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
-        of residuals / ranks, which the averages still owe to the model, stays the same. Thresholds start anew.
-        Raises: ValueError if a rank's state is missing or the states differ in step.
-        """
-        return _ddp_state.reshard(states, world_size)
-
-
-def _require(name: str, value: object, ok: bool, wanted: str) -> None:
-    if not ok:
-        raise ValueError(f"PrunedGradients: {name}={value!r}, wanted {wanted}")
+    def _slot_of(self, param: torch.Tensor, dtype: torch.dtype, memory: _hook_state.OnDevice) -> prune.Slot:
+        name = self._names.get(id(param))
+        if name is None:
+            raise RuntimeError(
+                f"PrunedGradients: a parameter of shape {tuple(param.shape)} is not of the model that this object "
+                "was registered on first; make one object per model"
+            )
+        pruned = param.dim() > 1 and param.numel() >= self.min_numel
+        return self._slot(name, param.numel(), pruned, dtype, memory)
 
 
 def _finished_by_backward(work: dist.Work, buffer: torch.Tensor) -> torch.futures.Future:
@@ -470,8 +247,3 @@ def _completed(buffer: torch.Tensor) -> torch.futures.Future:
 def _first_tensor(future: torch.futures.Future) -> torch.Tensor:
     value = future.value()
     return value if isinstance(value, torch.Tensor) else value[0]
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves `device` in a group, "cpu:gloo,cuda:spccl" groups included."""
-    return group._get_backend(device).name()

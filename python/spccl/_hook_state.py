@@ -1,4 +1,4 @@
-"""State of the DDP hook: what it keeps on each device, and its checkpoints. `spccl.ddp` says what a user sees."""
+"""State of a pruning hook: what it keeps on each device, and its checkpoints. `spccl.ddp` says what a user sees."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,9 +6,13 @@ from typing import Any
 import torch
 
 from . import prune
-from ._ddp_model import plain_name
 
 VERSION = 1  # of a checkpoint
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefix of torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 class OnDevice:
@@ -63,7 +67,7 @@ class OnDevice:
 
 
 def pack(slots: Iterable[prune.Slot], parameters: dict[str, dict[str, Any]], step: int) -> int:
-    """Write the state of each slot to `parameters`, by name, as `PrunedGradients.state_dict` describes it.
+    """Write the state of each slot to `parameters`, by name, as `PruningHook.state_dict` describes it.
 
     Returns the steps done: `step`, or more if replays of a captured graph did more. Waits for the device.
     """
@@ -80,25 +84,25 @@ def pack(slots: Iterable[prune.Slot], parameters: dict[str, dict[str, Any]], ste
     return step
 
 
-def unpack(state: dict[str, Any], world_size: int | None) -> dict[str, dict[str, Any]]:
+def unpack(who: str, state: dict[str, Any], world_size: int | None) -> dict[str, dict[str, Any]]:
     """Entries of a checkpoint, by plain parameter name. ValueError for another version or number of ranks."""
     if state.get("version") != VERSION:
-        raise ValueError(f"PrunedGradients.load_state_dict: version {state.get('version')!r}, wanted {VERSION}")
+        raise ValueError(f"{who}.load_state_dict: version {state.get('version')!r}, wanted {VERSION}")
     if None not in (world_size, state["world_size"]) and world_size != state["world_size"]:
         raise ValueError(
-            f"PrunedGradients.load_state_dict: state of {state['world_size']} ranks, this group has "
-            f"{world_size}; pass all ranks' states through PrunedGradients.reshard(states, {world_size})"
+            f"{who}.load_state_dict: state of {state['world_size']} ranks, this group has "
+            f"{world_size}; pass all ranks' states through {who}.reshard(states, {world_size})"
         )
     return {plain_name(name): dict(entry) for name, entry in state["parameters"].items()}
 
 
-def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """The body of `PrunedGradients.reshard`."""
+def reshard(who: str, states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The body of `PruningHook.reshard`."""
     if not states or world_size < 1:
-        raise ValueError(f"PrunedGradients.reshard: {len(states)} states for {world_size} ranks")
+        raise ValueError(f"{who}.reshard: {len(states)} states for {world_size} ranks")
     if any(s["world_size"] != len(states) or s["step"] != states[0]["step"] for s in states):
         raise ValueError(
-            "PrunedGradients.reshard: wanted the states of all ranks at one step, got "
+            f"{who}.reshard: wanted the states of all ranks at one step, got "
             f"{[(s['world_size'], s['step']) for s in states]} as (ranks, step)"
         )
     factor = world_size / len(states)
@@ -121,15 +125,15 @@ def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
     return resharded
 
 
-def check_fit(loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> None:
+def check_fit(who: str, loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> None:
     """ValueError unless every loaded entry names a trained parameter and has its size."""
     for name, entry in loaded.items():
         if name not in numels:
-            raise ValueError(f"PrunedGradients: loaded state has {name!r}, the model has no such parameter")
+            raise ValueError(f"{who}: loaded state has {name!r}, the model has no such parameter")
         for key in ("residual", "velocity"):
             if entry[key] is not None and entry[key].numel() != numels[name]:
                 raise ValueError(
-                    f"PrunedGradients: loaded {key} of {name!r} has {entry[key].numel()} elements, "
+                    f"{who}: loaded {key} of {name!r} has {entry[key].numel()} elements, "
                     f"the parameter has {numels[name]}"
                 )
 

@@ -1,4 +1,4 @@
-"""Statistics of the DDP hook: the counts behind `spccl.ddp.PrunedGradients.stats`."""
+"""Statistics of a pruning hook: the counts behind `PruningHook.stats`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import prune
-from ._ddp_state import OnDevice
+from ._hook_state import OnDevice
 
 
 class Tally:
@@ -53,7 +53,7 @@ class Statistics:
     def report(
         self, step: int, devices: Sequence[OnDevice], slots: Sequence[prune.Slot], sent: dict[str, int]
     ) -> dict[str, Any]:
-        """The dictionary that `PrunedGradients.stats` describes. Waits for the device.
+        """The dictionary that `PruningHook.stats` describes. Waits for the device.
 
         Args: sent: entries sent in the last complete step, by parameter name.
         """

@@ -1,0 +1,293 @@
+"""What the hooks for DDP and for FSDP2 share: settings, state of the parameters, statistics, checkpoints.
+
+Imports torch; knows neither DDP nor FSDP. `spccl.ddp` and `spccl.fsdp` hand it one flat gradient at a time.
+`_hook_state.py` has the memory per device and the checkpoints, `_hook_stats.py` the counts.
+"""
+
+import contextlib
+import math
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spccl import _hook_state, backend, prune
+
+from ._hook_stats import Statistics, Tally
+
+_AVERAGING_BACKENDS = ("spccl", "nccl")
+
+
+class PruningHook:
+    """Settings and state of a pruning hook. `spccl.ddp.PrunedGradients` says what each setting does.
+
+    A subclass sets `_group` and `_numels` when it is registered, and then calls for each flat gradient `_slot`,
+    `_prune_flat` and, around its all-reduce, `_limited`; `_begin_step` and `_end_step` around each backward pass.
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        sample: float = 0.001,
+        error_feedback: bool = True,
+        leak: float = 1.0,
+        *,
+        dense_steps: int = 0,
+        warmup_steps: int = 0,
+        min_numel: int = 4096,
+        momentum: float = 0.0,
+        clip_norm: float | None = None,
+        grad_scaler: "torch.amp.GradScaler | None" = None,
+        norm_every: int = 0,
+        seed: int = 0,
+        max_ctas: int | None = None,
+        residual_dtype: torch.dtype = torch.float32,
+    ):
+        self._who = type(self).__name__
+        self._require("density", density, 0 < density <= 1, "in (0, 1]")
+        self._require("sample", sample, 0 < sample <= 1, "in (0, 1]")
+        self._require("leak", leak, 0 < leak <= 1, "in (0, 1]")
+        self._require("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        self._require("momentum", momentum, momentum == 0 or error_feedback, "0 when error_feedback is False")
+        self._require("dense_steps", dense_steps, dense_steps >= 0, "0 or more")
+        self._require("warmup_steps", warmup_steps, warmup_steps >= 0, "0 or more")
+        self._require("min_numel", min_numel, min_numel >= 1, "1 or more")
+        self._require("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0, or None")
+        self._require("norm_every", norm_every, norm_every >= 0, "0 or more")
+        self._require("max_ctas", max_ctas, max_ctas is None or max_ctas >= 1, "1 or more, or None")
+        known = residual_dtype in (torch.float32, torch.bfloat16)
+        self._require("residual_dtype", residual_dtype, known, "torch.float32 or torch.bfloat16")
+        self.density = density
+        self.sample = sample
+        self.error_feedback = error_feedback
+        self.leak = leak
+        self.dense_steps = dense_steps
+        self.warmup_steps = warmup_steps
+        self.min_numel = min_numel
+        self.momentum = momentum
+        self.clip_norm = clip_norm
+        self.grad_scaler = grad_scaler
+        self.norm_every = norm_every
+        self.seed = seed
+        self.max_ctas = max_ctas
+        self.residual_dtype = residual_dtype
+        self.step = 0  # number of backward passes that called this hook and have ended
+        self._group: dist.ProcessGroup | None = None
+        self._numels: dict[str, int] = {}  # of the trained parameters, on this rank, by name
+        self._slots: dict[str, prune.Slot] = {}  # by parameter name
+        self._plans: dict[Any, prune.Plan] = {}  # a subclass says by what
+        self._devices: dict[torch.device, _hook_state.OnDevice] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
+        self._skip_unused = False
+        self._averages: dict[torch.device, bool] = {}
+        self._limit: contextlib.AbstractContextManager[None] | None = None
+        self._statistics = Statistics()
+
+    def _begin_step(self) -> None:
+        self._statistics.now = Tally(density=self.density_at(self.step))
+        for memory in self._devices.values():
+            memory.has_scale = False
+
+    def _end_step(self, last_bucket: int) -> None:
+        self.step += 1
+        self._statistics.end_step()
+        for memory in self._devices.values():
+            memory.end_step(last_bucket)
+        if self.norm_every and self.step % self.norm_every == 0:
+            self._statistics.measure_residual(self._slots.values())
+
+    # -- one flat gradient -------------------------------------------------------------------------
+
+    def _memory(self, device: torch.device) -> _hook_state.OnDevice:
+        """What this hook keeps on `device`."""
+        memory = self._devices.get(device)
+        if memory is None:
+            memory = self._devices[device] = _hook_state.OnDevice(len(self._numels), device)
+        return memory
+
+    def _slot(self, name: str, numel: int, pruned: bool, dtype: torch.dtype, memory: _hook_state.OnDevice):
+        """The state of a parameter. The first call makes it, from the loaded checkpoint if there is one."""
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = prune.Slot(name, numel, pruned, memory.states[list(self._numels).index(name)])
+            slot.state[prune.STEP] = self.step
+            if name in self._loaded:
+                _hook_state.fill_slot(slot, self._loaded.pop(name), self.error_feedback)
+            keeps = pruned and self.error_feedback and self.density < 1
+            slot.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
+            self._slots[name] = slot
+        return slot
+
+    def _prune_flat(
+        self,
+        index: int,
+        grad: torch.Tensor,
+        plan: prune.Plan,
+        memory: _hook_state.OnDevice,
+        scale: float,
+    ) -> None:
+        """Replace the flat gradient of bucket `index` by what is sent now, times `scale`."""
+        rule = prune.Rule(
+            density=self.density,
+            sample=self.sample,
+            leak=self.leak,
+            momentum=self.momentum,
+            scale=scale,
+            dense_steps=self.dense_steps,
+            warmup_steps=self.warmup_steps,
+            seed=self.seed & 0xFFFFFFFF,
+            skip_zeros=self._skip_unused,
+        )
+        loss_scale = memory.read_scale(self.grad_scaler)
+        factor = None
+        if self.clip_norm is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
+            memory.add_norm(index, grad, loss_scale)
+        if self.clip_norm is not None:
+            factor = memory.clip_factor(self.clip_norm * math.sqrt(dist.get_world_size(self._group)))
+        plan.run(grad, rule, factor, loss_scale)
+        self._statistics.now.add(grad.numel(), grad.element_size())
+
+    def _limited(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which a bucket's all-reduce is called."""
+        if self._limit is None:
+            ours = self.max_ctas is not None and "spccl" in [
+                _backend_name(self._group, d) for d in self._group._device_types
+            ]
+            self._limit = backend.limit_ctas(self.max_ctas, self._group) if ours else contextlib.nullcontext()
+        return self._limit
+
+    def _backend_averages(self, device: torch.device) -> bool:
+        """Whether the group's backend for this device has ReduceOp.AVG; warns once if it is not spccl."""
+        if device not in self._averages:
+            name = _backend_name(self._group, device)
+            self._averages[device] = name in _AVERAGING_BACKENDS
+            if name != "spccl":
+                warnings.warn(
+                    f"{self._who}: the group's backend for {device.type} is {name!r}, not 'spccl': "
+                    "gradients are pruned, but all bytes still travel. "
+                    'Use init_process_group("spccl") to save them.',
+                    stacklevel=2,
+                )
+        return self._averages[device]
+
+    # -- schedule, statistics ----------------------------------------------------------------------
+
+    def density_at(self, step: int) -> float:
+        """Wanted density in step `step` (0 is the first synchronising backward pass)."""
+        if step < self.dense_steps:
+            return 1.0
+        done = (step - self.dense_steps + 1) / (self.warmup_steps + 1)
+        return self.density ** min(1.0, done)
+
+    def stats(self) -> dict[str, float | int | None]:
+        """Numbers of the last complete step and of the run since it started (or was loaded).
+
+        Returns a dict:
+            step               completed steps
+            density_target     wanted density of pruned parameters in the last step
+            density_sent       entries sent / entries of all parameters, last step (unpruned ones included)
+            density_pruned     the same over pruned parameters only; None if there were none
+            density_mean       density_sent averaged over the run
+            dense_bytes        bytes of all gradients, per step
+            sent_bytes         bytes of the entries sent, last step: values only, before any format
+            grad_norm          local gradient's norm, before clipping, in the last step that measured it: each step with
+                               clip_norm, else each norm_every steps; 0 before
+            residual_norm      residual's norm when last measured (norm_every); None before
+            residual_ratio     residual_norm / grad_norm: how many steps' worth of gradient waits
+            select_ms          time in this hook in the last step, without the exchange; on asynchronous devices
+                               the time to queue it
+            select_ms_mean     the same, averaged over the run
+            nonfinite_elems    entries with inf or nan so far
+        Reading it waits for the device, on CUDA.
+        """
+        slots = list(self._slots.values())
+        return self._statistics.report(self.step, list(self._devices.values()), slots, self._last_sent())
+
+    def _last_sent(self) -> dict[str, int]:
+        """Entries sent in the last complete step, by parameter name. Waits for the device."""
+        columns = {device: memory.last_sent.tolist() for device, memory in self._devices.items()}
+        places = {name: i for i, name in enumerate(self._numels)}
+        return {slot.name: columns[slot.state.device][places[slot.name]] for slot in self._slots.values()}
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: save one per rank, next to the model's.
+
+        Returns {"version", "world_size", "step", "seed", "parameters"}; parameters maps the model's
+        parameter names to {"residual", "velocity": flat tensors [numel] or None, in units of the
+        unscaled gradient; "threshold": float or None}. Tensors are copies.
+        """
+        parameters = {name: dict(entry) for name, entry in self._loaded.items()}
+        step = self.step
+        step = _hook_state.pack(self._slots.values(), parameters, step)
+        world_size = dist.get_world_size(self._group) if self._group is not None else None
+        return {
+            "version": _hook_state.VERSION,
+            "world_size": world_size,
+            "step": step,
+            "seed": self.seed,
+            "parameters": parameters,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict` of the same rank; before or after `register`.
+
+        Raises: ValueError if it is of another version, another number of ranks (use `reshard` first), or
+            names or sizes differ from the model's.
+        """
+        world_size = dist.get_world_size(self._group) if dist.is_initialized() else None
+        loaded = _hook_state.unpack(self._who, state, world_size)
+        if self._group is not None:
+            _hook_state.check_fit(self._who, loaded, self._numels)
+        self._loaded = loaded
+        self.step = int(state["step"])
+        self.seed = int(state["seed"])
+        # made again from the loaded entries as buckets arrive
+        self._plans.clear()
+        self._slots.clear()
+        self._devices.clear()
+        self._statistics.forget_totals()
+
+    @classmethod
+    def reshard(cls, states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+        """States for `world_size` ranks from those of any other number of ranks, in rank order.
+
+        New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
+        of residuals / ranks, which the averages still owe to the model, stays the same. Thresholds start anew.
+        Raises: ValueError if a rank's state is missing or the states differ in step.
+        """
+        return _hook_state.reshard(cls.__name__, states, world_size)
+
+    def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
+        if not ok:
+            raise ValueError(f"{self._who}: {name}={value!r}, wanted {wanted}")
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves `device` in a group, "cpu:gloo,cuda:spccl" groups included."""
+    return group._get_backend(device).name()
+
+
+def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides by a running second moment, or takes signs of a running first one: those with
+    `betas` (Adam, AdamW, Lion, fused ones of other projects), and torch's others."""
+    others = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor)
+    return isinstance(optimizer, others) or any("betas" in group for group in optimizer.param_groups)
+
+
+def refuse_adam(who: str, optimizer: torch.optim.Optimizer, instead: str) -> None:
+    """Raises: ValueError if pruned gradients do not suit the optimizer. Accelerate's wrapper of one is looked into.
+
+    Args: instead: how SparseSync is used here.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    if is_adam_like(optimizer):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{who}: got {kind} as optimizer, wanted SGD: {kind} takes the zeros of a pruned "
+            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.61, "
+            f"dense at 0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) {instead}, or pass "
+            "allow_adam=True (docs/TRAINING.md)"
+        )
