@@ -1,0 +1,270 @@
+/* plan_cost.c - see plan_cost.h. docs/ALGORITHMS.md has the same sums as formulas. */
+#include "core/plan/plan_cost.h"
+
+#include "core/base/bits.h"
+#include "core/format/tune_format.h"
+
+/* Rates until others are known: a ring of shared memory (transports.h), and 10 Gbit/s between hosts
+ * (tcp_window.h). */
+#define LOCAL_NS_PER_BYTE 0.1
+#define REMOTE_NS_PER_BYTE 0.8
+/* Time from the end of one stage to the start of the next: a thread wakes up. */
+#define LOCAL_HOP_NS 5000.0
+#define REMOTE_HOP_NS 40000.0
+/* Time of one message without its bytes: envelope, checks, counters; and a share of a system call in tcp. */
+#define LOCAL_MESSAGE_NS 150.0
+#define REMOTE_MESSAGE_NS 1000.0
+/* Time of one dense byte that a rank scans, clears or writes, in cache. */
+#define PASS_NS_PER_BYTE 0.04
+/* Time to encode and apply one byte of a message. */
+#define CODEC_NS_PER_BYTE 0.2
+
+void sp_cost_group_init(sp_cost_group *g, int world_size, const sp_hosts *hosts)
+{
+    double n = world_size, pairs = 0;
+    *g = (sp_cost_group){.world_size = world_size,
+                         .n_hosts = 1,
+                         .host_ranks_min = world_size,
+                         .host_ranks_max = world_size,
+                         .local_ns = LOCAL_NS_PER_BYTE};
+    for (int h = 0; hosts != NULL && h < hosts->n_hosts; h++) {
+        int size = sp_hosts_size(hosts, h);
+        g->host_ranks_min = size < g->host_ranks_min ? size : g->host_ranks_min;
+        g->host_ranks_max = h == 0 || size > g->host_ranks_max ? size : g->host_ranks_max;
+        pairs += size * (n - size);
+    }
+    if (hosts != NULL)
+        g->n_hosts = hosts->n_hosts;
+    if (world_size > 1)
+        g->remote_share = pairs / (n * (n - 1));
+    g->remote_ns = REMOTE_NS_PER_BYTE * g->host_ranks_max;
+}
+
+double sp_cost_sum_density(double density, int n_ranks)
+{
+    double absent = 1, power = 1 - density; /* power: (1 - density) to 1, 2, 4, 8 ... */
+    for (unsigned n = (unsigned)n_ranks; n != 0; n >>= 1, power *= power)
+        if ((n & 1) != 0)
+            absent *= power;
+    return 1 - absent;
+}
+
+/* Mean bytes of frames of a format with about `nnz` listed elements. Sections are padded to 16 bytes, so this
+ * looks at four counts around nnz that have other remainders modulo 4 and 16. */
+static double frame_bytes(const sp_cost_call *c, spccl_format format, size_t n, double nnz)
+{
+    static const int around[] = {-7, -2, 3, 8};
+    double bytes = 0, mean = 0, first = 0, last = 0, first_bytes = 0, last_bytes = 0;
+    for (int i = 0; i < 4; i++) {
+        double k = (double)(size_t)nnz + around[i];
+        k = k < 1 ? 1 : k > (double)n ? (double)n : k;
+        last = k;
+        last_bytes = (double)sp_frame_bytes(format, n, (size_t)k, c->elem_bytes);
+        if (i == 0) {
+            first = last;
+            first_bytes = last_bytes;
+        }
+        mean += k / 4;
+        bytes += last_bytes / 4;
+    }
+    return last > first ? bytes + (nnz - mean) * (last_bytes - first_bytes) / (last - first) : bytes;
+}
+
+/* Mean bytes of the message of a slice of n elements. */
+static double message_bytes(const sp_cost_call *c, size_t n, double density, double link_ns)
+{
+    sp_slice_stats stats = {.n_elems = n, .elem_bytes = c->elem_bytes};
+    spccl_format format = c->format;
+    stats.nnz = sp_min_size((size_t)(density * (double)n + 0.5), n);
+    stats.has_full_tile = stats.nnz == n;
+    if (format == SPCCL_FORMAT_AUTO)
+        format = sp_tune_format(&stats, false, link_ns);
+    else if (stats.nnz == 0)
+        format = SPCCL_FORMAT_EMPTY;
+    else if (!sp_codec_allows(&stats, format, false))
+        format = SPCCL_FORMAT_DENSE;
+    if (format == SPCCL_FORMAT_EMPTY || format == SPCCL_FORMAT_DENSE)
+        return SP_ENVELOPE_BYTES + (double)sp_frame_bytes(format, n, stats.nnz, c->elem_bytes);
+    return SP_ENVELOPE_BYTES + frame_bytes(c, format, n, density * (double)n);
+}
+
+struct sent {
+    double bytes, messages;
+};
+
+/* Add `times` copies of a range of elements: slices of slice_elems, and a shorter last one. */
+static void add_range(const sp_cost_call *c, size_t n_elems, double density, double link_ns, double times,
+                      struct sent *out)
+{
+    size_t n_full = n_elems / c->slice_elems, rest = n_elems % c->slice_elems;
+    if (n_full != 0)
+        out->bytes += times * (double)n_full * message_bytes(c, c->slice_elems, density, link_ns);
+    if (rest != 0)
+        out->bytes += times * message_bytes(c, rest, density, link_ns);
+    out->messages += times * (double)(n_full + (rest != 0));
+}
+
+/* `copies` copies of all parts of a stage. */
+static struct sent copies_of(const sp_cost_call *c, const sp_cost_stage *s, double link_ns, double copies)
+{
+    struct sent out = {0};
+    size_t off, each;
+    sp_part_range(s->n_elems, s->n_parts, 0, &off, &each);
+    if (each == 0 || copies <= 0)
+        return out;
+    add_range(c, each, s->density, link_ns, copies * (double)(s->n_elems / each), &out);
+    add_range(c, s->n_elems % each, s->density, link_ns, copies, &out);
+    return out;
+}
+
+void sp_cost_add(const sp_cost_group *g, const sp_cost_call *c, const sp_cost_stage *s, sp_plan_cost *out)
+{
+    double one_ns = s->one_message && s->remote > 0 ? g->remote_ns : g->local_ns, n = g->world_size;
+    struct sent local = copies_of(c, s, one_ns, s->local), remote = copies_of(c, s, g->remote_ns, s->remote);
+    double busiest = remote.bytes / n * s->busiest;
+    out->local_bytes += local.bytes;
+    out->local_messages += local.messages;
+    out->remote_bytes += remote.bytes;
+    out->remote_messages += remote.messages;
+    out->host_bytes += busiest * g->host_ranks_max;
+    out->ns += (local.bytes + remote.bytes) / n * CODEC_NS_PER_BYTE + local.bytes / n * g->local_ns +
+               busiest * g->remote_ns + local.messages / n * LOCAL_MESSAGE_NS +
+               remote.messages / n * REMOTE_MESSAGE_NS;
+}
+
+/* A stage in which the sender of a part is any rank, and each of its receivers any other. */
+static sp_cost_stage pairs(const sp_cost_group *g, size_t n_elems, int n_parts, double density,
+                           double receivers)
+{
+    double mean = (g->world_size - 1) * g->remote_share;
+    return (sp_cost_stage){.n_elems = n_elems,
+                           .n_parts = n_parts,
+                           .density = density,
+                           .local = receivers * (1 - g->remote_share),
+                           .remote = receivers * g->remote_share,
+                           .busiest = mean > 0 ? (g->world_size - g->host_ranks_min) / mean : 1};
+}
+
+/* Results of owners: to all ranks, or, relayed, to one rank of each other host and from there to the rest. */
+static sp_cost_stage results(const sp_cost_group *g, const sp_cost_call *c, bool relayed, size_t n_elems)
+{
+    double density = c->coll == SP_ALL_REDUCE ? c->sum_density : c->density;
+    sp_cost_stage s = pairs(g, n_elems, g->world_size, density, g->world_size - 1);
+    s.one_message = true;
+    if (relayed) {
+        s.local = g->world_size - g->n_hosts;
+        s.remote = g->n_hosts - 1;
+        s.busiest = 1;
+    }
+    return s;
+}
+
+/* Time that does not depend on what is sent: hops, and dense bytes that a rank passes over. */
+static void add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double pass_bytes, sp_plan_cost *out)
+{
+    bool several = g->n_hosts > 1;
+    out->ns += n_hops * (several ? REMOTE_HOP_NS : LOCAL_HOP_NS) + pass_bytes * PASS_NS_PER_BYTE;
+    if (several && relayed)
+        out->ns += LOCAL_HOP_NS;
+}
+
+/* The root sends one part to each other rank, which passes it on to the rest. */
+static void scattered_broadcast(const sp_cost_group *g, const sp_cost_call *c, bool relayed,
+                                sp_plan_cost *out)
+{
+    int n_parts = g->world_size - 1;
+    sp_cost_stage s = pairs(g, c->n_elems, n_parts, c->density, 1);
+    double bytes = (double)(c->n_elems * c->elem_bytes);
+    double root_share = g->world_size; /* the root alone sends this stage */
+    s.busiest = root_share;
+    sp_cost_add(g, c, &s, out);
+    s = pairs(g, c->n_elems, n_parts, c->density, g->world_size - 2);
+    s.one_message = true;
+    if (relayed && g->n_hosts > 1) {
+        double hosts = g->n_hosts - 1;
+        s.remote = hosts < s.remote ? hosts : s.remote;
+        s.local = g->world_size - 2 - s.remote;
+        s.busiest = 1;
+    }
+    sp_cost_add(g, c, &s, out);
+    add_fixed(g, n_parts > 1 ? 2 : 1, relayed, 2 * bytes, out);
+}
+
+/* Both schedules are the same but for the results. */
+static bool two_hops(const sp_cost_group *g, const sp_cost_call *c, bool relayed, sp_plan_cost *out)
+{
+    size_t block = c->n_elems * c->elem_bytes, all = c->n_elems * (size_t)g->world_size;
+    sp_cost_stage s;
+    relayed = relayed && g->n_hosts > 1;
+    switch (c->coll) {
+    case SP_ALL_GATHER:
+        /* Blocks of n_elems: sp_part_range would cut an array of all blocks at multiples of 64. */
+        s = results(g, c, relayed, c->n_elems);
+        s.n_parts = 1;
+        s.local *= g->world_size;
+        s.remote *= g->world_size;
+        sp_cost_add(g, c, &s, out);
+        add_fixed(g, 1, relayed, (double)(block + all * c->elem_bytes), out);
+        return true;
+    case SP_REDUCE_SCATTER:
+        s = pairs(g, c->n_elems, 1, c->density, (double)g->world_size * (g->world_size - 1));
+        sp_cost_add(g, c, &s, out);
+        add_fixed(g, 1, false, (double)(all * c->elem_bytes + 2 * block), out);
+        return true;
+    case SP_ALL_REDUCE:
+        s = pairs(g, c->n_elems, g->world_size, c->density, g->world_size - 1);
+        sp_cost_add(g, c, &s, out);
+        s = results(g, c, relayed, c->n_elems);
+        sp_cost_add(g, c, &s, out);
+        add_fixed(g, 2, relayed, 2 * (double)block, out);
+        return true;
+    case SP_BROADCAST:
+        scattered_broadcast(g, c, relayed, out);
+        return true;
+    case SP_N_COLLS:
+        break;
+    }
+    return false;
+}
+
+static bool direct(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+{
+    return two_hops(g, c, false, out);
+}
+
+static bool relayed(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+{
+    return two_hops(g, c, true, out);
+}
+
+static bool oneshot(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+{
+    double bytes = (double)(c->n_elems * c->elem_bytes);
+    double senders = c->coll == SP_ALL_REDUCE ? g->world_size : 1;
+    sp_cost_stage s;
+    if (c->coll != SP_ALL_REDUCE && c->coll != SP_BROADCAST)
+        return false;
+    s = pairs(g, c->n_elems, 1, c->density, senders * (g->world_size - 1));
+    s.one_message = true;
+    if (c->coll == SP_BROADCAST)
+        s.busiest = g->world_size; /* the root alone sends */
+    sp_cost_add(g, c, &s, out);
+    add_fixed(g, 1, false, (c->coll == SP_ALL_REDUCE ? 3 : 2) * bytes, out);
+    return true;
+}
+
+typedef bool (*cost_fn)(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
+
+static const cost_fn costs[SP_N_SCHEDULES] = {
+    [SP_SCHED_DIRECT] = direct,
+    [SP_SCHED_ONESHOT] = oneshot,
+    [SP_SCHED_RELAYED] = relayed,
+};
+
+bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+{
+    *out = (sp_plan_cost){0};
+    if (costs[schedule] == NULL)
+        return false;
+    return g->world_size == 1 || c->n_elems == 0 || costs[schedule](g, c, out);
+}

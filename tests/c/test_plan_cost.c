@@ -1,0 +1,253 @@
+/* test_plan_cost.c - compares the bytes and messages of sp_plan_cost_of with those of real collectives and of
+ * plans. `test_plan_cost bytes` prints the table of docs/ALGORITHMS.md. */
+#include "core/plan/plan_cost.h"
+#include "core/plan/tune_coll.h"
+#include "core/run/comm.h"
+#include "ranks.h"
+
+#define N_ELEMS ((size_t)(256 << 10) + 77) /* of all ranks together */
+#define N_SPARSEST (4 * N_ELEMS)           /* with 99.9% zeros: a few listed elements are no mean */
+#define N_ZEROS 6
+#define N_PAIRS 9
+#define TOLERANCE 0.02
+
+static const size_t every[N_ZEROS] = {1000, 100, 20, 10, 2, 1}; /* 99.9% zeros to none */
+static const struct {
+    sp_coll coll;
+    sp_schedule schedule;
+} pairs[N_PAIRS] = {
+    {SP_ALL_GATHER, SP_SCHED_DIRECT}, {SP_ALL_GATHER, SP_SCHED_RELAYED}, {SP_REDUCE_SCATTER, SP_SCHED_DIRECT},
+    {SP_ALL_REDUCE, SP_SCHED_DIRECT}, {SP_ALL_REDUCE, SP_SCHED_ONESHOT}, {SP_ALL_REDUCE, SP_SCHED_RELAYED},
+    {SP_BROADCAST, SP_SCHED_DIRECT},  {SP_BROADCAST, SP_SCHED_ONESHOT},  {SP_BROADCAST, SP_SCHED_RELAYED},
+};
+
+static size_t elems_of(sp_coll coll, int n_ranks, int z)
+{
+    size_t n = z == 0 ? N_SPARSEST : N_ELEMS;
+    return coll == SP_ALL_GATHER || coll == SP_REDUCE_SCATTER ? n / (size_t)n_ranks : n;
+}
+
+/* What one group measured. */
+struct measured {
+    int ranks_per_host;
+    sp_cost_group group;
+    size_t slice_elems;
+    _Atomic uint64_t wire_bytes[N_ZEROS][N_PAIRS];
+};
+
+/* Of `one_in` elements one is not zero, at a random place. So each part of an array has nearly the same
+ * density. */
+static float element(int rank, size_t i, size_t one_in)
+{
+    uint64_t z = ((uint64_t)rank << 40) + i / one_in * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    z ^= z >> 31;
+    return i % one_in == (z >> 32) % one_in ? 1.0f + (float)(z & 1023) : 0;
+}
+
+static void call(struct rank_ctx *c, int pair, int z, float *in, float *out)
+{
+    size_t n = elems_of(pairs[pair].coll, c->n_ranks, z);
+    c->comm->schedule_forced = true; /* as SPCCL_SCHEDULE does */
+    c->comm->schedule = pairs[pair].schedule;
+    switch (pairs[pair].coll) {
+    case SP_ALL_GATHER:
+        CHECK_OK(spccl_all_gather(c->comm, in, out, n, SPCCL_FLOAT32, NULL));
+        return;
+    case SP_REDUCE_SCATTER:
+        CHECK_OK(spccl_reduce_scatter(c->comm, in, out, n, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+        return;
+    case SP_ALL_REDUCE:
+        CHECK_OK(spccl_all_reduce(c->comm, in, out, n, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+        return;
+    case SP_BROADCAST:
+        memcpy(out, in, n * sizeof *in);
+        CHECK_OK(spccl_broadcast(c->comm, out, n, SPCCL_FLOAT32, 0, NULL));
+        return;
+    case SP_N_COLLS:
+        break;
+    }
+}
+
+static uint64_t wire_bytes(struct rank_ctx *c)
+{
+    spccl_stats stats = {.struct_bytes = sizeof stats};
+    CHECK_OK(spccl_comm_stats(c->comm, &stats));
+    return stats.wire_bytes_sent;
+}
+
+static void measure(struct rank_ctx *c)
+{
+    struct measured *m = c->arg;
+    float *in = malloc(N_SPARSEST * sizeof *in), *out = malloc(N_SPARSEST * sizeof *out);
+    for (int z = 0; z < N_ZEROS; z++) {
+        for (size_t i = 0; i < N_SPARSEST; i++)
+            in[i] = element(c->rank, i, every[z]);
+        for (int p = 0; p < N_PAIRS; p++) {
+            uint64_t before = wire_bytes(c);
+            call(c, p, z, in, out);
+            m->wire_bytes[z][p] += wire_bytes(c) - before;
+        }
+    }
+    if (c->rank == 0) {
+        sp_cost_group_init(&m->group, c->n_ranks, c->comm->links.hosts);
+        m->group.remote_ns = m->group.local_ns; /* inproc has one rate, whatever the hosts */
+        m->slice_elems = sp_tune_slice_elems(c->comm->slice_bytes, sizeof(float), SPCCL_FORMAT_AUTO,
+                                             c->comm->links.message_max);
+    }
+    free(in);
+    free(out);
+}
+
+/* Densities of what the ranks contribute, and of its sum. All-gather and broadcast have other elements, of the
+ * same density. */
+static void count(int n_ranks, size_t one_in, double *density, double *sum_density)
+{
+    size_t n = 0, n_sums = 0;
+    for (size_t i = 0; i < N_ELEMS; i++) {
+        size_t here = 0;
+        for (int r = 0; r < n_ranks; r++)
+            here += element(r, i, one_in) != 0;
+        n += here;
+        n_sums += here != 0;
+    }
+    *density = (double)n / (double)N_ELEMS / n_ranks;
+    *sum_density = (double)n_sums / (double)N_ELEMS;
+}
+
+/* How far the model is from what was measured: 0.01 is 1% too much. */
+static double error_of(const struct measured *m, int z, int p, double density, double sum_density)
+{
+    sp_cost_call call = {.coll = pairs[p].coll,
+                         .n_elems = elems_of(pairs[p].coll, m->group.world_size, z),
+                         .elem_bytes = sizeof(float),
+                         .slice_elems = m->slice_elems,
+                         .format = SPCCL_FORMAT_AUTO,
+                         .density = density,
+                         .sum_density = sum_density};
+    sp_plan_cost cost;
+    CHECK(sp_plan_cost_of(pairs[p].schedule, &m->group, &call, &cost), "no cost of %s %s",
+          sp_schedule_name(pairs[p].schedule), sp_coll_name(pairs[p].coll));
+    return (cost.local_bytes + cost.remote_bytes) / (double)m->wire_bytes[z][p] - 1;
+}
+
+static void compare(const struct measured *m, double worst[N_ZEROS][N_PAIRS])
+{
+    for (int z = 0; z < N_ZEROS; z++) {
+        double density, sum_density;
+        count(m->group.world_size, every[z], &density, &sum_density);
+        for (int p = 0; p < N_PAIRS; p++) {
+            double e = error_of(m, z, p, density, sum_density), size = e < 0 ? -e : e;
+            CHECK(size <= TOLERANCE,
+                  "%s %s, %d ranks, %d per host, 1 of %zu not zero: the model is %+.1f%% off",
+                  sp_coll_name(pairs[p].coll), sp_schedule_name(pairs[p].schedule), m->group.world_size,
+                  m->ranks_per_host, every[z], 100 * e);
+            if (size > (worst[z][p] < 0 ? -worst[z][p] : worst[z][p]))
+                worst[z][p] = e;
+        }
+    }
+}
+
+static void test_bytes(void)
+{
+    static const struct {
+        int n_ranks, per_host;
+    } groups[] = {{2, 0}, {3, 0}, {4, 2}, {5, 2}, {8, 2}, {8, 0}, {16, 4}};
+    double worst[N_ZEROS][N_PAIRS] = {{0}};
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
+        struct rank_ctx ctx[RANKS_CAP];
+        struct measured m = {.ranks_per_host = groups[i].per_host};
+        spccl_config config = SPCCL_CONFIG_INIT;
+        config.transports = "inproc";
+        test_ranks_per_host = groups[i].per_host;
+        run_ranks(groups[i].n_ranks, &config, measure, &m, ctx);
+        compare(&m, worst);
+    }
+    test_ranks_per_host = 0;
+    printf("| collective, schedule |");
+    for (int z = 0; z < N_ZEROS; z++)
+        printf(" 1 of %zu not zero |", every[z]);
+    for (int p = 0; p < N_PAIRS; p++) {
+        printf("\n| %s, %s |", sp_coll_name(pairs[p].coll), sp_schedule_name(pairs[p].schedule));
+        for (int z = 0; z < N_ZEROS; z++)
+            printf(" %+.1f%% |", 100 * worst[z][p]);
+    }
+    printf("\n");
+}
+
+/* Messages of all plans of a call, inside hosts and between hosts. */
+static void count_messages(const sp_hosts *hosts, int pair, size_t slice_elems, double out[2])
+{
+    out[0] = out[1] = 0;
+    for (int r = 0; r < hosts->world_size; r++) {
+        sp_plan_args a = {.coll = pairs[pair].coll,
+                          .rank = r,
+                          .world_size = hosts->world_size,
+                          .n_elems = elems_of(pairs[pair].coll, hosts->world_size, 1),
+                          .hosts = hosts};
+        sp_plan *plan = NULL;
+        CHECK_OK(sp_plan_create(pairs[pair].schedule, &a, &plan));
+        for (int i = 0; i < plan->n_steps; i++) {
+            const sp_step *s = &plan->steps[i];
+            for (int j = 0; j < s->n_to; j++)
+                out[hosts->host_of[plan->ranks[s->to + j]] != hosts->host_of[r]] +=
+                    (double)sp_ceil_div(s->n_elems, slice_elems);
+        }
+        sp_plan_destroy(plan);
+    }
+}
+
+/* Which messages stay inside a host: exact for hosts of equal size. For others the model takes means. In a
+ * broadcast it takes means over all roots, which on hosts of other sizes says little of one root. */
+static void test_links(void)
+{
+    static const int layouts[][17] = {
+        {4, 1, 1, 1, 1}, {2, 2, 2}, {3, 4, 4, 4}, {4, 4, 4, 4, 4}, {3, 1, 2, 5}};
+    for (size_t l = 0; l < sizeof layouts / sizeof layouts[0]; l++) {
+        int host_of[17], n = 0;
+        bool equal = true;
+        sp_hosts *hosts = NULL;
+        sp_cost_group g;
+        for (int h = 0; h < layouts[l][0]; h++) {
+            equal = equal && layouts[l][1 + h] == layouts[l][1];
+            for (int i = 0; i < layouts[l][1 + h]; i++)
+                host_of[n++] = h;
+        }
+        CHECK_OK(sp_hosts_create(host_of, n, &hosts));
+        sp_cost_group_init(&g, n, hosts);
+        for (int p = 0; p < N_PAIRS; p++) {
+            double tolerance = equal && pairs[p].coll != SP_BROADCAST ? 1e-9 : 0.1, want[2];
+            sp_cost_call c = {.coll = pairs[p].coll,
+                              .n_elems = elems_of(pairs[p].coll, n, 1),
+                              .elem_bytes = 4,
+                              .slice_elems = 4096,
+                              .format = SPCCL_FORMAT_AUTO,
+                              .density = 1,
+                              .sum_density = 1};
+            sp_plan_cost cost;
+            if (pairs[p].coll == SP_BROADCAST && !equal)
+                continue;
+            CHECK(sp_plan_cost_of(pairs[p].schedule, &g, &c, &cost), "no cost");
+            count_messages(hosts, p, c.slice_elems, want);
+            for (int kind = 0; kind < 2; kind++) {
+                double got = kind == 0 ? cost.local_messages : cost.remote_messages;
+                CHECK(got >= want[kind] * (1 - tolerance) - n && got <= want[kind] * (1 + tolerance) + n,
+                      "%s %s, layout %zu: %g messages %s hosts, wanted %g", sp_coll_name(pairs[p].coll),
+                      sp_schedule_name(pairs[p].schedule), l, got, kind == 0 ? "inside" : "between",
+                      want[kind]);
+            }
+        }
+        sp_free(hosts);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"bytes", test_bytes},
+        {"links", test_links},
+        {NULL, NULL},
+    };
+    return test_main(cases, argc, argv);
+}
