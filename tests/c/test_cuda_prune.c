@@ -1,5 +1,7 @@
 /* test_cuda_prune.c - pruning on a GPU: the bits of the host at given thresholds, every dtype, misaligned
- * gradients, many segments; the density over many steps; a captured graph against eager calls; bad input. */
+ * gradients, many segments; the threshold that a sample gives; the density over many steps; a captured graph against
+ * eager calls; bad input. */
+#include "core/base/prune_rule.h"
 #include "cuda_test.h"
 
 #include <math.h>
@@ -206,6 +208,45 @@ static spccl_prune_plan *one_segment(size_t n, bool has_u)
     return plan;
 }
 
+static int larger_first(const void *a, const void *b)
+{
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* The threshold of a first step is exactly the wanted quantile of the sample that prune_rule.h defines: samples that
+ * fit the registers of the sampling kernel, that just do not, and the largest. */
+static void test_threshold(void)
+{
+    static const size_t sizes[] = {1, 31, 1000, 4097, 12288, 12289, 20000, 40000, 100003};
+    static float sample[SP_PRUNE_SAMPLES_MAX];
+    for (int round = 0; round < (is_small || is_slow ? 9 : 36); round++) {
+        size_t n = sizes[round % 9];
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_plan *plan = one_segment(n, false);
+        sp_prune_sample p;
+        float want;
+        o.density = round % 2 == 0 ? 0.001 : 0.05;
+        o.sample = round % 4 < 2 ? 1 : 0.001;
+        o.seed = (uint32_t)next_rand(&rng);
+        for (size_t i = 0; i < n; i++)
+            put_float(SPCCL_FLOAT32, g.grad, i, (float)normal());
+        copy(g.grad_d, g.grad, n * 4, cudaMemcpyHostToDevice);
+        CHECK_OK(spccl_cuda_prune(plan, g.grad_d, &o, g.on));
+        copy(g.states, g.states_d, sizeof *g.states, cudaMemcpyDeviceToHost);
+        sync_stream(g.on);
+        p = sp_prune_sample_of(n, (float)o.density, o.sample, o.seed, 5, 0);
+        for (uint64_t i = 0; i < p.n; i++)
+            sample[i] = fabsf(((const float *)(const void *)g.grad)[p.start + i * p.stride]);
+        qsort(sample, p.n, sizeof *sample, larger_first);
+        want = sample[sp_prune_rank(p.n, (double)(float)o.density) - 1];
+        CHECK(g.states[0].threshold == (double)want,
+              "threshold %.9g of %zu elements, %llu sampled, wanted %.9g", g.states[0].threshold, n,
+              (unsigned long long)p.n, (double)want);
+        spccl_prune_plan_destroy(plan);
+    }
+}
+
 static void test_density(void)
 {
     static const double densities[] = {0.1, 0.01, 0.001};
@@ -318,11 +359,9 @@ static void test_bad_input(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"same_bits", test_same_bits},
-                                             {"density", test_density},
-                                             {"graph", test_graph},
-                                             {"bad_input", test_bad_input},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"same_bits", test_same_bits}, {"threshold", test_threshold},
+                                             {"density", test_density},     {"graph", test_graph},
+                                             {"bad_input", test_bad_input}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_arrays();
     rng = (uint64_t)now_ms();

@@ -4,8 +4,9 @@
 
 #include "kernels/cuda/prune_elem.cuh"
 
-#define SP_SAMPLE_THREADS 512u
-#define SP_SAMPLE_EACH 8u // samples that a thread keeps in registers
+#define SP_SAMPLE_THREADS 1024u
+#define SP_SAMPLE_EACH 12u // samples that a thread keeps in registers
+#define SP_SAMPLE_BATCH 4u // samples whose loads a thread starts together
 #define SP_SAMPLE_IN_REGISTERS (SP_SAMPLE_THREADS * SP_SAMPLE_EACH)
 #define SP_SAMPLE_COUNTERS 32u
 // Shared memory of the sampling kernel for n samples. A CTA may use 99 KiB on compute capability 8.6, 8.9 and 12.0,
@@ -86,12 +87,12 @@ __device__ __forceinline__ uint32_t sp_prune_magnitude_of(const sp_prune_f64 &e)
     return sp_prune_magnitude(e.v, e.finite);
 }
 
-// Samples i, i + SP_SAMPLE_THREADS, ..., EACH of them: all are loaded before the first is used. Those behind the
-// last are 0.
+// Magnitudes of samples i, i + SP_SAMPLE_THREADS, ..., to out [EACH]: all are loaded before the first is used. Those
+// behind the last are 0.
 template <int DTYPE, uint32_t EACH>
 __device__ __forceinline__ void sp_prune_take(const sp_gpu_prune_args &a, const spccl_prune_segment &s,
                                               const sp_prune_sample &p, const sp_prune_factors &factors,
-                                              uint32_t i, uint32_t (&out)[EACH])
+                                              uint32_t i, uint32_t *out)
 {
     typedef sp_prune_dtype<DTYPE> T;
     typedef typename T::S S;
@@ -138,11 +139,18 @@ __global__ void __launch_bounds__(SP_SAMPLE_THREADS)
     sp_prune_magnitudes magnitudes;
     if (threadIdx.x < SP_SAMPLE_COUNTERS)
         counters[threadIdx.x] = 0;
-    sp_prune_take<DTYPE>(a, s, p, factors, threadIdx.x, magnitudes.mine);
-    for (uint32_t i = SP_SAMPLE_IN_REGISTERS + threadIdx.x; i < p.n; i += SP_SAMPLE_THREADS) {
-        uint32_t one[1];
-        sp_prune_take<DTYPE>(a, s, p, factors, i, one);
-        more[i - SP_SAMPLE_IN_REGISTERS] = one[0];
+#pragma unroll
+    for (uint32_t k = 0; k < SP_SAMPLE_EACH; k += SP_SAMPLE_BATCH)
+        sp_prune_take<DTYPE, SP_SAMPLE_BATCH>(a, s, p, factors, threadIdx.x + k * SP_SAMPLE_THREADS,
+                                              magnitudes.mine + k);
+    for (uint32_t i = SP_SAMPLE_IN_REGISTERS + threadIdx.x; i < p.n;
+         i += SP_SAMPLE_BATCH * SP_SAMPLE_THREADS) {
+        uint32_t batch[SP_SAMPLE_BATCH];
+        sp_prune_take<DTYPE, SP_SAMPLE_BATCH>(a, s, p, factors, i, batch);
+#pragma unroll
+        for (uint32_t k = 0; k < SP_SAMPLE_BATCH; k++)
+            if (i + k * SP_SAMPLE_THREADS < p.n)
+                more[i + k * SP_SAMPLE_THREADS - SP_SAMPLE_IN_REGISTERS] = batch[k];
     }
     magnitudes.more = more;
     magnitudes.n_more = p.n > SP_SAMPLE_IN_REGISTERS ? (uint32_t)p.n - SP_SAMPLE_IN_REGISTERS : 0;
