@@ -73,10 +73,11 @@ class PruningHook:
         self.max_ctas = max_ctas
         self.residual_dtype = residual_dtype
         self.step = 0  # number of backward passes that called this hook and have ended
-        self._group: dist.ProcessGroup | None = None
+        self._group: dist.ProcessGroup | None = None  # of the average
+        self._norm_group: dist.ProcessGroup | None = None  # ranks that have parts of one gradient; None: no others
         self._numels: dict[str, int] = {}  # of the trained parameters, on this rank, by name
         self._slots: dict[str, prune.Slot] = {}  # by parameter name
-        self._plans: dict[Any, prune.Plan] = {}  # a subclass says by what
+        self._plans: dict[Any, Any] = {}  # a subclass says by what
         self._devices: dict[torch.device, _hook_state.OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._skip_unused = False
@@ -123,11 +124,17 @@ class PruningHook:
         self,
         index: int,
         grad: torch.Tensor,
-        plan: prune.Plan,
+        plan: prune.Plan | None,
         memory: _hook_state.OnDevice,
         scale: float,
+        divisor: float = 1.0,
     ) -> None:
-        """Replace the flat gradient of bucket `index` by what is sent now, times `scale`."""
+        """Replace the flat gradient of bucket `index` by what is sent now, times `scale`.
+
+        Args:
+            plan: None if no parameter has an element in it; then it is measured alone.
+            divisor: by what the caller divides later; `grad` is that much larger than the gradient.
+        """
         rule = prune.Rule(
             density=self.density,
             sample=self.sample,
@@ -139,13 +146,14 @@ class PruningHook:
             seed=self.seed & 0xFFFFFFFF,
             skip_zeros=self._skip_unused,
         )
-        loss_scale = memory.read_scale(self.grad_scaler)
+        loss_scale = memory.read_scale(self.grad_scaler, divisor)
         factor = None
         if self.clip_norm is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
-            memory.add_norm(index, grad, loss_scale)
+            memory.add_norm(index, grad, loss_scale, self._norm_group)
         if self.clip_norm is not None:
             factor = memory.clip_factor(self.clip_norm * math.sqrt(dist.get_world_size(self._group)))
-        plan.run(grad, rule, factor, loss_scale)
+        if plan is not None:
+            plan.run(grad, rule, factor, loss_scale)
         self._statistics.now.add(grad.numel(), grad.element_size())
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:

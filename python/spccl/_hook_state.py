@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import prune
 
@@ -27,12 +28,22 @@ class OnDevice:
         self.last_sent = torch.zeros(n_params, dtype=torch.int64, device=device)
         self.has_scale = False  # of this step
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._product = torch.ones_like(self._scale)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
         # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
         self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
+        self._own_squares = torch.zeros_like(self._squares)  # of this rank's part, where several ranks have parts
 
-    def read_scale(self, scaler: "torch.amp.GradScaler | None") -> torch.Tensor | None:
-        """GradScaler's scale, [1] on this device; None without one."""
+    def read_scale(self, scaler: "torch.amp.GradScaler | None", divisor: float = 1.0) -> torch.Tensor | None:
+        """GradScaler's scale times `divisor`, [1] on this device; None if both are 1."""
+        scale = self._read_scaler(scaler)
+        if divisor == 1:
+            return scale
+        if scale is None:
+            return self._product.fill_(divisor)
+        return torch.mul(scale, divisor, out=self._product)
+
+    def _read_scaler(self, scaler: "torch.amp.GradScaler | None") -> torch.Tensor | None:
         if scaler is None or not scaler.is_enabled():
             return None
         if not self.has_scale:
@@ -44,12 +55,33 @@ class OnDevice:
             self.has_scale = True
         return self._scale
 
-    def add_norm(self, index: int, grad: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
-        """Measure the norm of bucket `index`. One with inf or nan counts with its norm of the step before."""
+    def add_norm(
+        self,
+        index: int,
+        grad: torch.Tensor,
+        loss_scale: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Measure the norm of bucket `index`. One with inf or nan counts with its norm of the step before.
+
+        Args: group: ranks that have the other parts of this gradient; None: `grad` is all of it.
+        """
         norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
         norm = norm.double() if loss_scale is None else norm.double() / loss_scale
-        square = self._squares[index : index + 1]
+        place = slice(index, index + 1)
+        square = self._squares[place] if group is None else self._own_squares[place]
         square.copy_(torch.where(norm.isfinite(), norm * norm, square))
+        if group is not None:
+            self._squares[place] = square
+            dist.all_reduce(self._squares[place], group=group)
+
+    def norms(self) -> torch.Tensor:
+        """Squared norms [2, n_params] of each bucket: of this rank's part where others have parts, and of all of it."""
+        return torch.stack([self._own_squares, self._squares])
+
+    def set_norms(self, norms: torch.Tensor) -> None:
+        self._own_squares.copy_(norms[0])
+        self._squares.copy_(norms[1])
 
     def clip_factor(self, bound: float) -> torch.Tensor:
         """The factor [1] that bounds the norm of all buckets."""
