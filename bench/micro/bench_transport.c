@@ -79,7 +79,7 @@ static void send_message(struct side *s, size_t bytes, int fill, bool asleep)
         idle(s, asleep);
     must(st, "reserve");
     memset(space, fill, bytes);
-    must(s->t->commit(s->ep, 1 - s->rank, 0), "commit");
+    must(s->t->commit(s->ep, 1 - s->rank, 0, 0), "commit");
     s->n_sent++;
 }
 

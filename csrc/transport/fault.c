@@ -153,7 +153,7 @@ static spccl_status fault_reserve(sp_endpoint *ep, int peer, int queue, size_t b
     return st;
 }
 
-static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue)
+static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue, uint32_t call)
 {
     struct fault *f = self(ep);
     struct queue *l = queue_of(f, peer, queue);
@@ -166,7 +166,7 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue)
         ((uint8_t *)l->message)[draw(f) % within] ^= (uint8_t)(1u << draw(f) % 8);
         atomic_fetch_add(&n_flipped, 1);
     }
-    st = f->t->commit(f->inner, peer, queue);
+    st = f->t->commit(f->inner, peer, queue, call);
     l->reserved = false;
     if (++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) {
         f->t->close(f->inner);

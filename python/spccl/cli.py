@@ -297,6 +297,11 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     "[default: none; with it --ranks is the number of hosts]",
 )
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of an emulated host's link, as tc writes it.")
+@click.option(
+    "--in-flight",
+    type=click.IntRange(2, 8),
+    help="With --hosts: also issue so many calls together, and say when the first is done.",
+)
 @click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
 @click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations before.")

@@ -235,7 +235,7 @@ static inline spccl_status try_send(struct member *m, int peer, int queue, size_
     CHECK((uintptr_t)space % 16 == 0, "reserve: %p", space);
     fill_message(space, n, seed);
     m->n_sent[peer][queue]++;
-    return m->t->commit(m->ep, peer, queue);
+    return m->t->commit(m->ep, peer, queue, 0);
 }
 
 /* Take the next message, and check that it is this one. AGAIN if no message is there. */

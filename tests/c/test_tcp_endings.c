@@ -48,7 +48,7 @@ static spccl_status watch(struct member *m, char *text, bool *space_was_refused)
               "reserve: %d, space was refused before: %d", (int)st, *space_was_refused);
         *space_was_refused = *space_was_refused || st == SPCCL_AGAIN;
         if (st == SPCCL_OK)
-            CHECK_OK(m->t->commit(m->ep, 1, 0));
+            CHECK_OK(m->t->commit(m->ep, 1, 0, 0));
         usleep(1000);
     }
     return SPCCL_ERR_TIMEOUT;

@@ -103,7 +103,7 @@ static void reservations(struct member *m)
     if (m->rank == 0) {
         CHECK(m->t->reserve(m->ep, 1, 0, 0, &space) == SPCCL_ERR_BUG, "0 bytes");
         CHECK(m->t->reserve(m->ep, 1, 0, max + 1, &space) == SPCCL_ERR_BUG, "more than message_max");
-        CHECK(m->t->commit(m->ep, 1, 0) == SPCCL_ERR_BUG, "commit without reserve");
+        CHECK(m->t->commit(m->ep, 1, 0, 0) == SPCCL_ERR_BUG, "commit without reserve");
         CHECK(m->t->release(m->ep, 1, 0) == SPCCL_ERR_BUG, "release without peek");
         CHECK(m->t->peek(m->ep, 1, 0, &p, &bytes) == SPCCL_AGAIN, "a message that nobody sent");
     }
@@ -119,7 +119,7 @@ static void reservations(struct member *m)
             fill_message(space, n, (uint64_t)i);
             if (i % 3 == 1)
                 CHECK_OK(progress(m));
-            CHECK_OK(m->t->commit(m->ep, 1, 0));
+            CHECK_OK(m->t->commit(m->ep, 1, 0, 0));
         } else {
             CHECK_OK(take_now(m, 0, 0, n, (uint64_t)i));
         }

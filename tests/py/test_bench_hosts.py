@@ -38,6 +38,8 @@ def test_refuses_what_is_no_rate(text):
         (["--hosts", "2", "--ranks", "3"], "3 ranks cannot be spread evenly over 2 hosts"),
         (["--hosts", "2", "--rate", "slow"], '"slow" is not a rate'),
         (["--hosts", "2", "--device", "cuda"], "is for --device cpu"),
+        (["--in-flight", "4"], "needs --hosts"),
+        (["--in-flight", "4", "--hosts", "2", "--via", "torch"], "--via native"),
     ],
 )
 def test_refuses_options(words, part):
@@ -114,6 +116,7 @@ def test_bench_over_hosts(ranks):
         warmup=1,
         n_hosts=2,
         rate="500mbit",
+        in_flight=3,
     )
     rows = runner.run_spawned(plan, ranks, deadline_s=120, on_row=lambda row: None)
     assert namespaces() == []
@@ -126,6 +129,10 @@ def test_bench_over_hosts(ranks):
     assert payload < row.host_bytes < 1.5 * payload
     assert row.time_us * 1e-6 > payload / 0.07e9
     assert 0.04 < row.time_over_wire < 100
+    assert row.in_flight == 3
+    assert row.first_us < row.last_us
+    assert 0.9 * row.host_bytes < row.first_bytes < 3.5 * row.host_bytes
+    assert "3 in flight" in report.table_line(row)
 
 
 def test_rows_without_hosts_have_no_such_columns():

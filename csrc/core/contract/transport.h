@@ -63,8 +63,9 @@ typedef struct sp_transport {
      * A second reserve before commit replaces the first. It never fails if it asks for fewer bytes: a caller
      * may reserve the largest size first, and the exact size later. */
     spccl_status (*reserve)(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out);
-    /* Send the reserved message, which the caller has written. */
-    spccl_status (*commit)(sp_endpoint *ep, int peer, int queue);
+    /* Send the reserved message, which the caller has written. `call` is the number of its collective. Where
+     * messages compete for a wire, those of earlier calls go first. Messages of one queue keep their order. */
+    spccl_status (*commit)(sp_endpoint *ep, int peer, int queue, uint32_t call);
     /* Get the oldest message that is not released, aligned to 16 bytes. It stays valid until release.
      * Returns SPCCL_AGAIN if there is no message. Errors: PEER (no message, and the peer is gone). All that a
      * peer sent before it left is delivered first. */

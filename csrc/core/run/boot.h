@@ -61,9 +61,9 @@ static inline spccl_status sp_link_reserve(sp_links *l, int peer, int queue, siz
 {
     return l->peers[peer].transport->reserve(l->peers[peer].ep, peer, queue, bytes, out);
 }
-static inline spccl_status sp_link_commit(sp_links *l, int peer, int queue)
+static inline spccl_status sp_link_commit(sp_links *l, int peer, int queue, uint32_t call)
 {
-    return l->peers[peer].transport->commit(l->peers[peer].ep, peer, queue);
+    return l->peers[peer].transport->commit(l->peers[peer].ep, peer, queue, call);
 }
 static inline bool sp_link_flushed(sp_links *l, int peer, int queue, uint64_t n)
 {

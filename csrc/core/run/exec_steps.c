@@ -296,7 +296,7 @@ static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t by
     atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * s->op->elem_bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.n_frames_sent[format], 1, memory_order_relaxed);
-    return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->queue_out));
+    return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->queue_out, s->op->seq));
 }
 
 /* Time per byte on the slowest of the links to the receivers. */

@@ -329,8 +329,9 @@ static spccl_status inproc_reserve(sp_endpoint *opaque, int peer, int queue, siz
 {
     return sp_ring_reserve(&((struct inproc_endpoint *)opaque)->links[peer], queue, bytes, out);
 }
-static spccl_status inproc_commit(sp_endpoint *opaque, int peer, int queue)
+static spccl_status inproc_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
 {
+    (void)call; /* a queue has memory of its own: nothing competes */
     return sp_ring_commit(&((struct inproc_endpoint *)opaque)->links[peer], queue);
 }
 static spccl_status inproc_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)

@@ -110,8 +110,9 @@ static spccl_status shm_reserve(sp_endpoint *opaque, int peer, int queue, size_t
 {
     return sp_ring_reserve(&sp_shm_self(opaque)->peers[peer].link, queue, bytes, out);
 }
-static spccl_status shm_commit(sp_endpoint *opaque, int peer, int queue)
+static spccl_status shm_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
 {
+    (void)call; /* a queue has memory of its own: nothing competes */
     return sp_ring_commit(&sp_shm_self(opaque)->peers[peer].link, queue);
 }
 static spccl_status shm_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)

@@ -1,8 +1,8 @@
 /* tcp.c - transport "tcp": ranks on any hosts. Each queue has n_sockets connections of its own, so that a
  * full queue cannot delay another. Message n of a queue goes over its socket n % n_sockets. One more
  * connection per peer, the control connection, carries aborts (u32 "SPAB", text[SP_ABORT_TEXT_CAP]), and its
- * end shows that the peer is gone. commit writes a message to the socket; `progress` writes what the socket
- * did not take then. tcp_socket.h has the bytes, tcp_connect.c the start-up. */
+ * end shows that the peer is gone. commit writes a message to the socket (tcp_send.c); `progress` writes what
+ * the socket did not take then. tcp_socket.h has the bytes, tcp_connect.c the start-up. */
 #include "transport/net/tcp.h"
 
 #include "core/base/bits.h"
@@ -43,9 +43,7 @@ static void set_gone(struct sp_tcp *ep, struct sp_tcp_peer *p, const char *text)
     p->gone = ep->changed = true;
 }
 
-/* A socket of the peer ended. The peer counts as gone when its control connection ends too, or when nothing
- * comes over that connection for ABORT_WAIT_NS. */
-static void note_end(struct sp_tcp *ep, int peer)
+void sp_tcp_note_end(struct sp_tcp *ep, int peer)
 {
     struct sp_tcp_peer *p = &ep->peers[peer];
     if (p->gone || p->ended_ns != 0)
@@ -65,23 +63,6 @@ static spccl_status peer_gone(const struct sp_tcp *ep, int peer)
 static struct sp_tcp_socket *socket_of(const struct sp_tcp_peer *p, int queue, uint64_t n)
 {
     return &p->sockets[(uint32_t)queue * p->n_sockets + n % p->n_sockets];
-}
-
-/* Write to the socket, and note new space, messages that have left, and the socket's end. */
-static void flush_socket(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *s)
-{
-    struct sp_tcp_peer *p = &ep->peers[peer];
-    uint64_t n_left_before = s->n_left;
-    size_t used_before = s->out.used;
-    if (sp_tcp_socket_flush(s) && p->queues[queue].blocked) {
-        p->queues[queue].blocked = false;
-        ep->changed = true;
-    }
-    ep->changed = ep->changed || s->n_left != n_left_before; /* `flushed` may have become true */
-    if (s->cut)
-        note_end(ep, peer);
-    else if (!p->same_host)
-        ep->window.n_bytes += used_before - s->out.used;
 }
 
 static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
@@ -106,7 +87,7 @@ static spccl_status tcp_reserve(sp_endpoint *opaque, int peer, int queue, size_t
     return SPCCL_OK;
 }
 
-static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int queue)
+static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
 {
     struct sp_tcp *ep = sp_tcp_self(opaque);
     struct sp_tcp_peer *p = &ep->peers[peer];
@@ -115,10 +96,7 @@ static spccl_status tcp_commit(sp_endpoint *opaque, int peer, int queue)
     if (l->reserved == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
                        ep->config.rank, peer, queue);
-    sp_tcp_socket_commit(s, (uint32_t)queue, (uint32_t)l->n_sent, l->reserved);
-    l->reserved = 0;
-    l->n_sent++;
-    flush_socket(ep, peer, queue, s);
+    sp_tcp_commit(ep, peer, queue, s, call);
     return SPCCL_OK;
 }
 
@@ -193,7 +171,7 @@ static void read_socket(struct sp_tcp *ep, int peer, struct sp_tcp_socket *s)
     if (sp_tcp_socket_fill(s)) {
         ep->changed = ep->changed || s->ended || sp_tcp_socket_has_message(s);
         if (s->ended)
-            note_end(ep, peer);
+            sp_tcp_note_end(ep, peer);
     }
     ep->unread = ep->unread || (s->readable && !s->ended);
 }
@@ -202,8 +180,13 @@ static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
 {
     int peer = (int)(e->data.u64 >> 32);
     uint32_t index = (uint32_t)e->data.u64;
-    struct sp_tcp_peer *p = &ep->peers[peer];
+    struct sp_tcp_peer *p;
     struct sp_tcp_socket *s;
+    if (e->data.u64 == SP_TCP_TIMER_EVENT) {
+        sp_tcp_end_timer(ep);
+        return;
+    }
+    p = &ep->peers[peer];
     if (index == 0) {
         sp_tcp_look_at_control(ep, peer);
         return;
@@ -216,7 +199,7 @@ static void handle_event(struct sp_tcp *ep, const struct epoll_event *e)
     }
     if ((e->events & EPOLLOUT) != 0) {
         s->writable = !s->cut;
-        flush_socket(ep, peer, (int)((index - 1) / p->n_sockets), s);
+        sp_tcp_flush(ep, peer, (int)((index - 1) / p->n_sockets), s);
     }
 }
 
@@ -257,6 +240,8 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
         handle_event(ep, &events[i]);
     if (ep->n_ending != 0)
         check_ending_peers(ep);
+    if (ep->resend)
+        sp_tcp_resend(ep);
     now_ns = sp_now_ns();
     if (sp_tcp_window_due(&ep->window, now_ns))
         sp_tcp_update_window(ep, now_ns);
@@ -376,6 +361,7 @@ static void close_in_child(void *owner)
         for (uint32_t k = 0; p->connecting != NULL && k < 1 + n; k++)
             sp_sock_close(&p->connecting[k].fd);
     }
+    sp_sock_close(&ep->timer_fd);
     sp_acceptor_close_descriptors(&ep->acceptor);
 }
 
@@ -390,6 +376,7 @@ static void tcp_close(sp_endpoint *opaque)
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
         close_peer(ep, &ep->peers[i]);
     sp_acceptor_close(&ep->acceptor);
+    sp_sock_close(&ep->timer_fd);
     if (ep->epoll_fd >= 0)
         close(ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
@@ -405,7 +392,7 @@ static spccl_status tcp_open(const sp_endpoint_config *config, sp_endpoint **out
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "tcp: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
-    ep->epoll_fd = ep->acceptor.listen_fd = ep->abort_rank = -1;
+    ep->epoll_fd = ep->timer_fd = ep->acceptor.listen_fd = ep->abort_rank = -1;
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
     if (ep->peers == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "tcp: tables for %d ranks", config->world_size);
@@ -419,6 +406,7 @@ static spccl_status tcp_open(const sp_endpoint_config *config, sp_endpoint **out
         st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: tcp: epoll", config->rank);
         goto fail;
     }
+    SP_TRY_TO(fail, st, sp_tcp_open_timer(ep));
     SP_TRY_TO(fail, st, sp_tcp_listen(ep, &listen_fd));
     SP_TRY_TO(fail, st, sp_tcp_start_acceptor(ep, listen_fd));
     SP_TRY_TO(fail, st, sp_fork_watch(&ep->guard, close_in_child, ep));

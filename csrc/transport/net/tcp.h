@@ -1,11 +1,12 @@
 /* tcp.h - the data of transport tcp. tcp_address.c: listening, and addresses as bytes. tcp_connect.c:
- * start-up. tcp.c: messages. tcp_limit.c: bytes in flight. */
+ * start-up. tcp.c: messages. tcp_send.c: whose messages leave first. tcp_limit.c: bytes in flight. */
 #ifndef SP_TCP_H
 #define SP_TCP_H
 
 #include "core/contract/transport.h"
 #include "transport/common/acceptor.h"
 #include "transport/common/forks.h"
+#include "transport/net/tcp_priority.h"
 #include "transport/net/tcp_socket.h"
 #include "transport/net/tcp_window.h"
 
@@ -14,6 +15,7 @@
 #define SP_TCP_SOCKETS_MAX 16u
 #define SP_TCP_IPS_MAX 16 /* IP addresses that one endpoint publishes */
 #define SP_TCP_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
+#define SP_TCP_TIMER_EVENT UINT64_MAX /* epoll's data of the timer; no socket has it */
 
 enum sp_tcp_state {
     SP_TCP_ABSENT,          /* not added */
@@ -70,14 +72,18 @@ struct sp_tcp_peer {
 struct sp_tcp {
     sp_endpoint_config config;
     sp_tcp_address self;
-    int epoll_fd;
+    int epoll_fd, timer_fd;
     sp_acceptor acceptor;
     struct sp_tcp_peer *peers; /* [world_size] */
     sp_tcp_window window;      /* of the sockets to other hosts */
-    bool changed;              /* there is a change that arm has not reported yet */
-    bool unread;               /* a socket may have more to read, without a further event */
-    int n_ending;              /* peers that are not `gone` yet although a socket ended */
-    int abort_rank;            /* -1: none */
+    sp_tcp_priority priority;  /* of the sockets to other hosts */
+    uint32_t n_held;           /* sockets that are `held` */
+    bool resend;               /* held sockets may send now: progress looks */
+    bool timer_runs;
+    bool changed;   /* there is a change that arm has not reported yet */
+    bool unread;    /* a socket may have more to read, without a further event */
+    int n_ending;   /* peers that are not `gone` yet although a socket ended */
+    int abort_rank; /* -1: none */
     char abort_text[SP_ABORT_TEXT_CAP];
     sp_fork_guard guard;
 };
@@ -117,7 +123,22 @@ spccl_status sp_tcp_limit_window(struct sp_tcp *ep);
 /* Call when sp_tcp_window_due: measure, and apply a new limit if it has changed. */
 void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns);
 
+/* tcp_send.c */
+/* Make the timer that ends the holding of sockets. Errors: SYSTEM. */
+spccl_status sp_tcp_open_timer(struct sp_tcp *ep);
+/* The timer's event came. */
+void sp_tcp_end_timer(struct sp_tcp *ep);
+/* Send the message that the caller has written, over a socket of this queue. */
+void sp_tcp_commit(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *s, uint32_t call);
+/* Write what the kernel takes, unless the socket is held. */
+void sp_tcp_flush(struct sp_tcp *ep, int peer, int queue, struct sp_tcp_socket *s);
+/* Call when ep->resend: write to the sockets that were held and may send now. */
+void sp_tcp_resend(struct sp_tcp *ep);
+
 /* tcp.c */
+/* A socket of the peer ended. The peer counts as gone when its control connection ends too, or when nothing
+ * comes over that connection for some time. */
+void sp_tcp_note_end(struct sp_tcp *ep, int peer);
 /* Read the control connection: an abort, or the peer's end. */
 void sp_tcp_look_at_control(struct sp_tcp *ep, int peer);
 

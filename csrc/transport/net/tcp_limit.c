@@ -4,6 +4,9 @@
 
 #include <string.h>
 
+#define PATIENCE_NS_MIN INT64_C(10000000)
+#define PATIENCE_NS_MAX INT64_C(1000000000)
+
 /* Call fn for every socket to another host. */
 static void for_far_sockets(struct sp_tcp *ep,
                             void (*fn)(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg), void *arg)
@@ -23,10 +26,26 @@ static void count_socket(struct sp_tcp *ep, struct sp_tcp_socket *s, void *n)
     ++*(uint32_t *)n;
 }
 
-static void apply_window(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg)
+static void apply_to_socket(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg)
 {
     (void)arg;
     sp_tcp_window_apply(&ep->window, s->fd);
+}
+
+/* How long sockets of later calls are held although the earliest call does not move: the time in which the link
+ * carries the window twice. If nothing moves for so long, it is not the link that delays the earliest call. */
+static int64_t patience_ns(const sp_tcp_window *w)
+{
+    double ns = 2 * (double)w->socket_bytes * w->n_sockets * sp_tcp_window_ns_per_byte(w);
+    if (ns < (double)PATIENCE_NS_MIN)
+        return PATIENCE_NS_MIN;
+    return ns > (double)PATIENCE_NS_MAX ? PATIENCE_NS_MAX : (int64_t)ns;
+}
+
+static void apply_window(struct sp_tcp *ep)
+{
+    for_far_sockets(ep, apply_to_socket, NULL);
+    ep->priority.patience_ns = patience_ns(&ep->window);
 }
 
 struct look {
@@ -71,7 +90,7 @@ spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
     SP_TRY(sp_env_number(SP_ENV_TCP_WINDOW, &forced));
     for_far_sockets(ep, count_socket, &n);
     sp_tcp_window_init(&ep->window, (size_t)forced, n, ranks_per_host(ep));
-    for_far_sockets(ep, apply_window, NULL);
+    apply_window(ep);
     return SPCCL_OK;
 }
 
@@ -80,5 +99,5 @@ void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns)
     struct look l = {0};
     for_far_sockets(ep, look_at_socket, &l);
     if (sp_tcp_window_measure(&ep->window, now_ns, l.full, l.rtt_ns))
-        for_far_sockets(ep, apply_window, NULL);
+        apply_window(ep);
 }

@@ -14,13 +14,26 @@
 #include "transport/common/mirror.h"
 
 #define SP_TCP_HEAD_BYTES 16u
+/* Calls whose messages in one socket are told apart. The executor works on as many collectives. If there are
+ * more, messages of later calls count as the last of these. */
+#define SP_TCP_RUNS 8
+
+/* Neighbouring messages of one call. */
+typedef struct sp_tcp_run {
+    uint32_t call;
+    uint64_t end; /* messages committed on this socket up to the end of the run, ever */
+} sp_tcp_run;
 
 typedef struct sp_tcp_socket {
     int fd; /* owned; -1: not connected */
     sp_mirror in, out;
-    uint64_t n_left;   /* messages that the kernel has taken completely, ever */
+    uint64_t n_left; /* messages that the kernel has taken completely, ever */
+    uint64_t n_committed;
+    sp_tcp_run runs[SP_TCP_RUNS]; /* of the messages in `out` */
+    int n_runs;
     size_t first_left; /* bytes up to the end of the first message in `out`; 0: `out` is empty */
     bool readable, writable;
+    bool held;    /* messages of earlier calls go first: tcp_send.c */
     bool hung_up; /* the peer closed its end: read on until `ended` */
     bool ended;   /* no more bytes will arrive */
     bool cut;     /* no more bytes can be sent */
@@ -41,7 +54,12 @@ void sp_tcp_socket_close(sp_tcp_socket *s);
 /* Reserve space for a payload. Returns where to write it; NULL if there is no space now. */
 void *sp_tcp_socket_reserve(sp_tcp_socket *s, size_t bytes);
 /* Add the reserved payload, which the caller has written, to the bytes to send. */
-void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, size_t bytes);
+void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, size_t bytes, uint32_t call);
+/* The call of the first bytes to send. 0 if there are none. */
+static inline uint32_t sp_tcp_socket_call(const sp_tcp_socket *s)
+{
+    return s->n_runs != 0 ? s->runs[0].call : 0;
+}
 /* Send what the kernel takes. True if bytes left the buffer, or if the socket is now `cut`. */
 bool sp_tcp_socket_flush(sp_tcp_socket *s);
 

@@ -50,6 +50,10 @@ class Case:
         n = self.size_bytes // ELEM_BYTES[self.dtype]
         return n // world_size if self.collective in ("all_gather", "reduce_scatter") else n
 
+    def out_elems(self, world_size: int) -> int:
+        """Elements of a rank's output."""
+        return self.block_elems(world_size) * (world_size if self.collective == "all_gather" else 1)
+
     def calls(self) -> int:
         """Number of calls that are timed together."""
         return _BATCH_CALLS if self.size_bytes <= _BATCH_BYTES else 1

@@ -45,10 +45,13 @@ def plan_of(o: dict[str, Any]) -> runner.Plan:
         timeout_s=min(o["timeout"], 120.0),
         n_hosts=o["hosts"] or 0,
         rate=o["rate"],
+        in_flight=o["in_flight"] or 0,
     )
 
 
 def _check_hosts(o: dict[str, Any], has_torch: bool) -> None:
+    if o["in_flight"] is not None and (o["hosts"] is None or o["via"] != "native"):
+        raise click.BadParameter("needs --hosts, and --via native", param_hint="--in-flight")
     if o["hosts"] is None:
         return
     if runner.under_torchrun():

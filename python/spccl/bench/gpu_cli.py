@@ -15,7 +15,7 @@ from . import cases, gpu, gpu_codec, gpu_report, report
 from .launch import RanksFailed
 from .runner import under_torchrun
 
-_CPU_ONLY = ("transport", "via", "hosts", "rate")
+_CPU_ONLY = ("transport", "via", "hosts", "rate", "in_flight")
 _CHOOSES_CASES = ("collectives", "sizes", "smallest", "largest", "factor", "dtypes", "op", "sparsities", "max_ctas")
 _SIZE = 512 << 20
 _CODEC_DTYPES, _CODEC_SPARSITIES = ("float32", "bfloat16"), (0.999, 0.99, 0.9, 0.5, 0.0)

@@ -70,6 +70,9 @@ class HostRow(Row):
     host_bytes: bytes that the busiest host sent per call, with all headers. time_over_wire: time / (host_bytes / link).
     retransmits, timeouts: TCP segments sent again, and TCP retransmission time-outs, of all hosts in all timed
     iterations.
+    in_flight: calls that were issued together; 0: not measured. alone_us: time of one call that was issued alone.
+        first_us, last_us: time until the first and the last of `in_flight` calls were done. first_bytes: bytes that a
+        host sent until its first was done. All are medians of the slowest rank or largest host, in the same run.
     """
 
     hosts: int
@@ -80,6 +83,11 @@ class HostRow(Row):
     timeouts: int
     peer_retransmits: int | None
     peer_timeouts: int | None
+    in_flight: int = 0
+    alone_us: float | None = None
+    first_us: float | None = None
+    last_us: float | None = None
+    first_bytes: int | None = None
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -211,6 +219,12 @@ def table_line(row: Row) -> str:
     if isinstance(row, HostRow):
         peer = "-" if row.peer_retransmits is None else f"{row.peer_retransmits}/{row.peer_timeouts}"
         more = _host_cells((f"{row.time_over_wire:.2f}", f"{row.retransmits}", f"{row.timeouts}", peer))
+        if row.alone_us and row.first_us and row.last_us and row.first_bytes:
+            more += (
+                f"\n#   {row.in_flight} in flight: the first is done after {row.first_us:.1f} us, the last after "
+                f"{row.last_us:.1f} us; one alone takes {row.alone_us:.1f} us; first / alone = "
+                f"{row.first_us / row.alone_us:.2f} in time, {row.first_bytes / row.host_bytes:.2f} in bytes"
+            )
     cells = [
         row.collective,
         str(row.size_bytes),

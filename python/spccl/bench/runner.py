@@ -42,6 +42,7 @@ class Plan:
     timeout_s: float = 120.0  # of one collective
     n_hosts: int = 0  # emulated hosts (hosts.py) that the ranks are spread over; 0: all ranks run on this machine
     rate: str = ""  # of an emulated host's link
+    in_flight: int = 0  # with n_hosts: also time the first of so many calls that are issued together; 0: do not
     unique_ids: tuple[bytes, ...] = ()
     store_file: str = ""
     host_names: tuple[str, ...] = ()
@@ -61,9 +62,9 @@ class Native:
     def stats(self) -> Stats:
         return self._comm.stats()
 
-    def prepare(self, case: Case, source: Any, target: Any) -> Callable[[], Any]:
+    def prepare(self, case: Case, source: Any, target: Any, async_op: bool = False) -> Callable[[], Any]:
         comm = self._comm
-        kwargs: dict[str, Any] = {"dtype": case.dtype}
+        kwargs: dict[str, Any] = {"dtype": case.dtype, "async_op": async_op}
         if case.collective == "all_gather":
             return lambda: comm.all_gather(source, target, **kwargs)
         if case.collective == "reduce_scatter":
@@ -174,7 +175,7 @@ class _Bench:
     def run(self, case: Case, ours: Native | Torch, peer: Torch | None) -> Row:
         n = case.block_elems(self.world_size)
         n_in = n * (self.world_size if case.collective == "reduce_scatter" else 1)
-        n_out = n * (self.world_size if case.collective == "all_gather" else 1)
+        n_out = case.out_elems(self.world_size)
         base = _base(case, n_in)
         source = _input(base, self.rank)
         targets = [np.empty(n_out, source.dtype) for _ in range(case.calls())]
@@ -197,7 +198,12 @@ class _Bench:
                     times[s][i] = elapsed / len(targets)
                     network[s] += used
         row = self._row(case, times, wrong, ours.stats().since(before), peer is not None)
-        return self._with_network(row, network) if self.plan.n_hosts else row
+        if not self.plan.n_hosts:
+            return row
+        row = self._with_network(row, network)
+        if isinstance(ours, Native) and self.plan.in_flight:
+            return self._with_in_flight(row, case, source, ours)
+        return row
 
     def _counted(
         self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
@@ -231,6 +237,45 @@ class _Bench:
             peer_retransmits=round(counts[1, 0]) if len(counts) > 1 else None,
             peer_timeouts=round(counts[1, 1]) if len(counts) > 1 else None,
         )
+
+    def _with_in_flight(self, row: HostRow, case: Case, source: np.ndarray, ours: Native) -> HostRow:
+        """Add the times of one call alone, and of the first and the last of `in_flight` calls, in turns."""
+        n = self.plan.in_flight
+        targets = [np.empty(case.out_elems(self.world_size), source.dtype) for _ in range(n)]
+        calls = [ours.prepare(case, source, target, async_op=True) for target in targets]
+        times = np.empty((4, self.plan.iters))
+        for i in range(-self.plan.warmup, self.plan.iters):
+            _, alone, _ = self._together(case, source, targets[:1], calls[:1])
+            first, last, n_bytes = self._together(case, source, targets, calls)
+            if i >= 0:
+                times[:, i] = alone, first, last, n_bytes
+        alone, first, last, n_bytes = (np.median(self.gather(one).max(axis=0)) for one in times)
+        return dataclasses.replace(
+            row,
+            in_flight=n,
+            alone_us=1e6 * alone,
+            first_us=1e6 * first,
+            last_us=1e6 * last,
+            first_bytes=round(n_bytes),
+        )
+
+    def _together(
+        self, case: Case, source: np.ndarray, targets: list[np.ndarray], calls: list[Callable[[], Any]]
+    ) -> tuple[float, float, int]:
+        """Issue the calls at once. Seconds until the first and until the last is done, and the bytes that this rank's
+        host sent until the first was done."""
+        for target in targets:
+            self._reset(case, source, target)
+        self.barrier()
+        before = hosts.counters()
+        start = time.perf_counter()
+        requests = [call() for call in calls]
+        requests[0].wait()
+        first = time.perf_counter() - start
+        n_bytes = hosts.counters().since(before).tx_bytes
+        for request in requests[1:]:
+            request.wait()
+        return first, time.perf_counter() - start, n_bytes
 
     def _reset(self, case: Case, source: np.ndarray, target: np.ndarray) -> None:
         if case.collective == "all_reduce" or (case.collective == "broadcast" and self.rank == ROOT):
