@@ -7,8 +7,9 @@
  *
  * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit
  * for bit. Reductions add in rank order 0, 1, 2, ... starting from +0.0; float16 and bfloat16 are added in
- * float32 and rounded once. So all ranks and all runs get the same bits, whatever the format, the schedule
- * and the transport (docs/ALGORITHMS.md). The sparse formats follow Hough et al. (SpCCL), section III.
+ * float32 and rounded once. So all ranks and all runs get the same bits, whatever the format, the transport
+ * and the schedule. But the schedule ring adds in an order of its own (docs/ALGORITHMS.md), the same on all
+ * ranks and in all runs. It runs only when asked for. The formats follow Hough et al. (SpCCL), section III.
  *
  * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version.
  * Initialise options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a

@@ -6,8 +6,21 @@
 #include "core/base/dtype.h"
 #include "ranks.h"
 
+#include <math.h>
+
 enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, N_COLLS };
 static const char *const coll_names[] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"};
+
+/* Where the nonzeros are, and what they are. */
+enum {
+    UNIFORM,
+    SAME_PLACES, /* the nonzeros of all ranks coincide */
+    ONE_RANK,    /* rank 1 alone has any */
+    RUNS,        /* runs of 1000 elements, full or empty */
+    CANCELLING,  /* sums of neighbouring ranks are 0, or what rounding left */
+    EXTREMES,    /* infinities, NaNs, the largest and smallest numbers */
+    N_PATTERNS
+};
 
 struct one_case {
     int coll, root;
@@ -16,6 +29,7 @@ struct one_case {
     size_t n;        /* as in spccl.h */
     int density_pct; /* 0..100 */
     bool in_place, async;
+    int pattern;
     uint64_t seed;
 };
 
@@ -47,27 +61,47 @@ static inline uint64_t f64_to_bits(double d)
     return u;
 }
 
+/* A hash that decides whether element i of rank r is zero. */
+static inline uint64_t place_hash(const struct one_case *c, int r, size_t i)
+{
+    uint64_t rank = c->pattern == SAME_PLACES || c->pattern == CANCELLING ? 0 : (uint64_t)r;
+    size_t place = c->pattern == RUNS ? i / 1000 : i;
+    return mix(c->seed + rank * 0x9e3779b97f4a7c15u + place * 0xd1342543de82ef95u);
+}
+
+static inline double float_value(const struct one_case *c, int r, uint64_t v)
+{
+    static const double extremes[] = {HUGE_VAL, -HUGE_VAL, NAN, 3e38, -3e38, 65504, 1e-40, -1e-45};
+    if (c->pattern == EXTREMES)
+        return extremes[v % 8];
+    if (c->pattern == CANCELLING) /* v is the same on all ranks */
+        return (double)(int64_t)v * 0x1p-60 * (r % 2 == 0 ? 1 : -1) + (v % 16 == 0 ? r * 1e-7 : 0);
+    return (double)(int64_t)v * 0x1p-60;
+}
+
 /* The bits of element i of rank r's input. Every rank computes them without communication. */
 static inline uint64_t element(const struct one_case *c, int r, size_t i)
 {
-    uint64_t h = mix(c->seed + (uint64_t)r * 0x9e3779b97f4a7c15u + i * 0xd1342543de82ef95u), v;
+    uint64_t h = place_hash(c, r, i), v;
     size_t bytes = sp_dtype_bytes(c->dtype);
-    if ((int)(h % 100) >= c->density_pct)
+    double x;
+    if ((int)(h % 100) >= c->density_pct || (c->pattern == ONE_RANK && r != 1))
         return 0;
-    v = mix(h);
+    v = mix(c->pattern == SAME_PLACES || c->pattern == RUNS ? h + (uint64_t)r * 77 + i : h);
+    x = float_value(c, r, v);
     switch (c->dtype) {
     case SPCCL_FLOAT32:
         if (v % 97 == 0)
             return 0x80000000u; /* -0.0 */
         if (v % 89 == 0)
             return 0x00000001u; /* denormal */
-        return sp_f32_to_bits((float)((double)(int64_t)v * 0x1p-60));
+        return sp_f32_to_bits((float)x);
     case SPCCL_FLOAT16:
-        return sp_f16_from_f32((float)((double)(int64_t)v * 0x1p-60));
+        return sp_f16_from_f32((float)x);
     case SPCCL_BFLOAT16:
-        return sp_bf16_from_f32((float)((double)(int64_t)v * 0x1p-60));
+        return sp_bf16_from_f32((float)x);
     case SPCCL_FLOAT64:
-        return f64_to_bits((double)(int64_t)v * 0x1p-60);
+        return f64_to_bits(x);
     default:
         return bytes == 8 ? v : v & ((UINT64_C(1) << (8 * bytes)) - 1);
     }
@@ -144,17 +178,24 @@ static inline double f64_of(uint64_t bits)
     return x;
 }
 
-/* One step of a reduction: acc op x. The first step of a sum adds to +0.0. */
+/* One step of a reduction: acc op x. The first step of a sum adds to +0.0. Of two NaNs the result is the left one, and
+ * inf - inf is the NaN of dtype.h, on any CPU and with any compiler. */
 static inline double f64_step(spccl_redop op, bool first, double acc, double x)
 {
     bool sums = op == SPCCL_SUM || op == SPCCL_AVG;
-    return first ? (sums ? 0 + x : x) : double_op(op, acc, x);
+    double y = first ? (sums ? 0 + x : x) : double_op(op, acc, x);
+    if (first || !isnan(y) || op == SPCCL_MIN || op == SPCCL_MAX)
+        return y;
+    return isnan(acc) ? acc : isnan(x) ? x : f64_of(SP_NAN_F64);
 }
 
 static inline float f32_step(spccl_redop op, bool first, float acc, float x)
 {
     bool sums = op == SPCCL_SUM || op == SPCCL_AVG;
-    return first ? (sums ? 0 + x : x) : float_op(op, acc, x);
+    float y = first ? (sums ? 0 + x : x) : float_op(op, acc, x);
+    if (first || !isnan(y) || op == SPCCL_MIN || op == SPCCL_MAX)
+        return y;
+    return isnan(acc) ? acc : isnan(x) ? x : sp_f32_from_bits(SP_NAN_F32);
 }
 
 static inline uint64_t int_step(const struct one_case *c, bool first, uint64_t acc, uint64_t x)

@@ -58,6 +58,74 @@ static void test_disagreement(void)
     }
 }
 
+/* ---- every pair of schedules ---- */
+
+struct schedules {
+    struct scene scene; /* first: note() takes it */
+    sp_schedule most, odd;
+    int odd_rank, call;
+    size_t n;
+};
+
+static void other_schedule(struct rank_ctx *c)
+{
+    const struct schedules *s = c->arg;
+    size_t n = s->n, all = n * (size_t)c->n_ranks;
+    float *in = calloc(all, sizeof *in), *out = calloc(all, sizeof *out);
+    int64_t start = now_ms();
+    spccl_status st;
+    for (size_t i = 0; i < all; i += 3)
+        in[i] = 1.0f;
+    c->comm->schedule_forced = true; /* as SPCCL_SCHEDULE does */
+    c->comm->schedule = c->rank == s->odd_rank ? s->odd : s->most;
+    if (s->call == 0)
+        st = spccl_all_reduce(c->comm, in, out, n, SPCCL_FLOAT32, SPCCL_SUM, NULL);
+    else if (s->call == 1)
+        st = spccl_reduce_scatter(c->comm, in, out, n, SPCCL_FLOAT32, SPCCL_SUM, NULL);
+    else
+        st = spccl_all_gather(c->comm, in, out, n, SPCCL_FLOAT32, NULL);
+    if (st == SPCCL_OK) /* a rank that needs nothing more of the others learns it in its next call */
+        st = spccl_all_reduce(c->comm, in, out, n, SPCCL_FLOAT32, SPCCL_SUM, NULL);
+    note(c, st, start);
+    free(in);
+    free(out);
+}
+
+static void check_schedules(struct schedules *s)
+{
+    run_scene(3, 20000, "inproc", other_schedule, &s->scene);
+    for (int r = 0; r < 3; r++) {
+        const struct outcome *o = &s->scene.out[r];
+        CHECK(o->st == SPCCL_ERR_MISMATCH || o->st == SPCCL_ERR_ABORTED,
+              "%s, %s on rank %d, call %d of %zu: rank %d got %d \"%s\"", sp_schedule_name(s->most),
+              sp_schedule_name(s->odd), s->odd_rank, s->call, s->n, r, (int)o->st, o->text);
+        CHECK(has(o->text, "disagree on the schedule") && has(o->text, sp_schedule_name(s->most)) &&
+                  has(o->text, sp_schedule_name(s->odd)),
+              "%s, %s on rank %d, call %d of %zu: rank %d: \"%s\"", sp_schedule_name(s->most),
+              sp_schedule_name(s->odd), s->odd_rank, s->call, s->n, r, o->text);
+        CHECK(o->took_ms < SOON_MS, "rank %d took %lld ms", r, (long long)o->took_ms);
+    }
+}
+
+/* All ranks get an error that names both schedules: MISMATCH where it is seen, ABORTED on the others. */
+static void test_schedules(void)
+{
+    static const size_t sizes[] = {1, 1000, 100000};
+    for (int most = 0; most < SP_N_SCHEDULES; most++)
+        for (int odd = 0; odd < SP_N_SCHEDULES; odd++)
+            for (int i = 0; i < 9 && most != odd; i++) {
+                struct schedules s = {.most = (sp_schedule)most,
+                                      .odd = (sp_schedule)odd,
+                                      .odd_rank = i % 3,
+                                      .call = i / 3,
+                                      .n = sizes[(i + most) % 3]};
+                if (s.call != 0 && (!sp_schedule_has(s.most, SP_REDUCE_SCATTER) ||
+                                    !sp_schedule_has(s.odd, SP_REDUCE_SCATTER)))
+                    continue; /* without the collective the setting does not count */
+                check_schedules(&s);
+            }
+}
+
 /* ---- a rank finds the mismatch only after its own call has returned ---- */
 
 /* Rank 0 calls a broadcast with another root than rank 1. On a busy machine, rank 0 may send after rank 1's
@@ -128,6 +196,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"disagreement", test_disagreement},
+        {"schedules", test_schedules},
         {"late_message", test_late_message},
         {NULL, NULL},
     };

@@ -5,7 +5,7 @@
 #include "test.h"
 
 #define RANKS_MAX 17
-#define RELAY_RANKS_MAX 64 /* of the relayed schedule */
+#define RELAY_RANKS_MAX 64 /* on hosts */
 
 static void free_plans(sp_plan **plans, int n)
 {
@@ -41,7 +41,10 @@ static void test_all_plans(void)
                     if (!make_plans(plans, (sp_schedule)schedule, (sp_coll)coll, n, sizes[i], root))
                         continue;
                     for (int cap = 1; cap <= 3; cap++) {
-                        spccl_status st = sp_plan_check(plans, n, (sp_coll)coll, sizes[i], root, 3, cap);
+                        /* 9 slices are several blocks of those that a ring keeps. */
+                        int n_slices = cap == 1 && schedule >= SP_SCHED_RING ? 9 : 3;
+                        spccl_status st =
+                            sp_plan_check(plans, n, (sp_coll)coll, sizes[i], root, n_slices, cap);
                         CHECK(st == SPCCL_OK, "%s %s, %d ranks, %zu elements, cap %d: %s",
                               sp_schedule_name((sp_schedule)schedule), sp_coll_name((sp_coll)coll), n,
                               sizes[i], cap, spccl_last_error());
@@ -57,9 +60,10 @@ static void test_check_sees_faults(void)
 {
     sp_plan *plans[4];
     sp_plan *p;
-    for (int fault = 0; fault < 5; fault++) {
+    for (int fault = 0; fault < 9; fault++) {
         const char *name = "";
-        CHECK(make_plans(plans, SP_SCHED_DIRECT, SP_ALL_REDUCE, 4, 4096, 0), "no plan");
+        sp_schedule schedule = fault < 5 ? SP_SCHED_DIRECT : SP_SCHED_RING;
+        CHECK(make_plans(plans, schedule, SP_ALL_REDUCE, 4, 4096, 0), "no plan");
         p = plans[1];
         for (int i = 0; i < p->n_steps; i++) {
             sp_step *s = &p->steps[i];
@@ -84,6 +88,24 @@ static void test_check_sees_faults(void)
                 name = "a wrong part is sent";
                 s->part = 7;
                 break;
+            }
+            if (fault == 5 && s->keeps) {
+                name = "a sum is not kept";
+                s->keeps = false;
+                break;
+            }
+            if (fault == 6 && s->source == SP_SOURCE_KEPT_SUM) {
+                name = "a kept sum is not sent";
+                s->n_to = 0;
+                break;
+            }
+            if (fault == 7 && s->source == SP_SOURCE_OUT) {
+                name = "a result is sent before it is there";
+                s->after = -1;
+            }
+            if (fault == 8 && s->kind == SP_STEP_REDUCE && s->gives_sum) {
+                name = "a sum that is not finished is written";
+                s->gives_sum = false;
             }
         }
         CHECK(sp_plan_check(plans, 4, SP_ALL_REDUCE, 4096, 0, 3, 1) == SPCCL_ERR_BUG, "not seen: %s", name);
@@ -144,13 +166,15 @@ static void check_crossings(sp_plan **plans, const sp_hosts *h, sp_coll coll)
         }
 }
 
-static void test_relayed(void)
+static void check_on_hosts(sp_schedule schedule)
 {
     sp_plan *plans[RELAY_RANKS_MAX];
     int host_of[RELAY_RANKS_MAX];
     for (int round = 0; round < 240; round++) {
         int n = round < 160 ? 1 + round % 20 : 21 + (int)(test_rand() % (RELAY_RANKS_MAX - 20));
         sp_coll coll = (sp_coll)(round / 4 % SP_N_COLLS);
+        if (!sp_schedule_has(schedule, coll))
+            continue;
         sp_plan_args a = {.coll = coll,
                           .world_size = n,
                           .root = (int)(test_rand() % (uint64_t)n),
@@ -160,15 +184,27 @@ static void test_relayed(void)
         CHECK_OK(sp_hosts_create(host_of, n, &h));
         a.hosts = h;
         for (a.rank = 0; a.rank < n; a.rank++)
-            CHECK_OK(sp_plan_create(SP_SCHED_RELAYED, &a, &plans[a.rank]));
+            CHECK_OK(sp_plan_create(schedule, &a, &plans[a.rank]));
         for (int cap = 1; cap <= 3; cap++)
-            CHECK(sp_plan_check(plans, n, coll, a.n_elems, a.root, 3, cap) == SPCCL_OK,
-                  "%s, %d ranks on %d hosts, root %d, cap %d: %s", sp_coll_name(coll), n, h->n_hosts, a.root,
-                  cap, spccl_last_error());
-        check_crossings(plans, h, coll);
+            CHECK(sp_plan_check(plans, n, coll, a.n_elems, a.root, cap == 1 && n < 20 ? 9 : 3, cap) ==
+                      SPCCL_OK,
+                  "%s %s, %d ranks on %d hosts, root %d, cap %d: %s", sp_schedule_name(schedule),
+                  sp_coll_name(coll), n, h->n_hosts, a.root, cap, spccl_last_error());
+        if (schedule == SP_SCHED_RELAYED)
+            check_crossings(plans, h, coll);
         free_plans(plans, n);
         sp_free(h);
     }
+}
+
+static void test_relayed(void)
+{
+    check_on_hosts(SP_SCHED_RELAYED);
+}
+
+static void test_ring(void)
+{
+    check_on_hosts(SP_SCHED_RING);
 }
 
 static void test_part_range(void)
@@ -190,9 +226,13 @@ static void test_part_range(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"all_plans", test_all_plans},   {"check_sees_faults", test_check_sees_faults},
-        {"hosts", test_hosts},           {"relayed", test_relayed},
-        {"part_range", test_part_range}, {NULL, NULL},
+        {"all_plans", test_all_plans},
+        {"check_sees_faults", test_check_sees_faults},
+        {"hosts", test_hosts},
+        {"relayed", test_relayed},
+        {"ring", test_ring},
+        {"part_range", test_part_range},
+        {NULL, NULL},
     };
     return test_main(cases, argc, argv);
 }

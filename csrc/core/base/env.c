@@ -14,8 +14,8 @@ static const sp_env_var vars[SP_N_ENV] = {
                        "auto, tile, pici, coo, dense"},
     [SP_ENV_SCHEDULE] =
         {"SPCCL_SCHEDULE", "auto",
-         "schedule of collectives: auto, direct, oneshot (all-reduce, broadcast), relayed (CPUs)", 0, 0, 0,
-         "auto, direct, oneshot, relayed"},
+         "schedule of collectives: auto, direct, oneshot (all-reduce, broadcast); CPUs: relayed, ring", 0, 0,
+         0, "auto, direct, oneshot, relayed, ring"},
     [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = spccl chooses", 1, 0,
                             1 << 24, NULL},
     [SP_ENV_QUEUE_BYTES] =

@@ -15,14 +15,30 @@ const char *sp_coll_name(sp_coll coll)
 
 typedef bool (*schedule_fn)(sp_plan_builder *b, const sp_plan_args *args);
 
+#define BIT(coll) (1u << (coll))
+#define ALL_COLLS (BIT(SP_N_COLLS) - 1)
+
 static const struct {
     const char *name;
     schedule_fn build;
+    unsigned colls; /* BIT of each collective that the schedule has */
+    bool rank_order;
 } schedules[SP_N_SCHEDULES] = {
-    [SP_SCHED_DIRECT] = {"direct", sp_sched_direct},
-    [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot},
-    [SP_SCHED_RELAYED] = {"relayed", sp_sched_relayed},
+    [SP_SCHED_DIRECT] = {"direct", sp_sched_direct, ALL_COLLS, true},
+    [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot, BIT(SP_ALL_REDUCE) | BIT(SP_BROADCAST), true},
+    [SP_SCHED_RELAYED] = {"relayed", sp_sched_relayed, ALL_COLLS, true},
+    [SP_SCHED_RING] = {"ring", sp_sched_ring, ALL_COLLS & ~BIT(SP_BROADCAST), false},
 };
+
+bool sp_schedule_has(sp_schedule schedule, sp_coll coll)
+{
+    return (schedules[schedule].colls & BIT(coll)) != 0;
+}
+
+bool sp_schedule_adds_in_rank_order(sp_schedule schedule)
+{
+    return schedules[schedule].rank_order;
+}
 
 const char *sp_schedule_name(sp_schedule schedule)
 {
@@ -49,6 +65,8 @@ sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src
                    .queue_in = SP_QUEUE_INPUT,
                    .queue_out = SP_QUEUE_INPUT,
                    .after = -1,
+                   .turn = SP_NO_TURN,
+                   .own_at = b->plan->rank,
                    .src_off = src_off,
                    .dst_off = dst_off,
                    .n_elems = n_elems};
@@ -117,7 +135,7 @@ static int ranks_of_host(const sp_plan_args *args)
 
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out)
 {
-    int steps_cap = 2 * args->world_size + 2; /* the largest plan is that of all-reduce: 2 * world_size - 1 */
+    int steps_cap = 4 * args->world_size + 2; /* the largest plan is that of the ring: 4 * world_size - 3 */
     int ranks_cap = 5 * args->world_size + 4 + args->world_size * (ranks_of_host(args) - 1);
     sp_plan *plan =
         sp_calloc(1, sizeof *plan + (size_t)steps_cap * sizeof(sp_step) + (size_t)ranks_cap * sizeof(int));
@@ -128,9 +146,10 @@ spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_p
     plan->name = schedules[schedule].name;
     plan->rank = args->rank;
     plan->world_size = args->world_size;
+    plan->block_slices = 1;
     plan->steps = (sp_step *)(plan + 1);
     plan->ranks = (int *)(plan->steps + steps_cap);
-    if (!schedules[schedule].build(&b, args)) {
+    if (!sp_schedule_has(schedule, args->coll) || !schedules[schedule].build(&b, args)) {
         sp_plan_destroy(plan);
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "schedule %s has no %s", schedules[schedule].name,
                        sp_coll_name(args->coll));

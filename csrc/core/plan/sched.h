@@ -6,7 +6,13 @@
  * ready when
  *   - a message from every rank in `from` is there
  *   - every queue to a rank in `to` has space
- *   - the step `after`, if there is one, has done slice k */
+ *   - the step `after`, if there is one, has done slice k
+ *   - it is the step's turn, if it takes turns with other steps
+ *   - a step that keeps its slice has a free slot
+ *
+ * Steps with the same number `turn` take turns: block_slices slices of the first such step, then of the next one,
+ * and after the last one the next block_slices of the first. A rank keeps at most block_slices slices; slice k
+ * lies in slot k % block_slices from the step that keeps it until the step that sends it. */
 #ifndef SP_SCHED_H
 #define SP_SCHED_H
 
@@ -18,12 +24,29 @@
 #include <stdint.h>
 
 typedef enum sp_step_kind {
-    SP_STEP_SEND,   /* in[src_off ..] -> every rank in `to` */
+    SP_STEP_SEND,   /* `source` -> every rank in `to` */
     SP_STEP_RECV,   /* one rank in `from` -> out[dst_off ..]; relayed unchanged to every rank in `to` */
-    SP_STEP_REDUCE, /* all of `from` and in[src_off ..], in rank order -> out[dst_off ..] and every rank in
-                       `to` */
+    SP_STEP_REDUCE, /* all of `from` and in[src_off ..], in order -> out[dst_off ..] and every rank in `to` */
     SP_STEP_COPY    /* in[src_off ..] -> out[dst_off ..] on this rank */
 } sp_step_kind;
+
+/* What a SEND sends. */
+typedef enum sp_source {
+    SP_SOURCE_IN,          /* in[src_off ..] */
+    SP_SOURCE_OUT,         /* out[dst_off ..] */
+    SP_SOURCE_KEPT_SUM,    /* the sum that an earlier step keeps */
+    SP_SOURCE_KEPT_MESSAGE /* the message that an earlier step keeps, unchanged */
+} sp_source;
+
+/* How a step decides between dense and sparse before it looks at the data (density_rule.h). */
+typedef enum sp_density_rule {
+    SP_RULE_NONE,  /* it does not: the format is chosen from the data alone */
+    SP_RULE_INTRA, /* by intra_thresh: to a rank of the same host */
+    SP_RULE_INTER, /* by inter_thresh: to a rank of another host */
+    SP_RULE_GATHER /* by ag_thresh: from the reduce-scatter to the all-gather of an all-reduce */
+} sp_density_rule;
+
+#define SP_NO_TURN (-1)
 
 typedef struct sp_step {
     sp_step_kind kind;
@@ -32,14 +55,23 @@ typedef struct sp_step {
     int queue_out; /* queue of the messages to `to` */
     int after;     /* index of the step that must do slice k first; -1 = none */
     size_t src_off, dst_off, n_elems; /* in elements */
-    int from, n_from;                 /* senders: plan->ranks[from .. from+n_from), rising */
+    int from, n_from;                 /* senders: plan->ranks[from .. from+n_from) */
     int to, n_to;                     /* receivers: plan->ranks[to .. to+n_to) */
+    int turn;                         /* SP_NO_TURN, or the number that the steps which take turns share */
+    int own_at;       /* REDUCE: this rank's values come before those of sender number own_at in `from` */
+    bool adds_sums;   /* REDUCE: messages may hold sums of several ranks, in the dtype of the accumulator */
+    bool gives_sum;   /* REDUCE: the sum is not divided, rounded or written: it goes to `to`, or is kept */
+    bool keeps;       /* REDUCE, RECV: keep the sum, or the message, for a later SEND */
+    sp_source source; /* SEND */
+    sp_density_rule rule;
 } sp_step;
 
 typedef struct sp_plan {
     const char *name; /* "direct" */
     int rank, world_size;
     int n_steps;
+    int n_turns;      /* numbers of turns are 0 .. n_turns - 1 */
+    int block_slices; /* see above */
     sp_step *steps;
     int *ranks; /* the ranks of all steps */
 } sp_plan;
@@ -68,8 +100,18 @@ typedef struct sp_plan {
 typedef enum sp_coll { SP_ALL_GATHER, SP_REDUCE_SCATTER, SP_ALL_REDUCE, SP_BROADCAST, SP_N_COLLS } sp_coll;
 const char *sp_coll_name(sp_coll coll);
 
-typedef enum sp_schedule { SP_SCHED_DIRECT, SP_SCHED_ONESHOT, SP_SCHED_RELAYED, SP_N_SCHEDULES } sp_schedule;
+typedef enum sp_schedule {
+    SP_SCHED_DIRECT,
+    SP_SCHED_ONESHOT,
+    SP_SCHED_RELAYED,
+    SP_SCHED_RING,
+    SP_N_SCHEDULES
+} sp_schedule;
 const char *sp_schedule_name(sp_schedule schedule);
+/* True if the schedule has this collective. */
+bool sp_schedule_has(sp_schedule schedule, sp_coll coll);
+/* True if the schedule adds in rank order. Only such schedules are chosen unless another one is asked for. */
+bool sp_schedule_adds_in_rank_order(sp_schedule schedule);
 
 typedef struct sp_plan_args {
     sp_coll coll;
@@ -94,8 +136,10 @@ void sp_part_range(size_t n_elems, int n_parts, int part, size_t *off, size_t *l
 /* Simulate the plans of all ranks, with n_slices per step and queues of queue_cap messages. Checks that
  *   - each message arrives at the step that expects it, in order
  *   - no step waits for ever
+ *   - no kept slice is overwritten before it is sent, and each is sent by the step for its part
  *   - each output element is written once, from the data of every rank that it needs
- * All plans [world_size] are made for n_elems and root. For tests and for new schedules.
+ * Steps with fewer elements than the longest one have fewer slices. All plans [world_size] are made for n_elems
+ * and root. For tests and for new schedules.
  * Errors: BUG (the text names plan and rank), NOMEM, ARG. */
 spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, size_t n_elems, int root,
                            int n_slices, int queue_cap);

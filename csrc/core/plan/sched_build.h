@@ -10,7 +10,8 @@ typedef struct sp_plan_builder {
     int steps_cap, ranks_cap, n_ranks;
 } sp_plan_builder;
 
-/* Append a step without ranks and without `after`; both queues are SP_QUEUE_INPUT. NULL if n_elems is 0. */
+/* Append a step without ranks, `after` and turn; both queues are SP_QUEUE_INPUT. A REDUCE then adds in rank
+ * order, if its senders are all peers. NULL if n_elems is 0. */
 sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src_off, size_t dst_off,
                      size_t n_elems);
 /* Set the senders (from) or receivers (to) of a step: one rank, or all peers. `except` is a peer to leave
@@ -31,5 +32,6 @@ sp_step *sp_direct_contributions(sp_plan_builder *b, const sp_plan_args *a, bool
 bool sp_sched_direct(sp_plan_builder *b, const sp_plan_args *args);
 bool sp_sched_oneshot(sp_plan_builder *b, const sp_plan_args *args);
 bool sp_sched_relayed(sp_plan_builder *b, const sp_plan_args *args);
+bool sp_sched_ring(sp_plan_builder *b, const sp_plan_args *args);
 
 #endif

@@ -28,7 +28,8 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
             *out = (sp_schedule)i;
             return SPCCL_OK;
         }
-    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct, oneshot or relayed", text);
+    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct, oneshot, relayed or ring",
+                   text);
 }
 
 /* True if results that cross to another host once have ranks there to be relayed to. */

@@ -69,6 +69,7 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
                        .n_elems = args->n_elems,
                        .hosts = args->hosts};
     sp_plan *plan = NULL;
+    spccl_status st;
     sp_op *op;
     SP_TRY(sp_plan_create(args->schedule, &pa, &plan));
     steps = (size_t)plan->n_steps;
@@ -87,12 +88,16 @@ spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp
     op->left[0] = op->dense_run + steps;
     op->left[1] = op->left[0] + n_queues;
     op->n_steps_left = plan->n_steps;
+    SP_TRY_TO(fail, st, sp_op_order_init(op));
     op->non_temporal =
         args->n_elems * op->elem_bytes * (args->coll == SP_ALL_GATHER ? (size_t)world_size : 1) >=
         NT_OUTPUT_BYTES_MIN;
     count_messages(op);
     *out = op;
     return SPCCL_OK;
+fail:
+    sp_op_destroy(op);
+    return st;
 }
 
 void sp_op_destroy(sp_op *op)
@@ -100,6 +105,7 @@ void sp_op_destroy(sp_op *op)
     if (op == NULL)
         return;
     sp_plan_destroy(op->plan);
+    sp_free(op->order_memory);
     sp_free(op);
 }
 
@@ -158,7 +164,8 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
         sp_op *op = x->window[i];
         for (int s = 0; s < op->plan->n_steps; s++) {
             spccl_status st;
-            if ((size_t)op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems)
+            if ((size_t)op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems ||
+                !sp_step_is_due(op, s))
                 continue;
             st = sp_step_run(x, i, s);
             if (st == SPCCL_AGAIN)
@@ -172,6 +179,7 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
             }
             if ((size_t)++op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems)
                 op->n_steps_left--;
+            sp_op_slice_done(op, s);
         }
     }
     return SPCCL_OK;
@@ -215,14 +223,14 @@ int64_t sp_exec_deadline(const sp_exec *x)
     return nearest;
 }
 
-/* The unfinished step that a time-out names. A step that waits for contributions comes first: only their
+/* The unfinished step that a time-out names, of those that wait for a peer. A step that waits for contributions comes first: only their
  * sender can be late. Results and space may be late because of a third rank. -1: all steps are done. */
 static int step_to_blame(const sp_op *op)
 {
     int found = -1;
     for (int s = 0; s < op->plan->n_steps; s++) {
         const sp_step *step = &op->plan->steps[s];
-        if ((size_t)op->next_slice[s] * op->a.slice_elems >= step->n_elems)
+        if ((size_t)op->next_slice[s] * op->a.slice_elems >= step->n_elems || !sp_step_is_due(op, s))
             continue;
         if (step->n_from != 0 && step->queue_in == SP_QUEUE_INPUT)
             return s;

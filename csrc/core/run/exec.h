@@ -6,7 +6,7 @@
 
 #include "core/base/trace.h"
 #include "core/format/codec.h"
-#include "core/plan/sched.h"
+#include "core/plan/density_rule.h"
 #include "core/run/boot.h"
 
 #include <stdatomic.h>
@@ -46,6 +46,20 @@ typedef struct sp_call {
     uint64_t n_elems;
 } sp_call;
 
+/* Whose turn it is among the steps that share a number (sched.h). */
+typedef struct sp_turn {
+    int step; /* index in the plan; n_steps: all are done */
+    uint32_t block;
+} sp_turn;
+
+/* A slice that one step keeps and a later one sends. */
+typedef struct sp_kept {
+    uint8_t *data; /* a sum in the accumulator's dtype, or a message */
+    int step;      /* the step that keeps it; -1: the slot is free */
+    size_t bytes;  /* of the message */
+    spccl_format format;
+} sp_kept;
+
 typedef struct sp_op sp_op;
 struct sp_op {
     sp_op *next; /* in the communicator's queue */
@@ -63,6 +77,11 @@ struct sp_op {
     /* [SP_N_QUEUES * world_size] sp_exec.n_sent after this op's last message; 0: this op sent none */
     uint64_t *sent_end;
     int n_steps_left;
+    sp_turn *turns;          /* [n_turns] */
+    sp_densities *densities; /* [slices of the longest step]; NULL: no step has a rule */
+    sp_kept *kept;           /* [block_slices]; NULL: no step keeps a slice */
+    size_t kept_bytes;       /* room of each slot */
+    void *order_memory;      /* the three above */
 };
 
 typedef struct sp_exec_stats {

@@ -1,5 +1,5 @@
-/* exec_reduce.c - one slice of a REDUCE step: combines the contributions in rank order, and writes the result
- * to the output. In an all-reduce it also sends the result to all ranks. There are two ways, which give the
+/* exec_reduce.c - one slice of a REDUCE step: combines the contributions in the order of the step, and writes the
+ * result to the output. In an all-reduce it also sends the result to all ranks. There are two ways, which give the
  * same bits: through an accumulator, or in the output itself (sparse sums in place). */
 #include "core/run/exec_steps.h"
 
@@ -13,28 +13,41 @@
  * listed. Otherwise it divides the whole slice in the output. */
 #define WRITE_BACK_SPARSITY 4
 
-/* Combine one rank's contribution with the accumulator. frame NULL: this rank's own values. */
-static spccl_status accumulate(sp_exec *x, const sp_slice *s, const sp_frame *frame, bool *first)
+/* Combine one contribution, or the sum of several, with the accumulator. frame NULL: this rank's own values. */
+static spccl_status accumulate(sp_exec *x, const sp_slice *s, void *acc, const sp_frame *frame, bool *first)
 {
     const sp_coll_args *a = &s->op->a;
-    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype);
+    spccl_dtype acc_dtype = sp_acc_dtype(a->dtype), dtype = frame != NULL ? frame->dtype : a->dtype;
     bool adds = a->redop == SPCCL_SUM || a->redop == SPCCL_AVG;
     const void *values = s->src;
     if (frame != NULL && adds && frame->format != SPCCL_FORMAT_DENSE) {
         if (*first) /* the sum starts at +0.0: adding an absent zero would not change a bit */
-            x->kernels->zero(x->acc, s->n * sp_dtype_bytes(acc_dtype), false);
+            x->kernels->zero(acc, s->n * sp_dtype_bytes(acc_dtype), false);
         *first = false;
-        return sp_codec_apply(x->kernels, frame, SPCCL_ADD, x->acc, acc_dtype, false);
+        return sp_codec_apply(x->kernels, frame, SPCCL_ADD, acc, acc_dtype, false);
     }
     if (frame != NULL && frame->format == SPCCL_FORMAT_DENSE) {
         values = frame->values;
     } else if (frame != NULL) {
-        SP_TRY(sp_codec_apply(x->kernels, frame, SPCCL_SET, x->result, a->dtype, false));
+        SP_TRY(sp_codec_apply(x->kernels, frame, SPCCL_SET, x->result, dtype, false));
         values = x->result;
     }
     x->kernels->combine(&(sp_combine_args){
-        .acc = x->acc, .x = values, .n_elems = s->n, .dtype = a->dtype, .op = a->redop, .first = *first});
+        .acc = acc, .x = values, .n_elems = s->n, .dtype = dtype, .op = a->redop, .first = *first});
     *first = false;
+    return SPCCL_OK;
+}
+
+/* Combine all contributions, in the order of the step. */
+static spccl_status accumulate_all(sp_exec *x, const sp_slice *s, void *acc)
+{
+    bool first = true;
+    for (int i = 0; i <= s->step->n_from; i++) {
+        if (i == s->step->own_at)
+            SP_TRY(accumulate(x, s, acc, NULL, &first));
+        if (i < s->step->n_from)
+            SP_TRY(accumulate(x, s, acc, &x->frames[sp_slice_rank(s, s->step->from + i)], &first));
+    }
     return SPCCL_OK;
 }
 
@@ -69,12 +82,11 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     /* In place, the lines of the output are in the cache as this rank's input: ordinary stores are faster. */
-    bool first = true, non_temporal = s->op->non_temporal && s->dst != s->src;
+    bool non_temporal = s->op->non_temporal && s->dst != s->src;
     bool same_dtype = sp_acc_dtype(a->dtype) == a->dtype;
     sp_encoded e = {0};
     void *result = same_dtype ? x->acc : x->result;
-    for (int r = 0; r < x->links->world_size; r++)
-        SP_TRY(accumulate(x, s, r == x->links->rank ? NULL : &x->frames[r], &first));
+    SP_TRY(accumulate_all(x, s, x->acc));
     if (s->step->n_to == 0 || divides_frame(a)) {
         finish(x, s, x->acc, s->dst, s->n, non_temporal);
     } else {
@@ -99,8 +111,8 @@ static bool can_reduce_in_place(const sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     size_t nnz = 0;
-    if (s->dst != s->src || s->step->n_to == 0 || x->links->rank > 1 ||
-        (a->redop != SPCCL_SUM && a->redop != SPCCL_AVG) ||
+    if (s->step->gives_sum || s->step->adds_sums || s->dst != s->src || s->step->n_to == 0 ||
+        x->links->rank > 1 || (a->redop != SPCCL_SUM && a->redop != SPCCL_AVG) ||
         (a->dtype != SPCCL_FLOAT32 && a->dtype != SPCCL_FLOAT64))
         return false;
     for (int r = 0; r < x->links->world_size; r++) {
@@ -154,6 +166,19 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
     return sp_slice_commit(x, s, &e);
 }
 
+/* Make a sum that this rank keeps or sends on. */
+static spccl_status reduce_to_sum(sp_exec *x, const sp_slice *s)
+{
+    sp_encoded e = {0};
+    if (s->step->keeps) {
+        s->kept->step = s->step_idx;
+        return accumulate_all(x, s, s->kept->data);
+    }
+    SP_TRY(accumulate_all(x, s, x->acc));
+    SP_TRY(sp_slice_encode(x, s, x->acc, &e));
+    return sp_slice_commit(x, s, &e);
+}
+
 spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
 {
     const uint8_t *msg = NULL;
@@ -166,7 +191,9 @@ spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
         SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &x->frames[peer]));
     }
-    SP_TRY(can_reduce_in_place(x, s) ? reduce_in_place(x, s) : reduce_dense(x, s));
+    SP_TRY(s->step->gives_sum          ? reduce_to_sum(x, s)
+           : can_reduce_in_place(x, s) ? reduce_in_place(x, s)
+                                       : reduce_dense(x, s));
     for (int i = 0; i < s->step->n_from; i++) {
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
         SP_TRY(sp_slice_release(x, s, i, bytes));

@@ -3,8 +3,6 @@
 #include "core/run/exec_steps.h"
 
 #include "core/base/dtype.h"
-#include "core/format/tune_format.h"
-#include "core/plan/tune_coll.h"
 
 #include <stdio.h>
 
@@ -205,10 +203,17 @@ static sp_slice slice_of(const sp_exec *x, int op_idx, int step_idx)
                   .k = op->next_slice[step_idx]};
     s.off = (size_t)s.k * op->a.slice_elems;
     s.n = sp_min_size(op->a.slice_elems, s.step->n_elems - s.off);
+    s.kept = sp_op_kept(op, step_idx, s.k);
+    s.out_dtype =
+        s.step->gives_sum || s.step->source == SP_SOURCE_KEPT_SUM ? sp_acc_dtype(op->a.dtype) : op->a.dtype;
     if (op->a.in != NULL)
         s.src = (const uint8_t *)op->a.in + (s.step->src_off + s.off) * op->elem_bytes;
     if (op->a.out != NULL)
         s.dst = (uint8_t *)op->a.out + (s.step->dst_off + s.off) * op->elem_bytes;
+    if (s.step->source == SP_SOURCE_OUT)
+        s.src = s.dst;
+    else if (s.step->source != SP_SOURCE_IN)
+        s.src = s.kept->data;
     return s;
 }
 
@@ -219,10 +224,11 @@ int sp_slice_rank(const sp_slice *s, int i)
 
 size_t sp_slice_bound(const sp_slice *s)
 {
-    const sp_coll_args *a = &s->op->a;
-    return SP_ENVELOPE_BYTES + (a->format == SPCCL_FORMAT_AUTO
-                                    ? sp_frame_bound(s->n, s->op->elem_bytes)
-                                    : sp_frame_bound_forced(a->format, s->n, s->op->elem_bytes));
+    spccl_format format = s->op->a.format;
+    size_t elem_bytes = sp_dtype_bytes(s->out_dtype);
+    return SP_ENVELOPE_BYTES + (format == SPCCL_FORMAT_AUTO
+                                    ? sp_frame_bound(s->n, elem_bytes)
+                                    : sp_frame_bound_forced(format, s->n, elem_bytes));
 }
 
 spccl_status sp_slice_space(sp_exec *x, const sp_slice *s, size_t bytes)
@@ -265,13 +271,20 @@ spccl_status sp_slice_message(sp_exec *x, const sp_slice *s, int i, const uint8_
     return is_for_other_step(s, peer, p, *bytes) ? SPCCL_AGAIN : SPCCL_OK;
 }
 
+/* Sums have the accumulator's dtype. The first message of a ring, and of a host with one rank, is a contribution. */
+static bool is_wanted_dtype(const sp_slice *s, spccl_dtype dtype)
+{
+    spccl_dtype own = s->op->a.dtype;
+    return dtype == own || (s->step->adds_sums && dtype == sp_acc_dtype(own));
+}
+
 spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const uint8_t *msg, size_t bytes,
                            sp_frame *frame)
 {
     SP_TRY(envelope_check(x, s, peer, msg, bytes));
     SP_TRY(
         in_context(x, s, peer, sp_frame_validate(msg + SP_ENVELOPE_BYTES, bytes - SP_ENVELOPE_BYTES, frame)));
-    if (frame->dtype != s->op->a.dtype || frame->n_elems != s->n || frame->is_delta)
+    if (!is_wanted_dtype(s, frame->dtype) || frame->n_elems != s->n || frame->is_delta)
         return in_context(x, s, peer,
                           SP_FAIL(SPCCL_ERR_FRAME, "its frame holds %zu %s%s, wanted %zu %s", frame->n_elems,
                                   sp_dtype_name(frame->dtype), frame->is_delta ? " as a delta" : "", s->n,
@@ -294,47 +307,10 @@ static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t by
     x->window[s->op_idx]->left[0][slot]--;
     x->window[s->op_idx]->sent_end[slot] = ++x->n_sent[slot];
     atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * s->op->elem_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * sp_dtype_bytes(s->out_dtype),
+                              memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.n_frames_sent[format], 1, memory_order_relaxed);
     return in_context(x, s, peer, sp_link_commit(x->links, peer, s->step->queue_out, s->op->seq));
-}
-
-/* Time per byte on the slowest of the links to the receivers. */
-static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
-{
-    double most = 0;
-    for (int i = 0; i < s->step->n_to; i++) {
-        double cost = sp_link_ns_per_byte(x->links, sp_slice_rank(s, s->step->to + i));
-        most = cost > most ? cost : most;
-    }
-    return most;
-}
-
-/* Choose the format of this slice. Unless it is DENSE, the codec then holds the scan of `data`. */
-static spccl_status choose_format(sp_exec *x, const sp_slice *s, const void *data, spccl_format *format,
-                                  size_t *nnz)
-{
-    const sp_coll_args *a = &s->op->a;
-    uint32_t *dense_run = &x->window[s->op_idx]->dense_run[s->step_idx];
-    sp_slice_stats stats;
-    *nnz = s->n;
-    if (a->format == SPCCL_FORMAT_DENSE ||
-        (a->format == SPCCL_FORMAT_AUTO && sp_tune_skip_scan(data, s->n, s->op->elem_bytes, *dense_run))) {
-        *format = SPCCL_FORMAT_DENSE;
-        ++*dense_run;
-        return SPCCL_OK;
-    }
-    sp_codec_scan(x->codec, data, NULL, s->n, a->dtype, &stats);
-    *nnz = stats.nnz;
-    *format = a->format;
-    if (a->format == SPCCL_FORMAT_AUTO)
-        *format = sp_tune_format(&stats, false, link_ns_per_byte(x, s));
-    else if (stats.nnz == 0)
-        *format = SPCCL_FORMAT_EMPTY;
-    else if (!sp_codec_allows(&stats, a->format, false))
-        *format = SPCCL_FORMAT_DENSE; /* tile cannot hold a full block: FORMAT.md 3.2 */
-    *dense_run = *format == SPCCL_FORMAT_DENSE ? *dense_run + 1 : 0;
-    return SPCCL_OK;
 }
 
 /* Reserve space for a message in the queue to the i-th receiver. */
@@ -350,15 +326,15 @@ static spccl_status reserve_message(sp_exec *x, const sp_slice *s, int i, size_t
 spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp_encoded *out)
 {
     size_t nnz = 0;
-    SP_TRY(choose_format(x, s, data, &out->format, &nnz));
-    sp_frame_layout_of(out->format, s->n, nnz, s->op->elem_bytes, &out->layout);
+    SP_TRY(sp_slice_choose_format(x, s, data, &out->format, &nnz));
+    sp_frame_layout_of(out->format, s->n, nnz, sp_dtype_bytes(s->out_dtype), &out->layout);
     out->nnz = out->format == SPCCL_FORMAT_DENSE ? s->n : nnz; /* values in the frame */
     out->bytes = SP_ENVELOPE_BYTES + out->layout.frame_bytes;
     if (s->step->n_to == 0)
         return SPCCL_OK;
     SP_TRY(reserve_message(x, s, 0, out->bytes, &out->message));
     envelope_write(out->message, s);
-    sp_codec_write(x->codec, data, s->n, s->op->a.dtype, out->format, false, nnz,
+    sp_codec_write(x->codec, data, s->n, s->out_dtype, out->format, false, nnz,
                    out->message + SP_ENVELOPE_BYTES);
     return SPCCL_OK;
 }
@@ -375,12 +351,50 @@ spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e)
     return SPCCL_OK;
 }
 
+/* Send a message to every receiver, unchanged but for the queue, which byte 7 of the envelope has. The caller has
+ * checked for space. */
+static spccl_status pass_on(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_t bytes,
+                            spccl_format format)
+{
+    for (int i = 0; i < s->step->n_to; i++) {
+        uint8_t *space = NULL;
+        SP_TRY(reserve_message(x, s, i, bytes, &space));
+        memcpy(space, msg, bytes);
+        space[7] = (uint8_t)((msg[7] & ~QUEUE_MASK) | (unsigned)s->step->queue_out);
+        SP_TRY(commit_to(x, s, sp_slice_rank(s, s->step->to + i), bytes, format));
+    }
+    return SPCCL_OK;
+}
+
 static spccl_status run_send(sp_exec *x, const sp_slice *s)
 {
     sp_encoded e = {0};
-    SP_TRY(sp_slice_space(x, s, sp_slice_bound(s)));
-    SP_TRY(sp_slice_encode(x, s, s->src, &e));
-    return sp_slice_commit(x, s, &e);
+    bool is_message = s->step->source == SP_SOURCE_KEPT_MESSAGE;
+    SP_TRY(sp_slice_space(x, s, is_message ? s->kept->bytes : sp_slice_bound(s)));
+    if (is_message) {
+        SP_TRY(pass_on(x, s, s->kept->data, s->kept->bytes, s->kept->format));
+    } else {
+        SP_TRY(sp_slice_encode(x, s, s->src, &e));
+        SP_TRY(sp_slice_commit(x, s, &e));
+    }
+    if (s->kept != NULL)
+        s->kept->step = -1;
+    return SPCCL_OK;
+}
+
+static spccl_status keep_message(const sp_exec *x, const sp_slice *s, const uint8_t *msg, size_t bytes,
+                                 spccl_format format)
+{
+    int peer = sp_slice_rank(s, s->step->from);
+    if (bytes > s->op->kept_bytes)
+        return in_context(x, s, peer,
+                          SP_FAIL(SPCCL_ERR_FRAME, "its message has %zu bytes, wanted at most %zu", bytes,
+                                  s->op->kept_bytes));
+    memcpy(s->kept->data, msg, bytes);
+    s->kept->step = s->step_idx;
+    s->kept->bytes = bytes;
+    s->kept->format = format;
+    return SPCCL_OK;
 }
 
 static spccl_status run_recv(sp_exec *x, const sp_slice *s)
@@ -388,18 +402,12 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
     const uint8_t *msg = NULL;
     size_t bytes = 0;
     sp_frame frame;
-    int peer = sp_slice_rank(s, s->step->from);
     SP_TRY(sp_slice_message(x, s, 0, &msg, &bytes));
     SP_TRY(sp_slice_space(x, s, bytes));
-    SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &frame));
-    for (int i = 0; i < s->step->n_to; i++) { /* relay the message; byte 7 of the envelope is the queue */
-        int to = sp_slice_rank(s, s->step->to + i);
-        void *space = NULL;
-        SP_TRY(in_context(x, s, to, sp_link_reserve(x->links, to, s->step->queue_out, bytes, &space)));
-        memcpy(space, msg, bytes);
-        ((uint8_t *)space)[7] = (uint8_t)((msg[7] & ~QUEUE_MASK) | (unsigned)s->step->queue_out);
-        SP_TRY(commit_to(x, s, to, bytes, frame.format));
-    }
+    SP_TRY(sp_slice_open(x, s, sp_slice_rank(s, s->step->from), msg, bytes, &frame));
+    SP_TRY(pass_on(x, s, msg, bytes, frame.format));
+    if (s->step->keeps)
+        SP_TRY(keep_message(x, s, msg, bytes, frame.format));
     SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->non_temporal));
     return sp_slice_release(x, s, 0, bytes);
 }
@@ -407,12 +415,6 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
 spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx)
 {
     sp_slice s = slice_of(x, op_idx, step_idx);
-    if (s.step->after >= 0) {
-        const sp_step *after = &s.op->plan->steps[s.step->after];
-        size_t done = (size_t)s.op->next_slice[s.step->after] * s.op->a.slice_elems;
-        if (done < sp_min_size(s.off + s.n, after->n_elems))
-            return SPCCL_AGAIN;
-    }
     switch (s.step->kind) {
     case SP_STEP_SEND:
         return run_send(x, &s);

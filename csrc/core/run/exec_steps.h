@@ -10,10 +10,12 @@ typedef struct sp_slice {
     const sp_op *op;
     const sp_step *step;
     int op_idx, step_idx;
-    uint32_t k;         /* number of the slice within the part */
-    size_t off, n;      /* elements [off, off + n) of the part */
-    const uint8_t *src; /* this rank's input of the slice */
-    uint8_t *dst;       /* where its output goes */
+    uint32_t k;            /* number of the slice within the part */
+    size_t off, n;         /* elements [off, off + n) of the part */
+    const uint8_t *src;    /* what is sent or added of this rank's */
+    uint8_t *dst;          /* where its output goes */
+    sp_kept *kept;         /* the slot of a step that keeps the slice or sends a kept one */
+    spccl_dtype out_dtype; /* of what is sent: the accumulator's for a sum that is not finished */
 } sp_slice;
 
 /* plan->ranks[i] of the slice's op. */
@@ -43,6 +45,22 @@ typedef struct sp_encoded {
 spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp_encoded *out);
 /* Copy the message to the queues of the other receivers, and send it to all. */
 spccl_status sp_slice_commit(sp_exec *x, const sp_slice *s, const sp_encoded *e);
+
+/* Choose the format of `data` (exec_format.c). Unless it is DENSE, the codec then holds the scan of `data`, and *nnz
+ * its count. */
+spccl_status sp_slice_choose_format(sp_exec *x, const sp_slice *s, const void *data, spccl_format *format,
+                                    size_t *nnz);
+
+/* ---- exec_turns.c: which steps may run, and the slices that a rank keeps ---- */
+
+/* Allocate what an op needs for turns, kept slices and densities. Errors: NOMEM. */
+spccl_status sp_op_order_init(sp_op *op);
+/* True if the step may run its next slice as far as this rank's other steps go. */
+bool sp_step_is_due(const sp_op *op, int step_idx);
+/* The step has done a slice: pass the turn on if its block is done. */
+void sp_op_slice_done(sp_op *op, int step_idx);
+/* The slot that slice k of the step keeps its data in, or sends from. NULL: the step does neither. */
+sp_kept *sp_op_kept(const sp_op *op, int step_idx, uint32_t k);
 
 /* Run one slice of a REDUCE step (exec_reduce.c). */
 spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s);

@@ -1,0 +1,61 @@
+/* exec_format.c - chooses the format of one slice: forced, by the densities of earlier steps, by a sample, or by a scan
+ * and the cost of each format. See exec_steps.h. */
+#include "core/run/exec_steps.h"
+
+#include "core/base/dtype.h"
+#include "core/format/tune_format.h"
+#include "core/plan/tune_coll.h"
+
+/* Time per byte on the slowest of the links to the receivers. */
+static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
+{
+    double most = 0;
+    for (int i = 0; i < s->step->n_to; i++) {
+        double cost = sp_link_ns_per_byte(x->links, sp_slice_rank(s, s->step->to + i));
+        most = cost > most ? cost : most;
+    }
+    return most;
+}
+
+/* True if the slice is sent dense without a scan. */
+static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t dense_run)
+{
+    spccl_format format = s->op->a.format;
+    sp_thresholds t = sp_thresholds_of(format);
+    if (format == SPCCL_FORMAT_DENSE)
+        return true;
+    if (s->step->rule == SP_RULE_NONE)
+        return format == SPCCL_FORMAT_AUTO &&
+               sp_tune_skip_scan(data, s->n, sp_dtype_bytes(s->out_dtype), dense_run);
+    if (!sp_density_says_dense(&s->op->densities[s->k], s->step->rule, &t))
+        return false;
+    sp_density_extrapolate(&s->op->densities[s->k]);
+    return true;
+}
+
+spccl_status sp_slice_choose_format(sp_exec *x, const sp_slice *s, const void *data, spccl_format *format,
+                                    size_t *nnz)
+{
+    const sp_coll_args *a = &s->op->a;
+    uint32_t *dense_run = &x->window[s->op_idx]->dense_run[s->step_idx];
+    sp_slice_stats stats;
+    *nnz = s->n;
+    if (is_dense_unseen(s, data, *dense_run)) {
+        *format = SPCCL_FORMAT_DENSE;
+        ++*dense_run;
+        return SPCCL_OK;
+    }
+    sp_codec_scan(x->codec, data, NULL, s->n, s->out_dtype, &stats);
+    *nnz = stats.nnz;
+    if (s->step->rule != SP_RULE_NONE)
+        sp_density_count(&s->op->densities[s->k], stats.nnz, s->n);
+    *format = a->format;
+    if (a->format == SPCCL_FORMAT_AUTO)
+        *format = sp_tune_format(&stats, false, link_ns_per_byte(x, s));
+    else if (stats.nnz == 0)
+        *format = SPCCL_FORMAT_EMPTY;
+    else if (!sp_codec_allows(&stats, a->format, false))
+        *format = SPCCL_FORMAT_DENSE; /* tile cannot hold a full block: FORMAT.md 3.2 */
+    *dense_run = *format == SPCCL_FORMAT_DENSE ? *dense_run + 1 : 0;
+    return SPCCL_OK;
+}
