@@ -1,10 +1,11 @@
 """Parameter groups of FSDP2 models: which there are, over which ranks, and how their flat gradients are laid out.
 
-For `spccl.fsdp`. The only file that reads what is private to torch's `fully_shard`. The names are those of torch 2.13
-and 2.14; where an older torch has another one, a comment says so.
+For `spccl.fsdp` and `spccl.optim`. The only file that reads what is private to torch's `fully_shard`. The names are
+those of torch 2.13 and 2.14; where an older torch has another one, a comment says so.
 """
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,14 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
     """Free gathered parameters, so that the next forward pass gathers the shards again."""
     for module in modules:
         module.reshard()
+
+
+def modules_with(wanted: Container[int]) -> list[torch.nn.Module]:
+    """The FSDP2 modules that have a sharded parameter whose id is in `wanted`. Searches this process's objects."""
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)]
+    return [m for m in modules if any(id(p.sharded_param) in wanted for g in param_groups(m) for p in g.fsdp_params)]
 
 
 class Part(NamedTuple):

@@ -11,8 +11,10 @@ pytest.importorskip("torch", reason="SparseSync is for torch, and none is instal
 
 from launch import check_case, run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "sparse_sync.py"
-CASES = re.search(r"^CASES = \[(.*?)\]", WORKER.read_text(), re.M | re.S).group(1).replace(",", " ").split()
+
+def cases_of(worker: str) -> list[str]:
+    text = (Path(__file__).parent / "workers" / f"{worker}.py").read_text()
+    return re.search(r"^CASES = \[(.*?)\]", text, re.M | re.S).group(1).replace(",", " ").split()
 
 
 @pytest.fixture(scope="module", params=["spccl-2", "spccl-4", "gloo-2"])
@@ -21,7 +23,7 @@ def ranks(request):
     return run_ranks("sparse_sync", int(n_ranks), env={"SPCCL_TEST_BACKEND": backend})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of("sparse_sync"))
 def test_case(ranks, case):
     check_case(ranks, case)
 
@@ -47,6 +49,12 @@ def test_a_rank_dies_and_comes_back(tmp_path):
     assert [r["weights"] for r in back] == [r["weights"] for r in straight]
 
 
-def test_fsdp2_shards():
+@pytest.fixture(scope="module")
+def shards():
+    return run_ranks("sparse_fsdp", 4)
+
+
+@pytest.mark.parametrize("case", cases_of("sparse_fsdp"))
+def test_fsdp2_shards(shards, case):
     """2 replicas of 2 FSDP2 shards: the local parts of DTensors are exchanged between the replicas."""
-    check_case(run_ranks("sparse_fsdp", 4), "sharded_replicas")
+    check_case(shards, case)

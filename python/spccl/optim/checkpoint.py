@@ -5,7 +5,8 @@ bit. After `consolidate()` local and global weights are the same, and the state 
 world size; only the moments of the inner optimizer then come from that rank.
 
 {"state", "param_groups": those of the inner optimizer, "sparse_sync": {
-    "version", "world_size", "rank", "steps", "exchanges", "seed", "consolidated",
+    "version", "world_size", "rank", "steps", "exchanges", "seed", "consolidated", "shard": (number, how many) in each
+        process group over which DTensor parameters are sharded,
     "parameters": one for each trained parameter, in order: {"index", "shape", "global": z [numel], "local": w [numel]
         or None where the state is consolidated, "velocity": u [numel] or None, "prune": [6] int64}}}
 """
@@ -60,6 +61,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
         "exchanges": sync.exchanges,
         "seed": sync.settings.seed,
         "consolidated": consolidated,
+        "shard": sync._shards.place,
         "parameters": parameters,
     }
     return {**sync.inner.state_dict(), KEY: mine}
@@ -74,6 +76,7 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     """
     mine = state.get(KEY)
     _check(sync, mine)
+    sync._shards.forget_gathered()
     entries = {entry["index"]: entry for entry in mine["parameters"]}
     sync.inner.load_state_dict({key: value for key, value in state.items() if key != KEY})
     for bucket in sync.buckets:
@@ -107,6 +110,12 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
         )
     if not mine["consolidated"] and mine["rank"] != rank:
         raise ValueError(f"{who}: got the state of rank {mine['rank']}; load the file that this rank saved")
+    theirs, ours = tuple(mine.get("shard", sync._shards.place)), sync._shards.place
+    if theirs != ours:
+        raise ValueError(
+            f"{who}: got the state of shard {theirs}, this rank has {ours} (number, of how many); load the file that "
+            "this rank saved. States cannot be moved to another number of shards"
+        )
     if mine["seed"] != sync.settings.seed:
         raise ValueError(f"{who}: got a state with seed {mine['seed']}, this object has {sync.settings.seed}")
     theirs = {entry["index"]: tuple(entry["shape"]) for entry in mine["parameters"]}

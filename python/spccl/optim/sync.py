@@ -12,10 +12,11 @@ import torch.distributed as dist
 from spccl import prune
 
 from . import checkpoint, checks, measure, moments
-from .bucket import Bucket, Weight, make_buckets
+from .bucket import Bucket, Weight, make_buckets, own_memory
 from .ranks import Ranks
 from .schedule import Density, density_at
 from .settings import Settings
+from .shards import Shards, gradient
 
 
 class SparseSync(torch.optim.Optimizer):
@@ -45,7 +46,8 @@ class SparseSync(torch.optim.Optimizer):
             (0 the first), such as `Geometric`. All ranks must give the same.
         every: optimizer steps between exchanges.
         warmup: exchanges over which the density falls geometrically from 1 to `density`.
-        group: process group; None is the world. Without torch.distributed there is one rank.
+        group: process group; None is the world. Without torch.distributed there is one rank. With FSDP2 the ranks that
+            hold the same shard (docs/TRAINING.md).
         sample: share of a parameter's entries that is sampled to find its threshold, (0, 1]. At least 32 / density
             entries are sampled.
         min_numel: parameters with fewer elements, or with one dimension, are sent whole.
@@ -119,7 +121,7 @@ class SparseSync(torch.optim.Optimizer):
         self.exchanges = 0  # exchanges that have ended
         self._moment = self._decide_moment()
         self._schedule = self.settings.schedule()
-        self._weights = self._find_weights()
+        self._shards, self._weights = self._find_weights()
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
         self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum)
         self._averages = {b.device: self.ranks.averages(b.device) for b in self.buckets}
@@ -153,14 +155,15 @@ class SparseSync(torch.optim.Optimizer):
             return "local"
         return "corrected" if wanted is True else "scaled"
 
-    def _find_weights(self) -> list[Weight]:
+    def _find_weights(self) -> tuple[Shards, list[Weight]]:
         everything = [p for group in self.inner.param_groups for p in group["params"]]
         names = [n for group in self.inner.param_groups for n in group.get("param_names", ())]
-        trained = [(i, p) for i, p in enumerate(everything) if p.requires_grad and p.numel()]
-        if not trained:
+        if not any(p.requires_grad and p.numel() for p in everything):
             raise ValueError("SparseSync: no parameter of the optimizer requires a gradient; nothing would be trained")
         if len(names) != len(everything):
             names = [f"{i}" for i in range(len(everything))]
+        shards = Shards(((n, p) for n, p in zip(names, everything, strict=True) if p.requires_grad), self.ranks)
+        trained = [(i, p) for i, p in enumerate(everything) if p.requires_grad and own_memory(p).numel()]
         devices = {p.device for _, p in trained}
         states = {d: torch.zeros(len(trained), prune.STATE_COLUMNS, dtype=torch.int64, device=d) for d in devices}
         weights = []
@@ -168,7 +171,7 @@ class SparseSync(torch.optim.Optimizer):
             checks.check_param(names[i], p)
             pruned = p.dim() > 1 and p.numel() >= self.settings.min_numel
             weights.append(Weight(i, names[i], p, pruned, states[p.device][row]))
-        return weights
+        return shards, weights
 
     def _facts(self) -> dict[str, object]:
         """What ranks must agree on beside the settings."""
@@ -260,7 +263,7 @@ class SparseSync(torch.optim.Optimizer):
         present = [p for group in self.inner.param_groups for p in group["params"]]
         ours = {id(w.param) for w in self._weights}
         for p in present:
-            if p.requires_grad and p.numel() and id(p) not in ours:
+            if p.requires_grad and own_memory(p).numel() and id(p) not in ours:
                 raise RuntimeError(
                     f"SparseSync.step: the optimizer has a parameter of shape {tuple(p.shape)} that was not there, or "
                     "did not require a gradient, when SparseSync was made; make a new SparseSync after changing the "
@@ -286,15 +289,16 @@ class SparseSync(torch.optim.Optimizer):
         """Step the inner optimizer. False if this rank's gradient has inf or nan, and the step was left out."""
         found_inf = getattr(self, "found_inf", None)  # of GradScaler, during its step()
         scale = getattr(self, "grad_scale", None)
-        grads = [g for w in self._weights if (g := _values(w.param.grad)) is not None]
+        grads = [g for w in self._weights if (g := gradient(w.param)) is not None]
         if scale is not None:
             for g in grads:
                 g.div_(scale.to(g.device))
         if found_inf is not None and found_inf.item() != 0:
             self._tally.skipped += 1
             return False
-        if grads and (self.settings.clip_norm is not None or (self.settings.check_finite and found_inf is None)):
-            norm = _norm(grads)
+        measures = self.settings.clip_norm is not None or (self.settings.check_finite and found_inf is None)
+        if measures and (grads or self._shards):
+            norm = self._shards.norm([w.param for w in self._weights])
             if self.settings.check_finite and not math.isfinite(norm):
                 self._tally.skip(norm)
                 return False
@@ -310,7 +314,7 @@ class SparseSync(torch.optim.Optimizer):
         if self.settings.clip_norm is None:
             return
         bound = self.settings.clip_norm * math.sqrt(self.ranks.world_size)
-        if norm > bound:
+        if norm > bound and grads:
             torch._foreach_mul_(grads, bound / norm)
 
     def _after_local_step(self, stepped: bool, exchanging: bool) -> None:
@@ -376,6 +380,7 @@ class SparseSync(torch.optim.Optimizer):
         if self._in_globals:
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
         self._require_same_parameters()
+        self._shards.forget_gathered()
         for bucket in self.buckets:
             bucket.absorb(self._scratch[bucket.device, bucket.globals.dtype])
         self._exchange(1.0, exact=True)
@@ -384,7 +389,8 @@ class SparseSync(torch.optim.Optimizer):
     def global_weights(self) -> Iterator[None]:
         """Inside the block the model has the global weights, the same on all ranks; afterwards this rank's own again.
 
-        For evaluation and for saving the model. No communication: ranks may enter it alone. No step() inside.
+        For evaluation and for saving the model. No communication: ranks may enter it alone, but all shards of a replica
+        of FSDP2 together, because FSDP2 then gathers all parameters again. No step() inside.
         """
         self._swap(True)
         try:
@@ -396,6 +402,7 @@ class SparseSync(torch.optim.Optimizer):
     def _swap(self, inside: bool) -> None:
         if inside == self._in_globals:
             raise RuntimeError("SparseSync.global_weights: this block is already inside one")
+        self._shards.forget_gathered()
         for bucket in self.buckets:
             scratch = self._scratch[bucket.device, bucket.globals.dtype]
             if inside:
@@ -422,24 +429,3 @@ class SparseSync(torch.optim.Optimizer):
 
 def own_pointer(param: torch.Tensor) -> int:
     return getattr(param, "_local_tensor", param).data_ptr()
-
-
-def _values(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """The memory of a gradient that holds numbers: of a sparse one its values, of a DTensor its local part."""
-    if grad is None:
-        return None
-    grad = getattr(grad, "_local_tensor", grad)
-    return grad._values() if grad.is_sparse else grad
-
-
-def _norm(grads: list[torch.Tensor]) -> float:
-    """Norm of all gradients; inf or nan if one of them has inf or nan. Waits for the device."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for g in grads:
-        kinds.setdefault((g.device, g.dtype), []).append(g)
-    found = []
-    for (_, dtype), same in kinds.items():
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(same, 2, dtype=wide))
-        found.append(float(torch.linalg.vector_norm(norms)))
-    return math.hypot(*found)
