@@ -457,10 +457,11 @@ typedef struct spccl_prune_options {
     uint32_t residual_bf16;   /* 1: residuals are bfloat16, rounded by `seed` (KERNELS.md); not of float64 */
     const float *factor;      /* [1] or NULL: factor on g, as for clipping */
     const float *loss_scale;  /* [1] or NULL: GradScaler's scale now; r and u follow its changes */
+    uint32_t chunk, levels;   /* of weights (KERNELS.md): 0, or chunks of 256 to 4096; 0, or 2 levels */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
-        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL                      \
+        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL, 0, 0                \
     }
 typedef struct spccl_prune_plan spccl_prune_plan;
 /* Check and copy the segments of a gradient [n_elems] of floats on `device` (CUDA ordinal; -1 = host). A plan
@@ -474,7 +475,6 @@ SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spc
 /* The same on a GPU, without that bound: queued on `stream`, also in a capture. Errors: ARG, DEVICE. */
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
-
 /* Weights: a float32 or float64 plan with own weights w as residual and shared weights z as velocity.
  * send: d = w - z; writes scale d to `out` unless |d| < t, else 0; w = z where d is sent, else leak d + z.
  * receive: z += change, w += change. `stream`: of a plan on a GPU, else NULL. More: docs/KERNELS.md. */

@@ -58,7 +58,7 @@ static PyMethodDef methods[] = {
     {"prune", ext_prune, METH_VARARGS,
      "prune(plan, grad, rule, factor, loss_scale, on_gpu, stream) -> None: addresses as numbers, 0 = none"},
     {"weights_send", ext_weights_send, METH_VARARGS,
-     "weights_send(plan, out, density, sample, leak, scale, seed, stream) -> None"},
+     "weights_send(plan, out, density, sample, leak, scale, seed, chunk, levels, stream) -> None"},
     {"weights_receive", ext_weights_receive, METH_VARARGS, "weights_receive(plan, change, stream) -> None"},
     {"get_unique_id", get_unique_id, METH_NOARGS, "get_unique_id() -> bytes: 128 bytes, good for one group"},
     {"info", info, METH_NOARGS, "info() -> list of (kind, name, value, why)"},

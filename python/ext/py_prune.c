@@ -116,18 +116,20 @@ PyObject *ext_weights_send(PyObject *module, PyObject *args)
 {
     spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
     unsigned long long out, stream;
-    unsigned int seed;
+    unsigned int seed, chunk, levels;
     PyObject *capsule;
     spccl_prune_plan *plan;
     spccl_status st;
 
-    if (!PyArg_ParseTuple(args, "OKddddIK:weights_send", &capsule, &out, &o.density, &o.sample, &o.leak,
-                          &o.scale, &seed, &stream))
+    if (!PyArg_ParseTuple(args, "OKddddIIIK:weights_send", &capsule, &out, &o.density, &o.sample, &o.leak,
+                          &o.scale, &seed, &chunk, &levels, &stream))
         return NULL;
     plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
     if (plan == NULL)
         return NULL;
     o.seed = seed;
+    o.chunk = chunk;
+    o.levels = levels;
     Py_BEGIN_ALLOW_THREADS
     st = spccl_weights_send(plan, (void *)(uintptr_t)out, &o, (void *)(uintptr_t)stream);
     Py_END_ALLOW_THREADS

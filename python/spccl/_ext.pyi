@@ -64,7 +64,16 @@ def prune(
     stream: int,
 ) -> None: ...
 def weights_send(
-    plan: object, out: int, density: float, sample: float, leak: float, scale: float, seed: int, stream: int
+    plan: object,
+    out: int,
+    density: float,
+    sample: float,
+    leak: float,
+    scale: float,
+    seed: int,
+    chunk: int,
+    levels: int,
+    stream: int,
 ) -> None: ...
 def weights_receive(plan: object, change: int, stream: int) -> None: ...
 def get_unique_id() -> bytes: ...

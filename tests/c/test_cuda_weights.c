@@ -61,17 +61,18 @@ static void put(spccl_dtype dtype, uint8_t *x, size_t i, double v)
         memcpy(x + i * 4, &f, 4);
 }
 
-/* Equal weights lie at random places: a sample that met too many of them would have a threshold of 0. Then the
+/* With few magnitudes many elements are equal to the smallest that a chunk sends. Equal weights lie at random places: a sample that met too many of them would have a threshold of 0. Then the
  * host's bound on what is sent comes in, which a GPU has not. */
-static void fill(spccl_dtype dtype)
+static void fill(spccl_dtype dtype, bool equal_magnitudes)
 {
     size_t n = CAP_BYTES / 2 / spccl_dtype_bytes(dtype);
     memset(g.buffer.host, POISON, CAP_BYTES);
     memset(g.states.host, 0, CAP_BYTES);
     for (size_t i = 0; i < n; i++) {
-        double z = normal();
+        double z = equal_magnitudes ? 0 : normal();
+        double w = equal_magnitudes ? (double)(next_rand(&rng) % 5) - 2 : normal();
         put(dtype, g.common.host, i, z);
-        put(dtype, g.own.host, i, next_rand(&rng) % 7 == 0 ? z : normal());
+        put(dtype, g.own.host, i, next_rand(&rng) % 7 == 0 ? z : w);
         if (next_rand(&rng) % 500 == 0)
             put(dtype, g.own.host, i, next_rand(&rng) % 2 != 0 ? INFINITY : -INFINITY);
     }
@@ -117,11 +118,13 @@ static void test_same_bits(void)
         spccl_prune_segment on_host[N_STATES], on_gpu[N_STATES];
         spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
         spccl_prune_plan *host = NULL, *gpu = NULL;
-        fill(dtype);
+        fill(dtype, round % 8 == 6);
         n_segments = cut(dtype, n, on_host, on_gpu);
         CHECK_OK(spccl_prune_plan_create(on_host, n_segments, n, dtype, -1, &host));
         CHECK_OK(spccl_prune_plan_create(on_gpu, n_segments, n, dtype, 0, &gpu));
-        o.keep_thresholds = round % 2 == 0;
+        o.chunk = round % 4 < 2 ? 0 : 256u << next_rand(&rng) % 5;
+        o.levels = o.chunk != 0 && next_rand(&rng) % 2 != 0 ? 2 : 0;
+        o.keep_thresholds = o.chunk == 0 && round % 2 == 0;
         o.density = round % 4 == 1 ? 1 : 0.2;
         o.leak = round % 5 != 0 ? 1 : 0.99;
         o.scale = round % 7 != 0 ? 1 : 0.25;

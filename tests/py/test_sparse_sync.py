@@ -51,6 +51,8 @@ def refuses(kind, *words):
         ({"sample": 2.0}, ("sample is 2.0",)),
         ({"bucket_mb": 0}, ("bucket_mb is 0",)),
         ({"seed": -1}, ("seed is -1",)),
+        ({"chunk": 1000}, ("chunk is 1000", "a power of 2 from 256 to 4096")),
+        ({"chunk": 128}, ("chunk is 128",)),
         ({"wire_dtype": "bfloat16"}, ("wire_dtype is 'bfloat16'", "torch.bfloat16")),
     ],
 )

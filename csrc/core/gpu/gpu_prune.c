@@ -209,6 +209,7 @@ spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad, const spccl_pr
                             .n_tiles = plan->n_tiles,
                             .most_elems = plan->most_elems};
     SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_cuda_prune", &a.options));
+    SP_TRY(sp_prune_refuse_chunk(&a.options, "spccl_cuda_prune"));
     SP_TRY(check_argument("grad", grad, sp_dtype_bytes(plan->dtype), plan->device));
     if (a.options.factor != NULL)
         SP_TRY(check_argument("options.factor", a.options.factor, sizeof(float), plan->device));

@@ -1,5 +1,6 @@
 /* gpu_weights.c - spccl_weights_send and spccl_weights_receive on the host, and their arguments on both.
- * The rule is in weights_rule.h. */
+ * The rules are in weights_rule.h and chunk_rule.h. */
+#include "core/base/chunk_rule.h"
 #include "core/base/weights_rule.h"
 #include "core/gpu/gpu_comm.h"
 #include "core/run/prune_plan.h"
@@ -37,10 +38,24 @@ static spccl_status check_options(const spccl_prune_options *o)
                        : o->warmup_steps != 0  ? "warmup_steps"
                        : o->residual_bf16 != 0 ? "residual_bf16"
                                                : NULL;
-    return used == NULL
+    if (used != NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_weights_send: options.%s is set, wanted 0: it is for gradients",
+                       used);
+    if (o->chunk != 0 &&
+        (o->chunk < SP_CHUNK_LEAST || o->chunk > SP_CHUNK_MOST || (o->chunk & (o->chunk - 1)) != 0))
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "spccl_weights_send: options.chunk is %u, wanted 0 or a power of 2 from %u to %u",
+                       o->chunk, SP_CHUNK_LEAST, SP_CHUNK_MOST);
+    if (o->chunk != 0 && o->keep_thresholds != 0)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "spccl_weights_send: options.chunk and options.keep_thresholds are set, "
+                       "wanted one of them: chunks have no threshold");
+    return o->levels == 0 || (o->levels == 2 && o->chunk != 0)
                ? SPCCL_OK
-               : SP_FAIL(SPCCL_ERR_ARG,
-                         "spccl_weights_send: options.%s is set, wanted 0: it is for gradients", used);
+               : SP_FAIL(
+                     SPCCL_ERR_ARG,
+                     "spccl_weights_send: options.levels is %u with chunk %u, wanted 0, or 2 with a chunk",
+                     o->levels, o->chunk);
 }
 
 /* The three steps on one segment: differences; pruning; own weights. And receiving. w own weights, z shared ones.
@@ -148,9 +163,14 @@ spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out, const spccl_p
     SP_TRY(check_options(&a.options));
     if (plan->device >= 0)
         return launch_on(plan, &a, "spccl_weights_send", sp_gpu_ops_here()->weights_send, stream);
-    for (size_t i = 0; i < plan->n_segments; i++)
-        send_segment(plan, &plan->segments[i],
-                     (uint8_t *)out + plan->segments[i].begin * sp_dtype_bytes(plan->dtype), &a.options);
+    for (size_t i = 0; i < plan->n_segments; i++) {
+        const spccl_prune_segment *s = &plan->segments[i];
+        void *at = (uint8_t *)out + s->begin * sp_dtype_bytes(plan->dtype);
+        if (a.options.chunk != 0 && !sp_prune_factors_now(&a.options, s).whole)
+            sp_weights_chunk_run(plan, &a.options, s, at);
+        else
+            send_segment(plan, s, at, &a.options);
+    }
     return SPCCL_OK;
 }
 

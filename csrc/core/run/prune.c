@@ -47,6 +47,14 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
                        "a number above 0 that float32 holds");
 }
 
+spccl_status sp_prune_refuse_chunk(const spccl_prune_options *o, const char *call)
+{
+    return o->chunk == 0 && o->levels == 0
+               ? SPCCL_OK
+               : SP_FAIL(SPCCL_ERR_ARG, "%s: options.%s is set, wanted 0: it is for weights", call,
+                         o->chunk != 0 ? "chunk" : "levels");
+}
+
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */
 static void *residual_at(const struct job *j, size_t i)
 {
@@ -332,6 +340,7 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: the plan is for GPU %d: use spccl_cuda_prune",
                        plan->device);
     SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_prune", &o));
+    SP_TRY(sp_prune_refuse_chunk(&o, "spccl_prune"));
     elem_bytes = sp_dtype_bytes(plan->dtype);
     if ((uintptr_t)grad % elem_bytes != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: grad is %p, wanted an address aligned to %zu bytes", grad,

@@ -26,8 +26,13 @@ _Static_assert(SP_PRUNE_SAMPLES_MAX <= SP_PRUNE_BLOCK_ELEMS, "the scratch holds 
  * errors. Errors: ARG. */
 spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype dtype, const char *call,
                                   spccl_prune_options *out);
+/* Errors if the options choose by chunks, which `call` does not do. */
+spccl_status sp_prune_refuse_chunk(const spccl_prune_options *o, const char *call);
 /* Prune one segment on the host. `grad` is that of the segment. */
 void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
                           const spccl_prune_segment *s, void *grad);
+/* Send the weights of one segment by chunks, on the host; `out` is that of the segment (weights_chunk.c). */
+void sp_weights_chunk_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
+                          const spccl_prune_segment *s, void *out);
 
 #endif

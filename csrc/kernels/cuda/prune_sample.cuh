@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(SP_PRUNE_THREADS)
 
 // ---- thresholds ----
 
-// The magnitudes of a sample: of each thread the first SP_SAMPLE_EACH in registers, further ones in shared memory.
-struct sp_prune_magnitudes {
-    uint32_t mine[SP_SAMPLE_EACH];
+// Magnitudes of a CTA of THREADS threads: of each thread the first EACH in registers, further ones in shared memory.
+template <uint32_t THREADS, uint32_t EACH> struct sp_prune_magnitudes {
+    uint32_t mine[EACH];
     const uint32_t *more; // [n_more]
     uint32_t n_more;
 
@@ -53,9 +53,9 @@ struct sp_prune_magnitudes {
     {
         uint32_t n = 0;
 #pragma unroll
-        for (uint32_t k = 0; k < SP_SAMPLE_EACH; k++)
+        for (uint32_t k = 0; k < EACH; k++)
             n += mine[k] >= least ? 1 : 0;
-        for (uint32_t i = threadIdx.x; i < n_more; i += SP_SAMPLE_THREADS)
+        for (uint32_t i = threadIdx.x; i < n_more; i += THREADS)
             n += more[i] >= least ? 1 : 0;
         return n;
     }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(SP_SAMPLE_THREADS)
     float density = sp_prune_density(&a.options, s.state->step);
     sp_prune_sample p =
         sp_prune_sample_of(s.n_elems, density, a.options.sample, a.options.seed, s.key, s.state->step);
-    sp_prune_magnitudes magnitudes;
+    sp_prune_magnitudes<SP_SAMPLE_THREADS, SP_SAMPLE_EACH> magnitudes;
     if (threadIdx.x < SP_SAMPLE_COUNTERS)
         counters[threadIdx.x] = 0;
 #pragma unroll

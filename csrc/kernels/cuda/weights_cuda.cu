@@ -1,9 +1,9 @@
 // weights_cuda.cu - sending and receiving changes of weights on GPU memory (weights_rule.h): one kernel takes
-// thresholds from samples, one sends, one receives. For given thresholds the bits are those of the host.
-#include "core/base/weights_rule.h"
+// thresholds from samples, one sends, one sends by chunks, one receives. For given thresholds the bits are those of
+// the host.
 #include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/kernels_cuda.h"
-#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/weights_chunk.cuh"
 
 #define SP_WEIGHTS_THREADS 256u
 #define SP_WEIGHTS_CTAS 4     // of an SM, which leaves each thread 64 registers
@@ -30,26 +30,6 @@ template <> struct sp_weights_of<double> {
         return sp_weights_elem_f64(w, z, threshold, leak, whole);
     }
 };
-
-__device__ __forceinline__ sp_gpu_prune_row *sp_weights_rows(const sp_gpu_prune_args &a)
-{
-    return (sp_gpu_prune_row *)(a.table + 1);
-}
-
-// The row that `tile` belongs to.
-__device__ __forceinline__ uint32_t sp_weights_find(const sp_gpu_prune_row *rows, uint32_t n_rows,
-                                                    uint64_t tile)
-{
-    uint32_t low = 0, high = n_rows - 1;
-    while (low < high) {
-        uint32_t middle = (low + high + 1) / 2;
-        if (rows[middle].first_tile <= tile)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
 
 // ---- thresholds ----
 
@@ -89,13 +69,13 @@ template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_SAMPLE_THREADS)
     sp_weights_sample_kernel(const __grid_constant__ sp_gpu_prune_args a)
 {
-    sp_gpu_prune_row &row = sp_weights_rows(a)[blockIdx.x];
+    sp_gpu_prune_row &row = sp_prune_rows(a)[blockIdx.x];
     const spccl_prune_segment &s = row.segment;
     uint32_t *shared = (uint32_t *)sp_block_shared(), *magnitudes = shared + SP_WEIGHTS_SAMPLE_THREADS / 32;
     sp_prune_factors factors = sp_prune_factors_now(&a.options, &s);
     if (threadIdx.x == 0)
         row.factors = factors;
-    if (factors.whole || a.options.keep_thresholds != 0)
+    if (factors.whole || a.options.keep_thresholds != 0 || a.options.chunk != 0)
         return;
     float density = sp_prune_density(&a.options, s.state->step);
     sp_prune_sample p =
@@ -218,10 +198,10 @@ __device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a,
 }
 
 // The last CTA: states of all segments, and zeros for the next call.
-__device__ __forceinline__ void sp_weights_finish(const sp_gpu_prune_args &a)
+template <uint32_t THREADS> __device__ __forceinline__ void sp_weights_finish(const sp_gpu_prune_args &a)
 {
-    for (uint32_t i = threadIdx.x; i < a.n_segments; i += SP_WEIGHTS_THREADS) {
-        sp_gpu_prune_row &row = sp_weights_rows(a)[i];
+    for (uint32_t i = threadIdx.x; i < a.n_segments; i += THREADS) {
+        sp_gpu_prune_row &row = sp_prune_rows(a)[i];
         sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
                          *(volatile uint64_t *)&row.n_nonfinite);
         row.n_sent = row.n_nonfinite = 0;
@@ -230,15 +210,31 @@ __device__ __forceinline__ void sp_weights_finish(const sp_gpu_prune_args &a)
         a.table->n_ctas_done = 0;
 }
 
+// The end of a CTA. It has added its counts; it passes a fence, then counts itself as done. So the last one sees all
+// counts.
+template <uint32_t THREADS> __device__ __forceinline__ void sp_weights_end(const sp_gpu_prune_args &a)
+{
+    uint32_t *is_last = (uint32_t *)sp_block_shared();
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
+    __syncthreads();
+    if (*is_last != 0) {
+        __threadfence();
+        sp_weights_finish<THREADS>(a);
+    }
+}
+
 // The grid has as many CTAs as run at once. CTA b has tiles b, b + gridDim.x, ...
 template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
     sp_weights_send_kernel(const __grid_constant__ sp_gpu_prune_args a)
 {
-    sp_gpu_prune_row *rows = sp_weights_rows(a);
+    sp_gpu_prune_row *rows = sp_prune_rows(a);
     sp_weights_tally tally = {0, 0};
     uint64_t tile = blockIdx.x;
-    uint32_t index = sp_weights_find(rows, a.n_segments, tile);
+    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
     while (tile < a.n_tiles) { // one segment each time
         uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
         const spccl_prune_segment s = rows[index].segment;
@@ -255,18 +251,39 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
         while (tile < a.n_tiles && rows[index].end_tile <= tile)
             index++;
     }
-    // A CTA adds its counts, then passes a fence, then counts itself as done. So the last one sees all
-    // counts.
-    uint32_t *is_last = (uint32_t *)sp_block_shared();
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)
-        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
-    __syncthreads();
-    if (*is_last != 0) {
-        __threadfence();
-        sp_weights_finish(a);
+    sp_weights_end<SP_WEIGHTS_THREADS>(a);
+}
+
+// ---- sending by chunks ----
+
+// The grid has as many CTAs as run at once. CTA b has tiles b, b + gridDim.x, ...; where a chunk is longer than a tile
+// it has the chunks that begin in them. A CTA has a chunk at a time.
+template <class S>
+__global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
+    sp_weights_chunk_kernel(const __grid_constant__ sp_gpu_prune_args a)
+{
+    constexpr uint32_t TILE = SP_GPU_PRUNE_TILE(sizeof(S));
+    sp_gpu_prune_row *rows = sp_prune_rows(a);
+    sp_chunk_smem &m = *(sp_chunk_smem *)sp_block_shared();
+    uint32_t chunk = a.options.chunk, unit = chunk > TILE ? chunk : TILE;
+    for (uint64_t tile = blockIdx.x; tile < a.n_tiles; tile += gridDim.x) {
+        sp_gpu_prune_row &row = rows[sp_prune_find(rows, a.n_segments, tile)];
+        const spccl_prune_segment seg = row.segment;
+        const sp_prune_factors f = row.factors;
+        uint64_t from = (tile - row.first_tile) * TILE,
+                 to = from + unit < seg.n_elems ? from + unit : seg.n_elems;
+        sp_weights_tally tally = {0, 0};
+        if (from % unit != 0)
+            continue;
+        for (; from < to; from += chunk) {
+            uint32_t n = to - from < chunk ? (uint32_t)(to - from) : chunk;
+            uint2 count = sp_chunk_send<S>(a, seg, from, n, f, m);
+            tally.n_sent += count.x;
+            tally.n_nonfinite += count.y;
+        }
+        tally.flush(row);
     }
+    sp_weights_end<SP_CHUNK_THREADS>(a);
 }
 
 // ---- receiving ----
@@ -313,9 +330,9 @@ template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
     sp_weights_receive_kernel(const __grid_constant__ sp_gpu_prune_args a)
 {
-    const sp_gpu_prune_row *rows = sp_weights_rows(a);
+    const sp_gpu_prune_row *rows = sp_prune_rows(a);
     uint64_t tile = blockIdx.x;
-    uint32_t index = sp_weights_find(rows, a.n_segments, tile);
+    uint32_t index = sp_prune_find(rows, a.n_segments, tile);
     while (tile < a.n_tiles) {
         uint64_t first = rows[index].first_tile, end = rows[index].end_tile;
         const spccl_prune_segment s = rows[index].segment;
@@ -336,27 +353,36 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
 
 typedef void (*sp_weights_fn)(const sp_gpu_prune_args);
 
+// A kernel of 256 threads, or of as many as it says.
+struct sp_weights_launch {
+    sp_weights_fn kernel;
+    uint32_t n_threads;
+    size_t shared_bytes;
+    const char *what; // for the text of an error
+};
+
 // CTAs that run at once, at most one a tile.
-static spccl_status grid_of(sp_weights_fn kernel, uint64_t n_tiles, dim3 *out)
+static spccl_status grid_of(const sp_weights_launch &l, uint64_t n_tiles, dim3 *out)
 {
     int device = 0, n_sms = 0, n_ctas = 0;
     uint64_t n;
     SP_TRY_CUDA(cudaGetDevice(&device));
     SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)kernel,
-                                                              (int)SP_WEIGHTS_THREADS, 16));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)l.kernel,
+                                                              (int)l.n_threads, l.shared_bytes));
     n = (uint64_t)n_sms * (uint64_t)(n_ctas > 0 ? n_ctas : 1);
     *out = dim3((unsigned)(n < n_tiles ? n : n_tiles));
     return SPCCL_OK;
 }
 
-static spccl_status launch(sp_weights_fn kernel, const sp_gpu_prune_args *a, const char *what, void *stream)
+static spccl_status launch(const sp_weights_launch &l, const sp_gpu_prune_args *a, void *stream)
 {
     void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
     dim3 grid;
-    SP_TRY(grid_of(kernel, a->n_tiles, &grid));
+    SP_TRY(grid_of(l, a->n_tiles, &grid));
     return sp_cuda_check(
-        cudaLaunchKernel(kernel, grid, dim3(SP_WEIGHTS_THREADS), params, 16, (cudaStream_t)stream), what);
+        cudaLaunchKernel(l.kernel, grid, dim3(l.n_threads), params, l.shared_bytes, (cudaStream_t)stream),
+        l.what);
 }
 
 extern "C" spccl_status sp_weights_send_cuda(const sp_gpu_prune_args *a, void *stream)
@@ -369,13 +395,20 @@ extern "C" spccl_status sp_weights_send_cuda(const sp_gpu_prune_args *a, void *s
     SP_TRY(sp_cuda_check(cudaLaunchKernel(sampler, dim3(a->n_segments), dim3(SP_WEIGHTS_SAMPLE_THREADS),
                                           params, SP_WEIGHTS_SHARED_BYTES, (cudaStream_t)stream),
                          "launch of the kernel that samples weights"));
-    return launch(wide ? sp_weights_send_kernel<double> : sp_weights_send_kernel<float>, a,
-                  "launch of the kernel that sends weights", stream);
+    if (a->options.chunk != 0)
+        return launch({wide ? sp_weights_chunk_kernel<double> : sp_weights_chunk_kernel<float>,
+                       SP_CHUNK_THREADS, sizeof(sp_chunk_smem),
+                       "launch of the kernel that sends weights by chunks"},
+                      a, stream);
+    return launch({wide ? sp_weights_send_kernel<double> : sp_weights_send_kernel<float>, SP_WEIGHTS_THREADS,
+                   16, "launch of the kernel that sends weights"},
+                  a, stream);
 }
 
 extern "C" spccl_status sp_weights_receive_cuda(const sp_gpu_prune_args *a, void *stream)
 {
-    return launch(a->dtype == SPCCL_FLOAT64 ? sp_weights_receive_kernel<double>
-                                            : sp_weights_receive_kernel<float>,
-                  a, "launch of the kernel that receives weights", stream);
+    return launch(
+        {a->dtype == SPCCL_FLOAT64 ? sp_weights_receive_kernel<double> : sp_weights_receive_kernel<float>,
+         SP_WEIGHTS_THREADS, 16, "launch of the kernel that receives weights"},
+        a, stream);
 }

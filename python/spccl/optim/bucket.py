@@ -9,6 +9,9 @@ so an entry that is sent has w = z afterwards, and for one that is not, w - z is
 outer momentum u the step is a' = outer_lr (a + outer_momentum u) with u = outer_momentum u + a, in place of a. With a
 decay below 1, what is not sent shrinks: w = z + decay (w - z).
 
+With `chunk`, there is no threshold: s has the k largest entries of each `chunk` neighbouring entries of a parameter,
+exactly, where k is the density times their number, rounded, at least 1.
+
 Where w or z is not finite nothing is sent, and w becomes z.
 
 Weights of 16 bits are kept as float32 (the masters) beside the parameter. What the optimizer changed in the parameter
@@ -159,8 +162,9 @@ class Bucket:
         if self._gaps is not None:
             out.index_fill_(0, self._gaps, 0.0)
         _ext.weights_send(
-            self._plan, out.data_ptr(), density, settings.sample, settings.decay, scale, settings.seed, self._stream()
-        )
+            self._plan, out.data_ptr(), density, settings.sample, settings.decay, scale, settings.seed, settings.chunk,
+            0, self._stream(),
+        )  # fmt: skip
 
     def round_off(self, out: torch.Tensor, packed: torch.Tensor, scale: float) -> None:
         """Write `out` [length] to `packed`, in the dtype of that, and keep in w what rounding changed.

@@ -36,6 +36,9 @@ def check_settings(s: Any) -> None:
     require("norm_every", s.norm_every, is_whole(s.norm_every, 0), "a whole number, 0 or more")
     dtypes = (None, torch.bfloat16)
     require("wire_dtype", s.wire_dtype, s.wire_dtype in dtypes, "torch.bfloat16, or None for the weights' dtype")
+    chunk = s.chunk
+    power = is_whole(chunk, 256) and chunk <= 4096 and chunk & (chunk - 1) == 0
+    require("chunk", chunk, power or (is_whole(chunk, 0) and chunk == 0), "0, or a power of 2 from 256 to 4096")
     require("seed", s.seed, is_whole(s.seed, 0) and s.seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 

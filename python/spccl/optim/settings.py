@@ -28,6 +28,7 @@ class Settings:
     bucket_mb: float
     seed: int
     wire_dtype: torch.dtype | None
+    chunk: int
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -73,6 +73,8 @@ class SparseSync(torch.optim.Optimizer):
         seed: of the random choice of sampled places.
         wire_dtype: torch.bfloat16 sends values of float32 weights in 2 bytes in place of 4. What rounding changed
             stays unsent. None: values are sent as they are.
+        chunk: 0: what is sent of a parameter lies above one threshold, from a sample. A power of 2 from 256 to 4096:
+            exactly the largest density * chunk of each `chunk` neighbouring entries are sent (SparseLoCo: 4096).
     Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
         rank if ranks differ in settings or parameters, with names, values and ranks.
 
@@ -108,12 +110,13 @@ class SparseSync(torch.optim.Optimizer):
         bucket_mb: float = 256,
         seed: int = 0,
         wire_dtype: torch.dtype | None = None,
+        chunk: int = 0,
     ):
         checks.check_optimizer(optimizer)
         self.inner = optimizer
         self.settings = Settings(
             density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
-            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype,
+            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk,
         )  # fmt: skip
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)

@@ -68,17 +68,31 @@ def top(x: torch.Tensor, density: float) -> torch.Tensor:
     return torch.where(x.abs() >= threshold, x, torch.zeros(()))
 
 
+def top_of_chunks(x: torch.Tensor, density: float, chunk: int) -> torch.Tensor:
+    """Of each `chunk` neighbouring entries of x exactly the largest share `density`; of equal ones the first."""
+    if x.dim() < 2 or x.numel() < 4096 or density >= 1:
+        return x.clone()
+    out = torch.zeros_like(x).flatten()
+    for begin in range(0, x.numel(), chunk):
+        part = x.flatten()[begin : begin + chunk]
+        k = max(1, math.floor(density * part.numel() + 0.5))
+        places = part.abs().sort(descending=True, stable=True).indices[:k]
+        out[begin + places] = part[places]
+    return out.view_as(x)
+
+
 class Simulation:
     """All ranks in one process, float32 throughout."""
 
     def __init__(
-        self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32
-    ):
+        self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32,
+        chunk: int = 0,
+    ):  # fmt: skip
         self.nets = [Net() for _ in range(n)]
         self.optimizers = [make(net) for net in self.nets]
         self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
         self.velocity = {name: torch.zeros_like(z) for name, z in self.common.items()}
-        self.every, self.decay, self.outer, self.wire = every, decay, outer, wire
+        self.every, self.decay, self.outer, self.wire, self.chunk = every, decay, outer, wire, chunk
 
     def step(self, t: int, density: float) -> None:
         for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
@@ -94,7 +108,7 @@ class Simulation:
             locals_ = [trained(net)[name] for net in self.nets]
             total = torch.zeros_like(z)
             for w in locals_:
-                chosen = top(w - z, density)
+                chosen = top_of_chunks(w - z, density, self.chunk) if self.chunk else top(w - z, density)
                 sent = chosen.to(self.wire).float()
                 if self.decay < 1:
                     w.copy_((w - z) * self.decay + z)
