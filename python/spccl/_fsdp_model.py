@@ -61,6 +61,7 @@ class Unit:
         replicas, shards: process groups: ranks with the same shard; ranks that together have all of it.
         parts: the parameters that require a gradient, in the order of the flat gradient.
         length: elements of the flat gradient.
+        split: name of a parameter that tensor parallelism has split too, or None.
         kept: [n] sum of the gradients that `set_requires_all_reduce(False)` held back, or None.
     """
 
@@ -73,6 +74,7 @@ class Unit:
         self.shards = group.mesh_info.shard_process_group
         self.parts: list[Part] = []
         self.length = 0
+        self.split: str | None = None
         self.kept: torch.Tensor | None = None
 
     def take_layout(self, who: str, names: dict[int, str]) -> None:
@@ -89,6 +91,8 @@ class Unit:
                     f"{who}: the model shares a parameter group of FSDP2 with modules outside of it (a parameter of "
                     f"shape {tuple(p.sharded_param.shape)}); pass the whole model"
                 )
+            if p.is_dtensor:
+                self.split = name
             self.parts.append(Part(self.length, plain_name(name), p.sharded_size.numel(), p.sharded_param.shape))
             self.length += p.padded_sharded_param_size.numel()
 

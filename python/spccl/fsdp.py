@@ -45,18 +45,19 @@ def prune(
     Args:
         model: sharded by `fully_shard` over a mesh of 2 dimensions, replicas and shards. Parameter groups whose mesh
             has shards alone (experts, say) are left as they are.
-        density: share of each shard's entries sent per step, (0, 1]; 1 sends everything, which gives the bits of
-            torch's own all-reduce on this backend.
+        density: share of each shard's entries sent per step, (0, 1]. 1 sends everything, which gives the bits of
+            torch's own all-reduce on this backend; with a reduce_dtype of float16 torch rounds more.
         group: for a model that is sharded over a mesh of 1 dimension: the ranks that hold the same shard.
         optimizer: the one that will take the averaged gradients, to be checked; None: not checked.
         allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit.
         settings: those of `spccl.ddp.PrunedGradients`. `clip_norm` bounds the norm of a replica's whole gradient, as
-            clip_norm * sqrt(replicas), and costs an all-reduce of 8 bytes over the shards per parameter group.
+            clip_norm * sqrt(replicas), and costs an all-reduce of 8 bytes over the shards per parameter group; not
+            with tensor parallelism.
             `min_numel` counts the elements of the whole parameter.
     Returns: a `PrunedShards`, which is needed for statistics and checkpoints alone.
     Raises: TypeError if `fully_shard` was not called on the model; ValueError for a setting out of range, a model
-        without replicas, modules with several meshes or another all-reduce hook, or for an Adam-like optimizer
-        without allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
+        without replicas, modules with several meshes or another all-reduce hook, clip_norm with tensor parallelism, or
+        for an Adam-like optimizer without allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
     """
     hook = PrunedShards(density, **settings)
     if optimizer is not None and not allow_adam:
@@ -89,6 +90,12 @@ class PrunedShards(PruningHook):
 
     def _attach(self, units: list[Unit]) -> None:
         """Take groups and names from torch's parameter groups, and install this hook on them."""
+        split = next((unit.split for unit in units if unit.split), None)
+        if split and self.clip_norm is not None:
+            raise ValueError(
+                f"{_WHO}: clip_norm={self.clip_norm!r} with parameter {split!r}, which tensor parallelism has split "
+                "too: the norm over the shards of FSDP2 is not that of the whole gradient; leave clip_norm out"
+            )
         self._group = units[0].replicas
         self._shard = (units[0].shards.rank(), units[0].shards.size())
         self._norm_group = units[0].shards if self._shard[1] > 1 else None
