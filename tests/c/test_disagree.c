@@ -137,12 +137,13 @@ static void send_late(struct rank_ctx *c, const void *buf, size_t n)
                       .out = NULL,
                       .n_elems = n,
                       .dtype = SPCCL_FLOAT32,
+                      .is_forced = true,
                       .schedule = SP_SCHED_ONESHOT,
                       .slice_elems = c->comm->slice_bytes / sizeof(float),
                       .timeout_ms = 20000};
     bool progressed;
     sp_op *op = NULL;
-    CHECK_OK(sp_op_create(&a, 0, c->n_ranks, &op));
+    CHECK_OK(sp_op_create(&a, c->n_ranks, &op));
     op->seq = c->comm->next_seq;
     sp_exec_add(&c->comm->exec, op); /* no thread drives the executor while no collective runs */
     CHECK_OK(sp_exec_pass(&c->comm->exec, &progressed));

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 
 #define N_RANKS 3
-#define HEAD_BYTES 96 /* envelope and frame header */
+#define HEAD_BYTES 112 /* envelope and frame header */
 
 struct scene {
     size_t n;

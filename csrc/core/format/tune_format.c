@@ -39,6 +39,16 @@ static double codec_ns(const struct codec_cost *c, const sp_slice_stats *s)
            c->listed_ns * (double)s->nnz;
 }
 
+double sp_tune_encode_ns(spccl_format format, const sp_slice_stats *stats)
+{
+    return codec_ns(&costs[format].encode, stats);
+}
+
+double sp_tune_decode_ns(spccl_format format, const sp_slice_stats *stats)
+{
+    return codec_ns(&costs[format].decode, stats);
+}
+
 /* The format with the smallest frame; of equal sizes, the first in `order`. sp_choose_smallest of the GPU
  * must give the same answer, so that CPU and GPU write the same encoded arrays. */
 static spccl_format smallest(const sp_slice_stats *stats, bool is_delta)
@@ -71,7 +81,7 @@ spccl_format sp_tune_format(const sp_slice_stats *stats, bool is_delta, double l
     for (int i = SPCCL_FORMAT_TILE; i < SPCCL_N_FORMATS; i++) {
         spccl_format format = (spccl_format)i;
         size_t bytes = sp_frame_bytes(format, stats->n_elems, stats->nnz, stats->elem_bytes);
-        double ns = codec_ns(&costs[i].encode, stats) + codec_ns(&costs[i].decode, stats) +
+        double ns = sp_tune_encode_ns(format, stats) + sp_tune_decode_ns(format, stats) +
                     link_ns_per_byte * (double)bytes;
         if (!sp_codec_allows(stats, format, is_delta) || bytes > bound)
             continue;

@@ -9,15 +9,13 @@
 #define LOCAL_NS_PER_BYTE 0.1
 #define REMOTE_NS_PER_BYTE 0.8
 /* Time from the end of one stage to the start of the next: a thread wakes up. */
-#define LOCAL_HOP_NS 5000.0
+#define LOCAL_HOP_NS 3500.0
 #define REMOTE_HOP_NS 40000.0
 /* Time of one message without its bytes: envelope, checks, counters; and a share of a system call in tcp. */
 #define LOCAL_MESSAGE_NS 150.0
 #define REMOTE_MESSAGE_NS 1000.0
 /* Time of one dense byte that a rank scans, clears or writes, in cache. */
 #define PASS_NS_PER_BYTE 0.04
-/* Time to encode and apply one byte of a message. */
-#define CODEC_NS_PER_BYTE 0.2
 
 void sp_cost_group_init(sp_cost_group *g, int world_size, const sp_hosts *hosts)
 {
@@ -49,6 +47,11 @@ double sp_cost_sum_density(double density, int n_ranks)
     return 1 - absent;
 }
 
+/* Density of a slice, and the link for which its format is chosen. */
+struct spread {
+    double density, link_ns;
+};
+
 /* Mean bytes of frames of a format with about `nnz` listed elements. Sections are padded to 16 bytes, so this
  * looks at four counts around nnz that have other remainders modulo 4 and 16. */
 static double frame_bytes(const sp_cost_call *c, spccl_format format, size_t n, double nnz)
@@ -70,66 +73,83 @@ static double frame_bytes(const sp_cost_call *c, spccl_format format, size_t n, 
     return last > first ? bytes + (nnz - mean) * (last_bytes - first_bytes) / (last - first) : bytes;
 }
 
-/* Mean bytes of the message of a slice of n elements. */
-static double message_bytes(const sp_cost_call *c, size_t n, double density, double link_ns)
+/* What is sent for some slices. */
+struct sent {
+    double bytes, messages, encode_ns, decode_ns;
+};
+
+/* Add the means of `times` slices of n elements. */
+static void add_slices(const sp_cost_call *c, size_t n, double times, const struct spread *at,
+                       struct sent *out)
 {
     sp_slice_stats stats = {.n_elems = n, .elem_bytes = c->elem_bytes};
     spccl_format format = c->format;
-    stats.nnz = sp_min_size((size_t)(density * (double)n + 0.5), n);
+    double bytes;
+    if (n == 0)
+        return;
+    stats.nnz = sp_min_size((size_t)(at->density * (double)n + 0.5), n);
     stats.has_full_tile = stats.nnz == n;
     if (format == SPCCL_FORMAT_AUTO)
-        format = sp_tune_format(&stats, false, link_ns);
+        format = sp_tune_format(&stats, false, at->link_ns);
     else if (stats.nnz == 0)
         format = SPCCL_FORMAT_EMPTY;
     else if (!sp_codec_allows(&stats, format, false))
         format = SPCCL_FORMAT_DENSE;
     if (format == SPCCL_FORMAT_EMPTY || format == SPCCL_FORMAT_DENSE)
-        return SP_ENVELOPE_BYTES + (double)sp_frame_bytes(format, n, stats.nnz, c->elem_bytes);
-    return SP_ENVELOPE_BYTES + frame_bytes(c, format, n, density * (double)n);
+        bytes = (double)sp_frame_bytes(format, n, stats.nnz, c->elem_bytes);
+    else
+        bytes = frame_bytes(c, format, n, at->density * (double)n);
+    out->bytes += times * (SP_ENVELOPE_BYTES + bytes);
+    out->messages += times;
+    out->encode_ns += times * sp_tune_encode_ns(format, &stats);
+    out->decode_ns += times * sp_tune_decode_ns(format, &stats);
+    if (format == SPCCL_FORMAT_DENSE) /* the costs of formats leave out the pass over the slice */
+        out->decode_ns += times * (double)(n * c->elem_bytes) * PASS_NS_PER_BYTE;
 }
 
-struct sent {
-    double bytes, messages;
-};
-
-/* Add `times` copies of a range of elements: slices of slice_elems, and a shorter last one. */
-static void add_range(const sp_cost_call *c, size_t n_elems, double density, double link_ns, double times,
+/* Add a range of elements, `times` times: slices of slice_elems, and a shorter last one. */
+static void add_range(const sp_cost_call *c, size_t n_elems, double times, const struct spread *at,
                       struct sent *out)
 {
-    size_t n_full = n_elems / c->slice_elems, rest = n_elems % c->slice_elems;
-    if (n_full != 0)
-        out->bytes += times * (double)n_full * message_bytes(c, c->slice_elems, density, link_ns);
-    if (rest != 0)
-        out->bytes += times * message_bytes(c, rest, density, link_ns);
-    out->messages += times * (double)(n_full + (rest != 0));
+    add_slices(c, c->slice_elems, times * (double)(n_elems / c->slice_elems), at, out);
+    add_slices(c, n_elems % c->slice_elems, times, at, out);
 }
 
-/* `copies` copies of all parts of a stage. */
-static struct sent copies_of(const sp_cost_call *c, const sp_cost_stage *s, double link_ns, double copies)
+/* One copy of all parts of a stage. */
+static struct sent one_copy(const sp_cost_call *c, const sp_cost_stage *s, double link_ns)
 {
+    struct spread at = {.density = s->density, .link_ns = link_ns};
     struct sent out = {0};
     size_t off, each;
     sp_part_range(s->n_elems, s->n_parts, 0, &off, &each);
-    if (each == 0 || copies <= 0)
+    if (each == 0)
         return out;
-    add_range(c, each, s->density, link_ns, copies * (double)(s->n_elems / each), &out);
-    add_range(c, s->n_elems % each, s->density, link_ns, copies, &out);
+    add_range(c, each, (double)(s->n_elems / each), &at, &out);
+    add_range(c, s->n_elems % each, 1, &at, &out);
     return out;
 }
 
 void sp_cost_add(const sp_cost_group *g, const sp_cost_call *c, const sp_cost_stage *s, sp_plan_cost *out)
 {
-    double one_ns = s->one_message && s->remote > 0 ? g->remote_ns : g->local_ns, n = g->world_size;
-    struct sent local = copies_of(c, s, one_ns, s->local), remote = copies_of(c, s, g->remote_ns, s->remote);
-    double busiest = remote.bytes / n * s->busiest;
-    out->local_bytes += local.bytes;
-    out->local_messages += local.messages;
-    out->remote_bytes += remote.bytes;
-    out->remote_messages += remote.messages;
+    double n = g->world_size, busiest, encodings = s->messages;
+    struct sent local = {0}, remote = {0};
+    if (s->remote > 0)
+        remote = one_copy(c, s, g->remote_ns);
+    if (s->local > 0)
+        local = s->messages != 0 && s->remote > 0 ? remote : one_copy(c, s, g->local_ns);
+    busiest = remote.bytes * s->remote / n * s->busiest;
+    out->local_bytes += local.bytes * s->local;
+    out->local_messages += local.messages * s->local;
+    out->remote_bytes += remote.bytes * s->remote;
+    out->remote_messages += remote.messages * s->remote;
     out->host_bytes += busiest * g->host_ranks_max;
-    out->ns += (local.bytes + remote.bytes) / n * CODEC_NS_PER_BYTE + local.bytes / n * g->local_ns +
-               busiest * g->remote_ns + local.messages / n * LOCAL_MESSAGE_NS +
-               remote.messages / n * REMOTE_MESSAGE_NS;
+    out->ns +=
+        (local.bytes * g->local_ns + local.decode_ns + local.messages * LOCAL_MESSAGE_NS) * s->local / n +
+        (remote.decode_ns + remote.messages * REMOTE_MESSAGE_NS) * s->remote / n + busiest * g->remote_ns;
+    if (encodings != 0)
+        out->ns += encodings * (s->remote > 0 ? remote : local).encode_ns / n;
+    else
+        out->ns += (local.encode_ns * s->local + remote.encode_ns * s->remote) / n;
 }
 
 /* A stage in which the sender of a part is any rank, and each of its receivers any other. */
@@ -150,7 +170,7 @@ static sp_cost_stage results(const sp_cost_group *g, const sp_cost_call *c, bool
 {
     double density = c->coll == SP_ALL_REDUCE ? c->sum_density : c->density;
     sp_cost_stage s = pairs(g, n_elems, g->world_size, density, g->world_size - 1);
-    s.one_message = true;
+    s.messages = 1;
     if (relayed) {
         s.local = g->world_size - g->n_hosts;
         s.remote = g->n_hosts - 1;
@@ -179,7 +199,7 @@ static void scattered_broadcast(const sp_cost_group *g, const sp_cost_call *c, b
     s.busiest = root_share;
     sp_cost_add(g, c, &s, out);
     s = pairs(g, c->n_elems, n_parts, c->density, g->world_size - 2);
-    s.one_message = true;
+    s.messages = 1;
     if (relayed && g->n_hosts > 1) {
         double hosts = g->n_hosts - 1;
         s.remote = hosts < s.remote ? hosts : s.remote;
@@ -201,6 +221,7 @@ static bool two_hops(const sp_cost_group *g, const sp_cost_call *c, bool relayed
         /* Blocks of n_elems: sp_part_range would cut an array of all blocks at multiples of 64. */
         s = results(g, c, relayed, c->n_elems);
         s.n_parts = 1;
+        s.messages = g->world_size;
         s.local *= g->world_size;
         s.remote *= g->world_size;
         sp_cost_add(g, c, &s, out);
@@ -245,7 +266,7 @@ static bool oneshot(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost 
     if (c->coll != SP_ALL_REDUCE && c->coll != SP_BROADCAST)
         return false;
     s = pairs(g, c->n_elems, 1, c->density, senders * (g->world_size - 1));
-    s.one_message = true;
+    s.messages = senders;
     if (c->coll == SP_BROADCAST)
         s.busiest = g->world_size; /* the root alone sends */
     sp_cost_add(g, c, &s, out);

@@ -43,8 +43,10 @@ typedef struct sp_cost_stage {
     int n_parts;
     double density;
     double local, remote;
-    bool one_message; /* one message goes to all receivers, in the format for the slowest of their links */
-    double busiest;   /* bytes to other hosts: those of the rank that sends the most, over the mean */
+    /* How often each part is encoded, if one message goes to several receivers: it has the format for the slowest
+     * of their links. 0: once for each receiver. */
+    double messages;
+    double busiest; /* bytes to other hosts: those of the rank that sends the most, over the mean */
 } sp_cost_stage;
 
 /* Add a stage's bytes, messages and time on the links. */

@@ -6,9 +6,6 @@
 
 #include <string.h>
 
-/* Up to this many bytes of traffic per rank, one hop is faster than two: moving them takes about as long as
- * waking a thread. */
-#define ONESHOT_BYTES ((size_t)64 << 10)
 /* A slice and its scratch memory stay in an L2 cache of 1 MiB. A message fills about an eighth of a queue of
  * the default capacity. */
 #define SLICE_BYTES ((size_t)128 << 10)
@@ -30,22 +27,6 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
         }
     return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct, oneshot, relayed or ring",
                    text);
-}
-
-/* True if results that cross to another host once have ranks there to be relayed to. */
-static bool relays_pay(const sp_hosts *hosts)
-{
-    return hosts != NULL && hosts->n_hosts > 1 && hosts->n_hosts < hosts->world_size;
-}
-
-sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size, const sp_hosts *hosts)
-{
-    sp_schedule large = relays_pay(hosts) ? SP_SCHED_RELAYED : SP_SCHED_DIRECT;
-    if (coll != SP_ALL_REDUCE && coll != SP_BROADCAST)
-        return large;
-    if (coll == SP_BROADCAST && world_size == 2)
-        return SP_SCHED_ONESHOT; /* one receiver: there is no rank to relay to */
-    return bytes * (size_t)(world_size - 1) <= ONESHOT_BYTES ? SP_SCHED_ONESHOT : large;
 }
 
 size_t sp_tune_queue_bytes(int world_size)

@@ -1,4 +1,4 @@
-/* tune_coll.h - chooses schedule and slice size of a collective, and the slices that need no scan.
+/* tune_coll.h - chooses the slice size of a collective, and the slices that need no scan.
  * The functions depend on their arguments alone. The constants are in tune_coll.c. */
 #ifndef SP_TUNE_COLL_H
 #define SP_TUNE_COLL_H
@@ -8,9 +8,6 @@
 /* Parse "auto" or the name of a schedule. *forced is false for "auto"; then *out stays as it is.
  * Errors: SETTING. */
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out);
-/* The schedule for a collective of a buffer of `bytes` dense bytes. It adds in rank order, as all schedules
- * that this function returns. All ranks get the same answer, because it depends on nothing else. */
-sp_schedule sp_tune_schedule(sp_coll coll, size_t bytes, int world_size, const sp_hosts *hosts);
 /* The smallest slice: one pici tile of 8-byte elements. */
 #define SP_SLICE_BYTES_MIN 32768u
 /* Capacity of one queue, unless a setting forces another number: a power of two. The more ranks, the smaller

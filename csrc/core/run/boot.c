@@ -18,7 +18,7 @@
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
 #define REFUSAL_CAP 600u
-#define WIRE_VERSION 2u
+#define WIRE_VERSION 3u
 #define BOOT_HEAD_BYTES (20u + SP_HOST_ID_BYTES)
 #define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
 #define KEY_CAP 200

@@ -12,16 +12,16 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
     spccl_dtype largest;
     SP_TRY(sp_coll_check(comm, a, &total_bytes));
     a->hosts = comm->links.hosts;
-    a->schedule = comm->schedule_forced && sp_schedule_has(comm->schedule, a->coll)
-                      ? comm->schedule
-                      : sp_tune_schedule(a->coll, total_bytes, comm->world_size, a->hosts);
+    a->is_forced = comm->schedule_forced && sp_schedule_has(comm->schedule, a->coll);
+    a->schedule = comm->schedule;
     a->format = comm->format;
     /* A schedule that does not add in rank order sends sums, which have the accumulator's dtype. */
-    largest = sp_schedule_adds_in_rank_order(a->schedule) ? a->dtype : sp_acc_dtype(a->dtype);
+    largest =
+        !a->is_forced || sp_schedule_adds_in_rank_order(a->schedule) ? a->dtype : sp_acc_dtype(a->dtype);
     a->slice_elems =
         sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(largest), a->format, comm->links.message_max);
     a->timeout_ms = comm->timeout_ms;
-    SP_TRY(sp_op_create(a, comm->rank, comm->world_size, &op));
+    SP_TRY(sp_op_create(a, comm->world_size, &op));
     return sp_comm_submit(comm, op, req);
 }
 

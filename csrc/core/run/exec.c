@@ -11,6 +11,23 @@
  * next slice needs, and would read each cache line first. A core usually has twice this much L3. */
 #define NT_OUTPUT_BYTES_MIN ((size_t)4 << 20)
 
+_Static_assert(SP_EXEC_WINDOW == SP_CHOOSE_LAG,
+               "when a call is planned, the one SP_CHOOSE_LAG before has ended");
+
+/* Find what envelopes say of this rank's links. Links inside a host have constant rates. */
+static void find_rates(sp_exec *x)
+{
+    const sp_links *l = x->links;
+    x->remote_peer = -1;
+    for (int r = 0; r < l->world_size; r++) {
+        bool remote = l->hosts != NULL && l->hosts->host_of[r] != l->hosts->host_of[l->rank];
+        double ns = r == l->rank || remote ? 0 : sp_link_ns_per_byte(l, r);
+        if (remote)
+            x->remote_peer = r;
+        x->local_ns = ns > x->local_ns ? ns : x->local_ns;
+    }
+}
+
 spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, sp_trace *trace,
                           size_t slice_bytes)
 {
@@ -24,8 +41,11 @@ spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels
     x->result = sp_alloc64(slice_bytes);
     x->frames = sp_calloc((size_t)links->world_size, sizeof *x->frames);
     x->n_sent = sp_calloc(SP_N_QUEUES * (size_t)links->world_size, sizeof *x->n_sent);
-    if (x->acc == NULL || x->result == NULL || x->frames == NULL || x->n_sent == NULL)
+    x->chooser = sp_calloc(1, sizeof *x->chooser);
+    if (x->acc == NULL || x->result == NULL || x->frames == NULL || x->n_sent == NULL || x->chooser == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "scratch for slices of %zu bytes", slice_bytes);
+    sp_chooser_init(x->chooser, links->world_size, links->hosts);
+    find_rates(x);
     return SPCCL_OK;
 }
 
@@ -38,12 +58,13 @@ void sp_exec_fini(sp_exec *x)
     sp_free(x->result);
     sp_free(x->frames);
     sp_free(x->n_sent);
+    sp_free(x->chooser);
     *x = (sp_exec){0};
 }
 
 size_t sp_exec_memory_bytes(const sp_exec *x)
 {
-    return 3 * x->slice_bytes_max + x->slice_elems_max / 64 * 9; /* and the codec's mask and counts */
+    return 3 * x->slice_bytes_max + x->slice_elems_max / 64 * 9 + sizeof *x->chooser; /* 9: the codec's */
 }
 
 /* Count the messages that the plan sends to each rank, and expects from it, on each queue. */
@@ -59,45 +80,61 @@ static void count_messages(sp_op *op)
     }
 }
 
-spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp_op **out)
+spccl_status sp_op_create(const sp_coll_args *args, int world_size, sp_op **out)
 {
-    size_t n_queues = (size_t)SP_N_QUEUES * (size_t)world_size, steps;
-    sp_plan_args pa = {.coll = args->coll,
-                       .rank = rank,
-                       .world_size = world_size,
-                       .root = args->root,
-                       .n_elems = args->n_elems,
-                       .hosts = args->hosts};
-    sp_plan *plan = NULL;
-    spccl_status st;
-    sp_op *op;
-    SP_TRY(sp_plan_create(args->schedule, &pa, &plan));
-    steps = (size_t)plan->n_steps;
-    op = sp_calloc(1,
-                   sizeof *op + n_queues * sizeof(uint64_t) + (2 * steps + 2 * n_queues) * sizeof(uint32_t));
-    if (op == NULL) {
-        sp_plan_destroy(plan);
+    size_t n_queues = (size_t)SP_N_QUEUES * (size_t)world_size;
+    sp_op *op = sp_calloc(1, sizeof *op + n_queues * (sizeof(uint64_t) + 2 * sizeof(uint32_t)));
+    if (op == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(args->coll), args->n_elems);
-    }
     op->a = *args;
-    op->plan = plan;
     op->elem_bytes = sp_dtype_bytes(args->dtype);
     op->sent_end = (uint64_t *)(op + 1);
-    op->next_slice = (uint32_t *)(op->sent_end + n_queues);
-    op->dense_run = op->next_slice + steps;
-    op->left[0] = op->dense_run + steps;
+    op->left[0] = (uint32_t *)(op->sent_end + n_queues);
     op->left[1] = op->left[0] + n_queues;
-    op->n_steps_left = plan->n_steps;
-    SP_TRY_TO(fail, st, sp_op_order_init(op));
     op->non_temporal =
         args->n_elems * op->elem_bytes * (args->coll == SP_ALL_GATHER ? (size_t)world_size : 1) >=
         NT_OUTPUT_BYTES_MIN;
-    count_messages(op);
     *out = op;
     return SPCCL_OK;
-fail:
-    sp_op_destroy(op);
-    return st;
+}
+
+static spccl_status choose_schedule(sp_exec *x, sp_op *op)
+{
+    sp_cost_call call = {.coll = op->a.coll,
+                         .n_elems = op->a.n_elems,
+                         .elem_bytes = op->elem_bytes,
+                         .slice_elems = op->a.slice_elems,
+                         .format = SPCCL_FORMAT_AUTO}; /* not op->a.format: ranks may force different ones */
+    const sp_choice *choice;
+    SP_TRY(sp_choose(x->chooser, &call, (uint8_t)op->a.dtype, &choice));
+    if (!op->a.is_forced)
+        op->a.schedule = choice->schedule;
+    op->measured = (sp_measured){.coll = op->a.coll, .dtype = (uint8_t)op->a.dtype, .n_elems = op->a.n_elems};
+    return SPCCL_OK;
+}
+
+/* Choose the schedule of an op that has come into the window, and make its plan. */
+static spccl_status plan_op(sp_exec *x, sp_op *op)
+{
+    sp_plan_args pa = {.coll = op->a.coll,
+                       .rank = x->links->rank,
+                       .world_size = x->links->world_size,
+                       .root = op->a.root,
+                       .n_elems = op->a.n_elems,
+                       .hosts = op->a.hosts};
+    sp_plan *plan = NULL;
+    SP_TRY(choose_schedule(x, op));
+    SP_TRY(sp_plan_create(op->a.schedule, &pa, &plan));
+    op->next_slice = sp_calloc(2 * (size_t)plan->n_steps + 1, sizeof *op->next_slice);
+    if (op->next_slice == NULL) {
+        sp_plan_destroy(plan);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(op->a.coll), op->a.n_elems);
+    }
+    op->dense_run = op->next_slice + plan->n_steps;
+    op->n_steps_left = plan->n_steps;
+    op->plan = plan;
+    count_messages(op);
+    return sp_op_order_init(op);
 }
 
 void sp_op_destroy(sp_op *op)
@@ -106,6 +143,7 @@ void sp_op_destroy(sp_op *op)
         return;
     sp_plan_destroy(op->plan);
     sp_free(op->order_memory);
+    sp_free(op->next_slice);
     sp_free(op);
 }
 
@@ -162,6 +200,8 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
     *progressed = false;
     for (int i = 0; i < x->n_ops; i++) {
         sp_op *op = x->window[i];
+        if (op->plan == NULL)
+            SP_TRY(plan_op(x, op));
         for (int s = 0; s < op->plan->n_steps; s++) {
             spccl_status st;
             if ((size_t)op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems ||
@@ -202,9 +242,10 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
 {
     sp_op *op = x->n_ops != 0 ? x->window[0] : NULL;
     *out = NULL;
-    if (op == NULL || op->n_steps_left != 0 || !is_flushed(x, op))
+    if (op == NULL || op->plan == NULL || op->n_steps_left != 0 || !is_flushed(x, op))
         return SPCCL_OK;
     SP_TRY(sp_exec_check_surplus(x, op));
+    sp_chooser_end(x->chooser, &op->measured);
     x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);
     x->n_ops--;
     for (int i = 0; i < x->n_ops; i++)

@@ -6,6 +6,7 @@
 
 #include "core/base/trace.h"
 #include "core/format/codec.h"
+#include "core/plan/choose.h"
 #include "core/plan/density_rule.h"
 #include "core/run/boot.h"
 
@@ -28,6 +29,7 @@ typedef struct sp_coll_args {
     spccl_dtype dtype;
     spccl_redop redop;
     int root;
+    bool is_forced; /* the schedule: else the executor chooses it */
     sp_schedule schedule;
     const sp_hosts *hosts; /* borrowed; NULL: one host */
     size_t slice_elems;
@@ -70,7 +72,7 @@ struct sp_op {
     size_t elem_bytes;
     bool non_temporal; /* the output is larger than the caches: use non-temporal stores */
     bool is_started;
-    sp_plan *plan;
+    sp_plan *plan;        /* NULL until the op is in the window: the schedule depends on earlier calls */
     uint32_t *next_slice; /* [n_steps] */
     uint32_t *dense_run;  /* [n_steps] how many slices in a row were sent dense */
     uint32_t *left[2];    /* [SP_N_QUEUES * world_size] messages still to send (0) and to receive (1) */
@@ -82,6 +84,7 @@ struct sp_op {
     sp_kept *kept;           /* [block_slices]; NULL: no step keeps a slice */
     size_t kept_bytes;       /* room of each slot */
     void *order_memory;      /* the three above */
+    sp_measured measured;
 };
 
 typedef struct sp_exec_stats {
@@ -102,6 +105,10 @@ typedef struct sp_exec {
     int n_ops;
     sp_call past[SP_EXEC_PAST]; /* the last ended calls: call number i is at i % SP_EXEC_PAST */
     uint32_t n_past;            /* calls ended, ever */
+    sp_chooser *chooser;        /* owned */
+    /* Of envelopes: the slowest link inside this rank's host, and a rank of another host; -1 = none. */
+    double local_ns;
+    int remote_peer;
     sp_exec_stats stats;
 } sp_exec;
 
@@ -112,16 +119,16 @@ spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels
 void sp_exec_fini(sp_exec *x);
 size_t sp_exec_memory_bytes(const sp_exec *x);
 
-/* Plan one collective. The op borrows the buffers of `args`. Free it with sp_op_destroy. */
-spccl_status sp_op_create(const sp_coll_args *args, int rank, int world_size, sp_op **out);
+/* Make an op, which sp_exec_pass plans. It borrows the buffers of `args`. Free it with sp_op_destroy. */
+spccl_status sp_op_create(const sp_coll_args *args, int world_size, sp_op **out);
 void sp_op_destroy(sp_op *op);
 /* "all_reduce #12 (1048576 float32, sum)" */
 void sp_op_describe(const sp_op *op, char *text, size_t cap);
 
 /* Put an op into the window. The caller has checked that n_ops < SP_EXEC_WINDOW. */
 void sp_exec_add(sp_exec *x, sp_op *op);
-/* Try one slice of each step of each op. *progressed = true if any slice was done.
- * Errors: PEER, FORMAT, FRAME, MISMATCH. They break the whole communicator. The text names op, peer, part and
+/* Plan new ops, then try one slice of each step of each op. *progressed = true if any slice was done.
+ * Errors: NOMEM, PEER, FORMAT, FRAME, MISMATCH. They break the whole communicator. The text names op, peer, part and
  * slice. */
 spccl_status sp_exec_pass(sp_exec *x, bool *progressed);
 /* Call before sleeping. Errors: MISMATCH (the oldest message of some queue belongs to a collective that this

@@ -99,6 +99,7 @@ static spccl_status reduce_dense(sp_exec *x, const sp_slice *s)
     SP_TRY(sp_slice_encode(x, s, result, &e));
     if (divides_frame(a))
         divide_frame(x, s, &e);
+    sp_measure_message(x, s, e.message, e.nnz);
     return sp_slice_commit(x, s, &e);
 }
 
@@ -163,6 +164,7 @@ static spccl_status reduce_in_place(sp_exec *x, const sp_slice *s)
     }
     if (a->redop == SPCCL_AVG)
         SP_TRY(divide_in_place(x, s, &e));
+    sp_measure_message(x, s, e.message, e.nnz);
     return sp_slice_commit(x, s, &e);
 }
 
@@ -179,7 +181,7 @@ static spccl_status reduce_to_sum(sp_exec *x, const sp_slice *s)
     return sp_slice_commit(x, s, &e);
 }
 
-spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
+spccl_status sp_reduce_run(sp_exec *x, sp_slice *s)
 {
     const uint8_t *msg = NULL;
     size_t bytes = 0;
@@ -190,12 +192,15 @@ spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s)
         int peer = sp_slice_rank(s, s->step->from + i);
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
         SP_TRY(sp_slice_open(x, s, peer, msg, bytes, &x->frames[peer]));
+        s->n_contributed += x->frames[peer].nnz;
     }
     SP_TRY(s->step->gives_sum          ? reduce_to_sum(x, s)
            : can_reduce_in_place(x, s) ? reduce_in_place(x, s)
                                        : reduce_dense(x, s));
     for (int i = 0; i < s->step->n_from; i++) {
         SP_TRY(sp_slice_message(x, s, i, &msg, &bytes));
+        if (s->step->n_to == 0) /* oneshot */
+            sp_measure_message(x, s, msg, x->frames[sp_slice_rank(s, s->step->from + i)].nnz);
         SP_TRY(sp_slice_release(x, s, i, bytes));
     }
     return SPCCL_OK;

@@ -10,7 +10,7 @@
 #define QUEUE_MASK 15u
 #define ENVELOPE_MAGIC 0x56455053u /* "SPEV" */
 
-static void envelope_write(uint8_t *e, const sp_slice *s)
+static void envelope_write(uint8_t *e, sp_exec *x, const sp_slice *s)
 {
     const sp_coll_args *a = &s->op->a;
     sp_store_le32(e, s->op->seq);
@@ -24,6 +24,7 @@ static void envelope_write(uint8_t *e, const sp_slice *s)
     sp_store_le16(e + 24, (uint16_t)s->step->part);
     sp_store_le16(e + 26, (uint16_t)a->root);
     sp_store_le32(e + 28, ENVELOPE_MAGIC);
+    sp_measure_write(e, x, s);
 }
 
 static sp_call envelope_call(const uint8_t *e)
@@ -333,7 +334,7 @@ spccl_status sp_slice_encode(sp_exec *x, const sp_slice *s, const void *data, sp
     if (s->step->n_to == 0)
         return SPCCL_OK;
     SP_TRY(reserve_message(x, s, 0, out->bytes, &out->message));
-    envelope_write(out->message, s);
+    envelope_write(out->message, x, s);
     sp_codec_write(x->codec, data, s->n, s->out_dtype, out->format, false, nnz,
                    out->message + SP_ENVELOPE_BYTES);
     return SPCCL_OK;
@@ -375,6 +376,7 @@ static spccl_status run_send(sp_exec *x, const sp_slice *s)
         SP_TRY(pass_on(x, s, s->kept->data, s->kept->bytes, s->kept->format));
     } else {
         SP_TRY(sp_slice_encode(x, s, s->src, &e));
+        sp_measure_sent(x, s, &e);
         SP_TRY(sp_slice_commit(x, s, &e));
     }
     if (s->kept != NULL)
@@ -409,6 +411,7 @@ static spccl_status run_recv(sp_exec *x, const sp_slice *s)
     if (s->step->keeps)
         SP_TRY(keep_message(x, s, msg, bytes, frame.format));
     SP_TRY(sp_codec_apply(x->kernels, &frame, SPCCL_SET, s->dst, s->op->a.dtype, s->op->non_temporal));
+    sp_measure_message(x, s, msg, frame.nnz);
     return sp_slice_release(x, s, 0, bytes);
 }
 

@@ -10,12 +10,13 @@ typedef struct sp_slice {
     const sp_op *op;
     const sp_step *step;
     int op_idx, step_idx;
-    uint32_t k;            /* number of the slice within the part */
-    size_t off, n;         /* elements [off, off + n) of the part */
-    const uint8_t *src;    /* what is sent or added of this rank's */
-    uint8_t *dst;          /* where its output goes */
-    sp_kept *kept;         /* the slot of a step that keeps the slice or sends a kept one */
-    spccl_dtype out_dtype; /* of what is sent: the accumulator's for a sum that is not finished */
+    uint32_t k;             /* number of the slice within the part */
+    size_t off, n;          /* elements [off, off + n) of the part */
+    const uint8_t *src;     /* what is sent or added of this rank's */
+    uint8_t *dst;           /* where its output goes */
+    sp_kept *kept;          /* the slot of a step that keeps the slice or sends a kept one */
+    spccl_dtype out_dtype;  /* of what is sent: the accumulator's for a sum that is not finished */
+    uint64_t n_contributed; /* REDUCE: listed elements of the contributions from other ranks */
 } sp_slice;
 
 /* plan->ranks[i] of the slice's op. */
@@ -61,9 +62,17 @@ bool sp_step_is_due(const sp_op *op, int step_idx);
 void sp_op_slice_done(sp_op *op, int step_idx);
 /* The slot that slice k of the step keeps its data in, or sends from. NULL: the step does neither. */
 sp_kept *sp_op_kept(const sp_op *op, int step_idx, uint32_t k);
+/* exec_measure.c: densities and rates for the choice of later schedules (choose.h). */
+/* Write bytes 32 to 47 of an envelope. */
+void sp_measure_write(uint8_t *envelope, sp_exec *x, const sp_slice *s);
+/* Count a message that every rank of the group sends or receives: a result of an all-reduce, an input of a
+ * oneshot one, or data of an all-gather or broadcast. nnz: of its frame. In a reduce-scatter nothing is counted. */
+void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_t nnz);
+/* Count a message of a SEND step, if it goes to every other rank or is passed on to them. */
+void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e);
 
 /* Run one slice of a REDUCE step (exec_reduce.c). */
-spccl_status sp_reduce_run(sp_exec *x, const sp_slice *s);
+spccl_status sp_reduce_run(sp_exec *x, sp_slice *s);
 
 /* Try the next slice of step `step_idx` of window[op_idx]. OK: it is done. AGAIN: it must wait. Any other
  * status breaks the communicator. */

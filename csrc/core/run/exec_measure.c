@@ -1,0 +1,56 @@
+/* exec_measure.c - what a collective measures for the choice of later schedules: densities and rates. All of it
+ * is taken from messages that every rank sends or receives, so all ranks get the same numbers. See choose.h. */
+#include "core/run/exec_steps.h"
+
+/* In these schedules a message that goes to one rank goes to all, or is a contribution. */
+static bool is_measured(sp_schedule schedule)
+{
+    return schedule == SP_SCHED_DIRECT || schedule == SP_SCHED_ONESHOT || schedule == SP_SCHED_RELAYED;
+}
+
+/* True if every rank gets the messages that carry a rank's input. */
+static bool input_goes_to_all(const sp_coll_args *a)
+{
+    return a->coll == SP_ALL_GATHER || a->coll == SP_BROADCAST ||
+           (a->coll == SP_ALL_REDUCE && a->schedule == SP_SCHED_ONESHOT);
+}
+
+static uint32_t rate_units(double ns_per_byte)
+{
+    double units = ns_per_byte * SP_CHOOSE_NS_UNIT + 0.5;
+    return units < (double)UINT32_MAX ? (uint32_t)units : UINT32_MAX;
+}
+
+void sp_measure_write(uint8_t *envelope, sp_exec *x, const sp_slice *s)
+{
+    double remote_ns = x->remote_peer >= 0 ? sp_link_ns_per_byte(x->links, x->remote_peer) : 0;
+    sp_store_le64(envelope + 32, s->n_contributed);
+    sp_store_le32(envelope + 40, rate_units(x->local_ns));
+    sp_store_le32(envelope + 44, rate_units(remote_ns));
+}
+
+void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_t nnz)
+{
+    const sp_coll_args *a = &s->op->a;
+    sp_measured *m = &x->window[s->op_idx]->measured;
+    uint32_t local_ns = sp_load_le32(msg + 40), remote_ns = sp_load_le32(msg + 44);
+    if (!is_measured(a->schedule) || a->coll == SP_REDUCE_SCATTER)
+        return;
+    if (input_goes_to_all(a)) {
+        m->listed += nnz;
+        m->elems += s->n;
+    } else {
+        m->listed += sp_load_le64(msg + 32);
+        m->elems += s->n * (size_t)(x->links->world_size - 1);
+        m->sum_listed += nnz;
+        m->sum_elems += s->n;
+    }
+    m->local_ns = local_ns > m->local_ns ? local_ns : m->local_ns;
+    m->remote_ns = remote_ns > m->remote_ns ? remote_ns : m->remote_ns;
+}
+
+void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e)
+{
+    if (s->step->n_to != 0 && input_goes_to_all(&s->op->a)) /* a group of one rank sends nothing */
+        sp_measure_message(x, s, e->message, e->nnz);
+}
