@@ -32,6 +32,9 @@ struct environment {
     bool processes;
 };
 static const struct environment environments[] = {
+#if defined(NET_PLUGIN_FOLDER)
+    {"ncclnet", true}, /* not as threads: this process, which forks the others, must not load the plugin */
+#endif
     {"inproc", false}, {"shm", true}, {"tcp", true}, {"shm", false}, {"tcp", false}};
 #define N_ENVIRONMENTS (sizeof environments / sizeof *environments)
 
@@ -80,6 +83,9 @@ static inline int count_entries(const char *folder)
 /* A group of n members. A test may change the config before it runs the members. */
 static inline struct member make_group(const struct environment *g, int n, void (*fn)(struct member *))
 {
+#if defined(NET_PLUGIN_FOLDER)
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 0);
+#endif
     struct member m = {
         .t = sp_transport_find(g->transport), .n = n, .fn = fn, .seed = test_rand(), .killed_rank = -1};
     m.config = (sp_endpoint_config){.world_size = n,

@@ -3,6 +3,7 @@
  * file or socket behind. */
 #include "endpoints.h"
 #include "transport/common/auth.h"
+#include "transport/net/ncclnet_wire.h"
 #include "transport/net/tcp.h"
 
 #include <errno.h>
@@ -152,8 +153,12 @@ static int connect_raw(const struct member *m, int rank)
     const uint8_t *address = m->shared->address[rank].bytes;
     struct sockaddr_un un = {.sun_family = AF_UNIX};
     sp_tcp_address tcp;
-    if (strcmp(m->t->name, "tcp") == 0) {
-        CHECK(sp_tcp_parse_address(address, m->shared->address[rank].n_bytes, &tcp), "no address");
+    if (strcmp(m->t->name, "tcp") == 0 || strcmp(m->t->name, "ncclnet") == 0) {
+        const uint8_t *at = address;
+        size_t n = m->shared->address[rank].n_bytes;
+        if (m->t->name[0] == 'n')
+            CHECK(sp_nn_read_address(address, n, &at, &n), "no address");
+        CHECK(sp_tcp_parse_address(at, n, &tcp), "no address");
         return connect_at((const struct sockaddr *)&tcp.ips[tcp.n_ips - 1].storage,
                           tcp.ips[tcp.n_ips - 1].bytes);
     }

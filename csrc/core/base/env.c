@@ -23,7 +23,7 @@ static const sp_env_var vars[SP_N_ENV] = {
          "capacity of a queue from one rank to another; a power of two from 64K on; 0 = 1M, "
          "less from 13 ranks on",
          1, 0, 1 << 26, NULL},
-    [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,tcp",
+    [SP_ENV_TRANSPORTS] = {"SPCCL_TRANSPORTS", "inproc,shm,ncclnet,tcp",
                            "transports that a pair of ranks tries, in order", 0, 0, 0, NULL},
     [SP_ENV_HOST_ID] =
         {"SPCCL_HOST_ID", "",
@@ -37,6 +37,13 @@ static const sp_env_var vars[SP_N_ENV] = {
                            1, 0, INT64_C(1) << 32, NULL},
     [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "",
                          "address or interface that tcp listens on; empty = spccl chooses", 0, 0, 0, NULL},
+    [SP_ENV_NET_PLUGIN] = {"SPCCL_NET_PLUGIN", "",
+                           "NCCL net plugin: a name, a path, or none; empty = NCCL_NET_PLUGIN, then "
+                           "libnccl-net.so if it is there",
+                           0, 0, 0, NULL},
+    [SP_ENV_NET_PLUGIN_MS] = {"SPCCL_NET_PLUGIN_MS", "10000",
+                              "milliseconds that one call into an NCCL net plugin may take", 1, 1, 1 << 30,
+                              NULL},
     [SP_ENV_RENDEZVOUS_ADDR] = {"SPCCL_RENDEZVOUS_ADDR", "127.0.0.1",
                                 "address that spccl_get_unique_id listens on", 0, 0, 0, NULL},
     [SP_ENV_TIMEOUT_MS] = {"SPCCL_TIMEOUT_MS", "600000",

@@ -20,6 +20,8 @@ typedef enum sp_env_id {
     SP_ENV_TCP_SOCKETS,     /* number */
     SP_ENV_TCP_WINDOW,      /* number */
     SP_ENV_TCP_ADDR,        /* text */
+    SP_ENV_NET_PLUGIN,      /* text */
+    SP_ENV_NET_PLUGIN_MS,   /* number */
     SP_ENV_RENDEZVOUS_ADDR, /* text */
     SP_ENV_TIMEOUT_MS,      /* number */
     SP_ENV_SPIN_US,         /* number */

@@ -29,6 +29,7 @@ typedef struct sp_endpoint_config {
     int n_queues;                    /* per peer and direction, 1 .. SP_QUEUES_MAX */
     size_t queue_bytes;              /* capacity of one queue; a power of two */
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
+    bool tcp_too;                    /* ncclnet: tcp may carry a pair whose plugin fails at start-up */
     int64_t deadline_ns;             /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
 
@@ -41,6 +42,9 @@ typedef struct sp_transport {
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
     double (*ns_per_byte)(sp_endpoint *ep, int peer);
 
+    /* What this transport found on this host, for `spccl info`: texts that stay valid. NULL: it looks for nothing. */
+    void (*inform)(const char **value, const char **why);
+
     /* Make an endpoint. The caller sets *out to NULL before the call. `config` is not used after return. */
     spccl_status (*open)(const sp_endpoint_config *config, sp_endpoint **out);
     /* Write the address at which peers reach this endpoint. *bytes <= SP_ADDRESS_BYTES_MAX. */
@@ -48,6 +52,9 @@ typedef struct sp_transport {
     /* True if this endpoint and the one at `address` can use this transport. Both ends must get the same
      * answer. `why` gets the reason in a few words, for true and for false: "same host", "other host". */
     bool (*can_reach)(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+    /* How this endpoint reaches a peer, in a few words; called once all peers are connected. NULL: what can_reach
+     * said holds. */
+    void (*describe)(sp_endpoint *ep, int peer, char *out, size_t cap);
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
     /* Continue connecting. Returns SPCCL_AGAIN until every added peer is connected in both directions.

@@ -106,9 +106,23 @@ static spccl_status open_all(sp_links *links, const sp_boot_config *c, const sp_
     return SPCCL_OK;
 }
 
+/* True if tcp is among the transports. */
+static bool lists_tcp(const sp_boot_config *c)
+{
+    const sp_transport *list[SP_TRANSPORTS_MAX], *tcp = sp_transport_find("tcp");
+    size_t n = 0;
+    bool found = false;
+    if (sp_transport_parse_list(c->transports, list, SP_TRANSPORTS_MAX, &n) != SPCCL_OK)
+        return false;
+    for (size_t i = 0; i < n; i++)
+        found = found || list[i] == tcp;
+    return found;
+}
+
 static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 {
     sp_endpoint_config ec = {.rank = c->rank,
+                             .tcp_too = lists_tcp(c),
                              .world_size = c->world_size,
                              .group_tag = links->group_tag,
                              .n_queues = 2,
@@ -371,6 +385,11 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
         return st;
     drop_unused(links);
     SP_TRY(connect_all(links));
+    for (int r = 0; r < c->world_size; r++) {
+        sp_link *link = &links->peers[r];
+        if (link->transport != NULL && link->transport->describe != NULL)
+            link->transport->describe(link->ep, r, link->text, sizeof link->text);
+    }
     for (int i = 0; i < links->n_endpoints; i++)
         links->message_max =
             sp_min_size(links->message_max, links->transports[i]->message_max(links->endpoints[i]));

@@ -4,8 +4,10 @@
 #include "core/base/env.h"
 #include "core/contract/transport.h"
 #include "core/format/kernel_table.h"
+#include "core/plan/tune_coll.h"
 #include "core/run/gpu_part.h"
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -16,8 +18,8 @@ static const spccl_info_entry absent_parts[] = {
     {.kind = "part",
      .name = "ib",
      .value = "absent",
-     .why =
-         "InfiniBand/RoCE is not part of version " SPCCL_VERSION_TEXT ": pairs on different hosts use tcp"},
+     .why = "InfiniBand/RoCE is not part of version " SPCCL_VERSION_TEXT
+            ": pairs on different hosts use ncclnet or tcp"},
 };
 
 static const struct {
@@ -47,10 +49,33 @@ static bool transport_entry(size_t i, spccl_info_entry *out)
         if (sp_transports[j] == NULL)
             return false;
     *out = (spccl_info_entry){.kind = "transport", .name = sp_transports[i]->name, .value = "in", .why = ""};
+    if (sp_transports[i]->inform != NULL)
+        sp_transports[i]->inform(&out->value, &out->why);
     for (size_t j = 0; j < sizeof transport_why / sizeof transport_why[0]; j++)
         if (strcmp(transport_why[j].name, out->name) == 0)
             out->why = transport_why[j].why;
     return true;
+}
+
+static char memory_text[96];
+
+static void write_memory_text(void)
+{
+    size_t few = 4 * sp_tune_queue_bytes(2), many = 31 * 4 * sp_tune_queue_bytes(32);
+    snprintf(memory_text, sizeof memory_text, "%zuM per peer, %zuM per rank at 32 ranks", few >> 20,
+             many >> 20);
+}
+
+/* Two queues, each with a ring to send and one to receive. */
+static spccl_info_entry memory_entry(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, write_memory_text);
+    return (spccl_info_entry){
+        .kind = "part",
+        .name = "registered memory",
+        .value = memory_text,
+        .why = "most that ncclnet registers with a plugin, unless SPCCL_QUEUE_BYTES is set"};
 }
 
 /* Entry `i`, in the order kernels, transports, parts, settings. False if i is past the last. */
@@ -70,6 +95,10 @@ static bool find_entry(size_t i, spccl_info_entry *out)
     i -= n_transports;
     if (i-- == 0) {
         sp_gpu_part_here.describe(out);
+        return true;
+    }
+    if (i-- == 0) {
+        *out = memory_entry();
         return true;
     }
     if (i < n_absent) {

@@ -1,0 +1,123 @@
+/* ncclnet.h - the data of transport ncclnet. ncclnet.c: messages. ncclnet_start.c: start-up, on the caller's
+ * thread. ncclnet_thread.c: the thread that calls the plugin. ncclnet_end.c: how peers end.
+ *
+ * Each endpoint has an endpoint of transport tcp beside it. Its link to a peer proves the job secret, carries what
+ * both must know to connect (ncclnet_wire.h), aborts, and shows when the peer is gone: a plugin cannot. If the
+ * plugin fails for a peer at start-up, the messages to that peer take the tcp link too. */
+#ifndef SP_NCCLNET_H
+#define SP_NCCLNET_H
+
+#include "core/contract/transport.h"
+#include "transport/net/ncclnet_load.h"
+#include "transport/net/ncclnet_ring.h"
+#include "transport/net/ncclnet_wire.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+/* What the thread has done for a peer. The caller sets the second, the thread the last two. */
+enum sp_nn_state { SP_NN_IDLE, SP_NN_CONNECTING, SP_NN_CONNECTED, SP_NN_FAILED };
+
+/* One queue to, or from, one peer: a connection of the plugin. */
+struct sp_nn_queue {
+    sp_nn_ring ring;
+    /* the thread's */
+    void *listener; /* receiver */
+    void *comm, *mr;
+    atomic_bool failed; /* a call for this queue failed: the plugin is not called for it any more */
+    int card;
+    uint64_t n_started; /* segments given to the plugin */
+    void *requests[SP_NN_SEGMENTS];
+};
+
+enum sp_nn_route { SP_NN_UNDECIDED, SP_NN_BY_PLUGIN, SP_NN_BY_TCP };
+
+struct sp_nn_peer {
+    bool added;
+    enum sp_nn_route route;
+    struct sp_nn_queue tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
+    _Atomic int state;                  /* enum sp_nn_state */
+    bool connected;                     /* the thread's: was connected, even if a queue failed since */
+    atomic_bool cancelled;              /* asks the thread to give up connecting */
+    char failure[SP_NN_TEXT_CAP + 120]; /* valid with SP_NN_FAILED */
+    sp_nn_offer mine, theirs;
+    /* start-up, the caller's */
+    bool offer_sent, offer_here, verdict_sent, verdict_here;
+    char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
+    /* the peer's end */
+    bool gone, over; /* no more can be sent to it; nothing more will arrive */
+    bool has_farewell;
+    sp_nn_farewell farewell;
+    int64_t
+        ended_ns; /* since when this rank knows that it is gone, or that the plugin failed; 0: it is not */
+    uint64_t n_arrived; /* segments, at the last look */
+    char gone_text[SP_NN_TEXT_CAP + 160];
+};
+
+enum { SP_NN_LOAD_RUNS, SP_NN_LOAD_FINE, SP_NN_LOAD_FAILED };
+
+struct sp_ncclnet {
+    sp_endpoint_config config;
+    sp_nn_found found;
+    sp_endpoint *tcp; /* owned; NULL: there is no plugin */
+    int epoll_fd, event_fd;
+    struct sp_nn_peer *peers; /* [world_size] */
+    int64_t call_limit_ns;    /* how long a call into the plugin may take */
+    /* start-up */
+    bool tcp_up, started, verdicts_due, up;
+    int64_t load_deadline_ns, connect_deadline_ns;
+    /* the thread. If it hangs in the plugin it is abandoned: this struct then stays, and it touches nothing else */
+    pthread_t thread;
+    pid_t pid; /* of the process that started the thread: a child of fork has none */
+    atomic_bool stop, exited, abandoned;
+    bool thread_lost;
+    _Atomic int load; /* SP_NN_LOAD_RUNS .. */
+    char load_text[SP_NN_TEXT_CAP + 100];
+    const sp_nn_plugin *plugin;
+    _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
+    _Atomic int call_slot, call_peer;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    atomic_bool asleep;
+    /* wake-ups of the caller */
+    atomic_uint n_events;
+    unsigned n_events_seen;
+    atomic_bool armed;
+    bool changed;
+    int abort_rank;
+    struct sp_ncclnet *next_lost; /* list of those that are kept */
+};
+
+static inline struct sp_ncclnet *sp_nn_self(sp_endpoint *ep)
+{
+    return (struct sp_ncclnet *)ep;
+}
+
+/* ncclnet_thread.c */
+/* Start the thread. It loads the plugin, listens for every added peer, then sets `load`. Errors: SYSTEM. */
+spccl_status sp_nn_thread_start(struct sp_ncclnet *ep);
+/* There is something to send or to fill, or a peer to connect. */
+void sp_nn_thread_kick(struct sp_ncclnet *ep);
+/* True if the thread has been in one call for longer than it may. `out` gets "connect to rank 3 ...". */
+bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap);
+/* Give the thread up: it will never be joined, and what it may touch is never freed. */
+void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why);
+/* End the thread, which closes what it opened. Waits a bounded time. */
+void sp_nn_thread_stop(struct sp_ncclnet *ep);
+/* "card eth0 port 1" of a queue. */
+void sp_nn_card_text(const struct sp_ncclnet *ep, int card, char *out, size_t cap);
+
+/* ncclnet_end.c */
+/* The peer ends, or the plugin failed for it: what follows is decided by sp_nn_look_at_end. */
+void sp_nn_start_ending(struct sp_ncclnet *ep, struct sp_nn_peer *p);
+/* Read what the peer says over tcp after start-up: its farewell, then its end. */
+void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer);
+/* Decide whether the peer is gone, and whether more can arrive from it. */
+void sp_nn_look_at_end(struct sp_ncclnet *ep, int peer);
+/* Abandon the thread if it hangs. All peers of the plugin are then gone. */
+void sp_nn_check_thread(struct sp_ncclnet *ep);
+
+/* ncclnet_start.c */
+spccl_status sp_nn_connect_step(sp_endpoint *ep);
+
+#endif

@@ -1,0 +1,214 @@
+/* ncclnet_abi.c - see ncclnet_abi.h. */
+#include "transport/net/ncclnet_abi.h"
+
+#include <limits.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#define POINTER_HOST 1
+#define COMM_ID UINT64_C(0x5350434c4e455400)
+
+/* The start of the properties of a card. Version 9 inserted `force_flush`. What follows is not read. */
+struct props_8 {
+    char *name, *pci_path;
+    uint64_t guid;
+    int pointers, reg_is_global, speed, port;
+    float latency;
+    int max_comms, max_recvs, device_type, device_version;
+};
+struct props_9 {
+    char *name, *pci_path;
+    uint64_t guid;
+    int pointers, reg_is_global, force_flush, speed, port;
+    float latency;
+    int max_comms, max_recvs, device_type, device_version;
+};
+_Static_assert(offsetof(struct props_8, speed) == 32 && offsetof(struct props_9, speed) == 36, "as in NCCL");
+
+/* A plugin writes the whole struct of its version: 120 bytes in version 12. */
+union props {
+    struct props_8 v8;
+    struct props_9 v9;
+    uint8_t room[512];
+};
+
+struct config_10 {
+    int traffic_class; /* -1: the network's default */
+};
+
+/* The functions whose parameters differ between versions, and the others. */
+typedef int (*init_8)(sp_nn_logger logger);
+typedef int (*init_10)(sp_nn_logger logger, void *profiler);
+typedef int (*init_11)(void **context, uint64_t comm_id, struct config_10 *config, sp_nn_logger logger,
+                       void *profiler);
+typedef int (*listen_8)(int dev, void *handle, void **comm);
+typedef int (*listen_11)(void *context, int dev, void *handle, void **comm);
+typedef int (*connect_8)(int dev, void *handle, void **comm, void **device_comm);
+typedef int (*connect_10)(int dev, struct config_10 *config, void *handle, void **comm, void **device_comm);
+typedef int (*connect_11)(void *context, int dev, void *handle, void **comm, void **device_comm);
+typedef int (*isend_8)(void *comm, void *data, int bytes, int tag, void *mr, void **request);
+typedef int (*isend_9)(void *comm, void *data, size_t bytes, int tag, void *mr, void **request);
+typedef int (*isend_10)(void *comm, void *data, size_t bytes, int tag, void *mr, void *profile,
+                        void **request);
+typedef int (*irecv_8)(void *comm, int n, void **data, int *bytes, int *tags, void **mrs, void **request);
+typedef int (*irecv_9)(void *comm, int n, void **data, size_t *bytes, int *tags, void **mrs, void **request);
+typedef int (*irecv_10)(void *comm, int n, void **data, size_t *bytes, int *tags, void **mrs, void **profiles,
+                        void **request);
+typedef int (*devices_fn)(int *n);
+typedef int (*properties_fn)(int dev, void *props);
+typedef int (*accept_fn)(void *listener, void **comm, void **device_comm);
+typedef int (*reg_fn)(void *comm, void *data, size_t bytes, int type, void **mr);
+typedef int (*dereg_fn)(void *comm, void *mr);
+typedef int (*test_fn)(void *request, int *done, int *bytes);
+typedef int (*close_fn)(void *comm);
+
+#define CALL(p, type, slot) ((type)(p)->table->slots[slot])
+
+static const char *const slot_names[SP_NN_N_SLOTS] = {
+    "init",        "devices",     "getProperties", "listen",        "connect",     "accept",   "regMr",
+    "regMrDmaBuf", "deregMr",     "isend",         "irecv",         "iflush",      "test",     "closeSend",
+    "closeRecv",   "closeListen", "getDeviceMr",   "irecvConsumed", "makeVDevice", "finalize", "setNetAttr"};
+
+const char *sp_nn_slot_name(enum sp_nn_slot slot)
+{
+    return slot_names[slot];
+}
+
+bool sp_nn_complete(const sp_nn_table *table, const char **missing)
+{
+    static const enum sp_nn_slot needed[] = {
+        SP_NN_INIT,   SP_NN_DEVICES,    SP_NN_GET_PROPERTIES, SP_NN_LISTEN,      SP_NN_CONNECT,
+        SP_NN_ACCEPT, SP_NN_REG_MR,     SP_NN_DEREG_MR,       SP_NN_ISEND,       SP_NN_IRECV,
+        SP_NN_TEST,   SP_NN_CLOSE_SEND, SP_NN_CLOSE_RECV,     SP_NN_CLOSE_LISTEN};
+    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
+        if (table->slots[needed[i]] == NULL) {
+            *missing = slot_names[needed[i]];
+            return false;
+        }
+    return true;
+}
+
+const char *sp_nn_result_text(int result)
+{
+    static const char *const texts[] = {"success",        "CUDA error",       "system error",
+                                        "internal error", "invalid argument", "invalid usage",
+                                        "remote error",   "in progress",      "time-out"};
+    return result >= 0 && result < (int)(sizeof texts / sizeof *texts) ? texts[result] : "unknown result";
+}
+
+int sp_nn_init(sp_nn_plugin *p, sp_nn_logger logger)
+{
+    struct config_10 config = {.traffic_class = -1};
+    if (p->version >= 11)
+        return CALL(p, init_11, SP_NN_INIT)(&p->context, COMM_ID, &config, logger, NULL);
+    if (p->version == 10)
+        return CALL(p, init_10, SP_NN_INIT)(logger, NULL);
+    return CALL(p, init_8, SP_NN_INIT)(logger);
+}
+
+int sp_nn_devices(const sp_nn_plugin *p, int *n)
+{
+    return CALL(p, devices_fn, SP_NN_DEVICES)(n);
+}
+
+int sp_nn_get_card(const sp_nn_plugin *p, int dev, sp_nn_card *out)
+{
+    union props props = {.room = {0}};
+    const char *name;
+    int result = CALL(p, properties_fn, SP_NN_GET_PROPERTIES)(dev, &props);
+    bool old = p->version == 8;
+    if (result != 0)
+        return result;
+    name = old ? props.v8.name : props.v9.name;
+    *out = (sp_nn_card){.speed_mbps = old ? props.v8.speed : props.v9.speed,
+                        .port = old ? props.v8.port : props.v9.port,
+                        .pointers = old ? props.v8.pointers : props.v9.pointers,
+                        .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
+    if (out->speed_mbps < 0)
+        out->speed_mbps = 0;
+    snprintf(out->name, sizeof out->name, "%s", name != NULL ? name : "without name");
+    return 0;
+}
+
+int sp_nn_finalize(const sp_nn_plugin *p)
+{
+    if (p->version < 11 || p->table->slots[SP_NN_FINALIZE] == NULL)
+        return 0;
+    return CALL(p, close_fn, SP_NN_FINALIZE)(p->context);
+}
+
+int sp_nn_listen(const sp_nn_plugin *p, int dev, void *handle, void **comm)
+{
+    if (p->version >= 11)
+        return CALL(p, listen_11, SP_NN_LISTEN)(p->context, dev, handle, comm);
+    return CALL(p, listen_8, SP_NN_LISTEN)(dev, handle, comm);
+}
+
+/* `device_comm` must point to NULL: another value would ask for offload to a device. */
+int sp_nn_connect(const sp_nn_plugin *p, int dev, void *handle, void **comm)
+{
+    struct config_10 config = {.traffic_class = -1};
+    void *device_comm = NULL;
+    if (p->version >= 11)
+        return CALL(p, connect_11, SP_NN_CONNECT)(p->context, dev, handle, comm, &device_comm);
+    if (p->version == 10)
+        return CALL(p, connect_10, SP_NN_CONNECT)(dev, &config, handle, comm, &device_comm);
+    return CALL(p, connect_8, SP_NN_CONNECT)(dev, handle, comm, &device_comm);
+}
+
+int sp_nn_accept(const sp_nn_plugin *p, void *listener, void **comm)
+{
+    void *device_comm = NULL;
+    return CALL(p, accept_fn, SP_NN_ACCEPT)(listener, comm, &device_comm);
+}
+
+int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, void **mr)
+{
+    return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, POINTER_HOST, mr);
+}
+
+int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr)
+{
+    return CALL(p, dereg_fn, SP_NN_DEREG_MR)(comm, mr);
+}
+
+/* *request is an input too: another value than NULL changes what some plugins do. */
+int sp_nn_isend(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request)
+{
+    *request = NULL;
+    if (p->version >= 10)
+        return CALL(p, isend_10, SP_NN_ISEND)(t->comm, t->data, t->bytes, t->tag, t->mr, NULL, request);
+    if (p->version == 9)
+        return CALL(p, isend_9, SP_NN_ISEND)(t->comm, t->data, t->bytes, t->tag, t->mr, request);
+    return CALL(p, isend_8, SP_NN_ISEND)(t->comm, t->data, (int)t->bytes, t->tag, t->mr, request);
+}
+
+/* One buffer per call: some plugins of version 8 receive into the first buffer only, whatever n is. */
+int sp_nn_irecv(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request)
+{
+    void *data = t->data, *mr = t->mr, *profile = NULL;
+    size_t bytes = t->bytes;
+    int tag = t->tag, bytes_8 = (int)t->bytes;
+    *request = NULL;
+    if (p->version >= 10)
+        return CALL(p, irecv_10, SP_NN_IRECV)(t->comm, 1, &data, &bytes, &tag, &mr, &profile, request);
+    if (p->version == 9)
+        return CALL(p, irecv_9, SP_NN_IRECV)(t->comm, 1, &data, &bytes, &tag, &mr, request);
+    return CALL(p, irecv_8, SP_NN_IRECV)(t->comm, 1, &data, &bytes_8, &tag, &mr, request);
+}
+
+int sp_nn_test(const sp_nn_plugin *p, void *request, bool *done, int *bytes)
+{
+    /* A plugin that groups receives may write one size for each. */
+    int is_done = 0, sizes[8] = {0};
+    int result = CALL(p, test_fn, SP_NN_TEST)(request, &is_done, sizes);
+    *done = is_done != 0;
+    *bytes = sizes[0];
+    return result;
+}
+
+int sp_nn_close(const sp_nn_plugin *p, enum sp_nn_slot slot, void *comm)
+{
+    return CALL(p, close_fn, slot)(comm);
+}

@@ -1,0 +1,109 @@
+/* ncclnet_find.c - where the file of an NCCL net plugin is. See ncclnet_load.h. The order is NCCL's: the name's
+ * libnccl-net-NAME.so, then NAME itself; without a name libnccl-net.so. The folders are the dynamic linker's. */
+#include "core/base/env.h"
+#include "transport/net/ncclnet_load.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define DEFAULT_FILE "libnccl-net.so"
+#define LINKER_CACHE "/etc/ld.so.cache"
+#define FOLDERS                                                                                              \
+    "/lib/x86_64-linux-gnu:/usr/lib/x86_64-linux-gnu:/lib/aarch64-linux-gnu:/usr/lib/aarch64-linux-gnu:"     \
+    "/lib64:/usr/lib64:/lib:/usr/lib:/usr/local/lib"
+
+static bool is_file(const char *path)
+{
+    struct stat s;
+    return stat(path, &s) == 0 && S_ISREG(s.st_mode) && access(path, R_OK) == 0;
+}
+
+/* Look for `file` in a list of folders with colons. */
+static bool find_in(const char *folders, const char *file, char out[SP_NN_PATH_CAP])
+{
+    for (const char *at = folders; at != NULL && *at != '\0';) {
+        size_t n = strcspn(at, ":");
+        if (n != 0 && snprintf(out, SP_NN_PATH_CAP, "%.*s/%s", (int)n, at, file) < SP_NN_PATH_CAP &&
+            is_file(out))
+            return true;
+        at += n + (at[n] == ':');
+    }
+    return false;
+}
+
+/* The linker's cache holds the path of every library as text: search it for one that ends in "/FILE". */
+static bool find_in_cache(const char *file, char out[SP_NN_PATH_CAP])
+{
+    size_t n_file = strlen(file) + 1; /* with the NUL */
+    struct stat s;
+    char *text;
+    bool found = false;
+    int fd = open(LINKER_CACHE, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    text = fstat(fd, &s) == 0 && s.st_size > 0 ? mmap(NULL, (size_t)s.st_size, PROT_READ, MAP_PRIVATE, fd, 0)
+                                               : MAP_FAILED;
+    close(fd);
+    if (text == MAP_FAILED)
+        return false;
+    for (char *at = text, *end = text + s.st_size;
+         !found && (at = memmem(at, (size_t)(end - at), file, n_file)) != NULL; at++) {
+        const char *first = at;
+        while (first > text && first[-1] != '\0')
+            first--;
+        found =
+            at > text && at[-1] == '/' && first[0] == '/' && (size_t)(at - first) + n_file <= SP_NN_PATH_CAP;
+        if (found)
+            memcpy(out, first, (size_t)(at - first) + n_file);
+        found = found && is_file(out);
+    }
+    munmap(text, (size_t)s.st_size);
+    return found;
+}
+
+static bool find_file(const char *file, char out[SP_NN_PATH_CAP])
+{
+    if (strchr(file, '/') != NULL)
+        return snprintf(out, SP_NN_PATH_CAP, "%s", file) < SP_NN_PATH_CAP && is_file(out);
+    return find_in(getenv("LD_LIBRARY_PATH"), file, out) || find_in_cache(file, out) ||
+           find_in(FOLDERS, file, out);
+}
+
+static void find_named(const char *variable, const char *text, sp_nn_found *out)
+{
+    char name[SP_NN_PATH_CAP / 2], file[SP_NN_PATH_CAP];
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(text, ","), text); /* a list: the first */
+    out->named = true;
+    snprintf(file, sizeof file, "libnccl-net-%s.so", name);
+    out->found = (strchr(name, '/') == NULL && find_file(file, out->path)) || find_file(name, out->path);
+    if (out->found)
+        snprintf(out->why, sizeof out->why, "named by %s", variable);
+    else
+        snprintf(out->why, sizeof out->why, "%s=\"%.60s\": no file libnccl-net-%.30s.so or %.30s in %s",
+                 variable, text, name, name,
+                 strchr(name, '/') != NULL ? "the file system" : "the linker's folders");
+}
+
+void sp_nn_find(sp_nn_found *out)
+{
+    const char *ours = sp_env_text(SP_ENV_NET_PLUGIN), *nccl = getenv("NCCL_NET_PLUGIN");
+    const char *text = ours[0] != '\0' || nccl == NULL ? ours : nccl;
+    const char *variable = ours[0] != '\0' ? "SPCCL_NET_PLUGIN" : "NCCL_NET_PLUGIN";
+    *out = (sp_nn_found){0};
+    if (strcmp(text, "none") == 0) {
+        snprintf(out->why, sizeof out->why, "off: %s=none", variable);
+    } else if (text[0] != '\0') {
+        find_named(variable, text, out);
+    } else {
+        out->found = find_file(DEFAULT_FILE, out->path);
+        snprintf(out->why, sizeof out->why, "%s",
+                 out->found ? "found in the linker's folders"
+                            : "no " DEFAULT_FILE
+                              " in the linker's folders, and none is named by SPCCL_NET_PLUGIN");
+    }
+}

@@ -1,0 +1,41 @@
+/* ncclnet_info.c - what `spccl info` says about NCCL net plugins. See ncclnet_load.h. */
+#include "core/base/clock.h"
+#include "core/base/env.h"
+#include "transport/net/ncclnet_load.h"
+
+#include <pthread.h>
+#include <stdio.h>
+
+static const char *value_text;
+static char why_text[SP_NN_PATH_CAP + 800];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void look(void)
+{
+    sp_nn_found found;
+    sp_nn_plugin plugin;
+    int64_t limit_ms = 10000;
+    char cards[sizeof why_text / 2];
+    sp_nn_find(&found);
+    if (!found.found) {
+        value_text = "in, no plugin";
+        snprintf(why_text, sizeof why_text, "%s", found.why);
+        return;
+    }
+    (void)sp_env_number(SP_ENV_NET_PLUGIN_MS, &limit_ms);
+    if (sp_nn_probe(found.path, sp_deadline_in_ms(limit_ms), &plugin) != SPCCL_OK) {
+        value_text = "in, plugin not usable";
+        snprintf(why_text, sizeof why_text, "%s; %s", found.why, spccl_last_error());
+        return;
+    }
+    value_text = "in, plugin usable";
+    sp_nn_describe(&plugin, cards, sizeof cards);
+    snprintf(why_text, sizeof why_text, "%s; %s", found.why, cards);
+}
+
+void sp_nn_inform(const char **value, const char **why)
+{
+    pthread_once(&once, look);
+    *value = value_text;
+    *why = why_text;
+}

@@ -1,0 +1,398 @@
+/* ncclnet_load.c - see ncclnet_load.h. */
+#include "transport/net/ncclnet_load.h"
+
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define PLUGINS_MAX 8 /* of one process */
+#define LEVEL_WARN 2  /* NCCL's log levels */
+
+extern char **environ;
+
+/* What a child reports, in memory that it shares with this process. */
+struct report {
+    atomic_int step;  /* the last enum step that began */
+    atomic_bool done; /* the rest is valid */
+    spccl_status status;
+    char text[SP_NN_TEXT_CAP];
+    sp_nn_plugin plugin;
+};
+enum step { STEP_NONE, STEP_DLOPEN, STEP_INIT, STEP_DEVICES, STEP_PROPERTIES, STEP_FINALIZE };
+static const char *const step_names[] = {"its start", "dlopen",        "init",
+                                         "devices",   "getProperties", "finalize"};
+
+/* ---- the logger that plugins get ---- */
+
+/* Plugins pass wrong arguments at times, so a text is formatted only if it is asked for (SPCCL_LOG=debug). The
+ * format of the last warning is kept as it is, as a part of error texts. */
+static char last_warning[160];
+static pthread_mutex_t warning_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void logger(int level, unsigned long subsystems, const char *where, int line, const char *fmt, ...)
+{
+    char text[400];
+    va_list args;
+    (void)subsystems;
+    if (fmt == NULL)
+        return;
+    if (level == LEVEL_WARN) {
+        pthread_mutex_lock(&warning_lock);
+        snprintf(last_warning, sizeof last_warning, "%s", fmt);
+        pthread_mutex_unlock(&warning_lock);
+    }
+    if (!sp_log_on(SP_LOG_DEBUG))
+        return;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    sp_log(SP_LOG_DEBUG, -1, "net plugin, %s:%d: %s", where != NULL ? where : "?", line, text);
+}
+
+/* The kept warning as a clause, or "". */
+static void take_warning(char out[SP_NN_TEXT_CAP])
+{
+    pthread_mutex_lock(&warning_lock);
+    out[0] = '\0';
+    if (last_warning[0] != '\0')
+        snprintf(out, SP_NN_TEXT_CAP, "; its last warning: %s", last_warning);
+    last_warning[0] = '\0';
+    pthread_mutex_unlock(&warning_lock);
+}
+
+/* ---- opening: in the child, and again in this process ---- */
+
+static spccl_status call_failed(const char *path, enum step step, int result)
+{
+    char warning[SP_NN_TEXT_CAP];
+    take_warning(warning);
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s returned %d (%s)%.90s", path,
+                   step_names[step], result, sp_nn_result_text(result), warning);
+}
+
+static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
+{
+    const char *missing;
+    char symbol[40];
+    for (p->version = SP_NN_VERSION_MAX; p->version >= SP_NN_VERSION_MIN; p->version--) {
+        snprintf(symbol, sizeof symbol, "ncclNetPlugin_v%d", p->version);
+        p->table = dlsym(library, symbol);
+        if (p->table != NULL)
+            break;
+    }
+    if (p->table == NULL)
+        return SP_FAIL(
+            SPCCL_ERR_UNREACHABLE,
+            "NCCL net plugin %.100s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new", path,
+            SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
+    if (!sp_nn_complete(p->table, &missing))
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.100s: its table v%d has no %s", path,
+                       p->version, missing);
+    return SPCCL_OK;
+}
+
+/* Keep the fastest cards: a slow one, such as that of the management network, would hold up the others. */
+static void choose_cards(sp_nn_plugin *p)
+{
+    int most = 0;
+    for (int i = 0; i < p->n_cards; i++)
+        most = p->cards[i].speed_mbps > most ? p->cards[i].speed_mbps : most;
+    for (int i = 0; i < p->n_cards; i++)
+        if (p->cards[i].speed_mbps == most)
+            p->used[p->n_used++] = i;
+}
+
+static spccl_status ask_cards(const char *path, struct report *r)
+{
+    sp_nn_plugin *p = &r->plugin;
+    int n = 0, result;
+    atomic_store(&r->step, STEP_DEVICES);
+    result = sp_nn_devices(p, &n);
+    if (result != 0)
+        return call_failed(path, STEP_DEVICES, result);
+    if (n <= 0) {
+        char warning[SP_NN_TEXT_CAP];
+        take_warning(warning);
+        atomic_store(&r->step, STEP_FINALIZE);
+        (void)sp_nn_finalize(p);
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.80s: it found no card%.90s", path, warning);
+    }
+    atomic_store(&r->step, STEP_PROPERTIES);
+    p->n_cards = n < SP_NN_CARDS_MAX ? n : SP_NN_CARDS_MAX;
+    for (int i = 0; i < p->n_cards; i++) {
+        result = sp_nn_get_card(p, i, &p->cards[i]);
+        if (result != 0)
+            return call_failed(path, STEP_PROPERTIES, result);
+    }
+    choose_cards(p);
+    return SPCCL_OK;
+}
+
+static spccl_status open_plugin(const char *path, struct report *r)
+{
+    sp_nn_plugin *p = &r->plugin;
+    void *library;
+    int result;
+    snprintf(p->path, sizeof p->path, "%s", path);
+    atomic_store(&r->step, STEP_DLOPEN);
+    library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin: %.170s", dlerror());
+    SP_TRY(find_table(path, library, p));
+    atomic_store(&r->step, STEP_INIT);
+    result = sp_nn_init(p, logger);
+    if (result != 0)
+        return call_failed(path, STEP_INIT, result);
+    snprintf(p->name, sizeof p->name, "%s", p->table->name != NULL ? p->table->name : "without name");
+    return ask_cards(path, r);
+}
+
+/* ---- the child ---- */
+
+static void run_child(const char *path, struct report *r)
+{
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    struct rlimit none = {0, 0};
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        signal(faults[i], SIG_DFL); /* no report of a crash that is expected */
+    (void)setrlimit(RLIMIT_CORE, &none);
+    r->status = open_plugin(path, r);
+    snprintf(r->text, sizeof r->text, "%s", r->status == SPCCL_OK ? "" : spccl_last_error());
+    atomic_store(&r->done, true);
+    _exit(0);
+}
+
+/* Wait for the child's report. `ended` is set if it ended without one. */
+static bool wait_for_report(pid_t pid, struct report *r, int64_t deadline_ns, int *how)
+{
+    bool ended = false;
+    *how = 0;
+    while (!atomic_load(&r->done) && !ended && !sp_deadline_passed(deadline_ns)) {
+        int status = 0;
+        pid_t got = waitpid(pid, &status, WNOHANG);
+        /* The application may have taken the child's end away: then waitpid knows no such child. */
+        ended = got == pid || (got < 0 && errno == ECHILD);
+        if (got == pid)
+            *how = status;
+        if (!ended)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    if (!ended) {
+        kill(pid, SIGKILL);
+        while (waitpid(pid, NULL, 0) < 0 && errno == EINTR)
+            ;
+    }
+    return ended;
+}
+
+spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out)
+{
+    struct report *r = mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    spccl_status st = SPCCL_OK;
+    int64_t start_ns = sp_now_ns();
+    bool ended;
+    int how;
+    pid_t pid;
+    if (r == MAP_FAILED)
+        return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "memory to try an NCCL net plugin");
+    pid = fork();
+    if (pid == 0)
+        run_child(path, r);
+    if (pid < 0) {
+        st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "fork, to try NCCL net plugin %s", path);
+    } else {
+        ended = wait_for_report(pid, r, deadline_ns, &how);
+        if (atomic_load(&r->done)) {
+            *out = r->plugin;
+            out->table = NULL;
+            out->context = NULL;
+            st = r->status == SPCCL_OK ? SPCCL_OK : SP_FAIL(r->status, "%s", r->text);
+        } else if (ended) {
+            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.100s: it crashed in %s (%s %d)", path,
+                         step_names[atomic_load(&r->step)], WIFSIGNALED(how) ? "signal" : "exit code",
+                         WIFSIGNALED(how) ? WTERMSIG(how) : WEXITSTATUS(how));
+        } else {
+            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.100s: %s did not return in %lld ms", path,
+                         step_names[atomic_load(&r->step)], (long long)(sp_now_ns() - start_ns) / 1000000);
+        }
+    }
+    munmap(r, sizeof *r);
+    return st;
+}
+
+/* ---- the environment ---- */
+
+static size_t name_bytes(const char *entry)
+{
+    return strcspn(entry, "=");
+}
+
+static char **copy_environment(void)
+{
+    size_t n = 0;
+    char **copy;
+    while (environ != NULL && environ[n] != NULL)
+        n++;
+    copy = sp_calloc(n + 1, sizeof *copy);
+    for (size_t i = 0; copy != NULL && i < n; i++)
+        copy[i] = strdup(environ[i]);
+    return copy;
+}
+
+static void add_name(char *names, size_t cap, const char *entry)
+{
+    size_t used = strlen(names);
+    snprintf(names + used, cap - used, "%s%.*s", used != 0 ? ", " : "", (int)name_bytes(entry), entry);
+}
+
+static const char *find_entry(char *const *entries, const char *entry)
+{
+    size_t n = name_bytes(entry);
+    for (; entries != NULL && *entries != NULL; entries++)
+        if (strncmp(*entries, entry, n) == 0 && (*entries)[n] == '=')
+            return *entries;
+    return NULL;
+}
+
+/* Put back every variable that differs from `before`, and free `before`. */
+static void put_environment_back(const char *path, char **before)
+{
+    char names[300] = "", name[128];
+    if (before == NULL)
+        return;
+    for (size_t i = 0; before[i] != NULL; i++) {
+        const char *now = find_entry(environ, before[i]);
+        if (now == NULL || strcmp(now, before[i]) != 0) {
+            add_name(names, sizeof names, before[i]);
+            snprintf(name, sizeof name, "%.*s", (int)name_bytes(before[i]), before[i]);
+            setenv(name, before[i] + name_bytes(before[i]) + 1, 1);
+        }
+    }
+    for (size_t i = 0; environ != NULL && environ[i] != NULL;) {
+        snprintf(name, sizeof name, "%.*s", (int)name_bytes(environ[i]), environ[i]);
+        if (strlen(name) == name_bytes(environ[i]) && find_entry(before, environ[i]) == NULL) {
+            add_name(names, sizeof names, environ[i]);
+            unsetenv(name); /* the next entry moves to i */
+        } else {
+            i++;
+        }
+    }
+    if (names[0] != '\0')
+        sp_log(SP_LOG_WARN, -1, "NCCL net plugin %s changed environment variables; put back: %s", path,
+               names);
+    for (size_t i = 0; before[i] != NULL; i++)
+        free(before[i]);
+    sp_free(before);
+}
+
+/* ---- once per process ---- */
+
+struct loaded {
+    char path[SP_NN_PATH_CAP];
+    enum { LOADING = 1, READY, FAILED } state;
+    pid_t pid; /* of the process that loaded it */
+    struct report report;
+};
+static struct loaded *plugins[PLUGINS_MAX];
+static int n_plugins;
+static pthread_mutex_t plugins_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* The entry of that path; *is_new: this thread made it and must load the plugin. NULL: no room. */
+static struct loaded *entry_of(const char *path, bool *is_new)
+{
+    struct loaded *l = NULL;
+    *is_new = false;
+    pthread_mutex_lock(&plugins_lock);
+    for (int i = 0; i < n_plugins && l == NULL; i++)
+        if (strcmp(plugins[i]->path, path) == 0)
+            l = plugins[i];
+    if (l == NULL && n_plugins < PLUGINS_MAX && (l = sp_calloc(1, sizeof *l)) != NULL) {
+        snprintf(l->path, sizeof l->path, "%s", path);
+        l->state = LOADING;
+        l->pid = getpid();
+        plugins[n_plugins++] = l;
+        *is_new = true;
+    }
+    pthread_mutex_unlock(&plugins_lock);
+    return l;
+}
+
+static void load_now(struct loaded *l, int64_t deadline_ns)
+{
+    sp_nn_plugin tried = {.version = 0};
+    char text[300];
+    spccl_status st = sp_nn_probe(l->path, deadline_ns, &tried);
+    if (st == SPCCL_OK) {
+        char **before = copy_environment();
+        st = open_plugin(l->path, &l->report);
+        put_environment_back(l->path, before);
+    }
+    snprintf(l->report.text, sizeof l->report.text, "%s", st == SPCCL_OK ? "" : spccl_last_error());
+    if (st == SPCCL_OK) {
+        sp_nn_describe(&l->report.plugin, text, sizeof text);
+        sp_log(SP_LOG_INFO, -1, "NCCL net %s", text);
+    }
+    pthread_mutex_lock(&plugins_lock);
+    l->report.status = st;
+    l->state = st == SPCCL_OK ? READY : FAILED;
+    pthread_mutex_unlock(&plugins_lock);
+}
+
+spccl_status sp_nn_load(const char *path, int64_t deadline_ns, const sp_nn_plugin **out)
+{
+    bool is_new;
+    struct loaded *l = entry_of(path, &is_new);
+    int state = LOADING;
+    if (l == NULL)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %s: more than %d plugins in one process", path,
+                       PLUGINS_MAX);
+    if (l->pid != getpid())
+        return SP_FAIL(
+            SPCCL_ERR_UNREACHABLE,
+            "NCCL net plugin %s: this process is a child of fork, and its parent had loaded the plugin",
+            path);
+    if (is_new)
+        load_now(l, deadline_ns);
+    while (state == LOADING) {
+        pthread_mutex_lock(&plugins_lock);
+        state = (int)l->state;
+        pthread_mutex_unlock(&plugins_lock);
+        if (state == LOADING && sp_deadline_passed(deadline_ns))
+            return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                           "NCCL net plugin %s: another group of this process waits in %s", path,
+                           step_names[atomic_load(&l->report.step)]);
+        if (state == LOADING)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    if (state == FAILED)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s", l->report.text);
+    *out = &l->report.plugin;
+    return SPCCL_OK;
+}
+
+void sp_nn_describe(const sp_nn_plugin *p, char *out, size_t cap)
+{
+    int n = snprintf(out, cap, "plugin %s (%s, v%d), %d card%s:", p->name, p->path, p->version, p->n_cards,
+                     p->n_cards == 1 ? "" : "s");
+    for (int i = 0; i < p->n_used && n > 0 && (size_t)n < cap; i++) {
+        const sp_nn_card *c = &p->cards[p->used[i]];
+        n += snprintf(out + n, cap - (size_t)n, "%s %s", i != 0 ? "," : "", c->name);
+        if (c->speed_mbps != 0 && n > 0 && (size_t)n < cap)
+            n += snprintf(out + n, cap - (size_t)n, " (%d Mbit/s)", c->speed_mbps);
+    }
+}

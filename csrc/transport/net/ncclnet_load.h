@@ -1,0 +1,33 @@
+/* ncclnet_load.h - finds an NCCL net plugin, tries it in a child process, and loads it into this one.
+ *
+ * A plugin is someone else's code: it may crash, hang, or change the environment. So it is first loaded by a
+ * child process, which calls init and asks for the cards. If the child crashes or does not end in time, the
+ * plugin is not usable, and the reason says at which call. A plugin that was loaded stays for the life of the
+ * process: some register functions that run at exit. */
+#ifndef SP_NCCLNET_LOAD_H
+#define SP_NCCLNET_LOAD_H
+
+#include "core/base/status.h"
+#include "transport/net/ncclnet_abi.h"
+
+typedef struct sp_nn_found {
+    bool found;
+    bool named; /* SPCCL_NET_PLUGIN or NCCL_NET_PLUGIN names a plugin */
+    char path[SP_NN_PATH_CAP];
+    char why[SP_NN_TEXT_CAP]; /* found: which variable or folder; else: what was looked for */
+} sp_nn_found;
+
+/* Look for the plugin's file. Opens nothing. */
+void sp_nn_find(sp_nn_found *out);
+
+/* Try the plugin in a child process, then load it, once per process. Blocks; call it on a thread that nobody
+ * joins without a deadline. *out stays valid. Errors: UNREACHABLE (not usable; the text says why). */
+spccl_status sp_nn_load(const char *path, int64_t deadline_ns, const sp_nn_plugin **out);
+/* Only the try in a child process: for `spccl info`. `out` has no table. */
+spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out);
+/* As sp_transport.inform: finds the plugin, and tries it in a child process, once. */
+void sp_nn_inform(const char **value, const char **why);
+/* "plugin NAME (PATH, vN), n cards: a (100000 Mbit/s), ..." */
+void sp_nn_describe(const sp_nn_plugin *p, char *out, size_t cap);
+
+#endif

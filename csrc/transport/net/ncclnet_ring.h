@@ -1,0 +1,67 @@
+/* ncclnet_ring.h - the bytes of one queue on one side, as a ring of SP_NN_SEGMENTS segments. A plugin moves
+ * segments: segment k of the sender's ring arrives as segment k of the receiver's ring, at the same offset. So the
+ * receiver's ring is a copy of the sender's, and a message that spans segments is contiguous in both (mirror.h).
+ *
+ * A segment may be sent before it is full. The next message then begins at the next segment. In memory a message
+ * is a head of 16 bytes, little-endian
+ *   0 u32 payload bytes   4 u32 sequence number in its queue   8 u32 queue   12 u32 "SPMS"
+ * then the payload, then zeros up to a multiple of 16.
+ *
+ * Two threads use a ring: the endpoint's caller, and the thread that calls the plugin. `allowed` and `done` pass
+ * segments between them; the rest belongs to one of the two. */
+#ifndef SP_NCCLNET_RING_H
+#define SP_NCCLNET_RING_H
+
+#include "core/base/status.h"
+#include "transport/common/mirror.h"
+
+#include <stdatomic.h>
+
+#define SP_NN_SEGMENTS 16u /* plugins take 32 requests per connection */
+#define SP_NN_HEAD_BYTES 16u
+
+typedef struct sp_nn_ring {
+    sp_mirror memory;
+    size_t segment_bytes;
+    uint32_t queue;
+    /* Sender: the caller allows segments < allowed to be sent, the thread has sent those < done.
+     * Receiver: the caller allows segments < allowed to be filled, the thread has filled those < done. */
+    _Atomic uint64_t allowed, done;
+    uint32_t bytes[SP_NN_SEGMENTS]; /* of segment k, at k % SP_NN_SEGMENTS; set by whoever passes it */
+    /* the caller's */
+    uint64_t at; /* sender: end of the last message; receiver: the next message. A position for ever */
+    uint64_t n_messages;      /* committed, or released */
+    uint64_t left_at, n_left; /* sender: messages that have left, and where the first that has not begins */
+    uint64_t reserved_at;
+    size_t reserved; /* payload bytes; 0: nothing is reserved */
+    bool blocked;    /* the last reserve found no space */
+} sp_nn_ring;
+
+/* bytes: a power of two, at least SP_NN_SEGMENTS pages. Errors: NOMEM. */
+spccl_status sp_nn_ring_open(sp_nn_ring *r, size_t bytes, uint32_t queue, bool receiver);
+void sp_nn_ring_close(sp_nn_ring *r);
+
+/* Sender. NULL: no space now. A second reserve replaces the first; it never fails if it asks for less. */
+void *sp_nn_ring_reserve(sp_nn_ring *r, size_t bytes);
+/* True if segments may now be sent that could not before. */
+bool sp_nn_ring_commit(sp_nn_ring *r);
+/* Allow the last segment to be sent although it is not full, if few others are under way. True if it did so. */
+bool sp_nn_ring_push(sp_nn_ring *r);
+/* The last segment is not full, and waits for others to leave or for more messages. */
+bool sp_nn_ring_waits(const sp_nn_ring *r);
+/* Messages that have left. */
+uint64_t sp_nn_ring_left(sp_nn_ring *r);
+
+/* Receiver. AGAIN: no whole message yet. Errors: FORMAT (the text is a clause). */
+spccl_status sp_nn_ring_peek(const sp_nn_ring *r, size_t bytes_max, const void **out, size_t *bytes);
+/* Drop the message that peek returned, which has `bytes` bytes. True if the thread may fill more segments and
+ * had few left. */
+bool sp_nn_ring_release(sp_nn_ring *r, size_t bytes);
+
+/* Where segment k is. */
+static inline uint8_t *sp_nn_ring_segment(const sp_nn_ring *r, uint64_t k)
+{
+    return r->memory.data + (size_t)(k % SP_NN_SEGMENTS) * r->segment_bytes;
+}
+
+#endif

@@ -1,0 +1,340 @@
+/* ncclnet_start.c - start-up of transport ncclnet, on the caller's thread. See ncclnet.h.
+ *
+ * Two ranks first connect over tcp. Meanwhile each loads its plugin, and listens once per peer and queue. Then each
+ * sends the other
+ *   an offer    the plugin's name and the handles of its listeners, or why it has none;
+ *   a verdict   whether all queues between the two are connected. A rank sends it to all peers at once, when no
+ *               connection of its own is still under way: so no pair relies on a thread that hangs.
+ * The plugin carries the pair if both verdicts say so. Otherwise both ends use the tcp link. */
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/status.h"
+#include "transport/common/transports.h"
+#include "transport/net/ncclnet.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define MS INT64_C(1000000)
+#define STAGE_NS (60000 * MS) /* most time for loading, and for connecting */
+#define LOAD_MARGIN_NS (500 * MS)
+
+static const sp_transport *const tcp = &sp_transport_tcp;
+
+static int64_t half_of_the_rest(const struct sp_ncclnet *ep)
+{
+    int64_t now_ns = sp_now_ns(), left_ns;
+    if (ep->config.deadline_ns == SP_NEVER)
+        return now_ns + STAGE_NS;
+    left_ns = (ep->config.deadline_ns - now_ns) / 2;
+    return now_ns + (left_ns < STAGE_NS ? left_ns : STAGE_NS);
+}
+
+/* The plugin does not carry this peer. The first reason stays. */
+static void take_tcp(struct sp_nn_peer *p, const char *why)
+{
+    if (p->reason[0] == '\0')
+        snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
+}
+
+/* ---- the thread's part ---- */
+
+/* False while the thread still loads the plugin. */
+static bool loading_ended(struct sp_ncclnet *ep)
+{
+    if (ep->thread_lost || atomic_load(&ep->load) != SP_NN_LOAD_RUNS)
+        return true;
+    if (!sp_deadline_passed(ep->load_deadline_ns + LOAD_MARGIN_NS))
+        return false;
+    snprintf(ep->load_text, sizeof ep->load_text,
+             "NCCL net plugin %.150s: it did not load, or did not listen, in time", ep->found.path);
+    sp_nn_thread_abandon(ep, ep->load_text);
+    return true;
+}
+
+static bool is_loaded(struct sp_ncclnet *ep)
+{
+    return !ep->thread_lost && atomic_load(&ep->load) == SP_NN_LOAD_FINE;
+}
+
+/* ---- offers ---- */
+
+static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *note, size_t bytes)
+{
+    void *space = NULL;
+    SP_TRY(tcp->reserve(ep->tcp, peer, 0, bytes, &space));
+    memcpy(space, note, bytes);
+    return tcp->commit(ep->tcp, peer, 0, 0);
+}
+
+static spccl_status send_offer(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    uint8_t note[SP_NN_OFFER_BYTES];
+    p->mine.usable = is_loaded(ep);
+    p->mine.n_queues = (uint32_t)ep->config.n_queues;
+    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
+    if (p->mine.usable)
+        snprintf(p->mine.name, sizeof p->mine.name, "%s", ep->plugin->name);
+    else
+        snprintf(p->mine.why, sizeof p->mine.why, "%.*s", (int)sizeof p->mine.why - 1, ep->load_text);
+    sp_nn_write_offer(&p->mine, note);
+    SP_TRY(send_note(ep, peer, note, sizeof note));
+    p->offer_sent = true;
+    return SPCCL_OK;
+}
+
+/* Both offers are known: connect, or not. */
+static spccl_status judge_offer(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    char text[SP_NN_TEXT_CAP + 40] = "";
+    if (!p->mine.usable)
+        snprintf(text, sizeof text, "%s", p->mine.why);
+    else if (!p->theirs.usable)
+        snprintf(text, sizeof text, "rank %d: %s", peer, p->theirs.why);
+    else if (strcmp(p->mine.name, p->theirs.name) != 0)
+        snprintf(text, sizeof text, "other plugins: %s here, %s at rank %d", p->mine.name, p->theirs.name,
+                 peer);
+    else if (p->mine.n_queues != p->theirs.n_queues || p->mine.segment_bytes != p->theirs.segment_bytes)
+        snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
+    if (text[0] != '\0') {
+        take_tcp(p, text);
+        return SPCCL_OK;
+    }
+    for (int i = 0; i < ep->config.n_queues; i++) {
+        SP_TRY(sp_nn_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
+        SP_TRY(sp_nn_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
+    }
+    atomic_store(&p->state, SP_NN_CONNECTING);
+    sp_nn_thread_kick(ep);
+    return SPCCL_OK;
+}
+
+/* ---- verdicts ---- */
+
+static bool both_usable(const struct sp_nn_peer *p)
+{
+    return atomic_load(&p->state) != SP_NN_IDLE;
+}
+
+static spccl_status send_verdict(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    sp_nn_verdict v = {.fine = p->reason[0] == '\0'};
+    uint8_t note[SP_NN_VERDICT_BYTES];
+    snprintf(v.why, sizeof v.why, "%s", p->reason);
+    sp_nn_write_verdict(&v, note);
+    SP_TRY(send_note(ep, peer, note, sizeof note));
+    p->verdict_sent = true;
+    return SPCCL_OK;
+}
+
+/* Decide what this rank says about each peer, once nothing is under way or the time is over. */
+static void decide_verdicts(struct sp_ncclnet *ep)
+{
+    char hang[SP_NN_TEXT_CAP];
+    bool late = sp_deadline_passed(ep->connect_deadline_ns);
+    bool hangs = !ep->thread_lost && sp_nn_thread_hangs(ep, hang, sizeof hang);
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (atomic_load(&ep->peers[i].state) == SP_NN_CONNECTING && !late && !hangs)
+            return;
+    if (hangs)
+        sp_nn_thread_abandon(ep, hang);
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_nn_peer *p = &ep->peers[i];
+        int state = atomic_load(&p->state);
+        char text[SP_NN_TEXT_CAP];
+        if (!p->added || state == SP_NN_IDLE)
+            continue;
+        if (hangs) {
+            take_tcp(p, hang);
+        } else if (state == SP_NN_FAILED) {
+            take_tcp(p, p->failure);
+        } else if (state == SP_NN_CONNECTING) {
+            char card[80];
+            sp_nn_card_text(ep, p->tx[0].card, card, sizeof card);
+            snprintf(text, sizeof text, "%s: plugin %s: no connection with rank %d in time", card,
+                     ep->plugin->name, i);
+            take_tcp(p, text);
+            atomic_store(&p->cancelled, true);
+        }
+    }
+    ep->verdicts_due = true;
+}
+
+/* ---- notes from peers ---- */
+
+static spccl_status bad_note(const struct sp_ncclnet *ep, int peer, size_t bytes, const char *what)
+{
+    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: ncclnet: rank %d sent %zu bytes that are no %s",
+                   ep->config.rank, peer, bytes, what);
+}
+
+/* Take the next note of a peer, if it is here. */
+static spccl_status take_note(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    const void *note = NULL;
+    size_t bytes = 0;
+    spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
+    if (st == SPCCL_ERR_PEER)
+        return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
+                       peer);
+    SP_TRY(st);
+    if (!p->offer_here) {
+        if (!sp_nn_read_offer(note, bytes, &p->theirs))
+            return bad_note(ep, peer, bytes, "offer");
+        p->offer_here = true;
+        SP_TRY(tcp->release(ep->tcp, peer, 0));
+        return judge_offer(ep, peer);
+    }
+    sp_nn_verdict v;
+    if (!sp_nn_read_verdict(note, bytes, &v))
+        return bad_note(ep, peer, bytes, "verdict");
+    p->verdict_here = true;
+    if (!v.fine) {
+        char text[SP_NN_TEXT_CAP + 40];
+        snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
+        take_tcp(p, text);
+        atomic_store(&p->cancelled, true);
+    }
+    return tcp->release(ep->tcp, peer, 0);
+}
+
+/* ---- the end of start-up ---- */
+
+/* One warning for all pairs that use tcp in place of the plugin. Errors: UNREACHABLE (tcp is not allowed). */
+static spccl_status decide_routes(struct sp_ncclnet *ep)
+{
+    sp_rank_list failed = {0};
+    const char *why = "";
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_nn_peer *p = &ep->peers[i];
+        if (!p->added)
+            continue;
+        p->route = p->reason[0] == '\0' ? SP_NN_BY_PLUGIN : SP_NN_BY_TCP;
+        if (p->route == SP_NN_BY_PLUGIN)
+            continue;
+        sp_rank_list_add(&failed, i);
+        why = why[0] == '\0' ? p->reason : why;
+    }
+    if (failed.n == 0)
+        return SPCCL_OK;
+    if (!ep->config.tcp_too)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "rank %d: no plugin connection with rank %s, and tcp is not among the transports: %s",
+                       ep->config.rank, failed.text, why);
+    /* A plugin that nobody named and that this host cannot use is no surprise. */
+    sp_log(ep->found.named || is_loaded(ep) ? SP_LOG_WARN : SP_LOG_INFO, ep->config.rank,
+           "ncclnet: tcp is used in place of the plugin with rank %s: %s", failed.text, why);
+    return SPCCL_OK;
+}
+
+/* What the start-up itself changed is nothing that a first `arm` should report. */
+static void forget_changes(struct sp_ncclnet *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].route == SP_NN_BY_TCP)
+            return;
+    for (int i = 0; i < 100; i++)
+        if (tcp->arm(ep->tcp) == SPCCL_OK) {
+            tcp->disarm(ep->tcp);
+            break;
+        }
+    ep->changed = true; /* a peer may be gone already, or have sent */
+    ep->n_events_seen = atomic_load(&ep->n_events);
+}
+
+/* Continue with one peer. AGAIN: it is not ready. */
+static spccl_status step_peer(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    spccl_status st = SPCCL_OK;
+    if (!p->offer_sent)
+        SP_TRY(send_offer(ep, peer));
+    if (!p->offer_here || (both_usable(p) && !p->verdict_here))
+        st = take_note(ep, peer);
+    if (st != SPCCL_OK)
+        return st;
+    if (!p->offer_here)
+        return SPCCL_AGAIN;
+    if (!both_usable(p))
+        return SPCCL_OK;
+    return p->verdict_sent && p->verdict_here ? SPCCL_OK : SPCCL_AGAIN;
+}
+
+/* Step every peer. AGAIN: some are not ready; `missing` has them. */
+static spccl_status step_peers(struct sp_ncclnet *ep, sp_rank_list *missing, bool *all_offers)
+{
+    *all_offers = true;
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_nn_peer *p = &ep->peers[i];
+        spccl_status st;
+        if (!p->added)
+            continue;
+        st = step_peer(ep, i);
+        *all_offers = *all_offers && p->offer_here;
+        if (st == SPCCL_AGAIN)
+            sp_rank_list_add(missing, i);
+        else if (st != SPCCL_OK)
+            return st;
+    }
+    return missing->n != 0 ? SPCCL_AGAIN : SPCCL_OK;
+}
+
+static spccl_status send_verdicts(struct sp_ncclnet *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].added && both_usable(&ep->peers[i]) && !ep->peers[i].verdict_sent)
+            SP_TRY(send_verdict(ep, i));
+    return SPCCL_OK;
+}
+
+static spccl_status start_pairs(struct sp_ncclnet *ep)
+{
+    sp_rank_list missing = {0};
+    char text[SP_ABORT_TEXT_CAP];
+    int peer = -1;
+    bool all_offers;
+    spccl_status st;
+    SP_TRY(tcp->progress(ep->tcp, &peer, text));
+    st = step_peers(ep, &missing, &all_offers);
+    if (st != SPCCL_OK && st != SPCCL_AGAIN)
+        return st;
+    if (all_offers && ep->connect_deadline_ns == 0)
+        ep->connect_deadline_ns = half_of_the_rest(ep);
+    if (all_offers && !ep->verdicts_due)
+        decide_verdicts(ep);
+    if (ep->verdicts_due)
+        SP_TRY(send_verdicts(ep));
+    if (st == SPCCL_AGAIN && sp_deadline_passed(ep->config.deadline_ns))
+        return SP_FAIL(SPCCL_ERR_TIMEOUT,
+                       "rank %d: ncclnet: rank %s did not say in time whether its plugin works",
+                       ep->config.rank, missing.text);
+    if (st == SPCCL_AGAIN || !(all_offers && ep->verdicts_due))
+        return SPCCL_AGAIN;
+    SP_TRY(decide_routes(ep));
+    forget_changes(ep);
+    ep->up = true;
+    return SPCCL_OK;
+}
+
+spccl_status sp_nn_connect_step(sp_endpoint *opaque)
+{
+    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    bool any = false;
+    for (int i = 0; i < ep->config.world_size; i++)
+        any = any || ep->peers[i].added;
+    if (ep->up || !any)
+        return SPCCL_OK;
+    if (!ep->started) {
+        ep->load_deadline_ns = half_of_the_rest(ep);
+        SP_TRY(sp_nn_thread_start(ep));
+    }
+    if (!ep->tcp_up) {
+        SP_TRY(tcp->connect_step(ep->tcp));
+        ep->tcp_up = true;
+    }
+    return loading_ended(ep) ? start_pairs(ep) : SPCCL_AGAIN;
+}

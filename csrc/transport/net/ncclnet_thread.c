@@ -1,0 +1,495 @@
+/* ncclnet_thread.c - the thread of an ncclnet endpoint: the only one that calls the plugin. See ncclnet.h.
+ *
+ * A plugin offers no descriptor to sleep on, so the thread asks it again and again. After some time without
+ * success it sleeps between two rounds, longer the longer nothing happens. New segments to send wake it. */
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+#include "core/base/thread.h"
+#include "transport/net/ncclnet.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#define US INT64_C(1000)
+#define SPIN_NS (50 * US)
+#define STOP_NS (2000000 * US) /* closing waits this long for the thread */
+
+/* ---- calls ---- */
+
+/* Before and after each call into the plugin. After it the thread may have been abandoned: it then ends, and
+ * touches nothing any more. */
+static void enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer)
+{
+    if (atomic_load(&ep->abandoned))
+        pthread_exit(NULL);
+    atomic_store_explicit(&ep->call_slot, (int)slot, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_peer, peer, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_since_ns, sp_now_ns(), memory_order_release);
+}
+
+static void leave(struct sp_ncclnet *ep)
+{
+    if (atomic_load(&ep->abandoned))
+        pthread_exit(NULL);
+    atomic_store_explicit(&ep->call_since_ns, 0, memory_order_release);
+}
+
+#define CALL(ep, slot, peer, result, call)                                                                   \
+    do {                                                                                                     \
+        enter((ep), (slot), (peer));                                                                         \
+        (result) = (call);                                                                                   \
+        leave(ep);                                                                                           \
+    } while (0)
+
+/* Tell the caller that something changed. */
+static void signal_caller(struct sp_ncclnet *ep)
+{
+    uint64_t one = 1;
+    atomic_fetch_add(&ep->n_events, 1);
+    if (atomic_exchange(&ep->armed, false) && write(ep->event_fd, &one, sizeof one) < 0 && errno != EAGAIN)
+        sp_log(SP_LOG_ERROR, ep->config.rank, "ncclnet: writing to an eventfd failed: errno %d", errno);
+}
+
+void sp_nn_card_text(const struct sp_ncclnet *ep, int card, char *out, size_t cap)
+{
+    const sp_nn_card *c = &ep->plugin->cards[card];
+    snprintf(out, cap, "card %s port %d", c->name, c->port);
+}
+
+/* The first failure is the one that errors name. */
+static void fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    if (atomic_load(&p->state) != SP_NN_FAILED)
+        snprintf(p->failure, sizeof p->failure, "%s", text);
+    atomic_store(&p->state, SP_NN_FAILED);
+    signal_caller(ep);
+}
+
+/* A call for a queue failed: the peer fails, with card, call and result in the text. Its other queues go on: what a
+ * peer sent before it left must arrive. */
+static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
+                      int result)
+{
+    char card[80], text[SP_NN_TEXT_CAP];
+    sp_nn_card_text(ep, q->card, card, sizeof card);
+    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", card,
+             ep->plugin->name, sp_nn_slot_name(slot), peer, q->ring.queue, result, sp_nn_result_text(result));
+    atomic_store(&q->failed, true);
+    fail_peer(ep, peer, text);
+}
+
+/* ---- start-up ---- */
+
+/* The card of a queue between two ranks: the same number on both hosts, if they have as many cards. */
+static int card_of(const struct sp_ncclnet *ep, int peer, int queue)
+{
+    const sp_nn_plugin *p = ep->plugin;
+    return p->used[(ep->config.rank + peer + queue) % p->n_used];
+}
+
+/* False: *text says what failed. */
+static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    for (int i = 0; i < ep->config.n_queues; i++) {
+        int result, card = card_of(ep, peer, i);
+        p->tx[i].card = p->rx[i].card = card;
+        CALL(ep, SP_NN_LISTEN, peer, result,
+             sp_nn_listen(ep->plugin, card, p->mine.handles[i], &p->rx[i].listener));
+        if (result == 0 && p->rx[i].listener != NULL)
+            continue;
+        snprintf(text, cap, "card %s: plugin %s: listen for rank %d returned %d (%s)",
+                 ep->plugin->cards[card].name, ep->plugin->name, peer, result,
+                 result != 0 ? sp_nn_result_text(result) : "but no listener");
+        return false;
+    }
+    return true;
+}
+
+/* False if the plugin allows fewer connections than the group needs. */
+static bool has_room(const struct sp_ncclnet *ep, char *text, size_t cap)
+{
+    const sp_nn_plugin *p = ep->plugin;
+    int64_t room = 0, needed = 0;
+    for (int i = 0; i < p->n_used; i++)
+        room += p->cards[p->used[i]].max_comms > 0 ? p->cards[p->used[i]].max_comms : INT32_MAX;
+    for (int i = 0; i < ep->config.world_size; i++)
+        needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
+    if (needed <= room)
+        return true;
+    snprintf(text, cap, "plugin %s allows %lld connections, the group needs %lld", p->name, (long long)room,
+             (long long)needed);
+    return false;
+}
+
+static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
+{
+    if (sp_nn_load(ep->found.path, ep->load_deadline_ns, &ep->plugin) != SPCCL_OK) {
+        snprintf(text, cap, "%s", spccl_last_error());
+        return false;
+    }
+    if (!has_room(ep, text, cap))
+        return false;
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].added && !listen_for(ep, i, text, cap))
+            return false;
+    return true;
+}
+
+/* 1: connected and registered. 0: not yet. -1: failed. */
+static int connect_send(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+{
+    int result;
+    if (q->comm == NULL) {
+        CALL(ep, SP_NN_CONNECT, peer, result,
+             sp_nn_connect(ep->plugin, q->card, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
+        if (result != 0) {
+            fail_call(ep, peer, q, SP_NN_CONNECT, result);
+            return -1;
+        }
+    }
+    return q->comm != NULL;
+}
+
+static int connect_receive(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+{
+    int result;
+    if (q->comm == NULL) {
+        CALL(ep, SP_NN_ACCEPT, peer, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
+        if (result != 0) {
+            fail_call(ep, peer, q, SP_NN_ACCEPT, result);
+            return -1;
+        }
+    }
+    return q->comm != NULL;
+}
+
+static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+{
+    int result;
+    if (q->mr != NULL || q->comm == NULL)
+        return q->mr != NULL;
+    CALL(ep, SP_NN_REG_MR, peer, result,
+         sp_nn_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
+    if (result != 0) {
+        fail_call(ep, peer, q, SP_NN_REG_MR, result);
+        return -1;
+    }
+    if (q->mr == NULL)
+        q->mr = q; /* plugins that need no registration give NULL; deregMr then gets NULL back */
+    return 1;
+}
+
+/* Continue connecting. True if something happened. */
+static bool connect_peer(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    int n_ready = 0;
+    for (int i = 0; i < ep->config.n_queues; i++) {
+        struct sp_nn_queue *sides[2] = {&p->tx[i], &p->rx[i]};
+        for (int s = 0; s < 2; s++) {
+            int got = s == 0 ? connect_send(ep, peer, sides[s]) : connect_receive(ep, peer, sides[s]);
+            if (got > 0)
+                got = register_ring(ep, peer, sides[s]);
+            if (got < 0)
+                return true;
+            n_ready += got;
+        }
+    }
+    if (n_ready < 2 * ep->config.n_queues) {
+        if (atomic_load(&p->cancelled))
+            fail_peer(ep, peer, "given up");
+        return false;
+    }
+    p->connected = true;
+    atomic_store(&p->state, SP_NN_CONNECTED);
+    signal_caller(ep);
+    return true;
+}
+
+/* ---- segments ---- */
+
+static sp_nn_transfer transfer_of(const struct sp_nn_queue *q, uint64_t k, size_t bytes)
+{
+    return (sp_nn_transfer){.comm = q->comm,
+                            .data = sp_nn_ring_segment(&q->ring, k),
+                            .mr = q->mr == q ? NULL : q->mr,
+                            .bytes = bytes,
+                            .tag = (int)q->ring.queue};
+}
+
+/* Ask whether the oldest request is done. True: *bytes is its size. A failure changes the peer's state. */
+static bool test_oldest(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, int *bytes)
+{
+    uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
+    bool is_done = false;
+    int result;
+    if (done == q->n_started)
+        return false;
+    CALL(ep, SP_NN_TEST, peer, result,
+         sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, bytes));
+    if (result != 0)
+        fail_call(ep, peer, q, SP_NN_TEST, result);
+    return result == 0 && is_done;
+}
+
+static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+{
+    uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
+    bool moved = false;
+    int bytes, result = 0;
+    while (q->n_started < allowed && result == 0) {
+        void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
+        sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.bytes[q->n_started % SP_NN_SEGMENTS]);
+        CALL(ep, SP_NN_ISEND, peer, result, sp_nn_isend(ep->plugin, &t, request));
+        if (result == 0 && *request == NULL)
+            break;
+        q->n_started += result == 0;
+        moved = true;
+    }
+    if (result != 0) {
+        fail_call(ep, peer, q, SP_NN_ISEND, result);
+        return true;
+    }
+    while (test_oldest(ep, peer, q, &bytes)) {
+        atomic_fetch_add_explicit(&q->ring.done, 1, memory_order_release);
+        signal_caller(ep);
+        moved = true;
+    }
+    return moved;
+}
+
+static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+{
+    uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
+    bool moved = false;
+    int bytes, result = 0;
+    while (q->n_started < allowed && result == 0) {
+        void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
+        sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.segment_bytes);
+        CALL(ep, SP_NN_IRECV, peer, result, sp_nn_irecv(ep->plugin, &t, request));
+        if (result == 0 && *request == NULL)
+            break;
+        q->n_started += result == 0;
+    }
+    if (result != 0) {
+        fail_call(ep, peer, q, SP_NN_IRECV, result);
+        return true;
+    }
+    while (test_oldest(ep, peer, q, &bytes)) {
+        uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
+        if (bytes < (int)SP_NN_HEAD_BYTES || (size_t)bytes > q->ring.segment_bytes || bytes % 16 != 0) {
+            char text[SP_NN_TEXT_CAP];
+            snprintf(text, sizeof text,
+                     "plugin %s: a segment of %d bytes came from rank %d; wanted 16 to %zu, a "
+                     "multiple of 16",
+                     ep->plugin->name, bytes, peer, q->ring.segment_bytes);
+            atomic_store(&q->failed, true);
+            fail_peer(ep, peer, text);
+            return true;
+        }
+        q->ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)bytes;
+        atomic_store_explicit(&q->ring.done, done + 1, memory_order_release);
+        signal_caller(ep);
+        moved = true;
+    }
+    return moved;
+}
+
+static bool serve_peer(struct sp_ncclnet *ep, int peer)
+{
+    struct sp_nn_peer *p = &ep->peers[peer];
+    int state = atomic_load_explicit(&p->state, memory_order_acquire);
+    bool moved = false;
+    if (state == SP_NN_CONNECTING)
+        return connect_peer(ep, peer);
+    for (int i = 0; i < ep->config.n_queues && p->connected; i++) {
+        if (!atomic_load_explicit(&p->tx[i].failed, memory_order_relaxed))
+            moved = send_segments(ep, peer, &p->tx[i]) || moved;
+        if (!atomic_load_explicit(&p->rx[i].failed, memory_order_relaxed))
+            moved = receive_segments(ep, peer, &p->rx[i]) || moved;
+    }
+    return moved;
+}
+
+/* ---- the thread ---- */
+
+/* True if the caller has allowed something that the thread has not begun. */
+static bool has_work(struct sp_ncclnet *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_nn_peer *p = &ep->peers[i];
+        for (int k = 0; p->connected && k < ep->config.n_queues; k++)
+            if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_started && !atomic_load(&p->tx[k].failed))
+                return true;
+    }
+    return false;
+}
+
+/* How long to sleep between two rounds after `idle_ns` without success. */
+static int64_t pause_ns(int64_t idle_ns)
+{
+    if (idle_ns < 1000 * US)
+        return 20 * US;
+    return idle_ns < 100000 * US ? 100 * US : 1000 * US;
+}
+
+static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
+{
+    struct timespec until;
+    int64_t ns;
+    if (idle_ns < SPIN_NS) {
+        sched_yield();
+        return;
+    }
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    ns = until.tv_nsec + pause_ns(idle_ns);
+    until.tv_sec += ns / 1000000000;
+    until.tv_nsec = ns % 1000000000;
+    /* `asleep` is set before the last look; the caller allows segments before it reads `asleep`. */
+    pthread_mutex_lock(&ep->lock);
+    atomic_store(&ep->asleep, true);
+    if (!has_work(ep) && !atomic_load(&ep->stop))
+        (void)pthread_cond_timedwait(&ep->wake, &ep->lock, &until);
+    atomic_store(&ep->asleep, false);
+    pthread_mutex_unlock(&ep->lock);
+}
+
+static void close_comm(struct sp_ncclnet *ep, int peer, enum sp_nn_slot slot, void **comm)
+{
+    int result;
+    if (*comm == NULL)
+        return;
+    CALL(ep, slot, peer, result, sp_nn_close(ep->plugin, slot, *comm));
+    if (result != 0)
+        sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
+               sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
+    *comm = NULL;
+}
+
+static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot)
+{
+    int result = 0;
+    if (q->comm != NULL && q->mr != NULL)
+        CALL(ep, SP_NN_DEREG_MR, peer, result, sp_nn_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
+    if (result != 0)
+        sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
+               ep->plugin->name, peer, result, sp_nn_result_text(result));
+    q->mr = NULL;
+    close_comm(ep, peer, slot, &q->comm);
+    close_comm(ep, peer, SP_NN_CLOSE_LISTEN, &q->listener);
+}
+
+static void *thread_main(void *arg)
+{
+    struct sp_ncclnet *ep = arg;
+    char text[sizeof ep->load_text];
+    int64_t busy_ns = sp_now_ns();
+    bool fine = load(ep, text, sizeof text);
+    if (!fine)
+        memcpy(ep->load_text, text, sizeof text);
+    atomic_store(&ep->load, fine ? SP_NN_LOAD_FINE : SP_NN_LOAD_FAILED);
+    signal_caller(ep);
+    while (!atomic_load(&ep->stop)) {
+        bool moved = false;
+        int64_t now_ns;
+        for (int i = 0; i < ep->config.world_size; i++)
+            moved = serve_peer(ep, i) || moved;
+        now_ns = sp_now_ns();
+        if (moved)
+            busy_ns = now_ns;
+        else
+            rest(ep, now_ns - busy_ns);
+    }
+    for (int i = 0; i < ep->config.world_size; i++)
+        for (int k = 0; ep->plugin != NULL && k < ep->config.n_queues; k++) {
+            close_queue(ep, i, &ep->peers[i].tx[k], SP_NN_CLOSE_SEND);
+            close_queue(ep, i, &ep->peers[i].rx[k], SP_NN_CLOSE_RECV);
+        }
+    atomic_store(&ep->exited, true);
+    return NULL;
+}
+
+spccl_status sp_nn_thread_start(struct sp_ncclnet *ep)
+{
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_mutex_init(&ep->lock, NULL);
+    pthread_cond_init(&ep->wake, &attr);
+    pthread_condattr_destroy(&attr);
+    SP_TRY(sp_thread_start("spccl-net", thread_main, ep, &ep->thread));
+    ep->started = true;
+    ep->pid = getpid();
+    return SPCCL_OK;
+}
+
+void sp_nn_thread_kick(struct sp_ncclnet *ep)
+{
+    atomic_thread_fence(memory_order_seq_cst); /* what was allowed is visible before `asleep` is read */
+    if (!atomic_load(&ep->asleep))
+        return;
+    pthread_mutex_lock(&ep->lock);
+    pthread_cond_signal(&ep->wake);
+    pthread_mutex_unlock(&ep->lock);
+}
+
+bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
+{
+    int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
+    int peer = atomic_load(&ep->call_peer);
+    if (since_ns == 0 || sp_now_ns() - since_ns < ep->call_limit_ns)
+        return false;
+    snprintf(out, cap, "plugin %s: %s for rank %d did not return in %lld ms", ep->plugin->name,
+             sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
+             (long long)((sp_now_ns() - since_ns) / 1000000));
+    return true;
+}
+
+/* Keeps what abandoned threads may still use. */
+static struct sp_ncclnet *lost;
+static pthread_mutex_t lost_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
+{
+    if (!ep->started || ep->thread_lost)
+        return;
+    atomic_store(&ep->abandoned, true);
+    atomic_store(&ep->stop, true);
+    ep->thread_lost = true;
+    (void)pthread_detach(ep->thread);
+    pthread_mutex_lock(&lost_lock);
+    ep->next_lost = lost;
+    lost = ep;
+    pthread_mutex_unlock(&lost_lock);
+    sp_log(SP_LOG_WARN, ep->config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
+}
+
+void sp_nn_thread_stop(struct sp_ncclnet *ep)
+{
+    int64_t deadline_ns = sp_now_ns() + STOP_NS;
+    struct timespec until;
+    if (!ep->started || ep->thread_lost || ep->pid != getpid())
+        return;
+    atomic_store(&ep->stop, true);
+    sp_nn_thread_kick(ep);
+    while (!atomic_load(&ep->exited) && !sp_deadline_passed(deadline_ns))
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 1; /* what is left is the end of the thread, and destructors that the plugin registered */
+    if (!atomic_load(&ep->exited) || pthread_timedjoin_np(ep->thread, NULL, &until) != 0) {
+        char text[SP_NN_TEXT_CAP];
+        snprintf(text, sizeof text, "plugin %.60s: %s for rank %d did not return while the group was closed",
+                 ep->plugin != NULL ? ep->plugin->name : ep->found.path,
+                 sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), atomic_load(&ep->call_peer));
+        sp_nn_thread_abandon(ep, text);
+        return;
+    }
+    pthread_cond_destroy(&ep->wake);
+    pthread_mutex_destroy(&ep->lock);
+}

@@ -1,0 +1,96 @@
+/* ncclnet_wire.c - see ncclnet_wire.h. */
+#include "transport/net/ncclnet_wire.h"
+
+#include "core/base/bits.h"
+
+#include <string.h>
+
+#define OFFER_MAGIC 0x4f4e7073u    /* "spNO" */
+#define VERDICT_MAGIC 0x564e7073u  /* "spNV" */
+#define FAREWELL_MAGIC 0x464e7073u /* "spNF" */
+static const char address_magic[4] = {'s', 'p', 'N', '1'};
+
+/* Copy a text that ends within `cap` bytes. Bytes that are not printable ASCII become '?': the text goes to logs. */
+static bool read_text(const uint8_t *from, char *out, size_t cap)
+{
+    size_t n = strnlen((const char *)from, cap);
+    if (n == cap)
+        return false;
+    for (size_t i = 0; i < n; i++)
+        out[i] = from[i] >= 32 && from[i] < 127 ? (char)from[i] : '?';
+    memset(out + n, 0, cap - n);
+    return true;
+}
+
+static void write_text(const char *text, uint8_t *out, size_t cap)
+{
+    size_t n = strnlen(text, cap - 1);
+    memset(out, 0, cap);
+    memcpy(out, text, n);
+}
+
+bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes)
+{
+    if (n <= SP_NN_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0)
+        return false;
+    *tcp = bytes + SP_NN_ADDRESS_HEAD;
+    *tcp_bytes = n - SP_NN_ADDRESS_HEAD;
+    return true;
+}
+
+void sp_nn_write_offer(const sp_nn_offer *o, uint8_t out[SP_NN_OFFER_BYTES])
+{
+    sp_store_le32(out, OFFER_MAGIC);
+    sp_store_le16(out + 4, o->usable ? 1 : 0);
+    sp_store_le16(out + 6, (uint16_t)o->n_queues);
+    sp_store_le32(out + 8, o->segment_bytes);
+    write_text(o->name, out + 12, SP_NN_NAME_CAP);
+    write_text(o->why, out + 52, SP_NN_TEXT_CAP);
+    memcpy(out + 252, o->handles, sizeof o->handles);
+}
+
+bool sp_nn_read_offer(const uint8_t *bytes, size_t n, sp_nn_offer *out)
+{
+    if (n != SP_NN_OFFER_BYTES || sp_load_le32(bytes) != OFFER_MAGIC || sp_load_le16(bytes + 4) > 1)
+        return false;
+    out->usable = sp_load_le16(bytes + 4) == 1;
+    out->n_queues = sp_load_le16(bytes + 6);
+    out->segment_bytes = sp_load_le32(bytes + 8);
+    memcpy(out->handles, bytes + 252, sizeof out->handles);
+    return out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
+           read_text(bytes + 12, out->name, SP_NN_NAME_CAP) &&
+           read_text(bytes + 52, out->why, SP_NN_TEXT_CAP);
+}
+
+void sp_nn_write_verdict(const sp_nn_verdict *v, uint8_t out[SP_NN_VERDICT_BYTES])
+{
+    sp_store_le32(out, VERDICT_MAGIC);
+    sp_store_le32(out + 4, v->fine ? 1 : 0);
+    write_text(v->why, out + 8, SP_NN_TEXT_CAP);
+}
+
+bool sp_nn_read_verdict(const uint8_t *bytes, size_t n, sp_nn_verdict *out)
+{
+    if (n != SP_NN_VERDICT_BYTES || sp_load_le32(bytes) != VERDICT_MAGIC || sp_load_le32(bytes + 4) > 1)
+        return false;
+    out->fine = sp_load_le32(bytes + 4) == 1;
+    return read_text(bytes + 8, out->why, SP_NN_TEXT_CAP);
+}
+
+void sp_nn_write_farewell(const sp_nn_farewell *f, int n_queues, uint8_t out[SP_NN_FAREWELL_BYTES])
+{
+    sp_store_le32(out, FAREWELL_MAGIC);
+    sp_store_le32(out + 4, (uint32_t)n_queues);
+    for (size_t i = 0; i < SP_QUEUES_MAX; i++)
+        sp_store_le64(out + 8 + 8 * i, i < (size_t)n_queues ? f->n_segments[i] : 0);
+}
+
+bool sp_nn_read_farewell(const uint8_t *bytes, size_t n, int n_queues, sp_nn_farewell *out)
+{
+    if (n != SP_NN_FAREWELL_BYTES || sp_load_le32(bytes) != FAREWELL_MAGIC ||
+        sp_load_le32(bytes + 4) != (uint32_t)n_queues)
+        return false;
+    for (size_t i = 0; i < SP_QUEUES_MAX; i++)
+        out->n_segments[i] = sp_load_le64(bytes + 8 + 8 * i);
+    return true;
+}
