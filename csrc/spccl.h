@@ -8,8 +8,8 @@
  * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit
  * for bit. Reductions add in rank order 0, 1, 2, ... starting from +0.0; float16 and bfloat16 are added in
  * float32 and rounded once. So all ranks and all runs get the same bits, whatever the format, the transport
- * and the schedule. But the schedule ring adds in an order of its own (docs/ALGORITHMS.md), the same on all
- * ranks and in all runs. It runs only when asked for. The formats follow Hough et al. (SpCCL), section III.
+ * and the schedule. Two schedules run only when asked for, because they add in orders of their own, the same
+ * on all ranks and in all runs: ring and hierarchical (docs/ALGORITHMS.md). The formats are after Hough et al.
  *
  * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version.
  * Initialise options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a
@@ -197,10 +197,11 @@ typedef struct spccl_config {
     uint32_t n_sockets;     /* TCP sockets per peer and queue; 0 = default */
     const uint8_t *secret;  /* [32] job secret; NULL: rank 0 draws one and puts it into the store */
     const char *host_id;    /* ranks with another name count as on another host; NULL: found */
+    const char *schedule;   /* one of SPCCL_SCHEDULE, which wins; the same on all ranks; NULL: auto */
 } spccl_config;
 #define SPCCL_CONFIG_INIT                                                                                    \
     {                                                                                                        \
-        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL, NULL                             \
+        sizeof(spccl_config), NULL, 0, SPCCL_FORMAT_AUTO, 0, NULL, 0, NULL, NULL, NULL                       \
     }
 
 /* A key-value store that all ranks reach: torch's Store, or another. `set` publishes a value. `get` waits
@@ -364,8 +365,7 @@ typedef struct spccl_cuda_options {
     {                                                                                                        \
         sizeof(spccl_cuda_options), 0                                                                        \
     }
-/* options NULL: the defaults. A captured collective keeps those it was captured with.
- * Errors: ARG, STATE (no GPU is attached). */
+/* options NULL: the defaults. Captured collectives keep theirs. Errors: ARG, STATE (no GPU is attached). */
 SPCCL_API spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *options);
 
 /* For callers that attach with config.caller_orders. All launches of a communicator use the same buffers, so

@@ -70,6 +70,10 @@ static inline spccl_status mem_store_get(void *ctx, const char *key, void *buf, 
 /* Ranks that count as on one host (spccl_config.host_id); 0: all. */
 static int test_ranks_per_host;
 
+struct rank_ctx;
+/* Changes the config of one rank; NULL: all ranks have the same. */
+static void (*test_rank_config)(const struct rank_ctx *c, spccl_config *config);
+
 /* One rank of a group under test. */
 struct rank_ctx {
     int rank, n_ranks;
@@ -95,6 +99,8 @@ static inline void *rank_main(void *arg)
     snprintf(host, sizeof host, "host %d", test_ranks_per_host != 0 ? c->rank / test_ranks_per_host : 0);
     if (test_ranks_per_host != 0)
         config.host_id = host;
+    if (test_rank_config != NULL)
+        test_rank_config(c, &config);
     c->created = spccl_comm_create(&store, c->rank, c->n_ranks, &config, &c->comm);
     if (c->created != SPCCL_OK)
         snprintf(c->error, sizeof c->error, "%s", spccl_last_error());

@@ -20,7 +20,7 @@
                    #type " ends in padding")
 ENDS_WITH(spccl_encode_options, slice_elems);
 ENDS_WITH(spccl_frame_info, values_off);
-ENDS_WITH(spccl_config, host_id);
+ENDS_WITH(spccl_config, schedule);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
 ENDS_WITH(spccl_cuda_config, reserved);
@@ -33,7 +33,7 @@ ENDS_WITH(spccl_prune_options, levels);
  * gets a line of its own here with the new size. */
 _Static_assert(sizeof(spccl_encode_options) == 24, "0.1");
 _Static_assert(sizeof(spccl_frame_info) == 72, "0.1");
-_Static_assert(sizeof(spccl_config) == 64, "0.1");
+_Static_assert(sizeof(spccl_config) == 72, "0.1");
 _Static_assert(sizeof(spccl_store) == 32, "0.1");
 _Static_assert(sizeof(spccl_stats) == 176, "0.1");
 _Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
@@ -102,7 +102,7 @@ static void test_config_and_store(void)
     CHECK_OK(spccl_comm_destroy(comm));
     newer.added = 1;
     CHECK_FAILS(spccl_comm_create(NULL, 0, 1, (void *)&newer, &comm), SPCCL_ERR_ARG,
-                "spccl_config: got 72 bytes with byte 64 not zero");
+                "spccl_config: got 80 bytes with byte 72 not zero");
     newer_store.added = 1;
     CHECK_FAILS(spccl_comm_create((void *)&newer_store, 0, 1, NULL, &comm), SPCCL_ERR_ARG,
                 "spccl_store: got 40 bytes with byte 32 not zero");

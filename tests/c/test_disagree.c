@@ -119,11 +119,46 @@ static void test_schedules(void)
                                       .odd_rank = i % 3,
                                       .call = i / 3,
                                       .n = sizes[(i + most) % 3]};
+                /* The last rank of a ring that owns nothing sends only what it receives. SPCCL_SCHEDULE is compared when
+                 * the group is made: test_settings_differ. */
+                if (s.n == 1 && (s.most == SP_SCHED_RING || s.odd == SP_SCHED_RING))
+                    continue;
                 if (s.call != 0 && (!sp_schedule_has(s.most, SP_REDUCE_SCATTER) ||
                                     !sp_schedule_has(s.odd, SP_REDUCE_SCATTER)))
                     continue; /* without the collective the setting does not count */
                 check_schedules(&s);
             }
+}
+
+static int odd_rank;
+
+static void odd_config(const struct rank_ctx *c, spccl_config *config)
+{
+    config->schedule = c->rank == odd_rank ? "ring" : odd_rank == 2 ? "direct" : NULL;
+}
+
+static void nothing(struct rank_ctx *c)
+{
+    (void)c;
+}
+
+/* A rank that asks for another schedule: no rank gets a group, and each names both schedules. */
+static void test_settings_differ(void)
+{
+    struct rank_ctx ctx[3];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.timeout_ms = 20000;
+    test_rank_config = odd_config;
+    for (odd_rank = 0; odd_rank < 3; odd_rank++) {
+        int64_t start = now_ms();
+        run_ranks(3, &config, nothing, NULL, ctx);
+        for (int r = 0; r < 3; r++)
+            CHECK(ctx[r].created == SPCCL_ERR_MISMATCH && has(ctx[r].error, "ring") &&
+                      has(ctx[r].error, odd_rank == 2 ? "direct" : "auto"),
+                  "rank %d of 3, odd %d: %d \"%s\"", r, odd_rank, (int)ctx[r].created, ctx[r].error);
+        CHECK(now_ms() - start < SOON_MS, "took %lld ms", (long long)(now_ms() - start));
+    }
+    test_rank_config = NULL;
 }
 
 /* ---- a rank finds the mismatch only after its own call has returned ---- */
@@ -198,6 +233,7 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {
         {"disagreement", test_disagreement},
         {"schedules", test_schedules},
+        {"settings_differ", test_settings_differ},
         {"late_message", test_late_message},
         {NULL, NULL},
     };

@@ -207,6 +207,11 @@ static void test_ring(void)
     check_on_hosts(SP_SCHED_RING);
 }
 
+static void test_hierarchical(void)
+{
+    check_on_hosts(SP_SCHED_HIERARCHICAL);
+}
+
 static void test_part_range(void)
 {
     for (int i = 0; i < 2000; i++) {
@@ -231,6 +236,7 @@ int main(int argc, char **argv)
         {"hosts", test_hosts},
         {"relayed", test_relayed},
         {"ring", test_ring},
+        {"hierarchical", test_hierarchical},
         {"part_range", test_part_range},
         {NULL, NULL},
     };

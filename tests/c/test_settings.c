@@ -161,6 +161,11 @@ static void test_config(void)
     c = (spccl_config)SPCCL_CONFIG_INIT;
     c.format = SPCCL_FORMAT_EMPTY;
     refused_config("format", c);
+    c = (spccl_config)SPCCL_CONFIG_INIT;
+    c.schedule = "rings";
+    refused_config("rings", c);
+    c.schedule = "ring";
+    CHECK_OK(make_group(&c));
 }
 
 /* Bad arguments are refused before the rank connects. */

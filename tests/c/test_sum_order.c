@@ -27,6 +27,21 @@ static void ring_order(const struct one_case *c, int n_ranks, size_t i, struct s
         o->rank[k] = (owner + 1 + k) % n_ranks;
 }
 
+/* The contributions of the owner's host, then the sums of the other hosts. Host h has the ranks from
+ * h * test_ranks_per_host on. */
+static void hierarchical_order(const struct one_case *c, int n_ranks, size_t i, struct sum_order *o)
+{
+    int per_host = test_ranks_per_host != 0 ? test_ranks_per_host : n_ranks;
+    int n_hosts = (n_ranks + per_host - 1) / per_host, own = owner_of(c, n_ranks, i) / per_host, at = 0;
+    o->n_groups = 0;
+    for (int k = 0; k < n_hosts; k++) {
+        int host = k == 0 ? own : k <= own ? k - 1 : k;
+        for (int r = host * per_host; r < n_ranks && r < (host + 1) * per_host; r++)
+            o->rank[at++] = r;
+        o->end[o->n_groups++] = at;
+    }
+}
+
 /* One schedule, and the model of its sums. */
 struct schedule {
     const char *name;
@@ -34,6 +49,7 @@ struct schedule {
 };
 
 static const struct schedule ring = {"ring", ring_order};
+static const struct schedule hierarchical = {"hierarchical", hierarchical_order};
 
 static void use(const struct schedule *s)
 {
@@ -76,7 +92,7 @@ static void patterns(const struct schedule *s)
                                          SPCCL_INT32};
     struct one_case cases[2 * N_PATTERNS * 5];
     use(s);
-    for (int n_ranks = 2; n_ranks <= 6; n_ranks += 2) {
+    for (int n_ranks = 3; n_ranks <= 6; n_ranks += 3) {
         int n = 0;
         for (int coll = REDUCE_SCATTER; coll <= ALL_REDUCE; coll++)
             for (int pattern = 0; pattern < N_PATTERNS; pattern++)
@@ -102,13 +118,13 @@ static void large(const struct schedule *s)
     use(s);
     setenv("SPCCL_SLICE_BYTES", "32768", 1);
     setenv("SPCCL_TCP_ADDR", "127.0.0.1", 1);
-    for (int n_ranks = 2; n_ranks <= 5; n_ranks++) {
+    for (int n_ranks = 2; n_ranks <= 4; n_ranks++) {
         int n = 0;
         for (int coll = 0; coll < BROADCAST; coll++)
             for (int d = 0; d < 5; d++)
                 cases[n++] = (struct one_case){.coll = coll,
                                                .dtype = d % 2 ? SPCCL_FLOAT32 : SPCCL_BFLOAT16,
-                                               .n = 400000 + (size_t)d * 77,
+                                               .n = 200000 + (size_t)d * 77,
                                                .density_pct = densities[d],
                                                .in_place = d % 2,
                                                .async = d % 3 == 0,
@@ -125,7 +141,7 @@ static void forced(const struct schedule *s)
     use(s);
     for (int i = 0; i < 4; i++) {
         setenv("SPCCL_FORMAT", formats[i], 1);
-        random_plan(3, 36, 70000, "inproc");
+        random_plan(4, 24, 50000, "inproc");
     }
     unsetenv("SPCCL_FORMAT");
 }
@@ -135,7 +151,7 @@ static void hosts(const struct schedule *s)
     use(s);
     for (int n = 2; n <= 16; n++) {
         test_ranks_per_host = 1 + n / 3;
-        random_plan(n, 12, n % 4 == 0 ? 100000 : 5000, "inproc");
+        random_plan(n, 12, n % 4 == 0 ? 50000 : 5000, "inproc");
     }
     test_ranks_per_host = 0;
 }
@@ -149,6 +165,23 @@ static void test_ring(void)
     hosts(&ring);
 }
 
+static void test_hierarchical(void)
+{
+    hosts(&hierarchical);
+    test_ranks_per_host = 2;
+    dtypes_and_ops(&hierarchical);
+    patterns(&hierarchical);
+    forced(&hierarchical);
+    test_ranks_per_host = 0;
+}
+
+static void test_hierarchical_large(void)
+{
+    test_ranks_per_host = 2;
+    large(&hierarchical);
+    test_ranks_per_host = 0;
+}
+
 static void test_ring_large(void)
 {
     large(&ring);
@@ -160,6 +193,8 @@ int main(int argc, char **argv)
         {"model_sees_order", test_model_sees_order},
         {"ring", test_ring},
         {"ring_large", test_ring_large},
+        {"hierarchical", test_hierarchical},
+        {"hierarchical_large", test_hierarchical_large},
         {NULL, NULL},
     };
     return test_main(cases, argc, argv);

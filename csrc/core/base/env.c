@@ -12,10 +12,10 @@ static const sp_env_var vars[SP_N_ENV] = {
                         "auto, scalar, avx2, avx512"},
     [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0, 0,
                        "auto, tile, pici, coo, dense"},
-    [SP_ENV_SCHEDULE] =
-        {"SPCCL_SCHEDULE", "auto",
-         "schedule of collectives: auto, direct, oneshot (all-reduce, broadcast); CPUs: relayed, ring", 0, 0,
-         0, "auto, direct, oneshot, relayed, ring"},
+    [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto",
+                         "schedule of collectives: auto, direct, oneshot (all-reduce, broadcast); CPUs: "
+                         "relayed, ring, hierarchical",
+                         0, 0, 0, "auto, direct, oneshot, relayed, ring, hierarchical"},
     [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = spccl chooses", 1, 0,
                             1 << 24, NULL},
     [SP_ENV_QUEUE_BYTES] =

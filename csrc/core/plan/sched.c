@@ -28,6 +28,7 @@ static const struct {
     [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot, BIT(SP_ALL_REDUCE) | BIT(SP_BROADCAST), true},
     [SP_SCHED_RELAYED] = {"relayed", sp_sched_relayed, ALL_COLLS, true},
     [SP_SCHED_RING] = {"ring", sp_sched_ring, ALL_COLLS & ~BIT(SP_BROADCAST), false},
+    [SP_SCHED_HIERARCHICAL] = {"hierarchical", sp_sched_hier, ALL_COLLS, false},
 };
 
 bool sp_schedule_has(sp_schedule schedule, sp_coll coll)
@@ -103,6 +104,15 @@ void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank)
     step->to = b->n_ranks;
     push_rank(b, rank);
     step->n_to = 1;
+}
+
+void sp_step_from_also(sp_plan_builder *b, sp_step *step, int queue, int rank)
+{
+    if (step->n_from == 0)
+        step->from = b->n_ranks;
+    step->queue_in = queue;
+    push_rank(b, rank);
+    step->n_from++;
 }
 
 void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank)

@@ -109,6 +109,7 @@ typedef enum sp_schedule {
     SP_SCHED_ONESHOT,
     SP_SCHED_RELAYED,
     SP_SCHED_RING,
+    SP_SCHED_HIERARCHICAL,
     SP_N_SCHEDULES
 } sp_schedule;
 const char *sp_schedule_name(sp_schedule schedule);

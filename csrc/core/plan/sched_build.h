@@ -20,7 +20,8 @@ sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src
 void sp_step_from(sp_plan_builder *b, sp_step *step, int queue, int rank);
 void sp_step_from_all(sp_plan_builder *b, sp_step *step, int queue);
 void sp_step_to(sp_plan_builder *b, sp_step *step, int queue, int rank);
-/* Add one receiver to a step. All receivers of a step are added before those of the next step. */
+/* Add one sender or receiver to a step. All of one kind of a step are added before any other rank. */
+void sp_step_from_also(sp_plan_builder *b, sp_step *step, int queue, int rank);
 void sp_step_to_also(sp_plan_builder *b, sp_step *step, int queue, int rank);
 void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except);
 
@@ -28,10 +29,20 @@ void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except);
  * reduction of this rank's own part, without receivers; NULL if that part is empty. */
 sp_step *sp_direct_contributions(sp_plan_builder *b, const sp_plan_args *a, bool is_all_reduce);
 
+/* The rank that relays the results of `owner` on `host`, which is not the owner's: the one with the owner's place
+ * among the ranks of its host. `except`: a rank that needs no results; -1 = none. Returns -1 if `except` is the only
+ * rank of that host. */
+int sp_relay_of(const sp_hosts *h, int owner, int host, int except);
+/* The steps of an all-reduce in which this rank receives the results of others, and relays some. */
+void sp_relayed_results(sp_plan_builder *b, const sp_plan_args *a);
+/* Send the shard that this rank owns: to one rank of each other host, then to its own host. */
+void sp_relayed_to_everyone(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, int except);
+
 /* One function per schedule file. Returns false if the schedule does not have that collective. */
 bool sp_sched_direct(sp_plan_builder *b, const sp_plan_args *args);
 bool sp_sched_oneshot(sp_plan_builder *b, const sp_plan_args *args);
 bool sp_sched_relayed(sp_plan_builder *b, const sp_plan_args *args);
 bool sp_sched_ring(sp_plan_builder *b, const sp_plan_args *args);
+bool sp_sched_hier(sp_plan_builder *b, const sp_plan_args *args);
 
 #endif

@@ -11,10 +11,7 @@
  * ranks relay nothing that arrives in these queues. */
 #include "core/plan/sched_build.h"
 
-/* The rank that relays the results of `owner` on `host`, which is not the owner's: the one with the owner's place
- * among the ranks of its host. `except`: a rank that needs no results; -1 = none. Returns -1 if `except` is the only
- * rank of that host. */
-static int relay_of(const sp_hosts *h, int owner, int host, int except)
+int sp_relay_of(const sp_hosts *h, int owner, int host, int except)
 {
     int size = sp_hosts_size(h, host), i = h->place[owner] % size;
     const int *ranks = h->ranks + h->first[host];
@@ -35,12 +32,11 @@ static void to_own_host(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, i
     }
 }
 
-/* Send the shard that this rank owns: to one rank of each other host, then to its own. */
-static void to_everyone(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, int except)
+void sp_relayed_to_everyone(sp_plan_builder *b, const sp_plan_args *a, sp_step *s, int except)
 {
     const sp_hosts *h = a->hosts;
     for (int i = 1; i < h->n_hosts; i++) {
-        int relay = relay_of(h, a->rank, (h->host_of[a->rank] + i) % h->n_hosts, except);
+        int relay = sp_relay_of(h, a->rank, (h->host_of[a->rank] + i) % h->n_hosts, except);
         if (relay >= 0)
             sp_step_to_also(b, s, SP_QUEUE_RESULT, relay);
     }
@@ -52,7 +48,7 @@ static void receive(sp_plan_builder *b, const sp_plan_args *a, int owner, size_t
 {
     const int *host_of = a->hosts->host_of;
     int from =
-        host_of[owner] == host_of[a->rank] ? owner : relay_of(a->hosts, owner, host_of[a->rank], except);
+        host_of[owner] == host_of[a->rank] ? owner : sp_relay_of(a->hosts, owner, host_of[a->rank], except);
     sp_step *s = sp_plan_add(b, SP_STEP_RECV, owner, 0, off, len);
     if (s == NULL)
         return;
@@ -70,22 +66,27 @@ static void all_gather(sp_plan_builder *b, const sp_plan_args *a)
     }
     s = sp_plan_add(b, SP_STEP_SEND, a->rank, 0, 0, a->n_elems);
     if (s != NULL)
-        to_everyone(b, a, s, -1);
+        sp_relayed_to_everyone(b, a, s, -1);
     sp_plan_add(b, SP_STEP_COPY, a->rank, 0, (size_t)a->rank * a->n_elems, a->n_elems);
 }
 
-static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
+void sp_relayed_results(sp_plan_builder *b, const sp_plan_args *a)
 {
-    sp_step *reduce;
     for (int i = 1; i < a->world_size; i++) {
         int owner = (a->rank + i) % a->world_size;
         size_t off, len;
         sp_part_range(a->n_elems, a->world_size, owner, &off, &len);
         receive(b, a, owner, off, len, -1);
     }
+}
+
+static void all_reduce(sp_plan_builder *b, const sp_plan_args *a)
+{
+    sp_step *reduce;
+    sp_relayed_results(b, a);
     reduce = sp_direct_contributions(b, a, true);
     if (reduce != NULL)
-        to_everyone(b, a, reduce, -1);
+        sp_relayed_to_everyone(b, a, reduce, -1);
 }
 
 /* As in the direct schedule, the root sends one shard to each other rank. */
@@ -107,7 +108,7 @@ static void broadcast(sp_plan_builder *b, const sp_plan_args *a)
             sp_step_to(b, s, SP_QUEUE_INPUT, owner);
         } else {
             sp_step_from(b, s, SP_QUEUE_INPUT, a->root);
-            to_everyone(b, a, s, a->root);
+            sp_relayed_to_everyone(b, a, s, a->root);
         }
     }
 }

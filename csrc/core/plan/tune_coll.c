@@ -25,8 +25,10 @@ spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule 
             *out = (sp_schedule)i;
             return SPCCL_OK;
         }
-    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_SCHEDULE=\"%s\": wanted auto, direct, oneshot, relayed or ring",
-                   text);
+    return SP_FAIL(
+        SPCCL_ERR_SETTING,
+        "schedule \"%s\" (SPCCL_SCHEDULE): wanted auto, direct, oneshot, relayed, ring or hierarchical",
+        text);
 }
 
 size_t sp_tune_queue_bytes(int world_size)

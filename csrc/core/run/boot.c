@@ -1,6 +1,6 @@
 /* boot.c - see boot.h. A rank puts this into the store under "spccl/<name>/address/<rank>" (little-endian):
- *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, u8 host[44], then
- *   for each transport
+ *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, u8 host[44],
+ *   u32 schedule, then for each transport
  *   u32 name bytes, name, u32 address bytes, address */
 #include "core/run/boot.h"
 
@@ -8,6 +8,7 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
+#include "core/plan/sched.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -18,8 +19,9 @@
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
 #define REFUSAL_CAP 600u
-#define WIRE_VERSION 3u
-#define BOOT_HEAD_BYTES (20u + SP_HOST_ID_BYTES)
+#define WIRE_VERSION 4u
+#define BOOT_SCHEDULE_AT (20u + SP_HOST_ID_BYTES)
+#define BOOT_HEAD_BYTES (BOOT_SCHEDULE_AT + 4u)
 #define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
 #define KEY_CAP 200
 
@@ -148,6 +150,7 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + 12, c->slice_bytes);
     sp_store_le32(blob + 16, (uint32_t)links->n_endpoints);
     memcpy(blob + 20, links->host, SP_HOST_ID_BYTES);
+    sp_store_le32(blob + BOOT_SCHEDULE_AT, c->schedule);
     for (int i = 0; i < links->n_endpoints; i++) {
         const char *name = links->transports[i]->name;
         size_t name_bytes = strlen(name), address_bytes = 0;
@@ -205,6 +208,11 @@ static bool find_address(const uint8_t *blob, size_t bytes, const char *name, co
     return false;
 }
 
+static const char *schedule_text(uint32_t published)
+{
+    return published == 0 ? "auto" : sp_schedule_name((sp_schedule)(published - 1));
+}
+
 /* Check what a peer published. Ranks with different settings would wait for each other for ever. */
 static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
 {
@@ -229,6 +237,12 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
                        "rank %d: slice size is %u bytes here, %u at rank %d: set the same SPCCL_SLICE_BYTES "
                        "on all ranks",
                        c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
+    if (sp_load_le32(blob + BOOT_SCHEDULE_AT) != c->schedule)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: the schedule is %s here, %s at rank %d: set the same SPCCL_SCHEDULE on all "
+                       "ranks",
+                       c->rank, schedule_text(c->schedule),
+                       schedule_text(sp_load_le32(blob + BOOT_SCHEDULE_AT)), peer);
     return SPCCL_OK;
 }
 

@@ -40,6 +40,7 @@ typedef struct sp_boot_config {
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;
     uint32_t slice_bytes; /* published, so that ranks with another slice size fail at once */
+    uint32_t schedule;    /* likewise: 0 = automatic, else 1 + sp_schedule */
     int64_t deadline_ns;
 } sp_boot_config;
 

@@ -16,6 +16,14 @@
 #define WORLD_SIZE_MAX 4096
 #define QUEUE_BYTES_MIN 65536
 
+static spccl_status read_schedule(spccl_comm *comm, const char *wanted)
+{
+    SP_TRY(sp_tune_parse_schedule(sp_env_text(SP_ENV_SCHEDULE), &comm->schedule_forced, &comm->schedule));
+    if (comm->schedule_forced || wanted == NULL)
+        return SPCCL_OK;
+    return sp_tune_parse_schedule(wanted, &comm->schedule_forced, &comm->schedule);
+}
+
 /* Read the settings. For each the environment variable counts first, then the config, then the default. The
  * time-out is the exception: a config.timeout_ms above 0 counts before SPCCL_TIMEOUT_MS. */
 static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, sp_boot_config *boot)
@@ -31,7 +39,8 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     SP_TRY(sp_tune_parse_format(sp_env_text(SP_ENV_FORMAT), &comm->format));
     if (comm->format == SPCCL_FORMAT_AUTO)
         comm->format = config->format;
-    SP_TRY(sp_tune_parse_schedule(sp_env_text(SP_ENV_SCHEDULE), &comm->schedule_forced, &comm->schedule));
+    SP_TRY(read_schedule(comm, config->schedule));
+    boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : 0;
     SP_TRY(sp_env_number(SP_ENV_QUEUE_BYTES, &n));
     if ((n & (n - 1)) != 0 || (n != 0 && n < QUEUE_BYTES_MIN))
         return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_QUEUE_BYTES=%lld: wanted 0, or a power of two from %d on",
