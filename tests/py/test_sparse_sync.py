@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="SparseSync is for torch, and none is installed")
 
-from spccl.optim import Geometric, SparseSync  # noqa: E402
+from spccl.optim import Geometric, SparseSync, checkpoint  # noqa: E402
 
 
 def model(dtype=torch.float32) -> torch.nn.Module:
@@ -78,9 +78,63 @@ def test_optimizers_that_need_a_closure():
         SparseSync(torch.optim.LBFGS(net.parameters()))
     with refuses(TypeError, "got a Sequential", "torch.optim.Optimizer"):
         SparseSync(net)
-    opt = SparseSync(adamw(net))
-    with refuses(TypeError, "SparseSync.step: got a closure", "backward()"):
-        opt.step(lambda: 0.0)
+
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure):
+            raise AssertionError("never called")
+
+    with refuses(TypeError, "Sharpness", "closure", "different numbers of times"):
+        SparseSync(Sharpness(net.parameters(), lr=0.1))
+
+
+def test_a_closure_is_called_once_before_the_step():
+    """As Lightning does it. The weights, the moments and the loss are those of backward() and step()."""
+    nets = [model(), model()]
+    x = torch.randn(8, 80)
+    calls = []
+    first, second = (SparseSync(adamw(net), density=0.1) for net in nets)
+    for _ in range(3):
+
+        def closure():
+            assert torch.is_grad_enabled() and first.steps == len(calls)
+            first.zero_grad()
+            loss = nets[0](x).square().mean()
+            loss.backward()
+            calls.append(loss)
+            return loss
+
+        assert first.step(closure) is calls[-1]
+        second.zero_grad()
+        loss = nets[1](x).square().mean()
+        loss.backward()
+        assert second.step() is None and torch.equal(loss, calls[-1])
+    assert len(calls) == 3
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_mark_stands_for_a_state_that_is_kept_apart(tmp_path):
+    """Frameworks save one optimizer state for all ranks: a mark takes its place, and is of no use alone."""
+    net, again = model(), model()
+    opt = SparseSync(adamw(net), density=0.1)
+    opt.states_apart = True
+    step(opt, net)
+    torch.save(opt.state_dict(), tmp_path / "optimizer.pt")
+    torch.save(checkpoint.save(opt), tmp_path / "rank-0.pt")
+    step(opt, net)
+    opt.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    with refuses(RuntimeError, "rank 0", "checkpoint of step 1", "at step 2", "spccl-rank-", "FRAMEWORKS"):
+        step(opt, net)
+    checkpoint.load(opt, torch.load(tmp_path / "rank-0.pt", weights_only=True))
+    step(opt, net)
+    other = SparseSync(adamw(again), density=0.1)
+    other.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    other.load_state_dict(torch.load(tmp_path / "rank-0.pt", weights_only=True))
+    step(other, again)
+    for ours, theirs in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    other.load_state_dict(checkpoint.mark(other))
+    step(other, again)  # a mark of this very step asks for nothing
 
 
 def test_parameters_that_come_later():

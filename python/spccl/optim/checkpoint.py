@@ -75,8 +75,12 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     Raises: ValueError if it is not a state of SparseSync, of another version, model, rank or world size.
     """
     mine = state.get(KEY)
+    if isinstance(mine, dict) and mine.get("apart"):
+        sync._step_to_load = int(mine["steps"])
+        return
     _check(sync, mine)
     sync._shards.forget_gathered()
+    sync._step_to_load = None
     entries = {entry["index"]: entry for entry in mine["parameters"]}
     sync.inner.load_state_dict({key: value for key, value in state.items() if key != KEY})
     for bucket in sync.buckets:
@@ -95,9 +99,28 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     sync._tally.reset()
 
 
+def mark(sync: SparseSync) -> dict[str, Any]:
+    """What stands for the state where a framework saves one optimizer state for all ranks: the step, and no tensors.
+
+    `load` of it makes step() refuse until the state of that step is loaded too.
+    """
+    return {"state": {}, "param_groups": [], KEY: {"version": VERSION, "apart": True, "steps": sync.steps}}
+
+
+def require_loaded(sync: SparseSync) -> None:
+    """Raises: RuntimeError if a mark was loaded, and the state that it stands for was not."""
+    if sync._step_to_load not in (None, sync.steps):
+        raise RuntimeError(
+            f"SparseSync.step: rank {sync.ranks.rank}: a checkpoint of step {sync._step_to_load} was loaded, without "
+            f"this rank's state: this object is at step {sync.steps}. The state is in the file spccl-rank-*.pt beside "
+            "the checkpoint; load it with the part of spccl.integrations that saved it (docs/FRAMEWORKS.md)"
+        )
+    sync._step_to_load = None
+
+
 def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
     who = f"SparseSync.load_state_dict: rank {sync.ranks.rank}"
-    if sync._in_globals:
+    if sync.in_globals:
         raise RuntimeError(f"{who}: called inside `with opt.global_weights()`; end that block first")
     if not isinstance(mine, dict) or mine.get("version") != VERSION:
         got = f"version {mine.get('version')!r}" if isinstance(mine, dict) else f"a state without {KEY!r}"

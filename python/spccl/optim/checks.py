@@ -1,5 +1,6 @@
 """What `SparseSync` refuses, with the reason and what to do instead."""
 
+import inspect
 import math
 from typing import Any
 
@@ -49,18 +50,16 @@ def check_optimizer(optimizer: object) -> None:
             f"SparseSync: got a {type(optimizer).__name__}, wanted a torch.optim.Optimizer: "
             "SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01)"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    needed = [
+        p.name
+        for p in inspect.signature(optimizer.step).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
         raise TypeError(
-            "SparseSync: got LBFGS, which evaluates the model several times a step through a closure; wanted an "
-            "optimizer whose step() needs no closure, such as AdamW or SGD"
-        )
-
-
-def check_closure(closure: object) -> None:
-    if closure is not None:
-        raise TypeError(
-            f"SparseSync.step: got a closure ({closure!r}), wanted none: ranks could evaluate it different numbers of "
-            "times. Compute the loss, call backward(), then step()"
+            f"SparseSync: got {type(optimizer).__name__}, whose step() needs {', '.join(needed)}: it evaluates the "
+            "model in its step, and ranks could do so different numbers of times; wanted an optimizer whose step() "
+            "needs no closure, such as AdamW or SGD"
         )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -136,8 +136,10 @@ class SparseSync(torch.optim.Optimizer):
                 self.ranks.broadcast(bucket.globals)
                 bucket.reset()
                 bucket.prepare()
-        self._in_globals = False
+        self.in_globals = False  # the model has the global weights
         self._check_next = False
+        self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
+        self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
         self._tally = measure.Tally(self)
 
     # -- construction ------------------------------------------------------------------------------
@@ -242,16 +244,23 @@ class SparseSync(torch.optim.Optimizer):
         raise TypeError("SparseSync: it holds a process group and cannot be pickled; save state_dict()")
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step, and after every `every`-th an exchange. All ranks must call it equally often.
 
-        Raises: TypeError for a closure; RuntimeError if parameters were added, removed, replaced or moved,
-            inside `global_weights`, or if a check finds different global weights;
+        Args:
+            closure: computes the loss and calls backward(). It is called once, before the local step.
+        Returns: what the closure returned; None without one.
+        Raises: RuntimeError if parameters were added, removed, replaced or moved, inside `global_weights`, if a check
+            finds different global weights, or if a checkpoint was loaded without this rank's state;
             torch.distributed.DistBackendError if a rank is lost.
         """
-        checks.check_closure(closure)
-        if self._in_globals:
+        if self.in_globals:
             raise RuntimeError("SparseSync.step: called inside `with opt.global_weights()`; end that block first")
+        checkpoint.require_loaded(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._require_same_parameters()
         exchanging = (self.steps + 1) % self.settings.every == 0
         self._tally.before_step()
@@ -261,6 +270,7 @@ class SparseSync(torch.optim.Optimizer):
         self.steps += 1
         if exchanging:
             self._exchange(density_at(self._schedule, self.exchanges))
+        return loss
 
     def _require_same_parameters(self) -> None:
         present = [p for group in self.inner.param_groups for p in group["params"]]
@@ -380,7 +390,7 @@ class SparseSync(torch.optim.Optimizer):
     def consolidate(self) -> None:
         """Exchange everything that was not sent yet, so that local and global weights are the same. A collective: call
         it on all ranks, for instance after the last step. Local steps since the last exchange are included."""
-        if self._in_globals:
+        if self.in_globals:
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
         self._require_same_parameters()
         self._shards.forget_gathered()
@@ -403,7 +413,7 @@ class SparseSync(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _swap(self, inside: bool) -> None:
-        if inside == self._in_globals:
+        if inside == self.in_globals:
             raise RuntimeError("SparseSync.global_weights: this block is already inside one")
         self._shards.forget_gathered()
         for bucket in self.buckets:
@@ -411,7 +421,7 @@ class SparseSync(torch.optim.Optimizer):
             if inside:
                 bucket.absorb(scratch)
             bucket.swap(scratch)
-        self._in_globals = inside
+        self.in_globals = inside
 
     # -- reports, checkpoints ----------------------------------------------------------------------
 
@@ -421,7 +431,7 @@ class SparseSync(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`."""
-        return checkpoint.save(self)
+        return checkpoint.mark(self) if self.states_apart else checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`, and write this rank's weights into the model. See `spccl.optim.checkpoint`."""
