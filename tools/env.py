@@ -25,6 +25,7 @@ BUILD = ROOT / "build"
 LOGS = BUILD / "logs"
 DIST = BUILD / "dist"  # the wheel that is installed in .venv
 REQUIREMENTS = ROOT / "tools" / "requirements.txt"
+FRAMEWORKS = ROOT / "tools" / "frameworks.txt"
 PACKAGE_SOURCES = ("cmake", "csrc", "python", "CMakeLists.txt", "pyproject.toml", "libspccl.map", "README.md")
 MIN_PYTHON, MIN_CMAKE = (3, 11), (3, 22)
 
@@ -275,9 +276,13 @@ def _has_python_headers() -> bool:
 # ---- .venv -----------------------------------------------------------------------------------------------
 
 
+def read_specs(path: Path) -> list[str]:
+    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
 def requirements() -> list[str]:
-    lines = (line.split("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines())
-    specs = [line for line in lines if line]
+    specs = read_specs(REQUIREMENTS)
     torch = os.environ.get("TORCH_SPEC")
     if torch:
         specs = [torch if spec.startswith("torch==") else spec for spec in specs]
@@ -312,6 +317,30 @@ def ensure_venv() -> str:
         write_stamp(stamp, key)
         say(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)")
     return key
+
+
+def ensure_frameworks() -> str | None:
+    """Install tools/frameworks.txt in .venv. Returns why that failed; None if it did not.
+
+    A failure, such as a registry that does not answer, is no error: the tests of the frameworks are then skipped.
+    """
+    key = digest(ensure_venv(), *read_specs(FRAMEWORKS))
+    stamp = VENV / ".stamp-frameworks"
+    if is_stamped(stamp, key):
+        return None
+    say("set-up: accelerate, transformers and lightning for their tests (once)")
+    start = time.monotonic()
+    options = ["--no-deps", "--no-compile", "--only-binary=:all:", "--retries=1"]  # --no-deps: .venv keeps its torch
+    install = [VENV / "bin/python", "-m", "pip", "install", *options, "-r", FRAMEWORKS]
+    status, lines = run(install, "frameworks", timeout_s=180)
+    if status != 0:
+        errors = [line for line in lines if line.startswith("ERROR")]
+        reason = f"pip install -r tools/frameworks.txt: {errors[-1] if errors else f'exit status {status}'}"
+        say(f"set-up: {reason}: their tests will be skipped; all output is in build/logs/frameworks.log")
+        return reason
+    write_stamp(stamp, key)
+    say(f"set-up: the frameworks are installed ({time.monotonic() - start:.0f} s)")
+    return None
 
 
 def ensure_spccl() -> None:

@@ -20,6 +20,7 @@ from env import (
     apt_install,
     child_env,
     cuda_here,
+    ensure_frameworks,
     ensure_spccl,
     files_under,
     must_run,
@@ -328,6 +329,8 @@ def cuda() -> str:
 def python_tests(*options: str) -> str:
     ensure_spccl()
     env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"))
+    if not options:  # the whole suite
+        env["SPCCL_TEST_FRAMEWORKS"] = ensure_frameworks() or ""
     status, lines = run([VENV / "bin/pytest", *options], "pytest", show=True, env=env, timeout_s=3600)
     last = lines[-1].strip("= ") if lines else "no output"
     if status != 0:

@@ -1,41 +1,93 @@
-"""spccl under Accelerate, transformers.Trainer, Lightning, Fabric and torchft: the lines of docs/FRAMEWORKS.md."""
+"""spccl under Accelerate, transformers.Trainer, Lightning, Fabric and torchft: the lines of docs/FRAMEWORKS.md, and
+examples/accelerate, trainer and lightning."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the frameworks train torch models")
 
-from launch import check_case, run_ranks  # noqa: E402
+from launch import check_case, run_command, run_ranks  # noqa: E402
 
 from spccl import ddp, integrations  # noqa: E402
 
-# case -> the library that it needs
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# The libraries that a group of cases needs -> its cases, in order: a run that resumes follows the one that saves.
 CASES = {
-    "accelerate": "accelerate",
-    "accelerate_ignores_comm_hook": "accelerate",
-    "trainer": "transformers",
-    "lightning": "lightning",
-    "fabric": "lightning",
-    "torchft": "torchft",
+    ("accelerate", "transformers"): [
+        "accelerate_sparse_sync",
+        "accelerate_sparse_sync_resumed",
+        "accelerate_pruned",
+        "accelerate_pruned_resumed",
+        "accelerate_refusals",
+        "trainer_sparse_sync",
+        "trainer_sparse_sync_resumed",
+        "trainer_pruned",
+        "trainer_pruned_resumed",
+    ],
+    ("lightning",): [
+        "lightning_sparse_sync",
+        "lightning_sparse_sync_resumed",
+        "lightning_pruned",
+        "lightning_pruned_resumed",
+        "lightning_refusals",
+        "fabric",
+    ],
+    ("torchft",): ["torchft"],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_real_library(case):
-    library = CASES[case]
-    needed = [library, "accelerate"] if library == "transformers" else [library]
-    for name in needed:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed (pip install {name}; it is no dependency of spccl)")
-    ranks = run_ranks("frameworks", 2, case)
+def why_missing(libraries: tuple[str, ...]) -> str | None:
+    """Why these libraries cannot be used; None if they can. `make test` says so if it could not install them."""
+    failed = os.environ.get("SPCCL_TEST_FRAMEWORKS")
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    if failed and libraries != ("torchft",):
+        return f"{', '.join(libraries)}: {failed}"
+    if missing:
+        return f"not installed: {', '.join(missing)} (pip install; not a dependency of spccl)"
+    return None
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What 2 ranks reported of all cases whose libraries are installed.
+
+    Each case has a store in this process, as torchrun's agent has one: no port that another program could take.
+    """
+    cases = [case for libraries, some in CASES.items() if why_missing(libraries) is None for case in some]
+    stores = {case: torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for case in cases}
+    words = [f"{case}={store.port}" for case, store in stores.items()]
+    return run_ranks("frameworks", 2, *words, timeout_s=280)
+
+
+@pytest.mark.parametrize(
+    ("libraries", "case"), [(libraries, case) for libraries, cases in CASES.items() for case in cases]
+)
+def test_real_library(libraries, case, request):
+    reason = why_missing(libraries)
+    if reason:
+        pytest.skip(reason)
+    ranks = request.getfixturevalue("ranks")
     check_case(ranks, case)
     assert [r.returncode for r in ranks] == [0, 0], "\n".join(r.report() for r in ranks)
+
+
+@pytest.mark.slow
+def test_example_under_torchrun():
+    reason = why_missing(("accelerate", "transformers"))
+    if reason:
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    status, output = run_command([*command, str(EXAMPLES / "accelerate" / "train.py"), "--steps=6"], settings)
+    assert status == 0 and "last step sent" in output and "% of the weights: " in output, output
 
 
 # ---- without the libraries ----
@@ -54,9 +106,9 @@ def callback_class(monkeypatch):
     module = types.ModuleType("transformers")
     module.TrainerCallback = type("TrainerCallback", (), {})
     monkeypatch.setitem(sys.modules, "transformers", module)
-    integrations._trainer_callback.cache_clear()
+    sys.modules.pop("spccl.integrations._trainer", None)
     yield integrations.PrunedGradientsCallback
-    integrations._trainer_callback.cache_clear()
+    sys.modules.pop("spccl.integrations._trainer", None)
 
 
 @pytest.fixture
@@ -147,7 +199,7 @@ def test_trainer_callback_without_ddp(callback_class, tmp_path):
 
 def test_transformers_is_imported_only_when_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    integrations._trainer_callback.cache_clear()
+    sys.modules.pop("spccl.integrations._trainer", None)
     with pytest.raises(ModuleNotFoundError, match="pip install transformers"):
         _ = integrations.PrunedGradientsCallback
     with pytest.raises(AttributeError):

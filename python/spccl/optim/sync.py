@@ -383,6 +383,8 @@ class SparseSync(torch.optim.Optimizer):
     def check(self) -> None:
         """Compare the global weights of all ranks, on all ranks. Raises: RuntimeError that names ranks if they
         differ."""
+        if self.in_globals:
+            raise RuntimeError("SparseSync.check: called inside `with opt.global_weights()`; end that block first")
         sums = [int(bucket.checksum()) for bucket in self.buckets]
         self.ranks.require_equal_weights(sums, self.exchanges)
 

@@ -1,186 +1,310 @@
-"""Runs the lines of docs/FRAMEWORKS.md with the real libraries on CPU ranks. Each case has its own process, because
-each library keeps state."""
+"""Runs examples/accelerate, trainer and lightning, and more lines of docs/FRAMEWORKS.md, with the real libraries.
+
+    frameworks.py CASE=PORT ...    PORT is that of the case's store, which the test serves as torchrun's agent does
+
+A rank imports the libraries once and forks a process for each case, because each library keeps state.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.util
 import os
 import sys
+import time
 import traceback
+import types
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import spccl
 from spccl import ddp
-from workers.common import FOLDER, RANK, WORLD, join, report
+from workers.common import FOLDER, RANK, WORLD, raises, report, same_everywhere
 
-# The variables of torchrun. Nothing listens on the port: each case first makes the group from a file.
-os.environ.update(LOCAL_RANK=str(RANK), LOCAL_WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.ReLU(), torch.nn.Linear(80, 8))
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+STEPS = 6  # of a whole run; its checkpoint is at step 3, in the middle of an epoch
 
 
-def batch() -> torch.Tensor:
-    return torch.randn(16, 80, generator=torch.Generator().manual_seed(RANK))
+def example(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / name / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def check(hook, model, n_steps: int) -> None:
-    """Check that the hook ran in each step and pruned, and that all ranks have the same parameters."""
+def options(module: types.ModuleType, case: str, *more: str) -> argparse.Namespace:
+    return module.arguments([f"--steps={STEPS}", f"--folder={FOLDER}/{case}", *more])
+
+
+def lightning_options(module: types.ModuleType, case: str, *more: str) -> argparse.Namespace:
+    """Lightning resumes at the start of an epoch only: 4 steps here."""
+    return module.arguments(["--steps=8", f"--folder={FOLDER}/{case}", *more])
+
+
+def own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def keep(case: str, model: torch.nn.Module, part) -> None:
+    """Write what this rank ended with, for `compare` in the run that resumes."""
+    torch.save([own_weights(model), state_of(part)], f"{FOLDER}/{case}-ended-{RANK}.pt")
+
+
+def compare(case: str, model: torch.nn.Module, part) -> None:
+    weights, state = torch.load(f"{FOLDER}/{case}-ended-{RANK}.pt", weights_only=True)
+    assert_same(own_weights(model), weights, "weights")
+    assert_same(state_of(part), state, "state")
+
+
+def state_of(part) -> dict:
+    return spccl.optim.checkpoint.save(part) if isinstance(part, spccl.optim.SparseSync) else part.state_dict()
+
+
+def assert_same(got, want, where: str) -> None:
+    """Bit for bit, all tensors and numbers of two nested structures."""
+    assert type(got) is type(want), f"{where}: {type(got)} {type(want)}"
+    if isinstance(got, dict):
+        assert got.keys() == want.keys(), f"{where}: {got.keys()} {want.keys()}"
+        for key in got:
+            assert_same(got[key], want[key], f"{where}.{key}")
+    elif isinstance(got, (list, tuple)):
+        assert len(got) == len(want), where
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert_same(a, b, f"{where}[{i}]")
+    elif isinstance(got, torch.Tensor):
+        assert torch.equal(got, want), f"{where}: {(got != want).sum()} of {got.numel()} differ"
+    else:
+        assert got == want, f"{where}: {got} {want}"
+
+
+def check_pruned(hook: ddp.PrunedGradients, model: torch.nn.Module, n_steps: int) -> None:
     stats = hook.stats()
-    assert stats["step"] == n_steps and stats["density_pruned"] < 0.5, stats
-    for param in model.parameters():
-        gathered = [torch.empty_like(param) for _ in range(WORLD)]
-        dist.all_gather(gathered, param.detach())
-        assert all(torch.equal(g, gathered[0]) for g in gathered)
+    assert stats["step"] == n_steps and stats["density_sent"] < 1, stats
+    for name, param in model.named_parameters():
+        same_everywhere(param.detach(), name)
 
 
-def accelerate() -> None:
+def check_synced(opt: spccl.optim.SparseSync, n_steps: int) -> None:
+    summary = opt.summary()
+    with contextlib.ExitStack() as stack:
+        if opt.in_globals:
+            spccl.integrations._files.use_own_weights(opt)
+            stack.callback(spccl.integrations._files.use_global_weights, opt)
+        opt.check()
+    assert (summary["steps"], summary["exchanges"]) == (n_steps, n_steps) and summary["density_sent"] < 1, summary
+    assert opt.param_groups[0]["lr"] == 3e-3, "the schedule's warm-up is over"
+
+
+def check_saved_weights(saved: dict[str, torch.Tensor], names: list[str], state: Path) -> None:
+    """The model in a checkpoint has the global weights of the states beside it, and a rank's own differ."""
+    entries = torch.load(state, weights_only=True)["sparse_sync"]["parameters"]
+    assert len(entries) == len(names)
+    for name, entry in zip(names, entries, strict=True):
+        assert torch.equal(saved[name].flatten(), entry["global"]), name
+    assert not all(torch.equal(entry["local"], entry["global"]) for entry in entries)
+
+
+# ---- Accelerate -----------------------------------------------------------------------------------------------
+
+
+def accelerate_sparse_sync() -> None:
+    from safetensors.torch import load_file
+
+    module = example("accelerate")
+    _, model, opt, losses = module.train(options(module, "accelerate"))
+    assert losses[-1] < losses[0], losses
+    assert not isinstance(model, torch.nn.parallel.DistributedDataParallel) and model.training
+    check_synced(opt, STEPS)
+    keep("accelerate", model, opt)
+    names = [name for name, _ in model.named_parameters()]
+    folder = Path(FOLDER, "accelerate")
+    saved = load_file(folder / "model.safetensors")
+    check_saved_weights(saved, names, folder / "spccl-0" / f"spccl-rank-{RANK}-of-{WORLD}.pt")
+
+
+def accelerate_sparse_sync_resumed() -> None:
+    module = example("accelerate")
+    _, model, opt, losses = module.train(options(module, "accelerate", "--resume"))
+    assert len(losses) == STEPS // 2
+    compare("accelerate", model, opt)
+
+
+def accelerate_pruned() -> None:
+    module = example("accelerate")
+    _, model, hook, losses = module.train(options(module, "accelerate-pruned", "--pruned"))
+    assert losses[-1] < losses[0], losses
+    check_pruned(hook, model, STEPS)
+    keep("accelerate-pruned", model, hook)
+
+
+def accelerate_pruned_resumed() -> None:
+    module = example("accelerate")
+    _, model, hook, _ = module.train(options(module, "accelerate-pruned", "--pruned", "--resume"))
+    check_pruned(hook, model, STEPS)
+    compare("accelerate-pruned", model, hook)
+
+
+def accelerate_refusals() -> None:
+    """What Accelerate ignores or refuses, and what keep_states refuses. docs/FRAMEWORKS.md says so."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    join()
-    hook = ddp.PrunedGradients(density=0.05, momentum=0.9)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=100)])
-    model, optimizer = accelerator.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1))
-    hook.register(model)
-    for _ in range(3):
-        optimizer.zero_grad()
-        accelerator.backward(model(batch()).square().mean())
-        optimizer.step()
-    check(hook, model, 3)
+    class Subclass(DistributedDataParallelKwargs):
+        pass
 
-
-def accelerate_ignores_comm_hook() -> None:
-    """Accelerate ignores a hook that is not one of its own five, without an error. docs/FRAMEWORKS.md warns of it."""
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    join()
+    dist.init_process_group("spccl")
+    with raises(KeyError, "Subclass"):
+        Accelerator(cpu=True, kwargs_handlers=[Subclass()])
     kwargs = DistributedDataParallelKwargs(comm_hook=ddp.pruned_gradients_hook)
-    model = Accelerator(cpu=True, kwargs_handlers=[kwargs]).prepare(net())
-    assert model._comm_hooks == []
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+    model = accelerator.prepare(torch.nn.Linear(80, 80))
+    assert model._comm_hooks == [], "Accelerate ignores a hook that is not one of its own five, without an error"
+    opt = spccl.optim.SparseSync(torch.optim.AdamW(model.parameters()))
+    prepared = accelerator.prepare(opt)
+    with raises(TypeError, "keep_states: got a AcceleratedOptimizer", "before accelerator.prepare"):
+        spccl.integrations.keep_states(accelerator, prepared)
+    with raises(RuntimeError, "DistributedDataParallel", "evaluation_mode=True"):
+        spccl.integrations.keep_states(accelerator, opt)
 
 
-class Examples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        x = torch.randn(80, generator=torch.Generator().manual_seed(i))
-        return {"x": x, "labels": x[:8]}
+# ---- Trainer --------------------------------------------------------------------------------------------------
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = net()
+def trainer_sparse_sync() -> None:
+    from safetensors.torch import load_file
 
-    def forward(self, x, labels):
-        return {"loss": (self.net(x) - labels).square().mean()}
-
-
-def trainer() -> None:
-    """Three steps, a checkpoint, and three steps from it give the same bits as six steps in one run."""
-    from transformers import Trainer, TrainingArguments
-
-    join()
-
-    def train(folder, n_steps, resume=None):
-        args = TrainingArguments(
-            output_dir=f"{FOLDER}/{folder}",
-            use_cpu=True,
-            max_steps=n_steps,
-            save_steps=3,
-            per_device_train_batch_size=4,
-            learning_rate=0.05,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            max_grad_norm=0,
-            report_to=[],
-            disable_tqdm=True,
-            logging_strategy="no",
-            ddp_find_unused_parameters=False,
-        )
-        hook = ddp.PrunedGradients(density=0.05, momentum=0.9)
-        trainer = Trainer(Net(), args, train_dataset=Examples())
-        trainer.add_callback(spccl.integrations.PrunedGradientsCallback(trainer, hook))
-        trainer.train(resume_from_checkpoint=resume)
-        return hook, trainer
-
-    whole, trained = train("whole", 6)
-    check(whole, trained.model, 6)
-    train("halves", 3)
-    rest, resumed = train("halves", 6, f"{FOLDER}/halves/checkpoint-3")
-    check(rest, resumed.model, 6)
-    for ours, theirs in zip(resumed.model.parameters(), trained.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    module = example("trainer")
+    args = options(module, "trainer")
+    trainer, opt = module.train(args, args.folder)
+    check_synced(opt, STEPS)
+    assert not spccl.integrations._files.has_ddp(trainer.model_wrapped)
+    keep("trainer", trainer.model, opt)
+    names = ordered_names(trainer.model, opt)
+    for step in (STEPS // 2, STEPS):
+        folder = Path(args.folder, f"checkpoint-{step}")
+        saved = load_file(folder / "model.safetensors")
+        check_saved_weights(saved, names, folder / f"spccl-rank-{RANK}-of-{WORLD}.pt")
+    for name, value in trainer.model.state_dict().items():
+        same_everywhere(value, f"{name} after train()")
+    same_everywhere(torch.tensor(trainer.evaluate()["eval_loss"]), "loss of the global weights")
+    with warnings.catch_warnings(record=True) as seen:  # a second train(), from here
+        warnings.simplefilter("always")
+        trainer.args.max_steps, trainer.args.max_grad_norm, trainer.args.save_strategy = 2, 1.0, "no"
+        trainer.train()
+    assert any("max_grad_norm" in str(w.message) and "sqrt(2)" in str(w.message) for w in seen)
+    assert opt.steps == STEPS + 2 and opt.in_globals
 
 
-def lightning() -> None:
-    import lightning
+def ordered_names(model: torch.nn.Module, opt: spccl.optim.SparseSync) -> list[str]:
+    """Names of the trained parameters in the optimizer's order: the Trainer makes groups."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return [names[id(param)] for group in opt.param_groups for param in group["params"]]
 
-    hook = ddp.PrunedGradients(density=0.05, momentum=0.9)
 
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = Net()
+def trainer_sparse_sync_resumed() -> None:
+    module = example("trainer")
+    args = options(module, "trainer", "--resume")
+    trainer, opt = module.train(args, args.folder)
+    compare("trainer", trainer.model, opt)
 
-        def training_step(self, example):
-            return self.net(**example)["loss"]
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.05)
+def trainer_pruned() -> None:
+    module = example("trainer")
+    args = options(module, "trainer-pruned", "--pruned")
+    trainer, hook = module.train(args, args.folder)
+    check_pruned(hook, trainer.model, STEPS)
+    keep("trainer-pruned", trainer.model, hook)
 
-    class Prune(lightning.Callback):  # on CPU; on CUDA DDPStrategy(ddp_comm_state=, ddp_comm_hook=) does it
-        def on_train_start(self, trainer, module):
-            hook.register(trainer.strategy.model)
 
-    join()
-    strategy = lightning.pytorch.strategies.DDPStrategy(
-        process_group_backend="spccl", ddp_comm_state=ddp.PrunedGradients(), ddp_comm_hook=ddp.pruned_gradients_hook
-    )
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=strategy,
-        max_steps=3,
-        callbacks=[Prune()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=FOLDER,
-    )
-    module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(Examples(), batch_size=4))
-    assert hook.stats()["step"] == 3 and hook.stats()["density_pruned"] < 0.5
-    assert strategy._ddp_comm_state.step == 0, "on CPU Lightning ignores the hook"
+def trainer_pruned_resumed() -> None:
+    module = example("trainer")
+    args = options(module, "trainer-pruned", "--pruned", "--resume")
+    trainer, hook = module.train(args, args.folder)
+    check_pruned(hook, trainer.model, STEPS)
+    compare("trainer-pruned", trainer.model, hook)
+
+
+# ---- Lightning ------------------------------------------------------------------------------------------------
+
+
+def lightning_sparse_sync() -> None:
+    module = example("lightning")
+    args = lightning_options(module, "lightning")
+    trainer, model = module.train(args, args.folder)
+    (opt,) = trainer.strategy.optimizers
+    check_synced(opt, 8)
+    assert trainer.strategy.model is model, "no DDP module"
+    keep("lightning", model, opt)
+    for name, value in model.state_dict().items():
+        same_everywhere(value, f"{name} after fit()")
+    names = [name for name, _ in model.named_parameters()]
+    for step in (4, 8):
+        path = Path(args.folder, f"step={step}.ckpt")
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        check_saved_weights(saved, names, Path(f"{path}.spccl", "0", f"spccl-rank-{RANK}-of-{WORLD}.pt"))
+    dist.barrier()
+    trainer.strategy.remove_checkpoint(path)
+    dist.barrier()
+    assert not path.exists() and not Path(f"{path}.spccl").exists()
+
+
+def lightning_sparse_sync_resumed() -> None:
+    module = example("lightning")
+    args = lightning_options(module, "lightning", "--resume")
+    trainer, model = module.train(args, args.folder)
+    compare("lightning", model, trainer.strategy.optimizers[0])
+
+
+def lightning_pruned() -> None:
+    module = example("lightning")
+    args = lightning_options(module, "lightning-pruned", "--pruned")
+    trainer, model = module.train(args, args.folder)
+    check_pruned(trainer.strategy.hook, model, 8)
+    keep("lightning-pruned", model, trainer.strategy.hook)
+
+
+def lightning_pruned_resumed() -> None:
+    module = example("lightning")
+    args = lightning_options(module, "lightning-pruned", "--pruned", "--resume")
+    trainer, model = module.train(args, args.folder)
+    check_pruned(trainer.strategy.hook, model, 8)
+    compare("lightning-pruned", model, trainer.strategy.hook)
+
+
+def lightning_refusals() -> None:
+    """SparseSyncStrategy wants SparseSync; a checkpoint without its states stops the next step."""
+    module = example("lightning")
+    args = lightning_options(module, "lightning", "--resume")
+    with raises(TypeError, "SparseSyncStrategy", "SGD", "model of its own"):
+        module.Model = lambda pruned, kind=module.Model: kind(True)
+        module.train(args, args.folder)
 
 
 def fabric() -> None:
     import lightning
 
-    join()
+    dist.init_process_group("spccl")
     fabric = lightning.Fabric(
         accelerator="cpu",
         devices=WORLD,
         strategy=lightning.fabric.strategies.DDPStrategy(process_group_backend="spccl"),
     )
     fabric.launch()
-    module = net()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.ReLU(), torch.nn.Linear(80, 8))
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     hook = ddp.PrunedGradients(density=0.05).register(model)
+    batch = torch.randn(16, 80, generator=torch.Generator().manual_seed(RANK))
     for _ in range(3):
         optimizer.zero_grad()
-        fabric.backward(model(batch()).square().mean())
+        fabric.backward(model(batch).square().mean())
         optimizer.step()
-    check(hook, module, 3)
+    check_pruned(hook, module, 3)
 
 
 def torchft() -> None:
@@ -211,15 +335,59 @@ def torchft() -> None:
             group.abort()
 
 
-if __name__ == "__main__":
+# What a case imports, before the fork: the processes of later cases need not import it again.
+IMPORTS = {
+    "accelerate": ("accelerate", "transformers.models.gpt2.modeling_gpt2"),
+    "trainer": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "lightning": ("lightning.pytorch",),
+    "fabric": ("lightning",),
+    "torchft": ("torchft",),
+}
+
+
+# ---- one process for each case ----------------------------------------------------------------------------------
+
+
+def run(name: str, port: str) -> None:
+    """Run a case with the variables that torchrun would set. Never returns."""
+    os.environ.update(
+        LOCAL_RANK=str(RANK),
+        LOCAL_WORLD_SIZE=str(WORLD),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    status, began = 1, time.monotonic()
+    try:
+        globals()[name]()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        report(name, ok=True, seconds=round(time.monotonic() - began, 1), cpu_s=round(time.process_time(), 1))
+        status = 0
+    except BaseException:
+        report(name, ok=False, error=traceback.format_exc())
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error", RuntimeWarning)
-    case = globals()[sys.argv[1]]
-    try:
-        case()
-    except BaseException:
-        report(case.__name__, ok=False, error=traceback.format_exc())
-        os._exit(1)
-    report(case.__name__, ok=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    importlib.import_module("torch._dynamo")  # torch.optim imports it; each case would
+    cases = [word.split("=") for word in sys.argv[1:]]
+    for name, port in cases:
+        for module in IMPORTS[name.split("_")[0]]:
+            importlib.import_module(module)
+        child = os.fork()
+        if child == 0:
+            run(name, port)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
