@@ -130,6 +130,7 @@ class SparseSync(torch.optim.Optimizer):
         self._averages = {b.device: self.ranks.averages(b.device) for b in self.buckets}
         self._scratch = self._make_scratch()
         self._wire = self._make_wire()
+        self._shards.forget_gathered()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.start()

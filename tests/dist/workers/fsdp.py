@@ -165,6 +165,17 @@ def density_one_equals_torch() -> None:
     assert variant(each=accumulate).step == 3
 
 
+def after_dense_steps() -> None:
+    """prune() on a model that torch has trained before."""
+    dense, pruned = sharded(net()), sharded(net())
+    for model in (dense, pruned):
+        train(model, range(2))
+    fsdp.prune(pruned, density=1.0)
+    for model in (dense, pruned):
+        train(model, range(2, 4))
+    same_weights(dense, pruned, "after dense steps")
+
+
 def shards_of_columns() -> None:
     """Shard(1): the rows of a shard are then apart in the parameter, and together in the flat gradient."""
 
@@ -431,10 +442,9 @@ def gloo_between_replicas() -> None:
 
 
 CASES = [
-    density_one_equals_torch, shards_of_columns, nothing_is_lost, divided_later, accumulation, clipping, trains,
-    resumes, one_dimension_and_a_group, made_on_meta, grad_scaler, unused_parameters, frozen_and_tied,
-    tensor_parallel, refused,
-    gloo_between_replicas,
+    density_one_equals_torch, after_dense_steps, shards_of_columns, nothing_is_lost, divided_later, accumulation,
+    clipping, trains, resumes, one_dimension_and_a_group, made_on_meta, grad_scaler, unused_parameters,
+    frozen_and_tied, tensor_parallel, refused, gloo_between_replicas,
 ]  # fmt: skip
 
 

@@ -144,6 +144,21 @@ def evaluation_leaves_no_trace() -> None:
             same_bits(model(x), sent, "consolidated")
 
 
+def made_after_an_evaluation() -> None:
+    """Both replicas begin with the weights of the first, also in what FSDP2 has gathered before."""
+    model, x = sharded(), data(0, 99)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for p in model.parameters():
+            local(p).add_(0.1 * REPLICA)
+        model(x)
+        opt = SparseSync(inner, 0.05, group=mesh.get_group("replica"))
+        theirs = [torch.empty(8, 1) for _ in range(2)]
+        dist.all_gather(theirs, model(x), group=mesh.get_group("replica"))
+    same_bits(theirs[0], theirs[1], "outputs of the replicas")
+    opt.check()
+
+
 def resumes() -> None:
     """A state that went through a file, for this rank alone."""
     straight = sharded()
@@ -199,8 +214,8 @@ def refused() -> None:
 
 
 CASES = [
-    sharded_replicas, nan_in_one_shard, clips_the_gradient_of_the_replica, evaluation_leaves_no_trace, resumes,
-    grad_scaler, refused,
+    sharded_replicas, nan_in_one_shard, clips_the_gradient_of_the_replica, evaluation_leaves_no_trace,
+    made_after_an_evaluation, resumes, grad_scaler, refused,
 ]  # fmt: skip
 
 
