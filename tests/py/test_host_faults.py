@@ -1,0 +1,300 @@
+"""Faults between 4 emulated hosts of 2 ranks: network namespaces (root, iproute2), shm inside a host, TCP between.
+
+The cases share hosts and ranks, so that start-up is paid once. A rank that dies or a link that goes down comes last.
+No case depends on how fast the machine is: an error must come before DEADLINE_S, and must name the right ranks.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spccl.bench import hosts
+
+REASON = hosts.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}")
+N_HOSTS, PER_HOST = 4, 2
+N = N_HOSTS * PER_HOST
+RATE, SLOW = "200mbit", "20mbit"
+DEADLINE_S = 60.0  # for whatever must happen
+CUT_S = 3.0  # time-out of collectives over a link that is cut
+FIREWALL_S = 5.0  # time to join over a link that carries nothing
+
+
+class Rank:
+    """A process in a namespace, and what it was asked."""
+
+    def __init__(self, namespace: str) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        worker = Path(__file__).with_name("host_rank.py")
+        words = [sys.executable, str(worker), namespace, str(theirs.fileno())]
+        self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.replies: dict[int, object] = {}
+        self.numbers = itertools.count()
+
+    def ask(self, name, *args):
+        """Send a command. Returns its number."""
+        number = next(self.numbers)
+        self.pipe.send((number, name, args))
+        return number
+
+    def reply(self, number):
+        end = time.monotonic() + DEADLINE_S
+        while number not in self.replies:
+            if not self.pipe.poll(max(0.0, end - time.monotonic())):
+                pytest.fail(f"no reply within {DEADLINE_S:g} s: a rank hangs")
+            got, value = self.pipe.recv()
+            self.replies[got] = value
+        return self.replies.pop(number)
+
+    def call(self, name, *args):
+        return self.reply(self.ask(name, *args))
+
+
+class Cluster:
+    def __init__(self, names):
+        self.names = names
+        self.ranks = [Rank(names[i // PER_HOST]) for i in range(N)]
+        self.count = itertools.count()
+
+    def close(self):
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.wait()
+            rank.pipe.close()
+
+    def ask(self, members, name, *args):
+        return [(self.ranks[i], self.ranks[i].ask(name, *args)) for i in members]
+
+    def replies(self, asked):
+        return [rank.reply(number) for rank, number in asked]
+
+    def begin_join(self, members, timeout=DEADLINE_S, env=None, transports=None):
+        """Ask the members to form a group. env, transports: by rank of the cluster. Returns its name and questions."""
+        group = f"g{next(self.count)}"
+        env, transports = env or {}, transports or {}
+        uid = self.ranks[members[0]].call("unique_id", hosts.address(members[0] // PER_HOST))
+        asked = [
+            (
+                self.ranks[i],
+                self.ranks[i].ask("join", group, r, len(members), uid, env.get(i, {}), timeout, transports.get(i)),
+            )
+            for r, i in enumerate(members)
+        ]
+        return group, asked
+
+    @contextlib.contextmanager
+    def group(self, members, **how):
+        group, asked = self.begin_join(members, **how)
+        assert [reply[:2] for reply in self.replies(asked)] == [("ok", "")] * len(members)
+        yield group
+        alive = [i for i in members if self.ranks[i].process.poll() is None]
+        self.replies(self.ask(alive, "leave", group))
+
+    def works(self, members, group, n_elems=100_000):
+        got = self.replies(self.ask(members, "reduce", group, n_elems))
+        assert [reply[:2] for reply in got] == [("ok", "")] * len(members)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with contextlib.ExitStack() as stack:
+        try:
+            names = stack.enter_context(hosts.emulated(N_HOSTS, RATE))
+        except hosts.CannotEmulate as error:  # root without the right to make namespaces
+            pytest.skip(f"emulated hosts: {error}")
+        made = Cluster(names)
+        stack.callback(made.close)
+        yield made
+
+
+EVERYONE = list(range(N))
+FIRST_TWO_HOSTS = [0, 1, 2, 3]
+
+
+def run(*words):
+    subprocess.run(words, check=True, capture_output=True, timeout=DEADLINE_S)
+
+
+def netns(cluster, host, *words):
+    run("ip", "-n", cluster.names[host], *words)
+
+
+def test_shm_inside_tcp_between(cluster):
+    with cluster.group(EVERYONE) as group:
+        for rank, links in enumerate(cluster.replies(cluster.ask(EVERYONE, "links", group))):
+            for peer, text in links.items():
+                assert text.startswith("shm" if peer // PER_HOST == rank // PER_HOST else "tcp"), (rank, peer, text)
+        cluster.works(EVERYONE, group)
+
+
+def test_ipv6(cluster):
+    """Every rank publishes one IPv6 address, and nothing else."""
+    for host in range(N_HOSTS):
+        netns(cluster, host, "addr", "add", f"fd77::{host + 1}/64", "dev", hosts.IFNAME, "nodad")
+    members = [0, 2, 4]
+    env = {i: {"SPCCL_TCP_ADDR": f"fd77::{i // PER_HOST + 1}"} for i in members}
+    with cluster.group(members, env=env) as group:
+        cluster.works(members, group)
+    for host in range(N_HOSTS):  # else the other cases would have a second way to each host
+        netns(cluster, host, "addr", "del", f"fd77::{host + 1}/64", "dev", hosts.IFNAME)
+
+
+def test_interface_that_reaches_nobody(cluster):
+    """An address that every host has, as a container bridge has it, comes before the one that works."""
+    for host in range(N_HOSTS):
+        netns(cluster, host, "link", "add", "aside", "type", "veth", "peer", "name", "aside-peer")
+        netns(cluster, host, "addr", "add", "172.17.0.1/16", "dev", "aside")
+        netns(cluster, host, "link", "set", "aside", "up")
+        netns(cluster, host, "link", "set", "aside-peer", "up")
+    with cluster.group(EVERYONE) as group:
+        cluster.works(EVERYONE, group)
+    for host in range(N_HOSTS):
+        netns(cluster, host, "link", "del", "aside")
+
+
+def test_slow_link(cluster):
+    with cluster.group(EVERYONE) as group:
+        shape = ("root", "tbf", "rate", SLOW, "burst", "256kb", "latency", "5ms")
+        run("tc", "-n", cluster.names[3], "qdisc", "change", "dev", hosts.IFNAME, *shape)
+        cluster.works(EVERYONE, group, 400_000)
+        shape = ("root", "tbf", "rate", RATE, "burst", "256kb", "latency", "5ms")
+        run("tc", "-n", cluster.names[3], "qdisc", "change", "dev", hosts.IFNAME, *shape)
+
+
+def in_host(name, work):
+    """Run work() in a thread that has entered the host."""
+    done = []
+
+    def body():
+        hosts.enter(name)
+        done.append(work())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert done, "the thread failed"
+    return done[0]
+
+
+def test_garbage_from_another_process(cluster):
+    """Noise at the listeners of a group that starts, and again when it runs."""
+    seen = []
+
+    def noise():
+        """Returns how many of the listeners took the connection."""
+        n = 0
+        for port in seen:
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection((hosts.address(1), port), timeout=5)
+                n += 1
+                with sock:
+                    sock.sendall(os.urandom(4096))
+        return n
+
+    members = [0, 2, 3]
+    before = set(cluster.ranks[2].call("listening"))
+    uid = cluster.ranks[0].call("unique_id", hosts.address(0))
+    asked = [
+        (cluster.ranks[i], cluster.ranks[i].ask("join", "noise", r, 3, uid, {}, DEADLINE_S, "tcp"))
+        for r, i in enumerate(members)
+        if i != 3
+    ]
+    end = time.monotonic() + DEADLINE_S
+    while not seen and time.monotonic() < end:  # rank 2 listens, and rank 3 has not come
+        seen = [port for port in cluster.ranks[2].call("listening") if port not in before]
+    assert in_host(cluster.names[0], noise) > 0
+    asked.append((cluster.ranks[3], cluster.ranks[3].ask("join", "noise", 2, 3, uid, {}, DEADLINE_S, "tcp")))
+    assert [reply[:2] for reply in cluster.replies(asked)] == [("ok", "")] * 3
+    assert in_host(cluster.names[0], noise) == 0  # nobody listens any more
+    cluster.works(members, "noise")
+    cluster.replies(cluster.ask(members, "leave", "noise"))
+
+
+def test_host_names_that_contradict_each_other(cluster):
+    """Two names on one host, and one name on two hosts: the network decides, and all sums are right."""
+    env = {i: {"SPCCL_HOST_ID": "same"} for i in (0, 2, 4)} | {i: {"SPCCL_HOST_ID": "other"} for i in (1, 3, 5)}
+    members = [0, 1, 2, 3, 4, 5]
+    with cluster.group(members, env=env) as group:
+        for links in cluster.replies(cluster.ask(members, "links", group)):
+            assert all(text.startswith("tcp") for text in links.values())
+        cluster.works(members, group)
+
+
+def test_no_common_transport(cluster):
+    """Rank 2 offers shm alone, to ranks of other hosts. Another group of the same ranks goes on."""
+    with cluster.group(FIRST_TWO_HOSTS) as other:
+        _, asked = cluster.begin_join([0, 2, 4], transports={2: "shm"}, timeout=DEADLINE_S)
+        replies = cluster.replies(asked)
+        for rank, (kind, text, seconds) in enumerate(replies):
+            assert kind == "UnreachableError", (rank, kind, text)
+            assert "no transport reaches rank" in text, text
+            assert "shm:" in text, text  # what was tried
+            assert "tcp: the peer does not offer it" in text or rank == 1, text
+            assert seconds < DEADLINE_S / 2  # at once, and not at the deadline
+        cluster.works(FIRST_TWO_HOSTS, other)
+
+
+def test_firewall(cluster):
+    """Hosts 1 and 2 drop what they have for each other. Both ends are named, with the address that was tried."""
+    netns(cluster, 2, "route", "add", "blackhole", f"{hosts.address(1)}/32")
+    with cluster.group([0, 1, 6, 7]) as other:
+        _, asked = cluster.begin_join([0, 2, 4], timeout=FIREWALL_S)
+        cluster.works([0, 1, 6, 7], other)
+        replies = cluster.replies(asked)
+        for rank, peer in ((1, 2), (2, 1)):
+            kind, text, seconds = replies[rank]
+            assert kind in ("TimeoutError", "PeerError"), (kind, text)
+            assert f"rank {rank}" in text and f"rank {peer}" in text, text
+            assert seconds < DEADLINE_S
+        assert hosts.address(2) in replies[1][1], replies[1]
+        assert replies[0][0] in ("ok", "TimeoutError", "PeerError"), replies[0]
+    netns(cluster, 2, "route", "del", "blackhole", f"{hosts.address(1)}/32")
+
+
+def test_killed_host(cluster):
+    """Both ranks of host 2 are killed: every other rank's error names one of them. Another group goes on."""
+    with cluster.group(FIRST_TWO_HOSTS) as other, cluster.group(EVERYONE) as group:
+        rest = [i for i in EVERYONE if i // PER_HOST != 2]
+        asked = cluster.ask(EVERYONE, "loop", group, 200_000)
+        cluster.works(FIRST_TWO_HOSTS, other)
+        for i in (4, 5):
+            cluster.ranks[i].process.send_signal(signal.SIGKILL)
+            cluster.ranks[i].process.wait()
+        for kind, text, _ in cluster.replies([asked[i] for i in rest]):
+            assert kind in ("PeerError", "AbortedError"), (kind, text)
+            assert "rank 4" in text or "rank 5" in text, text
+        cluster.works(FIRST_TWO_HOSTS, other)
+
+
+def test_link_that_is_cut(cluster):
+    """Host 3's link goes down in a collective, and no FIN arrives: the time-out names a rank of that host."""
+    members = [0, 1, 2, 3, 6, 7]
+    with cluster.group(FIRST_TWO_HOSTS) as other, cluster.group(members) as group:
+        cluster.replies(cluster.ask(members, "set_timeout", group, CUT_S))
+        asked = cluster.ask(members, "loop", group, 200_000)
+        cluster.works(FIRST_TWO_HOSTS, other)
+        netns(cluster, 3, "link", "set", hosts.IFNAME, "down")
+        replies = cluster.replies(asked)
+        for kind, text, _ in replies:
+            assert kind in ("TimeoutError", "AbortedError"), (kind, text)
+        # Ranks 4 and 5 of this group are the ranks of host 3.
+        assert any("rank 4" in text or "rank 5" in text for _, text, _ in replies[:4]), replies
+        cluster.works(FIRST_TWO_HOSTS, other)
+
+
+def test_nothing_is_left():
+    """Every namespace of this process is the fixture's: the cases left none of their own."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    mine = [line.split()[0] for line in listed.splitlines() if line.startswith(f"spccl-{os.getpid()}-")]
+    assert len(mine) in (0, N_HOSTS + 1)
