@@ -67,6 +67,18 @@ static inline spccl_status mem_store_get(void *ctx, const char *key, void *buf, 
     return st;
 }
 
+static inline void mem_store_clear(struct mem_store *s)
+{
+    while (s->first != NULL) {
+        struct mem_entry *e = s->first;
+        s->first = e->next;
+        free(e->data);
+        free(e);
+    }
+    pthread_cond_destroy(&s->cv);
+    pthread_mutex_destroy(&s->mu);
+}
+
 /* Ranks that count as on one host (spccl_config.host_id); 0: all. */
 static int test_ranks_per_host;
 
@@ -127,14 +139,7 @@ static inline void run_ranks(int n_ranks, const spccl_config *config, void (*fn)
     }
     for (int r = 0; r < n_ranks; r++)
         pthread_join(ctx[r].thread, NULL);
-    while (store.first != NULL) {
-        struct mem_entry *e = store.first;
-        store.first = e->next;
-        free(e->data);
-        free(e);
-    }
-    pthread_cond_destroy(&store.cv);
-    pthread_mutex_destroy(&store.mu);
+    mem_store_clear(&store);
 }
 
 #endif

@@ -18,10 +18,11 @@
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
-#define REFUSAL_CAP 600u
 #define WIRE_VERSION 4u
 #define BOOT_SCHEDULE_AT (20u + SP_HOST_ID_BYTES)
 #define BOOT_HEAD_BYTES (BOOT_SCHEDULE_AT + 4u)
+#define REFUSAL_CAP 600u
+#define REFUSAL_BYTES (BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
 #define KEY_CAP 200
 
@@ -52,23 +53,42 @@ static spccl_status store_get(const spccl_store *store, const sp_boot_config *c,
     return st;
 }
 
+/* Check whether a rank published, in place of a secret or an address, why it cannot join. */
+static spccl_status check_refusal(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
+{
+    if (bytes == REFUSAL_BYTES && sp_load_le32(blob) == BOOT_REFUSAL)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: group \"%s\": rank %d cannot join: %.*s", c->rank, c->name,
+                       peer, (int)REFUSAL_CAP, (const char *)blob + BOOT_HEAD_BYTES);
+    return SPCCL_OK;
+}
+
+/* Get the secret that rank 0 published. */
+static spccl_status get_secret(const spccl_store *store, const sp_boot_config *c,
+                               uint8_t secret[SP_SECRET_BYTES])
+{
+    uint8_t blob[REFUSAL_BYTES];
+    size_t bytes = 0;
+    SP_TRY(store_get(store, c, "secret", -1, blob, sizeof blob, &bytes));
+    SP_TRY(check_refusal(c, 0, blob, bytes));
+    if (bytes != SP_SECRET_BYTES)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d: group \"%s\": secret in the store has %zu bytes, wanted %u", c->rank,
+                       c->name, bytes, SP_SECRET_BYTES);
+    memcpy(secret, blob, SP_SECRET_BYTES);
+    explicit_bzero(blob, sizeof blob);
+    return SPCCL_OK;
+}
+
 static spccl_status agree_secret(const spccl_store *store, const sp_boot_config *c,
                                  uint8_t secret[SP_SECRET_BYTES])
 {
     char key[KEY_CAP];
-    size_t bytes = 0;
     if (c->secret != NULL) {
         memcpy(secret, c->secret, SP_SECRET_BYTES);
         return SPCCL_OK;
     }
-    if (c->rank != 0) {
-        SP_TRY(store_get(store, c, "secret", -1, secret, SP_SECRET_BYTES, &bytes));
-        if (bytes != SP_SECRET_BYTES)
-            return SP_FAIL(SPCCL_ERR_MISMATCH,
-                           "rank %d: group \"%s\": secret in the store has %zu bytes, wanted %u", c->rank,
-                           c->name, bytes, SP_SECRET_BYTES);
-        return SPCCL_OK;
-    }
+    if (c->rank != 0)
+        return get_secret(store, c, secret);
     if (getrandom(secret, SP_SECRET_BYTES, 0) != (ssize_t)SP_SECRET_BYTES)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank 0: getrandom for the job secret");
     make_key(key, c, "secret", -1);
@@ -165,19 +185,29 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     return store->set(store->ctx, key, blob, n);
 }
 
-/* Publish, in place of addresses, why this rank cannot join. No peer then waits for it until the deadline. */
-static void publish_refusal(const spccl_store *store, const sp_boot_config *c, spccl_status st)
+void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_status st)
 {
-    uint8_t blob[BOOT_HEAD_BYTES + REFUSAL_CAP] = {0};
-    char key[KEY_CAP], text[REFUSAL_CAP];
-    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, sp_without_rank(spccl_last_error(), c->rank));
+    uint8_t blob[REFUSAL_BYTES] = {0};
+    char key[KEY_CAP], error[1024], text[REFUSAL_CAP];
+    spccl_status stored = SPCCL_OK;
+    if (c->world_size == 1)
+        return;
+    snprintf(error, sizeof error, "%s", spccl_last_error());
+    snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, sp_without_rank(error, c->rank));
     sp_store_le32(blob, BOOT_REFUSAL);
     sp_store_le32(blob + 4, (uint32_t)st);
     memcpy(blob + BOOT_HEAD_BYTES, text, strlen(text));
+    if (c->rank == 0) { /* the others wait for the secret first */
+        make_key(key, c, "secret", -1);
+        stored = store->set(store->ctx, key, blob, sizeof blob);
+    }
     make_key(key, c, "address", c->rank);
-    if (store->set(store->ctx, key, blob, sizeof blob) != SPCCL_OK)
+    if (stored == SPCCL_OK)
+        stored = store->set(store->ctx, key, blob, sizeof blob);
+    if (stored != SPCCL_OK)
         sp_log(SP_LOG_INFO, c->rank, "group \"%s\": the peers could not be informed: %s", c->name,
                spccl_last_error());
+    sp_set_error(error);
 }
 
 /* Find a transport in what a peer published: its address, and its position in the peer's order. False if the
@@ -216,9 +246,7 @@ static const char *schedule_text(uint32_t published)
 /* Check what a peer published. Ranks with different settings would wait for each other for ever. */
 static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
 {
-    if (bytes == BOOT_HEAD_BYTES + REFUSAL_CAP && sp_load_le32(blob) == BOOT_REFUSAL)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: group \"%s\": rank %d cannot join: %.*s", c->rank, c->name,
-                       peer, (int)REFUSAL_CAP, (const char *)blob + BOOT_HEAD_BYTES);
+    SP_TRY(check_refusal(c, peer, blob, bytes));
     if (bytes < BOOT_HEAD_BYTES || sp_load_le32(blob) != BOOT_MAGIC)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
@@ -346,22 +374,44 @@ static spccl_status number_hosts(sp_links *links, const uint8_t *hosts)
     return st;
 }
 
+/* What one rank published. */
+struct published {
+    size_t bytes;
+    uint8_t blob[BLOB_CAP];
+};
+
+/* Read what the peers published. A rank that cannot join has published its reason. All ranks read it here,
+ * before any of them can fail because of another. */
+static spccl_status read_peers(const spccl_store *store, const sp_boot_config *c, struct published *all)
+{
+    for (int peer = 0; peer < c->world_size; peer++) {
+        struct published *p = &all[peer];
+        if (peer == c->rank)
+            continue;
+        SP_TRY(store_get(store, c, "address", peer, p->blob, sizeof p->blob, &p->bytes));
+        SP_TRY(check_blob(c, peer, p->blob, p->bytes));
+    }
+    return SPCCL_OK;
+}
+
 /* Read what the peers published, and choose the transport of each link. hosts: [world_size][SP_HOST_ID_BYTES]. */
 static spccl_status meet_peers(sp_links *links, const spccl_store *store, const sp_boot_config *c,
                                uint8_t *hosts)
 {
-    uint8_t blob[BLOB_CAP];
+    struct published *all = sp_calloc((size_t)c->world_size, sizeof *all);
+    spccl_status st;
+    if (all == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "addresses of %d ranks", c->world_size);
+    st = read_peers(store, c, all);
     memcpy(hosts + (size_t)c->rank * SP_HOST_ID_BYTES, links->host, SP_HOST_ID_BYTES);
-    for (int peer = 0; peer < c->world_size; peer++) {
-        size_t bytes = 0;
+    for (int peer = 0; peer < c->world_size && st == SPCCL_OK; peer++) {
         if (peer == c->rank)
             continue;
-        SP_TRY(store_get(store, c, "address", peer, blob, sizeof blob, &bytes));
-        SP_TRY(check_blob(c, peer, blob, bytes));
-        SP_TRY(pick(links, c, peer, blob, bytes));
-        memcpy(hosts + (size_t)peer * SP_HOST_ID_BYTES, blob + 20, SP_HOST_ID_BYTES);
+        st = pick(links, c, peer, all[peer].blob, all[peer].bytes);
+        memcpy(hosts + (size_t)peer * SP_HOST_ID_BYTES, all[peer].blob + 20, SP_HOST_ID_BYTES);
     }
-    return number_hosts(links, hosts);
+    sp_free(all);
+    return st == SPCCL_OK ? number_hosts(links, hosts) : st;
 }
 
 static spccl_status open_links(sp_links *links, const spccl_store *store, const sp_boot_config *c)
@@ -377,19 +427,17 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
     if (c->world_size == 1)
         return SPCCL_OK;
     links->group_tag = sp_hash_text(c->name);
-    SP_TRY(agree_secret(store, c, links->secret));
-    st = sp_host_identity(c->host_id, links->host);
+    st = agree_secret(store, c, links->secret);
+    links->peers_know = st != SPCCL_OK && c->rank != 0;
+    if (st == SPCCL_OK)
+        st = sp_host_identity(c->host_id, links->host);
     if (st == SPCCL_OK)
         st = open_endpoints(links, c);
     if (st == SPCCL_OK)
         st = publish(links, store, c);
-    if (st != SPCCL_OK) {
-        char text[1024];
-        snprintf(text, sizeof text, "%s", spccl_last_error());
-        publish_refusal(store, c, st);
-        sp_set_error(text);
+    if (st != SPCCL_OK)
         return st;
-    }
+    links->peers_know = true;
     hosts = sp_calloc((size_t)c->world_size, SP_HOST_ID_BYTES);
     if (hosts == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "hosts of %d ranks", c->world_size);

@@ -29,6 +29,8 @@ typedef struct sp_links {
     size_t message_max;              /* smallest over the endpoints */
     uint8_t secret[SP_SECRET_BYTES]; /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
+    bool
+        peers_know; /* this rank's address is in the store, or its failure came from the peers or the store */
 } sp_links;
 
 typedef struct sp_boot_config {
@@ -49,6 +51,9 @@ typedef struct sp_boot_config {
  * settings), TIMEOUT (names the missing ranks), UNREACHABLE, AUTH, and those of the store. */
 spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_boot_config *config);
 void sp_links_close(sp_links *links);
+/* This rank failed with `st` before it published anything. Publish the last error's text in place of its
+ * address, so that no peer waits until the deadline. Keeps the last error. */
+void sp_boot_refuse(const spccl_store *store, const sp_boot_config *config, spccl_status st);
 
 /* Each calls the function of that name (transport.h) of every endpoint in use. */
 spccl_status sp_links_progress(sp_links *links); /* ABORTED with the peer's text */

@@ -77,12 +77,18 @@ static spccl_status check_store(const spccl_store *store, int rank, int world_si
     return SPCCL_OK;
 }
 
-spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *config)
+static spccl_status check_rank(int rank, int world_size)
 {
     if (world_size < 1 || world_size > WORLD_SIZE_MAX)
         return SP_FAIL(SPCCL_ERR_ARG, "world_size %d: wanted 1 to %d", world_size, WORLD_SIZE_MAX);
     if (rank < 0 || rank >= world_size)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: wanted 0 to %d", rank, world_size - 1);
+    return SPCCL_OK;
+}
+
+spccl_status sp_comm_check_config(int rank, int world_size, const spccl_config *config)
+{
+    SP_TRY(check_rank(rank, world_size));
     if (config->timeout_ms < 0)
         return SP_FAIL(SPCCL_ERR_ARG, "config.timeout_ms is %lld, wanted 0 (default) or more",
                        (long long)config->timeout_ms);
@@ -129,55 +135,75 @@ static void comm_free(spccl_comm *comm)
     sp_free(comm);
 }
 
-spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int world_size,
-                               const spccl_config *given, spccl_comm **out)
+/* Make the communicator. *peers_know: as in sp_links, after a failure. */
+static spccl_status create_comm(const spccl_store *store, const spccl_config *config, sp_boot_config *boot,
+                                bool *peers_know, spccl_comm **out)
 {
-    spccl_store store = {.struct_bytes = sizeof store};
-    spccl_config config = SPCCL_CONFIG_INIT;
-    sp_boot_config boot = {.rank = rank, .world_size = world_size};
     spccl_comm *comm;
     spccl_status st;
     int64_t n_trace;
-    if (out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_create: out is NULL");
-    SP_TRY(sp_options_copy("spccl_store", given_store, &store, sizeof store));
-    SP_TRY(sp_options_copy("spccl_config", given, &config, sizeof config));
-    SP_TRY(sp_comm_check_config(rank, world_size, &config));
-    SP_TRY(check_store(&store, rank, world_size));
     SP_TRY(sp_process_count_forks());
     comm = sp_calloc(1, sizeof *comm);
     if (comm == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "communicator: %zu bytes", sizeof *comm);
-    comm->rank = rank;
-    comm->world_size = world_size;
+    comm->rank = boot->rank;
+    comm->world_size = boot->world_size;
     comm->process_stamp = sp_process_stamp();
     comm->pid = getpid();
     comm->epoll_fd = comm->wake_fd = -1;
     comm->queue_tail = &comm->queue_head;
     pthread_mutex_init(&comm->mu, NULL);
     pthread_cond_init(&comm->cv, NULL);
-    snprintf(comm->name, sizeof comm->name, "%s", config.name != NULL ? config.name : "world");
-    SP_TRY_TO(fail, st, read_settings(comm, &config, &boot));
+    snprintf(comm->name, sizeof comm->name, "%s", boot->name);
+    SP_TRY_TO(fail, st, read_settings(comm, config, boot));
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
     SP_TRY_TO(fail, st, sp_env_number(SP_ENV_TRACE, &n_trace));
     SP_TRY_TO(fail, st, sp_trace_init(&comm->trace, (uint32_t)n_trace));
-    boot.name = comm->name;
-    boot.secret = config.secret;
-    boot.deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
-    SP_TRY_TO(fail, st, sp_links_open(&comm->links, &store, &boot));
+    boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
+    SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
     SP_TRY_TO(fail, st,
               sp_exec_init(&comm->exec, &comm->links, comm->kernels, &comm->trace, comm->slice_bytes));
     SP_TRY_TO(fail, st, open_epoll(comm));
-    sp_log(SP_LOG_INFO, rank, "group \"%s\": %d ranks, kernels %s, slices of %zu bytes", comm->name,
-           world_size, comm->kernels->name, comm->slice_bytes);
-    for (int r = 0; r < world_size; r++)
-        if (r != rank)
-            sp_log(SP_LOG_INFO, rank, "link to rank %d: %s", r, comm->links.peers[r].text);
     *out = comm;
     return SPCCL_OK;
 fail:
+    *peers_know = comm->links.peers_know;
     comm_free(comm);
     return st;
+}
+
+spccl_status spccl_comm_create(const spccl_store *given_store, int rank, int world_size,
+                               const spccl_config *given, spccl_comm **out)
+{
+    spccl_store store = {.struct_bytes = sizeof store};
+    spccl_config config = SPCCL_CONFIG_INIT;
+    sp_boot_config boot = {.rank = rank, .world_size = world_size};
+    char name[sizeof(*out)->name];
+    bool peers_know = false;
+    spccl_status st;
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_create: out is NULL");
+    SP_TRY(sp_options_copy("spccl_store", given_store, &store, sizeof store));
+    SP_TRY(sp_options_copy("spccl_config", given, &config, sizeof config));
+    SP_TRY(check_rank(rank, world_size));
+    SP_TRY(check_store(&store, rank, world_size));
+    snprintf(name, sizeof name, "%s", config.name != NULL ? config.name : "world");
+    boot.name = name;
+    boot.secret = config.secret;
+    st = sp_comm_check_config(rank, world_size, &config);
+    if (st == SPCCL_OK)
+        st = create_comm(&store, &config, &boot, &peers_know, out);
+    if (st != SPCCL_OK) {
+        if (!peers_know)
+            sp_boot_refuse(&store, &boot, st);
+        return st;
+    }
+    sp_log(SP_LOG_INFO, rank, "group \"%s\": %d ranks, kernels %s, slices of %zu bytes", name, world_size,
+           (*out)->kernels->name, (*out)->slice_bytes);
+    for (int r = 0; r < world_size; r++)
+        if (r != rank)
+            sp_log(SP_LOG_INFO, rank, "link to rank %d: %s", r, (*out)->links.peers[r].text);
+    return SPCCL_OK;
 }
 
 spccl_status sp_comm_refuse_child(const spccl_comm *comm, const char *call)
