@@ -202,9 +202,7 @@ void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_sta
         stored = store->set(store->ctx, key, blob, sizeof blob);
     }
     make_key(key, c, "address", c->rank);
-    if (stored == SPCCL_OK)
-        stored = store->set(store->ctx, key, blob, sizeof blob);
-    if (stored != SPCCL_OK)
+    if (store->set(store->ctx, key, blob, sizeof blob) != SPCCL_OK || stored != SPCCL_OK)
         sp_log(SP_LOG_INFO, c->rank, "group \"%s\": the peers could not be informed: %s", c->name,
                spccl_last_error());
     sp_set_error(error);
