@@ -55,7 +55,8 @@ static void check_rank(const struct rank_ctx *c)
     static const char *const reasons[N_FAILURES] = {"slice of 7 bytes", "config.n_sockets is 99"};
     char name[40];
     snprintf(name, sizeof name, "rank %d cannot join", test.failing);
-    CHECK(test.took_ms[c->rank] < EARLY_MS, "rank %d took %lld ms", c->rank, (long long)test.took_ms[c->rank]);
+    CHECK(test.took_ms[c->rank] < EARLY_MS, "rank %d took %lld ms", c->rank,
+          (long long)test.took_ms[c->rank]);
     CHECK(strstr(c->error, reasons[test.kind]) != NULL, "rank %d: %s", c->rank, c->error);
     if (c->rank == test.failing)
         CHECK(c->created == (test.kind == BAD_SETTING ? SPCCL_ERR_SETTING : SPCCL_ERR_ARG), "rank %d: %d",
