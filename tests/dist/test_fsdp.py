@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="spccl.fsdp is for torch, and none is installed")
 
-from launch import check_case, run_ranks
+from launch import check_case, run_command, run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "fsdp.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fsdp" / "train.py"
 CASES = re.search(r"^CASES = \[(.*?)\]", WORKER.read_text(), re.M | re.S).group(1).replace(",", " ").split()
 
 
@@ -27,3 +30,14 @@ def test_case(ranks, case):
 
 def test_ranks_end_well(ranks):
     assert {r.returncode for r in ranks} == {0}, "\n".join(r.report() for r in ranks)
+
+
+@pytest.mark.slow
+def test_example():
+    """examples/fsdp as a user runs it. A rank's shard has about 170 kB, and little of it travels."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(EXAMPLE)]
+    settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    status, output = run_command([*command, "--recipe", "prune", "--steps", "3", "--width", "48"], settings)
+    assert status == 0, output
+    sent = re.search(r"^validation: [\d.]+ nats.*^between replicas: (\d+) kB", output, re.M | re.S)
+    assert sent and 0 < int(sent[1]) < 60, output
