@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch", reason="the frameworks train torch models")
 
 from launch import check_case, run_command, run_ranks  # noqa: E402
 
-from spccl import ddp, integrations  # noqa: E402
+from spccl import ddp, integrations, optim  # noqa: E402
+from spccl.integrations import _files  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # The libraries that a group of cases needs -> its cases, in order: a run that resumes follows the one that saves.
@@ -164,6 +165,67 @@ def test_state_of_another_number_of_ranks(tmp_path):
     (tmp_path / "spccl-rank-3-of-12.pt").unlink()
     with pytest.raises(ValueError, match="all ranks"):
         integrations.load_state(hook, tmp_path, 0, 2)
+
+
+def synced(lr: float = 0.1) -> tuple[torch.nn.Module, optim.SparseSync]:
+    """A model of tied weights and a buffer, and its SparseSync after two steps: something is unsent."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.BatchNorm1d(80), torch.nn.Linear(80, 80))
+    net[2].weight = net[0].weight
+    opt = optim.SparseSync(torch.optim.AdamW(net.parameters(), lr=lr), density=0.1)
+    train(net, opt, 2)
+    return net, opt
+
+
+def train(net, opt, n_steps):
+    for seed in range(n_steps):
+        opt.zero_grad()
+        net(torch.randn(16, 80, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        opt.step()
+
+
+def test_global_weights_for_a_frameworks_file():
+    net, opt = synced()
+    own = {name: value.clone() for name, value in net.state_dict().items()}
+    saved = _files.with_global_weights(opt, net.state_dict())
+    with opt.global_weights():
+        assert all(torch.equal(saved[name], value) for name, value in net.state_dict().items())
+        again = _files.with_global_weights(opt, net.state_dict())
+        assert all(torch.equal(saved[name], value) for name, value in again.items())
+    assert not torch.equal(saved["0.weight"], own["0.weight"]) and torch.equal(own["0.weight"], net[0].weight)
+    assert saved["0.weight"].data_ptr() == saved["2.weight"].data_ptr() != net[0].weight.data_ptr()
+
+
+def test_sparse_sync_state_of_another_number_of_ranks(tmp_path):
+    net, opt = synced()
+    states = opt.reshard([optim.checkpoint.save(opt)], 12)
+    for rank, state in enumerate(states):
+        torch.save(state, tmp_path / f"spccl-rank-{rank}-of-12.pt")
+    other, resumed = synced(lr=0.2)
+    integrations.load_state(resumed, tmp_path, 0, 1)
+    want = {name: value.clone() for name, value in net.state_dict().items()}
+    for name, param in other.named_parameters():
+        torch.testing.assert_close(param, want[name])
+    with opt.global_weights(), resumed.global_weights():
+        for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    (tmp_path / "spccl-rank-3-of-12.pt").unlink()
+    with pytest.raises(ValueError, match="all ranks"):
+        integrations.load_state(resumed, tmp_path, 0, 1)
+
+
+def test_sparse_sync_without_its_file_stops(tmp_path):
+    net, opt = synced()
+    opt.load_state_dict({**optim.checkpoint.mark(opt), "sparse_sync": {"version": 1, "apart": True, "steps": 7}})
+    with pytest.warns(UserWarning, match="SparseSync.*has no spccl-rank"):
+        integrations.load_state(opt, tmp_path, 0, 1)
+    with pytest.raises(RuntimeError, match=r"checkpoint of step 7.*at step 2"):
+        train(net, opt, 1)
+
+
+def test_sparse_sync_in_ddp_is_seen(model):
+    opt = optim.SparseSync(torch.optim.AdamW(model.parameters()))
+    assert _files.in_ddp(opt) and not _files.in_ddp(synced()[1])
 
 
 def test_trainer_callback_warns_of_what_fights(callback_class, model, tmp_path):

@@ -48,10 +48,8 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
         return
     files = list(folder.glob("spccl-rank-*-of-*.pt"))
     if not files:
-        warnings.warn(
-            f"{type(part).__name__}: {folder} has no spccl-rank-*.pt: training goes on without what was not sent yet",
-            stacklevel=3,
-        )
+        then = "its next step() refuses" if is_sparse_sync(part) else "training goes on without what was not sent yet"
+        warnings.warn(f"{type(part).__name__}: {folder} has no spccl-rank-*.pt: {then}", stacklevel=3)
         return
     files.sort(key=lambda file: int(file.name.split("-")[2]))
     states = [torch.load(file, weights_only=True, map_location="cpu") for file in files]
