@@ -1,14 +1,16 @@
 /* test_plan_cost.c - compares the bytes and messages of sp_plan_cost_of with those of real collectives and of
  * plans. `test_plan_cost bytes` prints the table of docs/ALGORITHMS.md. */
+#include "core/base/mem.h"
+#include "core/plan/density_rule.h"
 #include "core/plan/plan_cost.h"
 #include "core/plan/tune_coll.h"
 #include "core/run/comm.h"
 #include "ranks.h"
 
-#define N_ELEMS ((size_t)(256 << 10) + 77) /* of all ranks together */
-#define N_SPARSEST (4 * N_ELEMS)           /* with 99.9% zeros: a few listed elements are no mean */
+#define N_ELEMS ((size_t)(256 << 10) + 7700) /* of all ranks together */
+#define N_SPARSEST (4 * N_ELEMS)             /* with 99.9% zeros: a few listed elements are no mean */
 #define N_ZEROS 6
-#define N_PAIRS 9
+#define N_PAIRS 15
 #define TOLERANCE 0.02
 
 static const size_t every[N_ZEROS] = {1000, 100, 20, 10, 2, 1}; /* 99.9% zeros to none */
@@ -16,9 +18,14 @@ static const struct {
     sp_coll coll;
     sp_schedule schedule;
 } pairs[N_PAIRS] = {
-    {SP_ALL_GATHER, SP_SCHED_DIRECT}, {SP_ALL_GATHER, SP_SCHED_RELAYED}, {SP_REDUCE_SCATTER, SP_SCHED_DIRECT},
-    {SP_ALL_REDUCE, SP_SCHED_DIRECT}, {SP_ALL_REDUCE, SP_SCHED_ONESHOT}, {SP_ALL_REDUCE, SP_SCHED_RELAYED},
-    {SP_BROADCAST, SP_SCHED_DIRECT},  {SP_BROADCAST, SP_SCHED_ONESHOT},  {SP_BROADCAST, SP_SCHED_RELAYED},
+    {SP_ALL_GATHER, SP_SCHED_DIRECT},       {SP_ALL_GATHER, SP_SCHED_RELAYED},
+    {SP_REDUCE_SCATTER, SP_SCHED_DIRECT},   {SP_ALL_REDUCE, SP_SCHED_DIRECT},
+    {SP_ALL_REDUCE, SP_SCHED_ONESHOT},      {SP_ALL_REDUCE, SP_SCHED_RELAYED},
+    {SP_BROADCAST, SP_SCHED_DIRECT},        {SP_BROADCAST, SP_SCHED_ONESHOT},
+    {SP_BROADCAST, SP_SCHED_RELAYED},       {SP_ALL_GATHER, SP_SCHED_RING},
+    {SP_REDUCE_SCATTER, SP_SCHED_RING},     {SP_ALL_REDUCE, SP_SCHED_RING},
+    {SP_ALL_GATHER, SP_SCHED_HIERARCHICAL}, {SP_REDUCE_SCATTER, SP_SCHED_HIERARCHICAL},
+    {SP_ALL_REDUCE, SP_SCHED_HIERARCHICAL},
 };
 
 static size_t elems_of(sp_coll coll, int n_ranks, int z)
@@ -30,6 +37,7 @@ static size_t elems_of(sp_coll coll, int n_ranks, int z)
 /* What one group measured. */
 struct measured {
     int ranks_per_host;
+    spccl_format format; /* not AUTO: of the ring alone */
     sp_cost_group group;
     size_t slice_elems;
     _Atomic uint64_t wire_bytes[N_ZEROS][N_PAIRS];
@@ -80,11 +88,14 @@ static uint64_t wire_bytes(struct rank_ctx *c)
 static void measure(struct rank_ctx *c)
 {
     struct measured *m = c->arg;
+    c->comm->format = m->format; /* as SPCCL_FORMAT does */
     float *in = malloc(N_SPARSEST * sizeof *in), *out = malloc(N_SPARSEST * sizeof *out);
     for (int z = 0; z < N_ZEROS; z++) {
         for (size_t i = 0; i < N_SPARSEST; i++)
             in[i] = element(c->rank, i, every[z]);
         for (int p = 0; p < N_PAIRS; p++) {
+            if (m->format != SPCCL_FORMAT_AUTO && pairs[p].schedule != SP_SCHED_RING)
+                continue;
             uint64_t before = wire_bytes(c);
             call(c, p, z, in, out);
             m->wire_bytes[z][p] += wire_bytes(c) - before;
@@ -93,8 +104,8 @@ static void measure(struct rank_ctx *c)
     if (c->rank == 0) {
         sp_cost_group_init(&m->group, c->n_ranks, c->comm->links.hosts);
         m->group.remote_ns = m->group.local_ns; /* inproc has one rate, whatever the hosts */
-        m->slice_elems = sp_tune_slice_elems(c->comm->slice_bytes, sizeof(float), SPCCL_FORMAT_AUTO,
-                                             c->comm->links.message_max);
+        m->slice_elems =
+            sp_tune_slice_elems(c->comm->slice_bytes, sizeof(float), m->format, c->comm->links.message_max);
     }
     free(in);
     free(out);
@@ -123,7 +134,7 @@ static double error_of(const struct measured *m, int z, int p, double density, d
                          .n_elems = elems_of(pairs[p].coll, m->group.world_size, z),
                          .elem_bytes = sizeof(float),
                          .slice_elems = m->slice_elems,
-                         .format = SPCCL_FORMAT_AUTO,
+                         .format = m->format,
                          .density = density,
                          .sum_density = sum_density};
     sp_plan_cost cost;
@@ -138,6 +149,8 @@ static void compare(const struct measured *m, double worst[N_ZEROS][N_PAIRS])
         double density, sum_density;
         count(m->group.world_size, every[z], &density, &sum_density);
         for (int p = 0; p < N_PAIRS; p++) {
+            if (m->wire_bytes[z][p] == 0)
+                continue;
             double e = error_of(m, z, p, density, sum_density), size = e < 0 ? -e : e;
             CHECK(size <= TOLERANCE,
                   "%s %s, %d ranks, %d per host, 1 of %zu not zero: the model is %+.1f%% off",
@@ -149,22 +162,39 @@ static void compare(const struct measured *m, double worst[N_ZEROS][N_PAIRS])
     }
 }
 
+struct group {
+    int n_ranks, per_host;
+    spccl_format format;
+};
+
+static void measure_group(const struct group *g, double worst[N_ZEROS][N_PAIRS])
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    struct measured m = {.ranks_per_host = g->per_host, .format = g->format};
+    spccl_config config = SPCCL_CONFIG_INIT;
+    sp_hosts *hosts = NULL;
+    int host_of[RANKS_CAP];
+    config.transports = "inproc";
+    test_ranks_per_host = g->per_host;
+    run_ranks(g->n_ranks, &config, measure, &m, ctx);
+    test_ranks_per_host = 0;
+    for (int r = 0; r < g->n_ranks; r++)
+        host_of[r] = g->per_host != 0 ? r / g->per_host : 0;
+    CHECK_OK(sp_hosts_create(host_of, g->n_ranks, &hosts));
+    m.group.hosts = m.group.n_hosts > 1 ? hosts : NULL; /* those of the communicator are gone */
+    compare(&m, worst);
+    sp_free(hosts);
+}
+
 static void test_bytes(void)
 {
-    static const struct {
-        int n_ranks, per_host;
-    } groups[] = {{2, 0}, {3, 0}, {4, 2}, {5, 2}, {8, 2}, {8, 0}, {16, 4}};
+    static const struct group groups[] = {{2, 0, SPCCL_FORMAT_AUTO}, {3, 0, SPCCL_FORMAT_AUTO},
+                                          {4, 2, SPCCL_FORMAT_AUTO}, {5, 2, SPCCL_FORMAT_AUTO},
+                                          {8, 2, SPCCL_FORMAT_AUTO}, {8, 0, SPCCL_FORMAT_AUTO},
+                                          {16, 4, SPCCL_FORMAT_AUTO}};
     double worst[N_ZEROS][N_PAIRS] = {{0}};
-    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
-        struct rank_ctx ctx[RANKS_CAP];
-        struct measured m = {.ranks_per_host = groups[i].per_host};
-        spccl_config config = SPCCL_CONFIG_INIT;
-        config.transports = "inproc";
-        test_ranks_per_host = groups[i].per_host;
-        run_ranks(groups[i].n_ranks, &config, measure, &m, ctx);
-        compare(&m, worst);
-    }
-    test_ranks_per_host = 0;
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
+        measure_group(&groups[i], worst);
     printf("| collective, schedule |");
     for (int z = 0; z < N_ZEROS; z++)
         printf(" 1 of %zu not zero |", every[z]);
@@ -174,6 +204,62 @@ static void test_bytes(void)
             printf(" %+.1f%% |", 100 * worst[z][p]);
     }
     printf("\n");
+}
+
+/* The ring with the paper's formats, whose thresholds make some steps dense. The groups are such that no density lies
+ * at a threshold, where chance decides slice by slice. */
+static void test_ring_thresholds(void)
+{
+    static const struct group groups[] = {{8, 0, SPCCL_FORMAT_PICI}, {6, 2, SPCCL_FORMAT_COO}};
+    double worst[N_ZEROS][N_PAIRS] = {{0}};
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
+        measure_group(&groups[i], worst);
+}
+
+/* Counted and extrapolated densities, and the thresholds of Hough et al., section IV. */
+static void test_density_rule(void)
+{
+    sp_thresholds pici = sp_thresholds_of(SPCCL_FORMAT_PICI), coo = sp_thresholds_of(SPCCL_FORMAT_COO);
+    sp_densities d = {0};
+    CHECK(pici.intra == 0.6f && pici.inter == 0.5f && pici.gather == 0.1f, "pici");
+    CHECK(coo.intra == 0.7f && coo.inter == 0.6f && coo.gather == 0.5f, "coo");
+    CHECK(!sp_density_says_dense(&d, SP_RULE_INTRA, &pici), "dense before any count");
+    sp_density_count(&d, 25, 100);
+    CHECK(!sp_density_says_dense(&d, SP_RULE_INTRA, &pici), "75%% zeros are above 0.6");
+    sp_density_count(&d, 44, 100);
+    CHECK(sp_density_says_dense(&d, SP_RULE_INTRA, &pici) &&
+              !sp_density_says_dense(&d, SP_RULE_INTER, &pici) &&
+              sp_density_says_dense(&d, SP_RULE_INTER, &coo),
+          "56%% zeros: at most 0.6, above 0.5");
+    sp_density_extrapolate(&d); /* equation 7: 1 - (1 - 0.44) (1 - 0.25) = 0.58 */
+    CHECK(d.last > 0.5799f && d.last < 0.5801f, "extrapolated to %g", (double)d.last);
+    CHECK(!sp_density_says_dense(&d, SP_RULE_GATHER, &pici) &&
+              sp_density_says_dense(&d, SP_RULE_GATHER, &coo),
+          "42%% zeros");
+    sp_density_count(&d, 40, 100); /* a count replaces what was extrapolated */
+    CHECK(d.last == 0.4f && d.first == 0.25f && sp_density_says_dense(&d, SP_RULE_INTRA, &pici), "%g %g",
+          (double)d.last, (double)d.first);
+    CHECK(!sp_density_says_dense(&d, SP_RULE_NONE, &pici), "no rule");
+}
+
+/* Sums of 16-bit floats travel with 4 bytes an element, contributions and results with 2. */
+static void test_bytes_of_sums(void)
+{
+    sp_cost_group g;
+    sp_cost_call c = {.coll = SP_ALL_REDUCE,
+                      .n_elems = 4 << 20,
+                      .elem_bytes = 2,
+                      .sum_bytes = 4,
+                      .slice_elems = 32768,
+                      .format = SPCCL_FORMAT_DENSE,
+                      .density = 1,
+                      .sum_density = 1};
+    sp_plan_cost cost;
+    double n = 4 << 20, want = n * (2 + 4 + 4 + 3 * 2); /* 3 hops of each shard there, 3 hops back */
+    sp_cost_group_init(&g, 4, NULL);
+    CHECK(sp_plan_cost_of(SP_SCHED_RING, &g, &c, &cost), "no cost");
+    CHECK(cost.local_bytes > want && cost.local_bytes < 1.01 * want, "%g bytes, wanted %g", cost.local_bytes,
+          want);
 }
 
 /* Messages of all plans of a call, inside hosts and between hosts. */
@@ -246,6 +332,9 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"bytes", test_bytes},
+        {"ring_thresholds", test_ring_thresholds},
+        {"density_rule", test_density_rule},
+        {"bytes_of_sums", test_bytes_of_sums},
         {"links", test_links},
         {NULL, NULL},
     };

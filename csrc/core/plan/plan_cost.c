@@ -20,7 +20,8 @@
 void sp_cost_group_init(sp_cost_group *g, int world_size, const sp_hosts *hosts)
 {
     double n = world_size, pairs = 0;
-    *g = (sp_cost_group){.world_size = world_size,
+    *g = (sp_cost_group){.hosts = hosts,
+                         .world_size = world_size,
                          .n_hosts = 1,
                          .host_ranks_min = world_size,
                          .host_ranks_max = world_size,
@@ -179,8 +180,13 @@ static sp_cost_stage results(const sp_cost_group *g, const sp_cost_call *c, bool
     return s;
 }
 
-/* Time that does not depend on what is sent: hops, and dense bytes that a rank passes over. */
-static void add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double pass_bytes, sp_plan_cost *out)
+void sp_cost_add_results(const sp_cost_group *g, const sp_cost_call *c, bool relayed, sp_plan_cost *out)
+{
+    sp_cost_stage s = results(g, c, relayed, c->n_elems);
+    sp_cost_add(g, c, &s, out);
+}
+
+void sp_cost_add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double pass_bytes, sp_plan_cost *out)
 {
     bool several = g->n_hosts > 1;
     out->ns += n_hops * (several ? REMOTE_HOP_NS : LOCAL_HOP_NS) + pass_bytes * PASS_NS_PER_BYTE;
@@ -207,7 +213,7 @@ static void scattered_broadcast(const sp_cost_group *g, const sp_cost_call *c, b
         s.busiest = 1;
     }
     sp_cost_add(g, c, &s, out);
-    add_fixed(g, n_parts > 1 ? 2 : 1, relayed, 2 * bytes, out);
+    sp_cost_add_fixed(g, n_parts > 1 ? 2 : 1, relayed, 2 * bytes, out);
 }
 
 /* Both schedules are the same but for the results. */
@@ -225,19 +231,18 @@ static bool two_hops(const sp_cost_group *g, const sp_cost_call *c, bool relayed
         s.local *= g->world_size;
         s.remote *= g->world_size;
         sp_cost_add(g, c, &s, out);
-        add_fixed(g, 1, relayed, (double)(block + all * c->elem_bytes), out);
+        sp_cost_add_fixed(g, 1, relayed, (double)(block + all * c->elem_bytes), out);
         return true;
     case SP_REDUCE_SCATTER:
         s = pairs(g, c->n_elems, 1, c->density, (double)g->world_size * (g->world_size - 1));
         sp_cost_add(g, c, &s, out);
-        add_fixed(g, 1, false, (double)(all * c->elem_bytes + 2 * block), out);
+        sp_cost_add_fixed(g, 1, false, (double)(all * c->elem_bytes + 2 * block), out);
         return true;
     case SP_ALL_REDUCE:
         s = pairs(g, c->n_elems, g->world_size, c->density, g->world_size - 1);
         sp_cost_add(g, c, &s, out);
-        s = results(g, c, relayed, c->n_elems);
-        sp_cost_add(g, c, &s, out);
-        add_fixed(g, 2, relayed, 2 * (double)block, out);
+        sp_cost_add_results(g, c, relayed, out);
+        sp_cost_add_fixed(g, 2, relayed, 2 * (double)block, out);
         return true;
     case SP_BROADCAST:
         scattered_broadcast(g, c, relayed, out);
@@ -270,7 +275,7 @@ static bool oneshot(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost 
     if (c->coll == SP_BROADCAST)
         s.busiest = g->world_size; /* the root alone sends */
     sp_cost_add(g, c, &s, out);
-    add_fixed(g, 1, false, (c->coll == SP_ALL_REDUCE ? 3 : 2) * bytes, out);
+    sp_cost_add_fixed(g, 1, false, (c->coll == SP_ALL_REDUCE ? 3 : 2) * bytes, out);
     return true;
 }
 
@@ -280,6 +285,8 @@ static const cost_fn costs[SP_N_SCHEDULES] = {
     [SP_SCHED_DIRECT] = direct,
     [SP_SCHED_ONESHOT] = oneshot,
     [SP_SCHED_RELAYED] = relayed,
+    [SP_SCHED_RING] = sp_cost_ring,
+    [SP_SCHED_HIERARCHICAL] = sp_cost_hierarchical,
 };
 
 bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)

@@ -8,6 +8,7 @@
 
 /* The hosts of a group and the rates of its links: the same on all its ranks. */
 typedef struct sp_cost_group {
+    const sp_hosts *hosts; /* borrowed; NULL: one host */
     int world_size, n_hosts;
     int host_ranks_min, host_ranks_max;
     double remote_share; /* of all ordered pairs of two ranks: those on different hosts */
@@ -23,6 +24,7 @@ typedef struct sp_cost_call {
     sp_coll coll;
     size_t n_elems; /* as in sp_plan_args */
     size_t elem_bytes, slice_elems;
+    size_t sum_bytes;    /* of an element of a sum that is not finished; 0: elem_bytes */
     spccl_format format; /* AUTO or forced */
     double density;      /* of the contributions; of the data in an all-gather or broadcast */
     double sum_density;  /* of the results of a reduction */
@@ -52,6 +54,16 @@ typedef struct sp_cost_stage {
 /* Add a stage's bytes, messages and time on the links. */
 void sp_cost_add(const sp_cost_group *g, const sp_cost_call *c, const sp_cost_stage *stage,
                  sp_plan_cost *out);
+
+/* Add the results of an all-reduce: to all ranks, or, relayed, to one rank of each other host and from there on. */
+void sp_cost_add_results(const sp_cost_group *g, const sp_cost_call *c, bool relayed, sp_plan_cost *out);
+/* Add the time that does not depend on what is sent: hops, and dense bytes that a rank passes over. */
+void sp_cost_add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double pass_bytes,
+                       sp_plan_cost *out);
+
+/* The schedules that send sums of some ranks (plan_cost_sums.c). */
+bool sp_cost_ring(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
+bool sp_cost_hierarchical(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
 
 /* The cost of a call. False if the schedule does not have this collective, or has no cost function. */
 bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
