@@ -150,7 +150,7 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
             f"state and {ours.get(index, 'none')} here ({len(theirs)} and {len(ours)} parameters)"
         )
     wants = sync.settings.outer_momentum > 0
-    if wants != (mine["parameters"][0]["velocity"] is not None):
+    if any(wants != (entry["velocity"] is not None) for entry in mine["parameters"]):
         raise ValueError(
             f"{who}: outer_momentum is {sync.settings.outer_momentum}, the state is "
             f"{'without' if wants else 'with'} outer momentum; use the settings of the run that saved it"

@@ -39,7 +39,7 @@ class Tally:
     def before_step(self) -> None:
         """Keep the probed weights at the first local step of an exchange that is measured."""
         every, s = self.sync.settings.norm_every, self.sync
-        if every and (s.exchanges + 1) % every == 0 and s.steps % s.settings.every == 0:
+        if every and s.buckets and (s.exchanges + 1) % every == 0 and s.steps % s.settings.every == 0:
             self._before = [p.clone() for b in s.buckets for p in _probes(b.locals)]
 
     def after_step(self) -> None:
@@ -105,7 +105,7 @@ class Tally:
         """
         s = self.sync
         columns = [torch.stack([w.state for w in b.weights]).sum(dim=0).tolist() for b in s.buckets]
-        numel = sum(b.numel for b in s.buckets)
+        numel = max(1, sum(b.numel for b in s.buckets))  # 0: FSDP2 has given this rank empty shards alone
         sent = sum(c[prune.N_SENT] for c in columns)
         widths = [b.globals.element_size() for b in s.buckets]
         sent_widths = [

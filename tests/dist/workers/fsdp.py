@@ -299,6 +299,16 @@ def resumes() -> None:
     assert one["shard"] == (SHARD, 2)
 
 
+def a_rank_without_elements() -> None:
+    """Every parameter has one row: all of them are on shard 0."""
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(20, 1), mesh=mesh)
+    hook = fsdp.prune(model, 0.5, min_numel=1, clip_norm=1.0, norm_every=1)
+    train(model, range(2))
+    assert (hook.stats()["density_sent"] > 0) == (SHARD == 0) and hook.step == 2
+    hook.load_state_dict(hook.state_dict())
+
+
 def one_dimension_and_a_group() -> None:
     """A model over shards alone, with the replicas as `group`, is the same as one over both."""
     both = sharded(net())
@@ -444,7 +454,7 @@ def gloo_between_replicas() -> None:
 CASES = [
     density_one_equals_torch, after_dense_steps, shards_of_columns, nothing_is_lost, divided_later, accumulation,
     clipping, trains, resumes, one_dimension_and_a_group, made_on_meta, grad_scaler, unused_parameters,
-    frozen_and_tied, tensor_parallel, refused, gloo_between_replicas,
+    a_rank_without_elements, frozen_and_tied, tensor_parallel, refused, gloo_between_replicas,
 ]  # fmt: skip
 
 

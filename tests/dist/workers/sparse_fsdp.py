@@ -159,6 +159,19 @@ def made_after_an_evaluation() -> None:
     opt.check()
 
 
+def a_rank_without_weights() -> None:
+    """Every parameter has one row: all of them are on shard 0."""
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(60, 1), mesh=mesh["shard"])
+    opt = synced(model, clip_norm=1.0, norm_every=1, outer_momentum=0.5)
+    train(model, opt, range(3))
+    opt.load_state_dict(opt.state_dict())
+    assert len(opt.state_dict()["sparse_sync"]["parameters"]) == 2 - 2 * SHARD
+    assert (opt.summary()["density_sent"] > 0) == (SHARD == 0)
+    opt.consolidate()
+    assert math.isfinite(float(model(data(0, 99)).sum()))
+
+
 def resumes() -> None:
     """A state that went through a file, for this rank alone."""
     straight = sharded()
@@ -215,7 +228,7 @@ def refused() -> None:
 
 CASES = [
     sharded_replicas, nan_in_one_shard, clips_the_gradient_of_the_replica, evaluation_leaves_no_trace,
-    made_after_an_evaluation, resumes, grad_scaler, refused,
+    made_after_an_evaluation, a_rank_without_weights, resumes, grad_scaler, refused,
 ]  # fmt: skip
 
 
