@@ -86,8 +86,7 @@ typedef enum spccl_dtype {
     SPCCL_UINT8 = 10
 } spccl_dtype;
 
-/* How a frame lays out its slice. AUTO chooses by the exact size and the cost of each format. The choice
- * never changes a bit of a result. */
+/* How a frame lays out its slice. AUTO chooses by size and cost. The choice changes no bit of a result. */
 typedef enum spccl_format {
     SPCCL_FORMAT_AUTO = -1,
     SPCCL_FORMAT_EMPTY = 0,
@@ -261,6 +260,8 @@ typedef struct spccl_stats {
 SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 /* One line that says which transport connects this rank to `peer`, and why. Valid until destroy. */
 SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text);
+/* One line: which schedule the i-th kind of call takes, and why. Valid until the next call. ARG: no i-th. */
+SPCCL_API spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char **out_text);
 
 /* ---- collectives -------------------------------------------------------------------------------- */
 /* All collectives:
@@ -392,8 +393,7 @@ SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *
 /* The codec on GPU memory. A slice fits into a thread block's shared memory: 16 KiB of elements by default.
  * spccl_encode writes the same bytes with the same slice_elems. */
 
-/* Elements per frame: `wanted` if it is a multiple of 2048 and at most 16 KiB of elements; 16 KiB of
- * elements if it is 0; else 0. */
+/* Elements per frame: `wanted` if it is a multiple of 2048 of at most 16 KiB; 16 KiB if it is 0; else 0. */
 SPCCL_API uint32_t spccl_cuda_slice_elems(spccl_dtype dtype, uint32_t wanted);
 /* Bytes of scratch memory that spccl_cuda_encode needs. */
 SPCCL_API size_t spccl_cuda_encode_scratch_bytes(size_t n_elems, spccl_dtype dtype, uint32_t slice_elems);
@@ -487,7 +487,7 @@ SPCCL_API spccl_status spccl_weights_receive(spccl_prune_plan *plan, const void 
  * Returns SPCCL_ERR_ARG past the last entry. The texts are valid until this thread calls spccl_info again. */
 typedef struct spccl_info_entry {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_info_entry) */
-    const char *kind;    /* "kernels", "transport", "part" or "setting" */
+    const char *kind;    /* "kernels", "transport", "schedule", "part", "setting" */
     const char *name;    /* "tcp", "avx512", "SPCCL_FORMAT" */
     const char *value;   /* "in", "in, chosen", "absent"; for a setting its value now */
     const char *why;     /* the reason, and how to get what is absent; for a setting what it means */

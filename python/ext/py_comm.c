@@ -312,6 +312,31 @@ static PyObject *comm_describe_link(PyObject *obj, PyObject *args)
     return result;
 }
 
+static PyObject *comm_describe_schedules(PyObject *obj, PyObject *unused)
+{
+    ext_comm *self = (ext_comm *)obj;
+    const char *text = NULL;
+    PyObject *result;
+    spccl_status st;
+
+    (void)unused;
+    if (ext_comm_enter(self, false) < 0)
+        return NULL;
+    result = PyList_New(0);
+    for (size_t i = 0; result != NULL; i++) {
+        PyObject *line;
+        st = spccl_comm_describe_schedule(self->comm, i, &text);
+        if (st == SPCCL_ERR_ARG) /* no more */
+            break;
+        line = st == SPCCL_OK ? PyUnicode_FromString(text) : ext_raise(ext_comm_state(self), st);
+        if (line == NULL || PyList_Append(result, line) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(line);
+    }
+    ext_comm_leave(self, false);
+    return result;
+}
+
 static PyObject *comm_rank(PyObject *obj, void *what)
 {
     ext_comm *self = (ext_comm *)obj;
@@ -344,6 +369,7 @@ static PyMethodDef methods[] = {
     {"set_timeout", comm_set_timeout, METH_VARARGS, "set_timeout(timeout_ms)"},
     {"stats", comm_stats, METH_NOARGS, "stats() -> dict"},
     {"describe_link", comm_describe_link, METH_VARARGS, "describe_link(peer) -> str"},
+    {"describe_schedules", comm_describe_schedules, METH_NOARGS, "describe_schedules() -> list of str"},
     {"close", comm_close, METH_NOARGS, "close()"},
     {NULL, NULL, 0, NULL},
 };

@@ -262,6 +262,12 @@ class Communicator:
         comm = self._comm
         return {peer: comm.describe_link(peer) for peer in range(comm.world_size) if peer != comm.rank}
 
+    def describe_schedules(self) -> list[str]:
+        """For each kind of call so far (collective, elements, dtype): its schedule, the densities and the costs of all
+        candidates, as they were when the costs were last computed.
+        """
+        return self._comm.describe_schedules()
+
     def close(self) -> None:
         """Wait until the collectives under way have ended (within their deadlines), then leave the group. Idempotent.
 

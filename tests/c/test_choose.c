@@ -7,9 +7,9 @@
 
 #include <stdbool.h>
 
-#define N_CALLS 96
+#define N_CALLS 128
 #define IN_FLIGHT_MAX 24
-#define ELEMS_MAX 20000
+#define ELEMS_MAX 12000
 
 struct scene {
     int n_ranks, ranks_per_host, in_flight;
@@ -34,15 +34,15 @@ static uint64_t mix(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* Half of the calls are all-reduces. Of each 32 calls 16 are sparse, then 16 are dense. */
+/* Every second call is an all-reduce of ELEMS_MAX elements. 32 calls are sparse, then 32 are dense, and so on. */
 static struct call call_number(const struct scene *s, int k, int n_ranks)
 {
     static const size_t sizes[] = {ELEMS_MAX, 1000, 3000};
     uint64_t r = mix(s->seed + (uint64_t)k * 77);
-    struct call c = {.coll = r % 2 == 0 ? SP_ALL_REDUCE : (sp_coll)(r / 2 % SP_N_COLLS),
-                     .n = sizes[r / 16 % 3],
+    struct call c = {.coll = k % 2 == 0 ? SP_ALL_REDUCE : (sp_coll)(r / 2 % SP_N_COLLS),
+                     .n = sizes[k % 2 == 0 ? 0 : r / 16 % 3],
                      .root = (int)(r / 64 % (unsigned)n_ranks),
-                     .one_in = k / 16 % 2 == 0 ? 1000 : 1};
+                     .one_in = k / 32 % 2 == 0 ? 1000 : 1};
     if (c.coll == SP_ALL_GATHER || c.coll == SP_REDUCE_SCATTER)
         c.n /= (size_t)n_ranks;
     return c;
@@ -298,6 +298,42 @@ static void disagree(struct rank_ctx *c)
     free(buf);
 }
 
+/* ---- what is said of a choice ---- */
+
+static void describe(struct rank_ctx *c)
+{
+    float *buf = calloc(4000, sizeof *buf);
+    const char *text = NULL;
+    bool measured = false;
+    CHECK(spccl_comm_describe_schedule(c->comm, 0, &text) == SPCCL_ERR_ARG, "there was no call yet");
+    for (int i = 0; i <= SP_CHOOSE_LAG; i++) { /* the last of them knows what the first measured */
+        buf[0] = 1;
+        CHECK_OK(spccl_all_reduce(c->comm, buf, buf, 4000, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+        CHECK_OK(spccl_comm_describe_schedule(c->comm, 0, &text));
+        CHECK(strstr(text, "all_reduce of 4000 float32: ") == text && strstr(text, "direct ") != NULL &&
+                  strstr(text, "oneshot ") != NULL,
+              "call %d: \"%s\"", i, text);
+        measured = strstr(text, "measured 0.025%") != NULL;
+        CHECK(measured == (i == SP_CHOOSE_LAG), "call %d: \"%s\"", i, text);
+    }
+    CHECK(spccl_comm_describe_schedule(c->comm, 1, &text) == SPCCL_ERR_ARG, "there is one kind of call");
+    c->comm->schedule_forced = true; /* as SPCCL_SCHEDULE does */
+    c->comm->schedule = SP_SCHED_RELAYED;
+    CHECK_OK(spccl_all_reduce(c->comm, buf, buf, 3000, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    CHECK_OK(spccl_comm_describe_schedule(c->comm, 1, &text));
+    CHECK(strstr(text, "all_reduce of 3000 float32: forced relayed") == text, "\"%s\"", text);
+    free(buf);
+}
+
+static void test_described(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.timeout_ms = 60000;
+    config.transports = "inproc";
+    run_ranks(2, &config, describe, NULL, ctx);
+}
+
 static void test_other_choice(void)
 {
     struct rank_ctx ctx[RANKS_CAP];
@@ -321,6 +357,7 @@ int main(int argc, char **argv)
         {"same_choice", test_same_choice},
         {"same_choice_networks", test_same_choice_networks},
         {"other_choice", test_other_choice},
+        {"described", test_described},
         {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 0); /* one test makes a group break */

@@ -124,6 +124,8 @@ def test_stats_links_and_properties():
         assert sum(stats.n_frames_sent.values()) > 0
         links = comm.describe_links()
         assert list(links) == [1 - comm.rank] and "inproc" in links[1 - comm.rank]
+        (schedule,) = comm.describe_schedules()
+        assert schedule.startswith("all_reduce of 100000 float32: ") and "direct" in schedule and "us" in schedule
         assert comm.async_error() is None and comm.world_size == 2 and not comm.closed
         assert repr(comm) == f"<spccl.Communicator rank {comm.rank} of 2>"
         comm.set_timeout(20)

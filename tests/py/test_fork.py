@@ -41,6 +41,7 @@ def use(comm):
         "stats": comm.stats,
         "error": lambda: raise_it(comm.async_error()),
         "describe_links": comm.describe_links,
+        "describe_schedules": comm.describe_schedules,
     }
     for name, call in calls.items():
         with pytest.raises(spccl.StateError, match="child of fork"):

@@ -21,12 +21,20 @@ void sp_trace_fini(sp_trace *trace)
     *trace = (sp_trace){0};
 }
 
-void sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll, uint64_t n_elems)
+sp_trace_event *sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll,
+                             uint64_t n_elems)
 {
+    sp_trace_event *e;
     if (trace->cap == 0)
-        return;
-    trace->events[trace->n++ % trace->cap] =
-        (sp_trace_event){.time_ns = sp_now_ns(), .seq = seq, .what = what, .coll = coll, .n_elems = n_elems};
+        return NULL;
+    e = &trace->events[trace->n++ % trace->cap];
+    e->time_ns = sp_now_ns();
+    e->seq = seq;
+    e->what = what;
+    e->coll = coll;
+    e->n_elems = n_elems;
+    e->describe = NULL;
+    return e;
 }
 
 void sp_trace_dump(const sp_trace *trace, int rank)
@@ -35,7 +43,11 @@ void sp_trace_dump(const sp_trace *trace, int rank)
     uint64_t first = trace->n > trace->cap ? trace->n - trace->cap : 0;
     for (uint64_t i = first; i < trace->n; i++) {
         const sp_trace_event *e = &trace->events[i % trace->cap];
-        sp_log(SP_LOG_WARN, rank, "trace: %9.3f ms ago  #%u %s of %llu elements: %s",
-               (double)(now - e->time_ns) * 1e-6, e->seq, e->coll, (unsigned long long)e->n_elems, e->what);
+        char text[SP_TRACE_TEXT_CAP] = "";
+        if (e->describe != NULL)
+            e->describe(e, text, sizeof text);
+        sp_log(SP_LOG_WARN, rank, "trace: %9.3f ms ago  #%u %s of %llu elements: %s%s",
+               (double)(now - e->time_ns) * 1e-6, e->seq, e->coll, (unsigned long long)e->n_elems, e->what,
+               text);
     }
 }

@@ -5,13 +5,20 @@
 #include "core/base/clock.h"
 #include "core/base/mem.h"
 
-typedef struct sp_trace_event {
+#define SP_TRACE_VALUES 12
+#define SP_TRACE_TEXT_CAP 300
+
+typedef struct sp_trace_event sp_trace_event;
+struct sp_trace_event {
     int64_t time_ns;
     uint32_t seq;     /* of the collective */
     const char *what; /* static text: "issued", "first slice", "done" */
     const char *coll; /* static text */
     uint64_t n_elems;
-} sp_trace_event;
+    /* Writes more text, from `values`, when the event is printed. NULL: there is none. */
+    void (*describe)(const sp_trace_event *e, char *text, size_t cap);
+    double values[SP_TRACE_VALUES];
+};
 
 typedef struct sp_trace {
     sp_trace_event *events;
@@ -22,7 +29,9 @@ typedef struct sp_trace {
 /* Keep the last `cap` events; 0 turns the trace off. Errors: NOMEM. */
 spccl_status sp_trace_init(sp_trace *trace, uint32_t cap);
 void sp_trace_fini(sp_trace *trace);
-void sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll, uint64_t n_elems);
+/* Returns the event, for `describe` and `values`; NULL if the trace is off. Valid until the next event. */
+sp_trace_event *sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll,
+                             uint64_t n_elems);
 /* Log the events that are kept, oldest first, one line of level "warn" each. */
 void sp_trace_dump(const sp_trace *trace, int rank);
 

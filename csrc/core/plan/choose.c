@@ -136,8 +136,10 @@ spccl_status sp_choose(sp_chooser *c, const sp_cost_call *call, uint8_t dtype, c
             .used = true, .coll = call->coll, .dtype = dtype, .n_elems = call->n_elems, .stale = true};
     e->last = n;
     if (e->stale || changed(c->group.local_ns, e->choice.local_ns) ||
-        changed(c->group.remote_ns, e->choice.remote_ns))
+        changed(c->group.remote_ns, e->choice.remote_ns)) {
         evaluate(&c->group, e, call);
+        c->n_evaluated++;
+    }
     *out = &e->choice;
     return SPCCL_OK;
 }

@@ -48,6 +48,7 @@ typedef struct sp_choose_entry {
 
 typedef struct sp_chooser {
     sp_cost_group group;
+    uint32_t n_evaluated;             /* how often costs were computed */
     uint32_t n_planned, n_ended;      /* calls */
     sp_measured ended[SP_CHOOSE_LAG]; /* call n at n % SP_CHOOSE_LAG */
     sp_choose_entry entries[SP_CHOOSE_KEYS];

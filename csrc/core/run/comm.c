@@ -286,6 +286,17 @@ spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out)
     return sp_result_copy("spccl_stats", &stats, sizeof stats, out);
 }
 
+spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char **out_text)
+{
+    if (comm == NULL || out_text == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_describe_schedule: comm or out_text is NULL");
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_describe_schedule"));
+    if (!sp_exec_describe_choice(&comm->exec, i, comm->schedule_text, sizeof comm->schedule_text))
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_describe_schedule: no kind of call has number %zu", i);
+    *out_text = comm->schedule_text;
+    return SPCCL_OK;
+}
+
 spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text)
 {
     if (comm == NULL || out_text == NULL || peer < 0 || peer >= comm->world_size)

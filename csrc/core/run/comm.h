@@ -40,6 +40,7 @@ struct spccl_comm {
     bool schedule_forced;
     sp_schedule schedule;
     size_t slice_bytes;
+    char schedule_text[400]; /* of spccl_comm_describe_schedule */
     const sp_kernels *kernels;
     sp_links links;
     sp_trace trace;

@@ -36,13 +36,16 @@ spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels
                    .trace = trace,
                    .slice_bytes_max = slice_bytes,
                    .slice_elems_max = slice_bytes}; /* one-byte elements */
+    pthread_mutex_init(&x->choices_mu, NULL);
     SP_TRY(sp_codec_create(kernels, x->slice_elems_max, &x->codec));
     x->acc = sp_alloc64(2 * slice_bytes); /* 16-bit floats accumulate in twice the bytes */
     x->result = sp_alloc64(slice_bytes);
     x->frames = sp_calloc((size_t)links->world_size, sizeof *x->frames);
     x->n_sent = sp_calloc(SP_N_QUEUES * (size_t)links->world_size, sizeof *x->n_sent);
     x->chooser = sp_calloc(1, sizeof *x->chooser);
-    if (x->acc == NULL || x->result == NULL || x->frames == NULL || x->n_sent == NULL || x->chooser == NULL)
+    x->choices = sp_calloc(SP_EXEC_CHOICES, sizeof *x->choices);
+    if (x->acc == NULL || x->result == NULL || x->frames == NULL || x->n_sent == NULL || x->chooser == NULL ||
+        x->choices == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "scratch for slices of %zu bytes", slice_bytes);
     sp_chooser_init(x->chooser, links->world_size, links->hosts);
     find_rates(x);
@@ -58,13 +61,17 @@ void sp_exec_fini(sp_exec *x)
     sp_free(x->result);
     sp_free(x->frames);
     sp_free(x->n_sent);
+    if (x->links != NULL) /* sp_exec_init was called */
+        pthread_mutex_destroy(&x->choices_mu);
     sp_free(x->chooser);
+    sp_free(x->choices);
     *x = (sp_exec){0};
 }
 
 size_t sp_exec_memory_bytes(const sp_exec *x)
 {
-    return 3 * x->slice_bytes_max + x->slice_elems_max / 64 * 9 + sizeof *x->chooser; /* 9: the codec's */
+    return 3 * x->slice_bytes_max + x->slice_elems_max / 64 * 9 + sizeof *x->chooser +
+           SP_EXEC_CHOICES * sizeof *x->choices; /* 9: the codec's */
 }
 
 /* Count the messages that the plan sends to each rank, and expects from it, on each queue. */
@@ -98,21 +105,6 @@ spccl_status sp_op_create(const sp_coll_args *args, int world_size, sp_op **out)
     return SPCCL_OK;
 }
 
-static spccl_status choose_schedule(sp_exec *x, sp_op *op)
-{
-    sp_cost_call call = {.coll = op->a.coll,
-                         .n_elems = op->a.n_elems,
-                         .elem_bytes = op->elem_bytes,
-                         .slice_elems = op->a.slice_elems,
-                         .format = SPCCL_FORMAT_AUTO}; /* not op->a.format: ranks may force different ones */
-    const sp_choice *choice;
-    SP_TRY(sp_choose(x->chooser, &call, (uint8_t)op->a.dtype, &choice));
-    if (!op->a.is_forced)
-        op->a.schedule = choice->schedule;
-    op->measured = (sp_measured){.coll = op->a.coll, .dtype = (uint8_t)op->a.dtype, .n_elems = op->a.n_elems};
-    return SPCCL_OK;
-}
-
 /* Choose the schedule of an op that has come into the window, and make its plan. */
 static spccl_status plan_op(sp_exec *x, sp_op *op)
 {
@@ -123,7 +115,7 @@ static spccl_status plan_op(sp_exec *x, sp_op *op)
                        .n_elems = op->a.n_elems,
                        .hosts = op->a.hosts};
     sp_plan *plan = NULL;
-    SP_TRY(choose_schedule(x, op));
+    SP_TRY(sp_exec_choose(x, op));
     SP_TRY(sp_plan_create(op->a.schedule, &pa, &plan));
     op->next_slice = sp_calloc(2 * (size_t)plan->n_steps + 1, sizeof *op->next_slice);
     if (op->next_slice == NULL) {

@@ -10,6 +10,7 @@
 #include "core/plan/density_rule.h"
 #include "core/run/boot.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 
 /* Collectives that the executor works on. Later ones wait in the communicator. With more than one, a
@@ -87,6 +88,17 @@ struct sp_op {
     sp_measured measured;
 };
 
+/* The last choice for one kind of call, for texts. */
+#define SP_EXEC_CHOICES 64
+typedef struct sp_chosen {
+    sp_coll coll;
+    spccl_dtype dtype;
+    uint64_t n_elems;
+    bool is_forced;
+    sp_schedule schedule; /* that was taken: the chosen or the forced one */
+    sp_choice choice;
+} sp_chosen;
+
 typedef struct sp_exec_stats {
     _Atomic uint64_t n_collectives, dense_bytes_sent, wire_bytes_sent, wire_bytes_received;
     _Atomic uint64_t n_frames_sent[SPCCL_N_FORMATS];
@@ -106,6 +118,9 @@ typedef struct sp_exec {
     sp_call past[SP_EXEC_PAST]; /* the last ended calls: call number i is at i % SP_EXEC_PAST */
     uint32_t n_past;            /* calls ended, ever */
     sp_chooser *chooser;        /* owned */
+    pthread_mutex_t choices_mu; /* guards the next two, which any thread may read */
+    sp_chosen *choices;         /* [SP_EXEC_CHOICES] owned */
+    uint32_t n_choices;         /* kinds of calls, ever: number i is at i % SP_EXEC_CHOICES */
     /* Of envelopes: the slowest link inside this rank's host, and a rank of another host; -1 = none. */
     double local_ns;
     int remote_peer;
@@ -140,6 +155,8 @@ spccl_status sp_exec_check_heads(sp_exec *x);
 spccl_status sp_exec_retire(sp_exec *x, sp_op **out);
 /* Errors: TIMEOUT (a deadline has passed; the text says what the oldest overdue op waits for). */
 spccl_status sp_exec_check_deadlines(sp_exec *x);
+/* Write one line on the i-th kind of call: its schedule, and why. False if there is no i-th. Threads: any. */
+bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap);
 /* The nearest deadline of the window. */
 int64_t sp_exec_deadline(const sp_exec *x);
 

@@ -91,7 +91,7 @@ static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer,
     if (same_call(&ours, &then)) /* only the schedule differs */
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "ranks disagree on the schedule of %s: %s at rank %d, %s at rank %d: set the same "
-                       "SPCCL_SCHEDULE on all ranks",
+                       "SPCCL_SCHEDULE on all ranks, or none",
                        here, sp_schedule_name(ours.schedule), x->links->rank,
                        sp_schedule_name(theirs.schedule), peer);
     return SP_FAIL(SPCCL_ERR_MISMATCH,

@@ -71,6 +71,9 @@ void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_
 /* Count a message of a SEND step, if it goes to every other rank or is passed on to them. */
 void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e);
 
+/* exec_choose.c: choose the schedule of an op, unless it is forced, and note why. Errors: BUG. */
+spccl_status sp_exec_choose(sp_exec *x, sp_op *op);
+
 /* Run one slice of a REDUCE step (exec_reduce.c). */
 spccl_status sp_reduce_run(sp_exec *x, sp_slice *s);
 

@@ -1,4 +1,4 @@
-/* info.c - spccl_info and spccl_version: the kernels, transports and parts of this build, and every
+/* info.c - spccl_info and spccl_version: the kernels, transports, schedules and parts of this build, and every
  * setting. */
 #include "core/base/abi.h"
 #include "core/base/env.h"
@@ -78,10 +78,30 @@ static spccl_info_entry memory_entry(void)
         .why = "most that ncclnet registers with a plugin, unless SPCCL_QUEUE_BYTES is set"};
 }
 
-/* Entry `i`, in the order kernels, transports, parts, settings. False if i is past the last. */
+static bool schedule_entry(size_t i, spccl_info_entry *out)
+{
+    const char *forced = sp_env_text(SP_ENV_SCHEDULE);
+    if (i >= SP_N_SCHEDULES)
+        return false;
+    *out = (spccl_info_entry){.kind = "schedule", .name = sp_schedule_name((sp_schedule)i), .value = "in"};
+    if (sp_schedule_adds_in_rank_order((sp_schedule)i)) {
+        out->value = "in, candidate";
+        out->why = "adds in rank order; the candidate of least cost is taken (spccl_comm_describe_schedule)";
+    } else {
+        out->why = "adds in an order of its own: only if SPCCL_SCHEDULE asks for it";
+    }
+    if (strcmp(forced, out->name) == 0) {
+        out->value = "in, forced";
+        out->why = "SPCCL_SCHEDULE";
+    }
+    return true;
+}
+
+/* Entry `i`, in the order kernels, transports, schedules, parts, settings. False if i is past the last. */
 static bool find_entry(size_t i, spccl_info_entry *out)
 {
     size_t n_kernels = 0, n_transports = 0, n_absent = sizeof absent_parts / sizeof absent_parts[0];
+    size_t n_schedules = SP_N_SCHEDULES;
     spccl_info_entry e;
     while (kernel_entry(n_kernels, &e))
         n_kernels++;
@@ -93,6 +113,9 @@ static bool find_entry(size_t i, spccl_info_entry *out)
     if (i < n_transports)
         return transport_entry(i, out);
     i -= n_transports;
+    if (i < n_schedules)
+        return schedule_entry(i, out);
+    i -= n_schedules;
     if (i-- == 0) {
         sp_gpu_part_here.describe(out);
         return true;
