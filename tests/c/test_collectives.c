@@ -1,5 +1,5 @@
 /* test_collectives.c - compares every collective, dtype and op with plain scalar code. 1 to 17 ranks are
- * threads, over inproc, shm and tcp. The cases have edge sizes, all densities, in place or not, forced
+ * threads, over inproc, shm, tcp and ncclnet. The cases have edge sizes, all densities, in place or not, forced
  * formats and schedules, and several collectives in flight. */
 #include "cases.h"
 
@@ -36,6 +36,15 @@ static void test_tcp(void)
 {
     for (int n = 2; n <= 5; n++)
         random_plan(n, 48, 20000, "tcp");
+}
+
+/* Over the NCCL net plugin of net_plugin/: on CPUs of one host, because it is named. */
+static void test_ncclnet(void)
+{
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    for (int n = 2; n <= 4; n += 2)
+        random_plan(n, 48, 20000, "ncclnet");
+    unsetenv("SPCCL_NET_PLUGIN");
 }
 
 /* Arrays larger than the queues: flow control, many slices, every format. */
@@ -92,6 +101,7 @@ int main(int argc, char **argv)
         {"hosts", test_hosts},
         {"shm", test_shm},
         {"tcp", test_tcp},
+        {"ncclnet", test_ncclnet},
         {NULL, NULL},
     };
     return test_main(cases, argc, argv);

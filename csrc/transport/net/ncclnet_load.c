@@ -75,13 +75,20 @@ static void take_warning(char out[SP_NN_TEXT_CAP])
     pthread_mutex_unlock(&warning_lock);
 }
 
+/* The file of a path, for texts. */
+static const char *base_name(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash != NULL ? slash + 1 : path;
+}
+
 /* ---- opening: in the child, and again in this process ---- */
 
 static spccl_status call_failed(const char *path, enum step step, int result)
 {
     char warning[SP_NN_TEXT_CAP];
     take_warning(warning);
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s returned %d (%s)%.90s", path,
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s returned %d (%s)%.90s", base_name(path),
                    step_names[step], result, sp_nn_result_text(result), warning);
 }
 
@@ -98,11 +105,11 @@ static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
     if (p->table == NULL)
         return SP_FAIL(
             SPCCL_ERR_UNREACHABLE,
-            "NCCL net plugin %.100s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new", path,
+            "NCCL net plugin %.60s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new", path,
             SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
     if (!sp_nn_complete(p->table, &missing))
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.100s: its table v%d has no %s", path,
-                       p->version, missing);
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: its table v%d has no %s",
+                       base_name(path), p->version, missing);
     return SPCCL_OK;
 }
 
@@ -130,7 +137,8 @@ static spccl_status ask_cards(const char *path, struct report *r)
         take_warning(warning);
         atomic_store(&r->step, STEP_FINALIZE);
         (void)sp_nn_finalize(p);
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.80s: it found no card%.90s", path, warning);
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it found no card%.90s", base_name(path),
+                       warning);
     }
     atomic_store(&r->step, STEP_PROPERTIES);
     p->n_cards = n < SP_NN_CARDS_MAX ? n : SP_NN_CARDS_MAX;
@@ -223,12 +231,14 @@ spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *ou
             out->context = NULL;
             st = r->status == SPCCL_OK ? SPCCL_OK : SP_FAIL(r->status, "%s", r->text);
         } else if (ended) {
-            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.100s: it crashed in %s (%s %d)", path,
-                         step_names[atomic_load(&r->step)], WIFSIGNALED(how) ? "signal" : "exit code",
+            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it crashed in %s (%s %d)",
+                         base_name(path), step_names[atomic_load(&r->step)],
+                         WIFSIGNALED(how) ? "signal" : "exit code",
                          WIFSIGNALED(how) ? WTERMSIG(how) : WEXITSTATUS(how));
         } else {
-            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.100s: %s did not return in %lld ms", path,
-                         step_names[atomic_load(&r->step)], (long long)(sp_now_ns() - start_ns) / 1000000);
+            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s did not return in %lld ms",
+                         base_name(path), step_names[atomic_load(&r->step)],
+                         (long long)(sp_now_ns() - start_ns) / 1000000);
         }
     }
     munmap(r, sizeof *r);

@@ -16,7 +16,7 @@
 
 #define US INT64_C(1000)
 #define SPIN_NS (50 * US)
-#define STOP_NS (2000000 * US) /* closing waits this long for the thread */
+#define STOP_NS (5000000 * US) /* closing waits this long for the thread */
 
 /* ---- calls ---- */
 
@@ -443,9 +443,11 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
 {
     int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
     int peer = atomic_load(&ep->call_peer);
+    char card[80];
     if (since_ns == 0 || sp_now_ns() - since_ns < ep->call_limit_ns)
         return false;
-    snprintf(out, cap, "plugin %s: %s for rank %d did not return in %lld ms", ep->plugin->name,
+    sp_nn_card_text(ep, ep->peers[peer].tx[0].card, card, sizeof card);
+    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms", card, ep->plugin->name,
              sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
              (long long)((sp_now_ns() - since_ns) / 1000000));
     return true;

@@ -1,0 +1,315 @@
+/* test_ncclnet.c - transport ncclnet over the plugin of net_plugin/: every version, every habit of real plugins that
+ * the plugin can take on, and every way to fail. Each case runs two ranks as processes. */
+#include "endpoints.h"
+#include "transport/net/ncclnet_load.h"
+
+#include <sys/stat.h>
+
+#define N_MESSAGES 60
+
+enum outcome {
+    WORKS,   /* messages go over the plugin */
+    REFUSED, /* the plugin does not carry the pair: an error, or tcp if that is allowed */
+    LOST     /* the pair breaks after start-up, with an error at both ranks */
+};
+
+static const struct scenario {
+    const char *file; /* libnccl-net-test_FILE.so */
+    enum outcome outcome;
+    int rank;             /* whose environment gets `vars`; -1: both */
+    const char *vars[4];  /* "NAME=VALUE" */
+    const char *words[2]; /* in the error of that rank */
+    bool hangs;           /* a thread is left behind */
+} scenarios[] = {
+    /* versions */
+    {"8", WORKS, -1, {NULL}, {"v8"}, false},
+    {"9", WORKS, -1, {NULL}, {"v9"}, false},
+    {"10", WORKS, -1, {NULL}, {"v10"}, false},
+    {"11", WORKS, -1, {NULL}, {"v11"}, false},
+    {"12", WORKS, -1, {NULL}, {"v12"}, false},
+    {"all", WORKS, -1, {NULL}, {"v12"}, false},
+    {"7", REFUSED, 0, {NULL}, {"ncclNetPlugin_v8", "too old"}, false},
+    /* habits */
+    {"all", WORKS, -1, {"TEST_NET_BUSY=2"}, {NULL}, false},
+    {"8", WORKS, -1, {"TEST_NET_BUSY=3", "TEST_NET_CREDIT=1"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_SLOW=7"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_CREDIT=1"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_LOG=1"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_ENV=1"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_CARDS=4", "TEST_NET_SPEED=1000"}, {"sock1"}, false},
+    {"9", WORKS, -1, {"TEST_NET_CARDS=64"}, {NULL}, false},
+    {"all", WORKS, 0, {"TEST_NET_CARDS=3"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_FAIL=deregMr"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_FAIL=closeListen"}, {NULL}, false},
+    {"all", WORKS, -1, {"TEST_NET_HANG=closeSend"}, {NULL}, true},
+    /* not usable */
+    {"all", REFUSED, 0, {"TEST_NET_CARDS=0"}, {"no card"}, false},
+    {"12", REFUSED, 0, {"TEST_NET_CARDS=-3"}, {"no card"}, false},
+    {"all", REFUSED, 1, {"TEST_NET_COMMS=3"}, {"3 connections", "4"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_NAME=Another"}, {"Another", "Test Sockets"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_FAIL=init"}, {"init returned 2", "no link on any port"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_FAIL=devices"}, {"devices returned 2", "system error"}, false},
+    {"all", REFUSED, 1, {"TEST_NET_FAIL=getProperties"}, {"getProperties returned 2"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_CRASH=init"}, {"crashed in init", "signal 11"}, false},
+    {"all", REFUSED, 1, {"TEST_NET_CRASH=devices"}, {"crashed in devices"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_HANG=init"}, {"init did not return"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_FAIL=listen"}, {"card sock0", "listen for rank 1"}, false},
+    {"all", REFUSED, 0, {"TEST_NET_FAIL=connect"}, {"card sock0", "connect for rank 1"}, false},
+    {"all", REFUSED, 1, {"TEST_NET_FAIL=accept"}, {"card sock0", "accept for rank 0"}, false},
+    {"all",
+     REFUSED,
+     0,
+     {"TEST_NET_FAIL=regMr", "TEST_NET_AFTER=2"},
+     {"card sock0", "regMr for rank 1"},
+     false},
+    {"all", REFUSED, 0, {"TEST_NET_HANG=connect"}, {"connect for rank 1 did not return"}, true},
+    {"all", REFUSED, 1, {"TEST_NET_HANG=regMr"}, {"regMr for rank 0 did not return"}, true},
+    {"all",
+     REFUSED,
+     0,
+     {"TEST_NET_SLOW=100000000"},
+     {"card sock0", "no connection with rank 1 in time"},
+     false},
+    /* after start-up */
+    {"all", LOST, 0, {"TEST_NET_FAIL=isend", "TEST_NET_AFTER=5"}, {"card sock0", "isend for rank 1"}, false},
+    {"8", LOST, 1, {"TEST_NET_FAIL=irecv", "TEST_NET_AFTER=40"}, {"card sock0", "irecv for rank 0"}, false},
+    {"all", LOST, 0, {"TEST_NET_FAIL=test", "TEST_NET_AFTER=50"}, {"test for rank 1", "remote error"}, false},
+    {"all", LOST, 0, {"TEST_NET_SIZE=0"}, {"a segment of 0 bytes"}, false},
+    {"all", LOST, 0, {"TEST_NET_SIZE=24"}, {"a segment of 24 bytes"}, false},
+    {"all", LOST, 0, {"TEST_NET_SIZE=1048576"}, {"a segment of 1048576 bytes"}, false},
+    {"all", LOST, 1, {"TEST_NET_HANG=test", "TEST_NET_AFTER=50"}, {"test for rank 0 did not return"}, true},
+    {"all", LOST, 0, {"TEST_NET_HANG=isend", "TEST_NET_AFTER=5"}, {"isend for rank 1 did not return"}, true},
+};
+#define N_SCENARIOS (sizeof scenarios / sizeof *scenarios)
+
+static void set_variables(const struct scenario *s, int rank)
+{
+    char text[128];
+    setenv("TEST_NET_KEPT", "kept", 1);
+    for (int i = 0; i < 4 && s->vars[i] != NULL && (s->rank < 0 || s->rank == rank); i++) {
+        snprintf(text, sizeof text, "%s", s->vars[i]);
+        text[strcspn(text, "=")] = '\0';
+        setenv(text, s->vars[i] + strlen(text) + 1, 1);
+    }
+}
+
+/* True if the case ends by a deadline. */
+static bool takes_time(const struct scenario *s)
+{
+    return s->vars[0] != NULL && (strstr(s->vars[0], "HANG") != NULL || strstr(s->vars[0], "SLOW") != NULL);
+}
+
+static void check_words(const struct scenario *s, const char *text)
+{
+    for (int i = 0; i < 2 && s->words[i] != NULL; i++)
+        CHECK(strstr(text, s->words[i]) != NULL, "\"%s\" is not in: %s", s->words[i], text);
+}
+
+static size_t size_of(const struct member *m, uint64_t i)
+{
+    return i % 9 == 0 ? m->t->message_max(m->ep) - i : 1 + (i * 977) % 3000;
+}
+
+/* Messages both ways on both queues. */
+static void exchange(struct member *m)
+{
+    int peer = 1 - m->rank, n_sent = 0, n_taken = 0;
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    while ((n_sent < N_MESSAGES || n_taken < N_MESSAGES) && !sp_deadline_passed(deadline_ns)) {
+        uint64_t out = (uint64_t)n_sent, in = (uint64_t)n_taken;
+        n_sent += n_sent < N_MESSAGES && try_send(m, peer, n_sent % 2, size_of(m, out), out) == SPCCL_OK;
+        n_taken += n_taken < N_MESSAGES && try_take(m, peer, n_taken % 2, size_of(m, in), in) == SPCCL_OK;
+        CHECK_OK(progress(m));
+        sched_yield();
+    }
+    CHECK(n_sent == N_MESSAGES && n_taken == N_MESSAGES, "%d sent, %d taken", n_sent, n_taken);
+    flush_now(m, peer);
+}
+
+/* Send and take until the pair breaks. Returns the status. */
+static spccl_status exchange_until_lost(struct member *m)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    int peer = 1 - m->rank;
+    spccl_status st = SPCCL_OK;
+    while ((st == SPCCL_OK || st == SPCCL_AGAIN) && !sp_deadline_passed(deadline_ns)) {
+        const void *p;
+        size_t bytes;
+        st = try_send(m, peer, 0, 4000, 1);
+        if (st != SPCCL_OK && st != SPCCL_AGAIN)
+            break; /* before another call replaces the text */
+        CHECK_OK(progress(m));
+        st = m->t->peek(m->ep, peer, 0, &p, &bytes);
+        if (st == SPCCL_OK)
+            st = m->t->release(m->ep, peer, 0);
+    }
+    return st;
+}
+
+static void check_route(struct member *m, const struct scenario *s, const char *start)
+{
+    char text[400];
+    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    CHECK(strncmp(text, start, strlen(start)) == 0, "%s", text);
+    if (s->outcome == WORKS)
+        check_words(s, text);
+}
+
+static void play_lost(struct member *m, const struct scenario *s)
+{
+    char text[800];
+    spccl_status st = exchange_until_lost(m);
+    snprintf(text, sizeof text, "%s", spccl_last_error());
+    CHECK(st == SPCCL_ERR_PEER && strstr(text, m->rank == 0 ? "rank 1" : "rank 0") != NULL, "%d: %s", (int)st,
+          text);
+    if (m->rank == s->rank)
+        check_words(s, text);
+}
+
+static void play(struct member *m)
+{
+    const struct scenario *s = &scenarios[m->kind];
+    int64_t start_ns;
+    spccl_status st;
+    set_variables(s, m->rank);
+    m->config.deadline_ns = sp_deadline_in_ms(takes_time(s) && s->outcome == REFUSED ? 8000 : PATIENCE_MS);
+    if (takes_time(s) && s->outcome != WORKS)
+        setenv("SPCCL_NET_PLUGIN_MS", "1000", 1);
+    if (!open_member(m))
+        return;
+    st = connect_member(m);
+    CHECK(getenv("TEST_NET_ADDED") == NULL && getenv("NCCL_PROTO") == NULL && getenv("TEST_NET_KEPT") != NULL,
+          "the plugin's changes of the environment stayed");
+    if (s->outcome == REFUSED && !m->config.tcp_too) {
+        CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "tcp is not among") != NULL, "%d: %s",
+              (int)st, spccl_last_error());
+        if (m->rank == s->rank)
+            check_words(s, spccl_last_error());
+    } else {
+        CHECK(st == SPCCL_OK, "case %d: rank %d: %s", m->kind, m->rank, spccl_last_error());
+        if (st == SPCCL_OK) {
+            check_route(m, s,
+                        s->outcome == REFUSED ? "tcp, as the plugin failed" : "ncclnet: plugin Test Sockets");
+            if (s->outcome == LOST)
+                play_lost(m, s);
+            else
+                exchange(m);
+        }
+    }
+    start_ns = sp_now_ns();
+    leave_group(m);
+    CHECK(sp_now_ns() - start_ns < 10 * INT64_C(1000000000), "close took too long");
+    if (s->hangs) /* a thread and its buffers are left: the checks for that do not apply */
+        _exit(test_n_failed != 0);
+}
+
+static void run_scenario(int i, bool tcp_too)
+{
+    static const struct environment processes = {"ncclnet", true};
+    struct member m;
+    char path[400];
+    snprintf(path, sizeof path, "%s/libnccl-net-test_%s.so", NET_PLUGIN_FOLDER, scenarios[i].file);
+    setenv("SPCCL_NET_PLUGIN", path, 1);
+    m = make_group(&processes, 2, play);
+    m.kind = i;
+    m.config.tcp_too = tcp_too;
+    run_group(&processes, &m);
+}
+
+static void run_all(enum outcome outcome)
+{
+    for (int i = 0; i < (int)N_SCENARIOS; i++)
+        if (scenarios[i].outcome == outcome) {
+            int before = test_n_failed;
+            run_scenario(i, true);
+            if (outcome == REFUSED && !takes_time(&scenarios[i]))
+                run_scenario(i, false);
+            CHECK(test_n_failed == before, "case %d: %s %s", i, scenarios[i].file,
+                  scenarios[i].vars[0] != NULL ? scenarios[i].vars[0] : "");
+        }
+}
+
+static void test_works(void)
+{
+    run_all(WORKS);
+}
+static void test_refused(void)
+{
+    run_all(REFUSED);
+}
+static void test_lost(void)
+{
+    run_all(LOST);
+}
+
+/* ---- finding the file ---- */
+
+static bool finds(const char *ours, const char *nccl, const char *end, const char *why)
+{
+    sp_nn_found f;
+    setenv("SPCCL_NET_PLUGIN", ours, 1);
+    setenv("NCCL_NET_PLUGIN", nccl, 1);
+    sp_nn_find(&f);
+    unsetenv("NCCL_NET_PLUGIN");
+    if (f.found != (end != NULL) || strstr(f.why, why) == NULL)
+        return false;
+    return end == NULL ||
+           (strlen(f.path) > strlen(end) && strcmp(f.path + strlen(f.path) - strlen(end), end) == 0);
+}
+
+static void test_find(void)
+{
+    char folder[] = "/tmp/spccl-test-XXXXXX", file[64];
+    CHECK(mkdtemp(folder) != NULL, "mkdtemp");
+    snprintf(file, sizeof file, "%s/libnccl-net.so", folder);
+    setenv("LD_LIBRARY_PATH", NET_PLUGIN_FOLDER, 1);
+    CHECK(finds("test_8", "", "/libnccl-net-test_8.so", "SPCCL_NET_PLUGIN"), "by name");
+    CHECK(finds("", "test_9", "/libnccl-net-test_9.so", "NCCL_NET_PLUGIN"), "NCCL's variable");
+    CHECK(finds("test_8", "test_9", "/libnccl-net-test_8.so", "SPCCL_NET_PLUGIN"), "ours first");
+    CHECK(finds("libnccl-net-test_8.so", "", "/libnccl-net-test_8.so", "named"), "by file name");
+    CHECK(finds(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", "", "/libnccl-net-test_8.so", "named"),
+          "by path");
+    CHECK(finds("test_8,test_9", "", "/libnccl-net-test_8.so", "named"), "a list");
+    CHECK(finds("no_such", "", NULL, "libnccl-net-no_such.so"), "a name that is not there");
+    CHECK(finds("/no/such/file.so", "", NULL, "/no/such/file.so"), "a path that is not there");
+    CHECK(finds("none", "test_8", NULL, "SPCCL_NET_PLUGIN=none"), "off");
+    setenv("LD_LIBRARY_PATH", folder, 1);
+    CHECK(finds("", "", NULL, "no libnccl-net.so"), "nothing is there");
+    CHECK(symlink(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", file) == 0, "symlink");
+    CHECK(finds("", "", "/libnccl-net.so", "found"), "without a name");
+    unsetenv("LD_LIBRARY_PATH");
+    unlink(file);
+    rmdir(folder);
+}
+
+/* ---- spccl info ---- */
+
+static void check_info(const char *plugin, const char *value, const char *why)
+{
+    pid_t pid = fork(); /* what it says is found once per process */
+    int status = 1;
+    if (pid == 0) {
+        const char *got_value, *got_why;
+        setenv("SPCCL_NET_PLUGIN", plugin, 1);
+        test_n_failed = 0;
+        sp_nn_inform(&got_value, &got_why);
+        CHECK(strcmp(got_value, value) == 0 && strstr(got_why, why) != NULL, "%s: %s", got_value, got_why);
+        _exit(test_n_failed != 0);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0, "info for %s", plugin);
+}
+
+static void test_info(void)
+{
+    check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_10.so", "in, plugin usable", "v10), 1 card: sock0");
+    check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_7.so", "in, plugin not usable", "too old");
+    check_info("none", "in, no plugin", "SPCCL_NET_PLUGIN=none");
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"works", test_works}, {"refused", test_refused},
+                                             {"lost", test_lost},   {"find", test_find},
+                                             {"info", test_info},   {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}

@@ -1,0 +1,84 @@
+/* fuzz_ncclnet.c - takes any bytes as what a peer of transport ncclnet sends: its address, its notes over tcp, or the
+ * segments that arrive in a ring. No access may be out of bounds, and what is accepted must be in range.
+ *   0  u8  what: address, offer, verdict, farewell, segments (modulo 5)
+ *   1  the bytes. Segments: for each u8 length in units of 16 bytes, then as many bytes as are left, at most that many */
+#include "core/base/bits.h"
+#include "fuzz.h"
+#include "transport/net/ncclnet_ring.h"
+#include "transport/net/ncclnet_wire.h"
+
+#define RING_BYTES ((size_t)1 << 16)
+
+static void check_text(const char *text, size_t cap)
+{
+    size_t n = strnlen(text, cap);
+    EXPECT(n < cap);
+    for (size_t i = 0; i < n; i++)
+        EXPECT(text[i] >= 32 && text[i] < 127);
+}
+
+static void try_notes(int what, const uint8_t *data, size_t bytes)
+{
+    const uint8_t *tcp = NULL;
+    size_t tcp_bytes = 0;
+    sp_nn_offer offer;
+    sp_nn_verdict verdict;
+    sp_nn_farewell farewell;
+    if (what == 0 && sp_nn_read_address(data, bytes, &tcp, &tcp_bytes))
+        EXPECT(tcp > data && tcp_bytes > 0 && tcp + tcp_bytes == data + bytes);
+    if (what == 1 && sp_nn_read_offer(data, bytes, &offer)) {
+        uint8_t again[SP_NN_OFFER_BYTES];
+        sp_nn_offer same;
+        EXPECT(offer.n_queues >= 1 && offer.n_queues <= SP_QUEUES_MAX);
+        check_text(offer.name, sizeof offer.name);
+        check_text(offer.why, sizeof offer.why);
+        sp_nn_write_offer(&offer, again);
+        EXPECT(sp_nn_read_offer(again, sizeof again, &same) && strcmp(same.name, offer.name) == 0 &&
+               strcmp(same.why, offer.why) == 0 &&
+               memcmp(same.handles, offer.handles, sizeof same.handles) == 0);
+    }
+    if (what == 2 && sp_nn_read_verdict(data, bytes, &verdict))
+        check_text(verdict.why, sizeof verdict.why);
+    if (what == 3)
+        (void)sp_nn_read_farewell(data, bytes, 2, &farewell);
+}
+
+/* Segments arrive; every message that can be taken is read to its last byte and released. */
+static void try_segments(const uint8_t *data, size_t bytes)
+{
+    sp_nn_ring ring;
+    spccl_status st = SPCCL_AGAIN;
+    uint64_t done = 0;
+    volatile unsigned sum = 0;
+    EXPECT(sp_nn_ring_open(&ring, RING_BYTES, 0, true) == SPCCL_OK);
+    while (bytes > 1 && (st == SPCCL_AGAIN || st == SPCCL_OK) && done < atomic_load(&ring.allowed)) {
+        const void *message;
+        size_t n, wanted = (1 + (size_t)data[0]) * 16, here = sp_min_size(bytes - 1, wanted);
+        memset(sp_nn_ring_segment(&ring, done), 0, ring.segment_bytes);
+        memcpy(sp_nn_ring_segment(&ring, done), data + 1, here);
+        ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)wanted;
+        atomic_store(&ring.done, ++done);
+        data += 1 + here;
+        bytes -= 1 + here;
+        while ((st = sp_nn_ring_peek(&ring, RING_BYTES / 4, &message, &n)) == SPCCL_OK) {
+            EXPECT(n >= 1 && n <= RING_BYTES / 4 && (const uint8_t *)message >= ring.memory.data &&
+                   (const uint8_t *)message + n <= ring.memory.data + 2 * RING_BYTES);
+            for (size_t i = 0; i < n; i++)
+                sum += ((const uint8_t *)message)[i];
+            (void)sp_nn_ring_release(&ring, n);
+        }
+    }
+    EXPECT(st == SPCCL_AGAIN || st == SPCCL_ERR_FORMAT);
+    sp_nn_ring_close(&ring);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
+{
+    if (bytes == 0)
+        return 0;
+    if (data[0] % 5 == 4)
+        try_segments(data + 1, bytes - 1);
+    else
+        try_notes(data[0] % 5, data + 1, bytes - 1);
+    return 0;
+}
