@@ -237,6 +237,19 @@ static int run_transport(const sp_transport *t, FILE *csv)
     return status == 0 ? 0 : 1;
 }
 
+/* False, with a line, if the transport needs something that this host lacks: ncclnet a plugin. */
+static bool is_here(const sp_transport *t)
+{
+    const char *value = "", *why = "";
+    if (t->inform == NULL)
+        return true;
+    t->inform(&value, &why);
+    if (strstr(value, "plugin usable") != NULL)
+        return true;
+    printf("%-7s %s: %s\n", t->name, value, why);
+    return false;
+}
+
 int main(int argc, char **argv)
 {
     const char *only = NULL;
@@ -256,7 +269,7 @@ int main(int argc, char **argv)
     if (csv != NULL)
         fprintf(csv, "transport,test,bytes,median_us,p99_us,gbs\n");
     for (int i = 0; sp_transports[i] != NULL; i++)
-        if (only == NULL || strcmp(only, sp_transports[i]->name) == 0)
+        if ((only == NULL || strcmp(only, sp_transports[i]->name) == 0) && is_here(sp_transports[i]))
             failed |= run_transport(sp_transports[i], csv);
     if (csv != NULL)
         fclose(csv);

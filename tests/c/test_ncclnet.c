@@ -172,7 +172,7 @@ static void play(struct member *m)
     int64_t start_ns;
     spccl_status st;
     set_variables(s, m->rank);
-    m->config.deadline_ns = sp_deadline_in_ms(takes_time(s) && s->outcome == REFUSED ? 8000 : PATIENCE_MS);
+    m->config.deadline_ns = sp_deadline_in_ms(takes_time(s) && s->outcome == REFUSED ? 5000 : PATIENCE_MS);
     if (takes_time(s) && s->outcome != WORKS)
         setenv("SPCCL_NET_PLUGIN_MS", "1000", 1);
     if (!open_member(m))
