@@ -110,7 +110,8 @@ def main() -> None:
     with torch.no_grad():
         row("wrapper: exchange", median(device, lambda: opt._exchange(args.density), move), 24)
         print("density sent:", opt.summary()["density_sent"], flush=True)
-        pairs = [(b, opt._scratch[b.device, b.globals.dtype][i % 2][: b.length]) for i, b in enumerate(opt.buckets)]
+        scratch = opt.transfers.scratch
+        pairs = [(b, scratch[b.device, b.globals.dtype][i % 2][: b.length]) for i, b in enumerate(opt.buckets)]
         send = median(device, lambda: [b.select(s, args.density, 1.0, opt.settings) for b, s in pairs], move)
         row("select alone", send, 12)
         row("apply alone", median(device, lambda: [b.apply(s, opt.settings) for b, s in pairs]), 4)

@@ -299,7 +299,7 @@ def test_memory_is_as_stated():
         opt = SparseSync(torch.optim.SGD(net.parameters(), lr=0.1), bucket_mb=0.02)
         numel = sum(p.numel() for p in net.parameters())
         kept = sum(t.nbytes for b in opt.buckets for t in (b.globals, b.masters, b.velocity) if t is not None)
-        buffers = sum(t.nbytes for pair in opt._scratch.values() for t in pair)
+        buffers = sum(t.nbytes for pair in opt.transfers.scratch.values() for t in pair)
         assert kept == each * numel
         assert buffers == 2 * 4 * max(b.numel for b in opt.buckets)
 

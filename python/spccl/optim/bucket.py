@@ -85,27 +85,32 @@ def flat_memory(param: torch.Tensor, name: str) -> torch.Tensor:
 
 class Bucket:
     """Parameters of one dtype and device. Flat tensors have [length] elements: each parameter's part begins at a
-    multiple of 4 elements, and the gaps are 0.
+    multiple of 4 elements, and the gaps are 0. With `rows` > 0, pruned parameters come first and begin at multiples of
+    `rows`: the first `n_chunked` elements are whole chunks.
 
     globals     [length] z, float32 (float64 for float64 parameters)
     masters     [length] w, float32, of 16-bit parameters; None if w is the parameter itself
     velocity    [length] u, with outer momentum; else None
     """
 
-    def __init__(self, weights: Sequence[Weight], outer_momentum: float):
-        self.weights = list(weights)
+    def __init__(self, weights: Sequence[Weight], outer_momentum: float, rows: int = 0):
+        self.weights = sorted(weights, key=lambda w: not w.pruned) if rows else list(weights)
         first = self.weights[0].flat
         self.dtype, self.device = first.dtype, first.device
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.numel = sum(w.numel for w in self.weights)
-        self.length = 0
+        self.length = self.n_chunked = 0
+        gaps: list[int] = []
         for w in self.weights:
+            align = rows if rows and w.pruned else _ALIGN
             w.begin = self.length
-            self.length += -(-w.numel // _ALIGN) * _ALIGN
+            self.length += -(-w.numel // align) * align
+            gaps += range(w.begin + w.numel, self.length)
+            if rows and w.pruned:
+                self.n_chunked = self.length
         self.globals = torch.zeros(self.length, dtype=wide, device=self.device)
         self.masters = torch.zeros_like(self.globals) if self.dtype != wide else None
         self.velocity = torch.zeros_like(self.globals) if outer_momentum > 0 else None
-        gaps = [i for w in self.weights for i in range(w.begin + w.numel, w.begin - (-w.numel // _ALIGN) * _ALIGN)]
         self._gaps = torch.tensor(gaps, dtype=torch.int64, device=self.device) if gaps else None
         self.params = [w.flat for w in self.weights]
         self.locals = self.params if self.masters is None else self.split(self.masters)
@@ -157,13 +162,16 @@ class Bucket:
         if self.masters is not None:
             torch._foreach_copy_(self.params, self.locals)
 
-    def select(self, out: torch.Tensor, density: float, scale: float, settings: Settings) -> None:
-        """Write what is sent now, times `scale`, to `out` [length], zeros elsewhere, and set w = z where it is sent."""
+    def select(self, out: torch.Tensor, density: float, scale: float, settings: Settings, levels: int = 0) -> None:
+        """Write what is sent now, times `scale`, to `out` [length], zeros elsewhere, and keep the rest in w.
+
+        With 2 levels each chunk sends two magnitudes.
+        """
         if self._gaps is not None:
             out.index_fill_(0, self._gaps, 0.0)
         _ext.weights_send(
             self._plan, out.data_ptr(), density, settings.sample, settings.decay, scale, settings.seed, settings.chunk,
-            0, self._stream(),
+            levels, self._stream(),
         )  # fmt: skip
 
     def round_off(self, out: torch.Tensor, packed: torch.Tensor, scale: float) -> None:
@@ -220,9 +228,9 @@ class Bucket:
 _COLUMNS = 4093  # a prime: no row of a matrix is a multiple of it
 
 
-def make_buckets(weights: Sequence[Weight], most_bytes: int, outer_momentum: float) -> list[Bucket]:
+def make_buckets(weights: Sequence[Weight], most_bytes: int, outer_momentum: float, rows: int = 0) -> list[Bucket]:
     """Buckets in the order of the parameters. A bucket has at most `most_bytes` of float32, and at most an eighth of
-    all weights or 4 MiB, whichever is more; or one parameter."""
+    all weights or 4 MiB, whichever is more; or one parameter. `rows`: see `Bucket`."""
     most_bytes = min(most_bytes, max(4 << 20, 4 * sum(w.numel for w in weights) // 8))
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Weight]]] = {}
     for w in weights:
@@ -230,4 +238,4 @@ def make_buckets(weights: Sequence[Weight], most_bytes: int, outer_momentum: flo
         if lists[-1] and 4 * (sum(x.numel for x in lists[-1]) + w.numel) > most_bytes:
             lists.append([])
         lists[-1].append(w)
-    return [Bucket(some, outer_momentum) for lists in by_kind.values() for some in lists]
+    return [Bucket(some, outer_momentum, rows) for lists in by_kind.values() for some in lists]

@@ -33,7 +33,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
     parameters = []
     for bucket in sync.buckets:
         if not bucket.in_globals:
-            bucket.absorb(sync._scratch[bucket.device, bucket.globals.dtype])
+            bucket.absorb(sync.transfers.scratch[bucket.device, bucket.globals.dtype])
             bucket.publish()
         velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
         for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):

@@ -40,6 +40,9 @@ def check_settings(s: Any) -> None:
     chunk = s.chunk
     power = is_whole(chunk, 256) and chunk <= 4096 and chunk & (chunk - 1) == 0
     require("chunk", chunk, power or (is_whole(chunk, 0) and chunk == 0), "0, or a power of 2 from 256 to 4096")
+    require("bits", s.bits, s.bits in (None, 2), "2, or None for whole values")
+    require("bits", s.bits, s.bits is None or s.chunk > 0, "None without chunk: set chunk=4096")
+    require("bits", s.bits, s.bits is None or s.wire_dtype is None, "None with wire_dtype: set one of them")
     require("seed", s.seed, is_whole(s.seed, 0) and s.seed < 2**32, "a whole number from 0 to 2^32 - 1")
 
 

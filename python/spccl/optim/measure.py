@@ -63,6 +63,10 @@ class Tally:
     def begin_exchange(self, density: float) -> None:
         self.density = density
 
+    def waits_for_exchange(self) -> bool:
+        """Whether this exchange is measured, which needs the weights after it."""
+        return self._update is not None
+
     def end_exchange(self, seconds: float) -> None:
         self._exchanges += 1
         self._last_s = seconds
@@ -95,7 +99,8 @@ class Tally:
             update_norm             estimated norm of what the local steps changed, at the last measurement; or None
             unsent_norm             estimated norm of what was then still unsent; None before
             residual_ratio          unsent_norm / update_norm: how many exchanges' worth of change waits; None before
-            dense_bytes, sent_bytes values of a dense exchange, and those sent in the last one, before any format
+            dense_bytes, sent_bytes values of a dense exchange, and those sent in the last one, before any format; with
+                                    bits=2 all bytes that this rank gives to the all-gather
             wire_bytes              what this rank has sent in the group so far, other users of the group included, with
                                     indices and headers; None if the backend is not spccl
             exchange_ms, exchange_ms_mean   time of the last exchange and mean; on CUDA the time to queue it
@@ -109,9 +114,12 @@ class Tally:
         sent = sum(c[prune.N_SENT] for c in columns)
         widths = [b.globals.element_size() for b in s.buckets]
         sent_widths = [
-            2 if b.device in s._wire and width == 4 else width for b, width in zip(s.buckets, widths, strict=True)
+            2 if b.device in s.transfers.wire and width == 4 else width
+            for b, width in zip(s.buckets, widths, strict=True)
         ]
         update, unsent = self._norms or (None, None)
+        packed = s.transfers.sent_bytes()
+        values = sum(c[prune.N_SENT] * width for c, width in zip(columns, sent_widths, strict=True))
         wire = self._wire_bytes()
         calls = max(1, self._exchanges)
         return {
@@ -124,7 +132,7 @@ class Tally:
             "unsent_norm": unsent,
             "residual_ratio": unsent / update if update and unsent is not None else None,
             "dense_bytes": sum(b.numel * width for b, width in zip(s.buckets, widths, strict=True)),
-            "sent_bytes": sum(c[prune.N_SENT] * width for c, width in zip(columns, sent_widths, strict=True)),
+            "sent_bytes": values if packed is None else packed,
             "wire_bytes": None if wire is None else wire - (self._wire_before or 0),
             "exchange_ms": self._last_s * 1e3,
             "exchange_ms_mean": self._seconds * 1e3 / calls,

@@ -30,14 +30,14 @@ class Ranks:
             return "none"
         return self.group._get_backend(device).name()
 
-    def averages(self, device: torch.device) -> bool:
-        """Whether the backend has ReduceOp.AVG. Warns if it sends zeros too."""
+    def averages(self, device: torch.device, sends_zeros: bool = True) -> bool:
+        """Whether the backend has ReduceOp.AVG. Warns if the backend sends zeros too and there are any."""
         name = self.backend(device)
-        if name not in ("spccl", "none"):
+        if name not in ("spccl", "none") and sends_zeros:
             warnings.warn(
                 f"SparseSync: the group's backend for {device.type} is {name!r}, not 'spccl': training is the same, "
                 'but zeros travel too and no bytes are saved. Use init_process_group("spccl").',
-                stacklevel=4,
+                stacklevel=5,
             )
         return name in (*_AVERAGING_BACKENDS, "none")
 
@@ -47,6 +47,14 @@ class Ranks:
             return None
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return dist.all_reduce(buffer, op=op, group=self.group, async_op=True)
+
+    def all_gather(self, mine: torch.Tensor) -> "tuple[torch.Tensor, dist.Work | None]":
+        """Start the gathering of every rank's `mine` [n], in rank order: ([ranks, n], what to wait for)."""
+        everyone = mine.new_empty(self.world_size, mine.numel())
+        if self.world_size == 1:
+            return everyone.copy_(mine[None]), None
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        return everyone, gather(everyone.view(-1), mine, group=self.group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what rank 0 of the group has."""

@@ -29,6 +29,8 @@ class Settings:
     seed: int
     wire_dtype: torch.dtype | None
     chunk: int
+    bits: int | None
+    overlap: bool
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -38,6 +40,10 @@ class Settings:
         if self.warmup == 0 or callable(self.density):
             return self.density
         return Geometric(end=float(self.density), steps=self.warmup)
+
+    def packs(self, density: float) -> bool:
+        """Whether an exchange of this density sends two bits per value. 1 as a float32 sends everything exactly."""
+        return self.bits is not None and density < 1 - 2**-25
 
     def facts(self) -> dict[str, object]:
         """Names and values, for a comparison of ranks. A function counts by its name."""

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from spccl import prune
 
 from . import checkpoint, checks, measure, moments
-from .bucket import Bucket, Weight, make_buckets, own_memory
+from . import overlap as overlaps
+from .bucket import Weight, make_buckets, own_memory
 from .ranks import Ranks
 from .schedule import Density, density_at
 from .settings import Settings
 from .shards import Shards, gradient
+from .transfers import Transfers
 
 
 class SparseSync(torch.optim.Optimizer):
@@ -75,6 +77,11 @@ class SparseSync(torch.optim.Optimizer):
             stays unsent. None: values are sent as they are.
         chunk: 0: what is sent of a parameter lies above one threshold, from a sample. A power of 2 from 256 to 4096:
             exactly the largest density * chunk of each `chunk` neighbouring entries are sent (SparseLoCo: 4096).
+        bits: 2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any
+            backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md).
+        overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
+            `spccl.optim.overlap`). Costs a buffer of 4 bytes per parameter. Each module must use only its own
+            parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2.
     Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
         rank if ranks differ in settings or parameters, with names, values and ranks.
 
@@ -111,12 +118,17 @@ class SparseSync(torch.optim.Optimizer):
         seed: int = 0,
         wire_dtype: torch.dtype | None = None,
         chunk: int = 0,
+        bits: int | None = None,
+        overlap: torch.nn.Module | None = None,
     ):
         checks.check_optimizer(optimizer)
+        if overlap is not None:
+            overlaps.check_module(overlap)
         self.inner = optimizer
         self.settings = Settings(
             density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
-            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk,
+            clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk, bits,
+            overlap is not None,
         )  # fmt: skip
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)
@@ -126,10 +138,8 @@ class SparseSync(torch.optim.Optimizer):
         self._schedule = self.settings.schedule()
         self._shards, self._weights = self._find_weights()
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
-        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum)
-        self._averages = {b.device: self.ranks.averages(b.device) for b in self.buckets}
-        self._scratch = self._make_scratch()
-        self._wire = self._make_wire()
+        self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, chunk if bits else 0)
+        self.transfers = Transfers(self.settings, self.ranks, self.buckets)
         self._shards.forget_gathered()
         with torch.no_grad():
             for bucket in self.buckets:
@@ -142,6 +152,11 @@ class SparseSync(torch.optim.Optimizer):
         self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
         self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
         self._tally = measure.Tally(self)
+        if overlap is not None:
+            if self._shards:
+                raise ValueError("SparseSync: overlap with sharded parameters (FSDP2); leave overlap out")
+            self.transfers.end_later()
+            overlaps.install(overlap, self.buckets, self.transfers.finish, self.transfers.pending)
 
     # -- construction ------------------------------------------------------------------------------
 
@@ -188,29 +203,6 @@ class SparseSync(torch.optim.Optimizer):
         for w in self._weights:
             facts[f"parameter {w.name}"] = (str(w.flat.dtype), tuple(w.param.shape), tuple(w.param.stride()))
         return facts
-
-    def _make_scratch(self) -> dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
-        """Two buffers for each device and dtype, as long as the longest bucket: one is filled while the other one is
-        exchanged."""
-        most: dict[tuple[torch.device, torch.dtype], int] = {}
-        for b in self.buckets:
-            kind = (b.device, b.globals.dtype)
-            most[kind] = max(most.get(kind, 0), b.length)
-        return {
-            (device, dtype): tuple(torch.zeros(n, dtype=dtype, device=device) for _ in range(2))
-            for (device, dtype), n in most.items()
-        }
-
-    def _make_wire(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
-        """With wire_dtype and several ranks: two buffers for each device that has float32 buckets."""
-        dtype = self.settings.wire_dtype
-        if dtype is None or self.ranks.world_size == 1:
-            return {}
-        return {
-            device: tuple(torch.zeros_like(x, dtype=dtype) for x in pair)
-            for (device, wide), pair in self._scratch.items()
-            if wide == torch.float32
-        }
 
     # -- torch.optim.Optimizer ---------------------------------------------------------------------
 
@@ -263,6 +255,7 @@ class SparseSync(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_same_parameters()
+        self.wait()
         exchanging = (self.steps + 1) % self.settings.every == 0
         self._tally.before_step()
         stepped = self._local_step()
@@ -334,7 +327,7 @@ class SparseSync(torch.optim.Optimizer):
     def _after_local_step(self, stepped: bool, exchanging: bool) -> None:
         """Bring w up to date: the masters of 16-bit parameters, and the corrected second moment."""
         for bucket in self.buckets:
-            scratch = self._scratch[bucket.device, bucket.globals.dtype]
+            scratch = self.transfers.scratch[bucket.device, bucket.globals.dtype]
             corrects = self._moment == "corrected"
             if exchanging or corrects:
                 bucket.absorb(scratch)
@@ -346,39 +339,24 @@ class SparseSync(torch.optim.Optimizer):
     # -- the exchange ------------------------------------------------------------------------------
 
     def _exchange(self, density: float, exact: bool = False) -> None:
-        """Send, receive, apply: each bucket is selected while the one before travels. `exact` ignores wire_dtype."""
+        """Send, receive, apply: each bucket is selected while the one before travels. `exact` ignores wire_dtype and
+        bits. With overlap the averages are applied in the next forward pass."""
         began = time.perf_counter()
         self._tally.begin_exchange(density)
-        waiting: tuple[Bucket, torch.Tensor, torch.Tensor, Any] | None = None
-        for i, bucket in enumerate(self.buckets):
-            buffer = self._scratch[bucket.device, bucket.globals.dtype][i % 2][: bucket.length]
-            averages = self._averages[bucket.device]
-            scale = 1.0 if averages else 1.0 / self.ranks.world_size
-            bucket.select(buffer, density, scale, self.settings)
-            packed = buffer
-            if bucket.device in self._wire and bucket.globals.dtype == torch.float32 and not exact:
-                packed = self._wire[bucket.device][i % 2][: bucket.length]
-                bucket.round_off(buffer, packed, scale)
-            work = self.ranks.all_reduce(packed, averages)
-            if waiting is not None:
-                self._finish(*waiting)
-            waiting = (bucket, buffer, packed, work)
-        if waiting is not None:
-            self._finish(*waiting)
+        self.transfers.start(density, exact)
+        every = self.settings.check_every
+        checks_now = self._check_next or (every > 0 and (self.exchanges + 1) % every == 0)
+        if not self.transfers.ends_later or exact or checks_now or self._tally.waits_for_exchange():
+            self.wait()
         self.exchanges += 1
         self._tally.end_exchange(time.perf_counter() - began)
-        every = self.settings.check_every
-        if self._check_next or (every and self.exchanges % every == 0):
+        if checks_now:
             self._check_next = False
             self.check()
 
-    def _finish(self, bucket: Bucket, buffer: torch.Tensor, packed: torch.Tensor, work: Any) -> None:
-        if work is not None:
-            work.wait()
-        if packed is not buffer:
-            buffer.copy_(packed)
-        bucket.apply(buffer, self.settings)
-        bucket.publish()
+    def wait(self) -> None:
+        """With overlap: end the exchange that is under way, so that local and global weights are up to date."""
+        self.transfers.finish(list(self.transfers.pending))
 
     @torch.no_grad()
     def check(self) -> None:
@@ -386,6 +364,7 @@ class SparseSync(torch.optim.Optimizer):
         differ."""
         if self.in_globals:
             raise RuntimeError("SparseSync.check: called inside `with opt.global_weights()`; end that block first")
+        self.wait()
         sums = [int(bucket.checksum()) for bucket in self.buckets]
         self.ranks.require_equal_weights(sums, self.exchanges)
 
@@ -396,9 +375,10 @@ class SparseSync(torch.optim.Optimizer):
         if self.in_globals:
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
         self._require_same_parameters()
+        self.wait()
         self._shards.forget_gathered()
         for bucket in self.buckets:
-            bucket.absorb(self._scratch[bucket.device, bucket.globals.dtype])
+            bucket.absorb(self.transfers.scratch[bucket.device, bucket.globals.dtype])
         self._exchange(1.0, exact=True)
 
     @contextlib.contextmanager
@@ -418,9 +398,10 @@ class SparseSync(torch.optim.Optimizer):
     def _swap(self, inside: bool) -> None:
         if inside == self.in_globals:
             raise RuntimeError("SparseSync.global_weights: this block is already inside one")
+        self.wait()
         self._shards.forget_gathered()
         for bucket in self.buckets:
-            scratch = self._scratch[bucket.device, bucket.globals.dtype]
+            scratch = self.transfers.scratch[bucket.device, bucket.globals.dtype]
             if inside:
                 bucket.absorb(scratch)
             bucket.swap(scratch)
@@ -430,14 +411,17 @@ class SparseSync(torch.optim.Optimizer):
 
     def summary(self) -> dict[str, Any]:
         """Figures of the last exchange and of the run. See `spccl.optim.measure`. Waits for the device."""
+        self.wait()
         return self._tally.summary()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`."""
+        self.wait()
         return checkpoint.mark(self) if self.states_apart else checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`, and write this rank's weights into the model. See `spccl.optim.checkpoint`."""
+        self.wait()
         checkpoint.load(self, state_dict)
 
     reshard = staticmethod(checkpoint.reshard)

@@ -81,18 +81,33 @@ def top_of_chunks(x: torch.Tensor, density: float, chunk: int) -> torch.Tensor:
     return out.view_as(x)
 
 
+def two_levels(x: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Entries of x as sign and level: the means of a chunk's magnitudes below and above their mean, in bfloat16."""
+    if x.dim() < 2 or x.numel() < 4096:
+        return x
+    out = torch.zeros_like(x).flatten()
+    for begin in range(0, x.numel(), chunk):
+        part = x.flatten()[begin : begin + chunk].double()
+        size, high = part.abs(), part.abs() >= part.abs()[part != 0].mean()
+        for group in (high, (part != 0) & ~high):
+            level = size[group].mean().to(torch.bfloat16).double() if group.any() else 0.0
+            out[begin : begin + chunk] += (part.sign() * level * group).float()
+    return out.view_as(x)
+
+
 class Simulation:
     """All ranks in one process, float32 throughout."""
 
     def __init__(
         self, n: int = WORLD, every: int = 1, decay: float = 1.0, outer=(1.0, 0.0), make=adamw, wire=torch.float32,
-        chunk: int = 0,
+        chunk: int = 0, levels: bool = False,
     ):  # fmt: skip
         self.nets = [Net() for _ in range(n)]
         self.optimizers = [make(net) for net in self.nets]
         self.common = {name: p.detach().clone() for name, p in trained(self.nets[0]).items()}
         self.velocity = {name: torch.zeros_like(z) for name, z in self.common.items()}
         self.every, self.decay, self.outer, self.wire, self.chunk = every, decay, outer, wire, chunk
+        self.levels = levels
 
     def step(self, t: int, density: float) -> None:
         for rank, (net, optimizer) in enumerate(zip(self.nets, self.optimizers, strict=True)):
@@ -109,7 +124,11 @@ class Simulation:
             total = torch.zeros_like(z)
             for w in locals_:
                 chosen = top_of_chunks(w - z, density, self.chunk) if self.chunk else top(w - z, density)
-                sent = chosen.to(self.wire).float()
+                sent = two_levels(chosen, self.chunk) if self.levels else chosen.to(self.wire).float()
+                if self.levels:  # the decay is of all that stays unsent
+                    w.copy_((w - z - sent) * self.decay + z)
+                    total += sent
+                    continue
                 if self.decay < 1:
                     w.copy_((w - z) * self.decay + z)
                 w.copy_(torch.where(chosen != 0, z + (chosen - sent), w))

@@ -90,18 +90,6 @@ def follows_the_simulation_with_local_steps_and_nesterov():
     assert opt.exchanges == 4
 
 
-def follows_the_simulation_with_chunks():
-    """Exactly the largest k of each chunk, bit for bit, local steps and decay included."""
-    for settings in ({"chunk": 256, "decay": 0.9}, {"chunk": 4096, "every": 2}):
-        net = Net()
-        simulation = Simulation(**settings)
-        opt = SparseSync(adamw(net), density=0.03, correct_second_moment=False, bucket_mb=0.03, **settings)
-        for t in range(6):
-            steps(opt, net, 1, t)
-            simulation.step(t, 0.03)
-        compare(opt, net, simulation, LOOSE)
-
-
 def follows_the_simulation_with_bfloat16_on_the_wire():
     net, simulation = Net(), Simulation(wire=torch.bfloat16)
     opt = SparseSync(
@@ -473,7 +461,7 @@ def train():
 
 CASES = [
     follows_the_simulation, follows_the_simulation_with_local_steps_and_nesterov, follows_a_schedule,
-    follows_the_simulation_with_bfloat16_on_the_wire, follows_the_simulation_with_chunks, all_sent_is_the_average_of_updates,
+    follows_the_simulation_with_bfloat16_on_the_wire, all_sent_is_the_average_of_updates,
     global_weights_are_equal_on_all_ranks, corrected_second_moment, scaled_second_moment,
     bfloat16_weights, resumes_bit_for_bit, survives_another_world_size, refuses_states_of_others,
     ranks_with_other_settings, drift_is_found_and_the_rank_named, nan_gradient_on_one_rank, nan_weights_are_not_sent,

@@ -1,0 +1,118 @@
+"""Ways in which SparseSync exchanges: chunks, two bits per value, overlap. On every rank, as workers/sparse_sync.py."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from spccl.optim import SparseSync
+from workers.common import RANK, main
+from workers.sparse_model import Net, Simulation, adamw, trained
+from workers.sparse_sync import BACKEND, LOOSE, compare, digest, everyone, steps
+
+
+def follows_the_simulation_with_chunks():
+    """Exactly the largest k of each chunk, bit for bit, local steps and decay included."""
+    for settings in ({"chunk": 256, "decay": 0.9}, {"chunk": 4096, "every": 2}):
+        net = Net()
+        simulation = Simulation(**settings)
+        opt = SparseSync(adamw(net), density=0.03, correct_second_moment=False, bucket_mb=0.03, **settings)
+        for t in range(6):
+            steps(opt, net, 1, t)
+            simulation.step(t, 0.03)
+        compare(opt, net, simulation, LOOSE)
+
+
+def follows_the_simulation_with_two_bits():
+    """Signs and two levels per chunk, in an all-gather, on any backend."""
+    net, simulation = Net(), Simulation(chunk=1024, every=2, decay=0.95, outer=(0.9, 0.5), levels=True)
+    settings = {"every": 2, "decay": 0.95, "outer_lr": 0.9, "outer_momentum": 0.5, "chunk": 1024, "bits": 2}
+    opt = SparseSync(adamw(net), density=0.1, bucket_mb=0.03, check_every=1, **settings)
+    for t in range(8):
+        steps(opt, net, 1, t)
+        simulation.step(t, 0.1)
+    compare(opt, net, simulation, 2e-5)  # where a magnitude lies close to the mean the simulation may differ
+    summary = opt.summary()
+    whole, n_chunks = 80 + 7 * 80, 8 + 7 + 5  # rows of `first`, `middle`, `unused`
+    assert summary["sent_bytes"] == n_chunks * (4 + 39 + 29 + 26) + 4 * whole, summary["sent_bytes"]
+    opt.consolidate()  # exact, in an all-reduce
+    own = {n: p.detach().clone() for n, p in trained(net).items()}
+    with opt.global_weights():
+        assert all(torch.equal(own[n], p) for n, p in trained(net).items())
+
+
+class Delayed:
+    """A transfer whose end this rank sees late, by a random time."""
+
+    def __init__(self, work, generator):
+        self.work, self.generator = work, generator
+
+    def wait(self):
+        time.sleep(float(torch.rand((), generator=self.generator)) * 0.01)
+        self.work.wait()
+
+
+def overlap_changes_no_bit():
+    """With random delays in ranks and transfers, local and global weights are those of a run without overlap."""
+    for settings in (
+        {"density": 0.05, "bucket_mb": 0.03, "check_every": 3},
+        {"density": 0.1, "bucket_mb": 0.03, "every": 2, "outer_momentum": 0.5, "wire_dtype": torch.bfloat16},
+        {"density": 0.1, "bucket_mb": 0.03, "every": 2, "chunk": 256, "bits": 2, "norm_every": 2},
+    ):
+        net, plain = Net(), Net()
+        opt = SparseSync(adamw(net), overlap=Wrapped(net), **settings)
+        other = SparseSync(adamw(plain), **settings)
+        generator = torch.Generator().manual_seed(100 + RANK)
+        for name in ("all_reduce", "all_gather"):
+            delay(opt.ranks, name, generator)
+        saw_pending = 0
+        for t in range(9):
+            time.sleep(float(torch.rand((), generator=generator)) * 0.01)
+            steps(opt, net, 1, t)
+            saw_pending += len(opt.transfers.pending) > 1
+            steps(other, plain, 1, t)
+        assert saw_pending >= 2, saw_pending  # a check or a measurement of norms ends an exchange at once
+        own = {n: p.clone() for n, p in net.state_dict().items()} if settings.get("every") == 1 else None
+        assert digest(opt, net) == digest(other, plain)
+        assert own is None or all(torch.equal(own[n], p) for n, p in plain.state_dict().items())
+        assert not opt.transfers.pending
+
+
+class Wrapped(torch.nn.Module):
+    """A model around another one, as DDP or a trainer has."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+def delay(ranks, name: str, generator) -> None:
+    real = getattr(ranks, name)
+
+    def call(*args):
+        got = real(*args)
+        return (got[0], Delayed(got[1], generator)) if isinstance(got, tuple) else Delayed(got, generator)
+
+    setattr(ranks, name, call)
+
+
+def many_ranks_agree():
+    """Global weights are the same bits on all ranks, for each way to exchange."""
+    for settings in ({}, {"chunk": 256}, {"chunk": 256, "bits": 2}, {"wire_dtype": torch.bfloat16}):
+        net = Net(seed=RANK)
+        opt = SparseSync(adamw(net), density=0.05, every=2, check_every=1, overlap=Wrapped(net), **settings)
+        steps(opt, net, 6)
+        with opt.global_weights():
+            bits = [p.detach().clone() for p in trained(net).values()]
+        for theirs in everyone(bits):
+            assert all(torch.equal(a, b) for a, b in zip(theirs, bits, strict=True)), settings
+
+
+CASES = [
+    follows_the_simulation_with_chunks, follows_the_simulation_with_two_bits, overlap_changes_no_bit, many_ranks_agree
+]  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(CASES, BACKEND)
