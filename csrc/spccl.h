@@ -119,16 +119,13 @@ typedef enum spccl_redop {
 
 /* Bytes per element; 0 for an unknown dtype. */
 SPCCL_API size_t spccl_dtype_bytes(spccl_dtype dtype);
-/* "float32" and the like; "?" for an unknown dtype. */
+/* "float32", "tile" and the like; "?" for an unknown number. */
 SPCCL_API const char *spccl_dtype_name(spccl_dtype dtype);
-/* "tile" and the like; "?" for an unknown format. */
 SPCCL_API const char *spccl_format_name(spccl_format format);
 
 /* ---- codec: arrays to bytes and back ------------------------------------------------------------ */
 /* An encoded array is one or more frames back to back (docs/FORMAT.md, section 1). Each holds one slice. */
-
 #define SPCCL_SLICE_ELEMS_MAX 0x80000000u /* the largest slice_elems */
-
 typedef struct spccl_encode_options {
     size_t struct_bytes;  /* sizeof(spccl_encode_options) */
     const void *base;     /* [n_elems] or NULL; frames list the elements that differ from it in any bit */
@@ -142,7 +139,6 @@ typedef struct spccl_encode_options {
 
 /* Bytes that always suffice for spccl_encode with these arguments; 0 if one is bad or the size overflows. */
 SPCCL_API size_t spccl_encode_bound(size_t n_elems, spccl_dtype dtype, const spccl_encode_options *options);
-
 /* Encode `x` into `dst`.
  *   x          [n_elems] of `dtype`, host memory, borrowed until return; any alignment
  *   options    NULL = defaults
@@ -392,7 +388,6 @@ SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *
 
 /* The codec on GPU memory. A slice fits into a thread block's shared memory: 16 KiB of elements by default.
  * spccl_encode writes the same bytes with the same slice_elems. */
-
 /* Elements per frame: `wanted` if it is a multiple of 2048 of at most 16 KiB; 16 KiB if it is 0; else 0. */
 SPCCL_API uint32_t spccl_cuda_slice_elems(spccl_dtype dtype, uint32_t wanted);
 /* Bytes of scratch memory that spccl_cuda_encode needs. */
@@ -455,13 +450,18 @@ typedef struct spccl_prune_options {
     uint32_t keep_thresholds; /* 1: t is the state's threshold; nothing is sampled */
     uint32_t skip_zeros;      /* 1: a segment whose g is all zero sends nothing, and keeps r and u */
     uint32_t residual_bf16;   /* 1: residuals are bfloat16, rounded by `seed` (KERNELS.md); not of float64 */
-    const float *factor;      /* [1] or NULL: factor on g, as for clipping */
+    const float *factor;      /* [1] or NULL: factor on g */
     const float *loss_scale;  /* [1] or NULL: GradScaler's scale now; r and u follow its changes */
     uint32_t chunk, levels;   /* of weights (KERNELS.md): 0, or chunks of 256 to 4096; 0, or 2 levels */
+    const void *norm; /* [1] float32 (float64 if g is) or NULL: norm of g, to clip a gradient of parts */
+    double *squares;  /* [n_squares] squared norms of all parts; the call stores its own, if finite */
+    uint32_t n_squares, square; /* length of squares; this part's entry */
+    double max_norm;            /* above 0: g times min(1, max_norm / root of the sum of squares) */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
-        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL, 0, 0                \
+        sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL,   \
+            0, 0, 0                                                                                          \
     }
 typedef struct spccl_prune_plan spccl_prune_plan;
 /* Check and copy the segments of a gradient [n_elems] of floats on `device` (CUDA ordinal; -1 = host). A plan

@@ -56,7 +56,9 @@ static PyMethodDef methods[] = {
      "prune_plan([(begin, n_elems, residual, velocity, state, key, whole)], n_elems, dtype, device) -> plan: "
      "addresses as numbers, 0 = none; device -1 = host"},
     {"prune", ext_prune, METH_VARARGS,
-     "prune(plan, grad, rule, factor, loss_scale, on_gpu, stream) -> None: addresses as numbers, 0 = none"},
+     "prune(plan, grad, rule, factor, loss_scale, (norm, squares, n_squares, square, max_norm), "
+     "residual_bf16, on_gpu, "
+     "stream) -> None: addresses as numbers, 0 = none"},
     {"weights_send", ext_weights_send, METH_VARARGS,
      "weights_send(plan, out, density, sample, leak, scale, seed, chunk, levels, stream) -> None"},
     {"weights_receive", ext_weights_receive, METH_VARARGS, "weights_receive(plan, change, stream) -> None"},

@@ -88,20 +88,26 @@ static int parse_rule(PyObject *tuple, spccl_prune_options *o)
 PyObject *ext_prune(PyObject *module, PyObject *args)
 {
     spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-    unsigned long long grad, factor, loss_scale, stream;
+    unsigned long long grad, factor, loss_scale, norm, squares, stream;
     PyObject *capsule, *rule;
+    unsigned int n_squares, square;
     int residual_bf16, on_gpu;
     spccl_prune_plan *plan;
     spccl_status st;
 
-    if (!PyArg_ParseTuple(args, "OKO!KKppK:prune", &capsule, &grad, &PyTuple_Type, &rule, &factor,
-                          &loss_scale, &residual_bf16, &on_gpu, &stream))
+    if (!PyArg_ParseTuple(args, "OKO!KK(KKIId)ppK:prune", &capsule, &grad, &PyTuple_Type, &rule, &factor,
+                          &loss_scale, &norm, &squares, &n_squares, &square, &o.max_norm, &residual_bf16,
+                          &on_gpu, &stream))
         return NULL;
     plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
     if (plan == NULL || parse_rule(rule, &o) < 0)
         return NULL;
     o.factor = (const float *)(uintptr_t)factor;
     o.loss_scale = (const float *)(uintptr_t)loss_scale;
+    o.norm = (const void *)(uintptr_t)norm;
+    o.squares = (double *)(uintptr_t)squares;
+    o.n_squares = n_squares;
+    o.square = square;
     o.residual_bf16 = (uint32_t)residual_bf16;
     Py_BEGIN_ALLOW_THREADS
     st = on_gpu ? spccl_cuda_prune(plan, (void *)(uintptr_t)grad, &o, (void *)(uintptr_t)stream)

@@ -59,6 +59,7 @@ def prune(
     rule: tuple[float, float, float, float, float, int, int, int, bool],
     factor: int,
     loss_scale: int,
+    clip: tuple[int, int, int, int, float],
     residual_bf16: bool,
     on_gpu: bool,
     stream: int,

@@ -147,13 +147,16 @@ class PruningHook:
             skip_zeros=self._skip_unused,
         )
         loss_scale = memory.read_scale(self.grad_scaler, divisor)
-        factor = None
+        factor = clip = None
         if self.clip_norm is not None or (self.norm_every and (self.step + 1) % self.norm_every == 0):
-            memory.add_norm(index, grad, loss_scale, self._norm_group)
-        if self.clip_norm is not None:
-            factor = memory.clip_factor(self.clip_norm * math.sqrt(dist.get_world_size(self._group)))
+            bound = (self.clip_norm or math.inf) * math.sqrt(dist.get_world_size(self._group))
+            if plan is not None and self._norm_group is None:
+                clip = memory.clip(index, grad, bound)
+            else:
+                memory.add_norm(index, grad, loss_scale, self._norm_group)
+                factor = memory.clip_factor(bound)
         if plan is not None:
-            plan.run(grad, rule, factor, loss_scale)
+            plan.run(grad, rule, factor, loss_scale, clip)
         self._statistics.now.add(grad.numel(), grad.element_size())
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:

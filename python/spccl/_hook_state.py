@@ -30,8 +30,11 @@ class OnDevice:
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._product = torch.ones_like(self._scale)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
+        self._norm32 = torch.zeros(1, dtype=torch.float32, device=device)
+        self._norm64 = torch.zeros(1, dtype=torch.float64, device=device)
         # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
         self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
+        self._used = self._squares[:0]  # those of buckets seen
         self._own_squares = torch.zeros_like(self._squares)  # of this rank's part, where several ranks have parts
 
     def read_scale(self, scaler: "torch.amp.GradScaler | None", divisor: float = 1.0) -> torch.Tensor | None:
@@ -62,11 +65,13 @@ class OnDevice:
         loss_scale: torch.Tensor | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Measure the norm of bucket `index`. One with inf or nan counts with its norm of the step before.
+        """Measure the norm of bucket `index` with torch operations. One with inf or nan counts with its norm of the
+        step before.
 
         Args: group: ranks that have the other parts of this gradient; None: `grad` is all of it.
         """
         norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+        self._use(index)
         norm = norm.double() if loss_scale is None else norm.double() / loss_scale
         place = slice(index, index + 1)
         square = self._squares[place] if group is None else self._own_squares[place]
@@ -74,6 +79,20 @@ class OnDevice:
         if group is not None:
             self._squares[place] = square
             dist.all_reduce(self._squares[place], group=group)
+
+    def clip(self, index: int, grad: torch.Tensor, bound: float) -> prune.Clip:
+        """Measure the norm of bucket `index`, for the pruning call to bound the norm of all buckets by `bound`.
+
+        It does what `add_norm` without a group and `clip_factor` do. Infinity as bound: only measure.
+        """
+        norm = self._norm64 if grad.dtype == torch.float64 else self._norm32
+        torch.linalg.vector_norm(grad, dim=0, keepdim=True, dtype=norm.dtype, out=norm)
+        self._use(index)
+        return prune.Clip(norm, self._used, index, bound)
+
+    def _use(self, index: int) -> None:
+        if index >= len(self._used):
+            self._used = self._squares[: index + 1]
 
     def norms(self) -> torch.Tensor:
         """Squared norms [2, n_params] of each bucket: of this rank's part where others have parts, and of all of it."""
@@ -90,7 +109,9 @@ class OnDevice:
 
     def end_step(self, last_bucket: int) -> None:
         self.last_sent.copy_(self.states[:, prune.N_SENT])
-        self._squares[last_bucket + 1 :].zero_()  # DDP may have made fewer buckets than before
+        if last_bucket + 1 < len(self._used):  # DDP made fewer buckets than before
+            self._squares[last_bucket + 1 :].zero_()
+            self._used = self._squares[: last_bucket + 1]
 
     def read_counts(self) -> tuple[float, int, int]:
         """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""

@@ -56,6 +56,22 @@ class Rule(NamedTuple):
     skip_zeros: bool = False
 
 
+class Clip(NamedTuple):
+    """Bounds the norm of a gradient of several buckets: one bucket's part. All tensors lie beside the gradient.
+
+    norm      [1] float32 (float64 for float64 gradients): norm of this bucket's gradient, loss scale included
+    squares   [n_squares] float64: squared norms of all buckets, without loss scale. The call stores that of this
+              bucket, unless it is inf or nan, and uses the last ones of the others.
+    square    this bucket's entry of squares
+    max_norm  above 0; infinity: store the square, clip nothing
+    """
+
+    norm: torch.Tensor
+    squares: torch.Tensor
+    square: int
+    max_norm: float
+
+
 class Slot:
     """State of one parameter: residual and velocity, flat [numel] in the parameter's memory order.
 
@@ -138,12 +154,14 @@ class Plan:
         rule: Rule,
         factor: torch.Tensor | None = None,
         loss_scale: torch.Tensor | None = None,
+        clip: Clip | None = None,
     ) -> None:
         """Replace `grad` [numel] by the entries to send, and keep the others in the slots.
 
         Args:
-            factor: [1] float32 beside grad: multiplies the gradient first (clipping).
+            factor: [1] float32 beside grad: multiplies the gradient first.
             loss_scale: [1] float32 beside grad: the scale that grad contains.
+            clip: multiply the gradient first by min(1, max_norm / norm of all buckets).
         On CUDA this queues two or three kernels on the current stream and does not wait; a graph may capture them.
         """
         if grad.numel() != self.numel or grad.dtype != self.dtype or not grad.is_contiguous():
@@ -151,13 +169,24 @@ class Plan:
                 f"spccl.prune: got a gradient of {grad.numel()} {grad.dtype} with strides {grad.stride()}, wanted "
                 f"{self.numel} contiguous {self.dtype}"
             )
-        for name, tensor in (("grad", grad), ("factor", factor), ("loss_scale", loss_scale)):
+        norm, squares = (None, None) if clip is None else (clip.norm, clip.squares)
+        given = (("grad", grad), ("factor", factor), ("loss_scale", loss_scale), ("norm", norm), ("squares", squares))
+        for name, tensor in given:
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"spccl.prune: {name} is on {tensor.device}, wanted {self.device}")
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
-        options = (_address(factor), _address(loss_scale), self._residual_bf16)
+        clipping = (0, 0, 0, 0, 0.0) if clip is None else self._clipping(clip)
+        options = (_address(factor), _address(loss_scale), clipping, self._residual_bf16)
         _ext.prune(self._plan, grad.data_ptr(), rule, *options, on_gpu, stream)
+
+    def _clipping(self, clip: Clip) -> tuple[int, int, int, int, float]:
+        """`clip` as the C extension takes it. Raises: ValueError for a tensor of another dtype."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        for name, tensor, wanted in (("norm", clip.norm, wide), ("squares", clip.squares, torch.float64)):
+            if tensor.dtype != wanted or not tensor.is_contiguous():
+                raise ValueError(f"spccl.prune: {name} is {tensor.dtype}, wanted contiguous {wanted}")
+        return _address(clip.norm), _address(clip.squares), clip.squares.numel(), clip.square, clip.max_norm
 
 
 def _check_slot(slot: Slot, dtype: torch.dtype, device: torch.device) -> None:

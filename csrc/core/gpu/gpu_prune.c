@@ -215,6 +215,11 @@ spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad, const spccl_pr
         SP_TRY(check_argument("options.factor", a.options.factor, sizeof(float), plan->device));
     if (a.options.loss_scale != NULL)
         SP_TRY(check_argument("options.loss_scale", a.options.loss_scale, sizeof(float), plan->device));
+    if (a.options.norm != NULL) {
+        size_t norm_bytes = plan->dtype == SPCCL_FLOAT64 ? sizeof(double) : sizeof(float);
+        SP_TRY(check_argument("options.norm", a.options.norm, norm_bytes, plan->device));
+        SP_TRY(check_argument("options.squares", a.options.squares, sizeof(double), plan->device));
+    }
     SP_TRY(ops->enter(plan->device, &before));
     st = ops->prune(&a, stream);
     ops->leave(before);

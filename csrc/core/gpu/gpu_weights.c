@@ -33,6 +33,7 @@ static spccl_status check_options(const spccl_prune_options *o)
     const char *used = o->momentum != 0        ? "momentum"
                        : o->skip_zeros != 0    ? "skip_zeros"
                        : o->factor != NULL     ? "factor"
+                       : o->norm != NULL       ? "norm"
                        : o->loss_scale != NULL ? "loss_scale"
                        : o->dense_steps != 0   ? "dense_steps"
                        : o->warmup_steps != 0  ? "warmup_steps"
@@ -166,7 +167,7 @@ spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out, const spccl_p
     for (size_t i = 0; i < plan->n_segments; i++) {
         const spccl_prune_segment *s = &plan->segments[i];
         void *at = (uint8_t *)out + s->begin * sp_dtype_bytes(plan->dtype);
-        if (a.options.chunk != 0 && !sp_prune_factors_now(&a.options, s).whole)
+        if (a.options.chunk != 0 && !sp_prune_factors_now(&a.options, s, false).whole)
             sp_weights_chunk_run(plan, &a.options, s, at);
         else
             send_segment(plan, s, at, &a.options);

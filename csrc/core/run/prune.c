@@ -42,6 +42,14 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
     SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
                        "a number in [0, 1)"));
     SP_TRY(check_range(call, "leak", o->leak, o->leak > 0 && o->leak <= 1, "a number in (0, 1]"));
+    if (o->norm != NULL) {
+        if (o->squares == NULL || o->square >= o->n_squares)
+            return SP_FAIL(SPCCL_ERR_ARG,
+                           "%s: options.norm is set, squares is %p with %u entries and square is %u, "
+                           "wanted squares with an entry for this call",
+                           call, (void *)o->squares, (unsigned)o->n_squares, (unsigned)o->square);
+        SP_TRY(check_range(call, "max_norm", o->max_norm, o->max_norm > 0, "a number above 0"));
+    }
     /* A negative scale would write -0 where nothing is sent. A scale of 0 would lose what is sent. */
     return check_range(call, "scale", o->scale, o->scale >= (double)FLT_MIN && o->scale <= (double)FLT_MAX,
                        "a number above 0 that float32 holds");
@@ -322,7 +330,7 @@ void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_option
                     .residual_bytes = o->residual_bf16 != 0          ? 2
                                       : plan->dtype == SPCCL_FLOAT64 ? 8
                                                                      : 4,
-                    .f = sp_prune_factors_now(o, s),
+                    .f = sp_prune_factors_now(o, s, plan->dtype == SPCCL_FLOAT64),
                     .density = sp_prune_density(o, s->state->step)};
     if (o->skip_zeros != 0 && gradient_is_zero(&j))
         sp_prune_advance_skipped(s->state);
@@ -345,6 +353,8 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
     if ((uintptr_t)grad % elem_bytes != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: grad is %p, wanted an address aligned to %zu bytes", grad,
                        elem_bytes);
+    if (o.norm != NULL)
+        o.squares[o.square] = sp_prune_square_now(&o, plan->dtype == SPCCL_FLOAT64);
     for (size_t i = 0; i < plan->n_segments; i++) {
         const spccl_prune_segment *s = &plan->segments[i];
         sp_prune_segment_run(plan, &o, s, (uint8_t *)grad + s->begin * elem_bytes);

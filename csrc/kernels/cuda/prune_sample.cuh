@@ -128,9 +128,12 @@ __global__ void __launch_bounds__(SP_SAMPLE_THREADS)
     sp_gpu_prune_row &row = sp_prune_rows(a)[blockIdx.x];
     const spccl_prune_segment &s = row.segment;
     uint32_t *counters = (uint32_t *)sp_block_shared(), *more = counters + SP_SAMPLE_COUNTERS;
-    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s);
+    constexpr bool NORM_IS_F64 = DTYPE == SPCCL_FLOAT64;
+    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s, NORM_IS_F64);
     if (threadIdx.x == 0)
         row.factors = factors;
+    if (a.options.norm != nullptr && threadIdx.x == 0 && blockIdx.x == 0)
+        a.options.squares[a.options.square] = sp_prune_square_now(&a.options, NORM_IS_F64);
     if (factors.whole || a.options.keep_thresholds != 0 || sp_prune_skips(a, row))
         return;
     float density = sp_prune_density(&a.options, s.state->step);

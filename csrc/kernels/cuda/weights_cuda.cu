@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(SP_WEIGHTS_SAMPLE_THREADS)
     sp_gpu_prune_row &row = sp_prune_rows(a)[blockIdx.x];
     const spccl_prune_segment &s = row.segment;
     uint32_t *shared = (uint32_t *)sp_block_shared(), *magnitudes = shared + SP_WEIGHTS_SAMPLE_THREADS / 32;
-    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s);
+    sp_prune_factors factors = sp_prune_factors_now(&a.options, &s, false);
     if (threadIdx.x == 0)
         row.factors = factors;
     if (factors.whole || a.options.keep_thresholds != 0 || a.options.chunk != 0)

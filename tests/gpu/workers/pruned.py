@@ -197,8 +197,8 @@ def launches_per_bucket():
     n_more, n_ops = sum(more.values()), sum((ops_after - ops_before).values())
     facts = {"buckets": n_buckets, "more": dict(more), "ops": dict(ops_after - ops_before)}
     assert n_prune == 2 * n_buckets * n_steps, facts
-    # and two per step: the counts are copied, old norms are cleared
-    assert n_more <= ((2 + (WORLD > 1)) * n_buckets + 2) * n_steps, facts
+    # and one per step: the counts are copied
+    assert n_more <= ((2 + (WORLD > 1)) * n_buckets + 1) * n_steps, facts
     assert n_ops <= 8 * n_steps, facts  # none for a parameter or a bucket
     assert allocated_after <= allocated_before, (allocated_before, allocated_after)
     return facts
