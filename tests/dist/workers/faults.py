@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,11 @@ def killed_peer():
     join(timeout_s=30)
     x = torch.randn(ELEMENTS)
     dist.all_reduce(x)
+    done = Path(FOLDER, "first_sum_done")
+    done.with_suffix(f".{RANK}").touch()
     if RANK == WORLD - 1:
+        # a rank that is still in the first collective would fail there
+        assert wait_for(lambda: all(done.with_suffix(f".{r}").exists() for r in range(WORLD)), 25)
         dist.all_reduce(x, async_op=True)
         os.kill(os.getpid(), signal.SIGKILL)
     error = caught(lambda: [dist.all_reduce(x) for _ in range(50)])
