@@ -40,6 +40,7 @@ CASES = {
         "lightning_pruned_resumed",
         "lightning_refusals",
         "fabric",
+        "fabric_sparse_sync",
     ],
     ("torchft",): ["torchft"],
 }

@@ -285,7 +285,7 @@ def lightning_refusals() -> None:
         module.train(args, args.folder)
 
 
-def fabric() -> None:
+def launched_fabric():
     import lightning
 
     dist.init_process_group("spccl")
@@ -295,6 +295,11 @@ def fabric() -> None:
         strategy=lightning.fabric.strategies.DDPStrategy(process_group_backend="spccl"),
     )
     fabric.launch()
+    return fabric
+
+
+def fabric() -> None:
+    fabric = launched_fabric()
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.ReLU(), torch.nn.Linear(80, 8))
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -305,6 +310,23 @@ def fabric() -> None:
         fabric.backward(model(batch).square().mean())
         optimizer.step()
     check_pruned(hook, module, 3)
+
+
+def fabric_sparse_sync() -> None:
+    """The module is not set up by Fabric, which would wrap it in DDP."""
+    fabric = launched_fabric()
+    torch.manual_seed(0)
+    module = fabric.to_device(torch.nn.Linear(80, 80))
+    opt = spccl.optim.SparseSync(torch.optim.AdamW(module.parameters(), lr=3e-3), density=0.05)
+    optimizer = fabric.setup_optimizers(opt)
+    batch = torch.randn(16, 80, generator=torch.Generator().manual_seed(RANK))
+    for _ in range(3):
+        optimizer.zero_grad()
+        with fabric.autocast():
+            loss = module(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+    check_synced(opt, 3)
 
 
 def torchft() -> None:
