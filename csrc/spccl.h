@@ -267,7 +267,7 @@ SPCCL_API spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, 
  *   caller frees *req with spccl_request_free. Several collectives may be under way.
  *   All ranks must make the same calls on a communicator, in the same order. One thread at a time may call.
  * Errors of the call: ARG, DTYPE, ALIAS, STATE, NOMEM, or the error that broke the communicator.
- * Errors of waiting: PEER, TIMEOUT, MISMATCH, ABORTED, FORMAT. They break the communicator. */
+ * Errors of waiting: PEER, TIMEOUT, MISMATCH, ABORTED, FORMAT, NOMEM. They break the communicator. */
 
 /* out[r * n_elems .. ] = rank r's `in`.
  *   in   [n_elems]; may be out + rank * n_elems exactly (in place), else must not overlap out

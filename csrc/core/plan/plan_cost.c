@@ -9,10 +9,10 @@
 #define LOCAL_NS_PER_BYTE 0.1
 #define REMOTE_NS_PER_BYTE 0.8
 /* Time from the end of one stage to the start of the next: a thread wakes up. */
-#define LOCAL_HOP_NS 3500.0
+#define LOCAL_HOP_NS 1100.0
 #define REMOTE_HOP_NS 40000.0
-/* Time of one message without its bytes: envelope, checks, counters; and a share of a system call in tcp. */
-#define LOCAL_MESSAGE_NS 150.0
+/* Time of one message without its bytes, at both ends. Both local numbers: bench/notes/cpu-collectives.md. */
+#define LOCAL_MESSAGE_NS 600.0
 #define REMOTE_MESSAGE_NS 1000.0
 /* Time of one dense byte that a rank scans, clears or writes, in cache. */
 #define PASS_NS_PER_BYTE 0.04
