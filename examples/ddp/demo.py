@@ -1,13 +1,15 @@
 """Train the same small GPT twice on this machine: with dense gradients, then with 99% pruned ones through spccl.
 
-    python demo.py [--steps 1500] [--out FOLDER]
+    python demo.py [--steps 1500] [--out FOLDER] [--hosts 4 --rate 1gbit]
 
-There are two ranks with one thread each. The text is the source of Python's own standard library (see
-corpus.py). The demo prints a table at the end, and writes loss.png and result.json to FOLDER (default:
-demo-out/ at the top of the project).
+There are two ranks with one thread each. With --hosts (as root) there is one rank on each of so many emulated hosts:
+network namespaces whose links have that rate. Each step then waits for a network. The text is the source of Python's
+own standard library (see corpus.py). The demo prints a table at the end, and writes loss.png and result.json to FOLDER
+(default: demo-out/ at the top of the project).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -22,6 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from spccl.bench import hosts
+
 HERE = Path(__file__).resolve().parent
 N_RANKS = 2
 RUN_TIMEOUT_S = 1200
@@ -32,18 +36,24 @@ class Failed(Exception):
     """A rank failed; the text names the rank, its exit status and what it printed."""
 
 
-def run(name: str, n_steps: int, progress: Progress) -> dict:
-    """One run on N_RANKS processes. Returns {"curve": [[step, loss, sent_bytes], ...], and rank 0's results}."""
+def run(name: str, n_steps: int, names: list[str], progress: Progress) -> dict:
+    """One run: a rank on each of the emulated hosts `names`, or N_RANKS ranks if there are none.
+
+    Returns {"curve": [[step, loss, sent_bytes], ...], and rank 0's results}.
+    """
+    n_ranks = len(names) or N_RANKS
     with tempfile.TemporaryDirectory(prefix="spccl-demo-") as folder:
         command = [sys.executable, str(HERE / "demo_rank.py")]
-        env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONUNBUFFERED="1")
-        logs = [open(Path(folder) / f"rank-{r}.log", "w+") for r in range(N_RANKS)]  # noqa: SIM115
+        interface = hosts.IFNAME if names else "lo"
+        env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=interface, PYTHONUNBUFFERED="1")
+        logs = [open(Path(folder) / f"rank-{r}.log", "w+") for r in range(n_ranks)]  # noqa: SIM115
         ranks = []
         try:
-            for r in range(N_RANKS):
+            for r in range(n_ranks):
+                where = ["ip", "netns", "exec", names[r]] if names else []
                 ranks.append(
                     subprocess.Popen(
-                        [*command, name, str(r), str(N_RANKS), str(n_steps), f"{folder}/store"],
+                        [*where, *command, name, str(r), str(n_ranks), str(n_steps), f"{folder}/store"],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE if r == 0 else logs[r],
                         stderr=logs[r],
@@ -139,6 +149,22 @@ def mix(frames: dict[str, int]) -> str:
     return "\n".join(f"{name} {fraction:.0%}" for fraction, name in fractions) or "all dense"
 
 
+def exchange_ms(result: dict) -> float:
+    return result["step_ms"] - result["compute_ms"]
+
+
+def network_summary(dense: dict, pruned: dict, n_hosts: int, rate: str) -> str:
+    least = min(exchange_ms(dense), exchange_ms(pruned))
+    if least <= 0:
+        return "Other programs kept this machine busy: a step took no longer than computing alone. Run it again."
+    return (
+        f"{n_hosts} emulated hosts at {rate}: exchange, waiting and update took {exchange_ms(dense):.1f} ms a step "
+        f"dense and {exchange_ms(pruned):.1f} ms pruned: {exchange_ms(dense) / exchange_ms(pruned):.1f} times less. "
+        f"The ranks share this machine's cores; computing alone took {dense['compute_ms']:.1f} and "
+        f"{pruned['compute_ms']:.1f} ms."
+    )
+
+
 def summary(dense: dict, pruned: dict, n_steps: int) -> str:
     a, b = dense["curve"][-1][1], pruned["curve"][-1][1]
     less = dense["sent_bytes_per_step"] / pruned["sent_bytes_per_step"]
@@ -184,13 +210,15 @@ def draw(dense: dict, pruned: dict, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1500, help="of each run (default: 1500, about 4 minutes)")
+    parser.add_argument("--hosts", type=int, default=0, help="ranks on so many emulated hosts (root, iproute2)")
+    parser.add_argument("--rate", default="1gbit", help="of an emulated host's link, as tc writes it (default: 1gbit)")
     parser.add_argument("--out", type=Path, default=HERE.parent.parent / "demo-out")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: wanted 1 or more")
     console = Console()
     text = "Training a byte-level GPT on Python's standard library"
-    console.print(f"{text}: {args.steps} steps on {N_RANKS} ranks, twice.\n")
+    console.print(f"{text}: {args.steps} steps on {args.hosts or N_RANKS} ranks, twice.\n")
     began = time.monotonic()
     columns = (
         TextColumn("{task.description:18}"),
@@ -201,11 +229,13 @@ def main() -> int:
     )
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        with Progress(*columns, console=console) as progress:
-            results = {name: run(name, args.steps, progress) for name in TITLES}
+        with contextlib.ExitStack() as stack:
+            names = stack.enter_context(hosts.emulated(args.hosts, args.rate)) if args.hosts else []
+            progress = stack.enter_context(Progress(*columns, console=console))
+            results = {name: run(name, args.steps, names, progress) for name in TITLES}
         draw(results["dense"], results["pruned"], args.out / "loss.png")
         (args.out / "result.json").write_text(json.dumps(results, indent=1) + "\n")
-    except (Failed, OSError) as error:
+    except (Failed, OSError, ValueError, hosts.CannotEmulate) as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
@@ -213,7 +243,11 @@ def main() -> int:
         return 130
     console.print()
     console.print(table(results["dense"], results["pruned"]))
-    console.print(summary(results["dense"], results["pruned"], args.steps), highlight=False)
+    if args.hosts:
+        text = network_summary(results["dense"], results["pruned"], args.hosts, args.rate)
+    else:
+        text = summary(results["dense"], results["pruned"], args.steps)
+    console.print(text, highlight=False)
     console.print(f"\nCurves: {args.out / 'loss.png'}    took {time.monotonic() - began:.0f} s", soft_wrap=True)
     return 0
 
