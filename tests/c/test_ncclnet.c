@@ -82,6 +82,10 @@ static const struct scenario {
 };
 #define N_SCENARIOS (sizeof scenarios / sizeof *scenarios)
 
+/* A plugin of SPCCL_TEST_PLUGINS: any name, any version. */
+#define REAL (-1)
+static const struct scenario real_plugin = {"", WORKS, -1, {NULL}, {NULL}, false};
+
 static void set_variables(const struct scenario *s, int rank)
 {
     char text[128];
@@ -168,7 +172,8 @@ static void play_lost(struct member *m, const struct scenario *s)
 
 static void play(struct member *m)
 {
-    const struct scenario *s = &scenarios[m->kind];
+    const struct scenario *s = m->kind == REAL ? &real_plugin : &scenarios[m->kind];
+    const char *fine = m->kind == REAL ? "ncclnet: plugin" : "ncclnet: plugin Test Sockets";
     int64_t start_ns;
     spccl_status st;
     set_variables(s, m->rank);
@@ -188,8 +193,7 @@ static void play(struct member *m)
     } else {
         CHECK(st == SPCCL_OK, "case %d: rank %d: %s", m->kind, m->rank, spccl_last_error());
         if (st == SPCCL_OK) {
-            check_route(m, s,
-                        s->outcome == REFUSED ? "tcp, as the plugin failed" : "ncclnet: plugin Test Sockets");
+            check_route(m, s, s->outcome == REFUSED ? "tcp, as the plugin failed" : fine);
             if (s->outcome == LOST)
                 play_lost(m, s);
             else
@@ -240,6 +244,27 @@ static void test_refused(void)
 static void test_lost(void)
 {
     run_all(LOST);
+}
+
+/* Real plugins: the paths in SPCCL_TEST_PLUGINS, with colons. */
+static void test_real(void)
+{
+    static const struct environment processes = {"ncclnet", true};
+    const char *paths = getenv("SPCCL_TEST_PLUGINS");
+    if (paths == NULL || paths[0] == '\0')
+        printf("no real plugin: SPCCL_TEST_PLUGINS is not set\n");
+    for (const char *at = paths; at != NULL && *at != '\0';) {
+        size_t n = strcspn(at, ":");
+        char path[400];
+        struct member m;
+        snprintf(path, sizeof path, "%.*s", (int)n, at);
+        setenv("SPCCL_NET_PLUGIN", path, 1);
+        m = make_group(&processes, 2, play);
+        m.kind = REAL;
+        run_group(&processes, &m);
+        printf("ran over %s\n", path);
+        at += n + (at[n] == ':');
+    }
 }
 
 /* ---- finding the file ---- */
@@ -308,8 +333,8 @@ static void test_info(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"works", test_works}, {"refused", test_refused},
-                                             {"lost", test_lost},   {"find", test_find},
-                                             {"info", test_info},   {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"works", test_works}, {"refused", test_refused}, {"lost", test_lost}, {"real", test_real},
+        {"find", test_find},   {"info", test_info},       {NULL, NULL}};
     return test_main(cases, argc, argv);
 }
