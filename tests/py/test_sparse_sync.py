@@ -137,6 +137,18 @@ def test_a_mark_stands_for_a_state_that_is_kept_apart(tmp_path):
     step(other, again)  # a mark of this very step asks for nothing
 
 
+def test_a_state_saved_apart_has_the_exchange_under_way():
+    net = model()
+    opt = SparseSync(adamw(net), density=0.1, overlap=net)
+    step(opt, net)
+    assert opt.transfers.pending
+    saved = checkpoint.save(opt)["sparse_sync"]["parameters"]
+    assert not opt.transfers.pending
+    with opt.global_weights():
+        for entry, param in zip(saved, net.parameters(), strict=True):
+            assert torch.equal(entry["global"], param.flatten())
+
+
 def test_parameters_that_come_later():
     net = model()
     opt = SparseSync(adamw(net))

@@ -30,6 +30,7 @@ def save(sync: SparseSync) -> dict[str, Any]:
 
     "consolidated": this rank's local and global weights are equal. Then "local" is None.
     """
+    sync.wait()
     parameters = []
     for bucket in sync.buckets:
         if not bucket.in_globals:
