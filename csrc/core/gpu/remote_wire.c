@@ -1,0 +1,111 @@
+/* remote_wire.c - see remote_wire.h. */
+#include "core/gpu/remote_wire.h"
+
+#include "core/base/bits.h"
+
+#include <inttypes.h>
+
+#define MAGIC 0x58525053u /* "SPRX" */
+/* All positions are multiples of this: frames and rings have whole units of 16 bytes. */
+#define UNIT 16u
+
+void sp_remote_put_head(uint8_t *message, uint32_t n_credits, uint32_t n_runs)
+{
+    sp_store_le32(message, MAGIC);
+    sp_store_le32(message + 4, n_credits);
+    sp_store_le32(message + 8, n_runs);
+    sp_store_le32(message + 12, 0);
+}
+
+void sp_remote_put_entry(uint8_t *message, uint32_t i, const sp_remote_entry *e)
+{
+    uint8_t *at = message + SP_REMOTE_HEAD_BYTES + (size_t)i * SP_REMOTE_ENTRY_BYTES;
+    sp_store_le32(at, e->queue);
+    sp_store_le32(at + 4, e->worker);
+    sp_store_le64(at + 8, e->position);
+    sp_store_le64(at + 16, e->is_run ? e->bytes : 0);
+}
+
+spccl_status sp_remote_open_message(sp_remote_reader *r, const uint8_t *message, size_t bytes)
+{
+    uint64_t n_credits, n_runs, data_off;
+    if (bytes < SP_REMOTE_HEAD_BYTES || sp_load_le32(message) != MAGIC || sp_load_le32(message + 12) != 0)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "%zu bytes without the head of a message of rings", bytes);
+    n_credits = sp_load_le32(message + 4);
+    n_runs = sp_load_le32(message + 8);
+    data_off = SP_REMOTE_HEAD_BYTES + (n_credits + n_runs) * SP_REMOTE_ENTRY_BYTES;
+    data_off = (data_off + 15) / 16 * 16;
+    if (data_off > bytes)
+        return SP_FAIL(SPCCL_ERR_FORMAT,
+                       "a message of %zu bytes, too short for %" PRIu64 " credits and %" PRIu64 " runs",
+                       bytes, n_credits, n_runs);
+    *r = (sp_remote_reader){.message = message,
+                            .data = message + data_off,
+                            .data_bytes = bytes - data_off,
+                            .n_credits = (uint32_t)n_credits,
+                            .n_entries = (uint32_t)(n_credits + n_runs)};
+    return SPCCL_OK;
+}
+
+static const char *queue_name(uint32_t queue)
+{
+    return queue == SP_INBOX_INPUT ? "inputs" : "results";
+}
+
+static spccl_status check_credit(const sp_remote_entry *e, const sp_remote_positions *at, uint32_t ring)
+{
+    if (e->bytes == 0 && e->position % UNIT == 0 && e->position >= at->free_to[ring] &&
+        e->position <= at->sent[ring])
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_FORMAT,
+                   "a credit for %s of worker %u up to %" PRIu64 "; wanted %" PRIu64 " to %" PRIu64
+                   ", which was sent",
+                   queue_name(e->queue), e->worker, e->position, at->free_to[ring], at->sent[ring]);
+}
+
+static spccl_status check_run(const sp_remote_entry *e, const sp_remote_positions *at, uint32_t ring,
+                              size_t data_bytes)
+{
+    uint64_t room = at->freed[ring] + at->ring_bytes - at->arrived[ring];
+    if (e->position != at->arrived[ring])
+        return SP_FAIL(SPCCL_ERR_FORMAT, "%s of worker %u from position %" PRIu64 " on; wanted %" PRIu64,
+                       queue_name(e->queue), e->worker, e->position, at->arrived[ring]);
+    if (e->bytes == 0 || e->bytes % UNIT != 0 || e->bytes > room)
+        return SP_FAIL(SPCCL_ERR_FORMAT,
+                       "%" PRIu64 " bytes of %s of worker %u at position %" PRIu64
+                       "; its credit allows %" PRIu64 ", in units of %u",
+                       e->bytes, queue_name(e->queue), e->worker, e->position, room, UNIT);
+    if (e->bytes > data_bytes)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %" PRIu64 " bytes in a message with %zu left", e->bytes,
+                       data_bytes);
+    return SPCCL_OK;
+}
+
+spccl_status sp_remote_next_entry(sp_remote_reader *r, const sp_remote_positions *at, sp_remote_entry *out,
+                                  const uint8_t **data)
+{
+    const uint8_t *from = r->message + SP_REMOTE_HEAD_BYTES + (size_t)r->next * SP_REMOTE_ENTRY_BYTES;
+    uint32_t ring;
+    if (r->next == r->n_entries) {
+        if (r->data_bytes != 0)
+            return SP_FAIL(SPCCL_ERR_FORMAT, "%zu bytes behind the last run of a message", r->data_bytes);
+        return SPCCL_AGAIN;
+    }
+    *out = (sp_remote_entry){.is_run = r->next >= r->n_credits,
+                             .queue = sp_load_le32(from),
+                             .worker = sp_load_le32(from + 4),
+                             .position = sp_load_le64(from + 8),
+                             .bytes = sp_load_le64(from + 16)};
+    if (out->queue >= SP_INBOX_QUEUES || out->worker >= at->n_workers)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of queue %u, worker %u; wanted queue 0 or 1, worker 0 to %u",
+                       out->queue, out->worker, at->n_workers - 1);
+    ring = out->queue * at->n_workers + out->worker;
+    r->next++;
+    if (!out->is_run)
+        return check_credit(out, at, ring);
+    SP_TRY(check_run(out, at, ring, r->data_bytes));
+    *data = r->data;
+    r->data += out->bytes;
+    r->data_bytes -= out->bytes;
+    return SPCCL_OK;
+}

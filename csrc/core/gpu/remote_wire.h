@@ -1,0 +1,58 @@
+/* remote_wire.h - the messages that carry rings between hosts, and the checks of what a peer sends. Pure
+ * functions. remote.h says what the positions mean.
+ *
+ * A message (little-endian): u32 "SPRX", u32 number of credits, u32 number of runs, u32 zero; then one entry of
+ * 24 bytes for each credit and after these for each run: u32 queue, u32 worker, u64 position, u64 bytes (0 in a
+ * credit); then the bytes of the runs, in the order of their entries. */
+#ifndef SP_REMOTE_WIRE_H
+#define SP_REMOTE_WIRE_H
+
+#include "core/base/status.h"
+#include "core/contract/inbox.h"
+
+#include <stdbool.h>
+
+#define SP_REMOTE_HEAD_BYTES 16u
+#define SP_REMOTE_ENTRY_BYTES 24u
+
+/* The rings to and from one peer, [2 * n_workers] each: index queue * n_workers + worker. */
+typedef struct sp_remote_positions {
+    uint64_t *sent;    /* of frames for the peer: up to here they were sent */
+    uint64_t *free_to; /* the credit that the peer gave for them */
+    uint64_t *arrived; /* of frames of the peer: up to here they have arrived */
+    uint64_t *freed;   /* the credit that this rank gave for them */
+    uint32_t n_workers, ring_bytes;
+} sp_remote_positions;
+
+/* A run: `bytes` of a ring from `position` on; its bytes may go past the end of the ring to offset 0. Its end is a
+ * position that the sender's kernel announced. A credit: the ring is free up to `position`. */
+typedef struct sp_remote_entry {
+    bool is_run;
+    uint32_t queue, worker;
+    uint64_t position, bytes;
+} sp_remote_entry;
+
+/* Write a header, and entry number i of a message. */
+void sp_remote_put_head(uint8_t *message, uint32_t n_credits, uint32_t n_runs);
+void sp_remote_put_entry(uint8_t *message, uint32_t i, const sp_remote_entry *e);
+static inline size_t sp_remote_data_off(uint32_t n_entries)
+{
+    return sp_align_up(SP_REMOTE_HEAD_BYTES + (size_t)n_entries * SP_REMOTE_ENTRY_BYTES, 16);
+}
+
+/* Reads the entries of a message in order. */
+typedef struct sp_remote_reader {
+    const uint8_t *message, *data; /* data: of the next run */
+    size_t data_bytes;             /* from there to the end */
+    uint32_t n_credits, n_entries, next;
+} sp_remote_reader;
+
+/* Errors: FORMAT (not a message). */
+spccl_status sp_remote_open_message(sp_remote_reader *r, const uint8_t *message, size_t bytes);
+/* The next entry; of a run, *data = its bytes. Checks every number against `at`, which it does not change: a run
+ * starts where the last one ended and fits into what this rank freed; a credit does not go back, and covers only
+ * what was sent. Returns AGAIN after the last entry. Errors: FORMAT (with what was wanted and what came). */
+spccl_status sp_remote_next_entry(sp_remote_reader *r, const sp_remote_positions *at, sp_remote_entry *out,
+                                  const uint8_t **data);
+
+#endif

@@ -1,0 +1,119 @@
+/* test_remote_wire.c - messages of rings between hosts: what is written is read back, and every wrong position,
+ * length or count is refused. */
+#include "core/gpu/remote_wire.h"
+
+#include "test.h"
+
+#include "core/base/bits.h"
+
+#define WORKERS 3u
+#define RING 4096u
+
+static uint64_t words[4][2 * WORKERS];
+static const sp_remote_positions at = {words[0], words[1], words[2], words[3], WORKERS, RING};
+static uint8_t message[8192];
+
+/* A ring of results of worker 1 has 1024 bytes free, and the peer may free up to 640 of ours. */
+static void reset(void)
+{
+    memset(words, 0, sizeof words);
+    words[0][WORKERS + 1] = 640;
+    words[1][WORKERS + 1] = 128;
+    words[2][WORKERS + 1] = RING * 10 + 3072;
+    words[3][WORKERS + 1] = RING * 10;
+}
+
+static const sp_remote_entry credit = {.queue = 1, .worker = 1, .position = 640};
+static const sp_remote_entry run = {
+    .is_run = true, .queue = 1, .worker = 1, .position = RING * 10 + 3072, .bytes = 1024};
+
+static size_t write_two(sp_remote_entry first, sp_remote_entry second)
+{
+    size_t off = sp_remote_data_off(2);
+    sp_remote_put_head(message, 1, 1);
+    sp_remote_put_entry(message, 0, &first);
+    sp_remote_put_entry(message, 1, &second);
+    memset(message + off, 0x5a, 1024);
+    return off + 1024;
+}
+
+/* Read a message to its end. */
+static spccl_status read_all(size_t bytes)
+{
+    sp_remote_reader r;
+    sp_remote_entry e;
+    const uint8_t *data = NULL;
+    spccl_status st = sp_remote_open_message(&r, message, bytes);
+    while (st == SPCCL_OK)
+        st = sp_remote_next_entry(&r, &at, &e, &data);
+    return st;
+}
+
+static void test_reads_what_was_written(void)
+{
+    sp_remote_reader r;
+    sp_remote_entry e;
+    const uint8_t *data = NULL;
+    size_t bytes;
+    reset();
+    bytes = write_two(credit, run);
+    CHECK_OK(sp_remote_open_message(&r, message, bytes));
+    CHECK_OK(sp_remote_next_entry(&r, &at, &e, &data));
+    CHECK(!e.is_run && e.queue == 1 && e.worker == 1 && e.position == 640, "the credit");
+    CHECK_OK(sp_remote_next_entry(&r, &at, &e, &data));
+    CHECK(e.is_run && e.queue == 1 && e.worker == 1 && e.position == run.position && e.bytes == 1024,
+          "the run");
+    CHECK(data == message + sp_remote_data_off(2), "the data start at %td", data - message);
+    CHECK(sp_remote_next_entry(&r, &at, &e, &data) == SPCCL_AGAIN, "no further entry");
+}
+
+static void refused(sp_remote_entry first, sp_remote_entry second, const char *what)
+{
+    reset();
+    CHECK(read_all(write_two(first, second)) == SPCCL_ERR_FORMAT, "%s was not refused", what);
+}
+
+static void test_wrong_numbers(void)
+{
+    sp_remote_entry c = credit, e = run;
+    c.position = 656, refused(c, run, "a credit for more than was sent");
+    c.position = 112, refused(c, run, "a credit that goes back");
+    c.position = 633, refused(c, run, "a credit between units");
+    c = credit, c.queue = 2, refused(c, run, "a queue that does not exist");
+    c = credit, c.worker = WORKERS, refused(c, run, "a worker that does not exist");
+    e.position -= 16, refused(credit, e, "a run before the last one's end");
+    e.position += 32, refused(credit, e, "a run behind a gap");
+    e = run, e.bytes = 0, refused(credit, e, "an empty run");
+    e = run, e.bytes = 1016, refused(credit, e, "a run of half units");
+    e = run, e.bytes = 1040, refused(credit, e, "a run beyond the credit");
+    e = run, e.bytes = UINT64_MAX - 15, refused(credit, e, "a run of 2^64 bytes");
+    e = run, e.queue = 0, e.position = 0, e.bytes = 2048, refused(credit, e, "a run longer than the message");
+    e = run, e.bytes = 512, refused(credit, e, "bytes behind the last run");
+}
+
+static void test_wrong_heads(void)
+{
+    size_t bytes;
+    reset();
+    bytes = write_two(credit, run);
+    CHECK(read_all(bytes) == SPCCL_AGAIN, "the message is right: %s", spccl_last_error());
+    for (size_t n = 0; n < bytes; n++)
+        CHECK(read_all(n) == SPCCL_ERR_FORMAT, "the first %zu bytes were not refused", n);
+    sp_store_le32(message + 4, UINT32_MAX);
+    sp_store_le32(message + 8, UINT32_MAX);
+    CHECK(read_all(bytes) == SPCCL_ERR_FORMAT, "2^33 entries were not refused");
+    for (unsigned bit = 0; bit < 32; bit++) { /* of the magic number */
+        bytes = write_two(credit, run);
+        message[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        CHECK(read_all(bytes) == SPCCL_ERR_FORMAT, "bit %u of the head", bit);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"reads_what_was_written", test_reads_what_was_written},
+                                             {"wrong_numbers", test_wrong_numbers},
+                                             {"wrong_heads", test_wrong_heads},
+                                             {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
