@@ -180,7 +180,7 @@ static machine open_machine(const options &o)
     m.limits.max_ctas = o.ctas;
     m.limits.inbox_bytes = (size_t)256 << 20;
     for (uint32_t served = 1; served <= SP_FUSED_SERVED_MAX; served++)
-        TRY(sp_fused_cuda_workers_per_cta(0, o.ranks, served, m.limits.workers_per_cta[served - 1]));
+        TRY(sp_fused_cuda_workers_per_cta(0, o.ranks, served, false, m.limits.workers_per_cta[served - 1]));
     TRY(sp_tune_gpu_shape(&m.limits, &m.shape));
     CHECK(cudaMalloc(&m.in, bytes));
     CHECK(cudaMalloc(&m.out, bytes));

@@ -310,9 +310,10 @@ static spccl_status fake_fused(const sp_fused_args *a, void *stream)
     pthread_detach(thread);
     return SPCCL_OK;
 }
-static spccl_status fake_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
+static spccl_status fake_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served, bool remote,
                                          uint32_t out[SP_FUSED_OPS])
 {
+    (void)remote;
     (void)world_size;
     (void)ordinal;
     for (int op = 0; op < SP_FUSED_OPS; op++)

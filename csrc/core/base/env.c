@@ -62,6 +62,11 @@ static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_NVLINK_HANDLES] = {"SPCCL_NVLINK_HANDLES", "auto",
                                "how peers map GPU memory: auto, fd (VMM), ipc (CUDA IPC)", 0, 0, 0,
                                "auto, fd, ipc"},
+    [SP_ENV_BETWEEN_HOSTS] =
+        {"SPCCL_CUDA_BETWEEN_HOSTS", "0",
+         "GPU collectives of groups on several hosts: 1 = by spccl over the network (not measured on GPUs "
+         "yet), 0 = fallback",
+         1, 0, 1, NULL},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)

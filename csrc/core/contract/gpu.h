@@ -6,7 +6,7 @@
 
 #include "core/base/prune_rule.h"
 #include "core/base/status.h"
-#include "core/contract/inbox.h"
+#include "core/contract/remote.h"
 
 #include <stdbool.h>
 
@@ -96,6 +96,7 @@ typedef struct sp_fused_args {
     sp_gpu_control *control;            /* device address */
     uint64_t timeout_ns;                /* of each wait */
     uint32_t seq;                       /* number of the launch, for reports */
+    sp_fused_remote remote;             /* of peers on other hosts */
 } sp_fused_args;
 
 /* ---- the codec on GPU memory ---- */
@@ -189,6 +190,9 @@ typedef struct sp_gpu_ops {
     /* *device = the address that the GPU uses for *host. All bytes are zero. */
     spccl_status (*control_create)(sp_gpu_control **host, sp_gpu_control **device);
     void (*control_destroy)(sp_gpu_control *host);
+    /* As control_create, but `bytes` of any use; *device = the address for this thread's GPU. */
+    spccl_status (*pinned_create)(size_t bytes, void **host, void **device);
+    void (*pinned_destroy)(void *host); /* accepts NULL */
     /* Waits for no stream of the caller: it copies on a stream of its own. */
     spccl_status (*read)(void *host, const void *device, size_t bytes);
 
@@ -206,8 +210,9 @@ typedef struct sp_gpu_ops {
 
     /* ---- work ---- */
     /* out[op] = the workers that one CTA can hold on the device when a feeder serves n_served of them, 1 to
-     * 255. 0, only with n_served > 1: feeders of this operation cannot serve so many. */
-    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t n_served,
+     * 255. 0, only with n_served > 1: feeders of this operation cannot serve so many. remote: the group has peers on
+     * other hosts. Loads the kernels that the group will launch. */
+    spccl_status (*fused_workers_per_cta)(int ordinal, uint32_t world_size, uint32_t n_served, bool remote,
                                           uint32_t out[SP_FUSED_OPS]);
     spccl_status (*fused)(const sp_fused_args *a, void *stream);
     size_t (*encode_scratch_bytes)(uint64_t n_slices);

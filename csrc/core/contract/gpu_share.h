@@ -33,10 +33,10 @@ spccl_status sp_gpu_share_address(const sp_gpu_share *s, uint8_t out[SP_GPU_SHAR
 /* Are two addresses on one host, that is, in one kernel and one network namespace? */
 bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b);
 
-/* Give every peer access to `own`, and map the peers' memory.
+/* Give every peer on this host access to `own`, and map these peers' memory.
  *   own        `bytes` of this rank; the caller keeps it
  *   addresses  [world_size][SP_GPU_SHARE_ADDRESS_BYTES]
- *   out        [world_size], zeroed by the caller: the peers' memory. This rank's entry stays NULL.
+ *   out        [world_size], zeroed by the caller: the peers' memory. This rank's entry and those of other hosts stay NULL.
  *              The caller frees the others with ops->memory_destroy, after a failure too
  * Errors: PEER (names it), AUTH, MISMATCH, SYSTEM, NOMEM, TIMEOUT (names who is missing), UNREACHABLE (a
  * peer's memory cannot be mapped; the text has the device's reason), or what `still` returned. */

@@ -4,7 +4,7 @@
  * facts about each rank's GPU, and every rank evaluates them by the same pure function. (2) Each rank
  * allocates its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all
  * exchange whether it worked. Only after that may any rank launch a collective. */
-#include "core/gpu/gpu_comm.h"
+#include "core/gpu/remote.h"
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"
@@ -37,15 +37,17 @@ struct facts {
     char name[64];
     uint32_t hops; /* as in sp_gpu_limits */
     char error[448];
+    uint32_t between_hosts, unused;
 };
 _Static_assert(SP_FUSED_OPS <= 6, "facts.workers");
-_Static_assert(sizeof(struct facts) == 680, "no padding, and the same for every compiler");
+_Static_assert(sizeof(struct facts) == 688, "no padding, and the same for every compiler");
 
 struct attach {
     spccl_comm *comm;
     sp_gpu_comm *g;
     sp_gpu_share *share;
     struct facts mine, all[SP_GPU_RANKS_MAX];
+    bool spans_hosts;
     int64_t deadline_ns;
 };
 
@@ -58,6 +60,8 @@ static spccl_status read_settings(const spccl_cuda_config *config, struct facts 
     int64_t n;
     SP_TRY(sp_env_number(SP_ENV_MAX_CTAS, &n));
     f->max_ctas = n != 0 ? (uint32_t)n : config->max_ctas;
+    SP_TRY(sp_env_number(SP_ENV_BETWEEN_HOSTS, &n));
+    f->between_hosts = (uint32_t)n;
     SP_TRY(sp_env_number(SP_ENV_INBOX_BYTES, &n));
     f->inbox_bytes = (uint64_t)n;
     /* The setting wins only if it differs from its default. */
@@ -102,7 +106,8 @@ static spccl_status ask_device(struct attach *a)
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
     st = g->ops->memory_free(&free_bytes);
     for (uint32_t served = 1; st == SPCCL_OK && served <= SP_FUSED_SERVED_MAX; served++) {
-        st = g->ops->fused_workers_per_cta(g->device.ordinal, world_size, served, workers);
+        st = g->ops->fused_workers_per_cta(g->device.ordinal, world_size, served,
+                                           a->comm->links.hosts != NULL, workers);
         for (int op = 0; op < SP_FUSED_OPS; op++)
             f->workers[served - 1][op] = (uint8_t)workers[op];
     }
@@ -178,11 +183,6 @@ static spccl_status compare_with_first(const struct facts *all, int r)
             r, first->fallback, f->fallback);
     if (f->status != SPCCL_OK)
         return SP_FAIL((spccl_status)f->status, "rank %d: %s", r, f->error);
-    if (!sp_gpu_share_same_host(f->address, first->address))
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "rank 0 (GPU %d '%s') and rank %d (GPU %d '%s') are on different hosts, or in "
-                       "different network namespaces of one: their GPUs cannot map each other's memory",
-                       first->ordinal, first->name, r, f->ordinal, f->name);
     if (f->handles != first->handles || f->handles > HANDLES_IPC)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "SPCCL_NVLINK_HANDLES differs between rank 0 and rank %d: set it alike on all", r);
@@ -199,6 +199,28 @@ static spccl_status compare_with_first(const struct facts *all, int r)
                        "SPCCL_NVLINK_HANDLES=fd: GPU %d '%s' of rank %d cannot export memory as descriptors",
                        f->ordinal, f->name, r);
     return SPCCL_OK;
+}
+
+/* Which ranks are on other hosts than this one? Such groups are allowed if all ranks say so. */
+static spccl_status find_remote(struct attach *a)
+{
+    int n = a->comm->world_size, other = 0, refuses = -1;
+    for (int r = 0; r < n; r++) {
+        a->g->is_remote[r] = !sp_gpu_share_same_host(a->all[r].address, a->mine.address);
+        if (other == 0 && !sp_gpu_share_same_host(a->all[r].address, a->all[0].address))
+            other = r;
+        if (refuses < 0 && a->all[r].between_hosts == 0)
+            refuses = r;
+    }
+    a->spans_hosts = other != 0;
+    if (other == 0 || refuses < 0)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                   "rank 0 (GPU %d '%s') and rank %d (GPU %d '%s') are on different hosts, or in different "
+                   "network namespaces of one: their GPUs cannot map each other's memory, and rank %d has "
+                   "SPCCL_CUDA_BETWEEN_HOSTS=0",
+                   a->all[0].ordinal, a->all[0].name, other, a->all[other].ordinal, a->all[other].name,
+                   refuses);
 }
 
 static uint32_t n_sharing(const struct facts *all, int n_ranks, int r)
@@ -244,7 +266,10 @@ static spccl_status decide(struct attach *a)
         all_fd = all_fd && a->all[r].can_share_fd;
     }
     g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
+    SP_TRY(find_remote(a));
     find_limits(a->all, n, &g->limits);
+    if (a->spans_hosts && g->limits.inbox_bytes > SP_REMOTE_INBOX_MAX)
+        g->limits.inbox_bytes = SP_REMOTE_INBOX_MAX;
     SP_TRY(sp_tune_gpu_shape(&g->limits, &g->shape));
     for (int r = 0; r < n; r++) {
         const struct facts *f = &a->all[r];
@@ -313,7 +338,7 @@ static spccl_status check_access(const struct attach *a)
         SP_TRY(g->ops->describe(d, &seen));
         for (int r = 0; r < a->comm->world_size; r++) {
             bool yes = true;
-            if (memcmp(seen.uuid, a->all[r].uuid, sizeof seen.uuid) == 0)
+            if (!g->is_remote[r] && memcmp(seen.uuid, a->all[r].uuid, sizeof seen.uuid) == 0)
                 SP_TRY(g->ops->can_access(g->device.ordinal, d, &yes));
             if (!yes)
                 return SP_FAIL(
@@ -337,12 +362,19 @@ static spccl_status make_memory(struct attach *a)
     SP_TRY_TO(out, st, g->ops->control_create(&g->control, &g->control_device));
     SP_TRY_TO(out, st, g->ops->event_create(&g->event));
     SP_TRY_TO(out, st, g->ops->event_create(&g->capture_event));
-    st = g->ops->memory_create(g->device.ordinal, sp_inbox_bytes(g->shape), g->handles, &g->own);
+    SP_TRY_TO(out, st,
+              g->ops->memory_create(g->device.ordinal, sp_inbox_bytes(g->shape), g->handles, &g->own));
+    if (a->spans_hosts)
+        st = sp_remote_open(g);
 out:
     g->ops->leave(before);
     if (st != SPCCL_OK) {
         char why[300];
         snprintf(why, sizeof why, "%s", spccl_last_error());
+        if (g->own != NULL)
+            return SP_FAIL(st,
+                           "rank %d: %zu bytes of pinned memory and a proxy, for peers on other hosts: %s",
+                           a->comm->rank, 2 * sp_inbox_bytes(g->shape), why);
         return SP_FAIL(st, "rank %d: an inbox of %zu bytes on GPU %d '%s' with %llu bytes free: %s",
                        a->comm->rank, sp_inbox_bytes(g->shape), g->device.ordinal, g->device.name,
                        (unsigned long long)a->mine.free_bytes, why);
@@ -363,7 +395,8 @@ static spccl_status map_memory(struct attach *a)
     a->share = NULL;
     SP_TRY(st);
     for (int r = 0; r < a->comm->world_size; r++)
-        g->inboxes[r] = g->ops->memory_address(r == a->comm->rank ? g->own : g->peers[r]);
+        g->inboxes[r] = g->is_remote[r] ? g->remote->outbox_device
+                                        : g->ops->memory_address(r == a->comm->rank ? g->own : g->peers[r]);
     return SPCCL_OK;
 }
 
@@ -385,6 +418,8 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     SP_TRY(spccl_all_gather(a->comm, &a->mine, a->all, sizeof a->mine, SPCCL_UINT8, NULL));
     SP_TRY(decide(a));
     SP_TRY(agree(a, make_memory(a)));
+    if (a->spans_hosts)
+        SP_TRY(agree(a, sp_remote_start(a->g->remote, a->deadline_ns)));
     st = agree(a, map_and_watch(a));
     if (st != SPCCL_OK)
         sp_gpu_watchdog_remove(a->g);

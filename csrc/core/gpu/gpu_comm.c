@@ -1,5 +1,5 @@
 /* gpu_comm.c - a communicator's GPU: waiting for streams, statistics, the end. See gpu_comm.h. */
-#include "core/gpu/gpu_comm.h"
+#include "core/gpu/remote.h"
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"
@@ -146,12 +146,15 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
     if (g == NULL)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+        sp_remote_close(g->remote);
         free_imports(g);
         g->ops->memory_destroy(g->own);
         g->ops->event_destroy(g->event);
         g->ops->event_destroy(g->capture_event);
         g->ops->control_destroy(g->control);
         g->ops->leave(before);
+    } else {
+        sp_remote_abandon(g->remote);
     }
     pthread_mutex_destroy(&g->mu);
     pthread_mutex_destroy(&g->look_mu);
@@ -230,6 +233,7 @@ static void detach(spccl_comm *comm)
     }
     sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
     atomic_store(&comm->gpu, NULL);
+    sp_remote_leave(g->remote);
     barrier(comm);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
@@ -239,6 +243,7 @@ static void detach(spccl_comm *comm)
         sp_log(SP_LOG_ERROR, comm->rank,
                "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
                comm->name, g->device.ordinal, sp_inbox_bytes(g->shape));
+        sp_remote_abandon(g->remote);
         return;
     }
     if (strcmp(g->handles, "ipc") == 0 && comm->world_size > 1) {
@@ -271,8 +276,14 @@ static void describe(spccl_info_entry *out)
     if (ops->device_count(&n) != SPCCL_OK)
         snprintf(why, sizeof why, "%s; no GPU can be used: %.200s", ops->about, spccl_last_error());
     else
-        snprintf(why, sizeof why, "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers",
-                 ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES));
+        snprintf(
+            why, sizeof why,
+            "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers; groups on several "
+            "hosts: %s",
+            ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES),
+            strcmp(sp_env_text(SP_ENV_BETWEEN_HOSTS), "1") == 0
+                ? "a proxy thread and at most 512M of pinned memory each"
+                : "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)");
     *out = (spccl_info_entry){.kind = "part", .name = "cuda", .value = "in", .why = why};
 }
 

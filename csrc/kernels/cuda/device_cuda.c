@@ -187,13 +187,13 @@ static spccl_status memory_free(size_t *out_bytes)
 
 /* ---- memory that both host and GPU write ---- */
 
-static spccl_status control_create(sp_gpu_control **host, sp_gpu_control **device)
+static spccl_status pinned_create(size_t bytes, void **host, void **device)
 {
     void *h = NULL, *d = NULL;
     spccl_status st;
-    SP_TRY(sp_cuda_check(cudaHostAlloc(&h, sizeof **host, cudaHostAllocMapped | cudaHostAllocPortable),
+    SP_TRY(sp_cuda_check(cudaHostAlloc(&h, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
                          "cudaHostAlloc"));
-    memset(h, 0, sizeof **host);
+    memset(h, 0, bytes);
     st = sp_cuda_check(cudaHostGetDevicePointer(&d, h, 0), "cudaHostGetDevicePointer");
     if (st != SPCCL_OK) {
         (void)cudaFreeHost(h);
@@ -204,10 +204,24 @@ static spccl_status control_create(sp_gpu_control **host, sp_gpu_control **devic
     return SPCCL_OK;
 }
 
-static void control_destroy(sp_gpu_control *host)
+static void pinned_destroy(void *host)
 {
     if (host != NULL && cudaFreeHost(host) != cudaSuccess)
         (void)cudaGetLastError();
+}
+
+static spccl_status control_create(sp_gpu_control **host, sp_gpu_control **device)
+{
+    void *h = NULL, *d = NULL;
+    SP_TRY(pinned_create(sizeof **host, &h, &d));
+    *host = h;
+    *device = d;
+    return SPCCL_OK;
+}
+
+static void control_destroy(sp_gpu_control *host)
+{
+    pinned_destroy(host);
 }
 
 /* ---- streams and events ---- */
@@ -311,6 +325,8 @@ static const sp_gpu_ops ops = {
     .memory_destroy = sp_cuda_memory_destroy,
     .control_create = control_create,
     .control_destroy = control_destroy,
+    .pinned_create = pinned_create,
+    .pinned_destroy = pinned_destroy,
     .read = sp_cuda_read,
     .event_create = event_create,
     .event_record = event_record,

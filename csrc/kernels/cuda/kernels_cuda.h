@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* launch_cuda.cu */
-spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
+spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served, bool remote,
                                            uint32_t out[SP_FUSED_OPS]);
 spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream);
 

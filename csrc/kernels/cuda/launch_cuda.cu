@@ -6,13 +6,23 @@
 #include "kernels/cuda/kernels_cuda.h"
 
 // nullptr: float8. Callers have refused it, as float8 is only moved, never reduced.
-static sp_fused_kernel reduce_kernel_of(spccl_dtype dtype)
+static sp_fused_kernel reduce_kernel_of(spccl_dtype dtype, bool remote)
 {
-    for (sp_fused_kernel (*of)(spccl_dtype) : {sp_reduce_kernel_of_floats, sp_reduce_kernel_of_halves,
-                                               sp_reduce_kernel_of_ints, sp_reduce_kernel_of_small_ints})
+    static sp_fused_kernel (*const local[])(spccl_dtype) = {
+        sp_reduce_kernel_of_floats, sp_reduce_kernel_of_halves, sp_reduce_kernel_of_ints,
+        sp_reduce_kernel_of_small_ints};
+    static sp_fused_kernel (*const others[])(spccl_dtype) = {
+        sp_reduce_remote_kernel_of_floats, sp_reduce_remote_kernel_of_halves, sp_reduce_remote_kernel_of_ints,
+        sp_reduce_remote_kernel_of_small_ints};
+    for (sp_fused_kernel (*of)(spccl_dtype) : remote ? others : local)
         if (of(dtype) != nullptr)
             return of(dtype);
     return nullptr;
+}
+
+static sp_fused_kernel gather_kernel_of(size_t elem_bytes, bool remote)
+{
+    return remote ? sp_gather_remote_kernel_of(elem_bytes) : sp_gather_kernel_of(elem_bytes);
 }
 
 static sp_fused_kernel kernel_of(const sp_fused_args *a)
@@ -20,8 +30,8 @@ static sp_fused_kernel kernel_of(const sp_fused_args *a)
     if (!sp_dtype_ok(a->dtype))
         return nullptr;
     return a->op == SP_FUSED_ALL_GATHER || a->op == SP_FUSED_BROADCAST
-               ? sp_gather_kernel_of(sp_dtype_bytes(a->dtype))
-               : reduce_kernel_of(a->dtype);
+               ? gather_kernel_of(sp_dtype_bytes(a->dtype), a->remote.slots != 0)
+               : reduce_kernel_of(a->dtype, a->remote.slots != 0);
 }
 
 // Load a kernel on the current device now. Otherwise the first launch would load it. Loading waits for
@@ -51,15 +61,21 @@ static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
     return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);
 }
 
+// Warps of a CTA; in a group on several hosts one of them is the courier.
+static uint32_t n_warps(sp_fused_op op, uint32_t n, uint32_t n_served, bool remote)
+{
+    return sp_warp_counts(op, n, n_served).total() + (remote ? 1 : 0);
+}
+
 extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t world_size, uint32_t n_served,
-                                                      uint32_t out[SP_FUSED_OPS])
+                                                      bool remote, uint32_t out[SP_FUSED_OPS])
 {
     int shared = 0;
     SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
     for (int op = 0; op < SP_FUSED_OPS; op++) {
         uint32_t n = may_serve((sp_fused_op)op, world_size, n_served) ? SP_CTA_WORKERS : 0;
         while (n != 0 && (block_bytes((sp_fused_op)op, n, n_served) > (size_t)shared ||
-                          sp_warp_counts((sp_fused_op)op, n, n_served).total() > SP_CTA_WARPS))
+                          n_warps((sp_fused_op)op, n, n_served, remote) > SP_CTA_WARPS))
             n--;
         if (n == 0 && n_served == 1)
             return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
@@ -68,9 +84,9 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
         out[op] = n;
     }
     for (size_t bytes = 1; bytes <= 8; bytes *= 2)
-        SP_TRY(prepare(sp_gather_kernel_of(bytes), shared));
+        SP_TRY(prepare(gather_kernel_of(bytes, remote), shared));
     for (int dtype = 0; dtype < SP_N_DTYPES; dtype++)
-        SP_TRY(prepare(reduce_kernel_of((spccl_dtype)dtype), shared));
+        SP_TRY(prepare(reduce_kernel_of((spccl_dtype)dtype, remote), shared));
     return SPCCL_OK;
 }
 
@@ -92,7 +108,7 @@ extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
         return SP_FAIL(SPCCL_ERR_BUG, "fused kernel of dtype %d, operation %d", (int)a->dtype, (int)a->op);
     return sp_cuda_check(
         cudaLaunchKernel(kernel, dim3(a->n_ctas),
-                         dim3(sp_warp_counts(a->op, a->workers_per_cta, a->n_served).total() * 32), params,
-                         shared, (cudaStream_t)stream),
+                         dim3(n_warps(a->op, a->workers_per_cta, a->n_served, a->remote.slots != 0) * 32),
+                         params, shared, (cudaStream_t)stream),
         "launch of a collective's kernel");
 }

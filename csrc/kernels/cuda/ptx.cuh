@@ -92,6 +92,16 @@ __device__ __forceinline__ void sp_store16(void *p, uint4 v)
                  : "memory");
 }
 
+// From host memory that the host writes to: never from a cache.
+__device__ __forceinline__ uint4 sp_load16_sys(const void *p)
+{
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
 __device__ __forceinline__ void sp_store8(void *p, uint2 v)
 {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");

@@ -5,9 +5,9 @@ sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype)
 {
     switch (dtype) {
     case SPCCL_FLOAT32:
-        return sp_reduce_kernel<SPCCL_FLOAT32>;
+        return sp_reduce_kernel<SPCCL_FLOAT32, false>;
     case SPCCL_FLOAT64:
-        return sp_reduce_kernel<SPCCL_FLOAT64>;
+        return sp_reduce_kernel<SPCCL_FLOAT64, false>;
     default:
         return nullptr;
     }

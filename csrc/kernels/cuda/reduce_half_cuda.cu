@@ -5,9 +5,9 @@ sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype)
 {
     switch (dtype) {
     case SPCCL_FLOAT16:
-        return sp_reduce_kernel<SPCCL_FLOAT16>;
+        return sp_reduce_kernel<SPCCL_FLOAT16, false>;
     case SPCCL_BFLOAT16:
-        return sp_reduce_kernel<SPCCL_BFLOAT16>;
+        return sp_reduce_kernel<SPCCL_BFLOAT16, false>;
     default:
         return nullptr;
     }

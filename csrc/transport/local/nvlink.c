@@ -267,6 +267,10 @@ spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t b
     spccl_status st;
     sp_store_le32(w.message, MESSAGE_MAGIC);
     sp_store_le64(w.message + 8, bytes);
+    for (int i = 0; i < s->config.world_size; i++)
+        if (!sp_gpu_share_same_host(addresses + (size_t)i * SP_GPU_SHARE_ADDRESS_BYTES,
+                                    addresses + (size_t)s->config.rank * SP_GPU_SHARE_ADDRESS_BYTES))
+            s->peers[i].state = PEER_DONE;
     SP_TRY(s->config.ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
     st = run_exchange(s, &w);
     sp_sock_close(&w.fd);

@@ -1,0 +1,269 @@
+/* test_cuda_hosts.c - collectives of GPUs on several hosts: ranks are threads, and their hosts have different names.
+ * Between hosts proxies carry the rings over TCP on loopback. The results must have the same bits as the host's
+ * collectives. Slow proxies, cut connections and wrong positions must end in the right result or in an error
+ * that names a rank, in time. */
+#include "cuda_cases.h"
+#include "cuda_sums.h"
+
+#include "transport/fault.h"
+
+#define N_RANKS_MAX 8
+/* Every collective must end this soon, also on a busy machine. */
+#define SOON_MS 60000
+
+/* ---- right results ---- */
+
+static void run_hosts(int n_hosts, int n_per_host, struct group g)
+{
+    test_ranks_per_host = n_per_host;
+    g.n_ranks = n_hosts * n_per_host;
+    run_group(&g);
+}
+
+/* All collectives, dtypes and operations on 2 hosts of 2 ranks; on others random ones. Random sizes and zeros. */
+static void test_shapes(void)
+{
+    static const int shapes[][2] = {{2, 2}, {2, 1}, {4, 1}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        struct group g = {.format = SPCCL_FORMAT_AUTO, .every_op = i == 0, .n_random = i == 0 ? 5 : 15};
+        if (is_small) {
+            g.every_op = false;
+            g.n_random = 4;
+        }
+        if (!is_small || i == 1) /* there are 2 ranks */
+            run_hosts(shapes[i][0], shapes[i][1], g);
+    }
+}
+
+/* 2 hosts of 4 ranks; one hop; few workers, whose rings fill; forced formats. */
+static void test_variants(void)
+{
+    static const struct group one_hop = {0, SPCCL_FORMAT_AUTO, 0, false, 6, 0, "oneshot"};
+    static const struct group few = {0, SPCCL_FORMAT_AUTO, 1, false, 8, 0, "auto"};
+    static const struct group pici = {0, SPCCL_FORMAT_PICI, 2, false, 4, 0, NULL};
+    static const struct group any = {0, SPCCL_FORMAT_AUTO, 0, false, 6, 0, "auto"};
+    run_hosts(2, 1, few);
+    if (is_small)
+        return;
+    run_hosts(2, 2, one_hop);
+    run_hosts(4, 1, pici);
+    run_hosts(3, 1, few);
+    run_hosts(2, 4, any);
+}
+
+/* Proxies whose calls return AGAIN at random although they could go on. */
+static void test_slow_proxies(void)
+{
+    group_transports = "fault";
+    for (unsigned hold = 2; hold <= (is_small ? 2 : 8); hold *= 4) {
+        struct group g = {.format = SPCCL_FORMAT_AUTO, .max_ctas = 1, .n_random = is_small ? 2 : 4};
+        sp_fault = (sp_fault_plan){.inner = "tcp", .seed = test_rand(), .hold_one_in = hold};
+        run_hosts(2, hold == 2 ? 1 : 2, g);
+    }
+    sp_fault = (sp_fault_plan){.inner = "tcp"};
+    group_transports = "tcp";
+}
+
+/* ---- errors ---- */
+
+struct scene {
+    size_t n;
+    sp_fault_plan plan; /* of the proxies */
+    int n_calls;
+    bool may_work;
+    _Atomic int n_here, n_attached, n_ended, n_errors;
+};
+
+static bool wait_for_ranks(const struct rank_ctx *c, _Atomic int *n)
+{
+    int64_t until = now_ms() + SOON_MS;
+    ++*n;
+    while (*n < c->n_ranks && now_ms() < until)
+        sleep_ms(1);
+    CHECK(*n == c->n_ranks, "rank %d: only %d of %d ranks have come", c->rank, *n, c->n_ranks);
+    return *n == c->n_ranks;
+}
+
+/* Collectives until one fails. The kernel must end, and the GPU must be usable. */
+static void fails(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    int64_t start = now_ms();
+    spccl_status st = SPCCL_OK;
+    if (!wait_for_ranks(c, &s->n_here))
+        return;
+    sp_fault = s->plan; /* all endpoints of the links are open, those of the proxies are not */
+    if (!attach_gpu(c->comm, c->rank, 1) ||
+        !wait_for_ranks(c, &s->n_attached)) /* a fault may end an attach too */
+        return;
+    load_input(c, s->n);
+    for (int i = 0; st == SPCCL_OK && i < s->n_calls; i++) {
+        st = sum(c, s->n, SPCCL_FLOAT32);
+        if (st == SPCCL_OK)
+            st = spccl_cuda_wait(c->comm, m->on, SOON_MS);
+    }
+    if (st != SPCCL_OK) {
+        s->n_errors++;
+        CHECK(strstr(spccl_last_error(), "rank") != NULL, "an error that names no rank: \"%s\"",
+              spccl_last_error());
+        CHECK(st != SPCCL_ERR_BUG, "\"%s\"", spccl_last_error());
+    }
+    sync_stream(m->on);
+    CHECK(now_ms() - start < SOON_MS, "rank %d: ended after %lld ms", c->rank, (long long)(now_ms() - start));
+    (void)wait_for_ranks(c, &s->n_ended); /* a rank that leaves earlier would be taken for dead */
+}
+
+static void run_failing(int n_hosts, int n_per_host, struct scene *s)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    test_ranks_per_host = n_per_host;
+    config.transports = "fault";
+    config.timeout_ms = 8000;
+    sp_fault = (sp_fault_plan){.inner = "tcp"};
+    run_ranks(n_hosts * n_per_host, &config, fails, s, ctx);
+    for (int r = 0; r < n_hosts * n_per_host; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    CHECK(s->may_work || s->n_errors == n_hosts * n_per_host, "%d errors of %d ranks", s->n_errors,
+          n_hosts * n_per_host);
+    /* A new group of the same ranks must work. */
+    sp_fault = (sp_fault_plan){.inner = "tcp"};
+    run_ranks(n_hosts * n_per_host, &config, attach_and_check, NULL, ctx);
+}
+
+/* The proxy of one rank drops all its connections after some messages, as if the rank had died. */
+static void test_cut(void)
+{
+    static const unsigned cut_after[] = {1, 2, 20};
+    for (size_t i = 0; i < sizeof cut_after / sizeof *cut_after; i += is_small ? 3 : 1) {
+        struct scene s = {.n = 60000, .n_calls = 1000};
+        s.plan = (sp_fault_plan){.inner = "tcp", .cut_after = cut_after[i], .cut_rank = (int)i % 2};
+        run_failing(2, i == 2 ? 2 : 1, &s);
+    }
+}
+
+/* Bits of the positions of some messages are flipped. */
+static void test_flipped(void)
+{
+    for (int i = 0; i < (is_small ? 1 : 3); i++) {
+        struct scene s = {.n = 60000, .n_calls = 30, .may_work = true};
+        unsigned before = sp_fault_n_flipped();
+        s.plan = (sp_fault_plan){
+            .inner = "tcp", .seed = test_rand(), .flip_one_in = 3, .flip_within = i % 2 == 0 ? 40 : 200};
+        run_failing(2 + i / 2, 1, &s);
+        CHECK(sp_fault_n_flipped() != before, "nothing was flipped");
+    }
+}
+
+/* A rank does not come: the others' deadlines pass, also those of ranks on its host. */
+static void stays_away(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    spccl_status st = SPCCL_OK;
+    int64_t until;
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    load_input(c, s->n);
+    CHECK_OK(spccl_comm_set_timeout(c->comm, 1500));
+    if (!wait_for_ranks(c, &s->n_here))
+        return;
+    until = now_ms() + SOON_MS;
+    if (c->rank != 1) {
+        CHECK_OK(sum(c, s->n, SPCCL_FLOAT32));
+        st = spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, SOON_MS);
+        CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "rank %d: \"%s\" does not name rank 1", c->rank,
+              spccl_last_error());
+    }
+    while (c->rank == 1 && (st = spccl_comm_async_error(c->comm)) == SPCCL_OK && now_ms() < until)
+        sleep_ms(1);
+    CHECK(st == SPCCL_ERR_TIMEOUT || st == SPCCL_ERR_ABORTED, "rank %d: %s: %s", c->rank,
+          spccl_status_name(st), spccl_last_error());
+    (void)wait_for_ranks(c, &s->n_ended);
+}
+
+static void test_missing_rank(void)
+{
+    for (int i = 0; i < (is_small ? 1 : 2); i++) {
+        struct rank_ctx ctx[RANKS_CAP];
+        struct scene s = {.n = i == 0 ? FEW : 60000};
+        spccl_config config = SPCCL_CONFIG_INIT;
+        config.transports = "tcp";
+        test_ranks_per_host = 1 + i;
+        run_ranks(2 + 2 * i, &config, stays_away, &s, ctx);
+    }
+}
+
+/* ---- graphs ---- */
+
+static void replays(struct rank_ctx *c)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    check_works(c);
+    CUDA_OK(cudaStreamBeginCapture(m->on, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(sum(c, FEW * 20, SPCCL_FLOAT32));
+    CUDA_OK(cudaStreamEndCapture(m->on, &graph));
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    load_input(c, FEW * 20);
+    for (int i = 0; i < 4 && all_here(c->comm); i++) {
+        if (i == 3)
+            sleep_ms(300); /* the proxies sleep by then; no call of the library wakes them */
+        CUDA_OK(cudaGraphLaunch(exec, m->on));
+        check_sums(c, FEW * 20);
+    }
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+}
+
+static void test_graphs(void)
+{
+    for (int i = 0; i < (is_small ? 1 : 2); i++) {
+        struct rank_ctx ctx[RANKS_CAP];
+        spccl_config config = SPCCL_CONFIG_INIT;
+        config.transports = "tcp";
+        test_ranks_per_host = 1 + i;
+        run_ranks(2 + 2 * i, &config, replays, NULL, ctx);
+        for (int r = 0; r < 2 + 2 * i; r++)
+            CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    }
+}
+
+/* ---- the setting ---- */
+
+static void is_refused(struct rank_ctx *c)
+{
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    spccl_status st;
+    config.device = rank_buffers[c->rank].device;
+    st = spccl_cuda_attach(c->comm, &config);
+    CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "SPCCL_CUDA_BETWEEN_HOSTS=0") != NULL,
+          "rank %d: %s: %s", c->rank, spccl_status_name(st), spccl_last_error());
+}
+
+static void test_off_by_default(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    test_ranks_per_host = 1;
+    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
+    run_ranks(2, NULL, is_refused, NULL, ctx);
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"off_by_default", test_off_by_default}, {"shapes", test_shapes}, {"variants", test_variants},
+        {"slow_proxies", test_slow_proxies},     {"cut", test_cut},       {"flipped", test_flipped},
+        {"missing_rank", test_missing_rank},     {"graphs", test_graphs}, {NULL, NULL}};
+    cuda_test_start(&argc, argv);
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_SCHEDULE", "direct", 1); /* so that kernels wait in both hops */
+    group_transports = "tcp";
+    make_rank_buffers(is_small ? 2 : N_RANKS_MAX, total_bytes() + 4 * GUARD_BYTES);
+    return test_main(cases, argc, argv);
+}
