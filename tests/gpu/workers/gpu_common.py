@@ -18,6 +18,9 @@ from workers import common
 from workers.common import RANK, report, same_bits
 
 DEVICE = torch.device("cuda", RANK)
+# This many ranks count as on one host; without it all do.
+if "RANKS_PER_HOST" in os.environ:
+    os.environ["SPCCL_HOST_ID"] = f"host {RANK // int(os.environ['RANKS_PER_HOST'])}"
 
 
 def start(backend: str = "spccl", *, bind: bool = False, timeout_s: float = 60, name: str = "store", **kwargs: object):

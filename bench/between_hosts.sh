@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Compares GPU collectives between hosts with NCCL over sockets, on one machine: the ranks count as on different hosts,
+# and all that goes between these passes TCP on loopback. NCCL may use neither NVLink nor shared memory.
+#   bench/between_hosts.sh [RANKS [RANKS_PER_HOST [ARGUMENTS OF spccl bench...]]]      default: 4 1
+# Needs an installed spccl with CUDA, torch and as many GPUs as ranks. With RANKS_PER_HOST above 1, spccl uses NVLink
+# inside a host and NCCL does not: then the ratio is no comparison of networks.
+# CSV: bench/results/gpu/between-hosts-RANKS-RANKS_PER_HOST.csv (OUT: another folder).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ranks=${1:-4} per_host=${2:-1}
+shift $(($# < 2 ? $# : 2))
+out=${OUT:-bench/results/gpu}
+mkdir -p "$out"
+export SPCCL_CUDA_BETWEEN_HOSTS=1 PER_HOST=$per_host
+export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_NVLS_ENABLE=0
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+# Threads and sockets of NCCL, tuned for one machine: at most 64 in all per pair.
+export NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-4} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-4}
+(($# > 0)) || set -- --sizes 4K,64M,512M --sparsity 0,90%,99%
+exec torchrun --nproc-per-node "$ranks" --no-python bash -c \
+    'SPCCL_HOST_ID="host $((RANK / PER_HOST))" exec python3 -m spccl bench --device cuda "$@"' bench \
+    "$@" --csv "$out/between-hosts-$ranks-$per_host.csv"
