@@ -41,6 +41,7 @@ class ModelSize:
 SIZES = {
     "25m": ModelSize(),
     "tiny": ModelSize(layers=2, width=64, heads=2, context=64),
+    "half": ModelSize(layers=4, width=96, heads=4, context=64),
     "3m": ModelSize(layers=4, width=256, heads=4, context=256),
 }
 
@@ -74,6 +75,10 @@ class Layout:
         self.tile_tensor = torch.tensor(tiles)
         self.matrices = matrices
         self.n_params = sum(math.prod(shape) for shape in self.shapes.values())
+
+    def numel(self, name: str) -> int:
+        """Elements of a parameter of one worker."""
+        return math.prod(self.shapes[name])
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat` [workers, n_elems], one per parameter, each [workers, *shape]."""

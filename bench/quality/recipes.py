@@ -18,9 +18,12 @@ class Recipe:
         every: local steps between two exchanges.
         moment: second moment that divides the update: "local", "corrected" (v/N + (1-1/N) m^2), "unbiased",
             "ratio" (v times a factor per matrix that estimates averaged over local), "scaled" (v/N).
-        select: "top" (largest of each matrix), "rotate" (all workers send the same slices, in turn).
+        select: "top" (largest of each matrix, by a threshold from a sample), "chunk" (exactly the largest k of each
+            4096), "rotate" (all workers send the same slices, in turn).
         power: "top" ranks entries by |e| * v**(power / 4).
-        wire: dtype of the exchanged values.
+        wire: dtype of the exchanged values: "float32", "bfloat16", or "2bit" with select=chunk: sign and one of two
+            levels per chunk, in an all-gather.
+        decay: factor on what stays unsent, per exchange (SparseLoCo: 0.95).
         look_ahead: a worker's own weights are the agreed ones minus this times what it has not sent.
         outer_lr, outer_momentum: Nesterov step on the averaged change (DiLoCo).
     """
@@ -37,11 +40,25 @@ class Recipe:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     look_ahead: float = 1.0
+    decay: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
     shape: str = "constant"
     decay_in_change: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("mode", self.mode, ("dense", "gradient", "update")),
+            ("select", self.select, ("top", "chunk", "rotate")),
+            ("wire", self.wire, ("float32", "bfloat16", "2bit")),
+        ):
+            if value not in known:
+                raise ValueError(f"recipe: {name} is {value!r}, wanted one of {', '.join(known)}")
+        if self.wire == "2bit" and self.select != "chunk":
+            raise ValueError(f"recipe: wire=2bit with select={self.select}, wanted select=chunk")
+        if self.wire == "2bit" and (self.warmup or self.density >= 1):
+            raise ValueError("recipe: wire=2bit with warmup or density=1, which send whole values; wanted neither")
 
     def density_at(self, step: int, steps: int) -> float:
         """Density of the exchange after `step` (from 1)."""

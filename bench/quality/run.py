@@ -3,7 +3,8 @@
     python bench/quality/run.py --recipes bench/quality/recipes.txt --out bench/results/quality-NAME.csv [...]
 
 The CSV gets a row per evaluation. Runs that are complete in it are skipped, so a queue that was cut off goes on where
-it was. With --checkpoints FOLDER a run goes on from its last evaluation.
+it was. With --checkpoints FOLDER a run goes on from its last evaluation, with the same bits as a run that was not cut
+off. Ends with status 3 if --seconds were over before the queue was done.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import csv
 import hashlib
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
 import torch
+from checkpoints import Checkpoint
 from model import SIZES, Layout
 from recipes import Recipe, parse
 from simulate import Simulation
@@ -45,7 +48,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--text-mb", type=int, default=160)
     p.add_argument("--text-cache", type=Path)
     p.add_argument("--checkpoints", type=Path)
-    p.add_argument("--seconds", type=float, default=1e9, help="start no run that is expected to end later than this")
+    p.add_argument("--seconds", type=float, default=1e9, help="stop at the first evaluation after so many")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--at-once", type=int, default=1, help="runs that share the device; for small models")
     p.add_argument("--no-compile", action="store_true")
@@ -62,18 +65,20 @@ def finished(path: Path) -> set[tuple[str, int, int]]:
         return {(r["name"], int(r["seed"]), int(r["steps"])) for r in rows if r["step"] == r["steps"]}
 
 
-def drop_unfinished(path: Path) -> None:
-    """Remove the rows of runs that did not reach their last step: without a checkpoint they start again."""
+def keep_rows(path: Path, kept: list[dict]) -> None:
+    """Leave only the rows of finished runs and `kept` in the CSV: unfinished runs go on from their checkpoints."""
     done = finished(path)
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     facts = [line for line in lines if line.startswith("#")]
     rows = [r for r in csv.DictReader(lines[len(facts) :]) if (r["name"], int(r["seed"]), int(r["steps"])) in done]
     if lines:
-        with path.open("w") as file:
+        new = path.with_suffix(".new")
+        with new.open("w") as file:
             file.writelines(facts)
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(rows + kept)
+        new.replace(path)
 
 
 def start_file(path: Path, facts: dict[str, object]) -> None:
@@ -97,6 +102,14 @@ def facts_of(args: argparse.Namespace, digest: str, text: torch.Tensor) -> dict[
     }
 
 
+def checkpoint_of(args: argparse.Namespace, job: tuple[str, Recipe, int]) -> Checkpoint | None:
+    name, recipe, seed = job
+    if args.checkpoints is None:
+        return None
+    run = (name, recipe, seed, args.steps, args.size, args.workers, args.batch, args.text_mb, args.evaluate_every)
+    return Checkpoint(args.checkpoints / hashlib.sha256(repr(run).encode()).hexdigest()[:16])
+
+
 class Run:
     """One recipe and seed, from its checkpoint or from the start, to the last step."""
 
@@ -110,12 +123,12 @@ class Run:
         self.sim = Simulation(SIZES[args.size], self.recipe, run, texts[0])
         self.seen, self.spent_s = {"loss": 0.0, "bytes": 0.0, "density": 0.0}, 0.0
         self.seen_step = 0
-        key = hashlib.sha256(f"{self.recipe}{self.seed}{args.steps}{args.size}".encode()).hexdigest()[:16]
-        self.checkpoint = args.checkpoints / f"{key}.pt" if args.checkpoints else None
-        if self.checkpoint is not None and self.checkpoint.exists():
-            saved = torch.load(self.checkpoint)
+        self.rows: list[dict[str, object]] = []
+        self.checkpoint = checkpoint_of(args, job)
+        if self.checkpoint is not None and (saved := self.checkpoint.load()) is not None:
             self.sim.load(saved)
             self.seen, self.spent_s, self.seen_step = saved["seen"], saved["spent_s"], self.sim.step
+            self.rows = saved["rows"]
 
     def row(self) -> dict[str, object]:
         """Evaluate and make a row of the CSV."""
@@ -142,17 +155,19 @@ class Run:
         return row
 
     def record(self, seconds: float) -> bool:
-        """After some steps: write a row and a checkpoint. Returns whether the run is to go on."""
+        """After some steps: write a checkpoint and a row. Returns whether the run is to go on."""
         args, sim = self.args, self.sim
         self.spent_s += seconds
         row = self.row()
+        self.rows.append(row)
+        going = sim.step < args.steps and float(row["loss"]) < 50  # also stops at nan
+        if self.checkpoint is not None and going:
+            extra = {"seen": self.seen, "spent_s": self.spent_s, "rows": self.rows}
+            self.checkpoint.save(sim.save() | extra)
         with args.out.open("a") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
-        if self.checkpoint is not None and sim.step < args.steps:
-            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            extra = {"seen": self.seen, "spent_s": self.spent_s}
-            torch.save(sim.save() | extra, self.checkpoint)
-        going = sim.step < args.steps and float(row["loss"]) < 50  # also stops at nan
+        if self.checkpoint is not None and not going:
+            self.checkpoint.remove()
         if not going:
             print(
                 f"{self.name:34s} seed {self.seed} step {sim.step} loss {row['loss']} "
@@ -168,8 +183,11 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def go(runs: list[Run], evaluate_every: int) -> None:
-    """Take all runs to their last step. On CUDA each has a stream of its own, so that small kernels overlap."""
+def go(runs: list[Run], evaluate_every: int, until: float) -> bool:
+    """Take all runs to their last step, or to the first evaluation after the time `until`. Returns whether they ended.
+
+    On CUDA each has a stream of its own, so that small kernels overlap.
+    """
     streams = [torch.cuda.Stream() if run.args.device == "cuda" else None for run in runs]
     going = list(zip(runs, streams, strict=True))
     wait_for_device()
@@ -183,6 +201,9 @@ def go(runs: list[Run], evaluate_every: int) -> None:
         wait_for_device()
         seconds = time.monotonic() - start
         going = [(run, stream) for run, stream in going if run.record(seconds)]
+        if going and time.monotonic() > until:
+            return False
+    return True
 
 
 def main() -> None:
@@ -190,22 +211,24 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     train, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
     texts = (train.to(args.device), held_out.to(args.device))
-    if args.checkpoints is None:
-        drop_unfinished(args.out)
-    start_file(args.out, facts_of(args, digest, train))
+    until = time.monotonic() + args.seconds
     lines = [line.strip() for line in args.recipes.read_text().splitlines()]
     wanted = [parse(line) for line in lines if line and not line.startswith("#")]
     only = {word for word in args.only.split(",") if word}
-    begin, longest, done = time.monotonic(), 0.0, finished(args.out)
+    done = finished(args.out)
     jobs = [(name, recipe, int(seed)) for seed in args.seeds.split(",") for name, recipe in wanted]
     jobs = [job for job in jobs if (not only or job[0] in only) and (job[0], job[2], args.steps) not in done]
+    saved = [c.load() for job in jobs if (c := checkpoint_of(args, job)) is not None]
+    keep_rows(args.out, [row for state in saved if state is not None for row in state["rows"]])
+    del saved
+    start_file(args.out, facts_of(args, digest, train))
     for i in range(0, len(jobs), args.at_once):
-        at = time.monotonic()
-        if at - begin + longest > args.seconds:
-            print(f"no time left, not started: {', '.join(f'{name} seed {seed}' for name, _, seed in jobs[i:])}")
-            break
-        go([Run(args, job, texts) for job in jobs[i : i + args.at_once]], args.evaluate_every)
-        longest = max(longest, time.monotonic() - at)
+        now = jobs[i : i + args.at_once]
+        ended = time.monotonic() < until and go([Run(args, job, texts) for job in now], args.evaluate_every, until)
+        if not ended:
+            print(f"time is over; left: {', '.join(f'{name} seed {seed}' for name, _, seed in jobs[i:])}", flush=True)
+            sys.exit(3)
+    print("the queue is done", flush=True)
 
 
 if __name__ == "__main__":

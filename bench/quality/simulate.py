@@ -15,7 +15,7 @@ from model import SLICE, TILE, Layout, ModelSize, losses
 from recipes import Recipe
 from text import windows
 from torch import Tensor
-from wire import all_reduce_bytes
+from wire import all_gather_bytes, all_reduce_bytes, chunk_bytes
 
 EPSILON = 1e-8
 SAMPLE = 4096  # entries that a threshold is estimated from
@@ -71,16 +71,47 @@ def rounded(x: Tensor, wire: str) -> Tensor:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
-def take(unsent: Tensor, v: Tensor, limit: Tensor, power: int, wire: str) -> tuple[Tensor, Tensor]:
-    """Take from `unsent` what is sent: entries with |e| v^(power/4) >= limit [N, n / TILE, 1].
-
-    Returns: the average of what was sent, [1, n], and which entries each worker sent, [N, n].
-    """
+def reaches(unsent: Tensor, v: Tensor, limit: Tensor, power: int) -> Tensor:
+    """Which entries have |e| v^(power/4) >= limit [N, n / TILE, 1]. [N, n] bool."""
     score = unsent.abs() if power == 0 else unsent.abs() * v.pow(power / 4)
-    listed = (score.unflatten(-1, (-1, TILE)) >= limit).flatten(-2) & (unsent != 0)
-    sent = rounded(torch.where(listed, unsent, 0.0), wire)
-    unsent.sub_(sent)
-    return rounded(sent.sum(0, keepdim=True), wire) / unsent.shape[0], listed
+    return (score.unflatten(-1, (-1, TILE)) >= limit).flatten(-2) & (unsent != 0)
+
+
+def chunk_listed(unsent: Tensor, n_sent: Tensor, whole: Tensor) -> Tensor:
+    """Which entries are the `n_sent` ([1] int64) largest of their chunk of TILE; of equal ones the first. [N, n] bool.
+
+    `whole` [n / TILE] bool marks chunks that are sent whole. Zeros are never listed.
+    """
+    size = unsent.unflatten(-1, (-1, TILE)).abs()
+    limit = size.sort(dim=-1, descending=True).values.gather(-1, (n_sent - 1).expand(*size.shape[:2], 1))
+    above, equal = size > limit, size == limit
+    rank = equal.cumsum(-1, dtype=torch.int32) + above.sum(-1, keepdim=True, dtype=torch.int32)
+    listed = above | (equal & (rank <= n_sent)) | whole[None, :, None]
+    return (listed & (size != 0)).flatten(-2)
+
+
+def two_levels(sent: Tensor, whole: Tensor) -> Tensor:
+    """Two bits per value: sign and level. A chunk has two levels: the means of the magnitudes below and above the
+    mean. Levels are bfloat16. Chunks in `whole` stay as they are."""
+    value = sent.unflatten(-1, (-1, TILE))
+    size, there = value.abs(), value != 0
+    mean = size.sum(-1, keepdim=True) / there.sum(-1, keepdim=True).clamp(min=1)
+    high = size >= mean
+    levels = [
+        rounded((size * part).sum(-1, keepdim=True) / part.sum(-1, keepdim=True).clamp(min=1), "bfloat16")
+        for part in (there & ~high, there & high)
+    ]
+    coded = torch.where(high, levels[1], levels[0]) * value.sign()
+    return torch.where(whole[None, :, None], value, coded).flatten(-2)
+
+
+def take_listed(unsent: Tensor, listed: Tensor, whole: Tensor, wire: str, decay: Tensor) -> Tensor:
+    """Take what is listed from `unsent` and shrink the rest. Returns the average of what was sent, [1, n]."""
+    sent = torch.where(listed, unsent, 0.0)
+    sent = two_levels(sent, whole) if wire == "2bit" else rounded(sent, wire)
+    unsent.sub_(sent).mul_(decay)
+    total = sent.sum(0, keepdim=True)
+    return (total if wire == "2bit" else rounded(total, wire)) / unsent.shape[0]
 
 
 def average(rows: Tensor) -> Tensor:
@@ -200,6 +231,7 @@ class Simulation:
             "workers": float(self.workers),
             "decay": r.weight_decay if r.decay_in_change else 0.0,
             "look_ahead": r.look_ahead,
+            "unsent_decay": r.decay,
             "global_decay": 0.0 if r.decay_in_change else r.weight_decay,
         }
         self.constants = {name: torch.tensor(value, device=self.device) for name, value in constants.items()}
@@ -228,7 +260,8 @@ class Simulation:
 
         self.losses, self.bytes = made(losses), made(all_reduce_bytes)
         self.local_step, self.global_step = made(local_step), made(global_step)
-        self.take, self.average, self.write_copies = made(take), made(average), made(write_copies)
+        self.reaches, self.take_listed = made(reaches), made(take_listed)
+        self.average, self.write_copies = made(average), made(write_copies)
 
     # ---- one step ----
 
@@ -268,11 +301,19 @@ class Simulation:
 
     def exchange(self, density: Tensor) -> Tensor:
         """Average over the workers of what they send. Counts its bytes."""
-        recipe = self.recipe
-        mean, listed = self.take(
-            self.state["unsent"], self.state["v"], self.limits(density), recipe.power, recipe.wire
-        )
-        self.sums["bytes"] += self.bytes(listed, mean[0] != 0, 4 if recipe.wire == "float32" else 2)
+        recipe, unsent = self.recipe, self.state["unsent"]
+        n_sent = (density * TILE).round().long().clamp(1, TILE).view(1)
+        if recipe.select == "chunk":
+            listed = chunk_listed(unsent, n_sent, self.vector_tiles | (n_sent == TILE))
+        else:
+            listed = self.reaches(unsent, self.state["v"], self.limits(density), recipe.power)
+        mean = self.take_listed(unsent, listed, self.vector_tiles, recipe.wire, self.constants["unsent_decay"])
+        if recipe.wire == "2bit":
+            n_tiles = self.layout.n_matrix_elems // TILE
+            vectors = self.layout.n_params - sum(self.layout.numel(name) for name in self.layout.matrices)
+            self.sums["bytes"] += all_gather_bytes(n_tiles * chunk_bytes(n_sent, TILE) + 4 * vectors, self.workers)
+        else:
+            self.sums["bytes"] += self.bytes(listed, mean[0] != 0, 4 if recipe.wire == "float32" else 2)
         self.sums["density"] += listed.sum() / listed.numel()
         return mean
 

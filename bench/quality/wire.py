@@ -56,6 +56,24 @@ def all_reduce_bytes(sent: Tensor, results: Tensor, elem_bytes: int) -> Tensor:
     return total * (ranks - 1) / ranks
 
 
+def chunk_bytes(n_sent: Tensor, n_elems: int) -> Tensor:
+    """Size of one chunk with at most `n_sent` (int64) of `n_elems` elements listed, in two bits each (FORMAT.md, 9)."""
+    low_bits = (n_elems // n_sent.clamp(min=1)).double().log2().floor().long()
+    elias_fano = _bytes_of(n_sent * low_bits) + _bytes_of(n_sent + n_elems // 2**low_bits)
+    index = torch.minimum(elias_fano, torch.full_like(n_sent, n_elems // 8))
+    return 4 + index + _bytes_of(2 * n_sent)
+
+
+def _bytes_of(n_bits: Tensor) -> Tensor:
+    return (n_bits + 7) // 8
+
+
+def all_gather_bytes(n_bytes: Tensor, ranks: int) -> Tensor:
+    """Bytes that one rank sends in an all-gather of `n_bytes` (int64) of its own: dense frames of 128 KiB."""
+    slices = (n_bytes + 131071) // 131072
+    return (_padded(n_bytes) + slices * (HEADER_BYTES + ENVELOPE_BYTES)) * (ranks - 1)
+
+
 def dense_bytes(n_elems: int, ranks: int) -> float:
     """Bytes that one rank sends in an all-reduce of `n_elems` float32 elements."""
     return 4.0 * n_elems * 2 * (ranks - 1) / ranks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +13,12 @@ torch = pytest.importorskip("torch")
 spccl = pytest.importorskip("spccl")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "quality"))
 
+from checkpoints import Checkpoint  # noqa: E402
 from model import Layout, ModelSize, losses  # noqa: E402
 from recipes import Recipe, parse  # noqa: E402
-from simulate import Simulation, rounded  # noqa: E402
+from simulate import Simulation, chunk_listed, rounded, two_levels  # noqa: E402
 from text import windows  # noqa: E402
-from wire import all_reduce_bytes, frame_bytes, slice_stats  # noqa: E402
+from wire import all_reduce_bytes, chunk_bytes, frame_bytes, slice_stats  # noqa: E402
 
 SIZE = ModelSize(layers=1, width=64, heads=2, context=32)
 
@@ -73,7 +76,82 @@ def test_rounded_is_a_cast_to_bfloat16() -> None:
     assert torch.equal(rounded(x, "float32"), x)
 
 
-@pytest.mark.parametrize("select", ["top", "rotate"])
+@pytest.mark.parametrize("n_sent", [1, 41, 64, 348, 1024, 2048, 4000])
+def test_bytes_of_a_chunk_are_those_of_the_wrapper(n_sent: int) -> None:
+    from spccl.optim.packed import Layout
+
+    assert chunk_bytes(torch.tensor([n_sent]), 4096).item() == Layout(4096, n_sent / 4096).row_bytes
+
+
+def test_chunk_lists_exactly_k_of_each_and_two_levels() -> None:
+    x = torch.randn(2, 3 * 4096, generator=torch.Generator().manual_seed(4))
+    x[0, 4096:8192] = x[0, 4096:8192].sign()  # equal magnitudes: the first ones
+    whole = torch.tensor([False, False, True])
+    listed = chunk_listed(x, torch.tensor([410]), whole)
+    assert listed.unflatten(-1, (-1, 4096)).sum(-1).tolist() == [[410, 410, 4096]] * 2
+    assert listed[0, 4096 : 4096 + 410].all()
+    coded = two_levels(torch.where(listed, x, 0.0), whole)
+    assert [len(row.abs().unique()) for row in coded[:, :4096]] == [3, 3]  # 0 and two levels
+    assert torch.equal(coded[:, 8192:], x[:, 8192:]) and (coded * x >= 0).all()
+    assert abs(coded[1, :4096].abs().sum() / x[1, :4096][listed[1, :4096]].abs().sum() - 1) < 0.005
+
+
+def test_a_queue_that_is_cut_off_ends_with_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that stops at every evaluation ends with the losses of one that never stops. Its clock counts calls."""
+    import run
+
+    recipes = "dense: mode=dense\nlocal: every=2 density=0.1 select=chunk wire=2bit outer_momentum=0.5\n"
+    (tmp_path / "recipes.txt").write_text(recipes)
+    text = torch.randint(0, 256, (9000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    torch.save({"train": text, "held_out": text[:3000].clone(), "digest": "random"}, tmp_path / "text.pt")
+
+    def call(name: str, seconds: int) -> int:
+        options = "--device cpu --size tiny --steps 6 --batch 1 --evaluate-every 2"
+        options += " --evaluate-windows 2 --final-windows 4"
+        paths = {"--text-cache": "text.pt", "--recipes": "recipes.txt", "--checkpoints": name, "--out": f"{name}.csv"}
+        words = [word for option, path in paths.items() for word in (option, str(tmp_path / path))]
+        monkeypatch.setattr(sys, "argv", ["run.py", *options.split(), *words, "--seconds", str(seconds)])
+        clock = itertools.count()
+        monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+        try:
+            run.main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    def rows(name: str) -> list[str]:
+        lines = (tmp_path / f"{name}.csv").read_text().splitlines()
+        return [line.rpartition(",")[0] for line in lines if not line.startswith("#")]
+
+    assert call("straight", 1000) == 0
+    assert len(rows("straight")) == 1 + 2 * 3
+    assert [call("pieces", 3), call("pieces", 3)] == [3, 3]
+    assert len(rows("pieces")) == 1 + 2
+    with (tmp_path / "pieces.csv").open("a") as file:  # killed between a row and the next checkpoint
+        file.write("dense,0,6,4,0,0,0,0,9.9,9.9,0,0\n")
+    assert [call("pieces", 3) for _ in range(4)] == [3, 3, 3, 0]
+    assert rows("pieces") == rows("straight")
+    assert not list((tmp_path / "pieces").glob("*"))
+
+
+def test_a_checkpoint_that_is_not_complete_is_not_used(tmp_path: Path) -> None:
+    saved = Checkpoint(tmp_path / "run", most_bytes=1000)
+    saved.save({"step": 1, "x": torch.arange(2000)})
+    assert max(p.stat().st_size for p in (tmp_path / "run").iterdir()) == 1000
+    saved.save({"step": 2, "x": torch.arange(2000)})
+    assert saved.load()["step"] == 2
+    (tmp_path / "run.new").mkdir()  # killed while it wrote the next one
+    (tmp_path / "run.new" / "part-0").write_bytes(b"half")
+    assert saved.load()["step"] == 2
+    (tmp_path / "run").rename(tmp_path / "run.old")  # killed between the two renames
+    assert torch.equal(saved.load()["x"], torch.arange(2000))
+    saved.save({"step": 3})
+    assert saved.load() == {"step": 3} and not (tmp_path / "run.old").exists()
+    saved.remove()
+    assert saved.load() is None
+
+
+@pytest.mark.parametrize("select", ["top", "rotate", "chunk"])
 def test_nothing_is_lost(select: str) -> None:
     """What is sent plus what is kept is what there was: the mean of the workers' copies does not depend on density."""
     sim = simulation(Recipe(density=0.1, select=select, weight_decay=0.0), workers=4)
