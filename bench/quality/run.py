@@ -214,10 +214,10 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     lines = [line.strip() for line in args.recipes.read_text().splitlines()]
     wanted = [parse(line) for line in lines if line and not line.startswith("#")]
-    only = {word for word in args.only.split(",") if word}
     done = finished(args.out)
     jobs = [(name, recipe, int(seed)) for seed in args.seeds.split(",") for name, recipe in wanted]
-    jobs = [job for job in jobs if (not only or job[0] in only) and (job[0], job[2], args.steps) not in done]
+    named = [job for job in jobs if not args.only or f",{job[0]}," in f",{args.only},"]  # names may have a comma
+    jobs = [job for job in named if (job[0], job[2], args.steps) not in done]
     saved = [c.load() for job in jobs if (c := checkpoint_of(args, job)) is not None]
     keep_rows(args.out, [row for state in saved if state is not None for row in state["rows"]])
     del saved
