@@ -36,21 +36,27 @@ static void nothing(struct rank_ctx *c)
     (void)c;
 }
 
+/* The rank whose pthread_atfork fails gets NOMEM, and its peer the same, or PEER with that rank's reason. */
 static spccl_status make_group(const char *transport, void (*fn)(struct rank_ctx *))
 {
     struct rank_ctx ctx[2];
     spccl_config config = SPCCL_CONFIG_INIT;
     spccl_status st = SPCCL_OK;
+    bool told = false;
     config.transports = transport;
     config.timeout_ms = CHILD_S * 500;
     run_ranks(2, &config, fn, NULL, ctx);
     for (int r = 0; r < 2; r++)
         if (ctx[r].created != SPCCL_OK) {
-            CHECK(ctx[r].created == SPCCL_ERR_NOMEM && strstr(ctx[r].error, "pthread_atfork") != NULL &&
+            bool peer = ctx[r].created == SPCCL_ERR_PEER && strstr(ctx[r].error, "cannot join") != NULL;
+            CHECK((peer || ctx[r].created == SPCCL_ERR_NOMEM) &&
+                      strstr(ctx[r].error, "pthread_atfork") != NULL &&
                       strstr(ctx[r].error, "start the process again") != NULL,
                   "rank %d: %s: %s", r, spccl_status_name(ctx[r].created), ctx[r].error);
-            st = ctx[r].created;
+            told = told || peer;
+            st = st == SPCCL_ERR_NOMEM ? st : ctx[r].created;
         }
+    CHECK(!told || st == SPCCL_ERR_NOMEM, "a rank was told of a failure that no rank had");
     return st;
 }
 

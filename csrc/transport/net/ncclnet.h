@@ -78,7 +78,7 @@ struct sp_ncclnet {
     _Atomic int call_slot, call_peer;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    atomic_bool asleep;
+    atomic_int asleep;
     /* wake-ups of the caller */
     atomic_uint n_events;
     unsigned n_events_seen;

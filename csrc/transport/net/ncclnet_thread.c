@@ -353,10 +353,10 @@ static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
     until.tv_nsec = ns % 1000000000;
     /* `asleep` is set before the last look; the caller allows segments before it reads `asleep`. */
     pthread_mutex_lock(&ep->lock);
-    atomic_store(&ep->asleep, true);
+    (void)atomic_exchange(&ep->asleep, 1);
     if (!has_work(ep) && !atomic_load(&ep->stop))
         (void)pthread_cond_timedwait(&ep->wake, &ep->lock, &until);
-    atomic_store(&ep->asleep, false);
+    atomic_store(&ep->asleep, 0);
     pthread_mutex_unlock(&ep->lock);
 }
 
@@ -431,8 +431,8 @@ spccl_status sp_nn_thread_start(struct sp_ncclnet *ep)
 
 void sp_nn_thread_kick(struct sp_ncclnet *ep)
 {
-    atomic_thread_fence(memory_order_seq_cst); /* what was allowed is visible before `asleep` is read */
-    if (!atomic_load(&ep->asleep))
+    /* A read-modify-write, as the thread's exchange is: whichever comes second sees what the other did before. */
+    if (atomic_fetch_add(&ep->asleep, 0) == 0)
         return;
     pthread_mutex_lock(&ep->lock);
     pthread_cond_signal(&ep->wake);
