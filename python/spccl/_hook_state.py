@@ -158,6 +158,12 @@ def reshard(who: str, states: list[dict[str, Any]], world_size: int) -> list[dic
             f"{who}.reshard: wanted the states of all ranks at one step, got "
             f"{[(s['world_size'], s['step']) for s in states]} as (ranks, step)"
         )
+    shards = {tuple(s.get("shard", ())) for s in states}
+    if len(shards) > 1:
+        raise ValueError(
+            f"{who}.reshard: wanted the states of one shard's replicas, got shards {sorted(shards)} (number, of how "
+            "many)"
+        )
     factor = world_size / len(states)
     resharded = []
     for rank in range(world_size):

@@ -146,6 +146,12 @@ def test_a_checkpoint_of_the_other_dtype_loads(one_rank):
         assert {r.dtype for r in residuals(hook).values()} == {dtype}
 
 
+def test_reshard_refuses_states_of_several_shards():
+    state = {"version": 1, "world_size": 2, "step": 7, "seed": 0, "parameters": {}}
+    with pytest.raises(ValueError, match=r"one shard's replicas, got shards \[\(0, 2\), \(1, 2\)\]"):
+        ddp.PrunedGradients.reshard([{**state, "shard": (0, 2)}, {**state, "shard": (1, 2)}], 1)
+
+
 def test_resharded_states_keep_their_dtype():
     def state(value):
         kept = {"residual": torch.full((4,), value).bfloat16(), "velocity": None, "threshold": None}

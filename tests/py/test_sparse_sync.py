@@ -344,3 +344,12 @@ def test_scheduler_and_hooks():
         import pickle
 
         pickle.dumps(opt)
+
+
+def test_reshard_refuses_states_of_several_shards():
+    states = [
+        {"sparse_sync": {"world_size": 2, "rank": rank, "steps": 3, "shard": ((rank, 2),), "parameters": []}}
+        for rank in range(2)
+    ]
+    with pytest.raises(ValueError, match="hold one shard, got shards"):
+        SparseSync.reshard(states, 2)

@@ -163,7 +163,7 @@ def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
 
     New rank r gets the inner optimizer's state of old rank r % len(states), and as unsent part the sum of those of old
     ranks r, r + world_size, ... times world_size / len(states). So the average over ranks of what is unsent stays.
-    Raises: ValueError if a rank's state is missing, or the states differ in step.
+    Raises: ValueError if a rank's state is missing, or the states differ in step or shard.
     """
     parts = [state.get(KEY) for state in states]
     if not parts or world_size < 1 or any(part is None for part in parts):
@@ -174,6 +174,12 @@ def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
         raise ValueError(
             "SparseSync.reshard: wanted the states of all ranks at one step, in rank order, got "
             f"{found} as (ranks, rank, step)"
+        )
+    shards = {tuple(part.get("shard", ())) for part in parts}
+    if len(shards) > 1:
+        raise ValueError(
+            f"SparseSync.reshard: wanted the states of the ranks that hold one shard, got shards {sorted(shards)} "
+            "(number, of how many)"
         )
     factor = world_size / len(parts)
     new = []
