@@ -61,8 +61,9 @@ static void put(spccl_dtype dtype, uint8_t *x, size_t i, double v)
         memcpy(x + i * 4, &f, 4);
 }
 
-/* With few magnitudes many elements are equal to the smallest that a chunk sends. Equal weights lie at random places: a sample that met too many of them would have a threshold of 0. Then the
- * host's bound on what is sent comes in, which a GPU has not. */
+/* With few magnitudes many elements are equal to the smallest that a chunk sends. Equal weights lie at random
+ * places: a sample with too many of them would have a threshold of 0. Then the host would bound what is sent, and
+ * the GPU, which has no such bound, would not. */
 static void fill(spccl_dtype dtype, bool equal_magnitudes)
 {
     size_t n = CAP_BYTES / 2 / spccl_dtype_bytes(dtype);

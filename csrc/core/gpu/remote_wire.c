@@ -66,15 +66,15 @@ static spccl_status check_credit(const sp_remote_entry *e, const sp_remote_posit
 static spccl_status check_run(const sp_remote_entry *e, const sp_remote_positions *at, uint32_t ring,
                               size_t data_bytes)
 {
-    uint64_t room = at->freed[ring] + at->ring_bytes - at->arrived[ring];
+    uint64_t space = at->freed[ring] + at->ring_bytes - at->arrived[ring];
     if (e->position != at->arrived[ring])
         return SP_FAIL(SPCCL_ERR_FORMAT, "%s of worker %u from position %" PRIu64 " on; wanted %" PRIu64,
                        queue_name(e->queue), e->worker, e->position, at->arrived[ring]);
-    if (e->bytes == 0 || e->bytes % UNIT != 0 || e->bytes > room)
+    if (e->bytes == 0 || e->bytes % UNIT != 0 || e->bytes > space)
         return SP_FAIL(SPCCL_ERR_FORMAT,
                        "%" PRIu64 " bytes of %s of worker %u at position %" PRIu64
                        "; its credit allows %" PRIu64 ", in units of %u",
-                       e->bytes, queue_name(e->queue), e->worker, e->position, room, UNIT);
+                       e->bytes, queue_name(e->queue), e->worker, e->position, space, UNIT);
     if (e->bytes > data_bytes)
         return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %" PRIu64 " bytes in a message with %zu left", e->bytes,
                        data_bytes);

@@ -256,8 +256,9 @@ int64_t sp_exec_deadline(const sp_exec *x)
     return nearest;
 }
 
-/* The unfinished step that a time-out names, of those that wait for a peer. A step that waits for contributions comes first: only their
- * sender can be late. Results and space may be late because of a third rank. -1: all steps are done. */
+/* The unfinished step that a time-out names, of those that wait for a peer. A step that waits for contributions
+ * comes first: only their sender can be late. Results and space may be late because of a third rank. -1: no such
+ * step. */
 static int step_to_blame(const sp_op *op)
 {
     int found = -1;

@@ -83,7 +83,7 @@ struct sp_op {
     sp_turn *turns;          /* [n_turns] */
     sp_densities *densities; /* [slices of the longest step]; NULL: no step has a rule */
     sp_kept *kept;           /* [block_slices]; NULL: no step keeps a slice */
-    size_t kept_bytes;       /* room of each slot */
+    size_t kept_bytes;       /* capacity of each slot */
     void *order_memory;      /* the three above */
     sp_measured measured;
 };

@@ -62,7 +62,9 @@ bool sp_step_is_due(const sp_op *op, int step_idx);
 void sp_op_slice_done(sp_op *op, int step_idx);
 /* The slot that slice k of the step keeps its data in, or sends from. NULL: the step does neither. */
 sp_kept *sp_op_kept(const sp_op *op, int step_idx, uint32_t k);
-/* exec_measure.c: densities and rates for the choice of later schedules (choose.h). */
+
+/* ---- exec_measure.c: densities and rates for the choice of later schedules (choose.h) ---- */
+
 /* Write bytes 32 to 47 of an envelope. */
 void sp_measure_write(uint8_t *envelope, sp_exec *x, const sp_slice *s);
 /* Count a message that every rank of the group sends or receives: a result of an all-reduce, an input of a

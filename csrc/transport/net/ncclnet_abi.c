@@ -30,7 +30,7 @@ _Static_assert(offsetof(struct props_8, speed) == 32 && offsetof(struct props_9,
 union props {
     struct props_8 v8;
     struct props_9 v9;
-    uint8_t room[512];
+    uint8_t bytes[512];
 };
 
 struct config_10 {
@@ -114,7 +114,7 @@ int sp_nn_devices(const sp_nn_plugin *p, int *n)
 
 int sp_nn_get_card(const sp_nn_plugin *p, int dev, sp_nn_card *out)
 {
-    union props props = {.room = {0}};
+    union props props = {.bytes = {0}};
     const char *name;
     int result = CALL(p, properties_fn, SP_NN_GET_PROPERTIES)(dev, &props);
     bool old = p->version == 8;

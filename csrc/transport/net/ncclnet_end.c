@@ -46,7 +46,7 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
             p->has_farewell = true;
             (void)tcp->release(ep->tcp, peer, 0);
         } else {
-            set_gone(ep, p, "sent noise over its tcp link");
+            set_gone(ep, p, "sent something that is not a message over its tcp link");
         }
     }
 }

@@ -322,7 +322,7 @@ static struct loaded *plugins[PLUGINS_MAX];
 static int n_plugins;
 static pthread_mutex_t plugins_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* The entry of that path; *is_new: this thread made it and must load the plugin. NULL: no room. */
+/* The entry of that path; *is_new: this thread made it and must load the plugin. NULL: the table is full. */
 static struct loaded *entry_of(const char *path, bool *is_new)
 {
     struct loaded *l = NULL;

@@ -112,17 +112,17 @@ static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
 }
 
 /* False if the plugin allows fewer connections than the group needs. */
-static bool has_room(const struct sp_ncclnet *ep, char *text, size_t cap)
+static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
 {
     const sp_nn_plugin *p = ep->plugin;
-    int64_t room = 0, needed = 0;
+    int64_t most = 0, needed = 0;
     for (int i = 0; i < p->n_used; i++)
-        room += p->cards[p->used[i]].max_comms > 0 ? p->cards[p->used[i]].max_comms : INT32_MAX;
+        most += p->cards[p->used[i]].max_comms > 0 ? p->cards[p->used[i]].max_comms : INT32_MAX;
     for (int i = 0; i < ep->config.world_size; i++)
         needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
-    if (needed <= room)
+    if (needed <= most)
         return true;
-    snprintf(text, cap, "plugin %s allows %lld connections, the group needs %lld", p->name, (long long)room,
+    snprintf(text, cap, "plugin %s allows %lld connections, the group needs %lld", p->name, (long long)most,
              (long long)needed);
     return false;
 }
@@ -133,7 +133,7 @@ static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
         snprintf(text, cap, "%s", spccl_last_error());
         return false;
     }
-    if (!has_room(ep, text, cap))
+    if (!allows_all(ep, text, cap))
         return false;
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].added && !listen_for(ep, i, text, cap))

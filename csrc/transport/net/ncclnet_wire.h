@@ -1,5 +1,5 @@
 /* ncclnet_wire.h - what two ranks tell each other so that transport ncclnet can start and end: an address in the
- * store, and three messages over the control connection, which is a link of transport tcp. All are little-endian.
+ * store, and three messages over the tcp link beside the plugin. All are little-endian.
  * Nothing here is trusted: each reader checks sizes, numbers and texts. */
 #ifndef SP_NCCLNET_WIRE_H
 #define SP_NCCLNET_WIRE_H

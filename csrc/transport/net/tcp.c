@@ -152,7 +152,7 @@ void sp_tcp_look_at_control(struct sp_tcp *ep, int peer)
         if (st == SPCCL_AGAIN)
             return;
         if (st == SPCCL_OK && sp_load_le32(p->abort_bytes) != ABORT_MAGIC) {
-            set_gone(ep, p, "sent noise over its control connection");
+            set_gone(ep, p, "sent something other than an abort over its control connection");
             return;
         }
         if (st == SPCCL_OK && ep->abort_rank < 0) {

@@ -80,7 +80,7 @@ class SparseSync(torch.optim.Optimizer):
         bits: 2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any
             backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md).
         overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
-            `spccl.optim.overlap`). Costs a buffer of 4 bytes per parameter. Each module must use only its own
+            `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2.
     Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
         rank if ranks differ in settings or parameters, with names, values and ranks.
