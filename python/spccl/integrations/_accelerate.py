@@ -16,7 +16,7 @@ def keep_states(accelerator: Any, part: PrunedGradients | SparseSync) -> None:
     """Make `accelerator.save_state` and `load_state` keep the state of each rank, in the checkpoint's folder.
 
     With a SparseSync the model in the checkpoint has the global weights. A run that loads the checkpoint continues bit
-    for bit. It may have another number of ranks.
+    for bit, except with PrunedGradients(clip_norm=) (docs/FRAMEWORKS.md). It may have another number of ranks.
 
         model = accelerator.prepare_model(model, evaluation_mode=True)                  # no DDP
         opt = spccl.optim.SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01)

@@ -74,8 +74,9 @@ class PrunedGradientsStrategy(_RankStates):
         hook = spccl.ddp.PrunedGradients(density=0.01, momentum=0.9, clip_norm=1.0)
         trainer = lightning.Trainer(strategy=spccl.integrations.PrunedGradientsStrategy(hook, bucket_cap_mb=100))
 
-    A run that resumes from a checkpoint continues bit for bit, on another number of ranks too. Warns of settings that
-    spoil training with pruning: clipping by Lightning, Adam, and momentum in both the optimizer and the hook.
+    A run that resumes from a checkpoint continues bit for bit, except with clip_norm (docs/FRAMEWORKS.md). The number
+    of ranks may change. Warns of settings that spoil training with pruning: clipping by Lightning, Adam, and momentum
+    in both the optimizer and the hook.
 
     Args:
         hook: a `PrunedGradients` that is not registered yet and is used by one fit().
@@ -113,7 +114,7 @@ class SparseSyncStrategy(_RankStates):
 
     The model is not wrapped: each rank steps its own weights. Rank 0's parameters and buffers are sent to all ranks
     before the first step. Validation, checkpoints and the module after fit() have the global weights. A run that
-    resumes from a checkpoint continues bit for bit, on another number of ranks too.
+    resumes from a checkpoint continues bit for bit. The number of ranks may change.
 
     Args:
         kwargs: of DDPStrategy, such as timeout. The backend is "spccl" unless process_group_backend names another one.
