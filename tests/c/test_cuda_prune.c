@@ -13,6 +13,7 @@ static struct {
     uint8_t *grad_d, *residual_d, *velocity_d; /* on the GPU */
     uint8_t *want_grad, *want_residual, *want_velocity;
     spccl_prune_state *states, *states_d, *want_states;
+    double *clip, *clip_d; /* a norm and three squares; on the host followed by a copy */
     cudaStream_t on;
 } g;
 static uint64_t rng;
@@ -28,6 +29,8 @@ static void make_arrays(void)
     g.states = (spccl_prune_state *)pinned_alloc(N_STATES * sizeof *g.states);
     g.want_states = (spccl_prune_state *)pinned_alloc(N_STATES * sizeof *g.states);
     g.states_d = (spccl_prune_state *)device_alloc(N_STATES * sizeof *g.states);
+    g.clip = (double *)(void *)pinned_alloc(8 * sizeof *g.clip);
+    g.clip_d = (double *)(void *)device_alloc(4 * sizeof *g.clip_d);
     CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
 }
 
@@ -185,8 +188,7 @@ static void test_same_bits(void)
     static const spccl_dtype dtypes[] = {SPCCL_FLOAT32, SPCCL_FLOAT16, SPCCL_BFLOAT16, SPCCL_FLOAT64};
     static const size_t sizes[] = {1, 3, 4, 5, 255, 1023, 4095, 4096, 4097, 12345, 65536 + 7};
     int rounds = is_small ? 8 : is_slow ? 24 : 200 * n_rounds;
-    double *clip = (double *)(void *)pinned_alloc(64), *got = clip + 4;
-    double *clip_d = (double *)(void *)device_alloc(4 * sizeof *clip);
+    double *clip = g.clip, *got = g.clip + 4;
     for (int round = 0; round < rounds; round++) {
         struct shape s = {.dtype = dtypes[round % 4],
                           .n = sizes[next_rand(&rng) % (is_small || is_slow ? 10 : 11)],
@@ -209,14 +211,14 @@ static void test_same_bits(void)
         CHECK_OK(spccl_prune_plan_create(s.host, s.n_segments, s.n, s.dtype, -1, &host));
         CHECK_OK(spccl_prune_plan_create(s.device, s.n_segments, s.n, s.dtype, 0, &device));
         on_gpu = o;
-        clips = choose_clipping(&s, clip, clip_d, &o, &on_gpu);
+        clips = choose_clipping(&s, clip, g.clip_d, &o, &on_gpu);
         for (int step = 0; step < 3; step++) {
             CHECK_OK(spccl_prune(host, g.want_grad + s.skew * e, &o));
             CHECK_OK(spccl_cuda_prune(device, g.grad_d + s.skew * e, &on_gpu, g.on));
         }
         compare(&s, clips ? "given thresholds, clipping" : "given thresholds");
         if (clips) {
-            copy(got, clip_d, 4 * sizeof *got, cudaMemcpyDeviceToHost);
+            copy(got, g.clip_d, 4 * sizeof *got, cudaMemcpyDeviceToHost);
             sync_stream(g.on);
             CHECK(memcmp(got, clip, 4 * sizeof *got) == 0, "squares %g %g %g, wanted %g %g %g", got[1],
                   got[2], got[3], clip[1], clip[2], clip[3]);
