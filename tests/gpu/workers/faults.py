@@ -191,6 +191,7 @@ def fallback() -> dict:
     return {"text": f"{stats.path}: {stats.why}", "seconds": 0.0}
 
 
-name = sys.argv[1]
-facts = globals()[name]()
-report(name, ok=True, **facts)
+if __name__ == "__main__":
+    name = sys.argv[1]
+    facts = globals()[name]()
+    report(name, ok=True, **facts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from gpu_common import DEVICE, RANK, WORLD, main
+from gpu_common import DEVICE, main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from workers.common import same_bits
+from workers.common import RANK, WORLD, same_bits
 
 from spccl import fsdp
 from spccl.optim import SparseSync

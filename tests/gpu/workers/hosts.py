@@ -66,4 +66,5 @@ def graph_after_a_pause() -> None:
         check(x)
 
 
-main([full_queue, first_use_of_a_kernel, graph_after_a_pause])
+if __name__ == "__main__":
+    main([full_queue, first_use_of_a_kernel, graph_after_a_pause])
