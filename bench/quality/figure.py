@@ -1,6 +1,6 @@
 """Draw loss over steps and over bytes from the CSVs of run.py.
 
-    python bench/quality/figure.py bench/results/quality-25m.csv -o docs/img/quality.png --names "dense,..."
+    python bench/quality/figure.py bench/results/quality-25m.csv -o docs/img/quality.png --names dense "top 8.3%"
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read(paths: list[Path]) -> tuple[dict[str, dict[int, list[dict[str, float]]]
         for row in csv.DictReader(line for line in lines if not line.startswith("#")):
             numbers = {key: float(value) for key, value in row.items() if key != "name" and value}
             curves.setdefault(row["name"], {}).setdefault(int(row["seed"]), []).append(numbers)
-    return curves, facts
+    return {name: dict(sorted(seeds.items())) for name, seeds in curves.items()}, facts
 
 
 def label(name: str, seeds: dict[int, list[dict[str, float]]]) -> str:
@@ -75,11 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--names", default="", help="comma-separated, in the order of the legend; default all")
+    parser.add_argument("--names", nargs="+", help="in the order of the legend; default all")
     parser.add_argument("--top", type=float, default=1.6, help="largest loss that is drawn")
     args = parser.parse_args()
     curves, facts = read(args.files)
-    names = [name.strip() for name in args.names.split(",") if name.strip()] or list(curves)
+    names = args.names or list(curves)
     draw({name: curves[name] for name in names}, args.output, "\n".join(facts), args.top)
 
 
