@@ -91,6 +91,39 @@ static void test_wrong_numbers(void)
     e = run, e.bytes = 512, refused(credit, e, "bytes behind the last run");
 }
 
+/* A receiver that waits for a frame gives credit for the bytes at the end of the ring into which no header fits,
+ * before the sender has skipped them. The run that skips them may be longer than the ring. */
+static void test_skipped_end(void)
+{
+    for (uint32_t left = 16; left <= 96; left += 16) {
+        uint64_t end = (uint64_t)RING * 3 - left, most = left < 64 ? end + left : end;
+        sp_remote_entry c = {.queue = 1, .worker = 1};
+        CHECK(sp_remote_credit_max(end, RING) == most, "%u bytes left: %llu, wanted %llu", left,
+              (unsigned long long)sp_remote_credit_max(end, RING), (unsigned long long)most);
+        for (c.position = end; c.position <= end + 128; c.position += 16) {
+            reset();
+            words[0][WORKERS + 1] = end;
+            CHECK((read_all(write_two(c, run)) == SPCCL_AGAIN) == (c.position <= most),
+                  "%u bytes left: a credit of %llu: %s", left, (unsigned long long)c.position,
+                  spccl_last_error());
+        }
+    }
+    CHECK(sp_remote_credit_max(RING * 3, RING) == RING * 3, "at the start of the ring");
+    CHECK(sp_remote_run_max(RING) == RING + 48, "the longest run has %zu bytes", sp_remote_run_max(RING));
+    for (uint32_t bytes = RING + 48; bytes <= RING + 64; bytes += 16) {
+        size_t off = sp_remote_data_off(1);
+        sp_remote_entry e = {
+            .is_run = true, .queue = 1, .worker = 1, .position = RING * 3 - 48, .bytes = bytes};
+        reset();
+        words[2][WORKERS + 1] = RING * 3 - 48;
+        words[3][WORKERS + 1] = RING * 3;
+        sp_remote_put_head(message, 0, 1);
+        sp_remote_put_entry(message, 0, &e);
+        CHECK((read_all(off + bytes) == SPCCL_AGAIN) == (bytes == RING + 48), "a run of %u bytes: %s", bytes,
+              spccl_last_error());
+    }
+}
+
 static void test_wrong_heads(void)
 {
     size_t bytes;
@@ -113,6 +146,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"reads_what_was_written", test_reads_what_was_written},
                                              {"wrong_numbers", test_wrong_numbers},
+                                             {"skipped_end", test_skipped_end},
                                              {"wrong_heads", test_wrong_heads},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

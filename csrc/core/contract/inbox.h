@@ -13,6 +13,7 @@
  * - tail: in the receiver's inbox, written by the sender after the frames and after a system-scope fence. It
  *   is the position up to which frames are there. Positions only grow; skipped bytes count.
  * - credit: in the sender's inbox, written by the receiver: the position up to which the ring is free again.
+ *   Where no header fits before the end of the ring, the credit may include these bytes before they are skipped.
  * - state of a worker: read and written by its own rank only. Positions survive from launch to launch, so
  *   that a captured CUDA graph can be replayed.
  *

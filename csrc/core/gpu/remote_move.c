@@ -19,7 +19,7 @@
 size_t sp_remote_message_max(const sp_remote *r)
 {
     return sp_remote_data_off(2 * SP_INBOX_QUEUES * r->g->shape.n_workers) + MESSAGE_BYTES +
-           sp_inbox_ring_bytes(r->g->shape);
+           sp_remote_run_max(sp_inbox_ring_bytes(r->g->shape));
 }
 
 static uint64_t load(const uint8_t *memory, size_t off)
@@ -116,13 +116,21 @@ struct batch {
     size_t data_bytes;
 };
 
-static spccl_status wrong_here(const sp_remote *r, const sp_remote_peer *p, const char *what, uint64_t got,
-                               uint64_t from)
+/* A position that a kernel of this rank wrote into the outbox, and the bounds that it was checked against. */
+struct position {
+    const char *what;
+    uint32_t queue, worker;
+    uint64_t got, least, most;
+};
+
+static spccl_status check_here(const sp_remote_peer *p, const struct position *x)
 {
+    if (x->got >= x->least && x->got <= x->most)
+        return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_BUG,
-                   "a kernel of this rank wrote the %s %" PRIu64 " for rank %d; wanted %" PRIu64
-                   " to %" PRIu64,
-                   what, got, p->rank, from, from + sp_inbox_ring_bytes(r->g->shape));
+                   "a kernel of this rank wrote the %s %" PRIu64
+                   " for rank %d (%s of worker %u); wanted %" PRIu64 " to %" PRIu64,
+                   x->what, x->got, p->rank, sp_remote_queue_name(x->queue), x->worker, x->least, x->most);
 }
 
 static spccl_status collect_credits(sp_remote *r, const sp_remote_peer *p, struct batch *b)
@@ -133,8 +141,13 @@ static spccl_status collect_credits(sp_remote *r, const sp_remote_peer *p, struc
         uint64_t now = load(r->outbox, sp_inbox_credit_off(r->g->shape, queue, p->slot_there, worker));
         if (now == p->at.freed[ring])
             continue;
-        if (now < p->at.freed[ring] || now > p->at.arrived[ring])
-            return wrong_here(r, p, "credit", now, p->at.freed[ring]);
+        SP_TRY(check_here(
+            p, &(struct position){.what = "credit",
+                                  .queue = queue,
+                                  .worker = worker,
+                                  .got = now,
+                                  .least = p->at.freed[ring],
+                                  .most = sp_remote_credit_max(p->at.arrived[ring], p->at.ring_bytes)}));
         r->entries[b->n_credits++] = (sp_remote_entry){.queue = queue, .worker = worker, .position = now};
     }
     return SPCCL_OK;
@@ -150,8 +163,13 @@ static spccl_status collect_runs(sp_remote *r, const sp_remote_peer *p, struct b
         tail = load(r->outbox, sp_inbox_tail_off(r->g->shape, queue, p->slot_there, worker));
         if (tail == sent)
             continue;
-        if (tail < sent || tail - p->at.free_to[ring] > p->at.ring_bytes)
-            return wrong_here(r, p, "tail", tail, p->at.free_to[ring]);
+        SP_TRY(
+            check_here(p, &(struct position){.what = "tail",
+                                             .queue = queue,
+                                             .worker = worker,
+                                             .got = tail,
+                                             .least = sent > p->at.free_to[ring] ? sent : p->at.free_to[ring],
+                                             .most = p->at.free_to[ring] + p->at.ring_bytes}));
         r->entries[b->n_credits + b->n_runs++] = (sp_remote_entry){
             .is_run = true, .queue = queue, .worker = worker, .position = sent, .bytes = tail - sent};
         b->data_bytes += tail - sent;

@@ -2,6 +2,7 @@
 #include "core/gpu/remote_wire.h"
 
 #include "core/base/bits.h"
+#include "core/format/format.h"
 
 #include <inttypes.h>
 
@@ -47,20 +48,32 @@ spccl_status sp_remote_open_message(sp_remote_reader *r, const uint8_t *message,
     return SPCCL_OK;
 }
 
-static const char *queue_name(uint32_t queue)
+uint64_t sp_remote_credit_max(uint64_t end, uint32_t ring_bytes)
+{
+    uint32_t left = ring_bytes - (uint32_t)(end % ring_bytes);
+    return left < SP_FRAME_HEADER_BYTES ? end + left : end;
+}
+
+size_t sp_remote_run_max(uint32_t ring_bytes)
+{
+    return (size_t)ring_bytes + SP_FRAME_HEADER_BYTES - UNIT;
+}
+
+const char *sp_remote_queue_name(uint32_t queue)
 {
     return queue == SP_INBOX_INPUT ? "inputs" : "results";
 }
 
 static spccl_status check_credit(const sp_remote_entry *e, const sp_remote_positions *at, uint32_t ring)
 {
-    if (e->bytes == 0 && e->position % UNIT == 0 && e->position >= at->free_to[ring] &&
-        e->position <= at->sent[ring])
+    uint64_t most = sp_remote_credit_max(at->sent[ring], at->ring_bytes);
+    if (e->bytes == 0 && e->position % UNIT == 0 && e->position >= at->free_to[ring] && e->position <= most)
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_FORMAT,
                    "a credit for %s of worker %u up to %" PRIu64 "; wanted %" PRIu64 " to %" PRIu64
-                   ", which was sent",
-                   queue_name(e->queue), e->worker, e->position, at->free_to[ring], at->sent[ring]);
+                   ", as frames up to %" PRIu64 " were sent",
+                   sp_remote_queue_name(e->queue), e->worker, e->position, at->free_to[ring], most,
+                   at->sent[ring]);
 }
 
 static spccl_status check_run(const sp_remote_entry *e, const sp_remote_positions *at, uint32_t ring,
@@ -69,12 +82,12 @@ static spccl_status check_run(const sp_remote_entry *e, const sp_remote_position
     uint64_t space = at->freed[ring] + at->ring_bytes - at->arrived[ring];
     if (e->position != at->arrived[ring])
         return SP_FAIL(SPCCL_ERR_FORMAT, "%s of worker %u from position %" PRIu64 " on; wanted %" PRIu64,
-                       queue_name(e->queue), e->worker, e->position, at->arrived[ring]);
+                       sp_remote_queue_name(e->queue), e->worker, e->position, at->arrived[ring]);
     if (e->bytes == 0 || e->bytes % UNIT != 0 || e->bytes > space)
         return SP_FAIL(SPCCL_ERR_FORMAT,
                        "%" PRIu64 " bytes of %s of worker %u at position %" PRIu64
                        "; its credit allows %" PRIu64 ", in units of %u",
-                       e->bytes, queue_name(e->queue), e->worker, e->position, space, UNIT);
+                       e->bytes, sp_remote_queue_name(e->queue), e->worker, e->position, space, UNIT);
     if (e->bytes > data_bytes)
         return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %" PRIu64 " bytes in a message with %zu left", e->bytes,
                        data_bytes);

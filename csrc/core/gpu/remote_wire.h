@@ -35,6 +35,14 @@ typedef struct sp_remote_entry {
 /* Write a header, and entry number i of a message. */
 void sp_remote_put_head(uint8_t *message, uint32_t n_credits, uint32_t n_runs);
 void sp_remote_put_entry(uint8_t *message, uint32_t i, const sp_remote_entry *e);
+/* The largest credit of a receiver that has taken all frames up to `end`: the position at which the next frame
+ * starts. Where no header fits before the end of the ring, that is the ring's start. The receiver gives credit for
+ * the bytes between before the sender has skipped them. */
+uint64_t sp_remote_credit_max(uint64_t end, uint32_t ring_bytes);
+/* "inputs" or "results", for error texts. */
+const char *sp_remote_queue_name(uint32_t queue);
+/* The longest run: bytes that are skipped at the end of a ring, and a whole ring. */
+size_t sp_remote_run_max(uint32_t ring_bytes);
 static inline size_t sp_remote_data_off(uint32_t n_entries)
 {
     return sp_align_up(SP_REMOTE_HEAD_BYTES + (size_t)n_entries * SP_REMOTE_ENTRY_BYTES, 16);
@@ -50,8 +58,8 @@ typedef struct sp_remote_reader {
 /* Errors: FORMAT (not a message). */
 spccl_status sp_remote_open_message(sp_remote_reader *r, const uint8_t *message, size_t bytes);
 /* The next entry; of a run, *data = its bytes. Checks every number against `at`, which it does not change: a run
- * starts where the last one ended and fits into what this rank freed; a credit does not go back, and covers only
- * what was sent. Returns AGAIN after the last entry. Errors: FORMAT (with what was wanted and what came). */
+ * starts where the last one ended and fits into what this rank freed; a credit does not go back, and goes at most to
+ * sp_remote_credit_max of what was sent. Returns AGAIN after the last entry. Errors: FORMAT (with what was wanted and what came). */
 spccl_status sp_remote_next_entry(sp_remote_reader *r, const sp_remote_positions *at, sp_remote_entry *out,
                                   const uint8_t **data);
 
