@@ -351,14 +351,57 @@ static void test_other_choice(void)
     CHECK(n_named >= 1, "no text names both schedules: \"%s\"", o.text[0]);
 }
 
+/* ---- data that become dense at once ---- */
+
+/* What a large all-reduce over 4 hosts would measure whose nonzeros are independent. */
+static sp_measured measured(size_t n_elems, double density)
+{
+    sp_measured m = {.coll = SP_ALL_REDUCE, .dtype = SPCCL_FLOAT32, .n_elems = n_elems};
+    m.elems = m.sum_elems = 1000000;
+    m.listed = (uint64_t)(density * 1e6);
+    m.sum_listed = (uint64_t)(sp_cost_sum_density(density, 4) * 1e6);
+    m.remote_ns = (uint32_t)(8.35 * SP_CHOOSE_NS_UNIT); /* 1 Gbit/s */
+    return m;
+}
+
+/* Calls of 64 MiB at 0.1%, 1%, 10% follow each other, then a dense one. It may not be oneshot: that sends twice
+ * the bytes of direct. */
+static void test_dense_at_once(void)
+{
+    static const double densities[] = {0.001, 0.01, 0.1};
+    static const int host_of[] = {0, 1, 2, 3};
+    static sp_chooser c;
+    sp_cost_call call = {.coll = SP_ALL_REDUCE,
+                         .n_elems = 16 << 20,
+                         .elem_bytes = 4,
+                         .slice_elems = 32768,
+                         .format = SPCCL_FORMAT_AUTO};
+    const sp_choice *choice;
+    sp_hosts *hosts = NULL;
+    CHECK_OK(sp_hosts_create(host_of, 4, &hosts));
+    sp_chooser_init(&c, 4, hosts);
+    for (int i = 0; i < 24; i++)
+        for (int k = 0; k < 3; k++) {
+            sp_measured m = measured(call.n_elems, densities[i / 8]);
+            CHECK_OK(sp_choose(&c, &call, SPCCL_FLOAT32, &choice));
+            CHECK(choice->schedule != SP_SCHED_ONESHOT, "call %d at %g%%: oneshot %g ns, direct %g ns",
+                  3 * i + k, 100 * densities[i / 8], choice->ns[SP_SCHED_ONESHOT],
+                  choice->ns[SP_SCHED_DIRECT]);
+            sp_chooser_end(&c, &m);
+        }
+    call.n_elems = 256; /* a small one is oneshot: a hop costs more than its bytes */
+    CHECK_OK(sp_choose(&c, &call, SPCCL_FLOAT32, &choice));
+    CHECK(choice->schedule == SP_SCHED_ONESHOT, "direct %g ns, oneshot %g ns", choice->ns[SP_SCHED_DIRECT],
+          choice->ns[SP_SCHED_ONESHOT]);
+    free(hosts);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"same_choice", test_same_choice},
-        {"same_choice_networks", test_same_choice_networks},
-        {"other_choice", test_other_choice},
-        {"described", test_described},
-        {NULL, NULL},
+        {"same_choice", test_same_choice},   {"same_choice_networks", test_same_choice_networks},
+        {"other_choice", test_other_choice}, {"dense_at_once", test_dense_at_once},
+        {"described", test_described},       {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 0); /* one test makes a group break */
     return test_main(cases, argc, argv);

@@ -31,7 +31,7 @@ typedef struct sp_choice {
     bool measured;               /* densities of earlier calls; false: the default, 1 */
     double density, sum_density; /* used */
     double local_ns, remote_ns;  /* used: time per byte */
-    double ns[SP_N_SCHEDULES];   /* cost of each candidate; 0: not a candidate */
+    double ns[SP_N_SCHEDULES];   /* expected time of each candidate; 0: not a candidate */
 } sp_choice;
 
 typedef struct sp_choose_entry {
