@@ -1,5 +1,6 @@
 /* test_plan_cost.c - compares the bytes and messages of sp_plan_cost_of with those of real collectives and of
- * plans. `test_plan_cost bytes` prints the table of docs/ALGORITHMS.md. */
+ * plans. `test_plan_cost bytes` prints the table of docs/ALGORITHMS.md. With BYTES_CSV=FILE in the environment it
+ * also writes all values to that file, for bench/schedule_bytes.py. */
 #include "core/base/mem.h"
 #include "core/plan/density_rule.h"
 #include "core/plan/plan_cost.h"
@@ -143,7 +144,7 @@ static double error_of(const struct measured *m, int z, int p, double density, d
     return (cost.local_bytes + cost.remote_bytes) / (double)m->wire_bytes[z][p] - 1;
 }
 
-static void compare(const struct measured *m, double worst[N_ZEROS][N_PAIRS])
+static void compare(const struct measured *m, double worst[N_ZEROS][N_PAIRS], FILE *csv)
 {
     for (int z = 0; z < N_ZEROS; z++) {
         double density, sum_density;
@@ -152,6 +153,11 @@ static void compare(const struct measured *m, double worst[N_ZEROS][N_PAIRS])
             if (m->wire_bytes[z][p] == 0)
                 continue;
             double e = error_of(m, z, p, density, sum_density), size = e < 0 ? -e : e;
+            if (csv != NULL)
+                fprintf(csv, "%s,%s,%d,%d,%zu,%zu,%llu,%.1f\n", sp_coll_name(pairs[p].coll),
+                        sp_schedule_name(pairs[p].schedule), m->group.world_size, m->ranks_per_host, every[z],
+                        elems_of(pairs[p].coll, m->group.world_size, z) * sizeof(float),
+                        (unsigned long long)m->wire_bytes[z][p], (1 + e) * (double)m->wire_bytes[z][p]);
             CHECK(size <= TOLERANCE,
                   "%s %s, %d ranks, %d per host, 1 of %zu not zero: the model is %+.1f%% off",
                   sp_coll_name(pairs[p].coll), sp_schedule_name(pairs[p].schedule), m->group.world_size,
@@ -167,7 +173,7 @@ struct group {
     spccl_format format;
 };
 
-static void measure_group(const struct group *g, double worst[N_ZEROS][N_PAIRS])
+static void measure_group(const struct group *g, double worst[N_ZEROS][N_PAIRS], FILE *csv)
 {
     struct rank_ctx ctx[RANKS_CAP];
     struct measured m = {.ranks_per_host = g->per_host, .format = g->format};
@@ -182,7 +188,7 @@ static void measure_group(const struct group *g, double worst[N_ZEROS][N_PAIRS])
         host_of[r] = g->per_host != 0 ? r / g->per_host : 0;
     CHECK_OK(sp_hosts_create(host_of, g->n_ranks, &hosts));
     m.group.hosts = m.group.n_hosts > 1 ? hosts : NULL; /* those of the communicator are gone */
-    compare(&m, worst);
+    compare(&m, worst, csv);
     sp_free(hosts);
 }
 
@@ -193,8 +199,16 @@ static void test_bytes(void)
                                           {8, 2, SPCCL_FORMAT_AUTO}, {8, 0, SPCCL_FORMAT_AUTO},
                                           {16, 4, SPCCL_FORMAT_AUTO}};
     double worst[N_ZEROS][N_PAIRS] = {{0}};
+    const char *path = getenv("BYTES_CSV");
+    FILE *csv = path == NULL ? NULL : fopen(path, "w");
+    CHECK(path == NULL || csv != NULL, "cannot write %s", path);
+    if (csv != NULL)
+        fprintf(csv,
+                "collective,schedule,ranks,ranks_per_host,one_in,array_bytes,measured_bytes,model_bytes\n");
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
-        measure_group(&groups[i], worst);
+        measure_group(&groups[i], worst, csv);
+    if (csv != NULL)
+        CHECK(fclose(csv) == 0, "cannot write %s", path);
     printf("| collective, schedule |");
     for (int z = 0; z < N_ZEROS; z++)
         printf(" 1 of %zu not zero |", every[z]);
@@ -213,7 +227,7 @@ static void test_ring_thresholds(void)
     static const struct group groups[] = {{8, 0, SPCCL_FORMAT_PICI}, {6, 2, SPCCL_FORMAT_COO}};
     double worst[N_ZEROS][N_PAIRS] = {{0}};
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
-        measure_group(&groups[i], worst);
+        measure_group(&groups[i], worst, NULL);
 }
 
 /* Counted and extrapolated densities, and the thresholds of Hough et al., section IV. */
