@@ -1,7 +1,10 @@
 /* test_tcp_priority.c - messages of earlier calls leave first (tcp_priority.h): the rule alone with times that
- * the test gives, and sockets between two hosts that differ by name. No case depends on how fast it runs. */
+ * the test gives, and sockets between two hosts that differ by name. The cases with two ranks take a queue as full
+ * when the kernel has taken no byte for 100 ms. */
 #include "endpoints.h"
 #include "transport/net/tcp.h"
+
+#include <sys/socket.h>
 
 #define MESSAGE ((size_t)16 << 10)
 #define EARLIER 7u
@@ -54,6 +57,42 @@ static void test_runs_of_calls(void)
           s.n_runs);
     CHECK(s.runs[SP_TCP_RUNS - 1].end == 2 * (uint64_t)SP_TCP_RUNS, "a message belongs to no run");
     sp_mirror_close(&s.out);
+}
+
+static void commit_message(struct sp_tcp *ep, int peer, uint32_t call)
+{
+    const sp_transport *t = sp_transport_find("tcp");
+    void *space = NULL;
+    CHECK_OK(t->reserve((sp_endpoint *)ep, peer, 0, 64, &space));
+    memset(space, 0, 64);
+    CHECK_OK(t->commit((sp_endpoint *)ep, peer, 0, call));
+}
+
+/* Two sockets wait, none is held, and the earlier call's message leaves: the next `arm` must report that. */
+static void test_departure_is_reported(void)
+{
+    struct sp_tcp_socket sockets[2];
+    struct sp_tcp_peer peers[2] = {{.state = SP_TCP_UP, .n_sockets = 1, .sockets = &sockets[0]},
+                                   {.state = SP_TCP_UP, .n_sockets = 1, .sockets = &sockets[1]}};
+    struct sp_tcp ep = {.config = {.world_size = 2, .n_queues = 1, .queue_bytes = 1 << 16}, .peers = peers};
+    const sp_transport *t = sp_transport_find("tcp");
+    int ends[2][2];
+    ep.priority.patience_ns = FOR_EVER_NS;
+    for (int i = 0; i < 2; i++) {
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends[i]) == 0, "socketpair");
+        CHECK_OK(sp_tcp_socket_open(&sockets[i], ends[i][0], 1 << 16));
+    }
+    sockets[1].writable = false; /* as if its kernel buffer were full */
+    commit_message(&ep, 1, LATER);
+    CHECK(ep.n_held == 0 && t->arm((sp_endpoint *)&ep) == SPCCL_OK, "nothing has left yet");
+    commit_message(&ep, 0, EARLIER);
+    CHECK(t->flushed((sp_endpoint *)&ep, 0, 0, 1) && ep.n_held == 0, "the earlier one left");
+    CHECK(ep.priority.n_waiting == 1, "the later one waits: %u", ep.priority.n_waiting);
+    CHECK(t->arm((sp_endpoint *)&ep) == SPCCL_AGAIN, "arm forgot that a message left");
+    for (int i = 0; i < 2; i++) {
+        sp_tcp_socket_close(&sockets[i]);
+        close(ends[i][1]);
+    }
 }
 
 /* Fill queue 1 with messages of the earlier call until the socket takes no more. Returns their number. */
@@ -172,8 +211,12 @@ static void test_patience(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"rule", test_rule},          {"wrap", test_numbers_wrap_around},
-                                             {"runs", test_runs_of_calls}, {"order", test_order_on_the_wire},
-                                             {"patience", test_patience},  {NULL, NULL}};
+    static const struct test_case cases[] = {{"rule", test_rule},
+                                             {"wrap", test_numbers_wrap_around},
+                                             {"runs", test_runs_of_calls},
+                                             {"departure", test_departure_is_reported},
+                                             {"order", test_order_on_the_wire},
+                                             {"patience", test_patience},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

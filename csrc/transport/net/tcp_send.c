@@ -46,7 +46,8 @@ static void find_earliest(struct sp_tcp *ep, int64_t now_ns)
                 sp_tcp_priority_begin(&ep->priority, sp_tcp_socket_call(&p->sockets[k]), now_ns);
     }
     /* Sockets of the call that is the earliest now may be held. */
-    ep->resend = ep->changed = ep->resend || ep->n_held != 0;
+    ep->resend = ep->resend || ep->n_held != 0;
+    ep->changed = ep->changed || ep->resend;
 }
 
 /* Write to the socket, and note new space, messages that have left, and the socket's end. */
