@@ -1,6 +1,7 @@
 /* test_ncclnet.c - transport ncclnet over the plugin of net_plugin/: every version, every habit of real plugins that
  * the plugin can take on, and every way to fail. Each case runs two ranks as processes. */
 #include "endpoints.h"
+#include "transport/net/ncclnet_env.h"
 #include "transport/net/ncclnet_load.h"
 
 #include <sys/stat.h>
@@ -307,6 +308,62 @@ static void test_find(void)
     rmdir(folder);
 }
 
+/* ---- the environment ---- */
+
+extern char **environ;
+
+static bool lists(const sp_nn_env_changes *c, const char *name)
+{
+    for (int i = 0; i < c->n; i++)
+        if (strcmp(c->names[i], name) == 0)
+            return true;
+    return false;
+}
+
+/* Names may be there twice: the first entry counts, as for getenv. */
+static void test_changes_are_found(void)
+{
+    char kept[] = "TWICE=1", second[] = "TWICE=2", other[] = "TWICE=3", old[] = "CHANGED=1",
+         new[] = "CHANGED=2";
+    char gone[] = "REMOVED=", added[] = "ADDED=1", prefix[] = "CHANGED_NOT=1", long_name[100];
+    char *before[] = {kept, old, gone, second, prefix, NULL},
+         *after[] = {prefix, kept, other, new, added, NULL, NULL};
+    char **real = environ;
+    sp_nn_env_changes c;
+    memset(long_name, 'L', sizeof long_name);
+    memcpy(long_name + sizeof long_name - 3, "=1", 3);
+    environ = after;
+    sp_nn_env_compare(before, &c);
+    CHECK(c.n == 3 && c.n_unlisted == 0 && lists(&c, "CHANGED") && lists(&c, "REMOVED") && lists(&c, "ADDED"),
+          "%d names, first %s", c.n, c.names[0]);
+    after[5] = long_name;
+    sp_nn_env_compare(before, &c);
+    CHECK(c.n == 3 && c.n_unlisted == 1, "a name that is too long: %d, %d", c.n, c.n_unlisted);
+    environ = real;
+}
+
+static void test_changes_are_put_back(void)
+{
+    sp_nn_env_changes c = {.n = 3, .names = {"TEST_ENV_OLD", "TEST_ENV_NEW", "TEST_ENV_GONE"}};
+    sp_nn_env_values values;
+    setenv("TEST_ENV_OLD", "old", 1);
+    setenv("TEST_ENV_GONE", "", 1);
+    unsetenv("TEST_ENV_NEW");
+    CHECK_OK(sp_nn_env_save(&c, &values));
+    setenv("TEST_ENV_OLD", "new", 1);
+    setenv("TEST_ENV_NEW", "new", 1);
+    setenv("TEST_ENV_OURS", "ours", 1); /* by the application, meanwhile */
+    unsetenv("TEST_ENV_GONE");
+    sp_nn_env_put_back(&c, &values, "TEST");
+    CHECK(getenv("TEST_ENV_OLD") != NULL && strcmp(getenv("TEST_ENV_OLD"), "old") == 0, "not put back");
+    CHECK(getenv("TEST_ENV_NEW") == NULL, "not removed");
+    CHECK(getenv("TEST_ENV_GONE") != NULL && getenv("TEST_ENV_GONE")[0] == '\0', "not added again");
+    CHECK(getenv("TEST_ENV_OURS") != NULL, "the application's own change was undone");
+    unsetenv("TEST_ENV_OLD");
+    unsetenv("TEST_ENV_GONE");
+    unsetenv("TEST_ENV_OURS");
+}
+
 /* ---- spccl info ---- */
 
 static void check_info(const char *plugin, const char *value, const char *why)
@@ -333,8 +390,14 @@ static void test_info(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"works", test_works}, {"refused", test_refused}, {"lost", test_lost}, {"real", test_real},
-        {"find", test_find},   {"info", test_info},       {NULL, NULL}};
+    static const struct test_case cases[] = {{"works", test_works},
+                                             {"refused", test_refused},
+                                             {"lost", test_lost},
+                                             {"real", test_real},
+                                             {"find", test_find},
+                                             {"info", test_info},
+                                             {"changes", test_changes_are_found},
+                                             {"put_back", test_changes_are_put_back},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -4,6 +4,7 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
+#include "transport/net/ncclnet_env.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -23,8 +24,6 @@
 #define PLUGINS_MAX 8 /* of one process */
 #define LEVEL_WARN 2  /* NCCL's log levels */
 
-extern char **environ;
-
 /* What a child reports, in memory that it shares with this process. */
 struct report {
     atomic_int step;  /* the last enum step that began */
@@ -32,6 +31,7 @@ struct report {
     spccl_status status;
     char text[SP_NN_TEXT_CAP];
     sp_nn_plugin plugin;
+    sp_nn_env_changes changes; /* that loading made in the environment */
 };
 enum step { STEP_NONE, STEP_DLOPEN, STEP_INIT, STEP_DEVICES, STEP_PROPERTIES, STEP_FINALIZE };
 static const char *const step_names[] = {"its start", "dlopen",        "init",
@@ -172,6 +172,17 @@ static spccl_status open_plugin(const char *path, struct report *r)
 
 /* ---- the child ---- */
 
+static spccl_status try_plugin(const char *path, struct report *r)
+{
+    char **before = sp_nn_env_copy();
+    if (before == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "memory for a copy of the environment, to try NCCL net plugin %s",
+                       path);
+    SP_TRY(open_plugin(path, r));
+    sp_nn_env_compare(before, &r->changes);
+    return SPCCL_OK;
+}
+
 static void run_child(const char *path, struct report *r)
 {
     static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
@@ -179,7 +190,7 @@ static void run_child(const char *path, struct report *r)
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
         signal(faults[i], SIG_DFL); /* no report of a crash that is expected */
     (void)setrlimit(RLIMIT_CORE, &none);
-    r->status = open_plugin(path, r);
+    r->status = try_plugin(path, r);
     snprintf(r->text, sizeof r->text, "%s", r->status == SPCCL_OK ? "" : spccl_last_error());
     atomic_store(&r->done, true);
     _exit(0);
@@ -208,7 +219,8 @@ static bool wait_for_report(pid_t pid, struct report *r, int64_t deadline_ns, in
     return ended;
 }
 
-spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out)
+static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out,
+                          sp_nn_env_changes *changes)
 {
     struct report *r = mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     spccl_status st = SPCCL_OK;
@@ -227,6 +239,7 @@ spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *ou
         ended = wait_for_report(pid, r, deadline_ns, &how);
         if (atomic_load(&r->done)) {
             *out = r->plugin;
+            *changes = r->changes;
             out->table = NULL;
             out->context = NULL;
             st = r->status == SPCCL_OK ? SPCCL_OK : SP_FAIL(r->status, "%s", r->text);
@@ -245,69 +258,10 @@ spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *ou
     return st;
 }
 
-/* ---- the environment ---- */
-
-static size_t name_bytes(const char *entry)
+spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out)
 {
-    return strcspn(entry, "=");
-}
-
-static char **copy_environment(void)
-{
-    size_t n = 0;
-    char **copy;
-    while (environ != NULL && environ[n] != NULL)
-        n++;
-    copy = sp_calloc(n + 1, sizeof *copy);
-    for (size_t i = 0; copy != NULL && i < n; i++)
-        copy[i] = strdup(environ[i]);
-    return copy;
-}
-
-static void add_name(char *names, size_t cap, const char *entry)
-{
-    size_t used = strlen(names);
-    snprintf(names + used, cap - used, "%s%.*s", used != 0 ? ", " : "", (int)name_bytes(entry), entry);
-}
-
-static const char *find_entry(char *const *entries, const char *entry)
-{
-    size_t n = name_bytes(entry);
-    for (; entries != NULL && *entries != NULL; entries++)
-        if (strncmp(*entries, entry, n) == 0 && (*entries)[n] == '=')
-            return *entries;
-    return NULL;
-}
-
-/* Put back every variable that differs from `before`, and free `before`. */
-static void put_environment_back(const char *path, char **before)
-{
-    char names[300] = "", name[128];
-    if (before == NULL)
-        return;
-    for (size_t i = 0; before[i] != NULL; i++) {
-        const char *now = find_entry(environ, before[i]);
-        if (now == NULL || strcmp(now, before[i]) != 0) {
-            add_name(names, sizeof names, before[i]);
-            snprintf(name, sizeof name, "%.*s", (int)name_bytes(before[i]), before[i]);
-            setenv(name, before[i] + name_bytes(before[i]) + 1, 1);
-        }
-    }
-    for (size_t i = 0; environ != NULL && environ[i] != NULL;) {
-        snprintf(name, sizeof name, "%.*s", (int)name_bytes(environ[i]), environ[i]);
-        if (strlen(name) == name_bytes(environ[i]) && find_entry(before, environ[i]) == NULL) {
-            add_name(names, sizeof names, environ[i]);
-            unsetenv(name); /* the next entry moves to i */
-        } else {
-            i++;
-        }
-    }
-    if (names[0] != '\0')
-        sp_log(SP_LOG_WARN, -1, "NCCL net plugin %s changed environment variables; put back: %s", path,
-               names);
-    for (size_t i = 0; before[i] != NULL; i++)
-        free(before[i]);
-    sp_free(before);
+    sp_nn_env_changes changes;
+    return probe(path, deadline_ns, out, &changes);
 }
 
 /* ---- once per process ---- */
@@ -342,16 +296,23 @@ static struct loaded *entry_of(const char *path, bool *is_new)
     return l;
 }
 
-static void load_now(struct loaded *l, int64_t deadline_ns)
+static spccl_status probe_and_open(struct loaded *l, int64_t deadline_ns)
 {
     sp_nn_plugin tried = {.version = 0};
+    sp_nn_env_changes changes;
+    sp_nn_env_values values;
+    spccl_status st;
+    SP_TRY(probe(l->path, deadline_ns, &tried, &changes));
+    SP_TRY(sp_nn_env_save(&changes, &values));
+    st = open_plugin(l->path, &l->report);
+    sp_nn_env_put_back(&changes, &values, l->path);
+    return st;
+}
+
+static void load_now(struct loaded *l, int64_t deadline_ns)
+{
     char text[300];
-    spccl_status st = sp_nn_probe(l->path, deadline_ns, &tried);
-    if (st == SPCCL_OK) {
-        char **before = copy_environment();
-        st = open_plugin(l->path, &l->report);
-        put_environment_back(l->path, before);
-    }
+    spccl_status st = probe_and_open(l, deadline_ns);
     snprintf(l->report.text, sizeof l->report.text, "%s", st == SPCCL_OK ? "" : spccl_last_error());
     if (st == SPCCL_OK) {
         sp_nn_describe(&l->report.plugin, text, sizeof text);
