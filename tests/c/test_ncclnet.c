@@ -4,6 +4,7 @@
 #include "transport/net/ncclnet_env.h"
 #include "transport/net/ncclnet_load.h"
 
+#include <sys/prctl.h>
 #include <sys/stat.h>
 
 #define N_MESSAGES 60
@@ -364,6 +365,91 @@ static void test_changes_are_put_back(void)
     unsetenv("TEST_ENV_OURS");
 }
 
+/* ---- the child process that tries a plugin ---- */
+
+/* A child of `parent`. -1: it has none. */
+static pid_t find_child(pid_t parent)
+{
+    DIR *d = opendir("/proc");
+    const struct dirent *e;
+    pid_t found = -1;
+    while (found < 0 && d != NULL && (e = readdir(d)) != NULL) {
+        char path[300], text[300] = "";
+        const char *after_name;
+        int ppid = -1;
+        FILE *f;
+        snprintf(path, sizeof path, "/proc/%s/stat", e->d_name);
+        f = e->d_name[0] >= '1' && e->d_name[0] <= '9' ? fopen(path, "r") : NULL;
+        if (f == NULL)
+            continue;
+        after_name = fgets(text, sizeof text, f) != NULL ? strrchr(text, ')') : NULL;
+        if (after_name != NULL && sscanf(after_name, ") %*c %d", &ppid) == 1 && ppid == (int)parent)
+            found = (pid_t)atoi(e->d_name);
+        fclose(f);
+    }
+    if (d != NULL)
+        closedir(d);
+    return found;
+}
+
+/* A process that tries a plugin which hangs in init is killed: the child that tries it must end too. */
+static void test_child_ends_with_parent(void)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    pid_t parent, child = -1, got;
+    int status = 0;
+    CHECK(prctl(PR_SET_CHILD_SUBREAPER, 1) == 0, "subreaper: the child becomes this process's");
+    parent = fork();
+    if (parent == 0) {
+        sp_nn_plugin p;
+        setenv("TEST_NET_HANG", "init", 1);
+        (void)sp_nn_probe(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", sp_deadline_in_ms(10 * PATIENCE_MS),
+                          &p);
+        _exit(0);
+    }
+    while ((child = find_child(parent)) < 0 && !sp_deadline_passed(deadline_ns))
+        usleep(1000);
+    kill(parent, SIGKILL);
+    CHECK(waitpid(parent, &status, 0) == parent && child > 0, "no child tried the plugin");
+    while ((got = waitpid(child, &status, WNOHANG)) == 0 && !sp_deadline_passed(deadline_ns))
+        usleep(1000);
+    CHECK(got == child, "the child outlives its parent");
+    if (got == 0) {
+        kill(child, SIGKILL);
+        waitpid(child, &status, 0);
+    }
+    prctl(PR_SET_CHILD_SUBREAPER, 0);
+}
+
+static void probe_in_process(const char *variable, const char *call, int ignored, const char *words)
+{
+    pid_t pid = fork();
+    int status = 1;
+    if (pid == 0) {
+        sp_nn_plugin p;
+        sigset_t all;
+        spccl_status st;
+        test_n_failed = 0;
+        sigfillset(&all);
+        sigprocmask(SIG_BLOCK, &all, NULL); /* as threads of libraries are started */
+        signal(SIGCHLD, ignored ? SIG_IGN : SIG_DFL);
+        setenv(variable, call, 1);
+        st = sp_nn_probe(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", sp_deadline_in_ms(PATIENCE_MS), &p);
+        CHECK((st == SPCCL_OK) == (words == NULL), "%s=%s: %d", variable, call, (int)st);
+        CHECK(words == NULL || strstr(spccl_last_error(), words) != NULL, "\"%s\" is not in: %s", words,
+              spccl_last_error());
+        _exit(test_n_failed != 0);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid && status == 0, "%s=%s", variable, call);
+}
+
+static void test_signals_of_parent(void)
+{
+    probe_in_process("TEST_NET_CRASH", "init", false, "crashed in init (signal 11)");
+    probe_in_process("TEST_NET_CRASH", "devices", true, "crashed in devices (");
+    probe_in_process("TEST_NET_CARDS", "1", true, NULL);
+}
+
 /* ---- spccl info ---- */
 
 static void check_info(const char *plugin, const char *value, const char *why)
@@ -398,6 +484,8 @@ int main(int argc, char **argv)
                                              {"info", test_info},
                                              {"changes", test_changes_are_found},
                                              {"put_back", test_changes_are_put_back},
+                                             {"orphan", test_child_ends_with_parent},
+                                             {"signals", test_signals_of_parent},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

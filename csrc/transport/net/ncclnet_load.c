@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -183,13 +184,27 @@ static spccl_status try_plugin(const char *path, struct report *r)
     return SPCCL_OK;
 }
 
-static void run_child(const char *path, struct report *r)
+/* The fork copied what belongs to other threads of the parent: signals that are blocked or have handlers, and locks
+ * that may be held. */
+static void begin_child(pid_t parent)
 {
-    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    static const int defaults[] = {SIGSEGV, SIGBUS,  SIGFPE, SIGILL, SIGABRT,
+                                   SIGINT,  SIGTERM, SIGHUP, SIGQUIT};
     struct rlimit none = {0, 0};
-    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
-        signal(faults[i], SIG_DFL); /* no report of a crash that is expected */
+    sigset_t empty;
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent)
+        _exit(1); /* else a plugin that hangs would keep the child for ever */
+    for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++)
+        signal(defaults[i], SIG_DFL); /* no report of a crash that is expected */
+    sigemptyset(&empty);
+    sigprocmask(SIG_SETMASK, &empty, NULL);
     (void)setrlimit(RLIMIT_CORE, &none);
+    warning_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
+static void run_child(const char *path, struct report *r, pid_t parent)
+{
+    begin_child(parent);
     r->status = try_plugin(path, r);
     snprintf(r->text, sizeof r->text, "%s", r->status == SPCCL_OK ? "" : spccl_last_error());
     atomic_store(&r->done, true);
@@ -227,12 +242,12 @@ static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *o
     int64_t start_ns = sp_now_ns();
     bool ended;
     int how;
-    pid_t pid;
+    pid_t pid, parent = getpid();
     if (r == MAP_FAILED)
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "memory to try an NCCL net plugin");
     pid = fork();
     if (pid == 0)
-        run_child(path, r);
+        run_child(path, r, parent);
     if (pid < 0) {
         st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "fork, to try NCCL net plugin %s", path);
     } else {
