@@ -446,7 +446,7 @@ static void probe_in_process(const char *variable, const char *call, int ignored
 static void test_signals_of_parent(void)
 {
     probe_in_process("TEST_NET_CRASH", "init", false, "crashed in init (signal 11)");
-    probe_in_process("TEST_NET_CRASH", "devices", true, "crashed in devices (");
+    probe_in_process("TEST_NET_CRASH", "devices", true, "crashed in devices (the application took");
     probe_in_process("TEST_NET_CARDS", "1", true, NULL);
 }
 

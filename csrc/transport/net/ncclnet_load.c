@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #define PLUGINS_MAX 8 /* of one process */
+#define END_MS 1000   /* a killed child gets this long to end */
 #define LEVEL_WARN 2  /* NCCL's log levels */
 
 /* What a child reports, in memory that it shares with this process. */
@@ -211,27 +212,60 @@ static void run_child(const char *path, struct report *r, pid_t parent)
     _exit(0);
 }
 
-/* Wait for the child's report. `ended` is set if it ended without one. */
-static bool wait_for_report(pid_t pid, struct report *r, int64_t deadline_ns, int *how)
+/* How the child ended. */
+struct ending {
+    bool ended;
+    bool known; /* `status` is valid: the application has not waited for the child in our place */
+    int status;
+};
+
+static void look_at_child(pid_t pid, struct ending *e)
 {
-    bool ended = false;
-    *how = 0;
-    while (!atomic_load(&r->done) && !ended && !sp_deadline_passed(deadline_ns)) {
-        int status = 0;
-        pid_t got = waitpid(pid, &status, WNOHANG);
-        /* The application may have taken the child's end away: then waitpid knows no such child. */
-        ended = got == pid || (got < 0 && errno == ECHILD);
-        if (got == pid)
-            *how = status;
-        if (!ended)
+    pid_t got = e->ended ? 0 : waitpid(pid, &e->status, WNOHANG);
+    e->known = e->known || got == pid;
+    e->ended = e->ended || got == pid || (got < 0 && errno == ECHILD);
+}
+
+/* End a child that has reported, or that took too long. A process in an uninterruptible sleep, in a driver say, does
+ * not end: it is left behind. */
+static void end_child(pid_t pid, const char *path)
+{
+    struct ending e = {.ended = false};
+    int64_t deadline_ns = sp_deadline_in_ms(END_MS);
+    look_at_child(pid, &e); /* after its end the number may be another process's */
+    if (!e.ended)
+        kill(pid, SIGKILL);
+    while (!e.ended && !sp_deadline_passed(deadline_ns)) {
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        look_at_child(pid, &e);
+    }
+    if (!e.ended)
+        sp_log(SP_LOG_WARN, -1,
+               "NCCL net plugin %s: process %ld, which tried it, is left behind: it did not end in %d ms "
+               "after SIGKILL",
+               path, (long)pid, END_MS);
+}
+
+/* Wait for the child's report, or its end without one. */
+static struct ending wait_for_report(pid_t pid, struct report *r, int64_t deadline_ns)
+{
+    struct ending e = {.ended = false};
+    while (!atomic_load(&r->done) && !e.ended && !sp_deadline_passed(deadline_ns)) {
+        look_at_child(pid, &e);
+        if (!e.ended)
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     }
-    if (!ended) {
-        kill(pid, SIGKILL);
-        while (waitpid(pid, NULL, 0) < 0 && errno == EINTR)
-            ;
-    }
-    return ended;
+    return e;
+}
+
+static spccl_status crashed(const char *path, struct report *r, const struct ending *e)
+{
+    char how[80] = "the application took its exit status";
+    if (e->known)
+        snprintf(how, sizeof how, "%s %d", WIFSIGNALED(e->status) ? "signal" : "exit code",
+                 WIFSIGNALED(e->status) ? WTERMSIG(e->status) : WEXITSTATUS(e->status));
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it crashed in %s (%s)", base_name(path),
+                   step_names[atomic_load(&r->step)], how);
 }
 
 static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out,
@@ -240,8 +274,6 @@ static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *o
     struct report *r = mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     spccl_status st = SPCCL_OK;
     int64_t start_ns = sp_now_ns();
-    bool ended;
-    int how;
     pid_t pid, parent = getpid();
     if (r == MAP_FAILED)
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "memory to try an NCCL net plugin");
@@ -251,18 +283,17 @@ static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *o
     if (pid < 0) {
         st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "fork, to try NCCL net plugin %s", path);
     } else {
-        ended = wait_for_report(pid, r, deadline_ns, &how);
+        struct ending e = wait_for_report(pid, r, deadline_ns);
+        if (!e.ended)
+            end_child(pid, path);
         if (atomic_load(&r->done)) {
             *out = r->plugin;
             *changes = r->changes;
             out->table = NULL;
             out->context = NULL;
             st = r->status == SPCCL_OK ? SPCCL_OK : SP_FAIL(r->status, "%s", r->text);
-        } else if (ended) {
-            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it crashed in %s (%s %d)",
-                         base_name(path), step_names[atomic_load(&r->step)],
-                         WIFSIGNALED(how) ? "signal" : "exit code",
-                         WIFSIGNALED(how) ? WTERMSIG(how) : WEXITSTATUS(how));
+        } else if (e.ended) {
+            st = crashed(path, r, &e);
         } else {
             st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s did not return in %lld ms",
                          base_name(path), step_names[atomic_load(&r->step)],
