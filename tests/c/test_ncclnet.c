@@ -30,7 +30,12 @@ static const struct scenario {
     {"11", WORKS, -1, {NULL}, {"v11"}, false},
     {"12", WORKS, -1, {NULL}, {"v12"}, false},
     {"all", WORKS, -1, {NULL}, {"v12"}, false},
-    {"7", REFUSED, 0, {NULL}, {"ncclNetPlugin_v8", "too old"}, false},
+    {"7",
+     REFUSED,
+     0,
+     {NULL},
+     {"plugin libnccl-net-test_7.so: it exports none of ncclNetPlugin_v8", "too old"},
+     false},
     /* habits */
     {"all", WORKS, -1, {"TEST_NET_BUSY=2"}, {NULL}, false},
     {"8", WORKS, -1, {"TEST_NET_BUSY=3", "TEST_NET_CREDIT=1"}, {NULL}, false},

@@ -107,8 +107,8 @@ static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
     if (p->table == NULL)
         return SP_FAIL(
             SPCCL_ERR_UNREACHABLE,
-            "NCCL net plugin %.60s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new", path,
-            SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
+            "NCCL net plugin %.60s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new",
+            base_name(path), SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
     if (!sp_nn_complete(p->table, &missing))
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: its table v%d has no %s",
                        base_name(path), p->version, missing);
