@@ -7,14 +7,25 @@
 
 #include "transport/fault.h"
 
+#include <dirent.h>
+
 #define N_RANKS_MAX 8
 /* Every collective must end this soon, also on a busy machine. */
 #define SOON_MS 60000
 
 /* ---- right results ---- */
 
+/* The next groups have so many proxies per rank: 1, 2, 3, 5, and again. */
+static void next_proxies(void)
+{
+    static const char *const counts[] = {"1", "2", "3", "5"};
+    static unsigned n;
+    setenv("SPCCL_CUDA_PROXIES", counts[n++ % 4], 1);
+}
+
 static void run_hosts(int n_hosts, int n_per_host, struct group g)
 {
+    next_proxies();
     test_ranks_per_host = n_per_host;
     g.n_ranks = n_hosts * n_per_host;
     run_group(&g);
@@ -49,6 +60,48 @@ static void test_variants(void)
     run_hosts(4, 1, pici);
     run_hosts(3, 1, few);
     run_hosts(2, 4, any);
+}
+
+/* Threads of this process whose name is that of a proxy. */
+static int count_proxies(void)
+{
+    int n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    const struct dirent *d;
+    while (tasks != NULL && (d = readdir(tasks)) != NULL) {
+        char path[300], name[32] = "";
+        FILE *f;
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", d->d_name);
+        f = fopen(path, "re");
+        n += f != NULL && fgets(name, sizeof name, f) != NULL && strcmp(name, "spccl-proxy\n") == 0;
+        if (f != NULL)
+            fclose(f);
+    }
+    if (tasks != NULL)
+        closedir(tasks);
+    return n;
+}
+
+static void has_three_proxies(struct rank_ctx *c)
+{
+    if (!attach_gpu(c->comm, c->rank, 0) || !all_here(c->comm))
+        return;
+    CHECK(count_proxies() == 3 * c->n_ranks, "%d proxies of %d ranks; wanted 3 each", count_proxies(),
+          c->n_ranks);
+    check_works(c);
+    (void)all_here(c->comm);
+}
+
+static void test_proxies(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.transports = "tcp";
+    test_ranks_per_host = 1;
+    setenv("SPCCL_CUDA_PROXIES", "3", 1);
+    run_ranks(2, &config, has_three_proxies, NULL, ctx);
+    for (int r = 0; r < 2; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
 
 /* All slices have 320 nonzeros of 2048: a frame has 64 + 16 + 320 + 1280 bytes. Behind 21 frames 48 bytes of a ring
@@ -159,6 +212,7 @@ static void run_failing(int n_hosts, int n_per_host, struct scene *s)
 {
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
+    next_proxies();
     test_ranks_per_host = n_per_host;
     config.transports = "fault";
     config.timeout_ms = 8000;
@@ -266,6 +320,7 @@ static void test_graphs(void)
     for (int i = 0; i < (is_small ? 1 : 2); i++) {
         struct rank_ctx ctx[RANKS_CAP];
         spccl_config config = SPCCL_CONFIG_INIT;
+        next_proxies();
         config.transports = "tcp";
         test_ranks_per_host = 1 + i;
         run_ranks(2 + 2 * i, &config, replays, NULL, ctx);
@@ -300,6 +355,7 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {{"off_by_default", test_off_by_default},
                                              {"shapes", test_shapes},
                                              {"variants", test_variants},
+                                             {"proxies", test_proxies},
                                              {"skips", test_skips},
                                              {"slow_proxies", test_slow_proxies},
                                              {"cut", test_cut},

@@ -10,7 +10,7 @@
 #define RING 4096u
 
 static uint64_t words[4][2 * WORKERS];
-static const sp_remote_positions at = {words[0], words[1], words[2], words[3], WORKERS, RING};
+static const sp_remote_positions at = {words[0], words[1], words[2], words[3], WORKERS, RING, 0, 1};
 static uint8_t message[8192];
 
 /* A ring of results of worker 1 has 1024 bytes free, and the peer may free up to 640 of ours. */
@@ -124,6 +124,27 @@ static void test_skipped_end(void)
     }
 }
 
+/* The proxies share the workers: a message to another proxy than the worker's is refused. */
+static void test_other_proxy(void)
+{
+    static uint64_t many[4][2 * 40];
+    for (uint32_t n = 1; n <= 5; n++)
+        for (uint32_t worker = 0; worker < 40; worker++) {
+            uint32_t served = 0;
+            for (uint32_t k = 0; k < n; k++) {
+                sp_remote_positions p = {many[0], many[1], many[2], many[3], 40, RING, k, n};
+                sp_remote_entry e = {.worker = worker};
+                const uint8_t *data = NULL;
+                sp_remote_reader r;
+                sp_remote_put_head(message, 1, 0);
+                sp_remote_put_entry(message, 0, &e);
+                CHECK_OK(sp_remote_open_message(&r, message, sp_remote_data_off(1)));
+                served += sp_remote_next_entry(&r, &p, &e, &data) == SPCCL_OK;
+            }
+            CHECK(served == 1, "worker %u: %u of %u proxies serve it", worker, served, n);
+        }
+}
+
 static void test_wrong_heads(void)
 {
     size_t bytes;
@@ -147,6 +168,7 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {{"reads_what_was_written", test_reads_what_was_written},
                                              {"wrong_numbers", test_wrong_numbers},
                                              {"skipped_end", test_skipped_end},
+                                             {"other_proxy", test_other_proxy},
                                              {"wrong_heads", test_wrong_heads},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

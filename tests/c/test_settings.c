@@ -1,5 +1,6 @@
 /* test_settings.c - a bad value of an SPCCL_* variable or of an option is never ignored: it is an error, or a
  * line in the log where no error can be returned. */
+#include "core/base/cores.h"
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/plan/tune_coll.h"
@@ -228,6 +229,27 @@ static void test_queue_bytes(void)
     }
 }
 
+/* The limit of a container, in whole cores. */
+static void test_cores(void)
+{
+    static const struct {
+        const char *text;
+        uint32_t cores;
+    } limits[] = {{"max 100000\n", 0},
+                  {"400000 100000\n", 4},
+                  {"350000 100000", 4},
+                  {"50000 100000", 1},
+                  {"100000 0", 0},
+                  {"100000", 0},
+                  {"", 0},
+                  {"x 100000", 0}};
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++)
+        CHECK(sp_cores_of_cpu_max(limits[i].text) == limits[i].cores, "cpu.max \"%s\": %u cores, wanted %u",
+              limits[i].text, sp_cores_of_cpu_max(limits[i].text), limits[i].cores);
+    CHECK(sp_usable_cores() >= 1 && sp_usable_cores() <= (uint32_t)sysconf(_SC_NPROCESSORS_CONF), "%u cores",
+          sp_usable_cores());
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
@@ -240,6 +262,7 @@ int main(int argc, char **argv)
         {"init_rank", test_init_rank},
         {"host_id", test_host_id},
         {"queue_bytes", test_queue_bytes},
+        {"cores", test_cores},
         {NULL, NULL}};
     setenv("SPCCL_LOG", "off", 0);
     return test_main(cases, argc, argv);

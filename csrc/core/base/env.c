@@ -64,9 +64,11 @@ static const sp_env_var vars[SP_N_ENV] = {
                                "auto, fd, ipc"},
     [SP_ENV_BETWEEN_HOSTS] =
         {"SPCCL_CUDA_BETWEEN_HOSTS", "0",
-         "GPU collectives of groups on several hosts: 1 = by spccl over the network (not measured on GPUs "
-         "yet), 0 = fallback",
-         1, 0, 1, NULL},
+         "GPU collectives of groups on several hosts: 1 = by spccl over the network, 0 = fallback", 1, 0, 1,
+         NULL},
+    [SP_ENV_PROXIES] = {"SPCCL_CUDA_PROXIES", "0",
+                        "proxy threads of a GPU in a group on several hosts; 0 = by the usable cores", 1, 0,
+                        16, NULL},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)

@@ -37,7 +37,8 @@ struct facts {
     char name[64];
     uint32_t hops; /* as in sp_gpu_limits */
     char error[448];
-    uint32_t between_hosts, unused;
+    uint32_t between_hosts;
+    uint32_t n_proxies; /* that this rank would like */
 };
 _Static_assert(SP_FUSED_OPS <= 6, "facts.workers");
 _Static_assert(sizeof(struct facts) == 688, "no padding, and the same for every compiler");
@@ -151,6 +152,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
                        "use them, enable "
                        "them on every rank");
     SP_TRY(read_settings(config, &a->mine));
+    SP_TRY(sp_remote_n_proxies(comm, &a->mine.n_proxies));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
     sc.ordinal = a->g->device.ordinal;
@@ -253,6 +255,7 @@ static void find_limits(const struct facts *all, int n_ranks, sp_gpu_limits *l)
         if (all[r].inbox_bytes < l->inbox_bytes)
             l->inbox_bytes = all[r].inbox_bytes;
         l->max_ctas = least_not_zero(l->max_ctas, all[r].max_ctas);
+        l->n_proxies = least_not_zero(l->n_proxies, all[r].n_proxies);
     }
 }
 

@@ -259,11 +259,27 @@ static void detach(spccl_comm *comm)
     sp_gpu_comm_free(g);
 }
 
+/* How groups on several hosts are served: for a rank that is alone on its host. */
+static const char *describe_proxies(void)
+{
+    static _Thread_local char text[160];
+    uint32_t n = 0;
+    if (strcmp(sp_env_text(SP_ENV_BETWEEN_HOSTS), "1") != 0)
+        return "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)";
+    if (sp_remote_n_proxies(NULL, &n) != SPCCL_OK)
+        return "SPCCL_CUDA_PROXIES is no number from 0 to 16";
+    snprintf(
+        text, sizeof text, "%u prox%s (%s) and at most 512M of pinned memory each", n, n == 1 ? "y" : "ies",
+        strcmp(sp_env_text(SP_ENV_PROXIES), "0") != 0 ? "SPCCL_CUDA_PROXIES"
+                                                      : "by the usable cores, for a rank alone on its host");
+    return text;
+}
+
 /* The GPU part: what it was built with, and which GPUs it finds. The text is valid until this thread's next
  * call. */
 static void describe(spccl_info_entry *out)
 {
-    static _Thread_local char why[400];
+    static _Thread_local char why[500];
     const sp_gpu_ops *ops = sp_gpu_ops_here();
     const char *why_none = NULL;
     int n = 0;
@@ -280,10 +296,7 @@ static void describe(spccl_info_entry *out)
             why, sizeof why,
             "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers; groups on several "
             "hosts: %s",
-            ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES),
-            strcmp(sp_env_text(SP_ENV_BETWEEN_HOSTS), "1") == 0
-                ? "a proxy thread and at most 512M of pinned memory each"
-                : "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)");
+            ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES), describe_proxies());
     *out = (spccl_info_entry){.kind = "part", .name = "cuda", .value = "in", .why = why};
 }
 

@@ -1,7 +1,9 @@
-/* remote.c - start and end of the proxy, and its thread; see remote.h. */
+/* remote.c - start and end of the proxies, and their threads; see remote.h. */
 #include "core/gpu/remote.h"
 
 #include "core/base/clock.h"
+#include "core/base/cores.h"
+#include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/base/thread.h"
@@ -23,6 +25,12 @@
 #define SLEEP_NS 20000
 #define POLL_NS 1000000
 #define ASLEEP_NS (INT64_C(100) * 1000000)
+/* Proxies by cores: one for each CORES_PER_PROXY cores of a rank, at most PROXIES_BY_CORES. Besides polling they
+ * copy each byte twice and run the kernel's TCP, so one core carries 1 to 2 GB/s. */
+#define CORES_PER_PROXY 4u
+#define PROXIES_BY_CORES 8u
+/* Where each proxy has a core: it polls for so long before it sleeps while a kernel of the group may be running. */
+#define BUSY_SPIN_NS INT64_C(2000000)
 
 spccl_status sp_remote_transport(const sp_gpu_comm *g, const sp_transport **out)
 {
@@ -41,39 +49,62 @@ spccl_status sp_remote_transport(const sp_gpu_comm *g, const sp_transport **out)
     return SPCCL_OK;
 }
 
+/* ---- how many ---- */
+
+static uint32_t ranks_here(const spccl_comm *comm)
+{
+    const sp_hosts *hosts = comm != NULL ? comm->links.hosts : NULL;
+    return hosts == NULL ? 1 : (uint32_t)sp_hosts_size(hosts, hosts->host_of[comm->rank]);
+}
+
+spccl_status sp_remote_n_proxies(const spccl_comm *comm, uint32_t *out)
+{
+    uint32_t by_cores = sp_usable_cores() / CORES_PER_PROXY / ranks_here(comm);
+    int64_t forced;
+    SP_TRY(sp_env_number(SP_ENV_PROXIES, &forced));
+    by_cores = by_cores < 1 ? 1 : by_cores > PROXIES_BY_CORES ? PROXIES_BY_CORES : by_cores;
+    *out = forced != 0 ? (uint32_t)forced : by_cores;
+    return SPCCL_OK;
+}
+
 /* ---- opening ---- */
 
-static spccl_status make_peer(sp_remote *r, int rank)
+static spccl_status make_peer(sp_remote_proxy *x, uint32_t index, int i, int rank)
 {
+    const sp_remote *r = x->r;
     const spccl_comm *comm = r->g->comm;
-    sp_remote_peer *p = &r->peers[r->n_peers];
+    sp_remote_peer *p = &x->peers[i];
     uint32_t world_size = (uint32_t)comm->world_size, n = SP_INBOX_QUEUES * r->g->shape.n_workers;
     p->memory = sp_calloc(4 * (size_t)n, sizeof *p->memory);
     if (p->memory == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "positions of %u rings", n);
-    r->n_peers++;
     p->rank = rank;
     p->slot = sp_inbox_slot((uint32_t)comm->rank, (uint32_t)rank, world_size);
-    r->area.slots |= 1u << p->slot;
     p->slot_there = sp_inbox_slot((uint32_t)rank, (uint32_t)comm->rank, world_size);
     p->at = (sp_remote_positions){.sent = p->memory,
                                   .free_to = p->memory + n,
                                   .arrived = p->memory + 2 * (size_t)n,
                                   .freed = p->memory + 3 * (size_t)n,
                                   .n_workers = r->g->shape.n_workers,
-                                  .ring_bytes = sp_inbox_ring_bytes(r->g->shape)};
+                                  .ring_bytes = sp_inbox_ring_bytes(r->g->shape),
+                                  .proxy = index,
+                                  .n_proxies = r->n_proxies};
+    sp_remote_find_words(x, i);
     return SPCCL_OK;
 }
 
-static spccl_status open_endpoint(sp_remote *r)
+static spccl_status open_endpoint(sp_remote_proxy *x, uint32_t index)
 {
+    const sp_remote *r = x->r;
     const spccl_comm *comm = r->g->comm;
     sp_endpoint_config ec = {.rank = comm->rank,
                              .world_size = comm->world_size,
-                             .group_tag = comm->links.group_tag ^ UINT64_C(0x5350525847505573),
+                             .group_tag = comm->links.group_tag ^ (UINT64_C(0x5350525847505573) + index),
                              .n_queues = 1,
                              .queue_bytes = QUEUE_BYTES,
-                             .n_sockets = 0, /* the transport's default */
+                             /* 0: the transport's default. A thread fills one socket. */
+                             .n_sockets = r->n_proxies == 1 ? 0 : 1,
+                             .n_sharing = r->n_proxies,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
     while (ec.queue_bytes / 4 <
@@ -81,12 +112,31 @@ static spccl_status open_endpoint(sp_remote *r)
         ec.queue_bytes *= 2;
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
     memcpy(ec.host, comm->links.host, sizeof ec.host);
-    st = r->transport->open(&ec, &r->ep);
+    st = r->transport->open(&ec, &x->ep);
     explicit_bzero(&ec, sizeof ec);
     SP_TRY(st);
-    r->transport_fd = r->transport->wait_fd(r->ep);
-    r->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    return r->wake_fd >= 0 ? SPCCL_OK : SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: eventfd", comm->rank);
+    x->transport_fd = r->transport->wait_fd(x->ep);
+    x->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    return x->wake_fd >= 0 ? SPCCL_OK : SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: eventfd", comm->rank);
+}
+
+/* After the memory: a peer knows where its words lie. */
+static spccl_status open_proxy(sp_remote *r, uint32_t index)
+{
+    sp_remote_proxy *x = &r->proxies[index];
+    const sp_gpu_comm *g = r->g;
+    int i = 0;
+    x->workers = sp_calloc(g->shape.n_workers, sizeof *x->workers);
+    x->entries = sp_calloc(2 * SP_INBOX_QUEUES * (size_t)g->shape.n_workers, sizeof *x->entries);
+    if (x->workers == NULL || x->entries == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "a proxy: entries for %u workers", g->shape.n_workers);
+    for (uint32_t w = 0; w < g->shape.n_workers; w++)
+        if (sp_remote_proxy_of(w, r->n_proxies) == index)
+            x->workers[x->n_workers++] = w;
+    for (int p = 0; p < g->comm->world_size; p++)
+        if (g->is_remote[p])
+            SP_TRY(make_peer(x, index, i++, p));
+    return open_endpoint(x, index);
 }
 
 static spccl_status open_memory(sp_remote *r)
@@ -117,59 +167,105 @@ static spccl_status open_memory(sp_remote *r)
 spccl_status sp_remote_open(sp_gpu_comm *g)
 {
     sp_remote *r = sp_calloc(1, sizeof *r);
+    uint32_t n_proxies = g->limits.n_proxies, n_here = ranks_here(g->comm);
     if (r == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "the proxy: %zu bytes", sizeof *r);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "the proxies: %zu bytes", sizeof *r);
     g->remote = r;
     r->g = g;
-    r->wake_fd = -1;
+    if (n_proxies < 1 || n_proxies > SP_REMOTE_PROXIES_MAX)
+        return SP_FAIL(SPCCL_ERR_BUG, "%u proxies; wanted 1 to %u", n_proxies, SP_REMOTE_PROXIES_MAX);
+    r->n_proxies = n_proxies;
+    r->spin_ns = g->comm->spin_ns;
+    if (sp_usable_cores() >= CORES_PER_PROXY * n_here && r->spin_ns < BUSY_SPIN_NS)
+        r->spin_ns = BUSY_SPIN_NS;
+    for (uint32_t k = 0; k < n_proxies; k++) {
+        r->proxies[k].r = r;
+        r->proxies[k].wake_fd = -1;
+    }
     SP_TRY(sp_remote_transport(g, &r->transport));
-    r->entries = sp_calloc(2 * SP_INBOX_QUEUES * (size_t)g->shape.n_workers, sizeof *r->entries);
-    if (r->entries == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "the proxy: entries for %u workers", g->shape.n_workers);
     for (int p = 0; p < g->comm->world_size; p++)
-        if (g->is_remote[p])
-            SP_TRY(make_peer(r, p));
+        if (g->is_remote[p]) {
+            r->area.slots |=
+                1u << sp_inbox_slot((uint32_t)g->comm->rank, (uint32_t)p, (uint32_t)g->comm->world_size);
+            r->n_peers++;
+        }
     SP_TRY(open_memory(r));
-    return open_endpoint(r);
+    for (uint32_t k = 0; k < n_proxies; k++)
+        SP_TRY(open_proxy(r, k));
+    return SPCCL_OK;
 }
 
 /* ---- connecting ---- */
 
-/* What a rank tells the others. */
+/* What a rank tells the others, for each proxy. */
 struct address {
     int32_t status; /* not SPCCL_OK: the endpoint has no address */
     uint32_t n_bytes;
     uint8_t bytes[SP_ADDRESS_BYTES_MAX];
 };
 
-static spccl_status swap_addresses(sp_remote *r, struct address *all)
+/* all [world_size * n_proxies] */
+static spccl_status swap_addresses(const sp_remote *r, struct address *all)
 {
-    struct address mine = {0};
-    size_t n = 0;
-    mine.status = (int32_t)r->transport->address(r->ep, mine.bytes, &n);
-    mine.n_bytes = (uint32_t)n;
-    return spccl_all_gather(r->g->comm, &mine, all, sizeof mine, SPCCL_UINT8, NULL);
+    struct address mine[SP_REMOTE_PROXIES_MAX] = {0};
+    for (uint32_t k = 0; k < r->n_proxies; k++) {
+        size_t n = 0;
+        mine[k].status = (int32_t)r->transport->address(r->proxies[k].ep, mine[k].bytes, &n);
+        mine[k].n_bytes = (uint32_t)n;
+    }
+    return spccl_all_gather(r->g->comm, mine, all, r->n_proxies * sizeof *mine, SPCCL_UINT8, NULL);
 }
 
-static spccl_status add_peers(sp_remote *r, const struct address *all)
+static spccl_status add_peers(const sp_remote *r, const struct address *all)
 {
-    for (int i = 0; i < r->n_peers; i++) {
-        int p = r->peers[i].rank;
-        char why[160] = "its endpoint has no address";
-        if (all[p].status != SPCCL_OK || all[p].n_bytes > SP_ADDRESS_BYTES_MAX ||
-            !r->transport->can_reach(r->ep, all[p].bytes, all[p].n_bytes, why, sizeof why))
-            return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: the proxy of rank %d over %s: %s",
-                           r->g->comm->rank, p, r->transport->name, why);
-        SP_TRY(r->transport->add_peer(r->ep, p, all[p].bytes, all[p].n_bytes));
-    }
+    const sp_transport *t = r->transport;
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        for (int i = 0; i < r->n_peers; i++) {
+            int p = r->proxies[k].peers[i].rank;
+            const struct address *its = &all[(uint32_t)p * r->n_proxies + k];
+            char why[160] = "its endpoint has no address";
+            if (its->status != SPCCL_OK || its->n_bytes > SP_ADDRESS_BYTES_MAX ||
+                !t->can_reach(r->proxies[k].ep, its->bytes, its->n_bytes, why, sizeof why))
+                return SP_FAIL(SPCCL_ERR_UNREACHABLE, "rank %d: proxy %u of rank %d over %s: %s",
+                               r->g->comm->rank, k, p, t->name, why);
+            SP_TRY(t->add_peer(r->proxies[k].ep, p, its->bytes, its->n_bytes));
+        }
     return SPCCL_OK;
+}
+
+static spccl_status meet_peers(const sp_remote *r)
+{
+    struct address *all = sp_calloc((size_t)r->g->comm->world_size * r->n_proxies, sizeof *all);
+    spccl_status st;
+    if (all == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "addresses of %u proxies of each rank", r->n_proxies);
+    st = swap_addresses(r, all);
+    if (st == SPCCL_OK)
+        st = add_peers(r, all);
+    sp_free(all);
+    return st;
+}
+
+/* All proxies connect at the same time. AGAIN: some are not done. */
+static spccl_status connect_step(const sp_remote *r, bool *done)
+{
+    spccl_status all = SPCCL_OK;
+    for (uint32_t k = 0; k < r->n_proxies; k++) {
+        spccl_status st = done[k] ? SPCCL_OK : r->transport->connect_step(r->proxies[k].ep);
+        if (st != SPCCL_OK && st != SPCCL_AGAIN)
+            return st;
+        done[k] = st == SPCCL_OK;
+        all = done[k] ? all : SPCCL_AGAIN;
+    }
+    return all;
 }
 
 static spccl_status connect_peers(sp_remote *r, int64_t deadline_ns)
 {
     int64_t asked_ns = sp_now_ns();
+    bool done[SP_REMOTE_PROXIES_MAX] = {false};
     for (;;) {
-        spccl_status st = r->transport->connect_step(r->ep);
+        spccl_status st = connect_step(r, done);
         if (st != SPCCL_AGAIN)
             return st;
         if (sp_deadline_passed(deadline_ns))
@@ -186,11 +282,11 @@ static spccl_status connect_peers(sp_remote *r, int64_t deadline_ns)
 
 /* ---- the thread ---- */
 
-static void drain_wake_fd(const sp_remote *r)
+static void drain_wake_fd(const sp_remote_proxy *x)
 {
     uint64_t count;
-    if (read(r->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
-        sp_log(SP_LOG_ERROR, r->g->comm->rank, "proxy: reading its eventfd failed: errno %d", errno);
+    if (read(x->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
+        sp_log(SP_LOG_ERROR, x->r->g->comm->rank, "proxy: reading its eventfd failed: errno %d", errno);
 }
 
 /* Can a kernel of the group be running? The last launch tells the mirror its end. */
@@ -210,31 +306,32 @@ static int64_t sleep_ns(const sp_remote *r, int64_t idle_ns)
 }
 
 /* Nothing moved in the last round: yield, or sleep. *active_ns = now if a launch came. */
-static void rest(sp_remote *r, uint32_t *n_launches, int64_t *active_ns)
+static void rest(sp_remote_proxy *x, uint32_t *n_launches, int64_t *active_ns)
 {
-    int64_t now_ns = sp_now_ns(), ns = sleep_ns(r, now_ns - *active_ns);
-    struct pollfd fds[2] = {{.fd = r->transport_fd, .events = POLLIN}, {.fd = r->wake_fd, .events = POLLIN}};
+    sp_remote *r = x->r;
+    int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sleep_ns(r, idle_ns);
+    struct pollfd fds[2] = {{.fd = x->transport_fd, .events = POLLIN}, {.fd = x->wake_fd, .events = POLLIN}};
     uint32_t n;
-    if (now_ns - *active_ns < r->g->comm->spin_ns) {
+    if (idle_ns < r->g->comm->spin_ns || (idle_ns < r->spin_ns && !is_idle(r))) {
         sched_yield(); /* a peer's proxy may need this core */
         return;
     }
     /* A launch counts first and reads `sleeping` then: either it wakes this thread, or this thread sees it. */
-    atomic_store(&r->sleeping, true);
+    atomic_store(&x->sleeping, true);
     n = atomic_load(&r->n_launches);
     if (n != *n_launches) {
         *n_launches = n;
         *active_ns = now_ns;
     } else if (!atomic_load(&r->stop)) {
-        if (r->transport->arm(r->ep) == SPCCL_OK) {
+        if (r->transport->arm(x->ep) == SPCCL_OK) {
             (void)ppoll(fds, 2, &(struct timespec){.tv_nsec = ns}, NULL);
-            r->transport->disarm(r->ep);
-            drain_wake_fd(r);
+            r->transport->disarm(x->ep);
+            drain_wake_fd(x);
         } else {
             sched_yield();
         }
     }
-    atomic_store(&r->sleeping, false);
+    atomic_store(&x->sleeping, false);
 }
 
 static void break_group(sp_remote *r, spccl_status st)
@@ -248,13 +345,13 @@ static void break_group(sp_remote *r, spccl_status st)
 }
 
 /* Nothing is carried any more; wait for the end. */
-static void wait_for_stop(sp_remote *r)
+static void wait_for_stop(sp_remote_proxy *x)
 {
-    struct pollfd fd = {.fd = r->wake_fd, .events = POLLIN};
-    while (!atomic_load(&r->stop)) {
-        atomic_store(&r->sleeping, true);
+    struct pollfd fd = {.fd = x->wake_fd, .events = POLLIN};
+    while (!atomic_load(&x->r->stop)) {
+        atomic_store(&x->sleeping, true);
         if (poll(&fd, 1, (int)(ASLEEP_NS / 1000000)) > 0)
-            drain_wake_fd(r);
+            drain_wake_fd(x);
     }
 }
 
@@ -265,45 +362,46 @@ static bool is_aborted(const sp_remote *r)
 
 static void *proxy(void *arg)
 {
-    sp_remote *r = arg;
+    sp_remote_proxy *x = arg;
     int64_t active_ns = sp_now_ns();
     uint32_t n_launches = 0;
     spccl_status st = SPCCL_OK;
-    while (st == SPCCL_OK && !atomic_load(&r->stop) && !is_aborted(r)) {
+    while (st == SPCCL_OK && !atomic_load(&x->r->stop) && !is_aborted(x->r)) {
         bool moved = false;
-        st = sp_remote_round(r, &moved);
+        st = sp_remote_round(x, &moved);
         if (moved)
             active_ns = sp_now_ns();
         else if (st == SPCCL_OK)
-            rest(r, &n_launches, &active_ns);
+            rest(x, &n_launches, &active_ns);
     }
     if (st != SPCCL_OK)
-        break_group(r, st);
-    wait_for_stop(r);
+        break_group(x->r, st);
+    wait_for_stop(x);
     return NULL;
 }
 
 spccl_status sp_remote_start(sp_remote *r, int64_t deadline_ns)
 {
-    struct address all[SP_GPU_RANKS_MAX];
-    SP_TRY(swap_addresses(r, all));
-    SP_TRY(add_peers(r, all));
+    SP_TRY(meet_peers(r));
     SP_TRY(connect_peers(r, deadline_ns));
-    SP_TRY(sp_thread_start("spccl-proxy", proxy, r, &r->thread));
-    r->started = true;
-    sp_log(SP_LOG_INFO, r->g->comm->rank,
-           "group \"%s\": a proxy thread carries the rings of %d ranks on other hosts over %s; %zu bytes of "
-           "pinned memory",
-           r->g->comm->name, r->n_peers, r->transport->name,
-           sp_inbox_bytes(r->g->shape) + sp_remote_mirror_bytes(r->g->shape));
+    for (uint32_t k = 0; k < r->n_proxies; k++) {
+        SP_TRY(sp_thread_start("spccl-proxy", proxy, &r->proxies[k], &r->proxies[k].thread));
+        r->proxies[k].started = true;
+    }
+    sp_log(
+        SP_LOG_INFO, r->g->comm->rank,
+        "group \"%s\": proxies: %u threads carry the rings of %d ranks on other hosts over %s; %zu bytes of "
+        "pinned memory",
+        r->g->comm->name, r->n_proxies, r->n_peers, r->transport->name,
+        sp_inbox_bytes(r->g->shape) + sp_remote_mirror_bytes(r->g->shape));
     return SPCCL_OK;
 }
 
-static void write_wake_fd(const sp_remote *r)
+static void write_wake_fd(const sp_remote_proxy *x)
 {
     uint64_t one = 1;
-    if (write(r->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
-        sp_log(SP_LOG_ERROR, r->g->comm->rank, "proxy: writing its eventfd failed: errno %d", errno);
+    if (write(x->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
+        sp_log(SP_LOG_ERROR, x->r->g->comm->rank, "proxy: writing its eventfd failed: errno %d", errno);
 }
 
 void sp_remote_wake(sp_remote *r, bool captured)
@@ -313,8 +411,9 @@ void sp_remote_wake(sp_remote *r, bool captured)
     if (captured)
         atomic_store(&r->captured, true);
     atomic_fetch_add(&r->n_launches, 1);
-    if (atomic_load(&r->sleeping))
-        write_wake_fd(r);
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        if (atomic_load(&r->proxies[k].sleeping))
+            write_wake_fd(&r->proxies[k]);
 }
 
 void sp_remote_leave(sp_remote *r)
@@ -325,32 +424,42 @@ void sp_remote_leave(sp_remote *r)
 
 /* ---- the end ---- */
 
-static void stop_thread(sp_remote *r)
+static void stop_threads(sp_remote *r)
 {
-    if (!r->started)
-        return;
     atomic_store(&r->stop, true);
-    write_wake_fd(r);
-    (void)pthread_join(r->thread, NULL);
-    r->started = false;
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        if (r->proxies[k].started)
+            write_wake_fd(&r->proxies[k]);
+    for (uint32_t k = 0; k < r->n_proxies; k++) {
+        if (r->proxies[k].started)
+            (void)pthread_join(r->proxies[k].thread, NULL);
+        r->proxies[k].started = false;
+    }
+}
+
+static void close_proxy(sp_remote_proxy *x)
+{
+    if (x->ep != NULL)
+        x->r->transport->close(x->ep);
+    if (x->wake_fd >= 0)
+        close(x->wake_fd);
+    for (int i = 0; i < SP_GPU_RANKS_MAX; i++)
+        sp_free(x->peers[i].memory);
+    sp_free(x->workers);
+    sp_free(x->entries);
 }
 
 static void close_all(sp_remote *r, bool keep_memory)
 {
     const sp_gpu_ops *ops = r->g->ops;
-    stop_thread(r);
-    if (r->ep != NULL)
-        r->transport->close(r->ep);
-    if (r->wake_fd >= 0)
-        close(r->wake_fd);
+    stop_threads(r);
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        close_proxy(&r->proxies[k]);
     if (!keep_memory) {
         ops->unload(r->g->device.ordinal, r->area.heard);
         ops->pinned_destroy(r->outbox);
         ops->pinned_destroy(r->mirror);
     }
-    for (int i = 0; i < r->n_peers; i++)
-        sp_free(r->peers[i].memory);
-    sp_free(r->entries);
     sp_free(r);
 }
 

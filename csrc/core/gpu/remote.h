@@ -1,9 +1,13 @@
-/* remote.h - the proxy: a thread that carries rings to and from peers on other hosts.
+/* remote.h - the proxies: threads that carry rings to and from peers on other hosts.
  *
- * contract/remote.h says where the rings lie. The proxy reads the outbox, and sends what kernels wrote there over a
+ * The proxies of a rank divide the workers: the bells, each of 8 workers, go to the proxies in turn. Each proxy has
+ * an endpoint of its own, and exchanges messages with the proxy of the same number of each remote peer. All ranks
+ * have the same number of proxies.
+ *
+ * contract/remote.h says where the rings lie. A proxy reads the outbox, and sends what kernels wrote there over a
  * transport. It writes what the peers' proxies send into the mirror. Of each ring it announces only positions that
- * the sender's kernel announced: a frame is whole when the receiver's kernel sees it. The proxy makes no call of
- * CUDA. Such a call may wait for another thread's call, and that one for a kernel that waits for the proxy.
+ * the sender's kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of
+ * CUDA. Such a call may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
  * remote.c: start, end, the thread. remote_move.c: what it does in each round. */
 #ifndef SP_REMOTE_H
@@ -17,31 +21,48 @@
  * 512 MiB, as spccl_info says; the last MiB is for bells. */
 #define SP_REMOTE_INBOX_MAX ((size_t)511 << 19)
 
+#define SP_REMOTE_PROXIES_MAX 16u
+
+/* A remote peer, as one proxy sees it. */
 typedef struct sp_remote_peer {
     int rank;
     uint32_t slot, slot_there; /* the peer's slot seen from here; this rank's slot seen from the peer */
     sp_remote_positions at;
-    uint64_t *memory;      /* owned: of `at` */
-    uint32_t next;         /* the ring at which the next message starts */
+    uint64_t *memory; /* owned: of `at` */
+    /* In the outbox, by queue: what kernels of this rank announced, [n_workers] each. */
+    const uint64_t *tails[SP_INBOX_QUEUES], *credits[SP_INBOX_QUEUES];
+    uint32_t next;         /* number of the ring at which the next message starts: queue * n_workers + k */
     uint64_t n_messages;   /* sent */
     int64_t gone_since_ns; /* 0: it is there */
 } sp_remote_peer;
 
-typedef struct sp_remote {
-    sp_gpu_comm *g;
-    const sp_transport *transport;
+struct sp_remote;
+
+typedef struct sp_remote_proxy {
+    struct sp_remote *r;
     sp_endpoint *ep;
     int transport_fd, wake_fd;
-    uint8_t *outbox, *mirror;
-    uint8_t *outbox_device; /* for sp_fused_args.inboxes */
-    sp_fused_remote area;   /* for sp_fused_args.remote */
-    int n_peers;
     sp_remote_peer peers[SP_GPU_RANKS_MAX];
+    uint32_t *workers;        /* [n_workers] the workers that it serves */
+    uint32_t n_workers;       /* so many */
     sp_remote_entry *entries; /* [4 * n_workers] scratch: those of one message */
     uint64_t n_bytes_sent;    /* of messages; for tests and logs */
     pthread_t thread;
     bool started;
-    atomic_bool stop, leaving, sleeping;
+    atomic_bool sleeping;
+} sp_remote_proxy;
+
+typedef struct sp_remote {
+    sp_gpu_comm *g;
+    const sp_transport *transport;
+    uint8_t *outbox, *mirror;
+    uint8_t *outbox_device; /* for sp_fused_args.inboxes */
+    sp_fused_remote area;   /* for sp_fused_args.remote */
+    int n_peers;
+    uint32_t n_proxies;
+    sp_remote_proxy proxies[SP_REMOTE_PROXIES_MAX];
+    int64_t spin_ns; /* a proxy polls for so long, after something moved, while a kernel may run */
+    atomic_bool stop, leaving;
     atomic_bool captured;   /* a launch was captured: a graph may launch more, without a call */
     atomic_uint n_launches; /* launches so far */
 } sp_remote;
@@ -50,17 +71,20 @@ typedef struct sp_remote {
 
 /* The transport that the links of g->comm to its remote peers use. Errors: UNSUPPORTED (they use several). */
 spccl_status sp_remote_transport(const sp_gpu_comm *g, const sp_transport **out);
-/* Allocate pinned memory and open an endpoint. g's GPU is current. g->remote is set at once; the caller calls
+/* How many proxies a rank would like to have: SPCCL_CUDA_PROXIES, or by the cores that this process may use. comm
+ * NULL: if it is the only rank of its host. Errors: SETTING. */
+spccl_status sp_remote_n_proxies(const spccl_comm *comm, uint32_t *out);
+/* Allocate pinned memory and open the endpoints of g->limits.n_proxies proxies. g's GPU is current. g->remote is set at once; the caller calls
  * sp_remote_close, after a failure too. Errors: NOMEM, DEVICE, SYSTEM, and those of the transport. */
 spccl_status sp_remote_open(sp_gpu_comm *g);
-/* All ranks call it together: exchange the endpoints' addresses, connect to the remote peers, and start the proxy.
+/* All ranks call it together: exchange the endpoints' addresses, connect to the remote peers, and start the proxies.
  * Errors: TIMEOUT, PEER, AUTH (each names the peer), UNREACHABLE, SYSTEM. */
 spccl_status sp_remote_start(sp_remote *r, int64_t deadline_ns);
-/* Call before each launch: the proxy must not sleep. Accepts NULL. */
+/* Call before each launch: no proxy may sleep. Accepts NULL. */
 void sp_remote_wake(sp_remote *r, bool captured);
 /* From now on a peer that is gone is no error: all kernels have ended, and peers may leave. Accepts NULL. */
 void sp_remote_leave(sp_remote *r);
-/* Stop the proxy and free everything. No kernel may run any more. Accepts NULL. */
+/* Stop the proxies and free everything. No kernel may run any more. Accepts NULL. */
 void sp_remote_close(sp_remote *r);
 /* As close, but the pinned memory stays: a kernel that does not end may still write there. */
 void sp_remote_abandon(sp_remote *r);
@@ -69,9 +93,11 @@ void sp_remote_abandon(sp_remote *r);
 
 /* Bytes of the largest message. */
 size_t sp_remote_message_max(const sp_remote *r);
+/* Prepare the peer number i of a proxy, whose workers and peers[i].at are set. */
+void sp_remote_find_words(sp_remote_proxy *x, int i);
 
 /* One round: take messages, and send what the kernels wrote. *moved = true if anything moved. Errors: PEER, FORMAT (a
  * peer sent wrong positions; names it), BUG. */
-spccl_status sp_remote_round(sp_remote *r, bool *moved);
+spccl_status sp_remote_round(sp_remote_proxy *x, bool *moved);
 
 #endif

@@ -1,4 +1,4 @@
-/* remote_move.c - one round of the proxy; see remote.h. */
+/* remote_move.c - one round of a proxy; see remote.h. */
 #include "core/gpu/remote.h"
 
 #include "core/base/clock.h"
@@ -11,6 +11,8 @@
 #define BATCH_BYTES 65536u
 /* A message takes no further ring beyond so many bytes of frames. */
 #define MESSAGE_BYTES ((size_t)256 << 10)
+/* Of each run so many bytes are read ahead. */
+#define PREFETCH_BYTES 512u
 /* Messages of one peer that are taken in a round. */
 #define TAKEN_MAX 16
 /* A lost peer may have sent all that it had to send. What it sent is delivered first. */
@@ -22,9 +24,16 @@ size_t sp_remote_message_max(const sp_remote *r)
            sp_remote_run_max(sp_inbox_ring_bytes(r->g->shape));
 }
 
-static uint64_t load(const uint8_t *memory, size_t off)
+void sp_remote_find_words(sp_remote_proxy *x, int i)
 {
-    return __atomic_load_n((const uint64_t *)(const void *)(memory + off), __ATOMIC_ACQUIRE);
+    sp_remote_peer *p = &x->peers[i];
+    sp_inbox_shape s = x->r->g->shape;
+    const uint8_t *outbox = x->r->outbox;
+    for (uint32_t q = 0; q < SP_INBOX_QUEUES; q++) {
+        p->tails[q] = (const uint64_t *)(const void *)(outbox + sp_inbox_tail_off(s, q, p->slot_there, 0));
+        p->credits[q] =
+            (const uint64_t *)(const void *)(outbox + sp_inbox_credit_off(s, q, p->slot_there, 0));
+    }
 }
 
 static void store(uint8_t *memory, size_t off, uint64_t v)
@@ -33,7 +42,7 @@ static void store(uint8_t *memory, size_t off, uint64_t v)
 }
 
 /* The peer's connection ended. Not an error for a moment, and not while the ranks leave. */
-static spccl_status note_gone(sp_remote *r, sp_remote_peer *p)
+static spccl_status note_gone(const sp_remote *r, sp_remote_peer *p)
 {
     if (atomic_load(&r->leaving))
         return SPCCL_OK;
@@ -60,10 +69,10 @@ static void ring_bell(const sp_remote *r, uint32_t worker)
 {
     uint32_t *bells = (uint32_t *)(void *)(r->mirror + sp_remote_bells_off(r->g->shape));
     uint32_t *bell = &bells[worker / SP_REMOTE_BELL_WORKERS];
-    __atomic_store_n(bell, *bell + 1, __ATOMIC_RELEASE); /* only this thread writes it */
+    __atomic_store_n(bell, *bell + 1, __ATOMIC_RELEASE); /* only its proxy writes it */
 }
 
-static spccl_status apply_message(sp_remote *r, sp_remote_peer *p, const void *message, size_t bytes)
+static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const void *message, size_t bytes)
 {
     sp_inbox_shape s = r->g->shape;
     sp_remote_reader reader;
@@ -86,23 +95,24 @@ static spccl_status apply_message(sp_remote *r, sp_remote_peer *p, const void *m
     return st == SPCCL_AGAIN ? SPCCL_OK : st;
 }
 
-static spccl_status take_messages(sp_remote *r, sp_remote_peer *p, bool *moved)
+static spccl_status take_messages(sp_remote_proxy *x, sp_remote_peer *p, bool *moved)
 {
+    const sp_transport *t = x->r->transport;
     for (int i = 0; i < TAKEN_MAX; i++) {
         const void *message = NULL;
         size_t bytes = 0;
-        spccl_status st = r->transport->peek(r->ep, p->rank, 0, &message, &bytes);
+        spccl_status st = t->peek(x->ep, p->rank, 0, &message, &bytes);
         if (st == SPCCL_ERR_PEER)
-            return note_gone(r, p);
+            return note_gone(x->r, p);
         if (st != SPCCL_OK)
             return st == SPCCL_AGAIN ? SPCCL_OK : st;
-        st = apply_message(r, p, message, bytes);
+        st = apply_message(x->r, p, message, bytes);
         if (st != SPCCL_OK) {
             char why[300];
             snprintf(why, sizeof why, "%s", spccl_last_error());
             return SP_FAIL(st, "rank %d sent %s: do all ranks run the same version of spccl?", p->rank, why);
         }
-        SP_TRY(r->transport->release(r->ep, p->rank, 0));
+        SP_TRY(t->release(x->ep, p->rank, 0));
         *moved = true;
     }
     return SPCCL_OK;
@@ -110,10 +120,11 @@ static spccl_status take_messages(sp_remote *r, sp_remote_peer *p, bool *moved)
 
 /* ---- sending ---- */
 
-/* The entries of the next message, in r->entries: credits, then runs. */
+/* The entries of the next message, in x->entries: credits, then runs. */
 struct batch {
     uint32_t n_credits, n_runs;
     size_t data_bytes;
+    uint32_t next; /* with runs: the ring behind the last one */
 };
 
 /* A position that a kernel of this rank wrote into the outbox, and the bounds that it was checked against. */
@@ -133,46 +144,64 @@ static spccl_status check_here(const sp_remote_peer *p, const struct position *x
                    x->what, x->got, p->rank, sp_remote_queue_name(x->queue), x->worker, x->least, x->most);
 }
 
-static spccl_status collect_credits(sp_remote *r, const sp_remote_peer *p, struct batch *b)
+static spccl_status collect_credits(sp_remote_proxy *x, const sp_remote_peer *p, struct batch *b)
 {
-    uint32_t n = p->at.n_workers;
-    for (uint32_t ring = 0; ring < SP_INBOX_QUEUES * n; ring++) {
-        uint32_t queue = ring / n, worker = ring % n;
-        uint64_t now = load(r->outbox, sp_inbox_credit_off(r->g->shape, queue, p->slot_there, worker));
-        if (now == p->at.freed[ring])
-            continue;
-        SP_TRY(check_here(
-            p, &(struct position){.what = "credit",
-                                  .queue = queue,
-                                  .worker = worker,
-                                  .got = now,
-                                  .least = p->at.freed[ring],
-                                  .most = sp_remote_credit_max(p->at.arrived[ring], p->at.ring_bytes)}));
-        r->entries[b->n_credits++] = (sp_remote_entry){.queue = queue, .worker = worker, .position = now};
-    }
+    for (uint32_t queue = 0; queue < SP_INBOX_QUEUES; queue++)
+        for (uint32_t k = 0; k < x->n_workers; k++) {
+            uint32_t worker = x->workers[k], ring = queue * p->at.n_workers + worker;
+            uint64_t now = __atomic_load_n(&p->credits[queue][worker], __ATOMIC_ACQUIRE);
+            if (now == p->at.freed[ring])
+                continue;
+            SP_TRY(check_here(
+                p, &(struct position){.what = "credit",
+                                      .queue = queue,
+                                      .worker = worker,
+                                      .got = now,
+                                      .least = p->at.freed[ring],
+                                      .most = sp_remote_credit_max(p->at.arrived[ring], p->at.ring_bytes)}));
+            x->entries[b->n_credits++] = (sp_remote_entry){.queue = queue, .worker = worker, .position = now};
+        }
     return SPCCL_OK;
 }
 
-static spccl_status collect_runs(sp_remote *r, const sp_remote_peer *p, struct batch *b)
+static const uint8_t *ring_of(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e)
 {
-    uint32_t n = p->at.n_workers;
-    for (uint32_t i = 0; i < SP_INBOX_QUEUES * n && b->data_bytes < MESSAGE_BYTES; i++) {
-        uint32_t ring = p->next + i < SP_INBOX_QUEUES * n ? p->next + i : p->next + i - SP_INBOX_QUEUES * n;
-        uint32_t queue = ring / n, worker = ring % n;
-        uint64_t sent = p->at.sent[ring], tail;
-        tail = load(r->outbox, sp_inbox_tail_off(r->g->shape, queue, p->slot_there, worker));
+    return r->outbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot_there, e->worker);
+}
+
+/* Start to read the first bytes of a run into the cache: read_run needs them soon. */
+static void prefetch_run(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e)
+{
+    const uint8_t *ring = ring_of(r, p, e);
+    size_t off = e->position % p->at.ring_bytes;
+    for (size_t i = 0; i < e->bytes && i < PREFETCH_BYTES && off + i < p->at.ring_bytes; i += 64)
+        __builtin_prefetch(ring + off + i);
+}
+
+static spccl_status collect_runs(sp_remote_proxy *x, const sp_remote_peer *p, struct batch *b)
+{
+    uint32_t n_rings = SP_INBOX_QUEUES * x->n_workers;
+    for (uint32_t i = 0; i < n_rings && b->data_bytes < MESSAGE_BYTES; i++) {
+        uint32_t at = p->next + i < n_rings ? p->next + i : p->next + i - n_rings;
+        uint32_t queue = at >= x->n_workers, worker = x->workers[at - queue * x->n_workers];
+        uint32_t ring = queue * p->at.n_workers + worker;
+        uint64_t sent = p->at.sent[ring], free_to = p->at.free_to[ring], tail;
+        sp_remote_entry *e = &x->entries[b->n_credits + b->n_runs];
+        tail = __atomic_load_n(&p->tails[queue][worker], __ATOMIC_ACQUIRE);
         if (tail == sent)
             continue;
-        SP_TRY(
-            check_here(p, &(struct position){.what = "tail",
-                                             .queue = queue,
-                                             .worker = worker,
-                                             .got = tail,
-                                             .least = sent > p->at.free_to[ring] ? sent : p->at.free_to[ring],
-                                             .most = p->at.free_to[ring] + p->at.ring_bytes}));
-        r->entries[b->n_credits + b->n_runs++] = (sp_remote_entry){
+        SP_TRY(check_here(p, &(struct position){.what = "tail",
+                                                .queue = queue,
+                                                .worker = worker,
+                                                .got = tail,
+                                                .least = sent > free_to ? sent : free_to,
+                                                .most = free_to + p->at.ring_bytes}));
+        *e = (sp_remote_entry){
             .is_run = true, .queue = queue, .worker = worker, .position = sent, .bytes = tail - sent};
+        prefetch_run(x->r, p, e);
+        b->n_runs++;
         b->data_bytes += tail - sent;
+        b->next = at + 1 < n_rings ? at + 1 : 0;
     }
     return SPCCL_OK;
 }
@@ -180,14 +209,15 @@ static spccl_status collect_runs(sp_remote *r, const sp_remote_peer *p, struct b
 /* Copy the bytes of a run out of its ring. */
 static void read_run(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e, uint8_t *to)
 {
-    const uint8_t *ring = r->outbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot_there, e->worker);
+    const uint8_t *ring = ring_of(r, p, e);
     size_t off = e->position % p->at.ring_bytes, first = p->at.ring_bytes - off;
     first = first < e->bytes ? first : e->bytes;
     memcpy(to, ring + off, first);
     memcpy(to + first, ring, e->bytes - first);
 }
 
-static void write_message(const sp_remote *r, sp_remote_peer *p, const struct batch *b, uint8_t *message)
+static void write_message(const sp_remote_proxy *x, sp_remote_peer *p, const struct batch *b,
+                          uint8_t *message)
 {
     uint32_t n_entries = b->n_credits + b->n_runs;
     size_t at = SP_REMOTE_HEAD_BYTES + (size_t)n_entries * SP_REMOTE_ENTRY_BYTES;
@@ -195,54 +225,56 @@ static void write_message(const sp_remote *r, sp_remote_peer *p, const struct ba
     at = sp_remote_data_off(n_entries);
     sp_remote_put_head(message, b->n_credits, b->n_runs);
     for (uint32_t i = 0; i < n_entries; i++) {
-        const sp_remote_entry *e = &r->entries[i];
+        const sp_remote_entry *e = &x->entries[i];
         uint32_t ring = e->queue * p->at.n_workers + e->worker;
         sp_remote_put_entry(message, i, e);
         if (e->is_run) {
-            read_run(r, p, e, message + at);
+            read_run(x->r, p, e, message + at);
             at += e->bytes;
             p->at.sent[ring] += e->bytes;
-            p->next = ring + 1 < SP_INBOX_QUEUES * p->at.n_workers ? ring + 1 : 0;
         } else {
             p->at.freed[ring] = e->position;
         }
     }
+    if (b->n_runs != 0)
+        p->next = b->next;
 }
 
-static spccl_status send_messages(sp_remote *r, sp_remote_peer *p, bool *moved)
+static spccl_status send_messages(sp_remote_proxy *x, sp_remote_peer *p, bool *moved)
 {
+    const sp_transport *t = x->r->transport;
     struct batch b = {0};
     void *message = NULL;
     size_t bytes;
     spccl_status st;
-    SP_TRY(collect_credits(r, p, &b));
-    SP_TRY(collect_runs(r, p, &b));
+    SP_TRY(collect_credits(x, p, &b));
+    SP_TRY(collect_runs(x, p, &b));
     if (b.n_credits + b.n_runs == 0 || p->gone_since_ns != 0)
         return SPCCL_OK;
-    if (b.data_bytes < BATCH_BYTES && !r->transport->flushed(r->ep, p->rank, 0, p->n_messages))
+    if (b.data_bytes < BATCH_BYTES && !t->flushed(x->ep, p->rank, 0, p->n_messages))
         return SPCCL_OK;
     bytes = sp_remote_data_off(b.n_credits + b.n_runs) + b.data_bytes;
-    st = r->transport->reserve(r->ep, p->rank, 0, bytes, &message);
+    st = t->reserve(x->ep, p->rank, 0, bytes, &message);
     if (st == SPCCL_ERR_PEER)
-        return note_gone(r, p);
+        return note_gone(x->r, p);
     if (st != SPCCL_OK)
         return st == SPCCL_AGAIN ? SPCCL_OK : st;
-    write_message(r, p, &b, message);
-    SP_TRY(r->transport->commit(r->ep, p->rank, 0, 0)); /* all messages of proxies are equally urgent */
+    write_message(x, p, &b, message);
+    SP_TRY(t->commit(x->ep, p->rank, 0, 0)); /* all messages of proxies are equally urgent */
     p->n_messages++;
-    r->n_bytes_sent += bytes;
+    x->n_bytes_sent += bytes;
     *moved = true;
     return SPCCL_OK;
 }
 
-spccl_status sp_remote_round(sp_remote *r, bool *moved)
+spccl_status sp_remote_round(sp_remote_proxy *x, bool *moved)
 {
     char text[SP_ABORT_TEXT_CAP];
     int from = -1;
-    SP_TRY(r->transport->progress(r->ep, &from, text));
-    for (int i = 0; i < r->n_peers; i++) {
-        SP_TRY(take_messages(r, &r->peers[i], moved));
-        SP_TRY(send_messages(r, &r->peers[i], moved));
+    SP_TRY(x->r->transport->progress(x->ep, &from, text));
+    for (int i = 0; i < x->r->n_peers; i++) {
+        SP_TRY(take_messages(x, &x->peers[i], moved));
+        SP_TRY(send_messages(x, &x->peers[i], moved));
     }
     return SPCCL_OK;
 }

@@ -112,6 +112,9 @@ spccl_status sp_remote_next_entry(sp_remote_reader *r, const sp_remote_positions
     if (out->queue >= SP_INBOX_QUEUES || out->worker >= at->n_workers)
         return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of queue %u, worker %u; wanted queue 0 or 1, worker 0 to %u",
                        out->queue, out->worker, at->n_workers - 1);
+    if (sp_remote_proxy_of(out->worker, at->n_proxies) != at->proxy)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of worker %u, which proxy %u of %u serves, to proxy %u",
+                       out->worker, sp_remote_proxy_of(out->worker, at->n_proxies), at->n_proxies, at->proxy);
     ring = out->queue * at->n_workers + out->worker;
     r->next++;
     if (!out->is_run)

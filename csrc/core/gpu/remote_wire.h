@@ -8,7 +8,7 @@
 #define SP_REMOTE_WIRE_H
 
 #include "core/base/status.h"
-#include "core/contract/inbox.h"
+#include "core/contract/remote.h"
 
 #include <stdbool.h>
 
@@ -22,7 +22,14 @@ typedef struct sp_remote_positions {
     uint64_t *arrived; /* of frames of the peer: up to here they have arrived */
     uint64_t *freed;   /* the credit that this rank gave for them */
     uint32_t n_workers, ring_bytes;
+    uint32_t proxy, n_proxies; /* the workers of which proxy */
 } sp_remote_positions;
+
+/* The proxy that serves a worker: all workers of a bell have the same one. */
+static inline uint32_t sp_remote_proxy_of(uint32_t worker, uint32_t n_proxies)
+{
+    return worker / SP_REMOTE_BELL_WORKERS % n_proxies;
+}
 
 /* A run: `bytes` of a ring from `position` on; its bytes may go past the end of the ring to offset 0. Its end is a
  * position that the sender's kernel announced. A credit: the ring is free up to `position`. */

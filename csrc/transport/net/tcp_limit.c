@@ -89,7 +89,8 @@ spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
     uint32_t n = 0;
     SP_TRY(sp_env_number(SP_ENV_TCP_WINDOW, &forced));
     for_far_sockets(ep, count_socket, &n);
-    sp_tcp_window_init(&ep->window, (size_t)forced, n, ranks_per_host(ep));
+    sp_tcp_window_init(&ep->window, (size_t)forced, n,
+                       ranks_per_host(ep) * (ep->config.n_sharing != 0 ? ep->config.n_sharing : 1));
     apply_window(ep);
     return SPCCL_OK;
 }
