@@ -8,8 +8,13 @@
 /* Only tests link fault.c. In other programs the address is NULL, which ends the list. */
 extern const sp_transport sp_transport_fault __attribute__((weak, visibility("hidden")));
 
-const sp_transport *const sp_transports[] = {&sp_transport_inproc, &sp_transport_shm,   &sp_transport_ncclnet,
-                                             &sp_transport_tcp,    &sp_transport_fault, NULL};
+const sp_transport *const sp_transports[] = {&sp_transport_inproc,
+                                             &sp_transport_shm,
+                                             &sp_transport_ib,
+                                             &sp_transport_ncclnet,
+                                             &sp_transport_tcp,
+                                             &sp_transport_fault,
+                                             NULL};
 
 static const sp_transport *find(const char *name, size_t n)
 {

@@ -20,6 +20,9 @@ typedef enum sp_env_id {
     SP_ENV_TCP_SOCKETS,     /* number */
     SP_ENV_TCP_WINDOW,      /* number */
     SP_ENV_TCP_ADDR,        /* text */
+    SP_ENV_IB_CARD,         /* text */
+    SP_ENV_IB_TIMEOUT,      /* number */
+    SP_ENV_IB_RETRIES,      /* number */
     SP_ENV_NET_PLUGIN,      /* text */
     SP_ENV_NET_PLUGIN_MS,   /* number */
     SP_ENV_RENDEZVOUS_ADDR, /* text */

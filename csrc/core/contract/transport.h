@@ -30,7 +30,7 @@ typedef struct sp_endpoint_config {
     size_t queue_bytes;              /* capacity of one queue; a power of two */
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     uint32_t n_sharing;              /* endpoints of this rank and group that share the link; 0: 1 */
-    bool tcp_too;                    /* ncclnet: tcp may carry a pair whose plugin fails at start-up */
+    bool tcp_too;                    /* ib, ncclnet: tcp may carry a pair for which they fail at start-up */
     int64_t deadline_ns;             /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
 

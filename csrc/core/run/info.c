@@ -13,15 +13,6 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Parts that this version does not have, and that users look for. */
-static const spccl_info_entry absent_parts[] = {
-    {.kind = "part",
-     .name = "ib",
-     .value = "absent",
-     .why = "InfiniBand/RoCE is not part of version " SPCCL_VERSION_TEXT
-            ": pairs on different hosts use ncclnet or tcp"},
-};
-
 static const struct {
     const char *name, *why;
 } transport_why[] = {
@@ -75,7 +66,8 @@ static spccl_info_entry memory_entry(void)
         .kind = "part",
         .name = "registered memory",
         .value = memory_text,
-        .why = "most that ncclnet registers with a plugin, unless SPCCL_QUEUE_BYTES is set"};
+        .why =
+            "most that ib registers with a card, or ncclnet with a plugin, unless SPCCL_QUEUE_BYTES is set"};
 }
 
 static bool schedule_entry(size_t i, spccl_info_entry *out)
@@ -100,7 +92,7 @@ static bool schedule_entry(size_t i, spccl_info_entry *out)
 /* Entry `i`, in the order kernels, transports, schedules, parts, settings. False if i is past the last. */
 static bool find_entry(size_t i, spccl_info_entry *out)
 {
-    size_t n_kernels = 0, n_transports = 0, n_absent = sizeof absent_parts / sizeof absent_parts[0];
+    size_t n_kernels = 0, n_transports = 0;
     size_t n_schedules = SP_N_SCHEDULES;
     spccl_info_entry e;
     while (kernel_entry(n_kernels, &e))
@@ -124,11 +116,6 @@ static bool find_entry(size_t i, spccl_info_entry *out)
         *out = memory_entry();
         return true;
     }
-    if (i < n_absent) {
-        *out = absent_parts[i];
-        return true;
-    }
-    i -= n_absent;
     if (i < SP_N_ENV) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
         *out = (spccl_info_entry){

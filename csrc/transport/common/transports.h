@@ -7,7 +7,8 @@
 
 #include <stdio.h>
 
-extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_ncclnet, sp_transport_tcp;
+extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_ib, sp_transport_ncclnet,
+    sp_transport_tcp;
 
 /* sp_transport.ns_per_byte within a host: of inproc and shm, and of fault in tests. Measured on an AMD EPYC
  * (Zen 4, 2 cores of a virtual machine, L2 1 MiB): chunks of 64 KiB through a ring between two threads take

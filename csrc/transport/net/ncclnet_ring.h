@@ -1,5 +1,5 @@
-/* ncclnet_ring.h - the bytes of one queue on one side, as a ring of SP_NN_SEGMENTS segments. A plugin moves
- * segments: segment k of the sender's ring arrives as segment k of the receiver's ring, at the same offset. So the
+/* ncclnet_ring.h - the bytes of one queue on one side, as a ring of SP_NN_SEGMENTS segments, for transports ncclnet
+ * and ib. A plugin, or a card, moves segments: segment k of the sender's ring arrives as segment k of the receiver's ring, at the same offset. So the
  * receiver's ring is a copy of the sender's, and a message that spans segments is contiguous in both (mirror.h).
  *
  * A segment may be sent before it is full. The next message then begins at the next segment. In memory a message
@@ -7,7 +7,8 @@
  *   0 u32 payload bytes   4 u32 sequence number in its queue   8 u32 queue   12 u32 "SPMS"
  * then the payload, then zeros up to a multiple of 16.
  *
- * Two threads use a ring: the endpoint's caller, and the thread that calls the plugin. `allowed` and `done` pass
+ * Two threads may use a ring: the endpoint's caller, and the thread that calls the plugin. (Transport ib has no thread:
+ * its caller does both.) `allowed` and `done` pass
  * segments between them; the rest belongs to one of the two. */
 #ifndef SP_NCCLNET_RING_H
 #define SP_NCCLNET_RING_H

@@ -1,0 +1,451 @@
+/* ib.c - transport "ib": ranks on hosts with InfiniBand or RoCE. See ib.h. */
+#include "transport/net/ib.h"
+
+#include "core/base/clock.h"
+#include "core/base/env.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+#include "transport/common/transports.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MS INT64_C(1000000)
+#define CLOSE_NS (500 * MS)     /* close waits at most this long until what was sent has arrived */
+#define UNKNOWN_NS_PER_BYTE 0.8 /* 10 Gbit/s, where a card gives no speed */
+#define NS_MBPS_PER_BYTE 8000.0
+/* While this rank polls, it looks at the tcp links, which costs a system call, once in so many calls of progress. */
+#define TCP_EVERY 16
+
+static const sp_transport *const tcp = &sp_transport_tcp;
+
+static bool by_tcp(const struct sp_ib_peer *p)
+{
+    return p->route == SP_IB_BY_TCP;
+}
+
+static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    if (by_tcp(&ep->peers[peer]))
+        return tcp->ns_per_byte(ep->tcp, peer);
+    return ep->card.speed_mbps > 0 ? NS_MBPS_PER_BYTE / ep->card.speed_mbps : UNKNOWN_NS_PER_BYTE;
+}
+
+/* ---- addresses ---- */
+
+static spccl_status ib_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    size_t n = 0;
+    sp_ib_write_address(ep->has_card ? sp_ib_network(&ep->card) : SP_IB_NO_CARD, out);
+    if (ep->tcp != NULL)
+        SP_TRY(tcp->address(ep->tcp, out + SP_IB_ADDRESS_HEAD, &n));
+    *bytes = SP_IB_ADDRESS_HEAD + n;
+    return SPCCL_OK;
+}
+
+static bool ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
+{
+    static const char *const names[] = {"none", "InfiniBand", "RoCE with IPv4", "RoCE with IPv6"};
+    struct sp_ib *ep = sp_ib_self(opaque);
+    const uint8_t *its_tcp;
+    uint8_t network;
+    size_t its_bytes, used;
+    if (!ep->has_card) {
+        snprintf(why, why_cap, "%s", ep->card_why);
+        return false;
+    }
+    if (!sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes)) {
+        snprintf(why, why_cap, "the peer has no usable card");
+        return false;
+    }
+    if (network != sp_ib_network(&ep->card)) {
+        snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->card)],
+                 names[network]);
+        return false;
+    }
+    sp_ib_card_text(&ep->card, why, why_cap);
+    used = strlen(why);
+    snprintf(why + used, why_cap - used, ", ");
+    used = strlen(why);
+    return tcp->can_reach(ep->tcp, its_tcp, its_bytes, why + used, why_cap - used);
+}
+
+static spccl_status ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    const uint8_t *its_tcp;
+    uint8_t network;
+    size_t its_bytes;
+    if (!ep->has_card || !sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes))
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
+    SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
+    ep->peers[peer].added = true;
+    return SPCCL_OK;
+}
+
+static void ib_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    char card[SP_IB_NAME_CAP + 24], details[160];
+    if (by_tcp(&ep->peers[peer])) {
+        snprintf(out, cap, "tcp, as ib failed: %s", ep->peers[peer].reason);
+        return;
+    }
+    sp_ib_card_text(&ep->card, card, sizeof card);
+    sp_ib_card_details(&ep->card, details, sizeof details);
+    snprintf(out, cap, "ib: %s, %s (%s)", card, details, ep->card_why);
+}
+
+/* ---- messages ---- */
+
+static size_t ib_message_max(sp_endpoint *opaque)
+{
+    return sp_ib_self(opaque)->config.queue_bytes / 4;
+}
+
+static spccl_status peer_gone(const struct sp_ib *ep, int peer)
+{
+    const struct sp_ib_peer *p = &ep->peers[peer];
+    return SP_FAIL(p->gone_status != SPCCL_OK ? p->gone_status : SPCCL_ERR_PEER, "rank %d: rank %d %s",
+                   ep->config.rank, peer, p->gone_text);
+}
+
+static spccl_status ib_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    void *space;
+    if (by_tcp(p))
+        return tcp->reserve(ep->tcp, peer, queue, bytes, out);
+    if (bytes == 0 || bytes > ib_message_max(opaque))
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu",
+                       ep->config.rank, bytes, peer, ib_message_max(opaque));
+    if (p->gone)
+        return peer_gone(ep, peer);
+    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes);
+    if (space == NULL)
+        return SPCCL_AGAIN;
+    *out = space;
+    return SPCCL_OK;
+}
+
+/* One queue pair carries all messages to a peer, in the order of their commits: `call` matters over tcp only. */
+static spccl_status ib_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (by_tcp(p))
+        return tcp->commit(ep->tcp, peer, queue, call);
+    if (p->tx[queue].ring.reserved == 0)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
+                       ep->config.rank, peer, queue);
+    if (sp_nn_ring_commit(&p->tx[queue].ring))
+        sp_ib_send(ep, peer);
+    return SPCCL_OK;
+}
+
+static spccl_status ib_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    spccl_status st;
+    if (by_tcp(p))
+        return tcp->peek(ep->tcp, peer, queue, out, bytes);
+    st = sp_nn_ring_peek(&p->rx[queue].ring, ib_message_max(opaque), out, bytes);
+    if (st == SPCCL_ERR_FORMAT) {
+        char text[300];
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", ep->config.rank, peer,
+                       text);
+    }
+    return st == SPCCL_AGAIN && p->over ? peer_gone(ep, peer) : st;
+}
+
+static spccl_status ib_release(sp_endpoint *opaque, int peer, int queue)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    const void *message;
+    size_t bytes;
+    if (by_tcp(p))
+        return tcp->release(ep->tcp, peer, queue);
+    if (ib_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", ep->config.rank,
+                       peer, queue);
+    (void)sp_nn_ring_release(&p->rx[queue].ring, bytes);
+    sp_ib_send(ep, peer); /* a credit may be due */
+    return SPCCL_OK;
+}
+
+static bool ib_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (by_tcp(p))
+        return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->n_notes : n);
+    return p->gone || sp_nn_ring_left(&p->tx[queue].ring) >= n;
+}
+
+/* ---- progress ---- */
+
+static void serve_peer(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (p->route != SP_IB_BY_IB)
+        return;
+    for (int i = 0; i < ep->config.n_queues; i++)
+        (void)sp_nn_ring_push(&p->tx[i].ring);
+    sp_ib_send(ep, peer);
+    sp_ib_look_at_tcp(ep, peer);
+    sp_ib_look_at_end(ep, peer);
+}
+
+static bool any_by_tcp(const struct sp_ib *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (by_tcp(&ep->peers[i]))
+            return true;
+    return false;
+}
+
+static spccl_status ib_progress(sp_endpoint *opaque, int *peer, char *text)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    spccl_status st = SPCCL_OK;
+    if (ep->n_progress++ % TCP_EVERY == 0 || ep->ending || ep->aborted || any_by_tcp(ep)) {
+        st = tcp->progress(ep->tcp, peer, text);
+        ep->aborted = st == SPCCL_ERR_ABORTED;
+    }
+    if (ep->device != NULL)
+        sp_ib_poll(ep);
+    for (int i = 0; i < ep->config.world_size; i++)
+        serve_peer(ep, i);
+    return st;
+}
+
+/* ---- sleeping ---- */
+
+static int ib_wait_fd(sp_endpoint *opaque)
+{
+    return sp_ib_self(opaque)->epoll_fd;
+}
+
+/* True if a peer ends: it is not known yet whether more will arrive. */
+static bool is_ending(const struct sp_ib *ep)
+{
+    for (int i = 0; ep->ending && i < ep->config.world_size; i++)
+        if (ep->peers[i].route == SP_IB_BY_IB && ep->peers[i].ended_ns != 0 && !ep->peers[i].over)
+            return true;
+    return false;
+}
+
+/* Changes of the tcp links count if one carries messages. Otherwise they are notes, which are looked at here. */
+static spccl_status arm_tcp(struct sp_ib *ep)
+{
+    spccl_status st = tcp->arm(ep->tcp);
+    for (int i = 0; st != SPCCL_OK && !any_by_tcp(ep) && i < ep->config.world_size; i++)
+        if (ep->peers[i].route == SP_IB_BY_IB)
+            sp_ib_look_at_tcp(ep, i);
+    if (st != SPCCL_OK && !any_by_tcp(ep) && !ep->changed)
+        st = tcp->arm(ep->tcp);
+    return st;
+}
+
+static spccl_status ib_arm(sp_endpoint *opaque)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    bool changed;
+    spccl_status st = arm_tcp(ep);
+    if (ep->device != NULL) {
+        if (sp_ib_device_notify(ep->device) != SPCCL_OK)
+            ep->changed = true; /* it cannot sleep: the caller polls */
+        sp_ib_poll(ep);         /* completions before the request make no event */
+    }
+    changed = ep->changed || is_ending(ep);
+    ep->changed = false;
+    if (st == SPCCL_OK && !changed)
+        return SPCCL_OK;
+    if (st == SPCCL_OK)
+        tcp->disarm(ep->tcp);
+    return SPCCL_AGAIN;
+}
+
+static void ib_disarm(sp_endpoint *opaque)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    tcp->disarm(ep->tcp);
+    if (ep->device != NULL) {
+        sp_ib_device_forget(ep->device);
+        sp_ib_device_log_events(ep->device, ep->config.rank);
+    }
+    ep->n_progress = 0; /* what woke this rank may have come over tcp */
+}
+
+static void ib_abort_peers(sp_endpoint *opaque, const char *text)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    if (ep->tcp != NULL)
+        tcp->abort_peers(ep->tcp, text);
+}
+
+static size_t ib_memory_bytes(sp_endpoint *opaque)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    size_t bytes = ep->tcp != NULL ? tcp->memory_bytes(ep->tcp) : 0;
+    for (int i = 0; i < ep->config.world_size; i++)
+        for (int k = 0; k < ep->config.n_queues; k++)
+            bytes += ep->peers[i].tx[k].ring.memory.cap + ep->peers[i].rx[k].ring.memory.cap;
+    return bytes;
+}
+
+/* ---- opening and closing ---- */
+
+/* Wait up to CLOSE_NS until everything has arrived at the peers' cards. */
+static void finish_sending(struct sp_ib *ep)
+{
+    int64_t deadline_ns = sp_now_ns() + CLOSE_NS;
+    bool busy = true;
+    while (busy && !sp_deadline_passed(deadline_ns)) {
+        char text[SP_ABORT_TEXT_CAP];
+        int peer;
+        busy = false;
+        (void)ib_progress((sp_endpoint *)ep, &peer, text);
+        for (int i = 0; i < ep->config.world_size; i++) {
+            struct sp_ib_peer *p = &ep->peers[i];
+            if (p->route != SP_IB_BY_IB || p->gone || p->failed)
+                continue;
+            for (int k = 0; k < ep->config.n_queues; k++)
+                busy = busy || sp_nn_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
+        }
+        if (busy)
+            nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+}
+
+static void say_farewell(struct sp_ib *ep, int peer)
+{
+    const struct sp_ib_peer *p = &ep->peers[peer];
+    sp_nn_farewell f = {{0}};
+    void *space = NULL;
+    if (p->route != SP_IB_BY_IB || p->gone)
+        return;
+    for (int k = 0; k < ep->config.n_queues; k++)
+        f.n_segments[k] = p->tx[k].n_posted;
+    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FAREWELL_BYTES, &space) == SPCCL_OK) {
+        sp_nn_write_farewell(&f, ep->config.n_queues, space);
+        (void)tcp->commit(ep->tcp, peer, 0, 0);
+    }
+}
+
+static void close_peer(struct sp_ib *ep, struct sp_ib_peer *p)
+{
+    bool here = ep->pid == getpid();
+    if (here)
+        sp_ib_link_close(p->link);
+    for (int k = 0; k < SP_QUEUES_MAX; k++) {
+        if (here) {
+            sp_ib_memory_close(&p->tx[k].memory);
+            sp_ib_memory_close(&p->rx[k].memory);
+        }
+        sp_nn_ring_close(&p->tx[k].ring);
+        sp_nn_ring_close(&p->rx[k].ring);
+    }
+}
+
+static void close_in_child(void *owner)
+{
+    struct sp_ib *ep = owner;
+    if (ep->device != NULL)
+        sp_ib_device_close_descriptors(ep->device);
+}
+
+static void ib_close(sp_endpoint *opaque)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    bool here;
+    if (ep == NULL)
+        return;
+    here = ep->pid == getpid();
+    if (here && ep->up)
+        finish_sending(ep);
+    for (int i = 0; here && ep->up && i < ep->config.world_size; i++)
+        say_farewell(ep, i);
+    sp_fork_unwatch(&ep->guard);
+    tcp->close(ep->tcp);
+    for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
+        close_peer(ep, &ep->peers[i]);
+    if (here)
+        sp_ib_device_close(ep->device);
+    if (ep->epoll_fd >= 0)
+        close(ep->epoll_fd);
+    explicit_bzero(ep->config.secret, sizeof ep->config.secret);
+    sp_free(ep->peers);
+    sp_free(ep);
+}
+
+static spccl_status open_beside(struct sp_ib *ep)
+{
+    struct epoll_event e = {.events = EPOLLIN};
+    SP_TRY(tcp->open(&ep->config, &ep->tcp));
+    SP_TRY(sp_fork_watch(&ep->guard, close_in_child, ep));
+    ep->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (ep->epoll_fd < 0 || epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, tcp->wait_fd(ep->tcp), &e) != 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: ib: epoll", ep->config.rank);
+    return SPCCL_OK;
+}
+
+static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
+{
+    spccl_status st = SPCCL_OK;
+    struct sp_ib *ep = sp_calloc(1, sizeof *ep);
+    if (ep == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "ib: an endpoint of %zu bytes", sizeof *ep);
+    ep->config = *config;
+    ep->epoll_fd = -1;
+    ep->pid = getpid();
+    ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
+    if (ep->peers == NULL) {
+        st = SP_FAIL(SPCCL_ERR_NOMEM, "ib: tables for %d ranks", config->world_size);
+        goto fail;
+    }
+    ep->has_card = sp_ib_choose(config->rank, &ep->card, ep->card_why, sizeof ep->card_why);
+    if (ep->has_card)
+        SP_TRY_TO(fail, st, open_beside(ep));
+    else if (sp_env_text(SP_ENV_IB_CARD)[0] != '\0')
+        sp_log(SP_LOG_WARN, config->rank, "ib: %s", ep->card_why);
+    *out = (sp_endpoint *)ep;
+    return SPCCL_OK;
+fail:
+    ib_close((sp_endpoint *)ep);
+    return st;
+}
+
+const sp_transport sp_transport_ib = {
+    .name = "ib",
+    .ns_per_byte = ib_ns_per_byte,
+    .inform = sp_ib_inform,
+    .open = ib_open,
+    .address = ib_address,
+    .can_reach = ib_can_reach,
+    .describe = ib_describe,
+    .add_peer = ib_add_peer,
+    .connect_step = sp_ib_connect_step,
+    .message_max = ib_message_max,
+    .reserve = ib_reserve,
+    .commit = ib_commit,
+    .peek = ib_peek,
+    .release = ib_release,
+    .flushed = ib_flushed,
+    .progress = ib_progress,
+    .wait_fd = ib_wait_fd,
+    .arm = ib_arm,
+    .disarm = ib_disarm,
+    .abort_peers = ib_abort_peers,
+    .memory_bytes = ib_memory_bytes,
+    .close = ib_close,
+};

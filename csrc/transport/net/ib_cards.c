@@ -1,0 +1,291 @@
+/* ib_cards.c - which card and port a rank uses, and which of its GIDs. See ib_verbs.h. */
+#include "core/base/env.h"
+#include "transport/net/ib_library.h"
+#include "transport/net/ib_verbs.h"
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CLASS_FOLDER "/sys/class/infiniband"
+
+/* What was found, and why the rest is not usable: "rxe1 port 1: not active; ...". */
+struct found {
+    sp_ib_card cards[SP_IB_CARDS_MAX];
+    int n;
+    char refused[300];
+};
+
+static void refuse(struct found *f, const char *name, int port, const char *why)
+{
+    size_t used = strlen(f->refused);
+    snprintf(f->refused + used, sizeof f->refused - used, "%s%.40s port %d: %s", used == 0 ? "" : "; ", name,
+             port, why);
+}
+
+void sp_ib_card_text(const sp_ib_card *card, char *out, size_t cap)
+{
+    snprintf(out, cap, "card %s port %d", card->name, card->port);
+}
+
+static bool is_ipv4(const uint8_t *gid)
+{
+    static const uint8_t prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    return memcmp(gid, prefix, sizeof prefix) == 0;
+}
+
+void sp_ib_card_details(const sp_ib_card *card, char *out, size_t cap)
+{
+    char gid[INET6_ADDRSTRLEN] = "?";
+    if (is_ipv4(card->gid))
+        (void)inet_ntop(AF_INET, card->gid + 12, gid, sizeof gid);
+    else
+        (void)inet_ntop(AF_INET6, card->gid, gid, sizeof gid);
+    snprintf(out, cap, "%s, %.1f Gbit/s, MTU %u, GID %s", card->ethernet ? "RoCE v2" : "InfiniBand",
+             card->speed_mbps / 1000.0, card->mtu_bytes, gid);
+}
+
+/* ---- GIDs ---- */
+
+/* The type of a GID: "RoCE v2", "IB/RoCE v1". False: the entry is empty. */
+static bool read_gid_type(const char *name, int port, int index, char *out, size_t cap)
+{
+    char path[200];
+    FILE *f;
+    bool fine;
+    snprintf(path, sizeof path, CLASS_FOLDER "/%s/ports/%d/gid_attrs/types/%d", name, port, index);
+    f = fopen(path, "re");
+    if (f == NULL)
+        return false;
+    fine = fgets(out, (int)cap, f) != NULL; /* an empty entry fails with EINVAL */
+    fclose(f);
+    out[fine ? strcspn(out, "\n") : 0] = '\0';
+    return fine;
+}
+
+/* How well a GID serves RoCE: 0 not at all. An IPv4 address is routed; a link-local one is not. */
+static int gid_rank(const uint8_t *gid)
+{
+    static const uint8_t zero[SP_IB_GID_BYTES] = {0};
+    if (memcmp(gid, zero, sizeof zero) == 0)
+        return 0;
+    if (is_ipv4(gid))
+        return 3;
+    return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
+}
+
+/* Choose the GID by its content: RoCE v2, IPv4 first. Its number differs from host to host. */
+static bool choose_gid(const sp_ib_library *lib, struct ibv_context *context, int n_gids, sp_ib_card *card)
+{
+    int best = 0;
+    for (int i = 0; i < n_gids && i < 256; i++) {
+        union ibv_gid gid;
+        char type[32];
+        if (card->ethernet &&
+            (!read_gid_type(card->name, card->port, i, type, sizeof type) || strcmp(type, "RoCE v2") != 0))
+            continue;
+        if (lib->query_gid(context, card->port, i, &gid) != 0 || gid_rank(gid.raw) <= best)
+            continue;
+        best = gid_rank(gid.raw);
+        memcpy(card->gid, gid.raw, sizeof card->gid);
+        card->gid_index = (uint8_t)i;
+        if (!card->ethernet)
+            break;
+    }
+    return best != 0;
+}
+
+/* ---- ports ---- */
+
+static int speed_mbps(const struct ibv_port_attr *a)
+{
+    static const struct {
+        int code, mbps;
+    } lanes[] = {{1, 2500},   {2, 5000},   {4, 10000},  {8, 10000},
+                 {16, 14000}, {32, 25000}, {64, 50000}, {128, 100000}};
+    static const int widths[][2] = {{1, 1}, {2, 4}, {4, 8}, {8, 12}, {16, 2}};
+    int mbps = 0, width = 0;
+    for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)
+        mbps = lanes[i].code == a->active_speed ? lanes[i].mbps : mbps;
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++)
+        width = widths[i][0] == a->active_width ? widths[i][1] : width;
+    return mbps * width;
+}
+
+/* Whether the card makes an RC queue pair. EFA and others do not. */
+static bool makes_queue_pairs(const sp_ib_library *lib, struct ibv_context *context)
+{
+    struct ibv_pd *pd = lib->alloc_pd(context);
+    struct ibv_cq *cq = lib->create_cq(context, 2, NULL, NULL, 0);
+    struct ibv_qp_init_attr attr = {.send_cq = cq,
+                                    .recv_cq = cq,
+                                    .qp_type = IBV_QPT_RC,
+                                    .cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1}};
+    struct ibv_qp *qp = NULL;
+    if (pd != NULL && cq != NULL)
+        qp = lib->create_qp(pd, &attr);
+    if (qp != NULL)
+        (void)lib->destroy_qp(qp);
+    if (cq != NULL)
+        (void)lib->destroy_cq(cq);
+    if (pd != NULL)
+        (void)lib->dealloc_pd(pd);
+    return qp != NULL;
+}
+
+static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, const char *name, int port,
+                         struct found *f)
+{
+    struct ibv_port_attr a;
+    sp_ib_card *card = &f->cards[f->n];
+    memset(&a, 0, sizeof a);
+    if (f->n == SP_IB_CARDS_MAX)
+        return;
+    if (lib->query_port(context, (uint8_t)port, &a) != 0) {
+        refuse(f, name, port, "its state cannot be read");
+        return;
+    }
+    if (a.state != IBV_PORT_ACTIVE) {
+        refuse(f, name, port, "not active");
+        return;
+    }
+    *card = (sp_ib_card){.port = (uint8_t)port,
+                         .ethernet = a.link_layer == IBV_LINK_LAYER_ETHERNET,
+                         .lid = a.lid,
+                         .mtu_bytes = a.active_mtu >= 1 && a.active_mtu <= 5 ? 128u << a.active_mtu : 256,
+                         .speed_mbps = speed_mbps(&a)};
+    snprintf(card->name, sizeof card->name, "%s", name);
+    if (!choose_gid(lib, context, a.gid_tbl_len, card))
+        refuse(f, name, port, card->ethernet ? "no GID of type RoCE v2" : "no GID");
+    else if (!makes_queue_pairs(lib, context))
+        refuse(f, name, port, "it cannot make an RC queue pair");
+    else
+        f->n++;
+}
+
+/* True if SPCCL_IB_CARD allows the port. */
+static bool is_wanted(const char *wanted, const char *name, int port)
+{
+    char text[SP_IB_NAME_CAP + 16];
+    snprintf(text, sizeof text, "%s:%d", name, port);
+    return wanted[0] == '\0' || strcmp(wanted, name) == 0 || strcmp(wanted, text) == 0;
+}
+
+static void look_at_card(const sp_ib_library *lib, struct ibv_device *device, const char *wanted,
+                         struct found *f)
+{
+    const char *name = lib->get_device_name(device);
+    struct ibv_device_attr attr;
+    struct ibv_context *context;
+    if (strncmp(wanted, name, strlen(name)) != 0 && wanted[0] != '\0')
+        return;
+    if (device->transport_type != IBV_TRANSPORT_IB) {
+        refuse(f, name, 1, "neither InfiniBand nor RoCE: ncclnet may carry it");
+        return;
+    }
+    context = lib->open_device(device);
+    if (context == NULL) {
+        refuse(f, name, 1, "it cannot be opened (permission for /dev/infiniband?)");
+        return;
+    }
+    if (lib->query_device(context, &attr) != 0)
+        refuse(f, name, 1, "it does not answer");
+    else
+        for (int port = 1; port <= attr.phys_port_cnt; port++)
+            if (is_wanted(wanted, name, port))
+                look_at_port(lib, context, name, port, f);
+    (void)lib->close_device(context);
+}
+
+/* True if the kernel has a verbs device. Without one the library is not opened. */
+static bool has_devices(void)
+{
+    DIR *d = opendir(CLASS_FOLDER);
+    struct dirent *e = NULL;
+    while (d != NULL && (e = readdir(d)) != NULL && e->d_name[0] == '.') {
+    }
+    if (d != NULL)
+        closedir(d);
+    return e != NULL;
+}
+
+static bool find_all(struct found *f, char *why, size_t why_cap)
+{
+    const char *wanted = sp_env_text(SP_ENV_IB_CARD), *no_library;
+    const sp_ib_library *lib;
+    struct ibv_device **list;
+    int n = 0;
+    if (strcmp(wanted, "none") == 0) {
+        snprintf(why, why_cap, "SPCCL_IB_CARD=none");
+        return false;
+    }
+    if (!has_devices()) {
+        snprintf(why, why_cap, "no card: " CLASS_FOLDER " is empty");
+        return false;
+    }
+    lib = sp_ib_library_get(&no_library);
+    if (lib == NULL) {
+        snprintf(why, why_cap, "%s", no_library);
+        return false;
+    }
+    list = lib->get_device_list(&n);
+    for (int i = 0; list != NULL && i < n; i++)
+        look_at_card(lib, list[i], wanted, f);
+    if (list != NULL)
+        lib->free_device_list(list);
+    if (f->n == 0)
+        snprintf(why, why_cap, "no usable card%s%s: %s", wanted[0] != '\0' ? " SPCCL_IB_CARD=" : "", wanted,
+                 f->refused[0] != '\0' ? f->refused : "libibverbs lists none (Debian: ibverbs-providers)");
+    return f->n != 0;
+}
+
+bool sp_ib_choose(int rank, sp_ib_card *out, char *why, size_t why_cap)
+{
+    struct found f = {.n = 0};
+    int best = 0, n_best = 0;
+    if (!find_all(&f, why, why_cap))
+        return false;
+    for (int i = 0; i < f.n; i++)
+        best = f.cards[i].speed_mbps > best ? f.cards[i].speed_mbps : best;
+    for (int i = 0; i < f.n; i++)
+        n_best += f.cards[i].speed_mbps == best;
+    /* Ranks of a host share its fastest cards evenly. */
+    for (int i = 0, k = 0; i < f.n; i++)
+        if (f.cards[i].speed_mbps == best && k++ == rank % n_best)
+            *out = f.cards[i];
+    snprintf(why, why_cap, "%s",
+             sp_env_text(SP_ENV_IB_CARD)[0] != '\0' ? "SPCCL_IB_CARD" : "the fastest, by rank");
+    return true;
+}
+
+/* ---- spccl info ---- */
+
+static char why_text[1000];
+static const char *value_text;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void look(void)
+{
+    struct found f = {.n = 0};
+    size_t used = 0;
+    value_text = "in, no card";
+    if (!find_all(&f, why_text, sizeof why_text))
+        return;
+    value_text = "in, cards usable";
+    for (int i = 0; i < f.n && used < sizeof why_text - 1; i++) {
+        char details[160];
+        sp_ib_card_details(&f.cards[i], details, sizeof details);
+        used += (size_t)snprintf(why_text + used, sizeof why_text - used, "%scard %s port %d (%s)",
+                                 i == 0 ? "" : ", ", f.cards[i].name, f.cards[i].port, details);
+    }
+}
+
+void sp_ib_inform(const char **value, const char **why)
+{
+    pthread_once(&once, look);
+    *value = value_text;
+    *why = why_text;
+}

@@ -1,0 +1,197 @@
+/* ib_move.c - writes to the peers' rings, and what comes of them. See ib.h. */
+#include "transport/common/transports.h"
+#include "transport/net/ib.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define RECEIVE_ID (UINT64_C(1) << 63) /* of the id of a receive; the rest is the peer */
+/* Every so many writes one asks for a completion, and the last of those that are written at once. */
+#define SIGNAL_EVERY 8
+#define N_COMPLETIONS 32
+
+int sp_ib_n_writes(const struct sp_ib *ep)
+{
+    return ep->config.n_queues * (int)SP_IB_PER_QUEUE + SP_IB_SPARE;
+}
+
+int sp_ib_n_receives(const struct sp_ib *ep)
+{
+    return ep->config.n_queues * (int)SP_IB_PER_QUEUE + 1;
+}
+
+/* ---- writing ---- */
+
+/* AGAIN: too many writes are under way. On failure the peer has failed. */
+static spccl_status post(struct sp_ib *ep, int peer, sp_ib_write *w, uint8_t owner)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    spccl_status st;
+    if (p->n_writes - p->n_completed >= (uint32_t)sp_ib_n_writes(ep))
+        return SPCCL_AGAIN;
+    w->signal = w->signal || p->n_unsignalled + 1 == SIGNAL_EVERY;
+    w->id = (uint64_t)(uint32_t)peer << 32 | (uint32_t)(p->n_writes + 1);
+    st = sp_ib_link_write(p->link, w);
+    if (st != SPCCL_OK) {
+        char text[SP_NN_TEXT_CAP];
+        snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, spccl_last_error());
+        sp_ib_fail_peer(ep, peer, SPCCL_ERR_PEER, text);
+        return st;
+    }
+    p->n_writes++;
+    p->owners[p->n_writes % SP_IB_WRITES_CAP] = owner;
+    p->n_unsignalled = w->signal ? 0 : p->n_unsignalled + 1;
+    return SPCCL_OK;
+}
+
+static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    struct sp_ib_tx *q = &p->tx[queue];
+    uint64_t limit = atomic_load_explicit(&q->ring.allowed, memory_order_relaxed);
+    limit = limit < q->credit ? limit : q->credit;
+    while (q->n_posted < limit) {
+        uint64_t k = q->n_posted;
+        const uint8_t *from = sp_nn_ring_segment(&q->ring, k);
+        sp_ib_write w = {.from = from,
+                         .bytes = q->ring.bytes[k % SP_NN_SEGMENTS],
+                         .lkey = q->memory.lkey,
+                         .rkey = p->theirs.rings[queue].rkey,
+                         .imm = sp_ib_imm(SP_IB_DATA, queue, k),
+                         .to = p->theirs.rings[queue].address + (uint64_t)(from - q->ring.memory.data),
+                         .signal = k + 1 == limit};
+        SP_TRY(post(ep, peer, &w, (uint8_t)queue));
+        q->n_posted++;
+    }
+    return SPCCL_OK;
+}
+
+/* There are never more than SP_IB_PER_QUEUE - SP_NN_SEGMENTS credits of a queue that the peer has not taken: it must
+ * use one before this rank can release the segments for the next. */
+static spccl_status send_credit(struct sp_ib *ep, int peer, uint32_t queue)
+{
+    struct sp_ib_rx *q = &ep->peers[peer].rx[queue];
+    uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_relaxed);
+    sp_ib_write w = {.imm = sp_ib_imm(SP_IB_CREDIT, queue, allowed)};
+    if (allowed - q->announced < SP_IB_CREDIT_STEP)
+        return SPCCL_OK;
+    SP_TRY(post(ep, peer, &w, SP_IB_OWNER_CREDIT));
+    q->announced = allowed;
+    return SPCCL_OK;
+}
+
+void sp_ib_send(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    for (int i = 0; i < ep->config.n_queues && !p->failed && !p->gone; i++)
+        if (send_segments(ep, peer, (uint32_t)i) != SPCCL_OK ||
+            send_credit(ep, peer, (uint32_t)i) != SPCCL_OK)
+            return;
+}
+
+bool sp_ib_send_probe(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    /* The peer's first segment is as long as the largest packet, so a network whose MTU is smaller shows here. */
+    uint32_t bytes = p->theirs.segment_bytes < 4096 ? p->theirs.segment_bytes : 4096;
+    sp_ib_write w = {.from = p->tx[0].ring.memory.data,
+                     .bytes = bytes,
+                     .lkey = p->tx[0].memory.lkey,
+                     .rkey = p->theirs.rings[0].rkey,
+                     .imm = sp_ib_imm(SP_IB_PROBE, 0, SP_IB_PROBE_NUMBER),
+                     .to = p->theirs.rings[0].address,
+                     .signal = true};
+    p->probe_sent = true;
+    return post(ep, peer, &w, SP_IB_OWNER_PROBE) == SPCCL_OK;
+}
+
+/* ---- completions ---- */
+
+/* All writes up to number n are done. */
+static void complete_writes(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t n)
+{
+    while (p->n_completed != n) {
+        uint8_t owner = p->owners[++p->n_completed % SP_IB_WRITES_CAP];
+        if (owner == SP_IB_OWNER_PROBE)
+            p->probe_left = true;
+        else if (owner != SP_IB_OWNER_CREDIT)
+            atomic_fetch_add_explicit(&p->tx[owner].ring.done, 1, memory_order_release);
+    }
+    ep->changed = true;
+}
+
+static sp_ib_expected expected(const struct sp_ib *ep, const struct sp_ib_peer *p)
+{
+    sp_ib_expected want = {.n_queues = (uint32_t)ep->config.n_queues,
+                           .segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS),
+                           .probe = !p->probe_here};
+    for (int i = 0; i < ep->config.n_queues; i++) {
+        want.queues[i].next = atomic_load_explicit(&p->rx[i].ring.done, memory_order_relaxed);
+        want.queues[i].announced = p->rx[i].announced;
+        want.queues[i].credit = p->tx[i].credit;
+        want.queues[i].n_posted = p->tx[i].n_posted;
+    }
+    return want;
+}
+
+/* A write of the peer has arrived. */
+static void take_write(struct sp_ib *ep, int peer, const sp_ib_completion *c)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    sp_ib_expected want = expected(ep, p);
+    sp_ib_arrival a = {.kind = SP_IB_PROBE};
+    char text[SP_NN_TEXT_CAP];
+    spccl_status st = c->immediate ? sp_ib_read_imm(&want, c->imm, c->bytes, &a)
+                                   : SP_FAIL(SPCCL_ERR_FORMAT, "something other than a write with immediate");
+    if (st == SPCCL_OK)
+        st = sp_ib_link_receive(p->link, RECEIVE_ID | (uint64_t)(uint32_t)peer << 32, 1);
+    if (st != SPCCL_OK) {
+        snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, spccl_last_error());
+        sp_ib_fail_peer(ep, peer, st == SPCCL_ERR_FORMAT ? st : SPCCL_ERR_PEER, text);
+        return;
+    }
+    switch (a.kind) {
+    case SP_IB_DATA:
+        p->rx[a.queue].ring.bytes[want.queues[a.queue].next % SP_NN_SEGMENTS] = c->bytes;
+        atomic_store_explicit(&p->rx[a.queue].ring.done, want.queues[a.queue].next + 1, memory_order_release);
+        ep->changed = true;
+        break;
+    case SP_IB_CREDIT:
+        p->tx[a.queue].credit = a.credit;
+        break;
+    case SP_IB_PROBE:
+        p->probe_here = true;
+        break;
+    }
+}
+
+static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
+{
+    int peer = (int)(c->id >> 32 & 0x7fffffff);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (p->failed)
+        return;
+    if (c->error != NULL) {
+        char text[SP_NN_TEXT_CAP];
+        snprintf(text, sizeof text, "a %s failed: %s", c->id & RECEIVE_ID ? "receive" : "write", c->error);
+        sp_ib_fail_peer(ep, peer, SPCCL_ERR_PEER, text);
+    } else if ((c->id & RECEIVE_ID) != 0) {
+        take_write(ep, peer, c);
+    } else {
+        complete_writes(ep, p, (uint32_t)c->id);
+    }
+}
+
+void sp_ib_poll(struct sp_ib *ep)
+{
+    sp_ib_completion list[N_COMPLETIONS];
+    int n = N_COMPLETIONS;
+    while (n == N_COMPLETIONS) {
+        n = sp_ib_device_poll(ep->device, list, N_COMPLETIONS);
+        for (int i = 0; i < n; i++)
+            handle_completion(ep, &list[i]);
+    }
+    for (int i = 0; n < 0 && i < ep->config.world_size; i++)
+        if (ep->peers[i].link != NULL)
+            sp_ib_fail_peer(ep, i, SPCCL_ERR_PEER, "the completion queue failed");
+}

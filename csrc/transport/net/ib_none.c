@@ -1,0 +1,143 @@
+/* ib_none.c - ib_verbs.h in a build without <infiniband/verbs.h>: no card is usable, so nothing else is called. */
+#include "transport/net/ib_verbs.h"
+
+#include <stdio.h>
+
+#define WHY                                                                                                  \
+    "built without <infiniband/verbs.h> (Debian: apt-get install libibverbs-dev, then build spccl again)"
+
+static spccl_status absent(void)
+{
+    return SP_FAIL(SPCCL_ERR_BUG, "ib: " WHY);
+}
+
+bool sp_ib_choose(int rank, sp_ib_card *out, char *why, size_t why_cap)
+{
+    (void)rank;
+    (void)out;
+    snprintf(why, why_cap, WHY);
+    return false;
+}
+
+void sp_ib_inform(const char **value, const char **why)
+{
+    *value = "absent";
+    *why = WHY;
+}
+
+void sp_ib_card_text(const sp_ib_card *card, char *out, size_t cap)
+{
+    snprintf(out, cap, "card %s port %d", card->name, card->port);
+}
+
+void sp_ib_card_details(const sp_ib_card *card, char *out, size_t cap)
+{
+    sp_ib_card_text(card, out, cap);
+}
+
+spccl_status sp_ib_device_open(const sp_ib_card *card, int n_completions, sp_ib_device **out)
+{
+    (void)card;
+    (void)n_completions;
+    (void)out;
+    return absent();
+}
+
+void sp_ib_device_close(sp_ib_device *d)
+{
+    (void)d;
+}
+
+void sp_ib_device_close_descriptors(sp_ib_device *d)
+{
+    (void)d;
+}
+
+int sp_ib_device_fd(const sp_ib_device *d)
+{
+    (void)d;
+    return -1;
+}
+
+int sp_ib_device_event_fd(const sp_ib_device *d)
+{
+    (void)d;
+    return -1;
+}
+
+void sp_ib_device_log_events(sp_ib_device *d, int rank)
+{
+    (void)d;
+    (void)rank;
+}
+
+spccl_status sp_ib_device_notify(sp_ib_device *d)
+{
+    (void)d;
+    return absent();
+}
+
+void sp_ib_device_forget(sp_ib_device *d)
+{
+    (void)d;
+}
+
+int sp_ib_device_poll(sp_ib_device *d, sp_ib_completion *out, int cap)
+{
+    (void)d;
+    (void)out;
+    (void)cap;
+    return -1;
+}
+
+spccl_status sp_ib_memory_open(sp_ib_device *d, void *data, size_t bytes, sp_ib_memory *out)
+{
+    (void)d;
+    (void)data;
+    (void)bytes;
+    (void)out;
+    return absent();
+}
+
+void sp_ib_memory_close(sp_ib_memory *m)
+{
+    (void)m;
+}
+
+spccl_status sp_ib_link_open(sp_ib_device *d, int n_writes, int n_receives, sp_ib_link **out, sp_ib_end *mine)
+{
+    (void)d;
+    (void)n_writes;
+    (void)n_receives;
+    (void)out;
+    (void)mine;
+    return absent();
+}
+
+void sp_ib_link_close(sp_ib_link *l)
+{
+    (void)l;
+}
+
+spccl_status sp_ib_link_receive(sp_ib_link *l, uint64_t id, int n)
+{
+    (void)l;
+    (void)id;
+    (void)n;
+    return absent();
+}
+
+spccl_status sp_ib_link_connect(sp_ib_link *l, const sp_ib_end *mine, const sp_ib_end *theirs)
+{
+    (void)l;
+    (void)mine;
+    (void)theirs;
+    return absent();
+}
+
+spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w)
+{
+    (void)l;
+    (void)w;
+    return absent();
+}

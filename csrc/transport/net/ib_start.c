@@ -1,0 +1,319 @@
+/* ib_start.c - start-up of transport ib. See ib.h.
+ *
+ * Two ranks first connect over tcp. Then each sends the other
+ *   an offer    its end of the queue pair and where its receive rings are, or why it has none;
+ *   ready       whether it could connect its queue pair to the peer's;
+ *   a verdict   whether a probe that it wrote left, and the peer's probe came.
+ * ib carries the pair if both verdicts say so. Otherwise both ends use the tcp link. */
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "transport/common/transports.h"
+#include "transport/net/ib.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+
+#define MS INT64_C(1000000)
+#define PROBE_NS (60000 * MS) /* most time for the probes */
+
+static const sp_transport *const tcp = &sp_transport_tcp;
+
+/* ib does not carry this peer. The first reason stays. */
+static void take_tcp(struct sp_ib_peer *p, const char *why)
+{
+    if (p->reason[0] == '\0')
+        snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
+}
+
+/* ---- this rank's end ---- */
+
+static spccl_status watch_device(struct sp_ib *ep)
+{
+    struct epoll_event e = {.events = EPOLLIN};
+    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_device_fd(ep->device), &e) != 0 ||
+        epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_device_event_fd(ep->device), &e) != 0)
+        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "ib: epoll_ctl");
+    return SPCCL_OK;
+}
+
+static spccl_status open_peer(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    SP_TRY(sp_ib_link_open(ep->device, sp_ib_n_writes(ep), sp_ib_n_receives(ep), &p->link, &p->mine.end));
+    for (int i = 0; i < ep->config.n_queues; i++) {
+        struct sp_ib_tx *tx = &p->tx[i];
+        struct sp_ib_rx *rx = &p->rx[i];
+        SP_TRY(sp_nn_ring_open(&tx->ring, ep->config.queue_bytes, (uint32_t)i, false));
+        SP_TRY(sp_nn_ring_open(&rx->ring, ep->config.queue_bytes, (uint32_t)i, true));
+        SP_TRY(sp_ib_memory_open(ep->device, tx->ring.memory.data, tx->ring.memory.cap, &tx->memory));
+        SP_TRY(sp_ib_memory_open(ep->device, rx->ring.memory.data, rx->ring.memory.cap, &rx->memory));
+        tx->credit = rx->announced = SP_NN_SEGMENTS;
+        p->mine.rings[i].address = (uintptr_t)rx->ring.memory.data;
+        p->mine.rings[i].rkey = rx->memory.rkey;
+    }
+    return sp_ib_link_receive(p->link, UINT64_C(1) << 63 | (uint64_t)(uint32_t)peer << 32,
+                              sp_ib_n_receives(ep));
+}
+
+static spccl_status open_all(struct sp_ib *ep)
+{
+    int n_peers = 0;
+    for (int i = 0; i < ep->config.world_size; i++)
+        n_peers += ep->peers[i].added;
+    SP_TRY(
+        sp_ib_device_open(&ep->card, n_peers * (sp_ib_n_writes(ep) + sp_ib_n_receives(ep)) + 1, &ep->device));
+    SP_TRY(watch_device(ep));
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].added)
+            SP_TRY(open_peer(ep, i));
+    return SPCCL_OK;
+}
+
+/* Open the card, and a queue pair and rings for each peer. If that fails, tcp carries all peers. */
+static void prepare(struct sp_ib *ep)
+{
+    pthread_mutex_lock(&ep->guard.lock);
+    if (open_all(ep) != SPCCL_OK)
+        snprintf(ep->failure, sizeof ep->failure, "%.*s", (int)sizeof ep->failure - 1,
+                 sp_without_rank(spccl_last_error(), ep->config.rank));
+    pthread_mutex_unlock(&ep->guard.lock);
+    ep->prepared = true;
+}
+
+/* ---- notes to a peer ---- */
+
+static spccl_status send_note(struct sp_ib *ep, int peer, const uint8_t *note, size_t bytes)
+{
+    void *space = NULL;
+    SP_TRY(tcp->reserve(ep->tcp, peer, 0, bytes, &space));
+    memcpy(space, note, bytes);
+    ep->peers[peer].n_notes++;
+    return tcp->commit(ep->tcp, peer, 0, 0);
+}
+
+static spccl_status send_offer(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    uint8_t note[SP_IB_OFFER_BYTES];
+    p->mine.usable = ep->failure[0] == '\0';
+    p->mine.n_queues = (uint32_t)ep->config.n_queues;
+    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
+    snprintf(p->mine.why, sizeof p->mine.why, "%s", ep->failure);
+    sp_ib_write_offer(&p->mine, note);
+    p->offer_sent = true;
+    return send_note(ep, peer, note, sizeof note);
+}
+
+/* "ready" or a verdict: good unless there is a reason to take tcp. */
+static spccl_status send_verdict(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    sp_nn_verdict v = {.fine = p->reason[0] == '\0'};
+    uint8_t note[SP_NN_VERDICT_BYTES];
+    snprintf(v.why, sizeof v.why, "%s", p->reason);
+    sp_nn_write_verdict(&v, note);
+    return send_note(ep, peer, note, sizeof note);
+}
+
+/* ---- notes from a peer ---- */
+
+/* Both offers are known: connect the queue pair, or not. */
+static spccl_status judge_offer(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    char text[SP_NN_TEXT_CAP + 40] = "";
+    if (!p->mine.usable)
+        snprintf(text, sizeof text, "%s", p->mine.why);
+    else if (!p->theirs.usable)
+        snprintf(text, sizeof text, "rank %d: %s", peer, p->theirs.why);
+    else if (p->mine.n_queues != p->theirs.n_queues || p->mine.segment_bytes != p->theirs.segment_bytes ||
+             p->mine.end.ethernet != p->theirs.end.ethernet)
+        snprintf(text, sizeof text, "other queues or network at rank %d: another version of spccl", peer);
+    if (text[0] != '\0') {
+        take_tcp(p, text);
+        return SPCCL_OK;
+    }
+    if (sp_ib_link_connect(p->link, &p->mine.end, &p->theirs.end) != SPCCL_OK)
+        take_tcp(p, spccl_last_error());
+    p->ready_sent = true;
+    return send_verdict(ep, peer);
+}
+
+static spccl_status bad_note(const struct sp_ib *ep, int peer, size_t bytes, const char *what)
+{
+    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: ib: rank %d sent %zu bytes that are no %s", ep->config.rank,
+                   peer, bytes, what);
+}
+
+/* Take the next note of a peer, if it is here. */
+static spccl_status take_note(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    const void *note = NULL;
+    size_t bytes = 0;
+    sp_nn_verdict v;
+    spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
+    if (st == SPCCL_ERR_PEER)
+        return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
+                       peer);
+    SP_TRY(st);
+    if (!p->offer_here) {
+        if (!sp_ib_read_offer(note, bytes, &p->theirs))
+            return bad_note(ep, peer, bytes, "offer");
+        p->offer_here = true;
+        SP_TRY(tcp->release(ep->tcp, peer, 0));
+        return judge_offer(ep, peer);
+    }
+    if (!sp_nn_read_verdict(note, bytes, &v))
+        return bad_note(ep, peer, bytes, "verdict");
+    if (p->ready_here)
+        p->verdict_here = true;
+    p->ready_here = true;
+    if (!v.fine) {
+        char text[SP_NN_TEXT_CAP + 40];
+        snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
+        take_tcp(p, text);
+    }
+    return tcp->release(ep->tcp, peer, 0);
+}
+
+/* ---- probing ---- */
+
+/* Both queue pairs are connected: probe. Once it is known what comes of it, send the verdict. */
+static spccl_status probe(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (!p->probe_sent)
+        (void)sp_ib_send_probe(ep, peer);
+    if (p->failed) {
+        take_tcp(p, p->failure);
+    } else if (!(p->probe_left && p->probe_here) && p->reason[0] == '\0') {
+        char card[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
+        if (!sp_deadline_passed(ep->probe_deadline_ns))
+            return SPCCL_OK;
+        sp_ib_card_text(&ep->card, card, sizeof card);
+        snprintf(text, sizeof text, "%s: nothing came from rank %d's card in time", card, peer);
+        take_tcp(p, text);
+    }
+    p->verdict_sent = true;
+    return send_verdict(ep, peer);
+}
+
+static bool both_ready(const struct sp_ib_peer *p)
+{
+    return p->ready_sent && p->ready_here && (p->reason[0] == '\0' || p->probe_sent);
+}
+
+/* Continue with one peer. AGAIN: it is not ready. */
+static spccl_status step_peer(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    spccl_status st = SPCCL_OK;
+    if (!p->offer_sent)
+        SP_TRY(send_offer(ep, peer));
+    while (st == SPCCL_OK && (!p->offer_here || (p->ready_sent && !p->ready_here) ||
+                              (both_ready(p) && p->probe_sent && !p->verdict_here)))
+        st = take_note(ep, peer);
+    if (st != SPCCL_OK && st != SPCCL_AGAIN)
+        return st;
+    if (both_ready(p) && !p->verdict_sent)
+        SP_TRY(probe(ep, peer));
+    if (!p->offer_here || (p->ready_sent && !p->ready_here))
+        return SPCCL_AGAIN;
+    return !both_ready(p) || (p->verdict_sent && p->verdict_here) ? SPCCL_OK : SPCCL_AGAIN;
+}
+
+/* ---- the end of start-up ---- */
+
+/* One warning for all pairs that use tcp in place of ib. Errors: UNREACHABLE (tcp is not allowed). */
+static spccl_status decide_routes(struct sp_ib *ep)
+{
+    sp_rank_list failed = {0};
+    const char *why = "";
+    for (int i = 0; i < ep->config.world_size; i++) {
+        struct sp_ib_peer *p = &ep->peers[i];
+        if (!p->added)
+            continue;
+        p->route = p->reason[0] == '\0' ? SP_IB_BY_IB : SP_IB_BY_TCP;
+        if (p->route == SP_IB_BY_IB)
+            continue;
+        sp_rank_list_add(&failed, i);
+        why = why[0] == '\0' ? p->reason : why;
+    }
+    if (failed.n == 0)
+        return SPCCL_OK;
+    if (!ep->config.tcp_too)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "rank %d: no ib connection with rank %s, and tcp is not among the transports: %s",
+                       ep->config.rank, failed.text, why);
+    sp_log(SP_LOG_WARN, ep->config.rank, "ib: tcp is used in place of ib with rank %s: %s", failed.text, why);
+    return SPCCL_OK;
+}
+
+/* What the start-up itself changed is nothing that a first `arm` should report. */
+static void forget_changes(struct sp_ib *ep)
+{
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].route == SP_IB_BY_TCP)
+            return;
+    for (int i = 0; i < 100; i++)
+        if (tcp->arm(ep->tcp) == SPCCL_OK) {
+            tcp->disarm(ep->tcp);
+            break;
+        }
+    ep->changed = true; /* a peer may be gone already, or have sent */
+}
+
+static spccl_status start_pairs(struct sp_ib *ep)
+{
+    sp_rank_list missing = {0};
+    char text[SP_ABORT_TEXT_CAP];
+    int peer = -1;
+    SP_TRY(tcp->progress(ep->tcp, &peer, text));
+    if (ep->device != NULL)
+        sp_ib_poll(ep);
+    for (int i = 0; i < ep->config.world_size; i++) {
+        spccl_status st = ep->peers[i].added ? step_peer(ep, i) : SPCCL_OK;
+        if (st == SPCCL_AGAIN)
+            sp_rank_list_add(&missing, i);
+        else if (st != SPCCL_OK)
+            return st;
+    }
+    if (missing.n != 0 && sp_deadline_passed(ep->config.deadline_ns))
+        return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: ib: rank %s did not say in time whether its card works",
+                       ep->config.rank, missing.text);
+    if (missing.n != 0)
+        return SPCCL_AGAIN;
+    SP_TRY(decide_routes(ep));
+    forget_changes(ep);
+    ep->up = true;
+    return SPCCL_OK;
+}
+
+/* Half of the time that is left is for the probes, so that the verdicts come in time. */
+static void set_deadline(struct sp_ib *ep)
+{
+    int64_t now_ns = sp_now_ns(), left_ns = PROBE_NS;
+    if (ep->config.deadline_ns != SP_NEVER && (ep->config.deadline_ns - now_ns) / 2 < left_ns)
+        left_ns = (ep->config.deadline_ns - now_ns) / 2;
+    ep->probe_deadline_ns = now_ns + left_ns;
+}
+
+spccl_status sp_ib_connect_step(sp_endpoint *opaque)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    bool any = false;
+    for (int i = 0; i < ep->config.world_size; i++)
+        any = any || ep->peers[i].added;
+    if (ep->up || !any)
+        return SPCCL_OK;
+    if (!ep->prepared)
+        prepare(ep);
+    if (!ep->tcp_up) {
+        SP_TRY(tcp->connect_step(ep->tcp));
+        ep->tcp_up = true;
+        set_deadline(ep);
+    }
+    return start_pairs(ep);
+}

@@ -1,0 +1,215 @@
+/* test_ib.c - cards and peers that misbehave, over transport ib. tools/softroce.py runs it. "link NAME" takes the network interface NAME down and up again. */
+#include "endpoints.h"
+#include "transport/net/ib.h"
+
+#include <errno.h>
+
+static const struct environment processes = {"ib", true};
+
+/* ---- errors name card, port and peer ---- */
+
+static void check_names_card(const struct member *m, spccl_status wanted, spccl_status got, const char *what)
+{
+    const char *text = spccl_last_error();
+    char card[100], rank[24];
+    sp_ib_card_text(&sp_ib_self(m->ep)->card, card, sizeof card);
+    snprintf(rank, sizeof rank, "rank %d ", 1 - m->rank);
+    CHECK(got == wanted, "rank %d: got %d, wanted %d: %s", m->rank, (int)got, (int)wanted, text);
+    CHECK(strstr(text, card) != NULL && strstr(text, rank) != NULL && strstr(text, what) != NULL,
+          "\"%s\" does not name \"%s\", \"%s\" and \"%s\"", text, card, rank, what);
+}
+
+/* Send until the peer counts as gone. */
+static spccl_status send_until_gone(struct member *m)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    spccl_status st = SPCCL_OK;
+    while ((st == SPCCL_OK || st == SPCCL_AGAIN) && !sp_deadline_passed(deadline_ns)) {
+        st = try_send(m, 1 - m->rank, 0, 5000, 1);
+        (void)progress(m);
+    }
+    return st;
+}
+
+/* Rank 0 writes with a key that the peer did not give. */
+static void wrong_key(struct member *m)
+{
+    const void *message;
+    size_t bytes;
+    spccl_status st;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0) {
+        sp_ib_self(m->ep)->peers[1].theirs.rings[0].rkey ^= 0x5500;
+        check_names_card(m, SPCCL_ERR_PEER, send_until_gone(m), "remote access error");
+    } else {
+        while ((st = m->t->peek(m->ep, 0, 0, &message, &bytes)) == SPCCL_AGAIN) {
+            (void)progress(m);
+            CHECK(sleep_armed(m), "nothing woke rank 1");
+        }
+        CHECK(st == SPCCL_ERR_PEER, "%d: %s", (int)st, spccl_last_error());
+    }
+    barrier(m, 1);
+    leave_group(m);
+}
+
+static void test_wrong_key(void)
+{
+    struct member m = make_group(&processes, 2, wrong_key);
+    run_group(&processes, &m);
+}
+
+/* Rank 0 writes something that no rank writes; `kind` says what. Rank 1 names it. */
+static void bad_write(struct member *m)
+{
+    static const uint32_t bad[] = {0xffffffff, 0x70000000, 0x00000005, 0x40000007, 0x80000001};
+    const void *message;
+    size_t bytes;
+    spccl_status st;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0) {
+        struct sp_ib_peer *p = &sp_ib_self(m->ep)->peers[1];
+        sp_ib_write w = {
+            .imm = bad[m->kind], .to = p->theirs.rings[0].address, .rkey = p->theirs.rings[0].rkey};
+        CHECK_OK(sp_ib_link_write(p->link, &w));
+    } else {
+        while ((st = m->t->peek(m->ep, 0, 0, &message, &bytes)) == SPCCL_AGAIN) {
+            (void)progress(m);
+            CHECK(sleep_armed(m), "nothing woke rank 1");
+        }
+        check_names_card(m, SPCCL_ERR_FORMAT, st, "wanted");
+    }
+    barrier(m, 1);
+    leave_group(m);
+}
+
+static void test_bad_writes(void)
+{
+    for (int kind = 0; kind < 5; kind++) {
+        struct member m = make_group(&processes, 2, bad_write);
+        m.kind = kind;
+        run_group(&processes, &m);
+    }
+}
+
+/* ---- start-up ---- */
+
+/* A card that SPCCL_IB_CARD names and that is not there: no rank can reach another, and the reason names it. */
+static void no_card(struct member *m)
+{
+    char why[200];
+    setenv("SPCCL_IB_CARD", "no_such_card", 1);
+    setenv("SPCCL_LOG", "off", 1);
+    if (!open_member(m))
+        return;
+    while (atomic_load(&m->shared->n_published) < m->n)
+        usleep(100);
+    CHECK(!m->t->can_reach(m->ep, m->shared->address[1 - m->rank].bytes,
+                           m->shared->address[1 - m->rank].n_bytes, why, sizeof why) &&
+              strstr(why, "no_such_card") != NULL,
+          "%s", why);
+    leave_group(m);
+}
+
+/* A card that cannot hold the completions of the group, or one that cannot be opened: tcp carries the pair, or an error
+ * says why. Rank 1 has no memory to lock. */
+static void no_memory(struct member *m)
+{
+    spccl_status st;
+    if (!open_member(m))
+        return;
+    if (m->rank == 1)
+        sp_ib_self(m->ep)->card.name[0] = 'X';
+    st = connect_member(m);
+    CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "tcp is not among") != NULL &&
+              strstr(spccl_last_error(), "card Xxe1") != NULL,
+          "rank %d: %d: %s", m->rank, (int)st, spccl_last_error());
+    barrier(m, 1);
+    leave_group(m);
+}
+
+static void by_tcp(struct member *m)
+{
+    char text[400];
+    setenv("SPCCL_LOG", "off", 1);
+    if (!open_member(m))
+        return;
+    if (m->rank == 1)
+        sp_ib_self(m->ep)->card.name[0] = 'X';
+    CHECK_OK(connect_member(m));
+    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    CHECK(strstr(text, "tcp, as ib failed") != NULL, "%s", text);
+    send_now(m, 1 - m->rank, 1, 3000, 5);
+    CHECK_OK(take_now(m, 1 - m->rank, 1, 3000, 5));
+    flush_now(m, 1 - m->rank);
+    barrier(m, 1);
+    leave_group(m);
+}
+
+static void test_start(void)
+{
+    struct member m = make_group(&processes, 2, no_card);
+    run_group(&processes, &m);
+    m = make_group(&processes, 2, no_memory);
+    run_group(&processes, &m);
+    m = make_group(&processes, 2, by_tcp);
+    m.config.tcp_too = true;
+    run_group(&processes, &m);
+}
+
+/* ---- a link that goes down ---- */
+
+static const char *interface;
+
+static void set_link(const char *state)
+{
+    char command[120];
+    snprintf(command, sizeof command, "ip link set %s %s", interface, state);
+    CHECK(system(command) == 0, "%s: errno %d", command, errno);
+}
+
+static void link_down(struct member *m)
+{
+    if (!join_group(m))
+        return;
+    send_now(m, 1 - m->rank, 0, 100, 1);
+    CHECK_OK(take_now(m, 1 - m->rank, 0, 100, 1));
+    flush_now(m, 1 - m->rank);
+    barrier(m, 1);
+    if (m->rank == 0)
+        set_link("down");
+    barrier(m, 2);
+    check_names_card(m, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
+    barrier(m, 3);
+    if (m->rank == 0)
+        set_link("up"); /* rxe's destroy_qp waits 10 s for packets that cannot leave */
+    barrier(m, 4);
+    leave_group(m);
+}
+
+static void test_link(void)
+{
+    struct member m = make_group(&processes, 2, link_down);
+    if (interface == NULL)
+        return;
+    setenv("SPCCL_LOG", "off", 1);
+    run_group(&processes, &m);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"wrong_key", test_wrong_key},
+                                             {"bad_writes", test_bad_writes},
+                                             {"start", test_start},
+                                             {"link", test_link},
+                                             {NULL, NULL}};
+    sp_ib_card card;
+    char why[300];
+    if (!sp_ib_choose(0, &card, why, sizeof why)) {
+        printf("skipped: %s\n", why);
+        return 77;
+    }
+    interface = argc > 2 ? argv[2] : NULL;
+    return test_main(cases, argc, argv);
+}

@@ -1,0 +1,130 @@
+/* test_ib_wire.c - what ranks tell each other over transport ib: offers, addresses, and the 32 bits of a write. */
+#include "test.h"
+#include "transport/net/ib_wire.h"
+
+static sp_ib_offer an_offer(void)
+{
+    sp_ib_offer o = {
+        .usable = true,
+        .n_queues = 2,
+        .segment_bytes = 65536,
+        .end = {.ethernet = true, .lid = 7, .mtu_bytes = 4096, .queue_pair = 0x123456, .packet = 9},
+        .rings = {{.address = UINT64_C(0x1122334455667788), .rkey = 0xaabbccdd}}};
+    memset(o.end.gid, 0x5a, sizeof o.end.gid);
+    return o;
+}
+
+static void test_offer(void)
+{
+    sp_ib_offer in = an_offer(), out;
+    uint8_t bytes[SP_IB_OFFER_BYTES];
+    sp_ib_write_offer(&in, bytes);
+    CHECK(sp_ib_read_offer(bytes, sizeof bytes, &out), "refused");
+    CHECK(out.usable && out.n_queues == 2 && out.segment_bytes == 65536 && out.end.ethernet &&
+              out.end.lid == 7 && out.end.mtu_bytes == 4096 && out.end.queue_pair == 0x123456 &&
+              out.end.packet == 9 && out.rings[0].address == UINT64_C(0x1122334455667788) &&
+              out.rings[0].rkey == 0xaabbccdd && memcmp(out.end.gid, in.end.gid, sizeof out.end.gid) == 0,
+          "another offer");
+    in = (sp_ib_offer){.n_queues = 1, .why = "no\nmemory"};
+    sp_ib_write_offer(&in, bytes);
+    CHECK(sp_ib_read_offer(bytes, sizeof bytes, &out) && !out.usable && strcmp(out.why, "no?memory") == 0,
+          "\"%s\"", out.why);
+}
+
+/* Each change makes an offer that must be refused. */
+static void test_bad_offers(void)
+{
+    static const struct {
+        size_t at;
+        uint8_t value;
+        const char *what;
+    } bad[] = {{0, 'x', "magic"},
+               {4, 2, "usable"},
+               {6, 0, "no queue"},
+               {6, 5, "five queues"},
+               {12, 2, "network"},
+               {17, 0, "MTU 0"},
+               {23, 1, "queue pair of 25 bits"},
+               {27, 1, "packet of 25 bits"}};
+    sp_ib_offer in = an_offer(), out;
+    uint8_t bytes[SP_IB_OFFER_BYTES];
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        sp_ib_write_offer(&in, bytes);
+        bytes[bad[i].at] = bad[i].value;
+        CHECK(!sp_ib_read_offer(bytes, sizeof bytes, &out), "%s: accepted", bad[i].what);
+    }
+    sp_ib_write_offer(&in, bytes);
+    CHECK(!sp_ib_read_offer(bytes, sizeof bytes - 1, &out), "too short: accepted");
+    memset(bytes + SP_IB_OFFER_BYTES - SP_NN_TEXT_CAP, 'a', SP_NN_TEXT_CAP);
+    CHECK(!sp_ib_read_offer(bytes, sizeof bytes, &out), "a text without end: accepted");
+}
+
+static void test_address(void)
+{
+    uint8_t bytes[SP_IB_ADDRESS_HEAD + 3] = {0}, network = 0;
+    const uint8_t *tcp = NULL;
+    size_t n = 0;
+    sp_ib_write_address(SP_IB_ROCE_IPV4, bytes);
+    CHECK(sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n) && network == SP_IB_ROCE_IPV4 &&
+              tcp == bytes + SP_IB_ADDRESS_HEAD && n == 3,
+          "refused");
+    CHECK(!sp_ib_read_address(bytes, SP_IB_ADDRESS_HEAD, &network, &tcp, &n), "no tcp address");
+    sp_ib_write_address(SP_IB_NO_CARD, bytes);
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "no card");
+    sp_ib_write_address(SP_IB_ROCE_IPV6 + 1, bytes);
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "an unknown network");
+}
+
+/* Numbers have 28 bits: the tests are near their wrap-around too. */
+static sp_ib_expected near(uint64_t next)
+{
+    sp_ib_expected want = {.n_queues = 2, .segment_bytes = 4096};
+    want.queues[1].next = next;
+    want.queues[1].announced = next + 3;
+    want.queues[1].credit = next;
+    want.queues[1].n_posted = next - 2;
+    return want;
+}
+
+static void test_writes(void)
+{
+    static const uint64_t starts[] = {5, (1u << 28) - 1, (UINT64_C(3) << 28) - 14, UINT64_C(1) << 40};
+    for (size_t i = 0; i < sizeof starts / sizeof *starts; i++) {
+        uint64_t k = starts[i];
+        sp_ib_expected want = near(k);
+        sp_ib_arrival a;
+#define READ(kind, queue, number, bytes)                                                                     \
+    sp_ib_read_imm(&want, sp_ib_imm((kind), (queue), (number)), (bytes), &a)
+        CHECK(READ(SP_IB_DATA, 1, k, 4096) == SPCCL_OK && a.kind == SP_IB_DATA && a.queue == 1, "segment %zu",
+              i);
+        CHECK(READ(SP_IB_DATA, 1, k, 16) == SPCCL_OK, "a short segment");
+        CHECK(READ(SP_IB_DATA, 1, k + 1, 16) == SPCCL_ERR_FORMAT, "a segment later");
+        CHECK(READ(SP_IB_DATA, 1, k - 1, 16) == SPCCL_ERR_FORMAT, "a segment again");
+        CHECK(READ(SP_IB_DATA, 2, k, 16) == SPCCL_ERR_FORMAT, "queue 2");
+        CHECK(READ(SP_IB_DATA, 1, k, 0) == SPCCL_ERR_FORMAT, "no bytes");
+        CHECK(READ(SP_IB_DATA, 1, k, 24) == SPCCL_ERR_FORMAT, "24 bytes");
+        CHECK(READ(SP_IB_DATA, 1, k, 4112) == SPCCL_ERR_FORMAT, "more than a segment");
+        CHECK(READ(SP_IB_CREDIT, 1, k + 14, 0) == SPCCL_OK && a.credit == k + 14, "a credit");
+        CHECK(READ(SP_IB_CREDIT, 1, k + 15, 0) == SPCCL_ERR_FORMAT, "more than the ring holds");
+        CHECK(READ(SP_IB_CREDIT, 1, k, 0) == SPCCL_ERR_FORMAT, "the same credit");
+        CHECK(READ(SP_IB_CREDIT, 1, k - 1, 0) == SPCCL_ERR_FORMAT, "less credit");
+        CHECK(READ(SP_IB_CREDIT, 1, k + 4, 16) == SPCCL_ERR_FORMAT, "a credit with bytes");
+        CHECK(READ(SP_IB_PROBE, 0, SP_IB_PROBE_NUMBER, 16) == SPCCL_ERR_FORMAT, "a probe after start-up");
+        want.probe = true;
+        CHECK(READ(SP_IB_PROBE, 0, SP_IB_PROBE_NUMBER, 16) == SPCCL_OK && a.kind == SP_IB_PROBE, "a probe");
+        CHECK(READ(SP_IB_PROBE, 0, 1, 16) == SPCCL_ERR_FORMAT, "another probe");
+        want.queues[1].announced = k;
+        CHECK(READ(SP_IB_DATA, 1, k, 16) == SPCCL_ERR_FORMAT, "a segment without credit");
+        CHECK(sp_ib_read_imm(&want, 0xffffffff, 16, &a) == SPCCL_ERR_FORMAT, "kind 3");
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {{"offer", test_offer},
+                                             {"bad_offers", test_bad_offers},
+                                             {"address", test_address},
+                                             {"writes", test_writes},
+                                             {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}

@@ -1,0 +1,76 @@
+/* fuzz_ib.c - takes any bytes as what a peer of transport ib sends: its address, its offer, or the 32 bits and sizes of
+ * writes. What is accepted must be in range.
+ *   0  u8  what: address, offer, writes (modulo 3)
+ *   1  the bytes. Writes: for each u32 immediate, u32 bytes */
+#include "core/base/bits.h"
+#include "fuzz.h"
+#include "transport/net/ib_wire.h"
+
+static void try_address(const uint8_t *data, size_t bytes)
+{
+    const uint8_t *tcp = NULL;
+    size_t tcp_bytes = 0;
+    uint8_t network = 0;
+    if (sp_ib_read_address(data, bytes, &network, &tcp, &tcp_bytes))
+        EXPECT(network != SP_IB_NO_CARD && network <= SP_IB_ROCE_IPV6 && tcp_bytes > 0 &&
+               tcp + tcp_bytes == data + bytes);
+}
+
+static void try_offer(const uint8_t *data, size_t bytes)
+{
+    sp_ib_offer offer, same;
+    uint8_t again[SP_IB_OFFER_BYTES];
+    if (!sp_ib_read_offer(data, bytes, &offer))
+        return;
+    EXPECT(offer.n_queues >= 1 && offer.n_queues <= SP_QUEUES_MAX && offer.end.queue_pair <= 0xffffff);
+    for (size_t i = 0; i < strnlen(offer.why, sizeof offer.why); i++)
+        EXPECT(offer.why[i] >= 32 && offer.why[i] < 127);
+    EXPECT(strnlen(offer.why, sizeof offer.why) < sizeof offer.why);
+    sp_ib_write_offer(&offer, again);
+    EXPECT(sp_ib_read_offer(again, sizeof again, &same) && same.end.packet == offer.end.packet &&
+           same.rings[3].address == offer.rings[3].address && strcmp(same.why, offer.why) == 0);
+}
+
+/* Writes arrive one after the other. Whatever they are, no segment comes without credit, and no credit is more than the
+ * ring holds. */
+static void try_writes(const uint8_t *data, size_t bytes)
+{
+    sp_ib_expected want = {.n_queues = 2, .segment_bytes = 4096, .probe = true};
+    for (int i = 0; i < 2; i++)
+        want.queues[i].announced = want.queues[i].credit = SP_NN_SEGMENTS;
+    for (; bytes >= 8; data += 8, bytes -= 8) {
+        sp_ib_arrival a;
+        uint32_t n = sp_load_le32(data + 4);
+        if (sp_ib_read_imm(&want, sp_load_le32(data), n, &a) != SPCCL_OK)
+            continue;
+        EXPECT(a.queue < 2 || a.kind == SP_IB_PROBE);
+        if (a.kind == SP_IB_DATA) {
+            EXPECT(n >= SP_NN_HEAD_BYTES && n <= 4096 && want.queues[a.queue].next < SP_NN_SEGMENTS);
+            want.queues[a.queue].next++;
+        } else if (a.kind == SP_IB_CREDIT) {
+            EXPECT(a.credit > want.queues[a.queue].credit && a.credit <= want.queues[a.queue].n_posted + 16);
+            want.queues[a.queue].credit = a.credit;
+        } else {
+            want.probe = false;
+        }
+        want.queues[0].n_posted++;
+    }
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
+{
+    if (bytes < 1)
+        return 0;
+    switch (data[0] % 3) {
+    case 0:
+        try_address(data + 1, bytes - 1);
+        break;
+    case 1:
+        try_offer(data + 1, bytes - 1);
+        break;
+    case 2:
+        try_writes(data + 1, bytes - 1);
+        break;
+    }
+    return 0;
+}
