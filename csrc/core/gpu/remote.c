@@ -142,25 +142,26 @@ static spccl_status open_proxy(sp_remote *r, uint32_t index)
 static spccl_status open_memory(sp_remote *r)
 {
     sp_gpu_comm *g = r->g;
-    size_t heard_bytes = ((size_t)sp_remote_n_bells(g->shape) + 1) * sizeof *r->area.heard;
+    size_t seen_bytes = ((size_t)sp_remote_n_counters(g->shape) + 1) * sizeof *r->area.seen;
     void *host = NULL, *device = NULL, *zeros = NULL;
     spccl_status st;
     SP_TRY(g->ops->pinned_create(sp_inbox_bytes(g->shape), &host, &device));
     r->outbox = host;
     r->outbox_device = device;
-    SP_TRY(g->ops->pinned_create(sp_remote_mirror_bytes(g->shape), &host, &device));
-    r->mirror = host;
-    r->area.mirror = device;
-    r->area.n_bells = sp_remote_n_bells(g->shape);
-    r->area.bells = (const uint32_t *)(const void *)(r->area.mirror + sp_remote_bells_off(g->shape));
+    SP_TRY(g->ops->pinned_create(sp_remote_host_inbox_bytes(g->shape), &host, &device));
+    r->host_inbox = host;
+    r->area.host_inbox = device;
+    r->area.n_counters = sp_remote_n_counters(g->shape);
+    r->area.counters =
+        (const uint32_t *)(const void *)(r->area.host_inbox + sp_remote_counters_off(g->shape));
     r->area.ended = (uint32_t *)(void *)((uint8_t *)device + sp_remote_ended_off(g->shape));
-    zeros = sp_calloc(1, heard_bytes);
+    zeros = sp_calloc(1, seen_bytes);
     if (zeros == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "%zu bytes", heard_bytes);
-    st = g->ops->upload(g->device.ordinal, zeros, heard_bytes, &device);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%zu bytes", seen_bytes);
+    st = g->ops->upload(g->device.ordinal, zeros, seen_bytes, &device);
     sp_free(zeros);
     if (st == SPCCL_OK)
-        r->area.heard = device;
+        r->area.seen = device;
     return st;
 }
 
@@ -289,10 +290,11 @@ static void drain_wake_fd(const sp_remote_proxy *x)
         sp_log(SP_LOG_ERROR, x->r->g->comm->rank, "proxy: reading its eventfd failed: errno %d", errno);
 }
 
-/* Can a kernel of the group be running? The last launch tells the mirror its end. */
+/* Can a kernel of the group be running? The last launch writes its number to the host inbox when it ends. */
 static bool is_idle(const sp_remote *r)
 {
-    const uint32_t *ended = (const uint32_t *)(const void *)(r->mirror + sp_remote_ended_off(r->g->shape));
+    const uint32_t *ended =
+        (const uint32_t *)(const void *)(r->host_inbox + sp_remote_ended_off(r->g->shape));
     return !atomic_load(&r->captured) &&
            __atomic_load_n(ended, __ATOMIC_ACQUIRE) == atomic_load(&r->n_launches);
 }
@@ -344,7 +346,7 @@ static void break_group(sp_remote *r, spccl_status st)
         sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
 }
 
-/* Nothing is carried any more; wait for the end. */
+/* The proxy moves nothing any more; wait for the end. */
 static void wait_for_stop(sp_remote_proxy *x)
 {
     struct pollfd fd = {.fd = x->wake_fd, .events = POLLIN};
@@ -388,12 +390,11 @@ spccl_status sp_remote_start(sp_remote *r, int64_t deadline_ns)
         SP_TRY(sp_thread_start("spccl-proxy", proxy, &r->proxies[k], &r->proxies[k].thread));
         r->proxies[k].started = true;
     }
-    sp_log(
-        SP_LOG_INFO, r->g->comm->rank,
-        "group \"%s\": proxies: %u threads carry the rings of %d ranks on other hosts over %s; %zu bytes of "
-        "pinned memory",
-        r->g->comm->name, r->n_proxies, r->n_peers, r->transport->name,
-        sp_inbox_bytes(r->g->shape) + sp_remote_mirror_bytes(r->g->shape));
+    sp_log(SP_LOG_INFO, r->g->comm->rank,
+           "group \"%s\": %u proxies serve %d ranks on other hosts over %s; %zu bytes of "
+           "pinned memory",
+           r->g->comm->name, r->n_proxies, r->n_peers, r->transport->name,
+           sp_inbox_bytes(r->g->shape) + sp_remote_host_inbox_bytes(r->g->shape));
     return SPCCL_OK;
 }
 
@@ -456,9 +457,9 @@ static void close_all(sp_remote *r, bool keep_memory)
     for (uint32_t k = 0; k < r->n_proxies; k++)
         close_proxy(&r->proxies[k]);
     if (!keep_memory) {
-        ops->unload(r->g->device.ordinal, r->area.heard);
+        ops->unload(r->g->device.ordinal, r->area.seen);
         ops->pinned_destroy(r->outbox);
-        ops->pinned_destroy(r->mirror);
+        ops->pinned_destroy(r->host_inbox);
     }
     sp_free(r);
 }

@@ -1,15 +1,15 @@
-/* remote.h - the proxies: threads that carry rings to and from peers on other hosts.
+/* remote.h - the proxies: threads that move frames, tails and credits between this rank and peers on other hosts.
  *
- * The proxies of a rank divide the workers: the bells, each of 8 workers, go to the proxies in turn. Each proxy has
- * an endpoint of its own, and exchanges messages with the proxy of the same number of each remote peer. All ranks
- * have the same number of proxies.
+ * The proxies of a rank divide the workers: all 8 workers of a change counter have the same proxy, and the counters go
+ * to the proxies in turn. Each proxy has an endpoint of its own, and exchanges messages with the proxy of the same
+ * number of each remote peer. All ranks have the same number of proxies.
  *
  * contract/remote.h says where the rings lie. A proxy reads the outbox, and sends what kernels wrote there over a
- * transport. It writes what the peers' proxies send into the mirror. Of each ring it announces only positions that
- * the sender's kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of
- * CUDA. Such a call may wait for another thread's call, and that one for a kernel that waits for a proxy.
+ * transport. It writes what the peers' proxies send into the host inbox. It announces only tails that the sender's
+ * kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of CUDA. Such a call
+ * may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
- * remote.c: start, end, the thread. remote_move.c: what it does in each round. */
+ * remote.c: start, end, the threads. remote_move.c: what a proxy does in each round. */
 #ifndef SP_REMOTE_H
 #define SP_REMOTE_H
 
@@ -17,8 +17,8 @@
 #include "core/gpu/gpu_comm.h"
 #include "core/gpu/remote_wire.h"
 
-/* The largest inbox of a group on several hosts. Outbox and mirror, the pinned memory of a GPU, are then at most
- * 512 MiB, as spccl_info says; the last MiB is for bells. */
+/* The largest inbox of a group on several hosts. Outbox and host inbox, the pinned memory of a GPU, are then at most
+ * 512 MiB, as spccl_info says; the last MiB is for change counters. */
 #define SP_REMOTE_INBOX_MAX ((size_t)511 << 19)
 
 #define SP_REMOTE_PROXIES_MAX 16u
@@ -55,7 +55,7 @@ typedef struct sp_remote_proxy {
 typedef struct sp_remote {
     sp_gpu_comm *g;
     const sp_transport *transport;
-    uint8_t *outbox, *mirror;
+    uint8_t *outbox, *host_inbox;
     uint8_t *outbox_device; /* for sp_fused_args.inboxes */
     sp_fused_remote area;   /* for sp_fused_args.remote */
     int n_peers;

@@ -53,23 +53,23 @@ static spccl_status note_gone(const sp_remote *r, sp_remote_peer *p)
 
 /* ---- receiving ---- */
 
-/* Copy a run into the mirror of its ring. */
+/* Copy a run into its ring in the host inbox. */
 static void write_run(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e,
                       const uint8_t *data)
 {
-    uint8_t *ring = r->mirror + sp_inbox_ring_off(r->g->shape, e->queue, p->slot, e->worker);
+    uint8_t *ring = r->host_inbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot, e->worker);
     size_t off = e->position % p->at.ring_bytes, first = p->at.ring_bytes - off;
     first = first < e->bytes ? first : e->bytes;
     memcpy(ring + off, data, first);
     memcpy(ring, data + first, e->bytes - first);
 }
 
-/* Tell the couriers that a position of this worker changed. */
-static void ring_bell(const sp_remote *r, uint32_t worker)
+/* Tell the copy warps that a tail or credit of this worker changed. */
+static void count_arrival(const sp_remote *r, uint32_t worker)
 {
-    uint32_t *bells = (uint32_t *)(void *)(r->mirror + sp_remote_bells_off(r->g->shape));
-    uint32_t *bell = &bells[worker / SP_REMOTE_BELL_WORKERS];
-    __atomic_store_n(bell, *bell + 1, __ATOMIC_RELEASE); /* only its proxy writes it */
+    uint32_t *counters = (uint32_t *)(void *)(r->host_inbox + sp_remote_counters_off(r->g->shape));
+    uint32_t *counter = &counters[worker / SP_REMOTE_COUNTER_WORKERS];
+    __atomic_store_n(counter, *counter + 1, __ATOMIC_RELEASE); /* only its proxy writes it */
 }
 
 static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const void *message, size_t bytes)
@@ -85,12 +85,12 @@ static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const v
         if (e.is_run) {
             write_run(r, p, &e, data);
             p->at.arrived[ring] += e.bytes;
-            store(r->mirror, sp_inbox_tail_off(s, e.queue, p->slot, e.worker), p->at.arrived[ring]);
+            store(r->host_inbox, sp_inbox_tail_off(s, e.queue, p->slot, e.worker), p->at.arrived[ring]);
         } else {
             p->at.free_to[ring] = e.position;
-            store(r->mirror, sp_inbox_credit_off(s, e.queue, p->slot, e.worker), e.position);
+            store(r->host_inbox, sp_inbox_credit_off(s, e.queue, p->slot, e.worker), e.position);
         }
-        ring_bell(r, e.worker);
+        count_arrival(r, e.worker);
     }
     return st == SPCCL_AGAIN ? SPCCL_OK : st;
 }

@@ -1,4 +1,4 @@
-/* remote_wire.h - the messages that carry rings between hosts, and the checks of what a peer sends. Pure
+/* remote_wire.h - the messages between proxies, and the checks of what a peer sends. Pure
  * functions. remote.h says what the positions mean.
  *
  * A message (little-endian): u32 "SPRX", u32 number of credits, u32 number of runs, u32 zero; then one entry of
@@ -25,10 +25,10 @@ typedef struct sp_remote_positions {
     uint32_t proxy, n_proxies; /* the workers of which proxy */
 } sp_remote_positions;
 
-/* The proxy that serves a worker: all workers of a bell have the same one. */
+/* The proxy that serves a worker: all workers of a change counter have the same one. */
 static inline uint32_t sp_remote_proxy_of(uint32_t worker, uint32_t n_proxies)
 {
-    return worker / SP_REMOTE_BELL_WORKERS % n_proxies;
+    return worker / SP_REMOTE_COUNTER_WORKERS % n_proxies;
 }
 
 /* A run: `bytes` of a ring from `position` on; its bytes may go past the end of the ring to offset 0. Its end is a

@@ -76,7 +76,7 @@ sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype);
 sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype);
 sp_fused_kernel sp_reduce_kernel_of_ints(spccl_dtype dtype);
 sp_fused_kernel sp_reduce_kernel_of_small_ints(spccl_dtype dtype);
-// *_remote_cuda.cu: the same kernels with couriers (courier.cuh).
+// *_remote_cuda.cu: the same kernels with copy warps (copy_warp.cuh).
 sp_fused_kernel sp_gather_remote_kernel_of(size_t elem_bytes);
 sp_fused_kernel sp_reduce_remote_kernel_of_floats(spccl_dtype dtype);
 sp_fused_kernel sp_reduce_remote_kernel_of_halves(spccl_dtype dtype);

@@ -3,16 +3,16 @@
 #ifndef SP_GATHER_CUH
 #define SP_GATHER_CUH
 
-#include "kernels/cuda/courier.cuh"
+#include "kernels/cuda/copy_warp.cuh"
 
 // All-gather and broadcast of elements of BYTES bytes. A CTA has feeders (in a broadcast: or relays) and
-// gatherers. REMOTE: for groups on several hosts; the last warp is then the courier.
+// gatherers. REMOTE: for groups on several hosts; the last warp is then the copy warp.
 template <int BYTES, bool REMOTE>
 __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __grid_constant__ sp_fused_args a)
 {
     typedef sp_geometry<typename sp_unsigned<BYTES>::type, SP_INBOX_SLICE_BYTES> G;
     if constexpr (REMOTE)
-        if (sp_is_courier(a))
+        if (sp_is_copy_warp(a))
             return;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
     sp_warp_counts counts(a.op, n, a.n_served);

@@ -61,7 +61,7 @@ static bool may_serve(sp_fused_op op, uint32_t world_size, uint32_t n_served)
     return n_served == 1 || op == SP_FUSED_ALL_GATHER || (op != SP_FUSED_BROADCAST && world_size == 2);
 }
 
-// Warps of a CTA; in a group on several hosts one of them is the courier.
+// Warps of a CTA; in a group on several hosts one of them is the copy warp.
 static uint32_t n_warps(sp_fused_op op, uint32_t n, uint32_t n_served, bool remote)
 {
     return sp_warp_counts(op, n, n_served).total() + (remote ? 1 : 0);

@@ -6,7 +6,7 @@
 #ifndef SP_REDUCE_CUH
 #define SP_REDUCE_CUH
 
-#include "kernels/cuda/courier.cuh"
+#include "kernels/cuda/copy_warp.cuh"
 
 template <int DTYPE> struct sp_reduce_geometry {
     typedef sp_elem<DTYPE> T;
@@ -388,12 +388,12 @@ template <class T, class G> struct sp_owner {
 };
 
 // Reduce-scatter and all-reduce. A oneshot all-reduce runs like a reduce-scatter in which the array is every
-// rank's shard. REMOTE: for groups on several hosts; the last warp is then the courier.
+// rank's shard. REMOTE: for groups on several hosts; the last warp is then the copy warp.
 template <int DTYPE, bool REMOTE>
 __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __grid_constant__ sp_fused_args a)
 {
     if constexpr (REMOTE)
-        if (sp_is_courier(a))
+        if (sp_is_copy_warp(a))
             return;
     typedef sp_elem<DTYPE> T;
     typedef typename sp_reduce_geometry<DTYPE>::G G;

@@ -1,27 +1,28 @@
-// courier.cuh - the courier: one more warp of each CTA, in groups with peers on other hosts (contract/remote.h).
-// It brings what these peers sent from host memory into this GPU's inbox: frames, tails, credits. All other warps
+// copy_warp.cuh - the copy warp: one more warp of each CTA, in groups with peers on other hosts (contract/remote.h).
+// It copies what these peers sent from host memory to this GPU's inbox: frames, tails, credits. All other warps
 // read and poll the inbox alone, as in groups of one host.
 //
-// Many threads that poll host memory slow each other down: their reads queue up in front of PCIe. So only the courier
-// of CTA 0 polls host memory: the bells, 32 bytes for 64 workers. It copies those that changed to GPU memory, where
-// the other couriers poll them. A courier reads positions from host memory only after a bell of its workers changed.
-#ifndef SP_COURIER_CUH
-#define SP_COURIER_CUH
+// Many threads that poll host memory slow each other down: their reads queue up in front of PCIe. So only the copy
+// warp of CTA 0 polls host memory: the change counters, 32 bytes for 64 workers. It copies those that changed to GPU
+// memory, where the other copy warps poll them. A copy warp reads positions from host memory only after a change
+// counter of its workers changed.
+#ifndef SP_COPY_WARP_CUH
+#define SP_COPY_WARP_CUH
 
 #include "kernels/cuda/fused.cuh"
 
 // L marks members whose values differ from lane to lane. Lane 16 * queue + slot has the link to that peer.
-template <uint32_t WORKERS> struct sp_courier {
+template <uint32_t WORKERS> struct sp_copy_warp {
     const sp_fused_args &a;
     uint32_t lane, n, q0;      // n: workers of this CTA; q0: the first one's number
     uint32_t queue, slot;      // L
     bool linked;               // L: the peer is on another host
-    uint32_t heard;            // L: bell number q0 / SP_REMOTE_BELL_WORKERS + lane, as last seen
+    uint32_t counted;          // L: change counter number q0 / SP_REMOTE_COUNTER_WORKERS + lane, as last seen
     uint64_t arrived[WORKERS]; // L: tails that the inbox has
 
-    __device__ __forceinline__ explicit sp_courier(const sp_fused_args &args)
+    __device__ __forceinline__ explicit sp_copy_warp(const sp_fused_args &args)
         : a(args), lane(threadIdx.x % 32), n(args.workers_per_cta), q0(blockIdx.x * args.workers_per_cta),
-          queue(lane / 16), slot(lane % 16), linked(args.remote.slots >> slot & 1), heard(0)
+          queue(lane / 16), slot(lane % 16), linked(args.remote.slots >> slot & 1), counted(0)
     {
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++)
@@ -51,28 +52,28 @@ template <uint32_t WORKERS> struct sp_courier {
             done &= sp_load_acquire_cta(&progress[i / SP_ROLES].done[i % SP_ROLES]) != 0;
         return __all_sync(~0u, done);
     }
-    // In CTA 0: copy the bells that have changed from host to GPU memory.
-    __device__ __forceinline__ void listen() const
+    // In CTA 0: copy the change counters that differ from host to GPU memory.
+    __device__ __forceinline__ void poll_host() const
     {
-        for (uint32_t i = lane; i < a.remote.n_bells; i += 32) {
-            uint32_t bell = sp_load_relaxed_sys(a.remote.bells + i);
-            if (bell == sp_load_relaxed_sys(a.remote.heard + i))
+        for (uint32_t i = lane; i < a.remote.n_counters; i += 32) {
+            uint32_t counter = sp_load_relaxed_sys(a.remote.counters + i);
+            if (counter == sp_load_relaxed_sys(a.remote.seen + i))
                 continue;
-            sp_fence_sys(); // who sees the bell there also sees what the host wrote before it
-            sp_store_relaxed_sys(a.remote.heard + i, bell);
+            sp_fence_sys(); // who sees the counter there also sees what the host wrote before it
+            sp_store_relaxed_sys(a.remote.seen + i, counter);
         }
         __syncwarp();
     }
-    // Has a bell of this CTA's workers changed?
-    __device__ __forceinline__ bool rings()
+    // Has a change counter of this CTA's workers changed?
+    __device__ __forceinline__ bool has_changed()
     {
-        uint32_t first = q0 / SP_REMOTE_BELL_WORKERS, last = (q0 + n - 1) / SP_REMOTE_BELL_WORKERS,
-                 now = heard;
+        uint32_t first = q0 / SP_REMOTE_COUNTER_WORKERS, last = (q0 + n - 1) / SP_REMOTE_COUNTER_WORKERS,
+                 now = counted;
         bool changed;
         if (first + lane <= last)
-            now = sp_load_relaxed_sys(a.remote.heard + first + lane);
-        changed = __any_sync(~0u, now != heard);
-        heard = now;
+            now = sp_load_relaxed_sys(a.remote.seen + first + lane);
+        changed = __any_sync(~0u, now != counted);
+        counted = now;
         return changed;
     }
     // Copy the frames from position `from` to `to` of one ring from host memory to the inbox.
@@ -81,7 +82,7 @@ template <uint32_t WORKERS> struct sp_courier {
         size_t ring = sp_inbox_ring_off(a.shape, link / 16, link % 16, q0 + w);
         uint32_t ring_bytes = sp_inbox_ring_bytes(a.shape), off = (uint32_t)(from % ring_bytes);
         uint32_t bytes = (uint32_t)(to - from);
-        const uint8_t *src = a.remote.mirror + ring;
+        const uint8_t *src = a.remote.host_inbox + ring;
         uint8_t *dst = inbox() + ring;
         for (uint32_t i = lane * 16; i < bytes; i += 4 * 512) {
             uint4 v[4];
@@ -99,19 +100,19 @@ template <uint32_t WORKERS> struct sp_courier {
             }
         }
     }
-    // Bring everything that has come for this CTA's workers.
-    __device__ __forceinline__ void carry()
+    // Copy everything that has come for this CTA's workers.
+    __device__ __forceinline__ void bring_all()
     {
         uint64_t now[WORKERS];
         bool any = false;
-        sp_fence_sys(); // the bell was seen before what follows
+        sp_fence_sys(); // the counter was seen before what follows
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
             now[w] = arrived[w];
             if (linked && w < n) {
-                now[w] = sp_load_relaxed_sys(words(a.remote.mirror, tail_off()) + w);
+                now[w] = sp_load_relaxed_sys(words(a.remote.host_inbox, tail_off()) + w);
                 sp_store_relaxed_sys(words(inbox(), credit_off()) + w,
-                                     sp_load_relaxed_sys(words(a.remote.mirror, credit_off()) + w));
+                                     sp_load_relaxed_sys(words(a.remote.host_inbox, credit_off()) + w));
             }
             any |= now[w] != arrived[w];
         }
@@ -127,7 +128,7 @@ template <uint32_t WORKERS> struct sp_courier {
                 links &= links - 1;
                 copy(link, w, __shfl_sync(~0u, arrived[w], link), __shfl_sync(~0u, now[w], link));
                 if (blockIdx.x == 0) // a long copy must not delay the other CTAs
-                    listen();
+                    poll_host();
             }
         }
         __syncwarp();
@@ -139,10 +140,10 @@ template <uint32_t WORKERS> struct sp_courier {
                 arrived[w] = now[w];
             }
     }
-    // CTA 0 listens until the couriers of all CTAs have ended. Then it tells the host.
+    // CTA 0 polls host memory until the copy warps of all CTAs have ended. Then it tells the host.
     __device__ __forceinline__ void end() const
     {
-        uint32_t *n_ended = a.remote.heard + a.remote.n_bells;
+        uint32_t *n_ended = a.remote.seen + a.remote.n_counters;
         __syncwarp();
         if (lane == 0) {
             sp_fence_sys();
@@ -151,7 +152,7 @@ template <uint32_t WORKERS> struct sp_courier {
         if (blockIdx.x != 0)
             return;
         while (__shfl_sync(~0u, lane == 0 ? sp_load_relaxed_sys(n_ended) : 0, 0) != a.n_ctas) {
-            listen();
+            poll_host();
             __nanosleep(200);
         }
         if (lane == 0) {
@@ -166,9 +167,9 @@ template <uint32_t WORKERS> struct sp_courier {
         bool look = true; // something may have come since the last launch
         while (!all_done(progress)) {
             if (blockIdx.x == 0)
-                listen();
-            if (rings() || look)
-                carry();
+                poll_host();
+            if (has_changed() || look)
+                bring_all();
             else
                 __nanosleep(200);
             look = false;
@@ -177,21 +178,21 @@ template <uint32_t WORKERS> struct sp_courier {
     }
 };
 
-inline __device__ __noinline__ void sp_courier_run(const sp_fused_args &a, const sp_progress *progress)
+inline __device__ __noinline__ void sp_copy_warp_run(const sp_fused_args &a, const sp_progress *progress)
 {
-    sp_courier<SP_CTA_WORKERS> courier(a);
-    courier.run(progress);
+    sp_copy_warp<SP_CTA_WORKERS> copy_warp(a);
+    copy_warp.run(progress);
 }
 
-// The first call of every warp of a kernel for groups on several hosts. The last warp becomes the courier; it returns
+// The first call of every warp of a kernel for groups on several hosts. The last warp becomes the copy warp; it returns
 // true when all workers of the CTA are done. All other warps return false at once.
-__device__ __forceinline__ bool sp_is_courier(const sp_fused_args &a)
+__device__ __forceinline__ bool sp_is_copy_warp(const sp_fused_args &a)
 {
     sp_warp_counts counts(a.op, a.workers_per_cta, a.n_served);
     if (threadIdx.x / 32 != counts.total())
         return false;
     __syncthreads(); // that of sp_block_begin
-    sp_courier_run(a, sp_block_smem(counts, a.workers_per_cta).progress);
+    sp_copy_warp_run(a, sp_block_smem(counts, a.workers_per_cta).progress);
     return true;
 }
 
