@@ -14,6 +14,7 @@ static void look(void)
 {
     sp_nn_found found;
     sp_nn_plugin plugin;
+    sp_nn_limits limits;
     int64_t limit_ms = 10000;
     char cards[sizeof why_text / 2];
     sp_nn_find(&found);
@@ -23,7 +24,8 @@ static void look(void)
         return;
     }
     (void)sp_env_number(SP_ENV_NET_PLUGIN_MS, &limit_ms);
-    if (sp_nn_probe(found.path, sp_deadline_in_ms(limit_ms), &plugin) != SPCCL_OK) {
+    limits = (sp_nn_limits){.deadline_ns = sp_deadline_in_ms(limit_ms), .call_ns = limit_ms * 1000000};
+    if (sp_nn_probe(found.path, &limits, &plugin) != SPCCL_OK) {
         value_text = "in, plugin not usable";
         snprintf(why_text, sizeof why_text, "%s; %s", found.why, spccl_last_error());
         return;

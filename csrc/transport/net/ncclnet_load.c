@@ -217,6 +217,7 @@ struct ending {
     bool ended;
     bool known; /* `status` is valid: the application has not waited for the child in our place */
     int status;
+    bool hangs; /* it has not ended, and one call took longer than it may */
 };
 
 static void look_at_child(pid_t pid, struct ending *e)
@@ -246,16 +247,33 @@ static void end_child(pid_t pid, const char *path)
                path, (long)pid, END_MS);
 }
 
-/* Wait for the child's report, or its end without one. */
-static struct ending wait_for_report(pid_t pid, struct report *r, int64_t deadline_ns)
+/* Wait for the child's report, its end without one, or a call that hangs. */
+static struct ending wait_for_report(pid_t pid, struct report *r, const sp_nn_limits *limits)
 {
     struct ending e = {.ended = false};
-    while (!atomic_load(&r->done) && !e.ended && !sp_deadline_passed(deadline_ns)) {
+    int64_t since_ns = sp_now_ns();
+    int step = STEP_NONE;
+    while (!atomic_load(&r->done) && !e.ended && !e.hangs && !sp_deadline_passed(limits->deadline_ns)) {
+        if (atomic_load(&r->step) != step) {
+            step = atomic_load(&r->step);
+            since_ns = sp_now_ns();
+        }
+        e.hangs = step != STEP_NONE && sp_now_ns() - since_ns > limits->call_ns;
         look_at_child(pid, &e);
         if (!e.ended)
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     }
     return e;
+}
+
+static spccl_status not_in_time(const char *path, struct report *r, const struct ending *e, int64_t call_ns)
+{
+    const char *step = step_names[atomic_load(&r->step)];
+    if (e->hangs)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s did not return in %lld ms",
+                       base_name(path), step, (long long)call_ns / 1000000);
+    return SP_FAIL(SPCCL_ERR_TIMEOUT, "NCCL net plugin %.60s: the time for loading it ended in %s",
+                   base_name(path), step);
 }
 
 static spccl_status crashed(const char *path, struct report *r, const struct ending *e)
@@ -268,12 +286,11 @@ static spccl_status crashed(const char *path, struct report *r, const struct end
                    step_names[atomic_load(&r->step)], how);
 }
 
-static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out,
+static spccl_status probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out,
                           sp_nn_env_changes *changes)
 {
     struct report *r = mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     spccl_status st = SPCCL_OK;
-    int64_t start_ns = sp_now_ns();
     pid_t pid, parent = getpid();
     if (r == MAP_FAILED)
         return SP_FAIL_ERRNO(SPCCL_ERR_NOMEM, "memory to try an NCCL net plugin");
@@ -283,7 +300,7 @@ static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *o
     if (pid < 0) {
         st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "fork, to try NCCL net plugin %s", path);
     } else {
-        struct ending e = wait_for_report(pid, r, deadline_ns);
+        struct ending e = wait_for_report(pid, r, limits);
         if (!e.ended)
             end_child(pid, path);
         if (atomic_load(&r->done)) {
@@ -295,26 +312,25 @@ static spccl_status probe(const char *path, int64_t deadline_ns, sp_nn_plugin *o
         } else if (e.ended) {
             st = crashed(path, r, &e);
         } else {
-            st = SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s did not return in %lld ms",
-                         base_name(path), step_names[atomic_load(&r->step)],
-                         (long long)(sp_now_ns() - start_ns) / 1000000);
+            st = not_in_time(path, r, &e, limits->call_ns);
         }
     }
     munmap(r, sizeof *r);
     return st;
 }
 
-spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out)
+spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out)
 {
     sp_nn_env_changes changes;
-    return probe(path, deadline_ns, out, &changes);
+    return probe(path, limits, out, &changes);
 }
 
 /* ---- once per process ---- */
 
 struct loaded {
     char path[SP_NN_PATH_CAP];
-    enum { LOADING = 1, READY, FAILED } state;
+    /* OPEN: the last try failed for a reason that may pass, such as a fork that failed; the next call tries again */
+    enum { LOADING = 1, READY, FAILED, OPEN } state;
     pid_t pid; /* of the process that loaded it */
     struct report report;
 };
@@ -322,59 +338,83 @@ static struct loaded *plugins[PLUGINS_MAX];
 static int n_plugins;
 static pthread_mutex_t plugins_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* The entry of that path; *is_new: this thread made it and must load the plugin. NULL: the table is full. */
-static struct loaded *entry_of(const char *path, bool *is_new)
+/* The entry of that path; *is_mine: this thread must load the plugin. NULL: the table is full. */
+static struct loaded *entry_of(const char *path, bool *is_mine)
 {
     struct loaded *l = NULL;
-    *is_new = false;
+    *is_mine = false;
     pthread_mutex_lock(&plugins_lock);
     for (int i = 0; i < n_plugins && l == NULL; i++)
         if (strcmp(plugins[i]->path, path) == 0)
             l = plugins[i];
     if (l == NULL && n_plugins < PLUGINS_MAX && (l = sp_calloc(1, sizeof *l)) != NULL) {
         snprintf(l->path, sizeof l->path, "%s", path);
-        l->state = LOADING;
+        l->state = OPEN;
         l->pid = getpid();
         plugins[n_plugins++] = l;
-        *is_new = true;
+    }
+    if (l != NULL && l->state == OPEN && l->pid == getpid()) {
+        l->state = LOADING;
+        *is_mine = true;
     }
     pthread_mutex_unlock(&plugins_lock);
     return l;
 }
 
-static spccl_status probe_and_open(struct loaded *l, int64_t deadline_ns)
+static spccl_status probe_and_open(struct loaded *l, const sp_nn_limits *limits)
 {
     sp_nn_plugin tried = {.version = 0};
     sp_nn_env_changes changes;
     sp_nn_env_values values;
     spccl_status st;
-    SP_TRY(probe(l->path, deadline_ns, &tried, &changes));
+    SP_TRY(probe(l->path, limits, &tried, &changes));
     SP_TRY(sp_nn_env_save(&changes, &values));
     st = open_plugin(l->path, &l->report);
     sp_nn_env_put_back(&changes, &values, l->path);
     return st;
 }
 
-static void load_now(struct loaded *l, int64_t deadline_ns)
+/* Only UNREACHABLE says something about the plugin. */
+static void load_now(struct loaded *l, const sp_nn_limits *limits)
 {
     char text[300];
-    spccl_status st = probe_and_open(l, deadline_ns);
-    snprintf(l->report.text, sizeof l->report.text, "%s", st == SPCCL_OK ? "" : spccl_last_error());
+    spccl_status st = probe_and_open(l, limits);
     if (st == SPCCL_OK) {
         sp_nn_describe(&l->report.plugin, text, sizeof text);
         sp_log(SP_LOG_INFO, -1, "NCCL net %s", text);
     }
     pthread_mutex_lock(&plugins_lock);
+    snprintf(l->report.text, sizeof l->report.text, "%s", st == SPCCL_OK ? "" : spccl_last_error());
     l->report.status = st;
-    l->state = st == SPCCL_OK ? READY : FAILED;
+    l->state = st == SPCCL_OK ? READY : st == SPCCL_ERR_UNREACHABLE ? FAILED : OPEN;
     pthread_mutex_unlock(&plugins_lock);
 }
 
-spccl_status sp_nn_load(const char *path, int64_t deadline_ns, const sp_nn_plugin **out)
+/* Wait until no thread loads the plugin. Returns what the last try returned. */
+static spccl_status result_of(struct loaded *l, int64_t deadline_ns)
 {
-    bool is_new;
-    struct loaded *l = entry_of(path, &is_new);
-    int state = LOADING;
+    char text[sizeof l->report.text];
+    spccl_status st = SPCCL_AGAIN;
+    while (st == SPCCL_AGAIN) {
+        pthread_mutex_lock(&plugins_lock);
+        if (l->state != LOADING) {
+            st = l->report.status;
+            snprintf(text, sizeof text, "%s", l->report.text);
+        }
+        pthread_mutex_unlock(&plugins_lock);
+        if (st == SPCCL_AGAIN && sp_deadline_passed(deadline_ns))
+            return SP_FAIL(SPCCL_ERR_TIMEOUT, "NCCL net plugin %s: another group of this process waits in %s",
+                           l->path, step_names[atomic_load(&l->report.step)]);
+        if (st == SPCCL_AGAIN)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    }
+    return st == SPCCL_OK ? SPCCL_OK : SP_FAIL(st, "%s", text);
+}
+
+spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_nn_plugin **out)
+{
+    bool is_mine;
+    struct loaded *l = entry_of(path, &is_mine);
     if (l == NULL)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %s: more than %d plugins in one process", path,
                        PLUGINS_MAX);
@@ -383,21 +423,9 @@ spccl_status sp_nn_load(const char *path, int64_t deadline_ns, const sp_nn_plugi
             SPCCL_ERR_UNREACHABLE,
             "NCCL net plugin %s: this process is a child of fork, and its parent had loaded the plugin",
             path);
-    if (is_new)
-        load_now(l, deadline_ns);
-    while (state == LOADING) {
-        pthread_mutex_lock(&plugins_lock);
-        state = (int)l->state;
-        pthread_mutex_unlock(&plugins_lock);
-        if (state == LOADING && sp_deadline_passed(deadline_ns))
-            return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                           "NCCL net plugin %s: another group of this process waits in %s", path,
-                           step_names[atomic_load(&l->report.step)]);
-        if (state == LOADING)
-            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-    }
-    if (state == FAILED)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s", l->report.text);
+    if (is_mine)
+        load_now(l, limits);
+    SP_TRY(result_of(l, limits->deadline_ns));
     *out = &l->report.plugin;
     return SPCCL_OK;
 }

@@ -20,11 +20,17 @@ typedef struct sp_nn_found {
 /* Look for the plugin's file. Opens nothing. */
 void sp_nn_find(sp_nn_found *out);
 
+typedef struct sp_nn_limits {
+    int64_t deadline_ns; /* of the whole try */
+    int64_t call_ns;     /* how long one call may take in the child process: SPCCL_NET_PLUGIN_MS */
+} sp_nn_limits;
+
 /* Try the plugin in a child process, then load it, once per process. Blocks; call it on a thread that nobody
- * joins without a deadline. *out stays valid. Errors: UNREACHABLE (not usable; the text says why). */
-spccl_status sp_nn_load(const char *path, int64_t deadline_ns, const sp_nn_plugin **out);
-/* Only the try in a child process: for `spccl info`. `out` has no table. */
-spccl_status sp_nn_probe(const char *path, int64_t deadline_ns, sp_nn_plugin *out);
+ * joins without a deadline. *out stays valid. Errors: UNREACHABLE (not usable; later calls return the same);
+ * SYSTEM, NOMEM, TIMEOUT (the deadline; a later call tries again). */
+spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_nn_plugin **out);
+/* Only the try in a child process: for `spccl info`. `out` has no table. Errors: as sp_nn_load. */
+spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out);
 /* As sp_transport.inform: finds the plugin, and tries it in a child process, once. */
 void sp_nn_inform(const char **value, const char **why);
 /* "plugin NAME (PATH, vN), n cards: a (100000 Mbit/s), ..." */

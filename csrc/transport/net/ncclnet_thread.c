@@ -129,7 +129,8 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
 
 static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
 {
-    if (sp_nn_load(ep->found.path, ep->load_deadline_ns, &ep->plugin) != SPCCL_OK) {
+    const sp_nn_limits limits = {.deadline_ns = ep->load_deadline_ns, .call_ns = ep->call_limit_ns};
+    if (sp_nn_load(ep->found.path, &limits, &ep->plugin) != SPCCL_OK) {
         snprintf(text, cap, "%s", spccl_last_error());
         return false;
     }
