@@ -72,6 +72,19 @@ static const struct scenario {
      {"TEST_NET_SLOW=100000000"},
      {"card sock0", "no connection with rank 1 in time"},
      false},
+    /* in the process that loads it, after the child has said that it works */
+    {"all",
+     REFUSED,
+     0,
+     {"TEST_NET_HANG=init", "TEST_NET_PID=self"},
+     {"did not load, or did not listen, in time"},
+     true},
+    {"all",
+     REFUSED,
+     1,
+     {"TEST_NET_DELAY=3500", "TEST_NET_FAIL=init", "TEST_NET_PID=self"},
+     {"did not load, or did not listen, in time"},
+     true},
     /* after start-up */
     {"all", LOST, 0, {"TEST_NET_FAIL=isend", "TEST_NET_AFTER=5"}, {"card sock0", "isend for rank 1"}, false},
     {"8", LOST, 1, {"TEST_NET_FAIL=irecv", "TEST_NET_AFTER=40"}, {"card sock0", "irecv for rank 0"}, false},
@@ -96,13 +109,18 @@ static void set_variables(const struct scenario *s, int rank)
         snprintf(text, sizeof text, "%s", s->vars[i]);
         text[strcspn(text, "=")] = '\0';
         setenv(text, s->vars[i] + strlen(text) + 1, 1);
+        if (strcmp(text, "TEST_NET_PID") == 0) {
+            snprintf(text, sizeof text, "%d", (int)getpid());
+            setenv("TEST_NET_PID", text, 1);
+        }
     }
 }
 
 /* True if the case ends by a deadline. */
 static bool takes_time(const struct scenario *s)
 {
-    return s->vars[0] != NULL && (strstr(s->vars[0], "HANG") != NULL || strstr(s->vars[0], "SLOW") != NULL);
+    return s->vars[0] != NULL && (strstr(s->vars[0], "HANG") != NULL || strstr(s->vars[0], "SLOW") != NULL ||
+                                  strstr(s->vars[0], "DELAY") != NULL);
 }
 
 static void check_words(const struct scenario *s, const char *text)
@@ -205,7 +223,9 @@ static void play(struct member *m)
     start_ns = sp_now_ns();
     leave_group(m);
     CHECK(sp_now_ns() - start_ns < 10 * INT64_C(1000000000), "close took too long");
-    if (s->hangs) /* a thread and its buffers are left: the checks for that do not apply */
+    if (getenv("TEST_NET_DELAY") != NULL)
+        sleep_ms(1500); /* the thread goes on, and must touch nothing that the caller may */
+    if (s->hangs)       /* a thread and its buffers are left: the checks for that do not apply */
         _exit(test_n_failed != 0);
 }
 

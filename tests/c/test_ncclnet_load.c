@@ -2,6 +2,7 @@
  * children and its environment are left with. test_ncclnet.c sends messages. */
 #include "core/base/clock.h"
 #include "test.h"
+#include "transport/net/ncclnet.h"
 #include "transport/net/ncclnet_env.h"
 #include "transport/net/ncclnet_load.h"
 
@@ -246,6 +247,27 @@ static void test_retry(void)
     in_process(keep_verdict);
 }
 
+/* ---- a thread that hangs in the plugin ---- */
+
+/* A process that was stopped sees old calls when it goes on: one look must not condemn them. */
+static void test_looks(void)
+{
+    const sp_nn_plugin plugin = {.name = "Test", .n_cards = 1};
+    struct sp_nn_peer peer = {.added = true};
+    struct sp_ncclnet ep = {.peers = &peer, .plugin = &plugin, .call_limit_ns = 1000};
+    char text[SP_NN_TEXT_CAP];
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    atomic_store(&ep.call_slot, SP_NN_TEST);
+    for (int i = 1; i < 4; i++) { /* an old call each time, but another one */
+        atomic_store(&ep.call_since_ns, i);
+        CHECK(!sp_nn_thread_hangs(&ep, text, sizeof text), "call %d: %s", i, text);
+        sleep_ms(150);
+    }
+    while (!sp_nn_thread_hangs(&ep, text, sizeof text) && !sp_deadline_passed(deadline_ns))
+        sleep_ms(1);
+    CHECK(strstr(text, "test for rank 0 did not return") != NULL, "a call that hangs: %s", text);
+}
+
 /* ---- spccl info ---- */
 
 static void check_info(const char *plugin, const char *value, const char *why)
@@ -279,6 +301,7 @@ int main(int argc, char **argv)
                                              {"orphan", test_child_ends_with_parent},
                                              {"signals", test_signals_of_parent},
                                              {"retry", test_retry},
+                                             {"looks", test_looks},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

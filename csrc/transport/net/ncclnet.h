@@ -1,5 +1,6 @@
 /* ncclnet.h - the data of transport ncclnet. ncclnet.c: messages. ncclnet_start.c: start-up, on the caller's
- * thread. ncclnet_thread.c: the thread that calls the plugin. ncclnet_end.c: how peers end.
+ * thread. ncclnet_thread.c: the thread that calls the plugin. ncclnet_stop.c: the end of that thread.
+ * ncclnet_end.c: how peers end.
  *
  * Each endpoint has an endpoint of transport tcp beside it. Its link to a peer proves the job secret, carries what
  * both must know to connect (ncclnet_wire.h), aborts, and shows when the peer is gone: a plugin cannot. If the
@@ -71,11 +72,14 @@ struct sp_ncclnet {
     pid_t pid; /* of the process that started the thread: a child of fork has none */
     atomic_bool stop, exited, abandoned;
     bool thread_lost;
-    _Atomic int load; /* SP_NN_LOAD_RUNS .. */
-    char load_text[SP_NN_TEXT_CAP + 100];
-    const sp_nn_plugin *plugin;
+    _Atomic int load;                     /* SP_NN_LOAD_RUNS .. */
+    char load_text[SP_NN_TEXT_CAP + 100]; /* the thread's; valid with SP_NN_LOAD_FAILED */
+    char lost_text[SP_NN_TEXT_CAP + 100]; /* the caller's; valid with thread_lost */
+    const sp_nn_plugin *plugin;    /* the thread's; valid with SP_NN_LOAD_FINE, and while it is in a call */
     _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
     _Atomic int call_slot, call_peer;
+    int64_t slow_call_ns,
+        slow_seen_ns; /* the caller's: start of a call that takes too long; when it saw that */
     pthread_mutex_t lock;
     pthread_cond_t wake;
     atomic_int asleep;
@@ -84,7 +88,6 @@ struct sp_ncclnet {
     unsigned n_events_seen;
     atomic_bool armed;
     bool changed;
-    int abort_rank;
     struct sp_ncclnet *next_lost; /* list of those that are kept */
 };
 
@@ -98,14 +101,17 @@ static inline struct sp_ncclnet *sp_nn_self(sp_endpoint *ep)
 spccl_status sp_nn_thread_start(struct sp_ncclnet *ep);
 /* There is something to send or to fill, or a peer to connect. */
 void sp_nn_thread_kick(struct sp_ncclnet *ep);
-/* True if the thread has been in one call for longer than it may. `out` gets "connect to rank 3 ...". */
+/* "card eth0 port 1" of a queue. */
+void sp_nn_card_text(const struct sp_ncclnet *ep, int card, char *out, size_t cap);
+
+/* ncclnet_stop.c */
+/* True if two looks found the thread in the same call, for longer than it may. One look is not enough: the process may
+ * have been stopped (SIGSTOP) with the thread in a call. `out` gets "connect for rank 3 ...". */
 bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap);
 /* Give the thread up: it will never be joined, and what it may touch is never freed. */
 void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why);
 /* End the thread, which closes what it opened. Waits a bounded time. */
 void sp_nn_thread_stop(struct sp_ncclnet *ep);
-/* "card eth0 port 1" of a queue. */
-void sp_nn_card_text(const struct sp_ncclnet *ep, int card, char *out, size_t cap);
 
 /* ncclnet_end.c */
 /* The peer ends, or the plugin failed for it: what follows is decided by sp_nn_look_at_end. */

@@ -77,8 +77,7 @@ static void take_warning(char out[SP_NN_TEXT_CAP])
     pthread_mutex_unlock(&warning_lock);
 }
 
-/* The file of a path, for texts. */
-static const char *base_name(const char *path)
+const char *sp_nn_file_name(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash != NULL ? slash + 1 : path;
@@ -90,8 +89,8 @@ static spccl_status call_failed(const char *path, enum step step, int result)
 {
     char warning[SP_NN_TEXT_CAP];
     take_warning(warning);
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s returned %d (%s)%.90s", base_name(path),
-                   step_names[step], result, sp_nn_result_text(result), warning);
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s returned %d (%s)%.90s",
+                   sp_nn_file_name(path), step_names[step], result, sp_nn_result_text(result), warning);
 }
 
 static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
@@ -108,10 +107,10 @@ static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
         return SP_FAIL(
             SPCCL_ERR_UNREACHABLE,
             "NCCL net plugin %.60s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new",
-            base_name(path), SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
+            sp_nn_file_name(path), SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
     if (!sp_nn_complete(p->table, &missing))
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: its table v%d has no %s",
-                       base_name(path), p->version, missing);
+                       sp_nn_file_name(path), p->version, missing);
     return SPCCL_OK;
 }
 
@@ -139,8 +138,8 @@ static spccl_status ask_cards(const char *path, struct report *r)
         take_warning(warning);
         atomic_store(&r->step, STEP_FINALIZE);
         (void)sp_nn_finalize(p);
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it found no card%.90s", base_name(path),
-                       warning);
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it found no card%.90s",
+                       sp_nn_file_name(path), warning);
     }
     atomic_store(&r->step, STEP_PROPERTIES);
     p->n_cards = n < SP_NN_CARDS_MAX ? n : SP_NN_CARDS_MAX;
@@ -271,9 +270,9 @@ static spccl_status not_in_time(const char *path, struct report *r, const struct
     const char *step = step_names[atomic_load(&r->step)];
     if (e->hangs)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s did not return in %lld ms",
-                       base_name(path), step, (long long)call_ns / 1000000);
+                       sp_nn_file_name(path), step, (long long)call_ns / 1000000);
     return SP_FAIL(SPCCL_ERR_TIMEOUT, "NCCL net plugin %.60s: the time for loading it ended in %s",
-                   base_name(path), step);
+                   sp_nn_file_name(path), step);
 }
 
 static spccl_status crashed(const char *path, struct report *r, const struct ending *e)
@@ -282,8 +281,8 @@ static spccl_status crashed(const char *path, struct report *r, const struct end
     if (e->known)
         snprintf(how, sizeof how, "%s %d", WIFSIGNALED(e->status) ? "signal" : "exit code",
                  WIFSIGNALED(e->status) ? WTERMSIG(e->status) : WEXITSTATUS(e->status));
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it crashed in %s (%s)", base_name(path),
-                   step_names[atomic_load(&r->step)], how);
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it crashed in %s (%s)",
+                   sp_nn_file_name(path), step_names[atomic_load(&r->step)], how);
 }
 
 static spccl_status probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out,

@@ -33,6 +33,8 @@ spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_n
 spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out);
 /* As sp_transport.inform: finds the plugin, and tries it in a child process, once. */
 void sp_nn_inform(const char **value, const char **why);
+/* The file of a path, for texts: a plugin's path may be longer than a text. */
+const char *sp_nn_file_name(const char *path);
 /* "plugin NAME (PATH, vN), n cards: a (100000 Mbit/s), ..." */
 void sp_nn_describe(const sp_nn_plugin *p, char *out, size_t cap);
 

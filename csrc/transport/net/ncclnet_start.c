@@ -42,13 +42,14 @@ static void take_tcp(struct sp_nn_peer *p, const char *why)
 /* False while the thread still loads the plugin. */
 static bool loading_ended(struct sp_ncclnet *ep)
 {
+    char text[sizeof ep->lost_text];
     if (ep->thread_lost || atomic_load(&ep->load) != SP_NN_LOAD_RUNS)
         return true;
     if (!sp_deadline_passed(ep->load_deadline_ns + LOAD_MARGIN_NS))
         return false;
-    snprintf(ep->load_text, sizeof ep->load_text,
-             "NCCL net plugin %.150s: it did not load, or did not listen, in time", ep->found.path);
-    sp_nn_thread_abandon(ep, ep->load_text);
+    snprintf(text, sizeof text, "NCCL net plugin %.60s: it did not load, or did not listen, in time",
+             sp_nn_file_name(ep->found.path));
+    sp_nn_thread_abandon(ep, text);
     return true;
 }
 
@@ -77,7 +78,8 @@ static spccl_status send_offer(struct sp_ncclnet *ep, int peer)
     if (p->mine.usable)
         snprintf(p->mine.name, sizeof p->mine.name, "%s", ep->plugin->name);
     else
-        snprintf(p->mine.why, sizeof p->mine.why, "%.*s", (int)sizeof p->mine.why - 1, ep->load_text);
+        snprintf(p->mine.why, sizeof p->mine.why, "%.*s", (int)sizeof p->mine.why - 1,
+                 ep->thread_lost ? ep->lost_text : ep->load_text);
     sp_nn_write_offer(&p->mine, note);
     SP_TRY(send_note(ep, peer, note, sizeof note));
     p->offer_sent = true;

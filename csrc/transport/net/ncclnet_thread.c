@@ -16,7 +16,6 @@
 
 #define US INT64_C(1000)
 #define SPIN_NS (50 * US)
-#define STOP_NS (5000000 * US) /* closing waits this long for the thread */
 
 /* ---- calls ---- */
 
@@ -389,11 +388,8 @@ static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
 static void *thread_main(void *arg)
 {
     struct sp_ncclnet *ep = arg;
-    char text[sizeof ep->load_text];
     int64_t busy_ns = sp_now_ns();
-    bool fine = load(ep, text, sizeof text);
-    if (!fine)
-        memcpy(ep->load_text, text, sizeof text);
+    bool fine = load(ep, ep->load_text, sizeof ep->load_text);
     atomic_store(&ep->load, fine ? SP_NN_LOAD_FINE : SP_NN_LOAD_FAILED);
     signal_caller(ep);
     while (!atomic_load(&ep->stop)) {
@@ -438,61 +434,4 @@ void sp_nn_thread_kick(struct sp_ncclnet *ep)
     pthread_mutex_lock(&ep->lock);
     pthread_cond_signal(&ep->wake);
     pthread_mutex_unlock(&ep->lock);
-}
-
-bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
-{
-    int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
-    int peer = atomic_load(&ep->call_peer);
-    char card[80];
-    if (since_ns == 0 || sp_now_ns() - since_ns < ep->call_limit_ns)
-        return false;
-    sp_nn_card_text(ep, ep->peers[peer].tx[0].card, card, sizeof card);
-    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms", card, ep->plugin->name,
-             sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
-             (long long)((sp_now_ns() - since_ns) / 1000000));
-    return true;
-}
-
-/* Keeps what abandoned threads may still use. */
-static struct sp_ncclnet *lost;
-static pthread_mutex_t lost_lock = PTHREAD_MUTEX_INITIALIZER;
-
-void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
-{
-    if (!ep->started || ep->thread_lost)
-        return;
-    atomic_store(&ep->abandoned, true);
-    atomic_store(&ep->stop, true);
-    ep->thread_lost = true;
-    (void)pthread_detach(ep->thread);
-    pthread_mutex_lock(&lost_lock);
-    ep->next_lost = lost;
-    lost = ep;
-    pthread_mutex_unlock(&lost_lock);
-    sp_log(SP_LOG_WARN, ep->config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
-}
-
-void sp_nn_thread_stop(struct sp_ncclnet *ep)
-{
-    int64_t deadline_ns = sp_now_ns() + STOP_NS;
-    struct timespec until;
-    if (!ep->started || ep->thread_lost || ep->pid != getpid())
-        return;
-    atomic_store(&ep->stop, true);
-    sp_nn_thread_kick(ep);
-    while (!atomic_load(&ep->exited) && !sp_deadline_passed(deadline_ns))
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += 1; /* what is left is the end of the thread, and destructors that the plugin registered */
-    if (!atomic_load(&ep->exited) || pthread_timedjoin_np(ep->thread, NULL, &until) != 0) {
-        char text[SP_NN_TEXT_CAP];
-        snprintf(text, sizeof text, "plugin %.60s: %s for rank %d did not return while the group was closed",
-                 ep->plugin != NULL ? ep->plugin->name : ep->found.path,
-                 sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), atomic_load(&ep->call_peer));
-        sp_nn_thread_abandon(ep, text);
-        return;
-    }
-    pthread_cond_destroy(&ep->wake);
-    pthread_mutex_destroy(&ep->lock);
 }

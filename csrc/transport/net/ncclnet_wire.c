@@ -46,7 +46,10 @@ void sp_nn_write_offer(const sp_nn_offer *o, uint8_t out[SP_NN_OFFER_BYTES])
     sp_store_le32(out + 8, o->segment_bytes);
     write_text(o->name, out + 12, SP_NN_NAME_CAP);
     write_text(o->why, out + 52, SP_NN_TEXT_CAP);
-    memcpy(out + 252, o->handles, sizeof o->handles);
+    if (o->usable) /* else a thread that was given up may still write to them */
+        memcpy(out + 252, o->handles, sizeof o->handles);
+    else
+        memset(out + 252, 0, sizeof o->handles);
 }
 
 bool sp_nn_read_offer(const uint8_t *bytes, size_t n, sp_nn_offer *out)

@@ -16,7 +16,9 @@
  *   TEST_NET_SIZE=n       test gives n as the size of each received message
  *   TEST_NET_FAIL=call    that call fails; TEST_NET_AFTER=n: only after n calls
  *   TEST_NET_HANG=call    that call does not return, likewise
- *   TEST_NET_CRASH=call   that call ends the process, likewise */
+ *   TEST_NET_CRASH=call   that call ends the process, likewise
+ *   TEST_NET_PID=n        only in process n
+ *   TEST_NET_DELAY=n      a call that fails does so after n ms */
 #include "net_plugin.h"
 
 #include <arpa/inet.h>
@@ -90,9 +92,13 @@ int net_faulty(const char *call)
                    applies("TEST_NET_CRASH", call);
     if (!any)
         return 0;
+    if (number("TEST_NET_PID", (int)getpid()) != (int)getpid())
+        return 0;
     pthread_mutex_lock(&lock);
     due = n_calls++ >= number("TEST_NET_AFTER", 0);
     pthread_mutex_unlock(&lock);
+    if (due)
+        usleep((useconds_t)number("TEST_NET_DELAY", 0) * 1000);
     while (due && applies("TEST_NET_HANG", call))
         pause();
     if (due && applies("TEST_NET_CRASH", call))

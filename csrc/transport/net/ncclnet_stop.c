@@ -1,0 +1,84 @@
+/* ncclnet_stop.c - ends the thread of an ncclnet endpoint, and gives it up if it hangs in the plugin. On the caller's
+ * thread. See ncclnet.h. */
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "transport/net/ncclnet.h"
+
+#include <stdio.h>
+#include <unistd.h>
+
+#define MS INT64_C(1000000)
+#define STOP_MS 5000 /* closing waits this long for the thread */
+#define LOOK_AGAIN_NS (100 * MS)
+
+bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
+{
+    int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
+    int64_t now_ns = sp_now_ns();
+    int peer = atomic_load(&ep->call_peer);
+    char card[80];
+    if (since_ns == 0 || now_ns - since_ns < ep->call_limit_ns)
+        return false;
+    if (ep->slow_call_ns != since_ns) {
+        ep->slow_call_ns = since_ns;
+        ep->slow_seen_ns = now_ns;
+    }
+    if (now_ns - ep->slow_seen_ns < LOOK_AGAIN_NS)
+        return false;
+    sp_nn_card_text(ep, ep->peers[peer].tx[0].card, card, sizeof card);
+    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms", card, ep->plugin->name,
+             sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
+             (long long)((now_ns - since_ns) / 1000000));
+    return true;
+}
+
+/* Keeps what abandoned threads may still use. */
+static struct sp_ncclnet *lost;
+static pthread_mutex_t lost_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
+{
+    if (!ep->started || ep->thread_lost)
+        return;
+    atomic_store(&ep->abandoned, true);
+    atomic_store(&ep->stop, true);
+    ep->thread_lost = true;
+    snprintf(ep->lost_text, sizeof ep->lost_text, "%s", why);
+    (void)pthread_detach(ep->thread);
+    pthread_mutex_lock(&lost_lock);
+    ep->next_lost = lost;
+    lost = ep;
+    pthread_mutex_unlock(&lost_lock);
+    sp_log(SP_LOG_WARN, ep->config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
+}
+
+void sp_nn_thread_stop(struct sp_ncclnet *ep)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(STOP_MS);
+    struct timespec until;
+    if (!ep->started || ep->thread_lost || ep->pid != getpid())
+        return;
+    atomic_store(&ep->stop, true);
+    sp_nn_thread_kick(ep);
+    while (!atomic_load(&ep->exited) && !sp_deadline_passed(deadline_ns))
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 1; /* what is left is the end of the thread, and destructors that the plugin registered */
+    if (!atomic_load(&ep->exited) || pthread_timedjoin_np(ep->thread, NULL, &until) != 0) {
+        char text[sizeof ep->lost_text];
+        if (atomic_load(&ep->load) == SP_NN_LOAD_RUNS) /* `plugin` may change at any time */
+            snprintf(
+                text, sizeof text,
+                "NCCL net plugin %.60s: it did not finish loading or listening while the group was closed",
+                sp_nn_file_name(ep->found.path));
+        else
+            snprintf(
+                text, sizeof text, "plugin %.60s: %s for rank %d did not return while the group was closed",
+                ep->plugin != NULL ? ep->plugin->name : sp_nn_file_name(ep->found.path),
+                sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), atomic_load(&ep->call_peer));
+        sp_nn_thread_abandon(ep, text);
+        return;
+    }
+    pthread_cond_destroy(&ep->wake);
+    pthread_mutex_destroy(&ep->lock);
+}
