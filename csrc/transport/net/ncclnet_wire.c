@@ -59,7 +59,9 @@ bool sp_nn_read_offer(const uint8_t *bytes, size_t n, sp_nn_offer *out)
     out->usable = sp_load_le16(bytes + 4) == 1;
     out->n_queues = sp_load_le16(bytes + 6);
     out->segment_bytes = sp_load_le32(bytes + 8);
-    memcpy(out->handles, bytes + 252, sizeof out->handles);
+    memset(out->handles, 0, sizeof out->handles);
+    if (out->usable)
+        memcpy(out->handles, bytes + 252, sizeof out->handles);
     return out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
            read_text(bytes + 12, out->name, SP_NN_NAME_CAP) &&
            read_text(bytes + 52, out->why, SP_NN_TEXT_CAP);
