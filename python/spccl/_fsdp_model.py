@@ -162,6 +162,11 @@ def find_units(who: str, model: torch.nn.Module, replicas: dist.ProcessGroup | N
             "on it first, with a mesh of 2 dimensions (DistributedDataParallel: use spccl.ddp.PrunedGradients; "
             "FullyShardedDataParallel, FSDP1, is not supported)"
         )
+    if replicas is not None and dist.get_rank(replicas) < 0:
+        raise ValueError(
+            f"{who}: this process (rank {dist.get_rank()} of the world) is not in the group it was given; pass the "
+            "group of the ranks that hold the same shard as this rank"
+        )
     reshard(modules)
     units: list[Unit] = []
     seen: set[int] = set()
@@ -183,8 +188,22 @@ def find_units(who: str, model: torch.nn.Module, replicas: dist.ProcessGroup | N
     names = {id(p): name for name, p in model.named_parameters()}
     for unit in units:
         unit.take_layout(who, names)
+        shards, copies = (dist.get_process_group_ranks(group) for group in (unit.shards, unit.replicas))
+        refuse_shared_shards(who, unit.parts[0].name, shards, copies)
     _check_same_ranks(who, units)
     return units
+
+
+def refuse_shared_shards(who: str, name: str, shards: list[int], replicas: Iterable[int]) -> None:
+    """Raises: ValueError if several of the ranks `replicas`, which are to be averaged, hold different shards of a
+    parameter. `shards`: the ranks that together hold it."""
+    common = sorted(set(replicas).intersection(shards))
+    if len(common) > 1:
+        raise ValueError(
+            f"{who}: parameter {name} is sharded over ranks {shards}, and the exchange's group has "
+            f"{common} of them, which hold different shards; pass group=, the ranks that hold the same shard: "
+            'mesh.get_group("replicate") of a mesh with the dimensions "replicate" and "shard"'
+        )
 
 
 def _check_group(who: str, model: torch.nn.Module, module: torch.nn.Module, groups: list[Any]) -> None:

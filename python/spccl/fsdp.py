@@ -47,7 +47,8 @@ def prune(
             has shards alone (experts, say) are left as they are.
         density: share of each shard's entries sent per step, (0, 1]. 1 sends everything, which gives the bits of
             torch's own all-reduce on this backend; with a reduce_dtype of float16 torch rounds more.
-        group: for a model that is sharded over a mesh of 1 dimension: the ranks that hold the same shard.
+        group: for a model that is sharded over a mesh of 1 dimension: the ranks that hold the same shard, this rank
+            included. Each pair of them must hold the same shard of every parameter. None: the mesh has the replicas.
         optimizer: the one that will take the averaged gradients, to be checked; None: not checked.
         allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit.
         settings: those of `spccl.ddp.PrunedGradients`. `clip_norm` bounds the norm of a replica's whole gradient, as
@@ -56,7 +57,7 @@ def prune(
             `min_numel` counts the elements of the whole parameter.
     Returns: a `PrunedShards`, which is needed for statistics and checkpoints alone.
     Raises: TypeError if `fully_shard` was not called on the model; ValueError for a setting out of range, a model
-        without replicas, modules with several meshes or another all-reduce hook, clip_norm with tensor parallelism, or
+        without replicas, a group that this rank is not in or whose ranks hold different shards, modules with several meshes or another all-reduce hook, clip_norm with tensor parallelism, or
         for an Adam-like optimizer without allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
     """
     hook = PrunedShards(density, **settings)

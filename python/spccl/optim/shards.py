@@ -103,12 +103,8 @@ def _groups_of(name: str, param: Any, ranks: Ranks) -> Groups:
         group = mesh.get_group(dim)
         theirs = dist.get_process_group_ranks(group)
         common = sorted(ours.intersection(theirs))
-        if len(common) > 1 and not placement.is_replicate():
-            raise ValueError(
-                f"SparseSync: parameter {name} is sharded over ranks {theirs}, and the exchange's group has "
-                f"{common} of them, which hold different shards; pass group=, the ranks that hold the same shard: "
-                'mesh.get_group("replicate") of a mesh with the dimensions "replicate" and "shard"'
-            )
+        if not placement.is_replicate():
+            _fsdp_model.refuse_shared_shards("SparseSync", name, theirs, ours)
         if len(common) > 1:
             raise ValueError(
                 f"SparseSync: parameter {name} is replicated over ranks {theirs}, whose gradients FSDP2 averages, and "

@@ -429,6 +429,12 @@ def refused() -> None:
     flat = sharded(net(), over=init_device_mesh("cpu", (WORLD,)))
     with raises(ValueError, who, "a mesh of 1 dimension", "group="):
         fsdp.prune(flat)
+    with raises(ValueError, who, "sharded over ranks [0, 1, 2, 3]", "[0, 1, 2, 3] of them", 'get_group("replicate")'):
+        fsdp.prune(flat, group=dist.group.WORLD)
+    only_first = dist.new_group([0])
+    if RANK > 0:
+        with raises(ValueError, who, f"rank {RANK} of the world) is not in the group", "the same shard"):
+            fsdp.prune(flat, group=only_first)
     model = sharded(net())
     adam = torch.optim.AdamW(model.parameters())
     with raises(ValueError, who, "AdamW", "SparseSync", 'mesh.get_group("replicate")', "allow_adam"):
