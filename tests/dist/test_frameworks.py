@@ -168,6 +168,47 @@ def test_state_of_another_number_of_ranks(tmp_path):
         integrations.load_state(hook, tmp_path, 0, 2)
 
 
+def saved_by(folder, n_ranks, step):
+    """Every rank of a job saves a state of `step` into `folder`."""
+    entry = {"residual": torch.full((4,), float(step)), "velocity": None, "threshold": None}
+    state = {"version": 1, "world_size": n_ranks, "step": step, "seed": 0, "parameters": {"w": entry}}
+    for rank in range(n_ranks):
+        integrations.save_state(Settings(state_dict=lambda: state), folder, rank, n_ranks)
+
+
+def test_files_of_an_older_save_are_gone(tmp_path):
+    """4 ranks save, then 2 ranks save into the same folder, then 4 ranks load: the states of the second save."""
+    saved_by(tmp_path, 4, step=100)
+    saved_by(tmp_path, 2, step=200)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["spccl-rank-0-of-2.pt", "spccl-rank-1-of-2.pt"]
+    for rank in range(4):
+        hook = ddp.PrunedGradients()
+        integrations.load_state(hook, tmp_path, rank, 4)
+        assert hook.step == 200
+    saved_by(tmp_path, 12, step=300)
+    assert len(list(tmp_path.iterdir())) == 12
+    (tmp_path / "spccl-rank-0-of-2.pt").write_bytes((tmp_path / "spccl-rank-0-of-12.pt").read_bytes())
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}: PrunedGradients.*all ranks"):
+        integrations.load_state(ddp.PrunedGradients(), tmp_path, 0, 3)
+
+
+def test_save_that_fails_leaves_the_older_file(tmp_path, monkeypatch):
+    saved_by(tmp_path, 1, step=1)
+
+    def full(state, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="No space"):
+            saved_by(tmp_path, 1, step=2)
+    assert [file.name for file in tmp_path.iterdir()] == ["spccl-rank-0-of-1.pt"]
+    hook = ddp.PrunedGradients()
+    integrations.load_state(hook, tmp_path, 0, 1)
+    assert hook.step == 1
+
+
 def synced(lr: float = 0.1) -> tuple[torch.nn.Module, optim.SparseSync]:
     """A model of tied weights and a buffer, and its SparseSync after two steps: something is unsent."""
     torch.manual_seed(0)

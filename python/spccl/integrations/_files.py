@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,16 @@ def is_sparse_sync(part: object) -> bool:
 
 
 def save_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, world_size: int) -> None:
-    """Write this rank's state of `part` into `folder`, which all ranks see. Every rank calls it."""
+    """Write this rank's state of `part` into the file spccl-rank-RANK-of-WORLD_SIZE.pt in `folder`. Every rank calls it.
+
+    The file takes its place when it is whole. Then the files that an earlier save of this rank left there with another
+    number of ranks are removed; rank 0 also removes those of ranks that there are no more.
+
+    Args:
+        folder: made if it is not there. All ranks see it.
+        rank, world_size: this rank's number and the number of ranks that save, in the whole job.
+    Raises: OSError if the folder cannot be written; an older file of this rank is then still whole.
+    """
     import torch
 
     from spccl.optim import checkpoint
@@ -29,31 +40,65 @@ def save_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = checkpoint.save(part) if is_sparse_sync(part) else part.state_dict()
-    torch.save(state, folder / f"spccl-rank-{rank}-of-{world_size}.pt")
+    mine = folder / _name(rank, world_size)
+    unfinished = mine.with_suffix(".unfinished")
+    try:
+        torch.save(state, unfinished)
+        os.replace(unfinished, mine)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for saved, n_ranks, file in _files_in(folder):
+        gone = rank == 0 and saved >= world_size
+        if n_ranks != world_size and (saved == rank or gone):
+            file.unlink(missing_ok=True)
+
+
+def _name(rank: int, world_size: int) -> str:
+    return f"spccl-rank-{rank}-of-{world_size}.pt"
+
+
+def _files_in(folder: Path) -> list[tuple[int, int, Path]]:
+    """(rank, world size, file) of each state in `folder`, in rank order."""
+    found = ((re.fullmatch(r"spccl-rank-(\d+)-of-(\d+)\.pt", file.name), file) for file in folder.glob("spccl-rank-*"))
+    return sorted((int(name[1]), int(name[2]), file) for name, file in found if name)
 
 
 def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, world_size: int) -> None:
     """Load this rank's state from `folder`, saved by `save_state` on any number of ranks.
 
-    Without a file PrunedGradients warns and goes on. A SparseSync that was given the optimizer's part of that
+    With the same number of ranks that is the file spccl-rank-RANK-of-WORLD_SIZE.pt; with another one all files are
+    read. Without a file PrunedGradients warns and goes on. A SparseSync that was given the optimizer's part of that
     checkpoint refuses its next step.
-    Raises: ValueError if the states of some ranks are missing.
+
+    Args: rank, world_size: this rank's number and the number of ranks now, in the whole job.
+    Raises: ValueError that names the folder if the states of some ranks are missing, are of several steps or do not
+        fit `part`; OSError if a file cannot be read.
     """
     import torch
 
     folder = Path(folder)
-    mine = folder / f"spccl-rank-{rank}-of-{world_size}.pt"
+    mine = folder / _name(rank, world_size)
     if mine.is_file():
-        part.load_state_dict(torch.load(mine, weights_only=True, map_location="cpu"))
+        _load(part, folder, torch.load(mine, weights_only=True, map_location="cpu"))
         return
-    files = list(folder.glob("spccl-rank-*-of-*.pt"))
+    files = _files_in(folder)
     if not files:
         then = "its next step() refuses" if is_sparse_sync(part) else "training goes on without what was not sent yet"
         warnings.warn(f"{type(part).__name__}: {folder} has no spccl-rank-*.pt: {then}", stacklevel=3)
         return
-    files.sort(key=lambda file: int(file.name.split("-")[2]))
-    states = [torch.load(file, weights_only=True, map_location="cpu") for file in files]
-    part.load_state_dict(part.reshard(states, world_size)[rank])
+    states = [torch.load(file, weights_only=True, map_location="cpu") for _, _, file in files]
+    try:
+        state = part.reshard(states, world_size)[rank]
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    _load(part, folder, state)
+
+
+def _load(part: PrunedGradients | SparseSync, folder: Path, state: dict[str, Any]) -> None:
+    try:
+        part.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def with_global_weights(sync: SparseSync, state_dict: dict[str, Any]) -> dict[str, Any]:
