@@ -7,6 +7,7 @@ Imports torch; knows neither DDP nor FSDP. `spccl.ddp` and `spccl.fsdp` hand it 
 import contextlib
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -262,14 +263,18 @@ class PruningHook:
         self._statistics.forget_totals()
 
     @classmethod
-    def reshard(cls, states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    def reshard(
+        cls, states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None
+    ) -> list[dict[str, Any]]:
         """States for `world_size` ranks from those of any other number of ranks, in rank order.
 
         New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
         of residuals / ranks, which the averages still owe to the model, stays the same. Thresholds start anew.
+
+        Args: ranks: the new ranks whose states are made; None: all.
         Raises: ValueError if a rank's state is missing or the states differ in step.
         """
-        return _hook_state.reshard(cls.__name__, states, world_size)
+        return _hook_state.reshard(cls.__name__, states, world_size, ranks)
 
     def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
         if not ok:

@@ -1,6 +1,6 @@
 """State of a pruning hook: what it keeps on each device, and its checkpoints. `spccl.ddp` says what a user sees."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -149,24 +149,34 @@ def unpack(who: str, state: dict[str, Any], world_size: int | None) -> dict[str,
     return {plain_name(name): dict(entry) for name, entry in state["parameters"].items()}
 
 
-def reshard(who: str, states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+def require_one_shard(who: str, shards: Iterable[Sequence[Any]]) -> None:
+    """ValueError unless all states to reshard are of one shard. `shards`: the entry "shard" of each."""
+    found = {tuple(shard) for shard in shards}
+    if len(found) > 1:
+        raise ValueError(
+            f"{who}.reshard: wanted the states of the ranks that hold one shard, got shards {sorted(found)} (number, "
+            "of how many)"
+        )
+
+
+def reshard(
+    who: str, states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None
+) -> list[dict[str, Any]]:
     """The body of `PruningHook.reshard`."""
     if not states or world_size < 1:
-        raise ValueError(f"{who}.reshard: {len(states)} states for {world_size} ranks")
+        raise ValueError(
+            f"{who}.reshard: got {len(states)} states for {world_size} ranks, wanted the states of all ranks of one "
+            "save, and 1 rank or more"
+        )
     if any(s["world_size"] != len(states) or s["step"] != states[0]["step"] for s in states):
         raise ValueError(
             f"{who}.reshard: wanted the states of all ranks at one step, got "
             f"{[(s['world_size'], s['step']) for s in states]} as (ranks, step)"
         )
-    shards = {tuple(s.get("shard", ())) for s in states}
-    if len(shards) > 1:
-        raise ValueError(
-            f"{who}.reshard: wanted the states of one shard's replicas, got shards {sorted(shards)} (number, of how "
-            "many)"
-        )
+    require_one_shard(who, (s.get("shard", ()) for s in states))
     factor = world_size / len(states)
     resharded = []
-    for rank in range(world_size):
+    for rank in range(world_size) if ranks is None else ranks:
         mine = states[rank::world_size]
         parameters = {}
         for name, entry in states[0]["parameters"].items():

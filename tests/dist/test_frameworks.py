@@ -245,13 +245,18 @@ def test_sparse_sync_state_of_another_number_of_ranks(tmp_path):
         torch.save(state, tmp_path / f"spccl-rank-{rank}-of-12.pt")
     other, resumed = synced(lr=0.2)
     integrations.load_state(resumed, tmp_path, 0, 1)
+    for rank in range(12):
+        (tmp_path / f"spccl-rank-{rank}-of-12.pt").write_bytes(b"")  # nothing is mapped from the files any more
+    assert all(torch.isfinite(moments["exp_avg"]).all() for moments in resumed.state.values())
     want = {name: value.clone() for name, value in net.state_dict().items()}
     for name, param in other.named_parameters():
         torch.testing.assert_close(param, want[name])
     with opt.global_weights(), resumed.global_weights():
         for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
             assert torch.equal(ours, theirs)
-    (tmp_path / "spccl-rank-3-of-12.pt").unlink()
+    for rank, state in enumerate(states[:11]):
+        torch.save(state, tmp_path / f"spccl-rank-{rank}-of-12.pt")
+    (tmp_path / "spccl-rank-11-of-12.pt").unlink()
     with pytest.raises(ValueError, match="all ranks"):
         integrations.load_state(resumed, tmp_path, 0, 1)
 

@@ -479,6 +479,10 @@ def test_reshard_keeps_what_the_averages_still_owe(n_old, n_new):
     for key in ("residual", "velocity"):
         owed = [sum(s["parameters"]["w"][key] for s in states) / len(states) for states in (old, new)]
         torch.testing.assert_close(owed[0], owed[1])
+    (last,) = ddp.PrunedGradients.reshard(old, n_new, ranks=[n_new - 1])
+    assert all(torch.equal(last["parameters"]["w"][k], new[-1]["parameters"]["w"][k]) for k in ("residual", "velocity"))
+    with pytest.raises(ValueError, match="got 0 states for 2 ranks, wanted the states of all ranks"):
+        ddp.PrunedGradients.reshard([], 2)
     with pytest.raises(ValueError, match="all ranks at one step"):
         ddp.PrunedGradients.reshard([*old, {**old[0], "step": 8}], n_new)
 

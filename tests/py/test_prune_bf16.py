@@ -148,7 +148,7 @@ def test_a_checkpoint_of_the_other_dtype_loads(one_rank):
 
 def test_reshard_refuses_states_of_several_shards():
     state = {"version": 1, "world_size": 2, "step": 7, "seed": 0, "parameters": {}}
-    with pytest.raises(ValueError, match=r"one shard's replicas, got shards \[\(0, 2\), \(1, 2\)\]"):
+    with pytest.raises(ValueError, match=r"hold one shard, got shards \[\(0, 2\), \(1, 2\)\]"):
         ddp.PrunedGradients.reshard([{**state, "shard": (0, 2)}, {**state, "shard": (1, 2)}], 1)
 
 

@@ -86,12 +86,24 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
         then = "its next step() refuses" if is_sparse_sync(part) else "training goes on without what was not sent yet"
         warnings.warn(f"{type(part).__name__}: {folder} has no spccl-rank-*.pt: {then}", stacklevel=3)
         return
-    states = [torch.load(file, weights_only=True, map_location="cpu") for _, _, file in files]
+    # Mapped: of the other ranks' states, memory holds only what is read now.
+    states = [torch.load(file, weights_only=True, map_location="cpu", mmap=True) for _, _, file in files]
     try:
-        state = part.reshard(states, world_size)[rank]
+        state = _copied(part.reshard(states, world_size, ranks=[rank])[0])
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     _load(part, folder, state)
+
+
+def _copied(state: Any) -> Any:
+    """A nested state with copies of its tensors, so that none is mapped from a file."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if isinstance(state, (list, tuple)) else state
 
 
 def _load(part: PrunedGradients | SparseSync, folder: Path, state: dict[str, Any]) -> None:

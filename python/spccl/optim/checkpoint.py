@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spccl._hook_state import require_one_shard
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .sync import SparseSync
 
 VERSION = 1
@@ -158,11 +162,15 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
         )
 
 
-def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+def reshard(
+    states: list[dict[str, Any]], world_size: int, ranks: Iterable[int] | None = None
+) -> list[dict[str, Any]]:
     """States for `world_size` ranks from those of all ranks of another world size, in rank order.
 
     New rank r gets the inner optimizer's state of old rank r % len(states), and as unsent part the sum of those of old
     ranks r, r + world_size, ... times world_size / len(states). So the average over ranks of what is unsent stays.
+
+    Args: ranks: the new ranks whose states are made; None: all.
     Raises: ValueError if a rank's state is missing, or the states differ in step or shard.
     """
     parts = [state.get(KEY) for state in states]
@@ -175,15 +183,10 @@ def reshard(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any
             "SparseSync.reshard: wanted the states of all ranks at one step, in rank order, got "
             f"{found} as (ranks, rank, step)"
         )
-    shards = {tuple(part.get("shard", ())) for part in parts}
-    if len(shards) > 1:
-        raise ValueError(
-            f"SparseSync.reshard: wanted the states of the ranks that hold one shard, got shards {sorted(shards)} "
-            "(number, of how many)"
-        )
+    require_one_shard("SparseSync", (part.get("shard", ()) for part in parts))
     factor = world_size / len(parts)
     new = []
-    for rank in range(world_size):
+    for rank in range(world_size) if ranks is None else ranks:
         parameters = []
         for place, entry in enumerate(parts[0]["parameters"]):
             common = entry["global"]

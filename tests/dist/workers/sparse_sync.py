@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from spccl.optim import Geometric, SparseSync
+from spccl.optim.checkpoint import KEY
 from workers.common import RANK, WORLD, main, raises
 from workers.sparse_model import DEVICE, Net, Simulation, adamw, loss_of, trained
 
@@ -253,6 +254,10 @@ def survives_another_world_size():
             assert all(torch.equal(e["global"], entry["global"]) for e in theirs)
             kept = sum(e["local"] - e["global"] for e in theirs) / n
             assert torch.allclose(owed, kept, atol=1e-6), (n, place)
+        (last,) = SparseSync.reshard(states, n, ranks=[n - 1])
+        for entry, same in zip(last[KEY]["parameters"], new[-1][KEY]["parameters"], strict=True):
+            assert torch.equal(entry["local"], same["local"])
+        assert last[KEY]["rank"] == n - 1
     with raises(ValueError, "rank", "reshard", f"this group has {WORLD}"):
         opt.load_state_dict(SparseSync.reshard(states, WORLD + 1)[RANK])
     opt.load_state_dict(SparseSync.reshard(SparseSync.reshard(states, 3), WORLD)[RANK])
