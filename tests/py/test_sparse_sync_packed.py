@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="SparseSync is for torch, and none is installed")
 
-from spccl.optim import SparseSync  # noqa: E402
+from spccl.optim import SparseSync, ranks  # noqa: E402
 from spccl.optim.packed import Layout, add_packed, pack, packed_bytes  # noqa: E402
 
 
@@ -119,6 +119,47 @@ def test_overlap_on_one_rank(settings):
     states = [net.state_dict() for net in nets]
     assert not opts[0].transfers.pending
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("overlap_again", [True, False])
+def test_a_later_object_ends_the_overlap_of_an_earlier_one(overlap_again):
+    """What the earlier one has pending does not reach the later one's weights, and its hooks are gone."""
+    nets, kwargs = [Net(), Net()], {"density": 0.05, "bucket_mb": 0.01}
+    for net, overlap in zip(nets, (nets[0], None), strict=True):
+        earlier = SparseSync(torch.optim.AdamW(net.parameters(), lr=1e-2), overlap=overlap, **kwargs)
+        step(earlier, net, 0)
+        later = SparseSync(
+            torch.optim.AdamW(net.parameters(), lr=1e-2), overlap=overlap if overlap_again else None, **kwargs
+        )
+        assert not earlier.transfers.pending and not earlier.transfers.ends_later
+        for t in range(1, 4):
+            step(later, net, t)
+    states = [net.state_dict() for net in nets]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert len(nets[0].first._forward_pre_hooks) == overlap_again
+    assert len(nets[0].first.weight._post_accumulate_grad_hooks or ()) == overlap_again
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_overlap_of_a_module_that_compiles_itself():
+    nets = [Net(), Net()]
+    nets[0].compile(backend="eager")
+    for net, overlap in zip(nets, (nets[0], None), strict=True):
+        opt = SparseSync(torch.optim.AdamW(net.parameters(), lr=1e-2), density=0.05, bucket_mb=0.01, overlap=overlap)
+        for t in range(3):
+            step(opt, net, t)
+            assert bool(opt.transfers.pending) == (overlap is not None)
+    states = [net.state_dict() for net in nets]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_refused_overlap_changes_no_weight(monkeypatch):
+    """Rank 0's weights are sent only after all that is refused."""
+    sent = []
+    monkeypatch.setattr(ranks.Ranks, "broadcast", lambda self, tensor: sent.append(tensor))
+    with pytest.raises(ValueError, match="in no module of overlap"):
+        SparseSync(torch.optim.SGD(Net().parameters(), lr=0.1), overlap=torch.nn.Linear(3, 3))
+    assert not sent
 
 
 def test_overlap_finds_a_parameter_that_was_used_elsewhere():

@@ -4,22 +4,28 @@ A forward pre-hook of each module waits for the buckets that hold the module's p
 So a parameter is up to date before the module uses it. A module of torch.nn that is no container waits for all
 parameters below it, because some (MultiheadAttention) use those of their children. A module's state_dict() waits too.
 
+`module.compile()` keeps these hooks; `torch.compile(module)` calls only some of them and is refused.
+
 Other uses of a parameter before its owner has run need `SparseSync.wait()`. If a gradient reaches a parameter whose
 bucket was never waited for, the backward pass raises an error.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from .bucket import Bucket
+    from .bucket import Weight
+    from .transfers import Transfers
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+_installed = WeakIdKeyDictionary()  # parameter -> weak reference to the Overlap whose hooks its module has
 
 
 def check_module(model: object) -> None:
@@ -30,32 +36,62 @@ def check_module(model: object) -> None:
         raise TypeError("SparseSync: overlap is a compiled module, wanted one that is not: leave overlap out")
 
 
-def install(model: torch.nn.Module, buckets: list[Bucket], finish: Callable, pending: Mapping[int, Any]) -> None:
-    """Add hooks to the modules and parameters of `model`.
-
-    Args:
-        finish: called with numbers of buckets; ends what is pending of them.
-        pending: what is under way, by number of the bucket.
-    Raises: ValueError if a trained parameter is in no module of `model`.
-    """
-    place = {id(w.param): i for i, bucket in enumerate(buckets) for w in bucket.weights}
+def check_weights(model: torch.nn.Module, weights: Iterable[Weight], sharded: str | None) -> None:
+    """Raises: ValueError if parameter `sharded` is a DTensor, or a trained parameter is in no module of `model`."""
+    if sharded is not None:
+        raise ValueError(f"SparseSync: overlap with parameter {sharded}, which is sharded (FSDP2); leave overlap out")
     found = {id(p) for p in model.parameters()}
-    for bucket in buckets:
-        for w in bucket.weights:
-            if id(w.param) not in found:
-                raise ValueError(
-                    f"SparseSync: parameter {w.name} of shape {tuple(w.param.shape)} is in no module of overlap; pass "
-                    "the whole model"
-                )
-    for module in model.modules():
-        builtin = type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, _CONTAINERS)
-        own = sorted({place[id(p)] for p in module.parameters(recurse=builtin) if id(p) in place})
-        if own:
-            module.register_forward_pre_hook(_before_forward(finish, own))
-            module.register_state_dict_pre_hook(_before_state_dict(finish, own))
-    for i, bucket in enumerate(buckets):
-        for w in bucket.weights:
-            w.param.register_post_accumulate_grad_hook(_after_gradient(w.name, i, pending))
+    for w in weights:
+        if id(w.param) not in found:
+            raise ValueError(
+                f"SparseSync: parameter {w.name} of shape {tuple(w.param.shape)} is in no module of overlap; pass "
+                "the whole model"
+            )
+
+
+def close_earlier(weights: Iterable[Weight]) -> None:
+    """End the overlap of each earlier `SparseSync` that trains one of these parameters.
+
+    What is pending of it would otherwise be added to the weights of the new one, during a forward pass.
+    """
+    for w in weights:
+        earlier = _installed.get(w.param)
+        overlap = earlier() if earlier is not None else None
+        if overlap is not None:
+            overlap.close()
+
+
+class Overlap:
+    """The hooks of one `SparseSync` on the modules and parameters of `model`.
+
+    Args: transfers: what is under way. From now on `start` leaves every bucket pending.
+    """
+
+    def __init__(self, model: torch.nn.Module, transfers: Transfers):
+        self._transfers = transfers
+        self._handles: list[Any] = []
+        transfers.end_later()
+        buckets = transfers.buckets
+        place = {id(w.param): i for i, bucket in enumerate(buckets) for w in bucket.weights}
+        for module in model.modules():
+            builtin = type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, _CONTAINERS)
+            own = sorted({place[id(p)] for p in module.parameters(recurse=builtin) if id(p) in place})
+            if own:
+                self._handles.append(module.register_forward_pre_hook(_before_forward(transfers.finish, own)))
+                self._handles.append(module.register_state_dict_pre_hook(_before_state_dict(transfers.finish, own)))
+        for i, bucket in enumerate(buckets):
+            for w in bucket.weights:
+                after = _after_gradient(w.name, i, transfers.pending)
+                self._handles.append(w.param.register_post_accumulate_grad_hook(after))
+                _installed[w.param] = weakref.ref(self)
+
+    def close(self) -> None:
+        """End what is pending, and remove the hooks. Later exchanges of this `SparseSync` end in its step()."""
+        self._transfers.finish(list(self._transfers.pending))
+        self._transfers.end_at_once()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def _before_forward(finish: Callable, own: list[int]) -> Callable:

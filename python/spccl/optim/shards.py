@@ -26,6 +26,7 @@ class Shards:
     """Over which ranks the parameters of an optimizer are sharded.
 
     Attributes:
+        example: name of a sharded parameter; None if there is none.
         place: (this rank's number, how many) in each process group over which a parameter is sharded.
     Raises: ValueError for parameters that ranks of the exchange's group share.
     """
@@ -33,8 +34,10 @@ class Shards:
     def __init__(self, params: Iterable[tuple[str, torch.Tensor]], ranks: Ranks):
         self._groups: dict[int, Groups] = {}  # by id of a sharded parameter
         self._devices: dict[Groups, torch.device] = {}
+        self.example: str | None = None
         for name, p in params:
             if hasattr(p, "_local_tensor"):
+                self.example = self.example or name
                 groups = _groups_of(name, p, ranks)
                 self._groups[id(p)] = groups
                 self._devices.setdefault(groups, p.device)

@@ -81,7 +81,8 @@ class SparseSync(torch.optim.Optimizer):
             backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md).
         overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
-            parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2.
+            parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
+            SparseSync on the same parameters ends it.
     Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
         rank if ranks differ in settings or parameters, with names, values and ranks.
 
@@ -137,10 +138,13 @@ class SparseSync(torch.optim.Optimizer):
         self._moment = self._decide_moment()
         self._schedule = self.settings.schedule()
         self._shards, self._weights = self._find_weights()
+        if overlap is not None:
+            overlaps.check_weights(overlap, self._weights, self._shards.example)
         self.ranks.require_same({**self.settings.facts(), **self._facts()})
         self.buckets = make_buckets(self._weights, int(bucket_mb * 2**20), outer_momentum, chunk if bits else 0)
         self.transfers = Transfers(self.settings, self.ranks, self.buckets)
         self._shards.forget_gathered()
+        overlaps.close_earlier(self._weights)
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.start()
@@ -152,11 +156,7 @@ class SparseSync(torch.optim.Optimizer):
         self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
         self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
         self._tally = measure.Tally(self)
-        if overlap is not None:
-            if self._shards:
-                raise ValueError("SparseSync: overlap with sharded parameters (FSDP2); leave overlap out")
-            self.transfers.end_later()
-            overlaps.install(overlap, self.buckets, self.transfers.finish, self.transfers.pending)
+        self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
 

@@ -36,6 +36,10 @@ class Transfers:
         """From now on `start` leaves every bucket pending. Takes a buffer for each."""
         self._own_buffers = [torch.zeros_like(b.globals) for b in self.buckets]
 
+    def end_at_once(self) -> None:
+        """Undo `end_later`, with nothing pending."""
+        self._own_buffers = []
+
     @property
     def ends_later(self) -> bool:
         return bool(self._own_buffers)

@@ -220,6 +220,9 @@ def refused() -> None:
         SparseSync(inner)
     with raises(ValueError, f"sharded over ranks {other}", "hold different shards"):
         SparseSync(inner, group=mesh.get_group("shard"))
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    with raises(ValueError, "overlap with parameter 0.weight, which is sharded"):
+        SparseSync(named, group=mesh.get_group("replica"), overlap=model)
     model = sharded(over=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with raises(ValueError, f"replicated over ranks [{SHARD}, {SHARD + 2}]", "nothing to exchange", 'mesh["shard"]'):
