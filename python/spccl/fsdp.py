@@ -57,8 +57,9 @@ def prune(
             `min_numel` counts the elements of the whole parameter.
     Returns: a `PrunedShards`, which is needed for statistics and checkpoints alone.
     Raises: TypeError if `fully_shard` was not called on the model; ValueError for a setting out of range, a model
-        without replicas, a group that this rank is not in or whose ranks hold different shards, modules with several meshes or another all-reduce hook, clip_norm with tensor parallelism, or
-        for an Adam-like optimizer without allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
+        without replicas, a group that this rank is not in or whose ranks hold different shards, modules with several
+        meshes or another all-reduce hook, clip_norm with tensor parallelism, or for an Adam-like optimizer without
+        allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
     """
     hook = PrunedShards(density, **settings)
     if optimizer is not None and not allow_adam:

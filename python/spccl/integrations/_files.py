@@ -23,9 +23,9 @@ def is_sparse_sync(part: object) -> bool:
 
 
 def save_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, world_size: int) -> None:
-    """Write this rank's state of `part` into the file spccl-rank-RANK-of-WORLD_SIZE.pt in `folder`. Every rank calls it.
+    """Write this rank's state of `part` to `folder`/spccl-rank-RANK-of-WORLD_SIZE.pt. Every rank calls it.
 
-    The file takes its place when it is whole. Then the files that an earlier save of this rank left there with another
+    The file gets its name when it is whole. Then the files that earlier saves of this rank left there with another
     number of ranks are removed; rank 0 also removes those of ranks that there are no more.
 
     Args:
