@@ -2,6 +2,7 @@
 #   make test    the whole test suite           make test ONLY="gcc pytest"   some stages of it
 #   make check   before each commit, 2 minutes  make test AT_ONCE=1           its stages one by one
 #   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv (ARCHS=90-real: fewer)
+#   make test-ib transport ib alone, over software RoCE in a virtual machine
 #   make demo    DDP training, dense and pruned
 #   make lint    formatting and Python checks   make bench                    benchmarks
 #   make fuzz SECONDS=600                       each fuzzer that long
@@ -11,13 +12,14 @@ PYTHON ?= python3
 SECONDS ?= 600
 export NO_APT TORCH_SPEC
 
-.PHONY: all setup test check wheel demo lint bench fuzz clean distclean
+.PHONY: all setup test test-ib check wheel demo lint bench fuzz clean distclean
 all: setup
-setup test check wheel demo lint bench fuzz clean distclean:
+setup test test-ib check wheel demo lint bench fuzz clean distclean:
 	@$(PYTHON) tools/dev.py $(command)
 
 setup: command = setup
 test: command = test $(if $(ONLY),--only $(ONLY)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
+test-ib: command = test --only ib
 check: command = check $(if $(AT_ONCE),--at-once $(AT_ONCE))
 wheel: command = wheel $(if $(ARCHS),--archs "$(ARCHS)")
 demo: command = demo $(ARGS)

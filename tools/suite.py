@@ -28,6 +28,7 @@ from env import (
     say,
 )
 from packages import isolated, wheel_stage, with_cuda
+from softroce import run_ib_tests
 from stages import Skip, Stage
 
 T = TypeVar("T")
@@ -173,9 +174,17 @@ def install_pkg_config() -> None:
 
 
 @once
+def install_verbs_headers() -> None:
+    """Install the header of libibverbs if it is missing. Without it transport ib is left out, and the stage ib too."""
+    if not Path("/usr/include/infiniband/verbs.h").exists():
+        apt_install(["libibverbs-dev"], "no infiniband/verbs.h")
+
+
+@once
 def c_build(name: str) -> Path:
     """Configure and compile the build `name` of C_BUILDS. Returns its folder."""
     compiler, options = C_BUILDS[name]
+    install_verbs_headers()
     if compiler == "clang":
         need_clang()
     if name == "aarch64":
@@ -255,6 +264,10 @@ def c_gcc() -> str:
     library = BUILD / "gcc" / "libspccl.so"
     must_run("check_symbols", [PYTHON, ROOT / "tests/check_symbols.py", library], "symbols", show=True)
     return count
+
+
+def c_ib() -> str:
+    return run_ib_tests(c_build("gcc"))
 
 
 def c_isa(isa: str) -> str:
@@ -365,6 +378,7 @@ STAGES = [
     Stage("cuda", cuda, "the package with CUDA, one architecture"),
     Stage("gpusim", functools.partial(ctest, "gpusim"), "GPU kernels and tests on GPUs in software"),
     Stage("gpusim-asan", gpusim_asan, "GPU tests in software, address and undefined-behaviour sanitizers"),
+    Stage("ib", c_ib, "transport ib over software RoCE, in a virtual machine"),
     Stage("clang", functools.partial(ctest, "clang"), "C tests, clang, release"),
     Stage("wheel", wheel_stage, "the wheel in environments without compilers", uses=".venv"),
     Stage("aarch64", c_aarch64, "C tests for aarch64 under qemu"),

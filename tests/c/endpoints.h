@@ -28,7 +28,7 @@
 #endif
 
 #if defined(TEST_ONLY_TRANSPORT)
-#define START_MS 6000 /* a deadline for connecting that passes because ranks are missing */
+#define START_MS 10000 /* a deadline for connecting that passes because ranks are missing */
 #else
 #define START_MS 1000
 #endif
