@@ -13,6 +13,8 @@
 #define MESSAGE_BYTES ((size_t)256 << 10)
 /* Of each run so many bytes are read ahead. */
 #define PREFETCH_BYTES 512u
+/* The places of so many runs are fetched before they are written. */
+#define PREFETCH_ENTRIES 12u
 /* Messages of one peer that are taken in a round. */
 #define TAKEN_MAX 16
 /* A lost peer may have sent all that it had to send. What it sent is delivered first. */
@@ -72,6 +74,23 @@ static void count_arrival(const sp_remote *r, uint32_t worker)
     __atomic_store_n(counter, *counter + 1, __ATOMIC_RELEASE); /* only its proxy writes it */
 }
 
+/* Start to fetch for writing what entry number i of a message will change: the first bytes of its run and its tail.
+ * The entry is not checked yet. */
+static void prefetch_entry(const sp_remote *r, const sp_remote_peer *p, const sp_remote_reader *from,
+                           uint32_t i)
+{
+    sp_inbox_shape s = r->g->shape;
+    sp_remote_entry e;
+    size_t off;
+    const uint8_t *ring;
+    if (!sp_remote_peek_entry(from, &p->at, i, &e) || !e.is_run)
+        return;
+    off = e.position % p->at.ring_bytes;
+    ring = r->host_inbox + sp_inbox_ring_off(s, e.queue, p->slot, e.worker);
+    for (size_t k = 0; k < e.bytes && k < PREFETCH_BYTES && off + k < p->at.ring_bytes; k += 64)
+        __builtin_prefetch(ring + off + k, 1);
+}
+
 static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const void *message, size_t bytes)
 {
     sp_inbox_shape s = r->g->shape;
@@ -80,9 +99,12 @@ static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const v
     const uint8_t *data = NULL;
     spccl_status st;
     SP_TRY(sp_remote_open_message(&reader, message, bytes));
+    for (uint32_t i = 0; i < PREFETCH_ENTRIES; i++)
+        prefetch_entry(r, p, &reader, reader.n_credits + i);
     while ((st = sp_remote_next_entry(&reader, &p->at, &e, &data)) == SPCCL_OK) {
         uint32_t ring = e.queue * p->at.n_workers + e.worker;
         if (e.is_run) {
+            prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
             write_run(r, p, &e, data);
             p->at.arrived[ring] += e.bytes;
             store(r->host_inbox, sp_inbox_tail_off(s, e.queue, p->slot, e.worker), p->at.arrived[ring]);

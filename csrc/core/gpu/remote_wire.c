@@ -94,21 +94,35 @@ static spccl_status check_run(const sp_remote_entry *e, const sp_remote_position
     return SPCCL_OK;
 }
 
+static sp_remote_entry read_entry(const sp_remote_reader *r, uint32_t i)
+{
+    const uint8_t *from = r->message + SP_REMOTE_HEAD_BYTES + (size_t)i * SP_REMOTE_ENTRY_BYTES;
+    return (sp_remote_entry){.is_run = i >= r->n_credits,
+                             .queue = sp_load_le32(from),
+                             .worker = sp_load_le32(from + 4),
+                             .position = sp_load_le64(from + 8),
+                             .bytes = sp_load_le64(from + 16)};
+}
+
+bool sp_remote_peek_entry(const sp_remote_reader *r, const sp_remote_positions *at, uint32_t i,
+                          sp_remote_entry *out)
+{
+    if (i >= r->n_entries)
+        return false;
+    *out = read_entry(r, i);
+    return out->queue < SP_INBOX_QUEUES && out->worker < at->n_workers;
+}
+
 spccl_status sp_remote_next_entry(sp_remote_reader *r, const sp_remote_positions *at, sp_remote_entry *out,
                                   const uint8_t **data)
 {
-    const uint8_t *from = r->message + SP_REMOTE_HEAD_BYTES + (size_t)r->next * SP_REMOTE_ENTRY_BYTES;
     uint32_t ring;
     if (r->next == r->n_entries) {
         if (r->data_bytes != 0)
             return SP_FAIL(SPCCL_ERR_FORMAT, "%zu bytes behind the last run of a message", r->data_bytes);
         return SPCCL_AGAIN;
     }
-    *out = (sp_remote_entry){.is_run = r->next >= r->n_credits,
-                             .queue = sp_load_le32(from),
-                             .worker = sp_load_le32(from + 4),
-                             .position = sp_load_le64(from + 8),
-                             .bytes = sp_load_le64(from + 16)};
+    *out = read_entry(r, r->next);
     if (out->queue >= SP_INBOX_QUEUES || out->worker >= at->n_workers)
         return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of queue %u, worker %u; wanted queue 0 or 1, worker 0 to %u",
                        out->queue, out->worker, at->n_workers - 1);

@@ -64,6 +64,10 @@ typedef struct sp_remote_reader {
 
 /* Errors: FORMAT (not a message). */
 spccl_status sp_remote_open_message(sp_remote_reader *r, const uint8_t *message, size_t bytes);
+/* Read entry number i, wherever the reader is: false if there is none or its ring does not exist. Nothing else is
+ * checked. */
+bool sp_remote_peek_entry(const sp_remote_reader *r, const sp_remote_positions *at, uint32_t i,
+                          sp_remote_entry *out);
 /* The next entry; of a run, *data = its bytes. Checks every number against `at`, which it does not change: a run
  * starts where the last one ended and fits into what this rank freed; a credit does not go back, and goes at most to
  * sp_remote_credit_max of what was sent. Returns AGAIN after the last entry. Errors: FORMAT (with what was wanted and what came). */
