@@ -84,9 +84,10 @@ class PrunedGradients(PruningHook):
             sees the value and GradScaler skips the step. All else that was sent in that step is lost with it.
         sparse gradients (nn.Embedding(sparse=True)): averaged without pruning.
 
-    On CUDA the host never waits, but for norm_every, and all that changes from step to step is in GPU memory, where a
-    replayed graph finds it. Gradients are float16, bfloat16, float32 or float64, on the host or on CUDA; CUDA needs
-    an spccl that was built with it. On the host one thread prunes.
+    On CUDA the host never waits, but for norm_every. All that changes from step to step is in GPU memory, where a
+    replayed graph finds it. A captured step prunes beside the rest of the backward pass. Gradients are float16,
+    bfloat16, float32 or float64, on the host or on CUDA; CUDA needs an spccl that was built with it. On the host one
+    thread prunes.
 
     Sources: Lin et al. 2018, "Deep Gradient Compression", ICLR, sections 3 and 5; Hough et al., "SpCCL",
     section VI.B. The local clipping from running norms is this project's.
@@ -133,6 +134,7 @@ class PrunedGradients(PruningHook):
         # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
         # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
         self._held: list[torch.Tensor] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _attach_to_caller(self) -> None:
         """Find the model after `model.register_comm_hook(self, ...)`: DDP does not tell a hook whose it is.
@@ -152,10 +154,27 @@ class PrunedGradients(PruningHook):
             )
         if self._group is None:
             self._attach_to_caller()
+        buffer = bucket.buffer()
+        if not (buffer.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._exchange(bucket, buffer)
+        # On a stream of its own, so that a replay prunes beside the rest of the backward pass. Not in eager steps:
+        # the host needs longer to change streams than the GPU gains (bench/notes/gpt2.md).
+        stream = self._stream(buffer.device)
+        stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(stream):
+            return self._exchange(bucket, buffer)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        return stream
+
+    def _exchange(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future:
+        """The same on the current stream, on which the future's value is ready."""
         began = time.perf_counter()
         if bucket.index() == 0:
             self._begin_step()
-        buffer = bucket.buffer()
         average = self._backend_averages(buffer.device)
         scale = 1.0 if average else 1.0 / dist.get_world_size(self._group)
         if buffer.is_sparse or not buffer.is_floating_point():
