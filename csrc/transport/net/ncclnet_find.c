@@ -3,6 +3,7 @@
 #include "core/base/env.h"
 #include "transport/net/ncclnet_load.h"
 
+#include <elf.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,10 +18,30 @@
     "/lib/x86_64-linux-gnu:/usr/lib/x86_64-linux-gnu:/lib/aarch64-linux-gnu:/usr/lib/aarch64-linux-gnu:"     \
     "/lib64:/usr/lib64:/lib:/usr/lib:/usr/local/lib"
 
+static bool read_start(const char *path, void *out, size_t bytes)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    bool done = fd >= 0 && read(fd, out, bytes) == (ssize_t)bytes;
+    if (fd >= 0)
+        close(fd);
+    return done;
+}
+
 static bool is_file(const char *path)
 {
     struct stat s;
     return stat(path, &s) == 0 && S_ISREG(s.st_mode) && access(path, R_OK) == 0;
+}
+
+/* False for a library of another word size or machine: a folder of the linker may hold libraries of several. What is
+ * no ELF file counts as usable: loading it gives an error that names it. */
+static bool is_for_this_machine(const char *path)
+{
+    Elf64_Ehdr self = {0}, head = {0}; /* the first 20 bytes are the same in Elf32_Ehdr */
+    bool read_both = read_start("/proc/self/exe", &self, 20) && read_start(path, &head, 20);
+    if (!read_both || memcmp(head.e_ident, ELFMAG, SELFMAG) != 0)
+        return true;
+    return head.e_ident[EI_CLASS] == self.e_ident[EI_CLASS] && head.e_machine == self.e_machine;
 }
 
 /* Look for `file` in a list of folders with colons. */
@@ -29,7 +50,7 @@ static bool find_in(const char *folders, const char *file, char out[SP_NN_PATH_C
     for (const char *at = folders; at != NULL && *at != '\0';) {
         size_t n = strcspn(at, ":");
         if (n != 0 && snprintf(out, SP_NN_PATH_CAP, "%.*s/%s", (int)n, at, file) < SP_NN_PATH_CAP &&
-            is_file(out))
+            is_file(out) && is_for_this_machine(out))
             return true;
         at += n + (at[n] == ':');
     }
@@ -60,7 +81,7 @@ static bool find_in_cache(const char *file, char out[SP_NN_PATH_CAP])
             at > text && at[-1] == '/' && first[0] == '/' && (size_t)(at - first) + n_file <= SP_NN_PATH_CAP;
         if (found)
             memcpy(out, first, (size_t)(at - first) + n_file);
-        found = found && is_file(out);
+        found = found && is_file(out) && is_for_this_machine(out);
     }
     munmap(text, (size_t)s.st_size);
     return found;
