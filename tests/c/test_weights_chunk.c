@@ -105,12 +105,12 @@ static size_t wanted_of(spccl_dtype dtype, size_t from, size_t n, size_t k, bool
 static void check_kept(spccl_dtype dtype, size_t i, double s, double leak)
 {
     double w = get(dtype, a.before, i), z = get(dtype, a.common, i), kept = get(dtype, a.own, i);
-    double wanted = dtype == SPCCL_FLOAT64
-                        ? sp_chunk_keep_f64(w, z, s, leak)
-                        : (double)sp_chunk_keep_f32((float)w, (float)z, (float)s, (float)leak);
-    CHECK(kept == wanted, "element %zu: own weight %g, wanted %g", i, kept, wanted);
+    double d = change_of(dtype, i);
+    double wanted = dtype == SPCCL_FLOAT64 ? leak * (d - s) + z
+                                           : (double)((float)leak * ((float)d - (float)s) + (float)z);
     if (s == 0 && leak == 1)
-        CHECK(kept == w, "element %zu was not sent, and has changed", i);
+        wanted = w; /* without the rounding of d */
+    CHECK(kept == wanted, "element %zu: own weight %g, wanted %g", i, kept, wanted);
     if (s == change_of(dtype, i) && s != 0)
         CHECK(kept == z, "element %zu was sent: %g is not the common weight %g", i, kept, z);
 }
