@@ -169,16 +169,24 @@ static inline void *member_thread(void *arg)
     return NULL;
 }
 
-static inline void *no_work(void *arg)
+static inline void *tell_id(void *id)
 {
-    return arg;
+    *(pid_t *)id = gettid();
+    return NULL;
 }
 
-/* The first thread of a process may start a thread of a sanitizer too, which stays. */
+/* The first thread of a process may start a thread of a sanitizer too, which stays. Returns when the first thread is
+ * not listed any more: one that was joined may be listed a moment longer. */
 static inline void start_first_thread(void)
 {
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    char entry[64];
     pthread_t first;
-    CHECK(pthread_create(&first, NULL, no_work, NULL) == 0 && pthread_join(first, NULL) == 0, "thread");
+    pid_t id = 0;
+    CHECK(pthread_create(&first, NULL, tell_id, &id) == 0 && pthread_join(first, NULL) == 0, "thread");
+    snprintf(entry, sizeof entry, "/proc/self/task/%d", (int)id);
+    while (access(entry, F_OK) == 0 && !sp_deadline_passed(deadline_ns))
+        usleep(100);
 }
 
 /* True if at most so many threads are left. One that was joined may be listed a moment longer. */
@@ -194,7 +202,6 @@ static inline void member_process(struct member *m)
 {
     int n_fds = count_entries("/proc/self/fd"), n_threads;
     start_first_thread();
-    usleep(1000);
     n_threads = count_entries("/proc/self/task");
     test_n_failed = 0;
     m->fn(m);
