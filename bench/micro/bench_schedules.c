@@ -7,6 +7,7 @@
  * take for it. CPU time, unlike wall-clock time, says something on a machine that does other work too. */
 #include "spccl.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -97,6 +98,10 @@ static void run_rank(const spccl_unique_id *ids, int rank, const struct plan *p)
         n_max = p->n_elems[i] > n_max ? p->n_elems[i] : n_max;
     x = malloc(n_max * sizeof *x);
     y = malloc(n_max * sizeof *y);
+    if (x == NULL || y == NULL) {
+        fprintf(stderr, "rank %d: no memory for 2 x %zu elements\n", rank, n_max);
+        exit(1);
+    }
     for (size_t i = 0; i < n_max; i++) {
         rng = rng * 6364136223846793005u + 1442695040888963407u;
         x[i] = (double)(rng >> 33) < p->density * 0x1p31 ? 1.0f + (float)(rng >> 50) : 0;
@@ -138,6 +143,7 @@ int main(int argc, char **argv)
                      .density = argc > 2 ? atof(argv[2]) : 0.01,
                      .n_elems = {1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10}};
     int rank = 0, failed = 0;
+    pid_t pids[RANKS_CAP];
     spccl_unique_id ids[N_SCHEDULES];
     p.out = mmap(NULL, sizeof *p.out, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (p.n_ranks < 1 || p.n_ranks > RANKS_CAP || p.n_sizes > SIZES_CAP || p.out == MAP_FAILED) {
@@ -148,8 +154,16 @@ int main(int argc, char **argv)
         p.n_elems[i] = (size_t)(atof(argv[3 + i]) * 256);
     for (int s = 0; s < N_SCHEDULES; s++)
         check(spccl_get_unique_id(&ids[s]));
-    for (int r = 1; r < p.n_ranks && rank == 0; r++)
-        rank = fork() == 0 ? r : 0;
+    for (int r = 1; r < p.n_ranks && rank == 0; r++) {
+        pids[r] = fork();
+        if (pids[r] < 0) {
+            perror("fork");
+            for (int i = 1; i < r; i++)
+                kill(pids[i], SIGKILL); /* else they wait for the missing ranks */
+            exit(1);
+        }
+        rank = pids[r] == 0 ? r : 0;
+    }
     run_rank(ids, rank, &p);
     if (rank != 0)
         _exit(0);
