@@ -2,7 +2,7 @@
  * plans. `test_plan_cost bytes` prints the table of docs/ALGORITHMS.md. With BYTES_CSV=FILE in the environment it
  * also writes all values to that file, for bench/schedule_bytes.py. */
 #include "core/base/mem.h"
-#include "core/plan/density_rule.h"
+#include "core/format/density_rule.h"
 #include "core/plan/plan_cost.h"
 #include "core/plan/tune_coll.h"
 #include "core/run/comm.h"
@@ -237,23 +237,22 @@ static void test_density_rule(void)
     sp_densities d = {0};
     CHECK(pici.intra == 0.6f && pici.inter == 0.5f && pici.gather == 0.1f, "pici");
     CHECK(coo.intra == 0.7f && coo.inter == 0.6f && coo.gather == 0.5f, "coo");
-    CHECK(!sp_density_says_dense(&d, SP_RULE_INTRA, &pici), "dense before any count");
+    CHECK(!sp_density_says_dense(&d, SP_HOP_IN_HOST, &pici), "dense before any count");
     sp_density_count(&d, 25, 100);
-    CHECK(!sp_density_says_dense(&d, SP_RULE_INTRA, &pici), "75%% zeros are above 0.6");
+    CHECK(!sp_density_says_dense(&d, SP_HOP_IN_HOST, &pici), "75%% zeros are above 0.6");
     sp_density_count(&d, 44, 100);
-    CHECK(sp_density_says_dense(&d, SP_RULE_INTRA, &pici) &&
-              !sp_density_says_dense(&d, SP_RULE_INTER, &pici) &&
-              sp_density_says_dense(&d, SP_RULE_INTER, &coo),
+    CHECK(sp_density_says_dense(&d, SP_HOP_IN_HOST, &pici) &&
+              !sp_density_says_dense(&d, SP_HOP_BETWEEN_HOSTS, &pici) &&
+              sp_density_says_dense(&d, SP_HOP_BETWEEN_HOSTS, &coo),
           "56%% zeros: at most 0.6, above 0.5");
     sp_density_extrapolate(&d); /* equation 7: 1 - (1 - 0.44) (1 - 0.25) = 0.58 */
     CHECK(d.last > 0.5799f && d.last < 0.5801f, "extrapolated to %g", (double)d.last);
-    CHECK(!sp_density_says_dense(&d, SP_RULE_GATHER, &pici) &&
-              sp_density_says_dense(&d, SP_RULE_GATHER, &coo),
+    CHECK(!sp_density_says_dense(&d, SP_HOP_GATHER, &pici) && sp_density_says_dense(&d, SP_HOP_GATHER, &coo),
           "42%% zeros");
     sp_density_count(&d, 40, 100); /* a count replaces what was extrapolated */
-    CHECK(d.last == 0.4f && d.first == 0.25f && sp_density_says_dense(&d, SP_RULE_INTRA, &pici), "%g %g",
+    CHECK(d.last == 0.4f && d.first == 0.25f && sp_density_says_dense(&d, SP_HOP_IN_HOST, &pici), "%g %g",
           (double)d.last, (double)d.first);
-    CHECK(!sp_density_says_dense(&d, SP_RULE_NONE, &pici), "no rule");
+    CHECK(!sp_density_says_dense(&d, SP_HOP_PLAIN, &pici), "no rule");
 }
 
 /* Sums of 16-bit floats travel with 4 bytes an element, contributions and results with 2. */

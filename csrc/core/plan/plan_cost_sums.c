@@ -1,5 +1,5 @@
-/* plan_cost_sums.c - what the schedules cost that send sums of some ranks: ring and hierarchical. See plan_cost.h. */
-#include "core/plan/density_rule.h"
+/* plan_cost_sums.c - what the schedules cost that send sums of some ranks: ring and hierarchical. See plan_cost.h. The
+ * library never chooses these two (choose.h), so only tests call this: they compare it with the bytes that run. */
 #include "core/plan/plan_cost.h"
 
 /* A sum of n_added of the ranks. The nonzeros of each rank are independent within a support: a share of all elements
@@ -51,16 +51,16 @@ static sp_cost_stage shards(const sp_cost_group *g, const sp_cost_call *c, doubl
 typedef struct senders {
     bool remote;
     double share; /* of all ranks */
-    sp_density_rule rule;
+    sp_hop hop;
     sp_densities seen;
 } senders;
 
-/* Note what a step sends at that density. True if the rule makes it dense. */
-static bool step_is_dense(senders *s, const sp_cost_call *c, sp_density_rule rule, double density)
+/* Note what a step sends at that density. True if its threshold makes it dense. */
+static bool step_is_dense(senders *s, const sp_cost_call *c, sp_hop hop, double density)
 {
     sp_thresholds t = sp_thresholds_of(c->format);
     const size_t n = (size_t)1 << 24; /* elements: any large number */
-    if (sp_density_says_dense(&s->seen, rule, &t)) {
+    if (sp_density_says_dense(&s->seen, hop, &t)) {
         sp_density_extrapolate(&s->seen);
         return true;
     }
@@ -80,7 +80,7 @@ static void ring_sums(const sp_cost_group *g, const sp_cost_call *c, senders *s,
         double density = partial_density(c, g->world_size, n_added);
         sp_cost_call call = n_added == 1 ? *c : of_sums(c);
         sp_cost_stage stage = shards(g, c, density, s->remote ? 0 : s->share, s->remote ? s->share : 0);
-        if (step_is_dense(s, c, s->rule, density))
+        if (step_is_dense(s, c, s->hop, density))
             call.format = SPCCL_FORMAT_DENSE;
         stage.busiest = busiest(g);
         sp_cost_add(g, &call, &stage, out);
@@ -95,7 +95,7 @@ static void ring_results(const sp_cost_group *g, const sp_cost_call *c, senders 
     double density = c->coll == SP_ALL_REDUCE ? c->sum_density : c->density;
     sp_cost_call call = *c;
     sp_cost_stage stage = shards(g, c, density, hops * (1 - remote_share), hops * remote_share);
-    if (c->coll == SP_ALL_REDUCE && step_is_dense(s, c, SP_RULE_GATHER, density))
+    if (c->coll == SP_ALL_REDUCE && step_is_dense(s, c, SP_HOP_GATHER, density))
         call.format = SPCCL_FORMAT_DENSE;
     stage.messages = s->share * (c->coll == SP_ALL_REDUCE ? 1 : g->world_size);
     stage.busiest = busiest(g);
@@ -105,8 +105,8 @@ static void ring_results(const sp_cost_group *g, const sp_cost_call *c, senders 
 bool sp_cost_ring(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
 {
     double n = g->world_size, remote_share = g->n_hosts > 1 ? g->n_hosts / n : 0;
-    senders both[2] = {{.rule = SP_RULE_INTRA, .share = 1 - remote_share},
-                       {.remote = true, .rule = SP_RULE_INTER, .share = remote_share}};
+    senders both[2] = {{.hop = SP_HOP_IN_HOST, .share = 1 - remote_share},
+                       {.remote = true, .hop = SP_HOP_BETWEEN_HOSTS, .share = remote_share}};
     size_t bytes = c->n_elems * c->elem_bytes * (c->coll == SP_ALL_REDUCE ? 1 : (size_t)g->world_size);
     if (c->coll == SP_BROADCAST)
         return false;

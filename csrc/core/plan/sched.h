@@ -1,6 +1,7 @@
 /* sched.h - plans: the steps that one rank runs for one collective, as data.
- * A plan has ranks, parts and numbers of elements. It has no bytes, formats or transports. The functions
- * depend on their arguments alone.
+ * A plan has ranks, parts and numbers of elements. It has no bytes, formats or transports. A step says which kind
+ * of hop it is (density_rule.h); what that means for its format is decided when it runs. The functions depend on
+ * their arguments alone.
  *
  * A step works on one part, which is a range of elements, slice by slice, in order. Slice k of a step is
  * ready when
@@ -17,6 +18,7 @@
 #define SP_SCHED_H
 
 #include "core/base/status.h"
+#include "core/format/density_rule.h"
 #include "core/plan/hosts.h"
 
 #include <stdbool.h>
@@ -38,14 +40,6 @@ typedef enum sp_source {
     SP_SOURCE_KEPT_MESSAGE /* the message that an earlier step keeps, unchanged */
 } sp_source;
 
-/* How a step decides between dense and sparse before it looks at the data (density_rule.h). */
-typedef enum sp_density_rule {
-    SP_RULE_NONE,  /* it does not: the format is chosen from the data alone */
-    SP_RULE_INTRA, /* by intra_thresh: to a rank of the same host */
-    SP_RULE_INTER, /* by inter_thresh: to a rank of another host */
-    SP_RULE_GATHER /* by ag_thresh: from the reduce-scatter to the all-gather of an all-reduce */
-} sp_density_rule;
-
 #define SP_NO_TURN (-1)
 
 typedef struct sp_step {
@@ -63,7 +57,7 @@ typedef struct sp_step {
     bool gives_sum;   /* REDUCE: the sum is not divided, rounded or written: it goes to `to`, or is kept */
     bool keeps;       /* REDUCE, RECV: keep the sum, or the message, for a later SEND */
     sp_source source; /* SEND */
-    sp_density_rule rule;
+    sp_hop hop;       /* SEND */
 } sp_step;
 
 typedef struct sp_plan {

@@ -76,11 +76,11 @@ static sp_step *send(ring *r, sp_source source, int owner, int queue, bool after
     return s;
 }
 
-static sp_density_rule link_rule(const ring *r)
+static sp_hop hop_of(const ring *r)
 {
     const sp_hosts *h = r->a->hosts;
     int next = rank_at(r, r->at + 1);
-    return h != NULL && h->host_of[next] != h->host_of[r->a->rank] ? SP_RULE_INTER : SP_RULE_INTRA;
+    return h != NULL && h->host_of[next] != h->host_of[r->a->rank] ? SP_HOP_BETWEEN_HOSTS : SP_HOP_IN_HOST;
 }
 
 /* Returns the step that completes this rank's own shard; NULL if the shard is empty. */
@@ -88,14 +88,14 @@ static sp_step *reduce_scatter(ring *r)
 {
     sp_step *s = send(r, SP_SOURCE_IN, rank_at(r, r->at - 1), SP_QUEUE_INPUT, false);
     if (s != NULL)
-        s->rule = link_rule(r);
+        s->hop = hop_of(r);
     for (int i = 2; i < r->a->world_size; i++) {
         int owner = rank_at(r, r->at - i);
         s = take(r, SP_STEP_REDUCE, owner, SP_QUEUE_INPUT);
         if (s == NULL)
             continue;
         s->adds_sums = s->gives_sum = s->keeps = true;
-        send(r, SP_SOURCE_KEPT_SUM, owner, SP_QUEUE_INPUT, true)->rule = link_rule(r);
+        send(r, SP_SOURCE_KEPT_SUM, owner, SP_QUEUE_INPUT, true)->hop = hop_of(r);
     }
     s = take(r, SP_STEP_REDUCE, r->a->rank, SP_QUEUE_INPUT);
     if (s == NULL)
@@ -139,7 +139,7 @@ bool sp_sched_ring(sp_plan_builder *b, const sp_plan_args *a)
         return true;
     }
     if (reduce_scatter(&r) != NULL && a->coll == SP_ALL_REDUCE)
-        send(&r, SP_SOURCE_OUT, a->rank, SP_QUEUE_RESULT, true)->rule = SP_RULE_GATHER;
+        send(&r, SP_SOURCE_OUT, a->rank, SP_QUEUE_RESULT, true)->hop = SP_HOP_GATHER;
     if (a->coll == SP_ALL_REDUCE)
         pass_results(&r);
     return true;

@@ -6,8 +6,8 @@
 
 #include "core/base/trace.h"
 #include "core/format/codec.h"
+#include "core/format/density_rule.h"
 #include "core/plan/choose.h"
-#include "core/plan/density_rule.h"
 #include "core/run/boot.h"
 
 #include <pthread.h>
@@ -81,7 +81,7 @@ struct sp_op {
     uint64_t *sent_end;
     int n_steps_left;
     sp_turn *turns;          /* [n_turns] */
-    sp_densities *densities; /* [slices of the longest step]; NULL: no step has a rule */
+    sp_densities *densities; /* [slices of the longest step]; NULL: no hop has a threshold */
     sp_kept *kept;           /* [block_slices]; NULL: no step keeps a slice */
     size_t kept_bytes;       /* capacity of each slot */
     void *order_memory;      /* the three above */

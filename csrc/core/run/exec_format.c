@@ -24,10 +24,10 @@ static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t dense_
     sp_thresholds t = sp_thresholds_of(format);
     if (format == SPCCL_FORMAT_DENSE)
         return true;
-    if (s->step->rule == SP_RULE_NONE)
+    if (s->step->hop == SP_HOP_PLAIN)
         return format == SPCCL_FORMAT_AUTO &&
                sp_tune_skip_scan(data, s->n, sp_dtype_bytes(s->out_dtype), dense_run);
-    if (!sp_density_says_dense(&s->op->densities[s->k], s->step->rule, &t))
+    if (!sp_density_says_dense(&s->op->densities[s->k], s->step->hop, &t))
         return false;
     sp_density_extrapolate(&s->op->densities[s->k]);
     return true;
@@ -47,7 +47,7 @@ spccl_status sp_slice_choose_format(sp_exec *x, const sp_slice *s, const void *d
     }
     sp_codec_scan(x->codec, data, NULL, s->n, s->out_dtype, &stats);
     *nnz = stats.nnz;
-    if (s->step->rule != SP_RULE_NONE)
+    if (s->step->hop != SP_HOP_PLAIN)
         sp_density_count(&s->op->densities[s->k], stats.nnz, s->n);
     *format = a->format;
     if (a->format == SPCCL_FORMAT_AUTO)

@@ -30,12 +30,12 @@ static void pass_turn(const sp_op *op, int turn, sp_turn *t)
     }
 }
 
-/* The densities of the slices of the longest step, if some step has a rule, and else 0. */
+/* The densities of the slices of the longest step, if some hop has a threshold, and else 0. */
 static size_t count_densities(const sp_op *op)
 {
     size_t longest = 0;
     for (int i = 0; i < op->plan->n_steps; i++)
-        if (op->plan->steps[i].rule != SP_RULE_NONE && op->plan->steps[i].n_elems > longest)
+        if (op->plan->steps[i].hop != SP_HOP_PLAIN && op->plan->steps[i].n_elems > longest)
             longest = op->plan->steps[i].n_elems;
     return sp_ceil_div(longest, op->a.slice_elems);
 }

@@ -1,5 +1,5 @@
 /* density_rule.c - see density_rule.h. */
-#include "core/plan/density_rule.h"
+#include "core/format/density_rule.h"
 
 sp_thresholds sp_thresholds_of(spccl_format format)
 {
@@ -9,16 +9,16 @@ sp_thresholds sp_thresholds_of(spccl_format format)
     return format == SPCCL_FORMAT_COO ? coo : pici;
 }
 
-bool sp_density_says_dense(const sp_densities *d, sp_density_rule rule, const sp_thresholds *t)
+bool sp_density_says_dense(const sp_densities *d, sp_hop hop, const sp_thresholds *t)
 {
-    switch (rule) {
-    case SP_RULE_NONE:
+    switch (hop) {
+    case SP_HOP_PLAIN:
         return false;
-    case SP_RULE_INTRA:
+    case SP_HOP_IN_HOST:
         return d->known && 1 - d->last <= t->intra;
-    case SP_RULE_INTER:
+    case SP_HOP_BETWEEN_HOSTS:
         return d->known && 1 - d->last <= t->inter;
-    case SP_RULE_GATHER:
+    case SP_HOP_GATHER:
         return d->known && 1 - d->last <= t->gather;
     }
     return false;
