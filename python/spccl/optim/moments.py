@@ -49,6 +49,9 @@ def scaled(optimizer: torch.optim.Optimizer, n_ranks: int) -> Iterator[None]:
 def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int, scratch: Scratch) -> None:
     """Replace the step that the optimizer has just made by one with the corrected second moment. Takes 13 passes.
 
+    With fused or capturable optimizers, whose step numbers are in GPU memory, and with learning rates there, the host
+    waits for the device once a bucket.
+
     A step is -lr m' / (sqrt(v') + eps), with the bias-corrected m' and v'. This adds it again and subtracts the step
     with v' / N + (1 - 1/N) m'^2 in the place of v'.
 
@@ -62,14 +65,15 @@ def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int,
     weights = [bucket.weights[i] for i in places]
     groups = [group_of[id(w.param)] for w in weights]
     states = [optimizer.state[w.param] for w in weights]
-    steps = [float(s["step"]) for s in states]
-    bias1 = [1 - float(g["betas"][0]) ** t for g, t in zip(groups, steps, strict=True)]
-    bias2 = [1 - float(g["betas"][1]) ** t for g, t in zip(groups, steps, strict=True)]
+    settings = [x for g in groups for x in (*g["betas"], g["eps"], g["lr"])]
+    numbers = _numbers([*(s["step"] for s in states), *settings])
+    steps, settings = numbers[: len(states)], numbers[len(states) :]
+    beta1, beta2, epsilons, rates = (settings[i::4] for i in range(4))
+    bias1 = [1 - beta**t for beta, t in zip(beta1, steps, strict=True)]
+    bias2 = [1 - beta**t for beta, t in zip(beta2, steps, strict=True)]
     mean = [bucket.split(scratch[0])[i] for i in places]
     root = [bucket.split(scratch[1])[i] for i in places]
     local = [bucket.locals[i] for i in places]
-    epsilons = [float(g["eps"]) for g in groups]
-    rates = [float(g["lr"]) for g in groups]
     first = [_flat(s["exp_avg"], w.numel) for s, w in zip(states, weights, strict=True)]
     second = [_flat(s["exp_avg_sq"], w.numel) for s, w in zip(states, weights, strict=True)]
     torch._foreach_copy_(mean, first)
@@ -82,6 +86,16 @@ def correct_step(optimizer: torch.optim.Optimizer, bucket: Bucket, n_ranks: int,
         torch._foreach_sqrt_(root)
         torch._foreach_add_(root, epsilons)
         torch._foreach_addcdiv_(local, mean, root, [sign * rate for rate in rates])
+
+
+def _numbers(values: list[float | torch.Tensor]) -> list[float]:
+    """Numbers and tensors of one element, as numbers. Waits at most once for each device that has some of them."""
+    found = {id(v): v for v in values if isinstance(v, torch.Tensor)}
+    read: dict[int, float] = {}
+    for device in {v.device for v in found.values()}:
+        same = {key: v.detach().reshape(()).double() for key, v in found.items() if v.device == device}
+        read |= zip(same, torch.stack(list(same.values())).tolist(), strict=True)
+    return [read[id(v)] if isinstance(v, torch.Tensor) else float(v) for v in values]
 
 
 def _flat(moment: torch.Tensor, numel: int) -> torch.Tensor:
