@@ -3,6 +3,9 @@
 A sum of values of two bits needs more than two bits, so an all-reduce cannot carry them. Each rank sends its own to all
 others, and every rank adds all of them in rank order. All ranks get the same bits: each does the same float32 additions
 in the same order. A row's size follows from density and chunk alone, so ranks need not tell each other sizes.
+
+How many elements are listed is known on the device alone. So on CUDA the host waits for the device once when it packs a
+bucket, and twice for each rank whose bytes it unpacks: for the places of the ones, and for the check of what came.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def packed_bytes(length: int, n_chunked: int, layout: Layout, element_bytes: int
 
 def _starts(row: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(number of each entry within its row, entries of each row), for sorted rows."""
-    counts = torch.bincount(row, minlength=n_rows)
+    counts = torch.zeros(n_rows, dtype=torch.int64, device=row.device).scatter_add_(0, row, torch.ones_like(row))
     first = counts.cumsum(0) - counts
     return torch.arange(row.numel(), device=row.device) - first[row], counts
 
@@ -94,12 +97,13 @@ def add_packed(packed: torch.Tensor, out: torch.Tensor, n_chunked: int, layout: 
     bits = (rows[:, _LEVEL_BYTES:, None] >> shifts & 1).view(n_rows, layout.n_bits)
     row, col = bits[:, layout.high : layout.codes].nonzero(as_tuple=True)
     place, counts = _starts(row, n_rows)
-    most = int(counts.max()) if n_rows else 0
-    if layout.low_bits is not None and most <= layout.n_sent:
+    place.clamp_(max=layout.n_sent - 1)  # more are refused below
+    if layout.low_bits is not None:
         col = (col - place) << layout.low_bits
         for b in range(layout.low_bits):
             col += bits[row, place * layout.low_bits + b].long() << b
-    if most > layout.n_sent or (row.numel() and int(col.max()) >= layout.chunk):
+    most, last = torch.stack([counts.max(), col.max()]).tolist() if row.numel() else (0, 0)
+    if most > layout.n_sent or last >= layout.chunk:
         raise RuntimeError(
             f"SparseSync: what rank {rank} sent lists {most} elements of a chunk or one beyond it, wanted at most "
             f"{layout.n_sent} of {layout.chunk}; its bytes were damaged, or ranks run different versions of spccl"

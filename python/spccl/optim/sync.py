@@ -78,7 +78,8 @@ class SparseSync(torch.optim.Optimizer):
         chunk: 0: what is sent of a parameter lies above one threshold, from a sample. A power of 2 from 256 to 4096:
             exactly the largest density * chunk of each `chunk` neighbouring entries are sent (SparseLoCo: 4096).
         bits: 2, with `chunk`: values travel as a sign and one of two levels per chunk, in an all-gather, on any
-            backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md).
+            backend. What rounding changed stays unsent. Bytes grow with the number of ranks (docs/TRAINING.md). On CUDA
+            the host waits for the device 1 + 2 ranks times per bucket.
         overlap: the model: an exchange then ends during the next forward pass, with the same bits as without (see
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
@@ -88,6 +89,8 @@ class SparseSync(torch.optim.Optimizer):
 
     Memory beside the optimizer's: 4 bytes per float32 parameter, 8 per 16-bit one, 8 per float64 one, and two buffers
     of a bucket: at most 1 byte per parameter where no parameter is longer than an eighth of all, 1.5 with wire_dtype.
+    With bits=2, beside that, the rows of all ranks of two buckets, of all buckets with overlap, and for one rank's rows
+    of one bucket a byte for each of their bits.
 
     If step() raises, the weights may be half exchanged: load a checkpoint.
 
