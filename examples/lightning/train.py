@@ -97,8 +97,8 @@ def train(args: argparse.Namespace, folder: str):
 
 def main() -> None:
     args = arguments()
-    with tempfile.TemporaryDirectory() as nowhere:
-        trainer, _ = train(args, args.folder or nowhere)
+    with tempfile.TemporaryDirectory() as scratch_folder:
+        trainer, _ = train(args, args.folder or scratch_folder)
     figures = trainer.strategy.hook.stats() if args.pruned else trainer.optimizers[0].summary()
     if trainer.is_global_zero:
         print(

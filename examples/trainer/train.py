@@ -52,7 +52,7 @@ def settings(args: argparse.Namespace, folder: str, **more) -> TrainingArguments
         max_grad_norm=0,  # SparseSync clips
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=5,
-        logging_steps=args.steps // 4,
+        logging_steps=max(1, args.steps // 4),
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
         report_to=[],
@@ -86,8 +86,8 @@ def train(args: argparse.Namespace, folder: str):
 
 def main() -> None:
     args = arguments()
-    with tempfile.TemporaryDirectory() as nowhere:
-        trainer, part = train(args, args.folder or nowhere)
+    with tempfile.TemporaryDirectory() as scratch_folder:
+        trainer, part = train(args, args.folder or scratch_folder)
         loss = trainer.evaluate()["eval_loss"]
     figures = part.stats() if args.pruned else part.summary()
     if trainer.is_world_process_zero():

@@ -275,11 +275,13 @@ def test_sparse_sync_in_ddp_is_seen(model):
     assert _files.in_ddp(opt) and not _files.in_ddp(synced()[1])
 
 
-def test_trainer_callback_warns_of_what_fights(callback_class, model, tmp_path):
+def test_trainer_callback_warns_of_conflicting_settings(callback_class, model, tmp_path):
     weights = list(model.parameters())
     for optimizer, more, words in (
         (torch.optim.SGD(weights, lr=1.0), {"max_grad_norm": 1.0}, ["max_grad_norm=1.0", "clip_norm=1.0"]),
         (torch.optim.AdamW(weights), {}, ["AdamW does not converge"]),
+        (torch.optim.RMSprop(weights), {}, ["RMSprop does not converge"]),
+        (type("Lion", (torch.optim.Adam,), {})(weights), {}, ["Lion does not converge"]),
         (Settings(optimizer=torch.optim.AdamW(weights)), {}, ["AdamW does not converge"]),
         (torch.optim.SGD(weights, lr=1.0, momentum=0.5), {}, ["momentum=0.5 in SGD"]),
         (torch.optim.SGD(weights, lr=1.0), {}, []),

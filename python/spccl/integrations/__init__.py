@@ -13,14 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from ._accelerate import keep_states
-from ._files import fights, load_state, save_state
+from ._files import conflicting_settings, load_state, save_state
 
 __all__ = [
     "PrunedGradientsCallback",
     "PrunedGradientsStrategy",
     "SparseSyncCallback",
     "SparseSyncStrategy",
-    "fights",
+    "conflicting_settings",
     "keep_states",
     "load_state",
     "save_state",

@@ -160,7 +160,7 @@ def in_ddp(sync: SparseSync) -> bool:
     return any(id(param) in trained for model in models for param in model.parameters())
 
 
-def fights(hook: PrunedGradients, max_grad_norm: float | None, optimizer: Any) -> list[str]:
+def conflicting_settings(hook: PrunedGradients, max_grad_norm: float | None, optimizer: Any) -> list[str]:
     """Settings of a training loop that spoil training with pruned gradients: one sentence for each.
 
     Args:
@@ -168,6 +168,8 @@ def fights(hook: PrunedGradients, max_grad_norm: float | None, optimizer: Any) -
         max_grad_norm: the norm at which the loop clips the averaged gradient; 0 or None = no clipping.
         optimizer: torch.optim.Optimizer, or Accelerate's wrapper of one; None if unknown.
     """
+    from spccl._hook import is_adam_like
+
     optimizer = getattr(optimizer, "optimizer", optimizer)
     kind = type(optimizer).__name__
     defaults = getattr(optimizer, "defaults", {})
@@ -177,7 +179,7 @@ def fights(hook: PrunedGradients, max_grad_norm: float | None, optimizer: Any) -
             f"max_grad_norm={max_grad_norm} clips sums of pruned entries as if they were gradients; set it to 0 "
             f"and pass clip_norm={max_grad_norm} to PrunedGradients"
         )
-    if "adam" in kind.lower():
+    if optimizer is not None and is_adam_like(optimizer):
         texts.append(
             f"{kind} does not converge on pruned gradients; use SGD, or spccl.optim.SparseSync in place of "
             "DDP (docs/TRAINING.md has the measurement)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import shutil
 import warnings
@@ -16,7 +17,7 @@ from spccl.optim import SparseSync
 
 from ._files import (
     clips_own_gradient,
-    fights,
+    conflicting_settings,
     load_state,
     save_state,
     use_global_weights,
@@ -32,14 +33,16 @@ class _RankStates(DDPStrategy):
     """DDPStrategy over spccl that keeps the states of the ranks in a folder beside each checkpoint: NAME.ckpt.spccl.
 
     Every rank must see the folder's file system. The folder must stay beside the checkpoint.
+    Raises: ValueError for a checkpoint with optimizer states at an address such as "s3://bucket/x.ckpt".
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"process_group_backend": "spccl", **kwargs})
-        self._loaded_from: Path | None = None
+        self._loaded_from: Any = None  # path of the checkpoint
 
+    @abc.abstractmethod
     def _parts(self) -> list[Any]:
-        raise NotImplementedError
+        """The hooks or optimizers whose states are kept, in the same order on all ranks."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:  # not with weights only
@@ -49,22 +52,35 @@ class _RankStates(DDPStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if self.is_global_zero and not _is_remote(filepath):
             shutil.rmtree(_folder(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._loaded_from = _folder(checkpoint_path)
+        self._loaded_from = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self._loaded_from is not None  # Lightning has called load_checkpoint
         for place, part in enumerate(self._parts()):
-            load_state(part, self._loaded_from / str(place), self.global_rank, self.world_size)
+            load_state(part, _folder(self._loaded_from) / str(place), self.global_rank, self.world_size)
+
+
+def _is_remote(filepath: Any) -> bool:
+    return "://" in str(filepath)
 
 
 def _folder(filepath: Any) -> Path:
-    """The folder beside a checkpoint. ModelCheckpoint(save_last="link") makes last.ckpt a link."""
+    """The folder beside a checkpoint. ModelCheckpoint(save_last="link") makes last.ckpt a link.
+
+    Raises: ValueError for the address of a remote file system.
+    """
+    if _is_remote(filepath):
+        raise ValueError(
+            f"spccl.integrations: got the checkpoint {str(filepath)!r}, wanted a path of a file system that all ranks "
+            "have mounted: the states of the ranks are files beside the checkpoint. Set ModelCheckpoint(dirpath=) and "
+            "ckpt_path= to such a path, or save weights only"
+        )
     return Path(os.path.realpath(filepath) + ".spccl")
 
 
@@ -98,7 +114,8 @@ class PrunedGradientsStrategy(_RankStates):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
-        texts = {t: None for opt in self.optimizers for t in fights(self.hook, trainer.gradient_clip_val, opt)}
+        norm = trainer.gradient_clip_val
+        texts = {t: None for opt in self.optimizers for t in conflicting_settings(self.hook, norm, opt)}
         for text in texts:
             warnings.warn(f"PrunedGradientsStrategy: {text}", stacklevel=2)
 

@@ -15,7 +15,7 @@ from spccl.optim import SparseSync
 
 from ._files import (
     clips_own_gradient,
-    fights,
+    conflicting_settings,
     has_ddp,
     load_state,
     save_state,
@@ -56,7 +56,7 @@ class PrunedGradientsCallback(TrainerCallback):
         model = self._trainer.model_wrapped
         if self._model() is model:  # a second train()
             return
-        for text in fights(self.hook, args.max_grad_norm, optimizer):
+        for text in conflicting_settings(self.hook, args.max_grad_norm, optimizer):
             warnings.warn(f"PrunedGradientsCallback: {text}", stacklevel=2)
         if self.hook.grad_scaler is None:
             self.hook.grad_scaler = getattr(self._trainer.accelerator, "scaler", None)

@@ -283,6 +283,10 @@ def lightning_refusals() -> None:
     with raises(TypeError, "SparseSyncStrategy", "SGD", "model of its own"):
         module.Model = lambda pruned, kind=module.Model: kind(True)
         module.train(args, args.folder)
+    strategy = spccl.integrations.PrunedGradientsStrategy(ddp.PrunedGradients())
+    with raises(ValueError, "'s3://bucket/x.ckpt'", "a file system that all ranks have mounted", "dirpath="):
+        strategy.save_checkpoint({"optimizer_states": []}, "s3://bucket/x.ckpt")
+    assert not Path("s3:").exists()
 
 
 def launched_fabric():
