@@ -95,7 +95,8 @@ class Tally:
             steps, exchanges        calls of step(), exchanges
             density_target          wanted density of the last exchange
             density_sent            entries sent / entries of all parameters, last exchange; those sent whole included
-            density_mean            density_sent averaged over the exchanges since the start (or the load)
+            density_mean            density_sent averaged over all exchanges, those of the run that saved a loaded state
+                                    included
             update_norm             estimated norm of what the local steps changed, at the last measurement; or None
             unsent_norm             estimated norm of what was then still unsent; None before
             residual_ratio          unsent_norm / update_norm: how many exchanges' worth of change waits; None before
@@ -113,10 +114,7 @@ class Tally:
         numel = max(1, sum(b.numel for b in s.buckets))  # 0: FSDP2 has given this rank empty shards alone
         sent = sum(c[prune.N_SENT] for c in columns)
         widths = [b.globals.element_size() for b in s.buckets]
-        sent_widths = [
-            2 if b.device in s.transfers.wire and width == 4 else width
-            for b, width in zip(s.buckets, widths, strict=True)
-        ]
+        sent_widths = [s.transfers.value_bytes(b) for b in s.buckets]
         update, unsent = self._norms or (None, None)
         packed = s.transfers.sent_bytes()
         values = sum(c[prune.N_SENT] * width for c, width in zip(columns, sent_widths, strict=True))

@@ -30,6 +30,7 @@ class Transfers:
         self.wire = self._make_wire()
         self.pending: dict[int, tuple[torch.Tensor, Any]] = {}
         self._layout: Layout | None = None  # of this exchange, if it sends two bits per value
+        self._exact = False  # of this exchange
         self._own_buffers: list[torch.Tensor] = []  # one for each bucket, if exchanges end later
 
     def end_later(self) -> None:
@@ -49,8 +50,9 @@ class Transfers:
         pending. `exact` ignores wire_dtype and bits."""
         packs = self.settings.packs(density) and not exact
         self._layout = Layout(self.settings.chunk, density) if packs else None
+        self._exact = exact
         for i in range(len(self.buckets)):
-            self._begin(i, density, exact)
+            self._begin(i, density)
             if not self.ends_later and i > 0:
                 self.finish([i - 1])
 
@@ -77,7 +79,15 @@ class Transfers:
             if wide == torch.float32
         }
 
-    def _begin(self, i: int, density: float, exact: bool) -> None:
+    def value_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a value of `bucket` as the last exchange sent it."""
+        return self.wire[bucket.device][0].element_size() if self._rounds(bucket) else bucket.globals.element_size()
+
+    def _rounds(self, bucket: Bucket) -> bool:
+        """Whether this exchange sends the values of `bucket` in wire_dtype."""
+        return bucket.device in self.wire and bucket.globals.dtype == torch.float32 and not self._exact
+
+    def _begin(self, i: int, density: float) -> None:
         """Select what bucket i sends, and start its transfer."""
         bucket = self.buckets[i]
         kind = bucket.device, bucket.globals.dtype
@@ -91,7 +101,7 @@ class Transfers:
         scale = 1.0 if averages else 1.0 / self.ranks.world_size
         bucket.select(buffer, density, scale, self.settings)
         packed = buffer
-        if bucket.device in self.wire and bucket.globals.dtype == torch.float32 and not exact:
+        if self._rounds(bucket):
             packed = torch.empty_like(buffer, dtype=self.settings.wire_dtype) if self._own_buffers else (
                 self.wire[bucket.device][i % 2][: bucket.length])  # fmt: skip
             bucket.round_off(buffer, packed, scale)

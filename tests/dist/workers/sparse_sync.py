@@ -100,7 +100,11 @@ def follows_the_simulation_with_bfloat16_on_the_wire():
         steps(opt, net, 1, t)
         simulation.step(t, 0.05)
     compare(opt, net, simulation, 0.0 if BACKEND == "spccl" else 1e-4)
+    numel = sum(p.numel() for p in trained(net).values())
+    summary = opt.summary()
+    assert summary["sent_bytes"] == 2 * round(summary["density_sent"] * numel)
     opt.consolidate()  # sends all, unrounded
+    assert opt.summary()["sent_bytes"] == 4 * numel
     own = {n: p.detach().clone() for n, p in trained(net).items()}
     with opt.global_weights():
         for name, p in trained(net).items():
