@@ -128,6 +128,14 @@ class Unit:
         grad.zero_()
         return True
 
+    def in_backward(self) -> bool:
+        """Whether the backward pass of the root module has not ended: torch ends it in a callback of its own."""
+        return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+
+    def may_be_unused(self) -> bool:
+        """Whether parameters may get no gradient: set_reduce_scatter_unused_params, from torch 2.13 on."""
+        return bool(getattr(self.group, "reduce_scatter_unused_params", False))
+
     def sums(self) -> bool:
         """Whether gradients are added over replicas: with `set_gradient_divide_factor` torch has already divided."""
         return self.group.gradient_divide_factor is not None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import _hook_state, backend, prune
+from spccl.optim.checks import is_whole
 
 from ._hook_stats import Statistics, Tally
 
@@ -51,12 +52,13 @@ class PruningHook:
         self._require("leak", leak, 0 < leak <= 1, "in (0, 1]")
         self._require("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
         self._require("momentum", momentum, momentum == 0 or error_feedback, "0 when error_feedback is False")
-        self._require("dense_steps", dense_steps, dense_steps >= 0, "0 or more")
-        self._require("warmup_steps", warmup_steps, warmup_steps >= 0, "0 or more")
-        self._require("min_numel", min_numel, min_numel >= 1, "1 or more")
+        self._require("dense_steps", dense_steps, is_whole(dense_steps, 0), "a whole number, 0 to 2^32 - 1")
+        self._require("warmup_steps", warmup_steps, is_whole(warmup_steps, 0), "a whole number, 0 to 2^32 - 1")
+        self._require("min_numel", min_numel, is_whole(min_numel, 1, 2**63 - 1), "a whole number, 1 or more")
         self._require("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0, or None")
-        self._require("norm_every", norm_every, norm_every >= 0, "0 or more")
-        self._require("max_ctas", max_ctas, max_ctas is None or max_ctas >= 1, "1 or more, or None")
+        self._require("norm_every", norm_every, is_whole(norm_every, 0), "a whole number, 0 to 2^32 - 1")
+        self._require("seed", seed, is_whole(seed, -(2**63), 2**64 - 1), "a whole number of 64 bits")
+        self._require("max_ctas", max_ctas, max_ctas is None or is_whole(max_ctas, 1), "a whole number from 1, or None")
         known = residual_dtype in (torch.float32, torch.bfloat16)
         self._require("residual_dtype", residual_dtype, known, "torch.float32 or torch.bfloat16")
         self.density = density
@@ -81,6 +83,7 @@ class PruningHook:
         self._plans: dict[Any, Any] = {}  # a subclass says by what
         self._devices: dict[torch.device, _hook_state.OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._loaded_ranks: int | None = None  # that saved what was loaded
         self._skip_unused = False
         self._averages: dict[torch.device, bool] = {}
         self._limit: contextlib.AbstractContextManager[None] | None = None
@@ -249,11 +252,10 @@ class PruningHook:
         Raises: ValueError if it is of another version, another number of ranks (use `reshard` first), or
             names or sizes differ from the model's.
         """
-        world_size = dist.get_world_size(self._group) if dist.is_initialized() else None
-        loaded = _hook_state.unpack(self._who, state, world_size)
+        loaded = _hook_state.unpack(self._who, state)
         if self._group is not None:
-            _hook_state.check_fit(self._who, loaded, self._numels)
-        self._loaded = loaded
+            self._check_loaded(loaded, state["world_size"], self._numels, self._group)
+        self._loaded, self._loaded_ranks = loaded, state["world_size"]
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         # made again from the loaded entries as buckets arrive
@@ -261,6 +263,23 @@ class PruningHook:
         self._slots.clear()
         self._devices.clear()
         self._statistics.forget_totals()
+
+    def _check_loaded(
+        self,
+        loaded: dict[str, dict[str, Any]],
+        n_ranks: int | None,
+        numels: dict[str, int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Raises: ValueError unless loaded entries of `n_ranks` ranks fit a model of `numels` and its group."""
+        who = f"{self._who}.load_state_dict: rank {dist.get_rank()}"
+        world_size = dist.get_world_size(group)
+        if n_ranks not in (None, world_size):
+            raise ValueError(
+                f"{who}: got the state of {n_ranks} ranks, this group has {world_size}; pass all ranks' states through "
+                f"{self._who}.reshard(states, {world_size})"
+            )
+        _hook_state.check_fit(who, loaded, numels)
 
     @classmethod
     def reshard(

@@ -98,9 +98,11 @@ class OnDevice:
         """Squared norms [2, n_params] of each bucket: of this rank's part where others have parts, and of all of it."""
         return torch.stack([self._own_squares, self._squares])
 
-    def set_norms(self, norms: torch.Tensor) -> None:
+    def set_norms(self, norms: torch.Tensor, n_buckets: int) -> None:
+        """Continue from `norms()` of a state: the next step clips by those of all `n_buckets` buckets."""
         self._own_squares.copy_(norms[0])
         self._squares.copy_(norms[1])
+        self._used = self._squares[:n_buckets]
 
     def clip_factor(self, bound: float) -> torch.Tensor:
         """The factor [1] that bounds the norm of all buckets."""
@@ -137,15 +139,10 @@ def pack(slots: Iterable[prune.Slot], parameters: dict[str, dict[str, Any]], ste
     return step
 
 
-def unpack(who: str, state: dict[str, Any], world_size: int | None) -> dict[str, dict[str, Any]]:
-    """Entries of a checkpoint, by plain parameter name. ValueError for another version or number of ranks."""
+def unpack(who: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Entries of a checkpoint, by plain parameter name. ValueError for another version."""
     if state.get("version") != VERSION:
         raise ValueError(f"{who}.load_state_dict: version {state.get('version')!r}, wanted {VERSION}")
-    if None not in (world_size, state["world_size"]) and world_size != state["world_size"]:
-        raise ValueError(
-            f"{who}.load_state_dict: state of {state['world_size']} ranks, this group has "
-            f"{world_size}; pass all ranks' states through {who}.reshard(states, {world_size})"
-        )
     return {plain_name(name): dict(entry) for name, entry in state["parameters"].items()}
 
 
@@ -198,12 +195,15 @@ def check_fit(who: str, loaded: dict[str, dict[str, Any]], numels: dict[str, int
     """ValueError unless every loaded entry names a trained parameter and has its size."""
     for name, entry in loaded.items():
         if name not in numels:
-            raise ValueError(f"{who}: loaded state has {name!r}, the model has no such parameter")
+            raise ValueError(
+                f"{who}: the state has parameter {name!r}, the model trains no such parameter; load the state of the "
+                "run that saved this model's weights"
+            )
         for key in ("residual", "velocity"):
             if entry[key] is not None and entry[key].numel() != numels[name]:
                 raise ValueError(
-                    f"{who}: loaded {key} of {name!r} has {entry[key].numel()} elements, "
-                    f"the parameter has {numels[name]}"
+                    f"{who}: {key} of {name!r} has {entry[key].numel()} elements in the state, the parameter has "
+                    f"{numels[name]}; load the state of the run that saved this model's weights, of this rank"
                 )
 
 

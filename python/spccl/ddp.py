@@ -118,7 +118,7 @@ class PrunedGradients(PruningHook):
         wrapped = find_ddp(model)
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
-        _hook_state.check_fit(self._who, self._loaded, trained_numels(wrapped))
+        self._check_loaded(self._loaded, self._loaded_ranks, trained_numels(wrapped), wrapped.process_group)
         wrapped.register_comm_hook(self, pruned_gradients_hook)
         self._attach(wrapped)
         return self
@@ -126,7 +126,7 @@ class PrunedGradients(PruningHook):
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
         self._numels = trained_numels(model)
-        _hook_state.check_fit(self._who, self._loaded, self._numels)
+        self._check_loaded(self._loaded, self._loaded_ranks, self._numels, model.process_group)
         self._group = model.process_group
         self._names: dict[int, str] = {id(p): n for n, p in trained(model)}
         self._static_graph = bool(model.static_graph)

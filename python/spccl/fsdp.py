@@ -87,8 +87,16 @@ class PrunedShards(PruningHook):
         Parameters that get no gradient: every parameter of a group must get one in each backward pass, or call
             set_reduce_scatter_unused_params(True) (torch 2.13). A parameter whose whole gradient is 0 then sends
             nothing in that step, and its residual stays.
+        Activation checkpoints: around a sharded module only with use_reentrant=False.
         torch.nn.utils.clip_grad_norm_: see docs/TRAINING.md; use clip_norm in its place.
     """
+
+    def __init__(self, density: float = 0.01, **settings: Any):
+        super().__init__(density, **settings)
+        self._shard: tuple[int, int] | None = None  # number of this rank's shard, of how many; None before prune()
+        self._units: list[Unit] = []
+        self._norms: torch.Tensor | None = None  # of a loaded state
+        self._backward = -1  # torch's number of the backward pass that called last
 
     def _attach(self, units: list[Unit]) -> None:
         """Take groups and names from torch's parameter groups, and install this hook on them."""
@@ -103,8 +111,6 @@ class PrunedShards(PruningHook):
         self._norm_group = units[0].shards if self._shard[1] > 1 else None
         self._numels = {part.name: part.numel for unit in units for part in unit.parts}
         self._units = units
-        self._norms: torch.Tensor | None = None  # of a loaded state
-        self._backward = -1  # torch's number of the backward pass that called last
         for unit in units:
             unit.install(functools.partial(self._exchange, unit))
 
@@ -128,7 +134,7 @@ class PrunedShards(PruningHook):
         scale = 1.0 if average or unit.sums() else 1.0 / world_size
         memory = self._memory(grad.device)
         plan = self._plan(unit, grad, memory)
-        self._skip_unused = bool(getattr(unit.group, "reduce_scatter_unused_params", False))
+        self._skip_unused = unit.may_be_unused()
         self._prune_flat(unit.index, grad, plan, memory, scale, unit.divisor(grad.dtype))
         self._statistics.now.select_s += time.perf_counter() - began
         if world_size > 1:
@@ -142,13 +148,19 @@ class PrunedShards(PruningHook):
 
     def _finish_step(self) -> None:
         self._backward = -1
+        if self._units[0].in_backward():
+            raise RuntimeError(
+                f"PrunedShards: rank {dist.get_rank()}: a backward pass has ended inside the backward pass of the "
+                "model, as with checkpoint(..., use_reentrant=True) around modules that fully_shard() was called on; "
+                "each would count as a step. Use use_reentrant=False, or checkpoint inside these modules"
+            )
         self._end_step(len(self._units) - 1)
 
     def _memory(self, device: torch.device) -> _hook_state.OnDevice:
         known = device in self._devices
         memory = super()._memory(device)
         if not known and self._norms is not None:
-            memory.set_norms(self._norms)
+            memory.set_norms(self._norms, len(self._units))
         return memory
 
     def _plan(self, unit: Unit, grad: torch.Tensor, memory: _hook_state.OnDevice) -> prune_.Plan | None:
@@ -188,8 +200,14 @@ class PrunedShards(PruningHook):
         """Continue from `state_dict` of the same rank.
 
         Raises: ValueError if it is of another version, shard or number of replicas (pass the states of all replicas
-            of one shard through `reshard` first), or names or sizes differ from the model's.
+            of one shard through `reshard` first), or names or sizes differ from the model's; RuntimeError for an
+            object that `prune` has not made.
         """
+        if self._shard is None:
+            raise RuntimeError(
+                "PrunedShards.load_state_dict: this object is on no model; call hook = spccl.fsdp.prune(model), which "
+                "makes one, and load the state into that"
+            )
         if tuple(state.get("shard", ())) != self._shard:
             raise ValueError(
                 f"PrunedShards.load_state_dict: rank {dist.get_rank()}: got the state of shard "

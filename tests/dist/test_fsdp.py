@@ -1,4 +1,4 @@
-"""spccl.fsdp.prune over 4 ranks, 2 replicas of 2 shards: each case of workers/fsdp.py."""
+"""spccl.fsdp.prune over 4 ranks, 2 replicas of 2 shards: each case of workers/fsdp.py and fsdp_states.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ pytest.importorskip("torch", reason="spccl.fsdp is for torch, and none is instal
 
 from launch import check_case, run_command, run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "fsdp.py"
+WORKERS = Path(__file__).parent / "workers"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fsdp" / "train.py"
-CASES = re.search(r"^CASES = \[(.*?)\]", WORKER.read_text(), re.M | re.S).group(1).replace(",", " ").split()
+
+
+def cases_of(worker: str) -> list[str]:
+    text = (WORKERS / f"{worker}.py").read_text()
+    return re.search(r"^CASES = \[(.*?)\]", text, re.M | re.S).group(1).replace(",", " ").split()
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +27,24 @@ def ranks():
     return run_ranks("fsdp", 4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def ranks_of_states():
+    return run_ranks("fsdp_states", 4)
+
+
+@pytest.mark.parametrize("case", cases_of("fsdp"))
 def test_case(ranks, case):
     check_case(ranks, case)
 
 
-def test_ranks_end_well(ranks):
-    assert {r.returncode for r in ranks} == {0}, "\n".join(r.report() for r in ranks)
+@pytest.mark.parametrize("case", cases_of("fsdp_states"))
+def test_states(ranks_of_states, case):
+    check_case(ranks_of_states, case)
+
+
+def test_ranks_end_well(ranks, ranks_of_states):
+    for some in (ranks, ranks_of_states):
+        assert {r.returncode for r in some} == {0}, "\n".join(r.report() for r in some)
 
 
 @pytest.mark.slow

@@ -460,7 +460,7 @@ def test_state_that_does_not_fit_is_refused(one_rank):
         hook.load_state_dict({**saved, "world_size": 3})
     parameters = dict(saved["parameters"])
     parameters["0.weight"] = {**parameters["0.weight"], "residual": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"'0.weight' has 5 elements, the parameter has 20000"):
+    with pytest.raises(ValueError, match=r"'0.weight' has 5 elements in the state, the parameter has 20000"):
         hook.load_state_dict({**saved, "parameters": parameters})
     with pytest.raises(ValueError, match="stranger"):
         hook.load_state_dict({**saved, "parameters": {"stranger": parameters["0.weight"]}})

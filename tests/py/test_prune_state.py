@@ -23,6 +23,19 @@ def one_rank():
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("name", ["warmup_steps", "dense_steps", "norm_every", "min_numel", "max_ctas", "seed"])
+@pytest.mark.parametrize("value", [1e3, 0.5, True, "3", 2**64])
+def test_settings_that_are_no_whole_numbers(name, value):
+    with pytest.raises(ValueError, match=rf"PrunedGradients: {name}=.*, wanted a whole number"):
+        ddp.PrunedGradients(**{name: value})
+
+
+def test_steps_beyond_32_bits_are_refused():
+    with pytest.raises(ValueError, match=r"dense_steps=4294967296, wanted a whole number, 0 to 2\^32 - 1"):
+        ddp.PrunedGradients(dense_steps=2**32)
+    assert ddp.PrunedGradients(dense_steps=2**32 - 1, seed=-1, min_numel=2**40).dense_steps == 2**32 - 1
+
+
 def wrapped():
     """The model of the saved state, and its hook."""
     model = torch.nn.Sequential(torch.nn.Linear(20, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10))

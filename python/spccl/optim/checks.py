@@ -12,8 +12,8 @@ def require(name: str, value: object, ok: bool, wanted: str) -> None:
         raise ValueError(f"SparseSync: {name} is {value!r}, wanted {wanted}")
 
 
-def is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole(value: object, least: int, most: int = 2**32 - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_settings(s: Any) -> None:
@@ -43,7 +43,7 @@ def check_settings(s: Any) -> None:
     require("bits", s.bits, s.bits in (None, 2), "2, or None for whole values")
     require("bits", s.bits, s.bits is None or s.chunk > 0, "None without chunk: set chunk=4096")
     require("bits", s.bits, s.bits is None or s.wire_dtype is None, "None with wire_dtype: set one of them")
-    require("seed", s.seed, is_whole(s.seed, 0) and s.seed < 2**32, "a whole number from 0 to 2^32 - 1")
+    require("seed", s.seed, is_whole(s.seed, 0), "a whole number from 0 to 2^32 - 1")
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -258,6 +258,22 @@ def resumes() -> None:
         assert torch.equal(grad, expected[name]), name
 
 
+def loaded_before_it_is_registered() -> None:
+    """The ranks of a state are compared with those of the model's group, not with those of the default group."""
+    model, hook = wrap({"momentum": 0.9})
+    step_once(model, wanted(RANK, 0))
+    saved = hook.state_dict()
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(WORLD)][RANK]
+    early = ddp.PrunedGradients(momentum=0.9)
+    early.load_state_dict({**saved, "world_size": 1})
+    early.register(DistributedDataParallel(Probe(), process_group=alone))
+    assert early.state_dict()["world_size"] == 1 and early.step == 1
+    early = ddp.PrunedGradients(momentum=0.9)
+    early.load_state_dict(saved)
+    with raises(ValueError, f"rank {RANK}", f"state of {WORLD} ranks, this group has 1", "reshard(states, 1)"):
+        early.register(DistributedDataParallel(Probe(), process_group=alone))
+
+
 def uneven_inputs() -> None:
     """Rank 0 has more batches; a rank that has joined counts as gradient 0 and goes on sending its residual."""
     model, hook = wrap({})
@@ -412,6 +428,7 @@ CASES = [
     infinite_gradients_pass_through,
     loss_scale_changes,
     resumes,
+    loaded_before_it_is_registered,
     uneven_inputs,
     sparse_embedding,
     registered_by_ddp,

@@ -272,33 +272,6 @@ def trains() -> dict:
     return {"losses": [first, last]}
 
 
-def resumes() -> None:
-    settings = {"momentum": 0.5, "min_numel": 500, "warmup_steps": 3, "clip_norm": 1.0}
-    straight = sharded(net())
-    fsdp.prune(straight, 0.05, **settings)
-    train(straight, range(6))
-    model = sharded(net())
-    hook = fsdp.prune(model, 0.05, **settings)
-    train(model, range(3))
-    saved, weights = hook.state_dict(), model.state_dict()
-    again = sharded(net())
-    again.load_state_dict(weights)
-    hook = fsdp.prune(again, 0.05, **settings)
-    hook.load_state_dict(saved)
-    train(again, range(3, 6))
-    same_weights(straight, again, "resumed")
-    with raises(ValueError, f"state of shard ({1 - SHARD}, 2)", "load the file that this rank saved"):
-        hook.load_state_dict({**saved, "shard": (1 - SHARD, 2)})
-    with raises(ValueError, "state of 3 ranks", "PrunedShards.reshard(states, 2)"):
-        hook.load_state_dict({**saved, "world_size": 3})
-    states = [None, None]
-    dist.all_gather_object(states, saved, group=mesh.get_group("replicate"))
-    one = hook.reshard(states, 1)[0]
-    total = sum(s["parameters"]["0.weight"]["residual"] for s in states)
-    torch.testing.assert_close(one["parameters"]["0.weight"]["residual"], total / 2)
-    assert one["shard"] == (SHARD, 2)
-
-
 def a_rank_without_elements() -> None:
     """Every parameter has one row: all of them are on shard 0."""
     torch.manual_seed(0)
@@ -443,6 +416,8 @@ def refused() -> None:
         fsdp.prune(model, density=2)
     with raises(TypeError, "no_such"):
         fsdp.prune(model, no_such=1)
+    with raises(RuntimeError, "on no model", "spccl.fsdp.prune(model)"):
+        fsdp.PrunedShards().load_state_dict({})
     fsdp.prune(model, optimizer=adam, allow_adam=True)
     with raises(ValueError, who, "already has an all-reduce hook", "once on a model"):
         fsdp.prune(model)
@@ -459,7 +434,7 @@ def gloo_between_replicas() -> None:
 
 CASES = [
     density_one_equals_torch, after_dense_steps, shards_of_columns, nothing_is_lost, divided_later, accumulation,
-    clipping, trains, resumes, one_dimension_and_a_group, made_on_meta, grad_scaler, unused_parameters,
+    clipping, trains, one_dimension_and_a_group, made_on_meta, grad_scaler, unused_parameters,
     a_rank_without_elements, frozen_and_tied, tensor_parallel, refused, gloo_between_replicas,
 ]  # fmt: skip
 
