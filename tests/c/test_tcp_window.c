@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <linux/socket.h>
 #include <linux/sockios.h>
+#include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -172,6 +173,26 @@ static size_t wmem_max(void)
     return bytes;
 }
 
+/* Many sockets that share a limit: each may have 4 segments in flight. Over loopback these have 64 KiB each, and with
+ * less than one the sender waited 40 ms for each acknowledgement. */
+static void test_segments(void)
+{
+    sp_tcp_window w;
+    int fds[2], got = 0, segment = 0;
+    socklen_t n = sizeof got, m = sizeof segment;
+    CHECK(connect_pair(fds) == 0, "loopback: errno %d", errno);
+    sp_tcp_window_init(&w, 0, 1, 32);
+    sp_tcp_window_apply(&w, fds[0]);
+    CHECK(getsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &got, &n) == 0 &&
+              getsockopt(fds[0], IPPROTO_TCP, TCP_MAXSEG, &segment, &m) == 0,
+          "errno %d", errno);
+    CHECK(w.socket_bytes < (size_t)segment, "the limit is %zu bytes: nothing is tested", w.socket_bytes);
+    CHECK(got >= 4 * segment - 1 || 2 * wmem_max() < 4 * (size_t)segment,
+          "SO_SNDBUF %d; wanted 4 segments of %d bytes", got, segment);
+    close(fds[0]);
+    close(fds[1]);
+}
+
 /* A limit that the system does not allow leaves the kernel's own control on. */
 static void test_more_than_allowed(void)
 {
@@ -204,6 +225,7 @@ int main(int argc, char **argv)
                                              {"sharing", test_sharing},
                                              {"forced", test_forced_and_small},
                                              {"kernel", test_kernel_keeps_to_it},
+                                             {"segments", test_segments},
                                              {"more_than_allowed", test_more_than_allowed},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

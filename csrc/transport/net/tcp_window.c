@@ -11,6 +11,7 @@
 
 #define MEASURE_NS_MAX                                                                                       \
     (5 * SP_TCP_WINDOW_SAMPLE_NS) /* this thread slept: it does not know whether the link was busy */
+#define SEGMENTS_MIN 4            /* of the largest size, in a socket's buffer */
 #define CHANGE_MIN 4              /* new limits that differ by less than 1/4 are not applied */
 
 #ifndef SO_BUF_LOCK /* Linux 5.14; older headers do not have it */
@@ -59,10 +60,22 @@ bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t 
     return true;
 }
 
+/* The least for this socket. Where a buffer holds few segments, the last one waits for a delayed acknowledgement,
+ * 40 ms. Over loopback a segment has 64 KiB. */
+static size_t segments_min(int fd)
+{
+    int bytes = 0;
+    socklen_t n = sizeof bytes;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_MAXSEG, &bytes, &n) != 0 || bytes < 0)
+        return 0;
+    return SEGMENTS_MIN * (size_t)bytes;
+}
+
 void sp_tcp_window_apply(const sp_tcp_window *w, int fd)
 {
+    size_t bytes = w->forced_bytes != 0 ? w->socket_bytes : sp_max_size(w->socket_bytes, segments_min(fd));
     /* The kernel doubles the number, and counts its own tables in it. Tables take much less than half. */
-    int half = (int)(w->socket_bytes / 2), got = 0, no_locks = 0;
+    int half = (int)(bytes / 2), got = 0, no_locks = 0;
     socklen_t n = sizeof got;
     if (setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &half, sizeof half) != 0 ||
         getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &got, &n) != 0 || (int64_t)got >= 2 * (int64_t)half)

@@ -53,8 +53,10 @@ static inline bool sp_tcp_window_due(const sp_tcp_window *w, int64_t now_ns)
  *   rtt_ns   the largest, over the sockets that wait, of the kernel's smallest round trip; 0: unknown
  * Returns true if socket_bytes has changed: the caller then calls sp_tcp_window_apply for every socket. */
 bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t rtt_ns);
-/* Limit the bytes in flight of one socket. If the system does not allow so much (net.core.wmem_max), the kernel's
- * own control of the buffer is switched on again. Before Linux 5.14 the largest allowed limit stays instead. */
+/* Limit the bytes in flight of one socket to socket_bytes. Unless SPCCL_TCP_WINDOW is set, a socket may have 4 segments
+ * of its connection in any case: with fewer, acknowledgements are delayed by 40 ms. If the system does not allow so
+ * much (net.core.wmem_max), the kernel's own control of the buffer is switched on again. Before Linux 5.14 the largest
+ * allowed limit stays instead. */
 void sp_tcp_window_apply(const sp_tcp_window *w, int fd);
 /* The kernel's estimate of the smallest round trip of a socket, in ns; 0: unknown. */
 int64_t sp_tcp_window_rtt(int fd);
