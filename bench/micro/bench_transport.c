@@ -1,5 +1,5 @@
 /* bench_transport.c - latency and throughput of each transport between two processes; inproc has two threads.
- *   spccl_bench_transport [--csv FILE] [--transport NAME]
+ *   spccl_bench_transport [--csv FILE] [--transport NAME] [--megabytes N]
  *   latency     half of the round trip of a 64-byte message, in us: median and 99th percentile. The receiver
  *               polls (spin) or sleeps (sleep).
  *   throughput  one way, messages of 1 KiB to 256 KiB, in GB/s (1e9 bytes of payload per second): median of 5
@@ -20,6 +20,8 @@
 #include <unistd.h>
 
 #define N_ROUNDS_MAX 200000
+static size_t total_bytes = (size_t)64
+                            << 20; /* of one run of throughput; latency takes rounds in proportion */
 #define N_RUNS 5
 #define QUEUE_BYTES ((size_t)1 << 20)
 #define NS_PER_S 1e9
@@ -115,7 +117,7 @@ static int by_value(const void *a, const void *b)
 static void measure_latency(struct side *s, bool asleep)
 {
     static const int n_warm = 500;
-    int n = asleep ? 20000 : 50000;
+    int n = (int)((asleep ? 20000 : 50000) * (total_bytes >> 20) / 64);
     double *us = malloc(N_ROUNDS_MAX * sizeof *us);
     for (int i = -n_warm; i < n; i++) {
         int64_t t0 = sp_now_ns();
@@ -157,7 +159,7 @@ static double one_way(struct side *s, size_t bytes, size_t total)
 static void measure_throughput(struct side *s, int k)
 {
     double gbs[N_RUNS];
-    size_t total = (size_t)64 << 20;
+    size_t total = total_bytes;
     (void)one_way(s, sizes[k], total / 4);
     for (int r = 0; r < N_RUNS; r++)
         gbs[r] = one_way(s, sizes[k], total);
@@ -201,7 +203,7 @@ static void report(const char *name, const struct shared *r, FILE *csv)
     printf("%-7s spin %7.2f us (p99 %7.2f)  sleep %7.2f us (p99 %7.2f)  GB/s:", name, r->latency_us[0][0],
            r->latency_us[0][1], r->latency_us[1][0], r->latency_us[1][1]);
     for (size_t k = 0; k < N_SIZES; k++)
-        printf("  %zu KiB %5.2f", sizes[k] >> 10, r->gbs[k]);
+        printf("  %zu KiB %6.3f", sizes[k] >> 10, r->gbs[k]);
     printf("\n");
     if (csv == NULL)
         return;
@@ -237,14 +239,14 @@ static int run_transport(const sp_transport *t, FILE *csv)
     return status == 0 ? 0 : 1;
 }
 
-/* False, with a line, if the transport needs something that this host lacks: ncclnet a plugin. */
+/* False, with a line, if the transport needs something that this host lacks: ib a card, ncclnet a plugin. */
 static bool is_here(const sp_transport *t)
 {
     const char *value = "", *why = "";
     if (t->inform == NULL)
         return true;
     t->inform(&value, &why);
-    if (strstr(value, "plugin usable") != NULL)
+    if (strstr(value, "plugin usable") != NULL || strstr(value, "cards usable") != NULL)
         return true;
     printf("%-7s %s: %s\n", t->name, value, why);
     return false;
@@ -260,6 +262,8 @@ int main(int argc, char **argv)
             only = argv[i + 1];
         else if (strcmp(argv[i], "--csv") == 0)
             csv = fopen(argv[i + 1], "w");
+        else if (strcmp(argv[i], "--megabytes") == 0)
+            total_bytes = (size_t)(atoi(argv[i + 1]) < 1 ? 1 : atoi(argv[i + 1])) << 20;
     }
     if (only != NULL && sp_transport_find(only) == NULL) {
         fprintf(stderr, "no transport \"%s\"\n", only);

@@ -1,8 +1,10 @@
-/* test_ib.c - cards and peers that misbehave, over transport ib. tools/softroce.py runs it. "link NAME" takes the network interface NAME down and up again. */
+/* test_ib.c - cards and peers that misbehave, over transport ib. tools/softroce.py runs it. The second argument is the
+ * network interface of a card: cases link and silent take it down, and let it lose all packets. */
 #include "endpoints.h"
 #include "transport/net/ib.h"
 
 #include <errno.h>
+#include <sys/resource.h>
 
 static const struct environment processes = {"ib", true};
 
@@ -112,9 +114,27 @@ static void no_card(struct member *m)
     leave_group(m);
 }
 
-/* A card that cannot hold the completions of the group, or one that cannot be opened: tcp carries the pair, or an error
- * says why. Rank 1 has no memory to lock. */
+/* Rank 1 may lock memory for one ring only. Both ranks say why they have no connection. */
 static void no_memory(struct member *m)
+{
+    struct rlimit limit = {.rlim_cur = 1 << 16, .rlim_max = 1 << 16};
+    spccl_status st;
+    if (m->rank == 1) {
+        CHECK(setrlimit(RLIMIT_MEMLOCK, &limit) == 0, "setrlimit: errno %d", errno);
+        CHECK(geteuid() != 0 || setresuid(65534, 65534, 65534) == 0, "setresuid: errno %d", errno);
+    }
+    if (!open_member(m))
+        return;
+    st = connect_member(m);
+    CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "ulimit -l") != NULL &&
+              strstr(spccl_last_error(), "may lock 64 KiB") != NULL,
+          "rank %d: %d: %s", m->rank, (int)st, spccl_last_error());
+    barrier(m, 1);
+    leave_group(m);
+}
+
+/* A card that cannot be opened: tcp carries the pair, or an error says why. */
+static void no_open(struct member *m)
 {
     spccl_status st;
     if (!open_member(m))
@@ -153,6 +173,8 @@ static void test_start(void)
     run_group(&processes, &m);
     m = make_group(&processes, 2, no_memory);
     run_group(&processes, &m);
+    m = make_group(&processes, 2, no_open);
+    run_group(&processes, &m);
     m = make_group(&processes, 2, by_tcp);
     m.config.tcp_too = true;
     run_group(&processes, &m);
@@ -162,11 +184,42 @@ static void test_start(void)
 
 static const char *interface;
 
-static void set_link(const char *state)
+/* Run a command about the interface: "ip link set %s down". */
+static void run_command(const char *before, const char *after)
 {
-    char command[120];
-    snprintf(command, sizeof command, "ip link set %s %s", interface, state);
+    char command[160];
+    snprintf(command, sizeof command, "%s %s %s", before, interface, after);
     CHECK(system(command) == 0, "%s: errno %d", command, errno);
+}
+
+/* The network carries nothing from one of the cards, as behind a firewall: the probes show it. Kind 0 is a group without
+ * that, so that the kernel knows the peers' addresses. */
+static void silent(struct member *m)
+{
+    spccl_status st;
+    if (!open_member(m))
+        return;
+    st = connect_member(m);
+    CHECK(st == (m->kind == 0 ? SPCCL_OK : SPCCL_ERR_UNREACHABLE), "kind %d: %d: %s", m->kind, (int)st,
+          spccl_last_error());
+    CHECK(m->kind == 0 || (strstr(spccl_last_error(), "card rxe") != NULL &&
+                           strstr(spccl_last_error(), "a write failed") != NULL),
+          "%s", spccl_last_error());
+    barrier(m, 1);
+    leave_group(m);
+}
+
+static void test_silent(void)
+{
+    struct member m = make_group(&processes, 2, silent);
+    if (interface == NULL)
+        return;
+    run_group(&processes, &m);
+    m = make_group(&processes, 2, silent);
+    m.kind = 1;
+    run_command("tc qdisc replace dev", "root netem loss 100%");
+    run_group(&processes, &m);
+    run_command("tc qdisc del dev", "root");
 }
 
 static void link_down(struct member *m)
@@ -178,12 +231,12 @@ static void link_down(struct member *m)
     flush_now(m, 1 - m->rank);
     barrier(m, 1);
     if (m->rank == 0)
-        set_link("down");
+        run_command("ip link set", "down");
     barrier(m, 2);
     check_names_card(m, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
     barrier(m, 3);
     if (m->rank == 0)
-        set_link("up"); /* rxe's destroy_qp waits 10 s for packets that cannot leave */
+        run_command("ip link set", "up"); /* rxe's destroy_qp waits 10 s for packets that cannot leave */
     barrier(m, 4);
     leave_group(m);
 }
@@ -199,11 +252,9 @@ static void test_link(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"wrong_key", test_wrong_key},
-                                             {"bad_writes", test_bad_writes},
-                                             {"start", test_start},
-                                             {"link", test_link},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"wrong_key", test_wrong_key}, {"bad_writes", test_bad_writes},
+                                             {"start", test_start},         {"silent", test_silent},
+                                             {"link", test_link},           {NULL, NULL}};
     sp_ib_card card;
     char why[300];
     if (!sp_ib_choose(0, &card, why, sizeof why)) {

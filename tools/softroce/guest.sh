@@ -22,6 +22,7 @@ mkdir -p /dev/infiniband
 for u in /sys/class/infiniband_verbs/uverbs*; do
   [ -e "/dev/infiniband/${u##*/}" ] || mknod "/dev/infiniband/${u##*/}" c $(tr : ' ' < "$u/dev")
 done
+chmod 666 /dev/infiniband/uverbs*
 ulimit -l unlimited
 echo SOFTROCE_UP
 /bin/sh /run/softroce/tests.sh
