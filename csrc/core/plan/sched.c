@@ -17,18 +17,24 @@ typedef bool (*schedule_fn)(sp_plan_builder *b, const sp_plan_args *args);
 
 #define BIT(coll) (1u << (coll))
 #define ALL_COLLS (BIT(SP_N_COLLS) - 1)
+#define MEASURED (ALL_COLLS & ~BIT(SP_REDUCE_SCATTER))
 
 static const struct {
     const char *name;
     schedule_fn build;
     unsigned colls; /* BIT of each collective that the schedule has */
     bool rank_order;
+    unsigned measured;     /* BIT of each collective that shows its density to all ranks */
+    unsigned input_to_all; /* BIT of each collective that sends the input to all ranks */
 } schedules[SP_N_SCHEDULES] = {
-    [SP_SCHED_DIRECT] = {"direct", sp_sched_direct, ALL_COLLS, true},
-    [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot, BIT(SP_ALL_REDUCE) | BIT(SP_BROADCAST), true},
-    [SP_SCHED_RELAYED] = {"relayed", sp_sched_relayed, ALL_COLLS, true},
-    [SP_SCHED_RING] = {"ring", sp_sched_ring, ALL_COLLS & ~BIT(SP_BROADCAST), false},
-    [SP_SCHED_HIERARCHICAL] = {"hierarchical", sp_sched_hier, ALL_COLLS, false},
+    [SP_SCHED_DIRECT] = {"direct", sp_sched_direct, ALL_COLLS, true, MEASURED,
+                         BIT(SP_ALL_GATHER) | BIT(SP_BROADCAST)},
+    [SP_SCHED_ONESHOT] = {"oneshot", sp_sched_oneshot, BIT(SP_ALL_REDUCE) | BIT(SP_BROADCAST), true, MEASURED,
+                          BIT(SP_ALL_REDUCE) | BIT(SP_BROADCAST)},
+    [SP_SCHED_RELAYED] = {"relayed", sp_sched_relayed, ALL_COLLS, true, MEASURED,
+                          BIT(SP_ALL_GATHER) | BIT(SP_BROADCAST)},
+    [SP_SCHED_RING] = {"ring", sp_sched_ring, ALL_COLLS & ~BIT(SP_BROADCAST), false, 0, 0},
+    [SP_SCHED_HIERARCHICAL] = {"hierarchical", sp_sched_hier, ALL_COLLS, false, 0, 0},
 };
 
 bool sp_schedule_has(sp_schedule schedule, sp_coll coll)
@@ -39,6 +45,16 @@ bool sp_schedule_has(sp_schedule schedule, sp_coll coll)
 bool sp_schedule_adds_in_rank_order(sp_schedule schedule)
 {
     return schedules[schedule].rank_order;
+}
+
+bool sp_schedule_shows_density(sp_schedule schedule, sp_coll coll)
+{
+    return (schedules[schedule].measured & BIT(coll)) != 0;
+}
+
+bool sp_schedule_sends_input_to_all(sp_schedule schedule, sp_coll coll)
+{
+    return (schedules[schedule].input_to_all & BIT(coll)) != 0;
 }
 
 const char *sp_schedule_name(sp_schedule schedule)

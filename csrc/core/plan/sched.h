@@ -111,6 +111,11 @@ const char *sp_schedule_name(sp_schedule schedule);
 bool sp_schedule_has(sp_schedule schedule, sp_coll coll);
 /* True if the schedule adds in rank order. Only such schedules are chosen unless another one is asked for. */
 bool sp_schedule_adds_in_rank_order(sp_schedule schedule);
+/* True if every rank learns the same densities from the messages of this collective: each goes to all ranks, or is a
+ * contribution, whose number of listed elements is in the envelope of the result. */
+bool sp_schedule_shows_density(sp_schedule schedule, sp_coll coll);
+/* True if those messages carry a rank's input. Else they carry results. */
+bool sp_schedule_sends_input_to_all(sp_schedule schedule, sp_coll coll);
 
 typedef struct sp_plan_args {
     sp_coll coll;

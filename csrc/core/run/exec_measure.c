@@ -2,19 +2,6 @@
  * is taken from messages that every rank sends or receives, so all ranks get the same numbers. See choose.h. */
 #include "core/run/exec_steps.h"
 
-/* In these schedules a message that goes to one rank goes to all, or is a contribution. */
-static bool is_measured(sp_schedule schedule)
-{
-    return schedule == SP_SCHED_DIRECT || schedule == SP_SCHED_ONESHOT || schedule == SP_SCHED_RELAYED;
-}
-
-/* True if every rank gets the messages that carry a rank's input. */
-static bool input_goes_to_all(const sp_coll_args *a)
-{
-    return a->coll == SP_ALL_GATHER || a->coll == SP_BROADCAST ||
-           (a->coll == SP_ALL_REDUCE && a->schedule == SP_SCHED_ONESHOT);
-}
-
 static uint32_t rate_units(double ns_per_byte)
 {
     double units = ns_per_byte * SP_CHOOSE_NS_UNIT + 0.5;
@@ -34,9 +21,9 @@ void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_
     const sp_coll_args *a = &s->op->a;
     sp_measured *m = &x->window[s->op_idx]->measured;
     uint32_t local_ns = sp_load_le32(msg + 40), remote_ns = sp_load_le32(msg + 44);
-    if (!is_measured(a->schedule) || a->coll == SP_REDUCE_SCATTER)
+    if (!sp_schedule_shows_density(a->schedule, a->coll))
         return;
-    if (input_goes_to_all(a)) {
+    if (sp_schedule_sends_input_to_all(a->schedule, a->coll)) {
         m->listed += nnz;
         m->elems += s->n;
     } else {
@@ -51,6 +38,8 @@ void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_
 
 void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e)
 {
-    if (s->step->n_to != 0 && input_goes_to_all(&s->op->a)) /* a group of one rank sends nothing */
+    const sp_coll_args *a = &s->op->a;
+    /* A group of one rank sends nothing. */
+    if (s->step->n_to != 0 && sp_schedule_sends_input_to_all(a->schedule, a->coll))
         sp_measure_message(x, s, e->message, e->nnz);
 }
