@@ -306,7 +306,7 @@ static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, con
         best_bytes = address_bytes;
         link->transport = t;
         link->ep = links->endpoints[i];
-        snprintf(link->text, sizeof link->text, "%s: %s", t->name, why);
+        snprintf(link->text, sizeof link->text, "%s: %.140s", t->name, why);
     }
     if (best == NULL)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
