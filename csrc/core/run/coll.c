@@ -1,5 +1,5 @@
-/* coll.c - the public collectives: check the arguments, choose schedule and slice size, plan, submit to the
- * engine. */
+/* coll.c - the public collectives: check the arguments, choose the slice size, submit to the engine. The schedule is
+ * chosen when the executor takes the collective: sp_exec_pass. */
 #include "core/run/coll_check.h"
 
 #include "core/base/dtype.h"
