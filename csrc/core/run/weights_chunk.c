@@ -21,7 +21,7 @@ static uint32_t count_from(const uint32_t *x, uint32_t n, uint32_t least)
 }
 
 /* The rank-th largest of x [n], 1 = the largest: the largest value that at least `rank` of x reach. */
-static uint32_t select_largest(const uint32_t *x, uint32_t n, uint32_t rank)
+static uint32_t kth_magnitude(const uint32_t *x, uint32_t n, uint32_t rank)
 {
     uint16_t bins[N_BINS] = {0};
     uint32_t some[SP_CHUNK_MOST], bin = N_BINS, n_some = 0, found;
@@ -43,7 +43,7 @@ static uint32_t select_largest(const uint32_t *x, uint32_t n, uint32_t rank)
 static sp_chunk_pick pick(const struct chunk *c)
 {
     const uint32_t *x = c->magnitudes;
-    sp_chunk_pick p = {.least = select_largest(x, c->n, c->wanted), .cut = c->n};
+    sp_chunk_pick p = {.least = kth_magnitude(x, c->n, c->wanted), .cut = c->n};
     uint32_t n_above = count_from(x, c->n, p.least + 1), n_ties = c->wanted - n_above;
     if (p.least == 0 || count_from(x, c->n, p.least) == c->wanted)
         return p;

@@ -75,8 +75,8 @@ template <class S> struct sp_chunk_part {
         }
         return n_nonfinite;
     }
-    // The first element of the chunk that is not sent although it is equal to `least`; 1 of the first `n_ties` before
-    // it is the last one sent. All threads call it.
+    // Returns the element after the n_ties-th element equal to `least`; later equal elements are not sent. All threads
+    // call it.
     __device__ __forceinline__ uint32_t find_cut(uint32_t least, uint32_t n_ties, sp_chunk_smem &m) const
     {
 #pragma unroll
@@ -120,7 +120,8 @@ template <class S> struct sp_chunk_part {
             p.cut = find_cut(p.least, wanted - m.n_above, m);
         return p;
     }
-    // Add up over the CTA; 24 bits a thread and element, so 32 bits hold the sums of a warp's halves.
+    // Add up over the CTA. Units have 24 bits. Their low and high 12 bits are summed apart, so that a warp's sums fit
+    // into 32 bits.
     static __device__ __forceinline__ void add_up(const uint32_t (&units)[EACH], uint32_t n, uint32_t *count,
                                                   unsigned long long *sum)
     {
