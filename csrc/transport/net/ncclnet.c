@@ -22,7 +22,6 @@
 #define NS_MBPS_PER_BYTE 8000.0
 
 static const sp_transport *const tcp = &sp_transport_tcp;
-static const char address_magic[SP_NN_ADDRESS_HEAD] = {'s', 'p', 'N', '1'};
 
 static bool by_tcp(const struct sp_nn_peer *p)
 {
@@ -44,8 +43,7 @@ static double nn_ns_per_byte(sp_endpoint *opaque, int peer)
 static spccl_status nn_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
-    memcpy(out, address_magic, sizeof address_magic);
-    *bytes = sizeof address_magic;
+    *bytes = sp_nn_write_address(out);
     if (ep->tcp != NULL) {
         size_t n = 0;
         SP_TRY(tcp->address(ep->tcp, out + *bytes, &n));

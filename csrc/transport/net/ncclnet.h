@@ -16,7 +16,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/* What the thread has done for a peer. The caller sets the second, the thread the last two. */
+/* A peer is IDLE until the caller sets CONNECTING. Then the thread sets CONNECTED or FAILED. */
 enum sp_nn_state { SP_NN_IDLE, SP_NN_CONNECTING, SP_NN_CONNECTED, SP_NN_FAILED };
 
 /* One queue to, or from, one peer: a connection of the plugin. */
@@ -67,7 +67,8 @@ struct sp_ncclnet {
     /* start-up */
     bool tcp_up, started, verdicts_due, up;
     int64_t load_deadline_ns, connect_deadline_ns;
-    /* the thread. If it hangs in the plugin it is abandoned: this struct then stays, and it touches nothing else */
+    /* The thread. If it hangs in the plugin it is abandoned. Then this struct is never freed, and the thread uses no
+     * other memory of ours. */
     pthread_t thread;
     pid_t pid; /* of the process that started the thread: a child of fork has none */
     atomic_bool stop, exited, abandoned;

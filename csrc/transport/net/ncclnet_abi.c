@@ -123,7 +123,6 @@ int sp_nn_get_card(const sp_nn_plugin *p, int dev, sp_nn_card *out)
     name = old ? props.v8.name : props.v9.name;
     *out = (sp_nn_card){.speed_mbps = old ? props.v8.speed : props.v9.speed,
                         .port = old ? props.v8.port : props.v9.port,
-                        .pointers = old ? props.v8.pointers : props.v9.pointers,
                         .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
     if (out->speed_mbps < 0)
         out->speed_mbps = 0;

@@ -57,7 +57,7 @@ typedef void (*sp_nn_logger)(int level, unsigned long subsystems, const char *wh
 typedef struct sp_nn_card {
     char name[SP_NN_NAME_CAP];
     int speed_mbps; /* 0: unknown */
-    int port, pointers, max_comms;
+    int port, max_comms;
 } sp_nn_card;
 
 /* A loaded plugin. */

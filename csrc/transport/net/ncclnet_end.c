@@ -8,7 +8,7 @@
 
 #define MS INT64_C(1000000)
 /* After the plugin failed for a peer, or the peer is gone, this rank waits this long: for the reason, which comes
- * over tcp, and for segments that are still on their way. As in tcp.c. */
+ * over tcp, and for segments that are still on their way. The same as ABORT_WAIT_NS of tcp.c. */
 #define END_WAIT_NS (600 * MS)
 
 static const sp_transport *const tcp = &sp_transport_tcp;

@@ -69,7 +69,8 @@ void *sp_nn_ring_reserve(sp_nn_ring *r, size_t bytes)
     return r->blocked ? NULL : place(r, r->at) + SP_NN_HEAD_BYTES;
 }
 
-bool sp_nn_ring_waits(const sp_nn_ring *r)
+/* The last segment is not full, and waits for others to leave or for more messages. */
+static bool waits(const sp_nn_ring *r)
 {
     return r->at > atomic_load_explicit(&r->allowed, memory_order_relaxed) * r->segment_bytes;
 }
@@ -78,7 +79,7 @@ bool sp_nn_ring_push(sp_nn_ring *r)
 {
     uint64_t allowed = atomic_load_explicit(&r->allowed, memory_order_relaxed);
     uint64_t limit = count_left(r), next = (allowed + 1) * r->segment_bytes;
-    if (!sp_nn_ring_waits(r) || allowed - atomic_load_explicit(&r->done, memory_order_relaxed) >= FEW)
+    if (!waits(r) || allowed - atomic_load_explicit(&r->done, memory_order_relaxed) >= FEW)
         return false;
     if (r->reserved != 0 && next + record_bytes(r->reserved) > limit)
         return false; /* the reserved message must still fit */

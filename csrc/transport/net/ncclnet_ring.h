@@ -30,7 +30,8 @@ typedef struct sp_nn_ring {
     _Atomic uint64_t allowed, done;
     uint32_t bytes[SP_NN_SEGMENTS]; /* of segment k, at k % SP_NN_SEGMENTS; set by whoever passes it */
     /* the caller's */
-    uint64_t at; /* sender: end of the last message; receiver: the next message. A position for ever */
+    uint64_t
+        at; /* sender: end of the last message; receiver: the next message. It counts from the first byte ever sent; never wraps */
     uint64_t n_messages;      /* committed, or released */
     uint64_t left_at, n_left; /* sender: messages that have left, and where the first that has not begins */
     uint64_t reserved_at;
@@ -48,8 +49,6 @@ void *sp_nn_ring_reserve(sp_nn_ring *r, size_t bytes);
 bool sp_nn_ring_commit(sp_nn_ring *r);
 /* Allow the last segment to be sent although it is not full, if few others are under way. True if it did so. */
 bool sp_nn_ring_push(sp_nn_ring *r);
-/* The last segment is not full, and waits for others to leave or for more messages. */
-bool sp_nn_ring_waits(const sp_nn_ring *r);
 /* Messages that have left. */
 uint64_t sp_nn_ring_left(sp_nn_ring *r);
 

@@ -29,6 +29,12 @@ static void write_text(const char *text, uint8_t *out, size_t cap)
     memcpy(out, text, n);
 }
 
+size_t sp_nn_write_address(uint8_t *out)
+{
+    memcpy(out, address_magic, sizeof address_magic);
+    return sizeof address_magic;
+}
+
 bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes)
 {
     if (n <= SP_NN_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0)

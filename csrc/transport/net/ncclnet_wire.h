@@ -35,6 +35,8 @@ typedef struct sp_nn_farewell {
     uint64_t n_segments[SP_QUEUES_MAX];
 } sp_nn_farewell;
 
+/* Write the magic. Returns where the address of the tcp endpoint goes. */
+size_t sp_nn_write_address(uint8_t *out);
 /* Where the tcp address is in an address. False: not an address, or the rank has no plugin. */
 bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes);
 void sp_nn_write_offer(const sp_nn_offer *o, uint8_t out[SP_NN_OFFER_BYTES]);
