@@ -29,8 +29,11 @@
  * copy each byte twice and run the kernel's TCP, so one core carries 1 to 2 GB/s. */
 #define CORES_PER_PROXY 4u
 #define PROXIES_BY_CORES 8u
-/* Where each proxy has a core: it polls for so long before it sleeps while a kernel of the group may be running. */
+/* Where each proxy has a core it polls for longer than SPCCL_SPIN_US before it sleeps: while a kernel of the group may
+ * be running, and otherwise for as long as a program may take from the end of one collective to the next call. Waking
+ * a thread takes tens of microseconds. */
 #define BUSY_SPIN_NS INT64_C(2000000)
+#define IDLE_SPIN_NS INT64_C(200000)
 
 spccl_status sp_remote_transport(const sp_gpu_comm *g, const sp_transport **out)
 {
@@ -176,9 +179,11 @@ spccl_status sp_remote_open(sp_gpu_comm *g)
     if (n_proxies < 1 || n_proxies > SP_REMOTE_PROXIES_MAX)
         return SP_FAIL(SPCCL_ERR_BUG, "%u proxies; wanted 1 to %u", n_proxies, SP_REMOTE_PROXIES_MAX);
     r->n_proxies = n_proxies;
-    r->spin_ns = g->comm->spin_ns;
-    if (sp_usable_cores() >= CORES_PER_PROXY * n_here && r->spin_ns < BUSY_SPIN_NS)
-        r->spin_ns = BUSY_SPIN_NS;
+    r->busy_spin_ns = r->idle_spin_ns = g->comm->spin_ns;
+    if (sp_usable_cores() >= CORES_PER_PROXY * n_here) {
+        r->busy_spin_ns = r->busy_spin_ns < BUSY_SPIN_NS ? BUSY_SPIN_NS : r->busy_spin_ns;
+        r->idle_spin_ns = r->idle_spin_ns < IDLE_SPIN_NS ? IDLE_SPIN_NS : r->idle_spin_ns;
+    }
     for (uint32_t k = 0; k < n_proxies; k++) {
         r->proxies[k].r = r;
         r->proxies[k].wake_fd = -1;
@@ -314,7 +319,7 @@ static void rest(sp_remote_proxy *x, uint32_t *n_launches, int64_t *active_ns)
     int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sleep_ns(r, idle_ns);
     struct pollfd fds[2] = {{.fd = x->transport_fd, .events = POLLIN}, {.fd = x->wake_fd, .events = POLLIN}};
     uint32_t n;
-    if (idle_ns < r->g->comm->spin_ns || (idle_ns < r->spin_ns && !is_idle(r))) {
+    if (idle_ns < r->idle_spin_ns || (idle_ns < r->busy_spin_ns && !is_idle(r))) {
         sched_yield(); /* a peer's proxy may need this core */
         return;
     }

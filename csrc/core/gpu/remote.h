@@ -61,7 +61,8 @@ typedef struct sp_remote {
     int n_peers;
     uint32_t n_proxies;
     sp_remote_proxy proxies[SP_REMOTE_PROXIES_MAX];
-    int64_t spin_ns; /* a proxy polls for so long, after something moved, while a kernel may run */
+    /* A proxy polls for so long after something moved, while a kernel may run and while none does. */
+    int64_t busy_spin_ns, idle_spin_ns;
     atomic_bool stop, leaving;
     atomic_bool captured;   /* a launch was captured: a graph may launch more, without a call */
     atomic_uint n_launches; /* launches so far */
