@@ -107,7 +107,15 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def nothing_is_left():
+    """After the cluster has closed, no namespace of this process is there."""
+    yield
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True).stdout
+    assert f"spccl-{os.getpid()}-" not in listed, listed
+
+
+@pytest.fixture(scope="module")
+def cluster(nothing_is_left):
     with contextlib.ExitStack() as stack:
         try:
             names = stack.enter_context(hosts.emulated(N_HOSTS, RATE))
@@ -140,36 +148,40 @@ def test_shm_inside_tcp_between(cluster):
 
 def test_ipv6(cluster):
     """Every rank publishes one IPv6 address, and nothing else."""
-    for host in range(N_HOSTS):
-        netns(cluster, host, "addr", "add", f"fd77::{host + 1}/64", "dev", hosts.IFNAME, "nodad")
     members = [0, 2, 4]
     env = {i: {"SPCCL_TCP_ADDR": f"fd77::{i // PER_HOST + 1}"} for i in members}
-    with cluster.group(members, env=env) as group:
-        cluster.works(members, group)
-    for host in range(N_HOSTS):  # else the other cases would have a second way to each host
-        netns(cluster, host, "addr", "del", f"fd77::{host + 1}/64", "dev", hosts.IFNAME)
+    with contextlib.ExitStack() as stack:
+        for host in range(N_HOSTS):
+            what = f"fd77::{host + 1}/64", "dev", hosts.IFNAME
+            netns(cluster, host, "addr", "add", *what, "nodad")
+            # else the other cases would have a second way to each host
+            stack.callback(netns, cluster, host, "addr", "del", *what)
+        with cluster.group(members, env=env) as group:
+            cluster.works(members, group)
 
 
 def test_interface_that_reaches_nobody(cluster):
     """An address that every host has, as a container bridge has it, comes before the one that works."""
-    for host in range(N_HOSTS):
-        netns(cluster, host, "link", "add", "aside", "type", "veth", "peer", "name", "aside-peer")
-        netns(cluster, host, "addr", "add", "172.17.0.1/16", "dev", "aside")
-        netns(cluster, host, "link", "set", "aside", "up")
-        netns(cluster, host, "link", "set", "aside-peer", "up")
-    with cluster.group(EVERYONE) as group:
-        cluster.works(EVERYONE, group)
-    for host in range(N_HOSTS):
-        netns(cluster, host, "link", "del", "aside")
+    with contextlib.ExitStack() as stack:
+        for host in range(N_HOSTS):
+            netns(cluster, host, "link", "add", "aside", "type", "veth", "peer", "name", "aside-peer")
+            stack.callback(netns, cluster, host, "link", "del", "aside")
+            netns(cluster, host, "addr", "add", "172.17.0.1/16", "dev", "aside")
+            netns(cluster, host, "link", "set", "aside", "up")
+            netns(cluster, host, "link", "set", "aside-peer", "up")
+        with cluster.group(EVERYONE) as group:
+            cluster.works(EVERYONE, group)
 
 
 def test_slow_link(cluster):
-    with cluster.group(EVERYONE) as group:
-        shape = ("root", "tbf", "rate", SLOW, "burst", "256kb", "latency", "5ms")
+    def limit(rate):
+        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "5ms")
         run("tc", "-n", cluster.names[3], "qdisc", "change", "dev", hosts.IFNAME, *shape)
+
+    with contextlib.ExitStack() as stack, cluster.group(EVERYONE) as group:
+        limit(SLOW)
+        stack.callback(limit, RATE)
         cluster.works(EVERYONE, group, 400_000)
-        shape = ("root", "tbf", "rate", RATE, "burst", "256kb", "latency", "5ms")
-        run("tc", "-n", cluster.names[3], "qdisc", "change", "dev", hosts.IFNAME, *shape)
 
 
 def in_host(name, work):
@@ -248,7 +260,8 @@ def test_no_common_transport(cluster):
 def test_firewall(cluster):
     """Hosts 1 and 2 drop what they have for each other. Both ends are named, with the address that was tried."""
     netns(cluster, 2, "route", "add", "blackhole", f"{hosts.address(1)}/32")
-    with cluster.group([0, 1, 6, 7]) as other:
+    with contextlib.ExitStack() as stack, cluster.group([0, 1, 6, 7]) as other:
+        stack.callback(netns, cluster, 2, "route", "del", "blackhole", f"{hosts.address(1)}/32")
         _, asked = cluster.begin_join([0, 2, 4], timeout=FIREWALL_S)
         cluster.works([0, 1, 6, 7], other)
         replies = cluster.replies(asked)
@@ -259,7 +272,6 @@ def test_firewall(cluster):
             assert seconds < DEADLINE_S
         assert hosts.address(2) in replies[1][1], replies[1]
         assert replies[0][0] in ("ok", "TimeoutError", "PeerError"), replies[0]
-    netns(cluster, 2, "route", "del", "blackhole", f"{hosts.address(1)}/32")
 
 
 def test_killed_host(cluster):
@@ -291,10 +303,3 @@ def test_link_that_is_cut(cluster):
             # The first time-out aborts the others. It may name a rank that waits for host 3 itself: a relay.
             assert "timed out" in text and "waiting for" in text, text
         cluster.works(FIRST_TWO_HOSTS, other)
-
-
-def test_nothing_is_left():
-    """Every namespace of this process is the fixture's: the cases left none of their own."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
-    mine = [line.split()[0] for line in listed.splitlines() if line.startswith(f"spccl-{os.getpid()}-")]
-    assert len(mine) in (0, N_HOSTS + 1)
