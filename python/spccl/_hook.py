@@ -18,8 +18,6 @@ from spccl.optim.checks import is_whole
 
 from ._hook_stats import Statistics, Tally
 
-_AVERAGING_BACKENDS = ("spccl", "nccl")
-
 
 class PruningHook:
     """Settings and state of a pruning hook. `spccl.ddp.PrunedGradients` says what each setting does.
@@ -166,17 +164,15 @@ class PruningHook:
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a bucket's all-reduce is called."""
         if self._limit is None:
-            ours = self.max_ctas is not None and "spccl" in [
-                _backend_name(self._group, d) for d in self._group._device_types
-            ]
+            ours = self.max_ctas is not None and backend.NAME in backend.names_of(self._group)
             self._limit = backend.limit_ctas(self.max_ctas, self._group) if ours else contextlib.nullcontext()
         return self._limit
 
     def _backend_averages(self, device: torch.device) -> bool:
         """Whether the group's backend for this device has ReduceOp.AVG; warns once if it is not spccl."""
         if device not in self._averages:
-            name = _backend_name(self._group, device)
-            self._averages[device] = name in _AVERAGING_BACKENDS
+            name = backend.name_for(self._group, device)
+            self._averages[device] = name in backend.AVERAGING
             if name != "spccl":
                 warnings.warn(
                     f"{self._who}: the group's backend for {device.type} is {name!r}, not 'spccl': "
@@ -298,11 +294,6 @@ class PruningHook:
     def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
         if not ok:
             raise ValueError(f"{self._who}: {name}={value!r}, wanted {wanted}")
-
-
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves `device` in a group, "cpu:gloo,cuda:spccl" groups included."""
-    return group._get_backend(device).name()
 
 
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:

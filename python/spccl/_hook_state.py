@@ -70,7 +70,7 @@ class OnDevice:
 
         Args: group: ranks that have the other parts of this gradient; None: `grad` is all of it.
         """
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else torch.float32)
+        norm = torch.linalg.vector_norm(grad, dtype=prune.wide_dtype(grad.dtype))
         self._use(index)
         norm = norm.double() if loss_scale is None else norm.double() / loss_scale
         place = slice(index, index + 1)

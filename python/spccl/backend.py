@@ -23,9 +23,11 @@ from . import _torch_glue, _torch_settings
 from ._torch_settings import FALLBACKS, ORDERS
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 NAME = "spccl"
+AVERAGING = (NAME, "nccl")  # backends with ReduceOp.AVG
 FORMATS = {"auto": -1, "tile": 1, "pici": 2, "coo": 3, "dense": 4}  # spccl_format in spccl.h
 DEFAULT_TIMEOUT = timedelta(seconds=600)
 FORMAT_NAMES = ("empty", "tile", "pici", "coo", "dense")
@@ -227,13 +229,23 @@ def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
     return torch.ops.spccl.describe_link(boxed, peer)
 
 
+def name_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves `device` in a group, "cpu:gloo,cuda:spccl" groups included."""
+    return group._get_backend(device).name()
+
+
+def names_of(group: dist.ProcessGroup) -> list[str]:
+    """Names of a group's backends, one for each kind of device."""
+    return [name_for(group, device) for device in group._device_types]
+
+
 def _boxed(group: dist.ProcessGroup | None) -> Any:
     import torch.distributed as dist
 
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError("spccl: there is no default group: call torch.distributed.init_process_group first")
-    names = [group._get_backend(device).name() for device in group._device_types]
+    names = names_of(group)
     if NAME not in names:
         raise ValueError(f"spccl: the backends of this group are {', '.join(names)}, wanted 'spccl'")
     return group.boxed()

@@ -1,8 +1,8 @@
-"""Selects the entries of a bucket's gradients to send now, and keeps the others for later steps.
+"""Selects the entries of a flat gradient to send now, and keeps the others for later steps.
 
-Thin objects over `spccl_prune` and `spccl_cuda_prune` (csrc/spccl.h) for `spccl.ddp`; knows no process group and no
-DDP. Symbols: g the local gradient, u the velocity (momentum correction), v the residual, m the momentum, l the leak,
-t the threshold. One step is
+Thin objects over `spccl_prune` and `spccl_cuda_prune` (csrc/spccl.h) for `spccl.ddp` and `spccl.fsdp`; knows no process
+group, DDP or FSDP2. `spccl.optim` uses the columns of its state. Symbols: g the local gradient, u the velocity (momentum
+correction), v the residual, m the momentum, l the leak, t the threshold. One step is
 
     u = m u + g;   v = l v + u;   send s = v unless |v| < t, else 0;   v -= s;   u = 0 where sent
 
@@ -29,6 +29,11 @@ MAX_OVERSHOOT = 4
 # Columns of the int64 tensor that holds `spccl_prune_state`; the first two are float64.
 THRESHOLD, LOSS_SCALE, STEP, N_SENT, N_SENT_ALL, N_NONFINITE_ALL = range(6)
 STATE_COLUMNS = 6
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, norms, residuals and velocities: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Rule(NamedTuple):
@@ -100,7 +105,7 @@ class Slot:
         residual_dtype: float32 (float64 for float64 gradients) or bfloat16.
         Raises: ValueError for a residual of bfloat16 with float64 gradients.
         """
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = wide_dtype(dtype)
         if residual_dtype == torch.bfloat16 and wide == torch.float64:
             raise ValueError(f"spccl.prune: {self.name!r} has float64 gradients, which need a residual of float64")
         if residual_dtype != torch.bfloat16:
@@ -182,7 +187,7 @@ class Plan:
 
     def _clipping(self, clip: Clip) -> tuple[int, int, int, int, float]:
         """`clip` as the C extension takes it. Raises: ValueError for a tensor of another dtype."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(self.dtype)
         for name, tensor, wanted in (("norm", clip.norm, wide), ("squares", clip.squares, torch.float64)):
             if tensor.dtype != wanted or not tensor.is_contiguous():
                 raise ValueError(f"spccl.prune: {name} is {tensor.dtype}, wanted contiguous {wanted}")
@@ -191,7 +196,7 @@ class Plan:
 
 def _check_slot(slot: Slot, dtype: torch.dtype, device: torch.device) -> None:
     """ValueError unless the slot's tensors are what a gradient of `dtype` on `device` needs: C gets their addresses."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = wide_dtype(dtype)
     is_bf16 = slot.residual is not None and slot.residual.dtype == torch.bfloat16 and wide == torch.float32
     for what, tensor, wanted_dtype, numel in (
         ("state", slot.state, torch.int64, STATE_COLUMNS),

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spccl import _ext
+from spccl import _ext, prune
 
 from .settings import Settings
 
@@ -63,10 +63,14 @@ class Weight:
             )
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a DTensor the part that this rank has."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def own_memory(param: torch.Tensor) -> torch.Tensor:
-    """The values of `param` on this rank: of a DTensor its local part."""
-    local = getattr(param, "_local_tensor", param)
-    return local.detach()
+    """The values of `param` on this rank."""
+    return local_part(param).detach()
 
 
 def flat_memory(param: torch.Tensor, name: str) -> torch.Tensor:
@@ -97,7 +101,7 @@ class Bucket:
         self.weights = sorted(weights, key=lambda w: not w.pruned) if rows else list(weights)
         first = self.weights[0].flat
         self.dtype, self.device = first.dtype, first.device
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        wide = prune.wide_dtype(self.dtype)
         self.numel = sum(w.numel for w in self.weights)
         self.length = self.n_chunked = 0
         gaps: list[int] = []

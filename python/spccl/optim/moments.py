@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .bucket import Bucket, Scratch
+from .bucket import Bucket, Scratch, local_part
 
 # Above this number of ranks the default is "corrected". There v / N can make steps up to sqrt(N) times Adam's longest,
 # where the gradient is not mostly noise. Measured with 4 ranks only.
@@ -100,5 +100,4 @@ def _numbers(values: list[float | torch.Tensor]) -> list[float]:
 
 def _flat(moment: torch.Tensor, numel: int) -> torch.Tensor:
     """A moment's memory, in the order of its parameter's memory."""
-    own = getattr(moment, "_local_tensor", moment)
-    return own.as_strided((numel,), (1,))
+    return local_part(moment).as_strided((numel,), (1,))

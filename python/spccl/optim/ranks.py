@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_AVERAGING_BACKENDS = ("spccl", "nccl")
+from spccl import backend
 
 
 class Ranks:
@@ -28,7 +28,7 @@ class Ranks:
         """Name of the backend that carries tensors of `device`; "none" for one rank alone."""
         if self.world_size == 1 or self.group is None:
             return "none"
-        return self.group._get_backend(device).name()
+        return backend.name_for(self.group, device)
 
     def averages(self, device: torch.device, sends_zeros: bool = True) -> bool:
         """Whether the backend has ReduceOp.AVG. Warns if the backend sends zeros too and there are any."""
@@ -39,7 +39,7 @@ class Ranks:
                 'but zeros travel too and no bytes are saved. Use init_process_group("spccl").',
                 stacklevel=5,
             )
-        return name in (*_AVERAGING_BACKENDS, "none")
+        return name in (*backend.AVERAGING, "none")
 
     def all_reduce(self, buffer: torch.Tensor, average: bool) -> "dist.Work | None":
         """Start the average (or sum) of `buffer` over the ranks, in place; None if there is nothing to wait for."""
@@ -100,7 +100,7 @@ class Ranks:
     def backend_names(self) -> str:
         if self.group is None:
             return "none"
-        return ", ".join(sorted({self.group._get_backend(device).name() for device in self.group._device_types}))
+        return ", ".join(sorted(set(backend.names_of(self.group))))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

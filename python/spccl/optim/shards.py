@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spccl import _fsdp_model
+from spccl import _fsdp_model, prune
 
+from .bucket import local_part
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def gradient(param: torch.Tensor) -> torch.Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    grad = getattr(grad, "_local_tensor", grad)
+    grad = local_part(grad)
     return grad._values() if grad.is_sparse else grad
 
 
@@ -92,8 +93,7 @@ def _norm(grads: list[torch.Tensor]) -> float:
         kinds.setdefault((g.device, g.dtype), []).append(g)
     found = []
     for (_, dtype), same in kinds.items():
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(same, 2, dtype=wide))
+        norms = torch.stack(torch._foreach_norm(same, 2, dtype=prune.wide_dtype(dtype)))
         found.append(float(torch.linalg.vector_norm(norms)))
     return math.hypot(*found)
 

@@ -13,7 +13,7 @@ from spccl import prune
 
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
-from .bucket import Weight, make_buckets, own_memory
+from .bucket import Weight, local_part, make_buckets, own_memory
 from .ranks import Ranks
 from .schedule import Density, density_at
 from .settings import Settings
@@ -431,4 +431,4 @@ class SparseSync(torch.optim.Optimizer):
 
 
 def own_pointer(param: torch.Tensor) -> int:
-    return getattr(param, "_local_tensor", param).data_ptr()
+    return local_part(param).data_ptr()
