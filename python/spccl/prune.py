@@ -1,8 +1,8 @@
 """Selects the entries of a flat gradient to send now, and keeps the others for later steps.
 
-Thin objects over `spccl_prune` and `spccl_cuda_prune` (csrc/spccl.h) for `spccl.ddp` and `spccl.fsdp`; knows no process
-group, DDP or FSDP2. `spccl.optim` uses the columns of its state. Symbols: g the local gradient, u the velocity (momentum
-correction), v the residual, m the momentum, l the leak, t the threshold. One step is
+Thin objects over `spccl_prune` and `spccl_cuda_prune` (csrc/spccl.h) for `spccl.ddp` and `spccl.fsdp`; knows no
+process group, DDP or FSDP2. `spccl.optim` uses the columns of its state. Symbols: g the local gradient, u the velocity
+(momentum correction), v the residual, m the momentum, l the leak, t the threshold. One step is
 
     u = m u + g;   v = l v + u;   send s = v unless |v| < t, else 0;   v -= s;   u = 0 where sent
 
