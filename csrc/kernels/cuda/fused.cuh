@@ -6,7 +6,8 @@
 
 #include "kernels/cuda/roles.cuh"
 
-// Warps of a CTA, at most: those of its workers and, last, the notifier. One CTA runs on an SM.
+// Warps of a CTA, at most: those of its workers, then the notifier; in groups on several hosts a copy warp follows
+// (copy_warp.cuh). One CTA runs on an SM.
 #define SP_CTA_WARPS 16u
 #define SP_CTA_THREADS (SP_CTA_WARPS * 32)
 #define SP_CTA_WORKERS 10u // at most
@@ -51,8 +52,8 @@ struct sp_block_smem {
 };
 static_assert(sizeof(sp_progress) % 16 == 0, "the parts after the tables stay aligned to 16");
 
-// The first call of every warp: initializes the progress tables. The last warp becomes the notifier; it
-// returns true when all workers are done. All other warps return false at once.
+// The first call of every warp but the copy warp: initializes the progress tables. The last of them becomes the
+// notifier; it returns true when all workers are done. All others return false at once.
 __device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_warp_counts &counts,
                                                sp_progress *progress)
 {
