@@ -46,8 +46,8 @@ struct comm;
 struct request {
     struct comm *comm;
     uint8_t *data;
-    size_t bytes, moved; /* moved counts the header too */
-    struct header head;
+    size_t bytes, moved;     /* moved counts the header too */
+    struct header head, got; /* got: the header that is being received */
     int done;
 };
 struct comm {
@@ -305,32 +305,26 @@ static int push_one(struct request *r)
     return 1;
 }
 
+/* Bytes of a header are taken as they come. If they were left in the socket, they could keep a whole segment of the
+ * kernel in the receive buffer: over loopback, the window then stays closed for ever. */
 static int pull_one(struct request *r)
 {
-    size_t wanted = r->bytes;
     while (r->moved < sizeof r->head || r->moved < sizeof r->head + r->head.bytes) {
-        uint32_t tag = r->head.tag;
         int in_head = r->moved < sizeof r->head;
-        struct header got = r->head;
-        ssize_t n = in_head ? recv(r->comm->fd, &got, sizeof got, MSG_DONTWAIT | MSG_PEEK)
-                            : recv(r->comm->fd, r->data + (r->moved - sizeof r->head),
-                                   sizeof r->head + r->head.bytes - r->moved, MSG_DONTWAIT);
+        ssize_t n =
+            in_head ? recv(r->comm->fd, (uint8_t *)&r->got + r->moved, sizeof r->got - r->moved, MSG_DONTWAIT)
+                    : recv(r->comm->fd, r->data + (r->moved - sizeof r->head),
+                           sizeof r->head + r->head.bytes - r->moved, MSG_DONTWAIT);
         if (n < 0)
             return errno == EAGAIN || errno == EINTR ? 0 : -1;
         if (n == 0)
             return -1;
-        if (!in_head) {
-            r->moved += (size_t)n;
+        r->moved += (size_t)n;
+        if (!in_head || r->moved < sizeof r->head)
             continue;
-        }
-        if (n < (ssize_t)sizeof got)
-            return 0;
-        if (recv(r->comm->fd, &got, sizeof got, MSG_DONTWAIT) != (ssize_t)sizeof got)
-            return -1;
-        r->head = got;
-        r->moved = sizeof got;
-        if (got.tag != tag || got.bytes > wanted)
+        if (r->got.tag != r->head.tag || r->got.bytes > r->bytes)
             return net_misuse("another tag, or more bytes than the receiver posted"), -1;
+        r->head = r->got;
     }
     return 1;
 }
