@@ -33,6 +33,13 @@ def test_refuses_what_is_no_rate(text):
 
 
 @pytest.mark.parametrize(
+    ("rate", "wanted"), [("1gbit", 262144), ("100mbit", 26214), ("10gbit", 262144), ("1mbit", 16384)]
+)
+def test_burst(rate, wanted):
+    assert hosts.burst_bytes(rate) == wanted
+
+
+@pytest.mark.parametrize(
     ("words", "part"),
     [
         (["--hosts", "2", "--ranks", "3"], "3 ranks cannot be spread evenly over 2 hosts"),

@@ -60,7 +60,7 @@ void sp_chooser_init(sp_chooser *c, int world_size, const sp_hosts *hosts);
 spccl_status sp_choose(sp_chooser *c, const sp_cost_call *call, uint8_t dtype, const sp_choice **out);
 /* Calls end in the order in which they were planned. */
 void sp_chooser_end(sp_chooser *c, const sp_measured *m);
-/* "relayed (densities 1% and 27.5%; direct 1203 us, oneshot 5100 us, relayed 802 us)" */
+/* "relayed (measured 1% and 27.5% nonzero; direct 1203 us; oneshot 5100 us; relayed 802 us)" */
 void sp_choice_describe(const sp_choice *choice, char *text, size_t cap);
 
 #endif

@@ -64,10 +64,9 @@ static spccl_info_entry memory_entry(void)
     pthread_once(&once, write_memory_text);
     return (spccl_info_entry){
         .kind = "part",
-        .name = "registered memory",
+        .name = "queue memory",
         .value = memory_text,
-        .why =
-            "most that ib registers with a card, or ncclnet with a plugin, unless SPCCL_QUEUE_BYTES is set"};
+        .why = "between hosts, with default SPCCL_QUEUE_BYTES: held by tcp; registered by ib and ncclnet"};
 }
 
 static bool schedule_entry(size_t i, spccl_info_entry *out)
@@ -80,7 +79,7 @@ static bool schedule_entry(size_t i, spccl_info_entry *out)
         out->value = "in, candidate";
         out->why = "adds in rank order; the candidate of least cost is taken (spccl_comm_describe_schedule)";
     } else {
-        out->why = "adds in an order of its own: only if SPCCL_SCHEDULE asks for it";
+        out->why = "adds in an order of its own: only if SPCCL_SCHEDULE or spccl_config.schedule names it";
     }
     if (strcmp(forced, out->name) == 0) {
         out->value = "in, forced";

@@ -1,8 +1,9 @@
 """Emulated hosts: network namespaces of this machine, joined by a switch, with links of a limited rate.
 
 Each host is a namespace with one interface, `eth0`. The switch is a bridge in a namespace of its own, so the machine's
-own network is not touched. Both ends of a host's link are shaped by `tbf`, with the queue of a small switch: 256 KiB
-and 5 ms. Needs root, and the commands `ip` and `tc` (iproute2). This file knows nothing of collectives.
+own network is not touched. Both ends of a host's link are shaped by `tbf`. After a pause each passes a burst at once,
+2 ms of the rate (16 to 256 KiB), and queues 5 ms of it, as a small switch does. Needs root, and the commands `ip` and
+`tc` (iproute2). This file knows nothing of collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 
 IFNAME = "eth0"
-_BURST, _LATENCY = "256kb", "5ms"
+_BURST_S, _BURST_BYTES_MIN, _BURST_BYTES_MAX = 256 * 1024 / 125e6, 16 << 10, 256 << 10
+_LATENCY = "5ms"
 _COMMAND_S = 20.0  # time for one `ip` or `tc` command
 _CLONE_NEWNET = 0x40000000
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
@@ -37,6 +39,11 @@ def bits_per_second(rate: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise ValueError(f'"{rate}" is not a rate: write it as tc does, such as 1gbit or 100mbit')
     return float(match[1]) * _UNIT[match[2]]
+
+
+def burst_bytes(rate: str) -> int:
+    """What a link passes at once after a pause. A larger burst at a low rate would hide the wire's time."""
+    return int(min(max(bits_per_second(rate) / 8 * _BURST_S, _BURST_BYTES_MIN), _BURST_BYTES_MAX))
 
 
 def _run(*words: str) -> None:
@@ -72,7 +79,7 @@ def _make(prefix: str, names: list[str], rate: str) -> None:
         _run("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", IFNAME)
         _run("ip", "-n", name, "link", "set", IFNAME, "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
-        shape = ("root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY)
+        shape = ("root", "tbf", "rate", rate, "burst", str(burst_bytes(rate)), "latency", _LATENCY)
         _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, *shape)
         _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
 
