@@ -3,14 +3,8 @@
 
 #include "core/base/bits.h"
 
-#define HEAD_MAGIC 0x534d5053u /* "SPMS" */
 /* A segment that is not full is sent if fewer than this many are under way. Otherwise it waits, and may fill. */
 #define FEW 2
-
-static size_t record_bytes(size_t bytes)
-{
-    return SP_NN_HEAD_BYTES + sp_align_up(bytes, 16);
-}
 
 static uint8_t *place(const sp_nn_ring *r, uint64_t at)
 {
@@ -45,7 +39,7 @@ static uint64_t count_left(sp_nn_ring *r)
             r->left_at = (k + 1) * r->segment_bytes;
             continue;
         }
-        n = record_bytes(sp_load_le32(place(r, r->left_at)));
+        n = sp_record_bytes(sp_load_le32(place(r, r->left_at)));
         if (r->left_at + n > end)
             break;
         r->left_at += n;
@@ -63,7 +57,7 @@ uint64_t sp_nn_ring_left(sp_nn_ring *r)
 void *sp_nn_ring_reserve(sp_nn_ring *r, size_t bytes)
 {
     uint64_t limit = count_left(r);
-    r->blocked = r->at + record_bytes(bytes) > limit;
+    r->blocked = r->at + sp_record_bytes(bytes) > limit;
     r->reserved = r->blocked ? 0 : bytes;
     r->reserved_at = r->at;
     return r->blocked ? NULL : place(r, r->at) + SP_NN_HEAD_BYTES;
@@ -81,7 +75,7 @@ bool sp_nn_ring_push(sp_nn_ring *r)
     uint64_t limit = count_left(r), next = (allowed + 1) * r->segment_bytes;
     if (!waits(r) || allowed - atomic_load_explicit(&r->done, memory_order_relaxed) >= FEW)
         return false;
-    if (r->reserved != 0 && next + record_bytes(r->reserved) > limit)
+    if (r->reserved != 0 && next + sp_record_bytes(r->reserved) > limit)
         return false; /* the reserved message must still fit */
     r->bytes[allowed % SP_NN_SEGMENTS] = (uint32_t)(r->at % r->segment_bytes);
     r->at = next;
@@ -92,16 +86,11 @@ bool sp_nn_ring_push(sp_nn_ring *r)
 bool sp_nn_ring_commit(sp_nn_ring *r)
 {
     uint64_t before = atomic_load_explicit(&r->allowed, memory_order_relaxed), full;
-    size_t n = record_bytes(r->reserved);
     uint8_t *from = place(r, r->reserved_at), *head = from + (r->at - r->reserved_at);
     if (head != from) /* a push ended the segment in which the message was to begin */
         memmove(head + SP_NN_HEAD_BYTES, from + SP_NN_HEAD_BYTES, r->reserved);
-    sp_store_le32(head, (uint32_t)r->reserved);
-    sp_store_le32(head + 4, (uint32_t)r->n_messages);
-    sp_store_le32(head + 8, r->queue);
-    sp_store_le32(head + 12, HEAD_MAGIC);
-    memset(head + SP_NN_HEAD_BYTES + r->reserved, 0, n - SP_NN_HEAD_BYTES - r->reserved);
-    r->at += n;
+    sp_record_write(head, r->queue, (uint32_t)r->n_messages, r->reserved);
+    r->at += sp_record_bytes(r->reserved);
     r->n_messages++;
     r->reserved = 0;
     full = r->at / r->segment_bytes;
@@ -117,20 +106,14 @@ spccl_status sp_nn_ring_peek(const sp_nn_ring *r, size_t bytes_max, const void *
 {
     uint64_t done = atomic_load_explicit(&r->done, memory_order_acquire), first = r->at / r->segment_bytes;
     const uint8_t *head = place(r, r->at);
+    const sp_record_expected want = {
+        .queue = r->queue, .sequence = (uint32_t)r->n_messages, .bytes_max = bytes_max};
     uint64_t end;
-    size_t n;
+    size_t n = 0;
     if (first >= done)
         return SPCCL_AGAIN;
-    n = sp_load_le32(head);
-    if (sp_load_le32(head + 12) != HEAD_MAGIC || n == 0 || n > bytes_max ||
-        sp_load_le32(head + 4) != (uint32_t)r->n_messages || sp_load_le32(head + 8) != r->queue)
-        return SP_FAIL(
-            SPCCL_ERR_FORMAT,
-            "magic %08x, message %u of queue %u, %zu bytes; wanted magic %08x, message %u of queue %u, "
-            "1 to %zu bytes",
-            sp_load_le32(head + 12), sp_load_le32(head + 4), sp_load_le32(head + 8), n, HEAD_MAGIC,
-            (uint32_t)r->n_messages, r->queue, bytes_max);
-    end = r->at + record_bytes(n);
+    SP_TRY(sp_record_check(head, &want, &n));
+    end = r->at + sp_record_bytes(n);
     for (uint64_t k = first; k * r->segment_bytes < end; k++) {
         uint64_t part = sp_min_size((size_t)(end - k * r->segment_bytes), r->segment_bytes);
         if (k >= done)
@@ -150,7 +133,7 @@ bool sp_nn_ring_release(sp_nn_ring *r, size_t bytes)
 {
     uint64_t done = atomic_load_explicit(&r->done, memory_order_acquire), allowed;
     uint64_t before = atomic_load_explicit(&r->allowed, memory_order_relaxed);
-    r->at += record_bytes(bytes);
+    r->at += sp_record_bytes(bytes);
     r->n_messages++;
     if (r->at % r->segment_bytes != 0) {
         uint64_t k = r->at / r->segment_bytes;

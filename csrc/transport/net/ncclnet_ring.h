@@ -3,9 +3,7 @@
  * receiver's ring is a copy of the sender's, and a message that spans segments is contiguous in both (mirror.h).
  *
  * A segment may be sent before it is full. The next message then begins at the next segment. In memory a message
- * is a head of 16 bytes, little-endian
- *   0 u32 payload bytes   4 u32 sequence number in its queue   8 u32 queue   12 u32 "SPMS"
- * then the payload, then zeros up to a multiple of 16.
+ * is a record (record.h).
  *
  * Two threads may use a ring: the endpoint's caller, and the thread that calls the plugin. (Transport ib has no thread:
  * its caller does both.) `allowed` and `done` pass
@@ -15,11 +13,12 @@
 
 #include "core/base/status.h"
 #include "transport/common/mirror.h"
+#include "transport/common/record.h"
 
 #include <stdatomic.h>
 
 #define SP_NN_SEGMENTS 16u /* plugins take 32 requests per connection */
-#define SP_NN_HEAD_BYTES 16u
+#define SP_NN_HEAD_BYTES SP_RECORD_HEAD_BYTES
 
 typedef struct sp_nn_ring {
     sp_mirror memory;

@@ -105,9 +105,9 @@ static spccl_status tcp_peek(sp_endpoint *opaque, int peer, int queue, const voi
     struct sp_tcp *ep = sp_tcp_self(opaque);
     const struct sp_tcp_peer *p = &ep->peers[peer];
     const struct sp_tcp_socket *s = socket_of(p, queue, p->queues[queue].n_received);
-    sp_tcp_expected want = {.queue = (uint32_t)queue,
-                            .sequence = (uint32_t)p->queues[queue].n_received,
-                            .bytes_max = tcp_message_max(opaque)};
+    sp_record_expected want = {.queue = (uint32_t)queue,
+                               .sequence = (uint32_t)p->queues[queue].n_received,
+                               .bytes_max = tcp_message_max(opaque)};
     spccl_status st = sp_tcp_socket_peek(s, &want, out, bytes);
     if (st == SPCCL_ERR_FORMAT) {
         char text[200];

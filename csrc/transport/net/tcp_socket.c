@@ -10,16 +10,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define HEAD_MAGIC 0x534d5053u /* "SPMS" */
 /* Most bytes of one read. They are still in the L2 cache when they are decoded, and one busy peer does not
  * delay the others. */
 #define READ_BYTES ((size_t)256 << 10)
 #define FINISH_READS 64 /* a peer that goes on sending must not delay the close */
-
-static size_t record_bytes(size_t bytes)
-{
-    return SP_TCP_HEAD_BYTES + sp_align_up(bytes, 16);
-}
 
 spccl_status sp_tcp_socket_open(sp_tcp_socket *s, int fd, size_t buffer_bytes)
 {
@@ -41,7 +35,7 @@ void sp_tcp_socket_close(sp_tcp_socket *s)
 
 void *sp_tcp_socket_reserve(sp_tcp_socket *s, size_t bytes)
 {
-    if (sp_mirror_space(&s->out) < record_bytes(bytes))
+    if (sp_mirror_space(&s->out) < sp_record_bytes(bytes))
         return NULL;
     s->out.held = true;
     return sp_mirror_free(&s->out) + SP_TCP_HEAD_BYTES;
@@ -56,15 +50,10 @@ static void add_to_runs(sp_tcp_socket *s, uint32_t call)
 
 void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, size_t bytes, uint32_t call)
 {
-    uint8_t *head = sp_mirror_free(&s->out);
-    sp_store_le32(head, (uint32_t)bytes);
-    sp_store_le32(head + 4, sequence);
-    sp_store_le32(head + 8, queue);
-    sp_store_le32(head + 12, HEAD_MAGIC);
-    memset(head + SP_TCP_HEAD_BYTES + bytes, 0, record_bytes(bytes) - SP_TCP_HEAD_BYTES - bytes);
+    sp_record_write(sp_mirror_free(&s->out), queue, sequence, bytes);
     if (s->out.used == 0)
-        s->first_left = record_bytes(bytes);
-    s->out.used += record_bytes(bytes);
+        s->first_left = sp_record_bytes(bytes);
+    s->out.used += sp_record_bytes(bytes);
     s->out.held = false;
     add_to_runs(s, call);
 }
@@ -77,7 +66,7 @@ static void drop_sent(sp_tcp_socket *s, size_t n)
         if (s->first_left == s->out.used)
             s->first_left = 0;
         else
-            s->first_left += record_bytes(sp_load_le32(sp_mirror_first(&s->out) + s->first_left));
+            s->first_left += sp_record_bytes(sp_load_le32(sp_mirror_first(&s->out) + s->first_left));
     }
     if (s->first_left != 0)
         s->first_left -= n;
@@ -125,23 +114,15 @@ bool sp_tcp_socket_fill(sp_tcp_socket *s)
     return s->ended;
 }
 
-spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_tcp_expected *want, const void **out,
+spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_record_expected *want, const void **out,
                                 size_t *bytes)
 {
     const uint8_t *head = sp_mirror_first(&s->in);
-    size_t n;
+    size_t n = 0;
     if (s->in.used < SP_TCP_HEAD_BYTES)
         return SPCCL_AGAIN;
-    n = sp_load_le32(head);
-    if (sp_load_le32(head + 12) != HEAD_MAGIC || n == 0 || n > want->bytes_max ||
-        sp_load_le32(head + 4) != want->sequence || sp_load_le32(head + 8) != want->queue)
-        return SP_FAIL(
-            SPCCL_ERR_FORMAT,
-            "magic %08x, message %u of queue %u, %zu bytes; wanted magic %08x, message %u of queue "
-            "%u, 1 to %zu bytes",
-            sp_load_le32(head + 12), sp_load_le32(head + 4), sp_load_le32(head + 8), n, HEAD_MAGIC,
-            want->sequence, want->queue, want->bytes_max);
-    if (s->in.used < record_bytes(n))
+    SP_TRY(sp_record_check(head, want, &n));
+    if (s->in.used < sp_record_bytes(n))
         return SPCCL_AGAIN;
     *out = head + SP_TCP_HEAD_BYTES;
     *bytes = n;
@@ -150,7 +131,7 @@ spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_tcp_expected *w
 
 void sp_tcp_socket_release(sp_tcp_socket *s, size_t bytes)
 {
-    sp_mirror_drop(&s->in, record_bytes(bytes));
+    sp_mirror_drop(&s->in, sp_record_bytes(bytes));
 }
 
 bool sp_tcp_socket_has_message(const sp_tcp_socket *s)
@@ -159,7 +140,7 @@ bool sp_tcp_socket_has_message(const sp_tcp_socket *s)
     if (s->in.used < SP_TCP_HEAD_BYTES)
         return false;
     n = sp_load_le32(sp_mirror_first(&s->in));
-    return n > s->in.cap - SP_TCP_HEAD_BYTES || s->in.used >= record_bytes(n);
+    return n > s->in.cap - SP_TCP_HEAD_BYTES || s->in.used >= sp_record_bytes(n);
 }
 
 bool sp_tcp_socket_finish(sp_tcp_socket *s)

@@ -1,10 +1,8 @@
 /* tcp_socket.h - one socket that carries messages of one queue, with two bounded buffers. It knows no ranks:
  * tcp.c chooses the socket of a message, and knows who is at the other end.
  *
- * On the wire a message is a head of 16 bytes, little-endian
- *   0 u32 payload bytes   4 u32 sequence number in its queue   8 u32 queue   12 u32 "SPMS"
- * then the payload, then zeros up to a multiple of 16. Head and payload are contiguous in the buffer and
- * leave in one call. After the socket was full, several messages leave in one call.
+ * On the wire a message is a record (record.h). Head and payload are contiguous in the buffer and leave in one
+ * call. After the socket was full, several messages leave in one call.
  *
  * `readable` and `writable` belong to edge-triggered events: an event sets them, and a call that finds
  * nothing clears them. So an idle or full socket costs no call. */
@@ -12,8 +10,9 @@
 #define SP_TCP_SOCKET_H
 
 #include "transport/common/mirror.h"
+#include "transport/common/record.h"
 
-#define SP_TCP_HEAD_BYTES 16u
+#define SP_TCP_HEAD_BYTES SP_RECORD_HEAD_BYTES
 /* Calls whose messages in one socket are told apart. The executor works on as many collectives. If there are
  * more, messages of later calls count as the last of these. */
 #define SP_TCP_RUNS 8
@@ -40,12 +39,6 @@ typedef struct sp_tcp_socket {
     bool shut;    /* shutdown was called: this end sends no more */
 } sp_tcp_socket;
 
-/* What the next message must be. */
-typedef struct sp_tcp_expected {
-    uint32_t queue, sequence;
-    size_t bytes_max;
-} sp_tcp_expected;
-
 /* Takes over fd if it succeeds. Errors: NOMEM. */
 spccl_status sp_tcp_socket_open(sp_tcp_socket *s, int fd, size_t buffer_bytes);
 /* Accepts a socket that is not open. */
@@ -67,7 +60,7 @@ bool sp_tcp_socket_flush(sp_tcp_socket *s);
 bool sp_tcp_socket_fill(sp_tcp_socket *s);
 /* Get the first message. AGAIN: it is not complete yet. Errors: FORMAT (its head differs from `want`; the
  * text is a clause). */
-spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_tcp_expected *want, const void **out,
+spccl_status sp_tcp_socket_peek(const sp_tcp_socket *s, const sp_record_expected *want, const void **out,
                                 size_t *bytes);
 /* Drop the first message, which has `bytes` bytes. */
 void sp_tcp_socket_release(sp_tcp_socket *s, size_t bytes);
