@@ -284,7 +284,7 @@ class PruningHook:
         """States for `world_size` ranks from those of any other number of ranks, in rank order.
 
         New rank r gets the sum over old ranks r, r + world_size, ... times world_size / len(states). So the sum
-        of residuals / ranks, which the averages still owe to the model, stays the same. Thresholds start anew.
+        of residuals / ranks, which the averages have not had yet, stays the same. Thresholds start anew.
 
         Args: ranks: the new ranks whose states are made; None: all.
         Raises: ValueError if a rank's state is missing or the states differ in step.

@@ -263,8 +263,13 @@ class Communicator:
         return {peer: comm.describe_link(peer) for peer in range(comm.world_size) if peer != comm.rank}
 
     def describe_schedules(self) -> list[str]:
-        """For each kind of call so far (collective, elements, dtype): its schedule, the densities and the costs of all
-        candidates, as they were when the costs were last computed.
+        """One line for each kind of call so far (collective, elements, dtype): which schedule it takes, and why.
+
+        "all_reduce of 1000 float32: oneshot (assumed 100% and 100% nonzero; direct 4.39 us; oneshot 2.839 us)": the
+        call; the schedule, after "forced " if SPCCL_SCHEDULE names it; densities of an input and of the sum, "measured"
+        in earlier calls or "assumed"; the time that each candidate is estimated to take. They are as they were when
+        the costs were last computed. 64 kinds are kept. Empty before the first call.
+        Raises: StateError after close().
         """
         return self._comm.describe_schedules()
 

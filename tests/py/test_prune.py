@@ -468,7 +468,7 @@ def test_state_that_does_not_fit_is_refused(one_rank):
 
 
 @pytest.mark.parametrize("n_old, n_new", [(4, 2), (2, 4), (3, 2), (2, 3), (1, 5)])
-def test_reshard_keeps_what_the_averages_still_owe(n_old, n_new):
+def test_reshard_keeps_the_mean_residual(n_old, n_new):
     def state(rank):
         tensors = {"residual": torch.randn(50), "velocity": torch.randn(50), "threshold": 1.0}
         return {"version": 1, "world_size": n_old, "step": 7, "seed": 0, "parameters": {"w": tensors}}
@@ -477,8 +477,8 @@ def test_reshard_keeps_what_the_averages_still_owe(n_old, n_new):
     new = ddp.PrunedGradients.reshard(old, n_new)
     assert [s["world_size"] for s in new] == [n_new] * n_new
     for key in ("residual", "velocity"):
-        owed = [sum(s["parameters"]["w"][key] for s in states) / len(states) for states in (old, new)]
-        torch.testing.assert_close(owed[0], owed[1])
+        means = [sum(s["parameters"]["w"][key] for s in states) / len(states) for states in (old, new)]
+        torch.testing.assert_close(means[0], means[1])
     (last,) = ddp.PrunedGradients.reshard(old, n_new, ranks=[n_new - 1])
     assert all(torch.equal(last["parameters"]["w"][k], new[-1]["parameters"]["w"][k]) for k in ("residual", "velocity"))
     with pytest.raises(ValueError, match="got 0 states for 2 ranks, wanted the states of all ranks"):

@@ -27,12 +27,12 @@ def test_a_skipped_step_loses_what_it_sent_and_no_more(residual_dtype):
     held, grad = slot.residual.clone(), torch.randn(N, generator=generator)
     norm = float(grad.norm())
     grad[9], grad[10] = math.inf, math.nan
-    owed = held.float() + grad
+    total = held.float() + grad
     plan.run(grad, rule)
-    finite = torch.isfinite(owed)
+    finite = torch.isfinite(total)
     assert finite.sum() == N - 2 and grad[9] == math.inf and grad[10].isnan()
     assert torch.equal(slot.residual[9:11], held[9:11])
-    kept = owed[finite] - grad[finite]
+    kept = total[finite] - grad[finite]
     if residual_dtype == torch.float32:
         assert torch.equal(slot.residual[finite], kept)
     else:

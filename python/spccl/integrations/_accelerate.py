@@ -36,7 +36,8 @@ def keep_states(accelerator: Any, part: PrunedGradients | SparseSync) -> None:
     if not is_sparse_sync(part) and not isinstance(part, PrunedGradients):
         raise TypeError(
             f"keep_states: got a {type(part).__name__}, wanted a SparseSync or a PrunedGradients; give the SparseSync "
-            "itself, before accelerator.prepare(optimizer)"
+            "itself, before accelerator.prepare(optimizer); of a PrunedShards, save hook.state_dict() in a file of "
+            "each rank"
         )
     states = _States(accelerator, part)
     if is_sparse_sync(part):

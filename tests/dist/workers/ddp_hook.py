@@ -1,8 +1,8 @@
 """PrunedGradients under DistributedDataParallel on every rank; the backend is SPCCL_TEST_BACKEND.
 
 Gradients are chosen, not computed: the loss is sum(parameter * wanted gradient), so every rank knows every
-rank's gradient and can check what DDP hands back. The law behind most cases: what the averages have handed out
-plus what the residuals still hold, averaged over ranks, is the average of all gradients so far.
+rank's gradient and can check what DDP returns. Most cases check this sum: the averages so far, plus the mean over ranks
+of the residuals, is the average of all gradients so far.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def grads(model) -> dict[str, torch.Tensor]:
 
 
 def step_once(model, given) -> dict[str, torch.Tensor]:
-    """One synchronised backward pass; the averages it handed out."""
+    """One synchronised backward pass; the averages that it gave."""
     model.zero_grad(set_to_none=True)
     model(given).backward()
     return {n: g.clone() for n, g in grads(model).items()}
 
 
-def owed(hook, key: str = "residual") -> dict[str, torch.Tensor]:
+def mean_residual(hook, key: str = "residual") -> dict[str, torch.Tensor]:
     """Average over ranks of what each still holds back, by parameter name."""
     out = {}
     for name, entry in sorted(hook.state_dict()["parameters"].items()):
@@ -66,8 +66,8 @@ def owed(hook, key: str = "residual") -> dict[str, torch.Tensor]:
     return out
 
 
-class Ledger:
-    """Adds up what went in and what came out."""
+class Sums:
+    """Of the average gradients that went into the hook, and of the averages that came out."""
 
     def __init__(self):
         zero = {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
@@ -83,7 +83,7 @@ class Ledger:
             self.got[name] += grad
 
     def check(self, hook, tolerance: float = 1e-4):
-        for name, held in owed(hook).items():
+        for name, held in mean_residual(hook).items():
             torch.testing.assert_close(
                 self.got[name] + held, self.given[name], rtol=tolerance, atol=tolerance, msg=name
             )
@@ -91,17 +91,17 @@ class Ledger:
 
 def conserves(n_steps: int = 5, dtype=torch.float32, settings: dict | None = None, **ddp_settings):
     model, hook = wrap(settings or {}, dtype, **ddp_settings)
-    ledger = Ledger()
+    sums = Sums()
     for step in range(n_steps):
-        ledger.gave(step, dtype=dtype)
+        sums.gave(step, dtype=dtype)
         averages = step_once(model, wanted(RANK, step, dtype=dtype))
-        ledger.take(averages)
+        sums.take(averages)
         assert torch.count_nonzero(averages["big"]) <= WORLD * 5 * 0.01 * averages["big"].numel()
         if dtype == torch.float32:  # one-dimensional and small parameters are plain averages
             for name in ("bias", "small"):
                 plain = sum(wanted(r, step)[name].double() for r in range(WORLD)) / WORLD
                 torch.testing.assert_close(averages[name], plain, rtol=1e-5, atol=1e-6)
-    ledger.check(hook, 1e-4 if dtype == torch.float32 else 5e-2)
+    sums.check(hook, 1e-4 if dtype == torch.float32 else 5e-2)
     assert hook.step == n_steps
     return model, hook
 
@@ -167,26 +167,26 @@ def momentum_of_whole_parameters() -> None:
 def accumulates_under_no_sync() -> None:
     for as_view in (False, True):
         model, hook = wrap({}, gradient_as_bucket_view=as_view)
-        ledger = Ledger()
+        sums = Sums()
         for step in range(0, 6, 3):
             model.zero_grad(set_to_none=True)
             for part in range(3):
-                ledger.gave(step + part)
+                sums.gave(step + part)
                 if part < 2:
                     with model.no_sync():
                         model(wanted(RANK, step + part)).backward()
                 else:
                     model(wanted(RANK, step + part)).backward()
-            ledger.take(grads(model))
+            sums.take(grads(model))
         assert hook.step == 2
-        ledger.check(hook)
+        sums.check(hook)
 
 
 def unused_parameters_wait() -> None:
     """Used by nobody, by one rank, by all: nothing that was held back is lost."""
     for as_view in (False, True):
         model, hook = wrap({}, find_unused_parameters=True, gradient_as_bucket_view=as_view)
-        ledger = Ledger()
+        sums = Sums()
         kept = None
         for step in range(6):
 
@@ -194,14 +194,14 @@ def unused_parameters_wait() -> None:
                 names = [n for n in SHAPES if n != "mid" or step % 2 == 0]  # mid: by nobody in odd steps
                 return [n for n in names if n != "last" or step != 4 or rank == 0]  # last: by rank 0 in step 4
 
-            ledger.gave(step, names_of)
+            sums.gave(step, names_of)
             averages = step_once(model, wanted(RANK, step, names_of(RANK)))
             held = hook.state_dict()["parameters"]["mid"]["residual"]
             if step % 2:
                 assert torch.equal(held, kept) and not averages.get("mid", torch.zeros(1)).any()
             kept = held
-            ledger.take(averages)
-        ledger.check(hook)
+            sums.take(averages)
+        sums.check(hook)
 
 
 def infinite_gradients_pass_through() -> None:
@@ -277,18 +277,18 @@ def loaded_before_it_is_registered() -> None:
 def uneven_inputs() -> None:
     """Rank 0 has more batches; a rank that has joined counts as gradient 0 and goes on sending its residual."""
     model, hook = wrap({})
-    ledger = Ledger()
+    sums = Sums()
     n_mine = [6, 3][min(RANK, 1)]
     for step in range(6):
-        ledger.gave(step, ranks=[r for r in range(WORLD) if r == 0 or step < 3])
+        sums.gave(step, ranks=[r for r in range(WORLD) if r == 0 or step < 3])
     with model.join():
         for step in range(n_mine):
-            ledger.take(step_once(model, wanted(RANK, step)))
+            sums.take(step_once(model, wanted(RANK, step)))
     gathered = [None] * WORLD
-    dist.all_gather_object(gathered, ledger.got["big"])
-    ledger.got = {"big": gathered[0]}  # only rank 0 has seen all six averages
-    held = owed(hook)["big"]
-    torch.testing.assert_close(ledger.got["big"] + held, ledger.given["big"], rtol=1e-4, atol=1e-4)
+    dist.all_gather_object(gathered, sums.got["big"])
+    sums.got = {"big": gathered[0]}  # only rank 0 has seen all six averages
+    held = mean_residual(hook)["big"]
+    torch.testing.assert_close(sums.got["big"] + held, sums.given["big"], rtol=1e-4, atol=1e-4)
 
 
 def sparse_embedding() -> None:

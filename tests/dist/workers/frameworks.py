@@ -168,6 +168,8 @@ def accelerate_refusals() -> None:
     prepared = accelerator.prepare(opt)
     with raises(TypeError, "keep_states: got a AcceleratedOptimizer", "before accelerator.prepare"):
         spccl.integrations.keep_states(accelerator, prepared)
+    with raises(TypeError, "got a PrunedShards", "save hook.state_dict() in a file of each rank"):
+        spccl.integrations.keep_states(accelerator, spccl.fsdp.PrunedShards())
     with raises(RuntimeError, "DistributedDataParallel", "evaluation_mode=True"):
         spccl.integrations.keep_states(accelerator, opt)
 

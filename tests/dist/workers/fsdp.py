@@ -1,7 +1,7 @@
-"""spccl.fsdp.prune on 4 ranks, 2 replicas of 2 shards: against torch's own all-reduce, and what it owes the model.
+"""spccl.fsdp.prune on 4 ranks, 2 replicas of 2 shards: against torch's own all-reduce, and sums over steps.
 
-The law behind most cases: what the averages have handed out plus what the residuals still hold, averaged over the
-replicas, is the average of all gradients so far.
+Most cases check this sum: the averages so far, plus the mean over replicas of the residuals, is the average of all
+gradients so far.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module, what: str) -> None:
         same_bits(local(p), local(q), f"{what}: {name}")
 
 
-def owed(hook) -> dict[str, torch.Tensor]:
+def mean_residual(hook) -> dict[str, torch.Tensor]:
     """Average over replicas of what this rank's shards hold back, by parameter name."""
     out = {}
     for name, entry in sorted(hook.state_dict()["parameters"].items()):
@@ -100,9 +100,9 @@ def owed(hook) -> dict[str, torch.Tensor]:
     return out
 
 
-def check_ledger(hook, model, got: dict, steps: range, tolerance: float = 1e-4) -> None:
+def check_sums(hook, model, got: dict, steps: range, tolerance: float = 1e-4) -> None:
     """`got`: the sum of the gradients that arrived, by name; compares with all ranks' gradients of `steps`."""
-    held = owed(hook)
+    held = mean_residual(hook)
     assert set(held) <= {"big", "mid"} and "big" in held
     for name, p in model.named_parameters():
         whole = sum(wanted(r, s)[name].double() for s in steps for r in range(WORLD)) / WORLD
@@ -203,7 +203,7 @@ def nothing_is_lost(over=None, **settings) -> dict:
         assert torch.count_nonzero(local(model.big.grad)) <= 2 * 5 * 0.01 * local(model.big).numel()
         plain = sum(wanted(r, step)["bias"].double() for r in range(WORLD)) / WORLD
         torch.testing.assert_close(local(model.bias.grad).double(), shard_of(plain), rtol=1e-5, atol=1e-6)
-    check_ledger(hook, model, got, range(5))
+    check_sums(hook, model, got, range(5))
     assert hook.step == 5
     held = hook.state_dict()["parameters"]["big"]["residual"]
     assert held.numel() == local(model.big).numel() and held.dtype == torch.float32
@@ -219,7 +219,7 @@ def divided_later() -> None:
     model.set_force_sum_reduction_for_comms(True)
     model(wanted(RANK, 0)).backward()
     got = {name: local(p.grad).double() for name, p in model.named_parameters()}
-    check_ledger(hook, model, got, range(1))
+    check_sums(hook, model, got, range(1))
     grads = [{n: wanted(r, 0)[n] + wanted(r + 1, 0)[n] for n in SHAPES} for r in (0, 2)]
     norm = torch.cat([g.flatten() / 2 for g in grads[REPLICA].values()]).norm()
     torch.testing.assert_close(hook.stats()["grad_norm"], float(norm), rtol=1e-4, atol=0)
@@ -234,7 +234,7 @@ def accumulation() -> None:
             getattr(model, how)(step == 2)
             model(wanted(RANK, step)).backward()
         got = {name: local(p.grad).double() for name, p in model.named_parameters()}
-        check_ledger(hook, model, got, range(3))
+        check_sums(hook, model, got, range(3))
         assert hook.step == 1, how
 
 

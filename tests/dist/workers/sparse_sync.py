@@ -253,11 +253,11 @@ def survives_another_world_size():
     for n in (1, 2, 3, 8):
         new = SparseSync.reshard(states, n)
         for place, entry in enumerate(mine["sparse_sync"]["parameters"]):
-            owed = sum(s["sparse_sync"]["parameters"][place]["local"] - entry["global"] for s in states) / WORLD
+            unsent = sum(s["sparse_sync"]["parameters"][place]["local"] - entry["global"] for s in states) / WORLD
             theirs = [s["sparse_sync"]["parameters"][place] for s in new]
             assert all(torch.equal(e["global"], entry["global"]) for e in theirs)
             kept = sum(e["local"] - e["global"] for e in theirs) / n
-            assert torch.allclose(owed, kept, atol=1e-6), (n, place)
+            assert torch.allclose(unsent, kept, atol=1e-6), (n, place)
         (last,) = SparseSync.reshard(states, n, ranks=[n - 1])
         for entry, same in zip(last[KEY]["parameters"], new[-1][KEY]["parameters"], strict=True):
             assert torch.equal(entry["local"], same["local"])

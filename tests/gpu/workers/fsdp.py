@@ -1,4 +1,4 @@
-"""spccl.fsdp.prune and SparseSync with FSDP2 on GPUs: against torch's own all-reduce, and what is owed to the model."""
+"""spccl.fsdp.prune and SparseSync with FSDP2 on GPUs: against torch's own all-reduce, and sums over steps."""
 
 from __future__ import annotations
 
