@@ -95,6 +95,48 @@ static void test_bad_writes(void)
     }
 }
 
+/* Credits that come while rank 0 does nothing are taken by its arm. It then sends, so that something wakes it. */
+static void credit(struct member *m)
+{
+    enum { N = 2 * SP_NN_SEGMENTS, BYTES = 4096 - SP_NN_HEAD_BYTES };
+    struct pollfd p;
+    spccl_status st = SPCCL_AGAIN;
+    if (!join_group(m))
+        return;
+    if (m->rank == 0) {
+        for (uint64_t i = 0; i < N; i++)
+            send_now(m, 1, 0, BYTES, i);
+        CHECK(!is_flushed(m, 1), "rank 1 gave credit for more than its ring holds");
+    }
+    barrier(m, 1);
+    for (uint64_t i = 0; m->rank == 1 && i < SP_NN_SEGMENTS; i++)
+        CHECK_OK(take_now(m, 0, 0, BYTES, i));
+    atomic_store(&m->shared->step, m->rank == 1 ? 1 : atomic_load(&m->shared->step));
+    while (atomic_load(&m->shared->step) == 0)
+        usleep(1000);
+    if (m->rank == 0) {
+        usleep(200000); /* the credits arrive at the card */
+        for (int i = 0; i < 10 && st == SPCCL_AGAIN; i++)
+            st = m->t->arm(m->ep);
+        p = (struct pollfd){.fd = m->t->wait_fd(m->ep), .events = POLLIN};
+        CHECK(st == SPCCL_OK && (is_flushed(m, 1) || poll(&p, 1, PATIENCE_MS / 3) == 1),
+              "nothing was sent, so nothing wakes rank 0");
+        if (st == SPCCL_OK)
+            m->t->disarm(m->ep);
+        flush_now(m, 1);
+    }
+    for (uint64_t i = SP_NN_SEGMENTS; m->rank == 1 && i < N; i++)
+        CHECK_OK(take_now(m, 0, 0, BYTES, i));
+    barrier(m, 2);
+    leave_group(m);
+}
+
+static void test_credit(void)
+{
+    struct member m = make_group(&processes, 2, credit);
+    run_group(&processes, &m);
+}
+
 /* ---- start-up ---- */
 
 /* A card that SPCCL_IB_CARD names and that is not there: no rank can reach another, and the reason names it. */
@@ -252,9 +294,13 @@ static void test_link(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"wrong_key", test_wrong_key}, {"bad_writes", test_bad_writes},
-                                             {"start", test_start},         {"silent", test_silent},
-                                             {"link", test_link},           {NULL, NULL}};
+    static const struct test_case cases[] = {{"wrong_key", test_wrong_key},
+                                             {"bad_writes", test_bad_writes},
+                                             {"credit", test_credit},
+                                             {"start", test_start},
+                                             {"silent", test_silent},
+                                             {"link", test_link},
+                                             {NULL, NULL}};
     sp_ib_card card;
     char why[300];
     if (!sp_ib_choose(0, &card, why, sizeof why)) {

@@ -265,6 +265,9 @@ static spccl_status ib_arm(sp_endpoint *opaque)
         if (sp_ib_device_notify(ep->device) != SPCCL_OK)
             ep->changed = true; /* it cannot sleep: the caller polls */
         sp_ib_poll(ep);         /* completions before the request make no event */
+        for (int i = 0; i < ep->config.world_size; i++)
+            if (ep->peers[i].route == SP_IB_BY_IB)
+                sp_ib_send(ep, i); /* one may have been a credit that segments wait for */
     }
     changed = ep->changed || is_ending(ep);
     ep->changed = false;
