@@ -7,6 +7,7 @@
 #include "transport/net/ncclnet_load.h"
 
 #include <dirent.h>
+#include <errno.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -175,7 +176,10 @@ static void test_child_ends_with_parent(void)
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     pid_t parent, child = -1, got;
     int status = 0;
-    CHECK(prctl(PR_SET_CHILD_SUBREAPER, 1) == 0, "subreaper: the child becomes this process's");
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) { /* qemu-user has no such call */
+        printf("     orphan: skipped: this process cannot become the child's parent: %s\n", strerror(errno));
+        return;
+    }
     parent = fork();
     if (parent == 0) {
         sp_nn_plugin p;
