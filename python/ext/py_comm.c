@@ -59,14 +59,16 @@ typedef struct create_args {
 
 static int parse_create(ext_state *state, PyObject *args, PyObject *kwargs, create_args *a)
 {
-    static char *names[] = {"rank",   "world_size",  "store",      "unique_id", "name",   "timeout_ms",
-                            "format", "slice_bytes", "transports", "n_sockets", "secret", NULL};
+    static char *names[] = {"rank",       "world_size", "store",       "unique_id",  "name",
+                            "timeout_ms", "format",     "slice_bytes", "transports", "n_sockets",
+                            "secret",     "schedule",   "host_id",     NULL};
     long long timeout_ms = 0, slice_bytes = 0, n_sockets = 0;
-    const char *name = NULL, *transports = NULL;
+    const char *name = NULL, *transports = NULL, *schedule = NULL, *host_id = NULL;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$OOzLsLzLz#:Communicator", names, &a->rank,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$OOzLsLzLz#zz:Communicator", names, &a->rank,
                                      &a->world_size, &a->store, &a->unique_id, &name, &timeout_ms, &a->format,
-                                     &slice_bytes, &transports, &n_sockets, &a->secret, &a->secret_bytes))
+                                     &slice_bytes, &transports, &n_sockets, &a->secret, &a->secret_bytes,
+                                     &schedule, &host_id))
         return -1;
     if ((a->store == Py_None) == (a->unique_id == Py_None)) {
         ext_raise_text(state, SPCCL_ERR_ARG, "Communicator: pass either store= or unique_id=, got %s",
@@ -92,6 +94,8 @@ static int parse_create(ext_state *state, PyObject *args, PyObject *kwargs, crea
     a->config.transports = transports;
     a->config.n_sockets = (uint32_t)n_sockets;
     a->config.secret = (const uint8_t *)a->secret;
+    a->config.schedule = schedule;
+    a->config.host_id = host_id;
     return ext_format_of_name(state, a->format, &a->config.format);
 }
 
@@ -383,7 +387,8 @@ static PyGetSetDef getset[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Communicator(rank, world_size, *, store=None, unique_id=None, name=None, timeout_ms=0, "
-                "format='auto', slice_bytes=0, transports=None, n_sockets=0, secret=None)"},
+                "format='auto', slice_bytes=0, transports=None, n_sockets=0, secret=None, schedule=None, "
+                "host_id=None)"},
     {Py_tp_new, (void *)comm_new},
     {Py_tp_dealloc, (void *)comm_dealloc},
     {Py_tp_traverse, (void *)comm_traverse},

@@ -103,6 +103,8 @@ class Communicator:
         transports: str | None = None,
         n_sockets: int = 0,
         secret: bytes | None = None,
+        schedule: str | None = None,
+        host_id: str | None = None,
     ) -> Communicator: ...
     @property
     def rank(self) -> int: ...

@@ -107,7 +107,8 @@ class Communicator:
     may be in flight. An array is any object with the buffer protocol or DLPack, in host memory, C-contiguous.
     Its shape does not matter: spccl takes it as flat. Reductions add in rank order from +0.0, float16 and
     bfloat16 in float32 with one rounding. So every rank and every run gets the same bits, whatever format or
-    transport carried them.
+    transport carried them. With schedule="ring" or "hierarchical" they add in another order, which is the same on
+    all ranks and in all runs.
     Source: docs/ALGORITHMS.md.
     """
 
@@ -125,6 +126,8 @@ class Communicator:
         transports: str | None = None,
         n_sockets: int = 0,
         secret: bytes | None = None,
+        schedule: str | None = None,
+        host_id: str | None = None,
     ) -> None:
         """Join a group; returns when every link of this rank is up.
 
@@ -144,6 +147,9 @@ class Communicator:
                 build.
             n_sockets: TCP sockets per peer and queue; 0 = spccl chooses.
             secret: 32 bytes that all ranks know; None: rank 0 makes a secret and passes it by the store.
+            schedule: "direct", "oneshot", "relayed", "ring" or "hierarchical", the same on all ranks; None: the one of
+                least cost for each call, of the first three. SPCCL_SCHEDULE wins.
+            host_id: ranks with another name count as on another host; None: found. SPCCL_HOST_ID wins.
         Raises: TimeoutError (a rank did not come), AuthError, UnreachableError, PeerError, MismatchError,
             SettingError, ArgumentError.
         """
@@ -159,6 +165,8 @@ class Communicator:
             transports=transports,
             n_sockets=n_sockets,
             secret=secret,
+            schedule=schedule,
+            host_id=host_id,
         )
 
     @property
