@@ -33,10 +33,10 @@ def test_refuses_what_is_no_rate(text):
 
 
 @pytest.mark.parametrize(
-    ("rate", "wanted"), [("1gbit", 262144), ("100mbit", 26214), ("10gbit", 262144), ("1mbit", 16384)]
+    ("rate", "burst", "queue"), [("1gbit", 262144, 887144), ("100mbit", 26214, 288358), ("1mbit", 16384, 278528)]
 )
-def test_burst(rate, wanted):
-    assert hosts.burst_bytes(rate) == wanted
+def test_burst_and_queue(rate, burst, queue):
+    assert (hosts.burst_bytes(rate), hosts.queue_bytes(rate)) == (burst, queue)
 
 
 @pytest.mark.parametrize(

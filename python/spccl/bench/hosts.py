@@ -2,8 +2,8 @@
 
 Each host is a namespace with one interface, `eth0`. The switch is a bridge in a namespace of its own, so the machine's
 own network is not touched. Both ends of a host's link are shaped by `tbf`. After a pause each passes a burst at once,
-2 ms of the rate (16 to 256 KiB), and queues 5 ms of it, as a small switch does. Needs root, and the commands `ip` and
-`tc` (iproute2). This file knows nothing of collectives.
+2 ms of the rate (16 to 256 KiB). It queues 5 ms of the rate, and 256 KiB at least, as a small switch does. Needs root,
+and the commands `ip` and `tc` (iproute2). This file knows nothing of collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 IFNAME = "eth0"
 _BURST_S, _BURST_BYTES_MIN, _BURST_BYTES_MAX = 256 * 1024 / 125e6, 16 << 10, 256 << 10
-_LATENCY = "5ms"
+_QUEUE_S, _QUEUE_BYTES_MIN = 5e-3, 256 << 10
 _COMMAND_S = 20.0  # time for one `ip` or `tc` command
 _CLONE_NEWNET = 0x40000000
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
@@ -44,6 +44,11 @@ def bits_per_second(rate: str) -> float:
 def burst_bytes(rate: str) -> int:
     """What a link passes at once after a pause. A larger burst at a low rate would hide the wire's time."""
     return int(min(max(bits_per_second(rate) / 8 * _BURST_S, _BURST_BYTES_MIN), _BURST_BYTES_MAX))
+
+
+def queue_bytes(rate: str) -> int:
+    """What a link holds at most: its burst, and what waits behind it."""
+    return burst_bytes(rate) + int(max(bits_per_second(rate) / 8 * _QUEUE_S, _QUEUE_BYTES_MIN))
 
 
 def _run(*words: str) -> None:
@@ -79,7 +84,7 @@ def _make(prefix: str, names: list[str], rate: str) -> None:
         _run("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", IFNAME)
         _run("ip", "-n", name, "link", "set", IFNAME, "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
-        shape = ("root", "tbf", "rate", rate, "burst", str(burst_bytes(rate)), "latency", _LATENCY)
+        shape = ("root", "tbf", "rate", rate, "burst", str(burst_bytes(rate)), "limit", str(queue_bytes(rate)))
         _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, *shape)
         _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
 
