@@ -1,6 +1,7 @@
 /* test_ncclnet.c - transport ncclnet over the plugin of net_plugin/: every version, every habit of real plugins that
  * the plugin can take on, and every way to fail. Each case runs two ranks as processes. */
 #include "endpoints.h"
+#include "transport/net/ncclnet.h"
 
 #define N_MESSAGES 60
 
@@ -268,6 +269,38 @@ static void test_lost(void)
     run_all(LOST);
 }
 
+/* The thread may write to the eventfd after an arm that returned AGAIN. One later sleep ends at once then, not all. */
+static void play_late_write(struct member *m)
+{
+    uint64_t one = 1;
+    int n_woken = 0;
+    if (!join_group(m))
+        return;
+    barrier(m, 1);
+    CHECK(write(sp_nn_self(m->ep)->event_fd, &one, sizeof one) == sizeof one, "eventfd");
+    for (int n_slept = 0; n_slept < 10;) {
+        struct pollfd p = {.fd = m->t->wait_fd(m->ep), .events = POLLIN};
+        CHECK_OK(progress(m));
+        if (m->t->arm(m->ep) != SPCCL_OK)
+            continue;
+        n_slept++;
+        n_woken += poll(&p, 1, 20) != 0;
+        m->t->disarm(m->ep);
+    }
+    CHECK(n_woken <= 5, "rank %d: 10 sleeps, %d ended at once", m->rank, n_woken);
+    barrier(m, 2);
+    leave_group(m);
+}
+
+static void test_late_write(void)
+{
+    static const struct environment processes = {"ncclnet", true};
+    struct member m;
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    m = make_group(&processes, 2, play_late_write);
+    run_group(&processes, &m);
+}
+
 /* Real plugins: the paths in SPCCL_TEST_PLUGINS, with colons. */
 static void test_real(void)
 {
@@ -291,10 +324,8 @@ static void test_real(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"works", test_works},
-                                             {"refused", test_refused},
-                                             {"lost", test_lost},
-                                             {"real", test_real},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"works", test_works}, {"refused", test_refused},
+                                             {"lost", test_lost},   {"late_write", test_late_write},
+                                             {"real", test_real},   {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

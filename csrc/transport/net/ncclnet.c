@@ -273,8 +273,11 @@ static void nn_disarm(sp_endpoint *opaque)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
     uint64_t count;
+    bool is_told;
     tcp->disarm(ep->tcp);
-    if (!atomic_exchange(&ep->armed, false) && read(ep->event_fd, &count, sizeof count) < 0)
+    is_told = !atomic_exchange(&ep->armed, false);
+    /* Read in any case: the thread may have written after an arm that returned AGAIN. */
+    if (read(ep->event_fd, &count, sizeof count) < 0 && is_told)
         ep->changed = true; /* the thread is about to write: the next sleep ends at once, and reads it */
 }
 
