@@ -268,8 +268,9 @@ class PruningHook:
         group: dist.ProcessGroup,
     ) -> None:
         """Raises: ValueError unless loaded entries of `n_ranks` ranks fit a model of `numels` and its group."""
-        who = f"{self._who}.load_state_dict: rank {dist.get_rank()}"
-        world_size = dist.get_world_size(group)
+        rank = dist.get_rank() if dist.is_initialized() else group.rank()  # a group may be all there is
+        who = f"{self._who}.load_state_dict: rank {rank}"
+        world_size = group.size()
         if n_ranks not in (None, world_size):
             raise ValueError(
                 f"{who}: got the state of {n_ranks} ranks, this group has {world_size}; pass all ranks' states through "
