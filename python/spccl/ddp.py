@@ -131,8 +131,9 @@ class PrunedGradients(PruningHook):
         self._names: dict[int, str] = {id(p): n for n, p in trained(model)}
         self._static_graph = bool(model.static_graph)
         self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
-        # Buckets are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a
-        # tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs).
+        # Buckets on the host are kept for one step. Otherwise the backend's thread may drop the last reference, and
+        # freeing a tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short
+        # runs). On CUDA they would pin a whole set of gradients while DDP makes its buckets anew.
         self._held: list[torch.Tensor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -193,7 +194,8 @@ class PrunedGradients(PruningHook):
             return _completed(buffer)
         with self._limited():
             work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
-        self._held.append(buffer)
+        if not buffer.is_cuda:
+            self._held.append(buffer)
         if buffer.device.type == "cpu" and not buffer.is_sparse and self._ends_with_backward():
             return _finished_by_backward(work, buffer)
         return work.get_future().then(_first_tensor)
