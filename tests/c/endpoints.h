@@ -124,8 +124,8 @@ static inline bool open_member(struct member *m)
     return true;
 }
 
-/* Connect to all members. Returns the status of add_peer or connect_step. */
-static inline spccl_status connect_member(struct member *m)
+/* Wait for the addresses of all members and add them. Returns the status of add_peer. */
+static inline spccl_status add_peers(struct member *m)
 {
     spccl_status st = SPCCL_OK;
     while (atomic_load(&m->shared->n_published) < m->n)
@@ -139,6 +139,13 @@ static inline spccl_status connect_member(struct member *m)
               "%s: %s", m->t->name, why);
         st = m->t->add_peer(m->ep, i, m->shared->address[i].bytes, m->shared->address[i].n_bytes);
     }
+    return st;
+}
+
+/* Connect to all members. Returns the status of add_peer or connect_step. */
+static inline spccl_status connect_member(struct member *m)
+{
+    spccl_status st = add_peers(m);
     if (st != SPCCL_OK)
         return st;
     while ((st = m->t->connect_step(m->ep)) == SPCCL_AGAIN)
