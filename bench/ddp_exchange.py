@@ -1,6 +1,6 @@
 """What the exchange of gradients adds to a backward pass under DDP: dense over NCCL, or pruned over spccl.
 
-    torchrun --nproc-per-node 4 bench/ddp_exchange.py MODE [--bucket-mb 512]
+    torchrun --nproc-per-node 4 bench/ddp_exchange.py MODE [--bucket-mb 512] [--max-ctas 32]
 
 MODE: dense, pruned (density 1%), momentum (the same with momentum 0.9 and clip_norm 1.0).
 Parameters have GPT-2 XL's shapes (1.56 G float32 elements). Gradients are random numbers and cost no
@@ -54,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["dense", "pruned", "momentum"])
     parser.add_argument("--bucket-mb", type=int, default=512)
+    parser.add_argument("--max-ctas", type=int, help="most thread blocks of spccl's all-reduces; default: all")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
@@ -70,7 +71,7 @@ def main() -> None:
         import spccl
 
         extra = {"momentum": 0.9, "clip_norm": 1.0} if args.mode == "momentum" else {}
-        hook = spccl.ddp.PrunedGradients(density=0.01, **extra).register(model)
+        hook = spccl.ddp.PrunedGradients(density=0.01, max_ctas=args.max_ctas, **extra).register(model)
     median_ms(model, grads, 4, True)  # buckets are rebuilt, state is allocated
     with_exchange = median_ms(model, grads, 12, True)
     without = median_ms(model, grads, 6, False)
@@ -78,8 +79,8 @@ def main() -> None:
     if rank == 0:
         stats = hook.stats() if hook is not None else {}
         print(
-            f"{args.mode}, buckets of {args.bucket_mb} MB: {with_exchange:.1f} ms with exchange, "
-            f"{without:.1f} without, difference {with_exchange - without:.1f}; "
+            f"{args.mode}, buckets of {args.bucket_mb} MB, {args.max_ctas or 'all'} thread blocks: "
+            f"{with_exchange:.1f} ms with exchange, {without:.1f} without, difference {with_exchange - without:.1f}; "
             f"density {stats.get('density_pruned', 1.0):.4f}, "
             f"hook {stats.get('select_ms', 0.0):.2f} ms of host time, {memory:.1f} GiB"
         )
