@@ -4,7 +4,7 @@
  * facts about each rank's GPU, and every rank evaluates them by the same pure function. (2) Each rank
  * allocates its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all
  * exchange whether it worked. Only after that may any rank launch a collective. */
-#include "core/gpu/remote.h"
+#include "core/gpu/proxy.h"
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"
@@ -152,7 +152,7 @@ static spccl_status gather_facts(struct attach *a, const spccl_cuda_config *conf
                        "use them, enable "
                        "them on every rank");
     SP_TRY(read_settings(config, &a->mine));
-    SP_TRY(sp_remote_n_proxies(comm, &a->mine.n_proxies));
+    SP_TRY(sp_proxies_count(comm, &a->mine.n_proxies));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
     sc.ordinal = a->g->device.ordinal;
@@ -271,8 +271,8 @@ static spccl_status decide(struct attach *a)
     g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
     SP_TRY(find_remote(a));
     find_limits(a->all, n, &g->limits);
-    if (a->spans_hosts && g->limits.inbox_bytes > SP_REMOTE_INBOX_MAX)
-        g->limits.inbox_bytes = SP_REMOTE_INBOX_MAX;
+    if (a->spans_hosts && g->limits.inbox_bytes > SP_PROXIES_INBOX_MAX)
+        g->limits.inbox_bytes = SP_PROXIES_INBOX_MAX;
     SP_TRY(sp_tune_gpu_shape(&g->limits, &g->shape));
     for (int r = 0; r < n; r++) {
         const struct facts *f = &a->all[r];
@@ -368,7 +368,7 @@ static spccl_status make_memory(struct attach *a)
     SP_TRY_TO(out, st,
               g->ops->memory_create(g->device.ordinal, sp_inbox_bytes(g->shape), g->handles, &g->own));
     if (a->spans_hosts)
-        st = sp_remote_open(g);
+        st = sp_proxies_open(g);
 out:
     g->ops->leave(before);
     if (st != SPCCL_OK) {
@@ -398,7 +398,7 @@ static spccl_status map_memory(struct attach *a)
     a->share = NULL;
     SP_TRY(st);
     for (int r = 0; r < a->comm->world_size; r++)
-        g->inboxes[r] = g->is_remote[r] ? g->remote->outbox_device
+        g->inboxes[r] = g->is_remote[r] ? g->proxies->outbox_device
                                         : g->ops->memory_address(r == a->comm->rank ? g->own : g->peers[r]);
     return SPCCL_OK;
 }
@@ -422,7 +422,7 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     SP_TRY(decide(a));
     SP_TRY(agree(a, make_memory(a)));
     if (a->spans_hosts)
-        SP_TRY(agree(a, sp_remote_start(a->g->remote, a->deadline_ns)));
+        SP_TRY(agree(a, sp_proxies_start(a->g->proxies, a->deadline_ns)));
     st = agree(a, map_and_watch(a));
     if (st != SPCCL_OK)
         sp_gpu_watchdog_remove(a->g);

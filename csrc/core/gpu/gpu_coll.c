@@ -5,7 +5,7 @@
  * the next launch on another stream waits for it. Inside a capture the same is done among the launches of
  * that capture. A replayed graph takes its place in the order of the stream on which it is launched.
  * With config.caller_orders the caller keeps the order, and nothing of this happens here. */
-#include "core/gpu/remote.h"
+#include "core/gpu/proxy.h"
 #include "core/run/coll_check.h"
 
 #include "core/base/abi.h"
@@ -78,8 +78,8 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                                                                        : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
     memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
-    if (g->remote != NULL)
-        f.remote = g->remote->area;
+    if (g->proxies != NULL)
+        f.remote = g->proxies->area;
     return f;
 }
 
@@ -151,10 +151,10 @@ static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *s
     f = make_args(g, a);
     g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
         .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
-    if (g->remote != NULL && g->caller_orders)
+    if (g->proxies != NULL && g->caller_orders)
         SP_TRY(g->ops->capture_id(stream, &capture));
     *launching = true;
-    sp_remote_wake(g->remote, capture != 0);
+    sp_proxies_wake(g->proxies, capture != 0);
     SP_TRY(g->ops->fused(&f, stream));
     g->n_launches++;
     return g->caller_orders ? SPCCL_OK : mark_last(g, stream, id, capture);

@@ -1,5 +1,5 @@
 /* gpu_comm.c - a communicator's GPU: waiting for streams, statistics, the end. See gpu_comm.h. */
-#include "core/gpu/remote.h"
+#include "core/gpu/proxy.h"
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"
@@ -146,7 +146,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
     if (g == NULL)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
-        sp_remote_close(g->remote);
+        sp_proxies_close(g->proxies);
         free_imports(g);
         g->ops->memory_destroy(g->own);
         g->ops->event_destroy(g->event);
@@ -154,7 +154,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
         g->ops->control_destroy(g->control);
         g->ops->leave(before);
     } else {
-        sp_remote_abandon(g->remote);
+        sp_proxies_abandon(g->proxies);
     }
     pthread_mutex_destroy(&g->mu);
     pthread_mutex_destroy(&g->look_mu);
@@ -233,7 +233,7 @@ static void detach(spccl_comm *comm)
     }
     sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
     atomic_store(&comm->gpu, NULL);
-    sp_remote_leave(g->remote);
+    sp_proxies_leave(g->proxies);
     barrier(comm);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
@@ -243,7 +243,7 @@ static void detach(spccl_comm *comm)
         sp_log(SP_LOG_ERROR, comm->rank,
                "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
                comm->name, g->device.ordinal, sp_inbox_bytes(g->shape));
-        sp_remote_abandon(g->remote);
+        sp_proxies_abandon(g->proxies);
         return;
     }
     if (strcmp(g->handles, "ipc") == 0 && comm->world_size > 1) {
@@ -266,7 +266,7 @@ static const char *describe_proxies(void)
     uint32_t n = 0;
     if (strcmp(sp_env_text(SP_ENV_BETWEEN_HOSTS), "1") != 0)
         return "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)";
-    if (sp_remote_n_proxies(NULL, &n) != SPCCL_OK)
+    if (sp_proxies_count(NULL, &n) != SPCCL_OK)
         return "SPCCL_CUDA_PROXIES is no number from 0 to 16";
     snprintf(
         text, sizeof text, "%u prox%s (%s) and at most 512M of pinned memory each", n, n == 1 ? "y" : "ies",

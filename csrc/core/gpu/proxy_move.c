@@ -1,5 +1,5 @@
-/* remote_move.c - one round of a proxy; see remote.h. */
-#include "core/gpu/remote.h"
+/* proxy_move.c - one round of a proxy; see proxy.h. */
+#include "core/gpu/proxy.h"
 
 #include "core/base/clock.h"
 
@@ -20,15 +20,15 @@
 /* A lost peer may have sent all that it had to send. What it sent is delivered first. */
 #define GRACE_NS (INT64_C(200) * 1000000)
 
-size_t sp_remote_message_max(const sp_remote *r)
+size_t sp_proxies_message_max(const sp_proxies *r)
 {
-    return sp_remote_data_off(2 * SP_INBOX_QUEUES * r->g->shape.n_workers) + MESSAGE_BYTES +
-           sp_remote_run_max(sp_inbox_ring_bytes(r->g->shape));
+    return sp_proxy_data_off(2 * SP_INBOX_QUEUES * r->g->shape.n_workers) + MESSAGE_BYTES +
+           sp_proxy_run_max(sp_inbox_ring_bytes(r->g->shape));
 }
 
-void sp_remote_find_words(sp_remote_proxy *x, int i)
+void sp_proxy_find_words(sp_proxy *x, int i)
 {
-    sp_remote_peer *p = &x->peers[i];
+    sp_proxy_peer *p = &x->peers[i];
     sp_inbox_shape s = x->r->g->shape;
     const uint8_t *outbox = x->r->outbox;
     for (uint32_t q = 0; q < SP_INBOX_QUEUES; q++) {
@@ -44,7 +44,7 @@ static void store(uint8_t *memory, size_t off, uint64_t v)
 }
 
 /* The peer's connection ended. Not an error for a moment, and not while the ranks leave. */
-static spccl_status note_gone(const sp_remote *r, sp_remote_peer *p)
+static spccl_status note_gone(const sp_proxies *r, sp_proxy_peer *p)
 {
     if (atomic_load(&r->leaving))
         return SPCCL_OK;
@@ -56,7 +56,7 @@ static spccl_status note_gone(const sp_remote *r, sp_remote_peer *p)
 /* ---- receiving ---- */
 
 /* Copy a run into its ring in the host inbox. */
-static void write_run(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e,
+static void write_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e,
                       const uint8_t *data)
 {
     uint8_t *ring = r->host_inbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot, e->worker);
@@ -67,7 +67,7 @@ static void write_run(const sp_remote *r, const sp_remote_peer *p, const sp_remo
 }
 
 /* Tell the copy warps that a tail or credit of this worker changed. */
-static void count_arrival(const sp_remote *r, uint32_t worker)
+static void count_arrival(const sp_proxies *r, uint32_t worker)
 {
     uint32_t *counters = (uint32_t *)(void *)(r->host_inbox + sp_remote_counters_off(r->g->shape));
     uint32_t *counter = &counters[worker / SP_REMOTE_COUNTER_WORKERS];
@@ -76,14 +76,14 @@ static void count_arrival(const sp_remote *r, uint32_t worker)
 
 /* Start to fetch for writing what entry number i of a message will change: the first bytes of its run and its tail.
  * The entry is not checked yet. */
-static void prefetch_entry(const sp_remote *r, const sp_remote_peer *p, const sp_remote_reader *from,
+static void prefetch_entry(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_reader *from,
                            uint32_t i)
 {
     sp_inbox_shape s = r->g->shape;
-    sp_remote_entry e;
+    sp_proxy_entry e;
     size_t off;
     const uint8_t *ring;
-    if (!sp_remote_peek_entry(from, &p->at, i, &e) || !e.is_run)
+    if (!sp_proxy_peek_entry(from, &p->at, i, &e) || !e.is_run)
         return;
     off = e.position % p->at.ring_bytes;
     ring = r->host_inbox + sp_inbox_ring_off(s, e.queue, p->slot, e.worker);
@@ -91,17 +91,17 @@ static void prefetch_entry(const sp_remote *r, const sp_remote_peer *p, const sp
         __builtin_prefetch(ring + off + k, 1);
 }
 
-static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const void *message, size_t bytes)
+static spccl_status apply_message(const sp_proxies *r, sp_proxy_peer *p, const void *message, size_t bytes)
 {
     sp_inbox_shape s = r->g->shape;
-    sp_remote_reader reader;
-    sp_remote_entry e;
+    sp_proxy_reader reader;
+    sp_proxy_entry e;
     const uint8_t *data = NULL;
     spccl_status st;
-    SP_TRY(sp_remote_open_message(&reader, message, bytes));
+    SP_TRY(sp_proxy_open_message(&reader, message, bytes));
     for (uint32_t i = 0; i < PREFETCH_ENTRIES; i++)
         prefetch_entry(r, p, &reader, reader.n_credits + i);
-    while ((st = sp_remote_next_entry(&reader, &p->at, &e, &data)) == SPCCL_OK) {
+    while ((st = sp_proxy_next_entry(&reader, &p->at, &e, &data)) == SPCCL_OK) {
         uint32_t ring = e.queue * p->at.n_workers + e.worker;
         if (e.is_run) {
             prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
@@ -117,7 +117,7 @@ static spccl_status apply_message(const sp_remote *r, sp_remote_peer *p, const v
     return st == SPCCL_AGAIN ? SPCCL_OK : st;
 }
 
-static spccl_status take_messages(sp_remote_proxy *x, sp_remote_peer *p, bool *moved)
+static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 {
     const sp_transport *t = x->r->transport;
     for (int i = 0; i < TAKEN_MAX; i++) {
@@ -156,17 +156,17 @@ struct position {
     uint64_t got, least, most;
 };
 
-static spccl_status check_here(const sp_remote_peer *p, const struct position *x)
+static spccl_status check_here(const sp_proxy_peer *p, const struct position *x)
 {
     if (x->got >= x->least && x->got <= x->most)
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_BUG,
                    "a kernel of this rank wrote the %s %" PRIu64
                    " for rank %d (%s of worker %u); wanted %" PRIu64 " to %" PRIu64,
-                   x->what, x->got, p->rank, sp_remote_queue_name(x->queue), x->worker, x->least, x->most);
+                   x->what, x->got, p->rank, sp_proxy_queue_name(x->queue), x->worker, x->least, x->most);
 }
 
-static spccl_status collect_credits(sp_remote_proxy *x, const sp_remote_peer *p, struct batch *b)
+static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
     for (uint32_t queue = 0; queue < SP_INBOX_QUEUES; queue++)
         for (uint32_t k = 0; k < x->n_workers; k++) {
@@ -180,19 +180,19 @@ static spccl_status collect_credits(sp_remote_proxy *x, const sp_remote_peer *p,
                                       .worker = worker,
                                       .got = now,
                                       .least = p->at.freed[ring],
-                                      .most = sp_remote_credit_max(p->at.arrived[ring], p->at.ring_bytes)}));
-            x->entries[b->n_credits++] = (sp_remote_entry){.queue = queue, .worker = worker, .position = now};
+                                      .most = sp_proxy_credit_max(p->at.arrived[ring], p->at.ring_bytes)}));
+            x->entries[b->n_credits++] = (sp_proxy_entry){.queue = queue, .worker = worker, .position = now};
         }
     return SPCCL_OK;
 }
 
-static const uint8_t *ring_of(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e)
+static const uint8_t *ring_of(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
     return r->outbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot_there, e->worker);
 }
 
 /* Start to read the first bytes of a run into the cache: read_run needs them soon. */
-static void prefetch_run(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e)
+static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
     const uint8_t *ring = ring_of(r, p, e);
     size_t off = e->position % p->at.ring_bytes;
@@ -200,7 +200,7 @@ static void prefetch_run(const sp_remote *r, const sp_remote_peer *p, const sp_r
         __builtin_prefetch(ring + off + i);
 }
 
-static spccl_status collect_runs(sp_remote_proxy *x, const sp_remote_peer *p, struct batch *b)
+static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
     uint32_t n_rings = SP_INBOX_QUEUES * x->n_workers;
     for (uint32_t i = 0; i < n_rings && b->data_bytes < MESSAGE_BYTES; i++) {
@@ -208,7 +208,7 @@ static spccl_status collect_runs(sp_remote_proxy *x, const sp_remote_peer *p, st
         uint32_t queue = at >= x->n_workers, worker = x->workers[at - queue * x->n_workers];
         uint32_t ring = queue * p->at.n_workers + worker;
         uint64_t sent = p->at.sent[ring], free_to = p->at.free_to[ring], tail;
-        sp_remote_entry *e = &x->entries[b->n_credits + b->n_runs];
+        sp_proxy_entry *e = &x->entries[b->n_credits + b->n_runs];
         tail = __atomic_load_n(&p->tails[queue][worker], __ATOMIC_ACQUIRE);
         if (tail == sent)
             continue;
@@ -218,7 +218,7 @@ static spccl_status collect_runs(sp_remote_proxy *x, const sp_remote_peer *p, st
                                                 .got = tail,
                                                 .least = sent > free_to ? sent : free_to,
                                                 .most = free_to + p->at.ring_bytes}));
-        *e = (sp_remote_entry){
+        *e = (sp_proxy_entry){
             .is_run = true, .queue = queue, .worker = worker, .position = sent, .bytes = tail - sent};
         prefetch_run(x->r, p, e);
         b->n_runs++;
@@ -229,7 +229,7 @@ static spccl_status collect_runs(sp_remote_proxy *x, const sp_remote_peer *p, st
 }
 
 /* Copy the bytes of a run out of its ring. */
-static void read_run(const sp_remote *r, const sp_remote_peer *p, const sp_remote_entry *e, uint8_t *to)
+static void read_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e, uint8_t *to)
 {
     const uint8_t *ring = ring_of(r, p, e);
     size_t off = e->position % p->at.ring_bytes, first = p->at.ring_bytes - off;
@@ -238,18 +238,17 @@ static void read_run(const sp_remote *r, const sp_remote_peer *p, const sp_remot
     memcpy(to + first, ring, e->bytes - first);
 }
 
-static void write_message(const sp_remote_proxy *x, sp_remote_peer *p, const struct batch *b,
-                          uint8_t *message)
+static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batch *b, uint8_t *message)
 {
     uint32_t n_entries = b->n_credits + b->n_runs;
-    size_t at = SP_REMOTE_HEAD_BYTES + (size_t)n_entries * SP_REMOTE_ENTRY_BYTES;
-    memset(message + at, 0, sp_remote_data_off(n_entries) - at);
-    at = sp_remote_data_off(n_entries);
-    sp_remote_put_head(message, b->n_credits, b->n_runs);
+    size_t at = SP_PROXY_HEAD_BYTES + (size_t)n_entries * SP_PROXY_ENTRY_BYTES;
+    memset(message + at, 0, sp_proxy_data_off(n_entries) - at);
+    at = sp_proxy_data_off(n_entries);
+    sp_proxy_put_head(message, b->n_credits, b->n_runs);
     for (uint32_t i = 0; i < n_entries; i++) {
-        const sp_remote_entry *e = &x->entries[i];
+        const sp_proxy_entry *e = &x->entries[i];
         uint32_t ring = e->queue * p->at.n_workers + e->worker;
-        sp_remote_put_entry(message, i, e);
+        sp_proxy_put_entry(message, i, e);
         if (e->is_run) {
             read_run(x->r, p, e, message + at);
             at += e->bytes;
@@ -262,7 +261,7 @@ static void write_message(const sp_remote_proxy *x, sp_remote_peer *p, const str
         p->next = b->next;
 }
 
-static spccl_status send_messages(sp_remote_proxy *x, sp_remote_peer *p, bool *moved)
+static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 {
     const sp_transport *t = x->r->transport;
     struct batch b = {0};
@@ -275,7 +274,7 @@ static spccl_status send_messages(sp_remote_proxy *x, sp_remote_peer *p, bool *m
         return SPCCL_OK;
     if (b.data_bytes < BATCH_BYTES && !t->flushed(x->ep, p->rank, 0, p->n_messages))
         return SPCCL_OK;
-    bytes = sp_remote_data_off(b.n_credits + b.n_runs) + b.data_bytes;
+    bytes = sp_proxy_data_off(b.n_credits + b.n_runs) + b.data_bytes;
     st = t->reserve(x->ep, p->rank, 0, bytes, &message);
     if (st == SPCCL_ERR_PEER)
         return note_gone(x->r, p);
@@ -289,7 +288,7 @@ static spccl_status send_messages(sp_remote_proxy *x, sp_remote_peer *p, bool *m
     return SPCCL_OK;
 }
 
-spccl_status sp_remote_round(sp_remote_proxy *x, bool *moved)
+spccl_status sp_proxy_round(sp_proxy *x, bool *moved)
 {
     char text[SP_ABORT_TEXT_CAP];
     int from = -1;

@@ -1,5 +1,5 @@
-/* remote.c - start and end of the proxies, and their threads; see remote.h. */
-#include "core/gpu/remote.h"
+/* proxy.c - start and end of the proxies, and their threads; see proxy.h. */
+#include "core/gpu/proxy.h"
 
 #include "core/base/clock.h"
 #include "core/base/cores.h"
@@ -35,7 +35,7 @@
 #define BUSY_SPIN_NS INT64_C(2000000)
 #define IDLE_SPIN_NS INT64_C(200000)
 
-spccl_status sp_remote_transport(const sp_gpu_comm *g, const sp_transport **out)
+spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out)
 {
     const sp_transport *t = NULL;
     for (int p = 0; p < g->comm->world_size; p++) {
@@ -60,7 +60,7 @@ static uint32_t ranks_here(const spccl_comm *comm)
     return hosts == NULL ? 1 : (uint32_t)sp_hosts_size(hosts, hosts->host_of[comm->rank]);
 }
 
-spccl_status sp_remote_n_proxies(const spccl_comm *comm, uint32_t *out)
+spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out)
 {
     uint32_t by_cores = sp_usable_cores() / CORES_PER_PROXY / ranks_here(comm);
     int64_t forced;
@@ -72,11 +72,11 @@ spccl_status sp_remote_n_proxies(const spccl_comm *comm, uint32_t *out)
 
 /* ---- opening ---- */
 
-static spccl_status make_peer(sp_remote_proxy *x, uint32_t index, int i, int rank)
+static spccl_status make_peer(sp_proxy *x, uint32_t index, int i, int rank)
 {
-    const sp_remote *r = x->r;
+    const sp_proxies *r = x->r;
     const spccl_comm *comm = r->g->comm;
-    sp_remote_peer *p = &x->peers[i];
+    sp_proxy_peer *p = &x->peers[i];
     uint32_t world_size = (uint32_t)comm->world_size, n = SP_INBOX_QUEUES * r->g->shape.n_workers;
     p->memory = sp_calloc(4 * (size_t)n, sizeof *p->memory);
     if (p->memory == NULL)
@@ -84,21 +84,21 @@ static spccl_status make_peer(sp_remote_proxy *x, uint32_t index, int i, int ran
     p->rank = rank;
     p->slot = sp_inbox_slot((uint32_t)comm->rank, (uint32_t)rank, world_size);
     p->slot_there = sp_inbox_slot((uint32_t)rank, (uint32_t)comm->rank, world_size);
-    p->at = (sp_remote_positions){.sent = p->memory,
-                                  .free_to = p->memory + n,
-                                  .arrived = p->memory + 2 * (size_t)n,
-                                  .freed = p->memory + 3 * (size_t)n,
-                                  .n_workers = r->g->shape.n_workers,
-                                  .ring_bytes = sp_inbox_ring_bytes(r->g->shape),
-                                  .proxy = index,
-                                  .n_proxies = r->n_proxies};
-    sp_remote_find_words(x, i);
+    p->at = (sp_proxy_positions){.sent = p->memory,
+                                 .free_to = p->memory + n,
+                                 .arrived = p->memory + 2 * (size_t)n,
+                                 .freed = p->memory + 3 * (size_t)n,
+                                 .n_workers = r->g->shape.n_workers,
+                                 .ring_bytes = sp_inbox_ring_bytes(r->g->shape),
+                                 .proxy = index,
+                                 .n_proxies = r->n_proxies};
+    sp_proxy_find_words(x, i);
     return SPCCL_OK;
 }
 
-static spccl_status open_endpoint(sp_remote_proxy *x, uint32_t index)
+static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
 {
-    const sp_remote *r = x->r;
+    const sp_proxies *r = x->r;
     const spccl_comm *comm = r->g->comm;
     sp_endpoint_config ec = {.rank = comm->rank,
                              .world_size = comm->world_size,
@@ -111,7 +111,7 @@ static spccl_status open_endpoint(sp_remote_proxy *x, uint32_t index)
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
     while (ec.queue_bytes / 4 <
-           sp_remote_message_max(r)) /* a transport takes messages of a quarter of a queue */
+           sp_proxies_message_max(r)) /* a transport takes messages of a quarter of a queue */
         ec.queue_bytes *= 2;
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
     memcpy(ec.host, comm->links.host, sizeof ec.host);
@@ -124,9 +124,9 @@ static spccl_status open_endpoint(sp_remote_proxy *x, uint32_t index)
 }
 
 /* After the memory: a peer knows where its words lie. */
-static spccl_status open_proxy(sp_remote *r, uint32_t index)
+static spccl_status open_proxy(sp_proxies *r, uint32_t index)
 {
-    sp_remote_proxy *x = &r->proxies[index];
+    sp_proxy *x = &r->proxies[index];
     const sp_gpu_comm *g = r->g;
     int i = 0;
     x->workers = sp_calloc(g->shape.n_workers, sizeof *x->workers);
@@ -134,7 +134,7 @@ static spccl_status open_proxy(sp_remote *r, uint32_t index)
     if (x->workers == NULL || x->entries == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "a proxy: entries for %u workers", g->shape.n_workers);
     for (uint32_t w = 0; w < g->shape.n_workers; w++)
-        if (sp_remote_proxy_of(w, r->n_proxies) == index)
+        if (sp_proxy_of(w, r->n_proxies) == index)
             x->workers[x->n_workers++] = w;
     for (int p = 0; p < g->comm->world_size; p++)
         if (g->is_remote[p])
@@ -142,7 +142,7 @@ static spccl_status open_proxy(sp_remote *r, uint32_t index)
     return open_endpoint(x, index);
 }
 
-static spccl_status open_memory(sp_remote *r)
+static spccl_status open_memory(sp_proxies *r)
 {
     sp_gpu_comm *g = r->g;
     size_t seen_bytes = ((size_t)sp_remote_n_counters(g->shape) + 1) * sizeof *r->area.seen;
@@ -168,16 +168,16 @@ static spccl_status open_memory(sp_remote *r)
     return st;
 }
 
-spccl_status sp_remote_open(sp_gpu_comm *g)
+spccl_status sp_proxies_open(sp_gpu_comm *g)
 {
-    sp_remote *r = sp_calloc(1, sizeof *r);
+    sp_proxies *r = sp_calloc(1, sizeof *r);
     uint32_t n_proxies = g->limits.n_proxies, n_here = ranks_here(g->comm);
     if (r == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "the proxies: %zu bytes", sizeof *r);
-    g->remote = r;
+    g->proxies = r;
     r->g = g;
-    if (n_proxies < 1 || n_proxies > SP_REMOTE_PROXIES_MAX)
-        return SP_FAIL(SPCCL_ERR_BUG, "%u proxies; wanted 1 to %u", n_proxies, SP_REMOTE_PROXIES_MAX);
+    if (n_proxies < 1 || n_proxies > SP_PROXIES_MAX)
+        return SP_FAIL(SPCCL_ERR_BUG, "%u proxies; wanted 1 to %u", n_proxies, SP_PROXIES_MAX);
     r->n_proxies = n_proxies;
     r->busy_spin_ns = r->idle_spin_ns = g->comm->spin_ns;
     if (sp_usable_cores() >= CORES_PER_PROXY * n_here) {
@@ -188,7 +188,7 @@ spccl_status sp_remote_open(sp_gpu_comm *g)
         r->proxies[k].r = r;
         r->proxies[k].wake_fd = -1;
     }
-    SP_TRY(sp_remote_transport(g, &r->transport));
+    SP_TRY(sp_proxies_transport(g, &r->transport));
     for (int p = 0; p < g->comm->world_size; p++)
         if (g->is_remote[p]) {
             r->area.slots |=
@@ -211,9 +211,9 @@ struct address {
 };
 
 /* all [world_size * n_proxies] */
-static spccl_status swap_addresses(const sp_remote *r, struct address *all)
+static spccl_status swap_addresses(const sp_proxies *r, struct address *all)
 {
-    struct address mine[SP_REMOTE_PROXIES_MAX] = {0};
+    struct address mine[SP_PROXIES_MAX] = {0};
     for (uint32_t k = 0; k < r->n_proxies; k++) {
         size_t n = 0;
         mine[k].status = (int32_t)r->transport->address(r->proxies[k].ep, mine[k].bytes, &n);
@@ -222,7 +222,7 @@ static spccl_status swap_addresses(const sp_remote *r, struct address *all)
     return spccl_all_gather(r->g->comm, mine, all, r->n_proxies * sizeof *mine, SPCCL_UINT8, NULL);
 }
 
-static spccl_status add_peers(const sp_remote *r, const struct address *all)
+static spccl_status add_peers(const sp_proxies *r, const struct address *all)
 {
     const sp_transport *t = r->transport;
     for (uint32_t k = 0; k < r->n_proxies; k++)
@@ -239,7 +239,7 @@ static spccl_status add_peers(const sp_remote *r, const struct address *all)
     return SPCCL_OK;
 }
 
-static spccl_status meet_peers(const sp_remote *r)
+static spccl_status meet_peers(const sp_proxies *r)
 {
     struct address *all = sp_calloc((size_t)r->g->comm->world_size * r->n_proxies, sizeof *all);
     spccl_status st;
@@ -253,7 +253,7 @@ static spccl_status meet_peers(const sp_remote *r)
 }
 
 /* All proxies connect at the same time. AGAIN: some are not done. */
-static spccl_status connect_step(const sp_remote *r, bool *done)
+static spccl_status connect_step(const sp_proxies *r, bool *done)
 {
     spccl_status all = SPCCL_OK;
     for (uint32_t k = 0; k < r->n_proxies; k++) {
@@ -266,10 +266,10 @@ static spccl_status connect_step(const sp_remote *r, bool *done)
     return all;
 }
 
-static spccl_status connect_peers(sp_remote *r, int64_t deadline_ns)
+static spccl_status connect_peers(sp_proxies *r, int64_t deadline_ns)
 {
     int64_t asked_ns = sp_now_ns();
-    bool done[SP_REMOTE_PROXIES_MAX] = {false};
+    bool done[SP_PROXIES_MAX] = {false};
     for (;;) {
         spccl_status st = connect_step(r, done);
         if (st != SPCCL_AGAIN)
@@ -288,7 +288,7 @@ static spccl_status connect_peers(sp_remote *r, int64_t deadline_ns)
 
 /* ---- the thread ---- */
 
-static void drain_wake_fd(const sp_remote_proxy *x)
+static void drain_wake_fd(const sp_proxy *x)
 {
     uint64_t count;
     if (read(x->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
@@ -296,7 +296,7 @@ static void drain_wake_fd(const sp_remote_proxy *x)
 }
 
 /* Can a kernel of the group be running? The last launch writes its number to the host inbox when it ends. */
-static bool is_idle(const sp_remote *r)
+static bool is_idle(const sp_proxies *r)
 {
     const uint32_t *ended =
         (const uint32_t *)(const void *)(r->host_inbox + sp_remote_ended_off(r->g->shape));
@@ -305,7 +305,7 @@ static bool is_idle(const sp_remote *r)
 }
 
 /* How long a proxy may sleep that has been idle for so long. */
-static int64_t sleep_ns(const sp_remote *r, int64_t idle_ns)
+static int64_t sleep_ns(const sp_proxies *r, int64_t idle_ns)
 {
     if (idle_ns >= ASLEEP_NS)
         return is_idle(r) ? ASLEEP_NS : POLL_NS;
@@ -313,9 +313,9 @@ static int64_t sleep_ns(const sp_remote *r, int64_t idle_ns)
 }
 
 /* Nothing moved in the last round: yield, or sleep. *active_ns = now if a launch came. */
-static void rest(sp_remote_proxy *x, uint32_t *n_launches, int64_t *active_ns)
+static void rest(sp_proxy *x, uint32_t *n_launches, int64_t *active_ns)
 {
-    sp_remote *r = x->r;
+    sp_proxies *r = x->r;
     int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sleep_ns(r, idle_ns);
     struct pollfd fds[2] = {{.fd = x->transport_fd, .events = POLLIN}, {.fd = x->wake_fd, .events = POLLIN}};
     uint32_t n;
@@ -341,7 +341,7 @@ static void rest(sp_remote_proxy *x, uint32_t *n_launches, int64_t *active_ns)
     atomic_store(&x->sleeping, false);
 }
 
-static void break_group(sp_remote *r, spccl_status st)
+static void break_group(sp_proxies *r, spccl_status st)
 {
     spccl_comm *comm = r->g->comm;
     char text[sizeof comm->error];
@@ -352,7 +352,7 @@ static void break_group(sp_remote *r, spccl_status st)
 }
 
 /* The proxy moves nothing any more; wait for the end. */
-static void wait_for_stop(sp_remote_proxy *x)
+static void wait_for_stop(sp_proxy *x)
 {
     struct pollfd fd = {.fd = x->wake_fd, .events = POLLIN};
     while (!atomic_load(&x->r->stop)) {
@@ -362,20 +362,20 @@ static void wait_for_stop(sp_remote_proxy *x)
     }
 }
 
-static bool is_aborted(const sp_remote *r)
+static bool is_aborted(const sp_proxies *r)
 {
     return __atomic_load_n(&r->g->control->abort, __ATOMIC_RELAXED) != 0;
 }
 
 static void *proxy(void *arg)
 {
-    sp_remote_proxy *x = arg;
+    sp_proxy *x = arg;
     int64_t active_ns = sp_now_ns();
     uint32_t n_launches = 0;
     spccl_status st = SPCCL_OK;
     while (st == SPCCL_OK && !atomic_load(&x->r->stop) && !is_aborted(x->r)) {
         bool moved = false;
-        st = sp_remote_round(x, &moved);
+        st = sp_proxy_round(x, &moved);
         if (moved)
             active_ns = sp_now_ns();
         else if (st == SPCCL_OK)
@@ -387,7 +387,7 @@ static void *proxy(void *arg)
     return NULL;
 }
 
-spccl_status sp_remote_start(sp_remote *r, int64_t deadline_ns)
+spccl_status sp_proxies_start(sp_proxies *r, int64_t deadline_ns)
 {
     SP_TRY(meet_peers(r));
     SP_TRY(connect_peers(r, deadline_ns));
@@ -403,14 +403,14 @@ spccl_status sp_remote_start(sp_remote *r, int64_t deadline_ns)
     return SPCCL_OK;
 }
 
-static void write_wake_fd(const sp_remote_proxy *x)
+static void write_wake_fd(const sp_proxy *x)
 {
     uint64_t one = 1;
     if (write(x->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
         sp_log(SP_LOG_ERROR, x->r->g->comm->rank, "proxy: writing its eventfd failed: errno %d", errno);
 }
 
-void sp_remote_wake(sp_remote *r, bool captured)
+void sp_proxies_wake(sp_proxies *r, bool captured)
 {
     if (r == NULL)
         return;
@@ -422,7 +422,7 @@ void sp_remote_wake(sp_remote *r, bool captured)
             write_wake_fd(&r->proxies[k]);
 }
 
-void sp_remote_leave(sp_remote *r)
+void sp_proxies_leave(sp_proxies *r)
 {
     if (r != NULL)
         atomic_store(&r->leaving, true);
@@ -430,7 +430,7 @@ void sp_remote_leave(sp_remote *r)
 
 /* ---- the end ---- */
 
-static void stop_threads(sp_remote *r)
+static void stop_threads(sp_proxies *r)
 {
     atomic_store(&r->stop, true);
     for (uint32_t k = 0; k < r->n_proxies; k++)
@@ -443,7 +443,7 @@ static void stop_threads(sp_remote *r)
     }
 }
 
-static void close_proxy(sp_remote_proxy *x)
+static void close_proxy(sp_proxy *x)
 {
     if (x->ep != NULL)
         x->r->transport->close(x->ep);
@@ -455,7 +455,7 @@ static void close_proxy(sp_remote_proxy *x)
     sp_free(x->entries);
 }
 
-static void close_all(sp_remote *r, bool keep_memory)
+static void close_all(sp_proxies *r, bool keep_memory)
 {
     const sp_gpu_ops *ops = r->g->ops;
     stop_threads(r);
@@ -469,13 +469,13 @@ static void close_all(sp_remote *r, bool keep_memory)
     sp_free(r);
 }
 
-void sp_remote_close(sp_remote *r)
+void sp_proxies_close(sp_proxies *r)
 {
     if (r != NULL)
         close_all(r, false);
 }
 
-void sp_remote_abandon(sp_remote *r)
+void sp_proxies_abandon(sp_proxies *r)
 {
     if (r != NULL)
         close_all(r, true);

@@ -1,6 +1,6 @@
-/* test_remote_wire.c - messages of rings between hosts: what is written is read back, and every wrong position,
+/* test_proxy_wire.c - messages of rings between hosts: what is written is read back, and every wrong position,
  * length or count is refused. */
-#include "core/gpu/remote_wire.h"
+#include "core/gpu/proxy_wire.h"
 
 #include "test.h"
 
@@ -10,7 +10,7 @@
 #define RING 4096u
 
 static uint64_t words[4][2 * WORKERS];
-static const sp_remote_positions at = {words[0], words[1], words[2], words[3], WORKERS, RING, 0, 1};
+static const sp_proxy_positions at = {words[0], words[1], words[2], words[3], WORKERS, RING, 0, 1};
 static uint8_t message[8192];
 
 /* A ring of results of worker 1 has 1024 bytes free, and the peer may free up to 640 of ours. */
@@ -23,16 +23,16 @@ static void reset(void)
     words[3][WORKERS + 1] = RING * 10;
 }
 
-static const sp_remote_entry credit = {.queue = 1, .worker = 1, .position = 640};
-static const sp_remote_entry run = {
+static const sp_proxy_entry credit = {.queue = 1, .worker = 1, .position = 640};
+static const sp_proxy_entry run = {
     .is_run = true, .queue = 1, .worker = 1, .position = RING * 10 + 3072, .bytes = 1024};
 
-static size_t write_two(sp_remote_entry first, sp_remote_entry second)
+static size_t write_two(sp_proxy_entry first, sp_proxy_entry second)
 {
-    size_t off = sp_remote_data_off(2);
-    sp_remote_put_head(message, 1, 1);
-    sp_remote_put_entry(message, 0, &first);
-    sp_remote_put_entry(message, 1, &second);
+    size_t off = sp_proxy_data_off(2);
+    sp_proxy_put_head(message, 1, 1);
+    sp_proxy_put_entry(message, 0, &first);
+    sp_proxy_put_entry(message, 1, &second);
     memset(message + off, 0x5a, 1024);
     return off + 1024;
 }
@@ -40,34 +40,34 @@ static size_t write_two(sp_remote_entry first, sp_remote_entry second)
 /* Read a message to its end. */
 static spccl_status read_all(size_t bytes)
 {
-    sp_remote_reader r;
-    sp_remote_entry e;
+    sp_proxy_reader r;
+    sp_proxy_entry e;
     const uint8_t *data = NULL;
-    spccl_status st = sp_remote_open_message(&r, message, bytes);
+    spccl_status st = sp_proxy_open_message(&r, message, bytes);
     while (st == SPCCL_OK)
-        st = sp_remote_next_entry(&r, &at, &e, &data);
+        st = sp_proxy_next_entry(&r, &at, &e, &data);
     return st;
 }
 
 static void test_reads_what_was_written(void)
 {
-    sp_remote_reader r;
-    sp_remote_entry e;
+    sp_proxy_reader r;
+    sp_proxy_entry e;
     const uint8_t *data = NULL;
     size_t bytes;
     reset();
     bytes = write_two(credit, run);
-    CHECK_OK(sp_remote_open_message(&r, message, bytes));
-    CHECK_OK(sp_remote_next_entry(&r, &at, &e, &data));
+    CHECK_OK(sp_proxy_open_message(&r, message, bytes));
+    CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
     CHECK(!e.is_run && e.queue == 1 && e.worker == 1 && e.position == 640, "the credit");
-    CHECK_OK(sp_remote_next_entry(&r, &at, &e, &data));
+    CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
     CHECK(e.is_run && e.queue == 1 && e.worker == 1 && e.position == run.position && e.bytes == 1024,
           "the run");
-    CHECK(data == message + sp_remote_data_off(2), "the data start at %td", data - message);
-    CHECK(sp_remote_next_entry(&r, &at, &e, &data) == SPCCL_AGAIN, "no further entry");
+    CHECK(data == message + sp_proxy_data_off(2), "the data start at %td", data - message);
+    CHECK(sp_proxy_next_entry(&r, &at, &e, &data) == SPCCL_AGAIN, "no further entry");
 }
 
-static void refused(sp_remote_entry first, sp_remote_entry second, const char *what)
+static void refused(sp_proxy_entry first, sp_proxy_entry second, const char *what)
 {
     reset();
     CHECK(read_all(write_two(first, second)) == SPCCL_ERR_FORMAT, "%s was not refused", what);
@@ -75,7 +75,7 @@ static void refused(sp_remote_entry first, sp_remote_entry second, const char *w
 
 static void test_wrong_numbers(void)
 {
-    sp_remote_entry c = credit, e = run;
+    sp_proxy_entry c = credit, e = run;
     c.position = 656, refused(c, run, "a credit for more than was sent");
     c.position = 112, refused(c, run, "a credit that goes back");
     c.position = 633, refused(c, run, "a credit between units");
@@ -97,9 +97,9 @@ static void test_skipped_end(void)
 {
     for (uint32_t left = 16; left <= 96; left += 16) {
         uint64_t end = (uint64_t)RING * 3 - left, most = left < 64 ? end + left : end;
-        sp_remote_entry c = {.queue = 1, .worker = 1};
-        CHECK(sp_remote_credit_max(end, RING) == most, "%u bytes left: %llu, wanted %llu", left,
-              (unsigned long long)sp_remote_credit_max(end, RING), (unsigned long long)most);
+        sp_proxy_entry c = {.queue = 1, .worker = 1};
+        CHECK(sp_proxy_credit_max(end, RING) == most, "%u bytes left: %llu, wanted %llu", left,
+              (unsigned long long)sp_proxy_credit_max(end, RING), (unsigned long long)most);
         for (c.position = end; c.position <= end + 128; c.position += 16) {
             reset();
             words[0][WORKERS + 1] = end;
@@ -108,17 +108,17 @@ static void test_skipped_end(void)
                   spccl_last_error());
         }
     }
-    CHECK(sp_remote_credit_max(RING * 3, RING) == RING * 3, "at the start of the ring");
-    CHECK(sp_remote_run_max(RING) == RING + 48, "the longest run has %zu bytes", sp_remote_run_max(RING));
+    CHECK(sp_proxy_credit_max(RING * 3, RING) == RING * 3, "at the start of the ring");
+    CHECK(sp_proxy_run_max(RING) == RING + 48, "the longest run has %zu bytes", sp_proxy_run_max(RING));
     for (uint32_t bytes = RING + 48; bytes <= RING + 64; bytes += 16) {
-        size_t off = sp_remote_data_off(1);
-        sp_remote_entry e = {
+        size_t off = sp_proxy_data_off(1);
+        sp_proxy_entry e = {
             .is_run = true, .queue = 1, .worker = 1, .position = RING * 3 - 48, .bytes = bytes};
         reset();
         words[2][WORKERS + 1] = RING * 3 - 48;
         words[3][WORKERS + 1] = RING * 3;
-        sp_remote_put_head(message, 0, 1);
-        sp_remote_put_entry(message, 0, &e);
+        sp_proxy_put_head(message, 0, 1);
+        sp_proxy_put_entry(message, 0, &e);
         CHECK((read_all(off + bytes) == SPCCL_AGAIN) == (bytes == RING + 48), "a run of %u bytes: %s", bytes,
               spccl_last_error());
     }
@@ -132,14 +132,14 @@ static void test_other_proxy(void)
         for (uint32_t worker = 0; worker < 40; worker++) {
             uint32_t served = 0;
             for (uint32_t k = 0; k < n; k++) {
-                sp_remote_positions p = {many[0], many[1], many[2], many[3], 40, RING, k, n};
-                sp_remote_entry e = {.worker = worker};
+                sp_proxy_positions p = {many[0], many[1], many[2], many[3], 40, RING, k, n};
+                sp_proxy_entry e = {.worker = worker};
                 const uint8_t *data = NULL;
-                sp_remote_reader r;
-                sp_remote_put_head(message, 1, 0);
-                sp_remote_put_entry(message, 0, &e);
-                CHECK_OK(sp_remote_open_message(&r, message, sp_remote_data_off(1)));
-                served += sp_remote_next_entry(&r, &p, &e, &data) == SPCCL_OK;
+                sp_proxy_reader r;
+                sp_proxy_put_head(message, 1, 0);
+                sp_proxy_put_entry(message, 0, &e);
+                CHECK_OK(sp_proxy_open_message(&r, message, sp_proxy_data_off(1)));
+                served += sp_proxy_next_entry(&r, &p, &e, &data) == SPCCL_OK;
             }
             CHECK(served == 1, "worker %u: %u of %u proxies serve it", worker, served, n);
         }

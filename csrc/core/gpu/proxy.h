@@ -1,4 +1,4 @@
-/* remote.h - the proxies: threads that move frames, tails and credits between this rank and peers on other hosts.
+/* proxy.h - the proxies: threads that move frames, tails and credits between this rank and peers on other hosts.
  *
  * The proxies of a rank divide the workers: all 8 workers of a change counter have the same proxy, and the counters go
  * to the proxies in turn. Each proxy has an endpoint of its own, and exchanges messages with the proxy of the same
@@ -9,50 +9,50 @@
  * kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of CUDA. Such a call
  * may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
- * remote.c: start, end, the threads. remote_move.c: what a proxy does in each round. */
-#ifndef SP_REMOTE_H
-#define SP_REMOTE_H
+ * proxy.c: start, end, the threads. proxy_move.c: what a proxy does in each round. */
+#ifndef SP_PROXY_H
+#define SP_PROXY_H
 
 #include "core/contract/transport.h"
 #include "core/gpu/gpu_comm.h"
-#include "core/gpu/remote_wire.h"
+#include "core/gpu/proxy_wire.h"
 
 /* The largest inbox of a group on several hosts. Outbox and host inbox, the pinned memory of a GPU, are then at most
  * 512 MiB, as spccl_info says; the last MiB is for change counters. */
-#define SP_REMOTE_INBOX_MAX ((size_t)511 << 19)
+#define SP_PROXIES_INBOX_MAX ((size_t)511 << 19)
 
-#define SP_REMOTE_PROXIES_MAX 16u
+#define SP_PROXIES_MAX 16u
 
 /* A remote peer, as one proxy sees it. */
-typedef struct sp_remote_peer {
+typedef struct sp_proxy_peer {
     int rank;
     uint32_t slot, slot_there; /* the peer's slot seen from here; this rank's slot seen from the peer */
-    sp_remote_positions at;
+    sp_proxy_positions at;
     uint64_t *memory; /* owned: of `at` */
     /* In the outbox, by queue: what kernels of this rank announced, [n_workers] each. */
     const uint64_t *tails[SP_INBOX_QUEUES], *credits[SP_INBOX_QUEUES];
     uint32_t next;         /* number of the ring at which the next message starts: queue * n_workers + k */
     uint64_t n_messages;   /* sent */
     int64_t gone_since_ns; /* 0: it is there */
-} sp_remote_peer;
+} sp_proxy_peer;
 
-struct sp_remote;
+struct sp_proxies;
 
-typedef struct sp_remote_proxy {
-    struct sp_remote *r;
+typedef struct sp_proxy {
+    struct sp_proxies *r;
     sp_endpoint *ep;
     int transport_fd, wake_fd;
-    sp_remote_peer peers[SP_GPU_RANKS_MAX];
-    uint32_t *workers;        /* [n_workers] the workers that it serves */
-    uint32_t n_workers;       /* so many */
-    sp_remote_entry *entries; /* [4 * n_workers] scratch: those of one message */
-    uint64_t n_bytes_sent;    /* of messages; for tests and logs */
+    sp_proxy_peer peers[SP_GPU_RANKS_MAX];
+    uint32_t *workers;       /* [n_workers] the workers that it serves */
+    uint32_t n_workers;      /* so many */
+    sp_proxy_entry *entries; /* [4 * n_workers] scratch: those of one message */
+    uint64_t n_bytes_sent;   /* of messages; for tests and logs */
     pthread_t thread;
     bool started;
     atomic_bool sleeping;
-} sp_remote_proxy;
+} sp_proxy;
 
-typedef struct sp_remote {
+typedef struct sp_proxies {
     sp_gpu_comm *g;
     const sp_transport *transport;
     uint8_t *outbox, *host_inbox;
@@ -60,45 +60,45 @@ typedef struct sp_remote {
     sp_fused_remote area;   /* for sp_fused_args.remote */
     int n_peers;
     uint32_t n_proxies;
-    sp_remote_proxy proxies[SP_REMOTE_PROXIES_MAX];
+    sp_proxy proxies[SP_PROXIES_MAX];
     /* A proxy polls for so long after something moved, while a kernel may run and while none does. */
     int64_t busy_spin_ns, idle_spin_ns;
     atomic_bool stop, leaving;
     atomic_bool captured;   /* a launch was captured: a graph may launch more, without a call */
     atomic_uint n_launches; /* launches so far */
-} sp_remote;
+} sp_proxies;
 
-/* ---- remote.c ---- */
+/* ---- proxy.c ---- */
 
 /* The transport that the links of g->comm to its remote peers use. Errors: UNSUPPORTED (they use several). */
-spccl_status sp_remote_transport(const sp_gpu_comm *g, const sp_transport **out);
+spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out);
 /* How many proxies a rank would like to have: SPCCL_CUDA_PROXIES, or by the cores that this process may use. comm
  * NULL: if it is the only rank of its host. Errors: SETTING. */
-spccl_status sp_remote_n_proxies(const spccl_comm *comm, uint32_t *out);
-/* Allocate pinned memory and open the endpoints of g->limits.n_proxies proxies. g's GPU is current. g->remote is set at once; the caller calls
- * sp_remote_close, after a failure too. Errors: NOMEM, DEVICE, SYSTEM, and those of the transport. */
-spccl_status sp_remote_open(sp_gpu_comm *g);
+spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out);
+/* Allocate pinned memory and open the endpoints of g->limits.n_proxies proxies. g's GPU is current. g->proxies is set at once; the caller calls
+ * sp_proxies_close, after a failure too. Errors: NOMEM, DEVICE, SYSTEM, and those of the transport. */
+spccl_status sp_proxies_open(sp_gpu_comm *g);
 /* All ranks call it together: exchange the endpoints' addresses, connect to the remote peers, and start the proxies.
  * Errors: TIMEOUT, PEER, AUTH (each names the peer), UNREACHABLE, SYSTEM. */
-spccl_status sp_remote_start(sp_remote *r, int64_t deadline_ns);
+spccl_status sp_proxies_start(sp_proxies *r, int64_t deadline_ns);
 /* Call before each launch: no proxy may sleep. Accepts NULL. */
-void sp_remote_wake(sp_remote *r, bool captured);
+void sp_proxies_wake(sp_proxies *r, bool captured);
 /* From now on a peer that is gone is no error: all kernels have ended, and peers may leave. Accepts NULL. */
-void sp_remote_leave(sp_remote *r);
+void sp_proxies_leave(sp_proxies *r);
 /* Stop the proxies and free everything. No kernel may run any more. Accepts NULL. */
-void sp_remote_close(sp_remote *r);
+void sp_proxies_close(sp_proxies *r);
 /* As close, but the pinned memory stays: a kernel that does not end may still write there. */
-void sp_remote_abandon(sp_remote *r);
+void sp_proxies_abandon(sp_proxies *r);
 
-/* ---- remote_move.c ---- */
+/* ---- proxy_move.c ---- */
 
 /* Bytes of the largest message. */
-size_t sp_remote_message_max(const sp_remote *r);
+size_t sp_proxies_message_max(const sp_proxies *r);
 /* Prepare the peer number i of a proxy, whose workers and peers[i].at are set. */
-void sp_remote_find_words(sp_remote_proxy *x, int i);
+void sp_proxy_find_words(sp_proxy *x, int i);
 
 /* One round: take messages, and send what the kernels wrote. *moved = true if anything moved. Errors: PEER, FORMAT (a
  * peer sent wrong positions; names it), BUG. */
-spccl_status sp_remote_round(sp_remote_proxy *x, bool *moved);
+spccl_status sp_proxy_round(sp_proxy *x, bool *moved);
 
 #endif
