@@ -66,6 +66,14 @@ static spccl_status gone(const struct fault *f, int peer)
                    peer);
 }
 
+/* Fails if the plan says that this call fails on this rank. */
+static spccl_status may_fail(const struct fault *f, const char *call)
+{
+    if (f->plan.fails == NULL || f->rank != f->plan.fails_rank || strcmp(f->plan.fails, call) != 0)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: %s failed for a test", f->rank, call);
+}
+
 static void fault_close(sp_endpoint *ep)
 {
     struct fault *f = self(ep);
@@ -105,6 +113,7 @@ fail:
 
 static spccl_status fault_address(sp_endpoint *ep, uint8_t *out, size_t *bytes)
 {
+    SP_TRY(may_fail(self(ep), "address"));
     return self(ep)->t->address(self(ep)->inner, out, bytes);
 }
 
@@ -115,6 +124,7 @@ static bool fault_can_reach(sp_endpoint *ep, const uint8_t *address, size_t byte
 
 static spccl_status fault_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes)
 {
+    SP_TRY(may_fail(self(ep), "add_peer"));
     return self(ep)->t->add_peer(self(ep)->inner, peer, address, bytes);
 }
 
@@ -125,6 +135,7 @@ static double fault_ns_per_byte(sp_endpoint *ep, int peer)
 
 static spccl_status fault_connect_step(sp_endpoint *ep)
 {
+    SP_TRY(may_fail(self(ep), "connect_step"));
     return self(ep)->t->connect_step(self(ep)->inner);
 }
 

@@ -12,6 +12,8 @@
 #define N_RANKS_MAX 8
 /* Every collective must end this soon, also on a busy machine. */
 #define SOON_MS 60000
+/* A deadline that no test waits for. */
+#define LONG_MS 120000
 
 /* ---- right results ---- */
 
@@ -289,6 +291,53 @@ static void test_missing_rank(void)
     }
 }
 
+/* One call of the proxies' transport fails on rank 1 while the ranks attach their GPUs. */
+static void attach_fails(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    int64_t start;
+    spccl_status st;
+    if (!wait_for_ranks(c, &s->n_here))
+        return;
+    sp_fault = s->plan; /* all endpoints of the links are open, those of the proxies are not */
+    if (!all_here(c->comm))
+        return;
+    start = now_ms();
+    config.device = rank_buffers[c->rank].device;
+    st = spccl_cuda_attach(c->comm, &config);
+    CHECK(st == SPCCL_ERR_SYSTEM || st == SPCCL_ERR_UNREACHABLE, "%s, rank %d: %s: %s", s->plan.fails,
+          c->rank, spccl_status_name(st), spccl_last_error());
+    CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "%s, rank %d: \"%s\" does not name rank 1",
+          s->plan.fails, c->rank, spccl_last_error());
+    CHECK(now_ms() - start < LONG_MS / 2, "%s, rank %d: attach failed only after %lld ms", s->plan.fails,
+          c->rank, (long long)(now_ms() - start));
+    if (!wait_for_ranks(c, &s->n_ended))
+        return;
+    sp_fault = (sp_fault_plan){.inner = "tcp"};
+    if (all_here(c->comm) && attach_gpu(c->comm, c->rank, 0))
+        check_works(c);
+}
+
+static void test_attach_fails(void)
+{
+    static const char *const calls[] = {"address", "add_peer", "connect_step"};
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+        struct scene s = {.plan = {.inner = "tcp", .fails = calls[i], .fails_rank = 1}};
+        struct rank_ctx ctx[RANKS_CAP];
+        spccl_config config = SPCCL_CONFIG_INIT;
+        int n = is_small ? 2 : 3;
+        next_proxies();
+        config.transports = "fault";
+        config.timeout_ms = LONG_MS;
+        test_ranks_per_host = 1;
+        sp_fault = (sp_fault_plan){.inner = "tcp"};
+        run_ranks(n, &config, attach_fails, &s, ctx);
+        for (int r = 0; r < n; r++)
+            CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    }
+}
+
 /* ---- graphs ---- */
 
 static void replays(struct rank_ctx *c)
@@ -361,6 +410,7 @@ int main(int argc, char **argv)
                                              {"cut", test_cut},
                                              {"flipped", test_flipped},
                                              {"missing_rank", test_missing_rank},
+                                             {"attach_fails", test_attach_fails},
                                              {"graphs", test_graphs},
                                              {NULL, NULL}};
     cuda_test_start(&argc, argv);

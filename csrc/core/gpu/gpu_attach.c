@@ -294,22 +294,24 @@ struct verdict {
     char text[508];
 };
 
-/* How much a rank's status explains. A rank that timed out or lost a peer did so because another rank failed;
+/* How much a rank's status explains. AGAIN: it is not done. A rank that timed out or lost a peer did so because another rank failed;
  * the status of that other rank explains more. */
 static int weight(int32_t status)
 {
     switch (status) {
     case SPCCL_OK:
         return 0;
+    case SPCCL_AGAIN:
+        return 1;
     case SPCCL_ERR_TIMEOUT:
     case SPCCL_ERR_PEER:
-        return 1;
-    default:
         return 2;
+    default:
+        return 3;
     }
 }
 
-/* Exchange each rank's status. All return the same: OK, or the error of greatest weight, of the lowest such
+/* Exchange each rank's status. All return the same: OK, or the status of greatest weight, of the lowest such
  * rank. */
 static spccl_status agree(struct attach *a, spccl_status st)
 {
@@ -412,6 +414,19 @@ static spccl_status map_and_watch(struct attach *a)
     return sp_gpu_watchdog_add(a->g);
 }
 
+/* Connect the proxies. All ranks compare their status every SP_PROXIES_CONNECT_NS: a rank that fails could not tell the
+ * others otherwise, and they would wait for its connections until their deadline. */
+static spccl_status connect_hosts(struct attach *a)
+{
+    spccl_status st;
+    SP_TRY(agree(a, sp_proxies_meet(a->g->proxies)));
+    do
+        st = agree(a, sp_proxies_connect(a->g->proxies, a->deadline_ns));
+    while (st == SPCCL_AGAIN);
+    SP_TRY(st);
+    return agree(a, sp_proxies_start(a->g->proxies));
+}
+
 static spccl_status run(struct attach *a, const spccl_cuda_config *config)
 {
     spccl_status st = gather_facts(a, config);
@@ -422,7 +437,7 @@ static spccl_status run(struct attach *a, const spccl_cuda_config *config)
     SP_TRY(decide(a));
     SP_TRY(agree(a, make_memory(a)));
     if (a->spans_hosts)
-        SP_TRY(agree(a, sp_proxies_start(a->g->proxies, a->deadline_ns)));
+        SP_TRY(connect_hosts(a));
     st = agree(a, map_and_watch(a));
     if (st != SPCCL_OK)
         sp_gpu_watchdog_remove(a->g);

@@ -18,7 +18,6 @@
 /* Capacity of the queue to a peer, at least. */
 #define QUEUE_BYTES ((size_t)2 << 20)
 #define CONNECT_STEP_NS 200000
-#define STILL_NS (20 * 1000000)
 /* An idle proxy sleeps half as long as it has been idle: at least SLEEP_NS, at most POLL_NS. Once it was idle for
  * ASLEEP_NS and no kernel of the group can be running, it sleeps until a launch, a message, or for ASLEEP_NS. A graph
  * may be replayed without a call of this library, so a group that was captured is polled every POLL_NS. */
@@ -210,16 +209,23 @@ struct address {
     uint8_t bytes[SP_ADDRESS_BYTES_MAX];
 };
 
-/* all [world_size * n_proxies] */
+/* all [world_size * n_proxies]. A rank without an address takes part, so that no rank waits for it. */
 static spccl_status swap_addresses(const sp_proxies *r, struct address *all)
 {
     struct address mine[SP_PROXIES_MAX] = {0};
+    spccl_status failed = SPCCL_OK, st;
+    char why[300] = "";
     for (uint32_t k = 0; k < r->n_proxies; k++) {
         size_t n = 0;
         mine[k].status = (int32_t)r->transport->address(r->proxies[k].ep, mine[k].bytes, &n);
         mine[k].n_bytes = (uint32_t)n;
+        if (mine[k].status != SPCCL_OK && failed == SPCCL_OK) {
+            failed = (spccl_status)mine[k].status;
+            snprintf(why, sizeof why, "%s", spccl_last_error());
+        }
     }
-    return spccl_all_gather(r->g->comm, mine, all, r->n_proxies * sizeof *mine, SPCCL_UINT8, NULL);
+    st = spccl_all_gather(r->g->comm, mine, all, r->n_proxies * sizeof *mine, SPCCL_UINT8, NULL);
+    return st != SPCCL_OK || failed == SPCCL_OK ? st : SP_FAIL(failed, "%s", why);
 }
 
 static spccl_status add_peers(const sp_proxies *r, const struct address *all)
@@ -239,7 +245,7 @@ static spccl_status add_peers(const sp_proxies *r, const struct address *all)
     return SPCCL_OK;
 }
 
-static spccl_status meet_peers(const sp_proxies *r)
+spccl_status sp_proxies_meet(sp_proxies *r)
 {
     struct address *all = sp_calloc((size_t)r->g->comm->world_size * r->n_proxies, sizeof *all);
     spccl_status st;
@@ -253,35 +259,32 @@ static spccl_status meet_peers(const sp_proxies *r)
 }
 
 /* All proxies connect at the same time. AGAIN: some are not done. */
-static spccl_status connect_step(const sp_proxies *r, bool *done)
+static spccl_status connect_step(sp_proxies *r)
 {
     spccl_status all = SPCCL_OK;
     for (uint32_t k = 0; k < r->n_proxies; k++) {
-        spccl_status st = done[k] ? SPCCL_OK : r->transport->connect_step(r->proxies[k].ep);
+        sp_proxy *x = &r->proxies[k];
+        spccl_status st = x->connected ? SPCCL_OK : r->transport->connect_step(x->ep);
         if (st != SPCCL_OK && st != SPCCL_AGAIN)
             return st;
-        done[k] = st == SPCCL_OK;
-        all = done[k] ? all : SPCCL_AGAIN;
+        x->connected = st == SPCCL_OK;
+        all = x->connected ? all : SPCCL_AGAIN;
     }
     return all;
 }
 
-static spccl_status connect_peers(sp_proxies *r, int64_t deadline_ns)
+spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns)
 {
-    int64_t asked_ns = sp_now_ns();
-    bool done[SP_PROXIES_MAX] = {false};
+    int64_t until_ns = sp_now_ns() + SP_PROXIES_CONNECT_NS;
     for (;;) {
-        spccl_status st = connect_step(r, done);
+        spccl_status st = connect_step(r);
         if (st != SPCCL_AGAIN)
             return st;
         if (sp_deadline_passed(deadline_ns))
             return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: proxies did not connect before the deadline",
                            r->g->comm->rank);
-        if (sp_now_ns() - asked_ns > STILL_NS) {
-            SP_TRY(sp_comm_poll_peers(r->g->comm));
-            SP_TRY(sp_comm_broken(r->g->comm));
-            asked_ns = sp_now_ns();
-        }
+        if (sp_now_ns() > until_ns)
+            return SPCCL_AGAIN;
         nanosleep(&(struct timespec){.tv_nsec = CONNECT_STEP_NS}, NULL);
     }
 }
@@ -387,10 +390,8 @@ static void *proxy(void *arg)
     return NULL;
 }
 
-spccl_status sp_proxies_start(sp_proxies *r, int64_t deadline_ns)
+spccl_status sp_proxies_start(sp_proxies *r)
 {
-    SP_TRY(meet_peers(r));
-    SP_TRY(connect_peers(r, deadline_ns));
     for (uint32_t k = 0; k < r->n_proxies; k++) {
         SP_TRY(sp_thread_start("spccl-proxy", proxy, &r->proxies[k], &r->proxies[k].thread));
         r->proxies[k].started = true;

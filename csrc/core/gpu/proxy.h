@@ -22,6 +22,8 @@
 #define SP_PROXIES_INBOX_MAX ((size_t)511 << 19)
 
 #define SP_PROXIES_MAX 16u
+/* After so long all ranks compare their status, so that the failure of one ends the attach on all. */
+#define SP_PROXIES_CONNECT_NS (INT64_C(50) * 1000000)
 
 /* A remote peer, as one proxy sees it. */
 typedef struct sp_proxy_peer {
@@ -42,6 +44,7 @@ typedef struct sp_proxy {
     struct sp_proxies *r;
     sp_endpoint *ep;
     int transport_fd, wake_fd;
+    bool connected; /* to all peers */
     sp_proxy_peer peers[SP_GPU_RANKS_MAX];
     uint32_t *workers;       /* [n_workers] the workers that it serves */
     uint32_t n_workers;      /* so many */
@@ -78,9 +81,14 @@ spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out);
 /* Allocate pinned memory and open the endpoints of g->limits.n_proxies proxies. g's GPU is current. g->proxies is set at once; the caller calls
  * sp_proxies_close, after a failure too. Errors: NOMEM, DEVICE, SYSTEM, and those of the transport. */
 spccl_status sp_proxies_open(sp_gpu_comm *g);
-/* All ranks call it together: exchange the endpoints' addresses, connect to the remote peers, and start the proxies.
- * Errors: TIMEOUT, PEER, AUTH (each names the peer), UNREACHABLE, SYSTEM. */
-spccl_status sp_proxies_start(sp_proxies *r, int64_t deadline_ns);
+/* All ranks call it together: exchange the endpoints' addresses and note those of the remote peers. Errors:
+ * UNREACHABLE (names the pair), and those of the transport. */
+spccl_status sp_proxies_meet(sp_proxies *r);
+/* Connect for at most SP_PROXIES_CONNECT_NS. AGAIN: some peers are not connected yet; call it again. Errors: TIMEOUT
+ * (deadline_ns has passed), PEER, AUTH, SYSTEM. */
+spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns);
+/* Start the threads; all ranks have connected. Errors: SYSTEM. */
+spccl_status sp_proxies_start(sp_proxies *r);
 /* Call before each launch: no proxy may sleep. Accepts NULL. */
 void sp_proxies_wake(sp_proxies *r, bool captured);
 /* From now on a peer that is gone is no error: all kernels have ended, and peers may leave. Accepts NULL. */
