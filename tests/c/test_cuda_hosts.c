@@ -5,6 +5,7 @@
 #include "cuda_cases.h"
 #include "cuda_sums.h"
 
+#include "core/gpu/proxy.h"
 #include "transport/fault.h"
 
 #include <dirent.h>
@@ -158,6 +159,42 @@ static void test_slow_proxies(void)
     }
     sp_fault = (sp_fault_plan){.inner = "tcp"};
     group_transports = "tcp";
+}
+
+/* Dense frames leave a quarter of a frame free at the end of each ring. Those bytes do not travel. */
+static void sends_frames_alone(struct rank_ctx *c)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    spccl_cuda_stats stats = {.struct_bytes = sizeof stats};
+    const sp_proxies *r;
+    uint64_t sent = 0;
+    size_t n = total_bytes() / 4 / (size_t)c->n_ranks;
+    if (!attach_gpu(c->comm, c->rank, 1))
+        return;
+    memset(m->in, 0x3f, n * 4); /* no zeros */
+    CUDA_OK(cudaMemcpyAsync(m->in_d, m->in, n * 4, cudaMemcpyHostToDevice, m->on));
+    CHECK_OK(spccl_cuda_all_gather(c->comm, m->in_d, m->out_d, n, SPCCL_FLOAT32, m->on));
+    CHECK_OK(spccl_cuda_wait(c->comm, m->on, wait_ms()));
+    CHECK_OK(spccl_cuda_get_stats(c->comm, &stats));
+    (void)all_here(c->comm); /* all frames have come, so all were sent */
+    r = ((sp_gpu_comm *)atomic_load(&c->comm->gpu))->proxies;
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        sent += r->proxies[k].n_bytes_sent;
+    CHECK(sent >= stats.wire_bytes_sent && sent - stats.wire_bytes_sent < stats.wire_bytes_sent / 40,
+          "rank %d: proxies sent %llu bytes for frames of %llu", c->rank, (unsigned long long)sent,
+          (unsigned long long)stats.wire_bytes_sent);
+}
+
+static void test_skipped_bytes(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    next_proxies();
+    config.transports = "tcp";
+    test_ranks_per_host = 1;
+    run_ranks(2, &config, sends_frames_alone, NULL, ctx);
+    for (int r = 0; r < 2; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
 
 /* ---- errors ---- */
@@ -406,6 +443,7 @@ int main(int argc, char **argv)
                                              {"variants", test_variants},
                                              {"proxies", test_proxies},
                                              {"skips", test_skips},
+                                             {"skipped_bytes", test_skipped_bytes},
                                              {"slow_proxies", test_slow_proxies},
                                              {"cut", test_cut},
                                              {"flipped", test_flipped},

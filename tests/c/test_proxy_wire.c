@@ -86,7 +86,11 @@ static void test_wrong_numbers(void)
     e = run, e.bytes = 0, refused(credit, e, "an empty run");
     e = run, e.bytes = 1016, refused(credit, e, "a run of half units");
     e = run, e.bytes = 1040, refused(credit, e, "a run beyond the credit");
-    e = run, e.bytes = UINT64_MAX - 15, refused(credit, e, "a run of 2^64 bytes");
+    e = run, e.bytes = UINT32_MAX - 15, refused(credit, e, "a run of 2^32 bytes");
+    e = run, e.skipped = 16, refused(credit, e, "a skip in a run that ends at the end of the ring");
+    c = credit, c.is_run = true, c.bytes = 16, refused(c, run, "a credit of bytes");
+    c = credit, c.is_run = true, c.skipped = 16, refused(c, run, "a credit that skips");
+    c = credit;
     e = run, e.queue = 0, e.position = 0, e.bytes = 2048, refused(credit, e, "a run longer than the message");
     e = run, e.bytes = 512, refused(credit, e, "bytes behind the last run");
 }
@@ -122,6 +126,63 @@ static void test_skipped_end(void)
         CHECK((read_all(off + bytes) == SPCCL_AGAIN) == (bytes == RING + 48), "a run of %u bytes: %s", bytes,
               spccl_last_error());
     }
+}
+
+/* Fill the end of a ring with frames of these sizes from `left` bytes before the end on, then a mark if a header fits. */
+static void lay_frames(uint8_t *ring, uint32_t left, const uint32_t *sizes)
+{
+    uint32_t at = RING - left;
+    memset(ring, 0x77, RING);
+    for (; *sizes != 0; at += *sizes++) {
+        memset(ring + at, 0x5a, *sizes);
+        sp_store_le32(ring + at, 0x46435053u); /* "SPCF" */
+        sp_store_le64(ring + at + 24, *sizes);
+    }
+    if (RING - at >= 64)
+        sp_store_le32(ring + at, SP_INBOX_WRAP);
+}
+
+/* Skipped bytes are found, do not travel, and the receiver's kernel finds the same frames and mark. */
+static void test_skips_do_not_travel(void)
+{
+    static const uint32_t sizes[][3] = {{0}, {96, 0}, {96, 208, 0}, {304, 0}};
+    static const uint32_t lefts[] = {16, 48, 64, 304, 320, 352, 368, 384, 1024};
+    static uint8_t ring[RING], got[RING];
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (size_t k = 0; k < sizeof lefts / sizeof *lefts; k++) {
+            uint32_t left = lefts[k], used = sizes[i][0] + (sizes[i][0] != 0 ? sizes[i][1] : 0), skip = 0;
+            sp_proxy_entry e = {.is_run = true, .queue = 1, .worker = 1, .position = RING * 3 - left};
+            size_t off = sp_proxy_data_off(1);
+            if (used > left)
+                continue;
+            lay_frames(ring, left, sizes[i]);
+            e.bytes = left;
+            CHECK(sp_proxy_find_skip(ring, RING, &e, &skip) && skip == 0, "%u skipped before the end", skip);
+            e.bytes = left + 512;
+            CHECK(sp_proxy_find_skip(ring, RING, &e, &e.skipped) && e.skipped == left - used,
+                  "%u skipped of %u left; wanted %u", e.skipped, left, left - used);
+            reset();
+            words[2][WORKERS + 1] = words[3][WORKERS + 1] = e.position;
+            sp_proxy_put_head(message, 0, 1);
+            sp_proxy_put_entry(message, 0, &e);
+            sp_proxy_read_run(message + off, ring, RING, &e);
+            CHECK(read_all(off + e.bytes - e.skipped) == SPCCL_AGAIN, "%s", spccl_last_error());
+            memset(got, 0, RING);
+            sp_proxy_write_run(got, RING, &e, message + off);
+            CHECK(memcmp(got, ring, 512) == 0 && memcmp(got + RING - left, ring + RING - left, used) == 0,
+                  "frames differ, %u of %u bytes before the end", used, left);
+            CHECK(e.skipped < 64 || sp_load_le32(got + RING - e.skipped) == SP_INBOX_WRAP, "no mark");
+            for (e.skipped = left + 16; e.skipped <= left + 32; e.skipped += 8) {
+                sp_proxy_put_entry(message, 0, &e);
+                CHECK(read_all(off + e.bytes - e.skipped) == SPCCL_ERR_FORMAT, "%u skipped of %u left",
+                      e.skipped, left);
+            }
+        }
+    lay_frames(ring, 1024, sizes[1]);
+    sp_store_le64(ring + RING - 1024 + 24, 2048);
+    CHECK(!sp_proxy_find_skip(ring, RING, &(sp_proxy_entry){.position = RING - 1024, .bytes = 2000},
+                              &(uint32_t){0}),
+          "a frame past the end of the ring");
 }
 
 /* The proxies share the workers: a message to another proxy than the worker's is refused. */
@@ -168,6 +229,7 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {{"reads_what_was_written", test_reads_what_was_written},
                                              {"wrong_numbers", test_wrong_numbers},
                                              {"skipped_end", test_skipped_end},
+                                             {"skips_do_not_travel", test_skips_do_not_travel},
                                              {"other_proxy", test_other_proxy},
                                              {"wrong_heads", test_wrong_heads},
                                              {NULL, NULL}};

@@ -55,17 +55,6 @@ static spccl_status note_gone(const sp_proxies *r, sp_proxy_peer *p)
 
 /* ---- receiving ---- */
 
-/* Copy a run into its ring in the host inbox. */
-static void write_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e,
-                      const uint8_t *data)
-{
-    uint8_t *ring = r->host_inbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot, e->worker);
-    size_t off = e->position % p->at.ring_bytes, first = p->at.ring_bytes - off;
-    first = first < e->bytes ? first : e->bytes;
-    memcpy(ring + off, data, first);
-    memcpy(ring, data + first, e->bytes - first);
-}
-
 /* Tell the copy warps that a tail or credit of this worker changed. */
 static void count_arrival(const sp_proxies *r, uint32_t worker)
 {
@@ -105,7 +94,8 @@ static spccl_status apply_message(const sp_proxies *r, sp_proxy_peer *p, const v
         uint32_t ring = e.queue * p->at.n_workers + e.worker;
         if (e.is_run) {
             prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
-            write_run(r, p, &e, data);
+            sp_proxy_write_run(r->host_inbox + sp_inbox_ring_off(s, e.queue, p->slot, e.worker),
+                               p->at.ring_bytes, &e, data);
             p->at.arrived[ring] += e.bytes;
             store(r->host_inbox, sp_inbox_tail_off(s, e.queue, p->slot, e.worker), p->at.arrived[ring]);
         } else {
@@ -191,7 +181,7 @@ static const uint8_t *ring_of(const sp_proxies *r, const sp_proxy_peer *p, const
     return r->outbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot_there, e->worker);
 }
 
-/* Start to read the first bytes of a run into the cache: read_run needs them soon. */
+/* Start to read the first bytes of a run into the cache: sp_proxy_read_run needs them soon. */
 static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
     const uint8_t *ring = ring_of(r, p, e);
@@ -218,24 +208,23 @@ static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct bat
                                                 .got = tail,
                                                 .least = sent > free_to ? sent : free_to,
                                                 .most = free_to + p->at.ring_bytes}));
-        *e = (sp_proxy_entry){
-            .is_run = true, .queue = queue, .worker = worker, .position = sent, .bytes = tail - sent};
+        *e = (sp_proxy_entry){.is_run = true,
+                              .queue = queue,
+                              .worker = worker,
+                              .position = sent,
+                              .bytes = (uint32_t)(tail - sent)};
+        if (!sp_proxy_find_skip(ring_of(x->r, p, e), p->at.ring_bytes, e, &e->skipped))
+            return SP_FAIL(
+                SPCCL_ERR_BUG,
+                "a kernel of this rank wrote no frames for rank %d (%s of worker %u) from position "
+                "%" PRIu64 " to %" PRIu64,
+                p->rank, sp_proxy_queue_name(queue), worker, sent, tail);
         prefetch_run(x->r, p, e);
         b->n_runs++;
-        b->data_bytes += tail - sent;
+        b->data_bytes += e->bytes - e->skipped;
         b->next = at + 1 < n_rings ? at + 1 : 0;
     }
     return SPCCL_OK;
-}
-
-/* Copy the bytes of a run out of its ring. */
-static void read_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e, uint8_t *to)
-{
-    const uint8_t *ring = ring_of(r, p, e);
-    size_t off = e->position % p->at.ring_bytes, first = p->at.ring_bytes - off;
-    first = first < e->bytes ? first : e->bytes;
-    memcpy(to, ring + off, first);
-    memcpy(to + first, ring, e->bytes - first);
 }
 
 static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batch *b, uint8_t *message)
@@ -250,8 +239,8 @@ static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batc
         uint32_t ring = e->queue * p->at.n_workers + e->worker;
         sp_proxy_put_entry(message, i, e);
         if (e->is_run) {
-            read_run(x->r, p, e, message + at);
-            at += e->bytes;
+            sp_proxy_read_run(message + at, ring_of(x->r, p, e), p->at.ring_bytes, e);
+            at += e->bytes - e->skipped;
             p->at.sent[ring] += e->bytes;
         } else {
             p->at.freed[ring] = e->position;

@@ -5,6 +5,7 @@
 #include "core/format/format.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 #define MAGIC 0x58525053u /* "SPRX" */
 /* All positions are multiples of this: frames and rings have whole units of 16 bytes. */
@@ -24,7 +25,8 @@ void sp_proxy_put_entry(uint8_t *message, uint32_t i, const sp_proxy_entry *e)
     sp_store_le32(at, e->queue);
     sp_store_le32(at + 4, e->worker);
     sp_store_le64(at + 8, e->position);
-    sp_store_le64(at + 16, e->is_run ? e->bytes : 0);
+    sp_store_le32(at + 16, e->is_run ? e->bytes : 0);
+    sp_store_le32(at + 20, e->is_run ? e->skipped : 0);
 }
 
 spccl_status sp_proxy_open_message(sp_proxy_reader *r, const uint8_t *message, size_t bytes)
@@ -48,10 +50,60 @@ spccl_status sp_proxy_open_message(sp_proxy_reader *r, const uint8_t *message, s
     return SPCCL_OK;
 }
 
+/* From a position to the end of its ring. */
+static uint32_t bytes_left(uint32_t ring_bytes, uint64_t position)
+{
+    return ring_bytes - (uint32_t)(position % ring_bytes);
+}
+
 uint64_t sp_proxy_credit_max(uint64_t end, uint32_t ring_bytes)
 {
     uint32_t left = ring_bytes - (uint32_t)(end % ring_bytes);
     return left < SP_FRAME_HEADER_BYTES ? end + left : end;
+}
+
+bool sp_proxy_find_skip(const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run,
+                        uint32_t *skipped)
+{
+    uint32_t left = bytes_left(ring_bytes, run->position);
+    *skipped = 0;
+    if (run->bytes <= left) /* a skip and the frame behind it are announced together */
+        return true;
+    while (left >= SP_FRAME_HEADER_BYTES) {
+        const uint8_t *frame = ring + ring_bytes - left;
+        uint64_t bytes = sp_load_le64(frame + 24);
+        if (sp_load_le32(frame) == SP_INBOX_WRAP)
+            break;
+        if (sp_load_le32(frame) != SP_FRAME_MAGIC || bytes < SP_FRAME_HEADER_BYTES || bytes % UNIT != 0 ||
+            bytes > left)
+            return false;
+        left -= (uint32_t)bytes;
+    }
+    *skipped = left;
+    return true;
+}
+
+/* Bytes that travel before the end of the ring. */
+static uint32_t bytes_before_end(uint32_t ring_bytes, const sp_proxy_entry *run)
+{
+    uint32_t left = bytes_left(ring_bytes, run->position);
+    return run->bytes <= left ? run->bytes : left - run->skipped;
+}
+
+void sp_proxy_read_run(uint8_t *to, const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run)
+{
+    uint32_t first = bytes_before_end(ring_bytes, run);
+    memcpy(to, ring + run->position % ring_bytes, first);
+    memcpy(to + first, ring, run->bytes - run->skipped - first);
+}
+
+void sp_proxy_write_run(uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run, const uint8_t *from)
+{
+    uint32_t first = bytes_before_end(ring_bytes, run);
+    memcpy(ring + run->position % ring_bytes, from, first);
+    if (run->skipped >= SP_FRAME_HEADER_BYTES)
+        sp_store_le32(ring + ring_bytes - run->skipped, SP_INBOX_WRAP);
+    memcpy(ring, from + first, run->bytes - run->skipped - first);
 }
 
 size_t sp_proxy_run_max(uint32_t ring_bytes)
@@ -67,7 +119,8 @@ const char *sp_proxy_queue_name(uint32_t queue)
 static spccl_status check_credit(const sp_proxy_entry *e, const sp_proxy_positions *at, uint32_t ring)
 {
     uint64_t most = sp_proxy_credit_max(at->sent[ring], at->ring_bytes);
-    if (e->bytes == 0 && e->position % UNIT == 0 && e->position >= at->free_to[ring] && e->position <= most)
+    if (e->bytes == 0 && e->skipped == 0 && e->position % UNIT == 0 && e->position >= at->free_to[ring] &&
+        e->position <= most)
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_FORMAT,
                    "a credit for %s of worker %u up to %" PRIu64 "; wanted %" PRIu64 " to %" PRIu64
@@ -80,17 +133,22 @@ static spccl_status check_run(const sp_proxy_entry *e, const sp_proxy_positions 
                               size_t data_bytes)
 {
     uint64_t space = at->freed[ring] + at->ring_bytes - at->arrived[ring];
+    uint32_t left = bytes_left(at->ring_bytes, e->position);
     if (e->position != at->arrived[ring])
         return SP_FAIL(SPCCL_ERR_FORMAT, "%s of worker %u from position %" PRIu64 " on; wanted %" PRIu64,
                        sp_proxy_queue_name(e->queue), e->worker, e->position, at->arrived[ring]);
     if (e->bytes == 0 || e->bytes % UNIT != 0 || e->bytes > space)
         return SP_FAIL(SPCCL_ERR_FORMAT,
-                       "%" PRIu64 " bytes of %s of worker %u at position %" PRIu64
-                       "; its credit allows %" PRIu64 ", in units of %u",
+                       "%u bytes of %s of worker %u at position %" PRIu64 "; its credit allows %" PRIu64
+                       ", in units of %u",
                        e->bytes, sp_proxy_queue_name(e->queue), e->worker, e->position, space, UNIT);
-    if (e->bytes > data_bytes)
-        return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %" PRIu64 " bytes in a message with %zu left", e->bytes,
-                       data_bytes);
+    if (e->skipped != 0 && (e->skipped % UNIT != 0 || e->skipped > left || e->bytes <= left))
+        return SP_FAIL(SPCCL_ERR_FORMAT,
+                       "%u skipped bytes in a run of %u with %u to the end of its ring (%s of worker %u)",
+                       e->skipped, e->bytes, left, sp_proxy_queue_name(e->queue), e->worker);
+    if (e->bytes - e->skipped > data_bytes)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %u bytes in a message with %zu left",
+                       e->bytes - e->skipped, data_bytes);
     return SPCCL_OK;
 }
 
@@ -101,7 +159,8 @@ static sp_proxy_entry read_entry(const sp_proxy_reader *r, uint32_t i)
                             .queue = sp_load_le32(from),
                             .worker = sp_load_le32(from + 4),
                             .position = sp_load_le64(from + 8),
-                            .bytes = sp_load_le64(from + 16)};
+                            .bytes = sp_load_le32(from + 16),
+                            .skipped = sp_load_le32(from + 20)};
 }
 
 bool sp_proxy_peek_entry(const sp_proxy_reader *r, const sp_proxy_positions *at, uint32_t i,
@@ -135,7 +194,7 @@ spccl_status sp_proxy_next_entry(sp_proxy_reader *r, const sp_proxy_positions *a
         return check_credit(out, at, ring);
     SP_TRY(check_run(out, at, ring, r->data_bytes));
     *data = r->data;
-    r->data += out->bytes;
-    r->data_bytes -= out->bytes;
+    r->data += out->bytes - out->skipped;
+    r->data_bytes -= out->bytes - out->skipped;
     return SPCCL_OK;
 }

@@ -2,8 +2,8 @@
  * functions. proxy.h says what the positions mean.
  *
  * A message (little-endian): u32 "SPRX", u32 number of credits, u32 number of runs, u32 zero; then one entry of
- * 24 bytes for each credit and after these for each run: u32 queue, u32 worker, u64 position, u64 bytes (0 in a
- * credit); then the bytes of the runs, in the order of their entries. */
+ * 24 bytes for each credit and after these for each run: u32 queue, u32 worker, u64 position, u32 bytes, u32 skipped
+ * bytes (both 0 in a credit); then the bytes of the runs without skipped ones, in the order of their entries. */
 #ifndef SP_PROXY_WIRE_H
 #define SP_PROXY_WIRE_H
 
@@ -32,11 +32,13 @@ static inline uint32_t sp_proxy_of(uint32_t worker, uint32_t n_proxies)
 }
 
 /* A run: `bytes` of a ring from `position` on; its bytes may go past the end of the ring to offset 0. Its end is a
- * position that the sender's kernel announced. A credit: the ring is free up to `position`. */
+ * position that the sender's kernel announced. The last `skipped` bytes before the end of the ring hold no frame: they
+ * count, but do not travel. A credit: the ring is free up to `position`. */
 typedef struct sp_proxy_entry {
     bool is_run;
     uint32_t queue, worker;
-    uint64_t position, bytes;
+    uint64_t position;
+    uint32_t bytes, skipped;
 } sp_proxy_entry;
 
 /* Write a header, and entry number i of a message. */
@@ -48,6 +50,13 @@ void sp_proxy_put_entry(uint8_t *message, uint32_t i, const sp_proxy_entry *e);
 uint64_t sp_proxy_credit_max(uint64_t end, uint32_t ring_bytes);
 /* "inputs" or "results", for error texts. */
 const char *sp_proxy_queue_name(uint32_t queue);
+/* How many bytes a run skips at the end of the ring. False: what lies in the ring is no row of frames. */
+bool sp_proxy_find_skip(const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run,
+                        uint32_t *skipped);
+/* Copy the bytes of a run that travel out of its ring, or into it. Copied in, skipped bytes start with
+ * SP_INBOX_WRAP where a header would fit. */
+void sp_proxy_read_run(uint8_t *to, const uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run);
+void sp_proxy_write_run(uint8_t *ring, uint32_t ring_bytes, const sp_proxy_entry *run, const uint8_t *from);
 /* The longest run: bytes that are skipped at the end of a ring, and a whole ring. */
 size_t sp_proxy_run_max(uint32_t ring_bytes);
 static inline size_t sp_proxy_data_off(uint32_t n_entries)

@@ -1,0 +1,249 @@
+/* gpu_facts.c - what each rank tells the others when GPUs are attached, and what all ranks decide from it; see
+ * gpu_attach.h. */
+#include "core/gpu/gpu_attach.h"
+#include "core/gpu/proxy.h"
+
+#include "core/base/env.h"
+
+#include <stdio.h>
+#include <unistd.h>
+
+#define FACTS_MAGIC 0x46475053u /* "SPGF" */
+
+enum { HANDLES_AUTO, HANDLES_FD, HANDLES_IPC };
+static const char *const handles_names[] = {"auto", "fd", "ipc"};
+
+/* ---- the facts of this rank ---- */
+
+static spccl_status read_settings(const spccl_cuda_config *config, sp_gpu_facts *f)
+{
+    const char *handles = sp_env_text(SP_ENV_NVLINK_HANDLES);
+    const char *inbox = sp_env_text(SP_ENV_INBOX_BYTES);
+    int64_t n;
+    SP_TRY(sp_env_number(SP_ENV_MAX_CTAS, &n));
+    f->max_ctas = n != 0 ? (uint32_t)n : config->max_ctas;
+    SP_TRY(sp_env_number(SP_ENV_BETWEEN_HOSTS, &n));
+    f->between_hosts = (uint32_t)n;
+    SP_TRY(sp_env_number(SP_ENV_INBOX_BYTES, &n));
+    f->inbox_bytes = (uint64_t)n;
+    /* The setting wins only if it differs from its default. */
+    if (config->inbox_bytes != 0 && strcmp(inbox, sp_env_describe(SP_ENV_INBOX_BYTES)->default_text) == 0)
+        f->inbox_bytes = config->inbox_bytes;
+    for (f->handles = HANDLES_AUTO; f->handles <= HANDLES_IPC; f->handles++)
+        if (strcmp(handles, handles_names[f->handles]) == 0)
+            return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_NVLINK_HANDLES=\"%s\": wanted auto, fd or ipc", handles);
+}
+
+static spccl_status pick_device(sp_attach *a, const spccl_cuda_config *config)
+{
+    sp_gpu_comm *g = a->g;
+    int n = 0, ordinal = config->device;
+    if (g->ops == NULL)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "this build of spccl has no CUDA (`spccl info` says why)");
+    SP_TRY(g->ops->device_count(&n));
+    if (n == 0)
+        return SP_FAIL(SPCCL_ERR_DEVICE, "no GPU that CUDA can use: no driver, no device, or all hidden by "
+                                         "CUDA_VISIBLE_DEVICES");
+    if (ordinal == -1)
+        SP_TRY(g->ops->current_device(&ordinal));
+    if (ordinal < 0 || ordinal >= n)
+        return SP_FAIL(SPCCL_ERR_ARG, "GPU %d: wanted 0 to %d, or -1 for the current one", ordinal, n - 1);
+    return g->ops->describe(ordinal, &g->device);
+}
+
+static spccl_status ask_device(sp_attach *a)
+{
+    sp_gpu_comm *g = a->g;
+    sp_gpu_facts *f = &a->mine;
+    uint32_t workers[SP_FUSED_OPS] = {0}, world_size = (uint32_t)a->comm->world_size;
+    size_t free_bytes = 0;
+    spccl_status st;
+    int before;
+    f->ordinal = g->device.ordinal;
+    f->n_sms = g->device.n_sms;
+    f->can_share_fd = g->device.can_share_fd;
+    memcpy(f->uuid, g->device.uuid, sizeof f->uuid);
+    snprintf(f->name, sizeof f->name, "%s", g->device.name);
+    SP_TRY(g->ops->enter(g->device.ordinal, &before));
+    st = g->ops->memory_free(&free_bytes);
+    for (uint32_t served = 1; st == SPCCL_OK && served <= SP_FUSED_SERVED_MAX; served++) {
+        st = g->ops->fused_workers_per_cta(g->device.ordinal, world_size, served,
+                                           a->comm->links.hosts != NULL, workers);
+        for (int op = 0; op < SP_FUSED_OPS; op++)
+            f->workers[served - 1][op] = (uint8_t)workers[op];
+    }
+    g->ops->leave(before);
+    f->free_bytes = free_bytes;
+    return st;
+}
+
+static spccl_status still_whole(void *ctx)
+{
+    spccl_comm *comm = ctx;
+    SP_TRY(sp_comm_poll_peers(comm));
+    return sp_comm_broken(comm);
+}
+
+spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *config)
+{
+    spccl_comm *comm = a->comm;
+    sp_gpu_share_config sc = {.rank = comm->rank,
+                              .world_size = comm->world_size,
+                              .secret = comm->links.secret,
+                              .host = comm->links.host,
+                              .group_tag = comm->links.group_tag,
+                              .ops = a->g->ops,
+                              .deadline_ns = a->deadline_ns,
+                              .still = still_whole,
+                              .ctx = comm};
+    a->mine.magic = FACTS_MAGIC;
+    a->mine.n_bytes = sizeof a->mine;
+    a->mine.pid = (int32_t)getpid();
+    a->mine.format = (int32_t)comm->format;
+    snprintf(a->mine.version, sizeof a->mine.version, "%s", SPCCL_VERSION_TEXT);
+    a->mine.fallback = config->fallback;
+    a->mine.hops = !comm->schedule_forced ? 0 : comm->schedule == SP_SCHED_ONESHOT ? 1 : 2;
+    if (config->reserved != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.reserved is %u, wanted 0", config->reserved);
+    if (config->decline)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "GPU collectives are turned off on this rank (spccl_cuda_config.decline; in torch "
+                       "SPCCL_CUDA_ENGINE=0 or cuda_engine=False), and they need the GPUs of all ranks: to "
+                       "use them, enable "
+                       "them on every rank");
+    SP_TRY(read_settings(config, &a->mine));
+    SP_TRY(sp_proxies_count(comm, &a->mine.n_proxies));
+    SP_TRY(pick_device(a, config));
+    SP_TRY(ask_device(a));
+    sc.ordinal = a->g->device.ordinal;
+    SP_TRY(sp_gpu_share_open(&sc, &a->share));
+    return sp_gpu_share_address(a->share, a->mine.address);
+}
+
+/* ---- the decision from the facts: every rank comes to the same result ---- */
+
+static const char *hops_name(uint32_t hops)
+{
+    return hops == 0 ? "auto" : hops == 1 ? "oneshot" : "direct";
+}
+
+static spccl_status compare_with_first(const sp_gpu_facts *all, int r)
+{
+    const sp_gpu_facts *f = &all[r], *first = &all[0];
+    if (f->magic != FACTS_MAGIC || f->n_bytes != sizeof *f || f->version[sizeof f->version - 1] != '\0' ||
+        f->error[sizeof f->error - 1] != '\0' || f->name[sizeof f->name - 1] != '\0' ||
+        strcmp(f->version, first->version) != 0)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank %d has spccl %.16s, rank 0 has %.16s: install the same on all", r, f->version,
+                       first->version);
+    if (f->fallback != first->fallback)
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank 0 and rank %d would move CUDA tensors by different means where GPUs cannot map each "
+            "other's memory (config.fallback %u and %u): in torch set SPCCL_CUDA_FALLBACK alike "
+            "on all, and install the same torch",
+            r, first->fallback, f->fallback);
+    if (f->status != SPCCL_OK)
+        return SP_FAIL((spccl_status)f->status, "rank %d: %s", r, f->error);
+    if (f->handles != first->handles || f->handles > HANDLES_IPC)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "SPCCL_NVLINK_HANDLES differs between rank 0 and rank %d: set it alike on all", r);
+    if (f->format != first->format)
+        return SP_FAIL(SPCCL_ERR_MISMATCH,
+                       "rank 0 forces format %s, rank %d %s: set SPCCL_FORMAT alike on all",
+                       first->format < 0 ? "auto" : spccl_format_name((spccl_format)first->format), r,
+                       f->format < 0 ? "auto" : spccl_format_name((spccl_format)f->format));
+    if (f->hops != first->hops)
+        return SP_FAIL(SPCCL_ERR_MISMATCH, "rank 0 has SPCCL_SCHEDULE=%s, rank %d %s: set it alike on all",
+                       hops_name(first->hops), r, hops_name(f->hops));
+    if (f->handles == HANDLES_FD && !f->can_share_fd)
+        return SP_FAIL(SPCCL_ERR_SETTING,
+                       "SPCCL_NVLINK_HANDLES=fd: GPU %d '%s' of rank %d cannot export memory as descriptors",
+                       f->ordinal, f->name, r);
+    return SPCCL_OK;
+}
+
+/* Which ranks are on other hosts than this one? Such groups are allowed if all ranks say so. */
+static spccl_status find_remote(sp_attach *a)
+{
+    int n = a->comm->world_size, other = 0, refuses = -1;
+    for (int r = 0; r < n; r++) {
+        a->g->is_remote[r] = !sp_gpu_share_same_host(a->all[r].address, a->mine.address);
+        if (other == 0 && !sp_gpu_share_same_host(a->all[r].address, a->all[0].address))
+            other = r;
+        if (refuses < 0 && a->all[r].between_hosts == 0)
+            refuses = r;
+    }
+    a->spans_hosts = other != 0;
+    if (other == 0 || refuses < 0)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                   "rank 0 (GPU %d '%s') and rank %d (GPU %d '%s') are on different hosts, or in different "
+                   "network namespaces of one: their GPUs cannot map each other's memory, and rank %d has "
+                   "SPCCL_CUDA_BETWEEN_HOSTS=0",
+                   a->all[0].ordinal, a->all[0].name, other, a->all[other].ordinal, a->all[other].name,
+                   refuses);
+}
+
+static uint32_t n_sharing(const sp_gpu_facts *all, int n_ranks, int r)
+{
+    uint32_t n = 0;
+    for (int i = 0; i < n_ranks; i++)
+        n += memcmp(all[i].uuid, all[r].uuid, sizeof all[r].uuid) == 0;
+    return n;
+}
+
+static uint32_t least_not_zero(uint32_t a, uint32_t b)
+{
+    return a == 0 || (b != 0 && b < a) ? b : a;
+}
+
+static void find_limits(const sp_gpu_facts *all, int n_ranks, sp_gpu_limits *l)
+{
+    *l = (sp_gpu_limits){.world_size = (uint32_t)n_ranks,
+                         .n_sms = UINT32_MAX,
+                         .inbox_bytes = all[0].inbox_bytes,
+                         .hops = all[0].hops};
+    for (int r = 0; r < n_ranks; r++) {
+        uint32_t n_sms = all[r].n_sms / n_sharing(all, n_ranks, r);
+        if (n_sms < l->n_sms)
+            l->n_sms = n_sms;
+        for (uint32_t served = 0; served < SP_FUSED_SERVED_MAX; served++)
+            for (int op = 0; op < SP_FUSED_OPS; op++)
+                if (r == 0 || all[r].workers[served][op] < l->workers_per_cta[served][op])
+                    l->workers_per_cta[served][op] = all[r].workers[served][op];
+        if (all[r].inbox_bytes < l->inbox_bytes)
+            l->inbox_bytes = all[r].inbox_bytes;
+        l->max_ctas = least_not_zero(l->max_ctas, all[r].max_ctas);
+        l->n_proxies = least_not_zero(l->n_proxies, all[r].n_proxies);
+    }
+}
+
+spccl_status sp_attach_decide(sp_attach *a)
+{
+    sp_gpu_comm *g = a->g;
+    int n = a->comm->world_size;
+    bool all_fd = true;
+    for (int r = 0; r < n; r++) {
+        SP_TRY(compare_with_first(a->all, r));
+        all_fd = all_fd && a->all[r].can_share_fd;
+    }
+    g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
+    SP_TRY(find_remote(a));
+    find_limits(a->all, n, &g->limits);
+    if (a->spans_hosts && g->limits.inbox_bytes > SP_PROXIES_INBOX_MAX)
+        g->limits.inbox_bytes = SP_PROXIES_INBOX_MAX;
+    SP_TRY(sp_tune_gpu_shape(&g->limits, &g->shape));
+    for (int r = 0; r < n; r++) {
+        const sp_gpu_facts *f = &a->all[r];
+        uint64_t needed = (uint64_t)sp_inbox_bytes(g->shape) * n_sharing(a->all, n, r);
+        if (needed > f->free_bytes)
+            return SP_FAIL(
+                SPCCL_ERR_NOMEM,
+                "rank %d: GPU %d '%s' has %llu bytes free, the inbox needs %llu: free some, or set "
+                "SPCCL_INBOX_BYTES or SPCCL_MAX_CTAS lower",
+                r, f->ordinal, f->name, (unsigned long long)f->free_bytes, (unsigned long long)needed);
+    }
+    return SPCCL_OK;
+}
