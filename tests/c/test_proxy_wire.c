@@ -131,15 +131,15 @@ static void test_skipped_end(void)
 /* Fill the end of a ring with frames of these sizes from `left` bytes before the end on, then a mark if a header fits. */
 static void lay_frames(uint8_t *ring, uint32_t left, const uint32_t *sizes)
 {
-    uint32_t at = RING - left;
+    uint32_t off = RING - left;
     memset(ring, 0x77, RING);
-    for (; *sizes != 0; at += *sizes++) {
-        memset(ring + at, 0x5a, *sizes);
-        sp_store_le32(ring + at, 0x46435053u); /* "SPCF" */
-        sp_store_le64(ring + at + 24, *sizes);
+    for (; *sizes != 0; off += *sizes++) {
+        memset(ring + off, 0x5a, *sizes);
+        sp_store_le32(ring + off, 0x46435053u); /* "SPCF" */
+        sp_store_le64(ring + off + 24, *sizes);
     }
-    if (RING - at >= 64)
-        sp_store_le32(ring + at, SP_INBOX_WRAP);
+    if (RING - off >= 64)
+        sp_store_le32(ring + off, SP_INBOX_WRAP);
 }
 
 /* Skipped bytes are found, do not travel, and the receiver's kernel finds the same frames and mark. */
