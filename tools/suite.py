@@ -181,6 +181,13 @@ def install_verbs_headers() -> None:
 
 
 @once
+def install_iproute2() -> None:
+    """Install `ip` and `tc` if they are missing. Without them the tests of emulated hosts are skipped, and say so."""
+    if os.geteuid() == 0 and not all(map(shutil.which, ("ip", "tc"))):
+        apt_install(["iproute2"], "emulated hosts: no ip and tc")
+
+
+@once
 def c_build(name: str) -> Path:
     """Configure and compile the build `name` of C_BUILDS. Returns its folder."""
     compiler, options = C_BUILDS[name]
@@ -343,6 +350,7 @@ def cuda() -> str:
 
 def python_tests(*options: str) -> str:
     ensure_spccl()
+    install_iproute2()
     env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"))
     if not options:  # the whole suite
         env["SPCCL_TEST_FRAMEWORKS"] = ensure_frameworks() or ""

@@ -12,7 +12,8 @@ from spccl.bench import cases, hosts, report, runner
 from spccl.cli import main
 
 pytest.importorskip("torch")
-needs_hosts = pytest.mark.skipif(hosts.why_not() is not None, reason=f"emulated hosts: {hosts.why_not()}")
+REASON = hosts.why_not()
+needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}")
 
 
 def namespaces():
@@ -60,6 +61,26 @@ def test_says_what_is_missing(monkeypatch):
     result = CliRunner().invoke(main, ["bench", "--hosts", "2"])
     assert result.exit_code == 1
     assert "needs root" in result.output
+
+
+def test_says_that_iproute2_is_missing(monkeypatch, tmp_path):
+    """The tests that are marked `needs_hosts` are skipped with this text."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hosts.why_not() == "ip and tc not found: install iproute2"
+
+
+def test_says_what_the_system_refuses(monkeypatch, tmp_path):
+    """In a container root may not make namespaces."""
+    for name in ("ip", "tc"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "Operation not permitted" >&2\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    reason = hosts.why_not()
+    assert reason is not None
+    assert "ip netns add" in reason
+    assert "Operation not permitted" in reason
 
 
 @needs_hosts

@@ -62,13 +62,31 @@ def _run(*words: str) -> None:
 
 
 def why_not() -> str | None:
-    """Why hosts cannot be emulated here; None if they can, as far as this can be told without trying."""
+    """Why hosts cannot be emulated here; None if they can. Makes a namespace with a shaped interface to find out."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} not found: install iproute2"
+    return _refusal(f"spccl-{os.getpid()}-probe")
+
+
+def _refusal(name: str) -> str | None:
+    """What the system refuses to root, such as namespaces in a container without CAP_SYS_ADMIN."""
+    try:
+        _run("ip", "netns", "add", name)
+        try:
+            _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", *_shape("1gbit"))
+        finally:
+            _run("ip", "netns", "del", name)
+    except CannotEmulate as error:
+        return str(error)
     return None
+
+
+def _shape(rate: str) -> tuple[str, ...]:
+    """Arguments of tbf."""
+    return ("rate", rate, "burst", str(burst_bytes(rate)), "limit", str(queue_bytes(rate)))
 
 
 def _make(prefix: str, names: list[str], rate: str) -> None:
@@ -84,9 +102,8 @@ def _make(prefix: str, names: list[str], rate: str) -> None:
         _run("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", IFNAME)
         _run("ip", "-n", name, "link", "set", IFNAME, "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
-        shape = ("root", "tbf", "rate", rate, "burst", str(burst_bytes(rate)), "limit", str(queue_bytes(rate)))
-        _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, *shape)
-        _run("tc", "-n", switch, "qdisc", "add", "dev", port, *shape)
+        _run("tc", "-n", name, "qdisc", "add", "dev", IFNAME, "root", "tbf", *_shape(rate))
+        _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "tbf", *_shape(rate))
 
 
 def address(host: int) -> str:
