@@ -87,13 +87,13 @@ NO_KERNELS = (
 )
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
 # them. Of the collectives, test_collectives_nan alone runs.
-# Five tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
+# Six tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
 # qemu does not do. test_descriptors limits the number of descriptors, and qemu needs some of them itself.
-# test_tcp_window reads TCP_INFO and sets SO_BUF_LOCK, which qemu does not pass on.
+# test_tcp_window and test_tcp_drain read TCP_INFO, and one sets SO_BUF_LOCK: qemu does not pass these on.
 # example_installed and example_pkg_config start the program that they build without the emulator.
 NOT_EMULATED = (
-    r"(test_(collectives|descriptors|fault_injection|faults|local_socket|tcp_window|transport|transport_faults)|"
-    r"example_installed|example_pkg_config)$"
+    r"(test_(collectives|descriptors|fault_injection|faults|local_socket|tcp_drain|tcp_window|transport|"
+    r"transport_faults)|example_installed|example_pkg_config)$"
 )
 # Tests that `make check` does not run: they wait for time-outs, or have many cases.
 SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"

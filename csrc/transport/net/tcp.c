@@ -245,6 +245,8 @@ static spccl_status tcp_progress(sp_endpoint *opaque, int *peer, char *text)
     now_ns = sp_now_ns();
     if (sp_tcp_window_due(&ep->window, now_ns))
         sp_tcp_update_window(ep, now_ns);
+    if (sp_tcp_drain_due(&ep->drain, now_ns))
+        sp_tcp_learn_rate(ep, now_ns);
     if (ep->abort_rank < 0)
         return SPCCL_OK;
     *peer = ep->abort_rank;

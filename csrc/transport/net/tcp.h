@@ -6,6 +6,7 @@
 #include "core/contract/transport.h"
 #include "transport/common/acceptor.h"
 #include "transport/common/forks.h"
+#include "transport/net/tcp_drain.h"
 #include "transport/net/tcp_priority.h"
 #include "transport/net/tcp_socket.h"
 #include "transport/net/tcp_window.h"
@@ -76,6 +77,7 @@ struct sp_tcp {
     sp_acceptor acceptor;
     struct sp_tcp_peer *peers; /* [world_size] */
     sp_tcp_window window;      /* of the sockets to other hosts */
+    sp_tcp_drain drain;        /* of the sockets to other hosts */
     sp_tcp_priority priority;  /* of the sockets to other hosts */
     uint32_t n_held;           /* sockets that are `held` */
     bool resend;               /* held sockets may send now: progress looks */
@@ -122,6 +124,8 @@ void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p);
 spccl_status sp_tcp_limit_window(struct sp_tcp *ep);
 /* Call when sp_tcp_window_due: measure, and apply a new limit if it has changed. */
 void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns);
+/* Call when sp_tcp_drain_due: the same for calls that are too short for sp_tcp_update_window. */
+void sp_tcp_learn_rate(struct sp_tcp *ep, int64_t now_ns);
 
 /* tcp_send.c */
 /* Make the timer that ends the holding of sockets. Errors: SYSTEM. */

@@ -91,6 +91,8 @@ spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
     for_far_sockets(ep, count_socket, &n);
     sp_tcp_window_init(&ep->window, (size_t)forced, n,
                        ranks_per_host(ep) * (ep->config.n_sharing != 0 ? ep->config.n_sharing : 1));
+    if (n == 0)
+        ep->drain.next_ns = INT64_MAX;
     apply_window(ep);
     return SPCCL_OK;
 }
@@ -100,5 +102,41 @@ void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns)
     struct look l = {0};
     for_far_sockets(ep, look_at_socket, &l);
     if (sp_tcp_window_measure(&ep->window, now_ns, l.full, l.rtt_ns))
+        apply_window(ep);
+}
+
+static void count_in_flight(struct sp_tcp *ep, struct sp_tcp_socket *s, void *held)
+{
+    uint64_t bytes;
+    (void)ep;
+    if (!s->in_flight || s->cut)
+        return;
+    bytes = sp_tcp_drain_held(s->fd);
+    s->in_flight = bytes != 0;
+    *(uint64_t *)held += bytes;
+}
+
+static void add_facts(struct sp_tcp *ep, struct sp_tcp_socket *s, void *facts)
+{
+    (void)ep;
+    if (s->in_flight && !s->cut)
+        sp_tcp_drain_add_facts(s->fd, &s->peer_full_us, facts);
+}
+
+void sp_tcp_learn_rate(struct sp_tcp *ep, int64_t now_ns)
+{
+    sp_tcp_drain_facts facts = {0};
+    uint64_t held = 0;
+    double rate;
+    if (ep->window.measured) { /* long calls show more */
+        ep->drain.next_ns = INT64_MAX;
+        return;
+    }
+    for_far_sockets(ep, count_in_flight, &held);
+    rate = sp_tcp_drain_look(&ep->drain, now_ns, ep->window.n_bytes, held);
+    if (rate == 0)
+        return;
+    for_far_sockets(ep, add_facts, &facts);
+    if (sp_tcp_drain_shows_link(&ep->drain, &facts) && sp_tcp_window_learn(&ep->window, rate))
         apply_window(ep);
 }

@@ -30,7 +30,9 @@ typedef struct sp_tcp_socket {
     uint64_t n_committed;
     sp_tcp_run runs[SP_TCP_RUNS]; /* of the messages in `out` */
     int n_runs;
-    size_t first_left; /* bytes up to the end of the first message in `out`; 0: `out` is empty */
+    size_t first_left;     /* bytes up to the end of the first message in `out`; 0: `out` is empty */
+    uint64_t peer_full_us; /* of sp_tcp_drain_add_facts */
+    bool in_flight;        /* the kernel may have bytes that the peer has not acknowledged: tcp_limit.c */
     bool readable, writable;
     bool held;    /* messages of earlier calls go first: tcp_send.c */
     bool hung_up; /* the peer closed its end: read on until `ended` */

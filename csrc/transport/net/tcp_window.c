@@ -39,25 +39,44 @@ void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_socket
         w->socket_bytes = socket_limit(w);
 }
 
+/* The rate rises at once, and falls slowly: a peer that is late for a while does not make the link slower. */
+static double next_rate(double rate, double measured)
+{
+    return measured > rate ? measured : rate + (measured - rate) / 8;
+}
+
+/* Make socket_bytes fit the rate and the round trip. True if it has changed. */
+static bool update_limit(sp_tcp_window *w)
+{
+    size_t limit = socket_limit(w);
+    if (limit - limit / CHANGE_MIN <= w->socket_bytes && w->socket_bytes <= limit + limit / CHANGE_MIN)
+        return false;
+    w->socket_bytes = limit;
+    return true;
+}
+
 bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t rtt_ns)
 {
     int64_t took_ns = now_ns - w->since_ns;
-    size_t limit;
     if (full && w->since_full && took_ns <= MEASURE_NS_MAX) {
         double rate = (double)(w->n_bytes - w->since_bytes) / (double)took_ns;
-        /* Rises at once, and falls slowly: a peer that is late for a while does not make the link slower. */
-        w->rate = rate > w->rate ? rate : w->rate + (rate - w->rate) / 8;
+        w->rate = next_rate(w->measured ? w->rate : 0, rate);
+        w->measured = w->rate > 0;
     }
     if (rtt_ns != 0)
         w->rtt_ns = rtt_ns > w->rtt_ns ? rtt_ns : w->rtt_ns + (rtt_ns - w->rtt_ns) / 8;
     w->since_ns = now_ns;
     w->since_bytes = w->n_bytes;
     w->since_full = full;
-    limit = socket_limit(w);
-    if (limit - limit / CHANGE_MIN <= w->socket_bytes && w->socket_bytes <= limit + limit / CHANGE_MIN)
+    return update_limit(w);
+}
+
+bool sp_tcp_window_learn(sp_tcp_window *w, double rate)
+{
+    if (w->measured)
         return false;
-    w->socket_bytes = limit;
-    return true;
+    w->rate = next_rate(w->rate, rate);
+    return update_limit(w);
 }
 
 /* The least for this socket. Where a buffer holds few segments, the last one waits for a delayed acknowledgement,

@@ -30,7 +30,8 @@ typedef struct sp_tcp_window {
     uint32_t n_sockets;  /* sockets to other hosts */
     uint32_t n_sharing;  /* ranks of this host, which share its link */
     size_t socket_bytes; /* limit of each */
-    double rate;         /* bytes per ns to all other hosts together; 0: not measured yet */
+    double rate;         /* bytes per ns to all other hosts together; 0: not known yet */
+    bool measured;       /* by sp_tcp_window_measure; else `rate` is of sp_tcp_window_learn */
     int64_t rtt_ns;      /* round trip, without queues */
     uint64_t n_bytes;    /* taken by the kernel, ever: the caller adds to it */
     /* the present measurement */
@@ -53,6 +54,9 @@ static inline bool sp_tcp_window_due(const sp_tcp_window *w, int64_t now_ns)
  *   rtt_ns   the largest, over the sockets that wait, of the kernel's smallest round trip; 0: unknown
  * Returns true if socket_bytes has changed: the caller then calls sp_tcp_window_apply for every socket. */
 bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t rtt_ns);
+/* Take over a rate that tcp_drain.h has found. Has no effect once sp_tcp_window_measure has found one. Returns true as
+ * sp_tcp_window_measure does. */
+bool sp_tcp_window_learn(sp_tcp_window *w, double rate);
 /* Limit the bytes in flight of one socket to socket_bytes. Unless SPCCL_TCP_WINDOW is set, a socket may have 4 segments
  * of its connection in any case: with fewer, acknowledgements are delayed by 40 ms. If the system does not allow so
  * much (net.core.wmem_max), the kernel's own control of the buffer is switched on again. Before Linux 5.14 the largest
