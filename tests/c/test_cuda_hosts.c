@@ -1,30 +1,14 @@
-/* test_cuda_hosts.c - collectives of GPUs on several hosts: ranks are threads, and their hosts have different names.
- * Between hosts proxies carry the rings over TCP on loopback. The results must have the same bits as the host's
- * collectives. Slow proxies, cut connections and wrong positions must end in the right result or in an error
- * that names a rank, in time. */
-#include "cuda_cases.h"
-#include "cuda_sums.h"
+/* test_cuda_hosts.c - collectives of GPUs on several hosts (cuda_hosts.h): the results must have the same bits as the
+ * host's collectives, and no more bytes may cross than needed. */
+#include "cuda_hosts.h"
 
 #include "core/gpu/proxy.h"
-#include "transport/fault.h"
 
 #include <dirent.h>
 
-#define N_RANKS_MAX 8
-/* Every collective must end this soon, also on a busy machine. */
-#define SOON_MS 60000
-/* A deadline that no test waits for. */
-#define LONG_MS 120000
+#define N_RANKS_MAX 16
 
 /* ---- right results ---- */
-
-/* The next groups have so many proxies per rank: 1, 2, 3, 5, and again. */
-static void next_proxies(void)
-{
-    static const char *const counts[] = {"1", "2", "3", "5"};
-    static unsigned n;
-    setenv("SPCCL_CUDA_PROXIES", counts[n++ % 4], 1);
-}
 
 static void run_hosts(int n_hosts, int n_per_host, struct group g)
 {
@@ -34,18 +18,25 @@ static void run_hosts(int n_hosts, int n_per_host, struct group g)
     run_group(&g);
 }
 
-/* All collectives, dtypes and operations on 2 hosts of 2 ranks; on others random ones. Random sizes and zeros. */
+/* All collectives, dtypes and operations on 2 hosts of 2 ranks, with relays and without; on others random ones. Random
+ * sizes and zeros. */
 static void test_shapes(void)
 {
-    static const int shapes[][2] = {{2, 2}, {2, 1}, {4, 1}};
+    static const struct {
+        int n_hosts, n_per_host;
+        const char *schedule;
+    } shapes[] = {{2, 2, "relayed"}, {2, 1, "direct"}, {2, 2, "direct"}, {4, 1, "relayed"}};
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        struct group g = {.format = SPCCL_FORMAT_AUTO, .every_op = i == 0, .n_random = i == 0 ? 5 : 15};
+        struct group g = {.format = SPCCL_FORMAT_AUTO,
+                          .every_op = i == 0,
+                          .n_random = i == 0 ? 5 : 15,
+                          .schedule = shapes[i].schedule};
         if (is_small) {
             g.every_op = false;
             g.n_random = 4;
         }
         if (!is_small || i == 1) /* there are 2 ranks */
-            run_hosts(shapes[i][0], shapes[i][1], g);
+            run_hosts(shapes[i].n_hosts, shapes[i].n_per_host, g);
     }
 }
 
@@ -63,6 +54,22 @@ static void test_variants(void)
     run_hosts(4, 1, pici);
     run_hosts(3, 1, few);
     run_hosts(2, 4, any);
+}
+
+/* Results are relayed on 2 to 4 hosts of 2 to 8 ranks: all formats, one worker on each GPU, whose rings fill, or many. */
+static void test_relays(void)
+{
+    static const struct {
+        int n_hosts, n_per_host;
+        struct group g;
+    } groups[] = {{2, 2, {0, SPCCL_FORMAT_AUTO, 1, false, 12, 0, "relayed"}},
+                  {3, 2, {0, SPCCL_FORMAT_AUTO, 0, false, 10, 0, "relayed"}},
+                  {2, 3, {0, SPCCL_FORMAT_PICI, 1, false, 8, 0, "relayed"}},
+                  {4, 2, {0, SPCCL_FORMAT_DENSE, 1, false, 8, 0, "relayed"}},
+                  {4, 4, {0, SPCCL_FORMAT_AUTO, 1, false, 5, 0, "auto"}},
+                  {2, 8, {0, SPCCL_FORMAT_AUTO, 2, false, 5, 0, "relayed"}}};
+    for (size_t i = 0; i < sizeof groups / sizeof *groups && !is_small; i++)
+        run_hosts(groups[i].n_hosts, groups[i].n_per_host, groups[i].g);
 }
 
 /* Threads of this process whose name is that of a proxy. */
@@ -153,7 +160,8 @@ static void test_slow_proxies(void)
 {
     group_transports = "fault";
     for (unsigned hold = 2; hold <= (is_small ? 2 : 8); hold *= 4) {
-        struct group g = {.format = SPCCL_FORMAT_AUTO, .max_ctas = 1, .n_random = is_small ? 2 : 4};
+        struct group g = {
+            .format = SPCCL_FORMAT_AUTO, .max_ctas = 1, .n_random = is_small ? 2 : 4, .schedule = "relayed"};
         sp_fault = (sp_fault_plan){.inner = "tcp", .seed = test_rand(), .hold_one_in = hold};
         run_hosts(2, hold == 2 ? 1 : 2, g);
     }
@@ -161,217 +169,74 @@ static void test_slow_proxies(void)
     group_transports = "tcp";
 }
 
-/* Dense frames leave a quarter of a frame free at the end of each ring. Those bytes do not travel. */
-static void sends_frames_alone(struct rank_ctx *c)
+/* Bytes that this rank's proxies sent for an all-gather without zeros. */
+struct traffic {
+    uint64_t proxies[CUDA_RANKS_CAP], frames[CUDA_RANKS_CAP]; /* frames: on NVLink too */
+};
+
+static void gathers_dense(struct rank_ctx *c)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
+    struct traffic *bytes = c->arg;
     spccl_cuda_stats stats = {.struct_bytes = sizeof stats};
     const sp_proxies *r;
-    uint64_t sent = 0;
     size_t n = total_bytes() / 4 / (size_t)c->n_ranks;
     if (!attach_gpu(c->comm, c->rank, 1))
         return;
-    memset(m->in, 0x3f, n * 4); /* no zeros */
+    memset(m->in, 0x3f, n * 4);
     CUDA_OK(cudaMemcpyAsync(m->in_d, m->in, n * 4, cudaMemcpyHostToDevice, m->on));
     CHECK_OK(spccl_cuda_all_gather(c->comm, m->in_d, m->out_d, n, SPCCL_FLOAT32, m->on));
     CHECK_OK(spccl_cuda_wait(c->comm, m->on, wait_ms()));
     CHECK_OK(spccl_cuda_get_stats(c->comm, &stats));
     (void)all_here(c->comm); /* all frames have come, so all were sent */
+    bytes->frames[c->rank] = stats.wire_bytes_sent;
     r = ((sp_gpu_comm *)atomic_load(&c->comm->gpu))->proxies;
     for (uint32_t k = 0; k < r->n_proxies; k++)
-        sent += r->proxies[k].n_bytes_sent;
-    CHECK(sent >= stats.wire_bytes_sent && sent - stats.wire_bytes_sent < stats.wire_bytes_sent / 40,
-          "rank %d: proxies sent %llu bytes for frames of %llu", c->rank, (unsigned long long)sent,
-          (unsigned long long)stats.wire_bytes_sent);
+        bytes->proxies[c->rank] += r->proxies[k].n_bytes_sent;
 }
 
-static void test_skipped_bytes(void)
+static struct traffic gather_traffic(int n_hosts, int n_per_host, const char *schedule)
 {
+    struct traffic bytes = {0};
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
     next_proxies();
     config.transports = "tcp";
-    test_ranks_per_host = 1;
-    run_ranks(2, &config, sends_frames_alone, NULL, ctx);
-    for (int r = 0; r < 2; r++)
-        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
-}
-
-/* ---- errors ---- */
-
-struct scene {
-    size_t n;
-    sp_fault_plan plan; /* of the proxies */
-    int n_calls;
-    bool may_work;
-    _Atomic int n_here, n_attached, n_ended, n_errors;
-};
-
-static bool wait_for_ranks(const struct rank_ctx *c, _Atomic int *n)
-{
-    int64_t until = now_ms() + SOON_MS;
-    ++*n;
-    while (*n < c->n_ranks && now_ms() < until)
-        sleep_ms(1);
-    CHECK(*n == c->n_ranks, "rank %d: only %d of %d ranks have come", c->rank, *n, c->n_ranks);
-    return *n == c->n_ranks;
-}
-
-/* Collectives until one fails. The kernel must end, and the GPU must be usable. */
-static void fails(struct rank_ctx *c)
-{
-    struct scene *s = c->arg;
-    const struct rank_buffer *m = &rank_buffers[c->rank];
-    int64_t start = now_ms();
-    spccl_status st = SPCCL_OK;
-    if (!wait_for_ranks(c, &s->n_here))
-        return;
-    sp_fault = s->plan; /* all endpoints of the links are open, those of the proxies are not */
-    if (!attach_gpu(c->comm, c->rank, 1) ||
-        !wait_for_ranks(c, &s->n_attached)) /* a fault may end an attach too */
-        return;
-    load_input(c, s->n);
-    for (int i = 0; st == SPCCL_OK && i < s->n_calls; i++) {
-        st = sum(c, s->n, SPCCL_FLOAT32);
-        if (st == SPCCL_OK)
-            st = spccl_cuda_wait(c->comm, m->on, SOON_MS);
-    }
-    if (st != SPCCL_OK) {
-        s->n_errors++;
-        CHECK(strstr(spccl_last_error(), "rank") != NULL, "an error that names no rank: \"%s\"",
-              spccl_last_error());
-        CHECK(st != SPCCL_ERR_BUG, "\"%s\"", spccl_last_error());
-    }
-    sync_stream(m->on);
-    CHECK(now_ms() - start < SOON_MS, "rank %d: ended after %lld ms", c->rank, (long long)(now_ms() - start));
-    (void)wait_for_ranks(c, &s->n_ended); /* a rank that leaves earlier would be taken for dead */
-}
-
-static void run_failing(int n_hosts, int n_per_host, struct scene *s)
-{
-    struct rank_ctx ctx[RANKS_CAP];
-    spccl_config config = SPCCL_CONFIG_INIT;
-    next_proxies();
     test_ranks_per_host = n_per_host;
-    config.transports = "fault";
-    config.timeout_ms = 8000;
-    sp_fault = (sp_fault_plan){.inner = "tcp"};
-    run_ranks(n_hosts * n_per_host, &config, fails, s, ctx);
+    setenv("SPCCL_SCHEDULE", schedule, 1);
+    run_ranks(n_hosts * n_per_host, &config, gathers_dense, &bytes, ctx);
     for (int r = 0; r < n_hosts * n_per_host; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
-    CHECK(s->may_work || s->n_errors == n_hosts * n_per_host, "%d errors of %d ranks", s->n_errors,
-          n_hosts * n_per_host);
-    /* A new group of the same ranks must work. */
-    sp_fault = (sp_fault_plan){.inner = "tcp"};
-    run_ranks(n_hosts * n_per_host, &config, attach_and_check, NULL, ctx);
+    return bytes;
 }
 
-/* The proxy of one rank drops all its connections after some messages, as if the rank had died. */
-static void test_cut(void)
+/* Dense frames leave a quarter of a frame free at the end of each ring. Those bytes do not travel. */
+static void test_skipped_bytes(void)
 {
-    static const unsigned cut_after[] = {1, 2, 20};
-    for (size_t i = 0; i < sizeof cut_after / sizeof *cut_after; i += is_small ? 3 : 1) {
-        struct scene s = {.n = 60000, .n_calls = 1000};
-        s.plan = (sp_fault_plan){.inner = "tcp", .cut_after = cut_after[i], .cut_rank = (int)i % 2};
-        run_failing(2, i == 2 ? 2 : 1, &s);
-    }
+    struct traffic bytes = gather_traffic(2, 1, "direct");
+    for (int r = 0; r < 2; r++)
+        CHECK(bytes.proxies[r] >= bytes.frames[r] &&
+                  bytes.proxies[r] - bytes.frames[r] < bytes.frames[r] / 40,
+              "rank %d: proxies sent %llu bytes for frames of %llu", r, (unsigned long long)bytes.proxies[r],
+              (unsigned long long)bytes.frames[r]);
 }
 
-/* Bits of the positions of some messages are flipped. */
-static void test_flipped(void)
+/* With relays a rank's block crosses to each other host once, otherwise to each of its ranks. */
+static void test_relayed_bytes(void)
 {
-    for (int i = 0; i < (is_small ? 1 : 3); i++) {
-        struct scene s = {.n = 60000, .n_calls = 30, .may_work = true};
-        unsigned before = sp_fault_n_flipped();
-        s.plan = (sp_fault_plan){
-            .inner = "tcp", .seed = test_rand(), .flip_one_in = 3, .flip_within = i % 2 == 0 ? 40 : 200};
-        run_failing(2 + i / 2, 1, &s);
-        CHECK(sp_fault_n_flipped() != before, "nothing was flipped");
-    }
-}
-
-/* A rank does not come: the others' deadlines pass, also those of ranks on its host. */
-static void stays_away(struct rank_ctx *c)
-{
-    struct scene *s = c->arg;
-    spccl_status st = SPCCL_OK;
-    int64_t until;
-    if (!attach_gpu(c->comm, c->rank, 0))
-        return;
-    load_input(c, s->n);
-    CHECK_OK(spccl_comm_set_timeout(c->comm, 1500));
-    if (!wait_for_ranks(c, &s->n_here))
-        return;
-    until = now_ms() + SOON_MS;
-    if (c->rank != 1) {
-        CHECK_OK(sum(c, s->n, SPCCL_FLOAT32));
-        st = spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, SOON_MS);
-        CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "rank %d: \"%s\" does not name rank 1", c->rank,
-              spccl_last_error());
-    }
-    while (c->rank == 1 && (st = spccl_comm_async_error(c->comm)) == SPCCL_OK && now_ms() < until)
-        sleep_ms(1);
-    CHECK(st == SPCCL_ERR_TIMEOUT || st == SPCCL_ERR_ABORTED, "rank %d: %s: %s", c->rank,
-          spccl_status_name(st), spccl_last_error());
-    (void)wait_for_ranks(c, &s->n_ended);
-}
-
-static void test_missing_rank(void)
-{
-    for (int i = 0; i < (is_small ? 1 : 2); i++) {
-        struct rank_ctx ctx[RANKS_CAP];
-        struct scene s = {.n = i == 0 ? FEW : 60000};
-        spccl_config config = SPCCL_CONFIG_INIT;
-        config.transports = "tcp";
-        test_ranks_per_host = 1 + i;
-        run_ranks(2 + 2 * i, &config, stays_away, &s, ctx);
-    }
-}
-
-/* One call of the proxies' transport fails on rank 1 while the ranks attach their GPUs. */
-static void attach_fails(struct rank_ctx *c)
-{
-    struct scene *s = c->arg;
-    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
-    int64_t start;
-    spccl_status st;
-    if (!wait_for_ranks(c, &s->n_here))
-        return;
-    sp_fault = s->plan; /* all endpoints of the links are open, those of the proxies are not */
-    if (!all_here(c->comm))
-        return;
-    start = now_ms();
-    config.device = rank_buffers[c->rank].device;
-    st = spccl_cuda_attach(c->comm, &config);
-    CHECK(st == SPCCL_ERR_SYSTEM || st == SPCCL_ERR_UNREACHABLE, "%s, rank %d: %s: %s", s->plan.fails,
-          c->rank, spccl_status_name(st), spccl_last_error());
-    CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "%s, rank %d: \"%s\" does not name rank 1",
-          s->plan.fails, c->rank, spccl_last_error());
-    CHECK(now_ms() - start < LONG_MS / 2, "%s, rank %d: attach failed only after %lld ms", s->plan.fails,
-          c->rank, (long long)(now_ms() - start));
-    if (!wait_for_ranks(c, &s->n_ended))
-        return;
-    sp_fault = (sp_fault_plan){.inner = "tcp"};
-    if (all_here(c->comm) && attach_gpu(c->comm, c->rank, 0))
-        check_works(c);
-}
-
-static void test_attach_fails(void)
-{
-    static const char *const calls[] = {"address", "add_peer", "connect_step"};
-    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
-        struct scene s = {.plan = {.inner = "tcp", .fails = calls[i], .fails_rank = 1}};
-        struct rank_ctx ctx[RANKS_CAP];
-        spccl_config config = SPCCL_CONFIG_INIT;
-        int n = is_small ? 2 : 3;
-        next_proxies();
-        config.transports = "fault";
-        config.timeout_ms = LONG_MS;
-        test_ranks_per_host = 1;
-        sp_fault = (sp_fault_plan){.inner = "tcp"};
-        run_ranks(n, &config, attach_fails, &s, ctx);
-        for (int r = 0; r < n; r++)
-            CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    static const int shapes[][2] = {{2, 2}, {3, 2}, {2, 4}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes && !is_small; i++) {
+        int n_here = shapes[i][1];
+        struct traffic direct = gather_traffic(shapes[i][0], n_here, "direct");
+        struct traffic relayed = gather_traffic(shapes[i][0], n_here, "relayed");
+        for (int r = 0; r < shapes[i][0] * n_here; r++) {
+            double ratio = (double)direct.proxies[r] / (double)relayed.proxies[r];
+            CHECK(ratio > 0.95 * n_here && ratio < 1.05 * n_here,
+                  "%d hosts of %d, rank %d: %llu bytes without relays, %llu with", shapes[i][0], n_here, r,
+                  (unsigned long long)direct.proxies[r], (unsigned long long)relayed.proxies[r]);
+            CHECK(relayed.frames[r] == direct.frames[r], "rank %d: %llu bytes of frames, %llu without relays",
+                  r, (unsigned long long)relayed.frames[r], (unsigned long long)direct.frames[r]);
+        }
     }
 }
 
@@ -409,6 +274,7 @@ static void test_graphs(void)
         next_proxies();
         config.transports = "tcp";
         test_ranks_per_host = 1 + i;
+        relay_results();
         run_ranks(2 + 2 * i, &config, replays, NULL, ctx);
         for (int r = 0; r < 2 + 2 * i; r++)
             CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
@@ -441,20 +307,14 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {{"off_by_default", test_off_by_default},
                                              {"shapes", test_shapes},
                                              {"variants", test_variants},
+                                             {"relays", test_relays},
                                              {"proxies", test_proxies},
                                              {"skips", test_skips},
                                              {"skipped_bytes", test_skipped_bytes},
+                                             {"relayed_bytes", test_relayed_bytes},
                                              {"slow_proxies", test_slow_proxies},
-                                             {"cut", test_cut},
-                                             {"flipped", test_flipped},
-                                             {"missing_rank", test_missing_rank},
-                                             {"attach_fails", test_attach_fails},
                                              {"graphs", test_graphs},
                                              {NULL, NULL}};
-    cuda_test_start(&argc, argv);
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
-    setenv("SPCCL_SCHEDULE", "direct", 1); /* so that kernels wait in both hops */
-    group_transports = "tcp";
-    make_rank_buffers(is_small ? 2 : N_RANKS_MAX, total_bytes() + 4 * GUARD_BYTES);
+    start_hosts(&argc, argv, N_RANKS_MAX);
     return test_main(cases, argc, argv);
 }

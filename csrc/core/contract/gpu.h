@@ -46,11 +46,13 @@ typedef enum sp_gpu_fault {
 
 /* How long a wait lasts. A contribution depends on its sender alone. A result or free space may be late
  * because of a third rank, and that rank should be the one that the error names. Waits for results and for
- * space therefore last an eighth longer, but at most one second longer. */
+ * space therefore last an eighth longer, but at most one second longer. Relayed results may be late because the relay
+ * waits for a result: they get twice that time. */
 static inline SP_HD uint64_t sp_gpu_wait_ns(uint64_t timeout_ns, sp_gpu_fault fault, uint32_t queue)
 {
     uint64_t more = timeout_ns / 8 < 1000000000u ? timeout_ns / 8 : 1000000000u;
-    return timeout_ns + (fault == SP_GPU_NO_DATA && queue == SP_INBOX_INPUT ? 0 : more);
+    return timeout_ns +
+           (fault == SP_GPU_NO_DATA && queue == SP_INBOX_INPUT ? 0 : more << (queue == SP_INBOX_RELAYED));
 }
 
 /* `detail` of BAD_FRAME when one of the rules 20 to 27 of docs/FORMAT.md 4 is broken. `wanted` and `seen` are

@@ -45,12 +45,18 @@
  * frames of these formats. */
 #define SP_GPU_STAGE_BYTES 2192u
 
-enum sp_inbox_queue { SP_INBOX_INPUT = 0, SP_INBOX_RESULT = 1, SP_INBOX_QUEUES = 2 };
+enum sp_inbox_queue {
+    SP_INBOX_INPUT = 0,
+    SP_INBOX_RESULT = 1,
+    SP_INBOX_QUEUES = 2, /* that each pair of ranks has */
+    SP_INBOX_RELAYED = 2 /* only between ranks of one host: results of other hosts (contract/remote.h) */
+};
 
 typedef struct sp_inbox_shape {
     uint32_t world_size;  /* 1 to SP_GPU_RANKS_MAX */
     uint32_t n_workers;   /* the same on all ranks */
     uint32_t ring_frames; /* the same on all ranks: a ring holds this many of the largest frames */
+    uint32_t n_here;      /* in a group with relays: the ranks of each host, 2 or more; otherwise 0 */
 } sp_inbox_shape;
 
 static inline SP_HD uint32_t sp_inbox_ring_bytes(sp_inbox_shape s)
@@ -70,6 +76,12 @@ typedef struct sp_inbox_state {
     uint32_t claimed; /* in worker 0's state: 1 + the worker that writes the report; 0 = no worker does yet */
     uint32_t pad;
 } sp_inbox_state;
+
+/* One worker's positions in the rings of relayed results, [place slot]: as in sp_inbox_state. */
+typedef struct sp_relayed_state {
+    uint64_t sent[SP_GPU_RANKS_MAX], taken[SP_GPU_RANKS_MAX];
+    uint32_t sent_off[SP_GPU_RANKS_MAX], taken_off[SP_GPU_RANKS_MAX];
+} sp_relayed_state;
 
 /* The tag of a frame: its dtype, and the max_ctas of the call (0: no limit). Ranks that give different limits
  * split the work differently. So the frames in inboxes hold max_ctas, in the header's field `reserved`. The
@@ -129,10 +141,41 @@ static inline SP_HD size_t sp_inbox_state_off(sp_inbox_shape s, uint32_t worker)
     return sp_inbox_n_rings(s) * ((size_t)sp_inbox_ring_bytes(s) + 16) +
            (size_t)worker * sizeof(sp_inbox_state);
 }
+/* Bytes of the parts above: those of an outbox and of the frames, tails and credits of a host inbox. */
+static inline SP_HD size_t sp_inbox_pair_bytes(sp_inbox_shape s)
+{
+    return sp_inbox_state_off(s, s.n_workers);
+}
+
+/* ---- relayed results: rings between the ranks of one host, after all other parts. Their index is the place slot of the
+ * peer: its place among the ranks of the host, as sp_inbox_slot counts among n_here ---- */
+
+static inline SP_HD size_t sp_relayed_n_rings(sp_inbox_shape s)
+{
+    return s.n_here < 2 ? 0 : (size_t)(s.n_here - 1) * s.n_workers;
+}
+static inline SP_HD size_t sp_relayed_ring_off(sp_inbox_shape s, uint32_t place_slot, uint32_t worker)
+{
+    return (sp_inbox_pair_bytes(s) + 63) / 64 * 64 +
+           ((size_t)place_slot * s.n_workers + worker) * sp_inbox_ring_bytes(s);
+}
+static inline SP_HD size_t sp_relayed_tail_off(sp_inbox_shape s, uint32_t place_slot, uint32_t worker)
+{
+    return sp_relayed_ring_off(s, s.n_here - 1, 0) + ((size_t)place_slot * s.n_workers + worker) * 8;
+}
+static inline SP_HD size_t sp_relayed_credit_off(sp_inbox_shape s, uint32_t place_slot, uint32_t worker)
+{
+    return sp_relayed_tail_off(s, place_slot, worker) + sp_relayed_n_rings(s) * 8;
+}
+static inline SP_HD size_t sp_relayed_state_off(sp_inbox_shape s, uint32_t worker)
+{
+    return sp_relayed_ring_off(s, s.n_here - 1, 0) + sp_relayed_n_rings(s) * 16 +
+           (size_t)worker * sizeof(sp_relayed_state);
+}
 /* Bytes of an inbox. All of them are zero before the first launch. */
 static inline SP_HD size_t sp_inbox_bytes(sp_inbox_shape s)
 {
-    return sp_inbox_state_off(s, s.n_workers);
+    return s.n_here < 2 ? sp_inbox_pair_bytes(s) : sp_relayed_state_off(s, s.n_workers);
 }
 
 #endif

@@ -106,7 +106,7 @@ out:
         if (g->own != NULL)
             return SP_FAIL(st,
                            "rank %d: %zu bytes of pinned memory and a proxy, for peers on other hosts: %s",
-                           a->comm->rank, 2 * sp_inbox_bytes(g->shape), why);
+                           a->comm->rank, 2 * sp_inbox_pair_bytes(g->shape), why);
         return SP_FAIL(st, "rank %d: an inbox of %zu bytes on GPU %d '%s' with %llu bytes free: %s",
                        a->comm->rank, sp_inbox_bytes(g->shape), g->device.ordinal, g->device.name,
                        (unsigned long long)a->mine.free_bytes, why);

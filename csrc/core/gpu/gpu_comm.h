@@ -30,6 +30,7 @@ typedef struct sp_gpu_comm {
     uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, addresses on this GPU */
     sp_gpu_control *control, *control_device;
     bool is_remote[SP_GPU_RANKS_MAX]; /* by rank: is it on another host? */
+    sp_fused_relays relays;           /* on several hosts: who relays results */
     struct sp_proxies *proxies;       /* the rings to these ranks, and their proxy (proxy.h); NULL: none */
 
     pthread_mutex_t mu;  /* guards the members from here to `history` */

@@ -186,6 +186,32 @@ static spccl_status find_remote(sp_attach *a)
                    refuses);
 }
 
+/* If all hosts have the same number of ranks, two or more, the ranks of a host relay results to each other. */
+static void find_relays(sp_attach *a)
+{
+    sp_fused_relays *relays = &a->g->relays;
+    uint32_t n = (uint32_t)a->comm->world_size, hosts[SP_GPU_RANKS_MAX], sizes[SP_GPU_RANKS_MAX] = {0};
+    uint32_t places[SP_GPU_RANKS_MAX], n_hosts = 0;
+    for (uint32_t r = 0; r < n; r++) {
+        uint32_t first = 0; /* rank of its host */
+        while (!sp_gpu_share_same_host(a->all[r].address, a->all[first].address))
+            first++;
+        hosts[r] = first == r ? n_hosts++ : hosts[first];
+        places[r] = sizes[hosts[r]]++;
+    }
+    for (uint32_t h = 0; h < n_hosts; h++)
+        if (sizes[h] != sizes[0])
+            return;
+    if (sizes[0] < 2 || (a->comm->schedule_forced && a->comm->schedule == SP_SCHED_DIRECT))
+        return;
+    relays->n_hosts = n_hosts;
+    relays->host = hosts[a->comm->rank];
+    relays->place = places[a->comm->rank];
+    for (uint32_t r = 0; r < n; r++)
+        relays->ranks[hosts[r] * sizes[0] + places[r]] = (uint8_t)r;
+    a->g->limits.n_here = sizes[0];
+}
+
 static uint32_t n_sharing(const sp_gpu_facts *all, int n_ranks, int r)
 {
     uint32_t n = 0;
@@ -232,6 +258,8 @@ spccl_status sp_attach_decide(sp_attach *a)
     g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
     SP_TRY(find_remote(a));
     find_limits(a->all, n, &g->limits);
+    if (a->spans_hosts)
+        find_relays(a);
     if (a->spans_hosts && g->limits.inbox_bytes > SP_PROXIES_INBOX_MAX)
         g->limits.inbox_bytes = SP_PROXIES_INBOX_MAX;
     SP_TRY(sp_tune_gpu_shape(&g->limits, &g->shape));

@@ -67,7 +67,9 @@ static void describe_launch(sp_gpu_comm *g, const sp_gpu_report *r, char *text, 
 static spccl_status describe_report(sp_gpu_comm *g, const sp_gpu_report *r, char *text, size_t cap)
 {
     const spccl_comm *comm = g->comm;
-    const char *what = r->queue == SP_INBOX_INPUT ? "inputs" : "results";
+    const char *what = r->queue == SP_INBOX_INPUT     ? "inputs"
+                       : r->queue == SP_INBOX_RELAYED ? "relayed results"
+                                                      : "results";
     char launch[120], where[320], waited[32];
     describe_launch(g, r, launch, sizeof launch, waited, sizeof waited);
     snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: %s:", comm->rank, comm->name,

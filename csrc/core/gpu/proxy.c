@@ -147,7 +147,7 @@ static spccl_status open_memory(sp_proxies *r)
     size_t seen_bytes = ((size_t)sp_remote_n_counters(g->shape) + 1) * sizeof *r->area.seen;
     void *host = NULL, *device = NULL, *zeros = NULL;
     spccl_status st;
-    SP_TRY(g->ops->pinned_create(sp_inbox_bytes(g->shape), &host, &device));
+    SP_TRY(g->ops->pinned_create(sp_inbox_pair_bytes(g->shape), &host, &device));
     r->outbox = host;
     r->outbox_device = device;
     SP_TRY(g->ops->pinned_create(sp_remote_host_inbox_bytes(g->shape), &host, &device));
@@ -165,6 +165,25 @@ static spccl_status open_memory(sp_proxies *r)
     if (st == SPCCL_OK)
         r->area.seen = device;
     return st;
+}
+
+/* Which peers are on other hosts, and which get this rank's results? */
+static void find_slots(sp_proxies *r)
+{
+    const sp_gpu_comm *g = r->g;
+    const sp_fused_relays *relays = &g->relays;
+    uint32_t rank = (uint32_t)g->comm->rank, world_size = (uint32_t)g->comm->world_size;
+    r->area.relays = *relays;
+    for (uint32_t slot = 0; slot + 1 < world_size; slot++) {
+        bool remote = g->is_remote[sp_inbox_peer(rank, slot, world_size)];
+        r->area.slots |= remote ? 1u << slot : 0;
+        r->area.result_slots |= !remote || relays->n_hosts == 0 ? 1u << slot : 0;
+        r->n_peers += remote;
+    }
+    for (uint32_t h = 0; h < relays->n_hosts; h++) {
+        uint32_t peer = relays->ranks[h * g->shape.n_here + relays->place];
+        r->area.result_slots |= peer != rank ? 1u << sp_inbox_slot(rank, peer, world_size) : 0;
+    }
 }
 
 spccl_status sp_proxies_open(sp_gpu_comm *g)
@@ -188,12 +207,7 @@ spccl_status sp_proxies_open(sp_gpu_comm *g)
         r->proxies[k].wake_fd = -1;
     }
     SP_TRY(sp_proxies_transport(g, &r->transport));
-    for (int p = 0; p < g->comm->world_size; p++)
-        if (g->is_remote[p]) {
-            r->area.slots |=
-                1u << sp_inbox_slot((uint32_t)g->comm->rank, (uint32_t)p, (uint32_t)g->comm->world_size);
-            r->n_peers++;
-        }
+    find_slots(r);
     SP_TRY(open_memory(r));
     for (uint32_t k = 0; k < n_proxies; k++)
         SP_TRY(open_proxy(r, k));
@@ -398,9 +412,11 @@ spccl_status sp_proxies_start(sp_proxies *r)
     }
     sp_log(SP_LOG_INFO, r->g->comm->rank,
            "group \"%s\": %u proxies serve %d ranks on other hosts over %s; %zu bytes of "
-           "pinned memory",
+           "pinned memory; %s",
            r->g->comm->name, r->n_proxies, r->n_peers, r->transport->name,
-           sp_inbox_bytes(r->g->shape) + sp_remote_host_inbox_bytes(r->g->shape));
+           sp_inbox_pair_bytes(r->g->shape) + sp_remote_host_inbox_bytes(r->g->shape),
+           r->area.relays.n_hosts != 0 ? "each result crosses to each host once and is relayed there"
+                                       : "results go straight to every rank");
     return SPCCL_OK;
 }
 

@@ -27,7 +27,7 @@ static uint32_t ctas_allowed(const sp_gpu_limits *l)
 
 spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
 {
-    sp_inbox_shape s = {.world_size = l->world_size};
+    sp_inbox_shape s = {.world_size = l->world_size, .n_here = l->n_here};
     uint32_t n_ctas = ctas_allowed(l), most = 0;
     size_t least;
     for (int op = 0; op < SP_FUSED_OPS; op++)
@@ -52,7 +52,8 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
                        "an inbox of %zu bytes is too small for %u ranks: one worker needs %zu, one on each "
                        "of %u CTAs %zu (SPCCL_INBOX_BYTES)",
                        l->inbox_bytes, l->world_size, least, n_ctas, least * n_ctas);
-    s.n_workers = (uint32_t)(l->inbox_bytes / least); /* an inbox's bytes are proportional to its workers */
+    /* An inbox's bytes are proportional to its workers, but for fewer than 64 before the rings of relayed results. */
+    s.n_workers = (uint32_t)(l->inbox_bytes / least);
     *out = s;
     return SPCCL_OK;
 }

@@ -14,6 +14,7 @@ typedef struct sp_gpu_limits {
     uint32_t max_ctas;  /* 0 = no limit; the least over the ranks */
     size_t inbox_bytes; /* the least over the ranks */
     uint32_t hops;      /* of an all-reduce: 1 or 2; 0 = by its size */
+    uint32_t n_here;    /* in a group with relays: the ranks of each host; otherwise 0 */
     uint32_t n_proxies; /* of a rank, in a group on several hosts; the least over the ranks */
 } sp_gpu_limits;
 

@@ -191,6 +191,7 @@ __device__ __forceinline__ bool sp_is_copy_warp(const sp_fused_args &a)
     sp_warp_counts counts(a.op, a.workers_per_cta, a.n_served);
     if (threadIdx.x / 32 != counts.total())
         return false;
+    sp_relay_posts_init(a, sp_block_smem(counts, a.workers_per_cta).posts);
     __syncthreads(); // that of sp_block_begin
     sp_copy_warp_run(a, sp_block_smem(counts, a.workers_per_cta).progress);
     return true;

@@ -28,6 +28,13 @@ struct sp_warp_counts {
     }
 };
 
+template <bool CONDITION, class A, class B> struct sp_if {
+    typedef A type;
+};
+template <class A, class B> struct sp_if<false, A, B> {
+    typedef B type;
+};
+
 // The number of this warp in its CTA. The shuffle tells the compiler that the value is the same in all lanes.
 // Branches on it then need no divergence handling, and it can be kept in uniform registers.
 __device__ __forceinline__ uint32_t sp_warp_index()
@@ -41,6 +48,7 @@ struct sp_block_smem {
     sp_feed_smem *feed;
     sp_own_smem *own;
     sp_gather_smem *gather;
+    sp_relay_posts *posts; // in groups on several hosts
 
     __device__ __forceinline__ sp_block_smem(const sp_warp_counts &counts, uint32_t n)
     {
@@ -48,20 +56,25 @@ struct sp_block_smem {
         feed = (sp_feed_smem *)(progress + n);
         own = (sp_own_smem *)(feed + counts.n_feed);
         gather = (sp_gather_smem *)(own + counts.n_own);
+        posts = (sp_relay_posts *)(gather + counts.n_gather);
     }
 };
 static_assert(sizeof(sp_progress) % 16 == 0, "the parts after the tables stay aligned to 16");
 
-// The first call of every warp but the copy warp: initializes the progress tables. The last of them becomes the
+// The first call of every warp but the copy warp: initializes the tables in shared memory. The last of them becomes the
 // notifier; it returns true when all workers are done. All others return false at once.
+template <bool REMOTE>
 __device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_warp_counts &counts,
-                                               sp_progress *progress)
+                                               const sp_block_smem &smem)
 {
-    sp_progress_init(a, progress, counts.n_own != 0, counts.n_gather != 0);
+    typedef typename sp_if<REMOTE, sp_relay_notifier<SP_CTA_WORKERS>, sp_no_relay_notifier>::type relays;
+    sp_progress_init(a, smem.progress, counts.n_own != 0, counts.n_gather != 0);
+    if constexpr (REMOTE)
+        sp_relay_posts_init(a, smem.posts);
     if (threadIdx.x / 32 + 1 == counts.total()) {
-        sp_notifier<SP_CTA_WORKERS> notifier(a);
+        sp_notifier<SP_CTA_WORKERS, relays> notifier(a);
         __syncthreads();
-        notifier.run(progress);
+        notifier.run(smem.progress, smem.posts);
         return true;
     }
     __syncthreads();

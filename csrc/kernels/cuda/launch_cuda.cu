@@ -46,11 +46,12 @@ static spccl_status prepare(sp_fused_kernel kernel, int shared)
 }
 
 // Shared memory of a CTA of n workers.
-static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served)
+static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served, bool remote)
 {
     sp_warp_counts counts(op, n, n_served);
-    return n * sizeof(sp_progress) + counts.n_feed * sizeof(sp_feed_smem) +
-           counts.n_own * sizeof(sp_own_smem) + counts.n_gather * sizeof(sp_gather_smem);
+    return n * (sizeof(sp_progress) + (remote ? sizeof(sp_relay_posts) : 0)) +
+           counts.n_feed * sizeof(sp_feed_smem) + counts.n_own * sizeof(sp_own_smem) +
+           counts.n_gather * sizeof(sp_gather_smem);
 }
 
 // May a feeder serve n_served workers? It may where it has little to do compared with the other roles: one
@@ -74,13 +75,13 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
     SP_TRY_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal));
     for (int op = 0; op < SP_FUSED_OPS; op++) {
         uint32_t n = may_serve((sp_fused_op)op, world_size, n_served) ? SP_CTA_WORKERS : 0;
-        while (n != 0 && (block_bytes((sp_fused_op)op, n, n_served) > (size_t)shared ||
+        while (n != 0 && (block_bytes((sp_fused_op)op, n, n_served, remote) > (size_t)shared ||
                           n_warps((sp_fused_op)op, n, n_served, remote) > SP_CTA_WARPS))
             n--;
         if (n == 0 && n_served == 1)
             return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                            "GPU %d has %d bytes of shared memory per CTA, a worker needs %zu", ordinal,
-                           shared, block_bytes((sp_fused_op)op, 1, 1));
+                           shared, block_bytes((sp_fused_op)op, 1, 1, remote));
         out[op] = n;
     }
     for (size_t bytes = 1; bytes <= 8; bytes *= 2)
@@ -93,7 +94,7 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
 extern "C" spccl_status sp_fused_cuda(const sp_fused_args *a, void *stream)
 {
     sp_fused_kernel kernel = kernel_of(a);
-    size_t shared = block_bytes(a->op, a->workers_per_cta, a->n_served);
+    size_t shared = block_bytes(a->op, a->workers_per_cta, a->n_served, a->remote.slots != 0);
     uint64_t slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems, p = (uint64_t)a->world_size;
     bool sharded = a->op == SP_FUSED_ALL_REDUCE || a->op == SP_FUSED_BROADCAST;
     sp_fused_args args = *a;

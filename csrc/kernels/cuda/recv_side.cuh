@@ -28,8 +28,10 @@ __device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q
               slice, wrong.wanted, wrong.seen, wrong.rule);
 }
 
-// BULK: use bulk copies where the GPU has them.
-template <class G, bool BULK> struct sp_recv_side {
+// BULK: use bulk copies where the GPU has them. RELAYS: of a gatherer in a group on several hosts; queue is RESULT. Lane
+// 16 + slot then has the ring of results, as always. Lane `place slot` has the ring of relayed results of that peer of
+// this host, if there are relays. No slot has a frame in both rings at a time.
+template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
     const sp_warp_context &ctx;
     uint8_t *pool;      // in shared memory, aligned to 16
     uint64_t *barriers; // [2] in shared memory: one per half
@@ -49,6 +51,7 @@ template <class G, bool BULK> struct sp_recv_side {
     int32_t arrived_bytes; // L: bytes after position `taken` that have arrived, as last seen
     uint32_t n, bytes;     // L: elements and bytes of this slice's frame; bytes 0: none
     uint32_t frame_off;    // L: offset of that frame in the ring
+    uint32_t relay_slot;   // L: with RELAYS: peer slot of this lane's ring
 
     // Continues at the positions of the last launch. pool_bytes: at least 192 for each peer.
     __device__ __forceinline__ sp_recv_side(const sp_warp_context &context, uint32_t from_queue,
@@ -58,8 +61,17 @@ template <class G, bool BULK> struct sp_recv_side {
           area(context.n_peers == 0 ? 0 : half / context.n_peers & ~15u), queue(from_queue),
           ring_bytes(sp_inbox_ring_bytes(context.a.shape)), parity(0), prefetched(0), one_by_one(false),
           next_prefetched(false), from(nullptr), taken(0), taken_off(0), guess(0), arrived_bytes(0), n(0),
-          bytes(0), frame_off(0)
+          bytes(0), frame_off(0), relay_slot(context.slot())
     {
+        if constexpr (RELAYS)
+            if (is_relayed()) {
+                const sp_relayed_state *state = relayed_state();
+                relay_slot = sp_inbox_slot(ctx.me(), relayed_peer(), (uint32_t)ctx.a.world_size);
+                taken = state->taken[ctx.lane];
+                taken_off = state->taken_off[ctx.lane];
+                guess = min(512u, area);
+                from = ctx.inbox() + sp_relayed_ring_off(ctx.a.shape, ctx.lane, ctx.q);
+            }
         if (ctx.is_mine(queue)) {
             taken = ctx.state(ctx.q)->taken[queue][ctx.slot()];
             taken_off = ctx.state(ctx.q)->taken_off[queue][ctx.slot()];
@@ -72,11 +84,62 @@ template <class G, bool BULK> struct sp_recv_side {
 #endif
         __syncwarp();
     }
+    // L: has this lane a ring of relayed results?
+    __device__ __forceinline__ bool is_relayed() const
+    {
+        return RELAYS && ctx.a.shape.n_here >= 2 && ctx.lane < ctx.a.shape.n_here - 1;
+    }
+    // L: the peer that relays them, and this rank's place slot, seen from there.
+    __device__ __forceinline__ uint32_t relayed_peer() const
+    {
+        const sp_fused_relays &relays = ctx.a.remote.relays;
+        uint32_t n = ctx.a.shape.n_here;
+        return relays.ranks[relays.host * n + sp_inbox_peer(relays.place, ctx.lane, n)];
+    }
+    __device__ __forceinline__ uint32_t place_slot_there() const
+    {
+        return ctx.a.shape.n_here - 2 - ctx.lane;
+    }
+    __device__ __forceinline__ sp_relayed_state *relayed_state() const
+    {
+        return (sp_relayed_state *)(ctx.inbox() + sp_relayed_state_off(ctx.a.shape, ctx.q));
+    }
+    // L: has this lane a ring?
+    __device__ __forceinline__ bool has_ring() const
+    {
+        return ctx.is_mine(queue) || is_relayed();
+    }
+    // L: peer slot of this lane's ring.
+    __device__ __forceinline__ uint32_t ring_slot() const
+    {
+        if constexpr (RELAYS)
+            return relay_slot;
+        return ctx.slot();
+    }
+    // L: for reports.
+    __device__ __forceinline__ uint32_t ring_queue() const
+    {
+        return is_relayed() ? (uint32_t)SP_INBOX_RELAYED : queue;
+    }
+    // The lane with the ring of this slot from which a frame is taken.
+    __device__ __forceinline__ uint32_t link_of(uint32_t slot, bool takes) const
+    {
+        if constexpr (RELAYS) {
+            uint32_t links = __ballot_sync(~0u, takes && ring_slot() == slot && has_ring());
+            return links != 0 ? (uint32_t)__ffs((int)links) - 1 : queue * 16 + slot;
+        }
+        return queue * 16 + slot;
+    }
     // Must be called last. ok: no error; the positions are saved for the next launch.
     __device__ __forceinline__ void close(bool ok)
     {
         if (prefetched != 0) // no copy may still be under way when the warp ends
             wait_copied(prefetched - 1, false);
+        if constexpr (RELAYS)
+            if (ok && is_relayed()) {
+                relayed_state()->taken[ctx.lane] = taken;
+                relayed_state()->taken_off[ctx.lane] = taken_off;
+            }
         if (ok && ctx.is_mine(queue)) {
             ctx.state(ctx.q)->taken[queue][ctx.slot()] = taken;
             ctx.state(ctx.q)->taken_off[queue][ctx.slot()] = taken_off;
@@ -84,6 +147,9 @@ template <class G, bool BULK> struct sp_recv_side {
     }
     __device__ __forceinline__ const uint64_t *tail_word() const // L
     {
+        if constexpr (RELAYS)
+            if (is_relayed())
+                return ctx.word(sp_relayed_tail_off(ctx.a.shape, ctx.lane, ctx.q));
         return ctx.word(sp_inbox_tail_off(ctx.a.shape, queue, ctx.slot(), ctx.q));
     }
     // Has the next frame arrived, or the mark SP_INBOX_WRAP in its stead?
@@ -119,7 +185,7 @@ template <class G, bool BULK> struct sp_recv_side {
         if (BULK) {
             if (wanted != 0) {
                 sp_fence_bulk_global();
-                sp_bulk_load(start_of(to, ctx.slot()), from + taken_off, wanted, barriers + to);
+                sp_bulk_load(start_of(to, ring_slot()), from + taken_off, wanted, barriers + to);
             }
             __syncwarp();
             if (ctx.lane == 0)
@@ -128,7 +194,7 @@ template <class G, bool BULK> struct sp_recv_side {
 #endif
         {
             for (uint32_t slot = 0; slot < ctx.n_peers; slot++) {
-                uint32_t link = queue * 16 + slot, n_bytes = __shfl_sync(~0u, wanted, link);
+                uint32_t link = link_of(slot, wanted != 0), n_bytes = __shfl_sync(~0u, wanted, link);
                 const uint8_t *src = (const uint8_t *)__shfl_sync(
                     ~0u, (unsigned long long)(uintptr_t)(from + taken_off), link);
 #pragma unroll 1
@@ -141,7 +207,7 @@ template <class G, bool BULK> struct sp_recv_side {
     // Start to copy the frame of a slot to the start of half `to`.
     __device__ __forceinline__ void copy_frame(uint32_t slot, uint32_t n_bytes, uint32_t to) const
     {
-        uint32_t link = queue * 16 + slot;
+        uint32_t link = link_of(slot, n != 0);
         const uint8_t *whole =
             (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off), link);
 #if SP_HAS_BULK
@@ -179,7 +245,7 @@ template <class G, bool BULK> struct sp_recv_side {
     // 0.
     __device__ __forceinline__ void wait_starts()
     {
-        const uint4 *header = (const uint4 *)start_of(parity, ctx.slot());
+        const uint4 *header = (const uint4 *)start_of(parity, ring_slot());
         bool wraps;
         wait_copied(parity, false);
         wraps = n != 0 && header->x == SP_INBOX_WRAP;
@@ -197,11 +263,11 @@ template <class G, bool BULK> struct sp_recv_side {
     __device__ __forceinline__ bool take(uint32_t slice, uint32_t n_wanted)
     {
         bool ok = true;
-        n = ctx.is_mine(queue) ? n_wanted : 0;
+        n = has_ring() ? n_wanted : 0;
         if (prefetched == 0) {
             if (n != 0 && !has_arrived()) {
-                uint64_t tail =
-                    sp_wait(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA, queue, ctx.slot(), slice);
+                uint64_t tail = sp_wait(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA, ring_queue(),
+                                        ring_slot(), slice);
                 ok = tail != 0;
                 arrived_bytes = (int32_t)(tail - taken);
             }
@@ -215,12 +281,12 @@ template <class G, bool BULK> struct sp_recv_side {
         bytes = 0;
         one_by_one = false;
         if (n != 0) {
-            const uint4 *header = (const uint4 *)start_of(parity, ctx.slot());
+            const uint4 *header = (const uint4 *)start_of(parity, ring_slot());
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
             bytes = sp_open_plain<G::E>(header, most, ctx.a.tag, n);
             ok = bytes != 0;
             if (!ok)
-                sp_report_header<G::E>(ctx.a, ctx.q, queue, ctx.slot(), slice, header, most, n);
+                sp_report_header<G::E>(ctx.a, ctx.q, ring_queue(), ring_slot(), slice, header, most, n);
             frame_off = taken_off;
             one_by_one = bytes > guess; // nothing past the end of the ring was fetched
             taken += bytes;
@@ -241,7 +307,7 @@ template <class G, bool BULK> struct sp_recv_side {
         bool ready = true;
         if (one_by_one) // both halves are needed
             return;
-        if (ctx.is_mine(queue) && n_wanted != 0 && !has_arrived()) {
+        if (has_ring() && n_wanted != 0 && !has_arrived()) {
             arrived_bytes = (int32_t)(sp_load_acquire_sys(tail_word()) - taken);
             ready = arrived_bytes > 0;
         }
@@ -250,7 +316,7 @@ template <class G, bool BULK> struct sp_recv_side {
         if (!ready)
             return;
         prefetched = 1 + (parity ^ 1);
-        fetch(parity ^ 1, ctx.is_mine(queue) ? n_wanted : 0);
+        fetch(parity ^ 1, has_ring() ? n_wanted : 0);
     }
     // Slot of the k-th peer in rank order, k < n_peers.
     __device__ __forceinline__ uint32_t slot_of(uint32_t k) const
@@ -259,7 +325,7 @@ template <class G, bool BULK> struct sp_recv_side {
     }
     __device__ __forceinline__ uint32_t elems_of(uint32_t slot) const
     {
-        return __shfl_sync(~0u, n, queue * 16 + slot);
+        return __shfl_sync(~0u, n, link_of(slot, n != 0));
     }
     // The frame of the k-th peer in rank order, for all lanes. Must be called with k in ascending order. n is
     // 0 if no frame of this peer was awaited.
@@ -293,19 +359,35 @@ template <class G, bool BULK> struct sp_recv_side {
             smem = p = half_of(to);
             if (!fits && !alone)
                 p = (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off),
-                                                 queue * 16 + slot);
+                                                 link_of(slot, n != 0));
         }
         v.p = p;
         v.values = p + v.at.values;
         v.smem = smem; // listed frames fit into two halves, as SP_GPU_STAGE_BYTES does
         return v;
     }
-    // Give credit for the frames of `take`. bad: 1 + the slot whose frame this lane found broken, or 0.
-    __device__ __forceinline__ bool give_credit(uint32_t slice, uint32_t bad)
+    // Tell the peer that its frame was taken.
+    __device__ __forceinline__ void write_credit() const // L
+    {
+        uint64_t *credit;
+        if (is_relayed())
+            credit = (uint64_t *)(ctx.a.inboxes[relayed_peer()] +
+                                  sp_relayed_credit_off(ctx.a.shape, place_slot_there(), ctx.q));
+        else
+            credit = (uint64_t *)(ctx.a.inboxes[ctx.peer(ctx.slot())] +
+                                  sp_inbox_credit_off(ctx.a.shape, queue, ctx.slot_there(ctx.slot()), ctx.q));
+        // The next frame starts here or later. No fence is needed: what was read has been used, so no
+        // read is still under way.
+        sp_store_relaxed_sys(credit, taken);
+    }
+    // Give credit for the frames of `take`. bad: 1 + the slot whose frame this lane found broken, or 0; bad_queue: its
+    // queue. held (L): the caller calls write_credit later.
+    __device__ __forceinline__ bool give_credit(uint32_t slice, uint32_t bad, uint32_t bad_queue,
+                                                bool held = false)
     {
         if (__any_sync(~0u, bad != 0)) {
             if (bad != 0)
-                sp_report(ctx.a, ctx.q, SP_GPU_BAD_FRAME, queue, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
+                sp_report(ctx.a, ctx.q, SP_GPU_BAD_FRAME, bad_queue, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
             return false;
         }
 #if SP_HAS_BULK
@@ -313,14 +395,8 @@ template <class G, bool BULK> struct sp_recv_side {
             sp_fence_bulk(); // this lane's reads come before the next bulk copy into this half
 #endif
         __syncwarp();
-        if (bytes != 0) {
-            uint64_t *credit =
-                (uint64_t *)(ctx.a.inboxes[ctx.peer(ctx.slot())] +
-                             sp_inbox_credit_off(ctx.a.shape, queue, ctx.slot_there(ctx.slot()), ctx.q));
-            // The next frame starts here or later. No fence is needed: what was read has been used, so no
-            // read is still under way.
-            sp_store_relaxed_sys(credit, taken);
-        }
+        if (bytes != 0 && !held)
+            write_credit();
         parity ^= 1;
         return true;
     }

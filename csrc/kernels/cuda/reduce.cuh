@@ -7,6 +7,7 @@
 #define SP_REDUCE_CUH
 
 #include "kernels/cuda/copy_warp.cuh"
+#include "kernels/cuda/gather_hosts.cuh"
 
 template <int DTYPE> struct sp_reduce_geometry {
     typedef sp_elem<DTYPE> T;
@@ -214,7 +215,7 @@ __device__ __noinline__ void sp_scale_and_narrow(uint32_t lane, uint4 *sums, flo
 }
 
 // An owner. It goes through the slices of its shard, one at a time.
-template <class T, class G> struct sp_owner {
+template <class T, class G, bool REMOTE> struct sp_owner {
     typedef typename G::U U;
     typedef typename T::A A;
     const sp_warp_context &ctx;
@@ -222,7 +223,7 @@ template <class T, class G> struct sp_owner {
     sp_shard mine;
     sp_own_smem &smem;
     sp_progress &progress;
-    sp_send_side send_side;
+    sp_send_side<REMOTE> send_side;
     sp_recv_side<G, false> recv_side; // with bulk copies it was slower: they queue up behind the feeders'
 
     __device__ __forceinline__ sp_owner(const sp_warp_context &context, sp_own_smem &r, sp_progress &b)
@@ -367,7 +368,7 @@ template <class T, class G> struct sp_owner {
         finish(r.n);
         sp_slice_store<G>(ctx.lane, (const U *)smem.sums, (U *)ctx.a.out + split.own_start(mine, t), r.n);
         parity = is_sum() ? recv_side.parity : 0;
-        if (ctx.n_peers != 0 && !recv_side.give_credit(t, bad))
+        if (ctx.n_peers != 0 && !recv_side.give_credit(t, bad, recv_side.queue))
             return false;
         if (ctx.lane == 0)
             sp_store_release_cta(&progress.taken, t + 1);
@@ -400,23 +401,29 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
     sp_warp_counts counts(a.op, n, a.n_served);
     sp_block_smem smem(counts, n);
-    if (sp_block_begin(a, counts, smem.progress))
+    if (sp_block_begin<REMOTE>(a, counts, smem))
         return;
     if (warp < counts.n_feed) {
         uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
-        sp_feed<G, true>(sp_warp_context(a, blockIdx.x * n + w), n_served, smem.feed[warp],
-                         smem.progress + w);
+        sp_feed<G, true, REMOTE>(sp_warp_context(a, blockIdx.x * n + w), n_served, smem.feed[warp],
+                                 smem.progress + w);
         for (uint32_t i = 0; i < n_served; i++)
             sp_role_done(smem.progress[w + i], SP_ROLE_FEED);
     } else if (warp - counts.n_feed < counts.n_own) {
         uint32_t w = warp - counts.n_feed;
         sp_warp_context ctx(a, blockIdx.x * n + w);
-        sp_owner<T, G>(ctx, smem.own[w], smem.progress[w]).run();
+        sp_owner<T, G, REMOTE>(ctx, smem.own[w], smem.progress[w]).run();
         sp_role_done(smem.progress[w], SP_ROLE_OWN);
     } else {
         uint32_t w = warp - counts.n_feed - counts.n_own;
-        sp_gather<G, true>(sp_warp_context(a, blockIdx.x * n + w), smem.gather[w], smem.progress[w],
-                           smem.progress[w].gathered);
+        if constexpr (REMOTE) {
+            sp_warp_context ctx(a, blockIdx.x * n + w);
+            sp_host_gatherer<G, true>(ctx, smem.gather[w], smem.progress[w], smem.posts[w])
+                .run(smem.progress[w].gathered);
+        } else {
+            sp_gather<G, true>(sp_warp_context(a, blockIdx.x * n + w), smem.gather[w], smem.progress[w],
+                               smem.progress[w].gathered);
+        }
         sp_role_done(smem.progress[w], SP_ROLE_GATHER);
     }
 }

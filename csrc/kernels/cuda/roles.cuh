@@ -180,7 +180,7 @@ __device__ __forceinline__ void sp_feed_drain(const sp_warp_context &ctx, sp_fee
 
 // Serves worker ctx.q and, with n_served 2, the next worker too. progress: tables of these workers. REDUCES:
 // the kernel is one of reductions, and may patch.
-template <class G, bool REDUCES>
+template <class G, bool REDUCES, bool REMOTE>
 __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_served, sp_feed_smem &smem,
                                         sp_progress *progress)
 {
@@ -206,8 +206,8 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_s
     if (list.n_each == 0)
         return;
     // With two workers all items go through the same queue.
-    sp_send_side send_side(ctx, smem.send_side, progress, n_served,
-                           list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
+    sp_send_side<REMOTE> send_side(ctx, smem.send_side, progress, n_served,
+                                   list.n_inputs != 0 ? SP_INBOX_INPUT : SP_INBOX_RESULT);
     for (uint32_t b = 0; b < DEPTH; b++)
         start(b);
     // Not in an all-reduce, where pacing was slower, and not in a broadcast, where the warp that takes
@@ -227,8 +227,8 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_s
             if (list.is_own(now) && to != (const U *)ctx.a.in + r.start)
                 sp_slice_store<G>(ctx.lane, buf_of(i), to, r.n);
             if (ctx.n_peers != 0)
-                ok = send_side.send<G>(buf_of(i), r.n, smem.stage, list.route(now), now.t,
-                                       patches ? (U *)ctx.a.out + r.start : nullptr);
+                ok = send_side.template send<G>(buf_of(i), r.n, smem.stage, list.route(now), now.t,
+                                                patches ? (U *)ctx.a.out + r.start : nullptr);
         }
         sp_slice_stored(ctx.lane);
         start(i);
@@ -244,7 +244,7 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_s
 // ---- relay: in a broadcast, the slices of the own shard go from the root to the output and to the others
 // ----
 
-template <class G>
+template <class G, bool REMOTE>
 __device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_smem &smem,
                                          sp_progress &progress)
 {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_sme
     U *buf = (U *)smem.buf;
     uint32_t root = (uint32_t)ctx.a.root, slot = sp_inbox_slot(ctx.me(), root, (uint32_t)ctx.a.world_size);
     sp_shard own = split.shard(ctx.me());
-    sp_send_side send_side(ctx, smem.send_side, &progress);
+    sp_send_side<REMOTE> send_side(ctx, smem.send_side, &progress);
     sp_recv_side<G, true> recv_side(ctx, SP_INBOX_INPUT, smem.buf + SP_INBOX_SLICE_BYTES,
                                     SP_INBOX_SLICE_BYTES, smem.barriers);
     bool ok = true;
@@ -273,8 +273,8 @@ __device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_sme
         __syncwarp();
         good = sp_decode<G>(ctx.lane, recv_side.view(k), sink);
         sp_slice_store<G>(ctx.lane, buf, (U *)ctx.a.out + r.start, r.n);
-        ok = recv_side.give_credit(t, good ? 0 : slot + 1) &&
-             send_side.send<G>(buf, r.n, smem.stage, {SP_INBOX_RESULT, 0, 0, ctx.n_peers}, t);
+        ok = recv_side.give_credit(t, good ? 0 : slot + 1, recv_side.queue) &&
+             send_side.template send<G>(buf, r.n, smem.stage, {SP_INBOX_RESULT, 0, 0, ctx.n_peers}, t);
     }
     recv_side.close(ok);
     if (ok)
@@ -326,7 +326,7 @@ __device__ __forceinline__ void sp_gather(const sp_warp_context &ctx, sp_gather_
             if (v.n != 0 && !sp_result_store<G>(ctx.lane, v, (U *)smem.buf, dst, zeros))
                 bad = recv_side.slot_of(k) + 1;
         }
-        ok = recv_side.give_credit(t, bad);
+        ok = recv_side.give_credit(t, bad, recv_side.queue);
         if (ctx.lane == 0)
             sp_store_release_cta(&taken, t + 1);
     }

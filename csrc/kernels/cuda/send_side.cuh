@@ -36,10 +36,12 @@ struct sp_route {
     uint32_t queue, worker, first, n_slots;
 };
 
+// REMOTE: for groups on several hosts. There, frames of queue RESULT go to the slots in remote.result_slots only.
+//
 // The links of one worker, or of two workers that send through the same queue only. With one worker, the
 // lower half of the warp has the links of queue INPUT, the upper half those of RESULT. With two workers, the
 // lower half has the links of the first worker, the upper half those of the second.
-struct sp_send_side {
+template <bool REMOTE> struct sp_send_side {
     const sp_warp_context &ctx;
     sp_send_smem &s;
     sp_progress *progress; // [n_workers]
@@ -87,7 +89,26 @@ struct sp_send_side {
     }
     __device__ __forceinline__ bool is_on(const sp_route &r) const // L
     {
+        if constexpr (REMOTE)
+            if (r.queue == SP_INBOX_RESULT && (ctx.a.remote.result_slots >> ctx.slot() & 1) == 0)
+                return false;
         return ctx.lane - (n_workers == 2 ? r.worker : r.queue) * 16 - r.first < r.n_slots;
+    }
+    // Peers on the route.
+    __device__ __forceinline__ uint32_t n_on(const sp_route &r) const
+    {
+        if constexpr (REMOTE)
+            if (r.queue == SP_INBOX_RESULT)
+                return __popc(ctx.a.remote.result_slots);
+        return r.n_slots;
+    }
+    // L: index in s.dst of this lane's peer, which is on the route.
+    __device__ __forceinline__ uint32_t dst_index(const sp_route &r) const
+    {
+        if constexpr (REMOTE)
+            if (r.queue == SP_INBOX_RESULT)
+                return __popc(ctx.a.remote.result_slots & ((1u << ctx.slot()) - 1));
+        return ctx.slot();
     }
     // Save the positions for the next launch. queues: a bit for each queue that this warp has sent through.
     __device__ __forceinline__ void close(uint32_t queues) const
@@ -125,7 +146,7 @@ struct sp_send_side {
                 free_bytes -= left;
                 off = 0;
             }
-            s.dst[ctx.slot()] = to + off;
+            s.dst[dst_index(r)] = to + off;
         }
         ok = __all_sync(~0u, ok);
         __syncwarp();
@@ -187,7 +208,7 @@ struct sp_send_side {
     template <class WRITE> __device__ __forceinline__ void write_each(const sp_route &r, WRITE write) const
     {
 #pragma unroll 1
-        for (uint32_t k = 0; k < r.n_slots; k++)
+        for (uint32_t k = 0; k < n_on(r); k++)
             write(s.dst[r.first + k]);
     }
     // Encode the slice buf [n] and write the frame to the peers on the route.
@@ -236,8 +257,8 @@ struct sp_send_side {
             free_bytes -= layout.bytes;
             sp_store_release_cta(posted, (uint32_t)sent);
         }
-        frame_units += layout.bytes / 16 * r.n_slots;
-        n_frames += ctx.lane == format ? r.n_slots : 0;
+        frame_units += layout.bytes / 16 * n_on(r);
+        n_frames += ctx.lane == format ? n_on(r) : 0;
         return true;
     }
 };
@@ -247,6 +268,24 @@ struct sp_send_side {
 // A fence between GPUs takes microseconds, so the workers do not wait for it. The notifier reads from the
 // progress tables how far the workers have written. One fence then orders the writes of all workers of the
 // CTA before the tails, which the notifier writes to the peers.
+
+// By place slot: the low 32 bits of the position up to which relayed results have been written.
+struct sp_relay_posts {
+    uint32_t posted[SP_GPU_RANKS_MAX];
+};
+
+// Initialize the tables of relays of a CTA. All its threads call this; __syncthreads must follow.
+__device__ __forceinline__ void sp_relay_posts_init(const sp_fused_args &a, sp_relay_posts *posts)
+{
+    if (a.shape.n_here < 2)
+        return;
+    for (uint32_t i = threadIdx.x; i < a.workers_per_cta * (a.shape.n_here - 1); i += blockDim.x) {
+        uint32_t w = i / (a.shape.n_here - 1), slot = i % (a.shape.n_here - 1);
+        const uint8_t *state =
+            a.inboxes[a.rank] + sp_relayed_state_off(a.shape, blockIdx.x * a.workers_per_cta + w);
+        posts[w].posted[slot] = (uint32_t)((const sp_relayed_state *)state)->sent[slot];
+    }
+}
 
 // Initialize the progress tables of a CTA. All its threads call this; __syncthreads must follow.
 __device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_progress *progress, bool owns,
@@ -270,17 +309,77 @@ __device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_prog
 // A fence that takes longer than this shows a busy link.
 #define SP_FENCE_LONG_NS 4000u
 
-// WORKERS: the most workers of a CTA.
-template <uint32_t WORKERS> struct sp_notifier {
+// The notifier's part for relayed results. Lane `place slot` serves that peer.
+template <uint32_t WORKERS> struct sp_relay_notifier {
+    uint64_t *tails;             // L: the peer's tail of the CTA's first worker; nullptr: no peer
+    uint64_t announced[WORKERS]; // L: the position last written to the peer's tail
+    uint32_t now[WORKERS];       // L: as last posted
+
+    __device__ __forceinline__ explicit sp_relay_notifier(const sp_fused_args &a) : tails(nullptr)
+    {
+        uint32_t slot = threadIdx.x % 32, q0 = blockIdx.x * a.workers_per_cta, n = a.shape.n_here;
+        const sp_fused_relays &relays = a.remote.relays;
+        if (n >= 2 && slot < n - 1) {
+            uint32_t peer = relays.ranks[relays.host * n + sp_inbox_peer(relays.place, slot, n)];
+            tails = (uint64_t *)(a.inboxes[peer] + sp_relayed_tail_off(a.shape, n - 2 - slot, q0));
+        }
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++) {
+            const uint8_t *state = a.inboxes[a.rank] + sp_relayed_state_off(a.shape, q0 + w);
+            announced[w] =
+                tails != nullptr && w < a.workers_per_cta ? ((const sp_relayed_state *)state)->sent[slot] : 0;
+        }
+    }
+    // L: has a position changed?
+    __device__ __forceinline__ bool look(const sp_relay_posts *posts, uint32_t n_workers)
+    {
+        bool changed = false;
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++) {
+            now[w] = (uint32_t)announced[w];
+            if (tails != nullptr && w < n_workers)
+                now[w] = sp_load_acquire_cta(&posts[w].posted[threadIdx.x % 32]);
+            changed |= now[w] != (uint32_t)announced[w];
+        }
+        return changed;
+    }
+    // After look and a fence.
+    __device__ __forceinline__ void announce()
+    {
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++)
+            if (now[w] != (uint32_t)announced[w]) {
+                announced[w] += now[w] - (uint32_t)announced[w];
+                sp_store_relaxed_sys(tails + w, announced[w]);
+            }
+    }
+};
+struct sp_no_relay_notifier {
+    __device__ __forceinline__ explicit sp_no_relay_notifier(const sp_fused_args &)
+    {
+    }
+    __device__ __forceinline__ bool look(const sp_relay_posts *, uint32_t)
+    {
+        return false;
+    }
+    __device__ __forceinline__ void announce()
+    {
+    }
+};
+
+// WORKERS: the most workers of a CTA. RELAYS: sp_relay_notifier or sp_no_relay_notifier.
+template <uint32_t WORKERS, class RELAYS> struct sp_notifier {
     const sp_fused_args &a;
     uint32_t lane;
     bool linked;
     uint64_t *tails;             // L: the peer's tail of the CTA's first worker
     uint64_t announced[WORKERS]; // L: the position last written to the peer's tail
+    RELAYS relays;
 
     // Before any warp posts a position; __syncthreads must follow.
     __device__ __forceinline__ explicit sp_notifier(const sp_fused_args &args)
-        : a(args), lane(threadIdx.x % 32), linked(lane % 16 < (uint32_t)args.world_size - 1), tails(nullptr)
+        : a(args), lane(threadIdx.x % 32), linked(lane % 16 < (uint32_t)args.world_size - 1), tails(nullptr),
+          relays(args)
     {
         uint32_t n_peers = (uint32_t)a.world_size - 1, queue = lane / 16, slot = lane % 16;
         uint32_t q0 = blockIdx.x * a.workers_per_cta;
@@ -304,12 +403,12 @@ template <uint32_t WORKERS> struct sp_notifier {
         return done;
     }
     // Until all warps have posted their last position and the peers know it.
-    __device__ __forceinline__ void run(const sp_progress *progress)
+    __device__ __forceinline__ void run(const sp_progress *progress, const sp_relay_posts *posts)
     {
         uint32_t now[WORKERS];
         bool quiet = true; // no position changed in the last round
         for (;;) {
-            bool last = quiet && all_done(progress), changed = false;
+            bool last = quiet && all_done(progress), changed = relays.look(posts, a.workers_per_cta);
 #pragma unroll
             for (uint32_t w = 0; w < WORKERS; w++) {
                 now[w] = (uint32_t)announced[w];
@@ -334,6 +433,7 @@ template <uint32_t WORKERS> struct sp_notifier {
                     announced[w] += now[w] - (uint32_t)announced[w];
                     sp_store_relaxed_sys(tails + w, announced[w]);
                 }
+            relays.announce();
             // Wait, so that the next fence serves more frames.
             if (took > SP_FENCE_LONG_NS)
                 __nanosleep(min(took, 8000u));

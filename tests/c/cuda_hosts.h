@@ -1,0 +1,35 @@
+/* cuda_hosts.h - for tests of GPU groups on several hosts: ranks are threads, and their hosts have different names.
+ * Between hosts proxies carry the rings over TCP on loopback. */
+#ifndef SP_CUDA_HOSTS_H
+#define SP_CUDA_HOSTS_H
+
+#include "cuda_cases.h"
+#include "cuda_sums.h"
+
+#include "transport/fault.h"
+
+/* The next groups have so many proxies per rank: 1, 2, 3, 5, and again. */
+static inline void next_proxies(void)
+{
+    static const char *const counts[] = {"1", "2", "3", "5"};
+    static unsigned n;
+    setenv("SPCCL_CUDA_PROXIES", counts[n++ % 4], 1);
+}
+
+/* In the next groups all-reduces take two hops, and results are relayed if a host has two ranks. */
+static inline void relay_results(void)
+{
+    setenv("SPCCL_SCHEDULE", "relayed", 1);
+}
+
+/* The setting of all tests. Then allocate the buffers of n_ranks ranks. */
+static inline void start_hosts(int *argc, char **argv, int n_ranks)
+{
+    cuda_test_start(argc, argv);
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    relay_results(); /* so that kernels wait in both hops */
+    group_transports = "tcp";
+    make_rank_buffers(is_small ? 2 : n_ranks, total_bytes() + 4 * GUARD_BYTES);
+}
+
+#endif
