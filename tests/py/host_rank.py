@@ -1,4 +1,4 @@
-"""One rank of test_host_faults.py: `host_rank.py NAMESPACE DESCRIPTOR`. Does what the test asks over the descriptor.
+"""One rank of host_cluster.py: `host_rank.py NAMESPACE DESCRIPTOR`. Does what the test asks over the descriptor.
 
 A command is (number, name, arguments); the reply is (number, result). Each command runs in a thread, so that two groups
 can work at once.
@@ -37,12 +37,12 @@ def unique_id(address: str) -> bytes:
 
 
 def join(
-    group: str, rank: int, n: int, uid: bytes, env: dict[str, str], timeout: float, transports: str | None = None
+    group: str, rank: int, n: int, uid: bytes, env: dict[str, str], timeout: float, options: dict[str, Any]
 ) -> tuple[str, str, float]:
     os.environ.update(env)
 
     def work() -> None:
-        groups[group] = Communicator(rank, n, unique_id=uid, name=group, timeout=timeout, transports=transports)
+        groups[group] = Communicator(rank, n, unique_id=uid, name=group, timeout=timeout, **options)
 
     try:
         return failure(work)
@@ -70,6 +70,27 @@ def reduce(group: str, n_elems: int) -> tuple[str, str, float]:
             raise AssertionError("wrong sum")
 
     return failure(work)
+
+
+def reduce_strided(group: str, n_elems: int, one_in: int) -> tuple[str, str, float]:
+    """One all-reduce in which all ranks have their values at the same places, with the result checked."""
+    comm = groups[group]
+    array = np.zeros(n_elems, np.float32)
+    array[::one_in] = comm.rank + 1
+    want = np.zeros(n_elems, np.float32)
+    want[::one_in] = comm.world_size * (comm.world_size + 1) // 2
+
+    def work() -> None:
+        comm.all_reduce(array)
+        if not np.array_equal(array, want):
+            raise AssertionError("wrong sum")
+
+    return failure(work)
+
+
+def sent() -> int:
+    """Bytes out of this host since it was made."""
+    return hosts.counters().tx_bytes
 
 
 def loop(group: str, n_elems: int) -> tuple[str, str, float]:

@@ -5,18 +5,15 @@ No case depends on how fast the machine is: an error must come before DEADLINE_S
 """
 
 import contextlib
-import itertools
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from host_cluster import DEADLINE_S, Cluster
 
 from spccl.bench import hosts
 
@@ -25,85 +22,8 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {RE
 N_HOSTS, PER_HOST = 4, 2
 N = N_HOSTS * PER_HOST
 RATE, SLOW = "200mbit", "20mbit"
-DEADLINE_S = 60.0  # for whatever must happen
 CUT_S = 3.0  # time-out of collectives over a link that is cut
 FIREWALL_S = 5.0  # time to join over a link that carries nothing
-
-
-class Rank:
-    """A process in a namespace, and what it was asked."""
-
-    def __init__(self, namespace: str) -> None:
-        self.pipe, theirs = multiprocessing.Pipe()
-        worker = Path(__file__).with_name("host_rank.py")
-        words = [sys.executable, str(worker), namespace, str(theirs.fileno())]
-        self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self.replies: dict[int, object] = {}
-        self.numbers = itertools.count()
-
-    def ask(self, name, *args):
-        """Send a command. Returns its number."""
-        number = next(self.numbers)
-        self.pipe.send((number, name, args))
-        return number
-
-    def reply(self, number):
-        end = time.monotonic() + DEADLINE_S
-        while number not in self.replies:
-            if not self.pipe.poll(max(0.0, end - time.monotonic())):
-                pytest.fail(f"no reply within {DEADLINE_S:g} s: a rank hangs")
-            got, value = self.pipe.recv()
-            self.replies[got] = value
-        return self.replies.pop(number)
-
-    def call(self, name, *args):
-        return self.reply(self.ask(name, *args))
-
-
-class Cluster:
-    def __init__(self, names):
-        self.names = names
-        self.ranks = [Rank(names[i // PER_HOST]) for i in range(N)]
-        self.count = itertools.count()
-
-    def close(self):
-        for rank in self.ranks:
-            rank.process.kill()
-            rank.process.wait()
-            rank.pipe.close()
-
-    def ask(self, members, name, *args):
-        return [(self.ranks[i], self.ranks[i].ask(name, *args)) for i in members]
-
-    def replies(self, asked):
-        return [rank.reply(number) for rank, number in asked]
-
-    def begin_join(self, members, timeout=DEADLINE_S, env=None, transports=None):
-        """Ask the members to form a group. env, transports: by rank of the cluster. Returns its name and questions."""
-        group = f"g{next(self.count)}"
-        env, transports = env or {}, transports or {}
-        uid = self.ranks[members[0]].call("unique_id", hosts.address(members[0] // PER_HOST))
-        asked = [
-            (
-                self.ranks[i],
-                self.ranks[i].ask("join", group, r, len(members), uid, env.get(i, {}), timeout, transports.get(i)),
-            )
-            for r, i in enumerate(members)
-        ]
-        return group, asked
-
-    @contextlib.contextmanager
-    def group(self, members, **how):
-        group, asked = self.begin_join(members, **how)
-        assert [reply[:2] for reply in self.replies(asked)] == [("ok", "")] * len(members)
-        yield group
-        alive = [i for i in members if self.ranks[i].process.poll() is None]
-        self.replies(self.ask(alive, "leave", group))
-
-    def works(self, members, group, n_elems=100_000):
-        got = self.replies(self.ask(members, "reduce", group, n_elems))
-        assert [reply[:2] for reply in got] == [("ok", "")] * len(members)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +41,7 @@ def cluster(nothing_is_left):
             names = stack.enter_context(hosts.emulated(N_HOSTS, RATE))
         except hosts.CannotEmulate as error:  # root without the right to make namespaces
             pytest.skip(f"emulated hosts: {error}")
-        made = Cluster(names)
+        made = Cluster(names, PER_HOST)
         stack.callback(made.close)
         yield made
 
@@ -218,7 +138,7 @@ def test_garbage_from_another_process(cluster):
     before = set(cluster.ranks[2].call("listening"))
     uid = cluster.ranks[0].call("unique_id", hosts.address(0))
     asked = [
-        (cluster.ranks[i], cluster.ranks[i].ask("join", "noise", r, 3, uid, {}, DEADLINE_S, "tcp"))
+        (cluster.ranks[i], cluster.ranks[i].ask("join", "noise", r, 3, uid, {}, DEADLINE_S, {"transports": "tcp"}))
         for r, i in enumerate(members)
         if i != 3
     ]
@@ -226,7 +146,8 @@ def test_garbage_from_another_process(cluster):
     while not seen and time.monotonic() < end:  # rank 2 listens, and rank 3 has not come
         seen = [port for port in cluster.ranks[2].call("listening") if port not in before]
     assert in_host(cluster.names[0], noise) > 0
-    asked.append((cluster.ranks[3], cluster.ranks[3].ask("join", "noise", 2, 3, uid, {}, DEADLINE_S, "tcp")))
+    last = cluster.ranks[3]
+    asked.append((last, last.ask("join", "noise", 2, 3, uid, {}, DEADLINE_S, {"transports": "tcp"})))
     assert [reply[:2] for reply in cluster.replies(asked)] == [("ok", "")] * 3
     assert in_host(cluster.names[0], noise) == 0  # nobody listens any more
     cluster.works(members, "noise")
