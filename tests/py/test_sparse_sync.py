@@ -51,6 +51,25 @@ def refuses(kind, *words):
         ({"sample": 2.0}, ("sample is 2.0",)),
         ({"bucket_mb": 0}, ("bucket_mb is 0",)),
         ({"seed": -1}, ("seed is -1",)),
+        ({"density": True}, ("density is True", "in (0, 1]")),
+        ({"density": None}, ("density is None", "in (0, 1]")),
+        ({"sample": "x"}, ("sample is 'x'", "in (0, 1]")),
+        ({"sample": math.nan}, ("sample is nan",)),
+        ({"decay": "x"}, ("decay is 'x'", "in (0, 1]")),
+        ({"decay": True}, ("decay is True",)),
+        ({"outer_lr": "x"}, ("outer_lr is 'x'", "a finite number above 0")),
+        ({"outer_lr": math.inf}, ("outer_lr is inf",)),
+        ({"outer_momentum": None}, ("outer_momentum is None", "[0, 1)")),
+        ({"outer_momentum": math.nan}, ("outer_momentum is nan",)),
+        ({"clip_norm": math.inf}, ("clip_norm is inf", "a finite number above 0, or None")),
+        ({"clip_norm": math.nan}, ("clip_norm is nan",)),
+        ({"clip_norm": True}, ("clip_norm is True",)),
+        ({"clip_norm": "1"}, ("clip_norm is '1'",)),
+        ({"bucket_mb": math.inf}, ("bucket_mb is inf", "a finite number above 0")),
+        ({"bucket_mb": "25"}, ("bucket_mb is '25'",)),
+        ({"check_finite": "no"}, ("check_finite is 'no'", "True or False")),
+        ({"correct_second_moment": 1}, ("correct_second_moment is 1", "None, False, True or 'scaled'")),
+        ({"bits": 2.0, "chunk": 256}, ("bits is 2.0", "2, or None")),
         ({"chunk": 1000}, ("chunk is 1000", "a power of 2 from 256 to 4096")),
         ({"chunk": 128}, ("chunk is 128",)),
         ({"wire_dtype": "bfloat16"}, ("wire_dtype is 'bfloat16'", "torch.bfloat16")),
@@ -59,6 +78,51 @@ def refuses(kind, *words):
 def test_settings_out_of_range(settings, words):
     with refuses(ValueError, "SparseSync: ", *words):
         SparseSync(adamw(model()), **settings)
+
+
+@pytest.mark.parametrize("group", [3, "world", [0, 1]])
+def test_a_group_that_is_none(group):
+    with refuses(TypeError, "SparseSync: group is ", repr(group), type(group).__name__, "process group", "or None"):
+        SparseSync(adamw(model()), group=group)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"end": "x", "steps": 3}, ("end is 'x'", "in (0, 1]")),
+        ({"end": True, "steps": 3}, ("end is True",)),
+        ({"end": 0.1, "steps": 3, "start": "x"}, ("start is 'x'", "[end, 1]")),
+        ({"end": 0.1, "steps": 2.5}, ("steps is 2.5", "a whole number")),
+        ({"end": 0.1, "steps": 3, "dense": None}, ("dense is None", "a whole number")),
+    ],
+)
+def test_a_geometric_schedule_of_no_numbers(settings, words):
+    with refuses(ValueError, "Geometric: ", *words):
+        Geometric(**settings)
+
+
+def test_a_schedule_that_gives_no_number():
+    net = model()
+    opt = SparseSync(adamw(net), density=lambda exchange: "1%")
+    with refuses(ValueError, "density schedule", "gave '1%' at exchange 0", "(0, 1]"):
+        step(opt, net)
+
+
+def test_schedules_are_compared_by_their_values():
+    """Ranks compare these facts. Two lambdas of the same name differ; a function and a class of equal values do not."""
+
+    def facts(density):
+        return SparseSync(adamw(model()), density=density).settings.facts()
+
+    class Falling:
+        def __call__(self, exchange):
+            return 1 / (1 + exchange)
+
+    assert facts(lambda e: 0.01) != facts(lambda e: 0.02)
+    assert facts(lambda e: 0.02 if e < 1000 else 0.01) != facts(lambda e: 0.02)
+    assert facts(lambda e: 1 / (1 + e)) == facts(Falling())
+    assert facts(Geometric(0.1, 5)) == facts(Geometric(0.1, 5)) != facts(Geometric(0.1, 6))
+    assert facts([0.5, 0.25].__getitem__)["density of exchange 2"] == "a IndexError"  # no exchange 2 need come
 
 
 def test_a_schedule_that_leaves_its_range():

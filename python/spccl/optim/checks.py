@@ -2,9 +2,11 @@
 
 import inspect
 import math
+import numbers
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def require(name: str, value: object, ok: bool, wanted: str) -> None:
@@ -16,34 +18,56 @@ def is_whole(value: object, least: int, most: int = 2**32 - 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def is_number(value: object) -> bool:
+    """A finite number. True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_share(value: Any) -> bool:
+    return is_number(value) and 0 < value <= 1
+
+
 def check_settings(s: Any) -> None:
-    """Raises: ValueError that names the first setting of a `Settings` that is out of range."""
-    numbers = isinstance(s.density, (int, float))
-    require("density", s.density, callable(s.density) or (numbers and 0 < s.density <= 1), "in (0, 1], or a function")
+    """Raises: ValueError that names the first setting of a `Settings` that is out of range or no number."""
+    require("density", s.density, callable(s.density) or is_share(s.density), "in (0, 1], or a function")
     require("every", s.every, is_whole(s.every, 1), "a whole number, 1 or more")
     require("warmup", s.warmup, is_whole(s.warmup, 0), "a whole number, 0 or more")
     require("warmup", s.warmup, s.warmup == 0 or not callable(s.density), "0 when density is a function")
-    require("sample", s.sample, 0 < s.sample <= 1, "in (0, 1]")
+    require("sample", s.sample, is_share(s.sample), "in (0, 1]")
     require("min_numel", s.min_numel, is_whole(s.min_numel, 1), "a whole number, 1 or more")
-    require("decay", s.decay, 0 < s.decay <= 1, "in (0, 1]")
-    require("outer_lr", s.outer_lr, s.outer_lr > 0 and math.isfinite(s.outer_lr), "above 0")
-    require("outer_momentum", s.outer_momentum, 0 <= s.outer_momentum < 1, "in [0, 1)")
-    moments = (None, False, True, "scaled")
+    require("decay", s.decay, is_share(s.decay), "in (0, 1]")
+    require("outer_lr", s.outer_lr, is_number(s.outer_lr) and s.outer_lr > 0, "a finite number above 0")
+    momentum = s.outer_momentum
+    require("outer_momentum", momentum, is_number(momentum) and 0 <= momentum < 1, "in [0, 1)")
     moment = s.correct_second_moment
-    require("correct_second_moment", moment, moment in moments, "None, False, True or 'scaled'")
-    require("clip_norm", s.clip_norm, s.clip_norm is None or s.clip_norm > 0, "above 0, or None")
-    require("bucket_mb", s.bucket_mb, s.bucket_mb > 0, "above 0")
+    known = moment is None or isinstance(moment, bool) or (isinstance(moment, str) and moment == "scaled")
+    require("correct_second_moment", moment, known, "None, False, True or 'scaled'")
+    clip = s.clip_norm
+    require("clip_norm", clip, clip is None or (is_number(clip) and clip > 0), "a finite number above 0, or None")
+    require("check_finite", s.check_finite, isinstance(s.check_finite, bool), "True or False")
+    require("bucket_mb", s.bucket_mb, is_number(s.bucket_mb) and s.bucket_mb > 0, "a finite number above 0")
     require("check_every", s.check_every, is_whole(s.check_every, 0), "a whole number, 0 or more")
     require("norm_every", s.norm_every, is_whole(s.norm_every, 0), "a whole number, 0 or more")
-    dtypes = (None, torch.bfloat16)
-    require("wire_dtype", s.wire_dtype, s.wire_dtype in dtypes, "torch.bfloat16, or None for the weights' dtype")
+    narrow = s.wire_dtype is None or s.wire_dtype is torch.bfloat16
+    require("wire_dtype", s.wire_dtype, narrow, "torch.bfloat16, or None for the weights' dtype")
     chunk = s.chunk
     power = is_whole(chunk, 256) and chunk <= 4096 and chunk & (chunk - 1) == 0
     require("chunk", chunk, power or (is_whole(chunk, 0) and chunk == 0), "0, or a power of 2 from 256 to 4096")
-    require("bits", s.bits, s.bits in (None, 2), "2, or None for whole values")
+    require("bits", s.bits, s.bits is None or is_whole(s.bits, 2, 2), "2, or None for whole values")
     require("bits", s.bits, s.bits is None or s.chunk > 0, "None without chunk: set chunk=4096")
     require("bits", s.bits, s.bits is None or s.wire_dtype is None, "None with wire_dtype: set one of them")
     require("seed", s.seed, is_whole(s.seed, 0), "a whole number from 0 to 2^32 - 1")
+
+
+def check_group(group: object) -> None:
+    """Raises: TypeError for what is no process group. What new_group() gives ranks outside the group passes."""
+    outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+    if group is None or outside or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    raise TypeError(
+        f"SparseSync: group is {group!r}, a {type(group).__name__}, wanted a torch.distributed process group, such as "
+        "what new_group() returns, or None for all ranks"
+    )
 
 
 def check_optimizer(optimizer: object) -> None:

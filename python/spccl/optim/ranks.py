@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from spccl import backend
 
+_MOST_FAULTS = 5  # of what ranks do differently, named in an error
+
 
 class Ranks:
     """The process group of a `SparseSync`; without torch.distributed one rank alone, whose exchanges do nothing."""
@@ -79,6 +81,9 @@ class Ranks:
             if any(value != values[0] for value in values):
                 faults.append(f"{name} is {_by_value(values)}")
         if faults:
+            more = len(faults) - _MOST_FAULTS
+            if more > 0:
+                faults[_MOST_FAULTS:] = [f"and {more} more differences"]
             raise ValueError(
                 f"SparseSync: ranks differ: {'; '.join(faults)}; make the model and SparseSync the same way on all "
                 "ranks"

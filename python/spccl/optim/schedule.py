@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from .checks import is_share, is_whole
+
 Density = float | Callable[[int], float]
 
 
@@ -26,10 +28,10 @@ class Geometric:
 
     def __post_init__(self) -> None:
         for name, ok, wanted in (
-            ("end", 0 < self.end <= 1, "in (0, 1]"),
-            ("start", self.end <= self.start <= 1, "in [end, 1]"),
-            ("steps", self.steps >= 0, "0 or more"),
-            ("dense", self.dense >= 0, "0 or more"),
+            ("end", is_share(self.end), "in (0, 1]"),
+            ("start", is_share(self.start) and (not is_share(self.end) or self.end <= self.start), "in [end, 1]"),
+            ("steps", is_whole(self.steps, 0), "a whole number, 0 or more"),
+            ("dense", is_whole(self.dense, 0), "a whole number, 0 or more"),
         ):
             if not ok:
                 raise ValueError(f"Geometric: {name} is {getattr(self, name)!r}, wanted {wanted}")
@@ -45,7 +47,7 @@ class Geometric:
 def density_at(density: Density, exchange: int) -> float:
     """The density of an exchange. Raises: ValueError if a schedule leaves (0, 1]."""
     value = density(exchange) if callable(density) else density
-    if not 0 < value <= 1:
+    if not is_share(value):
         raise ValueError(
             f"SparseSync: the density schedule {density!r} gave {value!r} at exchange {exchange}, wanted a number in "
             "(0, 1]"

@@ -1,10 +1,11 @@
 """The settings of `SparseSync`, in one record."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
-from .checks import check_settings
+from .checks import check_settings, is_number
 from .schedule import Density, Geometric
 
 
@@ -46,10 +47,22 @@ class Settings:
         return self.bits is not None and density < 1 - 2**-25
 
     def facts(self) -> dict[str, object]:
-        """Names and values, for a comparison of ranks. A function counts by its name."""
+        """Names and values, for a comparison of ranks. A density function counts by its values at some exchanges."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if callable(self.density) and not dataclasses.is_dataclass(self.density):
-            values["density"] = getattr(self.density, "__qualname__", type(self.density).__qualname__)
-        else:
-            values["density"] = repr(self.density)
-        return values
+        if not callable(self.density):
+            return values
+        del values["density"]
+        return values | {f"density of exchange {i}": _outcome(self.density, i) for i in _COMPARED}
+
+
+# Close together at the start, where schedules change fast.
+_COMPARED = (*range(10), *(digit * 10**power for power in range(1, 6) for digit in (1, 2, 5)))
+
+
+def _outcome(density: Callable[[int], float], exchange: int) -> object:
+    """What a schedule gives. A schedule may end before the compared exchanges do: its error counts as a value."""
+    try:
+        value = density(exchange)
+    except Exception as error:
+        return f"a {type(error).__name__}"
+    return value if is_number(value) else repr(value)

@@ -126,6 +126,7 @@ class SparseSync(torch.optim.Optimizer):
         overlap: torch.nn.Module | None = None,
     ):
         checks.check_optimizer(optimizer)
+        checks.check_group(group)
         if overlap is not None:
             overlaps.check_module(overlap)
         self.inner = optimizer

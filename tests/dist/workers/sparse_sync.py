@@ -297,6 +297,9 @@ def ranks_with_other_settings():
     odd = WORLD - 1
     with raises(ValueError, "ranks differ", "density is 0.01 on rank", f"0.02 on rank {odd}"):
         SparseSync(adamw(Net()), density=0.02 if odd == RANK else 0.01)
+    values = (0.5, 0.01) if odd == RANK else (0.5, 0.02)  # two lambdas have the same name
+    with raises(ValueError, "ranks differ", "density of exchange 100 is 0.02 on rank", f"0.01 on rank {odd}", "more"):
+        SparseSync(adamw(Net()), density=lambda exchange: values[exchange >= 100])
     shape = (200, 30) if odd == RANK else (100, 60)
     p = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
     with raises(ValueError, "ranks differ", "parameter 0", "(100, 60)", "(200, 30)", f"on rank {odd}"):
