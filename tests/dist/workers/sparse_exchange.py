@@ -8,7 +8,7 @@ import torch
 
 from spccl.optim import SparseSync
 from workers.common import RANK, main
-from workers.sparse_model import Net, Simulation, adamw, trained
+from workers.sparse_model import DEVICE, Net, Simulation, adamw, data, loss_of, trained
 from workers.sparse_sync import BACKEND, LOOSE, compare, digest, everyone, steps
 
 
@@ -108,8 +108,42 @@ def many_ranks_agree():
             assert all(torch.equal(a, b) for a, b in zip(theirs, bits, strict=True)), settings
 
 
+def autocast_to_bfloat16():
+    """A forward pass under autocast: weights, global weights, moments and the exchange stay float32, bit for bit."""
+    for settings in ({"density": 0.05, "sample": 1.0}, {"density": 0.05, "chunk": 256, "every": 2}):
+        net, plain = Net(), Net()
+        simulation = Simulation(chunk=settings.get("chunk", 0), every=settings.get("every", 1))
+        opt = SparseSync(adamw(net), correct_second_moment=False, bucket_mb=0.03, **settings)
+        for t in range(6):
+            opt.zero_grad()
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+                rounded = net(data(RANK, t)).dtype
+                loss = loss_of(net, RANK, t)
+            loss.backward()
+            opt.step()
+            assert rounded == torch.bfloat16 and loss.dtype == torch.float32
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+                simulation.step(t, 0.05)
+        compare(opt, net, simulation, LOOSE)
+        with opt.global_weights():
+            assert {p.dtype for p in net.parameters()} == {torch.float32}
+        dtypes = {state["exp_avg"].dtype for state in opt.state.values()}
+        assert dtypes == {torch.float32}, dtypes
+        loss_of(plain, RANK, 0).backward()
+        assert not torch.equal(plain.first.grad, under_autocast(Net()).first.grad)  # autocast does something
+        opt.check()
+
+
+def under_autocast(net: Net) -> Net:
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        loss = loss_of(net, RANK, 0)
+    loss.backward()
+    return net
+
+
 CASES = [
-    follows_the_simulation_with_chunks, follows_the_simulation_with_two_bits, overlap_changes_no_bit, many_ranks_agree
+    follows_the_simulation_with_chunks, follows_the_simulation_with_two_bits, overlap_changes_no_bit, many_ranks_agree,
+    autocast_to_bfloat16
 ]  # fmt: skip
 
 if __name__ == "__main__":
