@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 bench/quality/ranks.py --recipes bench/quality/recipes.txt \
         --only NAME --size tiny --steps 500 --out ranks.csv
 
-CPU, backend spccl. The CSV has the columns of run.py; its bytes are those that the backend has counted. Thresholds come
-from other samples than in the simulation, so losses agree to the noise of a run and not to the bit.
+CPU, backend spccl. The CSV has the columns of run.py; its bytes are those that the backend has counted. With select=top
+thresholds come from other samples than in the simulation, so losses agree to the noise of a run and not to the bit.
+Recipes that SparseSync cannot follow are refused by the name of the field.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from model import SIZES, Layout, losses
+from model import SIZES, TILE, Layout, losses
 from recipes import Recipe, parse
 from run import COLUMNS, start_file
 from simulate import batch_starts
@@ -24,6 +25,39 @@ from text import read_text, windows
 from wire import dense_bytes
 
 import spccl
+
+
+def settings_of(recipe: Recipe, steps: int) -> dict[str, object]:
+    """The recipe as arguments of `SparseSync`, for a learning rate times `recipe.look_ahead`.
+
+    Keeping only a part p of what is unsent applied is a learning rate times p, and an outer one of 1/p.
+
+    Raises: ValueError that names a field which SparseSync does not have.
+    """
+    moments = {"local": False, "corrected": True, "scaled": "scaled"}
+    for name, there, wanted in (
+        ("mode", recipe.mode == "update", "update"),
+        ("select", recipe.select in ("top", "chunk"), "top or chunk"),
+        ("moment", recipe.moment in moments, ", ".join(moments)),
+        ("power", recipe.power == 0, "0"),
+        ("decay_in_change", recipe.decay_in_change, "True"),
+    ):
+        if not there:
+            raise ValueError(
+                f"ranks.py: recipe has {name}={getattr(recipe, name)}, which SparseSync does not have, wanted "
+                f"{wanted}; bench/quality/run.py simulates it"
+            )
+    return {
+        "density": lambda exchange: recipe.density_at((exchange + 1) * recipe.every, steps),
+        "every": recipe.every,
+        "decay": recipe.decay,
+        "outer_lr": recipe.outer_lr / recipe.look_ahead,
+        "outer_momentum": recipe.outer_momentum,
+        "correct_second_moment": moments[recipe.moment],
+        "wire_dtype": torch.bfloat16 if recipe.wire == "bfloat16" else None,
+        "chunk": TILE if recipe.select == "chunk" else 0,
+        "bits": 2 if recipe.wire == "2bit" else None,
+    }
 
 
 class Trainer:
@@ -35,38 +69,20 @@ class Trainer:
         flat = self.layout.initial(self.size, args.seed)[None]
         self.weights = {name: view.clone().requires_grad_() for name, view in self.layout.views(flat).items()}
         self.optimizer = self.wrap(recipe)
-        run = (args.steps, dist.get_world_size(), args.batch)
-        self.starts = batch_starts(len(text), self.size.context, run, args.seed)[:, dist.get_rank()]
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.starts = batch_starts(len(text), self.size.context, (args.steps, ranks, args.batch), args.seed)[:, rank]
         self.step = 0
 
     def wrap(self, recipe: Recipe) -> spccl.optim.SparseSync:
-        """The recipe in terms of the wrapper.
-
-        Keeping only a part p of what is unsent applied is a learning rate times p, and an outer one of 1/p.
-        """
-        args = self.args
-        self.lr_factor = recipe.look_ahead
-        betas = (recipe.beta1, recipe.beta2)
+        args, betas = self.args, (recipe.beta1, recipe.beta2)
         adamw = torch.optim.AdamW(self.weights.values(), lr=recipe.lr, betas=betas, weight_decay=recipe.weight_decay)
-        moment: bool | str = {"corrected": True, "scaled": "scaled"}.get(recipe.moment, False)
-        options = {} if recipe.wire == "float32" else {"wire_dtype": getattr(torch, recipe.wire)}
-        return spccl.optim.SparseSync(
-            adamw,
-            density=lambda exchange: recipe.density_at((exchange + 1) * recipe.every, args.steps),
-            every=recipe.every,
-            outer_lr=recipe.outer_lr / recipe.look_ahead,
-            outer_momentum=recipe.outer_momentum,
-            correct_second_moment=moment,
-            norm_every=0,
-            check_every=50,
-            seed=args.seed,
-            **options,
-        )
+        settings = settings_of(recipe, args.steps)
+        return spccl.optim.SparseSync(adamw, norm_every=0, check_every=50, seed=args.seed, **settings)
 
     def advance(self) -> float:
         self.step += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr_factor * self.recipe.lr_at(self.step, self.args.steps)
+            group["lr"] = self.recipe.look_ahead * self.recipe.lr_at(self.step, self.args.steps)
         self.optimizer.zero_grad()
         batch = windows(self.text, self.starts[self.step - 1], self.size.context + 1)
         loss = losses(self.weights, batch[None], self.size).sum()

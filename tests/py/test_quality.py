@@ -183,3 +183,44 @@ def test_a_saved_run_goes_on_bit_for_bit() -> None:
 def test_a_wrong_field_is_named() -> None:
     with pytest.raises(ValueError, match="'densty'"):
         parse("x: densty=1")
+
+
+RANKS_RECIPES = [
+    Recipe(moment="local", every=4, density=0.1, select="chunk", wire="float32", decay=0.5),
+    Recipe(moment="local", every=4, density=0.1, select="chunk"),
+    Recipe(moment="local", every=4, density=0.1, select="chunk", wire="2bit", look_ahead=0.5, outer_momentum=0.5),
+]
+
+
+@pytest.mark.parametrize("recipe", RANKS_RECIPES, ids=["decay", "chunk", "2bit"])
+def test_the_wrapper_in_ranks_follows_the_simulation(recipe: Recipe) -> None:
+    """ranks.py and run.py with one worker: chunks have no sampled threshold, so only rounding differs, and
+    which of nearly equal entries it makes the larger."""
+    import ranks
+    from model import SIZES
+
+    text = torch.randint(0, 256, (5000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    args = SimpleNamespace(size="tiny", steps=12, batch=1, seed=3)
+    trainer = ranks.Trainer(args, recipe, text)
+    run = {"steps": 12, "workers": 1, "batch": 1, "seed": 3, "compile": False, "graph": False}
+    sim = Simulation(SIZES["tiny"], recipe, run, text)
+    start = sim.state["weights"].clone()
+    for _ in range(12):
+        sim.advance()
+        trainer.advance()
+    moved = (sim.state["weights"] - start).norm()
+    expected = sim.layout.views(sim.state["weights"][None])
+    with torch.no_grad(), trainer.optimizer.global_weights():
+        off = sum((trainer.weights[name] - z).square().sum() for name, z in expected.items()).sqrt()
+    assert moved > 0.1 and off / moved < 0.02, off / moved
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("mode", "gradient"), ("select", "rotate"), ("moment", "ratio"), ("power", 1), ("decay_in_change", False)],
+)
+def test_ranks_refuses_what_the_wrapper_does_not_have(field: str, value: object) -> None:
+    import ranks
+
+    with pytest.raises(ValueError, match=f"recipe has {field}={value}, which SparseSync does not have, wanted"):
+        ranks.settings_of(Recipe(**{field: value}), steps=10)
