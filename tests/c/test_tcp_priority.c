@@ -13,14 +13,14 @@
 
 static void test_rule(void)
 {
-    sp_tcp_priority p = {.patience_ns = 100};
+    sp_tcp_priority p = {.hold_timeout_ns = 100};
     CHECK(sp_tcp_priority_may_send(&p, 5, 0), "nobody waits");
     sp_tcp_priority_begin(&p, 5, 1000);
     sp_tcp_priority_begin(&p, 6, 1001);
     sp_tcp_priority_begin(&p, 5, 1002);
     CHECK(sp_tcp_priority_may_send(&p, 5, 1003) && sp_tcp_priority_may_send(&p, 4, 1003), "the earliest");
-    CHECK(!sp_tcp_priority_may_send(&p, 6, 1099), "a later call, within the patience");
-    CHECK(sp_tcp_priority_may_send(&p, 6, 1100), "a later call, after the patience");
+    CHECK(!sp_tcp_priority_may_send(&p, 6, 1099), "a later call, within hold_timeout_ns");
+    CHECK(sp_tcp_priority_may_send(&p, 6, 1100), "a later call, after hold_timeout_ns");
     sp_tcp_priority_moved(&p, 6, 1100);
     CHECK(sp_tcp_priority_may_send(&p, 6, 1100), "only the earliest call's bytes count");
     sp_tcp_priority_moved(&p, 5, 1100);
@@ -37,25 +37,26 @@ static void test_rule(void)
 
 static void test_numbers_wrap_around(void)
 {
-    sp_tcp_priority p = {.patience_ns = 100};
+    sp_tcp_priority p = {.hold_timeout_ns = 100};
     sp_tcp_priority_begin(&p, UINT32_MAX, 0);
     CHECK(!sp_tcp_priority_may_send(&p, 0, 1), "call 0 comes after call 2^32 - 1");
     CHECK(sp_tcp_priority_may_send(&p, UINT32_MAX - 1, 1), "and that one after 2^32 - 2");
 }
 
-static void test_runs_of_calls(void)
+static void test_ranges_of_calls(void)
 {
     sp_tcp_socket s = {.fd = -1};
     CHECK_OK(sp_mirror_open(&s.out, 1 << 16));
-    for (uint32_t i = 0; i < 2 * SP_TCP_RUNS; i++) { /* more calls than are told apart */
+    for (uint32_t i = 0; i < 2 * SP_TCP_CALL_RANGES; i++) { /* more calls than are told apart */
         void *space = sp_tcp_socket_reserve(&s, 64);
         CHECK(space != NULL, "no space");
         memset(space, 0, 64);
         sp_tcp_socket_commit(&s, 0, i, 64, 100 + i);
     }
-    CHECK(sp_tcp_socket_call(&s) == 100 && s.n_runs == SP_TCP_RUNS, "%u, %d runs", sp_tcp_socket_call(&s),
-          s.n_runs);
-    CHECK(s.runs[SP_TCP_RUNS - 1].end == 2 * (uint64_t)SP_TCP_RUNS, "a message belongs to no run");
+    CHECK(sp_tcp_socket_call(&s) == 100 && s.n_ranges == SP_TCP_CALL_RANGES, "%u, %d ranges",
+          sp_tcp_socket_call(&s), s.n_ranges);
+    CHECK(s.ranges[SP_TCP_CALL_RANGES - 1].end == 2 * (uint64_t)SP_TCP_CALL_RANGES,
+          "a message belongs to no range");
     sp_mirror_close(&s.out);
 }
 
@@ -77,7 +78,7 @@ static void test_departure_is_reported(void)
     struct sp_tcp ep = {.config = {.world_size = 2, .n_queues = 1, .queue_bytes = 1 << 16}, .peers = peers};
     const sp_transport *t = sp_transport_find("tcp");
     int ends[2][2];
-    ep.priority.patience_ns = FOR_EVER_NS;
+    ep.priority.hold_timeout_ns = FOR_EVER_NS;
     for (int i = 0; i < 2; i++) {
         CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends[i]) == 0, "socketpair");
         CHECK_OK(sp_tcp_socket_open(&sockets[i], ends[i][0], 1 << 16));
@@ -127,14 +128,14 @@ static bool later_left(struct member *m)
     return m->t->flushed(m->ep, 1, 0, 1);
 }
 
-enum { PEER_READS, PATIENCE_ENDS };
+enum { PEER_READS, HOLD_TIMES_OUT };
 
 static void sender(struct member *m)
 {
     struct sp_tcp *ep = sp_tcp_self(m->ep);
     int n_earlier;
-    ep->window.n_sockets = 0; /* no new window: it would set another patience */
-    ep->priority.patience_ns = FOR_EVER_NS;
+    ep->window.n_sockets = 0; /* no new window: it would set another hold_timeout_ns */
+    ep->priority.hold_timeout_ns = FOR_EVER_NS;
     n_earlier = fill_queue(m);
     send_later(m);
     for (int i = 0; i < 20; i++) {
@@ -143,11 +144,11 @@ static void sender(struct member *m)
     }
     CHECK(ep->n_held == 1 && !later_left(m), "the later call's message left first");
     atomic_store(&m->shared->step, n_earlier);
-    if (m->kind == PATIENCE_ENDS) {
-        ep->priority.patience_ns = 0;
+    if (m->kind == HOLD_TIMES_OUT) {
+        ep->priority.hold_timeout_ns = 0;
         ep->resend = true;
         CHECK_OK(progress(m));
-        CHECK(later_left(m), "held although the patience has ended");
+        CHECK(later_left(m), "held although hold_timeout_ns has passed");
     } else {
         while (!later_left(m)) { /* rank 1 reads the earlier messages: the end of the hold wakes this rank */
             CHECK(sleep_armed(m), "never woken");
@@ -166,7 +167,7 @@ static void receiver(struct member *m)
     int n_earlier;
     while ((n_earlier = atomic_load(&m->shared->step)) == 0)
         usleep(1000);
-    while (m->kind == PATIENCE_ENDS && atomic_load(&m->shared->n_done) == 0)
+    while (m->kind == HOLD_TIMES_OUT && atomic_load(&m->shared->n_done) == 0)
         usleep(1000);
     for (int i = 0; i < n_earlier; i++)
         CHECK_OK(take_now(m, 0, 1, MESSAGE, (uint64_t)i));
@@ -204,19 +205,19 @@ static void test_order_on_the_wire(void)
     run(PEER_READS);
 }
 
-static void test_patience(void)
+static void test_hold_timeout(void)
 {
-    run(PATIENCE_ENDS);
+    run(HOLD_TIMES_OUT);
 }
 
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"rule", test_rule},
                                              {"wrap", test_numbers_wrap_around},
-                                             {"runs", test_runs_of_calls},
+                                             {"ranges", test_ranges_of_calls},
                                              {"departure", test_departure_is_reported},
                                              {"order", test_order_on_the_wire},
-                                             {"patience", test_patience},
+                                             {"hold_timeout", test_hold_timeout},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

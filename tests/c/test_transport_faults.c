@@ -323,7 +323,7 @@ static spccl_status connect_proven(const struct member *m, uint32_t kind, uint32
                      .to = 1,
                      .world_size = 2,
                      .queue = id == WILD ? 0x80000000u : id % 1000,
-                     .stripe = id == WILD ? 0 : id / 1000,
+                     .socket_idx = id == WILD ? 0 : id / 1000,
                      .n_queues = 2,
                      .n_sockets = 1};
     sp_tcp_address to;

@@ -1,6 +1,6 @@
 /* handshake.c - see handshake.h. The bytes of the messages; numbers are little-endian:
  *   hello      0 magic[8]  8 version u32  12 kind u32  16 to_id[16]  32 group_tag u64  40 queue_bytes u64
- *              48 from i32  52 to i32  56 world_size i32  60 queue u32  64 stripe u32  68 n_queues u32
+ *              48 from i32  52 to i32  56 world_size i32  60 queue u32  64 socket_idx u32  68 n_queues u32
  *              72 n_sockets u32  76 zero[20]  96 random[32]
  *   challenge  0 magic[8]  8 version u32  12 status i32  16 random[32]  48 mac[32]
  *   verdict    0 status i32  4 text[252], zero-ended */
@@ -20,7 +20,7 @@ static const char magic[8] = {'S', 'P', 'C', 'C', 'L', 'h', 's', '1'};
 static void put_hello(uint8_t *p, const sp_hs_hello *h)
 {
     const uint32_t words[] = {(uint32_t)h->from, (uint32_t)h->to, (uint32_t)h->world_size,
-                              h->queue,          h->stripe,       h->n_queues,
+                              h->queue,          h->socket_idx,   h->n_queues,
                               h->n_sockets};
     memcpy(p, magic, sizeof magic);
     sp_store_le32(p + 8, HS_VERSION);
@@ -42,7 +42,7 @@ static void get_hello(const uint8_t *p, sp_hs_hello *h)
     h->to = (int32_t)sp_load_le32(p + 52);
     h->world_size = (int32_t)sp_load_le32(p + 56);
     h->queue = sp_load_le32(p + 60);
-    h->stripe = sp_load_le32(p + 64);
+    h->socket_idx = sp_load_le32(p + 64);
     h->n_queues = sp_load_le32(p + 68);
     h->n_sockets = sp_load_le32(p + 72);
 }

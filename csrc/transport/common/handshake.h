@@ -29,7 +29,7 @@ typedef struct sp_hs_hello {
     uint64_t group_tag, queue_bytes;
     uint32_t kind; /* SP_HS_SHM .. */
     int32_t from, to, world_size;
-    uint32_t queue, stripe, n_queues, n_sockets;
+    uint32_t queue, socket_idx, n_queues, n_sockets;
 } sp_hs_hello;
 
 typedef enum sp_hs_state {

@@ -20,7 +20,7 @@
 #define PROVE_NS (10000 * MS)  /* time for the handshake; the peer may still wait for other ranks */
 #define FEW_RANKS 4            /* up to so many ranks have two sockets per queue between hosts */
 #define RETRY_NS (50 * MS)
-#define PATIENCE_SHIFT_MAX 4 /* both times double at most this often */
+#define DOUBLINGS_MAX 4 /* both times double at most this often */
 
 static void connecting_reset(struct sp_tcp_connecting *d, int64_t wait_ns)
 {
@@ -135,12 +135,13 @@ static spccl_status check_hello(void *ctx, const sp_hs_hello *h)
         if (h->kind == SP_HS_TCP_CONTROL && p->state == SP_TCP_EXPECT_CONTROL)
             return SPCCL_OK;
         if (h->kind == SP_HS_TCP_QUEUE && p->state == SP_TCP_EXPECT_QUEUES && h->n_sockets == p->n_sockets &&
-            h->queue < (uint32_t)ep->config.n_queues && h->stripe < p->n_sockets &&
-            p->sockets[h->queue * p->n_sockets + h->stripe].fd < 0)
+            h->queue < (uint32_t)ep->config.n_queues && h->socket_idx < p->n_sockets &&
+            p->sockets[h->queue * p->n_sockets + h->socket_idx].fd < 0)
             return SPCCL_OK;
     }
-    return SP_FAIL(SPCCL_ERR_PEER, "rank %d does not expect rank %d (connection of kind %u, queue %u, %u)",
-                   ep->config.rank, h->from, h->kind, h->queue, h->stripe);
+    return SP_FAIL(SPCCL_ERR_PEER,
+                   "rank %d does not expect rank %d (connection of kind %u, queue %u, socket %u)",
+                   ep->config.rank, h->from, h->kind, h->queue, h->socket_idx);
 }
 
 static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *h)
@@ -148,7 +149,7 @@ static spccl_status take_connection(void *ctx, int fd, const sp_hs_hello *h)
     struct sp_tcp *ep = ctx;
     struct sp_tcp_peer *p = &ep->peers[h->from];
     spccl_status st;
-    int i = h->kind == SP_HS_TCP_CONTROL ? -1 : (int)(h->queue * p->n_sockets + h->stripe);
+    int i = h->kind == SP_HS_TCP_CONTROL ? -1 : (int)(h->queue * p->n_sockets + h->socket_idx);
     /* Two connections may pass check_hello for the same socket. The second is closed. */
     if (i < 0 ? p->state != SP_TCP_EXPECT_CONTROL : p->sockets[i].fd >= 0) {
         close(fd);
@@ -247,7 +248,7 @@ static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer 
                      .to = (int32_t)(p - ep->peers),
                      .world_size = c->world_size,
                      .queue = i < 0 ? 0 : (uint32_t)i / p->n_sockets,
-                     .stripe = i < 0 ? 0 : (uint32_t)i % p->n_sockets,
+                     .socket_idx = i < 0 ? 0 : (uint32_t)i % p->n_sockets,
                      .n_queues = (uint32_t)c->n_queues,
                      .n_sockets = p->n_sockets};
     memcpy(h.to_id, p->address->id, sizeof h.to_id);
@@ -260,7 +261,7 @@ static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_con
 {
     int round = p->attempt / p->address->n_ips;
     int64_t limit_ns = (d->proving ? PROVE_NS : CONNECT_NS)
-                       << (round < PATIENCE_SHIFT_MAX ? round : PATIENCE_SHIFT_MAX);
+                       << (round < DOUBLINGS_MAX ? round : DOUBLINGS_MAX);
     if ((d->proving && (p->same_host || sp_hs_connect_trusted(&d->hs))) ||
         sp_now_ns() - d->since_ns < limit_ns)
         return SPCCL_AGAIN;

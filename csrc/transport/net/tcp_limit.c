@@ -4,12 +4,12 @@
 
 #include <string.h>
 
-#define PATIENCE_NS_MIN INT64_C(10000000)
-#define PATIENCE_NS_MAX INT64_C(1000000000)
+#define HOLD_NS_MIN INT64_C(10000000)
+#define HOLD_NS_MAX INT64_C(1000000000)
 
 /* Call fn for every socket to another host. */
-static void for_far_sockets(struct sp_tcp *ep,
-                            void (*fn)(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg), void *arg)
+static void for_remote_sockets(struct sp_tcp *ep,
+                               void (*fn)(struct sp_tcp *ep, struct sp_tcp_socket *s, void *arg), void *arg)
 {
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_tcp_peer *p = &ep->peers[i];
@@ -34,18 +34,18 @@ static void apply_to_socket(struct sp_tcp *ep, struct sp_tcp_socket *s, void *ar
 
 /* How long sockets of later calls are held although the earliest call does not move: the time in which the link
  * carries the window twice. If nothing moves for so long, it is not the link that delays the earliest call. */
-static int64_t patience_ns(const sp_tcp_window *w)
+static int64_t hold_timeout_ns(const sp_tcp_window *w)
 {
     double ns = 2 * (double)w->socket_bytes * w->n_sockets * sp_tcp_window_ns_per_byte(w);
-    if (ns < (double)PATIENCE_NS_MIN)
-        return PATIENCE_NS_MIN;
-    return ns > (double)PATIENCE_NS_MAX ? PATIENCE_NS_MAX : (int64_t)ns;
+    if (ns < (double)HOLD_NS_MIN)
+        return HOLD_NS_MIN;
+    return ns > (double)HOLD_NS_MAX ? HOLD_NS_MAX : (int64_t)ns;
 }
 
 static void apply_window(struct sp_tcp *ep)
 {
-    for_far_sockets(ep, apply_to_socket, NULL);
-    ep->priority.patience_ns = patience_ns(&ep->window);
+    for_remote_sockets(ep, apply_to_socket, NULL);
+    ep->priority.hold_timeout_ns = hold_timeout_ns(&ep->window);
 }
 
 struct look {
@@ -88,7 +88,7 @@ spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
     int64_t forced;
     uint32_t n = 0;
     SP_TRY(sp_env_number(SP_ENV_TCP_WINDOW, &forced));
-    for_far_sockets(ep, count_socket, &n);
+    for_remote_sockets(ep, count_socket, &n);
     sp_tcp_window_init(&ep->window, (size_t)forced, n,
                        ranks_per_host(ep) * (ep->config.n_sharing != 0 ? ep->config.n_sharing : 1));
     if (n == 0)
@@ -100,7 +100,7 @@ spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
 void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns)
 {
     struct look l = {0};
-    for_far_sockets(ep, look_at_socket, &l);
+    for_remote_sockets(ep, look_at_socket, &l);
     if (sp_tcp_window_measure(&ep->window, now_ns, l.full, l.rtt_ns))
         apply_window(ep);
 }
@@ -132,11 +132,11 @@ void sp_tcp_learn_rate(struct sp_tcp *ep, int64_t now_ns)
         ep->drain.next_ns = INT64_MAX;
         return;
     }
-    for_far_sockets(ep, count_in_flight, &held);
+    for_remote_sockets(ep, count_in_flight, &held);
     rate = sp_tcp_drain_look(&ep->drain, now_ns, ep->window.n_bytes, held);
     if (rate == 0)
         return;
-    for_far_sockets(ep, add_facts, &facts);
+    for_remote_sockets(ep, add_facts, &facts);
     if (sp_tcp_drain_shows_link(&ep->drain, &facts) && sp_tcp_window_learn(&ep->window, rate))
         apply_window(ep);
 }

@@ -34,5 +34,5 @@ void sp_tcp_priority_forget(sp_tcp_priority *p)
 bool sp_tcp_priority_may_send(const sp_tcp_priority *p, uint32_t call, int64_t now_ns)
 {
     return p->n_waiting == 0 || !sp_tcp_call_before(p->earliest, call) ||
-           now_ns - p->moved_ns >= p->patience_ns;
+           now_ns - p->moved_ns >= p->hold_timeout_ns;
 }

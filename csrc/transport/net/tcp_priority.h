@@ -6,7 +6,7 @@
  * an earlier call has bytes that the kernel does not take.
  *
  * A peer that does not read can stop the earlier call for any time. So holding ends when no byte of the
- * earliest call has left for `patience_ns`. It begins again when such bytes leave.
+ * earliest call has left for `hold_timeout_ns`. It begins again when such bytes leave.
  *
  * This file knows no sockets and no clock: the caller gives the time. */
 #ifndef SP_TCP_PRIORITY_H
@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 typedef struct sp_tcp_priority {
-    int64_t patience_ns;
+    int64_t hold_timeout_ns;
     uint32_t n_waiting;  /* sockets with bytes that the kernel has not taken */
     uint32_t earliest;   /* the earliest call of their first messages; valid if n_waiting != 0 */
     uint32_t n_earliest; /* how many of them have it */

@@ -20,7 +20,7 @@ spccl_status sp_tcp_open_timer(struct sp_tcp *ep)
 /* Wake this rank when the held sockets may send in any case. */
 static void start_timer(struct sp_tcp *ep)
 {
-    int64_t at_ns = ep->priority.moved_ns + ep->priority.patience_ns;
+    int64_t at_ns = ep->priority.moved_ns + ep->priority.hold_timeout_ns;
     struct itimerspec when = {.it_value = {.tv_sec = at_ns / 1000000000, .tv_nsec = at_ns % 1000000000}};
     if (!ep->timer_runs)
         ep->timer_runs = timerfd_settime(ep->timer_fd, TFD_TIMER_ABSTIME, &when, NULL) == 0;

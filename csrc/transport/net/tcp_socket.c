@@ -41,11 +41,11 @@ void *sp_tcp_socket_reserve(sp_tcp_socket *s, size_t bytes)
     return sp_mirror_free(&s->out) + SP_TCP_HEAD_BYTES;
 }
 
-static void add_to_runs(sp_tcp_socket *s, uint32_t call)
+static void add_to_ranges(sp_tcp_socket *s, uint32_t call)
 {
-    if (s->n_runs == 0 || (s->runs[s->n_runs - 1].call != call && s->n_runs < SP_TCP_RUNS))
-        s->runs[s->n_runs++].call = call;
-    s->runs[s->n_runs - 1].end = ++s->n_committed;
+    if (s->n_ranges == 0 || (s->ranges[s->n_ranges - 1].call != call && s->n_ranges < SP_TCP_CALL_RANGES))
+        s->ranges[s->n_ranges++].call = call;
+    s->ranges[s->n_ranges - 1].end = ++s->n_committed;
 }
 
 void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, size_t bytes, uint32_t call)
@@ -55,7 +55,7 @@ void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, s
         s->first_left = sp_record_bytes(bytes);
     s->out.used += sp_record_bytes(bytes);
     s->out.held = false;
-    add_to_runs(s, call);
+    add_to_ranges(s, call);
 }
 
 /* The kernel took the first n bytes of `out`. Count the messages that end in them, and drop the bytes. */
@@ -71,8 +71,8 @@ static void drop_sent(sp_tcp_socket *s, size_t n)
     if (s->first_left != 0)
         s->first_left -= n;
     sp_mirror_drop(&s->out, n);
-    while (s->n_runs != 0 && s->runs[0].end <= s->n_left)
-        memmove(s->runs, s->runs + 1, (size_t)--s->n_runs * sizeof *s->runs);
+    while (s->n_ranges != 0 && s->ranges[0].end <= s->n_left)
+        memmove(s->ranges, s->ranges + 1, (size_t)--s->n_ranges * sizeof *s->ranges);
 }
 
 bool sp_tcp_socket_flush(sp_tcp_socket *s)

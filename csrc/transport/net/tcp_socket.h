@@ -15,21 +15,21 @@
 #define SP_TCP_HEAD_BYTES SP_RECORD_HEAD_BYTES
 /* Calls whose messages in one socket are told apart. The executor works on as many collectives. If there are
  * more, messages of later calls count as the last of these. */
-#define SP_TCP_RUNS 8
+#define SP_TCP_CALL_RANGES 8
 
 /* Neighbouring messages of one call. */
-typedef struct sp_tcp_run {
+typedef struct sp_tcp_call_range {
     uint32_t call;
-    uint64_t end; /* messages committed on this socket up to the end of the run, ever */
-} sp_tcp_run;
+    uint64_t end; /* messages committed on this socket up to the end of the range, ever */
+} sp_tcp_call_range;
 
 typedef struct sp_tcp_socket {
     int fd; /* owned; -1: not connected */
     sp_mirror in, out;
     uint64_t n_left; /* messages that the kernel has taken completely, ever */
     uint64_t n_committed;
-    sp_tcp_run runs[SP_TCP_RUNS]; /* of the messages in `out` */
-    int n_runs;
+    sp_tcp_call_range ranges[SP_TCP_CALL_RANGES]; /* of the messages in `out` */
+    int n_ranges;
     size_t first_left;     /* bytes up to the end of the first message in `out`; 0: `out` is empty */
     uint64_t peer_full_us; /* of sp_tcp_drain_add_facts */
     bool in_flight;        /* the kernel may have bytes that the peer has not acknowledged: tcp_limit.c */
@@ -53,7 +53,7 @@ void sp_tcp_socket_commit(sp_tcp_socket *s, uint32_t queue, uint32_t sequence, s
 /* The call of the first bytes to send. 0 if there are none. */
 static inline uint32_t sp_tcp_socket_call(const sp_tcp_socket *s)
 {
-    return s->n_runs != 0 ? s->runs[0].call : 0;
+    return s->n_ranges != 0 ? s->ranges[0].call : 0;
 }
 /* Send what the kernel takes. True if bytes left the buffer, or if the socket is now `cut`. */
 bool sp_tcp_socket_flush(sp_tcp_socket *s);
