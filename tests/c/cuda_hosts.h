@@ -29,7 +29,7 @@ static inline void start_hosts(int *argc, char **argv, int n_ranks)
     setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
     relay_results(); /* so that kernels wait in both hops */
     group_transports = "tcp";
-    make_rank_buffers(is_small ? 2 : n_ranks, total_bytes() + 4 * GUARD_BYTES);
+    make_rank_buffers(is_small ? 4 : n_ranks, total_bytes() + 4 * GUARD_BYTES);
 }
 
 #endif

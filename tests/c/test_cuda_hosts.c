@@ -65,11 +65,40 @@ static void test_relays(void)
     } groups[] = {{2, 2, {0, SPCCL_FORMAT_AUTO, 1, false, 12, 0, "relayed"}},
                   {3, 2, {0, SPCCL_FORMAT_AUTO, 0, false, 10, 0, "relayed"}},
                   {2, 3, {0, SPCCL_FORMAT_PICI, 1, false, 8, 0, "relayed"}},
-                  {4, 2, {0, SPCCL_FORMAT_DENSE, 1, false, 8, 0, "relayed"}},
                   {4, 4, {0, SPCCL_FORMAT_AUTO, 1, false, 5, 0, "auto"}},
                   {2, 8, {0, SPCCL_FORMAT_AUTO, 2, false, 5, 0, "relayed"}}};
-    for (size_t i = 0; i < sizeof groups / sizeof *groups && !is_small; i++)
+    for (size_t i = 0; i < (is_small ? 1 : sizeof groups / sizeof *groups); i++)
         run_hosts(groups[i].n_hosts, groups[i].n_per_host, groups[i].g);
+}
+
+/* Rings hold two frames and all frames are large: gatherers wait for space to relay. */
+static void test_full_relays(void)
+{
+    struct group g = {0, SPCCL_FORMAT_DENSE, 1, false, 10, 0, "relayed"};
+    setenv("SPCCL_INBOX_BYTES", "300000", 1); /* one worker of 8 ranks */
+    run_hosts(is_small ? 2 : 4, 2, g);
+    unsetenv("SPCCL_INBOX_BYTES");
+}
+
+static const char *const two_hosts[] = {"even", "odd"};
+static void alternate_hosts(const struct rank_ctx *c, spccl_config *config)
+{
+    config->host_id = two_hosts[c->rank % 2];
+}
+
+/* Hosts of 2, 2 and 1 ranks, which cannot relay; 2 hosts to which the ranks belong in turn. */
+static void test_uneven_hosts(void)
+{
+    struct group g = {5, SPCCL_FORMAT_AUTO, 1, false, 8, 0, "relayed"};
+    if (is_small)
+        return;
+    next_proxies();
+    test_ranks_per_host = 2;
+    run_group(&g);
+    test_rank_config = alternate_hosts;
+    g.n_ranks = 6;
+    run_group(&g);
+    test_rank_config = NULL;
 }
 
 /* Threads of this process whose name is that of a proxy. */
@@ -308,6 +337,8 @@ int main(int argc, char **argv)
                                              {"shapes", test_shapes},
                                              {"variants", test_variants},
                                              {"relays", test_relays},
+                                             {"full_relays", test_full_relays},
+                                             {"uneven_hosts", test_uneven_hosts},
                                              {"proxies", test_proxies},
                                              {"skips", test_skips},
                                              {"skipped_bytes", test_skipped_bytes},
