@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from model import SIZES, TILE, Layout, losses
-from recipes import Recipe, parse
+from recipes import Recipe, read_recipes
 from run import COLUMNS, start_file
 from simulate import batch_starts
 from text import read_text, windows
@@ -153,14 +153,19 @@ def main() -> None:
     p.add_argument("--text-mb", type=int, default=5)
     p.add_argument("--text-cache", type=Path)
     args = p.parse_args()
+    recipes, names = read_recipes(args.recipes), args.only.split(",")
+    unknown = [name for name in names if name not in recipes]
+    if unknown:
+        p.error(f"--only {args.only}: {args.recipes} has no {', '.join(unknown)}, only {', '.join(recipes)}")
+    for name in names:
+        settings_of(recipes[name], args.steps)  # refuse before the first run
     torch.set_num_threads(1)
     dist.init_process_group("spccl")
     train_text, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
     if dist.get_rank() == 0:
         start_file(args.out, {"text": f"digest {digest}", "torch": torch.__version__, "ranks": dist.get_world_size()})
-    for line in args.recipes.read_text().splitlines():
-        if line.partition(":")[0].strip() in args.only.split(","):
-            train(args, *parse(line), (train_text, held_out))
+    for name in names:
+        train(args, name, recipes[name], (train_text, held_out))
     if dist.get_rank() == 0:
         print(f"slices sent by format: {spccl.backend.stats().frames_sent}")
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,3 +90,14 @@ def parse(text: str) -> tuple[str, Recipe]:
             raise ValueError(f"recipe {name!r}: no field {key!r}; fields: {', '.join(kinds)}")
         values[key] = (value == "True") if kinds[key] is bool else kinds[key](value)
     return name.strip(), Recipe(**values)  # type: ignore[arg-type]
+
+
+def read_recipes(path: Path) -> dict[str, Recipe]:
+    """The recipes of a file, by name: one a line, "#" before comments. Raises: ValueError if a name comes twice."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    named = [parse(line) for line in lines if line and not line.startswith("#")]
+    names = [name for name, _ in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{path}: recipe {name!r} is there {names.count(name)} times, wanted once")
+    return dict(named)

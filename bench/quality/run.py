@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from checkpoints import Checkpoint
 from model import SIZES, Layout
-from recipes import Recipe, parse
+from recipes import Recipe, read_recipes
 from simulate import Simulation
 from text import read_text
 from wire import dense_bytes
@@ -212,8 +212,7 @@ def main() -> None:
     train, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
     texts = (train.to(args.device), held_out.to(args.device))
     until = time.monotonic() + args.seconds
-    lines = [line.strip() for line in args.recipes.read_text().splitlines()]
-    wanted = [parse(line) for line in lines if line and not line.startswith("#")]
+    wanted = read_recipes(args.recipes).items()
     done = finished(args.out)
     jobs = [(name, recipe, int(seed)) for seed in args.seeds.split(",") for name, recipe in wanted]
     named = [job for job in jobs if not args.only or f",{job[0]}," in f",{args.only},"]  # names may have a comma

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import sys
 from pathlib import Path
@@ -224,3 +225,42 @@ def test_ranks_refuses_what_the_wrapper_does_not_have(field: str, value: object)
 
     with pytest.raises(ValueError, match=f"recipe has {field}={value}, which SparseSync does not have, wanted"):
         ranks.settings_of(Recipe(**{field: value}), steps=10)
+
+
+PUBLISHED = [
+    ("quality-25m", "recipes", "25m"),
+    ("quality-25m-every-16", "recipes", "25m"),
+    ("quality-25m-1000-steps", "recipes-25m-1000-steps", "25m"),
+    ("quality-3m", "recipes-3m", "3m"),
+    ("quality-half", "recipes-half", "half"),
+    ("quality-ranks", "recipes", "tiny"),
+]
+
+
+@pytest.mark.parametrize("results, recipes, size", PUBLISHED)
+def test_published_curves_have_their_recipes(results: str, recipes: str, size: str) -> None:
+    """Each name in a CSV is in the file of recipes, which sends the densities that the CSV has."""
+    from model import SIZES
+    from recipes import read_recipes
+
+    repository = Path(__file__).resolve().parents[2]
+    known = read_recipes(repository / "bench" / "quality" / f"{recipes}.txt")
+    lines = (repository / "bench" / "results" / f"{results}.csv").read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    layout = Layout(SIZES[size])
+    matrices = sum(layout.numel(name) for name in layout.matrices)
+    assert rows
+    for row in rows:
+        recipe, step = known[row["name"].partition(", simulated")[0].partition(", SparseSync")[0]], int(row["step"])
+        before = max((int(r["step"]) for r in rows if same_run(r, row) and int(r["step"]) < step), default=0)
+        if recipe.mode == "dense" or not row["density"]:
+            continue
+        sent = [recipe.density_at(t, int(row["steps"])) for t in range(before + 1, step + 1) if t % recipe.every == 0]
+        vectors = len(sent) * (layout.n_params - matrices)
+        wanted = (sum(sent) * matrices + vectors) / (step - before) / layout.n_elems
+        off = 0.5 if recipe.mode == "gradient" else 0.08  # residuals pile up below the sampled threshold
+        assert float(row["density"]) == pytest.approx(wanted, rel=off), row
+
+
+def same_run(a: dict[str, str], b: dict[str, str]) -> bool:
+    return all(a[key] == b[key] for key in ("name", "seed", "steps"))
