@@ -1,8 +1,8 @@
-"""Runs the tests of transport ib (InfiniBand, RoCE) without a card: over software RoCE in a virtual machine.
+"""Runs the tests of transport ib (InfiniBand, RoCE) without a device: over software RoCE in a virtual machine.
 
 The guest runs Debian's own kernel, which is unpacked and not installed. Its root is this machine's root, read-only: it
 runs the programs that were built here. Nothing on this machine is changed, and no network of it is used.
-On a machine that has a card with an active port, the programs run on that card, without the tests that break links.
+On a machine that has a device with an active port, the programs run on that device, without the tests that break links.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _run_guest(programs: Path) -> list[str]:
     return text.splitlines()
 
 
-def _has_card() -> bool:
+def _has_device() -> bool:
     states = Path("/sys/class/infiniband").glob("*/ports/*/state")
     return any("ACTIVE" in path.read_text() for path in states)
 
@@ -159,10 +159,10 @@ def run_ib_tests(build: Path) -> str:
     programs = build / "tests/c"
     if not all((programs / name).exists() for name in PROGRAMS):
         raise Skip("built without <infiniband/verbs.h> (Debian, as root: apt-get install libibverbs-dev)")
-    if _has_card():
+    if _has_device():
         for name in PROGRAMS:
             must_run(name, [programs / name], "softroce", show=True)
-        return "on a card of this machine, without the tests that break links"
+        return "on a device of this machine, without the tests that break links"
     _need_packages()
     _need_kernel()
     lines = _run_guest(programs)

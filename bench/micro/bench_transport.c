@@ -239,14 +239,14 @@ static int run_transport(const sp_transport *t, FILE *csv)
     return status == 0 ? 0 : 1;
 }
 
-/* False, with a line, if the transport needs something that this host lacks: ib a card, ncclnet a plugin. */
+/* False, with a line, if the transport needs something that this host lacks: ib a device, ncclnet a plugin. */
 static bool is_here(const sp_transport *t)
 {
     const char *value = "", *why = "";
     if (t->inform == NULL)
         return true;
     t->inform(&value, &why);
-    if (strstr(value, "plugin usable") != NULL || strstr(value, "cards usable") != NULL)
+    if (strstr(value, "plugin usable") != NULL || strstr(value, "devices usable") != NULL)
         return true;
     printf("%-7s %s: %s\n", t->name, value, why);
     return false;

@@ -1,5 +1,5 @@
-/* test_ib.c - cards and peers that misbehave, over transport ib. tools/softroce.py runs it. The second argument is the
- * network interface of a card: cases link and silent take it down, and let it lose all packets. */
+/* test_ib.c - devices and peers that misbehave, over transport ib. tools/softroce.py runs it. The second argument is the
+ * network interface of a device: cases link and silent take it down, and let it lose all packets. */
 #include "endpoints.h"
 #include "transport/net/ib.h"
 
@@ -8,17 +8,18 @@
 
 static const struct environment processes = {"ib", true};
 
-/* ---- errors name card, port and peer ---- */
+/* ---- errors name device, port and peer ---- */
 
-static void check_names_card(const struct member *m, spccl_status wanted, spccl_status got, const char *what)
+static void check_names_device(const struct member *m, spccl_status wanted, spccl_status got,
+                               const char *what)
 {
     const char *text = spccl_last_error();
-    char card[100], rank[24];
-    sp_ib_card_text(&sp_ib_self(m->ep)->card, card, sizeof card);
+    char device[100], rank[24];
+    sp_ib_device_text(&sp_ib_self(m->ep)->device, device, sizeof device);
     snprintf(rank, sizeof rank, "rank %d ", 1 - m->rank);
     CHECK(got == wanted, "rank %d: got %d, wanted %d: %s", m->rank, (int)got, (int)wanted, text);
-    CHECK(strstr(text, card) != NULL && strstr(text, rank) != NULL && strstr(text, what) != NULL,
-          "\"%s\" does not name \"%s\", \"%s\" and \"%s\"", text, card, rank, what);
+    CHECK(strstr(text, device) != NULL && strstr(text, rank) != NULL && strstr(text, what) != NULL,
+          "\"%s\" does not name \"%s\", \"%s\" and \"%s\"", text, device, rank, what);
 }
 
 /* Send until the peer counts as gone. */
@@ -43,7 +44,7 @@ static void wrong_key(struct member *m)
         return;
     if (m->rank == 0) {
         sp_ib_self(m->ep)->peers[1].theirs.rings[0].rkey ^= 0x5500;
-        check_names_card(m, SPCCL_ERR_PEER, send_until_gone(m), "remote access error");
+        check_names_device(m, SPCCL_ERR_PEER, send_until_gone(m), "remote access error");
     } else {
         while ((st = m->t->peek(m->ep, 0, 0, &message, &bytes)) == SPCCL_AGAIN) {
             (void)progress(m);
@@ -80,7 +81,7 @@ static void bad_write(struct member *m)
             (void)progress(m);
             CHECK(sleep_armed(m), "nothing woke rank 1");
         }
-        check_names_card(m, SPCCL_ERR_FORMAT, st, "wanted");
+        check_names_device(m, SPCCL_ERR_FORMAT, st, "wanted");
     }
     barrier(m, 1);
     leave_group(m);
@@ -115,7 +116,7 @@ static void credit(struct member *m)
     while (atomic_load(&m->shared->step) == 0)
         usleep(1000);
     if (m->rank == 0) {
-        usleep(200000); /* the credits arrive at the card */
+        usleep(200000); /* the credits arrive at the device */
         for (int i = 0; i < 10 && st == SPCCL_AGAIN; i++)
             st = m->t->arm(m->ep);
         p = (struct pollfd){.fd = m->t->wait_fd(m->ep), .events = POLLIN};
@@ -139,11 +140,11 @@ static void test_credit(void)
 
 /* ---- start-up ---- */
 
-/* A card that SPCCL_IB_CARD names and that is not there: no rank can reach another, and the reason names it. */
-static void no_card(struct member *m)
+/* A device that SPCCL_IB_DEVICE names and that is not there: no rank can reach another, and the reason names it. */
+static void no_device(struct member *m)
 {
     char why[200];
-    setenv("SPCCL_IB_CARD", "no_such_card", 1);
+    setenv("SPCCL_IB_DEVICE", "no_such_device", 1);
     setenv("SPCCL_LOG", "off", 1);
     if (!open_member(m))
         return;
@@ -151,7 +152,7 @@ static void no_card(struct member *m)
         usleep(100);
     CHECK(!m->t->can_reach(m->ep, m->shared->address[1 - m->rank].bytes,
                            m->shared->address[1 - m->rank].n_bytes, why, sizeof why) &&
-              strstr(why, "no_such_card") != NULL,
+              strstr(why, "no_such_device") != NULL,
           "%s", why);
     leave_group(m);
 }
@@ -175,17 +176,17 @@ static void no_memory(struct member *m)
     leave_group(m);
 }
 
-/* A card that cannot be opened: tcp carries the pair, or an error says why. */
+/* A device that cannot be opened: tcp carries the pair, or an error says why. */
 static void no_open(struct member *m)
 {
     spccl_status st;
     if (!open_member(m))
         return;
     if (m->rank == 1)
-        sp_ib_self(m->ep)->card.name[0] = 'X';
+        sp_ib_self(m->ep)->device.name[0] = 'X';
     st = connect_member(m);
     CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "tcp is not among") != NULL &&
-              strstr(spccl_last_error(), "card Xxe1") != NULL,
+              strstr(spccl_last_error(), "device Xxe1") != NULL,
           "rank %d: %d: %s", m->rank, (int)st, spccl_last_error());
     barrier(m, 1);
     leave_group(m);
@@ -198,7 +199,7 @@ static void by_tcp(struct member *m)
     if (!open_member(m))
         return;
     if (m->rank == 1)
-        sp_ib_self(m->ep)->card.name[0] = 'X';
+        sp_ib_self(m->ep)->device.name[0] = 'X';
     CHECK_OK(connect_member(m));
     m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
     CHECK(strstr(text, "tcp, as ib failed") != NULL, "%s", text);
@@ -211,7 +212,7 @@ static void by_tcp(struct member *m)
 
 static void test_start(void)
 {
-    struct member m = make_group(&processes, 2, no_card);
+    struct member m = make_group(&processes, 2, no_device);
     run_group(&processes, &m);
     m = make_group(&processes, 2, no_memory);
     run_group(&processes, &m);
@@ -234,7 +235,7 @@ static void run_command(const char *before, const char *after)
     CHECK(system(command) == 0, "%s: errno %d", command, errno);
 }
 
-/* The network carries nothing from one of the cards, as behind a firewall: the probes show it. Kind 0 is a group without
+/* The network carries nothing from one of the devices, as behind a firewall: the probes show it. Kind 0 is a group without
  * that, so that the kernel knows the peers' addresses. */
 static void silent(struct member *m)
 {
@@ -244,7 +245,7 @@ static void silent(struct member *m)
     st = connect_member(m);
     CHECK(st == (m->kind == 0 ? SPCCL_OK : SPCCL_ERR_UNREACHABLE), "kind %d: %d: %s", m->kind, (int)st,
           spccl_last_error());
-    CHECK(m->kind == 0 || (strstr(spccl_last_error(), "card rxe") != NULL &&
+    CHECK(m->kind == 0 || (strstr(spccl_last_error(), "device rxe") != NULL &&
                            strstr(spccl_last_error(), "a write failed") != NULL),
           "%s", spccl_last_error());
     barrier(m, 1);
@@ -275,7 +276,7 @@ static void link_down(struct member *m)
     if (m->rank == 0)
         run_command("ip link set", "down");
     barrier(m, 2);
-    check_names_card(m, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
+    check_names_device(m, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
     barrier(m, 3);
     if (m->rank == 0)
         run_command("ip link set", "up"); /* rxe's destroy_qp waits 10 s for packets that cannot leave */
@@ -301,9 +302,9 @@ int main(int argc, char **argv)
                                              {"silent", test_silent},
                                              {"link", test_link},
                                              {NULL, NULL}};
-    sp_ib_card card;
+    sp_ib_device device;
     char why[300];
-    if (!sp_ib_choose(0, &card, why, sizeof why)) {
+    if (!sp_ib_choose(0, &device, why, sizeof why)) {
         printf("skipped: %s\n", why);
         return 77;
     }

@@ -1,10 +1,10 @@
-/* test_ib_wire.c - what ranks tell each other over transport ib: offers, addresses, and the 32 bits of a write. */
+/* test_ib_wire.c - what ranks tell each other over transport ib: connect info, addresses, and the 32 bits of a write. */
 #include "test.h"
 #include "transport/net/ib_wire.h"
 
-static sp_ib_offer an_offer(void)
+static sp_ib_connect_info some_connect_info(void)
 {
-    sp_ib_offer o = {
+    sp_ib_connect_info o = {
         .usable = true,
         .n_queues = 2,
         .segment_bytes = 65536,
@@ -14,25 +14,26 @@ static sp_ib_offer an_offer(void)
     return o;
 }
 
-static void test_offer(void)
+static void test_connect_info(void)
 {
-    sp_ib_offer in = an_offer(), out;
-    uint8_t bytes[SP_IB_OFFER_BYTES];
-    sp_ib_write_offer(&in, bytes);
-    CHECK(sp_ib_read_offer(bytes, sizeof bytes, &out), "refused");
+    sp_ib_connect_info in = some_connect_info(), out;
+    uint8_t bytes[SP_IB_CONNECT_INFO_BYTES];
+    sp_ib_write_connect_info(&in, bytes);
+    CHECK(sp_ib_read_connect_info(bytes, sizeof bytes, &out), "refused");
     CHECK(out.usable && out.n_queues == 2 && out.segment_bytes == 65536 && out.end.ethernet &&
               out.end.lid == 7 && out.end.mtu_bytes == 4096 && out.end.queue_pair == 0x123456 &&
               out.end.packet == 9 && out.rings[0].address == UINT64_C(0x1122334455667788) &&
               out.rings[0].rkey == 0xaabbccdd && memcmp(out.end.gid, in.end.gid, sizeof out.end.gid) == 0,
-          "another offer");
-    in = (sp_ib_offer){.n_queues = 1, .why = "no\nmemory"};
-    sp_ib_write_offer(&in, bytes);
-    CHECK(sp_ib_read_offer(bytes, sizeof bytes, &out) && !out.usable && strcmp(out.why, "no?memory") == 0,
+          "another connect info");
+    in = (sp_ib_connect_info){.n_queues = 1, .why = "no\nmemory"};
+    sp_ib_write_connect_info(&in, bytes);
+    CHECK(sp_ib_read_connect_info(bytes, sizeof bytes, &out) && !out.usable &&
+              strcmp(out.why, "no?memory") == 0,
           "\"%s\"", out.why);
 }
 
-/* Each change makes an offer that must be refused. */
-static void test_bad_offers(void)
+/* Each change makes a connect info that must be refused. */
+static void test_bad_connect_info(void)
 {
     static const struct {
         size_t at;
@@ -46,17 +47,17 @@ static void test_bad_offers(void)
                {17, 0, "MTU 0"},
                {23, 1, "queue pair of 25 bits"},
                {27, 1, "packet of 25 bits"}};
-    sp_ib_offer in = an_offer(), out;
-    uint8_t bytes[SP_IB_OFFER_BYTES];
+    sp_ib_connect_info in = some_connect_info(), out;
+    uint8_t bytes[SP_IB_CONNECT_INFO_BYTES];
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        sp_ib_write_offer(&in, bytes);
+        sp_ib_write_connect_info(&in, bytes);
         bytes[bad[i].at] = bad[i].value;
-        CHECK(!sp_ib_read_offer(bytes, sizeof bytes, &out), "%s: accepted", bad[i].what);
+        CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes, &out), "%s: accepted", bad[i].what);
     }
-    sp_ib_write_offer(&in, bytes);
-    CHECK(!sp_ib_read_offer(bytes, sizeof bytes - 1, &out), "too short: accepted");
-    memset(bytes + SP_IB_OFFER_BYTES - SP_NN_TEXT_CAP, 'a', SP_NN_TEXT_CAP);
-    CHECK(!sp_ib_read_offer(bytes, sizeof bytes, &out), "a text without end: accepted");
+    sp_ib_write_connect_info(&in, bytes);
+    CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes - 1, &out), "too short: accepted");
+    memset(bytes + SP_IB_CONNECT_INFO_BYTES - SP_NN_TEXT_CAP, 'a', SP_NN_TEXT_CAP);
+    CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes, &out), "a text without end: accepted");
 }
 
 static void test_address(void)
@@ -69,8 +70,8 @@ static void test_address(void)
               tcp == bytes + SP_IB_ADDRESS_HEAD && n == 3,
           "refused");
     CHECK(!sp_ib_read_address(bytes, SP_IB_ADDRESS_HEAD, &network, &tcp, &n), "no tcp address");
-    sp_ib_write_address(SP_IB_NO_CARD, bytes);
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "no card");
+    sp_ib_write_address(SP_IB_NO_DEVICE, bytes);
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "no device");
     sp_ib_write_address(SP_IB_ROCE_IPV6 + 1, bytes);
     CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "an unknown network");
 }
@@ -121,8 +122,8 @@ static void test_writes(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"offer", test_offer},
-                                             {"bad_offers", test_bad_offers},
+    static const struct test_case cases[] = {{"connect_info", test_connect_info},
+                                             {"bad_connect_info", test_bad_connect_info},
                                              {"address", test_address},
                                              {"writes", test_writes},
                                              {NULL, NULL}};

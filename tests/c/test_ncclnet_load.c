@@ -227,7 +227,7 @@ static void test_signals_of_parent(void)
 {
     probe_in_process("TEST_NET_CRASH", "init", false, "crashed in init (signal 11)");
     probe_in_process("TEST_NET_CRASH", "devices", true, "crashed in devices (the application took");
-    probe_in_process("TEST_NET_CARDS", "1", true, NULL);
+    probe_in_process("TEST_NET_DEVICES", "1", true, NULL);
 }
 
 /* ---- what a failed try means for the next one ---- */
@@ -247,7 +247,7 @@ static void try_again(void)
 }
 
 /* A call that takes longer than a call may is the plugin's fault: the next try returns the same at once. */
-static void keep_verdict(void)
+static void keep_result(void)
 {
     const char *path = NET_PLUGIN_FOLDER "/libnccl-net-test_8.so";
     sp_nn_limits short_calls = {.deadline_ns = SP_NEVER, .call_ns = 200 * INT64_C(1000000)};
@@ -277,7 +277,7 @@ static void in_process(void (*fn)(void))
 static void test_retry(void)
 {
     in_process(try_again);
-    in_process(keep_verdict);
+    in_process(keep_result);
 }
 
 /* ---- a thread that hangs in the plugin ---- */
@@ -285,7 +285,7 @@ static void test_retry(void)
 /* A process that was stopped sees old calls when it goes on: one look must not condemn them. */
 static void test_looks(void)
 {
-    const sp_nn_plugin plugin = {.name = "Test", .n_cards = 1};
+    const sp_nn_plugin plugin = {.name = "Test", .n_devices = 1};
     struct sp_nn_peer peer = {.added = true};
     struct sp_ncclnet ep = {.peers = &peer, .plugin = &plugin, .call_limit_ns = 1000};
     char text[SP_NN_TEXT_CAP];
@@ -320,7 +320,7 @@ static void check_info(const char *plugin, const char *value, const char *why)
 
 static void test_info(void)
 {
-    check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_10.so", "in, plugin usable", "v10), 1 card: sock0");
+    check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_10.so", "in, plugin usable", "v10), 1 device: sock0");
     check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_7.so", "in, plugin not usable", "too old");
     check_info("none", "in, no plugin", "SPCCL_NET_PLUGIN=none");
 }

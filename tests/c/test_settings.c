@@ -37,11 +37,11 @@ static void refused(const char *name, const char *value)
 }
 
 /* Addresses are not checked here but when a rank listens: see test_addresses. Any text names a host, or
- * a card or a plugin that is not there. */
+ * a device or a plugin that is not there. */
 static bool is_free_text(sp_env_id id)
 {
     return id == SP_ENV_TCP_ADDR || id == SP_ENV_RENDEZVOUS_ADDR || id == SP_ENV_HOST_ID ||
-           id == SP_ENV_IB_CARD || id == SP_ENV_NET_PLUGIN;
+           id == SP_ENV_IB_DEVICE || id == SP_ENV_NET_PLUGIN;
 }
 
 static void test_every_variable(void)

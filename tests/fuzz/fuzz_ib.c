@@ -1,6 +1,6 @@
-/* fuzz_ib.c - takes any bytes as what a peer of transport ib sends: its address, its offer, or the 32 bits and sizes of
+/* fuzz_ib.c - takes any bytes as what a peer of transport ib sends: its address, its connect info, or the 32 bits and sizes of
  * writes. What is accepted must be in range.
- *   0  u8  what: address, offer, writes (modulo 3)
+ *   0  u8  what: address, connect info, writes (modulo 3)
  *   1  the bytes. Writes: for each u32 immediate, u32 bytes */
 #include "core/base/bits.h"
 #include "fuzz.h"
@@ -12,23 +12,23 @@ static void try_address(const uint8_t *data, size_t bytes)
     size_t tcp_bytes = 0;
     uint8_t network = 0;
     if (sp_ib_read_address(data, bytes, &network, &tcp, &tcp_bytes))
-        EXPECT(network != SP_IB_NO_CARD && network <= SP_IB_ROCE_IPV6 && tcp_bytes > 0 &&
+        EXPECT(network != SP_IB_NO_DEVICE && network <= SP_IB_ROCE_IPV6 && tcp_bytes > 0 &&
                tcp + tcp_bytes == data + bytes);
 }
 
-static void try_offer(const uint8_t *data, size_t bytes)
+static void try_connect_info(const uint8_t *data, size_t bytes)
 {
-    sp_ib_offer offer, same;
-    uint8_t again[SP_IB_OFFER_BYTES];
-    if (!sp_ib_read_offer(data, bytes, &offer))
+    sp_ib_connect_info info, same;
+    uint8_t again[SP_IB_CONNECT_INFO_BYTES];
+    if (!sp_ib_read_connect_info(data, bytes, &info))
         return;
-    EXPECT(offer.n_queues >= 1 && offer.n_queues <= SP_QUEUES_MAX && offer.end.queue_pair <= 0xffffff);
-    for (size_t i = 0; i < strnlen(offer.why, sizeof offer.why); i++)
-        EXPECT(offer.why[i] >= 32 && offer.why[i] < 127);
-    EXPECT(strnlen(offer.why, sizeof offer.why) < sizeof offer.why);
-    sp_ib_write_offer(&offer, again);
-    EXPECT(sp_ib_read_offer(again, sizeof again, &same) && same.end.packet == offer.end.packet &&
-           same.rings[3].address == offer.rings[3].address && strcmp(same.why, offer.why) == 0);
+    EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX && info.end.queue_pair <= 0xffffff);
+    for (size_t i = 0; i < strnlen(info.why, sizeof info.why); i++)
+        EXPECT(info.why[i] >= 32 && info.why[i] < 127);
+    EXPECT(strnlen(info.why, sizeof info.why) < sizeof info.why);
+    sp_ib_write_connect_info(&info, again);
+    EXPECT(sp_ib_read_connect_info(again, sizeof again, &same) && same.end.packet == info.end.packet &&
+           same.rings[3].address == info.rings[3].address && strcmp(same.why, info.why) == 0);
 }
 
 /* Writes arrive one after the other. Whatever they are, no segment comes without credit, and no credit is more than the
@@ -66,7 +66,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
         try_address(data + 1, bytes - 1);
         break;
     case 1:
-        try_offer(data + 1, bytes - 1);
+        try_connect_info(data + 1, bytes - 1);
         break;
     case 2:
         try_writes(data + 1, bytes - 1);

@@ -1,6 +1,6 @@
 /* fuzz_ncclnet.c - takes any bytes as what a peer of transport ncclnet sends: its address, its notes over tcp, or the
  * segments that arrive in a ring. No access may be out of bounds, and what is accepted must be in range.
- *   0  u8  what: address, offer, verdict, farewell, segments (modulo 5)
+ *   0  u8  what: address, connect info, result, FIN, segments (modulo 5)
  *   1  the bytes. Segments: for each u8 length in units of 16 bytes, then as many bytes as are left, at most that many */
 #include "core/base/bits.h"
 #include "fuzz.h"
@@ -21,26 +21,26 @@ static void try_notes(int what, const uint8_t *data, size_t bytes)
 {
     const uint8_t *tcp = NULL;
     size_t tcp_bytes = 0;
-    sp_nn_offer offer;
-    sp_nn_verdict verdict;
-    sp_nn_farewell farewell;
+    sp_nn_connect_info info;
+    sp_nn_result result;
+    sp_nn_fin fin;
     if (what == 0 && sp_nn_read_address(data, bytes, &tcp, &tcp_bytes))
         EXPECT(tcp > data && tcp_bytes > 0 && tcp + tcp_bytes == data + bytes);
-    if (what == 1 && sp_nn_read_offer(data, bytes, &offer)) {
-        uint8_t again[SP_NN_OFFER_BYTES];
-        sp_nn_offer same;
-        EXPECT(offer.n_queues >= 1 && offer.n_queues <= SP_QUEUES_MAX);
-        check_text(offer.name, sizeof offer.name);
-        check_text(offer.why, sizeof offer.why);
-        sp_nn_write_offer(&offer, again);
-        EXPECT(sp_nn_read_offer(again, sizeof again, &same) && strcmp(same.name, offer.name) == 0 &&
-               strcmp(same.why, offer.why) == 0 &&
-               memcmp(same.handles, offer.handles, sizeof same.handles) == 0);
+    if (what == 1 && sp_nn_read_connect_info(data, bytes, &info)) {
+        uint8_t again[SP_NN_CONNECT_INFO_BYTES];
+        sp_nn_connect_info same;
+        EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX);
+        check_text(info.name, sizeof info.name);
+        check_text(info.why, sizeof info.why);
+        sp_nn_write_connect_info(&info, again);
+        EXPECT(sp_nn_read_connect_info(again, sizeof again, &same) && strcmp(same.name, info.name) == 0 &&
+               strcmp(same.why, info.why) == 0 &&
+               memcmp(same.handles, info.handles, sizeof same.handles) == 0);
     }
-    if (what == 2 && sp_nn_read_verdict(data, bytes, &verdict))
-        check_text(verdict.why, sizeof verdict.why);
+    if (what == 2 && sp_nn_read_result(data, bytes, &result))
+        check_text(result.why, sizeof result.why);
     if (what == 3)
-        (void)sp_nn_read_farewell(data, bytes, 2, &farewell);
+        (void)sp_nn_read_fin(data, bytes, 2, &fin);
 }
 
 static volatile unsigned sink; /* the reads below must happen */

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs in the guest: two software RoCE cards, then tests.sh. The host reads the last line: SOFTROCE_RC=<status>.
-# Card rxe0 is on interface va (10.77.0.1), rxe1 on vb (10.77.0.2), and a pair of virtual cables joins the two.
+# Runs in the guest: two software RoCE devices, then tests.sh. The host reads the last line: SOFTROCE_RC=<status>.
+# Device rxe0 is on interface va (10.77.0.1), rxe1 on vb (10.77.0.2), and a pair of virtual cables joins the two.
 # rxe of Linux 6.1 knows only the first network namespace, so both are in it.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 umask 022

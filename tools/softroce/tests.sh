@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tests of transport ib, over the cards rxe0 and rxe1. PROGRAMS, from the host, is the folder of the programs.
+# The tests of transport ib, over the devices rxe0 and rxe1. PROGRAMS, from the host, is the folder of the programs.
 . /run/softroce/settings
 cd "$PROGRAMS" || exit 96
 export SPCCL_LOG=error

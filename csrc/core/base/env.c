@@ -37,17 +37,17 @@ static const sp_env_var vars[SP_N_ENV] = {
                            1, 0, INT64_C(1) << 32, NULL},
     [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "",
                          "address or interface that tcp listens on; empty = spccl chooses", 0, 0, 0, NULL},
-    [SP_ENV_IB_CARD] =
-        {"SPCCL_IB_CARD", "",
-         "card of transport ib: a name, name:port, or none; empty = the fastest, shared by ranks", 0, 0, 0,
+    [SP_ENV_IB_DEVICE] =
+        {"SPCCL_IB_DEVICE", "",
+         "device of transport ib: a name, name:port, or none; empty = the fastest, shared by ranks", 0, 0, 0,
          NULL},
     [SP_ENV_IB_TIMEOUT] =
         {"SPCCL_IB_TIMEOUT", "18",
          "transport ib: a packet without acknowledgement is sent again after 4.1 us * 2^this", 1, 1, 31,
          NULL},
     [SP_ENV_IB_RETRIES] = {"SPCCL_IB_RETRIES", "6",
-                           "transport ib: how often a packet is sent again; 7 is endless on some cards", 1, 0,
-                           7, NULL},
+                           "transport ib: how often a packet is sent again; 7 is endless on some devices", 1,
+                           0, 7, NULL},
     [SP_ENV_NET_PLUGIN] = {"SPCCL_NET_PLUGIN", "",
                            "NCCL net plugin: a name, a path, or none; empty = NCCL_NET_PLUGIN, then "
                            "libnccl-net.so if it is there",

@@ -15,7 +15,7 @@
 
 #define MS INT64_C(1000000)
 #define CLOSE_NS (500 * MS)     /* close waits at most this long until what was sent has arrived */
-#define UNKNOWN_NS_PER_BYTE 0.8 /* 10 Gbit/s, where a card gives no speed */
+#define UNKNOWN_NS_PER_BYTE 0.8 /* 10 Gbit/s, where a device gives no speed */
 #define NS_MBPS_PER_BYTE 8000.0
 /* While this rank polls, it looks at the tcp links, which costs a system call, once in so many calls of progress. */
 #define TCP_EVERY 16
@@ -32,7 +32,7 @@ static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
     struct sp_ib *ep = sp_ib_self(opaque);
     if (by_tcp(&ep->peers[peer]))
         return tcp->ns_per_byte(ep->tcp, peer);
-    return ep->card.speed_mbps > 0 ? NS_MBPS_PER_BYTE / ep->card.speed_mbps : UNKNOWN_NS_PER_BYTE;
+    return ep->device.speed_mbps > 0 ? NS_MBPS_PER_BYTE / ep->device.speed_mbps : UNKNOWN_NS_PER_BYTE;
 }
 
 /* ---- addresses ---- */
@@ -41,7 +41,7 @@ static spccl_status ib_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     size_t n = 0;
-    sp_ib_write_address(ep->has_card ? sp_ib_network(&ep->card) : SP_IB_NO_CARD, out);
+    sp_ib_write_address(ep->has_device ? sp_ib_network(&ep->device) : SP_IB_NO_DEVICE, out);
     if (ep->tcp != NULL)
         SP_TRY(tcp->address(ep->tcp, out + SP_IB_ADDRESS_HEAD, &n));
     *bytes = SP_IB_ADDRESS_HEAD + n;
@@ -55,20 +55,20 @@ static bool ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t byt
     const uint8_t *its_tcp;
     uint8_t network;
     size_t its_bytes, used;
-    if (!ep->has_card) {
-        snprintf(why, why_cap, "%s", ep->card_why);
+    if (!ep->has_device) {
+        snprintf(why, why_cap, "%s", ep->device_why);
         return false;
     }
     if (!sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes)) {
-        snprintf(why, why_cap, "the peer has no usable card");
+        snprintf(why, why_cap, "the peer has no usable device");
         return false;
     }
-    if (network != sp_ib_network(&ep->card)) {
-        snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->card)],
+    if (network != sp_ib_network(&ep->device)) {
+        snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->device)],
                  names[network]);
         return false;
     }
-    sp_ib_card_text(&ep->card, why, why_cap);
+    sp_ib_device_text(&ep->device, why, why_cap);
     used = strlen(why);
     snprintf(why + used, why_cap - used, ", ");
     used = strlen(why);
@@ -81,7 +81,7 @@ static spccl_status ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *ad
     const uint8_t *its_tcp;
     uint8_t network;
     size_t its_bytes;
-    if (!ep->has_card || !sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes))
+    if (!ep->has_device || !sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
     SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
     ep->peers[peer].added = true;
@@ -91,14 +91,14 @@ static spccl_status ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *ad
 static void ib_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
-    char card[SP_IB_NAME_CAP + 24], details[160];
+    char device[SP_IB_NAME_CAP + 24], details[160];
     if (by_tcp(&ep->peers[peer])) {
         snprintf(out, cap, "tcp, as ib failed: %s", ep->peers[peer].reason);
         return;
     }
-    sp_ib_card_text(&ep->card, card, sizeof card);
-    sp_ib_card_details(&ep->card, details, sizeof details);
-    snprintf(out, cap, "ib: %s, %s (%s)", card, details, ep->card_why);
+    sp_ib_device_text(&ep->device, device, sizeof device);
+    sp_ib_device_details(&ep->device, details, sizeof details);
+    snprintf(out, cap, "ib: %s, %s (%s)", device, details, ep->device_why);
 }
 
 /* ---- messages ---- */
@@ -221,7 +221,7 @@ static spccl_status ib_progress(sp_endpoint *opaque, int *peer, char *text)
         st = tcp->progress(ep->tcp, peer, text);
         ep->aborted = st == SPCCL_ERR_ABORTED;
     }
-    if (ep->device != NULL)
+    if (ep->context != NULL)
         sp_ib_poll(ep);
     for (int i = 0; i < ep->config.world_size; i++)
         serve_peer(ep, i);
@@ -261,8 +261,8 @@ static spccl_status ib_arm(sp_endpoint *opaque)
     struct sp_ib *ep = sp_ib_self(opaque);
     bool changed;
     spccl_status st = arm_tcp(ep);
-    if (ep->device != NULL) {
-        if (sp_ib_device_notify(ep->device) != SPCCL_OK)
+    if (ep->context != NULL) {
+        if (sp_ib_context_notify(ep->context) != SPCCL_OK)
             ep->changed = true; /* it cannot sleep: the caller polls */
         sp_ib_poll(ep);         /* completions before the request make no event */
         for (int i = 0; i < ep->config.world_size; i++)
@@ -282,9 +282,9 @@ static void ib_disarm(sp_endpoint *opaque)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     tcp->disarm(ep->tcp);
-    if (ep->device != NULL) {
-        sp_ib_device_forget(ep->device);
-        sp_ib_device_log_events(ep->device, ep->config.rank);
+    if (ep->context != NULL) {
+        sp_ib_context_forget(ep->context);
+        sp_ib_context_log_events(ep->context, ep->config.rank);
     }
     ep->n_progress = 0; /* what woke this rank may have come over tcp */
 }
@@ -308,7 +308,7 @@ static size_t ib_memory_bytes(sp_endpoint *opaque)
 
 /* ---- opening and closing ---- */
 
-/* Wait up to CLOSE_NS until everything has arrived at the peers' cards. */
+/* Wait up to CLOSE_NS until everything has arrived at the peers' devices. */
 static void finish_sending(struct sp_ib *ep)
 {
     int64_t deadline_ns = sp_now_ns() + CLOSE_NS;
@@ -330,17 +330,17 @@ static void finish_sending(struct sp_ib *ep)
     }
 }
 
-static void say_farewell(struct sp_ib *ep, int peer)
+static void say_fin(struct sp_ib *ep, int peer)
 {
     const struct sp_ib_peer *p = &ep->peers[peer];
-    sp_nn_farewell f = {{0}};
+    sp_nn_fin f = {{0}};
     void *space = NULL;
     if (p->route != SP_IB_BY_IB || p->gone)
         return;
     for (int k = 0; k < ep->config.n_queues; k++)
         f.n_segments[k] = p->tx[k].n_posted;
-    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FAREWELL_BYTES, &space) == SPCCL_OK) {
-        sp_nn_write_farewell(&f, ep->config.n_queues, space);
+    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FIN_BYTES, &space) == SPCCL_OK) {
+        sp_nn_write_fin(&f, ep->config.n_queues, space);
         (void)tcp->commit(ep->tcp, peer, 0, 0);
     }
 }
@@ -363,8 +363,8 @@ static void close_peer(struct sp_ib *ep, struct sp_ib_peer *p)
 static void close_in_child(void *owner)
 {
     struct sp_ib *ep = owner;
-    if (ep->device != NULL)
-        sp_ib_device_close_descriptors(ep->device);
+    if (ep->context != NULL)
+        sp_ib_context_close_descriptors(ep->context);
 }
 
 static void ib_close(sp_endpoint *opaque)
@@ -377,13 +377,13 @@ static void ib_close(sp_endpoint *opaque)
     if (here && ep->up)
         finish_sending(ep);
     for (int i = 0; here && ep->up && i < ep->config.world_size; i++)
-        say_farewell(ep, i);
+        say_fin(ep, i);
     sp_fork_unwatch(&ep->guard);
     tcp->close(ep->tcp);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
         close_peer(ep, &ep->peers[i]);
     if (here)
-        sp_ib_device_close(ep->device);
+        sp_ib_context_close(ep->context);
     if (ep->epoll_fd >= 0)
         close(ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
@@ -416,11 +416,11 @@ static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "ib: tables for %d ranks", config->world_size);
         goto fail;
     }
-    ep->has_card = sp_ib_choose(config->rank, &ep->card, ep->card_why, sizeof ep->card_why);
-    if (ep->has_card)
+    ep->has_device = sp_ib_choose(config->rank, &ep->device, ep->device_why, sizeof ep->device_why);
+    if (ep->has_device)
         SP_TRY_TO(fail, st, open_beside(ep));
-    else if (sp_env_text(SP_ENV_IB_CARD)[0] != '\0')
-        sp_log(SP_LOG_WARN, config->rank, "ib: %s", ep->card_why);
+    else if (sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0')
+        sp_log(SP_LOG_WARN, config->rank, "ib: %s", ep->device_why);
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
 fail:

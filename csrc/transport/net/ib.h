@@ -49,9 +49,9 @@ struct sp_ib_peer {
     uint32_t n_writes, n_completed, n_unsignalled;
     uint8_t owners[SP_IB_WRITES_CAP]; /* of write n, at n % SP_IB_WRITES_CAP: a queue, or SP_IB_OWNER_.. */
     /* start-up */
-    sp_ib_offer mine, theirs;
+    sp_ib_connect_info mine, theirs;
     uint32_t n_notes; /* sent over tcp */
-    bool offer_sent, offer_here, ready_sent, ready_here, verdict_sent, verdict_here;
+    bool connect_info_sent, connect_info_here, ready_sent, ready_here, result_sent, result_here;
     bool probe_sent, probe_left, probe_here;
     char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
     /* the peer's end */
@@ -59,8 +59,8 @@ struct sp_ib_peer {
     spccl_status gone_status; /* FORMAT: it sent what it must not; else PEER */
     char failure[SP_NN_TEXT_CAP + 120];
     bool gone, over; /* no more can be sent to it; nothing more will arrive */
-    bool has_farewell;
-    sp_nn_farewell farewell;
+    bool has_fin;
+    sp_nn_fin fin;
     int64_t ended_ns;   /* since when this rank knows that it is gone, or that ib failed; 0: it does not */
     uint64_t n_arrived; /* segments, at the last look */
     char gone_text[SP_NN_TEXT_CAP + 160];
@@ -68,18 +68,18 @@ struct sp_ib_peer {
 
 struct sp_ib {
     sp_endpoint_config config;
-    bool has_card;
-    sp_ib_card card;
-    char card_why[400];   /* how the card was chosen, or why there is none */
-    sp_endpoint *tcp;     /* owned; NULL: there is no card */
-    sp_ib_device *device; /* owned; NULL until start-up */
+    bool has_device;
+    sp_ib_device device;
+    char device_why[400];   /* how the device was chosen, or why there is none */
+    sp_endpoint *tcp;       /* owned; NULL: there is no device */
+    sp_ib_context *context; /* owned; NULL until start-up */
     int epoll_fd;
     struct sp_ib_peer *peers; /* [world_size] */
     pid_t pid;                /* of the process that opened it: a child of fork calls no library */
     sp_fork_guard guard;
     /* start-up */
     bool prepared, tcp_up, up;
-    char failure[SP_NN_TEXT_CAP]; /* why this rank cannot use its card; "": it can */
+    char failure[SP_NN_TEXT_CAP]; /* why this rank cannot use its device; "": it can */
     int64_t probe_deadline_ns;
     /* running */
     uint32_t n_progress;
@@ -109,7 +109,7 @@ void sp_ib_poll(struct sp_ib *ep);
 /* ib_end.c */
 /* ib failed for the peer: `text` is a clause. The first failure counts. */
 void sp_ib_fail_peer(struct sp_ib *ep, int peer, spccl_status status, const char *text);
-/* Read what the peer says over tcp after start-up: its farewell, then its end. */
+/* Read what the peer says over tcp after start-up: its FIN, then its end. */
 void sp_ib_look_at_tcp(struct sp_ib *ep, int peer);
 /* Decide whether the peer is gone, and whether more can arrive from it. */
 void sp_ib_look_at_end(struct sp_ib *ep, int peer);

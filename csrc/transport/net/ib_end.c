@@ -1,4 +1,4 @@
-/* ib_end.c - how a peer of transport ib ends: it says farewell over tcp, it is lost, or ib fails for it. See ib.h. */
+/* ib_end.c - how a peer of transport ib ends: it sends a FIN over tcp, it is lost, or ib fails for it. See ib.h. */
 #include "core/base/clock.h"
 #include "transport/common/transports.h"
 #include "transport/net/ib.h"
@@ -23,11 +23,11 @@ static void start_ending(struct sp_ib *ep, struct sp_ib_peer *p)
 void sp_ib_fail_peer(struct sp_ib *ep, int peer, spccl_status status, const char *text)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    char card[SP_IB_NAME_CAP + 24];
+    char device[SP_IB_NAME_CAP + 24];
     if (p->failed)
         return;
-    sp_ib_card_text(&ep->card, card, sizeof card);
-    snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", card, peer, SP_NN_TEXT_CAP, text);
+    sp_ib_device_text(&ep->device, device, sizeof device);
+    snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", device, peer, SP_NN_TEXT_CAP, text);
     p->failed = true;
     p->gone_status = status;
     start_ending(ep, p);
@@ -52,9 +52,9 @@ void sp_ib_look_at_tcp(struct sp_ib *ep, int peer)
     while (!p->gone && (st = tcp->peek(ep->tcp, peer, 0, &note, &bytes)) != SPCCL_AGAIN) {
         if (st == SPCCL_ERR_PEER) {
             set_gone(ep, p, "is gone: its process ended or left the group");
-        } else if (st == SPCCL_OK && !p->has_farewell &&
-                   sp_nn_read_farewell(note, bytes, ep->config.n_queues, &p->farewell)) {
-            p->has_farewell = true;
+        } else if (st == SPCCL_OK && !p->has_fin &&
+                   sp_nn_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
+            p->has_fin = true;
             (void)tcp->release(ep->tcp, peer, 0);
         } else {
             set_gone(ep, p, "sent something that is not a message over its tcp link");
@@ -66,11 +66,11 @@ void sp_ib_look_at_tcp(struct sp_ib *ep, int peer)
 static bool all_arrived(struct sp_ib *ep, struct sp_ib_peer *p)
 {
     uint64_t n = 0;
-    bool complete = p->has_farewell;
+    bool complete = p->has_fin;
     for (int i = 0; i < ep->config.n_queues; i++) {
         uint64_t done = atomic_load_explicit(&p->rx[i].ring.done, memory_order_relaxed);
         n += done;
-        complete = complete && done >= p->farewell.n_segments[i];
+        complete = complete && done >= p->fin.n_segments[i];
     }
     if (n != p->n_arrived)
         p->ended_ns = sp_now_ns();

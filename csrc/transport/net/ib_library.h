@@ -1,4 +1,4 @@
-/* ib_library.h - libibverbs, opened at run time. Only ib_cards.c and ib_verbs.c use it. Functions that the header
+/* ib_library.h - libibverbs, opened at run time. Only ib_devices.c and ib_verbs.c use it. Functions that the header
  * defines inline (ibv_post_send, ibv_poll_cq ...) call the driver directly and need no symbol. */
 #ifndef SP_IB_LIBRARY_H
 #define SP_IB_LIBRARY_H

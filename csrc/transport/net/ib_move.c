@@ -187,7 +187,7 @@ void sp_ib_poll(struct sp_ib *ep)
     sp_ib_completion list[N_COMPLETIONS];
     int n = N_COMPLETIONS;
     while (n == N_COMPLETIONS) {
-        n = sp_ib_device_poll(ep->device, list, N_COMPLETIONS);
+        n = sp_ib_context_poll(ep->context, list, N_COMPLETIONS);
         for (int i = 0; i < n; i++)
             handle_completion(ep, &list[i]);
     }

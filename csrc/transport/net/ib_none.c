@@ -1,4 +1,4 @@
-/* ib_none.c - ib_verbs.h in a build without <infiniband/verbs.h>: no card is usable, so nothing else is called. */
+/* ib_none.c - ib_verbs.h in a build without <infiniband/verbs.h>: no device is usable, so nothing else is called. */
 #include "transport/net/ib_verbs.h"
 
 #include <stdio.h>
@@ -11,7 +11,7 @@ static spccl_status absent(void)
     return SP_FAIL(SPCCL_ERR_BUG, "ib: " WHY);
 }
 
-bool sp_ib_choose(int rank, sp_ib_card *out, char *why, size_t why_cap)
+bool sp_ib_choose(int rank, sp_ib_device *out, char *why, size_t why_cap)
 {
     (void)rank;
     (void)out;
@@ -25,64 +25,64 @@ void sp_ib_inform(const char **value, const char **why)
     *why = WHY;
 }
 
-void sp_ib_card_text(const sp_ib_card *card, char *out, size_t cap)
+void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap)
 {
-    snprintf(out, cap, "card %s port %d", card->name, card->port);
+    snprintf(out, cap, "device %s port %d", device->name, device->port);
 }
 
-void sp_ib_card_details(const sp_ib_card *card, char *out, size_t cap)
+void sp_ib_device_details(const sp_ib_device *device, char *out, size_t cap)
 {
-    sp_ib_card_text(card, out, cap);
+    sp_ib_device_text(device, out, cap);
 }
 
-spccl_status sp_ib_device_open(const sp_ib_card *card, int n_completions, sp_ib_device **out)
+spccl_status sp_ib_context_open(const sp_ib_device *device, int n_completions, sp_ib_context **out)
 {
-    (void)card;
+    (void)device;
     (void)n_completions;
     (void)out;
     return absent();
 }
 
-void sp_ib_device_close(sp_ib_device *d)
+void sp_ib_context_close(sp_ib_context *d)
 {
     (void)d;
 }
 
-void sp_ib_device_close_descriptors(sp_ib_device *d)
+void sp_ib_context_close_descriptors(sp_ib_context *d)
 {
     (void)d;
 }
 
-int sp_ib_device_fd(const sp_ib_device *d)
-{
-    (void)d;
-    return -1;
-}
-
-int sp_ib_device_event_fd(const sp_ib_device *d)
+int sp_ib_context_fd(const sp_ib_context *d)
 {
     (void)d;
     return -1;
 }
 
-void sp_ib_device_log_events(sp_ib_device *d, int rank)
+int sp_ib_context_event_fd(const sp_ib_context *d)
+{
+    (void)d;
+    return -1;
+}
+
+void sp_ib_context_log_events(sp_ib_context *d, int rank)
 {
     (void)d;
     (void)rank;
 }
 
-spccl_status sp_ib_device_notify(sp_ib_device *d)
+spccl_status sp_ib_context_notify(sp_ib_context *d)
 {
     (void)d;
     return absent();
 }
 
-void sp_ib_device_forget(sp_ib_device *d)
+void sp_ib_context_forget(sp_ib_context *d)
 {
     (void)d;
 }
 
-int sp_ib_device_poll(sp_ib_device *d, sp_ib_completion *out, int cap)
+int sp_ib_context_poll(sp_ib_context *d, sp_ib_completion *out, int cap)
 {
     (void)d;
     (void)out;
@@ -90,7 +90,7 @@ int sp_ib_device_poll(sp_ib_device *d, sp_ib_completion *out, int cap)
     return -1;
 }
 
-spccl_status sp_ib_memory_open(sp_ib_device *d, void *data, size_t bytes, sp_ib_memory *out)
+spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib_memory *out)
 {
     (void)d;
     (void)data;
@@ -104,7 +104,8 @@ void sp_ib_memory_close(sp_ib_memory *m)
     (void)m;
 }
 
-spccl_status sp_ib_link_open(sp_ib_device *d, int n_writes, int n_receives, sp_ib_link **out, sp_ib_end *mine)
+spccl_status sp_ib_link_open(sp_ib_context *d, int n_writes, int n_receives, sp_ib_link **out,
+                             sp_ib_end *mine)
 {
     (void)d;
     (void)n_writes;

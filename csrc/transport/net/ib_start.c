@@ -1,10 +1,10 @@
 /* ib_start.c - start-up of transport ib. See ib.h.
  *
  * Two ranks first connect over tcp. Then each sends the other
- *   an offer    its end of the queue pair and where its receive rings are, or why it has none;
+ *   a connect info    its end of the queue pair and where its receive rings are, or why it has none;
  *   ready       whether it could connect its queue pair to the peer's;
- *   a verdict   whether a probe that it wrote left, and the peer's probe came.
- * ib carries the pair if both verdicts say so. Otherwise both ends use the tcp link. */
+ *   a result   whether a probe that it wrote left, and the peer's probe came.
+ * ib carries the pair if both results say so. Otherwise both ends use the tcp link. */
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "transport/common/transports.h"
@@ -28,11 +28,11 @@ static void take_tcp(struct sp_ib_peer *p, const char *why)
 
 /* ---- this rank's end ---- */
 
-static spccl_status watch_device(struct sp_ib *ep)
+static spccl_status watch_context(struct sp_ib *ep)
 {
     struct epoll_event e = {.events = EPOLLIN};
-    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_device_fd(ep->device), &e) != 0 ||
-        epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_device_event_fd(ep->device), &e) != 0)
+    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_fd(ep->context), &e) != 0 ||
+        epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_event_fd(ep->context), &e) != 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "ib: epoll_ctl");
     return SPCCL_OK;
 }
@@ -40,14 +40,14 @@ static spccl_status watch_device(struct sp_ib *ep)
 static spccl_status open_peer(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    SP_TRY(sp_ib_link_open(ep->device, sp_ib_n_writes(ep), sp_ib_n_receives(ep), &p->link, &p->mine.end));
+    SP_TRY(sp_ib_link_open(ep->context, sp_ib_n_writes(ep), sp_ib_n_receives(ep), &p->link, &p->mine.end));
     for (int i = 0; i < ep->config.n_queues; i++) {
         struct sp_ib_tx *tx = &p->tx[i];
         struct sp_ib_rx *rx = &p->rx[i];
         SP_TRY(sp_nn_ring_open(&tx->ring, ep->config.queue_bytes, (uint32_t)i, false));
         SP_TRY(sp_nn_ring_open(&rx->ring, ep->config.queue_bytes, (uint32_t)i, true));
-        SP_TRY(sp_ib_memory_open(ep->device, tx->ring.memory.data, tx->ring.memory.cap, &tx->memory));
-        SP_TRY(sp_ib_memory_open(ep->device, rx->ring.memory.data, rx->ring.memory.cap, &rx->memory));
+        SP_TRY(sp_ib_memory_open(ep->context, tx->ring.memory.data, tx->ring.memory.cap, &tx->memory));
+        SP_TRY(sp_ib_memory_open(ep->context, rx->ring.memory.data, rx->ring.memory.cap, &rx->memory));
         tx->credit = rx->announced = SP_NN_SEGMENTS;
         p->mine.rings[i].address = (uintptr_t)rx->ring.memory.data;
         p->mine.rings[i].rkey = rx->memory.rkey;
@@ -61,16 +61,16 @@ static spccl_status open_all(struct sp_ib *ep)
     int n_peers = 0;
     for (int i = 0; i < ep->config.world_size; i++)
         n_peers += ep->peers[i].added;
-    SP_TRY(
-        sp_ib_device_open(&ep->card, n_peers * (sp_ib_n_writes(ep) + sp_ib_n_receives(ep)) + 1, &ep->device));
-    SP_TRY(watch_device(ep));
+    SP_TRY(sp_ib_context_open(&ep->device, n_peers * (sp_ib_n_writes(ep) + sp_ib_n_receives(ep)) + 1,
+                              &ep->context));
+    SP_TRY(watch_context(ep));
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].added)
             SP_TRY(open_peer(ep, i));
     return SPCCL_OK;
 }
 
-/* Open the card, and a queue pair and rings for each peer. If that fails, tcp carries all peers. */
+/* Open the device, and a queue pair and rings for each peer. If that fails, tcp carries all peers. */
 static void prepare(struct sp_ib *ep)
 {
     pthread_mutex_lock(&ep->guard.lock);
@@ -92,34 +92,34 @@ static spccl_status send_note(struct sp_ib *ep, int peer, const uint8_t *note, s
     return tcp->commit(ep->tcp, peer, 0, 0);
 }
 
-static spccl_status send_offer(struct sp_ib *ep, int peer)
+static spccl_status send_connect_info(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    uint8_t note[SP_IB_OFFER_BYTES];
+    uint8_t note[SP_IB_CONNECT_INFO_BYTES];
     p->mine.usable = ep->failure[0] == '\0';
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
     p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
     snprintf(p->mine.why, sizeof p->mine.why, "%s", ep->failure);
-    sp_ib_write_offer(&p->mine, note);
-    p->offer_sent = true;
+    sp_ib_write_connect_info(&p->mine, note);
+    p->connect_info_sent = true;
     return send_note(ep, peer, note, sizeof note);
 }
 
-/* "ready" or a verdict: good unless there is a reason to take tcp. */
-static spccl_status send_verdict(struct sp_ib *ep, int peer)
+/* "ready" or a result: good unless there is a reason to take tcp. */
+static spccl_status send_result(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    sp_nn_verdict v = {.fine = p->reason[0] == '\0'};
-    uint8_t note[SP_NN_VERDICT_BYTES];
+    sp_nn_result v = {.fine = p->reason[0] == '\0'};
+    uint8_t note[SP_NN_RESULT_BYTES];
     snprintf(v.why, sizeof v.why, "%s", p->reason);
-    sp_nn_write_verdict(&v, note);
+    sp_nn_write_result(&v, note);
     return send_note(ep, peer, note, sizeof note);
 }
 
 /* ---- notes from a peer ---- */
 
-/* Both offers are known: connect the queue pair, or not. */
-static spccl_status judge_offer(struct sp_ib *ep, int peer)
+/* Both sides' connect info is known: connect the queue pair, or not. */
+static spccl_status judge_connect_info(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     char text[SP_NN_TEXT_CAP + 40] = "";
@@ -137,7 +137,7 @@ static spccl_status judge_offer(struct sp_ib *ep, int peer)
     if (sp_ib_link_connect(p->link, &p->mine.end, &p->theirs.end) != SPCCL_OK)
         take_tcp(p, spccl_last_error());
     p->ready_sent = true;
-    return send_verdict(ep, peer);
+    return send_result(ep, peer);
 }
 
 static spccl_status bad_note(const struct sp_ib *ep, int peer, size_t bytes, const char *what)
@@ -152,23 +152,23 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
     struct sp_ib_peer *p = &ep->peers[peer];
     const void *note = NULL;
     size_t bytes = 0;
-    sp_nn_verdict v;
+    sp_nn_result v;
     spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
     if (st == SPCCL_ERR_PEER)
         return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
                        peer);
     SP_TRY(st);
-    if (!p->offer_here) {
-        if (!sp_ib_read_offer(note, bytes, &p->theirs))
-            return bad_note(ep, peer, bytes, "offer");
-        p->offer_here = true;
+    if (!p->connect_info_here) {
+        if (!sp_ib_read_connect_info(note, bytes, &p->theirs))
+            return bad_note(ep, peer, bytes, "connect info");
+        p->connect_info_here = true;
         SP_TRY(tcp->release(ep->tcp, peer, 0));
-        return judge_offer(ep, peer);
+        return judge_connect_info(ep, peer);
     }
-    if (!sp_nn_read_verdict(note, bytes, &v))
-        return bad_note(ep, peer, bytes, "verdict");
+    if (!sp_nn_read_result(note, bytes, &v))
+        return bad_note(ep, peer, bytes, "result");
     if (p->ready_here)
-        p->verdict_here = true;
+        p->result_here = true;
     p->ready_here = true;
     if (!v.fine) {
         char text[SP_NN_TEXT_CAP + 40];
@@ -180,7 +180,7 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
 
 /* ---- probing ---- */
 
-/* Both queue pairs are connected: probe. Once it is known what comes of it, send the verdict. */
+/* Both queue pairs are connected: probe. Once it is known what comes of it, send the result. */
 static spccl_status probe(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
@@ -189,15 +189,15 @@ static spccl_status probe(struct sp_ib *ep, int peer)
     if (p->failed) {
         take_tcp(p, p->failure);
     } else if (!(p->probe_left && p->probe_here) && p->reason[0] == '\0') {
-        char card[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
+        char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
         if (!sp_deadline_passed(ep->probe_deadline_ns))
             return SPCCL_OK;
-        sp_ib_card_text(&ep->card, card, sizeof card);
-        snprintf(text, sizeof text, "%s: nothing came from rank %d's card in time", card, peer);
+        sp_ib_device_text(&ep->device, device, sizeof device);
+        snprintf(text, sizeof text, "%s: nothing came from rank %d's device in time", device, peer);
         take_tcp(p, text);
     }
-    p->verdict_sent = true;
-    return send_verdict(ep, peer);
+    p->result_sent = true;
+    return send_result(ep, peer);
 }
 
 static bool both_ready(const struct sp_ib_peer *p)
@@ -210,18 +210,18 @@ static spccl_status step_peer(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     spccl_status st = SPCCL_OK;
-    if (!p->offer_sent)
-        SP_TRY(send_offer(ep, peer));
-    while (st == SPCCL_OK && (!p->offer_here || (p->ready_sent && !p->ready_here) ||
-                              (both_ready(p) && p->probe_sent && !p->verdict_here)))
+    if (!p->connect_info_sent)
+        SP_TRY(send_connect_info(ep, peer));
+    while (st == SPCCL_OK && (!p->connect_info_here || (p->ready_sent && !p->ready_here) ||
+                              (both_ready(p) && p->probe_sent && !p->result_here)))
         st = take_note(ep, peer);
     if (st != SPCCL_OK && st != SPCCL_AGAIN)
         return st;
-    if (both_ready(p) && !p->verdict_sent)
+    if (both_ready(p) && !p->result_sent)
         SP_TRY(probe(ep, peer));
-    if (!p->offer_here || (p->ready_sent && !p->ready_here))
+    if (!p->connect_info_here || (p->ready_sent && !p->ready_here))
         return SPCCL_AGAIN;
-    return !both_ready(p) || (p->verdict_sent && p->verdict_here) ? SPCCL_OK : SPCCL_AGAIN;
+    return !both_ready(p) || (p->result_sent && p->result_here) ? SPCCL_OK : SPCCL_AGAIN;
 }
 
 /* ---- the end of start-up ---- */
@@ -271,7 +271,7 @@ static spccl_status start_pairs(struct sp_ib *ep)
     char text[SP_ABORT_TEXT_CAP];
     int peer = -1;
     SP_TRY(tcp->progress(ep->tcp, &peer, text));
-    if (ep->device != NULL)
+    if (ep->context != NULL)
         sp_ib_poll(ep);
     for (int i = 0; i < ep->config.world_size; i++) {
         spccl_status st = ep->peers[i].added ? step_peer(ep, i) : SPCCL_OK;
@@ -281,7 +281,7 @@ static spccl_status start_pairs(struct sp_ib *ep)
             return st;
     }
     if (missing.n != 0 && sp_deadline_passed(ep->config.deadline_ns))
-        return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: ib: rank %s did not say in time whether its card works",
+        return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: ib: rank %s did not say in time whether its device works",
                        ep->config.rank, missing.text);
     if (missing.n != 0)
         return SPCCL_AGAIN;
@@ -291,7 +291,7 @@ static spccl_status start_pairs(struct sp_ib *ep)
     return SPCCL_OK;
 }
 
-/* Half of the time that is left is for the probes, so that the verdicts come in time. */
+/* Half of the time that is left is for the probes, so that the results come in time. */
 static void set_deadline(struct sp_ib *ep)
 {
     int64_t now_ns = sp_now_ns(), left_ns = PROBE_NS;

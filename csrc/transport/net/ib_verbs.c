@@ -1,4 +1,4 @@
-/* ib_verbs.c - an open card, its memory and its queue pairs. See ib_verbs.h. */
+/* ib_verbs.c - an open device, its memory and its queue pairs. See ib_verbs.h. */
 #include "transport/net/ib_verbs.h"
 
 #include "core/base/env.h"
@@ -14,16 +14,16 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#define INLINE_BYTES 128u /* asked for; a card that refuses gets 0 */
+#define INLINE_BYTES 128u /* asked for; a device that refuses gets 0 */
 #define HOP_LIMIT 255
 #define MIN_RNR_TIMER 12 /* 0.64 ms; receives are always posted, so it does not happen */
 #define RNR_RETRY 7
 #define POLL_CAP 32
 
-struct sp_ib_device {
-    sp_ib_card card;
+struct sp_ib_context {
+    sp_ib_device device;
     const sp_ib_library *lib;
-    struct ibv_context *context;
+    struct ibv_context *verbs;
     struct ibv_pd *pd;
     struct ibv_comp_channel *channel;
     struct ibv_cq *cq;
@@ -31,25 +31,25 @@ struct sp_ib_device {
 };
 
 struct sp_ib_link {
-    sp_ib_device *device;
+    sp_ib_context *context;
     struct ibv_qp *qp;
     uint32_t inline_bytes;
 };
 
 /* The text of a call that failed with `error`. */
-static spccl_status call_failed(const sp_ib_device *d, const char *call, int error)
+static spccl_status call_failed(const sp_ib_context *d, const char *call, int error)
 {
-    char card[SP_IB_NAME_CAP + 24], limit[120] = "";
+    char device[SP_IB_NAME_CAP + 24], limit[120] = "";
     struct rlimit r;
-    sp_ib_card_text(&d->card, card, sizeof card);
+    sp_ib_device_text(&d->device, device, sizeof device);
     if (error == ENOMEM && getrlimit(RLIMIT_MEMLOCK, &r) == 0 && r.rlim_cur != RLIM_INFINITY)
         snprintf(limit, sizeof limit, "; this process may lock %llu KiB of memory, raise it with ulimit -l",
                  (unsigned long long)r.rlim_cur >> 10);
     errno = error;
-    return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "%s: %s%s", card, call, limit);
+    return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "%s: %s%s", device, call, limit);
 }
 
-/* ---- the card ---- */
+/* ---- the device ---- */
 
 static struct ibv_context *open_context(const sp_ib_library *lib, const char *name)
 {
@@ -70,51 +70,51 @@ static bool set_nonblocking(int fd)
     return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0;
 }
 
-static spccl_status open_objects(sp_ib_device *d, int n_completions)
+static spccl_status open_objects(sp_ib_context *d, int n_completions)
 {
     struct ibv_device_attr attr;
-    d->context = open_context(d->lib, d->card.name);
-    if (d->context == NULL)
+    d->verbs = open_context(d->lib, d->device.name);
+    if (d->verbs == NULL)
         return call_failed(d, "ibv_open_device", errno);
-    if (d->lib->query_device(d->context, &attr) != 0)
+    if (d->lib->query_device(d->verbs, &attr) != 0)
         return call_failed(d, "ibv_query_device", errno);
     if (n_completions > attr.max_cqe)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "card %s: %d completions are needed for this group, and it holds at most %d",
-                       d->card.name, n_completions, attr.max_cqe);
-    d->pd = d->lib->alloc_pd(d->context);
+                       "device %s: %d completions are needed for this group, and it holds at most %d",
+                       d->device.name, n_completions, attr.max_cqe);
+    d->pd = d->lib->alloc_pd(d->verbs);
     if (d->pd == NULL)
         return call_failed(d, "ibv_alloc_pd", errno);
-    d->channel = d->lib->create_comp_channel(d->context);
+    d->channel = d->lib->create_comp_channel(d->verbs);
     if (d->channel == NULL)
         return call_failed(d, "ibv_create_comp_channel", errno);
-    d->cq = d->lib->create_cq(d->context, n_completions, NULL, d->channel, 0);
+    d->cq = d->lib->create_cq(d->verbs, n_completions, NULL, d->channel, 0);
     if (d->cq == NULL)
         return call_failed(d, "ibv_create_cq", errno);
-    if (!set_nonblocking(d->channel->fd) || !set_nonblocking(d->context->async_fd))
+    if (!set_nonblocking(d->channel->fd) || !set_nonblocking(d->verbs->async_fd))
         return call_failed(d, "fcntl", errno);
     return SPCCL_OK;
 }
 
-spccl_status sp_ib_device_open(const sp_ib_card *card, int n_completions, sp_ib_device **out)
+spccl_status sp_ib_context_open(const sp_ib_device *device, int n_completions, sp_ib_context **out)
 {
     const char *why;
     spccl_status st;
-    sp_ib_device *d = sp_calloc(1, sizeof *d);
+    sp_ib_context *d = sp_calloc(1, sizeof *d);
     if (d == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "card %s: %zu bytes", card->name, sizeof *d);
-    d->card = *card;
+        return SP_FAIL(SPCCL_ERR_NOMEM, "device %s: %zu bytes", device->name, sizeof *d);
+    d->device = *device;
     d->lib = sp_ib_library_get(&why);
     st = d->lib != NULL ? open_objects(d, n_completions) : SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s", why);
     if (st != SPCCL_OK) {
-        sp_ib_device_close(d);
+        sp_ib_context_close(d);
         return st;
     }
     *out = d;
     return SPCCL_OK;
 }
 
-void sp_ib_device_close(sp_ib_device *d)
+void sp_ib_context_close(sp_ib_context *d)
 {
     if (d == NULL)
         return;
@@ -124,45 +124,45 @@ void sp_ib_device_close(sp_ib_device *d)
         (void)d->lib->destroy_comp_channel(d->channel);
     if (d->pd != NULL)
         (void)d->lib->dealloc_pd(d->pd);
-    if (d->context != NULL)
-        (void)d->lib->close_device(d->context);
+    if (d->verbs != NULL)
+        (void)d->lib->close_device(d->verbs);
     sp_free(d);
 }
 
-void sp_ib_device_close_descriptors(sp_ib_device *d)
+void sp_ib_context_close_descriptors(sp_ib_context *d)
 {
     if (d->channel != NULL)
         (void)close(d->channel->fd);
-    if (d->context != NULL) {
-        (void)close(d->context->async_fd);
-        (void)close(d->context->cmd_fd);
+    if (d->verbs != NULL) {
+        (void)close(d->verbs->async_fd);
+        (void)close(d->verbs->cmd_fd);
     }
 }
 
-int sp_ib_device_fd(const sp_ib_device *d)
+int sp_ib_context_fd(const sp_ib_context *d)
 {
     return d->channel->fd;
 }
 
-int sp_ib_device_event_fd(const sp_ib_device *d)
+int sp_ib_context_event_fd(const sp_ib_context *d)
 {
-    return d->context->async_fd;
+    return d->verbs->async_fd;
 }
 
-void sp_ib_device_log_events(sp_ib_device *d, int rank)
+void sp_ib_context_log_events(sp_ib_context *d, int rank)
 {
     struct ibv_async_event event;
-    char card[SP_IB_NAME_CAP + 24];
-    sp_ib_card_text(&d->card, card, sizeof card);
-    while (d->lib->get_async_event(d->context, &event) == 0) {
+    char device[SP_IB_NAME_CAP + 24];
+    sp_ib_device_text(&d->device, device, sizeof device);
+    while (d->lib->get_async_event(d->verbs, &event) == 0) {
         bool is_bad = event.event_type == IBV_EVENT_PORT_ERR || event.event_type == IBV_EVENT_DEVICE_FATAL;
-        sp_log(is_bad ? SP_LOG_WARN : SP_LOG_INFO, rank, "%s: event: %s", card,
+        sp_log(is_bad ? SP_LOG_WARN : SP_LOG_INFO, rank, "%s: event: %s", device,
                d->lib->event_type_str(event.event_type));
         d->lib->ack_async_event(&event);
     }
 }
 
-void sp_ib_device_forget(sp_ib_device *d)
+void sp_ib_context_forget(sp_ib_context *d)
 {
     struct ibv_cq *cq;
     void *ctx;
@@ -172,10 +172,10 @@ void sp_ib_device_forget(sp_ib_device *d)
     }
 }
 
-spccl_status sp_ib_device_notify(sp_ib_device *d)
+spccl_status sp_ib_context_notify(sp_ib_context *d)
 {
     int error;
-    sp_ib_device_forget(d);
+    sp_ib_context_forget(d);
     if (d->notified)
         return SPCCL_OK;
     error = ibv_req_notify_cq(d->cq, 0);
@@ -185,7 +185,7 @@ spccl_status sp_ib_device_notify(sp_ib_device *d)
     return SPCCL_OK;
 }
 
-int sp_ib_device_poll(sp_ib_device *d, sp_ib_completion *out, int cap)
+int sp_ib_context_poll(sp_ib_context *d, sp_ib_completion *out, int cap)
 {
     struct ibv_wc wc[POLL_CAP];
     int n = ibv_poll_cq(d->cq, cap < POLL_CAP ? cap : POLL_CAP, wc);
@@ -204,7 +204,7 @@ int sp_ib_device_poll(sp_ib_device *d, sp_ib_completion *out, int cap)
 
 /* ---- memory ---- */
 
-spccl_status sp_ib_memory_open(sp_ib_device *d, void *data, size_t bytes, sp_ib_memory *out)
+spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib_memory *out)
 {
     struct ibv_mr *mr = d->lib->reg_mr(d->pd, data, bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     if (mr == NULL) {
@@ -227,7 +227,7 @@ void sp_ib_memory_close(sp_ib_memory *m)
 
 /* ---- links ---- */
 
-static struct ibv_qp *create_qp(const sp_ib_device *d, int n_writes, int n_receives, uint32_t *inline_bytes)
+static struct ibv_qp *create_qp(const sp_ib_context *d, int n_writes, int n_receives, uint32_t *inline_bytes)
 {
     struct ibv_qp *qp = NULL;
     for (uint32_t bytes = INLINE_BYTES;; bytes = 0) {
@@ -246,15 +246,16 @@ static struct ibv_qp *create_qp(const sp_ib_device *d, int n_writes, int n_recei
     }
 }
 
-spccl_status sp_ib_link_open(sp_ib_device *d, int n_writes, int n_receives, sp_ib_link **out, sp_ib_end *mine)
+spccl_status sp_ib_link_open(sp_ib_context *d, int n_writes, int n_receives, sp_ib_link **out,
+                             sp_ib_end *mine)
 {
     struct ibv_qp_attr attr = {
-        .qp_state = IBV_QPS_INIT, .port_num = d->card.port, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
+        .qp_state = IBV_QPS_INIT, .port_num = d->device.port, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
     int error;
     sp_ib_link *l = sp_calloc(1, sizeof *l);
     if (l == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "card %s: %zu bytes", d->card.name, sizeof *l);
-    l->device = d;
+        return SP_FAIL(SPCCL_ERR_NOMEM, "device %s: %zu bytes", d->device.name, sizeof *l);
+    l->context = d;
     l->qp = create_qp(d, n_writes, n_receives, &l->inline_bytes);
     if (l->qp == NULL) {
         error = errno;
@@ -267,12 +268,12 @@ spccl_status sp_ib_link_open(sp_ib_device *d, int n_writes, int n_receives, sp_i
         sp_ib_link_close(l);
         return call_failed(d, "ibv_modify_qp to INIT", error);
     }
-    *mine = (sp_ib_end){.ethernet = d->card.ethernet,
-                        .lid = d->card.lid,
-                        .mtu_bytes = d->card.mtu_bytes,
+    *mine = (sp_ib_end){.ethernet = d->device.ethernet,
+                        .lid = d->device.lid,
+                        .mtu_bytes = d->device.mtu_bytes,
                         .queue_pair = l->qp->qp_num,
                         .packet = (l->qp->qp_num * 2654435761u) & 0xffffff};
-    memcpy(mine->gid, d->card.gid, sizeof mine->gid);
+    memcpy(mine->gid, d->device.gid, sizeof mine->gid);
     *out = l;
     return SPCCL_OK;
 }
@@ -282,7 +283,7 @@ void sp_ib_link_close(sp_ib_link *l)
     if (l == NULL)
         return;
     if (l->qp != NULL)
-        (void)l->device->lib->destroy_qp(l->qp);
+        (void)l->context->lib->destroy_qp(l->qp);
     sp_free(l);
 }
 
@@ -292,7 +293,7 @@ spccl_status sp_ib_link_receive(sp_ib_link *l, uint64_t id, int n)
         struct ibv_recv_wr wr = {.wr_id = id}, *bad;
         int error = ibv_post_recv(l->qp, &wr, &bad);
         if (error != 0)
-            return call_failed(l->device, "ibv_post_recv", error);
+            return call_failed(l->context, "ibv_post_recv", error);
     }
     return SPCCL_OK;
 }
@@ -308,7 +309,7 @@ static enum ibv_mtu mtu_code(uint32_t bytes)
 /* Ready to receive: the path to the peer. */
 static int enter_rtr(sp_ib_link *l, const sp_ib_end *mine, const sp_ib_end *theirs)
 {
-    const sp_ib_card *card = &l->device->card;
+    const sp_ib_device *device = &l->context->device;
     uint32_t mtu = mine->mtu_bytes < theirs->mtu_bytes ? mine->mtu_bytes : theirs->mtu_bytes;
     struct ibv_qp_attr attr = {.qp_state = IBV_QPS_RTR,
                                .path_mtu = mtu_code(mtu),
@@ -316,17 +317,17 @@ static int enter_rtr(sp_ib_link *l, const sp_ib_end *mine, const sp_ib_end *thei
                                .rq_psn = theirs->packet,
                                .max_dest_rd_atomic = 1,
                                .min_rnr_timer = MIN_RNR_TIMER,
-                               .ah_attr = {.dlid = theirs->lid, .port_num = card->port}};
+                               .ah_attr = {.dlid = theirs->lid, .port_num = device->port}};
     /* InfiniBand within a subnet needs no GID. The first 8 bytes of a GID are the subnet. */
-    if (card->ethernet || memcmp(mine->gid, theirs->gid, 8) != 0) {
+    if (device->ethernet || memcmp(mine->gid, theirs->gid, 8) != 0) {
         attr.ah_attr.is_global = 1;
-        attr.ah_attr.grh.sgid_index = card->gid_index;
+        attr.ah_attr.grh.sgid_index = device->gid_index;
         attr.ah_attr.grh.hop_limit = HOP_LIMIT;
         memcpy(attr.ah_attr.grh.dgid.raw, theirs->gid, SP_IB_GID_BYTES);
     }
-    return l->device->lib->modify_qp(l->qp, &attr,
-                                     IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
-                                         IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    return l->context->lib->modify_qp(l->qp, &attr,
+                                      IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+                                          IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 }
 
 spccl_status sp_ib_link_connect(sp_ib_link *l, const sp_ib_end *mine, const sp_ib_end *theirs)
@@ -338,17 +339,17 @@ spccl_status sp_ib_link_connect(sp_ib_link *l, const sp_ib_end *mine, const sp_i
     SP_TRY(sp_env_number(SP_ENV_IB_RETRIES, &retries));
     error = enter_rtr(l, mine, theirs);
     if (error != 0)
-        return call_failed(l->device, "ibv_modify_qp to RTR (no route to the peer's GID?)", error);
+        return call_failed(l->context, "ibv_modify_qp to RTR (no route to the peer's GID?)", error);
     attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS,
                                 .timeout = (uint8_t)timeout,
                                 .retry_cnt = (uint8_t)retries,
                                 .rnr_retry = RNR_RETRY,
                                 .sq_psn = mine->packet,
                                 .max_rd_atomic = 1};
-    error = l->device->lib->modify_qp(l->qp, &attr,
-                                      IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-                                          IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
-    return error == 0 ? SPCCL_OK : call_failed(l->device, "ibv_modify_qp to RTS", error);
+    error = l->context->lib->modify_qp(l->qp, &attr,
+                                       IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+                                           IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC);
+    return error == 0 ? SPCCL_OK : call_failed(l->context, "ibv_modify_qp to RTS", error);
 }
 
 spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w)
@@ -366,5 +367,5 @@ spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w)
     if (w->bytes <= l->inline_bytes)
         wr.send_flags |= IBV_SEND_INLINE;
     error = ibv_post_send(l->qp, &wr, &bad);
-    return error == 0 ? SPCCL_OK : call_failed(l->device, "ibv_post_send", error);
+    return error == 0 ? SPCCL_OK : call_failed(l->context, "ibv_post_send", error);
 }

@@ -5,16 +5,16 @@
 
 #include <string.h>
 
-#define OFFER_MAGIC 0x4f497073u /* "spIO" */
+#define CONNECT_INFO_MAGIC 0x4f497073u /* "spIO" */
 #define NUMBER_MASK 0xfffffffu
 static const char address_magic[4] = {'s', 'p', 'I', '1'};
 
-uint8_t sp_ib_network(const sp_ib_card *card)
+uint8_t sp_ib_network(const sp_ib_device *device)
 {
     static const uint8_t ipv4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    if (!card->ethernet)
+    if (!device->ethernet)
         return SP_IB_INFINIBAND;
-    return memcmp(card->gid, ipv4, sizeof ipv4) == 0 ? SP_IB_ROCE_IPV4 : SP_IB_ROCE_IPV6;
+    return memcmp(device->gid, ipv4, sizeof ipv4) == 0 ? SP_IB_ROCE_IPV4 : SP_IB_ROCE_IPV6;
 }
 
 void sp_ib_write_address(uint8_t network, uint8_t out[SP_IB_ADDRESS_HEAD])
@@ -27,7 +27,7 @@ bool sp_ib_read_address(const uint8_t *bytes, size_t n, uint8_t *network, const 
                         size_t *tcp_bytes)
 {
     if (n <= SP_IB_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 ||
-        bytes[4] == SP_IB_NO_CARD || bytes[4] > SP_IB_ROCE_IPV6)
+        bytes[4] == SP_IB_NO_DEVICE || bytes[4] > SP_IB_ROCE_IPV6)
         return false;
     *network = bytes[4];
     *tcp = bytes + SP_IB_ADDRESS_HEAD;
@@ -35,11 +35,11 @@ bool sp_ib_read_address(const uint8_t *bytes, size_t n, uint8_t *network, const 
     return true;
 }
 
-void sp_ib_write_offer(const sp_ib_offer *o, uint8_t out[SP_IB_OFFER_BYTES])
+void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES])
 {
     uint8_t *why = out + 44 + 12 * SP_QUEUES_MAX;
-    memset(out, 0, SP_IB_OFFER_BYTES);
-    sp_store_le32(out, OFFER_MAGIC);
+    memset(out, 0, SP_IB_CONNECT_INFO_BYTES);
+    sp_store_le32(out, CONNECT_INFO_MAGIC);
     sp_store_le16(out + 4, o->usable ? 1 : 0);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
@@ -56,21 +56,21 @@ void sp_ib_write_offer(const sp_ib_offer *o, uint8_t out[SP_IB_OFFER_BYTES])
     memcpy(why, o->why, strnlen(o->why, SP_NN_TEXT_CAP - 1));
 }
 
-bool sp_ib_read_offer(const uint8_t *bytes, size_t n, sp_ib_offer *out)
+bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info *out)
 {
     const uint8_t *why = bytes + 44 + 12 * SP_QUEUES_MAX;
     size_t why_bytes;
-    if (n != SP_IB_OFFER_BYTES || sp_load_le32(bytes) != OFFER_MAGIC || sp_load_le16(bytes + 4) > 1 ||
-        sp_load_le16(bytes + 12) > 1)
+    if (n != SP_IB_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
+        sp_load_le16(bytes + 4) > 1 || sp_load_le16(bytes + 12) > 1)
         return false;
-    *out = (sp_ib_offer){.usable = sp_load_le16(bytes + 4) == 1,
-                         .n_queues = sp_load_le16(bytes + 6),
-                         .segment_bytes = sp_load_le32(bytes + 8),
-                         .end = {.ethernet = sp_load_le16(bytes + 12) == 1,
-                                 .lid = sp_load_le16(bytes + 14),
-                                 .mtu_bytes = sp_load_le32(bytes + 16),
-                                 .queue_pair = sp_load_le32(bytes + 20),
-                                 .packet = sp_load_le32(bytes + 24)}};
+    *out = (sp_ib_connect_info){.usable = sp_load_le16(bytes + 4) == 1,
+                                .n_queues = sp_load_le16(bytes + 6),
+                                .segment_bytes = sp_load_le32(bytes + 8),
+                                .end = {.ethernet = sp_load_le16(bytes + 12) == 1,
+                                        .lid = sp_load_le16(bytes + 14),
+                                        .mtu_bytes = sp_load_le32(bytes + 16),
+                                        .queue_pair = sp_load_le32(bytes + 20),
+                                        .packet = sp_load_le32(bytes + 24)}};
     memcpy(out->end.gid, bytes + 28, SP_IB_GID_BYTES);
     for (size_t i = 0; i < SP_QUEUES_MAX; i++) {
         out->rings[i].address = sp_load_le64(bytes + 44 + 12 * i);

@@ -1,4 +1,4 @@
-/* ib_wire.h - what two ranks tell each other over transport ib: an address in the store, an offer over the tcp link,
+/* ib_wire.h - what two ranks tell each other over transport ib: an address in the store, a connect info over the tcp link,
  * and the 32 bits that come with each write. The other notes over the tcp link are those of ncclnet (ncclnet_wire.h).
  * Nothing here is trusted: each reader checks sizes and numbers. */
 #ifndef SP_IB_WIRE_H
@@ -8,12 +8,12 @@
 #include "transport/net/ncclnet_ring.h"
 #include "transport/net/ncclnet_wire.h"
 
-/* The address: "spI1", u8 network, then the address of the tcp endpoint. Network 0: no usable card; nothing follows. */
+/* The address: "spI1", u8 network, then the address of the tcp endpoint. Network 0: no usable device; nothing follows. */
 #define SP_IB_ADDRESS_HEAD 5u
-enum { SP_IB_NO_CARD, SP_IB_INFINIBAND, SP_IB_ROCE_IPV4, SP_IB_ROCE_IPV6 };
-uint8_t sp_ib_network(const sp_ib_card *card);
+enum { SP_IB_NO_DEVICE, SP_IB_INFINIBAND, SP_IB_ROCE_IPV4, SP_IB_ROCE_IPV6 };
+uint8_t sp_ib_network(const sp_ib_device *device);
 void sp_ib_write_address(uint8_t network, uint8_t out[SP_IB_ADDRESS_HEAD]);
-/* False: not an address, or the rank has no usable card. */
+/* False: not an address, or the rank has no usable device. */
 bool sp_ib_read_address(const uint8_t *bytes, size_t n, uint8_t *network, const uint8_t **tcp,
                         size_t *tcp_bytes);
 
@@ -21,8 +21,8 @@ bool sp_ib_read_address(const uint8_t *bytes, size_t n, uint8_t *network, const 
  *   0 "spIO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 u16 ethernet   14 u16 lid   16 u32 MTU
  *   20 u32 queue pair   24 u32 packet   28 gid[16]   44 { u64 address, u32 rkey }[SP_QUEUES_MAX]
  *   92 why[SP_NN_TEXT_CAP] */
-#define SP_IB_OFFER_BYTES (44u + 12u * SP_QUEUES_MAX + SP_NN_TEXT_CAP)
-typedef struct sp_ib_offer {
+#define SP_IB_CONNECT_INFO_BYTES (44u + 12u * SP_QUEUES_MAX + SP_NN_TEXT_CAP)
+typedef struct sp_ib_connect_info {
     bool usable;
     uint32_t n_queues, segment_bytes;
     sp_ib_end end;
@@ -31,10 +31,10 @@ typedef struct sp_ib_offer {
         uint32_t rkey;
     } rings[SP_QUEUES_MAX];
     char why[SP_NN_TEXT_CAP]; /* not usable: the reason */
-} sp_ib_offer;
-void sp_ib_write_offer(const sp_ib_offer *o, uint8_t out[SP_IB_OFFER_BYTES]);
-/* False: the bytes are not an offer. */
-bool sp_ib_read_offer(const uint8_t *bytes, size_t n, sp_ib_offer *out);
+} sp_ib_connect_info;
+void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES]);
+/* False: the bytes are not a connect info. */
+bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info *out);
 
 /* The 32 bits of a write: kind at bit 30, queue at bit 28, and the low 28 bits of a number. */
 enum sp_ib_kind {

@@ -34,7 +34,7 @@ static double nn_ns_per_byte(sp_endpoint *opaque, int peer)
     int speed;
     if (by_tcp(&ep->peers[peer]))
         return tcp->ns_per_byte(ep->tcp, peer);
-    speed = ep->plugin->cards[ep->peers[peer].tx[0].card].speed_mbps;
+    speed = ep->plugin->devices[ep->peers[peer].tx[0].device].speed_mbps;
     return speed > 0 ? NS_MBPS_PER_BYTE / speed : UNKNOWN_NS_PER_BYTE;
 }
 
@@ -88,13 +88,13 @@ static void nn_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
     const struct sp_nn_peer *p = &ep->peers[peer];
-    char card[80];
+    char device[80];
     if (by_tcp(p)) {
         snprintf(out, cap, "tcp, as the plugin failed: %s", p->reason);
         return;
     }
-    sp_nn_card_text(ep, p->tx[0].card, card, sizeof card);
-    snprintf(out, cap, "ncclnet: plugin %s v%d, %s, %s", ep->plugin->name, ep->plugin->version, card,
+    sp_nn_device_text(ep, p->tx[0].device, device, sizeof device);
+    snprintf(out, cap, "ncclnet: plugin %s v%d, %s, %s", ep->plugin->name, ep->plugin->version, device,
              ep->found.why);
 }
 
@@ -182,7 +182,7 @@ static bool nn_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
     struct sp_ncclnet *ep = sp_nn_self(opaque);
     struct sp_nn_peer *p = &ep->peers[peer];
     if (by_tcp(p))
-        return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->offer_sent + p->verdict_sent : n);
+        return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->connect_info_sent + p->result_sent : n);
     return p->gone || sp_nn_ring_left(&p->tx[queue].ring) >= n;
 }
 
@@ -322,17 +322,17 @@ static void finish_sending(struct sp_ncclnet *ep)
     }
 }
 
-static void say_farewell(struct sp_ncclnet *ep, int peer)
+static void say_fin(struct sp_ncclnet *ep, int peer)
 {
     const struct sp_nn_peer *p = &ep->peers[peer];
-    sp_nn_farewell f = {{0}};
+    sp_nn_fin f = {{0}};
     void *space = NULL;
     if (p->route != SP_NN_BY_PLUGIN || p->gone)
         return;
     for (int k = 0; k < ep->config.n_queues; k++)
         f.n_segments[k] = atomic_load(&p->tx[k].ring.allowed);
-    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FAREWELL_BYTES, &space) == SPCCL_OK) {
-        sp_nn_write_farewell(&f, ep->config.n_queues, space);
+    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FIN_BYTES, &space) == SPCCL_OK) {
+        sp_nn_write_fin(&f, ep->config.n_queues, space);
         (void)tcp->commit(ep->tcp, peer, 0, 0);
     }
 }
@@ -347,7 +347,7 @@ static void nn_close(sp_endpoint *opaque)
     if (here && !ep->thread_lost)
         finish_sending(ep);
     for (int i = 0; here && i < ep->config.world_size; i++)
-        say_farewell(ep, i);
+        say_fin(ep, i);
     sp_nn_thread_stop(ep);
     tcp->close(ep->tcp);
     ep->tcp = NULL;

@@ -26,7 +26,7 @@ struct sp_nn_queue {
     void *listener; /* receiver */
     void *comm, *mr;
     atomic_bool failed; /* a call for this queue failed: the plugin is not called for it any more */
-    int card;
+    int device;
     uint64_t n_started; /* segments given to the plugin */
     void *requests[SP_NN_SEGMENTS];
 };
@@ -41,14 +41,14 @@ struct sp_nn_peer {
     bool connected;                     /* the thread's: was connected, even if a queue failed since */
     atomic_bool cancelled;              /* asks the thread to give up connecting */
     char failure[SP_NN_TEXT_CAP + 120]; /* valid with SP_NN_FAILED */
-    sp_nn_offer mine, theirs;
+    sp_nn_connect_info mine, theirs;
     /* start-up, the caller's */
-    bool offer_sent, offer_here, verdict_sent, verdict_here;
+    bool connect_info_sent, connect_info_here, result_sent, result_here;
     char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
     /* the peer's end */
     bool gone, over; /* no more can be sent to it; nothing more will arrive */
-    bool has_farewell;
-    sp_nn_farewell farewell;
+    bool has_fin;
+    sp_nn_fin fin;
     int64_t
         ended_ns; /* since when this rank knows that it is gone, or that the plugin failed; 0: it is not */
     uint64_t n_arrived; /* segments, at the last look */
@@ -65,7 +65,7 @@ struct sp_ncclnet {
     struct sp_nn_peer *peers; /* [world_size] */
     int64_t call_limit_ns;    /* how long a call into the plugin may take */
     /* start-up */
-    bool tcp_up, started, verdicts_due, up;
+    bool tcp_up, started, results_due, up;
     int64_t load_deadline_ns, connect_deadline_ns;
     /* The thread. If it hangs in the plugin it is abandoned. Then this struct is never freed, and the thread uses no
      * other memory of ours. */
@@ -102,8 +102,8 @@ static inline struct sp_ncclnet *sp_nn_self(sp_endpoint *ep)
 spccl_status sp_nn_thread_start(struct sp_ncclnet *ep);
 /* There is something to send or to fill, or a peer to connect. */
 void sp_nn_thread_kick(struct sp_ncclnet *ep);
-/* "card eth0 port 1" of a queue. */
-void sp_nn_card_text(const struct sp_ncclnet *ep, int card, char *out, size_t cap);
+/* "device eth0 port 1" of a queue. */
+void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_t cap);
 
 /* ncclnet_stop.c */
 /* True if two looks found the thread in the same call, for longer than it may. One look is not enough: the process may
@@ -117,7 +117,7 @@ void sp_nn_thread_stop(struct sp_ncclnet *ep);
 /* ncclnet_end.c */
 /* The peer ends, or the plugin failed for it: what follows is decided by sp_nn_look_at_end. */
 void sp_nn_start_ending(struct sp_ncclnet *ep, struct sp_nn_peer *p);
-/* Read what the peer says over tcp after start-up: its farewell, then its end. */
+/* Read what the peer says over tcp after start-up: its FIN, then its end. */
 void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer);
 /* Decide whether the peer is gone, and whether more can arrive from it. */
 void sp_nn_look_at_end(struct sp_ncclnet *ep, int peer);

@@ -9,7 +9,7 @@
 #define POINTER_HOST 1
 #define COMM_ID UINT64_C(0x5350434c4e455400)
 
-/* The start of the properties of a card. Version 9 inserted `force_flush`. What follows is not read. */
+/* The start of the properties of a device. Version 9 inserted `force_flush`. What follows is not read. */
 struct props_8 {
     char *name, *pci_path;
     uint64_t guid;
@@ -112,7 +112,7 @@ int sp_nn_devices(const sp_nn_plugin *p, int *n)
     return CALL(p, devices_fn, SP_NN_DEVICES)(n);
 }
 
-int sp_nn_get_card(const sp_nn_plugin *p, int dev, sp_nn_card *out)
+int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
 {
     union props props = {.bytes = {0}};
     const char *name;
@@ -121,9 +121,9 @@ int sp_nn_get_card(const sp_nn_plugin *p, int dev, sp_nn_card *out)
     if (result != 0)
         return result;
     name = old ? props.v8.name : props.v9.name;
-    *out = (sp_nn_card){.speed_mbps = old ? props.v8.speed : props.v9.speed,
-                        .port = old ? props.v8.port : props.v9.port,
-                        .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
+    *out = (sp_nn_device){.speed_mbps = old ? props.v8.speed : props.v9.speed,
+                          .port = old ? props.v8.port : props.v9.port,
+                          .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
     if (out->speed_mbps < 0)
         out->speed_mbps = 0;
     snprintf(out->name, sizeof out->name, "%s", name != NULL ? name : "without name");

@@ -16,7 +16,7 @@
 #define SP_NN_VERSION_MAX 12
 #define SP_NN_HANDLE_BYTES 128u
 #define SP_NN_NAME_CAP 40
-#define SP_NN_CARDS_MAX 16 /* cards that are looked at */
+#define SP_NN_DEVICES_MAX 16 /* devices that are looked at */
 #define SP_NN_TEXT_CAP 200
 #define SP_NN_PATH_CAP 400
 
@@ -54,11 +54,11 @@ typedef struct sp_nn_table {
 typedef void (*sp_nn_logger)(int level, unsigned long subsystems, const char *where, int line,
                              const char *fmt, ...);
 
-typedef struct sp_nn_card {
+typedef struct sp_nn_device {
     char name[SP_NN_NAME_CAP];
     int speed_mbps; /* 0: unknown */
     int port, max_comms;
-} sp_nn_card;
+} sp_nn_device;
 
 /* A loaded plugin. */
 typedef struct sp_nn_plugin {
@@ -66,9 +66,9 @@ typedef struct sp_nn_plugin {
     int version;
     void *context; /* from version 11 on: what init returned */
     char name[SP_NN_NAME_CAP], path[SP_NN_PATH_CAP];
-    int n_cards;
-    sp_nn_card cards[SP_NN_CARDS_MAX];
-    int n_used, used[SP_NN_CARDS_MAX]; /* the fastest cards: all have the same speed */
+    int n_devices;
+    sp_nn_device devices[SP_NN_DEVICES_MAX];
+    int n_used, used[SP_NN_DEVICES_MAX]; /* the fastest devices: all have the same speed */
 } sp_nn_plugin;
 
 /* False if the table lacks a function that every plugin must have; *missing is its name. */
@@ -79,7 +79,7 @@ const char *sp_nn_slot_name(enum sp_nn_slot slot);
 
 int sp_nn_init(sp_nn_plugin *p, sp_nn_logger logger);
 int sp_nn_devices(const sp_nn_plugin *p, int *n);
-int sp_nn_get_card(const sp_nn_plugin *p, int dev, sp_nn_card *out);
+int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out);
 /* Does nothing for versions before 11. */
 int sp_nn_finalize(const sp_nn_plugin *p);
 int sp_nn_listen(const sp_nn_plugin *p, int dev, void *handle, void **comm);

@@ -1,4 +1,4 @@
-/* ncclnet_end.c - how a peer of transport ncclnet ends: it says farewell over tcp, it is lost, or the plugin fails.
+/* ncclnet_end.c - how a peer of transport ncclnet ends: it sends a FIN over tcp, it is lost, or the plugin fails.
  * See ncclnet.h. */
 #include "core/base/clock.h"
 #include "transport/common/transports.h"
@@ -31,7 +31,7 @@ static void set_gone(struct sp_ncclnet *ep, struct sp_nn_peer *p, const char *te
     p->ended_ns = sp_now_ns(); /* segments may still be on their way */
 }
 
-/* What the peer says over tcp after start-up: its farewell, then its end. */
+/* What the peer says over tcp after start-up: its FIN, then its end. */
 void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
@@ -41,9 +41,9 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
     while (!p->gone && (st = tcp->peek(ep->tcp, peer, 0, &note, &bytes)) != SPCCL_AGAIN) {
         if (st == SPCCL_ERR_PEER) {
             set_gone(ep, p, "is gone: its process ended or left the group");
-        } else if (st == SPCCL_OK && !p->has_farewell &&
-                   sp_nn_read_farewell(note, bytes, ep->config.n_queues, &p->farewell)) {
-            p->has_farewell = true;
+        } else if (st == SPCCL_OK && !p->has_fin &&
+                   sp_nn_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
+            p->has_fin = true;
             (void)tcp->release(ep->tcp, peer, 0);
         } else {
             set_gone(ep, p, "sent something that is not a message over its tcp link");
@@ -55,11 +55,11 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
 static bool all_arrived(struct sp_ncclnet *ep, struct sp_nn_peer *p)
 {
     uint64_t n = 0;
-    bool complete = p->has_farewell, ended = true;
+    bool complete = p->has_fin, ended = true;
     for (int i = 0; i < ep->config.n_queues; i++) {
         uint64_t done = atomic_load(&p->rx[i].ring.done);
         n += done;
-        complete = complete && done >= p->farewell.n_segments[i];
+        complete = complete && done >= p->fin.n_segments[i];
         ended = ended && atomic_load(&p->rx[i].failed);
     }
     if (n != p->n_arrived)

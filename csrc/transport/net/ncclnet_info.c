@@ -16,7 +16,7 @@ static void look(void)
     sp_nn_plugin plugin;
     sp_nn_limits limits;
     int64_t limit_ms = 10000;
-    char cards[sizeof why_text / 2];
+    char devices[sizeof why_text / 2];
     sp_nn_find(&found);
     if (!found.found) {
         value_text = "in, no plugin";
@@ -31,8 +31,8 @@ static void look(void)
         return;
     }
     value_text = "in, plugin usable";
-    sp_nn_describe(&plugin, cards, sizeof cards);
-    snprintf(why_text, sizeof why_text, "%s; %s", found.why, cards);
+    sp_nn_describe(&plugin, devices, sizeof devices);
+    snprintf(why_text, sizeof why_text, "%s; %s", found.why, devices);
 }
 
 void sp_nn_inform(const char **value, const char **why)

@@ -114,18 +114,18 @@ static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
     return SPCCL_OK;
 }
 
-/* Keep the fastest cards: a slow one, such as that of the management network, would hold up the others. */
-static void choose_cards(sp_nn_plugin *p)
+/* Keep the fastest devices: a slow one, such as that of the management network, would hold up the others. */
+static void choose_devices(sp_nn_plugin *p)
 {
     int most = 0;
-    for (int i = 0; i < p->n_cards; i++)
-        most = p->cards[i].speed_mbps > most ? p->cards[i].speed_mbps : most;
-    for (int i = 0; i < p->n_cards; i++)
-        if (p->cards[i].speed_mbps == most)
+    for (int i = 0; i < p->n_devices; i++)
+        most = p->devices[i].speed_mbps > most ? p->devices[i].speed_mbps : most;
+    for (int i = 0; i < p->n_devices; i++)
+        if (p->devices[i].speed_mbps == most)
             p->used[p->n_used++] = i;
 }
 
-static spccl_status ask_cards(const char *path, struct report *r)
+static spccl_status ask_devices(const char *path, struct report *r)
 {
     sp_nn_plugin *p = &r->plugin;
     int n = 0, result;
@@ -138,17 +138,17 @@ static spccl_status ask_cards(const char *path, struct report *r)
         take_warning(warning);
         atomic_store(&r->step, STEP_FINALIZE);
         (void)sp_nn_finalize(p);
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it found no card%.90s",
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it found no device%.90s",
                        sp_nn_file_name(path), warning);
     }
     atomic_store(&r->step, STEP_PROPERTIES);
-    p->n_cards = n < SP_NN_CARDS_MAX ? n : SP_NN_CARDS_MAX;
-    for (int i = 0; i < p->n_cards; i++) {
-        result = sp_nn_get_card(p, i, &p->cards[i]);
+    p->n_devices = n < SP_NN_DEVICES_MAX ? n : SP_NN_DEVICES_MAX;
+    for (int i = 0; i < p->n_devices; i++) {
+        result = sp_nn_get_device(p, i, &p->devices[i]);
         if (result != 0)
             return call_failed(path, STEP_PROPERTIES, result);
     }
-    choose_cards(p);
+    choose_devices(p);
     return SPCCL_OK;
 }
 
@@ -168,7 +168,7 @@ static spccl_status open_plugin(const char *path, struct report *r)
     if (result != 0)
         return call_failed(path, STEP_INIT, result);
     snprintf(p->name, sizeof p->name, "%s", p->table->name != NULL ? p->table->name : "without name");
-    return ask_cards(path, r);
+    return ask_devices(path, r);
 }
 
 /* ---- the child ---- */
@@ -431,10 +431,10 @@ spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_n
 
 void sp_nn_describe(const sp_nn_plugin *p, char *out, size_t cap)
 {
-    int n = snprintf(out, cap, "plugin %s (%s, v%d), %d card%s:", p->name, p->path, p->version, p->n_cards,
-                     p->n_cards == 1 ? "" : "s");
+    int n = snprintf(out, cap, "plugin %s (%s, v%d), %d device%s:", p->name, p->path, p->version,
+                     p->n_devices, p->n_devices == 1 ? "" : "s");
     for (int i = 0; i < p->n_used && n > 0 && (size_t)n < cap; i++) {
-        const sp_nn_card *c = &p->cards[p->used[i]];
+        const sp_nn_device *c = &p->devices[p->used[i]];
         n += snprintf(out + n, cap - (size_t)n, "%s %s", i != 0 ? "," : "", c->name);
         if (c->speed_mbps != 0 && n > 0 && (size_t)n < cap)
             n += snprintf(out + n, cap - (size_t)n, " (%d Mbit/s)", c->speed_mbps);

@@ -1,7 +1,7 @@
 /* ncclnet_load.h - finds an NCCL net plugin, tries it in a child process, and loads it into this one.
  *
  * A plugin is someone else's code: it may crash, hang, or change the environment. So it is first loaded by a
- * child process, which calls init and asks for the cards. If the child crashes or does not end in time, the
+ * child process, which calls init and asks for the devices. If the child crashes or does not end in time, the
  * plugin is not usable, and the reason says at which call. A plugin that was loaded stays for the life of the
  * process: some register functions that run at exit. */
 #ifndef SP_NCCLNET_LOAD_H
@@ -35,7 +35,7 @@ spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plu
 void sp_nn_inform(const char **value, const char **why);
 /* The file of a path, for texts: a plugin's path may be longer than a text. */
 const char *sp_nn_file_name(const char *path);
-/* "plugin NAME (PATH, vN), n cards: a (100000 Mbit/s), ..." */
+/* "plugin NAME (PATH, vN), n devices: a (100000 Mbit/s), ..." */
 void sp_nn_describe(const sp_nn_plugin *p, char *out, size_t cap);
 
 #endif

@@ -1,5 +1,5 @@
 /* ncclnet_ring.h - the bytes of one queue on one side, as a ring of SP_NN_SEGMENTS segments, for transports ncclnet
- * and ib. A plugin, or a card, moves segments: segment k of the sender's ring arrives as segment k of the receiver's ring, at the same offset. So the
+ * and ib. A plugin, or a device, moves segments: segment k of the sender's ring arrives as segment k of the receiver's ring, at the same offset. So the
  * receiver's ring is a copy of the sender's, and a message that spans segments is contiguous in both (mirror.h).
  *
  * A segment may be sent before it is full. The next message then begins at the next segment. In memory a message

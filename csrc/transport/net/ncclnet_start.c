@@ -2,10 +2,10 @@
  *
  * Two ranks first connect over tcp. Meanwhile each loads its plugin, and listens once per peer and queue. Then each
  * sends the other
- *   an offer    the plugin's name and the handles of its listeners, or why it has none;
- *   a verdict   whether all queues between the two are connected. A rank sends it to all peers at once, when no
+ *   a connect info    the plugin's name and the handles of its listeners, or why it has none;
+ *   a result   whether all queues between the two are connected. A rank sends it to all peers at once, when no
  *               connection of its own is still under way: so no pair relies on a thread that hangs.
- * The plugin carries the pair if both verdicts say so. Otherwise both ends use the tcp link. */
+ * The plugin carries the pair if both results say so. Otherwise both ends use the tcp link. */
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
@@ -58,7 +58,7 @@ static bool is_loaded(struct sp_ncclnet *ep)
     return !ep->thread_lost && atomic_load(&ep->load) == SP_NN_LOAD_FINE;
 }
 
-/* ---- offers ---- */
+/* ---- connect info ---- */
 
 static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *note, size_t bytes)
 {
@@ -68,10 +68,10 @@ static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *no
     return tcp->commit(ep->tcp, peer, 0, 0);
 }
 
-static spccl_status send_offer(struct sp_ncclnet *ep, int peer)
+static spccl_status send_connect_info(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
-    uint8_t note[SP_NN_OFFER_BYTES];
+    uint8_t note[SP_NN_CONNECT_INFO_BYTES];
     p->mine.usable = is_loaded(ep);
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
     p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
@@ -80,14 +80,14 @@ static spccl_status send_offer(struct sp_ncclnet *ep, int peer)
     else
         snprintf(p->mine.why, sizeof p->mine.why, "%.*s", (int)sizeof p->mine.why - 1,
                  ep->thread_lost ? ep->lost_text : ep->load_text);
-    sp_nn_write_offer(&p->mine, note);
+    sp_nn_write_connect_info(&p->mine, note);
     SP_TRY(send_note(ep, peer, note, sizeof note));
-    p->offer_sent = true;
+    p->connect_info_sent = true;
     return SPCCL_OK;
 }
 
-/* Both offers are known: connect, or not. */
-static spccl_status judge_offer(struct sp_ncclnet *ep, int peer)
+/* Both sides' connect info is known: connect, or not. */
+static spccl_status judge_connect_info(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
     char text[SP_NN_TEXT_CAP + 40] = "";
@@ -113,27 +113,27 @@ static spccl_status judge_offer(struct sp_ncclnet *ep, int peer)
     return SPCCL_OK;
 }
 
-/* ---- verdicts ---- */
+/* ---- results ---- */
 
 static bool both_usable(const struct sp_nn_peer *p)
 {
     return atomic_load(&p->state) != SP_NN_IDLE;
 }
 
-static spccl_status send_verdict(struct sp_ncclnet *ep, int peer)
+static spccl_status send_result(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
-    sp_nn_verdict v = {.fine = p->reason[0] == '\0'};
-    uint8_t note[SP_NN_VERDICT_BYTES];
+    sp_nn_result v = {.fine = p->reason[0] == '\0'};
+    uint8_t note[SP_NN_RESULT_BYTES];
     snprintf(v.why, sizeof v.why, "%s", p->reason);
-    sp_nn_write_verdict(&v, note);
+    sp_nn_write_result(&v, note);
     SP_TRY(send_note(ep, peer, note, sizeof note));
-    p->verdict_sent = true;
+    p->result_sent = true;
     return SPCCL_OK;
 }
 
 /* Decide what this rank says about each peer, once nothing is under way or the time is over. */
-static void decide_verdicts(struct sp_ncclnet *ep)
+static void decide_results(struct sp_ncclnet *ep)
 {
     char hang[SP_NN_TEXT_CAP];
     bool late = sp_deadline_passed(ep->connect_deadline_ns);
@@ -154,15 +154,15 @@ static void decide_verdicts(struct sp_ncclnet *ep)
         } else if (state == SP_NN_FAILED) {
             take_tcp(p, p->failure);
         } else if (state == SP_NN_CONNECTING) {
-            char card[80];
-            sp_nn_card_text(ep, p->tx[0].card, card, sizeof card);
-            snprintf(text, sizeof text, "%s: plugin %s: no connection with rank %d in time", card,
+            char device[80];
+            sp_nn_device_text(ep, p->tx[0].device, device, sizeof device);
+            snprintf(text, sizeof text, "%s: plugin %s: no connection with rank %d in time", device,
                      ep->plugin->name, i);
             take_tcp(p, text);
             atomic_store(&p->cancelled, true);
         }
     }
-    ep->verdicts_due = true;
+    ep->results_due = true;
 }
 
 /* ---- notes from peers ---- */
@@ -184,17 +184,17 @@ static spccl_status take_note(struct sp_ncclnet *ep, int peer)
         return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
                        peer);
     SP_TRY(st);
-    if (!p->offer_here) {
-        if (!sp_nn_read_offer(note, bytes, &p->theirs))
-            return bad_note(ep, peer, bytes, "offer");
-        p->offer_here = true;
+    if (!p->connect_info_here) {
+        if (!sp_nn_read_connect_info(note, bytes, &p->theirs))
+            return bad_note(ep, peer, bytes, "connect info");
+        p->connect_info_here = true;
         SP_TRY(tcp->release(ep->tcp, peer, 0));
-        return judge_offer(ep, peer);
+        return judge_connect_info(ep, peer);
     }
-    sp_nn_verdict v;
-    if (!sp_nn_read_verdict(note, bytes, &v))
-        return bad_note(ep, peer, bytes, "verdict");
-    p->verdict_here = true;
+    sp_nn_result v;
+    if (!sp_nn_read_result(note, bytes, &v))
+        return bad_note(ep, peer, bytes, "result");
+    p->result_here = true;
     if (!v.fine) {
         char text[SP_NN_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
@@ -253,30 +253,30 @@ static spccl_status step_peer(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
     spccl_status st = SPCCL_OK;
-    if (!p->offer_sent)
-        SP_TRY(send_offer(ep, peer));
-    if (!p->offer_here || (both_usable(p) && !p->verdict_here))
+    if (!p->connect_info_sent)
+        SP_TRY(send_connect_info(ep, peer));
+    if (!p->connect_info_here || (both_usable(p) && !p->result_here))
         st = take_note(ep, peer);
     if (st != SPCCL_OK)
         return st;
-    if (!p->offer_here)
+    if (!p->connect_info_here)
         return SPCCL_AGAIN;
     if (!both_usable(p))
         return SPCCL_OK;
-    return p->verdict_sent && p->verdict_here ? SPCCL_OK : SPCCL_AGAIN;
+    return p->result_sent && p->result_here ? SPCCL_OK : SPCCL_AGAIN;
 }
 
 /* Step every peer. AGAIN: some are not ready; `missing` has them. */
-static spccl_status step_peers(struct sp_ncclnet *ep, sp_rank_list *missing, bool *all_offers)
+static spccl_status step_peers(struct sp_ncclnet *ep, sp_rank_list *missing, bool *all_connect_info)
 {
-    *all_offers = true;
+    *all_connect_info = true;
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_nn_peer *p = &ep->peers[i];
         spccl_status st;
         if (!p->added)
             continue;
         st = step_peer(ep, i);
-        *all_offers = *all_offers && p->offer_here;
+        *all_connect_info = *all_connect_info && p->connect_info_here;
         if (st == SPCCL_AGAIN)
             sp_rank_list_add(missing, i);
         else if (st != SPCCL_OK)
@@ -285,11 +285,11 @@ static spccl_status step_peers(struct sp_ncclnet *ep, sp_rank_list *missing, boo
     return missing->n != 0 ? SPCCL_AGAIN : SPCCL_OK;
 }
 
-static spccl_status send_verdicts(struct sp_ncclnet *ep)
+static spccl_status send_results(struct sp_ncclnet *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].added && both_usable(&ep->peers[i]) && !ep->peers[i].verdict_sent)
-            SP_TRY(send_verdict(ep, i));
+        if (ep->peers[i].added && both_usable(&ep->peers[i]) && !ep->peers[i].result_sent)
+            SP_TRY(send_result(ep, i));
     return SPCCL_OK;
 }
 
@@ -298,23 +298,23 @@ static spccl_status start_pairs(struct sp_ncclnet *ep)
     sp_rank_list missing = {0};
     char text[SP_ABORT_TEXT_CAP];
     int peer = -1;
-    bool all_offers;
+    bool all_connect_info;
     spccl_status st;
     SP_TRY(tcp->progress(ep->tcp, &peer, text));
-    st = step_peers(ep, &missing, &all_offers);
+    st = step_peers(ep, &missing, &all_connect_info);
     if (st != SPCCL_OK && st != SPCCL_AGAIN)
         return st;
-    if (all_offers && ep->connect_deadline_ns == 0)
+    if (all_connect_info && ep->connect_deadline_ns == 0)
         ep->connect_deadline_ns = half_of_the_rest(ep);
-    if (all_offers && !ep->verdicts_due)
-        decide_verdicts(ep);
-    if (ep->verdicts_due)
-        SP_TRY(send_verdicts(ep));
+    if (all_connect_info && !ep->results_due)
+        decide_results(ep);
+    if (ep->results_due)
+        SP_TRY(send_results(ep));
     if (st == SPCCL_AGAIN && sp_deadline_passed(ep->config.deadline_ns))
         return SP_FAIL(SPCCL_ERR_TIMEOUT,
                        "rank %d: ncclnet: rank %s did not say in time whether its plugin works",
                        ep->config.rank, missing.text);
-    if (st == SPCCL_AGAIN || !(all_offers && ep->verdicts_due))
+    if (st == SPCCL_AGAIN || !(all_connect_info && ep->results_due))
         return SPCCL_AGAIN;
     SP_TRY(decide_routes(ep));
     forget_changes(ep);

@@ -16,7 +16,7 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
     int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
     int64_t now_ns = sp_now_ns();
     int peer = atomic_load(&ep->call_peer);
-    char card[80];
+    char device[80];
     if (since_ns == 0 || now_ns - since_ns < ep->call_limit_ns)
         return false;
     if (ep->slow_call_ns != since_ns) {
@@ -25,8 +25,8 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
     }
     if (now_ns - ep->slow_seen_ns < LOOK_AGAIN_NS)
         return false;
-    sp_nn_card_text(ep, ep->peers[peer].tx[0].card, card, sizeof card);
-    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms", card, ep->plugin->name,
+    sp_nn_device_text(ep, ep->peers[peer].tx[0].device, device, sizeof device);
+    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms", device, ep->plugin->name,
              sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
              (long long)((now_ns - since_ns) / 1000000));
     return true;

@@ -53,10 +53,10 @@ static void signal_caller(struct sp_ncclnet *ep)
         sp_log(SP_LOG_ERROR, ep->config.rank, "ncclnet: writing to an eventfd failed: errno %d", errno);
 }
 
-void sp_nn_card_text(const struct sp_ncclnet *ep, int card, char *out, size_t cap)
+void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_t cap)
 {
-    const sp_nn_card *c = &ep->plugin->cards[card];
-    snprintf(out, cap, "card %s port %d", c->name, c->port);
+    const sp_nn_device *c = &ep->plugin->devices[device];
+    snprintf(out, cap, "device %s port %d", c->name, c->port);
 }
 
 /* The first failure is the one that errors name. */
@@ -69,14 +69,14 @@ static void fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
     signal_caller(ep);
 }
 
-/* A call for a queue failed: the peer fails, with card, call and result in the text. Its other queues go on: what a
+/* A call for a queue failed: the peer fails, with device, call and result in the text. Its other queues go on: what a
  * peer sent before it left must arrive. */
 static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
                       int result)
 {
-    char card[80], text[SP_NN_TEXT_CAP];
-    sp_nn_card_text(ep, q->card, card, sizeof card);
-    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", card,
+    char device[80], text[SP_NN_TEXT_CAP];
+    sp_nn_device_text(ep, q->device, device, sizeof device);
+    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
              ep->plugin->name, sp_nn_slot_name(slot), peer, q->ring.queue, result, sp_nn_result_text(result));
     atomic_store(&q->failed, true);
     fail_peer(ep, peer, text);
@@ -84,8 +84,8 @@ static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, en
 
 /* ---- start-up ---- */
 
-/* The card of a queue between two ranks: the same number on both hosts, if they have as many cards. */
-static int card_of(const struct sp_ncclnet *ep, int peer, int queue)
+/* The device of a queue between two ranks: the same number on both hosts, if they have as many devices. */
+static int device_of(const struct sp_ncclnet *ep, int peer, int queue)
 {
     const sp_nn_plugin *p = ep->plugin;
     return p->used[(ep->config.rank + peer + queue) % p->n_used];
@@ -96,14 +96,14 @@ static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
     for (int i = 0; i < ep->config.n_queues; i++) {
-        int result, card = card_of(ep, peer, i);
-        p->tx[i].card = p->rx[i].card = card;
+        int result, device = device_of(ep, peer, i);
+        p->tx[i].device = p->rx[i].device = device;
         CALL(ep, SP_NN_LISTEN, peer, result,
-             sp_nn_listen(ep->plugin, card, p->mine.handles[i], &p->rx[i].listener));
+             sp_nn_listen(ep->plugin, device, p->mine.handles[i], &p->rx[i].listener));
         if (result == 0 && p->rx[i].listener != NULL)
             continue;
-        snprintf(text, cap, "card %s: plugin %s: listen for rank %d returned %d (%s)",
-                 ep->plugin->cards[card].name, ep->plugin->name, peer, result,
+        snprintf(text, cap, "device %s: plugin %s: listen for rank %d returned %d (%s)",
+                 ep->plugin->devices[device].name, ep->plugin->name, peer, result,
                  result != 0 ? sp_nn_result_text(result) : "but no listener");
         return false;
     }
@@ -116,7 +116,7 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
     const sp_nn_plugin *p = ep->plugin;
     int64_t most = 0, needed = 0;
     for (int i = 0; i < p->n_used; i++)
-        most += p->cards[p->used[i]].max_comms > 0 ? p->cards[p->used[i]].max_comms : INT32_MAX;
+        most += p->devices[p->used[i]].max_comms > 0 ? p->devices[p->used[i]].max_comms : INT32_MAX;
     for (int i = 0; i < ep->config.world_size; i++)
         needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
     if (needed <= most)
@@ -147,7 +147,7 @@ static int connect_send(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
     int result;
     if (q->comm == NULL) {
         CALL(ep, SP_NN_CONNECT, peer, result,
-             sp_nn_connect(ep->plugin, q->card, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
+             sp_nn_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
         if (result != 0) {
             fail_call(ep, peer, q, SP_NN_CONNECT, result);
             return -1;

@@ -5,9 +5,9 @@
 
 #include <string.h>
 
-#define OFFER_MAGIC 0x4f4e7073u    /* "spNO" */
-#define VERDICT_MAGIC 0x564e7073u  /* "spNV" */
-#define FAREWELL_MAGIC 0x464e7073u /* "spNF" */
+#define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
+#define RESULT_MAGIC 0x564e7073u       /* "spNV" */
+#define FIN_MAGIC 0x464e7073u          /* "spNF" */
 static const char address_magic[4] = {'s', 'p', 'N', '1'};
 
 /* Copy a text that ends within `cap` bytes. Bytes that are not printable ASCII become '?': the text goes to logs. */
@@ -44,9 +44,9 @@ bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, siz
     return true;
 }
 
-void sp_nn_write_offer(const sp_nn_offer *o, uint8_t out[SP_NN_OFFER_BYTES])
+void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CONNECT_INFO_BYTES])
 {
-    sp_store_le32(out, OFFER_MAGIC);
+    sp_store_le32(out, CONNECT_INFO_MAGIC);
     sp_store_le16(out + 4, o->usable ? 1 : 0);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
@@ -58,9 +58,10 @@ void sp_nn_write_offer(const sp_nn_offer *o, uint8_t out[SP_NN_OFFER_BYTES])
         memset(out + 252, 0, sizeof o->handles);
 }
 
-bool sp_nn_read_offer(const uint8_t *bytes, size_t n, sp_nn_offer *out)
+bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info *out)
 {
-    if (n != SP_NN_OFFER_BYTES || sp_load_le32(bytes) != OFFER_MAGIC || sp_load_le16(bytes + 4) > 1)
+    if (n != SP_NN_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
+        sp_load_le16(bytes + 4) > 1)
         return false;
     out->usable = sp_load_le16(bytes + 4) == 1;
     out->n_queues = sp_load_le16(bytes + 6);
@@ -73,32 +74,32 @@ bool sp_nn_read_offer(const uint8_t *bytes, size_t n, sp_nn_offer *out)
            read_text(bytes + 52, out->why, SP_NN_TEXT_CAP);
 }
 
-void sp_nn_write_verdict(const sp_nn_verdict *v, uint8_t out[SP_NN_VERDICT_BYTES])
+void sp_nn_write_result(const sp_nn_result *v, uint8_t out[SP_NN_RESULT_BYTES])
 {
-    sp_store_le32(out, VERDICT_MAGIC);
+    sp_store_le32(out, RESULT_MAGIC);
     sp_store_le32(out + 4, v->fine ? 1 : 0);
     write_text(v->why, out + 8, SP_NN_TEXT_CAP);
 }
 
-bool sp_nn_read_verdict(const uint8_t *bytes, size_t n, sp_nn_verdict *out)
+bool sp_nn_read_result(const uint8_t *bytes, size_t n, sp_nn_result *out)
 {
-    if (n != SP_NN_VERDICT_BYTES || sp_load_le32(bytes) != VERDICT_MAGIC || sp_load_le32(bytes + 4) > 1)
+    if (n != SP_NN_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC || sp_load_le32(bytes + 4) > 1)
         return false;
     out->fine = sp_load_le32(bytes + 4) == 1;
     return read_text(bytes + 8, out->why, SP_NN_TEXT_CAP);
 }
 
-void sp_nn_write_farewell(const sp_nn_farewell *f, int n_queues, uint8_t out[SP_NN_FAREWELL_BYTES])
+void sp_nn_write_fin(const sp_nn_fin *f, int n_queues, uint8_t out[SP_NN_FIN_BYTES])
 {
-    sp_store_le32(out, FAREWELL_MAGIC);
+    sp_store_le32(out, FIN_MAGIC);
     sp_store_le32(out + 4, (uint32_t)n_queues);
     for (size_t i = 0; i < SP_QUEUES_MAX; i++)
         sp_store_le64(out + 8 + 8 * i, i < (size_t)n_queues ? f->n_segments[i] : 0);
 }
 
-bool sp_nn_read_farewell(const uint8_t *bytes, size_t n, int n_queues, sp_nn_farewell *out)
+bool sp_nn_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_nn_fin *out)
 {
-    if (n != SP_NN_FAREWELL_BYTES || sp_load_le32(bytes) != FAREWELL_MAGIC ||
+    if (n != SP_NN_FIN_BYTES || sp_load_le32(bytes) != FIN_MAGIC ||
         sp_load_le32(bytes + 4) != (uint32_t)n_queues)
         return false;
     for (size_t i = 0; i < SP_QUEUES_MAX; i++)

@@ -13,38 +13,38 @@
 /* First message: what came of loading the plugin, and where the queues listen.
  *   0 "spNO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 name[40]   52 why[200]
  *   252 handles[SP_QUEUES_MAX][128] */
-#define SP_NN_OFFER_BYTES (252u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
-typedef struct sp_nn_offer {
+#define SP_NN_CONNECT_INFO_BYTES (252u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
+typedef struct sp_nn_connect_info {
     bool usable;
     uint32_t n_queues, segment_bytes;
     char name[SP_NN_NAME_CAP];
     char why[SP_NN_TEXT_CAP]; /* not usable: the reason */
     uint8_t handles[SP_QUEUES_MAX][SP_NN_HANDLE_BYTES];
-} sp_nn_offer;
+} sp_nn_connect_info;
 
 /* Second message: whether all queues are connected. 0 "spNV"   4 u32 fine   8 why[200] */
-#define SP_NN_VERDICT_BYTES (8u + SP_NN_TEXT_CAP)
-typedef struct sp_nn_verdict {
+#define SP_NN_RESULT_BYTES (8u + SP_NN_TEXT_CAP)
+typedef struct sp_nn_result {
     bool fine;
     char why[SP_NN_TEXT_CAP];
-} sp_nn_verdict;
+} sp_nn_result;
 
 /* Last message: how many segments were sent in all. 0 "spNF"   4 u32 n_queues   8 u64 n_segments[SP_QUEUES_MAX] */
-#define SP_NN_FAREWELL_BYTES (8u + 8u * SP_QUEUES_MAX)
-typedef struct sp_nn_farewell {
+#define SP_NN_FIN_BYTES (8u + 8u * SP_QUEUES_MAX)
+typedef struct sp_nn_fin {
     uint64_t n_segments[SP_QUEUES_MAX];
-} sp_nn_farewell;
+} sp_nn_fin;
 
 /* Write the magic. Returns where the address of the tcp endpoint goes. */
 size_t sp_nn_write_address(uint8_t *out);
 /* Where the tcp address is in an address. False: not an address, or the rank has no plugin. */
 bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes);
-void sp_nn_write_offer(const sp_nn_offer *o, uint8_t out[SP_NN_OFFER_BYTES]);
+void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CONNECT_INFO_BYTES]);
 /* Each is false if the bytes are not that message. */
-bool sp_nn_read_offer(const uint8_t *bytes, size_t n, sp_nn_offer *out);
-void sp_nn_write_verdict(const sp_nn_verdict *v, uint8_t out[SP_NN_VERDICT_BYTES]);
-bool sp_nn_read_verdict(const uint8_t *bytes, size_t n, sp_nn_verdict *out);
-void sp_nn_write_farewell(const sp_nn_farewell *f, int n_queues, uint8_t out[SP_NN_FAREWELL_BYTES]);
-bool sp_nn_read_farewell(const uint8_t *bytes, size_t n, int n_queues, sp_nn_farewell *out);
+bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info *out);
+void sp_nn_write_result(const sp_nn_result *v, uint8_t out[SP_NN_RESULT_BYTES]);
+bool sp_nn_read_result(const uint8_t *bytes, size_t n, sp_nn_result *out);
+void sp_nn_write_fin(const sp_nn_fin *f, int n_queues, uint8_t out[SP_NN_FIN_BYTES]);
+bool sp_nn_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_nn_fin *out);
 
 #endif

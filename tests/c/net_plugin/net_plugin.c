@@ -4,9 +4,9 @@
  *
  * It checks what it is given, and returns "invalid usage" with a line on stderr if that is wrong. Environment
  * variables, read by init, give it habits of real plugins:
- *   TEST_NET_CARDS=n      number of cards, 0 too; default 1
- *   TEST_NET_SPEED=n      net_speed in Mbit/s of the cards; the second half is ten times slower
- *   TEST_NET_COMMS=n      most connections of a card
+ *   TEST_NET_DEVICES=n      number of devices, 0 too; default 1
+ *   TEST_NET_SPEED=n      net_speed in Mbit/s of the devices; the second half is ten times slower
+ *   TEST_NET_COMMS=n      most connections of a device
  *   TEST_NET_NAME=s       name of the plugin
  *   TEST_NET_BUSY=n       one in n isend, irecv and test of an unfinished request does nothing
  *   TEST_NET_SLOW=n       connect and accept return no connection n times
@@ -64,7 +64,7 @@ struct handle {
 };
 
 static logger log_line;
-int net_n_cards, net_speed, net_comms;
+int net_n_devices, net_speed, net_comms;
 char net_name[40] = "Test Sockets";
 static int busy, slow, credit, wrong_size;
 static _Atomic uint32_t n_busy;
@@ -112,13 +112,13 @@ int net_misuse(const char *text)
     return 5;
 }
 
-/* ---- cards ---- */
+/* ---- devices ---- */
 
 int net_start(logger log)
 {
     const char *name = getenv("TEST_NET_NAME");
     log_line = log;
-    net_n_cards = number("TEST_NET_CARDS", 1);
+    net_n_devices = number("TEST_NET_DEVICES", 1);
     net_speed = number("TEST_NET_SPEED", 0);
     net_comms = number("TEST_NET_COMMS", 0x7fffffff);
     busy = number("TEST_NET_BUSY", 0);
@@ -132,7 +132,7 @@ int net_start(logger log)
         unsetenv("TEST_NET_KEPT");
     }
     if (number("TEST_NET_LOG", 0) != 0 && log != NULL)
-        log(2, 1, "net_plugin.c", __LINE__, "a card named %s is not used", (char *)1);
+        log(2, 1, "net_plugin.c", __LINE__, "a device named %s is not used", (char *)1);
     if (net_faulty("init")) {
         if (log != NULL)
             log(2, 1, "net_plugin.c", __LINE__, "no link on any port");
@@ -145,7 +145,7 @@ int net_devices(int *n)
 {
     if (net_faulty("devices"))
         return 2;
-    *n = net_n_cards;
+    *n = net_n_devices;
     return 0;
 }
 
@@ -163,7 +163,7 @@ static struct sockaddr_in loopback(uint32_t port)
     return a;
 }
 
-int net_listen_card(int dev, void *handle, void **out)
+int net_listen_device(int dev, void *handle, void **out)
 {
     struct sockaddr_in a = loopback(0);
     struct handle h = {.magic = HANDLE_MAGIC};
@@ -171,8 +171,8 @@ int net_listen_card(int dev, void *handle, void **out)
     struct listener *l;
     if (net_faulty("listen"))
         return 2;
-    if (dev < 0 || dev >= net_n_cards)
-        return net_misuse("listen on a card that is not there");
+    if (dev < 0 || dev >= net_n_devices)
+        return net_misuse("listen on a device that is not there");
     l = calloc(1, sizeof *l);
     l->fd = new_socket();
     l->first_fd = -1;
@@ -209,7 +209,7 @@ static int connect_now(const struct handle *h)
     return fd;
 }
 
-int net_connect_card(int dev, void *handle, void **out, void **device)
+int net_connect_device(int dev, void *handle, void **out, void **device)
 {
     static __thread int tries;
     struct handle h;
@@ -217,8 +217,8 @@ int net_connect_card(int dev, void *handle, void **out, void **device)
     memcpy(&h, handle, sizeof h);
     if (net_faulty("connect"))
         return 2;
-    if (dev < 0 || dev >= net_n_cards || h.magic != HANDLE_MAGIC)
-        return net_misuse("connect with a wrong card or handle");
+    if (dev < 0 || dev >= net_n_devices || h.magic != HANDLE_MAGIC)
+        return net_misuse("connect with a wrong device or handle");
     if (device == NULL || *device != NULL)
         return net_misuse("connect asks for offload to a device");
     *out = NULL;

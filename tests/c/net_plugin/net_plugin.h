@@ -7,7 +7,7 @@
 
 typedef void (*logger)(int level, unsigned long flags, const char *file, int line, const char *fmt, ...);
 
-extern int net_n_cards, net_speed, net_comms;
+extern int net_n_devices, net_speed, net_comms;
 extern char net_name[40];
 
 /* A line on stderr, and the result "invalid usage". */
@@ -16,8 +16,8 @@ int net_misuse(const char *text);
 int net_faulty(const char *call);
 int net_start(logger log);
 int net_devices(int *n);
-int net_listen_card(int dev, void *handle, void **out);
-int net_connect_card(int dev, void *handle, void **out, void **device);
+int net_listen_device(int dev, void *handle, void **out);
+int net_connect_device(int dev, void *handle, void **out, void **device);
 int net_accept_comm(void *listener, void **out, void **device);
 int net_reg(void *comm, void *data, size_t bytes, int type, void **mr);
 int net_dereg(void *comm, void *mr);

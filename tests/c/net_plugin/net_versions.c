@@ -49,21 +49,21 @@ struct props_12 {
     int16_t railId, planeId;
 };
 
-static char card_names[64][16];
+static char device_names[64][16];
 
-static int card_speed(int dev)
+static int device_speed(int dev)
 {
-    return net_n_cards > 1 && dev >= (net_n_cards + 1) / 2 ? net_speed / 10 : net_speed;
+    return net_n_devices > 1 && dev >= (net_n_devices + 1) / 2 ? net_speed / 10 : net_speed;
 }
 
 #define FILL(p, dev)                                                                                         \
     do {                                                                                                     \
         memset((p), 0, sizeof *(p));                                                                         \
-        snprintf(card_names[dev], sizeof card_names[dev], "sock%d", dev);                                    \
-        (p)->name = card_names[dev];                                                                         \
+        snprintf(device_names[dev], sizeof device_names[dev], "sock%d", dev);                                \
+        (p)->name = device_names[dev];                                                                       \
         (p)->guid = (uint64_t)dev;                                                                           \
         (p)->ptrSupport = 1;                                                                                 \
-        (p)->speed = card_speed(dev);                                                                        \
+        (p)->speed = device_speed(dev);                                                                      \
         (p)->port = 1;                                                                                       \
         (p)->maxComms = net_comms;                                                                           \
         (p)->maxRecvs = 1;                                                                                   \
@@ -77,8 +77,8 @@ static int properties(int version, int dev, void *out)
     struct props_12 *p12 = out;
     if (net_faulty("getProperties"))
         return 2;
-    if (dev < 0 || dev >= net_n_cards || dev >= 64)
-        return net_misuse("a card that is not there");
+    if (dev < 0 || dev >= net_n_devices || dev >= 64)
+        return net_misuse("a device that is not there");
     if (version == 8) {
         FILL(p8, dev);
     } else if (version == 12) {
@@ -133,17 +133,18 @@ static int init_11(void **context, uint64_t id, struct config *config, logger lo
 }
 static int listen_11(void *context, int dev, void *handle, void **out)
 {
-    return context != CONTEXT ? net_misuse("listen with a wrong context") : net_listen_card(dev, handle, out);
+    return context != CONTEXT ? net_misuse("listen with a wrong context")
+                              : net_listen_device(dev, handle, out);
 }
 static int connect_10(int dev, struct config *config, void *handle, void **out, void **device)
 {
     return config == NULL || config->trafficClass != -1 ? net_misuse("connect without a config")
-                                                        : net_connect_card(dev, handle, out, device);
+                                                        : net_connect_device(dev, handle, out, device);
 }
 static int connect_11(void *context, int dev, void *handle, void **out, void **device)
 {
     return context != CONTEXT ? net_misuse("connect with a wrong context")
-                              : net_connect_card(dev, handle, out, device);
+                              : net_connect_device(dev, handle, out, device);
 }
 static int isend_8(void *comm, void *data, int bytes, int tag, void *mr, void **request)
 {
@@ -246,12 +247,12 @@ struct table {
          (any)(finalize_fn),                                                                                 \
          NULL}}
 
-TABLE(8, init_8, properties_8, net_listen_card, net_connect_card, isend_8, irecv_8, NULL);
-TABLE(9, init_8, properties_9, net_listen_card, net_connect_card, isend_9, irecv_9, NULL);
-TABLE(10, init_10, properties_9, net_listen_card, connect_10, isend_10, irecv_10, NULL);
+TABLE(8, init_8, properties_8, net_listen_device, net_connect_device, isend_8, irecv_8, NULL);
+TABLE(9, init_8, properties_9, net_listen_device, net_connect_device, isend_9, irecv_9, NULL);
+TABLE(10, init_10, properties_9, net_listen_device, connect_10, isend_10, irecv_10, NULL);
 TABLE(11, init_11, properties_11, listen_11, connect_11, isend_10, irecv_10, finalize);
 TABLE(12, init_11, properties_12, listen_11, connect_11, isend_10, irecv_10, finalize);
-TABLE(7, init_8, properties_8, net_listen_card, net_connect_card, isend_8, irecv_8, NULL);
+TABLE(7, init_8, properties_8, net_listen_device, net_connect_device, isend_8, irecv_8, NULL);
 extern const int ncclNet_v8;
 __attribute__((visibility("default"))) const int ncclNet_v8 =
     8; /* the name in NCCL's documentation, which NCCL does not look for */

@@ -1,4 +1,4 @@
-/* ib_cards.c - which card and port a rank uses, and which of its GIDs. See ib_verbs.h. */
+/* ib_devices.c - which device and port a rank uses, and which of its GIDs. See ib_verbs.h. */
 #include "core/base/env.h"
 #include "transport/net/ib_library.h"
 #include "transport/net/ib_verbs.h"
@@ -14,7 +14,7 @@
 
 /* What was found, and why the rest is not usable: "rxe1 port 1: not active; ...". */
 struct found {
-    sp_ib_card cards[SP_IB_CARDS_MAX];
+    sp_ib_device devices[SP_IB_DEVICES_MAX];
     int n;
     char refused[300];
 };
@@ -26,9 +26,9 @@ static void refuse(struct found *f, const char *name, int port, const char *why)
              port, why);
 }
 
-void sp_ib_card_text(const sp_ib_card *card, char *out, size_t cap)
+void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap)
 {
-    snprintf(out, cap, "card %s port %d", card->name, card->port);
+    snprintf(out, cap, "device %s port %d", device->name, device->port);
 }
 
 static bool is_ipv4(const uint8_t *gid)
@@ -37,15 +37,15 @@ static bool is_ipv4(const uint8_t *gid)
     return memcmp(gid, prefix, sizeof prefix) == 0;
 }
 
-void sp_ib_card_details(const sp_ib_card *card, char *out, size_t cap)
+void sp_ib_device_details(const sp_ib_device *device, char *out, size_t cap)
 {
     char gid[INET6_ADDRSTRLEN] = "?";
-    if (is_ipv4(card->gid))
-        (void)inet_ntop(AF_INET, card->gid + 12, gid, sizeof gid);
+    if (is_ipv4(device->gid))
+        (void)inet_ntop(AF_INET, device->gid + 12, gid, sizeof gid);
     else
-        (void)inet_ntop(AF_INET6, card->gid, gid, sizeof gid);
-    snprintf(out, cap, "%s, %.1f Gbit/s, MTU %u, GID %s", card->ethernet ? "RoCE v2" : "InfiniBand",
-             card->speed_mbps / 1000.0, card->mtu_bytes, gid);
+        (void)inet_ntop(AF_INET6, device->gid, gid, sizeof gid);
+    snprintf(out, cap, "%s, %.1f Gbit/s, MTU %u, GID %s", device->ethernet ? "RoCE v2" : "InfiniBand",
+             device->speed_mbps / 1000.0, device->mtu_bytes, gid);
 }
 
 /* ---- GIDs ---- */
@@ -78,21 +78,22 @@ static int gid_rank(const uint8_t *gid)
 }
 
 /* Choose the GID by its content: RoCE v2, IPv4 first. Its number differs from host to host. */
-static bool choose_gid(const sp_ib_library *lib, struct ibv_context *context, int n_gids, sp_ib_card *card)
+static bool choose_gid(const sp_ib_library *lib, struct ibv_context *context, int n_gids,
+                       sp_ib_device *device)
 {
     int best = 0;
     for (int i = 0; i < n_gids && i < 256; i++) {
         union ibv_gid gid;
         char type[32];
-        if (card->ethernet &&
-            (!read_gid_type(card->name, card->port, i, type, sizeof type) || strcmp(type, "RoCE v2") != 0))
+        if (device->ethernet && (!read_gid_type(device->name, device->port, i, type, sizeof type) ||
+                                 strcmp(type, "RoCE v2") != 0))
             continue;
-        if (lib->query_gid(context, card->port, i, &gid) != 0 || gid_rank(gid.raw) <= best)
+        if (lib->query_gid(context, device->port, i, &gid) != 0 || gid_rank(gid.raw) <= best)
             continue;
         best = gid_rank(gid.raw);
-        memcpy(card->gid, gid.raw, sizeof card->gid);
-        card->gid_index = (uint8_t)i;
-        if (!card->ethernet)
+        memcpy(device->gid, gid.raw, sizeof device->gid);
+        device->gid_index = (uint8_t)i;
+        if (!device->ethernet)
             break;
     }
     return best != 0;
@@ -115,7 +116,7 @@ static int speed_mbps(const struct ibv_port_attr *a)
     return mbps * width;
 }
 
-/* Whether the card makes an RC queue pair. EFA and others do not. */
+/* Whether the device makes an RC queue pair. EFA and others do not. */
 static bool makes_queue_pairs(const sp_ib_library *lib, struct ibv_context *context)
 {
     struct ibv_pd *pd = lib->alloc_pd(context);
@@ -140,9 +141,9 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
                          struct found *f)
 {
     struct ibv_port_attr a;
-    sp_ib_card *card = &f->cards[f->n];
+    sp_ib_device *device = &f->devices[f->n];
     memset(&a, 0, sizeof a);
-    if (f->n == SP_IB_CARDS_MAX)
+    if (f->n == SP_IB_DEVICES_MAX)
         return;
     if (lib->query_port(context, (uint8_t)port, &a) != 0) {
         refuse(f, name, port, "its state cannot be read");
@@ -152,21 +153,21 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
         refuse(f, name, port, "not active");
         return;
     }
-    *card = (sp_ib_card){.port = (uint8_t)port,
-                         .ethernet = a.link_layer == IBV_LINK_LAYER_ETHERNET,
-                         .lid = a.lid,
-                         .mtu_bytes = a.active_mtu >= 1 && a.active_mtu <= 5 ? 128u << a.active_mtu : 256,
-                         .speed_mbps = speed_mbps(&a)};
-    snprintf(card->name, sizeof card->name, "%s", name);
-    if (!choose_gid(lib, context, a.gid_tbl_len, card))
-        refuse(f, name, port, card->ethernet ? "no GID of type RoCE v2" : "no GID");
+    *device = (sp_ib_device){.port = (uint8_t)port,
+                             .ethernet = a.link_layer == IBV_LINK_LAYER_ETHERNET,
+                             .lid = a.lid,
+                             .mtu_bytes = a.active_mtu >= 1 && a.active_mtu <= 5 ? 128u << a.active_mtu : 256,
+                             .speed_mbps = speed_mbps(&a)};
+    snprintf(device->name, sizeof device->name, "%s", name);
+    if (!choose_gid(lib, context, a.gid_tbl_len, device))
+        refuse(f, name, port, device->ethernet ? "no GID of type RoCE v2" : "no GID");
     else if (!makes_queue_pairs(lib, context))
         refuse(f, name, port, "it cannot make an RC queue pair");
     else
         f->n++;
 }
 
-/* True if SPCCL_IB_CARD allows the port. */
+/* True if SPCCL_IB_DEVICE allows the port. */
 static bool is_wanted(const char *wanted, const char *name, int port)
 {
     char text[SP_IB_NAME_CAP + 16];
@@ -174,8 +175,8 @@ static bool is_wanted(const char *wanted, const char *name, int port)
     return wanted[0] == '\0' || strcmp(wanted, name) == 0 || strcmp(wanted, text) == 0;
 }
 
-static void look_at_card(const sp_ib_library *lib, struct ibv_device *device, const char *wanted,
-                         struct found *f)
+static void look_at_device(const sp_ib_library *lib, struct ibv_device *device, const char *wanted,
+                           struct found *f)
 {
     const char *name = lib->get_device_name(device);
     struct ibv_device_attr attr;
@@ -214,16 +215,16 @@ static bool has_devices(void)
 
 static bool find_all(struct found *f, char *why, size_t why_cap)
 {
-    const char *wanted = sp_env_text(SP_ENV_IB_CARD), *no_library;
+    const char *wanted = sp_env_text(SP_ENV_IB_DEVICE), *no_library;
     const sp_ib_library *lib;
     struct ibv_device **list;
     int n = 0;
     if (strcmp(wanted, "none") == 0) {
-        snprintf(why, why_cap, "SPCCL_IB_CARD=none");
+        snprintf(why, why_cap, "SPCCL_IB_DEVICE=none");
         return false;
     }
     if (!has_devices()) {
-        snprintf(why, why_cap, "no card: " CLASS_FOLDER " is empty");
+        snprintf(why, why_cap, "no device: " CLASS_FOLDER " is empty");
         return false;
     }
     lib = sp_ib_library_get(&no_library);
@@ -233,31 +234,32 @@ static bool find_all(struct found *f, char *why, size_t why_cap)
     }
     list = lib->get_device_list(&n);
     for (int i = 0; list != NULL && i < n; i++)
-        look_at_card(lib, list[i], wanted, f);
+        look_at_device(lib, list[i], wanted, f);
     if (list != NULL)
         lib->free_device_list(list);
     if (f->n == 0)
-        snprintf(why, why_cap, "no usable card%s%s: %s", wanted[0] != '\0' ? " SPCCL_IB_CARD=" : "", wanted,
+        snprintf(why, why_cap, "no usable device%s%s: %s", wanted[0] != '\0' ? " SPCCL_IB_DEVICE=" : "",
+                 wanted,
                  f->refused[0] != '\0' ? f->refused : "libibverbs lists none (Debian: ibverbs-providers)");
     return f->n != 0;
 }
 
-bool sp_ib_choose(int rank, sp_ib_card *out, char *why, size_t why_cap)
+bool sp_ib_choose(int rank, sp_ib_device *out, char *why, size_t why_cap)
 {
     struct found f = {.n = 0};
     int best = 0, n_best = 0;
     if (!find_all(&f, why, why_cap))
         return false;
     for (int i = 0; i < f.n; i++)
-        best = f.cards[i].speed_mbps > best ? f.cards[i].speed_mbps : best;
+        best = f.devices[i].speed_mbps > best ? f.devices[i].speed_mbps : best;
     for (int i = 0; i < f.n; i++)
-        n_best += f.cards[i].speed_mbps == best;
-    /* Ranks of a host share its fastest cards evenly. */
+        n_best += f.devices[i].speed_mbps == best;
+    /* Ranks of a host share its fastest devices evenly. */
     for (int i = 0, k = 0; i < f.n; i++)
-        if (f.cards[i].speed_mbps == best && k++ == rank % n_best)
-            *out = f.cards[i];
+        if (f.devices[i].speed_mbps == best && k++ == rank % n_best)
+            *out = f.devices[i];
     snprintf(why, why_cap, "%s",
-             sp_env_text(SP_ENV_IB_CARD)[0] != '\0' ? "SPCCL_IB_CARD" : "the fastest, by rank");
+             sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0' ? "SPCCL_IB_DEVICE" : "the fastest, by rank");
     return true;
 }
 
@@ -271,15 +273,15 @@ static void look(void)
 {
     struct found f = {.n = 0};
     size_t used = 0;
-    value_text = "in, no card";
+    value_text = "in, no device";
     if (!find_all(&f, why_text, sizeof why_text))
         return;
-    value_text = "in, cards usable";
+    value_text = "in, devices usable";
     for (int i = 0; i < f.n && used < sizeof why_text - 1; i++) {
         char details[160];
-        sp_ib_card_details(&f.cards[i], details, sizeof details);
+        sp_ib_device_details(&f.devices[i], details, sizeof details);
         used += (size_t)snprintf(why_text + used, sizeof why_text - used, "%scard %s port %d (%s)",
-                                 i == 0 ? "" : ", ", f.cards[i].name, f.cards[i].port, details);
+                                 i == 0 ? "" : ", ", f.devices[i].name, f.devices[i].port, details);
     }
 }
 
