@@ -27,12 +27,6 @@
 #define SLOWDOWN 1
 #endif
 
-#if defined(TEST_ONLY_TRANSPORT)
-#define START_MS 10000 /* a deadline for connecting that passes because ranks are missing */
-#else
-#define START_MS 1000
-#endif
-
 /* A transport, and whether the members of a group are processes or threads. */
 struct environment {
     const char *transport;

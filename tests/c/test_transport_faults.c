@@ -79,6 +79,8 @@ static void die_streaming(struct member *m)
     while (st == SPCCL_OK || st == SPCCL_AGAIN) {
         st = try_take(m, 1, 0, 7000, n);
         n += st == SPCCL_OK;
+        start_ns = st == SPCCL_OK ? sp_now_ns()
+                                  : start_ns; /* of the last message: the time to send them is not counted */
         CHECK_OK(progress(m));
         if (st == SPCCL_AGAIN)
             CHECK(sleep_armed(m), "%s: asleep while rank 1 is dead", m->t->name);
@@ -191,12 +193,10 @@ static void unproven_connections(struct member *m)
 {
     enum { N = 24 };
     int fds[N];
-    int64_t start_ns;
     if (!open_member(m))
         return;
     while (atomic_load(&m->shared->n_published) < m->n)
         usleep(100);
-    start_ns = sp_now_ns();
     for (int i = 0; i < N; i++) {
         fds[i] = connect_raw(m, m->n - 1);
         if (i % 4 == 1)
@@ -206,10 +206,9 @@ static void unproven_connections(struct member *m)
         if (i % 8 == 3)
             send_wrong_proof(fds[i], (uint8_t)i);
     }
+    /* Each rank leaves 9 handshakes open, and a handshake may take 10 s. If one held up the next, the group's deadline
+     * of PATIENCE_MS would pass. */
     CHECK_OK(connect_member(m));
-    /* One unproven connection that held up the others would cost its 10 s for a handshake. */
-    CHECK(sp_now_ns() - start_ns < 8 * INT64_C(1000000000), "%s: unproven connections delayed rank %d",
-          m->t->name, m->rank);
     for (int i = 0; i < m->n; i++)
         if (i != m->rank)
             send_now(m, i, 0, 100, (uint64_t)m->rank);
@@ -282,13 +281,15 @@ static void test_misfits(void)
         }
 }
 
-/* Ranks 1 and 3 open their endpoints, but never connect. */
+/* Ranks 1 and 3 open their endpoints, but connect only if kind is 1. */
 static void missing(struct member *m)
 {
     spccl_status st;
     if (!open_member(m))
         return;
-    if (m->rank % 2 == 0) {
+    if (m->kind == 1) {
+        CHECK_OK(connect_member(m));
+    } else if (m->rank % 2 == 0) {
         st = connect_member(m);
         CHECK(st == SPCCL_ERR_TIMEOUT, "%s: %d", m->t->name, (int)st);
         CHECK(strstr(spccl_last_error(), "rank 1, 3") != NULL, "%s: \"%s\"", m->t->name, spccl_last_error());
@@ -303,7 +304,13 @@ static void test_missing(void)
 {
     for (size_t g = 0; g < N_ENVIRONMENTS; g++) {
         struct member m = make_group(&environments[g], 4, missing);
-        m.config.deadline_ns = sp_deadline_in_ms(START_MS);
+        int64_t start_ns = sp_now_ns(), ms;
+        m.kind = 1;
+        run_group(&environments[g], &m);
+        /* The deadline leaves five times what a whole group takes on this machine. */
+        ms = (sp_now_ns() - start_ns) / 200000;
+        m = make_group(&environments[g], 4, missing);
+        m.config.deadline_ns = sp_deadline_in_ms(ms < 1000 ? 1000 : ms);
         run_group(&environments[g], &m);
     }
 }
