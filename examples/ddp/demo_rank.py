@@ -38,6 +38,8 @@ class Run:
         self.windows = corpus.windows(validation, 16, CONTEXT, 16)
         self.step_ms: list[float] = []
         self.alone_ms: list[float] = []
+        self.together_ms: list[float] = []  # until the slowest rank has computed too
+        self.barrier_ms: list[float] = []
         self.wire = {"bytes": 0, "frames": {}}
 
     def compute(self) -> torch.Tensor:
@@ -52,9 +54,9 @@ class Run:
             group["lr"] = self.recipe.lr_at(step, self.n_steps)
         self.optimizer.step()
 
-    def compute_alone(self, n_steps: int = 3) -> None:
-        """Time steps without communication, on all ranks at once. They do not change the model or the order of
-        the text.
+    def compute_alone(self, n_steps: int = 8) -> None:
+        """Time steps without communication, on all ranks at once, and how long the slowest rank takes. They do not
+        change the model or the order of the text.
 
         The run does this several times, because the load of the machine may change.
         """
@@ -64,7 +66,13 @@ class Run:
             began = time.perf_counter()
             with self.model.no_sync():
                 self.compute()
-            self.alone_ms.append((time.perf_counter() - began) * 1e3)
+            alone = time.perf_counter()
+            dist.barrier()
+            together = time.perf_counter()
+            dist.barrier()  # all ranks are here: the time of a barrier alone
+            self.barrier_ms.append((time.perf_counter() - together) * 1e3)
+            self.alone_ms.append((alone - began) * 1e3)
+            self.together_ms.append((together - began) * 1e3)
             self.optimizer.zero_grad()
         self.generator.set_state(generator_state)
 
@@ -133,6 +141,10 @@ def main() -> None:
             n_parameters=sum(p.numel() for p in run.model.parameters()),
             train_bytes=run.train.numel(),
             compute_ms=statistics.median(run.alone_ms),
+            together_ms=max(
+                statistics.median(run.alone_ms),
+                statistics.median(run.together_ms) - statistics.median(run.barrier_ms),
+            ),
             step_ms=statistics.median(run.step_ms),
             sent_bytes_per_step=run.sent_bytes(n_steps) / n_steps,
             frames=run.wire["frames"],
