@@ -119,7 +119,7 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
             random = sp_prune_random_of(a.options.seed, row.segment.key, row.segment.state->step);
     }
 
-    // Any element, by the rule. g, r and u are old and become new.
+    // One element, by sp_prune_elem. Replaces g, r and u by their new values. If g or v is not finite, all three stay.
     __device__ __forceinline__ void prune_one(U &g, R &r, S &u, uint64_t index, sp_prune_tally &tally) const
     {
         auto e =

@@ -59,9 +59,10 @@ template <uint32_t THREADS, uint32_t EACH> struct sp_prune_magnitudes {
             n += more[i] >= least ? 1 : 0;
         return n;
     }
-    // The rank-th largest, 1 = the largest: the largest value that at least `rank` of all are not below. Found bit by
-    // bit. Each of the 31 bits has a counter of its own, so one barrier a bit is enough. counters [SP_SAMPLE_COUNTERS]
-    // are zeros, which all threads have seen.
+    // The rank-th largest magnitude; rank 1 is the largest. All threads of the CTA call this and get the same result.
+    // The result is built from its highest bit down: a bit is set if at least `rank` magnitudes reach the value with
+    // this bit. Each of the 31 bits has its own counter, so one barrier per bit is enough.
+    // counters [SP_SAMPLE_COUNTERS] must be 0, written before a barrier.
     __device__ __forceinline__ uint32_t select(uint32_t rank, uint32_t *counters) const
     {
         uint32_t found = 0;
