@@ -120,7 +120,7 @@ class Study:
 
     def seconds(self, training: Training, exchange: bool) -> tuple[float, float]:
         """Seconds of a step, the mean of --steps in a row, and the loss of the last."""
-        with training.stepper(exchange, captured=self.args.variant == "graph") as step:
+        with training.stepper(exchange, self.args.variant == "graph", self.reset_peak) as step:
             self.synchronize()
             began = time.perf_counter()
             for _ in range(self.args.steps):
@@ -171,12 +171,17 @@ class Study:
         )
 
     def free(self) -> None:
-        """Give back what the run before left, so that each run's peak is its own."""
+        """Give back what the run before left."""
         self.model.zero_grad()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Forget the peak of the warm-up, in which DDP makes its buckets anew: what is reported is that of a step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
 

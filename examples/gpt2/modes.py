@@ -89,11 +89,17 @@ class Training:
         self.n_steps += 1
 
     @contextlib.contextmanager
-    def stepper(self, exchange: bool, captured: bool) -> Iterator[Callable[[], torch.Tensor]]:
-        """What makes one step, warmed up: `step`, or replays of a graph that holds it. Ends the graph at the end."""
+    def stepper(
+        self, exchange: bool, captured: bool, warmed_up: Callable[[], None]
+    ) -> Iterator[Callable[[], torch.Tensor]]:
+        """What makes one step, warmed up: `step`, or replays of a graph that holds it. Ends the graph at the end.
+
+        Calls `warmed_up` after the warm-up and before the capture: a capture allocates what each replay uses.
+        """
         for _ in range(STEPS_BEFORE_CAPTURE if captured and exchange else 3):
             self.next_batch()
             loss = self.step(exchange)
+        warmed_up()
         if not captured:
             yield lambda: self.step(exchange)
             return

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,17 @@ def test_figure(measured, results):
     other.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="not a CSV of measure"):
         results.read_csv(other)
+
+
+def test_the_peak_of_memory_is_that_of_the_steps_after_the_warm_up(results):
+    """Its measurement begins after the warm-up, in which DDP makes its buckets anew."""
+    import modes
+
+    calls = []
+    fake = SimpleNamespace(next_batch=lambda: None, step=lambda exchange: calls.append("step"))
+    with modes.Training.stepper(fake, True, False, lambda: calls.append("reset")) as step:
+        step()
+    assert calls == ["step", "step", "step", "reset", "step"]
 
 
 @pytest.mark.parametrize("dense", [False, True])
