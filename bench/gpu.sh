@@ -7,6 +7,7 @@
 #   pytest    pytest -m gpu tests/gpu               bench     spccl bench --device cuda
 #   soak      tests/gpu/soak.py                     figure    spccl plot of the bench's CSV
 #   verify    spccl verify --device cuda            micro     rates of memory and links; bench/micro/*.cu
+#   pruned    a captured DDP step, then bench/ddp_exchange.py: dense, pruned, momentum in 5 turns, with memory
 # Options:
 #   --gpus G        for bench, soak, verify (def.: all)    --minutes N   length of the soak (default 1)
 #   --seconds S     budget of the bench (default 180)      --limit S     limit of every stage, in place of its own
@@ -40,7 +41,7 @@ while (($#)); do
         printf -v "$name" %s "$2"
         shift 2
         ;;
-    ctest | sanitize | pytest | bench | soak | figure | verify | micro) stages+=("$1") && shift ;;
+    ctest | sanitize | pytest | bench | soak | figure | verify | micro | pruned) stages+=("$1") && shift ;;
     -h | --help) usage 0 ;;
     *) echo "gpu.sh: $1: unknown stage or option" >&2; usage 2 >&2 ;;
     esac
@@ -127,13 +128,26 @@ run_micro() {
         "$build/bench/micro/spccl_bench_fused" && "$build/bench/micro/spccl_bench_fused" --dtype bfloat16
 }
 
+n_gpus() {
+    echo "${gpus:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}"
+}
+
+# Both parts run even if the first fails. With the build this fits into 10 minutes.
+run_pruned() {
+    local failed=0
+    timeout 120 "$python" -m pytest -m gpu tests/gpu/test_gpu_pruned.py -k ddp_step_in_a_graph -rs -p no:cacheprovider \
+        --tb=short || failed=1
+    timeout 150 "$python" -m torch.distributed.run --standalone --nproc-per-node "$(n_gpus)" bench/ddp_exchange.py \
+        dense,pruned,pruned:32,momentum,momentum:32 --rounds 5 || failed=1
+    return "$failed"
+}
+
 run_verify() {
     "$python" -m spccl verify --device cuda ${gpus:+--ranks "$gpus"}
 }
 
 run_soak() {
-    local n=${gpus:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
-    "$python" tests/gpu/soak.py --minutes "$minutes" --gpus "$n"
+    "$python" tests/gpu/soak.py --minutes "$minutes" --gpus "$(n_gpus)"
 }
 
 run_figure() {
@@ -152,6 +166,7 @@ own_limit() {
     figure) echo 60 ;;
     verify) echo 300 ;;
     micro) echo 60 ;;
+    pruned) echo 290 ;;
     esac
 }
 
@@ -161,6 +176,7 @@ note() {
     ctest) grep -E 'tests passed' "$2" | tail -1 ;;
     sanitize) grep -cE '^====' "$2" | sed 's/$/ runs/'; grep -E '^FAILED' "$2" | head -3 | tr '\n' ';' ;;
     pytest) grep -E '(passed|failed|skipped|error).* in ' "$2" | tail -1 | tr -d '=' ;;
+    pruned) grep -E '^round .*(dense|pruned), ' "$2" | tail -2 | cut -c1-95 | tr '\n' ';' ;;
     micro) grep 'GB/s' "$2" | sed -E 's/ +[0-9.]+ us +/ /' | tr '\n' ';' ;;
     *) tail -1 "$2" ;;
     esac | tr '\n' ' ' | cut -c1-200
@@ -173,7 +189,7 @@ run_stage() {
     echo "==== $stage (at most $seconds_limit s)"
     (
         # In a new shell, so that `timeout` covers functions and ends the whole process group.
-        export -f "run_$stage"
+        export -f "run_$stage" n_gpus
         export python build site out gpus minutes seconds only bench_args
         [[ $stage == build ]] || export PYTHONPATH=$site
         exec timeout -k 15 "$seconds_limit" bash -uo pipefail -c 'run_"$0" "$1"' "$stage" "$((seconds_limit > 30 ? seconds_limit - 15 : seconds_limit))"
