@@ -22,6 +22,14 @@ static inline void relay_results(void)
     setenv("SPCCL_SCHEDULE", "relayed", 1);
 }
 
+static inline void run_hosts(int n_hosts, int n_per_host, struct group g)
+{
+    next_proxies();
+    test_ranks_per_host = n_per_host;
+    g.n_ranks = n_hosts * n_per_host;
+    run_group(&g);
+}
+
 /* The setting of all tests. Then allocate the buffers of n_ranks ranks. */
 static inline void start_hosts(int *argc, char **argv, int n_ranks)
 {
