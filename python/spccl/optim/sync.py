@@ -43,9 +43,11 @@ class SparseSync(torch.optim.Optimizer):
 
     Args:
         optimizer: any torch.optim.Optimizer whose step() needs no closure. Its parameters that require a gradient are
-            trained; learning-rate schedulers and GradScaler take this object or `optimizer`.
+            trained: float32, float64, float16 or bfloat16, of any shape, in host or CUDA memory; of DTensors this
+            rank's part. Learning-rate schedulers and GradScaler take this object or `optimizer`.
         density: share of each parameter's entries sent per exchange, (0, 1], or a function of the exchange's number
-            (0 the first), such as `Geometric`. All ranks must give the same.
+            (0 the first) alone, such as `Geometric`. All ranks must give the same; of functions the values at 25
+            exchanges up to 500000 are compared, so a function is called for exchanges that may never come.
         every: optimizer steps between exchanges.
         warmup: exchanges over which the density falls geometrically from 1 to `density`.
         group: process group; None is the world. Without torch.distributed there is one rank. With FSDP2 the ranks that
@@ -84,8 +86,9 @@ class SparseSync(torch.optim.Optimizer):
             `spccl.optim.overlap`). Costs 4 bytes per parameter, 6 with wire_dtype. Each module must use only its own
             parameters and those of modules that it calls; call wait() before other uses. Not with FSDP2. A later
             SparseSync on the same parameters ends it.
-    Raises: TypeError or ValueError for settings, parameters or optimizers that are not supported; ValueError on every
-        rank if ranks differ in settings or parameters, with names, values and ranks.
+    Raises: TypeError for an `optimizer`, `group`, `overlap` or parameter of a wrong type; ValueError for a setting that
+        is out of range or no number, and for parameters that are not supported; ValueError on every rank if ranks
+        differ in settings or parameters, with names, values and ranks.
 
     Memory beside the optimizer's: 4 bytes per float32 parameter, 8 per 16-bit one, 8 per float64 one, and two buffers
     of a bucket: at most 1 byte per parameter where no parameter is longer than an eighth of all, 1.5 with wire_dtype.
@@ -375,7 +378,12 @@ class SparseSync(torch.optim.Optimizer):
     @torch.no_grad()
     def consolidate(self) -> None:
         """Exchange everything that was not sent yet, so that local and global weights are the same. A collective: call
-        it on all ranks, for instance after the last step. Local steps since the last exchange are included."""
+        it on all ranks, for instance after the last step. Local steps since the last exchange are included. Values
+        are not rounded.
+
+        Raises: RuntimeError inside `global_weights`, or if parameters were added, removed or moved;
+            torch.distributed.DistBackendError if a rank is lost.
+        """
         if self.in_globals:
             raise RuntimeError("SparseSync.consolidate: called inside `with opt.global_weights()`; end the block first")
         self._require_same_parameters()
@@ -388,6 +396,8 @@ class SparseSync(torch.optim.Optimizer):
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
         """Inside the block the model has the global weights, the same on all ranks; afterwards this rank's own again.
+
+        16-bit parameters then hold the global float32 weights, rounded.
 
         For evaluation and for saving the model. No communication: ranks may enter it alone, but all shards of a replica
         of FSDP2 together, because FSDP2 then gathers all parameters again. No step() inside.
@@ -419,12 +429,19 @@ class SparseSync(torch.optim.Optimizer):
         return self._tally.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`."""
+        """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`.
+
+        It has each parameter's local and global weights (float32, or float64 of float64 parameters), flat. These
+        are copies; the inner optimizer's tensors are not, as in torch.optim.
+        """
         self.wait()
         return checkpoint.mark(self) if self.states_apart else checkpoint.save(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict()`, and write this rank's weights into the model. See `spccl.optim.checkpoint`."""
+        """Continue from `state_dict()`, and write this rank's weights into the model. See `spccl.optim.checkpoint`.
+
+        Raises: ValueError for the state of another rank, model or number of ranks, and for one without "sparse_sync".
+        """
         self.wait()
         checkpoint.load(self, state_dict)
 
