@@ -233,6 +233,7 @@ PUBLISHED = [
     ("quality-25m-1000-steps", "recipes-25m-1000-steps", "25m"),
     ("quality-3m", "recipes-3m", "3m"),
     ("quality-half", "recipes-half", "half"),
+    ("quality-tiny", "recipes-tiny", "tiny"),
     ("quality-ranks", "recipes", "tiny"),
 ]
 
