@@ -70,7 +70,7 @@ static void test_others_are_not(void)
     CHECK(got == 0, "10 Gbit/s: %g", got);
     l.rate = 0.0125;
     for (int i = 0; i < 20; i++)
-        got += run_call(&l, &d, 100 << 10, SP_TCP_DRAIN_SAMPLE_NS);
+        got += run_call(&l, &d, SP_TCP_DRAIN_BYTES_MIN - 1, SP_TCP_DRAIN_SAMPLE_NS);
     CHECK(got == 0, "less than SP_TCP_DRAIN_BYTES_MIN: %g", got);
     for (int i = 0; i < 20; i++)
         got += sp_tcp_drain_look(&d, l.now_ns += SP_TCP_DRAIN_SAMPLE_NS, l.n_bytes, 0);

@@ -13,13 +13,13 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define SP_TCP_DRAIN_SAMPLE_NS INT64_C(1000000)
+#define SP_TCP_DRAIN_SAMPLE_NS INT64_C(500000)
 #define SP_TCP_DRAIN_NS_MAX INT64_C(50000000) /* longer: the peers did not read, or the link was down */
-/* Less in the kernel at the beginning is not measured: acknowledgements come for up to 64 KiB at once. */
-#define SP_TCP_DRAIN_BYTES_MIN (INT64_C(128) << 10)
+/* Less in the kernel at the beginning is not measured: acknowledgements come for many segments at once. */
+#define SP_TCP_DRAIN_BYTES_MIN (INT64_C(64) << 10)
 #define SP_TCP_DRAIN_RTTS 8 /* a shorter time may show how TCP starts, and not the link */
 /* After so many looks at busy sockets, look every SP_TCP_DRAIN_SLOW_NS: a look costs a system call for each. */
-#define SP_TCP_DRAIN_LOOKS 1000u
+#define SP_TCP_DRAIN_LOOKS 2000u
 #define SP_TCP_DRAIN_SLOW_NS INT64_C(10000000)
 
 typedef struct sp_tcp_drain {
