@@ -10,12 +10,12 @@ static const struct environment processes = {"ib", true};
 
 /* ---- errors name device, port and peer ---- */
 
-static void check_names_device(const struct member *m, spccl_status wanted, spccl_status got,
-                               const char *what)
+static void check_names_device(const struct member *m, int device_number, spccl_status wanted,
+                               spccl_status got, const char *what)
 {
     const char *text = spccl_last_error();
     char device[100], rank[24];
-    sp_ib_device_text(&sp_ib_self(m->ep)->device, device, sizeof device);
+    sp_ib_device_text(&sp_ib_self(m->ep)->devices[device_number], device, sizeof device);
     snprintf(rank, sizeof rank, "rank %d ", 1 - m->rank);
     CHECK(got == wanted, "rank %d: got %d, wanted %d: %s", m->rank, (int)got, (int)wanted, text);
     CHECK(strstr(text, device) != NULL && strstr(text, rank) != NULL && strstr(text, what) != NULL,
@@ -43,8 +43,8 @@ static void wrong_key(struct member *m)
     if (!join_group(m))
         return;
     if (m->rank == 0) {
-        sp_ib_self(m->ep)->peers[1].theirs.rings[0].rkey ^= 0x5500;
-        check_names_device(m, SPCCL_ERR_PEER, send_until_gone(m), "remote access error");
+        sp_ib_self(m->ep)->peers[1].theirs.rings[0].rkey[0] ^= 0x5500;
+        check_names_device(m, 0, SPCCL_ERR_PEER, send_until_gone(m), "remote access error");
     } else {
         while ((st = m->t->peek(m->ep, 0, 0, &message, &bytes)) == SPCCL_AGAIN) {
             (void)progress(m);
@@ -74,14 +74,14 @@ static void bad_write(struct member *m)
     if (m->rank == 0) {
         struct sp_ib_peer *p = &sp_ib_self(m->ep)->peers[1];
         sp_ib_write w = {
-            .imm = bad[m->kind], .to = p->theirs.rings[0].address, .rkey = p->theirs.rings[0].rkey};
-        CHECK_OK(sp_ib_link_write(p->link, &w));
+            .imm = bad[m->kind], .to = p->theirs.rings[0].address, .rkey = p->theirs.rings[0].rkey[0]};
+        CHECK_OK(sp_ib_link_write(p->rails[0].link, &w));
     } else {
         while ((st = m->t->peek(m->ep, 0, 0, &message, &bytes)) == SPCCL_AGAIN) {
             (void)progress(m);
             CHECK(sleep_armed(m), "nothing woke rank 1");
         }
-        check_names_device(m, SPCCL_ERR_FORMAT, st, "wanted");
+        check_names_device(m, 0, SPCCL_ERR_FORMAT, st, "wanted");
     }
     barrier(m, 1);
     leave_group(m);
@@ -183,7 +183,7 @@ static void no_open(struct member *m)
     if (!open_member(m))
         return;
     if (m->rank == 1)
-        sp_ib_self(m->ep)->device.name[0] = 'X';
+        sp_ib_self(m->ep)->devices[0].name[0] = 'X';
     st = connect_member(m);
     CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "tcp is not among") != NULL &&
               strstr(spccl_last_error(), "device Xxe1") != NULL,
@@ -199,7 +199,7 @@ static void by_tcp(struct member *m)
     if (!open_member(m))
         return;
     if (m->rank == 1)
-        sp_ib_self(m->ep)->device.name[0] = 'X';
+        sp_ib_self(m->ep)->devices[0].name[0] = 'X';
     CHECK_OK(connect_member(m));
     m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
     CHECK(strstr(text, "tcp, as ib failed") != NULL, "%s", text);
@@ -276,7 +276,7 @@ static void link_down(struct member *m)
     if (m->rank == 0)
         run_command("ip link set", "down");
     barrier(m, 2);
-    check_names_device(m, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
+    check_names_device(m, 0, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
     barrier(m, 3);
     if (m->rank == 0)
         run_command("ip link set", "up"); /* rxe's destroy_qp waits 10 s for packets that cannot leave */
@@ -293,18 +293,116 @@ static void test_link(void)
     run_group(&processes, &m);
 }
 
+/* ---- two rails: rank 0 has rxe0 and rxe2, rank 1 has rxe1 and rxe3. tests.sh makes them ---- */
+
+enum { TWO_RAILS, ONE_RAIL };
+
+/* Kind ONE_RAIL: rank 1's device rxe3 has no active port. */
+static bool join_rails(struct member *m)
+{
+    setenv("SPCCL_IB_DEVICE", m->rank == 0 ? "rxe0,rxe2" : "rxe1,rxe3", 1);
+    setenv("SPCCL_IB_RAILS", "4", 1);
+    if (m->kind == ONE_RAIL)
+        setenv("SPCCL_LOG", "off", 1);
+    return join_group(m);
+}
+
+static uint64_t sent_bytes(const char *net)
+{
+    char path[100];
+    unsigned long long n = 0;
+    FILE *f;
+    snprintf(path, sizeof path, "/sys/class/net/%s/statistics/tx_bytes", net);
+    f = fopen(path, "re");
+    CHECK(f != NULL && fscanf(f, "%llu", &n) == 1, "%s: errno %d", path, errno);
+    if (f != NULL)
+        fclose(f);
+    return n;
+}
+
+/* Both directions at once; in the end each link has carried half of what rank 0 sent. */
+static void share(struct member *m)
+{
+    enum { N = 1500, BYTES = 7000 };
+    uint64_t n_sent = 0, n_taken = 0, before[2], after[2];
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    char text[600];
+    if (!join_rails(m))
+        return;
+    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    CHECK(strstr(text, m->rank == 0 ? "rxe0" : "rxe1") != NULL &&
+              (strstr(text, m->rank == 0 ? "rxe2" : "rxe3") != NULL) == (m->kind == TWO_RAILS),
+          "kind %d: \"%s\"", m->kind, text);
+    barrier(m, 1);
+    before[0] = sent_bytes("va");
+    before[1] = sent_bytes("vc");
+    barrier(m, 2);
+    while ((n_sent < N || n_taken < N) && !sp_deadline_passed(deadline_ns)) {
+        n_sent += n_sent < N && try_send(m, 1 - m->rank, 0, BYTES, n_sent) == SPCCL_OK;
+        n_taken += n_taken < N && try_take(m, 1 - m->rank, 0, BYTES, n_taken) == SPCCL_OK;
+        CHECK_OK(progress(m));
+    }
+    CHECK(n_sent == N && n_taken == N, "rank %d: %llu sent, %llu taken", m->rank, (unsigned long long)n_sent,
+          (unsigned long long)n_taken);
+    flush_now(m, 1 - m->rank);
+    barrier(m, 3);
+    after[0] = sent_bytes("va") - before[0];
+    after[1] = sent_bytes("vc") - before[1];
+    if (m->rank == 0)
+        printf("rails: %llu and %llu bytes\n", (unsigned long long)after[0], (unsigned long long)after[1]);
+    if (m->kind == TWO_RAILS)
+        CHECK(after[0] + after[1] > (uint64_t)N * BYTES && after[0] * 20 > 9 * (after[0] + after[1]) &&
+                  after[1] * 20 > 9 * (after[0] + after[1]),
+              "rails: %llu and %llu bytes", (unsigned long long)after[0], (unsigned long long)after[1]);
+    barrier(m, 4);
+    leave_group(m);
+}
+
+/* The interface vc goes down after start-up. Rank 0 names the device that failed, rxe2, which is its second. */
+static void rail_down(struct member *m)
+{
+    if (!join_rails(m))
+        return;
+    send_now(m, 1 - m->rank, 0, 100, 1);
+    CHECK_OK(take_now(m, 1 - m->rank, 0, 100, 1));
+    flush_now(m, 1 - m->rank);
+    barrier(m, 1);
+    if (m->rank == 0)
+        run_command("ip link set", "down");
+    barrier(m, 2);
+    check_names_device(m, 1, SPCCL_ERR_PEER, send_until_gone(m), "a write failed");
+    barrier(m, 3);
+    if (m->rank == 0)
+        run_command("ip link set", "up");
+    barrier(m, 4);
+    leave_group(m);
+}
+
+static void test_rails(void)
+{
+    struct member m = make_group(&processes, 2, share);
+    if (interface == NULL || strcmp(interface, "vc") != 0)
+        return;
+    run_group(&processes, &m);
+    setenv("SPCCL_LOG", "off", 1);
+    m = make_group(&processes, 2, rail_down);
+    run_group(&processes, &m);
+    run_command("ip link set", "down");
+    m = make_group(&processes, 2, share);
+    m.kind = ONE_RAIL;
+    run_group(&processes, &m);
+    run_command("ip link set", "up");
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"wrong_key", test_wrong_key},
-                                             {"bad_writes", test_bad_writes},
-                                             {"credit", test_credit},
-                                             {"start", test_start},
-                                             {"silent", test_silent},
-                                             {"link", test_link},
-                                             {NULL, NULL}};
-    sp_ib_device device;
-    char why[300];
-    if (!sp_ib_choose(0, &device, why, sizeof why)) {
+    static const struct test_case cases[] = {{"wrong_key", test_wrong_key}, {"bad_writes", test_bad_writes},
+                                             {"credit", test_credit},       {"start", test_start},
+                                             {"silent", test_silent},       {"link", test_link},
+                                             {"rails", test_rails},         {NULL, NULL}};
+    sp_ib_device devices[SP_IB_RAILS_MAX];
+    char why[300], refused[300];
+    if (sp_ib_choose(0, devices, why, sizeof why, refused, sizeof refused) == 0) {
         printf("skipped: %s\n", why);
         return 77;
     }

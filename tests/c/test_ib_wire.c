@@ -1,16 +1,20 @@
 /* test_ib_wire.c - what ranks tell each other over transport ib: connect info, addresses, and the 32 bits of a write. */
+#include "core/contract/transport.h"
 #include "test.h"
 #include "transport/net/ib_wire.h"
 
 static sp_ib_connect_info some_connect_info(void)
 {
-    sp_ib_connect_info o = {
-        .usable = true,
-        .n_queues = 2,
-        .segment_bytes = 65536,
-        .end = {.ethernet = true, .lid = 7, .mtu_bytes = 4096, .queue_pair = 0x123456, .packet = 9},
-        .rings = {{.address = UINT64_C(0x1122334455667788), .rkey = 0xaabbccdd}}};
-    memset(o.end.gid, 0x5a, sizeof o.end.gid);
+    sp_ib_connect_info o = {.usable = true,
+                            .n_queues = 2,
+                            .segment_bytes = 65536,
+                            .n_rails = 2,
+                            .rings = {{.address = UINT64_C(0x1122334455667788), .rkey = {1, 0xaabbccdd}}}};
+    for (int r = 0; r < 2; r++) {
+        o.ends[r] =
+            (sp_ib_end){.ethernet = true, .lid = 7, .mtu_bytes = 4096, .queue_pair = 0x123456, .packet = 9};
+        memset(o.ends[r].gid, 0x5a, sizeof o.ends[r].gid);
+    }
     return o;
 }
 
@@ -20,10 +24,11 @@ static void test_connect_info(void)
     uint8_t bytes[SP_IB_CONNECT_INFO_BYTES];
     sp_ib_write_connect_info(&in, bytes);
     CHECK(sp_ib_read_connect_info(bytes, sizeof bytes, &out), "refused");
-    CHECK(out.usable && out.n_queues == 2 && out.segment_bytes == 65536 && out.end.ethernet &&
-              out.end.lid == 7 && out.end.mtu_bytes == 4096 && out.end.queue_pair == 0x123456 &&
-              out.end.packet == 9 && out.rings[0].address == UINT64_C(0x1122334455667788) &&
-              out.rings[0].rkey == 0xaabbccdd && memcmp(out.end.gid, in.end.gid, sizeof out.end.gid) == 0,
+    CHECK(out.usable && out.n_queues == 2 && out.segment_bytes == 65536 && out.ends[1].ethernet &&
+              out.ends[1].lid == 7 && out.ends[1].mtu_bytes == 4096 && out.ends[1].queue_pair == 0x123456 &&
+              out.ends[1].packet == 9 && out.rings[0].address == UINT64_C(0x1122334455667788) &&
+              out.n_rails == 2 && out.rings[0].rkey[1] == 0xaabbccdd &&
+              memcmp(out.ends[1].gid, in.ends[1].gid, sizeof out.ends[1].gid) == 0,
           "another connect info");
     in = (sp_ib_connect_info){.n_queues = 1, .why = "no\nmemory"};
     sp_ib_write_connect_info(&in, bytes);
@@ -39,14 +44,11 @@ static void test_bad_connect_info(void)
         size_t at;
         uint8_t value;
         const char *what;
-    } bad[] = {{0, 'x', "magic"},
-               {4, 2, "usable"},
-               {6, 0, "no queue"},
-               {6, 5, "five queues"},
-               {12, 2, "network"},
-               {17, 0, "MTU 0"},
-               {23, 1, "queue pair of 25 bits"},
-               {27, 1, "packet of 25 bits"}};
+    } bad[] = {{0, 'x', "magic"},           {4, 2, "usable"},
+               {6, 0, "no queue"},          {6, 5, "five queues"},
+               {12, 5, "five rails"},       {16, 2, "network"},
+               {53, 0, "MTU 0 of rail 1"},  {27, 1, "queue pair of 25 bits"},
+               {31, 1, "packet of 25 bits"}};
     sp_ib_connect_info in = some_connect_info(), out;
     uint8_t bytes[SP_IB_CONNECT_INFO_BYTES];
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
@@ -62,18 +64,69 @@ static void test_bad_connect_info(void)
 
 static void test_address(void)
 {
-    uint8_t bytes[SP_IB_ADDRESS_HEAD + 3] = {0}, network = 0;
+    uint8_t bytes[SP_ADDRESS_BYTES_MAX] = {0};
+    sp_ib_address in = {.n = 2}, out;
     const uint8_t *tcp = NULL;
-    size_t n = 0;
-    sp_ib_write_address(SP_IB_ROCE_IPV4, bytes);
-    CHECK(sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n) && network == SP_IB_ROCE_IPV4 &&
-              tcp == bytes + SP_IB_ADDRESS_HEAD && n == 3,
+    size_t n = 0, head;
+    in.ports[0].network = SP_IB_INFINIBAND;
+    in.ports[1].network = SP_IB_ROCE_IPV6;
+    memset(in.ports[1].gid, 0x5a, SP_IB_GID_BYTES);
+    head = sp_ib_write_address(&in, bytes);
+    CHECK(sp_ib_read_address(bytes, head + 3, &out, &tcp, &n) && out.n == 2 &&
+              memcmp(&out.ports, &in.ports, sizeof in.ports) == 0 && tcp == bytes + head && n == 3,
           "refused");
-    CHECK(!sp_ib_read_address(bytes, SP_IB_ADDRESS_HEAD, &network, &tcp, &n), "no tcp address");
-    sp_ib_write_address(SP_IB_NO_DEVICE, bytes);
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "no device");
-    sp_ib_write_address(SP_IB_ROCE_IPV6 + 1, bytes);
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &network, &tcp, &n), "an unknown network");
+    CHECK(!sp_ib_read_address(bytes, head, &out, &tcp, &n), "no tcp address");
+    bytes[5] = SP_IB_NO_DEVICE;
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "a port without network");
+    bytes[5] = SP_IB_ROCE_IPV6 + 1;
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "an unknown network");
+    bytes[4] = SP_IB_RAILS_MAX + 1;
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "five ports");
+    bytes[4] = 0;
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "no device");
+}
+
+/* Ports of a rank: of each character one. a, b, c: RoCE in subnet 10.0.0, 10.0.1, 10.0.2; I: InfiniBand. */
+static sp_ib_address ports_of(const char *text, uint8_t host)
+{
+    sp_ib_address a = {.n = (uint32_t)strlen(text)};
+    for (uint32_t i = 0; i < a.n; i++) {
+        uint8_t *gid = a.ports[i].gid;
+        a.ports[i].network = text[i] == 'I' ? SP_IB_INFINIBAND : SP_IB_ROCE_IPV4;
+        gid[text[i] == 'I' ? 0 : 10] = 0xff;
+        gid[14] = text[i] == 'I' ? 0 : (uint8_t)(text[i] - 'a');
+        gid[15] = (uint8_t)(host * 16 + i);
+    }
+    return a;
+}
+
+static void test_pairs(void)
+{
+    static const struct {
+        const char *low, *high, *want; /* want: pairs of port numbers */
+    } cases[] = {{"a", "a", "00"},
+                 {"a", "b", "00"},
+                 {"ab", "ab", "0011"},
+                 {"ab", "ba", "0110"},
+                 {"ab", "b", "10"},
+                 {"a", "I", ""},
+                 {"aI", "I", "10"},
+                 {"aa", "aaaa", "0011"},
+                 {"abc", "abc", "0011"},
+                 {"ab", "bc", "10"},
+                 {"aaaa", "aaaa", "00112233"},
+                 {"a", "bc", "00"},
+                 {"IaIa", "Ia", "0011"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sp_ib_address low = ports_of(cases[i].low, 1), high = ports_of(cases[i].high, 2);
+        sp_ib_pairing p;
+        char got[2 * SP_IB_RAILS_MAX + 1] = "";
+        sp_ib_pair(&low, &high, &p);
+        for (uint32_t r = 0; r < p.n; r++)
+            snprintf(got + 2 * r, 3, "%d%d", p.low[r] % 10, p.high[r] % 10);
+        CHECK(strcmp(got, cases[i].want) == 0, "%s and %s: got \"%s\", wanted \"%s\"", cases[i].low,
+              cases[i].high, got, cases[i].want);
+    }
 }
 
 /* Numbers have 28 bits: the tests are near their wrap-around too. */
@@ -125,6 +178,7 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {{"connect_info", test_connect_info},
                                              {"bad_connect_info", test_bad_connect_info},
                                              {"address", test_address},
+                                             {"pairs", test_pairs},
                                              {"writes", test_writes},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

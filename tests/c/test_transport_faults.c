@@ -160,9 +160,9 @@ static int connect_raw(const struct member *m, int rank)
         strcmp(m->t->name, "ib") == 0) {
         const uint8_t *at = address;
         size_t n = m->shared->address[rank].n_bytes;
-        uint8_t network;
+        sp_ib_address ports;
         if (m->t->name[0] == 'i')
-            CHECK(sp_ib_read_address(address, n, &network, &at, &n), "no address");
+            CHECK(sp_ib_read_address(address, n, &ports, &at, &n), "no address");
         if (m->t->name[0] == 'n')
             CHECK(sp_nn_read_address(address, n, &at, &n), "no address");
         CHECK(sp_tcp_parse_address(at, n, &tcp), "no address");

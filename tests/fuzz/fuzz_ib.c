@@ -10,10 +10,15 @@ static void try_address(const uint8_t *data, size_t bytes)
 {
     const uint8_t *tcp = NULL;
     size_t tcp_bytes = 0;
-    uint8_t network = 0;
-    if (sp_ib_read_address(data, bytes, &network, &tcp, &tcp_bytes))
-        EXPECT(network != SP_IB_NO_DEVICE && network <= SP_IB_ROCE_IPV6 && tcp_bytes > 0 &&
-               tcp + tcp_bytes == data + bytes);
+    sp_ib_address a;
+    sp_ib_pairing pairing;
+    if (!sp_ib_read_address(data, bytes, &a, &tcp, &tcp_bytes))
+        return;
+    EXPECT(a.n >= 1 && a.n <= SP_IB_RAILS_MAX && tcp_bytes > 0 && tcp + tcp_bytes == data + bytes);
+    sp_ib_pair(&a, &a, &pairing);
+    EXPECT(pairing.n >= 1 && pairing.n <= a.n);
+    for (uint32_t i = 0; i < pairing.n; i++)
+        EXPECT(pairing.low[i] < a.n && pairing.high[i] < a.n);
 }
 
 static void try_connect_info(const uint8_t *data, size_t bytes)
@@ -22,13 +27,14 @@ static void try_connect_info(const uint8_t *data, size_t bytes)
     uint8_t again[SP_IB_CONNECT_INFO_BYTES];
     if (!sp_ib_read_connect_info(data, bytes, &info))
         return;
-    EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX && info.end.queue_pair <= 0xffffff);
+    EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX && info.ends[0].queue_pair <= 0xffffff);
     for (size_t i = 0; i < strnlen(info.why, sizeof info.why); i++)
         EXPECT(info.why[i] >= 32 && info.why[i] < 127);
     EXPECT(strnlen(info.why, sizeof info.why) < sizeof info.why);
     sp_ib_write_connect_info(&info, again);
-    EXPECT(sp_ib_read_connect_info(again, sizeof again, &same) && same.end.packet == info.end.packet &&
-           same.rings[3].address == info.rings[3].address && strcmp(same.why, info.why) == 0);
+    EXPECT(sp_ib_read_connect_info(again, sizeof again, &same) &&
+           same.ends[3].packet == info.ends[3].packet && same.rings[3].address == info.rings[3].address &&
+           strcmp(same.why, info.why) == 0);
 }
 
 /* Writes arrive one after the other. Whatever they are, no segment comes without credit, and no credit is more than the

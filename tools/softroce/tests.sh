@@ -2,7 +2,7 @@
 # The tests of transport ib, over the devices rxe0 and rxe1. PROGRAMS, from the host, is the folder of the programs.
 . /run/softroce/settings
 cd "$PROGRAMS" || exit 96
-export SPCCL_LOG=error
+export SPCCL_LOG=error SPCCL_IB_RAILS=1
 failed=0
 try() {
   echo "==== $*"
@@ -15,6 +15,19 @@ try ./ib_collectives
 # A lost packet is sent again after 0.27 s, in place of 1.07 s.
 export SPCCL_IB_TIMEOUT=16
 try ./ib_peers '' va
+# Two rails: a second pair of virtual cables, with devices rxe2 (10.78.0.1) and rxe3 (10.78.0.2).
+ip link add vc mtu 9000 type veth peer name vd mtu 9000 &&
+  ip addr add 10.78.0.1/24 dev vc && ip addr add 10.78.0.2/24 dev vd && ip link set vc up && ip link set vd up &&
+  rdma link add rxe2 type rxe netdev vc && rdma link add rxe3 type rxe netdev vd || failed=1
+for u in /sys/class/infiniband_verbs/uverbs*; do
+  [ -e "/dev/infiniband/${u##*/}" ] || mknod "/dev/infiniband/${u##*/}" c $(tr : ' ' < "$u/dev")
+done
+chmod 666 /dev/infiniband/uverbs*
+try ./ib_peers rails vc
+# Four rails, each from a device to itself.
+try env SPCCL_IB_RAILS=4 ./ib_transport exchange
+try env SPCCL_IB_RAILS=4 ./ib_collectives random
+export SPCCL_IB_DEVICE=rxe0,rxe1
 echo "==== 1% of the packets are lost"
 tc qdisc add dev va root netem loss 1% && tc qdisc add dev vb root netem loss 1% || failed=1
 try ./ib_transport exchange

@@ -37,9 +37,11 @@ static const sp_env_var vars[SP_N_ENV] = {
                            1, 0, INT64_C(1) << 32, NULL},
     [SP_ENV_TCP_ADDR] = {"SPCCL_TCP_ADDR", "",
                          "address or interface that tcp listens on; empty = spccl chooses", 0, 0, 0, NULL},
+    [SP_ENV_IB_RAILS] = {"SPCCL_IB_RAILS", "4", "transport ib: most devices that carry one pair of ranks", 1,
+                         1, 4, NULL},
     [SP_ENV_IB_DEVICE] =
         {"SPCCL_IB_DEVICE", "",
-         "device of transport ib: a name, name:port, or none; empty = the fastest, shared by ranks", 0, 0, 0,
+         "devices of transport ib: a list of name and name:port, or none; empty = the fastest", 0, 0, 0,
          NULL},
     [SP_ENV_IB_TIMEOUT] =
         {"SPCCL_IB_TIMEOUT", "18",

@@ -20,6 +20,7 @@ typedef enum sp_env_id {
     SP_ENV_TCP_SOCKETS,     /* number */
     SP_ENV_TCP_WINDOW,      /* number */
     SP_ENV_TCP_ADDR,        /* text */
+    SP_ENV_IB_RAILS,        /* number */
     SP_ENV_IB_DEVICE,       /* text */
     SP_ENV_IB_TIMEOUT,      /* number */
     SP_ENV_IB_RETRIES,      /* number */

@@ -30,9 +30,12 @@ static bool by_tcp(const struct sp_ib_peer *p)
 static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
+    int mbps = 0;
     if (by_tcp(&ep->peers[peer]))
         return tcp->ns_per_byte(ep->tcp, peer);
-    return ep->device.speed_mbps > 0 ? NS_MBPS_PER_BYTE / ep->device.speed_mbps : UNKNOWN_NS_PER_BYTE;
+    for (uint32_t r = 0; r < ep->peers[peer].n_rails; r++)
+        mbps += ep->devices[ep->peers[peer].rails[r].device].speed_mbps;
+    return mbps > 0 ? NS_MBPS_PER_BYTE / mbps : UNKNOWN_NS_PER_BYTE;
 }
 
 /* ---- addresses ---- */
@@ -40,35 +43,48 @@ static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
 static spccl_status ib_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
-    size_t n = 0;
-    sp_ib_write_address(ep->has_device ? sp_ib_network(&ep->device) : SP_IB_NO_DEVICE, out);
+    size_t n = 0, head;
+    head = sp_ib_write_address(&ep->address, out);
     if (ep->tcp != NULL)
-        SP_TRY(tcp->address(ep->tcp, out + SP_IB_ADDRESS_HEAD, &n));
-    *bytes = SP_IB_ADDRESS_HEAD + n;
+        SP_TRY(tcp->address(ep->tcp, out + head, &n));
+    *bytes = head + n;
     return SPCCL_OK;
+}
+
+/* "device rxe0 port 1 + device rxe2 port 1" */
+static void rails_text(const struct sp_ib *ep, const struct sp_ib_peer *p, char *out, size_t cap)
+{
+    size_t used = 0;
+    for (uint32_t r = 0; r < p->n_rails && used < cap; r++) {
+        char device[SP_IB_NAME_CAP + 24];
+        sp_ib_device_text(&ep->devices[p->rails[r].device], device, sizeof device);
+        used += (size_t)snprintf(out + used, cap - used, "%s%s", r == 0 ? "" : " + ", device);
+    }
 }
 
 static bool ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
 {
     static const char *const names[] = {"none", "InfiniBand", "RoCE with IPv4", "RoCE with IPv6"};
     struct sp_ib *ep = sp_ib_self(opaque);
+    sp_ib_address theirs;
+    sp_ib_pairing pairing;
     const uint8_t *its_tcp;
-    uint8_t network;
     size_t its_bytes, used;
-    if (!ep->has_device) {
+    if (ep->n_devices == 0) {
         snprintf(why, why_cap, "%s", ep->device_why);
         return false;
     }
-    if (!sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes)) {
+    if (!sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes)) {
         snprintf(why, why_cap, "the peer has no usable device");
         return false;
     }
-    if (network != sp_ib_network(&ep->device)) {
-        snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->device)],
-                 names[network]);
+    sp_ib_pair(&ep->address, &theirs, &pairing);
+    if (pairing.n == 0) {
+        snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->devices[0])],
+                 names[theirs.ports[0].network]);
         return false;
     }
-    sp_ib_device_text(&ep->device, why, why_cap);
+    sp_ib_device_text(&ep->devices[pairing.low[0]], why, why_cap);
     used = strlen(why);
     snprintf(why + used, why_cap - used, ", ");
     used = strlen(why);
@@ -78,27 +94,38 @@ static bool ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t byt
 static spccl_status ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib_peer *p = &ep->peers[peer];
+    bool is_low = ep->config.rank < peer;
+    sp_ib_address theirs;
+    sp_ib_pairing pairing;
     const uint8_t *its_tcp;
-    uint8_t network;
     size_t its_bytes;
-    if (!ep->has_device || !sp_ib_read_address(address, bytes, &network, &its_tcp, &its_bytes))
+    if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
+    sp_ib_pair(is_low ? &ep->address : &theirs, is_low ? &theirs : &ep->address, &pairing);
+    if (pairing.n == 0)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d): other networks", ep->config.rank, peer);
+    p->n_rails = pairing.n;
+    p->n_ports = theirs.n;
+    for (uint32_t r = 0; r < p->n_rails; r++)
+        p->rails[r].device = is_low ? pairing.low[r] : pairing.high[r];
     SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
-    ep->peers[peer].added = true;
+    p->added = true;
     return SPCCL_OK;
 }
 
 static void ib_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
-    char device[SP_IB_NAME_CAP + 24], details[160];
-    if (by_tcp(&ep->peers[peer])) {
-        snprintf(out, cap, "tcp, as ib failed: %s", ep->peers[peer].reason);
+    const struct sp_ib_peer *p = &ep->peers[peer];
+    char devices[SP_IB_RAILS_MAX * (SP_IB_NAME_CAP + 28)] = "", details[160];
+    if (by_tcp(p)) {
+        snprintf(out, cap, "tcp, as ib failed: %s", p->reason);
         return;
     }
-    sp_ib_device_text(&ep->device, device, sizeof device);
-    sp_ib_device_details(&ep->device, details, sizeof details);
-    snprintf(out, cap, "ib: %s, %s (%s)", device, details, ep->device_why);
+    rails_text(ep, p, devices, sizeof devices);
+    sp_ib_device_details(&ep->devices[p->rails[0].device], details, sizeof details);
+    snprintf(out, cap, "ib: %s, %s (%s)", devices, details, ep->device_why);
 }
 
 /* ---- messages ---- */
@@ -134,7 +161,7 @@ static spccl_status ib_reserve(sp_endpoint *opaque, int peer, int queue, size_t 
     return SPCCL_OK;
 }
 
-/* One queue pair carries all messages to a peer, in the order of their commits: `call` matters over tcp only. */
+/* Messages to a peer leave in the order of their commits: `call` matters over tcp only. */
 static spccl_status ib_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
@@ -221,8 +248,7 @@ static spccl_status ib_progress(sp_endpoint *opaque, int *peer, char *text)
         st = tcp->progress(ep->tcp, peer, text);
         ep->aborted = st == SPCCL_ERR_ABORTED;
     }
-    if (ep->context != NULL)
-        sp_ib_poll(ep);
+    sp_ib_poll(ep);
     for (int i = 0; i < ep->config.world_size; i++)
         serve_peer(ep, i);
     return st;
@@ -261,14 +287,13 @@ static spccl_status ib_arm(sp_endpoint *opaque)
     struct sp_ib *ep = sp_ib_self(opaque);
     bool changed;
     spccl_status st = arm_tcp(ep);
-    if (ep->context != NULL) {
-        if (sp_ib_context_notify(ep->context) != SPCCL_OK)
+    for (int d = 0; d < ep->n_devices; d++)
+        if (ep->contexts[d] != NULL && sp_ib_context_notify(ep->contexts[d]) != SPCCL_OK)
             ep->changed = true; /* it cannot sleep: the caller polls */
-        sp_ib_poll(ep);         /* completions before the request make no event */
-        for (int i = 0; i < ep->config.world_size; i++)
-            if (ep->peers[i].route == SP_IB_BY_IB)
-                sp_ib_send(ep, i); /* one may have been a credit that segments wait for */
-    }
+    sp_ib_poll(ep);             /* completions before the request make no event */
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].route == SP_IB_BY_IB)
+            sp_ib_send(ep, i); /* one may have been a credit that segments wait for */
     changed = ep->changed || is_ending(ep);
     ep->changed = false;
     if (st == SPCCL_OK && !changed)
@@ -282,10 +307,11 @@ static void ib_disarm(sp_endpoint *opaque)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     tcp->disarm(ep->tcp);
-    if (ep->context != NULL) {
-        sp_ib_context_forget(ep->context);
-        sp_ib_context_log_events(ep->context, ep->config.rank);
-    }
+    for (int d = 0; d < ep->n_devices; d++)
+        if (ep->contexts[d] != NULL) {
+            sp_ib_context_forget(ep->contexts[d]);
+            sp_ib_context_log_events(ep->contexts[d], ep->config.rank);
+        }
     ep->n_progress = 0; /* what woke this rank may have come over tcp */
 }
 
@@ -348,12 +374,12 @@ static void say_fin(struct sp_ib *ep, int peer)
 static void close_peer(struct sp_ib *ep, struct sp_ib_peer *p)
 {
     bool here = ep->pid == getpid();
-    if (here)
-        sp_ib_link_close(p->link);
+    for (uint32_t r = 0; here && r < p->n_rails; r++)
+        sp_ib_link_close(p->rails[r].link);
     for (int k = 0; k < SP_QUEUES_MAX; k++) {
-        if (here) {
-            sp_ib_memory_close(&p->tx[k].memory);
-            sp_ib_memory_close(&p->rx[k].memory);
+        for (uint32_t r = 0; here && r < p->n_rails; r++) {
+            sp_ib_memory_close(&p->tx[k].memory[r]);
+            sp_ib_memory_close(&p->rx[k].memory[r]);
         }
         sp_nn_ring_close(&p->tx[k].ring);
         sp_nn_ring_close(&p->rx[k].ring);
@@ -363,8 +389,9 @@ static void close_peer(struct sp_ib *ep, struct sp_ib_peer *p)
 static void close_in_child(void *owner)
 {
     struct sp_ib *ep = owner;
-    if (ep->context != NULL)
-        sp_ib_context_close_descriptors(ep->context);
+    for (int d = 0; d < ep->n_devices; d++)
+        if (ep->contexts[d] != NULL)
+            sp_ib_context_close_descriptors(ep->contexts[d]);
 }
 
 static void ib_close(sp_endpoint *opaque)
@@ -382,8 +409,8 @@ static void ib_close(sp_endpoint *opaque)
     tcp->close(ep->tcp);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
         close_peer(ep, &ep->peers[i]);
-    if (here)
-        sp_ib_context_close(ep->context);
+    for (int d = 0; here && d < ep->n_devices; d++)
+        sp_ib_context_close(ep->contexts[d]);
     if (ep->epoll_fd >= 0)
         close(ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
@@ -405,6 +432,7 @@ static spccl_status open_beside(struct sp_ib *ep)
 static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
 {
     spccl_status st = SPCCL_OK;
+    char refused[300];
     struct sp_ib *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "ib: an endpoint of %zu bytes", sizeof *ep);
@@ -416,8 +444,16 @@ static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "ib: tables for %d ranks", config->world_size);
         goto fail;
     }
-    ep->has_device = sp_ib_choose(config->rank, &ep->device, ep->device_why, sizeof ep->device_why);
-    if (ep->has_device)
+    ep->n_devices = sp_ib_choose(config->rank, ep->devices, ep->device_why, sizeof ep->device_why, refused,
+                                 sizeof refused);
+    ep->address.n = (uint32_t)ep->n_devices;
+    for (int i = 0; i < ep->n_devices; i++) {
+        ep->address.ports[i].network = sp_ib_network(&ep->devices[i]);
+        memcpy(ep->address.ports[i].gid, ep->devices[i].gid, SP_IB_GID_BYTES);
+    }
+    if (ep->n_devices > 0 && refused[0] != '\0')
+        sp_log(SP_LOG_WARN, config->rank, "ib: SPCCL_IB_DEVICE: not used: %s", refused);
+    if (ep->n_devices > 0)
         SP_TRY_TO(fail, st, open_beside(ep));
     else if (sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0')
         sp_log(SP_LOG_WARN, config->rank, "ib: %s", ep->device_why);

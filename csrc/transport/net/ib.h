@@ -1,7 +1,11 @@
 /* ib.h - the data of transport ib. ib.c: messages. ib_start.c: start-up. ib_move.c: writes and completions.
  * ib_end.c: how peers end.
  *
- * Between two ranks there is one RC queue pair, and for each queue a ring of segments at both ends (ncclnet_ring.h).
+ * Two ranks have 1, 2 or 4 rails: RC queue pairs, each between two devices of its own. For each queue both ends have a
+ * ring of segments (ncclnet_ring.h). Each rail has an equal part of the places in a ring, one after the other, registers
+ * that part, and carries the segments that lie there. A rail delivers in order; the receiver passes a segment on when all
+ * before it are here (struct sp_ib_order).
+ *
  * Segment k is written with immediate into the same place of the receiver's ring. The receiver gives credits: a
  * segment is written only if its place is free and a receive is posted for it. So a full queue cannot delay another.
  *
@@ -18,7 +22,7 @@
 #include <sys/types.h>
 
 #define SP_IB_CREDIT_STEP (SP_NN_SEGMENTS / 4) /* credits are sent for so many segments at once */
-/* Most writes and receives of a queue that can be under way: its segments, and its credits. */
+/* Most writes and receives of a queue that can be under way on a rail: its segments, and its credits. */
 #define SP_IB_PER_QUEUE (SP_NN_SEGMENTS + SP_NN_SEGMENTS / SP_IB_CREDIT_STEP)
 #define SP_IB_SPARE 12 /* the probe, and writes whose completion was not asked for */
 #define SP_IB_WRITES_CAP 128u
@@ -27,32 +31,46 @@ _Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE <= SP_IB_WRITES_CAP,
 enum sp_ib_route { SP_IB_UNDECIDED, SP_IB_BY_IB, SP_IB_BY_TCP };
 enum { SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0xff };
 
+/* Segments that arrived, or that were sent, on each rail in order. */
+struct sp_ib_order {
+    uint64_t next[SP_IB_RAILS_MAX]; /* the rail's next segment */
+    uint32_t here;                  /* bit k % SP_NN_SEGMENTS: segment k is here, and one before it is not */
+};
+
 struct sp_ib_tx {
     sp_nn_ring ring;
-    sp_ib_memory memory;
+    sp_ib_memory memory[SP_IB_RAILS_MAX]; /* the part of each rail */
+    struct sp_ib_order order;
     uint64_t n_posted, credit; /* segments that were written; those below `credit` may be */
 };
 
 struct sp_ib_rx {
     sp_nn_ring ring;
-    sp_ib_memory memory;
+    sp_ib_memory memory[SP_IB_RAILS_MAX]; /* the part of each rail */
+    struct sp_ib_order order;
     uint64_t announced; /* the last credit */
+};
+
+struct sp_ib_rail {
+    sp_ib_link *link;
+    int device; /* of sp_ib.devices */
+    /* Writes in the order of posting; completions come in the same order. */
+    uint32_t n_writes, n_completed, n_unsignalled;
+    uint8_t owners[SP_IB_WRITES_CAP]; /* of write n, at n % SP_IB_WRITES_CAP: a queue, or SP_IB_OWNER_.. */
+    bool probe_sent, probe_left, probe_here;
 };
 
 struct sp_ib_peer {
     bool added;
     enum sp_ib_route route;
-    sp_ib_link *link;
+    uint32_t n_rails, n_ports; /* n_ports: usable devices of the peer */
+    struct sp_ib_rail rails[SP_IB_RAILS_MAX];
     struct sp_ib_tx tx[SP_QUEUES_MAX];
     struct sp_ib_rx rx[SP_QUEUES_MAX];
-    /* Writes in the order of posting; completions come in the same order. */
-    uint32_t n_writes, n_completed, n_unsignalled;
-    uint8_t owners[SP_IB_WRITES_CAP]; /* of write n, at n % SP_IB_WRITES_CAP: a queue, or SP_IB_OWNER_.. */
     /* start-up */
     sp_ib_connect_info mine, theirs;
     uint32_t n_notes; /* sent over tcp */
     bool connect_info_sent, connect_info_here, ready_sent, ready_here, result_sent, result_here;
-    bool probe_sent, probe_left, probe_here;
     char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
     /* the peer's end */
     bool failed;              /* no more is written or taken */
@@ -68,11 +86,12 @@ struct sp_ib_peer {
 
 struct sp_ib {
     sp_endpoint_config config;
-    bool has_device;
-    sp_ib_device device;
-    char device_why[400];   /* how the device was chosen, or why there is none */
-    sp_endpoint *tcp;       /* owned; NULL: there is no device */
-    sp_ib_context *context; /* owned; NULL until start-up */
+    int n_devices; /* 0: none is usable */
+    sp_ib_device devices[SP_IB_RAILS_MAX];
+    char device_why[400];                     /* how the devices were chosen, or why there is none */
+    sp_ib_address address;                    /* without that of tcp */
+    sp_endpoint *tcp;                         /* owned; NULL: there is no device */
+    sp_ib_context *contexts[SP_IB_RAILS_MAX]; /* owned, of devices; NULL until start-up */
     int epoll_fd;
     struct sp_ib_peer *peers; /* [world_size] */
     pid_t pid;                /* of the process that opened it: a child of fork calls no library */
@@ -93,6 +112,29 @@ static inline struct sp_ib *sp_ib_self(sp_endpoint *ep)
     return (struct sp_ib *)ep;
 }
 
+/* The rail of segment k, its first segment, and the segment after k on the same rail. */
+static inline uint32_t sp_ib_rail_of(uint32_t n_rails, uint64_t k)
+{
+    return (uint32_t)(k % SP_NN_SEGMENTS) * n_rails / SP_NN_SEGMENTS;
+}
+
+static inline uint64_t sp_ib_rail_first(uint32_t n_rails, uint32_t rail)
+{
+    return (uint64_t)rail * SP_NN_SEGMENTS / n_rails;
+}
+
+static inline uint64_t sp_ib_rail_next(uint32_t n_rails, uint64_t k)
+{
+    bool last = sp_ib_rail_of(n_rails, k + 1) != sp_ib_rail_of(n_rails, k);
+    return k + 1 + (last ? SP_NN_SEGMENTS - SP_NN_SEGMENTS / n_rails : 0);
+}
+
+/* Bits of the id of a write or receive (ib_move.c). */
+static inline uint64_t sp_ib_id(int peer, uint32_t rail)
+{
+    return (uint64_t)rail << 60 | (uint64_t)(uint32_t)peer << 32;
+}
+
 /* ib_start.c */
 spccl_status sp_ib_connect_step(sp_endpoint *ep);
 
@@ -101,14 +143,14 @@ int sp_ib_n_writes(const struct sp_ib *ep);
 int sp_ib_n_receives(const struct sp_ib *ep);
 /* Write what may be written to a peer: segments, then credits that are due. */
 void sp_ib_send(struct sp_ib *ep, int peer);
-/* Write the probe. False if that failed: the peer has failed then. */
-bool sp_ib_send_probe(struct sp_ib *ep, int peer);
+/* Write the probe of a rail. False if that failed: the peer has failed then. */
+bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t rail);
 /* Handle all completions. */
 void sp_ib_poll(struct sp_ib *ep);
 
 /* ib_end.c */
-/* ib failed for the peer: `text` is a clause. The first failure counts. */
-void sp_ib_fail_peer(struct sp_ib *ep, int peer, spccl_status status, const char *text);
+/* A rail failed, and with it the peer: `text` is a clause. The first failure counts. */
+void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t rail, spccl_status status, const char *text);
 /* Read what the peer says over tcp after start-up: its FIN, then its end. */
 void sp_ib_look_at_tcp(struct sp_ib *ep, int peer);
 /* Decide whether the peer is gone, and whether more can arrive from it. */

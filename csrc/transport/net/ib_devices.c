@@ -6,6 +6,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -167,12 +168,23 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
         f->n++;
 }
 
-/* True if SPCCL_IB_DEVICE allows the port. */
+/* True if SPCCL_IB_DEVICE, a list of NAME and NAME:PORT, allows the port; port 0: any port of the device. */
 static bool is_wanted(const char *wanted, const char *name, int port)
 {
     char text[SP_IB_NAME_CAP + 16];
+    size_t name_bytes = strlen(name);
+    if (wanted[0] == '\0')
+        return true;
     snprintf(text, sizeof text, "%s:%d", name, port);
-    return wanted[0] == '\0' || strcmp(wanted, name) == 0 || strcmp(wanted, text) == 0;
+    for (const char *at = wanted; *at != '\0'; at += strcspn(at, ","), at += *at == ',') {
+        size_t n = strcspn(at, ",");
+        if (n == name_bytes && strncmp(at, name, n) == 0)
+            return true;
+        if (port == 0 ? n > name_bytes && strncmp(at, name, name_bytes) == 0 && at[name_bytes] == ':'
+                      : n == strlen(text) && strncmp(at, text, n) == 0)
+            return true;
+    }
+    return false;
 }
 
 static void look_at_device(const sp_ib_library *lib, struct ibv_device *device, const char *wanted,
@@ -181,7 +193,7 @@ static void look_at_device(const sp_ib_library *lib, struct ibv_device *device, 
     const char *name = lib->get_device_name(device);
     struct ibv_device_attr attr;
     struct ibv_context *context;
-    if (strncmp(wanted, name, strlen(name)) != 0 && wanted[0] != '\0')
+    if (!is_wanted(wanted, name, 0))
         return;
     if (device->transport_type != IBV_TRANSPORT_IB) {
         refuse(f, name, 1, "neither InfiniBand nor RoCE: ncclnet may carry it");
@@ -244,23 +256,74 @@ static bool find_all(struct found *f, char *why, size_t why_cap)
     return f->n != 0;
 }
 
-bool sp_ib_choose(int rank, sp_ib_device *out, char *why, size_t why_cap)
+/* The NUMA node of a device. -1: unknown. */
+static int numa_node(const char *name)
+{
+    char path[200];
+    int node = -1;
+    FILE *f;
+    snprintf(path, sizeof path, CLASS_FOLDER "/%.63s/device/numa_node", name);
+    f = fopen(path, "re");
+    if (f == NULL || fscanf(f, "%d", &node) != 1)
+        node = -1;
+    if (f != NULL)
+        fclose(f);
+    return node;
+}
+
+/* Keep `n` of the devices: first those of this thread's NUMA node, or of an unknown one. Ranks of a host begin at
+ * different devices, so they share them evenly. */
+static int keep_some(int rank, const sp_ib_device *all, int n_all, int n, sp_ib_device *out)
+{
+    unsigned cpu = 0, here = 0;
+    int sorted[SP_IB_DEVICES_MAX], n_near = 0, n_sorted = 0, n_far;
+    bool near[SP_IB_DEVICES_MAX];
+    (void)getcpu(&cpu, &here);
+    for (int i = 0; i < n_all; i++) {
+        int node = numa_node(all[i].name);
+        near[i] = node < 0 || node == (int)here;
+        if (near[i])
+            sorted[n_sorted++] = i;
+    }
+    n_near = n_sorted;
+    for (int i = 0; i < n_all; i++)
+        if (!near[i])
+            sorted[n_sorted++] = i;
+    n_far = n_all - n_near;
+    for (int i = 0; i < n; i++)
+        out[i] = all[i < n_near ? sorted[(rank + i) % n_near] : sorted[n_near + (rank + i - n_near) % n_far]];
+    return n;
+}
+
+int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t why_cap, char *refused,
+                 size_t refused_cap)
 {
     struct found f = {.n = 0};
-    int best = 0, n_best = 0;
+    sp_ib_device fastest[SP_IB_DEVICES_MAX];
+    int64_t rails = SP_IB_RAILS_MAX;
+    int best = 0, n = 0;
+    bool named = sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0';
+    refused[0] = '\0';
     if (!find_all(&f, why, why_cap))
-        return false;
+        return 0;
+    if (sp_env_number(SP_ENV_IB_RAILS, &rails) != SPCCL_OK) {
+        snprintf(why, why_cap, "%s", spccl_last_error());
+        return 0;
+    }
+    snprintf(refused, refused_cap, "%s", named ? f.refused : "");
     for (int i = 0; i < f.n; i++)
         best = f.devices[i].speed_mbps > best ? f.devices[i].speed_mbps : best;
     for (int i = 0; i < f.n; i++)
-        n_best += f.devices[i].speed_mbps == best;
-    /* Ranks of a host share its fastest devices evenly. */
-    for (int i = 0, k = 0; i < f.n; i++)
-        if (f.devices[i].speed_mbps == best && k++ == rank % n_best)
-            *out = f.devices[i];
+        if (f.devices[i].speed_mbps == best)
+            fastest[n++] = f.devices[i];
     snprintf(why, why_cap, "%s",
-             sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0' ? "SPCCL_IB_DEVICE" : "the fastest, by rank");
-    return true;
+             named       ? "SPCCL_IB_DEVICE"
+             : n > rails ? "the fastest, by rank"
+                         : "the fastest");
+    if (n > rails)
+        return keep_some(rank, fastest, n, (int)rails, out);
+    memcpy(out, fastest, (size_t)n * sizeof *out);
+    return n;
 }
 
 /* ---- spccl info ---- */

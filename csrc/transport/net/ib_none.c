@@ -11,12 +11,14 @@ static spccl_status absent(void)
     return SP_FAIL(SPCCL_ERR_BUG, "ib: " WHY);
 }
 
-bool sp_ib_choose(int rank, sp_ib_device *out, char *why, size_t why_cap)
+int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t why_cap, char *refused,
+                 size_t refused_cap)
 {
     (void)rank;
     (void)out;
     snprintf(why, why_cap, WHY);
-    return false;
+    snprintf(refused, refused_cap, "%s", "");
+    return 0;
 }
 
 void sp_ib_inform(const char **value, const char **why)

@@ -28,32 +28,50 @@ static void take_tcp(struct sp_ib_peer *p, const char *why)
 
 /* ---- this rank's end ---- */
 
-static spccl_status watch_context(struct sp_ib *ep)
+static spccl_status watch_context(struct sp_ib *ep, const sp_ib_context *context)
 {
     struct epoll_event e = {.events = EPOLLIN};
-    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_fd(ep->context), &e) != 0 ||
-        epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_event_fd(ep->context), &e) != 0)
+    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_fd(context), &e) != 0 ||
+        epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_event_fd(context), &e) != 0)
         return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "ib: epoll_ctl");
+    return SPCCL_OK;
+}
+
+/* Register the parts of a queue's rings that a rail carries. */
+static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t rail, int queue)
+{
+    struct sp_ib_tx *tx = &p->tx[queue];
+    struct sp_ib_rx *rx = &p->rx[queue];
+    sp_ib_context *context = ep->contexts[p->rails[rail].device];
+    uint64_t first = sp_ib_rail_first(p->n_rails, rail);
+    size_t bytes = tx->ring.memory.cap / p->n_rails;
+    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, &tx->memory[rail]));
+    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, &rx->memory[rail]));
+    tx->order.next[rail] = rx->order.next[rail] = first;
+    p->mine.rings[queue].rkey[rail] = rx->memory[rail].rkey;
     return SPCCL_OK;
 }
 
 static spccl_status open_peer(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    SP_TRY(sp_ib_link_open(ep->context, sp_ib_n_writes(ep), sp_ib_n_receives(ep), &p->link, &p->mine.end));
+    for (uint32_t r = 0; r < p->n_rails; r++)
+        SP_TRY(sp_ib_link_open(ep->contexts[p->rails[r].device], sp_ib_n_writes(ep), sp_ib_n_receives(ep),
+                               &p->rails[r].link, &p->mine.ends[r]));
     for (int i = 0; i < ep->config.n_queues; i++) {
         struct sp_ib_tx *tx = &p->tx[i];
         struct sp_ib_rx *rx = &p->rx[i];
         SP_TRY(sp_nn_ring_open(&tx->ring, ep->config.queue_bytes, (uint32_t)i, false));
         SP_TRY(sp_nn_ring_open(&rx->ring, ep->config.queue_bytes, (uint32_t)i, true));
-        SP_TRY(sp_ib_memory_open(ep->context, tx->ring.memory.data, tx->ring.memory.cap, &tx->memory));
-        SP_TRY(sp_ib_memory_open(ep->context, rx->ring.memory.data, rx->ring.memory.cap, &rx->memory));
+        for (uint32_t r = 0; r < p->n_rails; r++)
+            SP_TRY(register_part(ep, p, r, i));
         tx->credit = rx->announced = SP_NN_SEGMENTS;
         p->mine.rings[i].address = (uintptr_t)rx->ring.memory.data;
-        p->mine.rings[i].rkey = rx->memory.rkey;
     }
-    return sp_ib_link_receive(p->link, UINT64_C(1) << 63 | (uint64_t)(uint32_t)peer << 32,
-                              sp_ib_n_receives(ep));
+    for (uint32_t r = 0; r < p->n_rails; r++)
+        SP_TRY(sp_ib_link_receive(p->rails[r].link, UINT64_C(1) << 63 | sp_ib_id(peer, r),
+                                  sp_ib_n_receives(ep)));
+    return SPCCL_OK;
 }
 
 static spccl_status open_all(struct sp_ib *ep)
@@ -61,9 +79,11 @@ static spccl_status open_all(struct sp_ib *ep)
     int n_peers = 0;
     for (int i = 0; i < ep->config.world_size; i++)
         n_peers += ep->peers[i].added;
-    SP_TRY(sp_ib_context_open(&ep->device, n_peers * (sp_ib_n_writes(ep) + sp_ib_n_receives(ep)) + 1,
-                              &ep->context));
-    SP_TRY(watch_context(ep));
+    for (int d = 0; d < ep->n_devices; d++) {
+        SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * (sp_ib_n_writes(ep) + sp_ib_n_receives(ep)) + 1,
+                                  &ep->contexts[d]));
+        SP_TRY(watch_context(ep, ep->contexts[d]));
+    }
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].added)
             SP_TRY(open_peer(ep, i));
@@ -97,6 +117,7 @@ static spccl_status send_connect_info(struct sp_ib *ep, int peer)
     struct sp_ib_peer *p = &ep->peers[peer];
     uint8_t note[SP_IB_CONNECT_INFO_BYTES];
     p->mine.usable = ep->failure[0] == '\0';
+    p->mine.n_rails = p->n_rails;
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
     p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
     snprintf(p->mine.why, sizeof p->mine.why, "%s", ep->failure);
@@ -128,14 +149,15 @@ static spccl_status judge_connect_info(struct sp_ib *ep, int peer)
     else if (!p->theirs.usable)
         snprintf(text, sizeof text, "rank %d: %s", peer, p->theirs.why);
     else if (p->mine.n_queues != p->theirs.n_queues || p->mine.segment_bytes != p->theirs.segment_bytes ||
-             p->mine.end.ethernet != p->theirs.end.ethernet)
+             p->mine.n_rails != p->theirs.n_rails || p->mine.ends[0].ethernet != p->theirs.ends[0].ethernet)
         snprintf(text, sizeof text, "other queues or network at rank %d: another version of spccl", peer);
     if (text[0] != '\0') {
         take_tcp(p, text);
         return SPCCL_OK;
     }
-    if (sp_ib_link_connect(p->link, &p->mine.end, &p->theirs.end) != SPCCL_OK)
-        take_tcp(p, spccl_last_error());
+    for (uint32_t r = 0; r < p->n_rails; r++)
+        if (sp_ib_link_connect(p->rails[r].link, &p->mine.ends[r], &p->theirs.ends[r]) != SPCCL_OK)
+            take_tcp(p, spccl_last_error());
     p->ready_sent = true;
     return send_result(ep, peer);
 }
@@ -180,19 +202,39 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
 
 /* ---- probing ---- */
 
-/* Both queue pairs are connected: probe. Once it is known what comes of it, send the result. */
+static bool all_probes_sent(const struct sp_ib_peer *p)
+{
+    bool sent = true;
+    for (uint32_t r = 0; r < p->n_rails; r++)
+        sent = sent && p->rails[r].probe_sent;
+    return sent;
+}
+
+/* The first rail whose probe did not leave, or did not come; n_rails if there is none. */
+static uint32_t first_silent_rail(const struct sp_ib_peer *p)
+{
+    uint32_t r = 0;
+    while (r < p->n_rails && p->rails[r].probe_left && p->rails[r].probe_here)
+        r++;
+    return r;
+}
+
+/* The queue pairs are connected at both ends: probe. Once it is known what comes of it, send the result. */
 static spccl_status probe(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    if (!p->probe_sent)
-        (void)sp_ib_send_probe(ep, peer);
+    uint32_t silent;
+    for (uint32_t r = 0; r < p->n_rails; r++)
+        if (!p->rails[r].probe_sent)
+            (void)sp_ib_send_probe(ep, peer, r);
+    silent = first_silent_rail(p);
     if (p->failed) {
         take_tcp(p, p->failure);
-    } else if (!(p->probe_left && p->probe_here) && p->reason[0] == '\0') {
+    } else if (silent < p->n_rails && p->reason[0] == '\0') {
         char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
         if (!sp_deadline_passed(ep->probe_deadline_ns))
             return SPCCL_OK;
-        sp_ib_device_text(&ep->device, device, sizeof device);
+        sp_ib_device_text(&ep->devices[p->rails[silent].device], device, sizeof device);
         snprintf(text, sizeof text, "%s: nothing came from rank %d's device in time", device, peer);
         take_tcp(p, text);
     }
@@ -202,7 +244,7 @@ static spccl_status probe(struct sp_ib *ep, int peer)
 
 static bool both_ready(const struct sp_ib_peer *p)
 {
-    return p->ready_sent && p->ready_here && (p->reason[0] == '\0' || p->probe_sent);
+    return p->ready_sent && p->ready_here && (p->reason[0] == '\0' || all_probes_sent(p));
 }
 
 /* Continue with one peer. AGAIN: it is not ready. */
@@ -213,7 +255,7 @@ static spccl_status step_peer(struct sp_ib *ep, int peer)
     if (!p->connect_info_sent)
         SP_TRY(send_connect_info(ep, peer));
     while (st == SPCCL_OK && (!p->connect_info_here || (p->ready_sent && !p->ready_here) ||
-                              (both_ready(p) && p->probe_sent && !p->result_here)))
+                              (both_ready(p) && all_probes_sent(p) && !p->result_here)))
         st = take_note(ep, peer);
     if (st != SPCCL_OK && st != SPCCL_AGAIN)
         return st;
@@ -226,21 +268,27 @@ static spccl_status step_peer(struct sp_ib *ep, int peer)
 
 /* ---- the end of start-up ---- */
 
-/* One warning for all pairs that use tcp in place of ib. Errors: UNREACHABLE (tcp is not allowed). */
+/* One warning for all pairs that use tcp in place of ib, and one for those with fewer rails. Errors: UNREACHABLE (tcp is not allowed). */
 static spccl_status decide_routes(struct sp_ib *ep)
 {
-    sp_rank_list failed = {0};
+    sp_rank_list failed = {0}, fewer = {0};
     const char *why = "";
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_ib_peer *p = &ep->peers[i];
         if (!p->added)
             continue;
         p->route = p->reason[0] == '\0' ? SP_IB_BY_IB : SP_IB_BY_TCP;
+        if (p->route == SP_IB_BY_IB && p->n_ports < (uint32_t)ep->n_devices)
+            sp_rank_list_add(&fewer, i);
         if (p->route == SP_IB_BY_IB)
             continue;
         sp_rank_list_add(&failed, i);
         why = why[0] == '\0' ? p->reason : why;
     }
+    if (fewer.n != 0)
+        sp_log(SP_LOG_WARN, ep->config.rank,
+               "ib: this rank has %d usable devices, rank %s fewer: not all carry messages to it",
+               ep->n_devices, fewer.text);
     if (failed.n == 0)
         return SPCCL_OK;
     if (!ep->config.tcp_too)
@@ -271,8 +319,7 @@ static spccl_status start_pairs(struct sp_ib *ep)
     char text[SP_ABORT_TEXT_CAP];
     int peer = -1;
     SP_TRY(tcp->progress(ep->tcp, &peer, text));
-    if (ep->context != NULL)
-        sp_ib_poll(ep);
+    sp_ib_poll(ep);
     for (int i = 0; i < ep->config.world_size; i++) {
         spccl_status st = ep->peers[i].added ? step_peer(ep, i) : SPCCL_OK;
         if (st == SPCCL_AGAIN)

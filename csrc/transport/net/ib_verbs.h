@@ -12,6 +12,7 @@
 #define SP_IB_GID_BYTES 16u
 #define SP_IB_NAME_CAP 64u
 #define SP_IB_DEVICES_MAX 32
+#define SP_IB_RAILS_MAX 4 /* devices that carry one pair of ranks */
 
 /* A port that is active and can make an RC queue pair. */
 typedef struct sp_ib_device {
@@ -24,9 +25,11 @@ typedef struct sp_ib_device {
     int speed_mbps; /* 0: unknown */
 } sp_ib_device;
 
-/* Choose the device of a rank: SPCCL_IB_DEVICE, else one of the fastest, by rank. False: none is usable. `why` says in both
- * cases what was looked at. */
-bool sp_ib_choose(int rank, sp_ib_device *out, char *why, size_t why_cap);
+/* Choose the devices of a rank: those that SPCCL_IB_DEVICE names, else the fastest; at most SPCCL_IB_RAILS, those of
+ * this thread's NUMA node first. Returns how many, 0 if none is usable. `why` says in both cases what was looked at.
+ * `refused`: what SPCCL_IB_DEVICE names and cannot be used, or "". */
+int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t why_cap, char *refused,
+                 size_t refused_cap);
 /* "device mlx5_0 port 1" */
 void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap);
 /* "RoCE v2, 100 Gbit/s, MTU 4096, GID 10.0.0.1" */

@@ -5,9 +5,17 @@
 
 #include <string.h>
 
-#define CONNECT_INFO_MAGIC 0x4f497073u /* "spIO" */
+#define CONNECT_INFO_MAGIC 0x52497073u /* "spIR" */
+#define ADDRESS_HEAD 5u
+#define PORT_BYTES (1u + SP_IB_GID_BYTES)
+#define ENDS_AT 16u
+#define END_BYTES 32u
+#define RINGS_AT (ENDS_AT + END_BYTES * SP_IB_RAILS_MAX)
+#define RING_BYTES (8u + 4u * SP_IB_RAILS_MAX)
+#define WHY_AT (RINGS_AT + RING_BYTES * SP_QUEUES_MAX)
+_Static_assert(WHY_AT + SP_NN_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wire.h");
 #define NUMBER_MASK 0xfffffffu
-static const char address_magic[4] = {'s', 'p', 'I', '1'};
+static const char address_magic[4] = {'s', 'p', 'I', '2'};
 
 uint8_t sp_ib_network(const sp_ib_device *device)
 {
@@ -17,71 +25,137 @@ uint8_t sp_ib_network(const sp_ib_device *device)
     return memcmp(device->gid, ipv4, sizeof ipv4) == 0 ? SP_IB_ROCE_IPV4 : SP_IB_ROCE_IPV6;
 }
 
-void sp_ib_write_address(uint8_t network, uint8_t out[SP_IB_ADDRESS_HEAD])
+size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out)
 {
     memcpy(out, address_magic, sizeof address_magic);
-    out[4] = network;
+    out[4] = (uint8_t)a->n;
+    for (uint32_t i = 0; i < a->n; i++) {
+        out[ADDRESS_HEAD + i * PORT_BYTES] = a->ports[i].network;
+        memcpy(out + ADDRESS_HEAD + i * PORT_BYTES + 1, a->ports[i].gid, SP_IB_GID_BYTES);
+    }
+    return ADDRESS_HEAD + a->n * PORT_BYTES;
 }
 
-bool sp_ib_read_address(const uint8_t *bytes, size_t n, uint8_t *network, const uint8_t **tcp,
+bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out, const uint8_t **tcp,
                         size_t *tcp_bytes)
 {
-    if (n <= SP_IB_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 ||
-        bytes[4] == SP_IB_NO_DEVICE || bytes[4] > SP_IB_ROCE_IPV6)
+    size_t head;
+    if (n <= ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 || bytes[4] == 0 ||
+        bytes[4] > SP_IB_RAILS_MAX)
         return false;
-    *network = bytes[4];
-    *tcp = bytes + SP_IB_ADDRESS_HEAD;
-    *tcp_bytes = n - SP_IB_ADDRESS_HEAD;
+    *out = (sp_ib_address){.n = bytes[4]};
+    head = ADDRESS_HEAD + out->n * PORT_BYTES;
+    if (n <= head)
+        return false;
+    for (uint32_t i = 0; i < out->n; i++) {
+        const uint8_t *port = bytes + ADDRESS_HEAD + i * PORT_BYTES;
+        out->ports[i].network = port[0];
+        memcpy(out->ports[i].gid, port + 1, SP_IB_GID_BYTES);
+        if (port[0] == SP_IB_NO_DEVICE || port[0] > SP_IB_ROCE_IPV6)
+            return false;
+    }
+    *tcp = bytes + head;
+    *tcp_bytes = n - head;
     return true;
+}
+
+/* 0: other networks; 1: the same kind of network; 2: one subnet too. */
+static int closeness(const sp_ib_address *low, uint32_t i, const sp_ib_address *high, uint32_t j)
+{
+    size_t subnet_bytes = low->ports[i].network == SP_IB_ROCE_IPV4 ? 15 : 8;
+    if (low->ports[i].network != high->ports[j].network)
+        return 0;
+    return memcmp(low->ports[i].gid, high->ports[j].gid, subnet_bytes) == 0 ? 2 : 1;
+}
+
+/* Join free ports of this closeness: first those of equal number, then any. */
+static void join_ports(const sp_ib_address *low, const sp_ib_address *high, int wanted, sp_ib_pairing *out)
+{
+    bool low_used[SP_IB_RAILS_MAX] = {false}, high_used[SP_IB_RAILS_MAX] = {false};
+    for (int any = 0; any <= 1; any++)
+        for (uint32_t i = 0; i < low->n; i++)
+            for (uint32_t j = 0; j < high->n; j++) {
+                if (low_used[i] || high_used[j] || (i != j && any == 0) ||
+                    closeness(low, i, high, j) < wanted)
+                    continue;
+                low_used[i] = high_used[j] = true;
+                out->low[out->n] = (uint8_t)i;
+                out->high[out->n++] = (uint8_t)j;
+            }
+}
+
+void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairing *out)
+{
+    *out = (sp_ib_pairing){.n = 0};
+    join_ports(low, high, 2, out);
+    if (out->n == 0)
+        join_ports(low, high, 1, out);
+    if (out->n == 3)
+        out->n = 2; /* each rail has an equal part of a ring of SP_NN_SEGMENTS */
 }
 
 void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES])
 {
-    uint8_t *why = out + 44 + 12 * SP_QUEUES_MAX;
     memset(out, 0, SP_IB_CONNECT_INFO_BYTES);
     sp_store_le32(out, CONNECT_INFO_MAGIC);
     sp_store_le16(out + 4, o->usable ? 1 : 0);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
-    sp_store_le16(out + 12, o->end.ethernet ? 1 : 0);
-    sp_store_le16(out + 14, o->end.lid);
-    sp_store_le32(out + 16, o->end.mtu_bytes);
-    sp_store_le32(out + 20, o->end.queue_pair);
-    sp_store_le32(out + 24, o->end.packet);
-    memcpy(out + 28, o->end.gid, SP_IB_GID_BYTES);
-    for (size_t i = 0; i < SP_QUEUES_MAX; i++) {
-        sp_store_le64(out + 44 + 12 * i, o->rings[i].address);
-        sp_store_le32(out + 52 + 12 * i, o->rings[i].rkey);
+    sp_store_le32(out + 12, o->n_rails);
+    for (size_t r = 0; r < SP_IB_RAILS_MAX; r++) {
+        uint8_t *end = out + ENDS_AT + END_BYTES * r;
+        sp_store_le16(end, o->ends[r].ethernet ? 1 : 0);
+        sp_store_le16(end + 2, o->ends[r].lid);
+        sp_store_le32(end + 4, o->ends[r].mtu_bytes);
+        sp_store_le32(end + 8, o->ends[r].queue_pair);
+        sp_store_le32(end + 12, o->ends[r].packet);
+        memcpy(end + 16, o->ends[r].gid, SP_IB_GID_BYTES);
     }
-    memcpy(why, o->why, strnlen(o->why, SP_NN_TEXT_CAP - 1));
+    for (size_t i = 0; i < SP_QUEUES_MAX; i++) {
+        sp_store_le64(out + RINGS_AT + RING_BYTES * i, o->rings[i].address);
+        for (size_t r = 0; r < SP_IB_RAILS_MAX; r++)
+            sp_store_le32(out + RINGS_AT + RING_BYTES * i + 8 + 4 * r, o->rings[i].rkey[r]);
+    }
+    memcpy(out + WHY_AT, o->why, strnlen(o->why, SP_NN_TEXT_CAP - 1));
+}
+
+static bool read_end(const uint8_t *bytes, bool usable, sp_ib_end *out)
+{
+    *out = (sp_ib_end){.ethernet = sp_load_le16(bytes) == 1,
+                       .lid = sp_load_le16(bytes + 2),
+                       .mtu_bytes = sp_load_le32(bytes + 4),
+                       .queue_pair = sp_load_le32(bytes + 8),
+                       .packet = sp_load_le32(bytes + 12)};
+    memcpy(out->gid, bytes + 16, SP_IB_GID_BYTES);
+    return sp_load_le16(bytes) <= 1 && out->queue_pair <= 0xffffff && out->packet <= 0xffffff &&
+           (!usable || out->mtu_bytes >= 256);
 }
 
 bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info *out)
 {
-    const uint8_t *why = bytes + 44 + 12 * SP_QUEUES_MAX;
+    const uint8_t *why = bytes + WHY_AT;
     size_t why_bytes;
+    bool fine = true;
     if (n != SP_IB_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
-        sp_load_le16(bytes + 4) > 1 || sp_load_le16(bytes + 12) > 1)
+        sp_load_le16(bytes + 4) > 1)
         return false;
     *out = (sp_ib_connect_info){.usable = sp_load_le16(bytes + 4) == 1,
                                 .n_queues = sp_load_le16(bytes + 6),
                                 .segment_bytes = sp_load_le32(bytes + 8),
-                                .end = {.ethernet = sp_load_le16(bytes + 12) == 1,
-                                        .lid = sp_load_le16(bytes + 14),
-                                        .mtu_bytes = sp_load_le32(bytes + 16),
-                                        .queue_pair = sp_load_le32(bytes + 20),
-                                        .packet = sp_load_le32(bytes + 24)}};
-    memcpy(out->end.gid, bytes + 28, SP_IB_GID_BYTES);
+                                .n_rails = sp_load_le32(bytes + 12)};
+    for (size_t r = 0; r < SP_IB_RAILS_MAX; r++)
+        fine =
+            read_end(bytes + ENDS_AT + END_BYTES * r, out->usable && r < out->n_rails, &out->ends[r]) && fine;
     for (size_t i = 0; i < SP_QUEUES_MAX; i++) {
-        out->rings[i].address = sp_load_le64(bytes + 44 + 12 * i);
-        out->rings[i].rkey = sp_load_le32(bytes + 52 + 12 * i);
+        out->rings[i].address = sp_load_le64(bytes + RINGS_AT + RING_BYTES * i);
+        for (size_t r = 0; r < SP_IB_RAILS_MAX; r++)
+            out->rings[i].rkey[r] = sp_load_le32(bytes + RINGS_AT + RING_BYTES * i + 8 + 4 * r);
     }
     why_bytes = strnlen((const char *)why, SP_NN_TEXT_CAP);
     for (size_t i = 0; i < why_bytes && i < SP_NN_TEXT_CAP - 1; i++) /* the text goes to logs */
         out->why[i] = why[i] >= 32 && why[i] < 127 ? (char)why[i] : '?';
-    return why_bytes < SP_NN_TEXT_CAP && out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
-           out->end.queue_pair <= 0xffffff && out->end.packet <= 0xffffff &&
-           (!out->usable || out->end.mtu_bytes >= 256);
+    return fine && why_bytes < SP_NN_TEXT_CAP && out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
+           out->n_rails <= SP_IB_RAILS_MAX;
 }
 
 /* ---- the 32 bits of a write ---- */

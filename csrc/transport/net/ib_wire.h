@@ -8,27 +8,43 @@
 #include "transport/net/ncclnet_ring.h"
 #include "transport/net/ncclnet_wire.h"
 
-/* The address: "spI1", u8 network, then the address of the tcp endpoint. Network 0: no usable device; nothing follows. */
-#define SP_IB_ADDRESS_HEAD 5u
+/* The address: "spI2", u8 n_ports, { u8 network, gid[16] }[n_ports], then the address of the tcp endpoint. Without a
+ * usable device n_ports is 0, and nothing follows. */
 enum { SP_IB_NO_DEVICE, SP_IB_INFINIBAND, SP_IB_ROCE_IPV4, SP_IB_ROCE_IPV6 };
+typedef struct sp_ib_address {
+    uint32_t n;
+    struct {
+        uint8_t network, gid[SP_IB_GID_BYTES];
+    } ports[SP_IB_RAILS_MAX];
+} sp_ib_address;
 uint8_t sp_ib_network(const sp_ib_device *device);
-void sp_ib_write_address(uint8_t network, uint8_t out[SP_IB_ADDRESS_HEAD]);
+/* Returns where the address of the tcp endpoint goes. */
+size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out);
 /* False: not an address, or the rank has no usable device. */
-bool sp_ib_read_address(const uint8_t *bytes, size_t n, uint8_t *network, const uint8_t **tcp,
+bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out, const uint8_t **tcp,
                         size_t *tcp_bytes);
 
-/* First note over the tcp link: the end of the connection, and where the receive rings are.
- *   0 "spIO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 u16 ethernet   14 u16 lid   16 u32 MTU
- *   20 u32 queue pair   24 u32 packet   28 gid[16]   44 { u64 address, u32 rkey }[SP_QUEUES_MAX]
- *   92 why[SP_NN_TEXT_CAP] */
-#define SP_IB_CONNECT_INFO_BYTES (44u + 12u * SP_QUEUES_MAX + SP_NN_TEXT_CAP)
+/* The rails of a pair of ranks: rail i joins port low[i] of the lower rank and port high[i] of the other. */
+typedef struct sp_ib_pairing {
+    uint32_t n; /* 0, 1, 2 or 4 */
+    uint8_t low[SP_IB_RAILS_MAX], high[SP_IB_RAILS_MAX];
+} sp_ib_pairing;
+/* Ports of the same kind of network are joined. If some pairs of ports are in one subnet, others are not used. A subnet
+ * is 24 bits of an IPv4 address, else the first 8 bytes of the GID. */
+void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairing *out);
+
+/* First message over the tcp link: the ends of the connections, and where the receive rings are.
+ *   0 "spIR"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 u32 n_rails
+ *   16 { u16 ethernet, u16 lid, u32 MTU, u32 queue pair, u32 packet, gid[16] }[SP_IB_RAILS_MAX]
+ *   144 { u64 address, u32 rkey[SP_IB_RAILS_MAX] }[SP_QUEUES_MAX]   240 why[SP_NN_TEXT_CAP] */
+#define SP_IB_CONNECT_INFO_BYTES (240u + SP_NN_TEXT_CAP)
 typedef struct sp_ib_connect_info {
     bool usable;
-    uint32_t n_queues, segment_bytes;
-    sp_ib_end end;
+    uint32_t n_queues, segment_bytes, n_rails;
+    sp_ib_end ends[SP_IB_RAILS_MAX];
     struct {
         uint64_t address;
-        uint32_t rkey;
+        uint32_t rkey[SP_IB_RAILS_MAX];
     } rings[SP_QUEUES_MAX];
     char why[SP_NN_TEXT_CAP]; /* not usable: the reason */
 } sp_ib_connect_info;
@@ -45,12 +61,12 @@ enum sp_ib_kind {
 #define SP_IB_PROBE_NUMBER 0x5a5a5a5u
 uint32_t sp_ib_imm(enum sp_ib_kind kind, uint32_t queue, uint64_t number);
 
-/* What may arrive now on one connection. */
+/* What may arrive now on one rail. */
 typedef struct sp_ib_expected {
     uint32_t n_queues, segment_bytes;
     bool probe;
     struct {
-        uint64_t next, announced;  /* the next segment; segments below `announced` may come */
+        uint64_t next, announced;  /* the rail's next segment; segments below `announced` may come */
         uint64_t credit, n_posted; /* of the other direction: the last credit, and segments sent */
     } queues[SP_QUEUES_MAX];
 } sp_ib_expected;
