@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from model import SIZES, TILE, Layout, losses
-from recipes import Recipe, read_recipes
+from recipes import Recipe, named, read_recipes
 from run import COLUMNS, start_file
 from simulate import batch_starts
 from text import read_text, windows
@@ -153,10 +153,8 @@ def main() -> None:
     p.add_argument("--text-mb", type=int, default=5)
     p.add_argument("--text-cache", type=Path)
     args = p.parse_args()
-    recipes, names = read_recipes(args.recipes), args.only.split(",")
-    unknown = [name for name in names if name not in recipes]
-    if unknown:
-        p.error(f"--only {args.only}: {args.recipes} has no {', '.join(unknown)}, only {', '.join(recipes)}")
+    recipes = read_recipes(args.recipes)
+    names = named(args.only, recipes)
     for name in names:
         settings_of(recipes[name], args.steps)  # refuse before the first run
     torch.set_num_threads(1)

@@ -92,12 +92,26 @@ def parse(text: str) -> tuple[str, Recipe]:
     return name.strip(), Recipe(**values)  # type: ignore[arg-type]
 
 
+def named(only: str, recipes: dict[str, Recipe]) -> list[str]:
+    """The names in `only`, which have commas between them and may have some in them; all for an empty `only`.
+
+    Raises: ValueError for what is no name.
+    """
+    left = f",{only},"
+    found = [name for name in recipes if f",{name}," in left]
+    for name in sorted(found, key=len, reverse=True):
+        left = left.replace(f",{name},", ",")
+    if left.strip(","):
+        raise ValueError(f"--only: {left.strip(',')} is not one of {'; '.join(recipes)}")
+    return found if only else list(recipes)
+
+
 def read_recipes(path: Path) -> dict[str, Recipe]:
     """The recipes of a file, by name: one a line, "#" before comments. Raises: ValueError if a name comes twice."""
     lines = [line.strip() for line in path.read_text().splitlines()]
-    named = [parse(line) for line in lines if line and not line.startswith("#")]
-    names = [name for name, _ in named]
+    pairs = [parse(line) for line in lines if line and not line.startswith("#")]
+    names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{path}: recipe {name!r} is there {names.count(name)} times, wanted once")
-    return dict(named)
+    return dict(pairs)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from checkpoints import Checkpoint
 from model import SIZES, Layout
-from recipes import Recipe, read_recipes
+from recipes import Recipe, named, read_recipes
 from simulate import Simulation
 from text import read_text
 from wire import dense_bytes
@@ -212,11 +212,11 @@ def main() -> None:
     train, held_out, digest = read_text(args.text_mb * 1_000_000, args.text_cache)
     texts = (train.to(args.device), held_out.to(args.device))
     until = time.monotonic() + args.seconds
-    wanted = read_recipes(args.recipes).items()
+    recipes = read_recipes(args.recipes)
+    wanted = [(name, recipes[name]) for name in named(args.only, recipes)]
     done = finished(args.out)
     jobs = [(name, recipe, int(seed)) for seed in args.seeds.split(",") for name, recipe in wanted]
-    named = [job for job in jobs if not args.only or f",{job[0]}," in f",{args.only},"]  # names may have a comma
-    jobs = [job for job in named if (job[0], job[2], args.steps) not in done]
+    jobs = [job for job in jobs if (job[0], job[2], args.steps) not in done]
     saved = [c.load() for job in jobs if (c := checkpoint_of(args, job)) is not None]
     keep_rows(args.out, [row for state in saved if state is not None for row in state["rows"]])
     del saved

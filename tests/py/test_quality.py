@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "quality"
 
 from checkpoints import Checkpoint  # noqa: E402
 from model import Layout, ModelSize, losses  # noqa: E402
-from recipes import Recipe, parse  # noqa: E402
+from recipes import Recipe, named, parse  # noqa: E402
 from simulate import Simulation, chunk_listed, rounded, two_levels  # noqa: E402
 from text import windows  # noqa: E402
 from wire import all_reduce_bytes, chunk_bytes, frame_bytes, slice_stats  # noqa: E402
@@ -265,3 +265,12 @@ def test_published_curves_have_their_recipes(results: str, recipes: str, size: s
 
 def same_run(a: dict[str, str], b: dict[str, str]) -> bool:
     return all(a[key] == b[key] for key in ("name", "seed", "steps"))
+
+
+def test_names_of_recipes_may_have_commas() -> None:
+    recipes = {name: Recipe() for name in ("dense", "H16 chunk", "H16 chunk 2bit", "raw, top 1%")}
+    assert named("", recipes) == list(recipes)
+    assert named("raw, top 1%,H16 chunk,dense", recipes) == ["dense", "H16 chunk", "raw, top 1%"]
+    for only, wrong in (("dens", "dens"), ("dense,top 9%", "top 9%"), ("raw, top 1%,H16", "H16")):
+        with pytest.raises(ValueError, match=f"--only: {wrong} is not one of dense; H16 chunk"):
+            named(only, recipes)
