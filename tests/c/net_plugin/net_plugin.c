@@ -14,7 +14,8 @@
  *   TEST_NET_ENV=1        init changes the environment
  *   TEST_NET_LOG=1        init logs a text with wrong arguments
  *   TEST_NET_SIZE=n       test gives n as the size of each received message
- *   TEST_NET_FAIL=call    that call fails; TEST_NET_AFTER=n: only after n calls
+ *   TEST_NET_FAIL=call    that call fails; TEST_NET_AFTER=n: only after n calls. Of isend, irecv and test only
+ *                         those count that return a request, or that a request is done: polling does not
  *   TEST_NET_HANG=call    that call does not return, likewise
  *   TEST_NET_CRASH=call   that call ends the process, likewise
  *   TEST_NET_PID=n        only in process n
@@ -358,12 +359,12 @@ static int has_credit(struct comm *c)
 int net_send_any(void *comm, void *data, size_t bytes, int tag, void **request)
 {
     struct comm *c = comm;
-    if (net_faulty("isend"))
-        return 6;
     if (c == NULL || c->receives || *request != NULL || bytes == 0)
         return net_misuse("isend");
     if (is_busy() || c->n_given - c->n_done >= REQUESTS || (credit && !has_credit(c)))
         return 0;
+    if (net_faulty("isend"))
+        return 6;
     *request = new_request(c, data, bytes, tag);
     return advance(c) ? 0 : 6;
 }
@@ -371,12 +372,12 @@ int net_send_any(void *comm, void *data, size_t bytes, int tag, void **request)
 int net_receive_any(void *comm, int n, void *data, size_t bytes, int tag, void **request)
 {
     struct comm *c = comm;
-    if (net_faulty("irecv"))
-        return 6;
     if (c == NULL || !c->receives || *request != NULL || n != 1)
         return net_misuse("irecv");
     if (is_busy() || c->n_given - c->n_done >= REQUESTS)
         return 0;
+    if (net_faulty("irecv"))
+        return 6;
     *request = new_request(c, data, bytes, tag);
     if (credit)
         (void)send(c->credit_fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -387,13 +388,13 @@ int net_test_any(void *request, int *done, int *size)
 {
     struct request *r = request;
     *done = 0;
-    if (net_faulty("test"))
-        return 6;
     if (r == NULL)
         return net_misuse("test of no request");
     if (!r->done && is_busy())
         return 0;
     if (!r->done && !advance(r->comm) && !r->done)
+        return 6;
+    if (r->done && net_faulty("test"))
         return 6;
     *done = r->done;
     if (r->done && size != NULL)
