@@ -419,7 +419,7 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
  *     u = momentum u + g;   v = leak r + u;   s = v unless |v| < t, else 0;   r = v - s;   u = 0 where sent
  * and writes s over g. s is v rounded to the dtype and clamped to its finite range. If g or v is not finite,
  * g is sent as it is, and r and u stay. t is a quantile of a sample of |v|. More: docs/KERNELS.md.
- * All memory is the caller's, where g lies: host, or one GPU, where r and u are aligned to 16 bytes. */
+ * All memory is the caller's and lies where g lies. On a GPU r and u are aligned to 16 bytes. */
 typedef struct spccl_prune_state { /* of one segment; zeros before the first call */
     double threshold;              /* t of the last call */
     double loss_scale;             /* GradScaler's scale in the last call; 0: not known */
@@ -440,7 +440,7 @@ typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
 typedef struct spccl_prune_options {
     size_t struct_bytes;      /* sizeof(spccl_prune_options) */
     double density;           /* fraction of a segment to send: above 0, at most 1 */
-    double sample;            /* fraction to sample, in (0, 1]; but 32 / density to 24576 elements */
+    double sample;            /* fraction to sample, in (0, 1]; at least 32 / density, at most 24576 */
     double momentum;          /* at least 0, below 1 */
     double leak;              /* above 0, at most 1 */
     double scale;             /* above 0: factor on what is sent, not on what is kept */

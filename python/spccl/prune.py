@@ -25,7 +25,7 @@ import torch
 from . import _ext
 
 # On the host, after this many times the wanted entries of a parameter, each block sends only its wanted share (ties,
-# jumps). So a call sends at most MAX_OVERSHOOT + 1 times the wanted entries.
+# jumps). So a call sends at most MAX_OVERSHOOT + 1 times the wanted entries, if they are finite.
 MAX_OVERSHOOT = 4
 # Columns of the int64 tensor that holds `spccl_prune_state`; the first two are float64.
 THRESHOLD, LOSS_SCALE, STEP, N_SENT, N_SENT_ALL, N_NONFINITE_ALL = range(6)

@@ -139,7 +139,9 @@ static void test_window_takes_it(void)
     for (int i = 0; i < 40; i++)
         (void)sp_tcp_window_learn(&w, 0.125);
     CHECK(w.rate > 0.12 && w.rate < 0.13, "rate %g", w.rate);
-    (void)sp_tcp_window_measure(&w, 1000000000, true, 0);
+    (void)sp_tcp_window_measure(&w, 990000000, true, 0);
+    (void)sp_tcp_window_measure(&w, 1000000000, true, 0); /* the peers took nothing in these 10 ms */
+    CHECK(w.rate > 0.12 && !w.measured, "rate %g after a measurement of 0", w.rate);
     w.n_bytes += 1000000; /* in 10 ms: 0.1 bytes per ns */
     (void)sp_tcp_window_measure(&w, 1010000000, true, 0);
     CHECK(w.rate > 0.099 && w.rate < 0.101, "rate %g; wanted the measured one", w.rate);

@@ -343,7 +343,7 @@ static void look(void)
     for (int i = 0; i < f.n && used < sizeof why_text - 1; i++) {
         char details[160];
         sp_ib_device_details(&f.devices[i], details, sizeof details);
-        used += (size_t)snprintf(why_text + used, sizeof why_text - used, "%scard %s port %d (%s)",
+        used += (size_t)snprintf(why_text + used, sizeof why_text - used, "%sdevice %s port %d (%s)",
                                  i == 0 ? "" : ", ", f.devices[i].name, f.devices[i].port, details);
     }
 }

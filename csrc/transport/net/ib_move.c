@@ -68,8 +68,8 @@ static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
     return SPCCL_OK;
 }
 
-/* Credits take rail 0. There are never more than SP_IB_PER_QUEUE - SP_NN_SEGMENTS credits of a queue that the peer has not taken: it must
- * use one before this rank can release the segments for the next. */
+/* Credits take rail 0. There are never more than SP_IB_PER_QUEUE - SP_NN_SEGMENTS credits of a queue that the peer has
+ * not taken: it must use one before this rank can release the segments for the next. */
 static spccl_status send_credit(struct sp_ib *ep, int peer, uint32_t queue)
 {
     struct sp_ib_rx *q = &ep->peers[peer].rx[queue];

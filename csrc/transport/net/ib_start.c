@@ -1,7 +1,7 @@
 /* ib_start.c - start-up of transport ib. See ib.h.
  *
  * Two ranks first connect over tcp. Then each sends the other
- *   a connect info    its end of the queue pair and where its receive rings are, or why it has none;
+ *   connect info  its end of the queue pair and where its receive rings are, or why it has none;
  *   ready       whether it could connect its queue pair to the peer's;
  *   a result   whether a probe that it wrote left, and the peer's probe came.
  * ib carries the pair if both results say so. Otherwise both ends use the tcp link. */
@@ -268,7 +268,8 @@ static spccl_status step_peer(struct sp_ib *ep, int peer)
 
 /* ---- the end of start-up ---- */
 
-/* One warning for all pairs that use tcp in place of ib, and one for those with fewer rails. Errors: UNREACHABLE (tcp is not allowed). */
+/* One warning for all pairs that use tcp in place of ib, and one for those with fewer rails. Errors: UNREACHABLE (tcp is
+ * not allowed). */
 static spccl_status decide_routes(struct sp_ib *ep)
 {
     sp_rank_list failed = {0}, fewer = {0};

@@ -50,10 +50,12 @@ void sp_tcp_drain_add_facts(int fd, uint64_t *peer_full_us, sp_tcp_drain_facts *
     struct tcp_info info;
     socklen_t n = sizeof info;
     int64_t rtt_ns;
-    /* An older kernel gives a shorter struct: then nothing is learnt from this socket. */
+    /* An older kernel gives a shorter struct: then nothing is learnt from this look. */
     if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &n) != 0 ||
-        n < offsetof(struct tcp_info, tcpi_rwnd_limited) + sizeof info.tcpi_rwnd_limited)
+        n < offsetof(struct tcp_info, tcpi_rwnd_limited) + sizeof info.tcpi_rwnd_limited) {
+        facts->peer_full = true;
         return;
+    }
     rtt_ns = info.tcpi_min_rtt == UINT32_MAX ? 0 : (int64_t)info.tcpi_min_rtt * 1000;
     facts->unsent_bytes += info.tcpi_notsent_bytes;
     facts->peer_full = facts->peer_full || info.tcpi_rwnd_limited != *peer_full_us;

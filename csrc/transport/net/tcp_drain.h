@@ -18,6 +18,7 @@
 /* Less in the kernel at the beginning is not measured: acknowledgements come for many segments at once. */
 #define SP_TCP_DRAIN_BYTES_MIN (INT64_C(64) << 10)
 #define SP_TCP_DRAIN_RTTS 8 /* a shorter time may show how TCP starts, and not the link */
+/* So nothing is learnt from links with a round trip above 6.25 ms. */
 /* After so many looks at busy sockets, look every SP_TCP_DRAIN_SLOW_NS: a look costs a system call for each. */
 #define SP_TCP_DRAIN_LOOKS 2000u
 #define SP_TCP_DRAIN_SLOW_NS INT64_C(10000000)

@@ -60,8 +60,10 @@ bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t 
     int64_t took_ns = now_ns - w->since_ns;
     if (full && w->since_full && took_ns <= MEASURE_NS_MAX) {
         double rate = (double)(w->n_bytes - w->since_bytes) / (double)took_ns;
-        w->rate = next_rate(w->measured ? w->rate : 0, rate);
-        w->measured = w->rate > 0;
+        if (rate > 0 || w->measured) { /* else a rate that was learnt stays */
+            w->rate = next_rate(w->measured ? w->rate : 0, rate);
+            w->measured = true;
+        }
     }
     if (rtt_ns != 0)
         w->rtt_ns = rtt_ns > w->rtt_ns ? rtt_ns : w->rtt_ns + (rtt_ns - w->rtt_ns) / 8;

@@ -75,12 +75,14 @@ def _refusal(name: str) -> str | None:
     """What the system refuses to root, such as namespaces in a container without CAP_SYS_ADMIN."""
     try:
         _run("ip", "netns", "add", name)
-        try:
-            _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", *_shape("1gbit"))
-        finally:
-            _run("ip", "netns", "del", name)
+        _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", name, "link", "add", "port0", "type", "veth", "peer", "name", "port1")
+        _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "tbf", *_shape("1gbit"))
     except CannotEmulate as error:
         return str(error)
+    finally:
+        with contextlib.suppress(CannotEmulate):  # it may not have been made
+            _run("ip", "netns", "del", name)
     return None
 
 

@@ -19,8 +19,11 @@ def is_whole(value: object, least: int, most: int = 2**32 - 1) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """A finite number. True and False are none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether value is a finite number that float64 holds; not for a bool."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a larger int
+        return False
 
 
 def is_share(value: Any) -> bool:
@@ -60,7 +63,7 @@ def check_settings(s: Any) -> None:
 
 
 def check_group(group: object) -> None:
-    """Raises: TypeError for what is no process group. What new_group() gives ranks outside the group passes."""
+    """Raises: TypeError if `group` is not a process group. What new_group() gives ranks outside the group passes."""
     outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
     if group is None or outside or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return

@@ -83,7 +83,7 @@ class Ranks:
         if faults:
             more = len(faults) - _MOST_FAULTS
             if more > 0:
-                faults[_MOST_FAULTS:] = [f"and {more} more differences"]
+                faults[_MOST_FAULTS:] = [f"and {more} more difference{'s' if more > 1 else ''}"]
             raise ValueError(
                 f"SparseSync: ranks differ: {'; '.join(faults)}; make the model and SparseSync the same way on all "
                 "ranks"
