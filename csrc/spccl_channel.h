@@ -1,0 +1,115 @@
+/* spccl_channel.h - one-sided channels: kernels of the caller write to another rank's memory and signal it, without
+ * a call of the host. This header has the host's functions, and the structs that kernels take. The functions for
+ * kernels are in spccl_device.cuh. After MSCCL++. docs/CHANNELS.md has examples and the order of memory accesses.
+ *
+ * A set of channels gives each rank a window: memory into which the peers put data. Each pair of ranks has
+ * `n_per_peer` channels, with numbers from 0. A channel has two directions, one for each rank.
+ * - Memory channels: windows are GPU memory that the peers of the same host map. A put is a store of the kernel.
+ * - Port channels: windows are pinned host memory. A kernel posts triggers, and a thread of the host, the proxy,
+ *   carries them out over a transport, also to other hosts.
+ *
+ * The library allocates the windows: a peer can map only memory that was allocated for it. */
+#ifndef SPCCL_CHANNEL_H
+#define SPCCL_CHANNEL_H
+
+#include "spccl.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Changes with every struct below that kernels read. The library refuses a program whose kernels were compiled
+ * with another one. */
+#define SPCCL_CHANNEL_LAYOUT 1u
+
+/* ---- what kernels take: plain structs, by value ---------------------------------------------------- */
+/* Members are for spccl_device.cuh. Of the addresses, "host" ones are pinned memory, as the GPU sees it. */
+
+/* In the rank's GPU memory: what a channel has done. It survives from launch to launch, so that a captured graph
+ * can be replayed. */
+typedef struct spccl_channel_state {
+    uint64_t signals_sent, signals_taken, triggers_posted;
+    uint64_t reserved[5];
+} spccl_channel_state;
+
+/* Why a kernel gave up. Host memory. Only the first failure of a rank is written. */
+typedef enum spccl_channel_fault {
+    SPCCL_CHANNEL_NO_FAULT = 0,
+    SPCCL_CHANNEL_NO_SIGNAL, /* waited for signal number `wanted`; `seen` have come */
+    SPCCL_CHANNEL_NO_PROXY,  /* waited until the proxy has carried out `wanted` triggers; it has `seen` */
+    SPCCL_CHANNEL_BAD_PUT    /* bytes `wanted` to `seen` of the peer's window: outside, or no multiples of 16 */
+} spccl_channel_fault;
+typedef struct spccl_channel_report {
+    uint32_t fault; /* spccl_channel_fault; once it is not NO_FAULT, all members are valid */
+    int32_t peer;
+    uint32_t index, reserved;
+    uint64_t wanted, seen;
+} spccl_channel_report;
+
+/* What both kinds of channels have. */
+typedef struct spccl_channel_base {
+    uint32_t layout; /* SPCCL_CHANNEL_LAYOUT */
+    uint32_t index;  /* number of the channel, from 0 */
+    int32_t rank, peer;
+    uint8_t *window;            /* this rank's */
+    uint64_t window_bytes;      /* of each rank's window */
+    uint64_t timeout_ns;        /* of each wait */
+    spccl_channel_state *state; /* GPU */
+    const uint64_t *signals;    /* how many signals the peer has sent */
+    uint32_t *claimed;          /* GPU: 1 once a thread writes the report */
+    uint32_t *abort;            /* host: 1 ends all waits */
+    spccl_channel_report *report;
+} spccl_channel_base;
+
+typedef struct spccl_memory_channel {
+    spccl_channel_base base;
+    uint8_t *peer_window;
+    uint64_t *peer_signals; /* in the peer's memory: what its base.signals reads */
+} spccl_memory_channel;
+
+/* ---- the host --------------------------------------------------------------------------------------- */
+
+typedef struct spccl_channels spccl_channels; /* one rank's part of a set of channels */
+
+typedef enum spccl_channel_kind { SPCCL_CHANNEL_MEMORY = 1 } spccl_channel_kind;
+
+/* All ranks give the same values. */
+typedef struct spccl_channels_config {
+    size_t struct_bytes;   /* sizeof(spccl_channels_config) */
+    uint32_t layout;       /* SPCCL_CHANNEL_LAYOUT of the header with which the kernels were compiled */
+    uint32_t kind;         /* spccl_channel_kind */
+    uint64_t window_bytes; /* of each rank's window: a multiple of 16, above 0 */
+    uint32_t n_per_peer;   /* channels of each pair: 1 to 1024 */
+    uint32_t reserved;     /* 0 */
+} spccl_channels_config;
+#define SPCCL_CHANNELS_CONFIG_INIT                                                                           \
+    {                                                                                                        \
+        sizeof(spccl_channels_config), SPCCL_CHANNEL_LAYOUT, SPCCL_CHANNEL_MEMORY, 0, 1, 0                   \
+    }
+
+/* Make a set of channels. All ranks call it, at the same place in their order of calls; it ends after the
+ * communicator's timeout at the latest. The windows are zero. All ranks get the same status.
+ *   comm  with a GPU attached (spccl_cuda_attach)
+ *   out   destroy it before the communicator; spccl_comm_destroy destroys what is left
+ * Errors: ARG, STATE (no GPU is attached), VERSION (another layout), MISMATCH, NOMEM, DEVICE, UNREACHABLE (a
+ * peer's memory cannot be mapped), PEER, TIMEOUT, or the error that broke the communicator. */
+SPCCL_API spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
+                                             spccl_channels **out);
+/* Free a set. All ranks call it; it waits for them for at most 10 s. Before, the caller waits for its kernels
+ * that use the channels. Accepts NULL. */
+SPCCL_API void spccl_channels_destroy(spccl_channels *channels);
+
+/* This rank's window. *device: for kernels and CUDA copies. *host: for the host; NULL of memory channels. */
+SPCCL_API spccl_status spccl_channels_window(const spccl_channels *channels, void **device, void **host);
+
+/* The channel number `index` to `peer`, for kernels on this rank's GPU: pass it by value. Its waits last for the
+ * communicator's timeout (spccl_comm_set_timeout) at the time of this call.
+ * A wait that fails breaks the communicator: spccl_cuda_wait returns the error, with rank, peer and channel.
+ * Errors: ARG (no such peer or channel; a set of the other kind), UNREACHABLE (memory channels to another host). */
+SPCCL_API spccl_status spccl_channels_get_memory(const spccl_channels *channels, int peer, uint32_t index,
+                                                 spccl_memory_channel *out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

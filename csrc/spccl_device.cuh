@@ -1,0 +1,193 @@
+// spccl_device.cuh - the functions of one-sided channels for kernels (CUDA C++17). spccl_channel.h has the structs,
+// and the functions that make them; docs/CHANNELS.md has examples.
+//
+// Threads. Of each direction of a channel one thread at a time may signal, wait, flush, or post. Different channels
+// of a pair may be used at the same time, for example one by each thread block. A put of a memory channel is shared
+// out over as many threads as the caller likes.
+//
+// Order. signal releases, wait acquires, both at system scope. What a thread stored before signal is there for the
+// thread on the peer whose wait took this signal. Stores of other threads take part if a barrier stands between: put;
+// __syncthreads() (of a warp: __syncwarp()); then one thread signals. Likewise after wait: __syncthreads(), then all
+// threads may read. Read a window with plain loads: not with __ldg, const __restrict__ or ld.global.nc.
+//
+// Failures. A function that returns false has failed, or the communicator is broken: the kernel should return. Every
+// wait has a deadline (spccl_channels_get_memory). After a failure later waits of this rank end too, within some ms.
+#ifndef SPCCL_DEVICE_CUH
+#define SPCCL_DEVICE_CUH
+
+#include "spccl_channel.h"
+
+// ---- the primitives, which the kernels of the library use too (kernels/cuda/ptx.cuh, wait.cuh). Not for users ----
+
+// Tests define SPCCL_DEVICE_PRIMITIVES and bring their own, for GPUs in software.
+#ifndef SPCCL_DEVICE_PRIMITIVES
+namespace spccl_detail
+{
+__device__ __forceinline__ uint64_t sp_load_acquire_sys(const uint64_t *p)
+{
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint64_t sp_load_relaxed_sys(const uint64_t *p)
+{
+    uint64_t v;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint32_t sp_load_relaxed_sys(const uint32_t *p)
+{
+    uint32_t v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void sp_store_relaxed_sys(uint32_t *p, uint32_t v)
+{
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void sp_store_relaxed_sys(uint64_t *p, uint64_t v)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void sp_fence_sys()
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+__device__ __forceinline__ void sp_store16(void *p, uint4 v)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ uint64_t sp_clock_ns()
+{
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+} // namespace spccl_detail
+#endif
+
+namespace spccl_detail
+{
+
+// How often a wait reads the abort flag. The flag is in host memory, behind PCIe. When a thousand workers
+// waited at once, their reads queued up for longer than the wait itself (measured: 300 us each on 4 GPUs).
+#define SP_ABORT_POLL_NS 2000000ull
+
+// Wait until *word >= wanted and return *word. One thread. Returns 0 if the abort flag is set, or after timeout();
+// then late(the value of *word) was called.
+template <class TIMEOUT, class LATE>
+__device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wanted, const uint32_t *abort,
+                                            TIMEOUT timeout, LATE late)
+{
+    uint64_t start = 0, looked = 0;
+    for (uint32_t i = 1;; i++) {
+        // Poll with relaxed loads, and acquire only once the value is there: each acquire empties the L1
+        // cache.
+        uint64_t v = sp_load_relaxed_sys(word), now;
+        if (v >= wanted)
+            return sp_load_acquire_sys(word);
+        if (i % 64 != 0)
+            continue;
+        now = sp_clock_ns();
+        if (start == 0)
+            start = looked = now;
+        if (now - looked < SP_ABORT_POLL_NS)
+            continue;
+        looked = now;
+        if (sp_load_relaxed_sys(abort) != 0)
+            return 0;
+        if (now - start > timeout()) {
+            late(v);
+            return 0;
+        }
+    }
+}
+
+// Report a failure, unless this rank has reported one, and end all waits of this rank.
+inline __device__ __noinline__ void sp_channel_fail(const spccl_channel_base &c, uint32_t fault, uint64_t wanted,
+                                                    uint64_t seen)
+{
+    if (atomicCAS(c.claimed, 0u, 1u) == 0) {
+        c.report->peer = c.peer;
+        c.report->index = c.index;
+        c.report->wanted = wanted;
+        c.report->seen = seen;
+        sp_fence_sys();
+        sp_store_relaxed_sys(&c.report->fault, fault);
+    }
+    sp_store_relaxed_sys(c.abort, 1);
+}
+
+inline __device__ __noinline__ bool sp_channel_wait(const spccl_channel_base &c, const uint64_t *word,
+                                                    uint64_t wanted, uint32_t fault)
+{
+    return sp_poll(
+               word, wanted, c.abort, [&] { return c.timeout_ns; },
+               [&](uint64_t seen) { sp_channel_fail(c, fault, wanted, seen); }) != 0;
+}
+
+__device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, uint64_t dst_off, uint64_t bytes,
+                                                 bool aligned, bool reports)
+{
+    if (dst_off <= c.window_bytes && bytes <= c.window_bytes - dst_off && aligned && dst_off % 16 == 0 &&
+        bytes % 16 == 0)
+        return true;
+    if (reports)
+        sp_channel_fail(c, SPCCL_CHANNEL_BAD_PUT, dst_off, dst_off + bytes);
+    return false;
+}
+
+} // namespace spccl_detail
+
+// ---- both kinds of channels ----
+
+// Wait for the next signal of the peer; the first call waits for its first one, and each call takes one. One thread.
+__device__ __forceinline__ bool spccl_wait(const spccl_channel_base &c)
+{
+    uint64_t wanted = c.state->signals_taken + 1;
+    if (!spccl_detail::sp_channel_wait(c, c.signals, wanted, SPCCL_CHANNEL_NO_SIGNAL))
+        return false;
+    c.state->signals_taken = wanted;
+    return true;
+}
+
+// ---- memory channels ----
+
+__device__ __forceinline__ bool spccl_wait(const spccl_memory_channel &c)
+{
+    return spccl_wait(c.base);
+}
+
+// Copy `bytes` from `src`, any memory that this GPU can read, to offset dst_off of the peer's window. Threads number
+// 0 to n_threads - 1 call it together and copy a part each; for a block: threadIdx.x and blockDim.x. src, dst_off and
+// bytes are multiples of 16. src may be overwritten once all of them have returned and met at a barrier.
+__device__ __forceinline__ bool spccl_put(const spccl_memory_channel &c, uint64_t dst_off, const void *src,
+                                          uint64_t bytes, uint32_t thread, uint32_t n_threads)
+{
+    const uint4 *from = (const uint4 *)src;
+    if (!spccl_detail::sp_channel_check(c.base, dst_off, bytes, (uintptr_t)src % 16 == 0, thread == 0))
+        return false;
+    for (uint64_t i = thread; i < bytes / 16; i += n_threads)
+        spccl_detail::sp_store16(c.peer_window + dst_off + i * 16, from[i]);
+    return true;
+}
+
+// Signal the peer: all that was put and stored before is there when its wait returns. One thread.
+__device__ __forceinline__ void spccl_signal(const spccl_memory_channel &c)
+{
+    uint64_t n = c.base.state->signals_sent + 1;
+    c.base.state->signals_sent = n;
+    spccl_detail::sp_fence_sys();
+    spccl_detail::sp_store_relaxed_sys(c.peer_signals, n);
+}
+
+// Let what was put before be seen before all that this thread stores later, by any means. One thread. signal does
+// this too.
+__device__ __forceinline__ bool spccl_flush(const spccl_memory_channel &)
+{
+    spccl_detail::sp_fence_sys();
+    return true;
+}
+
+#endif
