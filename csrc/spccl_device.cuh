@@ -17,7 +17,7 @@
 
 #include "spccl_channel.h"
 
-// ---- the primitives, which the kernels of the library use too (kernels/cuda/ptx.cuh, wait.cuh). Not for users ----
+// ---- the primitives, which the kernels of the library use too (kernels/cuda/ptx.cuh). Not for users ----
 
 // Tests define SPCCL_DEVICE_PRIMITIVES and bring their own, for GPUs in software.
 #ifndef SPCCL_DEVICE_PRIMITIVES
@@ -70,9 +70,9 @@ __device__ __forceinline__ uint64_t sp_clock_ns()
 namespace spccl_detail
 {
 
-// How often a wait reads the abort flag. The flag is in host memory, behind PCIe. When a thousand workers
-// waited at once, their reads queued up for longer than the wait itself (measured: 300 us each on 4 GPUs).
-#define SP_ABORT_POLL_NS 2000000ull
+// How often a wait reads the abort flag. The flag is in host memory, where the reads of many threads queue up in front
+// of PCIe. SP_ABORT_POLL_NS of kernels/cuda/wait.cuh has what was measured.
+constexpr uint64_t sp_abort_poll_ns = 2000000;
 
 // Wait until *word >= wanted and return *word. One thread. Returns 0 if the abort flag is set, or after timeout();
 // then late(the value of *word) was called.
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wante
         now = sp_clock_ns();
         if (start == 0)
             start = looked = now;
-        if (now - looked < SP_ABORT_POLL_NS)
+        if (now - looked < sp_abort_poll_ns)
             continue;
         looked = now;
         if (sp_load_relaxed_sys(abort) != 0)
@@ -105,8 +105,8 @@ __device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wante
 }
 
 // Report a failure, unless this rank has reported one, and end all waits of this rank.
-inline __device__ __noinline__ void sp_channel_fail(const spccl_channel_base &c, uint32_t fault, uint64_t wanted,
-                                                    uint64_t seen)
+inline __device__ __noinline__ void sp_channel_fail(const spccl_channel_base &c, uint32_t fault,
+                                                    uint64_t wanted, uint64_t seen)
 {
     if (atomicCAS(c.claimed, 0u, 1u) == 0) {
         c.report->peer = c.peer;
@@ -127,8 +127,8 @@ inline __device__ __noinline__ bool sp_channel_wait(const spccl_channel_base &c,
                [&](uint64_t seen) { sp_channel_fail(c, fault, wanted, seen); }) != 0;
 }
 
-__device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, uint64_t dst_off, uint64_t bytes,
-                                                 bool aligned, bool reports)
+__device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, uint64_t dst_off,
+                                                 uint64_t bytes, bool aligned, bool reports)
 {
     if (dst_off <= c.window_bytes && bytes <= c.window_bytes - dst_off && aligned && dst_off % 16 == 0 &&
         bytes % 16 == 0)

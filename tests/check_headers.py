@@ -1,6 +1,6 @@
 """Checks that each header compiles alone, when it is included twice, with warnings as errors.
 
-Internal headers compile as C11. The public header compiles also as C++11. Headers for GPUs (*.cuh) compile with
+Internal headers compile as C11. The public headers compile also as C++11. Headers for GPUs (*.cuh) compile with
 nvcc, if it is found.
 """
 
@@ -61,8 +61,12 @@ def tracked() -> set[str]:
 
 def jobs() -> list[tuple[Path, list[str]]]:
     """(header, compiler command without input) of every check."""
-    public = ROOT / "csrc/spccl.h"
-    found = [(public, list(PUBLIC_C)), (public, list(PUBLIC_CXX))]
+    folder = f"-I{ROOT / 'csrc'}"
+    found = [
+        (header, [*compiler, folder])
+        for header in sorted((ROOT / "csrc").glob("*.h"))
+        for compiler in (PUBLIC_C, PUBLIC_CXX)
+    ]
     # Headers of the tests include CUDA's headers: they get those of the GPU in software.
     inside = [f"-I{ROOT / 'csrc'}", f"-isystem{ROOT / 'tests/gpusim/include'}"]
     for folder in INTERNAL_DIRS:
@@ -75,7 +79,8 @@ def jobs() -> list[tuple[Path, list[str]]]:
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
     nvcc = find_nvcc()
     if nvcc:
-        found += [(h, [nvcc, *NVCC_FLAGS, inside[0]]) for h in sorted((ROOT / "csrc/kernels").rglob("*.cuh"))]
+        cuda = [*sorted((ROOT / "csrc").glob("*.cuh")), *sorted((ROOT / "csrc/kernels").rglob("*.cuh"))]
+        found += [(h, [nvcc, *NVCC_FLAGS, inside[0]]) for h in cuda]
     python = [f"-isystem{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030B0000", f"-I{ROOT / 'csrc'}"]
     found += [(h, [*C, *RELAXED, *python]) for h in sorted((ROOT / "python/ext").rglob("*.h"))]
     return found

@@ -80,10 +80,7 @@ struct warp {
     bool slow = false;
     bool done() const
     {
-        for (const lane &l : lanes)
-            if (l.state != DONE)
-                return false;
-        return true;
+        return std::all_of(lanes, lanes + 32, [](const lane &l) { return l.state == DONE; });
     }
 };
 
@@ -246,6 +243,8 @@ void sync_block(block &b)
     b.with_vote = -1;
     for (auto &w : b.warps) {
         w->n_synced = w->stores.size();
+        for (late_store &stored : w->stores)
+            stored.released = true; // to all threads of the CTA
         for (lane &l : w->lanes)
             l.state = READY;
     }
@@ -436,6 +435,7 @@ void gpusim_release()
 
 void gpusim_fence()
 {
+    gpusim_release(); // what this thread knows of, its own stores and its warp's, need no other release
     for (auto &w : now->of->of->warps)
         flush(*w, false);
 }

@@ -1,7 +1,9 @@
 // ptx.cuh - the inline PTX of the project: ordered loads and stores between GPUs, asynchronous copies into
-// shared memory, conversions, the clock. The base of the CUDA files: it includes nothing of ours.
+// shared memory, conversions, the clock. The base of the CUDA files: of ours it includes the public header alone.
 #ifndef SP_PTX_CUH
 #define SP_PTX_CUH
+
+#include "spccl_device.cuh"
 
 #include <stdint.h>
 
@@ -14,37 +16,12 @@ __device__ __forceinline__ uint8_t *sp_block_shared()
 
 // ---- between GPUs, and between GPU and host ----
 
-__device__ __forceinline__ uint64_t sp_load_acquire_sys(const uint64_t *p)
-{
-    uint64_t v;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint64_t sp_load_relaxed_sys(const uint64_t *p)
-{
-    uint64_t v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint32_t sp_load_relaxed_sys(const uint32_t *p)
-{
-    uint32_t v;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-__device__ __forceinline__ void sp_store_relaxed_sys(uint32_t *p, uint32_t v)
-{
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
-__device__ __forceinline__ void sp_fence_sys()
-{
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
-__device__ __forceinline__ void sp_store_relaxed_sys(uint64_t *p, uint64_t v)
-{
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
+// They are in the public header for kernels of users (csrc/spccl_device.cuh).
+using spccl_detail::sp_fence_sys;
+using spccl_detail::sp_load_acquire_sys;
+using spccl_detail::sp_load_relaxed_sys;
+using spccl_detail::sp_store16;
+using spccl_detail::sp_store_relaxed_sys;
 
 // ---- between warps of a CTA, through shared memory ----
 
@@ -84,11 +61,6 @@ __device__ __forceinline__ void sp_store16_non_temporal(void *p, uint4 v)
 {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
-                 : "memory");
-}
-__device__ __forceinline__ void sp_store16(void *p, uint4 v)
-{
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
 
@@ -277,11 +249,6 @@ __device__ __forceinline__ uint32_t sp_lanes_below()
 
 // ---- time ----
 
-__device__ __forceinline__ uint64_t sp_clock_ns()
-{
-    uint64_t t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-    return t;
-}
+using spccl_detail::sp_clock_ns;
 
 #endif

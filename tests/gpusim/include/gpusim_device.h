@@ -62,7 +62,7 @@ uint8_t *gpusim_shared(); // of the CTA
 // kernel ends, or at a fence in the CTA after a release in this warp.
 void gpusim_store_late(void *p, uint4 v);
 void gpusim_release(); // releases this lane's stores, and the warp's before its last __syncwarp
-void gpusim_fence();   // lets all see what the CTA's warps have released
+void gpusim_fence(); // releases, and lets all see what the CTA's warps have released; __syncthreads releases too
 void gpusim_copy16(void *shared, const void *global); // cp.async, into this thread's open group
 void gpusim_copy_commit();
 void gpusim_copy_wait(int n);

@@ -182,4 +182,18 @@ inline uint64_t sp_clock_ns()
     return gpusim_clock_ns();
 }
 
+// ---- the same for csrc/spccl_device.cuh, whose own it replaces ----
+
+#define SPCCL_DEVICE_PRIMITIVES
+namespace spccl_detail
+{
+using ::sp_clock_ns;
+using ::sp_fence_sys;
+using ::sp_load_acquire_sys;
+using ::sp_load_relaxed_sys;
+using ::sp_store16;
+using ::sp_store_relaxed_sys;
+} // namespace spccl_detail
+#include "spccl_device.cuh"
+
 #endif
