@@ -1,5 +1,5 @@
-/* spccl.h - the public interface of libspccl: collectives for data that is mostly zeros. It is the only
- * public header: C11 and C++, standard headers only. The words are those of docs/GLOSSARY.md.
+/* spccl.h - collectives for data that is mostly zeros: the interface of libspccl. Channels for kernels of the
+ * caller: spccl_channel.h. C11 and C++, standard headers only. The words are those of docs/GLOSSARY.md.
  *
  * Errors. A function that can fail returns `spccl_status`. Its results go through its last parameters and
  * are unchanged after a failure, but a failed collective may have written part of its output buffer. After a
@@ -50,7 +50,7 @@ typedef enum spccl_status {
     SPCCL_ERR_UNSUPPORTED = -15, /* valid, but this build or this format cannot do it */
     SPCCL_ERR_SETTING = -16,     /* an SPCCL_* variable or an option has a bad value */
     SPCCL_ERR_FORMAT = -20,      /* a frame breaks a rule of docs/FORMAT.md */
-    SPCCL_ERR_VERSION = -21,     /* a frame has a version that this library does not read */
+    SPCCL_ERR_VERSION = -21,     /* a frame, or kernels that use channels, are of another version */
     SPCCL_ERR_FRAME = -22,       /* a valid frame of another dtype, length or kind than wanted */
     SPCCL_ERR_NOMEM = -30,       /* out of memory */
     SPCCL_ERR_SYSTEM = -31,      /* an operating-system call failed */

@@ -27,7 +27,14 @@ import spccl
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
-FILES = ("_ext.abi3.so", "libspccl.so", "include/spccl.h", "py.typed")
+FILES = (
+    "_ext.abi3.so",
+    "libspccl.so",
+    "include/spccl.h",
+    "include/spccl_channel.h",
+    "include/spccl_device.cuh",
+    "py.typed",
+)
 GLUE = "spccl/c10d_src"  # sources of the torch glue, which is compiled on first use
 
 

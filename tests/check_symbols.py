@@ -1,4 +1,4 @@
-"""Checks that libspccl.so exports exactly what libspccl.map lists and csrc/spccl.h declares.
+"""Checks that libspccl.so exports exactly what libspccl.map lists and the public headers declare (csrc/*.h).
 
     check_symbols.py path/to/libspccl.so
 """
@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def declared() -> set[str]:
-    """Functions of the public header. SPCCL_API marks each of them."""
-    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/spccl.h").read_text(), flags=re.DOTALL)
+    """Functions of the public headers. SPCCL_API marks each of them."""
+    headers = "".join(path.read_text() for path in sorted((ROOT / "csrc").glob("*.h")))
+    text = re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL)
     return set(re.findall(r"^SPCCL_API\b[^;(]*?\b(\w+)\s*\(", text, re.MULTILINE))
 
 
@@ -32,7 +33,7 @@ def exported(library: Path) -> set[str]:
 
 
 def main() -> int:
-    sets = {"spccl.h": declared(), "libspccl.map": listed(), sys.argv[1]: exported(Path(sys.argv[1]))}
+    sets = {"spccl.h, spccl_channel.h": declared(), "libspccl.map": listed(), sys.argv[1]: exported(Path(sys.argv[1]))}
     every = set.union(*sets.values())
     faults = [f"{name}: not in {where}" for where, names in sets.items() for name in sorted(every - names)]
     print("\n".join([*faults, f"check_symbols: {len(every)} names, {len(faults)} faults"]))

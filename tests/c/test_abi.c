@@ -3,6 +3,7 @@
  * may have it, with one more. The GPU is fake (fake_gpu.h). */
 #include "fake_gpu.h"
 #include "ranks.h"
+#include "spccl_channel.h"
 
 #include <stddef.h>
 
@@ -28,6 +29,7 @@ ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
 ENDS_WITH(spccl_prune_options, max_norm);
+ENDS_WITH(spccl_channels_config, reserved);
 
 /* The sizes of version 0.1: what a program compiled with it passes. They never change; a field that is added
  * gets a line of its own here with the new size. */
@@ -41,6 +43,12 @@ _Static_assert(sizeof(spccl_cuda_options) == 16, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
 _Static_assert(sizeof(spccl_prune_options) == 128, "0.1");
+_Static_assert(sizeof(spccl_channels_config) == 32, "0.1");
+/* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
+_Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
+                   sizeof(spccl_channel_report) == 32 && sizeof(spccl_channel_base) == 80 &&
+                   sizeof(spccl_memory_channel) == 96 && offsetof(spccl_channel_base, report) == 72,
+               "layout 1");
 /* Without struct_bytes: they lie in GPU memory or come as an array, and never change. */
 _Static_assert(sizeof(spccl_prune_state) == 48, "0.1");
 _Static_assert(sizeof(spccl_prune_segment) == 48, "0.1");

@@ -61,6 +61,8 @@ static void *run_member(void *arg)
                              .secret = s->secrets[m->rank],
                              .host = host,
                              .group_tag = 5,
+                             .call = "spccl_cuda_attach",
+                             .what = "an inbox",
                              .ops = &sp_gpu_ops_fake,
                              .deadline_ns = sp_deadline_in_ms(s->timeout_ms),
                              .still = s->broken == m->rank ? not_whole : NULL};

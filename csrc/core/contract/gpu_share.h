@@ -15,7 +15,8 @@ typedef struct sp_gpu_share_config {
     const uint8_t *secret; /* [SP_SECRET_BYTES], borrowed until close */
     const uint8_t *host;   /* [SP_HOST_ID_BYTES] this rank's host, borrowed until close */
     uint64_t group_tag;
-    const sp_gpu_ops *ops; /* the table that maps memory on GPU `ordinal` */
+    const char *call, *what; /* for error texts: the public call, and what is shared: "an inbox" */
+    const sp_gpu_ops *ops;   /* the table that maps memory on GPU `ordinal` */
     int ordinal;
     int64_t deadline_ns; /* when sp_gpu_share_exchange gives up */
     /* Called now and then during a wait. The wait ends with any status but SPCCL_OK (for example when a peer

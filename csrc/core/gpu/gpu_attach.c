@@ -40,14 +40,14 @@ static int weight(int32_t status)
 
 /* Exchange each rank's status. All return the same: OK, or the status of greatest weight, of the lowest such
  * rank. */
-static spccl_status agree(sp_attach *a, spccl_status st)
+spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
 {
     struct verdict mine = {.status = st}, all[SP_GPU_RANKS_MAX];
     int worst = 0;
     if (st != SPCCL_OK)
         snprintf(mine.text, sizeof mine.text, "%s", spccl_last_error());
-    SP_TRY(spccl_all_gather(a->comm, &mine, all, sizeof mine, SPCCL_UINT8, NULL));
-    for (int r = 1; r < a->comm->world_size; r++)
+    SP_TRY(spccl_all_gather(comm, &mine, all, sizeof mine, SPCCL_UINT8, NULL));
+    for (int r = 1; r < comm->world_size; r++)
         if (weight(all[r].status) > weight(all[worst].status))
             worst = r;
     if (all[worst].status == SPCCL_OK)
@@ -146,12 +146,12 @@ static spccl_status map_and_watch(sp_attach *a)
 static spccl_status connect_hosts(sp_attach *a)
 {
     spccl_status st;
-    SP_TRY(agree(a, sp_proxies_meet(a->g->proxies)));
+    SP_TRY(sp_gpu_agree(a->comm, sp_proxies_meet(a->g->proxies)));
     do
-        st = agree(a, sp_proxies_connect(a->g->proxies, a->deadline_ns));
+        st = sp_gpu_agree(a->comm, sp_proxies_connect(a->g->proxies, a->deadline_ns));
     while (st == SPCCL_AGAIN);
     SP_TRY(st);
-    return agree(a, sp_proxies_start(a->g->proxies));
+    return sp_gpu_agree(a->comm, sp_proxies_start(a->g->proxies));
 }
 
 static spccl_status run(sp_attach *a, const spccl_cuda_config *config)
@@ -162,10 +162,10 @@ static spccl_status run(sp_attach *a, const spccl_cuda_config *config)
         snprintf(a->mine.error, sizeof a->mine.error, "%s", spccl_last_error());
     SP_TRY(spccl_all_gather(a->comm, &a->mine, a->all, sizeof a->mine, SPCCL_UINT8, NULL));
     SP_TRY(sp_attach_decide(a));
-    SP_TRY(agree(a, make_memory(a)));
+    SP_TRY(sp_gpu_agree(a->comm, make_memory(a)));
     if (a->spans_hosts)
         SP_TRY(connect_hosts(a));
-    st = agree(a, map_and_watch(a));
+    st = sp_gpu_agree(a->comm, map_and_watch(a));
     if (st != SPCCL_OK)
         sp_gpu_watchdog_remove(a->g);
     if (st != SPCCL_OK && sp_comm_broken(a->comm) == SPCCL_OK) {
@@ -176,7 +176,7 @@ static spccl_status run(sp_attach *a, const spccl_cuda_config *config)
             a->g->ops->memory_destroy(a->g->peers[r]);
             a->g->peers[r] = NULL;
         }
-        (void)agree(a, SPCCL_OK);
+        (void)sp_gpu_agree(a->comm, SPCCL_OK);
         return SP_FAIL(st, "%s", text);
     }
     return st;
@@ -228,6 +228,7 @@ spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *given)
     a->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     pthread_mutex_init(&a->g->mu, NULL);
     pthread_mutex_init(&a->g->look_mu, NULL);
+    pthread_mutex_init(&a->g->channels_mu, NULL);
     SP_TRY_TO(fail, st, run(a, &config));
     start(comm, a->g);
     sp_free(a);

@@ -1,4 +1,5 @@
 /* gpu_comm.c - a communicator's GPU: waiting for streams, statistics, the end. See gpu_comm.h. */
+#include "core/gpu/channels.h"
 #include "core/gpu/proxy.h"
 
 #include "core/base/abi.h"
@@ -134,6 +135,7 @@ spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out)
 
 static void free_imports(sp_gpu_comm *g)
 {
+    sp_channels_unmap(g);
     for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
         g->ops->memory_destroy(g->peers[r]);
         g->peers[r] = NULL;
@@ -147,6 +149,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
         sp_proxies_close(g->proxies);
+        sp_channels_free_all(g);
         free_imports(g);
         g->ops->memory_destroy(g->own);
         g->ops->event_destroy(g->event);
@@ -158,6 +161,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
     }
     pthread_mutex_destroy(&g->mu);
     pthread_mutex_destroy(&g->look_mu);
+    pthread_mutex_destroy(&g->channels_mu);
     sp_free(g);
 }
 
@@ -205,8 +209,7 @@ static bool drain(sp_gpu_comm *g)
     }
 }
 
-/* Wait at most BARRIER_MS until all ranks have called this, unless the communicator is broken. */
-static void barrier(spccl_comm *comm)
+void sp_gpu_comm_barrier(spccl_comm *comm, const char *call)
 {
     uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
     int64_t timeout_ms = comm->timeout_ms;
@@ -215,8 +218,8 @@ static void barrier(spccl_comm *comm)
     if (comm->timeout_ms > BARRIER_MS)
         comm->timeout_ms = BARRIER_MS;
     if (spccl_all_gather(comm, &mine, all, 1, SPCCL_UINT8, NULL) != SPCCL_OK)
-        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": destroy does not wait for the other ranks: %s",
-               comm->name, spccl_last_error());
+        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": %s does not wait for the other ranks: %s", comm->name,
+               call, spccl_last_error());
     comm->timeout_ms = timeout_ms;
 }
 
@@ -234,7 +237,7 @@ static void detach(spccl_comm *comm)
     sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
     atomic_store(&comm->gpu, NULL);
     sp_proxies_leave(g->proxies);
-    barrier(comm);
+    sp_gpu_comm_barrier(comm, "destroy");
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
     pthread_mutex_unlock(&comm->mu);
@@ -252,7 +255,7 @@ static void detach(spccl_comm *comm)
             g->ops->leave(before);
         }
         if (sp_comm_broken(comm) == SPCCL_OK)
-            barrier(comm);
+            sp_gpu_comm_barrier(comm, "destroy");
         else
             nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
     }

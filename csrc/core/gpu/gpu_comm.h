@@ -44,6 +44,9 @@ typedef struct sp_gpu_comm {
     uint32_t n_launches;
     sp_gpu_launch history[SP_GPU_HISTORY]; /* index: seq modulo SP_GPU_HISTORY */
 
+    pthread_mutex_t channels_mu;     /* guards the list */
+    struct spccl_channels *channels; /* the sets of channels (channels.h) */
+
     /* used by gpu_watchdog.c */
     struct sp_gpu_comm *next;
     pthread_mutex_t look_mu; /* only one thread at a time polls the peers */
@@ -58,6 +61,12 @@ const sp_gpu_ops *sp_gpu_ops_here(void);
 void sp_gpu_comm_free(sp_gpu_comm *g);
 /* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). (gpu_comm.c) */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
+
+/* Exchange each rank's status. All ranks return the same: OK, or the status that explains most. (gpu_attach.c) */
+spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st);
+/* Wait at most 10 s until all ranks have called this, unless the communicator is broken. `call`: for the log.
+ * (gpu_comm.c) */
+void sp_gpu_comm_barrier(spccl_comm *comm, const char *call);
 
 /* Let the watchdog thread look at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
 spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);

@@ -93,6 +93,8 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *confi
                               .secret = comm->links.secret,
                               .host = comm->links.host,
                               .group_tag = comm->links.group_tag,
+                              .call = "spccl_cuda_attach",
+                              .what = "an inbox",
                               .ops = a->g->ops,
                               .deadline_ns = a->deadline_ns,
                               .still = still_whole,

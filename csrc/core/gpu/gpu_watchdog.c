@@ -2,7 +2,7 @@
  * gpu_comm.h. The report of a kernel that gave up becomes the communicator's error. The other direction is
  * not here: when a communicator breaks, sp_comm_break and the engine set the abort flag that its kernels
  * read. */
-#include "core/gpu/gpu_comm.h"
+#include "core/gpu/channels.h"
 
 #include "core/base/clock.h"
 #include "core/base/dtype.h"
@@ -155,6 +155,7 @@ void sp_gpu_comm_look(spccl_comm *comm)
     /* Every caller reads the report, even while another thread does. Otherwise a caller that has seen a
      * kernel end could miss that the kernel gave up. */
     look_at_report(g);
+    sp_channels_look(g);
     if (comm->world_size > 1 && pthread_mutex_trylock(&g->look_mu) == 0) {
         look_at_peers(g);
         pthread_mutex_unlock(&g->look_mu);

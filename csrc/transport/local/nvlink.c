@@ -180,7 +180,7 @@ static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, struct
     if (sp_load_le32(p->message) != MESSAGE_MAGIC)
         return SP_FAIL(SPCCL_ERR_PEER, "it passed something that is not its memory");
     if (sp_load_le64(p->message + 8) != w->bytes)
-        st = SP_FAIL(SPCCL_ERR_MISMATCH, "it has an inbox of %llu bytes, this rank one of %zu",
+        st = SP_FAIL(SPCCL_ERR_MISMATCH, "it has %s of %llu bytes, this rank one of %zu", s->config.what,
                      (unsigned long long)sp_load_le64(p->message + 8), w->bytes);
     else
         st = s->config.ops->memory_import(s->config.ordinal, p->message + HANDLE_AT,
@@ -250,8 +250,8 @@ static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
         if (sp_deadline_passed(s->config.deadline_ns))
             return SP_FAIL(SPCCL_ERR_TIMEOUT,
                            "rank %d: no GPU memory from rank %s before the deadline: did they call "
-                           "spccl_cuda_attach?",
-                           s->config.rank, missing.text);
+                           "%s?",
+                           s->config.rank, missing.text, s->config.call);
         if (s->config.still != NULL && sp_now_ns() - asked_ns > STILL_NS) {
             SP_TRY(s->config.still(s->config.ctx));
             asked_ns = sp_now_ns();

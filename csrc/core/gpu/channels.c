@@ -1,0 +1,439 @@
+/* channels.c - one-sided channels: create, destroy, handles for kernels, reports of kernels. See channels.h.
+ *
+ * Creation is as in gpu_attach.c: all ranks exchange what they were called with, decide the same, and after each step
+ * that can fail they exchange their status. */
+#include "core/gpu/channels.h"
+
+#include "core/base/abi.h"
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+#include "core/contract/gpu_share.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+
+#define MAGIC 0x48435053u /* "SPCH" */
+
+/* What each rank tells the others. */
+struct facts {
+    uint32_t magic, kind;
+    uint64_t window_bytes;
+    uint32_t n_per_peer;
+    int32_t status; /* not SPCCL_OK: its call was wrong; `error` is the reason */
+    uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
+    char error[428];
+};
+_Static_assert(sizeof(struct facts) == 512, "no padding, and the same for every compiler");
+
+/* A creation under way. */
+struct creation {
+    spccl_channels *c;
+    sp_gpu_share *share;
+    struct facts mine, all[SP_GPU_RANKS_MAX];
+    bool agreed; /* all ranks have memory */
+};
+
+/* ---- creation: the call ---- */
+
+static spccl_status check_config(const spccl_channels_config *config)
+{
+    if (config->layout != SPCCL_CHANNEL_LAYOUT)
+        return SP_FAIL(
+            SPCCL_ERR_VERSION,
+            "config.layout is %u, this library has %u: compile the kernels with the headers of this "
+            "library (spccl_channel.h, spccl_device.cuh)",
+            config->layout, SPCCL_CHANNEL_LAYOUT);
+    if (config->kind != SPCCL_CHANNEL_MEMORY)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.kind is %u, wanted SPCCL_CHANNEL_MEMORY", config->kind);
+    if (config->window_bytes == 0 || config->window_bytes % 16 != 0 ||
+        config->window_bytes > SP_CHANNELS_WINDOW_MAX)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "config.window_bytes is %" PRIu64 ", wanted a multiple of 16, 16 to 2^40",
+                       config->window_bytes);
+    if (config->n_per_peer < 1 || config->n_per_peer > SP_CHANNELS_PER_PEER_MAX)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.n_per_peer is %u, wanted 1 to %u", config->n_per_peer,
+                       SP_CHANNELS_PER_PEER_MAX);
+    if (config->reserved != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.reserved is %u, wanted 0", config->reserved);
+    return SPCCL_OK;
+}
+
+static spccl_status still_whole(void *ctx)
+{
+    spccl_comm *comm = ctx;
+    SP_TRY(sp_comm_poll_peers(comm));
+    return sp_comm_broken(comm);
+}
+
+static spccl_status open_share(struct creation *n)
+{
+    sp_gpu_comm *g = n->c->g;
+    spccl_comm *comm = g->comm;
+    sp_gpu_share_config sc = {.rank = comm->rank,
+                              .world_size = comm->world_size,
+                              .secret = comm->links.secret,
+                              .host = comm->links.host,
+                              .group_tag = comm->links.group_tag,
+                              .call = "spccl_channels_create",
+                              .what = "a window",
+                              .ops = g->ops,
+                              .ordinal = g->device.ordinal,
+                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms),
+                              .still = still_whole,
+                              .ctx = comm};
+    SP_TRY(sp_gpu_share_open(&sc, &n->share));
+    return sp_gpu_share_address(n->share, n->mine.address);
+}
+
+static spccl_status read_call(struct creation *n, const spccl_channels_config *given)
+{
+    spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
+    SP_TRY(sp_options_copy("spccl_channels_config", given, &config, sizeof config));
+    SP_TRY(check_config(&config));
+    n->mine.kind = n->c->kind = config.kind;
+    n->mine.window_bytes = n->c->window_bytes = config.window_bytes;
+    n->mine.n_per_peer = n->c->n_per_peer = config.n_per_peer;
+    return open_share(n);
+}
+
+/* Errors: those of a rank whose call was wrong; MISMATCH. All ranks come to the same result. */
+static spccl_status compare(const struct creation *n)
+{
+    const spccl_comm *comm = n->c->g->comm;
+    for (int r = 0; r < comm->world_size; r++) {
+        const struct facts *f = &n->all[r], *first = &n->all[0];
+        if (f->magic != MAGIC)
+            return SP_FAIL(
+                SPCCL_ERR_MISMATCH,
+                "group \"%s\": rank %d did not call spccl_channels_create, or has another version of "
+                "spccl",
+                comm->name, r);
+        if (f->status != SPCCL_OK)
+            return SP_FAIL((spccl_status)f->status, "rank %d: spccl_channels_create: %.*s", r,
+                           (int)sizeof f->error - 1, f->error);
+        if (f->kind != first->kind || f->window_bytes != first->window_bytes ||
+            f->n_per_peer != first->n_per_peer)
+            return SP_FAIL(
+                SPCCL_ERR_MISMATCH,
+                "group \"%s\": rank %d called spccl_channels_create with kind %u, window_bytes %" PRIu64
+                ", n_per_peer %u; rank 0 with %u, %" PRIu64 ", %u: all ranks must give the same",
+                comm->name, r, f->kind, f->window_bytes, f->n_per_peer, first->kind, first->window_bytes,
+                first->n_per_peer);
+    }
+    return SPCCL_OK;
+}
+
+/* ---- creation: memory ---- */
+
+static sp_channels_layout find_layout(const spccl_channels *c)
+{
+    uint64_t n = (uint64_t)(c->g->comm->world_size - 1) * c->n_per_peer;
+    sp_channels_layout l;
+    l.signals_off = sp_align_up(c->window_bytes, 256);
+    l.states_off = l.signals_off + n * SP_CHANNELS_LINE;
+    l.claimed_off = l.states_off + n * sizeof(spccl_channel_state);
+    l.bytes = l.claimed_off + SP_CHANNELS_LINE;
+    return l;
+}
+
+static spccl_status make_memory(spccl_channels *c)
+{
+    const sp_gpu_comm *g = c->g;
+    void *host = NULL, *device = NULL;
+    char why[300];
+    spccl_status st;
+    int before;
+    SP_TRY(g->ops->enter(g->device.ordinal, &before));
+    SP_TRY_TO(out, st, g->ops->pinned_create(sizeof *c->report, &host, &device));
+    c->report = host;
+    c->report_device = device;
+    st = g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, &c->own);
+out:
+    g->ops->leave(before);
+    if (st == SPCCL_OK)
+        return SPCCL_OK;
+    snprintf(why, sizeof why, "%s", spccl_last_error());
+    return SP_FAIL(
+        st, "rank %d: spccl_channels_create: %" PRIu64 " bytes on GPU %d '%s' for window and counts: %s",
+        g->comm->rank, c->layout.bytes, g->device.ordinal, g->device.name, why);
+}
+
+static spccl_status map_memory(struct creation *n)
+{
+    spccl_channels *c = n->c;
+    uint8_t addresses[SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
+    spccl_status st;
+    for (int r = 0; r < c->g->comm->world_size; r++)
+        memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, n->all[r].address,
+               SP_GPU_SHARE_ADDRESS_BYTES);
+    st = sp_gpu_share_exchange(n->share, c->own, c->layout.bytes, addresses, c->peers);
+    sp_gpu_share_close(n->share); /* so that no peer waits for a rank that failed */
+    n->share = NULL;
+    return st;
+}
+
+static void unmap(spccl_channels *c)
+{
+    for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
+        c->g->ops->memory_destroy(c->peers[r]);
+        c->peers[r] = NULL;
+    }
+}
+
+/* Wait for nothing. c's GPU is current. */
+static void free_set(spccl_channels *c)
+{
+    unmap(c);
+    c->g->ops->memory_destroy(c->own);
+    c->g->ops->pinned_destroy(c->report);
+    sp_free(c);
+}
+
+static spccl_status run(struct creation *n, const spccl_channels_config *given)
+{
+    spccl_comm *comm = n->c->g->comm;
+    spccl_status st = read_call(n, given);
+    n->mine.magic = MAGIC;
+    n->mine.status = (int32_t)st;
+    if (st != SPCCL_OK)
+        snprintf(n->mine.error, sizeof n->mine.error, "%s", spccl_last_error());
+    SP_TRY(spccl_all_gather(comm, &n->mine, n->all, sizeof n->mine, SPCCL_UINT8, NULL));
+    SP_TRY(compare(n));
+    n->c->layout = find_layout(n->c);
+    SP_TRY(sp_gpu_agree(comm, make_memory(n->c)));
+    n->agreed = true;
+    return sp_gpu_agree(comm, map_memory(n));
+}
+
+/* Before memory that peers may have mapped is freed after a failure: no rank frees it while a peer has it mapped. */
+static void end_failed(struct creation *n)
+{
+    spccl_channels *c = n->c;
+    sp_gpu_comm *g = c->g;
+    int before;
+    sp_gpu_share_close(n->share);
+    if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
+        return;
+    unmap(c);
+    if (n->agreed && sp_comm_broken(g->comm) == SPCCL_OK)
+        (void)sp_gpu_agree(g->comm, SPCCL_OK);
+    free_set(c);
+    g->ops->leave(before);
+}
+
+static void add_to_list(spccl_channels *c)
+{
+    pthread_mutex_lock(&c->g->channels_mu);
+    c->next = c->g->channels;
+    c->g->channels = c;
+    pthread_mutex_unlock(&c->g->channels_mu);
+}
+
+spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
+                                   spccl_channels **out)
+{
+    struct creation *n;
+    sp_gpu_comm *g = NULL;
+    char text[1024];
+    spccl_status st;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_channels_create", &g));
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_channels_create: out is NULL");
+    n = sp_calloc(1, sizeof *n);
+    if (n == NULL || (n->c = sp_calloc(1, sizeof *n->c)) == NULL) {
+        sp_free(n);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "spccl_channels_create: %zu bytes", sizeof *n + sizeof *n->c);
+    }
+    n->c->g = g;
+    st = run(n, config);
+    if (st == SPCCL_OK) {
+        add_to_list(n->c);
+        *out = n->c;
+    } else {
+        snprintf(text, sizeof text, "%s", spccl_last_error());
+        end_failed(n);
+        sp_set_error(text); /* freeing may have overwritten it */
+    }
+    sp_free(n);
+    return st;
+}
+
+/* ---- the end ---- */
+
+void spccl_channels_destroy(spccl_channels *c)
+{
+    sp_gpu_comm *g;
+    int before;
+    if (c == NULL || sp_process_forked(c->g->comm->process_stamp))
+        return;
+    g = c->g;
+    pthread_mutex_lock(&g->channels_mu);
+    for (spccl_channels **at = &g->channels; *at != NULL; at = &(*at)->next)
+        if (*at == c) {
+            *at = c->next;
+            break;
+        }
+    pthread_mutex_unlock(&g->channels_mu);
+    sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
+    if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
+        return;
+    if (strcmp(g->handles, "ipc") == 0) {
+        unmap(c);
+        sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
+    }
+    free_set(c);
+    g->ops->leave(before);
+}
+
+void sp_channels_unmap(sp_gpu_comm *g)
+{
+    for (spccl_channels *c = g->channels; c != NULL; c = c->next)
+        unmap(c);
+}
+
+void sp_channels_free_all(sp_gpu_comm *g)
+{
+    while (g->channels != NULL) {
+        spccl_channels *c = g->channels;
+        g->channels = c->next;
+        free_set(c);
+    }
+}
+
+/* ---- handles ---- */
+
+spccl_status spccl_channels_window(const spccl_channels *c, void **device, void **host)
+{
+    if (c == NULL || device == NULL || host == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_channels_window: channels, device or host is NULL");
+    SP_TRY(sp_comm_check_process(c->g->comm, "spccl_channels_window"));
+    *device = c->g->ops->memory_address(c->own);
+    *host = NULL;
+    return SPCCL_OK;
+}
+
+static spccl_status check_handle(const spccl_channels *c, const char *call, uint32_t kind, int peer,
+                                 uint32_t index)
+{
+    const spccl_comm *comm;
+    if (c == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: channels is NULL", call);
+    comm = c->g->comm;
+    SP_TRY(sp_comm_check_process(comm, call));
+    if (c->kind != kind)
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: the set has channels of kind %u, wanted %u", comm->rank,
+                       call, c->kind, kind);
+    if (peer < 0 || peer >= comm->world_size || peer == comm->rank)
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: peer is %d, wanted another rank, 0 to %d", comm->rank,
+                       call, peer, comm->world_size - 1);
+    if (index >= c->n_per_peer)
+        return SP_FAIL(
+            SPCCL_ERR_ARG,
+            "rank %d: %s: channel %u to rank %d, wanted 0 to %u (n_per_peer of spccl_channels_create)",
+            comm->rank, call, index, peer, c->n_per_peer - 1);
+    return SPCCL_OK;
+}
+
+static spccl_channel_base make_base(const spccl_channels *c, int peer, uint32_t index)
+{
+    sp_gpu_comm *g = c->g;
+    uint32_t slot = sp_inbox_slot((uint32_t)g->comm->rank, (uint32_t)peer, (uint32_t)g->comm->world_size);
+    uint64_t number = sp_channels_number(c, slot, index);
+    uint8_t *own = g->ops->memory_address(c->own);
+    int64_t timeout_ms = g->comm->timeout_ms;
+    return (spccl_channel_base){
+        .layout = SPCCL_CHANNEL_LAYOUT,
+        .index = index,
+        .rank = g->comm->rank,
+        .peer = peer,
+        .window = own,
+        .window_bytes = c->window_bytes,
+        .timeout_ns =
+            timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u : (uint64_t)INT64_MAX,
+        .state = (spccl_channel_state *)(void *)(own + c->layout.states_off) + number,
+        .signals = (uint64_t *)(void *)(own + c->layout.signals_off + number * SP_CHANNELS_LINE),
+        .claimed = (uint32_t *)(void *)(own + c->layout.claimed_off),
+        .abort = &g->control_device->abort,
+        .report = c->report_device};
+}
+
+spccl_status spccl_channels_get_memory(const spccl_channels *c, int peer, uint32_t index,
+                                       spccl_memory_channel *out)
+{
+    const spccl_comm *comm;
+    uint32_t slot_there;
+    uint8_t *memory;
+    SP_TRY(check_handle(c, "spccl_channels_get_memory", SPCCL_CHANNEL_MEMORY, peer, index));
+    comm = c->g->comm;
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: spccl_channels_get_memory: out is NULL", comm->rank);
+    if (c->peers[peer] == NULL)
+        return SP_FAIL(
+            SPCCL_ERR_UNREACHABLE,
+            "rank %d: spccl_channels_get_memory: rank %d is on another host, so its memory cannot be "
+            "mapped here",
+            comm->rank, peer);
+    slot_there = sp_inbox_slot((uint32_t)peer, (uint32_t)comm->rank, (uint32_t)comm->world_size);
+    memory = c->g->ops->memory_address(c->peers[peer]);
+    *out = (spccl_memory_channel){
+        .base = make_base(c, peer, index),
+        .peer_window = memory,
+        .peer_signals =
+            (uint64_t *)(void *)(memory + c->layout.signals_off +
+                                 (uint64_t)sp_channels_number(c, slot_there, index) * SP_CHANNELS_LINE)};
+    return SPCCL_OK;
+}
+
+/* ---- reports of kernels ---- */
+
+static spccl_status describe(const spccl_channels *c, const spccl_channel_report *r, char *text, size_t cap)
+{
+    const spccl_comm *comm = c->g->comm;
+    char where[200];
+    snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: channel %u to rank %d:", comm->rank,
+             comm->name, c->g->device.ordinal, r->index, r->peer);
+    switch ((spccl_channel_fault)r->fault) {
+    case SPCCL_CHANNEL_NO_SIGNAL:
+        snprintf(text, cap,
+                 "%s waited for signal number %" PRIu64 ", %" PRIu64
+                 " have come: rank %d died, is too slow, or does not signal so often (a wait lasts for the "
+                 "communicator's timeout when its channel was got)",
+                 where, r->wanted, r->seen, r->peer);
+        return SPCCL_ERR_TIMEOUT;
+    case SPCCL_CHANNEL_NO_PROXY:
+        snprintf(text, cap,
+                 "%s waited for the proxy to carry out %" PRIu64 " triggers, it has %" PRIu64
+                 ": rank %d or the network is too slow",
+                 where, r->wanted, r->seen, r->peer);
+        return SPCCL_ERR_TIMEOUT;
+    case SPCCL_CHANNEL_BAD_PUT:
+        snprintf(text, cap,
+                 "%s a put to bytes %" PRIu64 " to %" PRIu64 " of a window of %" PRIu64
+                 ": wanted offset, size and source in multiples of 16, inside the window",
+                 where, r->wanted, r->seen, c->window_bytes);
+        return SPCCL_ERR_ARG;
+    case SPCCL_CHANNEL_NO_FAULT:
+        break;
+    }
+    snprintf(text, cap, "%s a report with the unknown fault %u", where, r->fault);
+    return SPCCL_ERR_BUG;
+}
+
+void sp_channels_look(sp_gpu_comm *g)
+{
+    spccl_comm *comm = g->comm;
+    pthread_mutex_lock(&g->channels_mu);
+    for (const spccl_channels *c = g->channels; c != NULL; c = c->next) {
+        char text[sizeof comm->error];
+        spccl_status st;
+        if (__atomic_load_n(&c->report->fault, __ATOMIC_ACQUIRE) == SPCCL_CHANNEL_NO_FAULT)
+            continue;
+        if (atomic_load(&comm->abort_asked) || sp_comm_broken(comm) != SPCCL_OK)
+            break; /* kernels ended because of the abort */
+        st = describe(c, c->report, text, sizeof text);
+        if (sp_comm_break(comm, st, text))
+            sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
+    }
+    pthread_mutex_unlock(&g->channels_mu);
+}

@@ -1,0 +1,45 @@
+/* channels.h - a rank's part of a set of one-sided channels (spccl_channel.h), and what the rest of core/gpu calls.
+ * channels.c: create, destroy, handles, reports. */
+#ifndef SP_CHANNELS_H
+#define SP_CHANNELS_H
+
+#include "core/gpu/gpu_comm.h"
+#include "spccl_channel.h"
+
+#define SP_CHANNELS_PER_PEER_MAX 1024u
+#define SP_CHANNELS_WINDOW_MAX (UINT64_C(1) << 40)
+/* Each word that another rank or the host writes has a cache line of its own. */
+#define SP_CHANNELS_LINE 64u
+
+/* The memory of a rank: the window, then a line for each channel with the count of the peer's signals, then the
+ * states of the channels, then a line with the word `claimed`. Of port channels: the first two parts are pinned
+ * memory, the others GPU memory. */
+typedef struct sp_channels_layout {
+    uint64_t signals_off, states_off, claimed_off, bytes;
+} sp_channels_layout;
+
+struct spccl_channels {
+    sp_gpu_comm *g;
+    struct spccl_channels *next; /* of the same communicator */
+    uint64_t window_bytes;
+    uint32_t kind, n_per_peer;
+    sp_channels_layout layout;
+    sp_gpu_memory *own,
+        *peers[SP_GPU_RANKS_MAX]; /* of memory channels; peers: by rank, NULL on other hosts */
+    spccl_channel_report *report, *report_device; /* pinned */
+};
+
+/* Number of a channel among all of a rank: that of a peer in `slot`. */
+static inline uint32_t sp_channels_number(const spccl_channels *c, uint32_t slot, uint32_t index)
+{
+    return slot * c->n_per_peer + index;
+}
+
+/* Break the communicator if a kernel has reported a failure of a channel. Threads: any. */
+void sp_channels_look(sp_gpu_comm *g);
+/* Unmap the peers' memory of all sets of g. */
+void sp_channels_unmap(sp_gpu_comm *g);
+/* Free all sets of g, without waiting for anything. g's GPU is current. */
+void sp_channels_free_all(sp_gpu_comm *g);
+
+#endif

@@ -1,0 +1,28 @@
+/* ring_kernel.h - starts the kernel of ring_kernel.cu from C. */
+#ifndef RING_KERNEL_H
+#define RING_KERNEL_H
+
+#include <cuda_runtime_api.h>
+#include <spccl_channel.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Bytes of a window for blocks of this size: two halves. */
+#define RING_WINDOW_BYTES(block_bytes) (2 * (uint64_t)(block_bytes))
+
+/* A ring all-gather: out [world_size * block_bytes] gets the blocks of all ranks in rank order. All pointers are
+ * memory of the current GPU.
+ *   next, previous  channels to rank + 1 and rank - 1, with windows of RING_WINDOW_BYTES(block_bytes). Both ranks of
+ *                   a link use the same number, and no other link has it: of two ranks, both links join the same pair
+ *   block_bytes     a multiple of 16
+ *   ok              u32: the kernel sets 1, or 0 if a wait failed */
+cudaError_t ring_all_gather_memory(spccl_memory_channel next, spccl_memory_channel previous,
+                                   const void *block, void *out, uint64_t block_bytes, int world_size,
+                                   uint32_t *ok, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,39 @@
+/* channel_kernels.h - kernels that use one-sided channels, for test_cuda_channels.c. */
+#ifndef SP_CHANNEL_KERNELS_H
+#define SP_CHANNEL_KERNELS_H
+
+#include <cuda_runtime_api.h>
+#include <spccl_channel.h>
+
+/* One direction pair of an exchange: what a CTA sends and gets through one channel. */
+struct exchange_item {
+    spccl_memory_channel channel;
+    uint64_t dst_off, own_off; /* where data goes in the peer's window, and comes in this rank's */
+    uint32_t seed_out, seed_in;
+    uint8_t *source; /* [bytes] GPU memory */
+};
+
+enum channel_misuse {
+    MISUSE_NO_SIGNAL,
+    MISUSE_PAST_END,
+    MISUSE_FAR_OFFSET,
+    MISUSE_ODD_SIZE,
+    MISUSE_ODD_SOURCE
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* CTA i puts data through items[i] and compares what comes, `rounds` times. items, n_wrong: GPU memory. n_wrong:
+ * wrong words, plus 1 << 20 for each CTA that a wait failed in. */
+cudaError_t channel_exchange(const struct exchange_item *items, unsigned n_items, uint64_t bytes, int rounds,
+                             uint32_t *n_wrong, cudaStream_t stream);
+/* Do one wrong thing. *failed (GPU memory) = 1 if the channel's function returned false. */
+cudaError_t channel_do_wrong(spccl_memory_channel channel, enum channel_misuse what, uint32_t *failed,
+                             cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
