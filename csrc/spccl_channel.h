@@ -28,8 +28,9 @@ extern "C" {
 /* In the rank's GPU memory: what a channel has done. It survives from launch to launch, so that a captured graph
  * can be replayed. */
 typedef struct spccl_channel_state {
-    uint64_t signals_sent, signals_taken, triggers_posted;
-    uint64_t reserved[5];
+    uint64_t signals_sent, signals_taken;    /* signals_sent: of memory channels */
+    uint64_t triggers_posted, triggers_done; /* of port channels; triggers_done: as last seen */
+    uint64_t reserved[4];
 } spccl_channel_state;
 
 /* Why a kernel gave up. Host memory. Only the first failure of a rank is written. */
@@ -37,7 +38,7 @@ typedef enum spccl_channel_fault {
     SPCCL_CHANNEL_NO_FAULT = 0,
     SPCCL_CHANNEL_NO_SIGNAL, /* waited for signal number `wanted`; `seen` have come */
     SPCCL_CHANNEL_NO_PROXY,  /* waited until the proxy has carried out `wanted` triggers; it has `seen` */
-    SPCCL_CHANNEL_BAD_PUT /* bytes `wanted` to `seen` of the peer's window: outside, or no multiples of 16 */
+    SPCCL_CHANNEL_BAD_PUT    /* bytes `wanted` to `seen` of a window: outside, or no multiples of 16 */
 } spccl_channel_fault;
 typedef struct spccl_channel_report {
     uint32_t fault; /* spccl_channel_fault; once it is not NO_FAULT, all members are valid */
@@ -67,11 +68,28 @@ typedef struct spccl_memory_channel {
     uint64_t *peer_signals; /* in the peer's memory: what its base.signals reads */
 } spccl_memory_channel;
 
+/* What a kernel asks of the proxy. */
+typedef enum spccl_trigger_op { SPCCL_TRIGGER_PUT = 1, SPCCL_TRIGGER_SIGNAL = 2 } spccl_trigger_op;
+typedef struct spccl_trigger {
+    uint32_t op;
+    uint32_t number;                  /* of the channel: spccl_port_channel.number */
+    uint64_t dst_off, src_off, bytes; /* of a put; of a signal 0 */
+} spccl_trigger;
+
+typedef struct spccl_port_channel {
+    spccl_channel_base base;
+    spccl_trigger *fifo;    /* host, [fifo_triggers]: trigger n is at n modulo fifo_triggers */
+    uint64_t *posted;       /* host: triggers that the kernels have written */
+    const uint64_t *done;   /* host: triggers that the proxy has carried out */
+    uint32_t fifo_triggers; /* a power of two */
+    uint32_t number;        /* of the channel among all of this rank */
+} spccl_port_channel;
+
 /* ---- the host --------------------------------------------------------------------------------------- */
 
 typedef struct spccl_channels spccl_channels; /* one rank's part of a set of channels */
 
-typedef enum spccl_channel_kind { SPCCL_CHANNEL_MEMORY = 1 } spccl_channel_kind;
+typedef enum spccl_channel_kind { SPCCL_CHANNEL_MEMORY = 1, SPCCL_CHANNEL_PORT = 2 } spccl_channel_kind;
 
 /* All ranks give the same values. */
 typedef struct spccl_channels_config {
@@ -80,7 +98,7 @@ typedef struct spccl_channels_config {
     uint32_t kind;         /* spccl_channel_kind */
     uint64_t window_bytes; /* of each rank's window: a multiple of 16, above 0 */
     uint32_t n_per_peer;   /* channels of each pair: 1 to 1024 */
-    uint32_t reserved;     /* 0 */
+    uint32_t n_triggers;   /* port channels: that a FIFO holds, a power of two, 2 to 4096; 0 = 64 */
 } spccl_channels_config;
 #define SPCCL_CHANNELS_CONFIG_INIT                                                                           \
     {                                                                                                        \
@@ -99,15 +117,18 @@ SPCCL_API spccl_status spccl_channels_create(spccl_comm *comm, const spccl_chann
  * that use the channels. Accepts NULL. */
 SPCCL_API void spccl_channels_destroy(spccl_channels *channels);
 
-/* This rank's window. *device: for kernels and CUDA copies. *host: for the host; NULL of memory channels. */
+/* This rank's window. *device: for kernels and CUDA copies. *host: for the host; NULL if it is GPU memory. */
 SPCCL_API spccl_status spccl_channels_window(const spccl_channels *channels, void **device, void **host);
 
 /* The channel number `index` to `peer`, for kernels on this rank's GPU: pass it by value. Its waits last for the
  * communicator's timeout (spccl_comm_set_timeout) at the time of this call.
  * A wait that fails breaks the communicator: spccl_cuda_wait returns the error, with rank, peer and channel.
- * Errors: ARG (no such peer or channel; a set of the other kind), UNREACHABLE (memory channels to another host). */
+ * Errors: ARG (no such peer or channel; a set of the other kind), UNREACHABLE (the peer is on another host). */
 SPCCL_API spccl_status spccl_channels_get_memory(const spccl_channels *channels, int peer, uint32_t index,
                                                  spccl_memory_channel *out);
+/* The same of a set of port channels. Errors: ARG. */
+SPCCL_API spccl_status spccl_channels_get_port(const spccl_channels *channels, int peer, uint32_t index,
+                                               spccl_port_channel *out);
 
 #ifdef __cplusplus
 }

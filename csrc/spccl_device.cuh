@@ -74,11 +74,11 @@ namespace spccl_detail
 // of PCIe. SP_ABORT_POLL_NS of kernels/cuda/wait.cuh has what was measured.
 constexpr uint64_t sp_abort_poll_ns = 2000000;
 
-// Wait until *word >= wanted and return *word. One thread. Returns 0 if the abort flag is set, or after timeout();
+// Wait until *word >= wanted and return *word. One thread, which pauses for pause_ns between two looks. Returns 0 if the abort flag is set, or after timeout();
 // then late(the value of *word) was called.
 template <class TIMEOUT, class LATE>
 __device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wanted, const uint32_t *abort,
-                                            TIMEOUT timeout, LATE late)
+                                            uint32_t pause_ns, TIMEOUT timeout, LATE late)
 {
     uint64_t start = 0, looked = 0;
     for (uint32_t i = 1;; i++) {
@@ -87,6 +87,8 @@ __device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wante
         uint64_t v = sp_load_relaxed_sys(word), now;
         if (v >= wanted)
             return sp_load_acquire_sys(word);
+        if (pause_ns != 0)
+            __nanosleep(pause_ns);
         if (i % 64 != 0)
             continue;
         now = sp_clock_ns();
@@ -120,11 +122,11 @@ inline __device__ __noinline__ void sp_channel_fail(const spccl_channel_base &c,
 }
 
 inline __device__ __noinline__ bool sp_channel_wait(const spccl_channel_base &c, const uint64_t *word,
-                                                    uint64_t wanted, uint32_t fault)
+                                                    uint64_t wanted, uint32_t fault, uint32_t pause_ns)
 {
-    return sp_poll(
-               word, wanted, c.abort, [&] { return c.timeout_ns; },
-               [&](uint64_t seen) { sp_channel_fail(c, fault, wanted, seen); }) != 0;
+    return wanted == 0 || sp_poll(
+                              word, wanted, c.abort, pause_ns, [&] { return c.timeout_ns; },
+                              [&](uint64_t seen) { sp_channel_fail(c, fault, wanted, seen); }) != 0;
 }
 
 __device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, uint64_t dst_off,
@@ -138,25 +140,44 @@ __device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, ui
     return false;
 }
 
-} // namespace spccl_detail
-
-// ---- both kinds of channels ----
-
-// Wait for the next signal of the peer; the first call waits for its first one, and each call takes one. One thread.
-__device__ __forceinline__ bool spccl_wait(const spccl_channel_base &c)
+__device__ __forceinline__ bool sp_channel_take(const spccl_channel_base &c, uint32_t pause_ns)
 {
     uint64_t wanted = c.state->signals_taken + 1;
-    if (!spccl_detail::sp_channel_wait(c, c.signals, wanted, SPCCL_CHANNEL_NO_SIGNAL))
+    if (!sp_channel_wait(c, c.signals, wanted, SPCCL_CHANNEL_NO_SIGNAL, pause_ns))
         return false;
     c.state->signals_taken = wanted;
     return true;
 }
 
+// Words of port channels are in host memory: a thread that waits leaves PCIe to others.
+constexpr uint32_t sp_port_pause_ns = 500;
+
+// Write a trigger into the FIFO and tell the proxy.
+inline __device__ __noinline__ bool sp_port_post(const spccl_port_channel &c, spccl_trigger trigger)
+{
+    spccl_channel_state *state = c.base.state;
+    uint64_t n = state->triggers_posted;
+    if (n - state->triggers_done >= c.fifo_triggers) {
+        if (!sp_channel_wait(c.base, c.done, n + 1 - c.fifo_triggers, SPCCL_CHANNEL_NO_PROXY,
+                             sp_port_pause_ns))
+            return false;
+        state->triggers_done = sp_load_relaxed_sys(c.done);
+    }
+    c.fifo[n % c.fifo_triggers] = trigger;
+    state->triggers_posted = n + 1;
+    sp_fence_sys(); // trigger and window first
+    sp_store_relaxed_sys(c.posted, n + 1);
+    return true;
+}
+
+} // namespace spccl_detail
+
 // ---- memory channels ----
 
+// Wait for the next signal of the peer; the first call waits for its first one, and each call takes one. One thread.
 __device__ __forceinline__ bool spccl_wait(const spccl_memory_channel &c)
 {
-    return spccl_wait(c.base);
+    return spccl_detail::sp_channel_take(c.base, 0);
 }
 
 // Copy `bytes` from `src`, any memory that this GPU can read, to offset dst_off of the peer's window. Threads number
@@ -173,21 +194,56 @@ __device__ __forceinline__ bool spccl_put(const spccl_memory_channel &c, uint64_
     return true;
 }
 
-// Signal the peer: all that was put and stored before is there when its wait returns. One thread.
-__device__ __forceinline__ void spccl_signal(const spccl_memory_channel &c)
+// Signal the peer: all that was put and stored before is there when its wait returns. One thread. Always true.
+__device__ __forceinline__ bool spccl_signal(const spccl_memory_channel &c)
 {
     uint64_t n = c.base.state->signals_sent + 1;
     c.base.state->signals_sent = n;
     spccl_detail::sp_fence_sys();
     spccl_detail::sp_store_relaxed_sys(c.peer_signals, n);
+    return true;
 }
 
 // Let what was put before be seen before all that this thread stores later, by any means. One thread. signal does
-// this too.
+// this too. Always true.
 __device__ __forceinline__ bool spccl_flush(const spccl_memory_channel &)
 {
     spccl_detail::sp_fence_sys();
     return true;
+}
+
+// ---- port channels ----
+
+// As of a memory channel. It polls host memory over PCIe: let one thread of a block wait, not all.
+__device__ __forceinline__ bool spccl_wait(const spccl_port_channel &c)
+{
+    return spccl_detail::sp_channel_take(c.base, spccl_detail::sp_port_pause_ns);
+}
+
+// Ask the proxy to copy `bytes` from offset src_off of this rank's window to offset dst_off of the peer's. One thread.
+// Returns before the copy: do not write to the source until flush returns, or until the peer has signalled that it has
+// the data. All three numbers are multiples of 16. Waits only if the FIFO is full.
+__device__ __forceinline__ bool spccl_put(const spccl_port_channel &c, uint64_t dst_off, uint64_t src_off,
+                                          uint64_t bytes)
+{
+    if (!spccl_detail::sp_channel_check(c.base, dst_off, bytes, true, true) ||
+        !spccl_detail::sp_channel_check(c.base, src_off, bytes, true, true))
+        return false;
+    return bytes == 0 ||
+           spccl_detail::sp_port_post(c, {SPCCL_TRIGGER_PUT, c.number, dst_off, src_off, bytes});
+}
+
+// Signal the peer: all puts of this channel before are in its window when its wait returns. One thread.
+__device__ __forceinline__ bool spccl_signal(const spccl_port_channel &c)
+{
+    return spccl_detail::sp_port_post(c, {SPCCL_TRIGGER_SIGNAL, c.number, 0, 0, 0});
+}
+
+// Wait until the proxy has read the sources of all puts of this channel. They may then be overwritten. One thread.
+__device__ __forceinline__ bool spccl_flush(const spccl_port_channel &c)
+{
+    return spccl_detail::sp_channel_wait(c.base, c.done, c.base.state->triggers_posted,
+                                         SPCCL_CHANNEL_NO_PROXY, spccl_detail::sp_port_pause_ns);
 }
 
 #endif

@@ -3,7 +3,7 @@
  *
  *   nvcc -o ring ring.c ring_kernel.cu $(pkg-config --cflags --libs spccl) -lpthread && ./ring 4
  *
- * The argument is the number of ranks, 2 to 8; by default 2. */
+ * Arguments: the number of ranks, 2 to 8 (by default 2); "port" for port channels instead of memory channels. */
 #include "ring_kernel.h"
 
 #include <pthread.h>
@@ -16,7 +16,7 @@
 
 struct rank {
     spccl_unique_id id;
-    int rank, world_size, device;
+    int rank, world_size, device, is_port;
     uint8_t *block, *all; /* host memory: this rank's block, the blocks of all ranks */
     size_t n_wrong;
 };
@@ -42,37 +42,56 @@ static uint8_t value(int rank, size_t i)
     return (uint8_t)((size_t)rank * 50 + i % 40 + 1);
 }
 
+/* Get the channels to both neighbours and launch the kernel. The link from the last rank to rank 0 has the number 1,
+ * all others 0. */
+static void launch(const struct rank *r, const spccl_channels *channels, const struct ring_job *job,
+                   cudaStream_t stream)
+{
+    int n = r->world_size, next = (r->rank + 1) % n, previous = (r->rank + n - 1) % n;
+    uint32_t to_next = r->rank + 1 == n, to_previous = r->rank == 0;
+    cudaError_t e;
+    if (r->is_port) {
+        spccl_port_channel a, b;
+        check(spccl_channels_get_port(channels, next, to_next, &a), r, "next");
+        check(spccl_channels_get_port(channels, previous, to_previous, &b), r, "previous");
+        e = ring_all_gather_port(a, b, job, stream);
+    } else {
+        spccl_memory_channel a, b;
+        check(spccl_channels_get_memory(channels, next, to_next, &a), r, "next");
+        check(spccl_channels_get_memory(channels, previous, to_previous, &b), r, "previous");
+        e = ring_all_gather_memory(a, b, job, stream);
+    }
+    check_cuda(e, r, "launch");
+}
+
 static void gather(struct rank *r, spccl_comm *comm)
 {
     spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
     spccl_channels *channels = NULL;
-    spccl_memory_channel next, previous;
+    struct ring_job job = {NULL, NULL, BLOCK_BYTES, r->world_size, NULL};
+    uint8_t *block_d = NULL;
     cudaStream_t stream;
-    uint8_t *block_d = NULL, *all_d = NULL;
-    void *ok = NULL;
-    int n = r->world_size;
-    size_t bytes = BLOCK_BYTES * (size_t)n;
+    size_t bytes = BLOCK_BYTES * (size_t)r->world_size;
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), r, "stream");
     check_cuda(cudaMalloc((void **)&block_d, BLOCK_BYTES), r, "memory");
-    check_cuda(cudaMalloc((void **)&all_d, bytes), r, "memory");
-    check_cuda(cudaMalloc(&ok, sizeof(uint32_t)), r, "memory");
+    check_cuda(cudaMalloc(&job.out, bytes), r, "memory");
+    check_cuda(cudaMalloc((void **)&job.ok, sizeof *job.ok), r, "memory");
 
-    config.window_bytes = RING_WINDOW_BYTES(BLOCK_BYTES);
-    config.n_per_peer = 2; /* the link from the last rank to rank 0 has the number 1, all others 0 */
+    config.kind = r->is_port ? SPCCL_CHANNEL_PORT : SPCCL_CHANNEL_MEMORY;
+    config.window_bytes = r->is_port ? RING_PORT_WINDOW_BYTES(BLOCK_BYTES) : RING_WINDOW_BYTES(BLOCK_BYTES);
+    config.n_per_peer = 2;
     check(spccl_channels_create(comm, &config, &channels), r, "channels");
-    check(spccl_channels_get_memory(channels, (r->rank + 1) % n, r->rank + 1 == n, &next), r, "next");
-    check(spccl_channels_get_memory(channels, (r->rank + n - 1) % n, r->rank == 0, &previous), r, "previous");
 
     check_cuda(cudaMemcpyAsync(block_d, r->block, BLOCK_BYTES, cudaMemcpyHostToDevice, stream), r, "copy");
-    check_cuda(ring_all_gather_memory(next, previous, block_d, all_d, BLOCK_BYTES, n, (uint32_t *)ok, stream),
-               r, "launch");
-    check_cuda(cudaMemcpyAsync(r->all, all_d, bytes, cudaMemcpyDeviceToHost, stream), r, "copy");
+    job.block = block_d;
+    launch(r, channels, &job, stream);
+    check_cuda(cudaMemcpyAsync(r->all, job.out, bytes, cudaMemcpyDeviceToHost, stream), r, "copy");
     check(spccl_cuda_wait(comm, stream, -1), r, "wait"); /* also fails if a wait of the kernel did */
     spccl_channels_destroy(channels);
     check_cuda(cudaStreamDestroy(stream), r, "stream");
     check_cuda(cudaFree(block_d), r, "memory");
-    check_cuda(cudaFree(all_d), r, "memory");
-    check_cuda(cudaFree(ok), r, "memory");
+    check_cuda(cudaFree(job.out), r, "memory");
+    check_cuda(cudaFree(job.ok), r, "memory");
 }
 
 static void *run(void *arg)
@@ -112,6 +131,7 @@ int main(int argc, char **argv)
         ranks[r].rank = r;
         ranks[r].world_size = n;
         ranks[r].device = r % n_gpus;
+        ranks[r].is_port = argc > 2 && strcmp(argv[2], "port") == 0;
         /* Pinned: a copy to or from other memory may wait for kernels of other ranks that are threads. */
         check_cuda(cudaHostAlloc((void **)&ranks[r].block, BLOCK_BYTES, cudaHostAllocPortable), &ranks[r],
                    "memory");

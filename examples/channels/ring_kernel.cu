@@ -3,13 +3,9 @@
 
 #include <spccl_device.cuh>
 
-struct ring_args {
-    spccl_memory_channel next, previous;
-    const uint8_t *block;
-    uint8_t *out;
-    uint64_t bytes; // of a block
-    int world_size;
-    uint32_t *ok;
+template <class CHANNEL> struct ring_args {
+    CHANNEL next, previous;
+    ring_job job;
 };
 
 // Copy by all threads of the CTA.
@@ -34,24 +30,43 @@ template <class CHANNEL> __device__ static void signal_together(const CHANNEL &c
         spccl_signal(c);
 }
 
+// Send a block to offset `half` of the next rank's window. All threads call it.
+__device__ static bool send(const spccl_memory_channel &next, uint64_t half, const uint8_t *block,
+                            uint64_t bytes)
+{
+    return spccl_put(next, half, block, bytes, threadIdx.x, blockDim.x);
+}
+
+// A port channel sends from this rank's window: its third and fourth quarters.
+__device__ static bool send(const spccl_port_channel &next, uint64_t half, const uint8_t *block,
+                            uint64_t bytes)
+{
+    uint64_t from = 2 * bytes + half;
+    copy(next.base.window + from, block, bytes);
+    __syncthreads();
+    return __syncthreads_and(threadIdx.x != 0 || spccl_put(next, half, from, bytes));
+}
+
 // One CTA. In step s a rank sends on the block that it got in step s - 1, first its own. Windows have two halves that
 // take turns. The receiver of a half signals back when it has read the half, and the sender waits for that.
-__global__ static void all_gather_memory(const __grid_constant__ ring_args a)
+template <class CHANNEL> __global__ static void all_gather(const __grid_constant__ ring_args<CHANNEL> a)
 {
-    int n = a.world_size, rank = a.next.base.rank;
-    copy(a.out + (uint64_t)rank * a.bytes, a.block, a.bytes);
+    int n = a.job.world_size, rank = a.next.base.rank;
+    uint64_t bytes = a.job.block_bytes;
+    uint8_t *out = (uint8_t *)a.job.out;
+    copy(out + (uint64_t)rank * bytes, (const uint8_t *)a.job.block, bytes);
     for (int s = 0; s + 1 < n; s++) {
-        uint64_t half = (uint64_t)(s % 2) * a.bytes;
+        uint64_t half = (uint64_t)(s % 2) * bytes;
         int sent = (rank - s + n) % n, came = (rank - s - 1 + n) % n;
         __syncthreads(); // the block was copied to out
         if (s >= 2 && !wait_together(a.next))
             return;
-        if (!spccl_put(a.next, half, a.out + (uint64_t)sent * a.bytes, a.bytes, threadIdx.x, blockDim.x))
+        if (!send(a.next, half, out + (uint64_t)sent * bytes, bytes))
             return;
         signal_together(a.next);
         if (!wait_together(a.previous))
             return;
-        copy(a.out + (uint64_t)came * a.bytes, a.previous.base.window + half, a.bytes);
+        copy(out + (uint64_t)came * bytes, a.previous.base.window + half, bytes);
         signal_together(a.previous); // the half may be overwritten
     }
     // Take the last signals, so that the next launch starts with none.
@@ -59,21 +74,27 @@ __global__ static void all_gather_memory(const __grid_constant__ ring_args a)
         if (!wait_together(a.next))
             return;
     if (threadIdx.x == 0)
-        *a.ok = 1;
+        *a.job.ok = 1;
 }
 
-template <class ARGS>
-static cudaError_t launch(void (*kernel)(ARGS), ARGS args, uint32_t *ok, cudaStream_t stream)
+template <class CHANNEL>
+static cudaError_t launch(CHANNEL next, CHANNEL previous, const ring_job *job, cudaStream_t stream)
 {
+    ring_args<CHANNEL> args = {next, previous, *job};
     void *params[] = {&args};
-    cudaError_t e = cudaMemsetAsync(ok, 0, sizeof *ok, stream);
-    return e != cudaSuccess ? e : cudaLaunchKernel(kernel, dim3(1), dim3(256), params, 0, stream);
+    cudaError_t e = cudaMemsetAsync(job->ok, 0, sizeof *job->ok, stream);
+    return e != cudaSuccess ? e
+                            : cudaLaunchKernel(all_gather<CHANNEL>, dim3(1), dim3(256), params, 0, stream);
 }
 
 extern "C" cudaError_t ring_all_gather_memory(spccl_memory_channel next, spccl_memory_channel previous,
-                                              const void *block, void *out, uint64_t block_bytes,
-                                              int world_size, uint32_t *ok, cudaStream_t stream)
+                                              const struct ring_job *job, cudaStream_t stream)
 {
-    ring_args a = {next, previous, (const uint8_t *)block, (uint8_t *)out, block_bytes, world_size, ok};
-    return launch(all_gather_memory, a, ok, stream);
+    return launch(next, previous, job, stream);
+}
+
+extern "C" cudaError_t ring_all_gather_port(spccl_port_channel next, spccl_port_channel previous,
+                                            const struct ring_job *job, cudaStream_t stream)
+{
+    return launch(next, previous, job, stream);
 }

@@ -9,18 +9,27 @@
 extern "C" {
 #endif
 
-/* Bytes of a window for blocks of this size: two halves. */
+/* Bytes of a window for blocks of this size: two halves for what comes; of port channels two more, to send from. */
 #define RING_WINDOW_BYTES(block_bytes) (2 * (uint64_t)(block_bytes))
+#define RING_PORT_WINDOW_BYTES(block_bytes) (4 * (uint64_t)(block_bytes))
 
 /* A ring all-gather: out [world_size * block_bytes] gets the blocks of all ranks in rank order. All pointers are
- * memory of the current GPU.
- *   next, previous  channels to rank + 1 and rank - 1, with windows of RING_WINDOW_BYTES(block_bytes). Both ranks of
- *                   a link use the same number, and no other link has it: of two ranks, both links join the same pair
- *   block_bytes     a multiple of 16
- *   ok              u32: the kernel sets 1, or 0 if a wait failed */
+ * memory of the current GPU. */
+struct ring_job {
+    const void *block;
+    void *out;
+    uint64_t block_bytes; /* a multiple of 16 */
+    int world_size;
+    uint32_t *ok; /* the kernel sets 1, or 0 if a wait failed */
+};
+
+/* next, previous: channels to rank + 1 and rank - 1, with windows of RING_WINDOW_BYTES(block_bytes). Both ranks of a
+ * link use the same number, and no other link has it: of two ranks, both links join the same pair. */
 cudaError_t ring_all_gather_memory(spccl_memory_channel next, spccl_memory_channel previous,
-                                   const void *block, void *out, uint64_t block_bytes, int world_size,
-                                   uint32_t *ok, cudaStream_t stream);
+                                   const struct ring_job *job, cudaStream_t stream);
+/* The same over port channels, with windows of RING_PORT_WINDOW_BYTES(block_bytes). */
+cudaError_t ring_all_gather_port(spccl_port_channel next, spccl_port_channel previous,
+                                 const struct ring_job *job, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

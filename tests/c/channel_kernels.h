@@ -12,6 +12,11 @@ struct exchange_item {
     uint32_t seed_out, seed_in;
     uint8_t *source; /* [bytes] GPU memory */
 };
+struct port_item {
+    spccl_port_channel channel;
+    uint64_t dst_off, own_off, src_off; /* src_off: in this rank's window */
+    uint32_t seed_out, seed_in;
+};
 
 enum channel_misuse {
     MISUSE_NO_SIGNAL,
@@ -19,6 +24,18 @@ enum channel_misuse {
     MISUSE_FAR_OFFSET,
     MISUSE_ODD_SIZE,
     MISUSE_ODD_SOURCE
+};
+
+enum port_misuse {
+    PORT_NO_SIGNAL,
+    PORT_PAST_END,
+    PORT_SOURCE_PAST_END,
+    /* What lies in the FIFO is wrong, as if a kernel had bypassed spccl_device.cuh. */
+    PORT_BAD_OP,
+    PORT_BAD_NUMBER,
+    PORT_BAD_RANGE,
+    PORT_BAD_SIGNAL,
+    PORT_TOO_MANY
 };
 
 #ifdef __cplusplus
@@ -32,6 +49,13 @@ cudaError_t channel_exchange(const struct exchange_item *items, unsigned n_items
 /* Do one wrong thing. *failed (GPU memory) = 1 if the channel's function returned false. */
 cudaError_t channel_do_wrong(spccl_memory_channel channel, enum channel_misuse what, uint32_t *failed,
                              cudaStream_t stream);
+cudaError_t port_exchange(const struct port_item *items, unsigned n_items, uint64_t bytes, int rounds,
+                          uint32_t *n_wrong, cudaStream_t stream);
+/* As channel_do_wrong. After a bad trigger it waits for a signal, which must fail. */
+cudaError_t port_do_wrong(spccl_port_channel channel, enum port_misuse what, uint32_t *failed,
+                          cudaStream_t stream);
+/* Put 16 bytes n times in a row, then flush. *failed = 1 if that failed. */
+cudaError_t port_put_many(spccl_port_channel channel, uint64_t n, uint32_t *failed, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,44 +1,10 @@
 /* test_cuda_channels.c - one-sided channels (spccl_channel.h) in kernels of a user: the ring of examples/channels, an
  * exchange of all pairs, and what is refused or fails. Ranks are threads. */
-#include "channel_kernels.h"
-#include "cuda_sums.h"
-#include "ring_kernel.h"
-
-#include "spccl_channel.h"
+#include "channel_ranks.h"
 
 #define CAP ((size_t)1 << 20)
-#define N_RANKS 3
-/* A deadline that no test waits for. */
-#define LONG_MS 120000
-
-static spccl_channels *make_channels(struct rank_ctx *c, uint64_t window_bytes, uint32_t n_per_peer)
-{
-    spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
-    spccl_channels *channels = NULL;
-    config.window_bytes = window_bytes;
-    config.n_per_peer = n_per_peer;
-    CHECK_OK(spccl_channels_create(c->comm, &config, &channels));
-    return channels;
-}
-
-static void run_group(int n_ranks, void (*fn)(struct rank_ctx *), void *arg)
-{
-    struct rank_ctx ctx[RANKS_CAP];
-    spccl_config config = SPCCL_CONFIG_INIT;
-    config.timeout_ms = LONG_MS;
-    run_ranks(n_ranks, &config, fn, arg, ctx);
-    for (int r = 0; r < n_ranks; r++)
-        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
-}
 
 /* ---- the ring of the example ---- */
-
-/* Every byte of a block depends on its rank, its place and the round. */
-static void fill_block(uint8_t *x, size_t bytes, int rank, int round)
-{
-    for (size_t i = 0; i < bytes; i++)
-        x[i] = (uint8_t)(i * 7 + i / 251 + (size_t)rank * 31 + (size_t)round * 101 + 1);
-}
 
 struct ring {
     spccl_memory_channel next, previous;
@@ -54,28 +20,16 @@ static struct ring get_ring(const struct rank_ctx *c, const spccl_channels *chan
     return ring;
 }
 
-static void check_blocks(const struct rank_ctx *c, size_t bytes, int round)
-{
-    const struct rank_buffer *m = &rank_buffers[c->rank];
-    for (int r = 0; r < c->n_ranks; r++) {
-        size_t at;
-        fill_block(m->want, bytes, r, round);
-        at = first_difference(m->got + (size_t)r * bytes, m->want, bytes);
-        CHECK(at == bytes, "rank %d of %d, round %d: block of rank %d of %zu bytes differs at %zu", c->rank,
-              c->n_ranks, round, r, bytes, at);
-    }
-}
-
 static void run_ring(struct rank_ctx *c, spccl_channels *channels, size_t bytes, int round)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
     struct ring ring = get_ring(c, channels);
+    struct ring_job job = ring_job_of(c, bytes);
     uint32_t ok = 0;
     fill_block(m->in, bytes, c->rank, round);
     CUDA_OK(cudaMemcpyAsync(m->in_d, m->in, bytes, cudaMemcpyHostToDevice, m->on));
     CUDA_OK(cudaMemsetAsync(m->out_d, POISON, bytes * (size_t)c->n_ranks, m->on));
-    CUDA_OK(ring_all_gather_memory(ring.next, ring.previous, m->in_d, m->out_d, bytes, c->n_ranks,
-                                   (uint32_t *)(void *)m->spare_d, m->on));
+    CUDA_OK(ring_all_gather_memory(ring.next, ring.previous, &job, m->on));
     CUDA_OK(cudaMemcpyAsync(m->got, m->out_d, bytes * (size_t)c->n_ranks, cudaMemcpyDeviceToHost, m->on));
     CUDA_OK(cudaMemcpyAsync(m->plain, m->spare_d, sizeof ok, cudaMemcpyDeviceToHost, m->on));
     CHECK_OK(spccl_cuda_wait(c->comm, m->on, LONG_MS));
@@ -91,7 +45,7 @@ static void ring_rank(struct rank_ctx *c)
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
     for (int i = 0; i < (is_small ? 2 : 3); i++) {
-        channels = make_channels(c, RING_WINDOW_BYTES(sizes[i]), 2);
+        channels = make_channels(c, SPCCL_CHANNEL_MEMORY, RING_WINDOW_BYTES(sizes[i]), 2);
         if (channels == NULL)
             return;
         for (int round = 0; round < 3; round++)
@@ -99,8 +53,8 @@ static void ring_rank(struct rank_ctx *c)
         spccl_channels_destroy(channels);
     }
     /* Two sets at the same time, and collectives between. The communicator destroys them. */
-    channels = make_channels(c, RING_WINDOW_BYTES(sizes[1]), 2);
-    others = make_channels(c, RING_WINDOW_BYTES(sizes[0]), 2);
+    channels = make_channels(c, SPCCL_CHANNEL_MEMORY, RING_WINDOW_BYTES(sizes[1]), 2);
+    others = make_channels(c, SPCCL_CHANNEL_MEMORY, RING_WINDOW_BYTES(sizes[0]), 2);
     if (channels == NULL || others == NULL)
         return;
     run_ring(c, channels, sizes[1], 7);
@@ -122,19 +76,19 @@ static void replay(struct rank_ctx *c)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
     size_t bytes = 4096;
+    struct ring_job job = ring_job_of(c, bytes);
     spccl_channels *channels;
     struct ring ring;
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
-    channels = make_channels(c, RING_WINDOW_BYTES(bytes), 2);
+    channels = make_channels(c, SPCCL_CHANNEL_MEMORY, RING_WINDOW_BYTES(bytes), 2);
     if (channels == NULL)
         return;
     ring = get_ring(c, channels);
     CUDA_OK(cudaStreamBeginCapture(m->on, cudaStreamCaptureModeThreadLocal));
-    CUDA_OK(ring_all_gather_memory(ring.next, ring.previous, m->in_d, m->out_d, bytes, c->n_ranks,
-                                   (uint32_t *)(void *)m->spare_d, m->on));
+    CUDA_OK(ring_all_gather_memory(ring.next, ring.previous, &job, m->on));
     CUDA_OK(cudaStreamEndCapture(m->on, &graph));
     CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
     for (int round = 0; round < 3; round++) {
@@ -157,20 +111,6 @@ static void test_replay(void)
 
 /* ---- all pairs at the same time, several channels each ---- */
 
-#define PER_PEER 3u
-#define PIECE 1040u /* bytes of a put */
-
-static uint32_t seed_of(int from, int to, uint32_t index)
-{
-    return 1u + (uint32_t)from * 1000003u + (uint32_t)to * 10007u + index * 101u;
-}
-
-/* A window has a piece for each sender and channel. */
-static uint64_t piece_off(int sender, uint32_t index)
-{
-    return ((uint64_t)sender * PER_PEER + index) * PIECE;
-}
-
 static void exchange_pairs(struct rank_ctx *c)
 {
     const struct rank_buffer *m = &rank_buffers[c->rank];
@@ -180,7 +120,7 @@ static void exchange_pairs(struct rank_ctx *c)
     uint32_t n_wrong = 1;
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
-    channels = make_channels(c, (uint64_t)c->n_ranks * PER_PEER * PIECE, PER_PEER);
+    channels = make_channels(c, SPCCL_CHANNEL_MEMORY, (uint64_t)c->n_ranks * PER_PEER * PIECE, PER_PEER);
     if (channels == NULL)
         return;
     for (int p = 0; p < c->n_ranks; p++)
@@ -215,7 +155,7 @@ struct failure {
     spccl_status wanted;
     const char *text;
     bool aborts; /* rank 1 aborts instead */
-    _Atomic int n_started, n_done;
+    _Atomic int n_made, n_started, n_done;
 };
 
 /* Rank 0 does the wrong thing. */
@@ -248,8 +188,10 @@ static void fail_rank(struct rank_ctx *c)
     int64_t until = now_ms() + LONG_MS;
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
-    channels = make_channels(c, 4096, 2);
+    channels = make_channels(c, SPCCL_CHANNEL_MEMORY, 4096, 2);
     if (channels == NULL)
+        return;
+    if (!wait_for_all(c, &f->n_made)) /* a rank that fails earlier would end the creation on the others */
         return;
     if (c->rank == 0)
         fail_alone(c, f, channels);
@@ -257,9 +199,7 @@ static void fail_rank(struct rank_ctx *c)
         sleep_ms(1);
     if (c->rank == 1 && f->aborts)
         CHECK_OK(spccl_comm_abort(c->comm, "the test aborts"));
-    f->n_done++;
-    while (f->n_done < c->n_ranks && now_ms() < until)
-        sleep_ms(1); /* a rank that left would be taken for dead */
+    (void)wait_for_all(c, &f->n_done); /* a rank that left would be taken for dead */
     spccl_channels_destroy(channels);
 }
 
@@ -271,9 +211,11 @@ static void test_failures(void)
          .text = "channel 1 to rank 1: waited for signal number 1, 0 have come"},
         {.what = MISUSE_PAST_END,
          .wanted = SPCCL_ERR_ARG,
-         .text = "a put to bytes 4080 to 4112 of a window of 4096"},
-        {.what = MISUSE_FAR_OFFSET, .wanted = SPCCL_ERR_ARG, .text = "a put to bytes 18446744073709551600"},
-        {.what = MISUSE_ODD_SIZE, .wanted = SPCCL_ERR_ARG, .text = "a put to bytes 0 to 24"},
+         .text = "a put to or from bytes 4080 to 4112 of a window of 4096"},
+        {.what = MISUSE_FAR_OFFSET,
+         .wanted = SPCCL_ERR_ARG,
+         .text = "a put to or from bytes 18446744073709551600"},
+        {.what = MISUSE_ODD_SIZE, .wanted = SPCCL_ERR_ARG, .text = "a put to or from bytes 0 to 24"},
         {.what = MISUSE_ODD_SOURCE, .wanted = SPCCL_ERR_ARG, .text = "multiples of 16"},
         {.what = MISUSE_NO_SIGNAL, .wanted = SPCCL_ERR_ABORTED, .text = "the test aborts", .aborts = true},
     };
@@ -284,12 +226,6 @@ static void test_failures(void)
 }
 
 /* ---- refused at the call ---- */
-
-static void want(spccl_status wanted, spccl_status got, const char *text)
-{
-    CHECK(got == wanted && strstr(spccl_last_error(), text) != NULL, "%s: \"%s\", wanted \"%s\"",
-          spccl_status_name(got), spccl_last_error(), text);
-}
 
 /* All ranks get the same error; the rank that calls wrongly is `rank`, or all of them if it is -1. */
 static void refuse(struct rank_ctx *c, int rank, spccl_channels_config wrong, spccl_status status,
@@ -328,8 +264,8 @@ static void refuses_creation(struct rank_ctx *c)
     refuse(c, -1, x, SPCCL_ERR_ARG, "config.n_per_peer is 0, wanted 1 to 1024");
     x = config, x.n_per_peer = 2;
     refuse(c, 1, x, SPCCL_ERR_MISMATCH, "n_per_peer 2");
-    x = config, x.reserved = 1;
-    refuse(c, 0, x, SPCCL_ERR_ARG, "config.reserved is 1");
+    x = config, x.n_triggers = 3;
+    refuse(c, 0, x, SPCCL_ERR_ARG, "config.n_triggers is 3, wanted 0 or a power of two, 2 to 4096");
     x = config, x.struct_bytes = 4;
     refuse(c, 1, x, SPCCL_ERR_ARG, "spccl_channels_config");
     x = config, x.window_bytes = (uint64_t)1 << 40;
@@ -342,7 +278,8 @@ static void refuses_handles(struct rank_ctx *c)
     spccl_channels *channels;
     spccl_memory_channel channel;
     void *device = NULL, *host = &device;
-    if (!attach_gpu(c->comm, c->rank, 0) || (channels = make_channels(c, 64, 2)) == NULL)
+    if (!attach_gpu(c->comm, c->rank, 0) ||
+        (channels = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 2)) == NULL)
         return;
     want(SPCCL_ERR_ARG, spccl_channels_get_memory(NULL, 0, 0, &channel), "channels is NULL");
     want(SPCCL_ERR_ARG, spccl_channels_get_memory(channels, c->rank, 0, &channel), "wanted another rank");
@@ -363,7 +300,8 @@ static void other_host(struct rank_ctx *c)
 {
     spccl_channels *channels;
     spccl_memory_channel channel;
-    if (!attach_gpu(c->comm, c->rank, 0) || (channels = make_channels(c, 64, 1)) == NULL)
+    if (!attach_gpu(c->comm, c->rank, 0) ||
+        (channels = make_channels(c, SPCCL_CHANNEL_MEMORY, 64, 1)) == NULL)
         return;
     want(SPCCL_ERR_UNREACHABLE, spccl_channels_get_memory(channels, 1 - c->rank, 0, &channel),
          "another host");

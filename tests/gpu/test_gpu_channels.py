@@ -34,13 +34,14 @@ def ring(tmp_path_factory):
     return program, library.parent
 
 
+@pytest.mark.parametrize("kind", ["memory", "port"])
 @pytest.mark.parametrize("n_ranks", [2, 3, 4, 8])
-def test_ring(ring, n_ranks):
+def test_ring(ring, n_ranks, kind):
     """Rank r is on GPU r modulo their number, so one GPU is enough."""
     program, folder = ring
     # Ranks are threads: no kernel may be loaded while another waits, and each stream needs its own hardware queue.
     settings = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     env = dict(os.environ, LD_LIBRARY_PATH=str(folder), **settings)
-    done = subprocess.run([program, str(n_ranks)], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([program, str(n_ranks), kind], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": 0 wrong of") == n_ranks, done.stdout

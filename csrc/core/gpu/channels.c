@@ -1,12 +1,11 @@
-/* channels.c - one-sided channels: create, destroy, handles for kernels, reports of kernels. See channels.h.
+/* channels.c - one-sided channels: create, destroy, handles for kernels. See channels.h.
  *
  * Creation is as in gpu_attach.c: all ranks exchange what they were called with, decide the same, and after each step
  * that can fail they exchange their status. */
-#include "core/gpu/channels.h"
+#include "core/gpu/channel_port.h"
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"
-#include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/contract/gpu_share.h"
 
@@ -19,10 +18,11 @@
 struct facts {
     uint32_t magic, kind;
     uint64_t window_bytes;
-    uint32_t n_per_peer;
+    uint32_t n_per_peer, n_triggers;
+    uint32_t reserved;
     int32_t status; /* not SPCCL_OK: its call was wrong; `error` is the reason */
     uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
-    char error[428];
+    char error[420];
 };
 _Static_assert(sizeof(struct facts) == 512, "no padding, and the same for every compiler");
 
@@ -44,8 +44,10 @@ static spccl_status check_config(const spccl_channels_config *config)
             "config.layout is %u, this library has %u: compile the kernels with the headers of this "
             "library (spccl_channel.h, spccl_device.cuh)",
             config->layout, SPCCL_CHANNEL_LAYOUT);
-    if (config->kind != SPCCL_CHANNEL_MEMORY)
-        return SP_FAIL(SPCCL_ERR_ARG, "config.kind is %u, wanted SPCCL_CHANNEL_MEMORY", config->kind);
+    if (config->kind != SPCCL_CHANNEL_MEMORY && config->kind != SPCCL_CHANNEL_PORT)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "config.kind is %u, wanted 1 (SPCCL_CHANNEL_MEMORY) or 2 (SPCCL_CHANNEL_PORT)",
+                       config->kind);
     if (config->window_bytes == 0 || config->window_bytes % 16 != 0 ||
         config->window_bytes > SP_CHANNELS_WINDOW_MAX)
         return SP_FAIL(SPCCL_ERR_ARG,
@@ -54,8 +56,10 @@ static spccl_status check_config(const spccl_channels_config *config)
     if (config->n_per_peer < 1 || config->n_per_peer > SP_CHANNELS_PER_PEER_MAX)
         return SP_FAIL(SPCCL_ERR_ARG, "config.n_per_peer is %u, wanted 1 to %u", config->n_per_peer,
                        SP_CHANNELS_PER_PEER_MAX);
-    if (config->reserved != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "config.reserved is %u, wanted 0", config->reserved);
+    if (config->n_triggers > SP_CHANNELS_TRIGGERS_MAX || config->n_triggers == 1 ||
+        (config->n_triggers & (config->n_triggers - 1)) != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.n_triggers is %u, wanted 0 or a power of two, 2 to %u",
+                       config->n_triggers, SP_CHANNELS_TRIGGERS_MAX);
     return SPCCL_OK;
 }
 
@@ -94,6 +98,7 @@ static spccl_status read_call(struct creation *n, const spccl_channels_config *g
     n->mine.kind = n->c->kind = config.kind;
     n->mine.window_bytes = n->c->window_bytes = config.window_bytes;
     n->mine.n_per_peer = n->c->n_per_peer = config.n_per_peer;
+    n->mine.n_triggers = n->c->n_triggers = config.n_triggers != 0 ? config.n_triggers : SP_CHANNELS_TRIGGERS;
     return open_share(n);
 }
 
@@ -113,13 +118,14 @@ static spccl_status compare(const struct creation *n)
             return SP_FAIL((spccl_status)f->status, "rank %d: spccl_channels_create: %.*s", r,
                            (int)sizeof f->error - 1, f->error);
         if (f->kind != first->kind || f->window_bytes != first->window_bytes ||
-            f->n_per_peer != first->n_per_peer)
+            f->n_per_peer != first->n_per_peer || f->n_triggers != first->n_triggers)
             return SP_FAIL(
                 SPCCL_ERR_MISMATCH,
                 "group \"%s\": rank %d called spccl_channels_create with kind %u, window_bytes %" PRIu64
-                ", n_per_peer %u; rank 0 with %u, %" PRIu64 ", %u: all ranks must give the same",
-                comm->name, r, f->kind, f->window_bytes, f->n_per_peer, first->kind, first->window_bytes,
-                first->n_per_peer);
+                ", n_per_peer %u, n_triggers %u; rank 0 with %u, %" PRIu64
+                ", %u, %u: all ranks must give the same",
+                comm->name, r, f->kind, f->window_bytes, f->n_per_peer, f->n_triggers, first->kind,
+                first->window_bytes, first->n_per_peer, first->n_triggers);
     }
     return SPCCL_OK;
 }
@@ -128,18 +134,47 @@ static spccl_status compare(const struct creation *n)
 
 static sp_channels_layout find_layout(const spccl_channels *c)
 {
-    uint64_t n = (uint64_t)(c->g->comm->world_size - 1) * c->n_per_peer;
+    uint64_t n = (uint64_t)(c->g->comm->world_size - 1) * c->n_per_peer, end;
     sp_channels_layout l;
     l.signals_off = sp_align_up(c->window_bytes, 256);
-    l.states_off = l.signals_off + n * SP_CHANNELS_LINE;
+    l.posted_off = l.signals_off + n * SP_CHANNELS_LINE;
+    l.done_off = l.posted_off + n * SP_CHANNELS_LINE;
+    l.fifos_off = l.done_off + n * SP_CHANNELS_LINE;
+    l.pinned_bytes = l.fifos_off + n * c->n_triggers * sizeof(spccl_trigger);
+    end = c->kind == SPCCL_CHANNEL_MEMORY ? l.posted_off : 0;
+    l.states_off = end;
     l.claimed_off = l.states_off + n * sizeof(spccl_channel_state);
     l.bytes = l.claimed_off + SP_CHANNELS_LINE;
     return l;
 }
 
+static spccl_status make_window(spccl_channels *c)
+{
+    const sp_gpu_comm *g = c->g;
+    void *host = NULL, *device = NULL, *zeros;
+    spccl_status st;
+    if (c->kind == SPCCL_CHANNEL_MEMORY) {
+        SP_TRY(g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, &c->own));
+        c->window_device = c->state_device = g->ops->memory_address(c->own);
+        return SPCCL_OK;
+    }
+    SP_TRY(g->ops->pinned_create(c->layout.pinned_bytes, &host, &device));
+    c->window_host = host;
+    c->window_device = device;
+    zeros = sp_calloc(1, c->layout.bytes);
+    if (zeros == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "%" PRIu64 " bytes", c->layout.bytes);
+    st = g->ops->upload(g->device.ordinal, zeros, c->layout.bytes, &device);
+    sp_free(zeros);
+    if (st == SPCCL_OK)
+        c->state_device = device;
+    return st;
+}
+
 static spccl_status make_memory(spccl_channels *c)
 {
     const sp_gpu_comm *g = c->g;
+    bool is_port = c->kind == SPCCL_CHANNEL_PORT;
     void *host = NULL, *device = NULL;
     char why[300];
     spccl_status st;
@@ -148,15 +183,16 @@ static spccl_status make_memory(spccl_channels *c)
     SP_TRY_TO(out, st, g->ops->pinned_create(sizeof *c->report, &host, &device));
     c->report = host;
     c->report_device = device;
-    st = g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, &c->own);
+    st = make_window(c);
 out:
     g->ops->leave(before);
     if (st == SPCCL_OK)
         return SPCCL_OK;
     snprintf(why, sizeof why, "%s", spccl_last_error());
     return SP_FAIL(
-        st, "rank %d: spccl_channels_create: %" PRIu64 " bytes on GPU %d '%s' for window and counts: %s",
-        g->comm->rank, c->layout.bytes, g->device.ordinal, g->device.name, why);
+        st, "rank %d: spccl_channels_create: %" PRIu64 " bytes of %s GPU %d '%s' for window and counts: %s",
+        g->comm->rank, is_port ? c->layout.pinned_bytes : c->layout.bytes,
+        is_port ? "pinned memory for" : "memory of", g->device.ordinal, g->device.name, why);
 }
 
 static spccl_status map_memory(struct creation *n)
@@ -185,7 +221,11 @@ static void unmap(spccl_channels *c)
 static void free_set(spccl_channels *c)
 {
     unmap(c);
+    sp_port_close(c->port);
     c->g->ops->memory_destroy(c->own);
+    if (c->kind == SPCCL_CHANNEL_PORT)
+        c->g->ops->unload(c->g->device.ordinal, c->state_device);
+    c->g->ops->pinned_destroy(c->window_host);
     c->g->ops->pinned_destroy(c->report);
     sp_free(c);
 }
@@ -203,6 +243,8 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given)
     n->c->layout = find_layout(n->c);
     SP_TRY(sp_gpu_agree(comm, make_memory(n->c)));
     n->agreed = true;
+    if (n->c->kind == SPCCL_CHANNEL_PORT)
+        return sp_port_start(n->c, sp_port_open(n->c));
     return sp_gpu_agree(comm, map_memory(n));
 }
 
@@ -275,6 +317,7 @@ void spccl_channels_destroy(spccl_channels *c)
             break;
         }
     pthread_mutex_unlock(&g->channels_mu);
+    sp_port_drain(c->port);
     sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
     if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
         return;
@@ -290,6 +333,20 @@ void sp_channels_unmap(sp_gpu_comm *g)
 {
     for (spccl_channels *c = g->channels; c != NULL; c = c->next)
         unmap(c);
+}
+
+void sp_channels_drain(sp_gpu_comm *g)
+{
+    for (spccl_channels *c = g->channels; c != NULL; c = c->next)
+        sp_port_drain(c->port);
+}
+
+void sp_channels_stop(sp_gpu_comm *g)
+{
+    for (spccl_channels *c = g->channels; c != NULL; c = c->next) {
+        sp_port_close(c->port);
+        c->port = NULL;
+    }
 }
 
 void sp_channels_free_all(sp_gpu_comm *g)
@@ -308,8 +365,8 @@ spccl_status spccl_channels_window(const spccl_channels *c, void **device, void 
     if (c == NULL || device == NULL || host == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_channels_window: channels, device or host is NULL");
     SP_TRY(sp_comm_check_process(c->g->comm, "spccl_channels_window"));
-    *device = c->g->ops->memory_address(c->own);
-    *host = NULL;
+    *device = c->window_device;
+    *host = c->window_host;
     return SPCCL_OK;
 }
 
@@ -340,20 +397,19 @@ static spccl_channel_base make_base(const spccl_channels *c, int peer, uint32_t 
     sp_gpu_comm *g = c->g;
     uint32_t slot = sp_inbox_slot((uint32_t)g->comm->rank, (uint32_t)peer, (uint32_t)g->comm->world_size);
     uint64_t number = sp_channels_number(c, slot, index);
-    uint8_t *own = g->ops->memory_address(c->own);
     int64_t timeout_ms = g->comm->timeout_ms;
     return (spccl_channel_base){
         .layout = SPCCL_CHANNEL_LAYOUT,
         .index = index,
         .rank = g->comm->rank,
         .peer = peer,
-        .window = own,
+        .window = c->window_device,
         .window_bytes = c->window_bytes,
         .timeout_ns =
             timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u : (uint64_t)INT64_MAX,
-        .state = (spccl_channel_state *)(void *)(own + c->layout.states_off) + number,
-        .signals = (uint64_t *)(void *)(own + c->layout.signals_off + number * SP_CHANNELS_LINE),
-        .claimed = (uint32_t *)(void *)(own + c->layout.claimed_off),
+        .state = (spccl_channel_state *)(void *)(c->state_device + c->layout.states_off) + number,
+        .signals = (uint64_t *)(void *)(c->window_device + c->layout.signals_off + number * SP_CHANNELS_LINE),
+        .claimed = (uint32_t *)(void *)(c->state_device + c->layout.claimed_off),
         .abort = &g->control_device->abort,
         .report = c->report_device};
 }
@@ -385,55 +441,24 @@ spccl_status spccl_channels_get_memory(const spccl_channels *c, int peer, uint32
     return SPCCL_OK;
 }
 
-/* ---- reports of kernels ---- */
-
-static spccl_status describe(const spccl_channels *c, const spccl_channel_report *r, char *text, size_t cap)
+spccl_status spccl_channels_get_port(const spccl_channels *c, int peer, uint32_t index,
+                                     spccl_port_channel *out)
 {
-    const spccl_comm *comm = c->g->comm;
-    char where[200];
-    snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: channel %u to rank %d:", comm->rank,
-             comm->name, c->g->device.ordinal, r->index, r->peer);
-    switch ((spccl_channel_fault)r->fault) {
-    case SPCCL_CHANNEL_NO_SIGNAL:
-        snprintf(text, cap,
-                 "%s waited for signal number %" PRIu64 ", %" PRIu64
-                 " have come: rank %d died, is too slow, or does not signal so often (a wait lasts for the "
-                 "communicator's timeout when its channel was got)",
-                 where, r->wanted, r->seen, r->peer);
-        return SPCCL_ERR_TIMEOUT;
-    case SPCCL_CHANNEL_NO_PROXY:
-        snprintf(text, cap,
-                 "%s waited for the proxy to carry out %" PRIu64 " triggers, it has %" PRIu64
-                 ": rank %d or the network is too slow",
-                 where, r->wanted, r->seen, r->peer);
-        return SPCCL_ERR_TIMEOUT;
-    case SPCCL_CHANNEL_BAD_PUT:
-        snprintf(text, cap,
-                 "%s a put to bytes %" PRIu64 " to %" PRIu64 " of a window of %" PRIu64
-                 ": wanted offset, size and source in multiples of 16, inside the window",
-                 where, r->wanted, r->seen, c->window_bytes);
-        return SPCCL_ERR_ARG;
-    case SPCCL_CHANNEL_NO_FAULT:
-        break;
-    }
-    snprintf(text, cap, "%s a report with the unknown fault %u", where, r->fault);
-    return SPCCL_ERR_BUG;
-}
-
-void sp_channels_look(sp_gpu_comm *g)
-{
-    spccl_comm *comm = g->comm;
-    pthread_mutex_lock(&g->channels_mu);
-    for (const spccl_channels *c = g->channels; c != NULL; c = c->next) {
-        char text[sizeof comm->error];
-        spccl_status st;
-        if (__atomic_load_n(&c->report->fault, __ATOMIC_ACQUIRE) == SPCCL_CHANNEL_NO_FAULT)
-            continue;
-        if (atomic_load(&comm->abort_asked) || sp_comm_broken(comm) != SPCCL_OK)
-            break; /* kernels ended because of the abort */
-        st = describe(c, c->report, text, sizeof text);
-        if (sp_comm_break(comm, st, text))
-            sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
-    }
-    pthread_mutex_unlock(&g->channels_mu);
+    uint64_t number;
+    uint8_t *memory;
+    SP_TRY(check_handle(c, "spccl_channels_get_port", SPCCL_CHANNEL_PORT, peer, index));
+    if (out == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: spccl_channels_get_port: out is NULL", c->g->comm->rank);
+    number = sp_channels_number(
+        c, sp_inbox_slot((uint32_t)c->g->comm->rank, (uint32_t)peer, (uint32_t)c->g->comm->world_size),
+        index);
+    memory = c->window_device;
+    *out = (spccl_port_channel){
+        .base = make_base(c, peer, index),
+        .fifo = (spccl_trigger *)(void *)(memory + c->layout.fifos_off) + number * c->n_triggers,
+        .posted = (uint64_t *)(void *)(memory + c->layout.posted_off + number * SP_CHANNELS_LINE),
+        .done = (uint64_t *)(void *)(memory + c->layout.done_off + number * SP_CHANNELS_LINE),
+        .fifo_triggers = c->n_triggers,
+        .number = (uint32_t)number};
+    return SPCCL_OK;
 }

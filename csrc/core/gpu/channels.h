@@ -1,5 +1,6 @@
 /* channels.h - a rank's part of a set of one-sided channels (spccl_channel.h), and what the rest of core/gpu calls.
- * channels.c: create, destroy, handles, reports. */
+ * channels.c: create, destroy, handles. channel_report.c:
+ * failures that kernels report. */
 #ifndef SP_CHANNELS_H
 #define SP_CHANNELS_H
 
@@ -7,25 +8,35 @@
 #include "spccl_channel.h"
 
 #define SP_CHANNELS_PER_PEER_MAX 1024u
+#define SP_CHANNELS_TRIGGERS 64u
+#define SP_CHANNELS_TRIGGERS_MAX 4096u
 #define SP_CHANNELS_WINDOW_MAX (UINT64_C(1) << 40)
 /* Each word that another rank or the host writes has a cache line of its own. */
 #define SP_CHANNELS_LINE 64u
 
-/* The memory of a rank: the window, then a line for each channel with the count of the peer's signals, then the
- * states of the channels, then a line with the word `claimed`. Of port channels: the first two parts are pinned
- * memory, the others GPU memory. */
+/* The memory of a rank: the window; then a line for each channel with the count of the peer's signals; the states of
+ * the channels; a line with the word `claimed`. Of memory channels all is GPU memory, which the peers map. Of port
+ * channels the first two parts are pinned memory; behind them are for each channel a line with the triggers posted, a
+ * line with those done, and its FIFO. */
 typedef struct sp_channels_layout {
-    uint64_t signals_off, states_off, claimed_off, bytes;
+    uint64_t signals_off;                                   /* after the window */
+    uint64_t posted_off, done_off, fifos_off, pinned_bytes; /* of port channels, in pinned memory */
+    uint64_t states_off, claimed_off, bytes;                /* in GPU memory */
 } sp_channels_layout;
 
 struct spccl_channels {
     sp_gpu_comm *g;
     struct spccl_channels *next; /* of the same communicator */
     uint64_t window_bytes;
-    uint32_t kind, n_per_peer;
+    uint32_t kind, n_per_peer, n_triggers;
     sp_channels_layout layout;
+    /* Addresses on the GPU: window and signals, states and `claimed`. The same of memory channels. */
+    uint8_t *window_device, *state_device;
     sp_gpu_memory *own,
         *peers[SP_GPU_RANKS_MAX]; /* of memory channels; peers: by rank, NULL on other hosts */
+    uint8_t
+        *window_host; /* of port channels: the pinned memory; `state_device` was allocated by ops->upload */
+    struct sp_port *port;                         /* of port channels: the proxy (channel_port.h) */
     spccl_channel_report *report, *report_device; /* pinned */
 };
 
@@ -39,6 +50,10 @@ static inline uint32_t sp_channels_number(const spccl_channels *c, uint32_t slot
 void sp_channels_look(sp_gpu_comm *g);
 /* Unmap the peers' memory of all sets of g. */
 void sp_channels_unmap(sp_gpu_comm *g);
+/* Wait until the proxies of all sets of g have carried out what was posted. */
+void sp_channels_drain(sp_gpu_comm *g);
+/* Stop the proxies of all sets of g. A kernel may still use the memory. */
+void sp_channels_stop(sp_gpu_comm *g);
 /* Free all sets of g, without waiting for anything. g's GPU is current. */
 void sp_channels_free_all(sp_gpu_comm *g);
 

@@ -237,6 +237,7 @@ static void detach(spccl_comm *comm)
     sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
     atomic_store(&comm->gpu, NULL);
     sp_proxies_leave(g->proxies);
+    sp_channels_drain(g);
     sp_gpu_comm_barrier(comm, "destroy");
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
@@ -246,6 +247,7 @@ static void detach(spccl_comm *comm)
         sp_log(SP_LOG_ERROR, comm->rank,
                "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
                comm->name, g->device.ordinal, sp_inbox_bytes(g->shape));
+        sp_channels_stop(g);
         sp_proxies_abandon(g->proxies);
         return;
     }

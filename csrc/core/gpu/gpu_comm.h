@@ -46,6 +46,7 @@ typedef struct sp_gpu_comm {
 
     pthread_mutex_t channels_mu;     /* guards the list */
     struct spccl_channels *channels; /* the sets of channels (channels.h) */
+    uint32_t n_channel_sets;         /* sets of port channels so far, the same on all ranks */
 
     /* used by gpu_watchdog.c */
     struct sp_gpu_comm *next;
