@@ -67,10 +67,10 @@ spccl_status sp_port_open(spccl_channels *c)
     const spccl_comm *comm = c->g->comm;
     size_t n = (size_t)(comm->world_size - 1) * c->n_per_peer;
     sp_port *port = sp_calloc(1, sizeof *port);
+    c->g->n_channel_sets++; /* after a failure too: the number is the same on all ranks */
     if (port == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "the proxy of a set of channels: %zu bytes", sizeof *port);
     c->port = port;
-    c->g->n_channel_sets++;
     port->c = c;
     port->stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (port->stop_fd < 0)

@@ -321,9 +321,9 @@ void spccl_channels_destroy(spccl_channels *c)
     sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
     if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
         return;
-    if (strcmp(g->handles, "ipc") == 0) {
+    if (c->kind == SPCCL_CHANNEL_MEMORY && strcmp(g->handles, "ipc") == 0) {
         unmap(c);
-        sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
+        sp_gpu_comm_wait_unmapped(g->comm, "spccl_channels_destroy");
     }
     free_set(c);
     g->ops->leave(before);

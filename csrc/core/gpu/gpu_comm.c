@@ -223,6 +223,14 @@ void sp_gpu_comm_barrier(spccl_comm *comm, const char *call)
     comm->timeout_ms = timeout_ms;
 }
 
+void sp_gpu_comm_wait_unmapped(spccl_comm *comm, const char *call)
+{
+    if (sp_comm_broken(comm) == SPCCL_OK)
+        sp_gpu_comm_barrier(comm, call);
+    else
+        nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
+}
+
 static void detach(spccl_comm *comm)
 {
     sp_gpu_comm *g = atomic_load(&comm->gpu);
@@ -256,10 +264,7 @@ static void detach(spccl_comm *comm)
             free_imports(g);
             g->ops->leave(before);
         }
-        if (sp_comm_broken(comm) == SPCCL_OK)
-            sp_gpu_comm_barrier(comm, "destroy");
-        else
-            nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
+        sp_gpu_comm_wait_unmapped(comm, "destroy");
     }
     sp_gpu_comm_free(g);
 }
