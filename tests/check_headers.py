@@ -20,7 +20,7 @@ STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror
 C = ("gcc", "-x", "c", "-std=c11", "-D_GNU_SOURCE", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_C = ("gcc", "-x", "c", "-std=c11", *STRICT, "-Wstrict-prototypes", "-Wvla")
 PUBLIC_CXX = ("g++", "-x", "c++", "-std=c++11", *STRICT)
-INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport", "tests/c", "tests/fuzz")
+INTERNAL_DIRS = ("csrc/core", "csrc/kernels", "csrc/transport", "tests/c", "tests/fuzz", "examples/channels")
 # A header may define static functions that this check does not use.
 RELAXED = ("-Wno-unused-function",)
 ISA_FLAGS = {
@@ -68,7 +68,8 @@ def jobs() -> list[tuple[Path, list[str]]]:
         for compiler in (PUBLIC_C, PUBLIC_CXX)
     ]
     # Headers of the tests include CUDA's headers: they get those of the GPU in software.
-    inside = [f"-I{ROOT / 'csrc'}", f"-isystem{ROOT / 'tests/gpusim/include'}"]
+    examples = f"-I{ROOT / 'examples/channels'}"
+    inside = [f"-I{ROOT / 'csrc'}", examples, f"-isystem{ROOT / 'tests/gpusim/include'}"]
     for folder in INTERNAL_DIRS:
         for header in sorted((ROOT / folder).rglob("*.h")):
             first = AFTER.get(header.name)

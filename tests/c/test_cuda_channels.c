@@ -200,7 +200,8 @@ static void fail_rank(struct rank_ctx *c)
     if (c->rank == 1 && f->aborts)
         CHECK_OK(spccl_comm_abort(c->comm, "the test aborts"));
     (void)wait_for_all(c, &f->n_done); /* a rank that left would be taken for dead */
-    spccl_channels_destroy(channels);
+    if (f->what == MISUSE_PAST_END)    /* else the communicator does it; it takes 1 s once more */
+        spccl_channels_destroy(channels);
 }
 
 static void test_failures(void)
@@ -219,10 +220,10 @@ static void test_failures(void)
         {.what = MISUSE_ODD_SOURCE, .wanted = SPCCL_ERR_ARG, .text = "multiples of 16"},
         {.what = MISUSE_NO_SIGNAL, .wanted = SPCCL_ERR_ABORTED, .text = "the test aborts", .aborts = true},
     };
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        run_group(2, fail_rank, &all[i]);
-        run_group(2, attach_and_check, NULL); /* the GPU is usable */
-    }
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!is_small || i < 2 || all[i].aborts)
+            run_group(2, fail_rank, &all[i]);
+    run_group(2, attach_and_check, NULL); /* the GPU is usable */
 }
 
 /* ---- refused at the call ---- */
