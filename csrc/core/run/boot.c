@@ -144,7 +144,7 @@ static bool lists_tcp(const sp_boot_config *c)
 static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 {
     sp_endpoint_config ec = {.rank = c->rank,
-                             .tcp_too = lists_tcp(c),
+                             .tcp_too = links->tcp_too = lists_tcp(c),
                              .world_size = c->world_size,
                              .group_tag = links->group_tag,
                              .n_queues = 2,

@@ -19,6 +19,7 @@
  *   TEST_NET_HANG=call    that call does not return, likewise
  *   TEST_NET_CRASH=call   that call ends the process, likewise
  *   TEST_NET_PID=n        only in process n
+ *   TEST_NET_TIMES=n      only n calls
  *   TEST_NET_DELAY=n      a call that fails does so after n ms */
 #include "net_plugin.h"
 
@@ -88,7 +89,7 @@ static int applies(const char *variable, const char *call)
 int net_faulty(const char *call)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static int n_calls;
+    static int n_calls, n_due;
     int due, any = applies("TEST_NET_FAIL", call) || applies("TEST_NET_HANG", call) ||
                    applies("TEST_NET_CRASH", call);
     if (!any)
@@ -96,7 +97,8 @@ int net_faulty(const char *call)
     if (number("TEST_NET_PID", (int)getpid()) != (int)getpid())
         return 0;
     pthread_mutex_lock(&lock);
-    due = n_calls++ >= number("TEST_NET_AFTER", 0);
+    due = n_calls++ >= number("TEST_NET_AFTER", 0) && n_due < number("TEST_NET_TIMES", 0x7fffffff);
+    n_due += due;
     pthread_mutex_unlock(&lock);
     if (due)
         usleep((useconds_t)number("TEST_NET_DELAY", 0) * 1000);
