@@ -26,6 +26,7 @@ MODULES = ["virtio_pci", "9pnet_virtio", "9p", "overlay", "veth", "crc32_generic
 GUEST_MIB = 1024
 LIMIT_S = 900  # of the guest; it takes about 80 s on two idle cores
 PROGRAMS = ("ib_transport", "ib_transport_faults", "ib_transport_forks", "ib_collectives", "ib_peers")
+GPU_PROGRAM = ("ib_cuda", "--small")  # of the build with the GPU in software
 
 
 def _path() -> str:
@@ -130,14 +131,14 @@ def _qemu(folder: Path) -> list[object]:
     ]
 
 
-def _run_guest(programs: Path) -> list[str]:
+def _run_guest(programs: Path, gpu_programs: Path) -> list[str]:
     """Run tests.sh in the guest. Returns its output. Raises Skip if the guest does not start."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("guest.sh", "tests.sh"):
             shutil.copy(PARTS / part, folder)
-        quoted = str(programs).replace("'", "'\\''")
-        (folder / "settings").write_text(f"PROGRAMS='{quoted}'\n")
+        quoted = [str(p).replace("'", "'\\''") for p in (programs, gpu_programs)]
+        (folder / "settings").write_text(f"PROGRAMS='{quoted[0]}'\nGPU_PROGRAMS='{quoted[1]}'\n")
         _, lines = run(_qemu(folder), "softroce", timeout_s=LIMIT_S)
     text = "\n".join(line.rstrip("\r") for line in lines)
     if "SOFTROCE_UP" not in text:
@@ -154,18 +155,20 @@ def _has_device() -> bool:
     return any("ACTIVE" in path.read_text() for path in states)
 
 
-def run_ib_tests(build: Path) -> str:
-    """Run the tests of transport ib that are in the folder `build`. Returns a line for the table."""
-    programs = build / "tests/c"
+def run_ib_tests(build: Path, gpu_build: Path) -> str:
+    """Run the tests of transport ib in these build folders; gpu_build has the GPU in software. Returns a line for the
+    table."""
+    programs, gpu_programs = build / "tests/c", gpu_build / "tests/c"
     if not all((programs / name).exists() for name in PROGRAMS):
         raise Skip("built without <infiniband/verbs.h> (Debian, as root: apt-get install libibverbs-dev)")
     if _has_device():
         for name in PROGRAMS:
             must_run(name, [programs / name], "softroce", show=True)
+        must_run(GPU_PROGRAM[0], [gpu_programs / GPU_PROGRAM[0], GPU_PROGRAM[1]], "softroce", show=True)
         return "on a device of this machine, without the tests that break links"
     _need_packages()
     _need_kernel()
-    lines = _run_guest(programs)
+    lines = _run_guest(programs, gpu_programs)
     counts = [re.fullmatch(r"(\d+) checks, 0 failed", line) for line in lines]
     total = sum(int(count.group(1)) for count in counts if count)
     return f"software RoCE in a virtual machine: {total} checks; {next(s for s in lines if 'retransmissions' in s)}"

@@ -188,8 +188,8 @@ def install_iproute2() -> None:
 
 
 @once
-def c_build(name: str) -> Path:
-    """Configure and compile the build `name` of C_BUILDS. Returns its folder."""
+def c_build(name: str, *targets: str) -> Path:
+    """Configure the build `name` of C_BUILDS and compile it, or only these targets. Returns its folder."""
     compiler, options = C_BUILDS[name]
     install_verbs_headers()
     if compiler == "clang":
@@ -206,7 +206,8 @@ def c_build(name: str) -> Path:
     options = [f"-DCMAKE_C_COMPILER={compiler}", "-DSPCCL_WERROR=ON", *options]
     configure = ["cmake", "-S", ROOT, "-B", folder, *generator, *options]
     must_run(f"configuring {name}", configure, f"build-{name}")
-    must_run(f"compiling {name}", ["cmake", "--build", folder, "-j", JOBS], f"build-{name}")
+    only = ["--target", *targets] if targets else []
+    must_run(f"compiling {name}", ["cmake", "--build", folder, "-j", JOBS, *only], f"build-{name}")
     return folder
 
 
@@ -274,7 +275,9 @@ def c_gcc() -> str:
 
 
 def c_ib() -> str:
-    return run_ib_tests(c_build("gcc"))
+    build = c_build("gcc")
+    has_verbs = (build / "tests/c/ib_transport").exists()
+    return run_ib_tests(build, c_build("gpusim", "ib_cuda") if has_verbs else build)
 
 
 def c_isa(isa: str) -> str:

@@ -1,5 +1,6 @@
 #!/bin/sh
-# The tests of transport ib, over the devices rxe0 and rxe1. PROGRAMS, from the host, is the folder of the programs.
+# The tests of transport ib, over the devices rxe0 and rxe1. PROGRAMS and GPU_PROGRAMS, from the host, are the folders of
+# the programs; the second are built with the GPU in software.
 . /run/softroce/settings
 cd "$PROGRAMS" || exit 96
 export SPCCL_LOG=error SPCCL_IB_RAILS=1
@@ -12,6 +13,7 @@ try ./ib_transport
 try ./ib_transport_faults
 try ./ib_transport_forks
 try ./ib_collectives
+try "$GPU_PROGRAMS/ib_cuda" --small
 # A lost packet is sent again after 0.27 s, in place of 1.07 s.
 export SPCCL_IB_TIMEOUT=16
 try ./ib_peers '' va
