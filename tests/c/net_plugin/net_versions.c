@@ -83,11 +83,15 @@ static int properties(int version, int dev, void *out)
         FILL(p8, dev);
     } else if (version == 12) {
         FILL(p12, dev);
+        p12->fused.n = 1;
+        p12->fused.devs[0] = dev;
         p12->railId = p12->planeId = -1;
     } else {
         if (version == 11)
             p11->maxMultiRequestSize = 1;
         FILL(p9, dev);
+        p9->fused.n = 1;
+        p9->fused.devs[0] = dev;
         p9->maxP2pBytes = p9->maxCollBytes = (size_t)1 << 30;
     }
     return 0;
