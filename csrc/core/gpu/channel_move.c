@@ -184,8 +184,10 @@ spccl_status sp_port_round(sp_port *port, bool *moved)
     const spccl_channels *c = port->c;
     char text[SP_ABORT_TEXT_CAP];
     int from = -1;
-    for (int i = 0; i < port->n_endpoints; i++)
-        SP_TRY(port->endpoints[i].transport->progress(port->endpoints[i].ep, &from, text));
+    for (int i = 0; i < port->thread.n_endpoints; i++) {
+        const sp_proxy_endpoint *e = &port->thread.endpoints[i];
+        SP_TRY(e->transport->progress(e->ep, &from, text));
+    }
     for (int peer = 0; peer < c->g->comm->world_size; peer++) {
         if (port->peers[peer].over == NULL)
             continue;

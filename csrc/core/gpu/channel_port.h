@@ -8,22 +8,16 @@
  * A message (little-endian): u32 "SPPT", u32 spccl_trigger_op, u32 index of the channel, u32 zero, u64 offset in the
  * receiver's window (of a signal: its number, from 1), u64 bytes (of a signal: 0); then the bytes.
  *
- * channel_port.c: start, end, the thread. channel_move.c: one round of it. */
+ * channel_port.c: start and end. channel_move.c: one round. proxy_thread.c: its thread, as of the collectives. */
 #ifndef SP_CHANNEL_PORT_H
 #define SP_CHANNEL_PORT_H
 
-#include "core/contract/transport.h"
 #include "core/gpu/channels.h"
+#include "core/gpu/proxy_thread.h"
 
 #define SP_PORT_HEAD_BYTES 32u
 /* Most bytes of a put in one message. */
 #define SP_PORT_CHUNK_BYTES (256u << 10)
-
-typedef struct sp_port_endpoint {
-    const sp_transport *transport;
-    sp_endpoint *ep;
-    bool connected;
-} sp_port_endpoint;
 
 /* One channel to a peer. Pointers to pinned memory. */
 typedef struct sp_port_channel {
@@ -35,21 +29,16 @@ typedef struct sp_port_channel {
 } sp_port_channel;
 
 typedef struct sp_port_peer {
-    sp_port_endpoint *over;    /* NULL: this rank itself */
+    sp_proxy_endpoint *over;   /* NULL: this rank itself */
     bool gone;                 /* it has left, and all that it sent has been taken */
     sp_port_channel *channels; /* [n_per_peer] */
 } sp_port_peer;
 
 typedef struct sp_port {
     spccl_channels *c;
-    sp_port_endpoint endpoints[SP_TRANSPORTS_MAX]; /* one for each transport of the communicator's links */
-    int n_endpoints;
+    sp_proxy_thread thread; /* with an endpoint for each transport of the communicator's links */
     sp_port_peer peers[SP_GPU_RANKS_MAX]; /* by rank */
     sp_port_channel *channels;            /* owned: of all peers */
-    int stop_fd;                          /* eventfd: ends a sleep of the thread */
-    pthread_t thread;
-    bool started;
-    atomic_bool stop;
 } sp_port;
 
 /* ---- channel_port.c ---- */

@@ -1,4 +1,4 @@
-/* proxy.c - start and end of the proxies, and their threads; see proxy.h. */
+/* proxy.c - start and end of the proxies; see proxy.h. */
 #include "core/gpu/proxy.h"
 
 #include "core/base/clock.h"
@@ -6,33 +6,15 @@
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
-#include "core/base/thread.h"
 
-#include <errno.h>
-#include <poll.h>
-#include <sched.h>
 #include <stdio.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 /* Capacity of the queue to a peer, at least. */
 #define QUEUE_BYTES ((size_t)2 << 20)
-#define CONNECT_STEP_NS 200000
-/* An idle proxy sleeps half as long as it has been idle: at least SLEEP_NS, at most POLL_NS. Once it was idle for
- * ASLEEP_NS and no kernel of the group can be running, it sleeps until a launch, a message, or for ASLEEP_NS. A graph
- * may be replayed without a call of this library, so a group that was captured is polled every POLL_NS. */
-#define SLEEP_NS 20000
-#define POLL_NS 1000000
-#define ASLEEP_NS (INT64_C(100) * 1000000)
 /* Proxies by cores: one for each CORES_PER_PROXY cores of a rank, at most PROXIES_BY_CORES. Besides polling they
  * copy each byte twice and run the kernel's TCP, so one core carries 1 to 2 GB/s. */
 #define CORES_PER_PROXY 4u
 #define PROXIES_BY_CORES 8u
-/* Where each proxy has a core it polls for longer than SPCCL_SPIN_US before it sleeps: while a kernel of the group may
- * be running, and otherwise for as long as a program may take from the end of one collective to the next call. Waking
- * a thread takes tens of microseconds. */
-#define BUSY_SPIN_NS INT64_C(2000000)
-#define IDLE_SPIN_NS INT64_C(200000)
 
 spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out)
 {
@@ -53,15 +35,9 @@ spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out
 
 /* ---- how many ---- */
 
-static uint32_t ranks_here(const spccl_comm *comm)
-{
-    const sp_hosts *hosts = comm != NULL ? comm->links.hosts : NULL;
-    return hosts == NULL ? 1 : (uint32_t)sp_hosts_size(hosts, hosts->host_of[comm->rank]);
-}
-
 spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out)
 {
-    uint32_t by_cores = sp_usable_cores() / CORES_PER_PROXY / ranks_here(comm);
+    uint32_t by_cores = sp_usable_cores() / CORES_PER_PROXY / sp_proxy_ranks_here(comm);
     int64_t forced;
     SP_TRY(sp_env_number(SP_ENV_PROXIES, &forced));
     by_cores = by_cores < 1 ? 1 : by_cores > PROXIES_BY_CORES ? PROXIES_BY_CORES : by_cores;
@@ -115,12 +91,11 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
         ec.queue_bytes *= 2;
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
     memcpy(ec.host, comm->links.host, sizeof ec.host);
-    st = r->transport->open(&ec, &x->ep);
+    st = sp_proxy_thread_add(&x->thread, r->transport, &ec);
     explicit_bzero(&ec, sizeof ec);
     SP_TRY(st);
-    x->transport_fd = r->transport->wait_fd(x->ep);
-    x->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    return x->wake_fd >= 0 ? SPCCL_OK : SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: eventfd", comm->rank);
+    x->ep = x->thread.endpoints[0].ep;
+    return sp_proxy_thread_open(&x->thread, r->g);
 }
 
 /* After the memory: a peer knows where its words lie. */
@@ -190,7 +165,7 @@ static void find_slots(sp_proxies *r)
 spccl_status sp_proxies_open(sp_gpu_comm *g)
 {
     sp_proxies *r = sp_calloc(1, sizeof *r);
-    uint32_t n_proxies = g->limits.n_proxies, n_here = ranks_here(g->comm);
+    uint32_t n_proxies = g->limits.n_proxies;
     if (r == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "the proxies: %zu bytes", sizeof *r);
     g->proxies = r;
@@ -198,15 +173,8 @@ spccl_status sp_proxies_open(sp_gpu_comm *g)
     if (n_proxies < 1 || n_proxies > SP_PROXIES_MAX)
         return SP_FAIL(SPCCL_ERR_BUG, "%u proxies; wanted 1 to %u", n_proxies, SP_PROXIES_MAX);
     r->n_proxies = n_proxies;
-    r->busy_spin_ns = r->idle_spin_ns = g->comm->spin_ns;
-    if (sp_usable_cores() >= CORES_PER_PROXY * n_here) {
-        r->busy_spin_ns = r->busy_spin_ns < BUSY_SPIN_NS ? BUSY_SPIN_NS : r->busy_spin_ns;
-        r->idle_spin_ns = r->idle_spin_ns < IDLE_SPIN_NS ? IDLE_SPIN_NS : r->idle_spin_ns;
-    }
-    for (uint32_t k = 0; k < n_proxies; k++) {
+    for (uint32_t k = 0; k < n_proxies; k++)
         r->proxies[k].r = r;
-        r->proxies[k].wake_fd = -1;
-    }
     SP_TRY(sp_proxies_transport(g, &r->transport));
     find_slots(r);
     SP_TRY(open_memory(r));
@@ -273,143 +241,41 @@ spccl_status sp_proxies_meet(sp_proxies *r)
     return st;
 }
 
-/* All proxies connect at the same time. AGAIN: some are not done. */
-static spccl_status connect_step(sp_proxies *r)
-{
-    spccl_status all = SPCCL_OK;
-    for (uint32_t k = 0; k < r->n_proxies; k++) {
-        sp_proxy *x = &r->proxies[k];
-        spccl_status st = x->connected ? SPCCL_OK : r->transport->connect_step(x->ep);
-        if (st != SPCCL_OK && st != SPCCL_AGAIN)
-            return st;
-        x->connected = st == SPCCL_OK;
-        all = x->connected ? all : SPCCL_AGAIN;
-    }
-    return all;
-}
-
 spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns)
 {
-    int64_t until_ns = sp_now_ns() + SP_PROXIES_CONNECT_NS;
-    for (;;) {
-        spccl_status st = connect_step(r);
-        if (st != SPCCL_AGAIN)
-            return st;
-        if (sp_deadline_passed(deadline_ns))
-            return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: proxies did not connect before the deadline",
-                           r->g->comm->rank);
-        if (sp_now_ns() > until_ns)
-            return SPCCL_AGAIN;
-        nanosleep(&(struct timespec){.tv_nsec = CONNECT_STEP_NS}, NULL);
-    }
+    sp_proxy_thread *threads[SP_PROXIES_MAX];
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        threads[k] = &r->proxies[k].thread;
+    return sp_proxy_threads_connect(threads, r->n_proxies, "proxies", deadline_ns);
 }
 
-/* ---- the thread ---- */
+/* ---- the threads ---- */
 
-static void drain_wake_fd(const sp_proxy *x)
+/* No kernel of the group can be running: the last launch writes its number to the host inbox when it ends. A graph may
+ * be replayed without a call of this library, so a group that was captured is never idle. */
+static bool is_idle(const void *ctx)
 {
-    uint64_t count;
-    if (read(x->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
-        sp_log(SP_LOG_ERROR, x->r->g->comm->rank, "proxy: reading its eventfd failed: errno %d", errno);
-}
-
-/* Can a kernel of the group be running? The last launch writes its number to the host inbox when it ends. */
-static bool is_idle(const sp_proxies *r)
-{
+    const sp_proxies *r = ((const sp_proxy *)ctx)->r;
     const uint32_t *ended =
         (const uint32_t *)(const void *)(r->host_inbox + sp_remote_ended_off(r->g->shape));
     return !atomic_load(&r->captured) &&
            __atomic_load_n(ended, __ATOMIC_ACQUIRE) == atomic_load(&r->n_launches);
 }
 
-/* How long a proxy may sleep that has been idle for so long. */
-static int64_t sleep_ns(const sp_proxies *r, int64_t idle_ns)
+static spccl_status round_of(void *ctx, bool *moved)
 {
-    if (idle_ns >= ASLEEP_NS)
-        return is_idle(r) ? ASLEEP_NS : POLL_NS;
-    return idle_ns / 2 < SLEEP_NS ? SLEEP_NS : idle_ns / 2 > POLL_NS ? POLL_NS : idle_ns / 2;
-}
-
-/* Nothing moved in the last round: yield, or sleep. *active_ns = now if a launch came. */
-static void rest(sp_proxy *x, uint32_t *n_launches, int64_t *active_ns)
-{
-    sp_proxies *r = x->r;
-    int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sleep_ns(r, idle_ns);
-    struct pollfd fds[2] = {{.fd = x->transport_fd, .events = POLLIN}, {.fd = x->wake_fd, .events = POLLIN}};
-    uint32_t n;
-    if (idle_ns < r->idle_spin_ns || (idle_ns < r->busy_spin_ns && !is_idle(r))) {
-        sched_yield(); /* a peer's proxy may need this core */
-        return;
-    }
-    /* A launch counts first and reads `sleeping` then: either it wakes this thread, or this thread sees it. */
-    atomic_store(&x->sleeping, true);
-    n = atomic_load(&r->n_launches);
-    if (n != *n_launches) {
-        *n_launches = n;
-        *active_ns = now_ns;
-    } else if (!atomic_load(&r->stop)) {
-        if (r->transport->arm(x->ep) == SPCCL_OK) {
-            (void)ppoll(fds, 2, &(struct timespec){.tv_nsec = ns}, NULL);
-            r->transport->disarm(x->ep);
-            drain_wake_fd(x);
-        } else {
-            sched_yield();
-        }
-    }
-    atomic_store(&x->sleeping, false);
-}
-
-static void break_group(sp_proxies *r, spccl_status st)
-{
-    spccl_comm *comm = r->g->comm;
-    char text[sizeof comm->error];
-    snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %.700s", comm->rank, comm->name,
-             r->g->device.ordinal, sp_without_rank(spccl_last_error(), comm->rank));
-    if (sp_comm_break(comm, st, text))
-        sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
-}
-
-/* The proxy moves nothing any more; wait for the end. */
-static void wait_for_stop(sp_proxy *x)
-{
-    struct pollfd fd = {.fd = x->wake_fd, .events = POLLIN};
-    while (!atomic_load(&x->r->stop)) {
-        atomic_store(&x->sleeping, true);
-        if (poll(&fd, 1, (int)(ASLEEP_NS / 1000000)) > 0)
-            drain_wake_fd(x);
-    }
-}
-
-static bool is_aborted(const sp_proxies *r)
-{
-    return __atomic_load_n(&r->g->control->abort, __ATOMIC_RELAXED) != 0;
-}
-
-static void *proxy(void *arg)
-{
-    sp_proxy *x = arg;
-    int64_t active_ns = sp_now_ns();
-    uint32_t n_launches = 0;
-    spccl_status st = SPCCL_OK;
-    while (st == SPCCL_OK && !atomic_load(&x->r->stop) && !is_aborted(x->r)) {
-        bool moved = false;
-        st = sp_proxy_round(x, &moved);
-        if (moved)
-            active_ns = sp_now_ns();
-        else if (st == SPCCL_OK)
-            rest(x, &n_launches, &active_ns);
-    }
-    if (st != SPCCL_OK)
-        break_group(x->r, st);
-    wait_for_stop(x);
-    return NULL;
+    return sp_proxy_round(ctx, moved);
 }
 
 spccl_status sp_proxies_start(sp_proxies *r)
 {
     for (uint32_t k = 0; k < r->n_proxies; k++) {
-        SP_TRY(sp_thread_start("spccl-proxy", proxy, &r->proxies[k], &r->proxies[k].thread));
-        r->proxies[k].started = true;
+        sp_proxy_thread *t = &r->proxies[k].thread;
+        t->name = "spccl-proxy";
+        t->ctx = &r->proxies[k];
+        t->round = round_of;
+        t->is_idle = is_idle;
+        SP_TRY(sp_proxy_thread_start(t));
     }
     sp_log(SP_LOG_INFO, r->g->comm->rank,
            "group \"%s\": %u proxies serve %d ranks on other hosts over %s; %zu bytes of "
@@ -421,13 +287,6 @@ spccl_status sp_proxies_start(sp_proxies *r)
     return SPCCL_OK;
 }
 
-static void write_wake_fd(const sp_proxy *x)
-{
-    uint64_t one = 1;
-    if (write(x->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
-        sp_log(SP_LOG_ERROR, x->r->g->comm->rank, "proxy: writing its eventfd failed: errno %d", errno);
-}
-
 void sp_proxies_wake(sp_proxies *r, bool captured)
 {
     if (r == NULL)
@@ -436,8 +295,7 @@ void sp_proxies_wake(sp_proxies *r, bool captured)
         atomic_store(&r->captured, true);
     atomic_fetch_add(&r->n_launches, 1);
     for (uint32_t k = 0; k < r->n_proxies; k++)
-        if (atomic_load(&r->proxies[k].sleeping))
-            write_wake_fd(&r->proxies[k]);
+        sp_proxy_thread_wake(&r->proxies[k].thread);
 }
 
 void sp_proxies_leave(sp_proxies *r)
@@ -448,25 +306,9 @@ void sp_proxies_leave(sp_proxies *r)
 
 /* ---- the end ---- */
 
-static void stop_threads(sp_proxies *r)
-{
-    atomic_store(&r->stop, true);
-    for (uint32_t k = 0; k < r->n_proxies; k++)
-        if (r->proxies[k].started)
-            write_wake_fd(&r->proxies[k]);
-    for (uint32_t k = 0; k < r->n_proxies; k++) {
-        if (r->proxies[k].started)
-            (void)pthread_join(r->proxies[k].thread, NULL);
-        r->proxies[k].started = false;
-    }
-}
-
 static void close_proxy(sp_proxy *x)
 {
-    if (x->ep != NULL)
-        x->r->transport->close(x->ep);
-    if (x->wake_fd >= 0)
-        close(x->wake_fd);
+    sp_proxy_thread_close(&x->thread);
     for (int i = 0; i < SP_GPU_RANKS_MAX; i++)
         sp_free(x->peers[i].memory);
     sp_free(x->workers);
@@ -476,7 +318,8 @@ static void close_proxy(sp_proxy *x)
 static void close_all(sp_proxies *r, bool keep_memory)
 {
     const sp_gpu_ops *ops = r->g->ops;
-    stop_threads(r);
+    for (uint32_t k = 0; k < r->n_proxies; k++)
+        sp_proxy_thread_stop(&r->proxies[k].thread);
     for (uint32_t k = 0; k < r->n_proxies; k++)
         close_proxy(&r->proxies[k]);
     if (!keep_memory) {

@@ -9,12 +9,11 @@
  * kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of CUDA. Such a call
  * may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
- * proxy.c: start, end, the threads. proxy_move.c: what a proxy does in each round. */
+ * proxy.c: start and end. proxy_move.c: what a proxy does in each round. proxy_thread.c: its thread. */
 #ifndef SP_PROXY_H
 #define SP_PROXY_H
 
-#include "core/contract/transport.h"
-#include "core/gpu/gpu_comm.h"
+#include "core/gpu/proxy_thread.h"
 #include "core/gpu/proxy_wire.h"
 
 /* The largest inbox of a group on several hosts. Outbox and host inbox, the pinned memory of a GPU, are then at most
@@ -22,8 +21,6 @@
 #define SP_PROXIES_INBOX_MAX ((size_t)511 << 19)
 
 #define SP_PROXIES_MAX 16u
-/* After so long all ranks compare their status, so that the failure of one ends the attach on all. */
-#define SP_PROXIES_CONNECT_NS (INT64_C(50) * 1000000)
 
 /* A remote peer, as one proxy sees it. */
 typedef struct sp_proxy_peer {
@@ -42,17 +39,13 @@ struct sp_proxies;
 
 typedef struct sp_proxy {
     struct sp_proxies *r;
+    sp_proxy_thread thread; /* with one endpoint: */
     sp_endpoint *ep;
-    int transport_fd, wake_fd;
-    bool connected; /* to all peers */
     sp_proxy_peer peers[SP_GPU_RANKS_MAX];
     uint32_t *workers;       /* [n_workers] the workers that it serves */
     uint32_t n_workers;      /* so many */
     sp_proxy_entry *entries; /* [4 * n_workers] scratch: those of one message */
     uint64_t n_bytes_sent;   /* of messages; for tests and logs */
-    pthread_t thread;
-    bool started;
-    atomic_bool sleeping;
 } sp_proxy;
 
 typedef struct sp_proxies {
@@ -64,9 +57,7 @@ typedef struct sp_proxies {
     int n_peers;
     uint32_t n_proxies;
     sp_proxy proxies[SP_PROXIES_MAX];
-    /* A proxy polls for so long after something moved, while a kernel may run and while none does. */
-    int64_t busy_spin_ns, idle_spin_ns;
-    atomic_bool stop, leaving;
+    atomic_bool leaving;
     atomic_bool captured;   /* a launch was captured: a graph may launch more, without a call */
     atomic_uint n_launches; /* launches so far */
 } sp_proxies;
@@ -84,7 +75,7 @@ spccl_status sp_proxies_open(sp_gpu_comm *g);
 /* All ranks call it together: exchange the endpoints' addresses and note those of the remote peers. Errors:
  * UNREACHABLE (names the pair), and those of the transport. */
 spccl_status sp_proxies_meet(sp_proxies *r);
-/* Connect for at most SP_PROXIES_CONNECT_NS. AGAIN: some peers are not connected yet; call it again. Errors: TIMEOUT
+/* Connect for at most SP_PROXY_CONNECT_NS. AGAIN: some peers are not connected yet; call it again. Errors: TIMEOUT
  * (deadline_ns has passed), PEER, AUTH, SYSTEM. */
 spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns);
 /* Start the threads; all ranks have connected. Errors: SYSTEM. */

@@ -1,0 +1,254 @@
+/* proxy_thread.c - see proxy_thread.h. */
+#include "core/gpu/proxy_thread.h"
+
+#include "core/base/clock.h"
+#include "core/base/cores.h"
+#include "core/base/log.h"
+#include "core/base/thread.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define CONNECT_STEP_NS 200000
+/* An idle thread sleeps half as long as it has been idle: at least SLEEP_NS, at most SP_PROXY_POLL_NS. Once it was idle
+ * for ASLEEP_NS and no kernel can need it, it sleeps until a wake, a message, or for ASLEEP_NS. */
+#define SLEEP_NS 20000
+#define ASLEEP_NS (INT64_C(100) * 1000000)
+/* Where each rank has this many cores, a thread polls for longer than SPCCL_SPIN_US before it sleeps: while a kernel
+ * may need it, and otherwise for as long as a program may take from the end of one collective to the next call. Waking
+ * a thread takes tens of microseconds. */
+#define CORES_TO_SPIN 4u
+#define BUSY_SPIN_NS INT64_C(2000000)
+#define IDLE_SPIN_NS INT64_C(200000)
+
+uint32_t sp_proxy_ranks_here(const spccl_comm *comm)
+{
+    const sp_hosts *hosts = comm != NULL ? comm->links.hosts : NULL;
+    return hosts == NULL ? 1 : (uint32_t)sp_hosts_size(hosts, hosts->host_of[comm->rank]);
+}
+
+/* ---- start ---- */
+
+spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g)
+{
+    t->g = g;
+    t->busy_spin_ns = t->idle_spin_ns = g->comm->spin_ns;
+    if (sp_usable_cores() >= CORES_TO_SPIN * sp_proxy_ranks_here(g->comm)) {
+        t->busy_spin_ns = t->busy_spin_ns < BUSY_SPIN_NS ? BUSY_SPIN_NS : t->busy_spin_ns;
+        t->idle_spin_ns = t->idle_spin_ns < IDLE_SPIN_NS ? IDLE_SPIN_NS : t->idle_spin_ns;
+    }
+    t->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    return t->wake_fd >= 0 ? SPCCL_OK : SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: eventfd", g->comm->rank);
+}
+
+spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport,
+                                 const sp_endpoint_config *config)
+{
+    sp_proxy_endpoint *e = &t->endpoints[t->n_endpoints];
+    e->transport = transport;
+    SP_TRY(transport->open(config, &e->ep));
+    e->fd = transport->wait_fd(e->ep);
+    t->n_endpoints++;
+    return SPCCL_OK;
+}
+
+static spccl_status connect_thread(sp_proxy_thread *t)
+{
+    spccl_status all = SPCCL_OK;
+    for (int i = 0; i < t->n_endpoints; i++) {
+        sp_proxy_endpoint *e = &t->endpoints[i];
+        spccl_status st = e->connected ? SPCCL_OK : e->transport->connect_step(e->ep);
+        if (st != SPCCL_OK && st != SPCCL_AGAIN)
+            return st;
+        e->connected = st == SPCCL_OK;
+        all = e->connected ? all : SPCCL_AGAIN;
+    }
+    return all;
+}
+
+/* All endpoints connect at the same time. AGAIN: some are not done. */
+static spccl_status connect_step(sp_proxy_thread *const *threads, uint32_t n)
+{
+    spccl_status all = SPCCL_OK;
+    for (uint32_t k = 0; k < n; k++) {
+        spccl_status st = connect_thread(threads[k]);
+        if (st != SPCCL_OK && st != SPCCL_AGAIN)
+            return st;
+        all = st == SPCCL_OK ? all : SPCCL_AGAIN;
+    }
+    return all;
+}
+
+spccl_status sp_proxy_threads_connect(sp_proxy_thread *const *threads, uint32_t n, const char *what,
+                                      int64_t deadline_ns)
+{
+    int64_t until_ns = sp_now_ns() + SP_PROXY_CONNECT_NS;
+    for (;;) {
+        spccl_status st = connect_step(threads, n);
+        if (st != SPCCL_AGAIN)
+            return st;
+        if (sp_deadline_passed(deadline_ns))
+            return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: %s did not connect before the deadline",
+                           threads[0]->g->comm->rank, what);
+        if (sp_now_ns() > until_ns)
+            return SPCCL_AGAIN;
+        nanosleep(&(struct timespec){.tv_nsec = CONNECT_STEP_NS}, NULL);
+    }
+}
+
+/* ---- the thread ---- */
+
+static void drain_wake_fd(const sp_proxy_thread *t)
+{
+    uint64_t count;
+    if (read(t->wake_fd, &count, sizeof count) < 0 && errno != EAGAIN)
+        sp_log(SP_LOG_ERROR, t->g->comm->rank, "%s: reading its eventfd failed: errno %d", t->name, errno);
+}
+
+static void write_wake_fd(const sp_proxy_thread *t)
+{
+    uint64_t one = 1;
+    if (write(t->wake_fd, &one, sizeof one) < 0 && errno != EAGAIN)
+        sp_log(SP_LOG_ERROR, t->g->comm->rank, "%s: writing its eventfd failed: errno %d", t->name, errno);
+}
+
+static bool is_idle(const sp_proxy_thread *t)
+{
+    return t->is_idle != NULL && t->is_idle(t->ctx);
+}
+
+/* How long a thread may sleep that has been idle for so long. */
+static int64_t sleep_ns(const sp_proxy_thread *t, int64_t idle_ns)
+{
+    if (idle_ns >= ASLEEP_NS)
+        return is_idle(t) ? ASLEEP_NS : SP_PROXY_POLL_NS;
+    return idle_ns / 2 < SLEEP_NS           ? SLEEP_NS
+           : idle_ns / 2 > SP_PROXY_POLL_NS ? SP_PROXY_POLL_NS
+                                            : idle_ns / 2;
+}
+
+/* Sleep for ns, until a wake or until a message comes. */
+static void sleep_for(sp_proxy_thread *t, int64_t ns)
+{
+    struct pollfd fds[SP_TRANSPORTS_MAX + 1] = {{.fd = t->wake_fd, .events = POLLIN}};
+    int n = 0;
+    for (; n < t->n_endpoints; n++) {
+        const sp_proxy_endpoint *e = &t->endpoints[n];
+        if (e->transport->arm(e->ep) != SPCCL_OK)
+            break;
+        fds[n + 1] = (struct pollfd){.fd = e->fd, .events = POLLIN};
+    }
+    if (n == t->n_endpoints)
+        (void)ppoll(fds, (nfds_t)n + 1, &(struct timespec){.tv_nsec = ns}, NULL);
+    else
+        sched_yield();
+    drain_wake_fd(t);
+    while (n-- > 0)
+        t->endpoints[n].transport->disarm(t->endpoints[n].ep);
+}
+
+/* Nothing moved in the last round: yield, or sleep. *active_ns = now if a wake came. */
+static void rest(sp_proxy_thread *t, uint32_t *n_wakes, int64_t *active_ns)
+{
+    int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sleep_ns(t, idle_ns);
+    uint32_t n;
+    if (idle_ns < t->idle_spin_ns || (idle_ns < t->busy_spin_ns && !is_idle(t))) {
+        sched_yield(); /* a peer's thread may need this core */
+        return;
+    }
+    /* A wake counts first and reads `sleeping` then: either it wakes this thread, or this thread sees it. */
+    atomic_store(&t->sleeping, true);
+    n = atomic_load(&t->n_wakes);
+    if (n != *n_wakes) {
+        *n_wakes = n;
+        *active_ns = now_ns;
+    } else if (!atomic_load(&t->stop)) {
+        sleep_for(t, ns);
+    }
+    atomic_store(&t->sleeping, false);
+}
+
+static void break_group(const sp_proxy_thread *t, spccl_status st)
+{
+    spccl_comm *comm = t->g->comm;
+    char text[sizeof comm->error];
+    snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %.700s", comm->rank, comm->name,
+             t->g->device.ordinal, sp_without_rank(spccl_last_error(), comm->rank));
+    if (sp_comm_break(comm, st, text))
+        sp_log(SP_LOG_ERROR, comm->rank, "%s", text);
+}
+
+/* The thread moves nothing any more; wait for the end. */
+static void wait_for_stop(sp_proxy_thread *t)
+{
+    struct pollfd fd = {.fd = t->wake_fd, .events = POLLIN};
+    while (!atomic_load(&t->stop)) {
+        atomic_store(&t->sleeping, true);
+        if (poll(&fd, 1, (int)(ASLEEP_NS / 1000000)) > 0)
+            drain_wake_fd(t);
+    }
+}
+
+static bool is_aborted(const sp_proxy_thread *t)
+{
+    return __atomic_load_n(&t->g->control->abort, __ATOMIC_RELAXED) != 0;
+}
+
+static void *serve(void *arg)
+{
+    sp_proxy_thread *t = arg;
+    int64_t active_ns = sp_now_ns();
+    uint32_t n_wakes = 0;
+    spccl_status st = SPCCL_OK;
+    while (st == SPCCL_OK && !atomic_load(&t->stop) && !is_aborted(t)) {
+        bool moved = false;
+        st = t->round(t->ctx, &moved);
+        if (moved)
+            active_ns = sp_now_ns();
+        else if (st == SPCCL_OK)
+            rest(t, &n_wakes, &active_ns);
+    }
+    if (st != SPCCL_OK)
+        break_group(t, st);
+    wait_for_stop(t);
+    return NULL;
+}
+
+spccl_status sp_proxy_thread_start(sp_proxy_thread *t)
+{
+    SP_TRY(sp_thread_start(t->name, serve, t, &t->thread));
+    t->started = true;
+    return SPCCL_OK;
+}
+
+void sp_proxy_thread_wake(sp_proxy_thread *t)
+{
+    atomic_fetch_add(&t->n_wakes, 1);
+    if (atomic_load(&t->sleeping))
+        write_wake_fd(t);
+}
+
+/* ---- end ---- */
+
+void sp_proxy_thread_stop(sp_proxy_thread *t)
+{
+    atomic_store(&t->stop, true);
+    if (!t->started)
+        return;
+    write_wake_fd(t);
+    (void)pthread_join(t->thread, NULL);
+    t->started = false;
+}
+
+void sp_proxy_thread_close(sp_proxy_thread *t)
+{
+    for (int i = 0; i < t->n_endpoints; i++)
+        t->endpoints[i].transport->close(t->endpoints[i].ep);
+    t->n_endpoints = 0;
+    if (t->g != NULL && t->wake_fd >= 0)
+        close(t->wake_fd);
+}

@@ -1,0 +1,65 @@
+/* proxy_thread.h - a thread that serves kernels over a network: connecting, polling, sleep, wake, failure, end. The
+ * proxies of collectives (proxy.h) and of port channels (channel_port.h) are such threads. Their owners say what a
+ * round does, and how to know that no kernel can need the thread. */
+#ifndef SP_PROXY_THREAD_H
+#define SP_PROXY_THREAD_H
+
+#include "core/contract/transport.h"
+#include "core/gpu/gpu_comm.h"
+
+/* After so long all ranks compare their status, so that the failure of one ends the start on all. */
+#define SP_PROXY_CONNECT_NS (INT64_C(50) * 1000000)
+/* A thread that nothing wakes, although a kernel may need it, looks for work this often. */
+#define SP_PROXY_POLL_NS 1000000
+
+typedef struct sp_proxy_endpoint {
+    const sp_transport *transport;
+    sp_endpoint *ep;
+    int fd; /* its wait_fd */
+    bool connected;
+} sp_proxy_endpoint;
+
+typedef struct sp_proxy_thread {
+    /* set by the owner before start */
+    sp_gpu_comm *g;
+    const char *name; /* of the thread */
+    void *ctx;        /* for the two functions */
+    /* Do what there is to do, without waiting. *moved = true if anything moved. An error breaks the communicator. */
+    spccl_status (*round)(void *ctx, bool *moved);
+    /* Can no kernel need the thread before the next sp_proxy_thread_wake? NULL: that is never known. */
+    bool (*is_idle)(const void *ctx);
+    sp_proxy_endpoint endpoints[SP_TRANSPORTS_MAX]; /* whose messages end a sleep */
+    int n_endpoints;
+
+    /* used by proxy_thread.c */
+    int wake_fd; /* eventfd */
+    pthread_t thread;
+    bool started;
+    /* It polls for so long after something moved, while a kernel may need it and while none can. */
+    int64_t busy_spin_ns, idle_spin_ns;
+    atomic_bool sleeping, stop;
+    atomic_uint n_wakes;
+} sp_proxy_thread;
+
+/* For ranks of `comm` on this host, itself among them; 1 if comm is NULL. */
+uint32_t sp_proxy_ranks_here(const spccl_comm *comm);
+
+/* Make t, zeroed before, ready for the calls below. Errors: SYSTEM. */
+spccl_status sp_proxy_thread_open(sp_proxy_thread *t, sp_gpu_comm *g);
+/* Add an endpoint. Errors: those of the transport. */
+spccl_status sp_proxy_thread_add(sp_proxy_thread *t, const sp_transport *transport,
+                                 const sp_endpoint_config *config);
+/* Connect the endpoints of n threads for at most SP_PROXY_CONNECT_NS. what: for the error text. AGAIN: some peers are
+ * not connected yet; call it again. Errors: TIMEOUT (deadline_ns has passed), PEER, AUTH, SYSTEM. */
+spccl_status sp_proxy_threads_connect(sp_proxy_thread *const *threads, uint32_t n, const char *what,
+                                      int64_t deadline_ns);
+/* Errors: SYSTEM. */
+spccl_status sp_proxy_thread_start(sp_proxy_thread *t);
+/* There may be work: end its sleep, or keep it from sleeping. Threads: any. */
+void sp_proxy_thread_wake(sp_proxy_thread *t);
+/* End the thread and wait for its end. t may not have been started. It can be closed only. */
+void sp_proxy_thread_stop(sp_proxy_thread *t);
+/* After stop; closes the endpoints too. */
+void sp_proxy_thread_close(sp_proxy_thread *t);
+
+#endif
