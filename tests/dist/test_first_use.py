@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the glue is for torch, and none is installed")
 
-import kept_cxx  # noqa: E402
+import kept_cxx
 
-from spccl import _torch_glue  # noqa: E402
+from spccl import _torch_glue
 
 N_RANKS = 2
 RANK_CODE = """

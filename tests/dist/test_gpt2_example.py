@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the example trains a torch model")
 
-from launch import run_command  # noqa: E402
+from launch import run_command
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
 pytestmark = pytest.mark.slow

@@ -46,7 +46,7 @@ def without_a_default_group() -> None:
 def fewer_ranks_on_the_same_store() -> None:
     """The last rank leaves. The others make a new group under the same name, twice."""
     for n_ranks in (WORLD, WORLD - 1, WORLD - 1):
-        if RANK >= n_ranks:
+        if n_ranks <= RANK:
             return
         group = group_of(n_ranks, f"shrinking-{n_ranks}")
         x = torch.ones(5)

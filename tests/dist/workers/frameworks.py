@@ -352,7 +352,7 @@ def torchft() -> None:
 
     group = ProcessGroupSpccl()
     for n_ranks in (WORLD, WORLD - 1):
-        if RANK < n_ranks:
+        if n_ranks > RANK:
             store = dist.FileStore(f"{FOLDER}/torchft-{n_ranks}", n_ranks)
             group._pg = group._create_pg(store, RANK, n_ranks)  # configure() does it with a store of torchft's
             x = torch.ones(100)
