@@ -103,19 +103,29 @@ def run(args: argparse.Namespace, mode: str, group: dist.ProcessGroup, device: t
     )
 
 
+def positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes")
-    parser.add_argument("--bucket-mb", type=int, default=512)
-    parser.add_argument("--max-ctas", type=int, help="most thread blocks of spccl's all-reduces; default: all")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each mode, in turns")
+    parser.add_argument("--bucket-mb", type=positive, default=512)
+    parser.add_argument("--max-ctas", type=positive, help="most thread blocks of spccl's all-reduces; default: all")
+    parser.add_argument("--rounds", type=positive, default=1, help="runs of each mode, in turns")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args()
     modes = args.modes.split(",")
     for mode in modes:
         name, colon, ctas = mode.partition(":")
-        if name not in HOOKS or (colon and not ctas.isdigit()):
-            parser.error(f"{args.modes}: {mode} is not one of {', '.join(HOOKS)}, nor one with :THREAD-BLOCKS")
+        if name not in HOOKS or (colon and not (ctas.isdecimal() and int(ctas) > 0)):
+            parser.error(f'"{mode}" is not one of {", ".join(HOOKS)}, nor one with :THREAD-BLOCKS')
+        if name == "dense" and colon:
+            parser.error(f'"{mode}": thread blocks are a setting of spccl, and dense runs over NCCL or Gloo')
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun: LOCAL_RANK is not set")
     device = torch.device(args.device)
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
