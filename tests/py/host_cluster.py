@@ -13,6 +13,7 @@ import pytest
 from spccl.bench import hosts
 
 DEADLINE_S = 60.0  # for whatever must happen
+NO_HOSTS = hosts.why_not()  # why hosts cannot be emulated here. It makes a namespace to find out, so it is asked once
 
 
 class Rank:

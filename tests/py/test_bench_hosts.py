@@ -7,13 +7,13 @@ import threading
 
 import pytest
 from click.testing import CliRunner
+from host_cluster import NO_HOSTS
 
 from spccl.bench import cases, hosts, report, runner
 from spccl.cli import main
 
 pytest.importorskip("torch")
-REASON = hosts.why_not()
-needs_hosts = pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}")
+needs_hosts = pytest.mark.skipif(NO_HOSTS is not None, reason=f"emulated hosts: {NO_HOSTS}")
 
 
 def namespaces():

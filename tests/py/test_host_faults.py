@@ -13,12 +13,11 @@ import threading
 import time
 
 import pytest
-from host_cluster import DEADLINE_S, Cluster
+from host_cluster import DEADLINE_S, NO_HOSTS, Cluster
 
 from spccl.bench import hosts
 
-REASON = hosts.why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}")
+pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=f"emulated hosts: {NO_HOSTS}")
 N_HOSTS, PER_HOST = 4, 2
 N = N_HOSTS * PER_HOST
 RATE, SLOW = "200mbit", "20mbit"
@@ -37,11 +36,7 @@ def nothing_is_left():
 @pytest.fixture(scope="module")
 def cluster(nothing_is_left):
     with contextlib.ExitStack() as stack:
-        try:
-            names = stack.enter_context(hosts.emulated(N_HOSTS, RATE))
-        except hosts.CannotEmulate as error:  # root without the right to make namespaces
-            pytest.skip(f"emulated hosts: {error}")
-        made = Cluster(names, PER_HOST)
+        made = Cluster(stack.enter_context(hosts.emulated(N_HOSTS, RATE)), PER_HOST)
         stack.callback(made.close)
         yield made
 

@@ -3,12 +3,11 @@
 import contextlib
 
 import pytest
-from host_cluster import Cluster
+from host_cluster import NO_HOSTS, Cluster
 
 from spccl.bench import hosts
 
-REASON = hosts.why_not()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_HOSTS is not None, reason=f"emulated hosts: {NO_HOSTS}")]
 N_HOSTS, PER_HOST = 4, 4
 N = N_HOSTS * PER_HOST
 # Sizes out of a host in an all-reduce. Each rank owns 1/16 of the array; 12 ranks are on other hosts.
