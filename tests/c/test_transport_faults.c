@@ -320,7 +320,7 @@ static void test_missing(void)
 enum { LENGTH_0, LENGTH_BIG, LENGTH_MAX_PLUS_1, SEQUENCE, QUEUE, MAGIC, CUT_SHORT, CONTROL_NOISE, N_EVILS };
 #define WILD 0xffffffffu /* gives a queue number that is negative as an int */
 
-/* Connect with the right secret, and claim socket `id / 1000` of queue `id % 1000`. Returns the verdict. */
+/* Connect with the right secret, and claim socket `id / 1000` of queue `id % 1000`. Returns the result. */
 static spccl_status connect_proven(const struct member *m, uint32_t kind, uint32_t id, int *fd)
 {
     sp_hs_hello h = {.group_tag = m->config.group_tag,

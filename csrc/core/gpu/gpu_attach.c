@@ -16,7 +16,7 @@
 
 /* ---- one status for all ranks ---- */
 
-struct verdict {
+struct rank_status {
     int32_t status;
     char text[508];
 };
@@ -42,7 +42,7 @@ static int weight(int32_t status)
  * rank. */
 spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
 {
-    struct verdict mine = {.status = st}, all[SP_GPU_RANKS_MAX];
+    struct rank_status mine = {.status = st}, all[SP_GPU_RANKS_MAX];
     int worst = 0;
     if (st != SPCCL_OK)
         snprintf(mine.text, sizeof mine.text, "%s", spccl_last_error());

@@ -115,7 +115,7 @@ spccl_status sp_acceptor_step(sp_acceptor *a)
         } else if (st == SPCCL_AGAIN) {
             i++;
         } else {
-            bool ours = hs->state == SP_HS_OVER && hs->verdict == SPCCL_ERR_MISMATCH;
+            bool ours = hs->state == SP_HS_OVER && hs->result == SPCCL_ERR_MISMATCH;
             drop(a, i, spccl_last_error());
             if (ours)
                 return st;

@@ -3,7 +3,7 @@
  *              48 from i32  52 to i32  56 world_size i32  60 queue u32  64 socket_idx u32  68 n_queues u32
  *              72 n_sockets u32  76 zero[20]  96 random[32]
  *   challenge  0 magic[8]  8 version u32  12 status i32  16 random[32]  48 mac[32]
- *   verdict    0 status i32  4 text[252], zero-ended */
+ *   result     0 status i32  4 text[252], zero-ended */
 #include "transport/common/handshake.h"
 
 #include "core/base/bits.h"
@@ -85,7 +85,7 @@ void sp_hs_accept(sp_hs *hs, int fd, const uint8_t *secret,
 
 bool sp_hs_connect_trusted(const sp_hs *hs)
 {
-    return hs->state == SP_HS_CONNECT_PROOF || hs->state == SP_HS_CONNECT_VERDICT;
+    return hs->state == SP_HS_CONNECT_PROOF || hs->state == SP_HS_CONNECT_RESULT;
 }
 
 static void enter(sp_hs *hs, sp_hs_state state)
@@ -115,21 +115,21 @@ static spccl_status read_challenge(sp_hs *hs)
     return SPCCL_OK;
 }
 
-static spccl_status read_verdict(sp_hs *hs)
+static spccl_status read_result(sp_hs *hs)
 {
-    SP_TRY(sp_sock_read(hs->fd, hs->verdict_bytes, sizeof hs->verdict_bytes, &hs->done));
-    hs->verdict = (spccl_status)(int32_t)sp_load_le32(hs->verdict_bytes);
-    hs->verdict_bytes[sizeof hs->verdict_bytes - 1] = 0;
+    SP_TRY(sp_sock_read(hs->fd, hs->result_bytes, sizeof hs->result_bytes, &hs->done));
+    hs->result = (spccl_status)(int32_t)sp_load_le32(hs->result_bytes);
+    hs->result_bytes[sizeof hs->result_bytes - 1] = 0;
     enter(hs, SP_HS_OVER);
-    switch (hs->verdict) {
+    switch (hs->result) {
     case SPCCL_OK:
         return SPCCL_OK;
     case SPCCL_ERR_MISMATCH:
     case SPCCL_ERR_PEER:
-        return SP_FAIL(hs->verdict, "%s", (const char *)hs->verdict_bytes + 4);
+        return SP_FAIL(hs->result, "%s", (const char *)hs->result_bytes + 4);
     default: /* the number comes from outside: do not return it as a status */
-        return SP_FAIL(SPCCL_ERR_PEER, "it refused (%d): %s", (int)hs->verdict,
-                       (const char *)hs->verdict_bytes + 4);
+        return SP_FAIL(SPCCL_ERR_PEER, "it refused (%d): %s", (int)hs->result,
+                       (const char *)hs->result_bytes + 4);
     }
 }
 
@@ -160,23 +160,23 @@ static spccl_status read_proof(sp_hs *hs)
     if (!sp_equal_secret(mac, hs->proof, sizeof mac))
         return SP_FAIL(SPCCL_ERR_AUTH, "it does not know the job secret");
     get_hello(hs->hello_bytes, &hs->hello);
-    hs->verdict = hs->check(hs->ctx, &hs->hello);
-    sp_store_le32(hs->verdict_bytes, (uint32_t)hs->verdict);
-    if (hs->verdict != SPCCL_OK) {
+    hs->result = hs->check(hs->ctx, &hs->hello);
+    sp_store_le32(hs->result_bytes, (uint32_t)hs->result);
+    if (hs->result != SPCCL_OK) {
         text = spccl_last_error();
-        n = sp_min_size(strlen(text), SP_HS_VERDICT_BYTES - 5);
-        memcpy(hs->verdict_bytes + 4, text, n);
+        n = sp_min_size(strlen(text), SP_HS_RESULT_BYTES - 5);
+        memcpy(hs->result_bytes + 4, text, n);
     }
-    enter(hs, SP_HS_ACCEPT_VERDICT);
+    enter(hs, SP_HS_ACCEPT_RESULT);
     return SPCCL_OK;
 }
 
-static spccl_status send_verdict(sp_hs *hs)
+static spccl_status send_result(sp_hs *hs)
 {
-    SP_TRY(sp_sock_write(hs->fd, hs->verdict_bytes, sizeof hs->verdict_bytes, &hs->done));
+    SP_TRY(sp_sock_write(hs->fd, hs->result_bytes, sizeof hs->result_bytes, &hs->done));
     enter(hs, SP_HS_OVER);
-    if (hs->verdict != SPCCL_OK)
-        return SP_FAIL(hs->verdict, "%s", (const char *)hs->verdict_bytes + 4);
+    if (hs->result != SPCCL_OK)
+        return SP_FAIL(hs->result, "%s", (const char *)hs->result_bytes + 4);
     return SPCCL_OK;
 }
 
@@ -198,17 +198,17 @@ static spccl_status step_once(sp_hs *hs)
     case SP_HS_CONNECT_CHALLENGE:
         return read_challenge(hs);
     case SP_HS_CONNECT_PROOF:
-        return send_then(hs, hs->proof, sizeof hs->proof, SP_HS_CONNECT_VERDICT);
-    case SP_HS_CONNECT_VERDICT:
-        return read_verdict(hs);
+        return send_then(hs, hs->proof, sizeof hs->proof, SP_HS_CONNECT_RESULT);
+    case SP_HS_CONNECT_RESULT:
+        return read_result(hs);
     case SP_HS_ACCEPT_HELLO:
         return read_hello(hs);
     case SP_HS_ACCEPT_CHALLENGE:
         return send_then(hs, hs->challenge, sizeof hs->challenge, SP_HS_ACCEPT_PROOF);
     case SP_HS_ACCEPT_PROOF:
         return read_proof(hs);
-    case SP_HS_ACCEPT_VERDICT:
-        return send_verdict(hs);
+    case SP_HS_ACCEPT_RESULT:
+        return send_result(hs);
     case SP_HS_OVER:
         break;
     }

@@ -5,7 +5,7 @@
  *   accepting -> connecting   challenge   80 bytes: magic, version, status, a random number,
  *                                                   HMAC(secret, "spccl accept", hello, challenge up to here)
  *   connecting -> accepting   proof       32 bytes: HMAC(secret, "spccl dial", hello, challenge)
- *   accepting -> connecting   verdict    256 bytes: a status and, if it is not SPCCL_OK, a text
+ *   accepting -> connecting   result     256 bytes: a status and, if it is not SPCCL_OK, a text
  *
  * No function blocks: call sp_hs_step until it returns something other than SPCCL_AGAIN. The handshake
  * protects only itself: later bytes on the connection are neither encrypted nor authenticated. */
@@ -19,7 +19,7 @@
 #define SP_HS_HELLO_BYTES 128u
 #define SP_HS_CHALLENGE_BYTES 80u
 #define SP_HS_PROOF_BYTES 32u
-#define SP_HS_VERDICT_BYTES 256u
+#define SP_HS_RESULT_BYTES 256u
 
 enum { SP_HS_SHM = 1, SP_HS_TCP_QUEUE, SP_HS_TCP_CONTROL, SP_HS_RENDEZVOUS, SP_HS_GPU };
 
@@ -36,11 +36,11 @@ typedef enum sp_hs_state {
     SP_HS_CONNECT_HELLO,
     SP_HS_CONNECT_CHALLENGE,
     SP_HS_CONNECT_PROOF,
-    SP_HS_CONNECT_VERDICT,
+    SP_HS_CONNECT_RESULT,
     SP_HS_ACCEPT_HELLO,
     SP_HS_ACCEPT_CHALLENGE,
     SP_HS_ACCEPT_PROOF,
-    SP_HS_ACCEPT_VERDICT,
+    SP_HS_ACCEPT_RESULT,
     SP_HS_OVER
 } sp_hs_state;
 
@@ -51,12 +51,12 @@ typedef struct sp_hs {
     size_t done;           /* bytes of the current message that are sent or received */
     sp_hs_hello hello;     /* accepting side: valid after SP_HS_ACCEPT_PROOF */
     /* Accepting side: checks whether the proven connecting side belongs here. Its status and last-error text
-     * are the verdict. */
+     * are the result. */
     spccl_status (*check)(void *ctx, const sp_hs_hello *hello);
     void *ctx;
-    spccl_status verdict;
+    spccl_status result;
     uint8_t hello_bytes[SP_HS_HELLO_BYTES], challenge[SP_HS_CHALLENGE_BYTES], proof[SP_HS_PROOF_BYTES],
-        verdict_bytes[SP_HS_VERDICT_BYTES];
+        result_bytes[SP_HS_RESULT_BYTES];
 } sp_hs;
 
 /* Start a handshake as the connecting side. Errors: SYSTEM (no random bytes). */
