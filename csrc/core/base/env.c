@@ -13,8 +13,8 @@ static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_FORMAT] = {"SPCCL_FORMAT", "auto", "format of every slice: auto, tile, pici, coo, dense", 0, 0, 0,
                        "auto, tile, pici, coo, dense"},
     [SP_ENV_SCHEDULE] = {"SPCCL_SCHEDULE", "auto",
-                         "schedule of collectives: auto, direct, oneshot (all-reduce, broadcast); CPUs: "
-                         "relayed, ring, hierarchical",
+                         "schedule of collectives: auto, direct, relayed, oneshot (all-reduce, broadcast); "
+                         "CPUs: ring, hierarchical",
                          0, 0, 0, "auto, direct, oneshot, relayed, ring, hierarchical"},
     [SP_ENV_SLICE_BYTES] = {"SPCCL_SLICE_BYTES", "0", "dense bytes per slice; 0 = spccl chooses", 1, 0,
                             1 << 24, NULL},
