@@ -113,8 +113,9 @@ typedef struct spccl_channels_config {
  * peer's memory cannot be mapped), PEER, TIMEOUT, or the error that broke the communicator. */
 SPCCL_API spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
                                              spccl_channels **out);
-/* Free a set. All ranks call it; it waits for them for at most 10 s. Before, the caller waits for its kernels
- * that use the channels. Accepts NULL. */
+/* Free a set. All ranks call it. It waits until the triggers of port channels are carried out, at most for the
+ * communicator's timeout, then for the other ranks, at most 10 s. Before, the caller waits for its kernels that use
+ * the channels. Accepts NULL. */
 SPCCL_API void spccl_channels_destroy(spccl_channels *channels);
 
 /* This rank's window. *device: for kernels and CUDA copies. *host: for the host; NULL if it is GPU memory. */

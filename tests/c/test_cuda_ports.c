@@ -4,6 +4,8 @@
 
 #include "transport/fault.h"
 
+#include <dirent.h>
+
 #define CAP ((size_t)3 << 20)
 
 static uint32_t read_word(const struct rank_ctx *c, const void *device)
@@ -251,6 +253,54 @@ static void test_faults(void)
     group_transports = NULL;
 }
 
+/* ---- what a set leaves behind ---- */
+
+static int count_descriptors(void)
+{
+    int n = 0;
+    DIR *fds = opendir("/proc/self/fd");
+    while (fds != NULL && readdir(fds) != NULL)
+        n++;
+    if (fds != NULL)
+        closedir(fds);
+    return n;
+}
+
+struct leftovers {
+    _Atomic int n_here[2], n_counted[2];
+    int n_before, n_after;
+};
+
+/* Rank 0 counts while no rank makes or destroys a set. */
+static void make_many_sets(struct rank_ctx *c)
+{
+    struct leftovers *l = c->arg;
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    for (int i = 0; i < 5; i++) {
+        spccl_channels *channels = make_channels(c, SPCCL_CHANNEL_PORT, 64, 1);
+        if (channels == NULL)
+            return;
+        spccl_channels_destroy(channels);
+        if (i != 0 && i != 4)
+            continue;
+        if (!wait_for_all(c, &l->n_here[i == 4]))
+            return;
+        if (c->rank == 0)
+            *(i == 0 ? &l->n_before : &l->n_after) = count_descriptors();
+        if (!wait_for_all(c, &l->n_counted[i == 4]))
+            return;
+    }
+}
+
+static void test_leftovers(void)
+{
+    struct leftovers l = {.n_before = 0};
+    run_group(2, make_many_sets, &l);
+    CHECK(l.n_before > 2 && l.n_after == l.n_before, "%d descriptors after 1 set, %d after 5", l.n_before,
+          l.n_after);
+}
+
 /* ---- refused at the call ---- */
 
 static void refuses(struct rank_ctx *c)
@@ -282,9 +332,13 @@ static void test_refusals(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"ring", test_ring},         {"pairs", test_pairs},
-                                             {"failures", test_failures}, {"faults", test_faults},
-                                             {"refusals", test_refusals}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"ring", test_ring},
+                                             {"pairs", test_pairs},
+                                             {"failures", test_failures},
+                                             {"faults", test_faults},
+                                             {"leftovers", test_leftovers},
+                                             {"refusals", test_refusals},
+                                             {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(4, CAP);
     return test_main(cases, argc, argv);

@@ -29,7 +29,7 @@ _Static_assert(sizeof(struct facts) == 512, "no padding, and the same for every 
 /* A creation under way. */
 struct creation {
     spccl_channels *c;
-    sp_gpu_share *share;
+    sp_gpu_share *share; /* of memory channels */
     struct facts mine, all[SP_GPU_RANKS_MAX];
     bool agreed; /* all ranks have memory */
 };
@@ -99,7 +99,7 @@ static spccl_status read_call(struct creation *n, const spccl_channels_config *g
     n->mine.window_bytes = n->c->window_bytes = config.window_bytes;
     n->mine.n_per_peer = n->c->n_per_peer = config.n_per_peer;
     n->mine.n_triggers = n->c->n_triggers = config.n_triggers != 0 ? config.n_triggers : SP_CHANNELS_TRIGGERS;
-    return open_share(n);
+    return config.kind == SPCCL_CHANNEL_MEMORY ? open_share(n) : SPCCL_OK;
 }
 
 /* Errors: those of a rank whose call was wrong; MISMATCH. All ranks come to the same result. */

@@ -157,6 +157,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
         g->ops->control_destroy(g->control);
         g->ops->leave(before);
     } else {
+        sp_channels_stop(g);
         sp_proxies_abandon(g->proxies);
     }
     pthread_mutex_destroy(&g->mu);
