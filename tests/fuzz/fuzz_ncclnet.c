@@ -35,7 +35,9 @@ static void try_notes(int what, const uint8_t *data, size_t bytes)
         sp_nn_write_connect_info(&info, again);
         EXPECT(sp_nn_read_connect_info(again, sizeof again, &same) && strcmp(same.name, info.name) == 0 &&
                strcmp(same.why, info.why) == 0 &&
-               memcmp(same.handles, info.handles, sizeof same.handles) == 0);
+               memcmp(same.handles, info.handles, sizeof same.handles) == 0 &&
+               same.plugin_mbps == info.plugin_mbps && same.tcp_mbps == info.tcp_mbps &&
+               same.rates_decide == info.rates_decide);
     }
     if (what == 2 && sp_nn_read_result(data, bytes, &result))
         check_text(result.why, sizeof result.why);

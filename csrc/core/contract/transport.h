@@ -31,6 +31,7 @@ typedef struct sp_endpoint_config {
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     uint32_t n_sharing;              /* endpoints of this rank and group that share the link; 0: 1 */
     bool tcp_too;                    /* ib, ncclnet: tcp may carry a pair for which they fail at start-up */
+    bool rates_decide;               /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
     int64_t deadline_ns;             /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
 
@@ -42,6 +43,9 @@ typedef struct sp_transport {
     /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
     double (*ns_per_byte)(sp_endpoint *ep, int peer);
+
+    /* Mbit/s of the network cards that this endpoint uses, 0 if unknown. NULL: unknown, or no network. */
+    uint32_t (*rate_mbps)(sp_endpoint *ep);
 
     /* What this transport found on this host, for `spccl info`: texts that stay valid. NULL: it looks for nothing. */
     void (*inform)(const char **value, const char **why);

@@ -1,13 +1,14 @@
 /* boot.c - see boot.h. A rank puts this into the store under "spccl/<name>/address/<rank>" (little-endian):
  *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, u8 host[44],
- *   u32 schedule, then for each transport
- *   u32 name bytes, name, u32 address bytes, address */
+ *   u32 schedule, u32 whether rates may change the order, then for each transport
+ *   u32 name bytes, name, u32 rate in Mbit/s (0: unknown), u32 address bytes, address */
 #include "core/run/boot.h"
 
 #include "core/base/bits.h"
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
+#include "core/contract/link_rate.h"
 #include "core/plan/sched.h"
 
 #include <errno.h>
@@ -18,12 +19,13 @@
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
 #define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
-#define WIRE_VERSION 4u
+#define WIRE_VERSION 5u
 #define BOOT_SCHEDULE_AT (20u + SP_HOST_ID_BYTES)
-#define BOOT_HEAD_BYTES (BOOT_SCHEDULE_AT + 4u)
+#define BOOT_RATES_AT (BOOT_SCHEDULE_AT + 4u)
+#define BOOT_HEAD_BYTES (BOOT_RATES_AT + 4u)
 #define REFUSAL_CAP 600u
 #define REFUSAL_BYTES (BOOT_HEAD_BYTES + REFUSAL_CAP)
-#define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (8u + 16u + SP_ADDRESS_BYTES_MAX))
+#define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (12u + 16u + SP_ADDRESS_BYTES_MAX))
 #define KEY_CAP 200
 
 static void make_key(char key[KEY_CAP], const sp_boot_config *c, const char *what, int rank)
@@ -145,6 +147,7 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 {
     sp_endpoint_config ec = {.rank = c->rank,
                              .tcp_too = links->tcp_too = lists_tcp(c),
+                             .rates_decide = c->rates_decide,
                              .world_size = c->world_size,
                              .group_tag = links->group_tag,
                              .n_queues = 2,
@@ -159,6 +162,13 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
     return st;
 }
 
+/* The rate of an endpoint, in Mbit/s; 0: unknown. */
+static uint32_t rate_of(const sp_links *links, int i)
+{
+    const sp_transport *t = links->transports[i];
+    return t->rate_mbps != NULL ? t->rate_mbps(links->endpoints[i]) : 0;
+}
+
 static spccl_status publish(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
     uint8_t blob[BLOB_CAP];
@@ -171,12 +181,15 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + 16, (uint32_t)links->n_endpoints);
     memcpy(blob + 20, links->host, SP_HOST_ID_BYTES);
     sp_store_le32(blob + BOOT_SCHEDULE_AT, c->schedule);
+    sp_store_le32(blob + BOOT_RATES_AT, c->rates_decide ? 1 : 0);
     for (int i = 0; i < links->n_endpoints; i++) {
         const char *name = links->transports[i]->name;
         size_t name_bytes = strlen(name), address_bytes = 0;
         sp_store_le32(blob + n, (uint32_t)name_bytes);
         memcpy(blob + n + 4, name, name_bytes);
         n += 4 + name_bytes;
+        sp_store_le32(blob + n, rate_of(links, i));
+        n += 4;
         SP_TRY(links->transports[i]->address(links->endpoints[i], blob + n + 4, &address_bytes));
         sp_store_le32(blob + n, (uint32_t)address_bytes);
         n += 4 + address_bytes;
@@ -208,10 +221,24 @@ void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_sta
     sp_set_error(error);
 }
 
-/* Find a transport in what a peer published: its address, and its position in the peer's order. False if the
+/* What one rank published. */
+struct published {
+    size_t bytes;
+    uint8_t blob[BLOB_CAP];
+};
+
+/* A transport that both ranks offer and that reaches the peer. */
+struct candidate {
+    int i, position; /* in sp_links.transports, and in the order of the lower rank */
+    uint32_t mbps;
+    const uint8_t *address; /* the peer's */
+    size_t address_bytes;
+    char why[256];
+};
+
+/* Find a transport in what a peer published: its address, its rate, and its position in the peer's order. False if the
  * peer does not offer it, or if the bytes end too early. */
-static bool find_address(const uint8_t *blob, size_t bytes, const char *name, const uint8_t **address,
-                         size_t *address_bytes, int *position)
+static bool find_address(const uint8_t *blob, size_t bytes, const char *name, struct candidate *out)
 {
     uint32_t n = sp_load_le32(blob + 16);
     size_t at = BOOT_HEAD_BYTES, name_bytes = strlen(name);
@@ -222,13 +249,14 @@ static bool find_address(const uint8_t *blob, size_t bytes, const char *name, co
             return false;
         its_name = blob + at + 4;
         at += 4 + its_name_bytes;
-        if (bytes - at < 4 || (its_bytes = sp_load_le32(blob + at)) > bytes - at - 4)
+        if (bytes - at < 8 || (its_bytes = sp_load_le32(blob + at + 4)) > bytes - at - 8)
             return false;
-        at += 4;
+        at += 8;
         if (its_name_bytes == name_bytes && memcmp(its_name, name, name_bytes) == 0) {
-            *address = blob + at;
-            *address_bytes = its_bytes;
-            *position = (int)i;
+            out->mbps = sp_load_le32(blob + at - 8);
+            out->address = blob + at;
+            out->address_bytes = its_bytes;
+            out->position = (int)i;
             return true;
         }
         at += its_bytes;
@@ -272,47 +300,61 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
     return SPCCL_OK;
 }
 
-/* Choose the first transport that both ranks offer and that reaches the peer, in the order of the lower rank.
- * Both ends then choose the same one even if their settings differ. */
-static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, const uint8_t *blob,
-                         size_t bytes)
+/* Find the transports that both ranks offer and that reach the peer, in the order of the lower rank. `tried` gets why the
+ * others do not. Returns their number. */
+static int find_candidates(sp_links *links, int peer, const struct published *p, struct candidate *out,
+                           char tried[600])
 {
-    char why[256], tried[600] = "";
-    sp_link *link = &links->peers[peer];
-    int best_position = INT32_MAX;
-    const uint8_t *best = NULL;
-    size_t best_bytes = 0;
+    int n = 0;
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
-        const uint8_t *address = NULL;
-        size_t address_bytes = 0, used = strlen(tried);
-        int position = 0;
-        if (!find_address(blob, bytes, t->name, &address, &address_bytes, &position)) {
-            snprintf(tried + used, sizeof tried - used, "%s%s: the peer does not offer it",
-                     used != 0 ? "; " : "", t->name);
+        struct candidate c = {.i = i};
+        size_t used = strlen(tried);
+        int at = n;
+        if (!find_address(p->blob, p->bytes, t->name, &c)) {
+            snprintf(tried + used, 600 - used, "%s%s: the peer does not offer it", used != 0 ? "; " : "",
+                     t->name);
             continue;
         }
-        why[0] = '\0';
-        if (!t->can_reach(links->endpoints[i], address, address_bytes, why, sizeof why)) {
-            snprintf(tried + used, sizeof tried - used, "%s%s: %s", used != 0 ? "; " : "", t->name, why);
+        if (!t->can_reach(links->endpoints[i], c.address, c.address_bytes, c.why, sizeof c.why)) {
+            snprintf(tried + used, 600 - used, "%s%s: %s", used != 0 ? "; " : "", t->name, c.why);
             continue;
         }
-        if (c->rank < peer)
-            position = i;
-        if (position >= best_position)
-            continue;
-        best_position = position;
-        best = address;
-        best_bytes = address_bytes;
-        link->transport = t;
-        link->ep = links->endpoints[i];
-        snprintf(link->text, sizeof link->text, "%s: %.140s", t->name, why);
+        c.mbps = sp_rate_of_pair(c.mbps, rate_of(links, i));
+        if (links->rank < peer)
+            c.position = i;
+        for (; at > 0 && out[at - 1].position > c.position; at--)
+            out[at] = out[at - 1];
+        out[at] = c;
+        n++;
     }
-    if (best == NULL)
+    return n;
+}
+
+/* Choose the transport of a pair: the first in the order of the lower rank, unless rates change that order. Both ends
+ * know the same facts, so both choose the same one even if their settings differ. */
+static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, const struct published *p)
+{
+    struct candidate found[SP_TRANSPORTS_MAX];
+    uint32_t mbps[SP_TRANSPORTS_MAX];
+    char tried[600] = "", faster[64] = "";
+    sp_link *link = &links->peers[peer];
+    int n = find_candidates(links, peer, p, found, tried), best;
+    if (n == 0)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                        "rank %d: no transport reaches rank %d (%s): see SPCCL_TRANSPORTS and `spccl info`",
                        c->rank, peer, tried);
-    return link->transport->add_peer(link->ep, peer, best, best_bytes);
+    for (int i = 0; i < n; i++)
+        mbps[i] = found[i].mbps;
+    best = sp_rate_choose(mbps, n, c->rates_decide && sp_load_le32(p->blob + BOOT_RATES_AT) == 1);
+    if (best != 0)
+        snprintf(faster, sizeof faster, ", %.1f Gbit/s; %s has %.1f", mbps[best] / 1e3,
+                 links->transports[found[0].i]->name, mbps[0] / 1e3);
+    link->transport = links->transports[found[best].i];
+    link->ep = links->endpoints[found[best].i];
+    snprintf(link->text, sizeof link->text, "%s: %.*s%s", link->transport->name, best != 0 ? 80 : 140,
+             found[best].why, faster);
+    return link->transport->add_peer(link->ep, peer, found[best].address, found[best].address_bytes);
 }
 
 /* Close the endpoints that no link uses. */
@@ -372,12 +414,6 @@ static spccl_status number_hosts(sp_links *links, const uint8_t *hosts)
     return st;
 }
 
-/* What one rank published. */
-struct published {
-    size_t bytes;
-    uint8_t blob[BLOB_CAP];
-};
-
 /* Read what the peers published. A rank that cannot join has published its reason. All ranks read it here,
  * before any of them can fail because of another. */
 static spccl_status read_peers(const spccl_store *store, const sp_boot_config *c, struct published *all)
@@ -405,7 +441,7 @@ static spccl_status meet_peers(sp_links *links, const spccl_store *store, const 
     for (int peer = 0; peer < c->world_size && st == SPCCL_OK; peer++) {
         if (peer == c->rank)
             continue;
-        st = pick(links, c, peer, all[peer].blob, all[peer].bytes);
+        st = pick(links, c, peer, &all[peer]);
         memcpy(hosts + (size_t)peer * SP_HOST_ID_BYTES, all[peer].blob + 20, SP_HOST_ID_BYTES);
     }
     sp_free(all);

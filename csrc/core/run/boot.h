@@ -40,6 +40,7 @@ typedef struct sp_boot_config {
     const char *name;       /* of the group; part of the keys in the store */
     const uint8_t *secret;  /* [SP_SECRET_BYTES]; NULL: rank 0 draws one and puts it into the store */
     const char *transports; /* names with commas, preferred first */
+    bool rates_decide;      /* the order is the default, and may be changed by rates (link_rate.h) */
     const char *host_id;    /* name of this rank's host; NULL or "": found */
     uint32_t n_sockets;     /* 0 = default */
     size_t queue_bytes;

@@ -65,6 +65,7 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
         strcmp(boot->transports, sp_env_describe(SP_ENV_TRANSPORTS)->default_text) == 0)
         boot->transports = config->transports;
     SP_TRY(sp_transport_parse_list(boot->transports, list, SP_TRANSPORTS_MAX, &n_transports));
+    boot->rates_decide = strcmp(boot->transports, sp_env_describe(SP_ENV_TRANSPORTS)->default_text) == 0;
     boot->slice_bytes = (uint32_t)comm->slice_bytes;
     return SPCCL_OK;
 }

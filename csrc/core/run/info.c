@@ -18,7 +18,6 @@ static const struct {
 } transport_why[] = {
     {"inproc", "ranks that are threads of one process"},
     {"shm", "processes of one host: shared memory without a name, so that none is left behind"},
-    {"tcp", "any other pair of ranks; SPCCL_TCP_ADDR chooses the interface"},
 };
 
 static bool kernel_entry(size_t i, spccl_info_entry *out)
@@ -69,6 +68,16 @@ static spccl_info_entry memory_entry(void)
         .why = "between hosts, with default SPCCL_QUEUE_BYTES: held by tcp; registered by ib and ncclnet"};
 }
 
+static spccl_info_entry order_entry(void)
+{
+    return (spccl_info_entry){.kind = "part",
+                              .name = "transport of a pair",
+                              .value = sp_env_text(SP_ENV_TRANSPORTS),
+                              .why =
+                                  "the first that reaches the peer; in the default order a later one whose "
+                                  "known rate is more than twice as high is taken instead"};
+}
+
 static bool schedule_entry(size_t i, spccl_info_entry *out)
 {
     const char *forced = sp_env_text(SP_ENV_SCHEDULE);
@@ -113,6 +122,10 @@ static bool find_entry(size_t i, spccl_info_entry *out)
     }
     if (i-- == 0) {
         *out = memory_entry();
+        return true;
+    }
+    if (i-- == 0) {
+        *out = order_entry();
         return true;
     }
     if (i < SP_N_ENV) {

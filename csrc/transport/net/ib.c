@@ -38,6 +38,16 @@ static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
     return mbps > 0 ? NS_MBPS_PER_BYTE / mbps : UNKNOWN_NS_PER_BYTE;
 }
 
+/* Of all devices together. */
+static uint32_t ib_rate_mbps(sp_endpoint *opaque)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    uint32_t mbps = 0;
+    for (int i = 0; i < ep->n_devices; i++)
+        mbps += (uint32_t)ep->devices[i].speed_mbps;
+    return mbps;
+}
+
 /* ---- addresses ---- */
 
 static spccl_status ib_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
@@ -467,6 +477,7 @@ fail:
 const sp_transport sp_transport_ib = {
     .name = "ib",
     .ns_per_byte = ib_ns_per_byte,
+    .rate_mbps = ib_rate_mbps,
     .inform = sp_ib_inform,
     .open = ib_open,
     .address = ib_address,

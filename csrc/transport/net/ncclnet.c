@@ -90,7 +90,7 @@ static void nn_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
     const struct sp_nn_peer *p = &ep->peers[peer];
     char device[80];
     if (by_tcp(p)) {
-        snprintf(out, cap, "tcp, as the plugin failed: %s", p->reason);
+        snprintf(out, cap, "%s%s", p->tcp_faster ? "" : "tcp, as the plugin failed: ", p->reason);
         return;
     }
     sp_nn_device_text(ep, p->tx[0].device, device, sizeof device);

@@ -45,6 +45,7 @@ struct sp_nn_peer {
     /* start-up, the caller's */
     bool connect_info_sent, connect_info_here, result_sent, result_here;
     char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
+    bool tcp_faster;             /* because tcp has the higher rate */
     /* the peer's end */
     bool gone, over; /* no more can be sent to it; nothing more will arrive */
     bool has_fin;

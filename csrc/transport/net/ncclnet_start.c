@@ -9,6 +9,7 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/contract/link_rate.h"
 #include "transport/common/transports.h"
 #include "transport/net/ncclnet.h"
 
@@ -68,6 +69,26 @@ static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *no
     return tcp->commit(ep->tcp, peer, 0, 0);
 }
 
+/* Of all devices that the plugin's queues share. */
+static uint32_t plugin_mbps(const struct sp_ncclnet *ep)
+{
+    uint32_t mbps = 0;
+    for (int i = 0; i < ep->plugin->n_used; i++)
+        mbps += (uint32_t)ep->plugin->devices[ep->plugin->used[i]].speed_mbps;
+    return mbps;
+}
+
+/* True if the rates say that tcp carries the pair. Both ranks get the same answer: both know the same facts. */
+static bool tcp_is_faster(struct sp_nn_peer *p, char *text, size_t cap)
+{
+    uint32_t mbps[2] = {sp_rate_of_pair(p->mine.plugin_mbps, p->theirs.plugin_mbps),
+                        sp_rate_of_pair(p->mine.tcp_mbps, p->theirs.tcp_mbps)};
+    if (sp_rate_choose(mbps, 2, p->mine.rates_decide && p->theirs.rates_decide) == 0)
+        return false;
+    snprintf(text, cap, "tcp: %.1f Gbit/s; plugin %s has %.1f", mbps[1] / 1e3, p->mine.name, mbps[0] / 1e3);
+    return true;
+}
+
 static spccl_status send_connect_info(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
@@ -75,6 +96,9 @@ static spccl_status send_connect_info(struct sp_ncclnet *ep, int peer)
     p->mine.usable = is_loaded(ep);
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
     p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
+    p->mine.rates_decide = ep->config.rates_decide && ep->config.tcp_too;
+    p->mine.tcp_mbps = tcp->rate_mbps(ep->tcp);
+    p->mine.plugin_mbps = p->mine.usable ? plugin_mbps(ep) : 0;
     if (p->mine.usable)
         snprintf(p->mine.name, sizeof p->mine.name, "%s", ep->plugin->name);
     else
@@ -100,6 +124,8 @@ static spccl_status judge_connect_info(struct sp_ncclnet *ep, int peer)
                  peer);
     else if (p->mine.n_queues != p->theirs.n_queues || p->mine.segment_bytes != p->theirs.segment_bytes)
         snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
+    else
+        p->tcp_faster = tcp_is_faster(p, text, sizeof text);
     if (text[0] != '\0') {
         take_tcp(p, text);
         return SPCCL_OK;
@@ -216,7 +242,7 @@ static spccl_status decide_routes(struct sp_ncclnet *ep)
         if (!p->added)
             continue;
         p->route = p->reason[0] == '\0' ? SP_NN_BY_PLUGIN : SP_NN_BY_TCP;
-        if (p->route == SP_NN_BY_PLUGIN)
+        if (p->route == SP_NN_BY_PLUGIN || p->tcp_faster)
             continue;
         sp_rank_list_add(&failed, i);
         why = why[0] == '\0' ? p->reason : why;

@@ -6,8 +6,9 @@
 #include <string.h>
 
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
-#define RESULT_MAGIC 0x564e7073u       /* "spNV" */
-#define FIN_MAGIC 0x464e7073u          /* "spNF" */
+#define RATES_AT (252u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
+#define RESULT_MAGIC 0x564e7073u /* "spNV" */
+#define FIN_MAGIC 0x464e7073u    /* "spNF" */
 static const char address_magic[4] = {'s', 'p', 'N', '1'};
 
 /* Copy a text that ends within `cap` bytes. Bytes that are not printable ASCII become '?': the text goes to logs. */
@@ -56,16 +57,22 @@ void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CON
         memcpy(out + 252, o->handles, sizeof o->handles);
     else
         memset(out + 252, 0, sizeof o->handles);
+    sp_store_le32(out + RATES_AT, o->plugin_mbps);
+    sp_store_le32(out + RATES_AT + 4, o->tcp_mbps);
+    sp_store_le32(out + RATES_AT + 8, o->rates_decide ? 1 : 0);
 }
 
 bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info *out)
 {
     if (n != SP_NN_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
-        sp_load_le16(bytes + 4) > 1)
+        sp_load_le16(bytes + 4) > 1 || sp_load_le32(bytes + RATES_AT + 8) > 1)
         return false;
     out->usable = sp_load_le16(bytes + 4) == 1;
     out->n_queues = sp_load_le16(bytes + 6);
     out->segment_bytes = sp_load_le32(bytes + 8);
+    out->plugin_mbps = sp_load_le32(bytes + RATES_AT);
+    out->tcp_mbps = sp_load_le32(bytes + RATES_AT + 4);
+    out->rates_decide = sp_load_le32(bytes + RATES_AT + 8) == 1;
     memset(out->handles, 0, sizeof out->handles);
     if (out->usable)
         memcpy(out->handles, bytes + 252, sizeof out->handles);

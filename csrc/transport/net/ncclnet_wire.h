@@ -12,14 +12,16 @@
 
 /* First message: what came of loading the plugin, and where the queues listen.
  *   0 "spNO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 name[40]   52 why[200]
- *   252 handles[SP_QUEUES_MAX][128] */
-#define SP_NN_CONNECT_INFO_BYTES (252u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
+ *   252 handles[SP_QUEUES_MAX][128]   764 u32 plugin's Mbit/s   768 u32 tcp's Mbit/s   772 u32 rates decide */
+#define SP_NN_CONNECT_INFO_BYTES (264u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
 typedef struct sp_nn_connect_info {
     bool usable;
     uint32_t n_queues, segment_bytes;
     char name[SP_NN_NAME_CAP];
     char why[SP_NN_TEXT_CAP]; /* not usable: the reason */
     uint8_t handles[SP_QUEUES_MAX][SP_NN_HANDLE_BYTES];
+    uint32_t plugin_mbps, tcp_mbps; /* rates of the devices that it uses, and of tcp; 0: unknown */
+    bool rates_decide;              /* sp_endpoint_config.rates_decide */
 } sp_nn_connect_info;
 
 /* Second message: whether all queues are connected. 0 "spNV"   4 u32 fine   8 why[200] */

@@ -422,6 +422,8 @@ fail:
 const sp_transport sp_transport_tcp = {
     .name = "tcp",
     .ns_per_byte = tcp_ns_per_byte,
+    .rate_mbps = sp_tcp_rate_mbps,
+    .inform = sp_tcp_inform,
     .open = tcp_open,
     .address = sp_tcp_write_address,
     .can_reach = sp_tcp_can_reach,

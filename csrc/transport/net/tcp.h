@@ -102,6 +102,8 @@ static inline uint32_t sp_tcp_n_sockets(const struct sp_tcp *ep, const struct sp
 /* tcp_address.c */
 /* Listen where SPCCL_TCP_ADDR says, and fill ep->self. Errors: SETTING, SYSTEM. */
 spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd);
+/* List the IP addresses that SPCCL_TCP_ADDR allows. Errors: SETTING, SYSTEM. */
+spccl_status sp_tcp_find_ips(sp_tcp_address *out);
 /* False if the bytes are not the address of an endpoint. */
 bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *out);
 bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b);
@@ -111,6 +113,10 @@ bool sp_tcp_is_loopback(const sp_sock_address *a);
 /* As in transport.h. */
 spccl_status sp_tcp_write_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_tcp_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+
+/* tcp_rate.c. As in transport.h. */
+uint32_t sp_tcp_rate_mbps(sp_endpoint *ep);
+void sp_tcp_inform(const char **value, const char **why);
 
 /* tcp_connect.c */
 spccl_status sp_tcp_start_acceptor(struct sp_tcp *ep, int listen_fd);

@@ -182,6 +182,12 @@ static const char *listen_setting(void)
     return strcmp(text, "0.0.0.0") == 0 || strcmp(text, "::") == 0 ? "" : text;
 }
 
+spccl_status sp_tcp_find_ips(sp_tcp_address *out)
+{
+    const char *setting = listen_setting();
+    return setting[0] == '\0' ? find_ips(NULL, out) : find_named_ip(setting, out);
+}
+
 spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd)
 {
     const char *setting = listen_setting();
@@ -191,7 +197,7 @@ spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd)
     int fd = -1;
     bool listening;
     memcpy(ep->self.host, ep->config.host, sizeof ep->self.host);
-    SP_TRY(setting[0] == '\0' ? find_ips(NULL, &ep->self) : find_named_ip(setting, &ep->self));
+    SP_TRY(sp_tcp_find_ips(&ep->self));
     if (ep->self.n_ips == 0)
         return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: tcp: this host has no interface that is up",
                        ep->config.rank);
