@@ -38,106 +38,6 @@ static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
     return mbps > 0 ? NS_MBPS_PER_BYTE / mbps : UNKNOWN_NS_PER_BYTE;
 }
 
-/* Of all devices together. */
-static uint32_t ib_rate_mbps(sp_endpoint *opaque)
-{
-    struct sp_ib *ep = sp_ib_self(opaque);
-    uint32_t mbps = 0;
-    for (int i = 0; i < ep->n_devices; i++)
-        mbps += (uint32_t)ep->devices[i].speed_mbps;
-    return mbps;
-}
-
-/* ---- addresses ---- */
-
-static spccl_status ib_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
-{
-    struct sp_ib *ep = sp_ib_self(opaque);
-    size_t n = 0, head;
-    head = sp_ib_write_address(&ep->address, out);
-    if (ep->tcp != NULL)
-        SP_TRY(tcp->address(ep->tcp, out + head, &n));
-    *bytes = head + n;
-    return SPCCL_OK;
-}
-
-/* "device rxe0 port 1 + device rxe2 port 1" */
-static void rails_text(const struct sp_ib *ep, const struct sp_ib_peer *p, char *out, size_t cap)
-{
-    size_t used = 0;
-    for (uint32_t r = 0; r < p->n_rails && used < cap; r++) {
-        char device[SP_IB_NAME_CAP + 24];
-        sp_ib_device_text(&ep->devices[p->rails[r].device], device, sizeof device);
-        used += (size_t)snprintf(out + used, cap - used, "%s%s", r == 0 ? "" : " + ", device);
-    }
-}
-
-static bool ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
-{
-    static const char *const names[] = {"none", "InfiniBand", "RoCE with IPv4", "RoCE with IPv6"};
-    struct sp_ib *ep = sp_ib_self(opaque);
-    sp_ib_address theirs;
-    sp_ib_pairing pairing;
-    const uint8_t *its_tcp;
-    size_t its_bytes, used;
-    if (ep->n_devices == 0) {
-        snprintf(why, why_cap, "%s", ep->device_why);
-        return false;
-    }
-    if (!sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes)) {
-        snprintf(why, why_cap, "the peer has no usable device");
-        return false;
-    }
-    sp_ib_pair(&ep->address, &theirs, &pairing);
-    if (pairing.n == 0) {
-        snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->devices[0])],
-                 names[theirs.ports[0].network]);
-        return false;
-    }
-    sp_ib_device_text(&ep->devices[pairing.low[0]], why, why_cap);
-    used = strlen(why);
-    snprintf(why + used, why_cap - used, ", ");
-    used = strlen(why);
-    return tcp->can_reach(ep->tcp, its_tcp, its_bytes, why + used, why_cap - used);
-}
-
-static spccl_status ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
-{
-    struct sp_ib *ep = sp_ib_self(opaque);
-    struct sp_ib_peer *p = &ep->peers[peer];
-    bool is_low = ep->config.rank < peer;
-    sp_ib_address theirs;
-    sp_ib_pairing pairing;
-    const uint8_t *its_tcp;
-    size_t its_bytes;
-    if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes))
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
-    sp_ib_pair(is_low ? &ep->address : &theirs, is_low ? &theirs : &ep->address, &pairing);
-    if (pairing.n == 0)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d): other networks", ep->config.rank, peer);
-    p->n_rails = pairing.n;
-    p->n_ports = theirs.n;
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        p->rails[r].device = is_low ? pairing.low[r] : pairing.high[r];
-    SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
-    p->added = true;
-    return SPCCL_OK;
-}
-
-static void ib_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
-{
-    struct sp_ib *ep = sp_ib_self(opaque);
-    const struct sp_ib_peer *p = &ep->peers[peer];
-    char devices[SP_IB_RAILS_MAX * (SP_IB_NAME_CAP + 28)] = "", details[160];
-    if (by_tcp(p)) {
-        snprintf(out, cap, "tcp, as ib failed: %s", p->reason);
-        return;
-    }
-    rails_text(ep, p, devices, sizeof devices);
-    sp_ib_device_details(&ep->devices[p->rails[0].device], details, sizeof details);
-    snprintf(out, cap, "ib: %s, %s (%s)", devices, details, ep->device_why);
-}
-
 /* ---- messages ---- */
 
 static size_t ib_message_max(sp_endpoint *opaque)
@@ -477,13 +377,13 @@ fail:
 const sp_transport sp_transport_ib = {
     .name = "ib",
     .ns_per_byte = ib_ns_per_byte,
-    .rate_mbps = ib_rate_mbps,
+    .rate_mbps = sp_ib_rate_mbps,
     .inform = sp_ib_inform,
     .open = ib_open,
-    .address = ib_address,
-    .can_reach = ib_can_reach,
-    .describe = ib_describe,
-    .add_peer = ib_add_peer,
+    .address = sp_ib_address_of,
+    .can_reach = sp_ib_can_reach,
+    .describe = sp_ib_describe,
+    .add_peer = sp_ib_add_peer,
     .connect_step = sp_ib_connect_step,
     .message_max = ib_message_max,
     .reserve = ib_reserve,

@@ -1,5 +1,5 @@
-/* ib.h - the data of transport ib. ib.c: messages. ib_start.c: start-up. ib_move.c: writes and completions.
- * ib_end.c: how peers end.
+/* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
+ * ib_move.c: writes and completions. ib_end.c: how peers end.
  *
  * Two ranks have 1, 2 or 4 rails: RC queue pairs, each between two devices of its own. For each queue both ends have a
  * ring of segments (ncclnet_ring.h). Each rail has an equal part of the places in a ring, one after the other, registers
@@ -134,6 +134,13 @@ static inline uint64_t sp_ib_id(int peer, uint32_t rail)
 {
     return (uint64_t)rail << 60 | (uint64_t)(uint32_t)peer << 32;
 }
+
+/* ib_address.c. As in transport.h. */
+uint32_t sp_ib_rate_mbps(sp_endpoint *ep);
+spccl_status sp_ib_address_of(sp_endpoint *ep, uint8_t *out, size_t *bytes);
+bool sp_ib_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+void sp_ib_describe(sp_endpoint *ep, int peer, char *out, size_t cap);
+spccl_status sp_ib_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 
 /* ib_start.c */
 spccl_status sp_ib_connect_step(sp_endpoint *ep);
