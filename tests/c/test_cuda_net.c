@@ -3,6 +3,8 @@
  * hang. */
 #include "cuda_hosts.h"
 
+#include "spccl_channel.h"
+
 /* In the virtual machine, without hardware support, GPUs in software take about 10 times as long. */
 #if defined(TEST_ONLY_TRANSPORT)
 #define NETWORK TEST_ONLY_TRANSPORT
@@ -243,7 +245,19 @@ static void test_call_hangs(void)
     unsetenv("SPCCL_NET_PLUGIN_MS");
 }
 
-/* The plugin connects no pair: all messages take tcp, those of the proxies too. Without tcp that is an error. */
+static void attaches_and_makes_channels(struct rank_ctx *c)
+{
+    spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
+    spccl_channels *channels = NULL;
+    attach_and_check(c);
+    config.kind = SPCCL_CHANNEL_PORT;
+    config.window_bytes = 16;
+    CHECK_OK(spccl_channels_create(c->comm, &config, &channels));
+    spccl_channels_destroy(channels);
+}
+
+/* The plugin connects no pair: all messages take tcp, those of the proxies and of port channels too. Without tcp that
+ * is an error. */
 static void test_falls_back(void)
 {
     struct rank_ctx ctx[RANKS_CAP];
@@ -252,7 +266,7 @@ static void test_falls_back(void)
     next_proxies();
     setenv("TEST_NET_FAIL", "connect", 1);
     config.transports = "ncclnet,tcp";
-    run_ranks(2, &config, attach_and_check, NULL, ctx);
+    run_ranks(2, &config, attaches_and_makes_channels, NULL, ctx);
     check_created(ctx, 2);
     config.transports = "ncclnet";
     run_ranks(2, &config, attach_and_check, NULL, ctx);

@@ -22,6 +22,7 @@ static spccl_status open_endpoint(sp_port *port, const sp_transport *transport)
                                           (UINT64_C(0x53504348414e4e00) + port->c->g->n_channel_sets),
                              .n_queues = 1,
                              .queue_bytes = QUEUE_BYTES,
+                             .tcp_too = comm->links.tcp_too,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
