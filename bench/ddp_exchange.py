@@ -68,17 +68,19 @@ def median_ms(model: DistributedDataParallel, grads: list[torch.Tensor], n: int,
     return statistics.median(times)
 
 
-def memory_gib(device: torch.device) -> str:
+def memory_gib(device: torch.device, before: int) -> str:
+    """before: bytes allocated when the mode began. NCCL's group keeps buckets of the mode before for a while."""
     if device.type == "cpu":
         return "not measured on a CPU"
     free, total = torch.cuda.mem_get_info()
-    peak, outside = torch.cuda.max_memory_allocated(), total - free - torch.cuda.memory_reserved()
-    return f"peak {peak / 2**30:.2f} GiB, outside torch {outside / 2**30:.2f} GiB"
+    peak, outside = torch.cuda.max_memory_allocated() - before, total - free - torch.cuda.memory_reserved()
+    return f"peak {peak / 2**30:.2f} GiB above {before / 2**30:.2f}, outside torch {outside / 2**30:.2f} GiB"
 
 
 def run(args: argparse.Namespace, mode: str, group: dist.ProcessGroup, device: torch.device) -> str:
     """Measures one mode once. What it allocates is free again afterwards."""
     name, _, ctas = mode.partition(":")
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     module, max_ctas, hook = Parameters(device), int(ctas) if ctas else args.max_ctas, None
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     grads = [torch.randn(p.shape, device=device, generator=generator) for p in module.all]
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace, mode: str, group: dist.ProcessGroup, device: t
         f"{name}, buckets of {args.bucket_mb} MB, {max_ctas or 'all'} thread blocks: "
         f"{with_exchange:.1f} ms with exchange, {without:.1f} without, difference {with_exchange - without:.1f}; "
         f"density {stats.get('density_pruned', 1.0):.4f}, "
-        f"hook {stats.get('select_ms', 0.0):.2f} ms of host time; memory: {memory_gib(device)}"
+        f"hook {stats.get('select_ms', 0.0):.2f} ms of host time; memory: {memory_gib(device, before)}"
     )
 
 

@@ -104,6 +104,7 @@ class Study:
         size = SIZES[args.size]
         with self.device:
             self.model = GPT(size)
+        self.of_model = torch.cuda.memory_allocated() if args.device == "cuda" else 0  # bytes
         if args.variant == "compile":
             torch._dynamo.config.optimize_ddp = False  # a block is smaller than a bucket: DDP need not split it
             for block in self.model.blocks:
@@ -145,11 +146,13 @@ class Study:
         """Measure one mode once, and pruning alone if asked to. The result is this rank's."""
         mode, on_gpu = MODES[name], self.device.type == "cuda"
         self.free()
+        # NCCL's group keeps buckets of the run before for a while: they are not counted.
+        left_over = torch.cuda.memory_allocated() - self.of_model if on_gpu else 0
         training = self.training(mode, bucket_mb, self.dense if mode.hook is None else self.spccl)
         step_s, loss = self.seconds(training, exchange=True)
         stats = training.hook.stats() if training.hook else {}
         n_buckets = training.n_buckets()
-        memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+        memory = (torch.cuda.max_memory_allocated() - left_over) / 2**30 if on_gpu else None
         compute_s, _ = self.seconds(training, exchange=False)
         del training
         prune_s = None
