@@ -323,6 +323,9 @@ static void test_info(void)
     check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_10.so", "in, plugin usable", "v10), 1 device: sock0");
     check_info(NET_PLUGIN_FOLDER "/libnccl-net-test_7.so", "in, plugin not usable", "too old");
     check_info("none", "in, no plugin", "SPCCL_NET_PLUGIN=none");
+    check_info("/nowhere/net.so", "in, no plugin", "\"/nowhere/net.so\": there is no such file");
+    check_info("nowhere", "in, no plugin",
+               "no file libnccl-net-nowhere.so or nowhere in the linker's folders");
 }
 
 int main(int argc, char **argv)

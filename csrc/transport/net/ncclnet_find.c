@@ -104,10 +104,13 @@ static void find_named(const char *variable, const char *text, sp_nn_found *out)
     out->found = (strchr(name, '/') == NULL && find_file(file, out->path)) || find_file(name, out->path);
     if (out->found)
         snprintf(out->why, sizeof out->why, "named by %s", variable);
+    else if (strchr(name, '/') != NULL)
+        snprintf(out->why, sizeof out->why, "%s=\"%.60s\": there is no such file that this process may read",
+                 variable, text);
     else
-        snprintf(out->why, sizeof out->why, "%s=\"%.60s\": no file libnccl-net-%.30s.so or %.30s in %s",
-                 variable, text, name, name,
-                 strchr(name, '/') != NULL ? "the file system" : "the linker's folders");
+        snprintf(out->why, sizeof out->why,
+                 "%s=\"%.60s\": no file libnccl-net-%.30s.so or %.30s in the linker's folders", variable,
+                 text, name, name);
 }
 
 void sp_nn_find(sp_nn_found *out)
