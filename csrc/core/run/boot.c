@@ -162,13 +162,6 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
     return st;
 }
 
-/* The rate of an endpoint, in Mbit/s; 0: unknown. */
-static uint32_t rate_of(const sp_links *links, int i)
-{
-    const sp_transport *t = links->transports[i];
-    return t->rate_mbps != NULL ? t->rate_mbps(links->endpoints[i]) : 0;
-}
-
 static spccl_status publish(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
     uint8_t blob[BLOB_CAP];
@@ -183,14 +176,16 @@ static spccl_status publish(sp_links *links, const spccl_store *store, const sp_
     sp_store_le32(blob + BOOT_SCHEDULE_AT, c->schedule);
     sp_store_le32(blob + BOOT_RATES_AT, c->rates_decide ? 1 : 0);
     for (int i = 0; i < links->n_endpoints; i++) {
-        const char *name = links->transports[i]->name;
+        const sp_transport *t = links->transports[i];
+        const char *name = t->name;
         size_t name_bytes = strlen(name), address_bytes = 0;
         sp_store_le32(blob + n, (uint32_t)name_bytes);
         memcpy(blob + n + 4, name, name_bytes);
         n += 4 + name_bytes;
-        sp_store_le32(blob + n, rate_of(links, i));
+        links->rates_mbps[i] = t->rate_mbps != NULL ? t->rate_mbps(links->endpoints[i]) : 0;
+        sp_store_le32(blob + n, links->rates_mbps[i]);
         n += 4;
-        SP_TRY(links->transports[i]->address(links->endpoints[i], blob + n + 4, &address_bytes));
+        SP_TRY(t->address(links->endpoints[i], blob + n + 4, &address_bytes));
         sp_store_le32(blob + n, (uint32_t)address_bytes);
         n += 4 + address_bytes;
     }
@@ -302,7 +297,7 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
 
 /* Find the transports that both ranks offer and that reach the peer, in the order of the lower rank. `tried` gets why the
  * others do not. Returns their number. */
-static int find_candidates(sp_links *links, int peer, const struct published *p, struct candidate *out,
+static int find_candidates(const sp_links *links, int peer, const struct published *p, struct candidate *out,
                            char tried[600])
 {
     int n = 0;
@@ -320,7 +315,7 @@ static int find_candidates(sp_links *links, int peer, const struct published *p,
             snprintf(tried + used, 600 - used, "%s%s: %s", used != 0 ? "; " : "", t->name, c.why);
             continue;
         }
-        c.mbps = sp_rate_of_pair(c.mbps, rate_of(links, i));
+        c.mbps = sp_rate_of_pair(c.mbps, links->rates_mbps[i]); /* as published: the peer computes the same */
         if (links->rank < peer)
             c.position = i;
         for (; at > 0 && out[at - 1].position > c.position; at--)

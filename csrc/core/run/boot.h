@@ -26,8 +26,9 @@ typedef struct sp_links {
     int n_endpoints;                /* endpoints in use */
     const sp_transport *transports[SP_TRANSPORTS_MAX];
     sp_endpoint *endpoints[SP_TRANSPORTS_MAX];
-    size_t message_max;              /* smallest over the endpoints */
-    uint8_t secret[SP_SECRET_BYTES]; /* for later connections, which exchange GPU memory */
+    uint32_t rates_mbps[SP_TRANSPORTS_MAX]; /* of the endpoints, as published; 0: unknown */
+    size_t message_max;                     /* smallest over the endpoints */
+    uint8_t secret[SP_SECRET_BYTES];        /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
     bool
         tcp_too; /* tcp is among the transports: it carries pairs for which ib or ncclnet fails at start-up */
