@@ -8,7 +8,7 @@
  * - Port channels: windows are pinned host memory. A kernel posts triggers, and a thread of the host, the proxy,
  *   carries them out over a transport, also to other hosts.
  *
- * The library allocates the windows: a peer can map only memory that was allocated for it. */
+ * The library allocates the windows. Those of memory channels may also be the caller's own GPU memory. */
 #ifndef SPCCL_CHANNEL_H
 #define SPCCL_CHANNEL_H
 
@@ -99,18 +99,22 @@ typedef struct spccl_channels_config {
     uint64_t window_bytes; /* of each rank's window: a multiple of 16, above 0 */
     uint32_t n_per_peer;   /* channels of each pair: 1 to 1024 */
     uint32_t n_triggers;   /* port channels: that a FIFO holds, a power of two, 2 to 4096; 0 = 64 */
+    /* Memory channels: this rank's window, window_bytes of the attached GPU's memory, from cudaMalloc or inside such an
+     * allocation, a multiple of 16. It keeps its contents. The caller frees it after spccl_channels_destroy. NULL: the
+     * library allocates it. Either all ranks give one, or none does. Port channels: NULL. */
+    void *window;
 } spccl_channels_config;
 #define SPCCL_CHANNELS_CONFIG_INIT                                                                           \
     {                                                                                                        \
-        sizeof(spccl_channels_config), SPCCL_CHANNEL_LAYOUT, SPCCL_CHANNEL_MEMORY, 0, 1, 0                   \
+        sizeof(spccl_channels_config), SPCCL_CHANNEL_LAYOUT, SPCCL_CHANNEL_MEMORY, 0, 1, 0, 0                \
     }
 
 /* Make a set of channels. All ranks call it, at the same place in their order of calls; it ends after the
- * communicator's timeout at the latest. The windows are zero. All ranks get the same status.
+ * communicator's timeout at the latest. Windows that the library allocates are zero. All ranks get the same status.
  *   comm  with a GPU attached (spccl_cuda_attach)
  *   out   destroy it before the communicator; spccl_comm_destroy destroys what is left
  * Errors: ARG, STATE (no GPU is attached), VERSION (another layout), MISMATCH, NOMEM, DEVICE, UNREACHABLE (a
- * peer's memory cannot be mapped), PEER, TIMEOUT, or the error that broke the communicator. */
+ * peer's memory cannot be mapped, or config.window cannot be shared), PEER, TIMEOUT, or the error that broke the communicator. */
 SPCCL_API spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
                                              spccl_channels **out);
 /* Free a set. All ranks call it. It waits until the triggers of port channels are carried out, at most for the

@@ -135,6 +135,13 @@ static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *ha
     }
     return fake_map(fd, bytes, out);
 }
+static spccl_status fake_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out)
+{
+    (void)p;
+    (void)out;
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "fakeBorrow: GPU %d, %zu bytes: no memory of callers", ordinal,
+                   bytes);
+}
 static spccl_status fake_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
 {
     memset(handle, 0x5a, SP_GPU_HANDLE_BYTES);
@@ -350,6 +357,7 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .can_access = fake_can_access,
     .memory_free = fake_memory_free,
     .memory_create = fake_memory_create,
+    .memory_borrow = fake_memory_borrow,
     .memory_export = fake_memory_export,
     .memory_import = fake_memory_import,
     .memory_address = fake_memory_address,

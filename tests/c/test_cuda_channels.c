@@ -40,7 +40,7 @@ static void run_ring(struct rank_ctx *c, spccl_channels *channels, size_t bytes,
 
 static void ring_rank(struct rank_ctx *c)
 {
-    static const size_t sizes[] = {16, 4080, 65536};
+    static const size_t sizes[] = {16, 20464, 65536};
     spccl_channels *channels, *others;
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
@@ -69,6 +69,62 @@ static void test_ring(void)
     run_group(N_RANKS, ring_rank, NULL);
     if (!is_small)
         run_group(5, ring_rank, NULL);
+}
+
+/* ---- windows that are the caller's memory ---- */
+
+#define OWN_OFF 4112u /* inside an allocation; the ring's result is at its start */
+#define OWN_BLOCK 20464u
+#define FILL 0x5c
+
+static void check_fill(const struct rank_ctx *c, size_t off, size_t bytes)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    size_t i = 0;
+    CUDA_OK(cudaMemcpyAsync(m->plain, m->spare_d + off, bytes, cudaMemcpyDeviceToHost, m->on));
+    sync_stream(m->on);
+    while (i < bytes && m->plain[i] == FILL)
+        i++;
+    CHECK(i == bytes, "rank %d: byte %zu of the caller's memory has changed", c->rank, off + i);
+}
+
+static void own_window_rank(struct rank_ctx *c)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
+    spccl_channels *channels = NULL;
+    void *device = NULL, *host = &device;
+    size_t bytes = RING_WINDOW_BYTES(OWN_BLOCK);
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    CUDA_OK(cudaMemsetAsync(m->spare_d, FILL, CAP, m->on));
+    sync_stream(m->on);
+    config.window_bytes = bytes;
+    config.n_per_peer = 2;
+    config.window = m->spare_d + OWN_OFF;
+    for (int round = 0; round < 2; round++) {
+        CHECK_OK(spccl_channels_create(c->comm, &config, &channels));
+        if (channels == NULL)
+            return;
+        CHECK_OK(spccl_channels_window(channels, &device, &host));
+        CHECK(device == config.window && host == NULL, "%p, %p, wanted %p", device, host, config.window);
+        if (round == 0)
+            check_fill(c, OWN_OFF, bytes);
+        all_here(c->comm); /* before peers put */
+        run_ring(c, channels, OWN_BLOCK, 2 * round);
+        run_ring(c, channels, OWN_BLOCK, 2 * round + 1);
+        check_fill(c, OWN_OFF / 2, OWN_OFF - OWN_OFF / 2);
+        check_fill(c, OWN_OFF + bytes, CAP - OWN_OFF - bytes);
+        if (round == 0) /* the communicator destroys the other one */
+            spccl_channels_destroy(channels);
+    }
+    check_works(c);
+}
+
+static void test_own_window(void)
+{
+    run_group(2, own_window_rank, NULL);
+    run_group(N_RANKS, own_window_rank, NULL);
 }
 
 /* A captured kernel can be replayed. */
@@ -274,6 +330,34 @@ static void refuses_creation(struct rank_ctx *c)
     check_works(c);
 }
 
+static void refuses_windows(struct rank_ctx *c)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT, x;
+    void *pooled = NULL;
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    config.window_bytes = 64;
+    x = config, x.window = m->spare_d;
+    refuse(c, 1, x, SPCCL_ERR_MISMATCH,
+           "rank 1 called spccl_channels_create with config.window, rank 0 without");
+    x.kind = SPCCL_CHANNEL_PORT;
+    refuse(c, -1, x, SPCCL_ERR_ARG, "wanted NULL: the library allocates the pinned windows");
+    x = config, x.window = m->spare_d + 8;
+    refuse(c, -1, x, SPCCL_ERR_ARG, "wanted a multiple of 16");
+    x.window = m->in;
+    refuse(c, -1, x, SPCCL_ERR_ARG, "is not memory of GPU");
+    x.window = m->spare_d + CAP - 32;
+    refuse(c, -1, x, SPCCL_ERR_ARG, "the allocation has 32 bytes from there");
+    CUDA_OK(cudaMallocAsync(&pooled, 64, m->on));
+    sync_stream(m->on);
+    x.window = pooled;
+    refuse(c, -1, x, SPCCL_ERR_UNREACHABLE,
+           "cannot be shared with other processes: wanted memory from cudaMalloc");
+    CUDA_OK(cudaFree(pooled));
+    check_works(c);
+}
+
 static void refuses_handles(struct rank_ctx *c)
 {
     spccl_channels *channels;
@@ -312,6 +396,7 @@ static void other_host(struct rank_ctx *c)
 static void test_refusals(void)
 {
     run_group(2, refuses_creation, NULL);
+    run_group(2, refuses_windows, NULL);
     run_group(2, refuses_handles, NULL);
     test_ranks_per_host = 1;
     setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
@@ -322,9 +407,10 @@ static void test_refusals(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"ring", test_ring},         {"replay", test_replay},
-                                             {"pairs", test_pairs},       {"failures", test_failures},
-                                             {"refusals", test_refusals}, {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"ring", test_ring},   {"own_window", test_own_window}, {"replay", test_replay},
+        {"pairs", test_pairs}, {"failures", test_failures},     {"refusals", test_refusals},
+        {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(5, CAP);
     return test_main(cases, argc, argv);

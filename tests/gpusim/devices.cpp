@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace
 {
@@ -18,6 +19,7 @@ constexpr size_t MEMORY_BYTES = (size_t)8 << 30;
 
 std::mutex &mu = *new std::mutex;                                     // never destroyed; runtime.cpp says why
 auto &allocations = *new std::map<uintptr_t, std::pair<size_t, int>>; // start -> bytes, device
+auto &of_pools = *new std::set<uintptr_t>; // starts of those that have no IPC handle
 size_t allocated;
 thread_local int device_now = -1;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -85,6 +87,16 @@ static CUresult get_attribute(int *value, CUdevice_attribute, CUdevice)
     *value = 0; // no VMM: inboxes are shared by ipc, within the process as plain pointers
     return CUDA_SUCCESS;
 }
+static CUresult get_address_range(CUdeviceptr *base, size_t *bytes, CUdeviceptr p)
+{
+    std::lock_guard<std::mutex> lock(mu);
+    auto after = allocations.upper_bound((uintptr_t)p);
+    if (after == allocations.begin() || p - (--after)->first >= after->second.first)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    *base = after->first;
+    *bytes = after->second.first;
+    return CUDA_SUCCESS;
+}
 static CUresult not_supported(void)
 {
     return CUDA_ERROR_NOT_SUPPORTED;
@@ -97,6 +109,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **p, unsigne
     *p = strcmp(name, "cuCtxGetCurrent") == 0        ? (void *)get_context
          : strcmp(name, "cuCtxSetCurrent") == 0      ? (void *)set_context
          : strcmp(name, "cuDeviceGetAttribute") == 0 ? (void *)get_attribute
+         : strcmp(name, "cuMemGetAddressRange") == 0 ? (void *)get_address_range
                                                      : (void *)not_supported;
     return cudaSuccess;
 }
@@ -162,9 +175,18 @@ cudaError_t cudaMalloc(void **p, size_t bytes)
     allocations[(uintptr_t)*p] = {bytes, device_now < 0 ? 0 : device_now};
     return cudaSuccess;
 }
+cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t)
+{
+    cudaError_t e = cudaMalloc(p, bytes);
+    std::lock_guard<std::mutex> lock(mu);
+    if (e == cudaSuccess)
+        of_pools.insert((uintptr_t)*p);
+    return e;
+}
 cudaError_t cudaFree(void *p)
 {
     std::lock_guard<std::mutex> lock(mu);
+    of_pools.erase((uintptr_t)p);
     auto found = allocations.find((uintptr_t)p);
     if (p == nullptr)
         return cudaSuccess;
@@ -208,8 +230,11 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
     *free_bytes = MEMORY_BYTES - allocated;
     return cudaSuccess;
 }
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *)
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *p)
 {
+    std::lock_guard<std::mutex> lock(mu);
+    if (of_pools.count((uintptr_t)p) != 0)
+        return gpusim_fail(cudaErrorInvalidValue);
     memset(out, 0, sizeof *out); // within a process the library uses the pointer itself
     return cudaSuccess;
 }

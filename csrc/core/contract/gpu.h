@@ -182,6 +182,9 @@ typedef struct sp_gpu_ops {
     /* ---- memory that peers map ---- */
     /* `bytes` of zeros on GPU `ordinal`. handles: "fd" (VMM) or "ipc". */
     spccl_status (*memory_create)(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
+    /* Memory of GPU `ordinal` that the caller allocated with cudaMalloc, or a part of it. memory_destroy frees none of
+     * it. Errors: ARG (no such memory), UNREACHABLE (memory of another kind, which cannot be shared). */
+    spccl_status (*memory_borrow)(int ordinal, void *p, size_t bytes, sp_gpu_memory **out);
     /* Write a handle for the peers. *fd: with "fd" a descriptor, which the caller closes; else -1. */
     spccl_status (*memory_export)(sp_gpu_memory *m, uint8_t *handle, int *fd);
     /* Map a peer's memory on GPU `ordinal`; fd is borrowed. */

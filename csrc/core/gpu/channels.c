@@ -1,4 +1,4 @@
-/* channels.c - one-sided channels: create, destroy, handles for kernels. See channels.h.
+/* channels.c - one-sided channels: create, destroy. See channels.h.
  *
  * Creation is as in gpu_attach.c: all ranks exchange what they were called with, decide the same, and after each step
  * that can fail they exchange their status. */
@@ -19,17 +19,20 @@ struct facts {
     uint32_t magic, kind;
     uint64_t window_bytes;
     uint32_t n_per_peer, n_triggers;
-    uint32_t reserved;
+    uint32_t has_window;
     int32_t status; /* not SPCCL_OK: its call was wrong; `error` is the reason */
-    uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES];
-    char error[420];
+    /* Of the memory with the counts, and of the caller's window. */
+    uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES], window_address[SP_GPU_SHARE_ADDRESS_BYTES];
+    char error[360];
 };
 _Static_assert(sizeof(struct facts) == 512, "no padding, and the same for every compiler");
 
 /* A creation under way. */
 struct creation {
     spccl_channels *c;
-    sp_gpu_share *share; /* of memory channels */
+    /* Of memory channels; window_share: NULL if the library allocates windows. */
+    sp_gpu_share *share, *window_share;
+    void *window; /* the caller's; or NULL */
     struct facts mine, all[SP_GPU_RANKS_MAX];
     bool agreed; /* all ranks have memory */
 };
@@ -60,6 +63,13 @@ static spccl_status check_config(const spccl_channels_config *config)
         (config->n_triggers & (config->n_triggers - 1)) != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "config.n_triggers is %u, wanted 0 or a power of two, 2 to %u",
                        config->n_triggers, SP_CHANNELS_TRIGGERS_MAX);
+    if (config->window != NULL && config->kind == SPCCL_CHANNEL_PORT)
+        return SP_FAIL(SPCCL_ERR_ARG,
+                       "config.window is %p, wanted NULL: the library allocates the pinned "
+                       "windows of port channels",
+                       config->window);
+    if ((uintptr_t)config->window % 16 != 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "config.window is %p, wanted a multiple of 16", config->window);
     return SPCCL_OK;
 }
 
@@ -70,7 +80,8 @@ static spccl_status still_whole(void *ctx)
     return sp_comm_broken(comm);
 }
 
-static spccl_status open_share(struct creation *n)
+static spccl_status open_share(struct creation *n, const char *what, sp_gpu_share **share,
+                               uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES])
 {
     sp_gpu_comm *g = n->c->g;
     spccl_comm *comm = g->comm;
@@ -80,14 +91,14 @@ static spccl_status open_share(struct creation *n)
                               .host = comm->links.host,
                               .group_tag = comm->links.group_tag,
                               .call = "spccl_channels_create",
-                              .what = "a window",
+                              .what = what,
                               .ops = g->ops,
                               .ordinal = g->device.ordinal,
                               .deadline_ns = sp_deadline_in_ms(comm->timeout_ms),
                               .still = still_whole,
                               .ctx = comm};
-    SP_TRY(sp_gpu_share_open(&sc, &n->share));
-    return sp_gpu_share_address(n->share, n->mine.address);
+    SP_TRY(sp_gpu_share_open(&sc, share));
+    return sp_gpu_share_address(*share, address);
 }
 
 static spccl_status read_call(struct creation *n, const spccl_channels_config *given)
@@ -99,7 +110,13 @@ static spccl_status read_call(struct creation *n, const spccl_channels_config *g
     n->mine.window_bytes = n->c->window_bytes = config.window_bytes;
     n->mine.n_per_peer = n->c->n_per_peer = config.n_per_peer;
     n->mine.n_triggers = n->c->n_triggers = config.n_triggers != 0 ? config.n_triggers : SP_CHANNELS_TRIGGERS;
-    return config.kind == SPCCL_CHANNEL_MEMORY ? open_share(n) : SPCCL_OK;
+    n->window = config.window;
+    n->mine.has_window = config.window != NULL;
+    if (n->window != NULL)
+        SP_TRY(open_share(n, "a window", &n->window_share, n->mine.window_address));
+    if (config.kind == SPCCL_CHANNEL_PORT)
+        return SPCCL_OK;
+    return open_share(n, "memory for channels", &n->share, n->mine.address);
 }
 
 /* Errors: those of a rank whose call was wrong; MISMATCH. All ranks come to the same result. */
@@ -126,17 +143,23 @@ static spccl_status compare(const struct creation *n)
                 ", %u, %u: all ranks must give the same",
                 comm->name, r, f->kind, f->window_bytes, f->n_per_peer, f->n_triggers, first->kind,
                 first->window_bytes, first->n_per_peer, first->n_triggers);
+        if (f->has_window != first->has_window)
+            return SP_FAIL(
+                SPCCL_ERR_MISMATCH,
+                "group \"%s\": rank %d called spccl_channels_create %s config.window, rank 0 %s it: "
+                "either all ranks give a window or none does",
+                comm->name, r, f->has_window ? "with" : "without", first->has_window ? "with" : "without");
     }
     return SPCCL_OK;
 }
 
 /* ---- creation: memory ---- */
 
-static sp_channels_layout find_layout(const spccl_channels *c)
+static sp_channels_layout find_layout(const spccl_channels *c, bool has_window)
 {
     uint64_t n = (uint64_t)(c->g->comm->world_size - 1) * c->n_per_peer, end;
     sp_channels_layout l;
-    l.signals_off = sp_align_up(c->window_bytes, 256);
+    l.signals_off = has_window ? 0 : sp_align_up(c->window_bytes, 256);
     l.posted_off = l.signals_off + n * SP_CHANNELS_LINE;
     l.done_off = l.posted_off + n * SP_CHANNELS_LINE;
     l.fifos_off = l.done_off + n * SP_CHANNELS_LINE;
@@ -155,12 +178,12 @@ static spccl_status make_window(spccl_channels *c)
     spccl_status st;
     if (c->kind == SPCCL_CHANNEL_MEMORY) {
         SP_TRY(g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, &c->own));
-        c->window_device = c->state_device = g->ops->memory_address(c->own);
+        c->window_device = c->signals_device = c->state_device = g->ops->memory_address(c->own);
         return SPCCL_OK;
     }
     SP_TRY(g->ops->pinned_create(c->layout.pinned_bytes, &host, &device));
     c->window_host = host;
-    c->window_device = device;
+    c->window_device = c->signals_device = device;
     zeros = sp_calloc(1, c->layout.bytes);
     if (zeros == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "%" PRIu64 " bytes", c->layout.bytes);
@@ -169,6 +192,21 @@ static spccl_status make_window(spccl_channels *c)
     if (st == SPCCL_OK)
         c->state_device = device;
     return st;
+}
+
+/* Check and note the caller's window. */
+static spccl_status take_window(spccl_channels *c, void *window)
+{
+    const sp_gpu_comm *g = c->g;
+    char why[400];
+    spccl_status st = g->ops->memory_borrow(g->device.ordinal, window, c->window_bytes, &c->own_window);
+    if (st == SPCCL_OK) {
+        c->window_device = window;
+        return SPCCL_OK;
+    }
+    snprintf(why, sizeof why, "%s", spccl_last_error());
+    return SP_FAIL(st, "rank %d: spccl_channels_create: config.window of %" PRIu64 " bytes: %s",
+                   g->comm->rank, c->window_bytes, why);
 }
 
 static spccl_status make_memory(spccl_channels *c)
@@ -195,17 +233,28 @@ out:
         is_port ? "pinned memory for" : "memory of", g->device.ordinal, g->device.name, why);
 }
 
+static void close_shares(struct creation *n)
+{
+    sp_gpu_share_close(n->share);
+    sp_gpu_share_close(n->window_share);
+    n->share = n->window_share = NULL;
+}
+
 static spccl_status map_memory(struct creation *n)
 {
     spccl_channels *c = n->c;
-    uint8_t addresses[SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
+    uint8_t addresses[2][SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
     spccl_status st;
-    for (int r = 0; r < c->g->comm->world_size; r++)
-        memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, n->all[r].address,
+    for (size_t r = 0; r < (size_t)c->g->comm->world_size; r++) {
+        memcpy(addresses[0] + r * SP_GPU_SHARE_ADDRESS_BYTES, n->all[r].address, SP_GPU_SHARE_ADDRESS_BYTES);
+        memcpy(addresses[1] + r * SP_GPU_SHARE_ADDRESS_BYTES, n->all[r].window_address,
                SP_GPU_SHARE_ADDRESS_BYTES);
-    st = sp_gpu_share_exchange(n->share, c->own, c->layout.bytes, addresses, c->peers);
-    sp_gpu_share_close(n->share); /* so that no peer waits for a rank that failed */
-    n->share = NULL;
+    }
+    st = sp_gpu_share_exchange(n->share, c->own, c->layout.bytes, addresses[0], c->peers);
+    if (st == SPCCL_OK && n->window_share != NULL)
+        st = sp_gpu_share_exchange(n->window_share, c->own_window, c->window_bytes, addresses[1],
+                                   c->peer_windows);
+    close_shares(n); /* so that no peer waits for a rank that failed */
     return st;
 }
 
@@ -213,7 +262,8 @@ static void unmap(spccl_channels *c)
 {
     for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
         c->g->ops->memory_destroy(c->peers[r]);
-        c->peers[r] = NULL;
+        c->g->ops->memory_destroy(c->peer_windows[r]);
+        c->peers[r] = c->peer_windows[r] = NULL;
     }
 }
 
@@ -223,6 +273,7 @@ static void free_set(spccl_channels *c)
     unmap(c);
     sp_port_close(c->port);
     c->g->ops->memory_destroy(c->own);
+    c->g->ops->memory_destroy(c->own_window);
     if (c->kind == SPCCL_CHANNEL_PORT)
         c->g->ops->unload(c->g->device.ordinal, c->state_device);
     c->g->ops->pinned_destroy(c->window_host);
@@ -240,8 +291,11 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given)
         snprintf(n->mine.error, sizeof n->mine.error, "%s", spccl_last_error());
     SP_TRY(spccl_all_gather(comm, &n->mine, n->all, sizeof n->mine, SPCCL_UINT8, NULL));
     SP_TRY(compare(n));
-    n->c->layout = find_layout(n->c);
-    SP_TRY(sp_gpu_agree(comm, make_memory(n->c)));
+    n->c->layout = find_layout(n->c, n->window != NULL);
+    st = make_memory(n->c);
+    if (st == SPCCL_OK && n->window != NULL)
+        st = take_window(n->c, n->window);
+    SP_TRY(sp_gpu_agree(comm, st));
     n->agreed = true;
     if (n->c->kind == SPCCL_CHANNEL_PORT)
         return sp_port_start(n->c, sp_port_open(n->c));
@@ -254,7 +308,7 @@ static void end_failed(struct creation *n)
     spccl_channels *c = n->c;
     sp_gpu_comm *g = c->g;
     int before;
-    sp_gpu_share_close(n->share);
+    close_shares(n);
     if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
         return;
     unmap(c);
@@ -321,12 +375,20 @@ void spccl_channels_destroy(spccl_channels *c)
     sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
     if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
         return;
-    if (c->kind == SPCCL_CHANNEL_MEMORY && strcmp(g->handles, "ipc") == 0) {
+    if (c->kind == SPCCL_CHANNEL_MEMORY && (c->own_window != NULL || strcmp(g->handles, "ipc") == 0)) {
         unmap(c);
         sp_gpu_comm_wait_unmapped(g->comm, "spccl_channels_destroy");
     }
     free_set(c);
     g->ops->leave(before);
+}
+
+bool sp_channels_use_ipc(const sp_gpu_comm *g)
+{
+    for (const spccl_channels *c = g->channels; c != NULL; c = c->next)
+        if (c->own_window != NULL)
+            return true;
+    return false;
 }
 
 void sp_channels_unmap(sp_gpu_comm *g)
@@ -356,109 +418,4 @@ void sp_channels_free_all(sp_gpu_comm *g)
         g->channels = c->next;
         free_set(c);
     }
-}
-
-/* ---- handles ---- */
-
-spccl_status spccl_channels_window(const spccl_channels *c, void **device, void **host)
-{
-    if (c == NULL || device == NULL || host == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_channels_window: channels, device or host is NULL");
-    SP_TRY(sp_comm_check_process(c->g->comm, "spccl_channels_window"));
-    *device = c->window_device;
-    *host = c->window_host;
-    return SPCCL_OK;
-}
-
-static spccl_status check_handle(const spccl_channels *c, const char *call, uint32_t kind, int peer,
-                                 uint32_t index)
-{
-    const spccl_comm *comm;
-    if (c == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: channels is NULL", call);
-    comm = c->g->comm;
-    SP_TRY(sp_comm_check_process(comm, call));
-    if (c->kind != kind)
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: the set has channels of kind %u, wanted %u", comm->rank,
-                       call, c->kind, kind);
-    if (peer < 0 || peer >= comm->world_size || peer == comm->rank)
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: peer is %d, wanted another rank, 0 to %d", comm->rank,
-                       call, peer, comm->world_size - 1);
-    if (index >= c->n_per_peer)
-        return SP_FAIL(
-            SPCCL_ERR_ARG,
-            "rank %d: %s: channel %u to rank %d, wanted 0 to %u (n_per_peer of spccl_channels_create)",
-            comm->rank, call, index, peer, c->n_per_peer - 1);
-    return SPCCL_OK;
-}
-
-static spccl_channel_base make_base(const spccl_channels *c, int peer, uint32_t index)
-{
-    sp_gpu_comm *g = c->g;
-    uint32_t slot = sp_inbox_slot((uint32_t)g->comm->rank, (uint32_t)peer, (uint32_t)g->comm->world_size);
-    uint64_t number = sp_channels_number(c, slot, index);
-    int64_t timeout_ms = g->comm->timeout_ms;
-    return (spccl_channel_base){
-        .layout = SPCCL_CHANNEL_LAYOUT,
-        .index = index,
-        .rank = g->comm->rank,
-        .peer = peer,
-        .window = c->window_device,
-        .window_bytes = c->window_bytes,
-        .timeout_ns =
-            timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u : (uint64_t)INT64_MAX,
-        .state = (spccl_channel_state *)(void *)(c->state_device + c->layout.states_off) + number,
-        .signals = (uint64_t *)(void *)(c->window_device + c->layout.signals_off + number * SP_CHANNELS_LINE),
-        .claimed = (uint32_t *)(void *)(c->state_device + c->layout.claimed_off),
-        .abort = &g->control_device->abort,
-        .report = c->report_device};
-}
-
-spccl_status spccl_channels_get_memory(const spccl_channels *c, int peer, uint32_t index,
-                                       spccl_memory_channel *out)
-{
-    const spccl_comm *comm;
-    uint32_t slot_there;
-    uint8_t *memory;
-    SP_TRY(check_handle(c, "spccl_channels_get_memory", SPCCL_CHANNEL_MEMORY, peer, index));
-    comm = c->g->comm;
-    if (out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: spccl_channels_get_memory: out is NULL", comm->rank);
-    if (c->peers[peer] == NULL)
-        return SP_FAIL(
-            SPCCL_ERR_UNREACHABLE,
-            "rank %d: spccl_channels_get_memory: rank %d is on another host, so its memory cannot be "
-            "mapped here",
-            comm->rank, peer);
-    slot_there = sp_inbox_slot((uint32_t)peer, (uint32_t)comm->rank, (uint32_t)comm->world_size);
-    memory = c->g->ops->memory_address(c->peers[peer]);
-    *out = (spccl_memory_channel){
-        .base = make_base(c, peer, index),
-        .peer_window = memory,
-        .peer_signals =
-            (uint64_t *)(void *)(memory + c->layout.signals_off +
-                                 (uint64_t)sp_channels_number(c, slot_there, index) * SP_CHANNELS_LINE)};
-    return SPCCL_OK;
-}
-
-spccl_status spccl_channels_get_port(const spccl_channels *c, int peer, uint32_t index,
-                                     spccl_port_channel *out)
-{
-    uint64_t number;
-    uint8_t *memory;
-    SP_TRY(check_handle(c, "spccl_channels_get_port", SPCCL_CHANNEL_PORT, peer, index));
-    if (out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "rank %d: spccl_channels_get_port: out is NULL", c->g->comm->rank);
-    number = sp_channels_number(
-        c, sp_inbox_slot((uint32_t)c->g->comm->rank, (uint32_t)peer, (uint32_t)c->g->comm->world_size),
-        index);
-    memory = c->window_device;
-    *out = (spccl_port_channel){
-        .base = make_base(c, peer, index),
-        .fifo = (spccl_trigger *)(void *)(memory + c->layout.fifos_off) + number * c->n_triggers,
-        .posted = (uint64_t *)(void *)(memory + c->layout.posted_off + number * SP_CHANNELS_LINE),
-        .done = (uint64_t *)(void *)(memory + c->layout.done_off + number * SP_CHANNELS_LINE),
-        .fifo_triggers = c->n_triggers,
-        .number = (uint32_t)number};
-    return SPCCL_OK;
 }

@@ -1,6 +1,5 @@
 /* channels.h - a rank's part of a set of one-sided channels (spccl_channel.h), and what the rest of core/gpu calls.
- * channels.c: create, destroy, handles. channel_report.c:
- * failures that kernels report. */
+ * channels.c: create, destroy. channel_handles.c: what kernels take. channel_report.c: failures that kernels report. */
 #ifndef SP_CHANNELS_H
 #define SP_CHANNELS_H
 
@@ -14,12 +13,12 @@
 /* Each word that another rank or the host writes has a cache line of its own. */
 #define SP_CHANNELS_LINE 64u
 
-/* The memory of a rank: the window; then a line for each channel with the count of the peer's signals; the states of
+/* The memory of a rank: the window, unless it is the caller's; then a line for each channel with the count of the peer's signals; the states of
  * the channels; a line with the word `claimed`. Of memory channels all is GPU memory, which the peers map. Of port
  * channels the first two parts are pinned memory; behind them are for each channel a line with the triggers posted, a
  * line with those done, and its FIFO. */
 typedef struct sp_channels_layout {
-    uint64_t signals_off;                                   /* after the window */
+    uint64_t signals_off;                                   /* after the window, if that is the library's */
     uint64_t posted_off, done_off, fifos_off, pinned_bytes; /* of port channels, in pinned memory */
     uint64_t states_off, claimed_off, bytes;                /* in GPU memory */
 } sp_channels_layout;
@@ -30,10 +29,12 @@ struct spccl_channels {
     uint64_t window_bytes;
     uint32_t kind, n_per_peer, n_triggers;
     sp_channels_layout layout;
-    /* Addresses on the GPU: window and signals, states and `claimed`. The same of memory channels. */
-    uint8_t *window_device, *state_device;
-    sp_gpu_memory *own,
-        *peers[SP_GPU_RANKS_MAX]; /* of memory channels; peers: by rank, NULL on other hosts */
+    /* Addresses on the GPU: window; what signals_off and so on count from; the same for states and `claimed`. */
+    uint8_t *window_device, *signals_device, *state_device;
+    /* Of memory channels; peers: by rank, NULL on other hosts. */
+    sp_gpu_memory *own, *peers[SP_GPU_RANKS_MAX];
+    /* The same of windows that are the caller's memory; NULL: windows are in `own` and `peers`. */
+    sp_gpu_memory *own_window, *peer_windows[SP_GPU_RANKS_MAX];
     uint8_t
         *window_host; /* of port channels: the pinned memory; `state_device` was allocated by ops->upload */
     struct sp_port *port;                         /* of port channels: the proxy (channel_port.h) */
@@ -48,6 +49,8 @@ static inline uint32_t sp_channels_number(const spccl_channels *c, uint32_t slot
 
 /* Break the communicator if a kernel has reported a failure of a channel. Threads: any. */
 void sp_channels_look(sp_gpu_comm *g);
+/* Has any set of g windows that are the callers' memory? They are mapped by CUDA IPC. */
+bool sp_channels_use_ipc(const sp_gpu_comm *g);
 /* Unmap the peers' memory of all sets of g. */
 void sp_channels_unmap(sp_gpu_comm *g);
 /* Wait until the proxies of all sets of g have carried out what was posted. */

@@ -260,7 +260,7 @@ static void detach(spccl_comm *comm)
         sp_proxies_abandon(g->proxies);
         return;
     }
-    if (strcmp(g->handles, "ipc") == 0 && comm->world_size > 1) {
+    if ((strcmp(g->handles, "ipc") == 0 || sp_channels_use_ipc(g)) && comm->world_size > 1) {
         if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
             free_imports(g);
             g->ops->leave(before);

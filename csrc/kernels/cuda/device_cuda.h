@@ -18,6 +18,7 @@ typedef struct sp_cuda_driver {
     CUresult (*ctx_set_current)(CUcontext ctx);
     CUresult (*get_error_name)(CUresult e, const char **text);
     CUresult (*device_get_attribute)(int *value, CUdevice_attribute attribute, CUdevice device);
+    CUresult (*mem_address_range)(CUdeviceptr *base, size_t *bytes, CUdeviceptr p);
     CUresult (*mem_granularity)(size_t *bytes, const CUmemAllocationProp *prop,
                                 CUmemAllocationGranularity_flags option);
     CUresult (*mem_create)(CUmemGenericAllocationHandle *handle, size_t bytes,
@@ -42,6 +43,7 @@ spccl_status sp_cuda_driver_get(const sp_cuda_driver **out);
 /* memory_cuda.c: the entries of sp_gpu_ops for memory; see gpu.h. */
 bool sp_cuda_can_share_fd(int ordinal);
 spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
+spccl_status sp_cuda_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out);
 spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd);
 spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
                                    sp_gpu_memory **out);

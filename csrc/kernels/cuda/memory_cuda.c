@@ -4,7 +4,8 @@
  * Bytes of a handle, SP_GPU_HANDLE_BYTES in all:
  *    0  u32  kind                          16  u64  address in the owner's process
  *    4  i32  ordinal at the owner          24  u64  token of the owner's process
- *    8  u64  bytes allocated               32  cudaIpcMemHandle_t */
+ *    8  u64  bytes                         32  cudaIpcMemHandle_t
+ *                                          96  u64  offset of the address in the allocation, for CUDA IPC */
 #include "kernels/cuda/device_cuda.h"
 
 #include "core/base/bits.h"
@@ -16,16 +17,20 @@
 
 enum { KIND_FD = 1, KIND_IPC = 2 };
 #define IPC_AT 32u
-_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) <= SP_GPU_HANDLE_BYTES, "the IPC handle fits");
+#define OFFSET_AT 96u
+_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) == OFFSET_AT && OFFSET_AT + 8 <= SP_GPU_HANDLE_BYTES,
+               "the IPC handle fits");
 
 struct sp_gpu_memory {
     int kind;
-    int ordinal;   /* the GPU for which the memory is mapped */
-    bool is_peer;  /* imported from a peer */
-    bool is_plain; /* the address of another thread of this process: there is nothing to unmap */
+    int ordinal;      /* the GPU for which the memory is mapped */
+    bool is_peer;     /* imported from a peer */
+    bool is_plain;    /* the address of another thread of this process: there is nothing to unmap */
+    bool is_borrowed; /* allocated by the caller */
     bool is_mapped;
     size_t bytes; /* allocated or mapped; for KIND_FD a multiple of the granularity */
     CUdeviceptr address;
+    CUdeviceptr base; /* of the allocation; only borrowed memory begins elsewhere */
     CUmemGenericAllocationHandle handle;
     bool has_handle;
 };
@@ -190,8 +195,34 @@ static spccl_status create_ipc(sp_gpu_memory *m, size_t bytes)
     void *p = NULL;
     m->bytes = bytes;
     SP_TRY(sp_cuda_check(cudaMalloc(&p, bytes), "cudaMalloc"));
-    m->address = (CUdeviceptr)p;
+    m->address = m->base = (CUdeviceptr)p;
     return SPCCL_OK;
+}
+
+/* m->address and m->bytes are the caller's. */
+static spccl_status borrow_ipc(sp_gpu_memory *m)
+{
+    struct cudaPointerAttributes a;
+    cudaIpcMemHandle_t ipc;
+    const sp_cuda_driver *d;
+    size_t whole = 0;
+    SP_TRY(sp_cuda_check(cudaPointerGetAttributes(&a, (void *)m->address), "cudaPointerGetAttributes"));
+    if (a.type != cudaMemoryTypeDevice || a.device != m->ordinal)
+        return SP_FAIL(SPCCL_ERR_ARG, "%p is not memory of GPU %d: wanted memory from cudaMalloc on this GPU",
+                       (void *)m->address, m->ordinal);
+    SP_TRY(sp_cuda_driver_get(&d));
+    SP_TRY(sp_cu_check(d->mem_address_range(&m->base, &whole, m->address), "cuMemGetAddressRange"));
+    if (m->bytes > whole - (m->address - m->base))
+        return SP_FAIL(SPCCL_ERR_ARG, "%zu bytes at %p: the allocation has %zu bytes from there", m->bytes,
+                       (void *)m->address, whole - (size_t)(m->address - m->base));
+    if (cudaIpcGetMemHandle(&ipc, (void *)m->base) == cudaSuccess)
+        return SPCCL_OK;
+    (void)cudaGetLastError();
+    return SP_FAIL(
+        SPCCL_ERR_UNREACHABLE,
+        "the memory at %p cannot be shared with other processes: wanted memory from cudaMalloc. Memory of "
+        "cudaMallocAsync, of cuMemMap and of PyTorch with expandable_segments has no CUDA IPC handle",
+        (void *)m->address);
 }
 
 static spccl_status import_ipc(sp_gpu_memory *m, const uint8_t *handle)
@@ -215,16 +246,17 @@ static spccl_status import_ipc(sp_gpu_memory *m, const uint8_t *handle)
     memcpy(&ipc, handle + IPC_AT, sizeof ipc);
     SP_TRY(
         sp_cuda_check(cudaIpcOpenMemHandle(&p, ipc, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"));
-    m->address = (CUdeviceptr)p;
+    m->base = (CUdeviceptr)p;
+    m->address = m->base + sp_load_le64(handle + OFFSET_AT);
     return SPCCL_OK;
 }
 
 static void destroy_ipc(sp_gpu_memory *m)
 {
     cudaError_t e = cudaSuccess;
-    if (m->is_peer && !m->is_plain && m->address != 0)
-        e = cudaIpcCloseMemHandle((void *)m->address);
-    else if (!m->is_peer)
+    if (m->is_peer && !m->is_plain && m->base != 0)
+        e = cudaIpcCloseMemHandle((void *)m->base);
+    else if (!m->is_peer && !m->is_borrowed)
         e = cudaFree((void *)m->address);
     if (e != cudaSuccess)
         (void)cudaGetLastError();
@@ -270,6 +302,27 @@ fail:
     return st;
 }
 
+spccl_status sp_cuda_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out)
+{
+    spccl_status st;
+    sp_gpu_memory *m = sp_calloc(1, sizeof *m);
+    int before;
+    if (m == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "GPU memory: no host memory for its %zu-byte record", sizeof *m);
+    *m = (sp_gpu_memory){
+        .kind = KIND_IPC, .ordinal = ordinal, .is_borrowed = true, .bytes = bytes, .address = (CUdeviceptr)p};
+    st = sp_cuda_enter(ordinal, &before);
+    if (st == SPCCL_OK) {
+        st = borrow_ipc(m);
+        sp_cuda_leave(before);
+    }
+    if (st == SPCCL_OK)
+        *out = m;
+    else
+        sp_cuda_memory_destroy(m);
+    return st;
+}
+
 spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
 {
     const sp_cuda_driver *d;
@@ -286,8 +339,9 @@ spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
         return sp_cu_check(d->mem_export(fd, m->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
                            "cuMemExportToShareableHandle");
     }
-    SP_TRY(sp_cuda_check(cudaIpcGetMemHandle(&ipc, (void *)m->address), "cudaIpcGetMemHandle"));
+    SP_TRY(sp_cuda_check(cudaIpcGetMemHandle(&ipc, (void *)m->base), "cudaIpcGetMemHandle"));
     memcpy(handle + IPC_AT, &ipc, sizeof ipc);
+    sp_store_le64(handle + OFFSET_AT, m->address - m->base);
     return SPCCL_OK;
 }
 
