@@ -7,7 +7,6 @@
 #include "core/contract/transport.h"
 #include "test.h"
 
-#include <dirent.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -72,17 +71,6 @@ static inline uint64_t mix(uint64_t x)
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
     return x ^ (x >> 31);
-}
-
-static inline int count_entries(const char *folder)
-{
-    int n = 0;
-    DIR *d = opendir(folder);
-    while (d != NULL && readdir(d) != NULL)
-        n++;
-    if (d != NULL)
-        closedir(d);
-    return n;
 }
 
 /* A group of n members. A test may change the config before it runs the members. */

@@ -3,6 +3,7 @@
 #ifndef SP_TEST_H
 #define SP_TEST_H
 
+#include <dirent.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,6 +42,18 @@ static inline int64_t now_ms(void)
 static inline void sleep_ms(int ms)
 {
     nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000}, NULL);
+}
+
+/* Entries of a folder. /proc/self/fd: the descriptors of this process. */
+static inline int count_entries(const char *folder)
+{
+    int n = 0;
+    DIR *d = opendir(folder);
+    while (d != NULL && readdir(d) != NULL)
+        n++;
+    if (d != NULL)
+        closedir(d);
+    return n;
 }
 
 struct test_case {

@@ -185,15 +185,20 @@ static void test_attach_fails(void)
         struct scene s = {.plan = {.inner = "tcp", .fails = calls[i], .fails_rank = 1}};
         struct rank_ctx ctx[RANKS_CAP];
         spccl_config config = SPCCL_CONFIG_INIT;
-        int n = is_small ? 2 : 3;
+        int n = is_small ? 2 : 3, n_fds;
         next_proxies();
         config.transports = "fault";
         config.timeout_ms = LONG_MS;
         test_ranks_per_host = 1;
         sp_fault = (sp_fault_plan){.inner = "tcp"};
+        if (i == 0) /* the first group of a process opens descriptors that stay */
+            run_ranks(n, &config, attach_and_check, NULL, ctx);
+        n_fds = count_entries("/proc/self/fd");
         run_ranks(n, &config, attach_fails, &s, ctx);
         for (int r = 0; r < n; r++)
             CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+        CHECK(count_entries("/proc/self/fd") == n_fds, "%s: %d descriptors before, %d after", calls[i], n_fds,
+              count_entries("/proc/self/fd"));
     }
 }
 

@@ -4,8 +4,6 @@
 
 #include "transport/fault.h"
 
-#include <dirent.h>
-
 #define CAP ((size_t)3 << 20)
 
 static uint32_t read_word(const struct rank_ctx *c, const void *device)
@@ -255,17 +253,6 @@ static void test_faults(void)
 
 /* ---- what a set leaves behind ---- */
 
-static int count_descriptors(void)
-{
-    int n = 0;
-    DIR *fds = opendir("/proc/self/fd");
-    while (fds != NULL && readdir(fds) != NULL)
-        n++;
-    if (fds != NULL)
-        closedir(fds);
-    return n;
-}
-
 struct leftovers {
     _Atomic int n_here[2], n_counted[2];
     int n_before, n_after;
@@ -287,7 +274,7 @@ static void make_many_sets(struct rank_ctx *c)
         if (!wait_for_all(c, &l->n_here[i == 4]))
             return;
         if (c->rank == 0)
-            *(i == 0 ? &l->n_before : &l->n_after) = count_descriptors();
+            *(i == 0 ? &l->n_before : &l->n_after) = count_entries("/proc/self/fd");
         if (!wait_for_all(c, &l->n_counted[i == 4]))
             return;
     }

@@ -4,7 +4,6 @@
 #include "test.h"
 #include "transport/common/local_socket.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -12,16 +11,6 @@
 static const uint8_t secret[SP_HS_SECRET_BYTES] = {7};
 static const sp_local_config plain = {
     .transport = "shm", .what = "queues", .world_size = 2, .secret = secret};
-
-static int n_open(void)
-{
-    int n = 0;
-    DIR *d = opendir("/proc/self/fd");
-    while (d != NULL && readdir(d) != NULL)
-        n++;
-    closedir(d);
-    return n;
-}
 
 static void expect(spccl_status got, spccl_status wanted, const char *words)
 {
@@ -70,7 +59,7 @@ static void test_connect(void)
 {
     struct listening at = {.l = {.acceptor = {.listen_fd = -1}}, .from = -1, .fd = -1};
     sp_local_config c = plain, other;
-    int before = n_open();
+    int before = count_entries("/proc/self/fd");
     c.rank = 2;
     c.world_size = 3;
     c.kind = SP_HS_SHM;
@@ -102,7 +91,8 @@ static void test_connect(void)
     expect(try_connecting(&other, &at), SPCCL_ERR_MISMATCH, "of 4 ranks, but rank 2 in one of 3");
     sp_acceptor_close(&at.l.acceptor);
     expect(try_connecting(&other, &at), SPCCL_ERR_PEER, "stopped listening before it passed its queues");
-    CHECK(n_open() == before, "%d descriptors more", n_open() - before);
+    CHECK(count_entries("/proc/self/fd") == before, "%d descriptors more",
+          count_entries("/proc/self/fd") - before);
 }
 
 /* ---- messages ---- */
@@ -115,7 +105,7 @@ static void open_pair(int ends[2])
 static void test_descriptors(void)
 {
     char sent[100] = "queues", got[100];
-    int fds[2], ends[2], before = n_open();
+    int fds[2], ends[2], before = count_entries("/proc/self/fd");
     for (int n = 0; n <= SP_LOCAL_FDS_MAX; n++) {
         sp_local_message m = {.n_bytes = 0};
         open_pair(ends);
@@ -133,7 +123,8 @@ static void test_descriptors(void)
             close(ends[i]);
         }
     }
-    CHECK(n_open() == before, "%d descriptors more", n_open() - before);
+    CHECK(count_entries("/proc/self/fd") == before, "%d descriptors more",
+          count_entries("/proc/self/fd") - before);
 }
 
 static void send_raw(int fd, const int *fds, int n_fds)
@@ -160,7 +151,7 @@ static void test_too_many(void)
     static const struct {
         int first, second, max;
     } cases[] = {{2, 0, 1}, {1, 0, 0}, {1, 1, 1}, {2, 2, 2}, {8, 0, 2}};
-    int before = n_open();
+    int before = count_entries("/proc/self/fd");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sp_local_message m = {.n_bytes = 0};
         char got[32];
@@ -179,7 +170,8 @@ static void test_too_many(void)
         close(ends[0]);
         close(ends[1]);
     }
-    CHECK(n_open() == before, "%d descriptors more", n_open() - before);
+    CHECK(count_entries("/proc/self/fd") == before, "%d descriptors more",
+          count_entries("/proc/self/fd") - before);
 }
 
 /* This process may not open another descriptor: the kernel drops the sent one, and the text says what to
