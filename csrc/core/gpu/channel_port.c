@@ -23,6 +23,7 @@ static spccl_status open_endpoint(sp_port *port, const sp_transport *transport)
                              .n_queues = 1,
                              .queue_bytes = QUEUE_BYTES,
                              .tcp_too = comm->links.tcp_too,
+                             .rates_decide = comm->links.rates_decide,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);

@@ -84,6 +84,7 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
                              .n_sockets = r->n_proxies == 1 ? 0 : 1,
                              .n_sharing = r->n_proxies,
                              .tcp_too = comm->links.tcp_too,
+                             .rates_decide = comm->links.rates_decide,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
     while (ec.queue_bytes / 4 <

@@ -147,7 +147,7 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 {
     sp_endpoint_config ec = {.rank = c->rank,
                              .tcp_too = links->tcp_too = lists_tcp(c),
-                             .rates_decide = c->rates_decide,
+                             .rates_decide = links->rates_decide = c->rates_decide,
                              .world_size = c->world_size,
                              .group_tag = links->group_tag,
                              .n_queues = 2,

@@ -30,8 +30,7 @@ typedef struct sp_links {
     size_t message_max;                     /* smallest over the endpoints */
     uint8_t secret[SP_SECRET_BYTES];        /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
-    bool
-        tcp_too; /* tcp is among the transports: it carries pairs for which ib or ncclnet fails at start-up */
+    bool tcp_too, rates_decide; /* as in sp_endpoint_config: the endpoints of proxies get them too */
     bool
         peers_know; /* this rank's address is in the store, or its failure came from the peers or the store */
 } sp_links;
