@@ -15,7 +15,8 @@ class Entry:
     """One part of this build, or one setting.
 
     Attributes:
-        kind: "transport", "kernels", "schedule", "part", "setting" (an SPCCL_* variable) or "python" (found by Python).
+        kind: "transport", "kernels", "schedule", "part", "GPUDirect", "setting" (an SPCCL_* variable) or "python"
+            (found by Python).
         name: of the part or setting.
         value: "in", "in, chosen", "absent", or the value of a setting or version.
         why: the reason for the value, and how to get what is absent.

@@ -70,6 +70,12 @@ static spccl_status fake_describe(int ordinal, sp_gpu_device *out)
     memset(out->uuid, 'a' + ordinal, sizeof out->uuid);
     return SPCCL_OK;
 }
+static spccl_status fake_net_facts(int ordinal, sp_gpu_net_facts *out)
+{
+    (void)ordinal;
+    *out = (sp_gpu_net_facts){.pci = "ffff:00:00.0"};
+    return SPCCL_OK;
+}
 static spccl_status fake_enter(int ordinal, int *before)
 {
     *before = fake_current;
@@ -351,6 +357,7 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .device_count = fake_count,
     .current_device = fake_current_device,
     .describe = fake_describe,
+    .net_facts = fake_net_facts,
     .enter = fake_enter,
     .leave = fake_leave,
     .device_of = fake_device_of,

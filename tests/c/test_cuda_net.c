@@ -65,6 +65,25 @@ static void test_slow_proxies(void)
     sp_fault = (sp_fault_plan){.inner = NETWORK};
 }
 
+/* `spccl info` says for each GPU and device whether the device could reach the GPU's memory. Software RoCE cannot. */
+static void test_direct(void)
+{
+    spccl_info_entry e = {.struct_bytes = sizeof e};
+    int n = 0;
+    for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK; i++) {
+        if (strcmp(e.kind, "GPUDirect") != 0)
+            continue;
+        n++;
+        CHECK(strstr(e.why, "(" NETWORK "): no: ") != NULL, "%s: %s", e.name, e.why);
+        CHECK(strstr(e.why, "rxe0") == NULL ||
+                  strstr(e.why,
+                         "rxe0 (ib): no: its driver registers no dmabuf (Operation not supported), and "
+                         "the kernel module nvidia_peermem is not loaded") != NULL,
+              "%s: %s", e.name, e.why);
+    }
+    CHECK(n == n_gpus || n == 16, "entries of %d GPUs, wanted %d", n, n_gpus);
+}
+
 /* ---- a peer dies ---- */
 
 struct scene {
@@ -280,6 +299,7 @@ static void test_falls_back(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
+        {"direct", test_direct},
         {"shapes", test_shapes},
         {"slow_proxies", test_slow_proxies},
         {"dead_peer", test_dead_peer},

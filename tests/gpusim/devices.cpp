@@ -151,6 +151,11 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     *value = attribute == cudaDevAttrMultiProcessorCount ? MULTIPROCESSORS : (int)GPUSIM_SHARED_BYTES;
     return cudaSuccess;
 }
+cudaError_t cudaDeviceGetPCIBusId(char *out, int cap, int device)
+{
+    snprintf(out, (size_t)cap, "FFFF:%02X:00.0", device); // no such device
+    return cudaSuccess;
+}
 cudaError_t cudaDeviceCanAccessPeer(int *yes, int, int)
 {
     *yes = 1;

@@ -19,6 +19,13 @@ typedef struct sp_gpu_device {
     bool can_share_fd; /* VMM memory can be exported as a file descriptor */
 } sp_gpu_device;
 
+/* What the driver of a GPU says about network devices that read and write its memory. */
+typedef struct sp_gpu_net_facts {
+    char pci[16];        /* "0000:17:00.0" */
+    bool dmabuf;         /* its memory can be passed to another device as a dmabuf */
+    bool writes_ordered; /* the GPU sees writes of other devices in the order in which they were made */
+} sp_gpu_net_facts;
+
 /* ---- the fused collectives: a whole collective in one launch over mapped inboxes ---- */
 
 typedef enum sp_fused_op {
@@ -170,6 +177,7 @@ typedef struct sp_gpu_ops {
     spccl_status (*device_count)(int *out); /* 0 without a driver: not an error */
     spccl_status (*current_device)(int *out);
     spccl_status (*describe)(int ordinal, sp_gpu_device *out);
+    spccl_status (*net_facts)(int ordinal, sp_gpu_net_facts *out);
     /* Make `ordinal` current on this thread. *before = what was current, for `leave`. Makes no context on any
      * other GPU. */
     spccl_status (*enter)(int ordinal, int *before);

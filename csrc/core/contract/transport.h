@@ -35,6 +35,18 @@ typedef struct sp_endpoint_config {
     int64_t deadline_ns;             /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
 
+/* A network device, and whether it could reach GPU memory (GPUDirect RDMA). */
+typedef struct sp_net_device {
+    char name[64];      /* "mlx5_0" */
+    char pci_path[256]; /* its folder in sysfs; "": unknown */
+    bool dmabuf;        /* it registers memory of other devices that is passed as a dmabuf */
+    bool
+        pointers; /* it registers GPU pointers if the kernel module nvidia_peermem is there, or has its own way */
+    bool own_way;      /* it needs no nvidia_peermem: a net plugin that says NCCL_PTR_CUDA */
+    bool always_flush; /* the plugin asks for a flush after each receive */
+    char why[120];     /* why dmabuf is false */
+} sp_net_device;
+
 /* Opaque: each transport casts it to its own struct. */
 typedef struct sp_endpoint sp_endpoint;
 
@@ -49,6 +61,8 @@ typedef struct sp_transport {
 
     /* What this transport found on this host, for `spccl info`: texts that stay valid. NULL: it looks for nothing. */
     void (*inform)(const char **value, const char **why);
+    /* Its i-th usable device on this host, for `spccl info`. False: there is none. NULL: it has no devices. */
+    bool (*device)(size_t i, sp_net_device *out);
 
     /* Make an endpoint. The caller sets *out to NULL before the call. `config` is not used after return. */
     spccl_status (*open)(const sp_endpoint_config *config, sp_endpoint **out);

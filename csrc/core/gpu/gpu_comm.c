@@ -1,5 +1,6 @@
 /* gpu_comm.c - a communicator's GPU: waiting for streams, statistics, the end. See gpu_comm.h. */
 #include "core/gpu/channels.h"
+#include "core/gpu/gpu_direct.h"
 #include "core/gpu/proxy.h"
 
 #include "core/base/abi.h"
@@ -311,4 +312,7 @@ static void describe(spccl_info_entry *out)
     *out = (spccl_info_entry){.kind = "part", .name = "cuda", .value = "in", .why = why};
 }
 
-const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look, .detach = detach, .describe = describe};
+const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look,
+                                      .detach = detach,
+                                      .describe = describe,
+                                      .describe_direct = sp_gpu_direct_describe};

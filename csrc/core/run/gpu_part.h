@@ -5,6 +5,8 @@
 
 #include "spccl.h"
 
+#include <stdbool.h>
+
 typedef struct sp_gpu_part {
     /* Look for errors that kernels reported and for peers that are gone. Both break the communicator.
      * Does nothing without a GPU. Threads: any. */
@@ -15,6 +17,8 @@ typedef struct sp_gpu_part {
     /* The entry of spccl_info that describes CUDA in this build and the GPUs here. Its texts are valid until
      * this thread's next call. */
     void (*describe)(spccl_info_entry *out);
+    /* The i-th entry of spccl_info about GPUs and network devices. False: there is none. */
+    bool (*describe_direct)(size_t i, spccl_info_entry *out);
 } sp_gpu_part;
 
 /* Builds without CUDA have it too. */

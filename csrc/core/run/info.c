@@ -97,10 +97,10 @@ static bool schedule_entry(size_t i, spccl_info_entry *out)
     return true;
 }
 
-/* Entry `i`, in the order kernels, transports, schedules, parts, settings. False if i is past the last. */
+/* Entry `i`, in the order kernels, transports, schedules, parts, GPUDirect, settings. False if i is past the last. */
 static bool find_entry(size_t i, spccl_info_entry *out)
 {
-    size_t n_kernels = 0, n_transports = 0;
+    size_t n_kernels = 0, n_transports = 0, n_direct = 0;
     size_t n_schedules = SP_N_SCHEDULES;
     spccl_info_entry e;
     while (kernel_entry(n_kernels, &e))
@@ -128,6 +128,11 @@ static bool find_entry(size_t i, spccl_info_entry *out)
         *out = order_entry();
         return true;
     }
+    while (sp_gpu_part_here.describe_direct(n_direct, &e))
+        n_direct++;
+    if (i < n_direct)
+        return sp_gpu_part_here.describe_direct(i, out);
+    i -= n_direct;
     if (i < SP_N_ENV) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
         *out = (spccl_info_entry){

@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/kernels_cuda.h"
 
+#include <ctype.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -162,6 +163,26 @@ static spccl_status describe(int ordinal, sp_gpu_device *out)
     return SPCCL_OK;
 }
 
+static spccl_status net_facts(int ordinal, sp_gpu_net_facts *out)
+{
+    const sp_cuda_driver *d;
+    int dmabuf = 0, ordering = CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE;
+    *out = (sp_gpu_net_facts){.dmabuf = false};
+    SP_TRY(sp_cuda_driver_get(&d));
+    SP_TRY(sp_cuda_check(cudaDeviceGetPCIBusId(out->pci, (int)sizeof out->pci, ordinal),
+                         "cudaDeviceGetPCIBusId"));
+    SP_TRY(sp_cu_check(d->device_get_attribute(&dmabuf, CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, ordinal),
+                       "cuDeviceGetAttribute"));
+    SP_TRY(sp_cu_check(
+        d->device_get_attribute(&ordering, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, ordinal),
+        "cuDeviceGetAttribute"));
+    out->dmabuf = dmabuf != 0;
+    out->writes_ordered = ordering >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
+    for (char *c = out->pci; *c != '\0'; c++)
+        *c = (char)tolower((unsigned char)*c); /* as sysfs writes it */
+    return SPCCL_OK;
+}
+
 static spccl_status device_of(const void *p, int *ordinal)
 {
     struct cudaPointerAttributes a;
@@ -314,6 +335,7 @@ static const sp_gpu_ops ops = {
     .device_count = device_count,
     .current_device = current_device,
     .describe = describe,
+    .net_facts = net_facts,
     .enter = sp_cuda_enter,
     .leave = sp_cuda_leave,
     .device_of = device_of,

@@ -379,6 +379,7 @@ const sp_transport sp_transport_ib = {
     .ns_per_byte = ib_ns_per_byte,
     .rate_mbps = sp_ib_rate_mbps,
     .inform = sp_ib_inform,
+    .device = sp_ib_net_device,
     .open = ib_open,
     .address = sp_ib_address_of,
     .can_reach = sp_ib_can_reach,

@@ -5,6 +5,7 @@
 
 #include <arpa/inet.h>
 #include <dirent.h>
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdio.h>
@@ -331,6 +332,85 @@ int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t 
 static char why_text[1000];
 static const char *value_text;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* The usable devices, each once. */
+static sp_net_device net_devices[SP_IB_DEVICES_MAX];
+static size_t n_net_devices;
+
+/* Does the driver of a device register memory of another device? It is asked for memory that is not there: a driver
+ * that can do it refuses the descriptor. */
+static void try_dmabuf(const sp_ib_library *lib, struct ibv_context *context, sp_net_device *out)
+{
+    struct ibv_pd *pd = lib->alloc_pd(context);
+    int error = pd == NULL ? errno : 0;
+    if (pd != NULL) {
+        struct ibv_mr *mr = lib->reg_dmabuf_mr(pd, 0, 4096, 0, -1, IBV_ACCESS_LOCAL_WRITE);
+        error = errno;
+        if (mr != NULL)
+            (void)lib->dereg_mr(mr);
+        (void)lib->dealloc_pd(pd);
+    }
+    out->dmabuf = error == EBADF;
+    if (!out->dmabuf)
+        snprintf(out->why, sizeof out->why, "its driver registers no dmabuf (%s)", strerror(error));
+}
+
+static void add_net_device(const sp_ib_library *lib, struct ibv_device *device)
+{
+    sp_net_device *out = &net_devices[n_net_devices++];
+    struct ibv_context *context = lib->open_device(device);
+    char link[200], *path;
+    *out = (sp_net_device){.pointers = true};
+    snprintf(out->name, sizeof out->name, "%s", lib->get_device_name(device));
+    snprintf(link, sizeof link, CLASS_FOLDER "/%.63s/device", out->name);
+    path = realpath(link, NULL); /* NULL for a device in software */
+    snprintf(out->pci_path, sizeof out->pci_path, "%s", path != NULL ? path : "");
+    free(path);
+    if (lib->reg_dmabuf_mr == NULL)
+        snprintf(out->why, sizeof out->why, "libibverbs is older than 1.12");
+    else if (context == NULL)
+        snprintf(out->why, sizeof out->why, "it cannot be opened");
+    else
+        try_dmabuf(lib, context, out);
+    if (context != NULL)
+        (void)lib->close_device(context);
+}
+
+static bool is_among(const struct found *f, const char *name)
+{
+    for (int i = 0; i < f->n; i++)
+        if (strcmp(f->devices[i].name, name) == 0)
+            return true;
+    return false;
+}
+
+static void find_net_devices(void)
+{
+    struct found f = {.n = 0};
+    char why[400];
+    const char *no_library;
+    const sp_ib_library *lib;
+    struct ibv_device **list;
+    int n = 0;
+    if (!find_all(&f, why, sizeof why))
+        return;
+    lib = sp_ib_library_get(&no_library);
+    list = lib->get_device_list(&n);
+    for (int i = 0; list != NULL && i < n && n_net_devices < SP_IB_DEVICES_MAX; i++)
+        if (is_among(&f, lib->get_device_name(list[i])))
+            add_net_device(lib, list[i]);
+    if (list != NULL)
+        lib->free_device_list(list);
+}
+
+bool sp_ib_net_device(size_t i, sp_net_device *out)
+{
+    static pthread_once_t found = PTHREAD_ONCE_INIT;
+    pthread_once(&found, find_net_devices);
+    if (i < n_net_devices)
+        *out = net_devices[i];
+    return i < n_net_devices;
+}
 
 static void look(void)
 {

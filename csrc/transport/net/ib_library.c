@@ -33,6 +33,12 @@ static const struct {
 #undef SYMBOL
 };
 
+static void address_of_optional(void *handle)
+{
+    void *address = dlsym(handle, "ibv_reg_dmabuf_mr");
+    memcpy(&library.reg_dmabuf_mr, &address, sizeof address);
+}
+
 static void open_library(void)
 {
     void *handle = dlopen(LIBRARY, RTLD_NOW | RTLD_LOCAL);
@@ -49,6 +55,7 @@ static void open_library(void)
         }
         memcpy((char *)&library + symbols[i].at, &address, sizeof address);
     }
+    address_of_optional(handle);
     /* Kernels before 5.12 need it so that a child of fork does not disturb registered memory of the driver. */
     if (library.fork_init() != 0) {
         snprintf(failure, sizeof failure, LIBRARY ": ibv_fork_init failed: memory was registered before");

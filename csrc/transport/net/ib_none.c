@@ -27,6 +27,13 @@ void sp_ib_inform(const char **value, const char **why)
     *why = WHY;
 }
 
+bool sp_ib_net_device(size_t i, sp_net_device *out)
+{
+    (void)i;
+    (void)out;
+    return false;
+}
+
 void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap)
 {
     snprintf(out, cap, "device %s port %d", device->name, device->port);

@@ -5,6 +5,7 @@
 #define SP_IB_VERBS_H
 
 #include "core/base/status.h"
+#include "core/contract/transport.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -36,6 +37,8 @@ void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap);
 void sp_ib_device_details(const sp_ib_device *device, char *out, size_t cap);
 /* As sp_transport.inform. */
 void sp_ib_inform(const char **value, const char **why);
+/* As sp_transport.device. */
+bool sp_ib_net_device(size_t i, sp_net_device *out);
 
 /* ---- an open device: a protection domain and one completion queue ---- */
 

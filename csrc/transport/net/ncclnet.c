@@ -417,6 +417,7 @@ const sp_transport sp_transport_ncclnet = {
     .name = "ncclnet",
     .ns_per_byte = nn_ns_per_byte,
     .inform = sp_nn_inform,
+    .device = sp_nn_net_device,
     .open = nn_open,
     .address = nn_address,
     .can_reach = nn_can_reach,

@@ -6,7 +6,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#define POINTER_HOST 1
 #define COMM_ID UINT64_C(0x5350434c4e455400)
 
 /* The start of the properties of a device. Version 9 inserted `force_flush`. What follows is not read. */
@@ -115,7 +114,7 @@ int sp_nn_devices(const sp_nn_plugin *p, int *n)
 int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
 {
     union props props = {.bytes = {0}};
-    const char *name;
+    const char *name, *pci_path;
     int result = CALL(p, properties_fn, SP_NN_GET_PROPERTIES)(dev, &props);
     bool old = p->version == 8;
     if (result != 0)
@@ -123,7 +122,11 @@ int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
     name = old ? props.v8.name : props.v9.name;
     *out = (sp_nn_device){.speed_mbps = old ? props.v8.speed : props.v9.speed,
                           .port = old ? props.v8.port : props.v9.port,
-                          .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
+                          .max_comms = old ? props.v8.max_comms : props.v9.max_comms,
+                          .pointers = old ? props.v8.pointers : props.v9.pointers,
+                          .force_flush = !old && props.v9.force_flush != 0};
+    pci_path = old ? props.v8.pci_path : props.v9.pci_path;
+    snprintf(out->pci_path, sizeof out->pci_path, "%s", pci_path != NULL ? pci_path : "");
     if (out->speed_mbps < 0)
         out->speed_mbps = 0;
     snprintf(out->name, sizeof out->name, "%s", name != NULL ? name : "without name");
@@ -164,7 +167,7 @@ int sp_nn_accept(const sp_nn_plugin *p, void *listener, void **comm)
 
 int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, void **mr)
 {
-    return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, POINTER_HOST, mr);
+    return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, SP_NN_POINTER_HOST, mr);
 }
 
 int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr)

@@ -20,6 +20,8 @@
 #define SP_NN_TEXT_CAP 200
 #define SP_NN_PATH_CAP 400
 
+enum { SP_NN_POINTER_HOST = 1, SP_NN_POINTER_CUDA = 2, SP_NN_POINTER_DMABUF = 4 };
+
 enum sp_nn_slot {
     SP_NN_INIT,
     SP_NN_DEVICES,
@@ -58,6 +60,9 @@ typedef struct sp_nn_device {
     char name[SP_NN_NAME_CAP];
     int speed_mbps; /* 0: unknown */
     int port, max_comms;
+    char pci_path[256]; /* "": unknown */
+    int pointers;       /* bits SP_NN_POINTER_.. of the memory that it registers */
+    bool force_flush;   /* it wants a flush after each receive into GPU memory; from version 9 on */
 } sp_nn_device;
 
 /* A loaded plugin. */

@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 static const char *value_text;
+static sp_nn_plugin seen; /* n_used = 0: no usable plugin */
 static char why_text[SP_NN_PATH_CAP + 800];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -31,6 +32,7 @@ static void look(void)
         return;
     }
     value_text = "in, plugin usable";
+    seen = plugin;
     sp_nn_describe(&plugin, devices, sizeof devices);
     snprintf(why_text, sizeof why_text, "%s; %s", found.why, devices);
 }
@@ -40,4 +42,22 @@ void sp_nn_inform(const char **value, const char **why)
     pthread_once(&once, look);
     *value = value_text;
     *why = why_text;
+}
+
+bool sp_nn_net_device(size_t i, sp_net_device *out)
+{
+    const sp_nn_device *d;
+    pthread_once(&once, look);
+    if (i >= (size_t)seen.n_used)
+        return false;
+    d = &seen.devices[seen.used[i]];
+    *out = (sp_net_device){.dmabuf = (d->pointers & SP_NN_POINTER_DMABUF) != 0,
+                           .pointers = (d->pointers & SP_NN_POINTER_CUDA) != 0,
+                           .own_way = (d->pointers & SP_NN_POINTER_CUDA) != 0,
+                           .always_flush = d->force_flush};
+    snprintf(out->name, sizeof out->name, "%s", d->name);
+    snprintf(out->pci_path, sizeof out->pci_path, "%s", d->pci_path);
+    if (!out->dmabuf)
+        snprintf(out->why, sizeof out->why, "the plugin takes no dmabuf (ptrSupport %d)", d->pointers);
+    return true;
 }

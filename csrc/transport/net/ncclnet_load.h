@@ -8,6 +8,7 @@
 #define SP_NCCLNET_LOAD_H
 
 #include "core/base/status.h"
+#include "core/contract/transport.h"
 #include "transport/net/ncclnet_abi.h"
 
 typedef struct sp_nn_found {
@@ -33,6 +34,8 @@ spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_n
 spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out);
 /* As sp_transport.inform: finds the plugin, and tries it in a child process, once. */
 void sp_nn_inform(const char **value, const char **why);
+/* As sp_transport.device. */
+bool sp_nn_net_device(size_t i, sp_net_device *out);
 /* The file of a path, for texts: a plugin's path may be longer than a text. */
 const char *sp_nn_file_name(const char *path);
 /* "plugin NAME (PATH, vN), n devices: a (100000 Mbit/s), ..." */

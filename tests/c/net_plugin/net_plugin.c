@@ -6,6 +6,8 @@
  * variables, read by init, give it habits of real plugins:
  *   TEST_NET_DEVICES=n      number of devices, 0 too; default 1
  *   TEST_NET_SPEED=n      net_speed in Mbit/s of the devices; the second half is ten times slower
+ *   TEST_NET_POINTERS=n   memory that it registers, as in ptrSupport; default 1: host memory
+ *   TEST_NET_PCI=path     place of all devices in sysfs; TEST_NET_FLUSH=1: they want a flush (from version 9 on)
  *   TEST_NET_COMMS=n      most connections of a device
  *   TEST_NET_NAME=s       name of the plugin
  *   TEST_NET_BUSY=n       one in n isend, irecv and test of an unfinished request does nothing
@@ -68,7 +70,8 @@ struct handle {
 };
 
 static logger log_line;
-int net_n_devices, net_speed, net_comms;
+int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
+char net_pci[200];
 char net_name[40] = "Test Sockets";
 static int busy, slow, credit, wrong_size, for_nccl;
 static _Atomic uint32_t n_busy;
@@ -121,11 +124,14 @@ int net_misuse(const char *text)
 
 int net_start(logger log)
 {
-    const char *name = getenv("TEST_NET_NAME");
+    const char *name = getenv("TEST_NET_NAME"), *pci = getenv("TEST_NET_PCI");
     log_line = log;
     net_n_devices = number("TEST_NET_DEVICES", 1);
     net_speed = number("TEST_NET_SPEED", 0);
     net_comms = number("TEST_NET_COMMS", 0x7fffffff);
+    net_pointers = number("TEST_NET_POINTERS", 1);
+    net_flush = number("TEST_NET_FLUSH", 0);
+    snprintf(net_pci, sizeof net_pci, "%s", pci != NULL ? pci : "");
     busy = number("TEST_NET_BUSY", 0);
     slow = number("TEST_NET_SLOW", 0);
     credit = number("TEST_NET_CREDIT", 0);

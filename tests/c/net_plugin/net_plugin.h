@@ -7,7 +7,8 @@
 
 typedef void (*logger)(int level, unsigned long flags, const char *file, int line, const char *fmt, ...);
 
-extern int net_n_devices, net_speed, net_comms;
+extern int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
+extern char net_pci[200];
 extern char net_name[40];
 
 /* A line on stderr, and the result "invalid usage". */

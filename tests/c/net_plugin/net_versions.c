@@ -62,7 +62,8 @@ static int device_speed(int dev)
         snprintf(device_names[dev], sizeof device_names[dev], "sock%d", dev);                                \
         (p)->name = device_names[dev];                                                                       \
         (p)->guid = (uint64_t)dev;                                                                           \
-        (p)->ptrSupport = 1;                                                                                 \
+        (p)->pciPath = net_pci[0] != '\0' ? net_pci : NULL;                                                  \
+        (p)->ptrSupport = net_pointers;                                                                      \
         (p)->speed = device_speed(dev);                                                                      \
         (p)->port = 1;                                                                                       \
         (p)->maxComms = net_comms;                                                                           \
@@ -83,6 +84,7 @@ static int properties(int version, int dev, void *out)
         FILL(p8, dev);
     } else if (version == 12) {
         FILL(p12, dev);
+        p12->forceFlush = net_flush;
         p12->fused.n = 1;
         p12->fused.devs[0] = dev;
         p12->railId = p12->planeId = -1;
@@ -90,6 +92,7 @@ static int properties(int version, int dev, void *out)
         if (version == 11)
             p11->maxMultiRequestSize = 1;
         FILL(p9, dev);
+        p9->forceFlush = net_flush;
         p9->fused.n = 1;
         p9->fused.devs[0] = dev;
         p9->maxP2pBytes = p9->maxCollBytes = (size_t)1 << 30;

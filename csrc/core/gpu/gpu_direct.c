@@ -1,0 +1,89 @@
+/* gpu_direct.c - the decision; see gpu_direct.h. */
+#include "core/gpu/gpu_direct.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* The length of the first `n` components of a path below /sys/devices; 0: it has fewer. */
+static size_t head_of(const char *path, int n)
+{
+    const char *at = path + strlen("/sys/devices");
+    for (int i = 0; i < n; i++) {
+        if (*at != '/')
+            return 0;
+        at++;
+        at += strcspn(at, "/");
+    }
+    return (size_t)(at - path);
+}
+
+/* Have both paths the same first `n` components? */
+static bool share(const char *a, const char *b, int n)
+{
+    size_t head = head_of(a, n);
+    return head != 0 && head == head_of(b, n) && strncmp(a, b, head) == 0;
+}
+
+static bool is_pci(const char *path)
+{
+    return strncmp(path, "/sys/devices/pci", strlen("/sys/devices/pci")) == 0;
+}
+
+sp_pci_path sp_pci_path_between(const char *a, const char *b)
+{
+    if (!is_pci(a) || !is_pci(b))
+        return SP_PCI_UNKNOWN;
+    if (!share(a, b, 1))
+        return SP_PCI_CPUS;
+    /* The second component is a port of the CPU, if there is a third; else the device itself. */
+    return share(a, b, 2) ? SP_PCI_SWITCHES : SP_PCI_HOST_BRIDGE;
+}
+
+static void refuse(sp_gpu_direct *out, const char *why)
+{
+    *out = (sp_gpu_direct){.how = SP_DIRECT_NO};
+    snprintf(out->why, sizeof out->why, "no: %s", why);
+}
+
+/* Which way of registration is there? NO: none, and out->why says why. */
+static void find_way(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
+{
+    const sp_net_device *d = &f->device;
+    char why[280];
+    *out = (sp_gpu_direct){.how = SP_DIRECT_NO};
+    if (d->dmabuf && f->gpu.dmabuf)
+        out->how = SP_DIRECT_DMABUF;
+    else if (d->pointers && (d->own_way || f->peermem))
+        out->how = SP_DIRECT_POINTERS;
+    if (out->how != SP_DIRECT_NO)
+        return;
+    snprintf(why, sizeof why, "%s%s",
+             !d->dmabuf ? d->why : "the GPU's driver passes no dmabuf (its open kernel modules do)",
+             d->pointers ? ", and the kernel module nvidia_peermem is not loaded" : "");
+    refuse(out, why);
+}
+
+void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
+{
+    static const char *const far[] = {
+        [SP_PCI_UNKNOWN] = "sysfs does not say where the two are on PCI",
+        [SP_PCI_HOST_BRIDGE] = "a host bridge of the CPU is between the two",
+        [SP_PCI_CPUS] = "several host bridges of the CPU are between the two",
+    };
+    find_way(f, out);
+    if (out->how == SP_DIRECT_NO)
+        return;
+    if (f->path != SP_PCI_SWITCHES) {
+        refuse(out, far[f->path]);
+        return;
+    }
+    out->flush = f->device.always_flush || !f->gpu.writes_ordered;
+    snprintf(out->why, sizeof out->why, "possible by %s, %s",
+             out->how == SP_DIRECT_DMABUF ? "dmabuf"
+             : f->device.own_way          ? "GPU pointers"
+                                          : "GPU pointers (nvidia_peermem)",
+             !out->flush ? "without a flush: the GPU sees writes in order"
+             : f->device.always_flush
+                 ? "with a flush after each receive: the plugin asks for it"
+                 : "with a flush after each receive: the GPU may see writes out of order");
+}

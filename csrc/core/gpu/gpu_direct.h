@@ -1,0 +1,48 @@
+/* gpu_direct.h - could a network device read and write a GPU's memory (GPUDirect RDMA)? Decided from facts of the
+ * GPU's driver, the kernel and the device, for `spccl info`.
+ *
+ * The rings between hosts lie in pinned memory in any case: a proxy, which is a thread of the CPU, copies frames from
+ * the outbox into messages and back. No hardware has confirmed the decision.
+ * gpu_direct.c: the decision. gpu_direct_info.c: the facts, and the entries of spccl_info. */
+#ifndef SP_GPU_DIRECT_H
+#define SP_GPU_DIRECT_H
+
+#include "core/contract/gpu.h"
+#include "core/contract/transport.h"
+
+/* What lies between two devices on PCI. */
+typedef enum sp_pci_path {
+    SP_PCI_UNKNOWN,
+    SP_PCI_SWITCHES,    /* switches below one port of the CPU: NCCL's PIX and PXB */
+    SP_PCI_HOST_BRIDGE, /* a host bridge of the CPU: NCCL's PHB */
+    SP_PCI_CPUS         /* several host bridges: NCCL's NODE and SYS */
+} sp_pci_path;
+
+/* a, b: folders in sysfs, "/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0". "": unknown. */
+sp_pci_path sp_pci_path_between(const char *a, const char *b);
+
+typedef struct sp_gpu_direct_facts {
+    sp_net_device device;
+    sp_gpu_net_facts gpu;
+    bool
+        peermem; /* the kernel has a module that registers GPU pointers: nvidia_peermem, or nv_mem before it */
+    sp_pci_path path;
+} sp_gpu_direct_facts;
+
+typedef enum sp_gpu_direct_how { SP_DIRECT_NO, SP_DIRECT_DMABUF, SP_DIRECT_POINTERS } sp_gpu_direct_how;
+
+typedef struct sp_gpu_direct {
+    sp_gpu_direct_how how; /* NO: through pinned memory */
+    bool flush;            /* what arrived must be flushed before the GPU may read it */
+    char why[320];
+} sp_gpu_direct;
+
+/* dmabuf first, then GPU pointers, and only without a host bridge of the CPU between the two: through it many CPUs
+ * carry less than pinned memory does. */
+void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out);
+
+/* The entry of spccl_info for GPU `i`: what each device could do. False: no such GPU, or no device. The texts are valid
+ * until this thread's next call. */
+bool sp_gpu_direct_describe(size_t i, spccl_info_entry *out);
+
+#endif

@@ -1,0 +1,166 @@
+/* test_gpu_direct.c - the decision whether a network device could reach a GPU's memory, as a table; and what
+ * `spccl info` says about it. */
+#include "core/gpu/gpu_direct.h"
+#include "fake_gpu.h"
+#include "test.h"
+
+static const char *const root = "/sys/devices/pci0000:16/0000:16:02.0";
+
+static void test_paths(void)
+{
+    static const struct {
+        const char *a, *b;
+        sp_pci_path wanted;
+    } cases[] = {
+        {"/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0",
+         "/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.1", SP_PCI_SWITCHES},
+        {"/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0/0000:18:00.0/0000:19:00.0",
+         "/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0/0000:18:04.0/0000:1a:00.0", SP_PCI_SWITCHES},
+        {"/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0",
+         "/sys/devices/pci0000:16/0000:16:03.0/0000:1b:00.0", SP_PCI_HOST_BRIDGE},
+        /* one name is the start of the other */
+        {"/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0",
+         "/sys/devices/pci0000:16/0000:16:02.01/0000:1b:00.0", SP_PCI_HOST_BRIDGE},
+        {"/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0",
+         "/sys/devices/pci0000:160/0000:16:02.0/0000:17:00.1", SP_PCI_CPUS},
+        /* as in most virtual machines */
+        {"/sys/devices/pci0000:00/0000:00:04.0", "/sys/devices/pci0000:00/0000:00:05.0", SP_PCI_HOST_BRIDGE},
+        {"/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0",
+         "/sys/devices/pci0000:97/0000:97:02.0/0000:98:00.0", SP_PCI_CPUS},
+        {"/sys/devices/virtual/net/va", "/sys/devices/pci0000:16/0000:16:02.0", SP_PCI_UNKNOWN},
+        {"", "", SP_PCI_UNKNOWN},
+        {"/sys/devices/pci0000:16", "/sys/devices/pci0000:16", SP_PCI_HOST_BRIDGE},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sp_pci_path got = sp_pci_path_between(cases[i].a, cases[i].b);
+        CHECK(got == cases[i].wanted, "%s and %s: %d, wanted %d", cases[i].a, cases[i].b, (int)got,
+              (int)cases[i].wanted);
+        CHECK(got == sp_pci_path_between(cases[i].b, cases[i].a), "case %zu: not the same both ways", i);
+    }
+}
+
+/* A device of libibverbs, and a plugin's. */
+#define IB(has_dmabuf)                                                                                       \
+    {                                                                                                        \
+        .name = "mlx5_0", .dmabuf = (has_dmabuf), .pointers = true, .why = "its driver registers no dmabuf"  \
+    }
+#define PLUGIN(has_dmabuf, has_pointers, flush)                                                              \
+    {                                                                                                        \
+        .name = "efa0", .dmabuf = (has_dmabuf), .pointers = (has_pointers), .own_way = (has_pointers),       \
+        .always_flush = (flush), .why = "the plugin takes no dmabuf"                                         \
+    }
+#define GPU(has_dmabuf, is_ordered)                                                                          \
+    {                                                                                                        \
+        .dmabuf = (has_dmabuf), .writes_ordered = (is_ordered)                                               \
+    }
+
+static const struct {
+    sp_gpu_direct_facts facts;
+    sp_gpu_direct_how how;
+    bool flush;
+    const char *words[2];
+} decisions[] = {
+    /* libibverbs: dmabuf first, then nvidia_peermem, else pinned memory */
+    {{IB(true), GPU(true, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_DMABUF,
+     false,
+     {"by dmabuf", "without a flush"}},
+    {{IB(true), GPU(true, true), true, SP_PCI_SWITCHES}, SP_DIRECT_DMABUF, false, {"by dmabuf", ""}},
+    {{IB(true), GPU(true, false), false, SP_PCI_SWITCHES},
+     SP_DIRECT_DMABUF,
+     true,
+     {"by dmabuf", "with a flush"}},
+    {{IB(false), GPU(true, true), true, SP_PCI_SWITCHES},
+     SP_DIRECT_POINTERS,
+     false,
+     {"nvidia_peermem", "without a flush"}},
+    {{IB(true), GPU(false, false), true, SP_PCI_SWITCHES},
+     SP_DIRECT_POINTERS,
+     true,
+     {"nvidia_peermem", "with a flush"}},
+    {{IB(false), GPU(true, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_NO,
+     false,
+     {"its driver registers no dmabuf", "nvidia_peermem is not loaded"}},
+    {{IB(true), GPU(false, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_NO,
+     false,
+     {"the GPU's driver passes no dmabuf", "nvidia_peermem is not loaded"}},
+    /* a plugin, by ptrSupport; it needs no nvidia_peermem, or looks for that itself */
+    {{PLUGIN(true, true, false), GPU(true, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_DMABUF,
+     false,
+     {"by dmabuf", ""}},
+    {{PLUGIN(false, true, false), GPU(true, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_POINTERS,
+     false,
+     {"by GPU pointers,", ""}},
+    {{PLUGIN(true, true, false), GPU(false, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_POINTERS,
+     false,
+     {"by GPU pointers,", ""}},
+    {{PLUGIN(true, true, true), GPU(true, true), false, SP_PCI_SWITCHES},
+     SP_DIRECT_DMABUF,
+     true,
+     {"the plugin asks for it", ""}},
+    {{PLUGIN(false, false, false), GPU(true, true), true, SP_PCI_SWITCHES},
+     SP_DIRECT_NO,
+     false,
+     {"the plugin takes no dmabuf", ""}},
+    /* the way over PCI */
+    {{IB(true), GPU(true, true), true, SP_PCI_HOST_BRIDGE}, SP_DIRECT_NO, false, {"a host bridge", ""}},
+    {{IB(true), GPU(true, true), true, SP_PCI_CPUS}, SP_DIRECT_NO, false, {"several host bridges", ""}},
+    {{IB(true), GPU(true, true), true, SP_PCI_UNKNOWN}, SP_DIRECT_NO, false, {"sysfs does not say", ""}},
+    {{PLUGIN(true, true, true), GPU(true, true), true, SP_PCI_UNKNOWN},
+     SP_DIRECT_NO,
+     false,
+     {"sysfs does not say", ""}},
+    /* what cannot be registered is named before where it is */
+    {{IB(false), GPU(true, true), false, SP_PCI_UNKNOWN}, SP_DIRECT_NO, false, {"registers no dmabuf", ""}},
+};
+
+static void test_decision(void)
+{
+    for (size_t i = 0; i < sizeof decisions / sizeof *decisions; i++) {
+        sp_gpu_direct got;
+        sp_gpu_direct_decide(&decisions[i].facts, &got);
+        CHECK(got.how == decisions[i].how && got.flush == decisions[i].flush,
+              "case %zu: way %d, flush %d: %s", i, (int)got.how, got.flush, got.why);
+        CHECK((strncmp(got.why, "no: ", 4) == 0) == (got.how == SP_DIRECT_NO), "case %zu: %s", i, got.why);
+        for (int k = 0; k < 2; k++)
+            CHECK(strstr(got.why, decisions[i].words[k]) != NULL, "case %zu: \"%s\" is not in: %s", i,
+                  decisions[i].words[k], got.why);
+    }
+}
+
+/* Two devices of the plugin; GPUs whose place nobody knows. */
+static void test_info(void)
+{
+    spccl_info_entry e = {.struct_bytes = sizeof e};
+    int n = 0;
+    fake.n_gpus = 2;
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    setenv("TEST_NET_DEVICES", "2", 1);
+    setenv("TEST_NET_POINTERS", "3", 1);
+    setenv("TEST_NET_PCI", root, 1);
+    for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK; i++) {
+        char name[16];
+        if (strcmp(e.kind, "GPUDirect") != 0)
+            continue;
+        snprintf(name, sizeof name, "GPU %d", n++);
+        CHECK(strcmp(e.name, name) == 0, "%s, wanted %s", e.name, name);
+        CHECK(strncmp(e.value, "not used, possible with 0 of ", 29) == 0, "%s", e.value);
+        CHECK(strstr(e.why, "pinned memory") != NULL &&
+                  strstr(e.why, "; sock0 (ncclnet): no: sysfs") != NULL &&
+                  strstr(e.why, "; sock1 (ncclnet): no: sysfs") != NULL,
+              "%s", e.why);
+    }
+    CHECK(n == 2, "entries of %d GPUs, wanted 2", n);
+}
+
+int main(int argc, char **argv)
+{
+    static const struct test_case cases[] = {
+        {"paths", test_paths}, {"decision", test_decision}, {"info", test_info}, {NULL, NULL}};
+    return test_main(cases, argc, argv);
+}
