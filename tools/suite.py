@@ -73,27 +73,31 @@ SANITIZER_ENV = {
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
-# Tests with one thread have no races, and the thread sanitizer makes them ten times slower. test_plan_cost has threads,
-# but it measures bytes of collectives that other tests run too.
+# Tests with one thread have no races, and the thread sanitizer makes them ten times slower. test_mean and
+# test_plan_cost have threads, but they compare results and bytes of collectives that test_collectives runs too.
 ONE_THREAD = (
-    r"test_(kernels|kernels_codec|kernels_reduce|format|format_mutated|golden|sched|plan_cost|codec|array_codec|"
-    r"tune_format)$|"
+    r"test_(kernels|kernels_codec|kernels_reduce|format|format_mutated|golden|mean|sched|plan_cost|codec|array_codec|"
+    r"prune|prune_bf16|prune_bound|prune_kernels|tune_format|tune_gpu|weights|weights_chunk)$|"
     r"replay_"
 )
-# Tests that do not depend on the kernels: one instruction set is enough.
+# Tests that do not depend on the kernels: one instruction set is enough. test_plan_cost compares bytes of schedules.
 NO_KERNELS = (
-    r"test_(atfork|auth|completion|descriptors|disagree|fault_injection|faults|fork|gpu_group|gpu_none|gpu_watchdog|"
-    r"nvlink|rendezvous|sched|settings|tcp_endings|threads|transport|transport_faults|transport_forks|tune_gpu)$"
+    r"test_(abi|atfork|auth|completion|create_fails|descriptors|disagree|fault_injection|faults|fork|gpu_group|"
+    r"gpu_none|gpu_order|gpu_watchdog|ib_wire|local_socket|ncclnet|ncclnet_load|ncclnet_ring|nvlink|plan_cost|"
+    r"proxy_wire|rendezvous|sched|secret|settings|tcp_drain|tcp_endings|tcp_priority|tcp_window|threads|transport|"
+    r"transport_faults|transport_forks|tune_gpu)$|example_(installed|pkg_config)$"
 )
+# Tests that run every instruction set of the machine themselves, whatever SPCCL_CPU_ISA says.
+EVERY_ISA = r"test_(kernels|kernels_codec|kernels_reduce|mean|prune_kernels)$"
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
-# them. Of the collectives, test_collectives_nan alone runs.
+# them. Of the collectives, test_collectives_nan and test_mean run. test_sched and test_plan_cost compute with integers.
 # Six tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
 # qemu does not do. test_descriptors limits the number of descriptors, and qemu needs some of them itself.
 # test_tcp_window and test_tcp_drain read TCP_INFO, and one sets SO_BUF_LOCK: qemu does not pass these on.
 # example_installed and example_pkg_config start the program that they build without the emulator.
 NOT_EMULATED = (
-    r"(test_(collectives|descriptors|fault_injection|faults|local_socket|tcp_drain|tcp_window|transport|"
-    r"transport_faults)|example_installed|example_pkg_config)$"
+    r"(test_(collectives|descriptors|fault_injection|faults|local_socket|ncclnet|plan_cost|sched|sum_order|tcp_drain|"
+    r"tcp_window|transport|transport_faults)|example_installed|example_pkg_config)$"
 )
 # Tests that `make check` does not run: they wait for time-outs, or have many cases.
 SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"
@@ -211,12 +215,13 @@ def c_build(name: str, *targets: str) -> Path:
     return folder
 
 
-def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", **extra_env: str) -> str:
-    """Build `name` and run its C tests, except those that match `leave_out`. Returns ctest's count."""
+def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", only: str = "", **extra_env: str) -> str:
+    """Build `name` and run its C tests: those that match `only` and not `leave_out`. Returns ctest's count."""
     folder = c_build(name)
     log = f"ctest-{name}" + (f"-{extra_env['SPCCL_CPU_ISA']}" if "SPCCL_CPU_ISA" in extra_env else "")
     cmd = [*prefix, "ctest", "--test-dir", folder, "-j", TEST_JOBS, "--output-on-failure", "--no-tests=error"]
     cmd += ["-E", leave_out] if leave_out else []
+    cmd += ["-R", only] if only else []
     env = child_env(**{**SANITIZER_ENV, **extra_env})
     status, lines = run(cmd, log, show=True, env=env)
     totals = [line for line in lines if "tests passed" in line]
@@ -288,10 +293,10 @@ def c_isa(isa: str) -> str:
         raise Skip(f"this CPU has no {', '.join(sorted(missing))}")
     here = [name for name, needed in ISA_CPU_FLAGS.items() if needed <= flags]
     if isa != here[-1]:
-        return ctest("gcc", leave_out=NO_KERNELS, SPCCL_CPU_ISA=isa)
-    # SPCCL_CPU_ISA=auto takes this set, so the stage "gcc" runs the collectives with it.
-    count = ctest("gcc", leave_out=f"{NO_KERNELS}|test_collectives$", SPCCL_CPU_ISA=isa)
-    return f"{count}; collectives: stage gcc"
+        return ctest("gcc", leave_out=f"{NO_KERNELS}|{EVERY_ISA}", SPCCL_CPU_ISA=isa)
+    # SPCCL_CPU_ISA=auto takes this set, so the stage "gcc" runs all tests with it.
+    count = ctest("gcc", only=r"test_(array_codec|choose|codec|collectives_nan|prune)$", SPCCL_CPU_ISA=isa)
+    return f"{count}; the others: stage gcc"
 
 
 def c_aarch64() -> str:
