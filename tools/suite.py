@@ -23,6 +23,7 @@ from env import (
     ensure_frameworks,
     ensure_spccl,
     files_under,
+    has_gpu,
     must_run,
     run,
     say,
@@ -362,7 +363,10 @@ def python_tests(*options: str) -> str:
     env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"))
     if not options:  # the whole suite
         env["SPCCL_TEST_FRAMEWORKS"] = ensure_frameworks() or ""
-    status, lines = run([VENV / "bin/pytest", *options], "pytest", show=True, env=env, timeout_s=3600)
+    # A test waits for other processes half of its time, so two files of tests run at the same time. They would share
+    # the GPUs, so on a machine with GPUs they do not.
+    workers = [] if has_gpu() else ["-n", "2", "--dist", "loadfile"]
+    status, lines = run([VENV / "bin/pytest", *workers, *options], "pytest", show=True, env=env, timeout_s=3600)
     last = lines[-1].strip("= ") if lines else "no output"
     if status != 0:
         raise EnvError(f"pytest: {last}; see build/logs/pytest.log")
