@@ -4,6 +4,7 @@
 #   bench/between_hosts.sh [RANKS [RANKS_PER_HOST [ARGUMENTS OF spccl bench...]]]      default: 4 1
 # Needs an installed spccl with CUDA, torch and as many GPUs as ranks. With RANKS_PER_HOST above 1, spccl uses NVLink
 # inside a host and NCCL does not: then the ratio is no comparison of networks.
+# SPCCL_TRANSPORTS=ncclnet with SPCCL_NET_PLUGIN, or SPCCL_TRANSPORTS=ib, puts spccl on another network than tcp.
 # CSV: bench/results/gpu/between-hosts-RANKS-RANKS_PER_HOST.csv (OUT: another folder).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
