@@ -75,7 +75,7 @@ static void bad_write(struct member *m)
         struct sp_ib_peer *p = &sp_ib_self(m->ep)->peers[1];
         sp_ib_write w = {
             .imm = bad[m->kind], .to = p->theirs.rings[0].address, .rkey = p->theirs.rings[0].rkey[0]};
-        CHECK_OK(sp_ib_link_write(p->rails[0].link, &w));
+        CHECK_OK(sp_ib_link_write(p->qps[0].link, &w));
     } else {
         while ((st = m->t->peek(m->ep, 0, 0, &message, &bytes)) == SPCCL_AGAIN) {
             (void)progress(m);
@@ -140,6 +140,37 @@ static void test_credit(void)
 
 /* ---- start-up ---- */
 
+/* What this process logs between begin_log and end_log. */
+static int stderr_fd;
+static FILE *log_file;
+
+static void begin_log(void)
+{
+    setenv("SPCCL_LOG", "warn", 1);
+    fflush(stderr);
+    log_file = tmpfile();
+    stderr_fd = dup(2);
+    CHECK(log_file != NULL && stderr_fd >= 0 && dup2(fileno(log_file), 2) == 2, "errno %d", errno);
+}
+
+/* There must be one warning with all the words, or none if there are no words. */
+static void end_log(const char *const words[4])
+{
+    char text[4096] = "";
+    size_t n;
+    fflush(stderr);
+    CHECK(dup2(stderr_fd, 2) == 2, "errno %d", errno);
+    close(stderr_fd);
+    rewind(log_file);
+    n = fread(text, 1, sizeof text - 1, log_file);
+    text[n] = '\0';
+    fclose(log_file);
+    CHECK(words[0] == NULL ? n == 0 : n > 0 && strchr(text, '\n') == text + n - 1,
+          "wanted %d lines, got \"%s\"", words[0] != NULL, text);
+    for (int i = 0; i < 4 && words[i] != NULL; i++)
+        CHECK(strstr(text, words[i]) != NULL, "\"%s\" is not in: %s", words[i], text);
+}
+
 /* A device that SPCCL_IB_DEVICE names and that is not there: no rank can reach another, and the reason names it. */
 static void no_device(struct member *m)
 {
@@ -192,15 +223,19 @@ static void no_open(struct member *m)
     leave_group(m);
 }
 
+/* Rank 1's device cannot be opened: both ranks use tcp, and say so once. */
 static void by_tcp(struct member *m)
 {
+    static const char *const words[2][4] = {{"tcp is used in place of ib with rank 1", "device Xxe"},
+                                            {"tcp is used in place of ib with rank 0", "device Xxe"}};
     char text[400];
-    setenv("SPCCL_LOG", "off", 1);
     if (!open_member(m))
         return;
     if (m->rank == 1)
         sp_ib_self(m->ep)->devices[0].name[0] = 'X';
+    begin_log();
     CHECK_OK(connect_member(m));
+    end_log(words[m->rank]);
     m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
     CHECK(strstr(text, "tcp, as ib failed") != NULL, "%s", text);
     send_now(m, 1 - m->rank, 1, 3000, 5);
@@ -293,18 +328,37 @@ static void test_link(void)
     run_group(&processes, &m);
 }
 
-/* ---- two rails: rank 0 has rxe0 and rxe2, rank 1 has rxe1 and rxe3. tests.sh makes them ---- */
+/* ---- rails: rank 0 has rxe0, rxe2 and rxe4, rank 1 has rxe1, rxe3 and rxe5. tests.sh makes them ---- */
 
-enum { TWO_RAILS, ONE_RAIL };
+/* ONE_RAIL: rxe2 and rxe3 have no active port. FEWER: rank 1 uses rxe1 alone. NOT_OPENED: rank 1 cannot open rxe3.
+ * SILENT: the network between rxe2 and rxe3 carries nothing. */
+enum { TWO_RAILS, ONE_RAIL, FEWER, NOT_OPENED, SILENT, THREE_RAILS, N_KINDS };
 
-/* Kind ONE_RAIL: rank 1's device rxe3 has no active port. */
 static bool join_rails(struct member *m)
 {
-    setenv("SPCCL_IB_DEVICE", m->rank == 0 ? "rxe0,rxe2" : "rxe1,rxe3", 1);
+    static const char *const lists[2][2] = {{"rxe0,rxe2", "rxe0,rxe2,rxe4"}, {"rxe1,rxe3", "rxe1,rxe3,rxe5"}};
+    static const char *const words[N_KINDS][2][4] = {
+        [ONE_RAIL] = {{"SPCCL_IB_DEVICE: not used: rxe2 port 1: not active"},
+                      {"SPCCL_IB_DEVICE: not used: rxe3 port 1: not active"}},
+        [FEWER] = {{"not all of this rank's 2 devices", "rank 1: it has fewer usable devices"}, {NULL}},
+        [NOT_OPENED] = {{"not all of this rank's 2 devices", "to rank 1", "device Xxe3"},
+                        {"not all of this rank's 2 devices", "to rank 0", "device Xxe3"}},
+        [SILENT] = {{"not all of this rank's 2 devices", "to rank 1", "device rxe"},
+                    {"not all of this rank's 2 devices", "to rank 0", "device rxe"}}};
+    bool joined;
+    setenv("SPCCL_IB_DEVICE",
+           m->kind == FEWER && m->rank == 1 ? "rxe1" : lists[m->rank][m->kind == THREE_RAILS], 1);
     setenv("SPCCL_IB_RAILS", "4", 1);
-    if (m->kind == ONE_RAIL)
-        setenv("SPCCL_LOG", "off", 1);
-    return join_group(m);
+    if (m->kind == TWO_RAILS || m->kind == THREE_RAILS)
+        return join_group(m);
+    begin_log();
+    joined = open_member(m);
+    if (joined && m->kind == NOT_OPENED && m->rank == 1)
+        sp_ib_self(m->ep)->devices[1].name[0] = 'X';
+    joined = joined && connect_member(m) == SPCCL_OK;
+    end_log(words[m->kind][m->rank]);
+    CHECK(joined, "kind %d: %s", m->kind, spccl_last_error());
+    return joined;
 }
 
 static uint64_t sent_bytes(const char *net)
@@ -324,18 +378,21 @@ static uint64_t sent_bytes(const char *net)
 static void share(struct member *m)
 {
     enum { N = 1500, BYTES = 7000 };
-    uint64_t n_sent = 0, n_taken = 0, before[2], after[2];
+    static const char *const nets[3] = {"va", "vc", "ve"};
+    uint64_t n_sent = 0, n_taken = 0, before[3], after[3], sum;
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     char text[600];
     if (!join_rails(m))
         return;
     m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
     CHECK(strstr(text, m->rank == 0 ? "rxe0" : "rxe1") != NULL &&
-              (strstr(text, m->rank == 0 ? "rxe2" : "rxe3") != NULL) == (m->kind == TWO_RAILS),
+              (strstr(text, m->rank == 0 ? "rxe2" : "rxe3") != NULL) ==
+                  (m->kind == TWO_RAILS || m->kind == THREE_RAILS) &&
+              (strstr(text, m->rank == 0 ? "rxe4" : "rxe5") != NULL) == (m->kind == THREE_RAILS),
           "kind %d: \"%s\"", m->kind, text);
     barrier(m, 1);
-    before[0] = sent_bytes("va");
-    before[1] = sent_bytes("vc");
+    for (int i = 0; i < 3; i++)
+        before[i] = sent_bytes(nets[i]);
     barrier(m, 2);
     while ((n_sent < N || n_taken < N) && !sp_deadline_passed(deadline_ns)) {
         n_sent += n_sent < N && try_send(m, 1 - m->rank, 0, BYTES, n_sent) == SPCCL_OK;
@@ -346,14 +403,19 @@ static void share(struct member *m)
           (unsigned long long)n_taken);
     flush_now(m, 1 - m->rank);
     barrier(m, 3);
-    after[0] = sent_bytes("va") - before[0];
-    after[1] = sent_bytes("vc") - before[1];
+    for (int i = 0; i < 3; i++)
+        after[i] = sent_bytes(nets[i]) - before[i];
+    sum = after[0] + after[1] + after[2];
     if (m->rank == 0)
-        printf("rails: %llu and %llu bytes\n", (unsigned long long)after[0], (unsigned long long)after[1]);
+        printf("rails: %llu, %llu and %llu bytes\n", (unsigned long long)after[0],
+               (unsigned long long)after[1], (unsigned long long)after[2]);
     if (m->kind == TWO_RAILS)
-        CHECK(after[0] + after[1] > (uint64_t)N * BYTES && after[0] * 20 > 9 * (after[0] + after[1]) &&
-                  after[1] * 20 > 9 * (after[0] + after[1]),
+        CHECK(sum > (uint64_t)N * BYTES && after[0] * 20 > 9 * sum && after[1] * 20 > 9 * sum,
               "rails: %llu and %llu bytes", (unsigned long long)after[0], (unsigned long long)after[1]);
+    if (m->kind == THREE_RAILS) /* 6, 5 and 5 of the 16 places of a ring */
+        for (int i = 0; i < 3; i++)
+            CHECK(after[i] * 4 > sum && after[i] * 5 < 2 * sum, "rail %d: %llu of %llu bytes", i,
+                  (unsigned long long)after[i], (unsigned long long)sum);
     barrier(m, 4);
     leave_group(m);
 }
@@ -387,11 +449,19 @@ static void test_rails(void)
     setenv("SPCCL_LOG", "off", 1);
     m = make_group(&processes, 2, rail_down);
     run_group(&processes, &m);
-    run_command("ip link set", "down");
-    m = make_group(&processes, 2, share);
-    m.kind = ONE_RAIL;
-    run_group(&processes, &m);
-    run_command("ip link set", "up");
+    for (int kind = ONE_RAIL; kind <= THREE_RAILS; kind++) {
+        if (kind == ONE_RAIL)
+            run_command("ip link set", "down");
+        if (kind == SILENT)
+            run_command("tc qdisc replace dev", "root netem loss 100%");
+        m = make_group(&processes, 2, share);
+        m.kind = kind;
+        run_group(&processes, &m);
+        if (kind == ONE_RAIL)
+            run_command("ip link set", "up");
+        if (kind == SILENT)
+            run_command("tc qdisc del dev", "root");
+    }
 }
 
 int main(int argc, char **argv)

@@ -1,19 +1,19 @@
 /* test_ib_wire.c - what ranks tell each other over transport ib: connect info, addresses, and the 32 bits of a write. */
 #include "core/contract/transport.h"
 #include "test.h"
-#include "transport/net/ib_wire.h"
+#include "transport/net/ib.h"
 
 static sp_ib_connect_info some_connect_info(void)
 {
-    sp_ib_connect_info o = {.usable = true,
+    sp_ib_connect_info o = {.usable = 3,
                             .n_queues = 2,
                             .segment_bytes = 65536,
-                            .n_rails = 2,
+                            .n_qps = 2,
                             .rings = {{.address = UINT64_C(0x1122334455667788), .rkey = {1, 0xaabbccdd}}}};
-    for (int r = 0; r < 2; r++) {
-        o.ends[r] =
+    for (int q = 0; q < 2; q++) {
+        o.ends[q] =
             (sp_ib_end){.ethernet = true, .lid = 7, .mtu_bytes = 4096, .queue_pair = 0x123456, .packet = 9};
-        memset(o.ends[r].gid, 0x5a, sizeof o.ends[r].gid);
+        memset(o.ends[q].gid, 0x5a, sizeof o.ends[q].gid);
     }
     return o;
 }
@@ -24,15 +24,15 @@ static void test_connect_info(void)
     uint8_t bytes[SP_IB_CONNECT_INFO_BYTES];
     sp_ib_write_connect_info(&in, bytes);
     CHECK(sp_ib_read_connect_info(bytes, sizeof bytes, &out), "refused");
-    CHECK(out.usable && out.n_queues == 2 && out.segment_bytes == 65536 && out.ends[1].ethernet &&
+    CHECK(out.usable == 3 && out.n_queues == 2 && out.segment_bytes == 65536 && out.ends[1].ethernet &&
               out.ends[1].lid == 7 && out.ends[1].mtu_bytes == 4096 && out.ends[1].queue_pair == 0x123456 &&
               out.ends[1].packet == 9 && out.rings[0].address == UINT64_C(0x1122334455667788) &&
-              out.n_rails == 2 && out.rings[0].rkey[1] == 0xaabbccdd &&
+              out.n_qps == 2 && out.rings[0].rkey[1] == 0xaabbccdd &&
               memcmp(out.ends[1].gid, in.ends[1].gid, sizeof out.ends[1].gid) == 0,
           "another connect info");
-    in = (sp_ib_connect_info){.n_queues = 1, .why = "no\nmemory"};
+    in = (sp_ib_connect_info){.n_qps = 16, .n_queues = 1, .why = "no\nmemory"};
     sp_ib_write_connect_info(&in, bytes);
-    CHECK(sp_ib_read_connect_info(bytes, sizeof bytes, &out) && !out.usable &&
+    CHECK(sp_ib_read_connect_info(bytes, sizeof bytes, &out) && out.usable == 0 && out.n_qps == 16 &&
               strcmp(out.why, "no?memory") == 0,
           "\"%s\"", out.why);
 }
@@ -44,10 +44,14 @@ static void test_bad_connect_info(void)
         size_t at;
         uint8_t value;
         const char *what;
-    } bad[] = {{0, 'x', "magic"},           {4, 2, "usable"},
-               {6, 0, "no queue"},          {6, 5, "five queues"},
-               {12, 5, "five rails"},       {16, 2, "network"},
-               {53, 0, "MTU 0 of rail 1"},  {27, 1, "queue pair of 25 bits"},
+    } bad[] = {{0, 'x', "magic"},
+               {4, 17, "17 queue pairs"},
+               {6, 0, "no queue"},
+               {6, 5, "five queues"},
+               {12, 7, "three of two"},
+               {16, 2, "network"},
+               {53, 0, "MTU 0 of number 1"},
+               {27, 1, "queue pair of 25 bits"},
                {31, 1, "packet of 25 bits"}};
     sp_ib_connect_info in = some_connect_info(), out;
     uint8_t bytes[SP_IB_CONNECT_INFO_BYTES];
@@ -62,24 +66,45 @@ static void test_bad_connect_info(void)
     CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes, &out), "a text without end: accepted");
 }
 
+static void test_result(void)
+{
+    sp_ib_result in = {.usable = 0x8001, .why = "a\tb"}, out;
+    uint8_t bytes[SP_IB_RESULT_BYTES];
+    sp_ib_write_result(&in, bytes);
+    CHECK(sp_ib_read_result(bytes, sizeof bytes, &out) && out.usable == 0x8001 && strcmp(out.why, "a?b") == 0,
+          "%x \"%s\"", out.usable, out.why);
+    CHECK(!sp_ib_read_result(bytes, sizeof bytes - 1, &out), "too short: accepted");
+    bytes[6] = 1;
+    CHECK(!sp_ib_read_result(bytes, sizeof bytes, &out), "queue pair 16: accepted");
+    bytes[6] = 0;
+    memset(bytes + 8, 'a', SP_NN_TEXT_CAP);
+    CHECK(!sp_ib_read_result(bytes, sizeof bytes, &out), "a text without end: accepted");
+}
+
 static void test_address(void)
 {
     uint8_t bytes[SP_ADDRESS_BYTES_MAX] = {0};
-    sp_ib_address in = {.n = 2}, out;
+    sp_ib_address in = {.n = 2, .n_qps = 3}, out;
     const uint8_t *tcp = NULL;
     size_t n = 0, head;
     in.ports[0].network = SP_IB_INFINIBAND;
     in.ports[1].network = SP_IB_ROCE_IPV6;
     memset(in.ports[1].gid, 0x5a, SP_IB_GID_BYTES);
     head = sp_ib_write_address(&in, bytes);
-    CHECK(sp_ib_read_address(bytes, head + 3, &out, &tcp, &n) && out.n == 2 &&
+    CHECK(sp_ib_read_address(bytes, head + 3, &out, &tcp, &n) && out.n == 2 && out.n_qps == 3 &&
               memcmp(&out.ports, &in.ports, sizeof in.ports) == 0 && tcp == bytes + head && n == 3,
           "refused");
     CHECK(!sp_ib_read_address(bytes, head, &out, &tcp, &n), "no tcp address");
-    bytes[5] = SP_IB_NO_DEVICE;
+    bytes[6] = SP_IB_NO_DEVICE;
     CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "a port without network");
-    bytes[5] = SP_IB_ROCE_IPV6 + 1;
+    bytes[6] = SP_IB_ROCE_IPV6 + 1;
     CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "an unknown network");
+    bytes[6] = SP_IB_INFINIBAND;
+    bytes[5] = 0;
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "no queue pair");
+    bytes[5] = 9;
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "18 queue pairs");
+    bytes[5] = 1;
     bytes[4] = SP_IB_RAILS_MAX + 1;
     CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "five ports");
     bytes[4] = 0;
@@ -89,7 +114,7 @@ static void test_address(void)
 /* Ports of a rank: of each character one. a, b, c: RoCE in subnet 10.0.0, 10.0.1, 10.0.2; I: InfiniBand. */
 static sp_ib_address ports_of(const char *text, uint8_t host)
 {
-    sp_ib_address a = {.n = (uint32_t)strlen(text)};
+    sp_ib_address a = {.n = (uint32_t)strlen(text), .n_qps = host};
     for (uint32_t i = 0; i < a.n; i++) {
         uint8_t *gid = a.ports[i].gid;
         a.ports[i].network = text[i] == 'I' ? SP_IB_INFINIBAND : SP_IB_ROCE_IPV4;
@@ -112,7 +137,7 @@ static void test_pairs(void)
                  {"a", "I", ""},
                  {"aI", "I", "10"},
                  {"aa", "aaaa", "0011"},
-                 {"abc", "abc", "0011"},
+                 {"abc", "abc", "001122"},
                  {"ab", "bc", "10"},
                  {"aaaa", "aaaa", "00112233"},
                  {"a", "bc", "00"},
@@ -124,8 +149,33 @@ static void test_pairs(void)
         sp_ib_pair(&low, &high, &p);
         for (uint32_t r = 0; r < p.n; r++)
             snprintf(got + 2 * r, 3, "%d%d", p.low[r] % 10, p.high[r] % 10);
+        CHECK(p.n_qps == 1, "%u queue pairs: one rank wants 1, the other 2", p.n_qps);
         CHECK(strcmp(got, cases[i].want) == 0, "%s and %s: got \"%s\", wanted \"%s\"", cases[i].low,
               cases[i].high, got, cases[i].want);
+    }
+}
+
+/* Each place of a ring belongs to one queue pair; each queue pair carries its places in order, again and again. */
+static void test_parts(void)
+{
+    for (uint32_t n = 1; n <= SP_IB_QPS_MAX; n++) {
+        uint64_t next[SP_IB_QPS_MAX];
+        uint32_t most = 0, least = SP_NN_SEGMENTS;
+        for (uint32_t q = 0; q < n; q++) {
+            uint32_t places = (uint32_t)(sp_ib_qp_first(n, q + 1) - sp_ib_qp_first(n, q));
+            next[q] = sp_ib_qp_first(n, q);
+            most = places > most ? places : most;
+            least = places < least ? places : least;
+        }
+        CHECK(sp_ib_qp_first(n, 0) == 0 && sp_ib_qp_first(n, n) == SP_NN_SEGMENTS && least >= 1 &&
+                  most - least <= 1,
+              "%u queue pairs: %u to %u places", n, least, most);
+        for (uint64_t k = 0; k < 100; k++) {
+            uint32_t q = sp_ib_qp_of(n, k);
+            CHECK(q < n && next[q] == k, "%u queue pairs: segment %d: queue pair %u expects %d", n, (int)k, q,
+                  (int)next[q < n ? q : 0]);
+            next[q] = sp_ib_qp_next(n, k);
+        }
     }
 }
 
@@ -177,6 +227,8 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"connect_info", test_connect_info},
                                              {"bad_connect_info", test_bad_connect_info},
+                                             {"result", test_result},
+                                             {"parts", test_parts},
                                              {"address", test_address},
                                              {"pairs", test_pairs},
                                              {"writes", test_writes},

@@ -1,6 +1,6 @@
-/* fuzz_ib.c - takes any bytes as what a peer of transport ib sends: its address, its connect info, or the 32 bits and sizes of
- * writes. What is accepted must be in range.
- *   0  u8  what: address, connect info, writes (modulo 3)
+/* fuzz_ib.c - takes any bytes as what a peer of transport ib sends: its address, its connect info, its result, or the 32 bits
+ * and sizes of writes. What is accepted must be in range.
+ *   0  u8  what: address, connect info, writes, result (modulo 4)
  *   1  the bytes. Writes: for each u32 immediate, u32 bytes */
 #include "core/base/bits.h"
 #include "fuzz.h"
@@ -16,7 +16,7 @@ static void try_address(const uint8_t *data, size_t bytes)
         return;
     EXPECT(a.n >= 1 && a.n <= SP_IB_RAILS_MAX && tcp_bytes > 0 && tcp + tcp_bytes == data + bytes);
     sp_ib_pair(&a, &a, &pairing);
-    EXPECT(pairing.n >= 1 && pairing.n <= a.n);
+    EXPECT(pairing.n >= 1 && pairing.n <= a.n && pairing.n * pairing.n_qps <= SP_IB_QPS_MAX);
     for (uint32_t i = 0; i < pairing.n; i++)
         EXPECT(pairing.low[i] < a.n && pairing.high[i] < a.n);
 }
@@ -27,14 +27,25 @@ static void try_connect_info(const uint8_t *data, size_t bytes)
     uint8_t again[SP_IB_CONNECT_INFO_BYTES];
     if (!sp_ib_read_connect_info(data, bytes, &info))
         return;
-    EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX && info.ends[0].queue_pair <= 0xffffff);
+    EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX && info.n_qps <= SP_IB_QPS_MAX &&
+           info.usable >> info.n_qps == 0 && info.ends[0].queue_pair <= 0xffffff);
     for (size_t i = 0; i < strnlen(info.why, sizeof info.why); i++)
         EXPECT(info.why[i] >= 32 && info.why[i] < 127);
     EXPECT(strnlen(info.why, sizeof info.why) < sizeof info.why);
     sp_ib_write_connect_info(&info, again);
     EXPECT(sp_ib_read_connect_info(again, sizeof again, &same) &&
-           same.ends[3].packet == info.ends[3].packet && same.rings[3].address == info.rings[3].address &&
+           same.ends[15].packet == info.ends[15].packet && same.rings[3].address == info.rings[3].address &&
            strcmp(same.why, info.why) == 0);
+}
+
+static void try_result(const uint8_t *data, size_t bytes)
+{
+    sp_ib_result r;
+    if (!sp_ib_read_result(data, bytes, &r))
+        return;
+    EXPECT(r.usable >> SP_IB_QPS_MAX == 0 && strnlen(r.why, sizeof r.why) < sizeof r.why);
+    for (size_t i = 0; i < strlen(r.why); i++)
+        EXPECT(r.why[i] >= 32 && r.why[i] < 127);
 }
 
 /* Writes arrive one after the other. Whatever they are, no segment comes without credit, and no credit is more than the
@@ -67,7 +78,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 {
     if (bytes < 1)
         return 0;
-    switch (data[0] % 3) {
+    switch (data[0] % 4) {
     case 0:
         try_address(data + 1, bytes - 1);
         break;
@@ -76,6 +87,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
         break;
     case 2:
         try_writes(data + 1, bytes - 1);
+        break;
+    case 3:
+        try_result(data + 1, bytes - 1);
         break;
     }
     return 0;

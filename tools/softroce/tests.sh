@@ -17,10 +17,13 @@ try "$GPU_PROGRAMS/ib_cuda" --small
 # A lost packet is sent again after 0.27 s, in place of 1.07 s.
 export SPCCL_IB_TIMEOUT=16
 try ./ib_peers '' va
-# Two rails: a second pair of virtual cables, with devices rxe2 (10.78.0.1) and rxe3 (10.78.0.2).
+# More rails: two more pairs of virtual cables, with devices rxe2 (10.78.0.1), rxe3 (10.78.0.2), rxe4 and rxe5.
 ip link add vc mtu 9000 type veth peer name vd mtu 9000 &&
   ip addr add 10.78.0.1/24 dev vc && ip addr add 10.78.0.2/24 dev vd && ip link set vc up && ip link set vd up &&
   rdma link add rxe2 type rxe netdev vc && rdma link add rxe3 type rxe netdev vd || failed=1
+ip link add ve mtu 9000 type veth peer name vg mtu 9000 &&
+  ip addr add 10.79.0.1/24 dev ve && ip addr add 10.79.0.2/24 dev vg && ip link set ve up && ip link set vg up &&
+  rdma link add rxe4 type rxe netdev ve && rdma link add rxe5 type rxe netdev vg || failed=1
 for u in /sys/class/infiniband_verbs/uverbs*; do
   [ -e "/dev/infiniband/${u##*/}" ] || mknod "/dev/infiniband/${u##*/}" c $(tr : ' ' < "$u/dev")
 done
@@ -29,6 +32,9 @@ try ./ib_peers rails vc
 # Four rails, each from a device to itself.
 try env SPCCL_IB_RAILS=4 ./ib_transport exchange
 try env SPCCL_IB_RAILS=4 ./ib_collectives random
+# Several queue pairs per device; with four devices all sixteen places of a ring are on queue pairs of their own.
+try env SPCCL_IB_QPS=2 SPCCL_IB_DEVICE=rxe0,rxe1 ./ib_transport exchange
+try env SPCCL_IB_QPS=4 SPCCL_IB_RAILS=4 ./ib_transport exchange
 export SPCCL_IB_DEVICE=rxe0,rxe1
 echo "==== 1% of the packets are lost"
 tc qdisc add dev va root netem loss 1% && tc qdisc add dev vb root netem loss 1% || failed=1

@@ -39,6 +39,8 @@ static const sp_env_var vars[SP_N_ENV] = {
                          "address or interface that tcp listens on; empty = spccl chooses", 0, 0, 0, NULL},
     [SP_ENV_IB_RAILS] = {"SPCCL_IB_RAILS", "4", "transport ib: most devices that carry one pair of ranks", 1,
                          1, 4, NULL},
+    [SP_ENV_IB_QPS] = {"SPCCL_IB_QPS", "1", "transport ib: queue pairs per device of a pair of ranks", 1, 1,
+                       4, NULL},
     [SP_ENV_IB_DEVICE] =
         {"SPCCL_IB_DEVICE", "",
          "devices of transport ib: a list of name and name:port, or none; empty = the fastest", 0, 0, 0,

@@ -30,11 +30,13 @@ static bool by_tcp(const struct sp_ib_peer *p)
 static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
+    const struct sp_ib_peer *p = &ep->peers[peer];
     int mbps = 0;
-    if (by_tcp(&ep->peers[peer]))
+    if (by_tcp(p))
         return tcp->ns_per_byte(ep->tcp, peer);
-    for (uint32_t r = 0; r < ep->peers[peer].n_rails; r++)
-        mbps += ep->devices[ep->peers[peer].rails[r].device].speed_mbps;
+    for (uint32_t i = 0; i < p->n_qps; i++)
+        if (i == 0 || p->qps[i].device != p->qps[i - 1].device) /* those of a device follow each other */
+            mbps += ep->devices[p->qps[i].device].speed_mbps;
     return mbps > 0 ? NS_MBPS_PER_BYTE / mbps : UNKNOWN_NS_PER_BYTE;
 }
 
@@ -283,14 +285,9 @@ static void say_fin(struct sp_ib *ep, int peer)
 
 static void close_peer(struct sp_ib *ep, struct sp_ib_peer *p)
 {
-    bool here = ep->pid == getpid();
-    for (uint32_t r = 0; here && r < p->n_rails; r++)
-        sp_ib_link_close(p->rails[r].link);
+    if (ep->pid == getpid())
+        sp_ib_close_qps(p);
     for (int k = 0; k < SP_QUEUES_MAX; k++) {
-        for (uint32_t r = 0; here && r < p->n_rails; r++) {
-            sp_ib_memory_close(&p->tx[k].memory[r]);
-            sp_ib_memory_close(&p->rx[k].memory[r]);
-        }
         sp_nn_ring_close(&p->tx[k].ring);
         sp_nn_ring_close(&p->rx[k].ring);
     }
@@ -343,6 +340,7 @@ static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
 {
     spccl_status st = SPCCL_OK;
     char refused[300];
+    int64_t n_qps;
     struct sp_ib *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "ib: an endpoint of %zu bytes", sizeof *ep);
@@ -357,6 +355,8 @@ static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
     ep->n_devices = sp_ib_choose(config->rank, ep->devices, ep->device_why, sizeof ep->device_why, refused,
                                  sizeof refused);
     ep->address.n = (uint32_t)ep->n_devices;
+    SP_TRY_TO(fail, st, sp_env_number(SP_ENV_IB_QPS, &n_qps));
+    ep->address.n_qps = (uint32_t)n_qps;
     for (int i = 0; i < ep->n_devices; i++) {
         ep->address.ports[i].network = sp_ib_network(&ep->devices[i]);
         memcpy(ep->address.ports[i].gid, ep->devices[i].gid, SP_IB_GID_BYTES);

@@ -1,10 +1,10 @@
 /* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
  * ib_move.c: writes and completions. ib_end.c: how peers end.
  *
- * Two ranks have 1, 2 or 4 rails: RC queue pairs, each between two devices of its own. For each queue both ends have a
- * ring of segments (ncclnet_ring.h). Each rail has an equal part of the places in a ring, one after the other, registers
- * that part, and carries the segments that lie there. A rail delivers in order; the receiver passes a segment on when all
- * before it are here (struct sp_ib_order).
+ * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_IB_QPS RC queue pairs. For each queue both
+ * ends have a ring of segments (ncclnet_ring.h). Each queue pair has a part of the places in a ring, one after the other,
+ * registers that part, and carries the segments that lie there. A queue pair delivers in order; the receiver passes a
+ * segment on when all before it are here (struct sp_ib_order).
  *
  * Segment k is written with immediate into the same place of the receiver's ring. The receiver gives credits: a
  * segment is written only if its place is free and a receive is posted for it. So a full queue cannot delay another.
@@ -22,56 +22,65 @@
 #include <sys/types.h>
 
 #define SP_IB_CREDIT_STEP (SP_NN_SEGMENTS / 4) /* credits are sent for so many segments at once */
-/* Most writes and receives of a queue that can be under way on a rail: its segments, and its credits. */
+/* Most writes and receives of a queue that can be under way on a queue pair: its segments, and its credits. */
 #define SP_IB_PER_QUEUE (SP_NN_SEGMENTS + SP_NN_SEGMENTS / SP_IB_CREDIT_STEP)
 #define SP_IB_SPARE 12 /* the probe, and writes whose completion was not asked for */
 #define SP_IB_WRITES_CAP 128u
 _Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE <= SP_IB_WRITES_CAP, "sent[] holds them all");
 
+/* Start-up of a pair of ranks: in each stage but the last both send a note, which says what they could do. */
+enum sp_ib_stage { SP_IB_STAGE_INFO, SP_IB_STAGE_READY, SP_IB_STAGE_PROBE, SP_IB_STAGE_DONE };
 enum sp_ib_route { SP_IB_UNDECIDED, SP_IB_BY_IB, SP_IB_BY_TCP };
 enum { SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0xff };
 
-/* Segments that arrived, or that were sent, on each rail in order. */
+/* Segments that arrived, or that were sent, on each queue pair in order. */
 struct sp_ib_order {
-    uint64_t next[SP_IB_RAILS_MAX]; /* the rail's next segment */
-    uint32_t here;                  /* bit k % SP_NN_SEGMENTS: segment k is here, and one before it is not */
+    uint64_t next[SP_IB_QPS_MAX]; /* the queue pair's next segment */
+    uint32_t here;                /* bit k % SP_NN_SEGMENTS: segment k is here, and one before it is not */
 };
 
 struct sp_ib_tx {
     sp_nn_ring ring;
-    sp_ib_memory memory[SP_IB_RAILS_MAX]; /* the part of each rail */
+    sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t n_posted, credit; /* segments that were written; those below `credit` may be */
 };
 
 struct sp_ib_rx {
     sp_nn_ring ring;
-    sp_ib_memory memory[SP_IB_RAILS_MAX]; /* the part of each rail */
+    sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t announced; /* the last credit */
 };
 
-struct sp_ib_rail {
+struct sp_ib_qp {
     sp_ib_link *link;
     int device; /* of sp_ib.devices */
     /* Writes in the order of posting; completions come in the same order. */
     uint32_t n_writes, n_completed, n_unsignalled;
     uint8_t owners[SP_IB_WRITES_CAP]; /* of write n, at n % SP_IB_WRITES_CAP: a queue, or SP_IB_OWNER_.. */
     bool probe_sent, probe_left, probe_here;
+    bool failed; /* at start-up */
 };
 
 struct sp_ib_peer {
     bool added;
     enum sp_ib_route route;
-    uint32_t n_rails, n_ports; /* n_ports: usable devices of the peer */
-    struct sp_ib_rail rails[SP_IB_RAILS_MAX];
+    uint32_t n_qps, n_ports; /* n_ports: usable devices of the peer */
+    struct sp_ib_qp qps[SP_IB_QPS_MAX];
     struct sp_ib_tx tx[SP_QUEUES_MAX];
     struct sp_ib_rx rx[SP_QUEUES_MAX];
-    /* start-up */
+    /* start-up (ib_start.c) */
+    enum sp_ib_stage stage;
+    uint32_t round; /* counts the tries; each has fewer queue pairs than the one before */
     sp_ib_connect_info mine, theirs;
-    uint32_t n_notes; /* sent over tcp */
-    bool connect_info_sent, connect_info_here, ready_sent, ready_here, result_sent, result_here;
-    char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
+    uint32_t n_notes;          /* sent over tcp */
+    bool note_sent, note_here; /* of this stage */
+    uint32_t my_usable;        /* queue pairs, a bit each: what this rank's note said */
+    uint32_t their_usable;     /* and the peer's */
+    int64_t probe_deadline_ns;
+    bool by_tcp, fewer;          /* no queue pair works; some do not */
+    char reason[SP_NN_TEXT_CAP]; /* why the route is tcp, or why devices are left out: the first */
     /* the peer's end */
     bool failed;              /* no more is written or taken */
     spccl_status gone_status; /* FORMAT: it sent what it must not; else PEER */
@@ -98,8 +107,7 @@ struct sp_ib {
     sp_fork_guard guard;
     /* start-up */
     bool prepared, tcp_up, up;
-    char failure[SP_NN_TEXT_CAP]; /* why this rank cannot use its device; "": it can */
-    int64_t probe_deadline_ns;
+    char failures[SP_IB_RAILS_MAX][SP_NN_TEXT_CAP]; /* why this rank cannot use a device; "": it can */
     /* running */
     uint32_t n_progress;
     bool changed; /* there is a change that arm has not reported yet */
@@ -112,27 +120,32 @@ static inline struct sp_ib *sp_ib_self(sp_endpoint *ep)
     return (struct sp_ib *)ep;
 }
 
-/* The rail of segment k, its first segment, and the segment after k on the same rail. */
-static inline uint32_t sp_ib_rail_of(uint32_t n_rails, uint64_t k)
+/* The queue pair of segment k, its first segment, and the segment after k on the same one. */
+static inline uint32_t sp_ib_qp_of(uint32_t n_qps, uint64_t k)
 {
-    return (uint32_t)(k % SP_NN_SEGMENTS) * n_rails / SP_NN_SEGMENTS;
+    return (uint32_t)(k % SP_NN_SEGMENTS) * n_qps / SP_NN_SEGMENTS;
 }
 
-static inline uint64_t sp_ib_rail_first(uint32_t n_rails, uint32_t rail)
+static inline uint64_t sp_ib_qp_first(uint32_t n_qps, uint32_t qp)
 {
-    return (uint64_t)rail * SP_NN_SEGMENTS / n_rails;
+    return ((uint64_t)qp * SP_NN_SEGMENTS + n_qps - 1) / n_qps;
 }
 
-static inline uint64_t sp_ib_rail_next(uint32_t n_rails, uint64_t k)
+static inline uint64_t sp_ib_qp_next(uint32_t n_qps, uint64_t k)
 {
-    bool last = sp_ib_rail_of(n_rails, k + 1) != sp_ib_rail_of(n_rails, k);
-    return k + 1 + (last ? SP_NN_SEGMENTS - SP_NN_SEGMENTS / n_rails : 0);
+    uint32_t qp = sp_ib_qp_of(n_qps, k);
+    if ((k + 1) % SP_NN_SEGMENTS != 0 && sp_ib_qp_of(n_qps, k + 1) == qp)
+        return k + 1;
+    return k - k % SP_NN_SEGMENTS + SP_NN_SEGMENTS + sp_ib_qp_first(n_qps, qp);
 }
 
 /* Bits of the id of a write or receive (ib_move.c). */
-static inline uint64_t sp_ib_id(int peer, uint32_t rail)
+#define SP_IB_ROUND_MASK 0x1fu
+#define SP_IB_PEER_MASK 0x3fffffu
+static inline uint64_t sp_ib_id(const struct sp_ib_peer *p, int peer, uint32_t qp)
 {
-    return (uint64_t)rail << 60 | (uint64_t)(uint32_t)peer << 32;
+    return (uint64_t)qp << 59 | (uint64_t)(p->round & SP_IB_ROUND_MASK) << 54 |
+           ((uint64_t)(uint32_t)peer & SP_IB_PEER_MASK) << 32;
 }
 
 /* ib_address.c. As in transport.h. */
@@ -144,20 +157,24 @@ spccl_status sp_ib_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, s
 
 /* ib_start.c */
 spccl_status sp_ib_connect_step(sp_endpoint *ep);
+/* Close the queue pairs of a peer, and the registrations of its rings. */
+void sp_ib_close_qps(struct sp_ib_peer *p);
 
 /* ib_move.c */
 int sp_ib_n_writes(const struct sp_ib *ep);
 int sp_ib_n_receives(const struct sp_ib *ep);
 /* Write what may be written to a peer: segments, then credits that are due. */
 void sp_ib_send(struct sp_ib *ep, int peer);
-/* Write the probe of a rail. False if that failed: the peer has failed then. */
-bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t rail);
+/* Write the probe of a queue pair. False if that failed: the queue pair has failed then. */
+bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp);
 /* Handle all completions. */
 void sp_ib_poll(struct sp_ib *ep);
 
 /* ib_end.c */
-/* A rail failed, and with it the peer: `text` is a clause. The first failure counts. */
-void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t rail, spccl_status status, const char *text);
+/* A queue pair failed, and after start-up with it the peer: `text` is a clause. The first failure counts. */
+void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status status, const char *text);
+/* After start-up: fail the peer if a queue pair has failed, also since this rank's result. */
+void sp_ib_fail_started(struct sp_ib *ep, int peer);
 /* Read what the peer says over tcp after start-up: its FIN, then its end. */
 void sp_ib_look_at_tcp(struct sp_ib *ep, int peer);
 /* Decide whether the peer is gone, and whether more can arrive from it. */

@@ -28,15 +28,21 @@ spccl_status sp_ib_address_of(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
     return SPCCL_OK;
 }
 
-/* "device rxe0 port 1 + device rxe2 port 1" */
+/* "device rxe0 port 1 + device rxe2 port 1, 4 queue pairs" */
 static void rails_text(const struct sp_ib *ep, const struct sp_ib_peer *p, char *out, size_t cap)
 {
     size_t used = 0;
-    for (uint32_t r = 0; r < p->n_rails && used < cap; r++) {
+    uint32_t n_devices = 0;
+    for (uint32_t i = 0; i < p->n_qps && used < cap; i++) {
         char device[SP_IB_NAME_CAP + 24];
-        sp_ib_device_text(&ep->devices[p->rails[r].device], device, sizeof device);
-        used += (size_t)snprintf(out + used, cap - used, "%s%s", r == 0 ? "" : " + ", device);
+        if (i != 0 && p->qps[i].device == p->qps[i - 1].device)
+            continue;
+        sp_ib_device_text(&ep->devices[p->qps[i].device], device, sizeof device);
+        used += (size_t)snprintf(out + used, cap - used, "%s%s", i == 0 ? "" : " + ", device);
+        n_devices++;
     }
+    if (p->n_qps > n_devices && used < cap)
+        snprintf(out + used, cap - used, ", %u queue pairs", p->n_qps);
 }
 
 bool sp_ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
@@ -82,10 +88,12 @@ spccl_status sp_ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addres
     sp_ib_pair(is_low ? &ep->address : &theirs, is_low ? &theirs : &ep->address, &pairing);
     if (pairing.n == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d): other networks", ep->config.rank, peer);
-    p->n_rails = pairing.n;
+    p->n_qps = pairing.n * pairing.n_qps;
     p->n_ports = theirs.n;
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        p->rails[r].device = is_low ? pairing.low[r] : pairing.high[r];
+    for (uint32_t i = 0; i < p->n_qps; i++) {
+        uint32_t rail = i / pairing.n_qps;
+        p->qps[i].device = is_low ? pairing.low[rail] : pairing.high[rail];
+    }
     SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
     p->added = true;
     return SPCCL_OK;
@@ -95,12 +103,12 @@ void sp_ib_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     const struct sp_ib_peer *p = &ep->peers[peer];
-    char devices[SP_IB_RAILS_MAX * (SP_IB_NAME_CAP + 28)] = "", details[160];
+    char devices[SP_IB_RAILS_MAX * (SP_IB_NAME_CAP + 28) + 20] = "", details[160];
     if (p->route == SP_IB_BY_TCP) {
         snprintf(out, cap, "tcp, as ib failed: %s", p->reason);
         return;
     }
     rails_text(ep, p, devices, sizeof devices);
-    sp_ib_device_details(&ep->devices[p->rails[0].device], details, sizeof details);
+    sp_ib_device_details(&ep->devices[p->qps[0].device], details, sizeof details);
     snprintf(out, cap, "ib: %s, %s (%s)", devices, details, ep->device_why);
 }

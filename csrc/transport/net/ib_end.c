@@ -20,16 +20,27 @@ static void start_ending(struct sp_ib *ep, struct sp_ib_peer *p)
     ep->changed = ep->ending = true;
 }
 
-void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t rail, spccl_status status, const char *text)
+void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status status, const char *text)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     char device[SP_IB_NAME_CAP + 24];
     if (p->failed)
         return;
-    sp_ib_device_text(&ep->devices[p->rails[rail].device], device, sizeof device);
-    snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", device, peer, SP_NN_TEXT_CAP, text);
+    p->qps[qp].failed = true;
+    if (p->failure[0] == '\0') {
+        sp_ib_device_text(&ep->devices[p->qps[qp].device], device, sizeof device);
+        snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", device, peer, SP_NN_TEXT_CAP, text);
+        p->gone_status = status;
+    }
+    sp_ib_fail_started(ep, peer);
+}
+
+void sp_ib_fail_started(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (p->stage != SP_IB_STAGE_DONE || p->by_tcp || p->failure[0] == '\0')
+        return;
     p->failed = true;
-    p->gone_status = status;
     start_ending(ep, p);
 }
 

@@ -1,10 +1,11 @@
 /* ib_start.c - start-up of transport ib. See ib.h.
  *
- * Two ranks first connect over tcp. Then each sends the other
- *   connect info  its end of the queue pair and where its receive rings are, or why it has none;
- *   ready       whether it could connect its queue pair to the peer's;
- *   a result   whether a probe that it wrote left, and the peer's probe came.
- * ib carries the pair if both results say so. Otherwise both ends use the tcp link. */
+ * Two ranks first connect over tcp. Then both go through the same stages, and each sends the other
+ *   connect info  its ends of the queue pairs and where its receive rings are;
+ *   ready         which queue pairs it could connect to the peer's;
+ *   a result      over which queue pairs a probe that it wrote left, and the peer's probe came.
+ * After each stage both know which queue pairs work at both ends. If all do, the next stage follows. If some do, both
+ * close all and try again with those. If none does, both use the tcp link. */
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "transport/common/transports.h"
@@ -19,11 +20,16 @@
 
 static const sp_transport *const tcp = &sp_transport_tcp;
 
-/* ib does not carry this peer. The first reason stays. */
-static void take_tcp(struct sp_ib_peer *p, const char *why)
+/* The first reason stays. */
+static void note_reason(struct sp_ib_peer *p, const char *why)
 {
     if (p->reason[0] == '\0')
         snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
+}
+
+static uint32_t all_qps(const struct sp_ib_peer *p)
+{
+    return (1u << p->n_qps) - 1;
 }
 
 /* ---- this rank's end ---- */
@@ -37,67 +43,107 @@ static spccl_status watch_context(struct sp_ib *ep, const sp_ib_context *context
     return SPCCL_OK;
 }
 
-/* Register the parts of a queue's rings that a rail carries. */
-static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t rail, int queue)
+/* Register the part of a queue's rings that a queue pair carries. */
+static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t qp, int queue)
 {
     struct sp_ib_tx *tx = &p->tx[queue];
     struct sp_ib_rx *rx = &p->rx[queue];
-    sp_ib_context *context = ep->contexts[p->rails[rail].device];
-    uint64_t first = sp_ib_rail_first(p->n_rails, rail);
-    size_t bytes = tx->ring.memory.cap / p->n_rails;
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, &tx->memory[rail]));
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, &rx->memory[rail]));
-    tx->order.next[rail] = rx->order.next[rail] = first;
-    p->mine.rings[queue].rkey[rail] = rx->memory[rail].rkey;
+    sp_ib_context *context = ep->contexts[p->qps[qp].device];
+    uint64_t first = sp_ib_qp_first(p->n_qps, qp), n = sp_ib_qp_first(p->n_qps, qp + 1) - first;
+    size_t bytes = n * (ep->config.queue_bytes / SP_NN_SEGMENTS);
+    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, &tx->memory[qp]));
+    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, &rx->memory[qp]));
+    p->mine.rings[queue].rkey[qp] = rx->memory[qp].rkey;
     return SPCCL_OK;
 }
 
-static spccl_status open_peer(struct sp_ib *ep, int peer)
+static spccl_status open_rings(struct sp_ib *ep, struct sp_ib_peer *p)
+{
+    for (int i = 0; i < ep->config.n_queues; i++) {
+        SP_TRY(sp_nn_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
+        SP_TRY(sp_nn_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
+        p->tx[i].credit = p->rx[i].announced = SP_NN_SEGMENTS;
+        p->mine.rings[i].address = (uintptr_t)p->rx[i].ring.memory.data;
+    }
+    return SPCCL_OK;
+}
+
+static spccl_status open_qp(struct sp_ib *ep, int peer, uint32_t qp)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        SP_TRY(sp_ib_link_open(ep->contexts[p->rails[r].device], sp_ib_n_writes(ep), sp_ib_n_receives(ep),
-                               &p->rails[r].link, &p->mine.ends[r]));
-    for (int i = 0; i < ep->config.n_queues; i++) {
-        struct sp_ib_tx *tx = &p->tx[i];
-        struct sp_ib_rx *rx = &p->rx[i];
-        SP_TRY(sp_nn_ring_open(&tx->ring, ep->config.queue_bytes, (uint32_t)i, false));
-        SP_TRY(sp_nn_ring_open(&rx->ring, ep->config.queue_bytes, (uint32_t)i, true));
-        for (uint32_t r = 0; r < p->n_rails; r++)
-            SP_TRY(register_part(ep, p, r, i));
-        tx->credit = rx->announced = SP_NN_SEGMENTS;
-        p->mine.rings[i].address = (uintptr_t)rx->ring.memory.data;
-    }
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        SP_TRY(sp_ib_link_receive(p->rails[r].link, UINT64_C(1) << 63 | sp_ib_id(peer, r),
-                                  sp_ib_n_receives(ep)));
-    return SPCCL_OK;
+    int device = p->qps[qp].device;
+    if (ep->failures[device][0] != '\0')
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s", ep->failures[device]);
+    SP_TRY(sp_ib_link_open(ep->contexts[device], sp_ib_n_writes(ep), sp_ib_n_receives(ep), &p->qps[qp].link,
+                           &p->mine.ends[qp]));
+    for (int i = 0; i < ep->config.n_queues; i++)
+        SP_TRY(register_part(ep, p, qp, i));
+    return sp_ib_link_receive(p->qps[qp].link, UINT64_C(1) << 63 | sp_ib_id(p, peer, qp),
+                              sp_ib_n_receives(ep));
 }
 
-static spccl_status open_all(struct sp_ib *ep)
+/* Open the queue pairs of a peer, as far as that works. */
+static void open_peer(struct sp_ib *ep, int peer)
 {
-    int n_peers = 0;
+    struct sp_ib_peer *p = &ep->peers[peer];
+    spccl_status st = p->round == 0 ? open_rings(ep, p) : SPCCL_OK;
+    p->mine.usable = 0;
+    for (uint32_t q = 0; q < p->n_qps; q++) {
+        for (int i = 0; i < ep->config.n_queues; i++)
+            p->tx[i].order.next[q] = p->rx[i].order.next[q] = sp_ib_qp_first(p->n_qps, q);
+        if (st == SPCCL_OK && open_qp(ep, peer, q) == SPCCL_OK)
+            p->mine.usable |= 1u << q;
+        else
+            note_reason(p, sp_without_rank(spccl_last_error(), ep->config.rank));
+    }
+}
+
+void sp_ib_close_qps(struct sp_ib_peer *p)
+{
+    for (uint32_t q = 0; q < p->n_qps; q++) {
+        sp_ib_link_close(p->qps[q].link);
+        p->qps[q].link = NULL;
+        for (int i = 0; i < SP_QUEUES_MAX; i++) {
+            sp_ib_memory_close(&p->tx[i].memory[q]);
+            sp_ib_memory_close(&p->rx[i].memory[q]);
+        }
+    }
+}
+
+/* The most queue pairs that one peer has on a device. */
+static int most_qps(const struct sp_ib *ep, int device)
+{
+    int most = 0;
+    for (int i = 0; i < ep->config.world_size; i++) {
+        int n = 0;
+        for (uint32_t q = 0; q < ep->peers[i].n_qps; q++)
+            n += ep->peers[i].qps[q].device == device;
+        most = n > most ? n : most;
+    }
+    return most;
+}
+
+static spccl_status open_device(struct sp_ib *ep, int d)
+{
+    int n_peers = 0, per_qp = sp_ib_n_writes(ep) + sp_ib_n_receives(ep);
     for (int i = 0; i < ep->config.world_size; i++)
         n_peers += ep->peers[i].added;
-    for (int d = 0; d < ep->n_devices; d++) {
-        SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * (sp_ib_n_writes(ep) + sp_ib_n_receives(ep)) + 1,
-                                  &ep->contexts[d]));
-        SP_TRY(watch_context(ep, ep->contexts[d]));
-    }
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].added)
-            SP_TRY(open_peer(ep, i));
-    return SPCCL_OK;
+    SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * most_qps(ep, d) * per_qp + 1, &ep->contexts[d]));
+    return watch_context(ep, ep->contexts[d]);
 }
 
-/* Open the device, and a queue pair and rings for each peer. If that fails, tcp carries all peers. */
+/* Open the devices, and queue pairs and rings for each peer, as far as that works. */
 static void prepare(struct sp_ib *ep)
 {
     pthread_mutex_lock(&ep->guard.lock);
-    if (open_all(ep) != SPCCL_OK)
-        snprintf(ep->failure, sizeof ep->failure, "%.*s", (int)sizeof ep->failure - 1,
-                 sp_without_rank(spccl_last_error(), ep->config.rank));
+    for (int d = 0; d < ep->n_devices; d++)
+        if (open_device(ep, d) != SPCCL_OK)
+            snprintf(ep->failures[d], sizeof ep->failures[d], "%.*s", (int)sizeof ep->failures[d] - 1,
+                     sp_without_rank(spccl_last_error(), ep->config.rank));
     pthread_mutex_unlock(&ep->guard.lock);
+    for (int i = 0; i < ep->config.world_size; i++)
+        if (ep->peers[i].added)
+            open_peer(ep, i);
     ep->prepared = true;
 }
 
@@ -112,55 +158,97 @@ static spccl_status send_note(struct sp_ib *ep, int peer, const uint8_t *note, s
     return tcp->commit(ep->tcp, peer, 0, 0);
 }
 
-static spccl_status send_connect_info(struct sp_ib *ep, int peer)
+/* Say which queue pairs are usable: in the stage INFO as part of a connect info, else as a result. */
+static spccl_status say_usable(struct sp_ib *ep, int peer, uint32_t usable)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     uint8_t note[SP_IB_CONNECT_INFO_BYTES];
-    p->mine.usable = ep->failure[0] == '\0';
-    p->mine.n_rails = p->n_rails;
+    sp_ib_result r = {.usable = usable};
+    p->my_usable = usable;
+    p->note_sent = true;
+    if (p->stage != SP_IB_STAGE_INFO) {
+        snprintf(r.why, sizeof r.why, "%s", usable != all_qps(p) ? p->reason : "");
+        sp_ib_write_result(&r, note);
+        return send_note(ep, peer, note, SP_IB_RESULT_BYTES);
+    }
+    p->mine.n_qps = p->n_qps;
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
     p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
-    snprintf(p->mine.why, sizeof p->mine.why, "%s", ep->failure);
+    snprintf(p->mine.why, sizeof p->mine.why, "%s", usable != all_qps(p) ? p->reason : "");
     sp_ib_write_connect_info(&p->mine, note);
-    p->connect_info_sent = true;
-    return send_note(ep, peer, note, sizeof note);
+    return send_note(ep, peer, note, SP_IB_CONNECT_INFO_BYTES);
 }
 
-/* "ready" or a result: good unless there is a reason to take tcp. */
-static spccl_status send_result(struct sp_ib *ep, int peer)
+/* ---- what each stage does ---- */
+
+/* Connect the queue pairs to the peer's. Returns which could be. */
+static uint32_t connect_qps(struct sp_ib_peer *p)
+{
+    uint32_t usable = 0;
+    for (uint32_t q = 0; q < p->n_qps; q++)
+        if (sp_ib_link_connect(p->qps[q].link, &p->mine.ends[q], &p->theirs.ends[q]) == SPCCL_OK)
+            usable |= 1u << q;
+        else
+            note_reason(p, spccl_last_error());
+    return usable;
+}
+
+/* AGAIN: it is not known of all queue pairs what comes of the probes. */
+static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    sp_nn_result v = {.fine = p->reason[0] == '\0'};
-    uint8_t note[SP_NN_RESULT_BYTES];
-    snprintf(v.why, sizeof v.why, "%s", p->reason);
-    sp_nn_write_result(&v, note);
-    return send_note(ep, peer, note, sizeof note);
+    bool late = sp_deadline_passed(p->probe_deadline_ns);
+    *usable = 0;
+    for (uint32_t q = 0; q < p->n_qps; q++) {
+        struct sp_ib_qp *qp = &p->qps[q];
+        char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
+        if (!qp->probe_sent)
+            (void)sp_ib_send_probe(ep, peer, q);
+        if (qp->failed) {
+            note_reason(p, p->failure);
+        } else if (qp->probe_left && qp->probe_here) {
+            *usable |= 1u << q;
+        } else if (!late) {
+            return SPCCL_AGAIN;
+        } else {
+            sp_ib_device_text(&ep->devices[qp->device], device, sizeof device);
+            snprintf(text, sizeof text, "%s: nothing came from rank %d's device in time", device, peer);
+            note_reason(p, text);
+        }
+    }
+    return SPCCL_OK;
+}
+
+/* Half of the time that is left is for the probes, so that the results come in time. */
+static int64_t probe_deadline(const struct sp_ib *ep)
+{
+    int64_t now_ns = sp_now_ns(), left_ns = PROBE_NS;
+    if (ep->config.deadline_ns != SP_NEVER && (ep->config.deadline_ns - now_ns) / 2 < left_ns)
+        left_ns = (ep->config.deadline_ns - now_ns) / 2;
+    return now_ns + left_ns;
+}
+
+/* Do what the stage asks of this rank, and say what came of it. AGAIN: it takes more time. */
+static spccl_status do_stage(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    uint32_t usable = p->mine.usable;
+    switch (p->stage) {
+    case SP_IB_STAGE_INFO:
+        break;
+    case SP_IB_STAGE_READY:
+        usable = connect_qps(p);
+        break;
+    case SP_IB_STAGE_PROBE:
+        SP_TRY(probe_qps(ep, peer, &usable));
+        break;
+    case SP_IB_STAGE_DONE:
+        return SPCCL_OK;
+    }
+    return say_usable(ep, peer, usable);
 }
 
 /* ---- notes from a peer ---- */
-
-/* Both sides' connect info is known: connect the queue pair, or not. */
-static spccl_status judge_connect_info(struct sp_ib *ep, int peer)
-{
-    struct sp_ib_peer *p = &ep->peers[peer];
-    char text[SP_NN_TEXT_CAP + 40] = "";
-    if (!p->mine.usable)
-        snprintf(text, sizeof text, "%s", p->mine.why);
-    else if (!p->theirs.usable)
-        snprintf(text, sizeof text, "rank %d: %s", peer, p->theirs.why);
-    else if (p->mine.n_queues != p->theirs.n_queues || p->mine.segment_bytes != p->theirs.segment_bytes ||
-             p->mine.n_rails != p->theirs.n_rails || p->mine.ends[0].ethernet != p->theirs.ends[0].ethernet)
-        snprintf(text, sizeof text, "other queues or network at rank %d: another version of spccl", peer);
-    if (text[0] != '\0') {
-        take_tcp(p, text);
-        return SPCCL_OK;
-    }
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        if (sp_ib_link_connect(p->rails[r].link, &p->mine.ends[r], &p->theirs.ends[r]) != SPCCL_OK)
-            take_tcp(p, spccl_last_error());
-    p->ready_sent = true;
-    return send_result(ep, peer);
-}
 
 static spccl_status bad_note(const struct sp_ib *ep, int peer, size_t bytes, const char *what)
 {
@@ -168,135 +256,149 @@ static spccl_status bad_note(const struct sp_ib *ep, int peer, size_t bytes, con
                    peer, bytes, what);
 }
 
-/* Take the next note of a peer, if it is here. */
+static void take_connect_info(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    char text[SP_NN_TEXT_CAP];
+    p->their_usable = p->theirs.usable;
+    if (p->theirs.n_qps == p->n_qps && p->theirs.n_queues == (uint32_t)ep->config.n_queues &&
+        p->theirs.segment_bytes == ep->config.queue_bytes / SP_NN_SEGMENTS)
+        return;
+    snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
+    note_reason(p, text);
+    p->their_usable = 0; /* the peer finds the same */
+}
+
+/* Take the note of this stage, if it is here. */
 static spccl_status take_note(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     const void *note = NULL;
     size_t bytes = 0;
-    sp_nn_result v;
+    sp_ib_result r = {.usable = 0};
     spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
     if (st == SPCCL_ERR_PEER)
         return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
                        peer);
     SP_TRY(st);
-    if (!p->connect_info_here) {
+    if (p->stage == SP_IB_STAGE_INFO) {
         if (!sp_ib_read_connect_info(note, bytes, &p->theirs))
             return bad_note(ep, peer, bytes, "connect info");
-        p->connect_info_here = true;
-        SP_TRY(tcp->release(ep->tcp, peer, 0));
-        return judge_connect_info(ep, peer);
+        snprintf(r.why, sizeof r.why, "%s", p->theirs.why);
+        take_connect_info(ep, peer);
+    } else {
+        if (!sp_ib_read_result(note, bytes, &r))
+            return bad_note(ep, peer, bytes, "result");
+        p->their_usable = r.usable & all_qps(p);
     }
-    if (!sp_nn_read_result(note, bytes, &v))
-        return bad_note(ep, peer, bytes, "result");
-    if (p->ready_here)
-        p->result_here = true;
-    p->ready_here = true;
-    if (!v.fine) {
+    if (r.why[0] != '\0') {
         char text[SP_NN_TEXT_CAP + 40];
-        snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
-        take_tcp(p, text);
+        snprintf(text, sizeof text, "rank %d: %s", peer, r.why);
+        note_reason(p, text);
     }
+    p->note_here = true;
     return tcp->release(ep->tcp, peer, 0);
 }
 
-/* ---- probing ---- */
+/* ---- from stage to stage ---- */
 
-static bool all_probes_sent(const struct sp_ib_peer *p)
-{
-    bool sent = true;
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        sent = sent && p->rails[r].probe_sent;
-    return sent;
-}
-
-/* The first rail whose probe did not leave, or did not come; n_rails if there is none. */
-static uint32_t first_silent_rail(const struct sp_ib_peer *p)
-{
-    uint32_t r = 0;
-    while (r < p->n_rails && p->rails[r].probe_left && p->rails[r].probe_here)
-        r++;
-    return r;
-}
-
-/* The queue pairs are connected at both ends: probe. Once it is known what comes of it, send the result. */
-static spccl_status probe(struct sp_ib *ep, int peer)
+/* Try again with the queue pairs of `usable`. Both ranks know the same ones. */
+static void start_round(struct sp_ib *ep, int peer, uint32_t usable)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    uint32_t silent;
-    for (uint32_t r = 0; r < p->n_rails; r++)
-        if (!p->rails[r].probe_sent)
-            (void)sp_ib_send_probe(ep, peer, r);
-    silent = first_silent_rail(p);
-    if (p->failed) {
-        take_tcp(p, p->failure);
-    } else if (silent < p->n_rails && p->reason[0] == '\0') {
-        char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
-        if (!sp_deadline_passed(ep->probe_deadline_ns))
-            return SPCCL_OK;
-        sp_ib_device_text(&ep->devices[p->rails[silent].device], device, sizeof device);
-        snprintf(text, sizeof text, "%s: nothing came from rank %d's device in time", device, peer);
-        take_tcp(p, text);
-    }
-    p->result_sent = true;
-    return send_result(ep, peer);
+    uint32_t n = 0;
+    sp_ib_close_qps(p);
+    for (uint32_t q = 0; q < p->n_qps; q++)
+        if ((usable >> q & 1) != 0)
+            p->qps[n++] = (struct sp_ib_qp){.device = p->qps[q].device};
+    p->n_qps = n;
+    p->failure[0] = '\0';
+    p->gone_status = SPCCL_OK;
+    p->round++;
+    p->stage = SP_IB_STAGE_INFO;
+    open_peer(ep, peer);
 }
 
-static bool both_ready(const struct sp_ib_peer *p)
+/* Both notes of the stage are known. */
+static void end_stage(struct sp_ib *ep, int peer)
 {
-    return p->ready_sent && p->ready_here && (p->reason[0] == '\0' || all_probes_sent(p));
+    struct sp_ib_peer *p = &ep->peers[peer];
+    uint32_t usable = p->my_usable & p->their_usable;
+    p->note_sent = p->note_here = false;
+    if (usable == 0) {
+        p->stage = SP_IB_STAGE_DONE;
+        p->by_tcp = true;
+    } else if (usable != all_qps(p)) {
+        p->fewer = true;
+        start_round(ep, peer, usable);
+    } else {
+        p->stage++;
+        p->probe_deadline_ns = probe_deadline(ep);
+    }
+    sp_ib_fail_started(ep, peer);
 }
 
 /* Continue with one peer. AGAIN: it is not ready. */
 static spccl_status step_peer(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    spccl_status st = SPCCL_OK;
-    if (!p->connect_info_sent)
-        SP_TRY(send_connect_info(ep, peer));
-    while (st == SPCCL_OK && (!p->connect_info_here || (p->ready_sent && !p->ready_here) ||
-                              (both_ready(p) && all_probes_sent(p) && !p->result_here)))
-        st = take_note(ep, peer);
-    if (st != SPCCL_OK && st != SPCCL_AGAIN)
-        return st;
-    if (both_ready(p) && !p->result_sent)
-        SP_TRY(probe(ep, peer));
-    if (!p->connect_info_here || (p->ready_sent && !p->ready_here))
-        return SPCCL_AGAIN;
-    return !both_ready(p) || (p->result_sent && p->result_here) ? SPCCL_OK : SPCCL_AGAIN;
+    while (p->stage != SP_IB_STAGE_DONE) {
+        spccl_status mine = p->note_sent ? SPCCL_OK : do_stage(ep, peer);
+        spccl_status theirs = p->note_here ? SPCCL_OK : SPCCL_AGAIN;
+        if (mine != SPCCL_OK && mine != SPCCL_AGAIN)
+            return mine;
+        if (theirs == SPCCL_AGAIN)
+            theirs = take_note(ep, peer);
+        if (mine != SPCCL_OK || theirs != SPCCL_OK)
+            return theirs != SPCCL_OK ? theirs : mine;
+        end_stage(ep, peer);
+    }
+    return SPCCL_OK;
 }
 
 /* ---- the end of start-up ---- */
 
-/* One warning for all pairs that use tcp in place of ib, and one for those with fewer rails. Errors: UNREACHABLE (tcp is
- * not allowed). */
+struct pairs {
+    sp_rank_list ranks;
+    const char *why; /* of the first */
+};
+
+static void add_pair(struct pairs *list, int peer, const char *why)
+{
+    if (list->ranks.n == 0)
+        list->why = why;
+    sp_rank_list_add(&list->ranks, peer);
+}
+
+/* One warning for all pairs that use tcp in place of ib, and one for those with fewer devices. Errors: UNREACHABLE (tcp
+ * is not allowed). */
 static spccl_status decide_routes(struct sp_ib *ep)
 {
-    sp_rank_list failed = {0}, fewer = {0};
-    const char *why = "";
+    struct pairs failed = {.why = ""}, fewer = {.why = ""};
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_ib_peer *p = &ep->peers[i];
         if (!p->added)
             continue;
-        p->route = p->reason[0] == '\0' ? SP_IB_BY_IB : SP_IB_BY_TCP;
-        if (p->route == SP_IB_BY_IB && p->n_ports < (uint32_t)ep->n_devices)
-            sp_rank_list_add(&fewer, i);
-        if (p->route == SP_IB_BY_IB)
-            continue;
-        sp_rank_list_add(&failed, i);
-        why = why[0] == '\0' ? p->reason : why;
+        p->route = p->by_tcp ? SP_IB_BY_TCP : SP_IB_BY_IB;
+        if (p->by_tcp)
+            add_pair(&failed, i, p->reason);
+        else if (p->fewer)
+            add_pair(&fewer, i, p->reason);
+        else if (p->n_ports < (uint32_t)ep->n_devices)
+            add_pair(&fewer, i, "it has fewer usable devices");
     }
-    if (fewer.n != 0)
+    if (fewer.ranks.n != 0)
         sp_log(SP_LOG_WARN, ep->config.rank,
-               "ib: this rank has %d usable devices, rank %s fewer: not all carry messages to it",
-               ep->n_devices, fewer.text);
-    if (failed.n == 0)
+               "ib: not all of this rank's %d devices carry messages to rank %s: %s", ep->n_devices,
+               fewer.ranks.text, fewer.why);
+    if (failed.ranks.n == 0)
         return SPCCL_OK;
     if (!ep->config.tcp_too)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                        "rank %d: no ib connection with rank %s, and tcp is not among the transports: %s",
-                       ep->config.rank, failed.text, why);
-    sp_log(SP_LOG_WARN, ep->config.rank, "ib: tcp is used in place of ib with rank %s: %s", failed.text, why);
+                       ep->config.rank, failed.ranks.text, failed.why);
+    sp_log(SP_LOG_WARN, ep->config.rank, "ib: tcp is used in place of ib with rank %s: %s", failed.ranks.text,
+           failed.why);
     return SPCCL_OK;
 }
 
@@ -339,15 +441,6 @@ static spccl_status start_pairs(struct sp_ib *ep)
     return SPCCL_OK;
 }
 
-/* Half of the time that is left is for the probes, so that the results come in time. */
-static void set_deadline(struct sp_ib *ep)
-{
-    int64_t now_ns = sp_now_ns(), left_ns = PROBE_NS;
-    if (ep->config.deadline_ns != SP_NEVER && (ep->config.deadline_ns - now_ns) / 2 < left_ns)
-        left_ns = (ep->config.deadline_ns - now_ns) / 2;
-    ep->probe_deadline_ns = now_ns + left_ns;
-}
-
 spccl_status sp_ib_connect_step(sp_endpoint *opaque)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
@@ -361,7 +454,6 @@ spccl_status sp_ib_connect_step(sp_endpoint *opaque)
     if (!ep->tcp_up) {
         SP_TRY(tcp->connect_step(ep->tcp));
         ep->tcp_up = true;
-        set_deadline(ep);
     }
     return start_pairs(ep);
 }

@@ -14,6 +14,7 @@
 #define SP_IB_NAME_CAP 64u
 #define SP_IB_DEVICES_MAX 32
 #define SP_IB_RAILS_MAX 4 /* devices that carry one pair of ranks */
+#define SP_IB_QPS_MAX 16  /* queue pairs of one pair of ranks */
 
 /* A port that is active and can make an RC queue pair. */
 typedef struct sp_ib_device {

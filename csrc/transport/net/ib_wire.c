@@ -5,17 +5,18 @@
 
 #include <string.h>
 
-#define CONNECT_INFO_MAGIC 0x52497073u /* "spIR" */
-#define ADDRESS_HEAD 5u
+#define CONNECT_INFO_MAGIC 0x53497073u /* "spIS" */
+#define RESULT_MAGIC 0x55497073u       /* "spIU" */
+#define ADDRESS_HEAD 6u
 #define PORT_BYTES (1u + SP_IB_GID_BYTES)
 #define ENDS_AT 16u
 #define END_BYTES 32u
-#define RINGS_AT (ENDS_AT + END_BYTES * SP_IB_RAILS_MAX)
-#define RING_BYTES (8u + 4u * SP_IB_RAILS_MAX)
+#define RINGS_AT (ENDS_AT + END_BYTES * SP_IB_QPS_MAX)
+#define RING_BYTES (8u + 4u * SP_IB_QPS_MAX)
 #define WHY_AT (RINGS_AT + RING_BYTES * SP_QUEUES_MAX)
 _Static_assert(WHY_AT + SP_NN_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wire.h");
 #define NUMBER_MASK 0xfffffffu
-static const char address_magic[4] = {'s', 'p', 'I', '2'};
+static const char address_magic[4] = {'s', 'p', 'I', '3'};
 
 uint8_t sp_ib_network(const sp_ib_device *device)
 {
@@ -29,6 +30,7 @@ size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out)
 {
     memcpy(out, address_magic, sizeof address_magic);
     out[4] = (uint8_t)a->n;
+    out[5] = (uint8_t)a->n_qps;
     for (uint32_t i = 0; i < a->n; i++) {
         out[ADDRESS_HEAD + i * PORT_BYTES] = a->ports[i].network;
         memcpy(out + ADDRESS_HEAD + i * PORT_BYTES + 1, a->ports[i].gid, SP_IB_GID_BYTES);
@@ -41,9 +43,9 @@ bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out, cons
 {
     size_t head;
     if (n <= ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 || bytes[4] == 0 ||
-        bytes[4] > SP_IB_RAILS_MAX)
+        bytes[4] > SP_IB_RAILS_MAX || bytes[5] == 0 || bytes[4] * bytes[5] > SP_IB_QPS_MAX)
         return false;
-    *out = (sp_ib_address){.n = bytes[4]};
+    *out = (sp_ib_address){.n = bytes[4], .n_qps = bytes[5]};
     head = ADDRESS_HEAD + out->n * PORT_BYTES;
     if (n <= head)
         return false;
@@ -86,35 +88,43 @@ static void join_ports(const sp_ib_address *low, const sp_ib_address *high, int 
 
 void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairing *out)
 {
-    *out = (sp_ib_pairing){.n = 0};
+    *out = (sp_ib_pairing){.n_qps = low->n_qps < high->n_qps ? low->n_qps : high->n_qps};
     join_ports(low, high, 2, out);
     if (out->n == 0)
         join_ports(low, high, 1, out);
-    if (out->n == 3)
-        out->n = 2; /* each rail has an equal part of a ring of SP_NN_SEGMENTS */
+}
+
+/* Copy a text that ends within SP_NN_TEXT_CAP bytes. Other than printable ASCII becomes '?': the text goes to logs. */
+static bool read_why(const uint8_t *from, char out[SP_NN_TEXT_CAP])
+{
+    size_t n = strnlen((const char *)from, SP_NN_TEXT_CAP);
+    memset(out, 0, SP_NN_TEXT_CAP);
+    for (size_t i = 0; i < n && i < SP_NN_TEXT_CAP - 1; i++)
+        out[i] = from[i] >= 32 && from[i] < 127 ? (char)from[i] : '?';
+    return n < SP_NN_TEXT_CAP;
 }
 
 void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES])
 {
     memset(out, 0, SP_IB_CONNECT_INFO_BYTES);
     sp_store_le32(out, CONNECT_INFO_MAGIC);
-    sp_store_le16(out + 4, o->usable ? 1 : 0);
+    sp_store_le16(out + 4, (uint16_t)o->n_qps);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
-    sp_store_le32(out + 12, o->n_rails);
-    for (size_t r = 0; r < SP_IB_RAILS_MAX; r++) {
-        uint8_t *end = out + ENDS_AT + END_BYTES * r;
-        sp_store_le16(end, o->ends[r].ethernet ? 1 : 0);
-        sp_store_le16(end + 2, o->ends[r].lid);
-        sp_store_le32(end + 4, o->ends[r].mtu_bytes);
-        sp_store_le32(end + 8, o->ends[r].queue_pair);
-        sp_store_le32(end + 12, o->ends[r].packet);
-        memcpy(end + 16, o->ends[r].gid, SP_IB_GID_BYTES);
+    sp_store_le32(out + 12, o->usable);
+    for (size_t i = 0; i < SP_IB_QPS_MAX; i++) {
+        uint8_t *end = out + ENDS_AT + END_BYTES * i;
+        sp_store_le16(end, o->ends[i].ethernet ? 1 : 0);
+        sp_store_le16(end + 2, o->ends[i].lid);
+        sp_store_le32(end + 4, o->ends[i].mtu_bytes);
+        sp_store_le32(end + 8, o->ends[i].queue_pair);
+        sp_store_le32(end + 12, o->ends[i].packet);
+        memcpy(end + 16, o->ends[i].gid, SP_IB_GID_BYTES);
     }
     for (size_t i = 0; i < SP_QUEUES_MAX; i++) {
         sp_store_le64(out + RINGS_AT + RING_BYTES * i, o->rings[i].address);
-        for (size_t r = 0; r < SP_IB_RAILS_MAX; r++)
-            sp_store_le32(out + RINGS_AT + RING_BYTES * i + 8 + 4 * r, o->rings[i].rkey[r]);
+        for (size_t q = 0; q < SP_IB_QPS_MAX; q++)
+            sp_store_le32(out + RINGS_AT + RING_BYTES * i + 8 + 4 * q, o->rings[i].rkey[q]);
     }
     memcpy(out + WHY_AT, o->why, strnlen(o->why, SP_NN_TEXT_CAP - 1));
 }
@@ -133,29 +143,41 @@ static bool read_end(const uint8_t *bytes, bool usable, sp_ib_end *out)
 
 bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info *out)
 {
-    const uint8_t *why = bytes + WHY_AT;
-    size_t why_bytes;
     bool fine = true;
-    if (n != SP_IB_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
-        sp_load_le16(bytes + 4) > 1)
+    if (n != SP_IB_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC)
         return false;
-    *out = (sp_ib_connect_info){.usable = sp_load_le16(bytes + 4) == 1,
+    *out = (sp_ib_connect_info){.n_qps = sp_load_le16(bytes + 4),
                                 .n_queues = sp_load_le16(bytes + 6),
                                 .segment_bytes = sp_load_le32(bytes + 8),
-                                .n_rails = sp_load_le32(bytes + 12)};
-    for (size_t r = 0; r < SP_IB_RAILS_MAX; r++)
-        fine =
-            read_end(bytes + ENDS_AT + END_BYTES * r, out->usable && r < out->n_rails, &out->ends[r]) && fine;
+                                .usable = sp_load_le32(bytes + 12)};
+    if (out->n_qps > SP_IB_QPS_MAX || out->usable >> out->n_qps != 0 || out->n_queues < 1 ||
+        out->n_queues > SP_QUEUES_MAX)
+        return false;
+    for (size_t i = 0; i < SP_IB_QPS_MAX; i++)
+        fine = read_end(bytes + ENDS_AT + END_BYTES * i, (out->usable >> i & 1) != 0, &out->ends[i]) && fine;
     for (size_t i = 0; i < SP_QUEUES_MAX; i++) {
         out->rings[i].address = sp_load_le64(bytes + RINGS_AT + RING_BYTES * i);
-        for (size_t r = 0; r < SP_IB_RAILS_MAX; r++)
-            out->rings[i].rkey[r] = sp_load_le32(bytes + RINGS_AT + RING_BYTES * i + 8 + 4 * r);
+        for (size_t q = 0; q < SP_IB_QPS_MAX; q++)
+            out->rings[i].rkey[q] = sp_load_le32(bytes + RINGS_AT + RING_BYTES * i + 8 + 4 * q);
     }
-    why_bytes = strnlen((const char *)why, SP_NN_TEXT_CAP);
-    for (size_t i = 0; i < why_bytes && i < SP_NN_TEXT_CAP - 1; i++) /* the text goes to logs */
-        out->why[i] = why[i] >= 32 && why[i] < 127 ? (char)why[i] : '?';
-    return fine && why_bytes < SP_NN_TEXT_CAP && out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
-           out->n_rails <= SP_IB_RAILS_MAX;
+    return read_why(bytes + WHY_AT, out->why) && fine;
+}
+
+void sp_ib_write_result(const sp_ib_result *r, uint8_t out[SP_IB_RESULT_BYTES])
+{
+    memset(out, 0, SP_IB_RESULT_BYTES);
+    sp_store_le32(out, RESULT_MAGIC);
+    sp_store_le32(out + 4, r->usable);
+    memcpy(out + 8, r->why, strnlen(r->why, SP_NN_TEXT_CAP - 1));
+}
+
+bool sp_ib_read_result(const uint8_t *bytes, size_t n, sp_ib_result *out)
+{
+    if (n != SP_IB_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC ||
+        sp_load_le32(bytes + 4) >> SP_IB_QPS_MAX != 0)
+        return false;
+    out->usable = sp_load_le32(bytes + 4);
+    return read_why(bytes + 8, out->why);
 }
 
 /* ---- the 32 bits of a write ---- */
