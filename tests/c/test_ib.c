@@ -331,8 +331,9 @@ static void test_link(void)
 /* ---- rails: rank 0 has rxe0, rxe2 and rxe4, rank 1 has rxe1, rxe3 and rxe5. tests.sh makes them ---- */
 
 /* ONE_RAIL: rxe2 and rxe3 have no active port. FEWER: rank 1 uses rxe1 alone. NOT_OPENED: rank 1 cannot open rxe3.
- * SILENT: the network between rxe2 and rxe3 carries nothing. */
-enum { TWO_RAILS, ONE_RAIL, FEWER, NOT_OPENED, SILENT, THREE_RAILS, N_KINDS };
+ * SILENT: the network between rxe2 and rxe3 carries nothing. TAKEN: transport ncclnet of rank 1's process uses vd, the
+ * interface of rxe3. */
+enum { TWO_RAILS, ONE_RAIL, FEWER, NOT_OPENED, SILENT, TAKEN, THREE_RAILS, N_KINDS };
 
 static bool join_rails(struct member *m)
 {
@@ -341,11 +342,21 @@ static bool join_rails(struct member *m)
         [ONE_RAIL] = {{"SPCCL_IB_DEVICE: not used: rxe2 port 1: not active"},
                       {"SPCCL_IB_DEVICE: not used: rxe3 port 1: not active"}},
         [FEWER] = {{"not all of this rank's 2 devices", "rank 1: it has fewer usable devices"}, {NULL}},
+        [TAKEN] = {{"not all of this rank's 2 devices", "to rank 1", "device rxe3",
+                    "transport ncclnet of this process uses this card"},
+                   {"not all of this rank's 2 devices", "to rank 0", "device rxe3",
+                    "transport ncclnet of this process uses this card"}},
         [NOT_OPENED] = {{"not all of this rank's 2 devices", "to rank 1", "device Xxe3"},
                         {"not all of this rank's 2 devices", "to rank 0", "device Xxe3"}},
         [SILENT] = {{"not all of this rank's 2 devices", "to rank 1", "device rxe"},
                     {"not all of this rank's 2 devices", "to rank 0", "device rxe"}}};
+    const char *holder;
+    sp_nic card;
     bool joined;
+    memset(&card, 0, sizeof card);
+    snprintf(card.names[0], sizeof card.names[0], "vd");
+    if (m->kind == TAKEN && m->rank == 1)
+        CHECK(sp_nic_take("ncclnet", &card, &holder), "%s has vd", holder);
     setenv("SPCCL_IB_DEVICE",
            m->kind == FEWER && m->rank == 1 ? "rxe1" : lists[m->rank][m->kind == THREE_RAILS], 1);
     setenv("SPCCL_IB_RAILS", "4", 1);

@@ -306,6 +306,54 @@ static void test_late_write(void)
     run_group(&processes, &m);
 }
 
+/* Transport ib of rank 0's process uses the card of one device, or of all. Then the plugin uses the others, or tcp carries
+ * the pair. When ib has given the cards back, the plugin has them. */
+static void play_card_in_use(struct member *m)
+{
+    sp_nic cards[2];
+    const char *holder;
+    char text[400];
+    memset(cards, 0, sizeof cards);
+    setenv("TEST_NET_DEVICES", "4", 1); /* two of them are fast */
+    setenv("TEST_NET_SPEED", "1000", 1);
+    for (int i = 0; i < m->kind && m->rank == 0; i++) {
+        snprintf(cards[i].names[2], sizeof cards[i].names[2], "sock%d", i);
+        CHECK(sp_nic_take("ib", &cards[i], &holder), "%s has sock%d", holder, i);
+    }
+    if (!join_group(m))
+        return;
+    m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
+    if (m->kind == 2)
+        CHECK(strstr(text, "tcp, as the plugin failed") != NULL && strstr(text, "device sock1") != NULL &&
+                  strstr(text, "transport ib of this process uses this card") != NULL,
+              "rank %d: %s", m->rank, text);
+    else
+        CHECK(strstr(text, "ncclnet: plugin") != NULL &&
+                  (m->kind == 0 || m->rank == 1 || strstr(text, "sock1") != NULL),
+              "rank %d, kind %d: %s", m->rank, m->kind, text);
+    exchange(m);
+    CHECK(m->kind != 0 || !sp_nic_take("ib", &sp_nn_self(m->ep)->plugin->devices[0].nic, &holder),
+          "the plugin uses sock0");
+    barrier(m, 1);
+    leave_group(m);
+    for (int i = 0; i < m->kind && m->rank == 0; i++)
+        sp_nic_give_back("ib", &cards[i]);
+    snprintf(cards[0].names[0], sizeof cards[0].names[0], "sock0");
+    CHECK(sp_nic_take("ib", &cards[0], &holder), "%s kept sock0", holder);
+}
+
+static void test_card_in_use(void)
+{
+    static const struct environment processes = {"ncclnet", true};
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    for (int kind = 0; kind <= 2; kind++) {
+        struct member m = make_group(&processes, 2, play_card_in_use);
+        m.kind = kind;
+        m.config.tcp_too = true;
+        run_group(&processes, &m);
+    }
+}
+
 /* Real plugins: the paths in SPCCL_TEST_PLUGINS, with colons. */
 static void test_real(void)
 {
@@ -329,8 +377,12 @@ static void test_real(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"works", test_works}, {"refused", test_refused},
-                                             {"lost", test_lost},   {"late_write", test_late_write},
-                                             {"real", test_real},   {NULL, NULL}};
+    static const struct test_case cases[] = {{"works", test_works},
+                                             {"refused", test_refused},
+                                             {"lost", test_lost},
+                                             {"late_write", test_late_write},
+                                             {"card_in_use", test_card_in_use},
+                                             {"real", test_real},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -318,6 +318,9 @@ static void ib_close(sp_endpoint *opaque)
         close_peer(ep, &ep->peers[i]);
     for (int d = 0; here && d < ep->n_devices; d++)
         sp_ib_context_close(ep->contexts[d]);
+    for (int d = 0; here && d < ep->n_devices; d++)
+        if (ep->taken[d])
+            sp_nic_give_back("ib", &ep->nics[d]);
     if (ep->epoll_fd >= 0)
         close(ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);

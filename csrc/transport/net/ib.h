@@ -17,6 +17,7 @@
 
 #include "core/contract/transport.h"
 #include "transport/common/forks.h"
+#include "transport/common/nics.h"
 #include "transport/net/ib_wire.h"
 
 #include <sys/types.h>
@@ -101,6 +102,8 @@ struct sp_ib {
     sp_ib_address address;                    /* without that of tcp */
     sp_endpoint *tcp;                         /* owned; NULL: there is no device */
     sp_ib_context *contexts[SP_IB_RAILS_MAX]; /* owned, of devices; NULL until start-up */
+    bool taken[SP_IB_RAILS_MAX];              /* the cards of the devices (nics.h) */
+    sp_nic nics[SP_IB_RAILS_MAX];
     int epoll_fd;
     struct sp_ib_peer *peers; /* [world_size] */
     pid_t pid;                /* of the process that opened it: a child of fork calls no library */

@@ -123,11 +123,25 @@ static int most_qps(const struct sp_ib *ep, int device)
     return most;
 }
 
+/* Errors: UNREACHABLE (another transport of this process uses the card). */
+static spccl_status take_card(struct sp_ib *ep, int d)
+{
+    char device[SP_IB_NAME_CAP + 24];
+    const char *holder;
+    sp_nic_of_verbs(ep->devices[d].name, &ep->nics[d]);
+    ep->taken[d] = sp_nic_take("ib", &ep->nics[d], &holder);
+    if (ep->taken[d])
+        return SPCCL_OK;
+    sp_ib_device_text(&ep->devices[d], device, sizeof device);
+    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s: transport %s of this process uses this card", device, holder);
+}
+
 static spccl_status open_device(struct sp_ib *ep, int d)
 {
     int n_peers = 0, per_qp = sp_ib_n_writes(ep) + sp_ib_n_receives(ep);
     for (int i = 0; i < ep->config.world_size; i++)
         n_peers += ep->peers[i].added;
+    SP_TRY(take_card(ep, d));
     SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * most_qps(ep, d) * per_qp + 1, &ep->contexts[d]));
     return watch_context(ep, ep->contexts[d]);
 }

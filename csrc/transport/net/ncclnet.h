@@ -77,6 +77,8 @@ struct sp_ncclnet {
     _Atomic int load;                     /* SP_NN_LOAD_RUNS .. */
     char load_text[SP_NN_TEXT_CAP + 100]; /* the thread's; valid with SP_NN_LOAD_FAILED */
     char lost_text[SP_NN_TEXT_CAP + 100]; /* the caller's; valid with thread_lost */
+    int n_used,
+        used[SP_NN_DEVICES_MAX];   /* likewise: the devices whose cards this endpoint has taken (nics.h) */
     const sp_nn_plugin *plugin;    /* the thread's; valid with SP_NN_LOAD_FINE, and while it is in a call */
     _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
     _Atomic int call_slot, call_peer;

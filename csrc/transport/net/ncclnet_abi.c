@@ -130,6 +130,8 @@ int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
     if (out->speed_mbps < 0)
         out->speed_mbps = 0;
     snprintf(out->name, sizeof out->name, "%s", name != NULL ? name : "without name");
+    snprintf(out->nic.names[0], sizeof out->nic.names[0], "%s", name != NULL ? name : "");
+    sp_nic_read_pci(out->pci_path, out->nic.pci);
     return 0;
 }
 

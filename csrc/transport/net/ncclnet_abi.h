@@ -9,6 +9,7 @@
 #define SP_NCCLNET_ABI_H
 
 #include "spccl.h"
+#include "transport/common/nics.h"
 
 #include <stdbool.h>
 
@@ -58,6 +59,7 @@ typedef void (*sp_nn_logger)(int level, unsigned long subsystems, const char *wh
 
 typedef struct sp_nn_device {
     char name[SP_NN_NAME_CAP];
+    sp_nic nic;     /* the card */
     int speed_mbps; /* 0: unknown */
     int port, max_comms;
     char pci_path[256]; /* "": unknown */

@@ -73,8 +73,8 @@ static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *no
 static uint32_t plugin_mbps(const struct sp_ncclnet *ep)
 {
     uint32_t mbps = 0;
-    for (int i = 0; i < ep->plugin->n_used; i++)
-        mbps += (uint32_t)ep->plugin->devices[ep->plugin->used[i]].speed_mbps;
+    for (int i = 0; i < ep->n_used; i++)
+        mbps += (uint32_t)ep->plugin->devices[ep->used[i]].speed_mbps;
     return mbps;
 }
 

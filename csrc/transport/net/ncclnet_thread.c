@@ -87,8 +87,7 @@ static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, en
 /* The device of a queue between two ranks: the same number on both hosts, if they have as many devices. */
 static int device_of(const struct sp_ncclnet *ep, int peer, int queue)
 {
-    const sp_nn_plugin *p = ep->plugin;
-    return p->used[(ep->config.rank + peer + queue) % p->n_used];
+    return ep->used[(ep->config.rank + peer + queue) % ep->n_used];
 }
 
 /* False: *text says what failed. */
@@ -115,8 +114,8 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
 {
     const sp_nn_plugin *p = ep->plugin;
     int64_t most = 0, needed = 0;
-    for (int i = 0; i < p->n_used; i++)
-        most += p->devices[p->used[i]].max_comms > 0 ? p->devices[p->used[i]].max_comms : INT32_MAX;
+    for (int i = 0; i < ep->n_used; i++)
+        most += p->devices[ep->used[i]].max_comms > 0 ? p->devices[ep->used[i]].max_comms : INT32_MAX;
     for (int i = 0; i < ep->config.world_size; i++)
         needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
     if (needed <= most)
@@ -126,6 +125,22 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
     return false;
 }
 
+/* Take the cards of the plugin's fastest devices. False: another transport of this process uses them all. */
+static bool take_cards(struct sp_ncclnet *ep, char *text, size_t cap)
+{
+    const sp_nn_plugin *p = ep->plugin;
+    const char *holder = "";
+    for (int i = 0; i < p->n_used; i++) {
+        const sp_nn_device *device = &p->devices[p->used[i]];
+        if (sp_nic_take("ncclnet", &device->nic, &holder))
+            ep->used[ep->n_used++] = p->used[i];
+        else
+            snprintf(text, cap, "device %s: transport %s of this process uses this card", device->name,
+                     holder);
+    }
+    return ep->n_used > 0;
+}
+
 static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
 {
     const sp_nn_limits limits = {.deadline_ns = ep->load_deadline_ns, .call_ns = ep->call_limit_ns};
@@ -133,7 +148,7 @@ static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
         snprintf(text, cap, "%s", spccl_last_error());
         return false;
     }
-    if (!allows_all(ep, text, cap))
+    if (!take_cards(ep, text, cap) || !allows_all(ep, text, cap))
         return false;
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].added && !listen_for(ep, i, text, cap))
