@@ -14,6 +14,7 @@ try ./ib_transport_faults
 try ./ib_transport_forks
 try ./ib_collectives
 try "$GPU_PROGRAMS/ib_cuda" --small
+try ./ib_startup
 # A lost packet is sent again after 0.27 s, in place of 1.07 s.
 export SPCCL_IB_TIMEOUT=16
 try ./ib_peers '' va
