@@ -246,7 +246,8 @@ static bool is_here(const sp_transport *t)
     if (t->inform == NULL)
         return true;
     t->inform(&value, &why);
-    if (strstr(value, "plugin usable") != NULL || strstr(value, "devices usable") != NULL)
+    if (strcmp(value, "in") == 0 || strstr(value, "plugin usable") != NULL ||
+        strstr(value, "devices usable") != NULL)
         return true;
     printf("%-7s %s: %s\n", t->name, value, why);
     return false;
