@@ -2,6 +2,8 @@
 # Compares GPU collectives between hosts with NCCL over sockets, on one machine: the ranks count as on different hosts,
 # and all that goes between these passes TCP on loopback. NCCL may use neither NVLink nor shared memory.
 #   bench/between_hosts.sh [RANKS [RANKS_PER_HOST [ARGUMENTS OF spccl bench...]]]      default: 4 1
+#   bench/between_hosts.sh RANKS RANKS_PER_HOST -- PROGRAM.py [ARGUMENTS...]           that program, for example
+#       examples/gpt2/measure.py --size xl --variant graph --modes tuned,pruned --csv gpt2-between-hosts.csv
 # Needs an installed spccl with CUDA, torch and as many GPUs as ranks. With RANKS_PER_HOST above 1, spccl uses NVLink
 # inside a host and NCCL does not: then the ratio is no comparison of networks.
 # SPCCL_TRANSPORTS=ncclnet with SPCCL_NET_PLUGIN, or SPCCL_TRANSPORTS=ib, puts spccl on another network than tcp.
@@ -17,7 +19,11 @@ export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_NVLS_ENABLE=0
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 # Threads and sockets of NCCL, tuned for one machine: at most 64 in all per pair.
 export NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-4} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-4}
-(($# > 0)) || set -- --sizes 4K,64M,512M --sparsity 0,90%,99%
+if [[ ${1:-} == -- ]]; then
+    shift
+else
+    (($# > 0)) || set -- --sizes 4K,64M,512M --sparsity 0,90%,99%
+    set -- -m spccl bench --device cuda "$@" --csv "$out/between-hosts-$ranks-$per_host.csv"
+fi
 exec torchrun --nproc-per-node "$ranks" --no-python bash -c \
-    'SPCCL_HOST_ID="host $((RANK / PER_HOST))" exec python3 -m spccl bench --device cuda "$@"' bench \
-    "$@" --csv "$out/between-hosts-$ranks-$per_host.csv"
+    'SPCCL_HOST_ID="host $((RANK / PER_HOST))" exec python3 "$@"' python "$@"

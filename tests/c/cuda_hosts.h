@@ -30,6 +30,18 @@ static inline void run_hosts(int n_hosts, int n_per_host, struct group g)
     run_group(&g);
 }
 
+/* A rank that is refused GPU collectives; c->arg: what the error says. */
+static inline void is_refused(struct rank_ctx *c)
+{
+    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
+    const char *wanted = c->arg;
+    spccl_status st;
+    config.device = rank_buffers[c->rank].device;
+    st = spccl_cuda_attach(c->comm, &config);
+    CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), wanted) != NULL, "rank %d: %s: %s",
+          c->rank, spccl_status_name(st), spccl_last_error());
+}
+
 /* The setting of all tests. Then allocate the buffers of n_ranks ranks. */
 static inline void start_hosts(int *argc, char **argv, int n_ranks)
 {

@@ -184,35 +184,28 @@ static void test_graphs(void)
 
 /* ---- the setting ---- */
 
-static void is_refused(struct rank_ctx *c)
-{
-    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
-    spccl_status st;
-    config.device = rank_buffers[c->rank].device;
-    st = spccl_cuda_attach(c->comm, &config);
-    CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "SPCCL_CUDA_BETWEEN_HOSTS=0") != NULL,
-          "rank %d: %s: %s", c->rank, spccl_status_name(st), spccl_last_error());
-}
-
-static void test_off_by_default(void)
+static void test_setting(void)
 {
     struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    char refused[] = "SPCCL_CUDA_BETWEEN_HOSTS=0";
     test_ranks_per_host = 1;
-    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
-    run_ranks(2, NULL, is_refused, NULL, ctx);
+    config.transports = "tcp";
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "0", 1);
+    run_ranks(2, &config, is_refused, refused, ctx);
+    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS"); /* auto, and the transport is tcp */
+    run_ranks(2, &config, attach_and_check, NULL, ctx);
+    for (int r = 0; r < 2; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
     setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
 }
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"off_by_default", test_off_by_default},
-                                             {"shapes", test_shapes},
-                                             {"variants", test_variants},
-                                             {"proxies", test_proxies},
-                                             {"skips", test_skips},
-                                             {"slow_proxies", test_slow_proxies},
-                                             {"graphs", test_graphs},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"setting", test_setting},   {"shapes", test_shapes},
+                                             {"variants", test_variants}, {"proxies", test_proxies},
+                                             {"skips", test_skips},       {"slow_proxies", test_slow_proxies},
+                                             {"graphs", test_graphs},     {NULL, NULL}};
     start_hosts(&argc, argv, 8);
     return test_main(cases, argc, argv);
 }

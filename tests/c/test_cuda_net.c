@@ -84,6 +84,22 @@ static void test_direct(void)
     CHECK(n == n_gpus || n == 16, "entries of %d GPUs, wanted %d", n, n_gpus);
 }
 
+/* ---- the setting ---- */
+
+/* By default a group whose hosts are connected by RDMA is left to the fallback. */
+static void test_setting(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    char refused[] = "SPCCL_CUDA_BETWEEN_HOSTS=auto and a link over RDMA";
+    test_ranks_per_host = 1;
+    config.transports = NETWORK;
+    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
+    run_ranks(2, &config, is_refused, refused, ctx);
+    check_created(ctx, 2);
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+}
+
 /* ---- a peer dies ---- */
 
 struct scene {
@@ -300,6 +316,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"direct", test_direct},
+        {"setting", test_setting},
         {"shapes", test_shapes},
         {"slow_proxies", test_slow_proxies},
         {"dead_peer", test_dead_peer},

@@ -78,9 +78,10 @@ static const sp_env_var vars[SP_N_ENV] = {
                                "how peers map GPU memory: auto, fd (VMM), ipc (CUDA IPC)", 0, 0, 0,
                                "auto, fd, ipc"},
     [SP_ENV_BETWEEN_HOSTS] =
-        {"SPCCL_CUDA_BETWEEN_HOSTS", "0",
-         "GPU collectives of groups on several hosts: 1 = by spccl over the network, 0 = fallback", 1, 0, 1,
-         NULL},
+        {"SPCCL_CUDA_BETWEEN_HOSTS", "auto",
+         "GPU collectives of groups on several hosts: 1 = by spccl over the network, 0 = fallback, auto = 1 "
+         "over tcp and 0 over RDMA",
+         0, 0, 0, "auto, 0, 1"},
     [SP_ENV_PROXIES] = {"SPCCL_CUDA_PROXIES", "0",
                         "proxy threads of a GPU in a group on several hosts; 0 = by the usable cores", 1, 0,
                         16, NULL},

@@ -34,7 +34,7 @@ typedef enum sp_env_id {
     SP_ENV_MAX_CTAS,        /* number */
     SP_ENV_INBOX_BYTES,     /* number */
     SP_ENV_NVLINK_HANDLES,  /* text */
-    SP_ENV_BETWEEN_HOSTS,   /* number */
+    SP_ENV_BETWEEN_HOSTS,   /* text */
     SP_ENV_PROXIES,         /* number */
     SP_N_ENV
 } sp_env_id;

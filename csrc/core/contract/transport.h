@@ -52,6 +52,7 @@ typedef struct sp_endpoint sp_endpoint;
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
+    bool is_rdma;     /* over its network NCCL may move GPU memory without the host (GPUDirect RDMA) */
     /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
     double (*ns_per_byte)(sp_endpoint *ep, int peer);

@@ -21,11 +21,18 @@ typedef struct sp_gpu_facts {
     char name[64];
     uint32_t hops; /* as in sp_gpu_limits */
     char error[448];
-    uint32_t between_hosts;
-    uint32_t n_proxies; /* that this rank would like */
+    uint32_t between_hosts; /* sp_between_hosts */
+    uint32_t n_proxies;     /* that this rank would like */
 } sp_gpu_facts;
 _Static_assert(SP_FUSED_OPS <= 6, "facts.workers");
 _Static_assert(sizeof(sp_gpu_facts) == 688, "no padding, and the same for every compiler");
+
+/* Does this rank take part in groups on several hosts? */
+typedef enum {
+    SP_BETWEEN_HOSTS_OFF,
+    SP_BETWEEN_HOSTS_ON,
+    SP_BETWEEN_HOSTS_RDMA /* "auto", and a link is RDMA */
+} sp_between_hosts;
 
 typedef struct sp_attach {
     spccl_comm *comm;

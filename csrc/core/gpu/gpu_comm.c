@@ -274,16 +274,19 @@ static void detach(spccl_comm *comm)
 /* How groups on several hosts are served: for a rank that is alone on its host. */
 static const char *describe_proxies(void)
 {
-    static _Thread_local char text[160];
+    static _Thread_local char text[200];
     uint32_t n = 0;
-    if (strcmp(sp_env_text(SP_ENV_BETWEEN_HOSTS), "1") != 0)
+    const char *setting = sp_env_text(SP_ENV_BETWEEN_HOSTS);
+    if (strcmp(setting, "0") == 0)
         return "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)";
     if (sp_proxies_count(NULL, &n) != SPCCL_OK)
         return "SPCCL_CUDA_PROXIES is no number from 0 to 16";
-    snprintf(
-        text, sizeof text, "%u prox%s (%s) and at most 512M of pinned memory each", n, n == 1 ? "y" : "ies",
-        strcmp(sp_env_text(SP_ENV_PROXIES), "0") != 0 ? "SPCCL_CUDA_PROXIES"
-                                                      : "by the usable cores, for a rank alone on its host");
+    snprintf(text, sizeof text, "%s%u prox%s (%s) and at most 512M of pinned memory each",
+             strcmp(setting, "auto") == 0 ? "over ib and ncclnet the fallback; over tcp " : "", n,
+             n == 1 ? "y" : "ies",
+             strcmp(sp_env_text(SP_ENV_PROXIES), "0") != 0
+                 ? "SPCCL_CUDA_PROXIES"
+                 : "by the usable cores, for a rank alone on its host");
     return text;
 }
 

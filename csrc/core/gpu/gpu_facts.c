@@ -15,15 +15,27 @@ static const char *const handles_names[] = {"auto", "fd", "ipc"};
 
 /* ---- the facts of this rank ---- */
 
-static spccl_status read_settings(const spccl_cuda_config *config, sp_gpu_facts *f)
+/* With "auto" a group leaves RDMA networks to the fallback: NCCL may use GPUDirect RDMA there, and the proxies have not
+ * been compared with that. */
+static sp_between_hosts between_hosts(const spccl_comm *comm)
+{
+    const char *text = sp_env_text(SP_ENV_BETWEEN_HOSTS);
+    if (strcmp(text, "auto") != 0)
+        return strcmp(text, "1") == 0 ? SP_BETWEEN_HOSTS_ON : SP_BETWEEN_HOSTS_OFF;
+    for (int p = 0; p < comm->world_size; p++)
+        if (comm->links.peers[p].transport != NULL && comm->links.peers[p].transport->is_rdma)
+            return SP_BETWEEN_HOSTS_RDMA;
+    return SP_BETWEEN_HOSTS_ON;
+}
+
+static spccl_status read_settings(const spccl_comm *comm, const spccl_cuda_config *config, sp_gpu_facts *f)
 {
     const char *handles = sp_env_text(SP_ENV_NVLINK_HANDLES);
     const char *inbox = sp_env_text(SP_ENV_INBOX_BYTES);
     int64_t n;
     SP_TRY(sp_env_number(SP_ENV_MAX_CTAS, &n));
     f->max_ctas = n != 0 ? (uint32_t)n : config->max_ctas;
-    SP_TRY(sp_env_number(SP_ENV_BETWEEN_HOSTS, &n));
-    f->between_hosts = (uint32_t)n;
+    f->between_hosts = between_hosts(comm);
     SP_TRY(sp_env_number(SP_ENV_INBOX_BYTES, &n));
     f->inbox_bytes = (uint64_t)n;
     /* The setting wins only if it differs from its default. */
@@ -114,7 +126,7 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *confi
                        "SPCCL_CUDA_ENGINE=0 or cuda_engine=False), and they need the GPUs of all ranks: to "
                        "use them, enable "
                        "them on every rank");
-    SP_TRY(read_settings(config, &a->mine));
+    SP_TRY(read_settings(comm, config, &a->mine));
     SP_TRY(sp_proxies_count(comm, &a->mine.n_proxies));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
@@ -166,7 +178,7 @@ static spccl_status compare_with_first(const sp_gpu_facts *all, int r)
     return SPCCL_OK;
 }
 
-/* Which ranks are on other hosts than this one? Such groups are allowed if all ranks say so. */
+/* Which ranks are on other hosts than this one? Such groups are allowed if all ranks take part. */
 static spccl_status find_remote(sp_attach *a)
 {
     int n = a->comm->world_size, other = 0, refuses = -1;
@@ -174,7 +186,7 @@ static spccl_status find_remote(sp_attach *a)
         a->g->is_remote[r] = !sp_gpu_share_same_host(a->all[r].address, a->mine.address);
         if (other == 0 && !sp_gpu_share_same_host(a->all[r].address, a->all[0].address))
             other = r;
-        if (refuses < 0 && a->all[r].between_hosts == 0)
+        if (refuses < 0 && a->all[r].between_hosts != SP_BETWEEN_HOSTS_ON)
             refuses = r;
     }
     a->spans_hosts = other != 0;
@@ -183,9 +195,12 @@ static spccl_status find_remote(sp_attach *a)
     return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                    "rank 0 (GPU %d '%s') and rank %d (GPU %d '%s') are on different hosts, or in different "
                    "network namespaces of one: their GPUs cannot map each other's memory, and rank %d has "
-                   "SPCCL_CUDA_BETWEEN_HOSTS=0",
+                   "SPCCL_CUDA_BETWEEN_HOSTS=%s",
                    a->all[0].ordinal, a->all[0].name, other, a->all[other].ordinal, a->all[other].name,
-                   refuses);
+                   refuses,
+                   a->all[refuses].between_hosts == SP_BETWEEN_HOSTS_RDMA
+                       ? "auto and a link over RDMA (ib or ncclnet): 1 on all ranks makes spccl use it"
+                       : "0");
 }
 
 /* If all hosts have the same number of ranks, two or more, the ranks of a host relay results to each other. */

@@ -379,6 +379,7 @@ fail:
 
 const sp_transport sp_transport_ib = {
     .name = "ib",
+    .is_rdma = true,
     .ns_per_byte = ib_ns_per_byte,
     .rate_mbps = sp_ib_rate_mbps,
     .inform = sp_ib_inform,

@@ -417,6 +417,7 @@ fail:
 
 const sp_transport sp_transport_ncclnet = {
     .name = "ncclnet",
+    .is_rdma = true,
     .ns_per_byte = nn_ns_per_byte,
     .inform = sp_nn_inform,
     .device = sp_nn_net_device,
