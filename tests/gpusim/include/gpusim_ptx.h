@@ -196,4 +196,10 @@ using ::sp_store_relaxed_sys;
 } // namespace spccl_detail
 #include "spccl_device.cuh"
 
+// The code in library common serves both libraries of kernels, so it must not ask.
+#ifdef GPUSIM_BOTH
+#undef SP_HAS_BULK
+#pragma GCC poison SP_HAS_BULK
+#endif
+
 #endif
