@@ -27,6 +27,7 @@ static struct {
     bool no_access[FAKE_GPUS][FAKE_GPUS], no_fd[FAKE_GPUS];
     size_t free_bytes;
     bool import_fails, create_fails, launch_fails;
+    bool import_fails_at[FAKE_GPUS]; /* GPUs on which nothing is mapped */
     uint32_t bad_rule; /* not 0: rank 0's kernels report that a frame of rank 1 breaks this rule */
     atomic_int n_memories, n_waits, n_kernels; /* memories not freed; calls of stream_wait; launches */
     atomic_int n_records, n_asked;             /* calls of event_record; of capture_id and stream_id */
@@ -143,10 +144,8 @@ static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *ha
 }
 static spccl_status fake_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out)
 {
-    (void)p;
-    (void)out;
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "fakeBorrow: GPU %d, %zu bytes: no memory of callers", ordinal,
-                   bytes);
+    (void)p; /* peers map memory of the same size */
+    return fake_memory_create(ordinal, bytes, "ipc", out);
 }
 static spccl_status fake_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
 {
@@ -158,8 +157,7 @@ static spccl_status fake_memory_export(sp_gpu_memory *m, uint8_t *handle, int *f
 static spccl_status fake_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
                                        sp_gpu_memory **out)
 {
-    (void)ordinal;
-    if (fake.import_fails || fd < 0 || sp_load_le64(handle) != bytes ||
+    if (fake.import_fails || fake.import_fails_at[ordinal] || fd < 0 || sp_load_le64(handle) != bytes ||
         handle[SP_GPU_HANDLE_BYTES - 1] != 0x5a)
         return SP_FAIL(SPCCL_ERR_DEVICE, "fakeImport: refused");
     return fake_map(dup(fd), bytes, out);
@@ -169,6 +167,11 @@ static void *fake_memory_address(const sp_gpu_memory *m)
     return m->at;
 }
 
+static spccl_status fake_pinned_create(size_t bytes, void **host, void **device)
+{
+    *host = *device = calloc(1, bytes);
+    return *host != NULL ? SPCCL_OK : SP_FAIL(SPCCL_ERR_NOMEM, "fakePinned: %zu bytes", bytes);
+}
 static spccl_status fake_control_create(sp_gpu_control **host, sp_gpu_control **device)
 {
     *host = *device = calloc(1, sizeof **host);
@@ -369,6 +372,8 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .memory_import = fake_memory_import,
     .memory_address = fake_memory_address,
     .memory_destroy = fake_memory_destroy,
+    .pinned_create = fake_pinned_create,
+    .pinned_destroy = free,
     .control_create = fake_control_create,
     .control_destroy = fake_control_destroy,
     .read = fake_read,

@@ -240,22 +240,30 @@ static void close_shares(struct creation *n)
     n->share = n->window_share = NULL;
 }
 
+/* Map one kind of memory of all peers: `own` of each rank. All ranks return the same. address_at: of the share's address
+ * in struct facts. The share is closed before the ranks agree, so that no peer waits for a rank that failed. */
+static spccl_status map_all(struct creation *n, sp_gpu_share **share, size_t address_at, sp_gpu_memory *own,
+                            size_t bytes, sp_gpu_memory **out)
+{
+    uint8_t addresses[SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
+    spccl_status st;
+    for (size_t r = 0; r < (size_t)n->c->g->comm->world_size; r++)
+        memcpy(addresses + r * SP_GPU_SHARE_ADDRESS_BYTES, (const uint8_t *)&n->all[r] + address_at,
+               SP_GPU_SHARE_ADDRESS_BYTES);
+    st = sp_gpu_share_exchange(*share, own, bytes, addresses, out);
+    sp_gpu_share_close(*share);
+    *share = NULL;
+    return sp_gpu_agree(n->c->g->comm, st);
+}
+
 static spccl_status map_memory(struct creation *n)
 {
     spccl_channels *c = n->c;
-    uint8_t addresses[2][SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
-    spccl_status st;
-    for (size_t r = 0; r < (size_t)c->g->comm->world_size; r++) {
-        memcpy(addresses[0] + r * SP_GPU_SHARE_ADDRESS_BYTES, n->all[r].address, SP_GPU_SHARE_ADDRESS_BYTES);
-        memcpy(addresses[1] + r * SP_GPU_SHARE_ADDRESS_BYTES, n->all[r].window_address,
-               SP_GPU_SHARE_ADDRESS_BYTES);
-    }
-    st = sp_gpu_share_exchange(n->share, c->own, c->layout.bytes, addresses[0], c->peers);
-    if (st == SPCCL_OK && n->window_share != NULL)
-        st = sp_gpu_share_exchange(n->window_share, c->own_window, c->window_bytes, addresses[1],
-                                   c->peer_windows);
-    close_shares(n); /* so that no peer waits for a rank that failed */
-    return st;
+    SP_TRY(map_all(n, &n->share, offsetof(struct facts, address), c->own, (size_t)c->layout.bytes, c->peers));
+    if (n->window_share == NULL)
+        return SPCCL_OK;
+    return map_all(n, &n->window_share, offsetof(struct facts, window_address), c->own_window,
+                   (size_t)c->window_bytes, c->peer_windows);
 }
 
 static void unmap(spccl_channels *c)
@@ -299,7 +307,7 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given)
     n->agreed = true;
     if (n->c->kind == SPCCL_CHANNEL_PORT)
         return sp_port_start(n->c, sp_port_open(n->c));
-    return sp_gpu_agree(comm, map_memory(n));
+    return map_memory(n);
 }
 
 /* Before memory that peers may have mapped is freed after a failure: no rank frees it while a peer has it mapped. */
