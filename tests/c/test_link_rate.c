@@ -6,6 +6,8 @@
 
 #include <errno.h>
 #include <sched.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -57,7 +59,13 @@ static const struct scenario {
 };
 #define N_SCENARIOS (sizeof scenarios / sizeof *scenarios)
 
-static void join(const struct scenario *s, const spccl_unique_id *id, int rank)
+/* Rank 0 makes the id, as that starts a thread: this process, which forks the ranks, has none. */
+struct shared {
+    spccl_unique_id id;
+    atomic_bool made;
+};
+
+static void join(const struct scenario *s, struct shared *shared, int rank)
 {
     float in[1000], out[1000];
     const char *text = "";
@@ -66,7 +74,13 @@ static void join(const struct scenario *s, const spccl_unique_id *id, int rank)
     setenv("TEST_NET_SPEED", s->speed, 1);
     if (s->transports[rank] != NULL)
         setenv("SPCCL_TRANSPORTS", s->transports[rank], 1);
-    CHECK_OK(spccl_comm_init_rank(id, rank, 2, NULL, &comm));
+    if (rank == 0) {
+        CHECK_OK(spccl_get_unique_id(&shared->id));
+        atomic_store(&shared->made, true);
+    }
+    for (int64_t start_ms = now_ms(); !atomic_load(&shared->made) && now_ms() - start_ms < 30000;)
+        sleep_ms(1);
+    CHECK_OK(spccl_comm_init_rank(&shared->id, rank, 2, NULL, &comm));
     if (comm == NULL)
         return;
     CHECK_OK(spccl_comm_describe_link(comm, 1 - rank, &text));
@@ -82,14 +96,14 @@ static void join(const struct scenario *s, const spccl_unique_id *id, int rank)
 
 static void run_scenario(const struct scenario *s)
 {
-    spccl_unique_id id;
+    struct shared *shared =
+        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pid_t pids[2];
-    CHECK_OK(spccl_get_unique_id(&id));
     fflush(stdout);
     for (int rank = 0; rank < 2; rank++)
         if ((pids[rank] = fork()) == 0) {
             test_n_failed = 0;
-            join(s, &id, rank);
+            join(s, shared, rank);
             exit(test_n_failed != 0);
         }
     for (int rank = 0; rank < 2; rank++) {
@@ -97,6 +111,7 @@ static void run_scenario(const struct scenario *s)
         CHECK(waitpid(pids[rank], &status, 0) == pids[rank] && WIFEXITED(status) && WEXITSTATUS(status) == 0,
               "speed %s: rank %d failed (%x)", s->speed, rank, status);
     }
+    munmap(shared, sizeof *shared);
 }
 
 /* This process moves to a network of its own. False: it may not. */
