@@ -251,6 +251,89 @@ static void test_faults(void)
     group_transports = NULL;
 }
 
+/* ---- a peer dies between put and signal ---- */
+
+/* Rank 1's links end after so many messages: more than it sends to attach its GPU and to make channels. */
+#define DIES_AFTER 200
+
+struct death {
+    spccl_channel_kind kind;
+    _Atomic int n_made, n_started, n_done;
+};
+
+/* Rank 0 waits for the signal of rank 1, on any kind of channel. */
+static void wait_for_signal(struct rank_ctx *c, struct death *d, const spccl_channels *channels)
+{
+    const struct rank_buffer *m = &rank_buffers[0];
+    uint32_t *failed = (uint32_t *)(void *)m->out_d;
+    spccl_memory_channel memory;
+    spccl_port_channel port;
+    spccl_status st;
+    if (d->kind == SPCCL_CHANNEL_MEMORY) {
+        CHECK_OK(spccl_channels_get_memory(channels, 1, 1, &memory));
+        CUDA_OK(channel_do_wrong(memory, MISUSE_NO_SIGNAL, failed, m->on));
+    } else {
+        CHECK_OK(spccl_channels_get_port(channels, 1, 1, &port));
+        CUDA_OK(port_do_wrong(port, PORT_NO_SIGNAL, failed, m->on));
+    }
+    d->n_started++;
+    st = spccl_cuda_wait(c->comm, m->on, LONG_MS);
+    CHECK(st == SPCCL_ERR_PEER && strstr(spccl_last_error(), "rank 0") != NULL &&
+              strstr(spccl_last_error(), "rank 1") != NULL,
+          "%s: \"%s\"", spccl_status_name(st), spccl_last_error());
+    sync_stream(m->on);
+    CHECK(read_word(c, m->out_d) == 1, "the kernel did not see that its peer died");
+}
+
+static void put_and_die(struct rank_ctx *c, struct death *d, const spccl_channels *channels)
+{
+    const struct rank_buffer *m = &rank_buffers[1];
+    int64_t until = now_ms() + LONG_MS;
+    spccl_memory_channel memory;
+    spccl_port_channel port;
+    spccl_status st = SPCCL_OK;
+    uint8_t byte = 0;
+    if (d->kind == SPCCL_CHANNEL_MEMORY) {
+        CHECK_OK(spccl_channels_get_memory(channels, 0, 1, &memory));
+        CUDA_OK(cudaMemcpyAsync(memory.peer_window, m->in_d, 16, cudaMemcpyDeviceToDevice, m->on));
+    } else {
+        CHECK_OK(spccl_channels_get_port(channels, 0, 1, &port));
+        CUDA_OK(port_put_many(port, 1, (uint32_t *)(void *)m->out_d, m->on));
+    }
+    sync_stream(m->on);
+    while (d->n_started == 0 && now_ms() < until)
+        sleep_ms(1);
+    for (int i = 0; st == SPCCL_OK && i < DIES_AFTER; i++)
+        st = spccl_broadcast(c->comm, &byte, 1, SPCCL_UINT8, 1, NULL);
+    CHECK(st != SPCCL_OK, "the links of rank 1 did not end");
+}
+
+static void die_rank(struct rank_ctx *c)
+{
+    struct death *d = c->arg;
+    spccl_channels *channels;
+    if (!attach_gpu(c->comm, c->rank, 0) || (channels = make_channels(c, d->kind, 4096, 2)) == NULL ||
+        !wait_for_all(c, &d->n_made))
+        return;
+    if (c->rank == 0)
+        wait_for_signal(c, d, channels);
+    else
+        put_and_die(c, d, channels);
+    (void)wait_for_all(c, &d->n_done);
+}
+
+static void test_peer_dies(void)
+{
+    struct death memory = {.kind = SPCCL_CHANNEL_MEMORY}, port = {.kind = SPCCL_CHANNEL_PORT};
+    group_transports = "fault";
+    sp_fault = (sp_fault_plan){.inner = "tcp", .cut_after = DIES_AFTER, .cut_rank = 1};
+    run_group(2, die_rank, &memory);
+    run_group(2, die_rank, &port);
+    group_transports = NULL;
+    sp_fault = (sp_fault_plan){.inner = "tcp"};
+    run_group(2, attach_and_check, NULL); /* the GPU is usable */
+}
+
 /* ---- what a set leaves behind ---- */
 
 struct leftovers {
@@ -319,13 +402,10 @@ static void test_refusals(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"ring", test_ring},
-                                             {"pairs", test_pairs},
-                                             {"failures", test_failures},
-                                             {"faults", test_faults},
-                                             {"leftovers", test_leftovers},
-                                             {"refusals", test_refusals},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"ring", test_ring},         {"pairs", test_pairs},
+                                             {"failures", test_failures}, {"peer_dies", test_peer_dies},
+                                             {"faults", test_faults},     {"leftovers", test_leftovers},
+                                             {"refusals", test_refusals}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(4, CAP);
     return test_main(cases, argc, argv);
