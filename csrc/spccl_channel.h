@@ -23,7 +23,7 @@ extern "C" {
 #define SPCCL_CHANNEL_LAYOUT 1u
 
 /* ---- what kernels take: plain structs, by value ---------------------------------------------------- */
-/* Members are for spccl_device.cuh. Of the addresses, "host" ones are pinned memory, as the GPU sees it. */
+/* Only spccl_device.cuh uses the members. An address marked "host" is pinned memory, as the GPU sees it. */
 
 /* In the rank's GPU memory: what a channel has done. It survives from launch to launch, so that a captured graph
  * can be replayed. */
@@ -131,7 +131,7 @@ SPCCL_API spccl_status spccl_channels_window(const spccl_channels *channels, voi
  * Errors: ARG (no such peer or channel; a set of the other kind), UNREACHABLE (the peer is on another host). */
 SPCCL_API spccl_status spccl_channels_get_memory(const spccl_channels *channels, int peer, uint32_t index,
                                                  spccl_memory_channel *out);
-/* The same of a set of port channels. Errors: ARG. */
+/* As spccl_channels_get_memory, for a set of port channels. Errors: ARG. */
 SPCCL_API spccl_status spccl_channels_get_port(const spccl_channels *channels, int peer, uint32_t index,
                                                spccl_port_channel *out);
 

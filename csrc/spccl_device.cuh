@@ -5,10 +5,10 @@
 // of a pair may be used at the same time, for example one by each thread block. A put of a memory channel is shared
 // out over as many threads as the caller likes.
 //
-// Order. signal releases, wait acquires, both at system scope. What a thread stored before signal is there for the
-// thread on the peer whose wait took this signal. Stores of other threads take part if a barrier stands between: put;
-// __syncthreads() (of a warp: __syncwarp()); then one thread signals. Likewise after wait: __syncthreads(), then all
-// threads may read. Read a window with plain loads: not with __ldg, const __restrict__ or ld.global.nc.
+// Order. signal releases, wait acquires, both at system scope. A thread whose wait took a signal sees all that the
+// peer's thread stored before it signalled. To pass on what other threads of the block put, call __syncthreads() before
+// one thread signals (of a warp: __syncwarp()). After one thread has waited, call __syncthreads(); then all threads may
+// read. Read a window with plain loads: not with __ldg, const __restrict__ or ld.global.nc.
 //
 // Failures. A function that returns false has failed, or the communicator is broken: the kernel should return. Every
 // wait has a deadline (spccl_channels_get_memory). After a failure later waits of this rank end too, within some ms.
@@ -74,8 +74,8 @@ namespace spccl_detail
 // of PCIe. SP_ABORT_POLL_NS of kernels/cuda/wait.cuh has what was measured.
 constexpr uint64_t sp_abort_poll_ns = 2000000;
 
-// Wait until *word >= wanted and return *word. One thread, which pauses for pause_ns between two looks. Returns 0 if the abort flag is set, or after timeout();
-// then late(the value of *word) was called.
+// Wait until *word >= wanted and return *word. One thread, which pauses for pause_ns between two loads. Returns 0 if the
+// abort flag is set. Calls late(*word) and returns 0 after timeout() ns.
 template <class TIMEOUT, class LATE>
 __device__ __forceinline__ uint64_t sp_poll(const uint64_t *word, uint64_t wanted, const uint32_t *abort,
                                             uint32_t pause_ns, TIMEOUT timeout, LATE late)

@@ -6,6 +6,7 @@
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"
+#include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/contract/gpu_share.h"
 
@@ -334,6 +335,18 @@ static void add_to_list(spccl_channels *c)
     pthread_mutex_unlock(&c->g->channels_mu);
 }
 
+static void log_set(const spccl_channels *c)
+{
+    const spccl_comm *comm = c->g->comm;
+    bool is_port = c->kind == SPCCL_CHANNEL_PORT;
+    sp_log(SP_LOG_INFO, comm->rank,
+           "group \"%s\": %u %s channels to each peer; %" PRIu64 " bytes of GPU memory and %" PRIu64
+           " of pinned memory%s",
+           comm->name, c->n_per_peer, is_port ? "port" : "memory", c->layout.bytes,
+           (is_port ? c->layout.pinned_bytes : 0) + sizeof *c->report,
+           c->own_window != NULL ? "; the window is the caller's" : "");
+}
+
 spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
                                    spccl_channels **out)
 {
@@ -353,6 +366,7 @@ spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config
     st = run(n, config);
     if (st == SPCCL_OK) {
         add_to_list(n->c);
+        log_set(n->c);
         *out = n->c;
     } else {
         snprintf(text, sizeof text, "%s", spccl_last_error());

@@ -310,8 +310,9 @@ static void describe(spccl_info_entry *out)
         snprintf(
             why, sizeof why,
             "%s; %d GPU%s here; at most %s bytes of GPU memory of each group for peers; groups on several "
-            "hosts: %s",
-            ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES), describe_proxies());
+            "hosts: %s; channels: layout %u, memory as each set asks",
+            ops->about, n, n == 1 ? "" : "s", sp_env_text(SP_ENV_INBOX_BYTES), describe_proxies(),
+            SPCCL_CHANNEL_LAYOUT);
     *out = (spccl_info_entry){.kind = "part", .name = "cuda", .value = "in", .why = why};
 }
 
