@@ -4,13 +4,17 @@
 
 #include "core/plan/sched.h"
 
-/* Elements of a large array, and of a smaller one. TSan makes a collective ten times as slow or more. */
+/* Elements of a large array, and of smaller ones. TSan makes a collective ten times as slow or more. */
 #ifdef __SANITIZE_THREAD__
 #define LARGE_N 70000u
 #define MIDDLE_N 5000u
+#define RANDOM_N 5000u
+#define PATTERN_N 3000u
 #else
 #define LARGE_N 200000u
 #define MIDDLE_N 50000u
+#define RANDOM_N 20000u
+#define PATTERN_N 9000u
 #endif
 
 /* The rank that owns element i of the input. */
@@ -92,7 +96,7 @@ static void ranks_1_to_17(const struct schedule *s)
 {
     use(s);
     for (int n = 1; n <= 17; n++)
-        random_plan(n, n <= 4 ? 60 : 12, 20000, "inproc");
+        random_plan(n, n <= 4 ? 60 : 12, RANDOM_N, "inproc");
 }
 
 static void patterns(const struct schedule *s)
@@ -110,7 +114,7 @@ static void patterns(const struct schedule *s)
                                                    .pattern = pattern,
                                                    .dtype = dtypes[t],
                                                    .op = (spccl_redop)(test_rand() % 5),
-                                                   .n = 9000 + (size_t)t,
+                                                   .n = PATTERN_N + (size_t)t,
                                                    .density_pct = 1 + (int)(test_rand() % 100),
                                                    .in_place = test_rand() % 2,
                                                    .async = test_rand() % 2,
