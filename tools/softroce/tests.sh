@@ -7,7 +7,7 @@ export SPCCL_LOG=error SPCCL_IB_RAILS=1
 failed=0
 try() {
   echo "==== $*"
-  timeout 180 "$@" || { echo "FAILED with $?: $*"; failed=1; }
+  timeout 300 "$@" || { echo "FAILED with $?: $*"; failed=1; }
 }
 try ./ib_transport
 try ./ib_transport_faults
