@@ -4,6 +4,7 @@
  * neither threads nor CUDA contexts are forked). On one GPU the processes take turns. --small: for
  * sanitizers; kills no rank. */
 #include "cuda_test.h"
+#include "spccl_channel.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -178,6 +179,37 @@ static void lose_rank_1(bool in_flight)
     sync_stream(me.on);
 }
 
+/* Each rank copies into the next rank's window of channels: memory inside an allocation of that process. */
+#define WINDOW_OFF 4112u
+#define WINDOW_BYTES 65536u
+static void put_into_windows(void)
+{
+    spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
+    int next = (me.rank + 1) % me.n_ranks, previous = (me.rank + me.n_ranks - 1) % me.n_ranks;
+    spccl_channels *channels = NULL;
+    spccl_memory_channel to_next;
+    uint8_t mine = 1, all[RANKS_MAX];
+    size_t i = 0;
+    config.window_bytes = WINDOW_BYTES;
+    config.window = me.out_d + WINDOW_OFF;
+    CHECK_OK(spccl_channels_create(me.comm, &config, &channels));
+    if (channels == NULL)
+        return;
+    CHECK_OK(spccl_channels_get_memory(channels, next, 0, &to_next));
+    memset(me.in, 1 + me.rank, WINDOW_BYTES);
+    CUDA_OK(cudaMemcpyAsync(me.in_d, me.in, WINDOW_BYTES, cudaMemcpyHostToDevice, me.on));
+    CUDA_OK(cudaMemcpyAsync(to_next.peer_window, me.in_d, WINDOW_BYTES, cudaMemcpyDeviceToDevice, me.on));
+    sync_stream(me.on);
+    CHECK_OK(spccl_all_gather(me.comm, &mine, all, 1, SPCCL_UINT8, NULL)); /* all have copied */
+    CUDA_OK(cudaMemcpyAsync(me.got, config.window, WINDOW_BYTES, cudaMemcpyDeviceToHost, me.on));
+    sync_stream(me.on);
+    while (i < WINDOW_BYTES && me.got[i] == 1 + previous)
+        i++;
+    CHECK(i == WINDOW_BYTES, "rank %d: byte %zu of its window is %u, wanted %d", me.rank, i,
+          i < WINDOW_BYTES ? me.got[i] : 0u, 1 + previous);
+    spccl_channels_destroy(channels);
+}
+
 /* Arguments: worker RANK N_RANKS SCENE RNG ID ID2 FD. The ids are hexadecimal; ID2 is for the group after the
  * loss. FD is memory that the processes share. */
 static void read_id(const char *hex, spccl_unique_id *out)
@@ -204,6 +236,8 @@ static int run_worker(char **argv)
     if (!join_group(&id, rank, n_ranks))
         return 1;
     compare_many(strcmp(scene, "works") == 0 && !is_small ? 60 * n_rounds : 8);
+    if (strcmp(scene, "window") == 0)
+        put_into_windows();
     if (strncmp(scene, "killed", 6) == 0) {
         lose_rank_1(strcmp(scene, "killed_in_flight") == 0);
         CHECK_OK(spccl_comm_destroy(me.comm));
@@ -302,6 +336,13 @@ static void test_handles(void)
     unsetenv("SPCCL_NVLINK_HANDLES");
 }
 
+static void test_window(void)
+{
+    run_scene("window", 2);
+    if (!is_small)
+        run_scene("window", 3);
+}
+
 static void test_killed(void)
 {
     if (is_small)
@@ -324,8 +365,11 @@ static int count_gpus(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"works", test_works}, {"handles", test_handles}, {"killed", test_killed}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"works", test_works},
+                                             {"handles", test_handles},
+                                             {"window", test_window},
+                                             {"killed", test_killed},
+                                             {NULL, NULL}};
     if (argc > 1 && strcmp(argv[1], "count") == 0)
         return spccl_cuda_device_count();
     if (argc > 9 && strcmp(argv[1], "worker") == 0) {
