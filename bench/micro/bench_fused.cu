@@ -102,9 +102,9 @@ static options read_options(int argc, char **argv)
             exit(2);
         }
     }
-    if (o.mib == 0 || o.ranks < 2 || o.ranks > SP_GPU_RANKS_MAX || o.iters < 1) {
+    if (o.mib == 0 || o.ranks < 2 || o.ranks > SP_GPU_HOST_RANKS_MAX || o.iters < 1) {
         fprintf(stderr, "spccl_bench_fused: wanted --mib and --iters of 1 or more, --ranks 2 to %d\n",
-                SP_GPU_RANKS_MAX);
+                SP_GPU_HOST_RANKS_MAX);
         exit(2);
     }
     return o;

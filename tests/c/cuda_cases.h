@@ -157,6 +157,15 @@ static inline void compare(const struct one_case *c, const struct rank_ctx *ctx,
           ((ptrdiff_t)at - (ptrdiff_t)lead) / (ptrdiff_t)e, (unsigned long long)v, (unsigned long long)w);
 }
 
+/* spccl_cuda_wait polls, which would leave little time for the work of many ranks on few cores. */
+static bool waits_asleep;
+static inline void wait_asleep(cudaStream_t on)
+{
+    int64_t until = now_ms() + wait_ms();
+    while (waits_asleep && cudaStreamQuery(on) == cudaErrorNotReady && now_ms() < until)
+        sleep_ms(2);
+}
+
 /* Run and compare. False: the communicator is broken. */
 static inline bool run_case(const struct one_case *c, const struct rank_ctx *ctx)
 {
@@ -175,6 +184,7 @@ static inline bool run_case(const struct one_case *c, const struct rank_ctx *ctx
     st = gpu_call(ctx->comm, call, from, to, m->on);
     CHECK(st == SPCCL_OK, "%s: %s", case_text(c, ctx), spccl_last_error());
     if (st == SPCCL_OK) {
+        wait_asleep(m->on);
         st = spccl_cuda_wait(ctx->comm, m->on, wait_ms());
         CHECK(st == SPCCL_OK, "%s: waiting: %s", case_text(c, ctx), spccl_last_error());
     }
@@ -231,7 +241,8 @@ static inline void rank_fn(struct rank_ctx *ctx)
         draw_rest(&c, ctx->n_ranks, i % 10 == 9, &rng);
         ok = run_case(&c, ctx);
     }
-    if (ok && all_here(ctx->comm))
+    /* In a few random cases, as broadcasts, a rank may have nothing to send. */
+    if (ok && all_here(ctx->comm) && (g->every_op || g->n_random >= 8))
         check_stats(ctx);
 }
 

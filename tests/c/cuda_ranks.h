@@ -6,7 +6,7 @@
 #include "cuda_test.h"
 #include "ranks.h"
 
-#define CUDA_RANKS_CAP 16
+#define CUDA_RANKS_CAP 64
 
 /* One rank's buffers of `cap` bytes each. Those that end in _d are on its GPU, the others are pinned host
  * memory. */
@@ -53,7 +53,7 @@ static inline bool attach_gpu(spccl_comm *comm, int rank, uint32_t max_ctas)
     CUDA_OK(cudaSetDevice(rank_buffers[rank].device));
     config.device = rank_buffers[rank].device;
     config.max_ctas = max_ctas;
-    if (is_small || spccl_comm_world_size(comm) > 8)
+    if ((is_small || spccl_comm_world_size(comm) > 8) && getenv("SPCCL_INBOX_BYTES") == NULL)
         config.inbox_bytes = (size_t)16 << 20;
     st = spccl_cuda_attach(comm, &config);
     CHECK(st == SPCCL_OK, "rank %d: %s", rank, spccl_last_error());

@@ -9,7 +9,7 @@
 #include <pthread.h>
 #include <time.h>
 
-#define RANKS_CAP 20
+#define RANKS_CAP 65
 
 struct mem_entry {
     char key[220];

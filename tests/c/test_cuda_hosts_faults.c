@@ -87,6 +87,16 @@ static void test_cut(void)
     }
 }
 
+/* The same in a group of 32 ranks: those that exchange no results with the rank end too. */
+static void test_cut_of_32(void)
+{
+    struct scene s = {.n = 60000, .n_calls = 1000};
+    if (is_small)
+        return;
+    s.plan = (sp_fault_plan){.inner = "tcp", .cut_after = 40, .cut_rank = 13};
+    run_failing(4, 8, &s);
+}
+
 /* Bits of the positions of some messages are flipped. */
 static void test_flipped(void)
 {
@@ -205,10 +215,11 @@ static void test_attach_fails(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"cut", test_cut},
+                                             {"cut_of_32", test_cut_of_32},
                                              {"flipped", test_flipped},
                                              {"missing_rank", test_missing_rank},
                                              {"attach_fails", test_attach_fails},
                                              {NULL, NULL}};
-    start_hosts(&argc, argv, 4);
+    start_hosts(&argc, argv, 32);
     return test_main(cases, argc, argv);
 }

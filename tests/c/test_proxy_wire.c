@@ -10,7 +10,7 @@
 #define RING 4096u
 
 static uint64_t words[4][2 * WORKERS];
-static const sp_proxy_positions at = {words[0], words[1], words[2], words[3], WORKERS, RING, 0, 1};
+static sp_proxy_positions at = {words[0], words[1], words[2], words[3], 2, WORKERS, RING, 0, 1};
 static uint8_t message[8192];
 
 /* A ring of results of worker 1 has 1024 bytes free, and the peer may free up to 640 of ours. */
@@ -93,6 +93,9 @@ static void test_wrong_numbers(void)
     c = credit;
     e = run, e.queue = 0, e.position = 0, e.bytes = 2048, refused(credit, e, "a run longer than the message");
     e = run, e.bytes = 512, refused(credit, e, "bytes behind the last run");
+    at.n_queues = 1;
+    refused(credit, run, "results of a rank that sends none");
+    at.n_queues = 2;
 }
 
 /* A receiver that waits for a frame gives credit for the bytes at the end of the ring into which no header fits,
@@ -193,7 +196,7 @@ static void test_other_proxy(void)
         for (uint32_t worker = 0; worker < 40; worker++) {
             uint32_t served = 0;
             for (uint32_t k = 0; k < n; k++) {
-                sp_proxy_positions p = {many[0], many[1], many[2], many[3], 40, RING, k, n};
+                sp_proxy_positions p = {many[0], many[1], many[2], many[3], 2, 40, RING, k, n};
                 sp_proxy_entry e = {.worker = worker};
                 const uint8_t *data = NULL;
                 sp_proxy_reader r;

@@ -29,7 +29,7 @@ static void test_shape(void)
     l = h200;
     l.n_sms = 0; /* 200 ranks on one GPU of 132 SMs */
     CHECK(shape_of(&l).n_workers == 10, "one block at least");
-    for (uint32_t world_size = 1; world_size <= SP_GPU_RANKS_MAX; world_size++)
+    for (uint32_t world_size = 1; world_size <= SP_GPU_HOST_RANKS_MAX; world_size++)
         for (size_t bytes = (size_t)8 << 20; bytes <= (size_t)1 << 30; bytes *= 2) {
             l = h200;
             l.world_size = world_size;
@@ -65,6 +65,32 @@ static void test_shape_too_small(void)
     l.inbox_bytes--;
     CHECK(sp_tune_gpu_shape(&l, &s) == SPCCL_ERR_SETTING, "one byte less");
     CHECK(strstr(spccl_last_error(), "SPCCL_INBOX_BYTES") != NULL, "%s", spccl_last_error());
+}
+
+/* On several hosts: as many workers as fit into the inbox and into pinned memory. */
+static void test_shape_of_hosts(void)
+{
+    static const struct {
+        uint32_t n_hosts, n_here, workers;
+    } groups[] = {{8, 8, 132}, {4, 8, 264}, {8, 4, 264}, {2, 8, 396}, {16, 1, 396}, {2, 1, 1320}};
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+        uint32_t n_here = groups[i].n_here;
+        sp_gpu_limits l = h200;
+        sp_inbox_shape s;
+        l.world_size = groups[i].n_hosts * n_here;
+        l.n_here = n_here >= 2 ? n_here : 0;
+        l.n_remote = l.world_size - n_here;
+        s = shape_of(&l);
+        CHECK(s.n_workers == groups[i].workers, "%u x %u ranks: %u workers, rings of %u frames",
+              groups[i].n_hosts, n_here, s.n_workers, s.ring_frames);
+        CHECK(sp_tune_gpu_inbox_bytes(&l, s) <= l.inbox_bytes &&
+                  sp_tune_gpu_pinned_bytes(&l, s) <= SP_GPU_PINNED_MAX,
+              "%u x %u ranks: inbox of %zu bytes, %zu pinned", groups[i].n_hosts, n_here,
+              sp_tune_gpu_inbox_bytes(&l, s), sp_tune_gpu_pinned_bytes(&l, s));
+        printf("%u x %u ranks: %u workers, rings of %u frames, inbox %zu MiB, pinned %zu MiB\n",
+               groups[i].n_hosts, n_here, s.n_workers, s.ring_frames, sp_tune_gpu_inbox_bytes(&l, s) >> 20,
+               sp_tune_gpu_pinned_bytes(&l, s) >> 20);
+    }
 }
 
 static const spccl_format formats[] = {SPCCL_FORMAT_AUTO, SPCCL_FORMAT_TILE, SPCCL_FORMAT_PICI,
@@ -177,6 +203,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"shape", test_shape},
                                              {"shape_too_small", test_shape_too_small},
+                                             {"shape_of_hosts", test_shape_of_hosts},
                                              {"plan", test_plan},
                                              {"known_plans", test_known_plans},
                                              {NULL, NULL}};

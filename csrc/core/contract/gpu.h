@@ -98,14 +98,14 @@ typedef struct sp_fused_args {
     uint32_t whole_slices, rest_elems;
     int rank, world_size, root;
     sp_inbox_shape shape;
-    uint32_t n_ctas, workers_per_cta;   /* n_ctas * workers_per_cta <= shape.n_workers */
-    uint32_t n_served;                  /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
-    uint32_t tag;                       /* what the header of each frame holds: sp_frame_tag */
-    uint8_t *inboxes[SP_GPU_RANKS_MAX]; /* by rank, addresses on this device */
-    sp_gpu_control *control;            /* device address */
-    uint64_t timeout_ns;                /* of each wait */
-    uint32_t seq;                       /* number of the launch, for reports */
-    sp_fused_remote remote;             /* of peers on other hosts */
+    uint32_t n_ctas, workers_per_cta;        /* n_ctas * workers_per_cta <= shape.n_workers */
+    uint32_t n_served;                       /* workers that a feeder serves: 1 to SP_FUSED_SERVED_MAX */
+    uint32_t tag;                            /* what the header of each frame holds: sp_frame_tag */
+    uint8_t *inboxes[SP_GPU_HOST_RANKS_MAX]; /* on one host: by rank, addresses on this device */
+    sp_gpu_control *control;                 /* device address */
+    uint64_t timeout_ns;                     /* of each wait */
+    uint32_t seq;                            /* number of the launch, for reports */
+    sp_fused_remote remote;                  /* of peers on other hosts */
 } sp_fused_args;
 
 /* ---- the codec on GPU memory ---- */

@@ -1,6 +1,7 @@
 /* inbox.h - the layout of a rank's inbox: GPU memory in which its peers write during fused collectives.
  * A contract for host and device, in C and CUDA: where each part lies, and who may write it. Of formats it
- * knows the largest size of a frame, and nothing else.
+ * knows the largest size of a frame, and nothing else. In groups on several hosts inboxes have other offsets
+ * (contract/remote.h); rings, tails and credits are the same.
  *
  * Each rank has one inbox in its GPU's memory. All its peers map it. The work of a collective is split over
  * `n_workers` workers of a few warps each. Worker q of one rank exchanges frames with worker q of every other
@@ -26,7 +27,8 @@
 
 #include "core/base/bits.h"
 
-#define SP_GPU_RANKS_MAX 16
+#define SP_GPU_RANKS_MAX 64      /* of a group */
+#define SP_GPU_HOST_RANKS_MAX 16 /* of a group on one host */
 /* The most bytes of a slice before encoding: in the codec, and in a fused collective. Smaller slices let more
  * workers run on one SM. */
 #define SP_GPU_SLICE_BYTES 16384u
@@ -48,15 +50,15 @@
 enum sp_inbox_queue {
     SP_INBOX_INPUT = 0,
     SP_INBOX_RESULT = 1,
-    SP_INBOX_QUEUES = 2, /* that each pair of ranks has */
-    SP_INBOX_RELAYED = 2 /* only between ranks of one host: results of other hosts (contract/remote.h) */
+    SP_INBOX_QUEUES = 2, /* that each pair of ranks of one host has */
+    SP_INBOX_RELAYED = 2 /* only in groups on several hosts (contract/remote.h) */
 };
 
 typedef struct sp_inbox_shape {
-    uint32_t world_size;  /* 1 to SP_GPU_RANKS_MAX */
+    uint32_t world_size;
     uint32_t n_workers;   /* the same on all ranks */
     uint32_t ring_frames; /* the same on all ranks: a ring holds this many of the largest frames */
-    uint32_t n_here;      /* in a group with relays: the ranks of each host, 2 or more; otherwise 0 */
+    uint32_t n_here; /* in a group with relays (contract/remote.h): the ranks of each host; otherwise 0 */
 } sp_inbox_shape;
 
 static inline SP_HD uint32_t sp_inbox_ring_bytes(sp_inbox_shape s)
@@ -66,22 +68,17 @@ static inline SP_HD uint32_t sp_inbox_ring_bytes(sp_inbox_shape s)
 
 /* One worker's positions, [queue][peer slot]. */
 typedef struct sp_inbox_state {
-    uint64_t sent[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX];  /* sender: position of the next frame to send */
-    uint64_t taken[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX]; /* receiver: position of the next frame to take */
+    uint64_t sent[SP_INBOX_QUEUES][SP_GPU_HOST_RANKS_MAX];  /* sender: position of the next frame to send */
+    uint64_t taken[SP_INBOX_QUEUES][SP_GPU_HOST_RANKS_MAX]; /* receiver: position of the next frame to take */
     /* The same positions as offsets in the ring, so that a kernel need not divide. Such an offset may equal
      * the length of the ring; that means offset 0. */
-    uint32_t sent_off[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX], taken_off[SP_INBOX_QUEUES][SP_GPU_RANKS_MAX];
+    uint32_t sent_off[SP_INBOX_QUEUES][SP_GPU_HOST_RANKS_MAX],
+        taken_off[SP_INBOX_QUEUES][SP_GPU_HOST_RANKS_MAX];
     uint64_t frame_bytes; /* statistics: bytes of frames sent */
     uint64_t n_frames[5]; /* statistics: frames sent, by format */
     uint32_t claimed; /* in worker 0's state: 1 + the worker that writes the report; 0 = no worker does yet */
     uint32_t pad;
 } sp_inbox_state;
-
-/* One worker's positions in the rings of relayed results, [place slot]: as in sp_inbox_state. */
-typedef struct sp_relayed_state {
-    uint64_t sent[SP_GPU_RANKS_MAX], taken[SP_GPU_RANKS_MAX];
-    uint32_t sent_off[SP_GPU_RANKS_MAX], taken_off[SP_GPU_RANKS_MAX];
-} sp_relayed_state;
 
 /* The tag of a frame: its dtype, and the max_ctas of the call (0: no limit). Ranks that give different limits
  * split the work differently. So the frames in inboxes hold max_ctas, in the header's field `reserved`. The
@@ -141,41 +138,10 @@ static inline SP_HD size_t sp_inbox_state_off(sp_inbox_shape s, uint32_t worker)
     return sp_inbox_n_rings(s) * ((size_t)sp_inbox_ring_bytes(s) + 16) +
            (size_t)worker * sizeof(sp_inbox_state);
 }
-/* Bytes of the parts above: those of an outbox and of the frames, tails and credits of a host inbox. */
-static inline SP_HD size_t sp_inbox_pair_bytes(sp_inbox_shape s)
-{
-    return sp_inbox_state_off(s, s.n_workers);
-}
-
-/* ---- relayed results: rings between the ranks of one host, after all other parts. Their index is the place slot of the
- * peer: its place among the ranks of the host, as sp_inbox_slot counts among n_here ---- */
-
-static inline SP_HD size_t sp_relayed_n_rings(sp_inbox_shape s)
-{
-    return s.n_here < 2 ? 0 : (size_t)(s.n_here - 1) * s.n_workers;
-}
-static inline SP_HD size_t sp_relayed_ring_off(sp_inbox_shape s, uint32_t place_slot, uint32_t worker)
-{
-    return (sp_inbox_pair_bytes(s) + 63) / 64 * 64 +
-           ((size_t)place_slot * s.n_workers + worker) * sp_inbox_ring_bytes(s);
-}
-static inline SP_HD size_t sp_relayed_tail_off(sp_inbox_shape s, uint32_t place_slot, uint32_t worker)
-{
-    return sp_relayed_ring_off(s, s.n_here - 1, 0) + ((size_t)place_slot * s.n_workers + worker) * 8;
-}
-static inline SP_HD size_t sp_relayed_credit_off(sp_inbox_shape s, uint32_t place_slot, uint32_t worker)
-{
-    return sp_relayed_tail_off(s, place_slot, worker) + sp_relayed_n_rings(s) * 8;
-}
-static inline SP_HD size_t sp_relayed_state_off(sp_inbox_shape s, uint32_t worker)
-{
-    return sp_relayed_ring_off(s, s.n_here - 1, 0) + sp_relayed_n_rings(s) * 16 +
-           (size_t)worker * sizeof(sp_relayed_state);
-}
 /* Bytes of an inbox. All of them are zero before the first launch. */
 static inline SP_HD size_t sp_inbox_bytes(sp_inbox_shape s)
 {
-    return s.n_here < 2 ? sp_inbox_pair_bytes(s) : sp_relayed_state_off(s, s.n_workers);
+    return sp_inbox_state_off(s, s.n_workers);
 }
 
 #endif

@@ -95,7 +95,8 @@ static spccl_status make_memory(sp_attach *a)
     SP_TRY_TO(out, st, g->ops->event_create(&g->event));
     SP_TRY_TO(out, st, g->ops->event_create(&g->capture_event));
     SP_TRY_TO(out, st,
-              g->ops->memory_create(g->device.ordinal, sp_inbox_bytes(g->shape), g->handles, &g->own));
+              g->ops->memory_create(g->device.ordinal, sp_tune_gpu_inbox_bytes(&g->limits, g->shape),
+                                    g->handles, &g->own));
     if (a->spans_hosts)
         st = sp_proxies_open(g);
 out:
@@ -106,10 +107,10 @@ out:
         if (g->own != NULL)
             return SP_FAIL(st,
                            "rank %d: %zu bytes of pinned memory and a proxy, for peers on other hosts: %s",
-                           a->comm->rank, 2 * sp_inbox_pair_bytes(g->shape), why);
+                           a->comm->rank, sp_tune_gpu_pinned_bytes(&g->limits, g->shape), why);
         return SP_FAIL(st, "rank %d: an inbox of %zu bytes on GPU %d '%s' with %llu bytes free: %s",
-                       a->comm->rank, sp_inbox_bytes(g->shape), g->device.ordinal, g->device.name,
-                       (unsigned long long)a->mine.free_bytes, why);
+                       a->comm->rank, sp_tune_gpu_inbox_bytes(&g->limits, g->shape), g->device.ordinal,
+                       g->device.name, (unsigned long long)a->mine.free_bytes, why);
     }
     return SPCCL_OK;
 }
@@ -122,7 +123,8 @@ static spccl_status map_memory(sp_attach *a)
     for (int r = 0; r < a->comm->world_size; r++)
         memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, a->all[r].address,
                SP_GPU_SHARE_ADDRESS_BYTES);
-    st = sp_gpu_share_exchange(a->share, g->own, sp_inbox_bytes(g->shape), addresses, g->peers);
+    st = sp_gpu_share_exchange(a->share, g->own, sp_tune_gpu_inbox_bytes(&g->limits, g->shape), addresses,
+                               g->peers);
     sp_gpu_share_close(a->share); /* so that no peer waits for a rank that failed */
     a->share = NULL;
     SP_TRY(st);
@@ -191,7 +193,7 @@ static void start(spccl_comm *comm, sp_gpu_comm *g)
     sp_log(SP_LOG_INFO, comm->rank,
            "group \"%s\": GPU %d (%s), %u workers on %u multiprocessors, inbox of %zu bytes shared by %s",
            comm->name, g->device.ordinal, g->device.name, g->shape.n_workers,
-           sp_tune_gpu_ctas(&g->limits, g->shape), sp_inbox_bytes(g->shape), g->handles);
+           sp_tune_gpu_ctas(&g->limits, g->shape), sp_tune_gpu_inbox_bytes(&g->limits, g->shape), g->handles);
 }
 
 static spccl_status check_call(const spccl_comm *comm)

@@ -77,9 +77,12 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
                         .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
                                                                        : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
-    memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
-    if (g->proxies != NULL)
+    if (g->proxies == NULL) {
+        memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
+    } else {
         f.remote = g->proxies->area;
+        memcpy(f.remote.inboxes, g->inboxes, sizeof f.remote.inboxes);
+    }
     return f;
 }
 

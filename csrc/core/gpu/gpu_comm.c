@@ -92,39 +92,53 @@ spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms)
 
 /* ---- counting ---- */
 
-static spccl_status read_states(const sp_gpu_comm *g, sp_inbox_state *states)
+/* states: of all workers, sp_inbox_state, or in a group on several hosts sp_remote_state. */
+static spccl_status read_states(const sp_gpu_comm *g, void *states, size_t state_bytes)
 {
-    const uint8_t *at = g->inboxes[g->comm->rank] + sp_inbox_state_off(g->shape, 0);
+    sp_ring_area area = sp_remote_inbox_area(g->shape);
+    size_t off = g->proxies == NULL ? sp_inbox_state_off(g->shape, 0) : sp_remote_state_off(&area, 0);
     spccl_status st;
     int before;
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
-    st = g->ops->read(states, at, g->shape.n_workers * sizeof *states);
+    st = g->ops->read(states, g->inboxes[g->comm->rank] + off, g->shape.n_workers * state_bytes);
     g->ops->leave(before);
     return st;
 }
 
+static void add_counts(spccl_cuda_stats *s, uint64_t frame_bytes, const uint64_t *n_frames)
+{
+    s->wire_bytes_sent += frame_bytes;
+    for (int f = 0; f < SPCCL_N_FORMATS; f++)
+        s->n_frames_sent[f] += n_frames[f];
+}
+
 spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out)
 {
-    sp_inbox_state *states;
     sp_gpu_comm *g = NULL;
     spccl_cuda_stats s;
+    size_t state_bytes;
     spccl_status st;
+    void *states;
     SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_get_stats", &g));
-    states = sp_calloc(g->shape.n_workers, sizeof *states);
+    state_bytes = g->proxies == NULL ? sizeof(sp_inbox_state) : sizeof(sp_remote_state);
+    states = sp_calloc(g->shape.n_workers, state_bytes);
     if (states == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "spccl_cuda_get_stats: %u workers", g->shape.n_workers);
-    st = read_states(g, states);
+    st = read_states(g, states, state_bytes);
     if (st == SPCCL_OK) {
         s = (spccl_cuda_stats){.device = g->device.ordinal,
                                .n_ctas = sp_tune_gpu_ctas(&g->limits, g->shape),
-                               .inbox_bytes = sp_inbox_bytes(g->shape)};
+                               .inbox_bytes = sp_tune_gpu_inbox_bytes(&g->limits, g->shape)};
         pthread_mutex_lock(&g->mu);
         s.n_collectives = g->n_launches;
         pthread_mutex_unlock(&g->mu);
         for (uint32_t w = 0; w < g->shape.n_workers; w++) {
-            s.wire_bytes_sent += states[w].frame_bytes;
-            for (int f = 0; f < SPCCL_N_FORMATS; f++)
-                s.n_frames_sent[f] += states[w].n_frames[f];
+            const sp_inbox_state *local = (const sp_inbox_state *)states + w;
+            const sp_remote_state *remote = (const sp_remote_state *)states + w;
+            if (g->proxies == NULL)
+                add_counts(&s, local->frame_bytes, local->n_frames);
+            else
+                add_counts(&s, remote->frame_bytes, remote->n_frames);
         }
         st = sp_result_copy("spccl_cuda_stats", &s, sizeof s, out);
     }
@@ -256,7 +270,7 @@ static void detach(spccl_comm *comm)
         /* If memory that a kernel still uses were freed, the process would lose its GPU. */
         sp_log(SP_LOG_ERROR, comm->rank,
                "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
-               comm->name, g->device.ordinal, sp_inbox_bytes(g->shape));
+               comm->name, g->device.ordinal, sp_tune_gpu_inbox_bytes(&g->limits, g->shape));
         sp_channels_stop(g);
         sp_proxies_abandon(g->proxies);
         return;

@@ -203,30 +203,69 @@ static spccl_status find_remote(sp_attach *a)
                        : "0");
 }
 
-/* If all hosts have the same number of ranks, two or more, the ranks of a host relay results to each other. */
-static void find_relays(sp_attach *a)
+/* Which host each rank is on, and its place there. */
+struct hosts {
+    uint32_t of[SP_GPU_RANKS_MAX], places[SP_GPU_RANKS_MAX], sizes[SP_GPU_RANKS_MAX]; /* sizes: by host */
+    uint32_t n_hosts, least, most; /* least, most: ranks of a host */
+};
+
+static void find_hosts(const sp_attach *a, struct hosts *h)
 {
-    sp_fused_relays *relays = &a->g->relays;
-    uint32_t n = (uint32_t)a->comm->world_size, hosts[SP_GPU_RANKS_MAX], sizes[SP_GPU_RANKS_MAX] = {0};
-    uint32_t places[SP_GPU_RANKS_MAX], n_hosts = 0;
+    uint32_t n = (uint32_t)a->comm->world_size;
+    *h = (struct hosts){.least = UINT32_MAX};
     for (uint32_t r = 0; r < n; r++) {
         uint32_t first = 0; /* rank of its host */
         while (!sp_gpu_share_same_host(a->all[r].address, a->all[first].address))
             first++;
-        hosts[r] = first == r ? n_hosts++ : hosts[first];
-        places[r] = sizes[hosts[r]]++;
+        h->of[r] = first == r ? h->n_hosts++ : h->of[first];
+        h->places[r] = h->sizes[h->of[r]]++;
     }
-    for (uint32_t h = 0; h < n_hosts; h++)
-        if (sizes[h] != sizes[0])
-            return;
-    if (sizes[0] < 2 || (a->comm->schedule_forced && a->comm->schedule == SP_SCHED_DIRECT))
+    for (uint32_t i = 0; i < h->n_hosts; i++) {
+        h->least = h->sizes[i] < h->least ? h->sizes[i] : h->least;
+        h->most = h->sizes[i] > h->most ? h->sizes[i] : h->most;
+    }
+}
+
+/* More than SP_GPU_HOST_RANKS_MAX ranks need relays: without them a gatherer has a link to each. */
+static spccl_status check_size(const sp_attach *a, const struct hosts *h)
+{
+    int n = a->comm->world_size;
+    if (n <= SP_GPU_HOST_RANKS_MAX)
+        return SPCCL_OK;
+    if (h->n_hosts == 1)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                       "group \"%s\" has %d ranks on one host, GPU collectives take at most %d there",
+                       a->comm->name, n, SP_GPU_HOST_RANKS_MAX);
+    if (h->n_hosts > SP_REMOTE_HOSTS_MAX || h->most > SP_REMOTE_HERE_MAX || h->least != h->most)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                       "group \"%s\" has %d ranks on %u hosts, %u to %u on each; GPU collectives of more "
+                       "than %d ranks take at most %u hosts with the same number of ranks, at most %u",
+                       a->comm->name, n, h->n_hosts, h->least, h->most, SP_GPU_HOST_RANKS_MAX,
+                       SP_REMOTE_HOSTS_MAX, SP_REMOTE_HERE_MAX);
+    if (a->comm->schedule_forced &&
+        (a->comm->schedule == SP_SCHED_DIRECT || a->comm->schedule == SP_SCHED_ONESHOT))
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                       "group \"%s\" has %d ranks: GPU collectives of more than %d ranks relay results and "
+                       "take two hops, which schedule %s (SPCCL_SCHEDULE) forbids",
+                       a->comm->name, n, SP_GPU_HOST_RANKS_MAX,
+                       a->comm->schedule == SP_SCHED_DIRECT ? "direct" : "oneshot");
+    return SPCCL_OK;
+}
+
+/* If all hosts have the same number of ranks, two or more, the ranks of a host relay results to each other. */
+static void find_relays(sp_attach *a, const struct hosts *h)
+{
+    sp_fused_relays *relays = &a->g->relays;
+    a->g->limits.n_remote = (uint32_t)a->comm->world_size - h->least;
+    if (h->least != h->most || h->least < 2 ||
+        (a->comm->schedule_forced && a->comm->schedule == SP_SCHED_DIRECT))
         return;
-    relays->n_hosts = n_hosts;
-    relays->host = hosts[a->comm->rank];
-    relays->place = places[a->comm->rank];
-    for (uint32_t r = 0; r < n; r++)
-        relays->ranks[hosts[r] * sizes[0] + places[r]] = (uint8_t)r;
-    a->g->limits.n_here = sizes[0];
+    relays->n_hosts = h->n_hosts;
+    relays->host = h->of[a->comm->rank];
+    relays->place = h->places[a->comm->rank];
+    for (uint32_t r = 0; r < (uint32_t)a->comm->world_size; r++)
+        relays->ranks[h->of[r] * h->least + h->places[r]] = (uint8_t)r;
+    a->g->limits.n_here = h->least;
 }
 
 static uint32_t n_sharing(const sp_gpu_facts *all, int n_ranks, int r)
@@ -267,6 +306,7 @@ spccl_status sp_attach_decide(sp_attach *a)
 {
     sp_gpu_comm *g = a->g;
     int n = a->comm->world_size;
+    struct hosts hosts;
     bool all_fd = true;
     for (int r = 0; r < n; r++) {
         SP_TRY(compare_with_first(a->all, r));
@@ -275,14 +315,14 @@ spccl_status sp_attach_decide(sp_attach *a)
     g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";
     SP_TRY(find_remote(a));
     find_limits(a->all, n, &g->limits);
+    find_hosts(a, &hosts);
+    SP_TRY(check_size(a, &hosts));
     if (a->spans_hosts)
-        find_relays(a);
-    if (a->spans_hosts && g->limits.inbox_bytes > SP_PROXIES_INBOX_MAX)
-        g->limits.inbox_bytes = SP_PROXIES_INBOX_MAX;
+        find_relays(a, &hosts);
     SP_TRY(sp_tune_gpu_shape(&g->limits, &g->shape));
     for (int r = 0; r < n; r++) {
         const sp_gpu_facts *f = &a->all[r];
-        uint64_t needed = (uint64_t)sp_inbox_bytes(g->shape) * n_sharing(a->all, n, r);
+        uint64_t needed = (uint64_t)sp_tune_gpu_inbox_bytes(&g->limits, g->shape) * n_sharing(a->all, n, r);
         if (needed > f->free_bytes)
             return SP_FAIL(
                 SPCCL_ERR_NOMEM,

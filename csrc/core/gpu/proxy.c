@@ -50,19 +50,20 @@ spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out)
 static spccl_status make_peer(sp_proxy *x, uint32_t index, int i, int rank)
 {
     const sp_proxies *r = x->r;
-    const spccl_comm *comm = r->g->comm;
     sp_proxy_peer *p = &x->peers[i];
-    uint32_t world_size = (uint32_t)comm->world_size, n = SP_INBOX_QUEUES * r->g->shape.n_workers;
+    uint32_t result = sp_proxies_result_index(r->g, rank, i), n_queues = result == UINT32_MAX ? 1 : 2;
+    uint32_t n = n_queues * r->g->shape.n_workers;
     p->memory = sp_calloc(4 * (size_t)n, sizeof *p->memory);
     if (p->memory == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "positions of %u rings", n);
     p->rank = rank;
-    p->slot = sp_inbox_slot((uint32_t)comm->rank, (uint32_t)rank, world_size);
-    p->slot_there = sp_inbox_slot((uint32_t)rank, (uint32_t)comm->rank, world_size);
+    p->link[SP_INBOX_INPUT] = (uint32_t)i;
+    p->link[SP_INBOX_RESULT] = r->area.pinned.first[SP_INBOX_RESULT] + result;
     p->at = (sp_proxy_positions){.sent = p->memory,
                                  .free_to = p->memory + n,
                                  .arrived = p->memory + 2 * (size_t)n,
                                  .freed = p->memory + 3 * (size_t)n,
+                                 .n_queues = n_queues,
                                  .n_workers = r->g->shape.n_workers,
                                  .ring_bytes = sp_inbox_ring_bytes(r->g->shape),
                                  .proxy = index,
@@ -112,9 +113,11 @@ static spccl_status open_proxy(sp_proxies *r, uint32_t index)
     for (uint32_t w = 0; w < g->shape.n_workers; w++)
         if (sp_proxy_of(w, r->n_proxies) == index)
             x->workers[x->n_workers++] = w;
-    for (int p = 0; p < g->comm->world_size; p++)
+    for (int slot = 0; slot + 1 < g->comm->world_size; slot++) {
+        uint32_t p = sp_inbox_peer((uint32_t)g->comm->rank, (uint32_t)slot, (uint32_t)g->comm->world_size);
         if (g->is_remote[p])
-            SP_TRY(make_peer(x, index, i++, p));
+            SP_TRY(make_peer(x, index, i++, (int)p));
+    }
     return open_endpoint(x, index);
 }
 
@@ -124,16 +127,16 @@ static spccl_status open_memory(sp_proxies *r)
     size_t seen_bytes = ((size_t)sp_remote_n_counters(g->shape) + 1) * sizeof *r->area.seen;
     void *host = NULL, *device = NULL, *zeros = NULL;
     spccl_status st;
-    SP_TRY(g->ops->pinned_create(sp_inbox_pair_bytes(g->shape), &host, &device));
+    SP_TRY(g->ops->pinned_create(sp_area_bytes(&r->area.pinned), &host, &device));
     r->outbox = host;
     r->outbox_device = device;
-    SP_TRY(g->ops->pinned_create(sp_remote_host_inbox_bytes(g->shape), &host, &device));
+    SP_TRY(g->ops->pinned_create(sp_remote_host_inbox_bytes(g->shape, &r->area.pinned), &host, &device));
     r->host_inbox = host;
     r->area.host_inbox = device;
     r->area.n_counters = sp_remote_n_counters(g->shape);
     r->area.counters =
-        (const uint32_t *)(const void *)(r->area.host_inbox + sp_remote_counters_off(g->shape));
-    r->area.ended = (uint32_t *)(void *)((uint8_t *)device + sp_remote_ended_off(g->shape));
+        (const uint32_t *)(const void *)(r->area.host_inbox + sp_remote_counters_off(&r->area.pinned));
+    r->area.ended = (uint32_t *)(void *)((uint8_t *)device + sp_remote_ended_off(g->shape, &r->area.pinned));
     zeros = sp_calloc(1, seen_bytes);
     if (zeros == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "%zu bytes", seen_bytes);
@@ -142,25 +145,6 @@ static spccl_status open_memory(sp_proxies *r)
     if (st == SPCCL_OK)
         r->area.seen = device;
     return st;
-}
-
-/* Which peers are on other hosts, and which get this rank's results? */
-static void find_slots(sp_proxies *r)
-{
-    const sp_gpu_comm *g = r->g;
-    const sp_fused_relays *relays = &g->relays;
-    uint32_t rank = (uint32_t)g->comm->rank, world_size = (uint32_t)g->comm->world_size;
-    r->area.relays = *relays;
-    for (uint32_t slot = 0; slot + 1 < world_size; slot++) {
-        bool remote = g->is_remote[sp_inbox_peer(rank, slot, world_size)];
-        r->area.slots |= remote ? 1u << slot : 0;
-        r->area.result_slots |= !remote || relays->n_hosts == 0 ? 1u << slot : 0;
-        r->n_peers += remote;
-    }
-    for (uint32_t h = 0; h < relays->n_hosts; h++) {
-        uint32_t peer = relays->ranks[h * g->shape.n_here + relays->place];
-        r->area.result_slots |= peer != rank ? 1u << sp_inbox_slot(rank, peer, world_size) : 0;
-    }
 }
 
 spccl_status sp_proxies_open(sp_gpu_comm *g)
@@ -177,7 +161,7 @@ spccl_status sp_proxies_open(sp_gpu_comm *g)
     for (uint32_t k = 0; k < n_proxies; k++)
         r->proxies[k].r = r;
     SP_TRY(sp_proxies_transport(g, &r->transport));
-    find_slots(r);
+    sp_proxies_find_links(r);
     SP_TRY(open_memory(r));
     for (uint32_t k = 0; k < n_proxies; k++)
         SP_TRY(open_proxy(r, k));
@@ -258,7 +242,7 @@ static bool is_idle(const void *ctx)
 {
     const sp_proxies *r = ((const sp_proxy *)ctx)->r;
     const uint32_t *ended =
-        (const uint32_t *)(const void *)(r->host_inbox + sp_remote_ended_off(r->g->shape));
+        (const uint32_t *)(const void *)(r->host_inbox + sp_remote_ended_off(r->g->shape, &r->area.pinned));
     return !atomic_load(&r->captured) &&
            __atomic_load_n(ended, __ATOMIC_ACQUIRE) == atomic_load(&r->n_launches);
 }
@@ -282,7 +266,7 @@ spccl_status sp_proxies_start(sp_proxies *r)
            "group \"%s\": %u proxies serve %d ranks on other hosts over %s; %zu bytes of "
            "pinned memory; %s",
            r->g->comm->name, r->n_proxies, r->n_peers, r->transport->name,
-           sp_inbox_pair_bytes(r->g->shape) + sp_remote_host_inbox_bytes(r->g->shape),
+           sp_remote_pinned_bytes(r->g->shape, (uint32_t)r->n_peers),
            r->area.relays.n_hosts != 0 ? "each result crosses to each host once and is relayed there"
                                        : "results go straight to every rank");
     return SPCCL_OK;

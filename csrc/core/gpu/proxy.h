@@ -9,26 +9,23 @@
  * kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of CUDA. Such a call
  * may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
- * proxy.c: start and end. proxy_move.c: what a proxy does in each round. proxy_thread.c: its thread. */
+ * proxy.c: start and end. proxy_links.c: where links lie. proxy_move.c: what a proxy does in each round. proxy_thread.c:
+ * its thread. */
 #ifndef SP_PROXY_H
 #define SP_PROXY_H
 
 #include "core/gpu/proxy_thread.h"
 #include "core/gpu/proxy_wire.h"
 
-/* The largest inbox of a group on several hosts. Outbox and host inbox, the pinned memory of a GPU, are then at most
- * 512 MiB, as spccl_info says; the last MiB is for change counters. */
-#define SP_PROXIES_INBOX_MAX ((size_t)511 << 19)
-
 #define SP_PROXIES_MAX 16u
 
 /* A remote peer, as one proxy sees it. */
 typedef struct sp_proxy_peer {
     int rank;
-    uint32_t slot, slot_there; /* the peer's slot seen from here; this rank's slot seen from the peer */
+    uint32_t link[SP_INBOX_QUEUES]; /* by queue: number of its link in the pinned areas */
     sp_proxy_positions at;
     uint64_t *memory; /* owned: of `at` */
-    /* In the outbox, by queue: what kernels of this rank announced, [n_workers] each. */
+    /* In the outbox, by queue: what kernels of this rank announced, [n_workers] each. Only of queues that it has. */
     const uint64_t *tails[SP_INBOX_QUEUES], *credits[SP_INBOX_QUEUES];
     uint32_t next;         /* number of the ring at which the next message starts: queue * n_workers + k */
     uint64_t n_messages;   /* sent */
@@ -54,7 +51,7 @@ typedef struct sp_proxies {
     uint8_t *outbox, *host_inbox;
     uint8_t *outbox_device; /* for sp_fused_args.inboxes */
     sp_fused_remote area;   /* for sp_fused_args.remote */
-    int n_peers;
+    int n_peers;            /* on other hosts */
     uint32_t n_proxies;
     sp_proxy proxies[SP_PROXIES_MAX];
     atomic_bool leaving;
@@ -88,6 +85,14 @@ void sp_proxies_leave(sp_proxies *r);
 void sp_proxies_close(sp_proxies *r);
 /* As close, but the pinned memory stays: a kernel that does not end may still write there. */
 void sp_proxies_abandon(sp_proxies *r);
+
+/* ---- proxy_links.c ---- */
+
+/* Set r->n_peers and of r->area: relays, slots, inbox, pinned, inbox_link. */
+void sp_proxies_find_links(sp_proxies *r);
+/* The index of the link of results of peer number i on other hosts, in the pinned areas. UINT32_MAX: these two ranks
+ * exchange no results. */
+uint32_t sp_proxies_result_index(const sp_gpu_comm *g, int rank, int i);
 
 /* ---- proxy_move.c ---- */
 

@@ -29,12 +29,11 @@ size_t sp_proxies_message_max(const sp_proxies *r)
 void sp_proxy_find_words(sp_proxy *x, int i)
 {
     sp_proxy_peer *p = &x->peers[i];
-    sp_inbox_shape s = x->r->g->shape;
+    const sp_ring_area *area = &x->r->area.pinned;
     const uint8_t *outbox = x->r->outbox;
-    for (uint32_t q = 0; q < SP_INBOX_QUEUES; q++) {
-        p->tails[q] = (const uint64_t *)(const void *)(outbox + sp_inbox_tail_off(s, q, p->slot_there, 0));
-        p->credits[q] =
-            (const uint64_t *)(const void *)(outbox + sp_inbox_credit_off(s, q, p->slot_there, 0));
+    for (uint32_t q = 0; q < p->at.n_queues; q++) {
+        p->tails[q] = (const uint64_t *)(const void *)(outbox + sp_area_tail_off(area, p->link[q], 0));
+        p->credits[q] = (const uint64_t *)(const void *)(outbox + sp_area_credit_off(area, p->link[q], 0));
     }
 }
 
@@ -58,7 +57,7 @@ static spccl_status note_gone(const sp_proxies *r, sp_proxy_peer *p)
 /* Tell the copy warps that a tail or credit of this worker changed. */
 static void count_arrival(const sp_proxies *r, uint32_t worker)
 {
-    uint32_t *counters = (uint32_t *)(void *)(r->host_inbox + sp_remote_counters_off(r->g->shape));
+    uint32_t *counters = (uint32_t *)(void *)(r->host_inbox + sp_remote_counters_off(&r->area.pinned));
     uint32_t *counter = &counters[worker / SP_REMOTE_COUNTER_WORKERS];
     __atomic_store_n(counter, *counter + 1, __ATOMIC_RELEASE); /* only its proxy writes it */
 }
@@ -68,21 +67,20 @@ static void count_arrival(const sp_proxies *r, uint32_t worker)
 static void prefetch_entry(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_reader *from,
                            uint32_t i)
 {
-    sp_inbox_shape s = r->g->shape;
     sp_proxy_entry e;
     size_t off;
     const uint8_t *ring;
     if (!sp_proxy_peek_entry(from, &p->at, i, &e) || !e.is_run)
         return;
     off = e.position % p->at.ring_bytes;
-    ring = r->host_inbox + sp_inbox_ring_off(s, e.queue, p->slot, e.worker);
+    ring = r->host_inbox + sp_area_ring_off(&r->area.pinned, p->link[e.queue], e.worker);
     for (size_t k = 0; k < e.bytes && k < PREFETCH_BYTES && off + k < p->at.ring_bytes; k += 64)
         __builtin_prefetch(ring + off + k, 1);
 }
 
 static spccl_status apply_message(const sp_proxies *r, sp_proxy_peer *p, const void *message, size_t bytes)
 {
-    sp_inbox_shape s = r->g->shape;
+    const sp_ring_area *area = &r->area.pinned;
     sp_proxy_reader reader;
     sp_proxy_entry e;
     const uint8_t *data = NULL;
@@ -94,13 +92,13 @@ static spccl_status apply_message(const sp_proxies *r, sp_proxy_peer *p, const v
         uint32_t ring = e.queue * p->at.n_workers + e.worker;
         if (e.is_run) {
             prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
-            sp_proxy_write_run(r->host_inbox + sp_inbox_ring_off(s, e.queue, p->slot, e.worker),
+            sp_proxy_write_run(r->host_inbox + sp_area_ring_off(area, p->link[e.queue], e.worker),
                                p->at.ring_bytes, &e, data);
             p->at.arrived[ring] += e.bytes;
-            store(r->host_inbox, sp_inbox_tail_off(s, e.queue, p->slot, e.worker), p->at.arrived[ring]);
+            store(r->host_inbox, sp_host_tail_off(area, p->link[e.queue], e.worker), p->at.arrived[ring]);
         } else {
             p->at.free_to[ring] = e.position;
-            store(r->host_inbox, sp_inbox_credit_off(s, e.queue, p->slot, e.worker), e.position);
+            store(r->host_inbox, sp_host_credit_off(area, p->link[e.queue], e.worker), e.position);
         }
         count_arrival(r, e.worker);
     }
@@ -158,7 +156,7 @@ static spccl_status check_here(const sp_proxy_peer *p, const struct position *x)
 
 static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
-    for (uint32_t queue = 0; queue < SP_INBOX_QUEUES; queue++)
+    for (uint32_t queue = 0; queue < p->at.n_queues; queue++)
         for (uint32_t k = 0; k < x->n_workers; k++) {
             uint32_t worker = x->workers[k], ring = queue * p->at.n_workers + worker;
             uint64_t now = __atomic_load_n(&p->credits[queue][worker], __ATOMIC_ACQUIRE);
@@ -178,7 +176,7 @@ static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct 
 
 static const uint8_t *ring_of(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
-    return r->outbox + sp_inbox_ring_off(r->g->shape, e->queue, p->slot_there, e->worker);
+    return r->outbox + sp_area_ring_off(&r->area.pinned, p->link[e->queue], e->worker);
 }
 
 /* Start to read the first bytes of a run into the cache: sp_proxy_read_run needs them soon. */
@@ -192,7 +190,7 @@ static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_p
 
 static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
-    uint32_t n_rings = SP_INBOX_QUEUES * x->n_workers;
+    uint32_t n_rings = p->at.n_queues * x->n_workers;
     for (uint32_t i = 0; i < n_rings && b->data_bytes < MESSAGE_BYTES; i++) {
         uint32_t at = p->next + i < n_rings ? p->next + i : p->next + i - n_rings;
         uint32_t queue = at >= x->n_workers, worker = x->workers[at - queue * x->n_workers];

@@ -169,7 +169,7 @@ bool sp_proxy_peek_entry(const sp_proxy_reader *r, const sp_proxy_positions *at,
     if (i >= r->n_entries)
         return false;
     *out = read_entry(r, i);
-    return out->queue < SP_INBOX_QUEUES && out->worker < at->n_workers;
+    return out->queue < at->n_queues && out->worker < at->n_workers;
 }
 
 spccl_status sp_proxy_next_entry(sp_proxy_reader *r, const sp_proxy_positions *at, sp_proxy_entry *out,
@@ -182,9 +182,9 @@ spccl_status sp_proxy_next_entry(sp_proxy_reader *r, const sp_proxy_positions *a
         return SPCCL_AGAIN;
     }
     *out = read_entry(r, r->next);
-    if (out->queue >= SP_INBOX_QUEUES || out->worker >= at->n_workers)
-        return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of queue %u, worker %u; wanted queue 0 or 1, worker 0 to %u",
-                       out->queue, out->worker, at->n_workers - 1);
+    if (out->queue >= at->n_queues || out->worker >= at->n_workers)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of queue %u, worker %u; wanted queue 0%s, worker 0 to %u",
+                       out->queue, out->worker, at->n_queues == 2 ? " or 1" : "", at->n_workers - 1);
     if (sp_proxy_of(out->worker, at->n_proxies) != at->proxy)
         return SP_FAIL(SPCCL_ERR_FORMAT, "a ring of worker %u, which proxy %u of %u serves, to proxy %u",
                        out->worker, sp_proxy_of(out->worker, at->n_proxies), at->n_proxies, at->proxy);

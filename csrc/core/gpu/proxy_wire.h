@@ -15,12 +15,13 @@
 #define SP_PROXY_HEAD_BYTES 16u
 #define SP_PROXY_ENTRY_BYTES 24u
 
-/* The rings to and from one peer, [2 * n_workers] each: index queue * n_workers + worker. */
+/* The rings to and from one peer, [n_queues * n_workers] each: index queue * n_workers + worker. */
 typedef struct sp_proxy_positions {
     uint64_t *sent;    /* of frames for the peer: up to here they were sent */
     uint64_t *free_to; /* the credit that the peer gave for them */
     uint64_t *arrived; /* of frames of the peer: up to here they have arrived */
     uint64_t *freed;   /* the credit that this rank gave for them */
+    uint32_t n_queues; /* 2; 1 if this pair of ranks exchanges no results */
     uint32_t n_workers, ring_bytes;
     uint32_t proxy, n_proxies; /* the workers of which proxy */
 } sp_proxy_positions;

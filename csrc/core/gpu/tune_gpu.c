@@ -25,6 +25,22 @@ static uint32_t ctas_allowed(const sp_gpu_limits *l)
     return n != 0 ? n : 1; /* 0: a GPU has fewer SMs than ranks */
 }
 
+size_t sp_tune_gpu_inbox_bytes(const sp_gpu_limits *l, sp_inbox_shape s)
+{
+    return l->n_remote == 0 ? sp_inbox_bytes(s) : sp_remote_inbox_bytes(s);
+}
+
+size_t sp_tune_gpu_pinned_bytes(const sp_gpu_limits *l, sp_inbox_shape s)
+{
+    return l->n_remote == 0 ? 0 : sp_remote_pinned_bytes(s, l->n_remote);
+}
+
+static bool fits(const sp_gpu_limits *l, sp_inbox_shape s)
+{
+    return sp_tune_gpu_inbox_bytes(l, s) <= l->inbox_bytes &&
+           sp_tune_gpu_pinned_bytes(l, s) <= SP_GPU_PINNED_MAX;
+}
+
 spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
 {
     sp_inbox_shape s = {.world_size = l->world_size, .n_here = l->n_here};
@@ -39,21 +55,22 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out)
         for (s.ring_frames = SP_INBOX_RING_FRAMES_MAX; s.ring_frames >= SP_INBOX_RING_FRAMES_MIN;
              s.ring_frames--) {
             s.n_workers = n_ctas * per_cta;
-            if (sp_inbox_bytes(s) <= l->inbox_bytes) {
+            if (fits(l, s)) {
                 *out = s;
                 return SPCCL_OK;
             }
         }
     s.n_workers = 1;
     s.ring_frames = SP_INBOX_RING_FRAMES_MIN;
-    least = sp_inbox_bytes(s);
-    if (least > l->inbox_bytes || most == 0)
+    least = sp_tune_gpu_inbox_bytes(l, s);
+    if (!fits(l, s) || most == 0)
         return SP_FAIL(SPCCL_ERR_SETTING,
                        "an inbox of %zu bytes is too small for %u ranks: one worker needs %zu, one on each "
                        "of %u CTAs %zu (SPCCL_INBOX_BYTES)",
                        l->inbox_bytes, l->world_size, least, n_ctas, least * n_ctas);
-    /* An inbox's bytes are proportional to its workers, but for fewer than 64 before the rings of relayed results. */
-    s.n_workers = (uint32_t)(l->inbox_bytes / least);
+    s.n_workers = (uint32_t)(l->inbox_bytes / least); /* an inbox's bytes are proportional to its workers */
+    while (!fits(l, s))
+        s.n_workers--;
     *out = s;
     return SPCCL_OK;
 }
@@ -134,7 +151,8 @@ static bool one_hop(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_ele
                     spccl_format format)
 {
     const sp_fused_op op = SP_FUSED_ALL_REDUCE_ONESHOT;
-    if (l->world_size == 1)
+    if (l->world_size == 1 ||
+        l->world_size > SP_GPU_HOST_RANKS_MAX) /* a feeder has links to 16 peers at a time */
         return false;
     if (l->hops != 0)
         return l->hops == 1;

@@ -15,8 +15,17 @@ typedef struct sp_gpu_limits {
     size_t inbox_bytes; /* the least over the ranks */
     uint32_t hops;      /* of an all-reduce: 1 or 2; 0 = by its size */
     uint32_t n_here;    /* in a group with relays: the ranks of each host; otherwise 0 */
+    uint32_t
+        n_remote; /* in a group on several hosts: the most peers on other hosts that a rank has; else 0 */
     uint32_t n_proxies; /* of a rank, in a group on several hosts; the least over the ranks */
 } sp_gpu_limits;
+
+/* The most pinned memory of a rank for peers on other hosts. */
+#define SP_GPU_PINNED_MAX ((size_t)512 << 20)
+
+/* Bytes of an inbox, and of a rank's pinned memory for peers on other hosts (at most). */
+size_t sp_tune_gpu_inbox_bytes(const sp_gpu_limits *l, sp_inbox_shape s);
+size_t sp_tune_gpu_pinned_bytes(const sp_gpu_limits *l, sp_inbox_shape s);
 
 /* The shape of the largest inbox that fits the limits. Errors: SETTING if not even one worker fits; the text
  * has the bytes. */

@@ -11,46 +11,29 @@
 
 #include "kernels/cuda/fused.cuh"
 
-// L marks members whose values differ from lane to lane. Lane 16 * queue + slot has the link to that peer.
+// L marks members whose values differ from lane to lane. Lane i serves the links i, i + 32 ... of the pinned areas.
 template <uint32_t WORKERS> struct sp_copy_warp {
     const sp_fused_args &a;
-    uint32_t lane, n, q0;      // n: workers of this CTA; q0: the first one's number
-    uint32_t queue, slot;      // L
-    bool linked;               // L: the peer is on another host
-    uint32_t counted;          // L: change counter number q0 / SP_REMOTE_COUNTER_WORKERS + lane, as last seen
-    uint64_t arrived[WORKERS]; // L: tails that the inbox has
+    uint32_t lane, n, q0; // n: workers of this CTA; q0: the first one's number
+    uint32_t n_links;     // to peers on other hosts
+    uint32_t counted;     // L: change counter number q0 / SP_REMOTE_COUNTER_WORKERS + lane, as last seen
 
     __device__ __forceinline__ explicit sp_copy_warp(const sp_fused_args &args)
         : a(args), lane(threadIdx.x % 32), n(args.workers_per_cta), q0(blockIdx.x * args.workers_per_cta),
-          queue(lane / 16), slot(lane % 16), linked(args.remote.slots >> slot & 1), counted(0)
+          n_links(sp_area_links(&args.remote.pinned)), counted(0)
     {
-#pragma unroll
-        for (uint32_t w = 0; w < WORKERS; w++)
-            arrived[w] = linked && w < n ? sp_load_relaxed_sys(words(inbox(), tail_off()) + w) : 0;
     }
     __device__ __forceinline__ uint8_t *inbox() const
     {
-        return a.inboxes[a.rank];
+        return sp_own_memory<true>::inbox(a);
     }
-    __device__ __forceinline__ static uint64_t *words(const uint8_t *memory, size_t off)
+    __device__ __forceinline__ uint64_t *word(size_t off) const
     {
-        return (uint64_t *)(memory + off);
+        return (uint64_t *)(inbox() + off);
     }
-    __device__ __forceinline__ size_t tail_off() const // L
+    __device__ __forceinline__ const uint64_t *host_word(size_t off) const
     {
-        return sp_inbox_tail_off(a.shape, queue, slot, q0);
-    }
-    __device__ __forceinline__ size_t credit_off() const // L
-    {
-        return sp_inbox_credit_off(a.shape, queue, slot, q0);
-    }
-    // Will no warp of this CTA wait for anything any more?
-    __device__ __forceinline__ bool all_done(const sp_progress *progress) const
-    {
-        bool done = true;
-        for (uint32_t i = lane; i < n * SP_ROLES; i += 32)
-            done &= sp_load_acquire_cta(&progress[i / SP_ROLES].done[i % SP_ROLES]) != 0;
-        return __all_sync(~0u, done);
+        return (const uint64_t *)(a.remote.host_inbox + off);
     }
     // In CTA 0: copy the change counters that differ from host to GPU memory.
     __device__ __forceinline__ void poll_host() const
@@ -76,14 +59,13 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         counted = now;
         return changed;
     }
-    // Copy the frames from position `from` to `to` of one ring from host memory to the inbox.
+    // Copy the frames from position `from` to `to` of one ring from host memory to the inbox. link: in the pinned areas.
     __device__ __forceinline__ void copy(uint32_t link, uint32_t w, uint64_t from, uint64_t to) const
     {
-        size_t ring = sp_inbox_ring_off(a.shape, link / 16, link % 16, q0 + w);
-        uint32_t ring_bytes = sp_inbox_ring_bytes(a.shape), off = (uint32_t)(from % ring_bytes);
+        uint32_t ring_bytes = a.remote.inbox.ring_bytes, off = (uint32_t)(from % ring_bytes);
         uint32_t bytes = (uint32_t)(to - from);
-        const uint8_t *src = a.remote.host_inbox + ring;
-        uint8_t *dst = inbox() + ring;
+        const uint8_t *src = a.remote.host_inbox + sp_area_ring_off(&a.remote.pinned, link, q0 + w);
+        uint8_t *dst = inbox() + sp_area_ring_off(&a.remote.inbox, a.remote.inbox_link[link], q0 + w);
         for (uint32_t i = lane * 16; i < bytes; i += 4 * 512) {
             uint4 v[4];
 #pragma unroll
@@ -100,19 +82,22 @@ template <uint32_t WORKERS> struct sp_copy_warp {
             }
         }
     }
-    // Copy everything that has come for this CTA's workers.
-    __device__ __forceinline__ void bring_all()
+    // Copy everything that has come for this CTA's workers over the links row, row + 1 ... row + 31.
+    __device__ __forceinline__ void bring(uint32_t row)
     {
-        uint64_t now[WORKERS];
+        uint32_t link = row + lane, here = link < n_links ? a.remote.inbox_link[link] : 0;
+        uint64_t *tails = word(sp_area_tail_off(&a.remote.inbox, here, q0));
+        uint64_t *credits = word(sp_area_credit_off(&a.remote.inbox, here, q0));
+        uint64_t now[WORKERS], arrived[WORKERS];
         bool any = false;
-        sp_fence_sys(); // the counter was seen before what follows
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            now[w] = arrived[w];
-            if (linked && w < n) {
-                now[w] = sp_load_relaxed_sys(words(a.remote.host_inbox, tail_off()) + w);
-                sp_store_relaxed_sys(words(inbox(), credit_off()) + w,
-                                     sp_load_relaxed_sys(words(a.remote.host_inbox, credit_off()) + w));
+            now[w] = arrived[w] = 0;
+            if (link < n_links && w < n) {
+                arrived[w] = sp_load_relaxed_sys(tails + w); // no other warp writes it
+                now[w] = sp_load_relaxed_sys(host_word(sp_host_tail_off(&a.remote.pinned, link, q0 + w)));
+                sp_store_relaxed_sys(credits + w, sp_load_relaxed_sys(host_word(
+                                                      sp_host_credit_off(&a.remote.pinned, link, q0 + w))));
             }
             any |= now[w] != arrived[w];
         }
@@ -122,11 +107,11 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         __syncwarp();
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            uint32_t links = __ballot_sync(~0u, now[w] != arrived[w]);
-            while (links != 0) {
-                uint32_t link = (uint32_t)__ffs((int)links) - 1;
-                links &= links - 1;
-                copy(link, w, __shfl_sync(~0u, arrived[w], link), __shfl_sync(~0u, now[w], link));
+            uint32_t lanes = __ballot_sync(~0u, now[w] != arrived[w]);
+            while (lanes != 0) {
+                uint32_t from = (uint32_t)__ffs((int)lanes) - 1;
+                lanes &= lanes - 1;
+                copy(row + from, w, __shfl_sync(~0u, arrived[w], from), __shfl_sync(~0u, now[w], from));
                 if (blockIdx.x == 0) // a long copy must not delay the other CTAs
                     poll_host();
             }
@@ -135,10 +120,14 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         sp_fence_sys();
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++)
-            if (now[w] != arrived[w]) {
-                sp_store_relaxed_sys(words(inbox(), tail_off()) + w, now[w]);
-                arrived[w] = now[w];
-            }
+            if (now[w] != arrived[w])
+                sp_store_relaxed_sys(tails + w, now[w]);
+    }
+    __device__ __forceinline__ void bring_all()
+    {
+        sp_fence_sys(); // the counter was seen before what follows
+        for (uint32_t row = 0; row < n_links; row += 32)
+            bring(row);
     }
     // CTA 0 polls host memory until the copy warps of all CTAs have ended. Then it tells the host.
     __device__ __forceinline__ void end() const
@@ -162,10 +151,10 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         }
     }
     // Until all warps of this CTA that wait for frames or space have ended. Each of their waits has a deadline.
-    __device__ __forceinline__ void run(const sp_progress *progress)
+    __device__ __forceinline__ void run(const sp_remote_progress *progress)
     {
         bool look = true; // something may have come since the last launch
-        while (!all_done(progress)) {
+        while (!sp_all_done(progress, n, lane)) {
             if (blockIdx.x == 0)
                 poll_host();
             if (has_changed() || look)
@@ -178,7 +167,8 @@ template <uint32_t WORKERS> struct sp_copy_warp {
     }
 };
 
-inline __device__ __noinline__ void sp_copy_warp_run(const sp_fused_args &a, const sp_progress *progress)
+inline __device__ __noinline__ void sp_copy_warp_run(const sp_fused_args &a,
+                                                     const sp_remote_progress *progress)
 {
     sp_copy_warp<SP_CTA_WORKERS> copy_warp(a);
     copy_warp.run(progress);
@@ -191,9 +181,8 @@ __device__ __forceinline__ bool sp_is_copy_warp(const sp_fused_args &a)
     sp_warp_counts counts(a.op, a.workers_per_cta, a.n_served);
     if (threadIdx.x / 32 != counts.total())
         return false;
-    sp_relay_posts_init(a, sp_block_smem(counts, a.workers_per_cta).posts);
     __syncthreads(); // that of sp_block_begin
-    sp_copy_warp_run(a, sp_block_smem(counts, a.workers_per_cta).progress);
+    sp_copy_warp_run(a, sp_block_smem<true>(counts, a.workers_per_cta).progress);
     return true;
 }
 

@@ -4,6 +4,7 @@
 #ifndef SP_FUSED_CUH
 #define SP_FUSED_CUH
 
+#include "kernels/cuda/notifier.cuh"
 #include "kernels/cuda/roles.cuh"
 
 // Warps of a CTA, at most: those of its workers, then the notifier; in groups on several hosts a copy warp follows
@@ -43,38 +44,36 @@ __device__ __forceinline__ uint32_t sp_warp_index()
 }
 
 // Shared memory of a CTA: the progress tables, then the shared memory of each role's warps.
-struct sp_block_smem {
-    sp_progress *progress;
+template <bool REMOTE> struct sp_block_smem {
+    typedef typename sp_progress_of<REMOTE>::type progress_table;
+    progress_table *progress;
     sp_feed_smem *feed;
     sp_own_smem *own;
     sp_gather_smem *gather;
-    sp_relay_posts *posts; // in groups on several hosts
 
     __device__ __forceinline__ sp_block_smem(const sp_warp_counts &counts, uint32_t n)
     {
-        progress = (sp_progress *)sp_block_shared();
+        progress = (progress_table *)sp_block_shared();
         feed = (sp_feed_smem *)(progress + n);
         own = (sp_own_smem *)(feed + counts.n_feed);
         gather = (sp_gather_smem *)(own + counts.n_own);
-        posts = (sp_relay_posts *)(gather + counts.n_gather);
     }
 };
-static_assert(sizeof(sp_progress) % 16 == 0, "the parts after the tables stay aligned to 16");
+static_assert(sizeof(sp_progress) % 16 == 0 && sizeof(sp_remote_progress) % 16 == 0,
+              "the parts after the tables stay aligned to 16");
 
 // The first call of every warp but the copy warp: initializes the tables in shared memory. The last of them becomes the
 // notifier; it returns true when all workers are done. All others return false at once.
 template <bool REMOTE>
 __device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_warp_counts &counts,
-                                               const sp_block_smem &smem)
+                                               const sp_block_smem<REMOTE> &smem)
 {
-    typedef typename sp_if<REMOTE, sp_relay_notifier<SP_CTA_WORKERS>, sp_no_relay_notifier>::type relays;
+    typedef typename sp_if<REMOTE, sp_remote_notifier, sp_notifier<SP_CTA_WORKERS>>::type notifier_type;
     sp_progress_init(a, smem.progress, counts.n_own != 0, counts.n_gather != 0);
-    if constexpr (REMOTE)
-        sp_relay_posts_init(a, smem.posts);
     if (threadIdx.x / 32 + 1 == counts.total()) {
-        sp_notifier<SP_CTA_WORKERS, relays> notifier(a);
+        notifier_type notifier(a);
         __syncthreads();
-        notifier.run(smem.progress, smem.posts);
+        notifier.run(smem.progress);
         return true;
     }
     __syncthreads();

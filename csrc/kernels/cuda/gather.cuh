@@ -17,12 +17,12 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __gr
             return;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
     sp_warp_counts counts(a.op, n, a.n_served);
-    sp_block_smem smem(counts, n);
+    sp_block_smem<REMOTE> smem(counts, n);
     if (sp_block_begin<REMOTE>(a, counts, smem))
         return;
     if (warp < counts.n_feed) {
         uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
-        sp_warp_context ctx(a, blockIdx.x * n + w);
+        sp_warp_context<REMOTE> ctx(a, blockIdx.x * n + w);
         if (a.op == SP_FUSED_BROADCAST && a.rank != a.root)
             sp_relay<G, REMOTE>(ctx, smem.feed[warp], smem.progress[w]);
         else
@@ -32,12 +32,11 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_gather_kernel(const __gr
     } else {
         uint32_t w = warp - counts.n_feed;
         if constexpr (REMOTE) {
-            sp_warp_context ctx(a, blockIdx.x * n + w);
-            sp_host_gatherer<G, false>(ctx, smem.gather[w], smem.progress[w], smem.posts[w])
-                .run(smem.progress[w].taken);
+            sp_warp_context<REMOTE> ctx(a, blockIdx.x * n + w);
+            sp_host_gatherer<G, false>(ctx, smem.gather[w], smem.progress[w]).run(smem.progress[w].taken);
         } else {
-            sp_gather<G, false>(sp_warp_context(a, blockIdx.x * n + w), smem.gather[w], smem.progress[w],
-                                smem.progress[w].taken);
+            sp_gather<G, false>(sp_warp_context<false>(a, blockIdx.x * n + w), smem.gather[w],
+                                smem.progress[w], smem.progress[w].taken);
         }
         sp_role_done(smem.progress[w], SP_ROLE_GATHER);
     }

@@ -13,11 +13,12 @@
 
 // The sending end of a worker's rings of relayed results. Lane `place slot` has the ring in that peer's inbox.
 struct sp_relay_side {
-    const sp_warp_context &ctx;
-    uint32_t *posted; // [SP_GPU_RANKS_MAX] of the worker's sp_relay_posts
+    const sp_warp_context<true> &ctx;
+    uint32_t *posted; // L: the link's entry of the worker's progress table
     uint32_t ring_bytes;
     bool linked;         // L: this lane has a ring
-    uint32_t peer;       // L: its rank
+    uint32_t number;     // L: of the link in the inbox
+    uint32_t slot;       // L: of the peer
     uint8_t *to;         // L: the ring
     uint64_t sent;       // L: position of the next frame
     uint32_t off;        // L: offset of that position in the ring
@@ -26,35 +27,33 @@ struct sp_relay_side {
     uint32_t n_frames;   // L: frames sent in format number `lane`
 
     // Continues at the positions of the last launch.
-    __device__ __forceinline__ sp_relay_side(const sp_warp_context &context, sp_relay_posts &posts)
-        : ctx(context), posted(posts.posted), ring_bytes(sp_inbox_ring_bytes(context.a.shape)),
-          linked(context.a.shape.n_here >= 2 && context.lane < context.a.shape.n_here - 1), peer(0),
-          to(nullptr), sent(0), off(0), free_bytes(0), units(0), n_frames(0)
+    __device__ __forceinline__ sp_relay_side(const sp_warp_context<true> &context,
+                                             sp_remote_progress &progress)
+        : ctx(context), posted(nullptr), ring_bytes(sp_inbox_ring_bytes(context.a.shape)),
+          linked(context.lane < sp_n_links(context.a, SP_INBOX_RELAYED)), number(0), slot(0), to(nullptr),
+          sent(0), off(0), free_bytes(0), units(0), n_frames(0)
     {
-        const sp_fused_relays &relays = ctx.a.remote.relays;
-        uint32_t n = ctx.a.shape.n_here;
-        if (linked) {
-            peer = relays.ranks[relays.host * n + sp_inbox_peer(relays.place, ctx.lane, n)];
-            sent = state()->sent[ctx.lane];
-            off = state()->sent_off[ctx.lane];
-            free_bytes = (uint32_t)(sp_load_acquire_sys(credit_word()) + ring_bytes - sent);
-            to = ctx.a.inboxes[peer] + sp_relayed_ring_off(ctx.a.shape, n - 2 - ctx.lane, ctx.q);
-        }
-    }
-    __device__ __forceinline__ sp_relayed_state *state() const
-    {
-        return (sp_relayed_state *)(ctx.inbox() + sp_relayed_state_off(ctx.a.shape, ctx.q));
+        if (!linked)
+            return;
+        sp_remote_link link(ctx.a, SP_INBOX_RELAYED, ctx.lane);
+        number = link.number;
+        slot = link.slot;
+        posted = progress.posted + number;
+        sent = ctx.state(ctx.q)->sent[number];
+        off = ctx.state(ctx.q)->sent_off[number];
+        free_bytes = (uint32_t)(sp_load_acquire_sys(credit_word()) + ring_bytes - sent);
+        to = link.ring(ctx.q);
     }
     __device__ __forceinline__ const uint64_t *credit_word() const // L
     {
-        return ctx.word(sp_relayed_credit_off(ctx.a.shape, ctx.lane, ctx.q));
+        return ctx.word(sp_area_credit_off(&ctx.a.remote.inbox, number, ctx.q));
     }
     // Save the positions for the next launch.
     __device__ __forceinline__ void close() const
     {
         if (linked) {
-            state()->sent[ctx.lane] = sent;
-            state()->sent_off[ctx.lane] = off;
+            ctx.state(ctx.q)->sent[number] = sent;
+            ctx.state(ctx.q)->sent_off[number] = off;
         }
         if (ctx.lane < SPCCL_N_FORMATS && n_frames != 0)
             atomicAdd((unsigned long long *)&ctx.state(ctx.q)->n_frames[ctx.lane], n_frames);
@@ -68,9 +67,9 @@ struct sp_relay_side {
         if (linked) {
             uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
             if (skip + bytes > free_bytes) {
-                uint64_t credit = sp_wait(ctx.a, ctx.q, credit_word(), sent + skip + bytes - ring_bytes,
-                                          SP_GPU_NO_SPACE, SP_INBOX_RELAYED,
-                                          sp_inbox_slot(ctx.me(), peer, (uint32_t)ctx.a.world_size), slice);
+                uint64_t credit =
+                    sp_remote_wait(ctx.a, ctx.q, credit_word(), sent + skip + bytes - ring_bytes,
+                                   SP_GPU_NO_SPACE, SP_INBOX_RELAYED, slot, slice);
                 ok = credit != 0;
                 free_bytes = (uint32_t)(credit + ring_bytes - sent);
             }
@@ -92,7 +91,7 @@ struct sp_relay_side {
     {
         if (!wait_for_space(bytes, slice))
             return false;
-        uint32_t n_peers = ctx.a.shape.n_here - 1;
+        uint32_t n_peers = sp_n_links(ctx.a, SP_INBOX_RELAYED);
 #pragma unroll 1
         for (uint32_t base = 0; base < bytes; base += 2048) {
             uint4 v[4];
@@ -114,7 +113,7 @@ struct sp_relay_side {
             sent += bytes;
             off += bytes;
             free_bytes -= bytes;
-            sp_store_release_cta(posted + ctx.lane, (uint32_t)sent);
+            sp_store_release_cta(posted, (uint32_t)sent);
         }
         units += bytes / 16 * n_peers;
         n_frames += ctx.lane == format ? n_peers : 0;
@@ -122,45 +121,55 @@ struct sp_relay_side {
     }
 };
 
-// The gatherer. Lane 16 + slot has the ring of results of that peer, lane `place slot` the ring of what it relays.
+// The gatherer. Lane 16 + i has the link of results of index i, lane i < 16 that of relayed results of index i.
+// Entries of the receive side: without relays the index. With relays the place slot of the peer on this host whose frame it
+// is, and one more for the result of another host.
 template <class G, bool REDUCES> struct sp_host_gatherer {
     typedef typename G::U U;
     static constexpr uint32_t NEVER = ~0u;
-    const sp_warp_context &ctx;
+    const sp_warp_context<true> &ctx;
     const sp_fused_relays &relays;
     sp_gather_smem &smem;
-    sp_progress &progress;
+    sp_remote_progress &progress;
     sp_work_split split;
     sp_recv_side<G, true, true> recv_side;
     sp_relay_side relay_side;
     uint32_t n_stages;
-    uint32_t
-        stage; // L: in which this lane's peer's own result is taken; NEVER: it does not send it to this rank
+    uint32_t stage; // L: in which the result of this lane's link is taken; NEVER: the lane has none
+    bool crosses;   // L: that result is relayed here
     sp_shard shard; // L: of this lane's peer
     bool patches;
 
-    __device__ __forceinline__ sp_host_gatherer(const sp_warp_context &context, sp_gather_smem &shared,
-                                                sp_progress &table, sp_relay_posts &posts)
+    __device__ __forceinline__ sp_host_gatherer(const sp_warp_context<true> &context, sp_gather_smem &shared,
+                                                sp_remote_progress &table)
         : ctx(context), relays(context.a.remote.relays), smem(shared), progress(table),
           split(context.a, context.q),
-          recv_side(context, SP_INBOX_RESULT, shared.pool, SP_GATHER_POOL_BYTES, shared.barriers),
-          relay_side(context, posts), n_stages(relays.n_hosts != 0 ? relays.n_hosts : 1),
-          stage(NEVER), shard{0, 0}, patches(REDUCES && sp_patches(context.a))
+          recv_side(context, SP_INBOX_RESULT, shared.pool, SP_GATHER_POOL_BYTES, shared.barriers,
+                    context.a.remote.relays.n_hosts != 0 ? context.a.shape.n_here : context.n_peers),
+          relay_side(context, table), n_stages(relays.n_hosts != 0 ? relays.n_hosts : 1), stage(NEVER),
+          crosses(false), shard{0, 0}, patches(REDUCES && sp_patches(context.a))
     {
-        if (!ctx.is_mine(SP_INBOX_RESULT))
+        uint32_t index = ctx.slot(), n_here = relays.n_hosts != 0 ? ctx.a.shape.n_here - 1 : ctx.n_peers;
+        recv_side.links.first_k = 0;
+        if (relays.n_hosts != 0 && ctx.lane < n_here)
+            recv_side.open_link(SP_INBOX_RELAYED, ctx.lane, ctx.lane);
+        if (ctx.lane < 16 || index >= sp_n_links(ctx.a, SP_INBOX_RESULT))
             return;
-        shard = split.shard(ctx.peer(ctx.slot()));
-        if (relays.n_hosts == 0 || (ctx.a.remote.slots >> ctx.slot() & 1) == 0)
-            stage = 0;
-        for (uint32_t s = 1; s < relays.n_hosts; s++)
-            if (owner(s, relays.place) == ctx.peer(ctx.slot()))
-                stage = s - 1;
+        crosses = index >= n_here;
+        stage = crosses ? index - n_here : 0;
+        recv_side.open_link(SP_INBOX_RESULT, index, crosses ? n_here : index);
+        shard = split.shard(ctx.peer(recv_side.links.link.slot));
     }
     // The rank of a place on the s-th next host.
     __device__ __forceinline__ uint32_t owner(uint32_t s, uint32_t place) const
     {
         uint32_t host = relays.host + s < relays.n_hosts ? relays.host + s : relays.host + s - relays.n_hosts;
         return relays.ranks[host * ctx.a.shape.n_here + place];
+    }
+    // L: has this lane a link of relayed results?
+    __device__ __forceinline__ bool is_relayed() const
+    {
+        return recv_side.links.linked && ctx.lane < 16;
     }
     // L: the owner of the relayed result that this lane takes in stage s > 0.
     __device__ __forceinline__ uint32_t relayed_owner(uint32_t s) const
@@ -170,21 +179,21 @@ template <class G, bool REDUCES> struct sp_host_gatherer {
     // L: elements of the frame that this lane takes in stage s of slice t; 0: none.
     __device__ __forceinline__ uint32_t wanted(uint32_t t, uint32_t s) const
     {
-        if (recv_side.is_relayed())
+        if (is_relayed())
             return s == 0 ? 0 : split.elems(split.shard(relayed_owner(s)), t);
         return s == stage ? split.elems(shard, t) : 0;
     }
     // Write the frames that were taken in stage s. *bad = 1 + the slot of a frame that this lane found broken, or 0.
     __device__ __forceinline__ void write(uint32_t t, uint32_t s, uint32_t *bad, uint32_t *bad_queue)
     {
-        for (uint32_t k = 0; k < ctx.n_peers; k++) {
-            uint32_t slot = recv_side.slot_of(k), link = recv_side.link_of(slot, recv_side.n != 0), rank;
-            if (__shfl_sync(~0u, recv_side.n, link) == 0)
+        uint32_t slot_here = recv_side.links.link.slot;                                       // L
+        uint32_t rank_here = is_relayed() && s != 0 ? relayed_owner(s) : ctx.peer(slot_here); // L
+        for (uint32_t e = 0; e < recv_side.n_entries(); e++) {
+            uint32_t lane = recv_side.lane_of(e, recv_side.n != 0);
+            if (__shfl_sync(~0u, recv_side.n, lane) == 0)
                 continue;
-            rank = ctx.peer(slot);
-            if (link < 16)
-                rank = owner(s, sp_inbox_peer(relays.place, link, ctx.a.shape.n_here));
-            sp_view v = recv_side.view(k);
+            uint32_t rank = __shfl_sync(~0u, rank_here, lane), slot = __shfl_sync(~0u, slot_here, lane);
+            sp_view v = recv_side.view(e);
             U *dst = (U *)ctx.a.out + rank * ctx.a.shard_stride + split.start(t);
             bool zeros = false;
             if (patches) {
@@ -193,7 +202,7 @@ template <class G, bool REDUCES> struct sp_host_gatherer {
             }
             if (!sp_result_store<G>(ctx.lane, v, (U *)smem.buf, dst, zeros)) {
                 *bad = slot + 1;
-                *bad_queue = link < 16 ? SP_INBOX_RELAYED : SP_INBOX_RESULT;
+                *bad_queue = lane < 16 ? SP_INBOX_RELAYED : SP_INBOX_RESULT;
             }
         }
     }
@@ -218,8 +227,7 @@ template <class G, bool REDUCES> struct sp_host_gatherer {
         for (uint32_t s = 0; s < n_stages; s++) {
             uint32_t bad = 0, bad_queue = 0;
             // L: this lane's frame is to be relayed. Its credit comes last: the frame is read in the ring.
-            bool mine = relays.n_hosts != 0 && !recv_side.is_relayed() && s == stage &&
-                        (ctx.a.remote.slots >> ctx.slot() & 1) != 0;
+            bool mine = crosses && s == stage;
             bool last = s + 1 == n_stages;
             if (!recv_side.take(t, wanted(t, s)))
                 return false;

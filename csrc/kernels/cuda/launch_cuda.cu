@@ -49,7 +49,7 @@ static spccl_status prepare(sp_fused_kernel kernel, int shared)
 static size_t block_bytes(sp_fused_op op, uint32_t n, uint32_t n_served, bool remote)
 {
     sp_warp_counts counts(op, n, n_served);
-    return n * (sizeof(sp_progress) + (remote ? sizeof(sp_relay_posts) : 0)) +
+    return n * (remote ? sizeof(sp_remote_progress) : sizeof(sp_progress)) +
            counts.n_feed * sizeof(sp_feed_smem) + counts.n_own * sizeof(sp_own_smem) +
            counts.n_gather * sizeof(sp_gather_smem);
 }

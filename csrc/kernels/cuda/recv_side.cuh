@@ -10,13 +10,13 @@
 #define SP_RECV_SIDE_CUH
 
 #include "kernels/cuda/decode.cuh"
-#include "kernels/cuda/wait.cuh"
+#include "kernels/cuda/link.cuh"
 
 // Report the frame in a slot of `queue`: its header is not that of a frame of n elements.
-template <uint32_t E>
-__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
-                                              uint32_t slot, uint32_t slice, const uint4 *header,
-                                              uint32_t most, uint32_t n)
+template <uint32_t E, bool REMOTE>
+__device__ __forceinline__ void sp_report_header_in(const sp_fused_args &a, uint32_t q, uint32_t queue,
+                                                    uint32_t slot, uint32_t slice, const uint4 *header,
+                                                    uint32_t most, uint32_t n)
 {
     sp_view v;
     sp_wrong wrong;
@@ -24,21 +24,58 @@ __device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q
     if (sp_open<E>(header, most, a.tag, n, &v, &wrong))
         wrong = v.is_delta != 0 ? sp_wrong{6, v.is_delta, 0} : sp_wrong{17, v.at.bytes, SP_GPU_STAGE_BYTES};
     // Rule 7 is about the field that holds max_ctas here.
-    sp_report(a, q, wrong.rule == 7 && header[3].w == 0 ? SP_GPU_OTHER_LIMIT : SP_GPU_BAD_FRAME, queue, slot,
-              slice, wrong.wanted, wrong.seen, wrong.rule);
+    sp_waiting<REMOTE>::report(a, q,
+                               wrong.rule == 7 && header[3].w == 0 ? SP_GPU_OTHER_LIMIT : SP_GPU_BAD_FRAME,
+                               queue, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
+}
+template <uint32_t E>
+__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
+                                              uint32_t slot, uint32_t slice, const uint4 *header,
+                                              uint32_t most, uint32_t n)
+{
+    sp_report_header_in<E, false>(a, q, queue, slot, slice, header, most, n);
+}
+template <uint32_t E>
+__device__ __noinline__ void sp_remote_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
+                                                     uint32_t slot, uint32_t slice, const uint4 *header,
+                                                     uint32_t most, uint32_t n)
+{
+    sp_report_header_in<E, true>(a, q, queue, slot, slice, header, most, n);
 }
 
-// BULK: use bulk copies where the GPU has them. RELAYS: of a gatherer in a group on several hosts; queue is RESULT. Lane
-// 16 + slot then has the ring of results, as always. Lane `place slot` has the ring of relayed results of that peer of
-// this host, if there are relays. No slot has a frame in both rings at a time.
-template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
-    const sp_warp_context &ctx;
+static_assert(SP_GPU_HOST_RANKS_MAX <= 16, "with REMOTE lane 31 has no link");
+
+// Of a link in a group on several hosts: its number, its peer's slot, and where this rank writes credit.
+struct sp_taken_link {
+    uint32_t number, slot;
+    uint64_t *credit;
+};
+
+// What a receive side has only in groups on several hosts. In groups on one host it has no members, so that the machine code
+// of these kernels does not change with them.
+template <bool REMOTE> struct sp_recv_links {
+};
+template <> struct sp_recv_links<true> {
+    uint32_t n_entries_given;
+    uint32_t first_k;   // number of the peer in rank order that has entry 0; the caller of open_link sets it
+    bool linked;        // L: this lane has a link
+    uint32_t entry;     // L
+    sp_taken_link link; // L
+};
+
+// The frames of a slice that are taken together have entries in the pool. In groups on one host the entry of a frame is
+// the slot of its sender.
+//
+// BULK: use bulk copies where the GPU has them. REMOTE: for groups on several hosts. The caller then gives the links to
+// lanes (`open_link`), and an entry to each. At most one lane of an entry awaits a frame at a time.
+template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
+    const sp_warp_context<REMOTE> &ctx;
     uint8_t *pool;      // in shared memory, aligned to 16
     uint64_t *barriers; // [2] in shared memory: one per half
     uint32_t phases;    // bit i: of barrier i
     uint32_t half;      // bytes of one half
-    uint32_t area;      // bytes of a half for one peer's frame
-    uint32_t queue;     // INPUT or RESULT
+    uint32_t area;      // bytes of a half for one entry
+    uint32_t queue;     // INPUT or RESULT; with REMOTE L
     uint32_t ring_bytes;
     uint32_t parity;      // the half that holds this slice's frames
     uint32_t prefetched;  // 0, or 1 + the half into which the next slice's frames are being copied
@@ -50,33 +87,34 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
     uint32_t taken_off, guess;
     int32_t arrived_bytes; // L: bytes after position `taken` that have arrived, as last seen
     uint32_t n, bytes;     // L: elements and bytes of this slice's frame; bytes 0: none
-    uint32_t frame_off;    // L: offset of that frame in the ring
-    uint32_t relay_slot;   // L: with RELAYS: peer slot of this lane's ring
-
-    // Continues at the positions of the last launch. pool_bytes: at least 192 for each peer.
-    __device__ __forceinline__ sp_recv_side(const sp_warp_context &context, uint32_t from_queue,
-                                            uint8_t *shared, uint32_t pool_bytes, uint64_t *shared_barriers)
+    sp_recv_links<REMOTE> links;
+    uint32_t frame_off; // L: offset of that frame in the ring
+    // Continues at the positions of the last launch. pool_bytes: at least 192 for each entry. entries: with REMOTE.
+    __device__ __forceinline__ sp_recv_side(const sp_warp_context<REMOTE> &context, uint32_t from_queue,
+                                            uint8_t *shared, uint32_t pool_bytes, uint64_t *shared_barriers,
+                                            uint32_t entries = 0)
         : ctx(context), pool(shared), barriers(shared_barriers), phases(0),
-          half((pool_bytes - context.n_peers * SP_FRAME_HEADER_BYTES) / 2 & ~15u),
-          area(context.n_peers == 0 ? 0 : half / context.n_peers & ~15u), queue(from_queue),
-          ring_bytes(sp_inbox_ring_bytes(context.a.shape)), parity(0), prefetched(0), one_by_one(false),
-          next_prefetched(false), from(nullptr), taken(0), taken_off(0), guess(0), arrived_bytes(0), n(0),
-          bytes(0), frame_off(0), relay_slot(context.slot())
+          half((pool_bytes - (REMOTE ? entries : context.n_peers) * SP_FRAME_HEADER_BYTES) / 2 & ~15u),
+          area((REMOTE ? entries : context.n_peers) == 0
+                   ? 0
+                   : half / (REMOTE ? entries : context.n_peers) & ~15u),
+          queue(from_queue), ring_bytes(sp_inbox_ring_bytes(context.a.shape)), parity(0), prefetched(0),
+          one_by_one(false), next_prefetched(false), from(nullptr), taken(0), taken_off(0), guess(0),
+          arrived_bytes(0), n(0), bytes(0), frame_off(0)
     {
-        if constexpr (RELAYS)
-            if (is_relayed()) {
-                const sp_relayed_state *state = relayed_state();
-                relay_slot = sp_inbox_slot(ctx.me(), relayed_peer(), (uint32_t)ctx.a.world_size);
-                taken = state->taken[ctx.lane];
-                taken_off = state->taken_off[ctx.lane];
+        if constexpr (REMOTE) {
+            links.n_entries_given = entries;
+            links.first_k = ~0u;
+            links.linked = false;
+            links.entry = 0;
+            links.link = {0, 0, nullptr};
+        } else {
+            if (ctx.is_mine(queue)) {
+                taken = ctx.state(ctx.q)->taken[queue][ctx.slot()];
+                taken_off = ctx.state(ctx.q)->taken_off[queue][ctx.slot()];
                 guess = min(512u, area);
-                from = ctx.inbox() + sp_relayed_ring_off(ctx.a.shape, ctx.lane, ctx.q);
+                from = ctx.inbox() + sp_inbox_ring_off(ctx.a.shape, queue, ctx.slot(), ctx.q);
             }
-        if (ctx.is_mine(queue)) {
-            taken = ctx.state(ctx.q)->taken[queue][ctx.slot()];
-            taken_off = ctx.state(ctx.q)->taken_off[queue][ctx.slot()];
-            guess = min(512u, area);
-            from = ctx.inbox() + sp_inbox_ring_off(ctx.a.shape, queue, ctx.slot(), ctx.q);
         }
 #if SP_HAS_BULK
         if (BULK && ctx.lane < 2)
@@ -84,72 +122,97 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
 #endif
         __syncwarp();
     }
-    // L: has this lane a ring of relayed results?
-    __device__ __forceinline__ bool is_relayed() const
+    __device__ __forceinline__ uint32_t n_entries() const
     {
-        return RELAYS && ctx.a.shape.n_here >= 2 && ctx.lane < ctx.a.shape.n_here - 1;
+        if constexpr (REMOTE)
+            return links.n_entries_given;
+        return ctx.n_peers;
     }
-    // L: the peer that relays them, and this rank's place slot, seen from there.
-    __device__ __forceinline__ uint32_t relayed_peer() const
+    // With REMOTE, L: from now on this lane has this link, and the frames that come over it have this entry.
+    __device__ __forceinline__ void open_link(uint32_t which_queue, uint32_t index, uint32_t its_entry)
     {
-        const sp_fused_relays &relays = ctx.a.remote.relays;
-        uint32_t n = ctx.a.shape.n_here;
-        return relays.ranks[relays.host * n + sp_inbox_peer(relays.place, ctx.lane, n)];
+        sp_remote_link its(ctx.a, which_queue, index);
+        links.linked = true;
+        queue = which_queue;
+        links.entry = its_entry;
+        links.link = {its.number, its.slot, its.credit(ctx.q)};
+        taken = ctx.state(ctx.q)->taken[links.link.number];
+        taken_off = ctx.state(ctx.q)->taken_off[links.link.number];
+        from = ctx.inbox() + sp_area_ring_off(&ctx.a.remote.inbox, links.link.number, ctx.q);
+        guess = min(512u, area);
+        arrived_bytes = 0;
     }
-    __device__ __forceinline__ uint32_t place_slot_there() const
+    // With REMOTE, L: save the positions.
+    __device__ __forceinline__ void close_link() const
     {
-        return ctx.a.shape.n_here - 2 - ctx.lane;
+        if (!links.linked)
+            return;
+        ctx.state(ctx.q)->taken[links.link.number] = taken;
+        ctx.state(ctx.q)->taken_off[links.link.number] = taken_off;
     }
-    __device__ __forceinline__ sp_relayed_state *relayed_state() const
+    // With REMOTE: entry i = the contribution of the i-th peer after peer number k in rank order, for all entries. The
+    // frames of the links before must have been taken, and nothing is prefetched.
+    __device__ __forceinline__ void turn_to(uint32_t k)
     {
-        return (sp_relayed_state *)(ctx.inbox() + sp_relayed_state_off(ctx.a.shape, ctx.q));
+        if (k == links.first_k)
+            return;
+        close_link();
+        links.first_k = k;
+        links.linked = false;
+        if (ctx.lane < n_entries() && k + ctx.lane < ctx.n_peers)
+            open_link(SP_INBOX_INPUT, slot_of(k + ctx.lane), ctx.lane);
+        __syncwarp();
+    }
+    __device__ __forceinline__ bool is_linked() const // L; without REMOTE false
+    {
+        if constexpr (REMOTE)
+            return links.linked;
+        return false;
     }
     // L: has this lane a ring?
     __device__ __forceinline__ bool has_ring() const
     {
-        return ctx.is_mine(queue) || is_relayed();
+        return (!REMOTE && ctx.is_mine(queue)) || is_linked();
     }
-    // L: peer slot of this lane's ring.
+    // L: the slot of the peer at the other end, and the entry of its frames.
     __device__ __forceinline__ uint32_t ring_slot() const
     {
-        if constexpr (RELAYS)
-            return relay_slot;
+        if constexpr (REMOTE)
+            return links.link.slot;
         return ctx.slot();
     }
-    // L: for reports.
-    __device__ __forceinline__ uint32_t ring_queue() const
+    __device__ __forceinline__ uint32_t ring_entry() const
     {
-        return is_relayed() ? (uint32_t)SP_INBOX_RELAYED : queue;
+        if constexpr (REMOTE)
+            return links.entry;
+        return ctx.slot();
     }
-    // The lane with the ring of this slot from which a frame is taken.
-    __device__ __forceinline__ uint32_t link_of(uint32_t slot, bool takes) const
+    // The lane that takes the frame of an entry.
+    __device__ __forceinline__ uint32_t lane_of(uint32_t its_entry, bool takes) const
     {
-        if constexpr (RELAYS) {
-            uint32_t links = __ballot_sync(~0u, takes && ring_slot() == slot && has_ring());
-            return links != 0 ? (uint32_t)__ffs((int)links) - 1 : queue * 16 + slot;
+        if constexpr (REMOTE) {
+            uint32_t lanes = __ballot_sync(~0u, takes && links.linked && links.entry == its_entry);
+            return lanes != 0 ? (uint32_t)__ffs((int)lanes) - 1 : 31; // lane 31 has no link
         }
-        return queue * 16 + slot;
+        return queue * 16 + its_entry;
     }
     // Must be called last. ok: no error; the positions are saved for the next launch.
     __device__ __forceinline__ void close(bool ok)
     {
         if (prefetched != 0) // no copy may still be under way when the warp ends
             wait_copied(prefetched - 1, false);
-        if constexpr (RELAYS)
-            if (ok && is_relayed()) {
-                relayed_state()->taken[ctx.lane] = taken;
-                relayed_state()->taken_off[ctx.lane] = taken_off;
-            }
-        if (ok && ctx.is_mine(queue)) {
+        if constexpr (REMOTE) {
+            if (ok)
+                close_link();
+        } else if (ok && ctx.is_mine(queue)) {
             ctx.state(ctx.q)->taken[queue][ctx.slot()] = taken;
             ctx.state(ctx.q)->taken_off[queue][ctx.slot()] = taken_off;
         }
     }
     __device__ __forceinline__ const uint64_t *tail_word() const // L
     {
-        if constexpr (RELAYS)
-            if (is_relayed())
-                return ctx.word(sp_relayed_tail_off(ctx.a.shape, ctx.lane, ctx.q));
+        if constexpr (REMOTE)
+            return ctx.word(sp_area_tail_off(&ctx.a.remote.inbox, links.link.number, ctx.q));
         return ctx.word(sp_inbox_tail_off(ctx.a.shape, queue, ctx.slot(), ctx.q));
     }
     // Has the next frame arrived, or the mark SP_INBOX_WRAP in its stead?
@@ -165,19 +228,19 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
         arrived_bytes -= (int32_t)(ring_bytes - taken_off);
         taken_off = 0;
     }
-    __device__ __forceinline__ uint4 *header_of(uint32_t slot) const
+    __device__ __forceinline__ uint4 *header_of(uint32_t its_entry) const
     {
-        return (uint4 *)(pool + slot * SP_FRAME_HEADER_BYTES);
+        return (uint4 *)(pool + its_entry * SP_FRAME_HEADER_BYTES);
     }
     __device__ __forceinline__ uint8_t *half_of(uint32_t i) const
     {
-        return pool + ctx.n_peers * SP_FRAME_HEADER_BYTES + i * half;
+        return pool + n_entries() * SP_FRAME_HEADER_BYTES + i * half;
     }
-    __device__ __forceinline__ uint8_t *start_of(uint32_t to, uint32_t slot) const
+    __device__ __forceinline__ uint8_t *start_of(uint32_t to, uint32_t its_entry) const
     {
-        return half_of(to) + slot * area;
+        return half_of(to) + its_entry * area;
     }
-    // Start copies of the first bytes of the next frames into half `to`, for all peers with n_there (L) != 0.
+    // Start copies of the first bytes of the next frames into half `to`, for all lanes with n_there (L) != 0.
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t n_there)
     {
         uint32_t wanted = n_there != 0 ? min(guess, ring_bytes - taken_off) : 0;
@@ -185,7 +248,7 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
         if (BULK) {
             if (wanted != 0) {
                 sp_fence_bulk_global();
-                sp_bulk_load(start_of(to, ring_slot()), from + taken_off, wanted, barriers + to);
+                sp_bulk_load(start_of(to, ring_entry()), from + taken_off, wanted, barriers + to);
             }
             __syncwarp();
             if (ctx.lane == 0)
@@ -193,26 +256,26 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
         } else
 #endif
         {
-            for (uint32_t slot = 0; slot < ctx.n_peers; slot++) {
-                uint32_t link = link_of(slot, wanted != 0), n_bytes = __shfl_sync(~0u, wanted, link);
+            for (uint32_t e = 0; e < n_entries(); e++) {
+                uint32_t owner = lane_of(e, wanted != 0), n_bytes = __shfl_sync(~0u, wanted, owner);
                 const uint8_t *src = (const uint8_t *)__shfl_sync(
-                    ~0u, (unsigned long long)(uintptr_t)(from + taken_off), link);
+                    ~0u, (unsigned long long)(uintptr_t)(from + taken_off), owner);
 #pragma unroll 1
                 for (uint32_t i = ctx.lane * 16; i < n_bytes; i += 512)
-                    sp_copy16_async(start_of(to, slot) + i, src + i);
+                    sp_copy16_async(start_of(to, e) + i, src + i);
             }
             sp_copy_commit();
         }
     }
-    // Start to copy the frame of a slot to the start of half `to`.
-    __device__ __forceinline__ void copy_frame(uint32_t slot, uint32_t n_bytes, uint32_t to) const
+    // Start to copy the frame of an entry to the start of half `to`.
+    __device__ __forceinline__ void copy_frame(uint32_t its_entry, uint32_t n_bytes, uint32_t to) const
     {
-        uint32_t link = link_of(slot, n != 0);
+        uint32_t owner = lane_of(its_entry, n != 0);
         const uint8_t *whole =
-            (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off), link);
+            (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off), owner);
 #if SP_HAS_BULK
         if (BULK) {
-            if (ctx.lane == link) {
+            if (ctx.lane == owner) {
                 sp_bulk_load(half_of(to), whole, n_bytes, barriers + to);
                 sp_barrier_arrive(barriers + to);
             }
@@ -245,7 +308,7 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
     // 0.
     __device__ __forceinline__ void wait_starts()
     {
-        const uint4 *header = (const uint4 *)start_of(parity, ring_slot());
+        const uint4 *header = (const uint4 *)start_of(parity, ring_entry());
         bool wraps;
         wait_copied(parity, false);
         wraps = n != 0 && header->x == SP_INBOX_WRAP;
@@ -257,7 +320,7 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
         wait_copied(parity, false);
     }
 
-    // For every peer with n_wanted (L) != 0: wait for its next frame, copy its first bytes into shared memory
+    // For every lane with n_wanted (L) != 0: wait for its next frame, copy its first bytes into shared memory
     // and check its header. The frame must have n_wanted elements. False: a wait failed or a header is
     // broken; a report was written, or the abort flag is set.
     __device__ __forceinline__ bool take(uint32_t slice, uint32_t n_wanted)
@@ -266,8 +329,8 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
         n = has_ring() ? n_wanted : 0;
         if (prefetched == 0) {
             if (n != 0 && !has_arrived()) {
-                uint64_t tail = sp_wait(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA, ring_queue(),
-                                        ring_slot(), slice);
+                uint64_t tail = sp_waiting<REMOTE>::wait(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA,
+                                                         queue, ring_slot(), slice);
                 ok = tail != 0;
                 arrived_bytes = (int32_t)(tail - taken);
             }
@@ -281,12 +344,16 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
         bytes = 0;
         one_by_one = false;
         if (n != 0) {
-            const uint4 *header = (const uint4 *)start_of(parity, ring_slot());
+            const uint4 *header = (const uint4 *)start_of(parity, ring_entry());
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
             bytes = sp_open_plain<G::E>(header, most, ctx.a.tag, n);
             ok = bytes != 0;
-            if (!ok)
-                sp_report_header<G::E>(ctx.a, ctx.q, ring_queue(), ring_slot(), slice, header, most, n);
+            if (!ok) {
+                if constexpr (REMOTE)
+                    sp_remote_report_header<G::E>(ctx.a, ctx.q, queue, ring_slot(), slice, header, most, n);
+                else
+                    sp_report_header<G::E>(ctx.a, ctx.q, queue, ring_slot(), slice, header, most, n);
+            }
             frame_off = taken_off;
             one_by_one = bytes > guess; // nothing past the end of the ring was fetched
             taken += bytes;
@@ -294,7 +361,7 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
             taken_off += bytes;
             guess = min((bytes + 255) & ~127u, area);
         }
-        for (uint32_t i = ctx.lane; i < ctx.n_peers * 4; i += 32)
+        for (uint32_t i = ctx.lane; i < n_entries() * 4; i += 32)
             header_of(i / 4)[i % 4] = ((const uint4 *)start_of(parity, i / 4))[i % 4];
         one_by_one = __any_sync(~0u, one_by_one);
         next_prefetched = false;
@@ -323,20 +390,32 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
     {
         return sp_inbox_slot(ctx.me(), k + (k >= ctx.me() ? 1 : 0), (uint32_t)ctx.a.world_size);
     }
-    __device__ __forceinline__ uint32_t elems_of(uint32_t slot) const
+    __device__ __forceinline__ uint32_t entry_of(uint32_t k) const
     {
-        return __shfl_sync(~0u, n, link_of(slot, n != 0));
+        if constexpr (REMOTE)
+            return k - links.first_k;
+        return slot_of(k);
     }
-    // The frame of the k-th peer in rank order, for all lanes. Must be called with k in ascending order. n is
-    // 0 if no frame of this peer was awaited.
+    __device__ __forceinline__ uint32_t k_end() const
+    {
+        if constexpr (REMOTE)
+            return links.first_k + n_entries();
+        return ctx.n_peers;
+    }
+    __device__ __forceinline__ uint32_t elems_of(uint32_t its_entry) const
+    {
+        return __shfl_sync(~0u, n, lane_of(its_entry, n != 0));
+    }
+    // The frame of the k-th peer in rank order, for all lanes. (With REMOTE: of entry k - first_k.) Must be called with k
+    // in ascending order. n is 0 if no frame of this peer was awaited.
     __device__ __forceinline__ sp_view view(uint32_t k)
     {
-        uint32_t slot = slot_of(k);
-        const uint4 *header = header_of(slot);
-        const uint8_t *smem = start_of(parity, slot), *p = smem;
+        uint32_t at = entry_of(k);
+        const uint4 *header = header_of(at);
+        const uint8_t *smem = start_of(parity, at), *p = smem;
         uint4 a = header[0], b = header[1], c = header[2];
         sp_view v;
-        v.n = elems_of(slot);
+        v.n = elems_of(at);
         v.format = a.y >> 8 & 0xff;
         v.nnz = b.x;
         v.is_delta = 0;
@@ -346,10 +425,10 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
             uint32_t to = fits ? k & 1 : 0;
             __syncwarp(); // all lanes have read the frames before
             if (!next_prefetched && (fits || alone))
-                copy_frame(slot, v.at.bytes, to);
+                copy_frame(at, v.at.bytes, to);
             next_prefetched = false;
-            if (fits && k + 1 < ctx.n_peers) {
-                uint32_t next = slot_of(k + 1);
+            if (fits && k + 1 < k_end()) {
+                uint32_t next = entry_of(k + 1);
                 next_prefetched = elems_of(next) != 0 && header_of(next)[1].z <= half;
                 if (next_prefetched)
                     copy_frame(next, header_of(next)[1].z, to ^ 1);
@@ -359,7 +438,7 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
             smem = p = half_of(to);
             if (!fits && !alone)
                 p = (const uint8_t *)__shfl_sync(~0u, (unsigned long long)(uintptr_t)(from + frame_off),
-                                                 link_of(slot, n != 0));
+                                                 lane_of(at, n != 0));
         }
         v.p = p;
         v.values = p + v.at.values;
@@ -370,9 +449,8 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
     __device__ __forceinline__ void write_credit() const // L
     {
         uint64_t *credit;
-        if (is_relayed())
-            credit = (uint64_t *)(ctx.a.inboxes[relayed_peer()] +
-                                  sp_relayed_credit_off(ctx.a.shape, place_slot_there(), ctx.q));
+        if constexpr (REMOTE)
+            credit = links.link.credit;
         else
             credit = (uint64_t *)(ctx.a.inboxes[ctx.peer(ctx.slot())] +
                                   sp_inbox_credit_off(ctx.a.shape, queue, ctx.slot_there(ctx.slot()), ctx.q));
@@ -387,7 +465,8 @@ template <class G, bool BULK, bool RELAYS = false> struct sp_recv_side {
     {
         if (__any_sync(~0u, bad != 0)) {
             if (bad != 0)
-                sp_report(ctx.a, ctx.q, SP_GPU_BAD_FRAME, bad_queue, bad - 1, slice, 0, 0, SP_GPU_RULE_INDEX);
+                sp_waiting<REMOTE>::report(ctx.a, ctx.q, SP_GPU_BAD_FRAME, bad_queue, bad - 1, slice, 0, 0,
+                                           SP_GPU_RULE_INDEX);
             return false;
         }
 #if SP_HAS_BULK

@@ -218,19 +218,23 @@ __device__ __noinline__ void sp_scale_and_narrow(uint32_t lane, uint4 *sums, flo
 template <class T, class G, bool REMOTE> struct sp_owner {
     typedef typename G::U U;
     typedef typename T::A A;
-    const sp_warp_context &ctx;
+    typedef typename sp_progress_of<REMOTE>::type progress_table;
+    const sp_warp_context<REMOTE> &ctx;
     sp_work_split split;
     sp_shard mine;
     sp_own_smem &smem;
-    sp_progress &progress;
+    progress_table &progress;
     sp_send_side<REMOTE> send_side;
-    sp_recv_side<G, false> recv_side; // with bulk copies it was slower: they queue up behind the feeders'
+    sp_recv_side<G, false, REMOTE>
+        recv_side; // with bulk copies it was slower: they queue up behind the feeders'
 
-    __device__ __forceinline__ sp_owner(const sp_warp_context &context, sp_own_smem &r, sp_progress &b)
+    __device__ __forceinline__ sp_owner(const sp_warp_context<REMOTE> &context, sp_own_smem &r,
+                                        progress_table &b)
         : ctx(context), split(context.a, context.q), mine(split.shard(context.me())), smem(r), progress(b),
           send_side(context, r.send_side, &b),
           recv_side(context, SP_INBOX_INPUT, r.pool,
-                    is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr)
+                    is_sum() ? SP_OWN_POOL_BYTES : SP_OWN_POOL_BYTES - SP_LISTED_BYTES, nullptr,
+                    sp_turn_links(context.n_peers))
     {
     }
     __device__ __forceinline__ bool is_sum() const
@@ -265,6 +269,23 @@ template <class T, class G, bool REMOTE> struct sp_owner {
             __nanosleep(50);
         }
     }
+    // Does this warp take all contributions of a slice at once? Otherwise as many as there are entries at a time.
+    __device__ __forceinline__ bool takes_all() const
+    {
+        return !REMOTE || recv_side.n_entries() == ctx.n_peers;
+    }
+    // With REMOTE: before the contribution of `rank` is added. Take the next contributions, if it is not among those that
+    // were taken last, and give credit for these. bad: as in recv_side.give_credit. False: there is a report.
+    __device__ __forceinline__ bool take_next(uint32_t t, uint32_t n, uint32_t rank, uint32_t bad)
+    {
+        uint32_t k = rank - (rank > ctx.me() ? 1 : 0);
+        if (takes_all() || rank == ctx.me() || k == 0 || k % recv_side.n_entries() != 0)
+            return true;
+        if (!recv_side.give_credit(t, bad, recv_side.queue))
+            return false;
+        recv_side.turn_to(k);
+        return recv_side.take(t, n);
+    }
     // Add one rank's contribution to slice t of n elements. 0, or 1 + the slot whose frame this lane found
     // broken.
     template <class SINK>
@@ -276,27 +297,35 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         sp_decode_own<G>(ctx.lane, own(t), n, sink);
         return 0;
     }
-    // Add all contributions, in rank order. 0, or 1 + the slot of a broken frame.
-    __device__ __forceinline__ uint32_t accumulate_all(uint32_t t, uint32_t n)
+    // Add all contributions, in rank order. *worst = 0, or 1 + the slot of a broken frame. False: there is a report.
+    __device__ __forceinline__ bool accumulate_all(uint32_t t, uint32_t n, uint32_t *worst)
     {
         uint32_t bad = 0;
         if (is_sum()) {
             sp_sink_add<T, G> sink = {(A *)smem.sums};
             for (uint32_t rank = 0; rank < (uint32_t)ctx.a.world_size; rank++) {
+                if constexpr (REMOTE)
+                    if (!take_next(t, n, rank, bad))
+                        return false;
                 bad = max(bad, accumulate(t, n, rank, sink));
                 __syncwarp();
             }
-            return bad;
+            *worst = bad;
+            return true;
         }
         uint32_t *listed = (uint32_t *)(smem.pool + SP_OWN_POOL_BYTES - SP_LISTED_BYTES);
         sp_sink_combine<T, G> sink = {(A *)smem.sums, listed, ctx.a.redop, true};
         for (uint32_t rank = 0; rank < (uint32_t)ctx.a.world_size; rank++, sink.first = false) {
+            if constexpr (REMOTE)
+                if (!take_next(t, n, rank, bad))
+                    return false;
             sp_zero_units(ctx.lane, listed, SP_LISTED_BYTES / 16);
             __syncwarp();
             bad = max(bad, accumulate(t, n, rank, sink));
             sink.rest(ctx.lane, n);
         }
-        return bad;
+        *worst = bad;
+        return true;
     }
     // AVG by a power of two: 1 / world size, which is exact. The product then has the bits of the quotient, as
     // both round the same number once. Otherwise 0.
@@ -356,15 +385,18 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         sp_slice_stored(ctx.lane);
         sp_zero_units(ctx.lane, smem.sums, G::UNITS * sizeof(A) / sizeof(U));
         if (ctx.n_peers != 0) {
+            if constexpr (REMOTE)
+                recv_side.turn_to(0);
             if (!recv_side.take(t, r.n))
                 return false;
-            if (is_sum()) // else the pool is too small for two slices
+            if (is_sum() && takes_all()) // else the pool is too small for two slices
                 recv_side.prefetch(split.elems(mine, t + 1));
         }
         if (!is_fed(t))
             return false;
         __syncwarp();
-        bad = accumulate_all(t, r.n);
+        if (!accumulate_all(t, r.n, &bad))
+            return false;
         finish(r.n);
         sp_slice_store<G>(ctx.lane, (const U *)smem.sums, (U *)ctx.a.out + split.own_start(mine, t), r.n);
         parity = is_sum() ? recv_side.parity : 0;
@@ -400,29 +432,28 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
     typedef typename sp_reduce_geometry<DTYPE>::G G;
     uint32_t n = a.workers_per_cta, warp = sp_warp_index();
     sp_warp_counts counts(a.op, n, a.n_served);
-    sp_block_smem smem(counts, n);
+    sp_block_smem<REMOTE> smem(counts, n);
     if (sp_block_begin<REMOTE>(a, counts, smem))
         return;
     if (warp < counts.n_feed) {
         uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
-        sp_feed<G, true, REMOTE>(sp_warp_context(a, blockIdx.x * n + w), n_served, smem.feed[warp],
+        sp_feed<G, true, REMOTE>(sp_warp_context<REMOTE>(a, blockIdx.x * n + w), n_served, smem.feed[warp],
                                  smem.progress + w);
         for (uint32_t i = 0; i < n_served; i++)
             sp_role_done(smem.progress[w + i], SP_ROLE_FEED);
     } else if (warp - counts.n_feed < counts.n_own) {
         uint32_t w = warp - counts.n_feed;
-        sp_warp_context ctx(a, blockIdx.x * n + w);
+        sp_warp_context<REMOTE> ctx(a, blockIdx.x * n + w);
         sp_owner<T, G, REMOTE>(ctx, smem.own[w], smem.progress[w]).run();
         sp_role_done(smem.progress[w], SP_ROLE_OWN);
     } else {
         uint32_t w = warp - counts.n_feed - counts.n_own;
         if constexpr (REMOTE) {
-            sp_warp_context ctx(a, blockIdx.x * n + w);
-            sp_host_gatherer<G, true>(ctx, smem.gather[w], smem.progress[w], smem.posts[w])
-                .run(smem.progress[w].gathered);
+            sp_warp_context<REMOTE> ctx(a, blockIdx.x * n + w);
+            sp_host_gatherer<G, true>(ctx, smem.gather[w], smem.progress[w]).run(smem.progress[w].gathered);
         } else {
-            sp_gather<G, true>(sp_warp_context(a, blockIdx.x * n + w), smem.gather[w], smem.progress[w],
-                               smem.progress[w].gathered);
+            sp_gather<G, true>(sp_warp_context<false>(a, blockIdx.x * n + w), smem.gather[w],
+                               smem.progress[w], smem.progress[w].gathered);
         }
         sp_role_done(smem.progress[w], SP_ROLE_GATHER);
     }

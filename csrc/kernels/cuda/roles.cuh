@@ -30,11 +30,12 @@
 #define SP_OWN_POOL_BYTES 5376u
 #define SP_GATHER_POOL_BYTES 5024u
 
-// The pool of a receive side holds a header per peer, and in its two halves the longest listed frame.
-#define SP_POOL_BYTES_MIN ((SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES + SP_GPU_STAGE_BYTES + 32)
+// The pool of a receive side holds a header per entry, and in its two halves the longest listed frame.
+#define SP_POOL_BYTES_MIN ((SP_GPU_HOST_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES + SP_GPU_STAGE_BYTES + 32)
 static_assert(SP_GATHER_POOL_BYTES >= SP_POOL_BYTES_MIN && SP_INBOX_SLICE_BYTES >= SP_POOL_BYTES_MIN,
               "listed frames fit into the pool");
-static_assert((SP_OWN_POOL_BYTES - (SP_GPU_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >= SP_GPU_STAGE_BYTES,
+static_assert((SP_OWN_POOL_BYTES - (SP_GPU_HOST_RANKS_MAX - 1) * SP_FRAME_HEADER_BYTES) / 2 >=
+                  SP_GPU_STAGE_BYTES,
               "half of an owner's pool serves as its staging buffer");
 
 struct __align__(16) sp_feed_smem
@@ -58,8 +59,15 @@ struct __align__(16) sp_gather_smem
     uint64_t barriers[2]; // of the receive side
 };
 
+// In groups on several hosts: how many contributions an owner takes at a time. With more ranks than a warp has lanes for,
+// few, so that each has more space in the pool.
+__device__ __forceinline__ uint32_t sp_turn_links(uint32_t n_peers)
+{
+    return n_peers < SP_GPU_HOST_RANKS_MAX ? n_peers : 8;
+}
+
 // This warp will post no more positions.
-__device__ __forceinline__ void sp_role_done(sp_progress &progress, sp_role role)
+template <class PROGRESS> __device__ __forceinline__ void sp_role_done(PROGRESS &progress, sp_role role)
 {
     sp_slice_stored(threadIdx.x % 32);
     if (threadIdx.x % 32 == 0)
@@ -155,7 +163,7 @@ struct sp_feed_ranges {
 
 // Wait until the feeder is less than 32 slices ahead of the gatherer. Otherwise two slices would share one
 // bit of `cleared`.
-__device__ __forceinline__ void sp_follow(const sp_progress &progress, uint32_t slice)
+template <class PROGRESS> __device__ __forceinline__ void sp_follow(const PROGRESS &progress, uint32_t slice)
 {
     while (slice >= sp_load_acquire_cta(&progress.gathered) + 32 &&
            sp_load_acquire_cta(&progress.done[SP_ROLE_GATHER]) == 0)
@@ -164,8 +172,8 @@ __device__ __forceinline__ void sp_follow(const sp_progress &progress, uint32_t 
 }
 
 // Wait for the copies that have been started, buffer i first: none may still be under way when the warp ends.
-template <class G, uint32_t DEPTH>
-__device__ __forceinline__ void sp_feed_drain(const sp_warp_context &ctx, sp_feed_smem &smem,
+template <class G, uint32_t DEPTH, bool REMOTE>
+__device__ __forceinline__ void sp_feed_drain(const sp_warp_context<REMOTE> &ctx, sp_feed_smem &smem,
                                               sp_loader<G, DEPTH - 1> &loader, uint32_t i)
 {
     typedef typename G::U U;
@@ -181,8 +189,8 @@ __device__ __forceinline__ void sp_feed_drain(const sp_warp_context &ctx, sp_fee
 // Serves worker ctx.q and, with n_served 2, the next worker too. progress: tables of these workers. REDUCES:
 // the kernel is one of reductions, and may patch.
 template <class G, bool REDUCES, bool REMOTE>
-__device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_served, sp_feed_smem &smem,
-                                        sp_progress *progress)
+__device__ __forceinline__ void sp_feed(const sp_warp_context<REMOTE> &ctx, uint32_t n_served,
+                                        sp_feed_smem &smem, typename sp_progress_of<REMOTE>::type *progress)
 {
     typedef typename G::U U;
     constexpr uint32_t DEPTH = SP_FEED_BYTES / (G::UNITS * 16);
@@ -245,8 +253,8 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context &ctx, uint32_t n_s
 // ----
 
 template <class G, bool REMOTE>
-__device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_smem &smem,
-                                         sp_progress &progress)
+__device__ __forceinline__ void sp_relay(const sp_warp_context<REMOTE> &ctx, sp_feed_smem &smem,
+                                         typename sp_progress_of<REMOTE>::type &progress)
 {
     typedef typename G::U U;
     sp_work_split split(ctx.a, ctx.q);
@@ -254,20 +262,24 @@ __device__ __forceinline__ void sp_relay(const sp_warp_context &ctx, sp_feed_sme
     uint32_t root = (uint32_t)ctx.a.root, slot = sp_inbox_slot(ctx.me(), root, (uint32_t)ctx.a.world_size);
     sp_shard own = split.shard(ctx.me());
     sp_send_side<REMOTE> send_side(ctx, smem.send_side, &progress);
-    sp_recv_side<G, true> recv_side(ctx, SP_INBOX_INPUT, smem.buf + SP_INBOX_SLICE_BYTES,
-                                    SP_INBOX_SLICE_BYTES, smem.barriers);
+    sp_recv_side<G, true, REMOTE> recv_side(ctx, SP_INBOX_INPUT, smem.buf + SP_INBOX_SLICE_BYTES,
+                                            SP_INBOX_SLICE_BYTES, smem.barriers, sp_turn_links(ctx.n_peers));
     bool ok = true;
+    if constexpr (REMOTE) {
+        uint32_t k = root - (root > ctx.me() ? 1 : 0);
+        recv_side.turn_to(k - k % recv_side.n_entries());
+    }
     for (uint32_t t = 0; ok && t < split.n_slices; t++) {
         sp_range r = split.range(own, t);
         sp_sink_smem<G> sink = {buf};
-        uint32_t k = root - (root > ctx.me() ? 1 : 0);
+        uint32_t k = root - (root > ctx.me() ? 1 : 0); // root's number among the peers in rank order
         bool good;
         if (r.n == 0)
             continue;
-        ok = recv_side.take(t, ctx.slot() == slot ? r.n : 0);
+        ok = recv_side.take(t, recv_side.ring_slot() == slot ? r.n : 0);
         if (!ok)
             break;
-        recv_side.prefetch(ctx.slot() == slot ? split.elems(own, t + 1) : 0);
+        recv_side.prefetch(recv_side.ring_slot() == slot ? split.elems(own, t + 1) : 0);
         sp_slice_stored(ctx.lane);
         sp_zero_units(ctx.lane, buf, G::UNITS);
         __syncwarp();
@@ -302,12 +314,13 @@ __device__ __forceinline__ bool sp_result_store(uint32_t lane, const sp_view &v,
 
 // taken: the counter of the progress table that gets the number of taken slices. REDUCES: as in sp_feed.
 template <class G, bool REDUCES>
-__device__ __forceinline__ void sp_gather(const sp_warp_context &ctx, sp_gather_smem &smem,
+__device__ __forceinline__ void sp_gather(const sp_warp_context<false> &ctx, sp_gather_smem &smem,
                                           sp_progress &progress, uint32_t &taken)
 {
     typedef typename G::U U;
     sp_work_split split(ctx.a, ctx.q);
-    sp_recv_side<G, true> recv_side(ctx, SP_INBOX_RESULT, smem.pool, SP_GATHER_POOL_BYTES, smem.barriers);
+    sp_recv_side<G, true, false> recv_side(ctx, SP_INBOX_RESULT, smem.pool, SP_GATHER_POOL_BYTES,
+                                           smem.barriers);
     bool ok = true, patches = REDUCES && sp_patches(ctx.a);
     sp_shard mine = split.shard(ctx.peer(min(ctx.slot(), ctx.n_peers - 1))); // L: shard of this lane's peer
     if (ctx.n_peers == 0)

@@ -1,10 +1,10 @@
 // send_side.cuh - the sending end of a worker's links: it waits for space in the peers' rings and writes
-// frames there; the notifier then writes the tails. contract/inbox.h says how rings, tails and credits work.
+// frames there; the notifier (notifier.cuh) then writes the tails. contract/inbox.h says how rings, tails and credits work.
 #ifndef SP_SEND_SIDE_CUH
 #define SP_SEND_SIDE_CUH
 
 #include "kernels/cuda/encode.cuh"
-#include "kernels/cuda/wait.cuh"
+#include "kernels/cuda/link.cuh"
 #include "kernels/cuda/work_split.cuh"
 
 static_assert(SP_GPU_STAGE_BYTES >= SP_PICI_STAGE_BYTES, "the staging buffer also serves pici");
@@ -21,13 +21,26 @@ struct sp_progress {
     uint32_t gathered;       // slices whose results the gatherer has taken
     uint32_t pad[2];
     // [peer slot], bit t % 32: slice t of that peer's shard holds only zeros, as the feeder has cleared it.
+    uint32_t cleared[SP_GPU_HOST_RANKS_MAX];
+};
+// The same in groups on several hosts. [number of the link in the inbox]
+struct sp_remote_progress {
+    uint32_t posted[SP_REMOTE_LINKS_MAX];
+    uint32_t told[SP_REMOTE_LINKS_MAX]; // of the notifier: the low 32 bits of the position that it announces
+    uint32_t done[SP_ROLES], fed, taken, gathered;
     uint32_t cleared[SP_GPU_RANKS_MAX];
+};
+template <bool REMOTE> struct sp_progress_of {
+    typedef sp_progress type;
+};
+template <> struct sp_progress_of<true> {
+    typedef sp_remote_progress type;
 };
 
 // Shared memory of a send side, beside the staging buffer.
 struct sp_send_smem {
-    uint8_t *dst[SP_GPU_RANKS_MAX]; // where the next frame to a peer goes
-    uint8_t counts[SP_BLOCKS_MAX];  // of sp_encode_scan
+    uint8_t *dst[SP_GPU_HOST_RANKS_MAX]; // where the next frame to a peer goes
+    uint8_t counts[SP_BLOCKS_MAX];       // of sp_encode_scan
 };
 
 // Where a frame goes: through `queue`, to the peers in n_slots slots from slot `first` on, as a frame of
@@ -36,17 +49,26 @@ struct sp_route {
     uint32_t queue, worker, first, n_slots;
 };
 
-// REMOTE: for groups on several hosts. There, frames of queue RESULT go to the slots in remote.result_slots only.
-//
+// What a send side has only in groups on several hosts: see sp_recv_links.
+template <bool REMOTE> struct sp_send_links {
+};
+template <> struct sp_send_links<true> {
+    uint32_t first_link = 0;
+};
+
 // The links of one worker, or of two workers that send through the same queue only. With one worker, the
 // lower half of the warp has the links of queue INPUT, the upper half those of RESULT. With two workers, the
 // lower half has the links of the first worker, the upper half those of the second.
-template <bool REMOTE> struct sp_send_side {
-    const sp_warp_context &ctx;
+//
+// REMOTE: for groups on several hosts. A route of queue RESULT then has all links of that queue. Lane j of a half has the
+// link of index j, in queue INPUT of index first_link + j. A route of queue INPUT has all links, of at most 16, or one.
+template <bool REMOTE> struct sp_send_side : sp_send_links<REMOTE> {
+    typedef typename sp_progress_of<REMOTE>::type progress_table;
+    const sp_warp_context<REMOTE> &ctx;
     sp_send_smem &s;
-    sp_progress *progress; // [n_workers]
-    uint32_t n_workers;    // 1 or 2
-    uint32_t only_queue;   // with two workers: their queue
+    progress_table *progress; // [n_workers]
+    uint32_t n_workers;       // 1 or 2
+    uint32_t only_queue;      // with two workers: their queue
     uint32_t ring_bytes;
     uint8_t *to;          // L: the ring in the peer's inbox
     uint32_t *posted;     // L: the link's entry of the worker's progress table
@@ -59,20 +81,64 @@ template <bool REMOTE> struct sp_send_side {
 
     // Serves n workers, 1 or 2, from worker context.q on. With two workers, all frames go through `queue`.
     // Continues at the positions of the last launch.
-    __device__ __forceinline__ sp_send_side(const sp_warp_context &context, sp_send_smem &shared,
-                                            sp_progress *their_progress, uint32_t n = 1, uint32_t queue = 0)
+    __device__ __forceinline__ sp_send_side(const sp_warp_context<REMOTE> &context, sp_send_smem &shared,
+                                            progress_table *their_progress, uint32_t n = 1,
+                                            uint32_t queue = 0)
         : ctx(context), s(shared), progress(their_progress), n_workers(n), only_queue(queue),
           ring_bytes(sp_inbox_ring_bytes(context.a.shape)), to(nullptr),
           posted(their_progress[link_worker()].posted + link_queue() * 16 + context.slot()), sent(0), off(0),
           free_bytes(0), paced(false), n_frames(0), frame_units(0)
     {
-        if (ctx.slot() < ctx.n_peers) {
+        if constexpr (REMOTE) {
+            open_link();
+        } else if (ctx.slot() < ctx.n_peers) {
             sent = ctx.state(q())->sent[link_queue()][ctx.slot()];
             off = ctx.state(q())->sent_off[link_queue()][ctx.slot()];
             free_bytes = (uint32_t)(sp_load_acquire_sys(credit_word()) + ring_bytes - sent);
             to = ctx.a.inboxes[ctx.peer(ctx.slot())] +
                  sp_inbox_ring_off(ctx.a.shape, link_queue(), ctx.slot_there(ctx.slot()), q());
         }
+    }
+    // With REMOTE, L: the index of this lane's link in its queue, and its number.
+    __device__ __forceinline__ uint32_t link_index() const
+    {
+        return ctx.slot() + (link_queue() == SP_INBOX_INPUT ? this->first_link : 0);
+    }
+    __device__ __forceinline__ uint32_t link_number() const
+    {
+        return ctx.a.remote.inbox.first[link_queue()] + link_index();
+    }
+    // With REMOTE: continue at this lane's link; leave it for another one.
+    __device__ __forceinline__ void open_link()
+    {
+        if (link_index() >= sp_n_links(ctx.a, link_queue()))
+            return;
+        sp_remote_link link(ctx.a, link_queue(), link_index());
+        sent = ctx.state(q())->sent[link.number];
+        off = ctx.state(q())->sent_off[link.number];
+        free_bytes = (uint32_t)(sp_load_acquire_sys(credit_word()) + ring_bytes - sent);
+        to = link.ring(q());
+        posted = progress[link_worker()].posted + link.number;
+    }
+    __device__ __forceinline__ void close_link() const
+    {
+        if (link_index() >= sp_n_links(ctx.a, link_queue()))
+            return;
+        ctx.state(q())->sent[link_number()] = sent;
+        ctx.state(q())->sent_off[link_number()] = off;
+    }
+    // With REMOTE: give the lanes the links of the route.
+    __device__ __forceinline__ void turn_to(const sp_route &r)
+    {
+        uint32_t first = r.first / 16 * 16;
+        if (r.queue != SP_INBOX_INPUT || first == this->first_link)
+            return;
+        if (link_queue() == SP_INBOX_INPUT)
+            close_link();
+        this->first_link = first;
+        if (link_queue() == SP_INBOX_INPUT)
+            open_link();
+        __syncwarp();
     }
     // Of this lane's link: its queue, its worker (0 or 1), and that worker's number.
     __device__ __forceinline__ uint32_t link_queue() const // L
@@ -90,8 +156,9 @@ template <bool REMOTE> struct sp_send_side {
     __device__ __forceinline__ bool is_on(const sp_route &r) const // L
     {
         if constexpr (REMOTE)
-            if (r.queue == SP_INBOX_RESULT && (ctx.a.remote.result_slots >> ctx.slot() & 1) == 0)
-                return false;
+            return ctx.lane / 16 == (n_workers == 2 ? r.worker : r.queue) &&
+                   link_index() < sp_n_links(ctx.a, r.queue) &&
+                   (r.queue == SP_INBOX_RESULT || link_index() - r.first < r.n_slots);
         return ctx.lane - (n_workers == 2 ? r.worker : r.queue) * 16 - r.first < r.n_slots;
     }
     // Peers on the route.
@@ -99,21 +166,23 @@ template <bool REMOTE> struct sp_send_side {
     {
         if constexpr (REMOTE)
             if (r.queue == SP_INBOX_RESULT)
-                return __popc(ctx.a.remote.result_slots);
+                return sp_n_links(ctx.a, SP_INBOX_RESULT);
         return r.n_slots;
     }
-    // L: index in s.dst of this lane's peer, which is on the route.
-    __device__ __forceinline__ uint32_t dst_index(const sp_route &r) const
+    // The first index in s.dst of the peers on the route.
+    __device__ __forceinline__ uint32_t first_dst(const sp_route &r) const
     {
         if constexpr (REMOTE)
-            if (r.queue == SP_INBOX_RESULT)
-                return __popc(ctx.a.remote.result_slots & ((1u << ctx.slot()) - 1));
-        return ctx.slot();
+            return r.first % 16;
+        return r.first;
     }
     // Save the positions for the next launch. queues: a bit for each queue that this warp has sent through.
     __device__ __forceinline__ void close(uint32_t queues) const
     {
-        if (ctx.slot() < ctx.n_peers && (queues >> link_queue() & 1)) {
+        if constexpr (REMOTE) {
+            if (queues >> link_queue() & 1)
+                close_link();
+        } else if (ctx.slot() < ctx.n_peers && (queues >> link_queue() & 1)) {
             ctx.state(q())->sent[link_queue()][ctx.slot()] = sent;
             ctx.state(q())->sent_off[link_queue()][ctx.slot()] = off;
         }
@@ -124,18 +193,30 @@ template <bool REMOTE> struct sp_send_side {
     }
     __device__ __forceinline__ const uint64_t *credit_word() const // L
     {
+        if constexpr (REMOTE)
+            return ctx.word(sp_area_credit_off(&ctx.a.remote.inbox, link_number(), q()));
         return ctx.word(sp_inbox_credit_off(ctx.a.shape, link_queue(), ctx.slot(), q()));
+    }
+
+    __device__ __forceinline__ uint32_t peer_slot() const // L
+    {
+        if constexpr (REMOTE)
+            return sp_remote_link(ctx.a, link_queue(), link_index()).slot;
+        return ctx.slot();
     }
 
     // Wait until a frame of so many bytes fits into each ring on the route; s.dst = where it goes.
     __device__ __forceinline__ bool wait_for_space(uint32_t bytes, const sp_route &r, uint32_t slice)
     {
         bool ok = true;
+        if constexpr (REMOTE)
+            turn_to(r);
         if (is_on(r)) {
             uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
             if (skip + bytes > free_bytes) {
-                uint64_t credit = sp_wait(ctx.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
-                                          SP_GPU_NO_SPACE, r.queue, ctx.slot(), slice);
+                uint64_t credit =
+                    sp_waiting<REMOTE>::wait(ctx.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
+                                             SP_GPU_NO_SPACE, r.queue, peer_slot(), slice);
                 ok = credit != 0;
                 free_bytes = (uint32_t)(credit + ring_bytes - sent);
             }
@@ -146,7 +227,7 @@ template <bool REMOTE> struct sp_send_side {
                 free_bytes -= left;
                 off = 0;
             }
-            s.dst[dst_index(r)] = to + off;
+            s.dst[ctx.slot()] = to + off;
         }
         ok = __all_sync(~0u, ok);
         __syncwarp();
@@ -188,7 +269,7 @@ template <bool REMOTE> struct sp_send_side {
     // feeder that runs ahead with dense frames fills the rings; then all ranks wait for frames and for space
     // in turns. (Without this wait dense frames were a tenth slower.) The wait also ends when both the owner
     // and the gatherer have ended.
-    __device__ __forceinline__ void keep_pace(const sp_progress &progress, uint32_t slice) const
+    __device__ __forceinline__ void keep_pace(const progress_table &progress, uint32_t slice) const
     {
         while (sp_load_acquire_cta(&progress.taken) < slice &&
                (sp_load_acquire_cta(&progress.done[SP_ROLE_OWN]) == 0 ||
@@ -197,7 +278,7 @@ template <bool REMOTE> struct sp_send_side {
         __syncwarp();
     }
     // Tell the gatherer whether slice `slice` of the shard of the peer in `slot` holds only zeros now.
-    __device__ __forceinline__ void mark(sp_progress &progress, uint32_t slot, uint32_t slice,
+    __device__ __forceinline__ void mark(progress_table &progress, uint32_t slot, uint32_t slice,
                                          bool cleared) const
     {
         uint32_t bit = 1u << slice % 32, *word = progress.cleared + slot;
@@ -209,7 +290,7 @@ template <bool REMOTE> struct sp_send_side {
     {
 #pragma unroll 1
         for (uint32_t k = 0; k < n_on(r); k++)
-            write(s.dst[r.first + k]);
+            write(s.dst[first_dst(r) + k]);
     }
     // Encode the slice buf [n] and write the frame to the peers on the route.
     //   stage  [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16
@@ -260,184 +341,6 @@ template <bool REMOTE> struct sp_send_side {
         frame_units += layout.bytes / 16 * n_on(r);
         n_frames += ctx.lane == format ? n_on(r) : 0;
         return true;
-    }
-};
-
-// ---- the notifier: the last warp of a CTA ----
-//
-// A fence between GPUs takes microseconds, so the workers do not wait for it. The notifier reads from the
-// progress tables how far the workers have written. One fence then orders the writes of all workers of the
-// CTA before the tails, which the notifier writes to the peers.
-
-// By place slot: the low 32 bits of the position up to which relayed results have been written.
-struct sp_relay_posts {
-    uint32_t posted[SP_GPU_RANKS_MAX];
-};
-
-// Initialize the tables of relays of a CTA. All its threads call this; __syncthreads must follow.
-__device__ __forceinline__ void sp_relay_posts_init(const sp_fused_args &a, sp_relay_posts *posts)
-{
-    if (a.shape.n_here < 2)
-        return;
-    for (uint32_t i = threadIdx.x; i < a.workers_per_cta * (a.shape.n_here - 1); i += blockDim.x) {
-        uint32_t w = i / (a.shape.n_here - 1), slot = i % (a.shape.n_here - 1);
-        const uint8_t *state =
-            a.inboxes[a.rank] + sp_relayed_state_off(a.shape, blockIdx.x * a.workers_per_cta + w);
-        posts[w].posted[slot] = (uint32_t)((const sp_relayed_state *)state)->sent[slot];
-    }
-}
-
-// Initialize the progress tables of a CTA. All its threads call this; __syncthreads must follow.
-__device__ __forceinline__ void sp_progress_init(const sp_fused_args &a, sp_progress *progress, bool owns,
-                                                 bool gathers)
-{
-    uint32_t lane = threadIdx.x % 32, queue = lane / 16, slot = lane % 16;
-    for (uint32_t w = threadIdx.x / 32; w < a.workers_per_cta; w += blockDim.x / 32) {
-        const sp_inbox_state *state =
-            (const sp_inbox_state *)(a.inboxes[a.rank] +
-                                     sp_inbox_state_off(a.shape, blockIdx.x * a.workers_per_cta + w));
-        progress[w].posted[lane] = slot < (uint32_t)a.world_size - 1 ? (uint32_t)state->sent[queue][slot] : 0;
-        if (lane < SP_ROLES)
-            progress[w].done[lane] = (lane == SP_ROLE_OWN && !owns) || (lane == SP_ROLE_GATHER && !gathers);
-        if (lane < SP_GPU_RANKS_MAX)
-            progress[w].cleared[lane] = 0;
-        if (lane == 0)
-            progress[w].fed = progress[w].taken = progress[w].gathered = 0;
-    }
-}
-
-// A fence that takes longer than this shows a busy link.
-#define SP_FENCE_LONG_NS 4000u
-
-// The notifier's part for relayed results. Lane `place slot` serves that peer.
-template <uint32_t WORKERS> struct sp_relay_notifier {
-    uint64_t *tails;             // L: the peer's tail of the CTA's first worker; nullptr: no peer
-    uint64_t announced[WORKERS]; // L: the position last written to the peer's tail
-    uint32_t now[WORKERS];       // L: as last posted
-
-    __device__ __forceinline__ explicit sp_relay_notifier(const sp_fused_args &a) : tails(nullptr)
-    {
-        uint32_t slot = threadIdx.x % 32, q0 = blockIdx.x * a.workers_per_cta, n = a.shape.n_here;
-        const sp_fused_relays &relays = a.remote.relays;
-        if (n >= 2 && slot < n - 1) {
-            uint32_t peer = relays.ranks[relays.host * n + sp_inbox_peer(relays.place, slot, n)];
-            tails = (uint64_t *)(a.inboxes[peer] + sp_relayed_tail_off(a.shape, n - 2 - slot, q0));
-        }
-#pragma unroll
-        for (uint32_t w = 0; w < WORKERS; w++) {
-            const uint8_t *state = a.inboxes[a.rank] + sp_relayed_state_off(a.shape, q0 + w);
-            announced[w] =
-                tails != nullptr && w < a.workers_per_cta ? ((const sp_relayed_state *)state)->sent[slot] : 0;
-        }
-    }
-    // L: has a position changed?
-    __device__ __forceinline__ bool look(const sp_relay_posts *posts, uint32_t n_workers)
-    {
-        bool changed = false;
-#pragma unroll
-        for (uint32_t w = 0; w < WORKERS; w++) {
-            now[w] = (uint32_t)announced[w];
-            if (tails != nullptr && w < n_workers)
-                now[w] = sp_load_acquire_cta(&posts[w].posted[threadIdx.x % 32]);
-            changed |= now[w] != (uint32_t)announced[w];
-        }
-        return changed;
-    }
-    // After look and a fence.
-    __device__ __forceinline__ void announce()
-    {
-#pragma unroll
-        for (uint32_t w = 0; w < WORKERS; w++)
-            if (now[w] != (uint32_t)announced[w]) {
-                announced[w] += now[w] - (uint32_t)announced[w];
-                sp_store_relaxed_sys(tails + w, announced[w]);
-            }
-    }
-};
-struct sp_no_relay_notifier {
-    __device__ __forceinline__ explicit sp_no_relay_notifier(const sp_fused_args &)
-    {
-    }
-    __device__ __forceinline__ bool look(const sp_relay_posts *, uint32_t)
-    {
-        return false;
-    }
-    __device__ __forceinline__ void announce()
-    {
-    }
-};
-
-// WORKERS: the most workers of a CTA. RELAYS: sp_relay_notifier or sp_no_relay_notifier.
-template <uint32_t WORKERS, class RELAYS> struct sp_notifier {
-    const sp_fused_args &a;
-    uint32_t lane;
-    bool linked;
-    uint64_t *tails;             // L: the peer's tail of the CTA's first worker
-    uint64_t announced[WORKERS]; // L: the position last written to the peer's tail
-    RELAYS relays;
-
-    // Before any warp posts a position; __syncthreads must follow.
-    __device__ __forceinline__ explicit sp_notifier(const sp_fused_args &args)
-        : a(args), lane(threadIdx.x % 32), linked(lane % 16 < (uint32_t)args.world_size - 1), tails(nullptr),
-          relays(args)
-    {
-        uint32_t n_peers = (uint32_t)a.world_size - 1, queue = lane / 16, slot = lane % 16;
-        uint32_t q0 = blockIdx.x * a.workers_per_cta;
-        if (linked)
-            tails = (uint64_t *)(a.inboxes[sp_inbox_peer((uint32_t)a.rank, slot, (uint32_t)a.world_size)] +
-                                 sp_inbox_tail_off(a.shape, queue, n_peers - 1 - slot, q0));
-#pragma unroll
-        for (uint32_t w = 0; w < WORKERS; w++) {
-            const uint8_t *state = a.inboxes[a.rank] + sp_inbox_state_off(a.shape, q0 + w);
-            announced[w] =
-                linked && w < a.workers_per_cta ? ((const sp_inbox_state *)state)->sent[queue][slot] : 0;
-        }
-    }
-    __device__ __forceinline__ bool all_done(const sp_progress *progress) const
-    {
-        bool done = true;
-        for (uint32_t i = lane; i < a.workers_per_cta * SP_ROLES; i += 32)
-            done &= sp_load_acquire_cta(&progress[i / SP_ROLES].done[i % SP_ROLES]) != 0;
-        done = __all_sync(~0u, done);
-        __syncwarp(); // orders all lanes' reads of `done` before the next reads of `posted`
-        return done;
-    }
-    // Until all warps have posted their last position and the peers know it.
-    __device__ __forceinline__ void run(const sp_progress *progress, const sp_relay_posts *posts)
-    {
-        uint32_t now[WORKERS];
-        bool quiet = true; // no position changed in the last round
-        for (;;) {
-            bool last = quiet && all_done(progress), changed = relays.look(posts, a.workers_per_cta);
-#pragma unroll
-            for (uint32_t w = 0; w < WORKERS; w++) {
-                now[w] = (uint32_t)announced[w];
-                if (linked && w < a.workers_per_cta)
-                    now[w] = sp_load_acquire_cta(&progress[w].posted[lane]);
-                changed |= now[w] != (uint32_t)announced[w];
-            }
-            quiet = !__any_sync(~0u, changed);
-            if (quiet) {
-                if (last)
-                    return;
-                __nanosleep(50);
-                continue;
-            }
-            uint64_t before = sp_clock_ns();
-            sp_fence_sys();
-            uint32_t took = (uint32_t)(sp_clock_ns() - before);
-#pragma unroll
-            for (uint32_t w = 0; w < WORKERS; w++)
-                if (now[w] != (uint32_t)announced[w]) {
-                    // Positions grow by less than 4 GiB at a time.
-                    announced[w] += now[w] - (uint32_t)announced[w];
-                    sp_store_relaxed_sys(tails + w, announced[w]);
-                }
-            relays.announce();
-            // Wait, so that the next fence serves more frames.
-            if (took > SP_FENCE_LONG_NS)
-                __nanosleep(min(took, 8000u));
-        }
     }
 };
 

@@ -10,8 +10,33 @@
 // 16 * queue + slot of the warp has the link to the peer in `slot` through that queue. (The lanes of a send
 // side of two workers are divided otherwise: send_side.cuh.) In these files a comment that starts with L
 // marks a member whose value differs from lane to lane. All other members are the same in all lanes.
-static_assert(SP_INBOX_QUEUES == 2 && SP_GPU_RANKS_MAX == 16, "each link has a lane of the warp");
-struct sp_warp_context {
+static_assert(SP_INBOX_QUEUES == 2 && SP_GPU_HOST_RANKS_MAX == 16, "each link has a lane of the warp");
+
+// This rank's inbox, and the state of one of its workers. REMOTE: in a group on several hosts.
+template <bool REMOTE> struct sp_own_memory {
+    typedef sp_inbox_state state_type;
+    __device__ __forceinline__ static uint8_t *inbox(const sp_fused_args &a)
+    {
+        return a.inboxes[a.rank];
+    }
+    __device__ __forceinline__ static sp_inbox_state *state(const sp_fused_args &a, uint32_t worker)
+    {
+        return (sp_inbox_state *)(inbox(a) + sp_inbox_state_off(a.shape, worker));
+    }
+};
+template <> struct sp_own_memory<true> {
+    typedef sp_remote_state state_type;
+    __device__ __forceinline__ static uint8_t *inbox(const sp_fused_args &a)
+    {
+        return a.remote.inboxes[a.rank];
+    }
+    __device__ __forceinline__ static sp_remote_state *state(const sp_fused_args &a, uint32_t worker)
+    {
+        return (sp_remote_state *)(inbox(a) + sp_remote_state_off(&a.remote.inbox, worker));
+    }
+};
+
+template <bool REMOTE> struct sp_warp_context {
     const sp_fused_args &a;
     uint32_t lane, q, n_peers; // q: number of the worker
 
@@ -34,11 +59,11 @@ struct sp_warp_context {
     }
     __device__ __forceinline__ uint8_t *inbox() const
     {
-        return a.inboxes[a.rank];
+        return sp_own_memory<REMOTE>::inbox(a);
     }
-    __device__ __forceinline__ sp_inbox_state *state(uint32_t worker) const
+    __device__ __forceinline__ typename sp_own_memory<REMOTE>::state_type *state(uint32_t worker) const
     {
-        return (sp_inbox_state *)(inbox() + sp_inbox_state_off(a.shape, worker));
+        return sp_own_memory<REMOTE>::state(a, worker);
     }
     __device__ __forceinline__ uint32_t queue() const // L
     {
@@ -60,12 +85,13 @@ struct sp_warp_context {
 };
 
 // Report what went wrong, and end all waits of this rank. Only the first worker that fails writes a report.
-inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
-                                              uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
-                                              uint64_t seen, uint32_t detail)
+template <bool REMOTE>
+__device__ __forceinline__ void sp_report_in(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
+                                             uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
+                                             uint64_t seen, uint32_t detail)
 {
     sp_gpu_report *r = &a.control->report;
-    sp_inbox_state *first = (sp_inbox_state *)(a.inboxes[a.rank] + sp_inbox_state_off(a.shape, 0));
+    auto *first = sp_own_memory<REMOTE>::state(a, 0);
     if (atomicCAS(&first->claimed, 0u, 1 + q) == 0) {
         r->claimed = 1 + q;
         r->worker = q;
@@ -82,15 +108,29 @@ inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q
     sp_store_relaxed_sys(&a.control->abort, 1);
 }
 
+inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
+                                              uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
+                                              uint64_t seen, uint32_t detail)
+{
+    sp_report_in<false>(a, q, fault, queue, slot, slice, wanted, seen, detail);
+}
+inline __device__ __noinline__ void sp_remote_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
+                                                     uint32_t queue, uint32_t slot, uint32_t slice,
+                                                     uint64_t wanted, uint64_t seen, uint32_t detail)
+{
+    sp_report_in<true>(a, q, fault, queue, slot, slice, wanted, seen, detail);
+}
+
 // How often a wait reads the abort flag. The flag is in host memory, behind PCIe. When a thousand workers
 // waited at once, their reads queued up for longer than the wait itself (measured: 300 us each on 4 GPUs).
 #define SP_ABORT_POLL_NS 2000000ull
 
 // Wait until *word >= wanted (> 0) and return *word. One thread. Returns 0 if the abort flag is set or the
 // deadline has passed; in the latter case a report was written.
-inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
-                                                uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
-                                                uint32_t slot, uint32_t slice)
+template <bool REMOTE>
+__device__ __forceinline__ uint64_t sp_wait_in(const sp_fused_args &a, uint32_t q, const uint64_t *word,
+                                               uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
+                                               uint32_t slot, uint32_t slice)
 {
     uint64_t start = 0, looked = 0;
     for (uint32_t i = 1;; i++) {
@@ -110,10 +150,48 @@ inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t
         if (sp_load_relaxed_sys(&a.control->abort) != 0)
             return 0;
         if (now - start > sp_gpu_wait_ns(a.timeout_ns, fault, queue)) {
-            sp_report(a, q, fault, queue, slot, slice, wanted, v, 0);
+            if constexpr (REMOTE)
+                sp_remote_report(a, q, fault, queue, slot, slice, wanted, v, 0);
+            else
+                sp_report(a, q, fault, queue, slot, slice, wanted, v, 0);
             return 0;
         }
     }
 }
+
+inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
+                                                uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
+                                                uint32_t slot, uint32_t slice)
+{
+    return sp_wait_in<false>(a, q, word, wanted, fault, queue, slot, slice);
+}
+inline __device__ __noinline__ uint64_t sp_remote_wait(const sp_fused_args &a, uint32_t q,
+                                                       const uint64_t *word, uint64_t wanted,
+                                                       sp_gpu_fault fault, uint32_t queue, uint32_t slot,
+                                                       uint32_t slice)
+{
+    return sp_wait_in<true>(a, q, word, wanted, fault, queue, slot, slice);
+}
+
+// The functions above for a kind of group. They are no templates, so that their order in the machine code of the kernels
+// of one host does not depend on them.
+template <bool REMOTE> struct sp_waiting {
+    template <class... ARGS>
+    __device__ __forceinline__ static void report(const sp_fused_args &a, ARGS... args)
+    {
+        if constexpr (REMOTE)
+            sp_remote_report(a, args...);
+        else
+            sp_report(a, args...);
+    }
+    template <class... ARGS>
+    __device__ __forceinline__ static uint64_t wait(const sp_fused_args &a, ARGS... args)
+    {
+        if constexpr (REMOTE)
+            return sp_remote_wait(a, args...);
+        else
+            return sp_wait(a, args...);
+    }
+};
 
 #endif
