@@ -146,7 +146,6 @@ class Study:
         """Measure one mode once, and pruning alone if asked to. The result is this rank's."""
         mode, on_gpu = MODES[name], self.device.type == "cuda"
         self.free()
-        # NCCL's group keeps buckets of the run before for a while: they are not counted.
         left_over = torch.cuda.memory_allocated() - self.of_model if on_gpu else 0
         training = self.training(mode, bucket_mb, self.dense if mode.hook is None else self.spccl)
         step_s, loss = self.seconds(training, exchange=True)
@@ -174,11 +173,14 @@ class Study:
         )
 
     def free(self) -> None:
-        """Give back what the run before left."""
+        """Give back what the run before left. NCCL's thread holds its last buckets for a while: wait for that."""
         self.model.zero_grad()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+            until = time.monotonic() + 3
+            while torch.cuda.memory_allocated() > self.of_model and time.monotonic() < until:
+                time.sleep(0.05)
             torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
