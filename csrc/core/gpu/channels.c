@@ -318,8 +318,10 @@ static void end_failed(struct creation *n)
     sp_gpu_comm *g = c->g;
     int before;
     close_shares(n);
-    if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
+    if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK) {
+        sp_port_close(c->port); /* its thread must not outlive g; memory of a GPU that is lost stays */
         return;
+    }
     unmap(c);
     if (n->agreed && sp_comm_broken(g->comm) == SPCCL_OK)
         (void)sp_gpu_agree(g->comm, SPCCL_OK);
@@ -395,6 +397,8 @@ void spccl_channels_destroy(spccl_channels *c)
     pthread_mutex_unlock(&g->channels_mu);
     sp_port_drain(c->port);
     sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
+    sp_port_close(c->port); /* also if the next call fails: its thread must not outlive g */
+    c->port = NULL;
     if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
         return;
     if (c->kind == SPCCL_CHANNEL_MEMORY && (c->own_window != NULL || strcmp(g->handles, "ipc") == 0)) {
