@@ -13,10 +13,14 @@
 /* Each word that another rank or the host writes has a cache line of its own. */
 #define SP_CHANNELS_LINE 64u
 
-/* The memory of a rank: the window, unless it is the caller's; then a line for each channel with the count of the peer's signals; the states of
- * the channels; a line with the word `claimed`. Of memory channels all is GPU memory, which the peers map. Of port
- * channels the first two parts are pinned memory; behind them are for each channel a line with the triggers posted, a
- * line with those done, and its FIFO. */
+/* The memory of a rank has these parts, in this order:
+ * - the window, unless it is the caller's;
+ * - for each channel a line with the count of the peer's signals;
+ * - the states of the channels;
+ * - a line with the word `claimed`.
+ * Of memory channels all is GPU memory, which the peers map. Of port channels the first two parts are pinned memory.
+ * After them that memory has for each channel a line with the count of triggers posted, a line with the count of those
+ * done, and its FIFO. */
 typedef struct sp_channels_layout {
     uint64_t signals_off;                                   /* after the window, if that is the library's */
     uint64_t posted_off, done_off, fifos_off, pinned_bytes; /* of port channels, in pinned memory */
