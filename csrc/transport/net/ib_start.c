@@ -213,11 +213,13 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
     struct sp_ib_peer *p = &ep->peers[peer];
     bool late = sp_deadline_passed(p->probe_deadline_ns);
     *usable = 0;
+    /* All probes leave before the first wait: a probe that is lost must not use up the time of the others. */
+    for (uint32_t q = 0; q < p->n_qps; q++)
+        if (!p->qps[q].probe_sent)
+            (void)sp_ib_send_probe(ep, peer, q);
     for (uint32_t q = 0; q < p->n_qps; q++) {
         struct sp_ib_qp *qp = &p->qps[q];
         char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
-        if (!qp->probe_sent)
-            (void)sp_ib_send_probe(ep, peer, q);
         if (qp->failed) {
             note_reason(p, p->failure);
         } else if (qp->probe_left && qp->probe_here) {
