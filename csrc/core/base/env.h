@@ -9,18 +9,18 @@
 #include <stdint.h>
 
 typedef enum sp_env_id {
-    SP_ENV_LOG,         /* text */
-    SP_ENV_CPU_ISA,     /* text */
-    SP_ENV_FORMAT,      /* text */
-    SP_ENV_SCHEDULE,    /* text */
-    SP_ENV_SLICE_BYTES, /* number */
-    SP_ENV_QUEUE_BYTES, /* number */
-    SP_ENV_TRANSPORTS,  /* text */
-    SP_ENV_HOST_ID,     /* text */
-    SP_ENV_TCP_SOCKETS, /* number */
-    SP_ENV_TCP_WINDOW,  /* number */
-    SP_ENV_TCP_ADDR,    /* text */
-    SP_ENV_IB_RAILS,
+    SP_ENV_LOG,             /* text */
+    SP_ENV_CPU_ISA,         /* text */
+    SP_ENV_FORMAT,          /* text */
+    SP_ENV_SCHEDULE,        /* text */
+    SP_ENV_SLICE_BYTES,     /* number */
+    SP_ENV_QUEUE_BYTES,     /* number */
+    SP_ENV_TRANSPORTS,      /* text */
+    SP_ENV_HOST_ID,         /* text */
+    SP_ENV_TCP_SOCKETS,     /* number */
+    SP_ENV_TCP_WINDOW,      /* number */
+    SP_ENV_TCP_ADDR,        /* text */
+    SP_ENV_IB_RAILS,        /* number */
     SP_ENV_IB_QPS,          /* number */
     SP_ENV_IB_DEVICE,       /* text */
     SP_ENV_IB_TIMEOUT,      /* number */
