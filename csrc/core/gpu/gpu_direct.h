@@ -41,8 +41,8 @@ typedef struct sp_gpu_direct {
  * carry less than pinned memory does. */
 void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out);
 
-/* The entry of spccl_info for GPU `i`: what each device could do. False: no such GPU, or no device. The texts are valid
- * until this thread's next call. */
+/* The i-th entry of spccl_info about a GPU: what each network device could do. Without such
+ * devices a GPU has no entry, unless its driver gives no facts. False: there is no i-th. The texts stay valid. */
 bool sp_gpu_direct_describe(size_t i, spccl_info_entry *out);
 
 #endif

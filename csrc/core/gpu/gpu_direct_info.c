@@ -12,7 +12,7 @@
 #define GPUS_MAX 16
 
 struct row {
-    char name[16], value[48], why[2000];
+    char name[16], value[64], why[2000];
 };
 static struct row rows[GPUS_MAX];
 static size_t n_rows;
@@ -71,7 +71,7 @@ static void add_gpu(const sp_gpu_ops *ops, int ordinal)
     find_pci_path(f.gpu.pci, path, sizeof path);
     for (int t = 0; sp_transports[t] != NULL; t++)
         add_devices(sp_transports[t], &f, path, row, counts);
-    snprintf(row->value, sizeof row->value, "not used, possible with %d of %d", counts[1], counts[0]);
+    snprintf(row->value, sizeof row->value, "not used, possible with %d of %d devices", counts[1], counts[0]);
     n_rows += counts[0] != 0;
 }
 
