@@ -57,13 +57,14 @@ spccl_status sp_port_open(spccl_channels *c)
     sp_port *port = sp_calloc(1, sizeof *port);
     c->g->n_channel_sets++; /* after a failure too: the number is the same on all ranks */
     if (port == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "the proxy of a set of channels: %zu bytes", sizeof *port);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: the proxy of a set of channels: %zu bytes", comm->rank,
+                       sizeof *port);
     c->port = port;
     port->c = c;
     SP_TRY(sp_proxy_thread_open(&port->thread, c->g));
     port->channels = sp_calloc(n != 0 ? n : 1, sizeof *port->channels);
     if (port->channels == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "the proxy of %zu channels", n);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: the proxy of %zu channels", comm->rank, n);
     for (int i = 0; i < comm->links.n_endpoints; i++)
         SP_TRY(open_endpoint(port, comm->links.transports[i]));
     for (int p = 0; p < comm->world_size; p++)
@@ -117,8 +118,11 @@ static spccl_status meet(const sp_port *port)
     spccl_comm *comm = port->c->g->comm;
     size_t bytes = SP_TRANSPORTS_MAX * sizeof(struct address);
     struct address *mine = sp_calloc((size_t)comm->world_size + 1, bytes), *all = NULL;
-    spccl_status st = mine == NULL ? SP_FAIL(SPCCL_ERR_NOMEM, "%zu bytes for addresses", bytes)
-                                   : find_addresses(port, mine);
+    spccl_status st =
+        mine == NULL
+            ? SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: addresses of the proxies of a set of channels: %zu bytes",
+                      comm->rank, ((size_t)comm->world_size + 1) * bytes)
+            : find_addresses(port, mine);
     SP_TRY_TO(out, st, sp_gpu_agree(comm, st));
     all = mine + SP_TRANSPORTS_MAX;
     st = spccl_all_gather(comm, mine, all, bytes, SPCCL_UINT8, NULL);

@@ -234,19 +234,21 @@ static spccl_status check_size(const sp_attach *a, const struct hosts *h)
         return SPCCL_OK;
     if (h->n_hosts == 1)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                       "group \"%s\" has %d ranks on one host, GPU collectives take at most %d there",
+                       "group \"%s\" has %d ranks on one host, GPU collectives take at most %d there: make "
+                       "smaller groups",
                        a->comm->name, n, SP_GPU_HOST_RANKS_MAX);
     if (h->n_hosts > SP_REMOTE_HOSTS_MAX || h->most > SP_REMOTE_HERE_MAX || h->least != h->most)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "group \"%s\" has %d ranks on %u hosts, %u to %u on each; GPU collectives of more "
-                       "than %d ranks take at most %u hosts with the same number of ranks, at most %u",
+                       "than %d ranks take at most %u hosts with the same number of ranks, at most %u on "
+                       "each: change the ranks of the group",
                        a->comm->name, n, h->n_hosts, h->least, h->most, SP_GPU_HOST_RANKS_MAX,
                        SP_REMOTE_HOSTS_MAX, SP_REMOTE_HERE_MAX);
     if (a->comm->schedule_forced &&
         (a->comm->schedule == SP_SCHED_DIRECT || a->comm->schedule == SP_SCHED_ONESHOT))
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "group \"%s\" has %d ranks: GPU collectives of more than %d ranks relay results and "
-                       "take two hops, which schedule %s (SPCCL_SCHEDULE) forbids",
+                       "take two hops, which schedule %s (SPCCL_SCHEDULE) forbids: set SPCCL_SCHEDULE=auto",
                        a->comm->name, n, SP_GPU_HOST_RANKS_MAX,
                        a->comm->schedule == SP_SCHED_DIRECT ? "direct" : "oneshot");
     return SPCCL_OK;

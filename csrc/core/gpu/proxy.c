@@ -218,7 +218,8 @@ spccl_status sp_proxies_meet(sp_proxies *r)
     struct address *all = sp_calloc((size_t)r->g->comm->world_size * r->n_proxies, sizeof *all);
     spccl_status st;
     if (all == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "addresses of %u proxies of each rank", r->n_proxies);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: addresses of %u proxies of each rank", r->g->comm->rank,
+                       r->n_proxies);
     st = swap_addresses(r, all);
     if (st == SPCCL_OK)
         st = add_peers(r, all);
