@@ -59,8 +59,8 @@ struct __align__(16) sp_gather_smem
     uint64_t barriers[2]; // of the receive side
 };
 
-// In groups on several hosts: how many contributions an owner takes at a time. With more ranks than a warp has lanes for,
-// few, so that each has more space in the pool.
+// In groups on several hosts: how many contributions an owner takes at a time. All of them if the pool has an entry for
+// each; otherwise 8, so that each has more space in the pool.
 __device__ __forceinline__ uint32_t sp_turn_links(uint32_t n_peers)
 {
     return n_peers < SP_GPU_HOST_RANKS_MAX ? n_peers : 8;
