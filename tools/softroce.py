@@ -3,6 +3,8 @@
 The guest runs Debian's own kernel, which is unpacked and not installed. Its root is this machine's root, read-only: it
 runs the programs that were built here. Nothing on this machine is changed, and no network of it is used.
 On a machine that has a device with an active port, the programs run on that device, without the tests that break links.
+
+    python3 tools/softroce.py build/gcc    # rates of transport ib against ib_write_bw (Debian: perftest), in that guest
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -131,12 +134,12 @@ def _qemu(folder: Path) -> list[object]:
     ]
 
 
-def _run_guest(programs: Path, gpu_programs: Path) -> list[str]:
-    """Run tests.sh in the guest. Returns its output. Raises Skip if the guest does not start."""
+def _run_guest(programs: Path, gpu_programs: Path, script: str = "tests.sh") -> list[str]:
+    """Run a script of PARTS in the guest. Returns its output. Raises Skip if the guest does not start."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("guest.sh", "tests.sh"):
-            shutil.copy(PARTS / part, folder)
+        shutil.copy(PARTS / "guest.sh", folder)
+        shutil.copy(PARTS / script, folder / "tests.sh")
         quoted = [str(p).replace("'", "'\\''") for p in (programs, gpu_programs)]
         (folder / "settings").write_text(f"PROGRAMS='{quoted[0]}'\nGPU_PROGRAMS='{quoted[1]}'\n")
         _, lines = run(_qemu(folder), "softroce", timeout_s=LIMIT_S)
@@ -146,7 +149,7 @@ def _run_guest(programs: Path, gpu_programs: Path) -> list[str]:
     text = text.split("SOFTROCE_UP", 1)[1]
     say(text)
     if not re.search(r"SOFTROCE_RC=0$", text, re.MULTILINE):
-        raise EnvError("transport ib: a test failed in the virtual machine; see build/logs/softroce.log")
+        raise EnvError("transport ib: a program failed in the virtual machine; see build/logs/softroce.log")
     return text.splitlines()
 
 
@@ -172,3 +175,18 @@ def run_ib_tests(build: Path, gpu_build: Path) -> str:
     counts = [re.fullmatch(r"(\d+) checks, 0 failed", line) for line in lines]
     total = sum(int(count.group(1)) for count in counts if count)
     return f"software RoCE in a virtual machine: {total} checks; {next(s for s in lines if 'retransmissions' in s)}"
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "bench/micro/spccl_bench_transport").exists():
+        sys.exit("softroce: wanted a build folder with bench/micro/spccl_bench_transport: build/gcc after `make test`")
+    if shutil.which("ib_write_bw") is None:
+        sys.exit("softroce: no ib_write_bw (Debian, as root: apt-get install perftest)")
+    _need_packages()
+    _need_kernel()
+    programs = Path(sys.argv[1]).resolve() / "tests/c"
+    _run_guest(programs, programs, "bench.sh")
+
+
+if __name__ == "__main__":
+    main()
