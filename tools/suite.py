@@ -84,9 +84,10 @@ ONE_THREAD = (
 # Tests that do not depend on the kernels: one instruction set is enough. test_plan_cost compares bytes of schedules.
 NO_KERNELS = (
     r"test_(abi|atfork|auth|completion|create_fails|descriptors|disagree|fault_injection|faults|fork|gpu_group|"
-    r"gpu_none|gpu_order|gpu_watchdog|ib_wire|local_socket|ncclnet|ncclnet_load|ncclnet_ring|nvlink|plan_cost|"
-    r"proxy_wire|rendezvous|sched|secret|settings|tcp_drain|tcp_endings|tcp_priority|tcp_window|threads|transport|"
-    r"transport_faults|transport_forks|tune_gpu)$|example_(installed|pkg_config)$"
+    r"gpu_channels|gpu_direct|gpu_none|gpu_order|gpu_watchdog|ib_wire|link_rate|local_socket|ncclnet|ncclnet_load|"
+    r"ncclnet_ring|nics|nvlink|plan_cost|proxy_wire|rendezvous|sched|secret|settings|startup|tcp_drain|tcp_endings|"
+    r"tcp_priority|tcp_window|threads|transport|transport_faults|transport_forks|tune_gpu)$|"
+    r"example_(installed|pkg_config)$"
 )
 # Tests that run every instruction set of the machine themselves, whatever SPCCL_CPU_ISA says.
 EVERY_ISA = r"test_(kernels|kernels_codec|kernels_reduce|mean|prune_kernels)$"

@@ -80,6 +80,7 @@ static void join(const struct scenario *s, struct shared *shared, int rank)
     }
     for (int64_t start_ms = now_ms(); !atomic_load(&shared->made) && now_ms() - start_ms < 30000;)
         sleep_ms(1);
+    CHECK(atomic_load(&shared->made), "rank 0 made no id within 30 s");
     CHECK_OK(spccl_comm_init_rank(&shared->id, rank, 2, NULL, &comm));
     if (comm == NULL)
         return;

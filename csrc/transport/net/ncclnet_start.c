@@ -72,10 +72,12 @@ static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *no
 /* Of all devices that the plugin's queues share. */
 static uint32_t plugin_mbps(const struct sp_ncclnet *ep)
 {
-    uint32_t mbps = 0;
-    for (int i = 0; i < ep->n_used; i++)
-        mbps += (uint32_t)ep->plugin->devices[ep->used[i]].speed_mbps;
-    return mbps;
+    uint64_t mbps = 0;
+    for (int i = 0; i < ep->n_used; i++) {
+        int64_t its = ep->plugin->devices[ep->used[i]].speed_mbps; /* what the plugin says */
+        mbps += its > 0 ? (uint64_t)its : 0;
+    }
+    return mbps < UINT32_MAX ? (uint32_t)mbps : UINT32_MAX;
 }
 
 /* True if the rates say that tcp carries the pair. Both ranks get the same answer: both know the same facts. */
