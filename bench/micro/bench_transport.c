@@ -1,9 +1,10 @@
 /* bench_transport.c - latency and throughput of each transport between two processes; inproc has two threads.
- *   spccl_bench_transport [--csv FILE] [--transport NAME] [--megabytes N]
+ *   spccl_bench_transport [--csv FILE] [--transport NAME] [--megabytes N] [--untouched 1]
  *   latency     half of the round trip of a 64-byte message, in us: median and 99th percentile. The receiver
  *               polls (spin) or sleeps (sleep).
  *   throughput  one way, messages of 1 KiB to 256 KiB, in GB/s (1e9 bytes of payload per second): median of 5
- *               runs. The sender writes with memset, the receiver sums words; both work in place.
+ *               runs. The sender writes with memset, the receiver sums words; both work in place. With
+ *               --untouched 1 neither touches the payload, as in ib_write_bw, and latency is not measured.
  * Ranks are not pinned to cores. With fewer than two free cores, ranks that poll delay each other. */
 #include "core/base/clock.h"
 #include "core/contract/transport.h"
@@ -22,6 +23,7 @@
 #define N_ROUNDS_MAX 200000
 static size_t total_bytes = (size_t)64
                             << 20; /* of one run of throughput; latency takes rounds in proportion */
+static bool untouched;             /* payload is neither written nor read */
 #define N_RUNS 5
 #define QUEUE_BYTES ((size_t)1 << 20)
 #define NS_PER_S 1e9
@@ -80,7 +82,8 @@ static void send_message(struct side *s, size_t bytes, int fill, bool asleep)
     while ((st = s->t->reserve(s->ep, 1 - s->rank, 0, bytes, &space)) == SPCCL_AGAIN)
         idle(s, asleep);
     must(st, "reserve");
-    memset(space, fill, bytes);
+    if (!untouched)
+        memset(space, fill, bytes);
     must(s->t->commit(s->ep, 1 - s->rank, 0, 0), "commit");
     s->n_sent++;
 }
@@ -94,7 +97,7 @@ static uint64_t take_message(struct side *s, bool asleep)
     while ((st = s->t->peek(s->ep, 1 - s->rank, 0, &p, &bytes)) == SPCCL_AGAIN)
         idle(s, asleep);
     must(st, "peek");
-    for (size_t i = 0; i + 8 <= bytes; i += 8) {
+    for (size_t i = 0; i + 8 <= bytes && !untouched; i += 8) {
         memcpy(&word, (const uint8_t *)p + i, 8);
         sum += word;
     }
@@ -190,8 +193,10 @@ static void *run_side(void *arg)
     while ((st = s->t->connect_step(s->ep)) == SPCCL_AGAIN)
         usleep(100);
     must(st, "connect");
-    measure_latency(s, false);
-    measure_latency(s, true);
+    if (!untouched) {
+        measure_latency(s, false);
+        measure_latency(s, true);
+    }
     for (int k = 0; k < (int)N_SIZES; k++)
         measure_throughput(s, k);
     s->t->close(s->ep);
@@ -200,14 +205,17 @@ static void *run_side(void *arg)
 
 static void report(const char *name, const struct shared *r, FILE *csv)
 {
-    printf("%-7s spin %7.2f us (p99 %7.2f)  sleep %7.2f us (p99 %7.2f)  GB/s:", name, r->latency_us[0][0],
-           r->latency_us[0][1], r->latency_us[1][0], r->latency_us[1][1]);
+    printf("%-7s ", name);
+    if (!untouched)
+        printf("spin %7.2f us (p99 %7.2f)  sleep %7.2f us (p99 %7.2f)  ", r->latency_us[0][0],
+               r->latency_us[0][1], r->latency_us[1][0], r->latency_us[1][1]);
+    printf("GB/s:");
     for (size_t k = 0; k < N_SIZES; k++)
         printf("  %zu KiB %6.3f", sizes[k] >> 10, r->gbs[k]);
     printf("\n");
     if (csv == NULL)
         return;
-    for (int asleep = 0; asleep < 2; asleep++)
+    for (int asleep = 0; asleep < 2 && !untouched; asleep++)
         fprintf(csv, "%s,%s,64,%.3f,%.3f,\n", name, asleep ? "sleep" : "spin", r->latency_us[asleep][0],
                 r->latency_us[asleep][1]);
     for (size_t k = 0; k < N_SIZES; k++)
@@ -265,6 +273,8 @@ int main(int argc, char **argv)
             csv = fopen(argv[i + 1], "w");
         else if (strcmp(argv[i], "--megabytes") == 0)
             total_bytes = (size_t)(atoi(argv[i + 1]) < 1 ? 1 : atoi(argv[i + 1])) << 20;
+        else if (strcmp(argv[i], "--untouched") == 0)
+            untouched = atoi(argv[i + 1]) != 0;
     }
     if (only != NULL && sp_transport_find(only) == NULL) {
         fprintf(stderr, "no transport \"%s\"\n", only);
