@@ -55,6 +55,7 @@ struct gpusim_event {
 struct gpusim_stream {
     unsigned long long id;
     std::deque<task> tasks;
+    std::condition_variable emptied; // `tasks` has become empty
     gpusim_graph *capture = nullptr;
 };
 
@@ -85,6 +86,8 @@ bool advance(gpusim_stream &s)
             return false;
     }
     s.tasks.pop_front();
+    if (s.tasks.empty())
+        s.emptied.notify_all();
     return true;
 }
 
@@ -94,16 +97,20 @@ bool advance(gpusim_stream &s)
     mallopt(M_TRIM_THRESHOLD, 256 << 20);
     std::unique_lock<std::mutex> lock(mu);
     for (;;) {
-        bool moved = false, running;
+        bool moved = false, running = true, worked = false;
         for (gpusim_stream *s : streams)
             while (!s->tasks.empty() && advance(*s))
                 moved = true;
         if (moved)
             changed.notify_all();
         lock.unlock();
-        running = true;
-        for (int i = 0; i < 256 && running; i++)
-            running = gpusim_run_some();
+        for (int i = 0; i < 256 && running; i++) {
+            gpusim_turn turn = gpusim_run_some();
+            running = turn != GPUSIM_NO_KERNEL;
+            worked |= turn == GPUSIM_WORKED;
+        }
+        if (running && !worked) // the warps wait for threads of the host: leave the core to those
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
         lock.lock();
         if (!running && !moved && !added)
             changed.wait_for(lock, std::chrono::milliseconds(20));
@@ -188,14 +195,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t s)
 }
 cudaError_t cudaStreamQuery(cudaStream_t s)
 {
-    {
-        std::lock_guard<std::mutex> lock(mu);
-        if (s->tasks.empty())
-            return cudaSuccess;
-    }
     // Callers poll; leave the core to the device thread.
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-    return cudaErrorNotReady;
+    std::unique_lock<std::mutex> lock(mu);
+    bool done = s->emptied.wait_for(lock, std::chrono::milliseconds(2), [s] { return s->tasks.empty(); });
+    return done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamGetId(cudaStream_t s, unsigned long long *id)
 {

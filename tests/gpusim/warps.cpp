@@ -357,19 +357,19 @@ bool gpusim_kernel_done(const gpusim_kernel &kernel)
     return kernel.n_live == 0;
 }
 
-bool gpusim_run_some()
+gpusim_turn gpusim_run_some()
 {
     if (live.empty())
-        return false;
+        return GPUSIM_NO_KERNEL;
     if (below(300) == 0)
         change_pace();
     size_t i = below((unsigned)live.size());
     warp &w = *live[i];
     if (w.slow && below(16) != 0)
-        return true;
-    for (unsigned n = 1 + below(ROUNDS_MAX); n != 0 && !w.done(); n--)
-        if (!round_of(w))
-            break;
+        return GPUSIM_POLLED;
+    bool worked = !w.of->copies.empty(); // their turns count down, or they land
+    for (unsigned n = 1 + below(ROUNDS_MAX); n != 0 && !w.done() && round_of(w); n--)
+        worked = true;
     land_some(*w.of);
     if (below(64) == 0)
         flush(w, true);
@@ -378,7 +378,7 @@ bool gpusim_run_some()
         live.pop_back();
         end_warp(w);
     }
-    return true;
+    return worked ? GPUSIM_WORKED : GPUSIM_POLLED;
 }
 
 // ---- what device code calls ----

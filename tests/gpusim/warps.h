@@ -17,7 +17,9 @@ struct gpusim_kernel;
 std::shared_ptr<gpusim_kernel> gpusim_kernel_start(const std::function<void()> &thread,
                                                    gpusim_grid_size size);
 bool gpusim_kernel_done(const gpusim_kernel &kernel);
-// Run one warp, drawn at random from all kernels, for a while. False: no kernel runs.
-bool gpusim_run_some();
+// What a turn of the device thread did. POLLED: its warp only waits, or had no turn as it is slow now.
+enum gpusim_turn { GPUSIM_NO_KERNEL, GPUSIM_POLLED, GPUSIM_WORKED };
+// Run one warp, drawn at random from all kernels, for a while.
+gpusim_turn gpusim_run_some();
 
 #endif
