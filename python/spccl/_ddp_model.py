@@ -26,6 +26,16 @@ def find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParalle
     return found[0]
 
 
+def refuse_second_hook(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Raises: RuntimeError if the model has a communication hook. DDP takes one, and its error names neither."""
+    for hook, _ in vars(model).get("_comm_hooks", ()):
+        raise RuntimeError(
+            "PrunedGradients.register: this DistributedDataParallel already has the communication hook "
+            f"{getattr(hook, '__name__', hook)}, and takes only one; leave one of the two out, or wrap the model in a "
+            "new DistributedDataParallel"
+        )
+
+
 def find_ddp_by_hook(state: object) -> torch.nn.parallel.DistributedDataParallel:
     """The one DistributedDataParallel with `state` as state of its communication hook.
 

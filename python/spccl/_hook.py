@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import _hook_state, backend, prune
-from spccl.optim.checks import is_whole
+from spccl.optim.checks import is_number, is_share, is_whole
 
 from ._hook_stats import Statistics, Tally
 
@@ -45,15 +45,16 @@ class PruningHook:
         residual_dtype: torch.dtype = torch.float32,
     ):
         self._who = type(self).__name__
-        self._require("density", density, 0 < density <= 1, "in (0, 1]")
-        self._require("sample", sample, 0 < sample <= 1, "in (0, 1]")
-        self._require("leak", leak, 0 < leak <= 1, "in (0, 1]")
-        self._require("momentum", momentum, 0 <= momentum < 1, "in [0, 1)")
+        self._require("density", density, is_share(density), "in (0, 1]")
+        self._require("sample", sample, is_share(sample), "in (0, 1]")
+        self._require("leak", leak, is_share(leak), "in (0, 1]")
+        self._require("momentum", momentum, is_number(momentum) and 0 <= momentum < 1, "in [0, 1)")
         self._require("momentum", momentum, momentum == 0 or error_feedback, "0 when error_feedback is False")
         self._require("dense_steps", dense_steps, is_whole(dense_steps, 0), "a whole number, 0 to 2^32 - 1")
         self._require("warmup_steps", warmup_steps, is_whole(warmup_steps, 0), "a whole number, 0 to 2^32 - 1")
         self._require("min_numel", min_numel, is_whole(min_numel, 1, 2**63 - 1), "a whole number, 1 or more")
-        self._require("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "above 0, or None")
+        clips = clip_norm == math.inf or (is_number(clip_norm) and clip_norm > 0)
+        self._require("clip_norm", clip_norm, clip_norm is None or clips, "above 0, or None")
         self._require("norm_every", norm_every, is_whole(norm_every, 0), "a whole number, 0 to 2^32 - 1")
         self._require("seed", seed, is_whole(seed, -(2**63), 2**64 - 1), "a whole number of 64 bits")
         self._require("max_ctas", max_ctas, max_ctas is None or is_whole(max_ctas, 1), "a whole number from 1, or None")
@@ -318,3 +319,14 @@ def refuse_adam(who: str, optimizer: torch.optim.Optimizer, instead: str) -> Non
             f"dense at 0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) {instead}, or pass "
             "allow_adam=True (docs/TRAINING.md)"
         )
+
+
+def refuse_momentum(who: str, momentum: float, optimizer: torch.optim.Optimizer) -> None:
+    """Raises: ValueError if both the hook, with `momentum`, and the optimizer apply momentum."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    for group in optimizer.param_groups:
+        if momentum and group.get("momentum"):
+            raise ValueError(
+                f"{who}: momentum={group['momentum']} in {type(optimizer).__name__} and momentum={momentum} in the "
+                "hook, wanted one of them: the hook's, with momentum=0 in the optimizer (docs/TRAINING.md)"
+            )

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from spccl import _hook_state, prune
 
-from ._ddp_model import find_ddp, find_ddp_by_hook, trained, trained_numels
-from ._hook import PruningHook, refuse_adam
+from ._ddp_model import find_ddp, find_ddp_by_hook, refuse_second_hook, trained, trained_numels
+from ._hook import PruningHook, refuse_adam, refuse_momentum
 
 
 def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotations kept as strings
@@ -110,14 +110,17 @@ class PrunedGradients(PruningHook):
             optimizer: the one that will take the averaged gradients, to be checked; None: not checked.
             allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit.
         Raises: TypeError if there is no DistributedDataParallel in `model`, or more than one; RuntimeError if this
-            object is already on a model; ValueError if loaded state does not fit the model, or for an Adam-like
-            optimizer without allow_adam.
+            object is already on a model, or the model already has a hook; ValueError if loaded state does not fit the
+            model, if hook and optimizer both apply momentum, or for an Adam-like optimizer without allow_adam.
         """
-        if optimizer is not None and not allow_adam:
-            refuse_adam("PrunedGradients.register", optimizer, "without DDP")
+        if optimizer is not None:
+            if not allow_adam:
+                refuse_adam("PrunedGradients.register", optimizer, "without DDP")
+            refuse_momentum("PrunedGradients.register", self.momentum, optimizer)
         wrapped = find_ddp(model)
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
+        refuse_second_hook(wrapped)
         self._check_loaded(self._loaded, self._loaded_ranks, trained_numels(wrapped), wrapped.process_group)
         wrapped.register_comm_hook(self, pruned_gradients_hook)
         self._attach(wrapped)

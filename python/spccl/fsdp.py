@@ -16,7 +16,7 @@ from spccl import _hook_state
 from spccl import prune as prune_
 
 from ._fsdp_model import Unit, find_units
-from ._hook import PruningHook, refuse_adam
+from ._hook import PruningHook, refuse_adam, refuse_momentum
 
 _WHO = "spccl.fsdp.prune"
 
@@ -58,12 +58,15 @@ def prune(
     Returns: a `PrunedShards`, which is needed for statistics and checkpoints alone.
     Raises: TypeError if `fully_shard` was not called on the model; ValueError for a setting out of range, a model
         without replicas, a group that this rank is not in or whose ranks hold different shards, modules with several
-        meshes or another all-reduce hook, clip_norm with tensor parallelism, or for an Adam-like optimizer without
-        allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
+        meshes or another all-reduce hook, clip_norm with tensor parallelism, momentum in both the hook and the
+        optimizer, or for an Adam-like optimizer without allow_adam (use `spccl.optim.SparseSync`: docs/TRAINING.md).
     """
     hook = PrunedShards(density, **settings)
-    if optimizer is not None and not allow_adam:
-        refuse_adam(_WHO, optimizer, 'with fully_shard(..., mesh=mesh["shard"]) and group=mesh.get_group("replicate")')
+    if optimizer is not None:
+        if not allow_adam:
+            instead = 'with fully_shard(..., mesh=mesh["shard"]) and group=mesh.get_group("replicate")'
+            refuse_adam(_WHO, optimizer, instead)
+        refuse_momentum(_WHO, hook.momentum, optimizer)
     hook._attach(find_units(_WHO, model, group))
     return hook
 

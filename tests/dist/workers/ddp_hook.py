@@ -354,6 +354,33 @@ class Wrapper(torch.nn.Module):
         return self._forward_module(*args)
 
 
+def second_hook_is_refused() -> None:
+    model, first = wrap({})
+    second = ddp.PrunedGradients()
+    with raises(RuntimeError, "already has the communication hook pruned_gradients_hook", "leave one of the two out"):
+        second.register(model)
+    step_once(model, wanted(RANK, 0))
+    assert first.step == 1
+    second.register(DistributedDataParallel(Probe()))  # the refusal left it as it was
+
+
+def momentum_in_both_is_refused() -> None:
+    model = DistributedDataParallel(Probe())
+    hook = ddp.PrunedGradients(momentum=0.9)
+    with raises(ValueError, "momentum=0.5 in SGD and momentum=0.9 in the hook", "momentum=0 in the optimizer"):
+        hook.register(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    hook.register(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    other = DistributedDataParallel(Probe())
+    ddp.PrunedGradients().register(other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5))
+
+
+def settings_of_a_wrong_type_are_named() -> None:
+    for name in ("density", "sample", "leak", "momentum", "clip_norm"):
+        for value in ("0.1", True, float("nan")):
+            with raises(ValueError, f"PrunedGradients: {name}={value!r}, wanted"):
+                ddp.PrunedGradients(**{name: value})
+
+
 def wrapped_models() -> None:
     """register() finds the DDP module in torch.compile's and other wrappers, and names no wrapper's prefix."""
     plain_model, _ = wrap({})
@@ -433,6 +460,9 @@ CASES = [
     sparse_embedding,
     registered_by_ddp,
     one_object_on_two_models_is_refused,
+    second_hook_is_refused,
+    momentum_in_both_is_refused,
+    settings_of_a_wrong_type_are_named,
     wrapped_models,
     warning_names_the_backend,
     bytes_are_saved,
