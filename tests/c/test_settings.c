@@ -109,10 +109,10 @@ static void test_addresses(void)
     unsetenv("SPCCL_RENDEZVOUS_ADDR");
 }
 
-/* The log cannot return an error, so a bad SPCCL_LOG gives a line in the log. */
-static void test_log_level(void)
+/* What a child process that calls `body` writes to stderr. */
+static const char *stderr_of(void (*body)(void))
 {
-    char text[2000] = "";
+    static char text[2000];
     size_t used = 0;
     ssize_t n;
     int fds[2];
@@ -120,19 +120,54 @@ static void test_log_level(void)
     CHECK(pipe(fds) == 0, "pipe");
     fflush(stdout);
     if ((child = fork()) == 0) {
-        setenv("SPCCL_LOG", "loud", 1);
         dup2(fds[1], STDERR_FILENO);
-        sp_log(SP_LOG_INFO, 3, "not shown");
-        sp_log(SP_LOG_WARN, 3, "a warning");
+        body();
         _exit(0);
     }
     close(fds[1]);
     while ((n = read(fds[0], text + used, sizeof text - 1 - used)) > 0)
         used += (size_t)n;
+    text[used] = '\0';
     close(fds[0]);
     CHECK(waitpid(child, NULL, 0) == child, "waitpid");
+    return text;
+}
+
+static void log_loudly(void)
+{
+    setenv("SPCCL_LOG", "loud", 1);
+    sp_log(SP_LOG_INFO, 3, "not shown");
+    sp_log(SP_LOG_WARN, 3, "a warning");
+}
+
+/* The log cannot return an error, so a bad SPCCL_LOG gives a line in the log. */
+static void test_log_level(void)
+{
+    const char *text = stderr_of(log_loudly);
     CHECK(names(text, "SPCCL_LOG=\"loud\"", "off, error, warn, info") && strstr(text, "a warning") != NULL &&
               strstr(text, "not shown") == NULL,
+          "\"%s\"", text);
+}
+
+static void warn_twice(void)
+{
+    setenv("SPCCL_LOG", "warn", 1);
+    setenv("SPCCL_FORMT", "dense", 1);
+    setenv("SPCCL_FORMAT", "dense", 1);
+    setenv("SPCCL_ORDER", "group", 1);
+    setenv("SPCCL_TEST_SEED", "1", 1);
+    sp_env_warn_unknown();
+    sp_env_warn_unknown();
+}
+
+/* A misspelt variable has no effect. One line says so, whatever number of groups the process makes. */
+static void test_misspelt_name(void)
+{
+    const char *text = stderr_of(warn_twice), *first = strstr(text, "SPCCL_FORMT");
+    CHECK(first != NULL && strstr(first + 1, "SPCCL_FORMT") == NULL && strstr(text, "spccl info") != NULL,
+          "\"%s\"", text);
+    CHECK(strstr(text, "SPCCL_FORMAT,") == NULL && strstr(text, "SPCCL_ORDER") == NULL &&
+              strstr(text, "SPCCL_TEST") == NULL,
           "\"%s\"", text);
 }
 
@@ -253,7 +288,9 @@ static void test_cores(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"log_level", test_log_level}, /* first: SPCCL_LOG is read once */
+        {"log_level",
+         test_log_level}, /* first: SPCCL_LOG is read once, and unknown names are warned of once */
+        {"misspelt_name", test_misspelt_name},
         {"every_variable", test_every_variable},
         {"choices", test_choices},
         {"addresses", test_addresses},

@@ -29,6 +29,13 @@ def test_info_and_page_list_the_same_variables():
     assert len(entries) >= 21 and entries == {name: default for name, (default, _) in ROWS.items()}
 
 
+def test_the_library_knows_the_variables_that_python_reads():
+    """Otherwise it warns that SPCCL_ORDER, say, is misspelt (sp_env_warn_unknown)."""
+    known = (ROOT / "csrc/core/base/env.c").read_text()
+    missing = [setting.name for setting in _torch_settings.ALL if f'"{setting.name}"' not in known]
+    assert not missing, f"not in is_read_elsewhere: {missing}"
+
+
 def test_every_variable_that_is_read_is_on_the_page():
     read = set()
     for folder, pattern in (

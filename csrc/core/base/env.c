@@ -1,9 +1,13 @@
 /* env.c - see env.h. */
 #include "core/base/env.h"
 
+#include "core/base/log.h"
+
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_LOG] = {"SPCCL_LOG", "warn", "least level of lines on stderr: off, error, warn, info, debug", 0,
@@ -151,4 +155,42 @@ spccl_status sp_env_check(void)
                            v->help);
     }
     return SPCCL_OK;
+}
+
+/* The variables that other programs of the project read (docs/SETTINGS.md): python/spccl/_torch_settings.py, the build
+ * and the benchmarks. Those that begin with SPCCL_TEST_ are for tests. */
+static int is_read_elsewhere(const char *name, size_t length)
+{
+    static const char *const names[] = {"SPCCL_TORCH_GLUE", "SPCCL_CUDA_ENGINE",    "SPCCL_CUDA_FALLBACK",
+                                        "SPCCL_ORDER",      "SPCCL_BLOCKING_WAIT",  "SPCCL_CUDA",
+                                        "SPCCL_CUDA_ARCHS", "SPCCL_PREBUILD_TORCH", "SPCCL_COMMIT"};
+    if (strncmp(name, "SPCCL_TEST_", 11) == 0)
+        return 1;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strlen(names[i]) == length && strncmp(name, names[i], length) == 0)
+            return 1;
+    return 0;
+}
+
+static int is_in_table(const char *name, size_t length)
+{
+    for (int i = 0; i < SP_N_ENV; i++)
+        if (strlen(vars[i].name) == length && strncmp(name, vars[i].name, length) == 0)
+            return 1;
+    return 0;
+}
+
+void sp_env_warn_unknown(void)
+{
+    static atomic_flag done = ATOMIC_FLAG_INIT;
+    if (environ == NULL || atomic_flag_test_and_set(&done))
+        return;
+    for (char **entry = environ; *entry != NULL; entry++) {
+        size_t length = strcspn(*entry, "=");
+        if (strncmp(*entry, "SPCCL_", 6) == 0 && !is_in_table(*entry, length) &&
+            !is_read_elsewhere(*entry, length))
+            sp_log(SP_LOG_WARN, -1,
+                   "the environment has %.*s, which spccl does not know: `spccl info` lists its variables",
+                   (int)length, *entry);
+    }
 }

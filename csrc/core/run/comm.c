@@ -32,6 +32,7 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     size_t n_transports;
     int64_t n;
     SP_TRY(sp_env_check());
+    sp_env_warn_unknown();
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &n));
     comm->timeout_ms = config->timeout_ms > 0 ? config->timeout_ms : n;
     SP_TRY(sp_env_number(SP_ENV_SPIN_US, &n));
