@@ -1,7 +1,7 @@
 """The command line: `spccl info`, `verify`, `inspect`, `bench`, `plot`.
 
 Exit codes: 0 success; 1 a bad file, a wrong answer or a failed rank; 2 a bad argument. Needs click and rich;
-numpy for verify, bench and plot; matplotlib for plot; torch for the dense peer.
+numpy for verify, bench and plot; matplotlib for plot; torch for the comparison with Gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def main() -> None:
 @main.command("info")
 @click.option("--json", "as_text", is_flag=True, help="Print JSON instead of tables.")
 def info_command(as_text: bool) -> None:
-    """Show the parts of this build, the reason for each, how to get absent parts, and every setting."""
+    """Show the parts of this build and every setting.
+
+    For each part: whether it is in, why, and how to get it if it is absent.
+    """
     if as_text:
         click.echo(json.dumps(as_json(), indent=1))
         return
@@ -138,7 +141,9 @@ def _show_summary(frames: list[FrameInfo]) -> None:
 )
 @click.option("--json", "as_text", is_flag=True, help="Print JSON: every frame.")
 def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
-    """Check and explain the frames of FILE, an encoded array as spccl.encode writes it.
+    """Check and explain the frames of an encoded array.
+
+    FILE holds what spccl.encode returned.
 
     Exit code 1 if a frame does not follow docs/FORMAT.md. The frames before it are shown.
     """
@@ -194,7 +199,9 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
     help="Seconds for the whole command.",
 )
 def verify_command(device: str, ranks: int | None, transport: str | None, timeout: float) -> None:
-    """Test every collective, dtype, op, size and sparsity over ranks on this machine.
+    """Self-test: run every collective on this machine.
+
+    Tests every dtype, op, size and sparsity.
 
     numpy computes the expected results in the documented order. Exit code 1 if any bit differs.
     """
@@ -356,15 +363,15 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
 def bench_command(
     ctx: click.Context, csv_file: Path | None, codec_file: Path | None, json_file: Path | None, **options: Any
 ) -> None:
-    """Time the collectives and those of a dense peer in the same run. Columns are as in nccl-tests.
+    """Time spccl and a dense library, Gloo or NCCL. Both run in turns. Columns are as in nccl-tests.
 
     The command starts its ranks on this machine, unless torchrun started it. Results are checked before timing.
 
     Sizes are bytes per rank, counted as in nccl-tests: the output of all_gather, the input of reduce_scatter.
     Time is that of the slowest rank, the median over iterations. `wire` is the bytes that one rank sent per call.
-    ratio = time of the peer / time of spccl.
+    ratio = time of the dense library / time of spccl.
 
-    On GPUs the peer is NCCL: in each case the better of its defaults and registered symmetric windows. Time is
+    On GPUs the dense library is NCCL: in each case the better of its defaults and registered symmetric windows. Time is
     between two events on the stream.
     """
     _need("numpy", "spccl bench", "pip install numpy")
@@ -440,7 +447,9 @@ def bench_command(
     help="Figure: .png, .svg or .pdf.",
 )
 def plot_command(sources: tuple[Path, ...], output: Path) -> None:
-    """Draw the speed-up over sparsity of each collective, from files of `spccl bench --csv`.
+    """Draw the speed-up over sparsity.
+
+    One panel for each collective. CSV: a file of `spccl bench --csv`.
 
     Give a file of `spccl bench --device cuda` alone. Its figure shows 512 MiB of float32, the roofline of the
     machine, and the results of the paper that the pici format comes from.

@@ -98,7 +98,7 @@ def info() -> list[Entry]:
         ),
         Entry("python", "python", platform.python_version(), platform.python_implementation()),
         _optional("numpy", "decode without out=, spccl verify and spccl bench", "numpy"),
-        _optional("torch", 'backend="spccl", and the dense peer of spccl bench', "'torch>=2.9'"),
+        _optional("torch", 'backend="spccl", and the Gloo or NCCL of spccl bench', "'torch>=2.9'"),
         _torch_backend(),
         *_torch_glue(),
         _optional("matplotlib", "spccl plot", "'matplotlib>=3.7'"),

@@ -28,7 +28,7 @@ def _figure_module() -> Any:
 
 
 def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
-    """Draw one panel per collective: time of the dense peer / time of spccl, over the fraction of zeros.
+    """Draw one panel per collective: time of the dense library / time of spccl, over the fraction of zeros.
 
     There is a line for each (ranks, size, dtype, via). Bars go from p10 to p90; the line at 1 is the peer. The
     caption names the source files and their machines.
@@ -84,7 +84,7 @@ def speedup_over_sparsity(sources: Sequence[Path], output: Path) -> int:
         panel.set_title(collective)
         panel.set_xlabel("zeros in the input")
         panel.legend(fontsize="x-small")
-    panels[0][0].set_ylabel("speed-up over the dense peer, same run")
+    panels[0][0].set_ylabel("speed-up over the dense library, same run")
     figure.supxlabel("\n".join(captions), fontsize="x-small")
     figure.savefig(output, dpi=150)
     plt.close(figure)

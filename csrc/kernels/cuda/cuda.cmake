@@ -103,7 +103,7 @@ function(spccl_cuda_announce archs why)
 endfunction()
 
 set(SPCCL_HAS_CUDA OFF)
-set(no_cuda_why "it was configured with SPCCL_CUDA=OFF")
+set(no_cuda_why "it was configured with SPCCL_CUDA=OFF; to get it, install nvcc 12 or newer and run pip install . -C cmake.define.SPCCL_CUDA=ON")
 if(SPCCL_CUDA STREQUAL "SIM")
   if(SPCCL_SANITIZE STREQUAL "thread" OR SPCCL_FUZZ OR SPCCL_BUILD_PYTHON)
     message(FATAL_ERROR "SPCCL_CUDA=SIM is for the C tests of the GPU: without the thread sanitizer, fuzzers and Python")

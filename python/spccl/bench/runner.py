@@ -1,4 +1,4 @@
-"""Runs cases: checks the results, warms up, then times spccl and its dense peer in turns, in the same run.
+"""Runs cases: checks the results, warms up, then times spccl and a dense library in turns, in the same run.
 
 An untimed barrier, on a communicator of its own, is before each timed iteration. The time of an iteration is that
 of the slowest rank. Up to 64 KiB an iteration is a batch of calls (`Case.calls`), and its time is divided by their
@@ -75,7 +75,7 @@ class Native:
 
 
 class Torch:
-    """A process group of torch.distributed: spccl's, or the dense peer."""
+    """A process group of torch.distributed: spccl's, or the dense library's."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
