@@ -217,7 +217,8 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     const at::Tensor tensor = only(tensors, "tensor", "broadcast");
     const int root = static_cast<int>(opts.rootRank);
     TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "spccl: broadcast: src is rank ",
-                      std::to_string(opts.rootRank), " of a group of ", std::to_string(size_));
+                      std::to_string(opts.rootRank), ", wanted a rank of this group, 0 to ",
+                      std::to_string(size_ - 1));
     if (root == rank_)
         check_dense(tensor, "tensor", "broadcast");
     else

@@ -167,12 +167,12 @@ const char *redop_name(c10d::ReduceOp::RedOpType op)
 
 void refuse_reduction(const OpText &op)
 {
-    TORCH_CHECK_TYPE(
-        false, "spccl: ", op.str(),
-        ": no such reduction. sum, product, min, max: floats, int8 to int64, uint8, bool. avg: the same "
-        "without "
-        "bool. premul_sum: floats. band, bor, bxor: int8, uint8, int32, int64, bool. For other dtypes use "
-        "tensor.to(), for complex torch.view_as_real().");
+    TORCH_CHECK_TYPE(false, "spccl: ", op.str(),
+                     ": no such reduction. sum, product, min, max: float16, bfloat16, float32, float64, int8 "
+                     "to int64, uint8, "
+                     "bool. avg: the same without bool. premul_sum: the floats of these. band, bor, bxor: "
+                     "int8, uint8, int32, "
+                     "int64, bool. For other dtypes use tensor.to(), for complex torch.view_as_real().");
 }
 
 at::Tensor &only(std::vector<at::Tensor> &tensors, const char *arg, const char *op)

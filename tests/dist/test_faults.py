@@ -54,6 +54,7 @@ def test_killed_peer(case):
         assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], reports
         assert str(1 << 20) in report["text"], reports
     assert any("SPCCL_ERR_PEER" in report["text"] for report in reports), reports
+    assert any("see its output" in report["text"] for report in reports), reports
 
 
 def test_killed_peer_while_the_sparse_runner_is_made():
@@ -66,6 +67,7 @@ def test_hanging_peer():
     for report in reports[:2]:  # the second rank may learn it from the first
         assert "all_reduce" in report["text"] and "rank 2" in report["text"], reports
     assert any("SPCCL_ERR_TIMEOUT" in report["text"] for report in reports[:2]), reports
+    assert any("raise the timeout" in report["text"] for report in reports[:2]), reports
 
 
 @pytest.mark.parametrize("case", ["abort_from_a_thread", "abort_work"])

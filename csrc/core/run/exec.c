@@ -283,8 +283,11 @@ static spccl_status overdue(sp_exec *x, int op_idx)
     snprintf(wait, sizeof wait, "waiting for the network to take the last bytes");
     if (step >= 0)
         sp_step_describe_wait(x, op_idx, step, wait, sizeof wait);
-    return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: %s timed out after %" PRId64 " ms: %s", x->links->rank, what,
-                   op->a.timeout_ms, wait);
+    return SP_FAIL(SPCCL_ERR_TIMEOUT,
+                   "rank %d: %s timed out after %" PRId64
+                   " ms: %s; see the output of the ranks named, or raise the "
+                   "timeout if they are only slow",
+                   x->links->rank, what, op->a.timeout_ms, wait);
 }
 
 spccl_status sp_exec_check_deadlines(sp_exec *x)

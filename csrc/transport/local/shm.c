@@ -148,8 +148,9 @@ static void look_at_socket(struct sp_shm *ep, int rank)
         p->abort_done = 0;
         return;
     }
-    sp_ring_link_set_gone(&p->link, st == SPCCL_OK ? "sent noise over its local socket"
-                                                   : "is gone: its process ended or left the group");
+    sp_ring_link_set_gone(&p->link, st == SPCCL_OK
+                                        ? "sent noise over its local socket"
+                                        : "is gone: its process ended or left the group; see its output");
     p->state = SP_SHM_GONE;
     pthread_mutex_lock(&ep->guard.lock);
     sp_sock_close(&p->sock); /* this also removes it from the epoll set */

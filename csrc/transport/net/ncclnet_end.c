@@ -40,7 +40,7 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
     spccl_status st;
     while (!p->gone && (st = tcp->peek(ep->tcp, peer, 0, &note, &bytes)) != SPCCL_AGAIN) {
         if (st == SPCCL_ERR_PEER) {
-            set_gone(ep, p, "is gone: its process ended or left the group");
+            set_gone(ep, p, "is gone: its process ended or left the group; see its output");
         } else if (st == SPCCL_OK && !p->has_fin &&
                    sp_nn_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
             p->has_fin = true;

@@ -163,7 +163,7 @@ void sp_tcp_look_at_control(struct sp_tcp *ep, int peer)
         p->abort_done = 0;
     }
     if (st != SPCCL_OK)
-        set_gone(ep, p, "is gone: its process ended or left the group");
+        set_gone(ep, p, "is gone: its process ended or left the group; see its output");
 }
 
 static void read_socket(struct sp_tcp *ep, int peer, struct sp_tcp_socket *s)

@@ -343,8 +343,10 @@ def bad_arguments():
     x = torch.ones(6)
     with raises(ValueError, "all_reduce", "expanded", "clone"):
         dist.all_reduce(torch.ones(1).expand(6))
-    with raises(TypeError, "all_reduce(sum)", "Float8"):
+    with raises(TypeError, "all_reduce(sum)", "Float8", "float16, bfloat16, float32, float64"):
         dist.all_reduce(torch.ones(6).to(torch.float8_e4m3fn))
+    with raises(ValueError, "broadcast", f"rank {WORLD + 4}", f"wanted a rank of this group, 0 to {WORLD - 1}"):
+        dist.broadcast(x, WORLD + 4)
     with raises(TypeError, "avg", "Bool"):
         dist.all_reduce(torch.ones(6, dtype=torch.bool), dist.ReduceOp.AVG)
     with raises(TypeError, "band", "Float"):
