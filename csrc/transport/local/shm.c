@@ -149,7 +149,7 @@ static void look_at_socket(struct sp_shm *ep, int rank)
         return;
     }
     sp_ring_link_set_gone(&p->link, st == SPCCL_OK
-                                        ? "sent noise over its local socket"
+                                        ? "sent something other than an abort over its local socket"
                                         : "is gone: its process ended or left the group; see its output");
     p->state = SP_SHM_GONE;
     pthread_mutex_lock(&ep->guard.lock);
