@@ -3,13 +3,13 @@
  *
  * Errors. A function that can fail returns `spccl_status`. Its results go through its last parameters and
  * are unchanged after a failure, but a failed collective may have written part of its output buffer. After a
- * failure spccl_last_error() gives one line for the calling thread: who, where, got, wanted.
+ * failure spccl_last_error() gives one line for the calling thread: who, where, got, wanted, what to do.
  *
  * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit
  * for bit. Reductions add in rank order 0, 1, 2, ... starting from +0.0; float16 and bfloat16 are added in
  * float32 and rounded once. So all ranks and all runs get the same bits, whatever the format, the transport
  * and the schedule. Two schedules run only when asked for, because they add in orders of their own, the same
- * on all ranks and in all runs: ring and hierarchical (docs/ALGORITHMS.md). The formats are after Hough et al.
+ * on all ranks and in all runs: ring and hierarchical (docs/ALGORITHMS.md). Format pici is that of Hough et al.
  *
  * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version.
  * Initialise options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a
@@ -153,7 +153,7 @@ SPCCL_API spccl_status spccl_encode(const void *x, size_t n_elems, spccl_dtype d
 
 /* Apply an encoded array to `dst`, frame by frame. A frame is checked completely before it is applied.
  * After a bad frame the elements before it have been written; its own and all later ones are unchanged.
- *   encoded    encoded_bytes bytes, borrowed until return; no bytes can harm this process
+ *   encoded    encoded_bytes bytes, borrowed until return; any bytes are safe, as all are checked
  *   dst        [n_elems] of `dtype`; the encoded array must describe exactly n_elems elements
  * SPCCL_SET refuses an array that was encoded with a base (a delta).
  * Errors: ARG, DTYPE, ALIAS, FORMAT, VERSION, FRAME, UNSUPPORTED (ADD of float8).  Threads: any. */
@@ -191,7 +191,7 @@ typedef struct spccl_config {
     const char *transports; /* comma list tried in order, for example "shm,tcp"; NULL = default */
     uint32_t n_sockets;     /* TCP sockets per peer and queue; 0 = default */
     const uint8_t *secret;  /* [32] job secret; NULL: rank 0 draws one and puts it into the store */
-    const char *host_id;    /* ranks with another name count as on another host; NULL: found */
+    const char *host_id;    /* ranks of different names are on different hosts; NULL: the kernel's id */
     const char *schedule;   /* one of SPCCL_SCHEDULE, which wins; the same on all ranks; NULL: auto */
 } spccl_config;
 #define SPCCL_CONFIG_INIT                                                                                    \
@@ -440,10 +440,10 @@ typedef struct spccl_prune_segment { /* one parameter's part of the gradient */
 typedef struct spccl_prune_options {
     size_t struct_bytes;      /* sizeof(spccl_prune_options) */
     double density;           /* fraction of a segment to send: above 0, at most 1 */
-    double sample;            /* fraction to sample, in (0, 1]; at least 32 / density, at most 24576 */
+    double sample;            /* fraction to sample, in (0, 1]: 32 / density to 24576 elements */
     double momentum;          /* at least 0, below 1 */
     double leak;              /* above 0, at most 1 */
-    double scale;             /* above 0: factor on what is sent, not on what is kept */
+    double scale;             /* above 0: what is sent is multiplied by it; what is kept is not */
     uint32_t dense_steps;     /* this many first calls of a segment send all elements, and keep u */
     uint32_t warmup_steps;    /* in this many calls after them the density falls to `density` */
     uint32_t seed;            /* any number, the same in all calls; moves samples, and rounding to bfloat16 */

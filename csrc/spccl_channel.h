@@ -1,6 +1,6 @@
 /* spccl_channel.h - one-sided channels: kernels of the caller write to another rank's memory and signal it, without
  * a call of the host. This header has the host's functions, and the structs that kernels take. The functions for
- * kernels are in spccl_device.cuh. After MSCCL++. docs/CHANNELS.md has examples and the order of memory accesses.
+ * kernels are in spccl_device.cuh. Modelled on MSCCL++. docs/CHANNELS.md has examples and the order of memory accesses.
  *
  * A set of channels gives each rank a window: memory into which the peers put data. Each pair of ranks has
  * `n_per_peer` channels, with numbers from 0. A channel has two directions, one for each rank.
@@ -68,7 +68,7 @@ typedef struct spccl_memory_channel {
     uint64_t *peer_signals; /* in the peer's memory: what its base.signals reads */
 } spccl_memory_channel;
 
-/* What a kernel asks of the proxy. */
+/* A request of a kernel to the proxy: one put or one signal. */
 typedef enum spccl_trigger_op { SPCCL_TRIGGER_PUT = 1, SPCCL_TRIGGER_SIGNAL = 2 } spccl_trigger_op;
 typedef struct spccl_trigger {
     uint32_t op;
@@ -98,7 +98,7 @@ typedef struct spccl_channels_config {
     uint32_t kind;         /* spccl_channel_kind */
     uint64_t window_bytes; /* of each rank's window: a multiple of 16, above 0 */
     uint32_t n_per_peer;   /* channels of each pair: 1 to 1024 */
-    uint32_t n_triggers;   /* port channels: that a FIFO holds, a power of two, 2 to 4096; 0 = 64 */
+    uint32_t n_triggers;   /* port channels: most triggers in a FIFO, a power of two, 2 to 4096; 0 = 64 */
     /* Memory channels: this rank's window, window_bytes of the attached GPU's memory, from cudaMalloc or inside such an
      * allocation, a multiple of 16. It keeps its contents. The caller frees it after spccl_channels_destroy. NULL: the
      * library allocates it. Either all ranks give one, or none does. Port channels: NULL. */
@@ -120,8 +120,8 @@ typedef struct spccl_channels_config {
 SPCCL_API spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
                                              spccl_channels **out);
 /* Free a set. All ranks call it. It waits until the triggers of port channels are carried out, at most for the
- * communicator's timeout, then for the other ranks, at most 10 s. Before, the caller waits for its kernels that use
- * the channels. Accepts NULL. */
+ * communicator's timeout, then for the other ranks, at most 10 s. Before this call the caller must wait for its
+ * kernels that use the channels. Accepts NULL. */
 SPCCL_API void spccl_channels_destroy(spccl_channels *channels);
 
 /* This rank's window. *device: for kernels and CUDA copies. *host: for the host; NULL if it is GPU memory. */

@@ -1,9 +1,9 @@
 // spccl_device.cuh - the functions of one-sided channels for kernels (CUDA C++17). spccl_channel.h has the structs,
 // and the functions that make them; docs/CHANNELS.md has examples.
 //
-// Threads. Of each direction of a channel one thread at a time may signal, wait, flush, or post. Different channels
-// of a pair may be used at the same time, for example one by each thread block. A put of a memory channel is shared
-// out over as many threads as the caller likes.
+// Threads. A channel has two directions. In each, one thread at a time may signal, wait, flush, or put to a port
+// channel. Different channels of a pair may be used at the same time, for example one by each thread block. Any number
+// of threads may carry out one put to a memory channel together.
 //
 // Order. signal releases, wait acquires, both at system scope. A thread whose wait took a signal sees all that the
 // peer's thread stored before it signalled. To pass on what other threads of the block put, call __syncthreads() before
@@ -181,8 +181,8 @@ __device__ __forceinline__ bool spccl_wait(const spccl_memory_channel &c)
 }
 
 // Copy `bytes` from `src`, any memory that this GPU can read, to offset dst_off of the peer's window. Threads number
-// 0 to n_threads - 1 call it together and copy a part each; for a block: threadIdx.x and blockDim.x. src, dst_off and
-// bytes are multiples of 16. src may be overwritten once all of them have returned and met at a barrier.
+// 0 to n_threads - 1 call it together and copy a part each; for a block: threadIdx.x and blockDim.x. n_threads is at
+// least 1: with 0 the call does not return. src, dst_off and bytes are multiples of 16. src may be overwritten once all of them have returned and met at a barrier.
 __device__ __forceinline__ bool spccl_put(const spccl_memory_channel &c, uint64_t dst_off, const void *src,
                                           uint64_t bytes, uint32_t thread, uint32_t n_threads)
 {

@@ -2,8 +2,8 @@
  * transports of the communicator's links, and writes what peers send into this rank's window.
  *
  * A kernel writes triggers into the FIFO of a channel and adds to `posted`. The proxy checks each trigger, sends it,
- * and adds to `done`: the source has then been read. Of a put it may send several messages. It makes no call of CUDA,
- * as such a call may wait for a kernel that waits for the proxy.
+ * and adds 1 to `done`: the source has then been read. It may divide a put into several messages. It makes no call of
+ * CUDA, because such a call may wait for a kernel that waits for the proxy.
  *
  * A message (little-endian): u32 "SPPT", u32 spccl_trigger_op, u32 index of the channel, u32 zero, u64 offset in the
  * receiver's window (of a signal: its number, from 1), u64 bytes (of a signal: 0); then the bytes.

@@ -11,7 +11,7 @@
 
 #include "kernels/cuda/fused.cuh"
 
-// L marks members whose values differ from lane to lane. Lane i serves the links i, i + 32 ... of the pinned areas.
+// A comment that starts with L: the member's value differs from lane to lane (wait.cuh). Lane i serves the links i, i + 32 ... of the pinned areas.
 template <uint32_t WORKERS> struct sp_copy_warp {
     const sp_fused_args &a;
     uint32_t lane, n, q0; // n: workers of this CTA; q0: the first one's number

@@ -1,5 +1,5 @@
 // frame.cuh - frames on the GPU: layout, choice of the format, header. The counterpart of
-// core/format/format.c (docs/FORMAT.md). Sizes have 32 bits here, as a slice has 16 KiB.
+// core/format/format.c (docs/FORMAT.md). Sizes have 32 bits here, because a slice has at most 16 KiB.
 #ifndef SP_FRAME_CUH
 #define SP_FRAME_CUH
 

@@ -7,7 +7,7 @@
 #include "kernels/cuda/notifier.cuh"
 #include "kernels/cuda/roles.cuh"
 
-// Warps of a CTA, at most: those of its workers, then the notifier; in groups on several hosts a copy warp follows
+// The most warps of a CTA: those of its workers, then the notifier. In groups on several hosts a copy warp follows
 // (copy_warp.cuh). One CTA runs on an SM.
 #define SP_CTA_WARPS 16u
 #define SP_CTA_THREADS (SP_CTA_WARPS * 32)

@@ -1,5 +1,5 @@
 // link.cuh - the links of a worker in groups on several hosts (contract/remote.h): which peer a link leads to, and where
-// its ring, tail and credit lie at that peer's end. In groups on one host the peer slot says it all (contract/inbox.h).
+// its ring, tail and credit lie at that peer's end. In groups on one host all of this follows from the peer slot (contract/inbox.h).
 //
 // A group may have more links of queue INPUT than a warp has lanes. The lanes of a feeder or owner then have some of them
 // at a time; the positions of the others are in the worker's state.

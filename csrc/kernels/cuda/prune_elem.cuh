@@ -1,5 +1,5 @@
 // prune_elem.cuh - one element of a gradient on the GPU: dtypes of gradient, residual and velocity, and the rule of
-// prune_rule.h on them. And the table of segments.
+// prune_rule.h on them. It also has the table of segments that the kernels read.
 #ifndef SP_PRUNE_ELEM_CUH
 #define SP_PRUNE_ELEM_CUH
 

@@ -1,4 +1,5 @@
-// prune_sample.cuh - what runs before the pruning kernel: finds segments of zeros, and takes thresholds from samples.
+// prune_sample.cuh - the kernels that run before the pruning kernel: one finds segments of zeros, one takes thresholds
+// from samples.
 #ifndef SP_PRUNE_SAMPLE_CUH
 #define SP_PRUNE_SAMPLE_CUH
 

@@ -1,4 +1,5 @@
-// weights_chunk.cuh - sending weights by chunks on GPU memory: chunk_rule.h. The bits are those of the host.
+// weights_chunk.cuh - sending weights by chunks on GPU memory. The rule is in chunk_rule.h; the bits are those of the
+// host.
 #ifndef SP_WEIGHTS_CHUNK_CUH
 #define SP_WEIGHTS_CHUNK_CUH
 

@@ -1,4 +1,4 @@
-// work_split.cuh - which parts a collective consists of, and which slices of it a worker has.
+// work_split.cuh - which transfers a collective consists of, and which slices of the array a worker has.
 #ifndef SP_WORK_SPLIT_CUH
 #define SP_WORK_SPLIT_CUH
 
