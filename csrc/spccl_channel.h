@@ -111,7 +111,6 @@ typedef struct spccl_channels_config {
 
 /* Make a set of channels. All ranks call it, at the same place in their order of calls; it ends after the
  * communicator's timeout at the latest. Windows that the library allocates are zero. All ranks get the same status.
- * (Only a rank with `out` NULL does not take part: it gets ARG, the others TIMEOUT.)
  *   comm  with a GPU attached (spccl_cuda_attach)
  *   out   destroy it before the communicator; spccl_comm_destroy destroys what is left
  * Errors: ARG, STATE (no GPU is attached), VERSION (another layout), MISMATCH, NOMEM, DEVICE, UNREACHABLE (a

@@ -28,6 +28,8 @@ static struct {
     size_t free_bytes;
     bool import_fails, create_fails, launch_fails;
     bool import_fails_at[FAKE_GPUS]; /* GPUs on which nothing is mapped */
+    _Atomic bool enter_fails_at[FAKE_GPUS], pinned_fails_at[FAKE_GPUS];
+    bool import_loses_at[FAKE_GPUS]; /* GPUs that are lost when they map memory: from then on enter fails */
     uint32_t bad_rule; /* not 0: rank 0's kernels report that a frame of rank 1 breaks this rule */
     atomic_int n_memories, n_waits, n_kernels; /* memories not freed; calls of stream_wait; launches */
     atomic_int n_records, n_asked;             /* calls of event_record; of capture_id and stream_id */
@@ -39,6 +41,36 @@ static struct {
 /* Memory of each fake GPU, for the arguments of collectives. */
 static _Alignas(64) uint8_t fake_memory[FAKE_GPUS][FAKE_BYTES];
 static _Thread_local int fake_current;
+
+/* What the library has not freed: a GPU that is lost keeps it. fake_free_lost frees it. */
+#define FAKE_ALLOCATIONS 256
+static struct {
+    void *p;
+    bool is_memory; /* a sp_gpu_memory */
+} fake_allocations[FAKE_ALLOCATIONS];
+static pthread_mutex_t fake_mu = PTHREAD_MUTEX_INITIALIZER;
+
+/* Replace the entry of `was` by that of `is`. */
+static void fake_note(const void *was, void *is, bool is_memory)
+{
+    int i = 0;
+    pthread_mutex_lock(&fake_mu);
+    while (i < FAKE_ALLOCATIONS && fake_allocations[i].p != was)
+        i++;
+    if (i == FAKE_ALLOCATIONS) {
+        fprintf(stderr, "fake_gpu.h: more than %d allocations, or memory that is not the fake's\n", i);
+        abort();
+    }
+    fake_allocations[i].p = is;
+    fake_allocations[i].is_memory = is_memory;
+    pthread_mutex_unlock(&fake_mu);
+}
+static void fake_free(void *p)
+{
+    if (p != NULL)
+        fake_note(p, NULL, false);
+    free(p);
+}
 
 struct sp_gpu_memory {
     int fd;
@@ -79,6 +111,8 @@ static spccl_status fake_net_facts(int ordinal, sp_gpu_net_facts *out)
 }
 static spccl_status fake_enter(int ordinal, int *before)
 {
+    if (fake.enter_fails_at[ordinal])
+        return SP_FAIL(SPCCL_ERR_DEVICE, "fakeEnter: GPU %d is lost", ordinal);
     *before = fake_current;
     fake_current = ordinal;
     return SPCCL_OK;
@@ -115,12 +149,21 @@ static void fake_memory_destroy(sp_gpu_memory *m)
         munmap(m->at, m->bytes);
     if (m->fd >= 0)
         close(m->fd);
-    free(m);
+    fake_free(m);
     fake.n_memories--;
+}
+static inline void fake_free_lost(void)
+{
+    for (int i = 0; i < FAKE_ALLOCATIONS; i++)
+        if (fake_allocations[i].is_memory)
+            fake_memory_destroy(fake_allocations[i].p);
+        else
+            fake_free(fake_allocations[i].p);
 }
 static spccl_status fake_map(int fd, size_t bytes, sp_gpu_memory **out)
 {
     sp_gpu_memory *m = calloc(1, sizeof *m);
+    fake_note(NULL, m, true);
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     *m = (sp_gpu_memory){.fd = fd, .bytes = bytes, .at = at == MAP_FAILED ? NULL : at};
     fake.n_memories++;
@@ -157,8 +200,10 @@ static spccl_status fake_memory_export(sp_gpu_memory *m, uint8_t *handle, int *f
 static spccl_status fake_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,
                                        sp_gpu_memory **out)
 {
-    if (fake.import_fails || fake.import_fails_at[ordinal] || fd < 0 || sp_load_le64(handle) != bytes ||
-        handle[SP_GPU_HANDLE_BYTES - 1] != 0x5a)
+    if (fake.import_loses_at[ordinal])
+        fake.enter_fails_at[ordinal] = true;
+    if (fake.import_loses_at[ordinal] || fake.import_fails || fake.import_fails_at[ordinal] || fd < 0 ||
+        sp_load_le64(handle) != bytes || handle[SP_GPU_HANDLE_BYTES - 1] != 0x5a)
         return SP_FAIL(SPCCL_ERR_DEVICE, "fakeImport: refused");
     return fake_map(dup(fd), bytes, out);
 }
@@ -169,17 +214,36 @@ static void *fake_memory_address(const sp_gpu_memory *m)
 
 static spccl_status fake_pinned_create(size_t bytes, void **host, void **device)
 {
+    if (fake.pinned_fails_at[fake_current])
+        return SP_FAIL(SPCCL_ERR_NOMEM, "fakePinned: %zu bytes", bytes);
     *host = *device = calloc(1, bytes);
-    return *host != NULL ? SPCCL_OK : SP_FAIL(SPCCL_ERR_NOMEM, "fakePinned: %zu bytes", bytes);
+    if (*host == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "fakePinned: %zu bytes", bytes);
+    fake_note(NULL, *host, false);
+    return SPCCL_OK;
+}
+static spccl_status fake_upload(int ordinal, const void *host, size_t bytes, void **out)
+{
+    (void)ordinal;
+    *out = malloc(bytes);
+    memcpy(*out, host, bytes);
+    fake_note(NULL, *out, false);
+    return SPCCL_OK;
+}
+static void fake_unload(int ordinal, void *p)
+{
+    (void)ordinal;
+    fake_free(p);
 }
 static spccl_status fake_control_create(sp_gpu_control **host, sp_gpu_control **device)
 {
     *host = *device = calloc(1, sizeof **host);
+    fake_note(NULL, *host, false);
     return SPCCL_OK;
 }
 static void fake_control_destroy(sp_gpu_control *host)
 {
-    free(host);
+    fake_free(host);
 }
 static spccl_status fake_read(void *host, const void *device, size_t bytes)
 {
@@ -190,6 +254,7 @@ static spccl_status fake_read(void *host, const void *device, size_t bytes)
 static spccl_status fake_event_create(void **out)
 {
     *out = calloc(1, sizeof(struct fake_event));
+    fake_note(NULL, *out, false);
     return SPCCL_OK;
 }
 static spccl_status fake_event_record(void *event, void *stream)
@@ -373,7 +438,9 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .memory_address = fake_memory_address,
     .memory_destroy = fake_memory_destroy,
     .pinned_create = fake_pinned_create,
-    .pinned_destroy = free,
+    .pinned_destroy = fake_free,
+    .upload = fake_upload,
+    .unload = fake_unload,
     .control_create = fake_control_create,
     .control_destroy = fake_control_destroy,
     .read = fake_read,
@@ -381,7 +448,7 @@ const sp_gpu_ops sp_gpu_ops_fake = {
     .event_record = fake_event_record,
     .event_query = fake_event_query,
     .stream_wait = fake_stream_wait,
-    .event_destroy = free,
+    .event_destroy = fake_free,
     .stream_query = fake_stream_query,
     .capture_id = fake_capture_id,
     .stream_id = fake_stream_id,

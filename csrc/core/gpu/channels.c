@@ -28,8 +28,9 @@ struct facts {
 };
 _Static_assert(sizeof(struct facts) == 512, "no padding, and the same for every compiler");
 
-/* A creation under way. */
+/* A creation under way. c: NULL if there was no memory for it; such a rank takes part in the first exchange only. */
 struct creation {
+    sp_gpu_comm *g;
     spccl_channels *c;
     /* Of memory channels; window_share: NULL if the library allocates windows. */
     sp_gpu_share *share, *window_share;
@@ -84,7 +85,7 @@ static spccl_status still_whole(void *ctx)
 static spccl_status open_share(struct creation *n, const char *what, sp_gpu_share **share,
                                uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES])
 {
-    sp_gpu_comm *g = n->c->g;
+    sp_gpu_comm *g = n->g;
     spccl_comm *comm = g->comm;
     sp_gpu_share_config sc = {.rank = comm->rank,
                               .world_size = comm->world_size,
@@ -102,9 +103,13 @@ static spccl_status open_share(struct creation *n, const char *what, sp_gpu_shar
     return sp_gpu_share_address(*share, address);
 }
 
-static spccl_status read_call(struct creation *n, const spccl_channels_config *given)
+static spccl_status read_call(struct creation *n, const spccl_channels_config *given, bool has_out)
 {
     spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
+    if (!has_out)
+        return SP_FAIL(SPCCL_ERR_ARG, "out is NULL");
+    if (n->c == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "out of memory: %zu bytes of host memory", sizeof *n->c);
     SP_TRY(sp_options_copy("spccl_channels_config", given, &config, sizeof config));
     SP_TRY(check_config(&config));
     n->mine.kind = n->c->kind = config.kind;
@@ -123,7 +128,7 @@ static spccl_status read_call(struct creation *n, const spccl_channels_config *g
 /* Errors: those of a rank whose call was wrong; MISMATCH. All ranks come to the same result. */
 static spccl_status compare(const struct creation *n)
 {
-    const spccl_comm *comm = n->c->g->comm;
+    const spccl_comm *comm = n->g->comm;
     for (int r = 0; r < comm->world_size; r++) {
         const struct facts *f = &n->all[r], *first = &n->all[0];
         if (f->magic != MAGIC)
@@ -248,13 +253,13 @@ static spccl_status map_all(struct creation *n, sp_gpu_share **share, size_t add
 {
     uint8_t addresses[SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
     spccl_status st;
-    for (size_t r = 0; r < (size_t)n->c->g->comm->world_size; r++)
+    for (size_t r = 0; r < (size_t)n->g->comm->world_size; r++)
         memcpy(addresses + r * SP_GPU_SHARE_ADDRESS_BYTES, (const uint8_t *)&n->all[r] + address_at,
                SP_GPU_SHARE_ADDRESS_BYTES);
     st = sp_gpu_share_exchange(*share, own, bytes, addresses, out);
     sp_gpu_share_close(*share);
     *share = NULL;
-    return sp_gpu_agree(n->c->g->comm, st);
+    return sp_gpu_agree(n->g->comm, st);
 }
 
 static spccl_status map_memory(struct creation *n)
@@ -290,11 +295,10 @@ static void free_set(spccl_channels *c)
     sp_free(c);
 }
 
-static spccl_status run(struct creation *n, const spccl_channels_config *given)
+static spccl_status run(struct creation *n, const spccl_channels_config *given, bool has_out)
 {
-    spccl_comm *comm = n->c->g->comm;
-    spccl_status st = read_call(n, given);
-    n->mine.magic = MAGIC;
+    spccl_comm *comm = n->g->comm;
+    spccl_status st = read_call(n, given, has_out);
     n->mine.status = (int32_t)st;
     if (st != SPCCL_OK)
         snprintf(n->mine.error, sizeof n->mine.error, "%s", spccl_last_error());
@@ -311,21 +315,32 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given)
     return map_memory(n);
 }
 
+/* The GPU cannot be entered: its memory and pinned memory stay. */
+static void abandon_set(spccl_channels *c)
+{
+    sp_port_close(c->port); /* its thread must not outlive g */
+    sp_free(c);
+}
+
 /* Before memory that peers may have mapped is freed after a failure: no rank frees it while a peer has it mapped. */
 static void end_failed(struct creation *n)
 {
-    spccl_channels *c = n->c;
-    sp_gpu_comm *g = c->g;
+    sp_gpu_comm *g = n->g;
+    bool entered;
     int before;
     close_shares(n);
-    if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK) {
-        sp_port_close(c->port); /* its thread must not outlive g; memory of a GPU that is lost stays */
+    if (n->c == NULL)
+        return;
+    entered = g->ops->enter(g->device.ordinal, &before) == SPCCL_OK;
+    if (entered)
+        unmap(n->c);
+    if (n->agreed && sp_comm_broken(g->comm) == SPCCL_OK)
+        (void)sp_gpu_agree(g->comm, SPCCL_OK); /* also without the GPU: the others wait for this rank */
+    if (!entered) {
+        abandon_set(n->c);
         return;
     }
-    unmap(c);
-    if (n->agreed && sp_comm_broken(g->comm) == SPCCL_OK)
-        (void)sp_gpu_agree(g->comm, SPCCL_OK);
-    free_set(c);
+    free_set(n->c);
     g->ops->leave(before);
 }
 
@@ -352,30 +367,24 @@ static void log_set(const spccl_channels *c)
 spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
                                    spccl_channels **out)
 {
-    struct creation *n;
-    sp_gpu_comm *g = NULL;
+    struct creation n = {
+        .mine = {.magic = MAGIC}}; /* on the stack: a rank without memory must tell the others */
     char text[1024];
     spccl_status st;
-    SP_TRY(sp_gpu_comm_get(comm, "spccl_channels_create", &g));
-    if (out == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_channels_create: out is NULL");
-    n = sp_calloc(1, sizeof *n);
-    if (n == NULL || (n->c = sp_calloc(1, sizeof *n->c)) == NULL) {
-        sp_free(n);
-        return SP_FAIL(SPCCL_ERR_NOMEM, "spccl_channels_create: %zu bytes", sizeof *n + sizeof *n->c);
-    }
-    n->c->g = g;
-    st = run(n, config);
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_channels_create", &n.g));
+    n.c = sp_calloc(1, sizeof *n.c);
+    if (n.c != NULL)
+        n.c->g = n.g;
+    st = run(&n, config, out != NULL);
     if (st == SPCCL_OK) {
-        add_to_list(n->c);
-        log_set(n->c);
-        *out = n->c;
-    } else {
-        snprintf(text, sizeof text, "%s", spccl_last_error());
-        end_failed(n);
-        sp_set_error(text); /* freeing may have overwritten it */
+        add_to_list(n.c);
+        log_set(n.c);
+        *out = n.c;
+        return SPCCL_OK;
     }
-    sp_free(n);
+    snprintf(text, sizeof text, "%s", spccl_last_error());
+    end_failed(&n);
+    sp_set_error(text); /* freeing may have overwritten it */
     return st;
 }
 
@@ -384,6 +393,7 @@ spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config
 void spccl_channels_destroy(spccl_channels *c)
 {
     sp_gpu_comm *g;
+    bool entered;
     int before;
     if (c == NULL || sp_process_forked(c->g->comm->process_stamp))
         return;
@@ -397,13 +407,17 @@ void spccl_channels_destroy(spccl_channels *c)
     pthread_mutex_unlock(&g->channels_mu);
     sp_port_drain(c->port);
     sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
-    sp_port_close(c->port); /* also if the next call fails: its thread must not outlive g */
+    sp_port_close(c->port); /* before memory that it uses */
     c->port = NULL;
-    if (g->ops->enter(g->device.ordinal, &before) != SPCCL_OK)
-        return;
+    entered = g->ops->enter(g->device.ordinal, &before) == SPCCL_OK;
     if (c->kind == SPCCL_CHANNEL_MEMORY && (c->own_window != NULL || strcmp(g->handles, "ipc") == 0)) {
-        unmap(c);
+        if (entered)
+            unmap(c);
         sp_gpu_comm_wait_unmapped(g->comm, "spccl_channels_destroy");
+    }
+    if (!entered) {
+        abandon_set(c);
+        return;
     }
     free_set(c);
     g->ops->leave(before);
@@ -434,6 +448,15 @@ void sp_channels_stop(sp_gpu_comm *g)
     for (spccl_channels *c = g->channels; c != NULL; c = c->next) {
         sp_port_close(c->port);
         c->port = NULL;
+    }
+}
+
+void sp_channels_abandon(sp_gpu_comm *g)
+{
+    while (g->channels != NULL) {
+        spccl_channels *c = g->channels;
+        g->channels = c->next;
+        abandon_set(c);
     }
 }
 

@@ -61,6 +61,8 @@ void sp_channels_unmap(sp_gpu_comm *g);
 void sp_channels_drain(sp_gpu_comm *g);
 /* Stop the proxies of all sets of g. A kernel may still use the memory. */
 void sp_channels_stop(sp_gpu_comm *g);
+/* End all sets of g, whose GPU cannot be entered: GPU memory and pinned memory stay. */
+void sp_channels_abandon(sp_gpu_comm *g);
 /* Free all sets of g, without waiting for anything. g's GPU is current. */
 void sp_channels_free_all(sp_gpu_comm *g);
 

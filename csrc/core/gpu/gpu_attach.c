@@ -7,7 +7,6 @@
 #include "core/gpu/gpu_attach.h"
 #include "core/gpu/proxy.h"
 
-#include "core/base/abi.h"
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
@@ -39,7 +38,7 @@ static int weight(int32_t status)
 }
 
 /* Exchange each rank's status. All return the same: OK, or the status of greatest weight, of the lowest such
- * rank. */
+ * rank, whose error names a rank. */
 spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
 {
     struct rank_status mine = {.status = st}, all[SP_GPU_RANKS_MAX];
@@ -53,7 +52,9 @@ spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
     if (all[worst].status == SPCCL_OK)
         return SPCCL_OK;
     all[worst].text[sizeof all[worst].text - 1] = '\0';
-    return SP_FAIL((spccl_status)all[worst].status, "%s", all[worst].text);
+    if (strstr(all[worst].text, "rank ") != NULL)
+        return SP_FAIL((spccl_status)all[worst].status, "%s", all[worst].text);
+    return SP_FAIL((spccl_status)all[worst].status, "rank %d: %s", worst, all[worst].text);
 }
 
 /* ---- memory ---- */
@@ -156,9 +157,9 @@ static spccl_status connect_hosts(sp_attach *a)
     return sp_gpu_agree(a->comm, sp_proxies_start(a->g->proxies));
 }
 
-static spccl_status run(sp_attach *a, const spccl_cuda_config *config)
+static spccl_status run(sp_attach *a, const spccl_cuda_config *given)
 {
-    spccl_status st = sp_attach_gather_facts(a, config);
+    spccl_status st = sp_attach_gather_facts(a, given);
     a->mine.status = (int32_t)st;
     if (st != SPCCL_OK)
         snprintf(a->mine.error, sizeof a->mine.error, "%s", spccl_last_error());
@@ -211,35 +212,36 @@ static spccl_status check_call(const spccl_comm *comm)
     return SPCCL_OK;
 }
 
+/* NULL: out of memory. */
+static sp_gpu_comm *make_comm(spccl_comm *comm)
+{
+    sp_gpu_comm *g = sp_calloc(1, sizeof *g);
+    if (g == NULL)
+        return NULL;
+    g->comm = comm;
+    g->ops = sp_gpu_ops_here();
+    pthread_mutex_init(&g->mu, NULL);
+    pthread_mutex_init(&g->look_mu, NULL);
+    pthread_mutex_init(&g->channels_mu, NULL);
+    return g;
+}
+
 spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *given)
 {
-    spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
-    sp_attach *a;
+    sp_attach a = {.comm = comm}; /* on the stack: a rank without memory must tell the others */
     char text[1024];
     spccl_status st;
     SP_TRY(check_call(comm));
-    SP_TRY(sp_options_copy("spccl_cuda_config", given, &config, sizeof config));
-    a = sp_calloc(1, sizeof *a);
-    if (a == NULL || (a->g = sp_calloc(1, sizeof *a->g)) == NULL) {
-        sp_free(a);
-        return SP_FAIL(SPCCL_ERR_NOMEM, "spccl_cuda_attach: %zu bytes", sizeof *a + sizeof *a->g);
+    a.deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
+    a.g = make_comm(comm);
+    st = run(&a, given);
+    if (st == SPCCL_OK) {
+        start(comm, a.g);
+        return SPCCL_OK;
     }
-    a->comm = a->g->comm = comm;
-    a->g->ops = sp_gpu_ops_here();
-    a->g->caller_orders = config.caller_orders != 0;
-    a->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
-    pthread_mutex_init(&a->g->mu, NULL);
-    pthread_mutex_init(&a->g->look_mu, NULL);
-    pthread_mutex_init(&a->g->channels_mu, NULL);
-    SP_TRY_TO(fail, st, run(a, &config));
-    start(comm, a->g);
-    sp_free(a);
-    return SPCCL_OK;
-fail:
     snprintf(text, sizeof text, "%s", spccl_last_error());
-    sp_gpu_share_close(a->share);
-    sp_gpu_comm_free(a->g);
-    sp_free(a);
+    sp_gpu_share_close(a.share);
+    sp_gpu_comm_free(a.g);
     sp_set_error(text); /* freeing may have overwritten it */
     return st;
 }

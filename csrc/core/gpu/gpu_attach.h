@@ -36,7 +36,8 @@ typedef enum {
 
 typedef struct sp_attach {
     spccl_comm *comm;
-    sp_gpu_comm *g;
+    sp_gpu_comm
+        *g; /* NULL: there was no memory for it; such a rank takes part in the exchange of facts only */
     sp_gpu_share *share;
     sp_gpu_facts mine, all[SP_GPU_RANKS_MAX];
     bool spans_hosts;
@@ -46,7 +47,7 @@ typedef struct sp_attach {
 /* ---- gpu_facts.c ---- */
 
 /* Set a->mine, and open a->share. Errors: any reason why this rank cannot take part. */
-spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *config);
+spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given);
 /* From the facts of all ranks: handles, hosts, limits and shape. All ranks come to the same result. Errors:
  * MISMATCH, UNREACHABLE, SETTING, NOMEM, and those of a rank that cannot take part. */
 spccl_status sp_attach_decide(sp_attach *a);

@@ -171,8 +171,8 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
         g->ops->event_destroy(g->capture_event);
         g->ops->control_destroy(g->control);
         g->ops->leave(before);
-    } else {
-        sp_channels_stop(g);
+    } else { /* the memory of a GPU that cannot be entered stays */
+        sp_channels_abandon(g);
         sp_proxies_abandon(g->proxies);
     }
     pthread_mutex_destroy(&g->mu);
@@ -250,13 +250,16 @@ void sp_gpu_comm_wait_unmapped(spccl_comm *comm, const char *call)
 static void detach(spccl_comm *comm)
 {
     sp_gpu_comm *g = atomic_load(&comm->gpu);
-    bool drained = false;
+    bool drained = true; /* a GPU that cannot be entered runs nothing */
     int before;
     if (g == NULL)
         return;
     if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
         drained = drain(g);
         g->ops->leave(before);
+    } else {
+        sp_log(SP_LOG_ERROR, comm->rank, "group \"%s\": GPU %d cannot be entered: its memory stays: %s",
+               comm->name, g->device.ordinal, spccl_last_error());
     }
     sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
     atomic_store(&comm->gpu, NULL);

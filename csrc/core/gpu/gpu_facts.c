@@ -3,6 +3,7 @@
 #include "core/gpu/gpu_attach.h"
 #include "core/gpu/proxy.h"
 
+#include "core/base/abi.h"
 #include "core/base/env.h"
 
 #include <stdio.h>
@@ -97,7 +98,7 @@ static spccl_status still_whole(void *ctx)
     return sp_comm_broken(comm);
 }
 
-spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *config)
+static spccl_status open_share(sp_attach *a)
 {
     spccl_comm *comm = a->comm;
     sp_gpu_share_config sc = {.rank = comm->rank,
@@ -108,15 +109,28 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *confi
                               .call = "spccl_cuda_attach",
                               .what = "an inbox",
                               .ops = a->g->ops,
+                              .ordinal = a->g->device.ordinal,
                               .deadline_ns = a->deadline_ns,
                               .still = still_whole,
                               .ctx = comm};
+    SP_TRY(sp_gpu_share_open(&sc, &a->share));
+    return sp_gpu_share_address(a->share, a->mine.address);
+}
+
+spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given)
+{
+    spccl_comm *comm = a->comm;
+    spccl_cuda_config values = SPCCL_CUDA_CONFIG_INIT, *config = &values;
     a->mine.magic = FACTS_MAGIC;
     a->mine.n_bytes = sizeof a->mine;
     a->mine.pid = (int32_t)getpid();
     a->mine.format = (int32_t)comm->format;
     snprintf(a->mine.version, sizeof a->mine.version, "%s", SPCCL_VERSION_TEXT);
+    SP_TRY(sp_options_copy("spccl_cuda_config", given, config, sizeof *config));
     a->mine.fallback = config->fallback;
+    if (a->g == NULL)
+        return SP_FAIL(SPCCL_ERR_NOMEM, "out of memory: %zu bytes of host memory", sizeof *a->g);
+    a->g->caller_orders = config->caller_orders != 0;
     a->mine.hops = !comm->schedule_forced ? 0 : comm->schedule == SP_SCHED_ONESHOT ? 1 : 2;
     if (config->reserved != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.reserved is %u, wanted 0", config->reserved);
@@ -130,9 +144,7 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *confi
     SP_TRY(sp_proxies_count(comm, &a->mine.n_proxies));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
-    sc.ordinal = a->g->device.ordinal;
-    SP_TRY(sp_gpu_share_open(&sc, &a->share));
-    return sp_gpu_share_address(a->share, a->mine.address);
+    return open_share(a);
 }
 
 /* ---- the decision from the facts: every rank comes to the same result ---- */

@@ -215,14 +215,17 @@ static spccl_status add_peers(const sp_proxies *r, const struct address *all)
 
 spccl_status sp_proxies_meet(sp_proxies *r)
 {
-    struct address *all = sp_calloc((size_t)r->g->comm->world_size * r->n_proxies, sizeof *all);
-    spccl_status st;
-    if (all == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: addresses of %u proxies of each rank", r->g->comm->rank,
-                       r->n_proxies);
+    spccl_comm *comm = r->g->comm;
+    struct address *all = sp_calloc((size_t)comm->world_size * r->n_proxies, sizeof *all);
+    spccl_status st = all != NULL ? SPCCL_OK
+                                  : SP_FAIL(SPCCL_ERR_NOMEM,
+                                            "rank %d ran out of memory: addresses of %u proxies of each rank",
+                                            comm->rank, r->n_proxies);
+    SP_TRY_TO(out, st, sp_gpu_agree(comm, st)); /* a rank without memory cannot take part in the exchange */
     st = swap_addresses(r, all);
     if (st == SPCCL_OK)
         st = add_peers(r, all);
+out:
     sp_free(all);
     return st;
 }

@@ -198,9 +198,17 @@ static bool is_aborted(const sp_proxy_thread *t)
     return __atomic_load_n(&t->g->control->abort, __ATOMIC_RELAXED) != 0;
 }
 
-static void *serve(void *arg)
+/* The thread ends without having returned: code that it called, such as a net plugin, called pthread_exit. */
+static void has_exited(void *arg)
 {
-    sp_proxy_thread *t = arg;
+    const sp_proxy_thread *t = arg;
+    (void)SP_FAIL(SPCCL_ERR_SYSTEM, "the proxy thread \"%s\" was ended by pthread_exit or pthread_cancel",
+                  t->name);
+    break_group(t, SPCCL_ERR_SYSTEM);
+}
+
+static void serve(sp_proxy_thread *t)
+{
     int64_t active_ns = sp_now_ns();
     uint32_t n_wakes = 0;
     spccl_status st = SPCCL_OK;
@@ -215,14 +223,26 @@ static void *serve(void *arg)
     if (st != SPCCL_OK)
         break_group(t, st);
     wait_for_stop(t);
+}
+
+static void *run(void *arg)
+{
+    pthread_cleanup_push(has_exited, arg);
+    serve(arg);
+    pthread_cleanup_pop(0);
     return NULL;
 }
 
 spccl_status sp_proxy_thread_start(sp_proxy_thread *t)
 {
-    SP_TRY(sp_thread_start(t->name, serve, t, &t->thread));
-    t->started = true;
-    return SPCCL_OK;
+    char why[300];
+    spccl_status st = sp_thread_start(t->name, run, t, &t->thread);
+    t->started = st == SPCCL_OK;
+    if (t->started)
+        return SPCCL_OK;
+    snprintf(why, sizeof why, "%s", spccl_last_error());
+    return SP_FAIL(st, "rank %d, group \"%s\": a proxy cannot start: %s", t->g->comm->rank, t->g->comm->name,
+                   why);
 }
 
 void sp_proxy_thread_wake(sp_proxy_thread *t)
