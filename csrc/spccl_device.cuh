@@ -135,8 +135,8 @@ __device__ __forceinline__ bool sp_channel_check(const spccl_channel_base &c, ui
     if (dst_off <= c.window_bytes && bytes <= c.window_bytes - dst_off && aligned && dst_off % 16 == 0 &&
         bytes % 16 == 0)
         return true;
-    if (reports)
-        sp_channel_fail(c, SPCCL_CHANNEL_BAD_PUT, dst_off, dst_off + bytes);
+    if (reports) // an end beyond 2^64 is reported as 2^64 - 1
+        sp_channel_fail(c, SPCCL_CHANNEL_BAD_PUT, dst_off, bytes > ~dst_off ? ~(uint64_t)0 : dst_off + bytes);
     return false;
 }
 
@@ -181,12 +181,17 @@ __device__ __forceinline__ bool spccl_wait(const spccl_memory_channel &c)
 }
 
 // Copy `bytes` from `src`, any memory that this GPU can read, to offset dst_off of the peer's window. Threads number
-// 0 to n_threads - 1 call it together and copy a part each; for a block: threadIdx.x and blockDim.x. n_threads is at
-// least 1: with 0 the call does not return. src, dst_off and bytes are multiples of 16. src may be overwritten once all of them have returned and met at a barrier.
+// 0 to n_threads - 1 call it together and copy a part each; for a block: threadIdx.x and blockDim.x. src, dst_off and
+// bytes are multiples of 16. Fails if thread is not below n_threads. src may be overwritten once all of them have
+// returned and met at a barrier.
 __device__ __forceinline__ bool spccl_put(const spccl_memory_channel &c, uint64_t dst_off, const void *src,
                                           uint64_t bytes, uint32_t thread, uint32_t n_threads)
 {
     const uint4 *from = (const uint4 *)src;
+    if (thread >= n_threads) { // with n_threads 0 the loops below would not end
+        spccl_detail::sp_channel_fail(c.base, SPCCL_CHANNEL_BAD_THREAD, thread, n_threads);
+        return false;
+    }
     if (!spccl_detail::sp_channel_check(c.base, dst_off, bytes, (uintptr_t)src % 16 == 0, thread == 0))
         return false;
     uint8_t *to = c.peer_window + dst_off;

@@ -103,6 +103,12 @@ __global__ static void misuse(const __grid_constant__ misuse_args a)
     case MISUSE_ODD_SOURCE:
         ok = spccl_put(a.c, 0, b.window + 4, 16, thread, n);
         break;
+    case MISUSE_NO_THREADS:
+        ok = spccl_put(a.c, 0, b.window, 16, thread, 0);
+        break;
+    case MISUSE_FAR_THREAD:
+        ok = spccl_put(a.c, 0, b.window, 16, n + 3, n);
+        break;
     }
     ok = __syncthreads_and(ok);
     if (thread == 0)

@@ -23,7 +23,9 @@ enum channel_misuse {
     MISUSE_PAST_END,
     MISUSE_FAR_OFFSET,
     MISUSE_ODD_SIZE,
-    MISUSE_ODD_SOURCE
+    MISUSE_ODD_SOURCE,
+    MISUSE_NO_THREADS,
+    MISUSE_FAR_THREAD
 };
 
 enum port_misuse {

@@ -271,9 +271,11 @@ static void test_failures(void)
          .text = "a put to or from bytes 4080 to 4112 of a window of 4096"},
         {.what = MISUSE_FAR_OFFSET,
          .wanted = SPCCL_ERR_ARG,
-         .text = "a put to or from bytes 18446744073709551600"},
+         .text = "a put to or from bytes 18446744073709551600 to beyond 2^64 of"},
         {.what = MISUSE_ODD_SIZE, .wanted = SPCCL_ERR_ARG, .text = "a put to or from bytes 0 to 24"},
         {.what = MISUSE_ODD_SOURCE, .wanted = SPCCL_ERR_ARG, .text = "multiples of 16"},
+        {.what = MISUSE_NO_THREADS, .wanted = SPCCL_ERR_ARG, .text = "of 0: wanted thread from 0"},
+        {.what = MISUSE_FAR_THREAD, .wanted = SPCCL_ERR_ARG, .text = "a put by thread"},
         {.what = MISUSE_NO_SIGNAL, .wanted = SPCCL_ERR_ABORTED, .text = "the test aborts", .aborts = true},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
@@ -305,6 +307,8 @@ static void refuses_creation(struct rank_ctx *c)
     if (!attach_gpu(c->comm, c->rank, 0))
         return;
     want(SPCCL_ERR_ARG, spccl_channels_create(NULL, &config, &channels), "comm is NULL");
+    want(SPCCL_ERR_ARG, spccl_channels_create(c->comm, &config, c->rank == 1 ? NULL : &channels),
+         "rank 1: spccl_channels_create: out is NULL"); /* on all ranks */
     want(SPCCL_ERR_ARG, spccl_channels_create(c->comm, &config, NULL), "out is NULL");
     x = config, x.layout = SPCCL_CHANNEL_LAYOUT + 1;
     refuse(c, 1, x, SPCCL_ERR_VERSION,

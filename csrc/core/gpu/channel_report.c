@@ -9,7 +9,7 @@
 static spccl_status describe(const spccl_channels *c, const spccl_channel_report *r, char *text, size_t cap)
 {
     const spccl_comm *comm = c->g->comm;
-    char where[200];
+    char where[200], end[24];
     snprintf(where, sizeof where, "rank %d, group \"%s\", GPU %d: channel %u to rank %d:", comm->rank,
              comm->name, c->g->device.ordinal, r->index, r->peer);
     switch ((spccl_channel_fault)r->fault) {
@@ -27,10 +27,17 @@ static spccl_status describe(const spccl_channels *c, const spccl_channel_report
                  where, r->wanted, r->seen, r->peer);
         return SPCCL_ERR_TIMEOUT;
     case SPCCL_CHANNEL_BAD_PUT:
+        snprintf(end, sizeof end, "%" PRIu64, r->seen);
         snprintf(text, cap,
-                 "%s a put to or from bytes %" PRIu64 " to %" PRIu64 " of a window of %" PRIu64
+                 "%s a put to or from bytes %" PRIu64 " to %s of a window of %" PRIu64
                  ": wanted offset, size and source in multiples of 16, inside the window",
-                 where, r->wanted, r->seen, c->window_bytes);
+                 where, r->wanted, r->seen == UINT64_MAX ? "beyond 2^64" : end, c->window_bytes);
+        return SPCCL_ERR_ARG;
+    case SPCCL_CHANNEL_BAD_THREAD:
+        snprintf(text, cap,
+                 "%s a put by thread %" PRIu64 " of %" PRIu64
+                 ": wanted thread from 0 to n_threads - 1, and n_threads above 0",
+                 where, r->wanted, r->seen);
         return SPCCL_ERR_ARG;
     case SPCCL_CHANNEL_NO_FAULT:
         break;
