@@ -28,8 +28,16 @@ TOOLS = ("qemu-system-x86_64", "cpio", "depmod", "modprobe", "rdma", "tc")
 MODULES = ["virtio_pci", "9pnet_virtio", "9p", "overlay", "veth", "crc32_generic", "rdma_rxe", "ib_uverbs", "sch_netem"]
 GUEST_MIB = 3072  # 16 ranks start; the host gives only what the guest touches
 LIMIT_S = 1800  # of the guest; it took 500 s on two cores with a load of 20
-PROGRAMS = ("ib_transport", "ib_transport_faults", "ib_transport_forks", "ib_collectives", "ib_peers", "ib_startup")
-GPU_PROGRAM = ("ib_cuda", "--small")  # of the build with the GPU in software
+PROGRAMS = (
+    "ib_transport",
+    "ib_transport_faults",
+    "ib_transport_forks",
+    "ib_collectives",
+    "ib_put",
+    "ib_peers",
+    "ib_startup",
+)
+GPU_PROGRAMS = ("ib_cuda",)  # of the build with the GPU in software
 
 
 def _path() -> str:
@@ -167,7 +175,8 @@ def run_ib_tests(build: Path, gpu_build: Path) -> str:
     if _has_device():
         for name in PROGRAMS:
             must_run(name, [programs / name], "softroce", show=True)
-        must_run(GPU_PROGRAM[0], [gpu_programs / GPU_PROGRAM[0], GPU_PROGRAM[1]], "softroce", show=True)
+        for name in GPU_PROGRAMS:
+            must_run(name, [gpu_programs / name, "--small"], "softroce", show=True)
         return "on a device of this machine, without the tests that break links"
     _need_packages()
     _need_kernel()

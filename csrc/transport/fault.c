@@ -247,6 +247,77 @@ static void fault_abort_peers(sp_endpoint *ep, const char *text)
         self(ep)->t->abort_peers(self(ep)->inner, text);
 }
 
+/* ---- puts ---- */
+
+static const sp_transport_puts *puts_of(sp_endpoint *ep)
+{
+    return self(ep)->cut ? NULL : self(ep)->t->puts;
+}
+
+static bool fault_device(sp_endpoint *ep, size_t i, sp_net_device *out)
+{
+    return puts_of(ep) != NULL && puts_of(ep)->device(self(ep)->inner, i, out);
+}
+
+static bool fault_reaches(sp_endpoint *ep, int peer)
+{
+    return puts_of(ep) != NULL && puts_of(ep)->reaches(self(ep)->inner, peer);
+}
+
+static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *config, sp_region **out,
+                                      uint8_t *handle)
+{
+    SP_TRY(may_fail(self(ep), "open_region"));
+    if (puts_of(ep) == NULL)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "transport %s has no puts", self(ep)->t->name);
+    return puts_of(ep)->open_region(self(ep)->inner, config, out, handle);
+}
+
+static void fault_close_region(sp_endpoint *ep, sp_region *r)
+{
+    if (puts_of(ep) != NULL)
+        puts_of(ep)->close_region(self(ep)->inner, r);
+}
+
+static uint32_t fault_room(sp_endpoint *ep, int peer)
+{
+    struct fault *f = self(ep);
+    if (puts_of(ep) == NULL)
+        return 0;
+    if (one_in(f, f->plan.hold_one_in)) {
+        f->changed = true;
+        return 0;
+    }
+    return f->t->puts->room(f->inner, peer);
+}
+
+static spccl_status fault_put(sp_endpoint *ep, int peer, int queue, const sp_put *put)
+{
+    return puts_of(ep) == NULL ? gone(self(ep), peer) : puts_of(ep)->put(self(ep)->inner, peer, queue, put);
+}
+
+static spccl_status fault_flush(sp_endpoint *ep, int peer, int queue)
+{
+    struct fault *f = self(ep);
+    if (puts_of(ep) == NULL)
+        return gone(f, peer);
+    if (one_in(f, f->plan.hold_one_in)) {
+        f->changed = true;
+        return SPCCL_AGAIN;
+    }
+    return f->t->puts->flush(f->inner, peer, queue);
+}
+
+static const sp_transport_puts fault_puts = {
+    .device = fault_device,
+    .reaches = fault_reaches,
+    .open_region = fault_open_region,
+    .close_region = fault_close_region,
+    .room = fault_room,
+    .put = fault_put,
+    .flush = fault_flush,
+};
+
 static size_t fault_memory_bytes(sp_endpoint *ep)
 {
     return self(ep)->cut ? 0 : self(ep)->t->memory_bytes(self(ep)->inner);
@@ -271,6 +342,7 @@ const sp_transport sp_transport_fault = {
     .arm = fault_arm,
     .disarm = fault_disarm,
     .abort_peers = fault_abort_peers,
+    .puts = &fault_puts,
     .memory_bytes = fault_memory_bytes,
     .close = fault_close,
 };

@@ -18,8 +18,8 @@ typedef struct sp_fault_plan {
     unsigned flip_within; /* flip a bit of the first flip_within bytes only; 0: of any byte */
     unsigned cut_after;   /* `cut_rank` drops its connections after it has sent this many messages */
     int cut_rank;
-    const char
-        *fails; /* "address", "add_peer", "connect_step": this call fails on rank fails_rank; NULL: none */
+    const char *
+        fails; /* "address", "add_peer", "connect_step", "open_region": fails on rank fails_rank; NULL: none */
     int fails_rank;
 } sp_fault_plan;
 

@@ -13,6 +13,7 @@ try ./ib_transport
 try ./ib_transport_faults
 try ./ib_transport_forks
 try ./ib_collectives
+try ./ib_put
 try "$GPU_PROGRAMS/ib_cuda" --small
 try ./ib_startup
 # A lost packet is sent again after 0.27 s, in place of 1.07 s.
@@ -32,6 +33,7 @@ chmod 666 /dev/infiniband/uverbs*
 try ./ib_peers rails vc
 # Four rails, each from a device to itself.
 try env SPCCL_IB_RAILS=4 ./ib_transport exchange
+try env SPCCL_IB_RAILS=4 ./ib_put exchange
 try env SPCCL_IB_RAILS=4 ./ib_collectives random
 # Several queue pairs per device; with four devices all sixteen places of a ring are on queue pairs of their own.
 try env SPCCL_IB_QPS=2 SPCCL_IB_DEVICE=rxe0,rxe1 ./ib_transport exchange
@@ -41,6 +43,7 @@ echo "==== 1% of the packets are lost"
 tc qdisc add dev va root netem loss 1% && tc qdisc add dev vb root netem loss 1% || failed=1
 try ./ib_transport exchange
 try ./ib_collectives random
+try env SPCCL_IB_QPS=4 ./ib_put few
 echo "retransmissions: $(cat /sys/class/infiniband/rxe0/ports/1/hw_counters/completer_retry_err)" \
   "sequence errors: $(cat /sys/class/infiniband/rxe1/ports/1/hw_counters/out_of_seq_request)"
 exit $failed

@@ -20,6 +20,7 @@
 #define SP_SECRET_BYTES 32u
 #define SP_ABORT_TEXT_CAP 400u
 #define SP_QUEUES_MAX 4
+#define SP_PUTS_MAX 128u
 
 typedef struct sp_endpoint_config {
     int rank, world_size;
@@ -32,7 +33,8 @@ typedef struct sp_endpoint_config {
     uint32_t n_sharing;              /* endpoints of this rank and group that share the link; 0: 1 */
     bool tcp_too;                    /* ib, ncclnet: tcp may carry a pair for which they fail at start-up */
     bool rates_decide;               /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
-    int64_t deadline_ns;             /* for connecting to all peers (clock.h) */
+    uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */
+    int64_t deadline_ns; /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
 
 /* A network device, and whether it could reach GPU memory (GPUDirect RDMA). */
@@ -49,6 +51,50 @@ typedef struct sp_net_device {
 
 /* Opaque: each transport casts it to its own struct. */
 typedef struct sp_endpoint sp_endpoint;
+
+/* ---- puts: the network device reads this rank's memory and writes the peer's, without a copy in between ---- */
+
+/* Memory that network devices read or write. */
+typedef struct sp_region_config {
+    uint8_t *address;
+    size_t bytes;
+    int dmabuf; /* a descriptor, borrowed until return; -1: the memory is registered by its address */
+    uint64_t dmabuf_offset; /* where the memory begins in the dmabuf */
+    bool peers_write;       /* peers may write it; else it is a source of puts alone */
+    bool flush; /* with peers_write: `flush` is used for it. An endpoint has at most one such region */
+} sp_region_config;
+
+#define SP_REGION_HANDLE_BYTES 64u /* what a peer must know to write a region */
+typedef struct sp_region sp_region;
+
+typedef struct sp_put {
+    const sp_region *from;
+    const uint8_t *to; /* the handle of the peer's region */
+    size_t from_off, to_off, bytes;
+} sp_put;
+
+/* Used only after connect_step has returned OK. */
+typedef struct sp_transport_puts {
+    /* The i-th device that the endpoint uses. False: there is none. */
+    bool (*device)(sp_endpoint *ep, size_t i, sp_net_device *out);
+    /* Do puts reach the peer? Both ends get the same answer. */
+    bool (*reaches)(sp_endpoint *ep, int peer);
+    /* Register memory with all devices of the endpoint; handle[SP_REGION_HANDLE_BYTES]. Errors: SYSTEM, NOMEM. */
+    spccl_status (*open_region)(sp_endpoint *ep, const sp_region_config *config, sp_region **out,
+                                uint8_t *handle);
+    /* Accepts NULL. Before close of the endpoint, and before the memory is freed. */
+    void (*close_region)(sp_endpoint *ep, sp_region *r);
+    /* So many puts to the peer are accepted now; at most sp_endpoint_config.n_puts. */
+    uint32_t (*room)(sp_endpoint *ep, int peer);
+    /* Write bytes of a region into a region of the peer. They have arrived when the peer's peek shows the message that
+     * is reserved: between reserve and commit no other function of the endpoint is called but this one. The bytes must
+     * not change until the peer has said that it has the message. Errors: PEER, FORMAT (`to` is no handle), BUG (no
+     * room, or outside of one of the regions). */
+    spccl_status (*put)(sp_endpoint *ep, int peer, int queue, const sp_put *put);
+    /* Make what the peer put before the message that peek shows visible to the GPU to which the region belongs. AGAIN:
+     * not yet; call it again later. Errors: PEER. */
+    spccl_status (*flush)(sp_endpoint *ep, int peer, int queue);
+} sp_transport_puts;
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
@@ -118,6 +164,8 @@ typedef struct sp_transport {
     void (*disarm)(sp_endpoint *ep);
     /* Tell every peer that this rank gives up. Best effort; does not use the queues, which may be full. */
     void (*abort_peers)(sp_endpoint *ep, const char *text);
+
+    const sp_transport_puts *puts; /* NULL: it has no puts */
 
     /* Bytes of memory of the queues. The rank that made a shared segment counts it. */
     size_t (*memory_bytes)(sp_endpoint *ep);

@@ -401,6 +401,7 @@ const sp_transport sp_transport_ib = {
     .arm = ib_arm,
     .disarm = ib_disarm,
     .abort_peers = ib_abort_peers,
+    .puts = &sp_ib_puts,
     .memory_bytes = ib_memory_bytes,
     .close = ib_close,
 };

@@ -1,5 +1,5 @@
 /* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
- * ib_move.c: writes and completions. ib_end.c: how peers end.
+ * ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
  *
  * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_IB_QPS RC queue pairs. For each queue both
  * ends have a ring of segments (ncclnet_ring.h). Each queue pair has a part of the places in a ring, one after the other,
@@ -26,13 +26,14 @@
 /* Most writes and receives of a queue that can be under way on a queue pair: its segments, and its credits. */
 #define SP_IB_PER_QUEUE (SP_NN_SEGMENTS + SP_NN_SEGMENTS / SP_IB_CREDIT_STEP)
 #define SP_IB_SPARE 12 /* the probe, and writes whose completion was not asked for */
-#define SP_IB_WRITES_CAP 128u
-_Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE <= SP_IB_WRITES_CAP, "sent[] holds them all");
+#define SP_IB_WRITES_CAP 256u
+_Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE + SP_PUTS_MAX <= SP_IB_WRITES_CAP,
+               "owners[] holds them all");
 
 /* Start-up of a pair of ranks: in each stage but the last both send a note, which says what they could do. */
 enum sp_ib_stage { SP_IB_STAGE_INFO, SP_IB_STAGE_READY, SP_IB_STAGE_PROBE, SP_IB_STAGE_DONE };
 enum sp_ib_route { SP_IB_UNDECIDED, SP_IB_BY_IB, SP_IB_BY_TCP };
-enum { SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0xff };
+enum { SP_IB_OWNER_PUT = 0xfd, SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0xff };
 
 /* Segments that arrived, or that were sent, on each queue pair in order. */
 struct sp_ib_order {
@@ -52,13 +53,15 @@ struct sp_ib_rx {
     sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t announced; /* the last credit */
+    /* Segments that were here when the last flush began, and when the last one that ended began. */
+    uint64_t flushing, flushed;
 };
 
 struct sp_ib_qp {
     sp_ib_link *link;
-    int device; /* of sp_ib.devices */
+    int device, their_device; /* of sp_ib.devices, here and at the peer */
     /* Writes in the order of posting; completions come in the same order. */
-    uint32_t n_writes, n_completed, n_unsignalled;
+    uint32_t n_writes, n_completed, n_unsignalled, n_puts; /* n_puts: of those under way */
     uint8_t owners[SP_IB_WRITES_CAP]; /* of write n, at n % SP_IB_WRITES_CAP: a queue, or SP_IB_OWNER_.. */
     bool probe_sent, probe_left, probe_here;
     bool failed; /* at start-up */
@@ -94,6 +97,21 @@ struct sp_ib_peer {
     char gone_text[SP_NN_TEXT_CAP + 160];
 };
 
+/* Memory that devices read or write for puts. */
+struct sp_ib_region {
+    sp_region_config config;
+    sp_ib_memory memory[SP_IB_RAILS_MAX]; /* by device */
+};
+
+/* A flush: each device reads a byte of the region over a queue pair that is connected with itself. */
+struct sp_ib_flush {
+    struct sp_ib_region *region; /* NULL: there is none */
+    sp_ib_link *links[SP_IB_RAILS_MAX];
+    sp_ib_memory memory[SP_IB_RAILS_MAX]; /* of `word` */
+    uint64_t word;
+    uint32_t reading; /* devices that are reading now, a bit each */
+};
+
 struct sp_ib {
     sp_endpoint_config config;
     int n_devices; /* 0: none is usable */
@@ -116,6 +134,7 @@ struct sp_ib {
     bool changed; /* there is a change that arm has not reported yet */
     bool ending;  /* some peer ends */
     bool aborted;
+    struct sp_ib_flush flush;
 };
 
 static inline struct sp_ib *sp_ib_self(sp_endpoint *ep)
@@ -163,9 +182,20 @@ spccl_status sp_ib_connect_step(sp_endpoint *ep);
 /* Close the queue pairs of a peer, and the registrations of its rings. */
 void sp_ib_close_qps(struct sp_ib_peer *p);
 
+#define SP_IB_FLUSH_PEER SP_IB_PEER_MASK /* in the id of a flush; its queue pair is the device */
+
+/* ib_put.c */
+extern const sp_transport_puts sp_ib_puts;
+/* The read of a device has ended; error NULL: well. */
+void sp_ib_flush_ended(struct sp_ib *ep, uint32_t device, const char *error);
+
 /* ib_move.c */
 int sp_ib_n_writes(const struct sp_ib *ep);
 int sp_ib_n_receives(const struct sp_ib *ep);
+/* Post one write. AGAIN: too many are under way. On failure the peer has failed. */
+spccl_status sp_ib_post(struct sp_ib *ep, int peer, uint32_t qp, sp_ib_write *w, uint8_t owner);
+/* A device failed: so do all peers that use it. */
+void sp_ib_fail_device(struct sp_ib *ep, int device, const char *text);
 /* Write what may be written to a peer: segments, then credits that are due. */
 void sp_ib_send(struct sp_ib *ep, int peer);
 /* Write the probe of a queue pair. False if that failed: the queue pair has failed then. */

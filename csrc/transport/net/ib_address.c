@@ -93,6 +93,7 @@ spccl_status sp_ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addres
     for (uint32_t i = 0; i < p->n_qps; i++) {
         uint32_t rail = i / pairing.n_qps;
         p->qps[i].device = is_low ? pairing.low[rail] : pairing.high[rail];
+        p->qps[i].their_device = is_low ? pairing.high[rail] : pairing.low[rail];
     }
     SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
     p->added = true;

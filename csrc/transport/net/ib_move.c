@@ -14,7 +14,7 @@
 
 int sp_ib_n_writes(const struct sp_ib *ep)
 {
-    return ep->config.n_queues * (int)SP_IB_PER_QUEUE + SP_IB_SPARE;
+    return ep->config.n_queues * (int)SP_IB_PER_QUEUE + SP_IB_SPARE + (int)ep->config.n_puts;
 }
 
 int sp_ib_n_receives(const struct sp_ib *ep)
@@ -24,8 +24,7 @@ int sp_ib_n_receives(const struct sp_ib *ep)
 
 /* ---- writing ---- */
 
-/* AGAIN: too many writes are under way. On failure the peer has failed. */
-static spccl_status post(struct sp_ib *ep, int peer, uint32_t qp, sp_ib_write *w, uint8_t owner)
+spccl_status sp_ib_post(struct sp_ib *ep, int peer, uint32_t qp, sp_ib_write *w, uint8_t owner)
 {
     struct sp_ib_qp *p = &ep->peers[peer].qps[qp];
     spccl_status st;
@@ -63,7 +62,7 @@ static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
                          .imm = sp_ib_imm(SP_IB_DATA, queue, k),
                          .to = p->theirs.rings[queue].address + (uint64_t)(from - q->ring.memory.data),
                          .signal = k + 1 == limit || sp_ib_qp_of(p->n_qps, k + 1) != qp};
-        SP_TRY(post(ep, peer, qp, &w, (uint8_t)queue));
+        SP_TRY(sp_ib_post(ep, peer, qp, &w, (uint8_t)queue));
         q->n_posted++;
     }
     return SPCCL_OK;
@@ -78,7 +77,7 @@ static spccl_status send_credit(struct sp_ib *ep, int peer, uint32_t queue)
     sp_ib_write w = {.imm = sp_ib_imm(SP_IB_CREDIT, queue, allowed)};
     if (allowed - q->announced < SP_IB_CREDIT_STEP)
         return SPCCL_OK;
-    SP_TRY(post(ep, peer, 0, &w, SP_IB_OWNER_CREDIT));
+    SP_TRY(sp_ib_post(ep, peer, 0, &w, SP_IB_OWNER_CREDIT));
     q->announced = allowed;
     return SPCCL_OK;
 }
@@ -106,7 +105,7 @@ bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp)
                      .to = p->theirs.rings[0].address + at,
                      .signal = true};
     p->qps[qp].probe_sent = true;
-    return post(ep, peer, qp, &w, SP_IB_OWNER_PROBE) == SPCCL_OK;
+    return sp_ib_post(ep, peer, qp, &w, SP_IB_OWNER_PROBE) == SPCCL_OK;
 }
 
 /* ---- completions ---- */
@@ -130,6 +129,8 @@ static void complete_writes(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t qp,
         uint8_t owner = r->owners[++r->n_completed % SP_IB_WRITES_CAP];
         if (owner == SP_IB_OWNER_PROBE)
             r->probe_left = true;
+        else if (owner == SP_IB_OWNER_PUT)
+            r->n_puts--;
         else if (owner != SP_IB_OWNER_CREDIT)
             advance(&p->tx[owner].order, p->n_qps, qp, &p->tx[owner].ring);
     }
@@ -185,7 +186,12 @@ static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
 {
     int peer = (int)(c->id >> 32 & SP_IB_PEER_MASK);
     uint32_t qp = (uint32_t)(c->id >> 59 & 0xf);
-    struct sp_ib_peer *p = &ep->peers[peer];
+    struct sp_ib_peer *p;
+    if (peer == (int)SP_IB_FLUSH_PEER) {
+        sp_ib_flush_ended(ep, qp, c->error);
+        return;
+    }
+    p = &ep->peers[peer];
     /* Completions of a queue pair that was closed may still come. */
     if (p->failed || p->qps[qp].failed || (c->id >> 54 & SP_IB_ROUND_MASK) != (p->round & SP_IB_ROUND_MASK))
         return;
@@ -200,13 +206,12 @@ static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
     }
 }
 
-/* The completion queue of a device failed: so do all peers that use the device. */
-static void fail_device(struct sp_ib *ep, int device)
+void sp_ib_fail_device(struct sp_ib *ep, int device, const char *text)
 {
     for (int i = 0; i < ep->config.world_size; i++)
         for (uint32_t r = 0; r < ep->peers[i].n_qps; r++)
             if (ep->peers[i].qps[r].link != NULL && ep->peers[i].qps[r].device == device)
-                sp_ib_fail_peer(ep, i, r, SPCCL_ERR_PEER, "the completion queue failed");
+                sp_ib_fail_peer(ep, i, r, SPCCL_ERR_PEER, text);
 }
 
 void sp_ib_poll(struct sp_ib *ep)
@@ -220,6 +225,6 @@ void sp_ib_poll(struct sp_ib *ep)
                 handle_completion(ep, &list[i]);
         }
         if (n < 0)
-            fail_device(ep, d);
+            sp_ib_fail_device(ep, d, "the completion queue failed");
     }
 }

@@ -108,6 +108,14 @@ spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib
     return absent();
 }
 
+spccl_status sp_ib_region_open(sp_ib_context *d, const sp_region_config *config, sp_ib_memory *out)
+{
+    (void)d;
+    (void)config;
+    (void)out;
+    return absent();
+}
+
 void sp_ib_memory_close(sp_ib_memory *m)
 {
     (void)m;
@@ -149,5 +157,24 @@ spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w)
 {
     (void)l;
     (void)w;
+    return absent();
+}
+
+spccl_status sp_ib_link_open_loop(sp_ib_context *d, sp_ib_link **out)
+{
+    (void)d;
+    (void)out;
+    return absent();
+}
+
+spccl_status sp_ib_link_read(sp_ib_link *l, const void *from, uint32_t rkey, void *to, uint32_t lkey,
+                             uint64_t id)
+{
+    (void)l;
+    (void)from;
+    (void)rkey;
+    (void)to;
+    (void)lkey;
+    (void)id;
     return absent();
 }

@@ -142,7 +142,8 @@ static spccl_status open_device(struct sp_ib *ep, int d)
     for (int i = 0; i < ep->config.world_size; i++)
         n_peers += ep->peers[i].added;
     SP_TRY(take_card(ep, d));
-    SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * most_qps(ep, d) * per_qp + 1, &ep->contexts[d]));
+    /* 2: what a flush posts at most */
+    SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * most_qps(ep, d) * per_qp + 2, &ep->contexts[d]));
     return watch_context(ep, ep->contexts[d]);
 }
 
@@ -326,7 +327,8 @@ static void start_round(struct sp_ib *ep, int peer, uint32_t usable)
     sp_ib_close_qps(p);
     for (uint32_t q = 0; q < p->n_qps; q++)
         if ((usable >> q & 1) != 0)
-            p->qps[n++] = (struct sp_ib_qp){.device = p->qps[q].device};
+            p->qps[n++] =
+                (struct sp_ib_qp){.device = p->qps[q].device, .their_device = p->qps[q].their_device};
     p->n_qps = n;
     p->failure[0] = '\0';
     p->gone_status = SPCCL_OK;

@@ -217,6 +217,30 @@ spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib
     return SPCCL_OK;
 }
 
+spccl_status sp_ib_region_open(sp_ib_context *d, const sp_region_config *c, sp_ib_memory *out)
+{
+    int access = !c->peers_write ? 0
+                 : c->flush      ? IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ
+                                 : IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    struct ibv_mr *mr = NULL;
+    char call[80];
+    int error;
+    errno = EOPNOTSUPP; /* an old library */
+    if (c->dmabuf < 0)
+        mr = d->lib->reg_mr(d->pd, c->address, c->bytes, access);
+    else if (d->lib->reg_dmabuf_mr != NULL)
+        mr = d->lib->reg_dmabuf_mr(d->pd, c->dmabuf_offset, c->bytes, (uintptr_t)c->address, c->dmabuf,
+                                   access);
+    error = errno;
+    if (mr == NULL) {
+        snprintf(call, sizeof call, "%s of %zu KiB of GPU memory",
+                 c->dmabuf < 0 ? "ibv_reg_mr" : "ibv_reg_dmabuf_mr", c->bytes >> 10);
+        return call_failed(d, call, error);
+    }
+    *out = (sp_ib_memory){.mr = mr, .lkey = mr->lkey, .rkey = mr->rkey};
+    return SPCCL_OK;
+}
+
 void sp_ib_memory_close(sp_ib_memory *m)
 {
     const char *why;
@@ -246,11 +270,12 @@ static struct ibv_qp *create_qp(const sp_ib_context *d, int n_writes, int n_rece
     }
 }
 
-spccl_status sp_ib_link_open(sp_ib_context *d, int n_writes, int n_receives, sp_ib_link **out,
-                             sp_ib_end *mine)
+/* access: of the peer */
+static spccl_status open_link(sp_ib_context *d, int n_writes, int n_receives, unsigned access,
+                              sp_ib_link **out, sp_ib_end *mine)
 {
     struct ibv_qp_attr attr = {
-        .qp_state = IBV_QPS_INIT, .port_num = d->device.port, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
+        .qp_state = IBV_QPS_INIT, .port_num = d->device.port, .qp_access_flags = access};
     int error;
     sp_ib_link *l = sp_calloc(1, sizeof *l);
     if (l == NULL)
@@ -276,6 +301,26 @@ spccl_status sp_ib_link_open(sp_ib_context *d, int n_writes, int n_receives, sp_
     memcpy(mine->gid, d->device.gid, sizeof mine->gid);
     *out = l;
     return SPCCL_OK;
+}
+
+spccl_status sp_ib_link_open(sp_ib_context *d, int n_writes, int n_receives, sp_ib_link **out,
+                             sp_ib_end *mine)
+{
+    return open_link(d, n_writes, n_receives, IBV_ACCESS_REMOTE_WRITE, out, mine);
+}
+
+spccl_status sp_ib_link_open_loop(sp_ib_context *d, sp_ib_link **out)
+{
+    sp_ib_link *l = NULL;
+    sp_ib_end mine;
+    spccl_status st;
+    SP_TRY(open_link(d, 1, 1, IBV_ACCESS_REMOTE_READ, &l, &mine));
+    st = sp_ib_link_connect(l, &mine, &mine);
+    if (st == SPCCL_OK)
+        *out = l;
+    else
+        sp_ib_link_close(l);
+    return st;
 }
 
 void sp_ib_link_close(sp_ib_link *l)
@@ -358,14 +403,28 @@ spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w)
     struct ibv_send_wr *bad, wr = {.wr_id = w->id,
                                    .sg_list = &sge,
                                    .num_sge = w->bytes != 0,
-                                   .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
+                                   .opcode = w->is_put ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_WRITE_WITH_IMM,
                                    .imm_data = htonl(w->imm),
                                    .wr.rdma = {.remote_addr = w->to, .rkey = w->rkey}};
     int error;
     if (w->signal)
         wr.send_flags |= IBV_SEND_SIGNALED;
-    if (w->bytes <= l->inline_bytes)
+    if (w->bytes <= l->inline_bytes && !w->is_put) /* the processor cannot read a put's memory */
         wr.send_flags |= IBV_SEND_INLINE;
     error = ibv_post_send(l->qp, &wr, &bad);
     return error == 0 ? SPCCL_OK : call_failed(l->context, "ibv_post_send", error);
+}
+
+spccl_status sp_ib_link_read(sp_ib_link *l, const void *from, uint32_t rkey, void *to, uint32_t lkey,
+                             uint64_t id)
+{
+    struct ibv_sge sge = {.addr = (uintptr_t)to, .length = 1, .lkey = lkey};
+    struct ibv_send_wr *bad, wr = {.wr_id = id,
+                                   .sg_list = &sge,
+                                   .num_sge = 1,
+                                   .opcode = IBV_WR_RDMA_READ,
+                                   .send_flags = IBV_SEND_SIGNALED,
+                                   .wr.rdma = {.remote_addr = (uintptr_t)from, .rkey = rkey}};
+    int error = ibv_post_send(l->qp, &wr, &bad);
+    return error == 0 ? SPCCL_OK : call_failed(l->context, "ibv_post_send of a read", error);
 }

@@ -78,6 +78,8 @@ typedef struct sp_ib_memory {
 } sp_ib_memory;
 /* Register memory that peers may write to. Errors: SYSTEM. */
 spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib_memory *out);
+/* Register a region (transport.h), so that this end may also read it over the network, for a flush. Errors: SYSTEM. */
+spccl_status sp_ib_region_open(sp_ib_context *d, const sp_region_config *config, sp_ib_memory *out);
 /* Accepts zeroed memory. */
 void sp_ib_memory_close(sp_ib_memory *m);
 
@@ -106,10 +108,18 @@ typedef struct sp_ib_write {
     const void *from;
     uint32_t bytes; /* may be 0 */
     uint32_t lkey, rkey, imm;
+    bool is_put; /* without immediate: it takes no receive of the peer */
     uint64_t to, id;
     bool signal; /* its success makes a completion too */
 } sp_ib_write;
 /* Errors: SYSTEM. */
 spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w);
+
+/* A queue pair that is connected with itself. It reads memory of this rank: the device then has written everything that
+ * came before to that memory. Errors: SYSTEM. */
+spccl_status sp_ib_link_open_loop(sp_ib_context *d, sp_ib_link **out);
+/* Read 1 byte at `from` into `to`. Errors: SYSTEM. */
+spccl_status sp_ib_link_read(sp_ib_link *l, const void *from, uint32_t rkey, void *to, uint32_t lkey,
+                             uint64_t id);
 
 #endif
