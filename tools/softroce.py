@@ -37,7 +37,7 @@ PROGRAMS = (
     "ib_peers",
     "ib_startup",
 )
-GPU_PROGRAMS = ("ib_cuda",)  # of the build with the GPU in software
+GPU_PROGRAMS = ("ib_cuda", "ib_cuda_direct")  # of the build with the GPU in software
 
 
 def _path() -> str:

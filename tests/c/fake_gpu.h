@@ -174,10 +174,12 @@ static spccl_status fake_map(int fd, size_t bytes, sp_gpu_memory **out)
     *out = m;
     return SPCCL_OK;
 }
-static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out)
+static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *handles, bool for_network,
+                                       sp_gpu_memory **out)
 {
     int fd = memfd_create("fake-gpu", MFD_CLOEXEC);
     (void)ordinal;
+    (void)for_network;
     if (fake.create_fails || fd < 0 || ftruncate(fd, (off_t)bytes) != 0) {
         if (fd >= 0)
             close(fd);
@@ -188,7 +190,7 @@ static spccl_status fake_memory_create(int ordinal, size_t bytes, const char *ha
 static spccl_status fake_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out)
 {
     (void)p; /* peers map memory of the same size */
-    return fake_memory_create(ordinal, bytes, "ipc", out);
+    return fake_memory_create(ordinal, bytes, "ipc", false, out);
 }
 static spccl_status fake_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
 {

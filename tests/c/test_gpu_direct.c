@@ -133,6 +133,43 @@ static void test_decision(void)
     }
 }
 
+/* SPCCL_GPU_DIRECT: off refuses, a way is taken whatever PCI and the modules are, auto decides. */
+static void test_setting(void)
+{
+    static const struct {
+        const char *setting;
+        sp_gpu_direct_how how;
+        bool flush;
+        const char *words[2];
+    } cases[] = {
+        {"off", SP_DIRECT_NO, false, {"no: SPCCL_GPU_DIRECT is off", ""}},
+        {"dmabuf", SP_DIRECT_DMABUF, true, {"SPCCL_GPU_DIRECT is dmabuf", "with a flush"}},
+        {"pointers", SP_DIRECT_POINTERS, true, {"SPCCL_GPU_DIRECT is pointers", "with a flush"}},
+        {"auto", SP_DIRECT_NO, false, {"no: ", "nvidia_peermem is not loaded"}},
+    };
+    sp_gpu_direct_facts unordered = {IB(false), GPU(false, false), false, SP_PCI_UNKNOWN};
+    sp_gpu_direct_facts ordered = {IB(true), GPU(true, true), false, SP_PCI_SWITCHES};
+    sp_gpu_direct got;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sp_gpu_direct_choose(cases[i].setting, &unordered, &got);
+        CHECK(got.how == cases[i].how && got.flush == cases[i].flush, "%s: way %d, flush %d: %s",
+              cases[i].setting, (int)got.how, got.flush, got.why);
+        for (int k = 0; k < 2; k++)
+            CHECK(strstr(got.why, cases[i].words[k]) != NULL, "%s: \"%s\" is not in: %s", cases[i].setting,
+                  cases[i].words[k], got.why);
+        setenv("SPCCL_GPU_DIRECT", cases[i].setting, 1);
+        CHECK(sp_gpu_direct_is_on() == (i != 0), "%s: on: %d", cases[i].setting, sp_gpu_direct_is_on());
+    }
+    unsetenv("SPCCL_GPU_DIRECT");
+    CHECK(!sp_gpu_direct_is_on(), "it is on by default");
+    sp_gpu_direct_choose("auto", &ordered, &got);
+    CHECK(got.how == SP_DIRECT_DMABUF && !got.flush, "way %d, flush %d", (int)got.how, got.flush);
+    sp_gpu_direct_choose("off", &ordered, &got);
+    CHECK(got.how == SP_DIRECT_NO, "off: way %d", (int)got.how);
+    sp_gpu_direct_choose("pointers", &ordered, &got);
+    CHECK(got.how == SP_DIRECT_POINTERS && !got.flush, "way %d, flush %d", (int)got.how, got.flush);
+}
+
 /* Two devices of the plugin; GPUs whose place nobody knows. */
 static void test_info(void)
 {
@@ -160,7 +197,10 @@ static void test_info(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"paths", test_paths}, {"decision", test_decision}, {"info", test_info}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"paths", test_paths},
+                                             {"decision", test_decision},
+                                             {"setting", test_setting},
+                                             {"info", test_info},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

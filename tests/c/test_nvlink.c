@@ -72,7 +72,7 @@ static void *run_member(void *arg)
     SP_TRY_TO(out, st, sp_host_identity(NULL, host));
     SP_TRY_TO(out, st, sp_gpu_share_open(&c, &share));
     SP_TRY_TO(out, st, sp_gpu_share_address(share, s->addresses[m->rank]));
-    SP_TRY_TO(out, st, fake_memory_create(0, s->bytes[m->rank], "fd", &own));
+    SP_TRY_TO(out, st, fake_memory_create(0, s->bytes[m->rank], "fd", false, &own));
     memset(own->at, m->rank + 1, BYTES);
     s->n_open++;
     while (s->n_open < s->n)

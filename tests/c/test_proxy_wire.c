@@ -10,7 +10,7 @@
 #define RING 4096u
 
 static uint64_t words[4][2 * WORKERS];
-static sp_proxy_positions at = {words[0], words[1], words[2], words[3], 2, WORKERS, RING, 0, 1};
+static sp_proxy_positions at = {words[0], words[1], words[2], words[3], 2, WORKERS, RING, 0, 1, false};
 static uint8_t message[8192];
 
 /* A ring of results of worker 1 has 1024 bytes free, and the peer may free up to 640 of ours. */
@@ -196,7 +196,7 @@ static void test_other_proxy(void)
         for (uint32_t worker = 0; worker < 40; worker++) {
             uint32_t served = 0;
             for (uint32_t k = 0; k < n; k++) {
-                sp_proxy_positions p = {many[0], many[1], many[2], many[3], 2, 40, RING, k, n};
+                sp_proxy_positions p = {many[0], many[1], many[2], many[3], 2, 40, RING, k, n, false};
                 sp_proxy_entry e = {.worker = worker};
                 const uint8_t *data = NULL;
                 sp_proxy_reader r;
@@ -207,6 +207,35 @@ static void test_other_proxy(void)
             }
             CHECK(served == 1, "worker %u: %u of %u proxies serve it", worker, served, n);
         }
+}
+
+/* Rings in GPU memory: runs have no bytes in the message, and skip none. The checks of positions are the same. */
+static void test_direct(void)
+{
+    sp_proxy_reader r;
+    sp_proxy_entry e = run, skip = run, c = credit;
+    const uint8_t *data = NULL;
+    size_t bytes = sp_proxy_data_off(2);
+    at.direct = true;
+    reset();
+    (void)write_two(credit, run);
+    CHECK_OK(sp_proxy_open_message(&r, message, bytes));
+    CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
+    CHECK_OK(sp_proxy_next_entry(&r, &at, &e, &data));
+    CHECK(e.is_run && e.position == run.position && e.bytes == 1024 && data == NULL, "the run");
+    CHECK(sp_proxy_next_entry(&r, &at, &e, &data) == SPCCL_AGAIN, "no further entry");
+    CHECK(read_all(bytes + 16) == SPCCL_ERR_FORMAT, "bytes in the message were not refused");
+    e = run, e.position += 32, refused(credit, e, "a run behind a gap");
+    e = run, e.bytes = 1040, refused(credit, e, "a run beyond the credit");
+    c.position = 656, refused(c, run, "a credit for more than was sent");
+    words[0][WORKERS + 1] = 640; /* the ring is free, from its second unit on */
+    words[1][WORKERS + 1] = 128;
+    words[2][WORKERS + 1] = words[3][WORKERS + 1] = skip.position = RING * 10 + 16;
+    skip.bytes = RING, skip.skipped = 16;
+    (void)write_two(credit, skip);
+    CHECK(read_all(bytes) == SPCCL_ERR_FORMAT && strstr(spccl_last_error(), "skipped") != NULL, "a skip: %s",
+          spccl_last_error());
+    at.direct = false;
 }
 
 static void test_wrong_heads(void)
@@ -234,6 +263,7 @@ int main(int argc, char **argv)
                                              {"skipped_end", test_skipped_end},
                                              {"skips_do_not_travel", test_skips_do_not_travel},
                                              {"other_proxy", test_other_proxy},
+                                             {"direct", test_direct},
                                              {"wrong_heads", test_wrong_heads},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

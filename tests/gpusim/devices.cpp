@@ -11,6 +11,8 @@
 #include <mutex>
 #include <set>
 
+#include <sys/mman.h>
+
 namespace
 {
 
@@ -97,6 +99,12 @@ static CUresult get_address_range(CUdeviceptr *base, size_t *bytes, CUdeviceptr 
     *bytes = after->second.first;
     return CUDA_SUCCESS;
 }
+// A descriptor that is no dmabuf: no driver of a network device registers it.
+static CUresult get_range_handle(void *out, CUdeviceptr, size_t, CUmemRangeHandleType, unsigned long long)
+{
+    *(int *)out = memfd_create("gpusim", MFD_CLOEXEC);
+    return *(int *)out >= 0 ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+}
 static CUresult not_supported(void)
 {
     return CUDA_ERROR_NOT_SUPPORTED;
@@ -106,11 +114,12 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **p, unsigne
                                              enum cudaDriverEntryPointQueryResult *found)
 {
     *found = cudaDriverEntryPointSuccess;
-    *p = strcmp(name, "cuCtxGetCurrent") == 0        ? (void *)get_context
-         : strcmp(name, "cuCtxSetCurrent") == 0      ? (void *)set_context
-         : strcmp(name, "cuDeviceGetAttribute") == 0 ? (void *)get_attribute
-         : strcmp(name, "cuMemGetAddressRange") == 0 ? (void *)get_address_range
-                                                     : (void *)not_supported;
+    *p = strcmp(name, "cuCtxGetCurrent") == 0                 ? (void *)get_context
+         : strcmp(name, "cuCtxSetCurrent") == 0               ? (void *)set_context
+         : strcmp(name, "cuDeviceGetAttribute") == 0          ? (void *)get_attribute
+         : strcmp(name, "cuMemGetAddressRange") == 0          ? (void *)get_address_range
+         : strcmp(name, "cuMemGetHandleForAddressRange") == 0 ? (void *)get_range_handle
+                                                              : (void *)not_supported;
     return cudaSuccess;
 }
 

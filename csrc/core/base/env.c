@@ -89,6 +89,11 @@ static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_PROXIES] = {"SPCCL_CUDA_PROXIES", "0",
                         "proxy threads of a GPU in a group on several hosts; 0 = by the usable cores", 1, 0,
                         16, NULL},
+    [SP_ENV_GPU_DIRECT] =
+        {"SPCCL_GPU_DIRECT", "off",
+         "GPU memory between hosts over ib: off = through pinned memory, auto = the network "
+         "device reads and writes it where it can, dmabuf and pointers = try that way",
+         0, 0, 0, "off, auto, dmabuf, pointers"},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)

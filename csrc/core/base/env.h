@@ -36,6 +36,7 @@ typedef enum sp_env_id {
     SP_ENV_NVLINK_HANDLES,  /* text */
     SP_ENV_BETWEEN_HOSTS,   /* text */
     SP_ENV_PROXIES,         /* number */
+    SP_ENV_GPU_DIRECT,      /* text */
     SP_N_ENV
 } sp_env_id;
 

@@ -188,8 +188,13 @@ typedef struct sp_gpu_ops {
     spccl_status (*memory_free)(size_t *out_bytes); /* of the current device */
 
     /* ---- memory that peers map ---- */
-    /* `bytes` of zeros on GPU `ordinal`. handles: "fd" (VMM) or "ipc". */
-    spccl_status (*memory_create)(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
+    /* `bytes` of zeros on GPU `ordinal`. handles: "fd" (VMM) or "ipc". for_network: network devices may read and write
+     * it, if the GPU can do that. */
+    spccl_status (*memory_create)(int ordinal, size_t bytes, const char *handles, bool for_network,
+                                  sp_gpu_memory **out);
+    /* A dmabuf with the first `bytes` of the memory, for network devices: *fd is a descriptor, which the caller closes,
+     * and the memory begins at *offset in it. Errors: DEVICE. */
+    spccl_status (*memory_dmabuf)(const sp_gpu_memory *m, size_t bytes, int *fd, uint64_t *offset);
     /* Memory of GPU `ordinal` that the caller allocated with cudaMalloc, or a part of it. memory_destroy frees none of
      * it. Errors: ARG (no such memory), UNREACHABLE (memory of another kind, which cannot be shared). */
     spccl_status (*memory_borrow)(int ordinal, void *p, size_t bytes, sp_gpu_memory **out);

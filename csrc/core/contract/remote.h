@@ -7,6 +7,8 @@
  *   peers there, as they write into the inbox of a peer on the same host. Proxies read it.
  * - host inbox: pinned memory, with the same links. Proxies write what these peers sent: frames, then the tail or
  *   credit, then the change counter of the worker. A copy warp (kernels/cuda/copy_warp.cuh) copies it to the inbox.
+ * With some peers the rings lie in GPU memory (GPUDirect RDMA): kernels write frames to rings there, with the offsets of
+ * the outbox, and the network device writes them into the peer's inbox. Tails and credits go as above.
  *
  * Relays: if all hosts have the same number of ranks, two or more, a rank sends its results only to the ranks of its
  * host and to one rank of each other host: that of the same place. The place of a rank is its number among the ranks of
@@ -171,7 +173,10 @@ typedef struct sp_fused_remote {
     const uint32_t *counters;
     /* GPU memory: [n_counters] change counters as last seen, then: CTAs of this launch that ended */
     uint32_t *seen;
-    uint32_t *ended; /* host memory: sp_fused_args.seq + 1 of the last launch that ended */
+    uint32_t *ended;                  /* host memory: sp_fused_args.seq + 1 of the last launch that ended */
+    uint8_t *rings[SP_GPU_RANKS_MAX]; /* by rank: as `inboxes`, or the rings in GPU memory */
+    /* a bit for each link of the pinned areas: the network device writes its frames into the inbox */
+    uint32_t direct[SP_REMOTE_LINKS_MAX / 32 + 1];
 } sp_fused_remote;
 
 #endif

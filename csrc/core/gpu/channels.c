@@ -183,7 +183,7 @@ static spccl_status make_window(spccl_channels *c)
     void *host = NULL, *device = NULL, *zeros;
     spccl_status st;
     if (c->kind == SPCCL_CHANNEL_MEMORY) {
-        SP_TRY(g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, &c->own));
+        SP_TRY(g->ops->memory_create(g->device.ordinal, c->layout.bytes, g->handles, false, &c->own));
         c->window_device = c->signals_device = c->state_device = g->ops->memory_address(c->own);
         return SPCCL_OK;
     }

@@ -97,7 +97,7 @@ static spccl_status make_memory(sp_attach *a)
     SP_TRY_TO(out, st, g->ops->event_create(&g->capture_event));
     SP_TRY_TO(out, st,
               g->ops->memory_create(g->device.ordinal, sp_tune_gpu_inbox_bytes(&g->limits, g->shape),
-                                    g->handles, &g->own));
+                                    g->handles, a->spans_hosts && a->mine.direct != 0, &g->own));
     if (a->spans_hosts)
         st = sp_proxies_open(g);
 out:
@@ -132,6 +132,8 @@ static spccl_status map_memory(sp_attach *a)
     for (int r = 0; r < a->comm->world_size; r++)
         g->inboxes[r] = g->is_remote[r] ? g->proxies->outbox_device
                                         : g->ops->memory_address(r == a->comm->rank ? g->own : g->peers[r]);
+    if (g->proxies != NULL)
+        sp_proxies_find_rings(g->proxies);
     return SPCCL_OK;
 }
 
@@ -154,6 +156,8 @@ static spccl_status connect_hosts(sp_attach *a)
         st = sp_gpu_agree(a->comm, sp_proxies_connect(a->g->proxies, a->deadline_ns));
     while (st == SPCCL_AGAIN);
     SP_TRY(st);
+    if (a->direct)
+        SP_TRY(sp_gpu_agree(a->comm, sp_proxies_agree_direct(a->g->proxies)));
     return sp_gpu_agree(a->comm, sp_proxies_start(a->g->proxies));
 }
 

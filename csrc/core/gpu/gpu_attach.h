@@ -23,9 +23,11 @@ typedef struct sp_gpu_facts {
     char error[448];
     uint32_t between_hosts; /* sp_between_hosts */
     uint32_t n_proxies;     /* that this rank would like */
+    uint32_t direct; /* 1: it asks for rings in GPU memory (SPCCL_GPU_DIRECT), where that is possible */
+    uint32_t pad;
 } sp_gpu_facts;
 _Static_assert(SP_FUSED_OPS <= 6, "facts.workers");
-_Static_assert(sizeof(sp_gpu_facts) == 688, "no padding, and the same for every compiler");
+_Static_assert(sizeof(sp_gpu_facts) == 696, "no padding, and the same for every compiler");
 
 /* Does this rank take part in groups on several hosts? */
 typedef enum {
@@ -41,6 +43,7 @@ typedef struct sp_attach {
     sp_gpu_share *share;
     sp_gpu_facts mine, all[SP_GPU_RANKS_MAX];
     bool spans_hosts;
+    bool direct; /* some rank asks for rings in GPU memory: then all exchange what they could do */
     int64_t deadline_ns;
 } sp_attach;
 

@@ -1,6 +1,8 @@
 /* gpu_direct.c - the decision; see gpu_direct.h. */
 #include "core/gpu/gpu_direct.h"
 
+#include "core/base/env.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -63,6 +65,15 @@ static void find_way(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
     refuse(out, why);
 }
 
+/* The end of the reason why it is possible. */
+static const char *flush_text(const sp_gpu_direct_facts *f)
+{
+    if (f->device.always_flush)
+        return "with a flush after each receive: the plugin asks for it";
+    return f->gpu.writes_ordered ? "without a flush: the GPU sees writes in order"
+                                 : "with a flush after each receive: the GPU may see writes out of order";
+}
+
 void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
 {
     static const char *const far[] = {
@@ -82,8 +93,25 @@ void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
              out->how == SP_DIRECT_DMABUF ? "dmabuf"
              : f->device.own_way          ? "GPU pointers"
                                           : "GPU pointers (nvidia_peermem)",
-             !out->flush ? "without a flush: the GPU sees writes in order"
-             : f->device.always_flush
-                 ? "with a flush after each receive: the plugin asks for it"
-                 : "with a flush after each receive: the GPU may see writes out of order");
+             flush_text(f));
+}
+
+bool sp_gpu_direct_is_on(void)
+{
+    return strcmp(sp_env_text(SP_ENV_GPU_DIRECT), "off") != 0;
+}
+
+void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_gpu_direct *out)
+{
+    bool dmabuf = strcmp(setting, "dmabuf") == 0;
+    if (strcmp(setting, "off") == 0) {
+        refuse(out, "SPCCL_GPU_DIRECT is off");
+        return;
+    }
+    sp_gpu_direct_decide(f, out);
+    if (!dmabuf && strcmp(setting, "pointers") != 0)
+        return;
+    *out = (sp_gpu_direct){.how = dmabuf ? SP_DIRECT_DMABUF : SP_DIRECT_POINTERS,
+                           .flush = f->device.always_flush || !f->gpu.writes_ordered};
+    snprintf(out->why, sizeof out->why, "SPCCL_GPU_DIRECT is %s, %s", setting, flush_text(f));
 }

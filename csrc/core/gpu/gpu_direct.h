@@ -1,8 +1,8 @@
 /* gpu_direct.h - could a network device read and write a GPU's memory (GPUDirect RDMA)? Decided from facts of the
- * GPU's driver, the kernel and the device, for `spccl info`.
+ * GPU's driver, the kernel and the device, for `spccl info` and for rings in GPU memory (proxy_direct.c).
  *
- * The rings between hosts lie in pinned memory in any case: a proxy, which is a thread of the CPU, copies frames from
- * the outbox into messages and back. No hardware has confirmed the decision.
+ * By default the rings between hosts lie in pinned memory: a proxy, which is a thread of the CPU, copies frames from
+ * the outbox into messages and back. No hardware has confirmed the decision, or run rings in GPU memory.
  * gpu_direct.c: the decision. gpu_direct_info.c: the facts, and the entries of spccl_info. */
 #ifndef SP_GPU_DIRECT_H
 #define SP_GPU_DIRECT_H
@@ -40,6 +40,16 @@ typedef struct sp_gpu_direct {
 /* dmabuf first, then GPU pointers, and only without a host bridge of the CPU between the two: through it many CPUs
  * carry less than pinned memory does. */
 void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out);
+
+/* Is SPCCL_GPU_DIRECT anything but "off"? */
+bool sp_gpu_direct_is_on(void);
+/* The same under SPCCL_GPU_DIRECT=`setting`: off: NO. dmabuf, pointers: that way, whatever PCI and the kernel's modules
+ * are; registration shows whether it is there. Everything else, that is auto: as decided. */
+void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_gpu_direct *out);
+
+/* Set all of *f but `device` and `path`, and the GPU's folder in sysfs ("": unknown). Errors: those of the driver. */
+spccl_status sp_gpu_direct_find_gpu(const sp_gpu_ops *ops, int ordinal, sp_gpu_direct_facts *f,
+                                    char gpu_path[256]);
 
 /* The i-th entry of spccl_info about a GPU: what each network device could do. Without such
  * devices a GPU has no entry, unless its driver gives no facts. False: there is no i-th. The texts stay valid. */

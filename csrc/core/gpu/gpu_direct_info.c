@@ -1,6 +1,7 @@
 /* gpu_direct_info.c - the facts of this host's GPUs and network devices; see gpu_direct.h. They are gathered once. */
 #include "core/gpu/gpu_direct.h"
 
+#include "core/base/env.h"
 #include "core/gpu/gpu_comm.h"
 
 #include <pthread.h>
@@ -38,6 +39,15 @@ static void find_pci_path(const char *pci, char *out, size_t cap)
     free(path);
 }
 
+spccl_status sp_gpu_direct_find_gpu(const sp_gpu_ops *ops, int ordinal, sp_gpu_direct_facts *f,
+                                    char gpu_path[256])
+{
+    f->peermem = has_peermem();
+    SP_TRY(ops->net_facts(ordinal, &f->gpu));
+    find_pci_path(f->gpu.pci, gpu_path, 256);
+    return SPCCL_OK;
+}
+
 /* Add "; NAME (ib): ..." for each device of a transport. */
 static void add_devices(const sp_transport *t, sp_gpu_direct_facts *f, const char *gpu_path, struct row *row,
                         int counts[2])
@@ -57,21 +67,29 @@ static void add_devices(const sp_transport *t, sp_gpu_direct_facts *f, const cha
 static void add_gpu(const sp_gpu_ops *ops, int ordinal)
 {
     struct row *row = &rows[n_rows];
-    sp_gpu_direct_facts f = {.peermem = has_peermem()};
+    sp_gpu_direct_facts f = {.path = SP_PCI_UNKNOWN};
+    const char *setting = sp_env_text(SP_ENV_GPU_DIRECT);
     int counts[2] = {0, 0}; /* devices; those for which it is possible */
     char path[256] = "";
     snprintf(row->name, sizeof row->name, "GPU %d", ordinal);
-    snprintf(row->why, sizeof row->why, "rings between hosts lie in pinned memory");
-    if (ops->net_facts(ordinal, &f.gpu) != SPCCL_OK) {
+    if (sp_gpu_direct_is_on())
+        snprintf(
+            row->why, sizeof row->why,
+            "SPCCL_GPU_DIRECT=%s: rings between hosts over ib lie in GPU memory where all devices of both "
+            "ranks can do that; a group logs its choice",
+            setting);
+    else
+        snprintf(row->why, sizeof row->why, "rings between hosts lie in pinned memory: SPCCL_GPU_DIRECT=off");
+    if (sp_gpu_direct_find_gpu(ops, ordinal, &f, path) != SPCCL_OK) {
         snprintf(row->value, sizeof row->value, "unknown");
         snprintf(row->why, sizeof row->why, "%s", spccl_last_error());
         n_rows++;
         return;
     }
-    find_pci_path(f.gpu.pci, path, sizeof path);
     for (int t = 0; sp_transports[t] != NULL; t++)
         add_devices(sp_transports[t], &f, path, row, counts);
-    snprintf(row->value, sizeof row->value, "not used, possible with %d of %d devices", counts[1], counts[0]);
+    snprintf(row->value, sizeof row->value, "%s, possible with %d of %d devices",
+             sp_gpu_direct_is_on() ? setting : "not used", counts[1], counts[0]);
     n_rows += counts[0] != 0;
 }
 

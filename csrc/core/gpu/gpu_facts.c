@@ -1,6 +1,7 @@
 /* gpu_facts.c - what each rank tells the others when GPUs are attached, and what all ranks decide from it; see
  * gpu_attach.h. */
 #include "core/gpu/gpu_attach.h"
+#include "core/gpu/gpu_direct.h"
 #include "core/gpu/proxy.h"
 
 #include "core/base/abi.h"
@@ -37,6 +38,7 @@ static spccl_status read_settings(const spccl_comm *comm, const spccl_cuda_confi
     SP_TRY(sp_env_number(SP_ENV_MAX_CTAS, &n));
     f->max_ctas = n != 0 ? (uint32_t)n : config->max_ctas;
     f->between_hosts = between_hosts(comm);
+    f->direct = sp_gpu_direct_is_on();
     SP_TRY(sp_env_number(SP_ENV_INBOX_BYTES, &n));
     f->inbox_bytes = (uint64_t)n;
     /* The setting wins only if it differs from its default. */
@@ -324,6 +326,7 @@ spccl_status sp_attach_decide(sp_attach *a)
     bool all_fd = true;
     for (int r = 0; r < n; r++) {
         SP_TRY(compare_with_first(a->all, r));
+        a->direct = a->direct || a->all[r].direct != 0;
         all_fd = all_fd && a->all[r].can_share_fd;
     }
     g->handles = a->all[0].handles == HANDLES_IPC || !all_fd ? "ipc" : "fd";

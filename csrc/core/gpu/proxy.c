@@ -84,6 +84,7 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
                              /* 0: the transport's default. A thread fills one socket. */
                              .n_sockets = r->n_proxies == 1 ? 0 : 1,
                              .n_sharing = r->n_proxies,
+                             .n_puts = sp_gpu_direct_is_on() ? SP_PUTS_MAX : 0,
                              .tcp_too = comm->links.tcp_too,
                              .rates_decide = comm->links.rates_decide,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
@@ -297,6 +298,7 @@ void sp_proxies_leave(sp_proxies *r)
 
 static void close_proxy(sp_proxy *x)
 {
+    sp_proxy_close_regions(x);
     sp_proxy_thread_close(&x->thread);
     for (int i = 0; i < SP_GPU_RANKS_MAX; i++)
         sp_free(x->peers[i].memory);
@@ -313,6 +315,7 @@ static void close_all(sp_proxies *r, bool keep_memory)
         close_proxy(&r->proxies[k]);
     if (!keep_memory) {
         ops->unload(r->g->device.ordinal, r->area.seen);
+        ops->memory_destroy(r->gpu_outbox);
         ops->pinned_destroy(r->outbox);
         ops->pinned_destroy(r->host_inbox);
     }

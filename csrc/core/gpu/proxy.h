@@ -10,10 +10,15 @@
  * may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
  * proxy.c: start and end. proxy_links.c: where links lie. proxy_move.c: what a proxy does in each round. proxy_thread.c:
- * its thread. */
+ * its thread.
+ *
+ * With some peers the rings may lie in GPU memory (SPCCL_GPU_DIRECT; proxy_direct.c). Kernels then write frames for the
+ * peer to rings in this GPU's memory, and the proxy puts them (transport.h) into the peer's inbox. The message has the
+ * positions alone, and the copy warp of the peer copies no frames. */
 #ifndef SP_PROXY_H
 #define SP_PROXY_H
 
+#include "core/gpu/gpu_direct.h"
 #include "core/gpu/proxy_thread.h"
 #include "core/gpu/proxy_wire.h"
 
@@ -27,6 +32,8 @@ typedef struct sp_proxy_peer {
     uint64_t *memory; /* owned: of `at` */
     /* In the outbox, by queue: what kernels of this rank announced, [n_workers] each. Only of queues that it has. */
     const uint64_t *tails[SP_INBOX_QUEUES], *credits[SP_INBOX_QUEUES];
+    uint8_t handle[SP_REGION_HANDLE_BYTES]; /* with at.direct: of its inbox */
+    uint32_t link_there[SP_INBOX_QUEUES];   /* with at.direct, by queue: number of the link in its inbox */
     uint32_t next;         /* number of the ring at which the next message starts: queue * n_workers + k */
     uint64_t n_messages;   /* sent */
     int64_t gone_since_ns; /* 0: it is there */
@@ -39,10 +46,12 @@ typedef struct sp_proxy {
     sp_proxy_thread thread; /* with one endpoint: */
     sp_endpoint *ep;
     sp_proxy_peer peers[SP_GPU_RANKS_MAX];
-    uint32_t *workers;       /* [n_workers] the workers that it serves */
-    uint32_t n_workers;      /* so many */
-    sp_proxy_entry *entries; /* [4 * n_workers] scratch: those of one message */
-    uint64_t n_bytes_sent;   /* of messages; for tests and logs */
+    uint32_t *workers;                       /* [n_workers] the workers that it serves */
+    uint32_t n_workers;                      /* so many */
+    sp_proxy_entry *entries;                 /* [4 * n_workers] scratch: those of one message */
+    uint64_t n_bytes_sent;                   /* of messages; for tests and logs */
+    uint64_t n_bytes_put;                    /* of puts; for tests */
+    sp_region *outbox_region, *inbox_region; /* rings in GPU memory; NULL: none */
 } sp_proxy;
 
 typedef struct sp_proxies {
@@ -54,6 +63,9 @@ typedef struct sp_proxies {
     int n_peers;            /* on other hosts */
     uint32_t n_proxies;
     sp_proxy proxies[SP_PROXIES_MAX];
+    sp_gpu_memory *gpu_outbox; /* rings in GPU memory for the peers of `direct`; NULL: there are none */
+    sp_gpu_direct direct;      /* what this rank decided */
+    uint32_t n_direct;         /* peers whose rings lie in GPU memory */
     atomic_bool leaving;
     atomic_bool captured;   /* a launch was captured: a graph may launch more, without a call */
     atomic_uint n_launches; /* launches so far */
@@ -75,6 +87,15 @@ spccl_status sp_proxies_meet(sp_proxies *r);
 /* Connect for at most SP_PROXY_CONNECT_NS. AGAIN: some peers are not connected yet; call it again. Errors: TIMEOUT
  * (deadline_ns has passed), PEER, AUTH, SYSTEM. */
 spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns);
+/* All ranks call it together, after they have connected: decide with which peers the rings lie in GPU memory. A rank that
+ * cannot do it is no error. Errors: those of spccl_all_gather. (proxy_direct.c) */
+spccl_status sp_proxies_agree_direct(sp_proxies *r);
+/* Set r->area.rings, after g->inboxes. (proxy_direct.c) */
+void sp_proxies_find_rings(sp_proxies *r);
+/* Close the regions of a proxy. (proxy_direct.c) */
+void sp_proxy_close_regions(sp_proxy *x);
+/* Put n runs into the inbox of a peer, for the message that is reserved. Errors: PEER, FORMAT, BUG. (proxy_direct.c) */
+spccl_status sp_proxy_put_runs(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *runs, uint32_t n);
 /* Start the threads; all ranks have connected. Errors: SYSTEM. */
 spccl_status sp_proxies_start(sp_proxies *r);
 /* Call before each launch: no proxy may sleep. Accepts NULL. */

@@ -78,22 +78,28 @@ static void prefetch_entry(const sp_proxies *r, const sp_proxy_peer *p, const sp
         __builtin_prefetch(ring + off + k, 1);
 }
 
-static spccl_status apply_message(const sp_proxies *r, sp_proxy_peer *p, const void *message, size_t bytes)
+/* AGAIN: the frames are not visible to the GPU yet. */
+static spccl_status apply_message(const sp_proxy *x, sp_proxy_peer *p, const void *message, size_t bytes)
 {
+    const sp_proxies *r = x->r;
     const sp_ring_area *area = &r->area.pinned;
     sp_proxy_reader reader;
     sp_proxy_entry e;
     const uint8_t *data = NULL;
     spccl_status st;
     SP_TRY(sp_proxy_open_message(&reader, message, bytes));
-    for (uint32_t i = 0; i < PREFETCH_ENTRIES; i++)
+    if (p->at.direct && x->r->direct.flush && reader.n_entries > reader.n_credits)
+        SP_TRY(r->transport->puts->flush(x->ep, p->rank, 0));
+    for (uint32_t i = 0; !p->at.direct && i < PREFETCH_ENTRIES; i++)
         prefetch_entry(r, p, &reader, reader.n_credits + i);
     while ((st = sp_proxy_next_entry(&reader, &p->at, &e, &data)) == SPCCL_OK) {
         uint32_t ring = e.queue * p->at.n_workers + e.worker;
         if (e.is_run) {
-            prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
-            sp_proxy_write_run(r->host_inbox + sp_area_ring_off(area, p->link[e.queue], e.worker),
-                               p->at.ring_bytes, &e, data);
+            if (!p->at.direct) {
+                prefetch_entry(r, p, &reader, reader.next + PREFETCH_ENTRIES - 1);
+                sp_proxy_write_run(r->host_inbox + sp_area_ring_off(area, p->link[e.queue], e.worker),
+                                   p->at.ring_bytes, &e, data);
+            }
             p->at.arrived[ring] += e.bytes;
             store(r->host_inbox, sp_host_tail_off(area, p->link[e.queue], e.worker), p->at.arrived[ring]);
         } else {
@@ -116,7 +122,11 @@ static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
             return note_gone(x->r, p);
         if (st != SPCCL_OK)
             return st == SPCCL_AGAIN ? SPCCL_OK : st;
-        st = apply_message(x->r, p, message, bytes);
+        st = apply_message(x, p, message, bytes);
+        if (st == SPCCL_AGAIN)
+            return SPCCL_OK;
+        if (st == SPCCL_ERR_PEER)
+            return note_gone(x->r, p);
         if (st != SPCCL_OK) {
             char why[300];
             snprintf(why, sizeof why, "%s", spccl_last_error());
@@ -174,6 +184,12 @@ static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct 
     return SPCCL_OK;
 }
 
+/* Most runs that the next message can have: each takes at most two puts, as it may go past the end of its ring. */
+static uint32_t runs_max(const sp_proxy *x, const sp_proxy_peer *p)
+{
+    return p->at.direct ? x->r->transport->puts->room(x->ep, p->rank) / 2 : UINT32_MAX;
+}
+
 static const uint8_t *ring_of(const sp_proxies *r, const sp_proxy_peer *p, const sp_proxy_entry *e)
 {
     return r->outbox + sp_area_ring_off(&r->area.pinned, p->link[e->queue], e->worker);
@@ -190,8 +206,8 @@ static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_p
 
 static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
-    uint32_t n_rings = p->at.n_queues * x->n_workers;
-    for (uint32_t i = 0; i < n_rings && b->data_bytes < MESSAGE_BYTES; i++) {
+    uint32_t n_rings = p->at.n_queues * x->n_workers, most = runs_max(x, p);
+    for (uint32_t i = 0; i < n_rings && b->n_runs < most && b->data_bytes < MESSAGE_BYTES; i++) {
         uint32_t at = p->next + i < n_rings ? p->next + i : p->next + i - n_rings;
         uint32_t queue = at >= x->n_workers, worker = x->workers[at - queue * x->n_workers];
         uint32_t ring = queue * p->at.n_workers + worker;
@@ -211,13 +227,14 @@ static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct bat
                               .worker = worker,
                               .position = sent,
                               .bytes = (uint32_t)(tail - sent)};
-        if (!sp_proxy_find_skip(ring_of(x->r, p, e), p->at.ring_bytes, e, &e->skipped))
+        if (!p->at.direct && !sp_proxy_find_skip(ring_of(x->r, p, e), p->at.ring_bytes, e, &e->skipped))
             return SP_FAIL(
                 SPCCL_ERR_BUG,
                 "a kernel of this rank wrote no frames for rank %d (%s of worker %u) from position "
                 "%" PRIu64 " to %" PRIu64,
                 p->rank, sp_proxy_queue_name(queue), worker, sent, tail);
-        prefetch_run(x->r, p, e);
+        if (!p->at.direct)
+            prefetch_run(x->r, p, e);
         b->n_runs++;
         b->data_bytes += e->bytes - e->skipped;
         b->next = at + 1 < n_rings ? at + 1 : 0;
@@ -236,13 +253,14 @@ static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batc
         const sp_proxy_entry *e = &x->entries[i];
         uint32_t ring = e->queue * p->at.n_workers + e->worker;
         sp_proxy_put_entry(message, i, e);
-        if (e->is_run) {
+        if (e->is_run && !p->at.direct) {
             sp_proxy_read_run(message + at, ring_of(x->r, p, e), p->at.ring_bytes, e);
             at += e->bytes - e->skipped;
-            p->at.sent[ring] += e->bytes;
-        } else {
-            p->at.freed[ring] = e->position;
         }
+        if (e->is_run)
+            p->at.sent[ring] += e->bytes;
+        else
+            p->at.freed[ring] = e->position;
     }
     if (b->n_runs != 0)
         p->next = b->next;
@@ -261,8 +279,10 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
         return SPCCL_OK;
     if (b.data_bytes < BATCH_BYTES && !t->flushed(x->ep, p->rank, 0, p->n_messages))
         return SPCCL_OK;
-    bytes = sp_proxy_data_off(b.n_credits + b.n_runs) + b.data_bytes;
+    bytes = sp_proxy_data_off(b.n_credits + b.n_runs) + (p->at.direct ? 0 : b.data_bytes);
     st = t->reserve(x->ep, p->rank, 0, bytes, &message);
+    if (st == SPCCL_OK && p->at.direct)
+        st = sp_proxy_put_runs(x, p, x->entries + b.n_credits, b.n_runs);
     if (st == SPCCL_ERR_PEER)
         return note_gone(x->r, p);
     if (st != SPCCL_OK)

@@ -142,11 +142,14 @@ static spccl_status check_run(const sp_proxy_entry *e, const sp_proxy_positions 
                        "%u bytes of %s of worker %u at position %" PRIu64 "; its credit allows %" PRIu64
                        ", in units of %u",
                        e->bytes, sp_proxy_queue_name(e->queue), e->worker, e->position, space, UNIT);
+    if (at->direct && e->skipped != 0)
+        return SP_FAIL(SPCCL_ERR_FORMAT, "%u skipped bytes of %s of worker %u in a ring in GPU memory",
+                       e->skipped, sp_proxy_queue_name(e->queue), e->worker);
     if (e->skipped != 0 && (e->skipped % UNIT != 0 || e->skipped > left || e->bytes <= left))
         return SP_FAIL(SPCCL_ERR_FORMAT,
                        "%u skipped bytes in a run of %u with %u to the end of its ring (%s of worker %u)",
                        e->skipped, e->bytes, left, sp_proxy_queue_name(e->queue), e->worker);
-    if (e->bytes - e->skipped > data_bytes)
+    if (!at->direct && e->bytes - e->skipped > data_bytes)
         return SP_FAIL(SPCCL_ERR_FORMAT, "a run of %u bytes in a message with %zu left",
                        e->bytes - e->skipped, data_bytes);
     return SPCCL_OK;
@@ -193,6 +196,8 @@ spccl_status sp_proxy_next_entry(sp_proxy_reader *r, const sp_proxy_positions *a
     if (!out->is_run)
         return check_credit(out, at, ring);
     SP_TRY(check_run(out, at, ring, r->data_bytes));
+    if (at->direct)
+        return SPCCL_OK;
     *data = r->data;
     r->data += out->bytes - out->skipped;
     r->data_bytes -= out->bytes - out->skipped;

@@ -3,7 +3,8 @@
  *
  * A message (little-endian): u32 "SPRX", u32 number of credits, u32 number of runs, u32 zero; then one entry of
  * 24 bytes for each credit and after these for each run: u32 queue, u32 worker, u64 position, u32 bytes, u32 skipped
- * bytes (both 0 in a credit); then the bytes of the runs without skipped ones, in the order of their entries. */
+ * bytes (both 0 in a credit); then the bytes of the runs without skipped ones, in the order of their entries. Between
+ * ranks whose rings lie in GPU memory no bytes of runs follow. */
 #ifndef SP_PROXY_WIRE_H
 #define SP_PROXY_WIRE_H
 
@@ -24,6 +25,7 @@ typedef struct sp_proxy_positions {
     uint32_t n_queues; /* 2; 1 if this pair of ranks exchanges no results */
     uint32_t n_workers, ring_bytes;
     uint32_t proxy, n_proxies; /* the workers of which proxy */
+    bool direct; /* frames are put into the rings: a message has positions alone, and nothing is skipped */
 } sp_proxy_positions;
 
 /* The proxy that serves a worker: all workers of a change counter have the same one. */

@@ -1,6 +1,7 @@
 // copy_warp.cuh - the copy warp: one more warp of each CTA, in groups with peers on other hosts (contract/remote.h).
-// It copies what these peers sent from host memory to this GPU's inbox: frames, tails, credits. All other warps
-// read and poll the inbox alone, as in groups of one host.
+// It copies what these peers sent from host memory to this GPU's inbox: frames, tails, credits. Frames that the network
+// device wrote into the inbox are there already (sp_fused_remote.direct). All other warps read and poll the inbox
+// alone, as in groups of one host.
 //
 // Many threads that poll host memory slow each other down: their reads queue up in front of PCIe. So only the copy
 // warp of CTA 0 polls host memory: the change counters, 32 bytes for 64 workers. It copies those that changed to GPU
@@ -89,7 +90,7 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         uint64_t *tails = word(sp_area_tail_off(&a.remote.inbox, here, q0));
         uint64_t *credits = word(sp_area_credit_off(&a.remote.inbox, here, q0));
         uint64_t now[WORKERS], arrived[WORKERS];
-        bool any = false;
+        bool any = false, direct = link < n_links && (a.remote.direct[row / 32] >> lane & 1) != 0;
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
             now[w] = arrived[w] = 0;
@@ -107,7 +108,7 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         __syncwarp();
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            uint32_t lanes = __ballot_sync(~0u, now[w] != arrived[w]);
+            uint32_t lanes = __ballot_sync(~0u, now[w] != arrived[w] && !direct);
             while (lanes != 0) {
                 uint32_t from = (uint32_t)__ffs((int)lanes) - 1;
                 lanes &= lanes - 1;

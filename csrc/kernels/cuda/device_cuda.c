@@ -76,6 +76,8 @@ static void load_driver(void)
         {"cuMemUnmap", offsetof(sp_cuda_driver, mem_unmap)},
         {"cuMemSetAccess", offsetof(sp_cuda_driver, mem_set_access)},
     };
+    void *optional = find_function("cuMemGetHandleForAddressRange");
+    memcpy(&driver.mem_range_handle, &optional, sizeof optional);
     for (size_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) {
         void *p = find_function(wanted[i].name);
         memcpy((char *)&driver + wanted[i].at, &p, sizeof p);
@@ -342,6 +344,7 @@ static const sp_gpu_ops ops = {
     .can_access = can_access,
     .memory_free = memory_free,
     .memory_create = sp_cuda_memory_create,
+    .memory_dmabuf = sp_cuda_memory_dmabuf,
     .memory_borrow = sp_cuda_memory_borrow,
     .memory_export = sp_cuda_memory_export,
     .memory_import = sp_cuda_memory_import,

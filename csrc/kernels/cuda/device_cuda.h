@@ -34,6 +34,9 @@ typedef struct sp_cuda_driver {
                         unsigned long long flags);
     CUresult (*mem_unmap)(CUdeviceptr p, size_t bytes);
     CUresult (*mem_set_access)(CUdeviceptr p, size_t bytes, const CUmemAccessDesc *desc, size_t n);
+    /* NULL: the driver is older than CUDA 11.7 */
+    CUresult (*mem_range_handle)(void *out, CUdeviceptr p, size_t bytes, CUmemRangeHandleType type,
+                                 unsigned long long flags);
 } sp_cuda_driver;
 
 /* *out = the functions, valid for ever. Errors: DEVICE (no driver, or a function is missing; the text names
@@ -42,7 +45,9 @@ spccl_status sp_cuda_driver_get(const sp_cuda_driver **out);
 
 /* memory_cuda.c: the entries of sp_gpu_ops for memory; see gpu.h. */
 bool sp_cuda_can_share_fd(int ordinal);
-spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out);
+spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, bool for_network,
+                                   sp_gpu_memory **out);
+spccl_status sp_cuda_memory_dmabuf(const sp_gpu_memory *m, size_t bytes, int *fd, uint64_t *offset);
 spccl_status sp_cuda_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_memory **out);
 spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd);
 spccl_status sp_cuda_memory_import(int ordinal, const uint8_t *handle, int fd, size_t bytes,

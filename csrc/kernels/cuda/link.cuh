@@ -18,7 +18,7 @@ struct sp_remote_link {
     uint32_t number; // in the inbox of this rank
     uint32_t slot;   // of the peer
     // The memory at the peer's end: its inbox, or the outbox; the area of rings in it, and the number of the link there.
-    uint8_t *memory;
+    uint8_t *memory, *rings; // rings: as memory, or GPU memory of this rank
     const sp_ring_area *area;
     uint32_t there;
 
@@ -45,12 +45,13 @@ struct sp_remote_link {
         }
         slot = sp_inbox_slot((uint32_t)a.rank, peer, world_size);
         memory = r.inboxes[peer];
+        rings = r.rings[peer];
         area = remote ? &r.pinned : &r.inbox;
         there = area->first[queue] + index_there;
     }
     __device__ __forceinline__ uint8_t *ring(uint32_t worker) const
     {
-        return memory + sp_area_ring_off(area, there, worker);
+        return rings + sp_area_ring_off(area, there, worker);
     }
     __device__ __forceinline__ uint64_t *tail(uint32_t worker) const
     {

@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <string.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 enum { KIND_FD = 1, KIND_IPC = 2 };
 #define IPC_AT 32u
@@ -147,12 +148,19 @@ static spccl_status map_handle(const sp_cuda_driver *d, sp_gpu_memory *m)
     return sp_cu_check(d->mem_set_access(m->address, m->bytes, &access, 1), "cuMemSetAccess");
 }
 
-static spccl_status create_fd(sp_gpu_memory *m, size_t bytes)
+static spccl_status create_fd(sp_gpu_memory *m, size_t bytes, bool for_network)
 {
     const sp_cuda_driver *d;
     CUmemAllocationProp prop = properties(m->ordinal);
     size_t granularity = 0;
+    int capable = 0;
     SP_TRY(sp_cuda_driver_get(&d));
+    if (for_network)
+        SP_TRY(sp_cu_check(
+            d->device_get_attribute(&capable, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+                                    m->ordinal),
+            "cuDeviceGetAttribute"));
+    prop.allocFlags.gpuDirectRDMACapable = capable != 0;
     SP_TRY(sp_cu_check(d->mem_granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                        "cuMemGetAllocationGranularity"));
     m->bytes = sp_align_up(bytes, granularity);
@@ -279,7 +287,8 @@ void sp_cuda_memory_destroy(sp_gpu_memory *m)
     sp_free(m);
 }
 
-spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, sp_gpu_memory **out)
+spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handles, bool for_network,
+                                   sp_gpu_memory **out)
 {
     spccl_status st;
     sp_gpu_memory *m = sp_calloc(1, sizeof *m);
@@ -289,7 +298,7 @@ spccl_status sp_cuda_memory_create(int ordinal, size_t bytes, const char *handle
     m->ordinal = ordinal;
     m->kind = strcmp(handles, "fd") == 0 ? KIND_FD : KIND_IPC;
     SP_TRY_TO(fail, st, sp_cuda_enter(ordinal, &before));
-    st = m->kind == KIND_FD ? create_fd(m, bytes) : create_ipc(m, bytes);
+    st = m->kind == KIND_FD ? create_fd(m, bytes, for_network) : create_ipc(m, bytes);
     if (st == SPCCL_OK)
         st = with_own_stream(fill_zero, m, "cudaMemsetAsync");
     sp_cuda_leave(before);
@@ -321,6 +330,22 @@ spccl_status sp_cuda_memory_borrow(int ordinal, void *p, size_t bytes, sp_gpu_me
     else
         sp_cuda_memory_destroy(m);
     return st;
+}
+
+/* The driver wants whole pages of the host. */
+spccl_status sp_cuda_memory_dmabuf(const sp_gpu_memory *m, size_t bytes, int *fd, uint64_t *offset)
+{
+    const sp_cuda_driver *d;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    CUdeviceptr first = m->address / page * page;
+    SP_TRY(sp_cuda_driver_get(&d));
+    if (d->mem_range_handle == NULL)
+        return SP_FAIL(SPCCL_ERR_DEVICE, "the CUDA driver has no cuMemGetHandleForAddressRange");
+    SP_TRY(sp_cu_check(d->mem_range_handle(fd, first, sp_align_up(m->address + bytes - first, page),
+                                           CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0),
+                       "cuMemGetHandleForAddressRange"));
+    *offset = m->address - first;
+    return SPCCL_OK;
 }
 
 spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)

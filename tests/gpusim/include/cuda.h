@@ -14,12 +14,14 @@ typedef enum CUdevice_attribute {
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
     CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED,
-    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING,
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 } CUdevice_attribute;
 typedef enum CUGPUDirectRDMAWritesOrdering {
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE = 0,
     CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER = 100
 } CUGPUDirectRDMAWritesOrdering;
+typedef enum CUmemRangeHandleType { CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD } CUmemRangeHandleType;
 typedef enum CUmemAllocationType { CU_MEM_ALLOCATION_TYPE_PINNED } CUmemAllocationType;
 typedef enum CUmemAllocationHandleType { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR } CUmemAllocationHandleType;
 typedef enum CUmemLocationType { CU_MEM_LOCATION_TYPE_DEVICE } CUmemLocationType;
@@ -35,6 +37,9 @@ typedef struct CUmemAllocationProp {
     CUmemAllocationType type;
     CUmemAllocationHandleType requestedHandleTypes;
     CUmemLocation location;
+    struct {
+        unsigned char gpuDirectRDMACapable;
+    } allocFlags;
 } CUmemAllocationProp;
 typedef struct CUmemAccessDesc {
     CUmemLocation location;
