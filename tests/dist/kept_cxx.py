@@ -4,20 +4,25 @@
 
 Results are in $SPCCL_TEST_CACHE. Their names are hashes of all that they depend on: the compiler, the arguments,
 torch's folder, and the content of the sources and of all headers beside them. `compiler()` returns the value for
-CXX; without the variable it returns the plain compiler.
+CXX; without the variable it returns the plain compiler. Several processes may use one folder at the same time: each
+holds a lock while it reads or changes the folder, but not while it compiles.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 N_KEPT = 8
+LOCK = "lock"
 
 
 def compiler(plain: str) -> str:
@@ -46,6 +51,34 @@ def key(arguments: list[str]) -> str:
     return digest.hexdigest()[:24]
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    with open(folder / LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def take(kept: Path, output: Path) -> bool:
+    """Copy a result that was kept. False: there is none."""
+    with locked(kept.parent):
+        found = kept.is_file()
+        if found:
+            shutil.copyfile(kept, output)
+        return found
+
+
+def keep(output: Path, kept: Path) -> None:
+    """Copy a result to the cache, and delete the oldest ones."""
+    folder = kept.parent
+    with locked(folder):
+        part = folder / "part"  # no other process sees it: it would need the lock
+        shutil.copyfile(output, part)
+        part.replace(kept)
+        results = sorted((p for p in folder.iterdir() if p.name != LOCK), key=lambda p: p.stat().st_mtime)
+        for old in results[:-N_KEPT]:
+            old.unlink()
+
+
 def main() -> int:
     arguments = sys.argv[1:]
     if "-o" not in arguments:
@@ -55,17 +88,12 @@ def main() -> int:
     folder = Path(os.environ["SPCCL_TEST_CACHE"])
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / key([*arguments[:at], *arguments[at + 1 :]])
-    if not kept.is_file():
-        status = subprocess.call(arguments)
-        if status != 0:
-            return status
-        part = kept.with_suffix(f".{os.getpid()}")
-        shutil.copyfile(output, part)
-        part.replace(kept)
-        for old in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime)[:-N_KEPT]:
-            old.unlink(missing_ok=True)
-    shutil.copyfile(kept, output)
-    return 0
+    if take(kept, output):
+        return 0
+    status = subprocess.call(arguments)
+    if status == 0:
+        keep(output, kept)
+    return status
 
 
 if __name__ == "__main__":
