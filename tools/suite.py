@@ -69,6 +69,9 @@ C_BUILDS = {
     ),
     "fuzz": ("clang", [*SANITIZED, "-DSPCCL_FUZZ=ON", "-DSPCCL_BUILD_TESTS=OFF"]),
 }
+# Stages that repeat what the stage "gcc" runs whole take about one in four of the random cases (tests/c/test.h).
+# `SPCCL_TEST_SHARE=1 make test` runs all cases in all stages.
+SHARE = {"SPCCL_TEST_SHARE": os.environ.get("SPCCL_TEST_SHARE", "4")}
 SANITIZER_ENV = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:strict_init_order=1",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
@@ -227,11 +230,13 @@ def ctest(name: str, prefix: tuple[str, ...] = (), leave_out: str = "", only: st
     cmd += ["-R", only] if only else []
     env = child_env(**{**SANITIZER_ENV, **extra_env})
     status, lines = run(cmd, log, show=True, env=env)
+    share = extra_env.get("SPCCL_TEST_SHARE", "1")
     totals = [line for line in lines if "tests passed" in line]
     if status != 0:
         raise EnvError(f"ctest: {totals[0] if totals else f'exit status {status}'}; see build/logs/{log}.log")
     skipped = sum("***Skipped" in line for line in lines)
-    return totals[0] + (f", {skipped} skipped" if skipped else "")
+    few = f", 1 in {share} of the random cases" if share != "1" else ""
+    return totals[0] + (f", {skipped} skipped" if skipped else "") + few
 
 
 @once
@@ -296,7 +301,7 @@ def c_isa(isa: str) -> str:
         raise Skip(f"this CPU has no {', '.join(sorted(missing))}")
     here = [name for name, needed in ISA_CPU_FLAGS.items() if needed <= flags]
     if isa != here[-1]:
-        return ctest("gcc", leave_out=f"{NO_KERNELS}|{EVERY_ISA}", SPCCL_CPU_ISA=isa)
+        return ctest("gcc", leave_out=f"{NO_KERNELS}|{EVERY_ISA}", SPCCL_CPU_ISA=isa, **SHARE)
     # SPCCL_CPU_ISA=auto takes this set, so the stage "gcc" runs all tests with it.
     count = ctest("gcc", only=r"test_(array_codec|choose|codec|collectives_nan|prune)$", SPCCL_CPU_ISA=isa)
     return f"{count}; the others: stage gcc"
@@ -304,7 +309,7 @@ def c_isa(isa: str) -> str:
 
 def c_aarch64() -> str:
     """Cross-compile, and run the tests that depend on the architecture under qemu's user emulation."""
-    return ctest("aarch64", leave_out=NOT_EMULATED)
+    return ctest("aarch64", leave_out=NOT_EMULATED, **SHARE)
 
 
 def fuzz_targets() -> list[Path]:
@@ -376,11 +381,11 @@ def python_tests(*options: str) -> str:
 
 
 def c_asan() -> str:
-    return ctest("asan", sanitizer_prefix("address"))
+    return ctest("asan", sanitizer_prefix("address"), **SHARE)
 
 
 def c_tsan() -> str:
-    return ctest("tsan", sanitizer_prefix("thread"), leave_out=ONE_THREAD)
+    return ctest("tsan", sanitizer_prefix("thread"), leave_out=ONE_THREAD, **SHARE)
 
 
 def gpusim_asan() -> str:
@@ -401,7 +406,7 @@ STAGES = [
     Stage("gpusim", functools.partial(ctest, "gpusim"), "GPU kernels and tests on GPUs in software"),
     Stage("gpusim-asan", gpusim_asan, "GPU tests in software, address and undefined-behaviour sanitizers"),
     Stage("ib", c_ib, "transport ib over software RoCE, in a virtual machine"),
-    Stage("clang", functools.partial(ctest, "clang"), "C tests, clang, release"),
+    Stage("clang", functools.partial(ctest, "clang", **SHARE), "C tests, clang, release"),
     Stage("wheel", wheel_stage, "the wheel in environments without compilers", uses=".venv"),
     Stage("aarch64", c_aarch64, "C tests for aarch64 under qemu"),
     *(

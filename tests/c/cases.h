@@ -349,9 +349,10 @@ static inline void check_case(const struct one_case *c, struct rank_ctx *ctx, co
     pthread_mutex_unlock(&expected->mu);
 }
 
+enum { IN_FLIGHT = 12 }; /* collectives at the same time */
+
 static inline void run_cases(struct rank_ctx *ctx)
 {
-    enum { IN_FLIGHT = 12 };
     struct plan_of_cases *plan = ctx->arg;
     struct buffers b[IN_FLIGHT];
     spccl_request *req[IN_FLIGHT];
@@ -418,6 +419,7 @@ static inline struct one_case random_case(int n_ranks, size_t n)
 static inline void random_plan(int n_ranks, int n_cases, size_t n_max, const char *transports)
 {
     struct one_case cases[256];
+    n_cases = share_of(n_cases, IN_FLIGHT);
     for (int i = 0; i < n_cases; i++)
         cases[i] = random_case(n_ranks, i % 3 == 0 ? test_rand() % n_max : sizes[test_rand() % N_SIZES]);
     run_plan(cases, n_cases, n_ranks, transports);

@@ -72,6 +72,23 @@ static inline uint64_t test_rand(void)
     return z ^ (z >> 31);
 }
 
+/* SPCCL_TEST_SHARE=n: about one in n of the random cases and rounds, and smaller arrays. `make test` sets it where a stage
+ * repeats with another compiler, sanitizer or instruction set what the stage "gcc" runs whole. */
+static int test_share = 1;
+static inline void read_test_share(void)
+{
+    const char *text = getenv("SPCCL_TEST_SHARE");
+    test_share = text != NULL && atoi(text) > 1 ? atoi(text) : 1;
+    if (test_share > 1)
+        printf("SPCCL_TEST_SHARE=%d: not all random cases\n", test_share);
+}
+/* The share of n, but at least `least` of them. */
+static inline int share_of(int n, int least)
+{
+    int few = n < least ? n : least;
+    return n / test_share > few ? n / test_share : few;
+}
+
 static inline int test_main(const struct test_case *cases, int argc, char **argv)
 {
     const char *seed = getenv("SPCCL_TEST_SEED");
@@ -84,6 +101,7 @@ static inline int test_main(const struct test_case *cases, int argc, char **argv
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
     printf("SPCCL_TEST_SEED=%llu\n", (unsigned long long)first);
+    read_test_share();
     for (; cases->name != NULL; cases++) {
         int before = test_n_failed;
         if (argc > 1 && strstr(cases->name, argv[1]) == NULL)

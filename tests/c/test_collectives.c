@@ -16,10 +16,11 @@ static void test_ranks_1_to_17(void)
 
 /* Elements of large arrays: more than the queues hold. TSan makes a collective ten times as slow or more. */
 #ifdef __SANITIZE_THREAD__
-#define LARGE_N 300000u
+#define ALL_LARGE_N 300000u
 #else
-#define LARGE_N 1500000u
+#define ALL_LARGE_N 1500000u
 #endif
+#define LARGE_N ((size_t)share_of(ALL_LARGE_N, 300000))
 
 /* Ranks on several hosts: results are relayed. */
 static void test_hosts(void)

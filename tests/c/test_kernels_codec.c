@@ -196,15 +196,16 @@ static void codec_every_set(void)
 {
     static const double densities[] = {0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.9, 1};
     const sp_kernels *k;
+    size_t share = (size_t)test_share;
     for (size_t s = 0; (k = sp_kernels_at(s)) != NULL; s++) {
         for (size_t w = 0; w < 4; w++) {
             for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-                for (size_t d = 0; d < sizeof densities / sizeof densities[0]; d++)
+                for (size_t d = (i + w) % share; d < sizeof densities / sizeof densities[0]; d += share)
                     run_codec(k, sizes[i], widths[w], RANDOM, densities[d], true);
                 for (int p = ONE_BLOCK; p < N_PATTERNS; p++)
                     run_codec(k, sizes[i], widths[w], (enum pattern)p, 0, true);
             }
-            for (int i = 0; i < 40; i++) {
+            for (int i = 0; i < share_of(40, 10); i++) {
                 size_t n = (size_t)(test_rand() % (test_rand() % 2 != 0 ? 700 : 20000));
                 double density = (double)(test_rand() % 1000) / 999;
                 run_codec(k, n, widths[w], RANDOM,

@@ -6,15 +6,15 @@
 
 /* Elements of a large array, and of smaller ones. TSan makes a collective ten times as slow or more. */
 #ifdef __SANITIZE_THREAD__
-#define LARGE_N 70000u
-#define MIDDLE_N 5000u
-#define RANDOM_N 5000u
-#define PATTERN_N 3000u
+#define LARGE_N ((size_t)70000)
+#define MIDDLE_N ((size_t)5000)
+#define RANDOM_N ((size_t)5000)
+#define PATTERN_N ((size_t)3000)
 #else
-#define LARGE_N 200000u
-#define MIDDLE_N 50000u
-#define RANDOM_N 20000u
-#define PATTERN_N 9000u
+#define LARGE_N ((size_t)share_of(200000, 70000))
+#define MIDDLE_N ((size_t)share_of(50000, 5000))
+#define RANDOM_N ((size_t)share_of(20000, 5000))
+#define PATTERN_N ((size_t)share_of(9000, 3000))
 #endif
 
 /* The rank that owns element i of the input. */

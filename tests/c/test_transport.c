@@ -5,7 +5,7 @@
 
 /* ---- messages of random sizes on all queues, both ways, between all ranks ---- */
 
-#define N_MESSAGES (400 / SLOWDOWN)
+#define N_MESSAGES share_of(400 / SLOWDOWN, 40)
 
 static uint64_t message_seed(const struct member *m, int from, int to, int queue, int i)
 {
@@ -237,7 +237,7 @@ static void test_full_queue(void)
 
 /* ---- sleeping ---- */
 
-#define N_ROUNDS (50000 / (SLOWDOWN * SLOWDOWN))
+#define N_ROUNDS ((uint64_t)share_of(50000 / (SLOWDOWN * SLOWDOWN), 500))
 
 /* Wait for a message; sleep while there is none. */
 static bool take_asleep(struct member *m, int peer, int queue, uint64_t seed)
