@@ -298,12 +298,35 @@ static void test_no_thread(void)
           count_entries("/proc/self/fd"));
 }
 
+/* ---- how long an idle proxy sleeps ---- */
+
+static bool none_needs_it(const void *ctx)
+{
+    return *(const bool *)ctx;
+}
+
+static void test_sleep(void)
+{
+    bool idle = true;
+    sp_proxy_thread port = {.is_idle = NULL}, rings = {.is_idle = none_needs_it, .ctx = &idle};
+    const int64_t ms = 1000000;
+    CHECK(sp_proxy_thread_sleep_ns(&port, 0) == ms / 50, "%lld",
+          (long long)sp_proxy_thread_sleep_ns(&port, 0));
+    CHECK(sp_proxy_thread_sleep_ns(&port, ms) == ms / 2, "half the idle time");
+    CHECK(sp_proxy_thread_sleep_ns(&port, 999 * ms) == ms, "port channels, below 1 s");
+    CHECK(sp_proxy_thread_sleep_ns(&port, 1000 * ms) == 10 * ms, "port channels, after 1 s");
+    CHECK(sp_proxy_thread_sleep_ns(&rings, 1000 * ms) == 100 * ms, "collectives, asleep");
+    idle = false;
+    CHECK(sp_proxy_thread_sleep_ns(&rings, 1000 * ms) == ms, "collectives, a kernel runs");
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"out_of_memory", test_out_of_memory},
                                              {"pinned_memory", test_pinned_memory},
                                              {"lost_gpu", test_lost_gpu},
                                              {"no_thread", test_no_thread},
+                                             {"sleep", test_sleep},
                                              {NULL, NULL}};
     setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
     setenv("SPCCL_INBOX_BYTES", "4M", 1);

@@ -15,7 +15,8 @@
 
 #define CONNECT_STEP_NS 200000
 /* An idle thread sleeps half as long as it has been idle: at least SLEEP_NS, at most SP_PROXY_POLL_NS. Once it was idle
- * for ASLEEP_NS and no kernel can need it, it sleeps until a wake, a message, or for ASLEEP_NS. */
+ * for ASLEEP_NS and no kernel can need it, it sleeps until a wake, a message, or for ASLEEP_NS. A thread of port
+ * channels never knows that: after SP_PROXY_QUIET_NS it sleeps for SP_PROXY_QUIET_POLL_NS. */
 #define SLEEP_NS 20000
 #define ASLEEP_NS (INT64_C(100) * 1000000)
 /* Where each rank has this many cores, a thread polls for longer than SPCCL_SPIN_US before it sleeps: while a kernel
@@ -121,9 +122,10 @@ static bool is_idle(const sp_proxy_thread *t)
     return t->is_idle != NULL && t->is_idle(t->ctx);
 }
 
-/* How long a thread may sleep that has been idle for so long. */
-static int64_t sleep_ns(const sp_proxy_thread *t, int64_t idle_ns)
+int64_t sp_proxy_thread_sleep_ns(const sp_proxy_thread *t, int64_t idle_ns)
 {
+    if (t->is_idle == NULL && idle_ns >= SP_PROXY_QUIET_NS)
+        return SP_PROXY_QUIET_POLL_NS;
     if (idle_ns >= ASLEEP_NS)
         return is_idle(t) ? ASLEEP_NS : SP_PROXY_POLL_NS;
     return idle_ns / 2 < SLEEP_NS           ? SLEEP_NS
@@ -154,7 +156,7 @@ static void sleep_for(sp_proxy_thread *t, int64_t ns)
 /* Nothing moved in the last round: yield, or sleep. *active_ns = now if a wake came. */
 static void rest(sp_proxy_thread *t, uint32_t *n_wakes, int64_t *active_ns)
 {
-    int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sleep_ns(t, idle_ns);
+    int64_t now_ns = sp_now_ns(), idle_ns = now_ns - *active_ns, ns = sp_proxy_thread_sleep_ns(t, idle_ns);
     uint32_t n;
     if (idle_ns < t->idle_spin_ns || (idle_ns < t->busy_spin_ns && !is_idle(t))) {
         sched_yield(); /* a peer's thread may need this core */

@@ -11,6 +11,9 @@
 #define SP_PROXY_CONNECT_NS (INT64_C(50) * 1000000)
 /* A thread that nothing wakes, although a kernel may need it, looks for work this often. */
 #define SP_PROXY_POLL_NS 1000000
+/* As above, once nothing has moved for SP_PROXY_QUIET_NS and no call says when a kernel may need it. */
+#define SP_PROXY_QUIET_POLL_NS 10000000
+#define SP_PROXY_QUIET_NS INT64_C(1000000000)
 
 typedef struct sp_proxy_endpoint {
     const sp_transport *transport;
@@ -55,6 +58,8 @@ spccl_status sp_proxy_threads_connect(sp_proxy_thread *const *threads, uint32_t 
                                       int64_t deadline_ns);
 /* Errors: SYSTEM. */
 spccl_status sp_proxy_thread_start(sp_proxy_thread *t);
+/* How long a thread may sleep that has been idle for so long. For tests. */
+int64_t sp_proxy_thread_sleep_ns(const sp_proxy_thread *t, int64_t idle_ns);
 /* There may be work: end its sleep, or keep it from sleeping. Threads: any. */
 void sp_proxy_thread_wake(sp_proxy_thread *t);
 /* End the thread and wait for its end. t may not have been started. It can be closed only. */
