@@ -1,6 +1,7 @@
 /* test_cuda_hosts_faults.c - faults of GPU groups on several hosts (cuda_hosts.h): cut connections, wrong positions, ranks
  * that do not come and calls that fail must end in an error that names a rank, in time. */
 #include "cuda_hosts.h"
+#include "proxy_faults.h"
 
 /* Every collective must end this soon, also on a busy machine. */
 #define SOON_MS 60000
@@ -12,7 +13,9 @@ struct scene {
     sp_fault_plan plan; /* of the proxies */
     int n_calls;
     bool may_work;
-    int absent, n_before; /* rank `absent` does not come to call n_before */
+    int absent, n_before;   /* rank `absent` does not come to call n_before */
+    enum proxy_fault fault; /* of a proxy of rank 1 */
+    const char *text;       /* that the errors have */
     _Atomic int n_here, n_attached, n_ended, n_errors;
 };
 
@@ -161,6 +164,73 @@ static void test_missing_rank(void)
     }
 }
 
+/* A second group of the same ranks. */
+static void join_other(const struct rank_ctx *c, struct rank_ctx *other)
+{
+    spccl_store store = {
+        .struct_bytes = sizeof store, .ctx = c->store, .set = mem_store_set, .get = mem_store_get};
+    spccl_config config = *c->config;
+    char host[24];
+    snprintf(host, sizeof host, "host %d", c->rank);
+    config.host_id = host;
+    config.name = "other";
+    *other = *c;
+    other->comm = NULL;
+    CHECK_OK(spccl_comm_create(&store, c->rank, c->n_ranks, &config, &other->comm));
+}
+
+/* A proxy of rank 1 dies. The group's next collective fails on all ranks; the other group goes on. */
+static void proxy_dies(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    struct rank_ctx other;
+    spccl_status st = SPCCL_OK;
+    join_other(c, &other);
+    if (other.comm != NULL && attach_gpu(c->comm, c->rank, 1) && attach_gpu(other.comm, c->rank, 1)) {
+        check_works(c);
+        check_works(&other);
+        (void)wait_for_ranks(c, &s->n_attached);
+        proxy_fault.what = s->fault;
+        load_input(c, s->n);
+        for (int i = 0; st == SPCCL_OK && i < s->n_calls; i++) {
+            st = sum(c, s->n, SPCCL_FLOAT32);
+            if (st == SPCCL_OK)
+                st = spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, SOON_MS);
+        }
+        CHECK(st != SPCCL_OK && strstr(spccl_last_error(), "rank 1") != NULL &&
+                  strstr(spccl_last_error(), s->text) != NULL,
+              "rank %d: %s: \"%s\", wanted \"%s\"", c->rank, spccl_status_name(st), spccl_last_error(),
+              s->text);
+        sync_stream(rank_buffers[c->rank].on); /* the kernel has ended */
+        (void)wait_for_ranks(c, &s->n_ended);
+        check_works(&other);
+    }
+    spccl_comm_destroy(other.comm);
+}
+
+static void test_proxy_dies(void)
+{
+    struct scene all[] = {{.fault = PROXY_FAILS, .text = "the test makes this round fail"},
+                          {.fault = PROXY_EXITS, .text = "was ended by pthread_exit"}};
+    proxy_fault.rank = 1;
+    proxy_fault.group = "world";
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        struct rank_ctx ctx[RANKS_CAP];
+        spccl_config config = SPCCL_CONFIG_INIT;
+        all[i].n = 60000;
+        all[i].n_calls = 1000;
+        next_proxies();
+        config.transports = "tcp";
+        config.timeout_ms = LONG_MS;
+        test_ranks_per_host = 1;
+        run_ranks(2, &config, proxy_dies, &all[i], ctx);
+        proxy_fault.what = PROXY_WORKS;
+        for (int r = 0; r < 2; r++)
+            CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+        run_ranks(2, &config, attach_and_check, NULL, ctx); /* the GPU is usable */
+    }
+}
+
 /* One call of the proxies' transport fails on rank 1 while the ranks attach their GPUs. */
 static void attach_fails(struct rank_ctx *c)
 {
@@ -220,6 +290,7 @@ int main(int argc, char **argv)
                                              {"flipped", test_flipped},
                                              {"missing_rank", test_missing_rank},
                                              {"attach_fails", test_attach_fails},
+                                             {"proxy_dies", test_proxy_dies},
                                              {NULL, NULL}};
     start_hosts(&argc, argv, 32);
     return test_main(cases, argc, argv);
