@@ -2,6 +2,9 @@
  * group still works; inboxes of many sizes; the counters. Ranks are threads. --small: for sanitizers. */
 #include "cuda_sums.h"
 
+#include "core/base/bits.h"
+#include "core/contract/gpu.h"
+
 #define N_RANKS 3
 #define CAP ((size_t)17 << 20)
 
@@ -183,13 +186,33 @@ static void test_counters(void)
     run_scene(N_RANKS, counts, NULL);
 }
 
+/* ---- handles of peers' memory ---- */
+
+/* A CUDA IPC handle of another process (kernels/cuda/memory_cuda.c) that points outside of its allocation. */
+static void test_handle_offset(void)
+{
+    static const uint64_t offsets[] = {4112, 1u << 30, UINT64_MAX - 15}; /* in an allocation of 8192 bytes */
+    for (size_t i = 0; i < sizeof offsets / sizeof *offsets; i++) {
+        uint8_t handle[SP_GPU_HANDLE_BYTES] = {2};
+        sp_gpu_memory *m = NULL;
+        spccl_status st;
+        sp_store_le64(handle + 8, 4096);
+        sp_store_le64(handle + 24, 1); /* the token of no process */
+        sp_store_le64(handle + 96, offsets[i]);
+        sp_store_le64(handle + 104, 8192);
+        st = sp_gpu_ops_get(NULL)->memory_import(0, handle, -1, 4096, &m);
+        CHECK(st == SPCCL_ERR_MISMATCH && m == NULL &&
+                  strstr(spccl_last_error(), "4096 bytes at offset") != NULL,
+              "%s: %s", spccl_status_name(st), spccl_last_error());
+    }
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"refusals", test_refusals},
-                                             {"inbox", test_inbox},
-                                             {"one_worker", test_one_worker},
-                                             {"counters", test_counters},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"refusals", test_refusals},           {"inbox", test_inbox},
+        {"one_worker", test_one_worker},       {"counters", test_counters},
+        {"handle_offset", test_handle_offset}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_rank_buffers(N_RANKS, CAP);
     return test_main(cases, argc, argv);

@@ -5,7 +5,8 @@
  *    0  u32  kind                          16  u64  address in the owner's process
  *    4  i32  ordinal at the owner          24  u64  token of the owner's process
  *    8  u64  bytes                         32  cudaIpcMemHandle_t
- *                                          96  u64  offset of the address in the allocation, for CUDA IPC */
+ *                                          96  u64  offset of the address in the allocation, for CUDA IPC
+ *                                         104  u64  bytes of the allocation, for CUDA IPC */
 #include "kernels/cuda/device_cuda.h"
 
 #include "core/base/bits.h"
@@ -19,7 +20,8 @@
 enum { KIND_FD = 1, KIND_IPC = 2 };
 #define IPC_AT 32u
 #define OFFSET_AT 96u
-_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) == OFFSET_AT && OFFSET_AT + 8 <= SP_GPU_HANDLE_BYTES,
+#define ALLOCATED_AT 104u
+_Static_assert(IPC_AT + sizeof(cudaIpcMemHandle_t) == OFFSET_AT && ALLOCATED_AT + 8 <= SP_GPU_HANDLE_BYTES,
                "the IPC handle fits");
 
 struct sp_gpu_memory {
@@ -32,6 +34,7 @@ struct sp_gpu_memory {
     size_t bytes; /* allocated or mapped; for KIND_FD a multiple of the granularity */
     CUdeviceptr address;
     CUdeviceptr base; /* of the allocation; only borrowed memory begins elsewhere */
+    size_t allocated; /* of KIND_IPC: bytes from base */
     CUmemGenericAllocationHandle handle;
     bool has_handle;
 };
@@ -201,7 +204,7 @@ static void destroy_fd(sp_gpu_memory *m)
 static spccl_status create_ipc(sp_gpu_memory *m, size_t bytes)
 {
     void *p = NULL;
-    m->bytes = bytes;
+    m->bytes = m->allocated = bytes;
     SP_TRY(sp_cuda_check(cudaMalloc(&p, bytes), "cudaMalloc"));
     m->address = m->base = (CUdeviceptr)p;
     return SPCCL_OK;
@@ -213,16 +216,15 @@ static spccl_status borrow_ipc(sp_gpu_memory *m)
     struct cudaPointerAttributes a;
     cudaIpcMemHandle_t ipc;
     const sp_cuda_driver *d;
-    size_t whole = 0;
     SP_TRY(sp_cuda_check(cudaPointerGetAttributes(&a, (void *)m->address), "cudaPointerGetAttributes"));
     if (a.type != cudaMemoryTypeDevice || a.device != m->ordinal)
         return SP_FAIL(SPCCL_ERR_ARG, "%p is not memory of GPU %d: wanted memory from cudaMalloc on this GPU",
                        (void *)m->address, m->ordinal);
     SP_TRY(sp_cuda_driver_get(&d));
-    SP_TRY(sp_cu_check(d->mem_address_range(&m->base, &whole, m->address), "cuMemGetAddressRange"));
-    if (m->bytes > whole - (m->address - m->base))
+    SP_TRY(sp_cu_check(d->mem_address_range(&m->base, &m->allocated, m->address), "cuMemGetAddressRange"));
+    if (m->bytes > m->allocated - (m->address - m->base))
         return SP_FAIL(SPCCL_ERR_ARG, "%zu bytes at %p: the allocation has %zu bytes from there", m->bytes,
-                       (void *)m->address, whole - (size_t)(m->address - m->base));
+                       (void *)m->address, m->allocated - (size_t)(m->address - m->base));
     if (cudaIpcGetMemHandle(&ipc, (void *)m->base) == cudaSuccess)
         return SPCCL_OK;
     (void)cudaGetLastError();
@@ -233,12 +235,19 @@ static spccl_status borrow_ipc(sp_gpu_memory *m)
         (void *)m->address);
 }
 
+/* m->bytes are to be mapped. */
 static spccl_status import_ipc(sp_gpu_memory *m, const uint8_t *handle)
 {
     int peer = (int)sp_load_le32(handle + 4);
+    uint64_t off = sp_load_le64(handle + OFFSET_AT), allocated = sp_load_le64(handle + ALLOCATED_AT);
     cudaIpcMemHandle_t ipc;
     void *p = NULL;
     cudaError_t e;
+    if (off > allocated || m->bytes > allocated - off)
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "a peer's GPU memory: got a handle for %zu bytes at offset %llu of an allocation of %llu",
+            m->bytes, (unsigned long long)off, (unsigned long long)allocated);
     if (process_token() != 0 && sp_load_le64(handle + 24) == process_token()) {
         m->is_plain = true; /* a process cannot open its own IPC handle; it has the address */
         m->address = (CUdeviceptr)sp_load_le64(handle + 16);
@@ -255,7 +264,7 @@ static spccl_status import_ipc(sp_gpu_memory *m, const uint8_t *handle)
     SP_TRY(
         sp_cuda_check(cudaIpcOpenMemHandle(&p, ipc, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle"));
     m->base = (CUdeviceptr)p;
-    m->address = m->base + sp_load_le64(handle + OFFSET_AT);
+    m->address = m->base + off;
     return SPCCL_OK;
 }
 
@@ -367,6 +376,7 @@ spccl_status sp_cuda_memory_export(sp_gpu_memory *m, uint8_t *handle, int *fd)
     SP_TRY(sp_cuda_check(cudaIpcGetMemHandle(&ipc, (void *)m->base), "cudaIpcGetMemHandle"));
     memcpy(handle + IPC_AT, &ipc, sizeof ipc);
     sp_store_le64(handle + OFFSET_AT, m->address - m->base);
+    sp_store_le64(handle + ALLOCATED_AT, m->allocated);
     return SPCCL_OK;
 }
 
