@@ -19,7 +19,7 @@ import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from . import _torch_glue, _torch_settings
+from . import _torch_glue, _torch_join, _torch_settings
 from ._torch_settings import FALLBACKS, ORDERS
 
 if TYPE_CHECKING:
@@ -306,6 +306,7 @@ def make_process_group(
 def _create(opts: Any, pg_options: Any = None) -> dist.Backend:
     """torch.distributed calls this once per group and rank, on all ranks of the group."""
     ranks = list(opts.global_ranks_in_group)
+    _torch_join.check_rank(opts.group_rank, opts.group_size)
     member = _Member(opts.store, opts.group_rank, opts.group_size, str(opts.group_id), ranks)
     return _join(member, _as_timedelta(opts.timeout), _options_of(pg_options))
 
@@ -332,8 +333,10 @@ def _join(member: _Member, timeout: timedelta, options: Options) -> dist.Backend
     _offer_split()
     timeout_ms = max(1, int((options.timeout or timeout).total_seconds() * 1000))
     bare = dist.ProcessGroup(_store_of_this_join(dist, member.store, member.rank), member.rank, member.size)
+    with _torch_join.naming_absent_ranks(member, timeout_ms):
+        bare = _with_inner_groups(bare, member.name, member.global_ranks, timeout_ms)
     group = torch.ops.spccl.make_process_group(
-        _with_inner_groups(bare, member.name, member.global_ranks, timeout_ms).boxed(),
+        bare.boxed(),
         member.name,
         member.global_ranks,
         {

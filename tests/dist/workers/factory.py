@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from spccl import backend, ddp
+from spccl import _torch_join, backend, ddp
 from workers.common import FOLDER, RANK, WORLD, raises, report
 
 TIMEOUT = timedelta(seconds=60)
@@ -59,6 +59,8 @@ def bad_arguments() -> None:
     store = dist.HashStore()
     with raises(TypeError, "store is a dict"):
         backend.make_process_group({}, 0, 1)
+    with raises(ValueError, "rank 5 of a group of 2, wanted 0 to 1", "WORLD_SIZE"):
+        _torch_join.check_rank(5, 2)
     with raises(ValueError, "rank 2 of 2"):
         backend.make_process_group(store, 2, 2)
     with raises(ValueError, "timeout"):
