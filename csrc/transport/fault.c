@@ -31,6 +31,12 @@ struct fault {
 sp_fault_plan sp_fault;
 static atomic_uint n_flipped;
 
+static atomic_int cut_now = -1;
+void sp_fault_cut(int rank)
+{
+    atomic_store(&cut_now, rank);
+}
+
 unsigned sp_fault_n_flipped(void)
 {
     return atomic_load(&n_flipped);
@@ -179,7 +185,8 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue, uint32_t 
     }
     st = f->t->commit(f->inner, peer, queue, call);
     l->reserved = false;
-    if (++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) {
+    if ((++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) ||
+        atomic_load(&cut_now) == f->rank) {
         f->t->close(f->inner);
         f->inner = NULL;
         f->cut = f->changed = true;

@@ -25,6 +25,8 @@ typedef struct sp_fault_plan {
 
 extern sp_fault_plan sp_fault;
 extern const sp_transport sp_transport_fault;
+/* From now on an endpoint of this rank drops its connections after its next message. -1: of no rank. Any time. */
+void sp_fault_cut(int rank);
 /* Messages with a flipped bit since the program started. */
 unsigned sp_fault_n_flipped(void);
 

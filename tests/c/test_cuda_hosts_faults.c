@@ -236,22 +236,19 @@ static void attach_fails(struct rank_ctx *c)
 {
     struct scene *s = c->arg;
     spccl_cuda_config config = SPCCL_CUDA_CONFIG_INIT;
-    int64_t start;
     spccl_status st;
     if (!wait_for_ranks(c, &s->n_here))
         return;
     sp_fault = s->plan; /* all endpoints of the links are open, those of the proxies are not */
     if (!all_here(c->comm))
         return;
-    start = now_ms();
     config.device = rank_buffers[c->rank].device;
     st = spccl_cuda_attach(c->comm, &config);
+    /* TIMEOUT would mean that a rank waited for its deadline. */
     CHECK(st == SPCCL_ERR_SYSTEM || st == SPCCL_ERR_UNREACHABLE, "%s, rank %d: %s: %s", s->plan.fails,
           c->rank, spccl_status_name(st), spccl_last_error());
     CHECK(strstr(spccl_last_error(), "rank 1") != NULL, "%s, rank %d: \"%s\" does not name rank 1",
           s->plan.fails, c->rank, spccl_last_error());
-    CHECK(now_ms() - start < LONG_MS / 2, "%s, rank %d: attach failed only after %lld ms", s->plan.fails,
-          c->rank, (long long)(now_ms() - start));
     if (!wait_for_ranks(c, &s->n_ended))
         return;
     sp_fault = (sp_fault_plan){.inner = "tcp"};

@@ -253,9 +253,6 @@ static void test_faults(void)
 
 /* ---- a peer dies between put and signal ---- */
 
-/* Rank 1's links end after so many messages: more than it sends to attach its GPU and to make channels. */
-#define DIES_AFTER 200
-
 struct death {
     spccl_channel_kind kind;
     _Atomic int n_made, n_started, n_done;
@@ -303,7 +300,8 @@ static void put_and_die(struct rank_ctx *c, struct death *d, const spccl_channel
     sync_stream(m->on);
     while (d->n_started == 0 && now_ms() < until)
         sleep_ms(1);
-    for (int i = 0; st == SPCCL_OK && i < DIES_AFTER; i++)
+    sp_fault_cut(1);
+    while (st == SPCCL_OK && now_ms() < until)
         st = spccl_broadcast(c->comm, &byte, 1, SPCCL_UINT8, 1, NULL);
     CHECK(st != SPCCL_OK, "the links of rank 1 did not end");
 }
@@ -326,9 +324,11 @@ static void test_peer_dies(void)
 {
     struct death memory = {.kind = SPCCL_CHANNEL_MEMORY}, port = {.kind = SPCCL_CHANNEL_PORT};
     group_transports = "fault";
-    sp_fault = (sp_fault_plan){.inner = "tcp", .cut_after = DIES_AFTER, .cut_rank = 1};
+    sp_fault = (sp_fault_plan){.inner = "tcp"};
     run_group(2, die_rank, &memory);
+    sp_fault_cut(-1);
     run_group(2, die_rank, &port);
+    sp_fault_cut(-1);
     group_transports = NULL;
     sp_fault = (sp_fault_plan){.inner = "tcp"};
     run_group(2, attach_and_check, NULL); /* the GPU is usable */
