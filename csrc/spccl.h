@@ -1,20 +1,19 @@
 /* spccl.h - collectives for data that is mostly zeros: the interface of libspccl. Channels for kernels of the
  * caller: spccl_channel.h. C11 and C++, standard headers only. The words are those of docs/GLOSSARY.md.
  *
- * Errors. A function that can fail returns `spccl_status`. Its results go through its last parameters and
- * are unchanged after a failure, but a failed collective may have written part of its output buffer. After a
- * failure spccl_last_error() gives one line for the calling thread: who, where, got, wanted, what to do.
+ * Errors. A function that can fail returns `spccl_status`. Its results go through its last parameters and are
+ * unchanged after a failure, but a failed collective may have written part of its output buffer. After a failure
+ * spccl_last_error() gives one line for the calling thread: who, where, got, wanted, what to do.
  *
- * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit
- * for bit. Reductions add in rank order 0, 1, 2, ... starting from +0.0; float16 and bfloat16 are added in
- * float32 and rounded once. So all ranks and all runs get the same bits, whatever the format, the transport
- * and the schedule. Two schedules run only when asked for, because they add in orders of their own, the same
- * on all ranks and in all runs: ring and hierarchical (docs/ALGORITHMS.md). Format pici is that of Hough et al.
+ * Bits. "Zero" always means that all bits are zero. -0.0, NaN payloads, infinities and denormals arrive bit for bit.
+ * Reductions add in rank order 0, 1, 2, ... starting from +0.0; float16 and bfloat16 are added in float32 and rounded
+ * once. So all ranks and all runs get the same bits, whatever the format, the transport and the schedule. Two
+ * schedules run only when asked for, because they add in orders of their own, the same on all ranks and in all runs:
+ * ring and hierarchical (docs/ALGORITHMS.md). Format pici is that of Hough et al.
  *
- * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version.
- * Initialise options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a
- * program works with an older and with a newer library. The rules are in docs/ARCHITECTURE.md, "How the C
- * interface grows". */
+ * Structs. A struct that begins with `struct_bytes` may get more fields at its end in a later version. Initialise
+ * options with their INIT macro, and results with { .struct_bytes = sizeof(the struct) }. Then a program works with
+ * an older and with a newer library. The rules are in docs/ARCHITECTURE.md, "How the C interface grows". */
 #ifndef SPCCL_H
 #define SPCCL_H
 
@@ -293,21 +292,21 @@ SPCCL_API spccl_status spccl_request_test(spccl_request *req);
 SPCCL_API spccl_status spccl_request_wait(spccl_request *req, int64_t timeout_ms);
 /* The error text of a failed request; "" otherwise. Valid until spccl_request_free. */
 SPCCL_API const char *spccl_request_error(spccl_request *req);
-/* Call `fn(ctx, status)` once: at once if the collective is done, else when it is, on the thread that makes
- * progress (the progress thread, or one in a blocking call). Callbacks of a communicator run in the order of
- * its calls. `fn` may call no function of it but collectives with a request. A request takes one callback. */
+/* Call `fn(ctx, status)` once: at once if the collective is done, else when it is, on the thread that makes progress
+ * (the progress thread, or one in a blocking call). Callbacks of a communicator run in the order of its calls. `fn`
+ * may call no function of it but collectives with a request. A request takes one callback. */
 SPCCL_API spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spccl_status status),
                                              void *ctx);
 /* Free the handle. A collective that is under way goes on without it. Accepts NULL. */
 SPCCL_API void spccl_request_free(spccl_request *req);
 
 /* ---- CUDA ------------------------------------------------------------------------------------------ */
-/* Collectives on GPU memory, between GPUs that map each other's memory over NVLink or PCIe. Each is one
- * launch on the caller's stream. No call waits for the GPU or reads sizes from it: CUDA graphs can hold all.
- * The results have the same bits as those of the host collectives. `stream` is a cudaStream_t of the
- * communicator's GPU; NULL is the default stream. */
-/* The settings SPCCL_MAX_CTAS and SPCCL_INBOX_BYTES win over max_ctas and inbox_bytes. `fallback` says what
- * the caller does after UNREACHABLE or UNSUPPORTED. All ranks give the same number; else: MISMATCH. */
+/* Collectives on GPU memory, between GPUs that map each other's memory over NVLink or PCIe. Each is one launch on the
+ * caller's stream. No call waits for the GPU or reads sizes from it: CUDA graphs can hold all. The results have the
+ * same bits as those of the host collectives. `stream` is a cudaStream_t of the communicator's GPU; NULL is the
+ * default stream. */
+/* The settings SPCCL_MAX_CTAS and SPCCL_INBOX_BYTES win over max_ctas and inbox_bytes. `fallback` says what the
+ * caller does after UNREACHABLE or UNSUPPORTED. All ranks give the same number; else: MISMATCH. */
 typedef struct spccl_cuda_config {
     size_t struct_bytes;    /* sizeof(spccl_cuda_config) */
     int device;             /* CUDA ordinal of this rank's GPU; -1 = the current one of the calling thread */
@@ -322,10 +321,8 @@ typedef struct spccl_cuda_config {
     {                                                                                                        \
         sizeof(spccl_cuda_config), -1, 0, 0, 0, 0, 0, 0                                                      \
     }
-
 /* Number of GPUs that this process can use: 0 without a GPU, a driver, or CUDA in this build. Never fails. */
 SPCCL_API int spccl_cuda_device_count(void);
-
 /* Give a communicator its GPU: allocate this rank's inbox, and map those of the peers. All ranks call it,
  * once, at the same place in their order of calls. Returns when all inboxes are mapped.
  * Errors: ARG, SETTING, DEVICE, MISMATCH, PEER, TIMEOUT, and
@@ -335,11 +332,10 @@ SPCCL_API int spccl_cuda_device_count(void);
  *   UNREACHABLE  a peer's GPU cannot be mapped, or a rank declined; the text says which and why. All ranks
  *                get this, and the communicator goes on with host memory */
 SPCCL_API spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *config);
-
-/* They return once the kernel is launched. If a rank does not take part, dies or aborts, the kernel ends
- * within the communicator's timeout. The communicator is then broken, spccl_comm_async_error says who was
- * missing, and the GPU stays usable. Errors of the call: ARG (also for host memory or another GPU's), DTYPE,
- * ALIAS, STATE (no GPU is attached), DEVICE, or the error that broke the communicator. */
+/* They return once the kernel is launched. If a rank does not take part, dies or aborts, the kernel ends within the
+ * communicator's timeout. The communicator is then broken, spccl_comm_async_error says who was missing, and the GPU
+ * stays usable. Errors of the call: ARG (also for host memory or another GPU's), DTYPE, ALIAS, STATE (no GPU is
+ * attached), DEVICE, or the error that broke the communicator. */
 SPCCL_API spccl_status spccl_cuda_all_gather(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                              spccl_dtype dtype, void *stream);
 SPCCL_API spccl_status spccl_cuda_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
@@ -348,10 +344,9 @@ SPCCL_API spccl_status spccl_cuda_all_reduce(spccl_comm *comm, const void *in, v
                                              spccl_dtype dtype, spccl_redop op, void *stream);
 SPCCL_API spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t n_elems, spccl_dtype dtype,
                                             int root, void *stream);
-/* Wait on the host until `stream` is done, or the communicator is broken. TIMEOUT after `timeout_ms`; < 0:
- * the communicator's timeout. Not for a stream that is being captured. */
+/* Wait on the host until `stream` is done, or the communicator is broken. TIMEOUT after `timeout_ms`; < 0: the
+ * communicator's timeout. Not for a stream that is being captured. */
 SPCCL_API spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms);
-
 /* Options of the collectives on GPU memory that are called from now on. Those on host memory have none. */
 typedef struct spccl_cuda_options {
     size_t struct_bytes; /* sizeof(spccl_cuda_options) */
@@ -364,16 +359,14 @@ typedef struct spccl_cuda_options {
     }
 /* options NULL: the defaults. Captured collectives keep theirs. Errors: ARG, STATE (no GPU is attached). */
 SPCCL_API spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *options);
-
-/* For callers that attach with config.caller_orders. All launches of a communicator use the same buffers, so
- * they must run on the GPU one after the other, in the order of the calls. By default the library orders
- * them with events. With caller_orders the caller does, for other work too (such as NCCL's collectives).
- * After each launch outside of captures the caller records an event behind it and calls this function:
- * spccl_comm_destroy waits for the last such event before it frees memory.
+/* For callers that attach with config.caller_orders. All launches of a communicator use the same buffers, so they
+ * must run on the GPU one after the other, in the order of the calls. By default the library orders them with events.
+ * With caller_orders the caller does, for other work too (such as NCCL's collectives). After each launch outside of
+ * captures the caller records an event behind it and calls this function: spccl_comm_destroy waits for the last such
+ * event before it frees memory.
  *   event  cudaEvent_t, borrowed until the next call or until spccl_comm_destroy returns
  * Errors: ARG (NULL, or attached without caller_orders), STATE (no GPU is attached). */
 SPCCL_API spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event);
-
 /* What a communicator's GPU holds and has done. Reading waits for a copy of a few KiB, but for no stream. */
 typedef struct spccl_cuda_stats {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_cuda_stats) */
@@ -385,7 +378,6 @@ typedef struct spccl_cuda_stats {
     uint64_t n_frames_sent[SPCCL_N_FORMATS_MAX]; /* by spccl_format */
 } spccl_cuda_stats;
 SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out);
-
 /* The codec on GPU memory. A slice fits into a thread block's shared memory: 16 KiB of elements by default.
  * spccl_encode writes the same bytes with the same slice_elems. */
 /* Elements per frame: `wanted` if it is a multiple of 2048 of at most 16 KiB; 16 KiB if it is 0; else 0. */
@@ -457,11 +449,13 @@ typedef struct spccl_prune_options {
     double *squares;  /* [n_squares] squared norms of all parts; the call stores its own, if finite */
     uint32_t n_squares, square; /* length of squares; this part's entry */
     double max_norm;            /* above 0: g times min(1, max_norm / root of the sum of squares) */
+    uint32_t stage,
+        reserved; /* on a GPU, 1: only find thresholds; 2: only prune, after a call with 1; 0: both */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
         sizeof(spccl_prune_options), 0.01, 0.001, 0, 1, 1, 0, 0, 0, 0, 0, 0, NULL, NULL, 0, 0, NULL, NULL,   \
-            0, 0, 0                                                                                          \
+            0, 0, 0, 0, 0                                                                                    \
     }
 typedef struct spccl_prune_plan spccl_prune_plan;
 /* Check and copy the segments of a gradient [n_elems] of floats on `device` (CUDA ordinal; -1 = host). A plan
@@ -475,6 +469,12 @@ SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spc
 /* The same on a GPU, without that bound: queued on `stream`, also in a capture. Errors: ARG, DEVICE. */
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
+/* spccl_cuda_prune, then spccl_cuda_all_reduce of `grad` in place (SUM, AVG); float32 on one host is faster: docs/KERNELS.md
+ * says how, and what stays in r if more than twice the wanted number would be sent. All ranks give the same segments and
+ * options. Errors: those of both. */
+SPCCL_API spccl_status spccl_cuda_prune_all_reduce(spccl_comm *comm, spccl_prune_plan *plan, void *grad,
+                                                   spccl_redop op, const spccl_prune_options *options,
+                                                   void *stream);
 /* Weights: a float32 or float64 plan with own weights w as residual and shared weights z as velocity.
  * send: d = w - z; writes scale d to `out` unless |d| < t, else 0; w = z where d is sent, else leak d + z.
  * receive: z += change, w += change. `stream`: of a plan on a GPU, else NULL. More: docs/KERNELS.md. */

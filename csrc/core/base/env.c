@@ -94,6 +94,10 @@ static const sp_env_var vars[SP_N_ENV] = {
          "GPU memory between hosts over ib: off = through pinned memory, auto = the network "
          "device reads and writes it where it can, dmabuf and pointers = try that way",
          0, 0, 0, "off, auto, dmabuf, pointers"},
+    [SP_ENV_LIST_BYTES] =
+        {"SPCCL_PRUNE_LIST_BYTES", "64M",
+         "bytes of each GPU for lists of what pruned gradients send; 0 = use the all-reduce", 1, 0,
+         INT64_C(1) << 36, NULL},
 };
 
 const sp_env_var *sp_env_describe(sp_env_id id)

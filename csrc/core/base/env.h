@@ -37,6 +37,7 @@ typedef enum sp_env_id {
     SP_ENV_BETWEEN_HOSTS,   /* text */
     SP_ENV_PROXIES,         /* number */
     SP_ENV_GPU_DIRECT,      /* text */
+    SP_ENV_LIST_BYTES,      /* number */
     SP_N_ENV
 } sp_env_id;
 

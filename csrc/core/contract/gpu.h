@@ -151,7 +151,12 @@ typedef struct sp_gpu_prune_row {
 typedef struct sp_gpu_prune_table {
     uint64_t n_ctas_done; /* of this call; 0 between calls */
     uint64_t n_taken;     /* tiles that CTAs have taken beyond their first ones; 0 between calls */
+    /* Of spccl_cuda_prune_all_reduce: entries given to lists, of segments sent whole and of others; 0 between calls. */
+    uint64_t n_listed_whole, n_listed;
 } sp_gpu_prune_table;
+
+/* spccl_prune_options.stage. */
+enum { SP_PRUNE_STAGE_BOTH, SP_PRUNE_STAGE_SAMPLE, SP_PRUNE_STAGE_PASS };
 
 /* Elements that a CTA prunes at a time; state_bytes: of an element of the residual. */
 #define SP_GPU_PRUNE_TILE(state_bytes) (16384u / (uint32_t)(state_bytes))
@@ -164,6 +169,8 @@ typedef struct sp_gpu_prune_args {
     uint64_t n_tiles, most_elems; /* most_elems: of the largest segment */
     spccl_prune_options options;
 } sp_gpu_prune_args;
+
+struct sp_pruned_sum_args; /* pruned_lists.h */
 
 /* A handle by which a peer can map GPU memory. With it travels a file descriptor, or -1. */
 #define SP_GPU_HANDLE_BYTES 128
@@ -237,6 +244,8 @@ typedef struct sp_gpu_ops {
     spccl_status (*encode)(const sp_gpu_encode_args *a, void *stream);
     spccl_status (*decode)(const sp_gpu_decode_args *a, void *stream);
     spccl_status (*prune)(const sp_gpu_prune_args *a, void *stream);
+    /* Prune, then sum what the ranks of one host send. */
+    spccl_status (*pruned_sum)(const struct sp_pruned_sum_args *a, void *stream);
     spccl_status (*weights_send)(const sp_gpu_prune_args *a, void *stream); /* grad: where to write */
     spccl_status (*weights_receive)(const sp_gpu_prune_args *a,
                                     void *stream); /* grad: what to read; no options */

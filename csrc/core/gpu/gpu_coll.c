@@ -141,26 +141,49 @@ static spccl_status mark_last(sp_gpu_comm *g, void *stream, unsigned long long i
     return SPCCL_OK;
 }
 
+spccl_status sp_gpu_turn_begin(sp_gpu_comm *g, void *stream, sp_gpu_turn *turn)
+{
+    *turn = (sp_gpu_turn){0, 0};
+    if (g->caller_orders)
+        return SPCCL_OK;
+    SP_TRY(identify(g, stream, &turn->stream_id, &turn->capture));
+    return wait_for_last(g, stream, turn->stream_id, turn->capture);
+}
+
+spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *turn)
+{
+    return g->caller_orders ? SPCCL_OK : mark_last(g, stream, turn->stream_id, turn->capture);
+}
+
+spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *what)
+{
+    char text[sizeof g->comm->error];
+    snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %s: %.600s", g->comm->rank, g->comm->name,
+             g->device.ordinal, what, spccl_last_error());
+    sp_comm_break(g->comm, st, text);
+    sp_set_error(text);
+    return st;
+}
+
 /* The GPU is current, mu is held. *launching = true once a failure would let peers wait for this rank for
  * ever. */
 static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *stream, bool *launching)
 {
-    unsigned long long id = 0, capture = 0;
+    sp_gpu_turn turn;
+    unsigned long long capture;
     sp_fused_args f;
-    if (!g->caller_orders) {
-        SP_TRY(identify(g, stream, &id, &capture));
-        SP_TRY(wait_for_last(g, stream, id, capture));
-    }
+    SP_TRY(sp_gpu_turn_begin(g, stream, &turn));
     f = make_args(g, a);
     g->history[f.seq % SP_GPU_HISTORY] = (sp_gpu_launch){
         .seq = f.seq, .coll = a->coll, .n_elems = a->n_elems, .dtype = a->dtype, .timeout_ns = f.timeout_ns};
+    capture = turn.capture;
     if (g->proxies != NULL && g->caller_orders)
         SP_TRY(g->ops->capture_id(stream, &capture));
     *launching = true;
     sp_proxies_wake(g->proxies, capture != 0);
     SP_TRY(g->ops->fused(&f, stream));
     g->n_launches++;
-    return g->caller_orders ? SPCCL_OK : mark_last(g, stream, id, capture);
+    return sp_gpu_turn_end(g, stream, &turn);
 }
 
 static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
@@ -186,13 +209,10 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
     st = launch_locked(g, a, stream, &launching);
     pthread_mutex_unlock(&g->mu);
     g->ops->leave(before);
-    if (st != SPCCL_OK && launching) { /* the peers would wait for this rank: tell them */
-        char text[sizeof comm->error];
-        snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %s of %zu %s: %.600s", comm->rank,
-                 comm->name, g->device.ordinal, calls[a->coll].name, a->n_elems, sp_dtype_name(a->dtype),
-                 spccl_last_error());
-        sp_comm_break(comm, st, text);
-        sp_set_error(text);
+    if (st != SPCCL_OK && launching) {
+        char what[80];
+        snprintf(what, sizeof what, "%s of %zu %s", calls[a->coll].name, a->n_elems, sp_dtype_name(a->dtype));
+        return sp_gpu_launch_failed(g, st, what);
     }
     return st;
 }

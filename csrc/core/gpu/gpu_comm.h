@@ -46,6 +46,8 @@ typedef struct sp_gpu_comm {
 
     pthread_mutex_t channels_mu;     /* guards the list */
     struct spccl_channels *channels; /* the sets of channels (channels.h) */
+    struct spccl_channels *lists;    /* that of spccl_cuda_prune_all_reduce; NULL: not made yet */
+    bool no_lists;                   /* it could not be made */
     uint32_t n_channel_sets;         /* sets of port channels so far, the same on all ranks */
 
     /* used by gpu_watchdog.c */
@@ -56,6 +58,17 @@ typedef struct sp_gpu_comm {
 
 /* The table of device calls that is in use; NULL in a build without CUDA. */
 const sp_gpu_ops *sp_gpu_ops_here(void);
+
+/* The place of a launch among those of its communicator (gpu_coll.c). The GPU is current, and g->mu is held from
+ * begin to end. begin makes `stream` wait for the launch before. */
+typedef struct sp_gpu_turn {
+    unsigned long long stream_id, capture; /* ids; 0 = none */
+} sp_gpu_turn;
+spccl_status sp_gpu_turn_begin(sp_gpu_comm *g, void *stream, sp_gpu_turn *turn);
+spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *turn);
+/* A launch has failed: break the communicator, as the peers wait for this rank. what: the call. Returns st, with its
+ * text. */
+spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *what);
 
 /* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
  * peers have closed their mappings of it. (gpu_comm.c) */

@@ -1,7 +1,7 @@
 /* gpu_prune.c - prune plans, for host and GPU: checks the segments, copies them to the GPU of a plan that has one.
  * And spccl_cuda_prune. spccl_prune, on the host, is in core/run/prune.c. */
 #include "core/gpu/gpu_comm.h"
-#include "core/run/prune_plan.h"
+#include "core/gpu/gpu_pruned_sum.h"
 
 #include "core/base/dtype.h"
 
@@ -106,6 +106,8 @@ static spccl_status upload(spccl_prune_plan *p)
         p->most_elems = sp_max_size(p->most_elems, p->segments[i].n_elems);
         p->n_tiles += sp_ceil_div(p->segments[i].n_elems, SP_GPU_PRUNE_TILE(state_bytes(p->dtype)));
         rows[i].end_tile = p->n_tiles;
+        p->n_covered += p->segments[i].n_elems;
+        p->n_whole += p->segments[i].whole != 0 ? p->segments[i].n_elems : 0;
     }
     st = sp_gpu_ops_here()->upload(p->device, table, bytes, &p->table);
     sp_free(table);
@@ -174,20 +176,51 @@ void spccl_prune_plan_destroy(spccl_prune_plan *plan)
     sp_free(plan);
 }
 
-/* Errors unless p, an argument of spccl_cuda_prune, is memory of GPU `device` and aligned. */
-static spccl_status check_argument(const char *what, const void *p, size_t align, int device)
+/* Errors unless p, an argument of `call`, is memory of GPU `device` and aligned. */
+static spccl_status check_argument(const char *call, const char *what, const void *p, size_t align,
+                                   int device)
 {
     int ordinal = -1;
     if ((uintptr_t)p % align != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_prune: %s is %p, wanted an address aligned to %zu bytes",
-                       what, p, align);
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is %p, wanted an address aligned to %zu bytes", call, what, p,
+                       align);
     SP_TRY(sp_gpu_ops_here()->device_of(p, &ordinal));
     if (ordinal < 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_prune: %s (%p) is host memory, the plan is for GPU %d",
-                       what, p, device);
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is host memory, the plan is for GPU %d", call, what, p,
+                       device);
     if (ordinal != device)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_prune: %s (%p) is memory of GPU %d, the plan is for GPU %d",
-                       what, p, ordinal, device);
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s (%p) is memory of GPU %d, the plan is for GPU %d", call, what,
+                       p, ordinal, device);
+    return SPCCL_OK;
+}
+
+spccl_status sp_gpu_prune_args_get(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options,
+                                   const char *call, sp_gpu_prune_args *out)
+{
+    sp_gpu_prune_args *a = out;
+    if (plan == NULL || grad == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL", call, plan == NULL ? "plan" : "grad");
+    if (plan->device < 0)
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: the plan is for host memory: use spccl_prune", call);
+    *a = (sp_gpu_prune_args){.grad = grad,
+                             .dtype = plan->dtype,
+                             .table = plan->table,
+                             .n_segments = (uint32_t)plan->n_segments,
+                             .n_tiles = plan->n_tiles,
+                             .most_elems = plan->most_elems};
+    SP_TRY(sp_prune_options_get(options, plan->dtype, call, &a->options));
+    SP_TRY(sp_prune_refuse_chunk(&a->options, call));
+    SP_TRY(check_argument(call, "grad", grad, sp_dtype_bytes(plan->dtype), plan->device));
+    if (a->options.factor != NULL)
+        SP_TRY(check_argument(call, "options.factor", a->options.factor, sizeof(float), plan->device));
+    if (a->options.loss_scale != NULL)
+        SP_TRY(
+            check_argument(call, "options.loss_scale", a->options.loss_scale, sizeof(float), plan->device));
+    if (a->options.norm != NULL) {
+        size_t norm_bytes = plan->dtype == SPCCL_FLOAT64 ? sizeof(double) : sizeof(float);
+        SP_TRY(check_argument(call, "options.norm", a->options.norm, norm_bytes, plan->device));
+        SP_TRY(check_argument(call, "options.squares", a->options.squares, sizeof(double), plan->device));
+    }
     return SPCCL_OK;
 }
 
@@ -198,28 +231,7 @@ spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad, const spccl_pr
     sp_gpu_prune_args a;
     int before;
     spccl_status st;
-    if (plan == NULL || grad == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_prune: %s is NULL", plan == NULL ? "plan" : "grad");
-    if (plan->device < 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_prune: the plan is for host memory: use spccl_prune");
-    a = (sp_gpu_prune_args){.grad = grad,
-                            .dtype = plan->dtype,
-                            .table = plan->table,
-                            .n_segments = (uint32_t)plan->n_segments,
-                            .n_tiles = plan->n_tiles,
-                            .most_elems = plan->most_elems};
-    SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_cuda_prune", &a.options));
-    SP_TRY(sp_prune_refuse_chunk(&a.options, "spccl_cuda_prune"));
-    SP_TRY(check_argument("grad", grad, sp_dtype_bytes(plan->dtype), plan->device));
-    if (a.options.factor != NULL)
-        SP_TRY(check_argument("options.factor", a.options.factor, sizeof(float), plan->device));
-    if (a.options.loss_scale != NULL)
-        SP_TRY(check_argument("options.loss_scale", a.options.loss_scale, sizeof(float), plan->device));
-    if (a.options.norm != NULL) {
-        size_t norm_bytes = plan->dtype == SPCCL_FLOAT64 ? sizeof(double) : sizeof(float);
-        SP_TRY(check_argument("options.norm", a.options.norm, norm_bytes, plan->device));
-        SP_TRY(check_argument("options.squares", a.options.squares, sizeof(double), plan->device));
-    }
+    SP_TRY(sp_gpu_prune_args_get(plan, grad, options, "spccl_cuda_prune", &a));
     SP_TRY(ops->enter(plan->device, &before));
     st = ops->prune(&a, stream);
     ops->leave(before);

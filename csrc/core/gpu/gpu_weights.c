@@ -161,6 +161,7 @@ spccl_status spccl_weights_send(spccl_prune_plan *plan, void *out, const spccl_p
     sp_gpu_prune_args a = {.grad = out};
     SP_TRY(check(plan, out, "spccl_weights_send"));
     SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_weights_send", &a.options));
+    SP_TRY(sp_prune_refuse_stage(&a.options, "spccl_weights_send"));
     SP_TRY(check_options(&a.options));
     if (plan->device >= 0)
         return launch_on(plan, &a, "spccl_weights_send", sp_gpu_ops_here()->weights_send, stream);

@@ -37,6 +37,7 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
     SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16, o->residual_bf16 <= 1, "0 or 1"));
     SP_TRY(check_range(call, "residual_bf16", (double)o->residual_bf16,
                        o->residual_bf16 == 0 || dtype != SPCCL_FLOAT64, "0 with float64 gradients"));
+    SP_TRY(check_range(call, "stage", (double)o->stage, o->stage <= 2, "0, 1 or 2"));
     SP_TRY(check_range(call, "density", o->density, o->density > 0 && o->density <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "sample", o->sample, o->sample > 0 && o->sample <= 1, "a number in (0, 1]"));
     SP_TRY(check_range(call, "momentum", o->momentum, o->momentum >= 0 && o->momentum < 1,
@@ -61,6 +62,14 @@ spccl_status sp_prune_refuse_chunk(const spccl_prune_options *o, const char *cal
                ? SPCCL_OK
                : SP_FAIL(SPCCL_ERR_ARG, "%s: options.%s is set, wanted 0: it is for weights", call,
                          o->chunk != 0 ? "chunk" : "levels");
+}
+
+spccl_status sp_prune_refuse_stage(const spccl_prune_options *o, const char *call)
+{
+    return o->stage == 0
+               ? SPCCL_OK
+               : SP_FAIL(SPCCL_ERR_ARG, "%s: options.stage is %u, wanted 0: it is for spccl_cuda_prune", call,
+                         (unsigned)o->stage);
 }
 
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */
@@ -349,6 +358,7 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
                        plan->device);
     SP_TRY(sp_prune_options_get(options, plan->dtype, "spccl_prune", &o));
     SP_TRY(sp_prune_refuse_chunk(&o, "spccl_prune"));
+    SP_TRY(sp_prune_refuse_stage(&o, "spccl_prune"));
     elem_bytes = sp_dtype_bytes(plan->dtype);
     if ((uintptr_t)grad % elem_bytes != 0)
         return SP_FAIL(SPCCL_ERR_ARG, "spccl_prune: grad is %p, wanted an address aligned to %zu bytes", grad,

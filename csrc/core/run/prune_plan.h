@@ -16,6 +16,7 @@ struct spccl_prune_plan {
     uint64_t *magnitudes;          /* [SP_PRUNE_BLOCK_ELEMS] scratch of the host, of a sample or a block */
     void *table;                   /* GPU memory: sp_gpu_prune_table and rows; NULL on the host */
     size_t n_tiles, most_elems;    /* on a GPU: tiles of all segments; elements of the largest */
+    size_t n_covered, n_whole;     /* elements of all segments; of those that are sent whole */
 };
 
 /* Elements that the host prunes at a time, so that gradient and state stay in the L2 cache. */
@@ -28,6 +29,8 @@ spccl_status sp_prune_options_get(const spccl_prune_options *given, spccl_dtype 
                                   spccl_prune_options *out);
 /* Errors if the options choose by chunks, which `call` does not do. */
 spccl_status sp_prune_refuse_chunk(const spccl_prune_options *o, const char *call);
+/* Errors if the options ask for a stage, which `call` does not know. */
+spccl_status sp_prune_refuse_stage(const spccl_prune_options *o, const char *call);
 /* Prune one segment on the host. `grad` is that of the segment. */
 void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
                           const spccl_prune_segment *s, void *grad);

@@ -369,6 +369,7 @@ static const sp_gpu_ops ops = {
     .encode = sp_encode_cuda,
     .decode = sp_decode_cuda,
     .prune = sp_prune_cuda,
+    .pruned_sum = sp_pruned_sum_cuda,
     .weights_send = sp_weights_send_cuda,
     .weights_receive = sp_weights_receive_cuda,
     .upload = sp_cuda_upload,

@@ -1,0 +1,20 @@
+/* gpu_pruned_sum.h - spccl_cuda_prune_all_reduce: can a call use lists, and where do they lie? (gpu_pruned_sum.c) */
+#ifndef SP_GPU_PRUNED_SUM_H
+#define SP_GPU_PRUNED_SUM_H
+
+#include "core/contract/pruned_lists.h"
+#include "core/run/prune_plan.h"
+
+/* Entries that warps leave unused: at most so many, as far as GPUs of 132 multiprocessors go. */
+#define SP_LISTS_UNUSED_MAX (UINT64_C(2112) * SP_LISTS_CLAIM)
+
+/* Set where lists and entries lie in an area of `bytes`. False: there is no room for twice what a gradient of `plan`
+ * wants to send at this density. */
+bool sp_pruned_lists_fit(const spccl_prune_plan *plan, double density, uint64_t bytes,
+                         sp_pruned_sum_args *out);
+
+/* Check the arguments of a call that prunes on a GPU. Errors: ARG. (gpu_prune.c) */
+spccl_status sp_gpu_prune_args_get(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options,
+                                   const char *call, sp_gpu_prune_args *out);
+
+#endif

@@ -1,0 +1,372 @@
+// prune_pass.cuh - the pruning kernel: one pass over gradient and state. It may list what it sends (pruned_lists.h).
+#ifndef SP_PRUNE_PASS_CUH
+#define SP_PRUNE_PASS_CUH
+
+#include "kernels/cuda/prune_elem.cuh"
+
+#define SP_PRUNE_CTAS 2                              // of an SM: more are slower (bench/notes/prune.md)
+#define SP_PRUNE_SHARED_BYTES (3 * sizeof(uint32_t)) // sp_prune_tiles; whether this is the last CTA
+
+// spccl_cuda_prune makes no lists.
+struct sp_no_lists {
+    static constexpr bool ON = false;
+};
+
+// EACH neighbouring elements: one load and one store if ALIGNED, else EACH of them. The stores are PTX, because the
+// compiler merged both branches into stores of one element.
+template <class E, uint32_t EACH> union sp_prune_vector {
+    static constexpr uint32_t BYTES = EACH * sizeof(E);
+    E e[EACH];
+    uint2 half; // of 8 bytes
+    uint4 whole;
+
+    __device__ __forceinline__ sp_prune_vector()
+    {
+    }
+    template <bool ALIGNED> __device__ __forceinline__ void load(const E *p)
+    {
+        if constexpr (ALIGNED && BYTES == 8)
+            half = *(const uint2 *)p;
+        else if constexpr (ALIGNED)
+            whole = *(const uint4 *)p;
+        else
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                e[c] = p[c];
+    }
+    template <bool ALIGNED> __device__ __forceinline__ void store(E *p) const
+    {
+        if constexpr (ALIGNED && BYTES == 8)
+            sp_store8(p, half);
+        else if constexpr (ALIGNED)
+            sp_store16(p, whole);
+        else
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                p[c] = e[c];
+    }
+};
+
+// What a thread has counted in its segment.
+struct sp_prune_tally {
+    uint32_t n_sent, n_nonfinite;
+    __device__ __forceinline__ void flush(sp_gpu_prune_row &row)
+    {
+        n_sent = __reduce_add_sync(~0u, n_sent);
+        n_nonfinite = __reduce_add_sync(~0u, n_nonfinite);
+        if (threadIdx.x % 32 == 0 && n_sent != 0)
+            atomicAdd((unsigned long long *)&row.n_sent, (unsigned long long)n_sent);
+        if (threadIdx.x % 32 == 0 && n_nonfinite != 0)
+            atomicAdd((unsigned long long *)&row.n_nonfinite, (unsigned long long)n_nonfinite);
+        n_sent = n_nonfinite = 0;
+    }
+};
+
+// The tiles that a CTA prunes. CTAs take them in order from a counter. So at any time all CTAs are at neighbouring
+// tiles, and the memory finds neighbouring requests close together; with a fixed assignment CTAs drift apart. The CTA
+// asks for the next tile before it prunes one.
+struct sp_prune_tiles {
+    uint64_t now;
+    unsigned long long *n_taken;
+    uint32_t ahead, turn;
+
+    __device__ __forceinline__ sp_prune_tiles(const sp_gpu_prune_args &a)
+        : now(blockIdx.x), n_taken((unsigned long long *)&a.table->n_taken), ahead(0), turn(0)
+    {
+    }
+    __device__ __forceinline__ void ask()
+    {
+        if (threadIdx.x == 0)
+            ahead = (uint32_t)atomicAdd(n_taken, 1ull);
+    }
+    __device__ __forceinline__ void step()
+    {
+        uint32_t *slots = (uint32_t *)sp_block_shared(); // two, so that one barrier a tile is enough
+        if (threadIdx.x == 0)
+            slots[turn] = ahead;
+        __syncthreads();
+        now = gridDim.x + (uint64_t)slots[turn];
+        turn ^= 1;
+    }
+};
+
+// One segment, as the pass sees it.
+template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
+    typedef sp_prune_dtype<DTYPE> T;
+    typedef typename T::U U;
+    typedef typename T::S S;
+    typedef sp_prune_residual<S, RES_BF16> Residual;
+    typedef typename Residual::R R;
+    static constexpr uint32_t EACH = 16 / sizeof(S); // a thread's neighbouring elements: 16 bytes of velocity
+    static constexpr uint32_t TILE = SP_GPU_PRUNE_TILE(sizeof(S));
+    static constexpr uint32_t TURNS = TILE / SP_PRUNE_THREADS / EACH;
+
+    U *grad;
+    R *residual;
+    S *velocity;
+    uint64_t n_elems, first_tile, end_tile;
+    typename sp_prune_factors_as<S>::type f;
+    S least; // what is sent has this magnitude or more
+    sp_prune_random random;
+
+    __device__ __forceinline__ sp_prune_segment(const sp_gpu_prune_args &a, const sp_gpu_prune_row &row)
+        : grad((U *)a.grad + row.segment.begin), residual((R *)row.segment.residual),
+          velocity((S *)row.segment.velocity), n_elems(row.segment.n_elems), first_tile(row.first_tile),
+          end_tile(row.end_tile), f(sp_prune_factors_as<S>::of(row.factors))
+    {
+        least = f.whole ? S(-1) : f.threshold > 0 ? f.threshold : sp_prune_residual<S, false>::smallest();
+        if (RES_BF16)
+            random = sp_prune_random_of(a.options.seed, row.segment.key, row.segment.state->step);
+    }
+
+    // One element, by sp_prune_elem. Replaces g, r and u by their new values. If g or v is not finite, all three stay.
+    __device__ __forceinline__ void prune_one(U &g, R &r, S &u, uint64_t index, sp_prune_tally &tally) const
+    {
+        auto e =
+            sp_prune_elem(T::widen(g), Residual::widen(r), u, residual != nullptr, velocity != nullptr, f);
+        tally.n_sent += e.sent || !e.finite ? 1 : 0;
+        tally.n_nonfinite += !e.finite ? 1 : 0;
+        if (!e.finite)
+            return;
+        S sent = e.sent ? T::widen(T::narrow(e.v)) : S(0);
+        g = T::narrow(sent * f.scale);
+        r = Residual::narrow(e.v - sent, random, index);
+        u = e.u;
+    }
+
+    // Elements [from, from + n) of the segment, one by one: the rest of a segment; or without a residual.
+    template <class LISTS>
+    __device__ __forceinline__ void prune_few(uint64_t from, uint32_t n, sp_prune_tally &tally, LISTS &lists,
+                                              uint64_t tile) const
+    {
+        for (uint64_t i = from + threadIdx.x; i < from + n; i += SP_PRUNE_THREADS) {
+            U g = grad[i];
+            R r = residual != nullptr ? residual[i] : R(0);
+            S u = velocity != nullptr ? velocity[i] : S(0);
+            prune_one(g, r, u, i, tally);
+            grad[i] = g;
+            if (residual != nullptr)
+                residual[i] = r;
+            if (velocity != nullptr)
+                velocity[i] = u;
+        }
+        if constexpr (LISTS::ON)
+            list_few(from, n, tally, lists, tile);
+    }
+
+    // An element that has no place in a list: what would be sent goes back to the residual, if there is one.
+    __device__ __forceinline__ void hold_back(U &g, R *r, uint64_t index, sp_prune_tally &tally) const
+    {
+        S sent = T::widen(g);
+        if (g == 0)
+            return;
+        g = 0;
+        tally.n_sent--;
+        if (r != nullptr && sp_prune_abs(sent) <= sp_prune_residual<S, false>::largest())
+            *r = Residual::narrow(Residual::widen(*r) + sent, random, index);
+    }
+    // List what prune_few has written.
+    template <class LISTS>
+    __device__ __forceinline__ void list_few(uint64_t from, uint32_t n, sp_prune_tally &tally, LISTS &lists,
+                                             uint64_t tile) const
+    {
+        uint32_t n_mine = 0;
+        for (uint32_t i = threadIdx.x; i < n; i += SP_PRUNE_THREADS)
+            n_mine += grad[from + i] != 0 ? 1 : 0;
+        bool fits = lists.claim(tile, n_mine, f.whole);
+        for (uint32_t i = threadIdx.x; i < n; i += SP_PRUNE_THREADS)
+            if (fits)
+                lists.put(i, grad[from + i]);
+            else
+                hold_back(grad[from + i], residual != nullptr ? residual + from + i : nullptr, from + i,
+                          tally);
+    }
+
+    typedef sp_prune_vector<U, EACH> Grad;
+    typedef sp_prune_vector<R, EACH> Res;
+    typedef sp_prune_vector<S, EACH> Vel;
+
+    // EACH elements. If v is finite, then g is, as inf and nan last through products and sums. So one test an
+    // element is enough, and a thread with another value takes the slow way.
+    template <bool HAS_U>
+    __device__ __forceinline__ void prune_vector(Grad &g, Res &r, Vel &u, uint64_t index,
+                                                 sp_prune_tally &tally) const
+    {
+        S v[EACH], now[EACH];
+        bool finite = true;
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++) {
+            S x = T::widen(g.e[c]) * f.gradient;
+            now[c] = HAS_U ? f.momentum * u.e[c] + x : x;
+            v[c] = f.leak * Residual::widen(r.e[c]) + now[c];
+            finite = finite && sp_prune_abs(v[c]) <= sp_prune_residual<S, false>::largest();
+        }
+        if (!finite) {
+            S none = S(0);
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                prune_one(g.e[c], r.e[c], HAS_U ? u.e[c] : none, index + c, tally);
+            return;
+        }
+#pragma unroll
+        for (uint32_t c = 0; c < EACH; c++) {
+            bool sends = !(sp_prune_abs(v[c]) < least);
+            U bits = T::narrow(sends ? v[c] : S(0));
+            S sent = T::widen(bits);
+            tally.n_sent += sends ? 1 : 0;
+            g.e[c] = bits;
+            r.e[c] = Residual::narrow(v[c] - sent, random, index + c);
+            if (HAS_U)
+                u.e[c] = sends && !f.whole ? S(0) : now[c];
+        }
+        if (f.scale != S(1))
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                g.e[c] = T::narrow(T::widen(g.e[c]) * f.scale);
+    }
+
+    // The TILE elements from `from` on. A thread loads all its elements before it uses the first.
+    template <bool HAS_U, bool ALIGNED, class LISTS>
+    __device__ __forceinline__ void prune_tile(uint64_t from, sp_prune_tally &tally, LISTS &lists,
+                                               uint64_t tile) const
+    {
+        constexpr uint32_t APART = SP_PRUNE_THREADS * EACH;
+        uint64_t at = from + threadIdx.x * EACH;
+        Grad g[TURNS];
+        Res r[TURNS];
+        Vel u[TURNS];
+#pragma unroll
+        for (uint32_t k = 0; k < TURNS; k++) {
+            g[k].template load<ALIGNED>(grad + at + k * APART);
+            r[k].template load<true>(residual + at + k * APART);
+            if (HAS_U)
+                u[k].template load<true>(velocity + at + k * APART);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < TURNS; k++) {
+            prune_vector<HAS_U>(g[k], r[k], u[k], at + k * APART, tally);
+            g[k].template store<ALIGNED>(grad + at + k * APART);
+            r[k].template store<true>(residual + at + k * APART);
+            if (HAS_U)
+                u[k].template store<true>(velocity + at + k * APART);
+        }
+        if constexpr (LISTS::ON)
+            list_tile<ALIGNED>(g, r, from, tally, lists, tile);
+    }
+
+    // List what prune_tile has written: g and r are the new values.
+    template <bool ALIGNED, class LISTS>
+    __device__ __forceinline__ void list_tile(Grad *g, Res *r, uint64_t from, sp_prune_tally &tally,
+                                              LISTS &lists, uint64_t tile) const
+    {
+        constexpr uint32_t APART = SP_PRUNE_THREADS * EACH;
+        uint32_t n_mine = 0, first = threadIdx.x * EACH;
+#pragma unroll
+        for (uint32_t k = 0; k < TURNS; k++)
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                n_mine += g[k].e[c] != 0 ? 1 : 0;
+        if (lists.claim(tile, n_mine, f.whole)) {
+#pragma unroll
+            for (uint32_t k = 0; k < TURNS; k++)
+#pragma unroll
+                for (uint32_t c = 0; c < EACH; c++)
+                    lists.put(first + k * APART + c, g[k].e[c]);
+            return;
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < TURNS; k++) {
+#pragma unroll
+            for (uint32_t c = 0; c < EACH; c++)
+                hold_back(g[k].e[c], &r[k].e[c], from + first + k * APART + c, tally);
+            g[k].template store<ALIGNED>(grad + from + first + k * APART);
+            r[k].template store<true>(residual + from + first + k * APART);
+        }
+    }
+
+    // The tiles of the segment that `tiles` has now and next.
+    template <bool HAS_U, bool ALIGNED, class LISTS>
+    __device__ __forceinline__ void prune_tiles(sp_prune_tiles &tiles, sp_prune_tally &tally,
+                                                LISTS &lists) const
+    {
+        while (tiles.now < end_tile) {
+            uint64_t from = (tiles.now - first_tile) * TILE, left = n_elems - from;
+            tiles.ask();
+            if (left >= TILE && residual != nullptr)
+                prune_tile<HAS_U, ALIGNED>(from, tally, lists, tiles.now);
+            else
+                prune_few(from, left < TILE ? (uint32_t)left : TILE, tally, lists, tiles.now);
+            tiles.step();
+        }
+    }
+    template <class LISTS>
+    __device__ __forceinline__ void prune(sp_prune_tiles &tiles, sp_prune_tally &tally, LISTS &lists) const
+    {
+        bool aligned = (uintptr_t)grad % (EACH * sizeof(U)) == 0;
+        if (velocity != nullptr && aligned)
+            prune_tiles<true, true>(tiles, tally, lists);
+        else if (velocity != nullptr)
+            prune_tiles<true, false>(tiles, tally, lists);
+        else if (aligned)
+            prune_tiles<false, true>(tiles, tally, lists);
+        else
+            prune_tiles<false, false>(tiles, tally, lists);
+    }
+};
+
+// The last CTA: states of all segments, and zeros for the next call.
+__device__ __forceinline__ void sp_prune_finish(const sp_gpu_prune_args &a)
+{
+    for (uint32_t i = threadIdx.x; i < a.n_segments; i += SP_PRUNE_THREADS) {
+        sp_gpu_prune_row &row = sp_prune_rows(a)[i];
+        if (sp_prune_skips(a, row))
+            sp_prune_advance_skipped(row.segment.state);
+        else
+            sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
+                             *(volatile uint64_t *)&row.n_nonfinite);
+        row.n_sent = row.n_nonfinite = row.has_nonzero = 0;
+    }
+    if (threadIdx.x == 0)
+        a.table->n_ctas_done = a.table->n_taken = 0;
+}
+
+// The kernel: what a CTA does. The grid has as many CTAs as run at once. LISTS: sp_no_lists or sp_pruned_lists.
+template <int DTYPE, bool RES_BF16, class LISTS>
+__device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS lists)
+{
+    sp_gpu_prune_row *rows = sp_prune_rows(a);
+    sp_prune_tally tally = {0, 0};
+    sp_prune_tiles tiles(a);
+    uint32_t index = sp_prune_find(rows, a.n_segments, tiles.now);
+    while (tiles.now < a.n_tiles) { // one segment each time
+        while (rows[index].end_tile <= tiles.now)
+            index++;
+        const sp_prune_segment<DTYPE, RES_BF16> segment(a, rows[index]);
+        if (sp_prune_skips(a, rows[index])) {
+            while (tiles.now < segment.end_tile) {
+                if constexpr (LISTS::ON)
+                    lists.none(tiles.now);
+                tiles.ask();
+                tiles.step();
+            }
+        } else {
+            segment.prune(tiles, tally, lists);
+        }
+        tally.flush(rows[index]);
+    }
+    // A CTA adds its counts, then passes a fence, then counts itself as done. So the last one sees all counts.
+    uint32_t *is_last = (uint32_t *)sp_block_shared() + 2;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
+    __syncthreads();
+    if (*is_last != 0) {
+        __threadfence();
+        sp_prune_finish(a);
+        if constexpr (LISTS::ON)
+            lists.finish();
+    }
+}
+
+#endif
