@@ -305,6 +305,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
                                                   const c10d::AllreduceOptions &opts)
 {
     const char *name = "all_reduce";
+    Coll pruning{};
+    cuda_->take_pruning(pruning); /* first: a call that fails must not leave it to the next one */
     const at::Tensor tensor = only(tensors, "tensor", name);
     TORCH_CHECK_VALUE(tensor.defined(), "spccl: all_reduce: tensor is an undefined tensor");
     if (tensor.layout() == c10::Layout::Sparse)
@@ -337,6 +339,11 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     set_call(launch, Coll::Kind::all_reduce, in, out, launch.op.n_elems,
              dtype_for_reducing(tensor.scalar_type()));
     launch.coll.redop = redop_of(redop);
+    launch.coll.prune_plan = pruning.prune_plan;
+    launch.coll.prune_options = pruning.prune_options;
+    TORCH_CHECK(launch.coll.prune_plan == nullptr ||
+                    (cuda_->known_route() == CudaRoute::engine && in.is_same(out) && is_plain(tensor)),
+                "spccl: all_reduce: only a plain tensor that spccl's GPU engine sums in place can be pruned");
     return start(std::move(launch), opts.asyncOp);
 }
 

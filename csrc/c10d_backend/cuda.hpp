@@ -129,6 +129,19 @@ class CudaSide
         return max_ctas_.exchange(max_ctas);
     }
 
+    /* Prune the tensor of the next all-reduce first, which must be in place, by spccl's engine. */
+    void prune_next(spccl_prune_plan *plan, const spccl_prune_options &options)
+    {
+        prune_plan_ = plan;
+        prune_options_ = options;
+    }
+    /* Move what prune_next gave, if anything, into the all-reduce `coll`. */
+    void take_pruning(Coll &coll)
+    {
+        coll.prune_plan = std::exchange(prune_plan_, nullptr);
+        coll.prune_options = prune_options_;
+    }
+
     /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`.
      *   by_nccl   NCCL runs it also if the route is `engine` */
     c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence,
@@ -159,6 +172,9 @@ class CudaSide
     const CudaSettings settings_;
     spccl_status apply_limit(spccl_comm *raw);
 
+    /* One thread at a time may use a group. */
+    spccl_prune_plan *prune_plan_ = nullptr; /* of prune_next */
+    spccl_prune_options prune_options_{};
     std::atomic<uint64_t> max_ctas_{0};
     uint64_t applied_max_ctas_ = 0; /* what the communicator has; used inside Comm::issue alone */
     std::mutex attach_mutex_;

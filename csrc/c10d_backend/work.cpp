@@ -59,6 +59,8 @@ spccl_status call_cuda(const Coll &c, spccl_comm *comm, void *stream)
     case Coll::Kind::reduce_scatter:
         return spccl_cuda_reduce_scatter(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, stream);
     case Coll::Kind::all_reduce:
+        if (c.prune_plan != nullptr)
+            return spccl_cuda_prune_all_reduce(comm, c.prune_plan, c.out, c.redop, &c.prune_options, stream);
         return spccl_cuda_all_reduce(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, stream);
     case Coll::Kind::broadcast:
         return spccl_cuda_broadcast(comm, c.out, c.n_elems, c.dtype, c.root, stream);

@@ -29,6 +29,9 @@ struct Coll {
     spccl_dtype dtype;
     spccl_redop redop = SPCCL_SUM;
     int root = 0;
+    /* Of an all-reduce in place on a GPU: prune first. NULL: do not. */
+    spccl_prune_plan *prune_plan = nullptr;
+    spccl_prune_options prune_options{};
 };
 spccl_status call_host(const Coll &coll, spccl_comm *comm, spccl_request **req);
 /*   stream   cudaStream_t. An empty collective is not launched. */

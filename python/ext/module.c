@@ -59,6 +59,9 @@ static PyMethodDef methods[] = {
      "prune(plan, grad, rule, factor, loss_scale, (norm, squares, n_squares, square, max_norm), "
      "residual_bf16, on_gpu, "
      "stream) -> None: addresses as numbers, 0 = none"},
+    {"prune_options", ext_prune_options, METH_VARARGS,
+     "prune_options(as prune) -> (address of the plan, address of its options, their owner): does nothing "
+     "else"},
     {"weights_send", ext_weights_send, METH_VARARGS,
      "weights_send(plan, out, density, sample, leak, scale, seed, chunk, levels, stream) -> None"},
     {"weights_receive", ext_weights_receive, METH_VARARGS, "weights_receive(plan, change, stream) -> None"},

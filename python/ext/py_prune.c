@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #define PLAN_NAME "spccl._ext.PrunePlan"
+#define OPTIONS_NAME "spccl._ext.PruneOptions"
 
 static void free_plan(PyObject *capsule)
 {
@@ -72,12 +73,13 @@ PyObject *ext_prune_plan(PyObject *module, PyObject *args)
 /* The rule as a tuple, in the order of spccl.prune.Rule, then two addresses. 0, or -1 with an exception set. */
 static int parse_rule(PyObject *tuple, spccl_prune_options *o)
 {
-    unsigned int dense_steps, warmup_steps, seed;
+    unsigned int dense_steps, warmup_steps, seed, stage;
     int skip_zeros;
 
-    if (!PyArg_ParseTuple(tuple, "dddddIIIp:prune", &o->density, &o->sample, &o->leak, &o->momentum,
-                          &o->scale, &dense_steps, &warmup_steps, &seed, &skip_zeros))
+    if (!PyArg_ParseTuple(tuple, "dddddIIIpI:prune", &o->density, &o->sample, &o->leak, &o->momentum,
+                          &o->scale, &dense_steps, &warmup_steps, &seed, &skip_zeros, &stage))
         return -1;
+    o->stage = stage;
     o->dense_steps = dense_steps;
     o->warmup_steps = warmup_steps;
     o->seed = seed;
@@ -85,30 +87,43 @@ static int parse_rule(PyObject *tuple, spccl_prune_options *o)
     return 0;
 }
 
+/* Parse (plan, grad, rule, factor, loss_scale, clipping, residual_bf16, on_gpu, stream). 0, or -1 with an exception
+ * set. */
+static int parse_prune(PyObject *args, spccl_prune_plan **plan, unsigned long long *grad, int *on_gpu,
+                       unsigned long long *stream, spccl_prune_options *o)
+{
+    unsigned long long factor, loss_scale, norm, squares;
+    PyObject *capsule, *rule;
+    unsigned int n_squares, square;
+    int residual_bf16;
+
+    if (!PyArg_ParseTuple(args, "OKO!KK(KKIId)ppK:prune", &capsule, grad, &PyTuple_Type, &rule, &factor,
+                          &loss_scale, &norm, &squares, &n_squares, &square, &o->max_norm, &residual_bf16,
+                          on_gpu, stream))
+        return -1;
+    *plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
+    if (*plan == NULL || parse_rule(rule, o) < 0)
+        return -1;
+    o->factor = (const float *)(uintptr_t)factor;
+    o->loss_scale = (const float *)(uintptr_t)loss_scale;
+    o->norm = (const void *)(uintptr_t)norm;
+    o->squares = (double *)(uintptr_t)squares;
+    o->n_squares = n_squares;
+    o->square = square;
+    o->residual_bf16 = (uint32_t)residual_bf16;
+    return 0;
+}
+
 PyObject *ext_prune(PyObject *module, PyObject *args)
 {
     spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
-    unsigned long long grad, factor, loss_scale, norm, squares, stream;
-    PyObject *capsule, *rule;
-    unsigned int n_squares, square;
-    int residual_bf16, on_gpu;
+    unsigned long long grad, stream;
+    int on_gpu;
     spccl_prune_plan *plan;
     spccl_status st;
 
-    if (!PyArg_ParseTuple(args, "OKO!KK(KKIId)ppK:prune", &capsule, &grad, &PyTuple_Type, &rule, &factor,
-                          &loss_scale, &norm, &squares, &n_squares, &square, &o.max_norm, &residual_bf16,
-                          &on_gpu, &stream))
+    if (parse_prune(args, &plan, &grad, &on_gpu, &stream, &o) < 0)
         return NULL;
-    plan = PyCapsule_GetPointer(capsule, PLAN_NAME);
-    if (plan == NULL || parse_rule(rule, &o) < 0)
-        return NULL;
-    o.factor = (const float *)(uintptr_t)factor;
-    o.loss_scale = (const float *)(uintptr_t)loss_scale;
-    o.norm = (const void *)(uintptr_t)norm;
-    o.squares = (double *)(uintptr_t)squares;
-    o.n_squares = n_squares;
-    o.square = square;
-    o.residual_bf16 = (uint32_t)residual_bf16;
     Py_BEGIN_ALLOW_THREADS
     st = on_gpu ? spccl_cuda_prune(plan, (void *)(uintptr_t)grad, &o, (void *)(uintptr_t)stream)
                 : spccl_prune(plan, (void *)(uintptr_t)grad, &o);
@@ -116,6 +131,38 @@ PyObject *ext_prune(PyObject *module, PyObject *args)
     if (st != SPCCL_OK)
         return ext_raise(PyModule_GetState(module), st);
     Py_RETURN_NONE;
+}
+
+static void free_options(PyObject *capsule)
+{
+    free(PyCapsule_GetPointer(capsule, OPTIONS_NAME));
+}
+
+/* As ext_prune, but does nothing: (address of the plan, address of the options, capsule that owns the options). */
+PyObject *ext_prune_options(PyObject *module, PyObject *args)
+{
+    const spccl_prune_options defaults = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_prune_options *o = malloc(sizeof *o);
+    unsigned long long grad, stream;
+    int on_gpu;
+    spccl_prune_plan *plan;
+    PyObject *capsule;
+
+    (void)module;
+    if (o == NULL)
+        return PyErr_NoMemory();
+    *o = defaults;
+    if (parse_prune(args, &plan, &grad, &on_gpu, &stream, o) < 0) {
+        free(o);
+        return NULL;
+    }
+    capsule = PyCapsule_New(o, OPTIONS_NAME, free_options);
+    if (capsule == NULL) {
+        free(o);
+        return NULL;
+    }
+    return Py_BuildValue("KKN", (unsigned long long)(uintptr_t)plan, (unsigned long long)(uintptr_t)o,
+                         capsule);
 }
 
 PyObject *ext_weights_send(PyObject *module, PyObject *args)

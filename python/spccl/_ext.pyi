@@ -56,7 +56,7 @@ def prune_plan(
 def prune(
     plan: object,
     grad: int,
-    rule: tuple[float, float, float, float, float, int, int, int, bool],
+    rule: tuple[float, float, float, float, float, int, int, int, bool, int],
     factor: int,
     loss_scale: int,
     clip: tuple[int, int, int, int, float],
@@ -64,6 +64,17 @@ def prune(
     on_gpu: bool,
     stream: int,
 ) -> None: ...
+def prune_options(
+    plan: object,
+    grad: int,
+    rule: tuple[float, float, float, float, float, int, int, int, bool, int],
+    factor: int,
+    loss_scale: int,
+    clip: tuple[int, int, int, int, float],
+    residual_bf16: bool,
+    on_gpu: bool,
+    stream: int,
+) -> tuple[int, int, object]: ...
 def weights_send(
     plan: object,
     out: int,

@@ -91,7 +91,7 @@ class PruningHook:
     def _begin_step(self) -> None:
         self._statistics.now = Tally(density=self.density_at(self.step))
         for memory in self._devices.values():
-            memory.has_scale = False
+            memory.has_scale = memory.prunes_later = False
 
     def _end_step(self, last_bucket: int) -> None:
         self.step += 1
@@ -131,12 +131,14 @@ class PruningHook:
         memory: _hook_state.OnDevice,
         scale: float,
         divisor: float = 1.0,
+        later: bool = False,
     ) -> None:
         """Replace the flat gradient of bucket `index` by what is sent now, times `scale`.
 
         Args:
             plan: None if no parameter has an element in it; then it is measured alone.
             divisor: by what the caller divides later; `grad` is that much larger than the gradient.
+            later: the group's next all-reduce does it; see `_prunes_later`.
         """
         rule = prune.Rule(
             density=self.density,
@@ -144,8 +146,8 @@ class PruningHook:
             leak=self.leak,
             momentum=self.momentum,
             scale=scale,
-            dense_steps=self.dense_steps,
-            warmup_steps=self.warmup_steps,
+            dense_steps=0 if later else self.dense_steps,
+            warmup_steps=0 if later else self.warmup_steps,
             seed=self.seed & 0xFFFFFFFF,
             skip_zeros=self._skip_unused,
         )
@@ -158,9 +160,27 @@ class PruningHook:
             else:
                 memory.add_norm(index, grad, loss_scale, self._norm_group)
                 factor = memory.clip_factor(bound)
-        if plan is not None:
+        if plan is not None and later:
+            memory.prunes_later = True
+            if torch.cuda.is_current_stream_capturing():
+                # A replay finds thresholds beside the exchange of the buckets before.
+                plan.run(grad, rule._replace(stage=1), factor, loss_scale, clip)
+                rule = rule._replace(stage=2)
+            call = plan.call(grad, rule, factor, loss_scale, clip)
+            torch.ops.spccl.prune_next(self._group.boxed(), call[0], call[1])
+        elif plan is not None:
             plan.run(grad, rule, factor, loss_scale, clip)
         self._statistics.now.add(grad.numel(), grad.element_size())
+
+    def _prunes_later(self, grad: torch.Tensor, average: bool) -> bool:
+        """Whether spccl prunes this gradient inside its all-reduce. Then the GPUs of a host exchange lists of what they
+        send, which is faster (spccl_cuda_prune_all_reduce). All ranks decide the same.
+
+        Not while the density still falls: a captured step would keep what was decided at its capture.
+        """
+        if not (grad.is_cuda and grad.dtype == torch.float32 and average) or dist.get_world_size(self._group) == 1:
+            return False
+        return self.step >= self.dense_steps + self.warmup_steps and _has_gpu_engine(self._group)
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a bucket's all-reduce is called."""
@@ -218,7 +238,7 @@ class PruningHook:
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""
-        columns = {device: memory.last_sent.tolist() for device, memory in self._devices.items()}
+        columns = {device: memory.read_sent() for device, memory in self._devices.items()}
         places = {name: i for i, name in enumerate(self._numels)}
         return {slot.name: columns[slot.state.device][places[slot.name]] for slot in self._slots.values()}
 
@@ -296,6 +316,11 @@ class PruningHook:
     def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
         if not ok:
             raise ValueError(f"{self._who}: {name}={value!r}, wanted {wanted}")
+
+
+def _has_gpu_engine(group: dist.ProcessGroup) -> bool:
+    """Whether spccl's own kernels run the group's CUDA collectives. False before the first of them."""
+    return backend.NAME in backend.names_of(group) and torch.ops.spccl.cuda_route(group.boxed()) == "engine"
 
 
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:

@@ -27,11 +27,13 @@ class OnDevice:
         self.states = torch.zeros(n_params, prune.STATE_COLUMNS, dtype=torch.int64, device=device)
         self.last_sent = torch.zeros(n_params, dtype=torch.int64, device=device)
         self.has_scale = False  # of this step
+        self.prunes_later = False  # some bucket of the last step was pruned inside its all-reduce
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._product = torch.ones_like(self._scale)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
-        self._norm32 = torch.zeros(1, dtype=torch.float32, device=device)
-        self._norm64 = torch.zeros(1, dtype=torch.float64, device=device)
+        # Norm of each bucket, for `clip`. Not one for all: pruning may still read the last one.
+        self._norms32 = torch.zeros(n_params, dtype=torch.float32, device=device)
+        self._norms64 = torch.zeros(n_params, dtype=torch.float64, device=device)
         # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
         self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
         self._used = self._squares[:0]  # those of buckets seen
@@ -85,7 +87,8 @@ class OnDevice:
 
         It does what `add_norm` without a group and `clip_factor` do. Infinity as bound: only measure.
         """
-        norm = self._norm64 if grad.dtype == torch.float64 else self._norm32
+        norms = self._norms64 if grad.dtype == torch.float64 else self._norms32
+        norm = norms[index : index + 1]
         torch.linalg.vector_norm(grad, dim=0, keepdim=True, dtype=norm.dtype, out=norm)
         self._use(index)
         return prune.Clip(norm, self._used, index, bound)
@@ -110,10 +113,15 @@ class OnDevice:
         return self._factor
 
     def end_step(self, last_bucket: int) -> None:
-        self.last_sent.copy_(self.states[:, prune.N_SENT])
+        if not self.prunes_later:
+            self.last_sent.copy_(self.states[:, prune.N_SENT])
         if last_bucket + 1 < len(self._used):  # DDP made fewer buckets than before
             self._squares[last_bucket + 1 :].zero_()
             self._used = self._squares[: last_bucket + 1]
+
+    def read_sent(self) -> list[int]:
+        """Entries that each parameter sent in the last complete step. Waits for the device."""
+        return (self.states[:, prune.N_SENT] if self.prunes_later else self.last_sent).tolist()
 
     def read_counts(self) -> tuple[float, int, int]:
         """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""

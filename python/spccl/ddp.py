@@ -185,7 +185,7 @@ class PrunedGradients(PruningHook):
             buffer.mul_(scale)
             self._statistics.now.add(buffer._nnz() if buffer.is_sparse else buffer.numel(), buffer.element_size())
         else:
-            self._prune_bucket(bucket, buffer, scale)
+            self._prune_bucket(bucket, buffer, scale, self._prunes_later(buffer, average))
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         if buffer.is_sparse and average:  # NCCL and Gloo have no AVG for sparse tensors
             buffer.mul_(1.0 / dist.get_world_size(self._group))
@@ -215,11 +215,11 @@ class PrunedGradients(PruningHook):
         self._held.clear()
         super()._begin_step()
 
-    def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float) -> None:
-        """Replace a bucket's gradients by what is sent now."""
+    def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float, later: bool) -> None:
+        """Replace a bucket's gradients by what is sent now; `later`: in the all-reduce that follows."""
         memory = self._memory(buffer.device)
         plan = self._plan(bucket, buffer, memory)
-        self._prune_flat(bucket.index(), buffer, plan, memory, scale)
+        self._prune_flat(bucket.index(), buffer, plan, memory, scale, later=later)
 
     def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _hook_state.OnDevice) -> prune.Plan:
         """The plan of this bucket. DDP may put parameters into other buckets after the first step."""

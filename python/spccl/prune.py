@@ -49,6 +49,7 @@ class Rule(NamedTuple):
     warmup_steps  steps after those in which the density falls geometrically
     seed          of the sampled places, 0 to 2^32 - 1
     skip_zeros    leave a parameter alone whose whole gradient is 0
+    stage         on CUDA, 1: only find thresholds; 2: only prune, after a call with 1; 0: both
     """
 
     density: float
@@ -60,6 +61,7 @@ class Rule(NamedTuple):
     warmup_steps: int = 0
     seed: int = 0
     skip_zeros: bool = False
+    stage: int = 0
 
 
 class Clip(NamedTuple):
@@ -170,6 +172,27 @@ class Plan:
             clip: multiply the gradient first by min(1, max_norm / norm of all buckets).
         On CUDA this queues two or three kernels on the current stream and does not wait; a graph may capture them.
         """
+        _ext.prune(*self._arguments(grad, rule, factor, loss_scale, clip))
+
+    def call(
+        self,
+        grad: torch.Tensor,
+        rule: Rule,
+        factor: torch.Tensor | None = None,
+        loss_scale: torch.Tensor | None = None,
+        clip: Clip | None = None,
+    ) -> tuple[int, int, object]:
+        """What `backend.prune_next` needs for an all-reduce that does what `run` does first, on CUDA."""
+        return _ext.prune_options(*self._arguments(grad, rule, factor, loss_scale, clip))
+
+    def _arguments(
+        self,
+        grad: torch.Tensor,
+        rule: Rule,
+        factor: torch.Tensor | None,
+        loss_scale: torch.Tensor | None,
+        clip: Clip | None,
+    ) -> tuple[object, ...]:
         if grad.numel() != self.numel or grad.dtype != self.dtype or not grad.is_contiguous():
             raise ValueError(
                 f"spccl.prune: got a gradient of {grad.numel()} {grad.dtype} with strides {grad.stride()}, wanted "
@@ -184,7 +207,7 @@ class Plan:
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         clipping = (0, 0, 0, 0, 0.0) if clip is None else self._clipping(clip)
         options = (_address(factor), _address(loss_scale), clipping, self._residual_bf16)
-        _ext.prune(self._plan, grad.data_ptr(), rule, *options, on_gpu, stream)
+        return self._plan, grad.data_ptr(), rule, *options, on_gpu, stream
 
     def _clipping(self, clip: Clip) -> tuple[int, int, int, int, float]:
         """`clip` as the C extension takes it. Raises: ValueError for a tensor of another dtype."""

@@ -196,7 +196,8 @@ def launches_per_bucket():
     n_prune = sum(n for name, n in more.items() if "prune" in name or "sample" in name)
     n_more, n_ops = sum(more.values()), sum((ops_after - ops_before).values())
     facts = {"buckets": n_buckets, "more": dict(more), "ops": dict(ops_after - ops_before)}
-    assert n_prune == 2 * n_buckets * n_steps, facts
+    # With several ranks the third one is the sum of what they sent (spccl_cuda_prune_all_reduce).
+    assert n_prune == (2 + (WORLD > 1)) * n_buckets * n_steps, facts
     # and one per step: the counts are copied
     assert n_more <= ((2 + (WORLD > 1)) * n_buckets + 1) * n_steps, facts
     assert n_ops <= 8 * n_steps, facts  # none for a parameter or a bucket

@@ -1,0 +1,37 @@
+"""Pruning calls that an all-reduce carries out (spccl.prune.Plan.call), and calls in stages. tests/gpu runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="spccl.prune is for torch, and none is installed")
+
+import spccl  # noqa: E402
+from spccl import prune  # noqa: E402
+
+N = 5000
+
+
+def plan_of_one() -> tuple[prune.Plan, prune.Slot]:
+    slot = prune.Slot("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+    slot.prepare(torch.float32, True, False)
+    return prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu")), slot
+
+
+def test_a_call_changes_nothing():
+    (plan, slot), grad = plan_of_one(), torch.randn(N)
+    before = grad.clone()
+    address, options, owner = plan.call(grad, prune.Rule(0.01, 0.001, 1.0, 0.0))
+    assert address != 0
+    assert options != 0
+    assert owner is not None
+    assert torch.equal(grad, before)
+    assert int(slot.state[prune.STEP]) == 0
+
+
+def test_stages_are_for_cuda():
+    plan, _ = plan_of_one()
+    with pytest.raises(spccl.Error, match=r"options\.stage is 1, wanted 0"):
+        plan.run(torch.randn(N), prune.Rule(0.01, 0.001, 1.0, 0.0, stage=1))
+    with pytest.raises(spccl.Error, match="stage"):
+        plan.run(torch.randn(N), prune.Rule(0.01, 0.001, 1.0, 0.0, stage=3))
