@@ -141,6 +141,17 @@ static void test_slow_proxies(void)
     group_transports = "tcp";
 }
 
+/* Proxies that poll for long let credits wait (sp_proxy_may_wait), as on machines with many cores. */
+static void test_credits_wait(void)
+{
+    struct group g = {.format = SPCCL_FORMAT_AUTO, .n_random = is_small ? 4 : 12, .schedule = "direct"};
+    setenv("SPCCL_SPIN_US", "1000", 1);
+    run_hosts(2, 1, g);
+    g.max_ctas = 1; /* the rings fill */
+    run_hosts(2, 1, g);
+    unsetenv("SPCCL_SPIN_US");
+}
+
 /* ---- graphs ---- */
 
 static void replays(struct rank_ctx *c)
@@ -202,10 +213,10 @@ static void test_setting(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"setting", test_setting},   {"shapes", test_shapes},
-                                             {"variants", test_variants}, {"proxies", test_proxies},
-                                             {"skips", test_skips},       {"slow_proxies", test_slow_proxies},
-                                             {"graphs", test_graphs},     {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"setting", test_setting},           {"shapes", test_shapes}, {"variants", test_variants},
+        {"proxies", test_proxies},           {"skips", test_skips},   {"slow_proxies", test_slow_proxies},
+        {"credits_wait", test_credits_wait}, {"graphs", test_graphs}, {NULL, NULL}};
     start_hosts(&argc, argv, 8);
     return test_main(cases, argc, argv);
 }

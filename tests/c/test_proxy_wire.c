@@ -256,6 +256,14 @@ static void test_wrong_heads(void)
     }
 }
 
+static void test_credits_wait(void)
+{
+    CHECK(sp_proxy_may_wait(16, RING, 0), "a small credit goes with the next frames");
+    CHECK(!sp_proxy_may_wait(16, RING, SP_PROXY_CREDIT_WAIT_NS), "no credit waits for longer");
+    CHECK(sp_proxy_may_wait(RING / 8 - 1, RING, 0) && !sp_proxy_may_wait(RING / 8, RING, 0),
+          "the sender may need an eighth of a ring");
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"reads_what_was_written", test_reads_what_was_written},
@@ -265,6 +273,7 @@ int main(int argc, char **argv)
                                              {"other_proxy", test_other_proxy},
                                              {"direct", test_direct},
                                              {"wrong_heads", test_wrong_heads},
+                                             {"credits_wait", test_credits_wait},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

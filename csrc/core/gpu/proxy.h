@@ -34,9 +34,10 @@ typedef struct sp_proxy_peer {
     const uint64_t *tails[SP_INBOX_QUEUES], *credits[SP_INBOX_QUEUES];
     uint8_t handle[SP_REGION_HANDLE_BYTES]; /* with at.direct: of its inbox */
     uint32_t link_there[SP_INBOX_QUEUES];   /* with at.direct, by queue: number of the link in its inbox */
-    uint32_t next;         /* number of the ring at which the next message starts: queue * n_workers + k */
-    uint64_t n_messages;   /* sent */
-    int64_t gone_since_ns; /* 0: it is there */
+    uint32_t next;            /* number of the ring at which the next message starts: queue * n_workers + k */
+    uint64_t n_messages;      /* sent */
+    int64_t waiting_since_ns; /* credits wait for frames (sp_proxy_may_wait); 0: none does */
+    int64_t gone_since_ns;    /* 0: it is there */
 } sp_proxy_peer;
 
 struct sp_proxies;

@@ -143,6 +143,7 @@ static spccl_status take_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 /* The entries of the next message, in x->entries: credits, then runs. */
 struct batch {
     uint32_t n_credits, n_runs;
+    uint64_t credit_bytes; /* the most that a credit frees */
     size_t data_bytes;
     uint32_t next; /* with runs: the ring behind the last one */
 };
@@ -179,6 +180,8 @@ static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct 
                                       .got = now,
                                       .least = p->at.freed[ring],
                                       .most = sp_proxy_credit_max(p->at.arrived[ring], p->at.ring_bytes)}));
+            if (now - p->at.freed[ring] > b->credit_bytes)
+                b->credit_bytes = now - p->at.freed[ring];
             x->entries[b->n_credits++] = (sp_proxy_entry){.queue = queue, .worker = worker, .position = now};
         }
     return SPCCL_OK;
@@ -266,6 +269,21 @@ static void write_message(const sp_proxy *x, sp_proxy_peer *p, const struct batc
         p->next = b->next;
 }
 
+/* A message with credits alone delays the frames that follow it: sending it takes microseconds, and so does the copy
+ * warp that fetches it. A thread that sleeps soon would be late, so its credits do not wait. */
+static bool may_wait(const sp_proxy *x, sp_proxy_peer *p, const struct batch *b, bool *moved)
+{
+    int64_t now_ns;
+    if (b->n_runs != 0 || x->thread.idle_spin_ns < SP_PROXY_CREDIT_WAIT_NS)
+        return false;
+    now_ns = sp_now_ns();
+    if (p->waiting_since_ns == 0) {
+        p->waiting_since_ns = now_ns;
+        *moved = true; /* the thread does not sleep before the credits are sent */
+    }
+    return sp_proxy_may_wait(b->credit_bytes, p->at.ring_bytes, now_ns - p->waiting_since_ns);
+}
+
 static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
 {
     const sp_transport *t = x->r->transport;
@@ -276,6 +294,8 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
     SP_TRY(collect_credits(x, p, &b));
     SP_TRY(collect_runs(x, p, &b));
     if (b.n_credits + b.n_runs == 0 || p->gone_since_ns != 0)
+        return SPCCL_OK;
+    if (may_wait(x, p, &b, moved))
         return SPCCL_OK;
     if (b.data_bytes < BATCH_BYTES && !t->flushed(x->ep, p->rank, 0, p->n_messages))
         return SPCCL_OK;
@@ -290,6 +310,7 @@ static spccl_status send_messages(sp_proxy *x, sp_proxy_peer *p, bool *moved)
     write_message(x, p, &b, message);
     SP_TRY(t->commit(x->ep, p->rank, 0, 0)); /* all messages of proxies are equally urgent */
     p->n_messages++;
+    p->waiting_since_ns = 0;
     x->n_bytes_sent += bytes;
     *moved = true;
     return SPCCL_OK;

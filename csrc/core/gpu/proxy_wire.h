@@ -51,6 +51,15 @@ void sp_proxy_put_entry(uint8_t *message, uint32_t i, const sp_proxy_entry *e);
  * starts. Where no header fits before the end of the ring, that is the ring's start. The receiver gives credit for
  * the bytes between before the sender has skipped them. */
 uint64_t sp_proxy_credit_max(uint64_t end, uint32_t ring_bytes);
+/* Credits may wait for frames that go the same way, at most so long. The messages of a call then carry the credits of
+ * the call before. */
+#define SP_PROXY_CREDIT_WAIT_NS INT64_C(100000)
+/* May credits wait, that were first seen waited_ns ago? most_bytes: the most that one of them frees. The sender can
+ * use nearly all of its rings meanwhile. */
+static inline bool sp_proxy_may_wait(uint64_t most_bytes, uint32_t ring_bytes, int64_t waited_ns)
+{
+    return most_bytes < ring_bytes / 8 && waited_ns < SP_PROXY_CREDIT_WAIT_NS;
+}
 /* "inputs" or "results", for error texts. */
 const char *sp_proxy_queue_name(uint32_t queue);
 /* How many bytes a run skips at the end of the ring. False: what lies in the ring is no row of frames. */
