@@ -147,9 +147,10 @@ spccl_status sp_port_start(spccl_channels *c, spccl_status opened)
     spccl_comm *comm = c->g->comm;
     sp_port *port = c->port;
     int64_t deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
-    sp_proxy_thread *thread = &port->thread;
+    sp_proxy_thread *thread;
     spccl_status st;
     SP_TRY(sp_gpu_agree(comm, opened));
+    thread = &port->thread; /* without an error there is a port */
     SP_TRY(meet(port));
     do
         st = sp_gpu_agree(comm, sp_proxy_threads_connect(&thread, 1, "the channels", deadline_ns));
