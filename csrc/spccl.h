@@ -469,9 +469,9 @@ SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spc
 /* The same on a GPU, without that bound: queued on `stream`, also in a capture. Errors: ARG, DEVICE. */
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
-/* spccl_cuda_prune, then spccl_cuda_all_reduce of `grad` in place (SUM, AVG); float32 on one host is faster: docs/KERNELS.md
- * says how, and what stays in r if more than twice the wanted number would be sent. All ranks give the same segments and
- * options. Errors: those of both. */
+/* spccl_cuda_prune and spccl_cuda_all_reduce of `grad` in place. Float32 on one host is faster: docs/KERNELS.md says
+ * how, and what stays in r when more than twice the wanted number would be sent. All ranks give the same segments and
+ * options. grad NULL: only ask; UNSUPPORTED says why such a call would not be faster. Errors: those of both. */
 SPCCL_API spccl_status spccl_cuda_prune_all_reduce(spccl_comm *comm, spccl_prune_plan *plan, void *grad,
                                                    spccl_redop op, const spccl_prune_options *options,
                                                    void *stream);

@@ -244,6 +244,22 @@ c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async,
     });
 }
 
+bool CudaSide::prune_next(spccl_prune_plan *plan, const spccl_prune_options &options, void *stream)
+{
+    bool faster = false;
+    if (known_route() != CudaRoute::engine)
+        return false;
+    comm_->issue(OpText{"pruning"}, c10d::kUnsetTimeout, [&](spccl_comm *raw) {
+        const spccl_status status =
+            spccl_cuda_prune_all_reduce(raw, plan, nullptr, SPCCL_AVG, &options, stream);
+        faster = status == SPCCL_OK;
+        return status == SPCCL_ERR_UNSUPPORTED ? SPCCL_OK : status;
+    });
+    prune_plan_ = faster ? plan : nullptr;
+    prune_options_ = options;
+    return faster;
+}
+
 spccl_status CudaSide::apply_limit(spccl_comm *raw)
 {
     spccl_cuda_options options = SPCCL_CUDA_OPTIONS_INIT;

@@ -129,12 +129,10 @@ class CudaSide
         return max_ctas_.exchange(max_ctas);
     }
 
-    /* Prune the tensor of the next all-reduce first, which must be in place, by spccl's engine. */
-    void prune_next(spccl_prune_plan *plan, const spccl_prune_options &options)
-    {
-        prune_plan_ = plan;
-        prune_options_ = options;
-    }
+    /* Prune the tensor of the next all-reduce first, an average in place. False, and nothing happens, if that is not
+     * faster than pruning before.
+     *   stream   the current one, a cudaStream_t */
+    bool prune_next(spccl_prune_plan *plan, const spccl_prune_options &options, void *stream);
     /* Move what prune_next gave, if anything, into the all-reduce `coll`. */
     void take_pruning(Coll &coll)
     {

@@ -160,16 +160,11 @@ class PruningHook:
             else:
                 memory.add_norm(index, grad, loss_scale, self._norm_group)
                 factor = memory.clip_factor(bound)
-        if plan is not None and later:
+        arguments = (factor, loss_scale, clip)
+        if plan is not None and later and self._hand_over(plan, grad, rule, arguments):
             memory.prunes_later = True
-            if torch.cuda.is_current_stream_capturing():
-                # A replay finds thresholds beside the exchange of the buckets before.
-                plan.run(grad, rule._replace(stage=1), factor, loss_scale, clip)
-                rule = rule._replace(stage=2)
-            call = plan.call(grad, rule, factor, loss_scale, clip)
-            torch.ops.spccl.prune_next(self._group.boxed(), call[0], call[1])
         elif plan is not None:
-            plan.run(grad, rule, factor, loss_scale, clip)
+            plan.run(grad, rule, *arguments)
         self._statistics.now.add(grad.numel(), grad.element_size())
 
     def _prunes_later(self, grad: torch.Tensor, average: bool) -> bool:
@@ -181,6 +176,20 @@ class PruningHook:
         if not (grad.is_cuda and grad.dtype == torch.float32 and average) or dist.get_world_size(self._group) == 1:
             return False
         return self.step >= self.dense_steps + self.warmup_steps and _has_gpu_engine(self._group)
+
+    def _hand_over(self, plan: prune.Plan, grad: torch.Tensor, rule: prune.Rule, arguments: tuple[Any, ...]) -> bool:
+        """Let the group's next all-reduce prune `grad`. False, and nothing happens, if that would not be faster: the
+        group has ranks on several hosts, or there is too little memory for lists."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        # A replay finds thresholds beside the exchange of the buckets before.
+        address, options, _owner = plan.call(grad, rule._replace(stage=2) if capturing else rule, *arguments)
+        stream = torch.cuda.current_stream(grad.device).cuda_stream
+        assert self._group is not None
+        if not torch.ops.spccl.prune_next(self._group.boxed(), address, options, stream):
+            return False
+        if capturing:
+            plan.run(grad, rule._replace(stage=1), *arguments)
+        return True
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """The context in which a bucket's all-reduce is called."""

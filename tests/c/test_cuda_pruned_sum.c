@@ -252,6 +252,7 @@ static void in_a_row(struct rank_ctx *c)
     s.options.density = 0.1;
     begin(c, &s, sides);
     load_gradient(c, &s, 0, sides);
+    CHECK_OK(spccl_cuda_prune_all_reduce(c->comm, sides[0].plan, NULL, s.op, &s.options, m->on)); /* asks */
     for (int k = 0; k < 2; k++)
         for (int step = 0; step < 20; step++) {
             CHECK_OK(k == 0 ? call_lists(c, &s, &sides[k]) : call_both(c, &s, &sides[k]));
@@ -384,6 +385,12 @@ static void without_lists(struct rank_ctx *c)
         one_scene(c, &s);
     }
     begin(c, &s, sides);
+    s.options.scale = 0.5;
+    CHECK(spccl_cuda_prune_all_reduce(c->comm, sides[0].plan, NULL, s.op, &s.options, NULL) ==
+                  SPCCL_ERR_UNSUPPORTED &&
+              strstr(spccl_last_error(), "options.scale is not 1") != NULL,
+          "%s", spccl_last_error());
+    s.options.scale = 1;
     CHECK(spccl_cuda_prune_all_reduce(c->comm, NULL, sides[0].grad, SPCCL_SUM, NULL, NULL) == SPCCL_ERR_ARG &&
               strstr(spccl_last_error(), "plan is NULL") != NULL,
           "%s", spccl_last_error());

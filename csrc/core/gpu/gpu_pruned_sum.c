@@ -32,49 +32,64 @@ bool sp_pruned_lists_fit(const spccl_prune_plan *plan, double density, uint64_t 
     return true;
 }
 
-/* Make the windows for lists, unless they are there. All ranks get the same answer. */
-static bool have_lists(sp_gpu_comm *g, void *stream)
+/* Make the windows for lists, unless they are there. All ranks get the same status. */
+static spccl_status need_lists(sp_gpu_comm *g, void *stream)
 {
     spccl_channels_config config = SPCCL_CHANNELS_CONFIG_INIT;
     unsigned long long capture = 0;
     int64_t bytes = 0;
     spccl_status st;
-    if (g->lists != NULL || g->no_lists)
-        return g->lists != NULL;
-    /* Memory cannot be allocated in a capture. */
-    if (g->ops->capture_id(stream, &capture) != SPCCL_OK || capture != 0)
-        return false;
+    if (g->lists != NULL)
+        return SPCCL_OK;
+    if (g->no_lists)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "there is no memory for lists (SPCCL_PRUNE_LIST_BYTES)");
+    SP_TRY(g->ops->capture_id(stream, &capture));
+    if (capture != 0)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "a capture cannot allocate memory for lists: call once before");
     st = sp_env_number(SP_ENV_LIST_BYTES,
                        &bytes); /* a wrong value, or 0: the config is refused, on all ranks */
     config.window_bytes = st == SPCCL_OK ? (uint64_t)bytes / 512 * 512 : 0;
-    if (spccl_channels_create(g->comm, &config, &g->lists) == SPCCL_OK)
-        return true;
+    st = spccl_channels_create(g->comm, &config, &g->lists);
+    if (st == SPCCL_OK)
+        return SPCCL_OK;
     g->lists = NULL;
     g->no_lists = true;
     if (sp_comm_broken(g->comm) == SPCCL_OK && bytes != 0)
         sp_log(SP_LOG_WARN, g->comm->rank, "%s: pruned gradients take the all-reduce: %s", call,
                spccl_last_error());
-    return false;
+    return st;
 }
 
-/* Can this call use lists? Then fill in all of `out` but the pruning. */
-static bool can_list(sp_gpu_comm *g, const spccl_prune_plan *plan, const sp_gpu_prune_args *prune,
-                     spccl_redop op, void *stream, sp_pruned_sum_args *out)
+/* Can this call use lists? Then fill in all of `out` but the pruning. Else UNSUPPORTED, with the reason, or why there is
+ * no memory for lists. */
+static spccl_status need_room(sp_gpu_comm *g, const spccl_prune_plan *plan, const spccl_prune_options *o,
+                              spccl_redop op, void *stream, sp_pruned_sum_args *out)
 {
-    const spccl_prune_options *o = &prune->options;
     const spccl_comm *comm = g->comm;
-    if (g->proxies != NULL || comm->world_size > SP_GPU_HOST_RANKS_MAX || plan->dtype != SPCCL_FLOAT32 ||
-        (op != SPCCL_SUM && op != SPCCL_AVG) || o->scale != 1 || o->dense_steps != 0 || o->warmup_steps != 0)
-        return false;
-    if (!have_lists(g, stream) || !sp_pruned_lists_fit(plan, o->density, g->lists->window_bytes / 2, out))
-        return false;
+    const char *why = comm->world_size == 1                         ? "the group has one rank"
+                      : g->proxies != NULL                          ? "the group has ranks on several hosts"
+                      : comm->world_size > SP_GPU_HOST_RANKS_MAX    ? "the group has more than 16 ranks"
+                      : plan->dtype != SPCCL_FLOAT32                ? "the gradient is not float32"
+                      : op != SPCCL_SUM && op != SPCCL_AVG          ? "the operation is not SUM or AVG"
+                      : o->scale != 1                               ? "options.scale is not 1"
+                      : o->dense_steps != 0 || o->warmup_steps != 0 ? "the density may still fall"
+                      : plan->n_covered != plan->n_elems            ? "the segments leave gaps"
+                                                                    : NULL;
+    if (why != NULL)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "%s", why);
+    SP_TRY(need_lists(g, stream));
+    if (!sp_pruned_lists_fit(plan, o->density, g->lists->window_bytes / 2, out))
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
+                       "lists of %zu elements at density %g need more memory than there is "
+                       "(SPCCL_PRUNE_LIST_BYTES)",
+                       plan->n_elems, o->density);
     out->rank = comm->rank;
     out->world_size = comm->world_size;
     out->average = op == SPCCL_AVG;
     for (int r = 0; r < comm->world_size; r++)
-        if (r != comm->rank && spccl_channels_get_memory(g->lists, r, 0, &out->channels[r]) != SPCCL_OK)
-            return false;
-    return true;
+        if (r != comm->rank)
+            SP_TRY(spccl_channels_get_memory(g->lists, r, 0, &out->channels[r]));
+    return SPCCL_OK;
 }
 
 /* The GPU is current. */
@@ -109,7 +124,8 @@ static spccl_status check(spccl_comm *comm, spccl_prune_plan *plan, void *grad, 
     size_t total_bytes;
     spccl_status st;
     if (plan == NULL || grad == NULL)
-        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s is NULL", call, plan == NULL ? "plan" : "grad");
+        return SP_FAIL(SPCCL_ERR_ARG, "%s: %s", call,
+                       plan == NULL ? "plan is NULL" : "the plan is for host memory");
     a.n_elems = plan->n_elems;
     a.dtype = plan->dtype;
     SP_TRY(sp_coll_check(comm, &a, &total_bytes));
@@ -126,25 +142,42 @@ static spccl_status check(spccl_comm *comm, spccl_prune_plan *plan, void *grad, 
     return SPCCL_OK;
 }
 
+/* The GPU is current. */
+static spccl_status run(sp_gpu_comm *g, spccl_prune_plan *plan, sp_pruned_sum_args *x, bool only_asks,
+                        spccl_redop op, void *stream)
+{
+    spccl_status can = need_room(g, plan, &x->prune.options, op, stream, x);
+    if (only_asks && can != SPCCL_OK) {
+        char why[400];
+        snprintf(why, sizeof why, "%s", spccl_last_error());
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "rank %d: %s takes the all-reduce: %s", g->comm->rank, call,
+                       why);
+    }
+    if (only_asks)
+        return SPCCL_OK;
+    if (can == SPCCL_OK)
+        return launch_lists(g, x, plan->n_elems, stream);
+    SP_TRY(g->ops->prune(&x->prune, stream));
+    return spccl_cuda_all_reduce(g->comm, x->prune.grad, x->prune.grad, plan->n_elems, plan->dtype, op,
+                                 stream);
+}
+
 spccl_status spccl_cuda_prune_all_reduce(spccl_comm *comm, spccl_prune_plan *plan, void *grad, spccl_redop op,
                                          const spccl_prune_options *options, void *stream)
 {
     sp_pruned_sum_args x = {.rank = 0};
     sp_gpu_comm *g = NULL;
+    bool only_asks = grad == NULL;
     spccl_status st;
     int before;
+    if (plan != NULL && only_asks)
+        grad = plan->table; /* some memory of the GPU: it is checked, and not used */
     SP_TRY(check(comm, plan, grad, op, &g));
     SP_TRY(sp_gpu_prune_args_get(plan, grad, options, call, &x.prune));
-    if (x.prune.options.stage == SP_PRUNE_STAGE_SAMPLE)
+    if (x.prune.options.stage == SP_PRUNE_STAGE_SAMPLE && !only_asks)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: options.stage is 1, wanted 0 or 2", comm->rank, call);
     SP_TRY(g->ops->enter(g->device.ordinal, &before));
-    if (comm->world_size > 1 && can_list(g, plan, &x.prune, op, stream, &x)) {
-        st = launch_lists(g, &x, plan->n_elems, stream);
-    } else {
-        st = g->ops->prune(&x.prune, stream);
-        if (st == SPCCL_OK)
-            st = spccl_cuda_all_reduce(comm, grad, grad, plan->n_elems, plan->dtype, op, stream);
-    }
+    st = run(g, plan, &x, only_asks, op, stream);
     g->ops->leave(before);
     return st;
 }
