@@ -449,8 +449,8 @@ typedef struct spccl_prune_options {
     double *squares;  /* [n_squares] squared norms of all parts; the call stores its own, if finite */
     uint32_t n_squares, square; /* length of squares; this part's entry */
     double max_norm;            /* above 0: g times min(1, max_norm / root of the sum of squares) */
-    uint32_t stage,
-        reserved; /* on a GPU, 1: only find thresholds; 2: only prune, after a call with 1; 0: both */
+    uint32_t stage;    /* on a GPU, 1: only find thresholds; 2: only prune, after a call with 1; 0: both */
+    uint32_t reserved; /* 0 */
 } spccl_prune_options;
 #define SPCCL_PRUNE_OPTIONS_INIT                                                                             \
     {                                                                                                        \
@@ -469,9 +469,9 @@ SPCCL_API spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spc
 /* The same on a GPU, without that bound: queued on `stream`, also in a capture. Errors: ARG, DEVICE. */
 SPCCL_API spccl_status spccl_cuda_prune(spccl_prune_plan *plan, void *grad,
                                         const spccl_prune_options *options, void *stream);
-/* spccl_cuda_prune and spccl_cuda_all_reduce of `grad` in place. Float32 on one host is faster: docs/KERNELS.md says
- * how, and what stays in r when more than twice the wanted number would be sent. All ranks give the same segments and
- * options. grad NULL: only ask; UNSUPPORTED says why such a call would not be faster. Errors: those of both. */
+/* spccl_cuda_prune and spccl_cuda_all_reduce of `grad` in place; faster than both for float32 on one host, see
+ * docs/KERNELS.md. All ranks give the same sizes and density. grad NULL: only ask; UNSUPPORTED says why it is not faster.
+ * All ranks make the first call, also one that asks, at the same place in their order. Errors: those of both. */
 SPCCL_API spccl_status spccl_cuda_prune_all_reduce(spccl_comm *comm, spccl_prune_plan *plan, void *grad,
                                                    spccl_redop op, const spccl_prune_options *options,
                                                    void *stream);

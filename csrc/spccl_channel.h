@@ -36,10 +36,11 @@ typedef struct spccl_channel_state {
 /* Why a kernel gave up. Host memory. Only the first failure of a rank is written. */
 typedef enum spccl_channel_fault {
     SPCCL_CHANNEL_NO_FAULT = 0,
-    SPCCL_CHANNEL_NO_SIGNAL, /* waited for signal number `wanted`; `seen` have come */
-    SPCCL_CHANNEL_NO_PROXY,  /* waited until the proxy has carried out `wanted` triggers; it has `seen` */
-    SPCCL_CHANNEL_BAD_PUT,   /* bytes `wanted` to `seen` of a window: outside, or no multiples of 16 */
-    SPCCL_CHANNEL_BAD_THREAD /* a put by thread `wanted` of `seen` */
+    SPCCL_CHANNEL_NO_SIGNAL,  /* waited for signal number `wanted`; `seen` have come */
+    SPCCL_CHANNEL_NO_PROXY,   /* waited until the proxy has carried out `wanted` triggers; it has `seen` */
+    SPCCL_CHANNEL_BAD_PUT,    /* bytes `wanted` to `seen` of a window: outside, or no multiples of 16 */
+    SPCCL_CHANNEL_BAD_THREAD, /* a put by thread `wanted` of `seen` */
+    SPCCL_CHANNEL_OTHER_CALL /* of the library's own channels: this rank gave `wanted` elements, the peer `seen` */
 } spccl_channel_fault;
 typedef struct spccl_channel_report {
     uint32_t fault; /* spccl_channel_fault; once it is not NO_FAULT, all members are valid */

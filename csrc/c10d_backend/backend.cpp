@@ -306,7 +306,9 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
 {
     const char *name = "all_reduce";
     Coll pruning{};
-    cuda_->take_pruning(pruning); /* first: a call that fails must not leave it to the next one */
+    /* first: a call that fails must not leave it to the next one */
+    cuda_->take_pruning(pruning, tensors.empty() ? at::Tensor() : tensors[0],
+                        opts.reduceOp.op_ == c10d::ReduceOp::AVG);
     const at::Tensor tensor = only(tensors, "tensor", name);
     TORCH_CHECK_VALUE(tensor.defined(), "spccl: all_reduce: tensor is an undefined tensor");
     if (tensor.layout() == c10::Layout::Sparse)
@@ -341,9 +343,6 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     launch.coll.redop = redop_of(redop);
     launch.coll.prune_plan = pruning.prune_plan;
     launch.coll.prune_options = pruning.prune_options;
-    TORCH_CHECK(launch.coll.prune_plan == nullptr ||
-                    (cuda_->known_route() == CudaRoute::engine && in.is_same(out) && is_plain(tensor)),
-                "spccl: all_reduce: only a plain tensor that spccl's GPU engine sums in place can be pruned");
     return start(std::move(launch), opts.asyncOp);
 }
 

@@ -129,16 +129,13 @@ class CudaSide
         return max_ctas_.exchange(max_ctas);
     }
 
-    /* Prune the tensor of the next all-reduce first, an average in place. False, and nothing happens, if that is not
+    /* The next all-reduce, an average of `grad` in place, prunes it first. False, and nothing happens, if that is not
      * faster than pruning before.
      *   stream   the current one, a cudaStream_t */
-    bool prune_next(spccl_prune_plan *plan, const spccl_prune_options &options, void *stream);
-    /* Move what prune_next gave, if anything, into the all-reduce `coll`. */
-    void take_pruning(Coll &coll)
-    {
-        coll.prune_plan = std::exchange(prune_plan_, nullptr);
-        coll.prune_options = prune_options_;
-    }
+    bool prune_next(const at::Tensor &grad, spccl_prune_plan *plan, const spccl_prune_options &options,
+                    void *stream);
+    /* Move what prune_next gave, if anything, into `coll`, an all-reduce of `tensor`. Throws if it is for another one. */
+    void take_pruning(Coll &coll, const at::Tensor &tensor, bool average);
 
     /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`.
      *   by_nccl   NCCL runs it also if the route is `engine` */
@@ -173,6 +170,7 @@ class CudaSide
     /* One thread at a time may use a group. */
     spccl_prune_plan *prune_plan_ = nullptr; /* of prune_next */
     spccl_prune_options prune_options_{};
+    at::Tensor prune_grad_;
     std::atomic<uint64_t> max_ctas_{0};
     uint64_t applied_max_ctas_ = 0; /* what the communicator has; used inside Comm::issue alone */
     std::mutex attach_mutex_;

@@ -91,7 +91,7 @@ class PruningHook:
     def _begin_step(self) -> None:
         self._statistics.now = Tally(density=self.density_at(self.step))
         for memory in self._devices.values():
-            memory.has_scale = memory.prunes_later = False
+            memory.begin_step()
 
     def _end_step(self, last_bucket: int) -> None:
         self.step += 1
@@ -171,8 +171,11 @@ class PruningHook:
         """Whether spccl prunes this gradient inside its all-reduce. Then the GPUs of a host exchange lists of what they
         send, which is faster (spccl_cuda_prune_all_reduce). All ranks decide the same.
 
-        Not while the density still falls: a captured step would keep what was decided at its capture.
+        Not while the density still falls: a captured step would keep what was decided at its capture. Not with
+        clip_norm or norm_every: norms of buckets and residuals are read on the backward pass's stream.
         """
+        if self.clip_norm is not None or self.norm_every:
+            return False
         if not (grad.is_cuda and grad.dtype == torch.float32 and average) or dist.get_world_size(self._group) == 1:
             return False
         return self.step >= self.dense_steps + self.warmup_steps and _has_gpu_engine(self._group)
@@ -185,7 +188,7 @@ class PruningHook:
         address, options, _owner = plan.call(grad, rule._replace(stage=2) if capturing else rule, *arguments)
         stream = torch.cuda.current_stream(grad.device).cuda_stream
         assert self._group is not None
-        if not torch.ops.spccl.prune_next(self._group.boxed(), address, options, stream):
+        if not torch.ops.spccl.prune_next(self._group.boxed(), grad, address, options, stream):
             return False
         if capturing:
             plan.run(grad, rule._replace(stage=1), *arguments)

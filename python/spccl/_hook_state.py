@@ -27,7 +27,8 @@ class OnDevice:
         self.states = torch.zeros(n_params, prune.STATE_COLUMNS, dtype=torch.int64, device=device)
         self.last_sent = torch.zeros(n_params, dtype=torch.int64, device=device)
         self.has_scale = False  # of this step
-        self.prunes_later = False  # some bucket of the last step was pruned inside its all-reduce
+        self.prunes_later = False  # some bucket of this step is pruned inside its all-reduce
+        self._sent_in_states = False  # last_sent is still to be copied from states
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._product = torch.ones_like(self._scale)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
@@ -112,7 +113,15 @@ class OnDevice:
         self._factor.copy_((bound / self._squares.sum().sqrt()).clamp(max=1.0))
         return self._factor
 
+    def begin_step(self) -> None:
+        self.has_scale = self.prunes_later = False
+        if self._sent_in_states:
+            self.last_sent.copy_(self.states[:, prune.N_SENT])
+            self._sent_in_states = False
+
     def end_step(self, last_bucket: int) -> None:
+        # What all-reduces prune is not there yet.
+        self._sent_in_states = self.prunes_later
         if not self.prunes_later:
             self.last_sent.copy_(self.states[:, prune.N_SENT])
         if last_bucket + 1 < len(self._used):  # DDP made fewer buckets than before
@@ -121,7 +130,7 @@ class OnDevice:
 
     def read_sent(self) -> list[int]:
         """Entries that each parameter sent in the last complete step. Waits for the device."""
-        return (self.states[:, prune.N_SENT] if self.prunes_later else self.last_sent).tolist()
+        return (self.states[:, prune.N_SENT] if self._sent_in_states else self.last_sent).tolist()
 
     def read_counts(self) -> tuple[float, int, int]:
         """Squared norm of the gradient; entries sent, and entries not finite, so far. Waits for the device."""

@@ -1,6 +1,7 @@
 /* test_cuda_pruned_sum.c - spccl_cuda_prune_all_reduce gives the bits of spccl_cuda_prune and spccl_cuda_all_reduce:
  * random segments, values and numbers of ranks, calls without a wait in between, captured graphs. Lists without room:
- * nothing is lost. Calls that cannot use lists, ranks with other settings, a peer that does not call. Ranks are
+ * nothing is lost, and a nan reaches all ranks. Calls that cannot use lists, ranks with other calls, a peer that does not
+ * call. Ranks are
  * threads. --small: for sanitizers. */
 #include "cuda_sums.h"
 
@@ -358,6 +359,14 @@ static void no_room(struct rank_ctx *c)
             break;
     CHECK(i == s.n, "rank %d: element %zu: sum %g, residuals %g", c->rank, i, i < s.n ? (double)sum[i] : 0,
           i < s.n ? (double)residual[i] : 0);
+    for (i = 0; i < s.n; i++)
+        x[i] = c->rank == 2 ? NAN : 1;
+    CUDA_OK(cudaMemcpyAsync(side.grad, x, s.n * 4, cudaMemcpyHostToDevice, m->on));
+    CHECK_OK(call_lists(c, &s, &side));
+    CUDA_OK(cudaMemcpyAsync(sum, side.grad, 4, cudaMemcpyDeviceToHost, m->on));
+    CHECK_OK(spccl_cuda_wait(c->comm, m->on, wait_ms()));
+    CHECK(sum[0] != sum[0], "rank %d: no nan came, but %g", c->rank, (double)sum[0]);
+    (void)all_here(c->comm);
     spccl_prune_plan_destroy(side.plan);
 }
 
@@ -429,8 +438,9 @@ static void one_missing(struct rank_ctx *c)
         spccl_status st;
         CHECK_OK(call_lists(c, &s, &sides[0]));
         st = spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, wait_ms());
-        CHECK(st != SPCCL_OK && strstr(spccl_last_error(), "rank 1") != NULL, "rank %d: %s", c->rank,
-              st != SPCCL_OK ? spccl_last_error() : "no error");
+        CHECK(st != SPCCL_OK && strstr(spccl_last_error(),
+                                       "prune_all_reduce number 2 waited for what rank 1 sends") != NULL,
+              "rank %d: %s", c->rank, st != SPCCL_OK ? spccl_last_error() : "no error");
     } else {
         while (spccl_comm_async_error(c->comm) == SPCCL_OK)
             sleep_ms(1);
@@ -438,6 +448,31 @@ static void one_missing(struct rank_ctx *c)
     sync_stream(rank_buffers[c->rank].on);
     for (int k = 0; k < 2; k++)
         spccl_prune_plan_destroy(sides[k].plan);
+}
+
+/* Rank 1 gives a gradient of another size: MISMATCH on the ranks that find out first, an error on all. */
+static void other_sizes(struct rank_ctx *c)
+{
+    struct side sides[2];
+    struct scene s = {.seed = 21, .n = c->rank == 1 ? 12000 : 12345, .n_segments = 1, .op = SPCCL_SUM};
+    spccl_status st;
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    s.options = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
+    begin(c, &s, sides);
+    load_gradient(c, &s, 0, sides);
+    CHECK_OK(call_lists(c, &s, &sides[0]));
+    st = spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, wait_ms());
+    CHECK(st == SPCCL_ERR_MISMATCH && strstr(spccl_last_error(), "wanted the same segments") != NULL,
+          "rank %d: %s", c->rank, st != SPCCL_OK ? spccl_last_error() : "no error");
+    sync_stream(rank_buffers[c->rank].on);
+    for (int k = 0; k < 2; k++)
+        spccl_prune_plan_destroy(sides[k].plan);
+}
+
+static void test_other_sizes(void)
+{
+    run_scene(2, other_sizes, NULL);
 }
 
 static void test_one_missing(void)
@@ -453,6 +488,7 @@ int main(int argc, char **argv)
                                              {"no_room", test_no_room},
                                              {"without_lists", test_without_lists},
                                              {"one_missing", test_one_missing},
+                                             {"other_sizes", test_other_sizes},
                                              {NULL, NULL}};
     cuda_test_start(&argc, argv);
     setenv("SPCCL_PRUNE_LIST_BYTES", LIST_BYTES, 1);

@@ -153,6 +153,7 @@ typedef struct sp_gpu_prune_table {
     uint64_t n_taken;     /* tiles that CTAs have taken beyond their first ones; 0 between calls */
     /* Of spccl_cuda_prune_all_reduce: entries given to lists, of segments sent whole and of others; 0 between calls. */
     uint64_t n_listed_whole, n_listed;
+    uint64_t lost_nonfinite; /* an element that is inf or nan found no room */
 } sp_gpu_prune_table;
 
 /* spccl_prune_options.stage. */

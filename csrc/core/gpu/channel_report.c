@@ -6,6 +6,17 @@
 #include <inttypes.h>
 #include <stdio.h>
 
+/* A wait of spccl_cuda_prune_all_reduce. */
+static void describe_lists(const spccl_channels *c, const spccl_channel_report *r, char *text, size_t cap)
+{
+    const spccl_comm *comm = c->g->comm;
+    snprintf(text, cap,
+             "rank %d, group \"%s\", GPU %d: spccl_cuda_prune_all_reduce number %" PRIu64
+             " waited for what rank %d sends; it has called %" PRIu64
+             " times: rank %d died, is too slow, or did not make this call",
+             comm->rank, comm->name, c->g->device.ordinal, r->wanted, r->peer, r->seen, r->peer);
+}
+
 static spccl_status describe(const spccl_channels *c, const spccl_channel_report *r, char *text, size_t cap)
 {
     const spccl_comm *comm = c->g->comm;
@@ -14,6 +25,10 @@ static spccl_status describe(const spccl_channels *c, const spccl_channel_report
              comm->name, c->g->device.ordinal, r->index, r->peer);
     switch ((spccl_channel_fault)r->fault) {
     case SPCCL_CHANNEL_NO_SIGNAL:
+        if (c->for_lists) {
+            describe_lists(c, r, text, cap);
+            return SPCCL_ERR_TIMEOUT;
+        }
         snprintf(text, cap,
                  "%s waited for signal number %" PRIu64 ", %" PRIu64
                  " have come: rank %d died, is too slow, or does not signal so often (a wait lasts for the "
@@ -39,6 +54,13 @@ static spccl_status describe(const spccl_channels *c, const spccl_channel_report
                  ": wanted thread from 0 to n_threads - 1, and n_threads above 0",
                  where, r->wanted, r->seen);
         return SPCCL_ERR_ARG;
+    case SPCCL_CHANNEL_OTHER_CALL:
+        snprintf(text, cap,
+                 "rank %d, group \"%s\", GPU %d: spccl_cuda_prune_all_reduce of %" PRIu64
+                 " elements, rank %d gave %" PRIu64
+                 ": wanted the same segments, `whole` and operation on all ranks",
+                 comm->rank, comm->name, c->g->device.ordinal, r->wanted, r->peer, r->seen);
+        return SPCCL_ERR_MISMATCH;
     case SPCCL_CHANNEL_NO_FAULT:
         break;
     }

@@ -32,6 +32,7 @@ struct spccl_channels {
     struct spccl_channels *next; /* of the same communicator */
     uint64_t window_bytes;
     uint32_t kind, n_per_peer, n_triggers;
+    bool for_lists; /* the library's own, of spccl_cuda_prune_all_reduce; guarded by channels_mu */
     sp_channels_layout layout;
     /* Addresses on the GPU: window; what signals_off and so on count from; the same for states and `claimed`. */
     uint8_t *window_device, *signals_device, *state_device;

@@ -1,7 +1,8 @@
 /* gpu_pruned_sum.c - spccl_cuda_prune_all_reduce: prune a gradient, then sum what all ranks send. See pruned_lists.h.
  *
  * Where lists cannot be used, this prunes and calls the all-reduce. All ranks decide the same, as the decision depends
- * only on what is the same on all ranks: the group, its windows, the sizes of the segments, and options.density. */
+ * only on what is the same on all ranks: the group, its windows, the sizes of the segments, options.density, and, until
+ * there are windows, whether the call is captured. The first call that is not makes the windows, also one that asks. */
 #include "core/gpu/gpu_pruned_sum.h"
 
 #include "core/base/env.h"
@@ -12,12 +13,14 @@
 #include <stdio.h>
 
 static const char call[] = "spccl_cuda_prune_all_reduce";
+#define NO_MEMORY                                                                                            \
+    "there is no memory for lists: SPCCL_PRUNE_LIST_BYTES is 0 or differs between ranks, or it failed"
 
 bool sp_pruned_lists_fit(const spccl_prune_plan *plan, double density, uint64_t bytes,
                          sp_pruned_sum_args *out)
 {
     uint64_t n_lists = (uint64_t)plan->n_tiles * SP_LISTS_PER_TILE, room;
-    uint64_t lists = sp_align_up(n_lists * sizeof(sp_pruned_list), 256);
+    uint64_t lists = SP_LISTS_OFF + sp_align_up(n_lists * sizeof(sp_pruned_list), 256);
     uint64_t wanted = (uint64_t)((double)(plan->n_covered - plan->n_whole) * density);
     uint64_t unused = sp_min_size(n_lists * SP_LISTS_CLAIM, SP_LISTS_UNUSED_MAX);
     if (plan->n_covered != plan->n_elems || lists >= bytes)
@@ -25,6 +28,7 @@ bool sp_pruned_lists_fit(const spccl_prune_plan *plan, double density, uint64_t 
     room = sp_min_size((bytes - lists) / sizeof(sp_pruned_entry), UINT32_MAX);
     if (plan->n_whole + 2 * wanted + unused > room)
         return false;
+    out->n_elems = plan->n_elems;
     out->area_bytes = bytes;
     out->entries_off = lists;
     out->n_whole = (uint32_t)plan->n_whole;
@@ -42,7 +46,7 @@ static spccl_status need_lists(sp_gpu_comm *g, void *stream)
     if (g->lists != NULL)
         return SPCCL_OK;
     if (g->no_lists)
-        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "there is no memory for lists (SPCCL_PRUNE_LIST_BYTES)");
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, NO_MEMORY);
     SP_TRY(g->ops->capture_id(stream, &capture));
     if (capture != 0)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "a capture cannot allocate memory for lists: call once before");
@@ -50,14 +54,20 @@ static spccl_status need_lists(sp_gpu_comm *g, void *stream)
                        &bytes); /* a wrong value, or 0: the config is refused, on all ranks */
     config.window_bytes = st == SPCCL_OK ? (uint64_t)bytes / 512 * 512 : 0;
     st = spccl_channels_create(g->comm, &config, &g->lists);
-    if (st == SPCCL_OK)
+    if (st == SPCCL_OK) {
+        pthread_mutex_lock(&g->channels_mu);
+        g->lists->for_lists = true;
+        pthread_mutex_unlock(&g->channels_mu);
         return SPCCL_OK;
+    }
     g->lists = NULL;
+    if (sp_comm_broken(g->comm) != SPCCL_OK)
+        return st;
     g->no_lists = true;
-    if (sp_comm_broken(g->comm) == SPCCL_OK && bytes != 0)
+    if (bytes != 0)
         sp_log(SP_LOG_WARN, g->comm->rank, "%s: pruned gradients take the all-reduce: %s", call,
                spccl_last_error());
-    return st;
+    return SP_FAIL(SPCCL_ERR_UNSUPPORTED, NO_MEMORY);
 }
 
 /* Can this call use lists? Then fill in all of `out` but the pruning. Else UNSUPPORTED, with the reason, or why there is
@@ -147,6 +157,8 @@ static spccl_status run(sp_gpu_comm *g, spccl_prune_plan *plan, sp_pruned_sum_ar
                         spccl_redop op, void *stream)
 {
     spccl_status can = need_room(g, plan, &x->prune.options, op, stream, x);
+    if (can != SPCCL_OK && can != SPCCL_ERR_UNSUPPORTED)
+        return can;
     if (only_asks && can != SPCCL_OK) {
         char why[400];
         snprintf(why, sizeof why, "%s", spccl_last_error());

@@ -155,15 +155,22 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
     }
 
     // An element that has no place in a list: what would be sent goes back to the residual, if there is one.
-    __device__ __forceinline__ void hold_back(U &g, R *r, uint64_t index, sp_prune_tally &tally) const
+    template <class LISTS>
+    __device__ __forceinline__ void hold_back(U &g, R *r, uint64_t index, sp_prune_tally &tally,
+                                              LISTS &lists) const
     {
         S sent = T::widen(g);
         if (g == 0)
             return;
         g = 0;
         tally.n_sent--;
-        if (r != nullptr && sp_prune_abs(sent) <= sp_prune_residual<S, false>::largest())
-            *r = Residual::narrow(Residual::widen(*r) + sent, random, index);
+        if (!(sp_prune_abs(sent) <= sp_prune_residual<S, false>::largest())) {
+            lists.lose_nonfinite();
+        } else if (r != nullptr) {
+            S back = Residual::widen(*r) + sent;
+            if (sp_prune_abs(back) <= sp_prune_residual<S, false>::largest())
+                *r = Residual::narrow(back, random, index);
+        }
     }
     // List what prune_few has written.
     template <class LISTS>
@@ -179,7 +186,7 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
                 lists.put(i, grad[from + i]);
             else
                 hold_back(grad[from + i], residual != nullptr ? residual + from + i : nullptr, from + i,
-                          tally);
+                          tally, lists);
     }
 
     typedef sp_prune_vector<U, EACH> Grad;
@@ -278,7 +285,7 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
         for (uint32_t k = 0; k < TURNS; k++) {
 #pragma unroll
             for (uint32_t c = 0; c < EACH; c++)
-                hold_back(g[k].e[c], &r[k].e[c], from + first + k * APART + c, tally);
+                hold_back(g[k].e[c], &r[k].e[c], from + first + k * APART + c, tally, lists);
             g[k].template store<ALIGNED>(grad + from + first + k * APART);
             r[k].template store<true>(residual + from + first + k * APART);
         }

@@ -16,6 +16,11 @@ __device__ __forceinline__ uint64_t sp_pruned_calls(const sp_pruned_sum_args &x)
 {
     return x.channels[x.rank == 0 ? 1 : 0].base.state->signals_sent;
 }
+// Has a wait of this rank failed?
+__device__ __forceinline__ bool sp_pruned_failed(const sp_pruned_sum_args &x)
+{
+    return *(volatile const uint32_t *)x.channels[x.rank == 0 ? 1 : 0].base.claimed != 0;
+}
 __device__ __forceinline__ uint8_t *sp_pruned_area(const sp_pruned_sum_args &x, uint8_t *window,
                                                    uint64_t call)
 {
@@ -37,14 +42,14 @@ struct sp_pruned_lists {
         : x(args), next(0), end(0), at(0)
     {
         uint8_t *area = sp_pruned_area(x, x.channels[x.rank == 0 ? 1 : 0].base.window, sp_pruned_calls(x));
-        lists = (sp_pruned_list *)area;
+        lists = (sp_pruned_list *)(area + SP_LISTS_OFF);
         entries = (sp_pruned_entry *)(area + x.entries_off);
     }
     // The first of `total` entries in a row, or false if the area has no room.
     __device__ __forceinline__ bool take(uint32_t total, bool whole, uint32_t &first)
     {
         sp_gpu_prune_table *table = x.prune.table;
-        uint32_t n = whole || total > SP_LISTS_CLAIM ? total : SP_LISTS_CLAIM;
+        uint32_t n = whole || total > SP_LISTS_CLAIM / 4 ? total : SP_LISTS_CLAIM;
         unsigned long long *taken = (unsigned long long *)(whole ? &table->n_listed_whole : &table->n_listed);
         uint64_t from = 0;
         first = next;
@@ -80,6 +85,11 @@ struct sp_pruned_lists {
             lists[tile * SP_LISTS_PER_TILE + threadIdx.x / 32] = {first, fits ? total : 0};
         return fits;
     }
+    // An element that is inf or nan was not listed.
+    __device__ __forceinline__ void lose_nonfinite()
+    {
+        *(volatile uint64_t *)&x.prune.table->lost_nonfinite = 1;
+    }
     __device__ __forceinline__ void put(uint32_t index, uint32_t bits)
     {
         if (bits != 0)
@@ -94,8 +104,15 @@ struct sp_pruned_lists {
     // The last CTA, after all others: tell the peers.
     __device__ __forceinline__ void finish()
     {
-        if (threadIdx.x == 0)
-            x.prune.table->n_listed_whole = x.prune.table->n_listed = 0;
+        sp_gpu_prune_table *table = x.prune.table;
+        if (threadIdx.x == 0) {
+            sp_pruned_head *head = (sp_pruned_head *)((uint8_t *)lists - SP_LISTS_OFF);
+            *head = {x.n_elems, x.n_whole, x.average ? 1u : 0u,
+                     (uint32_t) * (volatile uint64_t *)&table->lost_nonfinite, 0};
+            table->n_listed_whole = table->n_listed = table->lost_nonfinite = 0;
+        }
+        __threadfence();
+        __syncthreads();
         if (threadIdx.x < (uint32_t)x.world_size && threadIdx.x != (uint32_t)x.rank)
             (void)spccl_signal(x.channels[threadIdx.x]);
     }
@@ -105,6 +122,9 @@ template <bool RES_BF16>
 __global__ void __launch_bounds__(SP_PRUNE_THREADS, SP_PRUNE_CTAS)
     sp_prune_list_kernel(const __grid_constant__ sp_pruned_sum_args x)
 {
+    // After a wait that failed, a peer may still read what this call would overwrite.
+    if (__syncthreads_and(!sp_pruned_failed(x)) == 0)
+        return;
     sp_prune_pass<SPCCL_FLOAT32, RES_BF16>(x.prune, sp_pruned_lists(x));
 }
 
@@ -161,7 +181,7 @@ template <uint32_t MOST> struct sp_sum_lists {
 #pragma unroll
         for (uint32_t p = 0; p < MOST; p++)
             if (p < (uint32_t)x.world_size)
-                list[p] = ((const sp_pruned_list *)areas[p])[tile * SP_LISTS_PER_TILE + k];
+                list[p] = ((const sp_pruned_list *)(areas[p] + SP_LISTS_OFF))[tile * SP_LISTS_PER_TILE + k];
     }
     __device__ __forceinline__ void load_entries(const sp_pruned_sum_args &x, uint8_t *const *areas)
     {
@@ -198,15 +218,39 @@ template <uint32_t MOST> struct sp_sum_lists {
     }
 };
 
-// Wait until all peers have signalled their lists of this call. False: the kernel ends, a report was written.
-__device__ __forceinline__ bool sp_pruned_wait(const sp_pruned_sum_args &x)
+// The head of rank p's area; all peers have signalled.
+__device__ __forceinline__ const sp_pruned_head &sp_pruned_head_of(const sp_pruned_sum_args &x, uint32_t p)
 {
-    bool here = true;
-    if (threadIdx.x < (uint32_t)x.world_size && threadIdx.x != (uint32_t)x.rank) {
-        const spccl_channel_base &c = x.channels[threadIdx.x].base;
-        here = spccl_detail::sp_channel_wait(c, c.signals, c.state->signals_sent, SPCCL_CHANNEL_NO_SIGNAL, 0);
+    const spccl_memory_channel &c = x.channels[p == (uint32_t)x.rank ? (p == 0 ? 1 : 0) : p];
+    uint8_t *window = p == (uint32_t)x.rank ? c.base.window : c.peer_window;
+    return *(const sp_pruned_head *)sp_pruned_area(x, window, sp_pruned_calls(x) - 1);
+}
+
+// Wait until all peers have signalled their lists of this call, and compare their calls with this rank's. False: the
+// kernel ends, a report was written. *lost: some rank found no room for inf or nan.
+__device__ __forceinline__ bool sp_pruned_wait(const sp_pruned_sum_args &x, bool *lost)
+{
+    bool here = !sp_pruned_failed(x), loses = false;
+    if (here && threadIdx.x < (uint32_t)x.world_size) {
+        const spccl_channel_base &c =
+            x.channels[threadIdx.x == (uint32_t)x.rank ? (threadIdx.x == 0 ? 1 : 0) : threadIdx.x].base;
+        if (threadIdx.x != (uint32_t)x.rank)
+            here = spccl_detail::sp_channel_wait(c, c.signals, c.state->signals_sent, SPCCL_CHANNEL_NO_SIGNAL,
+                                                 0);
+        if (here) {
+            const sp_pruned_head &head = sp_pruned_head_of(x, threadIdx.x);
+            loses = head.lost_nonfinite != 0;
+            here = head.n_elems == x.n_elems && head.n_whole == x.n_whole &&
+                   head.average == (x.average ? 1u : 0u);
+            if (!here)
+                spccl_detail::sp_channel_fail(c, SPCCL_CHANNEL_OTHER_CALL, x.n_elems, head.n_elems);
+        } else {
+            atomicCAS(c.claimed, 0u, 1u); // also if the wait was aborted: the next call must not write
+        }
     }
-    return __syncthreads_and(here) != 0;
+    here = __syncthreads_and(here) != 0;
+    *lost = __syncthreads_and(!loses) == 0;
+    return here;
 }
 
 // Sums in rank order, as a collective computes them: a sum starts at +0. MOST: ranks, at most.
@@ -214,7 +258,8 @@ template <uint32_t MOST>
 __global__ void __launch_bounds__(SP_SUM_WARPS * 32, MOST > 8 ? 2 : SP_SUM_CTAS)
     sp_pruned_sum_kernel(const __grid_constant__ sp_pruned_sum_args x)
 {
-    if (!sp_pruned_wait(x))
+    bool lost;
+    if (!sp_pruned_wait(x, &lost))
         return;
     const sp_gpu_prune_row *rows = sp_prune_rows(x.prune);
     sp_sum_tile &tile = ((sp_sum_tile *)sp_block_shared())[threadIdx.x / 32];
@@ -255,6 +300,8 @@ __global__ void __launch_bounds__(SP_SUM_WARPS * 32, MOST > 8 ? 2 : SP_SUM_CTAS)
         if (now + 2 * step < x.prune.n_tiles)
             next.load_lists(x, areas, now + 2 * step);
         tile.write(out, x.average, x.world_size);
+        if (lost && now == 0 && threadIdx.x % 32 == 0)
+            out[0] = __uint_as_float(SP_NAN_F32); // so that GradScaler sees it, on every rank
     }
 }
 
