@@ -186,6 +186,16 @@ static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *s
     return sp_gpu_turn_end(g, stream, &turn);
 }
 
+spccl_status sp_gpu_refuse_broken(spccl_comm *comm)
+{
+    char why[sizeof comm->error];
+    spccl_status st = sp_comm_broken(comm);
+    if (st == SPCCL_OK)
+        return SPCCL_OK;
+    snprintf(why, sizeof why, "%.900s", sp_without_rank(spccl_last_error(), comm->rank));
+    return SP_FAIL(st, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name, why);
+}
+
 static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
 {
     sp_gpu_comm *g = NULL;
@@ -195,12 +205,7 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
     int before;
     SP_TRY(sp_coll_check(comm, a, &total_bytes));
     SP_TRY(sp_gpu_comm_get(comm, calls[a->coll].name, &g));
-    st = sp_comm_broken(comm);
-    if (st != SPCCL_OK) {
-        char why[sizeof comm->error];
-        snprintf(why, sizeof why, "%.900s", spccl_last_error());
-        return SP_FAIL(st, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name, why);
-    }
+    SP_TRY(sp_gpu_refuse_broken(comm));
     if (a->n_elems == 0)
         return SPCCL_OK;
     SP_TRY(check_devices(g, comm->rank, a));

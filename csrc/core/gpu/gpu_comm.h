@@ -70,6 +70,9 @@ spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *tu
  * text. */
 spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *what);
 
+/* Is the communicator broken? Then the same status, with a text for a call that starts now. (gpu_coll.c) */
+spccl_status sp_gpu_refuse_broken(spccl_comm *comm);
+
 /* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
  * peers have closed their mappings of it. (gpu_comm.c) */
 void sp_gpu_comm_free(sp_gpu_comm *g);

@@ -103,7 +103,7 @@ static spccl_status need_room(sp_gpu_comm *g, const spccl_prune_plan *plan, cons
 }
 
 /* The GPU is current. */
-static spccl_status launch_lists(sp_gpu_comm *g, sp_pruned_sum_args *x, uint64_t n_elems, void *stream)
+static spccl_status launch_lists(sp_gpu_comm *g, sp_pruned_sum_args *x, void *stream)
 {
     sp_gpu_turn turn;
     bool launching = false;
@@ -118,8 +118,6 @@ static spccl_status launch_lists(sp_gpu_comm *g, sp_pruned_sum_args *x, uint64_t
         st = g->ops->pruned_sum(x, stream);
     }
     if (st == SPCCL_OK) {
-        g->history[g->n_launches % SP_GPU_HISTORY] = (sp_gpu_launch){
-            .seq = g->n_launches, .coll = SP_ALL_REDUCE, .n_elems = n_elems, .dtype = SPCCL_FLOAT32};
         g->n_launches++;
         st = sp_gpu_turn_end(g, stream, &turn);
     }
@@ -132,7 +130,6 @@ static spccl_status check(spccl_comm *comm, spccl_prune_plan *plan, void *grad, 
 {
     sp_coll_args a = {.coll = SP_ALL_REDUCE, .in = grad, .out = grad, .redop = op};
     size_t total_bytes;
-    spccl_status st;
     if (plan == NULL || grad == NULL)
         return SP_FAIL(SPCCL_ERR_ARG, "%s: %s", call,
                        plan == NULL ? "plan is NULL" : "the plan is for host memory");
@@ -143,13 +140,7 @@ static spccl_status check(spccl_comm *comm, spccl_prune_plan *plan, void *grad, 
     if (plan->device >= 0 && plan->device != (*g)->device.ordinal)
         return SP_FAIL(SPCCL_ERR_ARG, "rank %d: %s: the plan is for GPU %d, the group's GPU is %d",
                        comm->rank, call, plan->device, (*g)->device.ordinal);
-    st = sp_comm_broken(comm);
-    if (st != SPCCL_OK) {
-        char why[sizeof comm->error];
-        snprintf(why, sizeof why, "%.900s", spccl_last_error());
-        return SP_FAIL(st, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name, why);
-    }
-    return SPCCL_OK;
+    return sp_gpu_refuse_broken(comm);
 }
 
 /* The GPU is current. */
@@ -168,7 +159,7 @@ static spccl_status run(sp_gpu_comm *g, spccl_prune_plan *plan, sp_pruned_sum_ar
     if (only_asks)
         return SPCCL_OK;
     if (can == SPCCL_OK)
-        return launch_lists(g, x, plan->n_elems, stream);
+        return launch_lists(g, x, stream);
     SP_TRY(g->ops->prune(&x->prune, stream));
     return spccl_cuda_all_reduce(g->comm, x->prune.grad, x->prune.grad, plan->n_elems, plan->dtype, op,
                                  stream);

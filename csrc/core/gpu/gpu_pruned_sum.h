@@ -5,7 +5,8 @@
 #include "core/contract/pruned_lists.h"
 #include "core/run/prune_plan.h"
 
-/* Entries that warps leave unused: at most so many, as far as GPUs of 132 multiprocessors go. */
+/* Room for entries that warps leave unused: a claim for each warp of 132 multiprocessors, two CTAs of 8 warps each. It
+ * is a constant, as all ranks must decide the same, also with other GPUs. If it is too little, less is sent. */
 #define SP_LISTS_UNUSED_MAX (UINT64_C(2112) * SP_LISTS_CLAIM)
 
 /* Set where lists and entries lie in an area of `bytes`. False: there is no room for twice what a gradient of `plan`

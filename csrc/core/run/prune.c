@@ -66,10 +66,11 @@ spccl_status sp_prune_refuse_chunk(const spccl_prune_options *o, const char *cal
 
 spccl_status sp_prune_refuse_stage(const spccl_prune_options *o, const char *call)
 {
-    return o->stage == 0
-               ? SPCCL_OK
-               : SP_FAIL(SPCCL_ERR_ARG, "%s: options.stage is %u, wanted 0: it is for spccl_cuda_prune", call,
-                         (unsigned)o->stage);
+    return o->stage == 0 ? SPCCL_OK
+                         : SP_FAIL(SPCCL_ERR_ARG,
+                                   "%s: options.stage is %u, wanted 0: it is for spccl_cuda_prune and "
+                                   "spccl_cuda_prune_all_reduce",
+                                   call, (unsigned)o->stage);
 }
 
 /* Residual or velocity from element i of the segment on; NULL stays NULL. */

@@ -47,34 +47,33 @@ static int kernels_index(const sp_gpu_prune_args *a)
     return 2 * dtype + (a->options.residual_bf16 != 0 ? 1 : 0);
 }
 
-// *out = CTAs of the pruning kernel that run at once on GPU `device`, which is current. Prepares the kernels.
-static spccl_status prepare(int device, const sp_prune_kernels &k, int *out)
+// *out = CTAs of a kernel that run at once on the current GPU. Prepares the kernel, which also loads it. `kept`:
+// [SP_PRUNE_GPUS] what was found before, 0: nothing.
+static spccl_status residents(const void *kernel, uint32_t n_threads, size_t shared_bytes,
+                              std::atomic<int> *kept, int *out)
 {
-    int n_sms = 0, n_ctas = 0;
-    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)k.sample, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)SP_SAMPLE_SHARED_BYTES(SP_PRUNE_SAMPLES_MAX)));
-    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)k.prune, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)k.prune_shared_bytes));
+    int device = 0, n_sms = 0, n_ctas = 0;
+    SP_TRY_CUDA(cudaGetDevice(&device));
+    *out = device < SP_PRUNE_GPUS ? kept[device].load(std::memory_order_relaxed) : 0;
+    if (*out != 0)
+        return SPCCL_OK;
+    SP_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
     SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)k.prune,
-                                                              (int)SP_PRUNE_THREADS, k.prune_shared_bytes));
+    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, kernel, (int)n_threads, shared_bytes));
     *out = n_sms * (n_ctas > 0 ? n_ctas : 1);
+    if (device < SP_PRUNE_GPUS)
+        kept[device].store(*out, std::memory_order_relaxed);
     return SPCCL_OK;
 }
 
-// As `prepare`, which runs once for each GPU and set of kernels.
-static spccl_status prepare_once(int index, int *out)
+// Prepares the sampling kernel of kernels[index]; *out as above, of its pruning kernel.
+static spccl_status prepare(int index, int *out)
 {
-    static std::atomic<int> known[SP_PRUNE_GPUS][N_KERNELS];
-    int device = 0;
-    SP_TRY_CUDA(cudaGetDevice(&device));
-    *out = device < SP_PRUNE_GPUS ? known[device][index].load(std::memory_order_relaxed) : 0;
-    if (*out != 0)
-        return SPCCL_OK;
-    SP_TRY(prepare(device, kernels[index], out));
-    if (device < SP_PRUNE_GPUS)
-        known[device][index].store(*out, std::memory_order_relaxed);
-    return SPCCL_OK;
+    static std::atomic<int> sample[N_KERNELS][SP_PRUNE_GPUS], prune[N_KERNELS][SP_PRUNE_GPUS];
+    const sp_prune_kernels &k = kernels[index];
+    SP_TRY(residents((const void *)k.sample, SP_SAMPLE_THREADS, SP_SAMPLE_SHARED_BYTES(SP_PRUNE_SAMPLES_MAX),
+                     sample[index], out));
+    return residents((const void *)k.prune, SP_PRUNE_THREADS, k.prune_shared_bytes, prune[index], out);
 }
 
 static spccl_status launch(sp_prune_fn kernel, uint32_t n_ctas, uint32_t n_threads, size_t shared_bytes,
@@ -103,7 +102,7 @@ extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
     int index = kernels_index(a), n_resident = 0;
     const sp_prune_kernels &k = kernels[index];
     uint32_t n_ctas;
-    SP_TRY(prepare_once(index, &n_resident));
+    SP_TRY(prepare(index, &n_resident));
     n_ctas = (uint32_t)sp_min_size((size_t)n_resident, a->n_tiles);
     SP_TRY(launch_samples(a, k, n_ctas, stream));
     if (a->options.stage == SP_PRUNE_STAGE_SAMPLE)
@@ -119,26 +118,6 @@ static const sp_pruned_fn list_kernels[2] = {sp_prune_list_kernel<false>, sp_pru
 static const sp_pruned_fn sum_kernels[] = {sp_pruned_sum_kernel<2>, sp_pruned_sum_kernel<4>,
                                            sp_pruned_sum_kernel<8>, sp_pruned_sum_kernel<16>};
 static const int N_SUM_KERNELS = sizeof sum_kernels / sizeof *sum_kernels;
-
-// As prepare, for one kernel. `kept`: [SP_PRUNE_GPUS] what was found before.
-static spccl_status residents(sp_pruned_fn fn, uint32_t n_threads, size_t shared_bytes,
-                              std::atomic<int> *kept, int *out)
-{
-    int device = 0, n_sms = 0, n_ctas = 0;
-    SP_TRY_CUDA(cudaGetDevice(&device));
-    *out = device < SP_PRUNE_GPUS ? kept[device].load(std::memory_order_relaxed) : 0;
-    if (*out != 0)
-        return SPCCL_OK;
-    SP_TRY_CUDA(cudaFuncSetAttribute((const void *)fn, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)shared_bytes));
-    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)fn, (int)n_threads,
-                                                              shared_bytes));
-    *out = n_sms * (n_ctas > 0 ? n_ctas : 1);
-    if (device < SP_PRUNE_GPUS)
-        kept[device].store(*out, std::memory_order_relaxed);
-    return SPCCL_OK;
-}
 
 static spccl_status launch_pruned(sp_pruned_fn fn, uint32_t n_ctas, uint32_t n_threads, size_t shared_bytes,
                                   const sp_pruned_sum_args *x, void *stream)
@@ -160,11 +139,11 @@ extern "C" spccl_status sp_pruned_sum_cuda(const sp_pruned_sum_args *x, void *st
     if (of_sum == N_SUM_KERNELS || a->dtype != SPCCL_FLOAT32)
         return SP_FAIL(SPCCL_ERR_BUG, "sums of dtype %d, %d ranks", (int)a->dtype, x->world_size);
     // All kernels are loaded before the first is launched: loading waits for kernels that run.
-    SP_TRY(prepare_once(index, &n_sampling));
-    SP_TRY(residents(list_kernels[of_list], SP_PRUNE_THREADS, SP_PRUNE_SHARED_BYTES, kept_list[of_list],
-                     &n_listing));
-    SP_TRY(
-        residents(sum_kernels[of_sum], SP_SUM_WARPS * 32, SP_SUM_SHARED_BYTES, kept_sum[of_sum], &n_summing));
+    SP_TRY(prepare(index, &n_sampling));
+    SP_TRY(residents((const void *)list_kernels[of_list], SP_PRUNE_THREADS, SP_PRUNE_SHARED_BYTES,
+                     kept_list[of_list], &n_listing));
+    SP_TRY(residents((const void *)sum_kernels[of_sum], SP_SUM_WARPS * 32, SP_SUM_SHARED_BYTES,
+                     kept_sum[of_sum], &n_summing));
     n_listing = (int)sp_min_size((size_t)n_listing, a->n_tiles);
     n_summing = (int)sp_min_size((size_t)n_summing, (a->n_tiles + SP_SUM_WARPS - 1) / SP_SUM_WARPS);
     if (x->max_ctas != 0)

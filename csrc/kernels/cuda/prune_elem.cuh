@@ -151,4 +151,19 @@ __device__ __forceinline__ uint32_t sp_prune_find(const sp_gpu_prune_row *rows, 
     return low;
 }
 
+// What a thread has counted in its segment.
+struct sp_prune_tally {
+    uint32_t n_sent, n_nonfinite;
+    __device__ __forceinline__ void flush(sp_gpu_prune_row &row)
+    {
+        n_sent = __reduce_add_sync(~0u, n_sent);
+        n_nonfinite = __reduce_add_sync(~0u, n_nonfinite);
+        if (threadIdx.x % 32 == 0 && n_sent != 0)
+            atomicAdd((unsigned long long *)&row.n_sent, (unsigned long long)n_sent);
+        if (threadIdx.x % 32 == 0 && n_nonfinite != 0)
+            atomicAdd((unsigned long long *)&row.n_nonfinite, (unsigned long long)n_nonfinite);
+        n_sent = n_nonfinite = 0;
+    }
+};
+
 #endif

@@ -47,21 +47,6 @@ template <class E, uint32_t EACH> union sp_prune_vector {
     }
 };
 
-// What a thread has counted in its segment.
-struct sp_prune_tally {
-    uint32_t n_sent, n_nonfinite;
-    __device__ __forceinline__ void flush(sp_gpu_prune_row &row)
-    {
-        n_sent = __reduce_add_sync(~0u, n_sent);
-        n_nonfinite = __reduce_add_sync(~0u, n_nonfinite);
-        if (threadIdx.x % 32 == 0 && n_sent != 0)
-            atomicAdd((unsigned long long *)&row.n_sent, (unsigned long long)n_sent);
-        if (threadIdx.x % 32 == 0 && n_nonfinite != 0)
-            atomicAdd((unsigned long long *)&row.n_nonfinite, (unsigned long long)n_nonfinite);
-        n_sent = n_nonfinite = 0;
-    }
-};
-
 // The tiles that a CTA prunes. CTAs take them in order from a counter. So at any time all CTAs are at neighbouring
 // tiles, and the memory finds neighbouring requests close together; with a fixed assignment CTAs drift apart. The CTA
 // asks for the next tile before it prunes one.

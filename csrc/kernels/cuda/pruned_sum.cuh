@@ -11,19 +11,25 @@
 
 static_assert(SP_PRUNE_THREADS == 32 * SP_LISTS_PER_TILE, "one list for each warp");
 
+// What this rank's channels share: its window, the word `claimed`, and how many signals each has sent.
+__device__ __forceinline__ const spccl_channel_base &sp_pruned_own(const sp_pruned_sum_args &x)
+{
+    return x.channels[x.rank == 0 ? 1 : 0].base;
+}
 // Signals that this rank has sent to each peer: one for each call. Calls use the areas of the windows in turn.
 __device__ __forceinline__ uint64_t sp_pruned_calls(const sp_pruned_sum_args &x)
 {
-    return x.channels[x.rank == 0 ? 1 : 0].base.state->signals_sent;
+    return sp_pruned_own(x).state->signals_sent;
 }
 // Has a wait of this rank failed?
 __device__ __forceinline__ bool sp_pruned_failed(const sp_pruned_sum_args &x)
 {
-    return *(volatile const uint32_t *)x.channels[x.rank == 0 ? 1 : 0].base.claimed != 0;
+    return *(volatile const uint32_t *)sp_pruned_own(x).claimed != 0;
 }
-__device__ __forceinline__ uint8_t *sp_pruned_area(const sp_pruned_sum_args &x, uint8_t *window,
-                                                   uint64_t call)
+// The area of rank p for a call.
+__device__ __forceinline__ uint8_t *sp_pruned_area(const sp_pruned_sum_args &x, uint32_t p, uint64_t call)
 {
+    uint8_t *window = p == (uint32_t)x.rank ? sp_pruned_own(x).window : x.channels[p].peer_window;
     return window + (call & 1) * x.area_bytes;
 }
 
@@ -41,7 +47,7 @@ struct sp_pruned_lists {
     __device__ __forceinline__ sp_pruned_lists(const sp_pruned_sum_args &args)
         : x(args), next(0), end(0), at(0)
     {
-        uint8_t *area = sp_pruned_area(x, x.channels[x.rank == 0 ? 1 : 0].base.window, sp_pruned_calls(x));
+        uint8_t *area = sp_pruned_area(x, (uint32_t)x.rank, sp_pruned_calls(x));
         lists = (sp_pruned_list *)(area + SP_LISTS_OFF);
         entries = (sp_pruned_entry *)(area + x.entries_off);
     }
@@ -167,11 +173,10 @@ struct sp_sum_tile {
 // The lists of a tile, of up to MOST ranks, and the first entries of each: lane 4 * k + j has entries j, j + 4, ... of
 // list k.
 template <uint32_t MOST> struct sp_sum_lists {
-    static constexpr uint32_t EACH = MOST > 8   ? 1
-                                     : MOST > 4 ? 2
-                                                : 4; // entries of a list that a lane loads at once
-    sp_pruned_list list[MOST];                       // L
-    sp_pruned_entry entries[MOST][EACH];             // L
+    // Entries of a list that a lane loads at once.
+    static constexpr uint32_t EACH = MOST > 8 ? 1 : MOST > 4 ? 2 : 4;
+    sp_pruned_list list[MOST];           // L
+    sp_pruned_entry entries[MOST][EACH]; // L
     static_assert(SP_LISTS_PER_TILE * 4 == 32, "four lanes for each list");
 
     __device__ __forceinline__ void load_lists(const sp_pruned_sum_args &x, uint8_t *const *areas,
@@ -218,27 +223,20 @@ template <uint32_t MOST> struct sp_sum_lists {
     }
 };
 
-// The head of rank p's area; all peers have signalled.
-__device__ __forceinline__ const sp_pruned_head &sp_pruned_head_of(const sp_pruned_sum_args &x, uint32_t p)
-{
-    const spccl_memory_channel &c = x.channels[p == (uint32_t)x.rank ? (p == 0 ? 1 : 0) : p];
-    uint8_t *window = p == (uint32_t)x.rank ? c.base.window : c.peer_window;
-    return *(const sp_pruned_head *)sp_pruned_area(x, window, sp_pruned_calls(x) - 1);
-}
-
 // Wait until all peers have signalled their lists of this call, and compare their calls with this rank's. False: the
 // kernel ends, a report was written. *lost: some rank found no room for inf or nan.
 __device__ __forceinline__ bool sp_pruned_wait(const sp_pruned_sum_args &x, bool *lost)
 {
     bool here = !sp_pruned_failed(x), loses = false;
     if (here && threadIdx.x < (uint32_t)x.world_size) {
-        const spccl_channel_base &c =
-            x.channels[threadIdx.x == (uint32_t)x.rank ? (threadIdx.x == 0 ? 1 : 0) : threadIdx.x].base;
-        if (threadIdx.x != (uint32_t)x.rank)
+        bool is_peer = threadIdx.x != (uint32_t)x.rank;
+        const spccl_channel_base &c = is_peer ? x.channels[threadIdx.x].base : sp_pruned_own(x);
+        if (is_peer)
             here = spccl_detail::sp_channel_wait(c, c.signals, c.state->signals_sent, SPCCL_CHANNEL_NO_SIGNAL,
                                                  0);
         if (here) {
-            const sp_pruned_head &head = sp_pruned_head_of(x, threadIdx.x);
+            const sp_pruned_head &head =
+                *(const sp_pruned_head *)sp_pruned_area(x, threadIdx.x, sp_pruned_calls(x) - 1);
             loses = head.lost_nonfinite != 0;
             here = head.n_elems == x.n_elems && head.n_whole == x.n_whole &&
                    head.average == (x.average ? 1u : 0u);
@@ -268,14 +266,8 @@ __global__ void __launch_bounds__(SP_SUM_WARPS * 32, MOST > 8 ? 2 : SP_SUM_CTAS)
     uint64_t call = sp_pruned_calls(x) - 1;
     uint8_t *areas[MOST];
 #pragma unroll
-    for (uint32_t p = 0; p < MOST; p++) {
-        const spccl_memory_channel &c = x.channels[p];
-        areas[p] =
-            p < (uint32_t)x.world_size
-                ? sp_pruned_area(
-                      x, p == (uint32_t)x.rank ? x.channels[p == 0 ? 1 : 0].base.window : c.peer_window, call)
-                : nullptr;
-    }
+    for (uint32_t p = 0; p < MOST; p++)
+        areas[p] = p < (uint32_t)x.world_size ? sp_pruned_area(x, p, call) : nullptr;
     // A tile's entries are loaded while the tile before is summed, its lists one tile earlier.
     sp_sum_lists<MOST> lists, next;
     if (now < x.prune.n_tiles)

@@ -145,26 +145,12 @@ static constexpr uint32_t sp_weights_turns = SP_WEIGHTS_PART / SP_WEIGHTS_THREAD
 
 // ---- sending ----
 
-struct sp_weights_tally {
-    uint32_t n_sent, n_nonfinite;
-    __device__ __forceinline__ void flush(sp_gpu_prune_row &row)
-    {
-        n_sent = __reduce_add_sync(~0u, n_sent);
-        n_nonfinite = __reduce_add_sync(~0u, n_nonfinite);
-        if (threadIdx.x % 32 == 0 && n_sent != 0)
-            atomicAdd((unsigned long long *)&row.n_sent, (unsigned long long)n_sent);
-        if (threadIdx.x % 32 == 0 && n_nonfinite != 0)
-            atomicAdd((unsigned long long *)&row.n_nonfinite, (unsigned long long)n_nonfinite);
-        n_sent = n_nonfinite = 0;
-    }
-};
-
 // Part of a tile: elements [from, from + n) of a segment. Both weights are read and `out` is written once. Own
 // weights are written in groups where one changes.
 template <class S>
 __device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a, const spccl_prune_segment &s,
                                                      uint64_t from, uint32_t n, const sp_prune_factors &f,
-                                                     sp_weights_tally &tally)
+                                                     sp_prune_tally &tally)
 {
     constexpr uint32_t TURNS = sp_weights_turns<S>, EACH = sp_weights_of<S>::EACH;
     S *out = (S *)a.grad + s.begin + from, *own = (S *)s.residual + from;
@@ -232,7 +218,7 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
     sp_weights_send_kernel(const __grid_constant__ sp_gpu_prune_args a)
 {
     sp_gpu_prune_row *rows = sp_prune_rows(a);
-    sp_weights_tally tally = {0, 0};
+    sp_prune_tally tally = {0, 0};
     uint64_t tile = blockIdx.x;
     uint32_t index = sp_prune_find(rows, a.n_segments, tile);
     while (tile < a.n_tiles) { // one segment each time
@@ -272,7 +258,7 @@ __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
         const sp_prune_factors f = row.factors;
         uint64_t from = (tile - row.first_tile) * TILE,
                  to = from + unit < seg.n_elems ? from + unit : seg.n_elems;
-        sp_weights_tally tally = {0, 0};
+        sp_prune_tally tally = {0, 0};
         if (from % unit != 0)
             continue;
         for (; from < to; from += chunk) {
