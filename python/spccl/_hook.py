@@ -171,10 +171,10 @@ class PruningHook:
         """Whether spccl prunes this gradient inside its all-reduce. Then the GPUs of a host exchange lists of what they
         send, which is faster (spccl_cuda_prune_all_reduce). All ranks decide the same.
 
-        Not while the density still falls: a captured step would keep what was decided at its capture. Not with
-        clip_norm or norm_every: norms of buckets and residuals are read on the backward pass's stream.
+        Not while the density still falls: a captured step would keep what was decided at its capture. Not in a step
+        that measures the norm of the residuals: it does so before the all-reduce is done.
         """
-        if self.clip_norm is not None or self.norm_every:
+        if self.norm_every and (self.step + 1) % self.norm_every == 0:
             return False
         if not (grad.is_cuda and grad.dtype == torch.float32 and average) or dist.get_world_size(self._group) == 1:
             return False
@@ -183,14 +183,16 @@ class PruningHook:
     def _hand_over(self, plan: prune.Plan, grad: torch.Tensor, rule: prune.Rule, arguments: tuple[Any, ...]) -> bool:
         """Let the group's next all-reduce prune `grad`. False, and nothing happens, if that would not be faster: the
         group has ranks on several hosts, or there is too little memory for lists."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        # A replay finds thresholds beside the exchange of the buckets before.
-        address, options, _owner = plan.call(grad, rule._replace(stage=2) if capturing else rule, *arguments)
+        _factor, _loss_scale, clip = arguments
+        # Thresholds are found now, on this stream, in a captured step: beside the exchange of the buckets before. Also
+        # with clip_norm: the clipping factor is found with them, from norms of buckets that are kept on this stream.
+        finds_now = clip is not None or torch.cuda.is_current_stream_capturing()
+        address, options, _owner = plan.call(grad, rule._replace(stage=2) if finds_now else rule, *arguments)
         stream = torch.cuda.current_stream(grad.device).cuda_stream
         assert self._group is not None
         if not torch.ops.spccl.prune_next(self._group.boxed(), grad, address, options, stream):
             return False
-        if capturing:
+        if finds_now:
             plan.run(grad, rule._replace(stage=1), *arguments)
         return True
 

@@ -32,9 +32,8 @@ class OnDevice:
         self._scale = torch.ones(1, dtype=torch.float32, device=device)
         self._product = torch.ones_like(self._scale)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
-        # Norm of each bucket, for `clip`. Not one for all: pruning may still read the last one.
-        self._norms32 = torch.zeros(n_params, dtype=torch.float32, device=device)
-        self._norms64 = torch.zeros(n_params, dtype=torch.float64, device=device)
+        self._norm32 = torch.zeros(1, dtype=torch.float32, device=device)
+        self._norm64 = torch.zeros(1, dtype=torch.float64, device=device)
         # Squared norm of each bucket's unscaled gradient, of its last finite one. There are at most n_params buckets.
         self._squares = torch.zeros(n_params, dtype=torch.float64, device=device)
         self._used = self._squares[:0]  # those of buckets seen
@@ -88,8 +87,7 @@ class OnDevice:
 
         It does what `add_norm` without a group and `clip_factor` do. Infinity as bound: only measure.
         """
-        norms = self._norms64 if grad.dtype == torch.float64 else self._norms32
-        norm = norms[index : index + 1]
+        norm = self._norm64 if grad.dtype == torch.float64 else self._norm32
         torch.linalg.vector_norm(grad, dim=0, keepdim=True, dtype=norm.dtype, out=norm)
         self._use(index)
         return prune.Clip(norm, self._used, index, bound)

@@ -18,7 +18,7 @@ of the gradient, leaky error feedback). docs/KERNELS.md says how the operation w
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -156,43 +156,38 @@ class Plan:
         self._memory = [(s.residual, s.velocity, s.state) for s in self.slots]  # the plan holds their addresses
         self._plan = _ext.prune_plan(rows, numel, str(dtype).removeprefix("torch."), ordinal)
 
-    def run(
+    def run(self, grad: torch.Tensor, rule: Rule, *given: Any, **named: Any) -> None:
+        """Replace `grad` [numel] by the entries to send, and keep the others in the slots.
+
+        Args: given, named: those of `arguments`.
+        On CUDA this queues two or three kernels on the current stream and does not wait; a graph may capture them.
+        """
+        _ext.prune(*self.arguments(grad, rule, *given, **named))
+
+    def call(self, grad: torch.Tensor, rule: Rule, *given: Any, **named: Any) -> tuple[int, int, object]:
+        """What `torch.ops.spccl.prune_next` needs for an all-reduce that does what `run` does first, on CUDA.
+
+        Args: given, named: those of `arguments`.
+        Returns: (address of a spccl_prune_plan, address of spccl_prune_options, the object that owns the options).
+        """
+        return _ext.prune_options(*self.arguments(grad, rule, *given, **named))
+
+    def arguments(
         self,
         grad: torch.Tensor,
         rule: Rule,
         factor: torch.Tensor | None = None,
         loss_scale: torch.Tensor | None = None,
         clip: Clip | None = None,
-    ) -> None:
-        """Replace `grad` [numel] by the entries to send, and keep the others in the slots.
+    ) -> tuple[Any, ...]:
+        """Check one call, and give it as the C extension takes it.
 
         Args:
             factor: [1] float32 beside grad: multiplies the gradient first.
             loss_scale: [1] float32 beside grad: the scale that grad contains.
             clip: multiply the gradient first by min(1, max_norm / norm of all buckets).
-        On CUDA this queues two or three kernels on the current stream and does not wait; a graph may capture them.
+        Raises: ValueError for a tensor of another size, dtype or device.
         """
-        _ext.prune(*self._arguments(grad, rule, factor, loss_scale, clip))
-
-    def call(
-        self,
-        grad: torch.Tensor,
-        rule: Rule,
-        factor: torch.Tensor | None = None,
-        loss_scale: torch.Tensor | None = None,
-        clip: Clip | None = None,
-    ) -> tuple[int, int, object]:
-        """What `backend.prune_next` needs for an all-reduce that does what `run` does first, on CUDA."""
-        return _ext.prune_options(*self._arguments(grad, rule, factor, loss_scale, clip))
-
-    def _arguments(
-        self,
-        grad: torch.Tensor,
-        rule: Rule,
-        factor: torch.Tensor | None,
-        loss_scale: torch.Tensor | None,
-        clip: Clip | None,
-    ) -> tuple[object, ...]:
         if grad.numel() != self.numel or grad.dtype != self.dtype or not grad.is_contiguous():
             raise ValueError(
                 f"spccl.prune: got a gradient of {grad.numel()} {grad.dtype} with strides {grad.stride()}, wanted "

@@ -149,6 +149,70 @@ def ddp_step_in_a_graph():
     return {"compared": len(results[0]), "density": sent}
 
 
+# Settings of a hook that prunes inside the all-reduce. The last one measures residuals in every third step.
+INSIDE = (
+    {"momentum": 0.9},
+    {"clip_norm": 300.0, "seed": 5},
+    {"clip_norm": 300.0, "momentum": 0.9, "residual_dtype": torch.bfloat16, "norm_every": 3},
+)
+
+
+def pruned_inside_the_all_reduce():
+    """Eager and captured steps give the bits of a hook that prunes before the all-reduce."""
+    for settings in INSIDE:
+        results = []
+        for inside in (False, True):
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                ddp, hook = small_ddp({"density": 0.01, **settings}, gradient_as_bucket_view=True)
+                taken = []
+                decide, hand_over = hook._prunes_later, hook._hand_over
+                if not inside:
+                    decide = lambda *_: False  # noqa: E731
+                hook._prunes_later = decide
+                hook._hand_over = lambda *a, hand_over=hand_over, taken=taken: taken.append(hand_over(*a)) or taken[-1]
+                optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+                x = torch.zeros(150_000, device=DEVICE)
+
+                def step(ddp=ddp, optimizer=optimizer, x=x):
+                    optimizer.zero_grad(set_to_none=False)
+                    ddp(x).backward()
+                    optimizer.step()
+
+                inputs = batches(EAGER_STEPS + 10)
+                for _ in range(EAGER_STEPS):
+                    x.copy_(next(inputs))
+                    step()
+            torch.cuda.synchronize()
+            n_eager = len(taken)
+            if "norm_every" not in settings:  # a measurement waits for the device
+                with torch.cuda.graph(graph, stream=stream):
+                    step()
+            with torch.cuda.stream(stream):
+                for batch in inputs:
+                    x.copy_(batch)
+                    step() if "norm_every" in settings else graph.replay()
+            torch.cuda.synchronize()
+            if WORLD > 1:
+                assert all(taken), (settings, taken)
+                assert (n_eager > 0) == inside, (settings, n_eager)
+                assert (len(taken) > n_eager) == inside, (settings, n_eager, len(taken))
+            state = hook.state_dict()
+            kept = [entry[key] for entry in state["parameters"].values() for key in ("residual", "velocity")]
+            facts = hook.stats()
+            results.append(
+                (
+                    [w.detach().cpu() for w in ddp.module.weights] + [t.cpu() for t in kept if t is not None],
+                    {k: facts[k] for k in ("step", "density_sent", "density_mean", "grad_norm", "residual_norm")},
+                )
+            )
+        (before, facts_before), (after, facts_after) = results
+        assert facts_before == facts_after, (settings, facts_before, facts_after)
+        for i, (want, got) in enumerate(zip(before, after, strict=True)):
+            same_bits(got, want, f"{settings}: result {i}")
+
+
 def run_profiled(ddp, n_steps=3):
     """Kernels, copies and fills on the GPU by name; torch operations; and allocations: all of n_steps."""
     from torch.autograd import DeviceType
@@ -246,7 +310,7 @@ def bad_input():
     assert 0 < int(torch.count_nonzero(grad)) < n // 10
 
 
-CASES = [limited_calls, ddp_limited, ddp_step_in_a_graph, launches_per_bucket, bad_input]
+CASES = [limited_calls, ddp_limited, ddp_step_in_a_graph, pruned_inside_the_all_reduce, launches_per_bucket, bad_input]
 
 if __name__ == "__main__":
     main(CASES)
