@@ -34,6 +34,7 @@ PROGRAMS = (
     "ib_transport_forks",
     "ib_collectives",
     "ib_put",
+    "ib_next",
     "ib_peers",
     "ib_startup",
 )

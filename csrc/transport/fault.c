@@ -26,6 +26,7 @@ struct fault {
     unsigned n_sent;
     bool cut, changed;    /* changed: the next arm returns SPCCL_AGAIN */
     struct queue *queues; /* [world_size * n_queues] */
+    bool *has_next;       /* [world_size] */
 };
 
 sp_fault_plan sp_fault;
@@ -72,10 +73,15 @@ static spccl_status gone(const struct fault *f, int peer)
                    peer);
 }
 
+static bool is_failing(const struct fault *f, int rank)
+{
+    return f->plan.fails_rank == -1 || rank == f->plan.fails_rank;
+}
+
 /* Fails if the plan says that this call fails on this rank. */
 static spccl_status may_fail(const struct fault *f, const char *call)
 {
-    if (f->plan.fails == NULL || f->rank != f->plan.fails_rank || strcmp(f->plan.fails, call) != 0)
+    if (f->plan.fails == NULL || !is_failing(f, f->rank) || strcmp(f->plan.fails, call) != 0)
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: %s failed for a test", f->rank, call);
 }
@@ -87,6 +93,7 @@ static void fault_close(sp_endpoint *ep)
         return;
     f->t->close(f->inner);
     sp_free(f->queues);
+    sp_free(f->has_next);
     sp_free(f);
 }
 
@@ -104,7 +111,8 @@ static spccl_status fault_open(const sp_endpoint_config *config, sp_endpoint **o
     f->n_queues = config->n_queues;
     f->rng = sp_fault.seed + (uint64_t)config->rank * 7919;
     f->queues = sp_calloc((size_t)config->world_size * (size_t)config->n_queues, sizeof *f->queues);
-    if (f->queues == NULL) {
+    f->has_next = sp_calloc((size_t)config->world_size, sizeof *f->has_next);
+    if (f->queues == NULL || f->has_next == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: fault: no memory for the records of %d x %d queues",
                      config->rank, config->world_size, config->n_queues);
         goto fail;
@@ -132,6 +140,19 @@ static spccl_status fault_add_peer(sp_endpoint *ep, int peer, const uint8_t *add
 {
     SP_TRY(may_fail(self(ep), "add_peer"));
     return self(ep)->t->add_peer(self(ep)->inner, peer, address, bytes);
+}
+
+static void fault_has_next(sp_endpoint *ep, int peer)
+{
+    self(ep)->has_next[peer] = true;
+}
+
+static const char *fault_failed(sp_endpoint *ep, int peer)
+{
+    const struct fault *f = self(ep);
+    bool fails = f->plan.fails != NULL && strcmp(f->plan.fails, "pair") == 0 &&
+                 (is_failing(f, f->rank) || is_failing(f, peer));
+    return fails && f->has_next[peer] ? "it failed for a test" : NULL;
 }
 
 static double fault_ns_per_byte(sp_endpoint *ep, int peer)
@@ -337,6 +358,8 @@ const sp_transport sp_transport_fault = {
     .address = fault_address,
     .can_reach = fault_can_reach,
     .add_peer = fault_add_peer,
+    .has_next = fault_has_next,
+    .failed = fault_failed,
     .connect_step = fault_connect_step,
     .message_max = fault_message_max,
     .reserve = fault_reserve,

@@ -18,9 +18,10 @@ typedef struct sp_fault_plan {
     unsigned flip_within; /* flip a bit of the first flip_within bytes only; 0: of any byte */
     unsigned cut_after;   /* `cut_rank` drops its connections after it has sent this many messages */
     int cut_rank;
-    const char *
-        fails; /* "address", "add_peer", "connect_step", "open_region": fails on rank fails_rank; NULL: none */
-    int fails_rank;
+    /* "address", "add_peer", "connect_step", "open_region": this call fails on rank fails_rank. "pair": the pairs of rank
+     * fails_rank that have a next transport fail at start-up. NULL: nothing fails. */
+    const char *fails;
+    int fails_rank; /* -1: every rank */
 } sp_fault_plan;
 
 extern sp_fault_plan sp_fault;

@@ -17,6 +17,7 @@ try ./ib_put
 try "$GPU_PROGRAMS/ib_cuda" --small
 try "$GPU_PROGRAMS/ib_cuda_direct" --small
 try ./ib_startup
+try ./ib_next
 # A lost packet is sent again after 0.27 s, in place of 1.07 s.
 export SPCCL_IB_TIMEOUT=16
 try ./ib_peers '' va

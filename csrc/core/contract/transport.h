@@ -31,8 +31,8 @@ typedef struct sp_endpoint_config {
     size_t queue_bytes;              /* capacity of one queue; a power of two */
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     uint32_t n_sharing;              /* endpoints of this rank and group that share the link; 0: 1 */
-    bool tcp_too;                    /* ib, ncclnet: tcp may carry a pair for which they fail at start-up */
-    bool rates_decide;               /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
+    bool tcp_too;        /* ib, ncclnet: tcp may carry a pair for which they fail, without a next one */
+    bool rates_decide;   /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
     uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */
     int64_t deadline_ns; /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
@@ -123,6 +123,13 @@ typedef struct sp_transport {
     void (*describe)(sp_endpoint *ep, int peer, char *out, size_t cap);
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
+    /* Called after add_peer: the caller has another transport for this pair. If this one fails for it at start-up, it says
+     * so by `failed`, and carries nothing. NULL, as `failed` then is: it never fails for single pairs, or carries them in
+     * some other way. */
+    void (*has_next)(sp_endpoint *ep, int peer);
+    /* After connect_step has returned OK, for a peer with a next one: why this transport failed. The text is valid until
+     * close. NULL: it works. Both ends get the same answer. */
+    const char *(*failed)(sp_endpoint *ep, int peer);
     /* Continue connecting. Returns SPCCL_AGAIN until every added peer is connected in both directions.
      * A connection that does not prove the job secret (wrong secret, noise, silence) is closed and logged;
      * the others go on. Errors: TIMEOUT (the deadline passed; names the missing ranks), AUTH (a peer refused

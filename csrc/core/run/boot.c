@@ -1,31 +1,22 @@
-/* boot.c - see boot.h. A rank puts this into the store under "spccl/<name>/address/<rank>" (little-endian):
- *   u32 magic, u32 wire version, u32 world size, u32 slice bytes, u32 number of transports, u8 host[44],
- *   u32 schedule, u32 whether rates may change the order, then for each transport
- *   u32 name bytes, name, u32 rate in Mbit/s (0: unknown), u32 address bytes, address */
-#include "core/run/boot.h"
+/* boot.c - see boot.h and boot_links.h. */
+#include "core/run/boot_links.h"
 
 #include "core/base/bits.h"
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
-#include "core/contract/link_rate.h"
 #include "core/plan/sched.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 
 #define BOOT_MAGIC 0x54425053u   /* "SPBT" */
-#define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to BOOT_HEAD_BYTES, text */
+#define BOOT_REFUSAL 0x46525053u /* "SPRF": u32 magic, u32 status, zeros to SP_BOOT_HEAD_BYTES, text */
 #define WIRE_VERSION 5u
-#define BOOT_SCHEDULE_AT (20u + SP_HOST_ID_BYTES)
-#define BOOT_RATES_AT (BOOT_SCHEDULE_AT + 4u)
-#define BOOT_HEAD_BYTES (BOOT_RATES_AT + 4u)
 #define REFUSAL_CAP 600u
-#define REFUSAL_BYTES (BOOT_HEAD_BYTES + REFUSAL_CAP)
-#define BLOB_CAP (BOOT_HEAD_BYTES + SP_TRANSPORTS_MAX * (12u + 16u + SP_ADDRESS_BYTES_MAX))
+#define REFUSAL_BYTES (SP_BOOT_HEAD_BYTES + REFUSAL_CAP)
 #define KEY_CAP 200
 
 static void make_key(char key[KEY_CAP], const sp_boot_config *c, const char *what, int rank)
@@ -60,7 +51,7 @@ static spccl_status check_refusal(const sp_boot_config *c, int peer, const uint8
 {
     if (bytes == REFUSAL_BYTES && sp_load_le32(blob) == BOOT_REFUSAL)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: group \"%s\": rank %d cannot join: %.*s", c->rank, c->name,
-                       peer, (int)REFUSAL_CAP, (const char *)blob + BOOT_HEAD_BYTES);
+                       peer, (int)REFUSAL_CAP, (const char *)blob + SP_BOOT_HEAD_BYTES);
     return SPCCL_OK;
 }
 
@@ -164,17 +155,17 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 
 static spccl_status publish(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
-    uint8_t blob[BLOB_CAP];
-    size_t n = BOOT_HEAD_BYTES;
+    uint8_t blob[SP_BOOT_BLOB_CAP];
+    size_t n = SP_BOOT_HEAD_BYTES;
     char key[KEY_CAP];
     sp_store_le32(blob, BOOT_MAGIC);
     sp_store_le32(blob + 4, WIRE_VERSION);
     sp_store_le32(blob + 8, (uint32_t)c->world_size);
     sp_store_le32(blob + 12, c->slice_bytes);
     sp_store_le32(blob + 16, (uint32_t)links->n_endpoints);
-    memcpy(blob + 20, links->host, SP_HOST_ID_BYTES);
-    sp_store_le32(blob + BOOT_SCHEDULE_AT, c->schedule);
-    sp_store_le32(blob + BOOT_RATES_AT, c->rates_decide ? 1 : 0);
+    memcpy(blob + SP_BOOT_HOST_AT, links->host, SP_HOST_ID_BYTES);
+    sp_store_le32(blob + SP_BOOT_SCHEDULE_AT, c->schedule);
+    sp_store_le32(blob + SP_BOOT_RATES_AT, c->rates_decide ? 1 : 0);
     for (int i = 0; i < links->n_endpoints; i++) {
         const sp_transport *t = links->transports[i];
         const char *name = t->name;
@@ -204,7 +195,7 @@ void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_sta
     snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, sp_without_rank(error, c->rank));
     sp_store_le32(blob, BOOT_REFUSAL);
     sp_store_le32(blob + 4, (uint32_t)st);
-    memcpy(blob + BOOT_HEAD_BYTES, text, strlen(text));
+    memcpy(blob + SP_BOOT_HEAD_BYTES, text, strlen(text));
     if (c->rank == 0) { /* the others wait for the secret first */
         make_key(key, c, "secret", -1);
         stored = store->set(store->ctx, key, blob, sizeof blob);
@@ -216,59 +207,17 @@ void sp_boot_refuse(const spccl_store *store, const sp_boot_config *c, spccl_sta
     sp_set_error(error);
 }
 
-/* What one rank published. */
-struct published {
-    size_t bytes;
-    uint8_t blob[BLOB_CAP];
-};
-
-/* A transport that both ranks offer and that reaches the peer. */
-struct candidate {
-    int i, position; /* in sp_links.transports, and in the order of the lower rank */
-    uint32_t mbps;
-    const uint8_t *address; /* the peer's */
-    size_t address_bytes;
-    char why[256];
-};
-
-/* Find a transport in what a peer published: its address, its rate, and its position in the peer's order. False if the
- * peer does not offer it, or if the bytes end too early. */
-static bool find_address(const uint8_t *blob, size_t bytes, const char *name, struct candidate *out)
-{
-    uint32_t n = sp_load_le32(blob + 16);
-    size_t at = BOOT_HEAD_BYTES, name_bytes = strlen(name);
-    for (uint32_t i = 0; i < n; i++) {
-        const uint8_t *its_name;
-        size_t its_name_bytes, its_bytes;
-        if (bytes - at < 4 || (its_name_bytes = sp_load_le32(blob + at)) > bytes - at - 4)
-            return false;
-        its_name = blob + at + 4;
-        at += 4 + its_name_bytes;
-        if (bytes - at < 8 || (its_bytes = sp_load_le32(blob + at + 4)) > bytes - at - 8)
-            return false;
-        at += 8;
-        if (its_name_bytes == name_bytes && memcmp(its_name, name, name_bytes) == 0) {
-            out->mbps = sp_load_le32(blob + at - 8);
-            out->address = blob + at;
-            out->address_bytes = its_bytes;
-            out->position = (int)i;
-            return true;
-        }
-        at += its_bytes;
-    }
-    return false;
-}
-
 static const char *schedule_text(uint32_t published)
 {
     return published == 0 ? "auto" : sp_schedule_name((sp_schedule)(published - 1));
 }
 
-/* Check what a peer published. Ranks with different settings would wait for each other for ever. */
-static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t *blob, size_t bytes)
+spccl_status sp_published_check(const sp_boot_config *c, int peer, const sp_published *p)
 {
+    const uint8_t *blob = p->blob;
+    size_t bytes = p->bytes;
     SP_TRY(check_refusal(c, peer, blob, bytes));
-    if (bytes < BOOT_HEAD_BYTES || sp_load_le32(blob) != BOOT_MAGIC)
+    if (bytes < SP_BOOT_HEAD_BYTES || sp_load_le32(blob) != BOOT_MAGIC)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
             "rank %d: group \"%s\": rank %d published something that is not an spccl address (%zu bytes)",
@@ -286,109 +235,22 @@ static spccl_status check_blob(const sp_boot_config *c, int peer, const uint8_t 
                        "rank %d: slice size is %u bytes here, %u at rank %d: set the same SPCCL_SLICE_BYTES "
                        "on all ranks",
                        c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
-    if (sp_load_le32(blob + BOOT_SCHEDULE_AT) != c->schedule)
+    if (sp_load_le32(blob + SP_BOOT_SCHEDULE_AT) != c->schedule)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "rank %d: the schedule is %s here, %s at rank %d: set the same SPCCL_SCHEDULE on all "
                        "ranks",
                        c->rank, schedule_text(c->schedule),
-                       schedule_text(sp_load_le32(blob + BOOT_SCHEDULE_AT)), peer);
+                       schedule_text(sp_load_le32(blob + SP_BOOT_SCHEDULE_AT)), peer);
     return SPCCL_OK;
 }
 
-/* Find the transports that both ranks offer and that reach the peer, in the order of the lower rank. `tried` gets why the
- * others do not. Returns their number. */
-static int find_candidates(const sp_links *links, int peer, const struct published *p, struct candidate *out,
-                           char tried[600])
+static const uint8_t *host_of_rank(const sp_links *links, const sp_published *all, int rank)
 {
-    int n = 0;
-    for (int i = 0; i < links->n_endpoints; i++) {
-        const sp_transport *t = links->transports[i];
-        struct candidate c = {.i = i};
-        size_t used = strlen(tried);
-        int at = n;
-        if (!find_address(p->blob, p->bytes, t->name, &c)) {
-            snprintf(tried + used, 600 - used, "%s%s: the peer does not offer it", used != 0 ? "; " : "",
-                     t->name);
-            continue;
-        }
-        if (!t->can_reach(links->endpoints[i], c.address, c.address_bytes, c.why, sizeof c.why)) {
-            snprintf(tried + used, 600 - used, "%s%s: %s", used != 0 ? "; " : "", t->name, c.why);
-            continue;
-        }
-        c.mbps = sp_rate_of_pair(c.mbps, links->rates_mbps[i]); /* as published: the peer computes the same */
-        if (links->rank < peer)
-            c.position = i;
-        for (; at > 0 && out[at - 1].position > c.position; at--)
-            out[at] = out[at - 1];
-        out[at] = c;
-        n++;
-    }
-    return n;
+    return rank == links->rank ? links->host : all[rank].blob + SP_BOOT_HOST_AT;
 }
 
-/* Choose the transport of a pair: the first in the order of the lower rank, unless rates change that order. Both ends
- * know the same facts, so both choose the same one even if their settings differ. */
-static spccl_status pick(sp_links *links, const sp_boot_config *c, int peer, const struct published *p)
-{
-    struct candidate found[SP_TRANSPORTS_MAX];
-    uint32_t mbps[SP_TRANSPORTS_MAX];
-    char tried[600] = "", faster[64] = "";
-    sp_link *link = &links->peers[peer];
-    int n = find_candidates(links, peer, p, found, tried), best;
-    if (n == 0)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "rank %d: no transport reaches rank %d (%s): see SPCCL_TRANSPORTS and `spccl info`",
-                       c->rank, peer, tried);
-    for (int i = 0; i < n; i++)
-        mbps[i] = found[i].mbps;
-    best = sp_rate_choose(mbps, n, c->rates_decide && sp_load_le32(p->blob + BOOT_RATES_AT) == 1);
-    if (best != 0)
-        snprintf(faster, sizeof faster, ", %.1f Gbit/s; %s has %.1f", mbps[best] / 1e3,
-                 links->transports[found[0].i]->name, mbps[0] / 1e3);
-    link->transport = links->transports[found[best].i];
-    link->ep = links->endpoints[found[best].i];
-    snprintf(link->text, sizeof link->text, "%s: %.*s%s", link->transport->name, best != 0 ? 80 : 140,
-             found[best].why, faster);
-    return link->transport->add_peer(link->ep, peer, found[best].address, found[best].address_bytes);
-}
-
-/* Close the endpoints that no link uses. */
-static void drop_unused(sp_links *links)
-{
-    int n = 0;
-    for (int i = 0; i < links->n_endpoints; i++) {
-        bool used = false;
-        for (int r = 0; r < links->world_size; r++)
-            used = used || links->peers[r].ep == links->endpoints[i];
-        if (!used) {
-            links->transports[i]->close(links->endpoints[i]);
-            continue;
-        }
-        links->transports[n] = links->transports[i];
-        links->endpoints[n++] = links->endpoints[i];
-    }
-    links->n_endpoints = n;
-}
-
-static spccl_status connect_all(sp_links *links)
-{
-    for (;;) {
-        bool again = false;
-        for (int i = 0; i < links->n_endpoints; i++) {
-            spccl_status st = links->transports[i]->connect_step(links->endpoints[i]);
-            if (st == SPCCL_AGAIN)
-                again = true;
-            else if (st != SPCCL_OK)
-                return st;
-        }
-        if (!again)
-            return SPCCL_OK;
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); /* start-up only */
-    }
-}
-
-/* Number the hosts. hosts: [world_size][SP_HOST_ID_BYTES]; every rank gets the same numbers. */
-static spccl_status number_hosts(sp_links *links, const uint8_t *hosts)
+/* Number the hosts. Every rank gets the same numbers. */
+static spccl_status number_hosts(sp_links *links, const sp_published *all)
 {
     int n = links->world_size, *host_of = sp_calloc((size_t)n, sizeof *host_of);
     bool one_host = true;
@@ -396,9 +258,9 @@ static spccl_status number_hosts(sp_links *links, const uint8_t *hosts)
     if (host_of == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "table of hosts for %d ranks", n);
     for (int r = 0; r < n; r++) {
-        const uint8_t *host = hosts + (size_t)r * SP_HOST_ID_BYTES;
+        const uint8_t *host = host_of_rank(links, all, r);
         int first = 0;
-        while (memcmp(hosts + (size_t)first * SP_HOST_ID_BYTES, host, SP_HOST_ID_BYTES) != 0)
+        while (memcmp(host_of_rank(links, all, first), host, SP_HOST_ID_BYTES) != 0)
             first++;
         host_of[r] = first;
         one_host = one_host && first == 0;
@@ -411,42 +273,37 @@ static spccl_status number_hosts(sp_links *links, const uint8_t *hosts)
 
 /* Read what the peers published. A rank that cannot join has published its reason. All ranks read it here,
  * before any of them can fail because of another. */
-static spccl_status read_peers(const spccl_store *store, const sp_boot_config *c, struct published *all)
+static spccl_status read_peers(const spccl_store *store, const sp_boot_config *c, sp_published *all)
 {
     for (int peer = 0; peer < c->world_size; peer++) {
-        struct published *p = &all[peer];
+        sp_published *p = &all[peer];
         if (peer == c->rank)
             continue;
         SP_TRY(store_get(store, c, "address", peer, p->blob, sizeof p->blob, &p->bytes));
-        SP_TRY(check_blob(c, peer, p->blob, p->bytes));
+        SP_TRY(sp_published_check(c, peer, p));
     }
     return SPCCL_OK;
 }
 
-/* Read what the peers published, and choose the transport of each link. hosts: [world_size][SP_HOST_ID_BYTES]. */
-static spccl_status meet_peers(sp_links *links, const spccl_store *store, const sp_boot_config *c,
-                               uint8_t *hosts)
+/* Read what the peers published, number the hosts, and connect. */
+static spccl_status meet_peers(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
-    struct published *all = sp_calloc((size_t)c->world_size, sizeof *all);
+    sp_published *all = sp_calloc((size_t)c->world_size, sizeof *all);
     spccl_status st;
     if (all == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "addresses of %d ranks", c->world_size);
     st = read_peers(store, c, all);
-    memcpy(hosts + (size_t)c->rank * SP_HOST_ID_BYTES, links->host, SP_HOST_ID_BYTES);
-    for (int peer = 0; peer < c->world_size && st == SPCCL_OK; peer++) {
-        if (peer == c->rank)
-            continue;
-        st = pick(links, c, peer, &all[peer]);
-        memcpy(hosts + (size_t)peer * SP_HOST_ID_BYTES, all[peer].blob + 20, SP_HOST_ID_BYTES);
-    }
+    if (st == SPCCL_OK)
+        st = number_hosts(links, all);
+    if (st == SPCCL_OK)
+        st = sp_boot_connect(links, c, all);
     sp_free(all);
-    return st == SPCCL_OK ? number_hosts(links, hosts) : st;
+    return st;
 }
 
 static spccl_status open_links(sp_links *links, const spccl_store *store, const sp_boot_config *c)
 {
     spccl_status st;
-    uint8_t *hosts;
     links->rank = c->rank;
     links->world_size = c->world_size;
     links->message_max = SIZE_MAX;
@@ -467,24 +324,7 @@ static spccl_status open_links(sp_links *links, const spccl_store *store, const 
     if (st != SPCCL_OK)
         return st;
     links->peers_know = true;
-    hosts = sp_calloc((size_t)c->world_size, SP_HOST_ID_BYTES);
-    if (hosts == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "hosts of %d ranks", c->world_size);
-    st = meet_peers(links, store, c, hosts);
-    sp_free(hosts);
-    if (st != SPCCL_OK)
-        return st;
-    drop_unused(links);
-    SP_TRY(connect_all(links));
-    for (int r = 0; r < c->world_size; r++) {
-        sp_link *link = &links->peers[r];
-        if (link->transport != NULL && link->transport->describe != NULL)
-            link->transport->describe(link->ep, r, link->text, sizeof link->text);
-    }
-    for (int i = 0; i < links->n_endpoints; i++)
-        links->message_max =
-            sp_min_size(links->message_max, links->transports[i]->message_max(links->endpoints[i]));
-    return SPCCL_OK;
+    return meet_peers(links, store, c);
 }
 
 spccl_status sp_links_open(sp_links *links, const spccl_store *store, const sp_boot_config *c)

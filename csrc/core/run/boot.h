@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define SP_TRANSPORTS_MAX 8
-#define SP_LINK_TEXT_CAP 160
+#define SP_LINK_TEXT_CAP 320
 
 /* How this rank reaches one peer. */
 typedef struct sp_link {

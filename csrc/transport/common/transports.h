@@ -1,11 +1,10 @@
-/* transports.h - what all transports use: the tables that registry.c lists, the cost of a byte within a
- * host, and the list of ranks in error texts. */
+/* transports.h - what all transports use: the tables that registry.c lists, and the cost of a byte within a
+ * host. */
 #ifndef SP_TRANSPORTS_H
 #define SP_TRANSPORTS_H
 
+#include "core/base/rank_list.h"
 #include "core/contract/transport.h"
-
-#include <stdio.h>
 
 extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_ib, sp_transport_ncclnet,
     sp_transport_tcp;
@@ -15,25 +14,5 @@ extern const sp_transport sp_transport_inproc, sp_transport_shm, sp_transport_ib
  * 0.11 ns/byte. 0.04 of it is the copies in and out, which belong to encode and decode. The rest, 0.07, is
  * rounded up, because several pairs of ranks use the same memory. */
 #define SP_LOCAL_NS_PER_BYTE 0.10
-
-/* Ranks as text: "1, 4, 5, ..."; starts zeroed. */
-typedef struct sp_rank_list {
-    int n;
-    size_t used;
-    char text[96];
-} sp_rank_list;
-
-static inline void sp_rank_list_add(sp_rank_list *list, int rank)
-{
-    enum { N_SHOWN = 8 };
-    int n = 0;
-    if (list->n < N_SHOWN)
-        n = snprintf(list->text + list->used, sizeof list->text - list->used, "%s%d",
-                     list->n == 0 ? "" : ", ", rank);
-    else if (list->n == N_SHOWN)
-        n = snprintf(list->text + list->used, sizeof list->text - list->used, ", ...");
-    list->used += n > 0 ? (size_t)n : 0;
-    list->n++;
-}
 
 #endif

@@ -11,7 +11,7 @@
  *
  * Each endpoint has an endpoint of transport tcp beside it, as ncclnet has: its link to a peer proves the job secret,
  * carries what both must know to connect (ib_wire.h), aborts, and shows when the peer is gone. If ib fails for a peer
- * at start-up, the messages to that peer take the tcp link too. */
+ * at start-up, and the caller has no other transport for it, the messages to that peer take the tcp link too. */
 #ifndef SP_IB_H
 #define SP_IB_H
 
@@ -32,7 +32,8 @@ _Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE + SP_PUTS_MAX <= SP_
 
 /* Start-up of a pair of ranks: in each stage but the last both send a note, which says what they could do. */
 enum sp_ib_stage { SP_IB_STAGE_INFO, SP_IB_STAGE_READY, SP_IB_STAGE_PROBE, SP_IB_STAGE_DONE };
-enum sp_ib_route { SP_IB_UNDECIDED, SP_IB_BY_IB, SP_IB_BY_TCP };
+/* SP_IB_FAILED: the caller uses another transport. */
+enum sp_ib_route { SP_IB_UNDECIDED, SP_IB_BY_IB, SP_IB_BY_TCP, SP_IB_FAILED };
 enum { SP_IB_OWNER_PUT = 0xfd, SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0xff };
 
 /* Segments that arrived, or that were sent, on each queue pair in order. */
@@ -68,7 +69,7 @@ struct sp_ib_qp {
 };
 
 struct sp_ib_peer {
-    bool added;
+    bool added, has_next;
     enum sp_ib_route route;
     uint32_t n_qps, n_ports; /* n_ports: usable devices of the peer */
     struct sp_ib_qp qps[SP_IB_QPS_MAX];
@@ -83,8 +84,8 @@ struct sp_ib_peer {
     uint32_t my_usable;        /* queue pairs, a bit each: what this rank's note said */
     uint32_t their_usable;     /* and the peer's */
     int64_t probe_deadline_ns;
-    bool by_tcp, fewer;          /* no queue pair works; some do not */
-    char reason[SP_NN_TEXT_CAP]; /* why the route is tcp, or why devices are left out: the first */
+    bool none, fewer;            /* no queue pair works; some do not */
+    char reason[SP_NN_TEXT_CAP]; /* why no queue pair works, or why devices are left out: the first */
     /* the peer's end */
     bool failed;              /* no more is written or taken */
     spccl_status gone_status; /* FORMAT: it sent what it must not; else PEER */
@@ -177,7 +178,9 @@ bool sp_ib_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char
 void sp_ib_describe(sp_endpoint *ep, int peer, char *out, size_t cap);
 spccl_status sp_ib_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 
-/* ib_start.c */
+/* ib_start.c. As in transport.h. */
+void sp_ib_has_next(sp_endpoint *ep, int peer);
+const char *sp_ib_failed(sp_endpoint *ep, int peer);
 spccl_status sp_ib_connect_step(sp_endpoint *ep);
 /* Close the queue pairs of a peer, and the registrations of its rings. */
 void sp_ib_close_qps(struct sp_ib_peer *p);

@@ -38,7 +38,7 @@ void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status statu
 void sp_ib_fail_started(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    if (p->stage != SP_IB_STAGE_DONE || p->by_tcp || p->failure[0] == '\0')
+    if (p->stage != SP_IB_STAGE_DONE || p->none || p->failure[0] == '\0')
         return;
     p->failed = true;
     start_ending(ep, p);

@@ -5,7 +5,7 @@
  *   ready         which queue pairs it could connect to the peer's;
  *   a result      over which queue pairs a probe that it wrote left, and the peer's probe came.
  * After each stage both know which queue pairs work at both ends. If all do, the next stage follows. If some do, both
- * close all and try again with those. If none does, both use the tcp link. */
+ * close all and try again with those. If none does, ib has failed for this pair. */
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "transport/common/transports.h"
@@ -345,7 +345,7 @@ static void end_stage(struct sp_ib *ep, int peer)
     p->note_sent = p->note_here = false;
     if (usable == 0) {
         p->stage = SP_IB_STAGE_DONE;
-        p->by_tcp = true;
+        p->none = true;
     } else if (usable != all_qps(p)) {
         p->fewer = true;
         start_round(ep, peer, usable);
@@ -397,9 +397,11 @@ static spccl_status decide_routes(struct sp_ib *ep)
         struct sp_ib_peer *p = &ep->peers[i];
         if (!p->added)
             continue;
-        p->route = p->by_tcp ? SP_IB_BY_TCP : SP_IB_BY_IB;
-        if (p->by_tcp)
+        p->route = !p->none ? SP_IB_BY_IB : p->has_next ? SP_IB_FAILED : SP_IB_BY_TCP;
+        if (p->route == SP_IB_BY_TCP)
             add_pair(&failed, i, p->reason);
+        else if (p->route == SP_IB_FAILED)
+            sp_ib_close_qps(p);
         else if (p->fewer)
             add_pair(&fewer, i, p->reason);
         else if (p->n_ports < (uint32_t)ep->n_devices)
@@ -457,6 +459,17 @@ static spccl_status start_pairs(struct sp_ib *ep)
     forget_changes(ep);
     ep->up = true;
     return SPCCL_OK;
+}
+
+void sp_ib_has_next(sp_endpoint *opaque, int peer)
+{
+    sp_ib_self(opaque)->peers[peer].has_next = true;
+}
+
+const char *sp_ib_failed(sp_endpoint *opaque, int peer)
+{
+    const struct sp_ib_peer *p = &sp_ib_self(opaque)->peers[peer];
+    return p->route == SP_IB_FAILED ? p->reason : NULL;
 }
 
 spccl_status sp_ib_connect_step(sp_endpoint *opaque)
