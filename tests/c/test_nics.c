@@ -2,6 +2,8 @@
 #include "test.h"
 #include "transport/common/nics.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -86,9 +88,46 @@ static void test_fork(void)
     CHECK(!sp_nic_take("ncclnet", &nic, &holder), "the parent still has it");
 }
 
+static void *take_and_give_back(void *stop)
+{
+    sp_nic nic = card("mlx5_8", "", "");
+    const char *holder;
+    while (!atomic_load((atomic_bool *)stop))
+        if (sp_nic_take("ib", &nic, &holder))
+            sp_nic_give_back("ib", &nic);
+    return NULL;
+}
+
+/* A fork while another thread takes cards: the child can take some. */
+static void test_fork_meanwhile(void)
+{
+    atomic_bool stop = false;
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, take_and_give_back, &stop) == 0, "a thread");
+    for (int i = 0; i < 300; i++) {
+        int status = -1;
+        pid_t pid = fork();
+        if (pid == 0) {
+            sp_nic nic = card("mlx5_9", "", "");
+            const char *holder;
+            alarm(30); /* ends a child that waits for ever */
+            _exit(sp_nic_take("ncclnet", &nic, &holder) ? 0 : 1);
+        }
+        CHECK(waitpid(pid, &status, 0) == pid && status == 0, "child %d: status %x", i, status);
+        if (status != 0)
+            break;
+    }
+    atomic_store(&stop, true);
+    pthread_join(thread, NULL);
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"pci", test_pci}, {"same", test_same}, {"take", test_take}, {"fork", test_fork}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"pci", test_pci},
+                                             {"same", test_same},
+                                             {"take", test_take},
+                                             {"fork", test_fork},
+                                             {"fork_meanwhile", test_fork_meanwhile},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

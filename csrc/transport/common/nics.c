@@ -1,13 +1,13 @@
 /* nics.c - see nics.h. */
 #include "transport/common/nics.h"
 
+#include "transport/common/forks.h"
+
 #include <dirent.h>
 #include <limits.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define CARDS_MAX 128
 #define VERBS_FOLDER "/sys/class/infiniband"
@@ -17,8 +17,21 @@ static struct {
     sp_nic nic;
     int n_users; /* 0: the entry is free */
 } cards[CARDS_MAX];
-static pid_t owner; /* a child of fork begins with no card taken */
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+/* Its lock guards the table. A fork waits for it, so no caller holds the lock of another guard. */
+static sp_fork_guard guard = {.lock = PTHREAD_MUTEX_INITIALIZER};
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+/* A child of fork begins with no card taken. */
+static void forget_cards(void *table)
+{
+    memset(table, 0, sizeof cards);
+}
+
+/* It fails only where endpoints cannot be opened either: they watch forks, too. */
+static void watch_forks(void)
+{
+    (void)sp_fork_watch(&guard, forget_cards, cards);
+}
 
 bool sp_nic_is_same(const sp_nic *a, const sp_nic *b)
 {
@@ -80,10 +93,8 @@ bool sp_nic_take(const char *transport, const sp_nic *nic, const char **holder)
 {
     int mine = -1, unused = -1;
     *holder = NULL;
-    pthread_mutex_lock(&lock);
-    if (owner != getpid())
-        memset(cards, 0, sizeof cards);
-    owner = getpid();
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&guard.lock);
     for (int i = 0; i < CARDS_MAX && *holder == NULL; i++) {
         bool is_same = cards[i].n_users != 0 && sp_nic_is_same(&cards[i].nic, nic);
         if (is_same && strcmp(cards[i].transport, transport) != 0)
@@ -100,18 +111,18 @@ bool sp_nic_take(const char *transport, const sp_nic *nic, const char **holder)
     }
     if (*holder == NULL && mine >= 0)
         cards[mine].n_users++;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&guard.lock);
     return *holder == NULL;
 }
 
 void sp_nic_give_back(const char *transport, const sp_nic *nic)
 {
-    pthread_mutex_lock(&lock);
-    for (int i = 0; i < CARDS_MAX && owner == getpid(); i++)
+    pthread_mutex_lock(&guard.lock);
+    for (int i = 0; i < CARDS_MAX; i++)
         if (cards[i].n_users != 0 && strcmp(cards[i].transport, transport) == 0 &&
             memcmp(&cards[i].nic, nic, sizeof *nic) == 0) {
             cards[i].n_users--;
             break;
         }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&guard.lock);
 }

@@ -23,7 +23,8 @@ void sp_nic_read_pci(const char *path, char out[SP_NIC_PCI_CAP]);
 /* The card of a verbs device, from sysfs: its PCI address and interfaces. */
 void sp_nic_of_verbs(const char *device, sp_nic *out);
 
-/* Take a card for a transport, whose name must stay valid. False: *holder is the transport that has it. */
+/* Take a card for a transport, whose name must stay valid. False: *holder is the transport that has it. The caller holds
+ * no lock of an sp_fork_guard. */
 bool sp_nic_take(const char *transport, const sp_nic *nic, const char **holder);
 /* Give back what one sp_nic_take took. */
 void sp_nic_give_back(const char *transport, const sp_nic *nic);

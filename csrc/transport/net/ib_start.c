@@ -141,20 +141,27 @@ static spccl_status open_device(struct sp_ib *ep, int d)
     int n_peers = 0, per_qp = sp_ib_n_writes(ep) + sp_ib_n_receives(ep);
     for (int i = 0; i < ep->config.world_size; i++)
         n_peers += ep->peers[i].added;
-    SP_TRY(take_card(ep, d));
     /* 2: what a flush posts at most */
     SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * most_qps(ep, d) * per_qp + 2, &ep->contexts[d]));
     return watch_context(ep, ep->contexts[d]);
 }
 
+static void note_failure(struct sp_ib *ep, int d, spccl_status st)
+{
+    if (st != SPCCL_OK)
+        snprintf(ep->failures[d], sizeof ep->failures[d], "%.*s", (int)sizeof ep->failures[d] - 1,
+                 sp_without_rank(spccl_last_error(), ep->config.rank));
+}
+
 /* Open the devices, and queue pairs and rings for each peer, as far as that works. */
 static void prepare(struct sp_ib *ep)
 {
+    for (int d = 0; d < ep->n_devices; d++)
+        note_failure(ep, d, take_card(ep, d));
     pthread_mutex_lock(&ep->guard.lock);
     for (int d = 0; d < ep->n_devices; d++)
-        if (open_device(ep, d) != SPCCL_OK)
-            snprintf(ep->failures[d], sizeof ep->failures[d], "%.*s", (int)sizeof ep->failures[d] - 1,
-                     sp_without_rank(spccl_last_error(), ep->config.rank));
+        if (ep->taken[d])
+            note_failure(ep, d, open_device(ep, d));
     pthread_mutex_unlock(&ep->guard.lock);
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].added)
