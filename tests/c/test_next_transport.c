@@ -4,6 +4,7 @@
 #include "ranks.h"
 
 #include "core/base/status.h"
+#include "core/run/comm.h"
 #include "transport/fault.h"
 
 #include <fcntl.h>
@@ -57,6 +58,7 @@ static void end_log(const char *const words[N_RANKS])
 struct scene {
     const char *transports;
     const char *text[N_RANKS][N_RANKS]; /* part of what describes the link from rank to peer */
+    bool rdma;                          /* NCCL might use GPUDirect RDMA */
 };
 
 static void check_group(struct rank_ctx *c)
@@ -64,10 +66,13 @@ static void check_group(struct rank_ctx *c)
     const struct scene *s = c->arg;
     float *x = calloc(N_ELEMS, sizeof *x);
     for (int peer = 0; peer < c->n_ranks; peer++) {
+        const sp_link *link = &c->comm->links.peers[peer];
         const char *text = "";
         if (peer == c->rank)
             continue;
         CHECK_OK(spccl_comm_describe_link(c->comm, peer, &text));
+        CHECK((link->transport->is_rdma != NULL && link->transport->is_rdma(link->ep, peer)) == s->rdma,
+              "rank %d to %d: \"%s\"", c->rank, peer, text);
         CHECK(strstr(text, s->text[c->rank][peer]) != NULL, "rank %d to %d: \"%s\", wanted \"%s\"", c->rank,
               peer, text, s->text[c->rank][peer]);
     }
@@ -168,7 +173,7 @@ static void test_plugin(void)
         "ib: ncclnet is tried in place of ib with rank 1, 2: device rxe",
         "ib: ncclnet is tried in place of ib with rank 0, 2: device rxe",
         "ib: ncclnet is tried in place of ib with rank 0, 1: device rxe"};
-    struct scene s = {.transports = "ib,ncclnet,tcp"};
+    struct scene s = {.transports = "ib,ncclnet,tcp", .rdma = true};
     setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
     fill(&s, "; ib failed: device rxe"); /* after what ncclnet says */
     run(&s, words);

@@ -98,10 +98,13 @@ typedef struct sp_transport_puts {
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
-    bool is_rdma;     /* over its network NCCL may move GPU memory without the host (GPUDirect RDMA) */
     /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
     double (*ns_per_byte)(sp_endpoint *ep, int peer);
+
+    /* Once connected: do messages to the peer cross a network over which NCCL may move GPU memory without the host
+     * (GPUDirect RDMA)? NULL: no. */
+    bool (*is_rdma)(sp_endpoint *ep, int peer);
 
     /* Mbit/s of the network cards that this endpoint uses, 0 if unknown. NULL: unknown, or no network. */
     uint32_t (*rate_mbps)(sp_endpoint *ep);

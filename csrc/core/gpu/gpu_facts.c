@@ -24,9 +24,12 @@ static sp_between_hosts between_hosts(const spccl_comm *comm)
     const char *text = sp_env_text(SP_ENV_BETWEEN_HOSTS);
     if (strcmp(text, "auto") != 0)
         return strcmp(text, "1") == 0 ? SP_BETWEEN_HOSTS_ON : SP_BETWEEN_HOSTS_OFF;
-    for (int p = 0; p < comm->world_size; p++)
-        if (comm->links.peers[p].transport != NULL && comm->links.peers[p].transport->is_rdma)
+    for (int p = 0; p < comm->world_size; p++) {
+        const sp_link *link = &comm->links.peers[p];
+        if (link->transport != NULL && link->transport->is_rdma != NULL &&
+            link->transport->is_rdma(link->ep, p))
             return SP_BETWEEN_HOSTS_RDMA;
+    }
     return SP_BETWEEN_HOSTS_ON;
 }
 

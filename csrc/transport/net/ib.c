@@ -27,6 +27,11 @@ static bool by_tcp(const struct sp_ib_peer *p)
     return p->route == SP_IB_BY_TCP;
 }
 
+static bool ib_is_rdma(sp_endpoint *opaque, int peer)
+{
+    return !by_tcp(&sp_ib_self(opaque)->peers[peer]);
+}
+
 static double ib_ns_per_byte(sp_endpoint *opaque, int peer)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
@@ -379,7 +384,7 @@ fail:
 
 const sp_transport sp_transport_ib = {
     .name = "ib",
-    .is_rdma = true,
+    .is_rdma = ib_is_rdma,
     .ns_per_byte = ib_ns_per_byte,
     .rate_mbps = sp_ib_rate_mbps,
     .inform = sp_ib_inform,

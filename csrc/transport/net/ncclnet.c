@@ -28,6 +28,11 @@ static bool by_tcp(const struct sp_nn_peer *p)
     return p->route == SP_NN_BY_TCP;
 }
 
+static bool nn_is_rdma(sp_endpoint *opaque, int peer)
+{
+    return !by_tcp(&sp_nn_self(opaque)->peers[peer]);
+}
+
 static double nn_ns_per_byte(sp_endpoint *opaque, int peer)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
@@ -417,7 +422,7 @@ fail:
 
 const sp_transport sp_transport_ncclnet = {
     .name = "ncclnet",
-    .is_rdma = true,
+    .is_rdma = nn_is_rdma,
     .ns_per_byte = nn_ns_per_byte,
     .inform = sp_nn_inform,
     .device = sp_nn_net_device,
