@@ -265,7 +265,7 @@ SPCCL_API spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, 
  *   With `req` NULL the call blocks until the collective is done. Otherwise it returns at once, and the
  *   caller frees *req with spccl_request_free. Several collectives may be under way.
  *   All ranks must make the same calls on a communicator, in the same order. One thread at a time may call.
- * Errors of the call: ARG, DTYPE, ALIAS, STATE, NOMEM, or the error that broke the communicator.
+ * Errors of the call: ARG, DTYPE, ALIAS, STATE; NOMEM and SYSTEM, which break the communicator; what broke it before.
  * Errors of waiting: PEER, TIMEOUT, MISMATCH, ABORTED, FORMAT, NOMEM. They break the communicator. */
 
 /* out[r * n_elems .. ] = rank r's `in`.

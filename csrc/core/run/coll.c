@@ -10,6 +10,7 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
     sp_op *op = NULL;
     size_t total_bytes;
     spccl_dtype largest;
+    spccl_status st;
     SP_TRY(sp_coll_check(comm, a, &total_bytes));
     a->hosts = comm->links.hosts;
     a->is_forced = comm->schedule_forced && sp_schedule_has(comm->schedule, a->coll);
@@ -21,7 +22,9 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
     a->slice_elems =
         sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(largest), a->format, comm->links.message_max);
     a->timeout_ms = comm->timeout_ms;
-    SP_TRY(sp_op_create(a, comm->world_size, &op));
+    st = sp_op_create(a, comm->world_size, &op);
+    if (st != SPCCL_OK)
+        return sp_comm_call_failed(comm, a, st);
     return sp_comm_submit(comm, op, req);
 }
 

@@ -86,6 +86,9 @@ spccl_status sp_request_create(const sp_op *op, spccl_request **out);
 void sp_request_complete(spccl_request *req, spccl_status status, const char *error);
 
 /* engine.c */
+/* A call with right arguments cannot start on this rank, and the peers wait for it: break the communicator, which
+ * tells them. Returns st, with its text. */
+spccl_status sp_comm_call_failed(spccl_comm *comm, const sp_coll_args *a, spccl_status st);
 /* Queue an op, and take over its ownership. req NULL: wait until it is done. */
 spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **req);
 /* Break the communicator with an error from outside the executor (an abort, the GPU). Only the first call has

@@ -1,6 +1,7 @@
 /* engine.c - decides which thread runs the executor (the driver), when it sleeps, and breaks a communicator.
  * See comm.h. */
 #include "core/run/comm.h"
+#include "core/run/exec_steps.h"
 
 #include "core/base/log.h"
 #include "core/base/thread.h"
@@ -246,16 +247,31 @@ static spccl_status wait_and_drive(spccl_comm *comm, spccl_request *req)
     return st;
 }
 
+spccl_status sp_comm_call_failed(spccl_comm *comm, const sp_coll_args *a, spccl_status st)
+{
+    char text[sizeof comm->error];
+    uint32_t seq;
+    pthread_mutex_lock(&comm->mu);
+    seq = comm->next_seq;
+    pthread_mutex_unlock(&comm->mu);
+    st = sp_call_error(comm->rank, a, seq, st);
+    snprintf(text, sizeof text, "%s", spccl_last_error());
+    (void)sp_comm_break(comm, st, text);
+    sp_set_error(text);
+    return st;
+}
+
 spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
 {
     spccl_request *req = NULL;
     spccl_status st;
-    bool wake;
+    bool wake, broken = false;
     op->deadline_ns = sp_deadline_in_ms(op->a.timeout_ms);
     SP_TRY_TO(fail, st, sp_request_create(op, &req));
     op->owner = req;
     pthread_mutex_lock(&comm->mu);
-    if (comm->broken != SPCCL_OK)
+    broken = comm->broken != SPCCL_OK;
+    if (broken)
         st = SP_FAIL(comm->broken, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name,
                      sp_without_rank(comm->error, comm->rank));
     else if (out != NULL || comm->driver != SP_DRIVER_NONE) /* else this thread becomes the driver */
@@ -285,6 +301,8 @@ fail:
         spccl_request_free(req);
         spccl_request_free(req);
     }
+    if (!broken)
+        st = sp_comm_call_failed(comm, &op->a, st);
     sp_op_destroy(op);
     return st;
 }

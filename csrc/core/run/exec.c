@@ -90,9 +90,10 @@ static void count_messages(sp_op *op)
 spccl_status sp_op_create(const sp_coll_args *args, int world_size, sp_op **out)
 {
     size_t n_queues = (size_t)SP_N_QUEUES * (size_t)world_size;
-    sp_op *op = sp_calloc(1, sizeof *op + n_queues * (sizeof(uint64_t) + 2 * sizeof(uint32_t)));
+    size_t bytes = sizeof(sp_op) + n_queues * (sizeof(uint64_t) + 2 * sizeof(uint32_t));
+    sp_op *op = sp_calloc(1, bytes);
     if (op == NULL)
-        return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(args->coll), args->n_elems);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "operation: %zu bytes", bytes);
     op->a = *args;
     op->elem_bytes = sp_dtype_bytes(args->dtype);
     op->sent_end = (uint64_t *)(op + 1);
@@ -119,8 +120,9 @@ static spccl_status plan_op(sp_exec *x, sp_op *op)
     SP_TRY(sp_plan_create(op->a.schedule, &pa, &plan));
     op->next_slice = sp_calloc(2 * (size_t)plan->n_steps + 1, sizeof *op->next_slice);
     if (op->next_slice == NULL) {
+        int n_steps = plan->n_steps;
         sp_plan_destroy(plan);
-        return SP_FAIL(SPCCL_ERR_NOMEM, "%s of %zu elements", sp_coll_name(op->a.coll), op->a.n_elems);
+        return SP_FAIL(SPCCL_ERR_NOMEM, "positions in %d steps", n_steps);
     }
     op->dense_run = op->next_slice + plan->n_steps;
     op->n_steps_left = plan->n_steps;
@@ -153,6 +155,21 @@ void sp_call_describe(const sp_call *c, char *text, size_t cap)
         snprintf(text + used, cap - used, ", root %d)", c->root);
     else
         snprintf(text + used, cap - used, ")");
+}
+
+spccl_status sp_call_error(int rank, const sp_coll_args *a, uint32_t seq, spccl_status st)
+{
+    sp_call call = {.seq = seq,
+                    .coll = a->coll,
+                    .dtype = a->dtype,
+                    .redop = a->redop,
+                    .root = a->root,
+                    .n_elems = a->n_elems};
+    char what[160], cause[600];
+    sp_call_describe(&call, what, sizeof what);
+    snprintf(cause, sizeof cause, "%s", sp_without_rank(spccl_last_error(), rank));
+    return SP_FAIL(st, "rank %d: %s: %s%s", rank, what, st == SPCCL_ERR_NOMEM ? "out of memory: " : "",
+                   cause);
 }
 
 sp_call sp_op_call(const sp_op *op)
@@ -192,8 +209,11 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
     *progressed = false;
     for (int i = 0; i < x->n_ops; i++) {
         sp_op *op = x->window[i];
-        if (op->plan == NULL)
-            SP_TRY(plan_op(x, op));
+        if (op->plan == NULL) {
+            spccl_status st = plan_op(x, op);
+            if (st != SPCCL_OK)
+                return sp_call_error(x->links->rank, &op->a, op->seq, st);
+        }
         for (int s = 0; s < op->plan->n_steps; s++) {
             spccl_status st;
             if ((size_t)op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems ||

@@ -92,5 +92,7 @@ spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op);
 sp_call sp_op_call(const sp_op *op);
 /* "all_reduce #12 (1048576 float32, sum)" */
 void sp_call_describe(const sp_call *call, char *text, size_t cap);
+/* This rank cannot start a call: put its rank and the call in front of the last error's text. Returns st. */
+spccl_status sp_call_error(int rank, const sp_coll_args *a, uint32_t seq, spccl_status st);
 
 #endif
