@@ -29,7 +29,7 @@ from env import (
     say,
 )
 from packages import isolated, wheel_stage, with_cuda
-from softroce import run_ib_tests
+from softroce import GPU_PROGRAMS, run_ib_tests
 from stages import Skip, Stage
 
 T = TypeVar("T")
@@ -290,7 +290,7 @@ def c_gcc() -> str:
 def c_ib() -> str:
     build = c_build("gcc")
     has_verbs = (build / "tests/c/ib_transport").exists()
-    return run_ib_tests(build, c_build("gpusim", "ib_cuda") if has_verbs else build)
+    return run_ib_tests(build, c_build("gpusim", *GPU_PROGRAMS) if has_verbs else build)
 
 
 def c_isa(isa: str) -> str:
