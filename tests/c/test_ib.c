@@ -1,5 +1,6 @@
 /* test_ib.c - devices and peers that misbehave, over transport ib. tools/softroce.py runs it. The second argument is the
  * network interface of a device: cases link and silent take it down, and let it lose all packets. */
+#include "captured_log.h"
 #include "endpoints.h"
 #include "transport/net/ib.h"
 
@@ -140,31 +141,13 @@ static void test_credit(void)
 
 /* ---- start-up ---- */
 
-/* What this process logs between begin_log and end_log. */
-static int stderr_fd;
-static FILE *log_file;
-
-static void begin_log(void)
-{
-    setenv("SPCCL_LOG", "warn", 1);
-    fflush(stderr);
-    log_file = tmpfile();
-    stderr_fd = dup(2);
-    CHECK(log_file != NULL && stderr_fd >= 0 && dup2(fileno(log_file), 2) == 2, "errno %d", errno);
-}
-
 /* There must be one warning with all the words, or none if there are no words. */
-static void end_log(const char *const words[4])
+static void check_log(const char *const words[4])
 {
-    char text[4096] = "";
+    char text[4096];
     size_t n;
-    fflush(stderr);
-    CHECK(dup2(stderr_fd, 2) == 2, "errno %d", errno);
-    close(stderr_fd);
-    rewind(log_file);
-    n = fread(text, 1, sizeof text - 1, log_file);
-    text[n] = '\0';
-    fclose(log_file);
+    end_log(text, sizeof text);
+    n = strlen(text);
     CHECK(words[0] == NULL ? n == 0 : n > 0 && strchr(text, '\n') == text + n - 1,
           "wanted %d lines, got \"%s\"", words[0] != NULL, text);
     for (int i = 0; i < 4 && words[i] != NULL; i++)
@@ -235,7 +218,7 @@ static void by_tcp(struct member *m)
         sp_ib_self(m->ep)->devices[0].name[0] = 'X';
     begin_log();
     CHECK_OK(connect_member(m));
-    end_log(words[m->rank]);
+    check_log(words[m->rank]);
     m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
     CHECK(strstr(text, "tcp, as ib failed") != NULL, "%s", text);
     send_now(m, 1 - m->rank, 1, 3000, 5);
@@ -332,8 +315,21 @@ static void test_link(void)
 
 /* ONE_RAIL: rxe2 and rxe3 have no active port. FEWER: rank 1 uses rxe1 alone. NOT_OPENED: rank 1 cannot open rxe3.
  * SILENT: the network between rxe2 and rxe3 carries nothing. TAKEN: transport ncclnet of rank 1's process uses vd, the
- * interface of rxe3. */
-enum { TWO_RAILS, ONE_RAIL, FEWER, NOT_OPENED, SILENT, TAKEN, THREE_RAILS, N_KINDS };
+ * interface of rxe3. LOST: rank 0's probe on the first rail is lost without an error. */
+enum { TWO_RAILS, ONE_RAIL, FEWER, NOT_OPENED, SILENT, TAKEN, LOST, THREE_RAILS, N_KINDS };
+
+static bool loses_probe; /* the next one on the first rail */
+
+bool __real_sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp);
+bool __wrap_sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp);
+bool __wrap_sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp)
+{
+    if (!loses_probe || qp != 0)
+        return __real_sp_ib_send_probe(ep, peer, qp);
+    loses_probe = false;
+    ep->peers[peer].qps[qp].probe_sent = true;
+    return true;
+}
 
 static bool join_rails(struct member *m)
 {
@@ -348,6 +344,8 @@ static bool join_rails(struct member *m)
                     "transport ncclnet of this process uses this card"}},
         [NOT_OPENED] = {{"not all of this rank's 2 devices", "to rank 1", "device Xxe3"},
                         {"not all of this rank's 2 devices", "to rank 0", "device Xxe3"}},
+        [LOST] = {{"not all of this rank's 2 devices", "to rank 1", "nothing came from rank"},
+                  {"not all of this rank's 2 devices", "to rank 0", "nothing came from rank"}},
         [SILENT] = {{"not all of this rank's 2 devices", "to rank 1", "device rxe"},
                     {"not all of this rank's 2 devices", "to rank 0", "device rxe"}}};
     const char *holder;
@@ -362,12 +360,13 @@ static bool join_rails(struct member *m)
     setenv("SPCCL_IB_RAILS", "4", 1);
     if (m->kind == TWO_RAILS || m->kind == THREE_RAILS)
         return join_group(m);
+    loses_probe = m->kind == LOST && m->rank == 0;
     begin_log();
     joined = open_member(m);
     if (joined && m->kind == NOT_OPENED && m->rank == 1)
         sp_ib_self(m->ep)->devices[1].name[0] = 'X';
     joined = joined && connect_member(m) == SPCCL_OK;
-    end_log(words[m->kind][m->rank]);
+    check_log(words[m->kind][m->rank]);
     CHECK(joined, "kind %d: %s", m->kind, spccl_last_error());
     return joined;
 }
@@ -396,9 +395,9 @@ static void share(struct member *m)
     if (!join_rails(m))
         return;
     m->t->describe(m->ep, 1 - m->rank, text, sizeof text);
-    CHECK(strstr(text, m->rank == 0 ? "rxe0" : "rxe1") != NULL &&
+    CHECK((strstr(text, m->rank == 0 ? "rxe0" : "rxe1") != NULL) == (m->kind != LOST) &&
               (strstr(text, m->rank == 0 ? "rxe2" : "rxe3") != NULL) ==
-                  (m->kind == TWO_RAILS || m->kind == THREE_RAILS) &&
+                  (m->kind == TWO_RAILS || m->kind == THREE_RAILS || m->kind == LOST) &&
               (strstr(text, m->rank == 0 ? "rxe4" : "rxe5") != NULL) == (m->kind == THREE_RAILS),
           "kind %d: \"%s\"", m->kind, text);
     barrier(m, 1);
@@ -467,6 +466,8 @@ static void test_rails(void)
             run_command("tc qdisc replace dev", "root netem loss 100%");
         m = make_group(&processes, 2, share);
         m.kind = kind;
+        if (kind == LOST) /* both wait for half of the time */
+            m.config.deadline_ns = sp_deadline_in_ms(20000);
         run_group(&processes, &m);
         if (kind == ONE_RAIL)
             run_command("ip link set", "up");

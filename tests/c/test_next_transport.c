@@ -1,43 +1,21 @@
 /* test_next_transport.c - a transport that fails for a pair of ranks at start-up: both ends take the next one, with one
  * warning, and collectives are right. Ranks are threads. With TEST_ONLY_TRANSPORT it is ib that fails, in the guest of
  * tools/softroce.py, and the next one is a net plugin; else transport/fault.h. */
+#include "captured_log.h"
 #include "ranks.h"
 
 #include "core/base/status.h"
 #include "core/run/comm.h"
 #include "transport/fault.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #define N_RANKS 3
 #define N_ELEMS 30000
 
-/* ---- the log ---- */
-
-static int stderr_fd = -1, log_fd = -1;
-
-static void begin_log(void)
-{
-    char path[] = "/tmp/spccl-test-XXXXXX";
-    fflush(stderr);
-    stderr_fd = dup(2);
-    log_fd = mkstemp(path);
-    CHECK(stderr_fd >= 0 && log_fd >= 0 && dup2(log_fd, 2) == 2, "errno %d", errno);
-    (void)unlink(path);
-}
-
 /* Each rank must have logged one line with its own words, and no other; words NULL: none. */
-static void end_log(const char *const words[N_RANKS])
+static void check_log(const char *const words[N_RANKS])
 {
-    char text[8192] = "", prefix[32];
-    ssize_t n;
-    fflush(stderr);
-    CHECK(dup2(stderr_fd, 2) == 2, "errno %d", errno);
-    close(stderr_fd);
-    n = pread(log_fd, text, sizeof text - 1, 0);
-    text[n > 0 ? n : 0] = '\0';
-    close(log_fd);
+    char text[8192], prefix[32];
+    end_log(text, sizeof text);
     for (int r = 0; r < N_RANKS; r++) {
         const char *line, *end, *found;
         snprintf(prefix, sizeof prefix, "spccl[%d]", r);
@@ -96,7 +74,7 @@ static void run(struct scene *s, const char *const words[N_RANKS])
     config.transports = s->transports;
     begin_log();
     run_ranks(N_RANKS, &config, check_group, s, ctx);
-    end_log(words);
+    check_log(words);
     for (int r = 0; r < N_RANKS; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
@@ -198,7 +176,6 @@ static const struct test_case cases[] = {{"tcp", test_tcp}, {"plugin", test_plug
 
 int main(int argc, char **argv)
 {
-    setenv("SPCCL_LOG", "warn", 1);
 #if defined(TEST_ONLY_TRANSPORT)
     test_ranks_per_host = 1; /* ib and ncclnet are for other hosts */
 #endif
