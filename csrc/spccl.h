@@ -253,7 +253,7 @@ typedef struct spccl_stats {
     uint64_t buffer_bytes; /* memory that the communicator holds now, with shared rings */
 } spccl_stats;
 SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
-/* One line that says which transport connects this rank to `peer`, and why. Valid until destroy. */
+/* One line: which transport connects this rank to `peer`, and why; with a GPU, how frames go. Valid until destroy. */
 SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text);
 /* One line: which schedule the i-th kind of call takes, and why. Valid until the next call. ARG: no i-th. */
 SPCCL_API spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char **out_text);
@@ -325,9 +325,7 @@ typedef struct spccl_cuda_config {
 SPCCL_API int spccl_cuda_device_count(void);
 /* Give a communicator its GPU: allocate this rank's inbox, and map those of the peers. All ranks call it,
  * once, at the same place in their order of calls. Returns when all inboxes are mapped.
- * Errors: ARG, SETTING, DEVICE, MISMATCH, PEER, TIMEOUT, and
- *   STATE        it has been called before
- *   UNSUPPORTED  this build has no CUDA
+ * Errors: ARG, SETTING, DEVICE, MISMATCH, PEER, TIMEOUT, STATE (called before), UNSUPPORTED (no CUDA here), and
  *   NOMEM        too little GPU memory; the text says how much is needed and how much is free
  *   UNREACHABLE  a peer's GPU cannot be mapped, or a rank declined; the text says which and why. All ranks
  *                get this, and the communicator goes on with host memory */
@@ -376,6 +374,8 @@ typedef struct spccl_cuda_stats {
     uint64_t n_collectives;   /* launched or captured */
     uint64_t wire_bytes_sent; /* bytes of frames that ended launches have written to peers */
     uint64_t n_frames_sent[SPCCL_N_FORMATS_MAX]; /* by spccl_format */
+    uint64_t pinned_bytes;                       /* pinned memory held for peers on other hosts */
+    uint32_t n_proxies, n_remote;                /* proxy threads of this rank; peers on other hosts */
 } spccl_cuda_stats;
 SPCCL_API spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out);
 /* The codec on GPU memory. A slice fits into a thread block's shared memory: 16 KiB of elements by default.

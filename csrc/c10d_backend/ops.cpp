@@ -97,7 +97,7 @@ std::vector<int64_t> stats(const GroupPtr &group)
     return out;
 }
 
-/* The counters of spccl_cuda_stats in its order: device, 4 numbers, frames by format. */
+/* The counters of spccl_cuda_stats in its order: device, 4 numbers, frames by format, 3 numbers. */
 std::vector<int64_t> cuda_stats(const GroupPtr &group)
 {
     const spccl_cuda_stats s = backend_of(group).cuda_stats();
@@ -105,6 +105,9 @@ std::vector<int64_t> cuda_stats(const GroupPtr &group)
                              static_cast<int64_t>(s.n_collectives), static_cast<int64_t>(s.wire_bytes_sent)};
     for (size_t i = 0; i < SPCCL_N_FORMATS; i++)
         out.push_back(static_cast<int64_t>(s.n_frames_sent[i]));
+    out.push_back(static_cast<int64_t>(s.pinned_bytes));
+    out.push_back(static_cast<int64_t>(s.n_proxies));
+    out.push_back(static_cast<int64_t>(s.n_remote));
     return out;
 }
 

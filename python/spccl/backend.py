@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from . import _torch_glue, _torch_join, _torch_settings
+from ._group_stats import CudaStats, GroupStats, description
 from ._torch_settings import FALLBACKS, ORDERS
 
 if TYPE_CHECKING:
@@ -82,52 +83,6 @@ class Options:
             raise ValueError(f"spccl: Options.timeout={self.timeout!r}, wanted more than 0")
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupStats:
-    """Counters of one rank of one group since the group was made, without the calls that Gloo or NCCL ran.
-
-    Attributes:
-        n_collectives: calls.
-        dense_bytes_sent: bytes that the sent payloads would have if they were dense.
-        wire_bytes_sent, wire_bytes_received: bytes on the wire: frames and envelopes.
-        frames_sent: number of slices by format.
-        buffer_bytes: bytes of host memory that the communicators hold now.
-    """
-
-    n_collectives: int
-    dense_bytes_sent: int
-    wire_bytes_sent: int
-    wire_bytes_received: int
-    frames_sent: dict[str, int]
-    buffer_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CudaStats:
-    """State and counters of one rank of one group on its GPU.
-
-    Attributes:
-        path: what runs CUDA collectives: "engine" (spccl, GPU to GPU), "nccl", "stage" (through host memory), or
-            "unknown" before the first CUDA collective.
-        why: the reason for "nccl" and "stage".
-        device: CUDA ordinal; -1 before the first CUDA collective.
-        n_ctas: most thread blocks that a collective uses.
-        inbox_bytes: bytes of GPU memory for the data that peers send.
-        n_collectives: launches and captures.
-        wire_bytes_sent: bytes of frames that ended collectives have written to peers.
-        frames_sent: number of slices by format.
-    """
-
-    path: str
-    why: str
-    device: int
-    n_ctas: int
-    inbox_bytes: int
-    n_collectives: int
-    wire_bytes_sent: int
-    frames_sent: dict[str, int]
-
-
 def register() -> None:
     """Make the name "spccl" known to torch.distributed. A second call does nothing.
 
@@ -179,7 +134,7 @@ def cuda_stats(group: dist.ProcessGroup | None = None) -> CudaStats:
     boxed = _boxed(group)
     path, _, why = torch.ops.spccl.cuda_route(boxed).partition(": ")
     n = list(torch.ops.spccl.cuda_stats(boxed))
-    return CudaStats(path, why, *n[:5], frames_sent=dict(zip(FORMAT_NAMES, n[5:10], strict=True)))
+    return CudaStats(path, why, *n[:5], dict(zip(FORMAT_NAMES, n[5:10], strict=True)), *n[10:])
 
 
 class limit_ctas:
@@ -227,6 +182,19 @@ def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
 
     boxed = _boxed(group)
     return torch.ops.spccl.describe_link(boxed, peer)
+
+
+def describe_group(group: dist.ProcessGroup | None = None) -> str:
+    """Lines that say what `group` (default: the world) takes on this rank: who moves CUDA tensors, the memory and
+    proxies for them, and how each peer is reached. Complete after the group's first CUDA collective.
+
+    Raises: ValueError if no backend of the group is spccl.
+    """
+    import torch.distributed as dist
+
+    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    links = {peer: describe_link(peer, group) for peer in range(n_ranks) if peer != rank}
+    return description(rank, n_ranks, cuda_stats(group), links)
 
 
 def name_for(group: dist.ProcessGroup, device: torch.device) -> str:

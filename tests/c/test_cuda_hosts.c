@@ -86,6 +86,41 @@ static void test_proxies(void)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
 
+/* The figures of a group on 2 hosts of 2 ranks, and the way of each pair. */
+static void has_figures(struct rank_ctx *c)
+{
+    spccl_cuda_stats s = {.struct_bytes = sizeof s};
+    if (!attach_gpu(c->comm, c->rank, 0))
+        return;
+    CHECK_OK(spccl_cuda_get_stats(c->comm, &s));
+    CHECK(s.n_proxies == 3 && s.n_remote == 2 && s.pinned_bytes > 0 && s.pinned_bytes <= (uint64_t)512 << 20,
+          "%u proxies, %u peers on other hosts, %llu pinned bytes", s.n_proxies, s.n_remote,
+          (unsigned long long)s.pinned_bytes);
+    for (int p = 0; p < c->n_ranks; p++) {
+        const char *text = "", *here = "; GPU: writes to mapped memory of the peer (";
+        if (p == c->rank)
+            continue;
+        CHECK_OK(spccl_comm_describe_link(c->comm, p, &text));
+        CHECK(
+            strstr(text, p / 2 == c->rank / 2 ? here : "; GPU: 3 proxies over tcp, rings in pinned memory") !=
+                NULL,
+            "rank %d to %d: %s", c->rank, p, text);
+    }
+    check_works(c);
+}
+
+static void test_figures(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.transports = "tcp";
+    test_ranks_per_host = 2;
+    setenv("SPCCL_CUDA_PROXIES", "3", 1);
+    run_ranks(4, &config, has_figures, NULL, ctx);
+    for (int r = 0; r < 4; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+}
+
 /* All slices have 320 nonzeros of 2048: a frame has 64 + 16 + 320 + 1280 bytes. Behind 21 frames 48 bytes of a ring
  * are left, and no header fits there. The receiver gives credit for them before the sender has skipped them. */
 static void skips(struct rank_ctx *c)
@@ -213,10 +248,16 @@ static void test_setting(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"setting", test_setting},           {"shapes", test_shapes}, {"variants", test_variants},
-        {"proxies", test_proxies},           {"skips", test_skips},   {"slow_proxies", test_slow_proxies},
-        {"credits_wait", test_credits_wait}, {"graphs", test_graphs}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"setting", test_setting},
+                                             {"shapes", test_shapes},
+                                             {"variants", test_variants},
+                                             {"proxies", test_proxies},
+                                             {"skips", test_skips},
+                                             {"slow_proxies", test_slow_proxies},
+                                             {"credits_wait", test_credits_wait},
+                                             {"graphs", test_graphs},
+                                             {"figures", test_figures},
+                                             {NULL, NULL}};
     start_hosts(&argc, argv, 8);
     return test_main(cases, argc, argv);
 }

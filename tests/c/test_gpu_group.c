@@ -73,6 +73,13 @@ static void works(struct rank_ctx *c)
               s.n_frames_sent[SPCCL_FORMAT_DENSE] == 8 && s.inbox_bytes > 0 && s.n_ctas > 0,
           "%llu collectives, %llu bytes", (unsigned long long)s.n_collectives,
           (unsigned long long)s.wire_bytes_sent);
+    CHECK(s.pinned_bytes == 0 && s.n_proxies == 0 && s.n_remote == 0, "one host needs no proxies");
+    for (int p = 0; p < c->n_ranks; p++) {
+        const char *text = "",
+                   *wanted = p == c->rank ? "itself" : "; GPU: writes to mapped memory of the peer (";
+        CHECK_OK(spccl_comm_describe_link(c->comm, p, &text));
+        CHECK(strstr(text, wanted) != NULL, "rank %d to %d: %s", c->rank, p, text);
+    }
     CHECK_OK(spccl_comm_async_error(c->comm));
 }
 
@@ -86,6 +93,24 @@ static void test_works(void)
         CHECK(fake.n_memories == 0, "%d ranks left %d memories", sizes[i], fake.n_memories);
         CHECK(fake.n_kernels == 8 * sizes[i], "%d launches", fake.n_kernels);
     }
+}
+
+/* The entry of spccl_info with the memory of groups of some sizes. */
+static void test_memory_entry(void)
+{
+    static const struct {
+        const char *inbox_bytes, *wanted;
+    } cases[] = {{"256M", "8 x 8: 187M and 280M pinned"}, {"1M", "8 x 8: none fits"}};
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        spccl_info_entry e = {.struct_bytes = sizeof e};
+        bool found = false;
+        setenv("SPCCL_INBOX_BYTES", cases[k].inbox_bytes, 1);
+        for (size_t i = 0; !found && spccl_info(i, &e) == SPCCL_OK; i++)
+            found = strcmp(e.name, "GPU ring memory") == 0;
+        CHECK(found && strstr(e.value, cases[k].wanted) != NULL, "\"%s\", wanted %s", e.value,
+              cases[k].wanted);
+    }
+    unsetenv("SPCCL_INBOX_BYTES");
 }
 
 static void limits(struct rank_ctx *c)
@@ -452,6 +477,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
         {"killed_peer", test_killed_peer}, /* first, as it forks and must have no threads yet */
+        {"memory_entry", test_memory_entry},
         {"works", test_works},
         {"limits", test_limits},
         {"refusals", test_refusals},

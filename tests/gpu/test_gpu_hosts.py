@@ -53,5 +53,5 @@ def test_scene(scene, n_ranks, per_host):
 def test_launches_behind_a_collective(n_ranks, per_host):
     """More launches than the driver queues, and the first use of a kernel, while a collective waits for a peer."""
     ranks = run_gpus("hosts", n_ranks, timeout_s=120, RANKS_PER_HOST=str(per_host), **HOSTS)
-    for case in ("full_queue", "first_use_of_a_kernel", "graph_after_a_pause"):
+    for case in ("full_queue", "first_use_of_a_kernel", "graph_after_a_pause", "figures"):
         check_case(ranks, case)

@@ -39,7 +39,7 @@ def test_python_dash_m():
 
 def test_info():
     text = run("info")
-    for word in ("scalar", "tcp", "SPCCL_FORMAT", "python", "numpy", "torch backend"):
+    for word in ("scalar", "tcp", "SPCCL_FORMAT", "python", "numpy", "torch backend", "GPU ring memory"):
         assert word in text
     entries = json.loads(run("info", "--json"))
     assert {"kind", "name", "value", "why"} == set(entries[0])

@@ -191,6 +191,7 @@ static spccl_status run(sp_attach *a, const spccl_cuda_config *given)
 
 static void start(spccl_comm *comm, sp_gpu_comm *g)
 {
+    sp_gpu_group_write_links(g);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = &g->control->abort;
     pthread_mutex_unlock(&comm->mu);

@@ -129,6 +129,11 @@ spccl_status spccl_cuda_get_stats(spccl_comm *comm, spccl_cuda_stats *out)
         s = (spccl_cuda_stats){.device = g->device.ordinal,
                                .n_ctas = sp_tune_gpu_ctas(&g->limits, g->shape),
                                .inbox_bytes = sp_tune_gpu_inbox_bytes(&g->limits, g->shape)};
+        if (g->proxies != NULL) {
+            s.n_proxies = g->proxies->n_proxies;
+            s.n_remote = (uint32_t)g->proxies->n_peers;
+            s.pinned_bytes = sp_remote_pinned_bytes(g->shape, s.n_remote);
+        }
         pthread_mutex_lock(&g->mu);
         s.n_collectives = g->n_launches;
         pthread_mutex_unlock(&g->mu);
@@ -336,4 +341,6 @@ static void describe(spccl_info_entry *out)
 const sp_gpu_part sp_gpu_part_here = {.look = sp_gpu_comm_look,
                                       .detach = detach,
                                       .describe = describe,
+                                      .describe_memory = sp_gpu_group_describe_memory,
+                                      .describe_link = sp_gpu_group_link,
                                       .describe_direct = sp_gpu_direct_describe};

@@ -32,6 +32,8 @@ typedef struct sp_gpu_comm {
     bool is_remote[SP_GPU_RANKS_MAX]; /* by rank: is it on another host? */
     sp_fused_relays relays;           /* on several hosts: who relays results */
     struct sp_proxies *proxies;       /* the rings to these ranks, and their proxy (proxy.h); NULL: none */
+    char links[SP_GPU_RANKS_MAX]
+              [SP_LINK_TEXT_CAP + 120]; /* by rank: how frames reach it (gpu_group_info.c) */
 
     pthread_mutex_t mu;  /* guards the members from here to `history` */
     bool caller_orders;  /* config.caller_orders: then only end_event and n_launches of these are used */
@@ -72,6 +74,13 @@ spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *w
 
 /* Is the communicator broken? Then the same status, with a text for a call that starts now. (gpu_coll.c) */
 spccl_status sp_gpu_refuse_broken(spccl_comm *comm);
+
+/* Write g->links, once the inboxes are mapped and the proxies run. (gpu_group_info.c) */
+void sp_gpu_group_write_links(sp_gpu_comm *g);
+/* How this rank's messages and frames reach `peer`; NULL: no GPU is attached. Valid until destroy. */
+const char *sp_gpu_group_link(spccl_comm *comm, int peer);
+/* The entry of spccl_info with the memory of groups of some sizes. Valid until this thread's next call. */
+void sp_gpu_group_describe_memory(spccl_info_entry *out);
 
 /* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
  * peers have closed their mappings of it. (gpu_comm.c) */

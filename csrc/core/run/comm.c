@@ -301,11 +301,13 @@ spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char
 
 spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text)
 {
+    const char *with_gpu;
     if (comm == NULL || out_text == NULL || peer < 0 || peer >= comm->world_size)
         return SP_FAIL(SPCCL_ERR_ARG,
                        "spccl_comm_describe_link: comm or out_text is NULL, or peer %d is not in the group",
                        peer);
     SP_TRY(sp_comm_check_process(comm, "spccl_comm_describe_link"));
-    *out_text = peer == comm->rank ? "itself" : comm->links.peers[peer].text;
+    with_gpu = sp_gpu_part_here.describe_link(comm, peer);
+    *out_text = peer == comm->rank ? "itself" : with_gpu != NULL ? with_gpu : comm->links.peers[peer].text;
     return SPCCL_OK;
 }

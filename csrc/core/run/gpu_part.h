@@ -17,6 +17,10 @@ typedef struct sp_gpu_part {
     /* The entry of spccl_info that describes CUDA in this build and the GPUs here. Its texts are valid until
      * this thread's next call. */
     void (*describe)(spccl_info_entry *out);
+    /* The entry with the GPU memory and pinned memory of groups of some sizes; its text as above. */
+    void (*describe_memory)(spccl_info_entry *out);
+    /* How this rank's messages and frames reach `peer`; NULL: no GPU is attached. Valid until detach. */
+    const char *(*describe_link)(spccl_comm *comm, int peer);
     /* The i-th entry of spccl_info about GPUs and network devices. False: there is none. */
     bool (*describe_direct)(size_t i, spccl_info_entry *out);
 } sp_gpu_part;

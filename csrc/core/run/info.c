@@ -121,6 +121,10 @@ static bool find_entry(size_t i, spccl_info_entry *out)
         return true;
     }
     if (i-- == 0) {
+        sp_gpu_part_here.describe_memory(out);
+        return true;
+    }
+    if (i-- == 0) {
         *out = memory_entry();
         return true;
     }

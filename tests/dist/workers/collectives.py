@@ -396,6 +396,9 @@ def stats_and_links():
     assert sum(after.frames_sent.values()) > sum(before.frames_sent.values())
     text = backend.describe_link((RANK + 1) % WORLD)
     assert text, "no words about the link"
+    lines = backend.describe_group().splitlines()
+    assert lines[:2] == [f"rank {RANK} of {WORLD}", "CUDA tensors: no collective yet"], lines
+    assert f"rank {(RANK + 1) % WORLD}: {text}" in lines and len(lines) == WORLD + 1, lines
     return {"link": text, "wire": wire, "dense": dense, "buffer_bytes": after.buffer_bytes}
 
 

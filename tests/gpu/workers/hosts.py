@@ -9,6 +9,8 @@ import torch.distributed as dist
 from gpu_common import DEVICE, main
 from workers.common import RANK, WORLD
 
+from spccl import backend
+
 N = 4 << 20
 
 
@@ -66,5 +68,16 @@ def graph_after_a_pause() -> None:
         check(x)
 
 
+def figures() -> dict:
+    """What describe_group says of a group on several hosts."""
+    x = sparse_ones()
+    dist.all_reduce(x)
+    check(x)
+    text = backend.describe_group()
+    assert "; GPU: " in text and " over tcp, rings in pinned memory" in text, text
+    assert "MiB" in text and "proxies: " in text, text
+    return {"text": text}
+
+
 if __name__ == "__main__":
-    main([full_queue, first_use_of_a_kernel, graph_after_a_pause])
+    main([full_queue, first_use_of_a_kernel, graph_after_a_pause, figures])
