@@ -39,6 +39,39 @@ static void test_paths(void)
     }
 }
 
+static void write_node(const char *folder, int node)
+{
+    char path[64];
+    FILE *f;
+    snprintf(path, sizeof path, "%s/numa_node", folder);
+    f = fopen(path, "we");
+    CHECK(f != NULL && fprintf(f, "%d\n", node) > 0, "%s", path);
+    if (f != NULL)
+        fclose(f);
+}
+
+static void test_distances(void)
+{
+    static const char gpu[] = "/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0";
+    char a[] = "/tmp/spccl-test-XXXXXX", b[] = "/tmp/spccl-test-XXXXXX", command[80];
+    CHECK(mkdtemp(a) != NULL && mkdtemp(b) != NULL, "folders");
+    CHECK(sp_pci_distance(gpu, "/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.1") == 0, "a switch");
+    CHECK(sp_pci_distance(gpu, "/sys/devices/pci0000:16/0000:16:03.0/0000:1b:00.0") == 1, "a host bridge");
+    CHECK(sp_pci_distance(gpu, "/sys/devices/pci0000:ff/0000:ff:03.0") == SP_PCI_FAR, "no such folder");
+    CHECK(sp_pci_distance(gpu, "") == SP_PCI_FAR && sp_pci_distance("", "") == SP_PCI_FAR, "unknown");
+    CHECK(sp_pci_distance(a, b) == SP_PCI_FAR, "no NUMA node");
+    write_node(a, 1);
+    write_node(b, 1);
+    CHECK(sp_pci_numa_node(a) == 1 && sp_pci_distance(a, b) == 2, "one NUMA node");
+    write_node(b, 0);
+    CHECK(sp_pci_distance(a, b) == SP_PCI_FAR, "other NUMA nodes");
+    write_node(a, -1);
+    write_node(b, -1);
+    CHECK(sp_pci_distance(a, b) == SP_PCI_FAR, "a machine without NUMA nodes");
+    snprintf(command, sizeof command, "rm -r %s %s", a, b);
+    CHECK(system(command) == 0, "%s", command);
+}
+
 /* A device of libibverbs, and a plugin's. */
 #define IB(has_dmabuf)                                                                                       \
     {                                                                                                        \
@@ -197,10 +230,8 @@ static void test_info(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"paths", test_paths},
-                                             {"decision", test_decision},
-                                             {"setting", test_setting},
-                                             {"info", test_info},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {{"paths", test_paths},       {"distances", test_distances},
+                                             {"decision", test_decision}, {"setting", test_setting},
+                                             {"info", test_info},         {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

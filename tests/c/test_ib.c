@@ -482,10 +482,10 @@ int main(int argc, char **argv)
                                              {"credit", test_credit},       {"start", test_start},
                                              {"silent", test_silent},       {"link", test_link},
                                              {"rails", test_rails},         {NULL, NULL}};
-    sp_ib_device devices[SP_IB_RAILS_MAX];
-    char why[300], refused[300];
-    if (sp_ib_choose(0, devices, why, sizeof why, refused, sizeof refused) == 0) {
-        printf("skipped: %s\n", why);
+    sp_ib_choice choice;
+    sp_ib_choose(0, "", &choice);
+    if (choice.n == 0) {
+        printf("skipped: %s\n", choice.why);
         return 77;
     }
     interface = argc > 2 ? argv[2] : NULL;

@@ -111,7 +111,8 @@ static void test_address(void)
     CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "no device");
 }
 
-/* Ports of a rank: of each character one. a, b, c: RoCE in subnet 10.0.0, 10.0.1, 10.0.2; I: InfiniBand. */
+/* Ports of a rank: of each character one. a, b, c: RoCE in subnet 10.0.0, 10.0.1, 10.0.2; I: InfiniBand. A, B, C: as a,
+ * b, c, but near. */
 static sp_ib_address ports_of(const char *text, uint8_t host)
 {
     sp_ib_address a = {.n = (uint32_t)strlen(text), .n_qps = host};
@@ -119,7 +120,8 @@ static sp_ib_address ports_of(const char *text, uint8_t host)
         uint8_t *gid = a.ports[i].gid;
         a.ports[i].network = text[i] == 'I' ? SP_IB_INFINIBAND : SP_IB_ROCE_IPV4;
         gid[text[i] == 'I' ? 0 : 10] = 0xff;
-        gid[14] = text[i] == 'I' ? 0 : (uint8_t)(text[i] - 'a');
+        a.ports[i].near = text[i] >= 'A' && text[i] <= 'C';
+        gid[14] = text[i] == 'I' ? 0 : (uint8_t)((text[i] - 'a') & 31);
         gid[15] = (uint8_t)(host * 16 + i);
     }
     return a;
@@ -141,7 +143,13 @@ static void test_pairs(void)
                  {"ab", "bc", "10"},
                  {"aaaa", "aaaa", "00112233"},
                  {"a", "bc", "00"},
-                 {"IaIa", "Ia", "0011"}};
+                 {"IaIa", "Ia", "0011"},
+                 {"Aa", "aA", "01"},
+                 {"Aab", "Aab", "00"},
+                 {"AAb", "AAb", "0011"},
+                 {"A", "B", "00"},
+                 {"Ab", "Ba", "0110"},
+                 {"Ab", "Bc", "10"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         sp_ib_address low = ports_of(cases[i].low, 1), high = ports_of(cases[i].high, 2);
         sp_ib_pairing p;
@@ -152,6 +160,25 @@ static void test_pairs(void)
         CHECK(p.n_qps == 1, "%u queue pairs: one rank wants 1, the other 2", p.n_qps);
         CHECK(strcmp(got, cases[i].want) == 0, "%s and %s: got \"%s\", wanted \"%s\"", cases[i].low,
               cases[i].high, got, cases[i].want);
+    }
+}
+
+static void test_keep(void)
+{
+    static const struct {
+        int rank, n, n_rails, distances[4];
+        const char *want; /* indexes */
+    } cases[] = {
+        {0, 4, 2, {1, 0, 0, 1}, "12"},  {1, 4, 2, {1, 0, 0, 1}, "21"},   {0, 4, 3, {1, 0, 0, 1}, "120"},
+        {1, 4, 3, {1, 0, 0, 1}, "213"}, {5, 4, 4, {1, 0, 0, 1}, "1203"}, {1, 3, 4, {3, 3, 3}, "012"},
+        {2, 3, 1, {3, 3, 3}, "2"},      {7, 4, 1, {2, 3, 0, 1}, "2"},    {0, 1, 4, {2}, "0"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int kept[SP_IB_DEVICES_MAX], n;
+        char got[16] = "";
+        n = sp_ib_keep(cases[i].rank, cases[i].distances, cases[i].n, cases[i].n_rails, kept);
+        for (int k = 0; k < n; k++)
+            got[k] = (char)('0' + kept[k]);
+        CHECK(strcmp(got, cases[i].want) == 0, "case %zu: got \"%s\", wanted \"%s\"", i, got, cases[i].want);
     }
 }
 
@@ -231,6 +258,7 @@ int main(int argc, char **argv)
                                              {"parts", test_parts},
                                              {"address", test_address},
                                              {"pairs", test_pairs},
+                                             {"keep", test_keep},
                                              {"writes", test_writes},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

@@ -30,7 +30,8 @@ typedef struct sp_endpoint_config {
     int n_queues;                    /* per peer and direction, 1 .. SP_QUEUES_MAX */
     size_t queue_bytes;              /* capacity of one queue; a power of two */
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
-    uint32_t n_sharing;              /* endpoints of this rank and group that share the link; 0: 1 */
+    const char *gpu; /* ib: folder in sysfs of the GPU whose data it carries; NULL or "": none, or unknown */
+    uint32_t n_sharing;  /* endpoints of this rank and group that share the link; 0: 1 */
     bool tcp_too;        /* ib, ncclnet: tcp may carry a pair for which they fail, without a next one */
     bool rates_decide;   /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
     uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */

@@ -3,6 +3,7 @@
 
 #include "core/base/clock.h"
 #include "core/base/mem.h"
+#include "core/gpu/gpu_direct.h"
 
 #include <stdio.h>
 
@@ -16,6 +17,7 @@ _Static_assert(SP_PORT_HEAD_BYTES + SP_PORT_CHUNK_BYTES <= QUEUE_BYTES / 4, "the
 static spccl_status open_endpoint(sp_port *port, const sp_transport *transport)
 {
     const spccl_comm *comm = port->c->g->comm;
+    char gpu[256];
     sp_endpoint_config ec = {.rank = comm->rank,
                              .world_size = comm->world_size,
                              .group_tag = comm->links.group_tag ^
@@ -24,8 +26,10 @@ static spccl_status open_endpoint(sp_port *port, const sp_transport *transport)
                              .queue_bytes = QUEUE_BYTES,
                              .tcp_too = comm->links.tcp_too,
                              .rates_decide = comm->links.rates_decide,
+                             .gpu = gpu,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
+    sp_gpu_direct_find_folder(port->c->g->ops, port->c->g->device.ordinal, gpu);
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
     memcpy(ec.host, comm->links.host, sizeof ec.host);
     st = sp_proxy_thread_add(&port->thread, transport, &ec);

@@ -7,19 +7,9 @@
 #ifndef SP_GPU_DIRECT_H
 #define SP_GPU_DIRECT_H
 
+#include "core/base/pci.h"
 #include "core/contract/gpu.h"
 #include "core/contract/transport.h"
-
-/* What lies between two devices on PCI. */
-typedef enum sp_pci_path {
-    SP_PCI_UNKNOWN,
-    SP_PCI_SWITCHES,    /* switches below one port of the CPU: NCCL's PIX and PXB */
-    SP_PCI_HOST_BRIDGE, /* a host bridge of the CPU: NCCL's PHB */
-    SP_PCI_CPUS         /* several host bridges: NCCL's NODE and SYS */
-} sp_pci_path;
-
-/* a, b: folders in sysfs, "/sys/devices/pci0000:16/0000:16:02.0/0000:17:00.0". "": unknown. */
-sp_pci_path sp_pci_path_between(const char *a, const char *b);
 
 typedef struct sp_gpu_direct_facts {
     sp_net_device device;
@@ -50,6 +40,9 @@ void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_
 /* Set all of *f but `device` and `path`, and the GPU's folder in sysfs ("": unknown). Errors: those of the driver. */
 spccl_status sp_gpu_direct_find_gpu(const sp_gpu_ops *ops, int ordinal, sp_gpu_direct_facts *f,
                                     char gpu_path[256]);
+
+/* The GPU's folder in sysfs; "": unknown, also if the driver does not say. */
+void sp_gpu_direct_find_folder(const sp_gpu_ops *ops, int ordinal, char out[256]);
 
 /* The i-th entry of spccl_info about a GPU: what each network device could do. Without such
  * devices a GPU has no entry, unless its driver gives no facts. False: there is no i-th. The texts stay valid. */

@@ -48,6 +48,13 @@ spccl_status sp_gpu_direct_find_gpu(const sp_gpu_ops *ops, int ordinal, sp_gpu_d
     return SPCCL_OK;
 }
 
+void sp_gpu_direct_find_folder(const sp_gpu_ops *ops, int ordinal, char out[256])
+{
+    sp_gpu_direct_facts f;
+    if (sp_gpu_direct_find_gpu(ops, ordinal, &f, out) != SPCCL_OK)
+        out[0] = '\0';
+}
+
 /* Add "; NAME (ib): ..." for each device of a transport. */
 static void add_devices(const sp_transport *t, sp_gpu_direct_facts *f, const char *gpu_path, struct row *row,
                         int counts[2])

@@ -6,6 +6,7 @@
 #include "core/base/env.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
+#include "core/gpu/gpu_direct.h"
 
 #include <stdio.h>
 
@@ -76,6 +77,7 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
 {
     const sp_proxies *r = x->r;
     const spccl_comm *comm = r->g->comm;
+    char gpu[256];
     sp_endpoint_config ec = {.rank = comm->rank,
                              .world_size = comm->world_size,
                              .group_tag = comm->links.group_tag ^ (UINT64_C(0x5350525847505573) + index),
@@ -87,8 +89,10 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
                              .n_puts = sp_gpu_direct_is_on() ? SP_PUTS_MAX : 0,
                              .tcp_too = comm->links.tcp_too,
                              .rates_decide = comm->links.rates_decide,
+                             .gpu = gpu,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
     spccl_status st;
+    sp_gpu_direct_find_folder(r->g->ops, r->g->device.ordinal, gpu);
     while (ec.queue_bytes / 4 <
            sp_proxies_message_max(r)) /* a transport takes messages of a quarter of a queue */
         ec.queue_bytes *= 2;

@@ -347,12 +347,13 @@ static spccl_status open_beside(struct sp_ib *ep)
 static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
 {
     spccl_status st = SPCCL_OK;
-    char refused[300];
+    sp_ib_choice choice;
     int64_t n_qps;
     struct sp_ib *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "ib: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
+    ep->config.gpu = NULL; /* valid until return */
     ep->epoll_fd = -1;
     ep->pid = getpid();
     ep->peers = sp_calloc((size_t)config->world_size, sizeof *ep->peers);
@@ -360,17 +361,20 @@ static spccl_status ib_open(const sp_endpoint_config *config, sp_endpoint **out)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "ib: tables for %d ranks", config->world_size);
         goto fail;
     }
-    ep->n_devices = sp_ib_choose(config->rank, ep->devices, ep->device_why, sizeof ep->device_why, refused,
-                                 sizeof refused);
+    sp_ib_choose(config->rank, config->gpu != NULL ? config->gpu : "", &choice);
+    ep->n_devices = choice.n;
+    memcpy(ep->devices, choice.devices, sizeof ep->devices);
+    memcpy(ep->device_why, choice.why, sizeof ep->device_why);
     ep->address.n = (uint32_t)ep->n_devices;
     SP_TRY_TO(fail, st, sp_env_number(SP_ENV_IB_QPS, &n_qps));
     ep->address.n_qps = (uint32_t)n_qps;
     for (int i = 0; i < ep->n_devices; i++) {
         ep->address.ports[i].network = sp_ib_network(&ep->devices[i]);
+        ep->address.ports[i].near = ep->devices[i].near;
         memcpy(ep->address.ports[i].gid, ep->devices[i].gid, SP_IB_GID_BYTES);
     }
-    if (ep->n_devices > 0 && refused[0] != '\0')
-        sp_log(SP_LOG_WARN, config->rank, "ib: SPCCL_IB_DEVICE: not used: %s", refused);
+    if (ep->n_devices > 0 && choice.refused[0] != '\0')
+        sp_log(SP_LOG_WARN, config->rank, "ib: SPCCL_IB_DEVICE: not used: %s", choice.refused);
     if (ep->n_devices > 0)
         SP_TRY_TO(fail, st, open_beside(ep));
     else if (sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0')

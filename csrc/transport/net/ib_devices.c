@@ -1,7 +1,8 @@
 /* ib_devices.c - which device and port a rank uses, and which of its GIDs. See ib_verbs.h. */
 #include "core/base/env.h"
+#include "core/base/pci.h"
 #include "transport/net/ib_library.h"
-#include "transport/net/ib_verbs.h"
+#include "transport/net/ib_wire.h"
 
 #include <arpa/inet.h>
 #include <dirent.h>
@@ -257,74 +258,60 @@ static bool find_all(struct found *f, char *why, size_t why_cap)
     return f->n != 0;
 }
 
-/* The NUMA node of a device. -1: unknown. */
-static int numa_node(const char *name)
+/* The folder of a device in sysfs; "" for a device in software. */
+static void find_folder(const char *name, char *out, size_t cap)
 {
-    char path[200];
-    int node = -1;
-    FILE *f;
-    snprintf(path, sizeof path, CLASS_FOLDER "/%.63s/device/numa_node", name);
-    f = fopen(path, "re");
-    if (f == NULL || fscanf(f, "%d", &node) != 1)
-        node = -1;
-    if (f != NULL)
-        fclose(f);
-    return node;
+    char link[200], *path;
+    snprintf(link, sizeof link, CLASS_FOLDER "/%.63s/device", name);
+    path = realpath(link, NULL);
+    snprintf(out, cap, "%s", path != NULL ? path : "");
+    free(path);
 }
 
-/* Keep `n` of the devices: first those of this thread's NUMA node, or of an unknown one. Ranks of a host begin at
- * different devices, so they share them evenly. */
-static int keep_some(int rank, const sp_ib_device *all, int n_all, int n, sp_ib_device *out)
+/* The distance of each device from the GPU; without one 0 for this thread's NUMA node or an unknown one, else 1. */
+static void find_distances(const char *gpu, const sp_ib_device *devices, int n, int *out)
 {
     unsigned cpu = 0, here = 0;
-    int sorted[SP_IB_DEVICES_MAX], n_near = 0, n_sorted = 0, n_far;
-    bool near[SP_IB_DEVICES_MAX];
     (void)getcpu(&cpu, &here);
-    for (int i = 0; i < n_all; i++) {
-        int node = numa_node(all[i].name);
-        near[i] = node < 0 || node == (int)here;
-        if (near[i])
-            sorted[n_sorted++] = i;
+    for (int i = 0; i < n; i++) {
+        char folder[256];
+        int node;
+        find_folder(devices[i].name, folder, sizeof folder);
+        node = sp_pci_numa_node(folder);
+        out[i] = gpu[0] != '\0' ? sp_pci_distance(gpu, folder) : node < 0 || node == (int)here ? 0 : 1;
     }
-    n_near = n_sorted;
-    for (int i = 0; i < n_all; i++)
-        if (!near[i])
-            sorted[n_sorted++] = i;
-    n_far = n_all - n_near;
-    for (int i = 0; i < n; i++)
-        out[i] = all[i < n_near ? sorted[(rank + i) % n_near] : sorted[n_near + (rank + i - n_near) % n_far]];
-    return n;
 }
 
-int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t why_cap, char *refused,
-                 size_t refused_cap)
+void sp_ib_choose(int rank, const char *gpu, sp_ib_choice *out)
 {
     struct found f = {.n = 0};
     sp_ib_device fastest[SP_IB_DEVICES_MAX];
     int64_t rails = SP_IB_RAILS_MAX;
-    int best = 0, n = 0;
+    int best = 0, n = 0, distances[SP_IB_DEVICES_MAX], kept[SP_IB_DEVICES_MAX];
     bool named = sp_env_text(SP_ENV_IB_DEVICE)[0] != '\0';
-    refused[0] = '\0';
-    if (!find_all(&f, why, why_cap))
-        return 0;
+    *out = (sp_ib_choice){.n = 0};
+    if (!find_all(&f, out->why, sizeof out->why))
+        return;
     if (sp_env_number(SP_ENV_IB_RAILS, &rails) != SPCCL_OK) {
-        snprintf(why, why_cap, "%s", spccl_last_error());
-        return 0;
+        snprintf(out->why, sizeof out->why, "%.*s", (int)sizeof out->why - 1, spccl_last_error());
+        return;
     }
-    snprintf(refused, refused_cap, "%s", named ? f.refused : "");
+    snprintf(out->refused, sizeof out->refused, "%s", named ? f.refused : "");
     for (int i = 0; i < f.n; i++)
         best = f.devices[i].speed_mbps > best ? f.devices[i].speed_mbps : best;
     for (int i = 0; i < f.n; i++)
         if (f.devices[i].speed_mbps == best)
             fastest[n++] = f.devices[i];
-    snprintf(why, why_cap, "%s",
-             named       ? "SPCCL_IB_DEVICE"
-             : n > rails ? "the fastest, by rank"
-                         : "the fastest");
-    if (n > rails)
-        return keep_some(rank, fastest, n, (int)rails, out);
-    memcpy(out, fastest, (size_t)n * sizeof *out);
-    return n;
+    find_distances(gpu, fastest, n, distances);
+    out->n = sp_ib_keep(rank, distances, n, (int)rails, kept);
+    for (int i = 0; i < out->n; i++) {
+        out->devices[i] = fastest[kept[i]];
+        out->devices[i].near = gpu[0] == '\0' || distances[kept[i]] == distances[kept[0]];
+    }
+    snprintf(out->why, sizeof out->why, "%s%s", named ? "SPCCL_IB_DEVICE" : "the fastest",
+             gpu[0] != '\0' && distances[kept[0]] < SP_PCI_FAR ? ", those close to the GPU first"
+             : n > rails && !named                             ? ", by rank"
+                                                               : "");
 }
 
 /* ---- spccl info ---- */
@@ -359,13 +346,9 @@ static void add_net_device(const sp_ib_library *lib, struct ibv_device *device)
 {
     sp_net_device *out = &net_devices[n_net_devices++];
     struct ibv_context *context = lib->open_device(device);
-    char link[200], *path;
     *out = (sp_net_device){.pointers = true};
     snprintf(out->name, sizeof out->name, "%s", lib->get_device_name(device));
-    snprintf(link, sizeof link, CLASS_FOLDER "/%.63s/device", out->name);
-    path = realpath(link, NULL); /* NULL for a device in software */
-    snprintf(out->pci_path, sizeof out->pci_path, "%s", path != NULL ? path : "");
-    free(path);
+    find_folder(out->name, out->pci_path, sizeof out->pci_path);
     if (lib->reg_dmabuf_mr == NULL)
         snprintf(out->why, sizeof out->why, "libibverbs is older than 1.12");
     else if (context == NULL)

@@ -11,14 +11,11 @@ static spccl_status absent(void)
     return SP_FAIL(SPCCL_ERR_BUG, "ib: " WHY);
 }
 
-int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t why_cap, char *refused,
-                 size_t refused_cap)
+void sp_ib_choose(int rank, const char *gpu, sp_ib_choice *out)
 {
     (void)rank;
-    (void)out;
-    snprintf(why, why_cap, WHY);
-    snprintf(refused, refused_cap, "%s", "");
-    return 0;
+    (void)gpu;
+    *out = (sp_ib_choice){.why = WHY};
 }
 
 void sp_ib_inform(const char **value, const char **why)

@@ -25,13 +25,21 @@ typedef struct sp_ib_device {
     uint8_t gid[SP_IB_GID_BYTES];
     uint32_t mtu_bytes;
     int speed_mbps; /* 0: unknown */
+    bool near;      /* no device of the endpoint is closer to its GPU; without a GPU: true */
 } sp_ib_device;
 
-/* Choose the devices of a rank: those that SPCCL_IB_DEVICE names, else the fastest; at most SPCCL_IB_RAILS, those of
- * this thread's NUMA node first. Returns how many, 0 if none is usable. `why` says in both cases what was looked at.
- * `refused`: what SPCCL_IB_DEVICE names and cannot be used, or "". */
-int sp_ib_choose(int rank, sp_ib_device out[SP_IB_RAILS_MAX], char *why, size_t why_cap, char *refused,
-                 size_t refused_cap);
+/* The devices of an endpoint. */
+typedef struct sp_ib_choice {
+    int n; /* 0: none is usable */
+    sp_ib_device devices[SP_IB_RAILS_MAX];
+    char why[400];     /* how they were chosen, or why there is none */
+    char refused[300]; /* what SPCCL_IB_DEVICE names and cannot be used, or "" */
+} sp_ib_choice;
+
+/* Choose the devices of a rank: of those that SPCCL_IB_DEVICE names, or of all, the fastest; at most SPCCL_IB_RAILS.
+ * gpu: the folder in sysfs of the GPU whose data they carry: those closest to it first (pci.h). "": those of this thread's
+ * NUMA node first. */
+void sp_ib_choose(int rank, const char *gpu, sp_ib_choice *out);
 /* "device mlx5_0 port 1" */
 void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap);
 /* "RoCE v2, 100 Gbit/s, MTU 4096, GID 10.0.0.1" */

@@ -16,7 +16,8 @@
 #define WHY_AT (RINGS_AT + RING_BYTES * SP_QUEUES_MAX)
 _Static_assert(WHY_AT + SP_NN_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wire.h");
 #define NUMBER_MASK 0xfffffffu
-static const char address_magic[4] = {'s', 'p', 'I', '3'};
+static const char address_magic[4] = {'s', 'p', 'I', '4'};
+#define NEAR 0x80u /* in a port's network */
 
 uint8_t sp_ib_network(const sp_ib_device *device)
 {
@@ -32,7 +33,7 @@ size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out)
     out[4] = (uint8_t)a->n;
     out[5] = (uint8_t)a->n_qps;
     for (uint32_t i = 0; i < a->n; i++) {
-        out[ADDRESS_HEAD + i * PORT_BYTES] = a->ports[i].network;
+        out[ADDRESS_HEAD + i * PORT_BYTES] = (uint8_t)(a->ports[i].network | (a->ports[i].near ? NEAR : 0));
         memcpy(out + ADDRESS_HEAD + i * PORT_BYTES + 1, a->ports[i].gid, SP_IB_GID_BYTES);
     }
     return ADDRESS_HEAD + a->n * PORT_BYTES;
@@ -51,9 +52,10 @@ bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out, cons
         return false;
     for (uint32_t i = 0; i < out->n; i++) {
         const uint8_t *port = bytes + ADDRESS_HEAD + i * PORT_BYTES;
-        out->ports[i].network = port[0];
+        out->ports[i].network = port[0] & (NEAR - 1);
+        out->ports[i].near = (port[0] & NEAR) != 0;
         memcpy(out->ports[i].gid, port + 1, SP_IB_GID_BYTES);
-        if (port[0] == SP_IB_NO_DEVICE || port[0] > SP_IB_ROCE_IPV6)
+        if (out->ports[i].network == SP_IB_NO_DEVICE || out->ports[i].network > SP_IB_ROCE_IPV6)
             return false;
     }
     *tcp = bytes + head;
@@ -70,15 +72,18 @@ static int closeness(const sp_ib_address *low, uint32_t i, const sp_ib_address *
     return memcmp(low->ports[i].gid, high->ports[j].gid, subnet_bytes) == 0 ? 2 : 1;
 }
 
-/* Join free ports of this closeness: first those of equal number, then any. */
-static void join_ports(const sp_ib_address *low, const sp_ib_address *high, int wanted, sp_ib_pairing *out)
+/* Join free ports of this closeness, and with `near` only ports that are near at both ranks: first those of equal number,
+ * then any. */
+static void join_ports(const sp_ib_address *low, const sp_ib_address *high, int wanted, bool near,
+                       sp_ib_pairing *out)
 {
     bool low_used[SP_IB_RAILS_MAX] = {false}, high_used[SP_IB_RAILS_MAX] = {false};
     for (int any = 0; any <= 1; any++)
         for (uint32_t i = 0; i < low->n; i++)
             for (uint32_t j = 0; j < high->n; j++) {
                 if (low_used[i] || high_used[j] || (i != j && any == 0) ||
-                    closeness(low, i, high, j) < wanted)
+                    closeness(low, i, high, j) < wanted ||
+                    (near && !(low->ports[i].near && high->ports[j].near)))
                     continue;
                 low_used[i] = high_used[j] = true;
                 out->low[out->n] = (uint8_t)i;
@@ -89,9 +94,24 @@ static void join_ports(const sp_ib_address *low, const sp_ib_address *high, int 
 void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairing *out)
 {
     *out = (sp_ib_pairing){.n_qps = low->n_qps < high->n_qps ? low->n_qps : high->n_qps};
-    join_ports(low, high, 2, out);
-    if (out->n == 0)
-        join_ports(low, high, 1, out);
+    for (int wanted = 2; wanted >= 1 && out->n == 0; wanted--)
+        for (int near = 1; near >= 0 && out->n == 0; near--)
+            join_ports(low, high, wanted, near == 1, out);
+}
+
+int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept)
+{
+    int n_kept = 0;
+    for (int distance = 0, n_sorted = 0; n_sorted < n; distance++) {
+        int same[SP_IB_DEVICES_MAX], n_same = 0;
+        for (int i = 0; i < n; i++)
+            if (distances[i] == distance)
+                same[n_same++] = i;
+        n_sorted += n_same;
+        for (int i = 0; i < n_same && n_kept < n_rails; i++)
+            kept[n_kept++] = same[n > n_rails ? (rank + i) % n_same : i];
+    }
+    return n_kept;
 }
 
 /* Copy a text that ends within SP_NN_TEXT_CAP bytes. Other than printable ASCII becomes '?': the text goes to logs. */

@@ -8,16 +8,20 @@
 #include "transport/net/ncclnet_ring.h"
 #include "transport/net/ncclnet_wire.h"
 
-/* The address: "spI3", u8 n_ports, u8 queue pairs per port, { u8 network, gid[16] }[n_ports], then the address of the tcp
+/* The address: "spI4", u8 n_ports, u8 queue pairs per port, { u8 network (+ 128: near), gid[16] }[n_ports], then the address of the tcp
  * endpoint. Without a usable device n_ports is 0, and no port and no tcp address follow. */
 enum { SP_IB_NO_DEVICE, SP_IB_INFINIBAND, SP_IB_ROCE_IPV4, SP_IB_ROCE_IPV6 };
 typedef struct sp_ib_address {
     uint32_t n, n_qps; /* n_qps: SPCCL_IB_QPS */
     struct {
         uint8_t network, gid[SP_IB_GID_BYTES];
+        bool near; /* sp_ib_device.near */
     } ports[SP_IB_RAILS_MAX];
 } sp_ib_address;
 uint8_t sp_ib_network(const sp_ib_device *device);
+/* Keep at most n_rails of n devices: those of the least distance, 0 or more, first. If not all are kept, ranks begin at
+ * different ones of a distance, so the ranks of a host share them evenly. kept: [n_rails] indexes. Returns their number. */
+int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept);
 /* Returns where the address of the tcp endpoint goes. */
 size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out);
 /* False: not an address, or the rank has no usable device. */
@@ -30,8 +34,9 @@ typedef struct sp_ib_pairing {
     uint32_t n, n_qps; /* n * n_qps <= SP_IB_QPS_MAX */
     uint8_t low[SP_IB_RAILS_MAX], high[SP_IB_RAILS_MAX];
 } sp_ib_pairing;
-/* Ports of the same kind of network are joined. If some pairs of ports are in one subnet, others are not used. A subnet
- * is 24 bits of an IPv4 address, else the first 8 bytes of the GID. */
+/* Ports of the same kind of network are joined. If some pairs of ports are in one subnet, others are not used; and of
+ * these, if some are near at both ranks, others are not used. A subnet is 24 bits of an IPv4 address, else the first 8
+ * bytes of the GID. */
 void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairing *out);
 
 /* First message over the tcp link: the ends of the connections, and where the receive rings are.
