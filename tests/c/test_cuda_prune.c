@@ -313,8 +313,9 @@ static void test_density(void)
  * scale. */
 static void test_graph(void)
 {
-    size_t n = 20000;
-    int n_steps = is_small ? 10 : is_slow ? 20 : 100;
+    size_t n = is_small || is_slow ? 6000 : 20000;
+    int n_warmup = is_small ? 5 : 20,
+        n_steps = is_small ? 10 : 100; /* the last steps lie behind the warm-up */
     float scale = 8, *scale_d = (float *)(void *)device_alloc(4);
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
@@ -323,7 +324,7 @@ static void test_graph(void)
         spccl_prune_plan *plan = one_segment(n, true);
         o.momentum = 0.5;
         o.dense_steps = 2;
-        o.warmup_steps = 20;
+        o.warmup_steps = (uint32_t)n_warmup;
         o.loss_scale = scale_d;
         rng = 77;
         if (graphed != 0) {
@@ -368,18 +369,54 @@ static void test_graph(void)
               spccl_status_name(got_), spccl_last_error());                                                  \
     } while (0)
 
-static void test_bad_input(void)
+/* A plan refuses segments and memory that do not fit, before any launch. */
+static void test_bad_plans(void)
 {
-    spccl_prune_segment s = {.n_elems = 10, .state = g.states_d};
-    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_prune_segment s[2] = {{.n_elems = 10, .state = g.states_d}, {.begin = 10, .n_elems = 6}};
     spccl_prune_plan *plan = NULL;
-    float *host = (float *)malloc(64);
-    s.residual = host;
-    CHECK_FAILS(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG, "host memory");
-    s.residual = g.residual_d + 4;
-    CHECK_FAILS(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG, "aligned to 16");
-    s.residual = NULL;
-    CHECK_OK(spccl_prune_plan_create(&s, 1, 10, SPCCL_FLOAT32, 0, &plan));
+    void *elsewhere = NULL;
+    s[1].state = g.states_d + 1;
+    s[0].residual = g.grad; /* pinned host memory */
+    CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG,
+                "residual of the segment at element 0");
+    s[0].residual = g.residual_d + 4;
+    CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG, "aligned to 16");
+    s[0].residual = NULL;
+    s[0].velocity = g.velocity;
+    CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG,
+                "velocity of the segment at element 0");
+    s[0].velocity = NULL;
+    s[1].state = g.states;
+    CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG,
+                "state of the segment at element 10");
+    if (n_gpus > 1) {
+        CUDA_OK(cudaSetDevice(1));
+        elsewhere = device_alloc(sizeof *g.states);
+        CUDA_OK(cudaSetDevice(0));
+        s[1].state = elsewhere; /* the threshold is part of the state */
+        CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG,
+                    "is memory of GPU 1, wanted GPU 0");
+        CUDA_OK(cudaFree(elsewhere));
+    }
+    s[1].state = g.states_d + 1;
+    s[1].begin = 9;
+    CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG, "overlap by 1");
+    s[1].begin = 11;
+    CHECK_FAILS(spccl_prune_plan_create(s, 2, 16, SPCCL_FLOAT32, 0, &plan), SPCCL_ERR_ARG,
+                "leaves the gradient");
+    CHECK(plan == NULL, "after a failure out is unchanged");
+}
+
+/* A call with a wrong argument changes nothing: neither the gradient nor the state. */
+static void test_bad_calls(void)
+{
+    size_t n = 1000;
+    spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+    spccl_prune_plan *plan = one_segment(n, true);
+    float *host = (float *)(void *)g.grad;
+    for (size_t i = 0; i < n; i++)
+        host[i] = (float)normal();
+    copy(g.grad_d, g.grad, n * 4, cudaMemcpyHostToDevice);
     CHECK_FAILS(spccl_cuda_prune(plan, host, NULL, g.on), SPCCL_ERR_ARG, "host memory");
     o.factor = host;
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.factor");
@@ -387,23 +424,34 @@ static void test_bad_input(void)
     o.loss_scale = host;
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.loss_scale");
     o.loss_scale = NULL;
-    o.norm = g.states_d, o.squares = (double *)host, o.n_squares = 1, o.max_norm = 1;
+    o.norm = g.states_d, o.squares = (double *)(void *)host, o.n_squares = 1, o.max_norm = 1;
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.squares");
     o.norm = host;
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "options.norm");
     o.square = 1;
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "square is 1");
+    o = (spccl_prune_options)SPCCL_PRUNE_OPTIONS_INIT;
+    o.stage = 3;
+    CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d, &o, g.on), SPCCL_ERR_ARG, "stage is 3");
     CHECK_FAILS(spccl_cuda_prune(plan, g.grad_d + 1, NULL, g.on), SPCCL_ERR_ARG, "aligned to 4");
     CHECK_FAILS(spccl_prune(plan, g.grad, NULL), SPCCL_ERR_ARG, "for GPU 0");
+    copy(g.want_grad, g.grad_d, n * 4, cudaMemcpyDeviceToHost);
+    copy(g.states, g.states_d, sizeof *g.states, cudaMemcpyDeviceToHost);
+    sync_stream(g.on);
+    CHECK(memcmp(g.grad, g.want_grad, n * 4) == 0, "a refused call changed the gradient");
+    CHECK(g.states[0].step == 0, "a refused call counted a step");
     spccl_prune_plan_destroy(plan);
-    free(host);
 }
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"same_bits", test_same_bits}, {"threshold", test_threshold},
-                                             {"density", test_density},     {"graph", test_graph},
-                                             {"bad_input", test_bad_input}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"same_bits", test_same_bits},
+                                             {"threshold", test_threshold},
+                                             {"density", test_density},
+                                             {"graph", test_graph},
+                                             {"bad_plans", test_bad_plans},
+                                             {"bad_calls", test_bad_calls},
+                                             {NULL, NULL}};
     cuda_test_start(&argc, argv);
     make_arrays();
     rng = (uint64_t)now_ms();
