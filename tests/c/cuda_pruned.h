@@ -8,6 +8,8 @@
 #include <math.h>
 
 #define N_STATES 16
+#define N_SQUARES 3
+#define CLIP_AT 2048 /* in the first 4096 bytes of a side, behind the states */
 #define LIST_BYTES "16M"
 #define MANY (is_small || is_slow ? 50000u : 1000000u) /* elements */
 #define CAP ((size_t)4 * 1100000 * 6)
@@ -17,6 +19,8 @@ struct side {
     float *grad;
     uint8_t *residual, *velocity;
     spccl_prune_state *states;
+    float *norm, *factor, *loss_scale; /* [1], for scenes that clip */
+    double *squares;                   /* [N_SQUARES] */
     spccl_prune_plan *plan;
 };
 
@@ -26,6 +30,7 @@ struct scene {
     uint64_t seed;
     size_t n, n_segments;
     bool odd, staged, no_residual; /* staged: thresholds in a call of their own */
+    bool clips;                    /* with the norms of N_SQUARES buckets, a factor and a loss scale */
     enum route route;              /* wanted */
     spccl_redop op;
     int n_steps;
@@ -46,7 +51,11 @@ static inline struct side side_of(const struct rank_ctx *c, const struct scene *
     return (struct side){.grad = (float *)(void *)(which == 0 ? m->in_d : m->out_d),
                          .residual = base + 4096,
                          .velocity = base + 4096 + state_bytes,
-                         .states = (spccl_prune_state *)(void *)base};
+                         .states = (spccl_prune_state *)(void *)base,
+                         .norm = (float *)(void *)(base + CLIP_AT),
+                         .factor = (float *)(void *)(base + CLIP_AT + 16),
+                         .loss_scale = (float *)(void *)(base + CLIP_AT + 32),
+                         .squares = (double *)(void *)(base + CLIP_AT + 48)};
 }
 
 /* The same segments on all ranks and both sides. */
@@ -91,6 +100,37 @@ static inline float random_value(uint64_t *rng, bool odd)
     return ldexpf((float)(int32_t)bits, -30 - (int)(next_rand(rng) % 4));
 }
 
+/* Other norms, factors and loss scales on each rank and in each step; sometimes a norm that is not finite. */
+static inline void load_clip(const struct rank_ctx *c, uint64_t *rng, int step, struct side *sides)
+{
+    const struct rank_buffer *m = &rank_buffers[c->rank];
+    float values[3] = {(float)(1 + next_rand(rng) % 1000), 0.5f, (float)(1 << step)};
+    if (next_rand(rng) % 4 == 0)
+        values[0] = INFINITY;
+    for (int k = 0; k < 2; k++) {
+        float *const to[3] = {sides[k].norm, sides[k].factor, sides[k].loss_scale};
+        for (int i = 0; i < 3; i++)
+            CUDA_OK(cudaMemcpyAsync(to[i], &values[i], sizeof(float), cudaMemcpyHostToDevice, m->on));
+    }
+    sync_stream(m->on);
+}
+
+/* The options of a call on a side. */
+static inline spccl_prune_options options_of(const struct scene *s, const struct side *side)
+{
+    spccl_prune_options o = s->options;
+    if (!s->clips)
+        return o;
+    o.norm = side->norm;
+    o.factor = side->factor;
+    o.loss_scale = side->loss_scale;
+    o.squares = side->squares;
+    o.n_squares = N_SQUARES;
+    o.square = (uint32_t)(s->seed % N_SQUARES);
+    o.max_norm = 300;
+    return o;
+}
+
 /* Fill a gradient on the host with what rank and step determine, and copy it to both sides. */
 static inline void load_gradient(const struct rank_ctx *c, const struct scene *s, int step,
                                  struct side *sides)
@@ -104,6 +144,8 @@ static inline void load_gradient(const struct rank_ctx *c, const struct scene *s
     for (int k = 0; k < 2; k++)
         CUDA_OK(cudaMemcpyAsync(sides[k].grad, x, s->n * 4, cudaMemcpyHostToDevice, m->on));
     sync_stream(m->on);
+    if (s->clips)
+        load_clip(c, &rng, step, sides);
 }
 
 static inline void clear_state(const struct rank_ctx *c, const struct scene *s, struct side *side)
@@ -116,6 +158,7 @@ static inline void clear_state(const struct rank_ctx *c, const struct scene *s, 
     for (size_t i = 0; i < s->n_segments; i++)
         states[i].threshold = (double)(float)((double)(next_rand(&rng) % 6) * 0.4);
     CUDA_OK(cudaMemcpyAsync(side->states, states, N_STATES * sizeof *states, cudaMemcpyHostToDevice, m->on));
+    CUDA_OK(cudaMemsetAsync(side->squares, 0, N_SQUARES * sizeof *side->squares, m->on));
     CUDA_OK(cudaMemsetAsync(side->residual, 0, bytes, m->on));
     CUDA_OK(cudaMemsetAsync(side->velocity, 0, bytes, m->on));
     sync_stream(m->on);
@@ -142,13 +185,14 @@ static inline void compare_sides(const struct rank_ctx *c, const struct scene *s
     check_bytes(c, s, "the velocity", sides[0].velocity, sides[1].velocity, bytes);
     check_bytes(c, s, "the states", sides[0].states, sides[1].states,
                 s->n_segments * sizeof *sides[0].states);
+    check_bytes(c, s, "the squares", sides[0].squares, sides[1].squares, N_SQUARES * sizeof(double));
 }
 
 static inline spccl_status call_lists(const struct rank_ctx *c, const struct scene *s,
                                       const struct side *side)
 {
     cudaStream_t on = rank_buffers[c->rank].on;
-    spccl_prune_options o = s->options;
+    spccl_prune_options o = options_of(s, side);
     if (s->staged) {
         spccl_status st;
         o.stage = 1;
@@ -162,7 +206,8 @@ static inline spccl_status call_lists(const struct rank_ctx *c, const struct sce
 static inline spccl_status call_both(const struct rank_ctx *c, const struct scene *s, const struct side *side)
 {
     cudaStream_t on = rank_buffers[c->rank].on;
-    spccl_status st = spccl_cuda_prune(side->plan, side->grad, &s->options, on);
+    spccl_prune_options o = options_of(s, side);
+    spccl_status st = spccl_cuda_prune(side->plan, side->grad, &o, on);
     return st != SPCCL_OK
                ? st
                : spccl_cuda_all_reduce(c->comm, side->grad, side->grad, s->n, SPCCL_FLOAT32, s->op, on);

@@ -16,6 +16,7 @@ static struct scene random_scene(uint64_t seed, uint64_t n_sizes)
     s.odd = next_rand(&rng) % 2 == 0;
     s.staged = next_rand(&rng) % 3 == 0;
     s.no_residual = next_rand(&rng) % 8 == 0;
+    s.clips = next_rand(&rng) % 2 == 0;
     s.op = next_rand(&rng) % 2 == 0 ? SPCCL_SUM : SPCCL_AVG;
     s.options.keep_thresholds = next_rand(&rng) % 2 == 0;
     s.options.density = next_rand(&rng) % 2 == 0 ? 0.01 : 0.2;
