@@ -1,6 +1,7 @@
 /* test_ib_wire.c - what ranks tell each other over transport ib: connect info, addresses, and the 32 bits of a write. */
 #include "core/contract/transport.h"
 #include "test.h"
+#include "transport/common/transports.h"
 #include "transport/net/ib.h"
 
 static sp_ib_connect_info some_connect_info(void)
@@ -163,6 +164,37 @@ static void test_pairs(void)
     }
 }
 
+/* The rate of a pair counts the ports that its rails join. Each port of the one rank has 100 Mbit/s. */
+static void test_rates(void)
+{
+    static const struct {
+        const char *mine, *theirs;
+        uint32_t its_mbps, want;
+    } cases[] = {{"a", "a", 100, 100},
+                 {"ab", "ab", 200, 200},
+                 {"ab", "bc", 200, 100}, /* each has a port in a subnet of its own */
+                 {"abc", "a", 400, 100}, /* the sums' smaller one is 300 */
+                 {"abcb", "bbaa", 160, 120},
+                 {"Aab", "Aab", 300, 100}, /* one port is near at both */
+                 {"aa", "aa", 0, 0},
+                 {"a", "I", 100, 0},
+                 {"aaaa", "aaaa", UINT32_MAX, 400}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct sp_ib ep = {.n_devices = (int)strlen(cases[i].mine), .address = ports_of(cases[i].mine, 1)};
+        sp_ib_address theirs = ports_of(cases[i].theirs, 2);
+        uint8_t bytes[SP_ADDRESS_BYTES_MAX] = {0};
+        size_t head = sp_ib_write_address(&theirs, bytes);
+        uint32_t got, back;
+        for (int d = 0; d < ep.n_devices; d++)
+            ep.devices[d].speed_mbps = 100;
+        got = sp_transport_ib.pair_mbps((sp_endpoint *)&ep, bytes, head + 1, cases[i].its_mbps);
+        back = sp_ib_rails_mbps(&theirs, cases[i].its_mbps, &ep.address, 100 * ep.address.n);
+        CHECK(got == cases[i].want && back == got, "%s and %s: got %u, the peer %u, wanted %u", cases[i].mine,
+              cases[i].theirs, got, back, cases[i].want);
+        CHECK(sp_transport_ib.pair_mbps((sp_endpoint *)&ep, bytes, 5, 100) == 0, "no address");
+    }
+}
+
 static void test_keep(void)
 {
     static const struct {
@@ -258,6 +290,7 @@ int main(int argc, char **argv)
                                              {"parts", test_parts},
                                              {"address", test_address},
                                              {"pairs", test_pairs},
+                                             {"rates", test_rates},
                                              {"keep", test_keep},
                                              {"writes", test_writes},
                                              {NULL, NULL}};

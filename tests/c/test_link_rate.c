@@ -1,6 +1,9 @@
 /* test_link_rate.c - when rates change the order of transports: as a table, and in groups over the test plugin, whose
- * devices have a rate below or above that of an interface of tcp. */
+ * devices have a rate below or above that of an interface of tcp; and between two transports of this file, of which one
+ * knows that a pair uses some of its cards only. */
+#include "core/base/bits.h"
 #include "core/contract/link_rate.h"
+#include "core/run/boot_links.h"
 #include "spccl.h"
 #include "test.h"
 
@@ -39,6 +42,105 @@ static void test_table(void)
     }
     CHECK(sp_rate_of_pair(0, 5) == 0 && sp_rate_of_pair(5, 0) == 0 && sp_rate_of_pair(7, 5) == 5,
           "the rate of a pair");
+}
+
+/* ---- a transport that knows the rate of each pair ---- */
+
+static bool fake_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
+{
+    (void)ep;
+    (void)address;
+    (void)bytes;
+    snprintf(why, why_cap, "always");
+    return true;
+}
+
+static spccl_status fake_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes)
+{
+    (void)ep;
+    (void)peer;
+    (void)address;
+    (void)bytes;
+    return SPCCL_OK;
+}
+
+static spccl_status fake_connect_step(sp_endpoint *ep)
+{
+    (void)ep;
+    return SPCCL_OK;
+}
+
+static size_t fake_message_max(sp_endpoint *ep)
+{
+    (void)ep;
+    return 4096;
+}
+
+static void fake_close(sp_endpoint *ep)
+{
+    (void)ep;
+}
+
+/* Of three cards one carries the pair. */
+static uint32_t third_of(sp_endpoint *ep, const uint8_t *address, size_t bytes, uint32_t its_mbps)
+{
+    (void)ep;
+    CHECK(bytes == 1 && address[0] == 'A', "%zu bytes of an address", bytes);
+    return its_mbps / 3;
+}
+
+/* What the peer publishes: `n` transports, each with an address of one byte. */
+static void publish(sp_published *p, const sp_transport *const *transports, const uint32_t *mbps, uint32_t n)
+{
+    size_t at = SP_BOOT_HEAD_BYTES;
+    memset(p->blob, 0, sizeof p->blob);
+    sp_store_le32(p->blob + 16, n);
+    sp_store_le32(p->blob + SP_BOOT_RATES_AT, 1);
+    for (uint32_t i = 0; i < n; i++) {
+        size_t name_bytes = strlen(transports[i]->name);
+        sp_store_le32(p->blob + at, (uint32_t)name_bytes);
+        memcpy(p->blob + at + 4, transports[i]->name, name_bytes);
+        at += 4 + name_bytes;
+        sp_store_le32(p->blob + at, mbps[i]);
+        sp_store_le32(p->blob + at + 4, 1);
+        p->blob[at + 8] = 'A';
+        at += 9;
+    }
+    p->bytes = at;
+}
+
+/* 300 Gbit/s over three cards, or 250 Gbit/s: the pair uses one of the three. */
+static void test_pair(void)
+{
+    static const uint32_t mbps[] = {300000, 250000};
+    for (int knows = 0; knows <= 1; knows++) {
+        const sp_transport later = {.name = "later",
+                                    .can_reach = fake_can_reach,
+                                    .add_peer = fake_add_peer,
+                                    .connect_step = fake_connect_step,
+                                    .message_max = fake_message_max,
+                                    .close = fake_close};
+        sp_transport cards = later;
+        const sp_transport *both[] = {&cards, &later};
+        sp_link peers[2] = {{.transport = NULL}};
+        sp_published all[2];
+        const sp_boot_config config = {.world_size = 2, .rates_decide = true};
+        sp_links links = {.world_size = 2,
+                          .peers = peers,
+                          .n_endpoints = 2,
+                          .transports = {&cards, &later},
+                          .endpoints = {(sp_endpoint *)&all[0], (sp_endpoint *)&all[1]},
+                          .rates_mbps = {mbps[0], mbps[1]},
+                          .message_max = 4096};
+        cards.name = "cards";
+        cards.pair_mbps = knows ? third_of : NULL;
+        publish(&all[1], both, mbps, 2);
+        CHECK_OK(sp_boot_connect(&links, &config, all));
+        CHECK(peers[1].transport == (knows ? &later : &cards) && links.n_endpoints == 1, "knows %d: \"%s\"",
+              knows, peers[1].text);
+        CHECK(!knows || strcmp(peers[1].text, "later: always, 250.0 Gbit/s; cards has 100.0") == 0, "\"%s\"",
+              peers[1].text);
+    }
 }
 
 /* ---- groups: the interface of tcp is one end of a virtual cable, whose driver says 10 Gbit/s ---- */
@@ -139,6 +241,7 @@ static void test_groups(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"table", test_table}, {"groups", test_groups}, {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"table", test_table}, {"pair", test_pair}, {"groups", test_groups}, {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

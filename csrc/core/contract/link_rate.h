@@ -1,9 +1,9 @@
 /* link_rate.h - when the rates of two transports change the order in which a pair of ranks tries them.
  *
  * A rate is what a rank published: Mbit/s of its network cards, 0 if unknown. The rate of a pair is the smaller one of its
- * two ranks. A transport that is later in the order is taken if both rates are known and its rate is more than twice
- * that of the one before. Two times is not enough: a bond of two ports has twice the rate of one port, and RDMA over one
- * port costs less CPU time than TCP over both. */
+ * two ranks, or what the transport says of this pair (pair_mbps in transport.h). A transport that is later in the order is
+ * taken if both rates are known and its rate is more than twice that of the one before. Two times is not enough: a bond of
+ * two ports has twice the rate of one port, and RDMA over one port costs less CPU time than TCP over both. */
 #ifndef SP_LINK_RATE_H
 #define SP_LINK_RATE_H
 

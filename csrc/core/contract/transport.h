@@ -109,6 +109,9 @@ typedef struct sp_transport {
 
     /* Mbit/s of the network cards that this endpoint uses, 0 if unknown. NULL: unknown, or no network. */
     uint32_t (*rate_mbps)(sp_endpoint *ep);
+    /* Mbit/s between this endpoint and the one at `address`, which can_reach accepts and whose rate_mbps is its_mbps. 0 if
+     * one of both rates is unknown. Both ends get the same answer. NULL: the smaller one of both rates. */
+    uint32_t (*pair_mbps)(sp_endpoint *ep, const uint8_t *address, size_t bytes, uint32_t its_mbps);
 
     /* What this transport found on this host, for `spccl info`: texts that stay valid. NULL: it looks for nothing. */
     void (*inform)(const char **value, const char **why);

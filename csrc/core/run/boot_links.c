@@ -58,6 +58,14 @@ bool sp_published_find(const sp_published *p, const char *name, sp_published_tra
 
 /* ---- choosing ---- */
 
+static uint32_t pair_mbps(const sp_links *links, const struct candidate *c)
+{
+    const sp_transport *t = links->transports[c->i];
+    if (t->pair_mbps != NULL)
+        return t->pair_mbps(links->endpoints[c->i], c->peer.address, c->peer.address_bytes, c->peer.mbps);
+    return sp_rate_of_pair(c->peer.mbps, links->rates_mbps[c->i]);
+}
+
 /* Find the transports that both ranks offer and that reach the peer, in the order of the lower rank. `tried` gets why the
  * others do not. Returns their number. */
 static int find_candidates(const sp_links *links, int peer, const sp_published *p, struct candidate *out,
@@ -78,7 +86,7 @@ static int find_candidates(const sp_links *links, int peer, const sp_published *
             snprintf(tried + used, 600 - used, "%s%s: %s", used != 0 ? "; " : "", t->name, c.why);
             continue;
         }
-        c.peer.mbps = sp_rate_of_pair(c.peer.mbps, links->rates_mbps[i]); /* the peer computes the same */
+        c.peer.mbps = pair_mbps(links, &c); /* the peer computes the same */
         if (links->rank < peer)
             c.peer.position = i;
         for (; at > 0 && out[at - 1].peer.position > c.peer.position; at--)

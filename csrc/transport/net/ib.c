@@ -391,6 +391,7 @@ const sp_transport sp_transport_ib = {
     .is_rdma = ib_is_rdma,
     .ns_per_byte = ib_ns_per_byte,
     .rate_mbps = sp_ib_rate_mbps,
+    .pair_mbps = sp_ib_pair_mbps,
     .inform = sp_ib_inform,
     .device = sp_ib_net_device,
     .open = ib_open,

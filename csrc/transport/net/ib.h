@@ -173,6 +173,7 @@ static inline uint64_t sp_ib_id(const struct sp_ib_peer *p, int peer, uint32_t q
 
 /* ib_address.c. As in transport.h. */
 uint32_t sp_ib_rate_mbps(sp_endpoint *ep);
+uint32_t sp_ib_pair_mbps(sp_endpoint *ep, const uint8_t *address, size_t bytes, uint32_t its_mbps);
 spccl_status sp_ib_address_of(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_ib_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
 void sp_ib_describe(sp_endpoint *ep, int peer, char *out, size_t cap);

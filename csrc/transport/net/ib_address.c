@@ -17,6 +17,18 @@ uint32_t sp_ib_rate_mbps(sp_endpoint *opaque)
     return mbps;
 }
 
+/* Of the devices that the rails of the pair join. */
+uint32_t sp_ib_pair_mbps(sp_endpoint *opaque, const uint8_t *address, size_t bytes, uint32_t its_mbps)
+{
+    struct sp_ib *ep = sp_ib_self(opaque);
+    sp_ib_address theirs;
+    const uint8_t *its_tcp;
+    size_t its_bytes;
+    if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes))
+        return 0;
+    return sp_ib_rails_mbps(&ep->address, sp_ib_rate_mbps(opaque), &theirs, its_mbps);
+}
+
 spccl_status sp_ib_address_of(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
     struct sp_ib *ep = sp_ib_self(opaque);

@@ -2,6 +2,7 @@
 #include "transport/net/ib_wire.h"
 
 #include "core/base/bits.h"
+#include "core/contract/link_rate.h"
 
 #include <string.h>
 
@@ -97,6 +98,13 @@ void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairi
     for (int wanted = 2; wanted >= 1 && out->n == 0; wanted--)
         for (int near = 1; near >= 0 && out->n == 0; near--)
             join_ports(low, high, wanted, near == 1, out);
+}
+
+uint32_t sp_ib_rails_mbps(const sp_ib_address *a, uint32_t a_mbps, const sp_ib_address *b, uint32_t b_mbps)
+{
+    sp_ib_pairing pairing;
+    sp_ib_pair(a, b, &pairing);
+    return pairing.n * sp_rate_of_pair(a_mbps / a->n, b_mbps / b->n);
 }
 
 int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept)

@@ -38,6 +38,9 @@ typedef struct sp_ib_pairing {
  * these, if some are near at both ranks, others are not used. A subnet is 24 bits of an IPv4 address, else the first 8
  * bytes of the GID. */
 void sp_ib_pair(const sp_ib_address *low, const sp_ib_address *high, sp_ib_pairing *out);
+/* Mbit/s of the rails of a pair. a_mbps, b_mbps: of all ports of a rank; its ports have the same rate. The order of the
+ * two ranks does not matter. */
+uint32_t sp_ib_rails_mbps(const sp_ib_address *a, uint32_t a_mbps, const sp_ib_address *b, uint32_t b_mbps);
 
 /* First message over the tcp link: the ends of the connections, and where the receive rings are.
  *   0 "spIS"   4 u16 n_qps   6 u16 n_queues   8 u32 segment bytes   12 u32 usable queue pairs, a bit each
