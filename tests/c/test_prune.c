@@ -127,6 +127,54 @@ static void test_segments(void)
     spccl_prune_plan_destroy(plan);
 }
 
+/* A plan of several segments gives the bits of plans of one segment each: with sampled thresholds, short and long
+ * segments, some of them whole, some without residual or velocity. */
+static void test_together_and_alone(void)
+{
+    static const spccl_dtype dtypes[] = {SPCCL_FLOAT32, SPCCL_BFLOAT16, SPCCL_FLOAT64};
+    static const size_t sizes[] = {1500, 7, 66000, 513, 1200, 700};
+    static spccl_prune_state states[2][6];
+    static struct arrays together;
+    for (int round = 0; round < 6; round++) {
+        spccl_dtype dtype = dtypes[round % 3];
+        size_t e = spccl_dtype_bytes(dtype), state_bytes = spccl_dtype_bytes(state_dtype(dtype)), at = 0;
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        spccl_prune_segment s[6];
+        spccl_prune_plan *plan = NULL;
+        o.momentum = 0.9;
+        o.residual_bf16 = dtype != SPCCL_FLOAT64 && round >= 3;
+        memset(states, 0, sizeof states);
+        for (size_t i = 0; i < 6; at += sizes[i++])
+            s[i] = (spccl_prune_segment){.begin = at,
+                                         .n_elems = sizes[i],
+                                         .residual = i == 1 ? NULL : got.residual + at * state_bytes,
+                                         .velocity = i == 4 ? NULL : got.velocity + at * state_bytes,
+                                         .state = &states[0][i],
+                                         .key = (uint32_t)i,
+                                         .whole = i == 3};
+        fill(&before, dtype, at, false);
+        memset(before.residual, 0, sizeof before.residual);
+        got = before;
+        CHECK_OK(spccl_prune_plan_create(s, 6, at, dtype, -1, &plan));
+        for (int step = 0; step < 3; step++)
+            CHECK_OK(spccl_prune(plan, got.grad, &o));
+        spccl_prune_plan_destroy(plan);
+        together = got;
+        got = before;
+        for (size_t i = 0; i < 6; i++) {
+            void *grad = got.grad + s[i].begin * e;
+            s[i].begin = 0;
+            s[i].state = &states[1][i];
+            CHECK_OK(spccl_prune_plan_create(&s[i], 1, sizes[i], dtype, -1, &plan));
+            for (int step = 0; step < 3; step++)
+                CHECK_OK(spccl_prune(plan, grad, &o));
+            spccl_prune_plan_destroy(plan);
+        }
+        CHECK(memcmp(&got, &together, sizeof got) == 0, "round %d: gradient or state", round);
+        CHECK(memcmp(states[0], states[1], sizeof states[0]) == 0, "round %d: counts or thresholds", round);
+    }
+}
+
 /* With skip_zeros, a segment of zeros keeps residual and velocity and counts a step; others are pruned. */
 static void test_skip_zeros(void)
 {
@@ -232,12 +280,10 @@ static void test_bad_input(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"density", test_density},
-                                             {"schedule_and_scale", test_schedule_and_scale},
-                                             {"segments", test_segments},
-                                             {"skip_zeros", test_skip_zeros},
-                                             {"samples", test_samples},
-                                             {"bad_input", test_bad_input},
-                                             {NULL, NULL}};
+    static const struct test_case cases[] = {
+        {"density", test_density},       {"schedule_and_scale", test_schedule_and_scale},
+        {"segments", test_segments},     {"together_and_alone", test_together_and_alone},
+        {"skip_zeros", test_skip_zeros}, {"samples", test_samples},
+        {"bad_input", test_bad_input},   {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

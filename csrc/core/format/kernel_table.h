@@ -89,6 +89,10 @@ typedef struct sp_prune_args {
     sp_prune_random random; /* with residual_bf16 */
     uint64_t first;         /* place of element 0 in its segment, likewise */
     uint64_t most;
+    /* Gradient, residual and velocity that the caller reads next; NULL if none. A kernel may prefetch them to the
+     * L2 cache: while it prunes, memory is not busy. */
+    const void *next[3];
+    size_t next_bytes[3];
     size_t n_done;        /* out: elements pruned, from the first on */
     uint64_t n_sent;      /* out: elements sent, nonfinite ones included */
     uint64_t n_nonfinite; /* out: elements whose g or v is not finite */

@@ -16,7 +16,8 @@ struct job {
     const spccl_prune_plan *plan;
     const spccl_prune_options *o;
     const spccl_prune_segment *segment;
-    uint8_t *grad; /* of the segment */
+    const spccl_prune_segment *next; /* the next one that is sampled; NULL: none */
+    uint8_t *grad;                   /* of the segment */
     size_t elem_bytes, state_bytes, residual_bytes;
     sp_prune_factors f;
     float density;                /* wanted */
@@ -222,14 +223,14 @@ static size_t sample_above(const struct job *j, const sp_prune_sample *p, uint32
 
 /* The threshold: about `density` of the sampled entries have this magnitude or more. Most samples lie far below
  * it, and selecting among all of them takes as long as the rest of the pruning. So we look first at those above
- * half of the last threshold. If these are too few, we look at all. Both give the same result. */
+ * three quarters of the last threshold. If these are too few, we look at all. Both give the same result. */
 static double sampled_threshold(const struct job *j)
 {
     uint64_t *x = j->plan->magnitudes;
     sp_prune_sample p = sp_prune_sample_of(j->segment->n_elems, j->density, j->o->sample, j->o->seed,
                                            j->segment->key, j->segment->state->step);
     uint64_t rank = sp_prune_rank(p.n, (double)j->density);
-    uint32_t least = sp_prune_magnitude(j->segment->state->threshold / 2, true);
+    uint32_t least = sp_prune_magnitude(j->segment->state->threshold * 0.5, true);
     size_t n = sample_above(j, &p, least, x);
     if (n < rank)
         n = sample_above(j, &p, 0, x);
@@ -254,6 +255,22 @@ static void count(struct job *j, sp_prune_args a)
 {
     j->n_sent += a.n_sent;
     j->n_nonfinite += a.n_nonfinite;
+}
+
+/* Let the kernel prefetch the next segment. Its sample will touch most cache lines of a short segment. That takes
+ * longer than pruning it, if they are not in the cache. A long segment does not fit into the L2 cache, and its sample
+ * touches few lines of it. */
+static void prefetch_next_segment(const struct job *j, sp_prune_args *a)
+{
+    const spccl_prune_segment *next = j->next, *now = j->segment;
+    if (next == NULL || next->n_elems > SP_PRUNE_BLOCK_ELEMS)
+        return;
+    a->next[0] = j->grad + (next->begin - now->begin) * j->elem_bytes;
+    a->next_bytes[0] = next->n_elems * j->elem_bytes;
+    a->next[1] = next->residual;
+    a->next_bytes[1] = next->residual != NULL ? next->n_elems * j->residual_bytes : 0;
+    a->next[2] = next->velocity;
+    a->next_bytes[2] = next->velocity != NULL ? next->n_elems * j->state_bytes : 0;
 }
 
 static double next_larger(const struct job *j, double threshold)
@@ -320,6 +337,8 @@ static void prune_segment(struct job *j)
         double most = fmax(left, share); /* the shares of all blocks add up to the wanted number */
         sp_prune_args a = run_of(j, at, n);
         a.most = samples && most < (double)n ? (uint64_t)most : UINT64_MAX;
+        if (samples && at + n == n_elems)
+            prefetch_next_segment(j, &a);
         j->plan->kernels->prune(&a);
         count(j, a);
         if (a.n_done < n)
@@ -328,12 +347,13 @@ static void prune_segment(struct job *j)
     sp_prune_advance(j->o, j->segment->state, j->n_sent, j->n_nonfinite);
 }
 
-void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
-                          const spccl_prune_segment *s, void *grad)
+static void run_segment(const spccl_prune_plan *plan, const spccl_prune_options *o,
+                        const spccl_prune_segment *s, const spccl_prune_segment *next, void *grad)
 {
     struct job j = {.plan = plan,
                     .o = o,
                     .segment = s,
+                    .next = next,
                     .grad = grad,
                     .elem_bytes = sp_dtype_bytes(plan->dtype),
                     .state_bytes = plan->dtype == SPCCL_FLOAT64 ? 8 : 4,
@@ -346,6 +366,12 @@ void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_option
         sp_prune_advance_skipped(s->state);
     else
         prune_segment(&j);
+}
+
+void sp_prune_segment_run(const spccl_prune_plan *plan, const spccl_prune_options *o,
+                          const spccl_prune_segment *s, void *grad)
+{
+    run_segment(plan, o, s, NULL, grad);
 }
 
 spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_options *options)
@@ -368,7 +394,11 @@ spccl_status spccl_prune(spccl_prune_plan *plan, void *grad, const spccl_prune_o
         o.squares[o.square] = sp_prune_square_now(&o, plan->dtype == SPCCL_FLOAT64);
     for (size_t i = 0; i < plan->n_segments; i++) {
         const spccl_prune_segment *s = &plan->segments[i];
-        sp_prune_segment_run(plan, &o, s, (uint8_t *)grad + s->begin * elem_bytes);
+        size_t k = i + 1; /* the next segment that is sampled */
+        while (k < plan->n_segments && plan->segments[k].whole != 0)
+            k++;
+        run_segment(plan, &o, s, k < plan->n_segments ? &plan->segments[k] : NULL,
+                    (uint8_t *)grad + s->begin * elem_bytes);
     }
     return SPCCL_OK;
 }
