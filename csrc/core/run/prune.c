@@ -230,7 +230,7 @@ static double sampled_threshold(const struct job *j)
     sp_prune_sample p = sp_prune_sample_of(j->segment->n_elems, j->density, j->o->sample, j->o->seed,
                                            j->segment->key, j->segment->state->step);
     uint64_t rank = sp_prune_rank(p.n, (double)j->density);
-    uint32_t least = sp_prune_magnitude(j->segment->state->threshold * 0.5, true);
+    uint32_t least = sp_prune_magnitude(j->segment->state->threshold * 0.75, true);
     size_t n = sample_above(j, &p, least, x);
     if (n < rank)
         n = sample_above(j, &p, 0, x);
