@@ -66,14 +66,14 @@ static void check_group(struct rank_ctx *c)
     free(x);
 }
 
-static void run(struct scene *s, const char *const words[N_RANKS])
+static void run(struct scene *s, void (*fn)(struct rank_ctx *), const char *const words[N_RANKS])
 {
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
     config.timeout_ms = 120000;
     config.transports = s->transports;
     begin_log();
-    run_ranks(N_RANKS, &config, check_group, s, ctx);
+    run_ranks(N_RANKS, &config, fn, s, ctx);
     check_log(words);
     for (int r = 0; r < N_RANKS; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
@@ -99,7 +99,7 @@ static void test_some_pairs(void)
     fill(&s, "shm; fault failed: it failed for a test");
     s.text[0][2] = s.text[2][0] = "fault: ";
     sp_fault = (sp_fault_plan){.inner = "tcp", .fails = "pair", .fails_rank = 1};
-    run(&s, words);
+    run(&s, check_group, words);
 }
 
 /* All pairs leave, so the endpoint that failed is closed. */
@@ -109,7 +109,7 @@ static void test_all_pairs(void)
     struct scene s = {.transports = "fault,inproc"};
     fill(&s, "inproc; fault failed");
     sp_fault = (sp_fault_plan){.inner = "tcp", .fails = "pair", .fails_rank = -1};
-    run(&s, words);
+    run(&s, check_group, words);
 }
 
 /* Nothing fails, or there is no next transport: the first one carries all pairs, and the others are closed. */
@@ -119,13 +119,13 @@ static void test_no_next(void)
     struct scene s = {.transports = "fault,shm,tcp"};
     fill(&s, "fault: ");
     sp_fault = (sp_fault_plan){.inner = "tcp"};
-    run(&s, silent);
+    run(&s, check_group, silent);
     s.transports = "fault,tcp"; /* its own tcp link is the next one */
     sp_fault = (sp_fault_plan){.inner = "tcp", .fails = "pair", .fails_rank = -1};
-    run(&s, silent);
+    run(&s, check_group, silent);
     s.transports = "shm,fault"; /* what is before it in the list is no next one */
     fill(&s, "shm: ");
-    run(&s, silent);
+    run(&s, check_group, silent);
 }
 
 static const struct test_case cases[] = {
@@ -133,15 +133,14 @@ static const struct test_case cases[] = {
 
 #else
 
-/* Queue pairs cannot be opened. */
+/* Queue pairs cannot be opened, unless this is set. */
+static bool opens_qps;
+spccl_status __real_sp_ib_link_open(void *d, int n_writes, int n_receives, void **out, void *mine);
 spccl_status __wrap_sp_ib_link_open(void *d, int n_writes, int n_receives, void **out, void *mine);
 spccl_status __wrap_sp_ib_link_open(void *d, int n_writes, int n_receives, void **out, void *mine)
 {
-    (void)d;
-    (void)n_writes;
-    (void)n_receives;
-    (void)out;
-    (void)mine;
+    if (opens_qps)
+        return __real_sp_ib_link_open(d, n_writes, n_receives, out, mine);
     return SP_FAIL(SPCCL_ERR_SYSTEM, "device rxe0 port 1: no queue pair for a test");
 }
 
@@ -154,9 +153,9 @@ static void test_plugin(void)
     struct scene s = {.transports = "ib,ncclnet,tcp", .rdma = true};
     setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
     fill(&s, "; ib failed: device rxe"); /* after what ncclnet says */
-    run(&s, words);
+    run(&s, check_group, words);
     s.transports = "ib,ncclnet"; /* tcp may not carry messages */
-    run(&s, words);
+    run(&s, check_group, words);
 }
 
 static void test_tcp(void)
@@ -167,10 +166,58 @@ static void test_tcp(void)
     struct scene s = {.transports = "ib,ncclnet,tcp"};
     setenv("SPCCL_NET_PLUGIN", "none", 1);
     fill(&s, "tcp, as ib failed: device rxe");
-    run(&s, words);
+    run(&s, check_group, words);
 }
 
-static const struct test_case cases[] = {{"tcp", test_tcp}, {"plugin", test_plugin}, {NULL, NULL}};
+/* Join a second group, for which this process cannot have the card, while the first one is up. Both carry sums. */
+static void check_second(struct rank_ctx *c)
+{
+    const struct scene *scenes = c->arg;
+    const spccl_store store = {
+        .struct_bytes = sizeof store, .ctx = c->store, .set = mem_store_set, .get = mem_store_get};
+    struct rank_ctx second = *c;
+    spccl_config config = *c->config;
+    char host[24];
+    snprintf(host, sizeof host, "host %d", c->rank);
+    config.host_id = host;
+    config.name = "second";
+    config.transports = scenes[1].transports;
+    second.arg = (void *)&scenes[1];
+    second.comm = NULL;
+    check_group(c);
+    CHECK_OK(spccl_comm_create(&store, c->rank, c->n_ranks, &config, &second.comm));
+    if (second.comm != NULL)
+        check_group(&second);
+    check_group(c);
+    CHECK_OK(spccl_comm_destroy(second.comm));
+}
+
+/* ib, a plugin and tcp on one card: the first two take turns. The plugin's device is named as the interface of rxe0. */
+static void test_one_card(void)
+{
+    static const char *const words[N_RANKS] = {
+        "of this process uses this card", "of this process uses this card", "of this process uses this card"};
+    struct scene first_ib[2] = {{.transports = "ib", .rdma = true}, {.transports = "ncclnet,tcp"}};
+    struct scene first_plugin[2] = {{.transports = "ncclnet", .rdma = true}, {.transports = "ib,tcp"}};
+    opens_qps = true;
+    setenv("SPCCL_IB_DEVICE", "rxe0", 1);
+    setenv("TEST_NET_DEVICE", "va", 1);
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_12.so", 1);
+    fill(&first_ib[0], "ib: device rxe0");
+    fill(&first_ib[1], "tcp, as the plugin failed: device va: transport ib of this process uses this card");
+    fill(&first_plugin[0], "ncclnet: plugin Test Sockets");
+    fill(&first_plugin[1],
+         "tcp, as ib failed: device rxe0 port 1: transport ncclnet of this process uses this");
+    for (int turn = 0; turn < 2; turn++) {
+        run(first_ib, check_second, words);
+        run(first_plugin, check_second, words);
+    }
+    opens_qps = false;
+    unsetenv("SPCCL_IB_DEVICE");
+}
+
+static const struct test_case cases[] = {
+    {"tcp", test_tcp}, {"plugin", test_plugin}, {"one_card", test_one_card}, {NULL, NULL}};
 
 #endif
 

@@ -8,6 +8,7 @@
  *   TEST_NET_SPEED=n      net_speed in Mbit/s of the devices; the second half is ten times slower
  *   TEST_NET_POINTERS=n   memory that it registers, as in ptrSupport; default 1: host memory
  *   TEST_NET_PCI=path     place of all devices in sysfs; TEST_NET_FLUSH=1: they want a flush (from version 9 on)
+ *   TEST_NET_DEVICE=s     name of the first device; default sock0
  *   TEST_NET_COMMS=n      most connections of a device
  *   TEST_NET_NAME=s       name of the plugin
  *   TEST_NET_BUSY=n       one in n isend, irecv and test of an unfinished request does nothing
@@ -73,6 +74,7 @@ static logger log_line;
 int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
 char net_pci[200];
 char net_name[40] = "Test Sockets";
+char net_device[16] = "sock0";
 static int busy, slow, credit, wrong_size, for_nccl;
 static _Atomic uint32_t n_busy;
 
@@ -125,6 +127,7 @@ int net_misuse(const char *text)
 int net_start(logger log)
 {
     const char *name = getenv("TEST_NET_NAME"), *pci = getenv("TEST_NET_PCI");
+    const char *device = getenv("TEST_NET_DEVICE");
     log_line = log;
     net_n_devices = number("TEST_NET_DEVICES", 1);
     net_speed = number("TEST_NET_SPEED", 0);
@@ -138,6 +141,7 @@ int net_start(logger log)
     wrong_size = number("TEST_NET_SIZE", -1);
     for_nccl = number("TEST_NET_NCCL", 0);
     snprintf(net_name, sizeof net_name, "%s", name != NULL ? name : "Test Sockets");
+    snprintf(net_device, sizeof net_device, "%s", device != NULL ? device : "sock0");
     if (number("TEST_NET_ENV", 0) != 0) {
         setenv("TEST_NET_ADDED", "1", 1);
         setenv("NCCL_PROTO", "simple", 1);

@@ -10,6 +10,7 @@ typedef void (*logger)(int level, unsigned long flags, const char *file, int lin
 extern int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
 extern char net_pci[200];
 extern char net_name[40];
+extern char net_device[16];
 
 /* A line on stderr, and the result "invalid usage". */
 int net_misuse(const char *text);

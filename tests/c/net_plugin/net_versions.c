@@ -60,7 +60,7 @@ static int device_speed(int dev)
     do {                                                                                                     \
         memset((p), 0, sizeof *(p));                                                                         \
         snprintf(device_names[dev], sizeof device_names[dev], "sock%d", dev);                                \
-        (p)->name = device_names[dev];                                                                       \
+        (p)->name = (dev) == 0 ? net_device : device_names[dev];                                             \
         (p)->guid = (uint64_t)dev;                                                                           \
         (p)->pciPath = net_pci[0] != '\0' ? net_pci : NULL;                                                  \
         (p)->ptrSupport = net_pointers;                                                                      \
