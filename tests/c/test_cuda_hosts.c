@@ -2,6 +2,8 @@
  * host's collectives. */
 #include "cuda_hosts.h"
 
+#include "core/gpu/proxy.h"
+
 #include <dirent.h>
 
 /* ---- right results ---- */
@@ -117,6 +119,43 @@ static void test_figures(void)
     test_ranks_per_host = 2;
     setenv("SPCCL_CUDA_PROXIES", "3", 1);
     run_ranks(4, &config, has_figures, NULL, ctx);
+    for (int r = 0; r < 4; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+}
+
+/* A worker knows from the launch before how many bytes of the next frame to copy first. */
+static void keeps_first_bytes(struct rank_ctx *c)
+{
+    sp_remote_state *states;
+    sp_gpu_comm *g;
+    sp_ring_area area;
+    uint32_t most = 0;
+    if (!attach_gpu(c->comm, c->rank, 1))
+        return;
+    g = atomic_load(&c->comm->gpu);
+    area = sp_remote_inbox_area(g->shape);
+    states = calloc(g->shape.n_workers, sizeof *states);
+    check_works(c);
+    load_input(c, 60000);
+    CHECK_OK(sum(c, 60000, SPCCL_FLOAT32));
+    CHECK_OK(spccl_cuda_wait(c->comm, rank_buffers[c->rank].on, 120000));
+    CHECK_OK(g->ops->read(states, g->inboxes[c->rank] + sp_remote_state_off(&area, 0),
+                          g->shape.n_workers * sizeof *states));
+    for (uint32_t w = 0; w < g->shape.n_workers; w++)
+        for (uint32_t i = 0; i < SP_REMOTE_LINKS_MAX; i++)
+            most = states[w].first_bytes[i] > most ? states[w].first_bytes[i] : most;
+    CHECK(most > 512, "rank %d: %u bytes, although frames were longer", c->rank, most);
+    free(states);
+}
+
+static void test_first_bytes(void)
+{
+    struct rank_ctx ctx[RANKS_CAP];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    config.transports = "tcp";
+    config.format = SPCCL_FORMAT_DENSE;
+    test_ranks_per_host = 2;
+    run_ranks(4, &config, keeps_first_bytes, NULL, ctx);
     for (int r = 0; r < 4; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
@@ -257,6 +296,7 @@ int main(int argc, char **argv)
                                              {"credits_wait", test_credits_wait},
                                              {"graphs", test_graphs},
                                              {"figures", test_figures},
+                                             {"first_bytes", test_first_bytes},
                                              {NULL, NULL}};
     start_hosts(&argc, argv, 8);
     return test_main(cases, argc, argv);

@@ -102,7 +102,7 @@ typedef struct sp_remote_state {
     uint64_t frame_bytes;
     uint64_t n_frames[5];
     uint32_t claimed;
-    uint32_t pad;
+    uint32_t first_bytes[SP_REMOTE_LINKS_MAX]; /* recv_side.cuh; 0: no frame has come */
 } sp_remote_state;
 
 static inline SP_HD size_t sp_remote_state_off(const sp_ring_area *inbox, uint32_t worker)

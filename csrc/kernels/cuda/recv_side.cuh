@@ -63,6 +63,9 @@ template <> struct sp_recv_links<true> {
     sp_taken_link link; // L
 };
 
+// Bytes to copy of the first frame of a launch, or in a group on several hosts of the first that comes over a link.
+#define SP_FIRST_BYTES 512u
+
 // The frames of a slice that are taken together have entries in the pool. In groups on one host the entry of a frame is
 // the slot of its sender.
 //
@@ -83,8 +86,9 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
     bool next_prefetched; // with one_by_one: the next frame is being copied
     const uint8_t *from;  // L: the ring in this rank's inbox
     uint64_t taken;       // L: position of the next frame to take
-    // L: its offset in the ring; bytes of the next frame to copy before its size is known.
-    uint32_t taken_off, guess;
+    // L: its offset in the ring; how many of its bytes to copy before its size is known: a little more than the frame
+    // before had, as sizes of neighbours are alike.
+    uint32_t taken_off, first_bytes;
     int32_t arrived_bytes; // L: bytes after position `taken` that have arrived, as last seen
     uint32_t n, bytes;     // L: elements and bytes of this slice's frame; bytes 0: none
     sp_recv_links<REMOTE> links;
@@ -99,7 +103,7 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
                    ? 0
                    : half / (REMOTE ? entries : context.n_peers) & ~15u),
           queue(from_queue), ring_bytes(sp_inbox_ring_bytes(context.a.shape)), parity(0), prefetched(0),
-          one_by_one(false), next_prefetched(false), from(nullptr), taken(0), taken_off(0), guess(0),
+          one_by_one(false), next_prefetched(false), from(nullptr), taken(0), taken_off(0), first_bytes(0),
           arrived_bytes(0), n(0), bytes(0), frame_off(0)
     {
         if constexpr (REMOTE) {
@@ -112,7 +116,7 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
             if (ctx.is_mine(queue)) {
                 taken = ctx.state(ctx.q)->taken[queue][ctx.slot()];
                 taken_off = ctx.state(ctx.q)->taken_off[queue][ctx.slot()];
-                guess = min(512u, area);
+                first_bytes = min(SP_FIRST_BYTES, area);
                 from = ctx.inbox() + sp_inbox_ring_off(ctx.a.shape, queue, ctx.slot(), ctx.q);
             }
         }
@@ -139,7 +143,8 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
         taken = ctx.state(ctx.q)->taken[links.link.number];
         taken_off = ctx.state(ctx.q)->taken_off[links.link.number];
         from = ctx.inbox() + sp_area_ring_off(&ctx.a.remote.inbox, links.link.number, ctx.q);
-        guess = min(512u, area);
+        first_bytes = ctx.state(ctx.q)->first_bytes[links.link.number];
+        first_bytes = min(first_bytes != 0 ? first_bytes : SP_FIRST_BYTES, area);
         arrived_bytes = 0;
     }
     // With REMOTE, L: save the positions.
@@ -149,6 +154,7 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
             return;
         ctx.state(ctx.q)->taken[links.link.number] = taken;
         ctx.state(ctx.q)->taken_off[links.link.number] = taken_off;
+        ctx.state(ctx.q)->first_bytes[links.link.number] = first_bytes;
     }
     // With REMOTE: entry i = the contribution of the i-th peer after peer number k in rank order, for all entries. The
     // frames of the links before must have been taken, and nothing is prefetched.
@@ -243,7 +249,7 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
     // Start copies of the first bytes of the next frames into half `to`, for all lanes with n_there (L) != 0.
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t n_there)
     {
-        uint32_t wanted = n_there != 0 ? min(guess, ring_bytes - taken_off) : 0;
+        uint32_t wanted = n_there != 0 ? min(first_bytes, ring_bytes - taken_off) : 0;
 #if SP_HAS_BULK
         if (BULK) {
             if (wanted != 0) {
@@ -355,11 +361,11 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
                     sp_report_header<G::E>(ctx.a, ctx.q, queue, ring_slot(), slice, header, most, n);
             }
             frame_off = taken_off;
-            one_by_one = bytes > guess; // nothing past the end of the ring was fetched
+            one_by_one = bytes > first_bytes; // nothing past the end of the ring was fetched
             taken += bytes;
             arrived_bytes -= (int32_t)bytes;
             taken_off += bytes;
-            guess = min((bytes + 255) & ~127u, area);
+            first_bytes = min((bytes + 255) & ~127u, area);
         }
         for (uint32_t i = ctx.lane; i < n_entries() * 4; i += 32)
             header_of(i / 4)[i % 4] = ((const uint4 *)start_of(parity, i / 4))[i % 4];
