@@ -216,8 +216,26 @@ static void test_one_card(void)
     unsetenv("SPCCL_IB_DEVICE");
 }
 
-static const struct test_case cases[] = {
-    {"tcp", test_tcp}, {"plugin", test_plugin}, {"one_card", test_one_card}, {NULL, NULL}};
+/* `spccl info` lists the devices of the guest. */
+static void test_info(void)
+{
+    spccl_info_entry e = {.struct_bytes = sizeof e};
+    size_t i = 0;
+    while (spccl_info(i, &e) == SPCCL_OK && strcmp(e.name, "ib") != 0)
+        i++;
+    CHECK(strcmp(e.name, "ib") == 0 && strcmp(e.kind, "transport") == 0 &&
+              strcmp(e.value, "in, devices usable") == 0,
+          "%s %s: \"%s\"", e.kind, e.name, e.value);
+    CHECK(strstr(e.why, "device rxe0 port 1 (RoCE v2, ") != NULL && strstr(e.why, "GID 10.77.0.1)") != NULL &&
+              strstr(e.why, "device rxe1 port 1 (RoCE v2, ") != NULL,
+          "\"%s\"", e.why);
+}
+
+static const struct test_case cases[] = {{"info", test_info},
+                                         {"tcp", test_tcp},
+                                         {"plugin", test_plugin},
+                                         {"one_card", test_one_card},
+                                         {NULL, NULL}};
 
 #endif
 
