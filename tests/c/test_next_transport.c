@@ -1,12 +1,14 @@
 /* test_next_transport.c - a transport that fails for a pair of ranks at start-up: both ends take the next one, with one
  * warning, and collectives are right. Ranks are threads. With TEST_ONLY_TRANSPORT it is ib that fails, in the guest of
- * tools/softroce.py, and the next one is a net plugin; else transport/fault.h. */
+ * tools/softroce.py, and the next one is a net plugin; else transport/fault.h.
+ * There it also tests what ib has to do with cards: which devices it finds and chooses, and a card that a plugin wants. */
 #include "captured_log.h"
 #include "ranks.h"
 
 #include "core/base/status.h"
 #include "core/run/comm.h"
 #include "transport/fault.h"
+#include "transport/net/ib_verbs.h"
 
 #define N_RANKS 3
 #define N_ELEMS 30000
@@ -231,11 +233,48 @@ static void test_info(void)
           "\"%s\"", e.why);
 }
 
-static const struct test_case cases[] = {{"info", test_info},
-                                         {"tcp", test_tcp},
-                                         {"plugin", test_plugin},
-                                         {"one_card", test_one_card},
-                                         {NULL, NULL}};
+/* Distances of rxe0 and rxe1 from a GPU, in the order in which they are asked for. */
+static int distances[2], n_asked;
+int __wrap_sp_pci_distance(const char *a, const char *b);
+int __wrap_sp_pci_distance(const char *a, const char *b)
+{
+    CHECK(strcmp(a, "a GPU") == 0 || strcmp(b, "a GPU") == 0, "%s and %s", a, b);
+    return distances[n_asked++ % 2];
+}
+
+/* A GPU's messages take the devices closest to it, of all ranks the same ones. */
+static void test_near(void)
+{
+    static const struct {
+        int distances[2], n_rails;
+        const char *want; /* devices in order; + : near */
+    } gpus[] = {{{0, 0}, 4, "rxe0+rxe1+"},
+                {{3, 0}, 4, "rxe1+rxe0"},
+                {{1, 2}, 4, "rxe0+rxe1"},
+                {{2, 1}, 1, "rxe1+"},
+                {{1, 2}, 1, "rxe0+"}};
+    for (size_t i = 0; i < 2 * sizeof gpus / sizeof *gpus; i++) {
+        sp_ib_choice choice;
+        char got[8 * SP_IB_NAME_CAP] = "", rails[8];
+        int rank = (int)i % 2;
+        n_asked = 0;
+        memcpy(distances, gpus[i / 2].distances, sizeof distances);
+        snprintf(rails, sizeof rails, "%d", gpus[i / 2].n_rails);
+        setenv("SPCCL_IB_RAILS", rails, 1);
+        sp_ib_choose(rank, "a GPU", &choice);
+        for (int d = 0; d < choice.n; d++) {
+            strcat(got, choice.devices[d].name);
+            strcat(got, choice.devices[d].near ? "+" : "");
+        }
+        CHECK(strcmp(got, gpus[i / 2].want) == 0 && n_asked == 2, "case %zu, rank %d: %s, wanted %s (%s)",
+              i / 2, rank, got, gpus[i / 2].want, choice.why);
+    }
+    setenv("SPCCL_IB_RAILS", "1", 1);
+}
+
+static const struct test_case cases[] = {{"info", test_info},         {"near", test_near},
+                                         {"tcp", test_tcp},           {"plugin", test_plugin},
+                                         {"one_card", test_one_card}, {NULL, NULL}};
 
 #endif
 
