@@ -1,9 +1,22 @@
-/* test_cuda_direct.c - collectives of GPUs on several hosts over transport ib, with rings in GPU memory: the memory of a
- * GPU in software is host memory, so a device registers it by its address. tools/softroce.py runs it. */
+/* test_cuda_direct.c - collectives of GPUs on several hosts with rings in GPU memory: the memory of a GPU in software is
+ * host memory, so a device registers it by its address. Over transport ib: tools/softroce.py runs it. With
+ * NET_PLUGIN_FOLDER over ncclnet and the test plugin, which takes "GPU pointers". */
 #include "core/gpu/proxy.h"
 #include "cuda_hosts.h"
 
 #define SOON_MS 60000
+
+#if defined(NET_PLUGIN_FOLDER)
+#define TRANSPORT "ncclnet"
+#define DEVICE "sock0"
+#define NO_DMABUF_CALL "regMrDmaBuf"
+#define NO_AUTO "sysfs does not say"
+#else
+#define TRANSPORT "ib"
+#define DEVICE "rxe0"
+#define NO_DMABUF_CALL "ibv_reg_dmabuf_mr"
+#define NO_AUTO "registers no dmabuf"
+#endif
 
 /* What a rank must find in a group whose proxies use ib. */
 struct wanted {
@@ -75,7 +88,7 @@ static void test_info(void)
         n++;
         CHECK(strncmp(e.value, "pointers, possible with 0 of ", 29) == 0, "%s", e.value);
         CHECK(strstr(e.why, "SPCCL_GPU_DIRECT=pointers") != NULL &&
-                  strstr(e.why, "; rxe0 (ib): no: ") != NULL,
+                  strstr(e.why, "; " DEVICE " (" TRANSPORT "): no: ") != NULL,
               "%s", e.why);
     }
     CHECK(n == n_gpus || n == 16, "entries of %d GPUs, wanted %d", n, n_gpus);
@@ -104,11 +117,11 @@ static void test_relays(void)
 static void test_slow(void)
 {
     group_transports = "fault";
-    sp_fault = (sp_fault_plan){.inner = "ib", .seed = test_rand(), .hold_one_in = 3};
+    sp_fault = (sp_fault_plan){.inner = TRANSPORT, .seed = test_rand(), .hold_one_in = 3};
     run_wanted(2, 1,
                (struct wanted){.group = {.n_random = 4, .max_ctas = 1}, .direct = true, .why = by_pointers});
-    sp_fault = (sp_fault_plan){.inner = "ib"};
-    group_transports = "ib";
+    sp_fault = (sp_fault_plan){.inner = TRANSPORT};
+    group_transports = TRANSPORT;
 }
 
 /* What no device can do, or one rank cannot: the rings of both ranks lie in pinned memory, for a reason that is named. */
@@ -116,20 +129,20 @@ static void test_refused(void)
 {
     struct wanted w = {.group = {.n_random = 1}, .direct = false};
     setenv("SPCCL_GPU_DIRECT", "dmabuf", 1);
-    w.why = "ibv_reg_dmabuf_mr";
+    w.why = NO_DMABUF_CALL;
     run_wanted(2, 1, w);
     setenv("SPCCL_GPU_DIRECT", "auto", 1);
-    w.why = "registers no dmabuf";
+    w.why = NO_AUTO;
     run_wanted(2, 1, w);
     setenv("SPCCL_GPU_DIRECT", "pointers", 1);
     group_transports = "fault";
-    sp_fault = (sp_fault_plan){.inner = "ib", .fails = "open_region", .fails_rank = 1};
+    sp_fault = (sp_fault_plan){.inner = TRANSPORT, .fails = "open_region", .fails_rank = 1};
     w.why = "open_region failed for a test";
     run_wanted(2, 1, w);
     group_transports = "tcp";
     w.why = "transport tcp has no way";
     run_wanted(2, 1, w);
-    group_transports = "ib";
+    group_transports = TRANSPORT;
 }
 
 /* ---- a peer dies, or sends wrong positions ---- */
@@ -169,13 +182,13 @@ static void run_lost(void)
     config.transports = "fault";
     run_ranks(2, &config, loses_peer, &n_ended, ctx);
     CHECK(n_ended == 2, "%d ranks ended", n_ended);
-    sp_fault = (sp_fault_plan){.inner = "ib"};
+    sp_fault = (sp_fault_plan){.inner = TRANSPORT};
 }
 
 /* Both the links of the group and the proxies use the plan; the group alone sends fewer than 100 messages. */
 static void test_dead_peer(void)
 {
-    sp_fault = (sp_fault_plan){.inner = "ib", .cut_after = 100, .cut_rank = 1};
+    sp_fault = (sp_fault_plan){.inner = TRANSPORT, .cut_after = 100, .cut_rank = 1};
     run_lost();
 }
 
@@ -187,6 +200,10 @@ int main(int argc, char **argv)
         {NULL, NULL}};
     setenv("SPCCL_GPU_DIRECT", "pointers", 1);
     start_hosts(&argc, argv, 4);
-    group_transports = "ib";
+    group_transports = TRANSPORT;
+#if defined(NET_PLUGIN_FOLDER)
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    setenv("TEST_NET_POINTERS", "3", 1);
+#endif
     return test_main(cases, argc, argv);
 }

@@ -127,7 +127,8 @@ static spccl_status nn_reserve(sp_endpoint *opaque, int peer, int queue, size_t 
                        ep->config.rank, bytes, peer, nn_message_max(opaque));
     if (p->gone)
         return peer_gone(ep, peer);
-    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes);
+    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes + sp_nn_list_room(p));
+    p->n_pending = 0;
     if (space == NULL)
         return SPCCL_AGAIN;
     *out = space;
@@ -144,9 +145,25 @@ static spccl_status nn_commit(sp_endpoint *opaque, int peer, int queue, uint32_t
     if (p->tx[queue].ring.reserved == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
                        ep->config.rank, peer, queue);
-    if (sp_nn_ring_commit(&p->tx[queue].ring))
+    if (p->puts)
+        sp_nn_commit_puts(ep, peer);
+    if (sp_nn_ring_commit(&p->tx[queue].ring) || p->puts)
         sp_nn_thread_kick(ep);
     return SPCCL_OK;
+}
+
+/* The oldest message, with the list of its puts. */
+static spccl_status peek_whole(struct sp_ncclnet *ep, int peer, int queue, const void **out, size_t *bytes)
+{
+    const struct sp_nn_peer *p = &ep->peers[peer];
+    size_t most = nn_message_max((sp_endpoint *)ep) + sp_nn_list_room(p);
+    return sp_nn_ring_peek(&p->rx[queue].ring, most, out, bytes);
+}
+
+static spccl_status end_peek(struct sp_ncclnet *ep, int peer, spccl_status st)
+{
+    const struct sp_nn_peer *p = &ep->peers[peer];
+    return st == SPCCL_AGAIN && p->over && !p->puts_due ? peer_gone(ep, peer) : st;
 }
 
 static spccl_status nn_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
@@ -156,14 +173,17 @@ static spccl_status nn_peek(sp_endpoint *opaque, int peer, int queue, const void
     spccl_status st;
     if (by_tcp(p))
         return tcp->peek(ep->tcp, peer, queue, out, bytes);
-    st = sp_nn_ring_peek(&p->rx[queue].ring, nn_message_max(opaque), out, bytes);
+    p->puts_due = false;
+    st = peek_whole(ep, peer, queue, out, bytes);
+    if (st == SPCCL_OK && p->puts)
+        return end_peek(ep, peer, sp_nn_take_puts(ep, peer, *out, bytes));
     if (st == SPCCL_ERR_FORMAT) {
         char text[300];
         snprintf(text, sizeof text, "%s", spccl_last_error());
         return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", ep->config.rank, peer,
                        text);
     }
-    return st == SPCCL_AGAIN && p->over ? peer_gone(ep, peer) : st;
+    return end_peek(ep, peer, st);
 }
 
 static spccl_status nn_release(sp_endpoint *opaque, int peer, int queue)
@@ -177,6 +197,8 @@ static spccl_status nn_release(sp_endpoint *opaque, int peer, int queue)
     if (nn_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", ep->config.rank,
                        peer, queue);
+    (void)peek_whole(ep, peer, queue, &message, &bytes);
+    p->announced = false;
     if (sp_nn_ring_release(&p->rx[queue].ring, bytes))
         sp_nn_thread_kick(ep);
     return SPCCL_OK;
@@ -321,6 +343,7 @@ static void finish_sending(struct sp_ncclnet *ep)
                 continue;
             for (int k = 0; k < ep->config.n_queues; k++)
                 busy = busy || sp_nn_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
+            busy = busy || atomic_load(&p->put_tx.q.ring.done) != atomic_load(&p->put_tx.q.ring.allowed);
         }
         if (busy)
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
@@ -443,6 +466,7 @@ const sp_transport sp_transport_ncclnet = {
     .arm = nn_arm,
     .disarm = nn_disarm,
     .abort_peers = nn_abort_peers,
+    .puts = &sp_nn_puts,
     .memory_bytes = nn_memory_bytes,
     .close = nn_close,
 };

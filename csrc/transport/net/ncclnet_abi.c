@@ -58,7 +58,10 @@ typedef int (*devices_fn)(int *n);
 typedef int (*properties_fn)(int dev, void *props);
 typedef int (*accept_fn)(void *listener, void **comm, void **device_comm);
 typedef int (*reg_fn)(void *comm, void *data, size_t bytes, int type, void **mr);
+typedef int (*reg_dmabuf_fn)(void *comm, void *data, size_t bytes, int type, uint64_t offset, int fd,
+                             void **mr);
 typedef int (*dereg_fn)(void *comm, void *mr);
+typedef int (*flush_fn)(void *comm, int n, void **data, int *bytes, void **mrs, void **request);
 typedef int (*test_fn)(void *request, int *done, int *bytes);
 typedef int (*close_fn)(void *comm);
 
@@ -172,6 +175,14 @@ int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, 
     return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, SP_NN_POINTER_HOST, mr);
 }
 
+int sp_nn_reg_gpu(const sp_nn_plugin *p, void *comm, const sp_region_config *m, void **mr)
+{
+    if (m->dmabuf < 0)
+        return CALL(p, reg_fn, SP_NN_REG_MR)(comm, m->address, m->bytes, SP_NN_POINTER_CUDA, mr);
+    return CALL(p, reg_dmabuf_fn, SP_NN_REG_MR_DMABUF)(comm, m->address, m->bytes, SP_NN_POINTER_CUDA,
+                                                       m->dmabuf_offset, m->dmabuf, mr);
+}
+
 int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr)
 {
     return CALL(p, dereg_fn, SP_NN_DEREG_MR)(comm, mr);
@@ -210,6 +221,14 @@ int sp_nn_test(const sp_nn_plugin *p, void *request, bool *done, int *bytes)
     *done = is_done != 0;
     *bytes = sizes[0];
     return result;
+}
+
+int sp_nn_iflush(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request)
+{
+    void *data = t->data, *mr = t->mr;
+    int bytes = (int)t->bytes;
+    *request = NULL;
+    return CALL(p, flush_fn, SP_NN_IFLUSH)(t->comm, 1, &data, &bytes, &mr, request);
 }
 
 int sp_nn_close(const sp_nn_plugin *p, enum sp_nn_slot slot, void *comm)

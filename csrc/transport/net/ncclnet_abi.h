@@ -8,6 +8,7 @@
 #ifndef SP_NCCLNET_ABI_H
 #define SP_NCCLNET_ABI_H
 
+#include "core/contract/transport.h"
 #include "spccl.h"
 #include "transport/common/nics.h"
 
@@ -94,6 +95,8 @@ int sp_nn_listen(const sp_nn_plugin *p, int dev, void *handle, void **comm);
 int sp_nn_connect(const sp_nn_plugin *p, int dev, void *handle, void **comm);
 int sp_nn_accept(const sp_nn_plugin *p, void *listener, void **comm);
 int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, void **mr);
+/* GPU memory: by its address, dmabuf -1, or as the dmabuf that holds it from dmabuf_offset on. */
+int sp_nn_reg_gpu(const sp_nn_plugin *p, void *comm, const sp_region_config *memory, void **mr);
 int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr);
 
 typedef struct sp_nn_transfer {
@@ -106,6 +109,8 @@ int sp_nn_isend(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request);
 /* `bytes` is the most that may arrive. */
 int sp_nn_irecv(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request);
 int sp_nn_test(const sp_nn_plugin *p, void *request, bool *done, int *bytes);
+/* Make what a receive has brought visible to the GPU. *request NULL: it is. */
+int sp_nn_iflush(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request);
 /* slot: SP_NN_CLOSE_SEND, SP_NN_CLOSE_RECV or SP_NN_CLOSE_LISTEN. */
 int sp_nn_close(const sp_nn_plugin *p, enum sp_nn_slot slot, void *comm);
 

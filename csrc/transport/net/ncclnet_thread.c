@@ -6,7 +6,7 @@
 #include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/base/thread.h"
-#include "transport/net/ncclnet.h"
+#include "transport/net/ncclnet_call.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -17,35 +17,10 @@
 #define US INT64_C(1000)
 #define SPIN_NS (50 * US)
 
-/* ---- calls ---- */
-
-/* Before and after each call into the plugin. After it the thread may have been abandoned: it then ends, and
- * touches nothing any more. */
-static void enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer)
-{
-    if (atomic_load(&ep->abandoned))
-        pthread_exit(NULL);
-    atomic_store_explicit(&ep->call_slot, (int)slot, memory_order_relaxed);
-    atomic_store_explicit(&ep->call_peer, peer, memory_order_relaxed);
-    atomic_store_explicit(&ep->call_since_ns, sp_now_ns(), memory_order_release);
-}
-
-static void leave(struct sp_ncclnet *ep)
-{
-    if (atomic_load(&ep->abandoned))
-        pthread_exit(NULL);
-    atomic_store_explicit(&ep->call_since_ns, 0, memory_order_release);
-}
-
-#define CALL(ep, slot, peer, result, call)                                                                   \
-    do {                                                                                                     \
-        enter((ep), (slot), (peer));                                                                         \
-        (result) = (call);                                                                                   \
-        leave(ep);                                                                                           \
-    } while (0)
+/* ---- what the caller learns ---- */
 
 /* Tell the caller that something changed. */
-static void signal_caller(struct sp_ncclnet *ep)
+void sp_nn_signal_caller(struct sp_ncclnet *ep)
 {
     uint64_t one = 1;
     atomic_fetch_add(&ep->n_events, 1);
@@ -60,26 +35,25 @@ void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_
 }
 
 /* The first failure is the one that errors name. */
-static void fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
+void sp_nn_fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
     if (atomic_load(&p->state) != SP_NN_FAILED)
         snprintf(p->failure, sizeof p->failure, "%s", text);
     atomic_store(&p->state, SP_NN_FAILED);
-    signal_caller(ep);
+    sp_nn_signal_caller(ep);
 }
 
 /* A call for a queue failed: the peer fails, with device, call and result in the text. Its other queues go on: what a
  * peer sent before it left must arrive. */
-static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
-                      int result)
+void sp_nn_fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot, int result)
 {
     char device[80], text[SP_NN_TEXT_CAP];
     sp_nn_device_text(ep, q->device, device, sizeof device);
     snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
              ep->plugin->name, sp_nn_slot_name(slot), peer, q->ring.queue, result, sp_nn_result_text(result));
     atomic_store(&q->failed, true);
-    fail_peer(ep, peer, text);
+    sp_nn_fail_peer(ep, peer, text);
 }
 
 /* ---- start-up ---- */
@@ -94,12 +68,16 @@ static int device_of(const struct sp_ncclnet *ep, int peer, int queue)
 static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
-    for (int i = 0; i < ep->config.n_queues; i++) {
+    p->mine.puts = sp_nn_wants_puts(ep);
+    for (int i = 0; i < ep->config.n_queues + (p->mine.puts ? 1 : 0); i++) {
         int result, device = device_of(ep, peer, i);
-        p->tx[i].device = p->rx[i].device = device;
-        CALL(ep, SP_NN_LISTEN, peer, result,
-             sp_nn_listen(ep->plugin, device, p->mine.handles[i], &p->rx[i].listener));
-        if (result == 0 && p->rx[i].listener != NULL)
+        struct sp_nn_queue *sides[2];
+        sp_nn_connection(ep, p, i, sides);
+        sides[0]->device = sides[1]->device = device;
+        sides[0]->ring.queue = sides[1]->ring.queue = (uint32_t)i;
+        SP_NN_CALL(ep, SP_NN_LISTEN, peer, result,
+                   sp_nn_listen(ep->plugin, device, p->mine.handles[i], &sides[1]->listener));
+        if (result == 0 && sides[1]->listener != NULL)
             continue;
         snprintf(text, cap, "device %s: plugin %s: listen for rank %d returned %d (%s)",
                  ep->plugin->devices[device].name, ep->plugin->name, peer, result,
@@ -117,7 +95,7 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
     for (int i = 0; i < ep->n_used; i++)
         most += p->devices[ep->used[i]].max_comms > 0 ? p->devices[ep->used[i]].max_comms : INT32_MAX;
     for (int i = 0; i < ep->config.world_size; i++)
-        needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
+        needed += ep->peers[i].added ? 2 * (ep->config.n_queues + (sp_nn_wants_puts(ep) ? 1 : 0)) : 0;
     if (needed <= most)
         return true;
     snprintf(text, cap, "plugin %s allows %lld connections, the group needs %lld", p->name, (long long)most,
@@ -161,10 +139,11 @@ static int connect_send(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
 {
     int result;
     if (q->comm == NULL) {
-        CALL(ep, SP_NN_CONNECT, peer, result,
-             sp_nn_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
+        SP_NN_CALL(
+            ep, SP_NN_CONNECT, peer, result,
+            sp_nn_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
         if (result != 0) {
-            fail_call(ep, peer, q, SP_NN_CONNECT, result);
+            sp_nn_fail_call(ep, peer, q, SP_NN_CONNECT, result);
             return -1;
         }
     }
@@ -175,9 +154,9 @@ static int connect_receive(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *
 {
     int result;
     if (q->comm == NULL) {
-        CALL(ep, SP_NN_ACCEPT, peer, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
+        SP_NN_CALL(ep, SP_NN_ACCEPT, peer, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
         if (result != 0) {
-            fail_call(ep, peer, q, SP_NN_ACCEPT, result);
+            sp_nn_fail_call(ep, peer, q, SP_NN_ACCEPT, result);
             return -1;
         }
     }
@@ -189,10 +168,10 @@ static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
     int result;
     if (q->mr != NULL || q->comm == NULL)
         return q->mr != NULL;
-    CALL(ep, SP_NN_REG_MR, peer, result,
-         sp_nn_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
+    SP_NN_CALL(ep, SP_NN_REG_MR, peer, result,
+               sp_nn_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
     if (result != 0) {
-        fail_call(ep, peer, q, SP_NN_REG_MR, result);
+        sp_nn_fail_call(ep, peer, q, SP_NN_REG_MR, result);
         return -1;
     }
     if (q->mr == NULL)
@@ -204,26 +183,27 @@ static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
 static bool connect_peer(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
-    int n_ready = 0;
-    for (int i = 0; i < ep->config.n_queues; i++) {
-        struct sp_nn_queue *sides[2] = {&p->tx[i], &p->rx[i]};
+    int n_ready = 0, n = sp_nn_n_connections(ep, p);
+    for (int i = 0; i < n; i++) {
+        struct sp_nn_queue *sides[2];
+        sp_nn_connection(ep, p, i, sides);
         for (int s = 0; s < 2; s++) {
             int got = s == 0 ? connect_send(ep, peer, sides[s]) : connect_receive(ep, peer, sides[s]);
-            if (got > 0)
+            if (got > 0 && i < ep->config.n_queues)
                 got = register_ring(ep, peer, sides[s]);
             if (got < 0)
                 return true;
             n_ready += got;
         }
     }
-    if (n_ready < 2 * ep->config.n_queues) {
+    if (n_ready < 2 * n) {
         if (atomic_load(&p->cancelled))
-            fail_peer(ep, peer, "given up");
+            sp_nn_fail_peer(ep, peer, "given up");
         return false;
     }
     p->connected = true;
     atomic_store(&p->state, SP_NN_CONNECTED);
-    signal_caller(ep);
+    sp_nn_signal_caller(ep);
     return true;
 }
 
@@ -246,10 +226,10 @@ static bool test_oldest(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
     int result;
     if (done == q->n_started)
         return false;
-    CALL(ep, SP_NN_TEST, peer, result,
-         sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, bytes));
+    SP_NN_CALL(ep, SP_NN_TEST, peer, result,
+               sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, bytes));
     if (result != 0)
-        fail_call(ep, peer, q, SP_NN_TEST, result);
+        sp_nn_fail_call(ep, peer, q, SP_NN_TEST, result);
     return result == 0 && is_done;
 }
 
@@ -261,19 +241,19 @@ static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q
     while (q->n_started < allowed && result == 0) {
         void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
         sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.bytes[q->n_started % SP_NN_SEGMENTS]);
-        CALL(ep, SP_NN_ISEND, peer, result, sp_nn_isend(ep->plugin, &t, request));
+        SP_NN_CALL(ep, SP_NN_ISEND, peer, result, sp_nn_isend(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
         q->n_started += result == 0;
         moved = true;
     }
     if (result != 0) {
-        fail_call(ep, peer, q, SP_NN_ISEND, result);
+        sp_nn_fail_call(ep, peer, q, SP_NN_ISEND, result);
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
         atomic_fetch_add_explicit(&q->ring.done, 1, memory_order_release);
-        signal_caller(ep);
+        sp_nn_signal_caller(ep);
         moved = true;
     }
     return moved;
@@ -287,13 +267,13 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
     while (q->n_started < allowed && result == 0) {
         void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
         sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.segment_bytes);
-        CALL(ep, SP_NN_IRECV, peer, result, sp_nn_irecv(ep->plugin, &t, request));
+        SP_NN_CALL(ep, SP_NN_IRECV, peer, result, sp_nn_irecv(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
         q->n_started += result == 0;
     }
     if (result != 0) {
-        fail_call(ep, peer, q, SP_NN_IRECV, result);
+        sp_nn_fail_call(ep, peer, q, SP_NN_IRECV, result);
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
@@ -305,12 +285,12 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
                      "multiple of 16",
                      ep->plugin->name, bytes, peer, q->ring.segment_bytes);
             atomic_store(&q->failed, true);
-            fail_peer(ep, peer, text);
+            sp_nn_fail_peer(ep, peer, text);
             return true;
         }
         q->ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)bytes;
         atomic_store_explicit(&q->ring.done, done + 1, memory_order_release);
-        signal_caller(ep);
+        sp_nn_signal_caller(ep);
         moved = true;
     }
     return moved;
@@ -323,6 +303,8 @@ static bool serve_peer(struct sp_ncclnet *ep, int peer)
     bool moved = false;
     if (state == SP_NN_CONNECTING)
         return connect_peer(ep, peer);
+    if (p->connected && p->puts)
+        moved = sp_nn_serve_puts(ep, peer);
     for (int i = 0; i < ep->config.n_queues && p->connected; i++) {
         if (!atomic_load_explicit(&p->tx[i].failed, memory_order_relaxed))
             moved = send_segments(ep, peer, &p->tx[i]) || moved;
@@ -343,7 +325,7 @@ static bool has_work(struct sp_ncclnet *ep)
             if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_started && !atomic_load(&p->tx[k].failed))
                 return true;
     }
-    return false;
+    return sp_nn_puts_wait(ep);
 }
 
 /* How long to sleep between two rounds after `idle_ns` without success. */
@@ -380,7 +362,7 @@ static void close_comm(struct sp_ncclnet *ep, int peer, enum sp_nn_slot slot, vo
     int result;
     if (*comm == NULL)
         return;
-    CALL(ep, slot, peer, result, sp_nn_close(ep->plugin, slot, *comm));
+    SP_NN_CALL(ep, slot, peer, result, sp_nn_close(ep->plugin, slot, *comm));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
                sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
@@ -391,7 +373,8 @@ static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
 {
     int result = 0;
     if (q->comm != NULL && q->mr != NULL)
-        CALL(ep, SP_NN_DEREG_MR, peer, result, sp_nn_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
+        SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, result,
+                   sp_nn_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
                ep->plugin->name, peer, result, sp_nn_result_text(result));
@@ -406,9 +389,9 @@ static void *thread_main(void *arg)
     int64_t busy_ns = sp_now_ns();
     bool fine = load(ep, ep->load_text, sizeof ep->load_text);
     atomic_store(&ep->load, fine ? SP_NN_LOAD_FINE : SP_NN_LOAD_FAILED);
-    signal_caller(ep);
+    sp_nn_signal_caller(ep);
     while (!atomic_load(&ep->stop)) {
-        bool moved = false;
+        bool moved = sp_nn_do_job(ep);
         int64_t now_ns;
         for (int i = 0; i < ep->config.world_size; i++)
             moved = serve_peer(ep, i) || moved;
@@ -423,6 +406,10 @@ static void *thread_main(void *arg)
             close_queue(ep, i, &ep->peers[i].tx[k], SP_NN_CLOSE_SEND);
             close_queue(ep, i, &ep->peers[i].rx[k], SP_NN_CLOSE_RECV);
         }
+    for (int i = 0; ep->plugin != NULL && i < ep->config.world_size; i++) {
+        close_queue(ep, i, &ep->peers[i].put_tx.q, SP_NN_CLOSE_SEND);
+        close_queue(ep, i, &ep->peers[i].put_rx.q, SP_NN_CLOSE_RECV);
+    }
     atomic_store(&ep->exited, true);
     return NULL;
 }

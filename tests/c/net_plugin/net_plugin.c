@@ -62,6 +62,7 @@ struct comm {
     int tries;
     uint64_t n_given, n_done, n_credits;
     struct request requests[REQUESTS]; /* n % REQUESTS */
+    struct request flush;
 };
 struct listener {
     int fd, first_fd, tries;
@@ -280,7 +281,7 @@ int net_reg(void *comm, void *data, size_t bytes, int type, void **mr)
 {
     if (net_faulty("regMr"))
         return 2;
-    if (comm == NULL || data == NULL || bytes == 0 || type != 1)
+    if (comm == NULL || data == NULL || bytes == 0 || (type != 1 && type != 2) || (type & net_pointers) == 0)
         return net_misuse("regMr");
     net_registered_bytes += bytes;
     *mr = malloc(1);
@@ -300,6 +301,21 @@ static int is_busy(void)
 {
     /* Without a pattern: a caller that asks in turn must not always get the same answer for the same thing. */
     return busy != 0 && ((++n_busy * 2654435761u) >> 16) % (uint32_t)busy == 0;
+}
+
+int net_flush_one(void *comm, int n, void **data, int *bytes, void **mrs, void **request)
+{
+    struct comm *c = comm;
+    if (c == NULL || !c->receives || n != 1 || data[0] == NULL || bytes[0] <= 0 || mrs[0] == NULL ||
+        *request != NULL)
+        return net_misuse("iflush");
+    if (net_faulty("iflush"))
+        return 2;
+    if (is_busy()) /* some plugins have nothing to do: no request */
+        return 0;
+    *request = &c->flush;
+    c->flush = (struct request){.comm = c, .done = 1};
+    return 0;
 }
 
 static struct request *new_request(struct comm *c, void *data, size_t bytes, int tag)

@@ -23,6 +23,7 @@ int net_connect_device(int dev, void *handle, void **out, void **device);
 int net_accept_comm(void *listener, void **out, void **device);
 int net_reg(void *comm, void *data, size_t bytes, int type, void **mr);
 int net_dereg(void *comm, void *mr);
+int net_flush_one(void *comm, int n, void **data, int *bytes, void **mrs, void **request);
 int net_send_any(void *comm, void *data, size_t bytes, int tag, void **request);
 int net_receive_any(void *comm, int n, void *data, size_t bytes, int tag, void **request);
 int net_test_any(void *request, int *done, int *size);

@@ -243,7 +243,7 @@ struct table {
          (any)net_dereg,                                                                                     \
          (any)(isend),                                                                                       \
          (any)(irecv),                                                                                       \
-         NULL,                                                                                               \
+         (any)net_flush_one,                                                                                 \
          (any)net_test_any,                                                                                  \
          (any)net_close_send,                                                                                \
          (any)net_close_receive,                                                                             \
