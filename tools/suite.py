@@ -96,14 +96,14 @@ NO_KERNELS = (
 EVERY_ISA = r"test_(kernels|kernels_codec|kernels_reduce|mean|prune_kernels)$"
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
 # them. Of the collectives, test_collectives_nan and test_mean run. test_sched and test_plan_cost compute with integers.
-# Seven tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
+# Eight tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
 # qemu does not do. test_descriptors limits the number of descriptors, and qemu needs some of them itself.
 # test_tcp_window and test_tcp_drain read TCP_INFO, and one sets SO_BUF_LOCK: qemu does not pass these on.
 # test_link_rate needs SIOCETHTOOL, which qemu does not know.
-# example_installed and example_pkg_config start the program that they build without the emulator.
+# example_installed, example_pkg_config and test_ib_library start a program without the emulator.
 NOT_EMULATED = (
-    r"(test_(collectives|descriptors|fault_injection|faults|link_rate|local_socket|ncclnet|plan_cost|sched|sum_order|"
-    r"tcp_drain|tcp_window|transport|transport_faults)|example_installed|example_pkg_config)$"
+    r"(test_(collectives|descriptors|fault_injection|faults|ib_library|link_rate|local_socket|ncclnet|ncclnet_put|"
+    r"plan_cost|sched|sum_order|tcp_drain|tcp_window|transport|transport_faults)|example_installed|example_pkg_config)$"
 )
 # Tests that `make check` does not run: they wait for time-outs, or have many cases.
 SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"
