@@ -10,6 +10,7 @@ CASES = [
     "limited_calls",
     "ddp_limited",
     "ddp_step_in_a_graph",
+    "scaled_step_in_a_graph",
     "pruned_inside_the_all_reduce",
     "launches_per_bucket",
     "bad_input",

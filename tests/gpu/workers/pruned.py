@@ -149,6 +149,50 @@ def ddp_step_in_a_graph():
     return {"compared": len(results[0]), "density": sent}
 
 
+def scaled_step_in_a_graph():
+    """Replays follow the scale of a GradScaler, which changes between them, as eager steps do."""
+    results = []
+    for captured in (False, True):
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        scaler.scale(torch.ones(1, device=DEVICE))  # makes the tensor of the scale
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ddp, hook = small_ddp(
+                {"density": 0.01, "momentum": 0.9, "clip_norm": 300.0, "grad_scaler": scaler},
+                gradient_as_bucket_view=True,
+            )
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            x = torch.zeros(150_000, device=DEVICE)
+
+            def step(ddp=ddp, optimizer=optimizer, x=x, scaler=scaler):
+                optimizer.zero_grad(set_to_none=False)
+                scaler.scale(ddp(x)).backward()
+                for w in ddp.module.weights:
+                    w.grad.div_(scaler._scale)
+                optimizer.step()
+
+            inputs = batches(EAGER_STEPS + 10)
+            for _ in range(EAGER_STEPS):
+                x.copy_(next(inputs))
+                step()
+        torch.cuda.synchronize()
+        if captured:
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+        with torch.cuda.stream(stream):
+            for i, batch in enumerate(inputs):
+                scaler._scale.fill_(2.0 ** (8 + i % 5))
+                x.copy_(batch)
+                graph.replay() if captured else step()
+        torch.cuda.synchronize()
+        kept = [entry[key] for entry in hook.state_dict()["parameters"].values() for key in ("residual", "velocity")]
+        results.append([w.detach().cpu() for w in ddp.module.weights] + [t.cpu() for t in kept if t is not None])
+        assert all(t.isfinite().all() for t in results[-1])
+    for i, (eager, replayed) in enumerate(zip(*results, strict=True)):
+        same_bits(replayed, eager, f"result {i}")
+
+
 # Settings of a hook that prunes inside the all-reduce. The last one measures residuals in every third step.
 INSIDE = (
     {"momentum": 0.9},
@@ -310,7 +354,15 @@ def bad_input():
     assert 0 < int(torch.count_nonzero(grad)) < n // 10
 
 
-CASES = [limited_calls, ddp_limited, ddp_step_in_a_graph, pruned_inside_the_all_reduce, launches_per_bucket, bad_input]
+CASES = [
+    limited_calls,
+    ddp_limited,
+    ddp_step_in_a_graph,
+    scaled_step_in_a_graph,
+    pruned_inside_the_all_reduce,
+    launches_per_bucket,
+    bad_input,
+]
 
 if __name__ == "__main__":
     main(CASES)
