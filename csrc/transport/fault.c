@@ -11,6 +11,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#define REGIONS_MAX 4
+
 struct queue {
     bool reserved, shown; /* the caller has a reservation; has seen the oldest message */
     void *message;        /* the reserved message */
@@ -24,9 +26,10 @@ struct fault {
     int rank, world_size, n_queues;
     uint64_t rng;
     unsigned n_sent;
-    bool cut, changed;    /* changed: the next arm returns SPCCL_AGAIN */
-    struct queue *queues; /* [world_size * n_queues] */
-    bool *has_next;       /* [world_size] */
+    bool cut, changed;               /* changed: the next arm returns SPCCL_AGAIN */
+    struct queue *queues;            /* [world_size * n_queues] */
+    bool *has_next;                  /* [world_size] */
+    sp_region *regions[REGIONS_MAX]; /* open ones; a cut closes them */
 };
 
 sp_fault_plan sp_fault;
@@ -84,6 +87,17 @@ static spccl_status may_fail(const struct fault *f, const char *call)
     if (f->plan.fails == NULL || !is_failing(f, f->rank) || strcmp(f->plan.fails, call) != 0)
         return SPCCL_OK;
     return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: %s failed for a test", f->rank, call);
+}
+
+/* Close the wrapped endpoint, and before it its regions. */
+static void cut(struct fault *f)
+{
+    for (int i = 0; i < REGIONS_MAX; i++)
+        if (f->regions[i] != NULL)
+            f->t->puts->close_region(f->inner, f->regions[i]);
+    f->t->close(f->inner);
+    f->inner = NULL;
+    f->cut = f->changed = true;
 }
 
 static void fault_close(sp_endpoint *ep)
@@ -208,9 +222,7 @@ static spccl_status fault_commit(sp_endpoint *ep, int peer, int queue, uint32_t 
     l->reserved = false;
     if ((++f->n_sent == f->plan.cut_after && f->rank == f->plan.cut_rank) ||
         atomic_load(&cut_now) == f->rank) {
-        f->t->close(f->inner);
-        f->inner = NULL;
-        f->cut = f->changed = true;
+        cut(f);
     }
     return st;
 }
@@ -295,16 +307,28 @@ static bool fault_reaches(sp_endpoint *ep, int peer)
 static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *config, sp_region **out,
                                       uint8_t *handle)
 {
-    SP_TRY(may_fail(self(ep), "open_region"));
+    struct fault *f = self(ep);
+    int i = 0;
+    SP_TRY(may_fail(f, "open_region"));
     if (puts_of(ep) == NULL)
-        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "transport %s has no puts", self(ep)->t->name);
-    return puts_of(ep)->open_region(self(ep)->inner, config, out, handle);
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "transport %s has no puts", f->t->name);
+    while (i < REGIONS_MAX && f->regions[i] != NULL)
+        i++;
+    if (i == REGIONS_MAX)
+        return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "fault: more than %d regions", REGIONS_MAX);
+    SP_TRY(puts_of(ep)->open_region(f->inner, config, out, handle));
+    f->regions[i] = *out;
+    return SPCCL_OK;
 }
 
 static void fault_close_region(sp_endpoint *ep, sp_region *r)
 {
-    if (puts_of(ep) != NULL)
-        puts_of(ep)->close_region(self(ep)->inner, r);
+    struct fault *f = self(ep);
+    if (puts_of(ep) == NULL) /* a cut has closed it */
+        return;
+    for (int i = 0; i < REGIONS_MAX; i++)
+        f->regions[i] = f->regions[i] == r ? NULL : f->regions[i];
+    puts_of(ep)->close_region(f->inner, r);
 }
 
 static uint32_t fault_room(sp_endpoint *ep, int peer)
