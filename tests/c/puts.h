@@ -1,5 +1,5 @@
 /* puts.h - tests of puts over any transport that has them: right ones, and wrong ones that are refused. A program that
- * includes it defines `processes`, the environment, and check_flushed. */
+ * includes it defines `processes`, the environment, and sets check_flushed. */
 #ifndef SP_TEST_PUTS_H
 #define SP_TEST_PUTS_H
 
@@ -7,8 +7,8 @@
 #include "endpoints.h"
 
 static const struct environment processes;
-/* Rank 1 has flushed: check that something was done. */
-static void check_flushed(const struct member *m);
+/* Set by the program: rank 1 has flushed, check that something was done. */
+static void (*check_flushed)(const struct member *m);
 
 static inline struct member make_puts(void (*fn)(struct member *))
 {

@@ -6,7 +6,7 @@
 
 static const struct environment processes = {"ib", true};
 
-static void check_flushed(const struct member *m)
+static void check_flush(const struct member *m)
 {
     CHECK(sp_ib_self(m->ep)->peers[0].rx[0].flushed != 0, "no flush has ended");
 }
@@ -100,5 +100,6 @@ int main(int argc, char **argv)
         printf("skipped: %s\n", choice.why);
         return 77;
     }
+    check_flushed = check_flush;
     return test_main(cases, argc, argv);
 }

@@ -5,7 +5,7 @@
 
 static const struct environment processes = {"ncclnet", true};
 
-static void check_flushed(const struct member *m)
+static void check_flush(const struct member *m)
 {
     CHECK(sp_nn_self(m->ep)->peers[0].flush_ended != 0, "no flush has ended");
 }
@@ -191,6 +191,8 @@ static void hangs(struct member *m)
     static uint8_t memory[65536];
     sp_region_config c = {.address = memory, .bytes = sizeof memory, .dmabuf = -1};
     uint8_t handle[SP_REGION_HANDLE_BYTES];
+    const void *message;
+    size_t bytes;
     sp_region *region = NULL;
     spccl_status st;
     if (!join_group(m))
@@ -199,6 +201,9 @@ static void hangs(struct member *m)
     CHECK(st == SPCCL_ERR_SYSTEM && region == NULL && strstr(spccl_last_error(), "regMr for rank") != NULL &&
               strstr(spccl_last_error(), "did not return") != NULL,
           "%d: %s", (int)st, spccl_last_error());
+    st = m->t->peek(m->ep, 1 - m->rank, 0, &message, &bytes);
+    CHECK(st == SPCCL_ERR_PEER && strstr(spccl_last_error(), "regMr for rank") != NULL, "peek: %d: %s",
+          (int)st, spccl_last_error());
     barrier(m, 1);
     m->t->close(m->ep);
     _exit(test_n_failed != 0); /* a thread and its buffers are left: the checks for that do not apply */
@@ -225,5 +230,6 @@ int main(int argc, char **argv)
                                              {"refused", test_refused},   {"fails", test_fails},
                                              {"hangs", test_hangs},       {NULL, NULL}};
     setenv("TEST_NET_POINTERS", "3", 1); /* host memory, and what stands for GPU memory */
+    check_flushed = check_flush;
     return test_main(cases, argc, argv);
 }

@@ -204,13 +204,20 @@ static spccl_status nn_release(sp_endpoint *opaque, int peer, int queue)
     return SPCCL_OK;
 }
 
+/* All puts have left this process, or none will any more. */
+static bool puts_left(struct sp_nn_peer *p)
+{
+    struct sp_nn_queue *q = &p->put_tx.q;
+    return atomic_load(&q->failed) || atomic_load(&q->ring.done) == atomic_load(&q->ring.allowed);
+}
+
 static bool nn_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
     struct sp_nn_peer *p = &ep->peers[peer];
     if (by_tcp(p))
         return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->connect_info_sent + p->result_sent : n);
-    return p->gone || sp_nn_ring_left(&p->tx[queue].ring) >= n;
+    return p->gone || (sp_nn_ring_left(&p->tx[queue].ring) >= n && puts_left(p));
 }
 
 /* ---- progress ---- */
@@ -343,7 +350,7 @@ static void finish_sending(struct sp_ncclnet *ep)
                 continue;
             for (int k = 0; k < ep->config.n_queues; k++)
                 busy = busy || sp_nn_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
-            busy = busy || atomic_load(&p->put_tx.q.ring.done) != atomic_load(&p->put_tx.q.ring.allowed);
+            busy = busy || !puts_left(p);
         }
         if (busy)
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);

@@ -170,6 +170,8 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer);
 void sp_nn_look_at_end(struct sp_ncclnet *ep, int peer);
 /* Abandon the thread if it hangs. All peers of the plugin are then gone. */
 void sp_nn_check_thread(struct sp_ncclnet *ep);
+/* The thread was abandoned, because of `text`: all peers of the plugin are gone. */
+void sp_nn_lose_peers(struct sp_ncclnet *ep, const char *text);
 
 /* ncclnet_put.c */
 extern const sp_transport_puts sp_nn_puts;

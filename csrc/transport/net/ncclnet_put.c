@@ -40,11 +40,15 @@ static bool put_reaches(sp_endpoint *opaque, int peer)
 /* Give the thread up if it hangs in the plugin, or if a job takes longer than all its calls may. */
 static void check_job(struct sp_ncclnet *ep, int64_t deadline_ns)
 {
-    char text[sizeof ep->lost_text];
-    if (sp_nn_thread_hangs(ep, text, sizeof text))
-        sp_nn_thread_abandon(ep, text);
-    else if (sp_deadline_passed(deadline_ns))
-        sp_nn_thread_abandon(ep, "it did not register memory in time");
+    char text[SP_NN_TEXT_CAP];
+    bool hangs = sp_nn_thread_hangs(ep, text, sizeof text);
+    if (!hangs && !sp_deadline_passed(deadline_ns))
+        return;
+    if (!hangs)
+        snprintf(text, sizeof text, "plugin %.60s: its thread did not register or give back memory in time",
+                 ep->plugin->name);
+    sp_nn_thread_abandon(ep, text);
+    sp_nn_lose_peers(ep, text);
 }
 
 /* Let the thread do a job. If that fails it may have been given up; then it may still use the region. */
@@ -145,7 +149,7 @@ static bool is_within(uint64_t off, uint64_t bytes, uint64_t size)
     return bytes <= size && off <= size - bytes;
 }
 
-/* Where the list of the reserved message begins to be collected: the targets, until commit writes them. */
+/* Where the payload of the reserved message begins. */
 static uint8_t *reserved_payload(const sp_nn_ring *r)
 {
     return r->memory.data + (size_t)(r->reserved_at % r->memory.cap) + SP_NN_HEAD_BYTES;
@@ -164,7 +168,7 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent something that is not the handle of a region",
                        ep->config.rank, peer);
     if (p->tx[queue].ring.reserved == 0 || put_room(opaque, peer) == 0 || put->bytes == 0 ||
-        put->bytes > UINT32_MAX || !is_within(put->from_off, put->bytes, from->config.bytes) ||
+        put->bytes > INT32_MAX || !is_within(put->from_off, put->bytes, from->config.bytes) ||
         !is_within(put->to_off, put->bytes, size))
         return SP_FAIL(
             SPCCL_ERR_BUG,
@@ -237,7 +241,10 @@ static spccl_status put_flush(sp_endpoint *opaque, int peer, int queue)
     SP_TRY(sp_transport_ncclnet.peek(opaque, peer, queue, &unused, &bytes));
     if (p->flush_ended == message)
         return SPCCL_OK;
-    if (atomic_load(&p->state) == SP_NN_FAILED)
+    if (ep->thread_lost)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer, p->gone_text);
+    /* `failure` is written before the state. */
+    if (atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) == SP_NN_FAILED)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d: %s", ep->config.rank, peer, p->failure);
     if (ep->inbox == NULL || !ep->inbox->config.flush)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ncclnet: a flush without a region", ep->config.rank);

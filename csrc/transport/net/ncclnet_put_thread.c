@@ -39,14 +39,21 @@ static bool open_for(struct sp_ncclnet *ep, struct sp_nn_region *r, int peer)
     return true;
 }
 
-/* Puts that are under way will not be looked at again: the peer is lost, or the group ends. */
+static bool is_flushing(struct sp_nn_peer *p)
+{
+    int state = atomic_load(&p->flush);
+    return state == SP_NN_FLUSH_ASKED || state == SP_NN_FLUSH_RUNS;
+}
+
+/* Puts and flushes that are under way will not be looked at again: the peer is lost, or the group ends. */
 static void close_for(struct sp_ncclnet *ep, struct sp_nn_region *r, int peer)
 {
     struct sp_nn_queue *q = queue_of(ep, r, peer);
     int result;
     if (r->mr[peer] == NULL)
         return;
-    if (atomic_load(&q->ring.allowed) != atomic_load(&q->ring.done))
+    if (atomic_load(&q->ring.allowed) != atomic_load(&q->ring.done) ||
+        (r->config.peers_write && is_flushing(&ep->peers[peer])))
         atomic_store(&q->failed, true);
     SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, result,
                sp_nn_dereg(ep->plugin, q->comm, r->mr[peer] == r ? NULL : r->mr[peer]));
@@ -201,7 +208,8 @@ bool sp_nn_puts_wait(struct sp_ncclnet *ep)
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_nn_peer *p = &ep->peers[i];
         if (p->connected && p->puts &&
-            (waits(&p->put_tx.q) || waits(&p->put_rx.q) || atomic_load(&p->flush) == SP_NN_FLUSH_ASKED))
+            (waits(&p->put_tx.q) || waits(&p->put_rx.q) ||
+             (atomic_load(&p->flush) == SP_NN_FLUSH_ASKED && !atomic_load(&p->put_rx.q.failed))))
             return true;
     }
     return false;

@@ -117,7 +117,8 @@ int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_byt
         return -1;
     for (uint32_t i = 0; i < n; i++, at += SP_NN_TARGET_BYTES) {
         out[i] = (sp_nn_target){.off = sp_load_le64(message + at), .bytes = sp_load_le32(message + at + 8)};
-        if (out[i].bytes == 0 || out[i].bytes > region_bytes || out[i].off > region_bytes - out[i].bytes)
+        if (out[i].bytes == 0 || out[i].bytes > INT32_MAX || out[i].bytes > region_bytes ||
+            out[i].off > region_bytes - out[i].bytes)
             return -1;
     }
     return (int)n;
