@@ -6,6 +6,7 @@ nvcc, if it is found.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -34,6 +35,9 @@ NVCC_FLAGS = (
 )
 # These include headers of the CUDA toolkit, which may be absent here. The CUDA build compiles them.
 FOREIGN = {"cuda_check.h", "device_cuda.h"}
+# Headers that need one which Debian's libibverbs-dev has. Where it is absent, transport ib is left out of builds too.
+VERBS = "infiniband/verbs.h"
+NEED_VERBS = {"ib_library.h"}
 # Header -> a header that must come before it.
 AFTER = {"offset_list.h": "simd_avx2.h"}
 
@@ -74,7 +78,7 @@ def jobs() -> list[tuple[Path, list[str]]]:
         for header in sorted((ROOT / folder).rglob("*.h")):
             first = AFTER.get(header.name)
             isa = _isa_flags(header.name)
-            if header.name in FOREIGN or _other_cpu(header.name):
+            if _is_foreign(header.name) or _other_cpu(header.name):
                 continue
             prelude = ("-include", str(header.with_name(first))) if first else ()
             found.append((header, [*C, *RELAXED, *inside, *isa, *prelude]))
@@ -90,6 +94,17 @@ def jobs() -> list[tuple[Path, list[str]]]:
 def find_nvcc() -> str | None:
     """The CUDA compiler on PATH or in /usr/local/cuda."""
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+@functools.cache
+def have_verbs() -> bool:
+    """Does the C compiler find the header of libibverbs?"""
+    command = ["gcc", "-x", "c", "-fsyntax-only", "-"]
+    return subprocess.run(command, input=f"#include <{VERBS}>\n", capture_output=True, text=True).returncode == 0
+
+
+def _is_foreign(name: str) -> bool:
+    return name in FOREIGN or (name in NEED_VERBS and not have_verbs())
 
 
 def _isa_flags(name: str) -> tuple[str, ...]:
@@ -112,12 +127,14 @@ def compile_alone(job: tuple[Path, list[str]]) -> str | None:
 def main() -> int:
     work = jobs()
     seen = {header.relative_to(ROOT).as_posix() for header, _ in work}
-    left_out = {n for n in tracked() - seen if Path(n).name not in FOREIGN and not _other_cpu(n)}
+    left_out = {n for n in tracked() - seen if not _is_foreign(Path(n).name) and not _other_cpu(n)}
     with ThreadPoolExecutor() as pool:
         faults = [text for text in pool.map(compile_alone, work) if text]
     faults += [f"{name}: this check did not compile it" for name in sorted(left_out)]
     if not find_nvcc():
         print("check_headers: no nvcc: *.cuh were not compiled")
+    if not have_verbs():
+        print(f"check_headers: no {VERBS} (Debian: libibverbs-dev): {', '.join(sorted(NEED_VERBS))} was not compiled")
     print("\n".join([*faults, f"check_headers: {len(work)} compilations, {len(faults)} faults"]))
     return 1 if faults else 0
 

@@ -263,6 +263,7 @@ def sanitizer_prefix(flag: str) -> tuple[str, ...]:
 
 
 def style() -> str:
+    install_verbs_headers()
     for script in ("check_style", "check_layers", "check_headers", "check_platform"):
         must_run(script, [PYTHON, ROOT / "tests" / f"{script}.py"], script, show=True)
     return "sizes, words, documents, include order, each header alone"
