@@ -11,6 +11,7 @@
 #include "work.hpp"
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -84,7 +85,8 @@ class Backend final : public c10d::Backend
     bool supportsCoalescing() const;
     /* A new group of some ranks of this one; NULL on the other ranks. torch asks once per device type, and
      * gets the same object each time. ncclCommSplit is not used: it needs all ranks of the parent, and the
-     * parent's communicator may not be connected yet.
+     * parent's communicator may not be connected yet. The new group meets in the parent's store, under a name that
+     * its ranks choose alike: `store` and the name in `opts` may differ between ranks.
      *   ranks   of this group, ascending */
     c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store> &store,
                                             const std::vector<int> &ranks,
@@ -159,6 +161,7 @@ class Backend final : public c10d::Backend
     /* Gloo, for the call `op`. Throws if the group is broken or shut down. */
     c10d::Backend &gloo(const char *op);
     c10::intrusive_ptr<c10d::Work> start(Launch launch, bool async);
+    std::string name_of_split(const std::vector<int> &ranks); /* split_mutex_ is held */
     /* Whether NCCL runs this reduction of `t`. NCCL runs it if `t` is a CUDA tensor, spccl has no such
      * reduction and the group's CUDA calls do not go through host memory. Binds the group to its GPU if it is
      * not bound yet. */
@@ -192,7 +195,8 @@ class Backend final : public c10d::Backend
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};
     std::mutex split_mutex_;
-    std::string last_split_name_; /* split_mutex_ guards this and the next */
+    std::map<std::vector<int>, uint64_t> n_splits_; /* by ranks; split_mutex_ guards this and the next two */
+    std::string last_split_name_;
     c10::weak_intrusive_ptr<c10d::Backend> last_split_;
     std::atomic<bool> coalescing_{false};
     std::mutex coalesced_mutex_;

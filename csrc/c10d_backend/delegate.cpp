@@ -6,6 +6,9 @@
 #include "backend.hpp"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <cinttypes>
+#include <cstdio>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace spccl_torch
 {
@@ -146,7 +149,26 @@ void Backend::eagerConnectSingleDevice(at::Device device)
     }
 }
 
-c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store> &store,
+/* A name that all ranks of the new group choose alike: that of the parent, the ranks, and how many splits into these
+ * ranks there were. */
+std::string Backend::name_of_split(const std::vector<int> &ranks)
+{
+    const size_t longest = 64; /* names are part of keys and of error texts */
+    std::string name = settings_.comm.name + "/";
+    for (int r : ranks)
+        name += std::to_string(r) + (r == ranks.back() ? "#" : "+");
+    name += std::to_string(++n_splits_[ranks]);
+    if (name.size() <= longest)
+        return name;
+    uint64_t hash = UINT64_C(0xcbf29ce484222325); /* FNV-1a: the same in every process */
+    for (char c : name)
+        hash = (hash ^ static_cast<unsigned char>(c)) * UINT64_C(0x100000001b3);
+    char text[32];
+    std::snprintf(text, sizeof text, "split %016" PRIx64, hash);
+    return text;
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store> & /* store */,
                                                  const std::vector<int> &ranks,
                                                  const c10::intrusive_ptr<c10d::Backend::Options> &opts)
 {
@@ -165,7 +187,10 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
         global_ranks.push_back(
             mine_globally.empty() ? r : static_cast<int64_t>(mine_globally.at(static_cast<size_t>(r))));
     GroupSettings settings = settings_;
-    settings.comm.name = opts->group_name;
+    /* torch's name of the group, and the prefix of its store, count the groups that this rank is in. Ranks that are in
+     * different numbers of groups get different ones, and would wait for each other's keys for ever. */
+    settings.comm.name = name_of_split(ranks);
+    const auto store = c10::make_intrusive<c10d::PrefixStore>("split/" + settings.comm.name, store_);
     if (opts->timeout.count() > 0)
         settings.comm.timeout = opts->timeout;
     auto bare = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(mine - ranks.begin()),
@@ -177,9 +202,10 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
             .typed<c10::intrusive_ptr<c10d::ProcessGroup>(const c10::intrusive_ptr<c10d::ProcessGroup> &,
                                                           c10::string_view, at::IntArrayRef, int64_t)>();
     const auto scratch =
-        with_inner_groups.call(bare, settings.comm.name, global_ranks, settings.comm.timeout.count());
+        with_inner_groups.call(bare, opts->group_name, global_ranks, settings.comm.timeout.count());
     auto child = c10::make_intrusive<Backend>(
         scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
+    child->options_->group_name = opts->group_name;
     last_split_name_ = opts->group_name;
     last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(child));
     return child;

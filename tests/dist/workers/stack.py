@@ -154,21 +154,35 @@ def split():
     parent = dist.group.WORLD
     backend = parent._get_backend(torch.device("cpu"))
     members = [0, WORLD - 1]
-    options = copy.deepcopy(backend.options)
-    child = parent.split_group(
-        members, timeout=timedelta(seconds=30), opts=options, group_name="pair", group_desc="first and last"
-    )
-    backend.perform_nocolor_split(torch.device("cpu"))
-    if RANK not in members:
-        assert child is None
-        return
-    assert child.size() == 2 and child.rank() == members.index(RANK) and child.group_name == "pair"
-    assert child._get_backend(torch.device("cpu")).name() == "spccl"
-    x = torch.full((1000,), RANK + 1.0)
-    child.allreduce([x]).wait()
-    assert torch.equal(x, torch.full((1000,), WORLD + 1.0))
-    child.barrier().wait()
-    child.shutdown()
+    for turn in range(3):
+        # torch counts a rank's groups in this name. Ranks that are in different numbers of groups have different names.
+        name = f"pair {turn} of a rank in {RANK} groups"
+        child = parent.split_group(
+            members,
+            timeout=timedelta(seconds=30),
+            opts=copy.deepcopy(backend.options),
+            group_name=name,
+            group_desc="first and last",
+        )
+        backend.perform_nocolor_split(torch.device("cpu"))
+        if RANK not in members:
+            assert child is None
+            continue
+        assert child.size() == 2 and child.rank() == members.index(RANK) and child.group_name == name
+        assert child._get_backend(torch.device("cpu")).name() == "spccl"
+        x = torch.full((1000,), RANK + 1.0)
+        child.allreduce([x]).wait()
+        assert torch.equal(x, torch.full((1000,), WORLD + 1.0))
+        child.barrier().wait()
+        if turn < 2:
+            child.shutdown()
+    halves = [list(range(WORLD // 2)), list(range(WORLD // 2, WORLD))]
+    for mine in halves:  # torch may give both groups of one call the same name
+        child = parent.split_group(mine, opts=copy.deepcopy(backend.options), group_name="half")
+        if RANK in mine:
+            x = torch.full((10,), float(RANK))
+            child.allreduce([x]).wait()
+            assert torch.equal(x, torch.full((10,), float(sum(mine)))), (mine, x[0])
 
 
 def destroy_and_join_again():
