@@ -4,6 +4,8 @@
 #include "transport/common/transports.h"
 #include "transport/net/ib.h"
 
+#include <arpa/inet.h>
+
 static sp_ib_connect_info some_connect_info(void)
 {
     sp_ib_connect_info o = {.usable = 3,
@@ -110,6 +112,89 @@ static void test_address(void)
     CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "five ports");
     bytes[4] = 0;
     CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "no device");
+}
+
+/* ---- GIDs ---- */
+
+/* A GID in a test: its type by number, and an address as in a text. */
+struct entry {
+    enum { EMPTY, V1, V2 } type;
+    const char *address; /* NULL: zero bytes */
+};
+#define LOCAL "fe80::1"
+#define GLOBAL "2001:db8::1"
+
+static int fill_table(const struct entry *entries, sp_ib_gid table[8])
+{
+    static const char *const types[] = {[EMPTY] = "", [V1] = "IB/RoCE v1", [V2] = "RoCE v2"};
+    memset(table, 0, 8 * sizeof *table);
+    for (int i = 0; i < 8; i++) {
+        snprintf(table[i].type, sizeof table[i].type, "%s", types[entries[i].type]);
+        CHECK(entries[i].address == NULL || inet_pton(AF_INET6, entries[i].address, table[i].bytes) == 1,
+              "%s", entries[i].address);
+    }
+    return sp_ib_choose_gid(true, table, 8);
+}
+
+static void test_gids(void)
+{
+    static const struct {
+        const char *what;
+        int want; /* of RoCE */
+        int want_infiniband;
+        struct entry entries[8];
+    } cases[] = {
+        {"empty", -1, -1, {{EMPTY, NULL}}},
+        {"zero", -1, -1, {{V2, NULL}, {V1, NULL}}},
+        {"only v1", -1, 0, {{V1, LOCAL}, {V1, "::ffff:10.0.0.1"}}},
+        {"v2 after v1", 1, 0, {{V1, "::ffff:10.0.0.1"}, {V2, "::ffff:10.0.0.1"}}},
+        {"v2 link-local, v1 IPv4", 2, 0, {{V1, LOCAL}, {V1, "::ffff:10.0.0.1"}, {V2, LOCAL}}},
+        {"as mlx5", 3, 0, {{V1, LOCAL}, {V2, LOCAL}, {V1, "::ffff:10.0.0.1"}, {V2, "::ffff:10.0.0.1"}}},
+        {"IPv4 before global IPv6", 1, 0, {{V2, GLOBAL}, {V2, "::ffff:10.0.0.1"}, {V2, LOCAL}}},
+        {"global IPv6 before link-local", 1, 0, {{V2, LOCAL}, {V2, GLOBAL}, {V2, "febf::1"}}},
+        {"fec0 is not link-local", 1, 0, {{V2, LOCAL}, {V2, "fec0::1"}}},
+        {"link-local alone", 4, 4, {{V2, NULL}, {V2, NULL}, {EMPTY, NULL}, {V1, NULL}, {V2, LOCAL}}},
+        {"the first of two", 1, 0, {{V2, LOCAL}, {V2, "::ffff:10.0.0.1"}, {V2, "::ffff:10.0.1.1"}}},
+        {"zero before IPv4", 2, 1, {{V2, NULL}, {V1, LOCAL}, {V2, "::ffff:10.0.0.1"}}},
+        {"not IPv4-mapped", 1, 0, {{V2, "::fffe:10.0.0.1"}, {V2, "::ffff:10.0.0.1"}}},
+        {"the last", 7, 0, {{V1, LOCAL}, [7] = {V2, LOCAL}}}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sp_ib_gid table[8];
+        int got = fill_table(cases[i].entries, table), got_infiniband = sp_ib_choose_gid(false, table, 8);
+        CHECK(got == cases[i].want, "%s: got GID %d, wanted %d", cases[i].what, got, cases[i].want);
+        CHECK(got_infiniband == cases[i].want_infiniband, "%s: InfiniBand: got GID %d, wanted %d",
+              cases[i].what, got_infiniband, cases[i].want_infiniband);
+        CHECK(sp_ib_choose_gid(true, table, 0) == -1, "%s: a table without entries", cases[i].what);
+    }
+}
+
+/* Two hosts with a card in each of two subnets. The tables of the cards differ, and the second host counts its cards in the
+ * other order: each rail joins cards of one subnet. */
+static void test_two_subnets(void)
+{
+    static const struct entry cards[2][2][8] = {
+        {{{V1, LOCAL}, {V2, LOCAL}, {V1, "::ffff:10.0.0.1"}, {V2, "::ffff:10.0.0.1"}},
+         {{V2, "::ffff:10.0.1.1"}, {V2, GLOBAL}}},
+        {{{V1, "::ffff:10.0.0.2"}, {V2, LOCAL}, {V2, "::ffff:10.0.1.2"}},
+         {{V1, "::ffff:10.0.1.2"}, {V2, GLOBAL}, {V2, "::ffff:10.0.0.2"}}}};
+    sp_ib_address hosts[2] = {{.n = 2, .n_qps = 1}, {.n = 2, .n_qps = 1}};
+    sp_ib_pairing p;
+    for (int host = 0; host < 2; host++)
+        for (int card = 0; card < 2; card++) {
+            sp_ib_gid table[8];
+            sp_ib_device device = {.ethernet = true};
+            int chosen = fill_table(cards[host][card], table);
+            CHECK(chosen >= 0, "host %d, card %d: no GID", host, card);
+            memcpy(device.gid, table[chosen >= 0 ? chosen : 0].bytes, sizeof device.gid);
+            hosts[host].ports[card].network = sp_ib_network(&device);
+            memcpy(hosts[host].ports[card].gid, device.gid, sizeof device.gid);
+        }
+    sp_ib_pair(&hosts[0], &hosts[1], &p);
+    CHECK(p.n == 2 && p.low[0] == 0 && p.high[0] == 1 && p.low[1] == 1 && p.high[1] == 0,
+          "%u rails: %u-%u, %u-%u", p.n, p.low[0], p.high[0], p.low[1], p.high[1]);
+    hosts[1].n = 1; /* its card in the subnet of card 1 */
+    sp_ib_pair(&hosts[0], &hosts[1], &p);
+    CHECK(p.n == 1 && p.low[0] == 1 && p.high[0] == 0, "%u rails: %u-%u", p.n, p.low[0], p.high[0]);
 }
 
 /* Ports of a rank: of each character one. a, b, c: RoCE in subnet 10.0.0, 10.0.1, 10.0.2; I: InfiniBand. A, B, C: as a,
@@ -289,6 +374,8 @@ int main(int argc, char **argv)
                                              {"result", test_result},
                                              {"parts", test_parts},
                                              {"address", test_address},
+                                             {"gids", test_gids},
+                                             {"two_subnets", test_two_subnets},
                                              {"pairs", test_pairs},
                                              {"rates", test_rates},
                                              {"keep", test_keep},

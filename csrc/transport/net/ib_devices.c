@@ -34,16 +34,10 @@ void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap)
     snprintf(out, cap, "device %s port %d", device->name, device->port);
 }
 
-static bool is_ipv4(const uint8_t *gid)
-{
-    static const uint8_t prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-    return memcmp(gid, prefix, sizeof prefix) == 0;
-}
-
 void sp_ib_device_details(const sp_ib_device *device, char *out, size_t cap)
 {
     char gid[INET6_ADDRSTRLEN] = "?";
-    if (is_ipv4(device->gid))
+    if (sp_ib_network(device) == SP_IB_ROCE_IPV4)
         (void)inet_ntop(AF_INET, device->gid + 12, gid, sizeof gid);
     else
         (void)inet_ntop(AF_INET6, device->gid, gid, sizeof gid);
@@ -53,13 +47,14 @@ void sp_ib_device_details(const sp_ib_device *device, char *out, size_t cap)
 
 /* ---- GIDs ---- */
 
-/* The type of a GID: "RoCE v2", "IB/RoCE v1". False: the entry is empty. */
-static bool read_gid_type(const char *name, int port, int index, char *out, size_t cap)
+/* What sysfs says of a GID: of "types" "RoCE v2" or "IB/RoCE v1", of "ndevs" the interface. False: the entry is empty. */
+static bool read_gid_attr(const sp_ib_device *device, const char *attr, int index, char *out, size_t cap)
 {
     char path[200];
     FILE *f;
     bool fine;
-    snprintf(path, sizeof path, CLASS_FOLDER "/%s/ports/%d/gid_attrs/types/%d", name, port, index);
+    snprintf(path, sizeof path, CLASS_FOLDER "/%s/ports/%d/gid_attrs/%s/%d", device->name, device->port, attr,
+             index);
     f = fopen(path, "re");
     if (f == NULL)
         return false;
@@ -69,37 +64,40 @@ static bool read_gid_type(const char *name, int port, int index, char *out, size
     return fine;
 }
 
-/* How well a GID serves RoCE: 0 not at all. An IPv4 address is routed; a link-local one is not. */
-static int gid_rank(const uint8_t *gid)
+/* Why no GID of a table serves. The first entry of another type is an example. */
+static void no_gid_text(const sp_ib_device *device, const sp_ib_gid *table, int n, char *out, size_t cap)
 {
-    static const uint8_t zero[SP_IB_GID_BYTES] = {0};
-    if (memcmp(gid, zero, sizeof zero) == 0)
-        return 0;
-    if (is_ipv4(gid))
-        return 3;
-    return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
+    char net[32];
+    int first = 0;
+    snprintf(out, cap, "no GID%s", device->ethernet ? " of type RoCE v2" : "");
+    while (first < n && (table[first].type[0] == '\0' || strcmp(table[first].type, "RoCE v2") == 0))
+        first++;
+    if (device->ethernet && first < n && read_gid_attr(device, "ndevs", first, net, sizeof net))
+        snprintf(out, cap, "no GID of type RoCE v2; GID %d, of interface %s, is of type %s", first, net,
+                 table[first].type);
 }
 
-/* Choose the GID by its content: RoCE v2, IPv4 first. Its number differs from host to host. */
+/* Choose the GID of a port. False: `why` says why there is none. */
 static bool choose_gid(const sp_ib_library *lib, struct ibv_context *context, int n_gids,
-                       sp_ib_device *device)
+                       sp_ib_device *device, char *why, size_t why_cap)
 {
-    int best = 0;
-    for (int i = 0; i < n_gids && i < 256; i++) {
+    sp_ib_gid table[SP_IB_GIDS_MAX];
+    int n = n_gids < SP_IB_GIDS_MAX ? n_gids : SP_IB_GIDS_MAX, chosen;
+    memset(table, 0, sizeof table);
+    for (int i = 0; i < n; i++) {
         union ibv_gid gid;
-        char type[32];
-        if (device->ethernet && (!read_gid_type(device->name, device->port, i, type, sizeof type) ||
-                                 strcmp(type, "RoCE v2") != 0))
-            continue;
-        if (lib->query_gid(context, device->port, i, &gid) != 0 || gid_rank(gid.raw) <= best)
-            continue;
-        best = gid_rank(gid.raw);
-        memcpy(device->gid, gid.raw, sizeof device->gid);
-        device->gid_index = (uint8_t)i;
-        if (!device->ethernet)
-            break;
+        if ((!device->ethernet || read_gid_attr(device, "types", i, table[i].type, sizeof table[i].type)) &&
+            lib->query_gid(context, device->port, i, &gid) == 0)
+            memcpy(table[i].bytes, gid.raw, SP_IB_GID_BYTES);
     }
-    return best != 0;
+    chosen = sp_ib_choose_gid(device->ethernet, table, n);
+    if (chosen < 0) {
+        no_gid_text(device, table, n, why, why_cap);
+        return false;
+    }
+    memcpy(device->gid, table[chosen].bytes, sizeof device->gid);
+    device->gid_index = (uint8_t)chosen;
+    return true;
 }
 
 /* ---- ports ---- */
@@ -144,6 +142,7 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
                          struct found *f)
 {
     struct ibv_port_attr a;
+    char why[160];
     sp_ib_device *device = &f->devices[f->n];
     memset(&a, 0, sizeof a);
     if (f->n == SP_IB_DEVICES_MAX)
@@ -162,8 +161,8 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
                              .mtu_bytes = a.active_mtu >= 1 && a.active_mtu <= 5 ? 128u << a.active_mtu : 256,
                              .speed_mbps = speed_mbps(&a)};
     snprintf(device->name, sizeof device->name, "%s", name);
-    if (!choose_gid(lib, context, a.gid_tbl_len, device))
-        refuse(f, name, port, device->ethernet ? "no GID of type RoCE v2" : "no GID");
+    if (!choose_gid(lib, context, a.gid_tbl_len, device, why, sizeof why))
+        refuse(f, name, port, why);
     else if (!makes_queue_pairs(lib, context))
         refuse(f, name, port, "it cannot make an RC queue pair");
     else

@@ -16,6 +16,13 @@
 #define SP_IB_RAILS_MAX 4 /* devices that carry one pair of ranks */
 #define SP_IB_QPS_MAX 16  /* queue pairs of one pair of ranks */
 
+#define SP_IB_GIDS_MAX 256
+/* An entry of a port's table of GIDs. type: what sysfs says, "RoCE v2" or "IB/RoCE v1"; "": the entry is empty. */
+typedef struct sp_ib_gid {
+    uint8_t bytes[SP_IB_GID_BYTES];
+    char type[16];
+} sp_ib_gid;
+
 /* A port that is active and can make an RC queue pair. */
 typedef struct sp_ib_device {
     char name[SP_IB_NAME_CAP]; /* "mlx5_0" */

@@ -20,12 +20,42 @@ _Static_assert(WHY_AT + SP_NN_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wi
 static const char address_magic[4] = {'s', 'p', 'I', '4'};
 #define NEAR 0x80u /* in a port's network */
 
+static bool is_ipv4(const uint8_t *gid)
+{
+    static const uint8_t prefix[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+    return memcmp(gid, prefix, sizeof prefix) == 0;
+}
+
 uint8_t sp_ib_network(const sp_ib_device *device)
 {
-    static const uint8_t ipv4[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
     if (!device->ethernet)
         return SP_IB_INFINIBAND;
-    return memcmp(device->gid, ipv4, sizeof ipv4) == 0 ? SP_IB_ROCE_IPV4 : SP_IB_ROCE_IPV6;
+    return is_ipv4(device->gid) ? SP_IB_ROCE_IPV4 : SP_IB_ROCE_IPV6;
+}
+
+/* How well an entry serves: 0 not at all. An IPv4 address is routed; a link-local one is not. */
+static int gid_rank(bool ethernet, const sp_ib_gid *entry)
+{
+    static const uint8_t zero[SP_IB_GID_BYTES] = {0};
+    const uint8_t *gid = entry->bytes;
+    if (memcmp(gid, zero, sizeof zero) == 0 || (ethernet && strcmp(entry->type, "RoCE v2") != 0))
+        return 0;
+    if (!ethernet)
+        return 1;
+    if (is_ipv4(gid))
+        return 3;
+    return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80 ? 1 : 2;
+}
+
+int sp_ib_choose_gid(bool ethernet, const sp_ib_gid *table, int n)
+{
+    int best = 0, chosen = -1;
+    for (int i = 0; i < n; i++)
+        if (gid_rank(ethernet, &table[i]) > best) {
+            best = gid_rank(ethernet, &table[i]);
+            chosen = i;
+        }
+    return chosen;
 }
 
 size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out)

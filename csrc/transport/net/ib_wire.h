@@ -19,6 +19,10 @@ typedef struct sp_ib_address {
     } ports[SP_IB_RAILS_MAX];
 } sp_ib_address;
 uint8_t sp_ib_network(const sp_ib_device *device);
+/* The GID that a port uses, by its content: its index differs from host to host. RoCE: one of type RoCE v2, and of these an
+ * IPv4 address before a global IPv6 address before a link-local one. InfiniBand: the first. A zero GID is none. Returns
+ * its index, or -1: there is none. */
+int sp_ib_choose_gid(bool ethernet, const sp_ib_gid *table, int n);
 /* Keep at most n_rails of n devices: those of the least distance, 0 or more, first. If not all are kept, ranks begin at
  * different ones of a distance, so the ranks of a host share them evenly. kept: [n_rails] indexes. Returns their number. */
 int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept);
