@@ -1,5 +1,7 @@
 /* test_ib_verbs.c - what transport ib asks of cards, on cards of stand_in_verbs.h: which ports it uses, and why it leaves out
  * the others. */
+#include "core/base/status.h"
+#include "ranks.h"
 #include "stand_in_verbs.h"
 #include "transport/net/ib_verbs.h"
 
@@ -93,8 +95,114 @@ static void test_gid(void)
     CHECK(strcmp(details, "InfiniBand, 100.0 Gbit/s, MTU 4096, GID fec0::7") == 0, "%s", details);
 }
 
+static void test_no_queue_pair(void)
+{
+    const struct card good = good_card("efa0");
+    struct card c = good;
+    c.no_qp = EOPNOTSUPP;
+    check_left_out("queue pair", &c,
+                   "efa0 port 1: it cannot make an RC queue pair: ibv_create_qp: Operation not supported "
+                   "(errno 95)");
+    c = good;
+    c.no_cq = ENOMEM;
+    check_left_out("completion queue", &c,
+                   "efa0 port 1: it cannot make an RC queue pair: ibv_create_cq: Cannot allocate memory "
+                   "(errno 12)");
+    c = good;
+    c.no_pd = EPERM;
+    check_left_out("protection domain", &c,
+                   "efa0 port 1: it cannot make an RC queue pair: ibv_alloc_pd: Operation not permitted "
+                   "(errno 1)");
+    c = good;
+    c.transport = IBV_TRANSPORT_IWARP;
+    check_left_out("iWARP", &c, "efa0 port 1: neither InfiniBand nor RoCE: ncclnet may carry it");
+    c.transport = IBV_TRANSPORT_UNSPECIFIED; /* EFA */
+    check_left_out("EFA", &c, "efa0 port 1: neither InfiniBand nor RoCE: ncclnet may carry it");
+}
+
+static void test_not_active(void)
+{
+    static const enum ibv_port_state states[] = {IBV_PORT_NOP, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_PORT_ARMED,
+                                                 IBV_PORT_ACTIVE_DEFER};
+    struct card c = good_card("mlx5_0");
+    sp_ib_choice choice;
+    for (size_t i = 0; i < sizeof states / sizeof *states; i++) {
+        c.ports[0].state = states[i];
+        check_left_out("one port", &c, "mlx5_0 port 1: not active");
+    }
+    c.n_ports = 2; /* the second one works */
+    c.ports[1] = good_card("").ports[0];
+    use_cards(1, &c);
+    sp_ib_choose(0, "", &choice);
+    CHECK(choice.n == 1 && choice.devices[0].port == 2, "%d devices, port %d", choice.n,
+          choice.devices[0].port);
+    c.ports[1].state = IBV_PORT_DOWN;
+    check_left_out("two ports", &c, "mlx5_0 port 1: not active; mlx5_0 port 2: not active");
+}
+
+/* ---- the next transport ---- */
+
+#define N_RANKS 2
+
+/* The link is of tcp, and carries a sum. */
+static void check_tcp(struct rank_ctx *c)
+{
+    const char *text = "";
+    float x[100];
+    size_t wrong = 0;
+    CHECK_OK(spccl_comm_describe_link(c->comm, 1 - c->rank, &text));
+    CHECK(strncmp(text, "tcp: ", 5) == 0, "rank %d: \"%s\"", c->rank, text);
+    for (int i = 0; i < 100; i++)
+        x[i] = (float)(c->rank + i);
+    CHECK_OK(spccl_all_reduce(c->comm, x, x, 100, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    for (int i = 0; i < 100; i++)
+        wrong += x[i] != (float)(1 + 2 * i);
+    CHECK(wrong == 0, "rank %d: %zu sums are wrong", c->rank, wrong);
+}
+
+static void check_not_called(struct rank_ctx *c)
+{
+    CHECK(false, "rank %d has a group", c->rank);
+}
+
+/* Hosts whose only card makes no RC queue pair: the next transport of the list takes the pair. If there is none, the error
+ * says what the card lacks, as `spccl info` does. */
+static void test_next_transport(void)
+{
+    static const char *const why =
+        "no usable device: efa0 port 1: it cannot make an RC queue pair: ibv_create_qp: Operation not "
+        "supported (errno 95)";
+    struct card c = good_card("efa0");
+    struct rank_ctx ctx[N_RANKS];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    spccl_info_entry e = {.struct_bytes = sizeof e};
+    c.no_qp = EOPNOTSUPP;
+    use_cards(1, &c);
+    test_ranks_per_host = 1;
+    config.timeout_ms = 120000;
+    config.transports = "ib,tcp";
+    run_ranks(N_RANKS, &config, check_tcp, NULL, ctx);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    config.transports = "ib";
+    run_ranks(N_RANKS, &config, check_not_called, NULL, ctx);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK(ctx[r].created == SPCCL_ERR_UNREACHABLE && strstr(ctx[r].error, why) != NULL, "rank %d: %s", r,
+              ctx[r].error);
+    for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK && strcmp(e.name, "ib") != 0; i++) {
+    }
+    CHECK(strcmp(e.name, "ib") == 0 && strcmp(e.value, "in, no device") == 0 && strcmp(e.why, why) == 0,
+          "%s: \"%s\": \"%s\"", e.name, e.value, e.why);
+    CHECK(n_objects == 0, "%d objects are open", n_objects);
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"no_gid", test_no_gid}, {"gid", test_gid}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"no_gid", test_no_gid},
+                                             {"gid", test_gid},
+                                             {"no_queue_pair", test_no_queue_pair},
+                                             {"not_active", test_not_active},
+                                             {"next_transport", test_next_transport},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

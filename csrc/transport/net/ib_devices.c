@@ -117,25 +117,38 @@ static int speed_mbps(const struct ibv_port_attr *a)
     return mbps * width;
 }
 
-/* Whether the device makes an RC queue pair. EFA and others do not. */
-static bool makes_queue_pairs(const sp_ib_library *lib, struct ibv_context *context)
+/* Whether the device makes an RC queue pair. EFA and others do not. False: `why` says which call failed. */
+static bool makes_queue_pairs(const sp_ib_library *lib, struct ibv_context *context, char *why,
+                              size_t why_cap)
 {
+    const char *call = "ibv_alloc_pd";
     struct ibv_pd *pd = lib->alloc_pd(context);
-    struct ibv_cq *cq = lib->create_cq(context, 2, NULL, NULL, 0);
-    struct ibv_qp_init_attr attr = {.send_cq = cq,
-                                    .recv_cq = cq,
-                                    .qp_type = IBV_QPT_RC,
-                                    .cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1}};
+    struct ibv_cq *cq = NULL;
     struct ibv_qp *qp = NULL;
-    if (pd != NULL && cq != NULL)
+    bool made;
+    if (pd != NULL) {
+        call = "ibv_create_cq";
+        cq = lib->create_cq(context, 2, NULL, NULL, 0);
+    }
+    if (cq != NULL) {
+        struct ibv_qp_init_attr attr = {.send_cq = cq,
+                                        .recv_cq = cq,
+                                        .qp_type = IBV_QPT_RC,
+                                        .cap = {.max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1}};
+        call = "ibv_create_qp";
         qp = lib->create_qp(pd, &attr);
+    }
+    made = qp != NULL;
+    if (!made)
+        snprintf(why, why_cap, "it cannot make an RC queue pair: %s: %s (errno %d)", call, strerror(errno),
+                 errno);
     if (qp != NULL)
         (void)lib->destroy_qp(qp);
     if (cq != NULL)
         (void)lib->destroy_cq(cq);
     if (pd != NULL)
         (void)lib->dealloc_pd(pd);
-    return qp != NULL;
+    return made;
 }
 
 static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, const char *name, int port,
@@ -161,10 +174,9 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
                              .mtu_bytes = a.active_mtu >= 1 && a.active_mtu <= 5 ? 128u << a.active_mtu : 256,
                              .speed_mbps = speed_mbps(&a)};
     snprintf(device->name, sizeof device->name, "%s", name);
-    if (!choose_gid(lib, context, a.gid_tbl_len, device, why, sizeof why))
+    if (!choose_gid(lib, context, a.gid_tbl_len, device, why, sizeof why) ||
+        !makes_queue_pairs(lib, context, why, sizeof why))
         refuse(f, name, port, why);
-    else if (!makes_queue_pairs(lib, context))
-        refuse(f, name, port, "it cannot make an RC queue pair");
     else
         f->n++;
 }
