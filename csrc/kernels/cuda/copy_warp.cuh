@@ -4,24 +4,36 @@
 // alone, as in groups of one host.
 //
 // Many threads that poll host memory slow each other down: their reads queue up in front of PCIe. So only the copy
-// warp of CTA 0 polls host memory: the change counters, 32 bytes for 64 workers. It copies those that changed to GPU
-// memory, where the other copy warps poll them. A copy warp reads positions from host memory only after a change
-// counter of its workers changed.
+// warp of CTA 0 polls host memory: the change counters of this launch's workers, 32 bytes for 64 workers. It copies
+// those that changed to GPU memory, where the other copy warps poll them. A copy warp reads positions from host memory
+// when it starts, and after a change counter of its workers changed. If the launch has few rings, every copy warp polls
+// the positions of its own workers instead, and nobody reads change counters: a frame then comes a few microseconds
+// earlier.
 #ifndef SP_COPY_WARP_CUH
 #define SP_COPY_WARP_CUH
 
 #include "kernels/cuda/fused.cuh"
+
+// Most rings of a launch whose copy warps poll positions.
+#define SP_FEW_RINGS 32u
 
 // A comment that starts with L: the member's value differs from lane to lane (wait.cuh). Lane i serves the links i, i + 32 ... of the pinned areas.
 template <uint32_t WORKERS> struct sp_copy_warp {
     const sp_fused_args &a;
     uint32_t lane, n, q0; // n: workers of this CTA; q0: the first one's number
     uint32_t n_links;     // to peers on other hosts
+    bool few_rings;       // the copy warps poll positions
+    uint32_t n_polled;    // change counters that CTA 0 polls: those of the workers of this launch, or none
     uint32_t counted;     // L: change counter number q0 / SP_REMOTE_COUNTER_WORKERS + lane, as last seen
 
     __device__ __forceinline__ explicit sp_copy_warp(const sp_fused_args &args)
         : a(args), lane(threadIdx.x % 32), n(args.workers_per_cta), q0(blockIdx.x * args.workers_per_cta),
-          n_links(sp_area_links(&args.remote.pinned)), counted(0)
+          n_links(sp_area_links(&args.remote.pinned)),
+          few_rings(args.n_ctas * args.workers_per_cta * n_links <= SP_FEW_RINGS),
+          n_polled(few_rings ? 0
+                             : (args.n_ctas * args.workers_per_cta + SP_REMOTE_COUNTER_WORKERS - 1) /
+                                   SP_REMOTE_COUNTER_WORKERS),
+          counted(0)
     {
     }
     __device__ __forceinline__ uint8_t *inbox() const
@@ -36,15 +48,30 @@ template <uint32_t WORKERS> struct sp_copy_warp {
     {
         return (const uint64_t *)(a.remote.host_inbox + off);
     }
-    // In CTA 0: copy the change counters that differ from host to GPU memory.
+    // In CTA 0: copy the change counters that differ from host to GPU memory. A read of host memory takes more than a
+    // microsecond, so a lane has several under way.
     __device__ __forceinline__ void poll_host() const
     {
-        for (uint32_t i = lane; i < a.remote.n_counters; i += 32) {
-            uint32_t counter = sp_load_relaxed_sys(a.remote.counters + i);
-            if (counter == sp_load_relaxed_sys(a.remote.seen + i))
+        const uint32_t AT_ONCE = 4;
+        for (uint32_t first = lane; first < n_polled; first += 32 * AT_ONCE) {
+            uint32_t counter[AT_ONCE], seen[AT_ONCE];
+            bool changed = false;
+#pragma unroll
+            for (uint32_t k = 0; k < AT_ONCE; k++) {
+                uint32_t i = first + 32 * k;
+                counter[k] = i < n_polled ? sp_load_relaxed_sys(a.remote.counters + i) : 0;
+                seen[k] = i < n_polled ? sp_load_relaxed_sys(a.remote.seen + i) : 0;
+            }
+#pragma unroll
+            for (uint32_t k = 0; k < AT_ONCE; k++)
+                changed |= counter[k] != seen[k];
+            if (!changed)
                 continue;
             sp_fence_sys(); // who sees the counter there also sees what the host wrote before it
-            sp_store_relaxed_sys(a.remote.seen + i, counter);
+#pragma unroll
+            for (uint32_t k = 0; k < AT_ONCE; k++)
+                if (counter[k] != seen[k])
+                    sp_store_relaxed_sys(a.remote.seen + first + 32 * k, counter[k]);
         }
         __syncwarp();
     }
@@ -83,27 +110,33 @@ template <uint32_t WORKERS> struct sp_copy_warp {
             }
         }
     }
-    // Copy everything that has come for this CTA's workers over the links row, row + 1 ... row + 31.
-    __device__ __forceinline__ void bring(uint32_t row)
+    // Copy everything that has come for this CTA's workers over the links row, row + 1 ... row + 31. Has any frame come?
+    __device__ __forceinline__ bool bring(uint32_t row)
     {
         uint32_t link = row + lane, here = link < n_links ? a.remote.inbox_link[link] : 0;
         uint64_t *tails = word(sp_area_tail_off(&a.remote.inbox, here, q0));
         uint64_t *credits = word(sp_area_credit_off(&a.remote.inbox, here, q0));
-        uint64_t now[WORKERS], arrived[WORKERS];
+        uint64_t now[WORKERS], arrived[WORKERS], credit[WORKERS];
         bool any = false, direct = link < n_links && (a.remote.direct[row / 32] >> lane & 1) != 0;
+        // All reads are under way before the first is needed.
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            now[w] = arrived[w] = 0;
+            now[w] = arrived[w] = credit[w] = 0;
             if (link < n_links && w < n) {
-                arrived[w] = sp_load_relaxed_sys(tails + w); // no other warp writes it
                 now[w] = sp_load_relaxed_sys(host_word(sp_host_tail_off(&a.remote.pinned, link, q0 + w)));
-                sp_store_relaxed_sys(credits + w, sp_load_relaxed_sys(host_word(
-                                                      sp_host_credit_off(&a.remote.pinned, link, q0 + w))));
+                credit[w] =
+                    sp_load_relaxed_sys(host_word(sp_host_credit_off(&a.remote.pinned, link, q0 + w)));
+                arrived[w] = sp_load_relaxed_sys(tails + w); // no other warp writes it
             }
+        }
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++) {
+            if (link < n_links && w < n)
+                sp_store_relaxed_sys(credits + w, credit[w]);
             any |= now[w] != arrived[w];
         }
         if (!__any_sync(~0u, any))
-            return;
+            return false;
         sp_fence_sys(); // the tails were read before the frames are
         __syncwarp();
 #pragma unroll
@@ -123,12 +156,16 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         for (uint32_t w = 0; w < WORKERS; w++)
             if (now[w] != arrived[w])
                 sp_store_relaxed_sys(tails + w, now[w]);
+        return true;
     }
-    __device__ __forceinline__ void bring_all()
+    __device__ __forceinline__ bool bring_all()
     {
-        sp_fence_sys(); // the counter was seen before what follows
+        bool any = false;
+        if (!few_rings)
+            sp_fence_sys(); // the counter was seen before what follows
         for (uint32_t row = 0; row < n_links; row += 32)
-            bring(row);
+            any |= bring(row);
+        return any;
     }
     // CTA 0 polls host memory until the copy warps of all CTAs have ended. Then it tells the host.
     __device__ __forceinline__ void end() const
@@ -156,12 +193,13 @@ template <uint32_t WORKERS> struct sp_copy_warp {
     {
         bool look = true; // something may have come since the last launch
         while (!sp_all_done(progress, n, lane)) {
+            bool moved = false;
             if (blockIdx.x == 0)
                 poll_host();
-            if (has_changed() || look)
-                bring_all();
-            else
-                __nanosleep(200);
+            if (few_rings || has_changed() || look)
+                moved = bring_all();
+            if (!moved)
+                __nanosleep(few_rings ? 50 : 200);
             look = false;
         }
         end();
