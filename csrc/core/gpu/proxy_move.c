@@ -165,14 +165,43 @@ static spccl_status check_here(const sp_proxy_peer *p, const struct position *x)
                    x->what, x->got, p->rank, sp_proxy_queue_name(x->queue), x->worker, x->least, x->most);
 }
 
+/* Has any of the words that kernels write for a block of workers changed? */
+static bool block_changed(const uint64_t *words, const uint64_t *known)
+{
+    uint64_t changed = 0;
+    for (uint32_t i = 0; i < SP_REMOTE_COUNTER_WORKERS; i++)
+        changed |= __atomic_load_n(&words[i], __ATOMIC_RELAXED) ^ known[i];
+    return changed != 0;
+}
+
+/* Number, in the proxy's list, of the next worker from k on whose word differs from the known one; `end` if there is
+ * none. The list is made of blocks of consecutive workers (sp_proxy_of). Most rounds find nothing, and this is what they
+ * cost, so a block is one step. words, known [n_workers of the group] */
+static uint32_t next_changed(const sp_proxy *x, const uint64_t *words, const uint64_t *known, uint32_t k,
+                             uint32_t end)
+{
+    while (k < end) {
+        uint32_t worker = x->workers[k];
+        bool starts_block = worker % SP_REMOTE_COUNTER_WORKERS == 0 && k + SP_REMOTE_COUNTER_WORKERS <= end;
+        if (starts_block && !block_changed(words + worker, known + worker))
+            k += SP_REMOTE_COUNTER_WORKERS;
+        else if (__atomic_load_n(&words[worker], __ATOMIC_RELAXED) == known[worker])
+            k++;
+        else
+            break;
+    }
+    return k;
+}
+
 static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
-    for (uint32_t queue = 0; queue < p->at.n_queues; queue++)
-        for (uint32_t k = 0; k < x->n_workers; k++) {
+    for (uint32_t queue = 0; queue < p->at.n_queues; queue++) {
+        const uint64_t *words = p->credits[queue], *known = p->at.freed + (size_t)queue * p->at.n_workers;
+        uint32_t n = x->n_workers;
+        for (uint32_t k = next_changed(x, words, known, 0, n); k < n;
+             k = next_changed(x, words, known, k + 1, n)) {
             uint32_t worker = x->workers[k], ring = queue * p->at.n_workers + worker;
-            uint64_t now = __atomic_load_n(&p->credits[queue][worker], __ATOMIC_ACQUIRE);
-            if (now == p->at.freed[ring])
-                continue;
+            uint64_t now = __atomic_load_n(&words[worker], __ATOMIC_ACQUIRE);
             SP_TRY(check_here(
                 p, &(struct position){.what = "credit",
                                       .queue = queue,
@@ -184,6 +213,7 @@ static spccl_status collect_credits(sp_proxy *x, const sp_proxy_peer *p, struct 
                 b->credit_bytes = now - p->at.freed[ring];
             x->entries[b->n_credits++] = (sp_proxy_entry){.queue = queue, .worker = worker, .position = now};
         }
+    }
     return SPCCL_OK;
 }
 
@@ -207,40 +237,50 @@ static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_p
         __builtin_prefetch(ring + off + i);
 }
 
+/* The run of worker number k of the proxy's list, whose tail has moved. */
+static spccl_status collect_run(sp_proxy *x, const sp_proxy_peer *p, uint32_t queue, uint32_t k,
+                                struct batch *b)
+{
+    uint32_t worker = x->workers[k], ring = queue * p->at.n_workers + worker;
+    uint64_t sent = p->at.sent[ring], free_to = p->at.free_to[ring];
+    uint64_t tail = __atomic_load_n(&p->tails[queue][worker], __ATOMIC_ACQUIRE);
+    sp_proxy_entry *e = &x->entries[b->n_credits + b->n_runs];
+    SP_TRY(check_here(p, &(struct position){.what = "tail",
+                                            .queue = queue,
+                                            .worker = worker,
+                                            .got = tail,
+                                            .least = sent > free_to ? sent : free_to,
+                                            .most = free_to + p->at.ring_bytes}));
+    *e = (sp_proxy_entry){
+        .is_run = true, .queue = queue, .worker = worker, .position = sent, .bytes = (uint32_t)(tail - sent)};
+    if (!p->at.direct && !sp_proxy_find_skip(ring_of(x->r, p, e), p->at.ring_bytes, e, &e->skipped))
+        return SP_FAIL(SPCCL_ERR_BUG,
+                       "a kernel of this rank wrote no frames for rank %d (%s of worker %u) from position "
+                       "%" PRIu64 " to %" PRIu64,
+                       p->rank, sp_proxy_queue_name(queue), worker, sent, tail);
+    if (!p->at.direct)
+        prefetch_run(x->r, p, e);
+    b->n_runs++;
+    b->data_bytes += e->bytes - e->skipped;
+    b->next = queue * x->n_workers + k + 1 < p->at.n_queues * x->n_workers ? queue * x->n_workers + k + 1 : 0;
+    return SPCCL_OK;
+}
+
+/* From ring p->next on, once round all rings of this proxy's workers. */
 static spccl_status collect_runs(sp_proxy *x, const sp_proxy_peer *p, struct batch *b)
 {
-    uint32_t n_rings = p->at.n_queues * x->n_workers, most = runs_max(x, p);
-    for (uint32_t i = 0; i < n_rings && b->n_runs < most && b->data_bytes < MESSAGE_BYTES; i++) {
-        uint32_t at = p->next + i < n_rings ? p->next + i : p->next + i - n_rings;
-        uint32_t queue = at >= x->n_workers, worker = x->workers[at - queue * x->n_workers];
-        uint32_t ring = queue * p->at.n_workers + worker;
-        uint64_t sent = p->at.sent[ring], free_to = p->at.free_to[ring], tail;
-        sp_proxy_entry *e = &x->entries[b->n_credits + b->n_runs];
-        tail = __atomic_load_n(&p->tails[queue][worker], __ATOMIC_ACQUIRE);
-        if (tail == sent)
-            continue;
-        SP_TRY(check_here(p, &(struct position){.what = "tail",
-                                                .queue = queue,
-                                                .worker = worker,
-                                                .got = tail,
-                                                .least = sent > free_to ? sent : free_to,
-                                                .most = free_to + p->at.ring_bytes}));
-        *e = (sp_proxy_entry){.is_run = true,
-                              .queue = queue,
-                              .worker = worker,
-                              .position = sent,
-                              .bytes = (uint32_t)(tail - sent)};
-        if (!p->at.direct && !sp_proxy_find_skip(ring_of(x->r, p, e), p->at.ring_bytes, e, &e->skipped))
-            return SP_FAIL(
-                SPCCL_ERR_BUG,
-                "a kernel of this rank wrote no frames for rank %d (%s of worker %u) from position "
-                "%" PRIu64 " to %" PRIu64,
-                p->rank, sp_proxy_queue_name(queue), worker, sent, tail);
-        if (!p->at.direct)
-            prefetch_run(x->r, p, e);
-        b->n_runs++;
-        b->data_bytes += e->bytes - e->skipped;
-        b->next = at + 1 < n_rings ? at + 1 : 0;
+    uint32_t n = x->n_workers, most = runs_max(x, p);
+    uint32_t first = n != 0 ? p->next / n : 0, start = n != 0 ? p->next % n : 0;
+    for (uint32_t i = 0; i <= p->at.n_queues; i++) {
+        uint32_t queue = (first + i) % p->at.n_queues, from = i == 0 ? start : 0;
+        uint32_t end = i == p->at.n_queues ? start : n;
+        const uint64_t *words = p->tails[queue], *known = p->at.sent + (size_t)queue * p->at.n_workers;
+        for (uint32_t k = next_changed(x, words, known, from, end); k < end;
+             k = next_changed(x, words, known, k + 1, end)) {
+            if (b->n_runs == most || b->data_bytes >= MESSAGE_BYTES)
+                return SPCCL_OK;
+            SP_TRY(collect_run(x, p, queue, k, b));
+        }
     }
     return SPCCL_OK;
 }
