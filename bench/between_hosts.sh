@@ -7,6 +7,8 @@
 # Needs an installed spccl with CUDA, torch and as many GPUs as ranks. With RANKS_PER_HOST above 1, spccl uses NVLink
 # inside a host and NCCL does not: then the ratio is no comparison of networks.
 # SPCCL_TRANSPORTS=ncclnet with SPCCL_NET_PLUGIN, or SPCCL_TRANSPORTS=ib, puts spccl on another network than tcp.
+# SPCCL_TEST_SHARE_GPUS=1: with fewer GPUs than ranks these share them. Start `nvidia-cuda-mps-control -d` before: else
+# the GPU runs one rank's kernels at a time, and every message waits for a time slice.
 # CSV: bench/results/gpu/between-hosts-RANKS-RANKS_PER_HOST.csv (OUT: another folder).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,7 +16,7 @@ ranks=${1:-4} per_host=${2:-1}
 shift $(($# < 2 ? $# : 2))
 out=${OUT:-bench/results/gpu}
 mkdir -p "$out"
-export SPCCL_CUDA_BETWEEN_HOSTS=1 PER_HOST=$per_host
+export SPCCL_CUDA_BETWEEN_HOSTS=1 PER_HOST=$per_host SHARE=${SPCCL_TEST_SHARE_GPUS:-0}
 export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_NVLS_ENABLE=0
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 # Threads and sockets of NCCL, tuned for one machine: at most 64 in all per pair.
@@ -26,4 +28,6 @@ else
     set -- -m spccl bench --device cuda "$@" --csv "$out/between-hosts-$ranks-$per_host.csv"
 fi
 exec torchrun --nproc-per-node "$ranks" --no-python bash -c \
-    'SPCCL_HOST_ID="host $((RANK / PER_HOST))" exec python3 "$@"' python "$@"
+    'export SPCCL_HOST_ID="host $((RANK / PER_HOST))"
+     ((SHARE == 0)) || export NCCL_HOSTID="rank $RANK" # NCCL refuses two ranks on one GPU of one host
+     exec python3 "$@"' python "$@"

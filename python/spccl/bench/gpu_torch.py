@@ -171,10 +171,12 @@ def make_clock(device: str) -> CudaClock | HostClock:
 
 
 def take_device(device: str, ordinal: int) -> torch.device:
-    """Make GPU `ordinal` the current one. Tests use `device` "cpu"."""
+    """Make GPU `ordinal` the current one. Tests use `device` "cpu". SPCCL_TEST_SHARE_GPUS=1: modulo their number."""
     if device != "cuda":
         return torch.device(device)
     found = torch.cuda.device_count()
+    if found > 0 and os.environ.get("SPCCL_TEST_SHARE_GPUS") == "1":
+        ordinal %= found
     if ordinal >= found:
         raise RuntimeError(f"rank {ordinal} needs GPU {ordinal}, but torch {torch.__version__} sees {found}")
     torch.cuda.set_device(ordinal)

@@ -15,9 +15,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from workers import common
-from workers.common import RANK, report, same_bits
+from workers.common import RANK, WORLD, report, same_bits
 
-DEVICE = torch.device("cuda", RANK)
+N_GPUS = torch.cuda.device_count()
+DEVICE = torch.device("cuda", RANK % N_GPUS)
+if WORLD > N_GPUS:  # SPCCL_TEST_SHARE_GPUS
+    # NCCL refuses two ranks on one GPU of one host. With names of their own they are on several, and take sockets.
+    os.environ["NCCL_HOSTID"] = f"rank {RANK}"
 # This many ranks count as on one host; without it all do.
 if "RANKS_PER_HOST" in os.environ:
     os.environ["SPCCL_HOST_ID"] = f"host {RANK // int(os.environ['RANKS_PER_HOST'])}"
@@ -47,7 +51,7 @@ def main(cases: list[Callable[[], dict | None]], *, bind: bool = False, engine: 
             torch.cuda.synchronize()
             if engine:
                 stats = backend.cuda_stats()
-                assert stats.path == "engine" and stats.device == RANK, stats
+                assert stats.path == "engine" and stats.device == DEVICE.index, stats
         except BaseException:
             report(case.__name__, ok=False, error=traceback.format_exc())
             os._exit(1)  # the peers then see that the links are closed, and end
