@@ -1,5 +1,5 @@
-/* test_ib_verbs.c - what transport ib asks of cards, on cards of stand_in_verbs.h: which ports it uses, and why it leaves out
- * the others. */
+/* test_ib_verbs.c - what transport ib asks of cards, on cards of stand_in_verbs.h: which ports it uses, why it leaves out the
+ * others, and which writes are inline. */
 #include "core/base/status.h"
 #include "ranks.h"
 #include "stand_in_verbs.h"
@@ -196,6 +196,49 @@ static void test_next_transport(void)
     CHECK(n_objects == 0, "%d objects are open", n_objects);
 }
 
+/* ---- inline writes ---- */
+
+/* Bytes travel inline up to what the queue pair has, and none above. The card refuses an inline write that is longer. */
+static void check_inline(const struct card *c, uint32_t want)
+{
+    static const uint32_t sizes[] = {0, 1, 16, 63, 64, 65, 127, 128, 129, 171, 172, 173, 4096};
+    static uint8_t data[4096];
+    sp_ib_choice choice;
+    sp_ib_context *context = NULL;
+    sp_ib_link *link = NULL;
+    sp_ib_end mine;
+    use_cards(1, c);
+    sp_ib_choose(0, "", &choice);
+    CHECK(choice.n == 1, "%s", choice.why);
+    CHECK_OK(sp_ib_context_open(&choice.devices[0], 16, &context));
+    CHECK_OK(sp_ib_link_open(context, 8, 8, &link, &mine));
+    for (size_t i = 0; i < 2 * sizeof sizes / sizeof *sizes; i++) {
+        sp_ib_write w = {.from = data, .bytes = sizes[i / 2], .is_put = i % 2 == 1};
+        bool wanted = w.bytes != 0 && w.bytes <= want && !w.is_put;
+        CHECK_OK(sp_ib_link_write(link, &w));
+        CHECK(last_write.bytes == w.bytes && ((last_write.flags & IBV_SEND_INLINE) != 0) == wanted,
+              "%u of %u bytes%s: %u were posted, inline: %d", w.bytes, want, w.is_put ? ", a put" : "",
+              last_write.bytes, !wanted);
+    }
+    sp_ib_link_close(link);
+    sp_ib_context_close(context);
+    CHECK(n_objects == 0, "%d objects are open", n_objects);
+}
+
+/* Drivers give what was asked for, or round it up, or give less; some refuse. */
+static void test_inline(void)
+{
+    static const struct {
+        uint32_t most, given, want;
+    } cases[] = {{1000, 128, 128}, {1000, 172, 172}, {1000, 64, 64}, {1000, 0, 0}, {127, 0, 0}, {0, 0, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct card c = good_card("mlx5_0");
+        c.inline_most = cases[i].most;
+        c.inline_given = cases[i].given;
+        check_inline(&c, cases[i].want);
+    }
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"no_gid", test_no_gid},
@@ -203,6 +246,7 @@ int main(int argc, char **argv)
                                              {"no_queue_pair", test_no_queue_pair},
                                              {"not_active", test_not_active},
                                              {"next_transport", test_next_transport},
+                                             {"inline", test_inline},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -14,7 +14,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#define INLINE_BYTES 128u /* asked for; a device that refuses gets 0 */
+#define INLINE_BYTES 128u /* asked for; then 0 is, if the device makes no such queue pair */
 #define HOP_LIMIT 255
 #define MIN_RNR_TIMER 12 /* 0.64 ms; receives are always posted, so it does not happen */
 #define RNR_RETRY 7
@@ -33,7 +33,8 @@ struct sp_ib_context {
 struct sp_ib_link {
     sp_ib_context *context;
     struct ibv_qp *qp;
-    uint32_t inline_bytes;
+    uint32_t
+        inline_bytes; /* the queue pair's max_inline_data: a device may give more or less than asked for */
 };
 
 /* The text of a call that failed with `error`. */
@@ -264,7 +265,7 @@ static struct ibv_qp *create_qp(const sp_ib_context *d, int n_writes, int n_rece
                                                 .max_recv_sge = 1,
                                                 .max_inline_data = bytes}};
         qp = d->lib->create_qp(d->pd, &attr);
-        *inline_bytes = bytes;
+        *inline_bytes = attr.cap.max_inline_data;
         if (qp != NULL || bytes == 0)
             return qp;
     }
@@ -409,7 +410,8 @@ spccl_status sp_ib_link_write(sp_ib_link *l, const sp_ib_write *w)
     int error;
     if (w->signal)
         wr.send_flags |= IBV_SEND_SIGNALED;
-    if (w->bytes <= l->inline_bytes && !w->is_put) /* the processor cannot read a put's memory */
+    /* The processor cannot read a put's memory. */
+    if (w->bytes != 0 && w->bytes <= l->inline_bytes && !w->is_put)
         wr.send_flags |= IBV_SEND_INLINE;
     error = ibv_post_send(l->qp, &wr, &bad);
     return error == 0 ? SPCCL_OK : call_failed(l->context, "ibv_post_send", error);
