@@ -1,9 +1,11 @@
 /* test_ib_verbs.c - what transport ib asks of cards, on cards of stand_in_verbs.h: which ports it uses, why it leaves out the
- * others, and which writes are inline. */
+ * others, which writes are inline, and memory that may not be locked. */
 #include "core/base/status.h"
 #include "ranks.h"
 #include "stand_in_verbs.h"
 #include "transport/net/ib_verbs.h"
+
+#include <sys/resource.h>
 
 #define IPV4(host)                                                                                           \
     {                                                                                                        \
@@ -239,6 +241,64 @@ static void test_inline(void)
     }
 }
 
+/* ---- memory that may not be locked ---- */
+
+/* How much memory this process may lock, in place of its own limit. */
+static rlim_t may_lock_bytes = RLIM_INFINITY;
+int __wrap_getrlimit(int resource, struct rlimit *out);
+int __wrap_getrlimit(int resource, struct rlimit *out)
+{
+    CHECK(resource == RLIMIT_MEMLOCK, "limit %d", resource);
+    *out = (struct rlimit){.rlim_cur = may_lock_bytes, .rlim_max = RLIM_INFINITY};
+    return 0;
+}
+
+/* The error names card, bytes and errno, and the limit and what to do where the limit may be the cause. */
+static void check_no_memory(int error, rlim_t limit_bytes, const char *want)
+{
+    static uint8_t data[256 << 10];
+    struct card c = good_card("mlx5_0");
+    sp_ib_choice choice;
+    sp_ib_context *context = NULL;
+    sp_ib_memory memory = {.mr = NULL};
+    sp_region_config region = {.address = data, .bytes = sizeof data, .dmabuf = -1};
+    char text[400];
+    c.no_mr = error;
+    may_lock_bytes = limit_bytes;
+    use_cards(1, &c);
+    sp_ib_choose(0, "", &choice);
+    CHECK_OK(sp_ib_context_open(&choice.devices[0], 16, &context));
+    snprintf(text, sizeof text, "device mlx5_0 port 1: ibv_reg_mr of 256 KiB%s", want);
+    CHECK(sp_ib_memory_open(context, data, sizeof data, &memory) == SPCCL_ERR_SYSTEM && memory.mr == NULL &&
+              strcmp(spccl_last_error(), text) == 0,
+          "got \"%s\", wanted \"%s\"", spccl_last_error(), text);
+    snprintf(text, sizeof text, "device mlx5_0 port 1: ibv_reg_mr of 256 KiB of GPU memory%s", want);
+    CHECK(sp_ib_region_open(context, &region, &memory) == SPCCL_ERR_SYSTEM && memory.mr == NULL &&
+              strcmp(spccl_last_error(), text) == 0,
+          "got \"%s\", wanted \"%s\"", spccl_last_error(), text);
+    sp_ib_context_close(context);
+    CHECK(n_objects == 0, "%d objects are open", n_objects);
+}
+
+static void test_locked_memory(void)
+{
+    check_no_memory(
+        ENOMEM, 64 << 10,
+        "; this process may lock 64 KiB of memory, raise it with ulimit -l: Cannot allocate memory "
+        "(errno 12)");
+    check_no_memory(
+        ENOMEM, 0,
+        "; this process may lock 0 KiB of memory, raise it with ulimit -l: Cannot allocate memory "
+        "(errno 12)");
+    check_no_memory(
+        EPERM, 0,
+        "; this process may lock 0 KiB of memory, raise it with ulimit -l: Operation not permitted "
+        "(errno 1)");
+    check_no_memory(EPERM, 64 << 10, ": Operation not permitted (errno 1)");
+    check_no_memory(EFAULT, 64 << 10, ": Bad address (errno 14)");
+    check_no_memory(ENOMEM, RLIM_INFINITY, ": Cannot allocate memory (errno 12)");
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"no_gid", test_no_gid},
@@ -247,6 +307,7 @@ int main(int argc, char **argv)
                                              {"not_active", test_not_active},
                                              {"next_transport", test_next_transport},
                                              {"inline", test_inline},
+                                             {"locked_memory", test_locked_memory},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -33,9 +33,14 @@ struct sp_ib_context {
 struct sp_ib_link {
     sp_ib_context *context;
     struct ibv_qp *qp;
-    uint32_t
-        inline_bytes; /* the queue pair's max_inline_data: a device may give more or less than asked for */
+    uint32_t inline_bytes; /* max_inline_data of the queue pair: what it has, not what was asked for */
 };
+
+/* True if RLIMIT_MEMLOCK may be why a call failed. The kernel says EPERM if the limit is 0, else ENOMEM. */
+static bool is_lock_limit(int error, const struct rlimit *limit)
+{
+    return limit->rlim_cur != RLIM_INFINITY && (error == ENOMEM || (error == EPERM && limit->rlim_cur == 0));
+}
 
 /* The text of a call that failed with `error`. */
 static spccl_status call_failed(const sp_ib_context *d, const char *call, int error)
@@ -43,7 +48,7 @@ static spccl_status call_failed(const sp_ib_context *d, const char *call, int er
     char device[SP_IB_NAME_CAP + 24], limit[120] = "";
     struct rlimit r;
     sp_ib_device_text(&d->device, device, sizeof device);
-    if (error == ENOMEM && getrlimit(RLIMIT_MEMLOCK, &r) == 0 && r.rlim_cur != RLIM_INFINITY)
+    if (getrlimit(RLIMIT_MEMLOCK, &r) == 0 && is_lock_limit(error, &r))
         snprintf(limit, sizeof limit, "; this process may lock %llu KiB of memory, raise it with ulimit -l",
                  (unsigned long long)r.rlim_cur >> 10);
     errno = error;
