@@ -30,6 +30,7 @@ struct fault {
     struct queue *queues;            /* [world_size * n_queues] */
     bool *has_next;                  /* [world_size] */
     sp_region *regions[REGIONS_MAX]; /* open ones; a cut closes them */
+    bool memory_in_use;              /* what close_region said of one */
 };
 
 sp_fault_plan sp_fault;
@@ -94,7 +95,7 @@ static void cut(struct fault *f)
 {
     for (int i = 0; i < REGIONS_MAX; i++)
         if (f->regions[i] != NULL)
-            f->t->puts->close_region(f->inner, f->regions[i]);
+            f->memory_in_use = !f->t->puts->close_region(f->inner, f->regions[i]) || f->memory_in_use;
     f->t->close(f->inner);
     f->inner = NULL;
     f->cut = f->changed = true;
@@ -321,14 +322,14 @@ static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *c
     return SPCCL_OK;
 }
 
-static void fault_close_region(sp_endpoint *ep, sp_region *r)
+static bool fault_close_region(sp_endpoint *ep, sp_region *r)
 {
     struct fault *f = self(ep);
     if (puts_of(ep) == NULL) /* a cut has closed it */
-        return;
+        return !f->memory_in_use;
     for (int i = 0; i < REGIONS_MAX; i++)
         f->regions[i] = f->regions[i] == r ? NULL : f->regions[i];
-    puts_of(ep)->close_region(f->inner, r);
+    return puts_of(ep)->close_region(f->inner, r);
 }
 
 static uint32_t fault_room(sp_endpoint *ep, int peer)

@@ -82,7 +82,8 @@ static void try_targets(const uint8_t *data, size_t bytes)
     sp_nn_target targets[SP_PUTS_MAX];
     uint8_t *again = malloc(bytes + SP_NN_LIST_ROOM(SP_PUTS_MAX));
     size_t payload = 0;
-    int n = sp_nn_read_targets(data, bytes, RING_BYTES, targets, &payload);
+    char why[SP_NN_TEXT_CAP];
+    int n = sp_nn_read_targets(data, bytes, RING_BYTES, targets, &payload, why);
     EXPECT(again != NULL && n <= (int)SP_PUTS_MAX);
     for (int i = 0; i < n; i++)
         EXPECT(targets[i].bytes >= 1 && targets[i].off + targets[i].bytes <= RING_BYTES);
@@ -91,7 +92,7 @@ static void try_targets(const uint8_t *data, size_t bytes)
         EXPECT(payload >= 1 && payload < bytes);
         memcpy(again, data, payload);
         EXPECT(sp_nn_write_targets(again, payload, targets, (uint32_t)n) == bytes);
-        EXPECT(sp_nn_read_targets(again, bytes, RING_BYTES, targets, &same) == n && same == payload);
+        EXPECT(sp_nn_read_targets(again, bytes, RING_BYTES, targets, &same, why) == n && same == payload);
     }
     free(again);
 }

@@ -165,13 +165,21 @@ static void free_imports(sp_gpu_comm *g)
 void sp_gpu_comm_free(sp_gpu_comm *g)
 {
     int before;
+    bool is_free;
     if (g == NULL)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
-        sp_proxies_close(g->proxies);
+        is_free = sp_proxies_close(g->proxies);
         sp_channels_free_all(g);
         free_imports(g);
-        g->ops->memory_destroy(g->own);
+        if (is_free)
+            g->ops->memory_destroy(g->own);
+        else
+            sp_log(SP_LOG_WARN, g->comm->rank,
+                   "group \"%s\": a net plugin hangs and may still use the rings in the memory of GPU %d: "
+                   "they stay "
+                   "allocated",
+                   g->comm->name, g->device.ordinal);
         g->ops->event_destroy(g->event);
         g->ops->event_destroy(g->capture_event);
         g->ops->control_destroy(g->control);

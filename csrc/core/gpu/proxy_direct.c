@@ -97,8 +97,10 @@ void sp_proxy_close_regions(sp_proxy *x)
     const sp_transport *t = x->r->transport;
     if (t == NULL || t->puts == NULL)
         return;
-    t->puts->close_region(x->ep, x->inbox_region);
-    t->puts->close_region(x->ep, x->outbox_region);
+    if (!t->puts->close_region(x->ep, x->inbox_region))
+        x->r->memory_in_use = true;
+    if (!t->puts->close_region(x->ep, x->outbox_region))
+        x->r->memory_in_use = true;
     x->inbox_region = x->outbox_region = NULL;
 }
 
@@ -107,7 +109,8 @@ static void close_direct(sp_proxies *r)
 {
     for (uint32_t k = 0; k < r->n_proxies; k++)
         sp_proxy_close_regions(&r->proxies[k]);
-    r->g->ops->memory_destroy(r->gpu_outbox);
+    if (!r->memory_in_use)
+        r->g->ops->memory_destroy(r->gpu_outbox);
     r->gpu_outbox = NULL;
 }
 

@@ -49,12 +49,12 @@ static void close_flush(struct sp_ib *ep)
 }
 
 /* In a child of fork the library is not called: the region belongs to the parent. */
-static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
+static bool put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_region *r = self(opaque_region);
     if (r == NULL)
-        return;
+        return true;
     if (ep->pid == getpid()) {
         if (ep->flush.region == r)
             close_flush(ep);
@@ -62,6 +62,7 @@ static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
             sp_ib_memory_close(&r->memory[d]);
     }
     sp_free(r);
+    return true;
 }
 
 static spccl_status open_flush(struct sp_ib *ep, struct sp_ib_region *r)
@@ -106,7 +107,7 @@ static spccl_status put_open_region(sp_endpoint *opaque, const sp_region_config 
     if (st == SPCCL_OK)
         *out = (sp_region *)r;
     else
-        put_close_region(opaque, (sp_region *)r);
+        (void)put_close_region(opaque, (sp_region *)r);
     return st;
 }
 

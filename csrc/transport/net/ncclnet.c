@@ -259,7 +259,7 @@ static int nn_wait_fd(sp_endpoint *opaque)
 static bool is_ending(const struct sp_ncclnet *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].ended_ns != 0 && !ep->peers[i].over)
+        if (ep->peers[i].ended_ns != 0 && (!ep->peers[i].over || ep->peers[i].puts_due))
             return true;
     return false;
 }

@@ -8,7 +8,11 @@
  *
  * A plugin has sends and receives, but no puts. So the bytes of puts travel over a connection of their own, in the order of
  * the puts. The message that follows them ends with a list of where they go (ncclnet_wire.h). When it is here the receiver
- * posts a receive for each put, and shows the message once all are done. */
+ * posts a receive for each put, and shows the message once all are done.
+ *
+ * A region is closed while its pieces are under way only if the peer is lost or the group ends. Its connection is then
+ * closed too, so that the plugin leaves the memory alone. If the thread hangs in the plugin it cannot close anything:
+ * then close_region says that the memory must stay allocated. */
 #ifndef SP_NCCLNET_H
 #define SP_NCCLNET_H
 
@@ -31,6 +35,7 @@ struct sp_nn_queue {
     void *comm, *mr;
     atomic_bool failed; /* a call for this queue failed: the plugin is not called for it any more */
     int device;
+    uint64_t n_seen;    /* ring.allowed at the last look */
     uint64_t n_started; /* segments given to the plugin */
     void *requests[SP_NN_SEGMENTS];
 };
@@ -93,6 +98,7 @@ struct sp_nn_peer {
     uint64_t flush_asked, flush_ended; /* messages: the last for which a flush was asked; that is flushed */
     _Atomic int flush;                 /* SP_NN_FLUSH_NONE .. */
     void *flush_request;               /* the thread's */
+    uint64_t n_closed;                 /* likewise: pieces that came into regions which are closed now */
 };
 
 enum { SP_NN_LOAD_RUNS, SP_NN_LOAD_FINE, SP_NN_LOAD_FAILED };
@@ -120,7 +126,7 @@ struct sp_ncclnet {
         used[SP_NN_DEVICES_MAX];   /* likewise: the devices whose cards this endpoint has taken (nics.h) */
     const sp_nn_plugin *plugin;    /* the thread's; valid with SP_NN_LOAD_FINE, and while it is in a call */
     _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
-    _Atomic int call_slot, call_peer;
+    _Atomic int call_slot, call_peer, call_device, call_queue;
     int64_t slow_call_ns,
         slow_seen_ns;           /* the caller's: start of a call that takes too long; when it saw that */
     struct sp_nn_region *inbox; /* the region that peers write; NULL: none */
@@ -151,6 +157,8 @@ spccl_status sp_nn_thread_start(struct sp_ncclnet *ep);
 void sp_nn_thread_kick(struct sp_ncclnet *ep);
 /* "device eth0 port 1" of a queue. */
 void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_t cap);
+/* "queue 1" or "puts": what a connection of that number carries. */
+void sp_nn_queue_text(const struct sp_ncclnet *ep, int queue, char *out, size_t cap);
 
 /* ncclnet_stop.c */
 /* True if two looks found the thread in the same call, for longer than it may. One look is not enough: the process may

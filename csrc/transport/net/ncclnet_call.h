@@ -7,12 +7,15 @@
 
 /* Before and after each call into the plugin. After it the thread may have been abandoned: it then ends, and
  * touches nothing any more. */
-static inline void sp_nn_enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer)
+static inline void sp_nn_enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer,
+                               const struct sp_nn_queue *q)
 {
     if (atomic_load(&ep->abandoned))
         pthread_exit(NULL);
     atomic_store_explicit(&ep->call_slot, (int)slot, memory_order_relaxed);
     atomic_store_explicit(&ep->call_peer, peer, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_device, q->device, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_queue, (int)q->ring.queue, memory_order_relaxed);
     atomic_store_explicit(&ep->call_since_ns, sp_now_ns(), memory_order_release);
 }
 
@@ -23,9 +26,10 @@ static inline void sp_nn_leave(struct sp_ncclnet *ep)
     atomic_store_explicit(&ep->call_since_ns, 0, memory_order_release);
 }
 
-#define SP_NN_CALL(ep, slot, peer, result, call)                                                             \
+/* result = call, which is `slot` of the plugin, for queue q of the peer. */
+#define SP_NN_CALL(ep, slot, peer, q, result, call)                                                          \
     do {                                                                                                     \
-        sp_nn_enter((ep), (slot), (peer));                                                                   \
+        sp_nn_enter((ep), (slot), (peer), (q));                                                              \
         (result) = (call);                                                                                   \
         sp_nn_leave(ep);                                                                                     \
     } while (0)
@@ -39,11 +43,14 @@ void sp_nn_fail_peer(struct sp_ncclnet *ep, int peer, const char *text);
  * peer sent before it left must arrive. */
 void sp_nn_fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
                      int result);
+/* Close a connection of the plugin: slot SP_NN_CLOSE_SEND, _RECV or _LISTEN. Accepts NULL; *comm = NULL. */
+void sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
+                      void **comm);
 
 /* ncclnet_put_thread.c. True if something moved. */
 bool sp_nn_serve_puts(struct sp_ncclnet *ep, int peer);
 bool sp_nn_do_job(struct sp_ncclnet *ep);
-/* The caller has asked for something that has not begun. */
+/* The caller has asked for something since the last look. */
 bool sp_nn_puts_wait(struct sp_ncclnet *ep);
 
 #endif

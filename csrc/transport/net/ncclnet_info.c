@@ -44,13 +44,8 @@ void sp_nn_inform(const char **value, const char **why)
     *why = why_text;
 }
 
-bool sp_nn_net_device(size_t i, sp_net_device *out)
+void sp_nn_describe_device(const sp_nn_device *d, sp_net_device *out)
 {
-    const sp_nn_device *d;
-    pthread_once(&once, look);
-    if (i >= (size_t)seen.n_used)
-        return false;
-    d = &seen.devices[seen.used[i]];
     *out = (sp_net_device){.dmabuf = (d->pointers & SP_NN_POINTER_DMABUF) != 0,
                            .pointers = (d->pointers & SP_NN_POINTER_CUDA) != 0,
                            .own_way = (d->pointers & SP_NN_POINTER_CUDA) != 0,
@@ -59,5 +54,12 @@ bool sp_nn_net_device(size_t i, sp_net_device *out)
     snprintf(out->pci_path, sizeof out->pci_path, "%s", d->pci_path);
     if (!out->dmabuf)
         snprintf(out->why, sizeof out->why, "the plugin takes no dmabuf (ptrSupport %d)", d->pointers);
-    return true;
+}
+
+bool sp_nn_net_device(size_t i, sp_net_device *out)
+{
+    pthread_once(&once, look);
+    if (i < (size_t)seen.n_used)
+        sp_nn_describe_device(&seen.devices[seen.used[i]], out);
+    return i < (size_t)seen.n_used;
 }

@@ -12,21 +12,20 @@
 
 /* The handle of a region, little-endian: u32 "SPNR", u32 zero, u64 bytes. A plugin needs no key of the peer. */
 #define HANDLE_MAGIC 0x524e5053u
-/* A peer that has gone may have left puts on their way for so long. */
+/* Puts of a peer that has gone may still come for so long. */
 #define LEFT_NS INT64_C(2000000000)
-#define SLACK_NS INT64_C(1000000000) /* of a job, for each call */
+/* A job ends within the limit of a call and so much more, for each rank. */
+#define SLACK_NS INT64_C(1000000000)
 
 /* ---- devices ---- */
 
 static bool put_device(sp_endpoint *opaque, size_t i, sp_net_device *out)
 {
     const struct sp_ncclnet *ep = sp_nn_self(opaque);
-    if (ep->plugin == NULL || i >= (size_t)ep->n_used)
+    if (atomic_load(&ep->load) != SP_NN_LOAD_FINE || i >= (size_t)ep->n_used)
         return false;
-    for (size_t k = 0; sp_nn_net_device(k, out); k++)
-        if (strcmp(out->name, ep->plugin->devices[ep->used[i]].name) == 0)
-            return true;
-    return false;
+    sp_nn_describe_device(&ep->plugin->devices[ep->used[i]], out);
+    return true;
 }
 
 static bool put_reaches(sp_endpoint *opaque, int peer)
@@ -73,20 +72,21 @@ static spccl_status run_job(struct sp_ncclnet *ep, int job, struct sp_nn_region 
 }
 
 /* In a child of fork the plugin is not called: the region belongs to the parent. */
-static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
+static bool put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
     struct sp_nn_region *r = (struct sp_nn_region *)opaque_region;
     if (r == NULL)
-        return;
+        return true;
     if (ep->inbox == r)
         ep->inbox = NULL;
     if (ep->pid == getpid() && r->mr != NULL)
         (void)run_job(ep, SP_NN_JOB_CLOSE, r);
     if (ep->pid == getpid() && ep->thread_lost)
-        return; /* what the thread may use is left behind */
+        return false; /* what the thread may use is left behind */
     sp_free(r->mr);
     sp_free(r);
+    return true;
 }
 
 static spccl_status open_region(struct sp_ncclnet *ep, struct sp_nn_region *r)
@@ -121,7 +121,7 @@ static spccl_status put_open_region(sp_endpoint *opaque, const sp_region_config 
     } else {
         char why[500];
         snprintf(why, sizeof why, "%s", spccl_last_error());
-        put_close_region(opaque, (sp_region *)r);
+        (void)put_close_region(opaque, (sp_region *)r);
         sp_set_error(why);
     }
     return st;
@@ -201,14 +201,14 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
     uint64_t allowed = atomic_load_explicit(&count->allowed, memory_order_relaxed);
     sp_nn_target targets[SP_PUTS_MAX];
     size_t payload = 0;
+    char why[SP_NN_TEXT_CAP];
     int n = sp_nn_read_targets(message, *bytes, ep->inbox != NULL ? ep->inbox->config.bytes : 0, targets,
-                               &payload);
+                               &payload, why);
     if (n < 0)
         return SP_FAIL(
             SPCCL_ERR_FORMAT,
-            "rank %d: rank %d sent a message of %zu bytes without a list of its puts, or a put outside "
-            "of the region that it may write",
-            ep->config.rank, peer, *bytes);
+            "rank %d: rank %d sent a message of %zu bytes: %s: do all ranks run the same version of spccl?",
+            ep->config.rank, peer, *bytes, why);
     if (!p->announced) {
         for (int i = 0; i < n; i++) /* all pieces before these are done, so there is space */
             p->put_rx.pieces[(allowed + (uint64_t)i) % SP_PUTS_MAX] =
@@ -224,8 +224,8 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
         return SPCCL_OK;
     }
     /* Puts of a peer that has left may still come. */
-    p->puts_due =
-        !atomic_load(&p->put_rx.q.failed) && (p->ended_ns == 0 || sp_now_ns() - p->ended_ns < LEFT_NS);
+    p->puts_due = !ep->thread_lost && !atomic_load(&p->put_rx.q.failed) &&
+                  (p->ended_ns == 0 || sp_now_ns() - p->ended_ns < LEFT_NS);
     return SPCCL_AGAIN;
 }
 

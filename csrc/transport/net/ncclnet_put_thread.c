@@ -1,4 +1,5 @@
 /* ncclnet_put_thread.c - puts of transport ncclnet, on the thread that calls the plugin. See ncclnet.h. */
+#include "core/base/log.h"
 #include "transport/net/ncclnet_call.h"
 
 #include <stdio.h>
@@ -27,7 +28,7 @@ static bool open_for(struct sp_ncclnet *ep, struct sp_nn_region *r, int peer)
                  sp_nn_slot_name(ep->plugin->table->slots[slot] == NULL ? slot : SP_NN_IFLUSH));
         return false;
     }
-    SP_NN_CALL(ep, slot, peer, result, sp_nn_reg_gpu(ep->plugin, q->comm, &r->config, &r->mr[peer]));
+    SP_NN_CALL(ep, slot, peer, q, result, sp_nn_reg_gpu(ep->plugin, q->comm, &r->config, &r->mr[peer]));
     if (result != 0) {
         snprintf(ep->job_text, sizeof ep->job_text, "%s: plugin %s: %s for rank %d returned %d (%s)", device,
                  ep->plugin->name, sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
@@ -45,20 +46,29 @@ static bool is_flushing(struct sp_nn_peer *p)
     return state == SP_NN_FLUSH_ASKED || state == SP_NN_FLUSH_RUNS;
 }
 
-/* Puts and flushes that are under way will not be looked at again: the peer is lost, or the group ends. */
+/* If pieces or a flush are under way, the connection ends with the region: only so does the plugin leave the memory
+ * alone. */
 static void close_for(struct sp_ncclnet *ep, struct sp_nn_region *r, int peer)
 {
+    struct sp_nn_peer *p = &ep->peers[peer];
     struct sp_nn_queue *q = queue_of(ep, r, peer);
+    bool in_use = atomic_load(&q->ring.allowed) != atomic_load(&q->ring.done) ||
+                  (r->config.peers_write && is_flushing(p));
     int result;
     if (r->mr[peer] == NULL)
         return;
-    if (atomic_load(&q->ring.allowed) != atomic_load(&q->ring.done) ||
-        (r->config.peers_write && is_flushing(&ep->peers[peer])))
-        atomic_store(&q->failed, true);
-    SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, result,
+    if (r->config.peers_write)
+        p->n_closed = atomic_load(&q->ring.done);
+    SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, q, result,
                sp_nn_dereg(ep->plugin, q->comm, r->mr[peer] == r ? NULL : r->mr[peer]));
-    (void)result; /* there is nothing that a caller could do */
+    if (result != 0)
+        sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d, puts, returned %d (%s)",
+               ep->plugin->name, peer, result, sp_nn_result_text(result));
     r->mr[peer] = NULL;
+    if (!in_use)
+        return;
+    atomic_store(&q->failed, true);
+    sp_nn_close_comm(ep, peer, q, r->config.peers_write ? SP_NN_CLOSE_RECV : SP_NN_CLOSE_SEND, &q->comm);
 }
 
 bool sp_nn_do_job(struct sp_ncclnet *ep)
@@ -102,10 +112,11 @@ static bool start_pieces(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *put
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
     bool moved = false;
     int result = 0;
+    q->n_seen = allowed;
     while (q->n_started < allowed && q->n_started - done < SP_NN_SEGMENTS && result == 0) {
         void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
         sp_nn_transfer t = transfer_of(puts, peer, q->n_started);
-        SP_NN_CALL(ep, slot, peer, result,
+        SP_NN_CALL(ep, slot, peer, q, result,
                    slot == SP_NN_ISEND ? sp_nn_isend(ep->plugin, &t, request)
                                        : sp_nn_irecv(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
@@ -128,7 +139,7 @@ static bool end_piece(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *puts, 
     int result, bytes = 0;
     if (done == q->n_started || atomic_load_explicit(&q->failed, memory_order_relaxed))
         return false;
-    SP_NN_CALL(ep, SP_NN_TEST, peer, result,
+    SP_NN_CALL(ep, SP_NN_TEST, peer, q, result,
                sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, &bytes));
     if (result != 0)
         sp_nn_fail_call(ep, peer, q, SP_NN_TEST, result);
@@ -154,17 +165,18 @@ static bool serve_flush(struct sp_ncclnet *ep, int peer)
     struct sp_nn_queue *q = &p->put_rx.q;
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
     int state = atomic_load_explicit(&p->flush, memory_order_acquire), result = 0, bytes;
-    bool is_done = done == 0; /* nothing has come */
+    bool is_done = done == p->n_closed; /* nothing has come into the region that peers write now */
     if (state != SP_NN_FLUSH_ASKED && state != SP_NN_FLUSH_RUNS)
         return false;
     if (state == SP_NN_FLUSH_ASKED && !is_done) {
         sp_nn_transfer t = transfer_of(&p->put_rx, peer, done - 1);
-        SP_NN_CALL(ep, SP_NN_IFLUSH, peer, result, sp_nn_iflush(ep->plugin, &t, &p->flush_request));
+        SP_NN_CALL(ep, SP_NN_IFLUSH, peer, q, result, sp_nn_iflush(ep->plugin, &t, &p->flush_request));
         is_done = result == 0 && p->flush_request == NULL;
         if (result == 0 && !is_done)
             atomic_store(&p->flush, SP_NN_FLUSH_RUNS);
     } else if (!is_done) {
-        SP_NN_CALL(ep, SP_NN_TEST, peer, result, sp_nn_test(ep->plugin, p->flush_request, &is_done, &bytes));
+        SP_NN_CALL(ep, SP_NN_TEST, peer, q, result,
+                   sp_nn_test(ep->plugin, p->flush_request, &is_done, &bytes));
     }
     if (result != 0)
         sp_nn_fail_call(ep, peer, q, state == SP_NN_FLUSH_ASKED ? SP_NN_IFLUSH : SP_NN_TEST, result);
@@ -195,9 +207,9 @@ bool sp_nn_serve_puts(struct sp_ncclnet *ep, int peer)
     return moved;
 }
 
-static bool waits(struct sp_nn_queue *q)
+static bool is_new(struct sp_nn_queue *q)
 {
-    return atomic_load(&q->ring.allowed) != q->n_started && !atomic_load(&q->failed);
+    return atomic_load(&q->ring.allowed) != q->n_seen && !atomic_load(&q->failed);
 }
 
 bool sp_nn_puts_wait(struct sp_ncclnet *ep)
@@ -208,7 +220,7 @@ bool sp_nn_puts_wait(struct sp_ncclnet *ep)
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_nn_peer *p = &ep->peers[i];
         if (p->connected && p->puts &&
-            (waits(&p->put_tx.q) || waits(&p->put_rx.q) ||
+            (is_new(&p->put_tx.q) || is_new(&p->put_rx.q) ||
              (atomic_load(&p->flush) == SP_NN_FLUSH_ASKED && !atomic_load(&p->put_rx.q.failed))))
             return true;
     }

@@ -34,6 +34,14 @@ void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_
     snprintf(out, cap, "device %s port %d", c->name, c->port);
 }
 
+void sp_nn_queue_text(const struct sp_ncclnet *ep, int queue, char *out, size_t cap)
+{
+    if (queue < ep->config.n_queues)
+        snprintf(out, cap, "queue %d", queue);
+    else
+        snprintf(out, cap, "puts");
+}
+
 /* The first failure is the one that errors name. */
 void sp_nn_fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
 {
@@ -48,10 +56,11 @@ void sp_nn_fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
  * peer sent before it left must arrive. */
 void sp_nn_fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot, int result)
 {
-    char device[80], text[SP_NN_TEXT_CAP];
+    char device[80], queue[24], text[SP_NN_TEXT_CAP];
     sp_nn_device_text(ep, q->device, device, sizeof device);
-    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
-             ep->plugin->name, sp_nn_slot_name(slot), peer, q->ring.queue, result, sp_nn_result_text(result));
+    sp_nn_queue_text(ep, (int)q->ring.queue, queue, sizeof queue);
+    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, %s, returned %d (%s)", device,
+             ep->plugin->name, sp_nn_slot_name(slot), peer, queue, result, sp_nn_result_text(result));
     atomic_store(&q->failed, true);
     sp_nn_fail_peer(ep, peer, text);
 }
@@ -75,7 +84,7 @@ static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
         sp_nn_connection(ep, p, i, sides);
         sides[0]->device = sides[1]->device = device;
         sides[0]->ring.queue = sides[1]->ring.queue = (uint32_t)i;
-        SP_NN_CALL(ep, SP_NN_LISTEN, peer, result,
+        SP_NN_CALL(ep, SP_NN_LISTEN, peer, sides[1], result,
                    sp_nn_listen(ep->plugin, device, p->mine.handles[i], &sides[1]->listener));
         if (result == 0 && sides[1]->listener != NULL)
             continue;
@@ -140,7 +149,7 @@ static int connect_send(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
     int result;
     if (q->comm == NULL) {
         SP_NN_CALL(
-            ep, SP_NN_CONNECT, peer, result,
+            ep, SP_NN_CONNECT, peer, q, result,
             sp_nn_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
         if (result != 0) {
             sp_nn_fail_call(ep, peer, q, SP_NN_CONNECT, result);
@@ -154,7 +163,7 @@ static int connect_receive(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *
 {
     int result;
     if (q->comm == NULL) {
-        SP_NN_CALL(ep, SP_NN_ACCEPT, peer, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
+        SP_NN_CALL(ep, SP_NN_ACCEPT, peer, q, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
         if (result != 0) {
             sp_nn_fail_call(ep, peer, q, SP_NN_ACCEPT, result);
             return -1;
@@ -168,7 +177,7 @@ static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
     int result;
     if (q->mr != NULL || q->comm == NULL)
         return q->mr != NULL;
-    SP_NN_CALL(ep, SP_NN_REG_MR, peer, result,
+    SP_NN_CALL(ep, SP_NN_REG_MR, peer, q, result,
                sp_nn_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
     if (result != 0) {
         sp_nn_fail_call(ep, peer, q, SP_NN_REG_MR, result);
@@ -226,7 +235,7 @@ static bool test_oldest(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
     int result;
     if (done == q->n_started)
         return false;
-    SP_NN_CALL(ep, SP_NN_TEST, peer, result,
+    SP_NN_CALL(ep, SP_NN_TEST, peer, q, result,
                sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, bytes));
     if (result != 0)
         sp_nn_fail_call(ep, peer, q, SP_NN_TEST, result);
@@ -238,10 +247,11 @@ static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q
     uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
     bool moved = false;
     int bytes, result = 0;
+    q->n_seen = allowed;
     while (q->n_started < allowed && result == 0) {
         void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
         sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.bytes[q->n_started % SP_NN_SEGMENTS]);
-        SP_NN_CALL(ep, SP_NN_ISEND, peer, result, sp_nn_isend(ep->plugin, &t, request));
+        SP_NN_CALL(ep, SP_NN_ISEND, peer, q, result, sp_nn_isend(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
         q->n_started += result == 0;
@@ -267,7 +277,7 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
     while (q->n_started < allowed && result == 0) {
         void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
         sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.segment_bytes);
-        SP_NN_CALL(ep, SP_NN_IRECV, peer, result, sp_nn_irecv(ep->plugin, &t, request));
+        SP_NN_CALL(ep, SP_NN_IRECV, peer, q, result, sp_nn_irecv(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
         q->n_started += result == 0;
@@ -316,13 +326,14 @@ static bool serve_peer(struct sp_ncclnet *ep, int peer)
 
 /* ---- the thread ---- */
 
-/* True if the caller has allowed something that the thread has not begun. */
+/* True if the caller has allowed something since the last look. What the plugin did not take then waits for the next
+ * round. */
 static bool has_work(struct sp_ncclnet *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_nn_peer *p = &ep->peers[i];
         for (int k = 0; p->connected && k < ep->config.n_queues; k++)
-            if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_started && !atomic_load(&p->tx[k].failed))
+            if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_seen && !atomic_load(&p->tx[k].failed))
                 return true;
     }
     return sp_nn_puts_wait(ep);
@@ -357,12 +368,13 @@ static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
     pthread_mutex_unlock(&ep->lock);
 }
 
-static void close_comm(struct sp_ncclnet *ep, int peer, enum sp_nn_slot slot, void **comm)
+void sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
+                      void **comm)
 {
     int result;
     if (*comm == NULL)
         return;
-    SP_NN_CALL(ep, slot, peer, result, sp_nn_close(ep->plugin, slot, *comm));
+    SP_NN_CALL(ep, slot, peer, q, result, sp_nn_close(ep->plugin, slot, *comm));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
                sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
@@ -373,14 +385,14 @@ static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
 {
     int result = 0;
     if (q->comm != NULL && q->mr != NULL)
-        SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, result,
+        SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, q, result,
                    sp_nn_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
                ep->plugin->name, peer, result, sp_nn_result_text(result));
     q->mr = NULL;
-    close_comm(ep, peer, slot, &q->comm);
-    close_comm(ep, peer, SP_NN_CLOSE_LISTEN, &q->listener);
+    sp_nn_close_comm(ep, peer, q, slot, &q->comm);
+    sp_nn_close_comm(ep, peer, q, SP_NN_CLOSE_LISTEN, &q->listener);
 }
 
 static void *thread_main(void *arg)

@@ -3,6 +3,7 @@
 
 #include "core/base/bits.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
@@ -100,26 +101,35 @@ size_t sp_nn_write_targets(uint8_t *message, size_t bytes, const sp_nn_target *t
 }
 
 int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_bytes, sp_nn_target *out,
-                       size_t *payload)
+                       size_t *payload, char *why)
 {
-    const uint8_t *tail;
+    const uint8_t *tail = bytes < SP_NN_LIST_TAIL ? NULL : message + bytes - SP_NN_LIST_TAIL;
     uint32_t n;
     size_t at;
-    if (bytes < SP_NN_LIST_TAIL)
+    if (tail == NULL || sp_load_le32(tail) != LIST_MAGIC) {
+        snprintf(why, SP_NN_TEXT_CAP, "it does not end with a list of puts");
         return -1;
-    tail = message + bytes - SP_NN_LIST_TAIL;
-    if (sp_load_le32(tail) != LIST_MAGIC || sp_load_le32(tail + 4) > SP_PUTS_MAX)
-        return -1;
+    }
     n = sp_load_le32(tail + 4);
     *payload = sp_load_le32(tail + 8);
     at = sp_align_up(*payload, 8);
-    if (*payload == 0 || at + SP_NN_TARGET_BYTES * n + SP_NN_LIST_TAIL != bytes)
+    if (n > SP_PUTS_MAX || *payload == 0 || at + SP_NN_TARGET_BYTES * n + SP_NN_LIST_TAIL != bytes) {
+        snprintf(why, SP_NN_TEXT_CAP,
+                 "its list says %u puts and %zu bytes of payload; wanted at most %u puts "
+                 "and the size of the message",
+                 n, *payload, SP_PUTS_MAX);
         return -1;
+    }
     for (uint32_t i = 0; i < n; i++, at += SP_NN_TARGET_BYTES) {
         out[i] = (sp_nn_target){.off = sp_load_le64(message + at), .bytes = sp_load_le32(message + at + 8)};
         if (out[i].bytes == 0 || out[i].bytes > INT32_MAX || out[i].bytes > region_bytes ||
-            out[i].off > region_bytes - out[i].bytes)
+            out[i].off > region_bytes - out[i].bytes) {
+            snprintf(why, SP_NN_TEXT_CAP,
+                     "a put of %u bytes to %llu; wanted 1 byte to 2 GiB within the %llu of "
+                     "this rank's region",
+                     out[i].bytes, (unsigned long long)out[i].off, (unsigned long long)region_bytes);
             return -1;
+        }
     }
     return (int)n;
 }

@@ -38,9 +38,10 @@ typedef struct sp_nn_target {
  * the whole message. */
 size_t sp_nn_write_targets(uint8_t *message, size_t bytes, const sp_nn_target *targets, uint32_t n);
 /* Read the list of a message of `bytes` bytes. *payload: bytes without the list. Returns the number of puts, all within a
- * region of region_bytes; -1: that is no list. out: [SP_PUTS_MAX]. */
+ * region of region_bytes; -1: what the message has is wrong, and `why` [SP_NN_TEXT_CAP] says what.
+ * out: [SP_PUTS_MAX]. */
 int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_bytes, sp_nn_target *out,
-                       size_t *payload);
+                       size_t *payload, char *why);
 
 /* Second message: whether all queues are connected. 0 "spNV"   4 u32 fine   8 why[200] */
 #define SP_NN_RESULT_BYTES (8u + SP_NN_TEXT_CAP)

@@ -19,6 +19,7 @@
  *                         points to, as irecv does
  *   TEST_NET_LOG=1        init logs a text with wrong arguments
  *   TEST_NET_SIZE=n       test gives n as the size of each received message
+ *   TEST_NET_FLUSH_TESTS=n  a flush is done when test has asked n times
  *   TEST_NET_FAIL=call    that call fails; TEST_NET_AFTER=n: only after n calls. Of isend, irecv and test only
  *                         those count that return a request, or that a request is done: polling does not
  *   TEST_NET_HANG=call    that call does not return, likewise
@@ -55,7 +56,7 @@ struct request {
     uint8_t *data;
     size_t bytes, moved;     /* moved counts the header too */
     struct header head, got; /* got: the header that is being received */
-    int done;
+    int done, tests_left;    /* tests_left: of a flush */
 };
 struct comm {
     int fd, credit_fd, receives;
@@ -76,7 +77,7 @@ int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
 char net_pci[200];
 char net_name[40] = "Test Sockets";
 char net_device[16] = "sock0";
-static int busy, slow, credit, wrong_size, for_nccl;
+static int busy, slow, credit, wrong_size, for_nccl, flush_tests;
 static _Atomic uint32_t n_busy;
 
 static int number(const char *name, int otherwise)
@@ -138,6 +139,7 @@ int net_start(logger log)
     snprintf(net_pci, sizeof net_pci, "%s", pci != NULL ? pci : "");
     busy = number("TEST_NET_BUSY", 0);
     slow = number("TEST_NET_SLOW", 0);
+    flush_tests = number("TEST_NET_FLUSH_TESTS", 0);
     credit = number("TEST_NET_CREDIT", 0);
     wrong_size = number("TEST_NET_SIZE", -1);
     for_nccl = number("TEST_NET_NCCL", 0);
@@ -314,7 +316,7 @@ int net_flush_one(void *comm, int n, void **data, int *bytes, void **mrs, void *
     if (is_busy()) /* some plugins have nothing to do: no request */
         return 0;
     *request = &c->flush;
-    c->flush = (struct request){.comm = c, .done = 1};
+    c->flush = (struct request){.comm = c, .done = flush_tests == 0, .tests_left = flush_tests};
     return 0;
 }
 
@@ -430,6 +432,10 @@ int net_test_any(void *request, int *done, int *size)
         return net_misuse("test of no request");
     if (!r->done && is_busy())
         return 0;
+    if (r == &r->comm->flush && !r->done) {
+        r->done = --r->tests_left == 0;
+        return 0;
+    }
     if (!r->done && !advance(r->comm) && !r->done)
         return 6;
     if (r->done && net_faulty("test"))
