@@ -18,8 +18,8 @@ from workers import common
 from workers.common import RANK, WORLD, report, same_bits
 
 N_GPUS = torch.cuda.device_count()
-DEVICE = torch.device("cuda", RANK % N_GPUS)
-if WORLD > N_GPUS:  # SPCCL_TEST_SHARE_GPUS
+DEVICE = torch.device("cuda", RANK % max(N_GPUS, 1))
+if 0 < N_GPUS < WORLD:  # SPCCL_TEST_SHARE_GPUS
     # NCCL refuses two ranks on one GPU of one host. With names of their own they are on several, and take sockets.
     os.environ["NCCL_HOSTID"] = f"rank {RANK}"
 # This many ranks count as on one host; without it all do.

@@ -15,7 +15,7 @@ from workers.common import RANK, WORLD, reduced, report
 
 from spccl import backend
 
-PER_HOST = int(os.environ["RANKS_PER_HOST"])
+PER_HOST = int(os.environ.get("RANKS_PER_HOST", "1"))
 N = 3 * 4096 + 17
 HOSTS = [list(range(first, first + PER_HOST)) for first in range(0, WORLD, PER_HOST)]
 PLACES = [list(range(place, WORLD, PER_HOST)) for place in range(PER_HOST)]  # one rank of each host
