@@ -212,6 +212,32 @@ static void test_hierarchical(void)
     check_on_hosts(SP_SCHED_HIERARCHICAL);
 }
 
+/* One host of many ranks, and hosts of one: the large host's first rank adds and relays for all the others. No plan is
+ * longer. */
+static void test_one_large_host(void)
+{
+    static const sp_schedule schedules[] = {SP_SCHED_RELAYED, SP_SCHED_HIERARCHICAL};
+    int host_of[RELAY_RANKS_MAX];
+    for (int n = 2; n <= RELAY_RANKS_MAX; n += n < 24 ? 1 : 20)
+        for (int large = 1; large <= n; large++)
+            for (int i = 0; i < 2 * SP_N_COLLS; i++) {
+                sp_plan_args a = {.coll = (sp_coll)(i / 2), .world_size = n, .n_elems = 4096 * 17};
+                sp_plan *plan = NULL;
+                sp_hosts *h = NULL;
+                for (int r = 0; r < n; r++)
+                    host_of[r] = r < large ? 0 : r - large + 1;
+                CHECK_OK(sp_hosts_create(host_of, n, &h));
+                a.hosts = h;
+                for (a.rank = 0; a.rank < n && sp_schedule_has(schedules[i % 2], a.coll);
+                     a.rank += a.rank < 2 ? 1 : 7) {
+                    CHECK_OK(sp_plan_create(schedules[i % 2], &a, &plan));
+                    sp_plan_destroy(plan);
+                    plan = NULL;
+                }
+                sp_free(h);
+            }
+}
+
 static void test_part_range(void)
 {
     for (int i = 0; i < 2000; i++) {
@@ -237,6 +263,7 @@ int main(int argc, char **argv)
         {"relayed", test_relayed},
         {"ring", test_ring},
         {"hierarchical", test_hierarchical},
+        {"one_large_host", test_one_large_host},
         {"part_range", test_part_range},
         {NULL, NULL},
     };

@@ -153,16 +153,20 @@ void sp_step_to_all(sp_plan_builder *b, sp_step *step, int queue, int except)
     step->n_to = b->n_ranks - step->to;
 }
 
-/* Ranks of this rank's host. A relay passes at most every part on to each of the others. */
-static int ranks_of_host(const sp_plan_args *args)
+/* Entries of a plan's lists of ranks, at most. For each part a rank has at most five peers outside of its host, and a
+ * relay passes the part on to the other ranks of its host. In the hierarchical schedule that relay also adds the
+ * part's contributions of these ranks. */
+static int ranks_max(sp_schedule schedule, const sp_plan_args *args)
 {
-    return args->hosts == NULL ? 1 : sp_hosts_size(args->hosts, args->hosts->host_of[args->rank]);
+    const sp_hosts *h = args->hosts;
+    int others = h == NULL ? 0 : sp_hosts_size(h, h->host_of[args->rank]) - 1;
+    return (args->world_size + 1) * (5 + (schedule == SP_SCHED_HIERARCHICAL ? 2 : 1) * others);
 }
 
 spccl_status sp_plan_create(sp_schedule schedule, const sp_plan_args *args, sp_plan **out)
 {
     int steps_cap = 4 * args->world_size + 2; /* the largest plan is that of the ring: 4 * world_size - 3 */
-    int ranks_cap = 5 * args->world_size + 4 + args->world_size * (ranks_of_host(args) - 1);
+    int ranks_cap = ranks_max(schedule, args);
     sp_plan *plan =
         sp_calloc(1, sizeof *plan + (size_t)steps_cap * sizeof(sp_step) + (size_t)ranks_cap * sizeof(int));
     sp_plan_builder b = {.plan = plan, .steps_cap = steps_cap, .ranks_cap = ranks_cap};
