@@ -24,14 +24,17 @@ static void try_transport(const sp_published *p, int i)
 {
     sp_published_transport found;
     char why[256] = "";
+    bool reached;
     if (!sp_published_find(p, sp_transports[i]->name, &found))
         return;
     EXPECT(found.position >= 0 && found.address >= p->blob + SP_BOOT_HEAD_BYTES &&
            found.address + found.address_bytes <= p->blob + p->bytes);
     if (endpoints[i] == NULL)
         return;
-    (void)sp_transports[i]->can_reach(endpoints[i], found.address, found.address_bytes, why, sizeof why);
+    reached = sp_transports[i]->can_reach(endpoints[i], found.address, found.address_bytes, why, sizeof why);
     EXPECT(memchr(why, '\0', sizeof why) != NULL);
+    if (reached && sp_transports[i]->pair_mbps != NULL)
+        (void)sp_transports[i]->pair_mbps(endpoints[i], found.address, found.address_bytes, found.mbps);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)

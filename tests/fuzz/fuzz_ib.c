@@ -10,7 +10,7 @@ static void try_address(const uint8_t *data, size_t bytes)
 {
     const uint8_t *tcp = NULL;
     size_t tcp_bytes = 0;
-    sp_ib_address a;
+    sp_ib_address a, other;
     sp_ib_pairing pairing;
     if (!sp_ib_read_address(data, bytes, &a, &tcp, &tcp_bytes))
         return;
@@ -19,6 +19,10 @@ static void try_address(const uint8_t *data, size_t bytes)
     EXPECT(pairing.n >= 1 && pairing.n <= a.n && pairing.n * pairing.n_qps <= SP_IB_QPS_MAX);
     for (uint32_t i = 0; i < pairing.n; i++)
         EXPECT(pairing.low[i] < a.n && pairing.high[i] < a.n);
+    other = a; /* a rank with another order of ports: both ranks get the same rate */
+    for (uint32_t i = 0; i < a.n; i++)
+        other.ports[i] = a.ports[a.n - 1 - i];
+    EXPECT(sp_ib_rails_mbps(&a, 200000, &other, 50000) == sp_ib_rails_mbps(&other, 50000, &a, 200000));
 }
 
 static void try_connect_info(const uint8_t *data, size_t bytes)
