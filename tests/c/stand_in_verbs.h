@@ -38,6 +38,18 @@ static int n_cards;
 static struct ibv_device card_devices[CARDS_CAP];
 static _Atomic int n_objects; /* that were opened and not closed */
 
+/* While no rank runs. */
+static inline void use_cards(int n, const struct card *list)
+{
+    for (int i = 0; i < n; i++) {
+        cards[i] = list[i];
+        card_devices[i].transport_type = list[i].transport;
+        snprintf(card_devices[i].name, sizeof card_devices[i].name, "%s", list[i].name);
+    }
+    n_cards = n;
+    unsetenv("SPCCL_IB_DEVICE");
+}
+
 static inline const struct card *card_of(const struct ibv_context *context)
 {
     return &cards[context->device - card_devices];
@@ -84,11 +96,8 @@ DIR *__wrap_opendir(const char *path)
 static inline struct ibv_device **list_cards(int *n)
 {
     struct ibv_device **list = calloc(CARDS_CAP + 1, sizeof *list);
-    for (int i = 0; i < n_cards; i++) {
-        card_devices[i].transport_type = cards[i].transport;
-        snprintf(card_devices[i].name, sizeof card_devices[i].name, "%s", cards[i].name);
+    for (int i = 0; i < n_cards; i++)
         list[i] = &card_devices[i];
-    }
     *n = n_cards;
     n_objects++;
     return list;

@@ -23,13 +23,6 @@ static struct card good_card(const char *name)
                          .inline_given = 128};
 }
 
-static void use_cards(int n, const struct card *list)
-{
-    memcpy(cards, list, (size_t)n * sizeof *list);
-    n_cards = n;
-    unsetenv("SPCCL_IB_DEVICE");
-}
-
 /* ---- which ports are used ---- */
 
 /* The first card has one port; it must be left out with this text, and the second card is used. */
