@@ -30,7 +30,7 @@ struct fault {
     struct queue *queues;            /* [world_size * n_queues] */
     bool *has_next;                  /* [world_size] */
     sp_region *regions[REGIONS_MAX]; /* open ones; a cut closes them */
-    bool memory_in_use;              /* what close_region said of one */
+    bool memory_in_use;              /* of the wrapped endpoint, as a cut found it */
 };
 
 sp_fault_plan sp_fault;
@@ -95,7 +95,8 @@ static void cut(struct fault *f)
 {
     for (int i = 0; i < REGIONS_MAX; i++)
         if (f->regions[i] != NULL)
-            f->memory_in_use = !f->t->puts->close_region(f->inner, f->regions[i]) || f->memory_in_use;
+            f->t->puts->close_region(f->inner, f->regions[i]);
+    f->memory_in_use = f->t->puts != NULL && f->t->puts->memory_in_use(f->inner);
     f->t->close(f->inner);
     f->inner = NULL;
     f->cut = f->changed = true;
@@ -322,14 +323,22 @@ static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *c
     return SPCCL_OK;
 }
 
-static bool fault_close_region(sp_endpoint *ep, sp_region *r)
+static void fault_close_region(sp_endpoint *ep, sp_region *r)
 {
     struct fault *f = self(ep);
     if (puts_of(ep) == NULL) /* a cut has closed it */
-        return !f->memory_in_use;
+        return;
     for (int i = 0; i < REGIONS_MAX; i++)
         f->regions[i] = f->regions[i] == r ? NULL : f->regions[i];
-    return puts_of(ep)->close_region(f->inner, r);
+    puts_of(ep)->close_region(f->inner, r);
+}
+
+static bool fault_memory_in_use(sp_endpoint *ep)
+{
+    struct fault *f = self(ep);
+    if (f->plan.hangs && is_failing(f, f->rank))
+        return true;
+    return puts_of(ep) != NULL ? puts_of(ep)->memory_in_use(f->inner) : f->memory_in_use;
 }
 
 static uint32_t fault_room(sp_endpoint *ep, int peer)
@@ -366,6 +375,7 @@ static const sp_transport_puts fault_puts = {
     .reaches = fault_reaches,
     .open_region = fault_open_region,
     .close_region = fault_close_region,
+    .memory_in_use = fault_memory_in_use,
     .room = fault_room,
     .put = fault_put,
     .flush = fault_flush,

@@ -145,6 +145,35 @@ static void test_refused(void)
     group_transports = TRANSPORT;
 }
 
+/* Bytes that are allocated on GPUs. */
+static size_t allocated(void)
+{
+    size_t left = 0, total = 0;
+    CUDA_OK(cudaMemGetInfo(&left, &total));
+    return total - left;
+}
+
+/* The network code of rank 1 hangs with its rings, after they were registered and while they are: their memory stays. */
+static void test_memory_in_use(void)
+{
+    struct wanted w = {.group = {.n_random = 1}, .direct = true, .why = by_pointers};
+    size_t before, kept[3];
+    group_transports = "fault";
+    for (int i = 0; i < 3; i++) {
+        sp_fault = (sp_fault_plan){
+            .inner = TRANSPORT, .hangs = i != 0, .fails = i == 2 ? "open_region" : NULL, .fails_rank = 1};
+        if (i == 2)
+            w = (struct wanted){.group = {.n_random = 1}, .why = "open_region failed for a test"};
+        before = allocated();
+        run_wanted(2, 1, w);
+        kept[i] = allocated() - before;
+    }
+    CHECK(kept[0] == 0 && kept[1] != 0 && kept[2] != 0, "%zu, %zu and %zu bytes stay", kept[0], kept[1],
+          kept[2]);
+    sp_fault = (sp_fault_plan){.inner = TRANSPORT};
+    group_transports = TRANSPORT;
+}
+
 /* ---- a peer dies, or sends wrong positions ---- */
 
 static void loses_peer(struct rank_ctx *c)
@@ -195,9 +224,10 @@ static void test_dead_peer(void)
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"info", test_info}, {"every_op", test_every_op}, {"relays", test_relays},
-        {"slow", test_slow}, {"refused", test_refused},   {"dead_peer", test_dead_peer},
-        {NULL, NULL}};
+        {"info", test_info},           {"every_op", test_every_op},
+        {"relays", test_relays},       {"slow", test_slow},
+        {"refused", test_refused},     {"memory_in_use", test_memory_in_use},
+        {"dead_peer", test_dead_peer}, {NULL, NULL}};
     setenv("SPCCL_GPU_DIRECT", "pointers", 1);
     start_hosts(&argc, argv, 4);
     group_transports = TRANSPORT;

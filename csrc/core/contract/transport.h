@@ -83,9 +83,11 @@ typedef struct sp_transport_puts {
     /* Register memory with all devices of the endpoint; handle[SP_REGION_HANDLE_BYTES]. Errors: SYSTEM, NOMEM. */
     spccl_status (*open_region)(sp_endpoint *ep, const sp_region_config *config, sp_region **out,
                                 uint8_t *handle);
-    /* Accepts NULL. Before close of the endpoint, and before the memory is freed. False: code that the transport calls,
-     * such as a net plugin, hangs and may still use the memory, which must stay allocated. */
-    bool (*close_region)(sp_endpoint *ep, sp_region *r);
+    /* Accepts NULL. Before close of the endpoint, and before the memory is freed. */
+    void (*close_region)(sp_endpoint *ep, sp_region *r);
+    /* After all regions were closed: code that the transport calls, such as a net plugin, hangs, and may still use the
+     * memory of some region, also of one that could not be opened. None of that memory may be freed. */
+    bool (*memory_in_use)(sp_endpoint *ep);
     /* So many puts to the peer are accepted now; at most sp_endpoint_config.n_puts. */
     uint32_t (*room)(sp_endpoint *ep, int peer);
     /* Write bytes of a region into a region of the peer. They have arrived when the peer's peek shows the message that
@@ -132,8 +134,8 @@ typedef struct sp_transport {
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
     /* Called after add_peer: the caller has another transport for this pair. If this one fails for the pair at start-up,
-     * it carries nothing for it, and `failed` says why. NULL together with `failed`: a transport that fails for all pairs
-     * or none. */
+     * it carries no message of the pair, and `failed` says why. NULL together with `failed`: a transport that fails for
+     * all pairs or none. */
     void (*has_next)(sp_endpoint *ep, int peer);
     /* After connect_step has returned OK, for a peer with a next one: why this transport failed. The text is valid until
      * close. NULL: it works. Both ends get the same answer. */

@@ -162,23 +162,44 @@ static void free_imports(sp_gpu_comm *g)
     }
 }
 
+/* Memory that is kept until the process ends. */
+static struct kept {
+    sp_gpu_memory *memory;
+    struct kept *next;
+} * kept;
+static pthread_mutex_t kept_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void sp_gpu_memory_end(const sp_gpu_ops *ops, sp_gpu_memory *m, bool in_use)
+{
+    struct kept *k;
+    if (!in_use)
+        ops->memory_destroy(m);
+    if (!in_use || m == NULL)
+        return;
+    k = sp_calloc(1, sizeof *k);
+    if (k == NULL)
+        return;
+    pthread_mutex_lock(&kept_lock);
+    *k = (struct kept){.memory = m, .next = kept};
+    kept = k;
+    pthread_mutex_unlock(&kept_lock);
+}
+
 void sp_gpu_comm_free(sp_gpu_comm *g)
 {
     int before;
-    bool is_free;
+    bool in_use;
     if (g == NULL)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
-        is_free = sp_proxies_close(g->proxies);
+        in_use = !sp_proxies_close(g->proxies);
         sp_channels_free_all(g);
         free_imports(g);
-        if (is_free)
-            g->ops->memory_destroy(g->own);
-        else
+        sp_gpu_memory_end(g->ops, g->own, in_use);
+        if (in_use)
             sp_log(SP_LOG_WARN, g->comm->rank,
-                   "group \"%s\": a net plugin hangs and may still use the rings in the memory of GPU %d: "
-                   "they stay "
-                   "allocated",
+                   "group \"%s\": the net plugin named above hangs, and may still use rings in the memory of "
+                   "GPU %d: they stay allocated until the process ends",
                    g->comm->name, g->device.ordinal);
         g->ops->event_destroy(g->event);
         g->ops->event_destroy(g->capture_event);

@@ -85,6 +85,8 @@ void sp_gpu_group_describe_memory(spccl_info_entry *out);
 /* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
  * peers have closed their mappings of it. (gpu_comm.c) */
 void sp_gpu_comm_free(sp_gpu_comm *g);
+/* Destroy GPU memory. If it is in use (sp_transport_puts.memory_in_use) keep it until the process ends. Accepts NULL. */
+void sp_gpu_memory_end(const sp_gpu_ops *ops, sp_gpu_memory *m, bool in_use);
 /* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). (gpu_comm.c) */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 

@@ -322,8 +322,7 @@ static bool close_all(sp_proxies *r, bool keep_memory)
     in_use = r->memory_in_use;
     if (!keep_memory) {
         ops->unload(r->g->device.ordinal, r->area.seen);
-        if (!in_use)
-            ops->memory_destroy(r->gpu_outbox);
+        sp_gpu_memory_end(ops, r->gpu_outbox, in_use);
         ops->pinned_destroy(r->outbox);
         ops->pinned_destroy(r->host_inbox);
     }

@@ -95,13 +95,12 @@ static spccl_status open_regions(sp_proxies *r, struct note *mine)
 void sp_proxy_close_regions(sp_proxy *x)
 {
     const sp_transport *t = x->r->transport;
-    if (t == NULL || t->puts == NULL)
+    if (t == NULL || t->puts == NULL || x->ep == NULL)
         return;
-    if (!t->puts->close_region(x->ep, x->inbox_region))
-        x->r->memory_in_use = true;
-    if (!t->puts->close_region(x->ep, x->outbox_region))
-        x->r->memory_in_use = true;
+    t->puts->close_region(x->ep, x->inbox_region);
+    t->puts->close_region(x->ep, x->outbox_region);
     x->inbox_region = x->outbox_region = NULL;
+    x->r->memory_in_use = t->puts->memory_in_use(x->ep) || x->r->memory_in_use;
 }
 
 /* All rings lie in pinned memory. */
@@ -109,8 +108,7 @@ static void close_direct(sp_proxies *r)
 {
     for (uint32_t k = 0; k < r->n_proxies; k++)
         sp_proxy_close_regions(&r->proxies[k]);
-    if (!r->memory_in_use)
-        r->g->ops->memory_destroy(r->gpu_outbox);
+    sp_gpu_memory_end(r->g->ops, r->gpu_outbox, r->memory_in_use);
     r->gpu_outbox = NULL;
 }
 

@@ -49,12 +49,12 @@ static void close_flush(struct sp_ib *ep)
 }
 
 /* In a child of fork the library is not called: the region belongs to the parent. */
-static bool put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
+static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_region *r = self(opaque_region);
     if (r == NULL)
-        return true;
+        return;
     if (ep->pid == getpid()) {
         if (ep->flush.region == r)
             close_flush(ep);
@@ -62,7 +62,13 @@ static bool put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
             sp_ib_memory_close(&r->memory[d]);
     }
     sp_free(r);
-    return true;
+}
+
+/* The library is called on the caller's thread. */
+static bool put_memory_in_use(sp_endpoint *opaque)
+{
+    (void)opaque;
+    return false;
 }
 
 static spccl_status open_flush(struct sp_ib *ep, struct sp_ib_region *r)
@@ -107,7 +113,7 @@ static spccl_status put_open_region(sp_endpoint *opaque, const sp_region_config 
     if (st == SPCCL_OK)
         *out = (sp_region *)r;
     else
-        (void)put_close_region(opaque, (sp_region *)r);
+        put_close_region(opaque, (sp_region *)r);
     return st;
 }
 
@@ -228,6 +234,7 @@ const sp_transport_puts sp_ib_puts = {
     .reaches = put_reaches,
     .open_region = put_open_region,
     .close_region = put_close_region,
+    .memory_in_use = put_memory_in_use,
     .room = put_room,
     .put = put_put,
     .flush = put_flush,

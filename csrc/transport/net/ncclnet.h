@@ -12,7 +12,7 @@
  *
  * A region is closed while its pieces are under way only if the peer is lost or the group ends. Its connection is then
  * closed too, so that the plugin leaves the memory alone. If the thread hangs in the plugin it cannot close anything:
- * then close_region says that the memory must stay allocated. */
+ * memory_in_use says so. */
 #ifndef SP_NCCLNET_H
 #define SP_NCCLNET_H
 
@@ -130,6 +130,7 @@ struct sp_ncclnet {
     int64_t slow_call_ns,
         slow_seen_ns;           /* the caller's: start of a call that takes too long; when it saw that */
     struct sp_nn_region *inbox; /* the region that peers write; NULL: none */
+    bool has_seen_regions;      /* the thread was asked to register one */
     _Atomic int job;            /* SP_NN_JOB_NONE .. */
     struct sp_nn_region *job_region;
     bool job_fine;                       /* the thread's; valid with SP_NN_JOB_DONE */

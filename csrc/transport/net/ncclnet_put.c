@@ -72,21 +72,26 @@ static spccl_status run_job(struct sp_ncclnet *ep, int job, struct sp_nn_region 
 }
 
 /* In a child of fork the plugin is not called: the region belongs to the parent. */
-static bool put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
+static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
     struct sp_nn_region *r = (struct sp_nn_region *)opaque_region;
     if (r == NULL)
-        return true;
+        return;
     if (ep->inbox == r)
         ep->inbox = NULL;
     if (ep->pid == getpid() && r->mr != NULL)
         (void)run_job(ep, SP_NN_JOB_CLOSE, r);
     if (ep->pid == getpid() && ep->thread_lost)
-        return false; /* what the thread may use is left behind */
+        return; /* what the thread may use is left behind */
     sp_free(r->mr);
     sp_free(r);
-    return true;
+}
+
+static bool put_memory_in_use(sp_endpoint *opaque)
+{
+    const struct sp_ncclnet *ep = sp_nn_self(opaque);
+    return ep->pid == getpid() && ep->thread_lost && ep->has_seen_regions;
 }
 
 static spccl_status open_region(struct sp_ncclnet *ep, struct sp_nn_region *r)
@@ -96,6 +101,7 @@ static spccl_status open_region(struct sp_ncclnet *ep, struct sp_nn_region *r)
     r->mr = sp_calloc((size_t)ep->config.world_size, sizeof *r->mr);
     if (r->mr == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "ncclnet: registrations of %d ranks", ep->config.world_size);
+    ep->has_seen_regions = true;
     SP_TRY(run_job(ep, SP_NN_JOB_OPEN, r));
     if (r->config.peers_write)
         ep->inbox = r;
@@ -121,7 +127,7 @@ static spccl_status put_open_region(sp_endpoint *opaque, const sp_region_config 
     } else {
         char why[500];
         snprintf(why, sizeof why, "%s", spccl_last_error());
-        (void)put_close_region(opaque, (sp_region *)r);
+        put_close_region(opaque, (sp_region *)r);
         sp_set_error(why);
     }
     return st;
@@ -264,6 +270,7 @@ const sp_transport_puts sp_nn_puts = {
     .reaches = put_reaches,
     .open_region = put_open_region,
     .close_region = put_close_region,
+    .memory_in_use = put_memory_in_use,
     .room = put_room,
     .put = put_put,
     .flush = put_flush,
