@@ -80,7 +80,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSet
       sparse_(std::make_shared<SparseRunner>(store_, rank_, size_, settings_.comm, comm_, completer_)),
       cuda_(std::make_unique<CudaSide>(comm_, nccl_, settings_.cuda)),
       options_(c10::make_intrusive<Options>(settings_.comm.timeout)),
-      last_split_(c10::intrusive_ptr<c10d::Backend>())
+      last_split_store_(c10::intrusive_ptr<c10d::Store>()), last_split_(c10::intrusive_ptr<c10d::Backend>())
 {
     init();
     options_->group_name = settings_.comm.name;

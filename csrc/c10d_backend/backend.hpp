@@ -86,8 +86,10 @@ class Backend final : public c10d::Backend
     /* A new group of some ranks of this one; NULL on the other ranks. torch asks once per device type, and
      * gets the same object each time. ncclCommSplit is not used: it needs all ranks of the parent, and the
      * parent's communicator may not be connected yet. The new group meets in the parent's store, under a name that
-     * its ranks choose alike: `store` and the name in `opts` may differ between ranks.
-     *   ranks   of this group, ascending */
+     * its ranks choose alike: the prefix of `store` and the name in `opts` may differ between ranks. All ranks of the
+     * new group must split into these ranks equally often, counting splits that fail.
+     *   ranks   of this group, ascending
+     *   store   tells calls for the same group apart from calls for the next one */
     c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store> &store,
                                             const std::vector<int> &ranks,
                                             const c10::intrusive_ptr<c10d::Backend::Options> &opts) override;
@@ -196,7 +198,7 @@ class Backend final : public c10d::Backend
     std::atomic<uint64_t> sequence_{0};
     std::mutex split_mutex_;
     std::map<std::vector<int>, uint64_t> n_splits_; /* by ranks; split_mutex_ guards this and the next two */
-    std::string last_split_name_;
+    c10::weak_intrusive_ptr<c10d::Store> last_split_store_;
     c10::weak_intrusive_ptr<c10d::Backend> last_split_;
     std::atomic<bool> coalescing_{false};
     std::mutex coalesced_mutex_;

@@ -168,7 +168,7 @@ std::string Backend::name_of_split(const std::vector<int> &ranks)
     return text;
 }
 
-c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store> & /* store */,
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store> &store,
                                                  const std::vector<int> &ranks,
                                                  const c10::intrusive_ptr<c10d::Backend::Options> &opts)
 {
@@ -177,7 +177,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
     if (mine == ranks.end())
         return nullptr;
     std::lock_guard<std::mutex> lock(split_mutex_);
-    if (opts->group_name == last_split_name_)
+    if (store == last_split_store_.lock()) /* torch makes one for each new group */
         if (auto same = last_split_.lock())
             return same;
 
@@ -190,10 +190,10 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
     /* torch's name of the group, and the prefix of its store, count the groups that this rank is in. Ranks that are in
      * different numbers of groups get different ones, and would wait for each other's keys for ever. */
     settings.comm.name = name_of_split(ranks);
-    const auto store = c10::make_intrusive<c10d::PrefixStore>("split/" + settings.comm.name, store_);
+    const auto meeting = c10::make_intrusive<c10d::PrefixStore>("split/" + settings.comm.name, store_);
     if (opts->timeout.count() > 0)
         settings.comm.timeout = opts->timeout;
-    auto bare = c10::make_intrusive<c10d::ProcessGroup>(store, static_cast<int>(mine - ranks.begin()),
+    auto bare = c10::make_intrusive<c10d::ProcessGroup>(meeting, static_cast<int>(mine - ranks.begin()),
                                                         static_cast<int>(ranks.size()));
     /* backend.py makes the inner Gloo and NCCL of the new group. */
     static const auto with_inner_groups =
@@ -206,7 +206,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
     auto child = c10::make_intrusive<Backend>(
         scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
     child->options_->group_name = opts->group_name;
-    last_split_name_ = opts->group_name;
+    last_split_store_ = c10::weak_intrusive_ptr<c10d::Store>(store);
     last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(child));
     return child;
 }

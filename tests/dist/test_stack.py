@@ -15,6 +15,7 @@ CASES = [
     "objects",
     "groups",
     "split",
+    "split_again",
     "sparse_values",
     "sparse_integers",
     "sparse_async",

@@ -176,13 +176,34 @@ def split():
         child.barrier().wait()
         if turn < 2:
             child.shutdown()
-    halves = [list(range(WORLD // 2)), list(range(WORLD // 2, WORLD))]
-    for mine in halves:  # torch may give both groups of one call the same name
-        child = parent.split_group(mine, opts=copy.deepcopy(backend.options), group_name="half")
-        if RANK in mine:
+
+
+def split_again():
+    """Splits with one name are different groups, whoever still holds the earlier ones. A split can be split."""
+    import copy
+
+    parent = dist.group.WORLD
+    backend = parent._get_backend(torch.device("cpu"))
+
+    def check(parent, ranks: list[int]) -> dist.ProcessGroup | None:
+        child = parent.split_group(ranks, opts=copy.deepcopy(backend.options), group_name="one name")
+        if parent.rank() in ranks:
+            assert child.size() == len(ranks), (child.size(), ranks)
             x = torch.full((10,), float(RANK))
             child.allreduce([x]).wait()
-            assert torch.equal(x, torch.full((10,), float(sum(mine)))), (mine, x[0])
+            assert torch.equal(x, torch.full((10,), float(sum(ranks)))), (ranks, x[0])
+        return child
+
+    everyone, held = list(range(WORLD)), []
+    halves = [everyone[: WORLD // 2], everyone[WORLD // 2 :]]
+    for ranks in (everyone, everyone, [0, WORLD - 1], everyone, *halves):
+        child = check(parent, ranks)
+        if RANK == 0:  # the others let go of theirs
+            held.append(child)
+        del child
+    nested = [parent]
+    for _ in range(14):  # names of groups grow, up to a length at which they are hashed
+        nested.append(check(nested[-1], everyone))
 
 
 def destroy_and_join_again():
@@ -464,6 +485,7 @@ main(
         objects,
         groups,
         split,
+        split_again,
         sparse_values,
         sparse_integers,
         sparse_async,
