@@ -37,7 +37,7 @@ NVCC_FLAGS = (
 FOREIGN = {"cuda_check.h", "device_cuda.h"}
 # Headers that need one which Debian's libibverbs-dev has. Where it is absent, transport ib is left out of builds too.
 VERBS = "infiniband/verbs.h"
-NEED_VERBS = {"ib_library.h"}
+NEED_VERBS = {"ib_library.h", "stand_in_verbs.h"}
 # Header -> a header that must come before it.
 AFTER = {"offset_list.h": "simd_avx2.h"}
 
@@ -134,7 +134,7 @@ def main() -> int:
     if not find_nvcc():
         print("check_headers: no nvcc: *.cuh were not compiled")
     if not have_verbs():
-        print(f"check_headers: no {VERBS} (Debian: libibverbs-dev): {', '.join(sorted(NEED_VERBS))} was not compiled")
+        print(f"check_headers: no {VERBS} (Debian: libibverbs-dev): {', '.join(sorted(NEED_VERBS))} were not compiled")
     print("\n".join([*faults, f"check_headers: {len(work)} compilations, {len(faults)} faults"]))
     return 1 if faults else 0
 
