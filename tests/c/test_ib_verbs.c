@@ -292,6 +292,26 @@ static void test_locked_memory(void)
     check_no_memory(ENOMEM, RLIM_INFINITY, ": Cannot allocate memory (errno 12)");
 }
 
+/* A driver that locks memory for its queues fails before any memory of ours is registered. */
+static void test_locked_queues(void)
+{
+    struct card c = good_card("mlx5_0");
+    c.no_cq = EPERM;
+    may_lock_bytes = 0;
+    check_left_out(
+        "limit 0", &c,
+        "mlx5_0 port 1: it cannot make an RC queue pair: ibv_create_cq; this process may lock 0 KiB of "
+        "memory, raise it with ulimit -l: Operation not permitted (errno 1)");
+    c.no_cq = 0;
+    c.no_qp = ENOMEM;
+    may_lock_bytes = 64 << 10;
+    check_left_out(
+        "limit of 64 KiB", &c,
+        "mlx5_0 port 1: it cannot make an RC queue pair: ibv_create_qp; this process may lock 64 KiB of "
+        "memory, raise it with ulimit -l: Cannot allocate memory (errno 12)");
+    may_lock_bytes = RLIM_INFINITY;
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"no_gid", test_no_gid},
@@ -301,6 +321,7 @@ int main(int argc, char **argv)
                                              {"next_transport", test_next_transport},
                                              {"inline", test_inline},
                                              {"locked_memory", test_locked_memory},
+                                             {"locked_queues", test_locked_queues},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -117,7 +117,7 @@ struct sp_ib {
     sp_endpoint_config config;
     int n_devices; /* 0: none is usable */
     sp_ib_device devices[SP_IB_RAILS_MAX];
-    char device_why[400];                     /* how the devices were chosen, or why there is none */
+    char device_why[600];                     /* how the devices were chosen, or why there is none */
     sp_ib_address address;                    /* without that of tcp */
     sp_endpoint *tcp;                         /* owned; NULL: there is no device */
     sp_ib_context *contexts[SP_IB_RAILS_MAX]; /* owned, of devices; NULL until start-up */

@@ -19,7 +19,7 @@
 struct found {
     sp_ib_device devices[SP_IB_DEVICES_MAX];
     int n;
-    char refused[300];
+    char refused[500];
 };
 
 static void refuse(struct found *f, const char *name, int port, const char *why)
@@ -139,9 +139,12 @@ static bool makes_queue_pairs(const sp_ib_library *lib, struct ibv_context *cont
         qp = lib->create_qp(pd, &attr);
     }
     made = qp != NULL;
-    if (!made)
-        snprintf(why, why_cap, "it cannot make an RC queue pair: %s: %s (errno %d)", call, strerror(errno),
-                 errno);
+    if (!made) {
+        char limit[120];
+        int error = errno; /* drivers lock memory for what they make */
+        snprintf(why, why_cap, "it cannot make an RC queue pair: %s%s: %s (errno %d)", call,
+                 sp_ib_lock_text(error, limit, sizeof limit), strerror(error), error);
+    }
     if (qp != NULL)
         (void)lib->destroy_qp(qp);
     if (cq != NULL)
@@ -155,7 +158,7 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
                          struct found *f)
 {
     struct ibv_port_attr a;
-    char why[160];
+    char why[280];
     sp_ib_device *device = &f->devices[f->n];
     memset(&a, 0, sizeof a);
     if (f->n == SP_IB_DEVICES_MAX)
@@ -279,7 +282,8 @@ static void find_folder(const char *name, char *out, size_t cap)
     free(path);
 }
 
-/* The distance of each device from the GPU; without one 0 for this thread's NUMA node or an unknown one, else 1. */
+/* out[i]: how far device i is from the GPU. Without a GPU: 0 if the device is on this thread's NUMA node or its node is
+ * unknown, else 1. */
 static void find_distances(const char *gpu, const sp_ib_device *devices, int n, int *out)
 {
     unsigned cpu = 0, here = 0;

@@ -42,15 +42,22 @@ static bool is_lock_limit(int error, const struct rlimit *limit)
     return limit->rlim_cur != RLIM_INFINITY && (error == ENOMEM || (error == EPERM && limit->rlim_cur == 0));
 }
 
+const char *sp_ib_lock_text(int error, char *out, size_t cap)
+{
+    struct rlimit r;
+    out[0] = '\0';
+    if (getrlimit(RLIMIT_MEMLOCK, &r) == 0 && is_lock_limit(error, &r))
+        snprintf(out, cap, "; this process may lock %llu KiB of memory, raise it with ulimit -l",
+                 (unsigned long long)r.rlim_cur >> 10);
+    return out;
+}
+
 /* The text of a call that failed with `error`. */
 static spccl_status call_failed(const sp_ib_context *d, const char *call, int error)
 {
-    char device[SP_IB_NAME_CAP + 24], limit[120] = "";
-    struct rlimit r;
+    char device[SP_IB_NAME_CAP + 24], limit[120];
     sp_ib_device_text(&d->device, device, sizeof device);
-    if (getrlimit(RLIMIT_MEMLOCK, &r) == 0 && is_lock_limit(error, &r))
-        snprintf(limit, sizeof limit, "; this process may lock %llu KiB of memory, raise it with ulimit -l",
-                 (unsigned long long)r.rlim_cur >> 10);
+    (void)sp_ib_lock_text(error, limit, sizeof limit);
     errno = error;
     return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "%s: %s%s", device, call, limit);
 }

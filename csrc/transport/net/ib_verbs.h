@@ -39,14 +39,17 @@ typedef struct sp_ib_device {
 typedef struct sp_ib_choice {
     int n; /* 0: none is usable */
     sp_ib_device devices[SP_IB_RAILS_MAX];
-    char why[400];     /* how they were chosen, or why there is none */
-    char refused[300]; /* what SPCCL_IB_DEVICE names and cannot be used, or "" */
+    char why[600];     /* how they were chosen, or why there is none */
+    char refused[500]; /* what SPCCL_IB_DEVICE names and cannot be used, or "" */
 } sp_ib_choice;
 
 /* Choose the devices of a rank: of those that SPCCL_IB_DEVICE names, or of all, the fastest; at most SPCCL_IB_RAILS.
  * gpu: the folder in sysfs of the GPU whose data they carry: those closest to it first (pci.h). "": those of this thread's
  * NUMA node first. */
 void sp_ib_choose(int rank, const char *gpu, sp_ib_choice *out);
+/* "; this process may lock 64 KiB of memory, raise it with ulimit -l" if that may be why a call failed with `error`, else
+ * "". Returns out. */
+const char *sp_ib_lock_text(int error, char *out, size_t cap);
 /* "device mlx5_0 port 1" */
 void sp_ib_device_text(const sp_ib_device *device, char *out, size_t cap);
 /* "RoCE v2, 100 Gbit/s, MTU 4096, GID 10.0.0.1" */
