@@ -5,6 +5,14 @@
 
 static const struct environment processes = {"ncclnet", true};
 
+/* Two ranks, four puts at a time. */
+static void run_pair(void (*fn)(struct member *))
+{
+    struct member m = make_puts(fn);
+    m.config.n_puts = 4;
+    run_group(&processes, &m);
+}
+
 static void check_flush(const struct member *m)
 {
     CHECK(sp_nn_self(m->ep)->peers[0].flush_ended != 0, "no flush has ended");
@@ -110,9 +118,7 @@ static void bad_list(struct member *m)
 
 static void test_bad_list(void)
 {
-    struct member m = make_puts(bad_list);
-    m.config.n_puts = 4;
-    run_group(&processes, &m);
+    run_pair(bad_list);
 }
 
 /* Memory that the plugin does not register, or a plugin that fails: the reason names plugin, call and device. */
@@ -176,8 +182,8 @@ static void put_one(struct member *m, const struct sides *s)
     CHECK_OK(m->t->commit(m->ep, 1, 0, 0));
 }
 
-/* Until the message is here and flushed, or the peer is lost. */
-static spccl_status take_flushed(struct member *m)
+/* Until the message is here and flushed, or the peer is lost. armed: sleep in between. A hang wakes nobody. */
+static spccl_status await_flushed(struct member *m, bool armed)
 {
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
     const void *message = NULL;
@@ -188,9 +194,16 @@ static spccl_status take_flushed(struct member *m)
         st = m->t->peek(m->ep, 1 - m->rank, 0, &message, &bytes);
         if (st == SPCCL_OK)
             st = m->t->puts->flush(m->ep, 1 - m->rank, 0);
+        if (st == SPCCL_AGAIN && armed)
+            CHECK(sleep_armed(m), "rank %d: nothing woke it", m->rank);
         sched_yield();
     } while (st == SPCCL_AGAIN && !sp_deadline_passed(deadline_ns));
     return st;
+}
+
+static spccl_status take_flushed(struct member *m)
+{
+    return await_flushed(m, true);
 }
 
 /* The rank with the fault loses the peer, and names device, call and rank. The other one learns that it has left. No
@@ -210,7 +223,7 @@ static void lose_peer(struct member *m)
         return;
     if (m->rank == 0)
         put_one(m, &s);
-    st = take_flushed(m);
+    st = await_flushed(m, !hangs);
     snprintf(wanted, sizeof wanted, "%s for rank %d%s", f->call, 1 - m->rank,
              hangs ? " did not return" : ", puts");
     CHECK(st == SPCCL_ERR_PEER, "rank %d, %s %s: %d: %s", m->rank, f->how, f->call, (int)st,
@@ -267,9 +280,7 @@ static void wrong_size(struct member *m)
 
 static void test_wrong_size(void)
 {
-    struct member m = make_puts(wrong_size);
-    m.config.n_puts = 4;
-    run_group(&processes, &m);
+    run_pair(wrong_size);
 }
 
 /* Rank 1 closes its region while a flush is under way: the connection ends with it. Messages go on. */
@@ -282,6 +293,8 @@ static void closed_early(struct member *m)
         put_one(m, &s);
     } else {
         struct sp_nn_peer *p = &sp_nn_self(m->ep)->peers[0];
+        sp_region_config c = {
+            .address = s.memory, .bytes = REGION_BYTES, .dmabuf = -1, .peers_write = true, .flush = true};
         int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
         const void *message = NULL;
         size_t bytes = 0;
@@ -294,9 +307,15 @@ static void closed_early(struct member *m)
         CHECK_OK(m->t->release(m->ep, 0, 0));
         m->t->puts->close_region(m->ep, s.region);
         CHECK(p->put_rx.q.comm == NULL, "the plugin may still use the memory");
-        s.region = NULL;
+        CHECK_OK(m->t->puts->open_region(m->ep, &c, &s.region, s.handle));
     }
     send_now(m, 1 - m->rank, 0, 100, 7);
+    if (m->rank == 1) {
+        spccl_status st = take_flushed(m);
+        CHECK(st == SPCCL_ERR_PEER &&
+                  strstr(spccl_last_error(), "no puts from rank 0 any more: a region was") != NULL,
+              "a flush in a region that peers cannot reach: %d: %s", (int)st, spccl_last_error());
+    }
     CHECK_OK(take_now(m, 1 - m->rank, 0, 100, 7));
     flush_now(m, 1 - m->rank);
     barrier(m, 1);
@@ -305,11 +324,47 @@ static void closed_early(struct member *m)
 
 static void test_closed_early(void)
 {
-    struct member m = make_puts(closed_early);
-    m.config.n_puts = 4;
     setenv("TEST_NET_FLUSH_TESTS", "1000000000", 1);
-    run_group(&processes, &m);
+    run_pair(closed_early);
     unsetenv("TEST_NET_FLUSH_TESTS");
+}
+
+/* Rank 0 closes a region while a put from it waits for a receive, and then another one of the same connection. */
+static void two_sources(struct member *m)
+{
+    struct sides s;
+    spccl_status st;
+    if (!open_sides(m, &s))
+        return;
+    if (m->rank == 0) {
+        sp_region_config c = {.address = s.memory, .bytes = REGION_BYTES, .dmabuf = -1};
+        sp_put put = {.from = s.region, .to = s.handle, .bytes = 64};
+        uint8_t handle[SP_REGION_HANDLE_BYTES];
+        sp_region *other = NULL;
+        void *space = NULL;
+        CHECK_OK(m->t->puts->open_region(m->ep, &c, &other, handle));
+        put_one(m, &s);
+        m->t->puts->close_region(m->ep, s.region);
+        CHECK(sp_nn_self(m->ep)->peers[1].put_tx.q.comm == NULL, "the plugin may still read the memory");
+        put.from = other;
+        CHECK_OK(m->t->reserve(m->ep, 1, 0, 16, &space));
+        CHECK(m->t->puts->put(m->ep, 1, 0, &put) == SPCCL_ERR_PEER &&
+                  strstr(spccl_last_error(), "no puts to rank 1 any more: a region was closed") != NULL,
+              "%s", spccl_last_error());
+        s.region = other;
+    }
+    barrier(m, 1);
+    st = await_flushed(m, m->rank == 1);
+    CHECK(m->rank == 0 || (st == SPCCL_ERR_PEER && strstr(spccl_last_error(), "rank 0") != NULL), "%d: %s",
+          (int)st, spccl_last_error());
+    close_sides(m, &s);
+}
+
+static void test_two_sources(void)
+{
+    setenv("TEST_NET_CREDIT", "1", 1);
+    run_pair(two_sources);
+    unsetenv("TEST_NET_CREDIT");
 }
 
 /* A second region after the first: a flush before its first put is no flush of the old one's memory. */
@@ -341,9 +396,7 @@ static void opened_again(struct member *m)
 
 static void test_opened_again(void)
 {
-    struct member m = make_puts(opened_again);
-    m.config.n_puts = 4;
-    run_group(&processes, &m);
+    run_pair(opened_again);
 }
 
 static int64_t cpu_ms(void)
@@ -380,10 +433,8 @@ static void waiting(struct member *m)
 
 static void test_waiting(void)
 {
-    struct member m = make_puts(waiting);
-    m.config.n_puts = 4;
     setenv("TEST_NET_CREDIT", "1", 1);
-    run_group(&processes, &m);
+    run_pair(waiting);
     unsetenv("TEST_NET_CREDIT");
 }
 
@@ -415,12 +466,10 @@ static void hangs(struct member *m)
 
 static void test_hangs(void)
 {
-    struct member m = make_puts(hangs);
-    m.config.n_puts = 4;
     setenv("SPCCL_NET_PLUGIN_MS", "1000", 1);
     setenv("TEST_NET_HANG", "regMr", 1);
     setenv("TEST_NET_AFTER", "2", 1); /* the rings of the queue come first */
-    run_group(&processes, &m);
+    run_pair(hangs);
     unsetenv("TEST_NET_HANG");
     unsetenv("TEST_NET_AFTER");
     unsetenv("SPCCL_NET_PLUGIN_MS");
@@ -439,6 +488,7 @@ int main(int argc, char **argv)
                                              {"wrong_size", test_wrong_size},
                                              {"closed_early", test_closed_early},
                                              {"opened_again", test_opened_again},
+                                             {"two_sources", test_two_sources},
                                              {"waiting", test_waiting},
                                              {"hangs", test_hangs},
                                              {NULL, NULL}};

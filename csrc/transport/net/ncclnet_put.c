@@ -161,6 +161,14 @@ static uint8_t *reserved_payload(const sp_nn_ring *r)
     return r->memory.data + (size_t)(r->reserved_at % r->memory.cap) + SP_NN_HEAD_BYTES;
 }
 
+/* Why the connection for puts failed. `failure` is written before the state. */
+static const char *no_puts_text(struct sp_nn_peer *p)
+{
+    return atomic_load(&p->state) == SP_NN_FAILED
+               ? p->failure
+               : "a region was closed while puts or a flush were under way";
+}
+
 static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_put *put)
 {
     struct sp_ncclnet *ep = sp_nn_self(opaque);
@@ -170,6 +178,9 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     if (p->gone || atomic_load(&p->state) == SP_NN_FAILED)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer,
                        p->gone ? p->gone_text : p->failure);
+    if (atomic_load(&p->put_tx.q.failed))
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts to rank %d any more: %s", ep->config.rank, peer,
+                       no_puts_text(p));
     if (sp_load_le32(put->to) != HANDLE_MAGIC)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent something that is not the handle of a region",
                        ep->config.rank, peer);
@@ -249,9 +260,9 @@ static spccl_status put_flush(sp_endpoint *opaque, int peer, int queue)
         return SPCCL_OK;
     if (ep->thread_lost)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer, p->gone_text);
-    /* `failure` is written before the state. */
-    if (atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) == SP_NN_FAILED)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d: %s", ep->config.rank, peer, p->failure);
+    if (atomic_load(&p->put_rx.q.failed))
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts from rank %d any more: %s", ep->config.rank, peer,
+                       no_puts_text(p));
     if (ep->inbox == NULL || !ep->inbox->config.flush)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ncclnet: a flush without a region", ep->config.rank);
     if (p->flush_asked != message) {

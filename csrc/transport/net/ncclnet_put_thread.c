@@ -59,15 +59,17 @@ static void close_for(struct sp_ncclnet *ep, struct sp_nn_region *r, int peer)
         return;
     if (r->config.peers_write)
         p->n_closed = atomic_load(&q->ring.done);
-    SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, q, result,
-               sp_nn_dereg(ep->plugin, q->comm, r->mr[peer] == r ? NULL : r->mr[peer]));
+    result = 0;
+    if (q->comm != NULL) /* else another region's end has closed it, and its registrations with it */
+        SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, q, result,
+                   sp_nn_dereg(ep->plugin, q->comm, r->mr[peer] == r ? NULL : r->mr[peer]));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d, puts, returned %d (%s)",
                ep->plugin->name, peer, result, sp_nn_result_text(result));
     r->mr[peer] = NULL;
     if (!in_use)
         return;
-    atomic_store(&q->failed, true);
+    atomic_store(&q->failed, true); /* further puts over it are errors: put_put, put_flush */
     sp_nn_close_comm(ep, peer, q, r->config.peers_write ? SP_NN_CLOSE_RECV : SP_NN_CLOSE_SEND, &q->comm);
 }
 
@@ -110,7 +112,7 @@ static bool start_pieces(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *put
     struct sp_nn_queue *q = &puts->q;
     uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
-    bool moved = false;
+    bool moved = q->n_seen != allowed; /* what is new is tried again soon, not after a long pause */
     int result = 0;
     q->n_seen = allowed;
     while (q->n_started < allowed && q->n_started - done < SP_NN_SEGMENTS && result == 0) {
@@ -135,7 +137,7 @@ static bool end_piece(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *puts, 
     struct sp_nn_queue *q = &puts->q;
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
     char text[SP_NN_TEXT_CAP];
-    bool is_done = false;
+    bool is_done = done == p->n_closed;
     int result, bytes = 0;
     if (done == q->n_started || atomic_load_explicit(&q->failed, memory_order_relaxed))
         return false;
@@ -148,8 +150,8 @@ static bool end_piece(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *puts, 
     if (slot == SP_NN_IRECV && (uint32_t)bytes != piece_of(puts, done)->bytes) {
         snprintf(text, sizeof text, "plugin %s: a put of %d bytes came from rank %d, wanted %u",
                  ep->plugin->name, bytes, peer, piece_of(puts, done)->bytes);
-        atomic_store(&q->failed, true);
         sp_nn_fail_peer(ep, peer, text);
+        atomic_store(&q->failed, true);
         return false;
     }
     atomic_store_explicit(&q->ring.done, done + 1, memory_order_release);

@@ -61,8 +61,8 @@ void sp_nn_fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enu
     sp_nn_queue_text(ep, (int)q->ring.queue, queue, sizeof queue);
     snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, %s, returned %d (%s)", device,
              ep->plugin->name, sp_nn_slot_name(slot), peer, queue, result, sp_nn_result_text(result));
+    sp_nn_fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
     atomic_store(&q->failed, true);
-    sp_nn_fail_peer(ep, peer, text);
 }
 
 /* ---- start-up ---- */
@@ -245,7 +245,7 @@ static bool test_oldest(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
 static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
 {
     uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
-    bool moved = false;
+    bool moved = q->n_seen != allowed; /* what is new is tried again soon, not after a long pause */
     int bytes, result = 0;
     q->n_seen = allowed;
     while (q->n_started < allowed && result == 0) {

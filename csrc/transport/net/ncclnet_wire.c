@@ -115,9 +115,9 @@ int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_byt
     at = sp_align_up(*payload, 8);
     if (n > SP_PUTS_MAX || *payload == 0 || at + SP_NN_TARGET_BYTES * n + SP_NN_LIST_TAIL != bytes) {
         snprintf(why, SP_NN_TEXT_CAP,
-                 "its list says %u puts and %zu bytes of payload; wanted at most %u puts "
-                 "and the size of the message",
-                 n, *payload, SP_PUTS_MAX);
+                 "its list says %u puts and %zu bytes of payload; wanted at most %u puts, and sizes that "
+                 "add up to the %zu bytes of the message",
+                 n, *payload, SP_PUTS_MAX, bytes);
         return -1;
     }
     for (uint32_t i = 0; i < n; i++, at += SP_NN_TARGET_BYTES) {
@@ -125,8 +125,8 @@ int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_byt
         if (out[i].bytes == 0 || out[i].bytes > INT32_MAX || out[i].bytes > region_bytes ||
             out[i].off > region_bytes - out[i].bytes) {
             snprintf(why, SP_NN_TEXT_CAP,
-                     "a put of %u bytes to %llu; wanted 1 byte to 2 GiB within the %llu of "
-                     "this rank's region",
+                     "a put of %u bytes at offset %llu; wanted 1 byte to 2 GiB, within this rank's region "
+                     "of %llu bytes",
                      out[i].bytes, (unsigned long long)out[i].off, (unsigned long long)region_bytes);
             return -1;
         }

@@ -58,7 +58,11 @@ struct request {
     struct header head, got; /* got: the header that is being received */
     int done, tests_left;    /* tests_left: of a flush */
 };
+struct registration {
+    struct registration *next;
+};
 struct comm {
+    struct registration *registrations; /* they end with the connection */
     int fd, credit_fd, receives;
     int tries;
     uint64_t n_given, n_done, n_credits;
@@ -281,18 +285,35 @@ __attribute__((visibility("default"))) _Atomic size_t net_registered_bytes;
 
 int net_reg(void *comm, void *data, size_t bytes, int type, void **mr)
 {
+    struct comm *c = comm;
+    struct registration *r;
     if (net_faulty("regMr"))
         return 2;
     if (comm == NULL || data == NULL || bytes == 0 || (type != 1 && type != 2) || (type & net_pointers) == 0)
         return net_misuse("regMr");
     net_registered_bytes += bytes;
-    *mr = malloc(1);
+    r = malloc(sizeof *r);
+    r->next = c->registrations;
+    c->registrations = r;
+    *mr = r;
     return 0;
+}
+
+/* Where the connection's list points to a registration, or to its end. */
+static struct registration **find_registration(struct comm *c, const void *mr)
+{
+    struct registration **at = &c->registrations;
+    while (*at != NULL && *at != mr)
+        at = &(*at)->next;
+    return at;
 }
 
 int net_dereg(void *comm, void *mr)
 {
-    (void)comm;
+    struct registration **at = find_registration(comm, mr);
+    if (*at == NULL)
+        return net_misuse("deregMr");
+    *at = (*at)->next;
     free(mr);
     return net_faulty("deregMr") ? 2 : 0;
 }
@@ -308,8 +329,8 @@ static int is_busy(void)
 int net_flush_one(void *comm, int n, void **data, int *bytes, void **mrs, void **request)
 {
     struct comm *c = comm;
-    if (c == NULL || !c->receives || n != 1 || data[0] == NULL || bytes[0] <= 0 || mrs[0] == NULL ||
-        *request != NULL)
+    if (c == NULL || !c->receives || n != 1 || data[0] == NULL || bytes[0] <= 0 ||
+        *find_registration(c, mrs[0]) == NULL || *request != NULL)
         return net_misuse("iflush");
     if (net_faulty("iflush"))
         return 2;
@@ -448,6 +469,11 @@ int net_test_any(void *request, int *done, int *size)
 
 static int close_comm(struct comm *c)
 {
+    while (c->registrations != NULL) {
+        struct registration *r = c->registrations;
+        c->registrations = r->next;
+        free(r);
+    }
     close(c->fd);
     close(c->credit_fd);
     free(c);
