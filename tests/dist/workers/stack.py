@@ -4,6 +4,7 @@ FSDP2, DTensor, distributed checkpoints."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 import warnings
@@ -180,28 +181,21 @@ def split():
 
 def split_again():
     """Splits with one name are different groups, whoever still holds the earlier ones. A split can be split."""
-    import copy
-
-    parent = dist.group.WORLD
-    backend = parent._get_backend(torch.device("cpu"))
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
 
     def check(parent, ranks: list[int]) -> dist.ProcessGroup | None:
-        child = parent.split_group(ranks, opts=copy.deepcopy(backend.options), group_name="one name")
+        child = parent.split_group(ranks, opts=copy.deepcopy(options), group_name="one name")
         if parent.rank() in ranks:
-            assert child.size() == len(ranks), (child.size(), ranks)
             x = torch.full((10,), float(RANK))
             child.allreduce([x]).wait()
-            assert torch.equal(x, torch.full((10,), float(sum(ranks)))), (ranks, x[0])
+            assert child.size() == len(ranks) and torch.equal(x, torch.full((10,), float(sum(ranks)))), ranks
         return child
 
-    everyone, held = list(range(WORLD)), []
-    halves = [everyone[: WORLD // 2], everyone[WORLD // 2 :]]
-    for ranks in (everyone, everyone, [0, WORLD - 1], everyone, *halves):
-        child = check(parent, ranks)
-        if RANK == 0:  # the others let go of theirs
-            held.append(child)
-        del child
-    nested = [parent]
+    everyone, held, nested = list(range(WORLD)), [], [dist.group.WORLD]
+    for ranks in (everyone, everyone, [0, WORLD - 1], everyone, everyone[: WORLD // 2], everyone[WORLD // 2 :]):
+        held.append(check(dist.group.WORLD, ranks))
+        if RANK != 0:  # these ranks let go of theirs
+            held.clear()
     for _ in range(14):  # names of groups grow, up to a length at which they are hashed
         nested.append(check(nested[-1], everyone))
 
