@@ -51,6 +51,6 @@ def needs(n_gpus: int) -> None:
 
 
 def run_gpus(worker: str, n_ranks: int, *args: str, timeout_s: float = 240, **env: str) -> list[Rank]:
-    """run_ranks for `workers/<worker>.py` in this folder, rank r on GPU r."""
+    """run_ranks for `workers/<worker>.py` in this folder. Rank r takes GPU r, modulo the number of GPUs."""
     needs(n_ranks)
     return run_ranks(str(HERE / "workers" / worker), n_ranks, *args, timeout_s=timeout_s, env={**SETTINGS, **env})
