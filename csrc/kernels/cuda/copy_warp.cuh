@@ -3,18 +3,18 @@
 // device wrote into the inbox are there already (sp_fused_remote.direct). All other warps read and poll the inbox
 // alone, as in groups of one host.
 //
-// Many threads that poll host memory slow each other down: their reads queue up in front of PCIe. So only the copy
-// warp of CTA 0 polls host memory: the change counters of this launch's workers, 32 bytes for 64 workers. It copies
-// those that changed to GPU memory, where the other copy warps poll them. A copy warp reads positions from host memory
-// when it starts, and after a change counter of its workers changed. If the launch has few rings, every copy warp polls
-// the positions of its own workers instead, and nobody reads change counters: a frame then comes a few microseconds
-// earlier.
+// Many threads that poll host memory slow each other down: their reads queue up in front of PCIe. There are two cases.
+// - Many rings: only the copy warp of CTA 0 polls host memory: the change counters of this launch's workers, 32 bytes
+//   for 64 workers. It copies those that changed to GPU memory, where the other copy warps poll them. A copy warp reads
+//   positions from host memory when it starts, and after a change counter of its workers changed.
+// - Few rings: every copy warp polls the positions of its own workers in host memory, and nobody reads change counters.
+//   A frame then comes a few microseconds earlier.
 #ifndef SP_COPY_WARP_CUH
 #define SP_COPY_WARP_CUH
 
 #include "kernels/cuda/fused.cuh"
 
-// Most rings of a launch whose copy warps poll positions.
+// The case of few rings: at most so many in a launch. With 32 rings (2 ranks, 64 KiB) both cases took the same time.
 #define SP_FEW_RINGS 32u
 
 // A comment that starts with L: the member's value differs from lane to lane (wait.cuh). Lane i serves the links i, i + 32 ... of the pinned areas.
@@ -116,29 +116,36 @@ template <uint32_t WORKERS> struct sp_copy_warp {
         uint32_t link = row + lane, here = link < n_links ? a.remote.inbox_link[link] : 0;
         uint64_t *tails = word(sp_area_tail_off(&a.remote.inbox, here, q0));
         uint64_t *credits = word(sp_area_credit_off(&a.remote.inbox, here, q0));
-        uint64_t now[WORKERS], arrived[WORKERS], credit[WORKERS];
-        bool any = false, direct = link < n_links && (a.remote.direct[row / 32] >> lane & 1) != 0;
+        uint64_t now[WORKERS], arrived[WORKERS], credit[WORKERS], given[WORKERS];
+        bool new_tails = false, new_credits = false;
+        bool direct = link < n_links && (a.remote.direct[row / 32] >> lane & 1) != 0;
         // All reads are under way before the first is needed.
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            now[w] = arrived[w] = credit[w] = 0;
+            now[w] = arrived[w] = credit[w] = given[w] = 0;
             if (link < n_links && w < n) {
                 now[w] = sp_load_relaxed_sys(host_word(sp_host_tail_off(&a.remote.pinned, link, q0 + w)));
                 credit[w] =
                     sp_load_relaxed_sys(host_word(sp_host_credit_off(&a.remote.pinned, link, q0 + w)));
-                arrived[w] = sp_load_relaxed_sys(tails + w); // no other warp writes it
+                arrived[w] = sp_load_relaxed_sys(tails + w); // no other warp writes tails and credits
+                given[w] = sp_load_relaxed_sys(credits + w);
             }
         }
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
-            if (link < n_links && w < n)
-                sp_store_relaxed_sys(credits + w, credit[w]);
-            any |= now[w] != arrived[w];
+            new_tails |= now[w] != arrived[w];
+            new_credits |= credit[w] != given[w];
         }
-        if (!__any_sync(~0u, any))
+        if (!__any_sync(~0u, new_tails || new_credits))
             return false;
-        sp_fence_sys(); // the tails were read before the frames are
+        sp_fence_sys(); // positions were read before frames are, and before others see the credits
         __syncwarp();
+#pragma unroll
+        for (uint32_t w = 0; w < WORKERS; w++)
+            if (credit[w] != given[w])
+                sp_store_relaxed_sys(credits + w, credit[w]);
+        if (!__any_sync(~0u, new_tails))
+            return false;
 #pragma unroll
         for (uint32_t w = 0; w < WORKERS; w++) {
             uint32_t lanes = __ballot_sync(~0u, now[w] != arrived[w] && !direct);
@@ -167,7 +174,8 @@ template <uint32_t WORKERS> struct sp_copy_warp {
             any |= bring(row);
         return any;
     }
-    // CTA 0 polls host memory until the copy warps of all CTAs have ended. Then it tells the host.
+    // CTA 0 goes on copying change counters, if there are many rings, until the copy warps of all CTAs have ended. Then
+    // it tells the host.
     __device__ __forceinline__ void end() const
     {
         uint32_t *n_ended = a.remote.seen + a.remote.n_counters;
