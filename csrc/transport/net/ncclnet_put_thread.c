@@ -137,7 +137,7 @@ static bool end_piece(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *puts, 
     struct sp_nn_queue *q = &puts->q;
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
     char text[SP_NN_TEXT_CAP];
-    bool is_done = done == p->n_closed;
+    bool is_done = false;
     int result, bytes = 0;
     if (done == q->n_started || atomic_load_explicit(&q->failed, memory_order_relaxed))
         return false;
