@@ -241,7 +241,8 @@ static void prefetch_run(const sp_proxies *r, const sp_proxy_peer *p, const sp_p
 static spccl_status collect_run(sp_proxy *x, const sp_proxy_peer *p, uint32_t queue, uint32_t k,
                                 struct batch *b)
 {
-    uint32_t worker = x->workers[k], ring = queue * p->at.n_workers + worker;
+    uint32_t worker = x->workers[k], ring = queue * p->at.n_workers + worker,
+             next = queue * x->n_workers + k + 1;
     uint64_t sent = p->at.sent[ring], free_to = p->at.free_to[ring];
     uint64_t tail = __atomic_load_n(&p->tails[queue][worker], __ATOMIC_ACQUIRE);
     sp_proxy_entry *e = &x->entries[b->n_credits + b->n_runs];
@@ -262,7 +263,7 @@ static spccl_status collect_run(sp_proxy *x, const sp_proxy_peer *p, uint32_t qu
         prefetch_run(x->r, p, e);
     b->n_runs++;
     b->data_bytes += e->bytes - e->skipped;
-    b->next = queue * x->n_workers + k + 1 < p->at.n_queues * x->n_workers ? queue * x->n_workers + k + 1 : 0;
+    b->next = next < p->at.n_queues * x->n_workers ? next : 0;
     return SPCCL_OK;
 }
 
