@@ -111,12 +111,14 @@ static void credit(struct member *m)
         CHECK(!is_flushed(m, 1), "rank 1 gave credit for more than its ring holds");
     }
     barrier(m, 1);
-    for (uint64_t i = 0; m->rank == 1 && i < SP_NN_SEGMENTS; i++)
-        CHECK_OK(take_now(m, 0, 0, BYTES, i));
-    atomic_store(&m->shared->step, m->rank == 1 ? 1 : atomic_load(&m->shared->step));
-    while (atomic_load(&m->shared->step) == 0)
-        usleep(1000);
+    if (m->rank == 1) {
+        for (uint64_t i = 0; i < SP_NN_SEGMENTS; i++)
+            CHECK_OK(take_now(m, 0, 0, BYTES, i));
+        atomic_store(&m->shared->step, 1);
+    }
     if (m->rank == 0) {
+        while (atomic_load(&m->shared->step) == 0)
+            usleep(1000);
         usleep(200000); /* the credits arrive at the device */
         for (int i = 0; i < 10 && st == SPCCL_AGAIN; i++)
             st = m->t->arm(m->ep);
