@@ -24,7 +24,7 @@ def plugin(tmp_path_factory) -> str:
     if compiler is None:
         pytest.skip("no C compiler (cc, gcc) to build the test plugin")
     path = tmp_path_factory.mktemp("plugin") / "libnccl-net-spccltest.so"
-    sources = [str(SOURCES / name) for name in ("net_plugin.c", "net_versions.c")]
+    sources = [str(SOURCES / name) for name in ("net_faults.c", "net_plugin.c", "net_versions.c")]
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
     subprocess.run([compiler, *flags, *sources, "-o", str(path)], check=True)
     return str(path)

@@ -20,21 +20,13 @@
  *   TEST_NET_LOG=1        init logs a text with wrong arguments
  *   TEST_NET_SIZE=n       test gives n as the size of each received message
  *   TEST_NET_FLUSH_TESTS=n  a flush is done when test has asked n times
- *   TEST_NET_FAIL=call    that call fails; TEST_NET_AFTER=n: only after n calls. Of isend, irecv and test only
- *                         those count that return a request, or that a request is done: polling does not
- *   TEST_NET_HANG=call    that call does not return, likewise
- *   TEST_NET_CRASH=call   that call ends the process, likewise
- *   TEST_NET_PID=n        only in process n
- *   TEST_NET_TIMES=n      only n calls
- *   TEST_NET_DELAY=n      a call that fails does so after n ms */
+ *   TEST_NET_FAIL and others: calls that fail, hang or crash (net_faults.c) */
 #include "net_plugin.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -84,50 +76,6 @@ char net_device[16] = "sock0";
 static int busy, slow, credit, wrong_size, for_nccl, flush_tests;
 static _Atomic uint32_t n_busy;
 
-static int number(const char *name, int otherwise)
-{
-    const char *text = getenv(name);
-    return text != NULL && text[0] != '\0' ? atoi(text) : otherwise;
-}
-
-/* ---- faults ---- */
-
-static int applies(const char *variable, const char *call)
-{
-    const char *text = getenv(variable);
-    return text != NULL && strcmp(text, call) == 0;
-}
-
-/* True if this call is to fail. Does not return if it is to hang. */
-int net_faulty(const char *call)
-{
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static int n_calls, n_due;
-    int due, any = applies("TEST_NET_FAIL", call) || applies("TEST_NET_HANG", call) ||
-                   applies("TEST_NET_CRASH", call);
-    if (!any)
-        return 0;
-    if (number("TEST_NET_PID", (int)getpid()) != (int)getpid())
-        return 0;
-    pthread_mutex_lock(&lock);
-    due = n_calls++ >= number("TEST_NET_AFTER", 0) && n_due < number("TEST_NET_TIMES", 0x7fffffff);
-    n_due += due;
-    pthread_mutex_unlock(&lock);
-    if (due)
-        usleep((useconds_t)number("TEST_NET_DELAY", 0) * 1000);
-    while (due && applies("TEST_NET_HANG", call))
-        pause();
-    if (due && applies("TEST_NET_CRASH", call))
-        raise(SIGSEGV);
-    return due && applies("TEST_NET_FAIL", call);
-}
-
-int net_misuse(const char *text)
-{
-    fprintf(stderr, "net_plugin: misuse: %s\n", text);
-    return 5;
-}
-
 /* ---- devices ---- */
 
 int net_start(logger log)
@@ -135,26 +83,26 @@ int net_start(logger log)
     const char *name = getenv("TEST_NET_NAME"), *pci = getenv("TEST_NET_PCI");
     const char *device = getenv("TEST_NET_DEVICE");
     log_line = log;
-    net_n_devices = number("TEST_NET_DEVICES", 1);
-    net_speed = number("TEST_NET_SPEED", 0);
-    net_comms = number("TEST_NET_COMMS", 0x7fffffff);
-    net_pointers = number("TEST_NET_POINTERS", 1);
-    net_flush = number("TEST_NET_FLUSH", 0);
+    net_n_devices = net_number("TEST_NET_DEVICES", 1);
+    net_speed = net_number("TEST_NET_SPEED", 0);
+    net_comms = net_number("TEST_NET_COMMS", 0x7fffffff);
+    net_pointers = net_number("TEST_NET_POINTERS", 1);
+    net_flush = net_number("TEST_NET_FLUSH", 0);
     snprintf(net_pci, sizeof net_pci, "%s", pci != NULL ? pci : "");
-    busy = number("TEST_NET_BUSY", 0);
-    slow = number("TEST_NET_SLOW", 0);
-    flush_tests = number("TEST_NET_FLUSH_TESTS", 0);
-    credit = number("TEST_NET_CREDIT", 0);
-    wrong_size = number("TEST_NET_SIZE", -1);
-    for_nccl = number("TEST_NET_NCCL", 0);
+    busy = net_number("TEST_NET_BUSY", 0);
+    slow = net_number("TEST_NET_SLOW", 0);
+    flush_tests = net_number("TEST_NET_FLUSH_TESTS", 0);
+    credit = net_number("TEST_NET_CREDIT", 0);
+    wrong_size = net_number("TEST_NET_SIZE", -1);
+    for_nccl = net_number("TEST_NET_NCCL", 0);
     snprintf(net_name, sizeof net_name, "%s", name != NULL ? name : "Test Sockets");
     snprintf(net_device, sizeof net_device, "%s", device != NULL ? device : "sock0");
-    if (number("TEST_NET_ENV", 0) != 0) {
+    if (net_number("TEST_NET_ENV", 0) != 0) {
         setenv("TEST_NET_ADDED", "1", 1);
         setenv("NCCL_PROTO", "simple", 1);
         unsetenv("TEST_NET_KEPT");
     }
-    if (number("TEST_NET_LOG", 0) != 0 && log != NULL)
+    if (net_number("TEST_NET_LOG", 0) != 0 && log != NULL)
         log(2, 1, "net_plugin.c", __LINE__, "a device named %s is not used", (char *)1);
     if (net_faulty("init")) {
         if (log != NULL)
@@ -310,9 +258,12 @@ static struct registration **find_registration(struct comm *c, const void *mr)
 
 int net_dereg(void *comm, void *mr)
 {
-    struct registration **at = find_registration(comm, mr);
+    struct registration **at;
+    if (comm == NULL)
+        return net_misuse("deregMr without a connection");
+    at = find_registration(comm, mr);
     if (*at == NULL)
-        return net_misuse("deregMr");
+        return net_misuse("deregMr of memory that is not registered");
     *at = (*at)->next;
     free(mr);
     return net_faulty("deregMr") ? 2 : 0;
@@ -423,7 +374,7 @@ int net_send_any(void *comm, void *data, size_t bytes, int tag, void **request)
     *request = NULL;
     if (is_busy() || c->n_given - c->n_done >= REQUESTS || (credit && !has_credit(c)))
         return 0;
-    if (net_faulty("isend"))
+    if (net_faulty_tag("isend", tag))
         return 6;
     *request = new_request(c, data, bytes, tag);
     return advance(c) ? 0 : 6;
@@ -437,7 +388,7 @@ int net_receive_any(void *comm, int n, void *data, size_t bytes, int tag, void *
     *request = NULL;
     if (is_busy() || c->n_given - c->n_done >= REQUESTS)
         return 0;
-    if (net_faulty("irecv"))
+    if (net_faulty_tag("irecv", tag))
         return 6;
     *request = new_request(c, data, bytes, tag);
     if (credit)
@@ -459,7 +410,7 @@ int net_test_any(void *request, int *done, int *size)
     }
     if (!r->done && !advance(r->comm) && !r->done)
         return 6;
-    if (r->done && net_faulty("test"))
+    if (r->done && net_faulty_tag("test", (int)r->head.tag))
         return 6;
     *done = r->done;
     if (r->done && size != NULL)

@@ -16,6 +16,10 @@ extern char net_device[16];
 int net_misuse(const char *text);
 /* True if this call is to fail. Does not return if it is to hang. */
 int net_faulty(const char *call);
+/* The same for a call that has a tag. */
+int net_faulty_tag(const char *call, int tag);
+/* A number of the environment. */
+int net_number(const char *name, int otherwise);
 int net_start(logger log);
 int net_devices(int *n);
 int net_listen_device(int dev, void *handle, void **out);
