@@ -7,8 +7,9 @@
  * queue never delays another queue: schedules need that to be free of deadlock.
  *
  * The sender reserves space in the queue and writes the message there. The receiver reads the message in
- * place and releases it. No function blocks, except that `close` may wait a short, bounded time until what
- * was sent has arrived (docs/TRANSPORTS.md). Only one thread at a time may use an endpoint. */
+ * place and releases it. No function blocks, with three exceptions: `close` may wait a short, bounded time until what was
+ * sent has arrived; puts.open_region and puts.close_region wait until memory is registered, or is not any more, also a
+ * bounded time (docs/TRANSPORTS.md). Only one thread at a time may use an endpoint. */
 #ifndef SP_TRANSPORT_H
 #define SP_TRANSPORT_H
 
@@ -69,8 +70,8 @@ typedef struct sp_region_config {
 typedef struct sp_region sp_region;
 
 typedef struct sp_put {
-    const sp_region *from;
-    const uint8_t *to; /* the handle of the peer's region */
+    const sp_region *from; /* one that peers do not write */
+    const uint8_t *to;     /* the handle of the peer's region */
     size_t from_off, to_off, bytes;
 } sp_put;
 

@@ -72,7 +72,8 @@ static spccl_status open_region(const sp_proxy *x, const sp_gpu_memory *memory, 
     if (r->direct.how == SP_DIRECT_DMABUF)
         SP_TRY(r->g->ops->memory_dmabuf(memory, c.bytes, &c.dmabuf, &c.dmabuf_offset));
     st = r->transport->puts->open_region(x->ep, &c, out, handle);
-    if (c.dmabuf >= 0)
+    /* A net plugin that hangs may still read the descriptor. */
+    if (c.dmabuf >= 0 && !(st != SPCCL_OK && r->transport->puts->memory_in_use(x->ep)))
         close(c.dmabuf);
     return st;
 }

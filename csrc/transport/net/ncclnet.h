@@ -11,8 +11,8 @@
  * posts a receive for each put, and shows the message once all are done.
  *
  * A region is closed while its pieces are under way only if the peer is lost or the group ends. Its connection is then
- * closed too, so that the plugin leaves the memory alone. If the thread hangs in the plugin it cannot close anything:
- * memory_in_use says so. */
+ * closed too, so that the plugin leaves the memory alone. If the plugin fails to close it, or hangs, memory_in_use says
+ * so. */
 #ifndef SP_NCCLNET_H
 #define SP_NCCLNET_H
 
@@ -130,8 +130,9 @@ struct sp_ncclnet {
     int64_t slow_call_ns,
         slow_seen_ns;           /* the caller's: start of a call that takes too long; when it saw that */
     struct sp_nn_region *inbox; /* the region that peers write; NULL: none */
-    bool has_seen_regions;      /* the thread was asked to register one */
-    _Atomic int job;            /* SP_NN_JOB_NONE .. */
+    int n_regions; /* the caller's: the thread was asked to register them, and has not closed them */
+    atomic_bool memory_lost; /* the plugin may still use the memory of a region that was closed */
+    _Atomic int job;         /* SP_NN_JOB_NONE .. */
     struct sp_nn_region *job_region;
     bool job_fine;                       /* the thread's; valid with SP_NN_JOB_DONE */
     char job_text[SP_NN_TEXT_CAP + 100]; /* likewise: why not */

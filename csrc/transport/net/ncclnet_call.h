@@ -43,9 +43,10 @@ void sp_nn_fail_peer(struct sp_ncclnet *ep, int peer, const char *text);
  * peer sent before it left must arrive. */
 void sp_nn_fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
                      int result);
-/* Close a connection of the plugin: slot SP_NN_CLOSE_SEND, _RECV or _LISTEN. Accepts NULL; *comm = NULL. */
-void sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
-                      void **comm);
+/* Close a connection of the plugin: slot SP_NN_CLOSE_SEND, _RECV or _LISTEN. Accepts NULL; *comm = NULL. Returns what the
+ * plugin returned: 0 is success. */
+int sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
+                     void **comm);
 
 /* ncclnet_put_thread.c. True if something moved. */
 bool sp_nn_serve_puts(struct sp_ncclnet *ep, int peer);

@@ -14,8 +14,12 @@
 #define HANDLE_MAGIC 0x524e5053u
 /* Puts of a peer that has gone may still come for so long. */
 #define LEFT_NS INT64_C(2000000000)
-/* A job ends within the limit of a call and so much more, for each rank. */
-#define SLACK_NS INT64_C(1000000000)
+/* A job makes at most two calls for each rank. Before it, the thread may be in one more call. */
+#define JOB_CALLS(world_size) (2 * (int64_t)(world_size) + 1)
+/* Between two calls the thread may wait so long for a core. */
+#define BETWEEN_CALLS_NS INT64_C(1000000000)
+/* The process may have been stopped (SIGSTOP) at a deadline: look again after so long. */
+#define LOOK_AGAIN_NS INT64_C(100000000)
 
 /* ---- devices ---- */
 
@@ -36,13 +40,19 @@ static bool put_reaches(sp_endpoint *opaque, int peer)
 
 /* ---- regions ---- */
 
-/* Give the thread up if it hangs in the plugin, or if a job takes longer than all its calls may. */
-static void check_job(struct sp_ncclnet *ep, int64_t deadline_ns)
+/* Give the thread up if it hangs in the plugin, or if a job takes longer than all its calls may. *deadline_ns moves on
+ * once: two looks must find that it has passed. */
+static void check_job(struct sp_ncclnet *ep, int64_t *deadline_ns, bool *has_passed)
 {
     char text[SP_NN_TEXT_CAP];
     bool hangs = sp_nn_thread_hangs(ep, text, sizeof text);
-    if (!hangs && !sp_deadline_passed(deadline_ns))
+    if (!hangs && !sp_deadline_passed(*deadline_ns))
         return;
+    if (!hangs && !*has_passed) {
+        *has_passed = true;
+        *deadline_ns = sp_now_ns() + LOOK_AGAIN_NS;
+        return;
+    }
     if (!hangs)
         snprintf(text, sizeof text, "plugin %.60s: its thread did not register or give back memory in time",
                  ep->plugin->name);
@@ -53,19 +63,24 @@ static void check_job(struct sp_ncclnet *ep, int64_t deadline_ns)
 /* Let the thread do a job. If that fails it may have been given up; then it may still use the region. */
 static spccl_status run_job(struct sp_ncclnet *ep, int job, struct sp_nn_region *r)
 {
-    int64_t deadline_ns = sp_now_ns() + (ep->config.world_size + 1) * (ep->call_limit_ns + SLACK_NS);
+    int64_t deadline_ns =
+        sp_now_ns() + JOB_CALLS(ep->config.world_size) * (ep->call_limit_ns + BETWEEN_CALLS_NS);
+    bool has_passed = false;
     if (!ep->started) /* there is no peer over the plugin */
         return SPCCL_OK;
     ep->job_region = r;
-    if (!ep->thread_lost)
+    if (!ep->thread_lost) {
+        ep->n_regions += job == SP_NN_JOB_OPEN;
         atomic_store(&ep->job, job);
+    }
     sp_nn_thread_kick(ep);
     while (!ep->thread_lost && atomic_load(&ep->job) != SP_NN_JOB_DONE) {
-        check_job(ep, deadline_ns);
+        check_job(ep, &deadline_ns, &has_passed);
         nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
     }
     if (ep->thread_lost)
         return SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: ncclnet: %s", ep->config.rank, ep->lost_text);
+    ep->n_regions -= job == SP_NN_JOB_CLOSE;
     atomic_store(&ep->job, SP_NN_JOB_NONE);
     return ep->job_fine ? SPCCL_OK
                         : SP_FAIL(SPCCL_ERR_SYSTEM, "rank %d: ncclnet: %s", ep->config.rank, ep->job_text);
@@ -91,7 +106,7 @@ static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 static bool put_memory_in_use(sp_endpoint *opaque)
 {
     const struct sp_ncclnet *ep = sp_nn_self(opaque);
-    return ep->pid == getpid() && ep->thread_lost && ep->has_seen_regions;
+    return ep->pid == getpid() && (atomic_load(&ep->memory_lost) || (ep->thread_lost && ep->n_regions != 0));
 }
 
 static spccl_status open_region(struct sp_ncclnet *ep, struct sp_nn_region *r)
@@ -101,7 +116,6 @@ static spccl_status open_region(struct sp_ncclnet *ep, struct sp_nn_region *r)
     r->mr = sp_calloc((size_t)ep->config.world_size, sizeof *r->mr);
     if (r->mr == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "ncclnet: registrations of %d ranks", ep->config.world_size);
-    ep->has_seen_regions = true;
     SP_TRY(run_job(ep, SP_NN_JOB_OPEN, r));
     if (r->config.peers_write)
         ep->inbox = r;
@@ -176,13 +190,16 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     const struct sp_nn_region *from = (const struct sp_nn_region *)put->from;
     uint64_t size = sp_load_le64(put->to + 8), n;
     if (p->gone || atomic_load(&p->state) == SP_NN_FAILED)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer,
-                       p->gone ? p->gone_text : p->failure);
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s%s", ep->config.rank, peer,
+                       p->gone ? "" : "cannot be reached any more: ", p->gone ? p->gone_text : p->failure);
     if (atomic_load(&p->put_tx.q.failed))
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts to rank %d any more: %s", ep->config.rank, peer,
                        no_puts_text(p));
     if (sp_load_le32(put->to) != HANDLE_MAGIC)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent something that is not the handle of a region",
+                       ep->config.rank, peer);
+    if (from->config.peers_write) /* it is registered with the connection that receives */
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: a put to rank %d from the region that peers write",
                        ep->config.rank, peer);
     if (p->tx[queue].ring.reserved == 0 || put_room(opaque, peer) == 0 || put->bytes == 0 ||
         put->bytes > INT32_MAX || !is_within(put->from_off, put->bytes, from->config.bytes) ||
@@ -222,10 +239,9 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
     int n = sp_nn_read_targets(message, *bytes, ep->inbox != NULL ? ep->inbox->config.bytes : 0, targets,
                                &payload, why);
     if (n < 0)
-        return SP_FAIL(
-            SPCCL_ERR_FORMAT,
-            "rank %d: rank %d sent a message of %zu bytes: %s: do all ranks run the same version of spccl?",
-            ep->config.rank, peer, *bytes, why);
+        return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent a message of %zu bytes: %s%s",
+                       ep->config.rank, peer, *bytes, why,
+                       ep->inbox != NULL ? ": do all ranks run the same version of spccl?" : "");
     if (!p->announced) {
         for (int i = 0; i < n; i++) /* all pieces before these are done, so there is space */
             p->put_rx.pieces[(allowed + (uint64_t)i) % SP_PUTS_MAX] =
@@ -240,6 +256,9 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
         *bytes = payload;
         return SPCCL_OK;
     }
+    if (atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) != SP_NN_FAILED)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts from rank %d any more: %s", ep->config.rank, peer,
+                       no_puts_text(p)); /* else sp_nn_look_at_end ends it, with the reason */
     /* Puts of a peer that has left may still come. */
     p->puts_due = !ep->thread_lost && !atomic_load(&p->put_rx.q.failed) &&
                   (p->ended_ns == 0 || sp_now_ns() - p->ended_ns < LEFT_NS);

@@ -69,8 +69,16 @@ static void close_for(struct sp_ncclnet *ep, struct sp_nn_region *r, int peer)
     r->mr[peer] = NULL;
     if (!in_use)
         return;
-    atomic_store(&q->failed, true); /* further puts over it are errors: put_put, put_flush */
-    sp_nn_close_comm(ep, peer, q, r->config.peers_write ? SP_NN_CLOSE_RECV : SP_NN_CLOSE_SEND, &q->comm);
+    atomic_store(&q->failed, true); /* further puts over it are errors: put_put, sp_nn_take_puts, put_flush */
+    if (sp_nn_close_comm(ep, peer, q, r->config.peers_write ? SP_NN_CLOSE_RECV : SP_NN_CLOSE_SEND,
+                         &q->comm) == 0)
+        return;
+    atomic_store(&ep->memory_lost, true);
+    sp_log(
+        SP_LOG_WARN, ep->config.rank,
+        "ncclnet: plugin %s could not close the connection of puts with rank %d while some were under way: "
+        "it may still use their memory",
+        ep->plugin->name, peer);
 }
 
 bool sp_nn_do_job(struct sp_ncclnet *ep)
@@ -136,7 +144,7 @@ static bool end_piece(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *puts, 
 {
     struct sp_nn_queue *q = &puts->q;
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
-    char text[SP_NN_TEXT_CAP];
+    char device[80], text[SP_NN_TEXT_CAP];
     bool is_done = false;
     int result, bytes = 0;
     if (done == q->n_started || atomic_load_explicit(&q->failed, memory_order_relaxed))
@@ -148,7 +156,8 @@ static bool end_piece(struct sp_ncclnet *ep, int peer, struct sp_nn_puts *puts, 
     if (result != 0 || !is_done)
         return false;
     if (slot == SP_NN_IRECV && (uint32_t)bytes != piece_of(puts, done)->bytes) {
-        snprintf(text, sizeof text, "plugin %s: a put of %d bytes came from rank %d, wanted %u",
+        sp_nn_device_text(ep, q->device, device, sizeof device);
+        snprintf(text, sizeof text, "%s: plugin %s: a put of %d bytes came from rank %d, wanted %u", device,
                  ep->plugin->name, bytes, peer, piece_of(puts, done)->bytes);
         sp_nn_fail_peer(ep, peer, text);
         atomic_store(&q->failed, true);

@@ -294,8 +294,8 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
                      "plugin %s: a segment of %d bytes came from rank %d; wanted 16 to %zu, a "
                      "multiple of 16",
                      ep->plugin->name, bytes, peer, q->ring.segment_bytes);
+            sp_nn_fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
             atomic_store(&q->failed, true);
-            sp_nn_fail_peer(ep, peer, text);
             return true;
         }
         q->ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)bytes;
@@ -368,17 +368,18 @@ static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
     pthread_mutex_unlock(&ep->lock);
 }
 
-void sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
-                      void **comm)
+int sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
+                     void **comm)
 {
     int result;
     if (*comm == NULL)
-        return;
+        return 0;
     SP_NN_CALL(ep, slot, peer, q, result, sp_nn_close(ep->plugin, slot, *comm));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
                sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
     *comm = NULL;
+    return result;
 }
 
 static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot)
@@ -391,8 +392,8 @@ static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
                ep->plugin->name, peer, result, sp_nn_result_text(result));
     q->mr = NULL;
-    sp_nn_close_comm(ep, peer, q, slot, &q->comm);
-    sp_nn_close_comm(ep, peer, q, SP_NN_CLOSE_LISTEN, &q->listener);
+    (void)sp_nn_close_comm(ep, peer, q, slot, &q->comm);
+    (void)sp_nn_close_comm(ep, peer, q, SP_NN_CLOSE_LISTEN, &q->listener);
 }
 
 static void *thread_main(void *arg)

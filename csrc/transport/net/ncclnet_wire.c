@@ -122,12 +122,19 @@ int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_byt
     }
     for (uint32_t i = 0; i < n; i++, at += SP_NN_TARGET_BYTES) {
         out[i] = (sp_nn_target){.off = sp_load_le64(message + at), .bytes = sp_load_le32(message + at + 8)};
+        if (region_bytes == 0) {
+            snprintf(why, SP_NN_TEXT_CAP,
+                     "a put of %u bytes at offset %llu; this rank has no region that peers write",
+                     out[i].bytes, (unsigned long long)out[i].off);
+            return -1;
+        }
         if (out[i].bytes == 0 || out[i].bytes > INT32_MAX || out[i].bytes > region_bytes ||
             out[i].off > region_bytes - out[i].bytes) {
             snprintf(why, SP_NN_TEXT_CAP,
-                     "a put of %u bytes at offset %llu; wanted 1 byte to 2 GiB, within this rank's region "
-                     "of %llu bytes",
-                     out[i].bytes, (unsigned long long)out[i].off, (unsigned long long)region_bytes);
+                     "a put of %u bytes at offset %llu; wanted 1 to %d bytes, within this rank's region of "
+                     "%llu bytes",
+                     out[i].bytes, (unsigned long long)out[i].off, INT32_MAX,
+                     (unsigned long long)region_bytes);
             return -1;
         }
     }
