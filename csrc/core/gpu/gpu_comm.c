@@ -162,7 +162,8 @@ static void free_imports(sp_gpu_comm *g)
     }
 }
 
-/* Memory that is kept until the process ends. */
+/* Memory that is kept until the process ends. Nothing reads the list: it makes the memory reachable, so that leak
+ * checkers do not report it. */
 static struct kept {
     sp_gpu_memory *memory;
     struct kept *next;
