@@ -150,8 +150,6 @@ def groups():
 
 def split():
     """Split the group with the calls that torch.distributed.split_group makes where a device is bound."""
-    import copy
-
     parent = dist.group.WORLD
     backend = parent._get_backend(torch.device("cpu"))
     members = [0, WORLD - 1]
