@@ -1,4 +1,5 @@
-/* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
+/* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up. ib_open.c: what it
+ * opens.
  * ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
  *
  * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_IB_QPS RC queue pairs. For each queue both
@@ -183,8 +184,16 @@ spccl_status sp_ib_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, s
 void sp_ib_has_next(sp_endpoint *ep, int peer);
 const char *sp_ib_failed(sp_endpoint *ep, int peer);
 spccl_status sp_ib_connect_step(sp_endpoint *ep);
+
+/* ib_open.c */
+/* Open the devices, and queue pairs and rings for each peer, as far as that works. */
+void sp_ib_prepare(struct sp_ib *ep);
+/* Open the queue pairs of a peer, as far as that works; in the first round its rings too. */
+void sp_ib_open_peer(struct sp_ib *ep, int peer);
 /* Close the queue pairs of a peer, and the registrations of its rings. */
 void sp_ib_close_qps(struct sp_ib_peer *p);
+/* Why queue pairs of a peer do not work. The first reason stays. */
+void sp_ib_note_reason(struct sp_ib_peer *p, const char *why);
 
 #define SP_IB_FLUSH_PEER SP_IB_PEER_MASK /* in the id of a flush; its queue pair is the device */
 

@@ -1,4 +1,4 @@
-/* ib_start.c - start-up of transport ib. See ib.h.
+/* ib_start.c - start-up of transport ib: the stages. ib_open.c opens what they need. See ib.h.
  *
  * Two ranks first connect over tcp. Then both go through the same stages, and each sends the other
  *   connect info  its ends of the queue pairs and where its receive rings are;
@@ -13,160 +13,15 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/epoll.h>
 
 #define MS INT64_C(1000000)
 #define PROBE_NS (60000 * MS) /* most time for the probes */
 
 static const sp_transport *const tcp = &sp_transport_tcp;
 
-/* The first reason stays. */
-static void note_reason(struct sp_ib_peer *p, const char *why)
-{
-    if (p->reason[0] == '\0')
-        snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
-}
-
 static uint32_t all_qps(const struct sp_ib_peer *p)
 {
     return (1u << p->n_qps) - 1;
-}
-
-/* ---- this rank's end ---- */
-
-static spccl_status watch_context(struct sp_ib *ep, const sp_ib_context *context)
-{
-    struct epoll_event e = {.events = EPOLLIN};
-    if (epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_fd(context), &e) != 0 ||
-        epoll_ctl(ep->epoll_fd, EPOLL_CTL_ADD, sp_ib_context_event_fd(context), &e) != 0)
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "ib: epoll_ctl");
-    return SPCCL_OK;
-}
-
-/* Register the part of a queue's rings that a queue pair carries. */
-static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t qp, int queue)
-{
-    struct sp_ib_tx *tx = &p->tx[queue];
-    struct sp_ib_rx *rx = &p->rx[queue];
-    sp_ib_context *context = ep->contexts[p->qps[qp].device];
-    uint64_t first = sp_ib_qp_first(p->n_qps, qp), n = sp_ib_qp_first(p->n_qps, qp + 1) - first;
-    size_t bytes = n * (ep->config.queue_bytes / SP_NN_SEGMENTS);
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, &tx->memory[qp]));
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, &rx->memory[qp]));
-    p->mine.rings[queue].rkey[qp] = rx->memory[qp].rkey;
-    return SPCCL_OK;
-}
-
-static spccl_status open_rings(struct sp_ib *ep, struct sp_ib_peer *p)
-{
-    for (int i = 0; i < ep->config.n_queues; i++) {
-        SP_TRY(sp_nn_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
-        SP_TRY(sp_nn_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
-        p->tx[i].credit = p->rx[i].announced = SP_NN_SEGMENTS;
-        p->mine.rings[i].address = (uintptr_t)p->rx[i].ring.memory.data;
-    }
-    return SPCCL_OK;
-}
-
-static spccl_status open_qp(struct sp_ib *ep, int peer, uint32_t qp)
-{
-    struct sp_ib_peer *p = &ep->peers[peer];
-    int device = p->qps[qp].device;
-    if (ep->failures[device][0] != '\0')
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s", ep->failures[device]);
-    SP_TRY(sp_ib_link_open(ep->contexts[device], sp_ib_n_writes(ep), sp_ib_n_receives(ep), &p->qps[qp].link,
-                           &p->mine.ends[qp]));
-    for (int i = 0; i < ep->config.n_queues; i++)
-        SP_TRY(register_part(ep, p, qp, i));
-    return sp_ib_link_receive(p->qps[qp].link, UINT64_C(1) << 63 | sp_ib_id(p, peer, qp),
-                              sp_ib_n_receives(ep));
-}
-
-/* Open the queue pairs of a peer, as far as that works. */
-static void open_peer(struct sp_ib *ep, int peer)
-{
-    struct sp_ib_peer *p = &ep->peers[peer];
-    spccl_status st = p->round == 0 ? open_rings(ep, p) : SPCCL_OK;
-    p->mine.usable = 0;
-    for (uint32_t q = 0; q < p->n_qps; q++) {
-        for (int i = 0; i < ep->config.n_queues; i++)
-            p->tx[i].order.next[q] = p->rx[i].order.next[q] = sp_ib_qp_first(p->n_qps, q);
-        if (st == SPCCL_OK && open_qp(ep, peer, q) == SPCCL_OK)
-            p->mine.usable |= 1u << q;
-        else
-            note_reason(p, sp_without_rank(spccl_last_error(), ep->config.rank));
-    }
-}
-
-void sp_ib_close_qps(struct sp_ib_peer *p)
-{
-    for (uint32_t q = 0; q < p->n_qps; q++) {
-        sp_ib_link_close(p->qps[q].link);
-        p->qps[q].link = NULL;
-        for (int i = 0; i < SP_QUEUES_MAX; i++) {
-            sp_ib_memory_close(&p->tx[i].memory[q]);
-            sp_ib_memory_close(&p->rx[i].memory[q]);
-        }
-    }
-}
-
-/* The most queue pairs that one peer has on a device. */
-static int most_qps(const struct sp_ib *ep, int device)
-{
-    int most = 0;
-    for (int i = 0; i < ep->config.world_size; i++) {
-        int n = 0;
-        for (uint32_t q = 0; q < ep->peers[i].n_qps; q++)
-            n += ep->peers[i].qps[q].device == device;
-        most = n > most ? n : most;
-    }
-    return most;
-}
-
-/* Errors: UNREACHABLE (another transport of this process uses the card). */
-static spccl_status take_card(struct sp_ib *ep, int d)
-{
-    char device[SP_IB_NAME_CAP + 24];
-    const char *holder;
-    sp_nic_of_verbs(ep->devices[d].name, &ep->nics[d]);
-    ep->taken[d] = sp_nic_take("ib", &ep->nics[d], &holder);
-    if (ep->taken[d])
-        return SPCCL_OK;
-    sp_ib_device_text(&ep->devices[d], device, sizeof device);
-    return SP_FAIL(SPCCL_ERR_UNREACHABLE, "%s: transport %s of this process uses this card", device, holder);
-}
-
-static spccl_status open_device(struct sp_ib *ep, int d)
-{
-    int n_peers = 0, per_qp = sp_ib_n_writes(ep) + sp_ib_n_receives(ep);
-    for (int i = 0; i < ep->config.world_size; i++)
-        n_peers += ep->peers[i].added;
-    /* 2: what a flush posts at most */
-    SP_TRY(sp_ib_context_open(&ep->devices[d], n_peers * most_qps(ep, d) * per_qp + 2, &ep->contexts[d]));
-    return watch_context(ep, ep->contexts[d]);
-}
-
-static void note_failure(struct sp_ib *ep, int d, spccl_status st)
-{
-    if (st != SPCCL_OK)
-        snprintf(ep->failures[d], sizeof ep->failures[d], "%.*s", (int)sizeof ep->failures[d] - 1,
-                 sp_without_rank(spccl_last_error(), ep->config.rank));
-}
-
-/* Open the devices, and queue pairs and rings for each peer, as far as that works. */
-static void prepare(struct sp_ib *ep)
-{
-    for (int d = 0; d < ep->n_devices; d++)
-        note_failure(ep, d, take_card(ep, d));
-    pthread_mutex_lock(&ep->guard.lock);
-    for (int d = 0; d < ep->n_devices; d++)
-        if (ep->taken[d])
-            note_failure(ep, d, open_device(ep, d));
-    pthread_mutex_unlock(&ep->guard.lock);
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].added)
-            open_peer(ep, i);
-    ep->prepared = true;
 }
 
 /* ---- notes to a peer ---- */
@@ -211,7 +66,7 @@ static uint32_t connect_qps(struct sp_ib_peer *p)
         if (sp_ib_link_connect(p->qps[q].link, &p->mine.ends[q], &p->theirs.ends[q]) == SPCCL_OK)
             usable |= 1u << q;
         else
-            note_reason(p, spccl_last_error());
+            sp_ib_note_reason(p, spccl_last_error());
     return usable;
 }
 
@@ -229,7 +84,7 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
         struct sp_ib_qp *qp = &p->qps[q];
         char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
         if (qp->failed) {
-            note_reason(p, p->failure);
+            sp_ib_note_reason(p, p->failure);
         } else if (qp->probe_left && qp->probe_here) {
             *usable |= 1u << q;
         } else if (!late) {
@@ -237,7 +92,7 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
         } else {
             sp_ib_device_text(&ep->devices[qp->device], device, sizeof device);
             snprintf(text, sizeof text, "%s: nothing came from rank %d's device in time", device, peer);
-            note_reason(p, text);
+            sp_ib_note_reason(p, text);
         }
     }
     return SPCCL_OK;
@@ -289,7 +144,7 @@ static void take_connect_info(struct sp_ib *ep, int peer)
         p->theirs.segment_bytes == ep->config.queue_bytes / SP_NN_SEGMENTS)
         return;
     snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
-    note_reason(p, text);
+    sp_ib_note_reason(p, text);
     p->their_usable = 0; /* the peer finds the same */
 }
 
@@ -318,7 +173,7 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
     if (r.why[0] != '\0') {
         char text[SP_NN_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, r.why);
-        note_reason(p, text);
+        sp_ib_note_reason(p, text);
     }
     p->note_here = true;
     return tcp->release(ep->tcp, peer, 0);
@@ -341,7 +196,7 @@ static void start_round(struct sp_ib *ep, int peer, uint32_t usable)
     p->gone_status = SPCCL_OK;
     p->round++;
     p->stage = SP_IB_STAGE_INFO;
-    open_peer(ep, peer);
+    sp_ib_open_peer(ep, peer);
 }
 
 /* Both notes of the stage are known. */
@@ -488,7 +343,7 @@ spccl_status sp_ib_connect_step(sp_endpoint *opaque)
     if (ep->up || !any)
         return SPCCL_OK;
     if (!ep->prepared)
-        prepare(ep);
+        sp_ib_prepare(ep);
     if (!ep->tcp_up) {
         SP_TRY(tcp->connect_step(ep->tcp));
         ep->tcp_up = true;
