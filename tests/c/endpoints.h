@@ -108,12 +108,20 @@ static inline bool open_member(struct member *m)
     return true;
 }
 
+/* Wait until *value is at least `wanted`. */
+static inline void await_atomic(atomic_int *value, int wanted)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
+    while (atomic_load(value) < wanted && !sp_deadline_passed(deadline_ns))
+        usleep(100);
+    CHECK(atomic_load(value) >= wanted, "waited for %d, got %d", wanted, atomic_load(value));
+}
+
 /* Wait for the addresses of all members and add them. Returns the status of add_peer. */
 static inline spccl_status add_peers(struct member *m)
 {
     spccl_status st = SPCCL_OK;
-    while (atomic_load(&m->shared->n_published) < m->n)
-        usleep(100);
+    await_atomic(&m->shared->n_published, m->n);
     for (int i = 0; i < m->n && st == SPCCL_OK; i++) {
         char why[96] = "";
         if (i == m->rank)

@@ -1,6 +1,6 @@
-/* stand_in_verbs.h - cards for tests of transport ib, in place of libibverbs and of its files in sysfs. The program is linked
- * with --wrap for sp_ib_library_get, fopen and opendir. A card answers what its struct says, and counts or records what a
- * test asks for. Nothing travels. */
+/* stand_in_verbs.h - network cards in software, in place of libibverbs and of its files in sysfs, for tests of transport
+ * ib. The program is linked with --wrap for sp_ib_library_get, fopen and opendir. Each call to a card returns what the
+ * card's struct says. Some calls are counted or recorded, below. Nothing travels. */
 #ifndef SP_TEST_STAND_IN_VERBS_H
 #define SP_TEST_STAND_IN_VERBS_H
 
@@ -28,15 +28,40 @@ struct card {
         } gids[CARD_GIDS];
     } ports[2];
     int no_pd, no_cq, no_qp, no_mr; /* not 0: the call fails with this errno */
+    int no_rtr;                     /* likewise: ibv_modify_qp to RTR */
+    int no_read;                    /* likewise: ibv_post_send of a read */
     uint32_t inline_most;           /* a queue pair for more inline bytes is refused */
     uint32_t inline_given;          /* max_inline_data of each other queue pair */
 };
+
+#define IPV4(host)                                                                                           \
+    {                                                                                                        \
+        "RoCE v2", "::ffff:10.0.0." host                                                                     \
+    }
+
+/* A card that works, with one port. */
+static inline struct card good_card(const char *name)
+{
+    return (struct card){.name = name,
+                         .transport = IBV_TRANSPORT_IB,
+                         .n_ports = 1,
+                         .ports = {{IBV_PORT_ACTIVE, false, "eth7", {IPV4("1")}}},
+                         .inline_most = 1000,
+                         .inline_given = 128};
+}
 
 /* The cards of this machine, and what each of them needs to look like one of libibverbs. */
 static struct card cards[CARDS_CAP];
 static int n_cards;
 static struct ibv_device card_devices[CARDS_CAP];
-static _Atomic int n_objects; /* that were opened and not closed */
+static _Atomic int n_objects;         /* that were opened and not closed */
+static _Atomic int n_rtr;             /* calls of ibv_modify_qp to RTR */
+static _Atomic uint32_t inline_asked; /* max_inline_data of the last queue pair, in the call that made it */
+static struct ibv_qp_attr last_path;  /* of the last ibv_modify_qp to RTR, while no rank runs */
+static struct ibv_qp_attr last_rts;   /* to RTS, likewise */
+/* What the next ibv_poll_cq gives, once. */
+static struct ibv_wc next_completion;
+static bool has_completion;
 
 /* While no rank runs. */
 static inline void use_cards(int n, const struct card *list)
@@ -116,12 +141,55 @@ static inline const char *card_name(struct ibv_device *device)
 
 static int stand_in_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
 
+static inline int stand_in_post_receive(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad)
+{
+    (void)qp;
+    (void)wr;
+    (void)bad;
+    return 0;
+}
+
+static inline int stand_in_poll(struct ibv_cq *cq, int n, struct ibv_wc *out)
+{
+    (void)cq;
+    if (n < 1 || !has_completion)
+        return 0;
+    has_completion = false;
+    *out = next_completion;
+    return 1;
+}
+
+static inline int stand_in_notify(struct ibv_cq *cq, int solicited)
+{
+    (void)cq;
+    (void)solicited;
+    return 0;
+}
+
+static inline int no_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **ctx)
+{
+    (void)channel;
+    (void)cq;
+    (void)ctx;
+    return -1;
+}
+
+static inline int no_async_event(struct ibv_context *context, struct ibv_async_event *event)
+{
+    (void)context;
+    (void)event;
+    return -1;
+}
+
 static inline struct ibv_context *open_card(struct ibv_device *device)
 {
     struct ibv_context *context = calloc(1, sizeof *context);
     context->device = device;
     context->async_fd = eventfd(0, EFD_CLOEXEC);
     context->ops.post_send = stand_in_post_send;
+    context->ops.post_recv = stand_in_post_receive;
+    context->ops.poll_cq = stand_in_poll;
+    context->ops.req_notify_cq = stand_in_notify;
     n_objects++;
     return context;
 }
@@ -245,6 +313,7 @@ static inline struct ibv_qp *create_card_qp(struct ibv_pd *pd, struct ibv_qp_ini
         return NULL;
     if (attr->cap.max_inline_data > c->inline_most && fails_with(EINVAL))
         return NULL;
+    inline_asked = attr->cap.max_inline_data;
     attr->cap.max_inline_data = c->inline_given;
     qp = calloc(1, sizeof *qp);
     qp->context = pd->context;
@@ -255,9 +324,14 @@ static inline struct ibv_qp *create_card_qp(struct ibv_pd *pd, struct ibv_qp_ini
 
 static inline int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 {
-    (void)qp;
-    (void)attr;
     (void)mask;
+    if (attr->qp_state == IBV_QPS_RTR) {
+        n_rtr++;
+        last_path = *attr;
+        return card_of(qp->context)->no_rtr;
+    }
+    if (attr->qp_state == IBV_QPS_RTS)
+        last_rts = *attr;
     return 0;
 }
 
@@ -279,9 +353,16 @@ static int stand_in_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct 
     last_write.flags = wr->send_flags;
     last_write.bytes = wr->num_sge != 0 ? wr->sg_list[0].length : 0;
     *bad = wr;
+    if (wr->opcode == IBV_WR_RDMA_READ)
+        return card_of(qp->context)->no_read;
     return (wr->send_flags & IBV_SEND_INLINE) != 0 && last_write.bytes > card_of(qp->context)->inline_given
                ? EINVAL
                : 0;
+}
+
+static inline const char *status_text(enum ibv_wc_status status)
+{
+    return status == IBV_WC_REM_ACCESS_ERR ? "remote access error" : "another error";
 }
 
 static const sp_ib_library stand_in_library = {.get_device_list = list_cards,
@@ -302,7 +383,10 @@ static const sp_ib_library stand_in_library = {.get_device_list = list_cards,
                                                .destroy_cq = free_cq,
                                                .create_qp = create_card_qp,
                                                .modify_qp = modify_qp,
-                                               .destroy_qp = free_qp};
+                                               .destroy_qp = free_qp,
+                                               .get_cq_event = no_cq_event,
+                                               .get_async_event = no_async_event,
+                                               .wc_status_str = status_text};
 
 const sp_ib_library *__wrap_sp_ib_library_get(const char **why);
 const sp_ib_library *__wrap_sp_ib_library_get(const char **why)

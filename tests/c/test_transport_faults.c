@@ -195,8 +195,7 @@ static void unproven_connections(struct member *m)
     int fds[N];
     if (!open_member(m))
         return;
-    while (atomic_load(&m->shared->n_published) < m->n)
-        usleep(100);
+    await_atomic(&m->shared->n_published, m->n);
     for (int i = 0; i < N; i++) {
         fds[i] = connect_raw(m, m->n - 1);
         if (i % 4 == 1)
@@ -408,8 +407,7 @@ static void evil(struct member *m)
         return;
     if (m->rank == 0) {
         int fds[3];
-        while (atomic_load(&m->shared->n_published) < m->n)
-            usleep(100);
+        await_atomic(&m->shared->n_published, m->n);
         CHECK_OK(connect_proven(m, SP_HS_TCP_CONTROL, 0, &fds[0]));
         CHECK_OK(connect_proven(m, SP_HS_TCP_QUEUE, 0, &fds[1]));
         refused_connections(m);

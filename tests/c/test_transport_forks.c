@@ -21,8 +21,7 @@ static void forked(struct member *m)
             usleep(1000);
         _exit(0);
     }
-    while (atomic_load(&m->shared->step) < 1) /* until the child has done its part */
-        usleep(100);
+    await_atomic(&m->shared->step, 1); /* until the child has done its part */
     if (m->rank == 1) {
         send_now(m, 0, 0, 5000, 1);
         CHECK_OK(take_now(m, 0, 1, 3000, 2));

@@ -1,7 +1,7 @@
 /* fuzz_ib.c - takes any bytes as what a peer of transport ib sends: its address, its connect info, its result, or the 32 bits
- * and sizes of writes. What is accepted must be in range.
+ * and sizes of writes, of which some came before. What is accepted must be in range.
  *   0  u8  what: address, connect info, writes, result (modulo 4)
- *   1  the bytes. Writes: for each u32 immediate, u32 bytes */
+ *   1  the bytes. Writes: u32 how many segments came before, then for each write u32 immediate, u32 bytes */
 #include "core/base/bits.h"
 #include "fuzz.h"
 #include "transport/net/ib_wire.h"
@@ -57,8 +57,15 @@ static void try_result(const uint8_t *data, size_t bytes)
 static void try_writes(const uint8_t *data, size_t bytes)
 {
     sp_ib_expected want = {.n_queues = 2, .segment_bytes = 4096, .probe = true};
-    for (int i = 0; i < 2; i++)
-        want.queues[i].announced = want.queues[i].credit = SP_NN_SEGMENTS;
+    uint64_t before = bytes >= 4 ? sp_load_le32(data) : 0; /* immediates have the low 28 bits of a number */
+    if (bytes < 4)
+        return;
+    data += 4;
+    bytes -= 4;
+    for (int i = 0; i < 2; i++) {
+        want.queues[i].next = want.queues[i].n_posted = before;
+        want.queues[i].announced = want.queues[i].credit = before + SP_NN_SEGMENTS;
+    }
     for (; bytes >= 8; data += 8, bytes -= 8) {
         sp_ib_arrival a;
         uint32_t n = sp_load_le32(data + 4);
@@ -66,7 +73,7 @@ static void try_writes(const uint8_t *data, size_t bytes)
             continue;
         EXPECT(a.queue < 2 || a.kind == SP_IB_PROBE);
         if (a.kind == SP_IB_DATA) {
-            EXPECT(n >= SP_NN_HEAD_BYTES && n <= 4096 && want.queues[a.queue].next < SP_NN_SEGMENTS);
+            EXPECT(n >= SP_NN_HEAD_BYTES && n <= 4096 && want.queues[a.queue].next < before + SP_NN_SEGMENTS);
             want.queues[a.queue].next++;
         } else if (a.kind == SP_IB_CREDIT) {
             EXPECT(a.credit > want.queues[a.queue].credit && a.credit <= want.queues[a.queue].n_posted + 16);

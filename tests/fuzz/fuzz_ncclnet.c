@@ -85,6 +85,8 @@ static void try_targets(const uint8_t *data, size_t bytes)
     char why[SP_NN_TEXT_CAP];
     int n = sp_nn_read_targets(data, bytes, RING_BYTES, targets, &payload, why);
     EXPECT(again != NULL && n <= (int)SP_PUTS_MAX);
+    if (n < 0)
+        check_text(why, sizeof why);
     for (int i = 0; i < n; i++)
         EXPECT(targets[i].bytes >= 1 && targets[i].off + targets[i].bytes <= RING_BYTES);
     if (n >= 0) {

@@ -111,7 +111,8 @@ struct sp_ib_flush {
     sp_ib_link *links[SP_IB_RAILS_MAX];
     sp_ib_memory memory[SP_IB_RAILS_MAX]; /* of `word` */
     uint64_t word;
-    uint32_t reading; /* devices that are reading now, a bit each */
+    uint32_t reading;                                   /* devices that are reading now, a bit each */
+    char failure[SP_NN_TEXT_CAP + SP_IB_NAME_CAP + 40]; /* "": none */
 };
 
 struct sp_ib {

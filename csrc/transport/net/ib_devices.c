@@ -161,8 +161,12 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
     char why[280];
     sp_ib_device *device = &f->devices[f->n];
     memset(&a, 0, sizeof a);
-    if (f->n == SP_IB_DEVICES_MAX)
+    if (f->n == SP_IB_DEVICES_MAX) {
+        snprintf(why, sizeof why, "one port more than the %d that are looked at: name others in %s",
+                 SP_IB_DEVICES_MAX, "SPCCL_IB_DEVICE");
+        refuse(f, name, port, why);
         return;
+    }
     if (lib->query_port(context, (uint8_t)port, &a) != 0) {
         refuse(f, name, port, "its state cannot be read");
         return;

@@ -54,6 +54,17 @@ static void set_gone(struct sp_ib *ep, struct sp_ib_peer *p, const char *text)
     p->ended_ns = sp_now_ns(); /* segments may still be on their way */
 }
 
+/* What ib failed for. */
+static void set_gone_failed(struct sp_ib *ep, struct sp_ib_peer *p)
+{
+    char text[sizeof p->gone_text];
+    snprintf(text, sizeof text, "%s: %s",
+             p->gone_status == SPCCL_ERR_FORMAT ? "sent something that is not a message"
+                                                : "cannot be reached any more",
+             p->failure);
+    set_gone(ep, p, text);
+}
+
 void sp_ib_look_at_tcp(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
@@ -61,7 +72,9 @@ void sp_ib_look_at_tcp(struct sp_ib *ep, int peer)
     size_t bytes = 0;
     spccl_status st;
     while (!p->gone && (st = tcp->peek(ep->tcp, peer, 0, &note, &bytes)) != SPCCL_AGAIN) {
-        if (st == SPCCL_ERR_PEER) {
+        if (st == SPCCL_ERR_PEER && p->gone_status == SPCCL_ERR_FORMAT) {
+            set_gone_failed(ep, p); /* what it sent says more than that it left */
+        } else if (st == SPCCL_ERR_PEER) {
             set_gone(ep, p, "is gone: its process ended or left the group; see its output");
         } else if (st == SPCCL_OK && !p->has_fin &&
                    sp_nn_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
@@ -92,17 +105,12 @@ static bool all_arrived(struct sp_ib *ep, struct sp_ib_peer *p)
 void sp_ib_look_at_end(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    char text[sizeof p->gone_text];
     if (p->over || p->ended_ns == 0)
         return;
     if (p->gone) {
         p->over = all_arrived(ep, p);
         ep->changed = ep->changed || p->over;
     } else if (sp_now_ns() - p->ended_ns > END_WAIT_NS) {
-        snprintf(text, sizeof text, "%s: %s",
-                 p->gone_status == SPCCL_ERR_FORMAT ? "sent something that is not a message"
-                                                    : "cannot be reached any more",
-                 p->failure);
-        set_gone(ep, p, text);
+        set_gone_failed(ep, p);
     }
 }

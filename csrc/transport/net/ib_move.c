@@ -193,7 +193,8 @@ static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
     }
     p = &ep->peers[peer];
     /* Completions of a queue pair that was closed may still come. */
-    if (p->failed || p->qps[qp].failed || (c->id >> 54 & SP_IB_ROUND_MASK) != (p->round & SP_IB_ROUND_MASK))
+    if (p->failed || p->qps[qp].failed || p->qps[qp].link == NULL ||
+        (c->id >> 54 & SP_IB_ROUND_MASK) != (p->round & SP_IB_ROUND_MASK))
         return;
     if (c->error != NULL) {
         char text[SP_NN_TEXT_CAP];

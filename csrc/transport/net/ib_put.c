@@ -7,6 +7,7 @@
 #include "core/base/mem.h"
 #include "transport/net/ib.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -71,6 +72,16 @@ static bool put_memory_in_use(sp_endpoint *opaque)
     return false;
 }
 
+/* Does some pair of ranks use the device? Rails that failed at start-up are left out. */
+static bool is_used(const struct sp_ib *ep, int device)
+{
+    for (int i = 0; i < ep->config.world_size; i++)
+        for (uint32_t q = 0; ep->peers[i].route == SP_IB_BY_IB && q < ep->peers[i].n_qps; q++)
+            if (ep->peers[i].qps[q].device == device)
+                return true;
+    return false;
+}
+
 static spccl_status open_flush(struct sp_ib *ep, struct sp_ib_region *r)
 {
     struct sp_ib_flush *f = &ep->flush;
@@ -78,7 +89,7 @@ static spccl_status open_flush(struct sp_ib *ep, struct sp_ib_region *r)
         return SP_FAIL(SPCCL_ERR_BUG, "ib: a second region with flushes");
     f->region = r;
     for (int d = 0; d < ep->n_devices; d++) {
-        if (ep->contexts[d] == NULL)
+        if (!is_used(ep, d))
             continue;
         SP_TRY(sp_ib_memory_open(ep->contexts[d], &f->word, sizeof f->word, &f->memory[d]));
         SP_TRY(sp_ib_link_open_loop(ep->contexts[d], &f->links[d]));
@@ -93,7 +104,7 @@ static spccl_status register_region(struct sp_ib *ep, struct sp_ib_region *r, ui
     sp_store_le64(handle + 8, (uintptr_t)r->config.address);
     sp_store_le64(handle + 16, r->config.bytes);
     for (int d = 0; d < ep->n_devices; d++) {
-        if (ep->contexts[d] == NULL)
+        if (!is_used(ep, d))
             continue;
         SP_TRY(sp_ib_region_open(ep->contexts[d], &r->config, &r->memory[d]));
         sp_store_le32(handle + RKEYS_AT + 4 * (size_t)d, r->memory[d].rkey);
@@ -145,9 +156,10 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     uint32_t q = sp_ib_qp_of(p->n_qps, ring->at / ring->segment_bytes);
     uint64_t size = sp_load_le64(put->to + 16);
     sp_ib_write w = {.is_put = true, .bytes = (uint32_t)put->bytes};
+    spccl_status st;
     if (p->gone || p->failed)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer,
-                       p->gone ? p->gone_text : p->failure);
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s%s", ep->config.rank, peer,
+                       p->gone ? "" : "cannot be reached any more: ", p->gone ? p->gone_text : p->failure);
     if (sp_load_le32(put->to) != HANDLE_MAGIC)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent something that is not the handle of a region",
                        ep->config.rank, peer);
@@ -165,13 +177,30 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     w.lkey = from->memory[p->qps[q].device].lkey;
     w.rkey = sp_load_le32(put->to + RKEYS_AT + 4 * (size_t)p->qps[q].their_device);
     w.to = sp_load_le64(put->to + 8) + put->to_off;
-    if (sp_ib_post(ep, peer, q, &w, SP_IB_OWNER_PUT) != SPCCL_OK)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d: %s", ep->config.rank, peer, p->failure);
+    st = sp_ib_post(ep, peer, q, &w, SP_IB_OWNER_PUT);
+    if (st == SPCCL_AGAIN) /* n_puts leaves room for the others */
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: a put to rank %d: %u writes are under way, of at most %d",
+                       ep->config.rank, peer, p->qps[q].n_writes - p->qps[q].n_completed, sp_ib_n_writes(ep));
+    if (st != SPCCL_OK)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d cannot be reached any more: %s", ep->config.rank,
+                       peer, p->failure);
     p->qps[q].n_puts++;
     return SPCCL_OK;
 }
 
 /* ---- flush ---- */
+
+/* A read failed, so nothing will be flushed any more: put_flush says why. The first failure counts. */
+static void fail_flush(struct sp_ib *ep, int device, const char *error)
+{
+    struct sp_ib_flush *f = &ep->flush;
+    char name[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
+    sp_ib_device_text(&ep->devices[device], name, sizeof name);
+    snprintf(text, sizeof text, "a flush of GPU memory failed: %.160s", error);
+    if (f->failure[0] == '\0')
+        snprintf(f->failure, sizeof f->failure, "%s: %s", name, text);
+    sp_ib_fail_device(ep, device, text);
+}
 
 static void start_flush(struct sp_ib *ep)
 {
@@ -188,8 +217,7 @@ static void start_flush(struct sp_ib *ep)
         f->reading |= 1u << d;
         if (sp_ib_link_read(f->links[d], f->region->config.address, f->region->memory[d].rkey, &f->word,
                             f->memory[d].lkey, id) != SPCCL_OK)
-            sp_ib_fail_device(ep, d,
-                              "a flush of GPU memory failed"); /* `reading` stays: nothing is flushed */
+            fail_flush(ep, d, spccl_last_error());
     }
 }
 
@@ -199,7 +227,7 @@ void sp_ib_flush_ended(struct sp_ib *ep, uint32_t device, const char *error)
     if (ep->flush.region == NULL)
         return; /* it was closed since */
     if (error != NULL) {
-        sp_ib_fail_device(ep, (int)device, "a flush of GPU memory failed");
+        fail_flush(ep, (int)device, error);
         return;
     }
     ep->flush.reading &= ~(1u << device);
@@ -221,7 +249,11 @@ static spccl_status put_flush(sp_endpoint *opaque, int peer, int queue)
     if (p->rx[queue].flushed * ring->segment_bytes >= end)
         return SPCCL_OK;
     if (p->failed)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d: %s", ep->config.rank, peer, p->failure);
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d cannot be reached any more: %s", ep->config.rank,
+                       peer, p->failure);
+    if (ep->flush.failure[0] != '\0')
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: what rank %d put cannot be seen by the GPU: %s",
+                       ep->config.rank, peer, ep->flush.failure);
     if (ep->flush.region == NULL)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: a flush without a region", ep->config.rank);
     if (ep->flush.reading == 0)

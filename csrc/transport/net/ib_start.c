@@ -16,6 +16,7 @@
 
 #define MS INT64_C(1000000)
 #define PROBE_NS (60000 * MS) /* most time for the probes */
+#define SLOW_NS (100 * MS)    /* a step that took so long is the last one for now */
 
 static const sp_transport *const tcp = &sp_transport_tcp;
 
@@ -58,15 +59,32 @@ static spccl_status say_usable(struct sp_ib *ep, int peer, uint32_t usable)
 
 /* ---- what each stage does ---- */
 
-/* Connect the queue pairs to the peer's. Returns which could be. */
-static uint32_t connect_qps(struct sp_ib_peer *p)
+/* Is queue pair q between the same two devices as one of `others`, a bit each? */
+static bool shares_rail(const struct sp_ib_peer *p, uint32_t q, uint32_t others)
 {
-    uint32_t usable = 0;
-    for (uint32_t q = 0; q < p->n_qps; q++)
-        if (sp_ib_link_connect(p->qps[q].link, &p->mine.ends[q], &p->theirs.ends[q]) == SPCCL_OK)
+    for (uint32_t k = 0; k < q; k++)
+        if ((others >> k & 1) != 0 && p->qps[k].device == p->qps[q].device &&
+            p->qps[k].their_device == p->qps[q].their_device)
+            return true;
+    return false;
+}
+
+/* Connect the queue pairs to the peer's. Returns which could be. A driver may take seconds to find that there is no way
+ * to the peer's address: that is tried once for each rail, and not after the deadline. */
+static uint32_t connect_qps(const struct sp_ib *ep, struct sp_ib_peer *p)
+{
+    uint32_t usable = 0, failed = 0;
+    for (uint32_t q = 0; q < p->n_qps; q++) {
+        if (shares_rail(p, q, failed))
+            continue;
+        if (sp_deadline_passed(ep->config.deadline_ns))
+            sp_ib_note_reason(p, "the time for making the group ended before all queue pairs were connected");
+        else if (sp_ib_link_connect(p->qps[q].link, &p->mine.ends[q], &p->theirs.ends[q]) == SPCCL_OK)
             usable |= 1u << q;
         else
             sp_ib_note_reason(p, spccl_last_error());
+        failed |= ~usable & 1u << q;
+    }
     return usable;
 }
 
@@ -116,7 +134,7 @@ static spccl_status do_stage(struct sp_ib *ep, int peer)
     case SP_IB_STAGE_INFO:
         break;
     case SP_IB_STAGE_READY:
-        usable = connect_qps(p);
+        usable = connect_qps(ep, p);
         break;
     case SP_IB_STAGE_PROBE:
         SP_TRY(probe_qps(ep, peer, &usable));
@@ -260,10 +278,12 @@ static spccl_status decide_routes(struct sp_ib *ep)
         if (!p->added)
             continue;
         p->route = !p->none ? SP_IB_BY_IB : p->has_next ? SP_IB_FAILED : SP_IB_BY_TCP;
+        if (p->route != SP_IB_BY_IB)
+            sp_ib_close_qps(p);
         if (p->route == SP_IB_BY_TCP)
             add_pair(&failed, i, p->reason);
         else if (p->route == SP_IB_FAILED)
-            sp_ib_close_qps(p);
+            continue;
         else if (p->fewer)
             add_pair(&fewer, i, p->reason);
         else if (p->n_ports < (uint32_t)ep->n_devices)
@@ -306,7 +326,10 @@ static spccl_status start_pairs(struct sp_ib *ep)
     SP_TRY(tcp->progress(ep->tcp, &peer, text));
     sp_ib_poll(ep);
     for (int i = 0; i < ep->config.world_size; i++) {
+        int64_t began_ns = sp_now_ns();
         spccl_status st = ep->peers[i].added ? step_peer(ep, i) : SPCCL_OK;
+        if ((st == SPCCL_OK || st == SPCCL_AGAIN) && sp_now_ns() - began_ns > SLOW_NS)
+            return SPCCL_AGAIN; /* the driver took its time: serve the tcp links in between */
         if (st == SPCCL_AGAIN)
             sp_rank_list_add(&missing, i);
         else if (st != SPCCL_OK)

@@ -69,11 +69,15 @@ static struct ibv_context *open_context(const sp_ib_library *lib, const char *na
     int n = 0;
     struct ibv_device **list = lib->get_device_list(&n);
     struct ibv_context *context = NULL;
+    int error;
+    errno = list != NULL ? ENODEV : errno; /* it was there when the device was chosen */
     for (int i = 0; list != NULL && i < n; i++)
         if (strcmp(lib->get_device_name(list[i]), name) == 0)
             context = lib->open_device(list[i]);
+    error = errno;
     if (list != NULL)
         lib->free_device_list(list);
+    errno = error;
     return context;
 }
 
