@@ -85,7 +85,8 @@ struct sp_ib_peer {
     uint32_t my_usable;        /* queue pairs, a bit each: what this rank's note said */
     uint32_t their_usable;     /* and the peer's */
     int64_t probe_deadline_ns;
-    bool none, fewer;            /* no queue pair works; some do not */
+    bool none;                   /* no queue pair works */
+    bool fewer;                  /* some queue pairs did not work, and were left out */
     char reason[SP_NN_TEXT_CAP]; /* why no queue pair works, or why devices are left out: the first */
     /* the peer's end */
     bool failed;              /* no more is written or taken */

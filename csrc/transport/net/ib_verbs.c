@@ -14,7 +14,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#define INLINE_BYTES 128u /* asked for; then 0 is, if the device makes no such queue pair */
+/* max_inline_data that is asked for. If the device refuses such a queue pair, 0 is asked for. */
+#define INLINE_BYTES 128u
 #define HOP_LIMIT 255
 #define MIN_RNR_TIMER 12 /* 0.64 ms; receives are always posted, so it does not happen */
 #define RNR_RETRY 7
