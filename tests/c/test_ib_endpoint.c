@@ -1,8 +1,10 @@
 /* test_ib_endpoint.c - what transport ib does when cards misbehave, on cards of stand_in_verbs.h: paths that cannot be
  * connected, completions that come too late, flushes that fail. */
+#include "core/base/clock.h"
 #include "core/base/status.h"
 #include "ranks.h"
 #include "stand_in_verbs.h"
+#include "transport/common/transports.h"
 #include "transport/net/ib.h"
 
 /* ---- the path to a peer ---- */
@@ -246,6 +248,33 @@ static void test_late_completion(void)
     close_scene(&s);
 }
 
+/* A bad write that is seen after the end of the peer's tcp link: status and text speak of the write. */
+static void test_bad_write_after_end(void)
+{
+    static const uint64_t receive = UINT64_C(1) << 63;
+    const struct card c = good_card("mlx5_0");
+    struct scene s;
+    struct sp_ib_peer *p = &s.peers[1];
+    void *space = NULL;
+    spccl_status st;
+    open_scene(&s, &c);
+    p->gone = true; /* as sp_ib_look_at_tcp sets it */
+    snprintf(p->gone_text, sizeof p->gone_text, "is gone");
+    p->ended_ns = sp_now_ns();
+    next_completion = (struct ibv_wc){.wr_id = receive | sp_ib_id(p, 1, 0),
+                                      .opcode = IBV_WC_RECV_RDMA_WITH_IMM,
+                                      .wc_flags = IBV_WC_WITH_IMM,
+                                      .imm_data = 0xffffffff};
+    has_completion = true;
+    sp_ib_poll(&s.ep);
+    st = sp_transport_ib.reserve(endpoint(&s), 1, 0, 16, &space);
+    CHECK(st == SPCCL_ERR_FORMAT &&
+              strstr(spccl_last_error(), "sent something that is not a message") != NULL &&
+              strstr(spccl_last_error(), "device mlx5_0 port 1") != NULL,
+          "%d: %s", (int)st, spccl_last_error());
+    close_scene(&s);
+}
+
 /* A put for which the queue pair has no place: n_puts leaves room, so this is a mistake of the caller's. */
 static void test_no_place(void)
 {
@@ -274,6 +303,7 @@ int main(int argc, char **argv)
                                              {"flush", test_flush},
                                              {"flush_fails", test_flush_fails},
                                              {"late_completion", test_late_completion},
+                                             {"bad_write_after_end", test_bad_write_after_end},
                                              {"no_place", test_no_place},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

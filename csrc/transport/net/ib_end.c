@@ -20,6 +20,15 @@ static void start_ending(struct sp_ib *ep, struct sp_ib_peer *p)
     ep->changed = ep->ending = true;
 }
 
+/* A clause: what ib failed for. */
+static void write_failure(const struct sp_ib_peer *p, char *out, size_t cap)
+{
+    snprintf(out, cap, "%s: %s",
+             p->gone_status == SPCCL_ERR_FORMAT ? "sent something that is not a message"
+                                                : "cannot be reached any more",
+             p->failure);
+}
+
 void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status status, const char *text)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
@@ -31,6 +40,8 @@ void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status statu
         sp_ib_device_text(&ep->devices[p->qps[qp].device], device, sizeof device);
         snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", device, peer, SP_NN_TEXT_CAP, text);
         p->gone_status = status;
+        if (p->gone && status == SPCCL_ERR_FORMAT) /* the end of the tcp link was seen first */
+            write_failure(p, p->gone_text, sizeof p->gone_text);
     }
     sp_ib_fail_started(ep, peer);
 }
@@ -58,10 +69,7 @@ static void set_gone(struct sp_ib *ep, struct sp_ib_peer *p, const char *text)
 static void set_gone_failed(struct sp_ib *ep, struct sp_ib_peer *p)
 {
     char text[sizeof p->gone_text];
-    snprintf(text, sizeof text, "%s: %s",
-             p->gone_status == SPCCL_ERR_FORMAT ? "sent something that is not a message"
-                                                : "cannot be reached any more",
-             p->failure);
+    write_failure(p, text, sizeof text);
     set_gone(ep, p, text);
 }
 
