@@ -358,7 +358,8 @@ static void refuses_windows(struct rank_ctx *c)
     x.window = pooled;
     refuse(c, -1, x, SPCCL_ERR_UNREACHABLE,
            "cannot be shared with other processes: wanted memory from cudaMalloc");
-    CUDA_OK(cudaFree(pooled));
+    CUDA_OK(cudaFreeAsync(pooled, m->on)); /* cudaFree would wait for the other rank's kernel, on one GPU */
+    sync_stream(m->on);
     check_works(c);
 }
 

@@ -211,6 +211,11 @@ cudaError_t cudaFree(void *p)
     free(p);
     return cudaSuccess;
 }
+// Not in the order of the stream: callers have waited for what uses the memory.
+cudaError_t cudaFreeAsync(void *p, cudaStream_t)
+{
+    return cudaFree(p);
+}
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned)
 {
     return posix_memalign(p, 256, bytes) == 0 ? cudaSuccess : gpusim_fail(cudaErrorMemoryAllocation);
