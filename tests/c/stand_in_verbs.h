@@ -9,6 +9,7 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <stdatomic.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -57,11 +58,11 @@ static struct ibv_device card_devices[CARDS_CAP];
 static _Atomic int n_objects;         /* that were opened and not closed */
 static _Atomic int n_rtr;             /* calls of ibv_modify_qp to RTR */
 static _Atomic uint32_t inline_asked; /* max_inline_data of the last queue pair, in the call that made it */
-static struct ibv_qp_attr last_path;  /* of the last ibv_modify_qp to RTR, while no rank runs */
-static struct ibv_qp_attr last_rts;   /* to RTS, likewise */
+static bool records_path;             /* set it only while no rank runs: the next two are for one thread */
+static struct ibv_qp_attr last_path, last_rts; /* of the last ibv_modify_qp to RTR, and to RTS */
 /* What the next ibv_poll_cq gives, once. */
 static struct ibv_wc next_completion;
-static bool has_completion;
+static atomic_bool has_completion;
 
 /* While no rank runs. */
 static inline void use_cards(int n, const struct card *list)
@@ -152,9 +153,8 @@ static inline int stand_in_post_receive(struct ibv_qp *qp, struct ibv_recv_wr *w
 static inline int stand_in_poll(struct ibv_cq *cq, int n, struct ibv_wc *out)
 {
     (void)cq;
-    if (n < 1 || !has_completion)
+    if (n < 1 || !atomic_exchange(&has_completion, false))
         return 0;
-    has_completion = false;
     *out = next_completion;
     return 1;
 }
@@ -325,13 +325,13 @@ static inline struct ibv_qp *create_card_qp(struct ibv_pd *pd, struct ibv_qp_ini
 static inline int modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 {
     (void)mask;
-    if (attr->qp_state == IBV_QPS_RTR) {
-        n_rtr++;
+    n_rtr += attr->qp_state == IBV_QPS_RTR;
+    if (records_path && attr->qp_state == IBV_QPS_RTR)
         last_path = *attr;
-        return card_of(qp->context)->no_rtr;
-    }
-    if (attr->qp_state == IBV_QPS_RTS)
+    if (records_path && attr->qp_state == IBV_QPS_RTS)
         last_rts = *attr;
+    if (attr->qp_state == IBV_QPS_RTR)
+        return card_of(qp->context)->no_rtr;
     return 0;
 }
 

@@ -45,6 +45,7 @@ static spccl_status await_end(struct member *m)
     while ((st = m->t->peek(m->ep, 0, 0, &unused, &bytes)) == SPCCL_AGAIN &&
            !sp_deadline_passed(deadline_ns)) {
         (void)progress(m);
+        atomic_store(&m->shared->step, sp_ib_self(m->ep)->peers[0].gone_status == SPCCL_ERR_FORMAT);
         CHECK(sleep_armed(m), "nothing woke rank 1");
     }
     return st;
@@ -77,8 +78,7 @@ enum { BAD_WRITES = 5, BAD_WRITE_LEAVES = BAD_WRITES };
 
 static void bad_write(struct member *m)
 {
-    static const uint32_t bad[BAD_WRITES + 1] = {0xffffffff, 0x70000000, 0x00000005,
-                                                 0x40000007, 0x80000001, 0xffffffff};
+    static const uint32_t bad[] = {0xffffffff, 0x70000000, 0x5, 0x40000007, 0x80000001, 0xffffffff};
     if (!join_group(m))
         return;
     if (m->rank == 0) {
@@ -87,7 +87,7 @@ static void bad_write(struct member *m)
             .imm = bad[m->kind], .to = p->theirs.rings[0].address, .rkey = p->theirs.rings[0].rkey[0]};
         CHECK_OK(sp_ib_link_write(p->qps[0].link, &w));
         if (m->kind == BAD_WRITE_LEAVES) {
-            usleep(150000); /* the write arrives */
+            await_atomic(&m->shared->step, 1);
             leave_group(m);
         }
     } else {

@@ -21,7 +21,9 @@ static void check_path(const struct card *c, const sp_ib_end *theirs, const stru
     CHECK(choice.n == 1, "%s", choice.why);
     CHECK_OK(sp_ib_context_open(&choice.devices[0], 16, &context));
     CHECK_OK(sp_ib_link_open(context, 8, 8, &link, &mine));
+    records_path = true;
     CHECK_OK(sp_ib_link_connect(link, &mine, theirs));
+    records_path = false;
     CHECK(last_path.path_mtu == want->path_mtu && last_path.dest_qp_num == 77 && last_path.rq_psn == 99,
           "MTU %d, queue pair %u, packet %u", (int)last_path.path_mtu, last_path.dest_qp_num,
           last_path.rq_psn);

@@ -7,9 +7,9 @@
  * queue never delays another queue: schedules need that to be free of deadlock.
  *
  * The sender reserves space in the queue and writes the message there. The receiver reads the message in
- * place and releases it. No function blocks, with three exceptions: `close` may wait a short, bounded time until what was
- * sent has arrived; puts.open_region and puts.close_region wait until memory is registered, or is not any more, also a
- * bounded time (docs/TRANSPORTS.md). Only one thread at a time may use an endpoint. */
+ * place and releases it. No function blocks, with three exceptions. close may wait until what was sent has
+ * arrived. puts.open_region waits until memory is registered, puts.close_region until it is released. Each has a
+ * deadline (docs/TRANSPORTS.md). Only one thread at a time may use an endpoint. */
 #ifndef SP_TRANSPORT_H
 #define SP_TRANSPORT_H
 
@@ -86,8 +86,9 @@ typedef struct sp_transport_puts {
                                 uint8_t *handle);
     /* Accepts NULL. Before close of the endpoint, and before the memory is freed. */
     void (*close_region)(sp_endpoint *ep, sp_region *r);
-    /* Call it after all regions were closed. True: code that the transport calls, such as a net plugin, hangs. It may
-     * still use the memory of any region, even of one that open_region failed to open. Free none of that memory. */
+    /* Call it after all regions were closed, or when open_region failed. True: code that the transport calls, such as a
+     * net plugin, hangs, or could not close a connection. It may still use the memory of any region, even of one that
+     * open_region failed to open. Free none of that memory. */
     bool (*memory_in_use)(sp_endpoint *ep);
     /* So many puts to the peer are accepted now; at most sp_endpoint_config.n_puts. */
     uint32_t (*room)(sp_endpoint *ep, int peer);

@@ -200,8 +200,7 @@ void sp_gpu_comm_free(sp_gpu_comm *g)
         if (in_use)
             sp_log(SP_LOG_WARN, g->comm->rank,
                    "group \"%s\": the net plugin that an earlier warning names may still use rings in the "
-                   "memory "
-                   "of GPU %d: they stay allocated until the process ends",
+                   "memory of GPU %d: they stay allocated until the process ends",
                    g->comm->name, g->device.ordinal);
         g->ops->event_destroy(g->event);
         g->ops->event_destroy(g->capture_event);

@@ -1,6 +1,5 @@
-/* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up. ib_open.c: what it
- * opens.
- * ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
+/* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
+ * ib_open.c: devices, queue pairs and rings. ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
  *
  * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_IB_QPS RC queue pairs. For each queue both
  * ends have a ring of segments (ncclnet_ring.h). Each queue pair has a part of the places in a ring, one after the other,
@@ -221,6 +220,8 @@ void sp_ib_poll(struct sp_ib *ep);
 /* ib_end.c */
 /* A queue pair failed, and after start-up with it the peer: `text` is a clause. The first failure counts. */
 void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status status, const char *text);
+/* The error of a peer that has failed, or is gone: FORMAT if it sent what it must not, else PEER. */
+spccl_status sp_ib_lost(const struct sp_ib *ep, int peer);
 /* After start-up: fail the peer if a queue pair has failed, also since this rank's result. */
 void sp_ib_fail_started(struct sp_ib *ep, int peer);
 /* Read what the peer says over tcp after start-up: its FIN, then its end. */

@@ -161,18 +161,18 @@ static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, 
     char why[280];
     sp_ib_device *device = &f->devices[f->n];
     memset(&a, 0, sizeof a);
-    if (f->n == SP_IB_DEVICES_MAX) {
-        snprintf(why, sizeof why, "one port more than the %d that are looked at: name others in %s",
-                 SP_IB_DEVICES_MAX, "SPCCL_IB_DEVICE");
-        refuse(f, name, port, why);
-        return;
-    }
     if (lib->query_port(context, (uint8_t)port, &a) != 0) {
         refuse(f, name, port, "its state cannot be read");
         return;
     }
     if (a.state != IBV_PORT_ACTIVE) {
         refuse(f, name, port, "not active");
+        return;
+    }
+    if (f->n == SP_IB_DEVICES_MAX) {
+        snprintf(why, sizeof why, "%d usable ports come before it: name the ports to use in SPCCL_IB_DEVICE",
+                 SP_IB_DEVICES_MAX);
+        refuse(f, name, port, why);
         return;
     }
     *device = (sp_ib_device){.port = (uint8_t)port,

@@ -65,12 +65,21 @@ static void set_gone(struct sp_ib *ep, struct sp_ib_peer *p, const char *text)
     p->ended_ns = sp_now_ns(); /* segments may still be on their way */
 }
 
-/* What ib failed for. */
+/* The peer is gone because ib failed for it. */
 static void set_gone_failed(struct sp_ib *ep, struct sp_ib_peer *p)
 {
     char text[sizeof p->gone_text];
     write_failure(p, text, sizeof text);
     set_gone(ep, p, text);
+}
+
+spccl_status sp_ib_lost(const struct sp_ib *ep, int peer)
+{
+    const struct sp_ib_peer *p = &ep->peers[peer];
+    char text[sizeof p->gone_text];
+    write_failure(p, text, sizeof text);
+    return SP_FAIL(p->gone_status != SPCCL_OK ? p->gone_status : SPCCL_ERR_PEER, "rank %d: rank %d %s",
+                   ep->config.rank, peer, p->gone ? p->gone_text : text);
 }
 
 void sp_ib_look_at_tcp(struct sp_ib *ep, int peer)

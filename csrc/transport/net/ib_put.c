@@ -158,8 +158,7 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     sp_ib_write w = {.is_put = true, .bytes = (uint32_t)put->bytes};
     spccl_status st;
     if (p->gone || p->failed)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s%s", ep->config.rank, peer,
-                       p->gone ? "" : "cannot be reached any more: ", p->gone ? p->gone_text : p->failure);
+        return sp_ib_lost(ep, peer);
     if (sp_load_le32(put->to) != HANDLE_MAGIC)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent something that is not the handle of a region",
                        ep->config.rank, peer);
@@ -178,12 +177,11 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     w.rkey = sp_load_le32(put->to + RKEYS_AT + 4 * (size_t)p->qps[q].their_device);
     w.to = sp_load_le64(put->to + 8) + put->to_off;
     st = sp_ib_post(ep, peer, q, &w, SP_IB_OWNER_PUT);
-    if (st == SPCCL_AGAIN) /* n_puts leaves room for the others */
+    if (st == SPCCL_AGAIN) /* cannot be: sp_ib_n_writes has room for n_puts puts */
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: a put to rank %d: %u writes are under way, of at most %d",
                        ep->config.rank, peer, p->qps[q].n_writes - p->qps[q].n_completed, sp_ib_n_writes(ep));
     if (st != SPCCL_OK)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d cannot be reached any more: %s", ep->config.rank,
-                       peer, p->failure);
+        return sp_ib_lost(ep, peer);
     p->qps[q].n_puts++;
     return SPCCL_OK;
 }
@@ -249,8 +247,7 @@ static spccl_status put_flush(sp_endpoint *opaque, int peer, int queue)
     if (p->rx[queue].flushed * ring->segment_bytes >= end)
         return SPCCL_OK;
     if (p->failed)
-        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d cannot be reached any more: %s", ep->config.rank,
-                       peer, p->failure);
+        return sp_ib_lost(ep, peer);
     if (ep->flush.failure[0] != '\0')
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: what rank %d put cannot be seen by the GPU: %s",
                        ep->config.rank, peer, ep->flush.failure);

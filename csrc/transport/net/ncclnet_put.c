@@ -14,7 +14,7 @@
 #define HANDLE_MAGIC 0x524e5053u
 /* Puts of a peer that has gone may still come for so long. */
 #define LEFT_NS INT64_C(2000000000)
-/* A job makes at most two calls for each rank. Before it, the thread may be in one more call. */
+/* A job makes at most two calls for each rank. What the thread does before it may take as long as one more call. */
 #define JOB_CALLS(world_size) (2 * (int64_t)(world_size) + 1)
 /* Between two calls the thread may wait so long for a core. */
 #define BETWEEN_CALLS_NS INT64_C(1000000000)
@@ -236,8 +236,13 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
     sp_nn_target targets[SP_PUTS_MAX];
     size_t payload = 0;
     char why[SP_NN_TEXT_CAP];
-    int n = sp_nn_read_targets(message, *bytes, ep->inbox != NULL ? ep->inbox->config.bytes : 0, targets,
-                               &payload, why);
+    int n;
+    if (ep->inbox == NULL && atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) != SP_NN_FAILED &&
+        sp_nn_read_targets(message, *bytes, UINT64_MAX, targets, &payload, why) > 0)
+        return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts from rank %d any more: %s", ep->config.rank, peer,
+                       no_puts_text(p));
+    n = sp_nn_read_targets(message, *bytes, ep->inbox != NULL ? ep->inbox->config.bytes : 0, targets,
+                           &payload, why);
     if (n < 0)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent a message of %zu bytes: %s%s",
                        ep->config.rank, peer, *bytes, why,
