@@ -62,6 +62,8 @@ static void test_path(void)
     check_path(&c, &theirs, &want);
 }
 
+/* ---- tcp in place of ib ---- */
+
 #define N_RANKS 2
 
 static void check_sum(struct rank_ctx *c)
@@ -108,6 +110,42 @@ static void test_falls_back(void)
     c = good_card("mlx5_0");
     c.no_mr = ENOMEM;
     check_falls_back("no memory", &c, 0);
+}
+
+static void check_not_called(struct rank_ctx *c)
+{
+    CHECK(false, "rank %d has a group", c->rank);
+}
+
+/* Hosts whose only card makes no RC queue pair: the next transport of the list takes the pair. If there is none, the error
+ * says what the card lacks, as `spccl info` does. */
+static void test_next_transport(void)
+{
+    static const char *const why =
+        "no usable device: efa0 port 1: it cannot make an RC queue pair: ibv_create_qp: Operation not "
+        "supported (errno 95)";
+    struct card c = good_card("efa0");
+    struct rank_ctx ctx[N_RANKS];
+    spccl_config config = SPCCL_CONFIG_INIT;
+    spccl_info_entry e = {.struct_bytes = sizeof e};
+    c.no_qp = EOPNOTSUPP;
+    use_cards(1, &c);
+    test_ranks_per_host = 1;
+    config.timeout_ms = 120000;
+    config.transports = "ib,tcp";
+    run_ranks(N_RANKS, &config, check_sum, NULL, ctx);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
+    config.transports = "ib";
+    run_ranks(N_RANKS, &config, check_not_called, NULL, ctx);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK(ctx[r].created == SPCCL_ERR_UNREACHABLE && strstr(ctx[r].error, why) != NULL, "rank %d: %s", r,
+              ctx[r].error);
+    for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK && strcmp(e.name, "ib") != 0; i++) {
+    }
+    CHECK(strcmp(e.name, "ib") == 0 && strcmp(e.value, "in, no device") == 0 && strcmp(e.why, why) == 0,
+          "%s: \"%s\": \"%s\"", e.name, e.value, e.why);
+    CHECK(n_objects == 0, "%d objects are open", n_objects);
 }
 
 /* ---- an endpoint with one peer on the first of two devices ---- */
@@ -302,6 +340,7 @@ int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"path", test_path},
                                              {"falls_back", test_falls_back},
+                                             {"next_transport", test_next_transport},
                                              {"flush", test_flush},
                                              {"flush_fails", test_flush_fails},
                                              {"late_completion", test_late_completion},

@@ -1,7 +1,6 @@
 /* test_ib_verbs.c - what transport ib asks of cards, on cards of stand_in_verbs.h: which ports it uses, why it leaves out the
  * others, which writes are inline, and memory that may not be locked. */
 #include "core/base/status.h"
-#include "ranks.h"
 #include "stand_in_verbs.h"
 #include "transport/net/ib_verbs.h"
 
@@ -117,62 +116,6 @@ static void test_not_active(void)
           choice.devices[0].port);
     c.ports[1].state = IBV_PORT_DOWN;
     check_left_out("two ports", &c, "mlx5_0 port 1: not active; mlx5_0 port 2: not active");
-}
-
-/* ---- the next transport ---- */
-
-#define N_RANKS 2
-
-/* The link is of tcp, and carries a sum. */
-static void check_tcp(struct rank_ctx *c)
-{
-    const char *text = "";
-    float x[100];
-    size_t wrong = 0;
-    CHECK_OK(spccl_comm_describe_link(c->comm, 1 - c->rank, &text));
-    CHECK(strncmp(text, "tcp: ", 5) == 0, "rank %d: \"%s\"", c->rank, text);
-    for (int i = 0; i < 100; i++)
-        x[i] = (float)(c->rank + i);
-    CHECK_OK(spccl_all_reduce(c->comm, x, x, 100, SPCCL_FLOAT32, SPCCL_SUM, NULL));
-    for (int i = 0; i < 100; i++)
-        wrong += x[i] != (float)(1 + 2 * i);
-    CHECK(wrong == 0, "rank %d: %zu sums are wrong", c->rank, wrong);
-}
-
-static void check_not_called(struct rank_ctx *c)
-{
-    CHECK(false, "rank %d has a group", c->rank);
-}
-
-/* Hosts whose only card makes no RC queue pair: the next transport of the list takes the pair. If there is none, the error
- * says what the card lacks, as `spccl info` does. */
-static void test_next_transport(void)
-{
-    static const char *const why =
-        "no usable device: efa0 port 1: it cannot make an RC queue pair: ibv_create_qp: Operation not "
-        "supported (errno 95)";
-    struct card c = good_card("efa0");
-    struct rank_ctx ctx[N_RANKS];
-    spccl_config config = SPCCL_CONFIG_INIT;
-    spccl_info_entry e = {.struct_bytes = sizeof e};
-    c.no_qp = EOPNOTSUPP;
-    use_cards(1, &c);
-    test_ranks_per_host = 1;
-    config.timeout_ms = 120000;
-    config.transports = "ib,tcp";
-    run_ranks(N_RANKS, &config, check_tcp, NULL, ctx);
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
-    config.transports = "ib";
-    run_ranks(N_RANKS, &config, check_not_called, NULL, ctx);
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK(ctx[r].created == SPCCL_ERR_UNREACHABLE && strstr(ctx[r].error, why) != NULL, "rank %d: %s", r,
-              ctx[r].error);
-    for (size_t i = 0; spccl_info(i, &e) == SPCCL_OK && strcmp(e.name, "ib") != 0; i++) {
-    }
-    CHECK(strcmp(e.name, "ib") == 0 && strcmp(e.value, "in, no device") == 0 && strcmp(e.why, why) == 0,
-          "%s: \"%s\": \"%s\"", e.name, e.value, e.why);
-    CHECK(n_objects == 0, "%d objects are open", n_objects);
 }
 
 /* ---- inline writes ---- */
@@ -303,7 +246,6 @@ int main(int argc, char **argv)
                                              {"gid", test_gid},
                                              {"no_queue_pair", test_no_queue_pair},
                                              {"not_active", test_not_active},
-                                             {"next_transport", test_next_transport},
                                              {"inline", test_inline},
                                              {"locked_memory", test_locked_memory},
                                              {"locked_queues", test_locked_queues},

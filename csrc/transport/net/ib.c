@@ -52,13 +52,6 @@ static size_t ib_message_max(sp_endpoint *opaque)
     return sp_ib_self(opaque)->config.queue_bytes / 4;
 }
 
-static spccl_status peer_gone(const struct sp_ib *ep, int peer)
-{
-    const struct sp_ib_peer *p = &ep->peers[peer];
-    return SP_FAIL(p->gone_status != SPCCL_OK ? p->gone_status : SPCCL_ERR_PEER, "rank %d: rank %d %s",
-                   ep->config.rank, peer, p->gone_text);
-}
-
 static spccl_status ib_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
@@ -70,7 +63,7 @@ static spccl_status ib_reserve(sp_endpoint *opaque, int peer, int queue, size_t 
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu",
                        ep->config.rank, bytes, peer, ib_message_max(opaque));
     if (p->gone)
-        return peer_gone(ep, peer);
+        return sp_ib_lost(ep, peer);
     space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes);
     if (space == NULL)
         return SPCCL_AGAIN;
@@ -107,7 +100,7 @@ static spccl_status ib_peek(sp_endpoint *opaque, int peer, int queue, const void
         return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", ep->config.rank, peer,
                        text);
     }
-    return st == SPCCL_AGAIN && p->over ? peer_gone(ep, peer) : st;
+    return st == SPCCL_AGAIN && p->over ? sp_ib_lost(ep, peer) : st;
 }
 
 static spccl_status ib_release(sp_endpoint *opaque, int peer, int queue)

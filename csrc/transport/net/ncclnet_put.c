@@ -236,13 +236,13 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
     sp_nn_target targets[SP_PUTS_MAX];
     size_t payload = 0;
     char why[SP_NN_TEXT_CAP];
-    int n;
-    if (ep->inbox == NULL && atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) != SP_NN_FAILED &&
-        sp_nn_read_targets(message, *bytes, UINT64_MAX, targets, &payload, why) > 0)
+    /* If the peer failed, sp_nn_look_at_end ends it, with the reason. */
+    bool was_closed = atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) != SP_NN_FAILED;
+    int n = sp_nn_read_targets(message, *bytes, ep->inbox != NULL ? ep->inbox->config.bytes : 0, targets,
+                               &payload, why);
+    if (n < 0 && ep->inbox == NULL && was_closed)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts from rank %d any more: %s", ep->config.rank, peer,
                        no_puts_text(p));
-    n = sp_nn_read_targets(message, *bytes, ep->inbox != NULL ? ep->inbox->config.bytes : 0, targets,
-                           &payload, why);
     if (n < 0)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent a message of %zu bytes: %s%s",
                        ep->config.rank, peer, *bytes, why,
@@ -261,9 +261,9 @@ spccl_status sp_nn_take_puts(struct sp_ncclnet *ep, int peer, const void *messag
         *bytes = payload;
         return SPCCL_OK;
     }
-    if (atomic_load(&p->put_rx.q.failed) && atomic_load(&p->state) != SP_NN_FAILED)
+    if (was_closed)
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: no puts from rank %d any more: %s", ep->config.rank, peer,
-                       no_puts_text(p)); /* else sp_nn_look_at_end ends it, with the reason */
+                       no_puts_text(p));
     /* Puts of a peer that has left may still come. */
     p->puts_due = !ep->thread_lost && !atomic_load(&p->put_rx.q.failed) &&
                   (p->ended_ns == 0 || sp_now_ns() - p->ended_ns < LEFT_NS);
