@@ -76,6 +76,10 @@ static void fill(spccl_dtype dtype, bool equal_magnitudes)
         put(dtype, g.own.host, i, next_rand(&rng) % 7 == 0 ? z : w);
         if (next_rand(&rng) % 500 == 0)
             put(dtype, g.own.host, i, next_rand(&rng) % 2 != 0 ? INFINITY : -INFINITY);
+        if (next_rand(&rng) % 100 == 0) { /* a quarter of the difference is 0 */
+            put(dtype, g.common.host, i, 0);
+            put(dtype, g.own.host, i, dtype == SPCCL_FLOAT64 ? 0x1p-1074 : 0x1p-149);
+        }
     }
     for (size_t i = 0; i < N_STATES; i++)
         ((spccl_prune_state *)(void *)g.states.host)[i].threshold =

@@ -4,7 +4,8 @@
  * Symbols: w a rank's own weight, z the shared one, t threshold, l leak. Sending is
  *     d = w - z;   send s = d unless |d| < t, else s = 0;   w = z where d was sent, else l d + z
  * so that w - z is what is still to be sent. With l = 1 a weight that is not sent stays as it is. A d that is
- * not finite is dropped: s = 0 and w = z. Receiving c is
+ * not finite is dropped: s = 0 and w = z. The caller's scale multiplies s; an s that becomes 0 by that counts
+ * as sent. Receiving c is
  *     z = z + c;   w = w + c   where c is not 0
  * so that w = z stays true bit for bit where it was. */
 #ifndef SP_WEIGHTS_RULE_H

@@ -59,8 +59,8 @@ static spccl_status check_options(const spccl_prune_options *o)
                      o->levels, o->chunk);
 }
 
-/* The three steps on one segment: differences; pruning; own weights. And receiving. w own weights, z shared ones.
- * Mostly zeros are sent: whole groups of GROUP are skipped. */
+/* The three steps on one segment: differences; pruning; own weights, and scaling what is sent. And receiving. w own
+ * weights, z shared ones. Mostly zeros are sent: whole groups of GROUP are skipped. */
 #define GROUP 16u
 #define WEIGHTS(NAME, TYPE)                                                                                  \
     static bool any_##NAME(const TYPE *x, size_t n)                                                          \
@@ -84,8 +84,8 @@ static spccl_status check_options(const spccl_prune_options *o)
             }                                                                                                \
         return n_nonfinite;                                                                                  \
     }                                                                                                        \
-    static void keep_##NAME(TYPE *restrict w, const TYPE *restrict z, const TYPE *restrict out, size_t n,    \
-                            TYPE leak)                                                                       \
+    static void keep_##NAME(TYPE *restrict w, const TYPE *restrict z, TYPE *restrict out, size_t n,          \
+                            TYPE leak, TYPE scale)                                                           \
     {                                                                                                        \
         for (size_t at = 0; at < n; at += GROUP) {                                                           \
             size_t end = sp_min_size(at + GROUP, n);                                                         \
@@ -97,6 +97,7 @@ static spccl_status check_options(const spccl_prune_options *o)
                     w[i] = z[i];                                                                             \
                 else if (leak != 1 && d != 0)                                                                \
                     w[i] = leak * d + z[i];                                                                  \
+                out[i] *= scale;                                                                             \
             }                                                                                                \
         }                                                                                                    \
     }                                                                                                        \
@@ -126,12 +127,14 @@ static void send_segment(const spccl_prune_plan *plan, const spccl_prune_segment
     spccl_prune_options prune = *o;
     bare.residual = bare.velocity = NULL;
     prune.leak = 1;
+    prune.scale =
+        1; /* keep_.. scales: to see what is sent it needs the difference, which scaling may round to 0 */
     sp_prune_segment_run(plan, &prune, &bare, out);
     s->state->n_nonfinite_all += n_nonfinite;
     if (wide)
-        keep_f64(s->residual, s->velocity, out, s->n_elems, o->leak);
+        keep_f64(s->residual, s->velocity, out, s->n_elems, o->leak, o->scale);
     else
-        keep_f32(s->residual, s->velocity, out, s->n_elems, (float)o->leak);
+        keep_f32(s->residual, s->velocity, out, s->n_elems, (float)o->leak, (float)o->scale);
 }
 
 /* `buffer` must be memory of the plan's GPU. Then run `launch` with that GPU current. */
