@@ -247,21 +247,32 @@ static inline int free_pd(struct ibv_pd *pd)
     return 0;
 }
 
+struct registration {
+    struct ibv_mr mr;
+    int access; /* that ibv_reg_mr was asked for */
+};
+
 static inline struct ibv_mr *register_memory(struct ibv_pd *pd, void *data, size_t bytes, int access)
 {
-    struct ibv_mr *mr;
-    (void)access;
+    struct registration *r;
     if (card_of(pd->context)->no_mr != 0 && fails_with(card_of(pd->context)->no_mr))
         return NULL;
-    mr = calloc(1, sizeof *mr);
-    *mr = (struct ibv_mr){.context = pd->context, .pd = pd, .addr = data, .length = bytes};
+    r = calloc(1, sizeof *r);
+    r->mr = (struct ibv_mr){.context = pd->context, .pd = pd, .addr = data, .length = bytes};
+    r->access = access;
     n_objects++;
-    return mr;
+    return &r->mr;
+}
+
+/* The access that memory was registered with. */
+static inline int access_asked(const void *mr)
+{
+    return ((const struct registration *)mr)->access;
 }
 
 static inline int free_mr(struct ibv_mr *mr)
 {
-    free(mr);
+    free(mr); /* the first member of its registration */
     n_objects--;
     return 0;
 }

@@ -208,6 +208,32 @@ static void close_scene(struct scene *s)
     CHECK(n_objects == 0, "%d objects are open", n_objects);
 }
 
+/* Peers may write where their messages arrive and into regions for puts, and nowhere else. */
+static void test_access(void)
+{
+    const int own = IBV_ACCESS_LOCAL_WRITE, peers = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    const struct card c = good_card("mlx5_0");
+    struct scene s;
+    struct sp_ib_peer *p = &s.peers[0];
+    open_scene(&s, &c);
+    p->n_qps = 1;
+    sp_ib_open_peer(&s.ep, 0);
+    CHECK(p->mine.usable == 1, "%s", p->reason);
+    CHECK(access_asked(p->tx[0].memory[0].mr) == 0, "send ring: access %x",
+          access_asked(p->tx[0].memory[0].mr));
+    CHECK(access_asked(p->rx[0].memory[0].mr) == peers, "receive ring: access %x",
+          access_asked(p->rx[0].memory[0].mr));
+    CHECK(access_asked(s.ep.flush.memory[0].mr) == own, "word of a flush: access %x",
+          access_asked(s.ep.flush.memory[0].mr));
+    CHECK(access_asked(((const struct sp_ib_region *)s.region)->memory[0].mr) ==
+              (peers | IBV_ACCESS_REMOTE_READ),
+          "region: access %x", access_asked(((const struct sp_ib_region *)s.region)->memory[0].mr));
+    sp_ib_close_qps(p);
+    sp_nn_ring_close(&p->tx[0].ring);
+    sp_nn_ring_close(&p->rx[0].ring);
+    close_scene(&s);
+}
+
 /* The read of a flush has ended. */
 static void complete_read(struct scene *s, enum ibv_wc_status status)
 {
@@ -341,6 +367,7 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {{"path", test_path},
                                              {"falls_back", test_falls_back},
                                              {"next_transport", test_next_transport},
+                                             {"access", test_access},
                                              {"flush", test_flush},
                                              {"flush_fails", test_flush_fails},
                                              {"late_completion", test_late_completion},

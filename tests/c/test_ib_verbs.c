@@ -190,8 +190,8 @@ static void check_no_memory(int error, rlim_t limit_bytes, const char *want)
     sp_ib_choose(0, "", &choice);
     CHECK_OK(sp_ib_context_open(&choice.devices[0], 16, &context));
     snprintf(text, sizeof text, "device mlx5_0 port 1: ibv_reg_mr of 256 KiB%s", want);
-    CHECK(sp_ib_memory_open(context, data, sizeof data, &memory) == SPCCL_ERR_SYSTEM && memory.mr == NULL &&
-              strcmp(spccl_last_error(), text) == 0,
+    CHECK(sp_ib_memory_open(context, data, sizeof data, SP_IB_PEERS_WRITE, &memory) == SPCCL_ERR_SYSTEM &&
+              memory.mr == NULL && strcmp(spccl_last_error(), text) == 0,
           "got \"%s\", wanted \"%s\"", spccl_last_error(), text);
     snprintf(text, sizeof text, "device mlx5_0 port 1: ibv_reg_mr of 256 KiB of GPU memory%s", want);
     CHECK(sp_ib_region_open(context, &region, &memory) == SPCCL_ERR_SYSTEM && memory.mr == NULL &&

@@ -96,11 +96,13 @@ int sp_ib_context_poll(sp_ib_context *d, sp_ib_completion *out, int cap)
     return -1;
 }
 
-spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib_memory *out)
+spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, enum sp_ib_writer writer,
+                               sp_ib_memory *out)
 {
     (void)d;
     (void)data;
     (void)bytes;
+    (void)writer;
     (void)out;
     return absent();
 }

@@ -27,8 +27,10 @@ static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32
     sp_ib_context *context = ep->contexts[p->qps[qp].device];
     uint64_t first = sp_ib_qp_first(p->n_qps, qp), n = sp_ib_qp_first(p->n_qps, qp + 1) - first;
     size_t bytes = n * (ep->config.queue_bytes / SP_NN_SEGMENTS);
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, &tx->memory[qp]));
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, &rx->memory[qp]));
+    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, SP_IB_NO_WRITER,
+                             &tx->memory[qp]));
+    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, SP_IB_PEERS_WRITE,
+                             &rx->memory[qp]));
     p->mine.rings[queue].rkey[qp] = rx->memory[qp].rkey;
     return SPCCL_OK;
 }

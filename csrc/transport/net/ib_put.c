@@ -91,7 +91,8 @@ static spccl_status open_flush(struct sp_ib *ep, struct sp_ib_region *r)
     for (int d = 0; d < ep->n_devices; d++) {
         if (!is_used(ep, d))
             continue;
-        SP_TRY(sp_ib_memory_open(ep->contexts[d], &f->word, sizeof f->word, &f->memory[d]));
+        SP_TRY(
+            sp_ib_memory_open(ep->contexts[d], &f->word, sizeof f->word, SP_IB_DEVICE_WRITES, &f->memory[d]));
         SP_TRY(sp_ib_link_open_loop(ep->contexts[d], &f->links[d]));
     }
     return SPCCL_OK;

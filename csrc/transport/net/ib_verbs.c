@@ -222,9 +222,23 @@ int sp_ib_context_poll(sp_ib_context *d, sp_ib_completion *out, int cap)
 
 /* ---- memory ---- */
 
-spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib_memory *out)
+static int access_of(enum sp_ib_writer writer)
 {
-    struct ibv_mr *mr = d->lib->reg_mr(d->pd, data, bytes, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    switch (writer) {
+    case SP_IB_NO_WRITER:
+        return 0;
+    case SP_IB_DEVICE_WRITES:
+        return IBV_ACCESS_LOCAL_WRITE;
+    case SP_IB_PEERS_WRITE:
+        return IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    }
+    return 0;
+}
+
+spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, enum sp_ib_writer writer,
+                               sp_ib_memory *out)
+{
+    struct ibv_mr *mr = d->lib->reg_mr(d->pd, data, bytes, access_of(writer));
     if (mr == NULL) {
         char call[80];
         int error = errno;

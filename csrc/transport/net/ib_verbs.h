@@ -94,8 +94,11 @@ typedef struct sp_ib_memory {
     void *mr; /* NULL: not registered */
     uint32_t lkey, rkey;
 } sp_ib_memory;
-/* Register memory that peers may write to. Errors: SYSTEM. */
-spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, sp_ib_memory *out);
+/* Who writes to registered memory beside this process: nobody, the device for reads of this rank, or peers. */
+enum sp_ib_writer { SP_IB_NO_WRITER, SP_IB_DEVICE_WRITES, SP_IB_PEERS_WRITE };
+/* Register memory. Errors: SYSTEM. */
+spccl_status sp_ib_memory_open(sp_ib_context *d, void *data, size_t bytes, enum sp_ib_writer writer,
+                               sp_ib_memory *out);
 /* Register a region (transport.h), so that this end may also read it over the network, for a flush. Errors: SYSTEM. */
 spccl_status sp_ib_region_open(sp_ib_context *d, const sp_region_config *config, sp_ib_memory *out);
 /* Accepts zeroed memory. */
