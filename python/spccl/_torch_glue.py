@@ -3,27 +3,32 @@
 The glue is one shared library for each torch minor version and machine; it contains no Python and no CUDA.
 `load` takes the first of these that exists:
   1. `libspccl_torch-<major.minor>.so` in the package
-  2. the library in the cache: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl
+  2. the library in the cache: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl. If other users may write there: in a
+     folder of this user beside the temporary files
   3. a new library, compiled by the system's C++ compiler into the cache
 So the glue is compiled once for each pair of torch and spccl versions. SPCCL_TORCH_GLUE forces one way:
 `prebuilt`, `compile`, or the path of a library. Imports torch only to load the library. Source: docs/TORCH.md,
 section "The glue".
 """
 
+import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import platform
 import re
 import shlex
 import shutil
+import stat
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 from . import _torch_settings
@@ -123,9 +128,69 @@ def _check(torch, path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled glue: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl."""
+    """The folder of compiled glue, unless other users may write there: $XDG_CACHE_HOME/spccl, else ~/.cache/spccl."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "spccl"
+
+
+@functools.cache
+def _library_folder(cache: Path, key: str) -> Path:
+    """The folder of a library: in `cache`, or in a folder of this user alone if others could put libraries there.
+
+    Raises: GlueError if others may write to both.
+    """
+    why = _other_writer(cache, key)
+    if why is None:
+        return cache / key
+    own = Path(tempfile.gettempdir()) / f"spccl-{os.geteuid()}"
+    why_not = _other_writer(own, key)
+    if why_not is not None:
+        raise GlueError(
+            f"no folder is safe for the compiled torch glue: {why}; {why_not}. Set XDG_CACHE_HOME to a folder to "
+            "which nobody else can write"
+        )
+    warnings.warn(
+        f"spccl: {why}, so that code of others could be loaded from there. The compiled torch glue is kept in {own} "
+        "instead; set XDG_CACHE_HOME to a folder to which nobody else can write",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return own / key
+
+
+def _other_writer(cache: Path, key: str) -> str | None:
+    """Who else could put a library into the folder `key` of `cache`, as a clause; None if nobody could. root may.
+
+    `cache` and `key` belong to this user or root, and others may not write there: a umask may have allowed it, so
+    this takes it from them. They may not rename things in the folder that holds `cache` either.
+    """
+    me = os.geteuid()
+    try:
+        parent = cache.parent.stat()
+        if parent.st_uid not in (0, me):
+            return f"{cache.parent} belongs to user {parent.st_uid}"
+        others = 0o002 if parent.st_uid == me else 0o022  # many systems give each user a group
+        if parent.st_mode & others and not parent.st_mode & stat.S_ISVTX:
+            return f"other users may write to {cache.parent}"
+        for folder in (cache, cache / key):
+            for status in (folder.lstat(), folder.stat()):  # it may be a link
+                if status.st_uid not in (0, me):
+                    return f"{folder} belongs to user {status.st_uid}"
+            if status.st_mode & 0o022 and status.st_uid == me:
+                with contextlib.suppress(OSError):
+                    folder.chmod(0o700)
+            if folder.stat().st_mode & 0o022:
+                return f"other users may write to {folder}"
+    except OSError:  # it is not there, and _make_folder makes it; or that fails, and says why
+        pass
+    return None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and missing ones above it, for this user alone."""
+    if not folder.parent.exists():
+        _make_folder(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _key(torch, compiler: str) -> str:
@@ -161,7 +226,7 @@ def _compiler() -> str:
 
 def cached_library(torch) -> Path:
     """The path in the cache of the library for this torch. The file need not exist."""
-    folder = cache_folder() / _key(torch, _compiler_for_key())
+    folder = _library_folder(cache_folder(), _key(torch, _compiler_for_key()))
     return folder / f"libspccl_torch-{_minor(torch.__version__)}.so"
 
 
@@ -172,7 +237,10 @@ def _compiled(torch) -> Path:
         return library
     folder = library.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
+        why = _other_writer(folder.parent, folder.name)  # another user may have been faster
+        if why is not None:
+            raise GlueError(f"{why}: remove it, or set XDG_CACHE_HOME to a folder to which nobody else can write")
         with open(folder / "lock", "w") as lock:
             _wait_for_lock(lock, folder)
             if not is_whole(library):
@@ -338,9 +406,12 @@ def _digest_file(library: Path) -> Path:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library of the cache exists and is as it was compiled. Loading a truncated library would end this
-    process by SIGBUS."""
+    """Whether a library of the cache exists, is as it was compiled, and nobody else can have written it. Loading a
+    truncated library would end this process by SIGBUS."""
     try:
+        status = library.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            return False
         size, digest = _digest_file(library).read_text().split()
         data = library.read_bytes()
     except (OSError, ValueError):

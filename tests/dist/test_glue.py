@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -228,6 +229,77 @@ def test_leftovers_of_a_killed_compiler_are_removed(monkeypatch, tmp_path):
     (library.parent / "tmpkilled.so.tmp").write_bytes(b"half")
     assert _torch_glue._compiled(torch) == library
     assert sorted(p.suffix for p in library.parent.iterdir()) == ["", ".sha256", ".so"]
+
+
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    """The folder of temporary files, and one above a cache. $CXX gives a library without compiling."""
+    for name in ("tmp", "home"):
+        (tmp_path / name).mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", f'for last; do :; done; cp "{built()}" "$last"'))
+    return tmp_path / "tmp"
+
+
+def other_owner(monkeypatch, *paths: Path) -> None:
+    """Make `paths` look as if user 12345 owned them."""
+    real = os.stat
+
+    def stat_of(path, *args, **kwargs):
+        status = real(path, *args, **kwargs)
+        return os.stat_result([*status[:4], 12345, *status[5:]]) if Path(path) in paths else status
+
+    monkeypatch.setattr(os, "stat", stat_of)
+
+
+def is_in(folder: Path) -> bool:
+    return _torch_glue._compiled(torch).is_relative_to(folder)
+
+
+@pytest.mark.parametrize("writer", ["parent", "cache", "key", "mode", "group"])
+def test_cache_that_others_can_write_to_is_not_used(monkeypatch, temporary, writer):
+    """A library that another user put into a shared cache would be loaded as this user's code."""
+    library = _torch_glue._compiled(torch)
+    home = library.parents[2]
+    assert home == temporary.parent / "home" and is_in(home)
+    _torch_glue._library_folder.cache_clear()
+    place = {"parent": home, "cache": library.parents[1], "key": library.parent}
+    if writer in place:
+        other_owner(monkeypatch, place[writer])
+    elif writer == "mode":
+        home.chmod(0o777)
+    else:
+        monkeypatch.setattr(Path, "chmod", lambda path, mode: None)  # as on file systems without modes
+        os.chmod(library.parent, 0o775)
+    with pytest.warns(RuntimeWarning, match=f"{home}.*spccl-{os.geteuid()} instead") as warned:
+        own = _torch_glue.cached_library(torch).parents[1]
+        assert is_in(temporary) and is_in(own)
+    assert len(warned) == 1
+    assert own.name == f"spccl-{os.geteuid()}" and own.stat().st_mode & 0o777 == 0o700
+    _torch_glue._library_folder.cache_clear()
+    other_owner(monkeypatch, *([home, own] if writer == "mode" else [*place.values(), own]))
+    with pytest.raises(_torch_glue.GlueError, match=f"no folder is safe.*{home}.*{own}"):
+        _torch_glue._compiled(torch)
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755, 0o775])
+def test_cache_in_a_folder_where_only_this_user_can_rename(temporary, recwarn, mode):
+    """The usual modes of ~/.cache and of /tmp need no other folder. What an older version left is made private."""
+    home = temporary.parent / "home"
+    home.chmod(mode)
+    library = _torch_glue._compiled(torch)
+    assert library.parents[2] == home
+    for folder in library.parents[:2]:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o775)
+    library.chmod(0o777)
+    _torch_glue._library_folder.cache_clear()
+    assert _torch_glue.is_whole(library) is False  # another user may have written it
+    assert _torch_glue._compiled(torch) == library and _torch_glue.is_whole(library)
+    for folder in library.parents[:2]:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.0+cu126", "1.13.1", "2.0.0a0+git1234"])
