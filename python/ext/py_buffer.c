@@ -12,6 +12,7 @@ enum {
     DL_FLOAT = 2,
     DL_OPAQUE_HANDLE = 3,
     DL_BFLOAT = 4,
+    DL_COMPLEX = 5,
     DL_BOOL = 6,
     DL_FLOAT8_FIRST = 7,
     DL_FLOAT8_LAST = 14
@@ -149,7 +150,24 @@ typedef struct own_type {
     spccl_dtype dtype; /* 0 = spccl has no such dtype */
     const char *name;  /* for texts */
     size_t item_bytes;
+    bool is_complex;
 } own_type;
+
+/* Raises for a type without a dtype in spccl. */
+static void refuse_type(ext_state *state, const char *arg, const own_type *own)
+{
+    char advice[120] = "pass dtype= to read them as one of that size";
+    if (own->is_complex)
+        (void)PyOS_snprintf(advice, sizeof advice,
+                            "pass real and imaginary parts: %s.view(\"float%zu\") in numpy, "
+                            "torch.view_as_real(%s) in torch",
+                            arg, own->item_bytes * 4, arg);
+    else if (own->item_bytes > 8 || (own->item_bytes & (own->item_bytes - 1)) != 0)
+        (void)PyOS_snprintf(advice, sizeof advice, "convert them, as with %s.astype(\"float64\")", arg);
+    ext_raise_text(state, SPCCL_ERR_DTYPE,
+                   "%s: elements of type \"%s\", %zu bytes each, have no dtype in spccl; %s", arg, own->name,
+                   own->item_bytes, advice);
+}
 
 /* Set a->dtype and a->n_elems for `bytes` bytes of memory. `wanted` is a dtype name, or NULL for the object's
  * own dtype. */
@@ -157,11 +175,7 @@ static int settle(ext_state *state, ext_array *a, const own_type *own, size_t by
 {
     if (wanted == NULL) {
         if (own->dtype == 0) {
-            ext_raise_text(
-                state, SPCCL_ERR_DTYPE,
-                "%s: elements of type \"%s\", %zu bytes each, have no dtype in spccl; pass dtype= to "
-                "read them as one of that size",
-                a->name, own->name, own->item_bytes);
+            refuse_type(state, a->name, own);
             return -1;
         }
         a->dtype = own->dtype;
@@ -215,7 +229,8 @@ static int acquire_view(ext_state *state, PyObject *obj, bool writable, const ch
         return refuse_references(state, a->name, a->view.format);
     a->data = a->view.buf;
     const own_type own = {dtype_of_format(a->view.format, a->view.itemsize),
-                          a->view.format != NULL ? a->view.format : "B", (size_t)a->view.itemsize};
+                          a->view.format != NULL ? a->view.format : "B", (size_t)a->view.itemsize,
+                          a->view.format != NULL && strchr(a->view.format, 'Z') != NULL};
     return settle(state, a, &own, (size_t)a->view.len, dtype_name);
 }
 
@@ -244,6 +259,28 @@ static int check_device(ext_state *state, PyObject *obj, const char *name)
                           : "an accelerator",
         type, name);
     return -1;
+}
+
+/* 1 if the attribute is true, 0 if it is false or not there, -1 with an exception. */
+static int is_true(PyObject *obj, const char *attr)
+{
+    PyObject *value =
+        PyObject_HasAttrString(obj, attr) ? PyObject_GetAttrString(obj, attr) : Py_NewRef(Py_False);
+    int result = value != NULL ? PyObject_IsTrue(value) : -1;
+    Py_XDECREF(value);
+    return result;
+}
+
+/* The object that exports the tensor's memory, a new reference. torch exports no tensor that requires grad, as a
+ * parameter does, but its detach(). A result of autograd is only read: the backward pass may need its values. */
+static PyObject *without_gradient(PyObject *obj, bool writable)
+{
+    int requires_grad = is_true(obj, "requires_grad"), may_detach = 1;
+    if (requires_grad == 1 && writable)
+        may_detach = is_true(obj, "is_leaf");
+    if (requires_grad < 0 || may_detach < 0)
+        return NULL;
+    return requires_grad == 1 && may_detach == 1 ? PyObject_CallMethod(obj, "detach", NULL) : Py_NewRef(obj);
 }
 
 /* Asks for a version 1 capsule, which says whether the memory is read-only. Older producers take no arguments
@@ -319,13 +356,16 @@ static int acquire_dlpack(ext_state *state, PyObject *obj, bool writable, const 
                           ext_array *a)
 {
     const dl_tensor *t;
-    PyObject *capsule;
+    PyObject *capsule = NULL;
     bool read_only;
     char own_name[64];
 
     if (check_device(state, obj, a->name) < 0)
         return -1;
-    capsule = dlpack_capsule(obj);
+    obj = without_gradient(obj, writable);
+    if (obj != NULL)
+        capsule = dlpack_capsule(obj);
+    Py_XDECREF(obj);
     if (capsule == NULL)
         return -1;
     t = open_capsule(state, capsule, a, &read_only);
@@ -352,7 +392,7 @@ static int acquire_dlpack(ext_state *state, PyObject *obj, bool writable, const 
     }
     a->data = n != 0 ? (char *)t->data + t->byte_offset : NULL;
     (void)PyOS_snprintf(own_name, sizeof own_name, "DLPack code %u, %u bits", t->code, t->bits);
-    const own_type own = {dtype_of_dlpack(t), own_name, item_bytes};
+    const own_type own = {dtype_of_dlpack(t), own_name, item_bytes, t->code == DL_COMPLEX};
     return settle(state, a, &own, n * item_bytes, dtype_name);
 }
 

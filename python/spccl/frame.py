@@ -142,7 +142,8 @@ def decode(
 
     Args:
         encoded: bytes from `encode`, or from any other source: every frame is checked completely.
-        out: writable array in host memory with the encoded array's dtype and number of elements, any shape.
+        out: writable array in host memory with the encoded array's dtype and number of elements, any shape. It
+            may be a torch parameter that requires grad, but no result of autograd.
             None: a new flat numpy array of the encoded array's dtype (bfloat16 bits in uint16, float8 bits in
             uint8).
         verb: "set": elements that are not listed become zero. "add": listed elements are added. "overwrite":
@@ -159,7 +160,7 @@ def decode(
     """
     encoded = _renamed("decode", encoded, stream)
     if out is None:
-        if verb != "set":
+        if verb in ("add", "overwrite"):
             raise _ext.ArgumentError(
                 f'decode: verb "{verb}" changes an array that exists; pass out=, or use verb "set"'
             )

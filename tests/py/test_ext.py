@@ -109,8 +109,10 @@ REFUSED = [
     (lambda: _ext.encode(np.zeros((4, 4), "f4").T[:2]), "x: the array is not C-contiguous"),
     (lambda: _ext.encode(np.zeros(4, ">f4")), "x: the elements are big-endian"),
     (lambda: _ext.encode(np.zeros(4, ">f4"), dtype="float32"), "x: the elements are big-endian"),
-    (lambda: _ext.encode(np.zeros(4, "u4")), "x: elements of type"),
-    (lambda: _ext.encode(np.zeros(4, "c8")), "x: elements of type"),
+    (lambda: _ext.encode(np.zeros(4, "u4")), "x: elements of type.*; pass dtype= to read them as one of that size$"),
+    (lambda: _ext.encode(np.zeros(4, "c8")), r'x: elements of type.*x\.view\("float32"\) in numpy'),
+    (lambda: _ext.encode(np.zeros(4, "c16")), r'x: elements of type.*x\.view\("float64"\) in numpy'),
+    (lambda: _ext.encode(np.zeros(4, "g")), r'x: elements of type.*; convert them, as with x\.astype\("float64"\)$'),
     (lambda: _ext.encode(b"1234567", dtype="int32"), "x: 7 bytes"),
     (lambda: _ext.encode(np.zeros(4, "f4"), dtype="float31"), 'x: dtype "float31" is not known'),
     (lambda: _ext.encode(np.zeros(4, "f4"), format="zip"), 'format: got "zip"'),
@@ -263,8 +265,20 @@ def test_torch_tensors():
     assert _ext.inspect(_ext.encode(x))["dtype"] == "float8"
     with pytest.raises(spccl.ArgumentError, match="not C-contiguous"):
         _ext.encode(torch.zeros(4, 4).t()[:3])
+    with pytest.raises(spccl.ArgumentError, match=r"; pass real .*\(out\) in torch$"):
+        _ext.decode(_ext.encode(x), torch.zeros(4, dtype=torch.complex128))
+
+
+def test_torch_tensors_that_require_grad():
+    """A parameter is read and written as the memory that it is; a result of autograd is only read."""
+    torch = pytest.importorskip("torch")
+    values = torch.tensor([0.0, 1.0, 0.0, 3.0])
+    parameter = torch.nn.Parameter(torch.full((2, 2), 7.0))
+    assert spccl.decode(_ext.encode(values), parameter) is parameter
+    assert torch.equal(parameter.detach().flatten(), values) and parameter.requires_grad
+    assert _ext.encode(parameter) == _ext.encode(values) == _ext.encode(parameter * 1)
     with pytest.raises(BufferError, match="detach"):
-        _ext.encode(torch.zeros(4, requires_grad=True))
+        _ext.decode(_ext.encode(values), parameter * 1)
 
 
 # ---- memory ----

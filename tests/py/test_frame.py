@@ -71,6 +71,9 @@ def test_delta_and_verbs():
     assert np.array_equal(out, new + 1)
     with pytest.raises(spccl.ArgumentError, match="pass out="):
         spccl.decode(delta, verb="overwrite")
+    for out in (None, np.zeros(9000, np.int32)):
+        with pytest.raises(spccl.ArgumentError, match='verb: got "max"; wanted set, add or overwrite'):
+            spccl.decode(delta, out, "max")
     with pytest.raises(spccl.UnsupportedError):
         spccl.decode(spccl.encode(b"\x01", dtype="float8"), bytearray(1), "add", "float8")
 
@@ -79,9 +82,12 @@ def test_wrong_destination():
     encoded = spccl.encode(np.ones(10, np.float32))
     with pytest.raises(spccl.FormatError, match="float32"):
         spccl.decode(encoded, np.zeros(10, np.int32))
-    for n in (9, 11):
-        with pytest.raises(spccl.FormatError, match="10"):
+    for n in (0, 9, 11):
+        with pytest.raises(spccl.FormatError, match=f"encoded has 10 elements, out has {n}$"):
             spccl.decode(encoded, np.zeros(n, np.float32))
+    for n in (9, 10, 25):  # of three frames some are decoded
+        with pytest.raises(spccl.FormatError, match=f"encoded has 30 elements, out has {n}$"):
+            spccl.decode(encoded * 3, np.zeros(n, np.float32))
 
 
 def test_bad_encoded_arrays_say_where():

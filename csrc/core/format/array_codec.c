@@ -245,16 +245,25 @@ static spccl_status check_decode(struct decode_job *j)
     return SPCCL_OK;
 }
 
-/* Check that this valid frame fits the array, after `done` elements. */
-static spccl_status check_fits(const struct decode_job *j, const sp_frame *f, size_t done)
+/* Check that this valid frame has the array's dtype. */
+static spccl_status check_dtype(const struct decode_job *j, const sp_frame *f)
 {
-    if (f->dtype != j->dtype)
-        return SP_FAIL(SPCCL_ERR_FRAME, "dtype %s, wanted %s", sp_dtype_name(f->dtype),
-                       sp_dtype_name(j->dtype));
-    if (f->n_elems > j->n_elems - done)
-        return SP_FAIL(SPCCL_ERR_FRAME, "%zu elements after %zu, wanted %zu in all", f->n_elems, done,
-                       j->n_elems);
-    return SPCCL_OK;
+    if (f->dtype == j->dtype)
+        return SPCCL_OK;
+    return SP_FAIL(SPCCL_ERR_FRAME, "dtype %s, wanted %s", sp_dtype_name(f->dtype), sp_dtype_name(j->dtype));
+}
+
+/* Elements of the frames from byte `at` on, up to one whose header is bad: for the text of an error. */
+static size_t count_elems(const struct decode_job *j, size_t at)
+{
+    sp_frame f;
+    size_t n = 0;
+    for (; at < j->encoded_bytes; at += f.frame_bytes) {
+        if (sp_frame_validate_header(j->encoded + at, j->encoded_bytes - at, &f) != SPCCL_OK)
+            break;
+        n += f.n_elems;
+    }
+    return n;
 }
 
 spccl_status spccl_decode(const void *encoded, size_t encoded_bytes, spccl_verb verb, void *dst,
@@ -277,7 +286,11 @@ spccl_status spccl_decode(const void *encoded, size_t encoded_bytes, spccl_verb 
     while (at < encoded_bytes) {
         sp_frame f;
         SP_TRY_TO(bad_frame, st, sp_frame_validate(j.encoded + at, encoded_bytes - at, &f));
-        SP_TRY_TO(bad_frame, st, check_fits(&j, &f, done));
+        SP_TRY_TO(bad_frame, st, check_dtype(&j, &f));
+        if (f.n_elems > n_elems - done) {
+            done += count_elems(&j, at);
+            break;
+        }
         SP_TRY_TO(bad_frame, st,
                   sp_codec_apply(kernels, &f, verb, f.n_elems != 0 ? j.dst + done * elem_bytes : NULL, dtype,
                                  j.dst_bytes >= NT_DST_BYTES_MIN));
@@ -285,8 +298,7 @@ spccl_status spccl_decode(const void *encoded, size_t encoded_bytes, spccl_verb 
         done += f.n_elems;
     }
     if (done != n_elems)
-        return SP_FAIL(SPCCL_ERR_FRAME, "decode: encoded array of %zu bytes holds %zu elements, wanted %zu",
-                       encoded_bytes, done, n_elems);
+        return SP_FAIL(SPCCL_ERR_FRAME, "decode: encoded has %zu elements, out has %zu", done, n_elems);
     return SPCCL_OK;
 bad_frame:
     return SP_FAIL(st, "decode: at byte %zu of %zu: %s", at, encoded_bytes, spccl_last_error());
