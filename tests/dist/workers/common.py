@@ -43,6 +43,12 @@ def join(backend: str = "spccl", timeout_s: float = 60, name: str = "store", **k
     )
 
 
+def segments() -> int:
+    """Number of mappings of shared memory of transport shm in this process."""
+    with open("/proc/self/maps") as maps:
+        return sum("/memfd:spccl" in line for line in maps)
+
+
 def main(cases: list[Callable[[], dict | None]], backend: str = "spccl") -> None:
     """Run all cases, or those named on the command line. Exits with 1 at the first case that fails on this rank."""
     wanted = sys.argv[1:]

@@ -17,16 +17,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.common import FOLDER, RANK, WORLD, join, raises, report
+from workers.common import FOLDER, RANK, WORLD, join, raises, report, segments
 
 SOON_S = 10  # far below the time-outs of the groups, far above what a busy machine needs
 ELEMENTS = 1 << 20  # 4 MiB are several slices, so a fault comes in the middle of a collective
 
 
-def held() -> tuple[int, int, list[str]]:
-    """Number of file descriptors and of threads of this process, and the names of its shared memory."""
-    segments = [n for n in os.listdir("/dev/shm") if n.startswith(f"spccl-{os.getpid()}")]
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments
+def held() -> tuple[int, int, int]:
+    """Number of file descriptors, of threads and of mapped segments of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments()
 
 
 def open_files() -> list[str]:
@@ -134,6 +133,7 @@ def killed_peer():
     join(timeout_s=30)
     x = torch.randn(ELEMENTS)
     dist.all_reduce(x)
+    assert segments() > before[2], "shm is not used"  # else a leak of it would not be seen
     done = Path(FOLDER, "first_sum_done")
     done.with_suffix(f".{RANK}").touch()
     if RANK == WORLD - 1:
