@@ -194,10 +194,12 @@ static void forget_faults(void)
     unsetenv("TEST_NET_TIMES");
 }
 
-/* Two groups of the same GPUs, which take turns. A call of the plugin fails for the first; the other must go on. */
+/* Two groups of the same GPUs, which take turns. A call of the plugin fails for the first; the other must go on.
+ * If all ranks share a GPU, the other goes on only after the first was destroyed: destroying frees memory, which waits
+ * for all kernels of the GPU, and a kernel ends only after the other rank has launched its own. */
 struct two_groups {
     const char *word; /* in the error of the rank whose call failed */
-    _Atomic int n_other_ready, n_attached, n_ended, n_named;
+    _Atomic int n_other_ready, n_attached, n_ended, n_destroyed, n_named;
 };
 
 static void fails_in_plugin(struct rank_ctx *c)
@@ -221,7 +223,7 @@ static void goes_on(struct rank_ctx *c)
         return;
     check_works(c);
     s->n_other_ready++;
-    if (!wait_for(&s->n_ended, 2))
+    if (!wait_for(n_gpus > 1 ? &s->n_ended : &s->n_destroyed, 2))
         return;
     for (int i = 0; i < 5; i++)
         check_works(c);
@@ -254,6 +256,7 @@ static void run_two_groups(const char *word)
     relay_results();
     CHECK(pthread_create(&thread, NULL, run_other, &other) == 0, "a thread");
     run_ranks(2, &config, fails_in_plugin, &s, ctx);
+    s.n_destroyed = 2;
     pthread_join(thread, NULL);
     check_created(ctx, 2);
     check_created(other.ctx, 2);

@@ -197,8 +197,13 @@ cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t)
         of_pools.insert((uintptr_t)*p);
     return e;
 }
+// As on GPUs, this waits for all work of the device, also of other threads.
 cudaError_t cudaFree(void *p)
 {
+    struct cudaPointerAttributes of;
+    cudaPointerGetAttributes(&of, p);
+    if (of.type == cudaMemoryTypeDevice)
+        gpusim_wait_for_device(of.device);
     std::lock_guard<std::mutex> lock(mu);
     of_pools.erase((uintptr_t)p);
     auto found = allocations.find((uintptr_t)p);
@@ -211,17 +216,14 @@ cudaError_t cudaFree(void *p)
     free(p);
     return cudaSuccess;
 }
-// Not in the order of the stream: callers have waited for what uses the memory.
-cudaError_t cudaFreeAsync(void *p, cudaStream_t)
-{
-    return cudaFree(p);
-}
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned)
 {
     return posix_memalign(p, 256, bytes) == 0 ? cudaSuccess : gpusim_fail(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFreeHost(void *p)
 {
+    if (p != nullptr)
+        gpusim_wait_for_device(device_now < 0 ? 0 : device_now);
     free(p);
     return cudaSuccess;
 }

@@ -54,8 +54,10 @@ struct gpusim_event {
 };
 struct gpusim_stream {
     unsigned long long id;
+    int device;
     std::deque<task> tasks;
-    std::condition_variable emptied; // `tasks` has become empty
+    unsigned long long n_added = 0, n_done = 0; // tasks
+    std::condition_variable emptied;            // `tasks` has become empty
     gpusim_graph *capture = nullptr;
 };
 
@@ -86,6 +88,7 @@ bool advance(gpusim_stream &s)
             return false;
     }
     s.tasks.pop_front();
+    s.n_done++;
     if (s.tasks.empty())
         s.emptied.notify_all();
     return true;
@@ -131,6 +134,7 @@ void add(gpusim_stream *s, task t)
         started = true;
     }
     s->tasks.push_back(std::move(t));
+    s->n_added++;
     added = true;
     changed.notify_all();
 }
@@ -142,7 +146,27 @@ cudaError_t add_call(cudaStream_t s, std::function<void()> call)
     return cudaSuccess;
 }
 
+// The tasks of a device that were added so far are done. mu is held.
+bool is_done(const std::vector<std::pair<unsigned long long, unsigned long long>> &wanted)
+{
+    for (auto [id, n] : wanted)
+        for (const gpusim_stream *s : streams)
+            if (s->id == id && s->n_done < n)
+                return false;
+    return true;
+}
+
 } // namespace
+
+void gpusim_wait_for_device(int device)
+{
+    std::unique_lock<std::mutex> lock(mu);
+    std::vector<std::pair<unsigned long long, unsigned long long>> wanted; // stream, tasks
+    for (const gpusim_stream *s : streams)
+        if (s->device == device)
+            wanted.emplace_back(s->id, s->n_added);
+    changed.wait(lock, [&] { return is_done(wanted); });
+}
 
 cudaError_t gpusim_launch(std::function<void()> thread, dim3 grid, dim3 block, size_t shared, cudaStream_t s)
 {
@@ -174,6 +198,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned)
     std::lock_guard<std::mutex> lock(mu);
     *out = new gpusim_stream;
     (*out)->id = ++last_id;
+    cudaGetDevice(&(*out)->device);
     streams.push_back(*out);
     return cudaSuccess;
 }

@@ -85,7 +85,6 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);
 cudaError_t cudaMalloc(void **p, size_t bytes);
 cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t stream);
 cudaError_t cudaFree(void *p);
-cudaError_t cudaFreeAsync(void *p, cudaStream_t stream);
 cudaError_t cudaHostAlloc(void **p, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void *p);
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags);
