@@ -7,8 +7,17 @@ world size; only the moments of the inner optimizer then come from that rank.
 {"state", "param_groups": those of the inner optimizer, "sparse_sync": {
     "version", "world_size", "rank", "steps", "exchanges", "seed", "consolidated", "shard": (number, how many) in each
         process group over which DTensor parameters are sharded,
-    "parameters": one for each trained parameter, in order: {"index", "shape", "global": z [numel], "local": w [numel]
-        or None where the state is consolidated, "velocity": u [numel] or None, "prune": [6] int64}}}
+    "names", "shapes": of each trained parameter, in the optimizer's order; a name is None where the optimizer was given
+        parameters without names,
+    "parameters": one for each of them: {"index", "global": z, "local": w or None where the state is consolidated,
+        "velocity": u or None, "prune": [6] int64}}}
+
+z, w and u have the parameter's shape (of a DTensor that of this rank's part), whatever memory format the parameter has.
+So a run with another memory format may load them. Version 1 had them flat, in the order of the parameter's memory.
+
+Parameters are found by their place in the optimizer. A name or shape that differs is refused. Two parameters of one
+shape that changed places can be told apart only if the optimizer was given named parameters
+(`AdamW(model.named_parameters())`), in both runs.
 """
 
 from __future__ import annotations
@@ -17,14 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spccl._hook_state import require_one_shard
+from spccl._hook_state import plain_name, require_one_shard
+
+from .bucket import local_part, own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .sync import SparseSync
 
-VERSION = 1
+VERSION = 2
 KEY = "sparse_sync"
 
 
@@ -46,10 +57,9 @@ def save(sync: SparseSync) -> dict[str, Any]:
             parameters.append(
                 {
                     "index": w.index,
-                    "shape": tuple(w.param.shape),
-                    "global": common,
-                    "local": own,
-                    "velocity": None if velocity is None else velocity.clone(),
+                    "global": _shaped(common, w.param).contiguous(),
+                    "local": _shaped(own, w.param).contiguous(),
+                    "velocity": None if velocity is None else _shaped(velocity.clone(), w.param).contiguous(),
                     "prune": w.state.clone(),
                 }
             )
@@ -67,9 +77,17 @@ def save(sync: SparseSync) -> dict[str, Any]:
         "seed": sync.settings.seed,
         "consolidated": consolidated,
         "shard": sync._shards.place,
+        "names": [plain_name(w.name) if sync._named else None for w in sync._weights],
+        "shapes": [tuple(w.param.shape) for w in sync._weights],
         "parameters": parameters,
     }
     return {**sync.inner.state_dict(), KEY: mine}
+
+
+def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A view, with the shape of this rank's part of `param`, of a tensor [numel] in the order of its memory."""
+    part = own_memory(param)
+    return flat.as_strided(part.shape, part.stride())
 
 
 @torch.no_grad()
@@ -88,20 +106,31 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     sync._step_to_load = None
     entries = {entry["index"]: entry for entry in mine["parameters"]}
     sync.inner.load_state_dict({key: value for key, value in state.items() if key != KEY})
+    _use_memory_formats(sync)
     for bucket in sync.buckets:
         velocities = [None] * len(bucket.weights) if bucket.velocity is None else bucket.split(bucket.velocity)
         for place, (w, velocity) in enumerate(zip(bucket.weights, velocities, strict=True)):
             entry = entries[w.index]
-            bucket.global_parts[place].copy_(entry["global"])
+            _shaped(bucket.global_parts[place], w.param).copy_(entry["global"])
             own = entry["global"] if entry["local"] is None else entry["local"]
-            bucket.locals[place].copy_(own)
+            _shaped(bucket.locals[place], w.param).copy_(own)
             w.state.copy_(entry["prune"])
             if velocity is not None:
-                velocity.copy_(entry["velocity"])
+                _shaped(velocity, w.param).copy_(entry["velocity"])
         bucket.publish()
     sync.steps, sync.exchanges = int(mine["steps"]), int(mine["exchanges"])
     sync._check_next = True
     sync._tally.reset()
+
+
+def _use_memory_formats(sync: SparseSync) -> None:
+    """Give each moment the memory format of its parameter, which `moments` relies on. torch keeps the state's."""
+    for w in sync._weights:
+        kept, strides = sync.inner.state.get(w.param, {}), own_memory(w.param).stride()
+        for key, value in kept.items():
+            is_moment = isinstance(value, torch.Tensor) and value.shape == w.param.shape
+            if is_moment and local_part(value).stride() != strides:
+                kept[key] = torch.empty_like(w.param, dtype=value.dtype).copy_(value)
 
 
 def mark(sync: SparseSync) -> dict[str, Any]:
@@ -129,7 +158,13 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
         raise RuntimeError(f"{who}: called inside `with opt.global_weights()`; end that block first")
     if not isinstance(mine, dict) or mine.get("version") != VERSION:
         got = f"version {mine.get('version')!r}" if isinstance(mine, dict) else f"a state without {KEY!r}"
-        raise ValueError(f"{who}: got {got}, wanted what SparseSync.state_dict() of version {VERSION} returned")
+        if got == "version 1":
+            got += " (its weights are in the order of the parameters' memory, which it does not tell)"
+        raise ValueError(
+            f"{who}: got {got}, wanted what SparseSync.state_dict() of version {VERSION} returned; end a run of "
+            "another version with the spccl that saved it, or begin a new SparseSync from the weights in the model's "
+            "file"
+        )
     world_size, rank = sync.ranks.world_size, sync.ranks.rank
     if not mine["consolidated"] and mine["world_size"] != world_size:
         raise ValueError(
@@ -146,20 +181,42 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
         )
     if mine["seed"] != sync.settings.seed:
         raise ValueError(f"{who}: got a state with seed {mine['seed']}, this object has {sync.settings.seed}")
-    theirs = {entry["index"]: tuple(entry["shape"]) for entry in mine["parameters"]}
-    ours = {w.index: tuple(w.param.shape) for w in sync._weights}
-    if theirs != ours:
-        index = next(i for i in sorted({*theirs, *ours}) if theirs.get(i) != ours.get(i))
-        raise ValueError(
-            f"{who}: the state is of another model: parameter {index} has shape {theirs.get(index, 'none')} in the "
-            f"state and {ours.get(index, 'none')} here ({len(theirs)} and {len(ours)} parameters)"
-        )
+    _require_same_parameters(who, sync, mine)
     wants = sync.settings.outer_momentum > 0
     if any(wants != (entry["velocity"] is not None) for entry in mine["parameters"]):
         raise ValueError(
             f"{who}: outer_momentum is {sync.settings.outer_momentum}, the state is "
             f"{'without' if wants else 'with'} outer momentum; use the settings of the run that saved it"
         )
+
+
+def _require_same_parameters(who: str, sync: SparseSync, mine: dict[str, Any]) -> None:
+    """Raises: ValueError that names the first parameter whose name or shape in the state is another one, or that is
+    missing there or here."""
+    kept = zip(mine["parameters"], mine["names"], mine["shapes"], strict=True)
+    theirs = {entry["index"]: (name, tuple(shape), tuple(entry["global"].shape)) for entry, name, shape in kept}
+    ours = {
+        w.index: (plain_name(w.name) if sync._named else None, tuple(w.param.shape), tuple(own_memory(w.param).shape))
+        for w in sync._weights
+    }
+    for index in sorted({*theirs, *ours}):
+        found = [side.get(index, (None, None, None)) for side in (theirs, ours)]
+        names = {name for name, _, _ in found if name is not None}
+        if len(names) > 1 or found[0][1:] != found[1][1:]:
+            saved, here = map(_describe, found)
+            raise ValueError(
+                f"{who}: the state is of another model: parameter {index} is {saved} in the state and {here} here "
+                f"({len(theirs)} and {len(ours)} parameters); make the optimizer with the parameters of the run that "
+                "saved the state, in the same order"
+            )
+
+
+def _describe(parameter: tuple[str | None, Any, Any]) -> str:
+    name, shape, part = parameter
+    if shape is None:
+        return "absent"
+    text = f"of shape {shape}" + (f" ({part} on this rank)" if part != shape else "")
+    return text if name is None else f"{name} {text}"
 
 
 def reshard(

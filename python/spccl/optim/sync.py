@@ -188,7 +188,8 @@ class SparseSync(torch.optim.Optimizer):
         names = [n for group in self.inner.param_groups for n in group.get("param_names", ())]
         if not any(p.requires_grad and p.numel() for p in everything):
             raise ValueError("SparseSync: no parameter of the optimizer requires a gradient; nothing would be trained")
-        if len(names) != len(everything):
+        self._named = len(names) == len(everything)  # else a name is a number
+        if not self._named:
             names = [f"{i}" for i in range(len(everything))]
         shards = Shards(((n, p) for n, p in zip(names, everything, strict=True) if p.requires_grad), self.ranks)
         trained = [(i, p) for i, p in enumerate(everything) if p.requires_grad and own_memory(p).numel()]
@@ -431,8 +432,8 @@ class SparseSync(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`.
 
-        It has each parameter's local and global weights (float32, or float64 of float64 parameters), flat. These
-        are copies; the inner optimizer's tensors are not, as in torch.optim.
+        It has each parameter's local and global weights (float32, or float64 of float64 parameters), in its shape.
+        These are copies; the inner optimizer's tensors are not, as in torch.optim.
         """
         self.wait()
         return checkpoint.mark(self) if self.states_apart else checkpoint.save(self)
@@ -440,7 +441,8 @@ class SparseSync(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict()`, and write this rank's weights into the model. See `spccl.optim.checkpoint`.
 
-        Raises: ValueError for the state of another rank, model or number of ranks, and for one without "sparse_sync".
+        Raises: ValueError for the state of another rank, model, version or number of ranks, and for one without
+            "sparse_sync". A parameter whose name or shape differs is named.
         """
         self.wait()
         checkpoint.load(self, state_dict)
