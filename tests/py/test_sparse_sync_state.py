@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="SparseSync is for torch, and none is installed")
 
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+
 from spccl.optim import SparseSync  # noqa: E402
 
 
@@ -119,3 +121,15 @@ def test_the_version_before():
     state["sparse_sync"] |= {"version": 1}
     with pytest.raises(ValueError, match=r"got version 1 \(.*order of the parameters' memory.*wanted .* version 2"):
         opt.load_state_dict(state)
+
+
+def test_torch_distributed_checkpoint():
+    """get_optimizer_state_dict() would drop the state of this object: it is refused when saving."""
+    net = torch.nn.Linear(80, 80)
+    opt = SparseSync(torch.optim.AdamW(net.parameters()), density=0.05)
+    net(torch.randn(4, 80)).sum().backward()
+    opt.step()
+    for opt.states_apart in (False, True):
+        with pytest.raises(RuntimeError, match=r"get_optimizer_state_dict\(\) would drop .* save opt.state_dict\(\)"):
+            get_optimizer_state_dict(net, opt)
+        assert "sparse_sync" in opt.state_dict()

@@ -22,6 +22,7 @@ shape that changed places can be told apart only if the optimizer was given name
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,6 +140,23 @@ def mark(sync: SparseSync) -> dict[str, Any]:
     `load` of it makes step() refuse until the state of that step is loaded too.
     """
     return {"state": {}, "param_groups": [], KEY: {"version": VERSION, "apart": True, "steps": sync.steps}}
+
+
+def refuse_torch_checkpoint(sync: SparseSync) -> None:
+    """Raises: RuntimeError if torch's get_optimizer_state_dict() asks for the state.
+
+    It keeps "state" and "param_groups" of what state_dict() returns and drops the rest, so it would save no weights of
+    this object. Its file would also have the moments of one rank for all ranks. Its caller alone tells it apart.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(
+                f"SparseSync.state_dict: rank {sync.ranks.rank}: torch's get_optimizer_state_dict() would drop this "
+                "rank's local and global weights, so that no run could resume; save opt.state_dict() in a file of each "
+                "rank (spccl.integrations.save_state), and the model inside `with opt.global_weights()`"
+            )
+        frame = frame.f_back
 
 
 def require_loaded(sync: SparseSync) -> None:

@@ -434,7 +434,10 @@ class SparseSync(torch.optim.Optimizer):
 
         It has each parameter's local and global weights (float32, or float64 of float64 parameters), in its shape.
         These are copies; the inner optimizer's tensors are not, as in torch.optim.
+
+        Raises: RuntimeError if torch's get_optimizer_state_dict() calls it, which would drop those weights.
         """
+        checkpoint.refuse_torch_checkpoint(self)
         self.wait()
         return checkpoint.mark(self) if self.states_apart else checkpoint.save(self)
 
