@@ -120,6 +120,13 @@ def model(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+def trainer_of(model, **more):
+    """Its `train` and `log` keep what they were given."""
+    calls = {"train": [], "log": []}
+    methods = {name: lambda *given, kept=kept: kept.append(given) for name, kept in calls.items()}
+    return Settings(model_wrapped=model, accelerator=Settings(scaler=None), calls=calls, **methods, **more)
+
+
 def begin(callback, args, global_step=0, optimizer=None):
     callback.on_train_begin(args, Settings(global_step=global_step), None, model=None, optimizer=optimizer)
 
@@ -132,8 +139,10 @@ def arguments(tmp_path, **more):
 @pytest.mark.filterwarnings("ignore:PrunedGradients. the group's backend")
 def test_trainer_callback_registers_saves_and_resumes(callback_class, model, tmp_path):
     hook = ddp.PrunedGradients(min_numel=1, density=0.1)
-    callback = callback_class(Settings(model_wrapped=model, accelerator=Settings(scaler=None)), hook)
+    trainer = trainer_of(model)
+    callback = callback_class(trainer, hook)
     args = arguments(tmp_path)
+    trainer.train()
     begin(callback, args)
     begin(callback, args)  # train() called again: nothing is registered twice
     model(torch.randn(8, 100)).sum().backward()
@@ -146,8 +155,19 @@ def test_trainer_callback_registers_saves_and_resumes(callback_class, model, tmp
     resumed = ddp.PrunedGradients(min_numel=1, density=0.1)
     state = torch.load(file, weights_only=True) | {"world_size": 1}
     torch.save(state, file)
-    begin(callback_class(Settings(model_wrapped=other, accelerator=Settings()), resumed), args, global_step=1)
+    trainer = trainer_of(other)
+    callback = callback_class(trainer, resumed)
+    with pytest.raises(RuntimeError, match=r"resumes at step 1 from a folder that train\(\) was not given"):
+        begin(callback, args, global_step=1)
+    trainer.train(str(tmp_path / "elsewhere"))
+    with pytest.raises(FileNotFoundError, match=r"PrunedGradients: .*elsewhere has no spccl-rank-\*\.pt"):
+        begin(callback, args, global_step=1)
+    trainer.train(resume_from_checkpoint=True)  # the last checkpoint in output_dir
+    begin(callback, args, global_step=1)
     assert resumed.step == 1 and resumed.state_dict()["parameters"].keys() == {"weight", "bias"}
+    resumed.step = 5
+    begin(callback, args, global_step=1)  # a second train() resumes too
+    assert resumed.step == 1
 
 
 def test_state_of_another_number_of_ranks(tmp_path):
@@ -161,7 +181,7 @@ def test_state_of_another_number_of_ranks(tmp_path):
     integrations.load_state(hook, tmp_path, 1, 2)
     held = hook.state_dict()["parameters"]["w"]["residual"]
     assert hook.step == 7 and torch.equal(held, torch.full((4,), sum(range(2, 13, 2)) * 2 / 12))
-    with pytest.warns(UserWarning, match="goes on without what was not sent"):
+    with pytest.raises(FileNotFoundError, match=r"PrunedGradients: .*nothing has no spccl-rank-\*\.pt"):
         integrations.load_state(hook, tmp_path / "nothing", 0, 2)
     (tmp_path / "spccl-rank-3-of-12.pt").unlink()
     with pytest.raises(ValueError, match="all ranks"):
@@ -264,7 +284,7 @@ def test_sparse_sync_state_of_another_number_of_ranks(tmp_path):
 def test_sparse_sync_without_its_file_stops(tmp_path):
     net, opt = synced()
     opt.load_state_dict({**optim.checkpoint.mark(opt), "sparse_sync": {"version": 1, "apart": True, "steps": 7}})
-    with pytest.warns(UserWarning, match="SparseSync.*has no spccl-rank"):
+    with pytest.raises(FileNotFoundError, match=r"SparseSync: .* has no spccl-rank.*load the model alone"):
         integrations.load_state(opt, tmp_path, 0, 1)
     with pytest.raises(RuntimeError, match=r"checkpoint of step 7.*at step 2"):
         train(net, opt, 1)
@@ -288,7 +308,7 @@ def test_trainer_callback_warns_of_conflicting_settings(callback_class, model, t
         (None, {}, []),
     ):
         one = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
-        trainer = Settings(model_wrapped=one, accelerator=Settings(scaler=None))
+        trainer = trainer_of(one)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             begin(
@@ -301,7 +321,7 @@ def test_trainer_callback_warns_of_conflicting_settings(callback_class, model, t
 
 
 def test_trainer_callback_without_ddp(callback_class, tmp_path):
-    callback = callback_class(Settings(model_wrapped=torch.nn.Linear(1, 1)), ddp.PrunedGradients())
+    callback = callback_class(trainer_of(torch.nn.Linear(1, 1)), ddp.PrunedGradients())
     with pytest.warns(UserWarning, match="one process has nothing to send"):
         begin(callback, arguments(tmp_path, world_size=1))
     callback.on_save(arguments(tmp_path), Settings(global_step=1), None)

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +66,11 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
     """Load this rank's state from `folder`, saved by `save_state` on any number of ranks.
 
     With the same number of ranks that is the file spccl-rank-RANK-of-WORLD_SIZE.pt; with another one all files are
-    read. Without a file PrunedGradients warns and goes on. A SparseSync that was given the optimizer's part of that
-    checkpoint refuses its next step.
+    read.
 
     Args: rank, world_size: this rank's number and the number of ranks now, in the whole job.
-    Raises: ValueError that names the folder if the states of some ranks are missing, are of several steps or do not
-        fit `part`; OSError if a file cannot be read.
+    Raises: FileNotFoundError if the folder has no state; ValueError that names the folder if the states of some ranks
+        are missing, are of several steps or do not fit `part`; OSError if a file cannot be read.
     """
     import torch
 
@@ -83,9 +81,11 @@ def load_state(part: PrunedGradients | SparseSync, folder: Path, rank: int, worl
         return
     files = _files_in(folder)
     if not files:
-        then = "its next step() refuses" if is_sparse_sync(part) else "training goes on without what was not sent yet"
-        warnings.warn(f"{type(part).__name__}: {folder} has no spccl-rank-*.pt: {then}", stacklevel=3)
-        return
+        kind = type(part).__name__
+        raise FileNotFoundError(
+            f"{kind}: {folder} has no spccl-rank-*.pt, wanted the states that the ranks of a run with {kind} saved "
+            f"there; to begin {kind} with that checkpoint's model, load the model alone and start a new run"
+        )
     # Mapped: of the other ranks' states, memory holds only what is read now.
     states = [torch.load(file, weights_only=True, map_location="cpu", mmap=True) for _, _, file in files]
     try:

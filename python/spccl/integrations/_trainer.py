@@ -27,7 +27,41 @@ if TYPE_CHECKING:
     from spccl.ddp import PrunedGradients
 
 
-class PrunedGradientsCallback(TrainerCallback):
+class _RankStates(TrainerCallback):
+    """Loads the state of each rank from the checkpoint that train() resumes from.
+
+    A Trainer does not tell its callbacks that folder. So the method train of this one trainer is replaced.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._resumes: Any = None  # what train() was told to resume from: a folder, True or nothing
+        self._train, trainer.train = trainer.train, self._train_and_remember
+
+    def _train_and_remember(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._resumes = resume_from_checkpoint
+        return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load(self, part: Any, args: Any, state: Any) -> None:
+        """If train() resumes: load this rank's state.
+
+        Raises: RuntimeError if the Trainer resumes from a folder that train() was not given; of `load_state`.
+        """
+        if state.global_step == 0:
+            return
+        if self._resumes is True:  # from the last checkpoint in its output folder
+            folder = _folder(args, state)
+        elif self._resumes:
+            folder = Path(self._resumes)
+        else:
+            raise RuntimeError(
+                f"{type(self).__name__}: the Trainer resumes at step {state.global_step} from a folder that train() "
+                "was not given; call trainer.train(resume_from_checkpoint=FOLDER) of the trainer that the callback got"
+            )
+        load_state(part, folder, args.process_index, args.world_size)
+
+
+class PrunedGradientsCallback(_RankStates):
     """Installs a `PrunedGradients` on the model that a transformers.Trainer trains, and writes the hook's state
     into the Trainer's checkpoints.
 
@@ -40,19 +74,23 @@ class PrunedGradientsCallback(TrainerCallback):
     warns of settings that spoil training with pruning: gradient clipping by the Trainer, Adam, and momentum in
     both the optimizer and the hook.
 
+    The callback replaces the method train of this trainer.
+
     Args:
         trainer: the transformers.Trainer that the callback is added to.
         hook: a `PrunedGradients` that is not registered yet and is used by this callback alone.
     """
 
     def __init__(self, trainer: Any, hook: PrunedGradients) -> None:
-        self._trainer, self.hook = trainer, hook
+        super().__init__(trainer)
+        self.hook = hook
         self._model: Any = lambda: None  # weak reference to the model that has the hook
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if args.world_size == 1:
             warnings.warn("PrunedGradientsCallback: one process has nothing to send: not installed", stacklevel=2)
             return
+        self._load(self.hook, args, state)
         model = self._trainer.model_wrapped
         if self._model() is model:  # a second train()
             return
@@ -60,8 +98,6 @@ class PrunedGradientsCallback(TrainerCallback):
             warnings.warn(f"PrunedGradientsCallback: {text}", stacklevel=2)
         if self.hook.grad_scaler is None:
             self.hook.grad_scaler = getattr(self._trainer.accelerator, "scaler", None)
-        if state.global_step > 0:
-            load_state(self.hook, _resumed_from(args, state), args.process_index, args.world_size)
         self.hook.register(model)
         self._model = weakref.ref(model)
 
@@ -70,7 +106,7 @@ class PrunedGradientsCallback(TrainerCallback):
             save_state(self.hook, _folder(args, state), args.process_index, args.world_size)
 
 
-class SparseSyncCallback(TrainerCallback):
+class SparseSyncCallback(_RankStates):
     """Puts the Trainer's optimizer into a `SparseSync`, in place of DDP, and writes its states into the checkpoints.
 
         args = TrainingArguments(..., ddp_backend="spccl", max_grad_norm=0)
@@ -82,8 +118,8 @@ class SparseSyncCallback(TrainerCallback):
     state into each checkpoint folder, and loads it when training resumes, on another number of ranks too. After
     train() the model has the global weights, or those of the best checkpoint with load_best_model_at_end.
 
-    The callback replaces five methods of this trainer: create_optimizer, evaluate, predict, save_model, and
-    prepare_model of its accelerator, which then makes no DDP module.
+    The callback replaces six methods of this trainer: train, create_optimizer, evaluate, predict, save_model,
+    and prepare_model of its accelerator, which then makes no DDP module.
 
     Args:
         trainer: the transformers.Trainer that the callback is added to, before its first train().
@@ -94,7 +130,8 @@ class SparseSyncCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, **settings: Any) -> None:
-        self._trainer, self._settings = trainer, settings
+        super().__init__(trainer)
+        self._settings = settings
         self.optimizer: Any = None
         self._training = False
         self._create_optimizer = trainer.create_optimizer
@@ -139,8 +176,7 @@ class SparseSyncCallback(TrainerCallback):
             text = clips_own_gradient(args.max_grad_norm, args.world_size)
             warnings.warn(f"SparseSyncCallback: max_grad_norm: {text}", stacklevel=2)
         use_own_weights(self.optimizer)  # in a second train()
-        if state.global_step > 0:
-            load_state(self.optimizer, _resumed_from(args, state), args.process_index, args.world_size)
+        self._load(self.optimizer, args, state)
         self._training = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -154,10 +190,3 @@ class SparseSyncCallback(TrainerCallback):
 
 def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
-
-
-def _resumed_from(args: Any, state: Any) -> Path:
-    """The checkpoint that the Trainer resumes from. The Trainer gives a callback the step, but not the folder."""
-    named = args.resume_from_checkpoint
-    folder = _folder(args, state)
-    return Path(named) if isinstance(named, str) and not folder.is_dir() else folder

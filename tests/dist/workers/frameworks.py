@@ -208,11 +208,22 @@ def ordered_names(model: torch.nn.Module, opt: spccl.optim.SparseSync) -> list[s
     return [names[id(param)] for group in opt.param_groups for param in group["params"]]
 
 
+def resume_elsewhere(args: argparse.Namespace, output: Path):
+    """The example's Trainer, which resumes from the checkpoint in args.folder and has another output folder."""
+    trainer, callback = example("trainer").make_trainer(args, str(output))
+    trainer.train(resume_from_checkpoint=f"{args.folder}/checkpoint-{STEPS // 2}")
+    return trainer, callback
+
+
 def trainer_sparse_sync_resumed() -> None:
-    module = example("trainer")
-    args = options(module, "trainer", "--resume")
-    trainer, opt = module.train(args, args.folder)
-    compare("trainer", trainer.model, opt)
+    """The output folder has the states of another run's checkpoint of this step: those of the last step here."""
+    args = options(example("trainer"), "trainer", "--resume")
+    output = Path(FOLDER, "trainer-elsewhere")
+    stale, name = output / f"checkpoint-{STEPS // 2}", f"spccl-rank-{RANK}-of-{WORLD}.pt"
+    stale.mkdir(parents=True, exist_ok=True)
+    (stale / name).write_bytes(Path(args.folder, f"checkpoint-{STEPS}", name).read_bytes())
+    trainer, callback = resume_elsewhere(args, output)
+    compare("trainer", trainer.model, callback.optimizer)
 
 
 def trainer_pruned() -> None:
@@ -224,11 +235,11 @@ def trainer_pruned() -> None:
 
 
 def trainer_pruned_resumed() -> None:
-    module = example("trainer")
-    args = options(module, "trainer-pruned", "--pruned", "--resume")
-    trainer, hook = module.train(args, args.folder)
-    check_pruned(hook, trainer.model, STEPS)
-    compare("trainer-pruned", trainer.model, hook)
+    """The output folder is not there yet."""
+    args = options(example("trainer"), "trainer-pruned", "--pruned", "--resume")
+    trainer, callback = resume_elsewhere(args, Path(FOLDER, "trainer-pruned-elsewhere"))
+    check_pruned(callback.hook, trainer.model, STEPS)
+    compare("trainer-pruned", trainer.model, callback.hook)
 
 
 # ---- Lightning ------------------------------------------------------------------------------------------------
