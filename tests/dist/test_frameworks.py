@@ -142,11 +142,18 @@ def test_trainer_callback_registers_saves_and_resumes(callback_class, model, tmp
     trainer = trainer_of(model)
     callback = callback_class(trainer, hook)
     args = arguments(tmp_path)
+    trainer.log({"loss": 1.0})
     trainer.train()
     begin(callback, args)
     begin(callback, args)  # train() called again: nothing is registered twice
     model(torch.randn(8, 100)).sum().backward()
     assert hook.step == 1
+    trainer.log({"loss": 0.5}, 7.0)
+    trainer.log({"eval_loss": 0.5})
+    (before, _), (logged, start), (evaluated, _) = ((*given, None)[:2] for given in trainer.calls["log"])
+    assert before == {"loss": 1.0} and evaluated == {"eval_loss": 0.5} and start == 7.0
+    assert logged.pop("loss") == 0.5 and logged["spccl/density_sent"] == hook.stats()["density_sent"]
+    assert all(type(value) in (int, float) for value in logged.values()), logged
     callback.on_save(args, Settings(global_step=1), None)
     (file,) = (tmp_path / "checkpoint-1").iterdir()
     assert file.name == "spccl-rank-0-of-2.pt"

@@ -1,5 +1,5 @@
-"""A rank's state in a file beside a framework's checkpoint, the global weights for the framework's own file, and
-settings that spoil training."""
+"""A rank's state in a file beside a framework's checkpoint, the global weights for the framework's own file, numbers
+for its log, and settings that spoil training."""
 
 from __future__ import annotations
 
@@ -111,6 +111,16 @@ def _load(part: PrunedGradients | SparseSync, folder: Path, state: dict[str, Any
         part.load_state_dict(state)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+
+
+def figures(part: PrunedGradients | SparseSync, prefix: str = "spccl") -> dict[str, float]:
+    """The numbers of a part's statistics, for a log, as PREFIX/NAME. Waits for the device."""
+    found = part.stats() if hasattr(part, "stats") else part.summary()
+    return {
+        f"{prefix}/{name}": value
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def with_global_weights(sync: SparseSync, state_dict: dict[str, Any]) -> dict[str, Any]:

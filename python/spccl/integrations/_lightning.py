@@ -6,11 +6,12 @@ import abc
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from spccl.optim import SparseSync
@@ -18,6 +19,7 @@ from spccl.optim import SparseSync
 from ._files import (
     clips_own_gradient,
     conflicting_settings,
+    figures,
     load_state,
     save_state,
     use_global_weights,
@@ -29,10 +31,29 @@ if TYPE_CHECKING:
     from spccl.ddp import PrunedGradients
 
 
+class _LogFigures(Callback):
+    """Gives the numbers of each part's statistics to the trainer's loggers, every log_every_n_steps steps."""
+
+    def __init__(self, parts: Callable[[], list[Any]]) -> None:
+        self._parts = parts
+        self._last = 0  # step that was logged
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if not trainer.loggers or not every or step % every or step == self._last:  # the same one: accumulation
+            return
+        self._last = step
+        found, parts = {}, self._parts()
+        for place, part in enumerate(parts):
+            found |= figures(part, "spccl" if len(parts) == 1 else f"spccl-{place}")
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=step - 1)  # Lightning counts from 0 there
+
+
 class _RankStates(DDPStrategy):
     """DDPStrategy over spccl that keeps the states of the ranks in a folder beside each checkpoint: NAME.ckpt.spccl.
 
-    Every rank must see the folder's file system. The folder must stay beside the checkpoint.
+    Every rank must see the folder's file system. The folder must stay beside the checkpoint. It also logs statistics.
     Raises: ValueError for a checkpoint with optimizer states at an address such as "s3://bucket/x.ckpt".
     """
 
@@ -43,6 +64,11 @@ class _RankStates(DDPStrategy):
     @abc.abstractmethod
     def _parts(self) -> list[Any]:
         """The hooks or optimizers whose states are kept, in the same order on all ranks."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, _LogFigures)]  # of an earlier fit()
+        trainer.callbacks.append(_LogFigures(self._parts))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:  # not with weights only
@@ -91,8 +117,8 @@ class PrunedGradientsStrategy(_RankStates):
         trainer = lightning.Trainer(strategy=spccl.integrations.PrunedGradientsStrategy(hook, bucket_cap_mb=100))
 
     A run that resumes from a checkpoint continues bit for bit, except with clip_norm (docs/FRAMEWORKS.md). The number
-    of ranks may change. Warns of settings that spoil training with pruning: clipping by Lightning, Adam, and momentum
-    in both the optimizer and the hook.
+    of ranks may change. The numbers of `hook.stats()` are logged as "spccl/NAME". Warns of settings that spoil training
+    with pruning: clipping by Lightning, Adam, and momentum in both the optimizer and the hook.
 
     Args:
         hook: a `PrunedGradients` that is not registered yet and is used by one fit().
@@ -131,7 +157,8 @@ class SparseSyncStrategy(_RankStates):
 
     The model is not wrapped: each rank steps its own weights. Rank 0's parameters and buffers are sent to all ranks
     before the first step. Validation, checkpoints and the module after fit() have the global weights. A run that
-    resumes from a checkpoint continues bit for bit. The number of ranks may change.
+    resumes from a checkpoint continues bit for bit. The number of ranks may change. The numbers of the statistics of
+    the SparseSync are logged as "spccl/NAME"; with several optimizers as "spccl-I/NAME".
 
     Args:
         kwargs: of DDPStrategy, such as timeout. The backend is "spccl" unless process_group_backend names another one.

@@ -16,6 +16,7 @@ from spccl.optim import SparseSync
 from ._files import (
     clips_own_gradient,
     conflicting_settings,
+    figures,
     has_ddp,
     load_state,
     save_state,
@@ -28,19 +29,31 @@ if TYPE_CHECKING:
 
 
 class _RankStates(TrainerCallback):
-    """Loads the state of each rank from the checkpoint that train() resumes from.
+    """Loads the state of each rank from the checkpoint that train() resumes from, and logs what was sent.
 
-    A Trainer does not tell its callbacks that folder. So the method train of this one trainer is replaced.
+    A Trainer does not tell its callbacks that folder, and TensorBoard's and W&B's callbacks are called before this one.
+    So two methods of this one trainer are replaced: train and log.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._resumes: Any = None  # what train() was told to resume from: a folder, True or nothing
         self._train, trainer.train = trainer.train, self._train_and_remember
+        self._log, trainer.log = trainer.log, self._log_more
+
+    def _part(self) -> Any:
+        """The hook or optimizer that is in use; None if there is none."""
+        raise NotImplementedError
 
     def _train_and_remember(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._resumes = resume_from_checkpoint
         return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def _log_more(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Beside the loss: not with what evaluate() logs."""
+        if "loss" in logs and (part := self._part()) is not None:
+            logs.update(figures(part))
+        self._log(logs, *args, **kwargs)
 
     def _load(self, part: Any, args: Any, state: Any) -> None:
         """If train() resumes: load this rank's state.
@@ -70,11 +83,11 @@ class PrunedGradientsCallback(_RankStates):
         trainer.add_callback(spccl.integrations.PrunedGradientsCallback(trainer, hook))
 
     Each rank writes its state into each checkpoint folder. Training that resumes from a checkpoint loads the
-    state, on another number of ranks too. Without DDP (one process) the callback warns and does nothing. It also
-    warns of settings that spoil training with pruning: gradient clipping by the Trainer, Adam, and momentum in
-    both the optimizer and the hook.
+    state, on another number of ranks too. The numbers of `hook.stats()` are logged beside the loss, as "spccl/NAME".
+    Without DDP (one process) the callback warns and does nothing. It also warns of settings that spoil training with
+    pruning: gradient clipping by the Trainer, Adam, and momentum in both the optimizer and the hook.
 
-    The callback replaces the method train of this trainer.
+    The callback replaces two methods of this trainer: train and log.
 
     Args:
         trainer: the transformers.Trainer that the callback is added to.
@@ -85,6 +98,9 @@ class PrunedGradientsCallback(_RankStates):
         super().__init__(trainer)
         self.hook = hook
         self._model: Any = lambda: None  # weak reference to the model that has the hook
+
+    def _part(self) -> Any:
+        return None if self._model() is None else self.hook
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if args.world_size == 1:
@@ -116,9 +132,10 @@ class SparseSyncCallback(_RankStates):
     The optimizer, its groups, the learning rate and the schedule are those of TrainingArguments, or what
     Trainer(optimizers=) was given. The Trainer evaluates, predicts and saves the global weights. Each rank writes its
     state into each checkpoint folder, and loads it when training resumes, on another number of ranks too. After
-    train() the model has the global weights, or those of the best checkpoint with load_best_model_at_end.
+    train() the model has the global weights, or those of the best checkpoint with load_best_model_at_end. The numbers
+    of the statistics of the SparseSync are logged beside the loss, as "spccl/NAME".
 
-    The callback replaces six methods of this trainer: train, create_optimizer, evaluate, predict, save_model,
+    The callback replaces seven methods of this trainer: train, log, create_optimizer, evaluate, predict, save_model,
     and prepare_model of its accelerator, which then makes no DDP module.
 
     Args:
@@ -140,6 +157,9 @@ class SparseSyncCallback(_RankStates):
         trainer.accelerator.prepare_model = self._prepare_without_ddp
         for name in ("evaluate", "predict", "save_model"):
             setattr(trainer, name, self._with_global_weights(getattr(trainer, name)))
+
+    def _part(self) -> Any:
+        return self.optimizer
 
     def _create_sparse_sync(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer has put the model on its device by now. SparseSync needs weights that do not move."""

@@ -185,6 +185,7 @@ def trainer_sparse_sync() -> None:
     trainer, opt = module.train(args, args.folder)
     check_synced(opt, STEPS)
     assert not spccl.integrations._files.has_ddp(trainer.model_wrapped)
+    check_trainer_log(trainer)
     keep("trainer", trainer.model, opt)
     names = ordered_names(trainer.model, opt)
     for step in (STEPS // 2, STEPS):
@@ -200,6 +201,13 @@ def trainer_sparse_sync() -> None:
         trainer.train()
     assert any("max_grad_norm" in str(w.message) and "sqrt(2)" in str(w.message) for w in seen)
     assert opt.steps == STEPS + 2 and opt.in_globals
+
+
+def check_trainer_log(trainer) -> None:
+    """What was sent is logged beside each loss."""
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged and all(0 < entry["spccl/density_sent"] <= 1 for entry in logged), logged
+    assert logged[0]["spccl/density_target"] > logged[-1]["spccl/density_target"], "the warm-up is seen"
 
 
 def ordered_names(model: torch.nn.Module, opt: spccl.optim.SparseSync) -> list[str]:
@@ -231,6 +239,7 @@ def trainer_pruned() -> None:
     args = options(module, "trainer-pruned", "--pruned")
     trainer, hook = module.train(args, args.folder)
     check_pruned(hook, trainer.model, STEPS)
+    check_trainer_log(trainer)
     keep("trainer-pruned", trainer.model, hook)
 
 
@@ -245,10 +254,29 @@ def trainer_pruned_resumed() -> None:
 # ---- Lightning ------------------------------------------------------------------------------------------------
 
 
+def train_and_log(module: types.ModuleType, args: argparse.Namespace):
+    """Like module.train, with one of Lightning's loggers: what was sent is logged for every second step."""
+    import csv
+
+    from lightning.pytorch.loggers import CSVLogger
+
+    make = module.lightning.Trainer
+    logger = CSVLogger(args.folder, version=0)
+    module.lightning.Trainer = lambda **given: make(**{**given, "logger": logger, "log_every_n_steps": 2})
+    trainer, model = module.train(args, args.folder)
+    if RANK == 0:
+        logger.save()
+        with open(Path(logger.log_dir, "metrics.csv")) as file:
+            rows = [row for row in csv.DictReader(file) if row["spccl/density_sent"]]
+        assert [int(row["step"]) for row in rows] == [1, 3, 5, 7], rows
+        assert all(0 < float(row["spccl/density_sent"]) <= 1 for row in rows), rows
+    return trainer, model
+
+
 def lightning_sparse_sync() -> None:
     module = example("lightning")
     args = lightning_options(module, "lightning")
-    trainer, model = module.train(args, args.folder)
+    trainer, model = train_and_log(module, args)
     (opt,) = trainer.strategy.optimizers
     check_synced(opt, 8)
     assert trainer.strategy.model is model, "no DDP module"
@@ -276,7 +304,7 @@ def lightning_sparse_sync_resumed() -> None:
 def lightning_pruned() -> None:
     module = example("lightning")
     args = lightning_options(module, "lightning-pruned", "--pruned")
-    trainer, model = module.train(args, args.folder)
+    trainer, model = train_and_log(module, args)
     check_pruned(trainer.strategy.hook, model, 8)
     keep("lightning-pruned", model, trainer.strategy.hook)
 
