@@ -112,15 +112,36 @@ def test_another_shape_and_a_missing_parameter():
         one.load_state_dict(state)
 
 
+def as_version_1(state: dict) -> dict:
+    """Version 1 had flat weights in the order of memory, which was that of the shape here."""
+    mine = state["sparse_sync"]
+    parameters = [
+        {**entry, "shape": shape, "global": entry["global"].flatten(), "local": entry["local"].flatten()}
+        for entry, shape in zip(mine["parameters"], mine["shapes"], strict=True)
+    ]
+    mine = {key: value for key, value in mine.items() if key not in ("names", "shapes")}
+    return {**state, "sparse_sync": {**mine, "version": 1, "parameters": parameters}}
+
+
 def test_the_version_before():
-    """It had flat weights in the order of memory, without saying which order that was."""
-    _, opt = named("ab")
-    state = saved(opt)
-    for entry in state["sparse_sync"]["parameters"]:
-        entry |= {"shape": (90, 100), "global": entry["global"].flatten(), "local": entry["local"].flatten()}
-    state["sparse_sync"] |= {"version": 1}
-    with pytest.raises(ValueError, match=r"got version 1 \(.*order of the parameters' memory.*wanted .* version 2"):
-        opt.load_state_dict(state)
+    net, opt = named("ab")
+    state = as_version_1(saved(opt))
+    for again in (state, opt.reshard([state], 1)[0]):
+        other, loaded = named("ab")
+        with torch.no_grad():
+            other["a"].zero_()
+        loaded.load_state_dict(again)
+        for name, p in net.items():
+            torch.testing.assert_close(p, other[name])  # reshard() rounds
+    with pytest.raises(ValueError, match=re.escape("0 is of shape (90, 100) in the state and a of shape (100, 90)")):
+        named("ab", (100, 90))[1].load_state_dict(state)
+    net = conv(False)
+    opt = SparseSync(torch.optim.AdamW(net.parameters()), density=0.05)
+    train(net, opt, 1)
+    with pytest.raises(ValueError, match=r"version 1, .* memory format parameter 0 of shape \(32, 16, 3, 3\) was"):
+        opt.load_state_dict(as_version_1(saved(opt)))
+    with pytest.raises(ValueError, match=r"got version 3, wanted .* of version 2 or 1"):
+        opt.load_state_dict({"sparse_sync": {"version": 3}})
 
 
 def test_torch_distributed_checkpoint():

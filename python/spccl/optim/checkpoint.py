@@ -13,7 +13,8 @@ world size; only the moments of the inner optimizer then come from that rank.
         "velocity": u or None, "prune": [6] int64}}}
 
 z, w and u have the parameter's shape (of a DTensor that of this rank's part), whatever memory format the parameter has.
-So a run with another memory format may load them. Version 1 had them flat, in the order of the parameter's memory.
+So a run with another memory format may load them. Version 1 had them flat, in the order of the parameter's memory. Its
+states load, except those with parameters of 4 or 5 dimensions: these can have several memory formats.
 
 Parameters are found by their place in the optimizer. A name or shape that differs is refused. Two parameters of one
 shape that changed places can be told apart only if the optimizer was given named parameters
@@ -96,12 +97,15 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     """Continue from a state: of the same rank and world size, or consolidated.
 
     The model gets this rank's local weights. Before anything is changed the state is checked.
-    Raises: ValueError if it is not a state of SparseSync, of another version, model, rank or world size.
+    Raises: ValueError if it is not a state of SparseSync, of another version, model, rank or world size, or of version
+        1 with a parameter of 4 or 5 dimensions.
     """
     mine = state.get(KEY)
     if isinstance(mine, dict) and mine.get("apart"):
         sync._step_to_load = int(mine["steps"])
         return
+    if isinstance(mine, dict) and mine.get("version") == 1:
+        mine = _from_version_1(sync, mine)
     _check(sync, mine)
     sync._shards.forget_gathered()
     sync._step_to_load = None
@@ -122,6 +126,27 @@ def load(sync: SparseSync, state: dict[str, Any]) -> None:
     sync.steps, sync.exchanges = int(mine["steps"]), int(mine["exchanges"])
     sync._check_next = True
     sync._tally.reset()
+
+
+def _from_version_1(sync: SparseSync, mine: dict[str, Any]) -> dict[str, Any]:
+    """A state of version 1 as one of this version. Its tensors are taken in the order of this run's memory.
+
+    Raises: ValueError for a parameter that torch can hold in several memory formats: the state does not tell which.
+    """
+    params, parameters = {w.index: w.param for w in sync._weights}, []
+    for entry in mine["parameters"]:
+        param, shape = params.get(entry["index"]), tuple(entry["shape"])
+        if len(shape) in (4, 5):
+            raise ValueError(
+                f"SparseSync.load_state_dict: rank {sync.ranks.rank}: got a state of version 1, which does not tell in "
+                f"which memory format parameter {entry['index']} of shape {shape} was; end that run with the spccl "
+                "that saved the state, or begin a new SparseSync from the weights in the model's file"
+            )
+        fits = param is not None and param.shape == shape and own_memory(param).numel() == entry["global"].numel()
+        flat = {key: entry[key] for key in ("global", "local", "velocity") if fits and entry[key] is not None}
+        parameters.append({**entry, **{key: _shaped(value, param) for key, value in flat.items()}})
+    shapes = [entry["shape"] for entry in parameters]
+    return {**mine, "version": VERSION, "names": [None] * len(shapes), "shapes": shapes, "parameters": parameters}
 
 
 def _use_memory_formats(sync: SparseSync) -> None:
@@ -176,13 +201,7 @@ def _check(sync: SparseSync, mine: dict[str, Any] | None) -> None:
         raise RuntimeError(f"{who}: called inside `with opt.global_weights()`; end that block first")
     if not isinstance(mine, dict) or mine.get("version") != VERSION:
         got = f"version {mine.get('version')!r}" if isinstance(mine, dict) else f"a state without {KEY!r}"
-        if got == "version 1":
-            got += " (its weights are in the order of the parameters' memory, which it does not tell)"
-        raise ValueError(
-            f"{who}: got {got}, wanted what SparseSync.state_dict() of version {VERSION} returned; end a run of "
-            "another version with the spccl that saved it, or begin a new SparseSync from the weights in the model's "
-            "file"
-        )
+        raise ValueError(f"{who}: got {got}, wanted what SparseSync.state_dict() of version {VERSION} or 1 returned")
     world_size, rank = sync.ranks.world_size, sync.ranks.rank
     if not mine["consolidated"] and mine["world_size"] != world_size:
         raise ValueError(
@@ -233,7 +252,8 @@ def _describe(parameter: tuple[str | None, Any, Any]) -> str:
     name, shape, part = parameter
     if shape is None:
         return "absent"
-    text = f"of shape {shape}" + (f" ({part} on this rank)" if part != shape else "")
+    is_shard = part != shape and len(part) == len(shape)  # else both are equal, or flat of version 1
+    text = f"of shape {shape}" + (f" ({part} on this rank)" if is_shard else "")
     return text if name is None else f"{name} {text}"
 
 
