@@ -1,11 +1,8 @@
-/* test_completion.c - a collective is done as soon as its own bytes have left this process, although later
- * collectives still have bytes to send, and although the rank sleeps when they leave. Only tcp is tested:
- * over shm and inproc a message has left as soon as it is committed, and sp_transport.flushed is always
- * true. */
-#include "ranks.h"
-
-#include <stdatomic.h>
-#include <stdbool.h>
+/* test_completion.c - when collectives end, and what waiting for their end costs.
+ * A collective is done as soon as its own bytes have left this process, although later collectives still have
+ * bytes to send, and although the rank sleeps when they leave. Only tcp is tested: over shm and inproc a message has
+ * left as soon as it is committed, and sp_transport.flushed is always true. */
+#include "scene.h"
 
 #define SLOW_S 60
 #define FILL_MS 500
@@ -59,9 +56,9 @@ static void run_two(uint32_t n_sockets)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
 
-#define LATE_MS 200 /* the receiver starts so late that the root waits for space and sleeps */
-#define SOON_MS 500 /* a driver that misses the wake-up sleeps 1000 ms */
-#define N_LATE 24   /* broadcasts of 0.5 to 12 MiB */
+#define LATE_MS 200  /* the receiver starts so late that the root waits for space and sleeps */
+#define WOKEN_MS 500 /* a driver that misses the wake-up sleeps 1000 ms */
+#define N_LATE 24    /* broadcasts of 0.5 to 12 MiB */
 #define LATE_STEP ((size_t)512 << 10)
 
 static _Atomic int64_t late_end_ms[2][N_LATE]; /* by rank */
@@ -79,7 +76,7 @@ static void late_receiver(struct rank_ctx *c)
         atomic_store(&late_end_ms[c->rank][i], now_ms());
         CHECK(x[n - 1] == i + 1, "rank %d, %zu bytes: got %d", c->rank, n, x[n - 1]);
         /* The next collective would wake the root: rank 1 must not start it before the root is done. */
-        for (int k = 0; c->rank == 1 && k < 2 * SOON_MS && atomic_load(&late_end_ms[0][i]) == 0; k++)
+        for (int k = 0; c->rank == 1 && k < 2 * WOKEN_MS && atomic_load(&late_end_ms[0][i]) == 0; k++)
             sleep_ms(1);
     }
     free(x);
@@ -98,7 +95,7 @@ static void test_last_bytes_wake(void)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
     for (size_t i = 0; i < N_LATE; i++) {
         int64_t after = atomic_load(&late_end_ms[0][i]) - atomic_load(&late_end_ms[1][i]);
-        CHECK(after < SOON_MS, "%zu bytes: the root ended %lld ms after rank 1", (i + 1) * LATE_STEP,
+        CHECK(after < WOKEN_MS, "%zu bytes: the root ended %lld ms after rank 1", (i + 1) * LATE_STEP,
               (long long)after);
     }
 }
@@ -109,9 +106,47 @@ static void test_tcp(void)
     run_two(3);
 }
 
+/* ---- a thread that waits for a late rank sleeps ---- */
+
+#define AWAY_MS 300
+#define AWAKE_MS (AWAY_MS / 3) /* of CPU time. A thread that polls uses as much as it waits */
+
+static int64_t cpu_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+static void wait_for_late_rank(struct rank_ctx *c)
+{
+    float x = 1;
+    for (int i = 0; i < 2; i++) { /* the first wait, and one after messages have come */
+        int64_t start = now_ms(), start_cpu = cpu_ms();
+        if (c->rank == 1)
+            sleep_ms(AWAY_MS);
+        CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+        CHECK(c->rank == 1 || cpu_ms() - start_cpu < AWAKE_MS, "%s: waited %lld ms and used %lld ms of CPU",
+              c->config->transports, (long long)(now_ms() - start), (long long)(cpu_ms() - start_cpu));
+    }
+    CHECK(x == 4, "%f", (double)x);
+}
+
+static void test_waiting_sleeps(void)
+{
+    static const char *const all[] = {"inproc", "shm", "tcp", "ncclnet"};
+    struct scene s = {.kind = 0};
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        run_scene(2, SLOW_S * 1000, all[i], wait_for_late_rank, &s);
+    unsetenv("SPCCL_NET_PLUGIN");
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"tcp", test_tcp}, {"last_bytes_wake", test_last_bytes_wake}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"tcp", test_tcp},
+                                             {"last_bytes_wake", test_last_bytes_wake},
+                                             {"waiting_sleeps", test_waiting_sleeps},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

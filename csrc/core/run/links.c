@@ -29,12 +29,19 @@ spccl_status sp_links_progress(sp_links *links)
     return SPCCL_OK;
 }
 
+/* disarm may follow a successful arm only: ncclnet takes any other for a change, and then never sleeps. */
+static void disarm_first(sp_links *links, int n)
+{
+    for (int i = 0; i < n; i++)
+        links->transports[i]->disarm(links->endpoints[i]);
+}
+
 spccl_status sp_links_arm(sp_links *links)
 {
     for (int i = 0; i < links->n_endpoints; i++) {
         spccl_status st = links->transports[i]->arm(links->endpoints[i]);
         if (st != SPCCL_OK) {
-            sp_links_disarm(links);
+            disarm_first(links, i);
             return st;
         }
     }
@@ -43,8 +50,7 @@ spccl_status sp_links_arm(sp_links *links)
 
 void sp_links_disarm(sp_links *links)
 {
-    for (int i = 0; i < links->n_endpoints; i++)
-        links->transports[i]->disarm(links->endpoints[i]);
+    disarm_first(links, links->n_endpoints);
 }
 
 void sp_links_abort_peers(sp_links *links, const char *text)
