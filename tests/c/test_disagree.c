@@ -1,5 +1,5 @@
 /* test_disagree.c - ranks call different collectives: all of them fail soon, and an error text has both
- * calls. */
+ * calls. Ranks that are ahead of others do not count as different, also where the numbers of calls wrap around. */
 #include "core/run/comm.h"
 #include "scene.h"
 
@@ -165,11 +165,11 @@ static void test_settings_differ(void)
 
 /* Rank 0 calls a broadcast with another root than rank 1. On a busy machine, rank 0 may send after rank 1's
  * call has returned, and may not read rank 1's messages. This function makes that order happen. */
-static void send_late(struct rank_ctx *c, const void *buf, size_t n)
+static void send_late(struct rank_ctx *c, sp_coll coll, float *buf, size_t n, uint32_t seq)
 {
-    sp_coll_args a = {.coll = SP_BROADCAST,
+    sp_coll_args a = {.coll = coll,
                       .in = buf,
-                      .out = NULL,
+                      .out = buf,
                       .n_elems = n,
                       .dtype = SPCCL_FLOAT32,
                       .is_forced = true,
@@ -179,7 +179,7 @@ static void send_late(struct rank_ctx *c, const void *buf, size_t n)
     bool progressed;
     sp_op *op = NULL;
     CHECK_OK(sp_op_create(&a, c->n_ranks, &op));
-    op->seq = c->comm->next_seq;
+    op->seq = seq;
     sp_exec_add(&c->comm->exec, op); /* no thread drives the executor while no collective runs */
     CHECK_OK(sp_exec_pass(&c->comm->exec, &progressed));
     CHECK(progressed, "nothing was sent");
@@ -194,7 +194,7 @@ static void late(struct rank_ctx *c)
     if (c->rank == 0) {
         while (atomic_load(&s->n_done) == 0)
             sleep_ms(1);
-        send_late(c, buf, 1000);
+        send_late(c, SP_BROADCAST, buf, 1000, c->comm->next_seq);
         while (atomic_load(&s->n_done) == 1)
             sleep_ms(1);
         return;
@@ -228,14 +228,86 @@ static void test_late_message(void)
     }
 }
 
+/* ---- the numbers of calls wrap around ---- */
+
+#define N_AHEAD 6
+
+static void start_at(struct rank_ctx *c, uint32_t seq)
+{
+    pthread_mutex_lock(&c->comm->mu);
+    c->comm->next_seq = seq;
+    pthread_mutex_unlock(&c->comm->mu);
+}
+
+/* Rank 0 has made all its calls before rank 1 makes its first. Rank 2 is late each time, so that rank 1 looks at what
+ * rank 0 sent for later calls while it waits, and again when each of its calls ends. */
+static void ahead(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    uint8_t all[N_AHEAD][3], mine = (uint8_t)c->rank;
+    spccl_request *req[N_AHEAD] = {NULL};
+    start_at(c, UINT32_MAX - N_AHEAD / 2);
+    for (int i = 0; c->rank != 0 && i < 20000 && atomic_load(&s->n_done) == 0; i++)
+        sleep_ms(1);
+    for (int i = 0; i < N_AHEAD; i++) {
+        if (c->rank == 2)
+            sleep_ms(20);
+        CHECK_OK(spccl_all_gather(c->comm, &mine, all[i], 1, SPCCL_UINT8, c->rank == 0 ? &req[i] : NULL));
+    }
+    atomic_store(&s->n_done, 1);
+    for (int i = 0; c->rank == 0 && i < N_AHEAD; i++) {
+        CHECK_OK(spccl_request_wait(req[i], -1));
+        spccl_request_free(req[i]);
+    }
+    for (int i = 0; i < N_AHEAD; i++)
+        CHECK(all[i][c->n_ranks - 1] == c->n_ranks - 1, "rank %d, call %d: %u", c->rank, i,
+              all[i][c->n_ranks - 1]);
+}
+
+/* Rank 0 sends a message of a call that has ended, and whose number is the last before 0. */
+static void sends_again(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    float x = 1;
+    int64_t start = now_ms();
+    c->comm->schedule_forced = true;
+    c->comm->schedule = SP_SCHED_ONESHOT;
+    start_at(c, UINT32_MAX);
+    CHECK_OK(spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
+    atomic_fetch_add(&s->n_done, 1);
+    while (atomic_load(&s->n_done) < 2 + (c->rank == 1)) /* rank 0 sends once both calls have ended */
+        sleep_ms(1);
+    if (c->rank == 0) {
+        send_late(c, SP_ALL_REDUCE, &x, 1, UINT32_MAX);
+        atomic_store(&s->n_done, 3);
+        while (atomic_load(&s->n_done) < 4)
+            sleep_ms(1);
+        return;
+    }
+    note(c, spccl_all_reduce(c->comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL), start);
+    atomic_store(&s->n_done, 4);
+}
+
+static void test_numbers_wrap(void)
+{
+    struct scene s = {.kind = 0};
+    for (int n = 2; n <= 3; n++) {
+        atomic_store(&s.n_done, 0);
+        run_scene(n, 20000, "inproc", ahead, &s);
+    }
+    atomic_store(&s.n_done, 0);
+    run_scene(2, 20000, "inproc", sends_again, &s);
+    CHECK(s.out[1].st == SPCCL_ERR_MISMATCH &&
+              has(s.out[1].text, "rank 0 sent more messages of all_reduce #4294967295"),
+          "%d \"%s\"", (int)s.out[1].st, s.out[1].text);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"disagreement", test_disagreement},
-        {"schedules", test_schedules},
-        {"settings_differ", test_settings_differ},
-        {"late_message", test_late_message},
-        {NULL, NULL},
+        {"disagreement", test_disagreement},       {"schedules", test_schedules},
+        {"settings_differ", test_settings_differ}, {"late_message", test_late_message},
+        {"numbers_wrap", test_numbers_wrap},       {NULL, NULL},
     };
     setenv("SPCCL_LOG", "off", 1); /* the tests cause these failures */
     return test_main(cases, argc, argv);

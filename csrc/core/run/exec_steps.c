@@ -38,6 +38,12 @@ static sp_call envelope_call(const uint8_t *e)
                      .n_elems = sp_load_le64(e + 8)};
 }
 
+/* Is call number a earlier than b? The numbers wrap around, and both are of calls that are not far apart. */
+static bool is_earlier(uint32_t a, uint32_t b)
+{
+    return (int32_t)(a - b) < 0;
+}
+
 static bool same_call(const sp_call *a, const sp_call *b)
 {
     return a->seq == b->seq && a->coll == b->coll && a->dtype == b->dtype && a->redop == b->redop &&
@@ -80,7 +86,7 @@ static spccl_status same_collective(const sp_exec *x, const sp_op *op, int peer,
         return SPCCL_OK;
     if (own_call(x, theirs.seq, &then)) {
         bool same = same_call(&then, &theirs);
-        if (same && then.seq < ours.seq)
+        if (same && is_earlier(then.seq, ours.seq))
             return surplus(x, theirs.coll, theirs.seq, peer);
         ours = same ? ours : then;
     }
@@ -148,7 +154,7 @@ static spccl_status check_head(const sp_exec *x, int peer, int queue)
         return SPCCL_OK;
     SP_TRY(check_magic(x, peer, e, bytes));
     for (int i = 0; i < x->n_ops; i++)
-        if (sp_load_le32(e) <= x->window[i]->seq)
+        if (!is_earlier(x->window[i]->seq, sp_load_le32(e)))
             return same_collective(x, x->window[i], peer, e);
     return SPCCL_OK; /* the peer is ahead: the message is for a later call */
 }
@@ -162,7 +168,7 @@ spccl_status sp_exec_check_surplus(sp_exec *x, const sp_op *op)
             if (!head_of(x, peer, queue, &e, &bytes))
                 continue;
             SP_TRY(check_magic(x, peer, e, bytes));
-            if (sp_load_le32(e) > op->seq)
+            if (is_earlier(op->seq, sp_load_le32(e)))
                 continue;
             SP_TRY(same_collective(x, op, peer, e));
             return surplus(x, op->a.coll, op->seq, peer);
