@@ -142,11 +142,55 @@ static void test_waiting_sleeps(void)
     unsetenv("SPCCL_NET_PLUGIN");
 }
 
+/* ---- every collective has its own deadline ---- */
+
+#define SHORT_MS 100
+#define N_BEFORE 10 /* more than run at a time: SP_EXEC_WINDOW */
+
+/* Rank 0 issues collectives with a long deadline. The next to last has a short one, and waits for its turn. */
+static void queue_up(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    spccl_request *req[N_BEFORE + 2] = {NULL};
+    float x[N_BEFORE + 2] = {0};
+    int64_t start;
+    if (c->rank == 1) {
+        while (atomic_load(&s->n_done) == 0)
+            sleep_ms(1);
+        return;
+    }
+    for (int i = 0; i < N_BEFORE + 2; i++) {
+        CHECK_OK(spccl_comm_set_timeout(c->comm, i == N_BEFORE ? SHORT_MS : SLOW_S * 1000));
+        CHECK_OK(spccl_all_reduce(c->comm, &x[i], &x[i], 1, SPCCL_FLOAT32, SPCCL_SUM, &req[i]));
+    }
+    start = now_ms();
+    note(c, spccl_request_wait(req[N_BEFORE], -1), start);
+    atomic_store(&s->n_done, 1);
+    for (int i = 0; i < N_BEFORE + 2; i++) {
+        CHECK(spccl_request_wait(req[i], -1) == SPCCL_ERR_TIMEOUT, "request %d", i);
+        spccl_request_free(req[i]);
+    }
+}
+
+static void test_deadline_in_queue(void)
+{
+    struct scene s = {.kind = 0};
+    const struct outcome *o = &s.out[0];
+    run_scene(2, SLOW_S * 1000, "inproc", queue_up, &s);
+    CHECK(o->st == SPCCL_ERR_TIMEOUT && o->took_ms < SOON_MS, "%s after %lld ms: %s",
+          spccl_status_name(o->st), (long long)o->took_ms, o->text);
+    CHECK(has(o->text, "all_reduce #10 (1 float32, sum) timed out after 100 ms: it comes after all_reduce #0 "
+                       "(1 float32, sum), which is waiting for rank 1 to send"),
+          "\"%s\"", o->text);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"tcp", test_tcp},
                                              {"last_bytes_wake", test_last_bytes_wake},
                                              {"waiting_sleeps", test_waiting_sleeps},
+                                             {"deadline_in_queue", test_deadline_in_queue},
                                              {NULL, NULL}};
+    setenv("SPCCL_LOG", "off", 0); /* a test causes a time-out */
     return test_main(cases, argc, argv);
 }

@@ -105,23 +105,27 @@ static void take_queue_locked(spccl_comm *comm)
 static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
 {
     struct epoll_event events[SP_TRANSPORTS_MAX + 1];
-    int timeout_ms, n;
+    int64_t deadline_ns;
+    spccl_status st;
+    int n;
     SP_TRY(sp_links_progress(&comm->links));
     if (sp_now_ns() - idle_since_ns < comm->spin_ns) {
         sched_yield(); /* the peer may need this core: there can be more ranks than cores */
         return SPCCL_OK;
     }
     SP_TRY(sp_exec_check_heads(&comm->exec));
-    SP_TRY(sp_exec_check_deadlines(&comm->exec));
     /* `sleeping` is set before the look at the queue, and sp_comm_submit fills the queue before it reads
      * `sleeping`. So either this thread sees the new op, or the submitter sees `sleeping`. */
     atomic_store(&comm->sleeping, true);
     pthread_mutex_lock(&comm->mu);
     n = comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW;
+    deadline_ns = sp_exec_deadline(&comm->exec, comm->queue_head);
+    st = sp_exec_check_deadlines(&comm->exec, comm->queue_head);
     pthread_mutex_unlock(&comm->mu);
-    if (n == 0 && !atomic_load(&comm->abort_asked) && sp_links_arm(&comm->links) == SPCCL_OK) {
-        timeout_ms = sp_deadline_left_ms(sp_exec_deadline(&comm->exec), SLEEP_MAX_MS);
-        n = epoll_wait(comm->epoll_fd, events, SP_TRANSPORTS_MAX + 1, timeout_ms);
+    if (st == SPCCL_OK && n == 0 && !atomic_load(&comm->abort_asked) &&
+        sp_links_arm(&comm->links) == SPCCL_OK) {
+        n = epoll_wait(comm->epoll_fd, events, SP_TRANSPORTS_MAX + 1,
+                       sp_deadline_left_ms(deadline_ns, SLEEP_MAX_MS));
         sp_links_disarm(&comm->links);
         for (int i = 0; i < n; i++)
             if (events[i].data.fd == comm->wake_fd) {
@@ -134,7 +138,7 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
         sched_yield();
     }
     atomic_store(&comm->sleeping, false);
-    return SPCCL_OK;
+    return st;
 }
 
 static spccl_status abort_status(const spccl_comm *comm)

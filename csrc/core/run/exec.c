@@ -267,12 +267,21 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
     return SPCCL_OK;
 }
 
-int64_t sp_exec_deadline(const sp_exec *x)
+/* The first op that waits for a place in the window. NULL: the window has places. */
+static const sp_op *first_waiting(const sp_exec *x, const sp_op *queue)
+{
+    return x->n_ops == SP_EXEC_WINDOW ? queue : NULL;
+}
+
+int64_t sp_exec_deadline(const sp_exec *x, const sp_op *queue)
 {
     int64_t nearest = SP_NEVER;
     for (int i = 0; i < x->n_ops; i++)
         if (x->window[i]->deadline_ns < nearest)
             nearest = x->window[i]->deadline_ns;
+    for (const sp_op *op = first_waiting(x, queue); op != NULL; op = op->next)
+        if (op->deadline_ns < nearest)
+            nearest = op->deadline_ns;
     return nearest;
 }
 
@@ -294,27 +303,34 @@ static int step_to_blame(const sp_op *op)
     return found;
 }
 
-static spccl_status overdue(sp_exec *x, int op_idx)
+/* `op` has run out of time because of the op in the window, which may be `op` itself. */
+static spccl_status overdue(sp_exec *x, const sp_op *op, int op_idx)
 {
-    const sp_op *op = x->window[op_idx];
-    char what[160], wait[400];
-    int step = step_to_blame(op);
+    const sp_op *held_up_by = x->window[op_idx];
+    char what[160], first[160], before[220] = "", wait[400];
+    int step = step_to_blame(held_up_by);
     sp_op_describe(op, what, sizeof what);
+    sp_op_describe(held_up_by, first, sizeof first);
+    if (op != held_up_by)
+        snprintf(before, sizeof before, "it comes after %s, which is ", first);
     snprintf(wait, sizeof wait, "waiting for the network to take the last bytes");
     if (step >= 0)
         sp_step_describe_wait(x, op_idx, step, wait, sizeof wait);
     return SP_FAIL(SPCCL_ERR_TIMEOUT,
                    "rank %d: %s timed out after %" PRId64
-                   " ms: %s; see the output of the ranks named, or raise the "
+                   " ms: %s%s; see the output of the ranks named, or raise the "
                    "timeout if they are only slow",
-                   x->links->rank, what, op->a.timeout_ms, wait);
+                   x->links->rank, what, op->a.timeout_ms, before, wait);
 }
 
-spccl_status sp_exec_check_deadlines(sp_exec *x)
+spccl_status sp_exec_check_deadlines(sp_exec *x, const sp_op *queue)
 {
     int64_t now = sp_now_ns();
     for (int i = 0; i < x->n_ops; i++)
         if (now >= x->window[i]->deadline_ns)
-            return overdue(x, i);
+            return overdue(x, x->window[i], i);
+    for (const sp_op *op = first_waiting(x, queue); op != NULL; op = op->next)
+        if (now >= op->deadline_ns)
+            return overdue(x, op, 0);
     return SPCCL_OK;
 }

@@ -153,11 +153,12 @@ spccl_status sp_exec_check_heads(sp_exec *x);
  * of the calls. Errors: MISMATCH (a peer sent more messages for this op, or for an older one, than the call
  * of this rank takes). */
 spccl_status sp_exec_retire(sp_exec *x, sp_op **out);
-/* Errors: TIMEOUT (a deadline has passed; the text says what the oldest overdue op waits for). */
-spccl_status sp_exec_check_deadlines(sp_exec *x);
+/* queue: the ops that wait for a place in the window, in order; they have deadlines too. NULL: none.
+ * Errors: TIMEOUT (a deadline has passed; the text says what the oldest overdue op waits for). */
+spccl_status sp_exec_check_deadlines(sp_exec *x, const sp_op *queue);
 /* Write one line on the i-th kind of call: its schedule, and why. False if there is no i-th. Threads: any. */
 bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap);
-/* The nearest deadline of the window. */
-int64_t sp_exec_deadline(const sp_exec *x);
+/* The nearest deadline of the window and the queue. */
+int64_t sp_exec_deadline(const sp_exec *x, const sp_op *queue);
 
 #endif
