@@ -102,8 +102,8 @@ typedef struct spccl_channels_config {
     uint32_t n_per_peer;   /* channels of each pair: 1 to 1024 */
     uint32_t n_triggers;   /* port channels: most triggers in a FIFO, a power of two, 2 to 4096; 0 = 64 */
     /* Memory channels: this rank's window, window_bytes of the attached GPU's memory, from cudaMalloc or inside such an
-     * allocation, a multiple of 16. It keeps its contents. The caller frees it after spccl_channels_destroy. NULL: the
-     * library allocates it. Either all ranks give one, or none does. Port channels: NULL. */
+     * allocation, a multiple of 16. It keeps its contents. The caller frees it after spccl_channels_destroy, but after
+     * spccl_comm_destroy if that call warns that a rank is late. NULL: the library allocates it. Either all ranks give one, or none does. Port channels: NULL. */
     void *window;
 } spccl_channels_config;
 #define SPCCL_CHANNELS_CONFIG_INIT                                                                           \
@@ -120,9 +120,10 @@ typedef struct spccl_channels_config {
  * communicator. */
 SPCCL_API spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config *config,
                                              spccl_channels **out);
-/* Free a set. All ranks call it. It waits until the triggers of port channels are carried out, at most for the
- * communicator's timeout, then for the other ranks, at most 10 s. Before this call the caller must wait for its
- * kernels that use the channels. Accepts NULL. */
+/* Free a set. All ranks call it, at the same place in their order of calls. It waits until the triggers of port channels
+ * are carried out and the other ranks have called it, at most for the communicator's timeout. If a rank is still late
+ * then, it logs a warning, the set's memory stays until spccl_comm_destroy, and the group goes on: later collectives
+ * wait for the late rank. Before this call the caller must wait for its kernels that use the channels. Accepts NULL. */
 SPCCL_API void spccl_channels_destroy(spccl_channels *channels);
 
 /* This rank's window. *device: for kernels and CUDA copies. *host: for the host; NULL if it is GPU memory. */

@@ -29,7 +29,8 @@ static struct {
     bool import_fails, create_fails, launch_fails;
     bool import_fails_at[FAKE_GPUS]; /* GPUs on which nothing is mapped */
     _Atomic bool enter_fails_at[FAKE_GPUS], pinned_fails_at[FAKE_GPUS];
-    bool import_loses_at[FAKE_GPUS]; /* GPUs that are lost when they map memory: from then on enter fails */
+    _Atomic int slow_ms_at[FAKE_GPUS]; /* what some calls on these GPUs take */
+    bool import_loses_at[FAKE_GPUS];   /* GPUs that are lost when they map memory: from then on enter fails */
     uint32_t bad_rule; /* not 0: rank 0's kernels report that a frame of rank 1 breaks this rule */
     atomic_int n_memories, n_waits, n_kernels; /* memories not freed; calls of stream_wait; launches */
     atomic_int n_records, n_asked;             /* calls of event_record; of capture_id and stream_id */
@@ -103,9 +104,13 @@ static spccl_status fake_describe(int ordinal, sp_gpu_device *out)
     memset(out->uuid, 'a' + ordinal, sizeof out->uuid);
     return SPCCL_OK;
 }
+static void fake_be_slow(int ordinal)
+{
+    usleep((useconds_t)fake.slow_ms_at[ordinal] * 1000);
+}
 static spccl_status fake_net_facts(int ordinal, sp_gpu_net_facts *out)
 {
-    (void)ordinal;
+    fake_be_slow(ordinal);
     *out = (sp_gpu_net_facts){.pci = "ffff:00:00.0"};
     return SPCCL_OK;
 }
@@ -218,6 +223,7 @@ static spccl_status fake_pinned_create(size_t bytes, void **host, void **device)
 {
     if (fake.pinned_fails_at[fake_current])
         return SP_FAIL(SPCCL_ERR_NOMEM, "fakePinned: %zu bytes", bytes);
+    fake_be_slow(fake_current);
     *host = *device = calloc(1, bytes);
     if (*host == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "fakePinned: %zu bytes", bytes);

@@ -19,6 +19,10 @@ spccl_status __real_spccl_all_gather(spccl_comm *comm, const void *in, void *out
                                      spccl_request **request);
 spccl_status __wrap_spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_t n, spccl_dtype dtype,
                                      spccl_request **request);
+spccl_status __real_sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
+                                       int64_t deadline_ns, spccl_request **request);
+spccl_status __wrap_sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
+                                       int64_t deadline_ns, spccl_request **request);
 void *__real_sp_alloc64(size_t bytes);
 void *__wrap_sp_alloc64(size_t bytes);
 void __real_sp_free(void *p);
@@ -40,7 +44,7 @@ void *__wrap_sp_calloc(size_t n, size_t elem_bytes)
     return p;
 }
 
-/* The calls under test exchange data by it. No allocation of a host collective fails here. */
+/* The calls under test exchange data by these two. No allocation of a host collective fails here. */
 spccl_status __wrap_spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_t n, spccl_dtype dtype,
                                      spccl_request **request)
 {
@@ -48,6 +52,17 @@ spccl_status __wrap_spccl_all_gather(spccl_comm *comm, const void *in, void *out
     spccl_status st;
     fails_after = -1;
     st = __real_spccl_all_gather(comm, in, out, n, dtype, request);
+    fails_after = before;
+    return st;
+}
+
+spccl_status __wrap_sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
+                                       int64_t deadline_ns, spccl_request **request)
+{
+    int before = fails_after;
+    spccl_status st;
+    fails_after = -1;
+    st = __real_sp_comm_all_gather(comm, in, out, bytes, deadline_ns, request);
     fails_after = before;
     return st;
 }

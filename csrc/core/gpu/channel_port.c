@@ -14,7 +14,7 @@ _Static_assert(SP_PORT_HEAD_BYTES + SP_PORT_CHUNK_BYTES <= QUEUE_BYTES / 4, "the
 
 /* ---- opening ---- */
 
-static spccl_status open_endpoint(sp_port *port, const sp_transport *transport)
+static spccl_status open_endpoint(sp_port *port, const sp_transport *transport, int64_t deadline_ns)
 {
     const spccl_comm *comm = port->c->g->comm;
     char gpu[256];
@@ -27,7 +27,7 @@ static spccl_status open_endpoint(sp_port *port, const sp_transport *transport)
                              .tcp_too = comm->links.tcp_too,
                              .rates_decide = comm->links.rates_decide,
                              .gpu = gpu,
-                             .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};
+                             .deadline_ns = deadline_ns};
     spccl_status st;
     sp_gpu_direct_find_folder(port->c->g->ops, port->c->g->device.ordinal, gpu);
     memcpy(ec.secret, comm->links.secret, sizeof ec.secret);
@@ -54,7 +54,7 @@ static void find_words(sp_port *port, int peer)
     }
 }
 
-spccl_status sp_port_open(spccl_channels *c)
+spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d)
 {
     const spccl_comm *comm = c->g->comm;
     size_t n = (size_t)(comm->world_size - 1) * c->n_per_peer;
@@ -70,7 +70,7 @@ spccl_status sp_port_open(spccl_channels *c)
     if (port->channels == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: the proxy of %zu channels", comm->rank, n);
     for (int i = 0; i < comm->links.n_endpoints; i++)
-        SP_TRY(open_endpoint(port, comm->links.transports[i]));
+        SP_TRY(open_endpoint(port, comm->links.transports[i], d->step_ns));
     for (int p = 0; p < comm->world_size; p++)
         for (int i = 0; p != comm->rank && i < port->thread.n_endpoints; i++)
             if (port->thread.endpoints[i].transport == comm->links.peers[p].transport) {
@@ -117,7 +117,7 @@ static spccl_status add_peer(const sp_port *port, int peer, const struct address
 }
 
 /* All ranks exchange the addresses of their endpoints. */
-static spccl_status meet(const sp_port *port)
+static spccl_status meet(const sp_port *port, int64_t deadline_ns)
 {
     spccl_comm *comm = port->c->g->comm;
     size_t bytes = SP_TRANSPORTS_MAX * sizeof(struct address);
@@ -127,13 +127,13 @@ static spccl_status meet(const sp_port *port)
             ? SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: addresses of the proxies of a set of channels: %zu bytes",
                       comm->rank, ((size_t)comm->world_size + 1) * bytes)
             : find_addresses(port, mine);
-    SP_TRY_TO(out, st, sp_gpu_agree(comm, st));
+    SP_TRY_TO(out, st, sp_gpu_agree_by(comm, st, deadline_ns));
     all = mine + SP_TRANSPORTS_MAX;
-    st = spccl_all_gather(comm, mine, all, bytes, SPCCL_UINT8, NULL);
+    st = sp_comm_all_gather(comm, mine, all, bytes, deadline_ns, NULL);
     for (int p = 0; st == SPCCL_OK && p < comm->world_size; p++)
         if (port->peers[p].over != NULL)
             st = add_peer(port, p, all + (size_t)p * SP_TRANSPORTS_MAX);
-    st = sp_gpu_agree(comm, st);
+    st = sp_gpu_agree_by(comm, st, deadline_ns);
 out:
     sp_free(mine);
     return st;
@@ -146,35 +146,33 @@ static spccl_status round_of(void *ctx, bool *moved)
     return sp_port_round(ctx, moved);
 }
 
-spccl_status sp_port_start(spccl_channels *c, spccl_status opened)
+spccl_status sp_port_start(spccl_channels *c, spccl_status opened, const sp_channels_deadlines *d)
 {
     spccl_comm *comm = c->g->comm;
     sp_port *port = c->port;
-    int64_t deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     sp_proxy_thread *thread;
     spccl_status st;
-    SP_TRY(sp_gpu_agree(comm, opened));
+    SP_TRY(sp_gpu_agree_by(comm, opened, d->call_ns));
     thread = &port->thread; /* without an error there is a port */
-    SP_TRY(meet(port));
+    SP_TRY(meet(port, d->call_ns));
     do
-        st = sp_gpu_agree(comm, sp_proxy_threads_connect(&thread, 1, "the channels", deadline_ns));
+        st = sp_gpu_agree_by(comm, sp_proxy_threads_connect(&thread, 1, "the channels", d->step_ns),
+                             d->call_ns);
     while (st == SPCCL_AGAIN);
     SP_TRY(st);
     thread->name = "spccl-channels";
     thread->ctx = port;
     thread->round =
         round_of; /* is_idle stays NULL: no call says that a kernel with channels starts or ends */
-    return sp_gpu_agree(comm, sp_proxy_thread_start(thread));
+    return sp_gpu_agree_by(comm, sp_proxy_thread_start(thread), d->call_ns);
 }
 
 /* ---- the end ---- */
 
-void sp_port_drain(sp_port *port)
+void sp_port_drain(sp_port *port, int64_t deadline_ns)
 {
-    int64_t deadline_ns;
     if (port == NULL)
         return;
-    deadline_ns = sp_deadline_in_ms(port->c->g->comm->timeout_ms);
     while (!sp_port_is_done(port) && sp_comm_broken(port->c->g->comm) == SPCCL_OK &&
            !sp_deadline_passed(deadline_ns))
         nanosleep(&(struct timespec){.tv_nsec = DRAIN_STEP_NS}, NULL);

@@ -45,13 +45,13 @@ typedef struct sp_port {
 
 /* Open the endpoints; c's pinned memory exists. c->port is set at once; the caller calls sp_port_close, after a
  * failure too. Errors: NOMEM, SYSTEM, and those of the transports. */
-spccl_status sp_port_open(spccl_channels *c);
+spccl_status sp_port_open(spccl_channels *c, const sp_channels_deadlines *d);
 /* All ranks call it together, each with the status of its sp_port_open: exchange addresses, connect, start the
  * thread. All ranks return the same. */
-spccl_status sp_port_start(spccl_channels *c, spccl_status opened);
-/* Wait until all triggers have been carried out, at most for the communicator's timeout, unless it is broken. Accepts
+spccl_status sp_port_start(spccl_channels *c, spccl_status opened, const sp_channels_deadlines *d);
+/* Wait until all triggers have been carried out, at most until the deadline, unless the communicator is broken. Accepts
  * NULL. */
-void sp_port_drain(sp_port *port);
+void sp_port_drain(sp_port *port, int64_t deadline_ns);
 /* Stop the thread and free everything. Accepts NULL. */
 void sp_port_close(sp_port *port);
 

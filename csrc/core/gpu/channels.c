@@ -1,4 +1,4 @@
-/* channels.c - one-sided channels: create, destroy. See channels.h.
+/* channels.c - one-sided channels: create. See channels.h. channels_end.c frees them.
  *
  * Creation is as in gpu_attach.c: all ranks exchange what they were called with, decide the same, and after each step
  * that can fail they exchange their status. */
@@ -14,6 +14,7 @@
 #include <stdio.h>
 
 #define MAGIC 0x48435053u /* "SPCH" */
+#define AGREE_MS 1000     /* of a creation's time, for the ranks to tell each other which step failed */
 
 /* What each rank tells the others. */
 struct facts {
@@ -36,6 +37,7 @@ struct creation {
     sp_gpu_share *share, *window_share;
     void *window; /* the caller's; or NULL */
     struct facts mine, all[SP_GPU_RANKS_MAX];
+    sp_channels_deadlines deadlines;
     bool agreed; /* all ranks have memory */
 };
 
@@ -96,7 +98,7 @@ static spccl_status open_share(struct creation *n, const char *what, sp_gpu_shar
                               .what = what,
                               .ops = g->ops,
                               .ordinal = g->device.ordinal,
-                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms),
+                              .deadline_ns = n->deadlines.step_ns,
                               .still = still_whole,
                               .ctx = comm};
     SP_TRY(sp_gpu_share_open(&sc, share));
@@ -259,7 +261,7 @@ static spccl_status map_all(struct creation *n, sp_gpu_share **share, size_t add
     st = sp_gpu_share_exchange(*share, own, bytes, addresses, out);
     sp_gpu_share_close(*share);
     *share = NULL;
-    return sp_gpu_agree(n->g->comm, st);
+    return sp_gpu_agree_by(n->g->comm, st, n->deadlines.call_ns);
 }
 
 static spccl_status map_memory(struct creation *n)
@@ -272,29 +274,6 @@ static spccl_status map_memory(struct creation *n)
                    (size_t)c->window_bytes, c->peer_windows);
 }
 
-static void unmap(spccl_channels *c)
-{
-    for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
-        c->g->ops->memory_destroy(c->peers[r]);
-        c->g->ops->memory_destroy(c->peer_windows[r]);
-        c->peers[r] = c->peer_windows[r] = NULL;
-    }
-}
-
-/* Wait for nothing. c's GPU is current. */
-static void free_set(spccl_channels *c)
-{
-    unmap(c);
-    sp_port_close(c->port);
-    c->g->ops->memory_destroy(c->own);
-    c->g->ops->memory_destroy(c->own_window);
-    if (c->kind == SPCCL_CHANNEL_PORT)
-        c->g->ops->unload(c->g->device.ordinal, c->state_device);
-    c->g->ops->pinned_destroy(c->window_host);
-    c->g->ops->pinned_destroy(c->report);
-    sp_free(c);
-}
-
 static spccl_status run(struct creation *n, const spccl_channels_config *given, bool has_out)
 {
     spccl_comm *comm = n->g->comm;
@@ -302,24 +281,17 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given, 
     n->mine.status = (int32_t)st;
     if (st != SPCCL_OK)
         snprintf(n->mine.error, sizeof n->mine.error, "%s", spccl_last_error());
-    SP_TRY(spccl_all_gather(comm, &n->mine, n->all, sizeof n->mine, SPCCL_UINT8, NULL));
+    SP_TRY(sp_comm_all_gather(comm, &n->mine, n->all, sizeof n->mine, n->deadlines.call_ns, NULL));
     SP_TRY(compare(n));
     n->c->layout = find_layout(n->c, n->window != NULL);
     st = make_memory(n->c);
     if (st == SPCCL_OK && n->window != NULL)
         st = take_window(n->c, n->window);
-    SP_TRY(sp_gpu_agree(comm, st));
+    SP_TRY(sp_gpu_agree_by(comm, st, n->deadlines.call_ns));
     n->agreed = true;
     if (n->c->kind == SPCCL_CHANNEL_PORT)
-        return sp_port_start(n->c, sp_port_open(n->c));
+        return sp_port_start(n->c, sp_port_open(n->c, &n->deadlines), &n->deadlines);
     return map_memory(n);
-}
-
-/* The GPU cannot be entered: its memory and pinned memory stay. */
-static void abandon_set(spccl_channels *c)
-{
-    sp_port_close(c->port); /* its thread must not outlive g */
-    sp_free(c);
 }
 
 /* Before memory that peers may have mapped is freed after a failure: no rank frees it while a peer has it mapped. */
@@ -333,15 +305,37 @@ static void end_failed(struct creation *n)
         return;
     entered = g->ops->enter(g->device.ordinal, &before) == SPCCL_OK;
     if (entered)
-        unmap(n->c);
+        sp_channels_unmap_set(n->c);
     if (n->agreed && sp_comm_broken(g->comm) == SPCCL_OK)
-        (void)sp_gpu_agree(g->comm, SPCCL_OK); /* also without the GPU: the others wait for this rank */
+        (void)sp_gpu_agree_by(g->comm, SPCCL_OK,
+                              n->deadlines.call_ns); /* also without the GPU: the others wait for this rank */
     if (!entered) {
-        abandon_set(n->c);
+        sp_channels_abandon_set(n->c);
         return;
     }
-    free_set(n->c);
+    sp_channels_free_set(n->c);
     g->ops->leave(before);
+}
+
+static spccl_channels *make_set(sp_gpu_comm *g)
+{
+    spccl_channels *c = sp_calloc(1, sizeof *c);
+    if (c == NULL)
+        return NULL;
+    c->g = g;
+    c->farewell = sp_calloc(1, sizeof *c->farewell);
+    if (c->farewell != NULL)
+        return c;
+    sp_free(c);
+    return NULL;
+}
+
+static void find_deadlines(struct creation *n)
+{
+    int64_t timeout_ms = n->g->comm->timeout_ms, margin_ms = timeout_ms / 8; /* read once */
+    margin_ms = margin_ms < AGREE_MS ? margin_ms : AGREE_MS;
+    n->deadlines = (sp_channels_deadlines){.call_ns = sp_deadline_in_ms(timeout_ms),
+                                           .step_ns = sp_deadline_in_ms(timeout_ms - margin_ms)};
 }
 
 static void add_to_list(spccl_channels *c)
@@ -372,9 +366,8 @@ spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config
     char text[1024];
     spccl_status st;
     SP_TRY(sp_gpu_comm_get(comm, "spccl_channels_create", &n.g));
-    n.c = sp_calloc(1, sizeof *n.c);
-    if (n.c != NULL)
-        n.c->g = n.g;
+    find_deadlines(&n);
+    n.c = make_set(n.g);
     st = run(&n, config, out != NULL);
     if (st == SPCCL_OK) {
         add_to_list(n.c);
@@ -386,85 +379,4 @@ spccl_status spccl_channels_create(spccl_comm *comm, const spccl_channels_config
     end_failed(&n);
     sp_set_error(text); /* freeing may have overwritten it */
     return st;
-}
-
-/* ---- the end ---- */
-
-void spccl_channels_destroy(spccl_channels *c)
-{
-    sp_gpu_comm *g;
-    bool entered;
-    int before;
-    if (c == NULL || sp_process_forked(c->g->comm->process_stamp))
-        return;
-    g = c->g;
-    pthread_mutex_lock(&g->channels_mu);
-    for (spccl_channels **at = &g->channels; *at != NULL; at = &(*at)->next)
-        if (*at == c) {
-            *at = c->next;
-            break;
-        }
-    pthread_mutex_unlock(&g->channels_mu);
-    sp_port_drain(c->port);
-    sp_gpu_comm_barrier(g->comm, "spccl_channels_destroy");
-    sp_port_close(c->port); /* before memory that it uses */
-    c->port = NULL;
-    entered = g->ops->enter(g->device.ordinal, &before) == SPCCL_OK;
-    if (c->kind == SPCCL_CHANNEL_MEMORY && (c->own_window != NULL || strcmp(g->handles, "ipc") == 0)) {
-        if (entered)
-            unmap(c);
-        sp_gpu_comm_wait_unmapped(g->comm, "spccl_channels_destroy");
-    }
-    if (!entered) {
-        abandon_set(c);
-        return;
-    }
-    free_set(c);
-    g->ops->leave(before);
-}
-
-bool sp_channels_use_ipc(const sp_gpu_comm *g)
-{
-    for (const spccl_channels *c = g->channels; c != NULL; c = c->next)
-        if (c->own_window != NULL)
-            return true;
-    return false;
-}
-
-void sp_channels_unmap(sp_gpu_comm *g)
-{
-    for (spccl_channels *c = g->channels; c != NULL; c = c->next)
-        unmap(c);
-}
-
-void sp_channels_drain(sp_gpu_comm *g)
-{
-    for (spccl_channels *c = g->channels; c != NULL; c = c->next)
-        sp_port_drain(c->port);
-}
-
-void sp_channels_stop(sp_gpu_comm *g)
-{
-    for (spccl_channels *c = g->channels; c != NULL; c = c->next) {
-        sp_port_close(c->port);
-        c->port = NULL;
-    }
-}
-
-void sp_channels_abandon(sp_gpu_comm *g)
-{
-    while (g->channels != NULL) {
-        spccl_channels *c = g->channels;
-        g->channels = c->next;
-        abandon_set(c);
-    }
-}
-
-void sp_channels_free_all(sp_gpu_comm *g)
-{
-    while (g->channels != NULL) {
-        spccl_channels *c = g->channels;
-        g->channels = c->next;
-        free_set(c);
-    }
 }

@@ -1,5 +1,6 @@
 /* channels.h - a rank's part of a set of one-sided channels (spccl_channel.h), and what the rest of core/gpu calls.
- * channels.c: create, destroy. channel_handles.c: what kernels take. channel_report.c: failures that kernels report. */
+ * channels.c: create. channels_end.c: destroy. channel_handles.c: what kernels take. channel_report.c: failures that
+ * kernels report. */
 #ifndef SP_CHANNELS_H
 #define SP_CHANNELS_H
 
@@ -44,7 +45,18 @@ struct spccl_channels {
         *window_host; /* of port channels: the pinned memory; `state_device` was allocated by ops->upload */
     struct sp_port *port;                         /* of port channels: the proxy (channel_port.h) */
     spccl_channel_report *report, *report_device; /* pinned */
+    struct sp_channels_farewell *farewell;        /* owned until the end of the set begins; then NULL */
 };
+
+/* Buffers of the all-gather that ends a set. A rank that stops waiting for it leaves them to the request. */
+struct sp_channels_farewell {
+    uint8_t mine, all[SP_GPU_RANKS_MAX];
+};
+
+/* Until when a creation may take, on this rank. Steps end before the call: after them all ranks compare their status. */
+typedef struct sp_channels_deadlines {
+    int64_t call_ns, step_ns;
+} sp_channels_deadlines;
 
 /* Number of a channel among all of a rank: that of a peer in `slot`. */
 static inline uint32_t sp_channels_number(const spccl_channels *c, uint32_t slot, uint32_t index)
@@ -54,11 +66,18 @@ static inline uint32_t sp_channels_number(const spccl_channels *c, uint32_t slot
 
 /* Break the communicator if a kernel has reported a failure of a channel. Threads: any. */
 void sp_channels_look(sp_gpu_comm *g);
-/* Has any set of g windows that are the callers' memory? They are mapped by CUDA IPC. */
+/* Has any set of g windows that are the callers' memory? They are mapped by CUDA IPC. Not of sets that this rank has
+ * destroyed: all ranks unmap those before they destroy them. */
 bool sp_channels_use_ipc(const sp_gpu_comm *g);
+/* Unmap the peers' memory of a set. */
+void sp_channels_unmap_set(spccl_channels *c);
+/* Free a set that is in no list, without waiting for anything. Its GPU is current. */
+void sp_channels_free_set(spccl_channels *c);
+/* The same for a GPU that cannot be entered: GPU memory and pinned memory stay. */
+void sp_channels_abandon_set(spccl_channels *c);
 /* Unmap the peers' memory of all sets of g. */
 void sp_channels_unmap(sp_gpu_comm *g);
-/* Wait until the proxies of all sets of g have carried out what was posted. */
+/* Wait until the proxies of all sets of g have carried out what was posted, at most for the communicator's timeout. */
 void sp_channels_drain(sp_gpu_comm *g);
 /* Stop the proxies of all sets of g. A kernel may still use the memory. */
 void sp_channels_stop(sp_gpu_comm *g);

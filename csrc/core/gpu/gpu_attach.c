@@ -39,13 +39,13 @@ static int weight(int32_t status)
 
 /* Exchange each rank's status. All return the same: OK, or the status of greatest weight, of the lowest such
  * rank, whose error names a rank. */
-spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
+spccl_status sp_gpu_agree_by(spccl_comm *comm, spccl_status st, int64_t deadline_ns)
 {
     struct rank_status mine = {.status = st}, all[SP_GPU_RANKS_MAX];
     int worst = 0;
     if (st != SPCCL_OK)
         snprintf(mine.text, sizeof mine.text, "%s", spccl_last_error());
-    SP_TRY(spccl_all_gather(comm, &mine, all, sizeof mine, SPCCL_UINT8, NULL));
+    SP_TRY(sp_comm_all_gather(comm, &mine, all, sizeof mine, deadline_ns, NULL));
     for (int r = 1; r < comm->world_size; r++)
         if (weight(all[r].status) > weight(all[worst].status))
             worst = r;
@@ -55,6 +55,11 @@ spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
     if (strstr(all[worst].text, "rank ") != NULL)
         return SP_FAIL((spccl_status)all[worst].status, "%s", all[worst].text);
     return SP_FAIL((spccl_status)all[worst].status, "rank %d: %s", worst, all[worst].text);
+}
+
+spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
+{
+    return sp_gpu_agree_by(comm, st, sp_deadline_in_ms(comm->timeout_ms));
 }
 
 /* ---- memory ---- */

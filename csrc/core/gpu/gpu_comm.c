@@ -260,26 +260,23 @@ static bool drain(sp_gpu_comm *g)
     }
 }
 
-void sp_gpu_comm_barrier(spccl_comm *comm, const char *call)
+/* Wait for the other ranks, at most BARRIER_MS. After that the group is broken: it ends anyway. */
+static void wait_for_peers(spccl_comm *comm)
 {
     uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
-    int64_t timeout_ms = comm->timeout_ms;
+    int64_t timeout_ms = comm->timeout_ms; /* read once: any thread may set it */
     if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK)
         return;
-    if (comm->timeout_ms > BARRIER_MS)
-        comm->timeout_ms = BARRIER_MS;
-    if (spccl_all_gather(comm, &mine, all, 1, SPCCL_UINT8, NULL) != SPCCL_OK)
-        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": %s does not wait for the other ranks: %s", comm->name,
-               call, spccl_last_error());
-    comm->timeout_ms = timeout_ms;
+    if (sp_comm_all_gather(comm, &mine, all, 1,
+                           sp_deadline_in_ms(timeout_ms < BARRIER_MS ? timeout_ms : BARRIER_MS),
+                           NULL) != SPCCL_OK)
+        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": destroy does not wait for the other ranks: %s",
+               comm->name, spccl_last_error());
 }
 
-void sp_gpu_comm_wait_unmapped(spccl_comm *comm, const char *call)
+void sp_gpu_comm_wait_broken(void)
 {
-    if (sp_comm_broken(comm) == SPCCL_OK)
-        sp_gpu_comm_barrier(comm, call);
-    else
-        nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
+    nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
 }
 
 static void detach(spccl_comm *comm)
@@ -300,7 +297,7 @@ static void detach(spccl_comm *comm)
     atomic_store(&comm->gpu, NULL);
     sp_proxies_leave(g->proxies);
     sp_channels_drain(g);
-    sp_gpu_comm_barrier(comm, "destroy");
+    wait_for_peers(comm);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = NULL;
     pthread_mutex_unlock(&comm->mu);
@@ -318,7 +315,10 @@ static void detach(spccl_comm *comm)
             free_imports(g);
             g->ops->leave(before);
         }
-        sp_gpu_comm_wait_unmapped(comm, "destroy");
+        if (sp_comm_broken(comm) == SPCCL_OK)
+            wait_for_peers(comm); /* until they have closed their mappings too */
+        else
+            sp_gpu_comm_wait_broken();
     }
     sp_gpu_comm_free(g);
 }

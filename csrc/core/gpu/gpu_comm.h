@@ -92,12 +92,11 @@ spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **o
 
 /* Exchange each rank's status. All ranks return the same: OK, or the status that explains most. (gpu_attach.c) */
 spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st);
-/* Wait at most 10 s until all ranks have called this, unless the communicator is broken. `call`: for the log.
- * (gpu_comm.c) */
-void sp_gpu_comm_barrier(spccl_comm *comm, const char *call);
-/* This rank has closed its ipc mappings: wait until the peers have too. If the communicator is broken they cannot be
- * asked, and get 1 s. (gpu_comm.c) */
-void sp_gpu_comm_wait_unmapped(spccl_comm *comm, const char *call);
+/* The same, with a deadline of its own. */
+spccl_status sp_gpu_agree_by(spccl_comm *comm, spccl_status st, int64_t deadline_ns);
+/* The communicator is broken, so the peers cannot be asked whether they have closed their ipc mappings of this rank's
+ * memory: give them 1 s. (gpu_comm.c) */
+void sp_gpu_comm_wait_broken(void);
 
 /* Let the watchdog thread look at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
 spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);

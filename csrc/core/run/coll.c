@@ -35,6 +35,18 @@ spccl_status spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_
     return submit(comm, &a, req);
 }
 
+spccl_status sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
+                                int64_t deadline_ns, spccl_request **req)
+{
+    sp_coll_args a = {.coll = SP_ALL_GATHER,
+                      .in = in,
+                      .out = out,
+                      .n_elems = bytes,
+                      .dtype = SPCCL_UINT8,
+                      .deadline_ns = deadline_ns};
+    return submit(comm, &a, req);
+}
+
 spccl_status spccl_reduce_scatter(spccl_comm *comm, const void *in, void *out, size_t n_elems,
                                   spccl_dtype dtype, spccl_redop op, spccl_request **req)
 {

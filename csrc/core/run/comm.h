@@ -85,6 +85,12 @@ spccl_status sp_request_create(const sp_op *op, spccl_request **out);
 /* Set the outcome, call the callback, and release the executor's reference. */
 void sp_request_complete(spccl_request *req, spccl_status status, const char *error);
 
+/* coll.c */
+/* All-gather of bytes with a deadline of its own; SP_NEVER: none. Then the group cannot be stopped before all ranks have
+ * called it, or a later call breaks the group. */
+spccl_status sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
+                                int64_t deadline_ns, spccl_request **req);
+
 /* engine.c */
 /* A call with right arguments cannot start on this rank, and the peers wait for it: break the communicator, which
  * tells them. Returns st, with its text. */

@@ -270,7 +270,7 @@ spccl_status sp_comm_submit(spccl_comm *comm, sp_op *op, spccl_request **out)
     spccl_request *req = NULL;
     spccl_status st;
     bool wake, broken = false;
-    op->deadline_ns = sp_deadline_in_ms(op->a.timeout_ms);
+    op->deadline_ns = op->a.deadline_ns != 0 ? op->a.deadline_ns : sp_deadline_in_ms(op->a.timeout_ms);
     SP_TRY_TO(fail, st, sp_request_create(op, &req));
     op->owner = req;
     pthread_mutex_lock(&comm->mu);
@@ -408,7 +408,7 @@ void sp_comm_stop(spccl_comm *comm)
 {
     pthread_mutex_lock(&comm->mu);
     while (comm->n_under_way != 0 || comm->driver != SP_DRIVER_NONE)
-        pthread_cond_wait(&comm->cv, &comm->mu); /* ends: every op has a deadline */
+        pthread_cond_wait(&comm->cv, &comm->mu); /* ends: the last op has a deadline */
     comm->stop = true;
     pthread_cond_broadcast(&comm->cv);
     pthread_mutex_unlock(&comm->mu);

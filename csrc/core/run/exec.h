@@ -36,6 +36,7 @@ typedef struct sp_coll_args {
     size_t slice_elems;
     spccl_format format; /* AUTO or forced */
     int64_t timeout_ms;
+    int64_t deadline_ns; /* 0: timeout_ms after the call */
 } sp_coll_args;
 
 /* What all ranks must give alike for one collective. Envelopes carry it, and error texts name it. */

@@ -1,0 +1,169 @@
+/* channels_end.c - one-sided channels: the end of a set, by spccl_channels_destroy or with its communicator. See
+ * channels.h. */
+#include "core/gpu/channel_port.h"
+
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "core/base/mem.h"
+
+#include <inttypes.h>
+
+void sp_channels_unmap_set(spccl_channels *c)
+{
+    for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
+        c->g->ops->memory_destroy(c->peers[r]);
+        c->g->ops->memory_destroy(c->peer_windows[r]);
+        c->peers[r] = c->peer_windows[r] = NULL;
+    }
+}
+
+void sp_channels_free_set(spccl_channels *c)
+{
+    sp_channels_unmap_set(c);
+    sp_port_close(c->port);
+    c->g->ops->memory_destroy(c->own);
+    c->g->ops->memory_destroy(c->own_window);
+    if (c->kind == SPCCL_CHANNEL_PORT)
+        c->g->ops->unload(c->g->device.ordinal, c->state_device);
+    c->g->ops->pinned_destroy(c->window_host);
+    c->g->ops->pinned_destroy(c->report);
+    sp_free(c->farewell);
+    sp_free(c);
+}
+
+void sp_channels_abandon_set(spccl_channels *c)
+{
+    sp_port_close(c->port); /* its thread must not outlive g */
+    sp_free(c->farewell);
+    sp_free(c);
+}
+
+/* ---- one set ---- */
+
+static void free_farewell(void *farewell, spccl_status status)
+{
+    (void)status;
+    sp_free(farewell);
+}
+
+/* Wait until all ranks destroy the set: then no peer uses this rank's memory any more. False: a rank is late. The
+ * all-gather has no deadline. So the group goes on, and a later collective waits for the late rank. A group that is
+ * broken waits for nobody. */
+static bool wait_for_all(spccl_channels *c, int64_t deadline_ns)
+{
+    spccl_comm *comm = c->g->comm;
+    struct sp_channels_farewell *farewell = c->farewell;
+    spccl_request *req = NULL;
+    bool is_late;
+    if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK ||
+        sp_comm_all_gather(comm, &farewell->mine, farewell->all, 1, SP_NEVER, &req) != SPCCL_OK)
+        return true;
+    c->farewell = NULL;
+    (void)spccl_request_on_done(req, free_farewell, farewell);
+    (void)spccl_request_wait(req, sp_deadline_left_ms(deadline_ns, INT32_MAX));
+    is_late = spccl_request_test(req) == SPCCL_AGAIN;
+    spccl_request_free(req);
+    return !is_late;
+}
+
+static void warn_late(const spccl_channels *c, int64_t timeout_ms)
+{
+    const spccl_comm *comm = c->g->comm;
+    sp_log(SP_LOG_WARN, comm->rank,
+           "group \"%s\": spccl_channels_destroy: after %lld ms a rank has not called it: %" PRIu64
+           " bytes of GPU memory and %" PRIu64 " of pinned memory stay until spccl_comm_destroy%s",
+           comm->name, (long long)timeout_ms, c->layout.bytes, c->layout.pinned_bytes,
+           c->own_window != NULL ? "; free config.window only after that" : "");
+}
+
+static void take_from_list(spccl_channels *c)
+{
+    sp_gpu_comm *g = c->g;
+    pthread_mutex_lock(&g->channels_mu);
+    for (spccl_channels **at = &g->channels; *at != NULL; at = &(*at)->next)
+        if (*at == c) {
+            *at = c->next;
+            break;
+        }
+    pthread_mutex_unlock(&g->channels_mu);
+}
+
+void spccl_channels_destroy(spccl_channels *c)
+{
+    sp_gpu_comm *g;
+    int64_t timeout_ms, deadline_ns;
+    bool entered, by_ipc;
+    int before;
+    if (c == NULL || sp_process_forked(c->g->comm->process_stamp))
+        return;
+    g = c->g;
+    timeout_ms = g->comm->timeout_ms; /* read once: any thread may set it */
+    deadline_ns = sp_deadline_in_ms(timeout_ms);
+    sp_port_drain(c->port, deadline_ns);
+    entered = g->ops->enter(g->device.ordinal, &before) == SPCCL_OK;
+    by_ipc = c->kind == SPCCL_CHANNEL_MEMORY && (c->own_window != NULL || strcmp(g->handles, "ipc") == 0);
+    if (entered && by_ipc)
+        sp_channels_unmap_set(c); /* peers may free memory that is shared by ipc only after that */
+    if (wait_for_all(c, deadline_ns)) {
+        if (by_ipc && sp_comm_broken(g->comm) != SPCCL_OK)
+            sp_gpu_comm_wait_broken();
+        take_from_list(c);
+        if (entered)
+            sp_channels_free_set(c);
+        else
+            sp_channels_abandon_set(c);
+    } else {
+        warn_late(c, timeout_ms);
+    }
+    if (entered)
+        g->ops->leave(before);
+}
+
+/* ---- all sets of a communicator ---- */
+
+bool sp_channels_use_ipc(const sp_gpu_comm *g)
+{
+    for (const spccl_channels *c = g->channels; c != NULL; c = c->next)
+        if (c->own_window != NULL && c->farewell != NULL)
+            return true;
+    return false;
+}
+
+void sp_channels_unmap(sp_gpu_comm *g)
+{
+    for (spccl_channels *c = g->channels; c != NULL; c = c->next)
+        sp_channels_unmap_set(c);
+}
+
+void sp_channels_drain(sp_gpu_comm *g)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(g->comm->timeout_ms);
+    for (spccl_channels *c = g->channels; c != NULL; c = c->next)
+        sp_port_drain(c->port, deadline_ns);
+}
+
+void sp_channels_stop(sp_gpu_comm *g)
+{
+    for (spccl_channels *c = g->channels; c != NULL; c = c->next) {
+        sp_port_close(c->port);
+        c->port = NULL;
+    }
+}
+
+void sp_channels_abandon(sp_gpu_comm *g)
+{
+    while (g->channels != NULL) {
+        spccl_channels *c = g->channels;
+        g->channels = c->next;
+        sp_channels_abandon_set(c);
+    }
+}
+
+void sp_channels_free_all(sp_gpu_comm *g)
+{
+    while (g->channels != NULL) {
+        spccl_channels *c = g->channels;
+        g->channels = c->next;
+        sp_channels_free_set(c);
+    }
+}
