@@ -1,8 +1,13 @@
-/* test_completion.c - when collectives end, and what waiting for their end costs.
+/* test_completion.c - when collectives end, what waiting for their end costs, and who prints that one failed.
  * A collective is done as soon as its own bytes have left this process, although later collectives still have
  * bytes to send, and although the rank sleeps when they leave. Only tcp is tested: over shm and inproc a message has
  * left as soon as it is committed, and sp_transport.flushed is always true. */
+#include "captured_log.h"
 #include "scene.h"
+
+#include "core/base/log.h"
+
+#include <sys/wait.h>
 
 #define SLOW_S 60
 #define FILL_MS 500
@@ -184,13 +189,81 @@ static void test_deadline_in_queue(void)
           "\"%s\"", o->text);
 }
 
+/* ---- a failure is printed once ---- */
+
+enum { WAITED_FOR, FREED }; /* what happens to the requests */
+
+static void fails(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    spccl_request *req[3] = {NULL};
+    float x[4] = {0};
+    if (c->rank == 1) {
+        while (atomic_load(&s->n_done) == 0)
+            sleep_ms(1);
+        return;
+    }
+    CHECK_OK(spccl_comm_set_timeout(c->comm, SHORT_MS));
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(spccl_all_reduce(c->comm, &x[i], &x[i], 1, SPCCL_FLOAT32, SPCCL_SUM, &req[i]));
+    for (int i = 0; i < 3; i++) {
+        if (s->kind == WAITED_FOR)
+            CHECK(spccl_request_wait(req[i], -1) == SPCCL_ERR_TIMEOUT, "%s", spccl_last_error());
+        spccl_request_free(req[i]);
+    }
+    while (spccl_comm_async_error(c->comm) == SPCCL_OK)
+        sleep_ms(1);
+    CHECK(spccl_all_reduce(c->comm, x, x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL) == SPCCL_ERR_TIMEOUT, "%s",
+          spccl_last_error());
+    atomic_store(&s->n_done, 1);
+}
+
+static int count_of(const char *text, const char *part)
+{
+    int n = 0;
+    for (const char *at = strstr(text, part); at != NULL; at = strstr(at + 1, part))
+        n++;
+    return n;
+}
+
+/* What this process prints: the calls of rank 0 return the error, unless nobody asks. */
+static void check_printed(bool at_info)
+{
+    for (int kind = WAITED_FOR; kind <= FREED; kind++) {
+        struct scene s = {.kind = kind};
+        char log[20000];
+        int wanted = (kind == FREED) + at_info;
+        begin_log();
+        run_scene(2, SLOW_S * 1000, "inproc", fails, &s);
+        end_log(log, sizeof log);
+        CHECK(count_of(log, "rank 0: all_reduce #0 (1 float32, sum) timed out after 100 ms") == wanted &&
+                  (count_of(log, "spccl[0] info: trace: ") > 0) == at_info &&
+                  has(log, "spccl error: a request was freed") == (kind == FREED) &&
+                  (at_info || !has(log, "is broken")),
+              "%s, %s: \"%s\"", kind == FREED ? "freed" : "waited for", at_info ? "info" : "warn", log);
+    }
+}
+
+static void test_printed_once(void)
+{
+    int status = 0;
+    pid_t child = fork(); /* a process reads SPCCL_LOG once, so this case is the first */
+    if (child == 0) {
+        setenv("SPCCL_LOG", "info", 1);
+        (void)sp_log_on(SP_LOG_INFO);
+        check_printed(true);
+        _exit(test_n_failed != 0);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0, "status %d", status);
+    check_printed(false);
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {{"tcp", test_tcp},
-                                             {"last_bytes_wake", test_last_bytes_wake},
-                                             {"waiting_sleeps", test_waiting_sleeps},
-                                             {"deadline_in_queue", test_deadline_in_queue},
-                                             {NULL, NULL}};
-    setenv("SPCCL_LOG", "off", 0); /* a test causes a time-out */
+    static const struct test_case cases[] = {
+        {"printed_once", test_printed_once},           {"tcp", test_tcp},
+        {"last_bytes_wake", test_last_bytes_wake},     {"waiting_sleeps", test_waiting_sleeps},
+        {"deadline_in_queue", test_deadline_in_queue}, {NULL, NULL}};
+    unsetenv("SPCCL_LOG");
     return test_main(cases, argc, argv);
 }

@@ -41,12 +41,14 @@ void sp_trace_dump(const sp_trace *trace, int rank)
 {
     int64_t now = sp_now_ns();
     uint64_t first = trace->n > trace->cap ? trace->n - trace->cap : 0;
+    if (!sp_log_on(SP_LOG_INFO))
+        return;
     for (uint64_t i = first; i < trace->n; i++) {
         const sp_trace_event *e = &trace->events[i % trace->cap];
         char text[SP_TRACE_TEXT_CAP] = "";
         if (e->describe != NULL)
             e->describe(e, text, sizeof text);
-        sp_log(SP_LOG_WARN, rank, "trace: %9.3f ms ago  #%u %s of %llu elements: %s%s",
+        sp_log(SP_LOG_INFO, rank, "trace: %9.3f ms ago  #%u %s of %llu elements: %s%s",
                (double)(now - e->time_ns) * 1e-6, e->seq, e->coll, (unsigned long long)e->n_elems, e->what,
                text);
     }

@@ -1,4 +1,4 @@
-/* trace.h - a fixed buffer with the last events of one communicator, printed when the communicator breaks. */
+/* trace.h - a fixed buffer with the last events of one communicator. They are logged when the communicator breaks. */
 #ifndef SP_TRACE_H
 #define SP_TRACE_H
 
@@ -32,7 +32,7 @@ void sp_trace_fini(sp_trace *trace);
 /* Returns the event, for `describe` and `values`; NULL if the trace is off. Valid until the next event. */
 sp_trace_event *sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll,
                              uint64_t n_elems);
-/* Log the events that are kept, oldest first, one line of level "warn" each. */
+/* Log the events that are kept, oldest first, one line of level "info" each. */
 void sp_trace_dump(const sp_trace *trace, int rank);
 
 #endif

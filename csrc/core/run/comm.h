@@ -21,7 +21,8 @@ struct spccl_request {
     pthread_cond_t done_cv;
     atomic_bool done; /* set once, under mu */
     spccl_status status;
-    char *error; /* owned; NULL = none */
+    bool seen, report; /* a caller has got the outcome; if none does, the error is logged */
+    char *error;       /* owned; NULL = none */
     int64_t timeout_ms;
     char what[160];
     uint32_t process_stamp; /* process.h */
@@ -82,8 +83,9 @@ static inline spccl_status sp_comm_check_process(const spccl_comm *comm, const c
 /* request.c */
 /* The request starts with two references: the caller's and the executor's. Errors: NOMEM. */
 spccl_status sp_request_create(const sp_op *op, spccl_request **out);
-/* Set the outcome, call the callback, and release the executor's reference. */
-void sp_request_complete(spccl_request *req, spccl_status status, const char *error);
+/* Set the outcome, call the callback, and release the executor's reference. report: log the error if the request is
+ * freed and no caller has got its outcome. One request of each failure has it. */
+void sp_request_complete(spccl_request *req, spccl_status status, const char *error, bool report);
 
 /* coll.c */
 /* All-gather of bytes with a deadline of its own; SP_NEVER: none. Then the group cannot be stopped before all ranks have

@@ -21,12 +21,13 @@ void sp_comm_wake(spccl_comm *comm)
         sp_log(SP_LOG_ERROR, comm->rank, "writing to the wake-up eventfd failed: errno %d", errno);
 }
 
-/* Complete an op's request, and free the op. The caller does not hold mu, because the callback runs here. */
-static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const char *error)
+/* Complete an op's request, and free the op. The caller does not hold mu, because the callback runs here. report: as
+ * for sp_request_complete. */
+static void complete(spccl_comm *comm, sp_op *op, spccl_status status, const char *error, bool report)
 {
     spccl_request *req = op->owner;
     sp_op_destroy(op);
-    sp_request_complete(req, status, error);
+    sp_request_complete(req, status, error, report);
     pthread_mutex_lock(&comm->mu);
     comm->n_under_way--;
     pthread_cond_broadcast(&comm->cv); /* blocking callers and sp_comm_stop wait */
@@ -41,11 +42,10 @@ static void stop_gpu_locked(spccl_comm *comm)
 }
 
 /* Record an error if it is the first. Returns true if it is. */
-static bool record_error(spccl_comm *comm, spccl_status status, const char *text, int *n_under_way)
+static bool record_error(spccl_comm *comm, spccl_status status, const char *text)
 {
     bool first;
     pthread_mutex_lock(&comm->mu);
-    *n_under_way = comm->n_under_way;
     first = comm->broken == SPCCL_OK;
     if (first) {
         comm->broken = status;
@@ -57,25 +57,24 @@ static bool record_error(spccl_comm *comm, spccl_status status, const char *text
 }
 
 /* Called by the driver: break the communicator, abort the peers with the same text, and complete every
- * collective under way with the first error. */
+ * collective under way with the first error. Their callers print it, or the request that no caller looks at. */
 static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
 {
     sp_op *op;
-    int n_under_way;
-    if (record_error(comm, status, text, &n_under_way)) {
+    bool report = record_error(comm, status, text);
+    if (report) {
         char note[SP_ABORT_TEXT_CAP];
         snprintf(note, sizeof note, "%.*s", (int)sizeof note - 1, text);
-        sp_log(n_under_way != 0 ? SP_LOG_ERROR : SP_LOG_INFO, comm->rank, "group \"%s\" is broken: %s",
-               comm->name, text);
-        if (n_under_way != 0)
-            sp_trace_dump(&comm->trace, comm->rank);
+        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\" is broken: %s", comm->name, text);
+        sp_trace_dump(&comm->trace, comm->rank);
         sp_links_abort_peers(&comm->links, note);
     }
     while (comm->exec.n_ops > 0) {
         op = comm->exec.window[0];
         comm->exec.n_ops--;
         memmove(comm->exec.window, comm->exec.window + 1, (size_t)comm->exec.n_ops * sizeof op);
-        complete(comm, op, comm->broken, comm->error);
+        complete(comm, op, comm->broken, comm->error, report);
+        report = false;
     }
     for (;;) {
         pthread_mutex_lock(&comm->mu);
@@ -85,7 +84,8 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
         pthread_mutex_unlock(&comm->mu);
         if (op == NULL)
             return;
-        complete(comm, op, comm->broken, comm->error);
+        complete(comm, op, comm->broken, comm->error, report);
+        report = false;
     }
 }
 
@@ -167,7 +167,7 @@ static void drive(spccl_comm *comm, spccl_request *until)
         if (st == SPCCL_OK && progressed)
             st = sp_links_progress(&comm->links);
         while (st == SPCCL_OK && (st = sp_exec_retire(&comm->exec, &op)) == SPCCL_OK && op != NULL) {
-            complete(comm, op, SPCCL_OK, "");
+            complete(comm, op, SPCCL_OK, "", false);
             progressed = true;
         }
         if (st == SPCCL_OK && !progressed)

@@ -1,6 +1,8 @@
 /* request.c - the caller's handle on one collective. It may outlive the communicator. */
 #include "core/run/comm.h"
 
+#include "core/base/log.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -39,13 +41,16 @@ static void request_unref(spccl_request *req)
 {
     if (atomic_fetch_sub(&req->refs, 1) != 1)
         return;
+    if (req->report && !req->seen)
+        sp_log(SP_LOG_ERROR, -1, "a request was freed, and nobody asked whether it failed: %s",
+               req->error != NULL ? req->error : req->what);
     pthread_cond_destroy(&req->done_cv);
     pthread_mutex_destroy(&req->mu);
     sp_free(req->error);
     sp_free(req);
 }
 
-void sp_request_complete(spccl_request *req, spccl_status status, const char *error)
+void sp_request_complete(spccl_request *req, spccl_status status, const char *error, bool report)
 {
     void (*fn)(void *, spccl_status);
     void *ctx;
@@ -55,8 +60,10 @@ void sp_request_complete(spccl_request *req, spccl_status status, const char *er
     pthread_mutex_lock(&req->mu);
     req->status = status;
     req->error = copy;
+    req->report = report;
     req->done = true;
     fn = req->fn;
+    req->seen = fn != NULL;
     ctx = req->fn_ctx;
     pthread_cond_broadcast(&req->done_cv);
     pthread_mutex_unlock(&req->mu);
@@ -67,8 +74,9 @@ void sp_request_complete(spccl_request *req, spccl_status status, const char *er
 
 /* Return the status of a finished request, and set its text as this thread's last error. The caller holds mu.
  */
-static spccl_status outcome_locked(const spccl_request *req)
+static spccl_status outcome_locked(spccl_request *req)
 {
+    req->seen = true;
     if (req->status != SPCCL_OK)
         sp_set_error(req->error != NULL ? req->error : "out of memory while reporting an error");
     return req->status;
@@ -143,8 +151,10 @@ spccl_status spccl_request_on_done(spccl_request *req, void (*fn)(void *ctx, spc
     }
     req->fn = fn;
     req->fn_ctx = ctx;
-    if (req->done)
+    if (req->done) {
         status = req->status;
+        req->seen = true;
+    }
     pthread_mutex_unlock(&req->mu);
     if (status != SPCCL_AGAIN)
         fn(ctx, status);
