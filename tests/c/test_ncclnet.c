@@ -1,5 +1,6 @@
 /* test_ncclnet.c - transport ncclnet over the plugin of net_plugin/: every version, every habit of real plugins that
  * the plugin can take on, and every way to fail. Each case runs two ranks as processes. */
+#include "captured_log.h"
 #include "endpoints.h"
 #include "transport/net/ncclnet.h"
 
@@ -196,6 +197,17 @@ static void play_lost(struct member *m, const struct scenario *s)
         check_words(s, text);
 }
 
+/* Transport ib of this process may use the card of a plugin's device. */
+static void check_card_is_free(const char *name)
+{
+    const char *holder = NULL;
+    sp_nic card;
+    memset(&card, 0, sizeof card);
+    snprintf(card.names[0], sizeof card.names[0], "%s", name);
+    CHECK(sp_nic_take("ib", &card, &holder), "%s kept %s", holder, name);
+    sp_nic_give_back("ib", &card);
+}
+
 static void play(struct member *m)
 {
     const struct scenario *s = m->kind == REAL ? &real_plugin : &scenarios[m->kind];
@@ -231,8 +243,10 @@ static void play(struct member *m)
     CHECK(sp_now_ns() - start_ns < PATIENCE_MS * INT64_C(1000000), "close took too long");
     if (getenv("TEST_NET_DELAY") != NULL)
         sleep_ms(1500); /* the thread goes on, and must touch nothing that the caller may */
-    if (s->hangs)       /* a thread and its buffers are left: the checks for that do not apply */
+    if (s->hangs) {     /* a thread and its buffers are left: the checks for that do not apply */
+        check_card_is_free("sock0");
         _exit(test_n_failed != 0);
+    }
 }
 
 static void run_scenario(int i, bool tcp_too)
@@ -338,8 +352,7 @@ static void play_card_in_use(struct member *m)
     leave_group(m);
     for (int i = 0; i < m->kind && m->rank == 0; i++)
         sp_nic_give_back("ib", &cards[i]);
-    snprintf(cards[0].names[0], sizeof cards[0].names[0], "sock0");
-    CHECK(sp_nic_take("ib", &cards[0], &holder), "%s kept sock0", holder);
+    check_card_is_free("sock0");
 }
 
 static void test_card_in_use(void)
@@ -352,6 +365,45 @@ static void test_card_in_use(void)
         m.config.tcp_too = true;
         run_group(&processes, &m);
     }
+}
+
+/* ---- the wall clock is set while a thread ends ---- */
+
+int __real_clock_gettime(clockid_t clock, struct timespec *out);
+int __wrap_clock_gettime(clockid_t clock, struct timespec *out);
+static int wall_clock_off_s;
+
+int __wrap_clock_gettime(clockid_t clock, struct timespec *out)
+{
+    int result = __real_clock_gettime(clock, out);
+    if (clock == CLOCK_REALTIME)
+        out->tv_sec += wall_clock_off_s;
+    return result;
+}
+
+/* An administrator sets it forward by an hour after this rank has read it. */
+static void play_clock_set(struct member *m)
+{
+    char log[1000];
+    setenv("TEST_NET_END", "100", 1);
+    if (!join_group(m))
+        return;
+    exchange(m);
+    barrier(m, 1);
+    wall_clock_off_s = -3600;
+    begin_log();
+    leave_group(m);
+    end_log(log, sizeof log);
+    CHECK(log[0] == '\0', "%s", log);
+}
+
+static void test_clock_set(void)
+{
+    static const struct environment processes = {"ncclnet", true};
+    struct member m;
+    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
+    m = make_group(&processes, 2, play_clock_set);
+    run_group(&processes, &m);
 }
 
 /* Real plugins: the paths in SPCCL_TEST_PLUGINS, with colons. */
@@ -382,6 +434,7 @@ int main(int argc, char **argv)
                                              {"lost", test_lost},
                                              {"late_write", test_late_write},
                                              {"card_in_use", test_card_in_use},
+                                             {"clock_set", test_clock_set},
                                              {"real", test_real},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);

@@ -328,6 +328,48 @@ static void test_info(void)
                "no file libnccl-net-nowhere.so or nowhere in the linker's folders");
 }
 
+/* ---- forks of the application ---- */
+
+static sp_nn_limits long_limits(void)
+{
+    return (sp_nn_limits){.deadline_ns = sp_deadline_in_ms(PATIENCE_MS),
+                          .call_ns = PATIENCE_MS * INT64_C(1000000)};
+}
+
+static void *load_again_and_again(void *stop)
+{
+    const sp_nn_limits limits = long_limits();
+    const sp_nn_plugin *plugin;
+    while (!atomic_load((atomic_bool *)stop))
+        CHECK_OK(sp_nn_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin));
+    return NULL;
+}
+
+/* A fork while another thread looks for a plugin: the child is told at once that it cannot use it. */
+static void test_fork_meanwhile(void)
+{
+    const sp_nn_limits limits = long_limits();
+    const sp_nn_plugin *plugin;
+    atomic_bool stop = false;
+    pthread_t thread;
+    CHECK_OK(sp_nn_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin));
+    CHECK(pthread_create(&thread, NULL, load_again_and_again, &stop) == 0, "a thread");
+    for (int i = 0; i < 300; i++) {
+        int status = -1;
+        pid_t pid = fork();
+        if (pid == 0) {
+            alarm(PATIENCE_MS / 1000); /* ends a child that waits for ever */
+            _exit(sp_nn_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin) !=
+                  SPCCL_ERR_UNREACHABLE);
+        }
+        CHECK(waitpid(pid, &status, 0) == pid && status == 0, "child %d: status %x", i, status);
+        if (status != 0)
+            break;
+    }
+    atomic_store(&stop, true);
+    pthread_join(thread, NULL);
+}
+
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {{"find", test_find},
@@ -339,6 +381,7 @@ int main(int argc, char **argv)
                                              {"signals", test_signals_of_parent},
                                              {"retry", test_retry},
                                              {"looks", test_looks},
+                                             {"fork_meanwhile", test_fork_meanwhile},
                                              {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -389,10 +389,10 @@ static void nn_close(sp_endpoint *opaque)
     if (ep->epoll_fd >= 0)
         close(ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
+    if (ep->pid == getpid())
+        sp_nn_give_back_cards(ep);
     if (ep->thread_lost)
         return; /* the rest may still be in use */
-    for (int i = 0; ep->pid == getpid() && i < ep->n_used; i++)
-        sp_nic_give_back("ncclnet", &ep->plugin->devices[ep->used[i]].nic);
     if (ep->event_fd >= 0)
         close(ep->event_fd);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)

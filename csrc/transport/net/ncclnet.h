@@ -122,8 +122,8 @@ struct sp_ncclnet {
     _Atomic int load;                     /* SP_NN_LOAD_RUNS .. */
     char load_text[SP_NN_TEXT_CAP + 100]; /* the thread's; valid with SP_NN_LOAD_FAILED */
     char lost_text[SP_NN_TEXT_CAP + 100]; /* the caller's; valid with thread_lost */
-    int n_used,
-        used[SP_NN_DEVICES_MAX];   /* likewise: the devices whose cards this endpoint has taken (nics.h) */
+    int n_used, used[SP_NN_DEVICES_MAX];  /* likewise: the devices whose cards this endpoint takes (nics.h) */
+    atomic_bool has_cards;                /* it has taken them: `used` and `plugin` are valid */
     const sp_nn_plugin *plugin;    /* the thread's; valid with SP_NN_LOAD_FINE, and while it is in a call */
     _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
     _Atomic int call_slot, call_peer, call_device, call_queue;
@@ -163,6 +163,8 @@ void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_
 void sp_nn_queue_text(const struct sp_ncclnet *ep, int queue, char *out, size_t cap);
 
 /* ncclnet_stop.c */
+/* Give back the cards that this endpoint has taken, if it still has them. Any thread may call it. */
+void sp_nn_give_back_cards(struct sp_ncclnet *ep);
 /* True if two looks found the thread in the same call, for longer than it may. One look is not enough: the process may
  * have been stopped (SIGSTOP) with the thread in a call. `out` gets "connect for rank 3 ...". */
 bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap);

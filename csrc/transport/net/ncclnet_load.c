@@ -4,6 +4,7 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
+#include "transport/common/forks.h"
 #include "transport/net/ncclnet_env.h"
 
 #include <dlfcn.h>
@@ -39,12 +40,39 @@ enum step { STEP_NONE, STEP_DLOPEN, STEP_INIT, STEP_DEVICES, STEP_PROPERTIES, ST
 static const char *const step_names[] = {"its start", "dlopen",        "init",
                                          "devices",   "getProperties", "finalize"};
 
+/* ---- the lock ---- */
+
+/* A fork waits for it, so no caller holds the lock of another guard. */
+static sp_fork_guard guard = {.lock = PTHREAD_MUTEX_INITIALIZER};
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void keep_all(void *owner)
+{
+    (void)owner; /* a child keeps what the lock guards: it refuses the parent's plugins */
+}
+
+/* It fails only where endpoints cannot be opened either: they watch forks, too. */
+static void watch_forks(void)
+{
+    (void)sp_fork_watch(&guard, keep_all, NULL);
+}
+
+void sp_nn_lock(void)
+{
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&guard.lock);
+}
+
+void sp_nn_unlock(void)
+{
+    pthread_mutex_unlock(&guard.lock);
+}
+
 /* ---- the logger that plugins get ---- */
 
 /* Plugins pass wrong arguments at times, so a text is formatted only if it is asked for (SPCCL_LOG=debug). The
  * format of the last warning is kept as it is, as a part of error texts. */
 static char last_warning[160];
-static pthread_mutex_t warning_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void logger(int level, unsigned long subsystems, const char *where, int line, const char *fmt, ...)
 {
@@ -54,9 +82,9 @@ static void logger(int level, unsigned long subsystems, const char *where, int l
     if (fmt == NULL)
         return;
     if (level == LEVEL_WARN) {
-        pthread_mutex_lock(&warning_lock);
+        sp_nn_lock();
         snprintf(last_warning, sizeof last_warning, "%s", fmt);
-        pthread_mutex_unlock(&warning_lock);
+        sp_nn_unlock();
     }
     if (!sp_log_on(SP_LOG_DEBUG))
         return;
@@ -69,12 +97,12 @@ static void logger(int level, unsigned long subsystems, const char *where, int l
 /* The kept warning as a clause, or "". */
 static void take_warning(char out[SP_NN_TEXT_CAP])
 {
-    pthread_mutex_lock(&warning_lock);
+    sp_nn_lock();
     out[0] = '\0';
     if (last_warning[0] != '\0')
         snprintf(out, SP_NN_TEXT_CAP, "; its last warning: %s", last_warning);
     last_warning[0] = '\0';
-    pthread_mutex_unlock(&warning_lock);
+    sp_nn_unlock();
 }
 
 const char *sp_nn_file_name(const char *path)
@@ -184,8 +212,7 @@ static spccl_status try_plugin(const char *path, struct report *r)
     return SPCCL_OK;
 }
 
-/* The fork copied what belongs to other threads of the parent: signals that are blocked or have handlers, and locks
- * that may be held. */
+/* The fork copied what belongs to other threads of the parent: signals that are blocked or have handlers. */
 static void begin_child(pid_t parent)
 {
     static const int defaults[] = {SIGSEGV, SIGBUS,  SIGFPE, SIGILL, SIGABRT,
@@ -199,7 +226,6 @@ static void begin_child(pid_t parent)
     sigemptyset(&empty);
     sigprocmask(SIG_SETMASK, &empty, NULL);
     (void)setrlimit(RLIMIT_CORE, &none);
-    warning_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 static void run_child(const char *path, struct report *r, pid_t parent)
@@ -335,14 +361,13 @@ struct loaded {
 };
 static struct loaded *plugins[PLUGINS_MAX];
 static int n_plugins;
-static pthread_mutex_t plugins_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* The entry of that path; *is_mine: this thread must load the plugin. NULL: the table is full. */
 static struct loaded *entry_of(const char *path, bool *is_mine)
 {
     struct loaded *l = NULL;
     *is_mine = false;
-    pthread_mutex_lock(&plugins_lock);
+    sp_nn_lock();
     for (int i = 0; i < n_plugins && l == NULL; i++)
         if (strcmp(plugins[i]->path, path) == 0)
             l = plugins[i];
@@ -356,7 +381,7 @@ static struct loaded *entry_of(const char *path, bool *is_mine)
         l->state = LOADING;
         *is_mine = true;
     }
-    pthread_mutex_unlock(&plugins_lock);
+    sp_nn_unlock();
     return l;
 }
 
@@ -382,11 +407,11 @@ static void load_now(struct loaded *l, const sp_nn_limits *limits)
         sp_nn_describe(&l->report.plugin, text, sizeof text);
         sp_log(SP_LOG_INFO, -1, "NCCL net %s", text);
     }
-    pthread_mutex_lock(&plugins_lock);
+    sp_nn_lock();
     snprintf(l->report.text, sizeof l->report.text, "%s", st == SPCCL_OK ? "" : spccl_last_error());
     l->report.status = st;
     l->state = st == SPCCL_OK ? READY : st == SPCCL_ERR_UNREACHABLE ? FAILED : OPEN;
-    pthread_mutex_unlock(&plugins_lock);
+    sp_nn_unlock();
 }
 
 /* Wait until no thread loads the plugin. Returns what the last try returned. */
@@ -395,12 +420,12 @@ static spccl_status result_of(struct loaded *l, int64_t deadline_ns)
     char text[sizeof l->report.text];
     spccl_status st = SPCCL_AGAIN;
     while (st == SPCCL_AGAIN) {
-        pthread_mutex_lock(&plugins_lock);
+        sp_nn_lock();
         if (l->state != LOADING) {
             st = l->report.status;
             snprintf(text, sizeof text, "%s", l->report.text);
         }
-        pthread_mutex_unlock(&plugins_lock);
+        sp_nn_unlock();
         if (st == SPCCL_AGAIN && sp_deadline_passed(deadline_ns))
             return SP_FAIL(SPCCL_ERR_TIMEOUT, "NCCL net plugin %s: another group of this process waits in %s",
                            l->path, step_names[atomic_load(&l->report.step)]);

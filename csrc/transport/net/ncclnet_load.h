@@ -26,6 +26,11 @@ typedef struct sp_nn_limits {
     int64_t call_ns;     /* how long one call may take in the child process: SPCCL_NET_PLUGIN_MS */
 } sp_nn_limits;
 
+/* Guards what all endpoints of this process share: its plugins, their last warning, the threads that were given up. A
+ * fork waits for it. The caller holds no lock of an sp_fork_guard. */
+void sp_nn_lock(void);
+void sp_nn_unlock(void);
+
 /* Try the plugin in a child process, then load it, once per process. Blocks; call it on a thread that nobody
  * joins without a deadline. *out stays valid. Errors: UNREACHABLE (not usable; later calls return the same);
  * SYSTEM, NOMEM, TIMEOUT (the deadline; a later call tries again). */

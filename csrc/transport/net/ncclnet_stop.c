@@ -9,6 +9,7 @@
 
 #define MS INT64_C(1000000)
 #define STOP_MS 5000 /* closing waits this long for the thread */
+#define END_MS 1000  /* and then for its end: destructors that the plugin registered */
 #define LOOK_AGAIN_NS (100 * MS)
 
 bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
@@ -33,9 +34,16 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
     return true;
 }
 
+void sp_nn_give_back_cards(struct sp_ncclnet *ep)
+{
+    if (!atomic_exchange(&ep->has_cards, false))
+        return;
+    for (int i = 0; i < ep->n_used; i++)
+        sp_nic_give_back("ncclnet", &ep->plugin->devices[ep->used[i]].nic);
+}
+
 /* Keeps what abandoned threads may still use. */
 static struct sp_ncclnet *lost;
-static pthread_mutex_t lost_lock = PTHREAD_MUTEX_INITIALIZER;
 
 void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
 {
@@ -46,26 +54,38 @@ void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
     ep->thread_lost = true;
     snprintf(ep->lost_text, sizeof ep->lost_text, "%s", why);
     (void)pthread_detach(ep->thread);
-    pthread_mutex_lock(&lost_lock);
+    sp_nn_lock();
     ep->next_lost = lost;
     lost = ep;
-    pthread_mutex_unlock(&lost_lock);
+    sp_nn_unlock();
     sp_log(SP_LOG_WARN, ep->config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
+}
+
+/* False: the thread did not end in time. */
+static bool join_in_time(struct sp_ncclnet *ep)
+{
+    int64_t deadline_ns = sp_deadline_in_ms(STOP_MS);
+    bool exited = false;
+    while (!sp_deadline_passed(deadline_ns)) {
+        if (!exited && atomic_load(&ep->exited)) {
+            exited = true;
+            deadline_ns = sp_deadline_in_ms(END_MS);
+        }
+        /* pthread_timedjoin_np would wait by the wall clock, which an administrator may set. */
+        if (exited && pthread_tryjoin_np(ep->thread, NULL) == 0)
+            return true;
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+    return false;
 }
 
 void sp_nn_thread_stop(struct sp_ncclnet *ep)
 {
-    int64_t deadline_ns = sp_deadline_in_ms(STOP_MS);
-    struct timespec until;
     if (!ep->started || ep->thread_lost || ep->pid != getpid())
         return;
     atomic_store(&ep->stop, true);
     sp_nn_thread_kick(ep);
-    while (!atomic_load(&ep->exited) && !sp_deadline_passed(deadline_ns))
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += 1; /* what is left is the end of the thread, and destructors that the plugin registered */
-    if (!atomic_load(&ep->exited) || pthread_timedjoin_np(ep->thread, NULL, &until) != 0) {
+    if (!join_in_time(ep)) {
         char text[sizeof ep->lost_text];
         if (atomic_load(&ep->load) == SP_NN_LOAD_RUNS) /* `plugin` may change at any time */
             snprintf(

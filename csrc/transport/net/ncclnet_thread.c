@@ -125,6 +125,9 @@ static bool take_cards(struct sp_ncclnet *ep, char *text, size_t cap)
             snprintf(text, cap, "device %s: transport %s of this process uses this card", device->name,
                      holder);
     }
+    atomic_store(&ep->has_cards, ep->n_used > 0);
+    if (atomic_load(&ep->abandoned)) /* then the endpoint may be closed already */
+        sp_nn_give_back_cards(ep);
     return ep->n_used > 0;
 }
 

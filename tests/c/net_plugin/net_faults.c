@@ -6,11 +6,13 @@
  *   TEST_NET_PID=n        only in process n
  *   TEST_NET_TIMES=n      only n calls
  *   TEST_NET_DELAY=n      a call that fails does so after n ms
- *   TEST_NET_TAG=n        of isend, irecv and test only those of tag n: one connection of several */
+ *   TEST_NET_TAG=n        of isend, irecv and test only those of tag n: one connection of several
+ *   TEST_NET_END=n        a destructor of each thread that listens takes n ms */
 #include "net_plugin.h"
 
 #include <pthread.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,6 +56,24 @@ int net_faulty_tag(const char *call, int tag)
 int net_faulty(const char *call)
 {
     return net_faulty_tag(call, -1);
+}
+
+static void end_slowly(void *ms)
+{
+    usleep((useconds_t)(uintptr_t)ms * 1000);
+}
+
+static pthread_key_t end_key;
+static pthread_once_t end_once = PTHREAD_ONCE_INIT;
+static void make_end_key(void)
+{
+    pthread_key_create(&end_key, end_slowly);
+}
+
+void net_end_slowly(void)
+{
+    pthread_once(&end_once, make_end_key);
+    pthread_setspecific(end_key, (void *)(uintptr_t)net_number("TEST_NET_END", 0));
 }
 
 int net_misuse(const char *text)

@@ -142,6 +142,7 @@ int net_listen_device(int dev, void *handle, void **out)
     struct listener *l;
     if (net_faulty("listen"))
         return 2;
+    net_end_slowly();
     if (dev < 0 || dev >= net_n_devices)
         return net_misuse("listen on a device that is not there");
     l = calloc(1, sizeof *l);

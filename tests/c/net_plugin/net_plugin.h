@@ -14,6 +14,8 @@ extern char net_device[16];
 
 /* A line on stderr, and the result "invalid usage". */
 int net_misuse(const char *text);
+/* TEST_NET_END: this thread ends slowly. */
+void net_end_slowly(void);
 /* True if this call is to fail. Does not return if it is to hang. */
 int net_faulty(const char *call);
 /* The same for a call that has a tag. */
