@@ -1,8 +1,10 @@
 /* test_descriptors.c - a process may not open enough file descriptors: the error text names the limit, and
- * how to raise it. */
+ * how to raise it. A shortage that ends soon does not end a start-up. */
 #include "ranks.h"
+#include "transport/common/acceptor.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <stdbool.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -101,11 +103,49 @@ static void test_unique_id(void)
     CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
 }
 
+static spccl_status no_connection(void *ctx, int fd, const sp_hs_hello *hello)
+{
+    (void)ctx;
+    (void)hello;
+    close(fd);
+    return SPCCL_OK;
+}
+
+/* A connection comes while there is no descriptor for it. It is accepted once there is one. */
+static void test_short_for_a_moment(void)
+{
+    static const uint8_t secret[SP_HS_SECRET_BYTES];
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t bytes = sizeof at;
+    struct rlimit limit;
+    sp_acceptor_config config = {.rank = 0, .secret = secret, .tcp = true, .ready = no_connection};
+    sp_acceptor a;
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), client = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(listener, (struct sockaddr *)&at, bytes) == 0 && listen(listener, 4) == 0 &&
+              getsockname(listener, (struct sockaddr *)&at, &bytes) == 0 &&
+              connect(client, (struct sockaddr *)&at, bytes) == 0,
+          "errno %d", errno);
+    CHECK_OK(sp_acceptor_init(&a, listener, &config));
+    getrlimit(RLIMIT_NOFILE, &limit);
+    allow(0);
+    CHECK_OK(sp_acceptor_step(&a));
+    CHECK(a.n_pending == 0 && explains(spccl_last_error()), "%d: %s", a.n_pending, spccl_last_error());
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
+    CHECK_OK(sp_acceptor_step(&a));
+    CHECK(a.n_pending == 1, "%d connections", a.n_pending);
+    sp_acceptor_close(&a);
+    close(client);
+}
+
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"inproc", test_inproc},       {"shm", test_shm}, {"tcp", test_tcp}, {"all", test_all},
-        {"unique_id", test_unique_id}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"inproc", test_inproc},
+                                             {"shm", test_shm},
+                                             {"tcp", test_tcp},
+                                             {"all", test_all},
+                                             {"unique_id", test_unique_id},
+                                             {"short_for_a_moment", test_short_for_a_moment},
+                                             {NULL, NULL}};
     setenv("SPCCL_LOG", "off", 0);
     return test_main(cases, argc, argv);
 }

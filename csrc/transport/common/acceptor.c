@@ -11,6 +11,7 @@
 
 #define PATIENCE_NS (INT64_C(10) * 1000000000) /* for one handshake */
 #define EVICT_NS (INT64_C(1) * 1000000000)     /* the same while SP_ACCEPTOR_PENDING connections wait */
+#define SHORT_NS (INT64_C(3) * 1000000000)     /* how long the process may lack descriptors */
 #define N_LOGGED 20                            /* log lines about dropped connections, per acceptor */
 
 spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config)
@@ -73,6 +74,28 @@ static void evict_oldest(sp_acceptor *a, int64_t now_ns)
         drop(a, oldest, "too many connections wait, and this one is the oldest");
 }
 
+static bool is_shortage(int error)
+{
+    return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
+/* There is no descriptor for a connection, which stays in the kernel's backlog. Other threads may close some soon, and
+ * silent connections hold some. */
+static spccl_status wait_for_descriptors(sp_acceptor *a, int64_t now_ns)
+{
+    spccl_status st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: accepting a connection", a->config.rank);
+    if (a->short_since_ns == 0) {
+        a->short_since_ns = now_ns;
+        sp_log(SP_LOG_WARN, a->config.rank, "%s; trying again for %d s", spccl_last_error(),
+               (int)(SHORT_NS / 1000000000));
+    }
+    if (now_ns - a->short_since_ns >= SHORT_NS)
+        return st;
+    if (a->n_pending > 0)
+        evict_oldest(a, now_ns);
+    return SPCCL_OK;
+}
+
 static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)
 {
     for (;;) {
@@ -88,8 +111,11 @@ static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)
                 continue;
             if (errno == EAGAIN || errno == EWOULDBLOCK)
                 return SPCCL_OK;
+            if (is_shortage(errno))
+                return wait_for_descriptors(a, now_ns);
             return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: accepting a connection", a->config.rank);
         }
+        a->short_since_ns = 0;
         if (a->config.tcp)
             sp_sock_tune_tcp(fd);
         p = &a->pending[a->n_pending++];

@@ -24,6 +24,7 @@ typedef struct sp_acceptor {
     sp_acceptor_config config;
     int listen_fd; /* owned; -1: closed */
     int n_pending, n_dropped;
+    int64_t short_since_ns; /* when the process began to lack descriptors; 0: it does not */
     struct sp_pending {
         int64_t since_ns;
         sp_hs hs;
@@ -33,7 +34,7 @@ typedef struct sp_acceptor {
 /* Takes over listen_fd, on failure too. It listens and is non-blocking. Errors: NOMEM. */
 spccl_status sp_acceptor_init(sp_acceptor *a, int listen_fd, const sp_acceptor_config *config);
 /* Accept new connections and continue all handshakes, without blocking. Errors: SYSTEM (no descriptor for a
- * connection), what `ready` returned, MISMATCH (`check` refused a proven rank because its settings differ;
+ * connection, for 3 s), what `ready` returned, MISMATCH (`check` refused a proven rank because its settings differ;
  * that rank gets the same text). */
 spccl_status sp_acceptor_step(sp_acceptor *a);
 /* Accepts a zeroed or closed acceptor. */
