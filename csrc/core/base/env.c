@@ -5,9 +5,9 @@
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_LOG] = {"SPCCL_LOG", "warn", "least level of lines on stderr: off, error, warn, info, debug", 0,
@@ -193,14 +193,21 @@ static int is_in_table(const char *name, size_t length)
 void sp_env_warn_unknown(void)
 {
     static atomic_flag done = ATOMIC_FLAG_INIT;
-    if (environ == NULL || atomic_flag_test_and_set(&done))
+    char *entry = NULL;
+    size_t cap = 0;
+    FILE *f;
+    if (atomic_flag_test_and_set(&done))
         return;
-    for (char **entry = environ; *entry != NULL; entry++) {
-        size_t length = strcspn(*entry, "=");
-        if (strncmp(*entry, "SPCCL_", 6) == 0 && !is_in_table(*entry, length) &&
-            !is_read_elsewhere(*entry, length))
+    f = fopen("/proc/self/environ", "re"); /* other threads may change `environ` while it is read */
+    while (f != NULL && getdelim(&entry, &cap, '\0', f) > 0) {
+        size_t length = strcspn(entry, "=");
+        if (strncmp(entry, "SPCCL_", 6) == 0 && !is_in_table(entry, length) &&
+            !is_read_elsewhere(entry, length))
             sp_log(SP_LOG_WARN, -1,
                    "the environment has %.*s, which spccl does not know: `spccl info` lists its variables",
-                   (int)length, *entry);
+                   (int)length, entry);
     }
+    free(entry);
+    if (f != NULL)
+        fclose(f);
 }

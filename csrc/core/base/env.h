@@ -58,7 +58,8 @@ spccl_status sp_env_number(sp_env_id id, int64_t *out);
 /* Checks every variable that is a number or a choice, so that no bad value goes unnoticed because its code does
  * not run. Errors: SETTING. */
 spccl_status sp_env_check(void);
-/* Logs a warning for each variable SPCCL_... that nothing reads: its name is probably misspelt. Once per process. */
+/* Logs a warning for each variable SPCCL_... that nothing reads: its name is probably misspelt. It looks at the
+ * environment with which the process was started. Once per process. */
 void sp_env_warn_unknown(void);
 
 #endif
