@@ -109,7 +109,7 @@ def main() -> None:
         opt.step()
     with torch.no_grad():
         row("wrapper: exchange", median(device, lambda: opt._exchange(args.density), move), 24)
-        print("density sent:", opt.summary()["density_sent"], flush=True)
+        print("density sent:", opt.stats()["density_sent"], flush=True)
         scratch = opt.transfers.scratch
         pairs = [(b, scratch[b.device, b.globals.dtype][i % 2][: b.length]) for i, b in enumerate(opt.buckets)]
         send = median(device, lambda: [b.select(s, args.density, 1.0, opt.settings) for b, s in pairs], move)

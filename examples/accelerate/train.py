@@ -92,7 +92,7 @@ def train(args: argparse.Namespace):
 def main() -> None:
     args = arguments()
     accelerator, _, part, losses = train(args)
-    figures = part.stats() if args.pruned else part.summary()
+    figures = part.stats()
     if accelerator.is_main_process:
         print(
             f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; last step sent {figures['density_sent']:.1%} of the "

@@ -99,7 +99,7 @@ def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as scratch_folder:
         trainer, _ = train(args, args.folder or scratch_folder)
-    figures = trainer.strategy.hook.stats() if args.pruned else trainer.optimizers[0].summary()
+    figures = trainer.strategy.hook.stats() if args.pruned else trainer.optimizers[0].stats()
     if trainer.is_global_zero:
         print(
             f"loss {float(trainer.callback_metrics['loss']):.2f}; last step sent {figures['density_sent']:.1%} of the "

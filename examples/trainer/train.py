@@ -89,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch_folder:
         trainer, part = train(args, args.folder or scratch_folder)
         loss = trainer.evaluate()["eval_loss"]
-    figures = part.stats() if args.pruned else part.summary()
+    figures = part.stats()
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print(

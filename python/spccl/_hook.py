@@ -16,10 +16,11 @@ import torch.distributed as dist
 from spccl import _hook_state, backend, prune
 from spccl.optim.checks import is_number, is_share, is_whole
 
-from ._hook_stats import Statistics, Tally
+from ._hook_stats import Statistics
+from ._stats import HasStats
 
 
-class PruningHook:
+class PruningHook(HasStats):
     """Settings and state of a pruning hook. `spccl.ddp.PrunedGradients` says what each setting does.
 
     A subclass sets `_group` and `_numels` when it is registered, and then calls for each flat gradient `_slot`,
@@ -89,7 +90,7 @@ class PruningHook:
         self._statistics = Statistics()
 
     def _begin_step(self) -> None:
-        self._statistics.now = Tally(density=self.density_at(self.step))
+        self._statistics.begin_step(self.density_at(self.step), self._group)
         for memory in self._devices.values():
             memory.begin_step()
 
@@ -226,29 +227,10 @@ class PruningHook:
         done = (step - self.dense_steps + 1) / (self.warmup_steps + 1)
         return self.density ** min(1.0, done)
 
-    def stats(self) -> dict[str, float | int | None]:
-        """Numbers of the last complete step and of the run since it started (or was loaded).
-
-        Returns a dict:
-            step               completed steps
-            density_target     wanted density of pruned parameters in the last step
-            density_sent       entries sent / entries of all parameters, last step (unpruned ones included)
-            density_pruned     the same over pruned parameters only; None if there were none
-            density_mean       density_sent averaged over the run
-            dense_bytes        bytes of all gradients, per step
-            sent_bytes         bytes of the entries sent, last step: values only, before any format
-            grad_norm          local gradient's norm, before clipping, in the last step that measured it: each step with
-                               clip_norm, else each norm_every steps; 0 before
-            residual_norm      residual's norm when last measured (norm_every); None before
-            residual_ratio     residual_norm / grad_norm: how many steps' worth of gradient waits
-            select_ms          time in this hook in the last step, without the exchange; on asynchronous devices
-                               the time to queue it
-            select_ms_mean     the same, averaged over the run
-            nonfinite_elems    entries with inf or nan so far
-        Reading it waits for the device, on CUDA.
-        """
+    def stats(self) -> dict[str, Any]:
         slots = list(self._slots.values())
-        return self._statistics.report(self.step, list(self._devices.values()), slots, self._last_sent())
+        density = self.density_at(self.step)
+        return self._statistics.report(self.step, density, self._group, self._devices, slots, self._last_sent())
 
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""

@@ -1,13 +1,15 @@
-"""Statistics of a pruning hook: the counts behind `PruningHook.stats`."""
+"""Statistics of a pruning hook: the counts behind its `stats`."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from . import prune
+from . import backend, prune
 from ._hook_state import OnDevice
+from ._stats import OwnBytes
 
 
 class Tally:
@@ -18,8 +20,10 @@ class Tally:
         self.elems = 0
         self.dense_bytes = 0
         self.select_s = 0.0
+        self.n_calls = 0  # of all-reduces
 
     def add(self, elems: int, elem_bytes: int) -> None:
+        self.n_calls += 1
         self.elems += elems
         self.dense_bytes += elems * elem_bytes
 
@@ -29,16 +33,31 @@ class Statistics:
 
     def __init__(self):
         self.now = Tally()
-        self._last = Tally()
+        self._last: Tally | None = None
         self._residual_norm: float | None = None
+        self._wire: OwnBytes | None = None
+        self._n_calls = 0  # collectives of the hook
         self.forget_totals()
 
     def forget_totals(self) -> None:
         """Begin a new run."""
         self._totals = {"steps": 0, "elems": 0, "select_s": 0.0}
 
+    def begin_step(self, density: float, group: dist.ProcessGroup | None) -> None:
+        """A backward pass has called the hook for the first time."""
+        self.now = Tally(density)
+        if group is None or group.size() == 1:
+            return
+        wire = self._wire = self._wire or OwnBytes(group)
+        wire.begin(group)
+        if torch._C._current_graph_task_id() != -1:
+            # A callback that queues the end: it comes after all that is queued by then, DDP's wait for the buckets too.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(lambda: wire.end(group)))
+
     def end_step(self) -> None:
         self._last = self.now
+        self._n_calls += self.now.n_calls
         totals = self._totals
         totals["steps"] += 1
         totals["elems"] += self.now.elems
@@ -51,30 +70,43 @@ class Statistics:
         self._residual_norm = math.hypot(*norms)
 
     def report(
-        self, step: int, devices: Sequence[OnDevice], slots: Sequence[prune.Slot], sent: dict[str, int]
+        self,
+        step: int,
+        density: float,
+        group: dist.ProcessGroup | None,
+        devices: Mapping[torch.device, OnDevice],
+        slots: Sequence[prune.Slot],
+        sent: dict[str, int],
     ) -> dict[str, Any]:
-        """The dictionary that `PruningHook.stats` describes. Waits for the device.
+        """The dictionary that `HasStats.stats` describes. Waits for the device.
 
-        Args: sent: entries sent in the last complete step, by parameter name.
+        Args: density: wanted in the next step. sent: entries sent in the last complete step, by parameter name.
         """
-        last, totals = self._last, self._totals
-        counts = [memory.read_counts() for memory in devices]
+        last, totals = self._last or Tally(density), self._totals
+        counts = [memory.read_counts() for memory in devices.values()]
         pruned = [slot for slot in slots if slot.pruned and last.density < 1]
         pruned_elems = sum(slot.numel for slot in pruned)
-        grad_norm = math.sqrt(sum(squares for squares, _, _ in counts))
+        norm = math.sqrt(sum(squares for squares, _, _ in counts)) or None
         residual = self._residual_norm
+        carries = {backend.name_for(group, d) for d in devices} if group is not None and group.size() > 1 else set()
         return {
-            "step": step,
+            "steps": step,
+            "exchanges": step,
             "density_target": last.density,
             "density_sent": sum(sent.values()) / max(1, last.elems),
             "density_pruned": sum(sent[slot.name] for slot in pruned) / pruned_elems if pruned_elems else None,
             "density_mean": sum(n for _, n, _ in counts) / max(1, totals["elems"]),
             "dense_bytes": last.dense_bytes,
             "sent_bytes": sum(sent[slot.name] * slot.elem_bytes for slot in slots),
-            "grad_norm": grad_norm,
-            "residual_norm": residual,
-            "residual_ratio": residual / grad_norm if residual is not None and grad_norm > 0 else None,
+            "wire_bytes": self._wire.read(group, devices, self._n_calls) if self._wire is not None else None,
+            "update_norm": norm,
+            "unsent_norm": residual,
+            "residual_ratio": residual / norm if residual is not None and norm else None,
             "select_ms": last.select_s * 1e3,
             "select_ms_mean": totals["select_s"] * 1e3 / max(1, totals["steps"]),
+            "exchange_ms": None,
+            "exchange_ms_mean": None,
+            "skipped_steps": 0,
             "nonfinite_elems": sum(n for _, _, n in counts),
+            "backend": ", ".join(sorted(carries)) or "none",
         }

@@ -75,7 +75,7 @@ class PrunedShards(PruningHook):
     """What `spccl.fsdp.prune` keeps: settings, residuals of this rank's shards, statistics.
 
     Each parameter group of FSDP2 is pruned as one bucket, on torch's stream for all-reduces. Residual and velocity
-    have the size of the shard: 4 bytes per entry of it each. `stats()` counts this rank's shards; its `grad_norm` is
+    have the size of the shard: 4 bytes per entry of it each. `stats()` counts this rank's shards; its `update_norm` is
     that of the replica.
 
     FSDP2 features:

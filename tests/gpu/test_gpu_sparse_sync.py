@@ -57,7 +57,7 @@ def test_as_on_the_host(dtype):
         opt, params = sync(device, dtype)
         steps(params, opt, 12)
         states.append(opt.state_dict()["sparse_sync"]["parameters"])
-        assert opt.summary()["density_sent"] > 0.01
+        assert opt.stats()["density_sent"] > 0.01
     for on_host, on_gpu in zip(*states, strict=True):
         for key in ("global", "local", "prune"):
             assert torch.equal(on_host[key], on_gpu[key].cpu()), key

@@ -120,7 +120,7 @@ def test_a_resumed_run_continues_bit_for_bit(one_rank, tmp_path):
     torch.save(hook.state_dict(), tmp_path / "hook.pt")
     wanted = [backward(model, seed) for seed in range(6, 9)]
     kept = residuals(hook)
-    assert {r.dtype for r in kept.values()} == {torch.bfloat16} and hook.stats()["residual_norm"] > 0
+    assert {r.dtype for r in kept.values()} == {torch.bfloat16} and hook.stats()["unsent_norm"] > 0
     model, hook = wrapped(**{**settings, "seed": 0})  # the seed comes from the checkpoint
     saved = torch.load(tmp_path / "hook.pt")
     hook.load_state_dict(saved)

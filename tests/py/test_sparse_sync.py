@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pydoc
 import re
 import warnings
 
@@ -10,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="SparseSync is for torch, and none is installed")
 
+import spccl  # noqa: E402
 from spccl.optim import Geometric, SparseSync, checkpoint  # noqa: E402
 
 
@@ -344,27 +346,33 @@ def test_global_weights_is_a_block():
         assert torch.equal(a["global"], b["global"]) and torch.equal(a["local"], b["local"])
 
 
-def test_summary():
+def test_stats():
     net = model()
     opt = SparseSync(adamw(net), density=0.05, norm_every=2)
-    assert opt.summary()["update_norm"] is None
+    first = opt.stats()
+    assert first["update_norm"] is None and first["density_target"] == 0.05
+    of_a_hook = spccl.ddp.PrunedGradients(0.02).stats()
+    assert of_a_hook["density_target"] == 0.02 and of_a_hook["update_norm"] is None
+    assert set(first) == set(of_a_hook) and opt.summary() == first
+    for documented in (SparseSync.stats, spccl.ddp.PrunedGradients.stats):
+        assert all(f"    {key} " in pydoc.getdoc(documented) for key in first)
     before = [p.detach().clone() for p in net.parameters()]
     step(opt, net)
     with opt.global_weights():
         middle = [p.detach().clone() for p in net.parameters()]
     start = [p.detach().clone() for p in net.parameters()]
     step(opt, net, 1)
-    summary = opt.summary()
+    stats = opt.stats()
     own = [p.detach().clone() for p in net.parameters()]
     update = math.sqrt(sum(float((p - q).square().sum()) for p, q in zip(own, start, strict=True)))
     with opt.global_weights():
         unsent = math.sqrt(sum(float((p - q).square().sum()) for p, q in zip(net.parameters(), own, strict=True)))
         sent = sum(int((p != q).sum()) for p, q in zip(net.parameters(), middle, strict=True))
     numel = sum(p.numel() for p in net.parameters())
-    assert abs(summary["update_norm"] / update - 1) < 0.05 and abs(summary["unsent_norm"] / unsent - 1) < 0.05
-    assert summary["residual_ratio"] == summary["unsent_norm"] / summary["update_norm"]
-    assert abs(summary["density_sent"] - sent / numel) < 2 / numel
-    assert summary["dense_bytes"] == 4 * numel and summary["backend"] == "none" and summary["wire_bytes"] is None
+    assert abs(stats["update_norm"] / update - 1) < 0.05 and abs(stats["unsent_norm"] / unsent - 1) < 0.05
+    assert stats["residual_ratio"] == stats["unsent_norm"] / stats["update_norm"]
+    assert abs(stats["density_sent"] - sent / numel) < 2 / numel
+    assert stats["dense_bytes"] == 4 * numel and stats["backend"] == "none" and stats["wire_bytes"] is None
     assert before[0].shape == middle[0].shape
 
 
@@ -388,7 +396,7 @@ def test_sparse_gradients():
         opt.zero_grad()
         table(torch.tensor([i, 7])).sum().backward()
         opt.step()
-    assert opt.summary()["skipped_steps"] == 0 and opt.summary()["density_sent"] > 0
+    assert opt.stats()["skipped_steps"] == 0 and opt.stats()["density_sent"] > 0
 
 
 def test_scheduler_and_hooks():

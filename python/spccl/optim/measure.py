@@ -1,4 +1,4 @@
-"""What a `SparseSync` counts and measures for its summary."""
+"""What a `SparseSync` counts and measures for its `stats`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spccl import prune
+from spccl._stats import OwnBytes
+
+from .schedule import density_at
 
 if TYPE_CHECKING:
     from .sync import SparseSync
@@ -26,12 +29,12 @@ class Tally:
     def __init__(self, sync: SparseSync):
         self.sync = sync
         self.skipped = 0  # local steps left out on this rank
-        self.density = 1.0
+        self.density: float | None = None  # of the last exchange
         self._seconds = self._last_s = 0.0
         self._norms: tuple[float, float] | None = None
         self._before: list[torch.Tensor] | None = None
         self._update: list[torch.Tensor] | None = None
-        self._wire_before = self._wire_bytes()
+        self._wire = OwnBytes(self._group())
         self._exchanges = 0
 
     # -- in each step ------------------------------------------------------------------------------
@@ -39,6 +42,7 @@ class Tally:
     def before_step(self) -> None:
         """Keep the probed weights at the first local step of an exchange that is measured."""
         every, s = self.sync.settings.norm_every, self.sync
+        self._wire.end(self._group())  # with overlap the exchange has just ended
         if every and s.buckets and (s.exchanges + 1) % every == 0 and s.steps % s.settings.every == 0:
             self._before = [p.clone() for b in s.buckets for p in _probes(b.locals)]
 
@@ -56,12 +60,13 @@ class Tally:
         if self.skipped == 1:
             warnings.warn(
                 f"SparseSync: rank {self.sync.ranks.rank}: the gradient's norm is {norm} at step {self.sync.steps}; "
-                "this rank leaves out the step. summary()['skipped_steps'] counts such steps; this warning comes once",
+                "this rank leaves out the step. stats()['skipped_steps'] counts such steps; this warning comes once",
                 stacklevel=4,
             )
 
     def begin_exchange(self, density: float) -> None:
         self.density = density
+        self._wire.begin(self._group())
 
     def waits_for_exchange(self) -> bool:
         """Whether this exchange is measured, which needs the weights after it."""
@@ -71,6 +76,8 @@ class Tally:
         self._exchanges += 1
         self._last_s = seconds
         self._seconds += seconds
+        if not self.sync.transfers.pending:  # else the next exchange, or the reader, ends the count
+            self._wire.end(self._group())
         if self._update is not None:
             s = self.sync
             numels = [w.numel for b in s.buckets for w in b.weights]
@@ -88,66 +95,43 @@ class Tally:
 
     # -- when asked --------------------------------------------------------------------------------
 
-    def summary(self) -> dict[str, Any]:
-        """Figures of this rank. Waits for the device.
-
-        Returns a dict:
-            steps, exchanges        calls of step(), exchanges
-            density_target          wanted density of the last exchange
-            density_sent            entries sent / entries of all parameters, last exchange; those sent whole included
-            density_mean            density_sent averaged over all exchanges, those of the run that saved a loaded state
-                                    included
-            update_norm             estimated norm of what the local steps changed, at the last measurement; or None
-            unsent_norm             estimated norm of what was then still unsent; None before
-            residual_ratio          unsent_norm / update_norm: how many exchanges' worth of change waits; None before
-            dense_bytes, sent_bytes values of a dense exchange, and those sent in the last one, before any format; with
-                                    bits=2 all bytes that this rank gives to the all-gather
-            wire_bytes              what this rank has sent in the group so far, other users of the group included, with
-                                    indices and headers; None if the backend is not spccl
-            exchange_ms, exchange_ms_mean   time of the last exchange and mean; on CUDA the time to queue it
-            skipped_steps           local steps left out because of inf or nan
-            nonfinite_elems         weights that had become inf or nan and were set to the global ones
-            backend                 what carries the exchange: "spccl", "nccl", ..., "none" for one rank
-        """
+    def stats(self) -> dict[str, Any]:
+        """The dictionary that `HasStats.stats` describes. Waits for the device."""
         s = self.sync
-        columns = [torch.stack([w.state for w in b.weights]).sum(dim=0).tolist() for b in s.buckets]
+        density = density_at(s._schedule, s.exchanges) if self.density is None else self.density
+        rows = [row for b in s.buckets for row in torch.stack([w.state for w in b.weights]).tolist()]
+        counted = zip((w for b in s.buckets for w in b.weights), rows, strict=True)
+        pruned = [(w.numel, row[prune.N_SENT]) for w, row in counted if w.pruned and density < 1]
         numel = max(1, sum(b.numel for b in s.buckets))  # 0: FSDP2 has given this rank empty shards alone
-        sent = sum(c[prune.N_SENT] for c in columns)
-        widths = [b.globals.element_size() for b in s.buckets]
-        sent_widths = [s.transfers.value_bytes(b) for b in s.buckets]
         update, unsent = self._norms or (None, None)
         packed = s.transfers.sent_bytes()
-        values = sum(c[prune.N_SENT] * width for c, width in zip(columns, sent_widths, strict=True))
-        wire = self._wire_bytes()
-        calls = max(1, self._exchanges)
+        widths = [s.transfers.value_bytes(b) for b in s.buckets for _ in b.weights]
+        values = sum(row[prune.N_SENT] * width for row, width in zip(rows, widths, strict=True))
+        devices = [b.device for b in s.buckets]
         return {
             "steps": s.steps,
             "exchanges": s.exchanges,
-            "density_target": self.density,
-            "density_sent": sent / numel,
-            "density_mean": sum(c[prune.N_SENT_ALL] for c in columns) / numel / max(1, s.exchanges),
+            "density_target": density,
+            "density_sent": sum(row[prune.N_SENT] for row in rows) / numel,
+            "density_pruned": sum(n for _, n in pruned) / sum(n for n, _ in pruned) if pruned else None,
+            "density_mean": sum(row[prune.N_SENT_ALL] for row in rows) / numel / max(1, s.exchanges),
+            "dense_bytes": sum(b.numel * b.globals.element_size() for b in s.buckets),
+            "sent_bytes": values if packed is None else packed,
+            "wire_bytes": self._wire.read(self._group(), devices, self._exchanges * len(s.buckets)),
             "update_norm": update,
             "unsent_norm": unsent,
             "residual_ratio": unsent / update if update and unsent is not None else None,
-            "dense_bytes": sum(b.numel * width for b, width in zip(s.buckets, widths, strict=True)),
-            "sent_bytes": values if packed is None else packed,
-            "wire_bytes": None if wire is None else wire - (self._wire_before or 0),
+            "select_ms": None,
+            "select_ms_mean": None,
             "exchange_ms": self._last_s * 1e3,
-            "exchange_ms_mean": self._seconds * 1e3 / calls,
+            "exchange_ms_mean": self._seconds * 1e3 / max(1, self._exchanges),
             "skipped_steps": self.skipped,
-            "nonfinite_elems": sum(c[prune.N_NONFINITE_ALL] for c in columns),
-            "backend": ", ".join(sorted({s.ranks.backend(b.device) for b in s.buckets})),
+            "nonfinite_elems": sum(row[prune.N_NONFINITE_ALL] for row in rows),
+            "backend": ", ".join(sorted({s.ranks.backend(d) for d in devices})),
         }
 
-    def _wire_bytes(self) -> int | None:
-        s = self.sync
-        names = {b.device.type: s.ranks.backend(b.device) for b in s.buckets}
-        if "spccl" not in names.values():
-            return None
-        from spccl import backend
-
-        total = backend.stats(s.ranks.group).wire_bytes_sent if names.get("cpu") == "spccl" else 0
-        return total + (backend.cuda_stats(s.ranks.group).wire_bytes_sent if names.get("cuda") == "spccl" else 0)
+    def _group(self) -> torch.distributed.ProcessGroup | None:
+        return self.sync.ranks.group if self.sync.ranks.world_size > 1 else None
 
 
 def _probes(parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import prune
+from spccl._stats import HasStats
 
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
@@ -21,7 +22,7 @@ from .shards import Shards, gradient
 from .transfers import Transfers
 
 
-class SparseSync(torch.optim.Optimizer):
+class SparseSync(HasStats, torch.optim.Optimizer):
     """Steps a torch optimizer on this rank's own gradient, then averages the largest changes over ranks.
 
     There is no DDP wrapper: each rank computes its own gradient and steps its own weights. Every `every` steps each
@@ -71,7 +72,7 @@ class SparseSync(torch.optim.Optimizer):
             step, and takes part in the exchange. Costs a pass over the gradient, and the host waits for it. False: inf
             and nan go into the optimizer's state; weights that become inf or nan are set to the global ones.
         check_every: exchanges between checks that the global weights are the same on all ranks; 0: never.
-        norm_every: exchanges between measurements of the norms in `summary`; 0: never.
+        norm_every: exchanges between measurements of the norms in `stats`; 0: never.
         bucket_mb: upper bound of a bucket in MiB of float32. A bucket also stays below max(4 MiB, 1/8 of the weights).
             A parameter that is longer has a bucket of its own.
         seed: of the random choice of sampled places.
@@ -424,10 +425,9 @@ class SparseSync(torch.optim.Optimizer):
 
     # -- reports, checkpoints ----------------------------------------------------------------------
 
-    def summary(self) -> dict[str, Any]:
-        """Figures of the last exchange and of the run. See `spccl.optim.measure`. Waits for the device."""
+    def stats(self) -> dict[str, Any]:
         self.wait()
-        return self._tally.summary()
+        return self._tally.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, in torch's layout with one more key, "sparse_sync". See `spccl.optim.checkpoint`.

@@ -432,12 +432,17 @@ def bytes_are_saved() -> dict:
     from spccl import backend
 
     model, hook = wrap({})
-    step_once(model, wanted(RANK, 0))
-    before = backend.stats()
+    for step in (0, 2):  # in the second DDP tells the ranks the order of its buckets
+        step_once(model, wanted(RANK, step))
+    dist.all_reduce(torch.ones(10_000))  # not the hook's; nor is the next one
+    before, own = backend.stats(), hook.stats()["wire_bytes"]
     step_once(model, wanted(RANK, 1))
     after = backend.stats()
     sent = after.wire_bytes_sent - before.wire_bytes_sent
+    dist.all_reduce(torch.ones(10_000))
     stats = hook.stats()
+    assert stats["wire_bytes"] - own == sent and 0 < own < 3 * sent, (own, sent, stats)
+    assert stats["backend"] == "spccl"
     assert stats["sent_bytes"] / WORLD < sent < 0.3 * stats["dense_bytes"], (sent, stats)
     return {"sent": sent, "dense": stats["dense_bytes"]}
 

@@ -84,19 +84,19 @@ def assert_same(got, want, where: str) -> None:
 
 def check_pruned(hook: ddp.PrunedGradients, model: torch.nn.Module, n_steps: int) -> None:
     stats = hook.stats()
-    assert stats["step"] == n_steps and stats["density_sent"] < 1, stats
+    assert stats["steps"] == n_steps and stats["density_sent"] < 1, stats
     for name, param in model.named_parameters():
         same_everywhere(param.detach(), name)
 
 
 def check_synced(opt: spccl.optim.SparseSync, n_steps: int) -> None:
-    summary = opt.summary()
+    stats = opt.stats()
     with contextlib.ExitStack() as stack:
         if opt.in_globals:
             spccl.integrations._files.use_own_weights(opt)
             stack.callback(spccl.integrations._files.use_global_weights, opt)
         opt.check()
-    assert (summary["steps"], summary["exchanges"]) == (n_steps, n_steps) and summary["density_sent"] < 1, summary
+    assert (stats["steps"], stats["exchanges"]) == (n_steps, n_steps) and stats["density_sent"] < 1, stats
     assert opt.param_groups[0]["lr"] == 3e-3, "the schedule's warm-up is over"
 
 

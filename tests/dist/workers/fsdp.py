@@ -222,7 +222,7 @@ def divided_later() -> None:
     check_sums(hook, model, got, range(1))
     grads = [{n: wanted(r, 0)[n] + wanted(r + 1, 0)[n] for n in SHAPES} for r in (0, 2)]
     norm = torch.cat([g.flatten() / 2 for g in grads[REPLICA].values()]).norm()
-    torch.testing.assert_close(hook.stats()["grad_norm"], float(norm), rtol=1e-4, atol=0)
+    torch.testing.assert_close(hook.stats()["update_norm"], float(norm), rtol=1e-4, atol=0)
 
 
 def accumulation() -> None:
@@ -249,7 +249,7 @@ def clipping() -> None:
         norm = torch.cat([g.flatten() for g in mean.values()]).norm()
         clipped.append({n: g * (0.5 * 2**0.5 / norm) for n, g in mean.items()})
         if first == 2 * REPLICA:
-            torch.testing.assert_close(hook.stats()["grad_norm"], float(norm), rtol=1e-5, atol=0)
+            torch.testing.assert_close(hook.stats()["update_norm"], float(norm), rtol=1e-5, atol=0)
     for name, p in model.named_parameters():
         whole = (clipped[0][name] + clipped[1][name]) / 2
         mine = shard_of(whole)
@@ -268,7 +268,7 @@ def trains() -> dict:
         dist.all_gather(theirs, local(p), group=mesh.get_group("replicate"))
         same_bits(theirs[0], theirs[1], name)
     stats = hook.stats()
-    assert stats["residual_ratio"] > 0 and stats["step"] == 40, stats
+    assert stats["residual_ratio"] > 0 and stats["steps"] == 40, stats
     return {"losses": [first, last]}
 
 

@@ -33,9 +33,9 @@ def follows_the_simulation_with_two_bits():
         steps(opt, net, 1, t)
         simulation.step(t, 0.1)
     compare(opt, net, simulation, 2e-5)  # where a magnitude lies close to the mean the simulation may differ
-    summary = opt.summary()
+    stats = opt.stats()
     whole, n_chunks = 80 + 7 * 80, 8 + 7 + 5  # rows of `first`, `middle`, `unused`
-    assert summary["sent_bytes"] == n_chunks * (4 + 39 + 29 + 26) + 4 * whole, summary["sent_bytes"]
+    assert stats["sent_bytes"] == n_chunks * (4 + 39 + 29 + 26) + 4 * whole, stats["sent_bytes"]
     opt.consolidate()  # exact, in an all-reduce
     own = {n: p.detach().clone() for n, p in trained(net).items()}
     with opt.global_weights():

@@ -82,7 +82,7 @@ def sharded_replicas() -> None:
     train(model, opt, range(4))
     opt.check()
     opt.load_state_dict(opt.state_dict())
-    assert 0.04 < opt.summary()["density_sent"] < 0.2
+    assert 0.04 < opt.stats()["density_sent"] < 0.2
     with opt.global_weights():
         assert all(math.isfinite(float(p.full_tensor().norm())) for p in model.parameters())
 
@@ -98,7 +98,7 @@ def nan_in_one_shard() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opt.step()
-    assert opt.summary()["skipped_steps"] == REPLICA
+    assert opt.stats()["skipped_steps"] == REPLICA
     after = weights(model)
     assert after.isfinite().all() and not torch.equal(before, after)
 
@@ -167,7 +167,7 @@ def a_rank_without_weights() -> None:
     train(model, opt, range(3))
     opt.load_state_dict(opt.state_dict())
     assert len(opt.state_dict()["sparse_sync"]["parameters"]) == 2 - 2 * SHARD
-    assert (opt.summary()["density_sent"] > 0) == (SHARD == 0)
+    assert (opt.stats()["density_sent"] > 0) == (SHARD == 0)
     opt.consolidate()
     assert math.isfinite(float(model(data(0, 99)).sum()))
 
@@ -207,7 +207,7 @@ def grad_scaler() -> None:
         scaler.step(opt)
         scaler.update()
     assert scaler.get_scale() == 1024.0 / (1 + REPLICA)
-    assert opt.summary()["skipped_steps"] == REPLICA
+    assert opt.stats()["skipped_steps"] == REPLICA
     assert weights(model).isfinite().all()
     opt.check()
 

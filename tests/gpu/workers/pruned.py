@@ -248,7 +248,7 @@ def pruned_inside_the_all_reduce():
             results.append(
                 (
                     [w.detach().cpu() for w in ddp.module.weights] + [t.cpu() for t in kept if t is not None],
-                    {k: facts[k] for k in ("step", "density_sent", "density_mean", "grad_norm", "residual_norm")},
+                    {k: facts[k] for k in ("steps", "density_sent", "density_mean", "update_norm", "unsent_norm")},
                 )
             )
         (before, facts_before), (after, facts_after) = results
