@@ -1,4 +1,4 @@
-"""The command line: `spccl info`, `verify`, `inspect`, `bench`, `plot`.
+"""The command line: `spccl info`, `verify`, `inspect`, `plot`; `bench` is in cli_bench.py.
 
 Exit codes: 0 success; 1 a bad file, a wrong answer or a failed rank; 2 a bad argument. Needs click and rich;
 numpy for verify, bench and plot; matplotlib for plot; torch for the comparison with Gloo or NCCL.
@@ -6,41 +6,31 @@ numpy for verify, bench and plot; matplotlib for plot; torch for the comparison 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import mmap
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from . import __version__, errors
-from .cli_types import List, OutFile, Size, Sparsity
-from .frame import DTYPES, FORMATS, FrameInfo, iter_frames
-from .info import as_json, info
+from .cli_bench import bench_command
+from .cli_types import Fail, OutFile, need
+from .frame import FORMATS, FrameInfo, iter_frames
+from .info import as_json, info, verdict
 
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-_OPS = ("sum", "avg", "min", "max", "prod")
 _FRAMES_SHOWN = 20
 
 # Without a terminal rich would wrap at 80 columns. Texts contain brackets and colons that are no markup.
-_console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-
-
-class _Fail(click.ClickException):
-    """End the command with exit code 1 and this text."""
-
-
-def _need(module: str, command: str, how: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise _Fail(f"{command} needs {module}, which is not installed: {how}")
+_width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+_console = Console(width=_width, highlight=False, markup=False, emoji=False)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,22 +47,35 @@ def main() -> None:
 def info_command(as_text: bool) -> None:
     """Show the parts of this build and every setting.
 
-    For each part: whether it is in, why, and how to get it if it is absent.
+    First it says what is ready: CPU, PyTorch, GPUs, InfiniBand. Then for each part: whether it is in, why, and how to
+    get it if it is absent.
     """
     if as_text:
         click.echo(json.dumps(as_json(), indent=1))
         return
     entries = info()
-    parts = Table("part", "", "state", "why, and how to get it", title=f"spccl {__version__}")
-    settings = Table("setting", "now", "meaning", title="settings (environment variables)")
+    _console.print(f"spccl {__version__}")
+    _console.print(verdict(entries))
+    parts = _wrapping_table(("part", 21), ("state", 18), ("why, and how to get it", None))
+    settings = _wrapping_table(("setting (variable)", 24), ("now", 14), ("meaning", None))
     for entry in entries:
         if entry.kind == "setting":
             settings.add_row(entry.name, entry.value or '""', entry.why)
-        else:
-            style = "yellow" if entry.value == "absent" else None
-            parts.add_row(entry.kind, entry.name, entry.value, entry.why, style=style)
+            continue
+        # A long value would make its column, and with it the table, too wide.
+        state, why = (entry.value, entry.why) if len(entry.value) <= 18 else ("", f"{entry.value}; {entry.why}")
+        name = entry.name if entry.kind in ("part", "python") else f"{entry.kind} {entry.name}"
+        parts.add_row(name, state, why, style="yellow" if entry.value == "absent" else None)
     _console.print(parts)
     _console.print(settings)
+
+
+def _wrapping_table(*columns: tuple[str, int | None]) -> Table:
+    """A table that fits 80 columns: (title, most columns; None = what is left). Nothing is cut off."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
+    for title, width in columns:
+        table.add_column(title, width=width, ratio=None if width else 1, overflow="fold")
+    return table
 
 
 # ---- inspect ----
@@ -148,7 +151,7 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
     Exit code 1 if a frame does not follow docs/FORMAT.md. The frames before it are shown.
     """
     if file.stat().st_size == 0:
-        raise _Fail(f"{file}: 0 bytes, wanted at least one frame with a header of 64 bytes")
+        raise Fail(f"{file}: 0 bytes, wanted at least one frame with a header of 64 bytes")
     frames: list[FrameInfo] = []
     error: errors.FormatError | None = None
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -177,7 +180,7 @@ def inspect_command(file: Path, n_shown: int, as_text: bool) -> None:
                 _console.print(f"... and {len(frames) - n_shown} more (--frames {len(frames)} shows all)")
             _show_summary(frames)
     if error is not None:
-        raise _Fail(f"{file}: {error}")
+        raise Fail(f"{file}: {error}")
 
 
 # ---- verify ----
@@ -205,13 +208,13 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
 
     numpy computes the expected results in the documented order. Exit code 1 if any bit differs.
     """
-    _need("numpy", "spccl verify", "pip install numpy")
+    need("numpy", "spccl verify", "pip install numpy")
     from .bench.launch import RanksFailed
     from .verify import cases, verify
 
     on_gpus = device == "cuda"
     if on_gpus:
-        _need("torch", "spccl verify --device cuda", "pip install 'torch>=2.9'")
+        need("torch", "spccl verify --device cuda", "pip install 'torch>=2.9'")
         if transport is not None:
             raise click.BadParameter("is for --device cpu", param_hint="--transport")
         from .bench.gpu_cli import n_ranks
@@ -229,7 +232,7 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
             }
             result = verify_gpus(ranks, **how) if on_gpus else verify(ranks, transport, **how)
     except (RanksFailed, errors.Error) as error:
-        raise _Fail(f"spccl verify failed:\n{error}") from error
+        raise Fail(f"spccl verify failed:\n{error}") from error
     table = Table("collective", "dtype", "cases", "wrong", title=f"spccl {__version__}, {ranks} ranks")
     for (collective, dtype), tally in result.tallies.items():
         style = "red" if tally.n_wrong else None
@@ -239,193 +242,8 @@ def verify_command(device: str, ranks: int | None, transport: str | None, timeou
         _console.print(line, soft_wrap=True)
     _console.print("frames sent: " + ", ".join(f"{name} {n}" for name, n in result.frames.items()))
     if result.n_wrong:
-        raise _Fail("\n".join([f"{result.n_wrong} wrong answer(s), for example:", *result.examples]))
+        raise Fail("\n".join([f"{result.n_wrong} wrong answer(s), for example:", *result.examples]))
     _console.print(f"all {n_cases} cases right on every rank, bit by bit")
-
-
-# ---- bench ----
-
-
-def _write(path: Path | None, text: Callable[[], str]) -> None:
-    if path is not None:
-        path.write_text(text())
-        click.echo(f"# written: {path}")
-
-
-@main.command("bench")
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="cuda: one rank per GPU, compared with NCCL. Without options that choose cases: all "
-    "cases of bench/notes/gpu-results.md, and the codec.",
-)
-@click.option(
-    "--collective",
-    "collectives",
-    type=List(click.Choice(_COLLECTIVES), "LIST"),
-    default=("all_gather", "reduce_scatter", "all_reduce"),
-    help="Comma list of all_gather, reduce_scatter, all_reduce, broadcast.  [default: the first three]",
-)
-@click.option(
-    "--sizes", type=List(Size(), "LIST"), help="Comma list of sizes; replaces --min, --max, --factor."
-)
-@click.option("--min", "smallest", type=Size(), default=64 << 10, help="Smallest size.  [default: 64K]")
-@click.option("--max", "largest", type=Size(), default=16 << 20, help="Largest size.  [default: 16M]")
-@click.option(
-    "--factor", type=click.IntRange(min=2), default=16, show_default=True, help="Factor from one size to the next."
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    type=List(click.Choice(DTYPES), "LIST"),
-    default=("float32",),
-    help="Comma list of dtypes.  [default: float32]",
-)
-@click.option("--op", type=click.Choice(_OPS), default="sum", show_default=True, help="Operation of reductions.")
-@click.option(
-    "--sparsity",
-    "sparsities",
-    type=List(Sparsity(), "LIST"),
-    default=(0.99, 0.9, 0.5, 0.0),
-    help="Comma list of fractions of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
-)
-@click.option(
-    "--ranks",
-    type=click.IntRange(1, 64),
-    default=2,
-    help="Processes to start.  [default: 2; on GPUs one for each]",
-)
-@click.option(
-    "--hosts",
-    type=click.IntRange(2, 64),
-    help="Spread the ranks over so many emulated hosts: network namespaces with shaped links (root, iproute2).  "
-    "[default: none; with it --ranks is the number of hosts]",
-)
-@click.option("--rate", default="1gbit", show_default=True, help="Rate of an emulated host's link, as tc writes it.")
-@click.option(
-    "--in-flight",
-    type=click.IntRange(2, 8),
-    help="With --hosts: also issue so many calls together, and say when the first is done.",
-)
-@click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
-@click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
-@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations before.")
-@click.option(
-    "--peer",
-    type=click.Choice(["gloo", "nccl", "none"]),
-    help="Dense library to compare with, timed in turns with spccl.  [default: gloo if torch is installed; on GPUs "
-    "nccl]",
-)
-@click.option(
-    "--via",
-    type=click.Choice(["torch", "native"]),
-    default="native",
-    show_default=True,
-    help="torch: call spccl through torch.distributed; native: through spccl.Communicator.",
-)
-@click.option(
-    "--max-ctas",
-    type=List(click.IntRange(0, 1 << 16), "LIST"),
-    default=(0,),
-    help="GPUs: comma list of limits to spccl's thread blocks, 0 = all.  [default: 0]",
-)
-@click.option("--graph", is_flag=True, help="GPUs: time replays of a captured CUDA graph.")
-@click.option("--out-of-place", is_flag=True, help="GPUs: the input of all_gather is not a part of its output.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=1),
-    help="GPUs: most time for measuring. It first lowers the iterations, to 5 at least, and then leaves out cases.  "
-    "[default: no limit]",
-)
-@click.option(
-    "--codec/--no-codec",
-    default=None,
-    help="GPUs: measure encode and decode.  [default: only without options that choose cases]",
-)
-@click.option("--csv", "csv_file", type=OutFile(), help="Write rows here.")
-@click.option(
-    "--codec-csv",
-    "codec_file",
-    type=OutFile(),
-    help="GPUs: write the rows of encode and decode here.",
-)
-@click.option("--json", "json_file", type=OutFile(), help="Write rows here.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=1800.0,
-    show_default=True,
-    help="Seconds for the whole command.",
-)
-@click.pass_context
-def bench_command(
-    ctx: click.Context, csv_file: Path | None, codec_file: Path | None, json_file: Path | None, **options: Any
-) -> None:
-    """Time spccl and a dense library, Gloo or NCCL. Both run in turns. Columns are as in nccl-tests.
-
-    The command starts its ranks on this machine, unless torchrun started it. Results are checked before timing.
-
-    Sizes are bytes per rank, counted as in nccl-tests: the output of all_gather, the input of reduce_scatter.
-    Time is that of the slowest rank, the median over iterations. `wire` is the bytes that one rank sent per call.
-    ratio = time of the dense library / time of spccl.
-
-    On GPUs the dense library is NCCL: in each case the better of its defaults and registered symmetric windows. Time is
-    between two events on the stream.
-    """
-    _need("numpy", "spccl bench", "pip install numpy")
-    unset = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
-    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) not in unset}
-    if codec_file is not None:
-        given["codec_csv"] = codec_file
-    if options["device"] == "cuda":
-        _need("torch", "spccl bench --device cuda", "pip install 'torch>=2.9'")
-        from .bench import gpu_cli
-
-        if codec_file is not None:
-            given.setdefault("codec", True)
-        gpu_cli.bench(given, options, {"csv": csv_file, "codec_csv": codec_file, "json": json_file})
-        return
-    for name in ("max_ctas", "graph", "out_of_place", "seconds", "codec", "codec_csv"):
-        if name in given:
-            raise click.BadParameter("is for --device cuda", param_hint="--" + name.replace("_", "-"))
-    if options["peer"] == "nccl":
-        raise click.BadParameter(
-            "nccl needs --device cuda; with --device cpu use gloo or none", param_hint="--peer"
-        )
-    from .bench import cpu_cli, report, runner
-    from .bench.hosts import CannotEmulate
-    from .bench.launch import RanksFailed
-
-    if options["hosts"] is not None and "ranks" not in given:
-        options["ranks"] = options["hosts"]
-    plan = cpu_cli.plan_of(options)
-
-    def on_row(row: report.Row) -> None:
-        click.echo(report.table_line(row))
-
-    torchrun = runner.under_torchrun()
-    is_first = not torchrun or os.environ["RANK"] == "0"
-    facts: dict[str, str] = {}
-    if is_first:
-        facts = report.machine() | {"command": report.command()}
-        for key, value in facts.items():
-            click.echo(f"# {key}: {value}")
-        click.echo(report.table_head(plan.peer, with_hosts=plan.n_hosts > 0))
-    try:
-        if torchrun:
-            rows = runner.run_here(plan, on_row)
-        else:
-            rows = runner.run_spawned(plan, options["ranks"], deadline_s=options["timeout"], on_row=on_row)
-    except (RanksFailed, CannotEmulate, errors.Error) as error:
-        raise _Fail(f"spccl bench failed:\n{error}") from error
-    if is_first:
-        _write(csv_file, lambda: report.to_csv(rows, facts))
-        _write(json_file, lambda: report.to_json(rows, facts))
-    wrong = sum(row.wrong + (row.peer_wrong or 0) for row in rows)
-    if wrong:
-        raise _Fail(f"{wrong} element(s) were wrong: see column #wrong")
 
 
 # ---- plot ----
@@ -454,7 +272,7 @@ def plot_command(sources: tuple[Path, ...], output: Path) -> None:
     Give a file of `spccl bench --device cuda` alone. Its figure shows 512 MiB of float32, the roofline of the
     machine, and the results of the paper that the pici format comes from.
     """
-    _need("numpy", "spccl plot", "pip install numpy")
+    need("numpy", "spccl plot", "pip install numpy")
     from .plot import gpu_speedup_with_roofline, is_gpu_result, speedup_over_sparsity
 
     try:
@@ -465,9 +283,11 @@ def plot_command(sources: tuple[Path, ...], output: Path) -> None:
         else:
             raise ValueError(f"{len(sources)} files, wanted one: a file of results on GPUs is drawn alone")
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise _Fail(str(error)) from error
+        raise Fail(str(error)) from error
     click.echo(f"{n_points} points drawn in {output}")
 
+
+main.add_command(bench_command)
 
 if __name__ == "__main__":
     main()

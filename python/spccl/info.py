@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import re
 from importlib import metadata, util
 from typing import Any
 
@@ -104,6 +105,36 @@ def info() -> list[Entry]:
         _optional("matplotlib", "spccl plot", "'matplotlib>=3.7'"),
     ]
     return entries
+
+
+def verdict(entries: list[Entry]) -> str:
+    """One line: what can be used on this machine, and the reason for what cannot. Details are in the entries."""
+    found = {(e.kind, e.name): e for e in entries}
+    chosen = next((e.name for e in entries if e.kind == "kernels" and "chosen" in e.value), None)
+    torch, registered = found["python", "torch"], found["python", "torch backend"]
+    glue = found.get(("python", "torch glue"), registered)
+    why_not_torch = next((e.why for e in (torch, registered, glue) if e.value == "absent"), None)
+    cuda, ib = found["part", "cuda"], found["transport", "ib"]
+    n_gpus = re.search(r"; (\d+) GPUs? here", cuda.why)
+    if n_gpus is not None:
+        gpus = f"yes ({n_gpus[1]})" if n_gpus[1] != "0" else "no: this machine has none"
+    elif cuda.value == "absent":
+        gpus = f"no: {_cause(cuda.why).replace('not in this build', 'built without CUDA')}"
+    else:
+        gpus = "no: " + cuda.why.partition("; ")[2]
+    return "; ".join(
+        (
+            f"ready: CPU yes ({chosen})" if chosen else "not ready: CPU no: SPCCL_CPU_ISA names none that is there",
+            f"PyTorch yes ({torch.value})" if why_not_torch is None else f"PyTorch no: {_cause(why_not_torch)}",
+            f"GPUs {gpus}",
+            f"InfiniBand {'yes' if ib.value == 'in, devices usable' else 'no'}: {_cause(ib.why)}",
+        )
+    )
+
+
+def _cause(why: str) -> str:
+    """The part of a reason before what to do about it."""
+    return re.split(r"; | \(|: (?=put|pip)", why)[0]
 
 
 def as_json() -> list[dict[str, Any]]:

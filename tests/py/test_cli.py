@@ -1,16 +1,18 @@
 """The command line: exit codes, texts, files."""
 
 import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import rich.console
 from click.testing import CliRunner
 
 import spccl
 from spccl import cli
-from spccl.bench import runner
+from spccl.bench import report, runner
 from spccl.cli import main
 
 info_module = sys.modules["spccl.info"]  # spccl.info is its function
@@ -30,10 +32,15 @@ def test_help_and_version():
         assert "Usage" in run(command, "--help")
 
 
+def test_help_of_bench():
+    """Options in groups, examples last; nothing that only the repository has."""
+    text = run("bench", "--help")
+    at = [text.index(title) for title in ("What is measured:", "How spccl sends:", "--schedule", "Examples:")]
+    assert at == sorted(at) and "bench/" not in text and "docs/" not in text
+
+
 def test_python_dash_m():
-    done = subprocess.run(
-        [sys.executable, "-m", "spccl", "--version"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", "spccl", "--version"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and spccl.__version__ in done.stdout
 
 
@@ -46,8 +53,47 @@ def test_info():
     assert any(entry["name"] == "SPCCL_TRANSPORTS" and entry["kind"] == "setting" for entry in entries)
 
 
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_info_wraps_and_cuts_nothing(width, monkeypatch):
+    console = rich.console.Console(width=width, highlight=False, markup=False, emoji=False)
+    monkeypatch.setattr(cli, "_console", console)
+    lines = run("info").splitlines()
+    assert max(map(len, lines)) <= width and lines[1].startswith("ready: CPU yes (")
+    shown = "".join("".join(lines).split())
+    for entry in spccl.info():
+        assert "".join(entry.name.split()) in shown, entry
+        if entry.kind == "part":
+            assert "".join(entry.value.split()) in shown, entry
+
+
+def test_verdict_says_why_not():
+    def entries(cuda, ib, backend=("registered", "works")):
+        return [
+            info_module.Entry("kernels", "avx2", "in, chosen", "AVX2"),
+            info_module.Entry("transport", "ib", *ib),
+            info_module.Entry("part", "cuda", *cuda),
+            info_module.Entry("python", "torch", "2.13.0", "used"),
+            info_module.Entry("python", "torch backend", *backend),
+        ]
+
+    no_ib = ("absent", "built without <infiniband/verbs.h> (Debian: apt-get install libibverbs-dev)")
+    no_cuda = ("absent", "not in this build: no nvcc in PATH: put one there; then install again")
+    assert info_module.verdict(entries(no_cuda, no_ib)) == (
+        "ready: CPU yes (avx2); PyTorch yes (2.13.0); GPUs no: built without CUDA: no nvcc in PATH; "
+        "InfiniBand no: built without <infiniband/verbs.h>"
+    )
+    some = ("in", "CUDA 12.8, compiled for 90; 2 GPUs here; at most 256M bytes")
+    text = info_module.verdict(
+        entries(some, ("in, devices usable", "device mlx5_0 port 1 (400 Gbit/s)"), ("absent", "old"))
+    )
+    assert text.endswith("PyTorch no: old; GPUs yes (2); InfiniBand yes: device mlx5_0 port 1"), text
+    none = ("in", "CUDA 12.8, compiled for 90; no GPU can be used: no driver")
+    assert "GPUs no: no GPU can be used: no driver;" in info_module.verdict(entries(none, no_ib))
+
+
 def test_brackets_in_texts_are_no_markup(monkeypatch):
     """As markup, rich would take "[torch]" as a style and ":key:" as an emoji, and would print neither."""
+    monkeypatch.setattr(cli, "verdict", lambda entries: "ready")
     entry = info_module.Entry("python", "x[bold]", "absent", "pip install 'name[torch]', host:key: [/] [red]x[/red]")
     monkeypatch.setattr(cli, "info", lambda: [entry, info_module.Entry("setting", "S", "[a]", "[b]")])
     text = run("info")
@@ -147,8 +193,12 @@ def test_bench_writes_files_and_plot_reads_them(tmp_path):
     pytest.importorskip("matplotlib")
     csv, document, picture = tmp_path / "a.csv", tmp_path / "a.json", tmp_path / "a.png"
     what = ["--collective", "all_reduce,broadcast", "--sizes", "64K,256K", "--sparsity", "99%,0"]
-    how = ["--iters", 2, "--warmup", 0, "--timeout", 150]
+    how = ["--iters", 2, "--warmup", 0, "--timeout", 150, "--schedule", "ring", "--format", "pici"]
     text = run("bench", *what, *how, "--csv", csv, "--json", document)
+    rows, facts = report.read_csv(csv)
+    assert {(row["schedule"], row["format"]) for row in rows} == {("ring", "pici")}
+    assert "pici" in rows[0]["format_mix"] and "coo" not in rows[0]["format_mix"]
+    assert "SPCCL_FORMAT=pici" in facts["settings"].split() and "SPCCL_FORMAT" not in os.environ
     assert "# cpu:" in text and "busbw" in text and text.count("all_reduce") >= 4
     assert len(json.loads(document.read_text())["rows"]) == 8
     assert "8 points drawn" in run("plot", csv, "-o", picture)

@@ -31,6 +31,7 @@ class Row:
         would have if they were dense.
     wrong, peer_wrong: elements that differed from the expected result, checked before timing.
     ratio: time of the peer / time of spccl. ratio_p10, ratio_p90: over pairs of neighbouring iterations.
+    schedule, format: what SPCCL_SCHEDULE and SPCCL_FORMAT forced; "auto": spccl chose.
     """
 
     collective: str
@@ -60,6 +61,8 @@ class Row:
     peer_wrong: int | None
     iters: int
     calls_per_iter: int
+    schedule: str = dataclasses.field(default="auto", kw_only=True)
+    format: str = dataclasses.field(default="auto", kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +171,8 @@ def make_row(
         peer_wrong=peer_wrong,
         iters=len(ours_s),
         calls_per_iter=case.calls(),
+        schedule=os.environ.get("SPCCL_SCHEDULE") or "auto",
+        format=os.environ.get("SPCCL_FORMAT") or "auto",
     )
 
 
@@ -251,11 +256,21 @@ def table_line(row: Row) -> str:
 
 def command() -> str:
     """The command line for the result files. Absolute paths are cut to their last part."""
-    return " ".join(["spccl"] + [re.sub(r"^(--[\w-]+=)?/.*/", r"\1", word) for word in sys.argv[1:]])
+    return " ".join(["spccl"] + [_without_folder(word) for word in sys.argv[1:]])
+
+
+def _without_folder(word: str) -> str:
+    return re.sub(r"^(-*[\w-]+=)?/.*/", r"\1", word)
+
+
+def settings() -> str:
+    """The variables of spccl and of the dense libraries that are set, for the result files."""
+    names = sorted(name for name in os.environ if re.match("(SPCCL|NCCL|GLOO|TORCH_NCCL|OMP)_", name))
+    return " ".join(_without_folder(f"{name}={os.environ[name]}") for name in names if name != "SPCCL_COMMIT") or "none"
 
 
 def machine() -> dict[str, str]:
-    """Facts about this machine and code: CPU, cores, memory, versions, and the commit of the source tree."""
+    """Facts about this machine and code: CPU, cores, memory, versions, the commit of the source tree, settings."""
     facts = {
         "cpu": _cpu_model(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -266,7 +281,7 @@ def machine() -> dict[str, str]:
     }
     for name in ("spccl", "numpy", "torch"):
         facts[name] = _version(name)
-    return facts
+    return facts | {"settings": settings()}
 
 
 def _version(name: str) -> str:
@@ -327,12 +342,12 @@ def to_json(rows: Sequence[Any], facts: dict[str, str]) -> str:
 def read_csv(path: Path) -> tuple[list[dict[str, str]], dict[str, str]]:
     """Rows and facts of a file that `to_csv` wrote.
 
-    Raises: ValueError if `to_csv` did not write the file.
+    Files of older versions lack the columns that have a default. Raises: ValueError if `to_csv` did not write the file.
     """
     lines = path.read_text().splitlines()
     facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# ") and ": " in line)
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    wanted = {field.name for field in dataclasses.fields(Row)}
+    wanted = {field.name for field in dataclasses.fields(Row) if field.default is dataclasses.MISSING}
     if not rows or not wanted <= set(rows[0]):
         missing = ", ".join(sorted(wanted - set(rows[0] if rows else ())))
         raise ValueError(f"{path}: not a result of `spccl bench --csv`: no rows with columns {missing}")

@@ -1,0 +1,252 @@
+"""The command `spccl bench`: its options, and what both devices share. bench/cpu_cli.py and gpu_cli.py run it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import errors
+from .cli_types import Fail, GroupedCommand, List, OutFile, Size, Sparsity, need
+from .frame import DTYPES
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+_OPS = ("sum", "avg", "min", "max", "prod")
+_SCHEDULES = ("auto", "direct", "oneshot", "relayed", "ring", "hierarchical")
+_FORMATS = ("auto", "tile", "pici", "coo", "dense")
+_FORCED = {"schedule": "SPCCL_SCHEDULE", "format": "SPCCL_FORMAT"}  # option -> the variable that it sets
+
+_GROUPS = (
+    ("What is measured", ("collectives", "sizes", "smallest", "largest", "factor", "dtypes", "op", "sparsities")),
+    ("Where", ("device", "ranks", "hosts", "rate", "transport")),
+    ("How spccl sends", ("schedule", "format", "via")),
+    ("How it is measured", ("peer", "iters", "warmup", "in_flight", "timeout")),
+    ("On GPUs only", ("max_ctas", "graph", "out_of_place", "codec", "seconds", "codec_file")),
+    ("Results", ("csv_file", "json_file")),
+)
+_EXAMPLES = (
+    (
+        "All-reduce of 64 MiB between 4 processes, against Gloo",
+        "spccl bench --collective all_reduce --sizes 64M --ranks 4",
+    ),
+    (
+        "The same between 4 emulated hosts (root)",
+        "spccl bench --collective all_reduce --sizes 64M --hosts 4 --rate 1gbit",
+    ),
+    ("On all GPUs of this machine, against NCCL", "spccl bench --device cuda --sizes 512M --csv gpu.csv"),
+    ("The paper's ring with its format alone", "spccl bench --collective all_reduce --schedule ring --format pici"),
+)
+
+
+@contextlib.contextmanager
+def _forced(options: dict[str, Any]) -> Iterator[None]:
+    """Inside, the variables have what the options say: ranks and result files read them. Takes the options away."""
+    asked = {variable: options.pop(name) for name, variable in _FORCED.items()}
+    before = {variable: os.environ.get(variable) for variable in asked}
+    os.environ.update({variable: value for variable, value in asked.items() if value is not None})
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
+
+
+def _write(path: Path | None, text: Callable[[], str]) -> None:
+    if path is not None:
+        path.write_text(text())
+        click.echo(f"# written: {path}")
+
+
+@click.command("bench", cls=GroupedCommand, groups=_GROUPS, examples=_EXAMPLES)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: one rank per GPU, compared with NCCL. Without options that choose cases it measures 28 cases "
+    "from 16 MiB to 2 GiB, and encoding and decoding.",
+)
+@click.option(
+    "--collective",
+    "collectives",
+    type=List(click.Choice(_COLLECTIVES), "LIST"),
+    default=("all_gather", "reduce_scatter", "all_reduce"),
+    help="Comma list of all_gather, reduce_scatter, all_reduce, broadcast.  [default: the first three]",
+)
+@click.option("--sizes", type=List(Size(), "LIST"), help="Comma list of sizes; replaces --min, --max, --factor.")
+@click.option("--min", "smallest", type=Size(), default=64 << 10, help="Smallest size.  [default: 64K]")
+@click.option("--max", "largest", type=Size(), default=16 << 20, help="Largest size.  [default: 16M]")
+@click.option(
+    "--factor", type=click.IntRange(min=2), default=16, show_default=True, help="Factor from one size to the next."
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=List(click.Choice(DTYPES), "LIST"),
+    default=("float32",),
+    help="Comma list of dtypes.  [default: float32]",
+)
+@click.option("--op", type=click.Choice(_OPS), default="sum", show_default=True, help="Operation of reductions.")
+@click.option(
+    "--sparsity",
+    "sparsities",
+    type=List(Sparsity(), "LIST"),
+    default=(0.99, 0.9, 0.5, 0.0),
+    help="Comma list of fractions of zeros: 0.99 or 99%.  [default: 0.99,0.9,0.5,0]",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 64),
+    default=2,
+    help="Processes to start.  [default: 2; on GPUs one for each]",
+)
+@click.option(
+    "--hosts",
+    type=click.IntRange(2, 64),
+    help="Spread the ranks over so many emulated hosts: network namespaces with shaped links (root, iproute2).  "
+    "[default: none; with it --ranks is the number of hosts]",
+)
+@click.option("--rate", default="1gbit", show_default=True, help="Rate of an emulated host's link, as tc writes it.")
+@click.option(
+    "--in-flight",
+    type=click.IntRange(2, 8),
+    help="With --hosts: also issue so many calls together, and say when the first is done.",
+)
+@click.option("--transport", help='Comma list such as "shm" or "tcp"; default: the library\'s choice.')
+@click.option("--iters", type=click.IntRange(min=1), default=20, show_default=True, help="Timed iterations.")
+@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations before.")
+@click.option(
+    "--peer",
+    type=click.Choice(["gloo", "nccl", "none"]),
+    help="Dense library to compare with, timed in turns with spccl.  [default: gloo if torch is installed; on GPUs "
+    "nccl]",
+)
+@click.option(
+    "--via",
+    type=click.Choice(["torch", "native"]),
+    default="native",
+    show_default=True,
+    help="torch: call spccl through torch.distributed; native: through spccl.Communicator.",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(_SCHEDULES),
+    metavar="NAME",
+    help=f"Schedule of the collectives that have it: {', '.join(_SCHEDULES)}.  [default: SPCCL_SCHEDULE, or auto]",
+)
+@click.option(
+    "--format",
+    type=click.Choice(_FORMATS),
+    metavar="NAME",
+    help=f"Format of every slice: {', '.join(_FORMATS)}.  [default: SPCCL_FORMAT, or auto]",
+)
+@click.option(
+    "--max-ctas",
+    type=List(click.IntRange(0, 1 << 16), "LIST"),
+    default=(0,),
+    help="GPUs: comma list of limits to spccl's thread blocks, 0 = all.  [default: 0]",
+)
+@click.option("--graph", is_flag=True, help="GPUs: time replays of a captured CUDA graph.")
+@click.option("--out-of-place", is_flag=True, help="GPUs: the input of all_gather is not a part of its output.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="GPUs: most time for measuring. It first lowers the iterations, to 5 at least, and then leaves out cases.  "
+    "[default: no limit]",
+)
+@click.option(
+    "--codec/--no-codec",
+    default=None,
+    help="GPUs: measure encode and decode.  [default: only without options that choose cases]",
+)
+@click.option("--csv", "csv_file", type=OutFile(), help="Write rows here.")
+@click.option(
+    "--codec-csv",
+    "codec_file",
+    type=OutFile(),
+    help="GPUs: write the rows of encode and decode here.",
+)
+@click.option("--json", "json_file", type=OutFile(), help="Write rows here.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    show_default=True,
+    help="Seconds for the whole command.",
+)
+@click.pass_context
+def bench_command(
+    ctx: click.Context, csv_file: Path | None, codec_file: Path | None, json_file: Path | None, **options: Any
+) -> None:
+    """Time spccl and a dense library, Gloo or NCCL. Both run in turns. Columns are as in nccl-tests.
+
+    The command starts its ranks on this machine, unless torchrun started it. Results are checked before timing.
+
+    Sizes are bytes per rank, counted as in nccl-tests: the output of all_gather, the input of reduce_scatter.
+    Time is that of the slowest rank, the median over iterations. `wire` is the bytes that one rank sent per call.
+    ratio = time of the dense library / time of spccl.
+
+    On GPUs the dense library is NCCL: in each case the better of its defaults and registered symmetric windows. Time is
+    between two events on the stream.
+    """
+    need("numpy", "spccl bench", "pip install numpy")
+    ctx.with_resource(_forced(options))
+    unset = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) not in unset}
+    if codec_file is not None:
+        given["codec_csv"] = codec_file
+    if options["device"] == "cuda":
+        need("torch", "spccl bench --device cuda", "pip install 'torch>=2.9'")
+        from .bench import gpu_cli
+
+        if codec_file is not None:
+            given.setdefault("codec", True)
+        gpu_cli.bench(given, options, {"csv": csv_file, "codec_csv": codec_file, "json": json_file})
+        return
+    for name in ("max_ctas", "graph", "out_of_place", "seconds", "codec", "codec_csv"):
+        if name in given:
+            raise click.BadParameter("is for --device cuda", param_hint="--" + name.replace("_", "-"))
+    if options["peer"] == "nccl":
+        raise click.BadParameter("nccl needs --device cuda; with --device cpu use gloo or none", param_hint="--peer")
+    if options["hosts"] is not None and "ranks" not in given:
+        options["ranks"] = options["hosts"]
+    _bench_cpu(options, csv_file, json_file)
+
+
+def _bench_cpu(options: dict[str, Any], csv_file: Path | None, json_file: Path | None) -> None:
+    from .bench import cpu_cli, report, runner
+    from .bench.hosts import CannotEmulate
+    from .bench.launch import RanksFailed
+
+    plan = cpu_cli.plan_of(options)
+
+    def on_row(row: report.Row) -> None:
+        click.echo(report.table_line(row))
+
+    torchrun = runner.under_torchrun()
+    is_first = not torchrun or os.environ["RANK"] == "0"
+    facts: dict[str, str] = {}
+    if is_first:
+        facts = report.machine() | {"command": report.command()}
+        for key, value in facts.items():
+            click.echo(f"# {key}: {value}")
+        click.echo(report.table_head(plan.peer, with_hosts=plan.n_hosts > 0))
+    try:
+        if torchrun:
+            rows = runner.run_here(plan, on_row)
+        else:
+            rows = runner.run_spawned(plan, options["ranks"], deadline_s=options["timeout"], on_row=on_row)
+    except (RanksFailed, CannotEmulate, errors.Error) as error:
+        raise Fail(f"spccl bench failed:\n{error}") from error
+    if is_first:
+        _write(csv_file, lambda: report.to_csv(rows, facts))
+        _write(json_file, lambda: report.to_json(rows, facts))
+    wrong = sum(row.wrong + (row.peer_wrong or 0) for row in rows)
+    if wrong:
+        raise Fail(f"{wrong} element(s) were wrong: see column #wrong")
