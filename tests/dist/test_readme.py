@@ -1,4 +1,4 @@
-"""The README's first example, run as the README says."""
+"""The examples of README.md and docs/OWN_RULE.md, run as the pages say."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the example uses torch.distributed")
+pytest.importorskip("torch", reason="the examples use torch.distributed")
 
 from launch import run_command
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_first_example_prints_the_sum(tmp_path):
-    code = re.search(r"```python\n(# example\.py: .*?)```", README.read_text(), re.S)
-    assert code is not None, "the README's first example is not there"
-    (tmp_path / "example.py").write_text(code[1])
+@pytest.mark.parametrize(
+    "page, example, wanted",
+    [
+        ("README.md", "example.py", [r"rank 0: 167773 nonzeros, each 2", r"rank 1: 167773 nonzeros, each 2"]),
+        ("docs/OWN_RULE.md", "own_rule.py", [r"(sent 1[0-3]\d kB a step; dense 4000 kB\s+){2}"]),
+        ("docs/OWN_RULE.md", "own_hook.py", [r"(3000 of 30000 gradients came\s+){2}"]),
+    ],
+)
+def test_example_prints_what_its_page_says(page, example, wanted, tmp_path):
+    code = re.search(rf"```python\n(# {re.escape(example)}: .*?)```", (ROOT / page).read_text(), re.S)
+    assert code is not None, f"{page} has no {example}"
+    (tmp_path / example).write_text(code[1])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    status, output = run_command([*command, str(tmp_path / "example.py")], settings)
+    status, output = run_command([*command, str(tmp_path / example)], settings)
     assert status == 0, output
-    for rank in range(2):
-        assert f"rank {rank}: 167773 nonzeros, each 2" in output, output
+    for pattern in wanted:
+        assert re.search(pattern, output), output
