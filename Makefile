@@ -4,6 +4,7 @@
 #   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv (ARCHS=90-real: fewer)
 #   make test-ib transport ib alone, over software RoCE in a virtual machine
 #   make demo    DDP training, dense and pruned
+#   make docs    build/docs/site: the documentation as a site, links checked
 #   make lint    formatting and Python checks   make bench                    benchmarks
 #   make fuzz SECONDS=600                       each fuzzer that long
 #   make clean   removes build/                 make distclean                .venv too
@@ -12,9 +13,9 @@ PYTHON ?= python3
 SECONDS ?= 600
 export NO_APT TORCH_SPEC
 
-.PHONY: all setup test test-ib check wheel demo lint bench fuzz clean distclean
+.PHONY: all setup test test-ib check wheel demo docs lint bench fuzz clean distclean
 all: setup
-setup test test-ib check wheel demo lint bench fuzz clean distclean:
+setup test test-ib check wheel demo docs lint bench fuzz clean distclean:
 	@$(PYTHON) tools/dev.py $(command)
 
 setup: command = setup
@@ -23,6 +24,7 @@ test-ib: command = test --only ib
 check: command = check $(if $(AT_ONCE),--at-once $(AT_ONCE))
 wheel: command = wheel $(if $(ARCHS),--archs "$(ARCHS)")
 demo: command = demo $(ARGS)
+docs: command = docs
 lint: command = lint
 bench: command = bench $(ARGS)
 fuzz: command = fuzz --seconds $(SECONDS)

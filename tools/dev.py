@@ -1,4 +1,4 @@
-"""Runs make test, check, wheel, demo, lint, bench, fuzz and clean. The Makefile calls this script.
+"""Runs make test, check, wheel, demo, docs, lint, bench, fuzz and clean. The Makefile calls this script.
 
     python3 tools/dev.py test [--only NAME ...]     the whole suite, or some of its stages
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from env import BUILD, ROOT, VENV, EnvError, child_env, ensure_spccl, ensure_venv, say
 from packages import make_wheel
+from site_pages import build_site
 from stages import run_stages
 from suite import CHECK_STAGES, STAGES, c_build, lint, run_fuzz
 
@@ -73,6 +74,11 @@ def cmd_fuzz(args: argparse.Namespace) -> int:
     return 0
 
 
+def cmd_docs(_: argparse.Namespace) -> int:
+    say(f"docs: {build_site().relative_to(ROOT)}")
+    return 0
+
+
 def cmd_clean(args: argparse.Namespace) -> int:
     for path in [BUILD, *([VENV] if args.all else [])]:
         shutil.rmtree(path, ignore_errors=True)
@@ -120,6 +126,7 @@ def main() -> int:
         ("bench", cmd_bench, "run the micro-benchmarks, then spccl bench"),
     ):
         commands.add_parser(name, help=text + "; further arguments are passed on").set_defaults(fn=fn, passes_on=True)
+    commands.add_parser("docs", help="build the site of the documentation, links checked").set_defaults(fn=cmd_docs)
     commands.add_parser("lint", help="check with ruff and clang-format").set_defaults(fn=cmd_lint)
     fuzz = commands.add_parser("fuzz", help="run every libFuzzer target in turn (needs clang)")
     fuzz.add_argument("--seconds", type=int, default=600, help="time of each target")
