@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from . import backend
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
 
 
 class HasStats:
@@ -77,13 +76,13 @@ class OwnBytes:
     def begin(self, group: dist.ProcessGroup | None) -> None:
         """Open a window, before an exchange."""
         self.end(group)
-        if self._cuda_start is not None:
-            self._opened_at = backend.stats(group).wire_bytes_sent
+        if group is not None and self._cuda_start is not None:
+            self._opened_at = _sent_by_host(group)
 
     def end(self, group: dist.ProcessGroup | None) -> None:
         """Close the window, if one is open, after the exchange."""
-        if self._opened_at is not None:
-            self._bytes += backend.stats(group).wire_bytes_sent - self._opened_at
+        if group is not None and self._opened_at is not None:
+            self._bytes += _sent_by_host(group) - self._opened_at
             self._opened_at = None
 
     def read(self, group: dist.ProcessGroup | None, devices: Iterable[torch.device], n_calls: int) -> int | None:
@@ -102,3 +101,8 @@ class OwnBytes:
             return self._bytes
         alone = now.path == "engine" and now.n_collectives - start.n_collectives == n_calls
         return self._bytes + now.wire_bytes_sent - start.wire_bytes_sent if alone else None
+
+
+def _sent_by_host(group: dist.ProcessGroup) -> int:
+    """`backend.stats(group).wire_bytes_sent` in half of its time: it is read twice in each exchange."""
+    return torch.ops.spccl.stats(group.boxed())[2]
