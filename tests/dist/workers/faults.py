@@ -218,11 +218,15 @@ def abort_work():
     return error
 
 
-def absent_rank_at_start():
-    """The last rank never joins. Making the group fails within the timeout, and the error names that rank."""
-    if RANK == WORLD - 1:
+def absent_rank_at_start(absent: int = WORLD - 1):
+    """One rank never joins. Making the group fails within the timeout, and the error names that rank."""
+    if absent == RANK:
         return {"text": "", "after_s": 0.0}
     return caught(lambda: join(timeout_s=3), RuntimeError)
+
+
+def absent_rank_0_at_start():
+    return absent_rank_at_start(absent=0)
 
 
 def exit_without_destroy():
