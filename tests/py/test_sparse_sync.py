@@ -399,6 +399,18 @@ def test_sparse_gradients():
     assert opt.stats()["skipped_steps"] == 0 and opt.stats()["density_sent"] > 0
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_compiled_step(every):
+    """torch.compile(opt.step) runs it uncompiled: the counts of steps advance, which checkpoints and schedules use."""
+    net = model()
+    opt = SparseSync(adamw(net), density=0.1, every=every)
+    compiled = torch.compile(opt.step, backend="eager")
+    for i in range(4):
+        net(torch.randn(8, 80)).square().mean().backward()
+        compiled()
+        assert (opt.steps, opt.exchanges) == (i + 1, (i + 1) // every)
+
+
 def test_scheduler_and_hooks():
     net = model()
     opt = SparseSync(adamw(net))

@@ -245,6 +245,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("SparseSync: it holds a process group and cannot be pickled; save state_dict()")
 
+    @torch._disable_dynamo  # torch.compile(opt.step) would lose what the step writes to this object
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One local step, and after every `every`-th an exchange. All ranks must call it equally often.
