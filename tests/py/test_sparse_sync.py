@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pydoc
 import re
@@ -326,6 +327,32 @@ def test_one_rank_trains(dtype):
     own = [p.detach().clone() for p in net.parameters()]
     with opt.global_weights():
         assert all(torch.equal(p, q) for p, q in zip(net.parameters(), own, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reading_between_exchanges_changes_nothing(dtype):
+    """With local steps: state_dict() and global_weights() in the middle, and a run that continues from that state."""
+
+    def run(reads: bool, resumes: bool = False) -> list[torch.Tensor]:
+        def made():
+            net = model(dtype)
+            return net, SparseSync(torch.optim.SGD(net.parameters(), lr=0.5), density=0.05, every=3, outer_lr=0.7)
+
+        net, opt = made()
+        for t in range(7):
+            step(opt, net, t)
+            state = copy.deepcopy(opt.state_dict()) if reads else None
+            if reads:
+                with opt.global_weights():
+                    pass
+            if resumes and t == 4:
+                net, opt = made()
+                opt.load_state_dict(state)
+        return [p.detach() for p in net.parameters()]
+
+    plain = run(False)
+    for other in (run(True), run(True, resumes=True)):
+        assert all(torch.equal(p, q) for p, q in zip(plain, other, strict=True))
 
 
 def test_global_weights_is_a_block():

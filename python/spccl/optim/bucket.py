@@ -14,8 +14,8 @@ exactly, where k is the density times their number, rounded, at least 1.
 
 Where w or z is not finite nothing is sent, and w becomes z.
 
-Weights of 16 bits are kept as float32 (the masters) beside the parameter. What the optimizer changed in the parameter
-is added to the master, and after the exchange the parameter is the rounded master.
+Weights of 16 bits are kept as float32 (the masters) beside the parameter. After each step what the optimizer changed in
+the parameter is added to the master, and the parameter becomes the rounded master.
 """
 
 import zlib
@@ -153,13 +153,10 @@ class Bucket:
         """16-bit parameters: add to the masters what the optimizer changed."""
         if self.masters is None:
             return
-        rounded, change = scratch[0].view(self.dtype)[: self.length], scratch[1][: self.length]
+        rounded = scratch[0].view(self.dtype)[: self.length]
         rounded.copy_(self.masters)
-        change.copy_(rounded)
-        parts = self.split(change)
-        torch._foreach_neg_(parts)
-        torch._foreach_add_(parts, self.params)
-        self.masters.add_(change)
+        self.masters.sub_(rounded)  # what rounding cut off: exact
+        torch._foreach_add_(self.locals, self.params)
 
     def publish(self) -> None:
         """16-bit parameters: round the masters into them."""

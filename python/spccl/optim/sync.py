@@ -338,12 +338,10 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         """Bring w up to date: the masters of 16-bit parameters, and the corrected second moment."""
         for bucket in self.buckets:
             scratch = self.transfers.scratch[bucket.device, bucket.globals.dtype]
-            corrects = self._moment == "corrected"
-            if exchanging or corrects:
-                bucket.absorb(scratch)
-            if corrects and stepped:
+            bucket.absorb(scratch)
+            if self._moment == "corrected" and stepped:
                 moments.correct_step(self.inner, bucket, self.ranks.world_size, scratch)
-            if corrects and not exchanging:
+            if not exchanging:
                 bucket.publish()
 
     # -- the exchange ------------------------------------------------------------------------------
