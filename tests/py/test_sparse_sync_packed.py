@@ -124,7 +124,7 @@ def test_overlap_on_one_rank(settings):
 @pytest.mark.parametrize("overlap_again", [True, False])
 def test_a_later_object_ends_the_overlap_of_an_earlier_one(overlap_again):
     """What the earlier one has pending does not reach the later one's weights, and its hooks are gone."""
-    nets, kwargs = [Net(), Net()], {"density": 0.05, "bucket_mb": 0.01}
+    nets, kept, kwargs = [Net(), Net()], [], {"density": 0.05, "bucket_mb": 0.01}
     for net, overlap in zip(nets, (nets[0], None), strict=True):
         earlier = SparseSync(torch.optim.AdamW(net.parameters(), lr=1e-2), overlap=overlap, **kwargs)
         step(earlier, net, 0)
@@ -134,6 +134,7 @@ def test_a_later_object_ends_the_overlap_of_an_earlier_one(overlap_again):
         assert not earlier.transfers.pending and not earlier.transfers.ends_later
         for t in range(1, 4):
             step(later, net, t)
+        kept.append(later)  # without it its hooks would be gone too
     states = [net.state_dict() for net in nets]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert len(nets[0].first._forward_pre_hooks) == overlap_again

@@ -1,8 +1,10 @@
 """An exchange of `SparseSync` that ends during the next forward pass, with the same bits as without.
 
 A forward pre-hook of each module waits for the buckets that hold the module's parameters, and applies their averages.
-So a parameter is up to date before the module uses it. A module of torch.nn that is no container waits for all
-parameters below it, because some (MultiheadAttention) use those of their children. A module's state_dict() waits too.
+It comes before the module's other hooks, which may compute a weight from parameters (weight_norm, spectral_norm,
+torch.nn.utils.prune). A module of torch.nn that is no container waits for all parameters below it, because some
+(MultiheadAttention) use those of their children. A module without forward(), such as ParameterList, is never called, so
+the module above it waits. state_dict() and load_state_dict() of a module wait too.
 
 `module.compile()` keeps these hooks; `torch.compile(module)` calls only some of them and is refused.
 
@@ -19,12 +21,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from .bucket import Weight
     from .transfers import Transfers
 
-_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _installed = WeakIdKeyDictionary()  # parameter -> weak reference to the Overlap whose hooks its module has
 
 
@@ -68,42 +69,67 @@ class Overlap:
     """
 
     def __init__(self, model: torch.nn.Module, transfers: Transfers):
-        self._transfers = transfers
-        self._handles: list[Any] = []
+        handles: list[Any] = []
         transfers.end_later()
         buckets = transfers.buckets
         place = {id(w.param): i for i, bucket in enumerate(buckets) for w in bucket.weights}
         for module in model.modules():
-            builtin = type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, _CONTAINERS)
-            own = sorted({place[id(p)] for p in module.parameters(recurse=builtin) if id(p) in place})
+            own = sorted({place[id(p)] for p in _used_by(module) if id(p) in place})
             if own:
-                self._handles.append(module.register_forward_pre_hook(_before_forward(transfers.finish, own)))
-                self._handles.append(module.register_state_dict_pre_hook(_before_state_dict(transfers.finish, own)))
+                wait = _wait_for(weakref.ref(transfers), own)  # a copy of the module has this hook for ever
+                handles.append(module.register_forward_pre_hook(wait, prepend=True))
+                handles.append(module.register_state_dict_pre_hook(wait))
+                handles.append(module.register_load_state_dict_pre_hook(wait))
         for i, bucket in enumerate(buckets):
             for w in bucket.weights:
                 after = _after_gradient(w.name, i, transfers.pending)
-                self._handles.append(w.param.register_post_accumulate_grad_hook(after))
+                handles.append(w.param.register_post_accumulate_grad_hook(after))
                 _installed[w.param] = weakref.ref(self)
+        self._finalizer = weakref.finalize(self, _close, transfers, handles)
+        self._finalizer.atexit = False  # then the group may be gone
 
     def close(self) -> None:
-        """End what is pending, and remove the hooks. Later exchanges of this `SparseSync` end in its step()."""
-        self._transfers.finish(list(self._transfers.pending))
-        self._transfers.end_at_once()
-        for handle in self._handles:
+        """End what is pending, and remove the hooks. Later exchanges of this `SparseSync` end in its step().
+
+        The end of this object does the same.
+        """
+        self._finalizer()
+
+
+def _close(transfers: Transfers, handles: list[Any]) -> None:
+    try:
+        transfers.finish(list(transfers.pending))
+    finally:
+        transfers.end_at_once()
+        for handle in handles:
             handle.remove()
-        self._handles.clear()
 
 
-def _before_forward(finish: Callable, own: list[int]) -> Callable:
-    def hook(module: torch.nn.Module, args: Any) -> None:
-        finish(own)
+def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that forward() of the module may use, other than through modules that it calls."""
+    yield from module.parameters(recurse=_is_builtin(module))
+    for child in module.children():
+        if not _has_forward(child):
+            yield from _used_by(child)
 
-    return hook
+
+def _is_builtin(module: torch.nn.Module) -> bool:
+    """Whether torch.nn has written forward() of the module, and it may use parameters of its children."""
+    torchs = type(module).__module__.startswith("torch.nn.modules")
+    return torchs and _has_forward(module) and not isinstance(module, torch.nn.Sequential)
 
 
-def _before_state_dict(finish: Callable, own: list[int]) -> Callable:
-    def hook(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        finish(own)
+def _has_forward(module: torch.nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
+
+
+def _wait_for(transfers: weakref.ref[Transfers], own: list[int]) -> Callable:
+    """A hook for before a module's forward(), state_dict() or load_state_dict(), whatever it is called with."""
+
+    def hook(*args: Any) -> None:
+        under_way = transfers()
+        if under_way is not None:
+            under_way.finish(own)
 
     return hook
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,7 +164,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self._check_next = False
         self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
         self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
-        self._tally = measure.Tally(self)
+        self._tally = measure.Tally(weakref.proxy(self))  # no cycle: `del opt` frees it, and the hooks of overlap
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
