@@ -208,6 +208,12 @@ def names_of(group: dist.ProcessGroup) -> list[str]:
 
 
 def _boxed(group: dist.ProcessGroup | None) -> Any:
+    """`group` (default: the world) as the ops of the glue take it.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend, and the ops do not know the wrapper. They then get a
+    group that has the backend itself. Only the ops see that group.
+    """
+    import torch
     import torch.distributed as dist
 
     group = dist.group.WORLD if group is None else group
@@ -216,7 +222,14 @@ def _boxed(group: dist.ProcessGroup | None) -> Any:
     names = names_of(group)
     if NAME not in names:
         raise ValueError(f"spccl: the backends of this group are {', '.join(names)}, wanted 'spccl'")
-    return group.boxed()
+    wrapped = {d: getattr(group._get_backend(d), "wrapped_pg", None) for d in group._device_types}
+    if all(backend is None for backend in wrapped.values()):
+        return group.boxed()
+    bare = dist.ProcessGroup(group.rank(), group.size())
+    for device, backend in wrapped.items():
+        if backend is not None and backend.name() == NAME:
+            bare._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return bare.boxed()
 
 
 # ---- making a group ------------------------------------------------------------------------------------------

@@ -1,11 +1,16 @@
-"""Ways in which SparseSync exchanges: chunks, two bits per value, overlap. On every rank, as workers/sparse_sync.py."""
+"""Ways in which SparseSync exchanges: chunks, two bits per value, overlap, torch's debug mode.
+
+On every rank, as workers/sparse_sync.py.
+"""
 
 from __future__ import annotations
 
 import time
 
 import torch
+import torch.distributed as dist
 
+from spccl import backend
 from spccl.optim import SparseSync
 from workers.common import RANK, main
 from workers.sparse_model import DEVICE, Net, Simulation, adamw, data, loss_of, trained
@@ -141,7 +146,31 @@ def under_autocast(net: Net) -> Net:
     return net
 
 
+def debug_detail():
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around the backend: the exchange, its counts and the limit of
+    thread blocks work through it."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+    dist.set_debug_level(level)
+    assert hasattr(group._get_backend(DEVICE), "wrapped_pg")
+    net, simulation = Net(), Simulation()
+    opt = SparseSync(adamw(net), density=0.05, sample=1.0, correct_second_moment=False, group=group)
+    for t in range(2):
+        steps(opt, net, 1, t)
+        simulation.step(t, 0.05)
+    compare(opt, net, simulation, LOOSE)
+    summary = opt.summary()
+    assert summary["backend"] == BACKEND
+    if BACKEND == "spccl":
+        assert 0 < summary["wire_bytes"] <= backend.stats(group).wire_bytes_sent
+        with backend.limit_ctas(4, group):
+            steps(opt, net, 1, 2)
+    dist.destroy_process_group(group)
+
+
 CASES = [
+    debug_detail,
     follows_the_simulation_with_chunks, follows_the_simulation_with_two_bits, overlap_changes_no_bit, many_ranks_agree,
     autocast_to_bfloat16
 ]  # fmt: skip
