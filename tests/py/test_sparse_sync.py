@@ -40,7 +40,7 @@ def refuses(kind, *words):
     "settings, words",
     [
         ({"density": 0.0}, ("density is 0.0", "in (0, 1]")),
-        ({"density": 1.5}, ("density is 1.5", "in (0, 1]")),
+        ({"density": 1.5}, ("density is 1.5", "in (0, 1]", "0.01 is 1%")),
         ({"density": math.nan}, ("density is nan",)),
         ({"density": "1%"}, ("density is '1%'",)),
         ({"every": 0}, ("every is 0", "1 or more")),
@@ -81,6 +81,21 @@ def refuses(kind, *words):
 def test_settings_out_of_range(settings, words):
     with refuses(ValueError, "SparseSync: ", *words):
         SparseSync(adamw(model()), **settings)
+
+
+def test_density_1_that_may_mean_a_percent():
+    with pytest.warns(UserWarning, match=r"density=1 sends everything.*for 1% pass density=0\.01.*density=1\.0"):
+        SparseSync(adamw(model()), density=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SparseSync(adamw(model()), density=1.0)
+
+
+def test_repr_shows_settings_that_were_given_and_what_was_chosen():
+    net = model()
+    opt = SparseSync(adamw(net), density=0.05, clip_norm=2.0, overlap=net)
+    expected = "SparseSync(density=0.05, every=1, clip_norm=2.0, overlap=True, second_moment='local', ranks=1, backend="
+    assert repr(opt) == f"{expected}'none') of {opt.inner!r}"
 
 
 @pytest.mark.parametrize("group", [3, "world", [0, 1]])

@@ -32,7 +32,7 @@ def is_share(value: Any) -> bool:
 
 def check_settings(s: Any) -> None:
     """Raises: ValueError that names the first setting of a `Settings` that is out of range or no number."""
-    require("density", s.density, callable(s.density) or is_share(s.density), "in (0, 1], or a function")
+    require("density", s.density, callable(s.density) or is_share(s.density), "in (0, 1], or a function; 0.01 is 1%")
     require("every", s.every, is_whole(s.every, 1), "a whole number, 1 or more")
     require("warmup", s.warmup, is_whole(s.warmup, 0), "a whole number, 0 or more")
     require("warmup", s.warmup, s.warmup == 0 or not callable(s.density), "0 when density is a function")

@@ -1,8 +1,10 @@
 """`SparseSync`: any torch optimizer, with an exchange of the largest changes of the weights in place of DDP."""
 
 import contextlib
+import inspect
 import math
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,7 +92,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             SparseSync on the same parameters ends it.
     Raises: TypeError for an `optimizer`, `group`, `overlap` or parameter of a wrong type; ValueError for a setting that
         is out of range or no number, and for parameters that are not supported; ValueError on every rank if ranks
-        differ in settings or parameters, with names, values and ranks.
+        differ in settings or parameters, with names, values and ranks. Warns if density is the integer 1.
 
     Memory beside the optimizer's: 4 bytes per float32 parameter, 8 per 16-bit one, 8 per float64 one, and two buffers
     of a bucket: at most 1 byte per parameter where no parameter is longer than an eighth of all, 1.5 with wire_dtype.
@@ -134,6 +136,12 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         checks.check_group(group)
         if overlap is not None:
             overlaps.check_module(overlap)
+        if type(density) is int:
+            warnings.warn(
+                f"SparseSync: density={density} sends everything, and no bytes are saved; for {density}% pass "
+                f"density={density / 100}, for everything without this warning density={float(density)}",
+                stacklevel=2,
+            )
         self.inner = optimizer
         self.settings = Settings(
             density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
@@ -240,8 +248,13 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        s = self.settings
-        return f"SparseSync(density={s.density!r}, every={s.every}, ranks={self.ranks.world_size}) of {self.inner!r}"
+        """The settings that differ from their default, and what was chosen."""
+        s, given = self.settings, {"density": self.settings.density, "every": self.settings.every}
+        defaults = inspect.signature(SparseSync).parameters
+        given |= {n: v for n, v in vars(s).items() if n != "overlap" and v != defaults[n].default}
+        given |= {"overlap": True} if s.overlap else {}
+        given |= {"second_moment": self._moment, "ranks": self.ranks.world_size, "backend": self.ranks.backend_names()}
+        return f"SparseSync({', '.join(f'{name}={value!r}' for name, value in given.items())}) of {self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("SparseSync: it holds a process group and cannot be pickled; save state_dict()")
