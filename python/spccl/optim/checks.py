@@ -1,8 +1,10 @@
 """What `SparseSync` refuses, with the reason and what to do instead."""
 
+import gc
 import inspect
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,11 +76,18 @@ def check_group(group: object) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raises: TypeError for what is no torch optimizer, or one that needs a closure."""
+    """Raises: TypeError for what is no torch optimizer, one that needs a closure, and ZeroRedundancyOptimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"SparseSync: got a {type(optimizer).__name__}, wanted a torch.optim.Optimizer: "
             "SparseSync(torch.optim.AdamW(model.parameters(), lr=3e-4), density=0.01)"
+        )
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise TypeError(
+            "SparseSync: got a ZeroRedundancyOptimizer: it steps each parameter on one rank, with that rank's "
+            "gradient, and sends the result to all, so the other ranks' gradients would be lost. Give SparseSync the "
+            "optimizer itself, such as torch.optim.AdamW(model.parameters()); to shard its state use FSDP2 inside "
+            "each replica"
         )
     needed = [
         p.name
@@ -104,3 +113,33 @@ def check_param(name: str, param: torch.Tensor) -> None:
             f"SparseSync: parameter {name} is on {param.device}, wanted host or CUDA memory; call model.to_empty() or "
             "model.to() before the optimizer is made"
         )
+
+
+def refuse_ddp(params: Iterable[torch.Tensor], members: set[int]) -> None:
+    """Raises: RuntimeError if a DistributedDataParallel module has one of these parameters, and averages its gradient
+    over ranks among `members`, over which SparseSync averages."""
+    trained = {id(p) for p in params}
+    for model in _living(torch.nn.parallel.DistributedDataParallel):
+        if not any(id(p) in trained for p in model.parameters()):
+            continue
+        try:
+            both = sorted(members.intersection(dist.get_process_group_ranks(model.process_group)))
+        except KeyError:  # torch.distributed does not know the group: another library's, or destroyed
+            continue
+        if len(both) > 1:
+            raise RuntimeError(
+                f"SparseSync.step: a DistributedDataParallel module averages the gradients over ranks {both}, and "
+                "SparseSync averages the changes of the weights over the same ranks; use one of the two. For "
+                "SparseSync make no DistributedDataParallel (Accelerate: prepare_model(model, evaluation_mode=True)); "
+                "for pruned gradients under DistributedDataParallel and SGD use spccl.ddp.PrunedGradients"
+            )
+
+
+def _living(kind: type) -> list[Any]:
+    """The objects of a class or its subclasses that this process uses. Takes some 10 ms."""
+    for attempt in range(2):
+        if not any(issubclass(t, kind) for t in set(map(type, gc.get_objects()))):
+            return []
+        if attempt == 0:
+            gc.collect()  # what nobody refers to any more does not count
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]

@@ -26,6 +26,10 @@ class Ranks:
                 "make the optimizer only on ranks of the group"
             )
 
+    def members(self) -> set[int]:
+        """The numbers in the world of the ranks of the group."""
+        return set(dist.get_process_group_ranks(self.group)) if self.group is not None else set()
+
     def backend(self, device: torch.device) -> str:
         """Name of the backend that carries tensors of `device`; "none" for one rank alone."""
         if self.world_size == 1 or self.group is None:

@@ -173,6 +173,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
         self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
         self._tally = measure.Tally(weakref.proxy(self))  # no cycle: `del opt` frees it, and the hooks of overlap
+        self._is_first_step = True  # of this object; a loaded state does not change it
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
@@ -268,7 +269,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             closure: computes the loss and calls backward(). It is called once, before the local step.
         Returns: what the closure returned; None without one.
         Raises: RuntimeError if parameters were added, removed, replaced or moved, inside `global_weights`, if a check
-            finds different global weights, or if a checkpoint was loaded without this rank's state;
+            finds different global weights, or if a checkpoint was loaded without this rank's state; at the first step
+            if DDP averages the gradients over the same ranks;
             torch.distributed.DistBackendError if a rank is lost.
         """
         if self.in_globals:
@@ -279,6 +281,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_same_parameters()
+        if self._is_first_step:
+            self._look_around()
         self.wait()
         exchanging = (self.steps + 1) % self.settings.every == 0
         self._tally.before_step()
@@ -313,6 +317,12 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                     f"SparseSync.step: parameter {w.name} has other memory than when SparseSync was made; call "
                     "model.to() and the like before the optimizer is made"
                 )
+
+    def _look_around(self) -> None:
+        """At the first step, refuse what else would average the gradients. It may come after this object was made."""
+        if self.ranks.world_size > 1:
+            checks.refuse_ddp((w.param for w in self._weights), self.ranks.members())
+        self._is_first_step = False
 
     # -- the local step ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Ways in which SparseSync exchanges: chunks, two bits per value, overlap, torch's debug mode.
+"""Ways in which SparseSync exchanges: chunks, two bits per value, overlap, torch's debug mode, and what it refuses.
 
 On every rank, as workers/sparse_sync.py.
 """
@@ -9,10 +9,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spccl import backend
 from spccl.optim import SparseSync
-from workers.common import RANK, main
+from workers.common import RANK, WORLD, main, raises
 from workers.sparse_model import DEVICE, Net, Simulation, adamw, data, loss_of, trained
 from workers.sparse_sync import BACKEND, LOOSE, compare, digest, everyone, steps
 
@@ -169,8 +170,27 @@ def debug_detail():
     dist.destroy_process_group(group)
 
 
+def what_averages_twice():
+    """DDP over the same ranks is refused, whether it came before or after; one that is gone, or that averages over
+    other ranks, is not. ZeroRedundancyOptimizer keeps one rank's gradient of each parameter."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    alone = [dist.new_group([rank]) for rank in range(WORLD)][RANK]
+    net = Net()
+    opt, wrapped = SparseSync(adamw(net), density=0.05), ddp(net)
+    both = str(list(range(WORLD)))
+    with raises(RuntimeError, "DistributedDataParallel", f"averages the gradients over ranks {both}", "use one of"):
+        steps(opt, net, 1)
+    del wrapped
+    other = ddp(net, process_group=alone)
+    steps(opt, net, 1)
+    assert other.module is net
+    with raises(TypeError, "ZeroRedundancyOptimizer", "gradients would be lost", "AdamW"):
+        SparseSync(ZeroRedundancyOptimizer(trained(net).values(), optimizer_class=torch.optim.AdamW, lr=0.1))
+    dist.destroy_process_group(alone)
+
+
 CASES = [
-    debug_detail,
+    debug_detail, what_averages_twice,
     follows_the_simulation_with_chunks, follows_the_simulation_with_two_bits, overlap_changes_no_bit, many_ranks_agree,
     autocast_to_bfloat16
 ]  # fmt: skip
