@@ -115,7 +115,7 @@ def main() -> None:
         send = median(device, lambda: [b.select(s, args.density, 1.0, opt.settings) for b, s in pairs], move)
         row("select alone", send, 12)
         row("apply alone", median(device, lambda: [b.apply(s, opt.settings) for b, s in pairs]), 4)
-    row("AdamW alone", median(device, inner.step), 28)
+    row("AdamW alone", median(device, opt._stepper.step), 28)
     row("AdamW and wrapper", median(device, opt.step), 28 + 24)
     opt._moment, opt.ranks.world_size = "corrected", 4  # as on 4 ranks, but nothing is exchanged
     opt.ranks.all_reduce = lambda buffer, average: None

@@ -27,7 +27,7 @@ def corrected(lr) -> tuple[int, torch.nn.Module]:
     net = torch.nn.Sequential(torch.nn.Linear(80, 60), torch.nn.Linear(60, 5))
     opt = SparseSync(torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.8, 0.99)), density=0.5)
     net(torch.randn(8, 80)).square().mean().backward()
-    opt.inner.step()
+    opt._stepper.step()
     (bucket,) = opt.buckets
     with ScalarReads() as reads, torch.no_grad():
         scratch = opt.transfers.scratch[bucket.device, bucket.globals.dtype]

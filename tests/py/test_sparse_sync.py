@@ -441,6 +441,16 @@ def test_sparse_gradients():
     assert opt.stats()["skipped_steps"] == 0 and opt.stats()["density_sent"] > 0
 
 
+def test_clipping_of_sparse_gradients():
+    """A row that is looked up often is in the gradient as often: the norm is that of the sum."""
+    table = torch.nn.Embedding(100, 64, sparse=True)
+    opt = SparseSync(torch.optim.SGD(table.parameters(), lr=1.0), clip_norm=1.0, density=1.0)
+    before = table.weight.detach().clone()
+    table(torch.full((4000,), 7)).sum().backward()
+    opt.step()
+    assert abs(float((table.weight.detach() - before).norm()) - 1) < 1e-4
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_compiled_step(every):
     """torch.compile(opt.step) runs it uncompiled: the counts of steps advance, which checkpoints and schedules use."""

@@ -135,6 +135,17 @@ def refuse_ddp(params: Iterable[torch.Tensor], members: set[int]) -> None:
             )
 
 
+def refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: RuntimeError if the unscale_() of a GradScaler was called with `optimizer` in this step."""
+    for scaler in _living(torch.amp.GradScaler):
+        state = scaler._per_optimizer_states.get(id(optimizer))
+        if state is not None and state["stage"].name == "UNSCALED":
+            raise RuntimeError(
+                f"SparseSync.step: scaler.unscale_() was called with the inner {type(optimizer).__name__}, and "
+                "scaler.step() with the SparseSync, which would unscale the gradients again; give both the SparseSync"
+            )
+
+
 def _living(kind: type) -> list[Any]:
     """The objects of a class or its subclasses that this process uses. Takes some 10 ms."""
     for attempt in range(2):

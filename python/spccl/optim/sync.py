@@ -22,6 +22,7 @@ from .ranks import Ranks
 from .schedule import Density, density_at
 from .settings import Settings
 from .shards import Shards, gradient
+from .stepper import Stepper, coalesce_gradients
 from .transfers import Transfers
 
 
@@ -48,7 +49,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     Args:
         optimizer: any torch.optim.Optimizer whose step() needs no closure. Its parameters that require a gradient are
             trained: float32, float64, float16 or bfloat16, of any shape, in host or CUDA memory; of DTensors this
-            rank's part. Learning-rate schedulers and GradScaler take this object or `optimizer`.
+            rank's part. Learning-rate schedulers take this object or `optimizer`. GradScaler takes this object;
+            float16 parameters then need an optimizer with fused=True.
         density: share of each parameter's entries sent per exchange, (0, 1], or a function of the exchange's number
             (0 the first) alone, such as `Geometric`. All ranks must give the same; of functions the values at 25
             exchanges up to 500000 are compared, so a function is called for exchanges that may never come.
@@ -173,6 +175,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self.states_apart = False  # state_dict() is then a mark: spccl.integrations keeps the states in files
         self._step_to_load: int | None = None  # of a mark that was loaded, until its state is loaded too
         self._tally = measure.Tally(weakref.proxy(self))  # no cycle: `del opt` frees it, and the hooks of overlap
+        self._stepper = Stepper(optimizer)
         self._is_first_step = True  # of this object; a loaded state does not change it
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
@@ -270,7 +273,8 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         Returns: what the closure returned; None without one.
         Raises: RuntimeError if parameters were added, removed, replaced or moved, inside `global_weights`, if a check
             finds different global weights, or if a checkpoint was loaded without this rank's state; at the first step
-            if DDP averages the gradients over the same ranks;
+            if DDP averages the gradients over the same ranks, or if GradScaler unscaled the inner optimizer;
+            ValueError for float16 gradients that GradScaler scaled, unless the inner optimizer is fused;
             torch.distributed.DistBackendError if a rank is lost.
         """
         if self.in_globals:
@@ -319,9 +323,12 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                 )
 
     def _look_around(self) -> None:
-        """At the first step, refuse what else would average the gradients. It may come after this object was made."""
+        """At the first step, refuse what else would average or unscale the gradients. Both may come after this object
+        was made."""
         if self.ranks.world_size > 1:
             checks.refuse_ddp((w.param for w in self._weights), self.ranks.members())
+        if getattr(self, "grad_scale", None) is not None:
+            checks.refuse_unscaled(self.inner)
         self._is_first_step = False
 
     # -- the local step ----------------------------------------------------------------------------
@@ -329,34 +336,34 @@ class SparseSync(HasStats, torch.optim.Optimizer):
     def _local_step(self) -> bool:
         """Step the inner optimizer. False if this rank's gradient has inf or nan, and the step was left out."""
         found_inf = getattr(self, "found_inf", None)  # of GradScaler, during its step()
-        scale = getattr(self, "grad_scale", None)
+        measures = self.settings.clip_norm is not None or (self.settings.check_finite and found_inf is None)
+        if measures:
+            coalesce_gradients(w.param for w in self._weights)
         grads = [g for w in self._weights if (g := gradient(w.param)) is not None]
-        if scale is not None:
-            for g in grads:
-                g.div_(scale.to(g.device))
+        scale = self._stepper.unscale(grads, getattr(self, "grad_scale", None))
         if found_inf is not None and found_inf.item() != 0:
             self._tally.skipped += 1
             return False
-        measures = self.settings.clip_norm is not None or (self.settings.check_finite and found_inf is None)
         if measures and (grads or self._shards):
-            norm = self._shards.norm([w.param for w in self._weights])
+            norm = self._shards.norm([w.param for w in self._weights]) / (1.0 if scale is None else float(scale))
             if self.settings.check_finite and not math.isfinite(norm):
                 self._tally.skip(norm)
                 return False
-            self._clip(grads, norm)
-        if self._moment == "scaled":
-            with moments.scaled(self.inner, self.ranks.world_size):
-                self.inner.step()
-        else:
-            self.inner.step()
+            scale = self._clip(grads, norm, scale)
+        scaled = self._moment == "scaled"
+        with moments.scaled(self.inner, self.ranks.world_size) if scaled else contextlib.nullcontext():
+            self._stepper.step(scale)
         return True
 
-    def _clip(self, grads: list[torch.Tensor], norm: float) -> None:
-        if self.settings.clip_norm is None:
-            return
-        bound = self.settings.clip_norm * math.sqrt(self.ranks.world_size)
-        if norm > bound and grads:
-            torch._foreach_mul_(grads, bound / norm)
+    def _clip(self, grads: list[torch.Tensor], norm: float, scale: torch.Tensor | None) -> torch.Tensor | None:
+        """Shorten a gradient of this norm to the bound. Returns what is still to divide by."""
+        bound = (self.settings.clip_norm or math.inf) * math.sqrt(self.ranks.world_size)
+        if not norm > bound or not grads:
+            return scale
+        if scale is not None:
+            return scale * (norm / bound)
+        torch._foreach_mul_(grads, bound / norm)
+        return None
 
     def _after_local_step(self, stepped: bool, exchanging: bool) -> None:
         """Bring w up to date: the masters of 16-bit parameters, and the corrected second moment."""
