@@ -31,7 +31,8 @@ class Recipe:
         if self.density == 1:
             return torch.optim.SGD(model.parameters(), lr=self.peak_lr, momentum=self.momentum), None
         hook = PrunedGradients(density=self.density, momentum=self.momentum, clip_norm=self.clip_norm, norm_every=50)
-        return torch.optim.SGD(model.parameters(), lr=self.peak_lr), hook.register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.peak_lr)
+        return optimizer, hook.register(model, optimizer=optimizer)
 
     def lr_at(self, step: int, n_steps: int) -> float:
         """Rises for 100 steps, is constant until half of the run, then falls as a half cosine to 5% of the peak."""

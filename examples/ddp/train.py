@@ -36,9 +36,9 @@ def main() -> None:
     if args.dense:
         hook = None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
-    else:  # (2) the hook, which has the momentum, and (3) an optimizer without momentum
-        hook = PrunedGradients(density=0.01, momentum=0.9, clip_norm=1.0).register(model)
+    else:  # (2) an optimizer without momentum, and (3) the hook, which has it
         optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+        hook = PrunedGradients(density=0.01, momentum=0.9, clip_norm=1.0).register(model, optimizer=optimizer)
 
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimizer,

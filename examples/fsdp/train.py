@@ -28,8 +28,9 @@ CONTEXT, BATCH = 128, 4
 def make_optimizer(recipe: str, model, mesh):
     """The optimizer of a recipe. The model is sharded, and on `prune` gets a hook."""
     if recipe == "prune":
-        spccl.fsdp.prune(model, density=0.01, momentum=0.9, clip_norm=1.0)
-        return torch.optim.SGD(model.parameters(), lr=0.8)  # no momentum: it is in the hook
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.8)  # no momentum: it is in the hook
+        spccl.fsdp.prune(model, density=0.01, momentum=0.9, clip_norm=1.0, optimizer=optimizer)
+        return optimizer
     if recipe == "dense":
         return torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)

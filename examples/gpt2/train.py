@@ -43,11 +43,11 @@ def main() -> None:
     with device:
         model = GPT(size)
     model = DistributedDataParallel(model, bucket_cap_mb=128, gradient_as_bucket_view=True)
-    momentum, hook = 0.9, None
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9 if args.dense else 0.0)
+    hook = None
     if not args.dense:  # (2) the hook. It has the momentum, so the optimizer has none.
-        hook = spccl.ddp.PrunedGradients(density=args.density, momentum=momentum, clip_norm=1.0).register(model)
-        momentum = 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=momentum)
+        hook = spccl.ddp.PrunedGradients(density=args.density, momentum=0.9, clip_norm=1.0)
+        hook.register(model, optimizer=optimizer)
     text = tokens.load(args.data, size.vocab).to(device)
     batches = tokens.Batches(text, args.micro_batch, min(args.context, size.context), seed=1 + rank)
 

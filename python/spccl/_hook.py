@@ -5,10 +5,11 @@ Imports torch; knows neither DDP nor FSDP. `spccl.ddp` and `spccl.fsdp` hand it 
 """
 
 import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,12 @@ class PruningHook(HasStats):
         seed: int = 0,
         max_ctas: int | None = None,
         residual_dtype: torch.dtype = torch.float32,
+        **unknown: Any,
     ):
         self._who = type(self).__name__
-        self._require("density", density, is_share(density), "in (0, 1]")
+        if unknown:
+            self._refuse_unknown(unknown)
+        self._check_density(density)
         self._require("sample", sample, is_share(sample), "in (0, 1]")
         self._require("leak", leak, is_share(leak), "in (0, 1]")
         self._require("momentum", momentum, is_number(momentum) and 0 <= momentum < 1, "in [0, 1)")
@@ -309,6 +313,33 @@ class PruningHook(HasStats):
         """
         return _hook_state.reshard(cls.__name__, states, world_size, ranks)
 
+    # -- settings ----------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """The density, every setting that is not at its default, and the steps done."""
+        settings = [p for p in inspect.signature(PruningHook).parameters.values() if p.name != "unknown"]
+        values = ((p.name, getattr(self, p.name), p.default) for p in settings)
+        shown = [f"{name}={value!r}" for name, value, default in values if name == "density" or value != default]
+        return f"{self._who}({', '.join(shown)}; step {self.step})"
+
+    def _check_density(self, density: object) -> None:
+        is_percent = is_number(density) and 1 < density <= 100
+        hint = f"; {density} percent is density={density / 100:g}" if is_percent else ""
+        self._require("density", density, is_share(density), "in (0, 1]" + hint)
+        if density == 1 and isinstance(density, int):
+            warnings.warn(
+                f"{self._who}: density=1 sends every entry; one percent is density=0.01. Write density=1.0 if all "
+                "entries are meant",
+                stacklevel=4,
+            )
+
+    def _refuse_unknown(self, unknown: dict[str, Any]) -> NoReturn:
+        name, value = next(iter(unknown.items()))
+        settings = ", ".join(p for p in inspect.signature(PruningHook).parameters if p != "unknown")
+        is_sparsity = name == "sparsity" and is_number(value) and 0 <= value < 1
+        hint = f"; sparsity={value} is density={1 - value:g}" if is_sparsity else ""
+        raise TypeError(f"{self._who}: got {name}={value!r}, wanted one of the settings {settings}{hint}")
+
     def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
         if not ok:
             raise ValueError(f"{self._who}: {name}={value!r}, wanted {wanted}")
@@ -317,37 +348,3 @@ class PruningHook(HasStats):
 def _has_gpu_engine(group: dist.ProcessGroup) -> bool:
     """Whether spccl's own kernels run the group's CUDA collectives. False before the first of them."""
     return backend.NAME in backend.names_of(group) and torch.ops.spccl.cuda_route(group.boxed()) == "engine"
-
-
-def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides by a running second moment, or takes signs of a running first one: those with
-    `betas` (Adam, AdamW, Lion, fused ones of other projects), and torch's others."""
-    others = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor)
-    return isinstance(optimizer, others) or any("betas" in group for group in optimizer.param_groups)
-
-
-def refuse_adam(who: str, optimizer: torch.optim.Optimizer, instead: str) -> None:
-    """Raises: ValueError if pruned gradients do not suit the optimizer. Accelerate's wrapper of one is looked into.
-
-    Args: instead: how SparseSync is used here.
-    """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    if is_adam_like(optimizer):
-        kind = type(optimizer).__name__
-        raise ValueError(
-            f"{who}: got {kind} as optimizer, wanted SGD: {kind} takes the zeros of a pruned "
-            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.61, "
-            f"dense at 0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) {instead}, or pass "
-            "allow_adam=True (docs/TRAINING.md)"
-        )
-
-
-def refuse_momentum(who: str, momentum: float, optimizer: torch.optim.Optimizer) -> None:
-    """Raises: ValueError if both the hook, with `momentum`, and the optimizer apply momentum."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    for group in optimizer.param_groups:
-        if momentum and group.get("momentum"):
-            raise ValueError(
-                f"{who}: momentum={group['momentum']} in {type(optimizer).__name__} and momentum={momentum} in the "
-                "hook, wanted one of them: the hook's, with momentum=0 in the optimizer (docs/TRAINING.md)"
-            )

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from spccl import _hook_state, prune
 
 from ._ddp_model import find_ddp, find_ddp_by_hook, refuse_second_hook, trained, trained_numels
-from ._hook import PruningHook, refuse_adam, refuse_momentum
+from ._hook import PruningHook
+from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
+
+_INSTEAD = "without DDP"  # how SparseSync is used in place of this hook
 
 
 def pruned_gradients_hook(state, bucket):  # unannotated: DDP refuses annotations kept as strings
@@ -38,8 +41,9 @@ class PrunedGradients(PruningHook):
     With backend="spccl" only the non-zeros travel. With another backend training is the same and no bytes
     are saved; one warning says so.
 
-        hook = spccl.ddp.PrunedGradients(density=0.01, momentum=0.9, warmup_steps=200).register(ddp_model)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)          # momentum is in the hook
+        hook = spccl.ddp.PrunedGradients(density=0.01, momentum=0.9, warmup_steps=200)
+        hook.register(ddp_model, optimizer=optimizer)
 
     `ddp_model.register_comm_hook(hook, spccl.ddp.pruned_gradients_hook)` is the same as `hook.register`.
 
@@ -107,15 +111,17 @@ class PrunedGradients(PruningHook):
         Args:
             model: DistributedDataParallel, or a module that wraps one: torch.compile(ddp), what Accelerate's
                 prepare() or Fabric's setup() returned, Trainer.model_wrapped.
-            optimizer: the one that will take the averaged gradients, to be checked; None: not checked.
-            allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit.
+            optimizer: the one that will take the averaged gradients, to be checked. None: checked at its first
+                step, with a warning.
+            allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit. Without
+                `optimizer` nothing is checked then.
         Raises: TypeError if there is no DistributedDataParallel in `model`, or more than one; RuntimeError if this
             object is already on a model, or the model already has a hook; ValueError if loaded state does not fit the
             model, if hook and optimizer both apply momentum, or for an Adam-like optimizer without allow_adam.
         """
         if optimizer is not None:
             if not allow_adam:
-                refuse_adam("PrunedGradients.register", optimizer, "without DDP")
+                refuse_adam("PrunedGradients.register", optimizer, _INSTEAD)
             refuse_momentum("PrunedGradients.register", self.momentum, optimizer)
         wrapped = find_ddp(model)
         if self._group is not None:
@@ -124,6 +130,8 @@ class PrunedGradients(PruningHook):
         self._check_loaded(self._loaded, self._loaded_ranks, trained_numels(wrapped), wrapped.process_group)
         wrapped.register_comm_hook(self, pruned_gradients_hook)
         self._attach(wrapped)
+        if optimizer is None and not allow_adam:
+            warn_at_first_step(self, wrapped.parameters(), _INSTEAD)
         return self
 
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -145,7 +153,9 @@ class PrunedGradients(PruningHook):
 
         Searches this process's objects, once. Raises: RuntimeError if no model, or more than one, has this hook.
         """
-        self._attach(find_ddp_by_hook(self))
+        model = find_ddp_by_hook(self)
+        self._attach(model)
+        warn_at_first_step(self, model.parameters(), _INSTEAD)
 
     # -- one bucket --------------------------------------------------------------------------------
 

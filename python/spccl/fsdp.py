@@ -16,9 +16,12 @@ from spccl import _hook_state
 from spccl import prune as prune_
 
 from ._fsdp_model import Unit, find_units
-from ._hook import PruningHook, refuse_adam, refuse_momentum
+from ._hook import PruningHook
+from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
 
 _WHO = "spccl.fsdp.prune"
+# How SparseSync is used in place of this hook.
+_INSTEAD = 'with fully_shard(..., mesh=mesh["shard"]) and group=mesh.get_group("replicate")'
 
 
 def prune(
@@ -36,8 +39,8 @@ def prune(
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        hook = spccl.fsdp.prune(model, density=0.01, momentum=0.9, warmup_steps=200)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)          # momentum is in the hook
+        hook = spccl.fsdp.prune(model, density=0.01, momentum=0.9, warmup_steps=200, optimizer=optimizer)
 
     Call it once on all ranks, after the last `fully_shard` and before the first backward pass; parameters that are
     frozen later are refused. Within a replica nothing changes: all-gathers and reduce-scatters stay dense.
@@ -45,12 +48,14 @@ def prune(
     Args:
         model: sharded by `fully_shard` over a mesh of 2 dimensions, replicas and shards. Parameter groups whose mesh
             has shards alone (experts, say) are left as they are.
-        density: share of each shard's entries sent per step, (0, 1]. 1 sends everything, which gives the bits of
+        density: share of each shard's entries sent per step, (0, 1]. 1.0 sends everything, which gives the bits of
             torch's own all-reduce on this backend; with a reduce_dtype of float16 torch rounds more.
         group: for a model that is sharded over a mesh of 1 dimension: the ranks that hold the same shard, this rank
             included. Each pair of them must hold the same shard of every parameter. None: the mesh has the replicas.
-        optimizer: the one that will take the averaged gradients, to be checked; None: not checked.
-        allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit.
+        optimizer: the one that will take the averaged gradients, to be checked. None: checked at its first step, with
+            a warning.
+        allow_adam: accept an optimizer with a running second moment, which pruned gradients do not suit. Without
+            `optimizer` nothing is checked then.
         settings: those of `spccl.ddp.PrunedGradients`. `clip_norm` bounds the norm of a replica's whole gradient, as
             clip_norm * sqrt(replicas), and costs an all-reduce of 8 bytes over the shards per parameter group; not
             with tensor parallelism.
@@ -64,10 +69,11 @@ def prune(
     hook = PrunedShards(density, **settings)
     if optimizer is not None:
         if not allow_adam:
-            instead = 'with fully_shard(..., mesh=mesh["shard"]) and group=mesh.get_group("replicate")'
-            refuse_adam(_WHO, optimizer, instead)
+            refuse_adam(_WHO, optimizer, _INSTEAD)
         refuse_momentum(_WHO, hook.momentum, optimizer)
     hook._attach(find_units(_WHO, model, group))
+    if optimizer is None and not allow_adam:
+        warn_at_first_step(hook, model.parameters(), _INSTEAD)
     return hook
 
 

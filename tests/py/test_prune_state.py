@@ -90,3 +90,63 @@ def test_adam_like_optimizers_are_refused(one_rank):
         hook.register(model, optimizer=adam, allow_adam=True)
     with pytest.raises(RuntimeError, match="already registered"):
         hook.register(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:PrunedGradients. the group's backend")
+def test_the_first_step_of_an_optimizer_that_does_not_suit_warns(one_rank, recwarn):
+    def texts():
+        return [str(w.message) for w in recwarn if "the first optimizer step" in str(w.message)]
+
+    model, _ = wrapped()
+    stranger = torch.nn.Linear(2, 2)
+    stranger(torch.ones(2)).sum().backward()
+    torch.optim.AdamW(stranger.parameters()).step()
+    assert not texts()
+    adam = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(8, 20)).sum().backward()
+        adam.step()
+        adam.zero_grad()
+    (text,) = texts()
+    assert "got AdamW as optimizer, wanted SGD" in text and "SparseSync(AdamW(...)" in text
+    attached, other = DistributedDataParallel(torch.nn.Linear(20, 16)), ddp.PrunedGradients(momentum=0.9)
+    attached.register_comm_hook(other, ddp.pruned_gradients_hook)
+    attached(torch.ones(8, 20)).sum().backward()
+    torch.optim.SGD(attached.parameters(), lr=0.1, momentum=0.5).step()
+    assert len(texts()) == 2 and "momentum=0.5 in SGD and momentum=0.9 in the hook" in texts()[1]
+
+
+@pytest.mark.filterwarnings("ignore:PrunedGradients. the group's backend")
+def test_the_first_step_says_nothing_if_the_optimizer_suits_or_was_named(one_rank, recwarn):
+    for settings, kind in (({}, torch.optim.SGD), ({"allow_adam": True}, torch.optim.AdamW)):
+        model = DistributedDataParallel(torch.nn.Linear(20, 16))
+        optimizer = kind(model.parameters(), lr=0.1)
+        for named in ({}, {"optimizer": optimizer}):
+            model = DistributedDataParallel(model.module)
+            ddp.PrunedGradients().register(model, **named, **settings)
+            model(torch.ones(8, 20)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not [w for w in recwarn if "optimizer" in str(w.message)]
+
+
+def test_settings_that_do_not_exist_name_the_class():
+    with pytest.raises(TypeError, match=r"^PrunedGradients: got sparsity=0.99, .*; sparsity=0.99 is density=0.01$"):
+        ddp.PrunedGradients(sparsity=0.99)
+    with pytest.raises(TypeError, match=r"^PrunedGradients: got densty=0.01, wanted one of the settings density, "):
+        ddp.PrunedGradients(densty=0.01)
+
+
+def test_percent_as_density_is_explained(recwarn):
+    with pytest.raises(ValueError, match=r"density=5, wanted in \(0, 1\]; 5 percent is density=0.05$"):
+        ddp.PrunedGradients(density=5)
+    ddp.PrunedGradients(density=1.0)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"PrunedGradients: density=1 sends every entry; one percent is density=0.01"):
+        ddp.PrunedGradients(density=1)
+
+
+def test_repr_shows_the_settings():
+    assert repr(ddp.PrunedGradients()) == "PrunedGradients(density=0.01; step 0)"
+    hook = ddp.PrunedGradients(0.05, momentum=0.9, residual_dtype=torch.bfloat16)
+    assert repr(hook) == "PrunedGradients(density=0.05, momentum=0.9, residual_dtype=torch.bfloat16; step 0)"

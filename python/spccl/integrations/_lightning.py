@@ -136,7 +136,7 @@ class PrunedGradientsStrategy(_RankStates):
         super().configure_ddp()
         if self.hook.grad_scaler is None:
             self.hook.grad_scaler = getattr(self.precision_plugin, "scaler", None)
-        self.hook.register(self.model)
+        self.hook.register(self.model, allow_adam=True)  # setup_optimizers warns of it
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)

@@ -114,7 +114,7 @@ class PrunedGradientsCallback(_RankStates):
             warnings.warn(f"PrunedGradientsCallback: {text}", stacklevel=2)
         if self.hook.grad_scaler is None:
             self.hook.grad_scaler = getattr(self._trainer.accelerator, "scaler", None)
-        self.hook.register(model)
+        self.hook.register(model, allow_adam=True)  # what was warned of is not said again
         self._model = weakref.ref(model)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
