@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from ._hook_state import plain_name
+from ._hook_state import Layout, contiguous, plain_name
 
 
 def find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
@@ -62,5 +62,15 @@ def trained(model: torch.nn.parallel.DistributedDataParallel) -> list[tuple[str,
     return [(plain_name(name), param) for name, param in named if param.requires_grad]
 
 
-def trained_numels(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, int]:
-    return {name: param.numel() for name, param in trained(model)}
+def layouts(model: torch.nn.parallel.DistributedDataParallel) -> dict[str, Layout]:
+    """How each parameter's gradient lies in a bucket of DDP: as the parameter does, if that has no gaps."""
+    return {name: _layout(param) for name, param in trained(model)}
+
+
+def _layout(param: torch.Tensor) -> Layout:
+    size = 1
+    for stride, n in sorted((s, n) for s, n in zip(param.stride(), param.shape, strict=True) if n != 1):
+        if stride != size:  # gaps, or elements that share memory: then DDP's bucket is contiguous
+            return contiguous(param.shape)
+        size *= n
+    return Layout(param.shape, param.stride())

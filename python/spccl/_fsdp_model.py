@@ -44,11 +44,11 @@ def modules_with(wanted: Container[int]) -> list[torch.nn.Module]:
 
 
 class Part(NamedTuple):
-    """A parameter's shard in the flat gradient of its group: first element, name, elements, shape of the parameter."""
+    """A parameter's shard in the flat gradient of its group: first element, name, shape, shape of the parameter."""
 
     begin: int
     name: str
-    numel: int
+    shape: torch.Size
     whole: torch.Size
 
 
@@ -93,7 +93,7 @@ class Unit:
                 )
             if p.is_dtensor:
                 self.split = name
-            self.parts.append(Part(self.length, plain_name(name), p.sharded_size.numel(), p.sharded_param.shape))
+            self.parts.append(Part(self.length, plain_name(name), p.sharded_size, p.sharded_param.shape))
             self.length += p.padded_sharded_param_size.numel()
 
     def install(self, hook: Any) -> None:

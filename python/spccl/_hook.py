@@ -24,7 +24,7 @@ from ._stats import HasStats
 class PruningHook(HasStats):
     """Settings and state of a pruning hook. `spccl.ddp.PrunedGradients` says what each setting does.
 
-    A subclass sets `_group` and `_numels` when it is registered, and then calls for each flat gradient `_slot`,
+    A subclass sets `_group` and `_layouts` when it is registered, and then calls for each flat gradient `_slot`,
     `_prune_flat` and, around its all-reduce, `_limited`; `_begin_step` and `_end_step` around each backward pass.
     """
 
@@ -82,12 +82,13 @@ class PruningHook(HasStats):
         self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None  # of the average
         self._norm_group: dist.ProcessGroup | None = None  # ranks that have parts of one gradient; None: no others
-        self._numels: dict[str, int] = {}  # of the trained parameters, on this rank, by name
+        self._layouts: dict[str, _hook_state.Layout] = {}  # of the model's parameters, on this rank, by name
         self._slots: dict[str, prune.Slot] = {}  # by parameter name
         self._plans: dict[Any, Any] = {}  # a subclass says by what
         self._devices: dict[torch.device, _hook_state.OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._loaded_ranks: int | None = None  # that saved what was loaded
+        self._loaded_version = _hook_state.VERSION
         self._skip_unused = False
         self._averages: dict[torch.device, bool] = {}
         self._limit: contextlib.AbstractContextManager[None] | None = None
@@ -112,17 +113,17 @@ class PruningHook(HasStats):
         """What this hook keeps on `device`."""
         memory = self._devices.get(device)
         if memory is None:
-            memory = self._devices[device] = _hook_state.OnDevice(len(self._numels), device)
+            memory = self._devices[device] = _hook_state.OnDevice(len(self._layouts), device)
         return memory
 
     def _slot(self, name: str, numel: int, pruned: bool, dtype: torch.dtype, memory: _hook_state.OnDevice):
         """The state of a parameter. The first call makes it, from the loaded checkpoint if there is one."""
         slot = self._slots.get(name)
         if slot is None:
-            slot = prune.Slot(name, numel, pruned, memory.states[list(self._numels).index(name)])
+            slot = prune.Slot(name, numel, pruned, memory.states[list(self._layouts).index(name)])
             slot.state[prune.STEP] = self.step
             if name in self._loaded:
-                _hook_state.fill_slot(slot, self._loaded.pop(name), self.error_feedback)
+                _hook_state.fill_slot(slot, self._loaded.pop(name), self._layouts[name], self.error_feedback)
             keeps = pruned and self.error_feedback and self.density < 1
             slot.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
             self._slots[name] = slot
@@ -239,7 +240,7 @@ class PruningHook(HasStats):
     def _last_sent(self) -> dict[str, int]:
         """Entries sent in the last complete step, by parameter name. Waits for the device."""
         columns = {device: memory.read_sent() for device, memory in self._devices.items()}
-        places = {name: i for i, name in enumerate(self._numels)}
+        places = {name: i for i, name in enumerate(self._layouts)}
         return {slot.name: columns[slot.state.device][places[slot.name]] for slot in self._slots.values()}
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -248,15 +249,15 @@ class PruningHook(HasStats):
         """This rank's state: save one per rank, next to the model's.
 
         Returns {"version", "world_size", "step", "seed", "parameters"}; parameters maps the model's
-        parameter names to {"residual", "velocity": flat tensors [numel] or None, in units of the
-        unscaled gradient; "threshold": float or None}. Tensors are copies.
+        parameter names to {"residual", "velocity": contiguous tensors of the parameter's shape or None, in
+        units of the unscaled gradient; "threshold": float or None}. Tensors are copies.
         """
         parameters = {name: dict(entry) for name, entry in self._loaded.items()}
         step = self.step
-        step = _hook_state.pack(self._slots.values(), parameters, step)
-        world_size = dist.get_world_size(self._group) if self._group is not None else None
+        step = _hook_state.pack(self._slots.values(), self._layouts, parameters, step)
+        world_size = self._loaded_ranks if self._group is None else dist.get_world_size(self._group)
         return {
-            "version": _hook_state.VERSION,
+            "version": self._loaded_version if self._group is None else _hook_state.VERSION,
             "world_size": world_size,
             "step": step,
             "seed": self.seed,
@@ -267,12 +268,12 @@ class PruningHook(HasStats):
         """Continue from `state_dict` of the same rank; before or after `register`.
 
         Raises: ValueError if it is of another version, another number of ranks (use `reshard` first), or
-            names or sizes differ from the model's.
+            names or shapes differ from the model's. A state of version 1 has sizes alone.
         """
-        loaded = _hook_state.unpack(self._who, state)
+        loaded, version = _hook_state.unpack(self._who, state), state["version"]
         if self._group is not None:
-            self._check_loaded(loaded, state["world_size"], self._numels, self._group)
-        self._loaded, self._loaded_ranks = loaded, state["world_size"]
+            loaded = self._fit(loaded, version, state["world_size"], self._layouts, self._group)
+        self._loaded, self._loaded_ranks, self._loaded_version = loaded, state["world_size"], version
         self.step = int(state["step"])
         self.seed = int(state["seed"])
         # made again from the loaded entries as buckets arrive
@@ -281,14 +282,18 @@ class PruningHook(HasStats):
         self._devices.clear()
         self._statistics.forget_totals()
 
-    def _check_loaded(
+    def _fit(
         self,
         loaded: dict[str, dict[str, Any]],
+        version: int,
         n_ranks: int | None,
-        numels: dict[str, int],
+        layouts: dict[str, _hook_state.Layout],
         group: dist.ProcessGroup,
-    ) -> None:
-        """Raises: ValueError unless loaded entries of `n_ranks` ranks fit a model of `numels` and its group."""
+    ) -> dict[str, dict[str, Any]]:
+        """Loaded entries of `version` as those of this version.
+
+        Raises: ValueError unless they are of as many ranks as `group` has, and fit a model of `layouts`.
+        """
         rank = dist.get_rank() if dist.is_initialized() else group.rank()  # a group may be all there is
         who = f"{self._who}.load_state_dict: rank {rank}"
         world_size = group.size()
@@ -297,7 +302,7 @@ class PruningHook(HasStats):
                 f"{who}: got the state of {n_ranks} ranks, this group has {world_size}; pass all ranks' states through "
                 f"{self._who}.reshard(states, {world_size})"
             )
-        _hook_state.check_fit(who, loaded, numels)
+        return _hook_state.fit(who, loaded, version, layouts)
 
     @classmethod
     def reshard(
@@ -309,7 +314,7 @@ class PruningHook(HasStats):
         of residuals / ranks, which the averages have not had yet, stays the same. Thresholds start anew.
 
         Args: ranks: the new ranks whose states are made; None: all.
-        Raises: ValueError if a rank's state is missing or the states differ in step.
+        Raises: ValueError if a rank's state is missing or the states differ in step or version.
         """
         return _hook_state.reshard(cls.__name__, states, world_size, ranks)
 

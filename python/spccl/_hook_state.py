@@ -1,19 +1,41 @@
 """State of a pruning hook: what it keeps on each device, and its checkpoints. `spccl.ddp` says what a user sees."""
 
+import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import prune
 
-VERSION = 1  # of a checkpoint
+VERSION = 2  # of a checkpoint; 1 had flat tensors in the order of the memory, without shapes
 
 
 def plain_name(name: str) -> str:
     """A parameter's name without the prefix of torch.compile."""
     return name.replace("_orig_mod.", "")
+
+
+class Layout(NamedTuple):
+    """Shape of a parameter (of this rank's shard of it) and the strides that its flat gradient has in memory."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, in the order of the memory, as a contiguous tensor of `shape`."""
+        return flat.as_strided(self.shape, self.strides).contiguous()
+
+    def flat(self, shaped: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on `device` of a tensor of `shape`, flat in the order of the memory."""
+        flat = torch.empty(self.shape.numel(), dtype=shaped.dtype, device=device)
+        flat.as_strided(self.shape, self.strides).copy_(shaped)
+        return flat
+
+
+def contiguous(shape: torch.Size) -> Layout:
+    return Layout(shape, torch.empty(shape, device="meta").stride())
 
 
 class OnDevice:
@@ -136,18 +158,21 @@ class OnDevice:
         return float(self._squares.sum()), *totals
 
 
-def pack(slots: Iterable[prune.Slot], parameters: dict[str, dict[str, Any]], step: int) -> int:
+def pack(
+    slots: Iterable[prune.Slot], layouts: dict[str, Layout], parameters: dict[str, dict[str, Any]], step: int
+) -> int:
     """Write the state of each slot to `parameters`, by name, as `PruningHook.state_dict` describes it.
 
     Returns the steps done: `step`, or more if replays of a captured graph did more. Waits for the device.
     """
     for slot in slots:
+        shaped = layouts[slot.name].shaped
         unscale = 1.0 / slot.loss_scale()
         state = slot.state.cpu()
         threshold = float(state.view(torch.float64)[prune.THRESHOLD])
         parameters[slot.name] = {
-            "residual": None if slot.residual is None else slot.residual * unscale,
-            "velocity": None if slot.velocity is None else slot.velocity * unscale,
+            "residual": None if slot.residual is None else shaped(slot.residual * unscale),
+            "velocity": None if slot.velocity is None else shaped(slot.velocity * unscale),
             "threshold": threshold * unscale if threshold else None,
         }
         step = max(step, int(state[prune.STEP]))  # replays of a captured graph advance this one alone
@@ -155,9 +180,15 @@ def pack(slots: Iterable[prune.Slot], parameters: dict[str, dict[str, Any]], ste
 
 
 def unpack(who: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Entries of a checkpoint, by plain parameter name. ValueError for another version."""
-    if state.get("version") != VERSION:
-        raise ValueError(f"{who}.load_state_dict: version {state.get('version')!r}, wanted {VERSION}")
+    """Entries of a checkpoint, by plain parameter name. ValueError for what is no checkpoint of this version or 1."""
+    missing = {"version", "world_size", "step", "seed", "parameters"}.difference(state)
+    if missing:
+        raise ValueError(
+            f"{who}.load_state_dict: the state has no {', '.join(sorted(missing))}; wanted what {who}.state_dict() "
+            "returned"
+        )
+    if state["version"] not in (1, VERSION):
+        raise ValueError(f"{who}.load_state_dict: version {state['version']!r}, wanted {VERSION} or 1")
     return {plain_name(name): dict(entry) for name, entry in state["parameters"].items()}
 
 
@@ -180,10 +211,10 @@ def reshard(
             f"{who}.reshard: got {len(states)} states for {world_size} ranks, wanted the states of all ranks of one "
             "save, and 1 rank or more"
         )
-    if any(s["world_size"] != len(states) or s["step"] != states[0]["step"] for s in states):
+    found = [(s["world_size"], s["step"], s["version"]) for s in states]
+    if any(f != (len(states), *found[0][1:]) for f in found):
         raise ValueError(
-            f"{who}.reshard: wanted the states of all ranks at one step, got "
-            f"{[(s['world_size'], s['step']) for s in states]} as (ranks, step)"
+            f"{who}.reshard: wanted the states of all ranks at one step, got {found} as (ranks, step, version)"
         )
     require_one_shard(who, (s.get("shard", ()) for s in states))
     factor = world_size / len(states)
@@ -206,24 +237,51 @@ def reshard(
     return resharded
 
 
-def check_fit(who: str, loaded: dict[str, dict[str, Any]], numels: dict[str, int]) -> None:
-    """ValueError unless every loaded entry names a trained parameter and has its size."""
+def fit(
+    who: str, loaded: dict[str, dict[str, Any]], version: int, layouts: dict[str, Layout]
+) -> dict[str, dict[str, Any]]:
+    """The entries of a checkpoint of `version` as those of VERSION.
+
+    Raises: ValueError unless each names a parameter of the model and has its shape (of version 1: its size).
+    """
+    fitted = {}
     for name, entry in loaded.items():
-        if name not in numels:
+        if name not in layouts:
             raise ValueError(
-                f"{who}: the state has parameter {name!r}, the model trains no such parameter; load the state of the "
-                "run that saved this model's weights"
+                f"{who}: the state has parameter {name!r}, the model has no such parameter; load the state of the run "
+                "that saved this model's weights"
             )
+        layout = layouts[name]
+        fitted[name] = dict(entry)
         for key in ("residual", "velocity"):
-            if entry[key] is not None and entry[key].numel() != numels[name]:
+            if entry[key] is None:
+                continue
+            wanted = layout.shape if version > 1 else (layout.shape.numel(),)
+            if entry[key].shape != torch.Size(wanted):
                 raise ValueError(
-                    f"{who}: {key} of {name!r} has {entry[key].numel()} elements in the state, the parameter has "
-                    f"{numels[name]}; load the state of the run that saved this model's weights, of this rank"
+                    f"{who}: {key} of {name!r} has shape {tuple(entry[key].shape)} in the state, wanted "
+                    f"{tuple(wanted)}; load the state of the run that saved this model's weights, of this rank"
                 )
+            if version == 1:
+                fitted[name][key] = layout.shaped(entry[key])
+    if version == 1:
+        _warn_of_version_1(who, [name for name in loaded if len(layouts[name].shape) in (4, 5)])
+    return fitted
 
 
-def fill_slot(slot: prune.Slot, entry: dict[str, Any], error_feedback: bool) -> None:
+def _warn_of_version_1(who: str, convolutions: list[str]) -> None:
+    """Version 1 does not say which memory format the tensors had."""
+    if convolutions:
+        warnings.warn(
+            f"{who}: the state is of version 1, which does not say in which memory format it was saved. "
+            f"{convolutions[0]!r} and {len(convolutions) - 1} others are read in that of this model; if the run that "
+            "saved them used another one (channels_last, or not), leave the state out",
+            stacklevel=3,
+        )
+
+
+def fill_slot(slot: prune.Slot, entry: dict[str, Any], layout: Layout, error_feedback: bool) -> None:
     for key in ("residual", "velocity"):
         if entry[key] is not None and (error_feedback or key != "residual"):
-            setattr(slot, key, entry[key].to(device=slot.state.device, copy=True).flatten())
+            setattr(slot, key, layout.flat(entry[key], slot.state.device))
     slot.state.view(torch.float64)[prune.LOSS_SCALE] = 1.0  # that is what state_dict() stores them in

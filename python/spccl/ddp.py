@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spccl import _hook_state, prune
 
-from ._ddp_model import find_ddp, find_ddp_by_hook, refuse_second_hook, trained, trained_numels
+from ._ddp_model import find_ddp, find_ddp_by_hook, layouts, refuse_second_hook, trained
 from ._hook import PruningHook
 from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
 
@@ -127,17 +127,22 @@ class PrunedGradients(PruningHook):
         if self._group is not None:
             raise RuntimeError("PrunedGradients.register: already registered on a model; make one object per model")
         refuse_second_hook(wrapped)
-        self._check_loaded(self._loaded, self._loaded_ranks, trained_numels(wrapped), wrapped.process_group)
+        self._fit_loaded(wrapped)
         wrapped.register_comm_hook(self, pruned_gradients_hook)
         self._attach(wrapped)
         if optimizer is None and not allow_adam:
             warn_at_first_step(self, wrapped.parameters(), _INSTEAD)
         return self
 
+    def _fit_loaded(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        group = model.process_group
+        version, n_ranks = self._loaded_version, self._loaded_ranks
+        self._loaded = self._fit(self._loaded, version, n_ranks, layouts(model), group)
+        self._loaded_version = _hook_state.VERSION
+
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
-        self._numels = trained_numels(model)
-        self._check_loaded(self._loaded, self._loaded_ranks, self._numels, model.process_group)
+        self._layouts = layouts(model)
         self._group = model.process_group
         self._names: dict[int, str] = {id(p): n for n, p in trained(model)}
         self._static_graph = bool(model.static_graph)
@@ -154,6 +159,7 @@ class PrunedGradients(PruningHook):
         Searches this process's objects, once. Raises: RuntimeError if no model, or more than one, has this hook.
         """
         model = find_ddp_by_hook(self)
+        self._fit_loaded(model)
         self._attach(model)
         warn_at_first_step(self, model.parameters(), _INSTEAD)
 

@@ -118,7 +118,7 @@ class PrunedShards(PruningHook):
         self._group = units[0].replicas
         self._shard = (units[0].shards.rank(), units[0].shards.size())
         self._norm_group = units[0].shards if self._shard[1] > 1 else None
-        self._numels = {part.name: part.numel for unit in units for part in unit.parts}
+        self._layouts = {part.name: _hook_state.contiguous(part.shape) for unit in units for part in unit.parts}
         self._units = units
         for unit in units:
             unit.install(functools.partial(self._exchange, unit))
@@ -188,8 +188,9 @@ class PrunedShards(PruningHook):
             slots = []
             for part in unit.parts:
                 pruned = len(part.whole) > 1 and part.whole.numel() >= self.min_numel
-                if part.numel:
-                    slots.append((part.begin, self._slot(part.name, part.numel, pruned, grad.dtype, memory)))
+                numel = part.shape.numel()
+                if numel:
+                    slots.append((part.begin, self._slot(part.name, numel, pruned, grad.dtype, memory)))
             self._plans[key] = prune_.Plan(slots, unit.length, grad.dtype, grad.device) if slots else None
         return self._plans[key]
 
@@ -199,8 +200,8 @@ class PrunedShards(PruningHook):
         """This rank's state: save one per rank, next to the model's.
 
         Returns what `PrunedGradients.state_dict` returns, with the number of replicas as "world_size" and with
-        "shard": (number of this rank's shard, number of shards), and "norms", which clip_norm needs. Tensors are
-        flat shards [numel of the shard].
+        "shard": (number of this rank's shard, number of shards), and "norms", which clip_norm needs. Tensors have
+        the shape of this rank's shard.
         """
         norms = next((memory.norms().cpu() for memory in self._devices.values()), self._norms)
         return {**super().state_dict(), "shard": self._shard, "norms": norms}

@@ -53,7 +53,8 @@ def test_a_state_saved_by_761e286_loads(one_rank):
     for name, entry in saved["parameters"].items():
         for key in ("residual", "velocity"):
             assert (entry[key] is None) == (again["parameters"][name][key] is None), (name, key)
-            assert entry[key] is None or torch.equal(entry[key], again["parameters"][name][key]), (name, key)
+            assert entry[key] is None or torch.equal(entry[key], again["parameters"][name][key].flatten()), (name, key)
+            assert entry[key] is None or again["parameters"][name][key].shape == model.module.get_parameter(name).shape
     x = torch.randn(8, 20, generator=torch.Generator().manual_seed(9))
     plain = torch.autograd.grad(model.module(x).square().mean(), list(model.module.parameters()))
     model(x).square().mean().backward()
@@ -67,7 +68,21 @@ def test_a_state_saved_by_761e286_loads(one_rank):
             continue
         sent = param.grad.flatten()
         assert 0 < torch.count_nonzero(sent) < sent.numel() // 2
-        torch.testing.assert_close(sent + new["residual"], old["residual"] + velocity, rtol=1e-5, atol=1e-7)
+        kept = new["residual"].flatten()
+        torch.testing.assert_close(sent + kept, old["residual"] + velocity, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_no_state_of_this_model_is_refused(one_rank):
+    _, hook = wrapped()
+    state = torch.load(SAVED, weights_only=True)
+    with pytest.raises(ValueError, match=r"the state has no parameters, seed, step, version, world_size; wanted what"):
+        hook.load_state_dict({"0.weight": torch.zeros(16, 20)})
+    state["parameters"]["0.weight"]["residual"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \(5,\) in the state, wanted \(320,\)"):
+        hook.load_state_dict(state)
+    states = [{**state, "world_size": 2, "version": version} for version in (1, 2)]
+    with pytest.raises(ValueError, match=r"got \[\(2, 5, 1\), \(2, 5, 2\)\] as \(ranks, step, version\)"):
+        ddp.PrunedGradients.reshard(states, 1)
 
 
 def test_a_loaded_residual_of_another_dtype_is_refused(one_rank):
@@ -90,6 +105,36 @@ def test_adam_like_optimizers_are_refused(one_rank):
         hook.register(model, optimizer=adam, allow_adam=True)
     with pytest.raises(RuntimeError, match="already registered"):
         hook.register(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def convolution(turned: bool):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2))
+    model = model.to(memory_format=torch.channels_last) if turned else model
+    return DistributedDataParallel(model)
+
+
+@pytest.mark.filterwarnings("ignore:PrunedGradients. the group's backend")
+@pytest.mark.parametrize("early", [False, True])
+def test_version_1_is_read_in_the_memory_format_of_the_model(one_rank, early):
+    """It has flat tensors in the order of the memory, and does not say which order that was."""
+    flat = torch.arange(48.0)
+    entry = {"residual": flat, "velocity": None, "threshold": None}
+    state = {"version": 1, "world_size": 1, "step": 3, "seed": 0, "parameters": {"0.weight": entry}}
+    model, hook = convolution(turned=True), ddp.PrunedGradients(min_numel=1)
+    if early:
+        hook.load_state_dict(state)
+        assert hook.state_dict() == state  # of version 1 as long as no shapes are known
+    with pytest.warns(UserWarning, match=r"version 1.*memory format.*'0.weight' and 0 others") as seen:
+        hook.register(model)
+        if not early:
+            hook.load_state_dict(state)
+    assert len(seen) == 1
+    again = hook.state_dict()
+    expected = flat.view(4, 2, 2, 3).permute(0, 3, 1, 2)
+    assert again["version"] == 2 and torch.equal(again["parameters"]["0.weight"]["residual"], expected)
+    model(torch.zeros(1, 3, 5, 5)).sum().backward()  # the weight's gradient is 0
+    kept = hook.state_dict()["parameters"]["0.weight"]["residual"]
+    assert torch.equal(model.module[0].weight.grad + kept, expected)
 
 
 @pytest.mark.filterwarnings("ignore:PrunedGradients. the group's backend")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from spccl import fsdp
 from workers import fsdp as base
 from workers.common import RANK, WORLD, main, raises
-from workers.fsdp import SHARD, batch, net, same_weights, sharded, train
+from workers.fsdp import SHARD, batch, local, net, same_weights, sharded, train
 
 
 def resumes() -> None:
@@ -28,6 +28,16 @@ def resumes() -> None:
     hook.load_state_dict(saved)
     train(again, range(3, 6))
     same_weights(straight, again, "resumed")
+    entry = saved["parameters"]["0.weight"]
+    assert entry["residual"].shape == local(again[0].weight).shape
+    old = {**saved, "version": 1, "parameters": {"0.weight": {**entry, "residual": entry["residual"].flatten()}}}
+    old["parameters"]["0.weight"]["velocity"] = entry["velocity"].flatten()
+    hook.load_state_dict(old)
+    for key in ("residual", "velocity"):
+        assert torch.equal(hook.state_dict()["parameters"]["0.weight"][key], entry[key]), key
+    wrong = {**saved, "parameters": {"0.weight": {**entry, "residual": entry["residual"].t()}}}
+    with raises(ValueError, f"PrunedShards.load_state_dict: rank {RANK}: residual of '0.weight' has shape (20, "):
+        hook.load_state_dict(wrong)
     with raises(ValueError, f"state of shard ({1 - SHARD}, 2)", "load the file that this rank saved"):
         hook.load_state_dict({**saved, "shard": (1 - SHARD, 2)})
     with raises(ValueError, "state of 3 ranks", "PrunedShards.reshard(states, 2)"):
