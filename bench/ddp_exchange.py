@@ -52,6 +52,7 @@ def median_ms(model: DistributedDataParallel, grads: list[torch.Tensor], n: int,
     """Median time of n backward passes. On CUDA between events, so that launching is not counted twice."""
     times, device = [], grads[0].device
     for _ in range(n):
+        model.zero_grad(set_to_none=False)  # as in training; a hook with momentum refuses what was not zeroed
         wait_for(device)
         dist.barrier()
         wait_for(device)

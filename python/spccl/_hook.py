@@ -327,6 +327,10 @@ class PruningHook(HasStats):
         shown = [f"{name}={value!r}" for name, value, default in values if name == "density" or value != default]
         return f"{self._who}({', '.join(shown)}; step {self.step})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles of a model with this hook, which have none."""
+        return _left_out, (self._who,)
+
     def _check_density(self, density: object) -> None:
         is_percent = is_number(density) and 1 < density <= 100
         hint = f"; {density} percent is density={density / 100:g}" if is_percent else ""
@@ -348,6 +352,25 @@ class PruningHook(HasStats):
     def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
         if not ok:
             raise ValueError(f"{self._who}: {name}={value!r}, wanted {wanted}")
+
+
+class LeftOutHook:
+    """Stands in a copied or unpickled model where the original had a pruning hook. The copy has no hook."""
+
+    def __init__(self, who: str):
+        self._who = who
+
+    def __repr__(self) -> str:
+        return f"<{self._who} of the original, not of this copy>"
+
+
+def _left_out(who: str) -> LeftOutHook:
+    warnings.warn(
+        f"{who}: a copy of a model has no hook, and averages whole gradients if it is trained. To prune them, make a "
+        f"new {who} for the copy; state_dict() and load_state_dict() move residuals",
+        stacklevel=2,
+    )
+    return LeftOutHook(who)
 
 
 def _has_gpu_engine(group: dist.ProcessGroup) -> bool:

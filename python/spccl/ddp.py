@@ -6,13 +6,23 @@ bucket are zero by then. `_ddp_model.py` finds the model; `_hook.py` has what th
 """
 
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
 
 from spccl import _hook_state, prune
 
-from ._ddp_model import find_ddp, find_ddp_by_hook, layouts, refuse_second_hook, trained
+from ._ddp_model import (
+    LastAverages,
+    at_end_of_backward,
+    find_ddp,
+    find_ddp_by_hook,
+    in_backward,
+    layouts,
+    named,
+    refuse_second_hook,
+)
 from ._hook import PruningHook
 from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
 
@@ -79,11 +89,14 @@ class PrunedGradients(PruningHook):
 
     DDP features:
         no_sync: the hook sees the accumulated gradient once.
+        Several backward passes before an optimizer step without no_sync: refused with momentum, which would count
+            the average of the pass before again. Without momentum the sum is right.
         gradient_as_bucket_view, static_graph, bucket rebuilding: no effect, as state belongs to parameters.
         find_unused_parameters: a parameter whose whole local gradient is 0 sends nothing in that step; its
             residual stays.
+        copy.deepcopy, AveragedModel, torch.save of the model: the copy has no hook; a warning says so.
         Join (uneven inputs): a rank that has joined counts as having gradient 0 and goes on sending its
-            residual.
+            residual. With find_unused_parameters every parameter then counts as used.
         inf and nan: such an entry is sent as it is and leaves its residual and velocity unchanged, so every rank
             sees the value and GradScaler skips the step. All else that was sent in that step is lost with it.
         sparse gradients (nn.Embedding(sparse=True)): averaged without pruning.
@@ -144,13 +157,15 @@ class PrunedGradients(PruningHook):
         """Take group, parameter names and DDP settings from the model that calls this hook."""
         self._layouts = layouts(model)
         self._group = model.process_group
-        self._names: dict[int, str] = {id(p): n for n, p in trained(model)}
-        self._static_graph = bool(model.static_graph)
-        self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
-        # Buckets on the host are kept for one step. Otherwise the backend's thread may drop the last reference, and
-        # freeing a tensor that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short
-        # runs). On CUDA they would pin a whole set of gradients while DDP makes its buckets anew.
-        self._held: list[torch.Tensor] = []
+        self._model = weakref.ref(model)
+        params = named(model)
+        self._names: dict[int, str] = {id(p): n for n, p in params}
+        self._last_averages = LastAverages(params) if self.momentum else None
+        # Buckets on the host that this pass has handed to the backend; the future is None where the backend has it.
+        # They are kept for one step. Otherwise the backend's thread may drop the last reference, and freeing a tensor
+        # that Python has seen needs Python: at exit that aborts the process (Gloo, 4 of 90 short runs). On CUDA they
+        # would pin a whole set of gradients while DDP makes its buckets anew.
+        self._on_host: list[tuple[dist.Work, torch.futures.Future | None, torch.Tensor]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _attach_to_caller(self) -> None:
@@ -174,6 +189,8 @@ class PrunedGradients(PruningHook):
             )
         if self._group is None:
             self._attach_to_caller()
+        if self._last_averages is not None:
+            self._refuse_second_pass(self._last_averages, bucket)
         buffer = bucket.buffer()
         if not (buffer.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self._exchange(bucket, buffer)
@@ -209,27 +226,73 @@ class PrunedGradients(PruningHook):
         self._statistics.now.select_s += time.perf_counter() - began
         if bucket.is_last():
             self._end_step(bucket.index())
+        future = self._all_reduce(buffer, op)
+        if bucket.is_last():
+            self._end_pass()
+        return future
+
+    def _all_reduce(self, buffer: torch.Tensor, op: dist.ReduceOp) -> torch.futures.Future:
         if dist.get_world_size(self._group) == 1:
             return _completed(buffer)
         with self._limited():
             work = dist.all_reduce(buffer, op=op, group=self._group, async_op=True)
-        if not buffer.is_cuda:
-            self._held.append(buffer)
-        if buffer.device.type == "cpu" and not buffer.is_sparse and self._ends_with_backward():
-            return _finished_by_backward(work, buffer)
-        return work.get_future().then(_first_tensor)
+        if buffer.is_cuda:
+            return work.get_future().then(_first_tensor)
+        if buffer.is_sparse:
+            self._on_host.append((work, None, buffer))
+            return work.get_future().then(_first_tensor)
+        future: torch.futures.Future = torch.futures.Future()
+        self._on_host.append((work, future, buffer))
+        return future
 
-    def _ends_with_backward(self) -> bool:
-        """Whether a callback queued now runs before DDP waits for this bucket.
+    def _end_pass(self) -> None:
+        """After the last bucket: have the futures of buckets on the host completed before DDP waits for them.
 
-        Not outside a backward pass (the shadow passes of Join), and not in static_graph's first step,
-        where DDP starts and awaits all buckets within one such callback.
+        Usually DDP waits in a callback at the end of the backward pass, which it queues after this call; a callback
+        queued here runs before. Where no node of the graph runs, DDP waits right after this call: in the first pass
+        with static_graph, which is such a callback itself, and in the shadow passes of Join.
         """
-        return torch._C._current_graph_task_id() != -1 and not (self._static_graph and self.step <= 1)
+        if torch._C._current_autograd_node() is not None:
+            at_end_of_backward(self._finish_buckets)
+        else:
+            self._finish_buckets()
+
+    def _finish_buckets(self) -> None:
+        """Complete the futures of this pass on this thread.
+
+        A callback of the backend's futures would run on the backend's thread, need Python there, and wrap errors in a
+        RuntimeError. This way backward() raises errors as the backend raised them.
+        """
+        for work, future, buffer in self._on_host:
+            if future is not None:
+                work.wait()
+                future.set_result(buffer)
+        if self._last_averages is not None and in_backward():
+            at_end_of_backward(self._last_averages.keep)  # after DDP's, which writes the gradients
 
     def _begin_step(self) -> None:
-        self._held.clear()
+        self._on_host.clear()
+        model = self._model()
+        assert model is not None  # it calls
+        self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
+        if self._skip_unused and not in_backward():
+            # A shadow pass of Join: what is not 0 here is residual, which other ranks take only of used parameters.
+            self._skip_unused = False
+            if model.find_unused_parameters:
+                model.reducer._get_local_used_map().fill_(1)
         super()._begin_step()
+
+    def _refuse_second_pass(self, averages: LastAverages, bucket: dist.GradBucket) -> None:
+        """Raises: RuntimeError if a gradient in `bucket` holds the average of an earlier pass."""
+        name = averages.first_reused([self._names.get(id(param), "") for param in bucket.parameters()])
+        if name is not None:
+            raise RuntimeError(
+                f"PrunedGradients: rank {dist.get_rank(self._group)}: a second backward pass adds to the gradient of "
+                f"{name!r}, which still holds the average of the last one, and momentum={self.momentum} would count "
+                "that average again. Of the passes of one step run all but the last, forward and backward, under "
+                "model.no_sync(); or call optimizer.zero_grad() between them. A pass whose gradients of this model "
+                "are not used (a GAN's generator step) belongs under no_sync() too"
+            )
 
     def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float, later: bool) -> None:
         """Replace a bucket's gradients by what is sent now; `later`: in the all-reduce that follows."""
@@ -237,17 +300,21 @@ class PrunedGradients(PruningHook):
         plan = self._plan(bucket, buffer, memory)
         self._prune_flat(bucket.index(), buffer, plan, memory, scale, later=later)
 
-    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _hook_state.OnDevice) -> prune.Plan:
-        """The plan of this bucket. DDP may put parameters into other buckets after the first step."""
+    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _hook_state.OnDevice) -> prune.Plan | None:
+        """The plan of this bucket; None for an empty one. DDP may fill its buckets anew after the first step."""
         params = bucket.parameters()
         key = tuple(map(id, params))
         plan = self._plans.get(key)
-        if plan is None:
-            slots = [self._slot_of(param, buffer.dtype, memory) for param in params]
+        if key not in self._plans:
             first = buffer.storage_offset()
-            begins = [grad.storage_offset() - first for grad in bucket.gradients()]
-            segments = list(zip(begins, slots, strict=True))
-            plan = self._plans[key] = prune.Plan(segments, buffer.numel(), buffer.dtype, buffer.device)
+            segments = [
+                (grad.storage_offset() - first, self._slot_of(param, buffer.dtype, memory))
+                for param, grad in zip(params, bucket.gradients(), strict=True)
+                if param.numel()
+            ]
+            if segments:
+                plan = prune.Plan(segments, buffer.numel(), buffer.dtype, buffer.device)
+            self._plans[key] = plan
         return plan
 
     def _slot_of(self, param: torch.Tensor, dtype: torch.dtype, memory: _hook_state.OnDevice) -> prune.Slot:
@@ -259,22 +326,6 @@ class PrunedGradients(PruningHook):
             )
         pruned = param.dim() > 1 and param.numel() >= self.min_numel
         return self._slot(name, param.numel(), pruned, dtype, memory)
-
-
-def _finished_by_backward(work: dist.Work, buffer: torch.Tensor) -> torch.futures.Future:
-    """Future of `buffer`, completed by this thread at the end of its backward pass.
-
-    A callback would run on the backend's thread, need Python there, and wrap errors in a RuntimeError. This way
-    backward() raises errors as the backend raised them.
-    """
-    future: torch.futures.Future = torch.futures.Future()
-
-    def finish() -> None:
-        work.wait()
-        future.set_result(buffer)
-
-    torch.autograd.Variable._execution_engine.queue_callback(finish)
-    return future
 
 
 def _completed(buffer: torch.Tensor) -> torch.futures.Future:

@@ -1,4 +1,4 @@
-"""The DDP hook over ranks: each case of workers/ddp_hook.py, on Gloo and on spccl."""
+"""The DDP hook over ranks: each case of workers/ddp_hook.py and ddp_features.py, on Gloo and on spccl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ pytest.importorskip("torch", reason="the DDP hook is for torch, and none is inst
 
 from launch import check_case, run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "ddp_hook.py"
-CASES = re.search(r"^CASES = \[(.*?)\]", WORKER.read_text(), re.M | re.S).group(1).replace(",", " ").split()
+WORKERS = Path(__file__).parent / "workers"
+
+
+def cases_of(worker: str) -> list[str]:
+    text = (WORKERS / f"{worker}.py").read_text()
+    return re.search(r"^CASES = \[(.*?)\]", text, re.M | re.S).group(1).replace(",", " ").split()
 
 
 @pytest.fixture(scope="module", params=["gloo-2", "spccl-2", "spccl-3"])
@@ -26,9 +30,19 @@ def ranks(backend):
     return run_ranks("ddp_hook", int(n_ranks), env={"SPCCL_TEST_BACKEND": backend})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module", params=["gloo", "spccl"])
+def ranks_of_features(request):
+    return run_ranks("ddp_features", 2, env={"SPCCL_TEST_BACKEND": request.param})
+
+
+@pytest.mark.parametrize("case", cases_of("ddp_hook"))
 def test_case(ranks, case):
     check_case(ranks, case)
+
+
+@pytest.mark.parametrize("case", cases_of("ddp_features"))
+def test_feature(ranks_of_features, case):
+    check_case(ranks_of_features, case)
 
 
 def test_ranks_end_well(ranks, backend):

@@ -264,11 +264,13 @@ def run_profiled(ddp, n_steps=3):
 
     x = torch.randn(16, 128, device=DEVICE)
     for _ in range(4):
+        ddp.zero_grad(set_to_none=False)
         ddp(x).sum().backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         for _ in range(n_steps):
+            ddp.zero_grad(set_to_none=False)
             ddp(x).sum().backward()
         torch.cuda.synchronize()
     n_allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
