@@ -410,7 +410,7 @@ SPCCL_API spccl_status spccl_cuda_decode(const void *frames, size_t frames_bytes
 /* With gradient g, residual r, velocity u and threshold t, one call computes for each element
  *     u = momentum u + g;   v = leak r + u;   s = v unless |v| < t, else 0;   r = v - s;   u = 0 where sent
  * and writes s over g. s is v rounded to the dtype and clamped to its finite range. If g or v is not finite,
- * g is sent as it is, and r and u stay. t is a quantile of a sample of |v|. More: docs/KERNELS.md.
+ * g is sent as it is, and r and u stay, in the new loss scale. t is a quantile of a sample of |v|. More: docs/KERNELS.md.
  * All memory is the caller's and lies where g lies. On a GPU r and u are aligned to 16 bytes. */
 typedef struct spccl_prune_state { /* of one segment; zeros before the first call */
     double threshold;              /* t of the last call */

@@ -13,7 +13,8 @@ static struct {
     uint8_t *grad_d, *residual_d, *velocity_d; /* on the GPU */
     uint8_t *want_grad, *want_residual, *want_velocity;
     spccl_prune_state *states, *states_d, *want_states;
-    double *clip, *clip_d; /* a norm and three squares; on the host followed by a copy */
+    double *clip, *clip_d;  /* a norm and three squares; on the host followed by a copy */
+    float *scale, *scale_d; /* GradScaler's */
     cudaStream_t on;
 } g;
 static uint64_t rng;
@@ -31,6 +32,8 @@ static void make_arrays(void)
     g.states_d = (spccl_prune_state *)device_alloc(N_STATES * sizeof *g.states);
     g.clip = (double *)(void *)pinned_alloc(8 * sizeof *g.clip);
     g.clip_d = (double *)(void *)device_alloc(4 * sizeof *g.clip_d);
+    g.scale = (float *)(void *)pinned_alloc(sizeof *g.scale);
+    g.scale_d = (float *)(void *)device_alloc(sizeof *g.scale_d);
     CUDA_OK(cudaStreamCreateWithFlags(&g.on, cudaStreamNonBlocking));
 }
 
@@ -182,6 +185,15 @@ static bool choose_clipping(const struct shape *s, double *clip, double *clip_d,
     return true;
 }
 
+/* A new loss scale, on host and GPU. */
+static void change_scale(void)
+{
+    static const float scales[] = {1024, 512, 4096, 3};
+    *g.scale = scales[next_rand(&rng) % 4];
+    copy(g.scale_d, g.scale, sizeof *g.scale, cudaMemcpyHostToDevice);
+    sync_stream(g.on);
+}
+
 /* At given thresholds the GPU gives the bits of the host. */
 static void test_same_bits(void)
 {
@@ -212,7 +224,10 @@ static void test_same_bits(void)
         CHECK_OK(spccl_prune_plan_create(s.device, s.n_segments, s.n, s.dtype, 0, &device));
         on_gpu = o;
         clips = choose_clipping(&s, clip, g.clip_d, &o, &on_gpu);
+        o.loss_scale = round % 8 < 5 ? g.scale : NULL;
+        on_gpu.loss_scale = o.loss_scale != NULL ? g.scale_d : NULL;
         for (int step = 0; step < 3; step++) {
+            change_scale();
             CHECK_OK(spccl_prune(host, g.want_grad + s.skew * e, &o));
             CHECK_OK(spccl_cuda_prune(device, g.grad_d + s.skew * e, &on_gpu, g.on));
         }

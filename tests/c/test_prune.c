@@ -102,6 +102,45 @@ static void test_schedule_and_scale(void)
     }
 }
 
+/* Calls whose gradient is inf, as GradScaler halves its scale: residual and velocity follow the scale, and change in
+ * nothing else. */
+static void test_skipped_steps(void)
+{
+    for (int kind = 0; kind < 8; kind++) {
+        static const spccl_dtype dtypes[] = {SPCCL_FLOAT32, SPCCL_FLOAT16, SPCCL_BFLOAT16, SPCCL_FLOAT64};
+        static uint8_t residual[MAX_N * 8], velocity[MAX_N * 8];
+        spccl_dtype dtype = dtypes[kind % 4], st = state_dtype(dtype);
+        size_t n = 3000, bytes = n * spccl_dtype_bytes(st);
+        spccl_prune_options o = SPCCL_PRUNE_OPTIONS_INIT;
+        float scale = 65536;
+        struct run run = start(dtype, n, true, true);
+        o.momentum = 0.5;
+        o.loss_scale = &scale;
+        o.residual_bf16 = kind >= 4 && dtype != SPCCL_FLOAT64;
+        for (int step = 0; step < 12; step++) {
+            bool skipped = step >= 2 && step < 10;
+            for (size_t i = 0; i < n; i++)
+                put(dtype, got.grad, i, skipped ? (double)INFINITY : normal() * 100);
+            CHECK_OK(spccl_prune(run.plan, got.grad, &o));
+            if (step == 1) {
+                memcpy(residual, got.residual, bytes);
+                memcpy(velocity, got.velocity, bytes);
+            }
+            scale *= skipped ? 0.5f : 1;
+            if (step != 9)
+                continue;
+            for (size_t i = 0; i < n; i++) { /* the scale of the last skipped call is 65536 / 2^7 */
+                spccl_dtype rt = o.residual_bf16 != 0 ? SPCCL_BFLOAT16 : st;
+                CHECK(get(rt, got.residual, i) == get(rt, residual, i) / 128, "%s: residual %zu",
+                      spccl_dtype_name(dtype), i);
+                CHECK(get(st, got.velocity, i) == get(st, velocity, i) / 128, "%s: velocity %zu",
+                      spccl_dtype_name(dtype), i);
+            }
+        }
+        spccl_prune_plan_destroy(run.plan);
+    }
+}
+
 /* Several segments: sent whole, without residual, without velocity. Elements of no segment stay. */
 static void test_segments(void)
 {
@@ -280,10 +319,14 @@ static void test_bad_input(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"density", test_density},       {"schedule_and_scale", test_schedule_and_scale},
-        {"segments", test_segments},     {"together_and_alone", test_together_and_alone},
-        {"skip_zeros", test_skip_zeros}, {"samples", test_samples},
-        {"bad_input", test_bad_input},   {NULL, NULL}};
+    static const struct test_case cases[] = {{"density", test_density},
+                                             {"schedule_and_scale", test_schedule_and_scale},
+                                             {"skipped_steps", test_skipped_steps},
+                                             {"segments", test_segments},
+                                             {"together_and_alone", test_together_and_alone},
+                                             {"skip_zeros", test_skip_zeros},
+                                             {"samples", test_samples},
+                                             {"bad_input", test_bad_input},
+                                             {NULL, NULL}};
     return test_main(cases, argc, argv);
 }

@@ -38,3 +38,22 @@ def test_a_skipped_step_loses_what_it_sent_and_no_more(residual_dtype):
     else:
         assert ((slot.residual[finite].float() - kept).abs() <= kept.abs() * 2.0**-7).all()
     assert 0.7 * norm < float(grad[finite].norm()) < 1.4 * norm
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("before", [1024.0, 0.0])  # 0: the residual comes from a checkpoint, at scale 1
+def test_skipped_steps_keep_residual_and_velocity(residual_dtype, before):
+    """GradScaler halves its scale at each of several skipped steps; the state stays, in units of the gradient."""
+    slot = prune.Slot("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
+    slot.prepare(torch.float32, True, True, residual_dtype)
+    plan = prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu"))
+    rule = prune.Rule(density=0.01, sample=0.001, leak=1.0, momentum=0.5, seed=1)
+    for _ in range(3):
+        plan.run(torch.randn(N) * (before or 1), rule, loss_scale=torch.tensor([before]))
+    held = [x.double() / slot.loss_scale() for x in (slot.residual, slot.velocity)]
+    for step in range(8):
+        grad = torch.full((N,), math.inf if step % 2 else math.nan)
+        plan.run(grad, rule, loss_scale=torch.tensor([65536.0 / 2**step]))
+        assert slot.loss_scale() == 65536.0 / 2**step
+        for name, now, was in zip(("residual", "velocity"), (slot.residual, slot.velocity), held, strict=True):
+            assert torch.equal(now.double() / slot.loss_scale(), was), f"{name} after {step + 1} skipped steps"

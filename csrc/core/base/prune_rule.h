@@ -31,6 +31,7 @@
  */
 typedef struct sp_prune_factors {
     double momentum, leak; /* a change of loss scale is part of both */
+    double rescale;        /* that change alone: the new loss scale / the one that r and u contain */
     double gradient;       /* multiplies g first (clipping) */
     double scale;          /* multiplies what is sent, and nothing that is kept */
     double threshold;
@@ -43,8 +44,14 @@ typedef struct sp_prune_factors {
     typedef struct sp_prune_##NAME {                                                                         \
         TYPE v, u;                                                                                           \
         bool sent;   /* false: s = +0 and r = v */                                                           \
-        bool finite; /* false: g is sent as it is, r and u stay */                                           \
+        bool finite; /* false: g is sent as it is, and r and u are rescaled */                               \
     } sp_prune_##NAME;                                                                                       \
+    /* r or u where g or v is not finite. What would not be finite in the new loss scale stays. */           \
+    static inline SP_HD TYPE sp_prune_rescaled_##NAME(TYPE kept, const sp_prune_factors_##NAME *f)           \
+    {                                                                                                        \
+        TYPE now = kept * f->rescale;                                                                        \
+        return IS_FINITE(now) ? now : kept;                                                                  \
+    }                                                                                                        \
     static inline SP_HD sp_prune_##NAME sp_prune_elem_##NAME(TYPE g, TYPE r, TYPE u, bool has_r, bool has_u, \
                                                              const sp_prune_factors_##NAME *f)               \
     {                                                                                                        \
@@ -60,7 +67,7 @@ typedef struct sp_prune_factors {
 
 #define SP_PRUNE_FACTORS(NAME, TYPE)                                                                         \
     typedef struct sp_prune_factors_##NAME {                                                                 \
-        TYPE momentum, leak, gradient, scale, threshold;                                                     \
+        TYPE momentum, leak, rescale, gradient, scale, threshold;                                            \
         bool whole;                                                                                          \
     } sp_prune_factors_##NAME;                                                                               \
     static inline SP_HD sp_prune_factors_##NAME sp_prune_factors_of_##NAME(const sp_prune_factors *f)        \
@@ -68,6 +75,7 @@ typedef struct sp_prune_factors {
         sp_prune_factors_##NAME t;                                                                           \
         t.momentum = (TYPE)f->momentum;                                                                      \
         t.leak = (TYPE)f->leak;                                                                              \
+        t.rescale = (TYPE)f->rescale;                                                                        \
         t.gradient = (TYPE)f->gradient;                                                                      \
         t.scale = (TYPE)f->scale;                                                                            \
         t.threshold = (TYPE)f->threshold;                                                                    \
@@ -231,6 +239,7 @@ static inline SP_HD sp_prune_factors sp_prune_factors_now(const spccl_prune_opti
     sp_prune_factors f;
     f.momentum = o->momentum * ratio;
     f.leak = o->leak * ratio;
+    f.rescale = ratio;
     f.gradient = o->factor != NULL ? (double)*o->factor : 1;
     if (o->norm != NULL)
         f.gradient *= sp_prune_clip_factor(o, norm_is_f64);

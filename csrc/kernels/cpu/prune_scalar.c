@@ -51,6 +51,13 @@ static void put_residual_f64(const sp_prune_args *a, size_t i, double v)
                                      a->velocity != NULL ? sp_get_##STATE(a->velocity, i) : 0,               \
                                      a->residual != NULL, a->velocity != NULL, f);                           \
     }                                                                                                        \
+    static void rescale_##NAME(const sp_prune_args *a, size_t i, const sp_prune_factors_##STATE *f)          \
+    {                                                                                                        \
+        if (a->residual != NULL)                                                                             \
+            put_residual_##STATE(a, i, sp_prune_rescaled_##STATE(get_residual_##STATE(a, i), f));            \
+        if (a->velocity != NULL)                                                                             \
+            sp_put_##STATE(a->velocity, i, sp_prune_rescaled_##STATE(sp_get_##STATE(a->velocity, i), f));    \
+    }                                                                                                        \
     static void prune_##NAME(sp_prune_args *a)                                                               \
     {                                                                                                        \
         sp_prune_factors_##STATE f = sp_prune_factors_of_##STATE(a->factors);                                \
@@ -67,8 +74,10 @@ static void put_residual_f64(const sp_prune_args *a, size_t i, double v)
             for (size_t i = a->n_done; i < end; i++) {                                                       \
                 sp_prune_##STATE e = elem_##NAME(a, i, &f);                                                  \
                 TYPE s = e.sent ? WIDEN(NARROW(e.v)) : 0;                                                    \
-                if (!e.finite)                                                                               \
+                if (!e.finite) {                                                                             \
+                    rescale_##NAME(a, i, &f);                                                                \
                     continue;                                                                                \
+                }                                                                                            \
                 sp_put_##ACCESS(a->grad, i, NARROW(f.scale == 1 ? s : s * f.scale));                         \
                 if (a->residual != NULL)                                                                     \
                     put_residual_##STATE(a, i, e.v - s);                                                     \

@@ -102,6 +102,14 @@ __device__ __forceinline__ sp_prune_f64 sp_prune_elem(double g, double r, double
 {
     return sp_prune_elem_f64(g, r, u, has_r, has_u, &f);
 }
+__device__ __forceinline__ float sp_prune_rescaled(float kept, const sp_prune_factors_f32 &f)
+{
+    return sp_prune_rescaled_f32(kept, &f);
+}
+__device__ __forceinline__ double sp_prune_rescaled(double kept, const sp_prune_factors_f64 &f)
+{
+    return sp_prune_rescaled_f64(kept, &f);
+}
 __device__ __forceinline__ float sp_prune_abs(float v)
 {
     return fabsf(v);

@@ -104,15 +104,18 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
             random = sp_prune_random_of(a.options.seed, row.segment.key, row.segment.state->step);
     }
 
-    // One element, by sp_prune_elem. Replaces g, r and u by their new values. If g or v is not finite, all three stay.
+    // One element, by sp_prune_elem. Replaces g, r and u by their new values.
     __device__ __forceinline__ void prune_one(U &g, R &r, S &u, uint64_t index, sp_prune_tally &tally) const
     {
         auto e =
             sp_prune_elem(T::widen(g), Residual::widen(r), u, residual != nullptr, velocity != nullptr, f);
         tally.n_sent += e.sent || !e.finite ? 1 : 0;
         tally.n_nonfinite += !e.finite ? 1 : 0;
-        if (!e.finite)
+        if (!e.finite) {
+            r = Residual::narrow(sp_prune_rescaled(Residual::widen(r), f), random, index);
+            u = sp_prune_rescaled(u, f);
             return;
+        }
         S sent = e.sent ? T::widen(T::narrow(e.v)) : S(0);
         g = T::narrow(sent * f.scale);
         r = Residual::narrow(e.v - sent, random, index);
