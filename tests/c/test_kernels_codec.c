@@ -45,6 +45,13 @@ static void fill(uint8_t *x, const uint8_t *base, size_t n, size_t bytes, enum p
     }
 }
 
+/* Set the highest bit of half of the elements: -0.0 among the zeros, and negative values. */
+static void add_signs(uint8_t *x, size_t n, size_t bytes)
+{
+    for (size_t i = 0; i < n; i++)
+        x[(i + 1) * bytes - 1] ^= test_rand() % 2 != 0 ? 0x80 : 0;
+}
+
 /* ---- one case: scan, encode, decode ---- */
 
 static const struct {
@@ -62,14 +69,15 @@ struct codec_case {
     size_t n, bytes, shift;
     enum pattern pattern;
     double density;
-    bool has_base;
+    bool has_base, ignores_sign;
     sp_scan_args scan[2];
 };
 static const char *case_text(const struct codec_case *c)
 {
     static char text[160];
-    snprintf(text, sizeof text, "%s n=%zu bytes=%zu shift=%zu %s density=%g base=%d at_end=%d", c->k->name,
-             c->n, c->bytes, c->shift, pattern_names[c->pattern], c->density, c->has_base, at_end);
+    snprintf(text, sizeof text, "%s n=%zu bytes=%zu shift=%zu %s density=%g base=%d sign=%d at_end=%d",
+             c->k->name, c->n, c->bytes, c->shift, pattern_names[c->pattern], c->density, c->has_base,
+             !c->ignores_sign, at_end);
     return text;
 }
 
@@ -81,9 +89,16 @@ static void check_scan(struct codec_case *c)
     if (base != NULL)
         fill_any(base, c->n, c->bytes);
     fill(x, base, c->n, c->bytes, c->pattern, c->density);
+    if (c->ignores_sign)
+        add_signs(x, c->n, c->bytes);
     for (int who = 0; who < 2; who++) {
         sp_scan_args *s = &c->scan[who];
-        *s = (sp_scan_args){.x = x, .base = base, .n_elems = c->n, .elem_bytes = c->bytes, .nnz = 77777777};
+        *s = (sp_scan_args){.x = x,
+                            .base = base,
+                            .n_elems = c->n,
+                            .elem_bytes = c->bytes,
+                            .ignores_sign = c->ignores_sign,
+                            .nnz = 77777777};
         s->mask = (uint64_t *)(void *)take(MASK, who, n_words * 8, 0);
         s->tile_nnz = (uint16_t *)(void *)take(TILE_NNZ, who, n_blocks * 2, n_blocks % 2 * 2);
         s->has_full_tile = who == 0;
@@ -187,6 +202,7 @@ static void run_codec(const sp_kernels *k, size_t n, size_t bytes, enum pattern 
                            .pattern = pattern,
                            .density = density,
                            .has_base = test_rand() % 3 == 0};
+    c.ignores_sign = !c.has_base && test_rand() % 2 != 0;
     at_end = (int)(test_rand() % 2);
     c.shift = test_rand() % 3 == 0 ? 0 : test_rand() % 64;
     check_codec(&c, all_adds);
@@ -231,14 +247,20 @@ static void model_one(const sp_kernels *k, spccl_format format, size_t n, size_t
     sp_frame fr;
     size_t nnz = 0;
     fill(x, NULL, n, bytes, RANDOM, density);
-    k->scan(&s);
-    for (size_t i = 0; i < n; i++) {
-        uint64_t v = 0;
-        memcpy(&v, x + i * bytes, bytes);
-        CHECK((mask[i / 64] >> (i % 64) & 1) == (v != 0), "mask of element %zu", i);
-        nnz += v != 0;
+    add_signs(x, n, bytes);
+    for (int all_bits = 0; all_bits < 2; all_bits++) {
+        uint64_t wanted = ~UINT64_C(0) >> (64 - 8 * bytes + (all_bits == 0));
+        s.ignores_sign = all_bits == 0;
+        k->scan(&s);
+        nnz = 0;
+        for (size_t i = 0; i < n; i++) {
+            uint64_t v = 0;
+            memcpy(&v, x + i * bytes, bytes);
+            CHECK((mask[i / 64] >> (i % 64) & 1) == ((v & wanted) != 0), "mask of element %zu", i);
+            nnz += (v & wanted) != 0;
+        }
+        CHECK(s.nnz == nnz, "nnz %zu, model %zu", s.nnz, nnz);
     }
-    CHECK(s.nnz == nnz, "nnz %zu, model %zu", s.nnz, nnz);
     if (format == SPCCL_FORMAT_DENSE)
         nnz = n;
     sp_frame_layout_of(format, n, nnz, bytes, &lay);

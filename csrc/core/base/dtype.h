@@ -31,6 +31,11 @@ static inline bool sp_dtype_can_reduce(spccl_dtype t)
 {
     return sp_dtype_ok(t) && t != SPCCL_FLOAT8;
 }
+/* True if the dtype has a -0.0 that can be added. */
+static inline bool sp_dtype_is_float(spccl_dtype t)
+{
+    return t == SPCCL_FLOAT32 || t == SPCCL_FLOAT64 || t == SPCCL_FLOAT16 || t == SPCCL_BFLOAT16;
+}
 /* Dtype of the accumulator of a reduction: float32 for the 16-bit floats, else the dtype itself. */
 static inline spccl_dtype sp_acc_dtype(spccl_dtype t)
 {

@@ -45,21 +45,32 @@ void sp_codec_destroy(sp_codec *codec)
     sp_free(codec);
 }
 
+/* x, base, n_elems, elem_bytes and ignores_sign of `a` are set. */
+static void scan(sp_codec *codec, sp_scan_args *a, sp_slice_stats *out)
+{
+    assert(a->n_elems <= codec->max_elems);
+    a->mask = codec->mask;
+    a->tile_nnz = codec->tile_nnz;
+    if (a->n_elems != 0)
+        codec->kernels->scan(a);
+    *out = (sp_slice_stats){
+        .n_elems = a->n_elems, .elem_bytes = a->elem_bytes, .nnz = a->nnz, .has_full_tile = a->has_full_tile};
+}
+
 void sp_codec_scan(sp_codec *codec, const void *x, const void *base, size_t n_elems, spccl_dtype dtype,
                    sp_slice_stats *out)
 {
-    sp_scan_args a = {.x = x,
-                      .base = base,
-                      .n_elems = n_elems,
-                      .elem_bytes = sp_dtype_bytes(dtype),
-                      .mask = codec->mask,
-                      .tile_nnz = codec->tile_nnz};
+    scan(codec,
+         &(sp_scan_args){.x = x, .base = base, .n_elems = n_elems, .elem_bytes = sp_dtype_bytes(dtype)}, out);
+}
 
-    assert(n_elems <= codec->max_elems);
-    if (n_elems != 0)
-        codec->kernels->scan(&a);
-    *out = (sp_slice_stats){
-        .n_elems = n_elems, .elem_bytes = a.elem_bytes, .nnz = a.nnz, .has_full_tile = a.has_full_tile};
+void sp_codec_scan_contribution(sp_codec *codec, const void *x, size_t n_elems, spccl_dtype dtype,
+                                sp_slice_stats *out)
+{
+    scan(codec,
+         &(sp_scan_args){
+             .x = x, .n_elems = n_elems, .elem_bytes = sp_dtype_bytes(dtype), .ignores_sign = true},
+         out);
 }
 
 bool sp_codec_allows(const sp_slice_stats *stats, spccl_format format, bool is_delta)

@@ -16,6 +16,9 @@ void sp_codec_destroy(sp_codec *codec);
  * for the sp_codec_write that follows. */
 void sp_codec_scan(sp_codec *codec, const void *x, const void *base, size_t n_elems, spccl_dtype dtype,
                    sp_slice_stats *out);
+/* The same without base, for a contribution to a sum of floats: -0.0 is not listed, as it adds what +0.0 does. */
+void sp_codec_scan_contribution(sp_codec *codec, const void *x, size_t n_elems, spccl_dtype dtype,
+                                sp_slice_stats *out);
 /* True if a frame of that format can hold this slice.
  *   EMPTY      only if nnz is 0
  *   TILE       not if all 256 elements of a block are listed
@@ -25,7 +28,7 @@ void sp_codec_scan(sp_codec *codec, const void *x, const void *base, size_t n_el
 bool sp_codec_allows(const sp_slice_stats *stats, spccl_format format, bool is_delta);
 
 /* Write the frame of x at dst: sp_frame_bytes(format, ...) bytes. sp_codec_allows must be true for `format`.
- * The last sp_codec_scan must have scanned the same slice; DENSE needs no scan. */
+ * The last scan must have scanned the same slice; DENSE needs no scan. */
 void sp_codec_write(sp_codec *codec, const void *x, size_t n_elems, spccl_dtype dtype, spccl_format format,
                     bool is_delta, size_t nnz, void *dst);
 

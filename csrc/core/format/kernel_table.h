@@ -12,12 +12,13 @@
 #include "core/format/format.h"
 
 /* Find the listed elements of x: those that differ in any bit from base. If base is NULL: those with any bit
- * set. */
+ * set. With ignores_sign: those with any bit set but the highest, so that -0.0 of a float is not listed. */
 typedef struct sp_scan_args {
     const void *x;    /* [n_elems], any alignment */
     const void *base; /* [n_elems] or NULL */
     size_t n_elems;
     size_t elem_bytes;  /* 1, 2, 4, 8 */
+    bool ignores_sign;  /* only if base is NULL */
     uint64_t *mask;     /* out [ceil(n_elems/64)]: bit i of word w is element 64*w+i; bits past the end 0 */
     uint16_t *tile_nnz; /* out [ceil(n_elems/256)]: number of listed elements in each block of 256 */
     size_t nnz;         /* out */

@@ -61,21 +61,23 @@ size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format f
     return n;
 }
 
-/* True if element i of x has a set bit. */
-static bool is_nonzero(const uint8_t *x, size_t elem_bytes, size_t i)
+/* True if element i of x has a set bit; ignores_sign: another one than the highest. */
+static bool is_nonzero(const uint8_t *x, size_t elem_bytes, bool ignores_sign, size_t i)
 {
-    for (size_t b = 0; b < elem_bytes; b++)
-        if (x[i * elem_bytes + b] != 0)
-            return true;
-    return false;
+    unsigned bits = x[(i + 1) * elem_bytes - 1] & (ignores_sign ? 0x7fu : 0xffu);
+    for (size_t b = 0; b + 1 < elem_bytes; b++)
+        bits |= x[i * elem_bytes + b];
+    return bits != 0;
 }
 
-bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, uint32_t dense_run)
+bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, bool ignores_sign,
+                       uint32_t dense_run)
 {
     if (dense_run == 0 || dense_run % RESCAN_EVERY == 0 || n_elems < SAMPLE_ELEMS)
         return false;
     for (size_t i = 0; i < SAMPLE_ELEMS; i++)
-        if (!is_nonzero(x, elem_bytes, i * (n_elems / SAMPLE_ELEMS) + i % (n_elems / SAMPLE_ELEMS)))
+        if (!is_nonzero(x, elem_bytes, ignores_sign,
+                        i * (n_elems / SAMPLE_ELEMS) + i % (n_elems / SAMPLE_ELEMS)))
             return false;
     return true;
 }

@@ -17,6 +17,16 @@ static double link_ns_per_byte(const sp_exec *x, const sp_slice *s)
     return most;
 }
 
+/* True if the slice goes into a sum of floats. Sums start at +0.0, and -0.0 adds nothing to them, so it need not be
+ * sent. What is sent of a sum or a result has every set bit: an average can round to -0.0. */
+static bool is_contribution(const sp_slice *s)
+{
+    const sp_coll_args *a = &s->op->a;
+    return s->step->kind == SP_STEP_SEND && s->step->source == SP_SOURCE_IN &&
+           (a->coll == SP_ALL_REDUCE || a->coll == SP_REDUCE_SCATTER) &&
+           (a->redop == SPCCL_SUM || a->redop == SPCCL_AVG) && sp_dtype_is_float(a->dtype);
+}
+
 /* True if the slice is sent dense without a scan. */
 static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t dense_run)
 {
@@ -26,7 +36,7 @@ static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t dense_
         return true;
     if (s->step->hop == SP_HOP_PLAIN)
         return format == SPCCL_FORMAT_AUTO &&
-               sp_tune_skip_scan(data, s->n, sp_dtype_bytes(s->out_dtype), dense_run);
+               sp_tune_skip_scan(data, s->n, sp_dtype_bytes(s->out_dtype), is_contribution(s), dense_run);
     if (!sp_density_says_dense(&s->op->densities[s->k], s->step->hop, &t))
         return false;
     sp_density_extrapolate(&s->op->densities[s->k]);
@@ -45,7 +55,10 @@ spccl_status sp_slice_choose_format(sp_exec *x, const sp_slice *s, const void *d
         ++*dense_run;
         return SPCCL_OK;
     }
-    sp_codec_scan(x->codec, data, NULL, s->n, s->out_dtype, &stats);
+    if (is_contribution(s))
+        sp_codec_scan_contribution(x->codec, data, s->n, s->out_dtype, &stats);
+    else
+        sp_codec_scan(x->codec, data, NULL, s->n, s->out_dtype, &stats);
     *nnz = stats.nnz;
     if (s->step->hop != SP_HOP_PLAIN)
         sp_density_count(&s->op->densities[s->k], stats.nnz, s->n);

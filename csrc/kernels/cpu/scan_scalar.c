@@ -7,10 +7,11 @@
 #define SCAN_WORD(NAME)                                                                                      \
     static uint64_t scan_word_##NAME(const sp_scan_args *a, size_t first, size_t n)                          \
     {                                                                                                        \
+        const unsigned left_out = a->ignores_sign ? 1 : 0;                                                   \
         uint64_t bits = 0;                                                                                   \
         for (size_t i = 0; i < n; i++) {                                                                     \
             bool listed = a->base == NULL                                                                    \
-                              ? sp_get_##NAME(a->x, first + i) != 0                                          \
+                              ? (sp_elem_##NAME)(sp_get_##NAME(a->x, first + i) << left_out) != 0            \
                               : sp_get_##NAME(a->x, first + i) != sp_get_##NAME(a->base, first + i);         \
             bits |= (uint64_t)listed << i;                                                                   \
         }                                                                                                    \
