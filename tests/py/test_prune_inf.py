@@ -41,7 +41,7 @@ def test_a_skipped_step_loses_what_it_sent_and_no_more(residual_dtype):
 
 
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("before", [1024.0, 0.0])  # 0: the residual comes from a checkpoint, at scale 1
+@pytest.mark.parametrize("before", [1024.0, 1.0])  # 1: the residual comes from a checkpoint
 def test_skipped_steps_keep_residual_and_velocity(residual_dtype, before):
     """GradScaler halves its scale at each of several skipped steps; the state stays, in units of the gradient."""
     slot = prune.Slot("weight", N, True, torch.zeros(prune.STATE_COLUMNS, dtype=torch.int64))
@@ -49,7 +49,7 @@ def test_skipped_steps_keep_residual_and_velocity(residual_dtype, before):
     plan = prune.Plan([(0, slot)], N, torch.float32, torch.device("cpu"))
     rule = prune.Rule(density=0.01, sample=0.001, leak=1.0, momentum=0.5, seed=1)
     for _ in range(3):
-        plan.run(torch.randn(N) * (before or 1), rule, loss_scale=torch.tensor([before]))
+        plan.run(torch.randn(N) * before, rule, loss_scale=torch.tensor([before]))
     held = [x.double() / slot.loss_scale() for x in (slot.residual, slot.velocity)]
     for step in range(8):
         grad = torch.full((N,), math.inf if step % 2 else math.nan)
