@@ -195,8 +195,7 @@ class PruningHook(HasStats):
         finds_now = clip is not None or torch.cuda.is_current_stream_capturing()
         address, options, _owner = plan.call(grad, rule._replace(stage=2) if finds_now else rule, *arguments)
         stream = torch.cuda.current_stream(grad.device).cuda_stream
-        assert self._group is not None
-        if not torch.ops.spccl.prune_next(self._group.boxed(), grad, address, options, stream):
+        if not torch.ops.spccl.prune_next(backend.boxed(self._group), grad, address, options, stream):
             return False
         if finds_now:
             plan.run(grad, rule._replace(stage=1), *arguments)
@@ -375,4 +374,4 @@ def _left_out(who: str) -> LeftOutHook:
 
 def _has_gpu_engine(group: dist.ProcessGroup) -> bool:
     """Whether spccl's own kernels run the group's CUDA collectives. False before the first of them."""
-    return backend.NAME in backend.names_of(group) and torch.ops.spccl.cuda_route(group.boxed()) == "engine"
+    return backend.NAME in backend.names_of(group) and torch.ops.spccl.cuda_route(backend.boxed(group)) == "engine"

@@ -118,8 +118,8 @@ def stats(group: dist.ProcessGroup | None = None) -> GroupStats:
     """
     import torch
 
-    boxed = _boxed(group)  # before the op: making a group loads the ops
-    n = list(torch.ops.spccl.stats(boxed))
+    handle = boxed(group)  # before the op: making a group loads the ops
+    n = list(torch.ops.spccl.stats(handle))
     return GroupStats(*n[:4], frames_sent=dict(zip(FORMAT_NAMES, n[4:9], strict=True)), buffer_bytes=n[9])
 
 
@@ -131,9 +131,9 @@ def cuda_stats(group: dist.ProcessGroup | None = None) -> CudaStats:
     """
     import torch
 
-    boxed = _boxed(group)
-    path, _, why = torch.ops.spccl.cuda_route(boxed).partition(": ")
-    n = list(torch.ops.spccl.cuda_stats(boxed))
+    handle = boxed(group)
+    path, _, why = torch.ops.spccl.cuda_route(handle).partition(": ")
+    n = list(torch.ops.spccl.cuda_stats(handle))
     return CudaStats(path, why, *n[:5], dict(zip(FORMAT_NAMES, n[5:10], strict=True)), *n[10:])
 
 
@@ -159,7 +159,7 @@ class limit_ctas:
         if not isinstance(max_ctas, int) or max_ctas < 0:
             raise ValueError(f"spccl: limit_ctas: max_ctas={max_ctas!r}, wanted an int of 0 or more")
         self._max_ctas = max_ctas
-        self._boxed = _boxed(group)
+        self._boxed = boxed(group)
         self._before: list[int] = []
 
     def __enter__(self) -> None:
@@ -180,8 +180,8 @@ def describe_link(peer: int, group: dist.ProcessGroup | None = None) -> str:
     """
     import torch
 
-    boxed = _boxed(group)
-    return torch.ops.spccl.describe_link(boxed, peer)
+    handle = boxed(group)
+    return torch.ops.spccl.describe_link(handle, peer)
 
 
 def describe_group(group: dist.ProcessGroup | None = None) -> str:
@@ -207,7 +207,7 @@ def names_of(group: dist.ProcessGroup) -> list[str]:
     return [name_for(group, device) for device in group._device_types]
 
 
-def _boxed(group: dist.ProcessGroup | None) -> Any:
+def boxed(group: dist.ProcessGroup | None) -> Any:
     """`group` (default: the world) as the ops of the glue take it.
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend, and the ops do not know the wrapper. They then get a
