@@ -204,7 +204,7 @@ def uneven_inputs_with_unused_parameters() -> None:
     sums = Sums()
     with_mid, without = tuple(SHAPES), tuple(n for n in SHAPES if n != "mid")
     n_steps, n_mine = 12, [12, 2][min(RANK, 1)]
-    names = [without if step in (1, 5, 6) else with_mid for step in range(n_steps)]
+    names = [without if step in (1, 2, 3) else with_mid for step in range(n_steps)]
     for step in range(n_steps):
         ranks = [r for r in range(WORLD) if r == 0 or step < 2]
         sums.gave(step, lambda rank, step=step: names[step], ranks)
