@@ -1,10 +1,11 @@
 /* bench_codec.c - speed of encode and decode on one thread, beside the read and memset bandwidth of the same
  * run.
- *   spccl_bench_codec [--csv FILE] [--repeats N] [--format tile|pici|coo|dense] [--mib N]
+ *   spccl_bench_codec [--csv FILE] [--repeats N] [--format tile|pici|coo|dense] [--mib N] [--contribution 0|1]
  * SPCCL_CPU_ISA chooses the kernel set. GB/s are 1e9 bytes of dense data per second, whatever the frames'
  * size.
  *   encode   scan, choice of format by exact size, and encode of a 64 MiB array, slice by slice, to one
  *            buffer
+ *            With --contribution 1 as for a sum, so that -0.0 would not be listed; the data has none
  *   set      decode SET with non-temporal stores to a 64 MiB array; the frames lie one after the other
  *   add      decode ADD of the same frames to the same array
  * memset is timed with 0 and with 1: on AMD Zen 4, cache lines of zeros leave the core about three times as
@@ -25,6 +26,7 @@ struct options {
     int repeats;
     spccl_format format; /* AUTO: the format with the smallest frame */
     size_t bytes;        /* of the dense array */
+    bool contribution;
 };
 struct bench {
     const sp_kernels *k;
@@ -119,8 +121,12 @@ static spccl_format choose(const struct bench *b, const sp_scan_args *s)
 static size_t encode_slice(struct bench *b, const uint8_t *x, size_t n, spccl_dtype dtype, uint8_t *out,
                            spccl_format *used)
 {
-    sp_scan_args s = {
-        .x = x, .n_elems = n, .elem_bytes = sp_dtype_bytes(dtype), .mask = b->mask, .tile_nnz = b->tile_nnz};
+    sp_scan_args s = {.x = x,
+                      .n_elems = n,
+                      .elem_bytes = sp_dtype_bytes(dtype),
+                      .ignores_sign = b->opt.contribution,
+                      .mask = b->mask,
+                      .tile_nnz = b->tile_nnz};
     sp_encode_args e = {
         .x = x, .n_elems = n, .elem_bytes = s.elem_bytes, .mask = b->mask, .tile_nnz = b->tile_nnz};
     sp_frame_layout lay;
@@ -241,7 +247,7 @@ static int run(struct bench *b)
 
 static int parse(int argc, char **argv, struct options *o)
 {
-    *o = (struct options){NULL, 9, SPCCL_FORMAT_AUTO, (size_t)64 << 20};
+    *o = (struct options){NULL, 9, SPCCL_FORMAT_AUTO, (size_t)64 << 20, false};
     for (int i = 1; i + 1 < argc; i += 2) {
         if (strcmp(argv[i], "--csv") == 0) {
             o->csv = fopen(argv[i + 1], "w");
@@ -251,6 +257,8 @@ static int parse(int argc, char **argv, struct options *o)
                             "memset0_gbs,memset1_gbs\n");
         } else if (strcmp(argv[i], "--repeats") == 0) {
             o->repeats = atoi(argv[i + 1]);
+        } else if (strcmp(argv[i], "--contribution") == 0) {
+            o->contribution = atoi(argv[i + 1]) != 0;
         } else if (strcmp(argv[i], "--mib") == 0) {
             o->bytes = strtoull(argv[i + 1], NULL, 10) << 20;
         } else if (strcmp(argv[i], "--format") == 0) {

@@ -133,13 +133,14 @@ typedef enum array_kind {
     KIND_PER_UNIT,    /* one nonzero in each 16 bytes */
     KIND_LANE,        /* only 32 bytes of each 1024, which one lane of a warp has */
     KIND_VARYING,     /* each block of 2048 elements has its own density, up to 30% */
+    KIND_MASKED,      /* 1%, and half of the others have the highest bit alone: -0.0 of floats */
     N_KINDS
 } array_kind;
 
 static const char *const kind_names[N_KINDS] = {
     "zero",    "one element", "0.1%",      "1%",        "10%",        "50%",
     "90%",     "100%",        "one block", "one slice", "full block", "alternating",
-    "special", "few special", "per unit",  "lane",      "varying"};
+    "special", "few special", "per unit",  "lane",      "varying",    "masked"};
 
 /* -0.0, quiet and signalling NaNs with payload, infinities, denormals; of integers the extreme values. */
 static inline uint64_t special_bits(spccl_dtype dtype, uint32_t i)
@@ -217,12 +218,22 @@ static inline void fill_against_warps(uint8_t *x, size_t n, spccl_dtype dtype, a
         scatter(x, i, i + 2048 < n ? i + 2048 : n, 1 + rand_below(rng, 300), dtype, rng);
 }
 
+/* Set the highest bit of half of the zeros. */
+static inline void set_signs_of_zeros(uint8_t *x, size_t n, spccl_dtype dtype, uint64_t *rng)
+{
+    static const uint8_t zero[8];
+    size_t e = spccl_dtype_bytes(dtype);
+    for (size_t i = 0; i < n; i++)
+        if (memcmp(x + i * e, zero, e) == 0 && rand_below(rng, 2) == 0)
+            x[(i + 1) * e - 1] = 0x80;
+}
+
 /* Fill x [n] of dtype with zeros and values in the pattern `kind`. */
 static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kind kind, uint64_t *rng)
 {
     static const uint32_t permille[N_KINDS] = {
         [KIND_PERMILLE_1] = 1,   [KIND_PERCENT_1] = 10, [KIND_PERCENT_10] = 100, [KIND_PERCENT_50] = 500,
-        [KIND_PERCENT_90] = 900, [KIND_FULL] = 1000,    [KIND_FULL_BLOCK] = 10};
+        [KIND_PERCENT_90] = 900, [KIND_FULL] = 1000,    [KIND_FULL_BLOCK] = 10,  [KIND_MASKED] = 10};
     size_t block = kind == KIND_ONE_SLICE ? 2048 : 256, from, to;
     memset(x, 0, n * spccl_dtype_bytes(dtype));
     if (n == 0)
@@ -241,6 +252,8 @@ static inline void fill_array(uint8_t *x, size_t n, spccl_dtype dtype, array_kin
     if (kind == KIND_ALTERNATING || kind == KIND_SPECIAL)
         for (size_t i = 0; i < n; i += kind == KIND_SPECIAL ? 3 : 2)
             put_value(x, i, dtype, rng, kind == KIND_SPECIAL);
+    if (kind == KIND_MASKED)
+        set_signs_of_zeros(x, n, dtype, rng);
     fill_against_warps(x, n, dtype, kind, rng);
 }
 

@@ -36,6 +36,16 @@ static size_t draw_count(size_t slice_elems, uint64_t *rng)
     return counts[rand_below(rng, sizeof counts / sizeof *counts)];
 }
 
+/* Give some slices -0.0 (of integers: the smallest number): a few, which are sent, or half of the zeros. */
+static void add_negative_zeros(uint8_t *slice, size_t n, size_t e, uint64_t *rng)
+{
+    static const uint8_t zero[8];
+    uint32_t kind = rand_below(rng, 6), one_in = kind == 0 ? 2 : kind == 1 ? 500 : 0;
+    for (size_t i = 0; one_in != 0 && i < n; i++)
+        if (memcmp(slice + i * e, zero, e) == 0 && rand_below(rng, one_in) == 0)
+            slice[(i + 1) * e - 1] = 0x80;
+}
+
 /* Most values are 1 and -1, so that they cancel; a few are random. All ranks use the same few indices of a
  * slice, so that their elements are combined. */
 static void fill(uint8_t *x, const struct scene *s, uint64_t rng)
@@ -64,6 +74,7 @@ static void fill(uint8_t *x, const struct scene *s, uint64_t rng)
             else
                 memcpy(x + at * e, &ones[rand_below(&rng, 2)], e);
         }
+        add_negative_zeros(x + from * e, here, e, &rng);
     }
 }
 
