@@ -76,7 +76,9 @@ static void test_sets_agree(void)
     for (int round = 0; round < 200; round++) {
         sp_prune_factors f = {.momentum = 0.9,
                               .leak = round % 3 != 0 ? 1 : 0.99,
-                              .rescale = round % 7 < 4 ? 1 : round % 7 < 6 ? 0.5 : 0.3,
+                              .rescale = round % 7 < 4   ? 1
+                                         : round % 7 < 6 ? 0.5
+                                                         : 0.3,
                               .gradient = 1,
                               .scale = round % 5 != 0 ? 1 : 0.25,
                               .threshold = round % 4,

@@ -92,10 +92,10 @@ static void check_element(spccl_dtype dtype, size_t i, bool has_r, bool has_u, c
         CHECK(memcmp(got.grad + i * spccl_dtype_bytes(dtype), before.grad + i * spccl_dtype_bytes(dtype),
                      spccl_dtype_bytes(dtype)) == 0,
               "an element that is not finite goes out as it is");
-        CHECK(!has_r || isnan(r) || get(st, got.residual, i) == rescaled(wide, r, f), "its residual: %g of %g",
-              get(st, got.residual, i), r);
-        CHECK(!has_u || isnan(u) || get(st, got.velocity, i) == rescaled(wide, u, f), "its velocity: %g of %g",
-              get(st, got.velocity, i), u);
+        CHECK(!has_r || isnan(r) || get(st, got.residual, i) == rescaled(wide, r, f),
+              "its residual: %g of %g", get(st, got.residual, i), r);
+        CHECK(!has_u || isnan(u) || get(st, got.velocity, i) == rescaled(wide, u, f),
+              "its velocity: %g of %g", get(st, got.velocity, i), u);
         return;
     }
     if (f->whole || fabs(v) >= f->threshold) {
