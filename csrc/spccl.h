@@ -218,8 +218,8 @@ SPCCL_API spccl_status spccl_comm_create(const spccl_store *store, int rank, int
 
 /* Groups without a store, as in NCCL. One process makes an id, for one group. All ranks get the 128 bytes and
  * call spccl_comm_init_rank with them. The process that made the id serves the rendezvous until the group has
- * formed, or no rank has been connected for SPCCL_TIMEOUT_MS. It listens on SPCCL_RENDEZVOUS_ADDR: 127.0.0.1
- * by default; for a group on several hosts an address of this host. */
+ * formed, or no rank has been connected for SPCCL_TIMEOUT_MS: on every address of its host, or where
+ * SPCCL_RENDEZVOUS_ADDR says. The id holds addresses and a secret, without which a connection is dropped. */
 typedef struct spccl_unique_id {
     char bytes[128];
 } spccl_unique_id;

@@ -17,8 +17,8 @@ def get_unique_id() -> bytes:
     """Make the id of a new group: 128 bytes. The caller passes them to all ranks by any means.
 
     This process serves the rendezvous until the group has formed, or until no rank was connected for
-    `SPCCL_TIMEOUT_MS`. An id is good for one group. SPCCL_RENDEZVOUS_ADDR names the address to listen on
-    (default 127.0.0.1; set it for more than one host).
+    `SPCCL_TIMEOUT_MS`. An id is good for one group. The rendezvous listens on every address of this host;
+    SPCCL_RENDEZVOUS_ADDR names one address or interface.
     Returns: 128 bytes, which contain a secret.
     Raises: SystemCallError, SettingError.
     """

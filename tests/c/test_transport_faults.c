@@ -166,8 +166,8 @@ static int connect_raw(const struct member *m, int rank)
         if (m->t->name[0] == 'n')
             CHECK(sp_nn_read_address(address, n, &at, &n), "no address");
         CHECK(sp_tcp_parse_address(at, n, &tcp), "no address");
-        return connect_at((const struct sockaddr *)&tcp.ips[tcp.n_ips - 1].storage,
-                          tcp.ips[tcp.n_ips - 1].bytes);
+        return connect_at((const struct sockaddr *)&tcp.ips.at[tcp.ips.n - 1].storage,
+                          tcp.ips.at[tcp.ips.n - 1].bytes);
     }
     snprintf(un.sun_path + 1, sizeof un.sun_path - 1, "spccl-");
     for (size_t i = 0; i < 16; i++)
@@ -463,9 +463,9 @@ static void test_tcp_addresses(void)
     setenv("SPCCL_TCP_ADDR", "lo", 1);
     CHECK_OK(m.t->open(&m.config, &ep));
     CHECK_OK(m.t->address(ep, address, &n));
-    CHECK(sp_tcp_parse_address(address, n, &parsed) && parsed.n_ips == 1 &&
-              sp_tcp_is_loopback(&parsed.ips[0]),
-          "%d IP addresses", parsed.n_ips);
+    CHECK(sp_tcp_parse_address(address, n, &parsed) && parsed.ips.n == 1 &&
+              sp_ip_is_loopback(&parsed.ips.at[0]),
+          "%d IP addresses", parsed.ips.n);
     for (size_t cut = 0; cut < n; cut++)
         CHECK(!sp_tcp_parse_address(address, cut, &parsed), "cut to %zu bytes", cut);
     m.t->close(ep);

@@ -73,7 +73,7 @@ class Cluster:
         Returns the group's name and the questions."""
         group = f"g{next(self.count)}"
         env, transports = env or {}, transports or {}
-        uid = self.ranks[members[0]].call("unique_id", hosts.address(members[0] // self.per_host))
+        uid = self.ranks[members[0]].call("unique_id")
         asked = []
         for r, i in enumerate(members):
             given = {"transports": transports.get(i), **(options or {})}

@@ -131,7 +131,7 @@ def test_garbage_from_another_process(cluster):
 
     members = [0, 2, 3]
     before = set(cluster.ranks[2].call("listening"))
-    uid = cluster.ranks[0].call("unique_id", hosts.address(0))
+    uid = cluster.ranks[0].call("unique_id")
     asked = [
         (cluster.ranks[i], cluster.ranks[i].ask("join", "noise", r, 3, uid, {}, DEADLINE_S, {"transports": "tcp"}))
         for r, i in enumerate(members)
@@ -188,6 +188,37 @@ def test_firewall(cluster):
             assert seconds < DEADLINE_S
         assert hosts.address(2) in replies[1][1], replies[1]
         assert replies[0][0] in ("ok", "TimeoutError", "PeerError"), replies[0]
+
+
+def test_rendezvous_address_that_does_not_answer(cluster):
+    """The id's first address is one that host 1 cannot reach, without an error: after 1 s it takes the next."""
+    aside, nobody = "10.78.0.1/32", hosts.address(100)
+    with contextlib.ExitStack() as stack:
+        netns(cluster, 0, "addr", "add", aside, "dev", "lo")  # lo is the first interface
+        stack.callback(netns, cluster, 0, "addr", "del", aside, "dev", "lo")
+        netns(cluster, 1, "route", "add", aside, "via", nobody)
+        stack.callback(netns, cluster, 1, "route", "del", aside, "via", nobody)
+        group, asked = cluster.begin_join([0, 2])
+        replies = cluster.replies(asked)
+    assert [reply[:2] for reply in replies] == [("ok", "")] * 2
+    assert replies[1][2] > 0.9, "the first address answered or was refused"
+    cluster.works([0, 2], group)
+    cluster.replies(cluster.ask([0, 2], "leave", group))
+
+
+def test_rendezvous_behind_a_firewall(cluster):
+    """Host 1 cannot connect to host 0. Its error has each address with the cause, and rank 0's says what to check."""
+    with contextlib.ExitStack() as stack:
+        netns(cluster, 1, "route", "add", "blackhole", f"{hosts.address(0)}/32")
+        stack.callback(netns, cluster, 1, "route", "del", "blackhole", f"{hosts.address(0)}/32")
+        _, asked = cluster.begin_join([0, 2], timeout=2.0)
+        (waited, waited_text, _), (tried, tried_text, _) = cluster.replies(asked)
+    assert waited == "TimeoutError", waited_text
+    for wanted in ("rank 1 of 2 did not join", f"{hosts.address(0)}:", "127.0.0.1:", "firewall"):
+        assert wanted in waited_text, waited_text
+    assert tried in ("PeerError", "TimeoutError"), tried_text
+    for wanted in (f"{hosts.address(0)}:", "127.0.0.1:", "firewall"):
+        assert wanted in tried_text, tried_text
 
 
 def test_killed_host(cluster):

@@ -38,6 +38,8 @@ spccl_status spccl_comm_init_rank(const spccl_unique_id *id, int rank, int world
     st = spccl_comm_create(&store, rank, world_size, &c, out);
     if (st == SPCCL_OK)
         sp_rendezvous_done(&store, world_size);
+    else
+        st = sp_rendezvous_explain(&store, st);
     sp_rendezvous_disconnect(&store);
 done:
     explicit_bzero(secret, sizeof secret);

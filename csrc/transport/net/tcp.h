@@ -6,6 +6,7 @@
 #include "core/contract/transport.h"
 #include "transport/common/acceptor.h"
 #include "transport/common/forks.h"
+#include "transport/common/ip.h"
 #include "transport/net/tcp_drain.h"
 #include "transport/net/tcp_priority.h"
 #include "transport/net/tcp_socket.h"
@@ -14,7 +15,6 @@
 #include <unistd.h>
 
 #define SP_TCP_SOCKETS_MAX 16u
-#define SP_TCP_IPS_MAX 16 /* IP addresses that one endpoint publishes */
 #define SP_TCP_ABORT_BYTES (4u + SP_ABORT_TEXT_CAP)
 #define SP_TCP_TIMER_EVENT UINT64_MAX /* epoll's data of the timer; no socket has it */
 
@@ -30,8 +30,7 @@ enum sp_tcp_state {
 /* The address of an endpoint, parsed. */
 typedef struct sp_tcp_address {
     uint8_t id[SP_HS_ID_BYTES], host[SP_HOST_ID_BYTES];
-    int n_ips;
-    sp_sock_address ips[SP_TCP_IPS_MAX]; /* each with the port; loopback last */
+    sp_ips ips; /* with the port */
 } sp_tcp_address;
 
 /* One connection that this rank is connecting. */
@@ -102,14 +101,11 @@ static inline uint32_t sp_tcp_n_sockets(const struct sp_tcp *ep, const struct sp
 /* tcp_address.c */
 /* Listen where SPCCL_TCP_ADDR says, and fill ep->self. Errors: SETTING, SYSTEM. */
 spccl_status sp_tcp_listen(struct sp_tcp *ep, int *listen_fd);
-/* List the IP addresses that SPCCL_TCP_ADDR allows. Errors: SETTING, SYSTEM. */
-spccl_status sp_tcp_find_ips(sp_tcp_address *out);
 /* False if the bytes are not the address of an endpoint. */
 bool sp_tcp_parse_address(const uint8_t *bytes, size_t n_bytes, sp_tcp_address *out);
 bool sp_tcp_same_host(const sp_tcp_address *a, const sp_tcp_address *b);
 /* True if both ranks are in one kernel and publish nothing but loopback: hosts that differ by name alone. */
 bool sp_tcp_only_loopback(const sp_tcp_address *a, const sp_tcp_address *b);
-bool sp_tcp_is_loopback(const sp_sock_address *a);
 /* As in transport.h. */
 spccl_status sp_tcp_write_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_tcp_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);

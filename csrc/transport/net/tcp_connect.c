@@ -232,10 +232,10 @@ spccl_status sp_tcp_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addre
 /* The IP address for try number n. Loopback comes first where it is used. Elsewhere it is skipped: NULL. */
 static const sp_sock_address *ip_of(const struct sp_tcp_peer *p, int n)
 {
-    int i = n % p->address->n_ips;
+    int i = n % p->address->ips.n;
     if (p->use_loopback)
-        return &p->address->ips[p->address->n_ips - 1 - i];
-    return sp_tcp_is_loopback(&p->address->ips[i]) ? NULL : &p->address->ips[i];
+        return &p->address->ips.at[p->address->ips.n - 1 - i];
+    return sp_ip_is_loopback(&p->address->ips.at[i]) ? NULL : &p->address->ips.at[i];
 }
 
 static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer *p, int i)
@@ -259,7 +259,7 @@ static sp_hs_hello make_hello(const struct sp_tcp *ep, const struct sp_tcp_peer 
  * none once the peer has proved the secret, or during the handshake with a rank of this host. */
 static spccl_status wait_on(const struct sp_tcp_peer *p, const struct sp_tcp_connecting *d)
 {
-    int round = p->attempt / p->address->n_ips;
+    int round = p->attempt / p->address->ips.n;
     int64_t limit_ns = (d->proving ? PROVE_NS : CONNECT_NS)
                        << (round < DOUBLINGS_MAX ? round : DOUBLINGS_MAX);
     if ((d->proving && (p->same_host || sp_hs_connect_trusted(&d->hs))) ||
@@ -309,7 +309,7 @@ static spccl_status connect_control(struct sp_tcp *ep, struct sp_tcp_peer *p)
 {
     const sp_sock_address *to = ip_of(p, p->attempt);
     char at[SP_SOCK_TEXT_CAP];
-    bool last = p->attempt % p->address->n_ips == p->address->n_ips - 1;
+    bool last = p->attempt % p->address->ips.n == p->address->ips.n - 1;
     spccl_status st;
     if (to != NULL) {
         st = connect_one(ep, p, -1, to);

@@ -66,7 +66,8 @@ uint32_t sp_tcp_rate_mbps(sp_endpoint *opaque)
 {
     const struct sp_tcp *ep = sp_tcp_self(opaque);
     char name[IF_NAMESIZE];
-    if (ep->self.n_ips == 0 || sp_tcp_is_loopback(&ep->self.ips[0]) || !interface_of(&ep->self.ips[0], name))
+    if (ep->self.ips.n == 0 || sp_ip_is_loopback(&ep->self.ips.at[0]) ||
+        !interface_of(&ep->self.ips.at[0], name))
         return 0;
     return rate_of_interface(name);
 }
@@ -78,15 +79,16 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void look(void)
 {
-    sp_tcp_address self;
+    sp_ips ips;
     char name[IF_NAMESIZE], rate[40] = "rate unknown";
     uint32_t mbps = 0;
     int used;
     used =
         snprintf(why_text, sizeof why_text, "any other pair of ranks; SPCCL_TCP_ADDR chooses the interface");
-    if (sp_tcp_find_ips(&self) != SPCCL_OK || self.n_ips == 0 || !interface_of(&self.ips[0], name))
+    if (sp_ip_find("SPCCL_TCP_ADDR", sp_env_text(SP_ENV_TCP_ADDR), &ips) != SPCCL_OK || ips.n == 0 ||
+        !interface_of(&ips.at[0], name))
         return;
-    mbps = sp_tcp_is_loopback(&self.ips[0]) ? 0 : rate_of_interface(name);
+    mbps = sp_ip_is_loopback(&ips.at[0]) ? 0 : rate_of_interface(name);
     if (mbps != 0)
         snprintf(rate, sizeof rate, "%.1f Gbit/s", mbps / 1e3);
     snprintf(why_text + used, sizeof why_text - (size_t)used, "; %s: %s", name, rate);

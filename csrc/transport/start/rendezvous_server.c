@@ -9,11 +9,9 @@
 #include "transport/common/acceptor.h"
 #include "transport/common/auth.h"
 #include "transport/common/forks.h"
+#include "transport/common/ip.h"
 #include "transport/start/rendezvous_wire.h"
 
-#include <arpa/inet.h>
-#include <errno.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -313,82 +311,68 @@ static void *serve(void *arg)
     return NULL;
 }
 
-static bool parse_address(const char *text, sp_sock_address *out)
+/* ---- start ---- */
+
+enum { OUTSIDE_IPV4, OUTSIDE_IPV6, LOOPBACK, N_CLASSES };
+
+static int class_of(const sp_sock_address *a)
 {
-    struct sockaddr_in in = {.sin_family = AF_INET};
-    struct sockaddr_in6 in6 = {.sin6_family = AF_INET6};
-    memset(out, 0, sizeof *out);
-    if (inet_pton(AF_INET, text, &in.sin_addr) == 1) {
-        memcpy(&out->storage, &in, sizeof in);
-        out->bytes = sizeof in;
-        return true;
-    }
-    if (inet_pton(AF_INET6, text, &in6.sin6_addr) == 1) {
-        memcpy(&out->storage, &in6, sizeof in6);
-        out->bytes = sizeof in6;
-        return true;
-    }
-    return false;
+    return sp_ip_is_loopback(a) ? LOOPBACK : a->storage.ss_family == AF_INET ? OUTSIDE_IPV4 : OUTSIDE_IPV6;
 }
 
-/* True for 0.0.0.0 and ::. A server could listen there, but the id must hold an address to connect to. */
-static bool is_wildcard(const sp_sock_address *at)
+static size_t id_bytes(const sp_sock_address *a)
 {
-    struct sockaddr_in in;
-    struct sockaddr_in6 in6;
-    if (at->storage.ss_family == AF_INET) {
-        memcpy(&in, &at->storage, sizeof in);
-        return in.sin_addr.s_addr == htonl(INADDR_ANY);
-    }
-    memcpy(&in6, &at->storage, sizeof in6);
-    return IN6_IS_ADDR_UNSPECIFIED(&in6.sin6_addr) != 0;
+    return a->storage.ss_family == AF_INET ? 5 : 17;
 }
 
-/* Write the unique id of a server that listens on fd. */
-static spccl_status write_id(const struct server *s, int fd, spccl_unique_id *out)
+/* Write the addresses into an id. The first address of each class is always in; of the others, outside addresses
+ * while there is room. */
+static void write_ips(const sp_ips *ips, spccl_unique_id *out)
 {
-    sp_sock_address bound = {.bytes = sizeof bound.storage};
-    struct sockaddr_in in;
-    struct sockaddr_in6 in6;
-    if (getsockname(fd, (struct sockaddr *)&bound.storage, &bound.bytes) != 0)
-        return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rendezvous: getsockname");
+    int first[N_CLASSES] = {-1, -1, -1};
+    size_t taken = 0, used = 0;
+    for (int i = 0; i < ips->n; i++)
+        if (first[class_of(&ips->at[i])] < 0) {
+            first[class_of(&ips->at[i])] = i;
+            taken += id_bytes(&ips->at[i]);
+        }
+    for (int i = 0; i < ips->n; i++) {
+        const sp_sock_address *ip = &ips->at[i];
+        char *entry = out->bytes + SP_RDV_IPS_AT + used;
+        uint8_t raw[16];
+        uint16_t port;
+        if (first[class_of(ip)] != i) {
+            if (class_of(ip) == LOOPBACK || taken + id_bytes(ip) > SP_RDV_CHECKSUM_AT - SP_RDV_IPS_AT)
+                continue;
+            taken += id_bytes(ip);
+        }
+        sp_ip_get(ip, raw, &port);
+        sp_store_le16(out->bytes + 8, port);
+        entry[0] = ip->storage.ss_family == AF_INET ? 4 : 6;
+        memcpy(entry + 1, raw, id_bytes(ip) - 1);
+        used += id_bytes(ip);
+        out->bytes[10]++;
+    }
+}
+
+static void write_id(const struct server *s, const sp_ips *ips, spccl_unique_id *out)
+{
     memset(out, 0, sizeof *out);
     sp_store_le32(out->bytes, SP_RDV_ID_MAGIC);
     sp_store_le32(out->bytes + 4, SP_RDV_ID_VERSION);
-    if (bound.storage.ss_family == AF_INET) {
-        memcpy(&in, &bound.storage, sizeof in);
-        sp_store_le16(out->bytes + 8, ntohs(in.sin_port));
-        out->bytes[10] = 4;
-        memcpy(out->bytes + 12, &in.sin_addr, sizeof in.sin_addr);
-    } else {
-        memcpy(&in6, &bound.storage, sizeof in6);
-        sp_store_le16(out->bytes + 8, ntohs(in6.sin6_port));
-        out->bytes[10] = 6;
-        memcpy(out->bytes + 12, &in6.sin6_addr, sizeof in6.sin6_addr);
-    }
-    memcpy(out->bytes + 28, s->id, sizeof s->id);
-    memcpy(out->bytes + 44, s->secret, sizeof s->secret);
+    memcpy(out->bytes + SP_RDV_NAME_AT, s->id, sizeof s->id);
+    memcpy(out->bytes + SP_RDV_SECRET_AT, s->secret, sizeof s->secret);
+    write_ips(ips, out);
     sp_store_le32(out->bytes + SP_RDV_CHECKSUM_AT, sp_rdv_checksum(out->bytes));
-    return SPCCL_OK;
 }
 
 spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl_unique_id *out)
 {
-    sp_sock_address at;
     spccl_unique_id id;
     spccl_status st = SPCCL_OK;
+    sp_ips ips;
     int fd = -1;
     struct server *s;
-    if (!parse_address(listen_addr, &at))
-        return SP_FAIL(SPCCL_ERR_ARG,
-                       "rendezvous: \"%s\" is not an IPv4 or IPv6 address (SPCCL_RENDEZVOUS_ADDR)",
-                       listen_addr);
-    if (is_wildcard(&at))
-        return SP_FAIL(
-            SPCCL_ERR_ARG,
-            "rendezvous: no rank can connect to \"%s\": set SPCCL_RENDEZVOUS_ADDR to an address of this host "
-            "that the other ranks reach",
-            listen_addr);
     s = sp_calloc(1, sizeof *s);
     if (s == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "rendezvous: %zu bytes", sizeof *s);
@@ -403,13 +387,7 @@ spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl
     }
     SP_TRY_TO(fail, st, sp_random_bytes(s->id, sizeof s->id));
     SP_TRY_TO(fail, st, sp_random_bytes(s->secret, sizeof s->secret));
-    fd = socket(at.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0 || bind(fd, (const struct sockaddr *)&at.storage, at.bytes) != 0 || listen(fd, 512) != 0) {
-        st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rendezvous: listening on %s", listen_addr);
-        if (fd >= 0)
-            close(fd);
-        goto fail;
-    }
+    SP_TRY_TO(fail, st, sp_ip_listen("rendezvous", "SPCCL_RENDEZVOUS_ADDR", listen_addr, &ips, &fd));
     SP_TRY_TO(fail, st,
               sp_acceptor_init(&s->acceptor, fd,
                                &(sp_acceptor_config){.rank = -1,
@@ -418,7 +396,7 @@ spccl_status sp_rendezvous_start(const char *listen_addr, int64_t idle_ms, spccl
                                                      .ctx = s,
                                                      .check = check_hello,
                                                      .ready = take_client}));
-    SP_TRY_TO(fail, st, write_id(s, fd, &id));
+    write_id(s, &ips, &id);
     SP_TRY_TO(fail, st, sp_fork_watch(&s->guard, close_in_child, s));
     SP_TRY_TO(fail, st, sp_thread_start("spccl-rdv", serve, s, NULL));
     *out = id;

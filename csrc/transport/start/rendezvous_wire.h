@@ -4,12 +4,11 @@
  *     0  u32          "SPID"
  *     4  u32          version
  *     8  u16          port
- *    10  u8           address family: 4 or 6
+ *    10  u8           number of addresses
  *    11  u8           zero
- *    12  16 bytes     address
- *    28  16 bytes     id of the endpoint
- *    44  32 bytes     secret
- *    76  48 bytes     zero
+ *    12  16 bytes     id of the endpoint
+ *    28  32 bytes     secret
+ *    60  64 bytes     addresses: u8 family (4 or 6), then 4 or 16 bytes in network order; the rest is zero
  *   124  u32          checksum: FNV-1a of bytes 0 to 123
  *
  * After the handshake:
@@ -24,7 +23,10 @@
 #include "spccl.h"
 
 #define SP_RDV_ID_MAGIC 0x44495053u /* "SPID" */
-#define SP_RDV_ID_VERSION 1u
+#define SP_RDV_ID_VERSION 2u
+#define SP_RDV_NAME_AT 12u
+#define SP_RDV_SECRET_AT 28u
+#define SP_RDV_IPS_AT 60u
 #define SP_RDV_CHECKSUM_AT 124u
 #define SP_RDV_REQUEST_BYTES 16u
 #define SP_RDV_REPLY_BYTES 8u
