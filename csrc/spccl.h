@@ -216,10 +216,9 @@ typedef struct spccl_store {
 SPCCL_API spccl_status spccl_comm_create(const spccl_store *store, int rank, int world_size,
                                          const spccl_config *config, spccl_comm **out);
 
-/* Groups without a store, as in NCCL. One process makes an id, for one group. All ranks get the 128 bytes and
- * call spccl_comm_init_rank with them. The process that made the id serves the rendezvous until the group has
- * formed, or no rank has been connected for SPCCL_TIMEOUT_MS: on every address of its host, or where
- * SPCCL_RENDEZVOUS_ADDR says. The id holds addresses and a secret, without which a connection is dropped. */
+/* Groups without a store, as in NCCL: all ranks pass one id to spccl_comm_init_rank. The process that made it serves the
+ * rendezvous until the group has formed, or no rank was connected for SPCCL_TIMEOUT_MS: on every address of its host, or
+ * where SPCCL_RENDEZVOUS_ADDR says. The id is good for one group. Its secret keeps other programs out. */
 typedef struct spccl_unique_id {
     char bytes[128];
 } spccl_unique_id;
@@ -242,9 +241,8 @@ SPCCL_API spccl_status spccl_comm_abort(spccl_comm *comm, const char *reason);
  * replayed any more. Requests stay valid. Accepts NULL. No other thread may use the communicator. */
 SPCCL_API spccl_status spccl_comm_destroy(spccl_comm *comm);
 
-/* What a communicator has done since it was created. */
-typedef struct spccl_stats {
-    size_t struct_bytes; /* set by the caller: sizeof(spccl_stats) */
+typedef struct spccl_stats { /* what a communicator has done since it was created */
+    size_t struct_bytes;     /* set by the caller: sizeof(spccl_stats) */
     uint64_t n_collectives;
     uint64_t dense_bytes_sent; /* what the same data would have been without compression */
     uint64_t wire_bytes_sent;  /* what was sent instead: frames and envelopes */
@@ -255,6 +253,8 @@ typedef struct spccl_stats {
 SPCCL_API spccl_status spccl_comm_stats(spccl_comm *comm, spccl_stats *out);
 /* One line: which transport connects this rank to `peer`, and why; with a GPU, how frames go. Valid until destroy. */
 SPCCL_API spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **out_text);
+/* This host's IP address on connections to other hosts; "127.0.0.1" if all ranks are here. Valid until the next call. */
+SPCCL_API spccl_status spccl_comm_local_ip(spccl_comm *comm, const char **out_text);
 /* One line: which schedule the i-th kind of call takes, and why. Valid until the next call. ARG: no i-th. */
 SPCCL_API spccl_status spccl_comm_describe_schedule(spccl_comm *comm, size_t i, const char **out_text);
 

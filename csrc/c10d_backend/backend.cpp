@@ -61,21 +61,22 @@ void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, 
 
 namespace
 {
-/* The inner NCCL, or NULL if `scratch` holds none. */
-c10::intrusive_ptr<c10d::Backend> nccl_of(c10d::ProcessGroup &scratch)
+/* The inner NCCL, or NULL if `group` holds none. */
+c10::intrusive_ptr<c10d::Backend> nccl_of(c10d::ProcessGroup &group)
 {
-    for (const c10::Device &device : scratch.getDeviceTypes())
+    for (const c10::Device &device : group.getDeviceTypes())
         if (device.is_cuda())
-            return scratch.getBackend(c10::DeviceType::CUDA);
+            return group.getBackend(c10::DeviceType::CUDA);
     return nullptr;
 }
 } // namespace
 
-Backend::Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSettings settings,
-                 std::vector<uint64_t> global_ranks)
-    : c10d::Backend(scratch->getRank(), scratch->getSize()), store_(scratch->getStore()),
-      gloo_(scratch->getBackend(c10::DeviceType::CPU)), nccl_(nccl_of(*scratch)),
+/* Gloo comes after `comm_`: it listens at the address through which spccl reached the peers. */
+Backend::Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &bare, GroupSettings settings,
+                 const std::string &name, const std::vector<int64_t> &global_ranks)
+    : c10d::Backend(bare->getRank(), bare->getSize()), store_(bare->getStore()),
       settings_(std::move(settings)), comm_(std::make_shared<Comm>(store_, rank_, size_, settings_.comm)),
+      gloo_(add_inner_groups(bare, name, global_ranks, settings_, comm_->local_ip())), nccl_(nccl_of(*bare)),
       completer_(std::make_shared<SerialThread>()),
       sparse_(std::make_shared<SparseRunner>(store_, rank_, size_, settings_.comm, comm_, completer_)),
       cuda_(std::make_unique<CudaSide>(comm_, nccl_, settings_.cuda)),
@@ -83,8 +84,8 @@ Backend::Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSet
       last_split_store_(c10::intrusive_ptr<c10d::Store>()), last_split_(c10::intrusive_ptr<c10d::Backend>())
 {
     init();
-    options_->group_name = settings_.comm.name;
-    options_->global_ranks_in_group = std::move(global_ranks);
+    options_->group_name = name;
+    options_->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
 }
 
 Backend::~Backend()

@@ -60,11 +60,12 @@ class Backend final : public c10d::Backend
     };
 
     /* Join the group: returns when every rank has joined. Throws if that fails or takes too long.
-     *   scratch   a group of the same ranks that holds a Store of this group alone, the inner Gloo (CPU), and
+     *   bare      a group of the same ranks that holds a Store of this group alone; gets the inner Gloo (CPU), and
      *             the inner NCCL (CUDA) where torch has one
-     *   settings  timeout, name and so on */
-    Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &scratch, GroupSettings settings,
-            std::vector<uint64_t> global_ranks);
+     *   settings  timeout and so on; its name is the key of the group in the store
+     *   name      torch's of the group */
+    Backend(const c10::intrusive_ptr<c10d::ProcessGroup> &bare, GroupSettings settings,
+            const std::string &name, const std::vector<int64_t> &global_ranks);
     ~Backend() override;
 
     const std::string getBackendName() const override
@@ -188,9 +189,9 @@ class Backend final : public c10d::Backend
                                              c10::function_ref<c10::intrusive_ptr<c10d::Work>(size_t)> one);
 
     const c10::intrusive_ptr<c10d::Store> store_;
-    const c10::intrusive_ptr<c10d::Backend> gloo_, nccl_;
     const GroupSettings settings_;
     const std::shared_ptr<Comm> comm_;
+    const c10::intrusive_ptr<c10d::Backend> gloo_, nccl_;
     const std::shared_ptr<SerialThread> completer_;
     const std::shared_ptr<SparseRunner> sparse_;
     const std::unique_ptr<CudaSide> cuda_;
@@ -205,6 +206,13 @@ class Backend final : public c10d::Backend
     bool nccl_batch_ = false; /* NCCL collects a batch; coalesced_mutex_ guards this and the next */
     std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
 };
+
+/* Let backend.py add the inner Gloo and NCCL to `bare`. Returns Gloo, which listens at `local_ip`. */
+c10::intrusive_ptr<c10d::Backend> add_inner_groups(const c10::intrusive_ptr<c10d::ProcessGroup> &bare,
+                                                   const std::string &name,
+                                                   const std::vector<int64_t> &global_ranks,
+                                                   const GroupSettings &settings,
+                                                   const std::string &local_ip);
 
 /* Describes a call that Gloo or NCCL runs.
  *   used   its tensors, kept until it is done; the device of the first is the device of the call */

@@ -302,4 +302,14 @@ std::string Comm::describe_link(int peer)
     return text;
 }
 
+std::string Comm::local_ip()
+{
+    std::shared_lock<std::shared_mutex> alive(life_);
+    const char *text = "";
+    const spccl_status status = spccl_comm_local_ip(raw_, &text);
+    if (status != SPCCL_OK)
+        std::rethrow_exception(make_error(status, who() + ": joining the group", spccl_last_error()));
+    return text;
+}
+
 } // namespace spccl_torch

@@ -94,6 +94,8 @@ class Comm
 
     spccl_stats stats();
     std::string describe_link(int peer);
+    /* As spccl_comm_local_ip. */
+    std::string local_ip();
 
     /* spccl_cuda_attach; *text = what went wrong. All ranks call it at the same point of their sequence of
      * calls. */

@@ -63,6 +63,22 @@ void Staging::finish()
         to.copy_(from);
 }
 
+/* ---- making Gloo and NCCL -------------------------------------------------------------------------- */
+
+c10::intrusive_ptr<c10d::Backend> add_inner_groups(const c10::intrusive_ptr<c10d::ProcessGroup> &bare,
+                                                   const std::string &name,
+                                                   const std::vector<int64_t> &global_ranks,
+                                                   const GroupSettings &settings, const std::string &local_ip)
+{
+    using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+    static const auto with_inner_groups = c10::Dispatcher::singleton()
+                                              .findSchemaOrThrow("spccl::with_inner_groups", "")
+                                              .typed<GroupPtr(const GroupPtr &, c10::string_view,
+                                                              at::IntArrayRef, int64_t, c10::string_view)>();
+    with_inner_groups.call(bare, name, global_ranks, settings.comm.timeout.count(), local_ip);
+    return bare->getBackend(c10::DeviceType::CPU);
+}
+
 /* ---- Gloo or NCCL -------------------------------------------------------------------------------- */
 
 Launch described(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used)
@@ -195,17 +211,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
         settings.comm.timeout = opts->timeout;
     auto bare = c10::make_intrusive<c10d::ProcessGroup>(meeting, static_cast<int>(mine - ranks.begin()),
                                                         static_cast<int>(ranks.size()));
-    /* backend.py makes the inner Gloo and NCCL of the new group. */
-    static const auto with_inner_groups =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("spccl::with_inner_groups", "")
-            .typed<c10::intrusive_ptr<c10d::ProcessGroup>(const c10::intrusive_ptr<c10d::ProcessGroup> &,
-                                                          c10::string_view, at::IntArrayRef, int64_t)>();
-    const auto scratch =
-        with_inner_groups.call(bare, opts->group_name, global_ranks, settings.comm.timeout.count());
-    auto child = c10::make_intrusive<Backend>(
-        scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
-    child->options_->group_name = opts->group_name;
+    auto child = c10::make_intrusive<Backend>(bare, settings, opts->group_name, global_ranks);
     last_split_store_ = c10::weak_intrusive_ptr<c10d::Store>(store);
     last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(child));
     return child;

@@ -1,8 +1,7 @@
 /* ops.cpp - what Python can call in the glue: a few torch ops, so that the glue needs no Python header.
  *
  * A process group crosses as the script class c10d.ProcessGroup. `make_process_group` gets a group that holds
- * the Store, Gloo and NCCL, and returns one that holds our Backend. python/spccl/backend.py takes the Backend
- * out of it. */
+ * the Store alone, and returns one that holds our Backend. python/spccl/backend.py takes the Backend out of it. */
 #include "backend.hpp"
 
 #include <torch/library.h>
@@ -70,15 +69,14 @@ GroupSettings settings_of(const std::string &name, const c10::Dict<std::string, 
     return settings;
 }
 
-/* A group that holds our Backend. `scratch` holds the Store and the inner Gloo and NCCL. */
-GroupPtr make_process_group(const GroupPtr &scratch, const std::string &name,
+/* A group that holds our Backend. `bare` holds the Store, and gets the inner Gloo and NCCL. */
+GroupPtr make_process_group(const GroupPtr &bare, const std::string &name,
                             const std::vector<int64_t> &global_ranks,
                             const c10::Dict<std::string, int64_t> &options, const std::string &transports)
 {
-    const GroupSettings settings = settings_of(name, options, transports);
-    auto backend = c10::make_intrusive<Backend>(
-        scratch, settings, std::vector<uint64_t>(global_ranks.begin(), global_ranks.end()));
-    auto group = c10::make_intrusive<c10d::ProcessGroup>(scratch->getRank(), scratch->getSize());
+    auto backend =
+        c10::make_intrusive<Backend>(bare, settings_of(name, options, transports), name, global_ranks);
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(bare->getRank(), bare->getSize());
     group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM,
                       c10::intrusive_ptr<c10d::Backend>(backend));
     return group;
@@ -159,7 +157,7 @@ void prepare_exit(int64_t patience_ms)
 TORCH_LIBRARY_FRAGMENT(spccl, m)
 {
     m.def("build_info() -> str", build_info);
-    m.def("make_process_group(__torch__.torch.classes.c10d.ProcessGroup scratch, str name, "
+    m.def("make_process_group(__torch__.torch.classes.c10d.ProcessGroup bare, str name, "
           "int[] global_ranks, Dict(str, int) options, str transports) -> "
           "__torch__.torch.classes.c10d.ProcessGroup",
           make_process_group);

@@ -1,4 +1,4 @@
-"""Errors of joining a group of torch that the library cannot see, because torch's Gloo connects first."""
+"""Errors of joining a group of torch, with all ranks that are absent: the library waits for one after another."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def check_rank(rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def naming_absent_ranks(member: Any, timeout_ms: int) -> Iterator[None]:
-    """Around the making of Gloo: an error names the ranks that have not begun to join, if there are any.
+    """Around the making of a group: the error of a time-out names the ranks that have not begun to join.
 
     Args: member: a `_Member` of `spccl.backend`, which has counted its join in the store.
     Raises: DistBackendError; the error as it came if all ranks have begun to join, or if the store fails too.
@@ -26,14 +26,14 @@ def naming_absent_ranks(member: Any, timeout_ms: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        absent = _absent_ranks(member)
+        absent = _absent_ranks(member) if "[SPCCL_ERR_TIMEOUT]" in str(error) else []
         if not absent:
             raise
         ranks = "rank " + absent[0] if len(absent) == 1 else "ranks " + ", ".join(absent)
         raise dist.DistBackendError(
             f"spccl: rank {member.rank} of {member.size}, group '{member.name}': joining the group: {ranks} did not "
             f"come within {timeout_ms} ms; see the output of each, or raise the timeout if they are only slow "
-            f"(Gloo: {str(error).splitlines()[0]}) [SPCCL_ERR_TIMEOUT]"
+            "[SPCCL_ERR_TIMEOUT]"
         ) from error
 
 

@@ -304,11 +304,14 @@ static void *run_rank(void *arg)
     const struct client *c = arg;
     spccl_config config = SPCCL_CONFIG_INIT;
     spccl_comm *comm = NULL;
+    const char *ip = "";
     float x = (float)(c->rank + 1);
     config.timeout_ms = 20000;
     CHECK_OK(spccl_comm_init_rank(c->id, c->rank, 3, &config, &comm));
     if (comm == NULL)
         return NULL;
+    CHECK_OK(spccl_comm_local_ip(comm, &ip));
+    CHECK(strcmp(ip, "127.0.0.1") == 0, "%s, and all ranks are on this host", ip);
     CHECK_OK(spccl_all_reduce(comm, &x, &x, 1, SPCCL_FLOAT32, SPCCL_SUM, NULL));
     CHECK(x == 6, "%f", (double)x);
     CHECK_OK(spccl_comm_destroy(comm));

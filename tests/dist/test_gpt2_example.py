@@ -26,7 +26,7 @@ def torchrun(folder: Path, *program: str, n_ranks: int = 2) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     # Its files go where it is started.
     start = f"import os, sys; os.chdir({str(folder)!r}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", COLUMNS="200")
+    settings = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS="200")
     return run_command([sys.executable, "-c", start, *command[1:], str(EXAMPLE / script), *args], settings)
 
 

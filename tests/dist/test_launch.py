@@ -24,7 +24,7 @@ LAUNCHED = Path(HERE) / "workers" / "launched.py"
 def torchrun(*program: str, **env: str) -> None:
     """Run a program under torchrun with 2 ranks on a free port. Both must print "launched ok"."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    settings = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **env)
+    settings = dict(os.environ, OMP_NUM_THREADS="1", **env)
     status, output = run_command(command, settings)
     assert status == 0 and output.count("launched ok") == 2, f"exit {status}\n{output}"
 

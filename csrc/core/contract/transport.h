@@ -130,9 +130,12 @@ typedef struct sp_transport {
     /* True if this endpoint and the one at `address` can use this transport. Both ends must get the same
      * answer. `why` gets the reason in a few words, for true and for false: "same host", "other host". */
     bool (*can_reach)(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
-    /* How this endpoint reaches a peer, in a few words; called once all peers are connected. NULL: what can_reach
-     * said holds. */
+    /* How this endpoint reaches a peer, in a few words; called once all peers are connected. `out` holds what can_reach
+     * said. NULL: that holds. */
     void (*describe)(sp_endpoint *ep, int peer, char *out, size_t cap);
+    /* Once connected: the IP address of this host on the connection to a peer of another host, as text. Empty: the peer
+     * is reached over loopback. NULL: the transport has no IP network. */
+    void (*local_ip)(sp_endpoint *ep, int peer, char *out, size_t cap);
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
     /* Called after add_peer: the caller has another transport for this pair. If this one fails for the pair at start-up,

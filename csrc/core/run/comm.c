@@ -311,3 +311,18 @@ spccl_status spccl_comm_describe_link(spccl_comm *comm, int peer, const char **o
     *out_text = peer == comm->rank ? "itself" : with_gpu != NULL ? with_gpu : comm->links.peers[peer].text;
     return SPCCL_OK;
 }
+
+spccl_status spccl_comm_local_ip(spccl_comm *comm, const char **out_text)
+{
+    if (comm == NULL || out_text == NULL)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_comm_local_ip: comm or out_text is NULL");
+    SP_TRY(sp_comm_check_process(comm, "spccl_comm_local_ip"));
+    comm->local_ip[0] = '\0';
+    for (int peer = 0; peer < comm->world_size && comm->local_ip[0] == '\0'; peer++) {
+        const sp_link *l = &comm->links.peers[peer];
+        if (peer != comm->rank && l->transport->local_ip != NULL)
+            l->transport->local_ip(l->ep, peer, comm->local_ip, sizeof comm->local_ip);
+    }
+    *out_text = comm->local_ip[0] != '\0' ? comm->local_ip : "127.0.0.1";
+    return SPCCL_OK;
+}

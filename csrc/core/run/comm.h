@@ -42,6 +42,7 @@ struct spccl_comm {
     sp_schedule schedule;
     size_t slice_bytes;
     char schedule_text[400]; /* of spccl_comm_describe_schedule */
+    char local_ip[80];       /* of spccl_comm_local_ip */
     const sp_kernels *kernels;
     sp_links links;
     sp_trace trace;

@@ -139,3 +139,28 @@ void sp_sock_peer_text(int fd, char *out, size_t cap)
     else
         snprintf(out, cap, "unknown address");
 }
+
+/* sp_sock_text without brackets and port. */
+static void ip_text(const sp_sock_address *a, char *out, size_t cap)
+{
+    char text[SP_SOCK_TEXT_CAP];
+    const char *start = text;
+    size_t n;
+    sp_sock_text(a, text, sizeof text);
+    n = strrchr(text, ':') != NULL ? (size_t)(strrchr(text, ':') - text) : strlen(text);
+    if (text[0] == '[') {
+        start = text + 1;
+        n -= 2;
+    }
+    snprintf(out, cap, "%.*s", (int)n, start);
+}
+
+void sp_sock_ip_texts(int fd, char *mine, char *theirs, size_t cap)
+{
+    sp_sock_address a = {.bytes = sizeof a.storage}, b = {.bytes = sizeof b.storage};
+    mine[0] = theirs[0] = '\0';
+    if (getsockname(fd, (struct sockaddr *)&a.storage, &a.bytes) == 0)
+        ip_text(&a, mine, cap);
+    if (getpeername(fd, (struct sockaddr *)&b.storage, &b.bytes) == 0)
+        ip_text(&b, theirs, cap);
+}

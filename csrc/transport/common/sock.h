@@ -33,5 +33,7 @@ void sp_sock_tune_tcp(int fd);
 void sp_sock_text(const sp_sock_address *address, char *out, size_t cap);
 /* The address of a connection's other end, as text. */
 void sp_sock_peer_text(int fd, char *out, size_t cap);
+/* The IP address of this end of a connection, and of the other end, without ports: "192.0.2.1". */
+void sp_sock_ip_texts(int fd, char *mine, char *theirs, size_t cap);
 
 #endif

@@ -379,6 +379,11 @@ fail:
     return st;
 }
 
+static void ib_local_ip(sp_endpoint *opaque, int peer, char *out, size_t cap)
+{
+    tcp->local_ip(sp_ib_self(opaque)->tcp, peer, out, cap);
+}
+
 const sp_transport sp_transport_ib = {
     .name = "ib",
     .is_rdma = ib_is_rdma,
@@ -391,6 +396,7 @@ const sp_transport sp_transport_ib = {
     .address = sp_ib_address_of,
     .can_reach = sp_ib_can_reach,
     .describe = sp_ib_describe,
+    .local_ip = ib_local_ip,
     .add_peer = sp_ib_add_peer,
     .has_next = sp_ib_has_next,
     .failed = sp_ib_failed,

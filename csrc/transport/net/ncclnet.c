@@ -103,6 +103,11 @@ static void nn_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
              ep->found.why);
 }
 
+static void nn_local_ip(sp_endpoint *opaque, int peer, char *out, size_t cap)
+{
+    tcp->local_ip(sp_nn_self(opaque)->tcp, peer, out, cap);
+}
+
 /* ---- messages ---- */
 
 static size_t nn_message_max(sp_endpoint *opaque)
@@ -460,6 +465,7 @@ const sp_transport sp_transport_ncclnet = {
     .address = nn_address,
     .can_reach = nn_can_reach,
     .describe = nn_describe,
+    .local_ip = nn_local_ip,
     .add_peer = nn_add_peer,
     .connect_step = sp_nn_connect_step,
     .message_max = nn_message_max,

@@ -110,6 +110,9 @@ bool sp_tcp_only_loopback(const sp_tcp_address *a, const sp_tcp_address *b);
 spccl_status sp_tcp_write_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_tcp_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
 
+void sp_tcp_describe(sp_endpoint *ep, int peer, char *out, size_t cap);
+void sp_tcp_local_ip(sp_endpoint *ep, int peer, char *out, size_t cap);
+
 /* tcp_rate.c. As in transport.h. */
 uint32_t sp_tcp_rate_mbps(sp_endpoint *ep);
 void sp_tcp_inform(const char **value, const char **why);

@@ -105,3 +105,19 @@ bool sp_tcp_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes,
     snprintf(why, why_cap, "%s", text);
     return yes;
 }
+
+void sp_tcp_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
+{
+    char mine[SP_SOCK_TEXT_CAP], theirs[SP_SOCK_TEXT_CAP];
+    size_t used = strlen(out);
+    sp_sock_ip_texts(sp_tcp_self(opaque)->peers[peer].control, mine, theirs, sizeof mine);
+    snprintf(out + used, cap - used, " (%s to %s)", mine, theirs);
+}
+
+void sp_tcp_local_ip(sp_endpoint *opaque, int peer, char *out, size_t cap)
+{
+    const struct sp_tcp_peer *p = &sp_tcp_self(opaque)->peers[peer];
+    char mine[SP_SOCK_TEXT_CAP], theirs[SP_SOCK_TEXT_CAP];
+    sp_sock_ip_texts(p->control, mine, theirs, sizeof mine);
+    snprintf(out, cap, "%s", p->use_loopback ? "" : mine);
+}

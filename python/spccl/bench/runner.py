@@ -383,7 +383,7 @@ def _spawned_rank(rank: Rank, plan: Plan) -> list[Row]:
     store = None
     if plan.host_names:
         hosts.enter(plan.host_names[rank.rank // (rank.world_size // plan.n_hosts)])
-        os.environ["GLOO_SOCKET_IFNAME"] = hosts.IFNAME
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts.IFNAME  # of the Gloo to compare with; spccl needs no setting
     if plan.needs_torch:
         import torch.distributed as dist
 
