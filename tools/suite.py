@@ -198,6 +198,15 @@ def install_iproute2() -> None:
 
 
 @once
+def install_launchers() -> None:
+    """Install OpenMPI and Slurm if they are missing. Without them tests of docs/CLUSTER.md are skipped, and say so."""
+    packages = {"mpicc": ["openmpi-bin", "libopenmpi-dev"], "srun": ["slurmd", "slurmctld", "slurm-client", "munge"]}
+    missing = [p for command, names in packages.items() if not shutil.which(command) for p in names]
+    if missing and os.geteuid() == 0:
+        apt_install(missing, "docs/CLUSTER.md: mpirun and srun")
+
+
+@once
 def c_build(name: str, *targets: str) -> Path:
     """Configure the build `name` of C_BUILDS and compile it, or only these targets. Returns its folder."""
     compiler, options = C_BUILDS[name]
@@ -370,6 +379,7 @@ def python_tests(*options: str) -> str:
     install_iproute2()
     env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"))
     if not options:  # the whole suite
+        install_launchers()
         env["SPCCL_TEST_FRAMEWORKS"] = ensure_frameworks() or ""
     # A test waits for other processes half of its time, so two files of tests run at the same time. They would share
     # the GPUs, so on a machine with GPUs they do not.
