@@ -2,15 +2,15 @@
 // memory.
 //
 //     spccl_bench_fused [--mib N] [--ranks P] [--ctas C] [--dtype float32|bfloat16] [--redop sum|avg]
-//                       [--iters N] [--sparsity 0.999,0.99,...] [--check 0|1] [--masked 0|1]
+//                       [--iters N] [--sparsity 0.999,0.99,...] [--check 0|1]
 //                       [--only all_gather,reduce_scatter,all_reduce,in_place,one_hop]
 //
 // The inboxes of all ranks are the same memory. Only rank 0 is launched; the frames that it sends to its
 // peers arrive in its own inbox as if the peers had sent them. No link is used, so this is the time of the
 // kernels alone. While frames are short, it is within 10% of the time on 4 GPUs. A profiler sees one launch
 // of one process. Each result is compared with a result computed on the host before it is timed, unless
-// --check is 0. With --masked 1 half of the zeros are -0.0, as in a gradient that was multiplied by a mask.
-// Defaults: 512 MiB for the larger buffer, 4 ranks, all SMs, float32, sums, 15 launches. The times are medians.
+// --check is 0. Defaults: 512 MiB for the larger buffer, 4 ranks, all SMs, float32, sums, 15 launches. The
+// times are medians.
 extern "C" {
 #include "core/gpu/tune_gpu.h"
 #include "kernels/cuda/kernels_cuda.h"
@@ -47,7 +47,7 @@ struct options {
     int iters = 15;
     spccl_dtype dtype = SPCCL_FLOAT32;
     spccl_redop redop = SPCCL_SUM;
-    bool check = true, masked = false;
+    bool check = true;
     std::vector<double> sparsity = {0.999, 0.99, 0.9, 0.5, 0.0};
     std::vector<std::string> only = {"all_gather", "reduce_scatter", "all_reduce", "in_place", "one_hop"};
 };
@@ -82,8 +82,6 @@ static options read_options(int argc, char **argv)
             o.redop = value == "sum" ? SPCCL_SUM : SPCCL_AVG;
         else if (name == "--check" && (value == "0" || value == "1"))
             o.check = value == "1";
-        else if (name == "--masked" && (value == "0" || value == "1"))
-            o.masked = value == "1";
         else if (name == "--only") {
             std::vector<std::string> known = o.only;
             o.only = split(value);
@@ -114,30 +112,24 @@ static options read_options(int argc, char **argv)
 
 // ---- elements: where a hash is below the density, +-1.x as float32, or as bfloat16 its upper half ----
 
-struct element_rule {
-    uint64_t below; // of 2^32
-    int elem_bytes;
-    bool masked; // half of the others are -0.0
-};
-
-__host__ __device__ static uint32_t element_bits(uint64_t i, element_rule rule)
+__host__ __device__ static uint32_t element_bits(uint64_t i, uint64_t below, int elem_bytes)
 {
     uint64_t z = (i + 1) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     z ^= z >> 31;
-    uint32_t sign = (uint32_t)(z >> 32 & 1) << 31, bits = 0x3f800000u | (uint32_t)(z >> 41) | sign;
-    if ((z & 0xffffffff) >= rule.below)
-        bits = rule.masked ? sign : 0;
-    return rule.elem_bytes == 4 ? bits : bits >> 16;
+    if ((z & 0xffffffff) >= below)
+        return 0;
+    uint32_t bits = 0x3f800000u | (uint32_t)(z >> 41) | (uint32_t)(z >> 32 & 1) << 31;
+    return elem_bytes == 4 ? bits : bits >> 16;
 }
 
-__global__ void fill_kernel(uint8_t *x, uint64_t n, element_rule rule)
+__global__ void fill_kernel(uint8_t *x, uint64_t n, uint64_t below, int elem_bytes)
 {
     for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < n;
          i += (uint64_t)gridDim.x * blockDim.x) {
-        uint32_t bits = element_bits(i, rule);
-        if (rule.elem_bytes == 4)
+        uint32_t bits = element_bits(i, below, elem_bytes);
+        if (elem_bytes == 4)
             ((uint32_t *)x)[i] = bits;
         else
             ((uint16_t *)x)[i] = (uint16_t)bits;
@@ -237,9 +229,9 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
     return a;
 }
 
-static void fill(const machine &m, element_rule rule)
+static void fill(const machine &m, uint64_t below)
 {
-    fill_kernel<<<1024, 256>>>(m.in, m.n, rule);
+    fill_kernel<<<1024, 256>>>(m.in, m.n, below, m.elem_bytes);
     CHECK(cudaMemset(m.out, 0x5a, m.n * m.elem_bytes));
 }
 
@@ -273,21 +265,21 @@ static uint64_t stride_of(const machine &m, const sp_fused_args &a)
 
 // The expected element i of a shard. What seems to come from rank r > 0 is what rank 0 sent to the peer in
 // the opposite slot: block P - r, or in one hop the whole array.
-static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, element_rule rule)
+static uint32_t wanted(const machine &m, const sp_fused_args &a, uint64_t i, uint64_t below)
 {
     uint64_t stride = stride_of(m, a);
     float sum = 0;
     if (a.op == SP_FUSED_ALL_GATHER)
-        return element_bits(i, rule);
+        return element_bits(i, below, m.elem_bytes);
     for (uint64_t r = 0; r < m.o.ranks; r++) {
         uint64_t at = (r == 0 || a.op == SP_FUSED_ALL_REDUCE_ONESHOT ? 0 : m.o.ranks - r) * stride + i;
-        sum += at < m.n ? as_float(element_bits(at, rule), m.elem_bytes) : 0;
+        sum += at < m.n ? as_float(element_bits(at, below, m.elem_bytes), m.elem_bytes) : 0;
     }
     return as_bits(a.redop == SPCCL_AVG ? sum / (float)m.o.ranks : sum, m.elem_bytes);
 }
 
 // Compare a sample of the output's elements with the expected ones.
-static void compare(const machine &m, const sp_fused_args &a, const std::string &what, element_rule rule)
+static void compare(const machine &m, const sp_fused_args &a, const std::string &what, uint64_t below)
 {
     uint64_t block = a.op == SP_FUSED_ALL_GATHER ? m.n : a.n_elems, wrong = 0;
     std::vector<uint8_t> got(block * m.elem_bytes);
@@ -296,7 +288,7 @@ static void compare(const machine &m, const sp_fused_args &a, const std::string 
     for (uint64_t i = 0; i < block; i += step) {
         uint32_t bits = 0;
         memcpy(&bits, &got[i * m.elem_bytes], m.elem_bytes);
-        wrong += bits != wanted(m, a, i % stride, rule);
+        wrong += bits != wanted(m, a, i % stride, below);
     }
     if (wrong != 0) {
         fprintf(stderr, "spccl_bench_fused: %s: %llu elements of a sample are wrong\n", what.c_str(),
@@ -310,22 +302,21 @@ int main(int argc, char **argv)
     machine m = open_machine(read_options(argc, argv));
     for (const std::string &what : m.o.only)
         for (double sparsity : m.o.sparsity) {
-            element_rule rule = {(uint64_t)llround((1 - sparsity) * 4294967296.0), m.elem_bytes, m.o.masked};
+            uint64_t below = (uint64_t)llround((1 - sparsity) * 4294967296.0);
             sp_fused_args a = args_of(m, what);
             std::vector<float> ms;
-            fill(m, rule);
+            fill(m, below);
             launch(m, a);
             if (m.o.check)
-                compare(m, a, what, rule);
+                compare(m, a, what, below);
             for (int i = 0; i < m.o.iters; i++) {
-                fill(m, rule);
+                fill(m, below);
                 ms.push_back(launch(m, a));
             }
             std::sort(ms.begin(), ms.end());
-            printf("%-14s %s %5.1f%% zeros%s: %8.4f ms   (%u CTAs of %u workers, slices of %u)\n",
-                   what.c_str(), m.o.redop == SPCCL_SUM ? "sum" : "avg", 100 * sparsity,
-                   m.o.masked ? ", masked" : "", ms[ms.size() / 2], a.n_ctas, a.workers_per_cta,
-                   a.slice_elems);
+            printf("%-14s %s %5.1f%% zeros: %8.4f ms   (%u CTAs of %u workers, slices of %u)\n", what.c_str(),
+                   m.o.redop == SPCCL_SUM ? "sum" : "avg", 100 * sparsity, ms[ms.size() / 2], a.n_ctas,
+                   a.workers_per_cta, a.slice_elems);
             fflush(stdout);
         }
     return 0;

@@ -192,56 +192,6 @@ template <class G> union sp_unit {
     typename G::U e[G::K];
 };
 
-// ---- -0.0 in a contribution to a sum ----
-// Sums start at +0.0, so a contribution need not list -0.0. The scan lists it: a test of every element would make a
-// feeder's slice 8% longer (64 instructions of 780). A sample finds slices that hold many, such as those of a gradient
-// that was multiplied by a mask. They become +0.0 in the buffer, and the slice is scanned again.
-
-// A slice of n elements is sampled if it lists more than this. Very sparse ones, where the time per slice matters
-// most, are not.
-#define SP_SAMPLED_ABOVE(n) ((n) / 32)
-
-template <class G> __device__ __forceinline__ constexpr typename G::U sp_negative_zero()
-{
-    return (typename G::U)((typename G::U)1 << (8 * G::E - 1));
-}
-// Are many of the listed elements -0.0: an eighth of a sample of one element per lane? A lane takes its first listed
-// element after a place that differs from lane to lane, so that no pattern of columns hides what the sample looks for.
-template <class G>
-__device__ __forceinline__ bool sp_lists_negative_zeros(uint32_t lane, const typename G::U *buf,
-                                                        const sp_scan<G> &s)
-{
-    constexpr uint32_t L = G::LANE_ELEMS;
-    typename sp_scan<G>::mask_type mask = 0;
-    uint32_t first = lane * L, turn = lane * 5 % L;
-#pragma unroll
-    for (uint32_t r = G::RUNS; r-- > 0;)
-        if (s.mask[r] != 0) {
-            mask = s.mask[r];
-            first = r * G::RUN_ELEMS + lane * L;
-        }
-    bool lists = mask != 0;
-    uint32_t i = lists ? (sp_lowest(sp_rotate<L>(mask, turn)) + L - turn) % L : 0;
-    uint32_t n = (uint32_t)__popc(__ballot_sync(~0u, lists && buf[first + i] == sp_negative_zero<G>()));
-    return n != 0 && n * 8 >= (uint32_t)__popc(__ballot_sync(~0u, lists));
-}
-// Make +0.0 of each -0.0 in buf [n]. Not inlined, so that this rare code stays out of the common path.
-template <class G>
-__device__ __noinline__ void sp_clear_negative_zeros(uint32_t lane, typename G::U *buf, uint32_t n)
-{
-    __syncwarp(); // all lanes have read buf
-#pragma unroll 1
-    for (uint32_t u = lane; u < sp_filled<G>(n) / G::K; u += 32) {
-        sp_unit<G> x;
-        x.v = ((const uint4 *)buf)[u];
-#pragma unroll
-        for (uint32_t c = 0; c < G::K; c++)
-            x.e[c] = x.e[c] == sp_negative_zero<G>() ? 0 : x.e[c];
-        ((uint4 *)buf)[u] = x.v;
-    }
-    __syncwarp();
-}
-
 // Collects the values of a pici frame, ordered by column, and lets them out in whole units. Its staging
 // buffer has SP_PICI_STAGE_BYTES in shared memory.
 template <class G> struct sp_column_stage {

@@ -405,7 +405,7 @@ template <class T, class G, bool REMOTE> struct sp_owner {
         if (ctx.lane == 0)
             sp_store_release_cta(&progress.taken, t + 1);
         // The half of the pool that held the contributions is the staging buffer of the result.
-        return !sends || send_side.template send<G>((U *)smem.sums, r.n, recv_side.half_of(parity),
+        return !sends || send_side.template send<G>((const U *)smem.sums, r.n, recv_side.half_of(parity),
                                                     {SP_INBOX_RESULT, 0, 0, ctx.n_peers}, t);
     }
     __device__ __forceinline__ void run()
@@ -437,8 +437,8 @@ __global__ void __launch_bounds__(SP_CTA_THREADS, 1) sp_reduce_kernel(const __gr
         return;
     if (warp < counts.n_feed) {
         uint32_t w = warp * a.n_served, n_served = min(a.n_served, n - w);
-        sp_feed<G, true, REMOTE, T::is_float>(sp_warp_context<REMOTE>(a, blockIdx.x * n + w), n_served,
-                                              smem.feed[warp], smem.progress + w);
+        sp_feed<G, true, REMOTE>(sp_warp_context<REMOTE>(a, blockIdx.x * n + w), n_served, smem.feed[warp],
+                                 smem.progress + w);
         for (uint32_t i = 0; i < n_served; i++)
             sp_role_done(smem.progress[w + i], SP_ROLE_FEED);
     } else if (warp - counts.n_feed < counts.n_own) {

@@ -187,8 +187,8 @@ __device__ __forceinline__ void sp_feed_drain(const sp_warp_context<REMOTE> &ctx
 }
 
 // Serves worker ctx.q and, with n_served 2, the next worker too. progress: tables of these workers. REDUCES:
-// the kernel is one of reductions, and may patch. FLOATS: of reductions of floats.
-template <class G, bool REDUCES, bool REMOTE, bool FLOATS = false>
+// the kernel is one of reductions, and may patch.
+template <class G, bool REDUCES, bool REMOTE>
 __device__ __forceinline__ void sp_feed(const sp_warp_context<REMOTE> &ctx, uint32_t n_served,
                                         sp_feed_smem &smem, typename sp_progress_of<REMOTE>::type *progress)
 {
@@ -235,8 +235,8 @@ __device__ __forceinline__ void sp_feed(const sp_warp_context<REMOTE> &ctx, uint
             if (list.is_own(now) && to != (const U *)ctx.a.in + r.start)
                 sp_slice_store<G>(ctx.lane, buf_of(i), to, r.n);
             if (ctx.n_peers != 0)
-                ok = send_side.template send<G, FLOATS>(buf_of(i), r.n, smem.stage, list.route(now), now.t,
-                                                        patches ? (U *)ctx.a.out + r.start : nullptr);
+                ok = send_side.template send<G>(buf_of(i), r.n, smem.stage, list.route(now), now.t,
+                                                patches ? (U *)ctx.a.out + r.start : nullptr);
         }
         sp_slice_stored(ctx.lane);
         start(i);

@@ -296,26 +296,16 @@ template <bool REMOTE> struct sp_send_side : sp_send_links<REMOTE> {
     //   stage  [SP_GPU_STAGE_BYTES] in shared memory, aligned to 16
     //   clear  nullptr; or where the slice came from, if the route has one slot. If the slice lists few
     //          elements, they become zero there. The progress table then says whether that was done.
-    //   ADDENDS  buf holds floats that may be added: if they are, and many are -0.0, these become +0.0 in buf
     // Ends with __syncwarp: buf and stage may then be written again.
-    template <class G, bool ADDENDS = false>
-    __device__ __forceinline__ bool send(typename G::U *buf, uint32_t n, uint8_t *stage, const sp_route &r,
-                                         uint32_t slice, typename G::U *clear = nullptr)
+    template <class G>
+    __device__ __forceinline__ bool send(const typename G::U *buf, uint32_t n, uint8_t *stage,
+                                         const sp_route &r, uint32_t slice, typename G::U *clear = nullptr)
     {
-        bool adds = ADDENDS && (ctx.a.redop == SPCCL_SUM || ctx.a.redop == SPCCL_AVG), dropped = false;
-        sp_scan<G> scan;
-#pragma unroll 1
-        for (;; dropped = true) { // at most twice
-            scan = sp_encode_scan<G, false>(ctx.lane, buf, nullptr, n, s.counts);
-            if (!adds || scan.nnz <= SP_SAMPLED_ABOVE(n) || !sp_lists_negative_zeros<G>(ctx.lane, buf, scan))
-                break;
-            sp_clear_negative_zeros<G>(ctx.lane, buf, n);
-        }
+        sp_scan<G> scan = sp_encode_scan<G, false>(ctx.lane, buf, nullptr, n, s.counts);
         uint32_t format = choose<G>(n, scan.nnz, scan.full_block);
         sp_layout layout = sp_layout_cuda<G::E>(format, n, scan.nnz);
-        // Not after -0.0 was dropped: where the slice came from, it would stay.
-        bool few = !dropped && scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE &&
-                   format != SPCCL_FORMAT_PICI;
+        bool few =
+            scan.nnz <= SP_PATCH_SENT(n) && format != SPCCL_FORMAT_DENSE && format != SPCCL_FORMAT_PICI;
         if (paced && format == SPCCL_FORMAT_DENSE)
             keep_pace(progress[r.worker], slice);
         if (!wait_for_space(layout.bytes, r, slice))
