@@ -156,8 +156,10 @@ static void test_decode_arguments(void)
     CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, y, huge, SPCCL_FLOAT32), SPCCL_ERR_ARG, "overflow");
     CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, p + b - 1, 300, SPCCL_FLOAT32), SPCCL_ERR_ALIAS, "overlap");
     CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, y, 300, SPCCL_INT32), SPCCL_ERR_FRAME, "float32, wanted int32");
-    CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, y, 299, SPCCL_FLOAT32), SPCCL_ERR_FRAME, "encoded has 300 elements, out has 299");
-    CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, y, 301, SPCCL_FLOAT32), SPCCL_ERR_FRAME, "encoded has 300 elements, out has 301");
+    CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, y, 299, SPCCL_FLOAT32), SPCCL_ERR_FRAME,
+                "encoded has 300 elements, out has 299");
+    CHECK_FAILS(spccl_decode(p, b, SPCCL_SET, y, 301, SPCCL_FLOAT32), SPCCL_ERR_FRAME,
+                "encoded has 300 elements, out has 301");
     CHECK_FAILS(spccl_decode(p, 0, SPCCL_SET, y, 0, SPCCL_FLOAT32), SPCCL_ERR_FORMAT, "0 bytes");
     CHECK_FAILS(spccl_decode(p, b - 1, SPCCL_SET, y, 300, SPCCL_FLOAT32), SPCCL_ERR_FORMAT, "at byte 0");
     CHECK_FAILS(spccl_decode(p, b, SPCCL_ADD, y, 300, SPCCL_FLOAT8), SPCCL_ERR_UNSUPPORTED, "float8");
