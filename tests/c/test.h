@@ -102,16 +102,20 @@ static inline int test_main(const struct test_case *cases, int argc, char **argv
     setvbuf(stdout, NULL, _IOLBF, 0);
     printf("SPCCL_TEST_SEED=%llu\n", (unsigned long long)first);
     read_test_share();
+    int n_run = 0;
     for (; cases->name != NULL; cases++) {
         int before = test_n_failed;
         if (argc > 1 && strstr(cases->name, argv[1]) == NULL)
             continue;
+        n_run++;
         test_rng_state = first;
         cases->fn();
         printf("%s %s\n", test_n_failed == before ? "ok  " : "FAIL", cases->name);
     }
     printf("%d checks, %d failed\n", test_n_checks, test_n_failed);
-    return test_n_failed != 0;
+    if (n_run == 0)
+        printf("no case has \"%s\" in its name\n", argc > 1 ? argv[1] : "");
+    return n_run == 0 || test_n_failed != 0;
 }
 
 #endif
