@@ -1,5 +1,6 @@
 # Each target sets up what it needs first (.venv and build/, in this folder) and does nothing twice.
-#   make test    the whole test suite           make test ONLY="gcc pytest"   some stages of it
+#   make test    the test suite, 10 minutes     make test ONLY="gcc pytest"   some stages of test and test-all
+#   make test-all    all else too: races, other compilers and processors, soft-RoCE, CUDA builds; no stage twice
 #   make check   before each commit, 2 minutes  make test AT_ONCE=1           its stages one by one
 #   make wheel   dist/spccl-*.whl: CUDA for every architecture, glue for the torch in .venv (ARCHS=90-real: fewer)
 #   make test-ib transport ib alone, over software RoCE in a virtual machine
@@ -13,13 +14,14 @@ PYTHON ?= python3
 SECONDS ?= 600
 export NO_APT TORCH_SPEC
 
-.PHONY: all setup test test-ib check wheel demo docs lint bench fuzz clean distclean
+.PHONY: all setup test test-all test-ib check wheel demo docs lint bench fuzz clean distclean
 all: setup
-setup test test-ib check wheel demo docs lint bench fuzz clean distclean:
+setup test test-all test-ib check wheel demo docs lint bench fuzz clean distclean:
 	@$(PYTHON) tools/dev.py $(command)
 
 setup: command = setup
 test: command = test $(if $(ONLY),--only $(ONLY)) $(if $(AT_ONCE),--at-once $(AT_ONCE))
+test-all: command = test-all $(if $(AT_ONCE),--at-once $(AT_ONCE))
 test-ib: command = test --only ib
 check: command = check $(if $(AT_ONCE),--at-once $(AT_ONCE))
 wheel: command = wheel $(if $(ARCHS),--archs "$(ARCHS)")

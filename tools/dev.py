@@ -1,6 +1,6 @@
-"""Runs make test, check, wheel, demo, docs, lint, bench, fuzz and clean. The Makefile calls this script.
+"""Runs make test, test-all, check, wheel, demo, docs, lint, bench, fuzz and clean. The Makefile calls this script.
 
-    python3 tools/dev.py test [--only NAME ...]     the whole suite, or some of its stages
+    python3 tools/dev.py test [--only NAME ...]     the suite, or some stages of `test` and `test-all`
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from env import BUILD, ROOT, VENV, EnvError, child_env, ensure_spccl, ensure_venv, say
+from builds import c_build
+from env import BUILD, ROOT, VENV, EnvError, child_env, digest, ensure_spccl, ensure_venv, say, tracked_files
 from packages import make_wheel
 from site_pages import build_site
 from stages import run_stages
-from suite import CHECK_STAGES, STAGES, c_build, lint, run_fuzz
+from suite import CHECK_STAGES, TEST_ALL_STAGES, TEST_STAGES, lint, run_fuzz
 
 
 def cmd_setup(_: argparse.Namespace) -> int:
@@ -27,12 +28,25 @@ def cmd_setup(_: argparse.Namespace) -> int:
 
 
 def cmd_test(args: argparse.Namespace) -> int:
-    unknown = set(args.only) - {stage.name for stage in STAGES}
+    """Run the suite, or the stages of --only."""
+    unknown = set(args.only) - {stage.name for stage in TEST_ALL_STAGES}
     if unknown:
-        names = ", ".join(stage.name for stage in STAGES)
+        names = ", ".join(stage.name for stage in TEST_ALL_STAGES)
         raise EnvError(f"no stage {', '.join(sorted(unknown))}: the stages are {names}")
     ensure_venv()
-    return 0 if run_stages([s for s in STAGES if not args.only or s.name in args.only], args.at_once) else 1
+    stages = [s for s in TEST_ALL_STAGES if s.name in args.only] or TEST_STAGES
+    return 0 if run_stages(stages, args.at_once, _sources()) else 1
+
+
+def cmd_test_all(args: argparse.Namespace) -> int:
+    """Run every stage. A stage that has passed with these sources does not run again."""
+    ensure_venv()
+    return 0 if run_stages(TEST_ALL_STAGES, args.at_once, _sources(), repeat=False) else 1
+
+
+def _sources() -> str:
+    """Hash of every file that git knows: what a test reads."""
+    return digest(*tracked_files())
 
 
 def cmd_check(args: argparse.Namespace) -> int:
@@ -110,12 +124,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("setup", help="make .venv and install spccl in it").set_defaults(fn=cmd_setup)
-    test = commands.add_parser("test", help="run the whole test suite")
+    test = commands.add_parser("test", help="run the test suite: 10 minutes on 2 cores")
     test.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="run only these stages")
     test.set_defaults(fn=cmd_test)
+    test_all = commands.add_parser("test-all", help="run the suite and all else: what passed before is not repeated")
+    test_all.set_defaults(fn=cmd_test_all)
     check = commands.add_parser("check", help="run the checks for each commit: 2 minutes")
     check.set_defaults(fn=cmd_check)
-    for command in (test, check):
+    for command in (test, test_all, check):
         at_once = min(2, os.cpu_count() or 1)
         command.add_argument("--at-once", type=int, default=at_once, metavar="N", help="stages at the same time")
     wheel = commands.add_parser("wheel", help="build the wheel for distribution, in dist/")

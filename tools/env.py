@@ -52,14 +52,13 @@ def cpu_seconds() -> float:
 
 
 @contextlib.contextmanager
-def gather_output() -> Iterator[None]:
-    """Collect what this thread prints in the block, and print it in one piece at the end."""
+def gather_output() -> Iterator[list[str]]:
+    """Collect what this thread would print in the block. Gives the list of lines."""
     _gathered.lines = []
     try:
-        yield
+        yield _gathered.lines
     finally:
-        lines, _gathered.lines = _gathered.lines, None
-        print("\n".join(lines), flush=True)
+        _gathered.lines = None
 
 
 # ---- stamps ----------------------------------------------------------------------------------------------
@@ -73,6 +72,15 @@ def files_under(paths: Iterable[str]) -> list[Path]:
         walk = [top] if top.is_file() else sorted(top.rglob("*"))
         found += [p for p in walk if p.is_file() and "__pycache__" not in p.parts]
     return found
+
+
+def tracked_files() -> list[Path]:
+    """The files of this checkout that git does not ignore; without git, all in the folders of sources."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    asked = subprocess.run(command, capture_output=True, text=True) if (ROOT / ".git").exists() else None
+    if asked is None or asked.returncode != 0:
+        return files_under(["CMakeLists.txt", "bench", "cmake", "csrc", "docs", "examples", "python", "tests", "tools"])
+    return [p for name in sorted(asked.stdout.split("\0")) if name and (p := ROOT / name).is_file()]
 
 
 def digest(*parts: object) -> str:

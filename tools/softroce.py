@@ -151,7 +151,8 @@ def _run_guest(programs: Path, gpu_programs: Path, script: str = "tests.sh") -> 
         shutil.copy(PARTS / "guest.sh", folder)
         shutil.copy(PARTS / script, folder / "tests.sh")
         quoted = [str(p).replace("'", "'\\''") for p in (programs, gpu_programs)]
-        (folder / "settings").write_text(f"PROGRAMS='{quoted[0]}'\nGPU_PROGRAMS='{quoted[1]}'\n")
+        share = "export SPCCL_TEST_SHARE=" + os.environ.get("SPCCL_TEST_SHARE", "4")
+        (folder / "settings").write_text(f"PROGRAMS='{quoted[0]}'\nGPU_PROGRAMS='{quoted[1]}'\n{share}\n")
         _, lines = run(_qemu(folder), "softroce", timeout_s=LIMIT_S)
     text = "\n".join(line.rstrip("\r") for line in lines)
     if "SOFTROCE_UP" not in text:

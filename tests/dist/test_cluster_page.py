@@ -28,7 +28,7 @@ ENTER = [sys.executable, str(Path(__file__).with_name("debian_host.py"))]
 ADDRESSES = {"192.168.1.10": hosts.address(0), "192.168.1.11": hosts.address(1)}
 DEADLINE_S = 200
 NO_HOSTS = hosts.why_not()
-pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=f"emulated hosts: {NO_HOSTS}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_HOSTS is not None, reason=f"emulated hosts: {NO_HOSTS}")]
 
 
 def needs(package: str, *commands: str) -> pytest.MarkDecorator:

@@ -19,7 +19,7 @@ def cases_of(worker: str) -> list[str]:
     return re.search(r"^CASES = \[(.*?)\]", text, re.M | re.S).group(1).replace(",", " ").split()
 
 
-@pytest.fixture(scope="module", params=["gloo-2", "spccl-2", "spccl-3"])
+@pytest.fixture(scope="module", params=[pytest.param("gloo-2", marks=pytest.mark.slow), "spccl-2", "spccl-3"])
 def backend(request):
     return request.param
 

@@ -60,6 +60,7 @@ def test_killed_peer_while_the_sparse_runner_is_made():
         assert "rank 2 is gone" in report["text"] and "all_reduce" in report["text"], report
 
 
+@pytest.mark.slow
 def test_hanging_peer():
     reports = run("hanging_peer")
     for report in reports[:2]:  # the second rank may learn it from the first

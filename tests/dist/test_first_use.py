@@ -58,6 +58,7 @@ def run_job(folder: Path, name: str) -> list[str]:
     return [out.strip() for out, _, _ in ended]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_once_and_is_kept(tmp_path):
     first = run_job(tmp_path, "first")

@@ -69,6 +69,7 @@ def ranks():
     return run_ranks("frameworks", 2, *words, timeout_s=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("libraries", "case"), [(libraries, case) for libraries, cases in CASES.items() for case in cases]
 )

@@ -147,6 +147,7 @@ def test_a_library_that_was_cut_off_is_refused(failure, tmp_path):
     assert "libcut.so" in text and "cut off" in text
 
 
+@pytest.mark.slow
 def test_ranks_of_one_start_compile_once_and_share_the_failure(tmp_path):
     """The compiler runs once, not once per rank. Every rank's error has its words. The next job tries again."""
     compiler = script(

@@ -36,13 +36,14 @@ def installed():
         pytest.fail("spccl's entry point torch.backends is not installed: run the tests on an installed package")
 
 
-@pytest.mark.parametrize("name", ["spccl", "cpu:spccl", "cpu:spccl,cuda:nccl"])
+@pytest.mark.parametrize("name", ["spccl", pytest.param("cpu:spccl", marks=pytest.mark.slow), "cpu:spccl,cuda:nccl"])
 def test_torchrun_without_importing_spccl(installed, name):
     if "nccl" in name and not torch.distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     torchrun(str(LAUNCHED), name)
 
 
+@pytest.mark.slow
 def test_debug_detail_wraps_it(installed):
     """TORCH_DISTRIBUTED_DEBUG=DETAIL puts torch's checking wrapper around the backend. The group is made only once:
     with any backend, a second wrapper's own Gloo finds the addresses of the first one in the agent's store. The job

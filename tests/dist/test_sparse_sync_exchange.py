@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "workers" / "sparse_exchange.py"
 CASES = re.search(r"^CASES = \[(.*?)\]", WORKER.read_text(), re.M | re.S).group(1).replace(",", " ").split()
 
 
-@pytest.fixture(scope="module", params=["spccl-4", "gloo-2"])
+@pytest.fixture(scope="module", params=["spccl-4", pytest.param("gloo-2", marks=pytest.mark.slow)])
 def ranks(request):
     backend, n_ranks = request.param.split("-")
     return run_ranks("sparse_exchange", int(n_ranks), env={"SPCCL_TEST_BACKEND": backend})

@@ -17,7 +17,7 @@ def cases_of(worker: str) -> list[str]:
     return re.search(r"^CASES = \[(.*?)\]", text, re.M | re.S).group(1).replace(",", " ").split()
 
 
-@pytest.fixture(scope="module", params=["spccl-2", "spccl-4", "gloo-2"])
+@pytest.fixture(scope="module", params=["spccl-2", "spccl-4", pytest.param("gloo-2", marks=pytest.mark.slow)])
 def ranks(request):
     backend, n_ranks = request.param.split("-")
     return run_ranks("sparse_sync", int(n_ranks), env={"SPCCL_TEST_BACKEND": backend})
@@ -32,6 +32,7 @@ def test_ranks_end_well(ranks):
     assert {r.returncode for r in ranks} == {0}, "\n".join(r.report() for r in ranks)
 
 
+@pytest.mark.slow
 def test_a_rank_dies_and_comes_back(tmp_path):
     """Two ranks train 12 steps and save every 4; rank 1 dies in step 7. Started again they end with the same bits as
     two that never stopped."""

@@ -38,6 +38,7 @@ WANTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="torch has a CUDA guard of its own here: tests/gpu shows the order"
 )

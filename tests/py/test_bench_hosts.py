@@ -133,6 +133,7 @@ def test_rate_says_why_it_was_not_measured(monkeypatch, role, host):
     assert isinstance(caught.value.__cause__, OSError)
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bench_over_hosts(ranks):
