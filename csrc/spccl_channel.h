@@ -102,8 +102,9 @@ typedef struct spccl_channels_config {
     uint32_t n_per_peer;   /* channels of each pair: 1 to 1024 */
     uint32_t n_triggers;   /* port channels: most triggers in a FIFO, a power of two, 2 to 4096; 0 = 64 */
     /* Memory channels: this rank's window, window_bytes of the attached GPU's memory, from cudaMalloc or inside such an
-     * allocation, a multiple of 16. It keeps its contents. The caller frees it after spccl_channels_destroy, but after
-     * spccl_comm_destroy if that call warns that a rank is late. NULL: the library allocates it. Either all ranks give one, or none does. Port channels: NULL. */
+     * allocation, a multiple of 16. It keeps its contents. The caller frees it after spccl_channels_destroy; if that
+     * call warns that a rank is late, after spccl_comm_destroy. NULL: the library allocates the window. Either all ranks
+     * give one, or none does. Port channels: NULL. */
     void *window;
 } spccl_channels_config;
 #define SPCCL_CHANNELS_CONFIG_INIT                                                                           \
