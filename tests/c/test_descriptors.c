@@ -111,7 +111,8 @@ static spccl_status no_connection(void *ctx, int fd, const sp_hs_hello *hello)
     return SPCCL_OK;
 }
 
-/* A connection comes while there is no descriptor for it. It is accepted once there is one. */
+/* A connection comes while there is no descriptor for it. It is accepted once there is one. A shortage lasts until
+ * there are descriptors again, also if no connection comes then. One that lasts for 3 s is an error. */
 static void test_short_for_a_moment(void)
 {
     static const uint8_t secret[SP_HS_SECRET_BYTES];
@@ -133,6 +134,16 @@ static void test_short_for_a_moment(void)
     CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
     CHECK_OK(sp_acceptor_step(&a));
     CHECK(a.n_pending == 1, "%d connections", a.n_pending);
+    allow(0);
+    CHECK_OK(sp_acceptor_step(&a));
+    a.short_since_ns -= 4 * INT64_C(1000000000); /* it began 4 s ago */
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
+    CHECK_OK(sp_acceptor_step(&a));
+    allow(0);
+    CHECK_OK(sp_acceptor_step(&a));
+    a.short_since_ns -= 4 * INT64_C(1000000000);
+    CHECK(sp_acceptor_step(&a) == SPCCL_ERR_SYSTEM && explains(spccl_last_error()), "%s", spccl_last_error());
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0, "setrlimit");
     sp_acceptor_close(&a);
     close(client);
 }

@@ -109,8 +109,10 @@ static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)
         if (fd < 0) {
             if (errno == EINTR || errno == ECONNABORTED)
                 continue;
-            if (errno == EAGAIN || errno == EWOULDBLOCK)
+            if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                a->short_since_ns = 0; /* Linux takes a descriptor first, and then looks for a connection */
                 return SPCCL_OK;
+            }
             if (is_shortage(errno))
                 return wait_for_descriptors(a, now_ns);
             return SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: accepting a connection", a->config.rank);
