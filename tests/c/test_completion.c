@@ -5,7 +5,9 @@
 #include "captured_log.h"
 #include "scene.h"
 
+#include "core/base/clock.h"
 #include "core/base/log.h"
+#include "core/run/comm.h"
 
 #include <sys/wait.h>
 
@@ -189,6 +191,30 @@ static void test_deadline_in_queue(void)
           "\"%s\"", o->text);
 }
 
+/* A call inside the library may have less time than the communicator gives. The text says how much it had. */
+static void end_soon(struct rank_ctx *c)
+{
+    struct scene *s = c->arg;
+    uint8_t mine = 1, all[2];
+    if (c->rank == 0) {
+        int64_t start = now_ms();
+        sp_time_limit limit = {.timeout_ms = SHORT_MS, .deadline_ns = sp_deadline_in_ms(SHORT_MS)};
+        note(c, sp_comm_all_gather(c->comm, &mine, all, 1, limit, NULL), start);
+        atomic_store(&s->n_done, 1);
+    }
+    while (atomic_load(&s->n_done) == 0)
+        sleep_ms(1);
+}
+
+static void test_own_deadline(void)
+{
+    struct scene s = {.kind = 0};
+    run_scene(2, SLOW_S * 1000, "inproc", end_soon, &s);
+    CHECK(s.out[0].st == SPCCL_ERR_TIMEOUT &&
+              has(s.out[0].text, "all_gather #0 (1 uint8) timed out after 100 ms: "),
+          "%s after %lld ms: %s", spccl_status_name(s.out[0].st), (long long)s.out[0].took_ms, s.out[0].text);
+}
+
 /* ---- a failure is printed once ---- */
 
 enum { WAITED_FOR, FREED }; /* what happens to the requests */
@@ -260,10 +286,13 @@ static void test_printed_once(void)
 
 int main(int argc, char **argv)
 {
-    static const struct test_case cases[] = {
-        {"printed_once", test_printed_once},           {"tcp", test_tcp},
-        {"last_bytes_wake", test_last_bytes_wake},     {"waiting_sleeps", test_waiting_sleeps},
-        {"deadline_in_queue", test_deadline_in_queue}, {NULL, NULL}};
+    static const struct test_case cases[] = {{"printed_once", test_printed_once},
+                                             {"tcp", test_tcp},
+                                             {"last_bytes_wake", test_last_bytes_wake},
+                                             {"waiting_sleeps", test_waiting_sleeps},
+                                             {"deadline_in_queue", test_deadline_in_queue},
+                                             {"own_deadline", test_own_deadline},
+                                             {NULL, NULL}};
     unsetenv("SPCCL_LOG");
     return test_main(cases, argc, argv);
 }

@@ -20,9 +20,9 @@ spccl_status __real_spccl_all_gather(spccl_comm *comm, const void *in, void *out
 spccl_status __wrap_spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_t n, spccl_dtype dtype,
                                      spccl_request **request);
 spccl_status __real_sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
-                                       int64_t deadline_ns, spccl_request **request);
+                                       sp_time_limit limit, spccl_request **request);
 spccl_status __wrap_sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
-                                       int64_t deadline_ns, spccl_request **request);
+                                       sp_time_limit limit, spccl_request **request);
 void *__real_sp_alloc64(size_t bytes);
 void *__wrap_sp_alloc64(size_t bytes);
 void __real_sp_free(void *p);
@@ -57,12 +57,12 @@ spccl_status __wrap_spccl_all_gather(spccl_comm *comm, const void *in, void *out
 }
 
 spccl_status __wrap_sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
-                                       int64_t deadline_ns, spccl_request **request)
+                                       sp_time_limit limit, spccl_request **request)
 {
     int before = fails_after;
     spccl_status st;
     fails_after = -1;
-    st = __real_sp_comm_all_gather(comm, in, out, bytes, deadline_ns, request);
+    st = __real_sp_comm_all_gather(comm, in, out, bytes, limit, request);
     fails_after = before;
     return st;
 }

@@ -129,7 +129,7 @@ static spccl_status meet(const sp_port *port, int64_t deadline_ns)
             : find_addresses(port, mine);
     SP_TRY_TO(out, st, sp_gpu_agree_by(comm, st, deadline_ns));
     all = mine + SP_TRANSPORTS_MAX;
-    st = sp_comm_all_gather(comm, mine, all, bytes, deadline_ns, NULL);
+    st = sp_comm_all_gather(comm, mine, all, bytes, (sp_time_limit){.deadline_ns = deadline_ns}, NULL);
     for (int p = 0; st == SPCCL_OK && p < comm->world_size; p++)
         if (port->peers[p].over != NULL)
             st = add_peer(port, p, all + (size_t)p * SP_TRANSPORTS_MAX);

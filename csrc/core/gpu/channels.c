@@ -281,7 +281,8 @@ static spccl_status run(struct creation *n, const spccl_channels_config *given, 
     n->mine.status = (int32_t)st;
     if (st != SPCCL_OK)
         snprintf(n->mine.error, sizeof n->mine.error, "%s", spccl_last_error());
-    SP_TRY(sp_comm_all_gather(comm, &n->mine, n->all, sizeof n->mine, n->deadlines.call_ns, NULL));
+    SP_TRY(sp_comm_all_gather(comm, &n->mine, n->all, sizeof n->mine,
+                              (sp_time_limit){.deadline_ns = n->deadlines.call_ns}, NULL));
     SP_TRY(compare(n));
     n->c->layout = find_layout(n->c, n->window != NULL);
     st = make_memory(n->c);

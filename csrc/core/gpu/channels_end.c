@@ -56,7 +56,8 @@ static bool wait_for_all(spccl_channels *c, int64_t deadline_ns)
     spccl_request *req = NULL;
     bool is_late;
     if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK ||
-        sp_comm_all_gather(comm, &farewell->mine, farewell->all, 1, SP_NEVER, &req) != SPCCL_OK)
+        sp_comm_all_gather(comm, &farewell->mine, farewell->all, 1, (sp_time_limit){.deadline_ns = SP_NEVER},
+                           &req) != SPCCL_OK)
         return true;
     c->farewell = NULL;
     (void)spccl_request_on_done(req, free_farewell, farewell);

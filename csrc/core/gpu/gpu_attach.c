@@ -45,7 +45,8 @@ spccl_status sp_gpu_agree_by(spccl_comm *comm, spccl_status st, int64_t deadline
     int worst = 0;
     if (st != SPCCL_OK)
         snprintf(mine.text, sizeof mine.text, "%s", spccl_last_error());
-    SP_TRY(sp_comm_all_gather(comm, &mine, all, sizeof mine, deadline_ns, NULL));
+    SP_TRY(
+        sp_comm_all_gather(comm, &mine, all, sizeof mine, (sp_time_limit){.deadline_ns = deadline_ns}, NULL));
     for (int r = 1; r < comm->world_size; r++)
         if (weight(all[r].status) > weight(all[worst].status))
             worst = r;

@@ -264,12 +264,13 @@ static bool drain(sp_gpu_comm *g)
 static void wait_for_peers(spccl_comm *comm)
 {
     uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
-    int64_t timeout_ms = comm->timeout_ms; /* read once: any thread may set it */
+    sp_time_limit limit = {.timeout_ms = comm->timeout_ms}; /* read once: any thread may set it */
     if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK)
         return;
-    if (sp_comm_all_gather(comm, &mine, all, 1,
-                           sp_deadline_in_ms(timeout_ms < BARRIER_MS ? timeout_ms : BARRIER_MS),
-                           NULL) != SPCCL_OK)
+    if (limit.timeout_ms > BARRIER_MS)
+        limit.timeout_ms = BARRIER_MS;
+    limit.deadline_ns = sp_deadline_in_ms(limit.timeout_ms);
+    if (sp_comm_all_gather(comm, &mine, all, 1, limit, NULL) != SPCCL_OK)
         sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": destroy does not wait for the other ranks: %s",
                comm->name, spccl_last_error());
 }

@@ -21,7 +21,8 @@ static spccl_status submit(spccl_comm *comm, sp_coll_args *a, spccl_request **re
         !a->is_forced || sp_schedule_adds_in_rank_order(a->schedule) ? a->dtype : sp_acc_dtype(a->dtype);
     a->slice_elems =
         sp_tune_slice_elems(comm->slice_bytes, sp_dtype_bytes(largest), a->format, comm->links.message_max);
-    a->timeout_ms = comm->timeout_ms;
+    if (a->timeout_ms == 0)
+        a->timeout_ms = comm->timeout_ms;
     st = sp_op_create(a, comm->world_size, &op);
     if (st != SPCCL_OK)
         return sp_comm_call_failed(comm, a, st);
@@ -36,14 +37,15 @@ spccl_status spccl_all_gather(spccl_comm *comm, const void *in, void *out, size_
 }
 
 spccl_status sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
-                                int64_t deadline_ns, spccl_request **req)
+                                sp_time_limit limit, spccl_request **req)
 {
     sp_coll_args a = {.coll = SP_ALL_GATHER,
                       .in = in,
                       .out = out,
                       .n_elems = bytes,
                       .dtype = SPCCL_UINT8,
-                      .deadline_ns = deadline_ns};
+                      .timeout_ms = limit.timeout_ms,
+                      .deadline_ns = limit.deadline_ns};
     return submit(comm, &a, req);
 }
 

@@ -89,10 +89,15 @@ spccl_status sp_request_create(const sp_op *op, spccl_request **out);
 void sp_request_complete(spccl_request *req, spccl_status status, const char *error, bool report);
 
 /* coll.c */
-/* All-gather of bytes with a deadline of its own; SP_NEVER: none. Then the group cannot be stopped before all ranks have
- * called it, or a later call breaks the group. */
+/* How long a call inside the library may take. Without a deadline the group cannot be stopped before all ranks have
+ * made the call, or a later call breaks the group. */
+typedef struct sp_time_limit {
+    int64_t deadline_ns; /* SP_NEVER: none */
+    int64_t timeout_ms;  /* what error texts call its timeout; 0: the communicator's */
+} sp_time_limit;
+/* All-gather of bytes with a limit of its own. */
 spccl_status sp_comm_all_gather(spccl_comm *comm, const void *in, void *out, size_t bytes,
-                                int64_t deadline_ns, spccl_request **req);
+                                sp_time_limit limit, spccl_request **req);
 
 /* engine.c */
 /* A call with right arguments cannot start on this rank, and the peers wait for it: break the communicator, which

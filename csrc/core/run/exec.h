@@ -35,7 +35,7 @@ typedef struct sp_coll_args {
     const sp_hosts *hosts; /* borrowed; NULL: one host */
     size_t slice_elems;
     spccl_format format; /* AUTO or forced */
-    int64_t timeout_ms;
+    int64_t timeout_ms;  /* 0: the communicator's */
     int64_t deadline_ns; /* 0: timeout_ms after the call */
 } sp_coll_args;
 
