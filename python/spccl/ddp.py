@@ -7,6 +7,7 @@ bucket are zero by then. `_ddp_model.py` finds the model; `_hook.py` has what th
 
 import time
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,6 +178,11 @@ class PrunedGradients(PruningHook):
         self._fit_loaded(model)
         self._attach(model)
         warn_at_first_step(self, model.parameters(), _INSTEAD)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._group is not None and self._last_averages is not None:
+            self._last_averages.read_values_again()
 
     # -- one bucket --------------------------------------------------------------------------------
 

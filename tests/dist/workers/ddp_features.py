@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from spccl import ddp
+from spccl import _ddp_model, ddp
 from workers.common import RANK, WORLD, main, raises
 from workers.ddp_hook import BACKEND, SHAPES, Probe, Sums, grads, mean_residual, step_once, wanted, wrap
 
@@ -96,19 +98,54 @@ def zeroed_gradients_with_momentum() -> None:
                 assert torch.equal(grad, runs[0][name]), (as_view, how, name)
 
 
+def unscale(params: list[torch.Tensor]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))  # makes its scale
+    scaler.unscale_(torch.optim.SGD(params))
+
+
+CHANGES = {
+    "nothing": lambda params: None,
+    "clip": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
+    "add": lambda params: [p.grad.add_(p.detach(), alpha=1e-4) for p in params],
+    "unscale": unscale,
+}
+
+
 def second_pass_with_momentum_is_refused() -> None:
-    words = "a second backward pass adds to the gradient", "model.no_sync()", "optimizer.zero_grad()"
-    for as_view in (False, True):
-        for one_between in (False, True):
-            model, hook = wrap({"momentum": 0.9}, gradient_as_bucket_view=as_view)
-            model(wanted(RANK, 0)).backward()
-            if one_between:  # a pass under no_sync leaves the average in the gradient
-                with model.no_sync():
-                    model(wanted(RANK, 2)).backward()
-            loss = model(wanted(RANK, 1))
-            with raises(RuntimeError, f"rank {RANK}", "momentum=0.9", *words):
-                loss.backward()
-            assert hook.step == 1
+    """Whatever a training loop does to the averages between the passes, other than zeroing them."""
+    words = "a second backward pass adds to the gradient", "model.no_sync()", "zero_grad()"
+    for as_view, one_between, change in itertools.product((False, True), (False, True), CHANGES.values()):
+        model, hook = wrap({"momentum": 0.9}, gradient_as_bucket_view=as_view)
+        model(wanted(RANK, 0)).backward()
+        change(list(model.parameters()))
+        if one_between:  # a pass under no_sync leaves the average in the gradient
+            with model.no_sync():
+                model(wanted(RANK, 2)).backward()
+        loss = model(wanted(RANK, 1))
+        with raises(RuntimeError, f"rank {RANK}", "momentum=0.9", *words):
+            loss.backward()
+        assert hook.step == 1
+
+
+def zeroed_gradients_are_seldom_read() -> None:
+    """Reading values takes a pass over the gradient, and on CUDA a wait. A loop that changes later is still refused,
+    within as many passes as lie between two reads, and at once after a state was loaded."""
+    for loads in (False, True):
+        model, hook = wrap({"momentum": 0.9}, bucket_cap_mb=0.03)
+        with mock.patch.object(_ddp_model, "_has_nonzeros", side_effect=_ddp_model._has_nonzeros) as read:
+            for step in range(12):
+                model(wanted(RANK, step)).backward()
+                model.zero_grad(set_to_none=False)
+        assert read.call_count == 4 * len(SHAPES), read.call_count
+        if loads:
+            hook.load_state_dict(hook.state_dict())
+        passes = 0
+        with raises(RuntimeError, "a second backward pass adds to the gradient"):
+            for passes in range(70):
+                model(wanted(RANK, 0)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert (passes == 1) if loads else (1 < passes < 61), passes
 
 
 def second_pass_without_momentum_is_right() -> None:
@@ -268,6 +305,7 @@ CASES = [
     reentrant_checkpoints,
     zeroed_gradients_with_momentum,
     second_pass_with_momentum_is_refused,
+    zeroed_gradients_are_seldom_read,
     second_pass_without_momentum_is_right,
     state_moves_to_another_memory_format,
     empty_parameters,
