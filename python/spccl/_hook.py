@@ -326,9 +326,9 @@ class PruningHook(HasStats):
         shown = [f"{name}={value!r}" for name, value, default in values if name == "density" or value != default]
         return f"{self._who}({', '.join(shown)}; step {self.step})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles of a model with this hook, which have none."""
-        return _left_out, (self._who,)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles of a model with this hook have none. A hook that is on no model is copied."""
+        return super().__reduce_ex__(protocol) if self._group is None else (_left_out, (self._who,))
 
     def _check_density(self, density: object) -> None:
         is_percent = is_number(density) and 1 < density <= 100

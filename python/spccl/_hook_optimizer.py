@@ -26,8 +26,8 @@ def refuse_adam(who: str, optimizer: torch.optim.Optimizer, instead: str) -> Non
         kind = type(optimizer).__name__
         raise ValueError(
             f"{who}: got {kind} as optimizer, wanted SGD: {kind} takes the zeros of a pruned "
-            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.61, "
-            f"dense at 0.82). Use spccl.optim.SparseSync({kind}(...), density=0.01) {instead}, or pass "
+            "gradient for small gradients and its large entries for noise (with AdamW a GPT ended at a loss of 2.01, "
+            f"dense at 0.68). Use spccl.optim.SparseSync({kind}(...), density=0.01) {instead}, or pass "
             "allow_adam=True (docs/TRAINING.md)"
         )
 

@@ -91,7 +91,8 @@ class PrunedGradients(PruningHook):
     DDP features:
         no_sync: the hook sees the accumulated gradient once.
         Several backward passes before an optimizer step without no_sync: refused with momentum, which would count
-            the average of the pass before again. Without momentum the sum is right.
+            the average of the pass before again. Without momentum the sum is right, unless clip_norm, leak below 1
+            or error_feedback=False acts on that average too.
         gradient_as_bucket_view, static_graph, bucket rebuilding: no effect, as state belongs to parameters.
         find_unused_parameters: a parameter whose whole local gradient is 0 sends nothing in that step; its
             residual stays.
@@ -296,8 +297,10 @@ class PrunedGradients(PruningHook):
                 f"PrunedGradients: rank {dist.get_rank(self._group)}: a second backward pass adds to the gradient of "
                 f"{name!r}, which still holds the average of the last one, and momentum={self.momentum} would count "
                 "that average again. Of the passes of one step run all but the last, forward and backward, under "
-                "model.no_sync(); or call optimizer.zero_grad() between them. A pass whose gradients of this model "
-                "are not used (a GAN's generator step) belongs under no_sync() too"
+                "model.no_sync(); or call model.zero_grad() between them (an optimizer zeroes only its own "
+                "parameters), or freeze what no optimizer trains. A pass whose gradients of this model are not used "
+                "(a GAN's generator step) belongs under no_sync() too. Start again: this DistributedDataParallel "
+                "cannot go on"
             )
 
     def _prune_bucket(self, bucket: dist.GradBucket, buffer: torch.Tensor, scale: float, later: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,12 @@ def test_percent_as_density_is_explained(recwarn):
     assert not recwarn
     with pytest.warns(UserWarning, match=r"PrunedGradients: density=1 sends every entry; one percent is density=0.01"):
         ddp.PrunedGradients(density=1)
+
+
+def test_a_hook_on_no_model_is_copied_whole():
+    hook = ddp.PrunedGradients(0.02, momentum=0.9)
+    for other in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert repr(other) == repr(hook) and isinstance(other, ddp.PrunedGradients)
 
 
 def test_repr_shows_the_settings():

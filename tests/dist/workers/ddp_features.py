@@ -114,7 +114,7 @@ CHANGES = {
 
 def second_pass_with_momentum_is_refused() -> None:
     """Whatever a training loop does to the averages between the passes, other than zeroing them."""
-    words = "a second backward pass adds to the gradient", "model.no_sync()", "zero_grad()"
+    words = "a second backward pass adds to the gradient", "model.no_sync()", "model.zero_grad()", "freeze", "Start again"
     for as_view, one_between, change in itertools.product((False, True), (False, True), CHANGES.values()):
         model, hook = wrap({"momentum": 0.9}, gradient_as_bucket_view=as_view)
         model(wanted(RANK, 0)).backward()
