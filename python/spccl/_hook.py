@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spccl import _hook_state, backend, prune
-from spccl.optim.checks import is_number, is_share, is_whole
+from spccl.optim.checks import is_number, is_share, is_whole, percent_hint, warn_of_density_1
 
 from ._hook_stats import Statistics
 from ._stats import HasStats
@@ -331,15 +331,8 @@ class PruningHook(HasStats):
         return super().__reduce_ex__(protocol) if self._group is None else (_left_out, (self._who,))
 
     def _check_density(self, density: object) -> None:
-        is_percent = is_number(density) and 1 < density <= 100
-        hint = f"; {density} percent is density={density / 100:g}" if is_percent else ""
-        self._require("density", density, is_share(density), "in (0, 1]" + hint)
-        if density == 1 and isinstance(density, int):
-            warnings.warn(
-                f"{self._who}: density=1 sends every entry; one percent is density=0.01. Write density=1.0 if all "
-                "entries are meant",
-                stacklevel=4,
-            )
+        self._require("density", density, is_share(density), "in (0, 1]" + percent_hint(density))
+        warn_of_density_1(self._who, density)
 
     def _refuse_unknown(self, unknown: dict[str, Any]) -> NoReturn:
         name, value = next(iter(unknown.items()))

@@ -84,11 +84,15 @@ def test_settings_out_of_range(settings, words):
 
 
 def test_density_1_that_may_mean_a_percent():
-    with pytest.warns(UserWarning, match=r"density=1 sends everything.*for 1% pass density=0\.01.*density=1\.0"):
+    with pytest.warns(UserWarning, match=r"SparseSync: density=1 sends every entry.*0\.01.*density=1\.0") as seen:
         SparseSync(adamw(model()), density=1)
+    assert seen[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SparseSync(adamw(model()), density=1.0)
+        for density, words in ((5, "5 percent is density=0.05"), (5.0, "5.0 percent is"), (0, "wanted in (0, 1]")):
+            with refuses(ValueError, f"density is {density}", words):
+                SparseSync(adamw(model()), density=density)
 
 
 def test_repr_shows_settings_that_were_given_and_what_was_chosen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -47,7 +48,7 @@ def test_float16_gradients_of_an_optimizer_that_is_not_fused():
     """As torch refuses them without SparseSync."""
     net = half_layer()
     opt = SparseSync(torch.optim.AdamW(net.parameters()))
-    with pytest.raises(ValueError, match=r"float16 parameters and a AdamW.*small ones lost.*fused=True.*autocast"):
+    with pytest.raises(ValueError, match=r"and an optimizer AdamW that.*small ones lost.*fused=True.*autocast"):
         train(net, opt)
     assert opt.steps == 0
 
@@ -82,6 +83,33 @@ def test_the_scaler_must_be_given_the_wrapper():
     with pytest.raises(RuntimeError, match=re.escape("inner SGD was called") + r".*scaler\.step\(opt\)"):
         amp.step(inner)
     assert torch.equal(net.weight, start) and opt.steps == 0
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_unscaling_the_inner_optimizer_after_the_first_step(both):
+    """Also if both were unscaled, and if a GradScaler made the first steps that is no longer used."""
+    net = torch.nn.Linear(100, 100)
+    inner = torch.optim.SGD(net.parameters(), lr=1.0)
+    opt, amp = SparseSync(inner, density=1.0), scaler()
+    train(net, opt)
+    for unscaled in ([], [inner, opt] if both else [inner]):
+        opt.zero_grad()
+        amp.scale(net(torch.ones(4, 100)).square().mean()).backward()
+        for optimizer in unscaled:
+            amp.unscale_(optimizer)
+        refused = pytest.raises(RuntimeError, match=r"unscale_\(\) was called with the inner SGD")
+        with refused if unscaled else contextlib.nullcontext():
+            amp.step(opt)
+            amp.update()
+    assert opt.steps == 4
+
+
+def test_a_scaled_step_without_gradients():
+    """torch then gives an int as sum over no device. The exchange takes place."""
+    opt, amp = SparseSync(torch.optim.SGD(torch.nn.Linear(100, 100).parameters(), lr=1.0)), scaler()
+    amp.scale(torch.ones(1))
+    amp.step(opt)
+    assert opt.exchanges == 1
 
 
 def test_a_step_of_the_inner_optimizer():

@@ -148,6 +148,10 @@ def test_torch_distributed_checkpoint():
     """get_optimizer_state_dict() would drop the state of this object: it is refused when saving."""
     net = torch.nn.Linear(80, 80)
     opt = SparseSync(torch.optim.AdamW(net.parameters()), density=0.05)
+    with pytest.raises(RuntimeError, match=r"get_optimizer_state_dict\(\) would drop"):
+        get_optimizer_state_dict(net, opt)  # it calls step() of an optimizer that has no state
+    assert opt.exchanges == 0
+    opt.zero_grad()
     net(torch.randn(4, 80)).sum().backward()
     opt.step()
     for opt.states_apart in (False, True):

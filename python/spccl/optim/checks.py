@@ -4,6 +4,9 @@ import gc
 import inspect
 import math
 import numbers
+import sys
+import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,9 +35,29 @@ def is_share(value: Any) -> bool:
     return is_number(value) and 0 < value <= 1
 
 
+def percent_hint(density: Any) -> str:
+    """For the error about a density that may be meant as percent."""
+    is_percent = is_number(density) and 1 < density <= 100
+    return f"; {density} percent is density={density / 100:g}" if is_percent else ""
+
+
+def warn_of_density_1(who: str, density: object) -> None:
+    """Warn, at the first line outside of spccl that led here, of the integer 1, which may be meant as percent."""
+    if not (isinstance(density, int) and density == 1):
+        return
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "spccl":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{who}: density=1 sends every entry; one percent is density=0.01. Write density=1.0 if all entries are meant",
+        stacklevel=level,
+    )
+
+
 def check_settings(s: Any) -> None:
     """Raises: ValueError that names the first setting of a `Settings` that is out of range or no number."""
-    require("density", s.density, callable(s.density) or is_share(s.density), "in (0, 1], or a function; 0.01 is 1%")
+    wanted = "in (0, 1], or a function; 0.01 is 1%" + percent_hint(s.density)
+    require("density", s.density, callable(s.density) or is_share(s.density), wanted)
     require("every", s.every, is_whole(s.every, 1), "a whole number, 1 or more")
     require("warmup", s.warmup, is_whole(s.warmup, 0), "a whole number, 0 or more")
     require("warmup", s.warmup, s.warmup == 0 or not callable(s.density), "0 when density is a function")
@@ -120,7 +143,8 @@ def refuse_ddp(params: Iterable[torch.Tensor], members: set[int]) -> None:
     over ranks among `members`, over which SparseSync averages."""
     trained = {id(p) for p in params}
     for model in _living(torch.nn.parallel.DistributedDataParallel):
-        if not any(id(p) in trained for p in model.parameters()):
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        if not any(id(p) in trained for name, p in named if name not in ignored):
             continue
         try:
             both = sorted(members.intersection(dist.get_process_group_ranks(model.process_group)))
@@ -135,15 +159,26 @@ def refuse_ddp(params: Iterable[torch.Tensor], members: set[int]) -> None:
             )
 
 
-def refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: RuntimeError if the unscale_() of a GradScaler was called with `optimizer` in this step."""
-    for scaler in _living(torch.amp.GradScaler):
-        state = scaler._per_optimizer_states.get(id(optimizer))
-        if state is not None and state["stage"].name == "UNSCALED":
-            raise RuntimeError(
-                f"SparseSync.step: scaler.unscale_() was called with the inner {type(optimizer).__name__}, and "
-                "scaler.step() with the SparseSync, which would unscale the gradients again; give both the SparseSync"
-            )
+def refuse_unscaled(
+    inner: torch.optim.Optimizer, sync: torch.optim.Optimizer, last: "weakref.ref[torch.amp.GradScaler] | None"
+) -> "weakref.ref[torch.amp.GradScaler] | None":
+    """The GradScaler whose step() calls that of `sync`. It is searched for only if it is not that of the `last` call.
+
+    Raises: RuntimeError if its unscale_() was called with `inner` in this step.
+    """
+    scaler = last() if last is not None else None
+    if scaler is None or id(sync) not in scaler._per_optimizer_states:
+        calling = [s for s in _living(torch.amp.GradScaler) if id(sync) in s._per_optimizer_states]
+        if not calling:
+            return None
+        scaler, last = calling[0], weakref.ref(calling[0])
+    state = scaler._per_optimizer_states.get(id(inner))
+    if state is not None and state["stage"].name == "UNSCALED":
+        raise RuntimeError(
+            f"SparseSync.step: scaler.unscale_() was called with the inner {type(inner).__name__}, and "
+            "scaler.step() with the SparseSync, which would unscale the gradients again; give both the SparseSync"
+        )
+    return last
 
 
 def _living(kind: type) -> list[Any]:

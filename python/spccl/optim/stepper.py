@@ -40,8 +40,8 @@ class Stepper:
         if any(g.dtype == torch.float16 for g in grads):
             kind = type(self.optimizer).__name__
             raise ValueError(
-                f"SparseSync.step: GradScaler with float16 parameters and a {kind} that does not divide by the scale "
-                f"itself: their gradients would be divided in float16, and small ones lost. Make {kind} with "
+                f"SparseSync.step: GradScaler with float16 parameters and an optimizer {kind} that does not divide by "
+                f"the scale itself: their gradients would be divided in float16, and small ones lost. Make {kind} with "
                 "fused=True, or keep the parameters in float32 and use torch.autocast"
             )
         for g in grads:

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,18 +137,13 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         checks.check_group(group)
         if overlap is not None:
             overlaps.check_module(overlap)
-        if type(density) is int:
-            warnings.warn(
-                f"SparseSync: density={density} sends everything, and no bytes are saved; for {density}% pass "
-                f"density={density / 100}, for everything without this warning density={float(density)}",
-                stacklevel=2,
-            )
         self.inner = optimizer
         self.settings = Settings(
             density, every, warmup, sample, min_numel, decay, outer_lr, outer_momentum, correct_second_moment,
             clip_norm, check_finite, check_every, norm_every, bucket_mb, seed, wire_dtype, chunk, bits,
             overlap is not None,
         )  # fmt: skip
+        checks.warn_of_density_1("SparseSync", density)
         super().__setstate__({})  # hooks of torch.optim.Optimizer; its __init__ would make parameter groups of its own
         self.ranks = Ranks(group)
         self.steps = 0  # calls of step()
@@ -177,6 +171,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
         self._tally = measure.Tally(weakref.proxy(self))  # no cycle: `del opt` frees it, and the hooks of overlap
         self._stepper = Stepper(optimizer)
         self._is_first_step = True  # of this object; a loaded state does not change it
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None  # that called the last scaled step
         self._overlap = None if overlap is None else overlaps.Overlap(overlap, self.transfers)
 
     # -- construction ------------------------------------------------------------------------------
@@ -272,9 +267,9 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             closure: computes the loss and calls backward(). It is called once, before the local step.
         Returns: what the closure returned; None without one.
         Raises: RuntimeError if parameters were added, removed, replaced or moved, inside `global_weights`, if a check
-            finds different global weights, or if a checkpoint was loaded without this rank's state; at the first step
-            if DDP averages the gradients over the same ranks, or if GradScaler unscaled the inner optimizer;
-            ValueError for float16 gradients that GradScaler scaled, unless the inner optimizer is fused;
+            finds different global weights, or if a checkpoint was loaded without this rank's state, or if
+            GradScaler unscaled the inner optimizer; at the first step if DDP averages the gradients over the same
+            ranks; ValueError for float16 gradients that GradScaler scaled, unless the inner optimizer is fused;
             torch.distributed.DistBackendError if a rank is lost.
         """
         if self.in_globals:
@@ -286,7 +281,9 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                 loss = closure()
         self._require_same_parameters()
         if self._is_first_step:
-            self._look_around()
+            self._refuse_other_averaging()
+        if getattr(self, "found_inf", None) is not None:
+            self._scaler = checks.refuse_unscaled(self.inner, self, self._scaler)
         self.wait()
         exchanging = (self.steps + 1) % self.settings.every == 0
         self._tally.before_step()
@@ -322,13 +319,12 @@ class SparseSync(HasStats, torch.optim.Optimizer):
                     "model.to() and the like before the optimizer is made"
                 )
 
-    def _look_around(self) -> None:
-        """At the first step, refuse what else would average or unscale the gradients. Both may come after this object
-        was made."""
+    def _refuse_other_averaging(self) -> None:
+        """At the first step, because a DDP module may come after this object was made. The first step may also be that
+        of torch's get_optimizer_state_dict()."""
+        checkpoint.refuse_torch_checkpoint(self)
         if self.ranks.world_size > 1:
             checks.refuse_ddp((w.param for w in self._weights), self.ranks.members())
-        if getattr(self, "grad_scale", None) is not None:
-            checks.refuse_unscaled(self.inner)
         self._is_first_step = False
 
     # -- the local step ----------------------------------------------------------------------------
@@ -341,7 +337,7 @@ class SparseSync(HasStats, torch.optim.Optimizer):
             coalesce_gradients(w.param for w in self._weights)
         grads = [g for w in self._weights if (g := gradient(w.param)) is not None]
         scale = self._stepper.unscale(grads, getattr(self, "grad_scale", None))
-        if found_inf is not None and found_inf.item() != 0:
+        if found_inf is not None and float(found_inf) != 0:  # a tensor; 0 if there is no gradient
             self._tally.skipped += 1
             return False
         if measures and (grads or self._shards):

@@ -114,7 +114,7 @@ CHANGES = {
 
 def second_pass_with_momentum_is_refused() -> None:
     """Whatever a training loop does to the averages between the passes, other than zeroing them."""
-    words = "a second backward pass adds to the gradient", "model.no_sync()", "model.zero_grad()", "freeze", "Start again"
+    words = "a second backward pass adds to the gradient", "model.no_sync()", "model.zero_grad()", "Start again"
     for as_view, one_between, change in itertools.product((False, True), (False, True), CHANGES.values()):
         model, hook = wrap({"momentum": 0.9}, gradient_as_bucket_view=as_view)
         model(wanted(RANK, 0)).backward()
@@ -140,12 +140,13 @@ def zeroed_gradients_are_seldom_read() -> None:
         assert read.call_count == 4 * len(SHAPES), read.call_count
         if loads:
             hook.load_state_dict(hook.state_dict())
-        passes = 0
+        passes: list[int] = []
         with raises(RuntimeError, "a second backward pass adds to the gradient"):
-            for passes in range(70):
+            for number in range(70):
+                passes.append(number)
                 model(wanted(RANK, 0)).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        assert (passes == 1) if loads else (1 < passes < 61), passes
+        assert (len(passes) == 2) if loads else (2 < len(passes) < 62), len(passes)
 
 
 def second_pass_without_momentum_is_right() -> None:

@@ -181,6 +181,11 @@ def what_averages_twice():
     with raises(RuntimeError, "DistributedDataParallel", f"averages the gradients over ranks {both}", "use one of"):
         steps(opt, net, 1)
     del wrapped
+    ignoring = torch.nn.Sequential(net, torch.nn.Linear(2, 2))
+    ddp._set_params_and_buffers_to_ignore_for_model(ignoring, [f"0.{name}" for name, _ in net.named_parameters()])
+    ignoring = ddp(ignoring)
+    steps(opt, net, 1)
+    assert ignoring.module[0] is net
     other = ddp(net, process_group=alone)
     steps(opt, net, 1)
     assert other.module is net
