@@ -55,7 +55,8 @@ def find_ddp_by_hook(state: object) -> torch.nn.parallel.DistributedDataParallel
     if len(models) != 1:
         raise RuntimeError(
             f"PrunedGradients: {len(models)} DistributedDataParallel modules have this object as state of a hook, "
-            "wanted 1; call PrunedGradients(...).register(model), with one object per model"
+            "wanted 1; call PrunedGradients(...).register(model, optimizer=optimizer), with one object per "
+            "model"
         )
     return models[0]
 

@@ -51,17 +51,17 @@ _watches = False
 def warn_at_first_step(hook: Any, params: Iterable[torch.Tensor], instead: str) -> None:
     """Warn if the first optimizer that steps one of `params` does not suit `hook`, a `PruningHook`.
 
-    torch calls `_look` before each step of any optimizer. A compiled step is not looked at.
+    torch calls `_warn_of_unsuited` before each step of any optimizer. A compiled step is not looked at.
     Args: instead: how SparseSync is used here.
     """
     global _watches
     if not _watches:
-        register_optimizer_step_pre_hook(_look)
+        register_optimizer_step_pre_hook(_warn_of_unsuited)
         _watches = True
     _unseen[hook] = {id(param) for param in params}, instead
 
 
-def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _warn_of_unsuited(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or not _unseen:
         return
     for hook, (params, instead) in list(_unseen.items()):

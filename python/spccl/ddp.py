@@ -283,7 +283,7 @@ class PrunedGradients(PruningHook):
         assert model is not None  # it calls
         self._skip_unused = bool(model.find_unused_parameters or model.static_graph)
         if self._skip_unused and not in_backward():
-            # A shadow pass of Join: what is not 0 here is residual, which other ranks take only of used parameters.
+            # A shadow pass of Join. It sends residuals, which the other ranks take only of used parameters.
             self._skip_unused = False
             if model.find_unused_parameters:
                 model.reducer._get_local_used_map().fill_(1)

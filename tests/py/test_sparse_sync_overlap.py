@@ -5,6 +5,8 @@ One rank alone has pending exchanges too: what it sent is missing from its weigh
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 import weakref
 
@@ -87,6 +89,19 @@ def test_loading_a_model_ends_the_exchange():
     assert all(torch.equal(value, start[name]) for name, value in net.state_dict().items())
 
 
+def test_a_copy_or_a_saved_model_waits_for_nothing():
+    net, opt = made(Lists, True)
+    train(net, opt, 2)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for other in (copy.deepcopy(net), torch.load(file, weights_only=False)):
+        train(net, opt, 1)
+        assert opt.transfers.pending
+        other(torch.randn(8, 70)).sum().backward()
+        assert opt.transfers.pending
+
+
 def test_a_dropped_object_leaves_nothing_in_the_model():
     """`del opt` ends the exchange, and frees hooks and buffers at once; a copy of the model keeps hooks that do
     nothing."""
@@ -95,7 +110,7 @@ def test_a_dropped_object_leaves_nothing_in_the_model():
     train(other, plain, 3)
     assert opt.transfers.pending
     buffers = weakref.ref(opt.transfers)
-    copy = torch.optim.swa_utils.AveragedModel(net)
+    average = torch.optim.swa_utils.AveragedModel(net)
     del opt
     assert buffers() is None
     for module in net.modules():
@@ -103,4 +118,4 @@ def test_a_dropped_object_leaves_nothing_in_the_model():
         assert not module._state_dict_pre_hooks
     for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    copy(torch.randn(2, 70))
+    average(torch.randn(2, 70))

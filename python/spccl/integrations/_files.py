@@ -115,10 +115,9 @@ def _load(part: PrunedGradients | SparseSync, folder: Path, state: dict[str, Any
 
 def figures(part: PrunedGradients | SparseSync, prefix: str = "spccl") -> dict[str, float]:
     """The numbers of a part's statistics, for a log, as PREFIX/NAME. Waits for the device."""
-    found = part.stats() if hasattr(part, "stats") else part.summary()
     return {
         f"{prefix}/{name}": value
-        for name, value in found.items()
+        for name, value in part.stats().items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 

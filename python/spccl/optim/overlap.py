@@ -76,13 +76,13 @@ class Overlap:
         for module in model.modules():
             own = sorted({place[id(p)] for p in _used_by(module) if id(p) in place})
             if own:
-                wait = _wait_for(weakref.ref(transfers), own)  # a copy of the module has this hook for ever
+                wait = _Wait(weakref.ref(transfers), own)
                 handles.append(module.register_forward_pre_hook(wait, prepend=True))
                 handles.append(module.register_state_dict_pre_hook(wait))
                 handles.append(module.register_load_state_dict_pre_hook(wait))
         for i, bucket in enumerate(buckets):
             for w in bucket.weights:
-                after = _after_gradient(w.name, i, transfers.pending)
+                after = _RefusePending(w.name, i, transfers.pending)
                 handles.append(w.param.register_post_accumulate_grad_hook(after))
                 _installed[w.param] = weakref.ref(self)
         self._finalizer = weakref.finalize(self, _close, transfers, handles)
@@ -123,24 +123,43 @@ def _has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
-def _wait_for(transfers: weakref.ref[Transfers], own: list[int]) -> Callable:
-    """A hook for before a module's forward(), state_dict() or load_state_dict(), whatever it is called with."""
+class _Hook:
+    """A hook of a module or parameter. A copy of the model, or one that torch.save wrote, has one that does nothing."""
 
-    def hook(*args: Any) -> None:
-        under_way = transfers()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+class _Wait(_Hook):
+    """For before a module's forward(), state_dict() or load_state_dict(), whatever it is called with."""
+
+    def __init__(self, transfers: weakref.ref[Transfers], own: list[int]):
+        self._transfers, self._own = transfers, own
+
+    def __call__(self, *args: Any) -> None:
+        under_way = self._transfers()
         if under_way is not None:
-            under_way.finish(own)
-
-    return hook
+            under_way.finish(self._own)
 
 
-def _after_gradient(name: str, bucket: int, pending: Mapping[int, Any]) -> Callable:
-    def hook(param: torch.Tensor) -> None:
-        if bucket in pending:
+class _RefusePending(_Hook):
+    """For after a parameter's gradient."""
+
+    def __init__(self, name: str, bucket: int, pending: Mapping[int, Any]):
+        self._name, self._bucket, self._pending = name, bucket, pending
+
+    def __call__(self, param: torch.Tensor) -> None:
+        if self._bucket in self._pending:
             raise RuntimeError(
-                f"SparseSync: parameter {name} has a gradient, and the exchange before was not waited for: it was used "
-                "outside the forward pass of the module that owns it. Call opt.wait() before such a use, or leave "
-                "overlap out"
+                f"SparseSync: parameter {self._name} has a gradient, and the exchange before was not waited for: it "
+                "was used outside the forward pass of the module that owns it. Call opt.wait() before such a use, or "
+                "leave overlap out"
             )
-
-    return hook
