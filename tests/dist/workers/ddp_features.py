@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import time
 import warnings
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -300,6 +302,23 @@ def layer_frozen_after_ddp_was_made() -> None:
     assert not hook.state_dict()["parameters"]["mid"]["residual"].any()
 
 
+def a_late_rank_is_waited_for_until_the_timeout() -> None:
+    """Of the group that the hook uses, however DDP waits for the buckets."""
+    for settings in ({"bucket_cap_mb": 0.03}, {"static_graph": True}, {"find_unused_parameters": True}):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        model, _ = wrap({"momentum": 0.9}, process_group=group, **settings)
+        step_once(model, wanted(RANK, 0))
+        model.zero_grad()
+        loss = model(wanted(RANK, 1))  # DDP makes its buckets anew, in a collective
+        dist.barrier()
+        if RANK == 0:
+            began = time.monotonic()
+            with raises(RuntimeError):
+                loss.backward()
+            assert 1.5 < time.monotonic() - began < 10, time.monotonic() - began
+        dist.barrier()
+
+
 CASES = [
     static_graph_resumed,
     static_graph_set_after_register,
@@ -313,6 +332,7 @@ CASES = [
     uneven_inputs_with_unused_parameters,
     copies_have_no_hook,
     layer_frozen_after_ddp_was_made,
+    a_late_rank_is_waited_for_until_the_timeout,
 ]
 
 if __name__ == "__main__":
