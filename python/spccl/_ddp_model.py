@@ -1,11 +1,12 @@
 """The DDP module under a model, its parameters, and gradients that hold an earlier average: for `spccl.ddp`."""
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ._backward import at_end_of_backward, in_backward, pass_number
 from ._hook import LeftOutHook
 from ._hook_state import Layout, contiguous, plain_name
 
@@ -122,7 +123,7 @@ class LastAverages:
         return next((name for name in names if name in self._reused and in_backward()), None)
 
     def _note_reused(self, _: Any) -> None:
-        number = torch._C._current_graph_task_id()
+        number = pass_number()
         if self._pass == number:
             return
         self._pass = number
@@ -159,16 +160,6 @@ class LastAverages:
 
 _FIRST_PASSES = 4
 _PASSES_BETWEEN_READS = 61
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is under way on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Run `call` when the backward pass under way has ended, after the calls queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _has_nonzeros(grad: torch.Tensor) -> bool:

@@ -28,6 +28,8 @@ class PruningHook(HasStats):
     `_prune_flat` and, around its all-reduce, `_limited`; `_begin_step` and `_end_step` around each backward pass.
     """
 
+    _made_by: str | None = None  # the function that a user calls to make one, if not the class
+
     def __init__(
         self,
         density: float = 0.01,
@@ -48,6 +50,7 @@ class PruningHook(HasStats):
         **unknown: Any,
     ):
         self._who = type(self).__name__
+        self._by = self._made_by or self._who
         if unknown:
             self._refuse_unknown(unknown)
         self._check_density(density)
@@ -215,7 +218,7 @@ class PruningHook(HasStats):
             self._averages[device] = name in backend.AVERAGING
             if name != "spccl":
                 warnings.warn(
-                    f"{self._who}: the group's backend for {device.type} is {name!r}, not 'spccl': "
+                    f"{self._by}: the group's backend for {device.type} is {name!r}, not 'spccl': "
                     "gradients are pruned, but all bytes still travel. "
                     'Use init_process_group("spccl") to save them.',
                     stacklevel=2,
@@ -324,7 +327,7 @@ class PruningHook(HasStats):
         settings = [p for p in inspect.signature(PruningHook).parameters.values() if p.name != "unknown"]
         values = ((p.name, getattr(self, p.name), p.default) for p in settings)
         shown = [f"{name}={value!r}" for name, value, default in values if name == "density" or value != default]
-        return f"{self._who}({', '.join(shown)}; step {self.step})"
+        return f"{self._by}({', '.join(shown)}; step {self.step})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of a model with this hook have none. A hook that is on no model is copied."""
@@ -332,18 +335,18 @@ class PruningHook(HasStats):
 
     def _check_density(self, density: object) -> None:
         self._require("density", density, is_share(density), "in (0, 1]" + percent_hint(density))
-        warn_of_density_1(self._who, density)
+        warn_of_density_1(self._by, density)
 
     def _refuse_unknown(self, unknown: dict[str, Any]) -> NoReturn:
         name, value = next(iter(unknown.items()))
         settings = ", ".join(p for p in inspect.signature(PruningHook).parameters if p != "unknown")
         is_sparsity = name == "sparsity" and is_number(value) and 0 <= value < 1
         hint = f"; sparsity={value} is density={1 - value:g}" if is_sparsity else ""
-        raise TypeError(f"{self._who}: got {name}={value!r}, wanted one of the settings {settings}{hint}")
+        raise TypeError(f"{self._by}: got {name}={value!r}, wanted one of the settings {settings}{hint}")
 
     def _require(self, name: str, value: object, ok: bool, wanted: str) -> None:
         if not ok:
-            raise ValueError(f"{self._who}: {name}={value!r}, wanted {wanted}")
+            raise ValueError(f"{self._by}: {name}={value!r}, wanted {wanted}")
 
 
 class LeftOutHook:

@@ -67,7 +67,7 @@ def _warn_of_unsuited(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
     for hook, (params, instead) in list(_unseen.items()):
         if any(id(param) in params for group in optimizer.param_groups for param in group["params"]):
             del _unseen[hook]
-            who = f"{type(hook).__name__}: the first optimizer step"
+            who = f"{hook._by}: the first optimizer step"
             try:
                 refuse_adam(who, optimizer, instead)
                 refuse_momentum(who, hook.momentum, optimizer)

@@ -189,6 +189,13 @@ def unpack(who: str, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
         )
     if state["version"] not in (1, VERSION):
         raise ValueError(f"{who}.load_state_dict: version {state['version']!r}, wanted {VERSION} or 1")
+    for name, entry in state["parameters"].items():
+        missing = {"residual", "velocity"}.difference(entry)
+        if missing:
+            raise ValueError(
+                f"{who}.load_state_dict: the entry of parameter {name!r} has no {', '.join(sorted(missing))}; wanted "
+                f"what {who}.state_dict() returned"
+            )
     return {plain_name(name): dict(entry) for name, entry in state["parameters"].items()}
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from . import backend, prune
+from ._backward import at_end_of_backward, in_backward
 from ._hook_state import OnDevice
 from ._stats import OwnBytes
 
@@ -50,10 +51,9 @@ class Statistics:
             return
         wire = self._wire = self._wire or OwnBytes(group)
         wire.begin(group)
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             # A callback that queues the end: it comes after all that is queued by then, DDP's wait for the buckets too.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(lambda: wire.end(group)))
+            at_end_of_backward(lambda: at_end_of_backward(lambda: wire.end(group)))
 
     def end_step(self) -> None:
         self._last = self.now

@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from spccl import _hook_state, prune
 
+from ._backward import at_end_of_backward, in_backward
 from ._ddp_model import (
     LastAverages,
-    at_end_of_backward,
     find_ddp,
     find_ddp_by_hook,
-    in_backward,
     layouts,
     named,
     refuse_second_hook,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from spccl import _hook_state
 from spccl import prune as prune_
 
+from ._backward import at_end_of_backward, pass_number
 from ._fsdp_model import Unit, find_units
 from ._hook import PruningHook
 from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
@@ -100,6 +101,8 @@ class PrunedShards(PruningHook):
         torch.nn.utils.clip_grad_norm_: see docs/TRAINING.md; use clip_norm in its place.
     """
 
+    _made_by = _WHO
+
     def __init__(self, density: float = 0.01, **settings: Any):
         super().__init__(density, **settings)
         self._shard: tuple[int, int] | None = None  # number of this rank's shard, of how many; None before prune()
@@ -136,7 +139,7 @@ class PrunedShards(PruningHook):
         if unit.hold_back(grad):
             return
         began = time.perf_counter()
-        if self._backward != torch._C._current_graph_task_id():
+        if self._backward != pass_number():
             self._begin_step()
         world_size = dist.get_world_size(self._group)
         average = self._backend_averages(grad.device) and not unit.sums() and not unit.forces_sum()
@@ -151,15 +154,15 @@ class PrunedShards(PruningHook):
                 dist.all_reduce(grad, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group=self._group)
 
     def _begin_step(self) -> None:
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = pass_number()
         super()._begin_step()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish_step)
+        at_end_of_backward(self._finish_step)
 
     def _finish_step(self) -> None:
         self._backward = -1
         if self._units[0].in_backward():
             raise RuntimeError(
-                f"PrunedShards: rank {dist.get_rank()}: a backward pass has ended inside the backward pass of the "
+                f"{_WHO}: rank {dist.get_rank()}: a backward pass has ended inside the backward pass of the "
                 "model, as with checkpoint(..., use_reentrant=True) around modules that fully_shard() was called on; "
                 "each would count as a step. Use use_reentrant=False, or checkpoint inside these modules"
             )
@@ -177,7 +180,7 @@ class PrunedShards(PruningHook):
         if grad.numel() != unit.length:
             names = ", ".join(part.name for part in unit.parts)
             raise RuntimeError(
-                f"PrunedShards: rank {dist.get_rank()}: the reduced gradient of ({names}) has {grad.numel()} elements, "
+                f"{_WHO}: rank {dist.get_rank()}: the reduced gradient of ({names}) has {grad.numel()} elements, "
                 f"wanted {unit.length}: some of these parameters got no gradient in this backward pass, or were frozen "
                 "or unfrozen after spccl.fsdp.prune(). Freeze parameters before it; for parameters that are used only "
                 "at times call model.set_reduce_scatter_unused_params(True) (torch 2.13), or give them a fully_shard() "

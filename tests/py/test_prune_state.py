@@ -193,6 +193,12 @@ def test_percent_as_density_is_explained(recwarn):
         ddp.PrunedGradients(density=1)
 
 
+def test_a_state_with_a_part_missing_is_refused():
+    state = {"version": 2, "world_size": 1, "step": 3, "seed": 0, "parameters": {"weight": {"residual": None}}}
+    with pytest.raises(ValueError, match=r"PrunedGradients.load_state_dict: .* 'weight' has no velocity; wanted what"):
+        ddp.PrunedGradients().load_state_dict(state)
+
+
 def test_a_hook_on_no_model_is_copied_whole():
     hook = ddp.PrunedGradients(0.02, momentum=0.9)
     for other in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):

@@ -412,9 +412,10 @@ def refused() -> None:
     adam = torch.optim.AdamW(model.parameters())
     with raises(ValueError, who, "AdamW", "SparseSync", 'mesh.get_group("replicate")', "allow_adam"):
         fsdp.prune(model, optimizer=adam)
-    with raises(ValueError, "density=2", "(0, 1]"):
+    with raises(ValueError, f"{who}: density=2", "(0, 1]"):
         fsdp.prune(model, density=2)
-    with raises(TypeError, "no_such"):
+    assert repr(fsdp.PrunedShards(0.05)) == "spccl.fsdp.prune(density=0.05; step 0)"
+    with raises(TypeError, f"{who}: got no_such"):
         fsdp.prune(model, no_such=1)
     with raises(RuntimeError, "on no model", "spccl.fsdp.prune(model)"):
         fsdp.PrunedShards().load_state_dict({})
@@ -429,7 +430,7 @@ def gloo_between_replicas() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         nothing_is_lost(over=mesh["shard"], group=groups[SHARD])
-        assert sum("PrunedShards" in str(w.message) and "'gloo'" in str(w.message) for w in seen) == 1, seen
+        assert sum("spccl.fsdp.prune: " in str(w.message) and "'gloo'" in str(w.message) for w in seen) == 1, seen
 
 
 CASES = [
