@@ -207,7 +207,7 @@ class Backend final : public c10d::Backend
     std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
 };
 
-/* Let backend.py add the inner Gloo and NCCL to `bare`. Returns Gloo, which listens at `local_ip`. */
+/* Let _torch_inner.py add the inner Gloo and NCCL to `bare`. Returns Gloo, which listens at `local_ip`. */
 c10::intrusive_ptr<c10d::Backend> add_inner_groups(const c10::intrusive_ptr<c10d::ProcessGroup> &bare,
                                                    const std::string &name,
                                                    const std::vector<int64_t> &global_ranks,
