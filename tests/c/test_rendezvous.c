@@ -173,6 +173,12 @@ static void test_next_address(void)
     id.bytes[SP_RDV_IPS_AT] = 5;
     refresh_checksum(&id);
     CHECK(sp_rendezvous_connect(&id, 5000, &s, secret) == SPCCL_ERR_ARG, "family 5");
+    memset(id.bytes + SP_RDV_IPS_AT, 6, SP_RDV_CHECKSUM_AT - SP_RDV_IPS_AT);
+    for (int k = 0; k < 4; k++) { /* three addresses of IPv6 fit */
+        id.bytes[10] = (char)"\0\x04\x80\xff"[k];
+        refresh_checksum(&id);
+        CHECK(sp_rendezvous_connect(&id, 5000, &s, secret) == SPCCL_ERR_ARG, "%d addresses", id.bytes[10]);
+    }
 }
 
 /* The process that made the id is killed, but its child lives on with copies of its descriptors. A client

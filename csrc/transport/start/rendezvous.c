@@ -155,13 +155,14 @@ spccl_status sp_rendezvous_explain(const spccl_store *store, spccl_status st)
 static spccl_status read_id(const spccl_unique_id *id, sp_ips *to)
 {
     size_t at = SP_RDV_IPS_AT;
+    int n = (uint8_t)id->bytes[10];
     if (sp_load_le32(id->bytes) != SP_RDV_ID_MAGIC ||
         sp_load_le32(id->bytes + SP_RDV_CHECKSUM_AT) != sp_rdv_checksum(id->bytes))
         return SP_FAIL(SPCCL_ERR_ARG, "these 128 bytes are not a unique id, or they are damaged");
     if (sp_load_le32(id->bytes + 4) != SP_RDV_ID_VERSION)
         return SP_FAIL(SPCCL_ERR_VERSION, "unique id of version %u, this library reads %u",
                        sp_load_le32(id->bytes + 4), SP_RDV_ID_VERSION);
-    for (to->n = 0; to->n < id->bytes[10] && to->n < SP_IPS_MAX; to->n++) {
+    for (to->n = 0; to->n < n && to->n < SP_IPS_MAX; to->n++) {
         size_t ip_bytes = id->bytes[at] == 4 ? 4 : 16;
         if ((id->bytes[at] != 4 && id->bytes[at] != 6) || at + 1 + ip_bytes > SP_RDV_CHECKSUM_AT)
             break;
@@ -169,8 +170,9 @@ static spccl_status read_id(const spccl_unique_id *id, sp_ips *to)
                   sp_load_le16(id->bytes + 8));
         at += 1 + ip_bytes;
     }
-    if (to->n == 0 || to->n != id->bytes[10])
-        return SP_FAIL(SPCCL_ERR_ARG, "unique id: address %d of %d is none", to->n + 1, id->bytes[10]);
+    if (to->n == 0 || to->n != n)
+        return SP_FAIL(SPCCL_ERR_ARG, "unique id: it has %d good addresses, wanted %d: is it damaged?", to->n,
+                       n);
     return SPCCL_OK;
 }
 
