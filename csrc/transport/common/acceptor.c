@@ -80,7 +80,7 @@ static bool is_shortage(int error)
 }
 
 /* There is no descriptor for a connection, which stays in the kernel's backlog. Other threads may close some soon, and
- * silent connections hold some. */
+ * silent connections hold some: the oldest is closed, also if the caller gets an error and goes on. */
 static spccl_status wait_for_descriptors(sp_acceptor *a, int64_t now_ns)
 {
     spccl_status st = SP_FAIL_ERRNO(SPCCL_ERR_SYSTEM, "rank %d: accepting a connection", a->config.rank);
@@ -89,11 +89,9 @@ static spccl_status wait_for_descriptors(sp_acceptor *a, int64_t now_ns)
         sp_log(SP_LOG_WARN, a->config.rank, "%s; trying again for %d s", spccl_last_error(),
                (int)(SHORT_NS / 1000000000));
     }
-    if (now_ns - a->short_since_ns >= SHORT_NS)
-        return st;
     if (a->n_pending > 0)
         evict_oldest(a, now_ns);
-    return SPCCL_OK;
+    return now_ns - a->short_since_ns >= SHORT_NS ? st : SPCCL_OK;
 }
 
 static spccl_status accept_new(sp_acceptor *a, int64_t now_ns)

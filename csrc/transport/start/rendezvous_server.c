@@ -212,11 +212,13 @@ static bool step_client(struct server *s, struct client *c)
     }
 }
 
-/* Sleep until a socket is ready, a new connection comes, or the deadline of a waiting client passes. */
+/* Sleep until a socket is ready, a new connection comes, or the deadline of a waiting client passes. While the process
+ * lacks descriptors, a connection that cannot be accepted would end each sleep at once: look again after 20 ms. */
 static void wait_for_events(struct server *s)
 {
-    int n = 0, timeout_ms = 1000;
-    s->polls[n++] = (struct pollfd){.fd = s->acceptor.listen_fd, .events = POLLIN};
+    const bool is_short = s->acceptor.short_since_ns != 0;
+    int n = 0, timeout_ms = is_short ? 20 : 1000;
+    s->polls[n++] = (struct pollfd){.fd = s->acceptor.listen_fd, .events = is_short ? 0 : POLLIN};
     for (int i = 0; i < s->acceptor.n_pending; i++)
         s->polls[n++] = (struct pollfd){.fd = s->acceptor.pending[i].hs.fd, .events = POLLIN};
     for (int i = 0; i < s->n_clients; i++) {
