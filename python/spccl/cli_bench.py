@@ -110,7 +110,7 @@ def _write(path: Path | None, text: Callable[[], str]) -> None:
     "--hosts",
     type=click.IntRange(2, 64),
     help="Spread the ranks over so many emulated hosts: network namespaces with shaped links (root, iproute2).  "
-    "[default: none; with it --ranks is the number of hosts]",
+    "[default: none; with it the default of --ranks is the number of hosts]",
 )
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of an emulated host's link, as tc writes it.")
 @click.option(
