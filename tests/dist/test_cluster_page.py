@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -62,7 +63,7 @@ class Pcs:
         agent = folder / "agent"  # in place of ssh. mpirun passes the host, then a line for its shell
         agent.write_text(
             f'#!/bin/sh\ncase $1 in {hosts.address(0)}) pc="{names[0]} pc1" ;; *) pc="{names[1]} pc2" ;; esac\n'
-            f'shift\nexec {" ".join(ENTER)} $pc sh -c "$*"\n'
+            f'shift\nexec {shlex.join(ENTER)} $pc sh -c "$*"\n'
         )
         agent.chmod(0o755)
         self.env = dict(
