@@ -335,7 +335,7 @@ def one_object_on_two_models_is_refused() -> None:
     models = [DistributedDataParallel(Probe()) for _ in range(2)]
     for model in models:
         model.register_comm_hook(state, ddp.pruned_gradients_hook)
-    with raises(RuntimeError, "2 DistributedDataParallel modules", "register(model)"):
+    with raises(RuntimeError, "2 DistributedDataParallel modules", "register(model, optimizer=optimizer)"):
         step_once(models[0], wanted(RANK, 0))
     first, state = wrap({})
     second = DistributedDataParallel(Probe())
