@@ -50,7 +50,7 @@ class _RankStates(TrainerCallback):
         return self._train(resume_from_checkpoint, *args, **kwargs)
 
     def _log_more(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Beside the loss: not with what evaluate() logs."""
+        """Log the statistics where the Trainer logs a loss of training; evaluate() logs none."""
         if "loss" in logs and (part := self._part()) is not None:
             logs.update(figures(part))
         self._log(logs, *args, **kwargs)
