@@ -6,7 +6,7 @@
 #include "cuda_cases.h"
 #include "cuda_sums.h"
 
-#include "transport/fault.h"
+#include "fault.h"
 
 /* The next groups have so many proxies per rank: 1, 2, 3, 5, and again. */
 static inline void next_proxies(void)

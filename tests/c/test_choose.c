@@ -3,7 +3,7 @@
  * and groups share ranks. A wrong choice shows as a mismatch error, or as memories that differ. */
 #include "core/run/comm.h"
 #include "ranks.h"
-#include "transport/fault.h"
+#include "fault.h"
 
 #include <stdbool.h>
 

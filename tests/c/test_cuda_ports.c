@@ -2,7 +2,7 @@
  * every transport of this machine, wrong triggers, wrong messages, lost peers. Ranks are threads. */
 #include "channel_ranks.h"
 
-#include "transport/fault.h"
+#include "fault.h"
 
 #define CAP ((size_t)3 << 20)
 

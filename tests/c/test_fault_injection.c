@@ -1,10 +1,10 @@
-/* test_fault_injection.c - collectives over a transport that injects faults (transport/fault.h).
+/* test_fault_injection.c - collectives over a transport that injects faults (fault.h).
  *   delays: calls return AGAIN although they could go on. Every result must be right.
  *   cut connections: every rank must get an error that names a rank.
  *   flipped bits in an envelope or a frame's header: an error, or the right result.
  *   flipped bits in the payload, which has no checksum: no crash, no hang, no access outside a buffer. */
 #include "ranks.h"
-#include "transport/fault.h"
+#include "fault.h"
 
 #include <stdbool.h>
 

@@ -1,13 +1,13 @@
 /* test_next_transport.c - a transport that fails for a pair of ranks at start-up: both ends take the next one, with one
  * warning, and collectives are right. Ranks are threads. With TEST_ONLY_TRANSPORT it is ib that fails, in the guest of
- * tools/softroce.py, and the next one is a net plugin; else transport/fault.h.
+ * tools/softroce.py, and the next one is a net plugin; else fault.h.
  * There it also tests what ib has to do with cards: which devices it finds and chooses, and a card that a plugin wants. */
 #include "captured_log.h"
 #include "ranks.h"
 
 #include "core/base/status.h"
 #include "core/run/comm.h"
-#include "transport/fault.h"
+#include "fault.h"
 #include "transport/net/ib_verbs.h"
 
 #define N_RANKS 3

@@ -1,7 +1,7 @@
 /* fault.c - see fault.h. It keeps the contract of transport.h. A message that peek has shown is shown again,
  * and a reservation can be repeated with a smaller size. After an SPCCL_AGAIN without reason, arm reports a
  * change, so that the caller does not sleep. */
-#include "transport/fault.h"
+#include "fault.h"
 
 #include "core/base/mem.h"
 #include "core/base/status.h"
