@@ -3,9 +3,9 @@
  * also writes all values to that file, for bench/schedule_bytes.py. */
 #include "core/base/mem.h"
 #include "core/format/density_rule.h"
-#include "core/plan/plan_cost.h"
 #include "core/plan/tune_coll.h"
 #include "core/run/comm.h"
+#include "plan_cost_sums.h"
 #include "ranks.h"
 
 #define N_ELEMS ((size_t)(256 << 10) + 7700) /* of all ranks together */
@@ -139,7 +139,7 @@ static double error_of(const struct measured *m, int z, int p, double density, d
                          .density = density,
                          .sum_density = sum_density};
     sp_plan_cost cost;
-    CHECK(sp_plan_cost_of(pairs[p].schedule, &m->group, &call, &cost), "no cost of %s %s",
+    CHECK(cost_of(pairs[p].schedule, &m->group, &call, &cost), "no cost of %s %s",
           sp_schedule_name(pairs[p].schedule), sp_coll_name(pairs[p].coll));
     return (cost.local_bytes + cost.remote_bytes) / (double)m->wire_bytes[z][p] - 1;
 }
@@ -270,7 +270,7 @@ static void test_bytes_of_sums(void)
     sp_plan_cost cost;
     double n = 4 << 20, want = n * (2 + 4 + 4 + 3 * 2); /* 3 hops of each shard there, 3 hops back */
     sp_cost_group_init(&g, 4, NULL);
-    CHECK(sp_plan_cost_of(SP_SCHED_RING, &g, &c, &cost), "no cost");
+    CHECK(cost_of(SP_SCHED_RING, &g, &c, &cost), "no cost");
     CHECK(cost.local_bytes > want && cost.local_bytes < 1.01 * want, "%g bytes, wanted %g", cost.local_bytes,
           want);
 }
@@ -327,7 +327,7 @@ static void test_links(void)
             sp_plan_cost cost;
             if (pairs[p].coll == SP_BROADCAST && !equal)
                 continue;
-            CHECK(sp_plan_cost_of(pairs[p].schedule, &g, &c, &cost), "no cost");
+            CHECK(cost_of(pairs[p].schedule, &g, &c, &cost), "no cost");
             count_messages(hosts, p, c.slice_elems, want);
             for (int kind = 0; kind < 2; kind++) {
                 double got = kind == 0 ? cost.local_messages : cost.remote_messages;

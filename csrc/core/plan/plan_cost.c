@@ -285,8 +285,6 @@ static const cost_fn costs[SP_N_SCHEDULES] = {
     [SP_SCHED_DIRECT] = direct,
     [SP_SCHED_ONESHOT] = oneshot,
     [SP_SCHED_RELAYED] = relayed,
-    [SP_SCHED_RING] = sp_cost_ring,
-    [SP_SCHED_HIERARCHICAL] = sp_cost_hierarchical,
 };
 
 bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)

@@ -61,11 +61,8 @@ void sp_cost_add_results(const sp_cost_group *g, const sp_cost_call *c, bool rel
 void sp_cost_add_fixed(const sp_cost_group *g, int n_hops, bool relayed, double pass_bytes,
                        sp_plan_cost *out);
 
-/* The schedules that send sums of some ranks (plan_cost_sums.c). */
-bool sp_cost_ring(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
-bool sp_cost_hierarchical(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
-
-/* The cost of a call. False if the schedule does not have this collective, or has no cost function. */
+/* The cost of a call. False if the schedule does not have this collective, or is never chosen: of those,
+ * tests/c/plan_cost_sums.c has the costs. */
 bool sp_plan_cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out);
 
 /* Density of a sum of n_ranks contributions whose nonzeros are independent: 1 - (1 - density)^n_ranks. */

@@ -1,6 +1,6 @@
 /* plan_cost_sums.c - what the schedules cost that send sums of some ranks: ring and hierarchical. See plan_cost.h. The
- * library never chooses these two (choose.h), so only tests call this: they compare it with the bytes that run. */
-#include "core/plan/plan_cost.h"
+ * library never chooses these two (choose.h); test_plan_cost.c compares this with the bytes that run. */
+#include "plan_cost_sums.h"
 
 /* A sum of n_added of the ranks. The nonzeros of each rank are independent within a support: a share of all elements
  * that follows from both densities. With a small support the nonzeros of the ranks coincide. */
@@ -102,7 +102,7 @@ static void ring_results(const sp_cost_group *g, const sp_cost_call *c, senders 
     sp_cost_add(g, &call, &stage, out);
 }
 
-bool sp_cost_ring(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+static bool ring(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
 {
     double n = g->world_size, remote_share = g->n_hosts > 1 ? g->n_hosts / n : 0;
     senders both[2] = {{.hop = SP_HOP_IN_HOST, .share = 1 - remote_share},
@@ -135,7 +135,7 @@ static void host_sums(const sp_cost_group *g, const sp_cost_call *c, int size, s
     sp_cost_add(g, &call, &stage, out);
 }
 
-bool sp_cost_hierarchical(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+static bool hierarchical(const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
 {
     size_t bytes = c->n_elems * c->elem_bytes * (c->coll == SP_ALL_REDUCE ? 1 : (size_t)g->world_size);
     sp_cost_stage inside;
@@ -151,4 +151,13 @@ bool sp_cost_hierarchical(const sp_cost_group *g, const sp_cost_call *c, sp_plan
         sp_cost_add_results(g, c, true, out);
     sp_cost_add_fixed(g, c->coll == SP_ALL_REDUCE ? 3 : 2, false, 2 * (double)bytes, out);
     return true;
+}
+
+bool cost_of(sp_schedule schedule, const sp_cost_group *g, const sp_cost_call *c, sp_plan_cost *out)
+{
+    if (schedule != SP_SCHED_RING && schedule != SP_SCHED_HIERARCHICAL)
+        return sp_plan_cost_of(schedule, g, c, out);
+    *out = (sp_plan_cost){0};
+    return g->world_size == 1 || c->n_elems == 0 ||
+           (schedule == SP_SCHED_RING ? ring : hierarchical)(g, c, out);
 }
