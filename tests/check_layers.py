@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".h", ".c", ".inc", ".hpp", ".cpp", ".cu", ".cuh"}
 
 # Folder -> other folders whose headers its files may include. In core, a folder may include those on its left.
-CORE = ["csrc/core/base", "csrc/core/format", "csrc/core/contract", "csrc/core/plan", "csrc/core/run", "csrc/core/gpu"]
+CORE = [f"csrc/core/{name}" for name in ("base", "format", "contract", "plan", "run", "gpu", "prune")]
 CONTRACTS = {"csrc", *CORE[:3]}
 TRANSPORTS = {"csrc", "csrc/core/base", "csrc/core/contract", "csrc/transport/common"}
 MAY_INCLUDE: dict[str, set[str]] = {

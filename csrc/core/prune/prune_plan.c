@@ -1,7 +1,7 @@
-/* gpu_prune.c - prune plans, for host and GPU: checks the segments, copies them to the GPU of a plan that has one.
- * And spccl_cuda_prune. spccl_prune, on the host, is in core/run/prune.c. */
+/* prune_plan.c - prune plans, for host and GPU: checks the segments, copies them to the GPU of a plan that has one.
+ * And spccl_cuda_prune. spccl_prune, on the host, is in prune.c. */
 #include "core/gpu/gpu_comm.h"
-#include "core/gpu/gpu_pruned_sum.h"
+#include "core/prune/pruned_sum.h"
 
 #include "core/base/dtype.h"
 

@@ -1,9 +1,9 @@
-/* gpu_weights.c - spccl_weights_send and spccl_weights_receive on the host, and their arguments on both.
+/* weights.c - spccl_weights_send and spccl_weights_receive on the host, and their arguments on both.
  * The rules are in weights_rule.h and chunk_rule.h. */
 #include "core/base/chunk_rule.h"
 #include "core/base/weights_rule.h"
 #include "core/gpu/gpu_comm.h"
-#include "core/run/prune_plan.h"
+#include "core/prune/prune_plan.h"
 
 /* Errors unless the plan's segments have weights of both kinds, and `buffer` is aligned. */
 static spccl_status check(const spccl_prune_plan *plan, const void *buffer, const char *call)

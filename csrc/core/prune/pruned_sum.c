@@ -1,9 +1,9 @@
-/* gpu_pruned_sum.c - spccl_cuda_prune_all_reduce: prune a gradient, then sum what all ranks send. See pruned_lists.h.
+/* pruned_sum.c - spccl_cuda_prune_all_reduce: prune a gradient, then sum what all ranks send. See pruned_lists.h.
  *
  * Where lists cannot be used, this prunes and calls the all-reduce. All ranks decide the same, as the decision depends
  * only on what is the same on all ranks: the group, its windows, the sizes of the segments, options.density, and, until
  * there are windows, whether the call is captured. The first call that is not makes the windows, also one that asks. */
-#include "core/gpu/gpu_pruned_sum.h"
+#include "core/prune/pruned_sum.h"
 
 #include "core/base/env.h"
 #include "core/base/log.h"

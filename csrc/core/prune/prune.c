@@ -1,7 +1,7 @@
 /* prune.c - spccl_prune: pruning on the host. Takes thresholds from samples, prunes block by block through the
  * kernel table, and bounds what is sent. The rule is in prune_rule.h. */
 #include "core/base/abi.h"
-#include "core/run/prune_plan.h"
+#include "core/prune/prune_plan.h"
 
 #include <float.h>
 #include <math.h>

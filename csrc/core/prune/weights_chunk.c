@@ -1,7 +1,7 @@
 /* weights_chunk.c - spccl_weights_send by chunks, on the host (chunk_rule.h). */
 #include "core/base/bits.h"
 #include "core/base/chunk_rule.h"
-#include "core/run/prune_plan.h"
+#include "core/prune/prune_plan.h"
 
 #define N_BINS 2048u /* by the upper 11 of 31 bits */
 

@@ -1,4 +1,4 @@
-/* prune_plan.h - spccl_prune_plan: the checked segments of one gradient. core/gpu/gpu_prune.c creates plans and
+/* prune_plan.h - spccl_prune_plan: the checked segments of one gradient. prune_plan.c creates plans and
  * runs them on a GPU; prune.c runs them on the host. */
 #ifndef SP_PRUNE_PLAN_H
 #define SP_PRUNE_PLAN_H
