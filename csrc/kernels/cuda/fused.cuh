@@ -1,6 +1,5 @@
-// fused.cuh - a CTA of a fused collective: its warps and its shared memory. The kernels are spread over
-// gather_cuda.cu and reduce_*_cuda.cu, with a few dtypes in each file, so that they compile in parallel.
-// launch_cuda.cu launches them.
+// fused.cuh - a CTA of a fused collective: its warps and its shared memory. CMake makes gather_cuda.cu and
+// reduce_*_cuda.cu from kernels_cuda.cu.in, with the kernels of a few dtypes in each. launch_cuda.cu launches them.
 #ifndef SP_FUSED_CUH
 #define SP_FUSED_CUH
 
@@ -81,19 +80,5 @@ __device__ __forceinline__ bool sp_block_begin(const sp_fused_args &a, const sp_
 }
 
 typedef void (*sp_fused_kernel)(const sp_fused_args);
-
-// gather_cuda.cu: all-gather and broadcast of elements of elem_bytes bytes.
-sp_fused_kernel sp_gather_kernel_of(size_t elem_bytes);
-// reduce_*_cuda.cu: reductions of a dtype, or nullptr if another file has that dtype.
-sp_fused_kernel sp_reduce_kernel_of_floats(spccl_dtype dtype);
-sp_fused_kernel sp_reduce_kernel_of_halves(spccl_dtype dtype);
-sp_fused_kernel sp_reduce_kernel_of_ints(spccl_dtype dtype);
-sp_fused_kernel sp_reduce_kernel_of_small_ints(spccl_dtype dtype);
-// *_remote_cuda.cu: the same kernels with copy warps (copy_warp.cuh).
-sp_fused_kernel sp_gather_remote_kernel_of(size_t elem_bytes);
-sp_fused_kernel sp_reduce_remote_kernel_of_floats(spccl_dtype dtype);
-sp_fused_kernel sp_reduce_remote_kernel_of_halves(spccl_dtype dtype);
-sp_fused_kernel sp_reduce_remote_kernel_of_ints(spccl_dtype dtype);
-sp_fused_kernel sp_reduce_remote_kernel_of_small_ints(spccl_dtype dtype);
 
 #endif

@@ -1,26 +1,32 @@
 // launch_cuda.cu - picks and launches the kernel of a fused collective (docs/ALGORITHMS.md: The direct
-// schedule on a GPU). fused.cuh says in which file each kernel is; roles.cuh says what a worker is and what
-// its warps do.
+// schedule on a GPU). roles.cuh says what a worker is and what its warps do.
 #include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/fused.cuh"
 #include "kernels/cuda/kernels_cuda.h"
 
+// In the files made from kernels_cuda.cu.in: the kernel for a dtype or a size of elements; nullptr: not in that file.
+#define SP_DECLARE_KERNELS(name) sp_fused_kernel sp_##name##_kernel_of(int), sp_##name##_remote_kernel_of(int)
+SP_DECLARE_KERNELS(gather);
+SP_DECLARE_KERNELS(reduce_float);
+SP_DECLARE_KERNELS(reduce_half);
+SP_DECLARE_KERNELS(reduce_int);
+SP_DECLARE_KERNELS(reduce_small_int);
+
 // nullptr: float8. Callers have refused it, as float8 is only moved, never reduced.
-static sp_fused_kernel reduce_kernel_of(spccl_dtype dtype, bool remote)
+static sp_fused_kernel reduce_kernel_of(int dtype, bool remote)
 {
-    static sp_fused_kernel (*const local[])(spccl_dtype) = {
-        sp_reduce_kernel_of_floats, sp_reduce_kernel_of_halves, sp_reduce_kernel_of_ints,
-        sp_reduce_kernel_of_small_ints};
-    static sp_fused_kernel (*const others[])(spccl_dtype) = {
-        sp_reduce_remote_kernel_of_floats, sp_reduce_remote_kernel_of_halves, sp_reduce_remote_kernel_of_ints,
-        sp_reduce_remote_kernel_of_small_ints};
-    for (sp_fused_kernel (*of)(spccl_dtype) : remote ? others : local)
-        if (of(dtype) != nullptr)
-            return of(dtype);
+    static sp_fused_kernel (*const files[][2])(int) = {
+        {sp_reduce_float_kernel_of, sp_reduce_float_remote_kernel_of},
+        {sp_reduce_half_kernel_of, sp_reduce_half_remote_kernel_of},
+        {sp_reduce_int_kernel_of, sp_reduce_int_remote_kernel_of},
+        {sp_reduce_small_int_kernel_of, sp_reduce_small_int_remote_kernel_of}};
+    for (auto &of : files)
+        if (of[remote](dtype) != nullptr)
+            return of[remote](dtype);
     return nullptr;
 }
 
-static sp_fused_kernel gather_kernel_of(size_t elem_bytes, bool remote)
+static sp_fused_kernel gather_kernel_of(int elem_bytes, bool remote)
 {
     return remote ? sp_gather_remote_kernel_of(elem_bytes) : sp_gather_kernel_of(elem_bytes);
 }
@@ -30,7 +36,7 @@ static sp_fused_kernel kernel_of(const sp_fused_args *a)
     if (!sp_dtype_ok(a->dtype))
         return nullptr;
     return a->op == SP_FUSED_ALL_GATHER || a->op == SP_FUSED_BROADCAST
-               ? gather_kernel_of(sp_dtype_bytes(a->dtype), a->remote.slots != 0)
+               ? gather_kernel_of((int)sp_dtype_bytes(a->dtype), a->remote.slots != 0)
                : reduce_kernel_of(a->dtype, a->remote.slots != 0);
 }
 
@@ -84,10 +90,10 @@ extern "C" spccl_status sp_fused_cuda_workers_per_cta(int ordinal, uint32_t worl
                            shared, block_bytes((sp_fused_op)op, 1, 1, remote));
         out[op] = n;
     }
-    for (size_t bytes = 1; bytes <= 8; bytes *= 2)
+    for (int bytes = 1; bytes <= 8; bytes *= 2)
         SP_TRY(prepare(gather_kernel_of(bytes, remote), shared));
     for (int dtype = 0; dtype < SP_N_DTYPES; dtype++)
-        SP_TRY(prepare(reduce_kernel_of((spccl_dtype)dtype, remote), shared));
+        SP_TRY(prepare(reduce_kernel_of(dtype, remote), shared));
     return SPCCL_OK;
 }
 
