@@ -2,7 +2,8 @@
 
 The folder is the layer. A file may include headers of its own folder and of the folders that MAY_INCLUDE
 lists for it. Includes of ours are paths from csrc (`#include "core/plan/sched.h"`); the two bindings name
-headers of their own folder without a path. Also checks that the page names every file.
+headers of their own folder without a path. Also checks that the page names every file, and that few files of core use
+each other in a circle.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from check_style import c_functions, without_comments
 
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".h", ".c", ".inc", ".hpp", ".cpp", ".cu", ".cuh"}
@@ -45,6 +48,9 @@ NEVER = {
 }
 # CMake writes this header into the build folder.
 GENERATED = {"no_cuda_why.h": "csrc/kernels/cuda/device_none.c"}
+# The most files of a circle: A uses B ... uses A. A file is a .c with its header. It uses another if it includes its
+# header or calls one of its functions. The first prefix that fits counts.
+MAX_CIRCLE = {"csrc/core/gpu/": 4, "csrc/core/": 7}
 
 
 def tracked() -> list[str]:
@@ -89,6 +95,22 @@ def named_files(page: str) -> set[str]:
     return found
 
 
+def circles(names: list[str]) -> list[list[str]]:
+    """The circles of files in core, without their suffixes; the longest is first."""
+    text = {n: (ROOT / n).read_text() for n in names if n.startswith("csrc/core/") and n.endswith((".c", ".h"))}
+    owner = {f[0]: n[:-2] for n, t in text.items() for f in c_functions(t) if f[0].startswith("sp")}
+    uses: dict[str, set[str]] = {n[:-2]: set() for n in text}
+    for name, t in text.items():
+        uses[name[:-2]] |= {f"csrc/{i}" for i in re.findall(r'#include "(core/.*)\.h"', t)}
+        if name.endswith(".c"):
+            uses[name[:-2]] |= {owner[w] for w in re.findall(r"\bsp\w+", without_comments(t)) if w in owner}
+    reach = {u: {u} for u in uses}
+    for _ in uses:
+        reach = {u: r.union(*(uses.get(v, set()) for v in r)) for u, r in reach.items()}
+    found = {tuple(sorted(v for v in reach[u] if u in reach.get(v, ()))) for u in uses}
+    return sorted(map(list, found), key=len, reverse=True)
+
+
 def main() -> int:
     names = tracked()
     faults = []
@@ -103,6 +125,10 @@ def main() -> int:
                 faults.append(f"{name}:{number}: {why}")
     empty = sorted(set(MAY_INCLUDE) - {Path(n).parent.as_posix() for n in names})
     faults += [f"{folder}: is in MAY_INCLUDE, but has no file" for folder in empty]
+    for circle in circles(names):
+        most = next(n for prefix, n in MAX_CIRCLE.items() if circle[0].startswith(prefix))
+        if len(circle) > most:
+            faults.append(f"{len(circle)} files use each other in a circle, wanted at most {most}: {', '.join(circle)}")
     page = (ROOT / "docs/ARCHITECTURE.md").read_text()
     faults += [f"docs/ARCHITECTURE.md does not name the folder {f}/" for f in MAY_INCLUDE if f"{f}/" not in page]
     on_map = named_files(page)

@@ -1,10 +1,11 @@
-/* gpu_attach.c - gives a communicator its GPU: spccl_cuda_attach. See gpu_comm.h.
+/* gpu_attach.c - gives a communicator its GPU, and takes it away again when the communicator ends. See gpu_comm.h.
  *
  * All ranks must return the same status, so all decide from the same data. (1) A host all-gather exchanges
  * facts about each rank's GPU, and every rank evaluates them by the same pure function. (2) Each rank
  * allocates its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all
  * exchange whether it worked. Only after that may any rank launch a collective. */
 #include "core/gpu/gpu_attach.h"
+#include "core/gpu/channels.h"
 #include "core/gpu/proxy.h"
 
 #include "core/base/clock.h"
@@ -13,55 +14,10 @@
 
 #include <stdio.h>
 
-/* ---- one status for all ranks ---- */
-
-struct rank_status {
-    int32_t status;
-    char text[508];
-};
-
-/* How much a rank's status explains. AGAIN: it is not done. A rank that timed out or lost a peer did so because another rank failed;
- * the status of that other rank explains more. */
-static int weight(int32_t status)
-{
-    switch (status) {
-    case SPCCL_OK:
-        return 0;
-    case SPCCL_AGAIN:
-        return 1;
-    case SPCCL_ERR_TIMEOUT:
-    case SPCCL_ERR_PEER:
-        return 2;
-    default:
-        return 3;
-    }
-}
-
-/* Exchange each rank's status. All return the same: OK, or the status of greatest weight, of the lowest such
- * rank, whose error names a rank. */
-spccl_status sp_gpu_agree_by(spccl_comm *comm, spccl_status st, int64_t deadline_ns)
-{
-    struct rank_status mine = {.status = st}, all[SP_GPU_RANKS_MAX];
-    int worst = 0;
-    if (st != SPCCL_OK)
-        snprintf(mine.text, sizeof mine.text, "%s", spccl_last_error());
-    SP_TRY(
-        sp_comm_all_gather(comm, &mine, all, sizeof mine, (sp_time_limit){.deadline_ns = deadline_ns}, NULL));
-    for (int r = 1; r < comm->world_size; r++)
-        if (weight(all[r].status) > weight(all[worst].status))
-            worst = r;
-    if (all[worst].status == SPCCL_OK)
-        return SPCCL_OK;
-    all[worst].text[sizeof all[worst].text - 1] = '\0';
-    if (strstr(all[worst].text, "rank ") != NULL)
-        return SP_FAIL((spccl_status)all[worst].status, "%s", all[worst].text);
-    return SP_FAIL((spccl_status)all[worst].status, "rank %d: %s", worst, all[worst].text);
-}
-
-spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
-{
-    return sp_gpu_agree_by(comm, st, sp_deadline_in_ms(comm->timeout_ms));
-}
+/* How long destroy waits for the peers to call destroy too. */
+#define BARRIER_MS 10000
+/* How long destroy waits for kernels to end after it has set the abort flag. */
+#define ABORT_MS 10000
 
 /* ---- memory ---- */
 
@@ -143,6 +99,49 @@ static spccl_status map_memory(sp_attach *a)
     return SPCCL_OK;
 }
 
+/* ---- freeing ---- */
+
+static void free_imports(sp_gpu_comm *g)
+{
+    sp_channels_unmap(g);
+    for (int r = 0; r < SP_GPU_RANKS_MAX; r++) {
+        g->ops->memory_destroy(g->peers[r]);
+        g->peers[r] = NULL;
+    }
+}
+
+/* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
+ * peers have closed their mappings of it. */
+static void free_comm(sp_gpu_comm *g)
+{
+    int before;
+    bool in_use;
+    if (g == NULL)
+        return;
+    if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+        in_use = !sp_proxies_close(g->proxies);
+        sp_channels_free_all(g);
+        free_imports(g);
+        sp_gpu_memory_end(g->ops, g->own, in_use);
+        if (in_use)
+            sp_log(SP_LOG_WARN, g->comm->rank,
+                   "group \"%s\": the net plugin that an earlier warning names may still use rings in the "
+                   "memory of GPU %d: they stay allocated until the process ends",
+                   g->comm->name, g->device.ordinal);
+        g->ops->event_destroy(g->event);
+        g->ops->event_destroy(g->capture_event);
+        g->ops->control_destroy(g->control);
+        g->ops->leave(before);
+    } else { /* the memory of a GPU that cannot be entered stays */
+        sp_channels_abandon(g);
+        sp_proxies_abandon(g->proxies);
+    }
+    pthread_mutex_destroy(&g->mu);
+    pthread_mutex_destroy(&g->look_mu);
+    pthread_mutex_destroy(&g->channels_mu);
+    sp_free(g);
+}
+
 /* ---- the call ---- */
 
 /* The last steps that can fail. After them the ranks exchange their status, and any rank may launch. */
@@ -185,10 +184,7 @@ static spccl_status run(sp_attach *a, const spccl_cuda_config *given)
         /* No rank may free an inbox that a peer still has mapped. */
         char text[600];
         snprintf(text, sizeof text, "%s", spccl_last_error());
-        for (int r = 0; r < a->comm->world_size; r++) {
-            a->g->ops->memory_destroy(a->g->peers[r]);
-            a->g->peers[r] = NULL;
-        }
+        free_imports(a->g);
         (void)sp_gpu_agree(a->comm, SPCCL_OK);
         return SP_FAIL(st, "%s", text);
     }
@@ -197,7 +193,7 @@ static spccl_status run(sp_attach *a, const spccl_cuda_config *given)
 
 static void start(spccl_comm *comm, sp_gpu_comm *g)
 {
-    sp_gpu_group_write_links(g);
+    sp_gpu_info_write_links(g);
     pthread_mutex_lock(&comm->mu);
     comm->gpu_abort = &g->control->abort;
     pthread_mutex_unlock(&comm->mu);
@@ -252,7 +248,98 @@ spccl_status spccl_cuda_attach(spccl_comm *comm, const spccl_cuda_config *given)
     }
     snprintf(text, sizeof text, "%s", spccl_last_error());
     sp_gpu_share_close(a.share);
-    sp_gpu_comm_free(a.g);
+    free_comm(a.g);
     sp_set_error(text); /* freeing may have overwritten it */
     return st;
+}
+
+/* ---- the end ---- */
+
+/* Has the last launch outside of captures ended? SPCCL_AGAIN: not yet. */
+static spccl_status query_last(const sp_gpu_comm *g)
+{
+    if (g->end_event != NULL)
+        return g->ops->event_query(g->end_event);
+    return g->launched ? g->ops->event_query(g->event) : SPCCL_OK;
+}
+
+/* Wait until the last launch has ended. False: it has not ended, although the abort flag is set. */
+static bool drain(sp_gpu_comm *g)
+{
+    spccl_comm *comm = g->comm;
+    int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
+    bool flagged = false;
+    for (;;) {
+        spccl_status st = query_last(g);
+        if (st != SPCCL_AGAIN)
+            return true; /* done, or the GPU is lost and runs nothing */
+        sp_gpu_comm_look(comm);
+        if (!flagged && (sp_comm_broken(comm) != SPCCL_OK || sp_deadline_passed(deadline_ns))) {
+            __atomic_store_n(&g->control->abort, 1, __ATOMIC_RELEASE);
+            deadline_ns = sp_deadline_in_ms(ABORT_MS);
+            flagged = true;
+        }
+        if (flagged && sp_deadline_passed(deadline_ns))
+            return false;
+        sp_gpu_pause(start_ns);
+    }
+}
+
+/* Wait for the other ranks, at most BARRIER_MS. After that the group is broken: it ends anyway. */
+static void wait_for_peers(spccl_comm *comm)
+{
+    uint8_t mine = 1, all[SP_GPU_RANKS_MAX];
+    sp_time_limit limit = {.timeout_ms = comm->timeout_ms}; /* read once: any thread may set it */
+    if (comm->world_size == 1 || sp_comm_broken(comm) != SPCCL_OK)
+        return;
+    if (limit.timeout_ms > BARRIER_MS)
+        limit.timeout_ms = BARRIER_MS;
+    limit.deadline_ns = sp_deadline_in_ms(limit.timeout_ms);
+    if (sp_comm_all_gather(comm, &mine, all, 1, limit, NULL) != SPCCL_OK)
+        sp_log(SP_LOG_INFO, comm->rank, "group \"%s\": destroy does not wait for the other ranks: %s",
+               comm->name, spccl_last_error());
+}
+
+void sp_gpu_comm_detach(spccl_comm *comm)
+{
+    sp_gpu_comm *g = atomic_load(&comm->gpu);
+    bool drained = true; /* a GPU that cannot be entered runs nothing */
+    int before;
+    if (g == NULL)
+        return;
+    if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+        drained = drain(g);
+        g->ops->leave(before);
+    } else {
+        sp_log(SP_LOG_ERROR, comm->rank, "group \"%s\": GPU %d cannot be entered: its memory stays: %s",
+               comm->name, g->device.ordinal, spccl_last_error());
+    }
+    sp_gpu_watchdog_remove(g); /* before the barrier: after it the peers may leave at any time */
+    atomic_store(&comm->gpu, NULL);
+    sp_proxies_leave(g->proxies);
+    sp_channels_drain(g);
+    wait_for_peers(comm);
+    pthread_mutex_lock(&comm->mu);
+    comm->gpu_abort = NULL;
+    pthread_mutex_unlock(&comm->mu);
+    if (!drained) {
+        /* If memory that a kernel still uses were freed, the process would lose its GPU. */
+        sp_log(SP_LOG_ERROR, comm->rank,
+               "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
+               comm->name, g->device.ordinal, sp_tune_gpu_inbox_bytes(&g->limits, g->shape));
+        sp_channels_stop(g);
+        sp_proxies_abandon(g->proxies);
+        return;
+    }
+    if ((strcmp(g->handles, "ipc") == 0 || sp_channels_use_ipc(g)) && comm->world_size > 1) {
+        if (g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
+            free_imports(g);
+            g->ops->leave(before);
+        }
+        if (sp_comm_broken(comm) == SPCCL_OK)
+            wait_for_peers(comm); /* until they have closed their mappings too */
+        else
+            sp_gpu_comm_wait_broken();
+    }
+    free_comm(g);
 }

@@ -1,4 +1,4 @@
-/* gpu_attach.h - an attach under way: what gpu_facts.c and gpu_attach.c share. */
+/* gpu_attach.h - an attach under way, and what the files of the start, the end and the info of a GPU call of each other. */
 #ifndef SP_GPU_ATTACH_H
 #define SP_GPU_ATTACH_H
 
@@ -46,6 +46,16 @@ typedef struct sp_attach {
     bool direct; /* some rank asks for rings in GPU memory: then all exchange what they could do */
     int64_t deadline_ns;
 } sp_attach;
+
+/* ---- gpu_attach.c ---- */
+
+/* As sp_gpu_part.detach. */
+void sp_gpu_comm_detach(spccl_comm *comm);
+
+/* ---- gpu_info.c ---- */
+
+/* Write g->links, once the inboxes are mapped and the proxies run. */
+void sp_gpu_info_write_links(sp_gpu_comm *g);
 
 /* ---- gpu_facts.c ---- */
 

@@ -1,14 +1,10 @@
-/* gpu_coll.c - the public collectives on GPU memory: check, plan, order, launch. See gpu_comm.h.
- *
- * Order: all launches of a communicator use the same inboxes. On any streams they must therefore run one
- * after the other, in the order of the calls. Outside of captures an event is recorded after each launch, and
- * the next launch on another stream waits for it. Inside a capture the same is done among the launches of
- * that capture. A replayed graph takes its place in the order of the stream on which it is launched.
- * With config.caller_orders the caller keeps the order, and nothing of this happens here. */
+/* gpu_coll.c - the public collectives on GPU memory: check, plan, launch; waiting for streams. gpu_comm.c has the order
+ * of launches. */
 #include "core/gpu/proxy.h"
 #include "core/run/coll_check.h"
 
 #include "core/base/abi.h"
+#include "core/base/clock.h"
 #include "core/base/dtype.h"
 
 #include <inttypes.h>
@@ -105,66 +101,6 @@ spccl_status spccl_cuda_set_options(spccl_comm *comm, const spccl_cuda_options *
     return SPCCL_OK;
 }
 
-/* Make `stream` wait for the last launch, if it was on another stream and may still run. */
-static spccl_status wait_for_last(const sp_gpu_comm *g, void *stream, unsigned long long id,
-                                  unsigned long long capture)
-{
-    if (capture == 0)
-        return g->launched && g->last_stream != id ? g->ops->stream_wait(stream, g->event) : SPCCL_OK;
-    if (capture == g->last_capture && g->last_capture_stream != id)
-        return g->ops->stream_wait(stream, g->capture_event);
-    return SPCCL_OK;
-}
-
-static spccl_status identify(const sp_gpu_comm *g, void *stream, unsigned long long *id,
-                             unsigned long long *capture)
-{
-    SP_TRY(g->ops->capture_id(stream, capture));
-    if (*capture == 0)
-        return g->ops->stream_id(stream, id);
-    /* A capturing stream has no id. Its handle is good enough: the stream lives until the capture ends. */
-    *id = (unsigned long long)(uintptr_t)stream;
-    return SPCCL_OK;
-}
-
-static spccl_status mark_last(sp_gpu_comm *g, void *stream, unsigned long long id, unsigned long long capture)
-{
-    if (capture == 0) {
-        SP_TRY(g->ops->event_record(g->event, stream));
-        g->launched = true;
-        g->last_stream = id;
-        return SPCCL_OK;
-    }
-    SP_TRY(g->ops->event_record(g->capture_event, stream));
-    g->last_capture = capture;
-    g->last_capture_stream = id;
-    return SPCCL_OK;
-}
-
-spccl_status sp_gpu_turn_begin(sp_gpu_comm *g, void *stream, sp_gpu_turn *turn)
-{
-    *turn = (sp_gpu_turn){0, 0};
-    if (g->caller_orders)
-        return SPCCL_OK;
-    SP_TRY(identify(g, stream, &turn->stream_id, &turn->capture));
-    return wait_for_last(g, stream, turn->stream_id, turn->capture);
-}
-
-spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *turn)
-{
-    return g->caller_orders ? SPCCL_OK : mark_last(g, stream, turn->stream_id, turn->capture);
-}
-
-spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *what)
-{
-    char text[sizeof g->comm->error];
-    snprintf(text, sizeof text, "rank %d, group \"%s\", GPU %d: %s: %.600s", g->comm->rank, g->comm->name,
-             g->device.ordinal, what, spccl_last_error());
-    sp_comm_break(g->comm, st, text);
-    sp_set_error(text);
-    return st;
-}
-
 /* The GPU is current, mu is held. *launching = true once a failure would let peers wait for this rank for
  * ever. */
 static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *stream, bool *launching)
@@ -184,16 +120,6 @@ static spccl_status launch_locked(sp_gpu_comm *g, const sp_coll_args *a, void *s
     SP_TRY(g->ops->fused(&f, stream));
     g->n_launches++;
     return sp_gpu_turn_end(g, stream, &turn);
-}
-
-spccl_status sp_gpu_refuse_broken(spccl_comm *comm)
-{
-    char why[sizeof comm->error];
-    spccl_status st = sp_comm_broken(comm);
-    if (st == SPCCL_OK)
-        return SPCCL_OK;
-    snprintf(why, sizeof why, "%.900s", sp_without_rank(spccl_last_error(), comm->rank));
-    return SP_FAIL(st, "rank %d: group \"%s\" is broken since: %s", comm->rank, comm->name, why);
 }
 
 static spccl_status submit(spccl_comm *comm, sp_coll_args *a, void *stream)
@@ -251,4 +177,50 @@ spccl_status spccl_cuda_broadcast(spccl_comm *comm, void *buf, size_t n_elems, s
     sp_coll_args a = {
         .coll = SP_BROADCAST, .in = buf, .out = buf, .n_elems = n_elems, .dtype = dtype, .root = root};
     return submit(comm, &a, stream);
+}
+
+spccl_status spccl_cuda_set_end_event(spccl_comm *comm, void *event)
+{
+    sp_gpu_comm *g = NULL;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_set_end_event", &g));
+    if (event == NULL || !g->caller_orders)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_set_end_event: %s",
+                       event == NULL ? "event is NULL"
+                                     : "config.caller_orders was 0: the library has events of its own");
+    pthread_mutex_lock(&g->mu);
+    g->end_event = event;
+    pthread_mutex_unlock(&g->mu);
+    return SPCCL_OK;
+}
+
+/* ---- waiting ---- */
+
+/* The caller has made the GPU current. */
+static spccl_status wait_stream(sp_gpu_comm *g, void *stream, int64_t timeout_ms)
+{
+    int64_t start_ns = sp_now_ns(), deadline_ns = sp_deadline_in_ms(timeout_ms);
+    for (;;) {
+        spccl_status st = g->ops->stream_query(stream);
+        sp_gpu_comm_look(g->comm); /* after success too: a kernel that gives up ends as well */
+        SP_TRY(sp_comm_broken(g->comm));
+        if (st != SPCCL_AGAIN)
+            return st;
+        if (sp_deadline_passed(deadline_ns))
+            return SP_FAIL(SPCCL_ERR_TIMEOUT,
+                           "rank %d, group \"%s\", GPU %d: the stream still had work after %lld ms",
+                           g->comm->rank, g->comm->name, g->device.ordinal, (long long)timeout_ms);
+        sp_gpu_pause(start_ns);
+    }
+}
+
+spccl_status spccl_cuda_wait(spccl_comm *comm, void *stream, int64_t timeout_ms)
+{
+    sp_gpu_comm *g = NULL;
+    spccl_status st;
+    int before;
+    SP_TRY(sp_gpu_comm_get(comm, "spccl_cuda_wait", &g));
+    SP_TRY(g->ops->enter(g->device.ordinal, &before));
+    st = wait_stream(g, stream, timeout_ms >= 0 ? timeout_ms : comm->timeout_ms);
+    g->ops->leave(before);
+    return st;
 }

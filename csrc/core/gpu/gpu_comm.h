@@ -1,6 +1,6 @@
 /* gpu_comm.h - a communicator's GPU: its inbox, the peers' inboxes as mapped here, the order of its launches.
- * Layer: core/gpu. gpu_attach.c makes it and gpu_coll.c launches collectives. gpu_watchdog.c looks for failures.
- * gpu_comm.c waits for streams, counts bytes and ends it. */
+ * Layer: core/gpu, below its parts: gpu_attach.c makes it, opens and closes its parts, and ends it. gpu_coll.c launches
+ * collectives. gpu_watchdog.c looks for failures. */
 #ifndef SP_GPU_COMM_H
 #define SP_GPU_COMM_H
 
@@ -32,8 +32,7 @@ typedef struct sp_gpu_comm {
     bool is_remote[SP_GPU_RANKS_MAX]; /* by rank: is it on another host? */
     sp_fused_relays relays;           /* on several hosts: who relays results */
     struct sp_proxies *proxies;       /* the rings to these ranks, and their proxy (proxy.h); NULL: none */
-    char links[SP_GPU_RANKS_MAX]
-              [SP_LINK_TEXT_CAP + 120]; /* by rank: how frames reach it (gpu_group_info.c) */
+    char links[SP_GPU_RANKS_MAX][SP_LINK_TEXT_CAP + 120]; /* by rank: how frames reach it (gpu_info.c) */
 
     pthread_mutex_t mu;  /* guards the members from here to `history` */
     bool caller_orders;  /* config.caller_orders: then only end_event and n_launches of these are used */
@@ -61,7 +60,7 @@ typedef struct sp_gpu_comm {
 /* The table of device calls that is in use; NULL in a build without CUDA. */
 const sp_gpu_ops *sp_gpu_ops_here(void);
 
-/* The place of a launch among those of its communicator (gpu_coll.c). The GPU is current, and g->mu is held from
+/* The place of a launch among those of its communicator. The GPU is current, and g->mu is held from
  * begin to end. begin makes `stream` wait for the launch before. */
 typedef struct sp_gpu_turn {
     unsigned long long stream_id, capture; /* ids; 0 = none */
@@ -72,31 +71,23 @@ spccl_status sp_gpu_turn_end(sp_gpu_comm *g, void *stream, const sp_gpu_turn *tu
  * text. */
 spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *what);
 
-/* Is the communicator broken? Then the same status, with a text for a call that starts now. (gpu_coll.c) */
+/* Is the communicator broken? Then the same status, with a text for a call that starts now. */
 spccl_status sp_gpu_refuse_broken(spccl_comm *comm);
 
-/* Write g->links, once the inboxes are mapped and the proxies run. (gpu_group_info.c) */
-void sp_gpu_group_write_links(sp_gpu_comm *g);
-/* How this rank's messages and frames reach `peer`; NULL: no GPU is attached. Valid until destroy. */
-const char *sp_gpu_group_link(spccl_comm *comm, int peer);
-/* The entry of spccl_info with the memory of groups of some sizes. Valid until this thread's next call. */
-void sp_gpu_group_describe_memory(spccl_info_entry *out);
-
-/* Frees what there is and waits for nothing; accepts NULL. An inbox shared by ipc may be freed only once the
- * peers have closed their mappings of it. (gpu_comm.c) */
-void sp_gpu_comm_free(sp_gpu_comm *g);
 /* Destroy GPU memory. If it is in use (sp_transport_puts.memory_in_use) keep it until the process ends. Accepts NULL. */
 void sp_gpu_memory_end(const sp_gpu_ops *ops, sp_gpu_memory *m, bool in_use);
-/* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). (gpu_comm.c) */
+/* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 
-/* Exchange each rank's status. All ranks return the same: OK, or the status that explains most. (gpu_attach.c) */
+/* Exchange each rank's status. All ranks return the same: OK, or the status that explains most. */
 spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st);
 /* The same, with a deadline of its own. */
 spccl_status sp_gpu_agree_by(spccl_comm *comm, spccl_status st, int64_t deadline_ns);
 /* The communicator is broken, so the peers cannot be asked whether they have closed their ipc mappings of this rank's
- * memory: give them 1 s. (gpu_comm.c) */
+ * memory: give them 1 s. */
 void sp_gpu_comm_wait_broken(void);
+/* Between two looks of a wait that began at since_ns: yield, later sleep. */
+void sp_gpu_pause(int64_t since_ns);
 
 /* Let the watchdog thread look at g from now on. Errors: SYSTEM (no thread). (gpu_watchdog.c) */
 spccl_status sp_gpu_watchdog_add(sp_gpu_comm *g);

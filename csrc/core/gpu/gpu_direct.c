@@ -1,10 +1,48 @@
-/* gpu_direct.c - the decision; see gpu_direct.h. */
+/* gpu_direct.c - the facts and the decision; see gpu_direct.h. */
 #include "core/gpu/gpu_direct.h"
 
 #include "core/base/env.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
+
+static bool has_peermem(void)
+{
+    static const char *const files[] = {"/sys/module/nvidia_peermem/version",
+                                        "/sys/kernel/mm/memory_peers/nv_mem/version",
+                                        "/sys/kernel/mm/memory_peers/nv_mem_nc/version"};
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++)
+        if (access(files[i], F_OK) == 0)
+            return true;
+    return false;
+}
+
+static void find_pci_path(const char *pci, char *out, size_t cap)
+{
+    char link[64], *path;
+    snprintf(link, sizeof link, "/sys/bus/pci/devices/%.20s", pci);
+    path = realpath(link, NULL);
+    snprintf(out, cap, "%s", path != NULL ? path : "");
+    free(path);
+}
+
+spccl_status sp_gpu_direct_find_gpu(const sp_gpu_ops *ops, int ordinal, sp_gpu_direct_facts *f,
+                                    char gpu_path[256])
+{
+    f->peermem = has_peermem();
+    SP_TRY(ops->net_facts(ordinal, &f->gpu));
+    find_pci_path(f->gpu.pci, gpu_path, 256);
+    return SPCCL_OK;
+}
+
+void sp_gpu_direct_find_folder(const sp_gpu_ops *ops, int ordinal, char out[256])
+{
+    sp_gpu_direct_facts f;
+    if (sp_gpu_direct_find_gpu(ops, ordinal, &f, out) != SPCCL_OK)
+        out[0] = '\0';
+}
 
 static void refuse(sp_gpu_direct *out, const char *why)
 {

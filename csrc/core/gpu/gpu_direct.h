@@ -3,7 +3,7 @@
  *
  * By default the rings between hosts lie in pinned memory: a proxy, which is a thread of the CPU, copies frames from
  * the outbox into messages and back. No hardware has confirmed the decision, or run rings in GPU memory.
- * gpu_direct.c: the decision. gpu_direct_info.c: the facts, and the entries of spccl_info. */
+ * gpu_info.c has the entries of spccl_info. */
 #ifndef SP_GPU_DIRECT_H
 #define SP_GPU_DIRECT_H
 
@@ -43,9 +43,5 @@ spccl_status sp_gpu_direct_find_gpu(const sp_gpu_ops *ops, int ordinal, sp_gpu_d
 
 /* The GPU's folder in sysfs; "": unknown, also if the driver does not say. */
 void sp_gpu_direct_find_folder(const sp_gpu_ops *ops, int ordinal, char out[256]);
-
-/* The i-th entry of spccl_info about a GPU: what each network device could do. Without such
- * devices a GPU has no entry, unless its driver gives no facts. False: there is no i-th. The texts stay valid. */
-bool sp_gpu_direct_describe(size_t i, spccl_info_entry *out);
 
 #endif

@@ -1,5 +1,5 @@
 /* gpu_part.h - the functions of core/gpu that core/run calls. They are in a table, because core/run must not
- * include core/gpu. gpu_comm.c fills the table. */
+ * include core/gpu. gpu_info.c fills the table. */
 #ifndef SP_GPU_PART_H
 #define SP_GPU_PART_H
 
