@@ -9,8 +9,7 @@
  * kernel announced: a frame is whole when the receiver's kernel sees it. A proxy makes no call of CUDA. Such a call
  * may wait for another thread's call, and that one for a kernel that waits for a proxy.
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
- * proxy.c: start and end. proxy_links.c: where links lie. proxy_move.c: what a proxy does in each round. proxy_thread.c:
- * its thread.
+ * proxy.c: start and end. proxy_move.c: what a proxy does in each round. proxy_thread.c: its thread.
  *
  * With some peers the rings may lie in GPU memory (SPCCL_GPU_DIRECT; proxy_direct.c). Kernels then write frames for the
  * peer to rings in this GPU's memory, and the proxy puts them (transport.h) into the peer's inbox. The message has the
@@ -109,14 +108,6 @@ void sp_proxies_leave(sp_proxies *r);
 bool sp_proxies_close(sp_proxies *r);
 /* As close, but the pinned memory stays: a kernel that does not end may still write there. */
 void sp_proxies_abandon(sp_proxies *r);
-
-/* ---- proxy_links.c ---- */
-
-/* Set r->n_peers and of r->area: relays, slots, inbox, pinned, inbox_link. */
-void sp_proxies_find_links(sp_proxies *r);
-/* The index of the link of results of peer number i on other hosts, in the pinned areas. UINT32_MAX: these two ranks
- * exchange no results. */
-uint32_t sp_proxies_result_index(const sp_gpu_comm *g, int rank, int i);
 
 /* ---- proxy_move.c ---- */
 
