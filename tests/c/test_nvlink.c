@@ -79,7 +79,7 @@ static void *run_member(void *arg)
         usleep(100);
     if (s->absent == m->rank)
         goto out;
-    st = sp_gpu_share_exchange(share, own, s->bytes[m->rank], s->addresses[0], peers);
+    st = sp_gpu_share_exchange(share, own, s->bytes[m->rank], s->addresses[0], sizeof s->addresses[0], peers);
     if (st == SPCCL_OK)
         st = check_memory(m, own, peers);
 out:

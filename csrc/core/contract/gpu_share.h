@@ -36,13 +36,13 @@ bool sp_gpu_share_same_host(const uint8_t *a, const uint8_t *b);
 
 /* Give every peer on this host access to `own`, and map these peers' memory.
  *   own        `bytes` of this rank; the caller keeps it
- *   addresses  [world_size][SP_GPU_SHARE_ADDRESS_BYTES]
+ *   addresses  [world_size], of SP_GPU_SHARE_ADDRESS_BYTES each, `stride` bytes apart
  *   out        [world_size], zeroed by the caller: the peers' memory. This rank's entry and those of other hosts stay NULL.
  *              The caller frees the others with ops->memory_destroy, after a failure too
  * Errors: PEER (names it), AUTH, MISMATCH, SYSTEM, NOMEM, TIMEOUT (names who is missing), UNREACHABLE (a
  * peer's memory cannot be mapped; the text has the device's reason), or what `still` returned. */
 spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes,
-                                   const uint8_t *addresses, sp_gpu_memory **out);
+                                   const uint8_t *addresses, size_t stride, sp_gpu_memory **out);
 /* Accepts NULL. Removes the socket. */
 void sp_gpu_share_close(sp_gpu_share *s);
 

@@ -8,7 +8,6 @@
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "core/base/mem.h"
-#include "core/contract/gpu_share.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -77,32 +76,10 @@ static spccl_status check_config(const spccl_channels_config *config)
     return SPCCL_OK;
 }
 
-static spccl_status still_whole(void *ctx)
+static spccl_status open_share(const struct creation *n, const char *what, sp_gpu_share **share,
+                               uint8_t *address)
 {
-    spccl_comm *comm = ctx;
-    SP_TRY(sp_comm_poll_peers(comm));
-    return sp_comm_broken(comm);
-}
-
-static spccl_status open_share(struct creation *n, const char *what, sp_gpu_share **share,
-                               uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES])
-{
-    sp_gpu_comm *g = n->g;
-    spccl_comm *comm = g->comm;
-    sp_gpu_share_config sc = {.rank = comm->rank,
-                              .world_size = comm->world_size,
-                              .secret = comm->links.secret,
-                              .host = comm->links.host,
-                              .group_tag = comm->links.group_tag,
-                              .call = "spccl_channels_create",
-                              .what = what,
-                              .ops = g->ops,
-                              .ordinal = g->device.ordinal,
-                              .deadline_ns = n->deadlines.step_ns,
-                              .still = still_whole,
-                              .ctx = comm};
-    SP_TRY(sp_gpu_share_open(&sc, share));
-    return sp_gpu_share_address(*share, address);
+    return sp_gpu_share_begin(n->g, "spccl_channels_create", what, n->deadlines.step_ns, share, address);
 }
 
 static spccl_status read_call(struct creation *n, const spccl_channels_config *given, bool has_out)
@@ -248,17 +225,12 @@ static void close_shares(struct creation *n)
     n->share = n->window_share = NULL;
 }
 
-/* Map one kind of memory of all peers: `own` of each rank. All ranks return the same. address_at: of the share's address
- * in struct facts. The share is closed before the ranks agree, so that no peer waits for a rank that failed. */
-static spccl_status map_all(struct creation *n, sp_gpu_share **share, size_t address_at, sp_gpu_memory *own,
-                            size_t bytes, sp_gpu_memory **out)
+/* Map one kind of memory of all peers: `own` of each rank. All ranks return the same. address_of_0: in the facts of
+ * rank 0. The share is closed before the ranks agree, so that no peer waits for a rank that failed. */
+static spccl_status map_all(struct creation *n, sp_gpu_share **share, const uint8_t *address_of_0,
+                            sp_gpu_memory *own, size_t bytes, sp_gpu_memory **out)
 {
-    uint8_t addresses[SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
-    spccl_status st;
-    for (size_t r = 0; r < (size_t)n->g->comm->world_size; r++)
-        memcpy(addresses + r * SP_GPU_SHARE_ADDRESS_BYTES, (const uint8_t *)&n->all[r] + address_at,
-               SP_GPU_SHARE_ADDRESS_BYTES);
-    st = sp_gpu_share_exchange(*share, own, bytes, addresses, out);
+    spccl_status st = sp_gpu_share_exchange(*share, own, bytes, address_of_0, sizeof n->all[0], out);
     sp_gpu_share_close(*share);
     *share = NULL;
     return sp_gpu_agree_by(n->g->comm, st, n->deadlines.call_ns);
@@ -267,11 +239,11 @@ static spccl_status map_all(struct creation *n, sp_gpu_share **share, size_t add
 static spccl_status map_memory(struct creation *n)
 {
     spccl_channels *c = n->c;
-    SP_TRY(map_all(n, &n->share, offsetof(struct facts, address), c->own, (size_t)c->layout.bytes, c->peers));
+    SP_TRY(map_all(n, &n->share, n->all[0].address, c->own, (size_t)c->layout.bytes, c->peers));
     if (n->window_share == NULL)
         return SPCCL_OK;
-    return map_all(n, &n->window_share, offsetof(struct facts, window_address), c->own_window,
-                   (size_t)c->window_bytes, c->peer_windows);
+    return map_all(n, &n->window_share, n->all[0].window_address, c->own_window, (size_t)c->window_bytes,
+                   c->peer_windows);
 }
 
 static spccl_status run(struct creation *n, const spccl_channels_config *given, bool has_out)

@@ -81,13 +81,8 @@ out:
 static spccl_status map_memory(sp_attach *a)
 {
     sp_gpu_comm *g = a->g;
-    uint8_t addresses[SP_GPU_RANKS_MAX * SP_GPU_SHARE_ADDRESS_BYTES];
-    spccl_status st;
-    for (int r = 0; r < a->comm->world_size; r++)
-        memcpy(addresses + (size_t)r * SP_GPU_SHARE_ADDRESS_BYTES, a->all[r].address,
-               SP_GPU_SHARE_ADDRESS_BYTES);
-    st = sp_gpu_share_exchange(a->share, g->own, sp_tune_gpu_inbox_bytes(&g->limits, g->shape), addresses,
-                               g->peers);
+    spccl_status st = sp_gpu_share_exchange(a->share, g->own, sp_tune_gpu_inbox_bytes(&g->limits, g->shape),
+                                            a->all[0].address, sizeof a->all[0], g->peers);
     sp_gpu_share_close(a->share); /* so that no peer waits for a rank that failed */
     a->share = NULL;
     SP_TRY(st);

@@ -2,7 +2,6 @@
 #ifndef SP_GPU_ATTACH_H
 #define SP_GPU_ATTACH_H
 
-#include "core/contract/gpu_share.h"
 #include "core/gpu/gpu_comm.h"
 
 /* What a rank tells the others. The struct is sent as it is; ranks of another version are refused first. */

@@ -170,6 +170,35 @@ spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st)
     return sp_gpu_agree_by(comm, st, sp_deadline_in_ms(comm->timeout_ms));
 }
 
+/* ---- memory that peers map ---- */
+
+static spccl_status still_whole(void *ctx)
+{
+    spccl_comm *comm = ctx;
+    SP_TRY(sp_comm_poll_peers(comm));
+    return sp_comm_broken(comm);
+}
+
+spccl_status sp_gpu_share_begin(sp_gpu_comm *g, const char *call, const char *what, int64_t deadline_ns,
+                                sp_gpu_share **share, uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES])
+{
+    spccl_comm *comm = g->comm;
+    sp_gpu_share_config sc = {.rank = comm->rank,
+                              .world_size = comm->world_size,
+                              .secret = comm->links.secret,
+                              .host = comm->links.host,
+                              .group_tag = comm->links.group_tag,
+                              .call = call,
+                              .what = what,
+                              .ops = g->ops,
+                              .ordinal = g->device.ordinal,
+                              .deadline_ns = deadline_ns,
+                              .still = still_whole,
+                              .ctx = comm};
+    SP_TRY(sp_gpu_share_open(&sc, share));
+    return sp_gpu_share_address(*share, address);
+}
+
 /* ---- waiting, and what is kept ---- */
 
 void sp_gpu_pause(int64_t since_ns)

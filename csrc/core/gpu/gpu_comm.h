@@ -4,6 +4,7 @@
 #ifndef SP_GPU_COMM_H
 #define SP_GPU_COMM_H
 
+#include "core/contract/gpu_share.h"
 #include "core/gpu/tune_gpu.h"
 #include "core/run/comm.h"
 #include "core/run/gpu_part.h"
@@ -83,6 +84,10 @@ spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **o
 spccl_status sp_gpu_agree(spccl_comm *comm, spccl_status st);
 /* The same, with a deadline of its own. */
 spccl_status sp_gpu_agree_by(spccl_comm *comm, spccl_status st, int64_t deadline_ns);
+/* Listen for the peers of this host, which will map memory of this rank. call: the public one; what: is mapped; address:
+ * of this rank's listener. The caller closes *share, after a failure too. Errors: SYSTEM, NOMEM. */
+spccl_status sp_gpu_share_begin(sp_gpu_comm *g, const char *call, const char *what, int64_t deadline_ns,
+                                sp_gpu_share **share, uint8_t address[SP_GPU_SHARE_ADDRESS_BYTES]);
 /* The communicator is broken, so the peers cannot be asked whether they have closed their ipc mappings of this rank's
  * memory: give them 1 s. */
 void sp_gpu_comm_wait_broken(void);

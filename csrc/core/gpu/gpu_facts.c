@@ -96,32 +96,6 @@ static spccl_status ask_device(sp_attach *a)
     return st;
 }
 
-static spccl_status still_whole(void *ctx)
-{
-    spccl_comm *comm = ctx;
-    SP_TRY(sp_comm_poll_peers(comm));
-    return sp_comm_broken(comm);
-}
-
-static spccl_status open_share(sp_attach *a)
-{
-    spccl_comm *comm = a->comm;
-    sp_gpu_share_config sc = {.rank = comm->rank,
-                              .world_size = comm->world_size,
-                              .secret = comm->links.secret,
-                              .host = comm->links.host,
-                              .group_tag = comm->links.group_tag,
-                              .call = "spccl_cuda_attach",
-                              .what = "an inbox",
-                              .ops = a->g->ops,
-                              .ordinal = a->g->device.ordinal,
-                              .deadline_ns = a->deadline_ns,
-                              .still = still_whole,
-                              .ctx = comm};
-    SP_TRY(sp_gpu_share_open(&sc, &a->share));
-    return sp_gpu_share_address(a->share, a->mine.address);
-}
-
 spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given)
 {
     spccl_comm *comm = a->comm;
@@ -149,7 +123,8 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given
     SP_TRY(sp_proxies_count(comm, &a->mine.n_proxies));
     SP_TRY(pick_device(a, config));
     SP_TRY(ask_device(a));
-    return open_share(a);
+    return sp_gpu_share_begin(a->g, "spccl_cuda_attach", "an inbox", a->deadline_ns, &a->share,
+                              a->mine.address);
 }
 
 /* ---- the decision from the facts: every rank comes to the same result ---- */

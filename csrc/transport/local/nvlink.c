@@ -61,6 +61,7 @@ struct refusal {
 struct exchange {
     size_t bytes;
     const uint8_t *addresses;
+    size_t stride;                  /* of addresses */
     uint8_t message[MESSAGE_BYTES]; /* this rank's */
     int fd;                         /* this rank's; -1: none */
     sp_gpu_memory **out;
@@ -195,7 +196,7 @@ static spccl_status map_memory(const sp_gpu_share *s, struct exchange *w, struct
 static spccl_status step_peer(sp_gpu_share *s, struct exchange *w, int rank)
 {
     struct peer *p = &s->peers[rank];
-    const uint8_t *address = w->addresses + (size_t)rank * SP_GPU_SHARE_ADDRESS_BYTES;
+    const uint8_t *address = w->addresses + (size_t)rank * w->stride;
     switch (p->state) {
     case PEER_CONNECT:
         SP_TRY(sp_local_connect_step(&s->listener, &p->connect, rank, address, &p->sock));
@@ -261,15 +262,15 @@ static spccl_status run_exchange(sp_gpu_share *s, struct exchange *w)
 }
 
 spccl_status sp_gpu_share_exchange(sp_gpu_share *s, sp_gpu_memory *own, size_t bytes,
-                                   const uint8_t *addresses, sp_gpu_memory **out)
+                                   const uint8_t *addresses, size_t stride, sp_gpu_memory **out)
 {
-    struct exchange w = {.bytes = bytes, .addresses = addresses, .fd = -1, .out = out};
+    struct exchange w = {.bytes = bytes, .addresses = addresses, .stride = stride, .fd = -1, .out = out};
     spccl_status st;
     sp_store_le32(w.message, MESSAGE_MAGIC);
     sp_store_le64(w.message + 8, bytes);
     for (int i = 0; i < s->config.world_size; i++)
-        if (!sp_gpu_share_same_host(addresses + (size_t)i * SP_GPU_SHARE_ADDRESS_BYTES,
-                                    addresses + (size_t)s->config.rank * SP_GPU_SHARE_ADDRESS_BYTES))
+        if (!sp_gpu_share_same_host(addresses + (size_t)i * stride,
+                                    addresses + (size_t)s->config.rank * stride))
             s->peers[i].state = PEER_DONE;
     SP_TRY(s->config.ops->memory_export(own, w.message + HANDLE_AT, &w.fd));
     st = run_exchange(s, &w);
