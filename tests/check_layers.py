@@ -25,6 +25,10 @@ TRANSPORTS = {"csrc", "csrc/core/base", "csrc/core/contract", "csrc/transport/co
 MAY_INCLUDE: dict[str, set[str]] = {
     "csrc": set(),
     **{folder: {"csrc", *CORE[:i]} for i, folder in enumerate(CORE)},
+    CORE[5]: {"csrc", *CORE[:5], *(f"{CORE[5]}/{part}" for part in ("collectives", "proxy", "channels"))},
+    f"{CORE[5]}/collectives": {"csrc", *CORE, f"{CORE[5]}/proxy"},
+    f"{CORE[5]}/proxy": {"csrc", *CORE},
+    f"{CORE[5]}/channels": {"csrc", *CORE, f"{CORE[5]}/proxy"},
     "csrc/kernels/cpu": CONTRACTS,
     "csrc/kernels/cuda": CONTRACTS,
     "csrc/transport/common": TRANSPORTS,

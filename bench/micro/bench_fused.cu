@@ -12,7 +12,7 @@
 // --check is 0. Defaults: 512 MiB for the larger buffer, 4 ranks, all SMs, float32, sums, 15 launches. The
 // times are medians.
 extern "C" {
-#include "core/gpu/tune_gpu.h"
+#include "core/gpu/collectives/tune_gpu.h"
 #include "kernels/cuda/kernels_cuda.h"
 }
 

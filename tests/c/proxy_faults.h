@@ -5,8 +5,8 @@
 
 #include "core/base/mem.h"
 #include "core/base/thread.h"
-#include "core/gpu/channel_port.h"
-#include "core/gpu/proxy.h"
+#include "core/gpu/channels/channel_port.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include <errno.h>
 #include <stdatomic.h>

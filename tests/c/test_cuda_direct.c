@@ -1,7 +1,7 @@
 /* test_cuda_direct.c - collectives of GPUs on several hosts with rings in GPU memory: the memory of a GPU in software is
  * host memory, so a device registers it by its address. Over transport ib: tools/softroce.py runs it. With
  * NET_PLUGIN_FOLDER over ncclnet and the test plugin, which takes "GPU pointers". */
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 #include "cuda_hosts.h"
 
 #define SOON_MS 60000

@@ -2,7 +2,7 @@
  * host's collectives. */
 #include "cuda_hosts.h"
 
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include <dirent.h>
 

@@ -2,7 +2,7 @@
  * bits as the host's collectives, and no more bytes may cross than needed. */
 #include "cuda_hosts.h"
 
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 
 /* Results are relayed on 2 to 4 hosts of 2 to 8 ranks: all formats, one worker on each GPU, whose rings fill, or many. */
 static void test_relays(void)

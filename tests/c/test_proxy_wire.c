@@ -1,6 +1,6 @@
 /* test_proxy_wire.c - messages of rings between hosts: what is written is read back, and every wrong position,
  * length or count is refused. */
-#include "core/gpu/proxy_wire.h"
+#include "core/gpu/proxy/proxy_wire.h"
 
 #include "test.h"
 

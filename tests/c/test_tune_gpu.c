@@ -1,5 +1,5 @@
 /* test_tune_gpu.c - the choices for GPU collectives: inboxes, slices, CTAs. Needs no GPU. */
-#include "core/gpu/tune_gpu.h"
+#include "core/gpu/collectives/tune_gpu.h"
 
 #include "core/base/dtype.h"
 #include "core/format/format.h"

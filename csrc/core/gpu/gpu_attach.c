@@ -5,8 +5,8 @@
  * allocates its inbox, and all exchange whether it worked. (3) Each rank maps the peers' inboxes, and all
  * exchange whether it worked. Only after that may any rank launch a collective. */
 #include "core/gpu/gpu_attach.h"
-#include "core/gpu/channels.h"
-#include "core/gpu/proxy.h"
+#include "core/gpu/channels/channels.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include "core/base/clock.h"
 #include "core/base/log.h"

@@ -5,7 +5,7 @@
 #define SP_GPU_COMM_H
 
 #include "core/contract/gpu_share.h"
-#include "core/gpu/tune_gpu.h"
+#include "core/gpu/collectives/tune_gpu.h"
 #include "core/run/comm.h"
 #include "core/run/gpu_part.h"
 

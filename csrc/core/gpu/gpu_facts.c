@@ -2,7 +2,7 @@
  * gpu_attach.h. */
 #include "core/gpu/gpu_attach.h"
 #include "core/gpu/gpu_direct.h"
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include "core/base/abi.h"
 #include "core/base/env.h"

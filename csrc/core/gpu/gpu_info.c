@@ -2,7 +2,7 @@
  * And the table of what core/run calls (gpu_part.h). */
 #include "core/gpu/gpu_attach.h"
 #include "core/gpu/gpu_direct.h"
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 #include "spccl_channel.h"
 
 #include "core/base/abi.h"

@@ -2,7 +2,7 @@
  * gpu_comm.h. The report of a kernel that gave up becomes the communicator's error. The other direction is
  * not here: when a communicator breaks, sp_comm_break and the engine set the abort flag that its kernels
  * read. */
-#include "core/gpu/channels.h"
+#include "core/gpu/channels/channels.h"
 
 #include "core/base/clock.h"
 #include "core/base/dtype.h"

@@ -7,7 +7,7 @@
 
 #include "core/base/env.h"
 #include "core/base/log.h"
-#include "core/gpu/channels.h"
+#include "core/gpu/channels/channels.h"
 #include "core/run/coll_check.h"
 
 #include <stdio.h>

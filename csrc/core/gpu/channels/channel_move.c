@@ -1,5 +1,5 @@
 /* channel_move.c - one round of the proxy of port channels; see channel_port.h. */
-#include "core/gpu/channel_port.h"
+#include "core/gpu/channels/channel_port.h"
 
 #include "core/base/bits.h"
 

@@ -1,5 +1,5 @@
 /* tune_gpu.c - see tune_gpu.h. */
-#include "core/gpu/tune_gpu.h"
+#include "core/gpu/collectives/tune_gpu.h"
 
 #include "core/base/dtype.h"
 #include "core/format/format.h"

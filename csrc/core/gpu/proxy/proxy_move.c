@@ -1,5 +1,5 @@
 /* proxy_move.c - one round of a proxy; see proxy.h. */
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include "core/base/clock.h"
 

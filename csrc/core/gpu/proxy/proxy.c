@@ -1,5 +1,5 @@
 /* proxy.c - start and end of the proxies; see proxy.h. */
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include "core/base/clock.h"
 #include "core/base/cores.h"

@@ -1,6 +1,6 @@
 /* channels_end.c - one-sided channels: failures that kernels reported become the communicator's error; the end of a set,
  * by spccl_channels_destroy or with its communicator. See channels.h. */
-#include "core/gpu/channel_port.h"
+#include "core/gpu/channels/channel_port.h"
 
 #include "core/base/clock.h"
 #include "core/base/log.h"

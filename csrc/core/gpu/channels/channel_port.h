@@ -12,8 +12,8 @@
 #ifndef SP_CHANNEL_PORT_H
 #define SP_CHANNEL_PORT_H
 
-#include "core/gpu/channels.h"
-#include "core/gpu/proxy_thread.h"
+#include "core/gpu/channels/channels.h"
+#include "core/gpu/proxy/proxy_thread.h"
 
 #define SP_PORT_HEAD_BYTES 32u
 /* Most bytes of a put in one message. */

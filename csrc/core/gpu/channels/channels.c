@@ -2,7 +2,7 @@
  *
  * Creation is as in gpu_attach.c: all ranks exchange what they were called with, decide the same, and after each step
  * that can fail they exchange their status. */
-#include "core/gpu/channel_port.h"
+#include "core/gpu/channels/channel_port.h"
 
 #include "core/base/abi.h"
 #include "core/base/clock.h"

@@ -1,5 +1,5 @@
 /* channel_port.c - start and end of the proxy of port channels; see channel_port.h. */
-#include "core/gpu/channel_port.h"
+#include "core/gpu/channels/channel_port.h"
 
 #include "core/base/clock.h"
 #include "core/base/mem.h"

@@ -1,5 +1,5 @@
 /* proxy_thread.c - see proxy_thread.h. */
-#include "core/gpu/proxy_thread.h"
+#include "core/gpu/proxy/proxy_thread.h"
 
 #include "core/base/clock.h"
 #include "core/base/cores.h"

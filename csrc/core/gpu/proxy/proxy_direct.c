@@ -4,7 +4,7 @@
  * rings of its inbox, and no other memory of it. Tails, credits and change counters lie in pinned memory as always.
  * Every rank decides once what its GPU and its devices can do, and says it to all others. Rings of two ranks lie in GPU
  * memory if both can do it. */
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 
 #include "core/base/env.h"
 #include "core/base/log.h"

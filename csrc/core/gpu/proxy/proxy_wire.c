@@ -1,5 +1,5 @@
 /* proxy_wire.c - see proxy_wire.h. */
-#include "core/gpu/proxy_wire.h"
+#include "core/gpu/proxy/proxy_wire.h"
 
 #include "core/base/bits.h"
 #include "core/format/format.h"

@@ -18,8 +18,8 @@
 #define SP_PROXY_H
 
 #include "core/gpu/gpu_direct.h"
-#include "core/gpu/proxy_thread.h"
-#include "core/gpu/proxy_wire.h"
+#include "core/gpu/proxy/proxy_thread.h"
+#include "core/gpu/proxy/proxy_wire.h"
 
 #define SP_PROXIES_MAX 16u
 

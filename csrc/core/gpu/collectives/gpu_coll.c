@@ -1,6 +1,6 @@
 /* gpu_coll.c - the public collectives on GPU memory: check, plan, launch; waiting for streams. gpu_comm.c has the order
  * of launches. */
-#include "core/gpu/proxy.h"
+#include "core/gpu/proxy/proxy.h"
 #include "core/run/coll_check.h"
 
 #include "core/base/abi.h"
