@@ -66,6 +66,12 @@ static uint64_t draw(struct fault *f)
     return z ^ (z >> 31);
 }
 
+/* NULL: there are none. */
+static const sp_transport_puts *puts_of(const struct fault *f)
+{
+    return f->plan.puts != NULL ? f->plan.puts : f->t->puts;
+}
+
 static bool one_in(struct fault *f, unsigned n)
 {
     return n != 0 && draw(f) % n == 0;
@@ -95,8 +101,8 @@ static void cut(struct fault *f)
 {
     for (int i = 0; i < REGIONS_MAX; i++)
         if (f->regions[i] != NULL)
-            f->t->puts->close_region(f->inner, f->regions[i]);
-    f->memory_in_use = f->t->puts != NULL && f->t->puts->memory_in_use(f->inner);
+            puts_of(f)->close_region(f->inner, f->regions[i]);
+    f->memory_in_use = puts_of(f) != NULL && puts_of(f)->memory_in_use(f->inner);
     f->t->close(f->inner);
     f->inner = NULL;
     f->cut = f->changed = true;
@@ -291,19 +297,19 @@ static void fault_abort_peers(sp_endpoint *ep, const char *text)
 
 /* ---- puts ---- */
 
-static const sp_transport_puts *puts_of(sp_endpoint *ep)
+static const sp_transport_puts *live_puts(sp_endpoint *ep)
 {
-    return self(ep)->cut ? NULL : self(ep)->t->puts;
+    return self(ep)->cut ? NULL : puts_of(self(ep));
 }
 
 static bool fault_device(sp_endpoint *ep, size_t i, sp_net_device *out)
 {
-    return puts_of(ep) != NULL && puts_of(ep)->device(self(ep)->inner, i, out);
+    return live_puts(ep) != NULL && live_puts(ep)->device(self(ep)->inner, i, out);
 }
 
 static bool fault_reaches(sp_endpoint *ep, int peer)
 {
-    return puts_of(ep) != NULL && puts_of(ep)->reaches(self(ep)->inner, peer);
+    return live_puts(ep) != NULL && live_puts(ep)->reaches(self(ep)->inner, peer);
 }
 
 static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *config, sp_region **out,
@@ -312,13 +318,13 @@ static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *c
     struct fault *f = self(ep);
     int i = 0;
     SP_TRY(may_fail(f, "open_region"));
-    if (puts_of(ep) == NULL)
+    if (live_puts(ep) == NULL)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "transport %s has no puts", f->t->name);
     while (i < REGIONS_MAX && f->regions[i] != NULL)
         i++;
     if (i == REGIONS_MAX)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED, "fault: more than %d regions", REGIONS_MAX);
-    SP_TRY(puts_of(ep)->open_region(f->inner, config, out, handle));
+    SP_TRY(live_puts(ep)->open_region(f->inner, config, out, handle));
     f->regions[i] = *out;
     return SPCCL_OK;
 }
@@ -326,11 +332,11 @@ static spccl_status fault_open_region(sp_endpoint *ep, const sp_region_config *c
 static void fault_close_region(sp_endpoint *ep, sp_region *r)
 {
     struct fault *f = self(ep);
-    if (puts_of(ep) == NULL) /* a cut has closed it */
+    if (live_puts(ep) == NULL) /* a cut has closed it */
         return;
     for (int i = 0; i < REGIONS_MAX; i++)
         f->regions[i] = f->regions[i] == r ? NULL : f->regions[i];
-    puts_of(ep)->close_region(f->inner, r);
+    live_puts(ep)->close_region(f->inner, r);
 }
 
 static bool fault_memory_in_use(sp_endpoint *ep)
@@ -338,36 +344,37 @@ static bool fault_memory_in_use(sp_endpoint *ep)
     struct fault *f = self(ep);
     if (f->plan.hangs && is_failing(f, f->rank))
         return true;
-    return puts_of(ep) != NULL ? puts_of(ep)->memory_in_use(f->inner) : f->memory_in_use;
+    return live_puts(ep) != NULL ? live_puts(ep)->memory_in_use(f->inner) : f->memory_in_use;
 }
 
 static uint32_t fault_room(sp_endpoint *ep, int peer)
 {
     struct fault *f = self(ep);
-    if (puts_of(ep) == NULL)
+    if (live_puts(ep) == NULL)
         return 0;
     if (one_in(f, f->plan.hold_one_in)) {
         f->changed = true;
         return 0;
     }
-    return f->t->puts->room(f->inner, peer);
+    return puts_of(f)->room(f->inner, peer);
 }
 
 static spccl_status fault_put(sp_endpoint *ep, int peer, int queue, const sp_put *put)
 {
-    return puts_of(ep) == NULL ? gone(self(ep), peer) : puts_of(ep)->put(self(ep)->inner, peer, queue, put);
+    return live_puts(ep) == NULL ? gone(self(ep), peer)
+                                 : live_puts(ep)->put(self(ep)->inner, peer, queue, put);
 }
 
 static spccl_status fault_flush(sp_endpoint *ep, int peer, int queue)
 {
     struct fault *f = self(ep);
-    if (puts_of(ep) == NULL)
+    if (live_puts(ep) == NULL)
         return gone(f, peer);
     if (one_in(f, f->plan.hold_one_in)) {
         f->changed = true;
         return SPCCL_AGAIN;
     }
-    return f->t->puts->flush(f->inner, peer, queue);
+    return puts_of(f)->flush(f->inner, peer, queue);
 }
 
 static const sp_transport_puts fault_puts = {

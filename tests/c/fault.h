@@ -10,8 +10,9 @@
 /* The faults of endpoints that are opened from now on. Change it only while no endpoint is open. 0 turns a
  * fault off. */
 typedef struct sp_fault_plan {
-    const char *inner; /* name of the wrapped transport */
-    uint64_t seed;     /* the same seed, rank and calls give the same faults */
+    const char *inner;             /* name of the wrapped transport */
+    const sp_transport_puts *puts; /* in place of the wrapped transport's; NULL: those */
+    uint64_t seed;                 /* the same seed, rank and calls give the same faults */
     /* One reserve or peek in this many returns SPCCL_AGAIN although there is space, or a message. */
     unsigned hold_one_in;
     unsigned flip_one_in; /* one message in this many is sent with a flipped bit */

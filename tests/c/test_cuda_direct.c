@@ -1,22 +1,22 @@
 /* test_cuda_direct.c - collectives of GPUs on several hosts with rings in GPU memory: the memory of a GPU in software is
- * host memory, so a device registers it by its address. Over transport ib: tools/softroce.py runs it. With
- * NET_PLUGIN_FOLDER over ncclnet and the test plugin, which takes "GPU pointers". */
+ * host memory, so a device registers it by its address. With TEST_ONLY_TRANSPORT over transport ib: tools/softroce.py runs
+ * it. Else over tcp, with puts that copy (copy_puts.h). */
 #include "core/gpu/proxy/proxy.h"
 #include "cuda_hosts.h"
 
 #define SOON_MS 60000
 
-#if defined(NET_PLUGIN_FOLDER)
-#define TRANSPORT "ncclnet"
-#define DEVICE "sock0"
-#define NO_DMABUF_CALL "regMrDmaBuf"
-#define NO_AUTO "sysfs does not say"
+#if defined(TEST_ONLY_TRANSPORT)
+#define PLAN .inner = TEST_ONLY_TRANSPORT
+#define TRANSPORT TEST_ONLY_TRANSPORT
+#define NO_DMABUF "ibv_reg_dmabuf_mr"
 #else
-#define TRANSPORT "ib"
-#define DEVICE "rxe0"
-#define NO_DMABUF_CALL "ibv_reg_dmabuf_mr"
-#define NO_AUTO "registers no dmabuf"
+#include "copy_puts.h"
+#define PLAN .inner = "tcp", .puts = &copy_puts
+#define TRANSPORT "fault"
+#define NO_DMABUF "copy0 registers no dmabuf"
 #endif
+#define NO_AUTO "registers no dmabuf"
 
 /* What a rank must find in a group whose proxies use ib. */
 struct wanted {
@@ -82,6 +82,7 @@ static void run_wanted(int n_hosts, int n_per_host, struct wanted w)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
 }
 
+#if defined(TEST_ONLY_TRANSPORT)
 /* `spccl info` has the setting, and what the devices could do. */
 static void test_info(void)
 {
@@ -93,11 +94,12 @@ static void test_info(void)
         n++;
         CHECK(strncmp(e.value, "pointers, possible with 0 of ", 29) == 0, "%s", e.value);
         CHECK(strstr(e.why, "SPCCL_GPU_DIRECT=pointers") != NULL &&
-                  strstr(e.why, "; " DEVICE " (" TRANSPORT "): no: ") != NULL,
+                  strstr(e.why, "; rxe0 (ib): no: ") != NULL,
               "%s", e.why);
     }
     CHECK(n == n_gpus || n == 16, "entries of %d GPUs, wanted %d", n, n_gpus);
 }
+#endif
 
 static const char by_pointers[] = "SPCCL_GPU_DIRECT is pointers, with a flush";
 
@@ -122,10 +124,10 @@ static void test_relays(void)
 static void test_slow(void)
 {
     group_transports = "fault";
-    sp_fault = (sp_fault_plan){.inner = TRANSPORT, .seed = test_rand(), .hold_one_in = 3};
+    sp_fault = (sp_fault_plan){PLAN, .seed = test_rand(), .hold_one_in = 3};
     run_wanted(2, 1,
                (struct wanted){.group = {.n_random = 4, .max_ctas = 1}, .direct = true, .why = by_pointers});
-    sp_fault = (sp_fault_plan){.inner = TRANSPORT};
+    sp_fault = (sp_fault_plan){PLAN};
     group_transports = TRANSPORT;
 }
 
@@ -134,14 +136,14 @@ static void test_refused(void)
 {
     struct wanted w = {.group = {.n_random = 1}, .direct = false};
     setenv("SPCCL_GPU_DIRECT", "dmabuf", 1);
-    w.why = NO_DMABUF_CALL;
+    w.why = NO_DMABUF;
     run_wanted(2, 1, w);
     setenv("SPCCL_GPU_DIRECT", "auto", 1);
     w.why = NO_AUTO;
     run_wanted(2, 1, w);
     setenv("SPCCL_GPU_DIRECT", "pointers", 1);
     group_transports = "fault";
-    sp_fault = (sp_fault_plan){.inner = TRANSPORT, .fails = "open_region", .fails_rank = 1};
+    sp_fault = (sp_fault_plan){PLAN, .fails = "open_region", .fails_rank = 1};
     w.why = "open_region failed for a test";
     run_wanted(2, 1, w);
     group_transports = "tcp";
@@ -169,8 +171,8 @@ static void test_memory_in_use(void)
     w.rings = rings;
     for (int i = 0; i < 3; i++) {
         rings[0] = rings[1] = 0;
-        sp_fault = (sp_fault_plan){
-            .inner = TRANSPORT, .hangs = i != 0, .fails = i == 2 ? "open_region" : NULL, .fails_rank = 1};
+        sp_fault =
+            (sp_fault_plan){PLAN, .hangs = i != 0, .fails = i == 2 ? "open_region" : NULL, .fails_rank = 1};
         w.direct = i != 2;
         w.why = i == 2 ? "open_region failed for a test" : by_pointers;
         before = allocated();
@@ -181,7 +183,7 @@ static void test_memory_in_use(void)
         CHECK(kept == (i == 0 ? 0 : rings[0] + rings[1]),
               "turn %d: %zu bytes stay; the inbox has %zu, the outbox %zu", i, kept, rings[0], rings[1]);
     }
-    sp_fault = (sp_fault_plan){.inner = TRANSPORT};
+    sp_fault = (sp_fault_plan){PLAN};
     group_transports = TRANSPORT;
 }
 
@@ -222,29 +224,33 @@ static void run_lost(void)
     config.transports = "fault";
     run_ranks(2, &config, loses_peer, &n_ended, ctx);
     CHECK(n_ended == 2, "%d ranks ended", n_ended);
-    sp_fault = (sp_fault_plan){.inner = TRANSPORT};
+    sp_fault = (sp_fault_plan){PLAN};
 }
 
 /* Both the links of the group and the proxies use the plan; the group alone sends fewer than 100 messages. */
 static void test_dead_peer(void)
 {
-    sp_fault = (sp_fault_plan){.inner = TRANSPORT, .cut_after = 100, .cut_rank = 1};
+    sp_fault = (sp_fault_plan){PLAN, .cut_after = 100, .cut_rank = 1};
     run_lost();
 }
 
 int main(int argc, char **argv)
 {
     static const struct test_case cases[] = {
-        {"info", test_info},           {"every_op", test_every_op},
-        {"relays", test_relays},       {"slow", test_slow},
-        {"refused", test_refused},     {"memory_in_use", test_memory_in_use},
-        {"dead_peer", test_dead_peer}, {NULL, NULL}};
+#if defined(TEST_ONLY_TRANSPORT)
+        {"info", test_info},
+#endif
+        {"every_op", test_every_op},
+        {"relays", test_relays},
+        {"slow", test_slow},
+        {"refused", test_refused},
+        {"memory_in_use", test_memory_in_use},
+        {"dead_peer", test_dead_peer},
+        {NULL, NULL}
+    };
     setenv("SPCCL_GPU_DIRECT", "pointers", 1);
     start_hosts(&argc, argv, 4);
     group_transports = TRANSPORT;
-#if defined(NET_PLUGIN_FOLDER)
-    setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);
-    setenv("TEST_NET_POINTERS", "3", 1);
-#endif
+    sp_fault = (sp_fault_plan){PLAN};
     return test_main(cases, argc, argv);
 }
