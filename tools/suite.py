@@ -63,7 +63,7 @@ RANDOM = r"test_(codec|collectives|kernels_codec|mean|sum_order|transport)$"
 # example_installed, example_pkg_config, test_ib_library and test_settings start a program without the emulator.
 NOT_EMULATED = (
     r"(test_(collectives|completion|descriptors|fault_injection|faults|ib_library|link_rate|local_socket|ncclnet|"
-    r"ncclnet_put|ncclnet_put_faults|plan_cost|sched|settings|sum_order|tcp_drain|tcp_window|transport|"
+    r"plan_cost|sched|settings|sum_order|tcp_drain|tcp_window|transport|"
     r"transport_faults)|"
     r"example_installed|example_pkg_config)$"
 )

@@ -1,7 +1,6 @@
 /* fuzz_ncclnet.c - takes any bytes as what a peer of transport ncclnet sends: its address, its notes over tcp, the
- * segments that arrive in a ring, or a message that ends with a list of puts. No access may be out of bounds, and what is
- * accepted must be in range.
- *   0  u8  what: address, connect info, result, FIN, segments, message with puts (modulo 6)
+ * segments that arrive in a ring. No access may be out of bounds, and what is accepted must be in range.
+ *   0  u8  what: address, connect info, result, FIN, segments (modulo 5)
  *   1  the bytes. Segments: for each u8 length in units of 16 bytes, then as many bytes as are left, at most that many */
 #include "core/base/bits.h"
 #include "fuzz.h"
@@ -76,38 +75,13 @@ static void try_segments(const uint8_t *data, size_t bytes)
     sp_nn_ring_close(&ring);
 }
 
-/* A list that is accepted is written again to the same bytes, but for the zeros before it. */
-static void try_targets(const uint8_t *data, size_t bytes)
-{
-    sp_nn_target targets[SP_PUTS_MAX];
-    uint8_t *again = malloc(bytes + SP_NN_LIST_ROOM(SP_PUTS_MAX));
-    size_t payload = 0;
-    char why[SP_NN_TEXT_CAP];
-    int n = sp_nn_read_targets(data, bytes, RING_BYTES, targets, &payload, why);
-    EXPECT(again != NULL && n <= (int)SP_PUTS_MAX);
-    if (n < 0)
-        check_text(why, sizeof why);
-    for (int i = 0; i < n; i++)
-        EXPECT(targets[i].bytes >= 1 && targets[i].off + targets[i].bytes <= RING_BYTES);
-    if (n >= 0) {
-        size_t same = 0;
-        EXPECT(payload >= 1 && payload < bytes);
-        memcpy(again, data, payload);
-        EXPECT(sp_nn_write_targets(again, payload, targets, (uint32_t)n) == bytes);
-        EXPECT(sp_nn_read_targets(again, bytes, RING_BYTES, targets, &same, why) == n && same == payload);
-    }
-    free(again);
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 {
     if (bytes == 0)
         return 0;
-    if (data[0] % 6 == 4)
+    if (data[0] % 5 == 4)
         try_segments(data + 1, bytes - 1);
-    else if (data[0] % 6 == 5)
-        try_targets(data + 1, bytes - 1);
     else
-        try_notes(data[0] % 6, data + 1, bytes - 1);
+        try_notes(data[0] % 5, data + 1, bytes - 1);
     return 0;
 }

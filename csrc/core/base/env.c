@@ -93,7 +93,7 @@ static const sp_env_var vars[SP_N_ENV] = {
                         16, NULL},
     [SP_ENV_GPU_DIRECT] =
         {"SPCCL_GPU_DIRECT", "off",
-         "GPU memory between hosts over ib and ncclnet: off = through pinned memory, auto = the network "
+         "GPU memory between hosts over ib: off = through pinned memory, auto = the network "
          "device reads and writes it where it can, dmabuf and pointers = try that way",
          0, 0, 0, "off, auto, dmabuf, pointers"},
     [SP_ENV_LIST_BYTES] =

@@ -44,11 +44,8 @@ typedef struct sp_net_device {
     char name[64];      /* "mlx5_0" */
     char pci_path[256]; /* its folder in sysfs; "": unknown */
     bool dmabuf;        /* it registers memory of other devices that is passed as a dmabuf */
-    bool
-        pointers; /* it registers GPU pointers if the kernel module nvidia_peermem is there, or has its own way */
-    bool own_way;      /* it needs no nvidia_peermem: a net plugin that says NCCL_PTR_CUDA */
-    bool always_flush; /* the plugin asks for a flush after each receive */
-    char why[120];     /* why dmabuf is false */
+    bool pointers;      /* it registers GPU pointers if the kernel module nvidia_peermem is there */
+    char why[120];      /* why dmabuf is false */
 } sp_net_device;
 
 /* Opaque: each transport casts it to its own struct. */

@@ -58,7 +58,7 @@ static void find_way(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
     *out = (sp_gpu_direct){.how = SP_DIRECT_NO};
     if (d->dmabuf && f->gpu.dmabuf)
         out->how = SP_DIRECT_DMABUF;
-    else if (d->pointers && (d->own_way || f->peermem))
+    else if (d->pointers && f->peermem)
         out->how = SP_DIRECT_POINTERS;
     if (out->how != SP_DIRECT_NO)
         return;
@@ -71,8 +71,6 @@ static void find_way(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
 /* The end of the reason why it is possible. */
 static const char *flush_text(const sp_gpu_direct_facts *f)
 {
-    if (f->device.always_flush)
-        return "with a flush after each receive: the plugin asks for it";
     return f->gpu.writes_ordered ? "without a flush: the GPU sees writes in order"
                                  : "with a flush after each receive: the GPU may see writes out of order";
 }
@@ -91,12 +89,9 @@ void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out)
         refuse(out, far[f->path]);
         return;
     }
-    out->flush = f->device.always_flush || !f->gpu.writes_ordered;
+    out->flush = !f->gpu.writes_ordered;
     snprintf(out->why, sizeof out->why, "possible by %s, %s",
-             out->how == SP_DIRECT_DMABUF ? "dmabuf"
-             : f->device.own_way          ? "GPU pointers"
-                                          : "GPU pointers (nvidia_peermem)",
-             flush_text(f));
+             out->how == SP_DIRECT_DMABUF ? "dmabuf" : "GPU pointers (nvidia_peermem)", flush_text(f));
 }
 
 bool sp_gpu_direct_is_on(void)
@@ -115,6 +110,6 @@ void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_
     if (!dmabuf && strcmp(setting, "pointers") != 0)
         return;
     *out = (sp_gpu_direct){.how = dmabuf ? SP_DIRECT_DMABUF : SP_DIRECT_POINTERS,
-                           .flush = f->device.always_flush || !f->gpu.writes_ordered};
+                           .flush = !f->gpu.writes_ordered};
     snprintf(out->why, sizeof out->why, "SPCCL_GPU_DIRECT is %s, %s", setting, flush_text(f));
 }

@@ -132,8 +132,7 @@ static spccl_status nn_reserve(sp_endpoint *opaque, int peer, int queue, size_t 
                        ep->config.rank, bytes, peer, nn_message_max(opaque));
     if (p->gone)
         return peer_gone(ep, peer);
-    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes + sp_nn_list_room(p));
-    p->n_pending = 0;
+    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes);
     if (space == NULL)
         return SPCCL_AGAIN;
     *out = space;
@@ -150,25 +149,9 @@ static spccl_status nn_commit(sp_endpoint *opaque, int peer, int queue, uint32_t
     if (p->tx[queue].ring.reserved == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
                        ep->config.rank, peer, queue);
-    if (p->puts)
-        sp_nn_commit_puts(ep, peer);
-    if (sp_nn_ring_commit(&p->tx[queue].ring) || p->puts)
+    if (sp_nn_ring_commit(&p->tx[queue].ring))
         sp_nn_thread_kick(ep);
     return SPCCL_OK;
-}
-
-/* The oldest message, with the list of its puts. */
-static spccl_status peek_whole(struct sp_ncclnet *ep, int peer, int queue, const void **out, size_t *bytes)
-{
-    const struct sp_nn_peer *p = &ep->peers[peer];
-    size_t most = nn_message_max((sp_endpoint *)ep) + sp_nn_list_room(p);
-    return sp_nn_ring_peek(&p->rx[queue].ring, most, out, bytes);
-}
-
-static spccl_status end_peek(struct sp_ncclnet *ep, int peer, spccl_status st)
-{
-    const struct sp_nn_peer *p = &ep->peers[peer];
-    return st == SPCCL_AGAIN && p->over && !p->puts_due ? peer_gone(ep, peer) : st;
 }
 
 static spccl_status nn_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
@@ -178,17 +161,14 @@ static spccl_status nn_peek(sp_endpoint *opaque, int peer, int queue, const void
     spccl_status st;
     if (by_tcp(p))
         return tcp->peek(ep->tcp, peer, queue, out, bytes);
-    p->puts_due = false;
-    st = peek_whole(ep, peer, queue, out, bytes);
-    if (st == SPCCL_OK && p->puts)
-        return end_peek(ep, peer, sp_nn_take_puts(ep, peer, *out, bytes));
+    st = sp_nn_ring_peek(&p->rx[queue].ring, nn_message_max(opaque), out, bytes);
     if (st == SPCCL_ERR_FORMAT) {
         char text[300];
         snprintf(text, sizeof text, "%s", spccl_last_error());
         return SP_FAIL(st, "rank %d: rank %d sent something that is not a message: %s", ep->config.rank, peer,
                        text);
     }
-    return end_peek(ep, peer, st);
+    return st == SPCCL_AGAIN && p->over ? peer_gone(ep, peer) : st;
 }
 
 static spccl_status nn_release(sp_endpoint *opaque, int peer, int queue)
@@ -202,18 +182,9 @@ static spccl_status nn_release(sp_endpoint *opaque, int peer, int queue)
     if (nn_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", ep->config.rank,
                        peer, queue);
-    (void)peek_whole(ep, peer, queue, &message, &bytes);
-    p->announced = false;
     if (sp_nn_ring_release(&p->rx[queue].ring, bytes))
         sp_nn_thread_kick(ep);
     return SPCCL_OK;
-}
-
-/* All puts have left this process, or none will any more. */
-static bool puts_left(struct sp_nn_peer *p)
-{
-    struct sp_nn_queue *q = &p->put_tx.q;
-    return atomic_load(&q->failed) || atomic_load(&q->ring.done) == atomic_load(&q->ring.allowed);
 }
 
 static bool nn_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
@@ -222,7 +193,7 @@ static bool nn_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
     struct sp_nn_peer *p = &ep->peers[peer];
     if (by_tcp(p))
         return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->connect_info_sent + p->result_sent : n);
-    return p->gone || (sp_nn_ring_left(&p->tx[queue].ring) >= n && puts_left(p));
+    return p->gone || (sp_nn_ring_left(&p->tx[queue].ring) >= n);
 }
 
 /* ---- progress ---- */
@@ -264,7 +235,7 @@ static int nn_wait_fd(sp_endpoint *opaque)
 static bool is_ending(const struct sp_ncclnet *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].ended_ns != 0 && (!ep->peers[i].over || ep->peers[i].puts_due))
+        if (ep->peers[i].ended_ns != 0 && !ep->peers[i].over)
             return true;
     return false;
 }
@@ -355,7 +326,6 @@ static void finish_sending(struct sp_ncclnet *ep)
                 continue;
             for (int k = 0; k < ep->config.n_queues; k++)
                 busy = busy || sp_nn_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
-            busy = busy || !puts_left(p);
         }
         if (busy)
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
@@ -479,7 +449,6 @@ const sp_transport sp_transport_ncclnet = {
     .arm = nn_arm,
     .disarm = nn_disarm,
     .abort_peers = nn_abort_peers,
-    .puts = &sp_nn_puts,
     .memory_bytes = nn_memory_bytes,
     .close = nn_close,
 };

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #define COMM_ID UINT64_C(0x5350434c4e455400)
+#define POINTER_HOST 1 /* NCCL_PTR_HOST */
 
 /* The start of the properties of a device. Version 9 inserted `force_flush`. What follows is not read. */
 struct props_8 {
@@ -58,10 +59,7 @@ typedef int (*devices_fn)(int *n);
 typedef int (*properties_fn)(int dev, void *props);
 typedef int (*accept_fn)(void *listener, void **comm, void **device_comm);
 typedef int (*reg_fn)(void *comm, void *data, size_t bytes, int type, void **mr);
-typedef int (*reg_dmabuf_fn)(void *comm, void *data, size_t bytes, int type, uint64_t offset, int fd,
-                             void **mr);
 typedef int (*dereg_fn)(void *comm, void *mr);
-typedef int (*flush_fn)(void *comm, int n, void **data, int *bytes, void **mrs, void **request);
 typedef int (*test_fn)(void *request, int *done, int *bytes);
 typedef int (*close_fn)(void *comm);
 
@@ -125,16 +123,13 @@ int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
     name = old ? props.v8.name : props.v9.name;
     *out = (sp_nn_device){.speed_mbps = old ? props.v8.speed : props.v9.speed,
                           .port = old ? props.v8.port : props.v9.port,
-                          .max_comms = old ? props.v8.max_comms : props.v9.max_comms,
-                          .pointers = old ? props.v8.pointers : props.v9.pointers,
-                          .force_flush = !old && props.v9.force_flush != 0};
+                          .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
     pci_path = old ? props.v8.pci_path : props.v9.pci_path;
-    snprintf(out->pci_path, sizeof out->pci_path, "%s", pci_path != NULL ? pci_path : "");
     if (out->speed_mbps < 0)
         out->speed_mbps = 0;
     snprintf(out->name, sizeof out->name, "%s", name != NULL ? name : "without name");
     snprintf(out->nic.names[0], sizeof out->nic.names[0], "%s", name != NULL ? name : "");
-    sp_nic_read_pci(out->pci_path, out->nic.pci);
+    sp_nic_read_pci(pci_path != NULL ? pci_path : "", out->nic.pci);
     return 0;
 }
 
@@ -172,15 +167,7 @@ int sp_nn_accept(const sp_nn_plugin *p, void *listener, void **comm)
 
 int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, void **mr)
 {
-    return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, SP_NN_POINTER_HOST, mr);
-}
-
-int sp_nn_reg_gpu(const sp_nn_plugin *p, void *comm, const sp_region_config *m, void **mr)
-{
-    if (m->dmabuf < 0)
-        return CALL(p, reg_fn, SP_NN_REG_MR)(comm, m->address, m->bytes, SP_NN_POINTER_CUDA, mr);
-    return CALL(p, reg_dmabuf_fn, SP_NN_REG_MR_DMABUF)(comm, m->address, m->bytes, SP_NN_POINTER_CUDA,
-                                                       m->dmabuf_offset, m->dmabuf, mr);
+    return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, POINTER_HOST, mr);
 }
 
 int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr)
@@ -221,14 +208,6 @@ int sp_nn_test(const sp_nn_plugin *p, void *request, bool *done, int *bytes)
     *done = is_done != 0;
     *bytes = sizes[0];
     return result;
-}
-
-int sp_nn_iflush(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request)
-{
-    void *data = t->data, *mr = t->mr;
-    int bytes = (int)t->bytes;
-    *request = NULL;
-    return CALL(p, flush_fn, SP_NN_IFLUSH)(t->comm, 1, &data, &bytes, &mr, request);
 }
 
 int sp_nn_close(const sp_nn_plugin *p, enum sp_nn_slot slot, void *comm)

@@ -22,8 +22,6 @@
 #define SP_NN_TEXT_CAP 200
 #define SP_NN_PATH_CAP 400
 
-enum { SP_NN_POINTER_HOST = 1, SP_NN_POINTER_CUDA = 2, SP_NN_POINTER_DMABUF = 4 };
-
 enum sp_nn_slot {
     SP_NN_INIT,
     SP_NN_DEVICES,
@@ -63,9 +61,6 @@ typedef struct sp_nn_device {
     sp_nic nic;     /* the card */
     int speed_mbps; /* 0: unknown */
     int port, max_comms;
-    char pci_path[256]; /* "": unknown */
-    int pointers;       /* bits SP_NN_POINTER_.. of the memory that it registers */
-    bool force_flush;   /* it wants a flush after each receive into GPU memory; from version 9 on */
 } sp_nn_device;
 
 /* A loaded plugin. */
@@ -95,8 +90,6 @@ int sp_nn_listen(const sp_nn_plugin *p, int dev, void *handle, void **comm);
 int sp_nn_connect(const sp_nn_plugin *p, int dev, void *handle, void **comm);
 int sp_nn_accept(const sp_nn_plugin *p, void *listener, void **comm);
 int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, void **mr);
-/* GPU memory: by its address, dmabuf -1, or as the dmabuf that holds it from dmabuf_offset on. */
-int sp_nn_reg_gpu(const sp_nn_plugin *p, void *comm, const sp_region_config *memory, void **mr);
 int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr);
 
 typedef struct sp_nn_transfer {
@@ -109,8 +102,6 @@ int sp_nn_isend(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request);
 /* `bytes` is the most that may arrive. */
 int sp_nn_irecv(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request);
 int sp_nn_test(const sp_nn_plugin *p, void *request, bool *done, int *bytes);
-/* Make what a receive has brought visible to the GPU. *request NULL: it is. */
-int sp_nn_iflush(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request);
 /* slot: SP_NN_CLOSE_SEND, SP_NN_CLOSE_RECV or SP_NN_CLOSE_LISTEN. */
 int sp_nn_close(const sp_nn_plugin *p, enum sp_nn_slot slot, void *comm);
 

@@ -89,11 +89,6 @@ void sp_nn_check_thread(struct sp_ncclnet *ep)
     if (ep->thread_lost || !sp_nn_thread_hangs(ep, text, sizeof text))
         return;
     sp_nn_thread_abandon(ep, text);
-    sp_nn_lose_peers(ep, text);
-}
-
-void sp_nn_lose_peers(struct sp_ncclnet *ep, const char *text)
-{
     for (int i = 0; i < ep->config.world_size; i++) {
         struct sp_nn_peer *p = &ep->peers[i];
         if (p->route != SP_NN_BY_PLUGIN)

@@ -39,7 +39,6 @@ spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_n
 spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out);
 /* As sp_transport.inform: finds the plugin, and tries it in a child process, once. */
 void sp_nn_inform(const char **value, const char **why);
-void sp_nn_describe_device(const sp_nn_device *d, sp_net_device *out);
 /* As sp_transport.device. */
 bool sp_nn_net_device(size_t i, sp_net_device *out);
 /* The file of a path, for texts: a plugin's path may be longer than a text. */

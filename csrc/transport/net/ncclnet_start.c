@@ -132,7 +132,6 @@ static spccl_status judge_connect_info(struct sp_ncclnet *ep, int peer)
         take_tcp(p, text);
         return SPCCL_OK;
     }
-    p->puts = p->mine.puts && p->theirs.puts;
     for (int i = 0; i < ep->config.n_queues; i++) {
         SP_TRY(sp_nn_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
         SP_TRY(sp_nn_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));

@@ -17,7 +17,7 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
     int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
     int64_t now_ns = sp_now_ns();
     int peer = atomic_load(&ep->call_peer);
-    char device[80], queue[24];
+    char device[80];
     if (since_ns == 0 || now_ns - since_ns < ep->call_limit_ns)
         return false;
     if (ep->slow_call_ns != since_ns) {
@@ -27,10 +27,9 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
     if (now_ns - ep->slow_seen_ns < LOOK_AGAIN_NS)
         return false;
     sp_nn_device_text(ep, atomic_load(&ep->call_device), device, sizeof device);
-    sp_nn_queue_text(ep, atomic_load(&ep->call_queue), queue, sizeof queue);
-    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms (%s)", device,
+    snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms (queue %d)", device,
              ep->plugin->name, sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
-             (long long)((now_ns - since_ns) / 1000000), queue);
+             (long long)((now_ns - since_ns) / 1000000), atomic_load(&ep->call_queue));
     return true;
 }
 

@@ -6,7 +6,7 @@
 #include "core/base/log.h"
 #include "core/base/mem.h"
 #include "core/base/thread.h"
-#include "transport/net/ncclnet_call.h"
+#include "transport/net/ncclnet.h"
 
 #include <errno.h>
 #include <sched.h>
@@ -17,10 +17,38 @@
 #define US INT64_C(1000)
 #define SPIN_NS (50 * US)
 
+/* Before and after each call into the plugin. After it the thread may have been abandoned: it then ends, and
+ * touches nothing any more. */
+static void enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer, const struct sp_nn_queue *q)
+{
+    if (atomic_load(&ep->abandoned))
+        pthread_exit(NULL);
+    atomic_store_explicit(&ep->call_slot, (int)slot, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_peer, peer, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_device, q->device, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_queue, (int)q->ring.queue, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_since_ns, sp_now_ns(), memory_order_release);
+}
+
+static void leave(struct sp_ncclnet *ep)
+{
+    if (atomic_load(&ep->abandoned))
+        pthread_exit(NULL);
+    atomic_store_explicit(&ep->call_since_ns, 0, memory_order_release);
+}
+
+/* result = call, which is `slot` of the plugin, for queue q of the peer. */
+#define SP_NN_CALL(ep, slot, peer, q, result, call)                                                          \
+    do {                                                                                                     \
+        enter((ep), (slot), (peer), (q));                                                                    \
+        (result) = (call);                                                                                   \
+        leave(ep);                                                                                           \
+    } while (0)
+
 /* ---- what the caller learns ---- */
 
 /* Tell the caller that something changed. */
-void sp_nn_signal_caller(struct sp_ncclnet *ep)
+static void signal_caller(struct sp_ncclnet *ep)
 {
     uint64_t one = 1;
     atomic_fetch_add(&ep->n_events, 1);
@@ -34,34 +62,26 @@ void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_
     snprintf(out, cap, "device %s port %d", c->name, c->port);
 }
 
-void sp_nn_queue_text(const struct sp_ncclnet *ep, int queue, char *out, size_t cap)
-{
-    if (queue < ep->config.n_queues)
-        snprintf(out, cap, "queue %d", queue);
-    else
-        snprintf(out, cap, "puts");
-}
-
 /* The first failure is the one that errors name. */
-void sp_nn_fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
+static void fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
     if (atomic_load(&p->state) != SP_NN_FAILED)
         snprintf(p->failure, sizeof p->failure, "%s", text);
     atomic_store(&p->state, SP_NN_FAILED);
-    sp_nn_signal_caller(ep);
+    signal_caller(ep);
 }
 
 /* A call for a queue failed: the peer fails, with device, call and result in the text. Its other queues go on: what a
  * peer sent before it left must arrive. */
-void sp_nn_fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot, int result)
+static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
+                      int result)
 {
-    char device[80], queue[24], text[SP_NN_TEXT_CAP];
+    char device[80], text[SP_NN_TEXT_CAP];
     sp_nn_device_text(ep, q->device, device, sizeof device);
-    sp_nn_queue_text(ep, (int)q->ring.queue, queue, sizeof queue);
-    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, %s, returned %d (%s)", device,
-             ep->plugin->name, sp_nn_slot_name(slot), peer, queue, result, sp_nn_result_text(result));
-    sp_nn_fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
+    snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
+             ep->plugin->name, sp_nn_slot_name(slot), peer, q->ring.queue, result, sp_nn_result_text(result));
+    fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
     atomic_store(&q->failed, true);
 }
 
@@ -77,16 +97,12 @@ static int device_of(const struct sp_ncclnet *ep, int peer, int queue)
 static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
-    p->mine.puts = sp_nn_wants_puts(ep);
-    for (int i = 0; i < ep->config.n_queues + (p->mine.puts ? 1 : 0); i++) {
+    for (int i = 0; i < ep->config.n_queues; i++) {
         int result, device = device_of(ep, peer, i);
-        struct sp_nn_queue *sides[2];
-        sp_nn_connection(ep, p, i, sides);
-        sides[0]->device = sides[1]->device = device;
-        sides[0]->ring.queue = sides[1]->ring.queue = (uint32_t)i;
-        SP_NN_CALL(ep, SP_NN_LISTEN, peer, sides[1], result,
-                   sp_nn_listen(ep->plugin, device, p->mine.handles[i], &sides[1]->listener));
-        if (result == 0 && sides[1]->listener != NULL)
+        p->tx[i].device = p->rx[i].device = device;
+        SP_NN_CALL(ep, SP_NN_LISTEN, peer, &p->rx[i], result,
+                   sp_nn_listen(ep->plugin, device, p->mine.handles[i], &p->rx[i].listener));
+        if (result == 0 && p->rx[i].listener != NULL)
             continue;
         snprintf(text, cap, "device %s: plugin %s: listen for rank %d returned %d (%s)",
                  ep->plugin->devices[device].name, ep->plugin->name, peer, result,
@@ -104,7 +120,7 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
     for (int i = 0; i < ep->n_used; i++)
         most += p->devices[ep->used[i]].max_comms > 0 ? p->devices[ep->used[i]].max_comms : INT32_MAX;
     for (int i = 0; i < ep->config.world_size; i++)
-        needed += ep->peers[i].added ? 2 * (ep->config.n_queues + (sp_nn_wants_puts(ep) ? 1 : 0)) : 0;
+        needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
     if (needed <= most)
         return true;
     snprintf(text, cap, "plugin %s allows %lld connections, the group needs %lld", p->name, (long long)most,
@@ -155,7 +171,7 @@ static int connect_send(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
             ep, SP_NN_CONNECT, peer, q, result,
             sp_nn_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
         if (result != 0) {
-            sp_nn_fail_call(ep, peer, q, SP_NN_CONNECT, result);
+            fail_call(ep, peer, q, SP_NN_CONNECT, result);
             return -1;
         }
     }
@@ -168,7 +184,7 @@ static int connect_receive(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *
     if (q->comm == NULL) {
         SP_NN_CALL(ep, SP_NN_ACCEPT, peer, q, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
         if (result != 0) {
-            sp_nn_fail_call(ep, peer, q, SP_NN_ACCEPT, result);
+            fail_call(ep, peer, q, SP_NN_ACCEPT, result);
             return -1;
         }
     }
@@ -183,7 +199,7 @@ static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
     SP_NN_CALL(ep, SP_NN_REG_MR, peer, q, result,
                sp_nn_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
     if (result != 0) {
-        sp_nn_fail_call(ep, peer, q, SP_NN_REG_MR, result);
+        fail_call(ep, peer, q, SP_NN_REG_MR, result);
         return -1;
     }
     if (q->mr == NULL)
@@ -195,13 +211,12 @@ static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
 static bool connect_peer(struct sp_ncclnet *ep, int peer)
 {
     struct sp_nn_peer *p = &ep->peers[peer];
-    int n_ready = 0, n = sp_nn_n_connections(ep, p);
+    int n_ready = 0, n = ep->config.n_queues;
     for (int i = 0; i < n; i++) {
-        struct sp_nn_queue *sides[2];
-        sp_nn_connection(ep, p, i, sides);
+        struct sp_nn_queue *sides[2] = {&p->tx[i], &p->rx[i]};
         for (int s = 0; s < 2; s++) {
             int got = s == 0 ? connect_send(ep, peer, sides[s]) : connect_receive(ep, peer, sides[s]);
-            if (got > 0 && i < ep->config.n_queues)
+            if (got > 0)
                 got = register_ring(ep, peer, sides[s]);
             if (got < 0)
                 return true;
@@ -210,12 +225,12 @@ static bool connect_peer(struct sp_ncclnet *ep, int peer)
     }
     if (n_ready < 2 * n) {
         if (atomic_load(&p->cancelled))
-            sp_nn_fail_peer(ep, peer, "given up");
+            fail_peer(ep, peer, "given up");
         return false;
     }
     p->connected = true;
     atomic_store(&p->state, SP_NN_CONNECTED);
-    sp_nn_signal_caller(ep);
+    signal_caller(ep);
     return true;
 }
 
@@ -241,7 +256,7 @@ static bool test_oldest(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
     SP_NN_CALL(ep, SP_NN_TEST, peer, q, result,
                sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, bytes));
     if (result != 0)
-        sp_nn_fail_call(ep, peer, q, SP_NN_TEST, result);
+        fail_call(ep, peer, q, SP_NN_TEST, result);
     return result == 0 && is_done;
 }
 
@@ -261,12 +276,12 @@ static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q
         moved = true;
     }
     if (result != 0) {
-        sp_nn_fail_call(ep, peer, q, SP_NN_ISEND, result);
+        fail_call(ep, peer, q, SP_NN_ISEND, result);
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
         atomic_fetch_add_explicit(&q->ring.done, 1, memory_order_release);
-        sp_nn_signal_caller(ep);
+        signal_caller(ep);
         moved = true;
     }
     return moved;
@@ -286,7 +301,7 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
         q->n_started += result == 0;
     }
     if (result != 0) {
-        sp_nn_fail_call(ep, peer, q, SP_NN_IRECV, result);
+        fail_call(ep, peer, q, SP_NN_IRECV, result);
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
@@ -297,13 +312,13 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
                      "plugin %s: a segment of %d bytes came from rank %d; wanted 16 to %zu, a "
                      "multiple of 16",
                      ep->plugin->name, bytes, peer, q->ring.segment_bytes);
-            sp_nn_fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
+            fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
             atomic_store(&q->failed, true);
             return true;
         }
         q->ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)bytes;
         atomic_store_explicit(&q->ring.done, done + 1, memory_order_release);
-        sp_nn_signal_caller(ep);
+        signal_caller(ep);
         moved = true;
     }
     return moved;
@@ -316,8 +331,6 @@ static bool serve_peer(struct sp_ncclnet *ep, int peer)
     bool moved = false;
     if (state == SP_NN_CONNECTING)
         return connect_peer(ep, peer);
-    if (p->connected && p->puts)
-        moved = sp_nn_serve_puts(ep, peer);
     for (int i = 0; i < ep->config.n_queues && p->connected; i++) {
         if (!atomic_load_explicit(&p->tx[i].failed, memory_order_relaxed))
             moved = send_segments(ep, peer, &p->tx[i]) || moved;
@@ -339,7 +352,7 @@ static bool has_work(struct sp_ncclnet *ep)
             if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_seen && !atomic_load(&p->tx[k].failed))
                 return true;
     }
-    return sp_nn_puts_wait(ep);
+    return false;
 }
 
 /* How long to sleep between two rounds after `idle_ns` without success. */
@@ -371,18 +384,17 @@ static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
     pthread_mutex_unlock(&ep->lock);
 }
 
-int sp_nn_close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
-                     void **comm)
+static void close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
+                       void **comm)
 {
     int result;
     if (*comm == NULL)
-        return 0;
+        return;
     SP_NN_CALL(ep, slot, peer, q, result, sp_nn_close(ep->plugin, slot, *comm));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
                sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
     *comm = NULL;
-    return result;
 }
 
 static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot)
@@ -395,8 +407,8 @@ static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, 
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
                ep->plugin->name, peer, result, sp_nn_result_text(result));
     q->mr = NULL;
-    (void)sp_nn_close_comm(ep, peer, q, slot, &q->comm);
-    (void)sp_nn_close_comm(ep, peer, q, SP_NN_CLOSE_LISTEN, &q->listener);
+    close_comm(ep, peer, q, slot, &q->comm);
+    close_comm(ep, peer, q, SP_NN_CLOSE_LISTEN, &q->listener);
 }
 
 static void *thread_main(void *arg)
@@ -405,9 +417,9 @@ static void *thread_main(void *arg)
     int64_t busy_ns = sp_now_ns();
     bool fine = load(ep, ep->load_text, sizeof ep->load_text);
     atomic_store(&ep->load, fine ? SP_NN_LOAD_FINE : SP_NN_LOAD_FAILED);
-    sp_nn_signal_caller(ep);
+    signal_caller(ep);
     while (!atomic_load(&ep->stop)) {
-        bool moved = sp_nn_do_job(ep);
+        bool moved = false;
         int64_t now_ns;
         for (int i = 0; i < ep->config.world_size; i++)
             moved = serve_peer(ep, i) || moved;
@@ -422,10 +434,6 @@ static void *thread_main(void *arg)
             close_queue(ep, i, &ep->peers[i].tx[k], SP_NN_CLOSE_SEND);
             close_queue(ep, i, &ep->peers[i].rx[k], SP_NN_CLOSE_RECV);
         }
-    for (int i = 0; ep->plugin != NULL && i < ep->config.world_size; i++) {
-        close_queue(ep, i, &ep->peers[i].put_tx.q, SP_NN_CLOSE_SEND);
-        close_queue(ep, i, &ep->peers[i].put_rx.q, SP_NN_CLOSE_RECV);
-    }
     atomic_store(&ep->exited, true);
     return NULL;
 }

@@ -3,12 +3,10 @@
 
 #include "core/base/bits.h"
 
-#include <stdio.h>
 #include <string.h>
 
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
 #define RATES_AT (252u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
-#define LIST_MAGIC 0x504e7073u   /* "spNP" */
 #define RESULT_MAGIC 0x564e7073u /* "spNV" */
 #define FIN_MAGIC 0x464e7073u    /* "spNF" */
 static const char address_magic[4] = {'s', 'p', 'N', '1'};
@@ -50,7 +48,7 @@ bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, siz
 void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CONNECT_INFO_BYTES])
 {
     sp_store_le32(out, CONNECT_INFO_MAGIC);
-    sp_store_le16(out + 4, (uint16_t)((o->usable ? 1 : 0) | (o->puts ? 2 : 0)));
+    sp_store_le16(out + 4, o->usable ? 1 : 0);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
     write_text(o->name, out + 12, SP_NN_NAME_CAP);
@@ -67,10 +65,9 @@ void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CON
 bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info *out)
 {
     if (n != SP_NN_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
-        sp_load_le16(bytes + 4) > 3 || sp_load_le32(bytes + RATES_AT + 8) > 1)
+        sp_load_le16(bytes + 4) > 1 || sp_load_le32(bytes + RATES_AT + 8) > 1)
         return false;
-    out->usable = (sp_load_le16(bytes + 4) & 1) != 0;
-    out->puts = (sp_load_le16(bytes + 4) & 2) != 0;
+    out->usable = sp_load_le16(bytes + 4) == 1;
     out->n_queues = sp_load_le16(bytes + 6);
     out->segment_bytes = sp_load_le32(bytes + 8);
     out->plugin_mbps = sp_load_le32(bytes + RATES_AT);
@@ -79,66 +76,9 @@ bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info 
     memset(out->handles, 0, sizeof out->handles);
     if (out->usable)
         memcpy(out->handles, bytes + 252, sizeof out->handles);
-    return out->n_queues >= 1 && out->n_queues + (out->puts ? 1 : 0) <= SP_QUEUES_MAX &&
+    return out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
            read_text(bytes + 12, out->name, SP_NN_NAME_CAP) &&
            read_text(bytes + 52, out->why, SP_NN_TEXT_CAP);
-}
-
-size_t sp_nn_write_targets(uint8_t *message, size_t bytes, const sp_nn_target *targets, uint32_t n)
-{
-    size_t at = sp_align_up(bytes, 8);
-    memset(message + bytes, 0, at - bytes);
-    for (uint32_t i = 0; i < n; i++, at += SP_NN_TARGET_BYTES) {
-        sp_store_le64(message + at, targets[i].off);
-        sp_store_le32(message + at + 8, targets[i].bytes);
-        sp_store_le32(message + at + 12, 0);
-    }
-    sp_store_le32(message + at, LIST_MAGIC);
-    sp_store_le32(message + at + 4, n);
-    sp_store_le32(message + at + 8, (uint32_t)bytes);
-    sp_store_le32(message + at + 12, 0);
-    return at + SP_NN_LIST_TAIL;
-}
-
-int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_bytes, sp_nn_target *out,
-                       size_t *payload, char *why)
-{
-    const uint8_t *tail = bytes < SP_NN_LIST_TAIL ? NULL : message + bytes - SP_NN_LIST_TAIL;
-    uint32_t n;
-    size_t at;
-    if (tail == NULL || sp_load_le32(tail) != LIST_MAGIC) {
-        snprintf(why, SP_NN_TEXT_CAP, "it does not end with a list of puts");
-        return -1;
-    }
-    n = sp_load_le32(tail + 4);
-    *payload = sp_load_le32(tail + 8);
-    at = sp_align_up(*payload, 8);
-    if (n > SP_PUTS_MAX || *payload == 0 || at + SP_NN_TARGET_BYTES * n + SP_NN_LIST_TAIL != bytes) {
-        snprintf(why, SP_NN_TEXT_CAP,
-                 "its list says %u puts and %zu bytes of payload; wanted at most %u puts, and sizes that "
-                 "add up to the %zu bytes of the message",
-                 n, *payload, SP_PUTS_MAX, bytes);
-        return -1;
-    }
-    for (uint32_t i = 0; i < n; i++, at += SP_NN_TARGET_BYTES) {
-        out[i] = (sp_nn_target){.off = sp_load_le64(message + at), .bytes = sp_load_le32(message + at + 8)};
-        if (region_bytes == 0) {
-            snprintf(why, SP_NN_TEXT_CAP,
-                     "a put of %u bytes at offset %llu; this rank has no region that peers write",
-                     out[i].bytes, (unsigned long long)out[i].off);
-            return -1;
-        }
-        if (out[i].bytes == 0 || out[i].bytes > INT32_MAX || out[i].bytes > region_bytes ||
-            out[i].off > region_bytes - out[i].bytes) {
-            snprintf(why, SP_NN_TEXT_CAP,
-                     "a put of %u bytes at offset %llu; wanted 1 to %d bytes, within this rank's region of "
-                     "%llu bytes",
-                     out[i].bytes, (unsigned long long)out[i].off, INT32_MAX,
-                     (unsigned long long)region_bytes);
-            return -1;
-        }
-    }
-    return (int)n;
 }
 
 void sp_nn_write_result(const sp_nn_result *v, uint8_t out[SP_NN_RESULT_BYTES])

@@ -11,11 +11,11 @@
 #define SP_NN_ADDRESS_HEAD 4u
 
 /* First message: what came of loading the plugin, and where the queues listen.
- *   0 "spNO"   4 u16 usable (bit 0), puts (bit 1)   6 u16 n_queues   8 u32 segment bytes   12 name[40]   52 why[200]
+ *   0 "spNO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 name[40]   52 why[200]
  *   252 handles[SP_QUEUES_MAX][128]   764 u32 plugin's Mbit/s   768 u32 tcp's Mbit/s   772 u32 rates decide */
 #define SP_NN_CONNECT_INFO_BYTES (264u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
 typedef struct sp_nn_connect_info {
-    bool usable, puts; /* puts: there is a listener for puts, behind those of the queues */
+    bool usable;
     uint32_t n_queues, segment_bytes;
     char name[SP_NN_NAME_CAP];
     char why[SP_NN_TEXT_CAP]; /* not usable: the reason */
@@ -23,25 +23,6 @@ typedef struct sp_nn_connect_info {
     uint32_t plugin_mbps, tcp_mbps; /* rates of the devices that it uses, and of tcp; 0: unknown */
     bool rates_decide;              /* sp_endpoint_config.rates_decide */
 } sp_nn_connect_info;
-
-/* Where a put goes: into the region that peers write. */
-typedef struct sp_nn_target {
-    uint64_t off;
-    uint32_t bytes;
-} sp_nn_target;
-/* With puts each message ends with a list of the puts before it:
- *   payload, zeros up to 8 bytes, { u64 off, u32 bytes, u32 0 }[n], "spNP", u32 n, u32 payload bytes, u32 0 */
-#define SP_NN_TARGET_BYTES 16u
-#define SP_NN_LIST_TAIL 16u
-#define SP_NN_LIST_ROOM(n) (8u + SP_NN_TARGET_BYTES * (n) + SP_NN_LIST_TAIL)
-/* Write the list behind `bytes` bytes of payload at `message`, where there is SP_NN_LIST_ROOM(n) room. Returns the bytes of
- * the whole message. */
-size_t sp_nn_write_targets(uint8_t *message, size_t bytes, const sp_nn_target *targets, uint32_t n);
-/* Read the list of a message of `bytes` bytes. *payload: bytes without the list. Returns the number of puts, all within a
- * region of region_bytes; -1: what the message has is wrong, and `why` [SP_NN_TEXT_CAP] says what.
- * out: [SP_PUTS_MAX]. */
-int sp_nn_read_targets(const uint8_t *message, size_t bytes, uint64_t region_bytes, sp_nn_target *out,
-                       size_t *payload, char *why);
 
 /* Second message: whether all queues are connected. 0 "spNV"   4 u32 fine   8 why[200] */
 #define SP_NN_RESULT_BYTES (8u + SP_NN_TEXT_CAP)

@@ -6,7 +6,6 @@
  *   TEST_NET_PID=n        only in process n
  *   TEST_NET_TIMES=n      only n calls
  *   TEST_NET_DELAY=n      a call that fails does so after n ms
- *   TEST_NET_TAG=n        of isend, irecv and test only those of tag n: one connection of several
  *   TEST_NET_END=n        a destructor of each thread that listens takes n ms */
 #include "net_plugin.h"
 
@@ -30,13 +29,13 @@ static int applies(const char *variable, const char *call)
     return text != NULL && strcmp(text, call) == 0;
 }
 
-int net_faulty_tag(const char *call, int tag)
+int net_faulty(const char *call)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static int n_calls, n_due;
     int due, any = applies("TEST_NET_FAIL", call) || applies("TEST_NET_HANG", call) ||
                    applies("TEST_NET_CRASH", call);
-    if (!any || (tag >= 0 && net_number("TEST_NET_TAG", tag) != tag))
+    if (!any)
         return 0;
     if (net_number("TEST_NET_PID", (int)getpid()) != (int)getpid())
         return 0;
@@ -51,11 +50,6 @@ int net_faulty_tag(const char *call, int tag)
     if (due && applies("TEST_NET_CRASH", call))
         raise(SIGSEGV);
     return due && applies("TEST_NET_FAIL", call);
-}
-
-int net_faulty(const char *call)
-{
-    return net_faulty_tag(call, -1);
 }
 
 static void end_slowly(void *ms)

@@ -6,8 +6,6 @@
  * variables, read by init, give it habits of real plugins:
  *   TEST_NET_DEVICES=n      number of devices, 0 too; default 1
  *   TEST_NET_SPEED=n      net_speed in Mbit/s of the devices; the second half is ten times slower
- *   TEST_NET_POINTERS=n   memory that it registers, as in ptrSupport; default 1: host memory
- *   TEST_NET_PCI=path     place of all devices in sysfs; TEST_NET_FLUSH=1: they want a flush (from version 9 on)
  *   TEST_NET_DEVICE=s     name of the first device; default sock0
  *   TEST_NET_COMMS=n      most connections of a device
  *   TEST_NET_NAME=s       name of the plugin
@@ -19,7 +17,6 @@
  *                         points to, as irecv does
  *   TEST_NET_LOG=1        init logs a text with wrong arguments
  *   TEST_NET_SIZE=n       test gives n as the size of each received message
- *   TEST_NET_FLUSH_TESTS=n  a flush is done when test has asked n times
  *   TEST_NET_FAIL and others: calls that fail, hang or crash (net_faults.c) */
 #include "net_plugin.h"
 
@@ -48,7 +45,7 @@ struct request {
     uint8_t *data;
     size_t bytes, moved;     /* moved counts the header too */
     struct header head, got; /* got: the header that is being received */
-    int done, tests_left;    /* tests_left: of a flush */
+    int done;
 };
 struct registration {
     struct registration *next;
@@ -59,7 +56,6 @@ struct comm {
     int tries;
     uint64_t n_given, n_done, n_credits;
     struct request requests[REQUESTS]; /* n % REQUESTS */
-    struct request flush;
 };
 struct listener {
     int fd, first_fd, tries;
@@ -69,29 +65,23 @@ struct handle {
 };
 
 static logger log_line;
-int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
-char net_pci[200];
+int net_n_devices, net_speed, net_comms;
 char net_name[40] = "Test Sockets";
 char net_device[16] = "sock0";
-static int busy, slow, credit, wrong_size, for_nccl, flush_tests;
+static int busy, slow, credit, wrong_size, for_nccl;
 static _Atomic uint32_t n_busy;
 
 /* ---- devices ---- */
 
 int net_start(logger log)
 {
-    const char *name = getenv("TEST_NET_NAME"), *pci = getenv("TEST_NET_PCI");
-    const char *device = getenv("TEST_NET_DEVICE");
+    const char *name = getenv("TEST_NET_NAME"), *device = getenv("TEST_NET_DEVICE");
     log_line = log;
     net_n_devices = net_number("TEST_NET_DEVICES", 1);
     net_speed = net_number("TEST_NET_SPEED", 0);
     net_comms = net_number("TEST_NET_COMMS", 0x7fffffff);
-    net_pointers = net_number("TEST_NET_POINTERS", 1);
-    net_flush = net_number("TEST_NET_FLUSH", 0);
-    snprintf(net_pci, sizeof net_pci, "%s", pci != NULL ? pci : "");
     busy = net_number("TEST_NET_BUSY", 0);
     slow = net_number("TEST_NET_SLOW", 0);
-    flush_tests = net_number("TEST_NET_FLUSH_TESTS", 0);
     credit = net_number("TEST_NET_CREDIT", 0);
     wrong_size = net_number("TEST_NET_SIZE", -1);
     for_nccl = net_number("TEST_NET_NCCL", 0);
@@ -238,7 +228,7 @@ int net_reg(void *comm, void *data, size_t bytes, int type, void **mr)
     struct registration *r;
     if (net_faulty("regMr"))
         return 2;
-    if (comm == NULL || data == NULL || bytes == 0 || (type != 1 && type != 2) || (type & net_pointers) == 0)
+    if (comm == NULL || data == NULL || bytes == 0 || type != 1)
         return net_misuse("regMr");
     net_registered_bytes += bytes;
     r = malloc(sizeof *r);
@@ -276,21 +266,6 @@ static int is_busy(void)
 {
     /* Without a pattern: a caller that asks in turn must not always get the same answer for the same thing. */
     return busy != 0 && ((++n_busy * 2654435761u) >> 16) % (uint32_t)busy == 0;
-}
-
-int net_flush_one(void *comm, int n, void **data, int *bytes, void **mrs, void **request)
-{
-    struct comm *c = comm;
-    if (c == NULL || !c->receives || n != 1 || data[0] == NULL || bytes[0] <= 0 ||
-        *find_registration(c, mrs[0]) == NULL || *request != NULL)
-        return net_misuse("iflush");
-    if (net_faulty("iflush"))
-        return 2;
-    if (is_busy()) /* some plugins have nothing to do: no request */
-        return 0;
-    *request = &c->flush;
-    c->flush = (struct request){.comm = c, .done = flush_tests == 0, .tests_left = flush_tests};
-    return 0;
 }
 
 static struct request *new_request(struct comm *c, void *data, size_t bytes, int tag)
@@ -375,7 +350,7 @@ int net_send_any(void *comm, void *data, size_t bytes, int tag, void **request)
     *request = NULL;
     if (is_busy() || c->n_given - c->n_done >= REQUESTS || (credit && !has_credit(c)))
         return 0;
-    if (net_faulty_tag("isend", tag))
+    if (net_faulty("isend"))
         return 6;
     *request = new_request(c, data, bytes, tag);
     return advance(c) ? 0 : 6;
@@ -389,7 +364,7 @@ int net_receive_any(void *comm, int n, void *data, size_t bytes, int tag, void *
     *request = NULL;
     if (is_busy() || c->n_given - c->n_done >= REQUESTS)
         return 0;
-    if (net_faulty_tag("irecv", tag))
+    if (net_faulty("irecv"))
         return 6;
     *request = new_request(c, data, bytes, tag);
     if (credit)
@@ -405,13 +380,9 @@ int net_test_any(void *request, int *done, int *size)
         return net_misuse("test of no request");
     if (!r->done && is_busy())
         return 0;
-    if (r == &r->comm->flush && !r->done) {
-        r->done = --r->tests_left == 0;
-        return 0;
-    }
     if (!r->done && !advance(r->comm) && !r->done)
         return 6;
-    if (r->done && net_faulty_tag("test", (int)r->head.tag))
+    if (r->done && net_faulty("test"))
         return 6;
     *done = r->done;
     if (r->done && size != NULL)

@@ -7,8 +7,7 @@
 
 typedef void (*logger)(int level, unsigned long flags, const char *file, int line, const char *fmt, ...);
 
-extern int net_n_devices, net_speed, net_comms, net_pointers, net_flush;
-extern char net_pci[200];
+extern int net_n_devices, net_speed, net_comms;
 extern char net_name[40];
 extern char net_device[16];
 
@@ -18,8 +17,6 @@ int net_misuse(const char *text);
 void net_end_slowly(void);
 /* True if this call is to fail. Does not return if it is to hang. */
 int net_faulty(const char *call);
-/* The same for a call that has a tag. */
-int net_faulty_tag(const char *call, int tag);
 /* A number of the environment. */
 int net_number(const char *name, int otherwise);
 int net_start(logger log);
@@ -29,7 +26,6 @@ int net_connect_device(int dev, void *handle, void **out, void **device);
 int net_accept_comm(void *listener, void **out, void **device);
 int net_reg(void *comm, void *data, size_t bytes, int type, void **mr);
 int net_dereg(void *comm, void *mr);
-int net_flush_one(void *comm, int n, void **data, int *bytes, void **mrs, void **request);
 int net_send_any(void *comm, void *data, size_t bytes, int tag, void **request);
 int net_receive_any(void *comm, int n, void *data, size_t bytes, int tag, void **request);
 int net_test_any(void *request, int *done, int *size);

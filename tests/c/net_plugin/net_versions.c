@@ -62,8 +62,7 @@ static int device_speed(int dev)
         snprintf(device_names[dev], sizeof device_names[dev], "sock%d", dev);                                \
         (p)->name = (dev) == 0 ? net_device : device_names[dev];                                             \
         (p)->guid = (uint64_t)dev;                                                                           \
-        (p)->pciPath = net_pci[0] != '\0' ? net_pci : NULL;                                                  \
-        (p)->ptrSupport = net_pointers;                                                                      \
+        (p)->ptrSupport = 1;                                                                                 \
         (p)->speed = device_speed(dev);                                                                      \
         (p)->port = 1;                                                                                       \
         (p)->maxComms = net_comms;                                                                           \
@@ -84,7 +83,6 @@ static int properties(int version, int dev, void *out)
         FILL(p8, dev);
     } else if (version == 12) {
         FILL(p12, dev);
-        p12->forceFlush = net_flush;
         p12->fused.n = 1;
         p12->fused.devs[0] = dev;
         p12->railId = p12->planeId = -1;
@@ -92,7 +90,6 @@ static int properties(int version, int dev, void *out)
         if (version == 11)
             p11->maxMultiRequestSize = 1;
         FILL(p9, dev);
-        p9->forceFlush = net_flush;
         p9->fused.n = 1;
         p9->fused.devs[0] = dev;
         p9->maxP2pBytes = p9->maxCollBytes = (size_t)1 << 30;
@@ -243,7 +240,7 @@ struct table {
          (any)net_dereg,                                                                                     \
          (any)(isend),                                                                                       \
          (any)(irecv),                                                                                       \
-         (any)net_flush_one,                                                                                 \
+         NULL,                                                                                               \
          (any)net_test_any,                                                                                  \
          (any)net_close_send,                                                                                \
          (any)net_close_receive,                                                                             \
