@@ -61,12 +61,6 @@ static void copy_close_region(sp_endpoint *ep, sp_region *r)
     sp_free(r);
 }
 
-static bool copy_memory_in_use(sp_endpoint *ep)
-{
-    (void)ep;
-    return false;
-}
-
 static uint32_t copy_room(sp_endpoint *ep, int peer)
 {
     (void)ep;
@@ -110,7 +104,6 @@ static const sp_transport_puts copy_puts = {
     .reaches = copy_reaches,
     .open_region = copy_open_region,
     .close_region = copy_close_region,
-    .memory_in_use = copy_memory_in_use,
     .room = copy_room,
     .put = copy_put,
     .flush = copy_flush,

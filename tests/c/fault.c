@@ -30,7 +30,6 @@ struct fault {
     struct queue *queues;            /* [world_size * n_queues] */
     bool *has_next;                  /* [world_size] */
     sp_region *regions[REGIONS_MAX]; /* open ones; a cut closes them */
-    bool memory_in_use;              /* of the wrapped endpoint, as a cut found it */
 };
 
 sp_fault_plan sp_fault;
@@ -102,7 +101,6 @@ static void cut(struct fault *f)
     for (int i = 0; i < REGIONS_MAX; i++)
         if (f->regions[i] != NULL)
             puts_of(f)->close_region(f->inner, f->regions[i]);
-    f->memory_in_use = puts_of(f) != NULL && puts_of(f)->memory_in_use(f->inner);
     f->t->close(f->inner);
     f->inner = NULL;
     f->cut = f->changed = true;
@@ -339,14 +337,6 @@ static void fault_close_region(sp_endpoint *ep, sp_region *r)
     live_puts(ep)->close_region(f->inner, r);
 }
 
-static bool fault_memory_in_use(sp_endpoint *ep)
-{
-    struct fault *f = self(ep);
-    if (f->plan.hangs && is_failing(f, f->rank))
-        return true;
-    return live_puts(ep) != NULL ? live_puts(ep)->memory_in_use(f->inner) : f->memory_in_use;
-}
-
 static uint32_t fault_room(sp_endpoint *ep, int peer)
 {
     struct fault *f = self(ep);
@@ -382,7 +372,6 @@ static const sp_transport_puts fault_puts = {
     .reaches = fault_reaches,
     .open_region = fault_open_region,
     .close_region = fault_close_region,
-    .memory_in_use = fault_memory_in_use,
     .room = fault_room,
     .put = fault_put,
     .flush = fault_flush,

@@ -22,7 +22,6 @@ typedef struct sp_fault_plan {
     /* "address", "add_peer", "connect_step", "open_region": this call fails on rank fails_rank. "pair": the pairs of rank
      * fails_rank that have a next transport fail at start-up. NULL: nothing fails. */
     const char *fails;
-    bool hangs;     /* rank fails_rank says of puts that memory of regions is in use */
     int fails_rank; /* -1: every rank */
 } sp_fault_plan;
 

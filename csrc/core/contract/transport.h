@@ -83,10 +83,6 @@ typedef struct sp_transport_puts {
                                 uint8_t *handle);
     /* Accepts NULL. Before close of the endpoint, and before the memory is freed. */
     void (*close_region)(sp_endpoint *ep, sp_region *r);
-    /* Call it after all regions were closed, or when open_region failed. True: code that the transport calls, such as a
-     * net plugin, hangs, or could not close a connection. It may still use the memory of any region, even of one that
-     * open_region failed to open. Free none of that memory. */
-    bool (*memory_in_use)(sp_endpoint *ep);
     /* So many puts to the peer are accepted now; at most sp_endpoint_config.n_puts. */
     uint32_t (*room)(sp_endpoint *ep, int peer);
     /* Write bytes of a region into a region of the peer. They have arrived when the peer's peek shows the message that

@@ -110,19 +110,13 @@ static void free_imports(sp_gpu_comm *g)
 static void free_comm(sp_gpu_comm *g)
 {
     int before;
-    bool in_use;
     if (g == NULL)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
-        in_use = !sp_proxies_close(g->proxies);
+        sp_proxies_close(g->proxies);
         sp_channels_free_all(g);
         free_imports(g);
-        sp_gpu_memory_end(g->ops, g->own, in_use);
-        if (in_use)
-            sp_log(SP_LOG_WARN, g->comm->rank,
-                   "group \"%s\": the net plugin that an earlier warning names may still use rings in the "
-                   "memory of GPU %d: they stay allocated until the process ends",
-                   g->comm->name, g->device.ordinal);
+        g->ops->memory_destroy(g->own);
         g->ops->event_destroy(g->event);
         g->ops->event_destroy(g->capture_event);
         g->ops->control_destroy(g->control);

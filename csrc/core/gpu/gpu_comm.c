@@ -199,7 +199,7 @@ spccl_status sp_gpu_share_begin(sp_gpu_comm *g, const char *call, const char *wh
     return sp_gpu_share_address(*share, address);
 }
 
-/* ---- waiting, and what is kept ---- */
+/* ---- waiting ---- */
 
 void sp_gpu_pause(int64_t since_ns)
 {
@@ -212,28 +212,4 @@ void sp_gpu_pause(int64_t since_ns)
 void sp_gpu_comm_wait_broken(void)
 {
     nanosleep(&(struct timespec){.tv_sec = BROKEN_IPC_MS / 1000}, NULL);
-}
-
-/* Memory that is kept until the process ends. Nothing reads the list: it makes the memory reachable, so that leak
- * checkers do not report it. */
-static struct kept {
-    sp_gpu_memory *memory;
-    struct kept *next;
-} * kept;
-static pthread_mutex_t kept_lock = PTHREAD_MUTEX_INITIALIZER;
-
-void sp_gpu_memory_end(const sp_gpu_ops *ops, sp_gpu_memory *m, bool in_use)
-{
-    struct kept *k;
-    if (!in_use)
-        ops->memory_destroy(m);
-    if (!in_use || m == NULL)
-        return;
-    k = sp_calloc(1, sizeof *k);
-    if (k == NULL)
-        return;
-    pthread_mutex_lock(&kept_lock);
-    *k = (struct kept){.memory = m, .next = kept};
-    kept = k;
-    pthread_mutex_unlock(&kept_lock);
 }

@@ -75,8 +75,6 @@ spccl_status sp_gpu_launch_failed(sp_gpu_comm *g, spccl_status st, const char *w
 /* Is the communicator broken? Then the same status, with a text for a call that starts now. */
 spccl_status sp_gpu_refuse_broken(spccl_comm *comm);
 
-/* Destroy GPU memory. If it is in use (sp_transport_puts.memory_in_use) keep it until the process ends. Accepts NULL. */
-void sp_gpu_memory_end(const sp_gpu_ops *ops, sp_gpu_memory *m, bool in_use);
 /* The communicator's GPU. Errors: ARG, STATE (no GPU is attached). */
 spccl_status sp_gpu_comm_get(spccl_comm *comm, const char *call, sp_gpu_comm **out);
 

@@ -65,13 +65,6 @@ static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
     sp_free(r);
 }
 
-/* The library is called on the caller's thread. */
-static bool put_memory_in_use(sp_endpoint *opaque)
-{
-    (void)opaque;
-    return false;
-}
-
 /* Does some pair of ranks use the device? Rails that failed at start-up are left out. */
 static bool is_used(const struct sp_ib *ep, int device)
 {
@@ -264,7 +257,6 @@ const sp_transport_puts sp_ib_puts = {
     .reaches = put_reaches,
     .open_region = put_open_region,
     .close_region = put_close_region,
-    .memory_in_use = put_memory_in_use,
     .room = put_room,
     .put = put_put,
     .flush = put_flush,

@@ -348,33 +348,30 @@ static void close_proxy(sp_proxy *x)
     sp_free(x->entries);
 }
 
-/* As sp_proxies_close. */
-static bool close_all(sp_proxies *r, bool keep_memory)
+static void close_all(sp_proxies *r, bool keep_memory)
 {
     const sp_gpu_ops *ops = r->g->ops;
-    bool in_use;
     for (uint32_t k = 0; k < r->n_proxies; k++)
         sp_proxy_thread_stop(&r->proxies[k].thread);
     for (uint32_t k = 0; k < r->n_proxies; k++)
         close_proxy(&r->proxies[k]);
-    in_use = r->memory_in_use;
     if (!keep_memory) {
         ops->unload(r->g->device.ordinal, r->area.seen);
-        sp_gpu_memory_end(ops, r->gpu_outbox, in_use);
+        ops->memory_destroy(r->gpu_outbox);
         ops->pinned_destroy(r->outbox);
         ops->pinned_destroy(r->host_inbox);
     }
     sp_free(r);
-    return !in_use;
 }
 
-bool sp_proxies_close(sp_proxies *r)
+void sp_proxies_close(sp_proxies *r)
 {
-    return r == NULL || close_all(r, false);
+    if (r != NULL)
+        close_all(r, false);
 }
 
 void sp_proxies_abandon(sp_proxies *r)
 {
     if (r != NULL)
-        (void)close_all(r, true);
+        close_all(r, true);
 }

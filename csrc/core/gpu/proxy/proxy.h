@@ -64,9 +64,8 @@ typedef struct sp_proxies {
     uint32_t n_proxies;
     sp_proxy proxies[SP_PROXIES_MAX];
     sp_gpu_memory *gpu_outbox; /* rings in GPU memory for the peers of `direct`; NULL: there are none */
-    bool memory_in_use;   /* as sp_transport_puts.memory_in_use: neither inbox nor gpu_outbox may be freed */
-    sp_gpu_direct direct; /* what this rank decided */
-    uint32_t n_direct;    /* peers whose rings lie in GPU memory */
+    sp_gpu_direct direct;      /* what this rank decided */
+    uint32_t n_direct;         /* peers whose rings lie in GPU memory */
     atomic_bool leaving;
     atomic_bool captured;   /* a launch was captured: a graph may launch more, without a call */
     atomic_uint n_launches; /* launches so far */
@@ -93,7 +92,7 @@ spccl_status sp_proxies_connect(sp_proxies *r, int64_t deadline_ns);
 spccl_status sp_proxies_agree_direct(sp_proxies *r);
 /* Set r->area.rings, after g->inboxes. (proxy_direct.c) */
 void sp_proxies_find_rings(sp_proxies *r);
-/* Close the regions of a proxy, and set r->memory_in_use. (proxy_direct.c) */
+/* Close the regions of a proxy. (proxy_direct.c) */
 void sp_proxy_close_regions(sp_proxy *x);
 /* Put n runs into the inbox of a peer, for the message that is reserved. Errors: PEER, FORMAT, BUG. (proxy_direct.c) */
 spccl_status sp_proxy_put_runs(sp_proxy *x, const sp_proxy_peer *p, const sp_proxy_entry *runs, uint32_t n);
@@ -103,9 +102,8 @@ spccl_status sp_proxies_start(sp_proxies *r);
 void sp_proxies_wake(sp_proxies *r, bool captured);
 /* From now on a peer that is gone is no error: all kernels have ended, and peers may leave. Accepts NULL. */
 void sp_proxies_leave(sp_proxies *r);
-/* Stop the proxies and free everything. No kernel may run any more. False: a net plugin hangs and may still use the
- * GPU memory of the rings, so the inbox must stay allocated, as the outbox does. Accepts NULL. */
-bool sp_proxies_close(sp_proxies *r);
+/* Stop the proxies and free everything. No kernel may run any more. Accepts NULL. */
+void sp_proxies_close(sp_proxies *r);
 /* As close, but the pinned memory stays: a kernel that does not end may still write there. */
 void sp_proxies_abandon(sp_proxies *r);
 

@@ -72,8 +72,7 @@ static spccl_status open_region(const sp_proxy *x, const sp_gpu_memory *memory, 
     if (r->direct.how == SP_DIRECT_DMABUF)
         SP_TRY(r->g->ops->memory_dmabuf(memory, c.bytes, &c.dmabuf, &c.dmabuf_offset));
     st = r->transport->puts->open_region(x->ep, &c, out, handle);
-    /* A net plugin that hangs may still read the descriptor. */
-    if (c.dmabuf >= 0 && !(st != SPCCL_OK && r->transport->puts->memory_in_use(x->ep)))
+    if (c.dmabuf >= 0)
         close(c.dmabuf);
     return st;
 }
@@ -101,7 +100,6 @@ void sp_proxy_close_regions(sp_proxy *x)
     t->puts->close_region(x->ep, x->inbox_region);
     t->puts->close_region(x->ep, x->outbox_region);
     x->inbox_region = x->outbox_region = NULL;
-    x->r->memory_in_use = t->puts->memory_in_use(x->ep) || x->r->memory_in_use;
 }
 
 /* All rings lie in pinned memory. */
@@ -109,7 +107,7 @@ static void close_direct(sp_proxies *r)
 {
     for (uint32_t k = 0; k < r->n_proxies; k++)
         sp_proxy_close_regions(&r->proxies[k]);
-    sp_gpu_memory_end(r->g->ops, r->gpu_outbox, r->memory_in_use);
+    r->g->ops->memory_destroy(r->gpu_outbox);
     r->gpu_outbox = NULL;
 }
 
