@@ -11,32 +11,13 @@ at::Tensor flat_like(const at::Tensor &t, int64_t numel)
     return at::empty({numel}, at::TensorOptions().dtype(t.scalar_type()).device(t.device()));
 }
 
-/* A Launch with the fields that every collective that spccl runs sets in the same way. */
-Launch launch_of(const char *name, const char *title, c10d::OpType type, const at::Tensor &t,
-                 milliseconds timeout)
-{
-    Launch launch;
-    launch.op.name = name;
-    launch.op.n_elems = static_cast<size_t>(t.numel());
-    launch.op.dtype = t.scalar_type();
-    launch.type = type;
-    launch.title = title;
-    launch.timeout = timeout;
-    return launch;
-}
-
-/* Set the arguments of the spccl call. `in` and `out` are plain tensors (tensor.hpp). */
-void set_call(Launch &launch, Coll::Kind kind, const at::Tensor &in, const at::Tensor &out, size_t n_elems,
-              spccl_dtype dtype)
+/* Set what spccl is called with. `in` and `out` are plain tensors (tensor.hpp). */
+void set_call(Launch &launch, const at::Tensor &in, const at::Tensor &out, WireType wire)
 {
     launch.in = in;
     launch.out = out;
-    launch.borrowed = {in, out};
-    launch.coll.kind = kind;
-    launch.coll.in = address(in);
-    launch.coll.out = address(out);
-    launch.coll.n_elems = n_elems;
-    launch.coll.dtype = dtype;
+    launch.n_elems = launch.op.n_elems * wire.per_elem;
+    launch.dtype = wire.dtype;
 }
 
 /* `input` times the factor of ReduceOp.PREMUL_SUM, in the dtype of `input`. */
@@ -57,10 +38,7 @@ void copy_parts(const std::vector<at::Tensor> &targets, const at::Tensor &flat, 
     for (size_t r = 0; r < targets.size(); r++)
         targets[r].copy_(flat.narrow(0, static_cast<int64_t>(r) * numel, numel).view(targets[r].sizes()));
 }
-} // namespace
 
-namespace
-{
 /* The inner NCCL, or NULL if `group` holds none. */
 c10::intrusive_ptr<c10d::Backend> nccl_of(c10d::ProcessGroup &group)
 {
@@ -225,17 +203,16 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     else
         check_output(tensor, "tensor", "broadcast");
 
-    Launch launch = launch_of("broadcast", "spccl:broadcast", c10d::OpType::BROADCAST, tensor, opts.timeout);
+    Launch launch =
+        launch_of("broadcast", "spccl:broadcast", c10d::OpType::BROADCAST, {tensor}, opts.timeout);
     launch.op.root = root;
     const WireType wire = wire_for_moving(tensor.scalar_type(), launch.op);
     if (tensor.is_cuda())
         cuda_->cuda_route(tensor.device(), "broadcast");
     const at::Tensor buf = as_contiguous(tensor);
-    launch.inputs = launch.outputs = {tensor};
     if (!is_plain(tensor) && root != rank_)
         launch.copy_out = [tensor, buf] { tensor.copy_(buf); };
-    set_call(launch, Coll::Kind::broadcast, buf, buf, launch.op.n_elems * wire.per_elem, wire.dtype);
-    launch.coll.root = root;
+    set_call(launch, buf, buf, wire);
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -250,17 +227,16 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
                 "the elements of input_tensor times the number of ranks");
 
     Launch launch =
-        launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, input, opts.timeout);
+        launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, {input}, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
         cuda_->cuda_route(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
-    launch.inputs = {input};
     launch.outputs = {output};
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
-    set_call(launch, Coll::Kind::all_gather, in, out, launch.op.n_elems * wire.per_elem, wire.dtype);
+    set_call(launch, in, out, wire);
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -283,12 +259,11 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
                     "the elements of tensor: all ranks give the same number");
     }
 
-    Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, input, opts.timeout);
+    Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, {input}, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
         cuda_->cuda_route(input.device(), name);
     const at::Tensor in = as_contiguous(input);
-    launch.inputs = {input};
     launch.outputs = list;
     at::NoGradGuard no_grad;
     const bool adjacent = address_if_adjacent(list, numel) != nullptr;
@@ -296,7 +271,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
         adjacent ? list[0].as_strided({numel * size_}, {1}) : flat_like(input, numel * size_);
     if (!adjacent)
         launch.copy_out = [list, out, numel] { copy_parts(list, out, numel); };
-    set_call(launch, Coll::Kind::all_gather, in, out, launch.op.n_elems * wire.per_elem, wire.dtype);
+    set_call(launch, in, out, wire);
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -306,7 +281,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
                                                   const c10d::AllreduceOptions &opts)
 {
     const char *name = "all_reduce";
-    Coll pruning{};
+    Launch pruning;
     /* first: a call that fails must not leave it to the next one */
     cuda_->take_pruning(pruning, tensors.empty() ? at::Tensor() : tensors[0],
                         opts.reduceOp.op_ == c10d::ReduceOp::AVG);
@@ -317,17 +292,15 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     check_output(tensor, "tensor", name);
 
     const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
-    Launch launch = launch_of(name, "spccl:all_reduce", c10d::OpType::ALLREDUCE, tensor, opts.timeout);
+    Launch launch = launch_of(name, "spccl:all_reduce", c10d::OpType::ALLREDUCE, {tensor}, opts.timeout);
     launch.op.reduction = redop_name(redop);
     launch.reduce_op = opts.reduceOp;
     const Route route = reduction_route(tensor.scalar_type(), redop);
     if (route == Route::gloo || goes_to_nccl(tensor, route, name))
-        return delegated(described(name, launch.title, launch.type, tensors), opts.asyncOp,
+        return delegated(launch_of(name, launch.title, launch.type, tensors), opts.asyncOp,
                          [&](c10d::Backend &backend, Staging &staging, bool async) {
-                             c10d::AllreduceOptions theirs = opts;
-                             theirs.asyncOp = async;
                              std::vector<at::Tensor> list = staging.written(tensors);
-                             return backend.allreduce(list, theirs);
+                             return backend.allreduce(list, with_async(opts, async));
                          });
     if (route == Route::neither)
         refuse_reduction(launch.op);
@@ -336,14 +309,11 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     const at::Tensor in = route == Route::spccl_scaled ? scaled(out, opts.reduceOp, launch.op) : out;
     if (route == Route::spccl_scaled)
         launch.reduce_op = c10d::ReduceOp::SUM;
-    launch.inputs = launch.outputs = {tensor};
     if (!is_plain(tensor))
         launch.copy_out = [tensor, out] { tensor.copy_(out); };
-    set_call(launch, Coll::Kind::all_reduce, in, out, launch.op.n_elems,
-             dtype_for_reducing(tensor.scalar_type()));
-    launch.coll.redop = redop_of(redop);
-    launch.coll.prune_plan = pruning.prune_plan;
-    launch.coll.prune_options = pruning.prune_options;
+    set_call(launch, in, out, {dtype_for_reducing(tensor.scalar_type()), 1});
+    launch.prune_plan = pruning.prune_plan;
+    launch.prune_options = pruning.prune_options;
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -372,9 +342,8 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor>
         const uint64_t sequence = ++sequence_;
         sparse_all_reduce_cuda(tensor, opts.reduceOp.op_, op, opts.timeout, *comm_,
                                [&](const at::Tensor &mine) { return gathered(mine, opts.timeout); });
-        Launch launch = launch_of(op.name, "spccl:all_reduce_sparse", c10d::OpType::_ALLREDUCE_SPARSE, tensor,
-                                  opts.timeout);
-        launch.inputs = launch.outputs = {tensor};
+        Launch launch = launch_of(op.name, "spccl:all_reduce_sparse", c10d::OpType::_ALLREDUCE_SPARSE,
+                                  {tensor}, opts.timeout);
         return noted(cuda_->finished(launch, opts.asyncOp, sequence));
     }
     auto work = sparse_->all_reduce(tensor, opts, op, ++sequence_);
@@ -411,13 +380,10 @@ c10::intrusive_ptr<c10d::Work> Backend::start_reduce_scatter(Launch launch, cons
 
     const at::Tensor in = route == Route::spccl_scaled ? scaled(input, opts.reduceOp, launch.op) : input;
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
-    launch.outputs = {output};
     launch.reduce_op = route == Route::spccl_scaled ? c10d::ReduceOp(c10d::ReduceOp::SUM) : opts.reduceOp;
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
-    set_call(launch, Coll::Kind::reduce_scatter, in, out, launch.op.n_elems,
-             dtype_for_reducing(input.scalar_type()));
-    launch.coll.redop = redop_of(redop);
+    set_call(launch, in, out, {dtype_for_reducing(input.scalar_type()), 1});
     return start(std::move(launch), opts.asyncOp);
 }
 
@@ -432,16 +398,14 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
                 "the elements of output times the number of ranks");
     const Route route = reduction_route(output.scalar_type(), opts.reduceOp.op_);
     if (route == Route::gloo || goes_to_nccl(output, route, name))
-        return delegated(described(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
+        return delegated(launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
                                    {output, input}),
                          opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-                             c10d::ReduceScatterOptions theirs = opts;
-                             theirs.asyncOp = async;
                              at::Tensor to = staging.written(output), from = staging.read_only(input);
-                             return backend._reduce_scatter_base(to, from, theirs);
+                             return backend._reduce_scatter_base(to, from, with_async(opts, async));
                          });
-    Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, output,
-                              opts.timeout);
+    Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
+                              {output}, opts.timeout);
     launch.inputs = {input};
     return start_reduce_scatter(std::move(launch), output, as_contiguous(input), opts);
 }
@@ -469,13 +433,11 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
         std::vector<at::Tensor> used{output};
         used.insert(used.end(), list.begin(), list.end());
         return delegated(
-            described(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, std::move(used)),
+            launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, std::move(used)),
             opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-                c10d::ReduceScatterOptions theirs = opts;
-                theirs.asyncOp = async;
                 std::vector<at::Tensor> to = staging.written(outputs);
                 std::vector<std::vector<at::Tensor>> from = staging.read_only(inputs);
-                return backend.reduce_scatter(to, from, theirs);
+                return backend.reduce_scatter(to, from, with_async(opts, async));
             });
     }
     at::NoGradGuard no_grad;
@@ -488,7 +450,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
             flat.narrow(0, static_cast<int64_t>(r) * numel, numel).copy_(list[r].reshape({numel}));
     }
     Launch launch =
-        launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, output, opts.timeout);
+        launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, {output}, opts.timeout);
     launch.inputs = list;
     return start_reduce_scatter(std::move(launch), output, flat, opts);
 }

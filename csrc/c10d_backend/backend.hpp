@@ -45,6 +45,13 @@ class Staging
     std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_; /* to, from */
 };
 
+/* torch's options of a call, for the inner Gloo or NCCL. */
+template <class Options> Options with_async(Options opts, bool async)
+{
+    opts.asyncOp = async;
+    return opts;
+}
+
 struct GroupSettings {
     CommSettings comm;
     CudaSettings cuda;
@@ -213,9 +220,5 @@ c10::intrusive_ptr<c10d::Backend> add_inner_groups(const c10::intrusive_ptr<c10d
                                                    const std::vector<int64_t> &global_ranks,
                                                    const GroupSettings &settings,
                                                    const std::string &local_ip);
-
-/* Describes a call that Gloo or NCCL runs.
- *   used   its tensors, kept until it is done; the device of the first is the device of the call */
-Launch described(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used);
 
 } // namespace spccl_torch

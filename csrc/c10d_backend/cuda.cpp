@@ -30,10 +30,12 @@ CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<CollectiveOrder> 
                    uint64_t sequence, bool host_wait, CudaRoute route)
     : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
       order_(std::move(order)), op_(launch.op), outputs_(launch.outputs), sequence_(sequence),
-      host_wait_(host_wait), route_(route), held_(launch.borrowed)
+      host_wait_(host_wait), route_(route), held_(launch.inputs)
 {
-    held_.insert(held_.end(), launch.inputs.begin(), launch.inputs.end());
     held_.insert(held_.end(), launch.outputs.begin(), launch.outputs.end());
+    for (const at::Tensor &t : {launch.in, launch.out})
+        if (t.defined())
+            held_.push_back(t);
 }
 
 CudaWork::~CudaWork()
@@ -227,12 +229,11 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
     return nullptr; /* torch takes a NULL Work as done */
 }
 
-c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence,
-                                               bool by_nccl)
+c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence)
 {
     if (known_route() == CudaRoute::stage)
         return run_staged(launch, async, sequence);
-    by_nccl = by_nccl || known_route() == CudaRoute::nccl;
+    const bool by_nccl = known_route() == CudaRoute::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
     return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &turn) {
@@ -262,12 +263,12 @@ bool CudaSide::prune_next(const at::Tensor &grad, spccl_prune_plan *plan, const 
     return faster;
 }
 
-void CudaSide::take_pruning(Coll &coll, const at::Tensor &tensor, bool average)
+void CudaSide::take_pruning(Launch &launch, const at::Tensor &tensor, bool average)
 {
     const at::Tensor grad = std::exchange(prune_grad_, at::Tensor());
-    coll.prune_plan = std::exchange(prune_plan_, nullptr);
-    coll.prune_options = prune_options_;
-    TORCH_CHECK(coll.prune_plan == nullptr ||
+    launch.prune_plan = std::exchange(prune_plan_, nullptr);
+    launch.prune_options = prune_options_;
+    TORCH_CHECK(launch.prune_plan == nullptr ||
                     (average && tensor.defined() && is_plain(tensor) &&
                      tensor.data_ptr() == grad.data_ptr() && tensor.numel() == grad.numel()),
                 "spccl: ", comm_->who(),
@@ -296,7 +297,7 @@ void CudaSide::call_spccl(const Launch &launch, CollectiveOrder::Turn &turn)
         std::exception_ptr failed;
         spccl_status status = apply_limit(raw);
         if (status == SPCCL_OK)
-            status = call_cuda(launch.coll, raw, turn.handle);
+            status = call_cuda(launch, raw, turn.handle);
         if (status != SPCCL_OK)
             return status;
         try {
@@ -329,62 +330,55 @@ CudaSide::hand_over(const Launch &launch, bool async, uint64_t sequence,
 c10::intrusive_ptr<c10d::Work> CudaSide::call_nccl(const Launch &launch)
 {
     const auto bytes = [](const at::Tensor &t) { return t.view({-1}).view(at::kByte); };
+    const auto with_timeout = [&](auto opts) {
+        opts.timeout = launch.timeout;
+        opts.asyncOp = false;
+        return opts;
+    };
     at::NoGradGuard no_grad;
-    at::Tensor in = launch.in, out = launch.out;
-    switch (launch.coll.kind) {
-    case Coll::Kind::all_gather: {
-        c10d::AllgatherOptions opts;
-        opts.timeout = launch.timeout;
-        opts.asyncOp = false;
-        in = bytes(in);
-        out = bytes(out);
-        return nccl_->_allgather_base(out, in, opts);
+    switch (launch.type) {
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE: {
+        at::Tensor in = bytes(launch.in), out = bytes(launch.out);
+        return nccl_->_allgather_base(out, in, with_timeout(c10d::AllgatherOptions()));
     }
-    case Coll::Kind::reduce_scatter: {
-        c10d::ReduceScatterOptions opts;
+    case c10d::OpType::REDUCE_SCATTER:
+    case c10d::OpType::_REDUCE_SCATTER_BASE: {
+        auto opts = with_timeout(c10d::ReduceScatterOptions());
         opts.reduceOp = launch.reduce_op;
-        opts.timeout = launch.timeout;
-        opts.asyncOp = false;
-        in = in.view({-1});
-        out = out.view({-1});
+        at::Tensor in = launch.in.view({-1}), out = launch.out.view({-1});
         return nccl_->_reduce_scatter_base(out, in, opts);
     }
-    case Coll::Kind::all_reduce: {
-        c10d::AllreduceOptions opts;
+    case c10d::OpType::ALLREDUCE: {
+        auto opts = with_timeout(c10d::AllreduceOptions());
         opts.reduceOp = launch.reduce_op;
-        opts.timeout = launch.timeout;
-        opts.asyncOp = false;
-        if (launch.coll.in != launch.coll.out)
-            out.copy_(in);
-        std::vector<at::Tensor> one{out};
+        std::vector<at::Tensor> one{launch.out};
+        if (!launch.in.is_same(launch.out))
+            one[0].copy_(launch.in);
         return nccl_->allreduce(one, opts);
     }
-    case Coll::Kind::broadcast: {
-        c10d::BroadcastOptions opts;
-        opts.rootRank = launch.coll.root;
-        opts.timeout = launch.timeout;
-        opts.asyncOp = false;
-        std::vector<at::Tensor> one{bytes(out)};
+    default: {
+        auto opts = with_timeout(c10d::BroadcastOptions());
+        opts.rootRank = launch.op.root;
+        std::vector<at::Tensor> one{bytes(launch.out)};
         return nccl_->broadcast(one, opts);
     }
     }
-    return nullptr;
 }
 
 /* Run a collective on copies in host memory, on the calling thread. */
-c10::intrusive_ptr<c10d::Work> CudaSide::run_staged(Launch launch, bool async, uint64_t sequence)
+c10::intrusive_ptr<c10d::Work> CudaSide::run_staged(const Launch &launch, bool async, uint64_t sequence)
 {
     TORCH_CHECK(!order_->capturing(), "spccl: ", comm_->who(), ": ", launch.op.str(),
                 ": goes through host memory here and cannot be captured into a graph (", why_, ")");
     at::NoGradGuard no_grad;
-    const at::Tensor in = launch.in.cpu();
-    const bool in_place = launch.coll.in == launch.coll.out;
-    const at::Tensor out = in_place ? in : at::empty_like(launch.out, launch.out.options().device(at::kCPU));
-    launch.coll.in = address(in);
-    launch.coll.out = address(out);
-    comm_->issue(launch.op, launch.timeout,
-                 [&](spccl_comm *raw) { return call_host(launch.coll, raw, nullptr); });
-    launch.out.copy_(out);
+    Launch host = launch;
+    host.in = launch.in.cpu();
+    host.out = launch.in.is_same(launch.out)
+                   ? host.in
+                   : at::empty_like(launch.out, launch.out.options().device(at::kCPU));
+    comm_->issue(launch.op, launch.timeout, [&](spccl_comm *raw) { return call_host(host, raw, nullptr); });
+    launch.out.copy_(host.out);
     run_copy_out(launch);
     return finished(launch, async, sequence);
 }
@@ -403,14 +397,13 @@ c10::intrusive_ptr<c10d::Work> CudaSide::finished(const Launch &launch, bool asy
 
 c10::intrusive_ptr<c10d::Work> CudaSide::barrier(bool async, milliseconds timeout, uint64_t sequence)
 {
-    Launch launch;
-    launch.op = OpText{"barrier", 1, c10::ScalarType::Int};
-    launch.type = c10d::OpType::BARRIER;
-    launch.title = "spccl:barrier";
-    launch.timeout = timeout;
     const at::Tensor token = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(device()));
-    launch.borrowed = {token}; /* its value does not matter */
-    launch.coll = Coll{Coll::Kind::all_reduce, token.data_ptr(), token.data_ptr(), 1, SPCCL_INT32};
+    Launch launch = launch_of("barrier", "spccl:barrier", c10d::OpType::BARRIER, {token}, timeout);
+    launch.inputs.clear();
+    launch.outputs.clear();
+    launch.in = launch.out = token; /* its value does not matter */
+    launch.n_elems = 1;
+    launch.dtype = SPCCL_INT32;
     return in_order(launch, async, sequence, /*host_wait=*/true,
                     [&](CollectiveOrder::Turn &turn) { call_spccl(launch, turn); });
 }

@@ -134,13 +134,11 @@ class CudaSide
      *   stream   the current one, a cudaStream_t */
     bool prune_next(const at::Tensor &grad, spccl_prune_plan *plan, const spccl_prune_options &options,
                     void *stream);
-    /* Move what prune_next gave, if anything, into `coll`, an all-reduce of `tensor`. Throws if it is for another one. */
-    void take_pruning(Coll &coll, const at::Tensor &tensor, bool average);
+    /* Move what prune_next gave, if anything, into `launch`, an all-reduce of `tensor`. Throws if it is for another one. */
+    void take_pruning(Launch &launch, const at::Tensor &tensor, bool average);
 
-    /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`.
-     *   by_nccl   NCCL runs it also if the route is `engine` */
-    c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence,
-                                         bool by_nccl = false);
+    /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`. */
+    c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence);
     /* Run `call(nccl)` as the next of the collective order; `call` sets asyncOp to false. launch.inputs and
      * launch.outputs are kept until NCCL's collective is done. */
     c10::intrusive_ptr<c10d::Work>
@@ -158,7 +156,7 @@ class CudaSide
     CudaRoute attach(const c10::Device &device, const char *op);
     c10::intrusive_ptr<c10d::Work> in_order(const Launch &launch, bool async, uint64_t sequence,
                                             bool host_wait, Enqueue enqueue);
-    c10::intrusive_ptr<c10d::Work> run_staged(Launch launch, bool async, uint64_t sequence);
+    c10::intrusive_ptr<c10d::Work> run_staged(const Launch &launch, bool async, uint64_t sequence);
     void call_spccl(const Launch &launch, CollectiveOrder::Turn &turn);
     c10::intrusive_ptr<c10d::Work> call_nccl(const Launch &launch);
 

@@ -81,17 +81,6 @@ c10::intrusive_ptr<c10d::Backend> add_inner_groups(const c10::intrusive_ptr<c10d
 
 /* ---- Gloo or NCCL -------------------------------------------------------------------------------- */
 
-Launch described(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used)
-{
-    Launch launch;
-    launch.op = OpText{name, static_cast<size_t>(used.at(0).numel()), used[0].scalar_type()};
-    launch.title = title;
-    launch.type = type;
-    launch.inputs = used;
-    launch.outputs = std::move(used);
-    return launch;
-}
-
 namespace
 {
 std::vector<at::Tensor> joined(std::vector<at::Tensor> first,
@@ -223,12 +212,10 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce(std::vector<at::Tensor> &tensors,
                                                const c10d::ReduceOptions &opts)
 {
     only(tensors, "tensor", "reduce");
-    return delegated(described("reduce", "spccl:reduce", c10d::OpType::REDUCE, tensors), opts.asyncOp,
+    return delegated(launch_of("reduce", "spccl:reduce", c10d::OpType::REDUCE, tensors), opts.asyncOp,
                      [&](c10d::Backend &backend, Staging &staging, bool async) {
-                         c10d::ReduceOptions theirs = opts;
-                         theirs.asyncOp = async;
                          std::vector<at::Tensor> list = staging.written(tensors);
-                         return backend.reduce(list, theirs);
+                         return backend.reduce(list, with_async(opts, async));
                      });
 }
 
@@ -237,13 +224,11 @@ c10::intrusive_ptr<c10d::Work> Backend::gather(std::vector<std::vector<at::Tenso
                                                const c10d::GatherOptions &opts)
 {
     only(inputs, "tensor", "gather");
-    return delegated(described("gather", "spccl:gather", c10d::OpType::GATHER, joined(inputs, outputs)),
+    return delegated(launch_of("gather", "spccl:gather", c10d::OpType::GATHER, joined(inputs, outputs)),
                      opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-                         c10d::GatherOptions theirs = opts;
-                         theirs.asyncOp = async;
                          std::vector<std::vector<at::Tensor>> to = staging.written(outputs);
                          std::vector<at::Tensor> from = staging.read_only(inputs);
-                         return backend.gather(to, from, theirs);
+                         return backend.gather(to, from, with_async(opts, async));
                      });
 }
 
@@ -252,13 +237,11 @@ c10::intrusive_ptr<c10d::Work> Backend::scatter(std::vector<at::Tensor> &outputs
                                                 const c10d::ScatterOptions &opts)
 {
     only(outputs, "tensor", "scatter");
-    return delegated(described("scatter", "spccl:scatter", c10d::OpType::SCATTER, joined(outputs, inputs)),
+    return delegated(launch_of("scatter", "spccl:scatter", c10d::OpType::SCATTER, joined(outputs, inputs)),
                      opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-                         c10d::ScatterOptions theirs = opts;
-                         theirs.asyncOp = async;
                          std::vector<at::Tensor> to = staging.written(outputs);
                          std::vector<std::vector<at::Tensor>> from = staging.read_only(inputs);
-                         return backend.scatter(to, from, theirs);
+                         return backend.scatter(to, from, with_async(opts, async));
                      });
 }
 
@@ -268,12 +251,10 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall_base(at::Tensor &output, at::Te
                                                       const c10d::AllToAllOptions &opts)
 {
     return delegated(
-        described("all_to_all_single", "spccl:all_to_all", c10d::OpType::ALLTOALL_BASE, {input, output}),
+        launch_of("all_to_all_single", "spccl:all_to_all", c10d::OpType::ALLTOALL_BASE, {input, output}),
         opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-            c10d::AllToAllOptions theirs = opts;
-            theirs.asyncOp = async;
             at::Tensor to = staging.written(output), from = staging.read_only(input);
-            return backend.alltoall_base(to, from, output_splits, input_splits, theirs);
+            return backend.alltoall_base(to, from, output_splits, input_splits, with_async(opts, async));
         });
 }
 
@@ -283,12 +264,10 @@ c10::intrusive_ptr<c10d::Work> Backend::alltoall(std::vector<at::Tensor> &output
 {
     TORCH_CHECK_VALUE(!inputs.empty(), "spccl: all_to_all: input_tensor_list is empty");
     return delegated(
-        described("all_to_all", "spccl:all_to_all", c10d::OpType::ALLTOALL, joined(inputs, {outputs})),
+        launch_of("all_to_all", "spccl:all_to_all", c10d::OpType::ALLTOALL, joined(inputs, {outputs})),
         opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-            c10d::AllToAllOptions theirs = opts;
-            theirs.asyncOp = async;
             std::vector<at::Tensor> to = staging.written(outputs), from = staging.read_only(inputs);
-            return backend.alltoall(to, from, theirs);
+            return backend.alltoall(to, from, with_async(opts, async));
         });
 }
 

@@ -34,38 +34,64 @@ class WriteGuard
 }
 } // namespace
 
-spccl_status call_host(const Coll &c, spccl_comm *comm, spccl_request **req)
+Launch launch_of(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used,
+                 milliseconds timeout)
 {
-    switch (c.kind) {
-    case Coll::Kind::all_gather:
-        return spccl_all_gather(comm, c.in, c.out, c.n_elems, c.dtype, req);
-    case Coll::Kind::reduce_scatter:
-        return spccl_reduce_scatter(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, req);
-    case Coll::Kind::all_reduce:
-        return spccl_all_reduce(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, req);
-    case Coll::Kind::broadcast:
-        return spccl_broadcast(comm, c.out, c.n_elems, c.dtype, c.root, req);
-    }
-    return SPCCL_ERR_BUG;
+    Launch launch;
+    launch.op = OpText{name, static_cast<size_t>(used.at(0).numel()), used[0].scalar_type()};
+    launch.type = type;
+    launch.title = title;
+    launch.timeout = timeout;
+    launch.inputs = used;
+    launch.outputs = std::move(used);
+    return launch;
 }
 
-spccl_status call_cuda(const Coll &c, spccl_comm *comm, void *stream)
+spccl_status call_host(const Launch &l, spccl_comm *comm, spccl_request **req)
 {
-    if (c.n_elems == 0)
-        return spccl_comm_async_error(comm);
-    switch (c.kind) {
-    case Coll::Kind::all_gather:
-        return spccl_cuda_all_gather(comm, c.in, c.out, c.n_elems, c.dtype, stream);
-    case Coll::Kind::reduce_scatter:
-        return spccl_cuda_reduce_scatter(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, stream);
-    case Coll::Kind::all_reduce:
-        if (c.prune_plan != nullptr)
-            return spccl_cuda_prune_all_reduce(comm, c.prune_plan, c.out, c.redop, &c.prune_options, stream);
-        return spccl_cuda_all_reduce(comm, c.in, c.out, c.n_elems, c.dtype, c.redop, stream);
-    case Coll::Kind::broadcast:
-        return spccl_cuda_broadcast(comm, c.out, c.n_elems, c.dtype, c.root, stream);
+    const void *in = address(l.in);
+    void *out = address(l.out);
+    switch (l.type) {
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE:
+        return spccl_all_gather(comm, in, out, l.n_elems, l.dtype, req);
+    case c10d::OpType::REDUCE_SCATTER:
+    case c10d::OpType::_REDUCE_SCATTER_BASE:
+        return spccl_reduce_scatter(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), req);
+    case c10d::OpType::ALLREDUCE:
+        return spccl_all_reduce(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), req);
+    case c10d::OpType::BROADCAST:
+        return spccl_broadcast(comm, out, l.n_elems, l.dtype, l.op.root, req);
+    default:
+        return SPCCL_ERR_BUG;
     }
-    return SPCCL_ERR_BUG;
+}
+
+spccl_status call_cuda(const Launch &l, spccl_comm *comm, void *stream)
+{
+    const void *in = address(l.in);
+    void *out = address(l.out);
+    if (l.n_elems == 0)
+        return spccl_comm_async_error(comm);
+    switch (l.type) {
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE:
+        return spccl_cuda_all_gather(comm, in, out, l.n_elems, l.dtype, stream);
+    case c10d::OpType::REDUCE_SCATTER:
+    case c10d::OpType::_REDUCE_SCATTER_BASE:
+        return spccl_cuda_reduce_scatter(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_),
+                                         stream);
+    case c10d::OpType::ALLREDUCE:
+    case c10d::OpType::BARRIER:
+        if (l.prune_plan != nullptr)
+            return spccl_cuda_prune_all_reduce(comm, l.prune_plan, out, redop_of(l.reduce_op.op_),
+                                               &l.prune_options, stream);
+        return spccl_cuda_all_reduce(comm, in, out, l.n_elems, l.dtype, redop_of(l.reduce_op.op_), stream);
+    case c10d::OpType::BROADCAST:
+        return spccl_cuda_broadcast(comm, out, l.n_elems, l.dtype, l.op.root, stream);
+    default:
+        return SPCCL_ERR_BUG;
+    }
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> make_tensor_list_future(std::vector<c10::Device> devices)
@@ -94,8 +120,7 @@ void run_copy_out(const Launch &launch)
 void run_blocking(Comm &comm, Launch launch)
 {
     const CallRecord record(launch.title, launch.inputs);
-    comm.issue(launch.op, launch.timeout,
-               [&](spccl_comm *raw) { return call_host(launch.coll, raw, nullptr); });
+    comm.issue(launch.op, launch.timeout, [&](spccl_comm *raw) { return call_host(launch, raw, nullptr); });
     run_copy_out(launch);
 }
 
@@ -123,7 +148,7 @@ c10::intrusive_ptr<RequestWork> RequestWork::issue(std::shared_ptr<Comm> comm,
     auto work = c10::make_intrusive<RequestWork>(std::move(comm), SerialThread::awaitable(completer),
                                                  std::move(launch), sequence);
     work->comm_->issue(work->launch_.op, work->launch_.timeout, [&](spccl_comm *raw) {
-        spccl_status status = call_host(work->launch_.coll, raw, &work->request_);
+        spccl_status status = call_host(work->launch_, raw, &work->request_);
         if (status != SPCCL_OK)
             return status;
         /* The callback owns a reference, so the tensors outlive the request whatever the user does. */
@@ -180,7 +205,7 @@ void RequestWork::settle()
     } else {
         error = make_error(status, comm_->who() + ": " + launch_.op.str(), spccl_request_error(request_));
     }
-    launch_.borrowed.clear();
+    launch_.in = launch_.out = at::Tensor();
     launch_.copy_out = nullptr;
     finish(error);
     settled_ = true;

@@ -19,38 +19,32 @@
 namespace spccl_torch
 {
 
-/* The arguments of one spccl collective, on the host or on a GPU. */
-struct Coll {
-    enum class Kind { all_gather, reduce_scatter, all_reduce, broadcast };
-    Kind kind;
-    const void *in; /* broadcast: = out */
-    void *out;
-    size_t n_elems; /* as spccl.h counts them for this kind, in elements of `dtype` */
-    spccl_dtype dtype;
-    spccl_redop redop = SPCCL_SUM;
-    int root = 0;
-    /* Of an all-reduce in place on a GPU: prune first. NULL: do not. */
-    spccl_prune_plan *prune_plan = nullptr;
-    spccl_prune_options prune_options{};
-};
-spccl_status call_host(const Coll &coll, spccl_comm *comm, spccl_request **req);
-/*   stream   cudaStream_t. An empty collective is not launched. */
-spccl_status call_cuda(const Coll &coll, spccl_comm *comm, void *stream);
-
-/* All that one collective needs until it ends. */
+/* One collective, and all that it needs until it ends. */
 struct Launch {
     OpText op;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char *title = nullptr; /* name of the profiler event: "spccl:all_reduce" */
     milliseconds timeout = c10d::kUnsetTimeout;
-    std::vector<at::Tensor> inputs;   /* the user's; the profiler shows them */
-    std::vector<at::Tensor> outputs;  /* returned by result() and the future */
-    std::vector<at::Tensor> borrowed; /* memory that spccl reads or writes: held until the end */
-    std::function<void()> copy_out;   /* copies scratch to the user's tensors; empty if there is no scratch */
-    at::Tensor in, out;               /* plain tensors at coll.in and coll.out; broadcast: the same */
-    c10d::ReduceOp reduce_op;         /* as the user gave it */
-    Coll coll{};
+    std::vector<at::Tensor> inputs;  /* the user's; the profiler shows them */
+    std::vector<at::Tensor> outputs; /* returned by result() and the future */
+    std::function<void()> copy_out;  /* copies scratch to the user's tensors; empty if there is no scratch */
+    c10d::ReduceOp reduce_op;        /* as the user gave it; SUM if `in` was scaled */
+
+    /* Set if spccl can run it. */
+    at::Tensor in, out; /* plain tensors (tensor.hpp); broadcast: the same */
+    size_t n_elems = 0; /* as spccl.h counts them for this call, in elements of `dtype` */
+    spccl_dtype dtype = SPCCL_FLOAT32;
+    /* Of an all-reduce in place on a GPU: prune first. NULL: do not. */
+    spccl_prune_plan *prune_plan = nullptr;
+    spccl_prune_options prune_options{};
 };
+/* A Launch of a call on `used`, which are its inputs and outputs. */
+Launch launch_of(const char *name, const char *title, c10d::OpType type, std::vector<at::Tensor> used,
+                 milliseconds timeout = c10d::kUnsetTimeout);
+
+spccl_status call_host(const Launch &launch, spccl_comm *comm, spccl_request **req);
+/*   stream   cudaStream_t. An empty collective is not launched. */
+spccl_status call_cuda(const Launch &launch, spccl_comm *comm, void *stream);
 
 /* A future for a list of tensors.
  *   devices   where they are, if not on the CPU: without them the future orders no streams */
@@ -109,7 +103,7 @@ class RequestWork final : public c10d::Work
 
     const std::shared_ptr<Comm> comm_;
     const std::shared_ptr<SerialThread> completer_;
-    Launch launch_; /* borrowed and copy_out are cleared when the request is settled */
+    Launch launch_; /* in, out and copy_out are cleared when the request is settled */
     const uint64_t sequence_;
     const bool profiled_;
     const bool copies_out_;
