@@ -110,7 +110,7 @@ static void test_bad_writes(void)
 /* Credits that come while rank 0 does nothing are taken by its arm. It then sends, so that something wakes it. */
 static void credit(struct member *m)
 {
-    enum { N = 2 * SP_NN_SEGMENTS, BYTES = 4096 - SP_NN_HEAD_BYTES };
+    enum { N = 2 * SP_SEGMENTS, BYTES = 4096 - SP_RECORD_HEAD_BYTES };
     struct pollfd p;
     spccl_status st = SPCCL_AGAIN;
     if (!join_group(m))
@@ -122,7 +122,7 @@ static void credit(struct member *m)
     }
     barrier(m, 1);
     if (m->rank == 1) {
-        for (uint64_t i = 0; i < SP_NN_SEGMENTS; i++)
+        for (uint64_t i = 0; i < SP_SEGMENTS; i++)
             CHECK_OK(take_now(m, 0, 0, BYTES, i));
         atomic_store(&m->shared->step, 1);
     } else {
@@ -137,7 +137,7 @@ static void credit(struct member *m)
             m->t->disarm(m->ep);
         flush_now(m, 1);
     }
-    for (uint64_t i = SP_NN_SEGMENTS; m->rank == 1 && i < N; i++)
+    for (uint64_t i = SP_SEGMENTS; m->rank == 1 && i < N; i++)
         CHECK_OK(take_now(m, 0, 0, BYTES, i));
     barrier(m, 2);
     leave_group(m);

@@ -189,8 +189,8 @@ static void open_scene(struct scene *s, const struct card *first)
     p->stage = SP_IB_STAGE_DONE;
     p->n_qps = 1; /* on device 0; device 1 was left out at start-up */
     CHECK_OK(sp_ib_link_open(s->ep.contexts[0], 64, 64, &p->qps[0].link, &p->mine.ends[0]));
-    CHECK_OK(sp_nn_ring_open(&p->tx[0].ring, 1 << 16, 0, false));
-    CHECK_OK(sp_nn_ring_open(&rx->ring, 1 << 16, 0, true));
+    CHECK_OK(sp_segment_ring_open(&p->tx[0].ring, 1 << 16, 0, false));
+    CHECK_OK(sp_segment_ring_open(&rx->ring, 1 << 16, 0, true));
     sp_record_write(rx->ring.memory.data, 0, 0, 16); /* a message is here */
     rx->ring.bytes[0] = (uint32_t)sp_record_bytes(16);
     atomic_store(&rx->ring.done, 1);
@@ -201,8 +201,8 @@ static void close_scene(struct scene *s)
 {
     sp_ib_puts.close_region(endpoint(s), s->region);
     sp_ib_close_qps(&s->peers[1]);
-    sp_nn_ring_close(&s->peers[1].tx[0].ring);
-    sp_nn_ring_close(&s->peers[1].rx[0].ring);
+    sp_segment_ring_close(&s->peers[1].tx[0].ring);
+    sp_segment_ring_close(&s->peers[1].rx[0].ring);
     for (int d = 0; d < 2; d++)
         sp_ib_context_close(s->ep.contexts[d]);
     CHECK(n_objects == 0, "%d objects are open", n_objects);
@@ -229,8 +229,8 @@ static void test_access(void)
               (peers | IBV_ACCESS_REMOTE_READ),
           "region: access %x", access_asked(((const struct sp_ib_region *)s.region)->memory[0].mr));
     sp_ib_close_qps(p);
-    sp_nn_ring_close(&p->tx[0].ring);
-    sp_nn_ring_close(&p->rx[0].ring);
+    sp_segment_ring_close(&p->tx[0].ring);
+    sp_segment_ring_close(&p->rx[0].ring);
     close_scene(&s);
 }
 
@@ -352,7 +352,7 @@ static void test_no_place(void)
     uint8_t unused[SP_REGION_HANDLE_BYTES];
     open_scene(&s, &c);
     CHECK_OK(sp_ib_puts.open_region(endpoint(&s), &source, &from, unused));
-    CHECK(sp_nn_ring_reserve(&s.peers[1].tx[0].ring, 16) != NULL, "no space");
+    CHECK(sp_segment_ring_reserve(&s.peers[1].tx[0].ring, 16) != NULL, "no space");
     s.peers[1].qps[0].n_writes = (uint32_t)sp_ib_n_writes(&s.ep);
     CHECK(sp_ib_puts.put(endpoint(&s), 1, 0, &(sp_put){.from = from, .to = s.handle, .bytes = 64}) ==
                   SPCCL_ERR_BUG &&

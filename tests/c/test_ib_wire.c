@@ -65,7 +65,7 @@ static void test_bad_connect_info(void)
     }
     sp_ib_write_connect_info(&in, bytes);
     CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes - 1, &out), "too short: accepted");
-    memset(bytes + SP_IB_CONNECT_INFO_BYTES - SP_NN_TEXT_CAP, 'a', SP_NN_TEXT_CAP);
+    memset(bytes + SP_IB_CONNECT_INFO_BYTES - SP_NET_TEXT_CAP, 'a', SP_NET_TEXT_CAP);
     CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes, &out), "a text without end: accepted");
 }
 
@@ -80,7 +80,7 @@ static void test_result(void)
     bytes[6] = 1;
     CHECK(!sp_ib_read_result(bytes, sizeof bytes, &out), "queue pair 16: accepted");
     bytes[6] = 0;
-    memset(bytes + 8, 'a', SP_NN_TEXT_CAP);
+    memset(bytes + 8, 'a', SP_NET_TEXT_CAP);
     CHECK(!sp_ib_read_result(bytes, sizeof bytes, &out), "a text without end: accepted");
 }
 
@@ -304,14 +304,14 @@ static void test_parts(void)
 {
     for (uint32_t n = 1; n <= SP_IB_QPS_MAX; n++) {
         uint64_t next[SP_IB_QPS_MAX];
-        uint32_t most = 0, least = SP_NN_SEGMENTS;
+        uint32_t most = 0, least = SP_SEGMENTS;
         for (uint32_t q = 0; q < n; q++) {
             uint32_t places = (uint32_t)(sp_ib_qp_first(n, q + 1) - sp_ib_qp_first(n, q));
             next[q] = sp_ib_qp_first(n, q);
             most = places > most ? places : most;
             least = places < least ? places : least;
         }
-        CHECK(sp_ib_qp_first(n, 0) == 0 && sp_ib_qp_first(n, n) == SP_NN_SEGMENTS && least >= 1 &&
+        CHECK(sp_ib_qp_first(n, 0) == 0 && sp_ib_qp_first(n, n) == SP_SEGMENTS && least >= 1 &&
                   most - least <= 1,
               "%u queue pairs: %u to %u places", n, least, most);
         for (uint64_t k = 0; k < 100; k++) {

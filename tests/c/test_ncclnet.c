@@ -296,7 +296,7 @@ static void play_late_write(struct member *m)
     if (!join_group(m))
         return;
     barrier(m, 1);
-    CHECK(write(sp_nn_self(m->ep)->event_fd, &one, sizeof one) == sizeof one, "eventfd");
+    CHECK(write(sp_plugin_self(m->ep)->event_fd, &one, sizeof one) == sizeof one, "eventfd");
     for (int n_slept = 0; n_slept < 10;) {
         struct pollfd p = {.fd = m->t->wait_fd(m->ep), .events = POLLIN};
         CHECK_OK(progress(m));
@@ -346,7 +346,7 @@ static void play_card_in_use(struct member *m)
                   (m->kind == 0 || m->rank == 1 || strstr(text, "sock1") != NULL),
               "rank %d, kind %d: %s", m->rank, m->kind, text);
     exchange(m);
-    CHECK(m->kind != 0 || !sp_nic_take("ib", &sp_nn_self(m->ep)->plugin->devices[0].nic, &holder),
+    CHECK(m->kind != 0 || !sp_nic_take("ib", &sp_plugin_self(m->ep)->plugin->devices[0].nic, &holder),
           "the plugin uses sock0");
     barrier(m, 1);
     leave_group(m);

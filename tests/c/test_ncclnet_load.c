@@ -20,10 +20,10 @@
 
 static bool finds(const char *ours, const char *nccl, const char *end, const char *why)
 {
-    sp_nn_found f;
+    sp_plugin_found f;
     setenv("SPCCL_NET_PLUGIN", ours, 1);
     setenv("NCCL_NET_PLUGIN", nccl, 1);
-    sp_nn_find(&f);
+    sp_plugin_find(&f);
     unsetenv("NCCL_NET_PLUGIN");
     if (f.found != (end != NULL) || strstr(f.why, why) == NULL)
         return false;
@@ -37,7 +37,7 @@ static void test_other_machine(void)
     char folder[] = "/tmp/spccl-test-XXXXXX", file[64], path[400];
     unsigned char head[64] = {0x7f, 'E', 'L', 'F', 1, 1, 1, [18] = 3}; /* 32 bits, i386 */
     FILE *f;
-    sp_nn_found found;
+    sp_plugin_found found;
     CHECK(mkdtemp(folder) != NULL, "mkdtemp");
     snprintf(file, sizeof file, "%s/libnccl-net-test_8.so", folder);
     f = fopen(file, "wb");
@@ -45,11 +45,11 @@ static void test_other_machine(void)
     snprintf(path, sizeof path, "%s:%s", folder, NET_PLUGIN_FOLDER);
     setenv("LD_LIBRARY_PATH", path, 1);
     setenv("SPCCL_NET_PLUGIN", "test_8", 1);
-    sp_nn_find(&found);
+    sp_plugin_find(&found);
     CHECK(found.found && strncmp(found.path, NET_PLUGIN_FOLDER, strlen(NET_PLUGIN_FOLDER)) == 0, "%s: %s",
           found.path, found.why);
     setenv("SPCCL_NET_PLUGIN", file, 1); /* named by path: it is taken, and loading it says what is wrong */
-    sp_nn_find(&found);
+    sp_plugin_find(&found);
     CHECK(found.found && strcmp(found.path, file) == 0, "%s: %s", found.path, found.why);
     unsetenv("SPCCL_NET_PLUGIN");
     unsetenv("LD_LIBRARY_PATH");
@@ -89,7 +89,7 @@ static void test_find(void)
 
 extern char **environ;
 
-static bool lists(const sp_nn_env_changes *c, const char *name)
+static bool lists(const sp_plugin_env_changes *c, const char *name)
 {
     for (int i = 0; i < c->n; i++)
         if (strcmp(c->names[i], name) == 0)
@@ -106,32 +106,32 @@ static void test_changes_are_found(void)
     char *before[] = {kept, old, gone, second, prefix, NULL},
          *after[] = {prefix, kept, other, new, added, NULL, NULL};
     char **real = environ;
-    sp_nn_env_changes c;
+    sp_plugin_env_changes c;
     memset(long_name, 'L', sizeof long_name);
     memcpy(long_name + sizeof long_name - 3, "=1", 3);
     environ = after;
-    sp_nn_env_compare(before, &c);
+    sp_plugin_env_compare(before, &c);
     CHECK(c.n == 3 && c.n_unlisted == 0 && lists(&c, "CHANGED") && lists(&c, "REMOVED") && lists(&c, "ADDED"),
           "%d names, first %s", c.n, c.names[0]);
     after[5] = long_name;
-    sp_nn_env_compare(before, &c);
+    sp_plugin_env_compare(before, &c);
     CHECK(c.n == 3 && c.n_unlisted == 1, "a name that is too long: %d, %d", c.n, c.n_unlisted);
     environ = real;
 }
 
 static void test_changes_are_put_back(void)
 {
-    sp_nn_env_changes c = {.n = 3, .names = {"TEST_ENV_OLD", "TEST_ENV_NEW", "TEST_ENV_GONE"}};
-    sp_nn_env_values values;
+    sp_plugin_env_changes c = {.n = 3, .names = {"TEST_ENV_OLD", "TEST_ENV_NEW", "TEST_ENV_GONE"}};
+    sp_plugin_env_values values;
     setenv("TEST_ENV_OLD", "old", 1);
     setenv("TEST_ENV_GONE", "", 1);
     unsetenv("TEST_ENV_NEW");
-    CHECK_OK(sp_nn_env_save(&c, &values));
+    CHECK_OK(sp_plugin_env_save(&c, &values));
     setenv("TEST_ENV_OLD", "new", 1);
     setenv("TEST_ENV_NEW", "new", 1);
     setenv("TEST_ENV_OURS", "ours", 1); /* by the application, meanwhile */
     unsetenv("TEST_ENV_GONE");
-    sp_nn_env_put_back(&c, &values, "TEST");
+    sp_plugin_env_put_back(&c, &values, "TEST");
     CHECK(getenv("TEST_ENV_OLD") != NULL && strcmp(getenv("TEST_ENV_OLD"), "old") == 0, "not put back");
     CHECK(getenv("TEST_ENV_NEW") == NULL, "not removed");
     CHECK(getenv("TEST_ENV_GONE") != NULL && getenv("TEST_ENV_GONE")[0] == '\0', "not added again");
@@ -143,7 +143,7 @@ static void test_changes_are_put_back(void)
 
 /* ---- the child process that tries a plugin ---- */
 
-static const sp_nn_limits no_limits = {.deadline_ns = SP_NEVER, .call_ns = SP_NEVER};
+static const sp_plugin_limits no_limits = {.deadline_ns = SP_NEVER, .call_ns = SP_NEVER};
 
 /* A child of `parent`. -1: it has none. */
 static pid_t find_child(pid_t parent)
@@ -182,9 +182,9 @@ static void test_child_ends_with_parent(void)
     }
     parent = fork();
     if (parent == 0) {
-        sp_nn_plugin p;
+        sp_plugin p;
         setenv("TEST_NET_HANG", "init", 1);
-        (void)sp_nn_probe(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", &no_limits, &p);
+        (void)sp_plugin_probe(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", &no_limits, &p);
         _exit(0);
     }
     while ((child = find_child(parent)) < 0 && !sp_deadline_passed(deadline_ns))
@@ -206,7 +206,7 @@ static void probe_in_process(const char *variable, const char *call, int ignored
     pid_t pid = fork();
     int status = 1;
     if (pid == 0) {
-        sp_nn_plugin p;
+        sp_plugin p;
         sigset_t all;
         spccl_status st;
         test_n_failed = 0;
@@ -214,7 +214,7 @@ static void probe_in_process(const char *variable, const char *call, int ignored
         sigprocmask(SIG_BLOCK, &all, NULL); /* as threads of libraries are started */
         signal(SIGCHLD, ignored ? SIG_IGN : SIG_DFL);
         setenv(variable, call, 1);
-        st = sp_nn_probe(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", &no_limits, &p);
+        st = sp_plugin_probe(NET_PLUGIN_FOLDER "/libnccl-net-test_8.so", &no_limits, &p);
         CHECK((st == SPCCL_OK) == (words == NULL), "%s=%s: %d", variable, call, (int)st);
         CHECK(words == NULL || strstr(spccl_last_error(), words) != NULL, "\"%s\" is not in: %s", words,
               spccl_last_error());
@@ -236,29 +236,29 @@ static void test_signals_of_parent(void)
 static void try_again(void)
 {
     const char *path = NET_PLUGIN_FOLDER "/libnccl-net-test_8.so";
-    sp_nn_limits short_time = {.deadline_ns = sp_deadline_in_ms(100), .call_ns = SP_NEVER};
-    const sp_nn_plugin *p = NULL;
+    sp_plugin_limits short_time = {.deadline_ns = sp_deadline_in_ms(100), .call_ns = SP_NEVER};
+    const sp_plugin *p = NULL;
     setenv("TEST_NET_HANG", "init", 1);
-    CHECK(sp_nn_load(path, &short_time, &p) == SPCCL_ERR_TIMEOUT, "%s", spccl_last_error());
+    CHECK(sp_plugin_load(path, &short_time, &p) == SPCCL_ERR_TIMEOUT, "%s", spccl_last_error());
     CHECK(strstr(spccl_last_error(), "libnccl-net-test_8.so: the time for loading it ended in ") != NULL,
           "%s", spccl_last_error());
     unsetenv("TEST_NET_HANG");
-    CHECK(sp_nn_load(path, &no_limits, &p) == SPCCL_OK && p != NULL, "%s", spccl_last_error());
+    CHECK(sp_plugin_load(path, &no_limits, &p) == SPCCL_OK && p != NULL, "%s", spccl_last_error());
 }
 
 /* A call that takes longer than a call may is the plugin's fault: the next try returns the same at once. */
 static void keep_result(void)
 {
     const char *path = NET_PLUGIN_FOLDER "/libnccl-net-test_8.so";
-    sp_nn_limits short_calls = {.deadline_ns = SP_NEVER, .call_ns = 200 * INT64_C(1000000)};
-    const sp_nn_plugin *p = NULL;
+    sp_plugin_limits short_calls = {.deadline_ns = SP_NEVER, .call_ns = 200 * INT64_C(1000000)};
+    const sp_plugin *p = NULL;
     char first[300];
     setenv("TEST_NET_HANG", "init", 1);
-    CHECK(sp_nn_load(path, &short_calls, &p) == SPCCL_ERR_UNREACHABLE, "%s", spccl_last_error());
+    CHECK(sp_plugin_load(path, &short_calls, &p) == SPCCL_ERR_UNREACHABLE, "%s", spccl_last_error());
     snprintf(first, sizeof first, "%s", spccl_last_error());
     CHECK(strstr(first, " did not return in 200 ms") != NULL, "%s", first);
     unsetenv("TEST_NET_HANG");
-    CHECK(sp_nn_load(path, &no_limits, &p) == SPCCL_ERR_UNREACHABLE, "tried again");
+    CHECK(sp_plugin_load(path, &no_limits, &p) == SPCCL_ERR_UNREACHABLE, "tried again");
     CHECK(strcmp(first, spccl_last_error()) == 0, "%s", spccl_last_error());
 }
 
@@ -285,18 +285,18 @@ static void test_retry(void)
 /* A process that was stopped sees old calls when it goes on: one look must not condemn them. */
 static void test_looks(void)
 {
-    const sp_nn_plugin plugin = {.name = "Test", .n_devices = 1};
-    struct sp_nn_peer peer = {.added = true};
-    struct sp_ncclnet ep = {.peers = &peer, .plugin = &plugin, .call_limit_ns = 1000};
-    char text[SP_NN_TEXT_CAP];
+    const sp_plugin plugin = {.name = "Test", .n_devices = 1};
+    struct sp_plugin_peer peer = {.added = true};
+    struct sp_plugin_endpoint ep = {.peers = &peer, .plugin = &plugin, .call_limit_ns = 1000};
+    char text[SP_NET_TEXT_CAP];
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);
-    atomic_store(&ep.call_slot, SP_NN_TEST);
+    atomic_store(&ep.call_slot, SP_PLUGIN_TEST);
     for (int i = 1; i < 4; i++) { /* an old call each time, but another one */
         atomic_store(&ep.call_since_ns, i);
-        CHECK(!sp_nn_thread_hangs(&ep, text, sizeof text), "call %d: %s", i, text);
+        CHECK(!sp_plugin_thread_hangs(&ep, text, sizeof text), "call %d: %s", i, text);
         sleep_ms(150);
     }
-    while (!sp_nn_thread_hangs(&ep, text, sizeof text) && !sp_deadline_passed(deadline_ns))
+    while (!sp_plugin_thread_hangs(&ep, text, sizeof text) && !sp_deadline_passed(deadline_ns))
         sleep_ms(1);
     CHECK(strstr(text, "test for rank 0 did not return") != NULL, "a call that hangs: %s", text);
 }
@@ -311,7 +311,7 @@ static void check_info(const char *plugin, const char *value, const char *why)
         const char *got_value, *got_why;
         setenv("SPCCL_NET_PLUGIN", plugin, 1);
         test_n_failed = 0;
-        sp_nn_inform(&got_value, &got_why);
+        sp_plugin_inform(&got_value, &got_why);
         CHECK(strcmp(got_value, value) == 0 && strstr(got_why, why) != NULL, "%s: %s", got_value, got_why);
         _exit(test_n_failed != 0);
     }
@@ -330,36 +330,36 @@ static void test_info(void)
 
 /* ---- forks of the application ---- */
 
-static sp_nn_limits long_limits(void)
+static sp_plugin_limits long_limits(void)
 {
-    return (sp_nn_limits){.deadline_ns = sp_deadline_in_ms(PATIENCE_MS),
-                          .call_ns = PATIENCE_MS * INT64_C(1000000)};
+    return (sp_plugin_limits){.deadline_ns = sp_deadline_in_ms(PATIENCE_MS),
+                              .call_ns = PATIENCE_MS * INT64_C(1000000)};
 }
 
 static void *load_again_and_again(void *stop)
 {
-    const sp_nn_limits limits = long_limits();
-    const sp_nn_plugin *plugin;
+    const sp_plugin_limits limits = long_limits();
+    const sp_plugin *plugin;
     while (!atomic_load((atomic_bool *)stop))
-        CHECK_OK(sp_nn_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin));
+        CHECK_OK(sp_plugin_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin));
     return NULL;
 }
 
 /* A fork while another thread looks for a plugin: the child is told at once that it cannot use it. */
 static void test_fork_meanwhile(void)
 {
-    const sp_nn_limits limits = long_limits();
-    const sp_nn_plugin *plugin;
+    const sp_plugin_limits limits = long_limits();
+    const sp_plugin *plugin;
     atomic_bool stop = false;
     pthread_t thread;
-    CHECK_OK(sp_nn_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin));
+    CHECK_OK(sp_plugin_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin));
     CHECK(pthread_create(&thread, NULL, load_again_and_again, &stop) == 0, "a thread");
     for (int i = 0; i < 300; i++) {
         int status = -1;
         pid_t pid = fork();
         if (pid == 0) {
             alarm(PATIENCE_MS / 1000); /* ends a child that waits for ever */
-            _exit(sp_nn_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin) !=
+            _exit(sp_plugin_load(NET_PLUGIN_FOLDER "/libnccl-net-test_9.so", &limits, &plugin) !=
                   SPCCL_ERR_UNREACHABLE);
         }
         CHECK(waitpid(pid, &status, 0) == pid && status == 0, "child %d: status %x", i, status);

@@ -42,7 +42,7 @@ static size_t registered_bytes(struct member *m)
 /* What the plugin has counted in this process. */
 static size_t registered_bytes(struct member *m)
 {
-    void *plugin = dlopen(sp_nn_self(m->ep)->found.path, RTLD_NOW | RTLD_NOLOAD);
+    void *plugin = dlopen(sp_plugin_self(m->ep)->found.path, RTLD_NOW | RTLD_NOLOAD);
     _Atomic size_t *count = plugin != NULL ? dlsym(plugin, "net_registered_bytes") : NULL;
     CHECK(count != NULL, "%s", dlerror());
     return count != NULL ? *count : 0;

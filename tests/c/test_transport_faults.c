@@ -164,7 +164,7 @@ static int connect_raw(const struct member *m, int rank)
         if (m->t->name[0] == 'i')
             CHECK(sp_ib_read_address(address, n, &ports, &at, &n), "no address");
         if (m->t->name[0] == 'n')
-            CHECK(sp_nn_read_address(address, n, &at, &n), "no address");
+            CHECK(sp_plugin_read_address(address, n, &at, &n), "no address");
         CHECK(sp_tcp_parse_address(at, n, &tcp), "no address");
         return connect_at((const struct sockaddr *)&tcp.ips.at[tcp.ips.n - 1].storage,
                           tcp.ips.at[tcp.ips.n - 1].bytes);

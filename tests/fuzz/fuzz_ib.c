@@ -64,7 +64,7 @@ static void try_writes(const uint8_t *data, size_t bytes)
     bytes -= 4;
     for (int i = 0; i < 2; i++) {
         want.queues[i].next = want.queues[i].n_posted = before;
-        want.queues[i].announced = want.queues[i].credit = before + SP_NN_SEGMENTS;
+        want.queues[i].announced = want.queues[i].credit = before + SP_SEGMENTS;
     }
     for (; bytes >= 8; data += 8, bytes -= 8) {
         sp_ib_arrival a;
@@ -73,7 +73,8 @@ static void try_writes(const uint8_t *data, size_t bytes)
             continue;
         EXPECT(a.queue < 2 || a.kind == SP_IB_PROBE);
         if (a.kind == SP_IB_DATA) {
-            EXPECT(n >= SP_NN_HEAD_BYTES && n <= 4096 && want.queues[a.queue].next < before + SP_NN_SEGMENTS);
+            EXPECT(n >= SP_RECORD_HEAD_BYTES && n <= 4096 &&
+                   want.queues[a.queue].next < before + SP_SEGMENTS);
             want.queues[a.queue].next++;
         } else if (a.kind == SP_IB_CREDIT) {
             EXPECT(a.credit > want.queues[a.queue].credit && a.credit <= want.queues[a.queue].n_posted + 16);

@@ -4,8 +4,8 @@
  *   1  the bytes. Segments: for each u8 length in units of 16 bytes, then as many bytes as are left, at most that many */
 #include "core/base/bits.h"
 #include "fuzz.h"
-#include "transport/net/ncclnet_ring.h"
 #include "transport/net/ncclnet_wire.h"
+#include "transport/net/segment_ring.h"
 
 #define RING_BYTES ((size_t)1 << 16)
 
@@ -21,28 +21,28 @@ static void try_notes(int what, const uint8_t *data, size_t bytes)
 {
     const uint8_t *tcp = NULL;
     size_t tcp_bytes = 0;
-    sp_nn_connect_info info;
-    sp_nn_result result;
-    sp_nn_fin fin;
-    if (what == 0 && sp_nn_read_address(data, bytes, &tcp, &tcp_bytes))
+    sp_plugin_connect_info info;
+    sp_plugin_result result;
+    sp_segments_fin fin;
+    if (what == 0 && sp_plugin_read_address(data, bytes, &tcp, &tcp_bytes))
         EXPECT(tcp > data && tcp_bytes > 0 && tcp + tcp_bytes == data + bytes);
-    if (what == 1 && sp_nn_read_connect_info(data, bytes, &info)) {
-        uint8_t again[SP_NN_CONNECT_INFO_BYTES];
-        sp_nn_connect_info same;
+    if (what == 1 && sp_plugin_read_connect_info(data, bytes, &info)) {
+        uint8_t again[SP_PLUGIN_CONNECT_INFO_BYTES];
+        sp_plugin_connect_info same;
         EXPECT(info.n_queues >= 1 && info.n_queues <= SP_QUEUES_MAX);
         check_text(info.name, sizeof info.name);
         check_text(info.why, sizeof info.why);
-        sp_nn_write_connect_info(&info, again);
-        EXPECT(sp_nn_read_connect_info(again, sizeof again, &same) && strcmp(same.name, info.name) == 0 &&
+        sp_plugin_write_connect_info(&info, again);
+        EXPECT(sp_plugin_read_connect_info(again, sizeof again, &same) && strcmp(same.name, info.name) == 0 &&
                strcmp(same.why, info.why) == 0 &&
                memcmp(same.handles, info.handles, sizeof same.handles) == 0 &&
                same.plugin_mbps == info.plugin_mbps && same.tcp_mbps == info.tcp_mbps &&
                same.rates_decide == info.rates_decide);
     }
-    if (what == 2 && sp_nn_read_result(data, bytes, &result))
+    if (what == 2 && sp_plugin_read_result(data, bytes, &result))
         check_text(result.why, sizeof result.why);
     if (what == 3)
-        (void)sp_nn_read_fin(data, bytes, 2, &fin);
+        (void)sp_segments_read_fin(data, bytes, 2, &fin);
 }
 
 static volatile unsigned sink; /* the reads below must happen */
@@ -50,29 +50,29 @@ static volatile unsigned sink; /* the reads below must happen */
 /* Segments arrive; every message that can be taken is read to its last byte and released. */
 static void try_segments(const uint8_t *data, size_t bytes)
 {
-    sp_nn_ring ring;
+    sp_segment_ring ring;
     spccl_status st = SPCCL_AGAIN;
     uint64_t done = 0;
-    EXPECT(sp_nn_ring_open(&ring, RING_BYTES, 0, true) == SPCCL_OK);
+    EXPECT(sp_segment_ring_open(&ring, RING_BYTES, 0, true) == SPCCL_OK);
     while (bytes > 1 && (st == SPCCL_AGAIN || st == SPCCL_OK) && done < atomic_load(&ring.allowed)) {
         const void *message;
         size_t n, wanted = (1 + (size_t)data[0]) * 16, here = sp_min_size(bytes - 1, wanted);
-        memset(sp_nn_ring_segment(&ring, done), 0, ring.segment_bytes);
-        memcpy(sp_nn_ring_segment(&ring, done), data + 1, here);
-        ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)wanted;
+        memset(sp_segment_ring_segment(&ring, done), 0, ring.segment_bytes);
+        memcpy(sp_segment_ring_segment(&ring, done), data + 1, here);
+        ring.bytes[done % SP_SEGMENTS] = (uint32_t)wanted;
         atomic_store(&ring.done, ++done);
         data += 1 + here;
         bytes -= 1 + here;
-        while ((st = sp_nn_ring_peek(&ring, RING_BYTES / 4, &message, &n)) == SPCCL_OK) {
+        while ((st = sp_segment_ring_peek(&ring, RING_BYTES / 4, &message, &n)) == SPCCL_OK) {
             EXPECT(n >= 1 && n <= RING_BYTES / 4 && (const uint8_t *)message >= ring.memory.data &&
                    (const uint8_t *)message + n <= ring.memory.data + 2 * RING_BYTES);
             for (size_t i = 0; i < n; i++)
                 sink += ((const uint8_t *)message)[i];
-            (void)sp_nn_ring_release(&ring, n);
+            (void)sp_segment_ring_release(&ring, n);
         }
     }
     EXPECT(st == SPCCL_AGAIN || st == SPCCL_ERR_FORMAT);
-    sp_nn_ring_close(&ring);
+    sp_segment_ring_close(&ring);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)

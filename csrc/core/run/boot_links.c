@@ -233,7 +233,7 @@ static void log_next(const sp_links *links, const struct next *nexts)
     }
 }
 
-static void describe(sp_link *link, int peer, const struct next *next)
+static void write_text(sp_link *link, int peer, const struct next *next)
 {
     size_t used;
     if (link->transport == NULL)
@@ -262,7 +262,7 @@ static spccl_status connect_links(sp_links *links, const sp_boot_config *c, cons
     log_next(links, nexts);
     SP_TRY(connect_all(links, nexts));
     for (int r = 0; r < links->world_size; r++)
-        describe(&links->peers[r], r, &nexts[r]);
+        write_text(&links->peers[r], r, &nexts[r]);
     for (int i = 0; i < links->n_endpoints; i++)
         links->message_max =
             sp_min_size(links->message_max, links->transports[i]->message_max(links->endpoints[i]));

@@ -64,7 +64,7 @@ static spccl_status ib_reserve(sp_endpoint *opaque, int peer, int queue, size_t 
                        ep->config.rank, bytes, peer, ib_message_max(opaque));
     if (p->gone)
         return sp_ib_lost(ep, peer);
-    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes);
+    space = sp_segment_ring_reserve(&p->tx[queue].ring, bytes);
     if (space == NULL)
         return SPCCL_AGAIN;
     *out = space;
@@ -81,7 +81,7 @@ static spccl_status ib_commit(sp_endpoint *opaque, int peer, int queue, uint32_t
     if (p->tx[queue].ring.reserved == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
                        ep->config.rank, peer, queue);
-    if (sp_nn_ring_commit(&p->tx[queue].ring))
+    if (sp_segment_ring_commit(&p->tx[queue].ring))
         sp_ib_send(ep, peer);
     return SPCCL_OK;
 }
@@ -93,7 +93,7 @@ static spccl_status ib_peek(sp_endpoint *opaque, int peer, int queue, const void
     spccl_status st;
     if (by_tcp(p))
         return tcp->peek(ep->tcp, peer, queue, out, bytes);
-    st = sp_nn_ring_peek(&p->rx[queue].ring, ib_message_max(opaque), out, bytes);
+    st = sp_segment_ring_peek(&p->rx[queue].ring, ib_message_max(opaque), out, bytes);
     if (st == SPCCL_ERR_FORMAT) {
         char text[300];
         snprintf(text, sizeof text, "%s", spccl_last_error());
@@ -114,7 +114,7 @@ static spccl_status ib_release(sp_endpoint *opaque, int peer, int queue)
     if (ib_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", ep->config.rank,
                        peer, queue);
-    (void)sp_nn_ring_release(&p->rx[queue].ring, bytes);
+    (void)sp_segment_ring_release(&p->rx[queue].ring, bytes);
     sp_ib_send(ep, peer); /* a credit may be due */
     return SPCCL_OK;
 }
@@ -125,7 +125,7 @@ static bool ib_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
     struct sp_ib_peer *p = &ep->peers[peer];
     if (by_tcp(p))
         return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->n_notes : n);
-    return p->gone || sp_nn_ring_left(&p->tx[queue].ring) >= n;
+    return p->gone || sp_segment_ring_left(&p->tx[queue].ring) >= n;
 }
 
 /* ---- progress ---- */
@@ -136,7 +136,7 @@ static void serve_peer(struct sp_ib *ep, int peer)
     if (p->route != SP_IB_BY_IB)
         return;
     for (int i = 0; i < ep->config.n_queues; i++)
-        (void)sp_nn_ring_push(&p->tx[i].ring);
+        (void)sp_segment_ring_push(&p->tx[i].ring);
     sp_ib_send(ep, peer);
     sp_ib_look_at_tcp(ep, peer);
     sp_ib_look_at_end(ep, peer);
@@ -259,7 +259,7 @@ static void finish_sending(struct sp_ib *ep)
             if (p->route != SP_IB_BY_IB || p->gone || p->failed)
                 continue;
             for (int k = 0; k < ep->config.n_queues; k++)
-                busy = busy || sp_nn_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
+                busy = busy || sp_segment_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
         }
         if (busy)
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
@@ -269,14 +269,14 @@ static void finish_sending(struct sp_ib *ep)
 static void say_fin(struct sp_ib *ep, int peer)
 {
     const struct sp_ib_peer *p = &ep->peers[peer];
-    sp_nn_fin f = {{0}};
+    sp_segments_fin f = {{0}};
     void *space = NULL;
     if (p->route != SP_IB_BY_IB || p->gone)
         return;
     for (int k = 0; k < ep->config.n_queues; k++)
         f.n_segments[k] = p->tx[k].n_posted;
-    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FIN_BYTES, &space) == SPCCL_OK) {
-        sp_nn_write_fin(&f, ep->config.n_queues, space);
+    if (tcp->reserve(ep->tcp, peer, 0, SP_SEGMENTS_FIN_BYTES, &space) == SPCCL_OK) {
+        sp_segments_write_fin(&f, ep->config.n_queues, space);
         (void)tcp->commit(ep->tcp, peer, 0, 0);
     }
 }
@@ -286,8 +286,8 @@ static void close_peer(struct sp_ib *ep, struct sp_ib_peer *p)
     if (ep->pid == getpid())
         sp_ib_close_qps(p);
     for (int k = 0; k < SP_QUEUES_MAX; k++) {
-        sp_nn_ring_close(&p->tx[k].ring);
-        sp_nn_ring_close(&p->rx[k].ring);
+        sp_segment_ring_close(&p->tx[k].ring);
+        sp_segment_ring_close(&p->rx[k].ring);
     }
 }
 

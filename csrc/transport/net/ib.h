@@ -2,7 +2,7 @@
  * ib_open.c: devices, queue pairs and rings. ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
  *
  * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_IB_QPS RC queue pairs. For each queue both
- * ends have a ring of segments (ncclnet_ring.h). Each queue pair has a part of the places in a ring, one after the other,
+ * ends have a ring of segments (segment_ring.h). Each queue pair has a part of the places in a ring, one after the other,
  * registers that part, and carries the segments that lie there. A queue pair delivers in order; the receiver passes a
  * segment on when all before it are here (struct sp_ib_order).
  *
@@ -22,9 +22,9 @@
 
 #include <sys/types.h>
 
-#define SP_IB_CREDIT_STEP (SP_NN_SEGMENTS / 4) /* credits are sent for so many segments at once */
+#define SP_IB_CREDIT_STEP (SP_SEGMENTS / 4) /* credits are sent for so many segments at once */
 /* Most writes and receives of a queue that can be under way on a queue pair: its segments, and its credits. */
-#define SP_IB_PER_QUEUE (SP_NN_SEGMENTS + SP_NN_SEGMENTS / SP_IB_CREDIT_STEP)
+#define SP_IB_PER_QUEUE (SP_SEGMENTS + SP_SEGMENTS / SP_IB_CREDIT_STEP)
 #define SP_IB_SPARE 12 /* the probe, and writes whose completion was not asked for */
 #define SP_IB_WRITES_CAP 256u
 _Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE + SP_PUTS_MAX <= SP_IB_WRITES_CAP,
@@ -39,18 +39,18 @@ enum { SP_IB_OWNER_PUT = 0xfd, SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0x
 /* Segments that arrived, or that were sent, on each queue pair in order. */
 struct sp_ib_order {
     uint64_t next[SP_IB_QPS_MAX]; /* the queue pair's next segment */
-    uint32_t here;                /* bit k % SP_NN_SEGMENTS: segment k is here, and one before it is not */
+    uint32_t here;                /* bit k % SP_SEGMENTS: segment k is here, and one before it is not */
 };
 
 struct sp_ib_tx {
-    sp_nn_ring ring;
+    sp_segment_ring ring;
     sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t n_posted, credit; /* segments that were written; those below `credit` may be */
 };
 
 struct sp_ib_rx {
-    sp_nn_ring ring;
+    sp_segment_ring ring;
     sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t announced; /* the last credit */
@@ -84,19 +84,19 @@ struct sp_ib_peer {
     uint32_t my_usable;        /* queue pairs, a bit each: what this rank's note said */
     uint32_t their_usable;     /* and the peer's */
     int64_t probe_deadline_ns;
-    bool none;                   /* no queue pair works */
-    bool fewer;                  /* some queue pairs did not work, and were left out */
-    char reason[SP_NN_TEXT_CAP]; /* why no queue pair works, or why devices are left out: the first */
+    bool none;                    /* no queue pair works */
+    bool fewer;                   /* some queue pairs did not work, and were left out */
+    char reason[SP_NET_TEXT_CAP]; /* why no queue pair works, or why devices are left out: the first */
     /* the peer's end */
     bool failed;              /* no more is written or taken */
     spccl_status gone_status; /* FORMAT: it sent what it must not; else PEER */
-    char failure[SP_NN_TEXT_CAP + 120];
+    char failure[SP_NET_TEXT_CAP + 120];
     bool gone, over; /* no more can be sent to it; nothing more will arrive */
     bool has_fin;
-    sp_nn_fin fin;
+    sp_segments_fin fin;
     int64_t ended_ns;   /* since when this rank knows that it is gone, or that ib failed; 0: it does not */
     uint64_t n_arrived; /* segments, at the last look */
-    char gone_text[SP_NN_TEXT_CAP + 160];
+    char gone_text[SP_NET_TEXT_CAP + 160];
 };
 
 /* Memory that devices read or write for puts. */
@@ -111,8 +111,8 @@ struct sp_ib_flush {
     sp_ib_link *links[SP_IB_RAILS_MAX];
     sp_ib_memory memory[SP_IB_RAILS_MAX]; /* of `word` */
     uint64_t word;
-    uint32_t reading;                                   /* devices that are reading now, a bit each */
-    char failure[SP_NN_TEXT_CAP + SP_IB_NAME_CAP + 40]; /* "": none */
+    uint32_t reading;                                    /* devices that are reading now, a bit each */
+    char failure[SP_NET_TEXT_CAP + SP_IB_NAME_CAP + 40]; /* "": none */
 };
 
 struct sp_ib {
@@ -131,7 +131,7 @@ struct sp_ib {
     sp_fork_guard guard;
     /* start-up */
     bool prepared, tcp_up, up;
-    char failures[SP_IB_RAILS_MAX][SP_NN_TEXT_CAP]; /* why this rank cannot use a device; "": it can */
+    char failures[SP_IB_RAILS_MAX][SP_NET_TEXT_CAP]; /* why this rank cannot use a device; "": it can */
     /* running */
     uint32_t n_progress;
     bool changed; /* there is a change that arm has not reported yet */
@@ -148,20 +148,20 @@ static inline struct sp_ib *sp_ib_self(sp_endpoint *ep)
 /* The queue pair of segment k, its first segment, and the segment after k on the same one. */
 static inline uint32_t sp_ib_qp_of(uint32_t n_qps, uint64_t k)
 {
-    return (uint32_t)(k % SP_NN_SEGMENTS) * n_qps / SP_NN_SEGMENTS;
+    return (uint32_t)(k % SP_SEGMENTS) * n_qps / SP_SEGMENTS;
 }
 
 static inline uint64_t sp_ib_qp_first(uint32_t n_qps, uint32_t qp)
 {
-    return ((uint64_t)qp * SP_NN_SEGMENTS + n_qps - 1) / n_qps;
+    return ((uint64_t)qp * SP_SEGMENTS + n_qps - 1) / n_qps;
 }
 
 static inline uint64_t sp_ib_qp_next(uint32_t n_qps, uint64_t k)
 {
     uint32_t qp = sp_ib_qp_of(n_qps, k);
-    if ((k + 1) % SP_NN_SEGMENTS != 0 && sp_ib_qp_of(n_qps, k + 1) == qp)
+    if ((k + 1) % SP_SEGMENTS != 0 && sp_ib_qp_of(n_qps, k + 1) == qp)
         return k + 1;
-    return k - k % SP_NN_SEGMENTS + SP_NN_SEGMENTS + sp_ib_qp_first(n_qps, qp);
+    return k - k % SP_SEGMENTS + SP_SEGMENTS + sp_ib_qp_first(n_qps, qp);
 }
 
 /* Bits of the id of a write or receive (ib_move.c). */

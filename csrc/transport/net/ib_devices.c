@@ -154,8 +154,8 @@ static bool makes_queue_pairs(const sp_ib_library *lib, struct ibv_context *cont
     return made;
 }
 
-static void look_at_port(const sp_ib_library *lib, struct ibv_context *context, const char *name, int port,
-                         struct found *f)
+static void check_port(const sp_ib_library *lib, struct ibv_context *context, const char *name, int port,
+                       struct found *f)
 {
     struct ibv_port_attr a;
     char why[280];
@@ -207,8 +207,8 @@ static bool is_wanted(const char *wanted, const char *name, int port)
     return false;
 }
 
-static void look_at_device(const sp_ib_library *lib, struct ibv_device *device, const char *wanted,
-                           struct found *f)
+static void check_device(const sp_ib_library *lib, struct ibv_device *device, const char *wanted,
+                         struct found *f)
 {
     const char *name = lib->get_device_name(device);
     struct ibv_device_attr attr;
@@ -229,7 +229,7 @@ static void look_at_device(const sp_ib_library *lib, struct ibv_device *device, 
     else
         for (int port = 1; port <= attr.phys_port_cnt; port++)
             if (is_wanted(wanted, name, port))
-                look_at_port(lib, context, name, port, f);
+                check_port(lib, context, name, port, f);
     (void)lib->close_device(context);
 }
 
@@ -266,7 +266,7 @@ static bool find_all(struct found *f, char *why, size_t why_cap)
     }
     list = lib->get_device_list(&n);
     for (int i = 0; list != NULL && i < n; i++)
-        look_at_device(lib, list[i], wanted, f);
+        check_device(lib, list[i], wanted, f);
     if (list != NULL)
         lib->free_device_list(list);
     if (f->n == 0)
@@ -414,7 +414,7 @@ bool sp_ib_net_device(size_t i, sp_net_device *out)
     return i < n_net_devices;
 }
 
-static void look(void)
+static void list_devices(void)
 {
     struct found f = {.n = 0};
     size_t used = 0;
@@ -432,7 +432,7 @@ static void look(void)
 
 void sp_ib_inform(const char **value, const char **why)
 {
-    pthread_once(&once, look);
+    pthread_once(&once, list_devices);
     *value = value_text;
     *why = why_text;
 }

@@ -38,7 +38,7 @@ void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status statu
     p->qps[qp].failed = true;
     if (p->failure[0] == '\0') {
         sp_ib_device_text(&ep->devices[p->qps[qp].device], device, sizeof device);
-        snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", device, peer, SP_NN_TEXT_CAP, text);
+        snprintf(p->failure, sizeof p->failure, "%s to rank %d: %.*s", device, peer, SP_NET_TEXT_CAP, text);
         p->gone_status = status;
         if (p->gone && status == SPCCL_ERR_FORMAT) /* the end of the tcp link was seen first */
             write_failure(p, p->gone_text, sizeof p->gone_text);
@@ -94,7 +94,7 @@ void sp_ib_look_at_tcp(struct sp_ib *ep, int peer)
         } else if (st == SPCCL_ERR_PEER) {
             set_gone(ep, p, "is gone: its process ended or left the group; see its output");
         } else if (st == SPCCL_OK && !p->has_fin &&
-                   sp_nn_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
+                   sp_segments_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
             p->has_fin = true;
             (void)tcp->release(ep->tcp, peer, 0);
         } else {

@@ -34,7 +34,7 @@ spccl_status sp_ib_post(struct sp_ib *ep, int peer, uint32_t qp, sp_ib_write *w,
     w->id = sp_ib_id(&ep->peers[peer], peer, qp) | (uint32_t)(p->n_writes + 1);
     st = sp_ib_link_write(p->link, w);
     if (st != SPCCL_OK) {
-        char text[SP_NN_TEXT_CAP];
+        char text[SP_NET_TEXT_CAP];
         snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, spccl_last_error());
         sp_ib_fail_peer(ep, peer, qp, SPCCL_ERR_PEER, text);
         return st;
@@ -54,9 +54,9 @@ static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
     while (q->n_posted < limit) {
         uint64_t k = q->n_posted;
         uint32_t qp = sp_ib_qp_of(p->n_qps, k);
-        const uint8_t *from = sp_nn_ring_segment(&q->ring, k);
+        const uint8_t *from = sp_segment_ring_segment(&q->ring, k);
         sp_ib_write w = {.from = from,
-                         .bytes = q->ring.bytes[k % SP_NN_SEGMENTS],
+                         .bytes = q->ring.bytes[k % SP_SEGMENTS],
                          .lkey = q->memory[qp].lkey,
                          .rkey = p->theirs.rings[queue].rkey[qp],
                          .imm = sp_ib_imm(SP_IB_DATA, queue, k),
@@ -68,7 +68,7 @@ static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
     return SPCCL_OK;
 }
 
-/* Credits take queue pair 0. There are never more than SP_IB_PER_QUEUE - SP_NN_SEGMENTS credits of a queue that the peer has
+/* Credits take queue pair 0. There are never more than SP_IB_PER_QUEUE - SP_SEGMENTS credits of a queue that the peer has
  * not taken: it must use one before this rank can release the segments for the next. */
 static spccl_status send_credit(struct sp_ib *ep, int peer, uint32_t queue)
 {
@@ -111,13 +111,13 @@ bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp)
 /* ---- completions ---- */
 
 /* The next segment of a queue pair is done. The ring counts it when all before it are done too. */
-static void advance(struct sp_ib_order *o, uint32_t n_qps, uint32_t qp, sp_nn_ring *ring)
+static void advance(struct sp_ib_order *o, uint32_t n_qps, uint32_t qp, sp_segment_ring *ring)
 {
     uint64_t done = atomic_load_explicit(&ring->done, memory_order_relaxed);
-    o->here |= 1u << o->next[qp] % SP_NN_SEGMENTS;
+    o->here |= 1u << o->next[qp] % SP_SEGMENTS;
     o->next[qp] = sp_ib_qp_next(n_qps, o->next[qp]);
-    for (; (o->here >> done % SP_NN_SEGMENTS & 1) != 0; done++)
-        o->here &= ~(1u << done % SP_NN_SEGMENTS);
+    for (; (o->here >> done % SP_SEGMENTS & 1) != 0; done++)
+        o->here &= ~(1u << done % SP_SEGMENTS);
     atomic_store_explicit(&ring->done, done, memory_order_release);
 }
 
@@ -140,7 +140,7 @@ static void complete_writes(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t qp,
 static sp_ib_expected expected(const struct sp_ib *ep, const struct sp_ib_peer *p, uint32_t qp)
 {
     sp_ib_expected want = {.n_queues = (uint32_t)ep->config.n_queues,
-                           .segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS),
+                           .segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_SEGMENTS),
                            .probe = !p->qps[qp].probe_here};
     for (int i = 0; i < ep->config.n_queues; i++) {
         want.queues[i].next = p->rx[i].order.next[qp];
@@ -157,7 +157,7 @@ static void take_write(struct sp_ib *ep, int peer, uint32_t qp, const sp_ib_comp
     struct sp_ib_peer *p = &ep->peers[peer];
     sp_ib_expected want = expected(ep, p, qp);
     sp_ib_arrival a = {.kind = SP_IB_PROBE};
-    char text[SP_NN_TEXT_CAP];
+    char text[SP_NET_TEXT_CAP];
     spccl_status st = c->immediate ? sp_ib_read_imm(&want, c->imm, c->bytes, &a)
                                    : SP_FAIL(SPCCL_ERR_FORMAT, "something other than a write with immediate");
     if (st == SPCCL_OK)
@@ -169,7 +169,7 @@ static void take_write(struct sp_ib *ep, int peer, uint32_t qp, const sp_ib_comp
     }
     switch (a.kind) {
     case SP_IB_DATA:
-        p->rx[a.queue].ring.bytes[want.queues[a.queue].next % SP_NN_SEGMENTS] = c->bytes;
+        p->rx[a.queue].ring.bytes[want.queues[a.queue].next % SP_SEGMENTS] = c->bytes;
         advance(&p->rx[a.queue].order, p->n_qps, qp, &p->rx[a.queue].ring);
         ep->changed = true;
         break;
@@ -197,7 +197,7 @@ static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
         (c->id >> 54 & SP_IB_ROUND_MASK) != (p->round & SP_IB_ROUND_MASK))
         return;
     if (c->error != NULL) {
-        char text[SP_NN_TEXT_CAP];
+        char text[SP_NET_TEXT_CAP];
         snprintf(text, sizeof text, "a %s failed: %s", c->id & RECEIVE_ID ? "receive" : "write", c->error);
         sp_ib_fail_peer(ep, peer, qp, SPCCL_ERR_PEER, text);
     } else if ((c->id & RECEIVE_ID) != 0) {

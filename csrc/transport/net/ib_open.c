@@ -26,10 +26,10 @@ static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32
     struct sp_ib_rx *rx = &p->rx[queue];
     sp_ib_context *context = ep->contexts[p->qps[qp].device];
     uint64_t first = sp_ib_qp_first(p->n_qps, qp), n = sp_ib_qp_first(p->n_qps, qp + 1) - first;
-    size_t bytes = n * (ep->config.queue_bytes / SP_NN_SEGMENTS);
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&tx->ring, first), bytes, SP_IB_NO_WRITER,
+    size_t bytes = n * (ep->config.queue_bytes / SP_SEGMENTS);
+    SP_TRY(sp_ib_memory_open(context, sp_segment_ring_segment(&tx->ring, first), bytes, SP_IB_NO_WRITER,
                              &tx->memory[qp]));
-    SP_TRY(sp_ib_memory_open(context, sp_nn_ring_segment(&rx->ring, first), bytes, SP_IB_PEERS_WRITE,
+    SP_TRY(sp_ib_memory_open(context, sp_segment_ring_segment(&rx->ring, first), bytes, SP_IB_PEERS_WRITE,
                              &rx->memory[qp]));
     p->mine.rings[queue].rkey[qp] = rx->memory[qp].rkey;
     return SPCCL_OK;
@@ -38,9 +38,9 @@ static spccl_status register_part(struct sp_ib *ep, struct sp_ib_peer *p, uint32
 static spccl_status open_rings(struct sp_ib *ep, struct sp_ib_peer *p)
 {
     for (int i = 0; i < ep->config.n_queues; i++) {
-        SP_TRY(sp_nn_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
-        SP_TRY(sp_nn_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
-        p->tx[i].credit = p->rx[i].announced = SP_NN_SEGMENTS;
+        SP_TRY(sp_segment_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
+        SP_TRY(sp_segment_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
+        p->tx[i].credit = p->rx[i].announced = SP_SEGMENTS;
         p->mine.rings[i].address = (uintptr_t)p->rx[i].ring.memory.data;
     }
     return SPCCL_OK;

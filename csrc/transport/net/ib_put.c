@@ -145,7 +145,7 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_peer *p = &ep->peers[peer];
-    const sp_nn_ring *ring = &p->tx[queue].ring;
+    const sp_segment_ring *ring = &p->tx[queue].ring;
     const struct sp_ib_region *from = (const struct sp_ib_region *)put->from;
     uint32_t q = sp_ib_qp_of(p->n_qps, ring->at / ring->segment_bytes);
     uint64_t size = sp_load_le64(put->to + 16);
@@ -186,7 +186,7 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
 static void fail_flush(struct sp_ib *ep, int device, const char *error)
 {
     struct sp_ib_flush *f = &ep->flush;
-    char name[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
+    char name[SP_IB_NAME_CAP + 24], text[SP_NET_TEXT_CAP];
     sp_ib_device_text(&ep->devices[device], name, sizeof name);
     snprintf(text, sizeof text, "a flush of GPU memory failed: %.160s", error);
     if (f->failure[0] == '\0')
@@ -232,11 +232,11 @@ static spccl_status put_flush(sp_endpoint *opaque, int peer, int queue)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_peer *p = &ep->peers[peer];
-    const sp_nn_ring *ring = &p->rx[queue].ring;
+    const sp_segment_ring *ring = &p->rx[queue].ring;
     const void *message;
     size_t bytes;
     uint64_t end;
-    SP_TRY(sp_nn_ring_peek(ring, ep->config.queue_bytes / 4, &message, &bytes));
+    SP_TRY(sp_segment_ring_peek(ring, ep->config.queue_bytes / 4, &message, &bytes));
     end = ring->at + sp_record_bytes(bytes);
     if (p->rx[queue].flushed * ring->segment_bytes >= end)
         return SPCCL_OK;

@@ -51,7 +51,7 @@ static spccl_status say_usable(struct sp_ib *ep, int peer, uint32_t usable)
     }
     p->mine.n_qps = p->n_qps;
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
-    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
+    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_SEGMENTS);
     snprintf(p->mine.why, sizeof p->mine.why, "%s", usable != all_qps(p) ? p->reason : "");
     sp_ib_write_connect_info(&p->mine, note);
     return send_note(ep, peer, note, SP_IB_CONNECT_INFO_BYTES);
@@ -100,7 +100,7 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
             (void)sp_ib_send_probe(ep, peer, q);
     for (uint32_t q = 0; q < p->n_qps; q++) {
         struct sp_ib_qp *qp = &p->qps[q];
-        char device[SP_IB_NAME_CAP + 24], text[SP_NN_TEXT_CAP];
+        char device[SP_IB_NAME_CAP + 24], text[SP_NET_TEXT_CAP];
         if (qp->failed) {
             sp_ib_note_reason(p, p->failure);
         } else if (qp->probe_left && qp->probe_here) {
@@ -156,10 +156,10 @@ static spccl_status bad_note(const struct sp_ib *ep, int peer, size_t bytes, con
 static void take_connect_info(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
-    char text[SP_NN_TEXT_CAP];
+    char text[SP_NET_TEXT_CAP];
     p->their_usable = p->theirs.usable;
     if (p->theirs.n_qps == p->n_qps && p->theirs.n_queues == (uint32_t)ep->config.n_queues &&
-        p->theirs.segment_bytes == ep->config.queue_bytes / SP_NN_SEGMENTS)
+        p->theirs.segment_bytes == ep->config.queue_bytes / SP_SEGMENTS)
         return;
     snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
     sp_ib_note_reason(p, text);
@@ -189,7 +189,7 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
         p->their_usable = r.usable & all_qps(p);
     }
     if (r.why[0] != '\0') {
-        char text[SP_NN_TEXT_CAP + 40];
+        char text[SP_NET_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, r.why);
         sp_ib_note_reason(p, text);
     }
@@ -304,7 +304,7 @@ static spccl_status decide_routes(struct sp_ib *ep)
     return SPCCL_OK;
 }
 
-/* What the start-up itself changed is nothing that a first `arm` should report. */
+/* Discard wake-ups caused by start-up. */
 static void forget_changes(struct sp_ib *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)

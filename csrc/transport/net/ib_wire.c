@@ -15,7 +15,7 @@
 #define RINGS_AT (ENDS_AT + END_BYTES * SP_IB_QPS_MAX)
 #define RING_BYTES (8u + 4u * SP_IB_QPS_MAX)
 #define WHY_AT (RINGS_AT + RING_BYTES * SP_QUEUES_MAX)
-_Static_assert(WHY_AT + SP_NN_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wire.h");
+_Static_assert(WHY_AT + SP_NET_TEXT_CAP == SP_IB_CONNECT_INFO_BYTES, "as in ib_wire.h");
 #define NUMBER_MASK 0xfffffffu
 static const char address_magic[4] = {'s', 'p', 'I', '4'};
 #define NEAR 0x80u /* in a port's network */
@@ -152,14 +152,14 @@ int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept)
     return n_kept;
 }
 
-/* Copy a text that ends within SP_NN_TEXT_CAP bytes. Other than printable ASCII becomes '?': the text goes to logs. */
-static bool read_why(const uint8_t *from, char out[SP_NN_TEXT_CAP])
+/* Copy a text that ends within SP_NET_TEXT_CAP bytes. Other than printable ASCII becomes '?': the text goes to logs. */
+static bool read_why(const uint8_t *from, char out[SP_NET_TEXT_CAP])
 {
-    size_t n = strnlen((const char *)from, SP_NN_TEXT_CAP);
-    memset(out, 0, SP_NN_TEXT_CAP);
-    for (size_t i = 0; i < n && i < SP_NN_TEXT_CAP - 1; i++)
+    size_t n = strnlen((const char *)from, SP_NET_TEXT_CAP);
+    memset(out, 0, SP_NET_TEXT_CAP);
+    for (size_t i = 0; i < n && i < SP_NET_TEXT_CAP - 1; i++)
         out[i] = from[i] >= 32 && from[i] < 127 ? (char)from[i] : '?';
-    return n < SP_NN_TEXT_CAP;
+    return n < SP_NET_TEXT_CAP;
 }
 
 void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES])
@@ -184,7 +184,7 @@ void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CON
         for (size_t q = 0; q < SP_IB_QPS_MAX; q++)
             sp_store_le32(out + RINGS_AT + RING_BYTES * i + 8 + 4 * q, o->rings[i].rkey[q]);
     }
-    memcpy(out + WHY_AT, o->why, strnlen(o->why, SP_NN_TEXT_CAP - 1));
+    memcpy(out + WHY_AT, o->why, strnlen(o->why, SP_NET_TEXT_CAP - 1));
 }
 
 static bool read_end(const uint8_t *bytes, bool usable, sp_ib_end *out)
@@ -226,7 +226,7 @@ void sp_ib_write_result(const sp_ib_result *r, uint8_t out[SP_IB_RESULT_BYTES])
     memset(out, 0, SP_IB_RESULT_BYTES);
     sp_store_le32(out, RESULT_MAGIC);
     sp_store_le32(out + 4, r->usable);
-    memcpy(out + 8, r->why, strnlen(r->why, SP_NN_TEXT_CAP - 1));
+    memcpy(out + 8, r->why, strnlen(r->why, SP_NET_TEXT_CAP - 1));
 }
 
 bool sp_ib_read_result(const uint8_t *bytes, size_t n, sp_ib_result *out)
@@ -251,7 +251,7 @@ static spccl_status read_data(const sp_ib_expected *want, uint32_t queue, uint32
     if (number != (next & NUMBER_MASK) || next >= want->queues[queue].announced)
         return SP_FAIL(SPCCL_ERR_FORMAT, "segment %u of queue %u; wanted segment %llu, below %llu", number,
                        queue, (unsigned long long)next, (unsigned long long)want->queues[queue].announced);
-    if (bytes < SP_NN_HEAD_BYTES || bytes > want->segment_bytes || bytes % 16 != 0)
+    if (bytes < SP_RECORD_HEAD_BYTES || bytes > want->segment_bytes || bytes % 16 != 0)
         return SP_FAIL(SPCCL_ERR_FORMAT,
                        "a segment of %u bytes in queue %u; wanted 16 to %u, a multiple of 16", bytes, queue,
                        want->segment_bytes);
@@ -264,11 +264,11 @@ static spccl_status read_credit(const sp_ib_expected *want, uint32_t queue, uint
     uint64_t old = want->queues[queue].credit;
     uint32_t more = (number - (uint32_t)old) & NUMBER_MASK;
     *credit = old + more;
-    if (bytes != 0 || more == 0 || *credit > want->queues[queue].n_posted + SP_NN_SEGMENTS)
+    if (bytes != 0 || more == 0 || *credit > want->queues[queue].n_posted + SP_SEGMENTS)
         return SP_FAIL(SPCCL_ERR_FORMAT,
                        "credit %u for queue %u, with %u bytes; wanted more than %llu, at most %llu", number,
                        queue, bytes, (unsigned long long)old,
-                       (unsigned long long)want->queues[queue].n_posted + SP_NN_SEGMENTS);
+                       (unsigned long long)want->queues[queue].n_posted + SP_SEGMENTS);
     return SPCCL_OK;
 }
 

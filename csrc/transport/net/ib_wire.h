@@ -5,8 +5,8 @@
 #define SP_IB_WIRE_H
 
 #include "transport/net/ib_verbs.h"
-#include "transport/net/ncclnet_ring.h"
 #include "transport/net/ncclnet_wire.h"
+#include "transport/net/segment_ring.h"
 
 /* The address: "spI4", u8 n_ports, u8 queue pairs per port, { u8 network (+ 128: near), gid[16] }[n_ports], then the address of the tcp
  * endpoint. Without a usable device n_ports is 0, and no port and no tcp address follow. */
@@ -49,8 +49,8 @@ uint32_t sp_ib_rails_mbps(const sp_ib_address *a, uint32_t a_mbps, const sp_ib_a
 /* First message over the tcp link: the ends of the connections, and where the receive rings are.
  *   0 "spIS"   4 u16 n_qps   6 u16 n_queues   8 u32 segment bytes   12 u32 usable queue pairs, a bit each
  *   16 { u16 ethernet, u16 lid, u32 MTU, u32 queue pair, u32 packet, gid[16] }[SP_IB_QPS_MAX]
- *   528 { u64 address, u32 rkey[SP_IB_QPS_MAX] }[SP_QUEUES_MAX]   816 why[SP_NN_TEXT_CAP] */
-#define SP_IB_CONNECT_INFO_BYTES (816u + SP_NN_TEXT_CAP)
+ *   528 { u64 address, u32 rkey[SP_IB_QPS_MAX] }[SP_QUEUES_MAX]   816 why[SP_NET_TEXT_CAP] */
+#define SP_IB_CONNECT_INFO_BYTES (816u + SP_NET_TEXT_CAP)
 typedef struct sp_ib_connect_info {
     uint32_t n_qps, n_queues, segment_bytes, usable;
     sp_ib_end ends[SP_IB_QPS_MAX];
@@ -58,18 +58,18 @@ typedef struct sp_ib_connect_info {
         uint64_t address;
         uint32_t rkey[SP_IB_QPS_MAX];
     } rings[SP_QUEUES_MAX];
-    char why[SP_NN_TEXT_CAP]; /* some are not usable: the reason */
+    char why[SP_NET_TEXT_CAP]; /* some are not usable: the reason */
 } sp_ib_connect_info;
 void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES]);
 /* False: the bytes are not a connect info. */
 bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info *out);
 
 /* Second and third message: which queue pairs are connected, and over which the probes went both ways.
- *   0 "spIU"   4 u32 usable queue pairs, a bit each   8 why[SP_NN_TEXT_CAP] */
-#define SP_IB_RESULT_BYTES (8u + SP_NN_TEXT_CAP)
+ *   0 "spIU"   4 u32 usable queue pairs, a bit each   8 why[SP_NET_TEXT_CAP] */
+#define SP_IB_RESULT_BYTES (8u + SP_NET_TEXT_CAP)
 typedef struct sp_ib_result {
     uint32_t usable;
-    char why[SP_NN_TEXT_CAP];
+    char why[SP_NET_TEXT_CAP];
 } sp_ib_result;
 void sp_ib_write_result(const sp_ib_result *r, uint8_t out[SP_IB_RESULT_BYTES]);
 /* False: the bytes are not a result. */

@@ -23,19 +23,19 @@
 
 static const sp_transport *const tcp = &sp_transport_tcp;
 
-static bool by_tcp(const struct sp_nn_peer *p)
+static bool by_tcp(const struct sp_plugin_peer *p)
 {
-    return p->route == SP_NN_BY_TCP;
+    return p->route == SP_PLUGIN_BY_TCP;
 }
 
-static bool nn_is_rdma(sp_endpoint *opaque, int peer)
+static bool plugin_is_rdma(sp_endpoint *opaque, int peer)
 {
-    return !by_tcp(&sp_nn_self(opaque)->peers[peer]);
+    return !by_tcp(&sp_plugin_self(opaque)->peers[peer]);
 }
 
-static double nn_ns_per_byte(sp_endpoint *opaque, int peer)
+static double plugin_ns_per_byte(sp_endpoint *opaque, int peer)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     int speed;
     if (by_tcp(&ep->peers[peer]))
         return tcp->ns_per_byte(ep->tcp, peer);
@@ -45,10 +45,10 @@ static double nn_ns_per_byte(sp_endpoint *opaque, int peer)
 
 /* ---- addresses ---- */
 
-static spccl_status nn_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
+static spccl_status plugin_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    *bytes = sp_nn_write_address(out);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    *bytes = sp_plugin_write_address(out);
     if (ep->tcp != NULL) {
         size_t n = 0;
         SP_TRY(tcp->address(ep->tcp, out + *bytes, &n));
@@ -57,16 +57,17 @@ static spccl_status nn_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
     return SPCCL_OK;
 }
 
-static bool nn_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
+static bool plugin_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why,
+                             size_t why_cap)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     const uint8_t *its_tcp;
     size_t its_bytes, used;
     if (ep->tcp == NULL) {
         snprintf(why, why_cap, "no NCCL net plugin: %s", ep->found.why);
         return false;
     }
-    if (!sp_nn_read_address(address, bytes, &its_tcp, &its_bytes)) {
+    if (!sp_plugin_read_address(address, bytes, &its_tcp, &its_bytes)) {
         snprintf(why, why_cap, "the peer has no NCCL net plugin");
         return false;
     }
@@ -76,12 +77,12 @@ static bool nn_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t byt
     return tcp->can_reach(ep->tcp, its_tcp, its_bytes, why + used, why_cap - used);
 }
 
-static spccl_status nn_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+static spccl_status plugin_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     const uint8_t *its_tcp;
     size_t its_bytes;
-    if (ep->tcp == NULL || !sp_nn_read_address(address, bytes, &its_tcp, &its_bytes))
+    if (ep->tcp == NULL || !sp_plugin_read_address(address, bytes, &its_tcp, &its_bytes))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ncclnet: add_peer(%d, %zu bytes)", ep->config.rank, peer,
                        bytes);
     SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
@@ -89,50 +90,50 @@ static spccl_status nn_add_peer(sp_endpoint *opaque, int peer, const uint8_t *ad
     return SPCCL_OK;
 }
 
-static void nn_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
+static void plugin_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    const struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    const struct sp_plugin_peer *p = &ep->peers[peer];
     char device[80];
     if (by_tcp(p)) {
         snprintf(out, cap, "%s%s", p->tcp_faster ? "" : "tcp, as the plugin failed: ", p->reason);
         return;
     }
-    sp_nn_device_text(ep, p->tx[0].device, device, sizeof device);
+    sp_plugin_device_text(ep, p->tx[0].device, device, sizeof device);
     snprintf(out, cap, "ncclnet: plugin %s v%d, %s, %s", ep->plugin->name, ep->plugin->version, device,
              ep->found.why);
 }
 
-static void nn_local_ip(sp_endpoint *opaque, int peer, char *out, size_t cap)
+static void plugin_local_ip(sp_endpoint *opaque, int peer, char *out, size_t cap)
 {
-    tcp->local_ip(sp_nn_self(opaque)->tcp, peer, out, cap);
+    tcp->local_ip(sp_plugin_self(opaque)->tcp, peer, out, cap);
 }
 
 /* ---- messages ---- */
 
-static size_t nn_message_max(sp_endpoint *opaque)
+static size_t plugin_message_max(sp_endpoint *opaque)
 {
-    return sp_nn_self(opaque)->config.queue_bytes / 4;
+    return sp_plugin_self(opaque)->config.queue_bytes / 4;
 }
 
-static spccl_status peer_gone(const struct sp_ncclnet *ep, int peer)
+static spccl_status peer_gone(const struct sp_plugin_endpoint *ep, int peer)
 {
     return SP_FAIL(SPCCL_ERR_PEER, "rank %d: rank %d %s", ep->config.rank, peer, ep->peers[peer].gone_text);
 }
 
-static spccl_status nn_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
+static spccl_status plugin_reserve(sp_endpoint *opaque, int peer, int queue, size_t bytes, void **out)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    struct sp_plugin_peer *p = &ep->peers[peer];
     void *space;
     if (by_tcp(p))
         return tcp->reserve(ep->tcp, peer, queue, bytes, out);
-    if (bytes == 0 || bytes > nn_message_max(opaque))
+    if (bytes == 0 || bytes > plugin_message_max(opaque))
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: message of %zu bytes to rank %d; wanted 1 to %zu",
-                       ep->config.rank, bytes, peer, nn_message_max(opaque));
+                       ep->config.rank, bytes, peer, plugin_message_max(opaque));
     if (p->gone)
         return peer_gone(ep, peer);
-    space = sp_nn_ring_reserve(&p->tx[queue].ring, bytes);
+    space = sp_segment_ring_reserve(&p->tx[queue].ring, bytes);
     if (space == NULL)
         return SPCCL_AGAIN;
     *out = space;
@@ -140,28 +141,28 @@ static spccl_status nn_reserve(sp_endpoint *opaque, int peer, int queue, size_t 
 }
 
 /* The plugin's connections share the wire as the network decides: `call` matters over tcp only. */
-static spccl_status nn_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
+static spccl_status plugin_commit(sp_endpoint *opaque, int peer, int queue, uint32_t call)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    struct sp_plugin_peer *p = &ep->peers[peer];
     if (by_tcp(p))
         return tcp->commit(ep->tcp, peer, queue, call);
     if (p->tx[queue].ring.reserved == 0)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: commit to rank %d, queue %d, without reserve",
                        ep->config.rank, peer, queue);
-    if (sp_nn_ring_commit(&p->tx[queue].ring))
-        sp_nn_thread_kick(ep);
+    if (sp_segment_ring_commit(&p->tx[queue].ring))
+        sp_plugin_thread_kick(ep);
     return SPCCL_OK;
 }
 
-static spccl_status nn_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
+static spccl_status plugin_peek(sp_endpoint *opaque, int peer, int queue, const void **out, size_t *bytes)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    struct sp_plugin_peer *p = &ep->peers[peer];
     spccl_status st;
     if (by_tcp(p))
         return tcp->peek(ep->tcp, peer, queue, out, bytes);
-    st = sp_nn_ring_peek(&p->rx[queue].ring, nn_message_max(opaque), out, bytes);
+    st = sp_segment_ring_peek(&p->rx[queue].ring, plugin_message_max(opaque), out, bytes);
     if (st == SPCCL_ERR_FORMAT) {
         char text[300];
         snprintf(text, sizeof text, "%s", spccl_last_error());
@@ -171,54 +172,54 @@ static spccl_status nn_peek(sp_endpoint *opaque, int peer, int queue, const void
     return st == SPCCL_AGAIN && p->over ? peer_gone(ep, peer) : st;
 }
 
-static spccl_status nn_release(sp_endpoint *opaque, int peer, int queue)
+static spccl_status plugin_release(sp_endpoint *opaque, int peer, int queue)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    struct sp_plugin_peer *p = &ep->peers[peer];
     const void *message;
     size_t bytes;
     if (by_tcp(p))
         return tcp->release(ep->tcp, peer, queue);
-    if (nn_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
+    if (plugin_peek(opaque, peer, queue, &message, &bytes) != SPCCL_OK)
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: release of rank %d, queue %d, without peek", ep->config.rank,
                        peer, queue);
-    if (sp_nn_ring_release(&p->rx[queue].ring, bytes))
-        sp_nn_thread_kick(ep);
+    if (sp_segment_ring_release(&p->rx[queue].ring, bytes))
+        sp_plugin_thread_kick(ep);
     return SPCCL_OK;
 }
 
-static bool nn_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
+static bool plugin_flushed(sp_endpoint *opaque, int peer, int queue, uint64_t n)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
+    struct sp_plugin_peer *p = &ep->peers[peer];
     if (by_tcp(p))
         return tcp->flushed(ep->tcp, peer, queue, queue == 0 ? n + p->connect_info_sent + p->result_sent : n);
-    return p->gone || (sp_nn_ring_left(&p->tx[queue].ring) >= n);
+    return p->gone || (sp_segment_ring_left(&p->tx[queue].ring) >= n);
 }
 
 /* ---- progress ---- */
 
-static void serve_peer(struct sp_ncclnet *ep, int peer)
+static void serve_peer(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     bool pushed = false;
-    if (p->route != SP_NN_BY_PLUGIN)
+    if (p->route != SP_PLUGIN_BY_PLUGIN)
         return;
     for (int i = 0; i < ep->config.n_queues; i++)
-        pushed = sp_nn_ring_push(&p->tx[i].ring) || pushed;
+        pushed = sp_segment_ring_push(&p->tx[i].ring) || pushed;
     if (pushed)
-        sp_nn_thread_kick(ep);
-    if (atomic_load(&p->state) == SP_NN_FAILED)
-        sp_nn_start_ending(ep, p);
-    sp_nn_look_at_tcp(ep, peer);
-    sp_nn_look_at_end(ep, peer);
+        sp_plugin_thread_kick(ep);
+    if (atomic_load(&p->state) == SP_PLUGIN_FAILED)
+        sp_plugin_start_ending(ep, p);
+    sp_plugin_look_at_tcp(ep, peer);
+    sp_plugin_look_at_end(ep, peer);
 }
 
-static spccl_status nn_progress(sp_endpoint *opaque, int *peer, char *text)
+static spccl_status plugin_progress(sp_endpoint *opaque, int *peer, char *text)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     spccl_status st = tcp->progress(ep->tcp, peer, text);
-    sp_nn_check_thread(ep);
+    sp_plugin_check_thread(ep);
     for (int i = 0; i < ep->config.world_size; i++)
         serve_peer(ep, i);
     return st;
@@ -226,13 +227,13 @@ static spccl_status nn_progress(sp_endpoint *opaque, int *peer, char *text)
 
 /* ---- sleeping ---- */
 
-static int nn_wait_fd(sp_endpoint *opaque)
+static int plugin_wait_fd(sp_endpoint *opaque)
 {
-    return sp_nn_self(opaque)->epoll_fd;
+    return sp_plugin_self(opaque)->epoll_fd;
 }
 
 /* True if a peer ends: it is not known yet whether more will arrive. */
-static bool is_ending(const struct sp_ncclnet *ep)
+static bool is_ending(const struct sp_plugin_endpoint *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].ended_ns != 0 && !ep->peers[i].over)
@@ -240,7 +241,7 @@ static bool is_ending(const struct sp_ncclnet *ep)
     return false;
 }
 
-static bool any_by_tcp(const struct sp_ncclnet *ep)
+static bool any_by_tcp(const struct sp_plugin_endpoint *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
         if (by_tcp(&ep->peers[i]))
@@ -249,20 +250,20 @@ static bool any_by_tcp(const struct sp_ncclnet *ep)
 }
 
 /* Changes of the tcp links count if one carries messages. Otherwise they are notes, which are looked at here. */
-static spccl_status arm_tcp(struct sp_ncclnet *ep)
+static spccl_status arm_tcp(struct sp_plugin_endpoint *ep)
 {
     spccl_status st = tcp->arm(ep->tcp);
     for (int i = 0; st != SPCCL_OK && !any_by_tcp(ep) && i < ep->config.world_size; i++)
-        if (ep->peers[i].route == SP_NN_BY_PLUGIN)
-            sp_nn_look_at_tcp(ep, i);
+        if (ep->peers[i].route == SP_PLUGIN_BY_PLUGIN)
+            sp_plugin_look_at_tcp(ep, i);
     if (st != SPCCL_OK && !any_by_tcp(ep) && !ep->changed)
         st = tcp->arm(ep->tcp);
     return st;
 }
 
-static spccl_status nn_arm(sp_endpoint *opaque)
+static spccl_status plugin_arm(sp_endpoint *opaque)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     unsigned n;
     bool changed;
     spccl_status st = arm_tcp(ep);
@@ -279,9 +280,9 @@ static spccl_status nn_arm(sp_endpoint *opaque)
     return SPCCL_AGAIN;
 }
 
-static void nn_disarm(sp_endpoint *opaque)
+static void plugin_disarm(sp_endpoint *opaque)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     uint64_t count;
     bool is_told;
     tcp->disarm(ep->tcp);
@@ -291,16 +292,16 @@ static void nn_disarm(sp_endpoint *opaque)
         ep->changed = true; /* the thread is about to write: the next sleep ends at once, and reads it */
 }
 
-static void nn_abort_peers(sp_endpoint *opaque, const char *text)
+static void plugin_abort_peers(sp_endpoint *opaque, const char *text)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     if (ep->tcp != NULL)
         tcp->abort_peers(ep->tcp, text);
 }
 
-static size_t nn_memory_bytes(sp_endpoint *opaque)
+static size_t plugin_memory_bytes(sp_endpoint *opaque)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     size_t bytes = ep->tcp != NULL ? tcp->memory_bytes(ep->tcp) : 0;
     for (int i = 0; i < ep->config.world_size; i++)
         for (int k = 0; k < ep->config.n_queues; k++)
@@ -311,7 +312,7 @@ static size_t nn_memory_bytes(sp_endpoint *opaque)
 /* ---- opening and closing ---- */
 
 /* Wait up to CLOSE_NS until the plugin has sent everything. */
-static void finish_sending(struct sp_ncclnet *ep)
+static void finish_sending(struct sp_plugin_endpoint *ep)
 {
     int64_t deadline_ns = sp_now_ns() + CLOSE_NS;
     bool busy = true;
@@ -319,37 +320,37 @@ static void finish_sending(struct sp_ncclnet *ep)
         char text[SP_ABORT_TEXT_CAP];
         int peer;
         busy = false;
-        (void)nn_progress((sp_endpoint *)ep, &peer, text);
+        (void)plugin_progress((sp_endpoint *)ep, &peer, text);
         for (int i = 0; i < ep->config.world_size; i++) {
-            struct sp_nn_peer *p = &ep->peers[i];
-            if (p->route != SP_NN_BY_PLUGIN || p->gone || atomic_load(&p->state) == SP_NN_FAILED)
+            struct sp_plugin_peer *p = &ep->peers[i];
+            if (p->route != SP_PLUGIN_BY_PLUGIN || p->gone || atomic_load(&p->state) == SP_PLUGIN_FAILED)
                 continue;
             for (int k = 0; k < ep->config.n_queues; k++)
-                busy = busy || sp_nn_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
+                busy = busy || sp_segment_ring_left(&p->tx[k].ring) < p->tx[k].ring.n_messages;
         }
         if (busy)
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
     }
 }
 
-static void say_fin(struct sp_ncclnet *ep, int peer)
+static void say_fin(struct sp_plugin_endpoint *ep, int peer)
 {
-    const struct sp_nn_peer *p = &ep->peers[peer];
-    sp_nn_fin f = {{0}};
+    const struct sp_plugin_peer *p = &ep->peers[peer];
+    sp_segments_fin f = {{0}};
     void *space = NULL;
-    if (p->route != SP_NN_BY_PLUGIN || p->gone)
+    if (p->route != SP_PLUGIN_BY_PLUGIN || p->gone)
         return;
     for (int k = 0; k < ep->config.n_queues; k++)
         f.n_segments[k] = atomic_load(&p->tx[k].ring.allowed);
-    if (tcp->reserve(ep->tcp, peer, 0, SP_NN_FIN_BYTES, &space) == SPCCL_OK) {
-        sp_nn_write_fin(&f, ep->config.n_queues, space);
+    if (tcp->reserve(ep->tcp, peer, 0, SP_SEGMENTS_FIN_BYTES, &space) == SPCCL_OK) {
+        sp_segments_write_fin(&f, ep->config.n_queues, space);
         (void)tcp->commit(ep->tcp, peer, 0, 0);
     }
 }
 
-static void nn_close(sp_endpoint *opaque)
+static void plugin_close(sp_endpoint *opaque)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     bool here;
     if (ep == NULL)
         return;
@@ -358,28 +359,28 @@ static void nn_close(sp_endpoint *opaque)
         finish_sending(ep);
     for (int i = 0; here && i < ep->config.world_size; i++)
         say_fin(ep, i);
-    sp_nn_thread_stop(ep);
+    sp_plugin_thread_stop(ep);
     tcp->close(ep->tcp);
     ep->tcp = NULL;
     if (ep->epoll_fd >= 0)
         close(ep->epoll_fd);
     explicit_bzero(ep->config.secret, sizeof ep->config.secret);
     if (ep->pid == getpid())
-        sp_nn_give_back_cards(ep);
+        sp_plugin_give_back_cards(ep);
     if (ep->thread_lost)
         return; /* the rest may still be in use */
     if (ep->event_fd >= 0)
         close(ep->event_fd);
     for (int i = 0; ep->peers != NULL && i < ep->config.world_size; i++)
         for (int k = 0; k < SP_QUEUES_MAX; k++) {
-            sp_nn_ring_close(&ep->peers[i].tx[k].ring);
-            sp_nn_ring_close(&ep->peers[i].rx[k].ring);
+            sp_segment_ring_close(&ep->peers[i].tx[k].ring);
+            sp_segment_ring_close(&ep->peers[i].rx[k].ring);
         }
     sp_free(ep->peers);
     sp_free(ep);
 }
 
-static spccl_status open_descriptors(struct sp_ncclnet *ep)
+static spccl_status open_descriptors(struct sp_plugin_endpoint *ep)
 {
     struct epoll_event e = {.events = EPOLLIN};
     int fds[2];
@@ -395,11 +396,11 @@ static spccl_status open_descriptors(struct sp_ncclnet *ep)
     return SPCCL_OK;
 }
 
-static spccl_status nn_open(const sp_endpoint_config *config, sp_endpoint **out)
+static spccl_status plugin_open(const sp_endpoint_config *config, sp_endpoint **out)
 {
     spccl_status st;
     int64_t limit_ms;
-    struct sp_ncclnet *ep = sp_calloc(1, sizeof *ep);
+    struct sp_plugin_endpoint *ep = sp_calloc(1, sizeof *ep);
     if (ep == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "ncclnet: an endpoint of %zu bytes", sizeof *ep);
     ep->config = *config;
@@ -411,7 +412,7 @@ static spccl_status nn_open(const sp_endpoint_config *config, sp_endpoint **out)
     }
     SP_TRY_TO(fail, st, sp_env_number(SP_ENV_NET_PLUGIN_MS, &limit_ms));
     ep->call_limit_ns = limit_ms * MS;
-    sp_nn_find(&ep->found);
+    sp_plugin_find(&ep->found);
     if (ep->found.found) {
         SP_TRY_TO(fail, st, tcp->open(config, &ep->tcp));
         SP_TRY_TO(fail, st, open_descriptors(ep));
@@ -421,34 +422,34 @@ static spccl_status nn_open(const sp_endpoint_config *config, sp_endpoint **out)
     *out = (sp_endpoint *)ep;
     return SPCCL_OK;
 fail:
-    nn_close((sp_endpoint *)ep);
+    plugin_close((sp_endpoint *)ep);
     return st;
 }
 
 const sp_transport sp_transport_ncclnet = {
     .name = "ncclnet",
-    .is_rdma = nn_is_rdma,
-    .ns_per_byte = nn_ns_per_byte,
-    .inform = sp_nn_inform,
-    .device = sp_nn_net_device,
-    .open = nn_open,
-    .address = nn_address,
-    .can_reach = nn_can_reach,
-    .describe = nn_describe,
-    .local_ip = nn_local_ip,
-    .add_peer = nn_add_peer,
-    .connect_step = sp_nn_connect_step,
-    .message_max = nn_message_max,
-    .reserve = nn_reserve,
-    .commit = nn_commit,
-    .peek = nn_peek,
-    .release = nn_release,
-    .flushed = nn_flushed,
-    .progress = nn_progress,
-    .wait_fd = nn_wait_fd,
-    .arm = nn_arm,
-    .disarm = nn_disarm,
-    .abort_peers = nn_abort_peers,
-    .memory_bytes = nn_memory_bytes,
-    .close = nn_close,
+    .is_rdma = plugin_is_rdma,
+    .ns_per_byte = plugin_ns_per_byte,
+    .inform = sp_plugin_inform,
+    .device = sp_plugin_net_device,
+    .open = plugin_open,
+    .address = plugin_address,
+    .can_reach = plugin_can_reach,
+    .describe = plugin_describe,
+    .local_ip = plugin_local_ip,
+    .add_peer = plugin_add_peer,
+    .connect_step = sp_plugin_connect_step,
+    .message_max = plugin_message_max,
+    .reserve = plugin_reserve,
+    .commit = plugin_commit,
+    .peek = plugin_peek,
+    .release = plugin_release,
+    .flushed = plugin_flushed,
+    .progress = plugin_progress,
+    .wait_fd = plugin_wait_fd,
+    .arm = plugin_arm,
+    .disarm = plugin_disarm,
+    .abort_peers = plugin_abort_peers,
+    .memory_bytes = plugin_memory_bytes,
+    .close = plugin_close,
 };

@@ -6,23 +6,23 @@
  * both must know to connect (ncclnet_wire.h), aborts, and shows when the peer is gone: a plugin cannot. If the
  * plugin fails for a peer at start-up, the messages to that peer take the tcp link too.
  */
-#ifndef SP_NCCLNET_H
-#define SP_NCCLNET_H
+#ifndef SP_PLUGIN_H
+#define SP_PLUGIN_H
 
 #include "core/contract/transport.h"
 #include "transport/net/ncclnet_load.h"
-#include "transport/net/ncclnet_ring.h"
 #include "transport/net/ncclnet_wire.h"
+#include "transport/net/segment_ring.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 
 /* A peer is IDLE until the caller sets CONNECTING. Then the thread sets CONNECTED or FAILED. */
-enum sp_nn_state { SP_NN_IDLE, SP_NN_CONNECTING, SP_NN_CONNECTED, SP_NN_FAILED };
+enum sp_plugin_state { SP_PLUGIN_IDLE, SP_PLUGIN_CONNECTING, SP_PLUGIN_CONNECTED, SP_PLUGIN_FAILED };
 
 /* One queue to, or from, one peer: a connection of the plugin. */
-struct sp_nn_queue {
-    sp_nn_ring ring;
+struct sp_plugin_queue {
+    sp_segment_ring ring;
     /* the thread's */
     void *listener; /* receiver */
     void *comm, *mr;
@@ -30,43 +30,43 @@ struct sp_nn_queue {
     int device;
     uint64_t n_seen;    /* ring.allowed at the last look */
     uint64_t n_started; /* segments given to the plugin */
-    void *requests[SP_NN_SEGMENTS];
+    void *requests[SP_SEGMENTS];
 };
 
-enum sp_nn_route { SP_NN_UNDECIDED, SP_NN_BY_PLUGIN, SP_NN_BY_TCP };
+enum sp_plugin_route { SP_PLUGIN_UNDECIDED, SP_PLUGIN_BY_PLUGIN, SP_PLUGIN_BY_TCP };
 
-struct sp_nn_peer {
+struct sp_plugin_peer {
     bool added;
-    enum sp_nn_route route;
-    struct sp_nn_queue tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
-    _Atomic int state;                  /* enum sp_nn_state */
-    bool connected;                     /* the thread's: was connected, even if a queue failed since */
-    atomic_bool cancelled;              /* asks the thread to give up connecting */
-    char failure[SP_NN_TEXT_CAP + 120]; /* valid with SP_NN_FAILED */
-    sp_nn_connect_info mine, theirs;
+    enum sp_plugin_route route;
+    struct sp_plugin_queue tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
+    _Atomic int state;                   /* enum sp_plugin_state */
+    bool connected;                      /* the thread's: was connected, even if a queue failed since */
+    atomic_bool cancelled;               /* asks the thread to give up connecting */
+    char failure[SP_NET_TEXT_CAP + 120]; /* valid with SP_PLUGIN_FAILED */
+    sp_plugin_connect_info mine, theirs;
     /* start-up, the caller's */
     bool connect_info_sent, connect_info_here, result_sent, result_here;
-    char reason[SP_NN_TEXT_CAP]; /* why the route is tcp */
-    bool tcp_faster;             /* because tcp has the higher rate */
+    char reason[SP_NET_TEXT_CAP]; /* why the route is tcp */
+    bool tcp_faster;              /* because tcp has the higher rate */
     /* the peer's end */
     bool gone, over; /* no more can be sent to it; nothing more will arrive */
     bool has_fin;
-    sp_nn_fin fin;
+    sp_segments_fin fin;
     int64_t
         ended_ns; /* since when this rank knows that it is gone, or that the plugin failed; 0: it is not */
     uint64_t n_arrived; /* segments, at the last look */
-    char gone_text[SP_NN_TEXT_CAP + 160];
+    char gone_text[SP_NET_TEXT_CAP + 160];
 };
 
-enum { SP_NN_LOAD_RUNS, SP_NN_LOAD_FINE, SP_NN_LOAD_FAILED };
+enum { SP_PLUGIN_LOAD_RUNS, SP_PLUGIN_LOAD_FINE, SP_PLUGIN_LOAD_FAILED };
 
-struct sp_ncclnet {
+struct sp_plugin_endpoint {
     sp_endpoint_config config;
-    sp_nn_found found;
+    sp_plugin_found found;
     sp_endpoint *tcp; /* owned; NULL: there is no plugin */
     int epoll_fd, event_fd;
-    struct sp_nn_peer *peers; /* [world_size] */
-    int64_t call_limit_ns;    /* how long a call into the plugin may take */
+    struct sp_plugin_peer *peers; /* [world_size] */
+    int64_t call_limit_ns;        /* how long a call into the plugin may take */
     /* start-up */
     bool tcp_up, started, results_due, up;
     int64_t load_deadline_ns, connect_deadline_ns;
@@ -76,12 +76,13 @@ struct sp_ncclnet {
     pid_t pid; /* of the process that started the thread: a child of fork has none */
     atomic_bool stop, exited, abandoned;
     bool thread_lost;
-    _Atomic int load;                     /* SP_NN_LOAD_RUNS .. */
-    char load_text[SP_NN_TEXT_CAP + 100]; /* the thread's; valid with SP_NN_LOAD_FAILED */
-    char lost_text[SP_NN_TEXT_CAP + 100]; /* the caller's; valid with thread_lost */
-    int n_used, used[SP_NN_DEVICES_MAX];  /* likewise: the devices whose cards this endpoint takes (nics.h) */
-    atomic_bool has_cards;                /* it has taken them: `used` and `plugin` are valid */
-    const sp_nn_plugin *plugin;    /* the thread's; valid with SP_NN_LOAD_FINE, and while it is in a call */
+    _Atomic int load;                      /* SP_PLUGIN_LOAD_RUNS .. */
+    char load_text[SP_NET_TEXT_CAP + 100]; /* the thread's; valid with SP_PLUGIN_LOAD_FAILED */
+    char lost_text[SP_NET_TEXT_CAP + 100]; /* the caller's; valid with thread_lost */
+    int n_used,
+        used[SP_PLUGIN_DEVICES_MAX]; /* likewise: the devices whose cards this endpoint takes (nics.h) */
+    atomic_bool has_cards;           /* it has taken them: `used` and `plugin` are valid */
+    const sp_plugin *plugin; /* the thread's; valid with SP_PLUGIN_LOAD_FINE, and while it is in a call */
     _Atomic int64_t call_since_ns; /* 0: it is not in the plugin */
     _Atomic int call_slot, call_peer, call_device, call_queue;
     int64_t slow_call_ns,
@@ -94,42 +95,42 @@ struct sp_ncclnet {
     unsigned n_events_seen;
     atomic_bool armed;
     bool changed;
-    struct sp_ncclnet *next_lost; /* list of those that are kept */
+    struct sp_plugin_endpoint *next_lost; /* list of those that are kept */
 };
 
-static inline struct sp_ncclnet *sp_nn_self(sp_endpoint *ep)
+static inline struct sp_plugin_endpoint *sp_plugin_self(sp_endpoint *ep)
 {
-    return (struct sp_ncclnet *)ep;
+    return (struct sp_plugin_endpoint *)ep;
 }
 
 /* ncclnet_thread.c */
 /* Start the thread. It loads the plugin, listens for every added peer, then sets `load`. Errors: SYSTEM. */
-spccl_status sp_nn_thread_start(struct sp_ncclnet *ep);
+spccl_status sp_plugin_thread_start(struct sp_plugin_endpoint *ep);
 /* There is something to send or to fill, or a peer to connect. */
-void sp_nn_thread_kick(struct sp_ncclnet *ep);
+void sp_plugin_thread_kick(struct sp_plugin_endpoint *ep);
 /* "device eth0 port 1" of a queue. */
-void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_t cap);
+void sp_plugin_device_text(const struct sp_plugin_endpoint *ep, int device, char *out, size_t cap);
 /* ncclnet_stop.c */
 /* Give back the cards that this endpoint has taken, if it still has them. Any thread may call it. */
-void sp_nn_give_back_cards(struct sp_ncclnet *ep);
+void sp_plugin_give_back_cards(struct sp_plugin_endpoint *ep);
 /* True if two looks found the thread in the same call, for longer than it may. One look is not enough: the process may
  * have been stopped (SIGSTOP) with the thread in a call. `out` gets "connect for rank 3 ...". */
-bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap);
+bool sp_plugin_thread_hangs(struct sp_plugin_endpoint *ep, char *out, size_t cap);
 /* Give the thread up: it will never be joined, and what it may touch is never freed. */
-void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why);
+void sp_plugin_thread_abandon(struct sp_plugin_endpoint *ep, const char *why);
 /* End the thread, which closes what it opened. Waits a bounded time. */
-void sp_nn_thread_stop(struct sp_ncclnet *ep);
+void sp_plugin_thread_stop(struct sp_plugin_endpoint *ep);
 
 /* ncclnet_end.c */
-/* The peer ends, or the plugin failed for it: what follows is decided by sp_nn_look_at_end. */
-void sp_nn_start_ending(struct sp_ncclnet *ep, struct sp_nn_peer *p);
+/* The peer ends, or the plugin failed for it: what follows is decided by sp_plugin_look_at_end. */
+void sp_plugin_start_ending(struct sp_plugin_endpoint *ep, struct sp_plugin_peer *p);
 /* Read what the peer says over tcp after start-up: its FIN, then its end. */
-void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer);
+void sp_plugin_look_at_tcp(struct sp_plugin_endpoint *ep, int peer);
 /* Decide whether the peer is gone, and whether more can arrive from it. */
-void sp_nn_look_at_end(struct sp_ncclnet *ep, int peer);
+void sp_plugin_look_at_end(struct sp_plugin_endpoint *ep, int peer);
 /* Abandon the thread if it hangs. All peers of the plugin are then gone. */
-void sp_nn_check_thread(struct sp_ncclnet *ep);
+void sp_plugin_check_thread(struct sp_plugin_endpoint *ep);
 /* ncclnet_start.c */
-spccl_status sp_nn_connect_step(sp_endpoint *ep);
+spccl_status sp_plugin_connect_step(sp_endpoint *ep);
 
 #endif

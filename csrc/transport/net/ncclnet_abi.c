@@ -38,9 +38,9 @@ struct config_10 {
 };
 
 /* The functions whose parameters differ between versions, and the others. */
-typedef int (*init_8)(sp_nn_logger logger);
-typedef int (*init_10)(sp_nn_logger logger, void *profiler);
-typedef int (*init_11)(void **context, uint64_t comm_id, struct config_10 *config, sp_nn_logger logger,
+typedef int (*init_8)(sp_plugin_logger logger);
+typedef int (*init_10)(sp_plugin_logger logger, void *profiler);
+typedef int (*init_11)(void **context, uint64_t comm_id, struct config_10 *config, sp_plugin_logger logger,
                        void *profiler);
 typedef int (*listen_8)(int dev, void *handle, void **comm);
 typedef int (*listen_11)(void *context, int dev, void *handle, void **comm);
@@ -65,22 +65,23 @@ typedef int (*close_fn)(void *comm);
 
 #define CALL(p, type, slot) ((type)(p)->table->slots[slot])
 
-static const char *const slot_names[SP_NN_N_SLOTS] = {
+static const char *const slot_names[SP_PLUGIN_N_SLOTS] = {
     "init",        "devices",     "getProperties", "listen",        "connect",     "accept",   "regMr",
     "regMrDmaBuf", "deregMr",     "isend",         "irecv",         "iflush",      "test",     "closeSend",
     "closeRecv",   "closeListen", "getDeviceMr",   "irecvConsumed", "makeVDevice", "finalize", "setNetAttr"};
 
-const char *sp_nn_slot_name(enum sp_nn_slot slot)
+const char *sp_plugin_slot_name(enum sp_plugin_slot slot)
 {
     return slot_names[slot];
 }
 
-bool sp_nn_complete(const sp_nn_table *table, const char **missing)
+bool sp_plugin_complete(const sp_plugin_table *table, const char **missing)
 {
-    static const enum sp_nn_slot needed[] = {
-        SP_NN_INIT,   SP_NN_DEVICES,    SP_NN_GET_PROPERTIES, SP_NN_LISTEN,      SP_NN_CONNECT,
-        SP_NN_ACCEPT, SP_NN_REG_MR,     SP_NN_DEREG_MR,       SP_NN_ISEND,       SP_NN_IRECV,
-        SP_NN_TEST,   SP_NN_CLOSE_SEND, SP_NN_CLOSE_RECV,     SP_NN_CLOSE_LISTEN};
+    static const enum sp_plugin_slot needed[] = {
+        SP_PLUGIN_INIT,       SP_PLUGIN_DEVICES,     SP_PLUGIN_GET_PROPERTIES, SP_PLUGIN_LISTEN,
+        SP_PLUGIN_CONNECT,    SP_PLUGIN_ACCEPT,      SP_PLUGIN_REG_MR,         SP_PLUGIN_DEREG_MR,
+        SP_PLUGIN_ISEND,      SP_PLUGIN_IRECV,       SP_PLUGIN_TEST,           SP_PLUGIN_CLOSE_SEND,
+        SP_PLUGIN_CLOSE_RECV, SP_PLUGIN_CLOSE_LISTEN};
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
         if (table->slots[needed[i]] == NULL) {
             *missing = slot_names[needed[i]];
@@ -89,7 +90,7 @@ bool sp_nn_complete(const sp_nn_table *table, const char **missing)
     return true;
 }
 
-const char *sp_nn_result_text(int result)
+const char *sp_plugin_result_text(int result)
 {
     static const char *const texts[] = {"success",        "CUDA error",       "system error",
                                         "internal error", "invalid argument", "invalid usage",
@@ -97,33 +98,33 @@ const char *sp_nn_result_text(int result)
     return result >= 0 && result < (int)(sizeof texts / sizeof *texts) ? texts[result] : "unknown result";
 }
 
-int sp_nn_init(sp_nn_plugin *p, sp_nn_logger logger)
+int sp_plugin_init(sp_plugin *p, sp_plugin_logger logger)
 {
     struct config_10 config = {.traffic_class = -1};
     if (p->version >= 11)
-        return CALL(p, init_11, SP_NN_INIT)(&p->context, COMM_ID, &config, logger, NULL);
+        return CALL(p, init_11, SP_PLUGIN_INIT)(&p->context, COMM_ID, &config, logger, NULL);
     if (p->version == 10)
-        return CALL(p, init_10, SP_NN_INIT)(logger, NULL);
-    return CALL(p, init_8, SP_NN_INIT)(logger);
+        return CALL(p, init_10, SP_PLUGIN_INIT)(logger, NULL);
+    return CALL(p, init_8, SP_PLUGIN_INIT)(logger);
 }
 
-int sp_nn_devices(const sp_nn_plugin *p, int *n)
+int sp_plugin_devices(const sp_plugin *p, int *n)
 {
-    return CALL(p, devices_fn, SP_NN_DEVICES)(n);
+    return CALL(p, devices_fn, SP_PLUGIN_DEVICES)(n);
 }
 
-int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
+int sp_plugin_get_device(const sp_plugin *p, int dev, sp_plugin_device *out)
 {
     union props props = {.bytes = {0}};
     const char *name, *pci_path;
-    int result = CALL(p, properties_fn, SP_NN_GET_PROPERTIES)(dev, &props);
+    int result = CALL(p, properties_fn, SP_PLUGIN_GET_PROPERTIES)(dev, &props);
     bool old = p->version == 8;
     if (result != 0)
         return result;
     name = old ? props.v8.name : props.v9.name;
-    *out = (sp_nn_device){.speed_mbps = old ? props.v8.speed : props.v9.speed,
-                          .port = old ? props.v8.port : props.v9.port,
-                          .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
+    *out = (sp_plugin_device){.speed_mbps = old ? props.v8.speed : props.v9.speed,
+                              .port = old ? props.v8.port : props.v9.port,
+                              .max_comms = old ? props.v8.max_comms : props.v9.max_comms};
     pci_path = old ? props.v8.pci_path : props.v9.pci_path;
     if (out->speed_mbps < 0)
         out->speed_mbps = 0;
@@ -133,84 +134,84 @@ int sp_nn_get_device(const sp_nn_plugin *p, int dev, sp_nn_device *out)
     return 0;
 }
 
-int sp_nn_finalize(const sp_nn_plugin *p)
+int sp_plugin_finalize(const sp_plugin *p)
 {
-    if (p->version < 11 || p->table->slots[SP_NN_FINALIZE] == NULL)
+    if (p->version < 11 || p->table->slots[SP_PLUGIN_FINALIZE] == NULL)
         return 0;
-    return CALL(p, close_fn, SP_NN_FINALIZE)(p->context);
+    return CALL(p, close_fn, SP_PLUGIN_FINALIZE)(p->context);
 }
 
-int sp_nn_listen(const sp_nn_plugin *p, int dev, void *handle, void **comm)
+int sp_plugin_listen(const sp_plugin *p, int dev, void *handle, void **comm)
 {
     if (p->version >= 11)
-        return CALL(p, listen_11, SP_NN_LISTEN)(p->context, dev, handle, comm);
-    return CALL(p, listen_8, SP_NN_LISTEN)(dev, handle, comm);
+        return CALL(p, listen_11, SP_PLUGIN_LISTEN)(p->context, dev, handle, comm);
+    return CALL(p, listen_8, SP_PLUGIN_LISTEN)(dev, handle, comm);
 }
 
 /* `device_comm` must point to NULL: another value would ask for offload to a device. */
-int sp_nn_connect(const sp_nn_plugin *p, int dev, void *handle, void **comm)
+int sp_plugin_connect(const sp_plugin *p, int dev, void *handle, void **comm)
 {
     struct config_10 config = {.traffic_class = -1};
     void *device_comm = NULL;
     if (p->version >= 11)
-        return CALL(p, connect_11, SP_NN_CONNECT)(p->context, dev, handle, comm, &device_comm);
+        return CALL(p, connect_11, SP_PLUGIN_CONNECT)(p->context, dev, handle, comm, &device_comm);
     if (p->version == 10)
-        return CALL(p, connect_10, SP_NN_CONNECT)(dev, &config, handle, comm, &device_comm);
-    return CALL(p, connect_8, SP_NN_CONNECT)(dev, handle, comm, &device_comm);
+        return CALL(p, connect_10, SP_PLUGIN_CONNECT)(dev, &config, handle, comm, &device_comm);
+    return CALL(p, connect_8, SP_PLUGIN_CONNECT)(dev, handle, comm, &device_comm);
 }
 
-int sp_nn_accept(const sp_nn_plugin *p, void *listener, void **comm)
+int sp_plugin_accept(const sp_plugin *p, void *listener, void **comm)
 {
     void *device_comm = NULL;
-    return CALL(p, accept_fn, SP_NN_ACCEPT)(listener, comm, &device_comm);
+    return CALL(p, accept_fn, SP_PLUGIN_ACCEPT)(listener, comm, &device_comm);
 }
 
-int sp_nn_reg_host(const sp_nn_plugin *p, void *comm, void *data, size_t bytes, void **mr)
+int sp_plugin_reg_host(const sp_plugin *p, void *comm, void *data, size_t bytes, void **mr)
 {
-    return CALL(p, reg_fn, SP_NN_REG_MR)(comm, data, bytes, POINTER_HOST, mr);
+    return CALL(p, reg_fn, SP_PLUGIN_REG_MR)(comm, data, bytes, POINTER_HOST, mr);
 }
 
-int sp_nn_dereg(const sp_nn_plugin *p, void *comm, void *mr)
+int sp_plugin_dereg(const sp_plugin *p, void *comm, void *mr)
 {
-    return CALL(p, dereg_fn, SP_NN_DEREG_MR)(comm, mr);
+    return CALL(p, dereg_fn, SP_PLUGIN_DEREG_MR)(comm, mr);
 }
 
 /* *request is an input too: another value than NULL changes what some plugins do. */
-int sp_nn_isend(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request)
+int sp_plugin_isend(const sp_plugin *p, const sp_plugin_transfer *t, void **request)
 {
     *request = NULL;
     if (p->version >= 10)
-        return CALL(p, isend_10, SP_NN_ISEND)(t->comm, t->data, t->bytes, t->tag, t->mr, NULL, request);
+        return CALL(p, isend_10, SP_PLUGIN_ISEND)(t->comm, t->data, t->bytes, t->tag, t->mr, NULL, request);
     if (p->version == 9)
-        return CALL(p, isend_9, SP_NN_ISEND)(t->comm, t->data, t->bytes, t->tag, t->mr, request);
-    return CALL(p, isend_8, SP_NN_ISEND)(t->comm, t->data, (int)t->bytes, t->tag, t->mr, request);
+        return CALL(p, isend_9, SP_PLUGIN_ISEND)(t->comm, t->data, t->bytes, t->tag, t->mr, request);
+    return CALL(p, isend_8, SP_PLUGIN_ISEND)(t->comm, t->data, (int)t->bytes, t->tag, t->mr, request);
 }
 
 /* One buffer per call: some plugins of version 8 receive into the first buffer only, whatever n is. */
-int sp_nn_irecv(const sp_nn_plugin *p, const sp_nn_transfer *t, void **request)
+int sp_plugin_irecv(const sp_plugin *p, const sp_plugin_transfer *t, void **request)
 {
     void *data = t->data, *mr = t->mr, *profile = NULL;
     size_t bytes = t->bytes;
     int tag = t->tag, bytes_8 = (int)t->bytes;
     *request = NULL;
     if (p->version >= 10)
-        return CALL(p, irecv_10, SP_NN_IRECV)(t->comm, 1, &data, &bytes, &tag, &mr, &profile, request);
+        return CALL(p, irecv_10, SP_PLUGIN_IRECV)(t->comm, 1, &data, &bytes, &tag, &mr, &profile, request);
     if (p->version == 9)
-        return CALL(p, irecv_9, SP_NN_IRECV)(t->comm, 1, &data, &bytes, &tag, &mr, request);
-    return CALL(p, irecv_8, SP_NN_IRECV)(t->comm, 1, &data, &bytes_8, &tag, &mr, request);
+        return CALL(p, irecv_9, SP_PLUGIN_IRECV)(t->comm, 1, &data, &bytes, &tag, &mr, request);
+    return CALL(p, irecv_8, SP_PLUGIN_IRECV)(t->comm, 1, &data, &bytes_8, &tag, &mr, request);
 }
 
-int sp_nn_test(const sp_nn_plugin *p, void *request, bool *done, int *bytes)
+int sp_plugin_test(const sp_plugin *p, void *request, bool *done, int *bytes)
 {
     /* A plugin that groups receives may write one size for each. */
     int is_done = 0, sizes[8] = {0};
-    int result = CALL(p, test_fn, SP_NN_TEST)(request, &is_done, sizes);
+    int result = CALL(p, test_fn, SP_PLUGIN_TEST)(request, &is_done, sizes);
     *done = is_done != 0;
     *bytes = sizes[0];
     return result;
 }
 
-int sp_nn_close(const sp_nn_plugin *p, enum sp_nn_slot slot, void *comm)
+int sp_plugin_close(const sp_plugin *p, enum sp_plugin_slot slot, void *comm)
 {
     return CALL(p, close_fn, slot)(comm);
 }

@@ -13,7 +13,7 @@
 
 static const sp_transport *const tcp = &sp_transport_tcp;
 
-void sp_nn_start_ending(struct sp_ncclnet *ep, struct sp_nn_peer *p)
+void sp_plugin_start_ending(struct sp_plugin_endpoint *ep, struct sp_plugin_peer *p)
 {
     if (p->ended_ns != 0)
         return;
@@ -21,20 +21,20 @@ void sp_nn_start_ending(struct sp_ncclnet *ep, struct sp_nn_peer *p)
     ep->changed = true;
 }
 
-static void set_gone(struct sp_ncclnet *ep, struct sp_nn_peer *p, const char *text)
+static void set_gone(struct sp_plugin_endpoint *ep, struct sp_plugin_peer *p, const char *text)
 {
     if (p->gone)
         return;
     snprintf(p->gone_text, sizeof p->gone_text, "%s", text);
     p->gone = ep->changed = true;
-    sp_nn_start_ending(ep, p);
+    sp_plugin_start_ending(ep, p);
     p->ended_ns = sp_now_ns(); /* segments may still be on their way */
 }
 
 /* What the peer says over tcp after start-up: its FIN, then its end. */
-void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
+void sp_plugin_look_at_tcp(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     const void *note = NULL;
     size_t bytes = 0;
     spccl_status st;
@@ -42,7 +42,7 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
         if (st == SPCCL_ERR_PEER) {
             set_gone(ep, p, "is gone: its process ended or left the group; see its output");
         } else if (st == SPCCL_OK && !p->has_fin &&
-                   sp_nn_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
+                   sp_segments_read_fin(note, bytes, ep->config.n_queues, &p->fin)) {
             p->has_fin = true;
             (void)tcp->release(ep->tcp, peer, 0);
         } else {
@@ -52,7 +52,7 @@ void sp_nn_look_at_tcp(struct sp_ncclnet *ep, int peer)
 }
 
 /* True if all segments that the peer sent are here, or no more can come. */
-static bool all_arrived(struct sp_ncclnet *ep, struct sp_nn_peer *p)
+static bool all_arrived(struct sp_plugin_endpoint *ep, struct sp_plugin_peer *p)
 {
     uint64_t n = 0;
     bool complete = p->has_fin, ended = true;
@@ -68,9 +68,9 @@ static bool all_arrived(struct sp_ncclnet *ep, struct sp_nn_peer *p)
     return complete || ended || sp_now_ns() - p->ended_ns > END_WAIT_NS;
 }
 
-void sp_nn_look_at_end(struct sp_ncclnet *ep, int peer)
+void sp_plugin_look_at_end(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     char text[sizeof p->gone_text];
     if (p->over || p->ended_ns == 0)
         return;
@@ -83,15 +83,15 @@ void sp_nn_look_at_end(struct sp_ncclnet *ep, int peer)
     }
 }
 
-void sp_nn_check_thread(struct sp_ncclnet *ep)
+void sp_plugin_check_thread(struct sp_plugin_endpoint *ep)
 {
-    char text[SP_NN_TEXT_CAP];
-    if (ep->thread_lost || !sp_nn_thread_hangs(ep, text, sizeof text))
+    char text[SP_NET_TEXT_CAP];
+    if (ep->thread_lost || !sp_plugin_thread_hangs(ep, text, sizeof text))
         return;
-    sp_nn_thread_abandon(ep, text);
+    sp_plugin_thread_abandon(ep, text);
     for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_nn_peer *p = &ep->peers[i];
-        if (p->route != SP_NN_BY_PLUGIN)
+        struct sp_plugin_peer *p = &ep->peers[i];
+        if (p->route != SP_PLUGIN_BY_PLUGIN)
             continue;
         /* The thread may still write to `failure`, so the text goes where only this thread writes. */
         snprintf(p->gone_text, sizeof p->gone_text, "cannot be reached any more: %s", text);

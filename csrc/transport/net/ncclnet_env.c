@@ -13,7 +13,7 @@ extern char **environ;
 
 /* ---- in the child ---- */
 
-char **sp_nn_env_copy(void)
+char **sp_plugin_env_copy(void)
 {
     size_t n = 0;
     char **copy;
@@ -37,12 +37,12 @@ static const char *find_entry(char *const *entries, const char *name, size_t n)
     return NULL;
 }
 
-static void add_name(sp_nn_env_changes *c, const char *name, size_t n)
+static void add_name(sp_plugin_env_changes *c, const char *name, size_t n)
 {
     for (int i = 0; i < c->n; i++)
         if (strlen(c->names[i]) == n && memcmp(c->names[i], name, n) == 0)
             return;
-    if (c->n == SP_NN_ENV_NAMES || n >= SP_NN_ENV_NAME_CAP) {
+    if (c->n == SP_PLUGIN_ENV_NAMES || n >= SP_PLUGIN_ENV_NAME_CAP) {
         c->n_unlisted++;
         return;
     }
@@ -50,10 +50,10 @@ static void add_name(sp_nn_env_changes *c, const char *name, size_t n)
     c->names[c->n++][n] = '\0';
 }
 
-void sp_nn_env_compare(char *const *before, sp_nn_env_changes *out)
+void sp_plugin_env_compare(char *const *before, sp_plugin_env_changes *out)
 {
     char *const *lists[2] = {before, environ};
-    *out = (sp_nn_env_changes){0};
+    *out = (sp_plugin_env_changes){0};
     for (int side = 0; side < 2; side++)
         for (char *const *e = lists[side]; e != NULL && *e != NULL; e++) {
             size_t n = strcspn(*e, "=");
@@ -66,17 +66,17 @@ void sp_nn_env_compare(char *const *before, sp_nn_env_changes *out)
 
 /* ---- in the process that loads the plugin ---- */
 
-static void free_values(sp_nn_env_values *v)
+static void free_values(sp_plugin_env_values *v)
 {
-    for (int i = 0; i < SP_NN_ENV_NAMES; i++) {
+    for (int i = 0; i < SP_PLUGIN_ENV_NAMES; i++) {
         free(v->values[i]);
         v->values[i] = NULL;
     }
 }
 
-spccl_status sp_nn_env_save(const sp_nn_env_changes *changes, sp_nn_env_values *out)
+spccl_status sp_plugin_env_save(const sp_plugin_env_changes *changes, sp_plugin_env_values *out)
 {
-    *out = (sp_nn_env_values){0};
+    *out = (sp_plugin_env_values){0};
     for (int i = 0; i < changes->n; i++) {
         const char *now = getenv(changes->names[i]);
         if (now == NULL)
@@ -90,9 +90,10 @@ spccl_status sp_nn_env_save(const sp_nn_env_changes *changes, sp_nn_env_values *
     return SPCCL_OK;
 }
 
-void sp_nn_env_put_back(const sp_nn_env_changes *changes, sp_nn_env_values *saved, const char *path)
+void sp_plugin_env_put_back(const sp_plugin_env_changes *changes, sp_plugin_env_values *saved,
+                            const char *path)
 {
-    char names[SP_NN_ENV_NAMES * (SP_NN_ENV_NAME_CAP + 2)] = "", more[80] = "";
+    char names[SP_PLUGIN_ENV_NAMES * (SP_PLUGIN_ENV_NAME_CAP + 2)] = "", more[80] = "";
     for (int i = 0; i < changes->n; i++) {
         const char *name = changes->names[i], *old = saved->values[i], *now = getenv(name);
         size_t used = strlen(names);

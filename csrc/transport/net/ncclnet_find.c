@@ -45,11 +45,11 @@ static bool is_for_this_machine(const char *path)
 }
 
 /* Look for `file` in a list of folders with colons. */
-static bool find_in(const char *folders, const char *file, char out[SP_NN_PATH_CAP])
+static bool find_in(const char *folders, const char *file, char out[SP_PLUGIN_PATH_CAP])
 {
     for (const char *at = folders; at != NULL && *at != '\0';) {
         size_t n = strcspn(at, ":");
-        if (n != 0 && snprintf(out, SP_NN_PATH_CAP, "%.*s/%s", (int)n, at, file) < SP_NN_PATH_CAP &&
+        if (n != 0 && snprintf(out, SP_PLUGIN_PATH_CAP, "%.*s/%s", (int)n, at, file) < SP_PLUGIN_PATH_CAP &&
             is_file(out) && is_for_this_machine(out))
             return true;
         at += n + (at[n] == ':');
@@ -58,7 +58,7 @@ static bool find_in(const char *folders, const char *file, char out[SP_NN_PATH_C
 }
 
 /* The linker's cache holds the path of every library as text: search it for one that ends in "/FILE". */
-static bool find_in_cache(const char *file, char out[SP_NN_PATH_CAP])
+static bool find_in_cache(const char *file, char out[SP_PLUGIN_PATH_CAP])
 {
     size_t n_file = strlen(file) + 1; /* with the NUL */
     struct stat s;
@@ -77,8 +77,8 @@ static bool find_in_cache(const char *file, char out[SP_NN_PATH_CAP])
         const char *first = at;
         while (first > text && first[-1] != '\0')
             first--;
-        found =
-            at > text && at[-1] == '/' && first[0] == '/' && (size_t)(at - first) + n_file <= SP_NN_PATH_CAP;
+        found = at > text && at[-1] == '/' && first[0] == '/' &&
+                (size_t)(at - first) + n_file <= SP_PLUGIN_PATH_CAP;
         if (found)
             memcpy(out, first, (size_t)(at - first) + n_file);
         found = found && is_file(out) && is_for_this_machine(out);
@@ -87,17 +87,17 @@ static bool find_in_cache(const char *file, char out[SP_NN_PATH_CAP])
     return found;
 }
 
-static bool find_file(const char *file, char out[SP_NN_PATH_CAP])
+static bool find_file(const char *file, char out[SP_PLUGIN_PATH_CAP])
 {
     if (strchr(file, '/') != NULL)
-        return snprintf(out, SP_NN_PATH_CAP, "%s", file) < SP_NN_PATH_CAP && is_file(out);
+        return snprintf(out, SP_PLUGIN_PATH_CAP, "%s", file) < SP_PLUGIN_PATH_CAP && is_file(out);
     return find_in(getenv("LD_LIBRARY_PATH"), file, out) || find_in_cache(file, out) ||
            find_in(FOLDERS, file, out);
 }
 
-static void find_named(const char *variable, const char *text, sp_nn_found *out)
+static void find_named(const char *variable, const char *text, sp_plugin_found *out)
 {
-    char name[SP_NN_PATH_CAP / 2], file[SP_NN_PATH_CAP];
+    char name[SP_PLUGIN_PATH_CAP / 2], file[SP_PLUGIN_PATH_CAP];
     snprintf(name, sizeof name, "%.*s", (int)strcspn(text, ","), text); /* a list: the first */
     out->named = true;
     snprintf(file, sizeof file, "libnccl-net-%s.so", name);
@@ -113,12 +113,12 @@ static void find_named(const char *variable, const char *text, sp_nn_found *out)
                  text, name, name);
 }
 
-void sp_nn_find(sp_nn_found *out)
+void sp_plugin_find(sp_plugin_found *out)
 {
     const char *ours = sp_env_text(SP_ENV_NET_PLUGIN), *nccl = getenv("NCCL_NET_PLUGIN");
     const char *text = ours[0] != '\0' || nccl == NULL ? ours : nccl;
     const char *variable = ours[0] != '\0' ? "SPCCL_NET_PLUGIN" : "NCCL_NET_PLUGIN";
-    *out = (sp_nn_found){0};
+    *out = (sp_plugin_found){0};
     if (strcmp(text, "none") == 0) {
         snprintf(out->why, sizeof out->why, "off: %s=none", variable);
     } else if (text[0] != '\0') {

@@ -32,9 +32,9 @@ struct report {
     atomic_int step;  /* the last enum step that began */
     atomic_bool done; /* the rest is valid */
     spccl_status status;
-    char text[SP_NN_TEXT_CAP];
-    sp_nn_plugin plugin;
-    sp_nn_env_changes changes; /* that loading made in the environment */
+    char text[SP_NET_TEXT_CAP];
+    sp_plugin plugin;
+    sp_plugin_env_changes changes; /* that loading made in the environment */
 };
 enum step { STEP_NONE, STEP_DLOPEN, STEP_INIT, STEP_DEVICES, STEP_PROPERTIES, STEP_FINALIZE };
 static const char *const step_names[] = {"its start", "dlopen",        "init",
@@ -57,13 +57,13 @@ static void watch_forks(void)
     (void)sp_fork_watch(&guard, keep_all, NULL);
 }
 
-void sp_nn_lock(void)
+void sp_plugin_lock(void)
 {
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&guard.lock);
 }
 
-void sp_nn_unlock(void)
+void sp_plugin_unlock(void)
 {
     pthread_mutex_unlock(&guard.lock);
 }
@@ -82,9 +82,9 @@ static void logger(int level, unsigned long subsystems, const char *where, int l
     if (fmt == NULL)
         return;
     if (level == LEVEL_WARN) {
-        sp_nn_lock();
+        sp_plugin_lock();
         snprintf(last_warning, sizeof last_warning, "%s", fmt);
-        sp_nn_unlock();
+        sp_plugin_unlock();
     }
     if (!sp_log_on(SP_LOG_DEBUG))
         return;
@@ -95,17 +95,17 @@ static void logger(int level, unsigned long subsystems, const char *where, int l
 }
 
 /* The kept warning as a clause, or "". */
-static void take_warning(char out[SP_NN_TEXT_CAP])
+static void take_warning(char out[SP_NET_TEXT_CAP])
 {
-    sp_nn_lock();
+    sp_plugin_lock();
     out[0] = '\0';
     if (last_warning[0] != '\0')
-        snprintf(out, SP_NN_TEXT_CAP, "; its last warning: %s", last_warning);
+        snprintf(out, SP_NET_TEXT_CAP, "; its last warning: %s", last_warning);
     last_warning[0] = '\0';
-    sp_nn_unlock();
+    sp_plugin_unlock();
 }
 
-const char *sp_nn_file_name(const char *path)
+const char *sp_plugin_file_name(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash != NULL ? slash + 1 : path;
@@ -115,17 +115,18 @@ const char *sp_nn_file_name(const char *path)
 
 static spccl_status call_failed(const char *path, enum step step, int result)
 {
-    char warning[SP_NN_TEXT_CAP];
+    char warning[SP_NET_TEXT_CAP];
     take_warning(warning);
     return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s returned %d (%s)%.90s",
-                   sp_nn_file_name(path), step_names[step], result, sp_nn_result_text(result), warning);
+                   sp_plugin_file_name(path), step_names[step], result, sp_plugin_result_text(result),
+                   warning);
 }
 
-static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
+static spccl_status find_table(const char *path, void *library, sp_plugin *p)
 {
     const char *missing;
     char symbol[40];
-    for (p->version = SP_NN_VERSION_MAX; p->version >= SP_NN_VERSION_MIN; p->version--) {
+    for (p->version = SP_PLUGIN_VERSION_MAX; p->version >= SP_PLUGIN_VERSION_MIN; p->version--) {
         snprintf(symbol, sizeof symbol, "ncclNetPlugin_v%d", p->version);
         p->table = dlsym(library, symbol);
         if (p->table != NULL)
@@ -135,15 +136,15 @@ static spccl_status find_table(const char *path, void *library, sp_nn_plugin *p)
         return SP_FAIL(
             SPCCL_ERR_UNREACHABLE,
             "NCCL net plugin %.60s: it exports none of ncclNetPlugin_v%d to v%d: too old or too new",
-            sp_nn_file_name(path), SP_NN_VERSION_MIN, SP_NN_VERSION_MAX);
-    if (!sp_nn_complete(p->table, &missing))
+            sp_plugin_file_name(path), SP_PLUGIN_VERSION_MIN, SP_PLUGIN_VERSION_MAX);
+    if (!sp_plugin_complete(p->table, &missing))
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: its table v%d has no %s",
-                       sp_nn_file_name(path), p->version, missing);
+                       sp_plugin_file_name(path), p->version, missing);
     return SPCCL_OK;
 }
 
 /* Keep the fastest devices: a slow one, such as that of the management network, would hold up the others. */
-static void choose_devices(sp_nn_plugin *p)
+static void choose_devices(sp_plugin *p)
 {
     int most = 0;
     for (int i = 0; i < p->n_devices; i++)
@@ -155,24 +156,24 @@ static void choose_devices(sp_nn_plugin *p)
 
 static spccl_status ask_devices(const char *path, struct report *r)
 {
-    sp_nn_plugin *p = &r->plugin;
+    sp_plugin *p = &r->plugin;
     int n = 0, result;
     atomic_store(&r->step, STEP_DEVICES);
-    result = sp_nn_devices(p, &n);
+    result = sp_plugin_devices(p, &n);
     if (result != 0)
         return call_failed(path, STEP_DEVICES, result);
     if (n <= 0) {
-        char warning[SP_NN_TEXT_CAP];
+        char warning[SP_NET_TEXT_CAP];
         take_warning(warning);
         atomic_store(&r->step, STEP_FINALIZE);
-        (void)sp_nn_finalize(p);
+        (void)sp_plugin_finalize(p);
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it found no device%.90s",
-                       sp_nn_file_name(path), warning);
+                       sp_plugin_file_name(path), warning);
     }
     atomic_store(&r->step, STEP_PROPERTIES);
-    p->n_devices = n < SP_NN_DEVICES_MAX ? n : SP_NN_DEVICES_MAX;
+    p->n_devices = n < SP_PLUGIN_DEVICES_MAX ? n : SP_PLUGIN_DEVICES_MAX;
     for (int i = 0; i < p->n_devices; i++) {
-        result = sp_nn_get_device(p, i, &p->devices[i]);
+        result = sp_plugin_get_device(p, i, &p->devices[i]);
         if (result != 0)
             return call_failed(path, STEP_PROPERTIES, result);
     }
@@ -182,7 +183,7 @@ static spccl_status ask_devices(const char *path, struct report *r)
 
 static spccl_status open_plugin(const char *path, struct report *r)
 {
-    sp_nn_plugin *p = &r->plugin;
+    sp_plugin *p = &r->plugin;
     void *library;
     int result;
     snprintf(p->path, sizeof p->path, "%s", path);
@@ -192,7 +193,7 @@ static spccl_status open_plugin(const char *path, struct report *r)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin: %.170s", dlerror());
     SP_TRY(find_table(path, library, p));
     atomic_store(&r->step, STEP_INIT);
-    result = sp_nn_init(p, logger);
+    result = sp_plugin_init(p, logger);
     if (result != 0)
         return call_failed(path, STEP_INIT, result);
     snprintf(p->name, sizeof p->name, "%s", p->table->name != NULL ? p->table->name : "without name");
@@ -203,12 +204,12 @@ static spccl_status open_plugin(const char *path, struct report *r)
 
 static spccl_status try_plugin(const char *path, struct report *r)
 {
-    char **before = sp_nn_env_copy();
+    char **before = sp_plugin_env_copy();
     if (before == NULL)
         return SP_FAIL(SPCCL_ERR_NOMEM, "memory for a copy of the environment, to try NCCL net plugin %s",
                        path);
     SP_TRY(open_plugin(path, r));
-    sp_nn_env_compare(before, &r->changes);
+    sp_plugin_env_compare(before, &r->changes);
     return SPCCL_OK;
 }
 
@@ -273,7 +274,7 @@ static void end_child(pid_t pid, const char *path)
 }
 
 /* Wait for the child's report, its end without one, or a call that hangs. */
-static struct ending wait_for_report(pid_t pid, struct report *r, const sp_nn_limits *limits)
+static struct ending wait_for_report(pid_t pid, struct report *r, const sp_plugin_limits *limits)
 {
     struct ending e = {.ended = false};
     int64_t since_ns = sp_now_ns();
@@ -296,9 +297,9 @@ static spccl_status not_in_time(const char *path, struct report *r, const struct
     const char *step = step_names[atomic_load(&r->step)];
     if (e->hangs)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: %s did not return in %lld ms",
-                       sp_nn_file_name(path), step, (long long)call_ns / 1000000);
+                       sp_plugin_file_name(path), step, (long long)call_ns / 1000000);
     return SP_FAIL(SPCCL_ERR_TIMEOUT, "NCCL net plugin %.60s: the time for loading it ended in %s",
-                   sp_nn_file_name(path), step);
+                   sp_plugin_file_name(path), step);
 }
 
 static spccl_status crashed(const char *path, struct report *r, const struct ending *e)
@@ -308,11 +309,11 @@ static spccl_status crashed(const char *path, struct report *r, const struct end
         snprintf(how, sizeof how, "%s %d", WIFSIGNALED(e->status) ? "signal" : "exit code",
                  WIFSIGNALED(e->status) ? WTERMSIG(e->status) : WEXITSTATUS(e->status));
     return SP_FAIL(SPCCL_ERR_UNREACHABLE, "NCCL net plugin %.60s: it crashed in %s (%s)",
-                   sp_nn_file_name(path), step_names[atomic_load(&r->step)], how);
+                   sp_plugin_file_name(path), step_names[atomic_load(&r->step)], how);
 }
 
-static spccl_status probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out,
-                          sp_nn_env_changes *changes)
+static spccl_status probe(const char *path, const sp_plugin_limits *limits, sp_plugin *out,
+                          sp_plugin_env_changes *changes)
 {
     struct report *r = mmap(NULL, sizeof *r, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     spccl_status st = SPCCL_OK;
@@ -344,16 +345,16 @@ static spccl_status probe(const char *path, const sp_nn_limits *limits, sp_nn_pl
     return st;
 }
 
-spccl_status sp_nn_probe(const char *path, const sp_nn_limits *limits, sp_nn_plugin *out)
+spccl_status sp_plugin_probe(const char *path, const sp_plugin_limits *limits, sp_plugin *out)
 {
-    sp_nn_env_changes changes;
+    sp_plugin_env_changes changes;
     return probe(path, limits, out, &changes);
 }
 
 /* ---- once per process ---- */
 
 struct loaded {
-    char path[SP_NN_PATH_CAP];
+    char path[SP_PLUGIN_PATH_CAP];
     /* OPEN: the last try failed for a reason that may pass, such as a fork that failed; the next call tries again */
     enum { LOADING = 1, READY, FAILED, OPEN } state;
     pid_t pid; /* of the process that loaded it */
@@ -367,7 +368,7 @@ static struct loaded *entry_of(const char *path, bool *is_mine)
 {
     struct loaded *l = NULL;
     *is_mine = false;
-    sp_nn_lock();
+    sp_plugin_lock();
     for (int i = 0; i < n_plugins && l == NULL; i++)
         if (strcmp(plugins[i]->path, path) == 0)
             l = plugins[i];
@@ -381,37 +382,37 @@ static struct loaded *entry_of(const char *path, bool *is_mine)
         l->state = LOADING;
         *is_mine = true;
     }
-    sp_nn_unlock();
+    sp_plugin_unlock();
     return l;
 }
 
-static spccl_status probe_and_open(struct loaded *l, const sp_nn_limits *limits)
+static spccl_status probe_and_open(struct loaded *l, const sp_plugin_limits *limits)
 {
-    sp_nn_plugin tried = {.version = 0};
-    sp_nn_env_changes changes;
-    sp_nn_env_values values;
+    sp_plugin tried = {.version = 0};
+    sp_plugin_env_changes changes;
+    sp_plugin_env_values values;
     spccl_status st;
     SP_TRY(probe(l->path, limits, &tried, &changes));
-    SP_TRY(sp_nn_env_save(&changes, &values));
+    SP_TRY(sp_plugin_env_save(&changes, &values));
     st = open_plugin(l->path, &l->report);
-    sp_nn_env_put_back(&changes, &values, l->path);
+    sp_plugin_env_put_back(&changes, &values, l->path);
     return st;
 }
 
 /* Only UNREACHABLE says something about the plugin. */
-static void load_now(struct loaded *l, const sp_nn_limits *limits)
+static void load_now(struct loaded *l, const sp_plugin_limits *limits)
 {
     char text[300];
     spccl_status st = probe_and_open(l, limits);
     if (st == SPCCL_OK) {
-        sp_nn_describe(&l->report.plugin, text, sizeof text);
+        sp_plugin_list_devices(&l->report.plugin, text, sizeof text);
         sp_log(SP_LOG_INFO, -1, "NCCL net %s", text);
     }
-    sp_nn_lock();
+    sp_plugin_lock();
     snprintf(l->report.text, sizeof l->report.text, "%s", st == SPCCL_OK ? "" : spccl_last_error());
     l->report.status = st;
     l->state = st == SPCCL_OK ? READY : st == SPCCL_ERR_UNREACHABLE ? FAILED : OPEN;
-    sp_nn_unlock();
+    sp_plugin_unlock();
 }
 
 /* Wait until no thread loads the plugin. Returns what the last try returned. */
@@ -420,12 +421,12 @@ static spccl_status result_of(struct loaded *l, int64_t deadline_ns)
     char text[sizeof l->report.text];
     spccl_status st = SPCCL_AGAIN;
     while (st == SPCCL_AGAIN) {
-        sp_nn_lock();
+        sp_plugin_lock();
         if (l->state != LOADING) {
             st = l->report.status;
             snprintf(text, sizeof text, "%s", l->report.text);
         }
-        sp_nn_unlock();
+        sp_plugin_unlock();
         if (st == SPCCL_AGAIN && sp_deadline_passed(deadline_ns))
             return SP_FAIL(SPCCL_ERR_TIMEOUT, "NCCL net plugin %s: another group of this process waits in %s",
                            l->path, step_names[atomic_load(&l->report.step)]);
@@ -435,7 +436,7 @@ static spccl_status result_of(struct loaded *l, int64_t deadline_ns)
     return st == SPCCL_OK ? SPCCL_OK : SP_FAIL(st, "%s", text);
 }
 
-spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_nn_plugin **out)
+spccl_status sp_plugin_load(const char *path, const sp_plugin_limits *limits, const sp_plugin **out)
 {
     bool is_mine;
     struct loaded *l = entry_of(path, &is_mine);
@@ -454,12 +455,12 @@ spccl_status sp_nn_load(const char *path, const sp_nn_limits *limits, const sp_n
     return SPCCL_OK;
 }
 
-void sp_nn_describe(const sp_nn_plugin *p, char *out, size_t cap)
+void sp_plugin_list_devices(const sp_plugin *p, char *out, size_t cap)
 {
     int n = snprintf(out, cap, "plugin %s (%s, v%d), %d device%s:", p->name, p->path, p->version,
                      p->n_devices, p->n_devices == 1 ? "" : "s");
     for (int i = 0; i < p->n_used && n > 0 && (size_t)n < cap; i++) {
-        const sp_nn_device *c = &p->devices[p->used[i]];
+        const sp_plugin_device *c = &p->devices[p->used[i]];
         n += snprintf(out + n, cap - (size_t)n, "%s %s", i != 0 ? "," : "", c->name);
         if (c->speed_mbps != 0 && n > 0 && (size_t)n < cap)
             n += snprintf(out + n, cap - (size_t)n, " (%d Mbit/s)", c->speed_mbps);

@@ -22,7 +22,7 @@
 
 static const sp_transport *const tcp = &sp_transport_tcp;
 
-static int64_t half_of_the_rest(const struct sp_ncclnet *ep)
+static int64_t half_of_the_rest(const struct sp_plugin_endpoint *ep)
 {
     int64_t now_ns = sp_now_ns(), left_ns;
     if (ep->config.deadline_ns == SP_NEVER)
@@ -32,7 +32,7 @@ static int64_t half_of_the_rest(const struct sp_ncclnet *ep)
 }
 
 /* The plugin does not carry this peer. The first reason stays. */
-static void take_tcp(struct sp_nn_peer *p, const char *why)
+static void take_tcp(struct sp_plugin_peer *p, const char *why)
 {
     if (p->reason[0] == '\0')
         snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
@@ -41,27 +41,27 @@ static void take_tcp(struct sp_nn_peer *p, const char *why)
 /* ---- the thread's part ---- */
 
 /* False while the thread still loads the plugin. */
-static bool loading_ended(struct sp_ncclnet *ep)
+static bool loading_ended(struct sp_plugin_endpoint *ep)
 {
     char text[sizeof ep->lost_text];
-    if (ep->thread_lost || atomic_load(&ep->load) != SP_NN_LOAD_RUNS)
+    if (ep->thread_lost || atomic_load(&ep->load) != SP_PLUGIN_LOAD_RUNS)
         return true;
     if (!sp_deadline_passed(ep->load_deadline_ns + LOAD_MARGIN_NS))
         return false;
     snprintf(text, sizeof text, "NCCL net plugin %.60s: it did not load, or did not listen, in time",
-             sp_nn_file_name(ep->found.path));
-    sp_nn_thread_abandon(ep, text);
+             sp_plugin_file_name(ep->found.path));
+    sp_plugin_thread_abandon(ep, text);
     return true;
 }
 
-static bool is_loaded(struct sp_ncclnet *ep)
+static bool is_loaded(struct sp_plugin_endpoint *ep)
 {
-    return !ep->thread_lost && atomic_load(&ep->load) == SP_NN_LOAD_FINE;
+    return !ep->thread_lost && atomic_load(&ep->load) == SP_PLUGIN_LOAD_FINE;
 }
 
 /* ---- connect info ---- */
 
-static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *note, size_t bytes)
+static spccl_status send_note(struct sp_plugin_endpoint *ep, int peer, const uint8_t *note, size_t bytes)
 {
     void *space = NULL;
     SP_TRY(tcp->reserve(ep->tcp, peer, 0, bytes, &space));
@@ -70,7 +70,7 @@ static spccl_status send_note(struct sp_ncclnet *ep, int peer, const uint8_t *no
 }
 
 /* Of all devices that the plugin's queues share. */
-static uint32_t plugin_mbps(const struct sp_ncclnet *ep)
+static uint32_t plugin_mbps(const struct sp_plugin_endpoint *ep)
 {
     uint64_t mbps = 0;
     for (int i = 0; i < ep->n_used; i++) {
@@ -81,7 +81,7 @@ static uint32_t plugin_mbps(const struct sp_ncclnet *ep)
 }
 
 /* True if the rates say that tcp carries the pair. Both ranks get the same answer: both know the same facts. */
-static bool tcp_is_faster(struct sp_nn_peer *p, char *text, size_t cap)
+static bool tcp_is_faster(struct sp_plugin_peer *p, char *text, size_t cap)
 {
     uint32_t mbps[2] = {sp_rate_of_pair(p->mine.plugin_mbps, p->theirs.plugin_mbps),
                         sp_rate_of_pair(p->mine.tcp_mbps, p->theirs.tcp_mbps)};
@@ -91,13 +91,13 @@ static bool tcp_is_faster(struct sp_nn_peer *p, char *text, size_t cap)
     return true;
 }
 
-static spccl_status send_connect_info(struct sp_ncclnet *ep, int peer)
+static spccl_status send_connect_info(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
-    uint8_t note[SP_NN_CONNECT_INFO_BYTES];
+    struct sp_plugin_peer *p = &ep->peers[peer];
+    uint8_t note[SP_PLUGIN_CONNECT_INFO_BYTES];
     p->mine.usable = is_loaded(ep);
     p->mine.n_queues = (uint32_t)ep->config.n_queues;
-    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_NN_SEGMENTS);
+    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_SEGMENTS);
     p->mine.rates_decide = ep->config.rates_decide && ep->config.tcp_too;
     p->mine.tcp_mbps = tcp->rate_mbps(ep->tcp);
     p->mine.plugin_mbps = p->mine.usable ? plugin_mbps(ep) : 0;
@@ -106,17 +106,17 @@ static spccl_status send_connect_info(struct sp_ncclnet *ep, int peer)
     else
         snprintf(p->mine.why, sizeof p->mine.why, "%.*s", (int)sizeof p->mine.why - 1,
                  ep->thread_lost ? ep->lost_text : ep->load_text);
-    sp_nn_write_connect_info(&p->mine, note);
+    sp_plugin_write_connect_info(&p->mine, note);
     SP_TRY(send_note(ep, peer, note, sizeof note));
     p->connect_info_sent = true;
     return SPCCL_OK;
 }
 
 /* Both sides' connect info is known: connect, or not. */
-static spccl_status judge_connect_info(struct sp_ncclnet *ep, int peer)
+static spccl_status judge_connect_info(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
-    char text[SP_NN_TEXT_CAP + 40] = "";
+    struct sp_plugin_peer *p = &ep->peers[peer];
+    char text[SP_NET_TEXT_CAP + 40] = "";
     if (!p->mine.usable)
         snprintf(text, sizeof text, "%s", p->mine.why);
     else if (!p->theirs.usable)
@@ -133,57 +133,57 @@ static spccl_status judge_connect_info(struct sp_ncclnet *ep, int peer)
         return SPCCL_OK;
     }
     for (int i = 0; i < ep->config.n_queues; i++) {
-        SP_TRY(sp_nn_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
-        SP_TRY(sp_nn_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
+        SP_TRY(sp_segment_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
+        SP_TRY(sp_segment_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
     }
-    atomic_store(&p->state, SP_NN_CONNECTING);
-    sp_nn_thread_kick(ep);
+    atomic_store(&p->state, SP_PLUGIN_CONNECTING);
+    sp_plugin_thread_kick(ep);
     return SPCCL_OK;
 }
 
 /* ---- results ---- */
 
-static bool both_usable(const struct sp_nn_peer *p)
+static bool both_usable(const struct sp_plugin_peer *p)
 {
-    return atomic_load(&p->state) != SP_NN_IDLE;
+    return atomic_load(&p->state) != SP_PLUGIN_IDLE;
 }
 
-static spccl_status send_result(struct sp_ncclnet *ep, int peer)
+static spccl_status send_result(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
-    sp_nn_result v = {.fine = p->reason[0] == '\0'};
-    uint8_t note[SP_NN_RESULT_BYTES];
+    struct sp_plugin_peer *p = &ep->peers[peer];
+    sp_plugin_result v = {.fine = p->reason[0] == '\0'};
+    uint8_t note[SP_PLUGIN_RESULT_BYTES];
     snprintf(v.why, sizeof v.why, "%s", p->reason);
-    sp_nn_write_result(&v, note);
+    sp_plugin_write_result(&v, note);
     SP_TRY(send_note(ep, peer, note, sizeof note));
     p->result_sent = true;
     return SPCCL_OK;
 }
 
 /* Decide what this rank says about each peer, once nothing is under way or the time is over. */
-static void decide_results(struct sp_ncclnet *ep)
+static void decide_results(struct sp_plugin_endpoint *ep)
 {
-    char hang[SP_NN_TEXT_CAP];
+    char hang[SP_NET_TEXT_CAP];
     bool late = sp_deadline_passed(ep->connect_deadline_ns);
-    bool hangs = !ep->thread_lost && sp_nn_thread_hangs(ep, hang, sizeof hang);
+    bool hangs = !ep->thread_lost && sp_plugin_thread_hangs(ep, hang, sizeof hang);
     for (int i = 0; i < ep->config.world_size; i++)
-        if (atomic_load(&ep->peers[i].state) == SP_NN_CONNECTING && !late && !hangs)
+        if (atomic_load(&ep->peers[i].state) == SP_PLUGIN_CONNECTING && !late && !hangs)
             return;
     if (hangs)
-        sp_nn_thread_abandon(ep, hang);
+        sp_plugin_thread_abandon(ep, hang);
     for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_nn_peer *p = &ep->peers[i];
+        struct sp_plugin_peer *p = &ep->peers[i];
         int state = atomic_load(&p->state);
-        char text[SP_NN_TEXT_CAP];
-        if (!p->added || state == SP_NN_IDLE)
+        char text[SP_NET_TEXT_CAP];
+        if (!p->added || state == SP_PLUGIN_IDLE)
             continue;
         if (hangs) {
             take_tcp(p, hang);
-        } else if (state == SP_NN_FAILED) {
+        } else if (state == SP_PLUGIN_FAILED) {
             take_tcp(p, p->failure);
-        } else if (state == SP_NN_CONNECTING) {
+        } else if (state == SP_PLUGIN_CONNECTING) {
             char device[80];
-            sp_nn_device_text(ep, p->tx[0].device, device, sizeof device);
+            sp_plugin_device_text(ep, p->tx[0].device, device, sizeof device);
             snprintf(text, sizeof text, "%s: plugin %s: no connection with rank %d in time", device,
                      ep->plugin->name, i);
             take_tcp(p, text);
@@ -195,16 +195,16 @@ static void decide_results(struct sp_ncclnet *ep)
 
 /* ---- notes from peers ---- */
 
-static spccl_status bad_note(const struct sp_ncclnet *ep, int peer, size_t bytes, const char *what)
+static spccl_status bad_note(const struct sp_plugin_endpoint *ep, int peer, size_t bytes, const char *what)
 {
     return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: ncclnet: rank %d sent %zu bytes that are no %s",
                    ep->config.rank, peer, bytes, what);
 }
 
 /* Take the next note of a peer, if it is here. */
-static spccl_status take_note(struct sp_ncclnet *ep, int peer)
+static spccl_status take_note(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     const void *note = NULL;
     size_t bytes = 0;
     spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
@@ -213,18 +213,18 @@ static spccl_status take_note(struct sp_ncclnet *ep, int peer)
                        peer);
     SP_TRY(st);
     if (!p->connect_info_here) {
-        if (!sp_nn_read_connect_info(note, bytes, &p->theirs))
+        if (!sp_plugin_read_connect_info(note, bytes, &p->theirs))
             return bad_note(ep, peer, bytes, "connect info");
         p->connect_info_here = true;
         SP_TRY(tcp->release(ep->tcp, peer, 0));
         return judge_connect_info(ep, peer);
     }
-    sp_nn_result v;
-    if (!sp_nn_read_result(note, bytes, &v))
+    sp_plugin_result v;
+    if (!sp_plugin_read_result(note, bytes, &v))
         return bad_note(ep, peer, bytes, "result");
     p->result_here = true;
     if (!v.fine) {
-        char text[SP_NN_TEXT_CAP + 40];
+        char text[SP_NET_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
         take_tcp(p, text);
         atomic_store(&p->cancelled, true);
@@ -235,16 +235,16 @@ static spccl_status take_note(struct sp_ncclnet *ep, int peer)
 /* ---- the end of start-up ---- */
 
 /* One warning for all pairs that use tcp in place of the plugin. Errors: UNREACHABLE (tcp is not allowed). */
-static spccl_status decide_routes(struct sp_ncclnet *ep)
+static spccl_status decide_routes(struct sp_plugin_endpoint *ep)
 {
     sp_rank_list failed = {0};
     const char *why = "";
     for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_nn_peer *p = &ep->peers[i];
+        struct sp_plugin_peer *p = &ep->peers[i];
         if (!p->added)
             continue;
-        p->route = p->reason[0] == '\0' ? SP_NN_BY_PLUGIN : SP_NN_BY_TCP;
-        if (p->route == SP_NN_BY_PLUGIN || p->tcp_faster)
+        p->route = p->reason[0] == '\0' ? SP_PLUGIN_BY_PLUGIN : SP_PLUGIN_BY_TCP;
+        if (p->route == SP_PLUGIN_BY_PLUGIN || p->tcp_faster)
             continue;
         sp_rank_list_add(&failed, i);
         why = why[0] == '\0' ? p->reason : why;
@@ -255,17 +255,17 @@ static spccl_status decide_routes(struct sp_ncclnet *ep)
         return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                        "rank %d: no plugin connection with rank %s, and tcp is not among the transports: %s",
                        ep->config.rank, failed.text, why);
-    /* A plugin that nobody named and that this host cannot use is no surprise. */
+    /* Auto-detected plugins may be unusable: log at info. */
     sp_log(ep->found.named || is_loaded(ep) ? SP_LOG_WARN : SP_LOG_INFO, ep->config.rank,
            "ncclnet: tcp is used in place of the plugin with rank %s: %s", failed.text, why);
     return SPCCL_OK;
 }
 
-/* What the start-up itself changed is nothing that a first `arm` should report. */
-static void forget_changes(struct sp_ncclnet *ep)
+/* Discard wake-ups caused by start-up. */
+static void forget_changes(struct sp_plugin_endpoint *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].route == SP_NN_BY_TCP)
+        if (ep->peers[i].route == SP_PLUGIN_BY_TCP)
             return;
     for (int i = 0; i < 100; i++)
         if (tcp->arm(ep->tcp) == SPCCL_OK) {
@@ -277,9 +277,9 @@ static void forget_changes(struct sp_ncclnet *ep)
 }
 
 /* Continue with one peer. AGAIN: it is not ready. */
-static spccl_status step_peer(struct sp_ncclnet *ep, int peer)
+static spccl_status step_peer(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     spccl_status st = SPCCL_OK;
     if (!p->connect_info_sent)
         SP_TRY(send_connect_info(ep, peer));
@@ -295,11 +295,11 @@ static spccl_status step_peer(struct sp_ncclnet *ep, int peer)
 }
 
 /* Step every peer. AGAIN: some are not ready; `missing` has them. */
-static spccl_status step_peers(struct sp_ncclnet *ep, sp_rank_list *missing, bool *all_connect_info)
+static spccl_status step_peers(struct sp_plugin_endpoint *ep, sp_rank_list *missing, bool *all_connect_info)
 {
     *all_connect_info = true;
     for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_nn_peer *p = &ep->peers[i];
+        struct sp_plugin_peer *p = &ep->peers[i];
         spccl_status st;
         if (!p->added)
             continue;
@@ -313,7 +313,7 @@ static spccl_status step_peers(struct sp_ncclnet *ep, sp_rank_list *missing, boo
     return missing->n != 0 ? SPCCL_AGAIN : SPCCL_OK;
 }
 
-static spccl_status send_results(struct sp_ncclnet *ep)
+static spccl_status send_results(struct sp_plugin_endpoint *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++)
         if (ep->peers[i].added && both_usable(&ep->peers[i]) && !ep->peers[i].result_sent)
@@ -321,7 +321,7 @@ static spccl_status send_results(struct sp_ncclnet *ep)
     return SPCCL_OK;
 }
 
-static spccl_status start_pairs(struct sp_ncclnet *ep)
+static spccl_status start_pairs(struct sp_plugin_endpoint *ep)
 {
     sp_rank_list missing = {0};
     char text[SP_ABORT_TEXT_CAP];
@@ -350,9 +350,9 @@ static spccl_status start_pairs(struct sp_ncclnet *ep)
     return SPCCL_OK;
 }
 
-spccl_status sp_nn_connect_step(sp_endpoint *opaque)
+spccl_status sp_plugin_connect_step(sp_endpoint *opaque)
 {
-    struct sp_ncclnet *ep = sp_nn_self(opaque);
+    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
     bool any = false;
     for (int i = 0; i < ep->config.world_size; i++)
         any = any || ep->peers[i].added;
@@ -360,7 +360,7 @@ spccl_status sp_nn_connect_step(sp_endpoint *opaque)
         return SPCCL_OK;
     if (!ep->started) {
         ep->load_deadline_ns = half_of_the_rest(ep);
-        SP_TRY(sp_nn_thread_start(ep));
+        SP_TRY(sp_plugin_thread_start(ep));
     }
     if (!ep->tcp_up) {
         SP_TRY(tcp->connect_step(ep->tcp));

@@ -12,7 +12,7 @@
 #define END_MS 1000  /* and then for its end: destructors that the plugin registered */
 #define LOOK_AGAIN_NS (100 * MS)
 
-bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
+bool sp_plugin_thread_hangs(struct sp_plugin_endpoint *ep, char *out, size_t cap)
 {
     int64_t since_ns = atomic_load_explicit(&ep->call_since_ns, memory_order_acquire);
     int64_t now_ns = sp_now_ns();
@@ -26,14 +26,14 @@ bool sp_nn_thread_hangs(struct sp_ncclnet *ep, char *out, size_t cap)
     }
     if (now_ns - ep->slow_seen_ns < LOOK_AGAIN_NS)
         return false;
-    sp_nn_device_text(ep, atomic_load(&ep->call_device), device, sizeof device);
+    sp_plugin_device_text(ep, atomic_load(&ep->call_device), device, sizeof device);
     snprintf(out, cap, "%s: plugin %s: %s for rank %d did not return in %lld ms (queue %d)", device,
-             ep->plugin->name, sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), peer,
+             ep->plugin->name, sp_plugin_slot_name((enum sp_plugin_slot)atomic_load(&ep->call_slot)), peer,
              (long long)((now_ns - since_ns) / 1000000), atomic_load(&ep->call_queue));
     return true;
 }
 
-void sp_nn_give_back_cards(struct sp_ncclnet *ep)
+void sp_plugin_give_back_cards(struct sp_plugin_endpoint *ep)
 {
     if (!atomic_exchange(&ep->has_cards, false))
         return;
@@ -42,9 +42,9 @@ void sp_nn_give_back_cards(struct sp_ncclnet *ep)
 }
 
 /* Keeps what abandoned threads may still use. */
-static struct sp_ncclnet *lost;
+static struct sp_plugin_endpoint *lost;
 
-void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
+void sp_plugin_thread_abandon(struct sp_plugin_endpoint *ep, const char *why)
 {
     if (!ep->started || ep->thread_lost)
         return;
@@ -53,15 +53,15 @@ void sp_nn_thread_abandon(struct sp_ncclnet *ep, const char *why)
     ep->thread_lost = true;
     snprintf(ep->lost_text, sizeof ep->lost_text, "%s", why);
     (void)pthread_detach(ep->thread);
-    sp_nn_lock();
+    sp_plugin_lock();
     ep->next_lost = lost;
     lost = ep;
-    sp_nn_unlock();
+    sp_plugin_unlock();
     sp_log(SP_LOG_WARN, ep->config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
 }
 
 /* False: the thread did not end in time. */
-static bool join_in_time(struct sp_ncclnet *ep)
+static bool join_in_time(struct sp_plugin_endpoint *ep)
 {
     int64_t deadline_ns = sp_deadline_in_ms(STOP_MS);
     bool exited = false;
@@ -78,25 +78,26 @@ static bool join_in_time(struct sp_ncclnet *ep)
     return false;
 }
 
-void sp_nn_thread_stop(struct sp_ncclnet *ep)
+void sp_plugin_thread_stop(struct sp_plugin_endpoint *ep)
 {
     if (!ep->started || ep->thread_lost || ep->pid != getpid())
         return;
     atomic_store(&ep->stop, true);
-    sp_nn_thread_kick(ep);
+    sp_plugin_thread_kick(ep);
     if (!join_in_time(ep)) {
         char text[sizeof ep->lost_text];
-        if (atomic_load(&ep->load) == SP_NN_LOAD_RUNS) /* `plugin` may change at any time */
+        if (atomic_load(&ep->load) == SP_PLUGIN_LOAD_RUNS) /* `plugin` may change at any time */
             snprintf(
                 text, sizeof text,
                 "NCCL net plugin %.60s: it did not finish loading or listening while the group was closed",
-                sp_nn_file_name(ep->found.path));
+                sp_plugin_file_name(ep->found.path));
         else
-            snprintf(
-                text, sizeof text, "plugin %.60s: %s for rank %d did not return while the group was closed",
-                ep->plugin != NULL ? ep->plugin->name : sp_nn_file_name(ep->found.path),
-                sp_nn_slot_name((enum sp_nn_slot)atomic_load(&ep->call_slot)), atomic_load(&ep->call_peer));
-        sp_nn_thread_abandon(ep, text);
+            snprintf(text, sizeof text,
+                     "plugin %.60s: %s for rank %d did not return while the group was closed",
+                     ep->plugin != NULL ? ep->plugin->name : sp_plugin_file_name(ep->found.path),
+                     sp_plugin_slot_name((enum sp_plugin_slot)atomic_load(&ep->call_slot)),
+                     atomic_load(&ep->call_peer));
+        sp_plugin_thread_abandon(ep, text);
         return;
     }
     pthread_cond_destroy(&ep->wake);

@@ -19,7 +19,8 @@
 
 /* Before and after each call into the plugin. After it the thread may have been abandoned: it then ends, and
  * touches nothing any more. */
-static void enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer, const struct sp_nn_queue *q)
+static void enter(struct sp_plugin_endpoint *ep, enum sp_plugin_slot slot, int peer,
+                  const struct sp_plugin_queue *q)
 {
     if (atomic_load(&ep->abandoned))
         pthread_exit(NULL);
@@ -30,7 +31,7 @@ static void enter(struct sp_ncclnet *ep, enum sp_nn_slot slot, int peer, const s
     atomic_store_explicit(&ep->call_since_ns, sp_now_ns(), memory_order_release);
 }
 
-static void leave(struct sp_ncclnet *ep)
+static void leave(struct sp_plugin_endpoint *ep)
 {
     if (atomic_load(&ep->abandoned))
         pthread_exit(NULL);
@@ -38,7 +39,7 @@ static void leave(struct sp_ncclnet *ep)
 }
 
 /* result = call, which is `slot` of the plugin, for queue q of the peer. */
-#define SP_NN_CALL(ep, slot, peer, q, result, call)                                                          \
+#define SP_PLUGIN_CALL(ep, slot, peer, q, result, call)                                                      \
     do {                                                                                                     \
         enter((ep), (slot), (peer), (q));                                                                    \
         (result) = (call);                                                                                   \
@@ -48,7 +49,7 @@ static void leave(struct sp_ncclnet *ep)
 /* ---- what the caller learns ---- */
 
 /* Tell the caller that something changed. */
-static void signal_caller(struct sp_ncclnet *ep)
+static void signal_caller(struct sp_plugin_endpoint *ep)
 {
     uint64_t one = 1;
     atomic_fetch_add(&ep->n_events, 1);
@@ -56,31 +57,32 @@ static void signal_caller(struct sp_ncclnet *ep)
         sp_log(SP_LOG_ERROR, ep->config.rank, "ncclnet: writing to an eventfd failed: errno %d", errno);
 }
 
-void sp_nn_device_text(const struct sp_ncclnet *ep, int device, char *out, size_t cap)
+void sp_plugin_device_text(const struct sp_plugin_endpoint *ep, int device, char *out, size_t cap)
 {
-    const sp_nn_device *c = &ep->plugin->devices[device];
+    const sp_plugin_device *c = &ep->plugin->devices[device];
     snprintf(out, cap, "device %s port %d", c->name, c->port);
 }
 
 /* The first failure is the one that errors name. */
-static void fail_peer(struct sp_ncclnet *ep, int peer, const char *text)
+static void fail_peer(struct sp_plugin_endpoint *ep, int peer, const char *text)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
-    if (atomic_load(&p->state) != SP_NN_FAILED)
+    struct sp_plugin_peer *p = &ep->peers[peer];
+    if (atomic_load(&p->state) != SP_PLUGIN_FAILED)
         snprintf(p->failure, sizeof p->failure, "%s", text);
-    atomic_store(&p->state, SP_NN_FAILED);
+    atomic_store(&p->state, SP_PLUGIN_FAILED);
     signal_caller(ep);
 }
 
 /* A call for a queue failed: the peer fails, with device, call and result in the text. Its other queues go on: what a
  * peer sent before it left must arrive. */
-static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot,
-                      int result)
+static void fail_call(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q,
+                      enum sp_plugin_slot slot, int result)
 {
-    char device[80], text[SP_NN_TEXT_CAP];
-    sp_nn_device_text(ep, q->device, device, sizeof device);
+    char device[80], text[SP_NET_TEXT_CAP];
+    sp_plugin_device_text(ep, q->device, device, sizeof device);
     snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
-             ep->plugin->name, sp_nn_slot_name(slot), peer, q->ring.queue, result, sp_nn_result_text(result));
+             ep->plugin->name, sp_plugin_slot_name(slot), peer, q->ring.queue, result,
+             sp_plugin_result_text(result));
     fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
     atomic_store(&q->failed, true);
 }
@@ -88,34 +90,34 @@ static void fail_call(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, en
 /* ---- start-up ---- */
 
 /* The device of a queue between two ranks: the same number on both hosts, if they have as many devices. */
-static int device_of(const struct sp_ncclnet *ep, int peer, int queue)
+static int device_of(const struct sp_plugin_endpoint *ep, int peer, int queue)
 {
     return ep->used[(ep->config.rank + peer + queue) % ep->n_used];
 }
 
 /* False: *text says what failed. */
-static bool listen_for(struct sp_ncclnet *ep, int peer, char *text, size_t cap)
+static bool listen_for(struct sp_plugin_endpoint *ep, int peer, char *text, size_t cap)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     for (int i = 0; i < ep->config.n_queues; i++) {
         int result, device = device_of(ep, peer, i);
         p->tx[i].device = p->rx[i].device = device;
-        SP_NN_CALL(ep, SP_NN_LISTEN, peer, &p->rx[i], result,
-                   sp_nn_listen(ep->plugin, device, p->mine.handles[i], &p->rx[i].listener));
+        SP_PLUGIN_CALL(ep, SP_PLUGIN_LISTEN, peer, &p->rx[i], result,
+                       sp_plugin_listen(ep->plugin, device, p->mine.handles[i], &p->rx[i].listener));
         if (result == 0 && p->rx[i].listener != NULL)
             continue;
         snprintf(text, cap, "device %s: plugin %s: listen for rank %d returned %d (%s)",
                  ep->plugin->devices[device].name, ep->plugin->name, peer, result,
-                 result != 0 ? sp_nn_result_text(result) : "but no listener");
+                 result != 0 ? sp_plugin_result_text(result) : "but no listener");
         return false;
     }
     return true;
 }
 
 /* False if the plugin allows fewer connections than the group needs. */
-static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
+static bool allows_all(const struct sp_plugin_endpoint *ep, char *text, size_t cap)
 {
-    const sp_nn_plugin *p = ep->plugin;
+    const sp_plugin *p = ep->plugin;
     int64_t most = 0, needed = 0;
     for (int i = 0; i < ep->n_used; i++)
         most += p->devices[ep->used[i]].max_comms > 0 ? p->devices[ep->used[i]].max_comms : INT32_MAX;
@@ -129,12 +131,12 @@ static bool allows_all(const struct sp_ncclnet *ep, char *text, size_t cap)
 }
 
 /* Take the cards of the plugin's fastest devices. False: another transport of this process uses them all. */
-static bool take_cards(struct sp_ncclnet *ep, char *text, size_t cap)
+static bool take_cards(struct sp_plugin_endpoint *ep, char *text, size_t cap)
 {
-    const sp_nn_plugin *p = ep->plugin;
+    const sp_plugin *p = ep->plugin;
     const char *holder = "";
     for (int i = 0; i < p->n_used; i++) {
-        const sp_nn_device *device = &p->devices[p->used[i]];
+        const sp_plugin_device *device = &p->devices[p->used[i]];
         if (sp_nic_take("ncclnet", &device->nic, &holder))
             ep->used[ep->n_used++] = p->used[i];
         else
@@ -143,14 +145,14 @@ static bool take_cards(struct sp_ncclnet *ep, char *text, size_t cap)
     }
     atomic_store(&ep->has_cards, ep->n_used > 0);
     if (atomic_load(&ep->abandoned)) /* then the endpoint may be closed already */
-        sp_nn_give_back_cards(ep);
+        sp_plugin_give_back_cards(ep);
     return ep->n_used > 0;
 }
 
-static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
+static bool load(struct sp_plugin_endpoint *ep, char *text, size_t cap)
 {
-    const sp_nn_limits limits = {.deadline_ns = ep->load_deadline_ns, .call_ns = ep->call_limit_ns};
-    if (sp_nn_load(ep->found.path, &limits, &ep->plugin) != SPCCL_OK) {
+    const sp_plugin_limits limits = {.deadline_ns = ep->load_deadline_ns, .call_ns = ep->call_limit_ns};
+    if (sp_plugin_load(ep->found.path, &limits, &ep->plugin) != SPCCL_OK) {
         snprintf(text, cap, "%s", spccl_last_error());
         return false;
     }
@@ -163,43 +165,44 @@ static bool load(struct sp_ncclnet *ep, char *text, size_t cap)
 }
 
 /* 1: connected and registered. 0: not yet. -1: failed. */
-static int connect_send(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+static int connect_send(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
     int result;
     if (q->comm == NULL) {
-        SP_NN_CALL(
-            ep, SP_NN_CONNECT, peer, q, result,
-            sp_nn_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue], &q->comm));
+        SP_PLUGIN_CALL(ep, SP_PLUGIN_CONNECT, peer, q, result,
+                       sp_plugin_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue],
+                                         &q->comm));
         if (result != 0) {
-            fail_call(ep, peer, q, SP_NN_CONNECT, result);
+            fail_call(ep, peer, q, SP_PLUGIN_CONNECT, result);
             return -1;
         }
     }
     return q->comm != NULL;
 }
 
-static int connect_receive(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+static int connect_receive(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
     int result;
     if (q->comm == NULL) {
-        SP_NN_CALL(ep, SP_NN_ACCEPT, peer, q, result, sp_nn_accept(ep->plugin, q->listener, &q->comm));
+        SP_PLUGIN_CALL(ep, SP_PLUGIN_ACCEPT, peer, q, result,
+                       sp_plugin_accept(ep->plugin, q->listener, &q->comm));
         if (result != 0) {
-            fail_call(ep, peer, q, SP_NN_ACCEPT, result);
+            fail_call(ep, peer, q, SP_PLUGIN_ACCEPT, result);
             return -1;
         }
     }
     return q->comm != NULL;
 }
 
-static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+static int register_ring(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
     int result;
     if (q->mr != NULL || q->comm == NULL)
         return q->mr != NULL;
-    SP_NN_CALL(ep, SP_NN_REG_MR, peer, q, result,
-               sp_nn_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
+    SP_PLUGIN_CALL(ep, SP_PLUGIN_REG_MR, peer, q, result,
+                   sp_plugin_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
     if (result != 0) {
-        fail_call(ep, peer, q, SP_NN_REG_MR, result);
+        fail_call(ep, peer, q, SP_PLUGIN_REG_MR, result);
         return -1;
     }
     if (q->mr == NULL)
@@ -208,12 +211,12 @@ static int register_ring(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
 }
 
 /* Continue connecting. True if something happened. */
-static bool connect_peer(struct sp_ncclnet *ep, int peer)
+static bool connect_peer(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     int n_ready = 0, n = ep->config.n_queues;
     for (int i = 0; i < n; i++) {
-        struct sp_nn_queue *sides[2] = {&p->tx[i], &p->rx[i]};
+        struct sp_plugin_queue *sides[2] = {&p->tx[i], &p->rx[i]};
         for (int s = 0; s < 2; s++) {
             int got = s == 0 ? connect_send(ep, peer, sides[s]) : connect_receive(ep, peer, sides[s]);
             if (got > 0)
@@ -229,54 +232,54 @@ static bool connect_peer(struct sp_ncclnet *ep, int peer)
         return false;
     }
     p->connected = true;
-    atomic_store(&p->state, SP_NN_CONNECTED);
+    atomic_store(&p->state, SP_PLUGIN_CONNECTED);
     signal_caller(ep);
     return true;
 }
 
 /* ---- segments ---- */
 
-static sp_nn_transfer transfer_of(const struct sp_nn_queue *q, uint64_t k, size_t bytes)
+static sp_plugin_transfer transfer_of(const struct sp_plugin_queue *q, uint64_t k, size_t bytes)
 {
-    return (sp_nn_transfer){.comm = q->comm,
-                            .data = sp_nn_ring_segment(&q->ring, k),
-                            .mr = q->mr == q ? NULL : q->mr,
-                            .bytes = bytes,
-                            .tag = (int)q->ring.queue};
+    return (sp_plugin_transfer){.comm = q->comm,
+                                .data = sp_segment_ring_segment(&q->ring, k),
+                                .mr = q->mr == q ? NULL : q->mr,
+                                .bytes = bytes,
+                                .tag = (int)q->ring.queue};
 }
 
 /* Ask whether the oldest request is done. True: *bytes is its size. A failure changes the peer's state. */
-static bool test_oldest(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, int *bytes)
+static bool test_oldest(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q, int *bytes)
 {
     uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
     bool is_done = false;
     int result;
     if (done == q->n_started)
         return false;
-    SP_NN_CALL(ep, SP_NN_TEST, peer, q, result,
-               sp_nn_test(ep->plugin, q->requests[done % SP_NN_SEGMENTS], &is_done, bytes));
+    SP_PLUGIN_CALL(ep, SP_PLUGIN_TEST, peer, q, result,
+                   sp_plugin_test(ep->plugin, q->requests[done % SP_SEGMENTS], &is_done, bytes));
     if (result != 0)
-        fail_call(ep, peer, q, SP_NN_TEST, result);
+        fail_call(ep, peer, q, SP_PLUGIN_TEST, result);
     return result == 0 && is_done;
 }
 
-static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+static bool send_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
     uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
     bool moved = q->n_seen != allowed; /* what is new is tried again soon, not after a long pause */
     int bytes, result = 0;
     q->n_seen = allowed;
     while (q->n_started < allowed && result == 0) {
-        void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
-        sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.bytes[q->n_started % SP_NN_SEGMENTS]);
-        SP_NN_CALL(ep, SP_NN_ISEND, peer, q, result, sp_nn_isend(ep->plugin, &t, request));
+        void **request = &q->requests[q->n_started % SP_SEGMENTS];
+        sp_plugin_transfer t = transfer_of(q, q->n_started, q->ring.bytes[q->n_started % SP_SEGMENTS]);
+        SP_PLUGIN_CALL(ep, SP_PLUGIN_ISEND, peer, q, result, sp_plugin_isend(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
         q->n_started += result == 0;
         moved = true;
     }
     if (result != 0) {
-        fail_call(ep, peer, q, SP_NN_ISEND, result);
+        fail_call(ep, peer, q, SP_PLUGIN_ISEND, result);
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
@@ -287,27 +290,27 @@ static bool send_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q
     return moved;
 }
 
-static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q)
+static bool receive_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
     uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
     bool moved = false;
     int bytes, result = 0;
     while (q->n_started < allowed && result == 0) {
-        void **request = &q->requests[q->n_started % SP_NN_SEGMENTS];
-        sp_nn_transfer t = transfer_of(q, q->n_started, q->ring.segment_bytes);
-        SP_NN_CALL(ep, SP_NN_IRECV, peer, q, result, sp_nn_irecv(ep->plugin, &t, request));
+        void **request = &q->requests[q->n_started % SP_SEGMENTS];
+        sp_plugin_transfer t = transfer_of(q, q->n_started, q->ring.segment_bytes);
+        SP_PLUGIN_CALL(ep, SP_PLUGIN_IRECV, peer, q, result, sp_plugin_irecv(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
         q->n_started += result == 0;
     }
     if (result != 0) {
-        fail_call(ep, peer, q, SP_NN_IRECV, result);
+        fail_call(ep, peer, q, SP_PLUGIN_IRECV, result);
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
         uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
-        if (bytes < (int)SP_NN_HEAD_BYTES || (size_t)bytes > q->ring.segment_bytes || bytes % 16 != 0) {
-            char text[SP_NN_TEXT_CAP];
+        if (bytes < (int)SP_RECORD_HEAD_BYTES || (size_t)bytes > q->ring.segment_bytes || bytes % 16 != 0) {
+            char text[SP_NET_TEXT_CAP];
             snprintf(text, sizeof text,
                      "plugin %s: a segment of %d bytes came from rank %d; wanted 16 to %zu, a "
                      "multiple of 16",
@@ -316,7 +319,7 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
             atomic_store(&q->failed, true);
             return true;
         }
-        q->ring.bytes[done % SP_NN_SEGMENTS] = (uint32_t)bytes;
+        q->ring.bytes[done % SP_SEGMENTS] = (uint32_t)bytes;
         atomic_store_explicit(&q->ring.done, done + 1, memory_order_release);
         signal_caller(ep);
         moved = true;
@@ -324,12 +327,12 @@ static bool receive_segments(struct sp_ncclnet *ep, int peer, struct sp_nn_queue
     return moved;
 }
 
-static bool serve_peer(struct sp_ncclnet *ep, int peer)
+static bool serve_peer(struct sp_plugin_endpoint *ep, int peer)
 {
-    struct sp_nn_peer *p = &ep->peers[peer];
+    struct sp_plugin_peer *p = &ep->peers[peer];
     int state = atomic_load_explicit(&p->state, memory_order_acquire);
     bool moved = false;
-    if (state == SP_NN_CONNECTING)
+    if (state == SP_PLUGIN_CONNECTING)
         return connect_peer(ep, peer);
     for (int i = 0; i < ep->config.n_queues && p->connected; i++) {
         if (!atomic_load_explicit(&p->tx[i].failed, memory_order_relaxed))
@@ -344,10 +347,10 @@ static bool serve_peer(struct sp_ncclnet *ep, int peer)
 
 /* True if the caller has allowed something since the last look. What the plugin did not take then waits for the next
  * round. */
-static bool has_work(struct sp_ncclnet *ep)
+static bool has_work(struct sp_plugin_endpoint *ep)
 {
     for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_nn_peer *p = &ep->peers[i];
+        struct sp_plugin_peer *p = &ep->peers[i];
         for (int k = 0; p->connected && k < ep->config.n_queues; k++)
             if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_seen && !atomic_load(&p->tx[k].failed))
                 return true;
@@ -363,7 +366,7 @@ static int64_t pause_ns(int64_t idle_ns)
     return idle_ns < 100000 * US ? 100 * US : 1000 * US;
 }
 
-static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
+static void rest(struct sp_plugin_endpoint *ep, int64_t idle_ns)
 {
     struct timespec until;
     int64_t ns;
@@ -384,39 +387,40 @@ static void rest(struct sp_ncclnet *ep, int64_t idle_ns)
     pthread_mutex_unlock(&ep->lock);
 }
 
-static void close_comm(struct sp_ncclnet *ep, int peer, const struct sp_nn_queue *q, enum sp_nn_slot slot,
-                       void **comm)
+static void close_comm(struct sp_plugin_endpoint *ep, int peer, const struct sp_plugin_queue *q,
+                       enum sp_plugin_slot slot, void **comm)
 {
     int result;
     if (*comm == NULL)
         return;
-    SP_NN_CALL(ep, slot, peer, q, result, sp_nn_close(ep->plugin, slot, *comm));
+    SP_PLUGIN_CALL(ep, slot, peer, q, result, sp_plugin_close(ep->plugin, slot, *comm));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
-               sp_nn_slot_name(slot), peer, result, sp_nn_result_text(result));
+               sp_plugin_slot_name(slot), peer, result, sp_plugin_result_text(result));
     *comm = NULL;
 }
 
-static void close_queue(struct sp_ncclnet *ep, int peer, struct sp_nn_queue *q, enum sp_nn_slot slot)
+static void close_queue(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q,
+                        enum sp_plugin_slot slot)
 {
     int result = 0;
     if (q->comm != NULL && q->mr != NULL)
-        SP_NN_CALL(ep, SP_NN_DEREG_MR, peer, q, result,
-                   sp_nn_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
+        SP_PLUGIN_CALL(ep, SP_PLUGIN_DEREG_MR, peer, q, result,
+                       sp_plugin_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
     if (result != 0)
         sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
-               ep->plugin->name, peer, result, sp_nn_result_text(result));
+               ep->plugin->name, peer, result, sp_plugin_result_text(result));
     q->mr = NULL;
     close_comm(ep, peer, q, slot, &q->comm);
-    close_comm(ep, peer, q, SP_NN_CLOSE_LISTEN, &q->listener);
+    close_comm(ep, peer, q, SP_PLUGIN_CLOSE_LISTEN, &q->listener);
 }
 
 static void *thread_main(void *arg)
 {
-    struct sp_ncclnet *ep = arg;
+    struct sp_plugin_endpoint *ep = arg;
     int64_t busy_ns = sp_now_ns();
     bool fine = load(ep, ep->load_text, sizeof ep->load_text);
-    atomic_store(&ep->load, fine ? SP_NN_LOAD_FINE : SP_NN_LOAD_FAILED);
+    atomic_store(&ep->load, fine ? SP_PLUGIN_LOAD_FINE : SP_PLUGIN_LOAD_FAILED);
     signal_caller(ep);
     while (!atomic_load(&ep->stop)) {
         bool moved = false;
@@ -431,14 +435,14 @@ static void *thread_main(void *arg)
     }
     for (int i = 0; i < ep->config.world_size; i++)
         for (int k = 0; ep->plugin != NULL && k < ep->config.n_queues; k++) {
-            close_queue(ep, i, &ep->peers[i].tx[k], SP_NN_CLOSE_SEND);
-            close_queue(ep, i, &ep->peers[i].rx[k], SP_NN_CLOSE_RECV);
+            close_queue(ep, i, &ep->peers[i].tx[k], SP_PLUGIN_CLOSE_SEND);
+            close_queue(ep, i, &ep->peers[i].rx[k], SP_PLUGIN_CLOSE_RECV);
         }
     atomic_store(&ep->exited, true);
     return NULL;
 }
 
-spccl_status sp_nn_thread_start(struct sp_ncclnet *ep)
+spccl_status sp_plugin_thread_start(struct sp_plugin_endpoint *ep)
 {
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
@@ -452,7 +456,7 @@ spccl_status sp_nn_thread_start(struct sp_ncclnet *ep)
     return SPCCL_OK;
 }
 
-void sp_nn_thread_kick(struct sp_ncclnet *ep)
+void sp_plugin_thread_kick(struct sp_plugin_endpoint *ep)
 {
     /* A read-modify-write, as the thread's exchange is: whichever comes second sees what the other did before. */
     if (atomic_fetch_add(&ep->asleep, 0) == 0)

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
-#define RATES_AT (252u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
+#define RATES_AT (252u + SP_QUEUES_MAX * SP_PLUGIN_HANDLE_BYTES)
 #define RESULT_MAGIC 0x564e7073u /* "spNV" */
 #define FIN_MAGIC 0x464e7073u    /* "spNF" */
 static const char address_magic[4] = {'s', 'p', 'N', '1'};
@@ -30,29 +30,29 @@ static void write_text(const char *text, uint8_t *out, size_t cap)
     memcpy(out, text, n);
 }
 
-size_t sp_nn_write_address(uint8_t *out)
+size_t sp_plugin_write_address(uint8_t *out)
 {
     memcpy(out, address_magic, sizeof address_magic);
     return sizeof address_magic;
 }
 
-bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes)
+bool sp_plugin_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes)
 {
-    if (n <= SP_NN_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0)
+    if (n <= SP_PLUGIN_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0)
         return false;
-    *tcp = bytes + SP_NN_ADDRESS_HEAD;
-    *tcp_bytes = n - SP_NN_ADDRESS_HEAD;
+    *tcp = bytes + SP_PLUGIN_ADDRESS_HEAD;
+    *tcp_bytes = n - SP_PLUGIN_ADDRESS_HEAD;
     return true;
 }
 
-void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CONNECT_INFO_BYTES])
+void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[SP_PLUGIN_CONNECT_INFO_BYTES])
 {
     sp_store_le32(out, CONNECT_INFO_MAGIC);
     sp_store_le16(out + 4, o->usable ? 1 : 0);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
-    write_text(o->name, out + 12, SP_NN_NAME_CAP);
-    write_text(o->why, out + 52, SP_NN_TEXT_CAP);
+    write_text(o->name, out + 12, SP_PLUGIN_NAME_CAP);
+    write_text(o->why, out + 52, SP_NET_TEXT_CAP);
     if (o->usable) /* else a thread that was given up may still write to them */
         memcpy(out + 252, o->handles, sizeof o->handles);
     else
@@ -62,9 +62,9 @@ void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CON
     sp_store_le32(out + RATES_AT + 8, o->rates_decide ? 1 : 0);
 }
 
-bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info *out)
+bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_connect_info *out)
 {
-    if (n != SP_NN_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
+    if (n != SP_PLUGIN_CONNECT_INFO_BYTES || sp_load_le32(bytes) != CONNECT_INFO_MAGIC ||
         sp_load_le16(bytes + 4) > 1 || sp_load_le32(bytes + RATES_AT + 8) > 1)
         return false;
     out->usable = sp_load_le16(bytes + 4) == 1;
@@ -77,26 +77,26 @@ bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info 
     if (out->usable)
         memcpy(out->handles, bytes + 252, sizeof out->handles);
     return out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
-           read_text(bytes + 12, out->name, SP_NN_NAME_CAP) &&
-           read_text(bytes + 52, out->why, SP_NN_TEXT_CAP);
+           read_text(bytes + 12, out->name, SP_PLUGIN_NAME_CAP) &&
+           read_text(bytes + 52, out->why, SP_NET_TEXT_CAP);
 }
 
-void sp_nn_write_result(const sp_nn_result *v, uint8_t out[SP_NN_RESULT_BYTES])
+void sp_plugin_write_result(const sp_plugin_result *v, uint8_t out[SP_PLUGIN_RESULT_BYTES])
 {
     sp_store_le32(out, RESULT_MAGIC);
     sp_store_le32(out + 4, v->fine ? 1 : 0);
-    write_text(v->why, out + 8, SP_NN_TEXT_CAP);
+    write_text(v->why, out + 8, SP_NET_TEXT_CAP);
 }
 
-bool sp_nn_read_result(const uint8_t *bytes, size_t n, sp_nn_result *out)
+bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out)
 {
-    if (n != SP_NN_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC || sp_load_le32(bytes + 4) > 1)
+    if (n != SP_PLUGIN_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC || sp_load_le32(bytes + 4) > 1)
         return false;
     out->fine = sp_load_le32(bytes + 4) == 1;
-    return read_text(bytes + 8, out->why, SP_NN_TEXT_CAP);
+    return read_text(bytes + 8, out->why, SP_NET_TEXT_CAP);
 }
 
-void sp_nn_write_fin(const sp_nn_fin *f, int n_queues, uint8_t out[SP_NN_FIN_BYTES])
+void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[SP_SEGMENTS_FIN_BYTES])
 {
     sp_store_le32(out, FIN_MAGIC);
     sp_store_le32(out + 4, (uint32_t)n_queues);
@@ -104,9 +104,9 @@ void sp_nn_write_fin(const sp_nn_fin *f, int n_queues, uint8_t out[SP_NN_FIN_BYT
         sp_store_le64(out + 8 + 8 * i, i < (size_t)n_queues ? f->n_segments[i] : 0);
 }
 
-bool sp_nn_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_nn_fin *out)
+bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out)
 {
-    if (n != SP_NN_FIN_BYTES || sp_load_le32(bytes) != FIN_MAGIC ||
+    if (n != SP_SEGMENTS_FIN_BYTES || sp_load_le32(bytes) != FIN_MAGIC ||
         sp_load_le32(bytes + 4) != (uint32_t)n_queues)
         return false;
     for (size_t i = 0; i < SP_QUEUES_MAX; i++)

@@ -1,52 +1,52 @@
 /* ncclnet_wire.h - what two ranks tell each other so that transport ncclnet can start and end: an address in the
  * store, and three messages over the tcp link beside the plugin. All are little-endian.
  * Nothing here is trusted: each reader checks sizes, numbers and texts. */
-#ifndef SP_NCCLNET_WIRE_H
-#define SP_NCCLNET_WIRE_H
+#ifndef SP_PLUGIN_WIRE_H
+#define SP_PLUGIN_WIRE_H
 
 #include "core/contract/transport.h"
 #include "transport/net/ncclnet_abi.h"
 
 /* The address: "spN1", then the address of the tcp endpoint. Without a plugin nothing follows the magic. */
-#define SP_NN_ADDRESS_HEAD 4u
+#define SP_PLUGIN_ADDRESS_HEAD 4u
 
 /* First message: what came of loading the plugin, and where the queues listen.
  *   0 "spNO"   4 u16 usable   6 u16 n_queues   8 u32 segment bytes   12 name[40]   52 why[200]
  *   252 handles[SP_QUEUES_MAX][128]   764 u32 plugin's Mbit/s   768 u32 tcp's Mbit/s   772 u32 rates decide */
-#define SP_NN_CONNECT_INFO_BYTES (264u + SP_QUEUES_MAX * SP_NN_HANDLE_BYTES)
-typedef struct sp_nn_connect_info {
+#define SP_PLUGIN_CONNECT_INFO_BYTES (264u + SP_QUEUES_MAX * SP_PLUGIN_HANDLE_BYTES)
+typedef struct sp_plugin_connect_info {
     bool usable;
     uint32_t n_queues, segment_bytes;
-    char name[SP_NN_NAME_CAP];
-    char why[SP_NN_TEXT_CAP]; /* not usable: the reason */
-    uint8_t handles[SP_QUEUES_MAX][SP_NN_HANDLE_BYTES];
+    char name[SP_PLUGIN_NAME_CAP];
+    char why[SP_NET_TEXT_CAP]; /* not usable: the reason */
+    uint8_t handles[SP_QUEUES_MAX][SP_PLUGIN_HANDLE_BYTES];
     uint32_t plugin_mbps, tcp_mbps; /* rates of the devices that it uses, and of tcp; 0: unknown */
     bool rates_decide;              /* sp_endpoint_config.rates_decide */
-} sp_nn_connect_info;
+} sp_plugin_connect_info;
 
 /* Second message: whether all queues are connected. 0 "spNV"   4 u32 fine   8 why[200] */
-#define SP_NN_RESULT_BYTES (8u + SP_NN_TEXT_CAP)
-typedef struct sp_nn_result {
+#define SP_PLUGIN_RESULT_BYTES (8u + SP_NET_TEXT_CAP)
+typedef struct sp_plugin_result {
     bool fine;
-    char why[SP_NN_TEXT_CAP];
-} sp_nn_result;
+    char why[SP_NET_TEXT_CAP];
+} sp_plugin_result;
 
 /* Last message: how many segments were sent in all. 0 "spNF"   4 u32 n_queues   8 u64 n_segments[SP_QUEUES_MAX] */
-#define SP_NN_FIN_BYTES (8u + 8u * SP_QUEUES_MAX)
-typedef struct sp_nn_fin {
+#define SP_SEGMENTS_FIN_BYTES (8u + 8u * SP_QUEUES_MAX)
+typedef struct sp_segments_fin {
     uint64_t n_segments[SP_QUEUES_MAX];
-} sp_nn_fin;
+} sp_segments_fin;
 
 /* Write the magic. Returns where the address of the tcp endpoint goes. */
-size_t sp_nn_write_address(uint8_t *out);
+size_t sp_plugin_write_address(uint8_t *out);
 /* Where the tcp address is in an address. False: not an address, or the rank has no plugin. */
-bool sp_nn_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes);
-void sp_nn_write_connect_info(const sp_nn_connect_info *o, uint8_t out[SP_NN_CONNECT_INFO_BYTES]);
+bool sp_plugin_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes);
+void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[SP_PLUGIN_CONNECT_INFO_BYTES]);
 /* Each is false if the bytes are not that message. */
-bool sp_nn_read_connect_info(const uint8_t *bytes, size_t n, sp_nn_connect_info *out);
-void sp_nn_write_result(const sp_nn_result *v, uint8_t out[SP_NN_RESULT_BYTES]);
-bool sp_nn_read_result(const uint8_t *bytes, size_t n, sp_nn_result *out);
-void sp_nn_write_fin(const sp_nn_fin *f, int n_queues, uint8_t out[SP_NN_FIN_BYTES]);
-bool sp_nn_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_nn_fin *out);
+bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_connect_info *out);
+void sp_plugin_write_result(const sp_plugin_result *v, uint8_t out[SP_PLUGIN_RESULT_BYTES]);
+bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out);
+void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[SP_SEGMENTS_FIN_BYTES]);
+bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out);
 
 #endif

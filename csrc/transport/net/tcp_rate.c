@@ -77,7 +77,7 @@ uint32_t sp_tcp_rate_mbps(sp_endpoint *opaque)
 static char why_text[160];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static void look(void)
+static void write_rate_text(void)
 {
     sp_ips ips;
     char name[IF_NAMESIZE], rate[40] = "rate unknown";
@@ -96,7 +96,7 @@ static void look(void)
 
 void sp_tcp_inform(const char **value, const char **why)
 {
-    pthread_once(&once, look);
+    pthread_once(&once, write_rate_text);
     *value = "in";
     *why = why_text;
 }
