@@ -1,11 +1,13 @@
 """Write the golden files: `python tests/golden/make.py`. Uses tests/ref/frame_ref.py, not the library.
 
-good/NAME.bin is an encoded array. good/NAME.VERB is the destination after good/NAME.bin was decoded to it with
-that verb. Before, byte i of the destination is i % 251. It has the dtype of the first frame, and as many
-elements as all frames together.
+Each line is a name, a space and bytes in hex.
 
-bad/rNN_NAME.bin breaks rule NN of docs/FORMAT.md 4. Files of rules 1 to 28 are refused for any destination.
-Files of rules 29 to 31 are refused for a destination of 10 elements of float32 with verb set.
+good.hex: NAME is an encoded array. NAME.VERB, after it, is the destination after the array was decoded to it with
+that verb. Before, byte i of the destination is i % 251. It has the dtype of the first frame, and as many elements as
+all frames together.
+
+bad.hex: rNN_NAME breaks rule NN of docs/FORMAT.md 4. Arrays of rules 1 to 28 are refused for any destination. Those of
+rules 29 to 31 are refused for a destination of 10 elements of float32 with verb set.
 """
 
 from __future__ import annotations
@@ -182,29 +184,28 @@ def can_add(frames: list[ref.Frame]) -> bool:
     )
 
 
-def wanted() -> dict[str, bytes]:
-    """All golden files: path relative to this folder -> contents."""
-    files = {f"bad/{name}.bin": encoded for name, encoded in bad().items()}
-    for name, encoded in good().items():
-        files[f"good/{name}.bin"] = encoded
+def wanted() -> dict[str, dict[str, bytes]]:
+    """All golden data: file in this folder -> name -> bytes."""
+    records = {}
+    for name, encoded in sorted(good().items()):
+        records[name] = encoded
         frames = ref.read_array(encoded)
         dtype = frames[0].dtype
         dst = pattern(sum(f.n_elems for f in frames) * ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1])
         for verb in ref.VERBS:
             if (verb == "set" and any(f.is_delta for f in frames)) or (verb == "add" and not can_add(frames)):
                 continue
-            files[f"good/{name}.{verb}"] = ref.decode(encoded, verb, dst, dtype)
-    return files
+            records[f"{name}.{verb}"] = ref.decode(encoded, verb, dst, dtype)
+    return {"good.hex": records, "bad.hex": dict(sorted(bad().items()))}
+
+
+def read(path: Path) -> dict[str, bytes]:
+    return {name: bytes.fromhex(data) for name, data in (line.split(" ") for line in path.read_text().splitlines())}
 
 
 def main() -> None:
-    files = wanted()
-    for path in sorted(HERE.glob("good/*")) + sorted(HERE.glob("bad/*")):
-        if f"{path.parent.name}/{path.name}" not in files:
-            path.unlink()
-    for name, content in files.items():
-        (HERE / name).write_bytes(content)
-    print(f"{len(files)} files, {sum(map(len, files.values()))} bytes")
+    for file, records in wanted().items():
+        (HERE / file).write_text("".join(f"{name} {data.hex()}\n" for name, data in records.items()))
 
 
 if __name__ == "__main__":

@@ -24,24 +24,18 @@ def load(path: Path) -> ModuleType:
 
 ref = load(TESTS / "ref" / "frame_ref.py")
 make = load(TESTS / "golden" / "make.py")
-GOOD = sorted((TESTS / "golden" / "good").glob("*.bin"))
-BAD = sorted((TESTS / "golden" / "bad").glob("*.bin"))
+GOOD, BAD = (make.read(TESTS / "golden" / name) for name in ("good.hex", "bad.hex"))
 RULES = range(1, 32)
 
 
 def test_golden_files_are_what_make_writes() -> None:
-    files = make.wanted()
-    there = {
-        f"{p.parent.name}/{p.name}": p.read_bytes()
-        for d in ("good", "bad")
-        for p in (TESTS / "golden" / d).iterdir()
-    }
-    assert sorted(there) == sorted(files)
-    assert [name for name in files if files[name] != there[name]] == []
+    wanted = make.wanted()
+    assert list(GOOD) == list(wanted["good.hex"]) and list(BAD) == list(wanted["bad.hex"])
+    assert wanted == {"good.hex": GOOD, "bad.hex": BAD}
 
 
 def test_every_rule_has_a_bad_file() -> None:
-    assert {int(path.name[1:3]) for path in BAD} == set(RULES)
+    assert {int(name[1:3]) for name in BAD} == set(RULES)
 
 
 def test_document_lists_the_same_rules() -> None:
@@ -49,24 +43,22 @@ def test_document_lists_the_same_rules() -> None:
     assert [int(m) for m in re.findall(r"^(\d+)\. ", section, re.M)] == list(RULES)
 
 
-@pytest.mark.parametrize("path", GOOD, ids=lambda p: p.stem)
-def test_good(path: Path) -> None:
-    encoded = path.read_bytes()
-    frames = ref.read_array(encoded)
+@pytest.mark.parametrize("name", [name for name in GOOD if "." not in name])
+def test_good(name: str) -> None:
+    frames = ref.read_array(GOOD[name])
     dtype = frames[0].dtype
     n_bytes = sum(f.n_elems for f in frames) * ref.DTYPES[ref.DTYPE_NUMBERS[dtype]][1]
-    verbs = [verb for verb in ref.VERBS if path.with_suffix(f".{verb}").exists()]
+    verbs = [verb for verb in ref.VERBS if f"{name}.{verb}" in GOOD]
     assert "overwrite" in verbs
     for verb in verbs:
-        want = path.with_suffix(f".{verb}").read_bytes()
-        assert ref.decode(encoded, verb, make.pattern(n_bytes), dtype) == want
+        assert ref.decode(GOOD[name], verb, make.pattern(n_bytes), dtype) == GOOD[f"{name}.{verb}"]
 
 
-@pytest.mark.parametrize("path", BAD, ids=lambda p: p.stem)
-def test_bad(path: Path) -> None:
+@pytest.mark.parametrize("name", BAD)
+def test_bad(name: str) -> None:
     with pytest.raises(ref.Refused) as refused:
-        ref.decode(path.read_bytes(), "set", bytes(40), "float32")
-    assert refused.value.rule == int(path.name[1:3])
+        ref.decode(BAD[name], "set", bytes(40), "float32")
+    assert refused.value.rule == int(name[1:3])
 
 
 def undump(text: str) -> bytes:
