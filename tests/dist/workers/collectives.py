@@ -16,11 +16,13 @@ from workers.common import (
     RANK,
     SIZES,
     WORLD,
+    await_told,
     made,
     main,
     raises,
     reduced,
     same_bits,
+    tell,
 )
 
 MOVED = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn)
@@ -262,8 +264,9 @@ def slow_callback():
     if RANK == 0:  # the other ranks join later, so the callback is attached before the collective ends
         work = dist.all_reduce(torch.ones(1), async_op=True)
         ended = work.get_future().then(lambda f: release.wait(20))
+        tell("attached")
     else:
-        time.sleep(0.3)
+        await_told("attached")
         dist.all_reduce(torch.ones(1))
     for _ in range(3):
         dist.all_reduce(torch.ones(1000))
@@ -280,9 +283,10 @@ def wait_timeout():
         with raises(dist.DistBackendError, "all_reduce", "100 x Float", "300 ms", "rank 0"):
             work.wait(timedelta(milliseconds=300))
         assert not work.is_completed()
+        tell("timed_out")
         work.wait()
     else:
-        time.sleep(1.0)
+        await_told("timed_out")
         dist.all_reduce(x)
     assert torch.equal(x, torch.full((100,), float(WORLD)))
 

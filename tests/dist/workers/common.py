@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,30 @@ def join(backend: str = "spccl", timeout_s: float = 60, name: str = "store", **k
     )
 
 
-def segments() -> int:
-    """Number of mappings of shared memory of transport shm in this process."""
+def held() -> tuple[int, int, int]:
+    """Number of file descriptors, of threads and of mapped segments of transport shm of this process."""
     with open("/proc/self/maps") as maps:
-        return sum("/memfd:spccl" in line for line in maps)
+        segments = sum("/memfd:spccl" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments
+
+
+def wait_for(true, within_s: float = 5) -> bool:
+    """Poll until `true()`; a thread that has ended stays in /proc for a moment. Returns False after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def tell(what: str) -> None:
+    """Let await_told(what) return, on any rank."""
+    Path(FOLDER, what).touch()
+
+
+def await_told(what: str) -> None:
+    assert wait_for(Path(FOLDER, what).exists, 60), f"no rank told: {what}"
 
 
 def main(cases: list[Callable[[], dict | None]], backend: str = "spccl") -> None:

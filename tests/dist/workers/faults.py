@@ -17,15 +17,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.common import FOLDER, RANK, WORLD, join, raises, report, segments
+from workers.common import (
+    FOLDER,
+    RANK,
+    WORLD,
+    await_told,
+    held,
+    join,
+    raises,
+    report,
+    tell,
+    wait_for,
+)
 
 SOON_S = 10  # far below the time-outs of the groups, far above what a busy machine needs
 ELEMENTS = 1 << 20  # 4 MiB are several slices, so a fault comes in the middle of a collective
-
-
-def held() -> tuple[int, int, int]:
-    """Number of file descriptors, of threads and of mapped segments of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), segments()
 
 
 def open_files() -> list[str]:
@@ -62,16 +68,6 @@ def works_again(ranks: list[int], before: tuple | None = None) -> None:
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((1000,), float(len(ranks))))
     dist.destroy_process_group()
-
-
-def wait_for(true, within_s: float = 5) -> bool:
-    """Poll until `true()`; a thread that has ended stays in /proc for a moment. Returns False after `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def caught(action, kind=dist.DistBackendError) -> dict:
@@ -133,7 +129,7 @@ def killed_peer():
     join(timeout_s=30)
     x = torch.randn(ELEMENTS)
     dist.all_reduce(x)
-    assert segments() > before[2], "shm is not used"  # else a leak of it would not be seen
+    assert held()[2] > before[2], "shm is not used"  # else a leak of it would not be seen
     done = Path(FOLDER, "first_sum_done")
     done.with_suffix(f".{RANK}").touch()
     if RANK == WORLD - 1:
@@ -194,10 +190,15 @@ def killed_peer_while_the_sparse_runner_is_made():
 def abort_from_a_thread():
     """Rank 0 aborts while it waits too. All ranks end at once, far before the timeout."""
     join(timeout_s=60)
+
+    def abort():
+        dist.group.WORLD.abort()
+        tell("aborted")
+
     if RANK == 0:
-        threading.Timer(1.0, dist.group.WORLD.abort).start()
+        threading.Timer(1.0, abort).start()
     if RANK == WORLD - 1:
-        time.sleep(2)  # joins no collective, so only the abort can end the wait of the others
+        await_told("aborted")  # joins no collective before, so only the abort can end the wait of the others
     error = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
     return error
@@ -210,9 +211,10 @@ def abort_work():
         with raises(dist.DistBackendError, "300 ms"):
             work.wait(timedelta(milliseconds=300))
         dist.group.WORLD.abort()
+        tell("aborted")
         error = caught(work.wait)
     else:
-        time.sleep(2)
+        await_told("aborted")
         error = caught(lambda: dist.all_reduce(torch.ones(ELEMENTS)))
     works_again(list(range(WORLD)))
     return error
