@@ -230,7 +230,8 @@ static bool enter_network(void)
 static void test_groups(void)
 {
     if (!enter_network()) {
-        printf("groups: skipped, as this process cannot make a network: errno %d\n", errno);
+        CHECK(getenv("CI") == NULL, "this process cannot make a network: errno %d", errno);
+        printf("groups: skipped, as this process cannot make a network\n");
         return;
     }
     setenv("SPCCL_NET_PLUGIN", NET_PLUGIN_FOLDER "/libnccl-net-test_all.so", 1);

@@ -339,7 +339,8 @@ def test_memory_does_not_grow():
 def test_buffer_is_exported_only_during_the_call():
     out = bytearray(16)
     _ext.decode(_ext.encode(bytes(16)), out)
-    out.append(1)
+    out.append(1)  # raises BufferError while it is exported
+    assert len(out) == 17
 
 
 def test_types_cannot_be_made_or_changed_by_hand():
