@@ -487,7 +487,7 @@ SPCCL_API spccl_status spccl_weights_receive(spccl_prune_plan *plan, const void 
  * Returns SPCCL_ERR_ARG past the last entry. The texts are valid until this thread calls spccl_info again. */
 typedef struct spccl_info_entry {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_info_entry) */
-    const char *kind;    /* "kernels", "transport", "schedule", "part", "GPUDirect", "setting" */
+    const char *kind;    /* "kernels", "transport", "schedule", "part", "GPUDirect", "setting", "debug setting" */
     const char *name;    /* "tcp", "avx512", "SPCCL_FORMAT" */
     const char *value;   /* "in", "in, chosen", "absent"; for a setting its value now */
     const char *why;     /* the reason, and how to get what is absent; for a setting what it means */

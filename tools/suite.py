@@ -205,7 +205,7 @@ def c_asan() -> str:
     """With clang, or with gcc where there is no clang. With the AVX2 kernels, where the CPU has them: the stage "gcc"
     takes the best set, "aarch64" the scalar one."""
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    isa = {"SPCCL_CPU_ISA": "avx2"} if found and set(found.group(1).split()) >= AVX2_CPU_FLAGS else {}
+    isa = {"SPCCL_DEBUG_CPU_ISA": "avx2"} if found and set(found.group(1).split()) >= AVX2_CPU_FLAGS else {}
     try:
         need_clang()
         compiler = "clang"

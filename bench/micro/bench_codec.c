@@ -1,7 +1,7 @@
 /* bench_codec.c - speed of encode and decode on one thread, beside the read and memset bandwidth of the same
  * run.
  *   spccl_bench_codec [--csv FILE] [--repeats N] [--format tile|pici|coo|dense] [--mib N] [--contribution 0|1]
- * SPCCL_CPU_ISA chooses the kernel set. GB/s are 1e9 bytes of dense data per second, whatever the frames'
+ * SPCCL_DEBUG_CPU_ISA chooses the kernel set. GB/s are 1e9 bytes of dense data per second, whatever the frames'
  * size.
  *   encode   scan, choice of format by exact size, and encode of a 64 MiB array, slice by slice, to one
  *            buffer

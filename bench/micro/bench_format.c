@@ -1,7 +1,7 @@
 /* bench_format.c - time per slice of each format on one thread, and a fit for the cost table of
  * core/format/tune_format.c.
  *   spccl_bench_format [slice_elems]
- * SPCCL_CPU_ISA chooses the kernel set. Slices come in turn from an array of 32 MiB. Frames go to a ring of
+ * SPCCL_DEBUG_CPU_ISA chooses the kernel set. Slices come in turn from an array of 32 MiB. Frames go to a ring of
  * 1 MiB, as between two ranks of a host. Times are medians over all slices, in ns per slice:
  *   encode   header and sections, without the scan, which comes before the choice of format
  *   check    sp_frame_validate

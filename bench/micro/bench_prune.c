@@ -1,6 +1,6 @@
 /* bench_prune.c - one thread: spccl_prune against a plain copy of the same run.
  *
- *     spccl_bench_prune             SPCCL_CPU_ISA picks the kernel set
+ *     spccl_bench_prune             SPCCL_DEBUG_CPU_ISA picks the kernel set
  *
  * 16 Mi elements in segments of 1 Mi, 1% sent; medians of 9. Bytes moved: gradient and state read and
  * written. Rates in GB/s (1e9 bytes); the last column is the rate over that of memcpy, read plus written. */

@@ -57,17 +57,20 @@ def info_command(as_text: bool) -> None:
     _console.print(f"spccl {__version__}")
     _console.print(verdict(entries))
     parts = _wrapping_table(("part", 21), ("state", 18), ("why, and how to get it", None))
-    settings = _wrapping_table(("setting (variable)", 24), ("now", 14), ("meaning", None))
+    tables = {
+        "setting": _wrapping_table(("setting (variable)", 24), ("now", 14), ("meaning", None)),
+        "debug setting": _wrapping_table(("debug setting", 26), ("now", 14), ("may change in any release", None)),
+    }
     for entry in entries:
-        if entry.kind == "setting":
-            settings.add_row(entry.name, entry.value or '""', entry.why)
+        if entry.kind in tables:
+            tables[entry.kind].add_row(entry.name, entry.value or '""', entry.why)
             continue
         # A long value would make its column, and with it the table, too wide.
         state, why = (entry.value, entry.why) if len(entry.value) <= 18 else ("", f"{entry.value}; {entry.why}")
         name = entry.name if entry.kind in ("part", "python") else f"{entry.kind} {entry.name}"
         parts.add_row(name, state, why, style="yellow" if entry.value == "absent" else None)
-    _console.print(parts)
-    _console.print(settings)
+    for table in (parts, *tables.values()):
+        _console.print(table)
 
 
 def _wrapping_table(*columns: tuple[str, int | None]) -> Table:

@@ -16,8 +16,8 @@ class Entry:
     """One part of this build, or one setting.
 
     Attributes:
-        kind: "transport", "kernels", "schedule", "part", "GPUDirect", "setting" (an SPCCL_* variable) or "python"
-            (found by Python).
+        kind: "transport", "kernels", "schedule", "part", "GPUDirect", "setting", "debug setting" (SPCCL_*
+            variables) or "python" (found by Python).
         name: of the part or setting.
         value: "in", "in, chosen", "absent", or the value of a setting or version.
         why: the reason for the value, and how to get what is absent.
@@ -124,7 +124,7 @@ def verdict(entries: list[Entry]) -> str:
         gpus = "no: " + cuda.why.partition("; ")[2]
     return "; ".join(
         (
-            f"ready: CPU yes ({chosen})" if chosen else "not ready: CPU no: SPCCL_CPU_ISA names none that is there",
+            f"ready: CPU yes ({chosen})" if chosen else "not ready: CPU no: SPCCL_DEBUG_CPU_ISA names an absent one",
             f"PyTorch yes ({torch.value})" if why_not_torch is None else f"PyTorch no: {_cause(why_not_torch)}",
             f"GPUs {gpus}",
             f"InfiniBand {'yes' if ib.value == 'in, devices usable' else 'no'}: {_cause(ib.why)}",

@@ -13,7 +13,7 @@ static inline void next_proxies(void)
 {
     static const char *const counts[] = {"1", "2", "3", "5"};
     static unsigned n;
-    setenv("SPCCL_CUDA_PROXIES", counts[n++ % 4], 1);
+    setenv("SPCCL_DEBUG_CUDA_PROXIES", counts[n++ % 4], 1);
 }
 
 /* In the next groups all-reduces take two hops, and results are relayed if a host has two ranks. */

@@ -94,9 +94,9 @@ static void test_forced(void)
         random_plan(4, 48, 70000, "inproc");
     }
     unsetenv("SPCCL_SCHEDULE");
-    setenv("SPCCL_SLICE_BYTES", "32768", 1);
+    setenv("SPCCL_DEBUG_SLICE_BYTES", "32768", 1);
     random_plan(3, 48, 70000, "inproc");
-    unsetenv("SPCCL_SLICE_BYTES");
+    unsetenv("SPCCL_DEBUG_SLICE_BYTES");
 }
 
 int main(int argc, char **argv)

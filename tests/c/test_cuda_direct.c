@@ -88,7 +88,7 @@ static void test_info(void)
             continue;
         n++;
         CHECK(strncmp(e.value, "pointers, possible with 0 of ", 29) == 0, "%s", e.value);
-        CHECK(strstr(e.why, "SPCCL_GPU_DIRECT=pointers") != NULL &&
+        CHECK(strstr(e.why, "SPCCL_DEBUG_GPU_DIRECT=pointers") != NULL &&
                   strstr(e.why, "; rxe0 (ib): no: ") != NULL,
               "%s", e.why);
     }
@@ -96,16 +96,16 @@ static void test_info(void)
 }
 #endif
 
-static const char by_pointers[] = "SPCCL_GPU_DIRECT is pointers, with a flush";
+static const char by_pointers[] = "SPCCL_DEBUG_GPU_DIRECT is pointers, with a flush";
 
 /* Each collective, dtype and operation; then random ones with the setting off. */
 static void test_every_op(void)
 {
     struct wanted w = {.group = {.every_op = true}, .direct = true, .why = by_pointers};
     run_wanted(2, 1, w);
-    setenv("SPCCL_GPU_DIRECT", "off", 1);
+    setenv("SPCCL_DEBUG_GPU_DIRECT", "off", 1);
     run_wanted(2, 1, (struct wanted){.group = {.n_random = 6}, .direct = false, .why = ""});
-    setenv("SPCCL_GPU_DIRECT", "pointers", 1);
+    setenv("SPCCL_DEBUG_GPU_DIRECT", "pointers", 1);
 }
 
 /* Relayed results, with rings that are full most of the time. */
@@ -130,13 +130,13 @@ static void test_slow(void)
 static void test_refused(void)
 {
     struct wanted w = {.group = {.n_random = 1}, .direct = false};
-    setenv("SPCCL_GPU_DIRECT", "dmabuf", 1);
+    setenv("SPCCL_DEBUG_GPU_DIRECT", "dmabuf", 1);
     w.why = NO_DMABUF;
     run_wanted(2, 1, w);
-    setenv("SPCCL_GPU_DIRECT", "auto", 1);
+    setenv("SPCCL_DEBUG_GPU_DIRECT", "auto", 1);
     w.why = NO_AUTO;
     run_wanted(2, 1, w);
-    setenv("SPCCL_GPU_DIRECT", "pointers", 1);
+    setenv("SPCCL_DEBUG_GPU_DIRECT", "pointers", 1);
     group_transports = "fault";
     sp_fault = (sp_fault_plan){PLAN, .fails = "open_region", .fails_rank = 1};
     w.why = "open_region failed for a test";
@@ -203,7 +203,7 @@ static void run_lost(void)
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
     _Atomic int n_ended = 0;
-    setenv("SPCCL_CUDA_PROXIES", "2", 1);
+    setenv("SPCCL_DEBUG_CUDA_PROXIES", "2", 1);
     setenv("SPCCL_SCHEDULE", "relayed", 1);
     test_ranks_per_host = 1;
     config.timeout_ms = SOON_MS;
@@ -234,7 +234,7 @@ int main(int argc, char **argv)
         {"dead_peer", test_dead_peer},
         {NULL, NULL}
     };
-    setenv("SPCCL_GPU_DIRECT", "pointers", 1);
+    setenv("SPCCL_DEBUG_GPU_DIRECT", "pointers", 1);
     start_hosts(&argc, argv, 4);
     group_transports = TRANSPORT;
     sp_fault = (sp_fault_plan){PLAN};

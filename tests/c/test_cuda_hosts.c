@@ -82,7 +82,7 @@ static void test_proxies(void)
     spccl_config config = SPCCL_CONFIG_INIT;
     config.transports = "tcp";
     test_ranks_per_host = 1;
-    setenv("SPCCL_CUDA_PROXIES", "3", 1);
+    setenv("SPCCL_DEBUG_CUDA_PROXIES", "3", 1);
     run_ranks(2, &config, has_three_proxies, NULL, ctx);
     for (int r = 0; r < 2; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
@@ -117,7 +117,7 @@ static void test_figures(void)
     spccl_config config = SPCCL_CONFIG_INIT;
     config.transports = "tcp";
     test_ranks_per_host = 2;
-    setenv("SPCCL_CUDA_PROXIES", "3", 1);
+    setenv("SPCCL_DEBUG_CUDA_PROXIES", "3", 1);
     run_ranks(4, &config, has_figures, NULL, ctx);
     for (int r = 0; r < 4; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
@@ -219,11 +219,11 @@ static void test_slow_proxies(void)
 static void test_credits_wait(void)
 {
     struct group g = {.format = SPCCL_FORMAT_AUTO, .n_random = is_small ? 4 : 12, .schedule = "direct"};
-    setenv("SPCCL_SPIN_US", "1000", 1);
+    setenv("SPCCL_DEBUG_SPIN_US", "1000", 1);
     run_hosts(2, 1, g);
     g.max_ctas = 1; /* the rings fill */
     run_hosts(2, 1, g);
-    unsetenv("SPCCL_SPIN_US");
+    unsetenv("SPCCL_DEBUG_SPIN_US");
 }
 
 /* ---- graphs ---- */

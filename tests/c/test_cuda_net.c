@@ -277,10 +277,10 @@ static void test_call_fails(void)
 
 static void test_call_hangs(void)
 {
-    setenv("SPCCL_NET_PLUGIN_MS", "3000", 1);
+    setenv("SPCCL_DEBUG_NET_PLUGIN_MS", "3000", 1);
     plan_fault("TEST_NET_HANG", "isend");
     run_two_groups("did not return");
-    unsetenv("SPCCL_NET_PLUGIN_MS");
+    unsetenv("SPCCL_DEBUG_NET_PLUGIN_MS");
 }
 
 static void attaches_and_makes_channels(struct rank_ctx *c)

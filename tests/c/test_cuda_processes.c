@@ -330,10 +330,10 @@ static void test_handles(void)
 {
     static const char *const handles[] = {"fd", "ipc"};
     for (int i = 0; i < 2; i++) {
-        setenv("SPCCL_NVLINK_HANDLES", handles[i], 1);
+        setenv("SPCCL_DEBUG_NVLINK_HANDLES", handles[i], 1);
         run_scene("few", 2);
     }
-    unsetenv("SPCCL_NVLINK_HANDLES");
+    unsetenv("SPCCL_DEBUG_NVLINK_HANDLES");
 }
 
 static void test_window(void)

@@ -331,9 +331,9 @@ static void test_arguments(void)
     CHECK(spccl_comm_create(NULL, 0, 1, NULL, &comm) == SPCCL_ERR_SETTING, "SPCCL_FORMAT=zip");
     CHECK(has(spccl_last_error(), "zip"), "%s", spccl_last_error());
     unsetenv("SPCCL_FORMAT");
-    setenv("SPCCL_SLICE_BYTES", "12", 1);
-    CHECK(spccl_comm_create(NULL, 0, 1, NULL, &comm) == SPCCL_ERR_SETTING, "SPCCL_SLICE_BYTES=12");
-    unsetenv("SPCCL_SLICE_BYTES");
+    setenv("SPCCL_DEBUG_SLICE_BYTES", "12", 1);
+    CHECK(spccl_comm_create(NULL, 0, 1, NULL, &comm) == SPCCL_ERR_SETTING, "SPCCL_DEBUG_SLICE_BYTES=12");
+    unsetenv("SPCCL_DEBUG_SLICE_BYTES");
     CHECK(comm == NULL, "out was touched");
     CHECK_OK(spccl_comm_destroy(NULL));
 }

@@ -134,7 +134,7 @@ static void test_decision(void)
     }
 }
 
-/* SPCCL_GPU_DIRECT: off refuses, a way is taken whatever PCI and the modules are, auto decides. */
+/* SPCCL_DEBUG_GPU_DIRECT: off refuses, a way is taken whatever PCI and the modules are, auto decides. */
 static void test_setting(void)
 {
     static const struct {
@@ -143,9 +143,9 @@ static void test_setting(void)
         bool flush;
         const char *words[2];
     } cases[] = {
-        {"off", SP_DIRECT_NO, false, {"no: SPCCL_GPU_DIRECT is off", ""}},
-        {"dmabuf", SP_DIRECT_DMABUF, true, {"SPCCL_GPU_DIRECT is dmabuf", "with a flush"}},
-        {"pointers", SP_DIRECT_POINTERS, true, {"SPCCL_GPU_DIRECT is pointers", "with a flush"}},
+        {"off", SP_DIRECT_NO, false, {"no: SPCCL_DEBUG_GPU_DIRECT is off", ""}},
+        {"dmabuf", SP_DIRECT_DMABUF, true, {"SPCCL_DEBUG_GPU_DIRECT is dmabuf", "with a flush"}},
+        {"pointers", SP_DIRECT_POINTERS, true, {"SPCCL_DEBUG_GPU_DIRECT is pointers", "with a flush"}},
         {"auto", SP_DIRECT_NO, false, {"no: ", "nvidia_peermem is not loaded"}},
     };
     sp_gpu_direct_facts unordered = {IB(false), GPU(false, false), false, SP_PCI_UNKNOWN};
@@ -158,10 +158,10 @@ static void test_setting(void)
         for (int k = 0; k < 2; k++)
             CHECK(strstr(got.why, cases[i].words[k]) != NULL, "%s: \"%s\" is not in: %s", cases[i].setting,
                   cases[i].words[k], got.why);
-        setenv("SPCCL_GPU_DIRECT", cases[i].setting, 1);
+        setenv("SPCCL_DEBUG_GPU_DIRECT", cases[i].setting, 1);
         CHECK(sp_gpu_direct_is_on() == (i != 0), "%s: on: %d", cases[i].setting, sp_gpu_direct_is_on());
     }
-    unsetenv("SPCCL_GPU_DIRECT");
+    unsetenv("SPCCL_DEBUG_GPU_DIRECT");
     CHECK(!sp_gpu_direct_is_on(), "it is on by default");
     sp_gpu_direct_choose("auto", &ordered, &got);
     CHECK(got.how == SP_DIRECT_DMABUF && !got.flush, "way %d, flush %d", (int)got.how, got.flush);

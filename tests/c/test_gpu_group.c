@@ -194,13 +194,13 @@ static void test_refusals(void)
     setenv("SPCCL_INBOX_BYTES", "4096", 1);
     expect_refusal(SPCCL_ERR_SETTING, "SPCCL_INBOX_BYTES");
     unsetenv("SPCCL_INBOX_BYTES");
-    setenv("SPCCL_NVLINK_HANDLES", "smoke", 1);
+    setenv("SPCCL_DEBUG_NVLINK_HANDLES", "smoke", 1);
     expect_refusal(SPCCL_ERR_SETTING, "auto, fd or ipc");
-    setenv("SPCCL_NVLINK_HANDLES", "fd", 1);
+    setenv("SPCCL_DEBUG_NVLINK_HANDLES", "fd", 1);
     fake.no_fd[1] = true;
     expect_refusal(SPCCL_ERR_SETTING, "GPU 1 'Fake B' of rank 1");
     fake.no_fd[1] = false;
-    unsetenv("SPCCL_NVLINK_HANDLES");
+    unsetenv("SPCCL_DEBUG_NVLINK_HANDLES");
     expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: GPU collectives are turned off on this rank",
                             true, false, false});
     expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_FALLBACK alike", true, true, false});

@@ -363,7 +363,7 @@ static bool join_rails(struct member *m)
         CHECK(sp_nic_take("ncclnet", &card, &holder), "%s has vd", holder);
     setenv("SPCCL_IB_DEVICE",
            m->kind == FEWER && m->rank == 1 ? "rxe1" : lists[m->rank][m->kind == THREE_RAILS], 1);
-    setenv("SPCCL_IB_RAILS", "4", 1);
+    setenv("SPCCL_DEBUG_IB_RAILS", "4", 1);
     if (m->kind == TWO_RAILS || m->kind == THREE_RAILS)
         return join_group(m);
     loses_probe = m->kind == LOST && m->rank == 0;

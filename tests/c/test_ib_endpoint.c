@@ -92,10 +92,10 @@ static void check_falls_back(const char *what, const struct card *c, int want_rt
     test_ranks_per_host = 1;
     config.timeout_ms = 120000;
     config.transports = "ib,tcp";
-    setenv("SPCCL_IB_QPS", "4", 1);
+    setenv("SPCCL_DEBUG_IB_QPS", "4", 1);
     setenv("SPCCL_LOG", "off", 1);
     run_ranks(N_RANKS, &config, check_sum, NULL, ctx);
-    unsetenv("SPCCL_IB_QPS");
+    unsetenv("SPCCL_DEBUG_IB_QPS");
     for (int r = 0; r < N_RANKS; r++)
         CHECK(ctx[r].created == SPCCL_OK, "%s: rank %d: %s", what, r, ctx[r].error);
     CHECK(n_rtr == want_rtr, "%s: %d queue pairs were connected, wanted %d", what, n_rtr, want_rtr);
@@ -173,9 +173,9 @@ static void open_scene(struct scene *s, const struct card *first)
     sp_ib_choice choice;
     memset(s, 0, sizeof *s);
     use_cards(2, list);
-    setenv("SPCCL_IB_RAILS", "2", 1);
+    setenv("SPCCL_DEBUG_IB_RAILS", "2", 1);
     sp_ib_choose(0, "", &choice);
-    unsetenv("SPCCL_IB_RAILS");
+    unsetenv("SPCCL_DEBUG_IB_RAILS");
     CHECK(choice.n == 2, "%d devices: %s", choice.n, choice.why);
     s->ep.n_devices = choice.n;
     s->ep.config = (sp_endpoint_config){.world_size = 2, .n_queues = 1, .queue_bytes = 1 << 16, .n_puts = 4};

@@ -13,11 +13,11 @@ static void choosing(void)
     for (size_t i = 0; (k = sp_kernels_at(i)) != NULL; i++)
         last = k;
     CHECK(sp_kernels_at(0) != NULL && strcmp(sp_kernels_at(0)->name, "scalar") == 0, "first set");
-    unsetenv("SPCCL_CPU_ISA");
+    unsetenv("SPCCL_DEBUG_CPU_ISA");
     CHECK_OK(sp_kernels_pick(&k));
     CHECK(k == last, "auto is %s, wanted %s", k->name, last->name);
     for (size_t i = 0; sp_kernels_describe(i, &info); i++) {
-        setenv("SPCCL_CPU_ISA", info.name, 1);
+        setenv("SPCCL_DEBUG_CPU_ISA", info.name, 1);
         kept = k;
         spccl_status st = sp_kernels_pick(&k);
         n_usable += info.usable;
@@ -30,11 +30,11 @@ static void choosing(void)
         }
     }
     CHECK(sp_kernels_at(n_usable) == NULL && sp_kernels_at(n_usable - 1) == last, "%zu usable", n_usable);
-    setenv("SPCCL_CPU_ISA", "sse9", 1);
+    setenv("SPCCL_DEBUG_CPU_ISA", "sse9", 1);
     CHECK(sp_kernels_pick(&k) == SPCCL_ERR_SETTING, "an unknown set was accepted");
     CHECK(strstr(spccl_last_error(), "sse9") != NULL && strstr(spccl_last_error(), "scalar") != NULL,
           "text: %s", spccl_last_error());
-    unsetenv("SPCCL_CPU_ISA");
+    unsetenv("SPCCL_DEBUG_CPU_ISA");
 }
 
 static void no_entry_missing(void)

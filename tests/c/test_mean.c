@@ -124,7 +124,8 @@ static void run_case(const struct mean_case *c, struct rank_ctx *ctx)
             bad = i;
     CHECK(bad == n_out, "%s of %s, %s, rank %d of %d, ISA %s: element %zu differs",
           c->scatter ? "reduce_scatter" : "all_reduce", sp_dtype_name(c->dtype),
-          c->in_place ? "in place" : "out of place", ctx->rank, ctx->n_ranks, getenv("SPCCL_CPU_ISA"), bad);
+          c->in_place ? "in place" : "out of place", ctx->rank, ctx->n_ranks, getenv("SPCCL_DEBUG_CPU_ISA"),
+          bad);
     free(in);
     free(out);
 }
@@ -142,10 +143,10 @@ static void run_on_sets(int n_min, int n_max, const char *schedule)
 {
     const sp_kernels *set;
     static struct group group;
-    setenv("SPCCL_SLICE_BYTES", "32768", 1);
+    setenv("SPCCL_DEBUG_SLICE_BYTES", "32768", 1);
     setenv("SPCCL_SCHEDULE", schedule, 1);
     for (size_t s = 0; (set = sp_kernels_at(s)) != NULL; s++) {
-        setenv("SPCCL_CPU_ISA", set->name, 1);
+        setenv("SPCCL_DEBUG_CPU_ISA", set->name, 1);
         /* The fastest set runs with every number of ranks; with SPCCL_TEST_SHARE none does. */
         bool every_n = sp_kernels_at(s + 1) == NULL && test_share == 1;
         for (int n = n_min; n <= n_max; n += every_n || n < 4 ? 1 : 13) {
@@ -160,9 +161,9 @@ static void run_on_sets(int n_min, int n_max, const char *schedule)
                 CHECK(ctx[r].created == SPCCL_OK, "rank %d of %d: %s", r, n, ctx[r].error);
         }
     }
-    unsetenv("SPCCL_CPU_ISA");
+    unsetenv("SPCCL_DEBUG_CPU_ISA");
     unsetenv("SPCCL_SCHEDULE");
-    unsetenv("SPCCL_SLICE_BYTES");
+    unsetenv("SPCCL_DEBUG_SLICE_BYTES");
 }
 
 static void direct_1_to_17(void)

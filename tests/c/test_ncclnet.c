@@ -219,7 +219,7 @@ static void play(struct member *m)
     set_variables(s, m->rank);
     m->config.deadline_ns = sp_deadline_in_ms(takes_time(s) && s->outcome == REFUSED ? 5000 : PATIENCE_MS);
     if (takes_time(s) && s->outcome != WORKS)
-        setenv("SPCCL_NET_PLUGIN_MS", "1000", 1);
+        setenv("SPCCL_DEBUG_NET_PLUGIN_MS", "1000", 1);
     if (!open_member(m))
         return;
     st = connect_member(m);

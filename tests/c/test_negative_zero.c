@@ -179,7 +179,7 @@ static void run_schedules(const char *const *schedules, size_t n, bool keeps_ord
     static const char *const formats[] = {"auto", "tile", "pici", "coo", "dense"};
     static struct group g;
     g.keeps_order = keeps_order;
-    setenv("SPCCL_SLICE_BYTES", "32768", 1);
+    setenv("SPCCL_DEBUG_SLICE_BYTES", "32768", 1);
     for (size_t s = 0; s < n; s++)
         for (size_t f = 0; f < 5; f++)
             for (int n_ranks = 1; n_ranks <= N_RANKS_MAX; n_ranks++) {
@@ -189,7 +189,7 @@ static void run_schedules(const char *const *schedules, size_t n, bool keeps_ord
             }
     unsetenv("SPCCL_SCHEDULE");
     unsetenv("SPCCL_FORMAT");
-    unsetenv("SPCCL_SLICE_BYTES");
+    unsetenv("SPCCL_DEBUG_SLICE_BYTES");
 }
 
 static void in_rank_order(void)

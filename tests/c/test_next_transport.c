@@ -260,7 +260,7 @@ static void test_near(void)
         n_asked = 0;
         memcpy(distances, gpus[i / 2].distances, sizeof distances);
         snprintf(rails, sizeof rails, "%d", gpus[i / 2].n_rails);
-        setenv("SPCCL_IB_RAILS", rails, 1);
+        setenv("SPCCL_DEBUG_IB_RAILS", rails, 1);
         sp_ib_choose(rank, "a GPU", &choice);
         for (int d = 0; d < choice.n; d++) {
             strcat(got, choice.devices[d].name);
@@ -269,7 +269,7 @@ static void test_near(void)
         CHECK(strcmp(got, gpus[i / 2].want) == 0 && n_asked == 2, "case %zu, rank %d: %s, wanted %s (%s)",
               i / 2, rank, got, gpus[i / 2].want, choice.why);
     }
-    setenv("SPCCL_IB_RAILS", "1", 1);
+    setenv("SPCCL_DEBUG_IB_RAILS", "1", 1);
 }
 
 static const struct test_case cases[] = {{"info", test_info},         {"near", test_near},

@@ -52,7 +52,7 @@ static void test_every_variable(void)
         if (is_free_text((sp_env_id)i))
             continue;
         refused(v->name, "loud");
-        for (size_t k = 0; v->is_number && k < sizeof no_numbers / sizeof *no_numbers; k++)
+        for (size_t k = 0; v->max != 0 && k < sizeof no_numbers / sizeof *no_numbers; k++)
             refused(v->name, no_numbers[k]);
         setenv(v->name, v->default_text, 1);
         CHECK_OK(make_group(NULL));
@@ -156,33 +156,53 @@ static void warn_twice(void)
     setenv("SPCCL_LOG", "warn", 1);
     setenv("SPCCL_FORMT", "dense", 1);
     setenv("SPCCL_FORMAT", "dense", 1);
+    setenv("SPCCL_SPIN_US", "30", 1);
+    setenv("SPCCL_TRACE", "0", 1);
     setenv("SPCCL_ORDER", "group", 1);
     setenv("SPCCL_TEST_SEED", "1", 1);
     setenv(LOOK_TWICE, "1", 1);
     execl("/proc/self/exe", "test_settings", NULL); /* it calls look_twice */
 }
 
-/* `environ` is not read: another thread may change it at the same time. */
 static void look_twice(void)
 {
-    static char *changing[] = {NULL, NULL};
     (void)sp_log_on(SP_LOG_WARN);
-    environ = changing;
-    changing[0] = (char *)8;
-    sp_env_warn_unknown();
-    sp_env_warn_unknown();
+    sp_env_warn_names();
+    sp_env_warn_names();
     _exit(0);
 }
 
-/* A misspelt variable has no effect. One line says so, whatever number of groups the process makes. */
-static void test_misspelt_name(void)
+static bool warned_once(const char *text, const char *name, const char *why)
 {
-    const char *text = stderr_of(warn_twice), *first = strstr(text, "SPCCL_FORMT");
-    CHECK(first != NULL && strstr(first + 1, "SPCCL_FORMT") == NULL && strstr(text, "spccl info") != NULL,
+    const char *first = strstr(text, name);
+    return first != NULL && strstr(first + 1, name) == NULL && strstr(first, why) != NULL;
+}
+
+/* A variable whose name is misspelt, old or retired gets one line, whatever number of groups the process makes. */
+static void test_names(void)
+{
+    const char *text = stderr_of(warn_twice);
+    CHECK(warned_once(text, "SPCCL_FORMT", "spccl info") &&
+              warned_once(text, "SPCCL_SPIN_US", "is now SPCCL_DEBUG_SPIN_US") &&
+              warned_once(text, "SPCCL_TRACE", "has no effect"),
           "\"%s\"", text);
     CHECK(strstr(text, "SPCCL_FORMAT,") == NULL && strstr(text, "SPCCL_ORDER") == NULL &&
               strstr(text, "SPCCL_TEST") == NULL,
           "\"%s\"", text);
+}
+
+/* An old name counts where the new one is unset, and is the name in the error. */
+static void test_old_names(void)
+{
+    int64_t n = 0;
+    for (int i = SP_ENV_CPU_ISA; i < SP_N_ENV; i++)
+        refused(sp_env_describe((sp_env_id)i)->old_name, "loud");
+    setenv("SPCCL_SPIN_US", "30", 1);
+    CHECK(sp_env_number(SP_ENV_SPIN_US, &n) == SPCCL_OK && n == 30, "old name: %lld", (long long)n);
+    setenv("SPCCL_DEBUG_SPIN_US", "40", 1);
+    CHECK(sp_env_number(SP_ENV_SPIN_US, &n) == SPCCL_OK && n == 40, "both names: %lld", (long long)n);
+    unsetenv("SPCCL_SPIN_US");
+    unsetenv("SPCCL_DEBUG_SPIN_US");
 }
 
 /* ---- options ---- */
@@ -268,7 +288,7 @@ static void test_queue_bytes(void)
 {
     static const char *const bad[] = {"1", "4096", "65535", "100000", "3145728"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        refused("SPCCL_QUEUE_BYTES", bad[i]);
+        refused("SPCCL_DEBUG_QUEUE_BYTES", bad[i]);
     for (int n = 1; n <= 4096; n++) {
         size_t bytes = sp_tune_queue_bytes(n), slice = sp_tune_slice_bytes(bytes);
         CHECK((bytes & (bytes - 1)) == 0 && bytes >= 8 * slice && slice >= SP_SLICE_BYTES_MIN,
@@ -304,7 +324,8 @@ int main(int argc, char **argv)
     static const struct test_case cases[] = {
         {"log_level",
          test_log_level}, /* first: SPCCL_LOG is read once, and unknown names are warned of once */
-        {"misspelt_name", test_misspelt_name},
+        {"names", test_names},
+        {"old_names", test_old_names},
         {"every_variable", test_every_variable},
         {"choices", test_choices},
         {"addresses", test_addresses},

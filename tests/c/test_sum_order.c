@@ -129,7 +129,7 @@ static void large(const struct schedule *s)
     static const int densities[] = {0, 1, 10, 50, 100};
     struct one_case cases[16];
     use(s);
-    setenv("SPCCL_SLICE_BYTES", "32768", 1);
+    setenv("SPCCL_DEBUG_SLICE_BYTES", "32768", 1);
     setenv("SPCCL_TCP_ADDR", "127.0.0.1", 1);
     for (int n_ranks = 2; n_ranks <= 4; n_ranks++) {
         int n = 0;
@@ -144,7 +144,7 @@ static void large(const struct schedule *s)
                                                .seed = test_rand()};
         run_plan(cases, n, n_ranks, n_ranks == 2 ? "shm" : n_ranks == 3 ? "tcp" : "inproc");
     }
-    unsetenv("SPCCL_SLICE_BYTES");
+    unsetenv("SPCCL_DEBUG_SLICE_BYTES");
     unsetenv("SPCCL_TCP_ADDR");
 }
 

@@ -129,7 +129,7 @@ static void test_window_takes_it(void)
 {
     sp_tcp_window w;
     size_t before;
-    sp_tcp_window_init(&w, 0, 12, 1);
+    sp_tcp_window_init(&w, 12, 1);
     before = w.socket_bytes;
     CHECK(sp_tcp_window_learn(&w, 0.125), "the limit of a socket has not changed");
     CHECK(w.socket_bytes < before, "%zu; wanted less than %zu", w.socket_bytes, before);

@@ -26,7 +26,7 @@ write_bw() {
 }
 # transport RAILS DEVICES: its rates of 64 and 256 KiB
 transport() {
-  SPCCL_IB_RAILS=$1 SPCCL_IB_DEVICE=$2 timeout 200 ./spccl_bench_transport --transport ib --megabytes 16 --untouched 1 2>&1
+  SPCCL_DEBUG_IB_RAILS=$1 SPCCL_IB_DEVICE=$2 timeout 200 ./spccl_bench_transport --transport ib --megabytes 16 --untouched 1 2>&1
 }
 for turn in 1 2 3 4 5; do
   for bytes in 65536 262144; do

@@ -3,8 +3,11 @@
 #define SP_TRACE_H
 
 #include "core/base/clock.h"
-#include "core/base/mem.h"
 
+#include <stddef.h>
+#include <stdint.h>
+
+#define SP_TRACE_EVENTS 64
 #define SP_TRACE_VALUES 12
 #define SP_TRACE_TEXT_CAP 300
 
@@ -20,16 +23,13 @@ struct sp_trace_event {
     double values[SP_TRACE_VALUES];
 };
 
+/* Starts zeroed. */
 typedef struct sp_trace {
-    sp_trace_event *events;
-    uint32_t cap;
-    uint64_t n; /* events recorded since sp_trace_init */
+    sp_trace_event events[SP_TRACE_EVENTS]; /* the last ones; event i is events[i % SP_TRACE_EVENTS] */
+    uint64_t n;                             /* events recorded so far */
 } sp_trace;
 
-/* Keep the last `cap` events; 0 turns the trace off. Errors: NOMEM. */
-spccl_status sp_trace_init(sp_trace *trace, uint32_t cap);
-void sp_trace_fini(sp_trace *trace);
-/* Returns the event, for `describe` and `values`; NULL if the trace is off. Valid until the next event. */
+/* Returns the event, for `describe` and `values`. Valid until the next event. */
 sp_trace_event *sp_trace_add(sp_trace *trace, uint32_t seq, const char *what, const char *coll,
                              uint64_t n_elems);
 /* Log the events that are kept, oldest first, one line of level "info" each. */

@@ -126,7 +126,7 @@ typedef struct sp_kernels {
 
 /* ---- choosing a set (csrc/kernels/cpu/dispatch.c) ---- */
 
-/* The set that SPCCL_CPU_ISA names; by default the fastest that this CPU can run.
+/* The set that SPCCL_DEBUG_CPU_ISA names; by default the fastest that this CPU can run.
  * Errors: SETTING (unknown name, or a set that this CPU or build lacks; the text lists the usable sets). */
 spccl_status sp_kernels_pick(const sp_kernels **out);
 

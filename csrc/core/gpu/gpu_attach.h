@@ -22,7 +22,7 @@ typedef struct sp_gpu_facts {
     char error[448];
     uint32_t between_hosts; /* sp_between_hosts */
     uint32_t n_proxies;     /* that this rank would like */
-    uint32_t direct; /* 1: it asks for rings in GPU memory (SPCCL_GPU_DIRECT), where that is possible */
+    uint32_t direct; /* 1: it asks for rings in GPU memory (SPCCL_DEBUG_GPU_DIRECT), where that is possible */
     uint32_t pad;
 } sp_gpu_facts;
 _Static_assert(SP_FUSED_OPS <= 6, "facts.workers");

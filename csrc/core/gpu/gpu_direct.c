@@ -103,7 +103,7 @@ void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_
 {
     bool dmabuf = strcmp(setting, "dmabuf") == 0;
     if (strcmp(setting, "off") == 0) {
-        refuse(out, "SPCCL_GPU_DIRECT is off");
+        refuse(out, "SPCCL_DEBUG_GPU_DIRECT is off");
         return;
     }
     sp_gpu_direct_decide(f, out);
@@ -111,5 +111,5 @@ void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_
         return;
     *out = (sp_gpu_direct){.how = dmabuf ? SP_DIRECT_DMABUF : SP_DIRECT_POINTERS,
                            .flush = !f->gpu.writes_ordered};
-    snprintf(out->why, sizeof out->why, "SPCCL_GPU_DIRECT is %s, %s", setting, flush_text(f));
+    snprintf(out->why, sizeof out->why, "SPCCL_DEBUG_GPU_DIRECT is %s, %s", setting, flush_text(f));
 }

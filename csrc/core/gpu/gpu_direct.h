@@ -31,9 +31,9 @@ typedef struct sp_gpu_direct {
  * carry less than pinned memory does. */
 void sp_gpu_direct_decide(const sp_gpu_direct_facts *f, sp_gpu_direct *out);
 
-/* Is SPCCL_GPU_DIRECT anything but "off"? */
+/* Is SPCCL_DEBUG_GPU_DIRECT anything but "off"? */
 bool sp_gpu_direct_is_on(void);
-/* The same under SPCCL_GPU_DIRECT=`setting`: off: NO. dmabuf, pointers: that way, whatever PCI and the kernel's modules
+/* The same under SPCCL_DEBUG_GPU_DIRECT=`setting`: off: NO. dmabuf, pointers: that way, whatever PCI and the kernel's modules
  * are; registration shows whether it is there. Everything else, that is auto: as decided. */
 void sp_gpu_direct_choose(const char *setting, const sp_gpu_direct_facts *f, sp_gpu_direct *out);
 

@@ -50,7 +50,7 @@ static spccl_status read_settings(const spccl_comm *comm, const spccl_cuda_confi
     for (f->handles = HANDLES_AUTO; f->handles <= HANDLES_IPC; f->handles++)
         if (strcmp(handles, handles_names[f->handles]) == 0)
             return SPCCL_OK;
-    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_NVLINK_HANDLES=\"%s\": wanted auto, fd or ipc", handles);
+    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_DEBUG_NVLINK_HANDLES=\"%s\": wanted auto, fd or ipc", handles);
 }
 
 static spccl_status pick_device(sp_attach *a, const spccl_cuda_config *config)
@@ -154,7 +154,8 @@ static spccl_status compare_with_first(const sp_gpu_facts *all, int r)
         return SP_FAIL((spccl_status)f->status, "rank %d: %s", r, f->error);
     if (f->handles != first->handles || f->handles > HANDLES_IPC)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "SPCCL_NVLINK_HANDLES differs between rank 0 and rank %d: set it alike on all", r);
+                       "SPCCL_DEBUG_NVLINK_HANDLES differs between rank 0 and rank %d: set it alike on all",
+                       r);
     if (f->format != first->format)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "rank 0 forces format %s, rank %d %s: set SPCCL_FORMAT alike on all",
@@ -164,9 +165,10 @@ static spccl_status compare_with_first(const sp_gpu_facts *all, int r)
         return SP_FAIL(SPCCL_ERR_MISMATCH, "rank 0 has SPCCL_SCHEDULE=%s, rank %d %s: set it alike on all",
                        hops_name(first->hops), r, hops_name(f->hops));
     if (f->handles == HANDLES_FD && !f->can_share_fd)
-        return SP_FAIL(SPCCL_ERR_SETTING,
-                       "SPCCL_NVLINK_HANDLES=fd: GPU %d '%s' of rank %d cannot export memory as descriptors",
-                       f->ordinal, f->name, r);
+        return SP_FAIL(
+            SPCCL_ERR_SETTING,
+            "SPCCL_DEBUG_NVLINK_HANDLES=fd: GPU %d '%s' of rank %d cannot export memory as descriptors",
+            f->ordinal, f->name, r);
     return SPCCL_OK;
 }
 

@@ -169,12 +169,12 @@ static const char *describe_proxies(void)
     if (strcmp(setting, "0") == 0)
         return "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)";
     if (sp_proxies_count(NULL, &n) != SPCCL_OK)
-        return "SPCCL_CUDA_PROXIES is no number from 0 to 16";
+        return "SPCCL_DEBUG_CUDA_PROXIES is no number from 0 to 16";
     snprintf(text, sizeof text, "%s%u prox%s (%s) and at most 512M of pinned memory each",
              strcmp(setting, "auto") == 0 ? "over ib and ncclnet the fallback; over tcp " : "", n,
              n == 1 ? "y" : "ies",
              strcmp(sp_env_text(SP_ENV_PROXIES), "0") != 0
-                 ? "SPCCL_CUDA_PROXIES"
+                 ? "SPCCL_DEBUG_CUDA_PROXIES"
                  : "by the usable cores, for a rank alone on its host");
     return text;
 }
@@ -241,13 +241,14 @@ static void add_gpu(const sp_gpu_ops *ops, int ordinal)
     char path[256] = "";
     snprintf(row->name, sizeof row->name, "GPU %d", ordinal);
     if (sp_gpu_direct_is_on())
-        snprintf(
-            row->why, sizeof row->why,
-            "SPCCL_GPU_DIRECT=%s: rings between hosts over ib lie in GPU memory where all devices of both "
-            "ranks can do that; a group logs its choice",
-            setting);
+        snprintf(row->why, sizeof row->why,
+                 "SPCCL_DEBUG_GPU_DIRECT=%s: rings between hosts over ib lie in GPU memory where all devices "
+                 "of both "
+                 "ranks can do that; a group logs its choice",
+                 setting);
     else
-        snprintf(row->why, sizeof row->why, "rings between hosts lie in pinned memory: SPCCL_GPU_DIRECT=off");
+        snprintf(row->why, sizeof row->why,
+                 "rings between hosts lie in pinned memory: SPCCL_DEBUG_GPU_DIRECT=off");
     if (sp_gpu_direct_find_gpu(ops, ordinal, &f, path) != SPCCL_OK) {
         snprintf(row->value, sizeof row->value, "unknown");
         snprintf(row->why, sizeof row->why, "%s", spccl_last_error());

@@ -231,10 +231,11 @@ spccl_status sp_published_check(const sp_boot_config *c, int peer, const sp_publ
         return SP_FAIL(SPCCL_ERR_MISMATCH, "rank %d: group \"%s\" has world size %d here, %u at rank %d",
                        c->rank, c->name, c->world_size, sp_load_le32(blob + 8), peer);
     if (sp_load_le32(blob + 12) != c->slice_bytes)
-        return SP_FAIL(SPCCL_ERR_MISMATCH,
-                       "rank %d: slice size is %u bytes here, %u at rank %d: set the same SPCCL_SLICE_BYTES "
-                       "on all ranks",
-                       c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
+        return SP_FAIL(
+            SPCCL_ERR_MISMATCH,
+            "rank %d: slice size is %u bytes here, %u at rank %d: set the same SPCCL_DEBUG_SLICE_BYTES "
+            "on all ranks",
+            c->rank, c->slice_bytes, sp_load_le32(blob + 12), peer);
     if (sp_load_le32(blob + SP_BOOT_SCHEDULE_AT) != c->schedule)
         return SP_FAIL(SPCCL_ERR_MISMATCH,
                        "rank %d: the schedule is %s here, %s at rank %d: set the same SPCCL_SCHEDULE on all "

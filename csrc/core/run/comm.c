@@ -31,8 +31,8 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     const sp_transport *list[SP_TRANSPORTS_MAX];
     size_t n_transports;
     int64_t n;
+    sp_env_warn_names();
     SP_TRY(sp_env_check());
-    sp_env_warn_unknown();
     SP_TRY(sp_env_number(SP_ENV_TIMEOUT_MS, &n));
     comm->timeout_ms = config->timeout_ms > 0 ? config->timeout_ms : n;
     SP_TRY(sp_env_number(SP_ENV_SPIN_US, &n));
@@ -44,20 +44,21 @@ static spccl_status read_settings(spccl_comm *comm, const spccl_config *config, 
     boot->schedule = comm->schedule_forced ? 1 + (uint32_t)comm->schedule : 0;
     SP_TRY(sp_env_number(SP_ENV_QUEUE_BYTES, &n));
     if ((n & (n - 1)) != 0 || (n != 0 && n < QUEUE_BYTES_MIN))
-        return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_QUEUE_BYTES=%lld: wanted 0, or a power of two from %d on",
-                       (long long)n, QUEUE_BYTES_MIN);
+        return SP_FAIL(SPCCL_ERR_SETTING,
+                       "SPCCL_DEBUG_QUEUE_BYTES=%lld: wanted 0, or a power of two from %d on", (long long)n,
+                       QUEUE_BYTES_MIN);
     boot->queue_bytes = n != 0 ? (size_t)n : sp_tune_queue_bytes(boot->world_size);
     SP_TRY(sp_env_number(SP_ENV_SLICE_BYTES, &n));
     comm->slice_bytes = n != 0                     ? (size_t)n
                         : config->slice_bytes != 0 ? config->slice_bytes
                                                    : sp_tune_slice_bytes(boot->queue_bytes);
     if (comm->slice_bytes < SP_SLICE_BYTES_MIN || comm->slice_bytes > (1u << 24))
-        return SP_FAIL(SPCCL_ERR_SETTING, "slice of %zu bytes: wanted %u to 16777216 (SPCCL_SLICE_BYTES)",
+        return SP_FAIL(SPCCL_ERR_SETTING,
+                       "slice of %zu bytes: wanted %u to 16777216 (SPCCL_DEBUG_SLICE_BYTES)",
                        comm->slice_bytes, SP_SLICE_BYTES_MIN);
     while (boot->queue_bytes < 8 * comm->slice_bytes) /* a queue holds several messages of the largest size */
         boot->queue_bytes *= 2;
-    SP_TRY(sp_env_number(SP_ENV_TCP_SOCKETS, &n));
-    boot->n_sockets = n != 0 ? (uint32_t)n : config->n_sockets;
+    boot->n_sockets = config->n_sockets;
     boot->host_id = sp_env_text(SP_ENV_HOST_ID);
     if (boot->host_id[0] == '\0')
         boot->host_id = config->host_id;
@@ -131,7 +132,6 @@ static void comm_free(spccl_comm *comm)
     if (comm->wake_fd >= 0)
         close(comm->wake_fd);
     sp_links_close(&comm->links);
-    sp_trace_fini(&comm->trace);
     pthread_cond_destroy(&comm->cv);
     pthread_mutex_destroy(&comm->mu);
     sp_free(comm);
@@ -143,7 +143,6 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
 {
     spccl_comm *comm;
     spccl_status st;
-    int64_t n_trace;
     SP_TRY(sp_process_count_forks());
     comm = sp_calloc(1, sizeof *comm);
     if (comm == NULL)
@@ -159,8 +158,6 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     snprintf(comm->name, sizeof comm->name, "%s", boot->name);
     SP_TRY_TO(fail, st, read_settings(comm, config, boot));
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
-    SP_TRY_TO(fail, st, sp_env_number(SP_ENV_TRACE, &n_trace));
-    SP_TRY_TO(fail, st, sp_trace_init(&comm->trace, (uint32_t)n_trace));
     boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
     SP_TRY_TO(fail, st,

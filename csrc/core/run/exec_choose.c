@@ -80,11 +80,9 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op)
         note_choice(x, op, choice);
     event = sp_trace_add(x->trace, op->seq, op->a.is_forced ? "forced " : "chosen ", sp_coll_name(op->a.coll),
                          op->a.n_elems);
-    if (event != NULL) {
-        choice_pack(choice, event->values);
-        event->values[0] = op->a.schedule;
-        event->describe = describe_event;
-    }
+    choice_pack(choice, event->values);
+    event->values[0] = op->a.schedule;
+    event->describe = describe_event;
     return SPCCL_OK;
 }
 

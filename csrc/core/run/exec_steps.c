@@ -126,12 +126,13 @@ static spccl_status envelope_check(const sp_exec *x, const sp_slice *s, int peer
         sp_load_le16(e + 24) == (uint16_t)s->step->part && sp_load_le32(e + 20) == (uint32_t)a->slice_elems)
         return SPCCL_OK;
     sp_op_describe(s->op, here, sizeof here);
-    return SP_FAIL(SPCCL_ERR_MISMATCH,
-                   "rank %d: %s: rank %d sent slice %u of shard %u (%u elements a slice), wanted slice %u of "
-                   "shard %d (%zu): are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_SLICE_BYTES the same on all "
-                   "ranks?",
-                   x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24),
-                   sp_load_le32(e + 20), s->k, s->step->part, a->slice_elems);
+    return SP_FAIL(
+        SPCCL_ERR_MISMATCH,
+        "rank %d: %s: rank %d sent slice %u of shard %u (%u elements a slice), wanted slice %u of "
+        "shard %d (%zu): are SPCCL_SCHEDULE, SPCCL_FORMAT and SPCCL_DEBUG_SLICE_BYTES the same on all "
+        "ranks?",
+        x->links->rank, here, peer, sp_load_le32(e + 16), sp_load_le16(e + 24), sp_load_le32(e + 20), s->k,
+        s->step->part, a->slice_elems);
 }
 
 /* The oldest message of a queue. False if there is none. */

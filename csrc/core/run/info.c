@@ -65,7 +65,8 @@ static spccl_info_entry memory_entry(void)
         .kind = "part",
         .name = "queue memory",
         .value = memory_text,
-        .why = "between hosts, with default SPCCL_QUEUE_BYTES: held by tcp; registered by ib and ncclnet"};
+        .why =
+            "between hosts, with default SPCCL_DEBUG_QUEUE_BYTES: held by tcp; registered by ib and ncclnet"};
 }
 
 static spccl_info_entry order_entry(void)
@@ -139,8 +140,10 @@ static bool find_entry(size_t i, spccl_info_entry *out)
     i -= n_direct;
     if (i < SP_N_ENV) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
-        *out = (spccl_info_entry){
-            .kind = "setting", .name = v->name, .value = sp_env_text((sp_env_id)i), .why = v->help};
+        *out = (spccl_info_entry){.kind = i < SP_ENV_CPU_ISA ? "setting" : "debug setting",
+                                  .name = v->name,
+                                  .value = sp_env_text((sp_env_id)i),
+                                  .why = v->help};
         return true;
     }
     return false;

@@ -113,7 +113,7 @@ const sp_kernels *sp_kernels_at(size_t i)
     return NULL;
 }
 
-/* Writes ", scalar, avx2" and so on: the names that SPCCL_CPU_ISA may have here, besides "auto". */
+/* Writes ", scalar, avx2" and so on: the names that SPCCL_DEBUG_CPU_ISA may have here, besides "auto". */
 static void list_usable(char *text, size_t cap)
 {
     const sp_kernels *k;
@@ -140,11 +140,12 @@ spccl_status sp_kernels_pick(const sp_kernels **out)
         if (strcmp(want, sets[s].kernels->name) != 0)
             continue;
         if (sets[s].lacks() != NULL)
-            return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_CPU_ISA=%s: cannot run here (%s); use one of: auto%s",
-                           want, sets[s].lacks(), usable);
+            return SP_FAIL(SPCCL_ERR_SETTING,
+                           "SPCCL_DEBUG_CPU_ISA=%s: cannot run here (%s); use one of: auto%s", want,
+                           sets[s].lacks(), usable);
         *out = sets[s].kernels;
         return SPCCL_OK;
     }
-    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_CPU_ISA=\"%s\": no such kernel set; use one of: auto%s", want,
-                   usable);
+    return SP_FAIL(SPCCL_ERR_SETTING, "SPCCL_DEBUG_CPU_ISA=\"%s\": no such kernel set; use one of: auto%s",
+                   want, usable);
 }

@@ -1,7 +1,7 @@
 /* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
  * ib_open.c: devices, queue pairs and rings. ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
  *
- * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_IB_QPS RC queue pairs. For each queue both
+ * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_DEBUG_IB_QPS RC queue pairs. For each queue both
  * ends have a ring of segments (segment_ring.h). Each queue pair has a part of the places in a ring, one after the other,
  * registers that part, and carries the segments that lie there. A queue pair delivers in order; the receiver passes a
  * segment on when all before it are here (struct sp_ib_order).

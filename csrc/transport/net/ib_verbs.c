@@ -18,6 +18,7 @@
 #define INLINE_BYTES 128u
 #define HOP_LIMIT 255
 #define MIN_RNR_TIMER 12 /* 0.64 ms; receives are always posted, so it does not happen */
+#define RETRIES 6        /* of a packet without acknowledgement; 7 would be endless on software RoCE */
 #define RNR_RETRY 7
 #define POLL_CAP 32
 
@@ -409,17 +410,16 @@ static int enter_rtr(sp_ib_link *l, const sp_ib_end *mine, const sp_ib_end *thei
 
 spccl_status sp_ib_link_connect(sp_ib_link *l, const sp_ib_end *mine, const sp_ib_end *theirs)
 {
-    int64_t timeout, retries;
+    int64_t timeout;
     int error;
     struct ibv_qp_attr attr;
     SP_TRY(sp_env_number(SP_ENV_IB_TIMEOUT, &timeout));
-    SP_TRY(sp_env_number(SP_ENV_IB_RETRIES, &retries));
     error = enter_rtr(l, mine, theirs);
     if (error != 0)
         return call_failed(l->context, "ibv_modify_qp to RTR (no route to the peer's GID?)", error);
     attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS,
                                 .timeout = (uint8_t)timeout,
-                                .retry_cnt = (uint8_t)retries,
+                                .retry_cnt = RETRIES,
                                 .rnr_retry = RNR_RETRY,
                                 .sq_psn = mine->packet,
                                 .max_rd_atomic = 1};

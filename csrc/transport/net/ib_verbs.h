@@ -43,7 +43,7 @@ typedef struct sp_ib_choice {
     char refused[500]; /* what SPCCL_IB_DEVICE names and cannot be used, or "" */
 } sp_ib_choice;
 
-/* Choose the devices of a rank: of those that SPCCL_IB_DEVICE names, or of all, the fastest; at most SPCCL_IB_RAILS.
+/* Choose the devices of a rank: of those that SPCCL_IB_DEVICE names, or of all, the fastest; at most SPCCL_DEBUG_IB_RAILS.
  * gpu: the folder in sysfs of the GPU whose data they carry: those closest to it first (pci.h). "": those of this thread's
  * NUMA node first. */
 void sp_ib_choose(int rank, const char *gpu, sp_ib_choice *out);

@@ -12,7 +12,7 @@
  * endpoint. Without a usable device n_ports is 0, and no port and no tcp address follow. */
 enum { SP_IB_NO_DEVICE, SP_IB_INFINIBAND, SP_IB_ROCE_IPV4, SP_IB_ROCE_IPV6 };
 typedef struct sp_ib_address {
-    uint32_t n, n_qps; /* n_qps: SPCCL_IB_QPS */
+    uint32_t n, n_qps; /* n_qps: SPCCL_DEBUG_IB_QPS */
     struct {
         uint8_t network, gid[SP_IB_GID_BYTES];
         bool near; /* sp_ib_device.near */

@@ -23,7 +23,7 @@ void sp_plugin_find(sp_plugin_found *out);
 
 typedef struct sp_plugin_limits {
     int64_t deadline_ns; /* of the whole try */
-    int64_t call_ns;     /* how long one call may take in the child process: SPCCL_NET_PLUGIN_MS */
+    int64_t call_ns;     /* how long one call may take in the child process: SPCCL_DEBUG_NET_PLUGIN_MS */
 } sp_plugin_limits;
 
 /* Guards what all endpoints of this process share: its plugins, their last warning, the threads that were given up. A

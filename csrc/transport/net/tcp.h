@@ -125,8 +125,8 @@ spccl_status sp_tcp_connect_step(sp_endpoint *ep);
 void sp_tcp_end_connecting(struct sp_tcp *ep, struct sp_tcp_peer *p);
 
 /* tcp_limit.c */
-/* Call when all peers are connected: limit what the sockets to other hosts may have in flight. Errors: SETTING. */
-spccl_status sp_tcp_limit_window(struct sp_tcp *ep);
+/* Call when all peers are connected: limit what the sockets to other hosts may have in flight. */
+void sp_tcp_limit_window(struct sp_tcp *ep);
 /* Call when sp_tcp_window_due: measure, and apply a new limit if it has changed. */
 void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns);
 /* Call when sp_tcp_drain_due: the same for calls that are too short for sp_tcp_update_window. */

@@ -400,7 +400,8 @@ static spccl_status connect_all(struct sp_tcp *ep)
     }
     if (missing.n == 0) {
         sp_acceptor_close(&ep->acceptor); /* all peers have connected */
-        return sp_tcp_limit_window(ep);
+        sp_tcp_limit_window(ep);
+        return SPCCL_OK;
     }
     if (sp_deadline_passed(ep->config.deadline_ns))
         return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: no tcp connection with rank %s before the deadline%s%s",

@@ -1,5 +1,4 @@
 /* tcp_limit.c - applies the window (tcp_window.h) to all sockets to other hosts. See tcp.h. */
-#include "core/base/env.h"
 #include "transport/net/tcp.h"
 
 #include <string.h>
@@ -83,18 +82,15 @@ static uint32_t ranks_per_host(const struct sp_tcp *ep)
     return n_hosts == 0 ? 1 : (n_ranks + n_hosts - 1) / n_hosts;
 }
 
-spccl_status sp_tcp_limit_window(struct sp_tcp *ep)
+void sp_tcp_limit_window(struct sp_tcp *ep)
 {
-    int64_t forced;
     uint32_t n = 0;
-    SP_TRY(sp_env_number(SP_ENV_TCP_WINDOW, &forced));
     for_remote_sockets(ep, count_socket, &n);
-    sp_tcp_window_init(&ep->window, (size_t)forced, n,
+    sp_tcp_window_init(&ep->window, n,
                        ranks_per_host(ep) * (ep->config.n_sharing != 0 ? ep->config.n_sharing : 1));
     if (n == 0)
         ep->drain.next_ns = INT64_MAX;
     apply_window(ep);
-    return SPCCL_OK;
 }
 
 void sp_tcp_update_window(struct sp_tcp *ep, int64_t now_ns)

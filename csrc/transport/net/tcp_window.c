@@ -23,18 +23,16 @@ static size_t socket_limit(const sp_tcp_window *w)
 {
     double rate = w->rate > 0 ? w->rate : SP_TCP_WINDOW_START_RATE / w->n_sharing;
     double delay_ns = (double)(2 * w->rtt_ns);
-    double bytes = (double)w->forced_bytes;
+    double bytes;
     if (delay_ns < (double)SP_TCP_WINDOW_DELAY_NS)
         delay_ns = (double)SP_TCP_WINDOW_DELAY_NS;
-    if (w->forced_bytes == 0)
-        bytes = (double)SP_TCP_WINDOW_QUEUE_BYTES / w->n_sharing + 2 * rate * delay_ns;
-    bytes /= w->n_sockets;
+    bytes = ((double)SP_TCP_WINDOW_QUEUE_BYTES / w->n_sharing + 2 * rate * delay_ns) / w->n_sockets;
     return bytes > (double)INT_MAX ? (size_t)INT_MAX : sp_max_size((size_t)bytes, SP_TCP_WINDOW_SOCKET_MIN);
 }
 
-void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets, uint32_t n_sharing)
+void sp_tcp_window_init(sp_tcp_window *w, uint32_t n_sockets, uint32_t n_sharing)
 {
-    *w = (sp_tcp_window){.forced_bytes = forced_bytes, .n_sockets = n_sockets, .n_sharing = n_sharing};
+    *w = (sp_tcp_window){.n_sockets = n_sockets, .n_sharing = n_sharing};
     if (n_sockets != 0)
         w->socket_bytes = socket_limit(w);
 }
@@ -94,7 +92,7 @@ static size_t segments_min(int fd)
 
 void sp_tcp_window_apply(const sp_tcp_window *w, int fd)
 {
-    size_t bytes = w->forced_bytes != 0 ? w->socket_bytes : sp_max_size(w->socket_bytes, segments_min(fd));
+    size_t bytes = sp_max_size(w->socket_bytes, segments_min(fd));
     /* The kernel doubles the number, and counts its own tables in it. Tables take much less than half. */
     int half = (int)(bytes / 2), got = 0, no_locks = 0;
     socklen_t n = sizeof got;

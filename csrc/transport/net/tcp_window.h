@@ -20,13 +20,11 @@
 #define SP_TCP_WINDOW_QUEUE_BYTES ((size_t)256 << 10)
 #define SP_TCP_WINDOW_DELAY_NS                                                                               \
     INT64_C(200000) /* time until the kernel and this thread see an acknowledgement */
-#define SP_TCP_WINDOW_SOCKET_MIN                                                                             \
-    ((size_t)8 << 10)                 /* a socket gets as much even if SPCCL_TCP_WINDOW is less */
-#define SP_TCP_WINDOW_START_RATE 1.25 /* bytes per ns until one is measured: 10 Gbit/s */
+#define SP_TCP_WINDOW_SOCKET_MIN ((size_t)8 << 10) /* a socket gets as much even if its part is less */
+#define SP_TCP_WINDOW_START_RATE 1.25              /* bytes per ns until one is measured: 10 Gbit/s */
 #define SP_TCP_WINDOW_SAMPLE_NS INT64_C(10000000)
 
 typedef struct sp_tcp_window {
-    size_t forced_bytes; /* SPCCL_TCP_WINDOW: of all sockets together; 0: measured */
     uint32_t n_sockets;  /* sockets to other hosts */
     uint32_t n_sharing;  /* ranks of this host, which share its link */
     size_t socket_bytes; /* limit of each */
@@ -43,7 +41,7 @@ typedef struct sp_tcp_window {
 /* n_sockets: sockets to other hosts; with 0 the window is never due. A peer that is lost later breaks the group,
  * so its share is not given to the others. n_sharing: ranks of this host, at least 1. Each takes its part of
  * SP_TCP_WINDOW_QUEUE_BYTES, and of the rate until one is measured. */
-void sp_tcp_window_init(sp_tcp_window *w, size_t forced_bytes, uint32_t n_sockets, uint32_t n_sharing);
+void sp_tcp_window_init(sp_tcp_window *w, uint32_t n_sockets, uint32_t n_sharing);
 /* True if it is time to call sp_tcp_window_measure. */
 static inline bool sp_tcp_window_due(const sp_tcp_window *w, int64_t now_ns)
 {
@@ -57,8 +55,7 @@ bool sp_tcp_window_measure(sp_tcp_window *w, int64_t now_ns, bool full, int64_t 
 /* Take over a rate that tcp_drain.h has found. Has no effect once sp_tcp_window_measure has found one. Returns true as
  * sp_tcp_window_measure does. */
 bool sp_tcp_window_learn(sp_tcp_window *w, double rate);
-/* Limit the bytes in flight of one socket to socket_bytes. Unless SPCCL_TCP_WINDOW is set, a socket may have 4 segments
- * of its connection in any case: with fewer, acknowledgements are delayed by 40 ms. If the system does not allow so
+/* Limit the bytes in flight of one socket to socket_bytes. A socket may have 4 segments of its connection in any case: with fewer, acknowledgements are delayed by 40 ms. If the system does not allow so
  * much (net.core.wmem_max), the kernel's own control of the buffer is switched on again. Before Linux 5.14 the largest
  * allowed limit stays instead. */
 void sp_tcp_window_apply(const sp_tcp_window *w, int fd);

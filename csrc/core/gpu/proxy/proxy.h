@@ -11,7 +11,7 @@
  * docs/ALGORITHMS.md, "GPUs of several hosts", has the rest.
  * proxy.c: start and end. proxy_move.c: what a proxy does in each round. proxy_thread.c: its thread.
  *
- * With some peers the rings may lie in GPU memory (SPCCL_GPU_DIRECT; proxy_direct.c). Kernels then write frames for the
+ * With some peers the rings may lie in GPU memory (SPCCL_DEBUG_GPU_DIRECT; proxy_direct.c). Kernels then write frames for the
  * peer to rings in this GPU's memory, and the proxy puts them (transport.h) into the peer's inbox. The message has the
  * positions alone, and the copy warp of the peer copies no frames. */
 #ifndef SP_PROXY_H
@@ -75,7 +75,7 @@ typedef struct sp_proxies {
 
 /* The transport that the links of g->comm to its remote peers use. Errors: UNSUPPORTED (they use several). */
 spccl_status sp_proxies_transport(const sp_gpu_comm *g, const sp_transport **out);
-/* How many proxies a rank would like to have: SPCCL_CUDA_PROXIES, or by the cores that this process may use. comm
+/* How many proxies a rank would like to have: SPCCL_DEBUG_CUDA_PROXIES, or by the cores that this process may use. comm
  * NULL: if it is the only rank of its host. Errors: SETTING. */
 spccl_status sp_proxies_count(const spccl_comm *comm, uint32_t *out);
 /* Allocate pinned memory and open the endpoints of g->limits.n_proxies proxies. g's GPU is current. g->proxies is set at once; the caller calls

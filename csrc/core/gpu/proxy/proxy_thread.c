@@ -19,7 +19,7 @@
  * channels never knows that: after SP_PROXY_QUIET_NS it sleeps for SP_PROXY_QUIET_POLL_NS. */
 #define SLEEP_NS 20000
 #define ASLEEP_NS (INT64_C(100) * 1000000)
-/* Where each rank has this many cores, a thread polls for longer than SPCCL_SPIN_US before it sleeps: while a kernel
+/* Where each rank has this many cores, a thread polls for longer than SPCCL_DEBUG_SPIN_US before it sleeps: while a kernel
  * may need it, and otherwise for as long as a program may take from the end of one collective to the next call. Waking
  * a thread takes tens of microseconds. */
 #define CORES_TO_SPIN 4u
