@@ -20,15 +20,17 @@ SUFFIXES = {".h", ".c", ".inc", ".hpp", ".cpp", ".cu", ".cuh"}
 
 # Folder -> other folders whose headers its files may include. In core, a folder may include those on its left.
 CORE = [f"csrc/core/{name}" for name in ("base", "format", "contract", "plan", "run", "gpu", "prune")]
+GPU = [f"csrc/core/gpu/{name}" for name in ("collectives", "proxy", "channels")]
 CONTRACTS = {"csrc", *CORE[:3]}
 TRANSPORTS = {"csrc", "csrc/core/base", "csrc/core/contract", "csrc/transport/common"}
 MAY_INCLUDE: dict[str, set[str]] = {
     "csrc": set(),
     **{folder: {"csrc", *CORE[:i]} for i, folder in enumerate(CORE)},
-    CORE[5]: {"csrc", *CORE[:5], *(f"{CORE[5]}/{part}" for part in ("collectives", "proxy", "channels"))},
-    f"{CORE[5]}/collectives": {"csrc", *CORE, f"{CORE[5]}/proxy"},
-    f"{CORE[5]}/proxy": {"csrc", *CORE},
-    f"{CORE[5]}/channels": {"csrc", *CORE, f"{CORE[5]}/proxy"},
+    CORE[5]: {"csrc", *CORE[:5], *GPU},
+    CORE[6]: {"csrc", *CORE[:6], *GPU},
+    GPU[0]: {"csrc", *CORE[:6], GPU[1]},
+    GPU[1]: {"csrc", *CORE[:6]},
+    GPU[2]: {"csrc", *CORE[:6], GPU[1]},
     "csrc/kernels/cpu": CONTRACTS,
     "csrc/kernels/cuda": CONTRACTS,
     "csrc/transport/common": TRANSPORTS,
