@@ -2,7 +2,7 @@
 
 `spccl.prune` selects the entries of one bucket. This file adds what DDP needs around it. Imports torch; knows nothing
 of formats or transports. For each bucket it makes one call of `spccl.prune` and one all_reduce; most elements of the
-bucket are zero by then. `_ddp_model.py` finds the model; `_hook.py` has what this hook shares with `spccl.fsdp`.
+bucket are zero by then. `_pruning` finds the model, and has what this hook shares with `spccl.fsdp`.
 """
 
 import time
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spccl import _hook_state, prune
+from spccl import prune
 
-from ._backward import at_end_of_backward, in_backward
-from ._ddp_model import (
+from ._pruning import hook_state
+from ._pruning.backward import at_end_of_backward, in_backward
+from ._pruning.ddp_model import (
     LastAverages,
     find_ddp,
     find_ddp_by_hook,
@@ -23,8 +24,8 @@ from ._ddp_model import (
     named,
     refuse_second_hook,
 )
-from ._hook import PruningHook
-from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
+from ._pruning.hook import PruningHook
+from ._pruning.optimizers import refuse_adam, refuse_momentum, warn_at_first_step
 
 _INSTEAD = "without DDP"  # how SparseSync is used in place of this hook
 
@@ -152,7 +153,7 @@ class PrunedGradients(PruningHook):
         group = model.process_group
         version, n_ranks = self._loaded_version, self._loaded_ranks
         self._loaded = self._fit(self._loaded, version, n_ranks, layouts(model), group)
-        self._loaded_version = _hook_state.VERSION
+        self._loaded_version = hook_state.VERSION
 
     def _attach(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Take group, parameter names and DDP settings from the model that calls this hook."""
@@ -308,7 +309,7 @@ class PrunedGradients(PruningHook):
         plan = self._plan(bucket, buffer, memory)
         self._prune_flat(bucket.index(), buffer, plan, memory, scale, later=later)
 
-    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: _hook_state.OnDevice) -> prune.Plan | None:
+    def _plan(self, bucket: dist.GradBucket, buffer: torch.Tensor, memory: hook_state.OnDevice) -> prune.Plan | None:
         """The plan of this bucket; None for an empty one. DDP may fill its buckets anew after the first step."""
         params = bucket.parameters()
         key = tuple(map(id, params))
@@ -325,7 +326,7 @@ class PrunedGradients(PruningHook):
             self._plans[key] = plan
         return plan
 
-    def _slot_of(self, param: torch.Tensor, dtype: torch.dtype, memory: _hook_state.OnDevice) -> prune.Slot:
+    def _slot_of(self, param: torch.Tensor, dtype: torch.dtype, memory: hook_state.OnDevice) -> prune.Slot:
         name = self._names.get(id(param))
         if name is None:
             raise RuntimeError(

@@ -1,8 +1,8 @@
 """Gradient pruning for FSDP2 (`fully_shard`): `prune`.
 
 FSDP2 reduce-scatters a gradient within a replica; then each rank averages its shard over replicas. This file replaces
-that average by a pruned one. `_hook.py` has what it shares with the hook for DDP, `_fsdp_model.py` finds torch's
-parameter groups. Imports torch; knows nothing of formats or transports.
+that average by a pruned one. `_pruning` finds torch's parameter groups, and has what it shares with the hook for DDP.
+Imports torch; knows nothing of formats or transports.
 """
 
 import functools
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spccl import _hook_state
 from spccl import prune as prune_
 
-from ._backward import at_end_of_backward, pass_number
-from ._fsdp_model import Unit, find_units
-from ._hook import PruningHook
-from ._hook_optimizer import refuse_adam, refuse_momentum, warn_at_first_step
+from ._pruning import hook_state
+from ._pruning.backward import at_end_of_backward, pass_number
+from ._pruning.fsdp_model import Unit, find_units
+from ._pruning.hook import PruningHook
+from ._pruning.optimizers import refuse_adam, refuse_momentum, warn_at_first_step
 
 _WHO = "spccl.fsdp.prune"
 # How SparseSync is used in place of this hook.
@@ -121,7 +121,7 @@ class PrunedShards(PruningHook):
         self._group = units[0].replicas
         self._shard = (units[0].shards.rank(), units[0].shards.size())
         self._norm_group = units[0].shards if self._shard[1] > 1 else None
-        self._layouts = {part.name: _hook_state.contiguous(part.shape) for unit in units for part in unit.parts}
+        self._layouts = {part.name: hook_state.contiguous(part.shape) for unit in units for part in unit.parts}
         self._units = units
         for unit in units:
             unit.install(functools.partial(self._exchange, unit))
@@ -168,14 +168,14 @@ class PrunedShards(PruningHook):
             )
         self._end_step(len(self._units) - 1)
 
-    def _memory(self, device: torch.device) -> _hook_state.OnDevice:
+    def _memory(self, device: torch.device) -> hook_state.OnDevice:
         known = device in self._devices
         memory = super()._memory(device)
         if not known and self._norms is not None:
             memory.set_norms(self._norms, len(self._units))
         return memory
 
-    def _plan(self, unit: Unit, grad: torch.Tensor, memory: _hook_state.OnDevice) -> prune_.Plan | None:
+    def _plan(self, unit: Unit, grad: torch.Tensor, memory: hook_state.OnDevice) -> prune_.Plan | None:
         """The plan of a parameter group; None if all its shards on this rank are empty."""
         if grad.numel() != unit.length:
             names = ", ".join(part.name for part in unit.parts)

@@ -177,7 +177,7 @@ def conflicting_settings(hook: PrunedGradients, max_grad_norm: float | None, opt
         max_grad_norm: the norm at which the loop clips the averaged gradient; 0 or None = no clipping.
         optimizer: torch.optim.Optimizer, or Accelerate's wrapper of one; None if unknown.
     """
-    from spccl._hook_optimizer import is_adam_like
+    from spccl._pruning.optimizers import is_adam_like
 
     optimizer = getattr(optimizer, "optimizer", optimizer)
     kind = type(optimizer).__name__

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spccl._hook_state import plain_name, require_one_shard
+from spccl._pruning.hook_state import plain_name, require_one_shard
 
 from .bucket import local_part, own_memory
 

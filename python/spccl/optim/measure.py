@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spccl import prune
-from spccl._stats import OwnBytes
+from spccl._pruning.stats import OwnBytes
 
 from .schedule import density_at
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from spccl import _fsdp_model, prune
+from spccl import prune
+from spccl._pruning import fsdp_model
+from spccl._pruning.ranks import Ranks
 
 from .bucket import local_part
-from .ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,7 +44,7 @@ class Shards:
                 self._groups[id(p)] = groups
                 self._devices.setdefault(groups, p.device)
         self.place = tuple((g.rank(), g.size()) for g in dict.fromkeys(g for key in self._devices for g in key))
-        self._modules = _fsdp_model.modules_with(self._groups) if self._groups else []
+        self._modules = fsdp_model.modules_with(self._groups) if self._groups else []
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -74,7 +75,7 @@ class Shards:
         FSDP2 keeps the root module's parameters after a forward pass without a backward pass, and takes these again in
         the next one.
         """
-        _fsdp_model.reshard(self._modules)
+        fsdp_model.reshard(self._modules)
 
 
 def gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -107,7 +108,7 @@ def _groups_of(name: str, param: Any, ranks: Ranks) -> Groups:
         theirs = dist.get_process_group_ranks(group)
         common = sorted(ours.intersection(theirs))
         if not placement.is_replicate():
-            _fsdp_model.refuse_shared_shards("SparseSync", name, theirs, ours)
+            fsdp_model.refuse_shared_shards("SparseSync", name, theirs, ours)
         if len(common) > 1:
             raise ValueError(
                 f"SparseSync: parameter {name} is replicated over ranks {theirs}, whose gradients FSDP2 averages, and "

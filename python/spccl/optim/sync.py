@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from spccl import prune
-from spccl._stats import HasStats
+from spccl._pruning.ranks import Ranks
+from spccl._pruning.stats import HasStats
 
 from . import checkpoint, checks, measure, moments
 from . import overlap as overlaps
 from .bucket import Weight, local_part, make_buckets, own_memory
-from .ranks import Ranks
 from .schedule import Density, density_at
 from .settings import Settings
 from .shards import Shards, gradient

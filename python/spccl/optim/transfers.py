@@ -11,8 +11,9 @@ from .packed import Layout, add_packed, pack, packed_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from spccl._pruning.ranks import Ranks
+
     from .bucket import Bucket
-    from .ranks import Ranks
     from .settings import Settings
 
 

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from spccl import _ddp_model, ddp
+from spccl import ddp
+from spccl._pruning import ddp_model
 from workers.common import RANK, WORLD, main, raises
 from workers.ddp_hook import BACKEND, SHAPES, Probe, Sums, grads, mean_residual, step_once, wanted, wrap
 
@@ -135,7 +136,7 @@ def zeroed_gradients_are_seldom_read() -> None:
     within as many passes as lie between two reads, and at once after a state was loaded."""
     for loads in (False, True):
         model, hook = wrap({"momentum": 0.9}, bucket_cap_mb=0.03)
-        with mock.patch.object(_ddp_model, "_has_nonzeros", side_effect=_ddp_model._has_nonzeros) as read:
+        with mock.patch.object(ddp_model, "_has_nonzeros", side_effect=ddp_model._has_nonzeros) as read:
             for step in range(12):
                 model(wanted(RANK, step)).backward()
                 model.zero_grad(set_to_none=False)

@@ -263,7 +263,7 @@ def run_profiled(ddp, n_steps=3):
     from torch.profiler import ProfilerActivity, profile
 
     x = torch.randn(16, 128, device=DEVICE)
-    for _ in range(6):  # in the first ones the hook looks whether gradients were zeroed (_ddp_model.py)
+    for _ in range(6):  # in the first ones the hook looks whether gradients were zeroed (ddp_model.py)
         ddp.zero_grad(set_to_none=False)
         ddp(x).sum().backward()
     torch.cuda.synchronize()

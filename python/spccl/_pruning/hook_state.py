@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import prune
+from spccl import prune
 
 VERSION = 2  # of a checkpoint; 1 had flat tensors in the order of the memory, without shapes
 

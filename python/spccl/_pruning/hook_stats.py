@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import backend, prune
-from ._backward import at_end_of_backward, in_backward
-from ._hook_state import OnDevice
-from ._stats import OwnBytes
+from spccl import backend, prune
+
+from .backward import at_end_of_backward, in_backward
+from .hook_state import OnDevice
+from .stats import OwnBytes
 
 
 class Tally:

@@ -1,7 +1,7 @@
 """What the hooks for DDP and for FSDP2 share: settings, state of the parameters, statistics, checkpoints.
 
 Imports torch; knows neither DDP nor FSDP. `spccl.ddp` and `spccl.fsdp` hand it one flat gradient at a time.
-`_hook_state.py` has the memory per device and the checkpoints, `_hook_stats.py` the counts.
+`hook_state.py` has the memory per device and the checkpoints, `hook_stats.py` the counts.
 """
 
 import contextlib
@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from spccl import _hook_state, backend, prune
+from spccl import backend, prune
 from spccl.optim.checks import is_number, is_share, is_whole, percent_hint, warn_of_density_1
 
-from ._hook_stats import Statistics
-from ._stats import HasStats
+from . import hook_state
+from .hook_stats import Statistics
+from .stats import HasStats
 
 
 class PruningHook(HasStats):
@@ -85,13 +86,13 @@ class PruningHook(HasStats):
         self.step = 0  # number of backward passes that called this hook and have ended
         self._group: dist.ProcessGroup | None = None  # of the average
         self._norm_group: dist.ProcessGroup | None = None  # ranks that have parts of one gradient; None: no others
-        self._layouts: dict[str, _hook_state.Layout] = {}  # of the model's parameters, on this rank, by name
+        self._layouts: dict[str, hook_state.Layout] = {}  # of the model's parameters, on this rank, by name
         self._slots: dict[str, prune.Slot] = {}  # by parameter name
         self._plans: dict[Any, Any] = {}  # a subclass says by what
-        self._devices: dict[torch.device, _hook_state.OnDevice] = {}
+        self._devices: dict[torch.device, hook_state.OnDevice] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
         self._loaded_ranks: int | None = None  # that saved what was loaded
-        self._loaded_version = _hook_state.VERSION
+        self._loaded_version = hook_state.VERSION
         self._skip_unused = False
         self._averages: dict[torch.device, bool] = {}
         self._limit: contextlib.AbstractContextManager[None] | None = None
@@ -112,21 +113,21 @@ class PruningHook(HasStats):
 
     # -- one flat gradient -------------------------------------------------------------------------
 
-    def _memory(self, device: torch.device) -> _hook_state.OnDevice:
+    def _memory(self, device: torch.device) -> hook_state.OnDevice:
         """What this hook keeps on `device`."""
         memory = self._devices.get(device)
         if memory is None:
-            memory = self._devices[device] = _hook_state.OnDevice(len(self._layouts), device)
+            memory = self._devices[device] = hook_state.OnDevice(len(self._layouts), device)
         return memory
 
-    def _slot(self, name: str, numel: int, pruned: bool, dtype: torch.dtype, memory: _hook_state.OnDevice):
+    def _slot(self, name: str, numel: int, pruned: bool, dtype: torch.dtype, memory: hook_state.OnDevice):
         """The state of a parameter. The first call makes it, from the loaded checkpoint if there is one."""
         slot = self._slots.get(name)
         if slot is None:
             slot = prune.Slot(name, numel, pruned, memory.states[list(self._layouts).index(name)])
             slot.state[prune.STEP] = self.step
             if name in self._loaded:
-                _hook_state.fill_slot(slot, self._loaded.pop(name), self._layouts[name], self.error_feedback)
+                hook_state.fill_slot(slot, self._loaded.pop(name), self._layouts[name], self.error_feedback)
             keeps = pruned and self.error_feedback and self.density < 1
             slot.prepare(dtype, keeps, self.momentum > 0, self.residual_dtype)
             self._slots[name] = slot
@@ -137,7 +138,7 @@ class PruningHook(HasStats):
         index: int,
         grad: torch.Tensor,
         plan: prune.Plan | None,
-        memory: _hook_state.OnDevice,
+        memory: hook_state.OnDevice,
         scale: float,
         divisor: float = 1.0,
         later: bool = False,
@@ -256,10 +257,10 @@ class PruningHook(HasStats):
         """
         parameters = {name: dict(entry) for name, entry in self._loaded.items()}
         step = self.step
-        step = _hook_state.pack(self._slots.values(), self._layouts, parameters, step)
+        step = hook_state.pack(self._slots.values(), self._layouts, parameters, step)
         world_size = self._loaded_ranks if self._group is None else dist.get_world_size(self._group)
         return {
-            "version": self._loaded_version if self._group is None else _hook_state.VERSION,
+            "version": self._loaded_version if self._group is None else hook_state.VERSION,
             "world_size": world_size,
             "step": step,
             "seed": self.seed,
@@ -272,7 +273,7 @@ class PruningHook(HasStats):
         Raises: ValueError if it is of another version, another number of ranks (use `reshard` first), or
             names or shapes differ from the model's. A state of version 1 has sizes alone.
         """
-        loaded, version = _hook_state.unpack(self._who, state), state["version"]
+        loaded, version = hook_state.unpack(self._who, state), state["version"]
         if self._group is not None:
             loaded = self._fit(loaded, version, state["world_size"], self._layouts, self._group)
         self._loaded, self._loaded_ranks, self._loaded_version = loaded, state["world_size"], version
@@ -289,7 +290,7 @@ class PruningHook(HasStats):
         loaded: dict[str, dict[str, Any]],
         version: int,
         n_ranks: int | None,
-        layouts: dict[str, _hook_state.Layout],
+        layouts: dict[str, hook_state.Layout],
         group: dist.ProcessGroup,
     ) -> dict[str, dict[str, Any]]:
         """Loaded entries of `version` as those of this version.
@@ -304,7 +305,7 @@ class PruningHook(HasStats):
                 f"{who}: got the state of {n_ranks} ranks, this group has {world_size}; pass all ranks' states through "
                 f"{self._who}.reshard(states, {world_size})"
             )
-        return _hook_state.fit(who, loaded, version, layouts)
+        return hook_state.fit(who, loaded, version, layouts)
 
     @classmethod
     def reshard(
@@ -318,7 +319,7 @@ class PruningHook(HasStats):
         Args: ranks: the new ranks whose states are made; None: all.
         Raises: ValueError if a rank's state is missing or the states differ in step or version.
         """
-        return _hook_state.reshard(cls.__name__, states, world_size, ranks)
+        return hook_state.reshard(cls.__name__, states, world_size, ranks)
 
     # -- settings ----------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import backend
+from spccl import backend
 
 
 class HasStats:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ._hook_state import plain_name
+from .hook_state import plain_name
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ._backward import at_end_of_backward, in_backward, pass_number
-from ._hook import LeftOutHook
-from ._hook_state import Layout, contiguous, plain_name
+from .backward import at_end_of_backward, in_backward, pass_number
+from .hook import LeftOutHook
+from .hook_state import Layout, contiguous, plain_name
 
 
 def find_ddp(model: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel:
