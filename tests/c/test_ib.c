@@ -45,7 +45,7 @@ static spccl_status await_end(struct member *m)
     while ((st = m->t->peek(m->ep, 0, 0, &unused, &bytes)) == SPCCL_AGAIN &&
            !sp_deadline_passed(deadline_ns)) {
         (void)progress(m);
-        atomic_store(&m->shared->step, sp_ib_self(m->ep)->peers[0].gone_status == SPCCL_ERR_FORMAT);
+        atomic_store(&m->shared->step, sp_ib_self(m->ep)->base.peers[0].failed_status == SPCCL_ERR_FORMAT);
         CHECK(sleep_armed(m), "nothing woke rank 1");
     }
     return st;

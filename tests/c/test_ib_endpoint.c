@@ -153,6 +153,7 @@ static void test_next_transport(void)
 struct scene {
     struct sp_ib ep;
     struct sp_ib_peer peers[2];
+    sp_segments_peer base[2];
     sp_region *region;
     uint8_t handle[SP_REGION_HANDLE_BYTES];
 };
@@ -178,22 +179,28 @@ static void open_scene(struct scene *s, const struct card *first)
     unsetenv("SPCCL_DEBUG_IB_RAILS");
     CHECK(choice.n == 2, "%d devices: %s", choice.n, choice.why);
     s->ep.n_devices = choice.n;
-    s->ep.config = (sp_endpoint_config){.world_size = 2, .n_queues = 1, .queue_bytes = 1 << 16, .n_puts = 4};
+    s->ep.base = (sp_segments){.peers = s->base, .pid = getpid()};
+    s->ep.base.config =
+        (sp_endpoint_config){.world_size = 2, .n_queues = 1, .queue_bytes = 1 << 16, .n_puts = 4};
     s->ep.peers = s->peers;
-    s->ep.pid = getpid();
+    for (int i = 0; i < 2; i++) {
+        s->peers[i].base = &s->base[i];
+        s->peers[i].tx[0].ring = &s->base[i].tx[0];
+        s->peers[i].rx[0].ring = &s->base[i].rx[0];
+    }
     for (int d = 0; d < 2; d++) {
         s->ep.devices[d] = choice.devices[d];
         CHECK_OK(sp_ib_context_open(&choice.devices[d], 16, &s->ep.contexts[d]));
     }
-    p->route = SP_IB_BY_IB;
+    p->base->route = SP_BY_NET;
     p->stage = SP_IB_STAGE_DONE;
     p->n_qps = 1; /* on device 0; device 1 was left out at start-up */
     CHECK_OK(sp_ib_link_open(s->ep.contexts[0], 64, 64, &p->qps[0].link, &p->mine.ends[0]));
-    CHECK_OK(sp_segment_ring_open(&p->tx[0].ring, 1 << 16, 0, false));
-    CHECK_OK(sp_segment_ring_open(&rx->ring, 1 << 16, 0, true));
-    sp_record_write(rx->ring.memory.data, 0, 0, 16); /* a message is here */
-    rx->ring.bytes[0] = (uint32_t)sp_record_bytes(16);
-    atomic_store(&rx->ring.done, 1);
+    CHECK_OK(sp_segment_ring_open(p->tx[0].ring, 1 << 16, 0, false));
+    CHECK_OK(sp_segment_ring_open(rx->ring, 1 << 16, 0, true));
+    sp_record_write(rx->ring->memory.data, 0, 0, 16); /* a message is here */
+    rx->ring->bytes[0] = (uint32_t)sp_record_bytes(16);
+    atomic_store(&rx->ring->done, 1);
     CHECK_OK(sp_ib_puts.open_region(endpoint(s), &c, &s->region, s->handle));
 }
 
@@ -201,8 +208,8 @@ static void close_scene(struct scene *s)
 {
     sp_ib_puts.close_region(endpoint(s), s->region);
     sp_ib_close_qps(&s->peers[1]);
-    sp_segment_ring_close(&s->peers[1].tx[0].ring);
-    sp_segment_ring_close(&s->peers[1].rx[0].ring);
+    sp_segment_ring_close(s->peers[1].tx[0].ring);
+    sp_segment_ring_close(s->peers[1].rx[0].ring);
     for (int d = 0; d < 2; d++)
         sp_ib_context_close(s->ep.contexts[d]);
     CHECK(n_objects == 0, "%d objects are open", n_objects);
@@ -218,7 +225,7 @@ static void test_access(void)
     open_scene(&s, &c);
     p->n_qps = 1;
     sp_ib_open_peer(&s.ep, 0);
-    CHECK(p->mine.usable == 1, "%s", p->reason);
+    CHECK(p->mine.usable == 1, "%s", p->base->reason);
     CHECK(access_asked(p->tx[0].memory[0].mr) == 0, "send ring: access %x",
           access_asked(p->tx[0].memory[0].mr));
     CHECK(access_asked(p->rx[0].memory[0].mr) == peers, "receive ring: access %x",
@@ -229,8 +236,8 @@ static void test_access(void)
               (peers | IBV_ACCESS_REMOTE_READ),
           "region: access %x", access_asked(((const struct sp_ib_region *)s.region)->memory[0].mr));
     sp_ib_close_qps(p);
-    sp_segment_ring_close(&p->tx[0].ring);
-    sp_segment_ring_close(&p->rx[0].ring);
+    sp_segment_ring_close(p->tx[0].ring);
+    sp_segment_ring_close(p->rx[0].ring);
     close_scene(&s);
 }
 
@@ -239,7 +246,7 @@ static void complete_read(struct scene *s, enum ibv_wc_status status)
 {
     next_completion = (struct ibv_wc){.wr_id = (uint64_t)SP_IB_FLUSH_PEER << 32, .status = status};
     has_completion = true;
-    sp_ib_poll(&s->ep);
+    sp_ib_poll(&s->ep.base);
 }
 
 /* Only the device that carries the pair registers memory and reads it. */
@@ -297,7 +304,7 @@ static void test_late_completion(void)
     const struct card c = good_card("mlx5_0");
     struct scene s;
     open_scene(&s, &c);
-    s.peers[1].route = SP_IB_FAILED;
+    s.base[1].route = SP_BY_NEXT;
     sp_ib_close_qps(&s.peers[1]);
     for (int kind = 0; kind < 2; kind++) {
         next_completion = (struct ibv_wc){.wr_id = (kind == 0 ? receive : 0) | sp_ib_id(&s.peers[1], 1, 0) |
@@ -306,10 +313,10 @@ static void test_late_completion(void)
                                           .wc_flags = kind == 0 ? IBV_WC_WITH_IMM : 0,
                                           .imm_data = htonl(sp_ib_imm(SP_IB_PROBE, 0, SP_IB_PROBE_NUMBER))};
         has_completion = true;
-        sp_ib_poll(&s.ep);
-        CHECK(!has_completion && s.peers[1].failure[0] == '\0' && s.peers[1].qps[0].n_completed == 0 &&
+        sp_ib_poll(&s.ep.base);
+        CHECK(!has_completion && s.base[1].failure[0] == '\0' && s.peers[1].qps[0].n_completed == 0 &&
                   !s.peers[1].qps[0].probe_here,
-              "a closed queue pair counts: %s", s.peers[1].failure);
+              "a closed queue pair counts: %s", s.base[1].failure);
     }
     close_scene(&s);
 }
@@ -324,15 +331,15 @@ static void test_bad_write_after_end(void)
     void *space = NULL;
     spccl_status st;
     open_scene(&s, &c);
-    p->gone = true; /* as sp_ib_look_at_tcp sets it */
-    snprintf(p->gone_text, sizeof p->gone_text, "is gone");
-    p->ended_ns = sp_now_ns();
+    p->base->gone = true; /* as sp_segments_hear_end sets it */
+    snprintf(p->base->gone_text, sizeof p->base->gone_text, "is gone");
+    p->base->ended_ns = sp_now_ns();
     next_completion = (struct ibv_wc){.wr_id = receive | sp_ib_id(p, 1, 0),
                                       .opcode = IBV_WC_RECV_RDMA_WITH_IMM,
                                       .wc_flags = IBV_WC_WITH_IMM,
                                       .imm_data = 0xffffffff};
     has_completion = true;
-    sp_ib_poll(&s.ep);
+    sp_ib_poll(&s.ep.base);
     st = sp_transport_ib.reserve(endpoint(&s), 1, 0, 16, &space);
     CHECK(st == SPCCL_ERR_FORMAT &&
               strstr(spccl_last_error(), "sent something that is not a message") != NULL &&
@@ -352,7 +359,7 @@ static void test_no_place(void)
     uint8_t unused[SP_REGION_HANDLE_BYTES];
     open_scene(&s, &c);
     CHECK_OK(sp_ib_puts.open_region(endpoint(&s), &source, &from, unused));
-    CHECK(sp_segment_ring_reserve(&s.peers[1].tx[0].ring, 16) != NULL, "no space");
+    CHECK(sp_segment_ring_reserve(s.peers[1].tx[0].ring, 16) != NULL, "no space");
     s.peers[1].qps[0].n_writes = (uint32_t)sp_ib_n_writes(&s.ep);
     CHECK(sp_ib_puts.put(endpoint(&s), 1, 0, &(sp_put){.from = from, .to = s.handle, .bytes = 64}) ==
                   SPCCL_ERR_BUG &&

@@ -286,7 +286,7 @@ static void test_retry(void)
 static void test_looks(void)
 {
     const sp_plugin plugin = {.name = "Test", .n_devices = 1};
-    struct sp_plugin_peer peer = {.added = true};
+    struct sp_plugin_peer peer = {.base = NULL};
     struct sp_plugin_endpoint ep = {.peers = &peer, .plugin = &plugin, .call_limit_ns = 1000};
     char text[SP_NET_TEXT_CAP];
     int64_t deadline_ns = sp_deadline_in_ms(PATIENCE_MS);

@@ -1,5 +1,6 @@
-/* ib.h - the data of transport ib. ib.c: messages. ib_address.c: addresses and rails. ib_start.c: start-up.
- * ib_open.c: devices, queue pairs and rings. ib_move.c: writes and completions. ib_put.c: puts. ib_end.c: how peers end.
+/* ib.h - the data of transport ib, a network that moves segments (segments.h). ib.c: the network's functions.
+ * ib_address.c: addresses and rails. ib_start.c: start-up. ib_open.c: devices, queue pairs and rings. ib_move.c: writes
+ * and completions. ib_put.c: puts.
  *
  * Two ranks have 1 to 4 rails: a rail joins two devices. Each rail has SPCCL_DEBUG_IB_QPS RC queue pairs. For each queue both
  * ends have a ring of segments (segment_ring.h). Each queue pair has a part of the places in a ring, one after the other,
@@ -7,11 +8,7 @@
  * segment on when all before it are here (struct sp_ib_order).
  *
  * Segment k is written with immediate into the same place of the receiver's ring. The receiver gives credits: a
- * segment is written only if its place is free and a receive is posted for it. So a full queue cannot delay another.
- *
- * Each endpoint has an endpoint of transport tcp beside it, as ncclnet has: its link to a peer proves the job secret,
- * carries what both must know to connect (ib_wire.h), aborts, and shows when the peer is gone. If ib fails for a peer
- * at start-up, and the caller has no other transport for it, the messages to that peer take the tcp link too. */
+ * segment is written only if its place is free and a receive is posted for it. So a full queue cannot delay another. */
 #ifndef SP_IB_H
 #define SP_IB_H
 
@@ -32,8 +29,6 @@ _Static_assert(SP_QUEUES_MAX *SP_IB_PER_QUEUE + SP_IB_SPARE + SP_PUTS_MAX <= SP_
 
 /* Start-up of a pair of ranks: in each stage but the last both send a note, which says what they could do. */
 enum sp_ib_stage { SP_IB_STAGE_INFO, SP_IB_STAGE_READY, SP_IB_STAGE_PROBE, SP_IB_STAGE_DONE };
-/* SP_IB_FAILED: the caller uses another transport. */
-enum sp_ib_route { SP_IB_UNDECIDED, SP_IB_BY_IB, SP_IB_BY_TCP, SP_IB_FAILED };
 enum { SP_IB_OWNER_PUT = 0xfd, SP_IB_OWNER_CREDIT = 0xfe, SP_IB_OWNER_PROBE = 0xff };
 
 /* Segments that arrived, or that were sent, on each queue pair in order. */
@@ -43,14 +38,14 @@ struct sp_ib_order {
 };
 
 struct sp_ib_tx {
-    sp_segment_ring ring;
+    sp_segment_ring *ring;              /* of sp_segments_peer */
     sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t n_posted, credit; /* segments that were written; those below `credit` may be */
 };
 
 struct sp_ib_rx {
-    sp_segment_ring ring;
+    sp_segment_ring *ring;              /* of sp_segments_peer */
     sp_ib_memory memory[SP_IB_QPS_MAX]; /* the part of each queue pair */
     struct sp_ib_order order;
     uint64_t announced; /* the last credit */
@@ -69,8 +64,7 @@ struct sp_ib_qp {
 };
 
 struct sp_ib_peer {
-    bool added, has_next;
-    enum sp_ib_route route;
+    sp_segments_peer *base;
     uint32_t n_qps, n_ports; /* n_ports: usable devices of the peer */
     struct sp_ib_qp qps[SP_IB_QPS_MAX];
     struct sp_ib_tx tx[SP_QUEUES_MAX];
@@ -79,24 +73,11 @@ struct sp_ib_peer {
     enum sp_ib_stage stage;
     uint32_t round; /* counts the tries; each has fewer queue pairs than the one before */
     sp_ib_connect_info mine, theirs;
-    uint32_t n_notes;          /* sent over tcp */
     bool note_sent, note_here; /* of this stage */
     uint32_t my_usable;        /* queue pairs, a bit each: what this rank's note said */
     uint32_t their_usable;     /* and the peer's */
     int64_t probe_deadline_ns;
-    bool none;                    /* no queue pair works */
-    bool fewer;                   /* some queue pairs did not work, and were left out */
-    char reason[SP_NET_TEXT_CAP]; /* why no queue pair works, or why devices are left out: the first */
-    /* the peer's end */
-    bool failed;              /* no more is written or taken */
-    spccl_status gone_status; /* FORMAT: it sent what it must not; else PEER */
-    char failure[SP_NET_TEXT_CAP + 120];
-    bool gone, over; /* no more can be sent to it; nothing more will arrive */
-    bool has_fin;
-    sp_segments_fin fin;
-    int64_t ended_ns;   /* since when this rank knows that it is gone, or that ib failed; 0: it does not */
-    uint64_t n_arrived; /* segments, at the last look */
-    char gone_text[SP_NET_TEXT_CAP + 160];
+    bool fewer; /* some queue pairs did not work, and were left out */
 };
 
 /* Memory that devices read or write for puts. */
@@ -116,33 +97,29 @@ struct sp_ib_flush {
 };
 
 struct sp_ib {
-    sp_endpoint_config config;
+    sp_segments base;
     int n_devices; /* 0: none is usable */
     sp_ib_device devices[SP_IB_RAILS_MAX];
     char device_why[600];                     /* how the devices were chosen, or why there is none */
     sp_ib_address address;                    /* without that of tcp */
-    sp_endpoint *tcp;                         /* owned; NULL: there is no device */
     sp_ib_context *contexts[SP_IB_RAILS_MAX]; /* owned, of devices; NULL until start-up */
     bool taken[SP_IB_RAILS_MAX];              /* the cards of the devices (nics.h) */
     sp_nic nics[SP_IB_RAILS_MAX];
-    int epoll_fd;
     struct sp_ib_peer *peers; /* [world_size] */
-    pid_t pid;                /* of the process that opened it: a child of fork calls no library */
     sp_fork_guard guard;
-    /* start-up */
-    bool prepared, tcp_up, up;
-    char failures[SP_IB_RAILS_MAX][SP_NET_TEXT_CAP]; /* why this rank cannot use a device; "": it can */
-    /* running */
-    uint32_t n_progress;
-    bool changed; /* there is a change that arm has not reported yet */
-    bool ending;  /* some peer ends */
-    bool aborted;
+    char failures[SP_IB_RAILS_MAX]
+                 [SP_NET_TEXT_CAP]; /* start-up: why this rank cannot use a device; "": it can */
     struct sp_ib_flush flush;
 };
 
 static inline struct sp_ib *sp_ib_self(sp_endpoint *ep)
 {
     return (struct sp_ib *)ep;
+}
+
+static inline struct sp_ib *sp_ib_of(sp_segments *base)
+{
+    return (struct sp_ib *)base;
 }
 
 /* The queue pair of segment k, its first segment, and the segment after k on the same one. */
@@ -178,23 +155,20 @@ uint32_t sp_ib_rate_mbps(sp_endpoint *ep);
 uint32_t sp_ib_pair_mbps(sp_endpoint *ep, const uint8_t *address, size_t bytes, uint32_t its_mbps);
 spccl_status sp_ib_address_of(sp_endpoint *ep, uint8_t *out, size_t *bytes);
 bool sp_ib_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
-void sp_ib_describe(sp_endpoint *ep, int peer, char *out, size_t cap);
+/* As in segments.h. */
+void sp_ib_describe(sp_segments *base, int peer, char *out, size_t cap);
 spccl_status sp_ib_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 
-/* ib_start.c. As in transport.h. */
-void sp_ib_has_next(sp_endpoint *ep, int peer);
-const char *sp_ib_failed(sp_endpoint *ep, int peer);
-spccl_status sp_ib_connect_step(sp_endpoint *ep);
+/* ib_start.c. As in segments.h. */
+spccl_status sp_ib_start_step(sp_segments *base);
 
 /* ib_open.c */
-/* Open the devices, and queue pairs and rings for each peer, as far as that works. */
-void sp_ib_prepare(struct sp_ib *ep);
+/* As in segments.h: devices, and queue pairs and rings for each peer, as far as that works. */
+spccl_status sp_ib_prepare(sp_segments *base);
 /* Open the queue pairs of a peer, as far as that works; in the first round its rings too. */
 void sp_ib_open_peer(struct sp_ib *ep, int peer);
 /* Close the queue pairs of a peer, and the registrations of its rings. */
 void sp_ib_close_qps(struct sp_ib_peer *p);
-/* Why queue pairs of a peer do not work. The first reason stays. */
-void sp_ib_note_reason(struct sp_ib_peer *p, const char *why);
 
 #define SP_IB_FLUSH_PEER SP_IB_PEER_MASK /* in the id of a flush; its queue pair is the device */
 
@@ -210,23 +184,15 @@ int sp_ib_n_receives(const struct sp_ib *ep);
 spccl_status sp_ib_post(struct sp_ib *ep, int peer, uint32_t qp, sp_ib_write *w, uint8_t owner);
 /* A device failed: so do all peers that use it. */
 void sp_ib_fail_device(struct sp_ib *ep, int device, const char *text);
-/* Write what may be written to a peer: segments, then credits that are due. */
-void sp_ib_send(struct sp_ib *ep, int peer);
+/* As in segments.h: write what may be written to a peer: segments, then credits that are due. */
+void sp_ib_send(sp_segments *base, int peer);
 /* Write the probe of a queue pair. False if that failed: the queue pair has failed then. */
 bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp);
-/* Handle all completions. */
-void sp_ib_poll(struct sp_ib *ep);
-
-/* ib_end.c */
+/* As in segments.h: handle all completions. */
+void sp_ib_poll(sp_segments *base);
 /* A queue pair failed, and after start-up with it the peer: `text` is a clause. The first failure counts. */
 void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status status, const char *text);
-/* The error of a peer that has failed, or is gone: FORMAT if it sent what it must not, else PEER. */
-spccl_status sp_ib_lost(const struct sp_ib *ep, int peer);
 /* After start-up: fail the peer if a queue pair has failed, also since this rank's result. */
 void sp_ib_fail_started(struct sp_ib *ep, int peer);
-/* Read what the peer says over tcp after start-up: its FIN, then its end. */
-void sp_ib_look_at_tcp(struct sp_ib *ep, int peer);
-/* Decide whether the peer is gone, and whether more can arrive from it. */
-void sp_ib_look_at_end(struct sp_ib *ep, int peer);
 
 #endif

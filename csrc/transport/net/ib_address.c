@@ -34,8 +34,8 @@ spccl_status sp_ib_address_of(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
     struct sp_ib *ep = sp_ib_self(opaque);
     size_t n = 0, head;
     head = sp_ib_write_address(&ep->address, out);
-    if (ep->tcp != NULL)
-        SP_TRY(tcp->address(ep->tcp, out + head, &n));
+    if (ep->base.tcp != NULL)
+        SP_TRY(tcp->address(ep->base.tcp, out + head, &n));
     *bytes = head + n;
     return SPCCL_OK;
 }
@@ -83,23 +83,25 @@ bool sp_ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, 
     used = strlen(why);
     snprintf(why + used, why_cap - used, ", ");
     used = strlen(why);
-    return tcp->can_reach(ep->tcp, its_tcp, its_bytes, why + used, why_cap - used);
+    return tcp->can_reach(ep->base.tcp, its_tcp, its_bytes, why + used, why_cap - used);
 }
 
 spccl_status sp_ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_peer *p = &ep->peers[peer];
-    bool is_low = ep->config.rank < peer;
+    bool is_low = ep->base.config.rank < peer;
     sp_ib_address theirs;
     sp_ib_pairing pairing;
     const uint8_t *its_tcp;
     size_t its_bytes;
     if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes))
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->config.rank, peer, bytes);
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->base.config.rank, peer,
+                       bytes);
     sp_ib_pair(is_low ? &ep->address : &theirs, is_low ? &theirs : &ep->address, &pairing);
     if (pairing.n == 0)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d): other networks", ep->config.rank, peer);
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d): other networks", ep->base.config.rank,
+                       peer);
     p->n_qps = pairing.n * pairing.n_qps;
     p->n_ports = theirs.n;
     for (uint32_t i = 0; i < p->n_qps; i++) {
@@ -107,20 +109,16 @@ spccl_status sp_ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addres
         p->qps[i].device = is_low ? pairing.low[rail] : pairing.high[rail];
         p->qps[i].their_device = is_low ? pairing.high[rail] : pairing.low[rail];
     }
-    SP_TRY(tcp->add_peer(ep->tcp, peer, its_tcp, its_bytes));
-    p->added = true;
+    SP_TRY(tcp->add_peer(ep->base.tcp, peer, its_tcp, its_bytes));
+    p->base->added = true;
     return SPCCL_OK;
 }
 
-void sp_ib_describe(sp_endpoint *opaque, int peer, char *out, size_t cap)
+void sp_ib_describe(sp_segments *base, int peer, char *out, size_t cap)
 {
-    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib *ep = sp_ib_of(base);
     const struct sp_ib_peer *p = &ep->peers[peer];
     char devices[SP_IB_RAILS_MAX * (SP_IB_NAME_CAP + 28) + 20] = "", details[160];
-    if (p->route == SP_IB_BY_TCP) {
-        snprintf(out, cap, "tcp, as ib failed: %s", p->reason);
-        return;
-    }
     rails_text(ep, p, devices, sizeof devices);
     sp_ib_device_details(&ep->devices[p->qps[0].device], details, sizeof details);
     snprintf(out, cap, "ib: %s, %s (%s)", devices, details, ep->device_why);

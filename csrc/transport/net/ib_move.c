@@ -14,12 +14,40 @@
 
 int sp_ib_n_writes(const struct sp_ib *ep)
 {
-    return ep->config.n_queues * (int)SP_IB_PER_QUEUE + SP_IB_SPARE + (int)ep->config.n_puts;
+    return ep->base.config.n_queues * (int)SP_IB_PER_QUEUE + SP_IB_SPARE + (int)ep->base.config.n_puts;
 }
 
 int sp_ib_n_receives(const struct sp_ib *ep)
 {
-    return ep->config.n_queues * (int)SP_IB_PER_QUEUE + 1;
+    return ep->base.config.n_queues * (int)SP_IB_PER_QUEUE + 1;
+}
+
+/* ---- failing ---- */
+
+void sp_ib_fail_peer(struct sp_ib *ep, int peer, uint32_t qp, spccl_status status, const char *text)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    char device[SP_IB_NAME_CAP + 24];
+    if (p->base->failed)
+        return;
+    p->qps[qp].failed = true;
+    if (p->base->failure[0] == '\0') {
+        sp_ib_device_text(&ep->devices[p->qps[qp].device], device, sizeof device);
+        snprintf(p->base->failure, sizeof p->base->failure, "%s to rank %d: %.*s", device, peer,
+                 SP_NET_TEXT_CAP, text);
+        p->base->failed_status = status;
+        if (p->base->gone && status == SPCCL_ERR_FORMAT) /* the end of the control link was seen first */
+            sp_segments_renew_text(p->base);
+    }
+    sp_ib_fail_started(ep, peer);
+}
+
+void sp_ib_fail_started(struct sp_ib *ep, int peer)
+{
+    struct sp_ib_peer *p = &ep->peers[peer];
+    if (p->stage != SP_IB_STAGE_DONE || p->base->none || p->base->failure[0] == '\0')
+        return;
+    sp_segments_fail(&ep->base, peer);
 }
 
 /* ---- writing ---- */
@@ -49,18 +77,18 @@ static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     struct sp_ib_tx *q = &p->tx[queue];
-    uint64_t limit = atomic_load_explicit(&q->ring.allowed, memory_order_relaxed);
+    uint64_t limit = atomic_load_explicit(&q->ring->allowed, memory_order_relaxed);
     limit = limit < q->credit ? limit : q->credit;
     while (q->n_posted < limit) {
         uint64_t k = q->n_posted;
         uint32_t qp = sp_ib_qp_of(p->n_qps, k);
-        const uint8_t *from = sp_segment_ring_segment(&q->ring, k);
+        const uint8_t *from = sp_segment_ring_segment(q->ring, k);
         sp_ib_write w = {.from = from,
-                         .bytes = q->ring.bytes[k % SP_SEGMENTS],
+                         .bytes = q->ring->bytes[k % SP_SEGMENTS],
                          .lkey = q->memory[qp].lkey,
                          .rkey = p->theirs.rings[queue].rkey[qp],
                          .imm = sp_ib_imm(SP_IB_DATA, queue, k),
-                         .to = p->theirs.rings[queue].address + (uint64_t)(from - q->ring.memory.data),
+                         .to = p->theirs.rings[queue].address + (uint64_t)(from - q->ring->memory.data),
                          .signal = k + 1 == limit || sp_ib_qp_of(p->n_qps, k + 1) != qp};
         SP_TRY(sp_ib_post(ep, peer, qp, &w, (uint8_t)queue));
         q->n_posted++;
@@ -73,7 +101,7 @@ static spccl_status send_segments(struct sp_ib *ep, int peer, uint32_t queue)
 static spccl_status send_credit(struct sp_ib *ep, int peer, uint32_t queue)
 {
     struct sp_ib_rx *q = &ep->peers[peer].rx[queue];
-    uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_relaxed);
+    uint64_t allowed = atomic_load_explicit(&q->ring->allowed, memory_order_relaxed);
     sp_ib_write w = {.imm = sp_ib_imm(SP_IB_CREDIT, queue, allowed)};
     if (allowed - q->announced < SP_IB_CREDIT_STEP)
         return SPCCL_OK;
@@ -82,10 +110,11 @@ static spccl_status send_credit(struct sp_ib *ep, int peer, uint32_t queue)
     return SPCCL_OK;
 }
 
-void sp_ib_send(struct sp_ib *ep, int peer)
+void sp_ib_send(sp_segments *base, int peer)
 {
+    struct sp_ib *ep = sp_ib_of(base);
     struct sp_ib_peer *p = &ep->peers[peer];
-    for (int i = 0; i < ep->config.n_queues && !p->failed && !p->gone; i++)
+    for (int i = 0; i < ep->base.config.n_queues && !p->base->failed && !p->base->gone; i++)
         if (send_segments(ep, peer, (uint32_t)i) != SPCCL_OK ||
             send_credit(ep, peer, (uint32_t)i) != SPCCL_OK)
             return;
@@ -97,7 +126,7 @@ bool sp_ib_send_probe(struct sp_ib *ep, int peer, uint32_t qp)
     uint64_t at = sp_ib_qp_first(p->n_qps, qp) * p->theirs.segment_bytes;
     /* The peer's first segment is as long as the largest packet, so a network whose MTU is smaller shows here. */
     uint32_t bytes = p->theirs.segment_bytes < 4096 ? p->theirs.segment_bytes : 4096;
-    sp_ib_write w = {.from = p->tx[0].ring.memory.data + at,
+    sp_ib_write w = {.from = p->tx[0].ring->memory.data + at,
                      .bytes = bytes,
                      .lkey = p->tx[0].memory[qp].lkey,
                      .rkey = p->theirs.rings[0].rkey[qp],
@@ -132,17 +161,17 @@ static void complete_writes(struct sp_ib *ep, struct sp_ib_peer *p, uint32_t qp,
         else if (owner == SP_IB_OWNER_PUT)
             r->n_puts--;
         else if (owner != SP_IB_OWNER_CREDIT)
-            advance(&p->tx[owner].order, p->n_qps, qp, &p->tx[owner].ring);
+            advance(&p->tx[owner].order, p->n_qps, qp, p->tx[owner].ring);
     }
-    ep->changed = true;
+    ep->base.changed = true;
 }
 
 static sp_ib_expected expected(const struct sp_ib *ep, const struct sp_ib_peer *p, uint32_t qp)
 {
-    sp_ib_expected want = {.n_queues = (uint32_t)ep->config.n_queues,
-                           .segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_SEGMENTS),
+    sp_ib_expected want = {.n_queues = (uint32_t)ep->base.config.n_queues,
+                           .segment_bytes = (uint32_t)(ep->base.config.queue_bytes / SP_SEGMENTS),
                            .probe = !p->qps[qp].probe_here};
-    for (int i = 0; i < ep->config.n_queues; i++) {
+    for (int i = 0; i < ep->base.config.n_queues; i++) {
         want.queues[i].next = p->rx[i].order.next[qp];
         want.queues[i].announced = p->rx[i].announced;
         want.queues[i].credit = p->tx[i].credit;
@@ -169,9 +198,9 @@ static void take_write(struct sp_ib *ep, int peer, uint32_t qp, const sp_ib_comp
     }
     switch (a.kind) {
     case SP_IB_DATA:
-        p->rx[a.queue].ring.bytes[want.queues[a.queue].next % SP_SEGMENTS] = c->bytes;
-        advance(&p->rx[a.queue].order, p->n_qps, qp, &p->rx[a.queue].ring);
-        ep->changed = true;
+        p->rx[a.queue].ring->bytes[want.queues[a.queue].next % SP_SEGMENTS] = c->bytes;
+        advance(&p->rx[a.queue].order, p->n_qps, qp, p->rx[a.queue].ring);
+        ep->base.changed = true;
         break;
     case SP_IB_CREDIT:
         p->tx[a.queue].credit = a.credit;
@@ -193,7 +222,7 @@ static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
     }
     p = &ep->peers[peer];
     /* Completions of a queue pair that was closed may still come. */
-    if (p->failed || p->qps[qp].failed || p->qps[qp].link == NULL ||
+    if (p->base->failed || p->qps[qp].failed || p->qps[qp].link == NULL ||
         (c->id >> 54 & SP_IB_ROUND_MASK) != (p->round & SP_IB_ROUND_MASK))
         return;
     if (c->error != NULL) {
@@ -209,14 +238,15 @@ static void handle_completion(struct sp_ib *ep, const sp_ib_completion *c)
 
 void sp_ib_fail_device(struct sp_ib *ep, int device, const char *text)
 {
-    for (int i = 0; i < ep->config.world_size; i++)
+    for (int i = 0; i < ep->base.config.world_size; i++)
         for (uint32_t r = 0; r < ep->peers[i].n_qps; r++)
             if (ep->peers[i].qps[r].link != NULL && ep->peers[i].qps[r].device == device)
                 sp_ib_fail_peer(ep, i, r, SPCCL_ERR_PEER, text);
 }
 
-void sp_ib_poll(struct sp_ib *ep)
+void sp_ib_poll(sp_segments *base)
 {
+    struct sp_ib *ep = sp_ib_of(base);
     sp_ib_completion list[N_COMPLETIONS];
     for (int d = 0; d < ep->n_devices; d++) {
         int n = ep->contexts[d] != NULL ? N_COMPLETIONS : 0;

@@ -35,7 +35,7 @@ static bool put_device(sp_endpoint *opaque, size_t i, sp_net_device *out)
 static bool put_reaches(sp_endpoint *opaque, int peer)
 {
     const struct sp_ib *ep = sp_ib_self(opaque);
-    return ep->config.n_puts != 0 && ep->peers[peer].route == SP_IB_BY_IB;
+    return ep->base.config.n_puts != 0 && ep->base.peers[peer].route == SP_BY_NET;
 }
 
 /* ---- regions ---- */
@@ -56,7 +56,7 @@ static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
     struct sp_ib_region *r = self(opaque_region);
     if (r == NULL)
         return;
-    if (ep->pid == getpid()) {
+    if (ep->base.pid == getpid()) {
         if (ep->flush.region == r)
             close_flush(ep);
         for (int d = 0; d < SP_IB_RAILS_MAX; d++)
@@ -68,8 +68,8 @@ static void put_close_region(sp_endpoint *opaque, sp_region *opaque_region)
 /* Does some pair of ranks use the device? Rails that failed at start-up are left out. */
 static bool is_used(const struct sp_ib *ep, int device)
 {
-    for (int i = 0; i < ep->config.world_size; i++)
-        for (uint32_t q = 0; ep->peers[i].route == SP_IB_BY_IB && q < ep->peers[i].n_qps; q++)
+    for (int i = 0; i < ep->base.config.world_size; i++)
+        for (uint32_t q = 0; ep->base.peers[i].route == SP_BY_NET && q < ep->peers[i].n_qps; q++)
             if (ep->peers[i].qps[q].device == device)
                 return true;
     return false;
@@ -128,10 +128,10 @@ static uint32_t put_room(sp_endpoint *opaque, int peer)
 {
     const struct sp_ib *ep = sp_ib_self(opaque);
     const struct sp_ib_peer *p = &ep->peers[peer];
-    uint32_t room = ep->config.n_puts;
+    uint32_t room = ep->base.config.n_puts;
     for (uint32_t q = 0; q < p->n_qps; q++)
-        if (ep->config.n_puts - p->qps[q].n_puts < room)
-            room = ep->config.n_puts - p->qps[q].n_puts;
+        if (ep->base.config.n_puts - p->qps[q].n_puts < room)
+            room = ep->base.config.n_puts - p->qps[q].n_puts;
     return room;
 }
 
@@ -145,26 +145,26 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_peer *p = &ep->peers[peer];
-    const sp_segment_ring *ring = &p->tx[queue].ring;
+    const sp_segment_ring *ring = p->tx[queue].ring;
     const struct sp_ib_region *from = (const struct sp_ib_region *)put->from;
     uint32_t q = sp_ib_qp_of(p->n_qps, ring->at / ring->segment_bytes);
     uint64_t size = sp_load_le64(put->to + 16);
     sp_ib_write w = {.is_put = true, .bytes = (uint32_t)put->bytes};
     spccl_status st;
-    if (p->gone || p->failed)
-        return sp_ib_lost(ep, peer);
+    if (p->base->gone || p->base->failed)
+        return sp_segments_lost(&ep->base, peer);
     if (sp_load_le32(put->to) != HANDLE_MAGIC)
         return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: rank %d sent something that is not the handle of a region",
-                       ep->config.rank, peer);
-    if (ring->reserved == 0 || p->qps[q].n_puts >= ep->config.n_puts ||
+                       ep->base.config.rank, peer);
+    if (ring->reserved == 0 || p->qps[q].n_puts >= ep->base.config.n_puts ||
         !is_within(put->from_off, put->bytes, from->config.bytes) ||
         !is_within(put->to_off, put->bytes, size))
         return SP_FAIL(
             SPCCL_ERR_BUG,
             "rank %d: a put of %zu bytes to rank %d, from %zu of %zu to %zu of %llu; %u of %u under "
             "way, with%s message",
-            ep->config.rank, put->bytes, peer, put->from_off, from->config.bytes, put->to_off,
-            (unsigned long long)size, p->qps[q].n_puts, ep->config.n_puts,
+            ep->base.config.rank, put->bytes, peer, put->from_off, from->config.bytes, put->to_off,
+            (unsigned long long)size, p->qps[q].n_puts, ep->base.config.n_puts,
             ring->reserved == 0 ? "out a" : " a");
     w.from = from->config.address + put->from_off;
     w.lkey = from->memory[p->qps[q].device].lkey;
@@ -173,9 +173,10 @@ static spccl_status put_put(sp_endpoint *opaque, int peer, int queue, const sp_p
     st = sp_ib_post(ep, peer, q, &w, SP_IB_OWNER_PUT);
     if (st == SPCCL_AGAIN) /* cannot be: sp_ib_n_writes has room for n_puts puts */
         return SP_FAIL(SPCCL_ERR_BUG, "rank %d: a put to rank %d: %u writes are under way, of at most %d",
-                       ep->config.rank, peer, p->qps[q].n_writes - p->qps[q].n_completed, sp_ib_n_writes(ep));
+                       ep->base.config.rank, peer, p->qps[q].n_writes - p->qps[q].n_completed,
+                       sp_ib_n_writes(ep));
     if (st != SPCCL_OK)
-        return sp_ib_lost(ep, peer);
+        return sp_segments_lost(&ep->base, peer);
     p->qps[q].n_puts++;
     return SPCCL_OK;
 }
@@ -197,10 +198,10 @@ static void fail_flush(struct sp_ib *ep, int device, const char *error)
 static void start_flush(struct sp_ib *ep)
 {
     struct sp_ib_flush *f = &ep->flush;
-    for (int i = 0; i < ep->config.world_size; i++)
-        for (int k = 0; k < ep->config.n_queues; k++) {
+    for (int i = 0; i < ep->base.config.world_size; i++)
+        for (int k = 0; k < ep->base.config.n_queues; k++) {
             struct sp_ib_rx *rx = &ep->peers[i].rx[k];
-            rx->flushing = atomic_load_explicit(&rx->ring.done, memory_order_relaxed);
+            rx->flushing = atomic_load_explicit(&rx->ring->done, memory_order_relaxed);
         }
     for (int d = 0; d < ep->n_devices; d++) {
         uint64_t id = (uint64_t)(uint32_t)d << 59 | (uint64_t)SP_IB_FLUSH_PEER << 32;
@@ -215,7 +216,7 @@ static void start_flush(struct sp_ib *ep)
 
 void sp_ib_flush_ended(struct sp_ib *ep, uint32_t device, const char *error)
 {
-    ep->changed = true;
+    ep->base.changed = true;
     if (ep->flush.region == NULL)
         return; /* it was closed since */
     if (error != NULL) {
@@ -223,8 +224,8 @@ void sp_ib_flush_ended(struct sp_ib *ep, uint32_t device, const char *error)
         return;
     }
     ep->flush.reading &= ~(1u << device);
-    for (int i = 0; ep->flush.reading == 0 && i < ep->config.world_size; i++)
-        for (int k = 0; k < ep->config.n_queues; k++)
+    for (int i = 0; ep->flush.reading == 0 && i < ep->base.config.world_size; i++)
+        for (int k = 0; k < ep->base.config.n_queues; k++)
             ep->peers[i].rx[k].flushed = ep->peers[i].rx[k].flushing;
 }
 
@@ -232,21 +233,21 @@ static spccl_status put_flush(sp_endpoint *opaque, int peer, int queue)
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     struct sp_ib_peer *p = &ep->peers[peer];
-    const sp_segment_ring *ring = &p->rx[queue].ring;
+    const sp_segment_ring *ring = p->rx[queue].ring;
     const void *message;
     size_t bytes;
     uint64_t end;
-    SP_TRY(sp_segment_ring_peek(ring, ep->config.queue_bytes / 4, &message, &bytes));
+    SP_TRY(sp_segment_ring_peek(ring, ep->base.config.queue_bytes / 4, &message, &bytes));
     end = ring->at + sp_record_bytes(bytes);
     if (p->rx[queue].flushed * ring->segment_bytes >= end)
         return SPCCL_OK;
-    if (p->failed)
-        return sp_ib_lost(ep, peer);
+    if (p->base->failed)
+        return sp_segments_lost(&ep->base, peer);
     if (ep->flush.failure[0] != '\0')
         return SP_FAIL(SPCCL_ERR_PEER, "rank %d: what rank %d put cannot be seen by the GPU: %s",
-                       ep->config.rank, peer, ep->flush.failure);
+                       ep->base.config.rank, peer, ep->flush.failure);
     if (ep->flush.region == NULL)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: a flush without a region", ep->config.rank);
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: a flush without a region", ep->base.config.rank);
     if (ep->flush.reading == 0)
         start_flush(ep);
     return SPCCL_AGAIN;

@@ -18,22 +18,9 @@
 #define PROBE_NS (60000 * MS) /* most time for the probes */
 #define SLOW_NS (100 * MS)    /* a step that took so long is the last one for now */
 
-static const sp_transport *const tcp = &sp_transport_tcp;
-
 static uint32_t all_qps(const struct sp_ib_peer *p)
 {
     return (1u << p->n_qps) - 1;
-}
-
-/* ---- notes to a peer ---- */
-
-static spccl_status send_note(struct sp_ib *ep, int peer, const uint8_t *note, size_t bytes)
-{
-    void *space = NULL;
-    SP_TRY(tcp->reserve(ep->tcp, peer, 0, bytes, &space));
-    memcpy(space, note, bytes);
-    ep->peers[peer].n_notes++;
-    return tcp->commit(ep->tcp, peer, 0, 0);
 }
 
 /* Say which queue pairs are usable: in the stage INFO as part of a connect info, else as a result. */
@@ -45,16 +32,16 @@ static spccl_status say_usable(struct sp_ib *ep, int peer, uint32_t usable)
     p->my_usable = usable;
     p->note_sent = true;
     if (p->stage != SP_IB_STAGE_INFO) {
-        snprintf(r.why, sizeof r.why, "%s", usable != all_qps(p) ? p->reason : "");
+        snprintf(r.why, sizeof r.why, "%s", usable != all_qps(p) ? p->base->reason : "");
         sp_ib_write_result(&r, note);
-        return send_note(ep, peer, note, SP_IB_RESULT_BYTES);
+        return sp_segments_say(&ep->base, peer, note, SP_IB_RESULT_BYTES);
     }
     p->mine.n_qps = p->n_qps;
-    p->mine.n_queues = (uint32_t)ep->config.n_queues;
-    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_SEGMENTS);
-    snprintf(p->mine.why, sizeof p->mine.why, "%s", usable != all_qps(p) ? p->reason : "");
+    p->mine.n_queues = (uint32_t)ep->base.config.n_queues;
+    p->mine.segment_bytes = (uint32_t)(ep->base.config.queue_bytes / SP_SEGMENTS);
+    snprintf(p->mine.why, sizeof p->mine.why, "%s", usable != all_qps(p) ? p->base->reason : "");
     sp_ib_write_connect_info(&p->mine, note);
-    return send_note(ep, peer, note, SP_IB_CONNECT_INFO_BYTES);
+    return sp_segments_say(&ep->base, peer, note, SP_IB_CONNECT_INFO_BYTES);
 }
 
 /* ---- what each stage does ---- */
@@ -77,12 +64,13 @@ static uint32_t connect_qps(const struct sp_ib *ep, struct sp_ib_peer *p)
     for (uint32_t q = 0; q < p->n_qps; q++) {
         if (shares_rail(p, q, failed))
             continue;
-        if (sp_deadline_passed(ep->config.deadline_ns))
-            sp_ib_note_reason(p, "the time for making the group ended before all queue pairs were connected");
+        if (sp_deadline_passed(ep->base.config.deadline_ns))
+            sp_segments_note_reason(
+                p->base, "the time for making the group ended before all queue pairs were connected");
         else if (sp_ib_link_connect(p->qps[q].link, &p->mine.ends[q], &p->theirs.ends[q]) == SPCCL_OK)
             usable |= 1u << q;
         else
-            sp_ib_note_reason(p, spccl_last_error());
+            sp_segments_note_reason(p->base, spccl_last_error());
         failed |= ~usable & 1u << q;
     }
     return usable;
@@ -102,7 +90,7 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
         struct sp_ib_qp *qp = &p->qps[q];
         char device[SP_IB_NAME_CAP + 24], text[SP_NET_TEXT_CAP];
         if (qp->failed) {
-            sp_ib_note_reason(p, p->failure);
+            sp_segments_note_reason(p->base, p->base->failure);
         } else if (qp->probe_left && qp->probe_here) {
             *usable |= 1u << q;
         } else if (!late) {
@@ -110,7 +98,7 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
         } else {
             sp_ib_device_text(&ep->devices[qp->device], device, sizeof device);
             snprintf(text, sizeof text, "%s: nothing came from rank %d's device in time", device, peer);
-            sp_ib_note_reason(p, text);
+            sp_segments_note_reason(p->base, text);
         }
     }
     return SPCCL_OK;
@@ -120,8 +108,8 @@ static spccl_status probe_qps(struct sp_ib *ep, int peer, uint32_t *usable)
 static int64_t probe_deadline(const struct sp_ib *ep)
 {
     int64_t now_ns = sp_now_ns(), left_ns = PROBE_NS;
-    if (ep->config.deadline_ns != SP_NEVER && (ep->config.deadline_ns - now_ns) / 2 < left_ns)
-        left_ns = (ep->config.deadline_ns - now_ns) / 2;
+    if (ep->base.config.deadline_ns != SP_NEVER && (ep->base.config.deadline_ns - now_ns) / 2 < left_ns)
+        left_ns = (ep->base.config.deadline_ns - now_ns) / 2;
     return now_ns + left_ns;
 }
 
@@ -147,22 +135,16 @@ static spccl_status do_stage(struct sp_ib *ep, int peer)
 
 /* ---- notes from a peer ---- */
 
-static spccl_status bad_note(const struct sp_ib *ep, int peer, size_t bytes, const char *what)
-{
-    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: ib: rank %d sent %zu bytes that are no %s", ep->config.rank,
-                   peer, bytes, what);
-}
-
 static void take_connect_info(struct sp_ib *ep, int peer)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     char text[SP_NET_TEXT_CAP];
     p->their_usable = p->theirs.usable;
-    if (p->theirs.n_qps == p->n_qps && p->theirs.n_queues == (uint32_t)ep->config.n_queues &&
-        p->theirs.segment_bytes == ep->config.queue_bytes / SP_SEGMENTS)
+    if (p->theirs.n_qps == p->n_qps && p->theirs.n_queues == (uint32_t)ep->base.config.n_queues &&
+        p->theirs.segment_bytes == ep->base.config.queue_bytes / SP_SEGMENTS)
         return;
     snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
-    sp_ib_note_reason(p, text);
+    sp_segments_note_reason(p->base, text);
     p->their_usable = 0; /* the peer finds the same */
 }
 
@@ -173,28 +155,24 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
     const void *note = NULL;
     size_t bytes = 0;
     sp_ib_result r = {.usable = 0};
-    spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
-    if (st == SPCCL_ERR_PEER)
-        return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
-                       peer);
-    SP_TRY(st);
+    SP_TRY(sp_segments_hear(&ep->base, peer, &note, &bytes));
     if (p->stage == SP_IB_STAGE_INFO) {
         if (!sp_ib_read_connect_info(note, bytes, &p->theirs))
-            return bad_note(ep, peer, bytes, "connect info");
+            return sp_segments_bad_note(&ep->base, peer, bytes, "connect info");
         snprintf(r.why, sizeof r.why, "%s", p->theirs.why);
         take_connect_info(ep, peer);
     } else {
         if (!sp_ib_read_result(note, bytes, &r))
-            return bad_note(ep, peer, bytes, "result");
+            return sp_segments_bad_note(&ep->base, peer, bytes, "result");
         p->their_usable = r.usable & all_qps(p);
     }
     if (r.why[0] != '\0') {
         char text[SP_NET_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, r.why);
-        sp_ib_note_reason(p, text);
+        sp_segments_note_reason(p->base, text);
     }
     p->note_here = true;
-    return tcp->release(ep->tcp, peer, 0);
+    return sp_segments_heard(&ep->base, peer);
 }
 
 /* ---- from stage to stage ---- */
@@ -210,8 +188,8 @@ static void start_round(struct sp_ib *ep, int peer, uint32_t usable)
             p->qps[n++] =
                 (struct sp_ib_qp){.device = p->qps[q].device, .their_device = p->qps[q].their_device};
     p->n_qps = n;
-    p->failure[0] = '\0';
-    p->gone_status = SPCCL_OK;
+    p->base->failure[0] = '\0';
+    p->base->failed_status = SPCCL_OK;
     p->round++;
     p->stage = SP_IB_STAGE_INFO;
     sp_ib_open_peer(ep, peer);
@@ -225,7 +203,7 @@ static void end_stage(struct sp_ib *ep, int peer)
     p->note_sent = p->note_here = false;
     if (usable == 0) {
         p->stage = SP_IB_STAGE_DONE;
-        p->none = true;
+        p->base->none = true;
     } else if (usable != all_qps(p)) {
         p->fewer = true;
         start_round(ep, peer, usable);
@@ -256,120 +234,48 @@ static spccl_status step_peer(struct sp_ib *ep, int peer)
 
 /* ---- the end of start-up ---- */
 
-struct pairs {
-    sp_rank_list ranks;
-    const char *why; /* of the first */
-};
-
-static void add_pair(struct pairs *list, int peer, const char *why)
+/* One warning for all pairs with fewer devices than this rank has. */
+static void log_fewer(const struct sp_ib *ep)
 {
-    if (list->ranks.n == 0)
-        list->why = why;
-    sp_rank_list_add(&list->ranks, peer);
-}
-
-/* One warning for all pairs that use tcp in place of ib, and one for those with fewer devices. Errors: UNREACHABLE (tcp
- * is not allowed). */
-static spccl_status decide_routes(struct sp_ib *ep)
-{
-    struct pairs failed = {.why = ""}, fewer = {.why = ""};
-    for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_ib_peer *p = &ep->peers[i];
-        if (!p->added)
+    sp_rank_list fewer = {0};
+    const char *why = "";
+    for (int i = 0; i < ep->base.config.world_size; i++) {
+        const struct sp_ib_peer *p = &ep->peers[i];
+        if (!p->base->added || p->base->none || (!p->fewer && p->n_ports >= (uint32_t)ep->n_devices))
             continue;
-        p->route = !p->none ? SP_IB_BY_IB : p->has_next ? SP_IB_FAILED : SP_IB_BY_TCP;
-        if (p->route != SP_IB_BY_IB)
-            sp_ib_close_qps(p);
-        if (p->route == SP_IB_BY_TCP)
-            add_pair(&failed, i, p->reason);
-        else if (p->route == SP_IB_FAILED)
-            continue;
-        else if (p->fewer)
-            add_pair(&fewer, i, p->reason);
-        else if (p->n_ports < (uint32_t)ep->n_devices)
-            add_pair(&fewer, i, "it has fewer usable devices");
+        if (fewer.n == 0)
+            why = p->fewer ? p->base->reason : "it has fewer usable devices";
+        sp_rank_list_add(&fewer, i);
     }
-    if (fewer.ranks.n != 0)
-        sp_log(SP_LOG_WARN, ep->config.rank,
+    if (fewer.n != 0)
+        sp_log(SP_LOG_WARN, ep->base.config.rank,
                "ib: not all of this rank's %d devices carry messages to rank %s: %s", ep->n_devices,
-               fewer.ranks.text, fewer.why);
-    if (failed.ranks.n == 0)
-        return SPCCL_OK;
-    if (!ep->config.tcp_too)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "rank %d: no ib connection with rank %s, and tcp is not among the transports: %s",
-                       ep->config.rank, failed.ranks.text, failed.why);
-    sp_log(SP_LOG_WARN, ep->config.rank, "ib: tcp is used in place of ib with rank %s: %s", failed.ranks.text,
-           failed.why);
-    return SPCCL_OK;
+               fewer.text, why);
 }
 
-/* Discard wake-ups caused by start-up. */
-static void forget_changes(struct sp_ib *ep)
+spccl_status sp_ib_start_step(sp_segments *base)
 {
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].route == SP_IB_BY_TCP)
-            return;
-    for (int i = 0; i < 100; i++)
-        if (tcp->arm(ep->tcp) == SPCCL_OK) {
-            tcp->disarm(ep->tcp);
-            break;
-        }
-    ep->changed = true; /* a peer may be gone already, or have sent */
-}
-
-static spccl_status start_pairs(struct sp_ib *ep)
-{
+    struct sp_ib *ep = sp_ib_of(base);
     sp_rank_list missing = {0};
-    char text[SP_ABORT_TEXT_CAP];
-    int peer = -1;
-    SP_TRY(tcp->progress(ep->tcp, &peer, text));
-    sp_ib_poll(ep);
-    for (int i = 0; i < ep->config.world_size; i++) {
+    sp_ib_poll(base);
+    for (int i = 0; i < base->config.world_size; i++) {
         int64_t began_ns = sp_now_ns();
-        spccl_status st = ep->peers[i].added ? step_peer(ep, i) : SPCCL_OK;
+        spccl_status st = base->peers[i].added ? step_peer(ep, i) : SPCCL_OK;
         if ((st == SPCCL_OK || st == SPCCL_AGAIN) && sp_now_ns() - began_ns > SLOW_NS)
-            return SPCCL_AGAIN; /* the driver took its time: serve the tcp links in between */
+            return SPCCL_AGAIN; /* the driver took its time: serve the control links in between */
         if (st == SPCCL_AGAIN)
             sp_rank_list_add(&missing, i);
         else if (st != SPCCL_OK)
             return st;
     }
-    if (missing.n != 0 && sp_deadline_passed(ep->config.deadline_ns))
+    if (missing.n != 0 && sp_deadline_passed(base->config.deadline_ns))
         return SP_FAIL(SPCCL_ERR_TIMEOUT, "rank %d: ib: rank %s did not say in time whether its device works",
-                       ep->config.rank, missing.text);
+                       base->config.rank, missing.text);
     if (missing.n != 0)
         return SPCCL_AGAIN;
-    SP_TRY(decide_routes(ep));
-    forget_changes(ep);
-    ep->up = true;
+    for (int i = 0; i < base->config.world_size; i++)
+        if (base->peers[i].none)
+            sp_ib_close_qps(&ep->peers[i]);
+    log_fewer(ep);
     return SPCCL_OK;
-}
-
-void sp_ib_has_next(sp_endpoint *opaque, int peer)
-{
-    sp_ib_self(opaque)->peers[peer].has_next = true;
-}
-
-const char *sp_ib_failed(sp_endpoint *opaque, int peer)
-{
-    const struct sp_ib_peer *p = &sp_ib_self(opaque)->peers[peer];
-    return p->route == SP_IB_FAILED ? p->reason : NULL;
-}
-
-spccl_status sp_ib_connect_step(sp_endpoint *opaque)
-{
-    struct sp_ib *ep = sp_ib_self(opaque);
-    bool any = false;
-    for (int i = 0; i < ep->config.world_size; i++)
-        any = any || ep->peers[i].added;
-    if (ep->up || !any)
-        return SPCCL_OK;
-    if (!ep->prepared)
-        sp_ib_prepare(ep);
-    if (!ep->tcp_up) {
-        SP_TRY(tcp->connect_step(ep->tcp));
-        ep->tcp_up = true;
-    }
-    return start_pairs(ep);
 }

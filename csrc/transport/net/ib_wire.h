@@ -1,12 +1,11 @@
 /* ib_wire.h - what two ranks tell each other over transport ib: an address in the store, a connect info over the tcp link,
- * and the 32 bits that come with each write. The last note over the tcp link, FIN, is that of ncclnet (ncclnet_wire.h).
+ * and the 32 bits that come with each write. The last note, FIN, is in segments.h.
  * Nothing here is trusted: each reader checks sizes and numbers. */
 #ifndef SP_IB_WIRE_H
 #define SP_IB_WIRE_H
 
 #include "transport/net/ib_verbs.h"
-#include "transport/net/ncclnet_wire.h"
-#include "transport/net/segment_ring.h"
+#include "transport/net/segments.h"
 
 /* The address: "spI4", u8 n_ports, u8 queue pairs per port, { u8 network (+ 128: near), gid[16] }[n_ports], then the address of the tcp
  * endpoint. Without a usable device n_ports is 0, and no port and no tcp address follow. */

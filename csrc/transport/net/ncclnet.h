@@ -1,18 +1,13 @@
-/* ncclnet.h - the data of transport ncclnet. ncclnet.c: messages. ncclnet_start.c: start-up, on the caller's
- * thread. ncclnet_thread.c: the thread that calls the plugin. ncclnet_stop.c: the end of that thread.
- * ncclnet_end.c: how peers end.
- *
- * Each endpoint has an endpoint of transport tcp beside it. Its link to a peer proves the job secret, carries what
- * both must know to connect (ncclnet_wire.h), aborts, and shows when the peer is gone: a plugin cannot. If the
- * plugin fails for a peer at start-up, the messages to that peer take the tcp link too.
- */
+/* ncclnet.h - the data of transport ncclnet, a network that moves segments (segments.h). ncclnet.c: the network's
+ * functions. ncclnet_start.c: start-up, on the caller's thread. ncclnet_thread.c: the thread that calls the plugin.
+ * ncclnet_stop.c: the end of that thread. */
 #ifndef SP_PLUGIN_H
 #define SP_PLUGIN_H
 
 #include "core/contract/transport.h"
 #include "transport/net/ncclnet_load.h"
 #include "transport/net/ncclnet_wire.h"
-#include "transport/net/segment_ring.h"
+#include "transport/net/segments.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -22,7 +17,7 @@ enum sp_plugin_state { SP_PLUGIN_IDLE, SP_PLUGIN_CONNECTING, SP_PLUGIN_CONNECTED
 
 /* One queue to, or from, one peer: a connection of the plugin. */
 struct sp_plugin_queue {
-    sp_segment_ring ring;
+    sp_segment_ring *ring; /* of sp_segments_peer */
     /* the thread's */
     void *listener; /* receiver */
     void *comm, *mr;
@@ -33,11 +28,8 @@ struct sp_plugin_queue {
     void *requests[SP_SEGMENTS];
 };
 
-enum sp_plugin_route { SP_PLUGIN_UNDECIDED, SP_PLUGIN_BY_PLUGIN, SP_PLUGIN_BY_TCP };
-
 struct sp_plugin_peer {
-    bool added;
-    enum sp_plugin_route route;
+    sp_segments_peer *base;
     struct sp_plugin_queue tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
     _Atomic int state;                   /* enum sp_plugin_state */
     bool connected;                      /* the thread's: was connected, even if a queue failed since */
@@ -46,34 +38,22 @@ struct sp_plugin_peer {
     sp_plugin_connect_info mine, theirs;
     /* start-up, the caller's */
     bool connect_info_sent, connect_info_here, result_sent, result_here;
-    char reason[SP_NET_TEXT_CAP]; /* why the route is tcp */
-    bool tcp_faster;              /* because tcp has the higher rate */
-    /* the peer's end */
-    bool gone, over; /* no more can be sent to it; nothing more will arrive */
-    bool has_fin;
-    sp_segments_fin fin;
-    int64_t
-        ended_ns; /* since when this rank knows that it is gone, or that the plugin failed; 0: it is not */
-    uint64_t n_arrived; /* segments, at the last look */
-    char gone_text[SP_NET_TEXT_CAP + 160];
 };
 
 enum { SP_PLUGIN_LOAD_RUNS, SP_PLUGIN_LOAD_FINE, SP_PLUGIN_LOAD_FAILED };
 
 struct sp_plugin_endpoint {
-    sp_endpoint_config config;
+    sp_segments base;
     sp_plugin_found found;
-    sp_endpoint *tcp; /* owned; NULL: there is no plugin */
-    int epoll_fd, event_fd;
+    int event_fd;
     struct sp_plugin_peer *peers; /* [world_size] */
     int64_t call_limit_ns;        /* how long a call into the plugin may take */
     /* start-up */
-    bool tcp_up, started, results_due, up;
+    bool started, results_due;
     int64_t load_deadline_ns, connect_deadline_ns;
     /* The thread. If it hangs in the plugin it is abandoned. Then this struct is never freed, and the thread uses no
      * other memory of ours. */
     pthread_t thread;
-    pid_t pid; /* of the process that started the thread: a child of fork has none */
     atomic_bool stop, exited, abandoned;
     bool thread_lost;
     _Atomic int load;                      /* SP_PLUGIN_LOAD_RUNS .. */
@@ -94,13 +74,17 @@ struct sp_plugin_endpoint {
     atomic_uint n_events;
     unsigned n_events_seen;
     atomic_bool armed;
-    bool changed;
     struct sp_plugin_endpoint *next_lost; /* list of those that are kept */
 };
 
 static inline struct sp_plugin_endpoint *sp_plugin_self(sp_endpoint *ep)
 {
     return (struct sp_plugin_endpoint *)ep;
+}
+
+static inline struct sp_plugin_endpoint *sp_plugin_of(sp_segments *base)
+{
+    return (struct sp_plugin_endpoint *)base;
 }
 
 /* ncclnet_thread.c */
@@ -110,6 +94,7 @@ spccl_status sp_plugin_thread_start(struct sp_plugin_endpoint *ep);
 void sp_plugin_thread_kick(struct sp_plugin_endpoint *ep);
 /* "device eth0 port 1" of a queue. */
 void sp_plugin_device_text(const struct sp_plugin_endpoint *ep, int device, char *out, size_t cap);
+
 /* ncclnet_stop.c */
 /* Give back the cards that this endpoint has taken, if it still has them. Any thread may call it. */
 void sp_plugin_give_back_cards(struct sp_plugin_endpoint *ep);
@@ -121,16 +106,8 @@ void sp_plugin_thread_abandon(struct sp_plugin_endpoint *ep, const char *why);
 /* End the thread, which closes what it opened. Waits a bounded time. */
 void sp_plugin_thread_stop(struct sp_plugin_endpoint *ep);
 
-/* ncclnet_end.c */
-/* The peer ends, or the plugin failed for it: what follows is decided by sp_plugin_look_at_end. */
-void sp_plugin_start_ending(struct sp_plugin_endpoint *ep, struct sp_plugin_peer *p);
-/* Read what the peer says over tcp after start-up: its FIN, then its end. */
-void sp_plugin_look_at_tcp(struct sp_plugin_endpoint *ep, int peer);
-/* Decide whether the peer is gone, and whether more can arrive from it. */
-void sp_plugin_look_at_end(struct sp_plugin_endpoint *ep, int peer);
-/* Abandon the thread if it hangs. All peers of the plugin are then gone. */
-void sp_plugin_check_thread(struct sp_plugin_endpoint *ep);
-/* ncclnet_start.c */
-spccl_status sp_plugin_connect_step(sp_endpoint *ep);
+/* ncclnet_start.c. As in segments.h. */
+spccl_status sp_plugin_prepare(sp_segments *base);
+spccl_status sp_plugin_start_step(sp_segments *base);
 
 #endif

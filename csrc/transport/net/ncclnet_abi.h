@@ -19,7 +19,6 @@
 #define SP_PLUGIN_HANDLE_BYTES 128u
 #define SP_PLUGIN_NAME_CAP 40
 #define SP_PLUGIN_DEVICES_MAX 16 /* devices that are looked at */
-#define SP_NET_TEXT_CAP 200
 #define SP_PLUGIN_PATH_CAP 400
 
 enum sp_plugin_slot {

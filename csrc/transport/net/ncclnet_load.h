@@ -10,6 +10,7 @@
 #include "core/base/status.h"
 #include "core/contract/transport.h"
 #include "transport/net/ncclnet_abi.h"
+#include "transport/net/segments.h"
 
 typedef struct sp_plugin_found {
     bool found;

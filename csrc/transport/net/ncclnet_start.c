@@ -25,17 +25,17 @@ static const sp_transport *const tcp = &sp_transport_tcp;
 static int64_t half_of_the_rest(const struct sp_plugin_endpoint *ep)
 {
     int64_t now_ns = sp_now_ns(), left_ns;
-    if (ep->config.deadline_ns == SP_NEVER)
+    if (ep->base.config.deadline_ns == SP_NEVER)
         return now_ns + STAGE_NS;
-    left_ns = (ep->config.deadline_ns - now_ns) / 2;
+    left_ns = (ep->base.config.deadline_ns - now_ns) / 2;
     return now_ns + (left_ns < STAGE_NS ? left_ns : STAGE_NS);
 }
 
-/* The plugin does not carry this peer. The first reason stays. */
-static void take_tcp(struct sp_plugin_peer *p, const char *why)
+/* The plugin does not carry this peer. */
+static void give_up(struct sp_plugin_peer *p, const char *why)
 {
-    if (p->reason[0] == '\0')
-        snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
+    p->base->none = true;
+    sp_segments_note_reason(p->base, why);
 }
 
 /* ---- the thread's part ---- */
@@ -60,14 +60,6 @@ static bool is_loaded(struct sp_plugin_endpoint *ep)
 }
 
 /* ---- connect info ---- */
-
-static spccl_status send_note(struct sp_plugin_endpoint *ep, int peer, const uint8_t *note, size_t bytes)
-{
-    void *space = NULL;
-    SP_TRY(tcp->reserve(ep->tcp, peer, 0, bytes, &space));
-    memcpy(space, note, bytes);
-    return tcp->commit(ep->tcp, peer, 0, 0);
-}
 
 /* Of all devices that the plugin's queues share. */
 static uint32_t plugin_mbps(const struct sp_plugin_endpoint *ep)
@@ -96,10 +88,10 @@ static spccl_status send_connect_info(struct sp_plugin_endpoint *ep, int peer)
     struct sp_plugin_peer *p = &ep->peers[peer];
     uint8_t note[SP_PLUGIN_CONNECT_INFO_BYTES];
     p->mine.usable = is_loaded(ep);
-    p->mine.n_queues = (uint32_t)ep->config.n_queues;
-    p->mine.segment_bytes = (uint32_t)(ep->config.queue_bytes / SP_SEGMENTS);
-    p->mine.rates_decide = ep->config.rates_decide && ep->config.tcp_too;
-    p->mine.tcp_mbps = tcp->rate_mbps(ep->tcp);
+    p->mine.n_queues = (uint32_t)ep->base.config.n_queues;
+    p->mine.segment_bytes = (uint32_t)(ep->base.config.queue_bytes / SP_SEGMENTS);
+    p->mine.rates_decide = ep->base.config.rates_decide && ep->base.config.tcp_too;
+    p->mine.tcp_mbps = tcp->rate_mbps(ep->base.tcp);
     p->mine.plugin_mbps = p->mine.usable ? plugin_mbps(ep) : 0;
     if (p->mine.usable)
         snprintf(p->mine.name, sizeof p->mine.name, "%s", ep->plugin->name);
@@ -107,7 +99,7 @@ static spccl_status send_connect_info(struct sp_plugin_endpoint *ep, int peer)
         snprintf(p->mine.why, sizeof p->mine.why, "%.*s", (int)sizeof p->mine.why - 1,
                  ep->thread_lost ? ep->lost_text : ep->load_text);
     sp_plugin_write_connect_info(&p->mine, note);
-    SP_TRY(send_note(ep, peer, note, sizeof note));
+    SP_TRY(sp_segments_say(&ep->base, peer, note, sizeof note));
     p->connect_info_sent = true;
     return SPCCL_OK;
 }
@@ -127,15 +119,12 @@ static spccl_status judge_connect_info(struct sp_plugin_endpoint *ep, int peer)
     else if (p->mine.n_queues != p->theirs.n_queues || p->mine.segment_bytes != p->theirs.segment_bytes)
         snprintf(text, sizeof text, "other queues at rank %d: another version of spccl", peer);
     else
-        p->tcp_faster = tcp_is_faster(p, text, sizeof text);
+        p->base->tcp_faster = tcp_is_faster(p, text, sizeof text);
     if (text[0] != '\0') {
-        take_tcp(p, text);
+        give_up(p, text);
         return SPCCL_OK;
     }
-    for (int i = 0; i < ep->config.n_queues; i++) {
-        SP_TRY(sp_segment_ring_open(&p->tx[i].ring, ep->config.queue_bytes, (uint32_t)i, false));
-        SP_TRY(sp_segment_ring_open(&p->rx[i].ring, ep->config.queue_bytes, (uint32_t)i, true));
-    }
+    SP_TRY(sp_segments_open_rings(&ep->base, peer));
     atomic_store(&p->state, SP_PLUGIN_CONNECTING);
     sp_plugin_thread_kick(ep);
     return SPCCL_OK;
@@ -151,11 +140,11 @@ static bool both_usable(const struct sp_plugin_peer *p)
 static spccl_status send_result(struct sp_plugin_endpoint *ep, int peer)
 {
     struct sp_plugin_peer *p = &ep->peers[peer];
-    sp_plugin_result v = {.fine = p->reason[0] == '\0'};
+    sp_plugin_result v = {.fine = p->base->reason[0] == '\0'};
     uint8_t note[SP_PLUGIN_RESULT_BYTES];
-    snprintf(v.why, sizeof v.why, "%s", p->reason);
+    snprintf(v.why, sizeof v.why, "%s", p->base->reason);
     sp_plugin_write_result(&v, note);
-    SP_TRY(send_note(ep, peer, note, sizeof note));
+    SP_TRY(sp_segments_say(&ep->base, peer, note, sizeof note));
     p->result_sent = true;
     return SPCCL_OK;
 }
@@ -166,27 +155,27 @@ static void decide_results(struct sp_plugin_endpoint *ep)
     char hang[SP_NET_TEXT_CAP];
     bool late = sp_deadline_passed(ep->connect_deadline_ns);
     bool hangs = !ep->thread_lost && sp_plugin_thread_hangs(ep, hang, sizeof hang);
-    for (int i = 0; i < ep->config.world_size; i++)
+    for (int i = 0; i < ep->base.config.world_size; i++)
         if (atomic_load(&ep->peers[i].state) == SP_PLUGIN_CONNECTING && !late && !hangs)
             return;
     if (hangs)
         sp_plugin_thread_abandon(ep, hang);
-    for (int i = 0; i < ep->config.world_size; i++) {
+    for (int i = 0; i < ep->base.config.world_size; i++) {
         struct sp_plugin_peer *p = &ep->peers[i];
         int state = atomic_load(&p->state);
         char text[SP_NET_TEXT_CAP];
-        if (!p->added || state == SP_PLUGIN_IDLE)
+        if (!p->base->added || state == SP_PLUGIN_IDLE)
             continue;
         if (hangs) {
-            take_tcp(p, hang);
+            give_up(p, hang);
         } else if (state == SP_PLUGIN_FAILED) {
-            take_tcp(p, p->failure);
+            give_up(p, p->failure);
         } else if (state == SP_PLUGIN_CONNECTING) {
             char device[80];
             sp_plugin_device_text(ep, p->tx[0].device, device, sizeof device);
             snprintf(text, sizeof text, "%s: plugin %s: no connection with rank %d in time", device,
                      ep->plugin->name, i);
-            take_tcp(p, text);
+            give_up(p, text);
             atomic_store(&p->cancelled, true);
         }
     }
@@ -195,86 +184,34 @@ static void decide_results(struct sp_plugin_endpoint *ep)
 
 /* ---- notes from peers ---- */
 
-static spccl_status bad_note(const struct sp_plugin_endpoint *ep, int peer, size_t bytes, const char *what)
-{
-    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: ncclnet: rank %d sent %zu bytes that are no %s",
-                   ep->config.rank, peer, bytes, what);
-}
-
 /* Take the next note of a peer, if it is here. */
 static spccl_status take_note(struct sp_plugin_endpoint *ep, int peer)
 {
     struct sp_plugin_peer *p = &ep->peers[peer];
     const void *note = NULL;
     size_t bytes = 0;
-    spccl_status st = tcp->peek(ep->tcp, peer, 0, &note, &bytes);
-    if (st == SPCCL_ERR_PEER)
-        return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", ep->config.rank,
-                       peer);
-    SP_TRY(st);
+    SP_TRY(sp_segments_hear(&ep->base, peer, &note, &bytes));
     if (!p->connect_info_here) {
         if (!sp_plugin_read_connect_info(note, bytes, &p->theirs))
-            return bad_note(ep, peer, bytes, "connect info");
+            return sp_segments_bad_note(&ep->base, peer, bytes, "connect info");
         p->connect_info_here = true;
-        SP_TRY(tcp->release(ep->tcp, peer, 0));
+        SP_TRY(sp_segments_heard(&ep->base, peer));
         return judge_connect_info(ep, peer);
     }
     sp_plugin_result v;
     if (!sp_plugin_read_result(note, bytes, &v))
-        return bad_note(ep, peer, bytes, "result");
+        return sp_segments_bad_note(&ep->base, peer, bytes, "result");
     p->result_here = true;
     if (!v.fine) {
         char text[SP_NET_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
-        take_tcp(p, text);
+        give_up(p, text);
         atomic_store(&p->cancelled, true);
     }
-    return tcp->release(ep->tcp, peer, 0);
+    return sp_segments_heard(&ep->base, peer);
 }
 
 /* ---- the end of start-up ---- */
-
-/* One warning for all pairs that use tcp in place of the plugin. Errors: UNREACHABLE (tcp is not allowed). */
-static spccl_status decide_routes(struct sp_plugin_endpoint *ep)
-{
-    sp_rank_list failed = {0};
-    const char *why = "";
-    for (int i = 0; i < ep->config.world_size; i++) {
-        struct sp_plugin_peer *p = &ep->peers[i];
-        if (!p->added)
-            continue;
-        p->route = p->reason[0] == '\0' ? SP_PLUGIN_BY_PLUGIN : SP_PLUGIN_BY_TCP;
-        if (p->route == SP_PLUGIN_BY_PLUGIN || p->tcp_faster)
-            continue;
-        sp_rank_list_add(&failed, i);
-        why = why[0] == '\0' ? p->reason : why;
-    }
-    if (failed.n == 0)
-        return SPCCL_OK;
-    if (!ep->config.tcp_too)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "rank %d: no plugin connection with rank %s, and tcp is not among the transports: %s",
-                       ep->config.rank, failed.text, why);
-    /* Auto-detected plugins may be unusable: log at info. */
-    sp_log(ep->found.named || is_loaded(ep) ? SP_LOG_WARN : SP_LOG_INFO, ep->config.rank,
-           "ncclnet: tcp is used in place of the plugin with rank %s: %s", failed.text, why);
-    return SPCCL_OK;
-}
-
-/* Discard wake-ups caused by start-up. */
-static void forget_changes(struct sp_plugin_endpoint *ep)
-{
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].route == SP_PLUGIN_BY_TCP)
-            return;
-    for (int i = 0; i < 100; i++)
-        if (tcp->arm(ep->tcp) == SPCCL_OK) {
-            tcp->disarm(ep->tcp);
-            break;
-        }
-    ep->changed = true; /* a peer may be gone already, or have sent */
-    ep->n_events_seen = atomic_load(&ep->n_events);
-}
 
 /* Continue with one peer. AGAIN: it is not ready. */
 static spccl_status step_peer(struct sp_plugin_endpoint *ep, int peer)
@@ -298,10 +235,10 @@ static spccl_status step_peer(struct sp_plugin_endpoint *ep, int peer)
 static spccl_status step_peers(struct sp_plugin_endpoint *ep, sp_rank_list *missing, bool *all_connect_info)
 {
     *all_connect_info = true;
-    for (int i = 0; i < ep->config.world_size; i++) {
+    for (int i = 0; i < ep->base.config.world_size; i++) {
         struct sp_plugin_peer *p = &ep->peers[i];
         spccl_status st;
-        if (!p->added)
+        if (!p->base->added)
             continue;
         st = step_peer(ep, i);
         *all_connect_info = *all_connect_info && p->connect_info_here;
@@ -315,20 +252,27 @@ static spccl_status step_peers(struct sp_plugin_endpoint *ep, sp_rank_list *miss
 
 static spccl_status send_results(struct sp_plugin_endpoint *ep)
 {
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].added && both_usable(&ep->peers[i]) && !ep->peers[i].result_sent)
+    for (int i = 0; i < ep->base.config.world_size; i++)
+        if (ep->base.peers[i].added && both_usable(&ep->peers[i]) && !ep->peers[i].result_sent)
             SP_TRY(send_result(ep, i));
     return SPCCL_OK;
 }
 
-static spccl_status start_pairs(struct sp_plugin_endpoint *ep)
+spccl_status sp_plugin_prepare(sp_segments *base)
 {
+    struct sp_plugin_endpoint *ep = sp_plugin_of(base);
+    ep->load_deadline_ns = half_of_the_rest(ep);
+    return sp_plugin_thread_start(ep);
+}
+
+spccl_status sp_plugin_start_step(sp_segments *base)
+{
+    struct sp_plugin_endpoint *ep = sp_plugin_of(base);
     sp_rank_list missing = {0};
-    char text[SP_ABORT_TEXT_CAP];
-    int peer = -1;
     bool all_connect_info;
     spccl_status st;
-    SP_TRY(tcp->progress(ep->tcp, &peer, text));
+    if (!loading_ended(ep))
+        return SPCCL_AGAIN;
     st = step_peers(ep, &missing, &all_connect_info);
     if (st != SPCCL_OK && st != SPCCL_AGAIN)
         return st;
@@ -338,33 +282,9 @@ static spccl_status start_pairs(struct sp_plugin_endpoint *ep)
         decide_results(ep);
     if (ep->results_due)
         SP_TRY(send_results(ep));
-    if (st == SPCCL_AGAIN && sp_deadline_passed(ep->config.deadline_ns))
+    if (st == SPCCL_AGAIN && sp_deadline_passed(base->config.deadline_ns))
         return SP_FAIL(SPCCL_ERR_TIMEOUT,
                        "rank %d: ncclnet: rank %s did not say in time whether its plugin works",
-                       ep->config.rank, missing.text);
-    if (st == SPCCL_AGAIN || !(all_connect_info && ep->results_due))
-        return SPCCL_AGAIN;
-    SP_TRY(decide_routes(ep));
-    forget_changes(ep);
-    ep->up = true;
-    return SPCCL_OK;
-}
-
-spccl_status sp_plugin_connect_step(sp_endpoint *opaque)
-{
-    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
-    bool any = false;
-    for (int i = 0; i < ep->config.world_size; i++)
-        any = any || ep->peers[i].added;
-    if (ep->up || !any)
-        return SPCCL_OK;
-    if (!ep->started) {
-        ep->load_deadline_ns = half_of_the_rest(ep);
-        SP_TRY(sp_plugin_thread_start(ep));
-    }
-    if (!ep->tcp_up) {
-        SP_TRY(tcp->connect_step(ep->tcp));
-        ep->tcp_up = true;
-    }
-    return loading_ended(ep) ? start_pairs(ep) : SPCCL_AGAIN;
+                       base->config.rank, missing.text);
+    return st == SPCCL_AGAIN || !(all_connect_info && ep->results_due) ? SPCCL_AGAIN : SPCCL_OK;
 }

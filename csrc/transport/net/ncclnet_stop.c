@@ -57,7 +57,7 @@ void sp_plugin_thread_abandon(struct sp_plugin_endpoint *ep, const char *why)
     ep->next_lost = lost;
     lost = ep;
     sp_plugin_unlock();
-    sp_log(SP_LOG_WARN, ep->config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
+    sp_log(SP_LOG_WARN, ep->base.config.rank, "ncclnet: a thread and its buffers are left behind: %s", why);
 }
 
 /* False: the thread did not end in time. */
@@ -80,7 +80,7 @@ static bool join_in_time(struct sp_plugin_endpoint *ep)
 
 void sp_plugin_thread_stop(struct sp_plugin_endpoint *ep)
 {
-    if (!ep->started || ep->thread_lost || ep->pid != getpid())
+    if (!ep->started || ep->thread_lost || ep->base.pid != getpid())
         return;
     atomic_store(&ep->stop, true);
     sp_plugin_thread_kick(ep);

@@ -27,7 +27,7 @@ static void enter(struct sp_plugin_endpoint *ep, enum sp_plugin_slot slot, int p
     atomic_store_explicit(&ep->call_slot, (int)slot, memory_order_relaxed);
     atomic_store_explicit(&ep->call_peer, peer, memory_order_relaxed);
     atomic_store_explicit(&ep->call_device, q->device, memory_order_relaxed);
-    atomic_store_explicit(&ep->call_queue, (int)q->ring.queue, memory_order_relaxed);
+    atomic_store_explicit(&ep->call_queue, (int)q->ring->queue, memory_order_relaxed);
     atomic_store_explicit(&ep->call_since_ns, sp_now_ns(), memory_order_release);
 }
 
@@ -54,7 +54,7 @@ static void signal_caller(struct sp_plugin_endpoint *ep)
     uint64_t one = 1;
     atomic_fetch_add(&ep->n_events, 1);
     if (atomic_exchange(&ep->armed, false) && write(ep->event_fd, &one, sizeof one) < 0 && errno != EAGAIN)
-        sp_log(SP_LOG_ERROR, ep->config.rank, "ncclnet: writing to an eventfd failed: errno %d", errno);
+        sp_log(SP_LOG_ERROR, ep->base.config.rank, "ncclnet: writing to an eventfd failed: errno %d", errno);
 }
 
 void sp_plugin_device_text(const struct sp_plugin_endpoint *ep, int device, char *out, size_t cap)
@@ -81,7 +81,7 @@ static void fail_call(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_
     char device[80], text[SP_NET_TEXT_CAP];
     sp_plugin_device_text(ep, q->device, device, sizeof device);
     snprintf(text, sizeof text, "%s: plugin %s: %s for rank %d, queue %u, returned %d (%s)", device,
-             ep->plugin->name, sp_plugin_slot_name(slot), peer, q->ring.queue, result,
+             ep->plugin->name, sp_plugin_slot_name(slot), peer, q->ring->queue, result,
              sp_plugin_result_text(result));
     fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
     atomic_store(&q->failed, true);
@@ -92,14 +92,14 @@ static void fail_call(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_
 /* The device of a queue between two ranks: the same number on both hosts, if they have as many devices. */
 static int device_of(const struct sp_plugin_endpoint *ep, int peer, int queue)
 {
-    return ep->used[(ep->config.rank + peer + queue) % ep->n_used];
+    return ep->used[(ep->base.config.rank + peer + queue) % ep->n_used];
 }
 
 /* False: *text says what failed. */
 static bool listen_for(struct sp_plugin_endpoint *ep, int peer, char *text, size_t cap)
 {
     struct sp_plugin_peer *p = &ep->peers[peer];
-    for (int i = 0; i < ep->config.n_queues; i++) {
+    for (int i = 0; i < ep->base.config.n_queues; i++) {
         int result, device = device_of(ep, peer, i);
         p->tx[i].device = p->rx[i].device = device;
         SP_PLUGIN_CALL(ep, SP_PLUGIN_LISTEN, peer, &p->rx[i], result,
@@ -121,8 +121,8 @@ static bool allows_all(const struct sp_plugin_endpoint *ep, char *text, size_t c
     int64_t most = 0, needed = 0;
     for (int i = 0; i < ep->n_used; i++)
         most += p->devices[ep->used[i]].max_comms > 0 ? p->devices[ep->used[i]].max_comms : INT32_MAX;
-    for (int i = 0; i < ep->config.world_size; i++)
-        needed += ep->peers[i].added ? 2 * ep->config.n_queues : 0;
+    for (int i = 0; i < ep->base.config.world_size; i++)
+        needed += ep->base.peers[i].added ? 2 * ep->base.config.n_queues : 0;
     if (needed <= most)
         return true;
     snprintf(text, cap, "plugin %s allows %lld connections, the group needs %lld", p->name, (long long)most,
@@ -158,8 +158,8 @@ static bool load(struct sp_plugin_endpoint *ep, char *text, size_t cap)
     }
     if (!take_cards(ep, text, cap) || !allows_all(ep, text, cap))
         return false;
-    for (int i = 0; i < ep->config.world_size; i++)
-        if (ep->peers[i].added && !listen_for(ep, i, text, cap))
+    for (int i = 0; i < ep->base.config.world_size; i++)
+        if (ep->base.peers[i].added && !listen_for(ep, i, text, cap))
             return false;
     return true;
 }
@@ -170,8 +170,8 @@ static int connect_send(struct sp_plugin_endpoint *ep, int peer, struct sp_plugi
     int result;
     if (q->comm == NULL) {
         SP_PLUGIN_CALL(ep, SP_PLUGIN_CONNECT, peer, q, result,
-                       sp_plugin_connect(ep->plugin, q->device, ep->peers[peer].theirs.handles[q->ring.queue],
-                                         &q->comm));
+                       sp_plugin_connect(ep->plugin, q->device,
+                                         ep->peers[peer].theirs.handles[q->ring->queue], &q->comm));
         if (result != 0) {
             fail_call(ep, peer, q, SP_PLUGIN_CONNECT, result);
             return -1;
@@ -199,8 +199,9 @@ static int register_ring(struct sp_plugin_endpoint *ep, int peer, struct sp_plug
     int result;
     if (q->mr != NULL || q->comm == NULL)
         return q->mr != NULL;
-    SP_PLUGIN_CALL(ep, SP_PLUGIN_REG_MR, peer, q, result,
-                   sp_plugin_reg_host(ep->plugin, q->comm, q->ring.memory.data, q->ring.memory.cap, &q->mr));
+    SP_PLUGIN_CALL(
+        ep, SP_PLUGIN_REG_MR, peer, q, result,
+        sp_plugin_reg_host(ep->plugin, q->comm, q->ring->memory.data, q->ring->memory.cap, &q->mr));
     if (result != 0) {
         fail_call(ep, peer, q, SP_PLUGIN_REG_MR, result);
         return -1;
@@ -214,7 +215,7 @@ static int register_ring(struct sp_plugin_endpoint *ep, int peer, struct sp_plug
 static bool connect_peer(struct sp_plugin_endpoint *ep, int peer)
 {
     struct sp_plugin_peer *p = &ep->peers[peer];
-    int n_ready = 0, n = ep->config.n_queues;
+    int n_ready = 0, n = ep->base.config.n_queues;
     for (int i = 0; i < n; i++) {
         struct sp_plugin_queue *sides[2] = {&p->tx[i], &p->rx[i]};
         for (int s = 0; s < 2; s++) {
@@ -242,16 +243,16 @@ static bool connect_peer(struct sp_plugin_endpoint *ep, int peer)
 static sp_plugin_transfer transfer_of(const struct sp_plugin_queue *q, uint64_t k, size_t bytes)
 {
     return (sp_plugin_transfer){.comm = q->comm,
-                                .data = sp_segment_ring_segment(&q->ring, k),
+                                .data = sp_segment_ring_segment(q->ring, k),
                                 .mr = q->mr == q ? NULL : q->mr,
                                 .bytes = bytes,
-                                .tag = (int)q->ring.queue};
+                                .tag = (int)q->ring->queue};
 }
 
 /* Ask whether the oldest request is done. True: *bytes is its size. A failure changes the peer's state. */
 static bool test_oldest(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q, int *bytes)
 {
-    uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
+    uint64_t done = atomic_load_explicit(&q->ring->done, memory_order_relaxed);
     bool is_done = false;
     int result;
     if (done == q->n_started)
@@ -265,13 +266,13 @@ static bool test_oldest(struct sp_plugin_endpoint *ep, int peer, struct sp_plugi
 
 static bool send_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
-    uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
+    uint64_t allowed = atomic_load_explicit(&q->ring->allowed, memory_order_acquire);
     bool moved = q->n_seen != allowed; /* what is new is tried again soon, not after a long pause */
     int bytes, result = 0;
     q->n_seen = allowed;
     while (q->n_started < allowed && result == 0) {
         void **request = &q->requests[q->n_started % SP_SEGMENTS];
-        sp_plugin_transfer t = transfer_of(q, q->n_started, q->ring.bytes[q->n_started % SP_SEGMENTS]);
+        sp_plugin_transfer t = transfer_of(q, q->n_started, q->ring->bytes[q->n_started % SP_SEGMENTS]);
         SP_PLUGIN_CALL(ep, SP_PLUGIN_ISEND, peer, q, result, sp_plugin_isend(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
@@ -283,7 +284,7 @@ static bool send_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_plu
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
-        atomic_fetch_add_explicit(&q->ring.done, 1, memory_order_release);
+        atomic_fetch_add_explicit(&q->ring->done, 1, memory_order_release);
         signal_caller(ep);
         moved = true;
     }
@@ -292,12 +293,12 @@ static bool send_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_plu
 
 static bool receive_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_plugin_queue *q)
 {
-    uint64_t allowed = atomic_load_explicit(&q->ring.allowed, memory_order_acquire);
+    uint64_t allowed = atomic_load_explicit(&q->ring->allowed, memory_order_acquire);
     bool moved = false;
     int bytes, result = 0;
     while (q->n_started < allowed && result == 0) {
         void **request = &q->requests[q->n_started % SP_SEGMENTS];
-        sp_plugin_transfer t = transfer_of(q, q->n_started, q->ring.segment_bytes);
+        sp_plugin_transfer t = transfer_of(q, q->n_started, q->ring->segment_bytes);
         SP_PLUGIN_CALL(ep, SP_PLUGIN_IRECV, peer, q, result, sp_plugin_irecv(ep->plugin, &t, request));
         if (result == 0 && *request == NULL)
             break;
@@ -308,19 +309,19 @@ static bool receive_segments(struct sp_plugin_endpoint *ep, int peer, struct sp_
         return true;
     }
     while (test_oldest(ep, peer, q, &bytes)) {
-        uint64_t done = atomic_load_explicit(&q->ring.done, memory_order_relaxed);
-        if (bytes < (int)SP_RECORD_HEAD_BYTES || (size_t)bytes > q->ring.segment_bytes || bytes % 16 != 0) {
+        uint64_t done = atomic_load_explicit(&q->ring->done, memory_order_relaxed);
+        if (bytes < (int)SP_RECORD_HEAD_BYTES || (size_t)bytes > q->ring->segment_bytes || bytes % 16 != 0) {
             char text[SP_NET_TEXT_CAP];
             snprintf(text, sizeof text,
                      "plugin %s: a segment of %d bytes came from rank %d; wanted 16 to %zu, a "
                      "multiple of 16",
-                     ep->plugin->name, bytes, peer, q->ring.segment_bytes);
+                     ep->plugin->name, bytes, peer, q->ring->segment_bytes);
             fail_peer(ep, peer, text); /* first: who sees `failed` finds the text */
             atomic_store(&q->failed, true);
             return true;
         }
-        q->ring.bytes[done % SP_SEGMENTS] = (uint32_t)bytes;
-        atomic_store_explicit(&q->ring.done, done + 1, memory_order_release);
+        q->ring->bytes[done % SP_SEGMENTS] = (uint32_t)bytes;
+        atomic_store_explicit(&q->ring->done, done + 1, memory_order_release);
         signal_caller(ep);
         moved = true;
     }
@@ -334,7 +335,7 @@ static bool serve_peer(struct sp_plugin_endpoint *ep, int peer)
     bool moved = false;
     if (state == SP_PLUGIN_CONNECTING)
         return connect_peer(ep, peer);
-    for (int i = 0; i < ep->config.n_queues && p->connected; i++) {
+    for (int i = 0; i < ep->base.config.n_queues && p->connected; i++) {
         if (!atomic_load_explicit(&p->tx[i].failed, memory_order_relaxed))
             moved = send_segments(ep, peer, &p->tx[i]) || moved;
         if (!atomic_load_explicit(&p->rx[i].failed, memory_order_relaxed))
@@ -349,10 +350,10 @@ static bool serve_peer(struct sp_plugin_endpoint *ep, int peer)
  * round. */
 static bool has_work(struct sp_plugin_endpoint *ep)
 {
-    for (int i = 0; i < ep->config.world_size; i++) {
+    for (int i = 0; i < ep->base.config.world_size; i++) {
         struct sp_plugin_peer *p = &ep->peers[i];
-        for (int k = 0; p->connected && k < ep->config.n_queues; k++)
-            if (atomic_load(&p->tx[k].ring.allowed) != p->tx[k].n_seen && !atomic_load(&p->tx[k].failed))
+        for (int k = 0; p->connected && k < ep->base.config.n_queues; k++)
+            if (atomic_load(&p->tx[k].ring->allowed) != p->tx[k].n_seen && !atomic_load(&p->tx[k].failed))
                 return true;
     }
     return false;
@@ -395,8 +396,8 @@ static void close_comm(struct sp_plugin_endpoint *ep, int peer, const struct sp_
         return;
     SP_PLUGIN_CALL(ep, slot, peer, q, result, sp_plugin_close(ep->plugin, slot, *comm));
     if (result != 0)
-        sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: %s for rank %d returned %d (%s)", ep->plugin->name,
-               sp_plugin_slot_name(slot), peer, result, sp_plugin_result_text(result));
+        sp_log(SP_LOG_INFO, ep->base.config.rank, "plugin %s: %s for rank %d returned %d (%s)",
+               ep->plugin->name, sp_plugin_slot_name(slot), peer, result, sp_plugin_result_text(result));
     *comm = NULL;
 }
 
@@ -408,7 +409,7 @@ static void close_queue(struct sp_plugin_endpoint *ep, int peer, struct sp_plugi
         SP_PLUGIN_CALL(ep, SP_PLUGIN_DEREG_MR, peer, q, result,
                        sp_plugin_dereg(ep->plugin, q->comm, q->mr == q ? NULL : q->mr));
     if (result != 0)
-        sp_log(SP_LOG_INFO, ep->config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
+        sp_log(SP_LOG_INFO, ep->base.config.rank, "plugin %s: deregMr for rank %d returned %d (%s)",
                ep->plugin->name, peer, result, sp_plugin_result_text(result));
     q->mr = NULL;
     close_comm(ep, peer, q, slot, &q->comm);
@@ -425,7 +426,7 @@ static void *thread_main(void *arg)
     while (!atomic_load(&ep->stop)) {
         bool moved = false;
         int64_t now_ns;
-        for (int i = 0; i < ep->config.world_size; i++)
+        for (int i = 0; i < ep->base.config.world_size; i++)
             moved = serve_peer(ep, i) || moved;
         now_ns = sp_now_ns();
         if (moved)
@@ -433,8 +434,8 @@ static void *thread_main(void *arg)
         else
             rest(ep, now_ns - busy_ns);
     }
-    for (int i = 0; i < ep->config.world_size; i++)
-        for (int k = 0; ep->plugin != NULL && k < ep->config.n_queues; k++) {
+    for (int i = 0; i < ep->base.config.world_size; i++)
+        for (int k = 0; ep->plugin != NULL && k < ep->base.config.n_queues; k++) {
             close_queue(ep, i, &ep->peers[i].tx[k], SP_PLUGIN_CLOSE_SEND);
             close_queue(ep, i, &ep->peers[i].rx[k], SP_PLUGIN_CLOSE_RECV);
         }
@@ -452,7 +453,7 @@ spccl_status sp_plugin_thread_start(struct sp_plugin_endpoint *ep)
     pthread_condattr_destroy(&attr);
     SP_TRY(sp_thread_start("spccl-net", thread_main, ep, &ep->thread));
     ep->started = true;
-    ep->pid = getpid();
+    ep->base.pid = getpid();
     return SPCCL_OK;
 }
 

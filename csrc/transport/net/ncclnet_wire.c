@@ -8,27 +8,7 @@
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
 #define RATES_AT (252u + SP_QUEUES_MAX * SP_PLUGIN_HANDLE_BYTES)
 #define RESULT_MAGIC 0x564e7073u /* "spNV" */
-#define FIN_MAGIC 0x464e7073u    /* "spNF" */
 static const char address_magic[4] = {'s', 'p', 'N', '1'};
-
-/* Copy a text that ends within `cap` bytes. Bytes that are not printable ASCII become '?': the text goes to logs. */
-static bool read_text(const uint8_t *from, char *out, size_t cap)
-{
-    size_t n = strnlen((const char *)from, cap);
-    if (n == cap)
-        return false;
-    for (size_t i = 0; i < n; i++)
-        out[i] = from[i] >= 32 && from[i] < 127 ? (char)from[i] : '?';
-    memset(out + n, 0, cap - n);
-    return true;
-}
-
-static void write_text(const char *text, uint8_t *out, size_t cap)
-{
-    size_t n = strnlen(text, cap - 1);
-    memset(out, 0, cap);
-    memcpy(out, text, n);
-}
 
 size_t sp_plugin_write_address(uint8_t *out)
 {
@@ -51,8 +31,8 @@ void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[S
     sp_store_le16(out + 4, o->usable ? 1 : 0);
     sp_store_le16(out + 6, (uint16_t)o->n_queues);
     sp_store_le32(out + 8, o->segment_bytes);
-    write_text(o->name, out + 12, SP_PLUGIN_NAME_CAP);
-    write_text(o->why, out + 52, SP_NET_TEXT_CAP);
+    sp_segments_write_text(o->name, out + 12, SP_PLUGIN_NAME_CAP);
+    sp_segments_write_text(o->why, out + 52, SP_NET_TEXT_CAP);
     if (o->usable) /* else a thread that was given up may still write to them */
         memcpy(out + 252, o->handles, sizeof o->handles);
     else
@@ -77,15 +57,15 @@ bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_conne
     if (out->usable)
         memcpy(out->handles, bytes + 252, sizeof out->handles);
     return out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
-           read_text(bytes + 12, out->name, SP_PLUGIN_NAME_CAP) &&
-           read_text(bytes + 52, out->why, SP_NET_TEXT_CAP);
+           sp_segments_read_text(bytes + 12, out->name, SP_PLUGIN_NAME_CAP) &&
+           sp_segments_read_text(bytes + 52, out->why, SP_NET_TEXT_CAP);
 }
 
 void sp_plugin_write_result(const sp_plugin_result *v, uint8_t out[SP_PLUGIN_RESULT_BYTES])
 {
     sp_store_le32(out, RESULT_MAGIC);
     sp_store_le32(out + 4, v->fine ? 1 : 0);
-    write_text(v->why, out + 8, SP_NET_TEXT_CAP);
+    sp_segments_write_text(v->why, out + 8, SP_NET_TEXT_CAP);
 }
 
 bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out)
@@ -93,23 +73,5 @@ bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out
     if (n != SP_PLUGIN_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC || sp_load_le32(bytes + 4) > 1)
         return false;
     out->fine = sp_load_le32(bytes + 4) == 1;
-    return read_text(bytes + 8, out->why, SP_NET_TEXT_CAP);
-}
-
-void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[SP_SEGMENTS_FIN_BYTES])
-{
-    sp_store_le32(out, FIN_MAGIC);
-    sp_store_le32(out + 4, (uint32_t)n_queues);
-    for (size_t i = 0; i < SP_QUEUES_MAX; i++)
-        sp_store_le64(out + 8 + 8 * i, i < (size_t)n_queues ? f->n_segments[i] : 0);
-}
-
-bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out)
-{
-    if (n != SP_SEGMENTS_FIN_BYTES || sp_load_le32(bytes) != FIN_MAGIC ||
-        sp_load_le32(bytes + 4) != (uint32_t)n_queues)
-        return false;
-    for (size_t i = 0; i < SP_QUEUES_MAX; i++)
-        out->n_segments[i] = sp_load_le64(bytes + 8 + 8 * i);
-    return true;
+    return sp_segments_read_text(bytes + 8, out->why, SP_NET_TEXT_CAP);
 }

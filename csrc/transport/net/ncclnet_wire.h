@@ -1,11 +1,12 @@
 /* ncclnet_wire.h - what two ranks tell each other so that transport ncclnet can start and end: an address in the
- * store, and three messages over the tcp link beside the plugin. All are little-endian.
+ * store, and two notes over the control link; the last one, FIN, is in segments.h. All are little-endian.
  * Nothing here is trusted: each reader checks sizes, numbers and texts. */
 #ifndef SP_PLUGIN_WIRE_H
 #define SP_PLUGIN_WIRE_H
 
 #include "core/contract/transport.h"
 #include "transport/net/ncclnet_abi.h"
+#include "transport/net/segments.h"
 
 /* The address: "spN1", then the address of the tcp endpoint. Without a plugin nothing follows the magic. */
 #define SP_PLUGIN_ADDRESS_HEAD 4u
@@ -31,12 +32,6 @@ typedef struct sp_plugin_result {
     char why[SP_NET_TEXT_CAP];
 } sp_plugin_result;
 
-/* Last message: how many segments were sent in all. 0 "spNF"   4 u32 n_queues   8 u64 n_segments[SP_QUEUES_MAX] */
-#define SP_SEGMENTS_FIN_BYTES (8u + 8u * SP_QUEUES_MAX)
-typedef struct sp_segments_fin {
-    uint64_t n_segments[SP_QUEUES_MAX];
-} sp_segments_fin;
-
 /* Write the magic. Returns where the address of the tcp endpoint goes. */
 size_t sp_plugin_write_address(uint8_t *out);
 /* Where the tcp address is in an address. False: not an address, or the rank has no plugin. */
@@ -46,7 +41,5 @@ void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[S
 bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_connect_info *out);
 void sp_plugin_write_result(const sp_plugin_result *v, uint8_t out[SP_PLUGIN_RESULT_BYTES]);
 bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out);
-void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[SP_SEGMENTS_FIN_BYTES]);
-bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out);
 
 #endif
