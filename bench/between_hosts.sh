@@ -16,7 +16,7 @@ ranks=${1:-4} per_host=${2:-1}
 shift $(($# < 2 ? $# : 2))
 out=${OUT:-bench/results/gpu}
 mkdir -p "$out"
-export SPCCL_CUDA_BETWEEN_HOSTS=1 PER_HOST=$per_host SHARE=${SPCCL_TEST_SHARE_GPUS:-0}
+export SPCCL_CUDA_ROUTE=spccl PER_HOST=$per_host SHARE=${SPCCL_TEST_SHARE_GPUS:-0}
 export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_NVLS_ENABLE=0
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 # Threads and sockets of NCCL, tuned for one machine: at most 64 in all per pair.

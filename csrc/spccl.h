@@ -305,7 +305,7 @@ SPCCL_API void spccl_request_free(spccl_request *req);
  * caller's stream. No call waits for the GPU or reads sizes from it: CUDA graphs can hold all. The results have the
  * same bits as those of the host collectives. `stream` is a cudaStream_t of the communicator's GPU; NULL is the
  * default stream. */
-/* The settings SPCCL_MAX_CTAS and SPCCL_INBOX_BYTES win over max_ctas and inbox_bytes. `fallback` says what the
+/* The settings SPCCL_MAX_CTAS, SPCCL_INBOX_BYTES and SPCCL_CUDA_ROUTE win over the program's. `fallback` says what the
  * caller does after UNREACHABLE or UNSUPPORTED. All ranks give the same number; else: MISMATCH. */
 typedef struct spccl_cuda_config {
     size_t struct_bytes;    /* sizeof(spccl_cuda_config) */
@@ -315,7 +315,7 @@ typedef struct spccl_cuda_config {
     int32_t decline;        /* 1: this rank wants no GPU collectives, so all ranks get UNREACHABLE */
     uint32_t fallback;      /* any number, the same on all ranks */
     uint32_t caller_orders; /* 1: the caller keeps the launches in order; see spccl_cuda_set_end_event */
-    uint32_t reserved;      /* 0 */
+    uint32_t between_hosts; /* 0, 1, 2: as SPCCL_CUDA_ROUTE=auto, spccl, one-host */
 } spccl_cuda_config;
 #define SPCCL_CUDA_CONFIG_INIT                                                                               \
     {                                                                                                        \
@@ -487,7 +487,7 @@ SPCCL_API spccl_status spccl_weights_receive(spccl_prune_plan *plan, const void 
  * Returns SPCCL_ERR_ARG past the last entry. The texts are valid until this thread calls spccl_info again. */
 typedef struct spccl_info_entry {
     size_t struct_bytes; /* set by the caller: sizeof(spccl_info_entry) */
-    const char *kind;    /* "kernels", "transport", "schedule", "part", "GPUDirect", "setting", "debug setting" */
+    const char *kind;    /* "kernels", "transport", "schedule", "part", "GPUDirect", "setting", "debug" */
     const char *name;    /* "tcp", "avx512", "SPCCL_FORMAT" */
     const char *value;   /* "in", "in, chosen", "absent"; for a setting its value now */
     const char *why;     /* the reason, and how to get what is absent; for a setting what it means */

@@ -189,6 +189,7 @@ CudaRoute CudaSide::attach(const c10::Device &device, const char *op)
     config.max_ctas = settings_.max_ctas;
     config.inbox_bytes = settings_.inbox_bytes;
     config.decline = settings_.engine ? 0 : 1;
+    config.between_hosts = settings_.between_hosts;
     config.caller_orders = 1; /* order_ orders NCCL's collectives too */
     const CudaRoute fallback = nccl_ && !settings_.stage ? CudaRoute::nccl : CudaRoute::stage;
     config.fallback = static_cast<uint32_t>(fallback);

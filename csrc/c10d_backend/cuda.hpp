@@ -16,6 +16,7 @@ namespace spccl_torch
 struct CudaSettings {
     bool engine = true;           /* false: always take the fallback */
     bool stage = false;           /* the fallback is host memory, not NCCL */
+    uint32_t between_hosts = 0;   /* as in spccl_cuda_config */
     bool order_per_group = false; /* SPCCL_ORDER=group: a CollectiveOrder for this group alone */
     bool blocking_wait = false;   /* SPCCL_BLOCKING_WAIT: calls and wait() return when the GPU is done */
     uint32_t max_ctas = 0;        /* 0 = default; as in spccl_cuda_config */

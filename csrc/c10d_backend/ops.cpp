@@ -63,6 +63,7 @@ GroupSettings settings_of(const std::string &name, const c10::Dict<std::string, 
     settings.cuda.max_ctas = static_cast<uint32_t>(take(options, "max_ctas"));
     settings.cuda.inbox_bytes = static_cast<size_t>(take(options, "inbox_bytes"));
     settings.cuda.engine = take(options, "cuda_engine") != 0;
+    settings.cuda.between_hosts = static_cast<uint32_t>(take(options, "between_hosts"));
     TORCH_CHECK_VALUE(
         options.empty(), "spccl: make_process_group: option ", options.empty() ? "" : options.begin()->key(),
         " is not known: the Python package and the glue are of two spccl versions; reinstall spccl");

@@ -6,7 +6,7 @@ Imports no torch, so that `spccl info` can print them without it.
 import os
 from typing import NamedTuple
 
-FALLBACKS = ("nccl", "stage")
+ROUTES = ("auto", "spccl", "one-host", "auto+stage", "spccl+stage", "one-host+stage", "nccl", "stage")
 ORDERS = ("device", "group")
 
 
@@ -35,13 +35,6 @@ GLUE = Setting(
 )
 # Field of `backend.Options` -> its variable.
 OPTIONS = {
-    "cuda_engine": Setting("SPCCL_CUDA_ENGINE", "1", ("0", "1"), "0: CUDA tensors always take the fallback"),
-    "cuda_fallback": Setting(
-        "SPCCL_CUDA_FALLBACK",
-        "nccl",
-        FALLBACKS,
-        "where CUDA tensors go if the GPUs cannot reach each other: nccl, or stage (host memory)",
-    ),
     "order": Setting(
         "SPCCL_ORDER", "device", ORDERS, "collectives of a GPU: device, all groups in one order; group, one per group"
     ),
@@ -50,3 +43,25 @@ OPTIONS = {
     ),
 }
 ALL = (GLUE, *OPTIONS.values())
+# csrc/core/base/env.c describes it, because the library reads it too.
+ROUTE = Setting("SPCCL_CUDA_ROUTE", "auto", ROUTES, "")
+OLD_ENGINE = Setting("SPCCL_CUDA_ENGINE", "1", ("0", "1"), "0: CUDA tensors always take the fallback")
+OLD_FALLBACK = Setting("SPCCL_CUDA_FALLBACK", "nccl", ("nccl", "stage"), "what the fallback is")
+
+
+def merge_old(route: str, engine: bool | None, fallback: str | None) -> str:
+    """`route`, changed by what cuda_engine and cuda_fallback meant; None: not given."""
+    stage = route.endswith("stage") if fallback is None else fallback == "stage"
+    is_off = route in ("nccl", "stage") if engine is None else not engine
+    if is_off:
+        return "stage" if stage else "nccl"
+    on = "auto" if route in ("nccl", "stage") else route.removesuffix("+stage")
+    return on + "+stage" if stage else on
+
+
+def route_in_force(option: str) -> str:
+    """The variable, unless it is unset or its default; else `option`, changed by the variables of earlier versions."""
+    value, engine = ROUTE.given(), OLD_ENGINE.given()
+    if value is not None and value != ROUTE.default:
+        return value
+    return merge_old(option, None if engine is None else engine == "1", OLD_FALLBACK.given())

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _torch_glue, _torch_inner, _torch_join, _torch_settings
 from ._group_stats import CudaStats, GroupStats, description
-from ._torch_settings import FALLBACKS, ORDERS
+from ._torch_settings import ORDERS, ROUTES
 
 if TYPE_CHECKING:
     import torch
@@ -49,14 +49,13 @@ class Options:
         n_sockets: TCP sockets per peer and queue; 0 = default.
         max_ctas: most thread blocks (one per multiprocessor) of a CUDA collective; 0 = all.
         inbox_bytes: most bytes of GPU memory for the data that peers send; 0 = default.
-        cuda_fallback: what runs CUDA collectives if the GPUs of the group cannot reach each other: "nccl" or
-            "stage". "stage" goes through host memory; a torch without NCCL always takes it. Variable:
-            SPCCL_CUDA_FALLBACK.
+        cuda_fallback, cuda_engine: of earlier versions; use cuda_route. They act for one more release.
         order: "device": the collectives of all groups of a GPU are in one collective order, as kernels that wait
             for peers need it. "group": each group has an order of its own. Variable: SPCCL_ORDER.
         blocking_wait: CUDA calls and Work.wait() return when the GPU is done, and raise if it failed. Variable:
             SPCCL_BLOCKING_WAIT=1.
-        cuda_engine: False: CUDA collectives always take the fallback. Variable: SPCCL_CUDA_ENGINE=0.
+        cuda_route: what runs CUDA collectives: "auto", "spccl", "one-host", these with "+stage", "nccl" or "stage".
+            docs/SETTINGS.md says what each means. Variable: SPCCL_CUDA_ROUTE.
     """
 
     timeout: timedelta | None = None
@@ -66,13 +65,24 @@ class Options:
     n_sockets: int = 0
     max_ctas: int = 0
     inbox_bytes: int = 0
-    cuda_fallback: str = "nccl"
+    cuda_fallback: dataclasses.InitVar[str | None] = None
     order: str = "device"
     blocking_wait: bool = False
-    cuda_engine: bool = True
+    cuda_engine: dataclasses.InitVar[bool | None] = None
+    cuda_route: str = "auto"
 
-    def __post_init__(self) -> None:
-        for name, allowed in (("format", FORMATS), ("cuda_fallback", FALLBACKS), ("order", ORDERS)):
+    def __post_init__(self, cuda_fallback: str | None, cuda_engine: bool | None) -> None:
+        if cuda_fallback not in (None, "nccl", "stage"):
+            raise ValueError(f"spccl: Options.cuda_fallback={cuda_fallback!r}, wanted one of nccl, stage")
+        if cuda_fallback is not None or cuda_engine is not None:
+            route = _torch_settings.merge_old(self.cuda_route, cuda_engine, cuda_fallback)
+            object.__setattr__(self, "cuda_route", route)
+            warnings.warn(
+                f"spccl: Options.cuda_fallback and cuda_engine go in the next release: write cuda_route={route!r}",
+                FutureWarning,
+                stacklevel=3,
+            )
+        for name, allowed in (("format", FORMATS), ("order", ORDERS), ("cuda_route", ROUTES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"spccl: Options.{name}={getattr(self, name)!r}, wanted one of {', '.join(allowed)}")
         for name, bits in (("slice_bytes", 32), ("n_sockets", 32), ("max_ctas", 32), ("inbox_bytes", 48)):
@@ -325,12 +335,13 @@ def _join(member: _Member, timeout: timedelta, options: Options) -> dist.Backend
                 "format": FORMATS[options.format],
                 "slice_bytes": options.slice_bytes,
                 "n_sockets": options.n_sockets,
-                "stage": int(options.cuda_fallback == "stage"),
+                "stage": int(options.cuda_route.endswith("stage")),
                 "order_per_group": int(options.order == "group"),
                 "blocking_wait": int(options.blocking_wait),
                 "max_ctas": options.max_ctas,
                 "inbox_bytes": options.inbox_bytes,
-                "cuda_engine": int(options.cuda_engine),
+                "cuda_engine": int(options.cuda_route not in ("nccl", "stage")),
+                "between_hosts": {"spccl": 1, "one-host": 2}.get(options.cuda_route.removesuffix("+stage"), 0),
             },
             options.transports,
         )
@@ -398,7 +409,7 @@ def _options_of(pg_options: Any) -> Options:
 
 def _with_environment(options: Options) -> Options:
     """`options`, with the values that the environment sets."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"cuda_route": _torch_settings.route_in_force(options.cuda_route)}
     for field, setting in _torch_settings.OPTIONS.items():
         value = setting.given()
         if value is not None:

@@ -59,7 +59,7 @@ def info_command(as_text: bool) -> None:
     parts = _wrapping_table(("part", 21), ("state", 18), ("why, and how to get it", None))
     tables = {
         "setting": _wrapping_table(("setting (variable)", 24), ("now", 14), ("meaning", None)),
-        "debug setting": _wrapping_table(("debug setting", 26), ("now", 14), ("may change in any release", None)),
+        "debug": _wrapping_table(("debug setting", 26), ("now", 14), ("may change in any release", None)),
     }
     for entry in entries:
         if entry.kind in tables:

@@ -16,8 +16,8 @@ class Entry:
     """One part of this build, or one setting.
 
     Attributes:
-        kind: "transport", "kernels", "schedule", "part", "GPUDirect", "setting", "debug setting" (SPCCL_*
-            variables) or "python" (found by Python).
+        kind: "transport", "kernels", "schedule", "part", "GPUDirect", "setting" (an SPCCL_* variable),
+            "debug" (an SPCCL_DEBUG_* variable) or "python" (found by Python).
         name: of the part or setting.
         value: "in", "in, chosen", "absent", or the value of a setting or version.
         why: the reason for the value, and how to get what is absent.

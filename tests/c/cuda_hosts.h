@@ -46,7 +46,7 @@ static inline void is_refused(struct rank_ctx *c)
 static inline void start_hosts(int *argc, char **argv, int n_ranks)
 {
     cuda_test_start(argc, argv);
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
     relay_results(); /* so that kernels wait in both hops */
     group_transports = "tcp";
     make_rank_buffers(is_small ? 4 : n_ranks, total_bytes() + 4 * GUARD_BYTES);

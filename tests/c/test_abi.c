@@ -24,7 +24,7 @@ ENDS_WITH(spccl_frame_info, values_off);
 ENDS_WITH(spccl_config, schedule);
 ENDS_WITH(spccl_store, get);
 ENDS_WITH(spccl_stats, buffer_bytes);
-ENDS_WITH(spccl_cuda_config, reserved);
+ENDS_WITH(spccl_cuda_config, between_hosts);
 ENDS_WITH(spccl_cuda_options, max_ctas);
 ENDS_WITH(spccl_cuda_stats, n_remote);
 ENDS_WITH(spccl_info_entry, why);
@@ -218,10 +218,10 @@ static void gpu_rank(struct rank_ctx *c)
         uint64_t canary;
     } older_stats = {{sizeof older_stats.known, -1, 0}, CANARY};
     NEWER(spccl_cuda_stats) newer_stats = {{.struct_bytes = sizeof newer_stats}, CANARY};
-    spccl_cuda_config reserved = SPCCL_CUDA_CONFIG_INIT;
-    reserved.reserved = 7;
-    CHECK_FAILS(spccl_cuda_attach(c->comm, &reserved), SPCCL_ERR_ARG,
-                "spccl_cuda_config.reserved is 7, wanted 0");
+    spccl_cuda_config wrong = SPCCL_CUDA_CONFIG_INIT;
+    wrong.between_hosts = 7;
+    CHECK_FAILS(spccl_cuda_attach(c->comm, &wrong), SPCCL_ERR_ARG,
+                "spccl_cuda_config.between_hosts is 7, wanted 0 to 2");
     newer.known.struct_bytes = sizeof newer;
     CHECK_FAILS(spccl_cuda_attach(c->comm, (void *)&newer), SPCCL_ERR_ARG,
                 "spccl_cuda_config: got 48 bytes with byte 40 not zero");

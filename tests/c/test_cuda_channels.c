@@ -411,9 +411,9 @@ static void test_refusals(void)
     run_group(2, refuses_windows, NULL);
     run_group(2, refuses_handles, NULL);
     test_ranks_per_host = 1;
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
     run_group(2, other_host, NULL);
-    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
+    unsetenv("SPCCL_CUDA_ROUTE");
     test_ranks_per_host = 0;
 }
 

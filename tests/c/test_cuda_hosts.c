@@ -273,16 +273,16 @@ static void test_setting(void)
 {
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
-    char refused[] = "SPCCL_CUDA_BETWEEN_HOSTS=0";
+    char refused[] = "SPCCL_CUDA_ROUTE=one-host";
     test_ranks_per_host = 1;
     config.transports = "tcp";
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "0", 1);
+    setenv("SPCCL_CUDA_ROUTE", "one-host", 1);
     run_ranks(2, &config, is_refused, refused, ctx);
-    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS"); /* auto, and the transport is tcp */
+    unsetenv("SPCCL_CUDA_ROUTE"); /* auto, and the transport is tcp */
     run_ranks(2, &config, attach_and_check, NULL, ctx);
     for (int r = 0; r < 2; r++)
         CHECK(ctx[r].created == SPCCL_OK, "rank %d: %s", r, ctx[r].error);
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
 }
 
 int main(int argc, char **argv)

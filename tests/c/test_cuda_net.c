@@ -91,13 +91,13 @@ static void test_setting(void)
 {
     struct rank_ctx ctx[RANKS_CAP];
     spccl_config config = SPCCL_CONFIG_INIT;
-    char refused[] = "SPCCL_CUDA_BETWEEN_HOSTS=auto and a link over RDMA";
+    char refused[] = "SPCCL_CUDA_ROUTE=auto and a link over RDMA";
     test_ranks_per_host = 1;
     config.transports = NETWORK;
-    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
+    unsetenv("SPCCL_CUDA_ROUTE");
     run_ranks(2, &config, is_refused, refused, ctx);
     check_created(ctx, 2);
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
 }
 
 /* ---- a peer dies ---- */

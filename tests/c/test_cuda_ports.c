@@ -117,9 +117,9 @@ static void with_hosts(int n_ranks, int per_host, const char *transports, void (
 {
     test_ranks_per_host = per_host;
     group_transports = transports;
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
     run_group(n_ranks, fn, NULL);
-    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
+    unsetenv("SPCCL_CUDA_ROUTE");
     test_ranks_per_host = 0;
     group_transports = NULL;
 }
@@ -241,12 +241,12 @@ static void test_faults(void)
     sp_fault = (sp_fault_plan){.inner = "tcp"};
     with_hosts(2, 1, "tcp", ring_rank); /* what follows fails by the faults alone */
     test_ranks_per_host = 1;
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
     group_transports = "fault";
     run_group(2, fault_rank, &flipped);
     sp_fault = (sp_fault_plan){.inner = "tcp"};
     run_group(2, fault_rank, &cut);
-    unsetenv("SPCCL_CUDA_BETWEEN_HOSTS");
+    unsetenv("SPCCL_CUDA_ROUTE");
     test_ranks_per_host = 0;
     group_transports = NULL;
 }

@@ -88,7 +88,7 @@ int main(int argc, char **argv)
         {"18", test_18}, {"32", test_32}, {"64", test_64}, {"refused", test_refused}, {NULL, NULL}};
     cuda_test_start(&argc, argv);
     is_slow = true; /* small arrays on GPUs too: 64 ranks share them */
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
     setenv("SPCCL_DEBUG_CUDA_PROXIES", "1", 1);
     make_rank_buffers(is_small ? 18 : CUDA_RANKS_CAP, total_bytes() + 4 * GUARD_BYTES);
     group_transports = "inproc";

@@ -203,7 +203,7 @@ static void test_refusals(void)
     unsetenv("SPCCL_DEBUG_NVLINK_HANDLES");
     expect((struct refusal){SPCCL_ERR_UNREACHABLE, "rank 1: GPU collectives are turned off on this rank",
                             true, false, false});
-    expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_FALLBACK alike", true, true, false});
+    expect((struct refusal){SPCCL_ERR_MISMATCH, "SPCCL_CUDA_ROUTE alike", true, true, false});
     expect((struct refusal){SPCCL_ERR_MISMATCH, "SCHEDULE=auto, rank 1 direct", false, false, true});
 }
 

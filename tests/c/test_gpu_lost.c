@@ -343,7 +343,7 @@ int main(int argc, char **argv)
                                              {"no_thread", test_no_thread},
                                              {"sleep", test_sleep},
                                              {NULL, NULL}};
-    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    setenv("SPCCL_CUDA_ROUTE", "spccl", 1);
     setenv("SPCCL_INBOX_BYTES", "4M", 1);
     return test_main(cases, argc, argv);
 }

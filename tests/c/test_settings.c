@@ -203,6 +203,12 @@ static void test_old_names(void)
     CHECK(sp_env_number(SP_ENV_SPIN_US, &n) == SPCCL_OK && n == 40, "both names: %lld", (long long)n);
     unsetenv("SPCCL_SPIN_US");
     unsetenv("SPCCL_DEBUG_SPIN_US");
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "0", 1);
+    CHECK(strcmp(sp_env_text(SP_ENV_CUDA_ROUTE), "one-host") == 0, "0: %s", sp_env_text(SP_ENV_CUDA_ROUTE));
+    setenv("SPCCL_CUDA_BETWEEN_HOSTS", "1", 1);
+    CHECK(strcmp(sp_env_text(SP_ENV_CUDA_ROUTE), "spccl") == 0, "1: %s", sp_env_text(SP_ENV_CUDA_ROUTE));
+    refused("SPCCL_CUDA_BETWEEN_HOSTS", "2");
+    refused("SPCCL_CUDA_ROUTE", "1");
 }
 
 /* ---- options ---- */

@@ -85,11 +85,19 @@ def test_register_twice():
         ({"slice_bytes": -1}, "slice_bytes=-1"),
         ({"n_sockets": 1.5}, "n_sockets=1.5"),
         ({"timeout": timedelta(0)}, "timeout"),
+        ({"cuda_route": "zip"}, "wanted one of auto, spccl"),
+        ({"cuda_fallback": "zip"}, "wanted one of nccl, stage"),
     ],
 )
 def test_options_are_checked(wrong, text):
     with pytest.raises(ValueError, match=text):
         backend.Options(**wrong)
+
+
+def test_old_options_become_a_route():
+    with pytest.warns(FutureWarning, match="write cuda_route='stage'"):
+        options = backend.Options(cuda_engine=False, cuda_fallback="stage")
+    assert options == backend.Options(cuda_route="stage") == backend._with_environment(options)
 
 
 def test_stats_without_a_group():
@@ -112,7 +120,7 @@ def test_options_cross_to_the_glue_by_name(options, text):
     """A Python package and a glue of different versions raise an error, and do not mix up options."""
     backend._torch_glue.load()
     known = ("timeout_ms", "format", "slice_bytes", "n_sockets", "stage", "order_per_group", "blocking_wait")
-    known += ("max_ctas", "inbox_bytes", "cuda_engine", "zip")
+    known += ("max_ctas", "inbox_bytes", "cuda_engine", "between_hosts", "zip")
     scratch = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1).boxed()
     given = dict.fromkeys(known, 0) if options is None else options
     with pytest.raises(ValueError, match=text):

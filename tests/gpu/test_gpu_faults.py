@@ -30,10 +30,8 @@ def test_scene(scene, most_s, n_gpus):
 
 @pytest.mark.parametrize("path", ["nccl", "stage"])
 def test_gpus_that_do_not_reach_each_other(path):
-    """SPCCL_CUDA_ENGINE=0 forces the fallback that is used for such GPUs."""
-    for reported in check_case(
-        run_gpus("faults", 2, "fallback", SPCCL_CUDA_FALLBACK=path, SPCCL_CUDA_ENGINE="0"), "fallback"
-    ):
+    """SPCCL_CUDA_ROUTE forces what is used for such GPUs."""
+    for reported in check_case(run_gpus("faults", 2, "fallback", SPCCL_CUDA_ROUTE=path), "fallback"):
         assert reported["text"].startswith(f"{path}: "), reported
         assert "rank 0: GPU collectives are turned off" in reported["text"], reported
 
@@ -41,7 +39,7 @@ def test_gpus_that_do_not_reach_each_other(path):
 def test_one_rank_without_the_engine():
     """If one rank turns the engine off, all ranks use the fallback, and the reason names that rank."""
     for reported in check_case(
-        run_gpus("faults", 2, "one_without_engine", SPCCL_CUDA_FALLBACK="stage"), "one_without_engine"
+        run_gpus("faults", 2, "one_without_engine", SPCCL_CUDA_ROUTE="auto+stage"), "one_without_engine"
     ):
         assert reported["text"].startswith("stage: "), reported
         assert "rank 1: GPU collectives are turned off" in reported["text"], reported

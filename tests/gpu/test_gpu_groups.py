@@ -6,7 +6,7 @@ import pytest
 from gpu_launch import check_case, run_gpus
 
 pytestmark = pytest.mark.gpu
-HOSTS = {"SPCCL_CUDA_BETWEEN_HOSTS": "1"}
+HOSTS = {"SPCCL_CUDA_ROUTE": "spccl"}
 SHAPES = [(2, 1, "0"), (4, 2, "0"), (4, 2, "1"), (4, 1, "0")]  # ranks, ranks per host, bound
 CASES = ["values_and_links", "in_flight_at_once", "in_one_graph", "meshes", "ended_one_by_one"]
 

@@ -6,7 +6,7 @@ import pytest
 from gpu_launch import check_case, run_gpus
 
 pytestmark = pytest.mark.gpu
-HOSTS = {"SPCCL_CUDA_BETWEEN_HOSTS": "1"}
+HOSTS = {"SPCCL_CUDA_ROUTE": "spccl"}
 SHAPES = [(2, 1), (4, 2), (4, 1)]  # ranks, ranks per host
 VALUES = [
     "all_reduce_values",

@@ -32,7 +32,7 @@ def plugin(tmp_path_factory) -> str:
 
 def settings(plugin: str) -> dict[str, str]:
     return {
-        "SPCCL_CUDA_BETWEEN_HOSTS": "1",
+        "SPCCL_CUDA_ROUTE": "spccl",
         "SPCCL_TRANSPORTS": "shm,ncclnet",
         "SPCCL_NET_PLUGIN": plugin,
         "TEST_NET_SPEED": "100000",

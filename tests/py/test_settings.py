@@ -13,9 +13,9 @@ PAGE = (ROOT / "docs/SETTINGS.md").read_text()
 # name -> (default, allowed) of the tables that have these columns.
 ROWS = {
     name: (default.strip(), allowed.strip())
-    for name, default, allowed in re.findall(r"^\| `(SPCCL_\w+)` \|([^|\n]*)\|([^|\n]*)\|[^|\n]*\|[^|\n]*\|$", PAGE, re.M)
+    for name, default, allowed in re.findall(r"^\| `(SPCCL_\w+)` \|([^|\n]*)\|([^|\n]*)\|.*\|.*\|$", PAGE, re.M)
 }
-LIBRARY = [name for kind, name, _, _ in _ext.info() if kind.endswith("setting")]
+LIBRARY = [name for kind, name, _, _ in _ext.info() if kind in ("setting", "debug")]
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +25,37 @@ def unset(monkeypatch):
 
 
 def test_info_and_page_list_the_same_variables():
-    entries = {entry.name: entry.value for entry in spccl.info() if entry.kind.endswith("setting")}
+    entries = {entry.name: entry.value for entry in spccl.info() if entry.kind in ("setting", "debug")}
     assert len(entries) >= 21 and entries == {name: default for name, (default, _) in ROWS.items()}
     public = [entry.name for entry in spccl.info() if entry.kind == "setting"]
     assert len(public) <= 20 and not any(name.startswith("SPCCL_DEBUG_") for name in public)
 
 
+def test_old_names_of_the_route(monkeypatch):
+    """What SPCCL_CUDA_ENGINE and SPCCL_CUDA_FALLBACK and the options of those names said is one of the routes."""
+    assert ROWS["SPCCL_CUDA_ROUTE"][1] == ", ".join(_torch_settings.ROUTES)
+    in_force = _torch_settings.route_in_force
+    assert [in_force(route) for route in ("auto", "spccl+stage", "nccl")] == ["auto", "spccl+stage", "nccl"]
+    monkeypatch.setenv("SPCCL_CUDA_FALLBACK", "stage")
+    assert [in_force(route) for route in ("auto", "one-host", "nccl")] == ["auto+stage", "one-host+stage", "stage"]
+    monkeypatch.setenv("SPCCL_CUDA_ENGINE", "0")
+    assert in_force("spccl") == "stage"
+    monkeypatch.setenv("SPCCL_CUDA_FALLBACK", "nccl")
+    assert in_force("auto+stage") == "nccl"
+    monkeypatch.setenv("SPCCL_CUDA_ENGINE", "1")
+    assert [in_force(route) for route in ("stage", "spccl+stage")] == ["auto", "spccl"]
+    monkeypatch.setenv("SPCCL_CUDA_ROUTE", "one-host")
+    assert in_force("nccl") == "one-host"
+    monkeypatch.setenv("SPCCL_CUDA_ENGINE", "?")
+    with pytest.raises(ValueError, match="SPCCL_CUDA_ENGINE='\\?', wanted one of 0, 1"):
+        in_force("auto")
+
+
 def test_the_library_knows_the_variables_that_python_reads():
     """Otherwise it warns that SPCCL_ORDER, say, is misspelt (sp_env_warn_unknown)."""
     known = (ROOT / "csrc/core/base/env.c").read_text()
-    missing = [setting.name for setting in _torch_settings.ALL if f'"{setting.name}"' not in known]
+    settings = (*_torch_settings.ALL, _torch_settings.OLD_ENGINE, _torch_settings.OLD_FALLBACK)
+    missing = [setting.name for setting in settings if f'"{setting.name}"' not in known]
     assert not missing, f"not in is_read_elsewhere: {missing}"
 
 

@@ -40,11 +40,13 @@ static const sp_env_var vars[SP_N_ENV] = {
     [SP_ENV_TIMEOUT_MS] = {"SPCCL_TIMEOUT_MS", "600000",
                            "default time limit, in ms, of creating a group and of each collective", NULL, 1,
                            INT64_C(1) << 40, NULL},
-    [SP_ENV_BETWEEN_HOSTS] =
-        {"SPCCL_CUDA_BETWEEN_HOSTS", "auto",
-         "GPU collectives of groups on several hosts: 1 = by spccl over the network, 0 = fallback, auto = 1 "
-         "over tcp and 0 over RDMA",
-         "auto, 0, 1", 0, 0, NULL},
+    [SP_ENV_CUDA_ROUTE] =
+        {"SPCCL_CUDA_ROUTE", "auto",
+         "what runs collectives on CUDA tensors: auto = spccl, but NCCL for groups on several hosts over ib "
+         "and ncclnet; spccl = also these; one-host = spccl, but NCCL on several hosts; nccl = NCCL; stage = "
+         "host memory; with +stage host memory in place of NCCL",
+         "auto, spccl, one-host, auto+stage, spccl+stage, one-host+stage, nccl, stage", 0, 0,
+         "SPCCL_CUDA_BETWEEN_HOSTS"},
     [SP_ENV_MAX_CTAS] = {"SPCCL_MAX_CTAS", "0",
                          "GPU collectives: most CTAs of one launch, one CTA per SM; 0 = all SMs", NULL, 0,
                          1 << 16, NULL},
@@ -110,8 +112,10 @@ static const char *name_of(const sp_env_var *v)
 
 const char *sp_env_text(sp_env_id id)
 {
-    const char *name = name_of(&vars[id]);
-    return is_set(name) ? getenv(name) : vars[id].default_text;
+    const char *name = name_of(&vars[id]), *text = is_set(name) ? getenv(name) : vars[id].default_text;
+    if (id == SP_ENV_CUDA_ROUTE && name == vars[id].old_name)
+        return strcmp(text, "1") == 0 ? "spccl" : strcmp(text, "0") == 0 ? "one-host" : text;
+    return text;
 }
 
 spccl_status sp_env_number(sp_env_id id, int64_t *out)
@@ -171,13 +175,20 @@ spccl_status sp_env_check(void)
 
 /* The variables that other programs of the project read (docs/SETTINGS.md): python/spccl/_torch_settings.py, the build
  * and the benchmarks. Those that begin with SPCCL_TEST_ are for tests. */
-static const char *const read_elsewhere[] = {
-    "SPCCL_TORCH_GLUE", "SPCCL_CUDA_ENGINE", "SPCCL_CUDA_FALLBACK",  "SPCCL_ORDER", "SPCCL_BLOCKING_WAIT",
-    "SPCCL_CUDA",       "SPCCL_CUDA_ARCHS",  "SPCCL_PREBUILD_TORCH", "SPCCL_COMMIT"};
+static const char *const read_elsewhere[] = {"SPCCL_TORCH_GLUE", "SPCCL_ORDER",      "SPCCL_BLOCKING_WAIT",
+                                             "SPCCL_CUDA",       "SPCCL_CUDA_ARCHS", "SPCCL_PREBUILD_TORCH",
+                                             "SPCCL_COMMIT"};
 
-/* Variables of earlier versions that have no effect any more. */
-static const char *const retired[] = {"SPCCL_TRACE", "SPCCL_TCP_WINDOW", "SPCCL_TCP_SOCKETS",
-                                      "SPCCL_IB_RETRIES"};
+/* Variables of earlier versions, besides the old names in `vars`. now: what replaces it; _torch_settings.py reads those
+ * two. NULL: it has no effect. */
+static const struct {
+    const char *name, *now;
+} retired[] = {{"SPCCL_CUDA_ENGINE", "SPCCL_CUDA_ROUTE"},
+               {"SPCCL_CUDA_FALLBACK", "SPCCL_CUDA_ROUTE"},
+               {"SPCCL_TRACE", NULL},
+               {"SPCCL_TCP_WINDOW", NULL},
+               {"SPCCL_TCP_SOCKETS", NULL},
+               {"SPCCL_IB_RETRIES", NULL}};
 
 static int is_known(const char *name)
 {
@@ -189,7 +200,7 @@ static int is_known(const char *name)
         if (strcmp(name, read_elsewhere[i]) == 0)
             return 1;
     for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
-        if (strcmp(name, retired[i]) == 0)
+        if (strcmp(name, retired[i].name) == 0)
             return 1;
     return strncmp(name, "SPCCL_TEST_", 11) == 0;
 }
@@ -216,7 +227,7 @@ void sp_env_warn_names(void)
     for (size_t i = 0; i < SP_N_ENV; i++)
         warn_old(vars[i].old_name, vars[i].name);
     for (size_t i = 0; i < sizeof retired / sizeof *retired; i++)
-        warn_old(retired[i], NULL);
+        warn_old(retired[i].name, retired[i].now);
     f = fopen("/proc/self/environ", "re"); /* other threads may change `environ` while it is read */
     while (f != NULL && getdelim(&entry, &cap, '\0', f) > 0) {
         entry[strcspn(entry, "=")] = '\0';

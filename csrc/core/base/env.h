@@ -20,7 +20,7 @@ typedef enum sp_env_id {
     SP_ENV_NET_PLUGIN,      /* text */
     SP_ENV_RENDEZVOUS_ADDR, /* text */
     SP_ENV_TIMEOUT_MS,      /* number */
-    SP_ENV_BETWEEN_HOSTS,   /* text */
+    SP_ENV_CUDA_ROUTE,      /* text */
     SP_ENV_MAX_CTAS,        /* number */
     SP_ENV_INBOX_BYTES,     /* number */
     SP_ENV_LIST_BYTES,      /* number */

@@ -17,13 +17,15 @@ static const char *const handles_names[] = {"auto", "fd", "ipc"};
 
 /* ---- the facts of this rank ---- */
 
-/* With "auto" a group leaves RDMA networks to the fallback: NCCL may use GPUDirect RDMA there, and the proxies have not
- * been compared with that. */
-static sp_between_hosts between_hosts(const spccl_comm *comm)
+/* By default a group leaves RDMA networks to the fallback: NCCL may use GPUDirect RDMA there, and the proxies have not
+ * been compared with that. The setting counts before the program's number. */
+static sp_between_hosts between_hosts(const spccl_comm *comm, uint32_t wanted)
 {
-    const char *text = sp_env_text(SP_ENV_BETWEEN_HOSTS);
-    if (strcmp(text, "auto") != 0)
-        return strcmp(text, "1") == 0 ? SP_BETWEEN_HOSTS_ON : SP_BETWEEN_HOSTS_OFF;
+    const char *route = sp_env_text(SP_ENV_CUDA_ROUTE);
+    if (strcmp(route, sp_env_describe(SP_ENV_CUDA_ROUTE)->default_text) != 0)
+        wanted = strncmp(route, "auto", 4) == 0 ? 0 : strncmp(route, "spccl", 5) == 0 ? 1 : 2;
+    if (wanted != 0)
+        return wanted == 1 ? SP_BETWEEN_HOSTS_ON : SP_BETWEEN_HOSTS_OFF;
     for (int p = 0; p < comm->world_size; p++) {
         const sp_link *link = &comm->links.peers[p];
         if (link->transport != NULL && link->transport->is_rdma != NULL &&
@@ -40,7 +42,7 @@ static spccl_status read_settings(const spccl_comm *comm, const spccl_cuda_confi
     int64_t n;
     SP_TRY(sp_env_number(SP_ENV_MAX_CTAS, &n));
     f->max_ctas = n != 0 ? (uint32_t)n : config->max_ctas;
-    f->between_hosts = between_hosts(comm);
+    f->between_hosts = between_hosts(comm, config->between_hosts);
     f->direct = sp_gpu_direct_is_on();
     SP_TRY(sp_env_number(SP_ENV_INBOX_BYTES, &n));
     f->inbox_bytes = (uint64_t)n;
@@ -100,6 +102,7 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given
 {
     spccl_comm *comm = a->comm;
     spccl_cuda_config values = SPCCL_CUDA_CONFIG_INIT, *config = &values;
+    const char *route = sp_env_text(SP_ENV_CUDA_ROUTE);
     a->mine.magic = FACTS_MAGIC;
     a->mine.n_bytes = sizeof a->mine;
     a->mine.pid = (int32_t)getpid();
@@ -111,14 +114,15 @@ spccl_status sp_attach_gather_facts(sp_attach *a, const spccl_cuda_config *given
         return SP_FAIL(SPCCL_ERR_NOMEM, "out of memory: %zu bytes of host memory", sizeof *a->g);
     a->g->caller_orders = config->caller_orders != 0;
     a->mine.hops = !comm->schedule_forced ? 0 : comm->schedule == SP_SCHED_ONESHOT ? 1 : 2;
-    if (config->reserved != 0)
-        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.reserved is %u, wanted 0", config->reserved);
-    if (config->decline)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "GPU collectives are turned off on this rank (spccl_cuda_config.decline; in torch "
-                       "SPCCL_CUDA_ENGINE=0 or cuda_engine=False), and they need the GPUs of all ranks: to "
-                       "use them, enable "
-                       "them on every rank");
+    if (config->between_hosts > 2)
+        return SP_FAIL(SPCCL_ERR_ARG, "spccl_cuda_config.between_hosts is %u, wanted 0 to 2",
+                       config->between_hosts);
+    if (config->decline || strcmp(route, "nccl") == 0 || strcmp(route, "stage") == 0)
+        return SP_FAIL(
+            SPCCL_ERR_UNREACHABLE,
+            "GPU collectives are turned off on this rank (SPCCL_CUDA_ROUTE=nccl or stage, cuda_route of "
+            "backend.Options, or spccl_cuda_config.decline), and they need the GPUs of all ranks: to "
+            "use them, enable them on every rank");
     SP_TRY(read_settings(comm, config, &a->mine));
     SP_TRY(sp_proxies_count(comm, &a->mine.n_proxies));
     SP_TRY(pick_device(a, config));
@@ -147,7 +151,7 @@ static spccl_status compare_with_first(const sp_gpu_facts *all, int r)
         return SP_FAIL(
             SPCCL_ERR_MISMATCH,
             "rank 0 and rank %d would move CUDA tensors by different means where GPUs cannot map each "
-            "other's memory (config.fallback %u and %u): in torch set SPCCL_CUDA_FALLBACK alike "
+            "other's memory (config.fallback %u and %u): in torch set SPCCL_CUDA_ROUTE alike "
             "on all, and install the same torch",
             r, first->fallback, f->fallback);
     if (f->status != SPCCL_OK)
@@ -189,12 +193,12 @@ static spccl_status find_remote(sp_attach *a)
     return SP_FAIL(SPCCL_ERR_UNREACHABLE,
                    "rank 0 (GPU %d '%s') and rank %d (GPU %d '%s') are on different hosts, or in different "
                    "network namespaces of one: their GPUs cannot map each other's memory, and rank %d has "
-                   "SPCCL_CUDA_BETWEEN_HOSTS=%s",
+                   "SPCCL_CUDA_ROUTE=%s",
                    a->all[0].ordinal, a->all[0].name, other, a->all[other].ordinal, a->all[other].name,
                    refuses,
                    a->all[refuses].between_hosts == SP_BETWEEN_HOSTS_RDMA
-                       ? "auto and a link over RDMA (ib or ncclnet): 1 on all ranks makes spccl use it"
-                       : "0");
+                       ? "auto and a link over RDMA (ib or ncclnet): spccl on all ranks makes spccl use it"
+                       : "one-host");
 }
 
 /* Which host each rank is on, and its place there. */

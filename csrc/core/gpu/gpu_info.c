@@ -165,14 +165,14 @@ static const char *describe_proxies(void)
 {
     static _Thread_local char text[200];
     uint32_t n = 0;
-    const char *setting = sp_env_text(SP_ENV_BETWEEN_HOSTS);
-    if (strcmp(setting, "0") == 0)
-        return "fallback (SPCCL_CUDA_BETWEEN_HOSTS=0)";
+    const char *route = sp_env_text(SP_ENV_CUDA_ROUTE);
+    bool is_auto = strncmp(route, "auto", 4) == 0;
+    if (!is_auto && strncmp(route, "spccl", 5) != 0)
+        return "fallback (SPCCL_CUDA_ROUTE)";
     if (sp_proxies_count(NULL, &n) != SPCCL_OK)
         return "SPCCL_DEBUG_CUDA_PROXIES is no number from 0 to 16";
     snprintf(text, sizeof text, "%s%u prox%s (%s) and at most 512M of pinned memory each",
-             strcmp(setting, "auto") == 0 ? "over ib and ncclnet the fallback; over tcp " : "", n,
-             n == 1 ? "y" : "ies",
+             is_auto ? "over ib and ncclnet the fallback; over tcp " : "", n, n == 1 ? "y" : "ies",
              strcmp(sp_env_text(SP_ENV_PROXIES), "0") != 0
                  ? "SPCCL_DEBUG_CUDA_PROXIES"
                  : "by the usable cores, for a rank alone on its host");

@@ -140,7 +140,7 @@ static bool find_entry(size_t i, spccl_info_entry *out)
     i -= n_direct;
     if (i < SP_N_ENV) {
         const sp_env_var *v = sp_env_describe((sp_env_id)i);
-        *out = (spccl_info_entry){.kind = i < SP_ENV_CPU_ISA ? "setting" : "debug setting",
+        *out = (spccl_info_entry){.kind = i < SP_ENV_CPU_ISA ? "setting" : "debug",
                                   .name = v->name,
                                   .value = sp_env_text((sp_env_id)i),
                                   .why = v->help};

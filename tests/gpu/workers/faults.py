@@ -159,7 +159,7 @@ def other_limit() -> dict:
 
 def one_without_engine() -> dict:
     if RANK == LAST:
-        os.environ["SPCCL_CUDA_ENGINE"] = "0"
+        os.environ["SPCCL_CUDA_ROUTE"] = "stage"
     return fallback()
 
 
