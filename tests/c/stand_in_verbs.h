@@ -5,7 +5,7 @@
 #define SP_TEST_STAND_IN_VERBS_H
 
 #include "test.h"
-#include "transport/net/ib_library.h"
+#include "transport/net/ib/ib_library.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

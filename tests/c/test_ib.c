@@ -2,7 +2,7 @@
  * network interface of a device: cases link and silent take it down, and let it lose all packets. */
 #include "captured_log.h"
 #include "endpoints.h"
-#include "transport/net/ib.h"
+#include "transport/net/ib/ib.h"
 
 #include <errno.h>
 #include <sys/resource.h>

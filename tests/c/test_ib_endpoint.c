@@ -5,7 +5,7 @@
 #include "ranks.h"
 #include "stand_in_verbs.h"
 #include "transport/common/transports.h"
-#include "transport/net/ib.h"
+#include "transport/net/ib/ib.h"
 
 /* ---- the path to a peer ---- */
 

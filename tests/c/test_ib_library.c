@@ -1,7 +1,7 @@
 /* test_ib_library.c - a libibverbs that is too old, that cannot be opened, or that refuses: the reason names the library and
  * what is missing. Each case is a process of its own, whose linker finds a library of ib_library/. */
 #include "test.h"
-#include "transport/net/ib_library.h"
+#include "transport/net/ib/ib_library.h"
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -2,7 +2,7 @@
  * must not be. tools/softroce.py runs it. */
 #include "core/base/bits.h"
 #include "puts.h"
-#include "transport/net/ib.h"
+#include "transport/net/ib/ib.h"
 
 static const struct environment processes = {"ib", true};
 

@@ -2,7 +2,7 @@
  * others, which writes are inline, and memory that may not be locked. */
 #include "core/base/status.h"
 #include "stand_in_verbs.h"
-#include "transport/net/ib_verbs.h"
+#include "transport/net/ib/ib_verbs.h"
 
 #include <sys/resource.h>
 

@@ -2,7 +2,7 @@
 #include "core/contract/transport.h"
 #include "test.h"
 #include "transport/common/transports.h"
-#include "transport/net/ib.h"
+#include "transport/net/ib/ib.h"
 
 #include <arpa/inet.h>
 

@@ -2,7 +2,7 @@
  * the plugin can take on, and every way to fail. Each case runs two ranks as processes. */
 #include "captured_log.h"
 #include "endpoints.h"
-#include "transport/net/ncclnet.h"
+#include "transport/net/plugin/plugin.h"
 
 #define N_MESSAGES 60
 

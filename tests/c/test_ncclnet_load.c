@@ -2,9 +2,9 @@
  * children and its environment are left with. test_ncclnet.c sends messages. */
 #include "core/base/clock.h"
 #include "test.h"
-#include "transport/net/ncclnet.h"
-#include "transport/net/ncclnet_env.h"
-#include "transport/net/ncclnet_load.h"
+#include "transport/net/plugin/plugin.h"
+#include "transport/net/plugin/plugin_env.h"
+#include "transport/net/plugin/plugin_load.h"
 
 #include <dirent.h>
 #include <errno.h>

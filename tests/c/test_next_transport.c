@@ -8,7 +8,7 @@
 #include "core/base/status.h"
 #include "core/run/comm.h"
 #include "fault.h"
-#include "transport/net/ib_verbs.h"
+#include "transport/net/ib/ib_verbs.h"
 
 #define N_RANKS 3
 #define N_ELEMS 30000

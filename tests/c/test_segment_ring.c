@@ -3,7 +3,7 @@
 #include "core/base/bits.h"
 #include "spccl.h"
 #include "test.h"
-#include "transport/net/segment_ring.h"
+#include "transport/net/segments/segment_ring.h"
 
 #define RING_BYTES ((size_t)1 << 16)
 #define MESSAGE_MAX (RING_BYTES / 4)

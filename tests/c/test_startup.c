@@ -3,8 +3,8 @@
 #define PATIENCE_MS 120000 /* 16 processes, in a guest without hardware virtualization too */
 #include "core/plan/tune_coll.h"
 #include "endpoints.h"
-#include "transport/net/ib.h"
-#include "transport/net/ncclnet.h"
+#include "transport/net/ib/ib.h"
+#include "transport/net/plugin/plugin.h"
 
 #include <dlfcn.h>
 #if defined(TEST_ONLY_TRANSPORT)

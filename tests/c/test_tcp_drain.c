@@ -1,8 +1,8 @@
 /* test_tcp_drain.c - the rate of a link, from what peers have acknowledged (tcp_drain.h): simulated links and calls,
  * and what the kernel says of a real socket. */
 #include "test.h"
-#include "transport/net/tcp_drain.h"
-#include "transport/net/tcp_window.h"
+#include "transport/net/tcp/tcp_drain.h"
+#include "transport/net/tcp/tcp_window.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

@@ -1,7 +1,7 @@
 /* test_tcp_endings.c - one connection of a tcp peer ends. The peer is then not yet gone: its abort may be on
  * its way over another connection, and this rank waits for it. */
 #include "endpoints.h"
-#include "transport/net/tcp.h"
+#include "transport/net/tcp/tcp.h"
 
 #include <fcntl.h>
 

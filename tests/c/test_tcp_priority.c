@@ -2,7 +2,7 @@
  * the test gives, and sockets between two hosts that differ by name. The cases with two ranks take a queue as full
  * when the kernel has taken no byte for 100 ms. */
 #include "endpoints.h"
-#include "transport/net/tcp.h"
+#include "transport/net/tcp/tcp.h"
 
 #include <sys/socket.h>
 

@@ -3,7 +3,7 @@
 #include "core/base/clock.h"
 #include "core/base/status.h"
 #include "test.h"
-#include "transport/net/tcp_window.h"
+#include "transport/net/tcp/tcp_window.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

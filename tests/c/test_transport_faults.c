@@ -3,9 +3,9 @@
  * file or socket behind. */
 #include "endpoints.h"
 #include "transport/common/auth.h"
-#include "transport/net/ib_wire.h"
-#include "transport/net/ncclnet_wire.h"
-#include "transport/net/tcp.h"
+#include "transport/net/ib/ib_wire.h"
+#include "transport/net/plugin/plugin_wire.h"
+#include "transport/net/tcp/tcp.h"
 
 #include <errno.h>
 #include <stddef.h>

@@ -4,7 +4,7 @@
  *   1  the bytes. Writes: u32 how many segments came before, then for each write u32 immediate, u32 bytes */
 #include "core/base/bits.h"
 #include "fuzz.h"
-#include "transport/net/ib_wire.h"
+#include "transport/net/ib/ib_wire.h"
 
 static void try_address(const uint8_t *data, size_t bytes)
 {

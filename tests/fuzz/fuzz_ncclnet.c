@@ -4,8 +4,8 @@
  *   1  the bytes. Segments: for each u8 length in units of 16 bytes, then as many bytes as are left, at most that many */
 #include "core/base/bits.h"
 #include "fuzz.h"
-#include "transport/net/ncclnet_wire.h"
-#include "transport/net/segment_ring.h"
+#include "transport/net/plugin/plugin_wire.h"
+#include "transport/net/segments/segment_ring.h"
 
 #define RING_BYTES ((size_t)1 << 16)
 

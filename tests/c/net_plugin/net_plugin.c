@@ -1,6 +1,6 @@
 /* net_plugin.c - an NCCL net plugin over loopback sockets: the double for real plugins in tests. It exports versions
  * 8 to 12, or the one of TEST_NET_VERSION; 7 stands for a plugin that is too old. Its declarations are its own, so
- * that a mistake in those of csrc/transport/net/ncclnet_abi.c shows.
+ * that a mistake in those of csrc/transport/net/plugin/plugin_abi.c shows.
  *
  * It checks what it is given, and returns "invalid usage" with a line on stderr if that is wrong. Environment
  * variables, read by init, give it habits of real plugins:

@@ -1,5 +1,5 @@
 /* net_versions.c - the tables of the test plugin, one per version of NCCL's interface. TEST_NET_VERSION chooses the
- * one that is exported; 0: 8 to 12. The structs are an independent second writing of those in ncclnet_abi.c, so that a
+ * one that is exported; 0: 8 to 12. The structs are an independent second writing of those in plugin_abi.c, so that a
  * mistake there shows. See net_plugin.c. */
 #include "net_plugin.h"
 

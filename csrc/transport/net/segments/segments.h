@@ -1,0 +1,183 @@
+/* segments.h - what networks that move segments share: InfiniBand and RoCE (ib.h), and NCCL net plugins (plugin.h). An
+ * endpoint of such a network begins with a struct sp_segments, and the network is a table of functions, sp_segments_net.
+ * segments.c: messages, sleeping, closing. segments_start.c: start-up. segments_end.c: how peers end.
+ *
+ * The control link: each endpoint has an endpoint of transport tcp beside it. Its link to a peer proves the job secret,
+ * carries notes (what both must know to connect, and at the end a FIN) and aborts, and shows when the peer is gone. If the
+ * network fails for a peer at start-up, and the caller has no other transport for it, the messages to that peer take the
+ * control link too.
+ *
+ * The end of a peer, in this order: its FIN over the control link says how many segments it has sent; the end of the link
+ * makes it `gone`, and nothing is sent to it any more; it is `over` when those segments are here, or none has come for
+ * 600 ms. Then peek returns the error. If the network fails first, the control link has 600 ms to say why. */
+#ifndef SP_SEGMENTS_H
+#define SP_SEGMENTS_H
+
+#include "core/contract/transport.h"
+#include "transport/common/transports.h"
+#include "transport/net/segments/segment_ring.h"
+
+#include <sys/types.h>
+
+#define SP_NET_TEXT_CAP 200
+
+/* The last note: how many segments were sent in all. 0 "spNF"   4 u32 n_queues   8 u64 n_segments[SP_QUEUES_MAX] */
+#define SP_SEGMENTS_FIN_BYTES (8u + 8u * SP_QUEUES_MAX)
+typedef struct sp_segments_fin {
+    uint64_t n_segments[SP_QUEUES_MAX];
+} sp_segments_fin;
+void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[SP_SEGMENTS_FIN_BYTES]);
+/* False: the bytes are not a FIN. */
+bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out);
+
+/* SP_BY_NEXT: the caller uses another transport. */
+enum sp_segments_route { SP_BY_UNDECIDED, SP_BY_NET, SP_BY_TCP, SP_BY_NEXT };
+
+typedef struct sp_segments_peer {
+    bool added, has_next;
+    enum sp_segments_route route;
+    sp_segment_ring tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
+    /* start-up */
+    uint32_t n_notes;             /* sent over the control link */
+    char reason[SP_NET_TEXT_CAP]; /* why the network does not carry the pair: the first */
+    bool none;                    /* it does not */
+    bool tcp_faster;              /* because tcp has the higher rate */
+    /* the peer's end */
+    bool failed;                         /* the network failed for it */
+    spccl_status failed_status;          /* FORMAT: it sent what it must not; else PEER */
+    char failure[SP_NET_TEXT_CAP + 120]; /* "": none */
+    bool gone, over;                     /* no more can be sent to it; nothing more will arrive */
+    bool rx_ended;                       /* the network delivers nothing more from it */
+    bool has_fin;
+    sp_segments_fin fin;
+    int64_t
+        ended_ns; /* since when this rank knows that it is gone, or that the network failed; 0: it does not */
+    uint64_t n_arrived; /* segments, at the last look */
+    char gone_text[SP_NET_TEXT_CAP + 160];
+} sp_segments_peer;
+
+typedef struct sp_segments_net sp_segments_net;
+
+typedef struct sp_segments {
+    const sp_segments_net *net;
+    sp_endpoint_config config;
+    sp_endpoint *tcp;          /* owned; NULL: the network is not usable on this host */
+    int epoll_fd;              /* has tcp's; the network adds its own */
+    sp_segments_peer *peers;   /* [world_size] */
+    pid_t pid;                 /* of the process that opened it: a child of fork calls no library */
+    bool prepared, tcp_up, up; /* start-up */
+    uint32_t n_progress;
+    bool changed; /* there is a change that arm has not reported yet */
+    bool ending;  /* some peer ends */
+    bool aborted;
+} sp_segments;
+
+/* What a network does. Each function gets the endpoint whose first member is the sp_segments. */
+struct sp_segments_net {
+    const char *name, *what; /* of the transport; in texts: "ib", "the plugin" */
+    bool credits;            /* `send` also sends what the peer may send: it is called in each progress */
+    /* Before the first start_step: open or load what is needed for the added peers. Errors: SYSTEM. */
+    spccl_status (*prepare)(sp_segments *s);
+    /* Continue connecting, with notes over the control links. At the end a peer's `none` says that the network does not
+     * carry it. Errors: AGAIN; else the group's. */
+    spccl_status (*start_step)(sp_segments *s);
+    /* That the network failed at start-up needs no warning. NULL: it does. */
+    bool (*is_expected)(const sp_segments *s);
+    void (*describe)(sp_segments *s, int peer, char *out, size_t cap);
+    int64_t (*mbps)(const sp_segments *s, int peer); /* 0: unknown */
+    /* The caller has allowed segments of a peer's send rings. */
+    void (*send)(sp_segments *s, int peer);
+    /* It has released a message; few: the network had few places left in the receive ring. */
+    void (*released)(sp_segments *s, int peer, bool few);
+    /* Take what has happened: segments sent and received, failures. */
+    void (*poll)(sp_segments *s);
+    /* Before a sleep. False: something changed. */
+    bool (*arm)(sp_segments *s);
+    /* After a sleep, or after an arm that led to none. */
+    void (*disarm)(sp_segments *s, bool slept);
+    /* Segments of a send ring that were sent, for the FIN. */
+    uint64_t (*n_sent)(const sp_segments *s, int peer, int queue);
+    /* Close all but what segments.c has opened. False: code of others hangs and may still use the rings and the endpoint. */
+    bool (*close)(sp_segments *s);
+};
+
+static inline sp_segments *sp_segments_self(sp_endpoint *ep)
+{
+    return (sp_segments *)ep;
+}
+
+/* ---- segments.c: functions of sp_transport ---- */
+
+/* Set the members of a zeroed endpoint, but not `tcp`. On failure call sp_segments_close. Errors: NOMEM. */
+spccl_status sp_segments_open(sp_segments *s, const sp_segments_net *net, const sp_endpoint_config *config);
+/* Open the control link's endpoint. Errors: those of tcp; SYSTEM. */
+spccl_status sp_segments_open_tcp(sp_segments *s);
+/* Let the epoll set watch a descriptor of the network. */
+spccl_status sp_segments_watch(const sp_segments *s, int fd);
+size_t sp_segments_message_max(sp_endpoint *ep);
+
+/* All of sp_transport but name, inform, device, open, address, can_reach, add_peer and rates. */
+#define SP_SEGMENTS_FUNCTIONS                                                                                \
+    .is_rdma = sp_segments_is_rdma, .ns_per_byte = sp_segments_ns_per_byte,                                  \
+    .describe = sp_segments_describe, .local_ip = sp_segments_local_ip,                                      \
+    .connect_step = sp_segments_connect_step, .message_max = sp_segments_message_max,                        \
+    .reserve = sp_segments_reserve, .commit = sp_segments_commit, .peek = sp_segments_peek,                  \
+    .release = sp_segments_release, .flushed = sp_segments_flushed, .progress = sp_segments_progress,        \
+    .wait_fd = sp_segments_wait_fd, .arm = sp_segments_arm, .disarm = sp_segments_disarm,                    \
+    .abort_peers = sp_segments_abort_peers, .memory_bytes = sp_segments_memory_bytes,                        \
+    .close = sp_segments_close
+bool sp_segments_is_rdma(sp_endpoint *ep, int peer);
+double sp_segments_ns_per_byte(sp_endpoint *ep, int peer);
+void sp_segments_describe(sp_endpoint *ep, int peer, char *out, size_t cap);
+void sp_segments_local_ip(sp_endpoint *ep, int peer, char *out, size_t cap);
+spccl_status sp_segments_reserve(sp_endpoint *ep, int peer, int queue, size_t bytes, void **out);
+spccl_status sp_segments_commit(sp_endpoint *ep, int peer, int queue, uint32_t call);
+spccl_status sp_segments_peek(sp_endpoint *ep, int peer, int queue, const void **out, size_t *bytes);
+spccl_status sp_segments_release(sp_endpoint *ep, int peer, int queue);
+bool sp_segments_flushed(sp_endpoint *ep, int peer, int queue, uint64_t n);
+spccl_status sp_segments_progress(sp_endpoint *ep, int *peer, char *text);
+int sp_segments_wait_fd(sp_endpoint *ep);
+spccl_status sp_segments_arm(sp_endpoint *ep);
+void sp_segments_disarm(sp_endpoint *ep);
+void sp_segments_abort_peers(sp_endpoint *ep, const char *text);
+size_t sp_segments_memory_bytes(sp_endpoint *ep);
+void sp_segments_close(sp_endpoint *ep);
+
+/* ---- segments_start.c ---- */
+
+/* As in transport.h. */
+spccl_status sp_segments_connect_step(sp_endpoint *ep);
+void sp_segments_has_next(sp_endpoint *ep, int peer);
+const char *sp_segments_failed(sp_endpoint *ep, int peer);
+/* The network does not carry this peer, or not all that it could. The first reason stays. */
+void sp_segments_note_reason(sp_segments_peer *p, const char *why);
+/* Open the rings of a peer's queues. Errors: NOMEM. */
+spccl_status sp_segments_open_rings(sp_segments *s, int peer);
+/* Send a note over the control link. Errors: PEER. */
+spccl_status sp_segments_say(sp_segments *s, int peer, const uint8_t *note, size_t bytes);
+/* Get the next note of a peer; it stays until sp_segments_heard. AGAIN: none is here. Errors: PEER. */
+spccl_status sp_segments_hear(sp_segments *s, int peer, const void **note, size_t *bytes);
+spccl_status sp_segments_heard(sp_segments *s, int peer);
+/* A note is not what it should be: "connect info". Returns FORMAT. */
+spccl_status sp_segments_bad_note(const sp_segments *s, int peer, size_t bytes, const char *what);
+/* Copy a text that ends within `cap` bytes. Bytes that are not printable ASCII become '?': the text goes to logs. False: it
+ * does not end. */
+bool sp_segments_read_text(const uint8_t *from, char *out, size_t cap);
+void sp_segments_write_text(const char *text, uint8_t *out, size_t cap);
+
+/* ---- segments_end.c ---- */
+
+/* After start-up: the network failed for the peer because of `failure` and `failed_status`. */
+void sp_segments_fail(sp_segments *s, int peer);
+/* The network failed for good: the peer is over. text: a clause. */
+void sp_segments_lose(sp_segments *s, int peer, const char *text);
+/* failure and failed_status were set after the peer was gone: what the peer sent says more than that it left. */
+void sp_segments_renew_text(sp_segments_peer *p);
+/* The error of a peer that has failed, or is gone: FORMAT if it sent what it must not, else PEER. */
+spccl_status sp_segments_lost(const sp_segments *s, int peer);
+/* Read what the peer says over the control link after start-up: its FIN, then its end. */
+void sp_segments_hear_end(sp_segments *s, int peer);
+/* Decide whether the peer is gone, and whether more can arrive from it. */
+void sp_segments_decide_end(sp_segments *s, int peer);
+
+#endif

@@ -1,0 +1,152 @@
+/* segments_start.c - start-up of a network that moves segments: the control links, then what the network does over them,
+ * then which route each pair takes. See segments.h. */
+#include "core/base/clock.h"
+#include "core/base/log.h"
+#include "transport/net/segments/segments.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const sp_transport *const tcp = &sp_transport_tcp;
+
+void sp_segments_note_reason(sp_segments_peer *p, const char *why)
+{
+    if (p->reason[0] == '\0')
+        snprintf(p->reason, sizeof p->reason, "%.*s", (int)sizeof p->reason - 1, why);
+}
+
+spccl_status sp_segments_open_rings(sp_segments *s, int peer)
+{
+    sp_segments_peer *p = &s->peers[peer];
+    for (int i = 0; i < s->config.n_queues; i++) {
+        SP_TRY(sp_segment_ring_open(&p->tx[i], s->config.queue_bytes, (uint32_t)i, false));
+        SP_TRY(sp_segment_ring_open(&p->rx[i], s->config.queue_bytes, (uint32_t)i, true));
+    }
+    return SPCCL_OK;
+}
+
+/* ---- notes ---- */
+
+spccl_status sp_segments_say(sp_segments *s, int peer, const uint8_t *note, size_t bytes)
+{
+    void *space = NULL;
+    SP_TRY(tcp->reserve(s->tcp, peer, 0, bytes, &space));
+    memcpy(space, note, bytes);
+    s->peers[peer].n_notes++;
+    return tcp->commit(s->tcp, peer, 0, 0);
+}
+
+spccl_status sp_segments_hear(sp_segments *s, int peer, const void **note, size_t *bytes)
+{
+    spccl_status st = tcp->peek(s->tcp, peer, 0, note, bytes);
+    if (st == SPCCL_ERR_PEER)
+        return SP_FAIL(st, "rank %d: rank %d closed its endpoint before the group was up", s->config.rank,
+                       peer);
+    return st;
+}
+
+spccl_status sp_segments_heard(sp_segments *s, int peer)
+{
+    return tcp->release(s->tcp, peer, 0);
+}
+
+spccl_status sp_segments_bad_note(const sp_segments *s, int peer, size_t bytes, const char *what)
+{
+    return SP_FAIL(SPCCL_ERR_FORMAT, "rank %d: %s: rank %d sent %zu bytes that are no %s", s->config.rank,
+                   s->net->name, peer, bytes, what);
+}
+
+bool sp_segments_read_text(const uint8_t *from, char *out, size_t cap)
+{
+    size_t n = strnlen((const char *)from, cap);
+    if (n == cap)
+        return false;
+    for (size_t i = 0; i < n; i++)
+        out[i] = from[i] >= 32 && from[i] < 127 ? (char)from[i] : '?';
+    memset(out + n, 0, cap - n);
+    return true;
+}
+
+void sp_segments_write_text(const char *text, uint8_t *out, size_t cap)
+{
+    size_t n = strnlen(text, cap - 1);
+    memset(out, 0, cap);
+    memcpy(out, text, n);
+}
+
+/* ---- the end of start-up ---- */
+
+/* One warning for all pairs that use tcp in place of the network. Errors: UNREACHABLE (tcp is not allowed). */
+static spccl_status decide_routes(sp_segments *s)
+{
+    sp_rank_list failed = {0};
+    const char *why = "", *what = s->net->what;
+    for (int i = 0; i < s->config.world_size; i++) {
+        sp_segments_peer *p = &s->peers[i];
+        if (!p->added)
+            continue;
+        p->route = !p->none ? SP_BY_NET : p->has_next ? SP_BY_NEXT : SP_BY_TCP;
+        if (p->route != SP_BY_TCP || p->tcp_faster)
+            continue;
+        why = failed.n == 0 ? p->reason : why;
+        sp_rank_list_add(&failed, i);
+    }
+    if (failed.n == 0)
+        return SPCCL_OK;
+    if (!s->config.tcp_too)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "rank %d: no connection over %s with rank %s, and tcp is not among the transports: %s",
+                       s->config.rank, what, failed.text, why);
+    sp_log(s->net->is_expected != NULL && s->net->is_expected(s) ? SP_LOG_INFO : SP_LOG_WARN, s->config.rank,
+           "%s: tcp is used in place of %s with rank %s: %s", s->net->name, what, failed.text, why);
+    return SPCCL_OK;
+}
+
+/* Discard wake-ups caused by start-up. */
+static void forget_changes(sp_segments *s)
+{
+    for (int i = 0; i < s->config.world_size; i++)
+        if (s->peers[i].route == SP_BY_TCP)
+            return;
+    for (int i = 0; i < 100; i++)
+        if (tcp->arm(s->tcp) == SPCCL_OK) {
+            tcp->disarm(s->tcp);
+            break;
+        }
+    s->changed = true; /* a peer may be gone already, or have sent */
+}
+
+void sp_segments_has_next(sp_endpoint *opaque, int peer)
+{
+    sp_segments_self(opaque)->peers[peer].has_next = true;
+}
+
+const char *sp_segments_failed(sp_endpoint *opaque, int peer)
+{
+    const sp_segments_peer *p = &sp_segments_self(opaque)->peers[peer];
+    return p->route == SP_BY_NEXT ? p->reason : NULL;
+}
+
+spccl_status sp_segments_connect_step(sp_endpoint *opaque)
+{
+    sp_segments *s = sp_segments_self(opaque);
+    char text[SP_ABORT_TEXT_CAP];
+    bool any = false;
+    int peer = -1;
+    for (int i = 0; i < s->config.world_size; i++)
+        any = any || s->peers[i].added;
+    if (s->up || !any)
+        return SPCCL_OK;
+    if (!s->prepared)
+        SP_TRY(s->net->prepare(s));
+    s->prepared = true;
+    if (!s->tcp_up)
+        SP_TRY(tcp->connect_step(s->tcp));
+    s->tcp_up = true;
+    SP_TRY(tcp->progress(s->tcp, &peer, text));
+    SP_TRY(s->net->start_step(s));
+    SP_TRY(decide_routes(s));
+    forget_changes(s);
+    s->up = true;
+    return SPCCL_OK;
+}
