@@ -384,6 +384,7 @@ static size_t fault_memory_bytes(sp_endpoint *ep)
 
 const sp_transport sp_transport_fault = {
     .name = "fault",
+    .fallback = &sp_transport_tcp,
     .ns_per_byte = fault_ns_per_byte,
     .open = fault_open,
     .address = fault_address,

@@ -69,49 +69,53 @@ static void test_bad_connect_info(void)
     CHECK(!sp_ib_read_connect_info(bytes, sizeof bytes, &out), "a text without end: accepted");
 }
 
+static bool read_result(const uint8_t *bytes, size_t n, sp_segments_result *out)
+{
+    return sp_segments_read_result(bytes, n, SP_IB_RESULT_MAGIC, (1u << SP_IB_QPS_MAX) - 1, out);
+}
+
 static void test_result(void)
 {
-    sp_ib_result in = {.usable = 0x8001, .why = "a\tb"}, out;
-    uint8_t bytes[SP_IB_RESULT_BYTES];
-    sp_ib_write_result(&in, bytes);
-    CHECK(sp_ib_read_result(bytes, sizeof bytes, &out) && out.usable == 0x8001 && strcmp(out.why, "a?b") == 0,
-          "%x \"%s\"", out.usable, out.why);
-    CHECK(!sp_ib_read_result(bytes, sizeof bytes - 1, &out), "too short: accepted");
+    sp_segments_result in = {.value = 0x8001, .why = "a\tb"}, out;
+    uint8_t bytes[SP_SEGMENTS_RESULT_BYTES];
+    sp_segments_write_result(&in, SP_IB_RESULT_MAGIC, bytes);
+    CHECK(read_result(bytes, sizeof bytes, &out) && out.value == 0x8001 && strcmp(out.why, "a?b") == 0,
+          "%x \"%s\"", out.value, out.why);
+    CHECK(!read_result(bytes, sizeof bytes - 1, &out), "too short: accepted");
     bytes[6] = 1;
-    CHECK(!sp_ib_read_result(bytes, sizeof bytes, &out), "queue pair 16: accepted");
+    CHECK(!read_result(bytes, sizeof bytes, &out), "queue pair 16: accepted");
     bytes[6] = 0;
     memset(bytes + 8, 'a', SP_NET_TEXT_CAP);
-    CHECK(!sp_ib_read_result(bytes, sizeof bytes, &out), "a text without end: accepted");
+    CHECK(!read_result(bytes, sizeof bytes, &out), "a text without end: accepted");
 }
 
 static void test_address(void)
 {
     uint8_t bytes[SP_ADDRESS_BYTES_MAX] = {0};
     sp_ib_address in = {.n = 2, .n_qps = 3}, out;
-    const uint8_t *tcp = NULL;
-    size_t n = 0, head;
+    size_t head;
     in.ports[0].network = SP_IB_INFINIBAND;
     in.ports[1].network = SP_IB_ROCE_IPV6;
     memset(in.ports[1].gid, 0x5a, SP_IB_GID_BYTES);
     head = sp_ib_write_address(&in, bytes);
-    CHECK(sp_ib_read_address(bytes, head + 3, &out, &tcp, &n) && out.n == 2 && out.n_qps == 3 &&
-              memcmp(&out.ports, &in.ports, sizeof in.ports) == 0 && tcp == bytes + head && n == 3,
+    CHECK(sp_ib_read_address(bytes, head + 3, &out) == head && out.n == 2 && out.n_qps == 3 &&
+              memcmp(&out.ports, &in.ports, sizeof in.ports) == 0,
           "refused");
-    CHECK(!sp_ib_read_address(bytes, head, &out, &tcp, &n), "no tcp address");
+    CHECK(!sp_ib_read_address(bytes, head, &out), "no tcp address");
     bytes[6] = SP_IB_NO_DEVICE;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "a port without network");
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "a port without network");
     bytes[6] = SP_IB_ROCE_IPV6 + 1;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "an unknown network");
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "an unknown network");
     bytes[6] = SP_IB_INFINIBAND;
     bytes[5] = 0;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "no queue pair");
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "no queue pair");
     bytes[5] = 9;
-    CHECK(!sp_ib_read_address(bytes, head + 3, &out, &tcp, &n), "18 queue pairs");
+    CHECK(!sp_ib_read_address(bytes, head + 3, &out), "18 queue pairs");
     bytes[5] = 1;
     bytes[4] = SP_IB_RAILS_MAX + 1;
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "five ports");
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out), "five ports");
     bytes[4] = 0;
-    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out, &tcp, &n), "no device");
+    CHECK(!sp_ib_read_address(bytes, sizeof bytes, &out), "no device");
 }
 
 /* ---- GIDs ---- */

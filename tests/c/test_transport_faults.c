@@ -162,10 +162,10 @@ static int connect_raw(const struct member *m, int rank)
         size_t n = m->shared->address[rank].n_bytes;
         sp_ib_address ports;
         if (m->t->name[0] == 'i')
-            CHECK(sp_ib_read_address(address, n, &ports, &at, &n), "no address");
+            at += sp_ib_read_address(address, n, &ports);
         if (m->t->name[0] == 'n')
-            CHECK(sp_plugin_read_address(address, n, &at, &n), "no address");
-        CHECK(sp_tcp_parse_address(at, n, &tcp), "no address");
+            at += sp_plugin_read_address(address, n);
+        CHECK(sp_tcp_parse_address(at, n - (size_t)(at - address), &tcp), "no address");
         return connect_at((const struct sockaddr *)&tcp.ips.at[tcp.ips.n - 1].storage,
                           tcp.ips.at[tcp.ips.n - 1].bytes);
     }

@@ -8,13 +8,12 @@
 
 static void try_address(const uint8_t *data, size_t bytes)
 {
-    const uint8_t *tcp = NULL;
-    size_t tcp_bytes = 0;
     sp_ib_address a, other;
     sp_ib_pairing pairing;
-    if (!sp_ib_read_address(data, bytes, &a, &tcp, &tcp_bytes))
+    size_t head = sp_ib_read_address(data, bytes, &a);
+    if (head == 0)
         return;
-    EXPECT(a.n >= 1 && a.n <= SP_IB_RAILS_MAX && tcp_bytes > 0 && tcp + tcp_bytes == data + bytes);
+    EXPECT(a.n >= 1 && a.n <= SP_IB_RAILS_MAX && head < bytes);
     sp_ib_pair(&a, &a, &pairing);
     EXPECT(pairing.n >= 1 && pairing.n <= a.n && pairing.n * pairing.n_qps <= SP_IB_QPS_MAX);
     for (uint32_t i = 0; i < pairing.n; i++)
@@ -44,10 +43,10 @@ static void try_connect_info(const uint8_t *data, size_t bytes)
 
 static void try_result(const uint8_t *data, size_t bytes)
 {
-    sp_ib_result r;
-    if (!sp_ib_read_result(data, bytes, &r))
+    sp_segments_result r;
+    if (!sp_segments_read_result(data, bytes, SP_IB_RESULT_MAGIC, (1u << SP_IB_QPS_MAX) - 1, &r))
         return;
-    EXPECT(r.usable >> SP_IB_QPS_MAX == 0 && strnlen(r.why, sizeof r.why) < sizeof r.why);
+    EXPECT(r.value >> SP_IB_QPS_MAX == 0 && strnlen(r.why, sizeof r.why) < sizeof r.why);
     for (size_t i = 0; i < strlen(r.why); i++)
         EXPECT(r.why[i] >= 32 && r.why[i] < 127);
 }

@@ -33,7 +33,7 @@ typedef struct sp_endpoint_config {
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     const char *gpu; /* ib: folder in sysfs of the GPU whose data it carries; NULL or "": none, or unknown */
     uint32_t n_sharing;  /* endpoints of this rank and group that share the link; 0: 1 */
-    bool tcp_too;        /* ib, ncclnet: tcp may carry a pair for which they fail, without a next one */
+    bool tcp_too;        /* the fallback may carry a pair: tcp is among the transports */
     bool rates_decide;   /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
     uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */
     int64_t deadline_ns; /* for connecting to all peers (clock.h) */
@@ -97,6 +97,9 @@ typedef struct sp_transport_puts {
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
+    /* It carries the pairs for which this transport fails at start-up and which have no other next one. Each endpoint of
+     * this transport brings its own. NULL: this transport fails for all pairs or none. */
+    const struct sp_transport *fallback;
     /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
     double (*ns_per_byte)(sp_endpoint *ep, int peer);
@@ -131,9 +134,9 @@ typedef struct sp_transport {
     void (*local_ip)(sp_endpoint *ep, int peer, char *out, size_t cap);
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
-    /* Called after add_peer: the caller has another transport for this pair. If this one fails for the pair at start-up,
-     * it carries no message of the pair, and `failed` says why. NULL together with `failed`: a transport that fails for
-     * all pairs or none. */
+    /* Called after add_peer: the caller has another transport than the fallback for this pair. If this one fails for the
+     * pair at start-up, it carries no message of the pair, and `failed` says why. NULL together with `failed`: the pair
+     * takes the fallback. */
     void (*has_next)(sp_endpoint *ep, int peer);
     /* After connect_step has returned OK, for a peer with a next one: why this transport failed. The text is valid until
      * close. NULL: it works. Both ends get the same answer. */

@@ -97,15 +97,15 @@ static int find_candidates(const sp_links *links, int peer, const sp_published *
     return n;
 }
 
-/* The next one after found[best]. It cannot fail for single pairs itself, so no two of them wait for each other. tcp is
- * none: a transport that fails has a tcp link of its own. */
+/* The next one after found[best]. It cannot fail for single pairs itself, so no two of them wait for each other. A
+ * transport that fails brings its own fallback. */
 static void find_next(sp_links *links, int peer, const struct candidate *found, int n, int best,
                       struct next *next)
 {
     const sp_link *link = &links->peers[peer];
     for (int k = best + 1; link->transport->has_next != NULL && k < n; k++) {
         const sp_transport *t = links->transports[found[k].i];
-        if (strcmp(t->name, "tcp") == 0)
+        if (t == link->transport->fallback)
             return;
         if (t->has_next != NULL)
             continue;

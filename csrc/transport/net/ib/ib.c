@@ -87,6 +87,9 @@ static bool ib_close(sp_segments *base)
 static const sp_segments_net ib_net = {
     .name = "ib",
     .what = "ib",
+    .write_address = sp_ib_write_own,
+    .reach = sp_ib_reach,
+    .add_peer = sp_ib_add_peer,
     .credits = true,
     .prepare = sp_ib_prepare,
     .start_step = sp_ib_start_step,
@@ -160,17 +163,14 @@ fail:
 }
 
 const sp_transport sp_transport_ib = {
-    SP_SEGMENTS_FUNCTIONS,
     .name = "ib",
     .rate_mbps = sp_ib_rate_mbps,
     .pair_mbps = sp_ib_pair_mbps,
     .inform = sp_ib_inform,
     .device = sp_ib_net_device,
     .open = ib_open,
-    .address = sp_ib_address_of,
-    .can_reach = sp_ib_can_reach,
-    .add_peer = sp_ib_add_peer,
     .has_next = sp_segments_has_next,
     .failed = sp_segments_failed,
     .puts = &sp_ib_puts,
+    SP_SEGMENTS_FUNCTIONS,
 };

@@ -153,11 +153,11 @@ static inline uint64_t sp_ib_id(const struct sp_ib_peer *p, int peer, uint32_t q
 /* ib_address.c. As in transport.h. */
 uint32_t sp_ib_rate_mbps(sp_endpoint *ep);
 uint32_t sp_ib_pair_mbps(sp_endpoint *ep, const uint8_t *address, size_t bytes, uint32_t its_mbps);
-spccl_status sp_ib_address_of(sp_endpoint *ep, uint8_t *out, size_t *bytes);
-bool sp_ib_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
 /* As in segments.h. */
+size_t sp_ib_write_own(const sp_segments *base, uint8_t *out);
+size_t sp_ib_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+void sp_ib_add_peer(sp_segments *base, int peer, const uint8_t *address, size_t bytes);
 void sp_ib_describe(sp_segments *base, int peer, char *out, size_t cap);
-spccl_status sp_ib_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 
 /* ib_start.c. As in segments.h. */
 spccl_status sp_ib_start_step(sp_segments *base);

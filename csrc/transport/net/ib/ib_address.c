@@ -1,11 +1,8 @@
 /* ib_address.c - what an endpoint of transport ib publishes, whom it reaches and over which rails. See ib.h. */
-#include "transport/common/transports.h"
 #include "transport/net/ib/ib.h"
 
 #include <stdio.h>
 #include <string.h>
-
-static const sp_transport *const tcp = &sp_transport_tcp;
 
 /* Of all devices together. */
 uint32_t sp_ib_rate_mbps(sp_endpoint *opaque)
@@ -22,22 +19,14 @@ uint32_t sp_ib_pair_mbps(sp_endpoint *opaque, const uint8_t *address, size_t byt
 {
     struct sp_ib *ep = sp_ib_self(opaque);
     sp_ib_address theirs;
-    const uint8_t *its_tcp;
-    size_t its_bytes;
-    if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes))
+    if (ep->n_devices == 0 || sp_ib_read_address(address, bytes, &theirs) == 0)
         return 0;
     return sp_ib_rails_mbps(&ep->address, sp_ib_rate_mbps(opaque), &theirs, its_mbps);
 }
 
-spccl_status sp_ib_address_of(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
+size_t sp_ib_write_own(const sp_segments *base, uint8_t *out)
 {
-    struct sp_ib *ep = sp_ib_self(opaque);
-    size_t n = 0, head;
-    head = sp_ib_write_address(&ep->address, out);
-    if (ep->base.tcp != NULL)
-        SP_TRY(tcp->address(ep->base.tcp, out + head, &n));
-    *bytes = head + n;
-    return SPCCL_OK;
+    return sp_ib_write_address(&((const struct sp_ib *)base)->address, out);
 }
 
 /* "device rxe0 port 1 + device rxe2 port 1, 4 queue pairs" */
@@ -57,51 +46,38 @@ static void rails_text(const struct sp_ib *ep, const struct sp_ib_peer *p, char 
         snprintf(out + used, cap - used, ", %u queue pairs", p->n_qps);
 }
 
-bool sp_ib_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
+size_t sp_ib_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why, size_t why_cap)
 {
     static const char *const names[] = {"none", "InfiniBand", "RoCE with IPv4", "RoCE with IPv6"};
-    struct sp_ib *ep = sp_ib_self(opaque);
+    const struct sp_ib *ep = (const struct sp_ib *)base;
     sp_ib_address theirs;
     sp_ib_pairing pairing;
-    const uint8_t *its_tcp;
-    size_t its_bytes, used;
+    size_t head = 0;
     if (ep->n_devices == 0) {
         snprintf(why, why_cap, "%s", ep->device_why);
-        return false;
-    }
-    if (!sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes)) {
+    } else if ((head = sp_ib_read_address(address, bytes, &theirs)) == 0) {
         snprintf(why, why_cap, "the peer has no usable device");
-        return false;
-    }
-    sp_ib_pair(&ep->address, &theirs, &pairing);
-    if (pairing.n == 0) {
+    } else {
+        sp_ib_pair(&ep->address, &theirs, &pairing);
+        if (pairing.n != 0) {
+            sp_ib_device_text(&ep->devices[pairing.low[0]], why, why_cap);
+            return head;
+        }
         snprintf(why, why_cap, "other networks: %s here, %s there", names[sp_ib_network(&ep->devices[0])],
                  names[theirs.ports[0].network]);
-        return false;
     }
-    sp_ib_device_text(&ep->devices[pairing.low[0]], why, why_cap);
-    used = strlen(why);
-    snprintf(why + used, why_cap - used, ", ");
-    used = strlen(why);
-    return tcp->can_reach(ep->base.tcp, its_tcp, its_bytes, why + used, why_cap - used);
+    return 0;
 }
 
-spccl_status sp_ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+void sp_ib_add_peer(sp_segments *base, int peer, const uint8_t *address, size_t bytes)
 {
-    struct sp_ib *ep = sp_ib_self(opaque);
+    struct sp_ib *ep = sp_ib_of(base);
     struct sp_ib_peer *p = &ep->peers[peer];
-    bool is_low = ep->base.config.rank < peer;
+    bool is_low = base->config.rank < peer;
     sp_ib_address theirs;
     sp_ib_pairing pairing;
-    const uint8_t *its_tcp;
-    size_t its_bytes;
-    if (ep->n_devices == 0 || !sp_ib_read_address(address, bytes, &theirs, &its_tcp, &its_bytes))
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d, %zu bytes)", ep->base.config.rank, peer,
-                       bytes);
+    (void)sp_ib_read_address(address, bytes, &theirs);
     sp_ib_pair(is_low ? &ep->address : &theirs, is_low ? &theirs : &ep->address, &pairing);
-    if (pairing.n == 0)
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ib: add_peer(%d): other networks", ep->base.config.rank,
-                       peer);
     p->n_qps = pairing.n * pairing.n_qps;
     p->n_ports = theirs.n;
     for (uint32_t i = 0; i < p->n_qps; i++) {
@@ -109,9 +85,6 @@ spccl_status sp_ib_add_peer(sp_endpoint *opaque, int peer, const uint8_t *addres
         p->qps[i].device = is_low ? pairing.low[rail] : pairing.high[rail];
         p->qps[i].their_device = is_low ? pairing.high[rail] : pairing.low[rail];
     }
-    SP_TRY(tcp->add_peer(ep->base.tcp, peer, its_tcp, its_bytes));
-    p->base->added = true;
-    return SPCCL_OK;
 }
 
 void sp_ib_describe(sp_segments *base, int peer, char *out, size_t cap)

@@ -28,13 +28,13 @@ static spccl_status say_usable(struct sp_ib *ep, int peer, uint32_t usable)
 {
     struct sp_ib_peer *p = &ep->peers[peer];
     uint8_t note[SP_IB_CONNECT_INFO_BYTES];
-    sp_ib_result r = {.usable = usable};
+    sp_segments_result r = {.value = usable};
     p->my_usable = usable;
     p->note_sent = true;
     if (p->stage != SP_IB_STAGE_INFO) {
         snprintf(r.why, sizeof r.why, "%s", usable != all_qps(p) ? p->base->reason : "");
-        sp_ib_write_result(&r, note);
-        return sp_segments_say(&ep->base, peer, note, SP_IB_RESULT_BYTES);
+        sp_segments_write_result(&r, SP_IB_RESULT_MAGIC, note);
+        return sp_segments_say(&ep->base, peer, note, SP_SEGMENTS_RESULT_BYTES);
     }
     p->mine.n_qps = p->n_qps;
     p->mine.n_queues = (uint32_t)ep->base.config.n_queues;
@@ -154,7 +154,7 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
     struct sp_ib_peer *p = &ep->peers[peer];
     const void *note = NULL;
     size_t bytes = 0;
-    sp_ib_result r = {.usable = 0};
+    sp_segments_result r = {.value = 0};
     SP_TRY(sp_segments_hear(&ep->base, peer, &note, &bytes));
     if (p->stage == SP_IB_STAGE_INFO) {
         if (!sp_ib_read_connect_info(note, bytes, &p->theirs))
@@ -162,9 +162,9 @@ static spccl_status take_note(struct sp_ib *ep, int peer)
         snprintf(r.why, sizeof r.why, "%s", p->theirs.why);
         take_connect_info(ep, peer);
     } else {
-        if (!sp_ib_read_result(note, bytes, &r))
+        if (!sp_segments_read_result(note, bytes, SP_IB_RESULT_MAGIC, (1u << SP_IB_QPS_MAX) - 1, &r))
             return sp_segments_bad_note(&ep->base, peer, bytes, "result");
-        p->their_usable = r.usable & all_qps(p);
+        p->their_usable = r.value & all_qps(p);
     }
     if (r.why[0] != '\0') {
         char text[SP_NET_TEXT_CAP + 40];

@@ -1,6 +1,6 @@
 /* ib_verbs.h - what transport ib asks of libibverbs: devices, registered memory, one RC queue pair per peer.
- * ib_devices.c and ib_verbs.c are the only files that see <infiniband/verbs.h>. ib_none.c takes their place in a build
- * without that header. The library itself is opened at run time (ib_library.h). */
+ * ib_devices.c and ib_verbs.c are the only files that see <infiniband/verbs.h>. A build without that header has ib_none.c
+ * in place of the transport. The library itself is opened at run time (ib_library.h). */
 #ifndef SP_IB_VERBS_H
 #define SP_IB_VERBS_H
 

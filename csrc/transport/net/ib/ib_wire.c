@@ -7,7 +7,6 @@
 #include <string.h>
 
 #define CONNECT_INFO_MAGIC 0x53497073u /* "spIS" */
-#define RESULT_MAGIC 0x55497073u       /* "spIU" */
 #define ADDRESS_HEAD 6u
 #define PORT_BYTES (1u + SP_IB_GID_BYTES)
 #define ENDS_AT 16u
@@ -70,28 +69,25 @@ size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out)
     return ADDRESS_HEAD + a->n * PORT_BYTES;
 }
 
-bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out, const uint8_t **tcp,
-                        size_t *tcp_bytes)
+size_t sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out)
 {
     size_t head;
     if (n <= ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0 || bytes[4] == 0 ||
         bytes[4] > SP_IB_RAILS_MAX || bytes[5] == 0 || bytes[4] * bytes[5] > SP_IB_QPS_MAX)
-        return false;
+        return 0;
     *out = (sp_ib_address){.n = bytes[4], .n_qps = bytes[5]};
     head = ADDRESS_HEAD + out->n * PORT_BYTES;
     if (n <= head)
-        return false;
+        return 0;
     for (uint32_t i = 0; i < out->n; i++) {
         const uint8_t *port = bytes + ADDRESS_HEAD + i * PORT_BYTES;
         out->ports[i].network = port[0] & (NEAR - 1);
         out->ports[i].near = (port[0] & NEAR) != 0;
         memcpy(out->ports[i].gid, port + 1, SP_IB_GID_BYTES);
         if (out->ports[i].network == SP_IB_NO_DEVICE || out->ports[i].network > SP_IB_ROCE_IPV6)
-            return false;
+            return 0;
     }
-    *tcp = bytes + head;
-    *tcp_bytes = n - head;
-    return true;
+    return head;
 }
 
 /* 0: other networks; 1: the same kind of network; 2: one subnet too. */
@@ -152,16 +148,6 @@ int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept)
     return n_kept;
 }
 
-/* Copy a text that ends within SP_NET_TEXT_CAP bytes. Other than printable ASCII becomes '?': the text goes to logs. */
-static bool read_why(const uint8_t *from, char out[SP_NET_TEXT_CAP])
-{
-    size_t n = strnlen((const char *)from, SP_NET_TEXT_CAP);
-    memset(out, 0, SP_NET_TEXT_CAP);
-    for (size_t i = 0; i < n && i < SP_NET_TEXT_CAP - 1; i++)
-        out[i] = from[i] >= 32 && from[i] < 127 ? (char)from[i] : '?';
-    return n < SP_NET_TEXT_CAP;
-}
-
 void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CONNECT_INFO_BYTES])
 {
     memset(out, 0, SP_IB_CONNECT_INFO_BYTES);
@@ -218,24 +204,7 @@ bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info 
         for (size_t q = 0; q < SP_IB_QPS_MAX; q++)
             out->rings[i].rkey[q] = sp_load_le32(bytes + RINGS_AT + RING_BYTES * i + 8 + 4 * q);
     }
-    return read_why(bytes + WHY_AT, out->why) && fine;
-}
-
-void sp_ib_write_result(const sp_ib_result *r, uint8_t out[SP_IB_RESULT_BYTES])
-{
-    memset(out, 0, SP_IB_RESULT_BYTES);
-    sp_store_le32(out, RESULT_MAGIC);
-    sp_store_le32(out + 4, r->usable);
-    memcpy(out + 8, r->why, strnlen(r->why, SP_NET_TEXT_CAP - 1));
-}
-
-bool sp_ib_read_result(const uint8_t *bytes, size_t n, sp_ib_result *out)
-{
-    if (n != SP_IB_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC ||
-        sp_load_le32(bytes + 4) >> SP_IB_QPS_MAX != 0)
-        return false;
-    out->usable = sp_load_le32(bytes + 4);
-    return read_why(bytes + 8, out->why);
+    return sp_segments_read_text(bytes + WHY_AT, out->why, SP_NET_TEXT_CAP) && fine;
 }
 
 /* ---- the 32 bits of a write ---- */

@@ -27,9 +27,8 @@ int sp_ib_choose_gid(bool ethernet, const sp_ib_gid *table, int n);
 int sp_ib_keep(int rank, const int *distances, int n, int n_rails, int *kept);
 /* Returns where the address of the tcp endpoint goes. */
 size_t sp_ib_write_address(const sp_ib_address *a, uint8_t *out);
-/* False: not an address, or the rank has no usable device. */
-bool sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out, const uint8_t **tcp,
-                        size_t *tcp_bytes);
+/* The same. 0: not an address, or the rank has no usable device. */
+size_t sp_ib_read_address(const uint8_t *bytes, size_t n, sp_ib_address *out);
 
 /* The rails of a pair of ranks: rail i joins port low[i] of the lower rank and port high[i] of the other. Each rail has
  * n_qps queue pairs: as many as the rank that wants fewer says. */
@@ -63,16 +62,9 @@ void sp_ib_write_connect_info(const sp_ib_connect_info *o, uint8_t out[SP_IB_CON
 /* False: the bytes are not a connect info. */
 bool sp_ib_read_connect_info(const uint8_t *bytes, size_t n, sp_ib_connect_info *out);
 
-/* Second and third message: which queue pairs are connected, and over which the probes went both ways.
- *   0 "spIU"   4 u32 usable queue pairs, a bit each   8 why[SP_NET_TEXT_CAP] */
-#define SP_IB_RESULT_BYTES (8u + SP_NET_TEXT_CAP)
-typedef struct sp_ib_result {
-    uint32_t usable;
-    char why[SP_NET_TEXT_CAP];
-} sp_ib_result;
-void sp_ib_write_result(const sp_ib_result *r, uint8_t out[SP_IB_RESULT_BYTES]);
-/* False: the bytes are not a result. */
-bool sp_ib_read_result(const uint8_t *bytes, size_t n, sp_ib_result *out);
+/* Second and third message: which queue pairs are connected, and over which the probes went both ways, a bit each
+ * (sp_segments_result). */
+#define SP_IB_RESULT_MAGIC 0x55497073u /* "spIU" */
 
 /* The 32 bits of a write: kind at bit 30, queue at bit 28, and the low 28 bits of a number. */
 enum sp_ib_kind {

@@ -11,52 +11,26 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-static const sp_transport *const tcp = &sp_transport_tcp;
-
 /* ---- addresses ---- */
 
-static spccl_status plugin_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
+static size_t plugin_write_address(const sp_segments *base, uint8_t *out)
 {
-    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
-    size_t n = 0;
-    *bytes = sp_plugin_write_address(out);
-    if (ep->base.tcp != NULL)
-        SP_TRY(tcp->address(ep->base.tcp, out + *bytes, &n));
-    *bytes += n;
-    return SPCCL_OK;
+    (void)base;
+    return sp_plugin_write_address(out);
 }
 
-static bool plugin_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why,
-                             size_t why_cap)
+static size_t plugin_reach(const sp_segments *base, const uint8_t *address, size_t bytes, char *why,
+                           size_t why_cap)
 {
-    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
-    const uint8_t *its_tcp;
-    size_t its_bytes, used;
-    if (ep->base.tcp == NULL) {
+    const struct sp_plugin_endpoint *ep = (const struct sp_plugin_endpoint *)base;
+    size_t head = sp_plugin_read_address(address, bytes);
+    if (!ep->found.found)
         snprintf(why, why_cap, "no NCCL net plugin: %s", ep->found.why);
-        return false;
-    }
-    if (!sp_plugin_read_address(address, bytes, &its_tcp, &its_bytes)) {
+    else if (head == 0)
         snprintf(why, why_cap, "the peer has no NCCL net plugin");
-        return false;
-    }
-    used = (size_t)snprintf(why, why_cap, "plugin %.80s, ", ep->found.path);
-    if (used >= why_cap)
-        used = why_cap - 1;
-    return tcp->can_reach(ep->base.tcp, its_tcp, its_bytes, why + used, why_cap - used);
-}
-
-static spccl_status plugin_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
-{
-    struct sp_plugin_endpoint *ep = sp_plugin_self(opaque);
-    const uint8_t *its_tcp;
-    size_t its_bytes;
-    if (ep->base.tcp == NULL || !sp_plugin_read_address(address, bytes, &its_tcp, &its_bytes))
-        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: ncclnet: add_peer(%d, %zu bytes)", ep->base.config.rank, peer,
-                       bytes);
-    SP_TRY(tcp->add_peer(ep->base.tcp, peer, its_tcp, its_bytes));
-    ep->base.peers[peer].added = true;
-    return SPCCL_OK;
+    else
+        snprintf(why, why_cap, "plugin %.80s", ep->found.path);
+    return ep->found.found ? head : 0;
 }
 
 static void plugin_describe(sp_segments *base, int peer, char *out, size_t cap)
@@ -177,6 +151,8 @@ static bool plugin_close(sp_segments *base)
 static const sp_segments_net plugin_net = {
     .name = "ncclnet",
     .what = "the plugin",
+    .write_address = plugin_write_address,
+    .reach = plugin_reach,
     .prepare = sp_plugin_prepare,
     .start_step = sp_plugin_start_step,
     .is_expected = plugin_is_expected,
@@ -242,7 +218,9 @@ fail:
 }
 
 const sp_transport sp_transport_ncclnet = {
-    SP_SEGMENTS_FUNCTIONS,          .name = "ncclnet",           .inform = sp_plugin_inform,
-    .device = sp_plugin_net_device, .open = plugin_open,         .address = plugin_address,
-    .can_reach = plugin_can_reach,  .add_peer = plugin_add_peer,
+    .name = "ncclnet",
+    .inform = sp_plugin_inform,
+    .device = sp_plugin_net_device,
+    .open = plugin_open,
+    SP_SEGMENTS_FUNCTIONS,
 };

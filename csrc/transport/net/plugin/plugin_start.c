@@ -140,10 +140,10 @@ static bool both_usable(const struct sp_plugin_peer *p)
 static spccl_status send_result(struct sp_plugin_endpoint *ep, int peer)
 {
     struct sp_plugin_peer *p = &ep->peers[peer];
-    sp_plugin_result v = {.fine = p->base->reason[0] == '\0'};
-    uint8_t note[SP_PLUGIN_RESULT_BYTES];
+    sp_segments_result v = {.value = p->base->reason[0] == '\0'};
+    uint8_t note[SP_SEGMENTS_RESULT_BYTES];
     snprintf(v.why, sizeof v.why, "%s", p->base->reason);
-    sp_plugin_write_result(&v, note);
+    sp_segments_write_result(&v, SP_PLUGIN_RESULT_MAGIC, note);
     SP_TRY(sp_segments_say(&ep->base, peer, note, sizeof note));
     p->result_sent = true;
     return SPCCL_OK;
@@ -198,11 +198,11 @@ static spccl_status take_note(struct sp_plugin_endpoint *ep, int peer)
         SP_TRY(sp_segments_heard(&ep->base, peer));
         return judge_connect_info(ep, peer);
     }
-    sp_plugin_result v;
-    if (!sp_plugin_read_result(note, bytes, &v))
+    sp_segments_result v;
+    if (!sp_segments_read_result(note, bytes, SP_PLUGIN_RESULT_MAGIC, 1, &v))
         return sp_segments_bad_note(&ep->base, peer, bytes, "result");
     p->result_here = true;
-    if (!v.fine) {
+    if (v.value == 0) {
         char text[SP_NET_TEXT_CAP + 40];
         snprintf(text, sizeof text, "rank %d: %s", peer, v.why);
         give_up(p, text);

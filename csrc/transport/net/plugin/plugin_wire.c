@@ -7,7 +7,6 @@
 
 #define CONNECT_INFO_MAGIC 0x4f4e7073u /* "spNO" */
 #define RATES_AT (252u + SP_QUEUES_MAX * SP_PLUGIN_HANDLE_BYTES)
-#define RESULT_MAGIC 0x564e7073u /* "spNV" */
 static const char address_magic[4] = {'s', 'p', 'N', '1'};
 
 size_t sp_plugin_write_address(uint8_t *out)
@@ -16,13 +15,10 @@ size_t sp_plugin_write_address(uint8_t *out)
     return sizeof address_magic;
 }
 
-bool sp_plugin_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes)
+size_t sp_plugin_read_address(const uint8_t *bytes, size_t n)
 {
-    if (n <= SP_PLUGIN_ADDRESS_HEAD || memcmp(bytes, address_magic, sizeof address_magic) != 0)
-        return false;
-    *tcp = bytes + SP_PLUGIN_ADDRESS_HEAD;
-    *tcp_bytes = n - SP_PLUGIN_ADDRESS_HEAD;
-    return true;
+    bool is_one = n > SP_PLUGIN_ADDRESS_HEAD && memcmp(bytes, address_magic, sizeof address_magic) == 0;
+    return is_one ? SP_PLUGIN_ADDRESS_HEAD : 0;
 }
 
 void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[SP_PLUGIN_CONNECT_INFO_BYTES])
@@ -59,19 +55,4 @@ bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_conne
     return out->n_queues >= 1 && out->n_queues <= SP_QUEUES_MAX &&
            sp_segments_read_text(bytes + 12, out->name, SP_PLUGIN_NAME_CAP) &&
            sp_segments_read_text(bytes + 52, out->why, SP_NET_TEXT_CAP);
-}
-
-void sp_plugin_write_result(const sp_plugin_result *v, uint8_t out[SP_PLUGIN_RESULT_BYTES])
-{
-    sp_store_le32(out, RESULT_MAGIC);
-    sp_store_le32(out + 4, v->fine ? 1 : 0);
-    sp_segments_write_text(v->why, out + 8, SP_NET_TEXT_CAP);
-}
-
-bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out)
-{
-    if (n != SP_PLUGIN_RESULT_BYTES || sp_load_le32(bytes) != RESULT_MAGIC || sp_load_le32(bytes + 4) > 1)
-        return false;
-    out->fine = sp_load_le32(bytes + 4) == 1;
-    return sp_segments_read_text(bytes + 8, out->why, SP_NET_TEXT_CAP);
 }

@@ -25,21 +25,15 @@ typedef struct sp_plugin_connect_info {
     bool rates_decide;              /* sp_endpoint_config.rates_decide */
 } sp_plugin_connect_info;
 
-/* Second message: whether all queues are connected. 0 "spNV"   4 u32 fine   8 why[200] */
-#define SP_PLUGIN_RESULT_BYTES (8u + SP_NET_TEXT_CAP)
-typedef struct sp_plugin_result {
-    bool fine;
-    char why[SP_NET_TEXT_CAP];
-} sp_plugin_result;
+/* Second message: whether all queues are connected, 1 or 0 (sp_segments_result). */
+#define SP_PLUGIN_RESULT_MAGIC 0x564e7073u /* "spNV" */
 
-/* Write the magic. Returns where the address of the tcp endpoint goes. */
+/* Write the magic. Returns its bytes. */
 size_t sp_plugin_write_address(uint8_t *out);
-/* Where the tcp address is in an address. False: not an address, or the rank has no plugin. */
-bool sp_plugin_read_address(const uint8_t *bytes, size_t n, const uint8_t **tcp, size_t *tcp_bytes);
+/* Where the tcp address is in an address. 0: not an address, or the rank has no plugin. */
+size_t sp_plugin_read_address(const uint8_t *bytes, size_t n);
 void sp_plugin_write_connect_info(const sp_plugin_connect_info *o, uint8_t out[SP_PLUGIN_CONNECT_INFO_BYTES]);
-/* Each is false if the bytes are not that message. */
+/* False: the bytes are not a connect info. */
 bool sp_plugin_read_connect_info(const uint8_t *bytes, size_t n, sp_plugin_connect_info *out);
-void sp_plugin_write_result(const sp_plugin_result *v, uint8_t out[SP_PLUGIN_RESULT_BYTES]);
-bool sp_plugin_read_result(const uint8_t *bytes, size_t n, sp_plugin_result *out);
 
 #endif

@@ -21,6 +21,18 @@
 
 #define SP_NET_TEXT_CAP 200
 
+/* A note of start-up: what came of a stage. u32 magic of the network   4 u32 value   8 why[SP_NET_TEXT_CAP] */
+#define SP_SEGMENTS_RESULT_BYTES (8u + SP_NET_TEXT_CAP)
+typedef struct sp_segments_result {
+    uint32_t value;
+    char why[SP_NET_TEXT_CAP];
+} sp_segments_result;
+void sp_segments_write_result(const sp_segments_result *r, uint32_t magic,
+                              uint8_t out[SP_SEGMENTS_RESULT_BYTES]);
+/* False: the bytes are not a result, or the value is above value_max. */
+bool sp_segments_read_result(const uint8_t *bytes, size_t n, uint32_t magic, uint32_t value_max,
+                             sp_segments_result *out);
+
 /* The last note: how many segments were sent in all. 0 "spNF"   4 u32 n_queues   8 u64 n_segments[SP_QUEUES_MAX] */
 #define SP_SEGMENTS_FIN_BYTES (8u + 8u * SP_QUEUES_MAX)
 typedef struct sp_segments_fin {
@@ -75,7 +87,13 @@ typedef struct sp_segments {
 /* What a network does. Each function gets the endpoint whose first member is the sp_segments. */
 struct sp_segments_net {
     const char *name, *what; /* of the transport; in texts: "ib", "the plugin" */
-    bool credits;            /* `send` also sends what the peer may send: it is called in each progress */
+    /* Write the address, which that of tcp follows. Returns its bytes. */
+    size_t (*write_address)(const sp_segments *s, uint8_t *out);
+    /* The bytes of a peer's address before that of tcp. 0: the network does not reach it. `why` says how, or why not. */
+    size_t (*reach)(const sp_segments *s, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+    /* Use the network for a peer that it reaches. NULL: nothing to do. */
+    void (*add_peer)(sp_segments *s, int peer, const uint8_t *address, size_t bytes);
+    bool credits; /* `send` also sends what the peer may send: it is called in each progress */
     /* Before the first start_step: open or load what is needed for the added peers. Errors: SYSTEM. */
     spccl_status (*prepare)(sp_segments *s);
     /* Continue connecting, with notes over the control links. At the end a peer's `none` says that the network does not
@@ -116,16 +134,20 @@ spccl_status sp_segments_open_tcp(sp_segments *s);
 spccl_status sp_segments_watch(const sp_segments *s, int fd);
 size_t sp_segments_message_max(sp_endpoint *ep);
 
-/* All of sp_transport but name, inform, device, open, address, can_reach, add_peer and rates. */
+/* All of sp_transport but name, inform, device, open and rates. */
 #define SP_SEGMENTS_FUNCTIONS                                                                                \
-    .is_rdma = sp_segments_is_rdma, .ns_per_byte = sp_segments_ns_per_byte,                                  \
-    .describe = sp_segments_describe, .local_ip = sp_segments_local_ip,                                      \
+    .fallback = &sp_transport_tcp, .is_rdma = sp_segments_is_rdma, .ns_per_byte = sp_segments_ns_per_byte,   \
+    .describe = sp_segments_describe, .local_ip = sp_segments_local_ip, .address = sp_segments_address,      \
+    .can_reach = sp_segments_can_reach, .add_peer = sp_segments_add_peer,                                    \
     .connect_step = sp_segments_connect_step, .message_max = sp_segments_message_max,                        \
     .reserve = sp_segments_reserve, .commit = sp_segments_commit, .peek = sp_segments_peek,                  \
     .release = sp_segments_release, .flushed = sp_segments_flushed, .progress = sp_segments_progress,        \
     .wait_fd = sp_segments_wait_fd, .arm = sp_segments_arm, .disarm = sp_segments_disarm,                    \
     .abort_peers = sp_segments_abort_peers, .memory_bytes = sp_segments_memory_bytes,                        \
     .close = sp_segments_close
+spccl_status sp_segments_address(sp_endpoint *ep, uint8_t *out, size_t *bytes);
+bool sp_segments_can_reach(sp_endpoint *ep, const uint8_t *address, size_t bytes, char *why, size_t why_cap);
+spccl_status sp_segments_add_peer(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
 bool sp_segments_is_rdma(sp_endpoint *ep, int peer);
 double sp_segments_ns_per_byte(sp_endpoint *ep, int peer);
 void sp_segments_describe(sp_endpoint *ep, int peer, char *out, size_t cap);

@@ -1,5 +1,6 @@
 /* segments_start.c - start-up of a network that moves segments: the control links, then what the network does over them,
  * then which route each pair takes. See segments.h. */
+#include "core/base/bits.h"
 #include "core/base/clock.h"
 #include "core/base/log.h"
 #include "transport/net/segments/segments.h"
@@ -22,6 +23,45 @@ spccl_status sp_segments_open_rings(sp_segments *s, int peer)
         SP_TRY(sp_segment_ring_open(&p->tx[i], s->config.queue_bytes, (uint32_t)i, false));
         SP_TRY(sp_segment_ring_open(&p->rx[i], s->config.queue_bytes, (uint32_t)i, true));
     }
+    return SPCCL_OK;
+}
+
+/* ---- addresses ---- */
+
+spccl_status sp_segments_address(sp_endpoint *opaque, uint8_t *out, size_t *bytes)
+{
+    sp_segments *s = sp_segments_self(opaque);
+    size_t head = s->net->write_address(s, out), n = 0;
+    if (s->tcp != NULL)
+        SP_TRY(tcp->address(s->tcp, out + head, &n));
+    *bytes = head + n;
+    return SPCCL_OK;
+}
+
+bool sp_segments_can_reach(sp_endpoint *opaque, const uint8_t *address, size_t bytes, char *why,
+                           size_t why_cap)
+{
+    sp_segments *s = sp_segments_self(opaque);
+    size_t head = s->net->reach(s, address, bytes, why, why_cap), used = strlen(why);
+    if (head == 0)
+        return false;
+    snprintf(why + used, why_cap - used, ", ");
+    used = strlen(why);
+    return tcp->can_reach(s->tcp, address + head, bytes - head, why + used, why_cap - used);
+}
+
+spccl_status sp_segments_add_peer(sp_endpoint *opaque, int peer, const uint8_t *address, size_t bytes)
+{
+    sp_segments *s = sp_segments_self(opaque);
+    char why[200];
+    size_t head = s->net->reach(s, address, bytes, why, sizeof why);
+    if (head == 0)
+        return SP_FAIL(SPCCL_ERR_BUG, "rank %d: %s: add_peer(%d, %zu bytes): %s", s->config.rank,
+                       s->net->name, peer, bytes, why);
+    if (s->net->add_peer != NULL)
+        s->net->add_peer(s, peer, address, bytes);
+    SP_TRY(tcp->add_peer(s->tcp, peer, address + head, bytes - head));
+    s->peers[peer].added = true;
     return SPCCL_OK;
 }
 
@@ -72,6 +112,23 @@ void sp_segments_write_text(const char *text, uint8_t *out, size_t cap)
     size_t n = strnlen(text, cap - 1);
     memset(out, 0, cap);
     memcpy(out, text, n);
+}
+
+void sp_segments_write_result(const sp_segments_result *r, uint32_t magic,
+                              uint8_t out[SP_SEGMENTS_RESULT_BYTES])
+{
+    sp_store_le32(out, magic);
+    sp_store_le32(out + 4, r->value);
+    sp_segments_write_text(r->why, out + 8, SP_NET_TEXT_CAP);
+}
+
+bool sp_segments_read_result(const uint8_t *bytes, size_t n, uint32_t magic, uint32_t value_max,
+                             sp_segments_result *out)
+{
+    if (n != SP_SEGMENTS_RESULT_BYTES || sp_load_le32(bytes) != magic || sp_load_le32(bytes + 4) > value_max)
+        return false;
+    out->value = sp_load_le32(bytes + 4);
+    return sp_segments_read_text(bytes + 8, out->why, SP_NET_TEXT_CAP);
 }
 
 /* ---- the end of start-up ---- */
