@@ -159,10 +159,10 @@ spccl_stats Backend::stats()
 
 spccl_cuda_stats Backend::cuda_stats()
 {
-    if (cuda_->known_route() == CudaRoute::engine)
+    if (cuda_->route() == CudaRoute::engine)
         return comm_->cuda_stats();
     spccl_cuda_stats none{};
-    none.device = cuda_->known_route() == CudaRoute::unknown ? -1 : cuda_->device().index();
+    none.device = cuda_->route() == CudaRoute::unknown ? -1 : cuda_->device().index();
     return none;
 }
 
@@ -208,7 +208,7 @@ c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor> &tenso
     launch.op.root = root;
     const WireType wire = wire_for_moving(tensor.scalar_type(), launch.op);
     if (tensor.is_cuda())
-        cuda_->cuda_route(tensor.device(), "broadcast");
+        cuda_->bind(tensor.device(), "broadcast");
     const at::Tensor buf = as_contiguous(tensor);
     if (!is_plain(tensor) && root != rank_)
         launch.copy_out = [tensor, buf] { tensor.copy_(buf); };
@@ -230,7 +230,7 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor &output, at::
         launch_of(name, "spccl:_all_gather_base", c10d::OpType::_ALLGATHER_BASE, {input}, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
-        cuda_->cuda_route(input.device(), name);
+        cuda_->bind(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
     launch.outputs = {output};
@@ -262,7 +262,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
     Launch launch = launch_of(name, "spccl:all_gather", c10d::OpType::ALLGATHER, {input}, opts.timeout);
     const WireType wire = wire_for_moving(input.scalar_type(), launch.op);
     if (input.is_cuda())
-        cuda_->cuda_route(input.device(), name);
+        cuda_->bind(input.device(), name);
     const at::Tensor in = as_contiguous(input);
     launch.outputs = list;
     at::NoGradGuard no_grad;
@@ -295,19 +295,16 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     Launch launch = launch_of(name, "spccl:all_reduce", c10d::OpType::ALLREDUCE, {tensor}, opts.timeout);
     launch.op.reduction = redop_name(redop);
     launch.reduce_op = opts.reduceOp;
-    const Route route = reduction_route(tensor.scalar_type(), redop);
-    if (route == Route::gloo || goes_to_nccl(tensor, route, name))
-        return delegated(launch_of(name, launch.title, launch.type, tensors), opts.asyncOp,
-                         [&](c10d::Backend &backend, Staging &staging, bool async) {
-                             std::vector<at::Tensor> list = staging.written(tensors);
-                             return backend.allreduce(list, with_async(opts, async));
-                         });
-    if (route == Route::neither)
-        refuse_reduction(launch.op);
+    if (inner_runs(tensor, redop, launch.op))
+        return delegated(launch, opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+            std::vector<at::Tensor> list = staging.written(tensors);
+            return backend.allreduce(list, with_async(opts, async));
+        });
 
     const at::Tensor out = as_contiguous(tensor);
-    const at::Tensor in = route == Route::spccl_scaled ? scaled(out, opts.reduceOp, launch.op) : out;
-    if (route == Route::spccl_scaled)
+    const bool premul = redop == c10d::ReduceOp::PREMUL_SUM;
+    const at::Tensor in = premul ? scaled(out, opts.reduceOp, launch.op) : out;
+    if (premul)
         launch.reduce_op = c10d::ReduceOp::SUM;
     if (!is_plain(tensor))
         launch.copy_out = [tensor, out] { tensor.copy_(out); };
@@ -317,14 +314,18 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor> &tenso
     return start(std::move(launch), opts.asyncOp);
 }
 
-bool Backend::goes_to_nccl(const at::Tensor &t, Route route, const char *op)
+bool Backend::inner_runs(const at::Tensor &t, c10d::ReduceOp::RedOpType redop, const OpText &op)
 {
-    if (!t.is_cuda())
-        return false;
-    const CudaRoute cuda_route = cuda_->cuda_route(t.device(), op);
+    const Route route = reduction_route(t.scalar_type(), redop);
+    if (route == Route::neither && !(t.is_cuda() && nccl_))
+        refuse_reduction(op);
+    if (t.is_cuda())
+        cuda_->bind(t.device(), op.name);
     /* spccl runs PREMUL_SUM as a sum of scaled inputs on every CudaRoute. torch 2.11's NCCL gave wrong sums
      * for PREMUL_SUM (H200, tests/gpu, premul_sum). */
-    return route != Route::spccl && route != Route::spccl_scaled && nccl_ && cuda_route != CudaRoute::stage;
+    if (route == Route::neither && cuda_->route() == CudaRoute::stage)
+        refuse_reduction(op);
+    return route == Route::gloo || route == Route::neither;
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor> &tensors,
@@ -334,7 +335,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce_sparse(std::vector<at::Tensor>
     OpText op{"all_reduce", static_cast<size_t>(tensor.numel()), tensor.scalar_type(),
               redop_name(opts.reduceOp.op_), -1};
     if (tensor.is_cuda()) {
-        const CudaRoute route = cuda_->cuda_route(tensor.device(), op.name);
+        const CudaRoute route = cuda_->bind(tensor.device(), op.name);
         TORCH_CHECK(route == CudaRoute::stage || !CollectiveOrder::of_device(tensor.device())->capturing(),
                     "spccl: ", op.str(),
                     ", sparse_coo: the number of entries of the result is known only while the call runs, so "
@@ -372,15 +373,11 @@ c10::intrusive_ptr<c10d::Work> Backend::start_reduce_scatter(Launch launch, cons
                                                              const at::Tensor &input,
                                                              const c10d::ReduceScatterOptions &opts)
 {
-    const c10d::ReduceOp::RedOpType redop = opts.reduceOp.op_;
-    const Route route = reduction_route(input.scalar_type(), redop);
-    launch.op.reduction = redop_name(redop);
-    if (route == Route::neither)
-        refuse_reduction(launch.op);
-
-    const at::Tensor in = route == Route::spccl_scaled ? scaled(input, opts.reduceOp, launch.op) : input;
+    const bool premul = opts.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM;
+    const at::Tensor in = premul ? scaled(input, opts.reduceOp, launch.op) : input;
     const at::Tensor out = is_plain(output) ? output : flat_like(output, output.numel());
-    launch.reduce_op = route == Route::spccl_scaled ? c10d::ReduceOp(c10d::ReduceOp::SUM) : opts.reduceOp;
+    launch.outputs = {output};
+    launch.reduce_op = premul ? c10d::ReduceOp(c10d::ReduceOp::SUM) : opts.reduceOp;
     if (!out.is_same(output))
         launch.copy_out = [target = output, out] { target.copy_(out.view(target.sizes())); };
     set_call(launch, in, out, {dtype_for_reducing(input.scalar_type()), 1});
@@ -396,16 +393,14 @@ c10::intrusive_ptr<c10d::Work> Backend::_reduce_scatter_base(at::Tensor &output,
     check_like(input, output, "output", name);
     check_numel(input, output.numel() * size_, "input", name,
                 "the elements of output times the number of ranks");
-    const Route route = reduction_route(output.scalar_type(), opts.reduceOp.op_);
-    if (route == Route::gloo || goes_to_nccl(output, route, name))
-        return delegated(launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
-                                   {output, input}),
-                         opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-                             at::Tensor to = staging.written(output), from = staging.read_only(input);
-                             return backend._reduce_scatter_base(to, from, with_async(opts, async));
-                         });
     Launch launch = launch_of(name, "spccl:_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE,
-                              {output}, opts.timeout);
+                              {output, input}, opts.timeout);
+    launch.op.reduction = redop_name(opts.reduceOp.op_);
+    if (inner_runs(output, opts.reduceOp.op_, launch.op))
+        return delegated(launch, opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+            at::Tensor to = staging.written(output), from = staging.read_only(input);
+            return backend._reduce_scatter_base(to, from, with_async(opts, async));
+        });
     launch.inputs = {input};
     return start_reduce_scatter(std::move(launch), output, as_contiguous(input), opts);
 }
@@ -428,18 +423,16 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
         check_numel(t, numel, "a tensor of input_list", name,
                     "the elements of output: all ranks take the same number");
     }
-    const Route route = reduction_route(output.scalar_type(), opts.reduceOp.op_);
-    if (route == Route::gloo || goes_to_nccl(output, route, name)) {
-        std::vector<at::Tensor> used{output};
-        used.insert(used.end(), list.begin(), list.end());
-        return delegated(
-            launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, std::move(used)),
-            opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
-                std::vector<at::Tensor> to = staging.written(outputs);
-                std::vector<std::vector<at::Tensor>> from = staging.read_only(inputs);
-                return backend.reduce_scatter(to, from, with_async(opts, async));
-            });
-    }
+    Launch launch =
+        launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, {output}, opts.timeout);
+    launch.op.reduction = redop_name(opts.reduceOp.op_);
+    launch.inputs.insert(launch.inputs.end(), list.begin(), list.end());
+    if (inner_runs(output, opts.reduceOp.op_, launch.op))
+        return delegated(launch, opts.asyncOp, [&](c10d::Backend &backend, Staging &staging, bool async) {
+            std::vector<at::Tensor> to = staging.written(outputs);
+            std::vector<std::vector<at::Tensor>> from = staging.read_only(inputs);
+            return backend.reduce_scatter(to, from, with_async(opts, async));
+        });
     at::NoGradGuard no_grad;
     at::Tensor flat;
     if (address_if_adjacent(list, numel) != nullptr) {
@@ -449,8 +442,6 @@ c10::intrusive_ptr<c10d::Work> Backend::reduce_scatter(std::vector<at::Tensor> &
         for (size_t r = 0; r < list.size(); r++)
             flat.narrow(0, static_cast<int64_t>(r) * numel, numel).copy_(list[r].reshape({numel}));
     }
-    Launch launch =
-        launch_of(name, "spccl:reduce_scatter", c10d::OpType::REDUCE_SCATTER, {output}, opts.timeout);
     launch.inputs = list;
     return start_reduce_scatter(std::move(launch), output, flat, opts);
 }

@@ -172,10 +172,9 @@ class Backend final : public c10d::Backend
     c10d::Backend &gloo(const char *op);
     c10::intrusive_ptr<c10d::Work> start(Launch launch, bool async);
     std::string name_of_split(const std::vector<int> &ranks); /* split_mutex_ is held */
-    /* Whether NCCL runs this reduction of `t`. NCCL runs it if `t` is a CUDA tensor, spccl has no such
-     * reduction and the group's CUDA calls do not go through host memory. Binds the group to its GPU if it is
-     * not bound yet. */
-    bool goes_to_nccl(const at::Tensor &t, Route route, const char *op);
+    /* Whether Gloo or NCCL runs this reduction of `t`, not spccl. Refuses one that none of them runs. Then binds the
+     * group to the GPU of `t`, if it has one. */
+    bool inner_runs(const at::Tensor &t, c10d::ReduceOp::RedOpType redop, const OpText &op);
     /* Calls Gloo or NCCL with the tensors that `Staging` returns. */
     using Delegate = c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend &backend,
                                                                       Staging &staging, bool async)>;

@@ -161,9 +161,9 @@ c10d::Backend &CudaSide::nccl(const char *op)
     return *nccl_;
 }
 
-CudaRoute CudaSide::cuda_route(const c10::Device &device, const char *op)
+CudaRoute CudaSide::bind(const c10::Device &device, const char *op)
 {
-    const CudaRoute known = known_route();
+    const CudaRoute known = route();
     if (known == CudaRoute::unknown)
         return attach(device, op);
     TORCH_CHECK_VALUE(device == order_->device(), "spccl: ", comm_->who(), ": ", op, ": a tensor is on ",
@@ -176,8 +176,8 @@ CudaRoute CudaSide::cuda_route(const c10::Device &device, const char *op)
 CudaRoute CudaSide::attach(const c10::Device &device, const char *op)
 {
     std::lock_guard<std::mutex> lock(attach_mutex_);
-    if (known_route() != CudaRoute::unknown)
-        return known_route();
+    if (route() != CudaRoute::unknown)
+        return route();
     auto order = settings_.order_per_group ? std::make_shared<CollectiveOrder>(device)
                                            : CollectiveOrder::of_device(device);
     TORCH_CHECK(
@@ -218,7 +218,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
 {
     host_wait = host_wait || settings_.blocking_wait;
     if (async) {
-        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, known_route());
+        auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, host_wait, route());
         const CollectiveOrder::Turn turn = order_->run(true, enqueue);
         work->enqueued(turn.stream, turn.end);
         return work;
@@ -226,15 +226,15 @@ c10::intrusive_ptr<c10d::Work> CudaSide::in_order(const Launch &launch, bool asy
     const CallRecord record(launch.title, launch.inputs);
     order_->run(false, enqueue);
     if (host_wait && !order_->capturing())
-        wait_on_host(*comm_, *order_, known_route(), launch.op, launch.timeout);
+        wait_on_host(*comm_, *order_, route(), launch.op, launch.timeout);
     return nullptr; /* torch takes a NULL Work as done */
 }
 
 c10::intrusive_ptr<c10d::Work> CudaSide::start(const Launch &launch, bool async, uint64_t sequence)
 {
-    if (known_route() == CudaRoute::stage)
+    if (route() == CudaRoute::stage)
         return run_staged(launch, async, sequence);
-    const bool by_nccl = known_route() == CudaRoute::nccl;
+    const bool by_nccl = route() == CudaRoute::nccl;
     if (by_nccl)
         comm_->check_usable(launch.op.name);
     return in_order(launch, async, sequence, false, [&](CollectiveOrder::Turn &turn) {
@@ -250,7 +250,7 @@ bool CudaSide::prune_next(const at::Tensor &grad, spccl_prune_plan *plan, const 
                           void *stream)
 {
     bool faster = false;
-    if (known_route() != CudaRoute::engine)
+    if (route() != CudaRoute::engine)
         return false;
     comm_->issue(OpText{"pruning"}, c10d::kUnsetTimeout, [&](spccl_comm *raw) {
         const spccl_status status =
@@ -388,7 +388,7 @@ c10::intrusive_ptr<c10d::Work> CudaSide::finished(const Launch &launch, bool asy
 {
     if (!async)
         return nullptr;
-    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false, known_route());
+    auto work = c10::make_intrusive<CudaWork>(comm_, order_, launch, sequence, false, route());
     const c10::Stream current = order_->current();
     CollectiveOrder::EventPtr end = order_->take_event();
     end->record(current);

@@ -100,11 +100,12 @@ class CudaSide
     /* The inner NCCL. Throws if there is none; `op` goes into the text. */
     c10d::Backend &nccl(const char *op);
 
-    /* What runs collectives on tensors of `device`. The first call binds the group to that GPU: all ranks
-     * must make it at the same point of their sequence of calls. Throws ValueError for another GPU than the
-     * group's, and what Comm::attach_cuda throws. */
-    CudaRoute cuda_route(const c10::Device &device, const char *op);
-    CudaRoute known_route() const
+    /* Bind the group to this GPU, if that has not happened, and return its route. All ranks must make the first
+     * call at the same point of their sequence of calls. Throws ValueError for another GPU than the group's, and
+     * what Comm::attach_cuda throws. */
+    CudaRoute bind(const c10::Device &device, const char *op);
+    /* What runs collectives on CUDA tensors. Asking binds nothing. */
+    CudaRoute route() const
     {
         return route_.load(std::memory_order_acquire);
     }
@@ -112,7 +113,7 @@ class CudaSide
     {
         return settings_;
     }
-    /* The group's GPU. Call device() and why() only when the route is known. */
+    /* The group's GPU. Call device() and why() only when the group is bound. */
     c10::Device device() const
     {
         return order_->device();
@@ -138,7 +139,7 @@ class CudaSide
     /* Move what prune_next gave, if anything, into `launch`, an all-reduce of `tensor`. Throws if it is for another one. */
     void take_pruning(Launch &launch, const at::Tensor &tensor, bool average);
 
-    /* Issue a prepared collective. The caller has called cuda_route(). Returns NULL if not `async`. */
+    /* Issue a prepared collective. The caller has called bind(). Returns NULL if not `async`. */
     c10::intrusive_ptr<c10d::Work> start(const Launch &launch, bool async, uint64_t sequence);
     /* Run `call(nccl)` as the next of the collective order; `call` sets asyncOp to false. launch.inputs and
      * launch.outputs are kept until NCCL's collective is done. */

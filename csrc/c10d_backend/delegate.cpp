@@ -100,7 +100,7 @@ c10::intrusive_ptr<c10d::Work> Backend::delegated(const Launch &launch, bool asy
     Staging no_copies(true);
     if (!where.is_cuda())
         return noted(call(gloo(name), no_copies, async));
-    if (cuda_->cuda_route(where.device(), name) != CudaRoute::stage && nccl_)
+    if (cuda_->bind(where.device(), name) != CudaRoute::stage && nccl_)
         return noted(cuda_->hand_over(launch, async, sequence,
                                       [&](c10d::Backend &nccl) { return call(nccl, no_copies, false); }));
     Staging staging(false);
@@ -147,7 +147,7 @@ void Backend::eagerConnectSingleDevice(at::Device device)
 {
     if (!device.is_cuda())
         return;
-    const CudaRoute route = cuda_->cuda_route(device, "eager_connect_single_device");
+    const CudaRoute route = cuda_->bind(device, "eager_connect_single_device");
     if (nccl_ && route != CudaRoute::stage) {
         nccl_->setBoundDeviceId(device);
         nccl_->eagerConnectSingleDevice(device);
@@ -302,9 +302,9 @@ c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor> &t
  * waits for all earlier work on the current streams of all ranks. */
 c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions &opts)
 {
-    CudaRoute route = cuda_->known_route();
+    CudaRoute route = cuda_->route();
     if (route == CudaRoute::unknown && nccl_ && !opts.device_ids.empty())
-        route = cuda_->cuda_route(
+        route = cuda_->bind(
             c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(opts.device_ids[0])), "barrier");
     const uint64_t sequence = ++sequence_;
     if (route == CudaRoute::engine)

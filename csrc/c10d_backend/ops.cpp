@@ -114,7 +114,7 @@ std::vector<int64_t> cuda_stats(const GroupPtr &group)
 std::string cuda_route(const GroupPtr &group)
 {
     CudaSide &cuda = backend_of(group).cuda();
-    switch (cuda.known_route()) {
+    switch (cuda.route()) {
     case CudaRoute::unknown:
         return "unknown";
     case CudaRoute::engine:

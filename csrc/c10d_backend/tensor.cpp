@@ -102,7 +102,7 @@ Route reduction_route(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op)
             return Route::spccl;
         return kind == Kind::boolean && op != c10d::ReduceOp::AVG ? Route::gloo : Route::neither;
     case c10d::ReduceOp::PREMUL_SUM:
-        return kind == Kind::floating ? Route::spccl_scaled : Route::neither;
+        return kind == Kind::floating ? Route::spccl : Route::neither;
     case c10d::ReduceOp::BAND:
     case c10d::ReduceOp::BOR:
     case c10d::ReduceOp::BXOR:

@@ -35,12 +35,12 @@ struct WireType {
  * unsigned integers as signed ones of the same width. Throws TypeError for quantized dtypes. */
 WireType wire_for_moving(c10::ScalarType dtype, const OpText &op);
 
-/* What runs a reduction. spccl_scaled: spccl, as a sum of scaled inputs (PREMUL_SUM). neither: not spccl and
- * not Gloo, but NCCL may have it for CUDA tensors. */
-enum class Route { spccl, spccl_scaled, gloo, neither };
+/* What runs a reduction. spccl runs PREMUL_SUM as a sum of scaled inputs. neither: not spccl and not Gloo, but NCCL may
+ * have it for CUDA tensors. */
+enum class Route { spccl, gloo, neither };
 /* The table of docs/TORCH.md, section "Who does what". */
 Route reduction_route(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op);
-/* The spccl_redop of a reduction with route spccl or spccl_scaled. PREMUL_SUM gives SPCCL_SUM: its inputs are
+/* The spccl_redop of a reduction with route spccl. PREMUL_SUM gives SPCCL_SUM: its inputs are
  * scaled first. */
 spccl_redop redop_of(c10d::ReduceOp::RedOpType op);
 /* spccl's dtype for a reduction that spccl runs. */

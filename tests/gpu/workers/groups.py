@@ -76,6 +76,9 @@ def values_and_links() -> dict:
     """Right bits in every group, and each pair of ranks takes the way that its hosts ask for."""
     groups, texts = made_groups(), {}
     for name, (ranks, group) in groups.items():
+        if os.environ.get("BIND") != "1":  # asking binds a group to no GPU, also not to the current one
+            with torch.cuda.device((RANK + 1) % torch.cuda.device_count()):
+                assert backend.cuda_stats(group).path == "unknown", backend.describe_group(group)
         check_collectives(ranks, group, name, seed=len(name))
         stats, far = backend.cuda_stats(group), on_other_hosts(ranks)
         assert stats.path == "engine" and stats.n_remote == len(far), (name, stats)
