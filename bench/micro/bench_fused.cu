@@ -200,27 +200,22 @@ static sp_fused_args args_of(const machine &m, const std::string &what)
                      : what == "reduce_scatter" ? SP_FUSED_REDUCE_SCATTER
                      : what == "one_hop"        ? SP_FUSED_ALL_REDUCE_ONESHOT
                                                 : SP_FUSED_ALL_REDUCE;
-    sp_gpu_plan plan;
+    a.op = op;
     a.n_elems = what == "all_gather" || what == "reduce_scatter" ? m.n / m.o.ranks : m.n;
-    sp_gpu_limits limits = m.limits;
-    limits.hops = 2; // so that all_reduce and in_place of any size take two hops
-    sp_tune_gpu_plan(&limits, m.shape, op, a.n_elems, m.o.dtype, SPCCL_FORMAT_AUTO, &plan);
-    // All shards must have the same length, as the rank receives its own frames.
-    if (op == SP_FUSED_ALL_REDUCE)
-        a.n_elems -= a.n_elems % ((uint64_t)plan.slice_elems * m.o.ranks);
-    a.op = plan.op;
     a.dtype = m.o.dtype;
     a.redop = m.o.redop;
     a.format = SPCCL_FORMAT_AUTO;
     a.in = m.in;
     // The input of an all-gather is block 0 of its output.
     a.out = what == "in_place" || what == "all_gather" ? m.in : m.out;
-    a.slice_elems = plan.slice_elems;
     a.world_size = (int)m.o.ranks;
     a.shape = m.shape;
-    a.n_ctas = plan.n_ctas;
-    a.workers_per_cta = plan.workers_per_cta;
-    a.n_served = plan.n_served;
+    sp_gpu_limits limits = m.limits;
+    limits.hops = 2; // so that all_reduce and in_place of any size take two hops
+    sp_tune_gpu_plan(&limits, &a);
+    // All shards must have the same length, as the rank receives its own frames.
+    if (op == SP_FUSED_ALL_REDUCE)
+        a.n_elems -= a.n_elems % ((uint64_t)a.slice_elems * m.o.ranks);
     for (unsigned r = 0; r < m.o.ranks; r++)
         a.inboxes[r] = m.inbox;
     a.control = m.control_device;

@@ -99,14 +99,22 @@ static const uint64_t sizes[] = {
     1,       2047,    2048,    2049,    100000,    1 << 20,          (1 << 20) + 1,
     1310720, 1700001, 4 << 20, 5000000, 134217728, UINT64_C(1) << 40};
 
+static sp_fused_args plan_of(const sp_gpu_limits *l, sp_inbox_shape s, sp_fused_op op, uint64_t n,
+                             spccl_dtype dtype, spccl_format format)
+{
+    sp_fused_args a = {.op = op, .n_elems = n, .dtype = dtype, .format = format, .shape = s};
+    sp_tune_gpu_plan(l, &a);
+    return a;
+}
+
 static void check_plan(const sp_gpu_limits *l, sp_fused_op op, uint64_t n, spccl_dtype dtype,
                        spccl_format format)
 {
     sp_inbox_shape s = shape_of(l);
     size_t elem_bytes = sp_dtype_bytes(dtype), frame;
-    sp_gpu_plan p;
+    sp_fused_args p;
     uint64_t n_slices;
-    sp_tune_gpu_plan(l, s, op, n, dtype, format, &p);
+    p = plan_of(l, s, op, n, dtype, format);
     frame = format == SPCCL_FORMAT_AUTO ? sp_frame_bound(p.slice_elems, elem_bytes)
                                         : sp_frame_bound_forced(format, p.slice_elems, elem_bytes);
     CHECK(frame <= (format == SPCCL_FORMAT_TILE || format == SPCCL_FORMAT_COO ? SP_GPU_STAGE_BYTES
@@ -158,44 +166,43 @@ static void test_known_plans(void)
 {
     sp_gpu_limits l = h200;
     sp_inbox_shape s = shape_of(&l);
-    sp_gpu_plan p;
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 1 << 27, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    sp_fused_args p;
+    p = plan_of(&l, s, SP_FUSED_ALL_GATHER, 1 << 27, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.slice_elems == 2048 && p.n_ctas == 132 && p.workers_per_cta == 10 && p.n_served == 2,
           "512 MiB: %u, %u x %u", p.slice_elems, p.n_ctas, p.workers_per_cta);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO);
     CHECK(p.slice_elems == 2048 && p.op == SP_FUSED_ALL_REDUCE, "bfloat16: %u", p.slice_elems);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 1024, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_GATHER, 132 * 1024, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.slice_elems == 1024 && p.n_ctas == 132 && p.workers_per_cta == 1 && p.n_served == 1,
           "one slice each: %u, %u x %u", p.slice_elems, p.n_ctas, p.workers_per_cta);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 4 << 20, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_REDUCE, 4 << 20, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.slice_elems == 1664 && p.n_ctas * p.workers_per_cta == 635,
           "16 MiB, a slice for each worker: %u, %u x %u", p.slice_elems, p.n_ctas, p.workers_per_cta);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.slice_elems == 2048 && p.workers_per_cta == 7 && p.n_served == 1, "as long as possible: %u x %u",
           p.slice_elems, p.workers_per_cta);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_GATHER, 132 * 7 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.slice_elems == 2048 && p.n_served == 2, "one more: %u, feeders of %u", p.slice_elems, p.n_served);
     l.workers_per_cta[1][SP_FUSED_REDUCE_SCATTER] = 9; /* as between two ranks */
-    sp_tune_gpu_plan(&l, s, SP_FUSED_REDUCE_SCATTER, 132 * 9 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_REDUCE_SCATTER, 132 * 9 * 2048, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.n_served == 2 && p.workers_per_cta == 9, "one slice each: feeders of %u", p.n_served);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_REDUCE_SCATTER, 132 * 9 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO,
-                     &p);
+    p = plan_of(&l, s, SP_FUSED_REDUCE_SCATTER, 132 * 9 * 2048 + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.n_served == 1 && p.workers_per_cta == 7, "more: feeders of %u", p.n_served);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_REDUCE_SCATTER, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_REDUCE_SCATTER, 1 << 28, SPCCL_BFLOAT16, SPCCL_FORMAT_AUTO);
     CHECK(p.n_served == 2 && p.workers_per_cta == 9, "bfloat16: feeders of %u", p.n_served);
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_REDUCE, 1 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "1 MiB: one hop");
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, (1 << 18) + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_REDUCE, (1 << 18) + 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.op == SP_FUSED_ALL_REDUCE, "more: two");
     l.hops = 1;
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_REDUCE, 1 << 28, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "one hop is forced");
     l.hops = 2;
-    sp_tune_gpu_plan(&l, s, SP_FUSED_ALL_REDUCE, 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, s, SP_FUSED_ALL_REDUCE, 1, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.op == SP_FUSED_ALL_REDUCE, "two hops are forced");
     l.hops = 0;
     l.world_size = 2;
-    sp_tune_gpu_plan(&l, shape_of(&l), SP_FUSED_ALL_REDUCE, 3 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO, &p);
+    p = plan_of(&l, shape_of(&l), SP_FUSED_ALL_REDUCE, 3 << 18, SPCCL_FLOAT32, SPCCL_FORMAT_AUTO);
     CHECK(p.op == SP_FUSED_ALL_REDUCE_ONESHOT, "3 MiB, two ranks: one hop");
 }
 

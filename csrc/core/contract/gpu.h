@@ -91,7 +91,7 @@ typedef struct sp_fused_args {
     const void *in;      /* as in spccl.h; in a broadcast in = out = buf */
     void *out;
     uint64_t n_elems;      /* as in spccl.h: of a block in all-gather and reduce-scatter, else of the array */
-    uint32_t slice_elems;  /* elements per slice; see sp_gpu_plan */
+    uint32_t slice_elems;  /* elements per slice: a multiple of 128 */
     uint64_t shard_slices; /* of the longest shard; `fused` sets it */
     uint64_t shard_stride; /* elements from one shard to the next in the whole buffer; `fused` sets it */
     /* Whole slices of n_elems, and elements after them; `fused` sets both. */

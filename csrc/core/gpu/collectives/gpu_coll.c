@@ -48,31 +48,26 @@ static sp_fused_args make_args(sp_gpu_comm *g, const sp_coll_args *a)
     const spccl_comm *comm = g->comm;
     int64_t timeout_ms = comm->timeout_ms; /* read once: any thread may set it */
     sp_gpu_limits limits = g->limits;
-    sp_gpu_plan p;
     sp_fused_args f;
     if (g->max_ctas != 0)
         limits.max_ctas = g->max_ctas;
-    sp_tune_gpu_plan(&limits, g->shape, calls[a->coll].op, a->n_elems, a->dtype, comm->format, &p);
-    f = (sp_fused_args){.op = p.op,
+    f = (sp_fused_args){.op = calls[a->coll].op,
                         .dtype = a->dtype,
                         .redop = a->redop,
                         .format = comm->format,
                         .in = a->in,
                         .out = a->out,
                         .n_elems = a->n_elems,
-                        .slice_elems = p.slice_elems,
                         .rank = comm->rank,
                         .world_size = comm->world_size,
                         .root = a->root,
                         .shape = g->shape,
-                        .n_ctas = p.n_ctas,
-                        .workers_per_cta = p.workers_per_cta,
-                        .n_served = p.n_served,
                         .tag = sp_frame_tag((uint32_t)a->dtype, g->max_ctas),
                         .control = g->control_device,
                         .timeout_ns = timeout_ms < INT64_MAX / 1000000 ? (uint64_t)timeout_ms * 1000000u
                                                                        : (uint64_t)INT64_MAX,
                         .seq = g->n_launches};
+    sp_tune_gpu_plan(&limits, &f);
     if (g->proxies == NULL) {
         memcpy(f.inboxes, g->inboxes, sizeof f.inboxes);
     } else {

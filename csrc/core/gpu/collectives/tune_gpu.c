@@ -123,15 +123,14 @@ static uint32_t workers_per_cta(const sp_gpu_limits *l, sp_inbox_shape shape, sp
  *   own feeder, if there are enough such workers, and slices are as short as possible.
  * - For a longer array, shared feeders allow more workers. That pays in an all-gather, and in reductions of
  *   16-bit floats. In reductions of other dtypes it made dense frames 8% slower (2 H200). */
-static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
-                        spccl_format format, sp_gpu_plan *p)
+static void pick_slices(const sp_gpu_limits *l, sp_fused_args *p)
 {
-    uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), most = slice_elems_max(p->op, dtype, format);
-    uint32_t least = (uint32_t)(SLICE_BYTES_MIN / sp_dtype_bytes(dtype));
-    uint64_t alone = (uint64_t)n_ctas * workers_per_cta(l, shape, p->op, 1), wanted;
-    uint64_t shared = (uint64_t)n_ctas * workers_per_cta(l, shape, p->op, SP_FUSED_SERVED_MAX);
-    uint64_t n_slices = slices_per_rank(l, p->op, n_elems, most);
-    bool keep_shared = !reduces(p->op) || sp_acc_dtype(dtype) != dtype;
+    uint32_t n_ctas = sp_tune_gpu_ctas(l, p->shape), most = slice_elems_max(p->op, p->dtype, p->format);
+    uint32_t least = (uint32_t)(SLICE_BYTES_MIN / sp_dtype_bytes(p->dtype));
+    uint64_t alone = (uint64_t)n_ctas * workers_per_cta(l, p->shape, p->op, 1), wanted;
+    uint64_t shared = (uint64_t)n_ctas * workers_per_cta(l, p->shape, p->op, SP_FUSED_SERVED_MAX);
+    uint64_t n_slices = slices_per_rank(l, p->op, p->n_elems, most);
+    bool keep_shared = !reduces(p->op) || sp_acc_dtype(p->dtype) != p->dtype;
     p->n_served =
         n_slices > alone && shared > alone && (n_slices <= shared || keep_shared) ? SP_FUSED_SERVED_MAX : 1;
     p->slice_elems = most;
@@ -139,7 +138,7 @@ static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n
         return;
     if (least < SLICE_ELEMS_MIN)
         least = SLICE_ELEMS_MIN;
-    wanted = sp_ceil_div(slices_per_rank(l, p->op, n_elems, 1), alone);
+    wanted = sp_ceil_div(slices_per_rank(l, p->op, p->n_elems, 1), alone);
     wanted = sp_ceil_div(wanted, SLICE_ELEMS_STEP) * SLICE_ELEMS_STEP;
     if (wanted < least)
         wanted = least;
@@ -147,8 +146,7 @@ static void pick_slices(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n
         p->slice_elems = (uint32_t)wanted;
 }
 
-static bool one_hop(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_elems, spccl_dtype dtype,
-                    spccl_format format)
+static bool one_hop(const sp_gpu_limits *l, const sp_fused_args *a)
 {
     const sp_fused_op op = SP_FUSED_ALL_REDUCE_ONESHOT;
     if (l->world_size == 1 ||
@@ -156,22 +154,20 @@ static bool one_hop(const sp_gpu_limits *l, sp_inbox_shape shape, uint64_t n_ele
         return false;
     if (l->hops != 0)
         return l->hops == 1;
-    return n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(dtype) &&
-           slices_per_rank(l, op, n_elems, slice_elems_max(op, dtype, format)) <=
-               (uint64_t)sp_tune_gpu_ctas(l, shape) * workers_per_cta(l, shape, op, 1);
+    return a->n_elems <= ONESHOT_BYTES / (l->world_size - 1) / sp_dtype_bytes(a->dtype) &&
+           slices_per_rank(l, op, a->n_elems, slice_elems_max(op, a->dtype, a->format)) <=
+               (uint64_t)sp_tune_gpu_ctas(l, a->shape) * workers_per_cta(l, a->shape, op, 1);
 }
 
-void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op, uint64_t n_elems,
-                      spccl_dtype dtype, spccl_format format, sp_gpu_plan *out)
+void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_fused_args *a)
 {
-    uint32_t n_ctas = sp_tune_gpu_ctas(l, shape), per_cta;
+    uint32_t n_ctas = sp_tune_gpu_ctas(l, a->shape), per_cta;
     uint64_t n_slices, needed;
-    if (op == SP_FUSED_ALL_REDUCE && one_hop(l, shape, n_elems, dtype, format))
-        op = SP_FUSED_ALL_REDUCE_ONESHOT;
-    out->op = op;
-    pick_slices(l, shape, n_elems, dtype, format, out);
-    n_slices = slices_per_rank(l, op, n_elems, out->slice_elems);
-    per_cta = workers_per_cta(l, shape, op, out->n_served);
+    if (a->op == SP_FUSED_ALL_REDUCE && one_hop(l, a))
+        a->op = SP_FUSED_ALL_REDUCE_ONESHOT;
+    pick_slices(l, a);
+    n_slices = slices_per_rank(l, a->op, a->n_elems, a->slice_elems);
+    per_cta = workers_per_cta(l, a->shape, a->op, a->n_served);
     /* With few slices: no more workers per CTA than are needed, and no more CTAs than have a slice. */
     needed = sp_ceil_div(n_slices, n_ctas);
     if (needed < per_cta)
@@ -179,6 +175,6 @@ void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op 
     needed = sp_ceil_div(n_slices, per_cta);
     if (needed < n_ctas)
         n_ctas = needed != 0 ? (uint32_t)needed : 1;
-    out->n_ctas = n_ctas;
-    out->workers_per_cta = per_cta;
+    a->n_ctas = n_ctas;
+    a->workers_per_cta = per_cta;
 }

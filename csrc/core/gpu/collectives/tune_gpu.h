@@ -34,17 +34,9 @@ spccl_status sp_tune_gpu_shape(const sp_gpu_limits *l, sp_inbox_shape *out);
 /* The most CTAs that a collective uses. */
 uint32_t sp_tune_gpu_ctas(const sp_gpu_limits *l, sp_inbox_shape shape);
 
-/* How to run one collective. It depends on nothing but the arguments of sp_tune_gpu_plan: equal on all
- * ranks. */
-typedef struct sp_gpu_plan {
-    sp_fused_op op;
-    uint32_t slice_elems; /* a multiple of 128 */
-    uint32_t n_ctas, workers_per_cta;
-    uint32_t n_served; /* workers that a feeder serves */
-} sp_gpu_plan;
-/*   op        ALL_REDUCE may become ALL_REDUCE_ONESHOT
- *   n_elems   as in spccl.h for the collective */
-void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_inbox_shape shape, sp_fused_op op, uint64_t n_elems,
-                      spccl_dtype dtype, spccl_format format, sp_gpu_plan *out);
+/* Choose how to run the collective that *a describes: sets slice_elems, n_ctas, workers_per_cta and n_served, and op, as
+ * ALL_REDUCE may become ALL_REDUCE_ONESHOT. The choice depends on the limits and on op, n_elems, dtype, format and shape
+ * of *a alone: it is equal on all ranks. */
+void sp_tune_gpu_plan(const sp_gpu_limits *l, sp_fused_args *a);
 
 #endif
