@@ -7,9 +7,9 @@
 #ifndef SP_CODEC_CUH
 #define SP_CODEC_CUH
 
-#include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/decode.cuh"
 #include "kernels/cuda/kernels_cuda.h"
+#include "kernels/cuda/launch.cuh"
 
 #define SP_CODEC_WARPS 2u
 #define SP_CODEC_THREADS (SP_CODEC_WARPS * 32)
@@ -71,17 +71,11 @@ static inline int sp_width_index(spccl_dtype dtype)
 }
 
 // *out = CTAs of SP_CODEC_THREADS threads and `shared` bytes that fill the current device, at most n_slices.
-static inline spccl_status sp_codec_grid(const void *kernel, size_t shared, uint64_t n_slices, unsigned *out)
+static inline spccl_status sp_codec_grid(const void *kernel, size_t shared, uint64_t n_slices, uint32_t *out)
 {
-    int device = 0, n_sms = 0, each = 0;
-    SP_TRY_CUDA(cudaGetDevice(&device));
-    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, (int)SP_CODEC_THREADS, shared));
-    if (each == 0)
-        return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
-                       "GPU %d has too little shared memory for the codec: a CTA needs %zu bytes", device,
-                       shared);
-    *out = (unsigned)sp_min_size((size_t)n_slices, (size_t)n_sms * (size_t)each);
+    int n_resident = 0;
+    SP_TRY(sp_resident_ctas(kernel, SP_CODEC_THREADS, shared, &n_resident));
+    *out = (uint32_t)sp_min_size((size_t)n_slices, (size_t)n_resident);
     return SPCCL_OK;
 }
 

@@ -331,15 +331,13 @@ extern "C" spccl_status sp_decode_cuda(const sp_gpu_decode_args *a, void *stream
     sp_decode_fn kernel = a->verb == SPCCL_SET         ? set[sp_width_index(a->dtype)]
                           : a->verb == SPCCL_OVERWRITE ? overwrite[sp_width_index(a->dtype)]
                                                        : add_kernel_of(a->dtype);
-    void *params[] = {const_cast<sp_gpu_decode_args *>(a)};
-    unsigned grid = 0;
+    uint32_t grid = 0;
     if (kernel == nullptr)
         return SP_FAIL(SPCCL_ERR_UNSUPPORTED,
                        "decode: float8 is carried as bytes and cannot be added: use SET or OVERWRITE");
     SP_TRY(sp_codec_grid((const void *)kernel, sizeof(sp_decode_smem),
                          (a->n_elems + a->slice_elems - 1) / a->slice_elems, &grid));
     SP_TRY_CUDA(cudaMemsetAsync(a->status, 0, sizeof *a->status, (cudaStream_t)stream));
-    return sp_cuda_check(cudaLaunchKernel(kernel, dim3(grid), dim3(SP_CODEC_THREADS), params,
-                                          sizeof(sp_decode_smem), (cudaStream_t)stream),
-                         "launch of the decode kernel");
+    return sp_launch(kernel, {grid, SP_CODEC_THREADS, sizeof(sp_decode_smem)}, a, stream,
+                     "launch of the decode kernel");
 }

@@ -26,34 +26,20 @@ __device__ __forceinline__ double sp_nan2(double a, double b)
         return __longlong_as_double(__double_as_longlong(b) | 0x0008000000000000ll);
     return __longlong_as_double((long long)SP_NAN_F64);
 }
-__device__ __forceinline__ float sp_add(float a, float b)
+// Never contracted to an fma, and with IEEE 754's division: -fmad=false, -prec-div=true.
+template <class F> __device__ __forceinline__ F sp_add(F a, F b)
 {
-    float r = __fadd_rn(a, b);
+    F r = a + b;
     return r != r ? sp_nan2(a, b) : r;
 }
-__device__ __forceinline__ double sp_add(double a, double b)
+template <class F> __device__ __forceinline__ F sp_mul(F a, F b)
 {
-    double r = __dadd_rn(a, b);
+    F r = a * b;
     return r != r ? sp_nan2(a, b) : r;
 }
-__device__ __forceinline__ float sp_mul(float a, float b)
+template <class F> __device__ __forceinline__ F sp_div(F a, F b)
 {
-    float r = __fmul_rn(a, b);
-    return r != r ? sp_nan2(a, b) : r;
-}
-__device__ __forceinline__ double sp_mul(double a, double b)
-{
-    double r = __dmul_rn(a, b);
-    return r != r ? sp_nan2(a, b) : r;
-}
-__device__ __forceinline__ float sp_div(float a, float b)
-{
-    float r = __fdiv_rn(a, b);
-    return r != r ? sp_nan2(a, b) : r;
-}
-__device__ __forceinline__ double sp_div(double a, double b)
-{
-    double r = __ddiv_rn(a, b);
+    F r = a / b;
     return r != r ? sp_nan2(a, b) : r;
 }
 
@@ -129,7 +115,7 @@ template <class T, class BITS> struct sp_float_elem {
     }
     static __device__ __forceinline__ A add_plain(A a, A b)
     {
-        return a + b; // never contracted to an fma: -fmad=false
+        return a + b;
     }
     static __device__ __forceinline__ A mul(A a, A b)
     {

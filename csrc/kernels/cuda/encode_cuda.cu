@@ -371,7 +371,7 @@ extern "C" spccl_status sp_encode_cuda(const sp_gpu_encode_args *a, void *stream
     uint64_t n_slices = (a->n_elems + a->slice_elems - 1) / a->slice_elems;
     void *params[] = {const_cast<sp_gpu_encode_args *>(a)};
     size_t shared = a->base != nullptr ? sizeof(sp_encode_smem<true>) : sizeof(sp_encode_smem<false>);
-    unsigned grid = 0;
+    uint32_t grid = 0;
     SP_TRY_CUDA(
         cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     SP_TRY(sp_codec_grid((const void *)kernel, shared, n_slices, &grid));

@@ -1,8 +1,8 @@
 // prune_cuda.cu - pruning on GPU memory: one kernel takes thresholds from samples, the next prunes in one pass
 // over gradient and state. For given thresholds the bits are those of the host (prune_rule.h). A third one sums what
 // several ranks send.
-#include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/kernels_cuda.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/prune_sample.cuh"
 #include "kernels/cuda/pruned_sum.cuh"
 
@@ -47,20 +47,17 @@ static int kernels_index(const sp_gpu_prune_args *a)
     return 2 * dtype + (a->options.residual_bf16 != 0 ? 1 : 0);
 }
 
-// *out = CTAs of a kernel that run at once on the current GPU. Prepares the kernel, which also loads it. `kept`:
-// [SP_PRUNE_GPUS] what was found before, 0: nothing.
+// As sp_resident_ctas. Prepares the kernel, which also loads it. `kept`: [SP_PRUNE_GPUS] what was found before, 0: nothing.
 static spccl_status residents(const void *kernel, uint32_t n_threads, size_t shared_bytes,
                               std::atomic<int> *kept, int *out)
 {
-    int device = 0, n_sms = 0, n_ctas = 0;
+    int device = 0;
     SP_TRY_CUDA(cudaGetDevice(&device));
     *out = device < SP_PRUNE_GPUS ? kept[device].load(std::memory_order_relaxed) : 0;
     if (*out != 0)
         return SPCCL_OK;
     SP_TRY_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes));
-    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, kernel, (int)n_threads, shared_bytes));
-    *out = n_sms * (n_ctas > 0 ? n_ctas : 1);
+    SP_TRY(sp_resident_ctas(kernel, n_threads, shared_bytes, out));
     if (device < SP_PRUNE_GPUS)
         kept[device].store(*out, std::memory_order_relaxed);
     return SPCCL_OK;
@@ -76,14 +73,7 @@ static spccl_status prepare(int index, int *out)
     return residents((const void *)k.prune, SP_PRUNE_THREADS, k.prune_shared_bytes, prune[index], out);
 }
 
-static spccl_status launch(sp_prune_fn kernel, uint32_t n_ctas, uint32_t n_threads, size_t shared_bytes,
-                           const sp_gpu_prune_args *a, void *stream)
-{
-    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
-    return sp_cuda_check(
-        cudaLaunchKernel(kernel, dim3(n_ctas), dim3(n_threads), params, shared_bytes, (cudaStream_t)stream),
-        "launch of a pruning kernel");
-}
+static const char launching[] = "launch of a pruning kernel";
 
 // What runs before the pruning kernel.
 static spccl_status launch_samples(const sp_gpu_prune_args *a, const sp_prune_kernels &k, uint32_t n_ctas,
@@ -93,8 +83,9 @@ static spccl_status launch_samples(const sp_gpu_prune_args *a, const sp_prune_ke
         return SPCCL_OK;
     uint64_t n_samples = sp_prune_samples_most(a->most_elems, (float)a->options.density, a->options.sample);
     if (a->options.skip_zeros != 0)
-        SP_TRY(launch(k.nonzero, n_ctas, SP_PRUNE_THREADS, 0, a, stream));
-    return launch(k.sample, a->n_segments, SP_SAMPLE_THREADS, SP_SAMPLE_SHARED_BYTES(n_samples), a, stream);
+        SP_TRY(sp_launch(k.nonzero, {n_ctas, SP_PRUNE_THREADS, 0}, a, stream, launching));
+    return sp_launch(k.sample, {a->n_segments, SP_SAMPLE_THREADS, SP_SAMPLE_SHARED_BYTES(n_samples)}, a,
+                     stream, launching);
 }
 
 extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
@@ -107,7 +98,7 @@ extern "C" spccl_status sp_prune_cuda(const sp_gpu_prune_args *a, void *stream)
     SP_TRY(launch_samples(a, k, n_ctas, stream));
     if (a->options.stage == SP_PRUNE_STAGE_SAMPLE)
         return SPCCL_OK;
-    return launch(k.prune, n_ctas, SP_PRUNE_THREADS, k.prune_shared_bytes, a, stream);
+    return sp_launch(k.prune, {n_ctas, SP_PRUNE_THREADS, k.prune_shared_bytes}, a, stream, launching);
 }
 
 // ---- launching: pruning and sums of several ranks ----
@@ -118,15 +109,6 @@ static const sp_pruned_fn list_kernels[2] = {sp_prune_list_kernel<false>, sp_pru
 static const sp_pruned_fn sum_kernels[] = {sp_pruned_sum_kernel<2>, sp_pruned_sum_kernel<4>,
                                            sp_pruned_sum_kernel<8>, sp_pruned_sum_kernel<16>};
 static const int N_SUM_KERNELS = sizeof sum_kernels / sizeof *sum_kernels;
-
-static spccl_status launch_pruned(sp_pruned_fn fn, uint32_t n_ctas, uint32_t n_threads, size_t shared_bytes,
-                                  const sp_pruned_sum_args *x, void *stream)
-{
-    void *params[] = {const_cast<sp_pruned_sum_args *>(x)};
-    return sp_cuda_check(
-        cudaLaunchKernel(fn, dim3(n_ctas), dim3(n_threads), params, shared_bytes, (cudaStream_t)stream),
-        "launch of the kernels of spccl_cuda_prune_all_reduce");
-}
 
 extern "C" spccl_status sp_pruned_sum_cuda(const sp_pruned_sum_args *x, void *stream)
 {
@@ -149,8 +131,8 @@ extern "C" spccl_status sp_pruned_sum_cuda(const sp_pruned_sum_args *x, void *st
     if (x->max_ctas != 0)
         n_summing = (int)sp_min_size((size_t)n_summing, x->max_ctas);
     SP_TRY(launch_samples(a, kernels[index], (uint32_t)n_listing, stream));
-    SP_TRY(launch_pruned(list_kernels[of_list], (uint32_t)n_listing, SP_PRUNE_THREADS, SP_PRUNE_SHARED_BYTES,
-                         x, stream));
-    return launch_pruned(sum_kernels[of_sum], (uint32_t)n_summing, SP_SUM_WARPS * 32, SP_SUM_SHARED_BYTES, x,
-                         stream);
+    SP_TRY(sp_launch(list_kernels[of_list], {(uint32_t)n_listing, SP_PRUNE_THREADS, SP_PRUNE_SHARED_BYTES}, x,
+                     stream, launching));
+    return sp_launch(sum_kernels[of_sum], {(uint32_t)n_summing, SP_SUM_WARPS * 32, SP_SUM_SHARED_BYTES}, x,
+                     stream, "launch of the kernel that sums lists");
 }

@@ -4,56 +4,28 @@
 #define SP_PRUNE_ELEM_CUH
 
 #include "core/contract/gpu.h"
-#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/elem.cuh"
 
 #define SP_PRUNE_THREADS 256u // of a CTA, except for the sampling kernel
 
 // ---- dtypes: U is the gradient's bits, S the state. What `narrow` makes of a NaN is never used. ----
 
 template <int DTYPE> struct sp_prune_dtype;
-template <> struct sp_prune_dtype<SPCCL_FLOAT32> {
-    typedef uint32_t U;
+template <> struct sp_prune_dtype<SPCCL_FLOAT32> : sp_elem<SPCCL_FLOAT32> {
     typedef float S;
-    static __device__ __forceinline__ float widen(uint32_t u)
-    {
-        return sp_f32_from_bits(u);
-    }
-    static __device__ __forceinline__ uint32_t narrow(float v)
-    {
-        return sp_f32_to_bits(v);
-    }
 };
-template <> struct sp_prune_dtype<SPCCL_FLOAT64> {
-    typedef uint64_t U;
+template <> struct sp_prune_dtype<SPCCL_FLOAT64> : sp_elem<SPCCL_FLOAT64> {
     typedef double S;
-    static __device__ __forceinline__ double widen(uint64_t u)
-    {
-        return __longlong_as_double((long long)u);
-    }
-    static __device__ __forceinline__ uint64_t narrow(double v)
-    {
-        return (uint64_t)__double_as_longlong(v);
-    }
 };
-template <> struct sp_prune_dtype<SPCCL_FLOAT16> {
-    typedef uint16_t U;
+template <> struct sp_prune_dtype<SPCCL_FLOAT16> : sp_elem<SPCCL_FLOAT16> {
     typedef float S;
-    static __device__ __forceinline__ float widen(uint16_t u)
-    {
-        return sp_f16_to_f32(u);
-    }
     static __device__ __forceinline__ uint16_t narrow(float v)
     {
         return (uint16_t)sp_pack_f16(v > SP_F16_MAX ? SP_F16_MAX : v < -SP_F16_MAX ? -SP_F16_MAX : v, 0);
     }
 };
-template <> struct sp_prune_dtype<SPCCL_BFLOAT16> {
-    typedef uint16_t U;
+template <> struct sp_prune_dtype<SPCCL_BFLOAT16> : sp_elem<SPCCL_BFLOAT16> {
     typedef float S;
-    static __device__ __forceinline__ float widen(uint16_t u)
-    {
-        return sp_bf16_to_f32(u);
-    }
     static __device__ __forceinline__ uint16_t narrow(float v)
     {
         return (uint16_t)sp_pack_bf16(v > SP_BF16_MAX ? SP_BF16_MAX : v < -SP_BF16_MAX ? -SP_BF16_MAX : v, 0);
@@ -173,5 +145,20 @@ struct sp_prune_tally {
         n_sent = n_nonfinite = 0;
     }
 };
+
+// Is this the last CTA of the kernel? Each has added its counts; it passes a fence, then counts itself as done. So the
+// last one sees all counts. is_last: a word of shared memory.
+__device__ __forceinline__ bool sp_prune_is_last(const sp_gpu_prune_args &a, uint32_t *is_last)
+{
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
+    __syncthreads();
+    if (*is_last == 0)
+        return false;
+    __threadfence();
+    return true;
+}
 
 #endif

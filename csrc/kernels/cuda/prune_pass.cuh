@@ -349,15 +349,7 @@ __device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS 
         }
         tally.flush(rows[index]);
     }
-    // A CTA adds its counts, then passes a fence, then counts itself as done. So the last one sees all counts.
-    uint32_t *is_last = (uint32_t *)sp_block_shared() + 2;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)
-        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
-    __syncthreads();
-    if (*is_last != 0) {
-        __threadfence();
+    if (sp_prune_is_last(a, (uint32_t *)sp_block_shared() + 2)) {
         sp_prune_finish(a);
         if constexpr (LISTS::ON)
             lists.finish();

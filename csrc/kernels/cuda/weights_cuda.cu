@@ -1,8 +1,8 @@
 // weights_cuda.cu - sending and receiving changes of weights on GPU memory (weights_rule.h): one kernel takes
 // thresholds from samples, one sends, one sends by chunks, one receives. For given thresholds the bits are those of
 // the host.
-#include "kernels/cuda/cuda_check.h"
 #include "kernels/cuda/kernels_cuda.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/weights_chunk.cuh"
 
 #define SP_WEIGHTS_THREADS 256u
@@ -196,20 +196,11 @@ template <uint32_t THREADS> __device__ __forceinline__ void sp_weights_finish(co
         a.table->n_ctas_done = 0;
 }
 
-// The end of a CTA. It has added its counts; it passes a fence, then counts itself as done. So the last one sees all
-// counts.
+// The end of a CTA, which has added its counts.
 template <uint32_t THREADS> __device__ __forceinline__ void sp_weights_end(const sp_gpu_prune_args &a)
 {
-    uint32_t *is_last = (uint32_t *)sp_block_shared();
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0)
-        *is_last = atomicAdd((unsigned long long *)&a.table->n_ctas_done, 1ull) + 1 == gridDim.x ? 1 : 0;
-    __syncthreads();
-    if (*is_last != 0) {
-        __threadfence();
+    if (sp_prune_is_last(a, (uint32_t *)sp_block_shared()))
         sp_weights_finish<THREADS>(a);
-    }
 }
 
 // The grid has as many CTAs as run at once. CTA b has tiles b, b + gridDim.x, ...
@@ -339,62 +330,34 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
 
 typedef void (*sp_weights_fn)(const sp_gpu_prune_args);
 
-// A kernel of 256 threads, or of as many as it says.
-struct sp_weights_launch {
-    sp_weights_fn kernel;
-    uint32_t n_threads;
-    size_t shared_bytes;
-    const char *what; // for the text of an error
-};
-
-// CTAs that run at once, at most one a tile.
-static spccl_status grid_of(const sp_weights_launch &l, uint64_t n_tiles, dim3 *out)
+// As many CTAs as run at once, at most one a tile.
+static spccl_status launch(sp_weights_fn kernel, uint32_t n_threads, size_t shared_bytes,
+                           const sp_gpu_prune_args *a, void *stream)
 {
-    int device = 0, n_sms = 0, n_ctas = 0;
-    uint64_t n;
-    SP_TRY_CUDA(cudaGetDevice(&device));
-    SP_TRY_CUDA(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device));
-    SP_TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_ctas, (const void *)l.kernel,
-                                                              (int)l.n_threads, l.shared_bytes));
-    n = (uint64_t)n_sms * (uint64_t)(n_ctas > 0 ? n_ctas : 1);
-    *out = dim3((unsigned)(n < n_tiles ? n : n_tiles));
-    return SPCCL_OK;
-}
-
-static spccl_status launch(const sp_weights_launch &l, const sp_gpu_prune_args *a, void *stream)
-{
-    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
-    dim3 grid;
-    SP_TRY(grid_of(l, a->n_tiles, &grid));
-    return sp_cuda_check(
-        cudaLaunchKernel(l.kernel, grid, dim3(l.n_threads), params, l.shared_bytes, (cudaStream_t)stream),
-        l.what);
+    int n_resident = 0;
+    SP_TRY(sp_resident_ctas((const void *)kernel, n_threads, shared_bytes, &n_resident));
+    return sp_launch(kernel, {(uint32_t)sp_min_size((size_t)n_resident, a->n_tiles), n_threads, shared_bytes},
+                     a, stream, "launch of a kernel that sends or receives weights");
 }
 
 extern "C" spccl_status sp_weights_send_cuda(const sp_gpu_prune_args *a, void *stream)
 {
     bool wide = a->dtype == SPCCL_FLOAT64;
     sp_weights_fn sampler = wide ? sp_weights_sample_kernel<double> : sp_weights_sample_kernel<float>;
-    void *params[] = {const_cast<sp_gpu_prune_args *>(a)};
     SP_TRY_CUDA(cudaFuncSetAttribute((const void *)sampler, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      (int)SP_WEIGHTS_SHARED_BYTES));
-    SP_TRY(sp_cuda_check(cudaLaunchKernel(sampler, dim3(a->n_segments), dim3(SP_WEIGHTS_SAMPLE_THREADS),
-                                          params, SP_WEIGHTS_SHARED_BYTES, (cudaStream_t)stream),
-                         "launch of the kernel that samples weights"));
+    SP_TRY(sp_launch(sampler, {a->n_segments, SP_WEIGHTS_SAMPLE_THREADS, SP_WEIGHTS_SHARED_BYTES}, a, stream,
+                     "launch of the kernel that samples weights"));
     if (a->options.chunk != 0)
-        return launch({wide ? sp_weights_chunk_kernel<double> : sp_weights_chunk_kernel<float>,
-                       SP_CHUNK_THREADS, sizeof(sp_chunk_smem),
-                       "launch of the kernel that sends weights by chunks"},
-                      a, stream);
-    return launch({wide ? sp_weights_send_kernel<double> : sp_weights_send_kernel<float>, SP_WEIGHTS_THREADS,
-                   16, "launch of the kernel that sends weights"},
-                  a, stream);
+        return launch(wide ? sp_weights_chunk_kernel<double> : sp_weights_chunk_kernel<float>,
+                      SP_CHUNK_THREADS, sizeof(sp_chunk_smem), a, stream);
+    return launch(wide ? sp_weights_send_kernel<double> : sp_weights_send_kernel<float>, SP_WEIGHTS_THREADS,
+                  16, a, stream);
 }
 
 extern "C" spccl_status sp_weights_receive_cuda(const sp_gpu_prune_args *a, void *stream)
 {
-    return launch(
-        {a->dtype == SPCCL_FLOAT64 ? sp_weights_receive_kernel<double> : sp_weights_receive_kernel<float>,
-         SP_WEIGHTS_THREADS, 16, "launch of the kernel that receives weights"},
-        a, stream);
+    return launch(a->dtype == SPCCL_FLOAT64 ? sp_weights_receive_kernel<double>
+                                            : sp_weights_receive_kernel<float>,
+                  SP_WEIGHTS_THREADS, 16, a, stream);
 }

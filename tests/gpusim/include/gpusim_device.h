@@ -124,30 +124,6 @@ inline double __longlong_as_double(long long v)
 {
     return gpusim_bits<double>(v);
 }
-inline float __fadd_rn(float a, float b)
-{
-    return a + b;
-}
-inline float __fmul_rn(float a, float b)
-{
-    return a * b;
-}
-inline float __fdiv_rn(float a, float b)
-{
-    return a / b;
-}
-inline double __dadd_rn(double a, double b)
-{
-    return a + b;
-}
-inline double __dmul_rn(double a, double b)
-{
-    return a * b;
-}
-inline double __ddiv_rn(double a, double b)
-{
-    return a / b;
-}
 inline int __popc(uint32_t v)
 {
     return __builtin_popcount(v);
