@@ -113,8 +113,8 @@ static void free_comm(sp_gpu_comm *g)
     if (g == NULL)
         return;
     if (g->control != NULL && g->ops->enter(g->device.ordinal, &before) == SPCCL_OK) {
-        sp_proxies_close(g->proxies);
-        sp_channels_free_all(g);
+        sp_proxies_close(g->proxies, false);
+        sp_channels_free_all(g, false);
         free_imports(g);
         g->ops->memory_destroy(g->own);
         g->ops->event_destroy(g->event);
@@ -122,8 +122,8 @@ static void free_comm(sp_gpu_comm *g)
         g->ops->control_destroy(g->control);
         g->ops->leave(before);
     } else { /* the memory of a GPU that cannot be entered stays */
-        sp_channels_abandon(g);
-        sp_proxies_abandon(g->proxies);
+        sp_channels_free_all(g, true);
+        (void)sp_proxies_close(g->proxies, true);
     }
     pthread_mutex_destroy(&g->mu);
     pthread_mutex_destroy(&g->look_mu);
@@ -317,7 +317,7 @@ void sp_gpu_comm_detach(spccl_comm *comm)
                "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
                comm->name, g->device.ordinal, sp_tune_gpu_inbox_bytes(&g->limits, g->shape));
         sp_channels_stop(g);
-        sp_proxies_abandon(g->proxies);
+        (void)sp_proxies_close(g->proxies, true);
         return;
     }
     if ((strcmp(g->handles, "ipc") == 0 || sp_channels_use_ipc(g)) && comm->world_size > 1) {

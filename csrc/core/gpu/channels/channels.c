@@ -282,12 +282,9 @@ static void end_failed(struct creation *n)
     if (n->agreed && sp_comm_broken(g->comm) == SPCCL_OK)
         (void)sp_gpu_agree_by(g->comm, SPCCL_OK,
                               n->deadlines.call_ns); /* also without the GPU: the others wait for this rank */
-    if (!entered) {
-        sp_channels_abandon_set(n->c);
-        return;
-    }
-    sp_channels_free_set(n->c);
-    g->ops->leave(before);
+    sp_channels_free_set(n->c, !entered);
+    if (entered)
+        g->ops->leave(before);
 }
 
 static spccl_channels *make_set(sp_gpu_comm *g)

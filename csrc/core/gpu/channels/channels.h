@@ -70,19 +70,16 @@ void sp_channels_look(sp_gpu_comm *g);
 bool sp_channels_use_ipc(const sp_gpu_comm *g);
 /* Unmap the peers' memory of a set. */
 void sp_channels_unmap_set(spccl_channels *c);
-/* Free a set that is in no list, without waiting for anything. Its GPU is current. */
-void sp_channels_free_set(spccl_channels *c);
-/* The same for a GPU that cannot be entered: GPU memory and pinned memory stay. */
-void sp_channels_abandon_set(spccl_channels *c);
+/* Free a set that is in no list, without waiting for anything. Its GPU is current, or keep_memory: it cannot be entered,
+ * and GPU memory and pinned memory stay. */
+void sp_channels_free_set(spccl_channels *c, bool keep_memory);
 /* Unmap the peers' memory of all sets of g. */
 void sp_channels_unmap(sp_gpu_comm *g);
 /* Wait until the proxies of all sets of g have carried out what was posted, at most for the communicator's timeout. */
 void sp_channels_drain(sp_gpu_comm *g);
 /* Stop the proxies of all sets of g. A kernel may still use the memory. */
 void sp_channels_stop(sp_gpu_comm *g);
-/* End all sets of g, whose GPU cannot be entered: GPU memory and pinned memory stay. */
-void sp_channels_abandon(sp_gpu_comm *g);
-/* Free all sets of g, without waiting for anything. g's GPU is current. */
-void sp_channels_free_all(sp_gpu_comm *g);
+/* The same as sp_channels_free_set, for all sets of g. */
+void sp_channels_free_all(sp_gpu_comm *g, bool keep_memory);
 
 #endif

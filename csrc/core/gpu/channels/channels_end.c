@@ -102,23 +102,19 @@ void sp_channels_unmap_set(spccl_channels *c)
     }
 }
 
-void sp_channels_free_set(spccl_channels *c)
+void sp_channels_free_set(spccl_channels *c, bool keep_memory)
 {
-    sp_channels_unmap_set(c);
-    sp_port_close(c->port);
-    c->g->ops->memory_destroy(c->own);
-    c->g->ops->memory_destroy(c->own_window);
-    if (c->kind == SPCCL_CHANNEL_PORT)
-        c->g->ops->unload(c->g->device.ordinal, c->state_device);
-    c->g->ops->pinned_destroy(c->window_host);
-    c->g->ops->pinned_destroy(c->report);
-    sp_free(c->farewell);
-    sp_free(c);
-}
-
-void sp_channels_abandon_set(spccl_channels *c)
-{
+    const sp_gpu_ops *ops = c->g->ops;
     sp_port_close(c->port); /* its thread must not outlive g */
+    if (!keep_memory) {
+        sp_channels_unmap_set(c);
+        ops->memory_destroy(c->own);
+        ops->memory_destroy(c->own_window);
+        if (c->kind == SPCCL_CHANNEL_PORT)
+            ops->unload(c->g->device.ordinal, c->state_device);
+        ops->pinned_destroy(c->window_host);
+        ops->pinned_destroy(c->report);
+    }
     sp_free(c->farewell);
     sp_free(c);
 }
@@ -192,10 +188,7 @@ void spccl_channels_destroy(spccl_channels *c)
         if (by_ipc && sp_comm_broken(g->comm) != SPCCL_OK)
             sp_gpu_comm_wait_broken();
         take_from_list(c);
-        if (entered)
-            sp_channels_free_set(c);
-        else
-            sp_channels_abandon_set(c);
+        sp_channels_free_set(c, !entered);
     } else {
         warn_late(c, timeout_ms);
     }
@@ -234,20 +227,11 @@ void sp_channels_stop(sp_gpu_comm *g)
     }
 }
 
-void sp_channels_abandon(sp_gpu_comm *g)
+void sp_channels_free_all(sp_gpu_comm *g, bool keep_memory)
 {
     while (g->channels != NULL) {
         spccl_channels *c = g->channels;
         g->channels = c->next;
-        sp_channels_abandon_set(c);
-    }
-}
-
-void sp_channels_free_all(sp_gpu_comm *g)
-{
-    while (g->channels != NULL) {
-        spccl_channels *c = g->channels;
-        g->channels = c->next;
-        sp_channels_free_set(c);
+        sp_channels_free_set(c, keep_memory);
     }
 }

@@ -348,13 +348,16 @@ static void close_proxy(sp_proxy *x)
     sp_free(x->entries);
 }
 
-static void close_all(sp_proxies *r, bool keep_memory)
+void sp_proxies_close(sp_proxies *r, bool keep_memory)
 {
-    const sp_gpu_ops *ops = r->g->ops;
+    const sp_gpu_ops *ops;
+    if (r == NULL)
+        return;
     for (uint32_t k = 0; k < r->n_proxies; k++)
         sp_proxy_thread_stop(&r->proxies[k].thread);
     for (uint32_t k = 0; k < r->n_proxies; k++)
         close_proxy(&r->proxies[k]);
+    ops = r->g->ops;
     if (!keep_memory) {
         ops->unload(r->g->device.ordinal, r->area.seen);
         ops->memory_destroy(r->gpu_outbox);
@@ -362,16 +365,4 @@ static void close_all(sp_proxies *r, bool keep_memory)
         ops->pinned_destroy(r->host_inbox);
     }
     sp_free(r);
-}
-
-void sp_proxies_close(sp_proxies *r)
-{
-    if (r != NULL)
-        close_all(r, false);
-}
-
-void sp_proxies_abandon(sp_proxies *r)
-{
-    if (r != NULL)
-        close_all(r, true);
 }

@@ -102,10 +102,9 @@ spccl_status sp_proxies_start(sp_proxies *r);
 void sp_proxies_wake(sp_proxies *r, bool captured);
 /* From now on a peer that is gone is no error: all kernels have ended, and peers may leave. Accepts NULL. */
 void sp_proxies_leave(sp_proxies *r);
-/* Stop the proxies and free everything. No kernel may run any more. Accepts NULL. */
-void sp_proxies_close(sp_proxies *r);
-/* As close, but the pinned memory stays: a kernel that does not end may still write there. */
-void sp_proxies_abandon(sp_proxies *r);
+/* Stop the proxies and free everything. No kernel may run any more, or keep_memory: the pinned memory stays, as a kernel
+ * that does not end may still write there. Accepts NULL. */
+void sp_proxies_close(sp_proxies *r, bool keep_memory);
 
 /* ---- proxy_move.c ---- */
 
