@@ -67,9 +67,8 @@ struct sp_relay_side {
         if (linked) {
             uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
             if (skip + bytes > free_bytes) {
-                uint64_t credit =
-                    sp_remote_wait(ctx.a, ctx.q, credit_word(), sent + skip + bytes - ring_bytes,
-                                   SP_GPU_NO_SPACE, SP_INBOX_RELAYED, slot, slice);
+                uint64_t credit = sp_wait<true>(ctx.a, ctx.q, credit_word(), sent + skip + bytes - ring_bytes,
+                                                SP_GPU_NO_SPACE, SP_INBOX_RELAYED, slot, slice);
                 ok = credit != 0;
                 free_bytes = (uint32_t)(credit + ring_bytes - sent);
             }

@@ -146,9 +146,11 @@ struct sp_prune_tally {
     }
 };
 
-// Is this the last CTA of the kernel? Each has added its counts; it passes a fence, then counts itself as done. So the
-// last one sees all counts. is_last: a word of shared memory.
-__device__ __forceinline__ bool sp_prune_is_last(const sp_gpu_prune_args &a, uint32_t *is_last)
+// The end of a CTA of THREADS threads: is it the last one? Each has added its counts; it passes a fence, then counts itself
+// as done. So the last one sees all counts. It writes the states of all segments, and zeros for the next call.
+// is_last: a word of shared memory.
+template <uint32_t THREADS>
+__device__ __forceinline__ bool sp_prune_end(const sp_gpu_prune_args &a, uint32_t *is_last)
 {
     __threadfence();
     __syncthreads();
@@ -158,6 +160,17 @@ __device__ __forceinline__ bool sp_prune_is_last(const sp_gpu_prune_args &a, uin
     if (*is_last == 0)
         return false;
     __threadfence();
+    for (uint32_t i = threadIdx.x; i < a.n_segments; i += THREADS) {
+        sp_gpu_prune_row &row = sp_prune_rows(a)[i];
+        if (sp_prune_skips(a, row))
+            sp_prune_advance_skipped(row.segment.state);
+        else
+            sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
+                             *(volatile uint64_t *)&row.n_nonfinite);
+        row.n_sent = row.n_nonfinite = row.has_nonzero = 0;
+    }
+    if (threadIdx.x == 0)
+        a.table->n_ctas_done = a.table->n_taken = 0;
     return true;
 }
 

@@ -309,22 +309,6 @@ template <int DTYPE, bool RES_BF16> struct sp_prune_segment {
     }
 };
 
-// The last CTA: states of all segments, and zeros for the next call.
-__device__ __forceinline__ void sp_prune_finish(const sp_gpu_prune_args &a)
-{
-    for (uint32_t i = threadIdx.x; i < a.n_segments; i += SP_PRUNE_THREADS) {
-        sp_gpu_prune_row &row = sp_prune_rows(a)[i];
-        if (sp_prune_skips(a, row))
-            sp_prune_advance_skipped(row.segment.state);
-        else
-            sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
-                             *(volatile uint64_t *)&row.n_nonfinite);
-        row.n_sent = row.n_nonfinite = row.has_nonzero = 0;
-    }
-    if (threadIdx.x == 0)
-        a.table->n_ctas_done = a.table->n_taken = 0;
-}
-
 // The kernel: what a CTA does. The grid has as many CTAs as run at once. LISTS: sp_no_lists or sp_pruned_lists.
 template <int DTYPE, bool RES_BF16, class LISTS>
 __device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS lists)
@@ -349,11 +333,9 @@ __device__ __forceinline__ void sp_prune_pass(const sp_gpu_prune_args &a, LISTS 
         }
         tally.flush(rows[index]);
     }
-    if (sp_prune_is_last(a, (uint32_t *)sp_block_shared() + 2)) {
-        sp_prune_finish(a);
+    if (sp_prune_end<SP_PRUNE_THREADS>(a, (uint32_t *)sp_block_shared() + 2))
         if constexpr (LISTS::ON)
             lists.finish();
-    }
 }
 
 #endif

@@ -14,9 +14,9 @@
 
 // Report the frame in a slot of `queue`: its header is not that of a frame of n elements.
 template <uint32_t E, bool REMOTE>
-__device__ __forceinline__ void sp_report_header_in(const sp_fused_args &a, uint32_t q, uint32_t queue,
-                                                    uint32_t slot, uint32_t slice, const uint4 *header,
-                                                    uint32_t most, uint32_t n)
+__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
+                                              uint32_t slot, uint32_t slice, const uint4 *header,
+                                              uint32_t most, uint32_t n)
 {
     sp_view v;
     sp_wrong wrong;
@@ -24,23 +24,8 @@ __device__ __forceinline__ void sp_report_header_in(const sp_fused_args &a, uint
     if (sp_open<E>(header, most, a.tag, n, &v, &wrong))
         wrong = v.is_delta != 0 ? sp_wrong{6, v.is_delta, 0} : sp_wrong{17, v.at.bytes, SP_GPU_STAGE_BYTES};
     // Rule 7 is about the field that holds max_ctas here.
-    sp_waiting<REMOTE>::report(a, q,
-                               wrong.rule == 7 && header[3].w == 0 ? SP_GPU_OTHER_LIMIT : SP_GPU_BAD_FRAME,
-                               queue, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
-}
-template <uint32_t E>
-__device__ __noinline__ void sp_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
-                                              uint32_t slot, uint32_t slice, const uint4 *header,
-                                              uint32_t most, uint32_t n)
-{
-    sp_report_header_in<E, false>(a, q, queue, slot, slice, header, most, n);
-}
-template <uint32_t E>
-__device__ __noinline__ void sp_remote_report_header(const sp_fused_args &a, uint32_t q, uint32_t queue,
-                                                     uint32_t slot, uint32_t slice, const uint4 *header,
-                                                     uint32_t most, uint32_t n)
-{
-    sp_report_header_in<E, true>(a, q, queue, slot, slice, header, most, n);
+    sp_report<REMOTE>(a, q, wrong.rule == 7 && header[3].w == 0 ? SP_GPU_OTHER_LIMIT : SP_GPU_BAD_FRAME,
+                      queue, slot, slice, wrong.wanted, wrong.seen, wrong.rule);
 }
 
 static_assert(SP_GPU_HOST_RANKS_MAX <= 16, "with REMOTE lane 31 has no link");
@@ -335,8 +320,8 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
         n = has_ring() ? n_wanted : 0;
         if (prefetched == 0) {
             if (n != 0 && !has_arrived()) {
-                uint64_t tail = sp_waiting<REMOTE>::wait(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA,
-                                                         queue, ring_slot(), slice);
+                uint64_t tail = sp_wait<REMOTE>(ctx.a, ctx.q, tail_word(), taken + 1, SP_GPU_NO_DATA, queue,
+                                                ring_slot(), slice);
                 ok = tail != 0;
                 arrived_bytes = (int32_t)(tail - taken);
             }
@@ -354,12 +339,8 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
             uint32_t most = min(SP_INBOX_FRAME_BYTES, ring_bytes - taken_off);
             bytes = sp_open_plain<G::E>(header, most, ctx.a.tag, n);
             ok = bytes != 0;
-            if (!ok) {
-                if constexpr (REMOTE)
-                    sp_remote_report_header<G::E>(ctx.a, ctx.q, queue, ring_slot(), slice, header, most, n);
-                else
-                    sp_report_header<G::E>(ctx.a, ctx.q, queue, ring_slot(), slice, header, most, n);
-            }
+            if (!ok)
+                sp_report_header<G::E, REMOTE>(ctx.a, ctx.q, queue, ring_slot(), slice, header, most, n);
             frame_off = taken_off;
             one_by_one = bytes > first_bytes; // nothing past the end of the ring was fetched
             taken += bytes;
@@ -471,8 +452,8 @@ template <class G, bool BULK, bool REMOTE> struct sp_recv_side {
     {
         if (__any_sync(~0u, bad != 0)) {
             if (bad != 0)
-                sp_waiting<REMOTE>::report(ctx.a, ctx.q, SP_GPU_BAD_FRAME, bad_queue, bad - 1, slice, 0, 0,
-                                           SP_GPU_RULE_INDEX);
+                sp_report<REMOTE>(ctx.a, ctx.q, SP_GPU_BAD_FRAME, bad_queue, bad - 1, slice, 0, 0,
+                                  SP_GPU_RULE_INDEX);
             return false;
         }
 #if SP_HAS_BULK

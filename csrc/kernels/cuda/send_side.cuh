@@ -214,9 +214,8 @@ template <bool REMOTE> struct sp_send_side : sp_send_links<REMOTE> {
         if (is_on(r)) {
             uint32_t left = ring_bytes - off, skip = left < bytes ? left : 0;
             if (skip + bytes > free_bytes) {
-                uint64_t credit =
-                    sp_waiting<REMOTE>::wait(ctx.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
-                                             SP_GPU_NO_SPACE, r.queue, peer_slot(), slice);
+                uint64_t credit = sp_wait<REMOTE>(ctx.a, q(), credit_word(), sent + skip + bytes - ring_bytes,
+                                                  SP_GPU_NO_SPACE, r.queue, peer_slot(), slice);
                 ok = credit != 0;
                 free_bytes = (uint32_t)(credit + ring_bytes - sent);
             }

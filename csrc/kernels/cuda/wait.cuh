@@ -86,9 +86,9 @@ template <bool REMOTE> struct sp_warp_context {
 
 // Report what went wrong, and end all waits of this rank. Only the first worker that fails writes a report.
 template <bool REMOTE>
-__device__ __forceinline__ void sp_report_in(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
-                                             uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
-                                             uint64_t seen, uint32_t detail)
+__device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault, uint32_t queue,
+                                       uint32_t slot, uint32_t slice, uint64_t wanted, uint64_t seen,
+                                       uint32_t detail)
 {
     sp_gpu_report *r = &a.control->report;
     auto *first = sp_own_memory<REMOTE>::state(a, 0);
@@ -108,19 +108,6 @@ __device__ __forceinline__ void sp_report_in(const sp_fused_args &a, uint32_t q,
     sp_store_relaxed_sys(&a.control->abort, 1);
 }
 
-inline __device__ __noinline__ void sp_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
-                                              uint32_t queue, uint32_t slot, uint32_t slice, uint64_t wanted,
-                                              uint64_t seen, uint32_t detail)
-{
-    sp_report_in<false>(a, q, fault, queue, slot, slice, wanted, seen, detail);
-}
-inline __device__ __noinline__ void sp_remote_report(const sp_fused_args &a, uint32_t q, sp_gpu_fault fault,
-                                                     uint32_t queue, uint32_t slot, uint32_t slice,
-                                                     uint64_t wanted, uint64_t seen, uint32_t detail)
-{
-    sp_report_in<true>(a, q, fault, queue, slot, slice, wanted, seen, detail);
-}
-
 // How often a wait reads the abort flag. The flag is in host memory, behind PCIe. When a thousand workers
 // waited at once, their reads queued up for longer than the wait itself (measured: 300 us each on 4 GPUs).
 #define SP_ABORT_POLL_NS 2000000ull
@@ -128,9 +115,9 @@ inline __device__ __noinline__ void sp_remote_report(const sp_fused_args &a, uin
 // Wait until *word >= wanted (> 0) and return *word. One thread. Returns 0 if the abort flag is set or the
 // deadline has passed; in the latter case a report was written.
 template <bool REMOTE>
-__device__ __forceinline__ uint64_t sp_wait_in(const sp_fused_args &a, uint32_t q, const uint64_t *word,
-                                               uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
-                                               uint32_t slot, uint32_t slice)
+__device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
+                                         uint64_t wanted, sp_gpu_fault fault, uint32_t queue, uint32_t slot,
+                                         uint32_t slice)
 {
     uint64_t start = 0, looked = 0;
     for (uint32_t i = 1;; i++) {
@@ -150,48 +137,10 @@ __device__ __forceinline__ uint64_t sp_wait_in(const sp_fused_args &a, uint32_t 
         if (sp_load_relaxed_sys(&a.control->abort) != 0)
             return 0;
         if (now - start > sp_gpu_wait_ns(a.timeout_ns, fault, queue)) {
-            if constexpr (REMOTE)
-                sp_remote_report(a, q, fault, queue, slot, slice, wanted, v, 0);
-            else
-                sp_report(a, q, fault, queue, slot, slice, wanted, v, 0);
+            sp_report<REMOTE>(a, q, fault, queue, slot, slice, wanted, v, 0);
             return 0;
         }
     }
 }
-
-inline __device__ __noinline__ uint64_t sp_wait(const sp_fused_args &a, uint32_t q, const uint64_t *word,
-                                                uint64_t wanted, sp_gpu_fault fault, uint32_t queue,
-                                                uint32_t slot, uint32_t slice)
-{
-    return sp_wait_in<false>(a, q, word, wanted, fault, queue, slot, slice);
-}
-inline __device__ __noinline__ uint64_t sp_remote_wait(const sp_fused_args &a, uint32_t q,
-                                                       const uint64_t *word, uint64_t wanted,
-                                                       sp_gpu_fault fault, uint32_t queue, uint32_t slot,
-                                                       uint32_t slice)
-{
-    return sp_wait_in<true>(a, q, word, wanted, fault, queue, slot, slice);
-}
-
-// The functions above for a kind of group. They are no templates, so that their order in the machine code of the kernels
-// of one host does not depend on them.
-template <bool REMOTE> struct sp_waiting {
-    template <class... ARGS>
-    __device__ __forceinline__ static void report(const sp_fused_args &a, ARGS... args)
-    {
-        if constexpr (REMOTE)
-            sp_remote_report(a, args...);
-        else
-            sp_report(a, args...);
-    }
-    template <class... ARGS>
-    __device__ __forceinline__ static uint64_t wait(const sp_fused_args &a, ARGS... args)
-    {
-        if constexpr (REMOTE)
-            return sp_remote_wait(a, args...);
-        else
-            return sp_wait(a, args...);
-    }
-};
 
 #endif

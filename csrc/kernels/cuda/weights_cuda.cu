@@ -183,26 +183,6 @@ __device__ __forceinline__ void sp_weights_send_tile(const sp_gpu_prune_args &a,
     }
 }
 
-// The last CTA: states of all segments, and zeros for the next call.
-template <uint32_t THREADS> __device__ __forceinline__ void sp_weights_finish(const sp_gpu_prune_args &a)
-{
-    for (uint32_t i = threadIdx.x; i < a.n_segments; i += THREADS) {
-        sp_gpu_prune_row &row = sp_prune_rows(a)[i];
-        sp_prune_advance(&a.options, row.segment.state, *(volatile uint64_t *)&row.n_sent,
-                         *(volatile uint64_t *)&row.n_nonfinite);
-        row.n_sent = row.n_nonfinite = 0;
-    }
-    if (threadIdx.x == 0)
-        a.table->n_ctas_done = 0;
-}
-
-// The end of a CTA, which has added its counts.
-template <uint32_t THREADS> __device__ __forceinline__ void sp_weights_end(const sp_gpu_prune_args &a)
-{
-    if (sp_prune_is_last(a, (uint32_t *)sp_block_shared()))
-        sp_weights_finish<THREADS>(a);
-}
-
 // The grid has as many CTAs as run at once. CTA b has tiles b, b + gridDim.x, ...
 template <class S>
 __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
@@ -228,7 +208,7 @@ __global__ void __launch_bounds__(SP_WEIGHTS_THREADS, SP_WEIGHTS_CTAS)
         while (tile < a.n_tiles && rows[index].end_tile <= tile)
             index++;
     }
-    sp_weights_end<SP_WEIGHTS_THREADS>(a);
+    sp_prune_end<SP_WEIGHTS_THREADS>(a, (uint32_t *)sp_block_shared());
 }
 
 // ---- sending by chunks ----
@@ -260,7 +240,7 @@ __global__ void __launch_bounds__(SP_CHUNK_THREADS, sizeof(S) == 4 ? 2 : 1)
         }
         tally.flush(row);
     }
-    sp_weights_end<SP_CHUNK_THREADS>(a);
+    sp_prune_end<SP_CHUNK_THREADS>(a, (uint32_t *)sp_block_shared());
 }
 
 // ---- receiving ----
