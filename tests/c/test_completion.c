@@ -152,7 +152,7 @@ static void test_waiting_sleeps(void)
 /* ---- every collective has its own deadline ---- */
 
 #define SHORT_MS 100
-#define N_BEFORE 10 /* more than run at a time: SP_EXEC_WINDOW */
+#define N_BEFORE 10 /* more than run at a time: SP_EXEC_ACTIVE_MAX */
 
 /* Rank 0 issues collectives with a long deadline. The next to last has a short one, and waits for its turn. */
 static void queue_up(struct rank_ctx *c)

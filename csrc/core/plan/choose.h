@@ -11,7 +11,7 @@
 
 #include "core/plan/plan_cost.h"
 
-#define SP_CHOOSE_LAG 8           /* the executor works on so many calls at a time (SP_EXEC_WINDOW) */
+#define SP_CHOOSE_LAG 8           /* the executor works on so many calls at a time (SP_EXEC_ACTIVE_MAX) */
 #define SP_CHOOSE_KEYS 256        /* kinds of calls that are remembered: collective, dtype, elements */
 #define SP_CHOOSE_NS_UNIT 65536.0 /* rates travel in units of 2^-16 ns per byte */
 

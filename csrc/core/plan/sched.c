@@ -83,7 +83,7 @@ sp_step *sp_plan_add(sp_plan_builder *b, sp_step_kind kind, int part, size_t src
                    .queue_out = SP_QUEUE_INPUT,
                    .after = -1,
                    .turn = SP_NO_TURN,
-                   .own_at = b->plan->rank,
+                   .own_before = b->plan->rank,
                    .src_off = src_off,
                    .dst_off = dst_off,
                    .n_elems = n_elems};

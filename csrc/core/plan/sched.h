@@ -9,11 +9,11 @@
  *   - every queue to a rank in `to` has space
  *   - the step `after`, if there is one, has done slice k
  *   - it is the step's turn, if it takes turns with other steps
- *   - a step that keeps its slice has a free slot
+ *   - a step that keeps its slice has a free buffer
  *
  * Steps with the same number `turn` take turns: block_slices slices of the first such step, then of the next one,
  * and after the last one the next block_slices of the first. A rank keeps at most block_slices slices; slice k
- * lies in slot k % block_slices from the step that keeps it until the step that sends it. */
+ * lies in kept buffer k % block_slices from the step that keeps it until the step that sends it. */
 #ifndef SP_SCHED_H
 #define SP_SCHED_H
 
@@ -52,7 +52,7 @@ typedef struct sp_step {
     int from, n_from;                 /* senders: plan->ranks[from .. from+n_from) */
     int to, n_to;                     /* receivers: plan->ranks[to .. to+n_to) */
     int turn;                         /* SP_NO_TURN, or the number that the steps which take turns share */
-    int own_at;       /* REDUCE: this rank's values come before those of sender number own_at in `from` */
+    int own_before;   /* REDUCE: index in `from` before which this rank's own values are added */
     bool adds_sums;   /* REDUCE: messages may hold sums of several ranks, in the dtype of the accumulator */
     bool gives_sum;   /* REDUCE: the sum is not divided, rounded or written: it goes to `to`, or is kept */
     bool keeps;       /* REDUCE, RECV: keep the sum, or the message, for a later SEND */

@@ -23,21 +23,21 @@ typedef struct turn {
     int step, block;
 } turn;
 
-typedef struct slot {
+typedef struct kept_slice {
     bool taken;
     message m;
-} slot;
+} kept_slice;
 
 typedef struct check {
     sp_plan *const *plans;
     int world_size, n_slices, queue_cap;
     sp_coll coll;
-    size_t slice_elems;                  /* the longest step has n_slices slices */
-    queue *queues;                       /* [from][to][queue] */
-    int *next;                           /* [rank][step]: the step's next slice */
-    turn *turns;                         /* [rank][turn] */
-    slot *slots;                         /* [rank][slot] */
-    int steps_cap, turns_cap, slots_cap; /* of the longest plan */
+    size_t slice_elems;                 /* the longest step has n_slices slices */
+    queue *queues;                      /* [from][to][queue] */
+    int *next;                          /* [rank][step]: the step's next slice */
+    turn *turns;                        /* [rank][turn] */
+    kept_slice *kept;                   /* [rank][kept buffer] */
+    int steps_cap, turns_cap, kept_cap; /* of the longest plan */
 } check;
 
 static int slices_of(const check *c, const sp_step *s)
@@ -45,9 +45,9 @@ static int slices_of(const check *c, const sp_step *s)
     return (int)sp_ceil_div(s->n_elems, c->slice_elems);
 }
 
-static slot *slot_of(const check *c, int rank, int k)
+static kept_slice *kept_at(const check *c, int rank, int k)
 {
-    return &c->slots[rank * c->slots_cap + k % c->plans[rank]->block_slices];
+    return &c->kept[rank * c->kept_cap + k % c->plans[rank]->block_slices];
 }
 
 /* Pass the turn on to the next step with slices in the block. */
@@ -78,7 +78,7 @@ static queue *queue_of(check *c, int from, int to, int queue_number)
     return &c->queues[(from * c->world_size + to) * SP_N_QUEUES + queue_number];
 }
 
-/* True if the step can run slice k now: step `after` has finished slice k, it is the step's turn, a slot is free,
+/* True if the step can run slice k now: step `after` has finished slice k, it is the step's turn, a kept buffer is free,
  * each input queue has a message, each output queue has space. */
 static bool slice_ready(check *c, int rank, const sp_step *s, int k)
 {
@@ -88,7 +88,7 @@ static bool slice_ready(check *c, int rank, const sp_step *s, int k)
         if (done <= k && done < slices_of(c, &plan->steps[s->after]))
             return false;
     }
-    if ((s->turn != SP_NO_TURN && !is_turn_of(c, rank, s, k)) || (s->keeps && slot_of(c, rank, k)->taken))
+    if ((s->turn != SP_NO_TURN && !is_turn_of(c, rank, s, k)) || (s->keeps && kept_at(c, rank, k)->taken))
         return false;
     for (int i = 0; i < s->n_from; i++) {
         int from = plan->ranks[s->from + i];
@@ -114,7 +114,7 @@ static spccl_status take_messages(check *c, int rank, const sp_step *s, int k, u
         queue *q = queue_of(c, from, rank, s->queue_in);
         message m = q->fifo[0];
         bool in_order = i == 0 || from > plan->ranks[s->from + i - 1];
-        bool own_in_order = (i < s->own_at) == (from < rank);
+        bool own_in_order = (i < s->own_before) == (from < rank);
         if (s->kind == SP_STEP_REDUCE && !s->adds_sums && !(in_order && own_in_order))
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: contributions are not in rank order", plan->name,
                            rank);
@@ -134,7 +134,7 @@ static spccl_status take_messages(check *c, int rank, const sp_step *s, int k, u
 /* What a step sends that an earlier step of this rank has made. */
 static spccl_status find_made(check *c, int rank, const sp_step *s, int k, uint64_t *holds)
 {
-    slot *kept = slot_of(c, rank, k);
+    kept_slice *kept = kept_at(c, rank, k);
     if (s->source == SP_SOURCE_OUT) {
         *holds = UINT64_MAX >> (RANKS_MAX - c->world_size);
         return s->after >= 0 && c->plans[rank]->steps[s->after].part == s->part
@@ -165,7 +165,7 @@ static spccl_status run_slice(check *c, int rank, const sp_step *s, int k)
         return SP_FAIL(SPCCL_ERR_BUG, "plan %s, rank %d: the result of part %d lacks the data of a rank",
                        plan->name, rank, s->part);
     if (s->keeps)
-        *slot_of(c, rank, k) = (slot){true, {s->part, k, holds}};
+        *kept_at(c, rank, k) = (kept_slice){true, {s->part, k, holds}};
     for (int i = 0; i < s->n_to; i++) {
         queue *q = queue_of(c, rank, plan->ranks[s->to + i], s->queue_out);
         q->fifo[q->n++] = (message){s->part, k, holds};
@@ -232,10 +232,10 @@ static spccl_status run_all(check *c)
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s: a message from rank %d to rank %d is never read",
                            c->plans[0]->name, i / SP_N_QUEUES / c->world_size,
                            i / SP_N_QUEUES % c->world_size);
-    for (int i = 0; i < c->world_size * c->slots_cap; i++)
-        if (c->slots[i].taken)
+    for (int i = 0; i < c->world_size * c->kept_cap; i++)
+        if (c->kept[i].taken)
             return SP_FAIL(SPCCL_ERR_BUG, "plan %s: rank %d keeps part %d and never sends it",
-                           c->plans[0]->name, i / c->slots_cap, c->slots[i].m.part);
+                           c->plans[0]->name, i / c->kept_cap, c->kept[i].m.part);
     return SPCCL_OK;
 }
 
@@ -247,7 +247,7 @@ static void measure(check *c)
         const sp_plan *p = c->plans[r];
         c->steps_cap = p->n_steps > c->steps_cap ? p->n_steps : c->steps_cap;
         c->turns_cap = p->n_turns > c->turns_cap ? p->n_turns : c->turns_cap;
-        c->slots_cap = p->block_slices > c->slots_cap ? p->block_slices : c->slots_cap;
+        c->kept_cap = p->block_slices > c->kept_cap ? p->block_slices : c->kept_cap;
         for (int i = 0; i < p->n_steps; i++)
             longest = sp_max_size(longest, p->steps[i].n_elems);
     }
@@ -268,9 +268,9 @@ spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, 
     c.queues = sp_calloc(n_queues, sizeof *c.queues);
     c.next = sp_calloc(n_ranks * (size_t)c.steps_cap, sizeof *c.next);
     c.turns = sp_calloc(n_ranks * (size_t)(c.turns_cap + 1), sizeof *c.turns);
-    c.slots = sp_calloc(n_ranks * (size_t)c.slots_cap, sizeof *c.slots);
+    c.kept = sp_calloc(n_ranks * (size_t)c.kept_cap, sizeof *c.kept);
     messages = sp_calloc(n_queues * (size_t)queue_cap, sizeof *messages);
-    if (c.queues == NULL || c.next == NULL || c.turns == NULL || c.slots == NULL || messages == NULL)
+    if (c.queues == NULL || c.next == NULL || c.turns == NULL || c.kept == NULL || messages == NULL)
         st = SP_FAIL(SPCCL_ERR_NOMEM, "sp_plan_check of %d ranks", world_size);
     for (size_t i = 0; st == SPCCL_OK && i < n_queues; i++)
         c.queues[i].fifo = messages + i * (size_t)queue_cap;
@@ -289,7 +289,7 @@ spccl_status sp_plan_check(sp_plan *const *plans, int world_size, sp_coll coll, 
     sp_free(c.queues);
     sp_free(c.next);
     sp_free(c.turns);
-    sp_free(c.slots);
+    sp_free(c.kept);
     sp_free(messages);
     return st;
 }

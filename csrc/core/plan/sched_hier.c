@@ -32,7 +32,7 @@ static void from_own_host(sp_plan_builder *b, const sp_plan_args *a, sp_step *s)
     for (int i = h->first[host]; i < h->first[host + 1]; i++)
         if (h->ranks[i] != a->rank)
             sp_step_from_also(b, s, SP_QUEUE_INPUT, h->ranks[i]);
-    s->own_at = h->place[a->rank];
+    s->own_before = h->place[a->rank];
 }
 
 /* Send this rank's contribution to the rank of its host that adds it. */

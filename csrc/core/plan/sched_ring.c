@@ -56,7 +56,7 @@ static sp_step *take(ring *r, sp_step_kind kind, int owner, int queue)
         return NULL;
     sp_step_from(r->b, s, queue, rank_at(r, r->at - 1));
     s->turn = TAKES;
-    s->own_at = 1; /* this rank's values come last */
+    s->own_before = 1; /* this rank's values come last */
     return s;
 }
 

@@ -12,7 +12,7 @@
 #define QUEUE_SLICES 8 /* of a queue's capacity */
 /* All queues of a rank together. Between two ranks there are SP_N_QUEUES queues each way. */
 #define QUEUES_BYTES ((size_t)48 << 20)
-#define SAMPLE_ELEMS 64 /* elements that a sample looks at */
+#define PROBE_ELEMS 64  /* elements that a probe looks at */
 #define RESCAN_EVERY 16 /* of so many dense slices in a row, one is scanned */
 
 spccl_status sp_tune_parse_schedule(const char *text, bool *forced, sp_schedule *out)
@@ -70,14 +70,13 @@ static bool is_nonzero(const uint8_t *x, size_t elem_bytes, bool ignores_sign, s
     return bits != 0;
 }
 
-bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, bool ignores_sign,
-                       uint32_t dense_run)
+bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, bool ignores_sign, uint32_t n_dense)
 {
-    if (dense_run == 0 || dense_run % RESCAN_EVERY == 0 || n_elems < SAMPLE_ELEMS)
+    if (n_dense == 0 || n_dense % RESCAN_EVERY == 0 || n_elems < PROBE_ELEMS)
         return false;
-    for (size_t i = 0; i < SAMPLE_ELEMS; i++)
+    for (size_t i = 0; i < PROBE_ELEMS; i++)
         if (!is_nonzero(x, elem_bytes, ignores_sign,
-                        i * (n_elems / SAMPLE_ELEMS) + i % (n_elems / SAMPLE_ELEMS)))
+                        i * (n_elems / PROBE_ELEMS) + i % (n_elems / PROBE_ELEMS)))
             return false;
     return true;
 }

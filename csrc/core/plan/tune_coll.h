@@ -18,10 +18,9 @@ size_t sp_tune_slice_bytes(size_t queue_bytes);
 /* Elements per slice: a multiple of a pici tile. A slice then has at most slice_bytes (>=
  * SP_SLICE_BYTES_MIN), and its largest message at most message_max bytes. */
 size_t sp_tune_slice_elems(size_t slice_bytes, size_t elem_bytes, spccl_format forced, size_t message_max);
-/* True if this slice may be sent dense without a scan. The dense_run slices before it were dense (at least
- * one), and a sample of this slice has no zero. Every 16th slice is scanned in any case. ignores_sign: -0.0 is a
+/* True if this slice may be sent dense without a scan. The n_dense slices before it were dense (at least
+ * one), and a probe of this slice finds no zero. Every 16th slice is scanned in any case. ignores_sign: -0.0 is a
  * zero, too. */
-bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, bool ignores_sign,
-                       uint32_t dense_run);
+bool sp_tune_skip_scan(const void *x, size_t n_elems, size_t elem_bytes, bool ignores_sign, uint32_t n_dense);
 
 #endif

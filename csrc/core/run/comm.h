@@ -53,7 +53,7 @@ struct spccl_comm {
     pthread_mutex_t mu; /* guards what follows */
     pthread_cond_t cv;  /* signals a new collective, a finished one, and that there is no driver any more */
     sp_driver driver;
-    sp_op *queue_head, **queue_tail; /* submitted, not yet in the executor's window */
+    sp_op *queue_head, **queue_tail; /* submitted, not yet active in the executor */
     int n_under_way;                 /* submitted, not completed */
     uint32_t next_seq;
     bool stop, thread_started;

@@ -70,9 +70,9 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
         sp_links_abort_peers(&comm->links, note);
     }
     while (comm->exec.n_ops > 0) {
-        op = comm->exec.window[0];
+        op = comm->exec.active[0];
         comm->exec.n_ops--;
-        memmove(comm->exec.window, comm->exec.window + 1, (size_t)comm->exec.n_ops * sizeof op);
+        memmove(comm->exec.active, comm->exec.active + 1, (size_t)comm->exec.n_ops * sizeof op);
         complete(comm, op, comm->broken, comm->error, report);
         report = false;
     }
@@ -89,10 +89,10 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
     }
 }
 
-/* Move submitted ops into the executor's window. The caller holds mu. */
+/* Hand submitted ops to the executor while it has room for them. The caller holds mu. */
 static void take_queue_locked(spccl_comm *comm)
 {
-    while (comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW) {
+    while (comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_ACTIVE_MAX) {
         sp_op *op = comm->queue_head;
         if ((comm->queue_head = op->next) == NULL)
             comm->queue_tail = &comm->queue_head;
@@ -118,7 +118,7 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
      * `sleeping`. So either this thread sees the new op, or the submitter sees `sleeping`. */
     atomic_store(&comm->sleeping, true);
     pthread_mutex_lock(&comm->mu);
-    n = comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_WINDOW;
+    n = comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_ACTIVE_MAX;
     deadline_ns = sp_exec_deadline(&comm->exec, comm->queue_head);
     st = sp_exec_check_deadlines(&comm->exec, comm->queue_head);
     pthread_mutex_unlock(&comm->mu);

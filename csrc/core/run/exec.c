@@ -1,4 +1,4 @@
-/* exec.c - the window of collectives, and which slice runs next. exec_steps.c runs the slices. See exec.h. */
+/* exec.c - the active collectives, and which slice runs next. exec_steps.c runs the slices. See exec.h. */
 #include "core/run/exec.h"
 
 #include "core/base/dtype.h"
@@ -11,7 +11,7 @@
  * next slice needs, and would read each cache line first. A core usually has twice this much L3. */
 #define NT_OUTPUT_BYTES_MIN ((size_t)4 << 20)
 
-_Static_assert(SP_EXEC_WINDOW == SP_CHOOSE_LAG,
+_Static_assert(SP_EXEC_ACTIVE_MAX == SP_CHOOSE_LAG,
                "when a call is planned, the one SP_CHOOSE_LAG before has ended");
 
 /* Find what envelopes say of this rank's links. Links inside a host have constant rates. */
@@ -55,7 +55,7 @@ spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels
 void sp_exec_fini(sp_exec *x)
 {
     for (int i = 0; i < x->n_ops; i++)
-        sp_op_destroy(x->window[i]);
+        sp_op_destroy(x->active[i]);
     sp_codec_destroy(x->codec);
     sp_free(x->acc);
     sp_free(x->result);
@@ -106,7 +106,7 @@ spccl_status sp_op_create(const sp_coll_args *args, int world_size, sp_op **out)
     return SPCCL_OK;
 }
 
-/* Choose the schedule of an op that has come into the window, and make its plan. */
+/* Choose the schedule of an op that has become active, and make its plan. */
 static spccl_status plan_op(sp_exec *x, sp_op *op)
 {
     sp_plan_args pa = {.coll = op->a.coll,
@@ -124,7 +124,7 @@ static spccl_status plan_op(sp_exec *x, sp_op *op)
         sp_plan_destroy(plan);
         return SP_FAIL(SPCCL_ERR_NOMEM, "positions in %d steps", n_steps);
     }
-    op->dense_run = op->next_slice + plan->n_steps;
+    op->n_dense = op->next_slice + plan->n_steps;
     op->n_steps_left = plan->n_steps;
     op->plan = plan;
     count_messages(op);
@@ -191,15 +191,15 @@ void sp_op_describe(const sp_op *op, char *text, size_t cap)
 
 void sp_exec_add(sp_exec *x, sp_op *op)
 {
-    x->window[x->n_ops++] = op;
+    x->active[x->n_ops++] = op;
     atomic_fetch_add_explicit(&x->stats.n_collectives, 1, memory_order_relaxed);
 }
 
 bool sp_op_owns_queue(const sp_exec *x, int op_idx, int dir, int queue, int peer)
 {
-    int slot = queue * x->links->world_size + peer;
+    int idx = queue * x->links->world_size + peer;
     for (int i = 0; i < op_idx; i++)
-        if (x->window[i]->left[dir][slot] != 0)
+        if (x->active[i]->left[dir][idx] != 0)
             return false;
     return true;
 }
@@ -208,7 +208,7 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
 {
     *progressed = false;
     for (int i = 0; i < x->n_ops; i++) {
-        sp_op *op = x->window[i];
+        sp_op *op = x->active[i];
         if (op->plan == NULL) {
             spccl_status st = plan_op(x, op);
             if (st != SPCCL_OK)
@@ -252,7 +252,7 @@ static bool is_flushed(const sp_exec *x, const sp_op *op)
 
 spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
 {
-    sp_op *op = x->n_ops != 0 ? x->window[0] : NULL;
+    sp_op *op = x->n_ops != 0 ? x->active[0] : NULL;
     *out = NULL;
     if (op == NULL || op->plan == NULL || op->n_steps_left != 0 || !is_flushed(x, op))
         return SPCCL_OK;
@@ -261,24 +261,24 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
     x->past[x->n_past++ % SP_EXEC_PAST] = sp_op_call(op);
     x->n_ops--;
     for (int i = 0; i < x->n_ops; i++)
-        x->window[i] = x->window[i + 1];
+        x->active[i] = x->active[i + 1];
     sp_trace_add(x->trace, op->seq, "done", sp_coll_name(op->a.coll), op->a.n_elems);
     *out = op;
     return SPCCL_OK;
 }
 
-/* The first op that waits for a place in the window. NULL: the window has places. */
+/* The first op that waits to become active. NULL: the executor takes more. */
 static const sp_op *first_waiting(const sp_exec *x, const sp_op *queue)
 {
-    return x->n_ops == SP_EXEC_WINDOW ? queue : NULL;
+    return x->n_ops == SP_EXEC_ACTIVE_MAX ? queue : NULL;
 }
 
 int64_t sp_exec_deadline(const sp_exec *x, const sp_op *queue)
 {
     int64_t nearest = SP_NEVER;
     for (int i = 0; i < x->n_ops; i++)
-        if (x->window[i]->deadline_ns < nearest)
-            nearest = x->window[i]->deadline_ns;
+        if (x->active[i]->deadline_ns < nearest)
+            nearest = x->active[i]->deadline_ns;
     for (const sp_op *op = first_waiting(x, queue); op != NULL; op = op->next)
         if (op->deadline_ns < nearest)
             nearest = op->deadline_ns;
@@ -303,10 +303,10 @@ static int step_to_blame(const sp_op *op)
     return found;
 }
 
-/* `op` has run out of time because of the op in the window, which may be `op` itself. */
+/* `op` has run out of time because of an active op, which may be `op` itself. */
 static spccl_status overdue(sp_exec *x, const sp_op *op, int op_idx)
 {
-    const sp_op *held_up_by = x->window[op_idx];
+    const sp_op *held_up_by = x->active[op_idx];
     char what[160], first[160], before[220] = "", wait[400];
     int step = step_to_blame(held_up_by);
     sp_op_describe(op, what, sizeof what);
@@ -327,8 +327,8 @@ spccl_status sp_exec_check_deadlines(sp_exec *x, const sp_op *queue)
 {
     int64_t now = sp_now_ns();
     for (int i = 0; i < x->n_ops; i++)
-        if (now >= x->window[i]->deadline_ns)
-            return overdue(x, x->window[i], i);
+        if (now >= x->active[i]->deadline_ns)
+            return overdue(x, x->active[i], i);
     for (const sp_op *op = first_waiting(x, queue); op != NULL; op = op->next)
         if (now >= op->deadline_ns)
             return overdue(x, op, 0);

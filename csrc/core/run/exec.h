@@ -15,7 +15,7 @@
 
 /* Collectives that the executor works on. Later ones wait in the communicator. With more than one, a
  * collective that waits for a slow peer does not delay the sends of the next. */
-#define SP_EXEC_WINDOW 8
+#define SP_EXEC_ACTIVE_MAX 8
 
 /* The executor remembers this many calls after they ended. If a message arrives late from a peer that called
  * something else, the error text then names this rank's call of the same number. */
@@ -56,10 +56,10 @@ typedef struct sp_turn {
     uint32_t block;
 } sp_turn;
 
-/* A slice that one step keeps and a later one sends. */
+/* A kept buffer: it holds a slice that one step keeps and a later one sends. */
 typedef struct sp_kept {
     uint8_t *data; /* a sum in the accumulator's dtype, or a message */
-    int step;      /* the step that keeps it; -1: the slot is free */
+    int step;      /* the step that keeps it; -1: the buffer is free */
     size_t bytes;  /* of the message */
     spccl_format format;
 } sp_kept;
@@ -74,9 +74,9 @@ struct sp_op {
     size_t elem_bytes;
     bool non_temporal; /* the output is larger than the caches: use non-temporal stores */
     bool is_started;
-    sp_plan *plan;        /* NULL until the op is in the window: the schedule depends on earlier calls */
+    sp_plan *plan;        /* NULL until the op is active: the schedule depends on earlier calls */
     uint32_t *next_slice; /* [n_steps] */
-    uint32_t *dense_run;  /* [n_steps] how many slices in a row were sent dense */
+    uint32_t *n_dense;    /* [n_steps] how many slices in a row were sent dense */
     uint32_t *left[2];    /* [SP_N_QUEUES * world_size] messages still to send (0) and to receive (1) */
     /* [SP_N_QUEUES * world_size] sp_exec.n_sent after this op's last message; 0: this op sent none */
     uint64_t *sent_end;
@@ -84,7 +84,7 @@ struct sp_op {
     sp_turn *turns;          /* [n_turns] */
     sp_densities *densities; /* [slices of the longest step]; NULL: no hop has a threshold */
     sp_kept *kept;           /* [block_slices]; NULL: no step keeps a slice */
-    size_t kept_bytes;       /* capacity of each slot */
+    size_t kept_bytes;       /* capacity of the buffer of each */
     void *order_memory;      /* the three above */
     sp_measured measured;
 };
@@ -114,7 +114,7 @@ typedef struct sp_exec {
     uint8_t *acc, *result; /* scratch of one slice: accumulator, and values of the dtype */
     sp_frame *frames;      /* [world_size] contributions to the current slice, by rank */
     uint64_t *n_sent;      /* [SP_N_QUEUES * world_size] messages ever committed on each queue */
-    sp_op *window[SP_EXEC_WINDOW];
+    sp_op *active[SP_EXEC_ACTIVE_MAX];
     int n_ops;
     sp_call past[SP_EXEC_PAST]; /* the last ended calls: call number i is at i % SP_EXEC_PAST */
     uint32_t n_past;            /* calls ended, ever */
@@ -141,7 +141,7 @@ void sp_op_destroy(sp_op *op);
 /* "all_reduce #12 (1048576 float32, sum)" */
 void sp_op_describe(const sp_op *op, char *text, size_t cap);
 
-/* Put an op into the window. The caller has checked that n_ops < SP_EXEC_WINDOW. */
+/* Make an op active. The caller has checked that n_ops < SP_EXEC_ACTIVE_MAX. */
 void sp_exec_add(sp_exec *x, sp_op *op);
 /* Plan new ops, then try one slice of each step of each op. *progressed = true if any slice was done.
  * Errors: NOMEM, PEER, FORMAT, FRAME, MISMATCH. They break the whole communicator. The text names op, peer, part and
@@ -150,16 +150,16 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed);
 /* Call before sleeping. Errors: MISMATCH (the oldest message of some queue belongs to a collective that this
  * rank called otherwise). */
 spccl_status sp_exec_check_heads(sp_exec *x);
-/* If the oldest op is finished, remove it from the window: *out = that op, else NULL. Ops finish in the order
+/* If the oldest op is finished, remove it from the active ones: *out = that op, else NULL. Ops finish in the order
  * of the calls. Errors: MISMATCH (a peer sent more messages for this op, or for an older one, than the call
  * of this rank takes). */
 spccl_status sp_exec_retire(sp_exec *x, sp_op **out);
-/* queue: the ops that wait for a place in the window, in order; they have deadlines too. NULL: none.
+/* queue: the ops that wait to become active, in order; they have deadlines too. NULL: none.
  * Errors: TIMEOUT (a deadline has passed; the text says what the oldest overdue op waits for). */
 spccl_status sp_exec_check_deadlines(sp_exec *x, const sp_op *queue);
 /* Write one line on the i-th kind of call: its schedule, and why. False if there is no i-th. Threads: any. */
 bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap);
-/* The nearest deadline of the window and the queue. */
+/* The nearest deadline of the active ops and the queue. */
 int64_t sp_exec_deadline(const sp_exec *x, const sp_op *queue);
 
 #endif

@@ -1,4 +1,4 @@
-/* exec_format.c - chooses the format of one slice: forced, by the densities of earlier steps, by a sample, or by a scan
+/* exec_format.c - chooses the format of one slice: forced, by the densities of earlier steps, by a probe of a few elements, or by a scan
  * and the cost of each format. See exec_steps.h. */
 #include "core/run/exec_steps.h"
 
@@ -28,7 +28,7 @@ static bool is_contribution(const sp_slice *s)
 }
 
 /* True if the slice is sent dense without a scan. */
-static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t dense_run)
+static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t n_dense)
 {
     spccl_format format = s->op->a.format;
     sp_thresholds t = sp_thresholds_of(format);
@@ -36,7 +36,7 @@ static bool is_dense_unseen(const sp_slice *s, const void *data, uint32_t dense_
         return true;
     if (s->step->hop == SP_HOP_PLAIN)
         return format == SPCCL_FORMAT_AUTO &&
-               sp_tune_skip_scan(data, s->n, sp_dtype_bytes(s->out_dtype), is_contribution(s), dense_run);
+               sp_tune_skip_scan(data, s->n, sp_dtype_bytes(s->out_dtype), is_contribution(s), n_dense);
     if (!sp_density_says_dense(&s->op->densities[s->k], s->step->hop, &t))
         return false;
     sp_density_extrapolate(&s->op->densities[s->k]);
@@ -47,12 +47,12 @@ spccl_status sp_slice_choose_format(sp_exec *x, const sp_slice *s, const void *d
                                     size_t *nnz)
 {
     const sp_coll_args *a = &s->op->a;
-    uint32_t *dense_run = &x->window[s->op_idx]->dense_run[s->step_idx];
+    uint32_t *n_dense = &x->active[s->op_idx]->n_dense[s->step_idx];
     sp_slice_stats stats;
     *nnz = s->n;
-    if (is_dense_unseen(s, data, *dense_run)) {
+    if (is_dense_unseen(s, data, *n_dense)) {
         *format = SPCCL_FORMAT_DENSE;
-        ++*dense_run;
+        ++*n_dense;
         return SPCCL_OK;
     }
     if (is_contribution(s))
@@ -69,6 +69,6 @@ spccl_status sp_slice_choose_format(sp_exec *x, const sp_slice *s, const void *d
         *format = SPCCL_FORMAT_EMPTY;
     else if (!sp_codec_allows(&stats, a->format, false))
         *format = SPCCL_FORMAT_DENSE; /* tile cannot hold a full block: FORMAT.md 3.2 */
-    *dense_run = *format == SPCCL_FORMAT_DENSE ? *dense_run + 1 : 0;
+    *n_dense = *format == SPCCL_FORMAT_DENSE ? *n_dense + 1 : 0;
     return SPCCL_OK;
 }

@@ -19,7 +19,7 @@ void sp_measure_write(uint8_t *envelope, sp_exec *x, const sp_slice *s)
 void sp_measure_message(sp_exec *x, const sp_slice *s, const uint8_t *msg, size_t nnz)
 {
     const sp_coll_args *a = &s->op->a;
-    sp_measured *m = &x->window[s->op_idx]->measured;
+    sp_measured *m = &x->active[s->op_idx]->measured;
     uint32_t local_ns = sp_load_le32(msg + 40), remote_ns = sp_load_le32(msg + 44);
     if (!sp_schedule_shows_density(a->schedule, a->coll))
         return;

@@ -43,7 +43,7 @@ static spccl_status accumulate_all(sp_exec *x, const sp_slice *s, void *acc)
 {
     bool first = true;
     for (int i = 0; i <= s->step->n_from; i++) {
-        if (i == s->step->own_at)
+        if (i == s->step->own_before)
             SP_TRY(accumulate(x, s, acc, NULL, &first));
         if (i < s->step->n_from)
             SP_TRY(accumulate(x, s, acc, &x->frames[sp_slice_rank(s, s->step->from + i)], &first));

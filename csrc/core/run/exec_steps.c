@@ -54,8 +54,8 @@ static bool same_call(const sp_call *a, const sp_call *b)
 static bool own_call(const sp_exec *x, uint32_t seq, sp_call *out)
 {
     for (int i = 0; i < x->n_ops; i++)
-        if (x->window[i]->seq == seq) {
-            *out = sp_op_call(x->window[i]);
+        if (x->active[i]->seq == seq) {
+            *out = sp_op_call(x->active[i]);
             return true;
         }
     for (uint32_t i = 0; i < SP_EXEC_PAST && i < x->n_past; i++)
@@ -155,8 +155,8 @@ static spccl_status check_head(const sp_exec *x, int peer, int queue)
         return SPCCL_OK;
     SP_TRY(check_magic(x, peer, e, bytes));
     for (int i = 0; i < x->n_ops; i++)
-        if (!is_earlier(x->window[i]->seq, sp_load_le32(e)))
-            return same_collective(x, x->window[i], peer, e);
+        if (!is_earlier(x->active[i]->seq, sp_load_le32(e)))
+            return same_collective(x, x->active[i], peer, e);
     return SPCCL_OK; /* the peer is ahead: the message is for a later call */
 }
 
@@ -203,7 +203,7 @@ static spccl_status in_context(const sp_exec *x, const sp_slice *s, int peer, sp
 
 static sp_slice slice_of(const sp_exec *x, int op_idx, int step_idx)
 {
-    const sp_op *op = x->window[op_idx];
+    const sp_op *op = x->active[op_idx];
     sp_slice s = {.op = op,
                   .step = &op->plan->steps[step_idx],
                   .op_idx = op_idx,
@@ -303,7 +303,7 @@ spccl_status sp_slice_open(const sp_exec *x, const sp_slice *s, int peer, const 
 spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes)
 {
     int peer = sp_slice_rank(s, s->step->from + i);
-    x->window[s->op_idx]->left[1][s->step->queue_in * x->links->world_size + peer]--;
+    x->active[s->op_idx]->left[1][s->step->queue_in * x->links->world_size + peer]--;
     atomic_fetch_add_explicit(&x->stats.wire_bytes_received, bytes, memory_order_relaxed);
     return in_context(x, s, peer, sp_link_release(x->links, peer, s->step->queue_in));
 }
@@ -311,9 +311,9 @@ spccl_status sp_slice_release(sp_exec *x, const sp_slice *s, int i, size_t bytes
 /* Send the reserved message, and count it. The counts also say when the next op may use the queue. */
 static spccl_status commit_to(sp_exec *x, const sp_slice *s, int peer, size_t bytes, spccl_format format)
 {
-    int slot = s->step->queue_out * x->links->world_size + peer;
-    x->window[s->op_idx]->left[0][slot]--;
-    x->window[s->op_idx]->sent_end[slot] = ++x->n_sent[slot];
+    int idx = s->step->queue_out * x->links->world_size + peer;
+    x->active[s->op_idx]->left[0][idx]--;
+    x->active[s->op_idx]->sent_end[idx] = ++x->n_sent[idx];
     atomic_fetch_add_explicit(&x->stats.wire_bytes_sent, bytes, memory_order_relaxed);
     atomic_fetch_add_explicit(&x->stats.dense_bytes_sent, s->n * sp_dtype_bytes(s->out_dtype),
                               memory_order_relaxed);

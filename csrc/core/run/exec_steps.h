@@ -14,7 +14,7 @@ typedef struct sp_slice {
     size_t off, n;          /* elements [off, off + n) of the part */
     const uint8_t *src;     /* what is sent or added of this rank's */
     uint8_t *dst;           /* where its output goes */
-    sp_kept *kept;          /* the slot of a step that keeps the slice or sends a kept one */
+    sp_kept *kept;          /* the kept buffer of a step that keeps the slice or sends a kept one */
     spccl_dtype out_dtype;  /* of what is sent: the accumulator's for a sum that is not finished */
     uint64_t n_contributed; /* REDUCE: listed elements of the contributions from other ranks */
 } sp_slice;
@@ -60,7 +60,7 @@ spccl_status sp_op_order_init(sp_op *op);
 bool sp_step_is_due(const sp_op *op, int step_idx);
 /* The step has done a slice: pass the turn on if its block is done. */
 void sp_op_slice_done(sp_op *op, int step_idx);
-/* The slot that slice k of the step keeps its data in, or sends from. NULL: the step does neither. */
+/* The buffer in which the step keeps slice k, or from which it sends it. NULL: the step does neither. */
 sp_kept *sp_op_kept(const sp_op *op, int step_idx, uint32_t k);
 
 /* ---- exec_measure.c: densities and rates for the choice of later schedules (choose.h) ---- */
@@ -79,12 +79,12 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op);
 /* Run one slice of a REDUCE step (exec_reduce.c). */
 spccl_status sp_reduce_run(sp_exec *x, sp_slice *s);
 
-/* Try the next slice of step `step_idx` of window[op_idx]. OK: it is done. AGAIN: it must wait. Any other
+/* Try the next slice of step `step_idx` of active[op_idx]. OK: it is done. AGAIN: it must wait. Any other
  * status breaks the communicator. */
 spccl_status sp_step_run(sp_exec *x, int op_idx, int step_idx);
 /* Write which ranks that slice waits for, and for what. */
 void sp_step_describe_wait(sp_exec *x, int op_idx, int step_idx, char *text, size_t cap);
-/* True if no earlier collective of the window still uses that queue. Both ends then use it in the same order.
+/* True if no earlier active collective still uses that queue. Both ends then use it in the same order.
  *   dir   0: send, 1: receive */
 bool sp_op_owns_queue(const sp_exec *x, int op_idx, int dir, int queue, int peer);
 /* Errors: MISMATCH (a peer sent more for this finished op, or for an older one, than the op takes). */

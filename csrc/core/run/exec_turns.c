@@ -30,8 +30,8 @@ static void pass_turn(const sp_op *op, int turn, sp_turn *t)
     }
 }
 
-/* The densities of the slices of the longest step, if some hop has a threshold, and else 0. */
-static size_t count_densities(const sp_op *op)
+/* Number of density records to allocate: one for each slice of the longest step that has a threshold. */
+static size_t n_density_records(const sp_op *op)
 {
     size_t longest = 0;
     for (int i = 0; i < op->plan->n_steps; i++)
@@ -40,8 +40,8 @@ static size_t count_densities(const sp_op *op)
     return sp_ceil_div(longest, op->a.slice_elems);
 }
 
-/* Bytes of a slot: a sum of one slice, or its largest message. COO has the largest frames. */
-static size_t slot_bytes(const sp_op *op)
+/* Bytes of a kept buffer: a sum of one slice, or its largest message. COO has the largest frames. */
+static size_t kept_bytes_of(const sp_op *op)
 {
     size_t n = op->a.slice_elems;
     size_t message = SP_ENVELOPE_BYTES + sp_frame_bound_forced(SPCCL_FORMAT_COO, n, op->elem_bytes);
@@ -59,10 +59,10 @@ static bool plan_keeps(const sp_plan *plan)
 spccl_status sp_op_order_init(sp_op *op)
 {
     const sp_plan *plan = op->plan;
-    size_t n_densities = count_densities(op), n_kept = plan_keeps(plan) ? (size_t)plan->block_slices : 0;
+    size_t n_densities = n_density_records(op), n_kept = plan_keeps(plan) ? (size_t)plan->block_slices : 0;
     size_t table_bytes;
     uint8_t *p;
-    op->kept_bytes = slot_bytes(op);
+    op->kept_bytes = kept_bytes_of(op);
     table_bytes = sp_align_up((size_t)plan->n_turns * sizeof(sp_turn) + n_kept * sizeof(sp_kept) +
                                   n_densities * sizeof(sp_densities),
                               64);
