@@ -160,8 +160,7 @@ static spccl_status create_comm(const spccl_store *store, const spccl_config *co
     SP_TRY_TO(fail, st, sp_kernels_pick(&comm->kernels));
     boot->deadline_ns = sp_deadline_in_ms(comm->timeout_ms);
     SP_TRY_TO(fail, st, sp_links_open(&comm->links, store, boot));
-    SP_TRY_TO(fail, st,
-              sp_exec_init(&comm->exec, &comm->links, comm->kernels, &comm->trace, comm->slice_bytes));
+    SP_TRY_TO(fail, st, sp_exec_init(&comm->exec, &comm->links, comm->kernels, comm->slice_bytes));
     SP_TRY_TO(fail, st, open_epoll(comm));
     *out = comm;
     return SPCCL_OK;

@@ -45,7 +45,6 @@ struct spccl_comm {
     char local_ip[80];       /* of spccl_comm_local_ip */
     const sp_kernels *kernels;
     sp_links links;
-    sp_trace trace;
     sp_exec exec; /* only the driver uses it */
     int epoll_fd; /* what the driver sleeps on: every endpoint, and wake_fd */
     int wake_fd;  /* eventfd; a write wakes the driver */

@@ -66,7 +66,7 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
         char note[SP_ABORT_TEXT_CAP];
         snprintf(note, sizeof note, "%.*s", (int)sizeof note - 1, text);
         sp_log(SP_LOG_INFO, comm->rank, "group \"%s\" is broken: %s", comm->name, text);
-        sp_trace_dump(&comm->trace, comm->rank);
+        sp_exec_log_events(&comm->exec);
         sp_links_abort_peers(&comm->links, note);
     }
     while (comm->exec.n_ops > 0) {

@@ -28,12 +28,10 @@ static void find_rates(sp_exec *x)
     }
 }
 
-spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, sp_trace *trace,
-                          size_t slice_bytes)
+spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, size_t slice_bytes)
 {
     *x = (sp_exec){.links = links,
                    .kernels = kernels,
-                   .trace = trace,
                    .slice_bytes_max = slice_bytes,
                    .slice_elems_max = slice_bytes}; /* one-byte elements */
     pthread_mutex_init(&x->choices_mu, NULL);
@@ -227,7 +225,7 @@ spccl_status sp_exec_pass(sp_exec *x, bool *progressed)
             *progressed = true;
             if (!op->is_started) {
                 op->is_started = true;
-                sp_trace_add(x->trace, op->seq, "first slice", sp_coll_name(op->a.coll), op->a.n_elems);
+                sp_exec_note(x, op, "first slice", NULL);
             }
             if ((size_t)++op->next_slice[s] * op->a.slice_elems >= op->plan->steps[s].n_elems)
                 op->n_steps_left--;
@@ -262,7 +260,7 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out)
     x->n_ops--;
     for (int i = 0; i < x->n_ops; i++)
         x->active[i] = x->active[i + 1];
-    sp_trace_add(x->trace, op->seq, "done", sp_coll_name(op->a.coll), op->a.n_elems);
+    sp_exec_note(x, op, "done", NULL);
     *out = op;
     return SPCCL_OK;
 }

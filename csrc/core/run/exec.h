@@ -4,7 +4,8 @@
 #ifndef SP_EXEC_H
 #define SP_EXEC_H
 
-#include "core/base/trace.h"
+#include "core/base/clock.h"
+#include "core/base/mem.h"
 #include "core/format/codec.h"
 #include "core/format/density_rule.h"
 #include "core/plan/choose.h"
@@ -100,6 +101,18 @@ typedef struct sp_chosen {
     sp_choice choice;
 } sp_chosen;
 
+/* What happened to a call. The last ones are logged when the communicator breaks. */
+#define SP_EXEC_EVENTS 64
+typedef struct sp_event {
+    int64_t time_ns;
+    const char *what; /* static text: "first slice", "done" */
+    uint32_t seq;
+    sp_coll coll;
+    uint64_t n_elems;
+    bool has_choice;
+    sp_choice choice; /* of the schedule */
+} sp_event;
+
 typedef struct sp_exec_stats {
     _Atomic uint64_t n_collectives, dense_bytes_sent, wire_bytes_sent, wire_bytes_received;
     _Atomic uint64_t n_frames_sent[SPCCL_N_FORMATS];
@@ -109,19 +122,20 @@ typedef struct sp_exec {
     sp_links *links; /* borrowed */
     sp_codec *codec; /* owned; made for slice_elems_max elements */
     const sp_kernels *kernels;
-    sp_trace *trace; /* borrowed */
     size_t slice_elems_max, slice_bytes_max;
     uint8_t *acc, *result; /* scratch of one slice: accumulator, and values of the dtype */
     sp_frame *frames;      /* [world_size] contributions to the current slice, by rank */
     uint64_t *n_sent;      /* [SP_N_QUEUES * world_size] messages ever committed on each queue */
     sp_op *active[SP_EXEC_ACTIVE_MAX];
     int n_ops;
-    sp_call past[SP_EXEC_PAST]; /* the last ended calls: call number i is at i % SP_EXEC_PAST */
-    uint32_t n_past;            /* calls ended, ever */
-    sp_chooser *chooser;        /* owned */
-    pthread_mutex_t choices_mu; /* guards the next two, which any thread may read */
-    sp_chosen *choices;         /* [SP_EXEC_CHOICES] owned */
-    uint32_t n_choices;         /* kinds of calls, ever: number i is at i % SP_EXEC_CHOICES */
+    sp_call past[SP_EXEC_PAST];      /* the last ended calls: call number i is at i % SP_EXEC_PAST */
+    uint32_t n_past;                 /* calls ended, ever */
+    sp_chooser *chooser;             /* owned */
+    pthread_mutex_t choices_mu;      /* guards the next two, which any thread may read */
+    sp_chosen *choices;              /* [SP_EXEC_CHOICES] owned */
+    uint32_t n_choices;              /* kinds of calls, ever: number i is at i % SP_EXEC_CHOICES */
+    sp_event events[SP_EXEC_EVENTS]; /* event number i is at i % SP_EXEC_EVENTS */
+    uint64_t n_events;
     /* Of envelopes: the slowest link inside this rank's host, and a rank of another host; -1 = none. */
     double local_ns;
     int remote_peer;
@@ -130,8 +144,7 @@ typedef struct sp_exec {
 
 /* Allocate scratch for slices of up to slice_bytes (dense). On failure too, the caller calls sp_exec_fini.
  * Errors: NOMEM. */
-spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, sp_trace *trace,
-                          size_t slice_bytes);
+spccl_status sp_exec_init(sp_exec *x, sp_links *links, const sp_kernels *kernels, size_t slice_bytes);
 void sp_exec_fini(sp_exec *x);
 size_t sp_exec_memory_bytes(const sp_exec *x);
 
@@ -157,6 +170,8 @@ spccl_status sp_exec_retire(sp_exec *x, sp_op **out);
 /* queue: the ops that wait to become active, in order; they have deadlines too. NULL: none.
  * Errors: TIMEOUT (a deadline has passed; the text says what the oldest overdue op waits for). */
 spccl_status sp_exec_check_deadlines(sp_exec *x, const sp_op *queue);
+/* Log the events that are kept, oldest first, one line of level "info" each. */
+void sp_exec_log_events(const sp_exec *x);
 /* Write one line on the i-th kind of call: its schedule, and why. False if there is no i-th. Threads: any. */
 bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap);
 /* The nearest deadline of the active ops and the queue. */

@@ -6,28 +6,34 @@
 
 #include <stdio.h>
 
-_Static_assert(SP_TRACE_VALUES >= 4 + SP_N_SCHEDULES, "a choice fits into the trace");
+#define TEXT_CAP 300
 
-/* What a choice is in the values of an event of the trace. */
-static void choice_pack(const sp_choice *c, double *values)
+void sp_exec_note(sp_exec *x, const sp_op *op, const char *what, const sp_choice *choice)
 {
-    values[0] = c->schedule;
-    values[1] = c->measured;
-    values[2] = c->density;
-    values[3] = c->sum_density;
-    for (int i = 0; i < SP_N_SCHEDULES; i++)
-        values[4 + i] = c->ns[i];
+    sp_event *e = &x->events[x->n_events++ % SP_EXEC_EVENTS];
+    *e = (sp_event){.time_ns = sp_now_ns(),
+                    .what = what,
+                    .seq = op->seq,
+                    .coll = op->a.coll,
+                    .n_elems = op->a.n_elems,
+                    .has_choice = choice != NULL};
+    if (choice != NULL)
+        e->choice = *choice;
+    e->choice.schedule = op->a.schedule;
 }
 
-static void describe_event(const sp_trace_event *e, char *text, size_t cap)
+void sp_exec_log_events(const sp_exec *x)
 {
-    sp_choice c = {.schedule = (sp_schedule)(int)e->values[0],
-                   .measured = e->values[1] != 0,
-                   .density = e->values[2],
-                   .sum_density = e->values[3]};
-    for (int i = 0; i < SP_N_SCHEDULES; i++)
-        c.ns[i] = e->values[4 + i];
-    sp_choice_describe(&c, text, cap);
+    int64_t now = sp_now_ns();
+    for (uint64_t i = x->n_events - sp_min_size(x->n_events, SP_EXEC_EVENTS); i < x->n_events; i++) {
+        const sp_event *e = &x->events[i % SP_EXEC_EVENTS];
+        char text[TEXT_CAP] = "";
+        if (e->has_choice)
+            sp_choice_describe(&e->choice, text, sizeof text);
+        sp_log(SP_LOG_INFO, x->links->rank, "trace: %9.3f ms ago  #%u %s of %llu elements: %s%s",
+               (double)(now - e->time_ns) * 1e-6, e->seq, sp_coll_name(e->coll),
+               (unsigned long long)e->n_elems, e->what, text);
+    }
 }
 
 static bool is_kind(const sp_chosen *c, const sp_op *op)
@@ -41,7 +47,7 @@ static void note_choice(sp_exec *x, const sp_op *op, const sp_choice *choice)
     uint32_t i = 0, n;
     bool is_new, other;
     sp_chosen *c;
-    char text[SP_TRACE_TEXT_CAP];
+    char text[TEXT_CAP];
     pthread_mutex_lock(&x->choices_mu);
     n = x->n_choices < SP_EXEC_CHOICES ? x->n_choices : SP_EXEC_CHOICES;
     while (i < n && !is_kind(&x->choices[i], op))
@@ -71,25 +77,20 @@ spccl_status sp_exec_choose(sp_exec *x, sp_op *op)
                          .format = SPCCL_FORMAT_AUTO}; /* not op->a.format: ranks may force different ones */
     uint32_t n_evaluated = x->chooser->n_evaluated;
     const sp_choice *choice;
-    sp_trace_event *event;
     SP_TRY(sp_choose(x->chooser, &call, (uint8_t)op->a.dtype, &choice));
     if (!op->a.is_forced)
         op->a.schedule = choice->schedule;
     op->measured = (sp_measured){.coll = op->a.coll, .dtype = (uint8_t)op->a.dtype, .n_elems = op->a.n_elems};
     if (x->chooser->n_evaluated != n_evaluated)
         note_choice(x, op, choice);
-    event = sp_trace_add(x->trace, op->seq, op->a.is_forced ? "forced " : "chosen ", sp_coll_name(op->a.coll),
-                         op->a.n_elems);
-    choice_pack(choice, event->values);
-    event->values[0] = op->a.schedule;
-    event->describe = describe_event;
+    sp_exec_note(x, op, op->a.is_forced ? "forced " : "chosen ", choice);
     return SPCCL_OK;
 }
 
 bool sp_exec_describe_choice(sp_exec *x, size_t i, char *text, size_t cap)
 {
     sp_chosen c = {.coll = SP_N_COLLS};
-    char why[SP_TRACE_TEXT_CAP];
+    char why[TEXT_CAP];
     pthread_mutex_lock(&x->choices_mu);
     if (i < x->n_choices && i < SP_EXEC_CHOICES)
         c = x->choices[i];

@@ -75,6 +75,8 @@ void sp_measure_sent(sp_exec *x, const sp_slice *s, const sp_encoded *e);
 
 /* exec_choose.c: choose the schedule of an op, unless it is forced, and note why. Errors: BUG. */
 spccl_status sp_exec_choose(sp_exec *x, sp_op *op);
+/* Keep an event of the op. choice: of its schedule, or NULL. (exec_choose.c) */
+void sp_exec_note(sp_exec *x, const sp_op *op, const char *what, const sp_choice *choice);
 
 /* Run one slice of a REDUCE step (exec_reduce.c). */
 spccl_status sp_reduce_run(sp_exec *x, sp_slice *s);
