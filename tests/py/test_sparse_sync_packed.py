@@ -53,7 +53,7 @@ def test_a_row_bit_by_bit():
 
 
 def test_bytes_of_a_chunk():
-    """What docs/TRAINING.md says: entries of 4096, and bytes of a row with them."""
+    """What docs/FORMAT.md says: entries of 4096, and bytes of a row with them."""
     assert {d: Layout(4096, d).row_bytes for d in (0.01, 0.0156, 0.085, 0.25, 0.5)} == {
         0.01: 60, 0.0156: 84, 0.085: 330, 0.25: 772, 0.5: 1028,
     }  # fmt: skip
