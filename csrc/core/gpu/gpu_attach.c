@@ -123,7 +123,7 @@ static void free_comm(sp_gpu_comm *g)
         g->ops->leave(before);
     } else { /* the memory of a GPU that cannot be entered stays */
         sp_channels_free_all(g, true);
-        (void)sp_proxies_close(g->proxies, true);
+        sp_proxies_close(g->proxies, true);
     }
     pthread_mutex_destroy(&g->mu);
     pthread_mutex_destroy(&g->look_mu);
@@ -317,7 +317,7 @@ void sp_gpu_comm_detach(spccl_comm *comm)
                "group \"%s\": a kernel on GPU %d does not end: the inbox of %zu bytes stays allocated",
                comm->name, g->device.ordinal, sp_tune_gpu_inbox_bytes(&g->limits, g->shape));
         sp_channels_stop(g);
-        (void)sp_proxies_close(g->proxies, true);
+        sp_proxies_close(g->proxies, true);
         return;
     }
     if ((strcmp(g->handles, "ipc") == 0 || sp_channels_use_ipc(g)) && comm->world_size > 1) {
