@@ -28,9 +28,8 @@ void wait_on_host(Comm &comm, CollectiveOrder &order, CudaRoute route, const OpT
 
 CudaWork::CudaWork(std::shared_ptr<Comm> comm, std::shared_ptr<CollectiveOrder> order, const Launch &launch,
                    uint64_t sequence, bool host_wait, CudaRoute route)
-    : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
-      order_(std::move(order)), op_(launch.op), outputs_(launch.outputs), sequence_(sequence),
-      host_wait_(host_wait), route_(route), held_(launch.inputs)
+    : CollectiveWork(std::move(comm), launch, sequence), order_(std::move(order)), op_(launch.op),
+      outputs_(launch.outputs), host_wait_(host_wait), route_(route), held_(launch.inputs)
 {
     held_.insert(held_.end(), launch.outputs.begin(), launch.outputs.end());
     for (const at::Tensor &t : {launch.in, launch.out})
@@ -73,11 +72,6 @@ bool CudaWork::isCompleted()
     return true;
 }
 
-bool CudaWork::isSuccess() const
-{
-    return exception() == nullptr;
-}
-
 std::exception_ptr CudaWork::exception() const
 {
     return fine_ ? nullptr : broken();
@@ -113,21 +107,6 @@ bool CudaWork::wait(milliseconds timeout)
         std::rethrow_exception(error);
     release();
     return true;
-}
-
-void CudaWork::blockCurrentStream()
-{
-    synchronize();
-}
-
-void CudaWork::abort()
-{
-    comm_->abort("Work.abort()");
-}
-
-uint64_t CudaWork::getSequencenumber() const
-{
-    return sequence_;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture()

@@ -37,7 +37,7 @@ void wait_on_host(Comm &comm, CollectiveOrder &order, CudaRoute route, const OpT
 /* A collective that was issued to a stream. A CudaWork holds its tensors until somebody waits for it. If the
  * CudaWork is dropped before, the allocator keeps the memory of the tensors until the stream has completed
  * the collective. */
-class CudaWork final : public c10d::Work
+class CudaWork final : public CollectiveWork
 {
   public:
     /*   host_wait   wait() blocks the host too (a barrier, SPCCL_BLOCKING_WAIT) */
@@ -50,7 +50,6 @@ class CudaWork final : public c10d::Work
 
     /* Whether the GPU is done. Must not be called while a graph is being captured. */
     bool isCompleted() override;
-    bool isSuccess() const override;
     /* What broke the group; NULL if this work was seen complete before the group broke. */
     std::exception_ptr exception() const override;
     std::vector<at::Tensor> result() override;
@@ -58,22 +57,17 @@ class CudaWork final : public c10d::Work
     void synchronize() override;
     /* As synchronize(). With a timeout, or if the group's waits block, the host waits too. */
     bool wait(milliseconds timeout = kNoTimeout) override;
-    void blockCurrentStream();
-    void abort() override;
     /* The future is complete at once, as NCCL's is. Its callbacks run on a stream that waits for the
      * tensors. */
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-    uint64_t getSequencenumber() const override;
 
   private:
     std::exception_ptr broken() const;
     void release();
 
-    const std::shared_ptr<Comm> comm_;
     const std::shared_ptr<CollectiveOrder> order_;
     const OpText op_;
     const std::vector<at::Tensor> outputs_;
-    const uint64_t sequence_;
     const bool host_wait_;
     const CudaRoute route_;
     std::optional<c10::Stream> stream_;

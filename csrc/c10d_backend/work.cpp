@@ -128,9 +128,8 @@ void run_blocking(Comm &comm, Launch launch)
 
 RequestWork::RequestWork(std::shared_ptr<Comm> comm, std::shared_ptr<SerialThread> completer, Launch launch,
                          uint64_t sequence)
-    : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
-      completer_(std::move(completer)), launch_(std::move(launch)), sequence_(sequence),
-      profiled_(static_cast<bool>(recordFunctionEndCallback_)),
+    : CollectiveWork(std::move(comm), launch, sequence), completer_(std::move(completer)),
+      launch_(std::move(launch)), profiled_(static_cast<bool>(recordFunctionEndCallback_)),
       copies_out_(static_cast<bool>(launch_.copy_out))
 {
 }
@@ -219,11 +218,6 @@ bool RequestWork::isCompleted()
     return true;
 }
 
-bool RequestWork::isSuccess() const
-{
-    return exception() == nullptr;
-}
-
 std::exception_ptr RequestWork::exception() const
 {
     auto *self =
@@ -259,21 +253,6 @@ bool RequestWork::wait(milliseconds timeout)
     if (std::exception_ptr error = Work::exception())
         std::rethrow_exception(error);
     return true;
-}
-
-void RequestWork::blockCurrentStream()
-{
-    wait(kNoTimeout);
-}
-
-void RequestWork::abort()
-{
-    comm_->abort("Work.abort()");
-}
-
-uint64_t RequestWork::getSequencenumber() const
-{
-    return sequence_;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> RequestWork::getFuture()

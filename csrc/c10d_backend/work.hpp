@@ -66,9 +66,40 @@ void run_copy_out(const Launch &launch);
  * error. */
 void run_blocking(Comm &comm, Launch launch);
 
+/* What the works of one collective share. */
+class CollectiveWork : public c10d::Work
+{
+  public:
+    CollectiveWork(std::shared_ptr<Comm> comm, const Launch &launch, uint64_t sequence)
+        : Work(comm->rank(), launch.type, launch.title, launch.inputs), comm_(std::move(comm)),
+          sequence_(sequence)
+    {
+    }
+    bool isSuccess() const override
+    {
+        return exception() == nullptr;
+    }
+    void blockCurrentStream() /* virtual from 2.9 on */
+    {
+        synchronize();
+    }
+    void abort() override
+    {
+        comm_->abort("Work.abort()");
+    }
+    uint64_t getSequencenumber() const override
+    {
+        return sequence_;
+    }
+
+  protected:
+    const std::shared_ptr<Comm> comm_;
+    const uint64_t sequence_;
+};
+
 /* One collective under way. It keeps its tensors until spccl no longer uses them, even if the user drops
  * it. */
-class RequestWork final : public c10d::Work
+class RequestWork final : public CollectiveWork
 {
   public:
     /* Issue the collective. `completer` runs the callbacks of futures, in the group's order of issue. Works
@@ -82,18 +113,14 @@ class RequestWork final : public c10d::Work
     ~RequestWork() override;
 
     bool isCompleted() override;
-    /* As in torch: false only after a failure; true while under way. */
-    bool isSuccess() const override;
+    /* As in torch: set only after a failure, not while under way. */
     std::exception_ptr exception() const override;
     std::vector<at::Tensor> result() override;
     void synchronize() override;
     /* timeout 0 = until the collective's own deadline. A shorter one that passes throws DistBackendError; the
      * collective then goes on and may be waited for again. */
     bool wait(milliseconds timeout = kNoTimeout) override;
-    void blockCurrentStream(); /* virtual from 2.9 on; host memory has no stream, so it is wait() */
-    void abort() override;
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-    uint64_t getSequencenumber() const override;
 
   private:
     static void on_done(void *ctx, spccl_status status);
@@ -101,10 +128,8 @@ class RequestWork final : public c10d::Work
     void settle();
     void complete_future();
 
-    const std::shared_ptr<Comm> comm_;
     const std::shared_ptr<SerialThread> completer_;
     Launch launch_; /* in, out and copy_out are cleared when the request is settled */
-    const uint64_t sequence_;
     const bool profiled_;
     const bool copies_out_;
     spccl_request *request_ = nullptr;
