@@ -4,7 +4,7 @@
 #define SP_TEST_ENDPOINTS_H
 
 #include "core/base/clock.h"
-#include "core/contract/transport.h"
+#include "core/run/boot.h"
 #include "test.h"
 
 #include <poll.h>
@@ -57,6 +57,7 @@ struct member {
     const sp_transport *t;
     sp_endpoint *ep;
     int rank, n;
+    bool tcp_too; /* tcp is among the transports */
     sp_endpoint_config config;
     struct shared *shared;
     uint64_t seed;
@@ -134,6 +135,15 @@ static inline spccl_status add_peers(struct member *m)
     return st;
 }
 
+static inline spccl_status take_fallbacks(struct member *m)
+{
+    sp_link peers[MEMBERS_CAP] = {{.transport = NULL}};
+    sp_links links = {.rank = m->rank, .world_size = m->n, .tcp_too = m->tcp_too, .peers = peers};
+    for (int i = 0; i < m->n; i++)
+        peers[i].transport = i != m->rank ? m->t : NULL;
+    return sp_take_fallbacks(&links, m->t, m->ep);
+}
+
 /* Connect to all members. Returns the status of add_peer or connect_step. */
 static inline spccl_status connect_member(struct member *m)
 {
@@ -142,7 +152,7 @@ static inline spccl_status connect_member(struct member *m)
         return st;
     while ((st = m->t->connect_step(m->ep)) == SPCCL_AGAIN)
         usleep(100);
-    return st;
+    return st == SPCCL_OK ? take_fallbacks(m) : st;
 }
 
 static inline bool join_group(struct member *m)

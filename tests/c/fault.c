@@ -28,7 +28,6 @@ struct fault {
     unsigned n_sent;
     bool cut, changed;               /* changed: the next arm returns SPCCL_AGAIN */
     struct queue *queues;            /* [world_size * n_queues] */
-    bool *has_next;                  /* [world_size] */
     sp_region *regions[REGIONS_MAX]; /* open ones; a cut closes them */
 };
 
@@ -113,7 +112,6 @@ static void fault_close(sp_endpoint *ep)
         return;
     f->t->close(f->inner);
     sp_free(f->queues);
-    sp_free(f->has_next);
     sp_free(f);
 }
 
@@ -131,8 +129,7 @@ static spccl_status fault_open(const sp_endpoint_config *config, sp_endpoint **o
     f->n_queues = config->n_queues;
     f->rng = sp_fault.seed + (uint64_t)config->rank * 7919;
     f->queues = sp_calloc((size_t)config->world_size * (size_t)config->n_queues, sizeof *f->queues);
-    f->has_next = sp_calloc((size_t)config->world_size, sizeof *f->has_next);
-    if (f->queues == NULL || f->has_next == NULL) {
+    if (f->queues == NULL) {
         st = SP_FAIL(SPCCL_ERR_NOMEM, "rank %d: fault: no memory for the records of %d x %d queues",
                      config->rank, config->world_size, config->n_queues);
         goto fail;
@@ -162,17 +159,23 @@ static spccl_status fault_add_peer(sp_endpoint *ep, int peer, const uint8_t *add
     return self(ep)->t->add_peer(self(ep)->inner, peer, address, bytes);
 }
 
-static void fault_has_next(sp_endpoint *ep, int peer)
-{
-    self(ep)->has_next[peer] = true;
-}
-
-static const char *fault_failed(sp_endpoint *ep, int peer)
+/* After a failure for a test the wrapped transport goes on, which needs no warning. */
+static const char *fault_failed(sp_endpoint *ep, int peer, bool *expected)
 {
     const struct fault *f = self(ep);
-    bool fails = f->plan.fails != NULL && strcmp(f->plan.fails, "pair") == 0 &&
-                 (is_failing(f, f->rank) || is_failing(f, peer));
-    return fails && f->has_next[peer] ? "it failed for a test" : NULL;
+    const char *why = f->t->failed != NULL ? f->t->failed(f->inner, peer, expected) : NULL;
+    if (why != NULL || f->plan.fails == NULL || strcmp(f->plan.fails, "pair") != 0)
+        return why;
+    *expected = true;
+    return is_failing(f, f->rank) || is_failing(f, peer) ? "it failed for a test" : NULL;
+}
+
+static void fault_take_fallback(sp_endpoint *ep, int peer)
+{
+    const struct fault *f = self(ep);
+    bool unused;
+    if (f->t->failed != NULL && f->t->failed(f->inner, peer, &unused) != NULL)
+        f->t->take_fallback(f->inner, peer);
 }
 
 static double fault_ns_per_byte(sp_endpoint *ep, int peer)
@@ -390,8 +393,8 @@ const sp_transport sp_transport_fault = {
     .address = fault_address,
     .can_reach = fault_can_reach,
     .add_peer = fault_add_peer,
-    .has_next = fault_has_next,
     .failed = fault_failed,
+    .take_fallback = fault_take_fallback,
     .connect_step = fault_connect_step,
     .message_max = fault_message_max,
     .reserve = fault_reserve,

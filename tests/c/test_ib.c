@@ -242,7 +242,7 @@ static void test_start(void)
     static void (*const members[])(struct member *) = {no_device, no_memory, no_open, by_tcp};
     for (size_t i = 0; i < sizeof members / sizeof *members; i++) {
         struct member m = make_group(&processes, 2, members[i]);
-        m.config.tcp_too = members[i] == by_tcp;
+        m.tcp_too = members[i] == by_tcp;
         run_group(&processes, &m);
     }
 }

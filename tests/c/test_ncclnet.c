@@ -225,7 +225,7 @@ static void play(struct member *m)
     st = connect_member(m);
     CHECK(getenv("TEST_NET_ADDED") == NULL && getenv("NCCL_PROTO") == NULL && getenv("TEST_NET_KEPT") != NULL,
           "the plugin's changes of the environment stayed");
-    if (s->outcome == REFUSED && !m->config.tcp_too) {
+    if (s->outcome == REFUSED && !m->tcp_too) {
         CHECK(st == SPCCL_ERR_UNREACHABLE && strstr(spccl_last_error(), "tcp is not among") != NULL, "%d: %s",
               (int)st, spccl_last_error());
         if (m->rank == s->rank)
@@ -260,7 +260,7 @@ static void run_scenario(int i, bool tcp_too)
     setenv("SPCCL_NET_PLUGIN", path, 1);
     m = make_group(&processes, 2, play);
     m.kind = i;
-    m.config.tcp_too = tcp_too;
+    m.tcp_too = tcp_too;
     run_group(&processes, &m);
 }
 
@@ -364,7 +364,7 @@ static void test_card_in_use(void)
     for (int kind = 0; kind <= 2; kind++) {
         struct member m = make_group(&processes, 2, play_card_in_use);
         m.kind = kind;
-        m.config.tcp_too = true;
+        m.tcp_too = true;
         run_group(&processes, &m);
     }
 }

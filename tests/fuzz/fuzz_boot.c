@@ -12,8 +12,7 @@ static sp_endpoint *endpoints[SP_TRANSPORTS_MAX];
 /* Endpoints of this rank, opened once. Those that this machine lacks stay NULL. */
 static void open_endpoints(void)
 {
-    sp_endpoint_config config = {
-        .world_size = WORLD_SIZE, .n_queues = 2, .queue_bytes = 65536, .tcp_too = true};
+    sp_endpoint_config config = {.world_size = WORLD_SIZE, .n_queues = 2, .queue_bytes = 65536};
     EXPECT(sp_host_identity("fuzz", config.host) == SPCCL_OK);
     for (int i = 0; sp_transports[i] != NULL; i++)
         if (sp_transports[i]->open(&config, &endpoints[i]) != SPCCL_OK)

@@ -32,9 +32,9 @@ typedef struct sp_endpoint_config {
     size_t queue_bytes;              /* capacity of one queue; a power of two */
     uint32_t n_sockets;              /* tcp: sockets per peer and queue, 1 .. 16 */
     const char *gpu; /* ib: folder in sysfs of the GPU whose data it carries; NULL or "": none, or unknown */
-    uint32_t n_sharing;  /* endpoints of this rank and group that share the link; 0: 1 */
-    bool tcp_too;        /* the fallback may carry a pair: tcp is among the transports */
-    bool rates_decide;   /* ncclnet: or one for which tcp has the higher rate (link_rate.h) */
+    uint32_t n_sharing; /* endpoints of this rank and group that share the link; 0: 1 */
+    bool
+        rates_decide; /* ncclnet: it fails for a pair for which its fallback has the higher rate (link_rate.h) */
     uint32_t n_puts;     /* transports with `puts`: most of them under way to a peer, at most SP_PUTS_MAX */
     int64_t deadline_ns; /* for connecting to all peers (clock.h) */
 } sp_endpoint_config;
@@ -97,8 +97,8 @@ typedef struct sp_transport_puts {
 
 typedef struct sp_transport {
     const char *name; /* "shm" */
-    /* It carries the pairs for which this transport fails at start-up and which have no other next one. Each endpoint of
-     * this transport brings its own. NULL: this transport fails for all pairs or none. */
+    /* This transport may fail for single pairs at start-up, and its endpoints can carry such pairs over this other one.
+     * Their owner decides: see `failed`. NULL: it fails for all pairs or none. */
     const struct sp_transport *fallback;
     /* Time to move one byte to the peer, without encode and decode. The choice of format uses it. A transport may
      * learn it from what it sent: the answer may change, and need not be the same on both ends. */
@@ -134,13 +134,12 @@ typedef struct sp_transport {
     void (*local_ip)(sp_endpoint *ep, int peer, char *out, size_t cap);
     /* Use this transport between this rank and `peer`. Called before the first connect_step. */
     spccl_status (*add_peer)(sp_endpoint *ep, int peer, const uint8_t *address, size_t bytes);
-    /* Called after add_peer: the caller has another transport than the fallback for this pair. If this one fails for the
-     * pair at start-up, it carries no message of the pair, and `failed` says why. NULL together with `failed`: the pair
-     * takes the fallback. */
-    void (*has_next)(sp_endpoint *ep, int peer);
-    /* After connect_step has returned OK, for a peer with a next one: why this transport failed. The text is valid until
-     * close. NULL: it works. Both ends get the same answer. */
-    const char *(*failed)(sp_endpoint *ep, int peer);
+    /* With a fallback, after connect_step has returned OK, for an added peer: why this transport does not carry the pair;
+     * *expected: that needs no warning. The text is valid until close. NULL: it does. Both ends get the same answer. */
+    const char *(*failed)(sp_endpoint *ep, int peer, bool *expected);
+    /* With a fallback: carry the pair, which has failed, over it. Without this call the endpoint carries no message of the
+     * pair. */
+    void (*take_fallback)(sp_endpoint *ep, int peer);
     /* Continue connecting. Returns SPCCL_AGAIN until every added peer is connected in both directions.
      * A connection that does not prove the job secret (wrong secret, noise, silence) is closed and logged;
      * the others go on. Errors: TIMEOUT (the deadline passed; names the missing ranks), AUTH (a peer refused

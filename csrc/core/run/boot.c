@@ -137,8 +137,7 @@ static bool lists_tcp(const sp_boot_config *c)
 static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
 {
     sp_endpoint_config ec = {.rank = c->rank,
-                             .tcp_too = links->tcp_too = lists_tcp(c),
-                             .rates_decide = links->rates_decide = c->rates_decide,
+                             .rates_decide = c->rates_decide,
                              .world_size = c->world_size,
                              .group_tag = links->group_tag,
                              .n_queues = 2,
@@ -146,6 +145,8 @@ static spccl_status open_endpoints(sp_links *links, const sp_boot_config *c)
                              .n_sockets = c->n_sockets,
                              .deadline_ns = c->deadline_ns};
     spccl_status st;
+    links->tcp_too = lists_tcp(c);
+    links->rates_decide = c->rates_decide;
     memcpy(ec.secret, links->secret, SP_SECRET_BYTES);
     memcpy(ec.host, links->host, SP_HOST_ID_BYTES);
     st = open_all(links, c, &ec);

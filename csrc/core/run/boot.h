@@ -30,7 +30,7 @@ typedef struct sp_links {
     size_t message_max;                     /* smallest over the endpoints */
     uint8_t secret[SP_SECRET_BYTES];        /* for later connections, which exchange GPU memory */
     uint64_t group_tag;
-    bool tcp_too, rates_decide; /* as in sp_endpoint_config: the endpoints of proxies get them too */
+    bool tcp_too, rates_decide; /* tcp is among the transports; as in sp_endpoint_config: for proxies too */
     bool
         peers_know; /* this rank's address is in the store, or its failure came from the peers or the store */
 } sp_links;
@@ -57,6 +57,12 @@ void sp_links_close(sp_links *links);
 /* This rank failed with `st` before it published anything. Publish the last error's text in place of its
  * address, so that no peer waits until the deadline. Keeps the last error. */
 void sp_boot_refuse(const spccl_store *store, const sp_boot_config *config, spccl_status st);
+
+/* Which transport a pair takes when its own fails at start-up is decided in boot_links.c alone. An endpoint brings its
+ * control links and its fallback (segments.h). So whoever opens endpoints besides sp_links_open, as proxies and port
+ * channels do, calls this one function for each, after its connect_step has returned OK: the pairs of `t` in `links` for
+ * which the endpoint failed take the fallback, with one warning. Errors: UNREACHABLE (tcp is not among the transports). */
+spccl_status sp_take_fallbacks(const sp_links *links, const sp_transport *t, sp_endpoint *ep);
 
 /* Each calls the function of that name (transport.h) of every endpoint in use. */
 spccl_status sp_links_progress(sp_links *links); /* ABORTED with the peer's text */

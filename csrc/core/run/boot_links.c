@@ -26,6 +26,7 @@ struct next {
     size_t address_bytes;
     const sp_transport *failed; /* NULL: the link has kept its transport */
     char why[200];              /* it failed */
+    bool waits;                 /* the link's endpoint is itself a next one of other pairs */
 };
 
 /* ---- what a peer published ---- */
@@ -97,23 +98,30 @@ static int find_candidates(const sp_links *links, int peer, const sp_published *
     return n;
 }
 
-/* The next one after found[best]. It cannot fail for single pairs itself, so no two of them wait for each other. A
- * transport that fails brings its own fallback. */
-static void find_next(sp_links *links, int peer, const struct candidate *found, int n, int best,
+static int order_of(const sp_transport *t)
+{
+    int i = 0;
+    while (sp_transports[i] != t)
+        i++;
+    return i;
+}
+
+/* The next one after found[best]. The fallback is none: it needs no endpoint of its own. Of two transports that may fail
+ * for single pairs the later one of sp_transports is the next one, so no two wait for each other. */
+static void find_next(const sp_links *links, int peer, const struct candidate *found, int n, int best,
                       struct next *next)
 {
-    const sp_link *link = &links->peers[peer];
-    for (int k = best + 1; link->transport->has_next != NULL && k < n; k++) {
+    const sp_transport *its = links->peers[peer].transport;
+    for (int k = best + 1; its->fallback != NULL && k < n; k++) {
         const sp_transport *t = links->transports[found[k].i];
-        if (t == link->transport->fallback)
+        if (t == its->fallback)
             return;
-        if (t->has_next != NULL)
+        if (t->fallback != NULL && order_of(t) < order_of(its))
             continue;
         *next = (struct next){.transport = t,
                               .ep = links->endpoints[found[k].i],
                               .address = found[k].peer.address,
                               .address_bytes = found[k].peer.address_bytes};
-        link->transport->has_next(link->ep, peer);
         return;
     }
 }
@@ -197,13 +205,22 @@ static spccl_status connect_all(sp_links *links, const struct next *nexts)
     }
 }
 
-/* Give the pairs whose transport failed to the next one. The peers do the same: both ends of a pair know that it failed. */
-static spccl_status take_next(sp_links *links, struct next *nexts)
+/* Give the pairs whose transport has failed to the next one. The peers do the same: both ends of a pair know that it
+ * failed. *any: some pair had a next one; endpoints that were one may connect now. */
+static spccl_status take_next(sp_links *links, struct next *nexts, bool *any)
 {
+    *any = false;
+    for (int peer = 0; peer < links->world_size; peer++)
+        nexts[peer].waits = is_a_next(links, nexts, links->peers[peer].ep);
     for (int peer = 0; peer < links->world_size; peer++) {
         sp_link *link = &links->peers[peer];
         struct next *next = &nexts[peer];
-        const char *why = next->ep != NULL ? link->transport->failed(link->ep, peer) : NULL;
+        bool expected = false;
+        const char *why;
+        if (next->ep == NULL || next->waits)
+            continue;
+        *any = true;
+        why = link->transport->failed(link->ep, peer, &expected);
         if (why != NULL) {
             next->failed = link->transport;
             snprintf(next->why, sizeof next->why, "%s", why);
@@ -213,6 +230,34 @@ static spccl_status take_next(sp_links *links, struct next *nexts)
         }
         next->ep = NULL;
     }
+    return SPCCL_OK;
+}
+
+spccl_status sp_take_fallbacks(const sp_links *links, const sp_transport *t, sp_endpoint *ep)
+{
+    sp_rank_list ranks = {0};
+    const char *first = "";
+    bool all_expected = true;
+    for (int peer = 0; t->fallback != NULL && peer < links->world_size; peer++) {
+        bool expected = false;
+        const char *why = links->peers[peer].transport == t ? t->failed(ep, peer, &expected) : NULL;
+        if (why == NULL)
+            continue;
+        if (ranks.n == 0 || (all_expected && !expected))
+            first = why;
+        all_expected = all_expected && expected;
+        sp_rank_list_add(&ranks, peer);
+        t->take_fallback(ep, peer);
+    }
+    if (ranks.n == 0)
+        return SPCCL_OK;
+    if (!links->tcp_too)
+        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
+                       "rank %d: no connection over %s with rank %s, and %s is not among the transports: %s",
+                       links->rank, t->name, ranks.text, t->fallback->name, first);
+    sp_log(all_expected ? SP_LOG_INFO : SP_LOG_WARN, links->rank,
+           "%s: %s is used in place of %s with rank %s: %s", t->name, t->fallback->name, t->name, ranks.text,
+           first);
     return SPCCL_OK;
 }
 
@@ -254,13 +299,15 @@ static spccl_status connect_links(sp_links *links, const sp_boot_config *c, cons
     for (int peer = 0; peer < links->world_size; peer++)
         if (peer != links->rank)
             SP_TRY(pick(links, c, peer, &all[peer], &nexts[peer]));
-    drop_unused(links, nexts);
-    SP_TRY(connect_all(links, nexts));
-    SP_TRY(take_next(links, nexts));
-    drop_unused(links,
-                nexts); /* also one that failed for all its peers: its cards are free for the next one */
+    for (bool any = true; any;) {
+        /* Also one that failed for all its peers: its cards are free for the next one. */
+        drop_unused(links, nexts);
+        SP_TRY(connect_all(links, nexts));
+        SP_TRY(take_next(links, nexts, &any));
+    }
     log_next(links, nexts);
-    SP_TRY(connect_all(links, nexts));
+    for (int i = 0; i < links->n_endpoints; i++)
+        SP_TRY(sp_take_fallbacks(links, links->transports[i], links->endpoints[i]));
     for (int r = 0; r < links->world_size; r++)
         write_text(&links->peers[r], r, &nexts[r]);
     for (int i = 0; i < links->n_endpoints; i++)

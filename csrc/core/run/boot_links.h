@@ -37,7 +37,7 @@ spccl_status sp_published_check(const sp_boot_config *c, int peer, const sp_publ
 bool sp_published_find(const sp_published *p, const char *name, sp_published_transport *out);
 
 /* Choose the transport of each link, connect, and close the endpoints that no link uses. If a transport fails for a pair,
- * the next one is tried (transport.h, has_next). all: [world_size], this rank's entry is not used. Errors: UNREACHABLE,
+ * the next one is tried, or its fallback carries the pair. all: [world_size], this rank's entry is not used. Errors: UNREACHABLE,
  * TIMEOUT, AUTH, and those of the transports. */
 spccl_status sp_boot_connect(sp_links *links, const sp_boot_config *c, const sp_published *all);
 

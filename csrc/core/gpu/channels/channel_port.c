@@ -24,7 +24,6 @@ static spccl_status open_endpoint(sp_port *port, const sp_transport *transport, 
                                           (UINT64_C(0x53504348414e4e00) + port->c->g->n_channel_sets),
                              .n_queues = 1,
                              .queue_bytes = QUEUE_BYTES,
-                             .tcp_too = comm->links.tcp_too,
                              .rates_decide = comm->links.rates_decide,
                              .gpu = gpu,
                              .deadline_ns = deadline_ns};

@@ -125,7 +125,6 @@ static spccl_status open_endpoint(sp_proxy *x, uint32_t index)
                              .n_sockets = r->n_proxies == 1 ? 0 : 1,
                              .n_sharing = r->n_proxies,
                              .n_puts = sp_gpu_direct_is_on() ? SP_PUTS_MAX : 0,
-                             .tcp_too = comm->links.tcp_too,
                              .rates_decide = comm->links.rates_decide,
                              .gpu = gpu,
                              .deadline_ns = sp_deadline_in_ms(comm->timeout_ms)};

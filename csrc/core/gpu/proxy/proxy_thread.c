@@ -63,6 +63,8 @@ static spccl_status connect_thread(sp_proxy_thread *t)
     for (int i = 0; i < t->n_endpoints; i++) {
         sp_proxy_endpoint *e = &t->endpoints[i];
         spccl_status st = e->connected ? SPCCL_OK : e->transport->connect_step(e->ep);
+        if (st == SPCCL_OK && !e->connected)
+            st = sp_take_fallbacks(&t->g->comm->links, e->transport, e->ep);
         if (st != SPCCL_OK && st != SPCCL_AGAIN)
             return st;
         e->connected = st == SPCCL_OK;

@@ -169,8 +169,6 @@ const sp_transport sp_transport_ib = {
     .inform = sp_ib_inform,
     .device = sp_ib_net_device,
     .open = ib_open,
-    .has_next = sp_segments_has_next,
-    .failed = sp_segments_failed,
     .puts = &sp_ib_puts,
     SP_SEGMENTS_FUNCTIONS,
 };

@@ -90,7 +90,7 @@ static spccl_status send_connect_info(struct sp_plugin_endpoint *ep, int peer)
     p->mine.usable = is_loaded(ep);
     p->mine.n_queues = (uint32_t)ep->base.config.n_queues;
     p->mine.segment_bytes = (uint32_t)(ep->base.config.queue_bytes / SP_SEGMENTS);
-    p->mine.rates_decide = ep->base.config.rates_decide && ep->base.config.tcp_too;
+    p->mine.rates_decide = ep->base.config.rates_decide;
     p->mine.tcp_mbps = tcp->rate_mbps(ep->base.tcp);
     p->mine.plugin_mbps = p->mine.usable ? plugin_mbps(ep) : 0;
     if (p->mine.usable)

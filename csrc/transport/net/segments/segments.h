@@ -4,8 +4,8 @@
  *
  * The control link: each endpoint has an endpoint of transport tcp beside it. Its link to a peer proves the job secret,
  * carries notes (what both must know to connect, and at the end a FIN) and aborts, and shows when the peer is gone. If the
- * network fails for a peer at start-up, and the caller has no other transport for it, the messages to that peer take the
- * control link too.
+ * network fails for a peer at start-up, it says so (failed in transport.h). If the owner has no other transport for the
+ * pair, its messages take the control link too (take_fallback).
  *
  * The end of a peer, in this order: its FIN over the control link says how many segments it has sent; the end of the link
  * makes it `gone`, and nothing is sent to it any more; it is `over` when those segments are here, or none has come for
@@ -42,11 +42,11 @@ void sp_segments_write_fin(const sp_segments_fin *f, int n_queues, uint8_t out[S
 /* False: the bytes are not a FIN. */
 bool sp_segments_read_fin(const uint8_t *bytes, size_t n, int n_queues, sp_segments_fin *out);
 
-/* SP_BY_NEXT: the caller uses another transport. */
-enum sp_segments_route { SP_BY_UNDECIDED, SP_BY_NET, SP_BY_TCP, SP_BY_NEXT };
+/* UNDECIDED: start-up runs, or the network failed for the pair and its owner has not taken the fallback. */
+enum sp_segments_route { SP_BY_UNDECIDED, SP_BY_NET, SP_BY_TCP };
 
 typedef struct sp_segments_peer {
-    bool added, has_next;
+    bool added;
     enum sp_segments_route route;
     sp_segment_ring tx[SP_QUEUES_MAX], rx[SP_QUEUES_MAX];
     /* start-up */
@@ -136,7 +136,8 @@ size_t sp_segments_message_max(sp_endpoint *ep);
 
 /* All of sp_transport but name, inform, device, open and rates. */
 #define SP_SEGMENTS_FUNCTIONS                                                                                \
-    .fallback = &sp_transport_tcp, .is_rdma = sp_segments_is_rdma, .ns_per_byte = sp_segments_ns_per_byte,   \
+    .fallback = &sp_transport_tcp, .failed = sp_segments_failed, .take_fallback = sp_segments_take_fallback, \
+    .is_rdma = sp_segments_is_rdma, .ns_per_byte = sp_segments_ns_per_byte,                                  \
     .describe = sp_segments_describe, .local_ip = sp_segments_local_ip, .address = sp_segments_address,      \
     .can_reach = sp_segments_can_reach, .add_peer = sp_segments_add_peer,                                    \
     .connect_step = sp_segments_connect_step, .message_max = sp_segments_message_max,                        \
@@ -169,8 +170,8 @@ void sp_segments_close(sp_endpoint *ep);
 
 /* As in transport.h. */
 spccl_status sp_segments_connect_step(sp_endpoint *ep);
-void sp_segments_has_next(sp_endpoint *ep, int peer);
-const char *sp_segments_failed(sp_endpoint *ep, int peer);
+const char *sp_segments_failed(sp_endpoint *ep, int peer, bool *expected);
+void sp_segments_take_fallback(sp_endpoint *ep, int peer);
 /* The network does not carry this peer, or not all that it could. The first reason stays. */
 void sp_segments_note_reason(sp_segments_peer *p, const char *why);
 /* Open the rings of a peer's queues. Errors: NOMEM. */

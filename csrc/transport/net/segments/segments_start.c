@@ -1,8 +1,6 @@
-/* segments_start.c - start-up of a network that moves segments: the control links, then what the network does over them,
- * then which route each pair takes. See segments.h. */
+/* segments_start.c - start-up of a network that moves segments: the control links, then what the network does over them. See segments.h. */
 #include "core/base/bits.h"
 #include "core/base/clock.h"
-#include "core/base/log.h"
 #include "transport/net/segments/segments.h"
 
 #include <stdio.h>
@@ -133,38 +131,9 @@ bool sp_segments_read_result(const uint8_t *bytes, size_t n, uint32_t magic, uin
 
 /* ---- the end of start-up ---- */
 
-/* One warning for all pairs that use tcp in place of the network. Errors: UNREACHABLE (tcp is not allowed). */
-static spccl_status decide_routes(sp_segments *s)
-{
-    sp_rank_list failed = {0};
-    const char *why = "", *what = s->net->what;
-    for (int i = 0; i < s->config.world_size; i++) {
-        sp_segments_peer *p = &s->peers[i];
-        if (!p->added)
-            continue;
-        p->route = !p->none ? SP_BY_NET : p->has_next ? SP_BY_NEXT : SP_BY_TCP;
-        if (p->route != SP_BY_TCP || p->tcp_faster)
-            continue;
-        why = failed.n == 0 ? p->reason : why;
-        sp_rank_list_add(&failed, i);
-    }
-    if (failed.n == 0)
-        return SPCCL_OK;
-    if (!s->config.tcp_too)
-        return SP_FAIL(SPCCL_ERR_UNREACHABLE,
-                       "rank %d: no connection over %s with rank %s, and tcp is not among the transports: %s",
-                       s->config.rank, what, failed.text, why);
-    sp_log(s->net->is_expected != NULL && s->net->is_expected(s) ? SP_LOG_INFO : SP_LOG_WARN, s->config.rank,
-           "%s: tcp is used in place of %s with rank %s: %s", s->net->name, what, failed.text, why);
-    return SPCCL_OK;
-}
-
 /* Discard wake-ups caused by start-up. */
 static void forget_changes(sp_segments *s)
 {
-    for (int i = 0; i < s->config.world_size; i++)
-        if (s->peers[i].route == SP_BY_TCP)
-            return;
     for (int i = 0; i < 100; i++)
         if (tcp->arm(s->tcp) == SPCCL_OK) {
             tcp->disarm(s->tcp);
@@ -173,15 +142,17 @@ static void forget_changes(sp_segments *s)
     s->changed = true; /* a peer may be gone already, or have sent */
 }
 
-void sp_segments_has_next(sp_endpoint *opaque, int peer)
+const char *sp_segments_failed(sp_endpoint *opaque, int peer, bool *expected)
 {
-    sp_segments_self(opaque)->peers[peer].has_next = true;
+    const sp_segments *s = sp_segments_self(opaque);
+    const sp_segments_peer *p = &s->peers[peer];
+    *expected = p->tcp_faster || (s->net->is_expected != NULL && s->net->is_expected(s));
+    return p->none ? p->reason : NULL;
 }
 
-const char *sp_segments_failed(sp_endpoint *opaque, int peer)
+void sp_segments_take_fallback(sp_endpoint *opaque, int peer)
 {
-    const sp_segments_peer *p = &sp_segments_self(opaque)->peers[peer];
-    return p->route == SP_BY_NEXT ? p->reason : NULL;
+    sp_segments_self(opaque)->peers[peer].route = SP_BY_TCP;
 }
 
 spccl_status sp_segments_connect_step(sp_endpoint *opaque)
@@ -202,7 +173,9 @@ spccl_status sp_segments_connect_step(sp_endpoint *opaque)
     s->tcp_up = true;
     SP_TRY(tcp->progress(s->tcp, &peer, text));
     SP_TRY(s->net->start_step(s));
-    SP_TRY(decide_routes(s));
+    for (int i = 0; i < s->config.world_size; i++)
+        if (s->peers[i].added && !s->peers[i].none)
+            s->peers[i].route = SP_BY_NET;
     forget_changes(s);
     s->up = true;
     return SPCCL_OK;
