@@ -1,7 +1,6 @@
 /* coo_scalar.c - the coo format (FORMAT.md 3.4): a u32 index and a value per listed element.
  * The vector kernels must give the same bytes as this code. */
-#include "kernels/cpu/elem.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/scalar.h"
 
 #define COO_ENCODE(NAME)                                                                                     \
     static void coo_encode_##NAME(const sp_encode_args *a)                                                   \
@@ -23,14 +22,7 @@ COO_ENCODE(u64)
 
 void sp_coo_encode_scalar(const sp_encode_args *a)
 {
-    if (a->elem_bytes == 1)
-        coo_encode_u8(a);
-    else if (a->elem_bytes == 2)
-        coo_encode_u16(a);
-    else if (a->elem_bytes == 4)
-        coo_encode_u32(a);
-    else
-        coo_encode_u64(a);
+    SP_BY_WIDTH(a->elem_bytes, coo_encode, a);
 }
 
 #define COO_APPLY(NAME, V, D, F)                                                                             \
@@ -43,18 +35,4 @@ void sp_coo_encode_scalar(const sp_encode_args *a)
     }
 SP_APPLY_OPS(COO_APPLY)
 #define COO_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = coo_##NAME,
-static void (*const coo_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_APPLY_OPS(COO_ENTRY)};
-
-void sp_coo_set_scalar(const sp_decode_args *a)
-{
-    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
-    sp_coo_overwrite_scalar(a);
-}
-void sp_coo_overwrite_scalar(const sp_decode_args *a)
-{
-    coo_apply[sp_apply_take_op(sp_dtype_bytes(a->dtype))](a);
-}
-void sp_coo_add_scalar(const sp_decode_args *a)
-{
-    coo_apply[sp_apply_add_op(a->dtype, a->dst_dtype)](a);
-}
+SP_SCALAR_DECODERS(coo, SP_APPLY_OPS(COO_ENTRY))

@@ -42,11 +42,7 @@ DENSE_OVERWRITE(u64)
 
 void sp_dense_overwrite_scalar(const sp_decode_args *a)
 {
-    static void (*const by_bytes[9])(const sp_decode_args *) = {[1] = dense_overwrite_u8,
-                                                                [2] = dense_overwrite_u16,
-                                                                [4] = dense_overwrite_u32,
-                                                                [8] = dense_overwrite_u64};
-    by_bytes[sp_dtype_bytes(a->dtype)](a);
+    SP_BY_WIDTH(sp_dtype_bytes(a->dtype), dense_overwrite, a);
 }
 
 #define DENSE_APPLY(NAME, V, D, F)                                                                           \

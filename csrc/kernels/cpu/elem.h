@@ -42,7 +42,20 @@ SP_ELEM_ACCESS(i64, int64_t)
 SP_ELEM_ACCESS(f32, float)
 SP_ELEM_ACCESS(f64, double)
 
-/* ---- bits of float64, and the NaN rule ---- */
+/* Call FN_u8, FN_u16, FN_u32 or FN_u64: that of elements of `bytes`. */
+#define SP_BY_WIDTH(BYTES, FN, ...)                                                                          \
+    do {                                                                                                     \
+        if ((BYTES) == 4)                                                                                    \
+            FN##_u32(__VA_ARGS__);                                                                           \
+        else if ((BYTES) == 2)                                                                               \
+            FN##_u16(__VA_ARGS__);                                                                           \
+        else if ((BYTES) == 8)                                                                               \
+            FN##_u64(__VA_ARGS__);                                                                           \
+        else                                                                                                 \
+            FN##_u8(__VA_ARGS__);                                                                            \
+    } while (0)
+
+/* ---- bits of float64 ---- */
 
 static inline double sp_f64_from_bits(uint64_t u)
 {
@@ -56,52 +69,40 @@ static inline uint64_t sp_f64_to_bits(double d)
     memcpy(&u, &d, sizeof u);
     return u;
 }
-/* The result of a op b by the NaN rule, where a op b is a NaN. */
-static inline float sp_nan_f32(float a, float b)
-{
-    if (a != a)
-        return sp_f32_from_bits(sp_f32_to_bits(a) | 0x00400000u);
-    if (b != b)
-        return sp_f32_from_bits(sp_f32_to_bits(b) | 0x00400000u);
-    return sp_f32_from_bits(SP_NAN_F32);
-}
-static inline double sp_nan_f64(double a, double b)
-{
-    if (a != a)
-        return sp_f64_from_bits(sp_f64_to_bits(a) | 0x0008000000000000u);
-    if (b != b)
-        return sp_f64_from_bits(sp_f64_to_bits(b) | 0x0008000000000000u);
-    return sp_f64_from_bits(SP_NAN_F64);
-}
 
-/* ---- addition ---- */
+/* ---- addition and multiplication ---- */
 
-static inline uint8_t sp_add_u8(uint8_t a, uint8_t b)
-{
-    return (uint8_t)(a + b);
-}
-static inline uint16_t sp_add_u16(uint16_t a, uint16_t b)
-{
-    return (uint16_t)(a + b);
-}
-static inline uint32_t sp_add_u32(uint32_t a, uint32_t b)
-{
-    return a + b;
-}
-static inline uint64_t sp_add_u64(uint64_t a, uint64_t b)
-{
-    return a + b;
-}
-static inline float sp_add_f32(float a, float b)
-{
-    float r = a + b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b) : r;
-}
-static inline double sp_add_f64(double a, double b)
-{
-    double r = a + b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b) : r;
-}
+#define SP_INT_ADD(NAME)                                                                                     \
+    static inline sp_elem_##NAME sp_add_##NAME(sp_elem_##NAME a, sp_elem_##NAME b)                           \
+    {                                                                                                        \
+        return (sp_elem_##NAME)(a + b);                                                                      \
+    }
+SP_INT_ADD(u8)
+SP_INT_ADD(u16)
+SP_INT_ADD(u32)
+SP_INT_ADD(u64)
+/* sp_nan_<type>: the result of a op b by the NaN rule, where a op b is a NaN. */
+#define SP_FLOAT_ARITHMETIC(NAME, T, QUIET_BIT, NAN_BITS)                                                    \
+    static inline T sp_nan_##NAME(T a, T b)                                                                  \
+    {                                                                                                        \
+        if (a != a)                                                                                          \
+            return sp_##NAME##_from_bits(sp_##NAME##_to_bits(a) | QUIET_BIT);                                \
+        if (b != b)                                                                                          \
+            return sp_##NAME##_from_bits(sp_##NAME##_to_bits(b) | QUIET_BIT);                                \
+        return sp_##NAME##_from_bits(NAN_BITS);                                                              \
+    }                                                                                                        \
+    static inline T sp_add_##NAME(T a, T b)                                                                  \
+    {                                                                                                        \
+        T r = a + b;                                                                                         \
+        return SP_UNLIKELY(r != r) ? sp_nan_##NAME(a, b) : r;                                                \
+    }                                                                                                        \
+    static inline T sp_mul_##NAME(T a, T b)                                                                  \
+    {                                                                                                        \
+        T r = a * b;                                                                                         \
+        return SP_UNLIKELY(r != r) ? sp_nan_##NAME(a, b) : r;                                                \
+    }
+SP_FLOAT_ARITHMETIC(f32, float, 0x00400000u, SP_NAN_F32)
+SP_FLOAT_ARITHMETIC(f64, double, 0x0008000000000000u, SP_NAN_F64)
 static inline uint16_t sp_add_f16(uint16_t a, uint16_t b)
 {
     return sp_f16_from_f32(sp_add_f32(sp_f16_to_f32(a), sp_f16_to_f32(b)));
@@ -118,16 +119,6 @@ static inline float sp_add_bf16_f32(float a, uint16_t b)
 {
     return sp_add_f32(a, sp_bf16_to_f32(b));
 }
-static inline float sp_mul_f32(float a, float b)
-{
-    float r = a * b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f32(a, b) : r;
-}
-static inline double sp_mul_f64(double a, double b)
-{
-    double r = a * b;
-    return SP_UNLIKELY(r != r) ? sp_nan_f64(a, b) : r;
-}
 
 /* acc[i] += x[i], float32. With `listed`, an x with all bits zero is absent and leaves acc as it is. */
 static inline void sp_sum_f32(void *acc, const void *x, size_t n, bool listed)
@@ -142,26 +133,16 @@ static inline void sp_sum_f32(void *acc, const void *x, size_t n, bool listed)
 /* ---- what decoding does with a listed element: SET and OVERWRITE go by width, ADD by dtype ---- */
 
 /* new dst = value, whatever dst held. */
-static inline uint8_t sp_take_u8(uint8_t d, uint8_t v)
-{
-    (void)d;
-    return v;
-}
-static inline uint16_t sp_take_u16(uint16_t d, uint16_t v)
-{
-    (void)d;
-    return v;
-}
-static inline uint32_t sp_take_u32(uint32_t d, uint32_t v)
-{
-    (void)d;
-    return v;
-}
-static inline uint64_t sp_take_u64(uint64_t d, uint64_t v)
-{
-    (void)d;
-    return v;
-}
+#define SP_TAKE(NAME)                                                                                        \
+    static inline sp_elem_##NAME sp_take_##NAME(sp_elem_##NAME d, sp_elem_##NAME v)                          \
+    {                                                                                                        \
+        (void)d;                                                                                             \
+        return v;                                                                                            \
+    }
+SP_TAKE(u8)
+SP_TAKE(u16)
+SP_TAKE(u32)
+SP_TAKE(u64)
 
 /* X(name, access of the value, access of dst, function: new dst = f(old dst, value)).
  * Signed integers use the unsigned functions of their width, so that sums wrap. */

@@ -10,7 +10,12 @@
     void sp_##FORMAT##_set_##ISA(const sp_decode_args *a);                                                   \
     void sp_##FORMAT##_add_##ISA(const sp_decode_args *a);                                                   \
     void sp_##FORMAT##_overwrite_##ISA(const sp_decode_args *a);
-#define SP_DECLARE_BULK(ISA)                                                                                 \
+#define SP_DECLARE_SET(ISA)                                                                                  \
+    SP_DECLARE_FORMAT(tile, ISA)                                                                             \
+    SP_DECLARE_FORMAT(pici, ISA)                                                                             \
+    SP_DECLARE_FORMAT(coo, ISA)                                                                              \
+    SP_DECLARE_FORMAT(dense, ISA)                                                                            \
+    void sp_scan_##ISA(sp_scan_args *a);                                                                     \
     void sp_combine_##ISA(const sp_combine_args *a);                                                         \
     void sp_finish_##ISA(const sp_finish_args *a);                                                           \
     void sp_prune_##ISA(sp_prune_args *a);                                                                   \
@@ -18,29 +23,14 @@
     void sp_zero_##ISA(void *dst, size_t bytes, bool non_temporal);
 
 /* ---- scalar: the reference that the other sets must equal bit for bit ---- */
-void sp_scan_scalar(sp_scan_args *a);
-SP_DECLARE_FORMAT(tile, scalar)
-SP_DECLARE_FORMAT(pici, scalar)
-SP_DECLARE_FORMAT(coo, scalar)
-SP_DECLARE_FORMAT(dense, scalar)
-SP_DECLARE_BULK(scalar)
+SP_DECLARE_SET(scalar)
 
 #if SPCCL_KERNELS_X86
 /* ---- AVX2 with BMI1, BMI2, POPCNT, LZCNT, F16C ---- */
-void sp_scan_avx2(sp_scan_args *a);
-SP_DECLARE_FORMAT(tile, avx2)
-SP_DECLARE_FORMAT(pici, avx2)
-SP_DECLARE_FORMAT(coo, avx2)
-SP_DECLARE_FORMAT(dense, avx2)
-SP_DECLARE_BULK(avx2)
+SP_DECLARE_SET(avx2)
 
 /* ---- AVX-512 F, BW, DQ, VL, VBMI, VBMI2, and all that the AVX2 kernels need ---- */
-void sp_scan_avx512(sp_scan_args *a);
-SP_DECLARE_FORMAT(tile, avx512)
-SP_DECLARE_FORMAT(pici, avx512)
-SP_DECLARE_FORMAT(coo, avx512)
-SP_DECLARE_FORMAT(dense, avx512)
-SP_DECLARE_BULK(avx512)
+SP_DECLARE_SET(avx512)
 #endif
 
 #endif

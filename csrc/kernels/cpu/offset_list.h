@@ -64,40 +64,20 @@ SP_LIST_MOVE(u64, uint64_t)
 
 static inline void list_gather(void *values, const void *x, const uint16_t *offs, size_t n, size_t elem_bytes)
 {
-    if (elem_bytes == 4)
-        list_gather_u32(values, x, offs, n);
-    else if (elem_bytes == 2)
-        list_gather_u16(values, x, offs, n);
-    else if (elem_bytes == 8)
-        list_gather_u64(values, x, offs, n);
-    else
-        list_gather_u8(values, x, offs, n);
+    SP_BY_WIDTH(elem_bytes, list_gather, values, x, offs, n);
 }
 static inline void list_scatter(void *dst, const uint16_t *offs, const void *values, size_t n,
                                 size_t elem_bytes)
 {
-    if (elem_bytes == 4)
-        list_scatter_u32(dst, offs, values, n);
-    else if (elem_bytes == 2)
-        list_scatter_u16(dst, offs, values, n);
-    else if (elem_bytes == 8)
-        list_scatter_u64(dst, offs, values, n);
-    else
-        list_scatter_u8(dst, offs, values, n);
+    SP_BY_WIDTH(elem_bytes, list_scatter, dst, offs, values, n);
 }
 /* Set the listed elements of a chunk back to zero: the whole chunk is zero again. */
 static inline void list_clear(void *dst, const uint16_t *offs, size_t n, size_t elem_bytes)
 {
     if (n * 16 > SP_CHUNK_ELEMS * SP_CLEAR_SIXTEENTHS)
         memset(dst, 0, SP_CHUNK_ELEMS * elem_bytes);
-    else if (elem_bytes == 4)
-        list_clear_u32(dst, offs, n);
-    else if (elem_bytes == 2)
-        list_clear_u16(dst, offs, n);
-    else if (elem_bytes == 8)
-        list_clear_u64(dst, offs, n);
     else
-        list_clear_u8(dst, offs, n);
+        SP_BY_WIDTH(elem_bytes, list_clear, dst, offs, n);
 }
 
 /* dst[offs[j]] = f(dst[offs[j]], values[j]), one function per operation. dst points to the chunk.

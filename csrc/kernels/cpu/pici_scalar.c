@@ -1,8 +1,7 @@
 /* pici_scalar.c - the pici format (FORMAT.md 3.3; Hough et al., section III.B). It has 64x64 tiles, one bit
  * word per column, an exclusive prefix per tile, and values in the order of the bits.
  * The vector kernels must give the same bytes as this code. */
-#include "kernels/cpu/elem.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/scalar.h"
 
 /* Write prefixes and bit words. Bit r of a tile's word c is bit c of the scan's word r: a transpose. */
 static void pici_encode_bits(const sp_encode_args *a)
@@ -47,14 +46,7 @@ PICI_ENCODE(u64)
 void sp_pici_encode_scalar(const sp_encode_args *a)
 {
     pici_encode_bits(a);
-    if (a->elem_bytes == 1)
-        pici_encode_u8(a);
-    else if (a->elem_bytes == 2)
-        pici_encode_u16(a);
-    else if (a->elem_bytes == 4)
-        pici_encode_u32(a);
-    else
-        pici_encode_u64(a);
+    SP_BY_WIDTH(a->elem_bytes, pici_encode, a);
 }
 
 #define PICI_APPLY(NAME, V, D, F)                                                                            \
@@ -64,18 +56,4 @@ void sp_pici_encode_scalar(const sp_encode_args *a)
     }
 SP_APPLY_OPS(PICI_APPLY)
 #define PICI_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = pici_##NAME,
-static void (*const pici_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_APPLY_OPS(PICI_ENTRY)};
-
-void sp_pici_set_scalar(const sp_decode_args *a)
-{
-    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
-    sp_pici_overwrite_scalar(a);
-}
-void sp_pici_overwrite_scalar(const sp_decode_args *a)
-{
-    pici_apply[sp_apply_take_op(sp_dtype_bytes(a->dtype))](a);
-}
-void sp_pici_add_scalar(const sp_decode_args *a)
-{
-    pici_apply[sp_apply_add_op(a->dtype, a->dst_dtype)](a);
-}
+SP_SCALAR_DECODERS(pici, SP_APPLY_OPS(PICI_ENTRY))

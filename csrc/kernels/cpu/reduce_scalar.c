@@ -46,37 +46,12 @@ SP_FLOAT_KINDS(COMBINE_FLOAT)
 
 void sp_combine_scalar(const sp_combine_args *a)
 {
-    switch (a->dtype) {
-    case SPCCL_FLOAT32:
-        combine_f32(a);
-        return;
-    case SPCCL_FLOAT16:
-        combine_f16(a);
-        return;
-    case SPCCL_BFLOAT16:
-        combine_bf16(a);
-        return;
-    case SPCCL_FLOAT64:
-        combine_f64(a);
-        return;
-    case SPCCL_INT8:
-        combine_i8(a);
-        return;
-    case SPCCL_INT16:
-        combine_i16(a);
-        return;
-    case SPCCL_INT32:
-        combine_i32(a);
-        return;
-    case SPCCL_INT64:
-        combine_i64(a);
-        return;
-    case SPCCL_UINT8:
-        combine_u8(a);
-        return;
-    case SPCCL_FLOAT8:
-        return; /* not reached: the callers of the kernel refuse to reduce float8 */
-    }
+    static void (*const by_dtype[SP_N_DTYPES])(const sp_combine_args *) = {
+        [SPCCL_FLOAT32] = combine_f32, [SPCCL_FLOAT16] = combine_f16, [SPCCL_BFLOAT16] = combine_bf16,
+        [SPCCL_FLOAT64] = combine_f64, [SPCCL_INT8] = combine_i8,     [SPCCL_INT16] = combine_i16,
+        [SPCCL_INT32] = combine_i32,   [SPCCL_INT64] = combine_i64,   [SPCCL_UINT8] = combine_u8};
+    if (by_dtype[a->dtype] != NULL) /* float8: the callers of the kernel refuse it */
+        by_dtype[a->dtype](a);
 }
 
 /* finish_<dtype> rounds acc to dtype; finish_avg_<dtype> first divides acc by world_size. Operations other
@@ -103,49 +78,20 @@ FINISH(avg_i32, i32, i32, int32_t, acc / by)
 FINISH(avg_i64, i64, i64, int64_t, acc / by)
 FINISH(avg_u8, u8, u8, int32_t, (uint8_t)(acc / by))
 
-static void finish_avg(const sp_finish_args *a)
-{
-    switch (a->dtype) {
-    case SPCCL_FLOAT32:
-        finish_avg_f32(a);
-        return;
-    case SPCCL_FLOAT16:
-        finish_avg_f16(a);
-        return;
-    case SPCCL_BFLOAT16:
-        finish_avg_bf16(a);
-        return;
-    case SPCCL_FLOAT64:
-        finish_avg_f64(a);
-        return;
-    case SPCCL_INT8:
-        finish_avg_i8(a);
-        return;
-    case SPCCL_INT16:
-        finish_avg_i16(a);
-        return;
-    case SPCCL_INT32:
-        finish_avg_i32(a);
-        return;
-    case SPCCL_INT64:
-        finish_avg_i64(a);
-        return;
-    case SPCCL_UINT8:
-        finish_avg_u8(a);
-        return;
-    case SPCCL_FLOAT8:
-        return;
-    }
-}
-
 void sp_finish_scalar(const sp_finish_args *a)
 {
-    if (a->op == SPCCL_AVG)
-        finish_avg(a);
+    static void (*const means[SP_N_DTYPES])(const sp_finish_args *) = {
+        [SPCCL_FLOAT32] = finish_avg_f32,   [SPCCL_FLOAT16] = finish_avg_f16,
+        [SPCCL_BFLOAT16] = finish_avg_bf16, [SPCCL_FLOAT64] = finish_avg_f64,
+        [SPCCL_INT8] = finish_avg_i8,       [SPCCL_INT16] = finish_avg_i16,
+        [SPCCL_INT32] = finish_avg_i32,     [SPCCL_INT64] = finish_avg_i64,
+        [SPCCL_UINT8] = finish_avg_u8};
+    if (a->op == SPCCL_AVG && a->dtype != SPCCL_FLOAT8)
+        means[a->dtype](a);
     else if (a->dtype == SPCCL_FLOAT16)
         finish_f16(a);
     else if (a->dtype == SPCCL_BFLOAT16)
         finish_bf16(a);
-    else if (a->dst != a->acc)
+    else if (a->op != SPCCL_AVG && a->dst != a->acc)
         sp_copy_scalar(a->dst, a->acc, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
 }

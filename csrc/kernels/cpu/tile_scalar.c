@@ -1,7 +1,6 @@
 /* tile_scalar.c - the tile format (FORMAT.md 3.2): a count per block of 256, one offset byte per listed
  * element, then values. The vector kernels must give the same bytes as this code. */
-#include "kernels/cpu/elem.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/scalar.h"
 
 #define TILE_ENCODE(NAME)                                                                                    \
     static void tile_encode_##NAME(const sp_encode_args *a)                                                  \
@@ -25,14 +24,7 @@ void sp_tile_encode_scalar(const sp_encode_args *a)
 {
     for (size_t tile = 0; tile * SP_TILE_ELEMS < a->n_elems; tile++)
         a->index[tile] = (uint8_t)a->tile_nnz[tile];
-    if (a->elem_bytes == 1)
-        tile_encode_u8(a);
-    else if (a->elem_bytes == 2)
-        tile_encode_u16(a);
-    else if (a->elem_bytes == 4)
-        tile_encode_u32(a);
-    else
-        tile_encode_u64(a);
+    SP_BY_WIDTH(a->elem_bytes, tile_encode, a);
 }
 
 #define TILE_APPLY(NAME, V, D, F)                                                                            \
@@ -48,18 +40,4 @@ void sp_tile_encode_scalar(const sp_encode_args *a)
     }
 SP_APPLY_OPS(TILE_APPLY)
 #define TILE_ENTRY(NAME, V, D, F) [SP_APPLY_##NAME] = tile_##NAME,
-static void (*const tile_apply[SP_N_APPLY_OPS])(const sp_decode_args *a) = {SP_APPLY_OPS(TILE_ENTRY)};
-
-void sp_tile_set_scalar(const sp_decode_args *a)
-{
-    sp_zero_scalar(a->dst, a->n_elems * sp_dtype_bytes(a->dtype), a->non_temporal);
-    sp_tile_overwrite_scalar(a);
-}
-void sp_tile_overwrite_scalar(const sp_decode_args *a)
-{
-    tile_apply[sp_apply_take_op(sp_dtype_bytes(a->dtype))](a);
-}
-void sp_tile_add_scalar(const sp_decode_args *a)
-{
-    tile_apply[sp_apply_add_op(a->dtype, a->dst_dtype)](a);
-}
+SP_SCALAR_DECODERS(tile, SP_APPLY_OPS(TILE_ENTRY))
