@@ -56,8 +56,18 @@ static bool record_error(spccl_comm *comm, spccl_status status, const char *text
     return first;
 }
 
+/* Take the oldest op that waits to become active; NULL: there is none. The caller holds mu. */
+static sp_op *pop_queue_locked(spccl_comm *comm)
+{
+    sp_op *op = comm->queue_head;
+    if (op != NULL && (comm->queue_head = op->next) == NULL)
+        comm->queue_tail = &comm->queue_head;
+    return op;
+}
+
 /* Called by the driver: break the communicator, abort the peers with the same text, and complete every
- * collective under way with the first error. Their callers print it, or the request that no caller looks at. */
+ * collective under way with the first error. Their callers print it, or the request that no caller looks at.
+ * text: may be this thread's last error. */
 static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
 {
     sp_op *op;
@@ -78,9 +88,7 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
     }
     for (;;) {
         pthread_mutex_lock(&comm->mu);
-        op = comm->queue_head;
-        if (op != NULL && (comm->queue_head = op->next) == NULL)
-            comm->queue_tail = &comm->queue_head;
+        op = pop_queue_locked(comm);
         pthread_mutex_unlock(&comm->mu);
         if (op == NULL)
             return;
@@ -92,12 +100,8 @@ static void fail_all(spccl_comm *comm, spccl_status status, const char *text)
 /* Hand submitted ops to the executor while it has room for them. The caller holds mu. */
 static void take_queue_locked(spccl_comm *comm)
 {
-    while (comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_ACTIVE_MAX) {
-        sp_op *op = comm->queue_head;
-        if ((comm->queue_head = op->next) == NULL)
-            comm->queue_tail = &comm->queue_head;
-        sp_exec_add(&comm->exec, op);
-    }
+    while (comm->queue_head != NULL && comm->exec.n_ops < SP_EXEC_ACTIVE_MAX)
+        sp_exec_add(&comm->exec, pop_queue_locked(comm));
 }
 
 /* Called when no slice can be done: poll for spin_ns, then sleep until a peer, a caller or a deadline ends
@@ -141,11 +145,6 @@ static spccl_status wait_for_work(spccl_comm *comm, int64_t idle_since_ns)
     return st;
 }
 
-static spccl_status abort_status(const spccl_comm *comm)
-{
-    return SP_FAIL(comm->asked_status, "%s", comm->asked_text);
-}
-
 /* Run the executor, as the driver, until `until` is done. NULL: until no op is left. */
 static void drive(spccl_comm *comm, spccl_request *until)
 {
@@ -161,7 +160,7 @@ static void drive(spccl_comm *comm, spccl_request *until)
         if (over)
             return;
         if (atomic_load(&comm->abort_asked))
-            st = abort_status(comm);
+            st = SP_FAIL(comm->asked_status, "%s", comm->asked_text);
         if (st == SPCCL_OK)
             st = sp_exec_pass(&comm->exec, &progressed);
         if (st == SPCCL_OK && progressed)
@@ -172,11 +171,8 @@ static void drive(spccl_comm *comm, spccl_request *until)
         }
         if (st == SPCCL_OK && !progressed)
             st = wait_for_work(comm, idle_since_ns);
-        if (st != SPCCL_OK) {
-            char text[sizeof comm->error];
-            snprintf(text, sizeof text, "%s", spccl_last_error());
-            fail_all(comm, st, text);
-        }
+        if (st != SPCCL_OK)
+            fail_all(comm, st, spccl_last_error());
         if (progressed)
             idle_since_ns = sp_now_ns();
     }
@@ -186,14 +182,12 @@ static void drive(spccl_comm *comm, spccl_request *until)
  * abort, the abort happens here. */
 static void stop_driving(spccl_comm *comm)
 {
-    char text[sizeof comm->error];
     for (;;) {
         pthread_mutex_lock(&comm->mu);
         if (!atomic_load(&comm->abort_asked) || comm->broken != SPCCL_OK)
             break;
         pthread_mutex_unlock(&comm->mu);
-        snprintf(text, sizeof text, "%s", comm->asked_text);
-        fail_all(comm, comm->asked_status, text);
+        fail_all(comm, comm->asked_status, comm->asked_text);
     }
     comm->driver = SP_DRIVER_NONE;
     pthread_cond_broadcast(&comm->cv);
@@ -367,14 +361,12 @@ static bool start_driving(spccl_comm *comm)
     return mine;
 }
 
-static spccl_status look(spccl_comm *comm)
+/* Move what the network has. An error breaks the communicator. */
+static spccl_status progress_links(spccl_comm *comm)
 {
     spccl_status st = sp_links_progress(&comm->links);
-    if (st != SPCCL_OK) {
-        char text[sizeof comm->error];
-        snprintf(text, sizeof text, "%s", spccl_last_error());
-        fail_all(comm, st, text);
-    }
+    if (st != SPCCL_OK)
+        fail_all(comm, st, spccl_last_error());
     return st;
 }
 
@@ -382,7 +374,7 @@ void sp_comm_poll(spccl_comm *comm)
 {
     if (!start_driving(comm))
         return;
-    (void)look(comm);
+    (void)progress_links(comm);
     stop_driving(comm);
 }
 
@@ -391,7 +383,7 @@ spccl_status sp_comm_poll_peers(spccl_comm *comm)
     spccl_status found = SPCCL_OK;
     if (!start_driving(comm))
         return SPCCL_OK;
-    if (look(comm) == SPCCL_OK)
+    if (progress_links(comm) == SPCCL_OK)
         for (int r = 0; r < comm->world_size && found == SPCCL_OK; r++)
             for (int queue = 0; queue < SP_N_QUEUES && r != comm->rank && found == SPCCL_OK; queue++) {
                 const void *message;

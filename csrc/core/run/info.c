@@ -82,8 +82,6 @@ static spccl_info_entry order_entry(void)
 static bool schedule_entry(size_t i, spccl_info_entry *out)
 {
     const char *forced = sp_env_text(SP_ENV_SCHEDULE);
-    if (i >= SP_N_SCHEDULES)
-        return false;
     *out = (spccl_info_entry){.kind = "schedule", .name = sp_schedule_name((sp_schedule)i), .value = "in"};
     if (sp_schedule_adds_in_rank_order((sp_schedule)i)) {
         out->value = "in, candidate";
@@ -98,53 +96,50 @@ static bool schedule_entry(size_t i, spccl_info_entry *out)
     return true;
 }
 
-/* Entry `i`, in the order kernels, transports, schedules, parts, GPUDirect, settings. False if i is past the last. */
+static bool part_entry(size_t i, spccl_info_entry *out)
+{
+    if (i == 0)
+        sp_gpu_part_here.describe(out);
+    else if (i == 1)
+        sp_gpu_part_here.describe_memory(out);
+    else
+        *out = i == 2 ? memory_entry() : order_entry();
+    return true;
+}
+
+static bool direct_entry(size_t i, spccl_info_entry *out)
+{
+    return sp_gpu_part_here.describe_direct(i, out);
+}
+
+static bool setting_entry(size_t i, spccl_info_entry *out)
+{
+    const sp_env_var *v = sp_env_describe((sp_env_id)i);
+    *out = (spccl_info_entry){.kind = i < SP_ENV_CPU_ISA ? "setting" : "debug",
+                              .name = v->name,
+                              .value = sp_env_text((sp_env_id)i),
+                              .why = v->help};
+    return true;
+}
+
+/* The lists, in order. n: their length; 0: it ends where `entry` returns false. */
+static const struct {
+    bool (*entry)(size_t i, spccl_info_entry *out);
+    size_t n;
+} lists[] = {{kernel_entry, 0}, {transport_entry, 0}, {schedule_entry, SP_N_SCHEDULES},
+             {part_entry, 4},   {direct_entry, 0},    {setting_entry, SP_N_ENV}};
+
+/* Entry `i` of all lists. False if i is past the last. */
 static bool find_entry(size_t i, spccl_info_entry *out)
 {
-    size_t n_kernels = 0, n_transports = 0, n_direct = 0;
-    size_t n_schedules = SP_N_SCHEDULES;
-    spccl_info_entry e;
-    while (kernel_entry(n_kernels, &e))
-        n_kernels++;
-    while (transport_entry(n_transports, &e))
-        n_transports++;
-    if (i < n_kernels)
-        return kernel_entry(i, out);
-    i -= n_kernels;
-    if (i < n_transports)
-        return transport_entry(i, out);
-    i -= n_transports;
-    if (i < n_schedules)
-        return schedule_entry(i, out);
-    i -= n_schedules;
-    if (i-- == 0) {
-        sp_gpu_part_here.describe(out);
-        return true;
-    }
-    if (i-- == 0) {
-        sp_gpu_part_here.describe_memory(out);
-        return true;
-    }
-    if (i-- == 0) {
-        *out = memory_entry();
-        return true;
-    }
-    if (i-- == 0) {
-        *out = order_entry();
-        return true;
-    }
-    while (sp_gpu_part_here.describe_direct(n_direct, &e))
-        n_direct++;
-    if (i < n_direct)
-        return sp_gpu_part_here.describe_direct(i, out);
-    i -= n_direct;
-    if (i < SP_N_ENV) {
-        const sp_env_var *v = sp_env_describe((sp_env_id)i);
-        *out = (spccl_info_entry){.kind = i < SP_ENV_CPU_ISA ? "setting" : "debug",
-                                  .name = v->name,
-                                  .value = sp_env_text((sp_env_id)i),
-                                  .why = v->help};
-        return true;
+    for (size_t k = 0; k < sizeof lists / sizeof *lists; k++) {
+        size_t n = lists[k].n;
+        spccl_info_entry e;
+        while (lists[k].n == 0 && lists[k].entry(n, &e))
+            n++;
+        if (i < n)
+            return lists[k].entry(i, out);
+        i -= n;
     }
     return false;
 }
