@@ -32,6 +32,14 @@ static _Atomic int test_n_failed, test_n_checks; /* atomic: any thread may use C
         CHECK(check_status_ == SPCCL_OK, "%s: %s", spccl_status_name(check_status_), spccl_last_error());    \
     } while (0)
 
+/* The call fails with this status, and its error has this text. */
+#define CHECK_FAILS(x, status, text)                                                                         \
+    do {                                                                                                     \
+        spccl_status fails_ = (x);                                                                           \
+        CHECK(fails_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                    \
+              spccl_status_name(fails_), spccl_last_error());                                                \
+    } while (0)
+
 static inline int64_t now_ms(void)
 {
     struct timespec t;

@@ -7,13 +7,6 @@
 
 #include <stddef.h>
 
-#define CHECK_FAILS(call, status, words)                                                                     \
-    do {                                                                                                     \
-        spccl_status fails_ = (call);                                                                        \
-        CHECK(fails_ == (status) && strstr(spccl_last_error(), (words)) != NULL, "%s: %s",                   \
-              spccl_status_name(fails_), spccl_last_error());                                                \
-    } while (0)
-
 /* No struct may end in padding: a field added there would be read from bytes that an older caller never set.
  */
 #define ENDS_WITH(type, field)                                                                               \

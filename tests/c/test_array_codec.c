@@ -3,13 +3,6 @@
 #include "core/format/format.h"
 #include "test.h"
 
-#define CHECK_FAILS(x, status, text)                                                                         \
-    do {                                                                                                     \
-        spccl_status got_ = (x);                                                                             \
-        CHECK(got_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                      \
-              spccl_status_name(got_), spccl_last_error());                                                  \
-    } while (0)
-
 struct encoded {
     uint8_t *p;
     size_t bytes;

@@ -377,13 +377,6 @@ static void test_graph(void)
     CUDA_OK(cudaGraphDestroy(graph));
 }
 
-#define CHECK_FAILS(x, status, text)                                                                         \
-    do {                                                                                                     \
-        spccl_status got_ = (x);                                                                             \
-        CHECK(got_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                      \
-              spccl_status_name(got_), spccl_last_error());                                                  \
-    } while (0)
-
 /* A plan refuses segments and memory that do not fit, before any launch. */
 static void test_bad_plans(void)
 {

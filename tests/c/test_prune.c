@@ -262,13 +262,6 @@ static void test_samples(void)
     }
 }
 
-#define CHECK_FAILS(x, status, text)                                                                         \
-    do {                                                                                                     \
-        spccl_status got_ = (x);                                                                             \
-        CHECK(got_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                      \
-              spccl_status_name(got_), spccl_last_error());                                                  \
-    } while (0)
-
 static void test_bad_input(void)
 {
     static spccl_prune_state state;

@@ -220,28 +220,24 @@ static void refused_config(const char *field, spccl_config config)
           "%s: %s: %s", field, spccl_status_name(st), st != SPCCL_OK ? spccl_last_error() : "");
 }
 
+#define REFUSED(text, assignment)                                                                            \
+    do {                                                                                                     \
+        spccl_config c = SPCCL_CONFIG_INIT;                                                                  \
+        c.assignment;                                                                                        \
+        refused_config(text, c);                                                                             \
+    } while (0)
+
 static void test_config(void)
 {
-    spccl_config c = SPCCL_CONFIG_INIT;
-    c.timeout_ms = -1;
-    refused_config("timeout_ms", c);
-    c = (spccl_config)SPCCL_CONFIG_INIT;
-    c.transports = "carrier-pigeon";
-    refused_config("carrier-pigeon", c);
-    c = (spccl_config)SPCCL_CONFIG_INIT;
-    c.slice_bytes = 12;
-    refused_config("slice", c);
-    c = (spccl_config)SPCCL_CONFIG_INIT;
-    c.n_sockets = 17;
-    refused_config("n_sockets", c);
-    c = (spccl_config)SPCCL_CONFIG_INIT;
-    c.format = SPCCL_FORMAT_EMPTY;
-    refused_config("format", c);
-    c = (spccl_config)SPCCL_CONFIG_INIT;
-    c.schedule = "rings";
-    refused_config("rings", c);
-    c.schedule = "ring";
-    CHECK_OK(make_group(&c));
+    spccl_config ring = SPCCL_CONFIG_INIT;
+    REFUSED("timeout_ms", timeout_ms = -1);
+    REFUSED("carrier-pigeon", transports = "carrier-pigeon");
+    REFUSED("slice", slice_bytes = 12);
+    REFUSED("n_sockets", n_sockets = 17);
+    REFUSED("format", format = SPCCL_FORMAT_EMPTY);
+    REFUSED("rings", schedule = "rings");
+    ring.schedule = "ring";
+    CHECK_OK(make_group(&ring));
 }
 
 /* Bad arguments are refused before the rank connects. */

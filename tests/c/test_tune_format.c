@@ -7,13 +7,6 @@
 static const size_t sizes[] = {0, 1, 31, 32, 33, 63, 64, 65, 255, 256, 257, 4095, 4096, 4097, 3 * 4096 + 7};
 #define N_SIZES (sizeof sizes / sizeof *sizes)
 
-#define CHECK_FAILS(x, status, text)                                                                         \
-    do {                                                                                                     \
-        spccl_status got_ = (x);                                                                             \
-        CHECK(got_ == (status) && strstr(spccl_last_error(), (text)) != NULL, "%s: %s",                      \
-              spccl_status_name(got_), spccl_last_error());                                                  \
-    } while (0)
-
 static void check_choice(const sp_slice_stats *s, bool is_delta)
 {
     static const double links[] = {0.1, 0.8, INFINITY}; /* ns per byte: shared memory, TCP, smallest frame */
