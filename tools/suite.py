@@ -53,7 +53,7 @@ ONE_THREAD = (
 # the second more than 5 minutes.
 NO_NEW_RACES = r"test_(sum_order|negative_zero)$"
 # The tests with random cases, and those that run all of them in the stage "random".
-RANDOM = r"test_(codec|collectives|kernels_codec|mean|sum_order|transport)$"
+RANDOM = r"test_(codec|collectives|kernels_codec|mean|negative_zero|sum_order|transport)$"
 # These tests take minutes under emulation. Only kernels and base depend on the architecture, and other tests run
 # them. Of the collectives, test_collectives_nan and test_mean run. test_sched and test_plan_cost compute with integers.
 # Nine tests cannot run in qemu's user mode. test_local_socket needs surplus descriptors of a message closed, which
