@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from builds import c_build
-from env import BUILD, ROOT, VENV, EnvError, child_env, digest, ensure_spccl, ensure_venv, say, tracked_files
+from env import BUILD, ROOT, VENV, EnvError, child_env, ensure_compilers, ensure_spccl, ensure_venv, say, sources
 from packages import make_wheel
 from site_pages import build_site
 from stages import run_stages
@@ -33,20 +33,15 @@ def cmd_test(args: argparse.Namespace) -> int:
     if unknown:
         names = ", ".join(stage.name for stage in TEST_ALL_STAGES)
         raise EnvError(f"no stage {', '.join(sorted(unknown))}: the stages are {names}")
-    ensure_venv()
+    ensure_venv() if args.only else ensure_compilers()
     stages = [s for s in TEST_ALL_STAGES if s.name in args.only] or TEST_STAGES
-    return 0 if run_stages(stages, args.at_once, _sources()) else 1
+    return 0 if run_stages(stages, args.at_once, sources()) else 1
 
 
 def cmd_test_all(args: argparse.Namespace) -> int:
     """Run every stage. A stage that has passed with these sources does not run again."""
     ensure_venv()
-    return 0 if run_stages(TEST_ALL_STAGES, args.at_once, _sources(), repeat=False) else 1
-
-
-def _sources() -> str:
-    """Hash of every file that git knows: what a test reads."""
-    return digest(*tracked_files())
+    return 0 if run_stages(TEST_ALL_STAGES, args.at_once, sources(), repeat=False) else 1
 
 
 def cmd_check(args: argparse.Namespace) -> int:

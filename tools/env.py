@@ -96,6 +96,11 @@ def digest(*parts: object) -> str:
     return h.hexdigest()
 
 
+def sources() -> str:
+    """Hash of every file that git knows: what a test reads."""
+    return digest(*tracked_files())
+
+
 def is_stamped(stamp: Path, key: str) -> bool:
     return stamp.is_file() and stamp.read_text() == key
 
@@ -116,6 +121,9 @@ def child_env(**extra: str) -> dict[str, str]:
     env["VIRTUAL_ENV"] = str(VENV)
     env.update(PYTHONNOUSERSITE="1", PYTHONUNBUFFERED="1")
     env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
+    if shutil.which("ccache"):  # several builds compile the same files with the same options
+        env.update(CMAKE_C_COMPILER_LAUNCHER="ccache", CMAKE_CXX_COMPILER_LAUNCHER="ccache")
+        env.setdefault("CCACHE_DIR", str(BUILD / "ccache"))
     env.update(extra)
     return env
 
@@ -267,6 +275,8 @@ def check_machine() -> None:
     missing = [tool for tool in ("gcc", "g++") if shutil.which(tool) is None]
     if missing and not apt_install(["build-essential"], "no " + " and no ".join(missing)):
         raise EnvError(f"not found: {', '.join(missing)} (Debian: apt-get install build-essential)")
+    if shutil.which("ccache") is None:
+        apt_install(["ccache"], "to compile no file twice")
     if not _has_python_headers() and not apt_install(["python3-dev"], "no Python.h"):
         raise EnvError(
             f"no Python.h for {sys.executable}\n"
@@ -320,11 +330,19 @@ def ensure_venv() -> str:
         say("set-up: .venv with torch and the test tools (once; a few minutes)")
         start = time.monotonic()
         make_venv(VENV)
-        install = [VENV / "bin/python", "-m", "pip", "install", *specs]
+        install = [VENV / "bin/python", "-m", "pip", "install", "--no-compile", *specs]
         must_run("pip install", install, "setup", timeout_s=3600)
         write_stamp(stamp, key)
         say(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)")
     return key
+
+
+def ensure_compilers() -> None:
+    """What C needs. The stage "set-up" makes .venv while C compiles, unless CMake or ninja must come from .venv."""
+    if not VENV.exists():
+        check_machine()
+    if not system_cmake_ok() or shutil.which("ninja") is None:
+        ensure_venv()
 
 
 def ensure_frameworks() -> str | None:
@@ -365,7 +383,9 @@ def ensure_spccl() -> None:
     say("set-up: building spccl into .venv")
     start = time.monotonic()
     python = VENV / "bin/python"
-    wheel = build_wheel(python, "wheel", ["SPCCL_PREBUILD_TORCH=ON", f"SPCCL_CUDA={cuda_here()}"], DIST)
+    # SPCCL_WERROR: the options of the stage gcc, so that ccache has its files.
+    defines = ["SPCCL_PREBUILD_TORCH=ON", "SPCCL_WERROR=ON", f"SPCCL_CUDA={cuda_here()}"]
+    wheel = build_wheel(python, "wheel", defines, DIST)
     install = [python, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel]
     must_run("pip install", install, "spccl")
     write_stamp(stamp, key)

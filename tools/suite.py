@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,11 @@ from env import (
     child_env,
     ensure_frameworks,
     ensure_spccl,
+    ensure_venv,
     files_under,
     has_gpu,
     must_run,
+    requirements,
     run,
     say,
 )
@@ -52,6 +55,11 @@ SANITIZED_PYTHON_TESTS = [
 # Tests that `make check` does not run: they wait for time-outs, or have many cases.
 SLOW_TESTS = r"test_(collectives|faults|transport|transport_faults)$"
 AVX2_CPU_FLAGS = {"avx2", "bmi1", "bmi2", "popcnt", "abm", "f16c"}
+
+
+def setup() -> str:
+    ensure_venv()
+    return f"{len(requirements())} requirements"
 
 
 def style() -> str:
@@ -76,7 +84,7 @@ def c_gcc() -> str:
     install_pkg_config()
     count = ctest("gcc", **SHARE)
     library = BUILD / "gcc" / "libspccl.so"
-    must_run("check_symbols", [PYTHON, ROOT / "tests/check_symbols.py", library], "symbols", show=True)
+    must_run("check_symbols", [sys.executable, ROOT / "tests/check_symbols.py", library], "symbols", show=True)
     return count
 
 
@@ -218,8 +226,9 @@ def stages(*names: str) -> list[Stage]:
 ALL = {
     stage.name: stage
     for stage in (
-        Stage("style", style, "tests/check_*.py"),
-        Stage("lint", lint, "ruff and clang-format"),
+        Stage("set-up", setup, ".venv with torch and the test tools, once", uses=".venv"),
+        Stage("style", style, "tests/check_*.py", uses=".venv"),
+        Stage("lint", lint, "ruff and clang-format", uses=".venv"),
         Stage("gcc", c_gcc, "C tests, gcc, release, 1 in 4 of the random cases; exported names", uses="build/gcc"),
         Stage("asan", c_asan, "C tests, clang, address and undefined-behaviour sanitizers"),
         Stage("gpusim", partial(ctest, "gpusim", leave_out="_slow$"), "GPU kernels, in software", uses="build/gpusim"),
@@ -240,7 +249,7 @@ ALL = {
     )
 }
 # Long stages are first: two stages run at the same time, and the last one should not run alone for long.
-TEST_STAGES = stages("style", "lint", "gcc", "asan", "pytest", "gpusim")
+TEST_STAGES = stages("set-up", "style", "lint", "gcc", "asan", "pytest", "gpusim")
 TEST_ALL_STAGES = [*TEST_STAGES, *(stage for stage in ALL.values() if stage not in TEST_STAGES)]
 CHECK_STAGES = [
     *stages("style", "lint"),
