@@ -146,7 +146,8 @@ def cuda() -> str:
 def python_tests(*options: str) -> str:
     ensure_spccl()
     install_iproute2()
-    env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"))
+    # Threads of torch that poll for work would take the other file's core.
+    env = child_env(SPCCL_TEST_CACHE=str(BUILD / "test-cache"), OMP_NUM_THREADS="1")
     # A test waits for other processes half of its time, so two files of tests run at the same time. They would share
     # the GPUs, so on a machine with GPUs they do not.
     workers = [] if has_gpu() else ["-n", "2", "--dist", "loadfile"]
